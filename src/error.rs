@@ -1,0 +1,22 @@
+//! Bad input: what the user gave is wrong, and the message says where and what to do. Exit code 2.
+
+/// An error in something the user gave: a recipe, a data file, a checkpoint, a command line.
+///
+/// The text is one paragraph that names the place (file and line, key path, row) and the remedy.
+/// Anywhere in an `anyhow` chain it turns the exit code into 2; every other error exits with 1.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BadInput(pub String);
+
+impl std::fmt::Display for BadInput {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for BadInput {}
+
+/// `bad_input!("{}: row {}: …", …)`: an [`anyhow::Error`] that carries [`BadInput`].
+#[macro_export]
+macro_rules! bad_input {
+    ($($arg:tt)*) => { ::anyhow::Error::new($crate::error::BadInput(format!($($arg)*))) };
+}

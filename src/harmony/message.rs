@@ -1,0 +1,63 @@
+//! A message of a Harmony conversation.
+
+use serde::{Deserialize, Serialize};
+
+/// Who wrote a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    System,
+    Developer,
+    User,
+    Assistant,
+    Tool,
+}
+
+/// One message: header fields and text.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Message {
+    pub role: Role,
+    /// The author's name; for [`Role::Tool`] the tool's, such as `python` or `functions.lookup`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recipient: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub channel: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub content_type: Option<String>,
+    /// The text as it stands between `<|message|>` and the closing token; always ordinary text.
+    pub content: String,
+}
+
+impl Message {
+    /// A message of `role` with only text.
+    pub fn new(role: Role, content: impl Into<String>) -> Self {
+        Self { role, name: None, recipient: None, channel: None, content_type: None, content: content.into() }
+    }
+
+    /// A user's message.
+    pub fn user(content: impl Into<String>) -> Self {
+        Self::new(Role::User, content)
+    }
+
+    /// An assistant's message on `channel`.
+    pub fn assistant(channel: &str, content: impl Into<String>) -> Self {
+        Self { channel: Some(channel.into()), ..Self::new(Role::Assistant, content) }
+    }
+
+    /// An assistant's message to a tool, such as `python`, on `channel`.
+    pub fn call(recipient: &str, channel: &str, content: impl Into<String>) -> Self {
+        Self { recipient: Some(recipient.into()), ..Self::assistant(channel, content) }
+    }
+
+    /// A tool's answer to the assistant.
+    pub fn tool(name: &str, channel: Option<&str>, content: impl Into<String>) -> Self {
+        Self {
+            name: Some(name.into()),
+            recipient: Some("assistant".into()),
+            channel: channel.map(Into::into),
+            ..Self::new(Role::Tool, content)
+        }
+    }
+}

@@ -1,0 +1,1 @@
+//! Metrics and where they are written: JSON lines, TensorBoard, the console.

@@ -1,0 +1,1 @@
+//! Mismatch between two policies that should be one.

@@ -1,0 +1,1 @@
+//! GPT-OSS as pure maths over `ops`: configuration, weights, forward, KV cache.

@@ -1,0 +1,1 @@
+//! Advantages, importance ratios, losses, divergences: pure functions of tensors.

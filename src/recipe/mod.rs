@@ -1,0 +1,1 @@
+//! The recipe: what the user asks for, as pure data.

@@ -1,0 +1,1 @@
+//! Curves and readable trajectories from run folders, as one HTML page.

@@ -1,0 +1,1 @@
+//! Rollout: continuous batching over token ids, sampling, the message loop.

@@ -1,0 +1,1 @@
+//! Training: pack, forward and backward, clip, optimizer, checkpoint.

@@ -1,0 +1,47 @@
+//! Outside data for tests, read in place from `RLOSS_DATA` (default `data/`) and never copied.
+
+use std::path::{Path, PathBuf};
+
+/// The folder `kind` of the test data, or `None`, said on stderr, when `RLOSS_DATA` is unset and there is no `data/`.
+///
+/// Panics when `RLOSS_DATA` is set but the folder is missing, or when the folder is there but empty:
+/// a wrong setting must not look like a pass.
+pub fn folder(kind: &str) -> Option<PathBuf> {
+    let (root, set) = match std::env::var_os("RLOSS_DATA") {
+        Some(root) => (PathBuf::from(root), true),
+        None => (Path::new(env!("CARGO_MANIFEST_DIR")).join("data"), false),
+    };
+    let folder = root.join(kind);
+    if !folder.is_dir() {
+        assert!(!set, "RLOSS_DATA is set, but {} is not a folder", folder.display());
+        eprintln!("skipped: no {} (scripts/fetch_data.sh fetches it, or set RLOSS_DATA)", folder.display());
+        return None;
+    }
+    let empty = std::fs::read_dir(&folder).expect("read_dir").next().is_none();
+    assert!(!empty, "{} is empty", folder.display());
+    Some(folder)
+}
+
+/// Every row of every `*.jsonl` in `kind`, as (file stem, row), in file-name order.
+#[allow(dead_code)]
+pub fn jsonl_rows(kind: &str) -> Option<Vec<(String, serde_json::Value)>> {
+    let folder = folder(kind)?;
+    let mut files: Vec<PathBuf> = std::fs::read_dir(&folder)
+        .expect("read_dir")
+        .map(|entry| entry.expect("entry").path())
+        .filter(|path| path.extension().is_some_and(|e| e == "jsonl"))
+        .collect();
+    files.sort();
+    assert!(!files.is_empty(), "no *.jsonl in {}", folder.display());
+    let mut rows = Vec::new();
+    for file in files {
+        let stem = file.file_stem().unwrap().to_string_lossy().into_owned();
+        let text = std::fs::read_to_string(&file).expect("read");
+        for (i, line) in text.lines().enumerate().filter(|(_, l)| !l.trim().is_empty()) {
+            let row = serde_json::from_str(line)
+                .unwrap_or_else(|e| panic!("{}: line {}: {e}", file.display(), i + 1));
+            rows.push((stem.clone(), row));
+        }
+    }
+    Some(rows)
+}

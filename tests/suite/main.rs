@@ -1,0 +1,14 @@
+//! The integration tests: one binary, one module a room.
+
+mod commands;
+mod data;
+mod harmony;
+mod interpreter;
+mod metrics;
+mod model;
+mod policy;
+mod recipe;
+mod report;
+mod rollout;
+mod tasks;
+mod train;
