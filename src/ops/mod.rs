@@ -21,6 +21,8 @@ pub mod rope;
 pub mod router;
 pub mod sink_attention;
 pub mod swiglu;
+pub mod threads;
+pub mod upstream;
 
 pub use embedding::embedding;
 pub use experts::{combine, dispatch, grouped_linear};
@@ -32,3 +34,4 @@ pub use rope::{rope, rope_keys_with_values};
 pub use router::{route, top_k_softmax};
 pub use sink_attention::{sink_attention, sink_attention_cached};
 pub use swiglu::swiglu;
+pub use upstream::upstream;

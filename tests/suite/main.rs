@@ -11,4 +11,5 @@ mod recipe;
 mod report;
 mod rollout;
 mod tasks;
+mod tiny;
 mod train;
