@@ -51,6 +51,7 @@ pub fn load(folder: &Path, config: &Config) -> Result<Vec<(ParameterSpec, Tensor
 
 /// An opened folder whose headers agree with the config; tensors are read when asked for.
 pub struct Checkpoint {
+    folder: PathBuf,
     files: Vec<WeightFile>,
     /// Stored name to its place in `files`.
     places: BTreeMap<String, usize>,
@@ -68,7 +69,7 @@ impl Checkpoint {
         for name in listed.iter().map(|(file, _)| file) {
             files.push(WeightFile::open(&folder.join(name))?);
         }
-        let mut checkpoint = Self { files, places: BTreeMap::new() };
+        let mut checkpoint = Self { folder: folder.into(), files, places: BTreeMap::new() };
         let mut mistakes = checkpoint.place_tensors(&listed);
         mistakes.extend(checkpoint.mistakes(&parameter_specs(config)));
         if mistakes.is_empty() {
@@ -93,7 +94,7 @@ impl Checkpoint {
             if let Some(promised) = promised {
                 let unlisted = present.difference(promised);
                 mistakes.extend(
-                    unlisted.map(|name| format!("`{name}` is in {file_name}, but not so in {INDEX_FILE}")),
+                    unlisted.map(|name| format!("{name:?} is in {file_name}, but not so in {INDEX_FILE}")),
                 );
             }
             self.places.extend(present.into_iter().map(|name| (name, place)));
@@ -120,7 +121,7 @@ impl Checkpoint {
                 mistakes.push(format!("`{}`: MXFP4 needs a multiple of 32 inputs, not {fan_in}", spec.name));
             }
         }
-        mistakes.extend(extra.into_iter().map(|name| format!("`{name}` is not a tensor of this model")));
+        mistakes.extend(extra.into_iter().map(|name| format!("{name:?} is not a tensor of this model")));
         mistakes
     }
 
@@ -152,8 +153,9 @@ impl Checkpoint {
         };
         if let Some(at) = values.iter().position(|v| !v.is_finite()) {
             return Err(bad_input!(
-                "`{}` holds {} at element {at}: the checkpoint is damaged or comes from a run that diverged; use an \
-                 earlier one",
+                "{}: `{}` holds {} at element {at}: the checkpoint is damaged or comes from a run that diverged; use \
+                 an earlier one",
+                self.folder.display(),
                 spec.name,
                 values[at]
             ));
@@ -168,7 +170,7 @@ impl Checkpoint {
     fn bytes(&self, name: &str) -> Result<(Vec<u8>, Dtype)> {
         let file = self.places.get(name).and_then(|&place| self.files.get(place));
         file.and_then(|f| Some((f, f.metadata.info(name)?)))
-            .ok_or_else(|| bad_input!("`{name}` is missing from the checkpoint"))
+            .ok_or_else(|| bad_input!("{}: `{name}` is missing", self.folder.display()))
             .and_then(|(file, info)| Ok((file.read(info)?, info.dtype)))
     }
 }
@@ -219,7 +221,7 @@ fn listed_files(folder: &Path) -> Result<Vec<(String, Option<BTreeSet<String>>)>
     for (tensor, file) in map {
         let is_plain = |f: &&str| Path::new(f).file_name().is_some_and(|name| name == *f);
         let file = file.as_str().filter(is_plain).ok_or_else(|| {
-            bad_input!("{}: weight_map.`{tensor}` = {file} is not a file name", path.display())
+            bad_input!("{}: weight_map.{tensor:?} = {file} is not a file name", path.display())
         })?;
         files.entry(file.into()).or_default().insert(tensor.clone());
     }

@@ -1,6 +1,7 @@
 //! GPT-OSS as pure maths over `ops`: configuration, weights, forward, KV cache.
 
 pub mod config;
+mod config_json;
 pub mod init;
 pub mod load;
 pub mod mxfp4;

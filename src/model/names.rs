@@ -97,6 +97,13 @@ impl ParameterSpec {
     }
 }
 
+/// The number of trainable parameters of `config`.
+pub fn parameter_count(config: &Config) -> u128 {
+    let count = |specs: &[ParameterSpec]| specs.iter().map(|s| s.element_count() as u128).sum::<u128>();
+    let outside = parameter_specs(&Config { num_hidden_layers: 0, ..config.clone() });
+    count(&outside) + config.num_hidden_layers as u128 * count(&layer_specs(config, 0))
+}
+
 /// Every trainable tensor of `config`, in the one order that files, optimizer state and seeds go by:
 /// embedding, layers (attention, then experts), final norm, head.
 pub fn parameter_specs(config: &Config) -> Vec<ParameterSpec> {

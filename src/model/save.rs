@@ -119,7 +119,7 @@ fn check_blocks(specs: &[ParameterSpec]) -> Result<()> {
 }
 
 fn byte_count(stored: &StoredTensor) -> u64 {
-    (stored.shape.iter().product::<usize>() * stored.dtype.bitsize() / 8) as u64
+    stored.shape.iter().product::<usize>() as u64 * (stored.dtype.bitsize() / 8) as u64
 }
 
 fn bytes_on_disk(spec: &ParameterSpec, form: Form) -> u64 {
