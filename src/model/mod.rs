@@ -2,6 +2,7 @@
 
 pub mod cache;
 pub mod config;
+mod config_json;
 pub mod forward;
 pub mod init;
 pub mod load;

@@ -6,6 +6,8 @@ mod harmony;
 mod interpreter;
 mod metrics;
 mod model;
+mod model_config;
+mod model_files;
 mod policy;
 mod recipe;
 mod report;
