@@ -1,6 +1,6 @@
 //! The embedded interpreter: a pool of worker processes, each running a small Python written in Rust.
 
-use super::embedded_worker::{FRAME_BYTES_MAX, Hello, Kept, Welcome};
+use super::embedded_worker::{FRAME_BYTES_MAX, Hello, Kept, Welcome, undone};
 use super::process::{Process, Spawner};
 use super::{Interpreter, Reply, SessionId, Settings, State, output};
 use crate::bad_input;
@@ -110,9 +110,7 @@ impl Embedded {
                     Kept::Replaced => drop(lock(&self.sessions).insert(session, state)),
                     Kept::Lost => {
                         self.close(session);
-                        text.push_str(
-                            "\n(The variables are too large to keep: the next call starts afresh.)",
-                        );
+                        text.push_str("\n(The variables could not be kept: the next call starts afresh.)");
                     }
                 }
                 (outcome, text)
@@ -156,7 +154,7 @@ impl Embedded {
     /// What the model reads when the worker could not answer: no times, numbers of processes or causes.
     fn explain(&self, outcome: CallOutcome) -> String {
         let Settings { wall_clock_s, memory_mib, .. } = self.settings;
-        match outcome {
+        let cause = match outcome {
             CallOutcome::ToolTimeout => {
                 format!("TimeoutError: no answer within {wall_clock_s} s; the interpreter was killed.")
             }
@@ -164,7 +162,8 @@ impl Embedded {
                 format!("MemoryError: the code needed more than {memory_mib} MiB and was stopped.")
             }
             _ => "InterpreterError: the interpreter died while running the code.".into(),
-        }
+        };
+        cause + undone(self.settings.state == State::Trajectory)
     }
 }
 
@@ -172,23 +171,13 @@ impl Interpreter for Embedded {
     fn call(&self, session: SessionId, code: &str) -> Reply {
         let start = Instant::now();
         let code = output::extract_code(code);
-        let (outcome, mut text) = if code.trim().is_empty() {
+        let (outcome, text) = if code.trim().is_empty() {
             (CallOutcome::MalformedCall, "(no code to run)".into())
         } else if code.len() > FRAME_BYTES_MAX {
             (CallOutcome::MalformedCall, "(the code is too long to run)".into())
         } else {
             self.run(session, &code)
         };
-        let undone = matches!(
-            outcome,
-            CallOutcome::TimeLimit
-                | CallOutcome::ToolTimeout
-                | CallOutcome::MemoryLimit
-                | CallOutcome::WorkerDied
-        );
-        if undone && self.settings.state == State::Trajectory {
-            text.push_str(" Variables are as they were before this call.");
-        }
         Reply { text, outcome, seconds: start.elapsed().as_secs_f64() }
     }
 

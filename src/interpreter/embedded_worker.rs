@@ -108,6 +108,11 @@ fn serve(mut input: File, mut output: File) -> Result<()> {
     Ok(())
 }
 
+/// What a reply adds when a call's effects on variables are not kept.
+pub fn undone(keep_state: bool) -> &'static str {
+    if keep_state { " Variables are as they were before this call." } else { "" }
+}
+
 struct Answer {
     outcome: CallOutcome,
     text: String,
@@ -131,8 +136,11 @@ fn run(code: &str, state: &[u8], hello: &Hello) -> Answer {
     let result = session.feed_run(code, Vec::new(), PrintWriter::Callback(&mut Printed(&mut clip)));
     if is_time_limit(&result, session.tracker().elapsed() > limit) {
         // How far the code came is a matter of time, so neither its output nor its effects are kept.
-        let text =
-            format!("TimeoutError: the code ran longer than {} s and was stopped.", hello.time_limit_s);
+        let text = format!(
+            "TimeoutError: the code ran longer than {} s and was stopped.{}",
+            hello.time_limit_s,
+            undone(hello.keep_state)
+        );
         return Answer { outcome: CallOutcome::TimeLimit, text, kept: Kept::Unchanged, state: Vec::new() };
     }
     let outcome = match result {

@@ -6,6 +6,7 @@
 use crate::trajectory::CallOutcome;
 use std::path::PathBuf;
 
+#[cfg_attr(not(target_os = "linux"), path = "confine_unsupported.rs")]
 pub mod confine;
 mod embedded;
 mod embedded_worker;

@@ -9,6 +9,10 @@ use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+/// mimalloc takes address space a gibibyte at a time, so that a limit of it would mean nothing; told this, it takes
+/// what is asked for.
+const ALLOCATOR: (&str, &str) = ("MIMALLOC_DISALLOW_ARENA_ALLOC", "1");
+
 /// Starts processes from one thread that lives as long as the pool.
 ///
 /// The kernel sends a child its parent-death signal when the *thread* that started it ends, so workers
@@ -32,9 +36,9 @@ impl Spawner {
         Ok(Self { requests: Some(requests), thread: Some(thread) })
     }
 
-    /// Starts `command` with an empty environment, in `/`, its three standard streams piped to the caller.
+    /// Starts `command` in `/` with no environment but [`ALLOCATOR`], its three standard streams piped to the caller.
     pub fn spawn(&self, mut command: Command) -> io::Result<Process> {
-        command.env_clear().current_dir("/");
+        command.env_clear().env(ALLOCATOR.0, ALLOCATOR.1).current_dir("/");
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let (answer, child) = mpsc::channel();
         let gone = || io::Error::other("the spawner thread has ended");
