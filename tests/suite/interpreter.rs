@@ -41,8 +41,12 @@ fn the_model_reads_output_and_the_last_value() {
     expect(&python, "x = 1", Answered, "(no output: use print() to see a value)");
     expect(&python, "", MalformedCall, "(no code to run)");
     expect(&python, "```python\n```", MalformedCall, "(no code to run)");
-    expect(&python, "raise TimeoutError('mine')", Raised, &call(&python, "raise TimeoutError('mine')").text);
-    expect(&python, "raise MemoryError()", Raised, &call(&python, "raise MemoryError()").text);
+    // Exceptions of the code's own are not taken for the limits'.
+    for name in ["TimeoutError", "MemoryError"] {
+        let reply = call(&python, &format!("raise {name}('mine')"));
+        assert_eq!(reply.outcome, Raised);
+        assert!(reply.text.ends_with(&format!("\n{name}: mine")), "{}", reply.text);
+    }
 }
 
 #[test]
@@ -129,8 +133,8 @@ when = datetime.date(2025, 1, 2)
 fn a_call_that_was_stopped_leaves_its_session_as_it_was() {
     let python = embedded(|s| {
         s.state = State::Trajectory;
-        s.time_limit_s = 0.2;
-        s.wall_clock_s = 1.0;
+        s.time_limit_s = 0.5;
+        s.wall_clock_s = 2.0;
     });
     assert_eq!(call(&python, "x = 1").outcome, Answered);
     let undone = "Variables are as they were before this call.";
@@ -152,24 +156,36 @@ fn a_call_that_was_stopped_leaves_its_session_as_it_was() {
 #[test]
 fn hungry_and_endless_code_is_stopped_and_counted() {
     let python = embedded(|s| {
-        s.time_limit_s = 0.3;
-        s.wall_clock_s = 1.5;
-        s.memory_mib = 128;
+        s.time_limit_s = 0.5;
+        s.wall_clock_s = 2.0;
     });
-    let time = "TimeoutError: the code ran longer than 0.3 s and was stopped.";
-    let memory = "MemoryError: the code needed more than 128 MiB and was stopped.";
-    let wall = "TimeoutError: no answer within 1.5 s; the interpreter was killed.";
+    let time = "TimeoutError: the code ran longer than 0.5 s and was stopped.";
+    let wall = "TimeoutError: no answer within 2 s; the interpreter was killed.";
     for (code, outcome, text) in [
         ("while True: pass", TimeLimit, time),
         ("while True: print(1)", TimeLimit, time),
         ("try:\n  while True: pass\nexcept BaseException:\n  print('caught')", TimeLimit, time),
         ("10**10**8", ToolTimeout, wall),
-        ("x = 'a' * 10**9", MemoryLimit, memory),
-        ("x = [0] * 10**9", MemoryLimit, memory),
-        ("x = []\nwhile True: x.append('ab' * 100000)", MemoryLimit, memory),
-        ("print('x' * 10**9)", MemoryLimit, memory),
     ] {
         expect(&python, code, outcome, text);
+        expect(&python, "1 + 1", Answered, "2");
+    }
+    let python = embedded(|s| {
+        s.time_limit_s = 20.0;
+        s.wall_clock_s = 40.0;
+        s.memory_mib = 128;
+    });
+    let memory = "MemoryError: the code needed more than 128 MiB and was stopped.";
+    for code in [
+        "x = 'a' * 10**9",
+        "x = [0] * 10**9",
+        "x = []\nwhile True: x.append('ab' * 100000)",
+        "x = 'ab'\nwhile True: x += x",
+        "print('x' * 10**9)",
+        "x = {}\ni = 0\nwhile True:\n  i += 1\n  x[i] = [i]",
+        "try:\n  x = [0] * 10**9\nexcept BaseException:\n  print('caught')",
+    ] {
+        expect(&python, code, MemoryLimit, memory);
         expect(&python, "1 + 1", Answered, "2");
     }
     // The limit is of what is held, not of what has passed: a worker that served large calls serves more of them.
@@ -182,32 +198,32 @@ fn hungry_and_endless_code_is_stopped_and_counted() {
 fn odd_code_gets_an_answer_and_the_worker_lives() {
     let python = embedded(|s| s.workers = 1);
     let nested = |open: &str, close: &str, n: usize| format!("{}1{}", open.repeat(n), close.repeat(n));
-    for (code, outcomes) in [
-        ("def f(n): return f(n + 1)\nf(0)".to_string(), &[Raised][..]),
-        (nested("[", "]", 100_000), &[Raised]),
-        (nested("(", ")", 100_000), &[Raised]),
-        (nested("-", "", 100_000), &[Raised]),
-        (nested("lambda: ", "", 100_000), &[Raised]),
-        (format!("1{}", "+1".repeat(100_000)), &[Raised, Answered]),
-        ("x = []\nfor i in range(100000): x = [x]\nx".to_string(), &[Raised, Answered]),
-        ("x = []\nx.append(x)\nx".to_string(), &[Answered]),
-        ("'\\ud800'".to_string(), &[Raised, Answered]),
-        ("print('\\ud800')".to_string(), &[Raised, Answered]),
-        ("print('a\\0b')".to_string(), &[Answered]),
-        ("x = 1\0".to_string(), &[Raised]),
-        ("\u{feff}1\r\n2\u{2028}3".to_string(), &[Raised, Answered]),
-        ("😀".to_string(), &[Raised]),
-        ("\\".to_string(), &[Raised]),
-        ("'''".to_string(), &[Raised]),
-        ("exit()".to_string(), &[Raised]),
-        ("import sys\nsys.exit(3)".to_string(), &[Raised]),
-        ("raise SystemExit".to_string(), &[Raised]),
-        ("await f()".to_string(), &[Raised]),
-        ("yield 1".to_string(), &[Raised]),
+    for (code, outcome) in [
+        ("def f(n): return f(n + 1)\nf(0)".to_string(), Raised),
+        (nested("[", "]", 100_000), Raised),
+        (nested("(", ")", 100_000), Raised),
+        (nested("-", "", 100_000), Raised),
+        (nested("lambda: ", "", 100_000), Raised),
+        (format!("1{}", "+1".repeat(100_000)), Raised),
+        ("x = []\nfor i in range(100000): x = [x]\nx".to_string(), Answered),
+        ("x = []\nx.append(x)\nx".to_string(), Answered),
+        ("'\\ud800'".to_string(), Answered),
+        ("print('\\ud800')".to_string(), Answered),
+        ("print('a\\0b')".to_string(), Answered),
+        ("x = 1\0".to_string(), Raised),
+        ("\u{feff}1\r\n2\u{2028}3".to_string(), Raised),
+        ("😀".to_string(), Raised),
+        ("\\".to_string(), Raised),
+        ("'''".to_string(), Raised),
+        ("exit()".to_string(), Raised),
+        ("import sys\nsys.exit(3)".to_string(), Raised),
+        ("raise SystemExit".to_string(), Raised),
+        ("await f()".to_string(), Raised),
+        ("yield 1".to_string(), Raised),
     ] {
         let reply = call(&python, &code);
         let code: String = code.chars().take(60).collect();
-        assert!(outcomes.contains(&reply.outcome), "{code:?}: {reply:?}");
+        assert_eq!(reply.outcome, outcome, "{code:?}: {}", reply.text);
         expect(&python, "1 + 1", Answered, "2");
     }
 }
@@ -326,6 +342,11 @@ fn own_process(name: &str, setting: &str) -> Command {
     command
 }
 
+/// False when such a test was started by hand.
+fn in_own_process() -> bool {
+    std::env::var_os("RLOSS_TEST_CHILD").is_some()
+}
+
 /// The tests that count processes or descriptors need a process without other tests.
 #[test]
 fn workers_die_are_replaced_and_leave_nothing_behind() {
@@ -338,6 +359,9 @@ fn workers_die_are_replaced_and_leave_nothing_behind() {
 #[test]
 #[ignore = "run by workers_die_are_replaced_and_leave_nothing_behind in a process of its own"]
 fn alone_workers_come_and_go() {
+    if !in_own_process() {
+        return;
+    }
     let own_id = std::process::id();
     let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     let before = descriptors();
@@ -393,8 +417,12 @@ fn alone_workers_come_and_go() {
 
     // No worker holds a descriptor but the null device, its error pipe and its two pipes.
     for id in &workers {
-        let links: Vec<String> = std::fs::read_dir(format!("/proc/{id}/fd"))
-            .unwrap()
+        // The workers hide from other processes of their own user; only root may look.
+        let Ok(entries) = std::fs::read_dir(format!("/proc/{id}/fd")) else {
+            println!("the workers' descriptors were not seen: that needs root");
+            continue;
+        };
+        let links: Vec<String> = entries
             .map(|entry| std::fs::read_link(entry.unwrap().path()).unwrap().to_string_lossy().into_owned())
             .collect();
         let count = |kind: &str| links.iter().filter(|link| link.starts_with(kind)).count();
@@ -427,6 +455,9 @@ fn workers_end_with_a_killed_parent() {
 #[test]
 #[ignore = "run by workers_end_with_a_killed_parent in a process of its own"]
 fn alone_parent_hangs() {
+    if !in_own_process() {
+        return;
+    }
     let python = embedded(|s| {
         s.time_limit_s = 60.0;
         s.wall_clock_s = 120.0;
