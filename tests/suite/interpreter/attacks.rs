@@ -56,9 +56,6 @@ fn x32(number: i64) -> i64 {
     number | 0x4000_0000
 }
 
-/// Room for any structure that a call reads; zeros are valid arguments for those below.
-const ZEROS: [u64; 32] = [0; 32];
-
 const ATTACKS: &[Attack] = &[
     ("read-passwd", Succeeds, |_| open(absolute("/etc/passwd"), libc::O_RDONLY)),
     ("read-ssh-key", Succeeds, |p| open(p.path("home/.ssh/id_ed25519"), libc::O_RDONLY)),
@@ -138,7 +135,11 @@ const ATTACKS: &[Attack] = &[
     }),
     ("chroot", Depends, |p| call!(libc::SYS_chroot, p.path("home").as_ptr())),
     ("become-another-user", Depends, |_| call!(libc::SYS_setuid, 65534)),
-    ("io-uring", Depends, |_| call!(libc::SYS_io_uring_setup, 1, ZEROS.as_ptr())),
+    ("io-uring", Depends, |_| {
+        // The kernel writes the ring's layout back into these 120 bytes.
+        let mut parameters = [0u64; 15];
+        call!(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr())
+    }),
     ("bpf", Depends, |_| {
         // BPF_MAP_CREATE of an array: type 2, key 4, value 4, 1 entry.
         let attributes: [u32; 18] = [2, 4, 4, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
@@ -152,7 +153,7 @@ const ATTACKS: &[Attack] = &[
     }),
     ("keyring", Depends, |_| {
         let (kind, name) = (absolute("user"), absolute("rloss-test"));
-        call!(libc::SYS_add_key, kind.as_ptr(), name.as_ptr(), ZEROS.as_ptr(), 8, -1)
+        call!(libc::SYS_add_key, kind.as_ptr(), name.as_ptr(), kind.as_ptr(), 4, -1)
     }),
     ("x32-call", Depends, |_| call!(x32(libc::SYS_getpid))),
     ("x32-open", Depends, |_| {
