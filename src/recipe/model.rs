@@ -1,8 +1,8 @@
 //! `[model]`: which model, and how one without weights is initialised.
 
-use super::limits::{above, from};
+use super::limits::{Limits, above, from};
+use super::scalar::{Found, Scalar};
 use super::table::{choice, table};
-use serde::Serialize;
 use std::path::PathBuf;
 
 table! {
@@ -96,20 +96,31 @@ choice! {
 }
 
 /// Where a model without a folder gets its vocabulary from.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-#[serde(into = "PathBuf")]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum Tokenizer {
     /// The 272-token vocabulary inside the binary.
+    #[default]
     Embedded,
     /// A `tokenizer.json`, or a folder that holds one.
     Path(PathBuf),
 }
 
-impl From<Tokenizer> for PathBuf {
-    fn from(tokenizer: Tokenizer) -> PathBuf {
-        match tokenizer {
-            Tokenizer::Embedded => PathBuf::from("embedded"),
-            Tokenizer::Path(path) => path,
+impl Scalar for Tokenizer {
+    fn kind(limits: Option<Limits>) -> String {
+        format!("\"embedded\" or {}", PathBuf::kind(limits))
+    }
+
+    fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
+        match String::parse(found, limits)?.as_str() {
+            "embedded" => Ok(Tokenizer::Embedded),
+            _ => PathBuf::parse(found, limits).map(Tokenizer::Path),
+        }
+    }
+
+    fn to_toml(&self) -> String {
+        match self {
+            Tokenizer::Embedded => "\"embedded\"".to_owned(),
+            Tokenizer::Path(path) => path.to_toml(),
         }
     }
 }
