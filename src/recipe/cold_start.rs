@@ -9,19 +9,19 @@ table! {
     /// The supervised stage before reinforcement learning, on assistant tokens only.
     pub struct ColdStart {
         /// Steps; 0 means no cold start.
-        pub steps: u64 = 0,
+        pub steps: u64 = 0 => from(0.0).to(1e9),
         /// Demonstrations of a step.
-        pub batch_size: usize = 32 => from(1.0),
-        /// JSONL rows `{"messages": [...]}` or `{"tokens": [...], "mask": [...]}`; absent means generated demonstrations.
+        pub batch_size: usize = 32 => from(1.0).to(1e6),
+        /// JSONL rows `{"messages": [...]}` or `{"tokens": [...], "mask": [...]}`; absent means the task's own demonstrations.
         pub train_file: Option<PathBuf> = None,
-        /// Held-out rows of the same form, whose loss is measured; absent means none.
+        /// Held-out rows of the same form, on which the loss is measured; absent means the task's own held-out demonstrations.
         pub validation_file: Option<PathBuf> = None,
-        /// Keep the first so many held-out rows; absent means all.
-        pub validation_rows_max: Option<usize> = None => from(1.0),
+        /// Measure the loss on the first so many held-out rows or demonstrations.
+        pub validation_rows_max: usize = 256 => from(1.0).to(1e6),
         /// Steps between measurements of the held-out loss; 0 means only after the last step.
         pub eval_every_steps: u64 = 0,
         /// Weight of the load-balancing loss over experts; 0 means none.
-        pub load_balance_coefficient: f64 = 0.0 => from(0.0),
+        pub load_balance_coefficient: f64 = 0.0 => from(0.0).to(1000.0),
         /// Optimizer of this stage.
         pub optimizer: Optimizer = Optimizer { lr: 1e-5, ..Optimizer::default() },
     }

@@ -16,8 +16,8 @@ folder is the recipe as resolved, with every default written out; running it aga
 - A run that goes on with `--resume` may differ in `train.steps`, `[eval]`, `[logging]`, `[parallel]` and
   `[checkpoint]`, and in nothing else.
 
-The tables below come from the types in `src/recipe/`, and a test compares them. After a change there:
-`cargo test --release --test suite -- recipe::regenerate_docs --ignored`.
+This page is written from the types in `src/recipe/`, and a test compares the two. After a change there:
+`UPDATE_EXPECT=1 cargo test --release recipes_page`.
 ";
 
 /// The text of `docs/recipes.md`.

@@ -11,7 +11,7 @@ table! {
         /// Evaluate the first so many held-out problems.
         pub problems_max: usize = 512 => from(1.0),
         /// Samples of a problem: the k of mean@k.
-        pub samples: usize = 1 => from(1.0),
+        pub samples: usize = 1 => from(1.0).to(1e6),
         /// Sampling temperature; 0 means greedy.
         pub temperature: f64 = 1.0 => from(0.0).to(100.0),
         /// Nucleus sampling: keep the likeliest tokens up to this probability; 1 means off.

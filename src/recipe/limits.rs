@@ -40,7 +40,7 @@ impl Limits {
 
 impl fmt::Display for Limits {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match (self.low, self.high) {
+        match (self.low.map(shown), self.high.map(shown)) {
             (Bound::Included(low), Bound::Included(high)) => write!(f, "{low} to {high}"),
             (Bound::Included(low), Bound::Unbounded) => write!(f, "{low} or more"),
             (Bound::Included(low), Bound::Excluded(high)) => write!(f, "{low} or more and below {high}"),
@@ -50,4 +50,9 @@ impl fmt::Display for Limits {
             (Bound::Unbounded, _) => write!(f, "any"),
         }
     }
+}
+
+/// Whole numbers without a point, small ones with an exponent.
+fn shown(number: f64) -> String {
+    if number.fract() == 0.0 { number.to_string() } else { format!("{number:?}") }
 }

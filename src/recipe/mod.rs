@@ -46,7 +46,7 @@ pub use train::Train;
 use table::table;
 
 table! {
-    /// A whole recipe: every table.
+    /// A whole recipe: every table. [`resolve`] fills in the architecture and tokenizer of a model without a folder.
     pub struct Recipe {
         /// The model and its tokenizer: a folder, or an architecture with random weights.
         pub model: Model = Model::default(),

@@ -14,7 +14,7 @@ table! {
         /// Vocabulary of a model without `path`: `"embedded"` (272 tokens, bytes and Harmony) or the path of a
         /// `tokenizer.json` or of its folder. Default `"embedded"`; refused beside `path`, whose folder has its own.
         pub tokenizer: Option<Tokenizer> = None,
-        /// Numbers of the forward pass; with `"bf16"` the weights are rounded to bf16 there, and the optimizer keeps f32 masters.
+        /// Type of the weights in the forward pass; `"bf16"` rounds them there, and the optimizer keeps f32 masters.
         pub dtype: Dtype = Dtype::F32,
         /// Shape of a model without `path`; refused beside it.
         pub architecture: Option<Architecture> = None,
@@ -27,31 +27,31 @@ table! {
     /// Shape of the model, under the names of `config.json`. Even layers have a sliding window, odd layers are full.
     pub struct Architecture {
         /// Width of the residual stream.
-        pub hidden_size: usize = 64 => from(1.0),
-        /// Layers.
-        pub num_hidden_layers: usize = 4 => from(1.0),
+        pub hidden_size: usize = 64 => from(1.0).to(65536.0),
+        /// Decoder layers.
+        pub num_hidden_layers: usize = 4 => from(1.0).to(1024.0),
         /// Query heads of a layer.
-        pub num_attention_heads: usize = 4 => from(1.0),
+        pub num_attention_heads: usize = 4 => from(1.0).to(1024.0),
         /// Key and value heads of a layer; divides `num_attention_heads`.
-        pub num_key_value_heads: usize = 2 => from(1.0),
+        pub num_key_value_heads: usize = 2 => from(1.0).to(1024.0),
         /// Width of a head; even.
-        pub head_dim: usize = 16 => from(2.0),
+        pub head_dim: usize = 16 => from(2.0).to(1024.0),
         /// Width of an expert.
-        pub intermediate_size: usize = 64 => from(1.0),
+        pub intermediate_size: usize = 64 => from(1.0).to(1048576.0),
         /// Experts of a layer.
-        pub num_local_experts: usize = 4 => from(1.0),
+        pub num_local_experts: usize = 4 => from(1.0).to(65535.0),
         /// Experts that a token uses.
-        pub num_experts_per_tok: usize = 2 => from(1.0),
+        pub num_experts_per_tok: usize = 2 => from(1.0).to(1024.0),
         /// Keys that a query of a sliding layer sees, itself included.
-        pub sliding_window: usize = 16 => from(1.0),
+        pub sliding_window: usize = 16 => from(1.0).to(16777216.0),
         /// Longest sequence, in tokens.
-        pub max_position_embeddings: usize = 160 => from(2.0),
+        pub max_position_embeddings: usize = 160 => from(2.0).to(16777216.0),
         /// Base of the rotary embedding.
-        pub rope_theta: f64 = 10_000.0 => above(1.0),
+        pub rope_theta: f64 = 10_000.0 => above(1.0).to(1e12),
         /// Added to the mean square in every RMSNorm.
-        pub rms_norm_eps: f64 = 1e-5 => above(0.0).to(0.1),
+        pub rms_norm_eps: f64 = 1e-5 => from(1e-12).to(0.1),
         /// Clamp of the expert's gate (above) and up (both sides).
-        pub swiglu_limit: f64 = 7.0 => above(0.0),
+        pub swiglu_limit: f64 = 7.0 => above(0.0).to(1e6),
         /// YaRN context extension; absent means plain rotary embedding.
         pub yarn: Option<Yarn> = None,
     }
@@ -61,13 +61,13 @@ table! {
     /// YaRN scaling of the rotary embedding (Peng et al. 2023), as in GPT-OSS's `rope_scaling`.
     pub struct Yarn {
         /// Context extension factor.
-        pub factor: f64 = 32.0 => from(1.0),
+        pub factor: f64 = 32.0 => from(1.0).to(1e6),
         /// Context length before the extension, in tokens.
-        pub original_max_position_embeddings: usize = 4096 => from(1.0),
+        pub original_max_position_embeddings: usize = 4096 => from(1.0).to(16777216.0),
         /// Rotations above which a frequency is left as it is.
-        pub beta_fast: f64 = 32.0 => above(0.0),
+        pub beta_fast: f64 = 32.0 => above(0.0).to(1e6),
         /// Rotations below which a frequency is divided by `factor`.
-        pub beta_slow: f64 = 1.0 => above(0.0),
+        pub beta_slow: f64 = 1.0 => above(0.0).to(1e6),
         /// Whether the bounds of the ramp are rounded to whole dimensions.
         pub truncate: bool = false,
     }
@@ -77,9 +77,9 @@ table! {
     /// Random weights: matrices d^-1/2 (output projections further divided by the square root of twice the layers), biases 0.
     pub struct Init {
         /// Standard deviation of the embedding.
-        pub embedding_std: f64 = 0.5 => above(0.0),
+        pub embedding_std: f64 = 0.5 => above(0.0).to(100.0),
         /// Factor on the output head's d^-1/2.
-        pub head_scale: f64 = 0.5 => above(0.0),
+        pub head_scale: f64 = 0.5 => above(0.0).to(100.0),
         /// Value of every attention sink; at 4 they carry real mass, near 0 hardly any.
         pub sink: f64 = 4.0 => from(-20.0).to(20.0),
     }

@@ -15,17 +15,17 @@ table! {
         /// Learning rate of the last step, as a fraction of `lr`; for `linear` and `cosine`.
         pub lr_final_fraction: f64 = 0.0 => from(0.0).to(1.0),
         /// Steps over which the learning rate rises linearly to `lr`.
-        pub warmup_steps: u64 = 0,
+        pub warmup_steps: u64 = 0 => from(0.0).to(1e9),
         /// Decay of AdamW's first moment.
         pub beta1: f64 = 0.9 => from(0.0).below(1.0),
         /// Decay of AdamW's second moment.
         pub beta2: f64 = 0.999 => from(0.0).below(1.0),
         /// Added to the root of AdamW's second moment.
-        pub eps: f64 = 1e-8 => above(0.0),
+        pub eps: f64 = 1e-8 => from(1e-20).to(1.0),
         /// Decoupled weight decay, multiplied by the learning rate.
-        pub weight_decay: f64 = 0.0 => from(0.0),
+        pub weight_decay: f64 = 0.0 => from(0.0).to(100.0),
         /// Gradients are scaled down to this global norm; 0 means no clipping.
-        pub grad_norm_max: f64 = 1.0 => from(0.0),
+        pub grad_norm_max: f64 = 1.0 => from(0.0).to(1e9),
     }
 }
 

@@ -19,7 +19,7 @@ table! {
         /// The ratio is clipped above at 1 + `clip_high`.
         pub clip_high: f64 = 0.2 => above(0.0).below(1.0),
         /// Bound of `ppo` on the ratio for negative advantages, more than 1; 0 means none.
-        pub dual_clip: f64 = 3.0 => from(0.0),
+        pub dual_clip: f64 = 3.0 => from(0.0).to(1e6),
     }
 }
 

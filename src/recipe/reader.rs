@@ -57,9 +57,9 @@ impl Reader<'_> {
 
     fn read_keys(&mut self, table: &mut impl Table, path: &str, keys: &DeTable) {
         for (name, value) in keys {
-            let written = Written { path: join(path, name.get_ref()), name: name.span(), value };
+            let written = Written { path: join(path, &shown(name.get_ref())), name: name.span(), value };
             if !table.read_key(name.get_ref(), &written, self) {
-                self.refuse_unknown(path, &written);
+                self.refuse_unknown(path, name.get_ref(), &written);
             }
         }
     }
@@ -84,8 +84,8 @@ impl Reader<'_> {
         self.mistakes.0.push(Mistake { place, key: String::new(), what });
     }
 
-    fn refuse_unknown(&mut self, table: &str, written: &Written) {
-        let what = match self.suggest(table, &written.path) {
+    fn refuse_unknown(&mut self, table: &str, name: &str, written: &Written) {
+        let what = match self.suggest(table, name) {
             Some(known) => {
                 self.unsure.push(known.clone());
                 format!("unknown key; did you mean {known}?")
@@ -104,21 +104,24 @@ impl Reader<'_> {
     }
 
     /// The known path that an unknown one was most likely meant to be: a slip of the pen in the same table,
-    /// then the same name in another table, then a slip of the pen anywhere.
-    fn suggest(&self, table: &str, unknown: &str) -> Option<String> {
-        let name = |path: &'_ str| path.rsplit_once('.').map_or(0, |(table, _)| table.len() + 1);
-        let written = &unknown[name(unknown)..];
-        let siblings = self.known.iter().filter(|path| path[..name(path)].trim_end_matches('.') == table);
-        let sibling = closest(written, siblings.map(|path| &path[name(path)..]));
-        let namesake = || {
-            let namesakes = || self.known.iter().filter(|path| &path[name(path)..] == written);
-            namesakes()
-                .find(|path| path.starts_with(&join(table, "")))
-                .or_else(|| namesakes().next())
-                .cloned()
-        };
-        let anywhere = || closest(unknown, self.known.iter().map(String::as_str)).map(str::to_owned);
-        sibling.map(|key| join(table, key)).or_else(namesake).or_else(anywhere)
+    /// then the same name in another table, best one below, then a slip of the pen anywhere.
+    fn suggest(&self, table: &str, name: &str) -> Option<String> {
+        let path = join(table, name);
+        if self.known.contains(&path) {
+            // A dotted path inside quotes.
+            return Some(path);
+        }
+        let siblings = self.known.iter().map(|path| split(path)).filter(|(around, _)| *around == table);
+        if let Some(sibling) = closest(name, siblings.map(|(_, name)| name)) {
+            return Some(join(table, sibling));
+        }
+        let namesakes = || self.known.iter().filter(|path| split(path).1 == name);
+        let below = namesakes().find(|path| path.starts_with(&join(table, "")));
+        if let Some(namesake) = below.or_else(|| namesakes().next()) {
+            return Some(namesake.clone());
+        }
+        let others = self.known.iter().filter(|path| path.as_str() != table);
+        closest(&path, others.map(String::as_str)).map(str::to_owned)
     }
 
     /// For `--set`: the text of a value, which may be a string without quotes.
@@ -138,6 +141,17 @@ impl Reader<'_> {
             }
         }
     }
+}
+
+/// A name as TOML writes it: in quotes unless it is bare. No control character gets through.
+fn shown(name: &str) -> String {
+    let bare = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
+    if !name.is_empty() && name.chars().all(bare) { name.to_owned() } else { format!("{name:?}") }
+}
+
+/// A path's table and name.
+fn split(path: &str) -> (&str, &str) {
+    path.rsplit_once('.').unwrap_or(("", path))
 }
 
 /// The nearest of `known`, if it is near enough to be what was meant.

@@ -1,8 +1,7 @@
 //! What one key alone cannot tell: contradictions, files that are not there, and what is likely not meant.
 
 use super::mistake::{Mistake, Places};
-use super::{Architecture, Optimizer, Recipe};
-use crate::recipe::policy::Advantage;
+use super::{Advantage, Architecture, Optimizer, Recipe, Tokenizer};
 use std::path::Path;
 
 /// What the rules found.
@@ -65,7 +64,7 @@ impl Rules<'_> {
             if let Some(architecture) = &model.architecture {
                 self.architecture(architecture);
             }
-            if let Some(super::Tokenizer::Path(path)) = &model.tokenizer
+            if let Some(Tokenizer::Path(path)) = &model.tokenizer
                 && !path.exists()
             {
                 self.refuse(
@@ -258,22 +257,14 @@ impl Rules<'_> {
 
     fn cold_start(&mut self) {
         let cold_start = &self.recipe.cold_start;
-        let task = self.recipe.task.name;
-        match &cold_start.train_file {
-            Some(file) => self.file("cold_start.train_file", file),
-            None if cold_start.steps > 0 && !task.generates_demonstrations() => self.refuse(
-                &["cold_start.train_file", "cold_start.steps", "task.name"],
-                format!("missing, and the task {task} generates no demonstrations; name the file, or write cold_start.steps = 0"),
-            ),
-            None => {}
-        }
-        match &cold_start.validation_file {
-            Some(file) => self.file("cold_start.validation_file", file),
-            None if cold_start.validation_rows_max.is_some() => self.refuse(
-                &["cold_start.validation_rows_max", "cold_start.validation_file"],
-                "there is no cold_start.validation_file; name one, or remove the key",
-            ),
-            None => {}
+        let files = [
+            ("cold_start.train_file", &cold_start.train_file),
+            ("cold_start.validation_file", &cold_start.validation_file),
+        ];
+        for (key, file) in files {
+            if let Some(file) = file {
+                self.file(key, file);
+            }
         }
         self.optimizer("cold_start.optimizer", &cold_start.optimizer, "cold_start.steps", cold_start.steps);
     }

@@ -77,11 +77,13 @@ impl Scalar for u64 {
 
     fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
         let integer = found.value.as_integer().ok_or_else(|| wrong_type::<Self>(found, limits))?;
-        // TOML integers have 64 bits with a sign, and the resolved recipe must read back.
-        i64::from_str_radix(integer.as_str(), integer.radix())
+        // TOML integers have a sign, and the resolved recipe must read back.
+        let signed = i64::from_str_radix(integer.as_str(), integer.radix()).map_err(|_| {
+            format!("{integer} does not fit 64 bits with a sign; give {}", Self::kind(limits))
+        })?;
+        u64::try_from(signed)
             .ok()
-            .and_then(|integer| u64::try_from(integer).ok())
-            .filter(|&integer| limits.is_none_or(|limits| limits.allow(integer as f64)))
+            .filter(|&number| limits.is_none_or(|limits| limits.allow(number as f64)))
             .ok_or_else(|| out_of_range::<Self>(integer, limits))
     }
 
@@ -127,7 +129,8 @@ impl Scalar for f64 {
     }
 
     fn to_toml(&self) -> String {
-        Value::Float(*self).to_string()
+        // `Debug` always has a point or an exponent, as TOML wants; limits keep out what is not finite.
+        format!("{self:?}")
     }
 }
 

@@ -40,12 +40,4 @@ impl TaskName {
             TaskName::Gsm8k => true,
         }
     }
-
-    /// Whether the task generates demonstrations for the cold start.
-    pub fn generates_demonstrations(self) -> bool {
-        match self {
-            TaskName::Arithmetic | TaskName::ArithmeticSingle => true,
-            TaskName::Gsm8k => false,
-        }
-    }
 }
