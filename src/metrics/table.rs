@@ -79,7 +79,7 @@ pub fn format_number(value: f64) -> String {
     if value == 0.0 {
         return "0".to_owned();
     }
-    if magnitude >= 1e9 || magnitude < 1e-3 {
+    if !(1e-3..1e9).contains(&magnitude) {
         let text = format!("{value:.3e}");
         let (digits, exponent) = text.split_once('e').unwrap_or((&text, "0"));
         return format!("{}e{exponent}", trim_zeros(digits));
