@@ -269,7 +269,7 @@ fn decode_file(path: &Path) -> Vec<Decoded> {
     assert_eq!(crc32c(b"123456789"), 0xe306_9283, "the published check value of CRC-32C");
     let masked = |data: &[u8]| {
         let crc = crc32c(data);
-        (crc >> 15 | crc << 17).wrapping_add(0xa282_ead8).to_le_bytes()
+        crc.rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes()
     };
     let bytes = std::fs::read(path).unwrap();
     let (mut rest, mut events) = (bytes.as_slice(), Vec::new());
