@@ -84,7 +84,7 @@ pub fn format_number(value: f64) -> String {
         let (digits, exponent) = text.split_once('e').unwrap_or((&text, "0"));
         return format!("{}e{exponent}", trim_zeros(digits));
     }
-    if value.fract() == 0.0 || magnitude >= 1e4 {
+    if value.fract() == 0.0 || magnitude >= 1e3 {
         return thousands(value.round() as i64);
     }
     let decimals = (3 - magnitude.log10().floor() as i32).clamp(0, 6) as usize;

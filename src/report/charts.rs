@@ -2,7 +2,7 @@
 
 use super::plot::{Plot, Scale, Series};
 use super::run::Run;
-use super::tables::{is_held_out, is_interval_end};
+use super::tables::{held_out_name, is_held_out, is_interval_end};
 use crate::metrics::Phase;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -127,7 +127,7 @@ fn add_held_out(runs: &[Run], recorded: &BTreeSet<(Phase, String)>, learning: &m
     let held_out = recorded.iter().filter(|(_, metric)| is_held_out(metric));
     let charts: Vec<Chart> = held_out
         .filter_map(|(phase, metric)| {
-            let title = format!("Held-out: {}", metric.trim_start_matches("val-core/"));
+            let title = format!("Held-out {}", held_out_name(metric));
             chart(runs, &title, &[metric.as_str()], "success", *phase, Scale::Unit)
         })
         .collect();
@@ -155,7 +155,8 @@ fn chart(
                 continue;
             }
             let end = |end: &str| run.series(phase, &format!("{metric}/{end}"));
-            let name = if metrics.len() > 1 { format!("{} {metric}", run.label) } else { run.label.clone() };
+            let stem = metric.rsplit('/').next().unwrap_or(metric).replace('_', " ");
+            let name = if nth > 0 { format!("{}, {stem} (dashed)", run.label) } else { run.label.clone() };
             let interval = (end("ci95_low"), end("ci95_high"));
             series.push(Series { run: i, name, dashed: nth > 0, points, interval });
         }

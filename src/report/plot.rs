@@ -17,8 +17,8 @@ const BOTTOM: f64 = HEIGHT - 38.0;
 const POINTS_MAX: usize = 1000;
 /// A curve with fewer points is not smoothed.
 const SMOOTHED_POINTS_MIN: usize = 30;
-/// Weight of the past in the exponential moving average.
-const SMOOTHING: f64 = 0.9;
+/// The smoothing window holds this many points on either side, or a fiftieth of the curve.
+const WINDOW_HALF_MIN: usize = 4;
 /// Ratio of the largest to the smallest value from which an axis is logarithmic.
 const WIDE: f64 = 50.0;
 
@@ -62,11 +62,17 @@ pub(super) struct Plot {
     y_ticks: Vec<Tick>,
     lines: Vec<Line>,
     /// Said under the chart, such as "exactly 0 at all 80 steps".
-    notes: Vec<String>,
+    notes: Vec<Note>,
     #[serde(skip)]
     x: Axis,
     #[serde(skip)]
     y: Axis,
+}
+
+#[derive(Serialize)]
+struct Note {
+    run: usize,
+    text: String,
 }
 
 #[derive(Serialize)]
@@ -198,7 +204,7 @@ fn ticks(axis: &Axis, values: Vec<f64>) -> Vec<Tick> {
 fn linear_ticks(low: f64, high: f64, count: f64) -> Vec<f64> {
     let rough = (high - low) / count;
     let power = 10f64.powf(rough.log10().floor());
-    let step = [1.0, 2.0, 5.0, 10.0].map(|m| m * power).into_iter().find(|s| *s >= rough * 0.999);
+    let step = [1.0, 2.0, 5.0, 10.0].map(|m| m * power).into_iter().find(|s| *s >= rough * 0.7);
     let step = step.unwrap_or(10.0 * power);
     let (first, last) = ((low / step).ceil() as i64, (high / step).floor() as i64);
     (first..=last).take(20).map(|i| i as f64 * step).collect()
@@ -274,19 +280,19 @@ fn thin(points: &[(u64, f64)]) -> Vec<usize> {
     kept
 }
 
-/// The exponential moving average, corrected for its start; of the logarithm on a log axis.
+/// The mean over a centred window, of the logarithm on a log axis: unlike a trailing average it does
+/// not lag. The window narrows towards the ends, where it meets the first and the last point.
 fn smooth(points: &[(u64, f64)], log: bool) -> Points {
-    let (mut average, mut weight) = (0.0, 0.0);
-    let follow = |&(step, value): &(u64, f64)| {
-        if value.is_finite() {
-            let value = if log { value.log10() } else { value };
-            average = SMOOTHING * average + (1.0 - SMOOTHING) * value;
-            weight = SMOOTHING * weight + (1.0 - SMOOTHING);
-        }
-        let smoothed = average / weight;
-        (step, if log { 10f64.powf(smoothed) } else { smoothed })
+    let half = (WINDOW_HALF_MIN).max(points.len() / 50);
+    let window_mean = |i: usize| {
+        let half = half.min(i).min(points.len() - 1 - i);
+        let finite = points[i - half..=i + half].iter().map(|p| p.1).filter(|v| v.is_finite());
+        let (count, sum) =
+            finite.fold((0u32, 0.0), |(n, sum), v| (n + 1, sum + if log { v.log10() } else { v }));
+        let mean = sum / f64::from(count);
+        (points[i].0, if log { 10f64.powf(mean) } else { mean })
     };
-    points.iter().map(follow).collect()
+    (0..points.len()).map(window_mean).collect()
 }
 
 /// A line through the points, broken where a value is not finite.
@@ -313,17 +319,20 @@ fn band((low, high): &(Points, Points), x: &Axis, y: &Axis) -> String {
     format!("{there}{back}Z")
 }
 
-fn notes(lines: &[Line]) -> Vec<String> {
+fn notes(lines: &[Line]) -> Vec<Note> {
     let mut notes = Vec::new();
+    let mut note = |line: &Line, what: String| {
+        notes.push(Note { run: line.run, text: format!("{}: {what}", line.name) })
+    };
     for line in lines {
         let count = line.points.len();
         let (_, first) = line.points.first().copied().unwrap_or_default();
         if count > 1 && first.is_finite() && line.points.iter().all(|p| p.1 == first) {
-            notes.push(format!("{}: exactly {} at all {count} steps", line.name, format_number(first)));
+            note(line, format!("exactly {} at all {count} steps", format_number(first)));
         }
         let broken = line.points.iter().filter(|p| !p.1.is_finite()).count();
         if broken > 0 {
-            notes.push(format!("{}: not finite at {broken} of {count} steps (×)", line.name));
+            note(line, format!("not finite at {broken} of {count} steps (×)"));
         }
     }
     notes

@@ -51,7 +51,7 @@ fn summarise(i: usize, run: &Run) -> Summary<'_> {
     let held_out = names(run, is_held_out);
     let success = held_out.iter().filter_map(|name| {
         let change = Change::of(run, Phase::Eval, name)?;
-        Some(Change { name: name.trim_start_matches("val-core/").to_owned(), ..change })
+        Some(Change { name: held_out_name(name), ..change })
     });
     Summary {
         run: i,
@@ -69,6 +69,11 @@ fn summarise(i: usize, run: &Run) -> Summary<'_> {
 /// A held-out success metric; the ends of its confidence interval are drawn with it, not by themselves.
 pub(super) fn is_held_out(name: &str) -> bool {
     name.starts_with("val-core/") && !is_interval_end(name)
+}
+
+/// `val-core/gsm8k/acc/mean@4` as `gsm8k mean@4`.
+pub(super) fn held_out_name(metric: &str) -> String {
+    metric.trim_start_matches("val-core/").replace("/acc/", " ")
 }
 
 /// `<metric>/ci95_low` and `<metric>/ci95_high`: the ends of the metric's 95% interval.
