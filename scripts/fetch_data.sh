@@ -3,7 +3,7 @@
 #
 #   scripts/fetch_data.sh                 GSM8K
 #   scripts/fetch_data.sh all             everything below
-#   scripts/fetch_data.sh KIND...         some of: gsm8k aime math dapo-math ifeval o200k harmony
+#   scripts/fetch_data.sh KIND...         some of: gsm8k aime math dapo-math ifeval o200k
 #
 # DATA names another folder than data/. A file that is already there is left alone; delete it to fetch it again.
 # Every file is checked against its SHA-256 where one is known, and is only then moved into place.
@@ -124,45 +124,14 @@ fetch_o200k() {
     fi
 }
 
-fetch_harmony() {
-    echo "Harmony test texts, Apache-2.0, openai/harmony"
-    local base=https://raw.githubusercontent.com/openai/harmony/ec7606df9e87e3d0a1fec9f50928c1e407f0c438/test-data name
-    for name in \
-        test_browser_and_function_tool \
-        test_browser_and_python_tool \
-        test_browser_tool_only \
-        test_does_not_drop_if_ongoing_analysis \
-        test_dropping_cot_by_default \
-        test_keep_analysis_between_finals \
-        test_no_tools \
-        test_preserve_cot \
-        test_reasoning_system_message \
-        test_reasoning_system_message_no_instruction \
-        test_reasoning_system_message_with_dates \
-        test_render_functions_with_parameters \
-        test_simple_convo \
-        test_simple_convo_high_effort \
-        test_simple_convo_high_effort_no_instruction \
-        test_simple_convo_low_effort \
-        test_simple_convo_low_effort_no_instruction \
-        test_simple_convo_medium_effort \
-        test_simple_convo_medium_effort_no_instruction \
-        test_simple_reasoning_response \
-        test_simple_tool_call \
-        test_streamable_parser \
-        test_tool_response_parsing; do
-        get "harmony/test-data/$name.txt" "$base/$name.txt"
-    done
-}
-
 if [ $# -eq 0 ]; then set -- gsm8k; fi
-if [ "$*" = all ]; then set -- gsm8k aime math dapo-math ifeval o200k harmony; fi
+if [ "$*" = all ]; then set -- gsm8k aime math dapo-math ifeval o200k; fi
 for kind in "$@"; do
     case $kind in
-        gsm8k | aime | math | ifeval | o200k | harmony) "fetch_$kind" ;;
+        gsm8k | aime | math | ifeval | o200k) "fetch_$kind" ;;
         dapo-math) fetch_dapo_math ;;
         *)
-            echo "unknown kind '$kind': choose from gsm8k aime math dapo-math ifeval o200k harmony, or all" >&2
+            echo "unknown kind '$kind': choose from gsm8k aime math dapo-math ifeval o200k, or all" >&2
             exit 2
             ;;
     esac
