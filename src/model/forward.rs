@@ -147,7 +147,14 @@ impl Model {
 /// How queries find their keys.
 pub trait Attend {
     /// `q [T, N, D]`, `kv [T, 2, M, D]`, `sinks [N]` → `[T, N·D]`.
-    fn attend(&mut self, layer: usize, q: &Tensor, kv: &Tensor, sinks: &Tensor, attention: Attention) -> Result<Tensor>;
+    fn attend(
+        &mut self,
+        layer: usize,
+        q: &Tensor,
+        kv: &Tensor,
+        sinks: &Tensor,
+        attention: Attention,
+    ) -> Result<Tensor>;
 }
 
 /// Whole sequences, packed: training, and any forward without a cache. Differentiable.
@@ -157,7 +164,14 @@ pub struct PackedAttention {
 }
 
 impl Attend for PackedAttention {
-    fn attend(&mut self, _: usize, q: &Tensor, kv: &Tensor, sinks: &Tensor, attention: Attention) -> Result<Tensor> {
+    fn attend(
+        &mut self,
+        _: usize,
+        q: &Tensor,
+        kv: &Tensor,
+        sinks: &Tensor,
+        attention: Attention,
+    ) -> Result<Tensor> {
         Ok(ops::sink_attention(q, kv, sinks, &self.cu_seqlens, attention)?)
     }
 }

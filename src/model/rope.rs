@@ -27,9 +27,8 @@ pub fn table(rope: &Rope, head_dim: usize, positions: usize) -> RopeTable {
 /// `beta_slow` times within the original context.
 fn ramp_bounds(yarn: &Yarn, theta: f64, head_dim: usize) -> (f64, f64) {
     let original = yarn.original_max_position_embeddings as f64;
-    let dimension = |turns: f64| {
-        head_dim as f64 * (original / (turns * std::f64::consts::TAU)).ln() / (2.0 * theta.ln())
-    };
+    let dimension =
+        |turns: f64| head_dim as f64 * (original / (turns * std::f64::consts::TAU)).ln() / (2.0 * theta.ln());
     let (mut low, mut high) = (dimension(yarn.beta_fast), dimension(yarn.beta_slow));
     if yarn.truncate {
         (low, high) = (low.floor(), high.ceil());

@@ -95,77 +95,83 @@ impl Parameters {
     }
 
     /// The weights without gradient tracking: what rollout and recomputed forwards use.
-    pub fn detached(&self) -> Resident<'_> {
-        Resident { parameters: self, tracked: Tracked::None }
+    ///
+    /// # Errors
+    /// When a tensor of the architecture is missing.
+    pub fn detached(&self) -> Result<Resident> {
+        Resident::new(self, &|_| false)
     }
 
     /// The weights with gradient tracking for those that `trainable` marks (all of `len()`).
-    pub fn tracked<'a>(&'a self, trainable: &'a [bool]) -> Resident<'a> {
-        Resident { parameters: self, tracked: Tracked::Where(trainable) }
+    ///
+    /// # Errors
+    /// When a tensor of the architecture is missing.
+    pub fn tracked(&self, trainable: &[bool]) -> Result<Resident> {
+        Resident::new(self, &|index| trainable[index])
     }
-}
-
-#[derive(Clone, Copy)]
-enum Tracked<'a> {
-    None,
-    Where(&'a [bool]),
 }
 
 /// Weights that all lie in this process's memory.
-#[derive(Clone, Copy)]
-pub struct Resident<'a> {
-    parameters: &'a Parameters,
-    tracked: Tracked<'a>,
+#[derive(Debug, Clone)]
+pub struct Resident {
+    embedding: Tensor,
+    layers: Vec<LayerWeights>,
+    final_norm: Tensor,
+    lm_head: Tensor,
 }
 
-impl Resident<'_> {
-    fn tensor(&self, name: &str) -> Result<Tensor> {
-        let index = self.parameters.position(name).with_context(|| format!("no tensor {name}"))?;
-        let tensor = self.parameters.vars[index].as_tensor();
-        let tracked = match self.tracked {
-            Tracked::None => false,
-            Tracked::Where(trainable) => trainable[index],
+impl Resident {
+    fn new(parameters: &Parameters, tracked: &dyn Fn(usize) -> bool) -> Result<Self> {
+        let layers = parameters.specs.iter().filter_map(|s| s.layer).max().map_or(0, |last| last + 1);
+        let find = |name: &str| {
+            let index = parameters.position(name).with_context(|| format!("no tensor {name}"))?;
+            let tensor = parameters.vars[index].as_tensor();
+            Ok(if tracked(index) { tensor.clone() } else { tensor.detach() })
         };
-        Ok(if tracked { tensor.clone() } else { tensor.detach() })
-    }
-
-    fn linear(&self, weight: &str, bias: &str) -> Result<Linear> {
-        Ok(Linear { weight: self.tensor(weight)?, bias: self.tensor(bias)? })
+        Ok(Self {
+            embedding: find("model.embed_tokens.weight")?,
+            layers: (0..layers).map(|layer| layer_weights(layer, &find)).collect::<Result<_>>()?,
+            final_norm: find("model.norm.weight")?,
+            lm_head: find("lm_head.weight")?,
+        })
     }
 }
 
-impl WeightSource for Resident<'_> {
+fn layer_weights(layer: usize, find: &dyn Fn(&str) -> Result<Tensor>) -> Result<LayerWeights> {
+    let tensor = |rest: &str| find(&format!("model.layers.{layer}.{rest}"));
+    let pair = |weight: &str, bias: &str| {
+        Ok::<_, anyhow::Error>(Linear { weight: tensor(weight)?, bias: tensor(bias)? })
+    };
+    let linear = |stem: &str| pair(&format!("{stem}.weight"), &format!("{stem}.bias"));
+    let experts = |stem: &str| pair(&format!("mlp.experts.{stem}"), &format!("mlp.experts.{stem}_bias"));
+    Ok(LayerWeights {
+        input_norm: tensor("input_layernorm.weight")?,
+        q: linear("self_attn.q_proj")?,
+        k: linear("self_attn.k_proj")?,
+        v: linear("self_attn.v_proj")?,
+        sinks: tensor("self_attn.sinks")?,
+        o: linear("self_attn.o_proj")?,
+        post_attention_norm: tensor("post_attention_layernorm.weight")?,
+        router: linear("mlp.router")?,
+        gate_up: experts("gate_up_proj")?,
+        down: experts("down_proj")?,
+    })
+}
+
+impl WeightSource for Resident {
     fn embedding(&self) -> Result<Tensor> {
-        self.tensor("model.embed_tokens.weight")
+        Ok(self.embedding.clone())
     }
 
     fn layer(&self, index: usize) -> Result<LayerWeights> {
-        let name = |rest: &str| format!("model.layers.{index}.{rest}");
-        let linear = |stem: &str| {
-            self.linear(&name(&format!("{stem}.weight")), &name(&format!("{stem}.bias")))
-        };
-        let experts = |stem: &str| {
-            self.linear(&name(&format!("mlp.experts.{stem}")), &name(&format!("mlp.experts.{stem}_bias")))
-        };
-        Ok(LayerWeights {
-            input_norm: self.tensor(&name("input_layernorm.weight"))?,
-            q: linear("self_attn.q_proj")?,
-            k: linear("self_attn.k_proj")?,
-            v: linear("self_attn.v_proj")?,
-            sinks: self.tensor(&name("self_attn.sinks"))?,
-            o: linear("self_attn.o_proj")?,
-            post_attention_norm: self.tensor(&name("post_attention_layernorm.weight"))?,
-            router: linear("mlp.router")?,
-            gate_up: experts("gate_up_proj")?,
-            down: experts("down_proj")?,
-        })
+        self.layers.get(index).cloned().with_context(|| format!("no layer {index}"))
     }
 
     fn final_norm(&self) -> Result<Tensor> {
-        self.tensor("model.norm.weight")
+        Ok(self.final_norm.clone())
     }
 
     fn lm_head(&self) -> Result<Tensor> {
-        self.tensor("lm_head.weight")
+        Ok(self.lm_head.clone())
     }
 }

@@ -9,7 +9,9 @@ pub fn values<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]>
     let Some((start, end)) = layout.contiguous_offsets() else { bail!("argument is not contiguous") };
     match storage {
         CpuStorage::F32(values) => Ok(&values[start..end]),
-        other => bail!("argument has dtype {:?}, expected F32", candle_core::backend::BackendStorage::dtype(other)),
+        other => {
+            bail!("argument has dtype {:?}, expected F32", candle_core::backend::BackendStorage::dtype(other))
+        }
     }
 }
 

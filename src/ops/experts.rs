@@ -105,7 +105,11 @@ impl CustomOp1 for DispatchRows {
 /// When shapes disagree.
 pub fn grouped_linear(x: &Tensor, weight: &Tensor, bias: &Tensor, plan: &Arc<Dispatch>) -> Result<Tensor> {
     let ((rows, k), (experts, w_k, n)) = (x.dims2()?, weight.dims3()?);
-    if rows != plan.token_of.len() || k != w_k || bias.dims() != [experts, n] || experts + 1 != plan.offsets.len() {
+    if rows != plan.token_of.len()
+        || k != w_k
+        || bias.dims() != [experts, n]
+        || experts + 1 != plan.offsets.len()
+    {
         bail!("grouped_linear: x {:?}, weight {:?}, bias {:?}", x.dims(), weight.dims(), bias.dims());
     }
     x.contiguous()?.apply_op3(weight, bias, GroupedLinear { plan: plan.clone() })
@@ -141,7 +145,13 @@ impl CustomOp3 for GroupedLinear {
         for (e, at) in self.plan.offsets.windows(2).enumerate() {
             let (start, end) = (at[0], at[1]);
             let weight = &w[e * k * n..(e + 1) * k * n];
-            forward_product(&mut out[start * n..end * n], &x[start * k..end * k], weight, (end - start, k, n), true);
+            forward_product(
+                &mut out[start * n..end * n],
+                &x[start * k..end * k],
+                weight,
+                (end - start, k, n),
+                true,
+            );
         }
         Ok((CpuStorage::F32(out), Shape::from((rows, n))))
     }
@@ -229,7 +239,13 @@ impl CustomOp2 for Combine {
         Ok((CpuStorage::F32(out), Shape::from((tokens, width))))
     }
 
-    fn bwd(&self, x: &Tensor, w: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn bwd(
+        &self,
+        x: &Tensor,
+        w: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let (rows, width) = x.dims2()?;
         let top_k = self.plan.top_k;
         let grad = grad.contiguous()?;
@@ -243,6 +259,9 @@ impl CustomOp2 for Combine {
             dx[at].iter_mut().zip(g).for_each(|(d, &g)| *d = ws[slot] * g);
         }
         let device = x.device();
-        Ok((Some(Tensor::from_vec(dx, (rows, width), device)?), Some(Tensor::from_vec(dw, w.shape(), device)?)))
+        Ok((
+            Some(Tensor::from_vec(dx, (rows, width), device)?),
+            Some(Tensor::from_vec(dw, w.shape(), device)?),
+        ))
     }
 }

@@ -148,7 +148,13 @@ impl CustomOp2 for Head {
         Ok((CpuStorage::F32(out), Shape::from((2, rows))))
     }
 
-    fn bwd(&self, h: &Tensor, w: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn bwd(
+        &self,
+        h: &Tensor,
+        w: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let ((rows, k), (_, n)) = (h.dims2()?, w.dims2()?);
         let grad = grad.contiguous()?;
         let (hs, ws, g) = (host_values(h)?, host_values(w)?, host_values(&grad)?);

@@ -33,7 +33,13 @@ impl<'a> Matrix<'a> {
 /// `out[m, n] (+)= x[m, k] · w[k, n]` for the forward pass: contiguous rows, bits of a row independent of `m`.
 ///
 /// With `accumulate` the product is added to what `out` holds (a bias, say).
-pub fn forward_product(out: &mut [f32], x: &[f32], w: &[f32], (m, k, n): (usize, usize, usize), accumulate: bool) {
+pub fn forward_product(
+    out: &mut [f32],
+    x: &[f32],
+    w: &[f32],
+    (m, k, n): (usize, usize, usize),
+    accumulate: bool,
+) {
     assert!(out.len() == m * n && x.len() == m * k && w.len() == k * n, "forward_product: shapes");
     if m == 0 || n == 0 {
         return;
@@ -65,11 +71,15 @@ pub fn product(out: &mut [f32], a: Matrix, b: Matrix, (m, k, n): (usize, usize, 
         }
         return;
     }
-    let last = |x: &Matrix, rows: usize, columns: usize| (rows - 1) * x.row_stride + (columns - 1) * x.column_stride;
+    let last =
+        |x: &Matrix, rows: usize, columns: usize| (rows - 1) * x.row_stride + (columns - 1) * x.column_stride;
     assert!(last(&a, m, k) < a.values.len() && last(&b, k, n) < b.values.len(), "product: operands");
     let threads = rayon::current_num_threads();
-    let parallelism =
-        if threads > 1 && super::cpu::in_parallel(m * n * k) { Parallelism::Rayon(threads) } else { Parallelism::None };
+    let parallelism = if threads > 1 && super::cpu::in_parallel(m * n * k) {
+        Parallelism::Rayon(threads)
+    } else {
+        Parallelism::None
+    };
     for start in (0..k).step_by(K_CHUNK) {
         let chunk = K_CHUNK.min(k - start);
         // SAFETY: the operands' last elements were checked above against their slices, `out` is exactly

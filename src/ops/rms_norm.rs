@@ -90,4 +90,3 @@ impl CustomOp2 for RmsNorm {
         Ok((Some(Tensor::from_vec(dx, (tokens, h), x.device())?), dw))
     }
 }
-

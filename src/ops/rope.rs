@@ -179,6 +179,9 @@ impl CustomOp2 for RotateKeys {
         let mut dk = buffer(rows * width);
         self.rotation.rows(&rotated, width, width, &mut dk, true);
         let device = k.device();
-        Ok((Some(Tensor::from_vec(dk, (rows, width), device)?), Some(Tensor::from_vec(dv, (rows, width), device)?)))
+        Ok((
+            Some(Tensor::from_vec(dk, (rows, width), device)?),
+            Some(Tensor::from_vec(dv, (rows, width), device)?),
+        ))
     }
 }

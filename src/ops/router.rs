@@ -41,7 +41,10 @@ pub fn route(logits: &Tensor, top_k: usize) -> Result<Vec<u16>> {
 pub fn top_k_softmax(logits: &Tensor, routes: &Arc<Vec<u16>>, top_k: usize) -> Result<Tensor> {
     let (tokens, experts) = logits.dims2()?;
     if routes.len() != tokens * top_k || routes.iter().any(|&e| e as usize >= experts) {
-        bail!("top_k_softmax: {} routes for {tokens} tokens, {top_k} of {experts} experts each", routes.len());
+        bail!(
+            "top_k_softmax: {} routes for {tokens} tokens, {top_k} of {experts} experts each",
+            routes.len()
+        );
     }
     logits.contiguous()?.apply_op1(TopKSoftmax { routes: routes.clone(), top_k })
 }

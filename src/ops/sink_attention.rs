@@ -272,7 +272,8 @@ fn attend_backward(
     // Keys and values the other way round, and their gradients in the layout that adds fastest.
     let (mut keys, mut values_t) = (buffer(blocks * BLOCK * d), buffer(blocks * BLOCK * d));
     for b in 0..blocks {
-        let (kt, v) = (&cache.block(b).keys[kv_head * d * BLOCK..], &cache.block(b).values[kv_head * d * BLOCK..]);
+        let (kt, v) =
+            (&cache.block(b).keys[kv_head * d * BLOCK..], &cache.block(b).values[kv_head * d * BLOCK..]);
         for j in 0..BLOCK {
             for c in 0..d {
                 keys[(b * BLOCK + j) * d + c] = kt[c * BLOCK + j];
@@ -391,7 +392,16 @@ impl CustomOp3 for Packed {
             let (rows, width) = (end - start, heads * d);
             let out = out_rows.part(start * width, rows * width);
             let lse = lse_rows.part(start * heads, rows * heads);
-            attend(&self.attention, kv_head, &caches[s], 0, &q[start * width..end * width], sinks, &out, &lse);
+            attend(
+                &self.attention,
+                kv_head,
+                &caches[s],
+                0,
+                &q[start * width..end * width],
+                sinks,
+                &out,
+                &lse,
+            );
         });
         let tokens = q.len() / (heads * d);
         let _ = self.lse.set(lse);

@@ -66,7 +66,12 @@ impl CustomOp1 for Swiglu {
         let (xs, dy) = (host_values(x)?, host_values(&grad)?);
         let mut dx = buffer(rows * width);
         for_each_row(&mut dx, width, 8 * half, |row, dx| {
-            backward_row(&xs[row * width..(row + 1) * width], &dy[row * half..(row + 1) * half], self.limit, dx);
+            backward_row(
+                &xs[row * width..(row + 1) * width],
+                &dy[row * half..(row + 1) * half],
+                self.limit,
+                dx,
+            );
         });
         Ok(Some(Tensor::from_vec(dx, (rows, width), x.device())?))
     }

@@ -52,7 +52,12 @@ impl Threads {
                 .singles
                 .iter()
                 .enumerate()
-                .map(|(worker, pool)| scope.spawn({ let f = &f; move || pool.install(|| f(worker)) }))
+                .map(|(worker, pool)| {
+                    scope.spawn({
+                        let f = &f;
+                        move || pool.install(|| f(worker))
+                    })
+                })
                 .collect();
             let mut results = Vec::with_capacity(handles.len());
             for handle in handles {

@@ -31,6 +31,10 @@ impl CustomOp1 for Upstream {
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let scale = grad.to_scalar::<f32>()?;
-        if scale == 1.0 { Ok(Some(self.gradient.clone())) } else { Ok(Some((&self.gradient * scale as f64)?)) }
+        if scale == 1.0 {
+            Ok(Some(self.gradient.clone()))
+        } else {
+            Ok(Some((&self.gradient * scale as f64)?))
+        }
     }
 }

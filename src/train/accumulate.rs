@@ -40,7 +40,8 @@ impl Learner<'_> {
             let batch = &batches[index];
             let share = batch.tokens.len() as f64 / tokens.max(1) as f64;
             let settings = PassSettings { load_balance: settings.load_balance * share, ..settings };
-            self.pass(batch, settings).forward_backward(&|log_probs, entropies| objective(index, log_probs, entropies))
+            self.pass(batch, settings)
+                .forward_backward(&|log_probs, entropies| objective(index, log_probs, entropies))
         };
         let mut gradients = Gradients::none(self.parameters.len());
         let mut outputs = Vec::with_capacity(batches.len());

@@ -61,7 +61,7 @@ impl Pass<'_> {
     /// # Errors
     /// When the batch does not fit the model.
     pub fn forward(&self) -> Result<PassOutput> {
-        let weights = self.parameters.detached();
+        let weights = self.parameters.detached()?;
         let (inputs, routes) = self.layer_inputs(&weights)?;
         let hidden = inputs.last().context("a model without layers")?;
         let head = self.head(&weights, hidden)?;
@@ -82,7 +82,7 @@ impl Pass<'_> {
     }
 
     fn whole_graph(&self, objective: &dyn Fn(&[f32], &[f32]) -> Result<HeadGradient>) -> Result<PassOutput> {
-        let weights = self.parameters.tracked(self.trainable);
+        let weights = self.parameters.tracked(self.trainable)?;
         let mut x = ops::embedding(&weights.embedding()?, &self.batch.tokens)?;
         let mut attend = self.packed();
         let rotation = self.model.rotation(self.batch.positions.clone());
@@ -115,9 +115,9 @@ impl Pass<'_> {
     }
 
     fn recomputed(&self, objective: &dyn Fn(&[f32], &[f32]) -> Result<HeadGradient>) -> Result<PassOutput> {
-        let weights = self.parameters.tracked(self.trainable);
+        let weights = self.parameters.tracked(self.trainable)?;
         let layers = self.model.config.num_hidden_layers;
-        let (mut inputs, routes) = self.layer_inputs(&self.parameters.detached())?;
+        let (mut inputs, routes) = self.layer_inputs(&self.parameters.detached()?)?;
         let mut gradients = Gradients::none(self.parameters.len());
 
         let top = Var::from_tensor(&inputs.pop().context("a model without layers")?)?;
@@ -206,7 +206,12 @@ impl Pass<'_> {
         Ok(())
     }
 
-    fn collect(&self, store: &GradStore, gradients: &mut Gradients, wanted: impl Fn(&str) -> bool) -> Result<()> {
+    fn collect(
+        &self,
+        store: &GradStore,
+        gradients: &mut Gradients,
+        wanted: impl Fn(&str) -> bool,
+    ) -> Result<()> {
         for (index, spec) in self.parameters.specs.iter().enumerate() {
             if self.trainable[index] && wanted(&spec.name) {
                 self.collect_one(store, gradients, index)?;
@@ -217,7 +222,8 @@ impl Pass<'_> {
 
     fn collect_one(&self, store: &GradStore, gradients: &mut Gradients, index: usize) -> Result<()> {
         let name = &self.parameters.specs[index].name;
-        let gradient = store.get(self.parameters.var(index)).with_context(|| format!("no gradient for {name}"))?;
+        let gradient =
+            store.get(self.parameters.var(index)).with_context(|| format!("no gradient for {name}"))?;
         Ok(gradients.add_tensor(index, gradient)?)
     }
 }
@@ -232,7 +238,8 @@ fn apply(
     objective: &dyn Fn(&[f32], &[f32]) -> Result<HeadGradient>,
 ) -> Result<(Vec<f32>, Vec<f32>, Tensor)> {
     let [log_probs, entropies] = split_head(head)?;
-    let HeadGradient { log_probs: mut gradient, entropies: entropy_gradient } = objective(&log_probs, &entropies)?;
+    let HeadGradient { log_probs: mut gradient, entropies: entropy_gradient } =
+        objective(&log_probs, &entropies)?;
     gradient.extend(entropy_gradient);
     let gradient = Tensor::from_vec(gradient, head.shape(), &Device::Cpu)?;
     Ok((log_probs, entropies, gradient))

@@ -1,12 +1,12 @@
 //! Small random models for tests.
 
+use rand::Rng;
 use rloss::model::config::{Config, LayerType, Rope, Yarn};
 use rloss::model::forward::Model;
 use rloss::model::init::{InitSettings, init};
 use rloss::model::weights::Parameters;
 use rloss::random::{Purpose, stream};
 use rloss::train::batch::Sequence;
-use rand::Rng;
 
 /// The quickstart's architecture, with YaRN when asked for.
 pub fn config(yarn: bool) -> Config {

@@ -1,21 +1,29 @@
 //! The training pass and the optimizer.
 
 use crate::tiny;
-use rloss::model::forward::{ForwardOptions, forward_cached};
 use rloss::model::cache::SequenceCache;
+use rloss::model::forward::{ForwardOptions, forward_cached};
 use rloss::model::weights::WeightSource;
 use rloss::ops;
 use rloss::train::batch::MicroBatch;
 use rloss::train::forward_backward::{HeadGradient, Pass, PassOutput, PassSettings};
 
 fn settings(recompute_layers: bool) -> PassSettings {
-    PassSettings { recompute_layers, temperature: 0.9, load_balance: 0.01, forward: ForwardOptions::default() }
+    PassSettings {
+        recompute_layers,
+        temperature: 0.9,
+        load_balance: 0.01,
+        forward: ForwardOptions::default(),
+    }
 }
 
 /// Mean negative log-likelihood of the targets plus a little entropy: every gradient path is used.
 fn objective(log_probs: &[f32], entropies: &[f32]) -> anyhow::Result<HeadGradient> {
     let n = log_probs.len() as f32;
-    Ok(HeadGradient { log_probs: vec![-1.0 / n; log_probs.len()], entropies: vec![0.01 / n; entropies.len()] })
+    Ok(HeadGradient {
+        log_probs: vec![-1.0 / n; log_probs.len()],
+        entropies: vec![0.01 / n; entropies.len()],
+    })
 }
 
 fn pass(seed: u64, recompute: bool) -> PassOutput {
@@ -23,7 +31,13 @@ fn pass(seed: u64, recompute: bool) -> PassOutput {
     let sequences = tiny::sequences(272, &[40, 1, 2, 77, 160], seed);
     let batch = &MicroBatch::split(&sequences, 100_000)[0];
     let trainable = vec![true; parameters.len()];
-    let pass = Pass { model: &model, parameters: &parameters, trainable: &trainable, batch, settings: settings(recompute) };
+    let pass = Pass {
+        model: &model,
+        parameters: &parameters,
+        trainable: &trainable,
+        batch,
+        settings: settings(recompute),
+    };
     pass.forward_backward(&objective).unwrap()
 }
 
@@ -64,7 +78,7 @@ fn gradients_are_equal_on_any_number_of_threads() {
 /// Log-probabilities of every next token of `tokens`, through the KV cache, `chunk` tokens at a time.
 fn cached_log_probs(chunk: usize, tokens: &[u32], seed: u64) -> Vec<f32> {
     let (model, parameters) = tiny::model(tiny::config(true), seed);
-    let weights = parameters.detached();
+    let weights = parameters.detached().unwrap();
     let mut cache = SequenceCache::new(&model.config);
     let mut log_probs = vec![];
     for part in tokens.chunks(chunk) {
@@ -96,13 +110,23 @@ fn decode_and_prefill_in_any_chunks_equal_the_training_forward() {
     let (model, parameters) = tiny::model(tiny::config(true), 7);
     let batch = &MicroBatch::split(&sequences, 100_000)[0];
     let trainable = vec![true; parameters.len()];
-    let pass = Pass { model: &model, parameters: &parameters, trainable: &trainable, batch, settings: settings(true) };
+    let pass = Pass {
+        model: &model,
+        parameters: &parameters,
+        trainable: &trainable,
+        batch,
+        settings: settings(true),
+    };
     let training = pass.forward().unwrap().log_probs;
     let mut start = 0;
     for sequence in &sequences {
         let end = start + sequence.tokens.len() - 1;
         for chunk in [1, 2, 3, 7, 32, 100, 150] {
-            assert_eq!(cached_log_probs(chunk, &sequence.tokens, 7), training[start..end], "chunks of {chunk}");
+            assert_eq!(
+                cached_log_probs(chunk, &sequence.tokens, 7),
+                training[start..end],
+                "chunks of {chunk}"
+            );
         }
         start = end;
     }
