@@ -4,7 +4,25 @@ use super::message::{Message, Role};
 use anyhow::{Result, anyhow, bail, ensure};
 
 const CHANNEL: &str = "<|channel|>";
-const CONSTRAIN: &str = "<|constrain|>";
+/// The marker that starts the content type of constrained output.
+pub(super) const CONSTRAIN: &str = "<|constrain|>";
+
+/// Whether `text` can stand in a header as one field: no white space, no control token's spelling.
+pub(super) fn is_word(text: &str) -> bool {
+    !text.is_empty() && !text.contains(char::is_whitespace) && !text.contains("<|")
+}
+
+/// Whether `text` is a content type: a word, with or without the marker of constrained output.
+pub(super) fn is_content_type(text: &str) -> bool {
+    let kind = text.strip_prefix(CONSTRAIN).unwrap_or(text);
+    !text.is_empty() && (kind.is_empty() || is_word(kind))
+}
+
+/// Whether `text` can author a message as a tool: a word that does not name another role.
+pub(super) fn is_tool_name(text: &str) -> bool {
+    let author = text.split(':').next().unwrap_or(text);
+    is_word(text) && Role::from_name(author).is_none_or(|role| role == Role::Tool)
+}
 
 /// A header's fields.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -1,12 +1,10 @@
 //! Messages to tokens.
 
+use super::header::{CONSTRAIN, is_content_type, is_tool_name, is_word};
 use super::message::{Message, Role};
 use super::tokenizer::HarmonyTokenizer;
 use crate::bad_input;
-use anyhow::{Result, ensure};
-
-/// The marker that starts the content type of constrained output.
-const CONSTRAIN: &str = "<|constrain|>";
+use anyhow::Result;
 
 /// How a conversation is rendered.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -149,31 +147,22 @@ fn kept(messages: &[Message], options: RenderOptions) -> impl Iterator<Item = &M
 /// Header fields come from tasks, tools and models; none may add words to a header or speak as another role.
 fn check_header(message: &Message) -> Result<()> {
     let fields = [
-        ("name", &message.name),
-        ("recipient", &message.recipient),
-        ("channel", &message.channel),
-        ("content_type", &message.content_type),
+        ("name", &message.name, is_word as fn(&str) -> bool),
+        ("recipient", &message.recipient, is_word),
+        ("channel", &message.channel, is_word),
+        ("content_type", &message.content_type, is_content_type),
     ];
-    for (field, value) in fields {
-        let Some(value) = value.as_deref() else { continue };
-        let word =
-            if field == "content_type" { value.strip_prefix(CONSTRAIN).unwrap_or(value) } else { value };
-        let clean = !word.contains(|c: char| c.is_whitespace() || c.is_control()) && !word.contains("<|");
-        ensure!(
-            clean && !value.is_empty(),
-            bad_input!("message header: {field} {value:?} must be one word without control tokens")
-        );
+    for (field, value, valid) in fields {
+        let Some(value) = value.as_deref().filter(|value| !valid(value)) else { continue };
+        return Err(bad_input!("message header: {field} {value:?} must be one word without control tokens"));
     }
-    if message.role == Role::Tool {
-        let name = message.name.as_deref();
-        let name = name.ok_or_else(|| bad_input!("message header: a tool message needs the tool's name"))?;
-        let author = name.split(':').next().unwrap_or(name);
-        ensure!(
-            Role::from_name(author).is_none() || author == "tool",
-            bad_input!(
-                "message header: a tool cannot be named {name:?}, which is a role; give it another name"
-            )
-        );
+    match message.name.as_deref() {
+        None if message.role == Role::Tool => {
+            Err(bad_input!("message header: a tool message needs the tool's name"))
+        }
+        Some(name) if message.role == Role::Tool && !is_tool_name(name) => Err(bad_input!(
+            "message header: a tool cannot be named {name:?}, which is a role; give it another name"
+        )),
+        _ => Ok(()),
     }
-    Ok(())
 }

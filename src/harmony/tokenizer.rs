@@ -123,7 +123,7 @@ impl HarmonyTokenizer {
 
     /// The ids of `text` as ordinary text: a special token spelled in it is encoded letter by letter.
     pub fn encode_text(&self, text: &str) -> Vec<u32> {
-        // The regex engine gives up on some very long runs of spaces; bytes are then still a true encoding.
+        // Every byte has a token, so no step has a reason to fail; bytes would still be a true encoding.
         self.encode_ordinary(text)
             .unwrap_or_else(|_| text.bytes().map(|b| self.0.byte_ids[usize::from(b)]).collect())
     }

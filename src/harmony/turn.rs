@@ -10,7 +10,7 @@ use super::tokenizer::HarmonyTokenizer;
 /// What is wrong with a turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Problem {
-    /// The header has words that are no recipient and no content type, or fields twice or empty.
+    /// The header has words that are no recipient and no content type, or a field twice, empty or impossible.
     MalformedHeader { leftover: String },
     /// The message closed before `<|message|>`.
     UnfinishedHeader,
@@ -79,7 +79,8 @@ fn excerpt(text: &str) -> String {
 pub enum TurnEnd {
     /// `<|return|>`: the assistant is done.
     Returned,
-    /// `<|call|>`: the last message is a call with a recipient and content, ready to be answered.
+    /// `<|call|>`: the last message is a call with content, ready to be answered. Its recipient, known or not,
+    /// can author the reply.
     Called,
     /// The turn cannot be acted on; the problem has the reply.
     Malformed,
@@ -164,28 +165,50 @@ impl TurnParser {
     /// Reads the next token. After the turn's end every token is [`Problem::TextAfterEnd`].
     pub fn push(&mut self, token: u32) -> TurnStep {
         let control = self.tokenizer.control();
-        let special = self.tokenizer.is_special(token);
-        let text = self.tokenizer.token_bytes(token);
-        match &mut self.state {
-            State::Over(_) => return self.malformed(Problem::TextAfterEnd),
+        match std::mem::replace(&mut self.state, State::Between) {
+            State::Over(TurnEnd::Malformed) => self.over(TurnEnd::Malformed),
+            State::Over(_) => self.malformed(Problem::TextAfterEnd),
             State::Between if token == control.start => {
-                self.state = State::Header { opened: true, bytes: Vec::new(), foreign: false };
+                self.within(State::Header { opened: true, bytes: Vec::new(), foreign: false })
             }
             State::Between => {
-                let text = self.tokenizer.decode(&[token]);
-                self.messages.push(Message::new(Role::Assistant, text));
-                return self.malformed(Problem::TextAfterEnd);
+                self.keep_text(self.tokenizer.decode(&[token]).as_bytes());
+                self.malformed(Problem::TextAfterEnd)
             }
-            State::Header { .. } if token == control.message => self.begin_content(),
-            State::Header { .. } | State::Content { .. } | State::Unreadable { .. }
-                if control.closes(token) =>
-            {
-                return self.close(token);
+            State::Header { opened, bytes, foreign } if token == control.message => {
+                self.within(match read_header(opened, &bytes, foreign) {
+                    Ok(header) => State::Content { header, bytes: Vec::new(), problem: None },
+                    Err(problem) => State::Unreadable { bytes, problem },
+                })
             }
+            State::Header { bytes, .. } if control.closes(token) => {
+                self.keep_text(&bytes);
+                self.malformed(Problem::UnfinishedHeader)
+            }
+            State::Unreadable { bytes, problem } if control.closes(token) => {
+                self.keep_text(&bytes);
+                self.malformed(problem)
+            }
+            State::Content { header, bytes, problem } if control.closes(token) => {
+                self.close(token, header, &bytes, problem)
+            }
+            mut state => {
+                self.append(token, &mut state);
+                self.within(state)
+            }
+        }
+    }
+
+    /// Adds a token's bytes to a header or a content and notes what does not belong there.
+    fn append(&self, token: u32, state: &mut State) {
+        let control = self.tokenizer.control();
+        let special = self.tokenizer.is_special(token);
+        let text = self.tokenizer.token_bytes(token);
+        let bytes = match state {
             State::Header { bytes, foreign, .. } => {
-                *foreign |= text.is_none()
-                    || (special && token != control.channel && Some(token) != control.constrain);
-                bytes.extend_from_slice(text.unwrap_or("\u{fffd}".as_bytes()));
+                let expected = token == control.channel || Some(token) == control.constrain;
+                *foreign |= text.is_none() || (special && !expected);
+                bytes
             }
             State::Content { bytes, problem, .. } => {
                 if special {
@@ -193,13 +216,12 @@ impl TurnParser {
                 } else if text.is_none() {
                     problem.get_or_insert(Problem::InvalidUtf8);
                 }
-                bytes.extend_from_slice(text.unwrap_or("\u{fffd}".as_bytes()));
+                bytes
             }
-            State::Unreadable { bytes, .. } => {
-                bytes.extend_from_slice(text.unwrap_or("\u{fffd}".as_bytes()));
-            }
-        }
-        TurnStep::Within
+            State::Unreadable { bytes, .. } => bytes,
+            State::Between | State::Over(_) => return,
+        };
+        bytes.extend_from_slice(text.unwrap_or("\u{fffd}".as_bytes()));
     }
 
     /// The turn as far as it was read.
@@ -223,31 +245,12 @@ impl TurnParser {
         ParsedCompletion { messages: self.messages, end, problem: self.problem }
     }
 
-    fn begin_content(&mut self) {
-        let State::Header { opened, bytes, foreign } = std::mem::replace(&mut self.state, State::Between)
-        else {
-            return;
-        };
-        self.state = match read_header(opened, &bytes, foreign) {
-            Ok(header) => State::Content { header, bytes: Vec::new(), problem: None },
-            Err(problem) => State::Unreadable { bytes, problem },
-        };
-    }
-
-    fn close(&mut self, token: u32) -> TurnStep {
+    /// Closes a message whose header was read.
+    fn close(&mut self, token: u32, header: Header, bytes: &[u8], problem: Option<Problem>) -> TurnStep {
         let control = self.tokenizer.control();
-        let (header, bytes, problem) = match std::mem::replace(&mut self.state, State::Between) {
-            State::Content { header, bytes, problem } => (header, bytes, problem),
-            State::Unreadable { bytes, problem } => return self.close_unreadable(&bytes, problem),
-            State::Header { bytes, .. } => return self.close_unreadable(&bytes, Problem::UnfinishedHeader),
-            state @ (State::Between | State::Over(_)) => {
-                self.state = state;
-                return TurnStep::Within;
-            }
-        };
-        let invalid = std::str::from_utf8(&bytes).is_err().then_some(Problem::InvalidUtf8);
+        let invalid = std::str::from_utf8(bytes).is_err().then_some(Problem::InvalidUtf8);
         let blemish = problem.or(invalid);
-        let content = lossy(&bytes);
+        let content = lossy(bytes);
         let blank = content.trim().is_empty();
         let recipient = header.recipient.clone();
         self.messages.push(header.message(content));
@@ -266,9 +269,13 @@ impl TurnParser {
         }
     }
 
-    fn close_unreadable(&mut self, bytes: &[u8], problem: Problem) -> TurnStep {
+    fn keep_text(&mut self, bytes: &[u8]) {
         self.messages.push(Message::new(Role::Assistant, lossy(bytes)));
-        self.malformed(problem)
+    }
+
+    fn within(&mut self, state: State) -> TurnStep {
+        self.state = state;
+        TurnStep::Within
     }
 
     fn malformed(&mut self, problem: Problem) -> TurnStep {
@@ -313,11 +320,10 @@ fn read_header(opened: bool, bytes: &[u8], foreign: bool) -> Result<Header, Prob
     }
     for word in rest {
         let known = match word.strip_prefix("to=") {
-            Some("") => false,
-            Some(name) => header.recipient.replace(name.to_string()).is_none(),
-            None => header.content_type.replace(word.clone()).is_none(),
+            Some(name) => header::is_tool_name(name) && header.recipient.replace(name.to_string()).is_none(),
+            None => header::is_content_type(&word) && header.content_type.replace(word.clone()).is_none(),
         };
-        if !known || word.contains("<|channel|>") {
+        if !known {
             return Err(malformed(&word));
         }
     }

@@ -174,10 +174,33 @@ fn sampled_token_vectors_parse() {
         assert_eq!(messages.len(), 2, "{file}: {messages:?}");
         assert_eq!(messages[0].channel.as_deref(), Some("analysis"));
         assert_eq!(messages[1].recipient.as_deref(), recipient);
-        let rendered: Vec<Message> =
-            messages.iter().map(|m| Message { recipient: None, ..m.clone() }).collect();
-        assert!(!tokenizer.render_conversation(&rendered, RenderOptions::default()).unwrap().is_empty());
     }
+}
+
+/// Texts among the test data that are read, not rendered: a turn with a tool's reply, and a reply alone.
+#[test]
+fn tool_reply_vectors_parse() {
+    let Some(tokenizer) = o200k() else { return };
+    let Some(text) = text_of("test_streamable_parser.txt") else { return };
+    let tokens = tokenizer.encode_with_special(&text).unwrap();
+    let messages = parse(tokenizer, Role::Assistant, ParseMode::Strict, &tokens).unwrap();
+    let query = "{\"query\": \"current US president July 2025\", \"topn\": 10, \"source\": \"news\"}";
+    let call =
+        Message { content_type: Some("code".into()), ..Message::call("browser.search", "commentary", query) };
+    let reply = Message::tool("browser.search", Some("commentary"), "{\"result\": \"https://openai.com/\"}");
+    assert_eq!(messages[0].channel.as_deref(), Some("analysis"));
+    assert_eq!(messages[1..], [call.clone(), reply.clone()]);
+    // The turn itself ends at the call; the reply behind it is not the assistant's.
+    let mut parser = TurnParser::new(tokenizer);
+    let over = tokens.iter().position(|&token| matches!(parser.push(token), TurnStep::Over(_))).unwrap();
+    assert_eq!(parser.call(), Some(&call));
+    assert_eq!(tokens[over], tokenizer.control().call);
+
+    let tokens = tokenizer.encode_with_special(&text_of("test_tool_response_parsing.txt").unwrap()).unwrap();
+    let mut parser = StreamParser::new(tokenizer, None, ParseMode::Strict);
+    tokens.iter().for_each(|&token| parser.push(token).unwrap());
+    let parsed = parser.finish().unwrap();
+    assert_eq!(parsed, [Message { content: format!("{} ", reply.content), ..reply }]);
 }
 
 fn prompt_text(tokenizer: &HarmonyTokenizer, messages: &[Message], auto_drop_analysis: bool) -> String {
@@ -542,6 +565,8 @@ fn problems_are_named_and_keep_the_text() {
         ("<|start|>assistant<|channel|>final<|message|>x<|return|>", TurnEnd::Malformed, None, 1),
         ("so<|message|>x<|return|>", TurnEnd::Malformed, Some(malformed("so")), 1),
         ("<|channel|>analysis to=<|message|>x<|call|>", TurnEnd::Malformed, Some(malformed("to=")), 1),
+        (" to=user<|message|>x<|call|>", TurnEnd::Malformed, Some(malformed("to=user")), 1),
+        (" to=a\u{a0}b<|message|>x<|call|>", TurnEnd::Malformed, Some(malformed("to=a\u{a0}b")), 1),
         ("<|channel|>analysis<|end|>", TurnEnd::Malformed, Some(UnfinishedHeader), 1),
         ("<|return|>", TurnEnd::Malformed, Some(UnfinishedHeader), 1),
         ("<|channel|>final<|message|>7<|call|>", TurnEnd::Malformed, Some(CallWithoutRecipient), 1),
@@ -580,6 +605,14 @@ fn problems_are_named_and_keep_the_text() {
 }
 
 #[test]
+fn a_malformed_turn_stays_what_it_was() {
+    let tokenizer = embedded();
+    let tokens = tokenizer.encode_with_special("<|channel|>final<|message|>7<|call|>more").unwrap();
+    let parsed = parse_completion(&tokenizer, &tokens);
+    assert_eq!((parsed.end, parsed.problem), (TurnEnd::Malformed, Some(Problem::CallWithoutRecipient)));
+}
+
+#[test]
 fn characters_may_span_tokens_and_bad_bytes_stay_visible() {
     let tokenizer = embedded();
     let mut tokens = tokenizer.encode_with_special("<|channel|>final<|message|>é😀<|return|>").unwrap();
@@ -612,11 +645,19 @@ fn random_turns_end_in_a_defined_state() {
     let tokenizer = embedded();
     let mut random = stream(3, Purpose::Sampling, &[1]);
     let mut ends = std::collections::BTreeMap::new();
-    let pieces: Vec<Vec<u32>> =
-        ["<|message|>", "<|channel|>analysis", " to=python", "<|end|>", "<|start|>assistant"]
-            .iter()
-            .map(|text| tokenizer.encode_with_special(text).unwrap())
-            .collect();
+    let pieces: Vec<Vec<u32>> = [
+        "<|message|>",
+        "<|channel|>analysis",
+        " to=python",
+        " to=",
+        "\u{3000}",
+        "<|call|>",
+        "<|end|>",
+        "<|start|>assistant",
+    ]
+    .iter()
+    .map(|text| tokenizer.encode_with_special(text).unwrap())
+    .collect();
     for _ in 0..30_000 {
         let mut tokens: Vec<u32> = Vec::new();
         for _ in 0..random.random_range(0..24) {
@@ -643,10 +684,16 @@ fn random_turns_end_in_a_defined_state() {
                 let call = parsed.messages.last().unwrap();
                 assert!(call.recipient.as_deref().is_some_and(|name| !name.is_empty()));
                 assert!(!call.content.trim().is_empty());
+                let name = call.recipient.as_deref().unwrap();
+                let reply = Message::tool(name, call.channel.as_deref(), "ok");
+                assert!(tokenizer.render_message(&reply).is_ok(), "{reply:?}");
             }
             TurnEnd::Returned => assert!(!parsed.messages.is_empty()),
         }
-        assert!(parsed.messages.iter().all(|m| m.role == Role::Assistant));
+        for message in &parsed.messages {
+            assert_eq!(message.role, Role::Assistant);
+            assert!(tokenizer.render_message(message).is_ok(), "{message:?}");
+        }
         *ends.entry(format!("{:?}", parsed.end)).or_insert(0) += 1;
         for mode in [ParseMode::Strict, ParseMode::Lenient] {
             let _ = parse(&tokenizer, Role::Assistant, mode, &tokens);
