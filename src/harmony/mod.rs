@@ -2,6 +2,7 @@
 //!
 //! Everything is generic over the vocabulary: a Hugging Face `tokenizer.json` of the byte-level BPE
 //! kind that has the control tokens, or the small [`embedded`](HarmonyTokenizer::embedded) one.
+//! Rendering and [`StreamParser`] agree with openai-harmony 0.0.8, "the reference"; [`TurnParser`] is for rollouts.
 //! Text is always ordinary text: what a user, a tool or a model wrote can never become a control token.
 
 mod byte_level;

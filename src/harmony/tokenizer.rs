@@ -82,7 +82,7 @@ impl HarmonyTokenizer {
         let control = find_control(&inner, place)?;
         let pad = ["<|pad|>", "<|endoftext|>"].iter().find_map(|name| added_id(&inner, name));
         let byte_ids = find_bytes(&inner, place)?;
-        let (bytes, ends, special) = token_table(&inner);
+        let (bytes, ends, special) = token_table(&inner, place)?;
         let tokenizer = Self(Arc::new(Tables { inner, json, control, pad, bytes, ends, special, byte_ids }));
         tokenizer.refuse_forgeable(place)?;
         Ok(tokenizer)
@@ -247,12 +247,21 @@ fn find_bytes(inner: &Tokenizer, place: &str) -> Result<Vec<u32>> {
     ))
 }
 
+/// Ids are indices into tables; no real vocabulary comes near this many.
+const VOCABULARY_TOKENS_MAX: usize = 1 << 23;
+
 /// Bytes of all tokens, where each ends, and whether it is special.
-fn token_table(inner: &Tokenizer) -> (Vec<u8>, Vec<usize>, Vec<bool>) {
+fn token_table(inner: &Tokenizer, place: &str) -> Result<(Vec<u8>, Vec<usize>, Vec<bool>)> {
     let added = inner.get_added_tokens_decoder();
     let mut entries: Vec<(String, u32)> = inner.get_vocab(true).into_iter().collect();
     entries.sort_unstable_by_key(|(_, id)| *id);
     let size = entries.last().map_or(0, |(_, id)| *id as usize + 1);
+    if size > VOCABULARY_TOKENS_MAX {
+        return Err(bad_input!(
+            "{place}: the highest id is {}; ids must be below {VOCABULARY_TOKENS_MAX}",
+            size - 1
+        ));
+    }
     let decoder = Decoder::new();
     let (mut bytes, mut ends, mut special) = (Vec::new(), Vec::with_capacity(size), vec![false; size]);
     for (entry, id) in entries {
@@ -267,7 +276,7 @@ fn token_table(inner: &Tokenizer) -> (Vec<u8>, Vec<usize>, Vec<bool>) {
         }
         ends.resize(id + 1, bytes.len());
     }
-    (bytes, ends, special)
+    Ok((bytes, ends, special))
 }
 
 /// Control tokens are special whatever the file's flag says.
