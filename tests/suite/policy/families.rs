@@ -1,5 +1,8 @@
 //! How each family of the reference vectors maps to the library's functions.
 
+mod correction;
+mod divergence;
+
 use anyhow::{Result, anyhow};
 use rloss::policy::advantage::{
     GroupEstimator, gae, group_advantages, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, whiten,
@@ -14,20 +17,28 @@ use super::vectors::{Actual, Batch, Outcome, Row, floats, numbers};
 
 /// What the library gives for `row`. An unknown function fails the test.
 pub fn compute(row: &Row) -> Outcome {
-    let function = row.function.rsplit('.').next().expect("a name");
-    match function {
-        name if name.ends_with("_outcome_advantage") || name == "compute_gae_advantage_return" => {
-            advantages(row)
-        }
+    match row.function.rsplit('.').next().expect("a name") {
+        "agg_loss(kl_penalty)" => divergence::kl_loss_row(row),
         "agg_loss" => aggregation(row),
-        name if name.starts_with("compute_policy_loss_") && name != "compute_policy_loss_bypass_mode" => {
-            loss(row)
-        }
-        other => anyhow::bail!("unknown function {other} yet"),
+        "kl_penalty" => divergence::kl_penalty(row),
+        "apply_kl_penalty" => divergence::kl_in_reward_row(row),
+        "compute_rollout_correction_weights" => correction::weights(row),
+        "compute_rollout_rejection_mask" => correction::rejection(row),
+        "compute_rollout_correction_and_rejection_mask" => correction::both(row),
+        "compute_policy_loss_bypass_mode" => correction::bypass_row(row),
+        "compute_offpolicy_metrics" => correction::offpolicy(row),
+        "calculate_debug_metrics" => correction::probs_diff(row),
+        "compute_value_loss" => divergence::value(row),
+        "compute_entropy_loss" => divergence::entropy_row(row),
+        "_compute_loss" => divergence::trl_row(row),
+        "compute_gae_advantage_return" => advantages(row),
+        name if name.ends_with("_outcome_advantage") => advantages(row),
+        name if name.starts_with("compute_policy_loss_") => loss(row),
+        other => panic!("{}: unknown function {other}", row.name),
     }
 }
 
-fn widen(values: &[f32]) -> Actual {
+pub fn widen(values: &[f32]) -> Actual {
     Actual::Values(values.iter().map(|&v| f64::from(v)).collect())
 }
 
@@ -187,7 +198,7 @@ fn loss(row: &Row) -> Outcome {
     Ok(loss_actual(result))
 }
 
-fn loss_actual(result: PolicyLoss) -> Vec<(&'static str, Actual)> {
+pub fn loss_actual(result: PolicyLoss) -> Vec<(&'static str, Actual)> {
     let metrics = result.metrics.iter().map(|m| (m.name.to_owned(), m.value())).collect();
     vec![
         ("loss", Actual::Values(vec![result.loss])),

@@ -10,7 +10,7 @@ use crate::data;
 /// One row of the vectors.
 pub struct Row {
     pub name: String,
-    /// The last component of the function that made the row.
+    /// The function that made the row.
     pub function: String,
     pub inputs: Value,
     pub params: Value,
@@ -33,7 +33,7 @@ impl Row {
         let text = |key: &str| row[key].as_str().unwrap_or_else(|| panic!("no {key} in {row}")).to_owned();
         Self {
             name: text("name"),
-            function: text("fn").split_once(' ').map_or(text("fn"), |(f, _)| f.to_owned()),
+            function: text("fn"),
             inputs: row["inputs"].clone(),
             params: row["params"].clone(),
             expected: row["expected"].clone(),
@@ -55,17 +55,8 @@ pub struct Batch {
 
 impl Batch {
     pub fn new(row: &Row, mask_key: &str) -> Self {
-        let mask: Vec<bool> = numbers(&row.inputs[mask_key]).iter().map(|&m| m != 0.0).collect();
-        Self::with_mask(&row.inputs[mask_key], mask)
-    }
-
-    /// Every token of the array `key` valid.
-    pub fn full(row: &Row, key: &str) -> Self {
-        let count = numbers(&row.inputs[key]).len();
-        Self::with_mask(&row.inputs[key], vec![true; count])
-    }
-
-    fn with_mask(shape: &Value, mask: Vec<bool>) -> Self {
+        let shape = &row.inputs[mask_key];
+        let mask: Vec<bool> = numbers(shape).iter().map(|&m| m != 0.0).collect();
         let rows = shape.as_array().expect("rows").len();
         let width = mask.len() / rows;
         Self { cu_seqlens: (0..=rows).map(|r| r * width).collect(), mask, width }
