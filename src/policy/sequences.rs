@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 
 /// A batch (or micro-batch) of sequences laid end to end, as training packs them.
 ///
@@ -20,11 +20,11 @@ pub struct Sequences<'a> {
 impl<'a> Sequences<'a> {
     /// Fails unless `cu_seqlens` starts at 0, never falls, and ends at the length of `mask`.
     pub fn new(cu_seqlens: &'a [usize], mask: &'a [bool]) -> Result<Self> {
-        ensure!(cu_seqlens.first() == Some(&0), "cu_seqlens must start at 0, got {cu_seqlens:?}");
-        ensure!(cu_seqlens.is_sorted(), "cu_seqlens must not fall, got {cu_seqlens:?}");
+        ensure!(cu_seqlens.first() == Some(&0), "cu_seqlens must start at 0");
+        ensure!(cu_seqlens.is_sorted(), "cu_seqlens must not fall");
         ensure!(
             cu_seqlens.last() == Some(&mask.len()),
-            "cu_seqlens must end at the mask's length {}, got {cu_seqlens:?}",
+            "cu_seqlens must end at {}, the length of the mask",
             mask.len()
         );
         Ok(Self { cu_seqlens, mask })
@@ -83,7 +83,8 @@ impl<'a> Sequences<'a> {
         self.rows().filter(|row| self.mask[row.clone()].contains(&true)).count()
     }
 
-    /// Fails unless `values`, called `name` in the message, holds one value a token.
+    /// Fails unless `values`, called `name` in the message, holds one value a token and those of valid tokens are
+    /// finite. A NaN must not hide behind a clip.
     pub fn check(&self, name: &str, values: &[f32]) -> Result<()> {
         ensure!(
             values.len() == self.tokens(),
@@ -91,6 +92,12 @@ impl<'a> Sequences<'a> {
             values.len(),
             self.tokens()
         );
+        for (sequence, row) in self.rows().enumerate() {
+            let start = row.start;
+            if let Some(token) = self.valid(row).find(|&token| !values[token].is_finite()) {
+                bail!("{name} of token {} of sequence {sequence} is {}", token - start, values[token]);
+            }
+        }
         Ok(())
     }
 

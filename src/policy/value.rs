@@ -43,7 +43,7 @@ pub fn value_loss(
     let (loss, grad_values) = normalizer.reduce(sequences, |_, t| {
         let (value, old, target) = (f64::from(values[t]), f64::from(old_values[t]), f64::from(returns[t]));
         let free = value - target;
-        let bound = value.clamp(old - clip, old + clip) - target;
+        let bound = value.max(old - clip).min(old + clip) - target;
         let binds = bound * bound > free * free;
         clipped.tokens += 1.0;
         clipped.sum += f64::from(binds);

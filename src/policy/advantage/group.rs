@@ -1,6 +1,6 @@
 //! Advantages from the rewards of a group: several responses to one prompt.
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 
 use crate::policy::sequences::{mean, sample_std};
 
@@ -24,7 +24,7 @@ pub enum GroupEstimator {
 /// compared with and keeps its reward. Equal rewards give exactly 0: n copies of an f32 add up in f64 without
 /// rounding, so their mean is the value itself.
 ///
-/// Fails when the sizes do not add up to the number of rewards.
+/// Fails when the sizes do not add up to the number of rewards, or a reward is not finite.
 pub fn group_advantages(
     estimator: GroupEstimator,
     rewards: &[f32],
@@ -64,6 +64,9 @@ pub fn informative_groups(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<
 pub(super) fn split_groups<'a>(rewards: &'a [f32], group_sizes: &[usize]) -> Result<Vec<&'a [f32]>> {
     let total: usize = group_sizes.iter().sum();
     ensure!(total == rewards.len(), "groups of {total} responses in all for {} rewards", rewards.len());
+    if let Some(bad) = rewards.iter().position(|r| !r.is_finite()) {
+        bail!("the reward of response {bad} is {}", rewards[bad]);
+    }
     let mut rest = rewards;
     Ok(group_sizes
         .iter()

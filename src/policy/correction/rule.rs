@@ -145,6 +145,9 @@ fn parse_with(
             names.push(name);
         }
     }
+    if names.is_empty() {
+        return Err(bad_input!("rejection is asked for, but `{options}` names none of its options"));
+    }
     let Some(bounds) = bounds else {
         return Err(bad_input!(
             "rejection by `{options}` needs bounds: one for all options, or one for each"

@@ -9,6 +9,7 @@ mod bypass;
 mod cispo;
 mod geo_mean;
 mod gspo;
+mod objective;
 mod ppo;
 mod reinforce;
 mod trl;
@@ -17,6 +18,7 @@ pub use bypass::{BypassLoss, bypass};
 pub use cispo::{CispoClip, cispo};
 pub use geo_mean::geo_mean;
 pub use gspo::gspo;
+pub use objective::Objective;
 pub use ppo::{PpoClip, ppo};
 pub use reinforce::reinforce;
 pub use trl::{TrlConfig, TrlObjective, trl};
@@ -42,7 +44,7 @@ pub struct LossInput<'a> {
 }
 
 impl LossInput<'_> {
-    /// Fails unless every slice holds one value a token.
+    /// Fails unless every slice holds one value a token, finite where the mask is true.
     pub fn check(&self) -> Result<()> {
         self.sequences.check("log_prob", self.log_prob)?;
         self.sequences.check("old_log_prob", self.old_log_prob)?;
