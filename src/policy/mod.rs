@@ -1,1 +1,26 @@
 //! Advantages, importance ratios, losses, divergences: pure functions of tensors.
+//!
+//! Per-token quantities are packed f32 slices described by [`Sequences`]; sums are taken in f64 in token order. A
+//! loss returns its value, its gradient with respect to the log-probs, derived by hand, and its metrics. Losses are
+//! computed a micro-batch at a time with the denominators of the whole batch ([`Normalizer`]); shares add up.
+
+pub mod advantage;
+pub mod aggregation;
+pub mod alarm;
+pub mod correction;
+pub mod divergence;
+pub mod entropy;
+pub mod kl_in_reward;
+pub mod load_balance;
+pub mod loss;
+pub mod offpolicy;
+pub mod ratio;
+mod sequences;
+pub mod shaping;
+pub mod value;
+
+pub use aggregation::{Aggregation, Normalizer};
+pub use sequences::Sequences;
+
+/// Figures of a whole batch by name, in name order.
+pub type Metrics = std::collections::BTreeMap<String, f64>;

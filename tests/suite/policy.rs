@@ -1,1 +1,8 @@
+//! The policy mathematics: reference vectors, gradients against finite differences, properties, refusals.
 
+mod bad_input;
+mod families;
+mod fixture;
+mod gradients;
+mod properties;
+mod vectors;

@@ -1,0 +1,128 @@
+//! Advantages of single tokens, from token rewards and, for GAE, a critic's values.
+//!
+//! Time runs over valid tokens only: tool output in the middle of a response is stepped over, neither discounted
+//! nor rewarded. Results are 0 where the mask is false.
+
+use anyhow::Result;
+
+use super::group::{GroupEstimator, group_advantages};
+use crate::bad_input;
+use crate::policy::sequences::Sequences;
+
+/// Added to the variance that [`whiten`] divides by.
+const VARIANCE_EPSILON: f64 = 1e-8;
+
+/// One value a token in each.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TokenAdvantages {
+    pub advantages: Vec<f32>,
+    /// What a critic learns to predict.
+    pub returns: Vec<f32>,
+}
+
+/// (x − mean) / √(var + 1e-8) over the valid tokens of the whole batch, var with n − 1.
+///
+/// Long responses weigh more, token by token. Refused for fewer than two valid tokens, which have no variance.
+pub fn whiten(sequences: &Sequences, values: &[f32]) -> Result<Vec<f32>> {
+    sequences.check("values to whiten", values)?;
+    let count = sequences.valid_tokens();
+    if count < 2 {
+        return Err(bad_input!(
+            "advantages are whitened over the batch, which needs at least two sampled tokens: this batch has {count}"
+        ));
+    }
+    let mean = sequences.mean(|t| f64::from(values[t]));
+    let squares: f64 = sequences.all_valid().map(|t| (f64::from(values[t]) - mean).powi(2)).sum();
+    let factor = 1.0 / (squares / (count - 1) as f64 + VARIANCE_EPSILON).sqrt();
+    let mut whitened = vec![0.0; values.len()];
+    for t in sequences.all_valid() {
+        whitened[t] = ((f64::from(values[t]) - mean) * factor) as f32;
+    }
+    Ok(whitened)
+}
+
+/// REINFORCE++ (Hu 2025): returns R_t = r_t + γ·R_{t+1} from the rewards of valid tokens, whitened over the batch.
+///
+/// Refused for γ outside [0, 1] and where [`whiten`] is.
+pub fn reinforce_plus_plus(sequences: &Sequences, rewards: &[f32], gamma: f64) -> Result<TokenAdvantages> {
+    check_fraction("gamma", gamma)?;
+    let returns = discounted_returns(sequences, rewards, gamma)?;
+    Ok(TokenAdvantages { advantages: whiten(sequences, &returns)?, returns })
+}
+
+/// REINFORCE++ with the group's mean as baseline: r − mean on every token of a response, whitened over the batch.
+///
+/// `rewards` has one value a sequence; groups as in [`group_advantages`], and a group of one has baseline 0.
+pub fn reinforce_plus_plus_baseline(
+    sequences: &Sequences,
+    rewards: &[f32],
+    group_sizes: &[usize],
+) -> Result<Vec<f32>> {
+    let centred = group_advantages(GroupEstimator::DrGrpo, rewards, group_sizes)?;
+    whiten(sequences, &sequences.broadcast(&centred)?)
+}
+
+/// ReMax (Li et al. 2023): the reward still to come minus the reward of the greedy response, not whitened.
+///
+/// `rewards` has one value a token, `baselines` one a sequence.
+pub fn remax(sequences: &Sequences, rewards: &[f32], baselines: &[f32]) -> Result<TokenAdvantages> {
+    let returns = discounted_returns(sequences, rewards, 1.0)?;
+    let baselines = sequences.broadcast(baselines)?;
+    let advantages = returns.iter().zip(&baselines).map(|(r, b)| r - b).collect();
+    Ok(TokenAdvantages { advantages, returns })
+}
+
+/// Generalised advantage estimation (Schulman et al. 2016), not whitened: follow with [`whiten`] for PPO.
+///
+/// ```text
+/// δ_t = r_t + γ·V_{t+1} − V_t,   A_t = δ_t + γλ·A_{t+1},   returns = A + V
+/// ```
+///
+/// with t + 1 the next valid token, and V = A = 0 after the last one. Refused for γ or λ outside [0, 1].
+pub fn gae(
+    sequences: &Sequences,
+    rewards: &[f32],
+    values: &[f32],
+    gamma: f64,
+    lambda: f64,
+) -> Result<TokenAdvantages> {
+    check_fraction("gamma", gamma)?;
+    check_fraction("lambda", lambda)?;
+    sequences.check("rewards", rewards)?;
+    sequences.check("values", values)?;
+    let mut advantages = vec![0.0; rewards.len()];
+    let mut returns = vec![0.0; rewards.len()];
+    for row in sequences.rows() {
+        let (mut next_value, mut next_advantage) = (0.0, 0.0);
+        for t in sequences.valid(row).rev() {
+            let value = f64::from(values[t]);
+            let delta = f64::from(rewards[t]) + gamma * next_value - value;
+            next_advantage = delta + gamma * lambda * next_advantage;
+            next_value = value;
+            advantages[t] = next_advantage as f32;
+            returns[t] = (next_advantage + value) as f32;
+        }
+    }
+    Ok(TokenAdvantages { advantages, returns })
+}
+
+/// R_t = r_t + γ·R_{t+1} over valid tokens.
+fn discounted_returns(sequences: &Sequences, rewards: &[f32], gamma: f64) -> Result<Vec<f32>> {
+    sequences.check("rewards", rewards)?;
+    let mut returns = vec![0.0; rewards.len()];
+    for row in sequences.rows() {
+        let mut running = 0.0;
+        for t in sequences.valid(row).rev() {
+            running = f64::from(rewards[t]) + gamma * running;
+            returns[t] = running as f32;
+        }
+    }
+    Ok(returns)
+}
+
+fn check_fraction(name: &str, value: f64) -> Result<()> {
+    if !(0.0..=1.0).contains(&value) {
+        return Err(bad_input!("{name} is {value}: it lies between 0 and 1"));
+    }
+    Ok(())
+}

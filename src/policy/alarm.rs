@@ -1,0 +1,49 @@
+//! The levels at which a metric deserves a second look.
+
+/// A metric and the range that counts as healthy; beyond it something is wrong, though training may survive.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Alarm {
+    pub metric: &'static str,
+    pub low: f64,
+    pub high: f64,
+    pub meaning: &'static str,
+}
+
+/// The alarm levels shown beside the figures.
+pub const ALARMS: [Alarm; 5] = [
+    Alarm {
+        metric: "rollout_corr/kl",
+        low: -0.1,
+        high: 0.1,
+        meaning: "training and rollout policies have drifted apart",
+    },
+    Alarm {
+        metric: "rollout_corr/rollout_is_mean",
+        low: 0.5,
+        high: 2.0,
+        meaning: "importance weights are far from 1 on average",
+    },
+    Alarm {
+        metric: "rollout_corr/rollout_is_eff_sample_size",
+        low: 0.3,
+        high: f64::INFINITY,
+        meaning: "a few tokens carry most of the weight",
+    },
+    Alarm {
+        metric: "training/rollout_probs_diff_mean",
+        low: 0.0,
+        high: 0.01,
+        meaning: "token probabilities differ (healthy: below 0.005)",
+    },
+    Alarm {
+        metric: "rollout_corr/chi2_token",
+        low: f64::NEG_INFINITY,
+        high: 1.0,
+        meaning: "the ratio's variance is out of hand",
+    },
+];
+
+/// The alarm that `value` of `metric` sets off, if any. A value that is not a number sets it off.
+pub fn alarm(metric: &str, value: f64) -> Option<&'static Alarm> {
+    ALARMS.iter().find(|alarm| alarm.metric == metric && !(alarm.low..=alarm.high).contains(&value))
+}

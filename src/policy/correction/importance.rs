@@ -1,0 +1,231 @@
+//! Importance weights of the rollout correction.
+
+use anyhow::Result;
+
+use super::{max, min, share};
+use crate::bad_input;
+use crate::policy::Metrics;
+use crate::policy::offpolicy::check_any_valid;
+use crate::policy::ratio::{LOG_RATIO_MAX, clamped_ratio};
+use crate::policy::sequences::{Sequences, mean, sample_std};
+
+/// Keeps the effective sample size finite when all weights are tiny, and guards the batch normalisation.
+const MEAN_EPSILON: f64 = 1e-8;
+
+/// What a weight is the ratio of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Level {
+    /// ρ = exp(clamp(log ratio, ±20)) of the token: low variance, biased.
+    Token,
+    /// ρ = exp(clamp(Σ log ratio, ±20)) of the whole response, on each of its tokens: unbiased, high variance.
+    Sequence,
+}
+
+/// What happens to a ratio that strays.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum WeightBound {
+    /// min(ρ, c): truncated importance sampling.
+    Truncate { max: f64 },
+    /// 0 outside [low, high], both ends inclusive (IcePop).
+    Mask { low: f64, high: f64 },
+}
+
+impl WeightBound {
+    /// From one number (truncate) or a low and a high one (mask). Refused unless 0 ≤ low ≤ high and high is
+    /// positive and finite.
+    pub fn new(bounds: &[f64]) -> Result<Self> {
+        let (low, high, bound) = match *bounds {
+            [max] => (0.0, max, WeightBound::Truncate { max }),
+            [low, high] => (low, high, WeightBound::Mask { low, high }),
+            _ => {
+                return Err(bad_input!(
+                    "an importance weight is bounded by one number or by a low and a high one, got {bounds:?}"
+                ));
+            }
+        };
+        if !(high > 0.0 && high.is_finite()) {
+            return Err(bad_input!(
+                "the upper bound of the importance weight is {high}: it must be positive"
+            ));
+        }
+        if !(low >= 0.0 && low <= high) {
+            return Err(bad_input!(
+                "the bounds of the importance weight are reversed or negative: {low} to {high}"
+            ));
+        }
+        Ok(bound)
+    }
+
+    /// From `"c"` or `"low_high"`.
+    pub fn parse(text: &str) -> Result<Self> {
+        Self::new(&super::rule::parse_bounds(text)?)
+    }
+
+    fn apply(&self, ratio: f64) -> f64 {
+        match *self {
+            WeightBound::Truncate { max } => ratio.min(max),
+            WeightBound::Mask { .. } if self.drops(ratio) => 0.0,
+            WeightBound::Mask { .. } => ratio,
+        }
+    }
+
+    fn drops(&self, ratio: f64) -> bool {
+        matches!(*self, WeightBound::Mask { low, high } if ratio < low || ratio > high)
+    }
+
+    /// The levels that `…_fraction_low` and `…_fraction_high` count against.
+    fn levels(&self) -> (f64, f64) {
+        match *self {
+            WeightBound::Truncate { max } => (1.0 / max, max),
+            WeightBound::Mask { low, high } => (low, high),
+        }
+    }
+}
+
+/// The settings of the importance weights.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ImportanceSampling {
+    pub level: Level,
+    pub bound: WeightBound,
+    /// Divide the weights by their mean over the batch.
+    pub batch_normalize: bool,
+}
+
+impl ImportanceSampling {
+    /// `is`: `none`, `token` or `sequence`; `none` gives `None`.
+    pub fn parse(is: &str, threshold: &str, batch_normalize: bool) -> Result<Option<Self>> {
+        let level = match is {
+            "none" => return Ok(None),
+            "token" => Level::Token,
+            "sequence" => Level::Sequence,
+            other => {
+                return Err(bad_input!("unknown importance sampling `{other}`: use none, token or sequence"));
+            }
+        };
+        Ok(Some(Self { level, bound: WeightBound::parse(threshold)?, batch_normalize }))
+    }
+}
+
+/// Weights and their metrics, without a prefix.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ImportanceWeights {
+    /// One a token; 0 where the mask is false.
+    pub weights: Vec<f32>,
+    pub metrics: Metrics,
+}
+
+/// The weight of every token from `log_ratio` = T − R, over a whole batch.
+///
+/// Metrics are of the bounded weights before batch normalisation: `rollout_is_{mean,std,eff_sample_size}` per valid
+/// token, `rollout_is_{min,max}` (of the raw sequence ratios at sequence level), `rollout_is_seq_…` of the mean
+/// weight of each sequence, `…_fraction_{high,low}` of the raw ratios against the bounds. A sequence without valid
+/// tokens counts as ratio 1 and as weight 0. Refused when no token is valid.
+pub fn importance_weights(
+    sequences: &Sequences,
+    log_ratio: &[f32],
+    settings: &ImportanceSampling,
+) -> Result<ImportanceWeights> {
+    sequences.check("log_ratio", log_ratio)?;
+    check_any_valid(sequences)?;
+    let log_ratio = |t: usize| f64::from(log_ratio[t]);
+    let row_logs: Vec<f64> = sequences.rows().map(|row| sequences.valid(row).map(log_ratio).sum()).collect();
+    let mut raw = vec![0.0; sequences.tokens()];
+    for (row, &row_log) in sequences.rows().zip(&row_logs) {
+        for t in sequences.valid(row) {
+            raw[t] = match settings.level {
+                Level::Token => clamped_ratio(log_ratio(t)),
+                Level::Sequence => clamped_ratio(row_log),
+            };
+        }
+    }
+    let mut weights = vec![0.0; sequences.tokens()];
+    for t in sequences.all_valid() {
+        weights[t] = settings.bound.apply(raw[t]);
+    }
+    let batch = Batch { sequences, settings, row_logs: &row_logs, raw: &raw, weights: &weights };
+    let mut metrics = batch.token_metrics();
+    metrics.extend(batch.sequence_metrics());
+    if settings.batch_normalize {
+        let factor = batch.normalisation_factor();
+        weights.iter_mut().for_each(|w| *w /= factor);
+        metrics.insert("rollout_is_batch_norm_factor".into(), factor);
+    }
+    Ok(ImportanceWeights { weights: weights.into_iter().map(|w| w as f32).collect(), metrics })
+}
+
+struct Batch<'a> {
+    sequences: &'a Sequences<'a>,
+    settings: &'a ImportanceSampling,
+    /// Σ log ratio of each sequence, not clamped.
+    row_logs: &'a [f64],
+    raw: &'a [f64],
+    weights: &'a [f64],
+}
+
+impl Batch<'_> {
+    fn token_metrics(&self) -> Metrics {
+        let tokens = || self.sequences.all_valid();
+        let weights = || tokens().map(|t| self.weights[t]);
+        let average = mean(weights());
+        let variance = mean(weights().map(|w| (w - average).powi(2)));
+        let spread = mean(weights().map(|w| (w / (average + MEAN_EPSILON)).powi(2)));
+        let (low, high) = self.settings.bound.levels();
+        let logs = || self.row_logs.iter().copied();
+        let (smallest, largest, below, above) = match self.settings.level {
+            Level::Token => (
+                min(weights()),
+                max(weights()),
+                share(tokens(), |t| self.raw[t] < low),
+                share(tokens(), |t| self.raw[t] > high),
+            ),
+            Level::Sequence => (
+                min(logs()).exp(),
+                max(logs()).min(LOG_RATIO_MAX).exp(),
+                share(logs(), |log| log < low.ln()),
+                share(logs(), |log| log > high.ln()),
+            ),
+        };
+        let mut metrics = Metrics::from([
+            ("rollout_is_mean".into(), average),
+            ("rollout_is_std".into(), variance.sqrt()),
+            ("rollout_is_min".into(), smallest),
+            ("rollout_is_max".into(), largest),
+            // Weights that are all 0 are worth no sample.
+            ("rollout_is_eff_sample_size".into(), if spread == 0.0 { 0.0 } else { 1.0 / spread }),
+            ("rollout_is_ratio_fraction_low".into(), below),
+            ("rollout_is_ratio_fraction_high".into(), above),
+        ]);
+        if matches!(self.settings.bound, WeightBound::Mask { .. }) {
+            let dropped = share(tokens(), |t| self.settings.bound.drops(self.raw[t]));
+            metrics.insert("rollout_is_oob_ratio".into(), dropped);
+        }
+        metrics
+    }
+
+    fn sequence_metrics(&self) -> Metrics {
+        let means = self.sequences.row_means(|t| self.weights[t]);
+        let raw = self.sequences.row_means(|t| self.raw[t]);
+        let (low, high) = self.settings.bound.levels();
+        Metrics::from([
+            ("rollout_is_seq_mean".into(), mean(means.iter().copied())),
+            ("rollout_is_seq_std".into(), sample_std(&means)),
+            ("rollout_is_seq_max".into(), max(means.iter().copied())),
+            ("rollout_is_seq_min".into(), min(means.iter().copied())),
+            ("rollout_is_seq_max_deviation".into(), max(means.iter().map(|m| (m - 1.0).abs()))),
+            ("rollout_is_seq_fraction_low".into(), share(raw.iter(), |&r| r < low)),
+            ("rollout_is_seq_fraction_high".into(), share(raw.iter(), |&r| r > high)),
+        ])
+    }
+
+    /// The mean weight: per valid token, or per sequence that has one. 1 when there is nothing to scale.
+    fn normalisation_factor(&self) -> f64 {
+        let factor = match self.settings.level {
+            Level::Token => self.sequences.mean(|t| self.weights[t]),
+            Level::Sequence => {
+                let first = |row| self.sequences.valid(row).next();
+                mean(self.sequences.rows().filter_map(first).map(|t| self.weights[t]))
+            }
+        };
+        if factor > MEAN_EPSILON { factor } else { 1.0 }
+    }
+}

@@ -1,0 +1,80 @@
+//! Rollout correction: what to do about tokens whose training and rollout log-probs differ.
+//!
+//! Importance sampling weighs tokens by ρ = π_train/π_rollout; rejection drops those whose ρ strays. Both are
+//! constants of the loss: no gradient flows through them. Semantics and metric names follow verl.
+
+mod importance;
+mod rejection;
+mod rule;
+
+pub use importance::{ImportanceSampling, ImportanceWeights, Level, WeightBound, importance_weights};
+pub use rejection::{Rejection, reject};
+pub use rule::{REJECTION_OPTIONS, RejectionRule, parse_rules, parse_verl_rules};
+
+use anyhow::Result;
+
+use super::Metrics;
+use super::offpolicy::offpolicy_metrics;
+use super::sequences::Sequences;
+
+/// Importance sampling, rejection, both, or neither (metrics only).
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct CorrectionConfig {
+    pub importance: Option<ImportanceSampling>,
+    pub reject: Vec<RejectionRule>,
+}
+
+/// What [`correct`] gives for one batch.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Correction {
+    /// One weight a token; `None` without importance sampling.
+    pub weights: Option<Vec<f32>>,
+    /// The mask without the rejected tokens: they leave the loss's numerator and its denominators.
+    pub mask: Vec<bool>,
+    /// `rollout_corr/…`, all over the mask before rejection.
+    pub metrics: Metrics,
+}
+
+/// The weights, the thinned mask and the mismatch metrics of a whole batch.
+///
+/// `log_prob` is T or O, whichever stands for the training side; `rollout_log_prob` is R. Batch statistics are over
+/// the sequences given, so they must be the whole batch. Refused when no token is valid.
+pub fn correct(
+    sequences: &Sequences,
+    log_prob: &[f32],
+    rollout_log_prob: &[f32],
+    config: &CorrectionConfig,
+) -> Result<Correction> {
+    let mut metrics = offpolicy_metrics(sequences, log_prob, Some(rollout_log_prob))?;
+    let log_ratio: Vec<f32> = log_prob.iter().zip(rollout_log_prob).map(|(t, r)| t - r).collect();
+    let weights = match &config.importance {
+        Some(importance) => {
+            let result = importance_weights(sequences, &log_ratio, importance)?;
+            metrics.extend(result.metrics);
+            Some(result.weights)
+        }
+        None => None,
+    };
+    let mask = if config.reject.is_empty() {
+        sequences.mask().to_vec()
+    } else {
+        let rejection = reject(sequences, &log_ratio, &config.reject)?;
+        metrics.extend(rejection.metrics);
+        rejection.mask
+    };
+    let metrics = metrics.into_iter().map(|(name, value)| (format!("rollout_corr/{name}"), value)).collect();
+    Ok(Correction { weights, mask, metrics })
+}
+
+/// Share of `values` for which `holds` is true; 0 of nothing.
+fn share<T>(values: impl Iterator<Item = T>, holds: impl Fn(T) -> bool) -> f64 {
+    super::sequences::mean(values.map(|v| f64::from(holds(v))))
+}
+
+fn max(values: impl Iterator<Item = f64>) -> f64 {
+    values.fold(f64::NEG_INFINITY, f64::max)
+}
+
+fn min(values: impl Iterator<Item = f64>) -> f64 {
+    values.fold(f64::INFINITY, f64::min)
+}

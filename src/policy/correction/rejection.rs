@@ -1,0 +1,100 @@
+//! Rejection: tokens and responses whose ratio strays leave the batch.
+
+use anyhow::Result;
+
+use super::rule::{RejectionRule, Scope, Statistic};
+use super::{max, min, share};
+use crate::policy::Metrics;
+use crate::policy::offpolicy::check_any_valid;
+use crate::policy::ratio::LOG_RATIO_MAX;
+use crate::policy::sequences::{Sequences, mean, sample_std};
+
+/// The thinned mask and the metrics of every rule, without a prefix.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rejection {
+    /// True where the token was valid and every rule accepts it.
+    pub mask: Vec<bool>,
+    pub metrics: Metrics,
+}
+
+/// Applies `rules` to `log_ratio` = T − R, each to the original mask; a token stays when all accept it.
+///
+/// The log ratio of each token is clamped to ±20 before it enters a statistic.
+///
+/// Metrics: `rollout_rs_masked_fraction` of valid tokens, `rollout_rs_seq_masked_fraction` of all sequences (one
+/// counts when it lost a token), and for each rule `rollout_rs_<option>_…`: the statistic's mean, max, min and
+/// standard deviation (after clamping to the bounds) per valid token, the share beyond each bound (of tokens, or of
+/// sequences for a sequence scope), the same per sequence with valid tokens (`_seq_…`), and what it rejected. Refused when no token is valid.
+pub fn reject(sequences: &Sequences, log_ratio: &[f32], rules: &[RejectionRule]) -> Result<Rejection> {
+    sequences.check("log_ratio", log_ratio)?;
+    check_any_valid(sequences)?;
+    let mut mask = sequences.mask().to_vec();
+    let mut metrics = Metrics::new();
+    for rule in rules {
+        let statistic = per_token(sequences, log_ratio, rule);
+        metrics.extend(rule_metrics(sequences, rule, &statistic));
+        for t in sequences.all_valid() {
+            mask[t] &= rule.accepts(statistic[t]);
+        }
+    }
+    let rejected = |t: usize| !mask[t];
+    metrics.insert("rollout_rs_masked_fraction".into(), share(sequences.all_valid(), rejected));
+    let lost_any = |row| sequences.valid(row).any(rejected);
+    metrics.insert("rollout_rs_seq_masked_fraction".into(), share(sequences.rows(), lost_any));
+    Ok(Rejection { mask, metrics })
+}
+
+/// The rule's statistic at every valid token: a sequence's own, repeated, for the sequence scopes.
+fn per_token(sequences: &Sequences, log_ratio: &[f32], rule: &RejectionRule) -> Vec<f64> {
+    let of = |t: usize| rule.statistic.of(f64::from(log_ratio[t]).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX));
+    let mut statistic = vec![0.0; sequences.tokens()];
+    for row in sequences.rows() {
+        let valid = || sequences.valid(row.clone());
+        let whole = match rule.scope {
+            Scope::Token => None,
+            Scope::SequenceSum => Some(valid().map(of).sum()),
+            Scope::SequenceMean => Some(mean(valid().map(of))),
+            Scope::SequenceMax => Some(max(valid().map(of))),
+        };
+        for t in valid() {
+            statistic[t] = whole.unwrap_or_else(|| of(t));
+        }
+    }
+    statistic
+}
+
+fn rule_metrics(sequences: &Sequences, rule: &RejectionRule, statistic: &[f64]) -> Metrics {
+    let tokens = || sequences.all_valid().map(|t| statistic[t]);
+    let bounded = || tokens().map(|s| s.clamp(rule.low, rule.high));
+    let centre = mean(bounded());
+    let variance = mean(bounded().map(|s| (s - centre).powi(2)));
+    let has_tokens = |row: &std::ops::Range<usize>| sequences.valid(row.clone()).next().is_some();
+    let rows = || sequences.rows().filter(has_tokens);
+    let row_means: Vec<f64> = rows().map(|row| mean(sequences.valid(row).map(|t| statistic[t]))).collect();
+    let per_row = || row_means.iter().copied();
+    let lost_any = |row| sequences.valid(row).any(|t| !rule.accepts(statistic[t]));
+    let strayed = |beyond: &dyn Fn(f64) -> bool| match rule.scope {
+        Scope::Token => share(tokens(), beyond),
+        _ => share(per_row(), beyond),
+    };
+    let mut figures = vec![
+        ("mean", mean(tokens())),
+        ("max", max(tokens())),
+        ("min", min(tokens())),
+        ("fraction_high", strayed(&|s| s > rule.high)),
+        ("fraction_low", strayed(&|s| s < rule.low)),
+        ("std", variance.sqrt()),
+        ("seq_mean", mean(per_row())),
+        ("seq_std", sample_std(&row_means)),
+        ("seq_max", max(per_row())),
+        ("seq_min", min(per_row())),
+        ("seq_max_deviation", max(per_row().map(f64::abs))),
+        ("seq_fraction_high", share(per_row(), |s| s > rule.high)),
+        ("masked_fraction", share(tokens(), |s| !rule.accepts(s))),
+        ("seq_masked_fraction", share(rows(), lost_any)),
+    ];
+    if rule.statistic == Statistic::K1 {
+        figures.push(("seq_fraction_low", share(per_row(), |s| s < rule.low)));
+    }
+    figures.into_iter().map(|(name, value)| (format!("rollout_rs_{}_{name}", rule.option), value)).collect()
+}

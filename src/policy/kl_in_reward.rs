@@ -1,0 +1,79 @@
+//! The divergence from a frozen reference as a penalty in the token rewards, and its coefficient.
+
+use anyhow::Result;
+
+use super::divergence::Divergence;
+use super::sequences::{Sequences, mean};
+use crate::bad_input;
+
+/// How far one update may move the adaptive coefficient.
+const ERROR_MAX: f64 = 0.2;
+
+/// The coefficient β of the penalty.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum KlController {
+    Fixed {
+        coefficient: f64,
+    },
+    /// Steers the divergence to `target` over `horizon` samples (Ziegler et al. 2019).
+    Adaptive {
+        coefficient: f64,
+        target: f64,
+        horizon: f64,
+    },
+}
+
+impl KlController {
+    /// Refused unless `target` and `horizon` are positive and the coefficient is not negative.
+    pub fn adaptive(coefficient: f64, target: f64, horizon: f64) -> Result<Self> {
+        if !(target > 0.0 && horizon > 0.0 && coefficient >= 0.0) {
+            return Err(bad_input!(
+                "an adaptive KL coefficient needs a positive target and horizon and a coefficient of at least 0, \
+                 got target {target}, horizon {horizon}, coefficient {coefficient}"
+            ));
+        }
+        Ok(KlController::Adaptive { coefficient, target, horizon })
+    }
+
+    pub fn coefficient(&self) -> f64 {
+        match *self {
+            KlController::Fixed { coefficient } | KlController::Adaptive { coefficient, .. } => coefficient,
+        }
+    }
+
+    /// After a batch of `samples` whose divergence was `kl`: β ← β·(1 + clip(kl/target − 1, ±0.2)·samples/horizon).
+    pub fn update(&mut self, kl: f64, samples: usize) {
+        if let KlController::Adaptive { coefficient, target, horizon } = self {
+            let error = (kl / *target - 1.0).clamp(-ERROR_MAX, ERROR_MAX);
+            *coefficient *= 1.0 + error * samples as f64 / *horizon;
+        }
+    }
+}
+
+/// Token rewards with the penalty taken off, and the divergence that was measured.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PenalisedRewards {
+    pub rewards: Vec<f32>,
+    /// `actor/reward_kl_penalty`: mean over all sequences of the mean over their valid tokens.
+    pub kl: f64,
+}
+
+/// r_t − β·kl_t on every valid token; rewards of masked tokens stay as they are.
+pub fn kl_in_reward(
+    sequences: &Sequences,
+    rewards: &[f32],
+    old_log_prob: &[f32],
+    reference: &[f32],
+    divergence: Divergence,
+    coefficient: f64,
+) -> Result<PenalisedRewards> {
+    sequences.check("rewards", rewards)?;
+    sequences.check("old_log_prob", old_log_prob)?;
+    sequences.check("reference log_prob", reference)?;
+    let kl = |t: usize| divergence.at(old_log_prob[t], reference[t]).0;
+    let mut penalised = rewards.to_vec();
+    for t in sequences.all_valid() {
+        penalised[t] = (f64::from(rewards[t]) - coefficient * kl(t)) as f32;
+    }
+    Ok(PenalisedRewards { rewards: penalised, kl: mean(sequences.row_means(kl).into_iter()) })
+}

@@ -1,0 +1,48 @@
+//! Bypass: the rollout itself is the anchor, and the correction follows the current log-probs.
+
+use anyhow::Result;
+
+use super::{LossInput, PolicyLoss, PpoClip, ppo, reinforce};
+use crate::policy::Metrics;
+use crate::policy::aggregation::{Aggregation, Normalizer};
+use crate::policy::correction::{CorrectionConfig, correct};
+use crate::policy::sequences::Sequences;
+
+/// The loss under the correction.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum BypassLoss {
+    /// The ratio to the rollout is PPO's own, so importance weights would count it twice: they are only measured.
+    PpoClip(PpoClip),
+    /// The importance weights are the only ratio.
+    Reinforce,
+}
+
+/// The loss of a whole batch with O = R = `rollout_log_prob`, and the correction's `rollout_corr/…` metrics.
+///
+/// Rejected tokens leave the loss and its denominators, so the batch cannot be given in parts. When everything is
+/// rejected a mean does not exist: see [`Normalizer::reduce`].
+pub fn bypass(
+    sequences: &Sequences,
+    log_prob: &[f32],
+    rollout_log_prob: &[f32],
+    advantages: &[f32],
+    correction: &CorrectionConfig,
+    loss: &BypassLoss,
+    aggregation: Aggregation,
+) -> Result<(PolicyLoss, Metrics)> {
+    let corrected = correct(sequences, log_prob, rollout_log_prob, correction)?;
+    let kept = sequences.with_mask(&corrected.mask)?;
+    let normalizer = Normalizer::local(aggregation, &kept, 1)?;
+    let input = |weights| LossInput {
+        sequences: kept,
+        log_prob,
+        old_log_prob: rollout_log_prob,
+        advantages,
+        weights,
+    };
+    let result = match loss {
+        BypassLoss::PpoClip(clip) => ppo(&input(None), clip, &normalizer)?,
+        BypassLoss::Reinforce => reinforce(&input(corrected.weights.as_deref()), &normalizer)?,
+    };
+    Ok((result, corrected.metrics))
+}

@@ -1,0 +1,56 @@
+//! CISPO: the clipped ratio as a detached weight of the policy gradient.
+
+use anyhow::Result;
+
+use super::{LossInput, PolicyLoss, Term, token_loss};
+use crate::bad_input;
+use crate::policy::aggregation::Normalizer;
+use crate::policy::ratio::{LOG_RATIO_MAX, clamped_ratio};
+
+/// CISPO's bounds on the weight: [1 − low, 1 + high].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct CispoClip {
+    low: f64,
+    high: f64,
+}
+
+impl CispoClip {
+    /// The bounds limit a weight, not a trust region, so they are looser than [`super::ClipRange`]: low = 1 is no
+    /// lower bound and high may exceed 1. Refused unless 0 < low ≤ 1 and high > 0.
+    pub fn new(low: f64, high: f64) -> Result<Self> {
+        if !(low > 0.0 && low <= 1.0) {
+            return Err(bad_input!("cispo clip low is {low}: it lies in (0, 1], and 1 means no lower bound"));
+        }
+        if !(high > 0.0 && high.is_finite()) {
+            return Err(bad_input!("cispo clip high is {high}: it must be positive"));
+        }
+        Ok(Self { low, high })
+    }
+}
+
+/// Clipped importance-sampling policy optimisation (MiniMax-M1, 2025), clipped on both sides as in verl.
+///
+/// ```text
+/// l = −sg(clip(r, 1 − low, 1 + high))·A·T,   r = exp(clamp(T − O, ±20))
+/// ```
+///
+/// T enters only as the last factor, so l' = −clip(r)·A: it never vanishes.
+///
+/// `actor/pg_clipfrac`: share of tokens with r outside the bounds; `actor/pg_clipfrac_lower` is always 0;
+/// `actor/ppo_kl`: mean of the clamped O − T.
+pub fn cispo(input: &LossInput, clip: &CispoClip, normalizer: &Normalizer) -> Result<PolicyLoss> {
+    input.check()?;
+    Ok(token_loss(input, normalizer, |_, token| {
+        let log_ratio = input.log_ratio(token);
+        let ratio = clamped_ratio(log_ratio);
+        let weight = ratio.clamp(1.0 - clip.low, 1.0 + clip.high);
+        let slope = -weight * input.advantage(token);
+        Term {
+            loss: slope * f64::from(input.log_prob[token]),
+            slope,
+            kl: -log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX),
+            clipped: weight != ratio,
+            clipped_lower: false,
+        }
+    }))
+}

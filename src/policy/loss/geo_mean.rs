@@ -1,0 +1,80 @@
+//! GMPO: the geometric mean of the token ratios.
+
+use anyhow::{Result, ensure};
+
+use super::{ClipCounts, ClipRange, LossInput, PolicyLoss, Term};
+use crate::policy::sequences::mean;
+
+/// Added to an importance weight before its logarithm, so that a weight of 0 has one.
+const WEIGHT_EPSILON: f64 = 1e-10;
+
+/// Geometric-mean policy optimisation (Zhao et al. 2025).
+///
+/// For a sequence of n valid tokens, with x_t = T_t − O_t and the clip on the log ratio:
+///
+/// ```text
+/// y_t  = min(x_t, high) for A_t > 0,  max(x_t, −low) for A_t < 0,  0 for A_t = 0
+/// loss = −1/B Σ_s Ā·W·g,   g = exp(mean_t y_t),  Ā = mean_t A_t,  W = exp(mean_t log(w_t + 1e-10))
+/// ```
+///
+/// `batch_sequences` is B, the number of sequences of the whole batch, those without a valid token included (they
+/// add nothing to the sum): there is no aggregation mode. Only g depends on T, and dg/dT_t = g/n where the clip of
+/// y_t does not bind: the gradient is −Ā·W·g/(n·B) there and 0 elsewhere.
+///
+/// `actor/pg_clipfrac`: share of tokens with x outside [−low, high] and A > 0; `actor/pg_clipfrac_lower`: with
+/// A < 0; `actor/ppo_kl`: token mean of O − T.
+pub fn geo_mean(input: &LossInput, clip: &ClipRange, batch_sequences: usize) -> Result<PolicyLoss> {
+    input.check()?;
+    ensure!(
+        batch_sequences >= input.sequences.len(),
+        "a batch of {batch_sequences} sequences cannot hold {}",
+        input.sequences.len()
+    );
+    let mut counts = ClipCounts::default();
+    let mut total = 0.0;
+    let mut gradient = vec![0.0; input.sequences.tokens()];
+    for row in input.sequences.rows() {
+        let valid = input.sequences.valid(row);
+        let tokens = valid.clone().count();
+        if tokens == 0 {
+            continue;
+        }
+        let ratio = mean(valid.clone().map(|t| bounded(input, clip, t).0)).exp();
+        let weight = mean(valid.clone().map(|t| (input.weight(t) + WEIGHT_EPSILON).ln()));
+        let weight = if input.weights.is_some() { weight.exp() } else { 1.0 };
+        let loss = -mean(valid.clone().map(|t| input.advantage(t))) * ratio * weight;
+        total += loss;
+        for token in valid {
+            let (_, free) = bounded(input, clip, token);
+            let (log_ratio, advantage) = (input.log_ratio(token), input.advantage(token));
+            let outside = log_ratio != log_ratio.clamp(-clip.low(), clip.high());
+            counts.add(&Term {
+                kl: -log_ratio,
+                clipped: outside && advantage > 0.0,
+                clipped_lower: outside && advantage < 0.0,
+                ..Term::default()
+            });
+            if free {
+                gradient[token] = (loss / (tokens * batch_sequences) as f64) as f32;
+            }
+        }
+    }
+    Ok(PolicyLoss {
+        loss: total / batch_sequences as f64,
+        grad_log_prob: gradient,
+        metrics: counts.metrics(),
+    })
+}
+
+/// y of a token, and whether it still moves with T.
+fn bounded(input: &LossInput, clip: &ClipRange, token: usize) -> (f64, bool) {
+    let log_ratio = input.log_ratio(token);
+    let advantage = input.advantage(token);
+    if advantage > 0.0 {
+        (log_ratio.min(clip.high()), log_ratio <= clip.high())
+    } else if advantage < 0.0 {
+        (log_ratio.max(-clip.low()), log_ratio >= -clip.low())
+    } else {
+        (0.0, false)
+    }
+}

@@ -1,0 +1,41 @@
+//! GSPO: the ratio of whole sequences.
+
+use anyhow::Result;
+
+use super::{ClipRange, LossInput, PolicyLoss, Term, token_loss};
+use crate::policy::aggregation::Normalizer;
+
+/// The log of the sequence ratio is clamped above only.
+const LOG_SEQUENCE_RATIO_MAX: f64 = 10.0;
+
+/// Group sequence policy optimisation (Zheng et al. 2025), in its token form.
+///
+/// Every token of a sequence has the value of the length-normalised sequence ratio
+/// s = exp(min(mean_t(T − O), 10)), and its own log-prob carries the gradient:
+///
+/// ```text
+/// log s_t = sg(mean(T − O)) + T_t − sg(T_t),     l_t = max(−A·s_t, −A·clip(s_t, 1 − low, 1 + high))
+/// ```
+///
+/// so l' = −A·s, and 0 where the clip binds or the mean exceeds 10.
+///
+/// `actor/pg_clipfrac`: share of tokens in clipped sequences; `actor/pg_clipfrac_lower` is always 0 (no dual clip);
+/// `actor/ppo_kl`: token mean of O − T, not clamped.
+pub fn gspo(input: &LossInput, clip: &ClipRange, normalizer: &Normalizer) -> Result<PolicyLoss> {
+    input.check()?;
+    let means = input.sequences.row_means(|token| input.log_ratio(token));
+    Ok(token_loss(input, normalizer, |row, token| {
+        let advantage = input.advantage(token);
+        let ratio = means[row].min(LOG_SEQUENCE_RATIO_MAX).exp();
+        let (free, bound) = (-advantage * ratio, -advantage * clip.clip(ratio));
+        let clipped = bound > free;
+        let flat = clipped || means[row] > LOG_SEQUENCE_RATIO_MAX;
+        Term {
+            loss: free.max(bound),
+            slope: if flat { 0.0 } else { free },
+            kl: -input.log_ratio(token),
+            clipped,
+            clipped_lower: false,
+        }
+    }))
+}

@@ -1,0 +1,182 @@
+//! Policy losses: value, gradient with respect to the log-probs, and metrics.
+//!
+//! Notation: T the log-prob of a sampled token under the policy being trained, O the anchor's, A the advantage, w
+//! the importance weight of the rollout correction (1 without one), m the mask. Every loss but GMPO's is a weighted
+//! sum of per-token terms l(T), so `∂loss/∂T_t = weight_t · w_t · l'(T_t)` with the weights of
+//! [`Normalizer::reduce`]; the derivations beside the functions give l and l'.
+
+mod bypass;
+mod cispo;
+mod geo_mean;
+mod gspo;
+mod objective;
+mod ppo;
+mod reinforce;
+mod trl;
+
+pub use bypass::{BypassLoss, bypass};
+pub use cispo::{CispoClip, cispo};
+pub use geo_mean::geo_mean;
+pub use gspo::gspo;
+pub use objective::Objective;
+pub use ppo::{PpoClip, ppo};
+pub use reinforce::reinforce;
+pub use trl::{TrlConfig, TrlObjective, trl};
+
+use anyhow::Result;
+
+use super::aggregation::Normalizer;
+use super::sequences::Sequences;
+use crate::bad_input;
+
+/// What every policy loss reads: one value a token in each slice.
+#[derive(Debug, Clone, Copy)]
+pub struct LossInput<'a> {
+    pub sequences: Sequences<'a>,
+    /// T, under the policy being trained.
+    pub log_prob: &'a [f32],
+    /// O, the anchor: constant.
+    pub old_log_prob: &'a [f32],
+    /// A: see [`Sequences::broadcast`] for advantages of whole responses.
+    pub advantages: &'a [f32],
+    /// w, from [`crate::policy::correction`]; `None` is 1 everywhere.
+    pub weights: Option<&'a [f32]>,
+}
+
+impl LossInput<'_> {
+    /// Fails unless every slice holds one value a token, finite where the mask is true.
+    pub fn check(&self) -> Result<()> {
+        self.sequences.check("log_prob", self.log_prob)?;
+        self.sequences.check("old_log_prob", self.old_log_prob)?;
+        self.sequences.check("advantages", self.advantages)?;
+        self.weights.map_or(Ok(()), |w| self.sequences.check("weights", w))
+    }
+
+    /// T − O.
+    fn log_ratio(&self, token: usize) -> f64 {
+        f64::from(self.log_prob[token]) - f64::from(self.old_log_prob[token])
+    }
+
+    fn advantage(&self, token: usize) -> f64 {
+        f64::from(self.advantages[token])
+    }
+
+    fn weight(&self, token: usize) -> f64 {
+        self.weights.map_or(1.0, |w| f64::from(w[token]))
+    }
+}
+
+/// A micro-batch's share of the loss. Shares add up: `loss`, and the sums and weights of `metrics`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PolicyLoss {
+    pub loss: f64,
+    /// ∂loss/∂T, one a token; 0 where the mask is false.
+    pub grad_log_prob: Vec<f32>,
+    pub metrics: Vec<TokenMean>,
+}
+
+/// A metric that is a mean over valid tokens, kept as sum and count so that micro-batches add up.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct TokenMean {
+    /// verl's name, such as `actor/pg_clipfrac`.
+    pub name: &'static str,
+    pub sum: f64,
+    /// Valid tokens.
+    pub tokens: f64,
+}
+
+impl TokenMean {
+    /// The mean; 0 over no tokens.
+    pub fn value(&self) -> f64 {
+        if self.tokens == 0.0 { 0.0 } else { self.sum / self.tokens }
+    }
+}
+
+/// ε: the ratio is clipped to [1 − low, 1 + high].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ClipRange {
+    low: f64,
+    high: f64,
+}
+
+impl ClipRange {
+    /// Refused unless both lie strictly between 0 and 1.
+    pub fn new(low: f64, high: f64) -> Result<Self> {
+        for (name, epsilon) in [("low", low), ("high", high)] {
+            if !(epsilon > 0.0 && epsilon < 1.0) {
+                return Err(bad_input!(
+                    "clip {name} is {epsilon}: a clip range ε lies strictly between 0 and 1"
+                ));
+            }
+        }
+        Ok(Self { low, high })
+    }
+
+    pub fn low(&self) -> f64 {
+        self.low
+    }
+
+    pub fn high(&self) -> f64 {
+        self.high
+    }
+
+    fn clip(&self, ratio: f64) -> f64 {
+        ratio.clamp(1.0 - self.low, 1.0 + self.high)
+    }
+}
+
+/// One token's part in a loss.
+#[derive(Default)]
+struct Term {
+    /// l, before the importance weight.
+    loss: f64,
+    /// dl/dT.
+    slope: f64,
+    /// −log ratio, as the loss reports it.
+    kl: f64,
+    clipped: bool,
+    clipped_lower: bool,
+}
+
+/// The loss whose tokens contribute `term(row, token)`, importance weights applied after the clips.
+fn token_loss(
+    input: &LossInput,
+    normalizer: &Normalizer,
+    mut term: impl FnMut(usize, usize) -> Term,
+) -> PolicyLoss {
+    let mut counts = ClipCounts::default();
+    let (loss, grad_log_prob) = normalizer.reduce(&input.sequences, |row, token| {
+        let term = term(row, token);
+        counts.add(&term);
+        let weight = input.weight(token);
+        (weight * term.loss, weight * term.slope)
+    });
+    PolicyLoss { loss, grad_log_prob, metrics: counts.metrics() }
+}
+
+/// Sums behind the metrics every clipped loss reports.
+#[derive(Default)]
+struct ClipCounts {
+    tokens: f64,
+    kl: f64,
+    clipped: f64,
+    clipped_lower: f64,
+}
+
+impl ClipCounts {
+    fn add(&mut self, term: &Term) {
+        self.tokens += 1.0;
+        self.kl += term.kl;
+        self.clipped += f64::from(term.clipped);
+        self.clipped_lower += f64::from(term.clipped_lower);
+    }
+
+    fn metrics(&self) -> Vec<TokenMean> {
+        let mean = |name, sum| TokenMean { name, sum, tokens: self.tokens };
+        vec![
+            mean("actor/pg_clipfrac", self.clipped),
+            mean("actor/pg_clipfrac_lower", self.clipped_lower),
+            mean("actor/ppo_kl", self.kl),
+        ]
+    }
+}

@@ -1,0 +1,65 @@
+//! PPO with asymmetric clip and dual clip.
+
+use anyhow::Result;
+
+use super::{ClipRange, LossInput, PolicyLoss, Term, token_loss};
+use crate::bad_input;
+use crate::policy::aggregation::Normalizer;
+use crate::policy::ratio::{LOG_RATIO_MAX, clamped_ratio};
+
+/// PPO's clips.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct PpoClip {
+    range: ClipRange,
+    dual: Option<f64>,
+}
+
+impl PpoClip {
+    /// `dual`: c, which bounds the loss of a token with A < 0 by −A·c; `None` leaves it unbounded.
+    ///
+    /// Refused unless c exceeds 1: a smaller one would cut the gradient on fresh data.
+    pub fn new(range: ClipRange, dual: Option<f64>) -> Result<Self> {
+        match dual {
+            Some(c) if !(c > 1.0 && c.is_finite()) => Err(bad_input!(
+                "dual clip is {c}: it bounds the ratio of a token with a negative advantage, so it must exceed 1"
+            )),
+            _ => Ok(Self { range, dual }),
+        }
+    }
+}
+
+/// The clipped surrogate (Schulman et al. 2017), clip-higher (DAPO) and dual clip (Ye et al. 2020).
+///
+/// With x = clamp(T − O, ±20) and r = eˣ:
+///
+/// ```text
+/// l = max(−A·r, −A·clip(r, 1 − low, 1 + high)),   and for A < 0   l = min(l, −A·c)
+/// ```
+///
+/// dr/dT = r inside the clamp (±20 included) and 0 beyond it. The first branch of the max gives l' = −A·r. The
+/// second differs from it only where the clip binds, and is constant there; so is −A·c. Hence l' = −A·r, or 0 for
+/// a clipped, dual-clipped or clamped token.
+///
+/// `actor/pg_clipfrac`: share of tokens where the clip binds, before the dual clip; `actor/pg_clipfrac_lower`:
+/// where the dual clip binds; `actor/ppo_kl`: mean of −x.
+pub fn ppo(input: &LossInput, clip: &PpoClip, normalizer: &Normalizer) -> Result<PolicyLoss> {
+    input.check()?;
+    Ok(token_loss(input, normalizer, |_, token| {
+        let log_ratio = input.log_ratio(token);
+        let advantage = input.advantage(token);
+        let ratio = clamped_ratio(log_ratio);
+        let (free, bound) = (-advantage * ratio, -advantage * clip.range.clip(ratio));
+        let clipped = bound > free;
+        let loss = if clipped { bound } else { free };
+        let ceiling = clip.dual.filter(|_| advantage < 0.0).map_or(f64::INFINITY, |c| -advantage * c);
+        let clipped_lower = loss > ceiling;
+        let flat = clipped || clipped_lower || log_ratio.abs() > LOG_RATIO_MAX;
+        Term {
+            loss: loss.min(ceiling),
+            slope: if flat { 0.0 } else { free },
+            kl: -log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX),
+            clipped,
+            clipped_lower,
+        }
+    }))
+}

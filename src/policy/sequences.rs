@@ -1,0 +1,153 @@
+//! Packed per-token values: which tokens belong to which sequence, and which of them count.
+
+use std::ops::Range;
+
+use anyhow::{Result, bail, ensure};
+
+/// A batch (or micro-batch) of sequences laid end to end, as training packs them.
+///
+/// Sequence `s` owns the tokens `cu_seqlens[s]..cu_seqlens[s + 1]` of every per-token slice. `mask` is true where
+/// the policy sampled the token (and no rejection removed it): prompts, tool output and padding are false. What a
+/// per-token slice holds where the mask is false never reaches a result, NaN included.
+///
+/// Every sum over tokens is taken in f64 in token order, so a result is a function of its inputs alone.
+#[derive(Debug, Clone, Copy)]
+pub struct Sequences<'a> {
+    cu_seqlens: &'a [usize],
+    mask: &'a [bool],
+}
+
+impl<'a> Sequences<'a> {
+    /// Fails unless `cu_seqlens` starts at 0, never falls, and ends at the length of `mask`.
+    pub fn new(cu_seqlens: &'a [usize], mask: &'a [bool]) -> Result<Self> {
+        ensure!(cu_seqlens.first() == Some(&0), "cu_seqlens must start at 0");
+        ensure!(cu_seqlens.is_sorted(), "cu_seqlens must not fall");
+        ensure!(
+            cu_seqlens.last() == Some(&mask.len()),
+            "cu_seqlens must end at {}, the length of the mask",
+            mask.len()
+        );
+        Ok(Self { cu_seqlens, mask })
+    }
+
+    /// The same sequences under another mask, such as one that a rejection has thinned.
+    pub fn with_mask<'b>(&self, mask: &'b [bool]) -> Result<Sequences<'b>>
+    where
+        'a: 'b,
+    {
+        Sequences::new(self.cu_seqlens, mask)
+    }
+
+    /// Number of sequences, empty ones included.
+    pub fn len(&self) -> usize {
+        self.cu_seqlens.len() - 1
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Number of tokens, masked ones included: the length of every per-token slice.
+    pub fn tokens(&self) -> usize {
+        self.mask.len()
+    }
+
+    pub fn mask(&self) -> &'a [bool] {
+        self.mask
+    }
+
+    /// The token range of each sequence, in order.
+    pub fn rows(&self) -> impl Iterator<Item = Range<usize>> + use<'a> {
+        let cu_seqlens = self.cu_seqlens;
+        cu_seqlens.windows(2).map(|pair| pair[0]..pair[1])
+    }
+
+    /// The indices of the valid tokens of `row`.
+    pub fn valid(&self, row: Range<usize>) -> impl DoubleEndedIterator<Item = usize> + Clone + use<'a> {
+        let mask = self.mask;
+        row.filter(move |&token| mask[token])
+    }
+
+    /// The indices of all valid tokens.
+    pub fn all_valid(&self) -> impl DoubleEndedIterator<Item = usize> + Clone + use<'a> {
+        self.valid(0..self.mask.len())
+    }
+
+    /// Number of valid tokens.
+    pub fn valid_tokens(&self) -> usize {
+        self.all_valid().count()
+    }
+
+    /// Number of sequences with at least one valid token.
+    pub fn valid_sequences(&self) -> usize {
+        self.rows().filter(|row| self.mask[row.clone()].contains(&true)).count()
+    }
+
+    /// Fails unless `values`, called `name` in the message, holds one value a token and those of valid tokens are
+    /// finite. A NaN must not hide behind a clip.
+    pub fn check(&self, name: &str, values: &[f32]) -> Result<()> {
+        ensure!(
+            values.len() == self.tokens(),
+            "{name} holds {} values for {} tokens",
+            values.len(),
+            self.tokens()
+        );
+        for (sequence, row) in self.rows().enumerate() {
+            let start = row.start;
+            if let Some(token) = self.valid(row).find(|&token| !values[token].is_finite()) {
+                bail!("{name} of token {} of sequence {sequence} is {}", token - start, values[token]);
+            }
+        }
+        Ok(())
+    }
+
+    /// One value a sequence, repeated over its valid tokens; 0 elsewhere.
+    pub fn broadcast(&self, per_sequence: &[f32]) -> Result<Vec<f32>> {
+        ensure!(
+            per_sequence.len() == self.len(),
+            "{} values for {} sequences",
+            per_sequence.len(),
+            self.len()
+        );
+        let mut per_token = vec![0.0; self.tokens()];
+        for (row, &value) in self.rows().zip(per_sequence) {
+            for token in self.valid(row) {
+                per_token[token] = value;
+            }
+        }
+        Ok(per_token)
+    }
+
+    /// The sum of `values` over each whole sequence, masked tokens included: the score of a response whose reward
+    /// may sit on a token that was not sampled.
+    pub fn scores(&self, values: &[f32]) -> Result<Vec<f32>> {
+        self.check("token rewards", values)?;
+        Ok(self.rows().map(|row| values[row].iter().map(|&v| f64::from(v)).sum::<f64>() as f32).collect())
+    }
+
+    /// Mean over the valid tokens of the batch; 0 when there are none.
+    pub(super) fn mean(&self, value: impl Fn(usize) -> f64) -> f64 {
+        mean(self.all_valid().map(value))
+    }
+
+    /// Mean over the valid tokens of each sequence; 0 for a sequence that has none.
+    pub(super) fn row_means(&self, value: impl Fn(usize) -> f64) -> Vec<f64> {
+        self.rows().map(|row| mean(self.valid(row).map(&value))).collect()
+    }
+}
+
+/// The mean, or 0 of nothing.
+pub(super) fn mean(values: impl Iterator<Item = f64>) -> f64 {
+    let (sum, count) = values.fold((0.0, 0usize), |(sum, count), v| (sum + v, count + 1));
+    if count == 0 { 0.0 } else { sum / count as f64 }
+}
+
+/// The standard deviation with n − 1 in the denominator; 0 of fewer than two values.
+pub(super) fn sample_std(values: &[f64]) -> f64 {
+    if values.len() < 2 {
+        return 0.0;
+    }
+    let centre = mean(values.iter().copied());
+    let squares: f64 = values.iter().map(|v| (v - centre).powi(2)).sum();
+    (squares / (values.len() - 1) as f64).sqrt()
+}

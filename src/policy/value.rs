@@ -1,0 +1,53 @@
+//! The critic's loss.
+
+use anyhow::Result;
+
+use super::aggregation::Normalizer;
+use super::loss::TokenMean;
+use super::sequences::Sequences;
+use crate::bad_input;
+
+/// A micro-batch's share of the value loss. Shares add up.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ValueLoss {
+    pub loss: f64,
+    /// ∂loss/∂V, one a token; 0 where the mask is false.
+    pub grad_values: Vec<f32>,
+    /// `critic/vf_clipfrac`: share of tokens where the clipped branch is the larger.
+    pub clipped: TokenMean,
+}
+
+/// PPO's clipped value loss: with R the returns and V_old the values before the update,
+///
+/// ```text
+/// l = ½·max((V − R)², (clip(V, V_old ± clip) − R)²)
+/// ```
+///
+/// dl/dV = V − R where the first branch is the larger. Where the second is strictly larger the clip binds, so it is
+/// constant and dl/dV = 0. Refused unless `clip` is positive.
+pub fn value_loss(
+    sequences: &Sequences,
+    values: &[f32],
+    old_values: &[f32],
+    returns: &[f32],
+    clip: f64,
+    normalizer: &Normalizer,
+) -> Result<ValueLoss> {
+    if clip.is_nan() || clip <= 0.0 {
+        return Err(bad_input!("value clip is {clip}: it must be positive"));
+    }
+    sequences.check("values", values)?;
+    sequences.check("old values", old_values)?;
+    sequences.check("returns", returns)?;
+    let mut clipped = TokenMean { name: "critic/vf_clipfrac", sum: 0.0, tokens: 0.0 };
+    let (loss, grad_values) = normalizer.reduce(sequences, |_, t| {
+        let (value, old, target) = (f64::from(values[t]), f64::from(old_values[t]), f64::from(returns[t]));
+        let free = value - target;
+        let bound = value.max(old - clip).min(old + clip) - target;
+        let binds = bound * bound > free * free;
+        clipped.tokens += 1.0;
+        clipped.sum += f64::from(binds);
+        if binds { (0.5 * bound * bound, 0.0) } else { (0.5 * free * free, free) }
+    });
+    Ok(ValueLoss { loss, grad_values, clipped })
+}

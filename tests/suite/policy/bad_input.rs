@@ -1,0 +1,110 @@
+//! Settings that cannot mean anything are refused with the reason.
+
+use rloss::error::BadInput;
+use rloss::policy::advantage::{gae, reinforce_plus_plus, whiten};
+use rloss::policy::correction::{
+    ImportanceSampling, REJECTION_OPTIONS, RejectionRule, WeightBound, parse_rules, parse_verl_rules,
+};
+use rloss::policy::divergence::Divergence;
+use rloss::policy::kl_in_reward::KlController;
+use rloss::policy::loss::{CispoClip, ClipRange, PpoClip, TrlConfig, TrlObjective, trl};
+use rloss::policy::ratio::OldLogProb;
+use rloss::policy::shaping::Overlong;
+use rloss::policy::value::value_loss;
+use rloss::policy::{Aggregation, Normalizer, Sequences};
+
+use super::fixture::Fixture;
+
+fn refused<T: std::fmt::Debug>(result: anyhow::Result<T>, reason: &str) {
+    let error = result.expect_err(reason);
+    let text = format!("{error:#}");
+    assert!(error.downcast_ref::<BadInput>().is_some(), "not bad input: {text}");
+    assert!(text.contains(reason), "`{text}` does not say `{reason}`");
+}
+
+#[test]
+fn clip_ranges_outside_their_interval_are_refused() {
+    for (low, high, reason) in [
+        (0.0, 0.2, "low"),
+        (1.0, 0.2, "low"),
+        (0.2, -0.1, "high"),
+        (0.2, 1.5, "between 0 and 1"),
+        (f64::NAN, 0.2, "low"),
+    ] {
+        refused(ClipRange::new(low, high), reason);
+    }
+    let range = ClipRange::new(0.2, 0.28).unwrap();
+    for dual in [0.5, 1.0, f64::NAN, f64::INFINITY] {
+        refused(PpoClip::new(range, Some(dual)), "must exceed 1");
+    }
+    refused(CispoClip::new(1.5, 0.28), "low");
+    refused(CispoClip::new(0.2, 0.0), "high");
+    let batch = Fixture::new(0);
+    let normalizer = Normalizer::local(Aggregation::TokenMean, &batch.sequences(), 1).unwrap();
+    for (objective, reason) in [
+        (TrlObjective::Clip { range, delta: Some(1.2) }, "delta"),
+        (TrlObjective::Cispo { ratio_max: 0.0 }, "positive"),
+    ] {
+        let config = TrlConfig { objective, sequence_level: false, kl: None };
+        refused(trl(&batch.input(), &config, &normalizer), reason);
+    }
+}
+
+#[test]
+fn bounds_of_the_correction_are_checked() {
+    refused(WeightBound::parse("2_0.5"), "reversed");
+    refused(WeightBound::parse("0"), "positive");
+    refused(WeightBound::parse("-1_2"), "negative");
+    refused(WeightBound::parse("1_2_3"), "a low and a high");
+    refused(WeightBound::parse("two"), "not a number");
+    refused(ImportanceSampling::parse("geometric", "2", false), "none, token or sequence");
+    assert!(ImportanceSampling::parse("none", "2", false).unwrap().is_none());
+
+    refused(RejectionRule::new("seq_max_k1", &[2.0]), "seq_max_k2");
+    refused(RejectionRule::new("token_k4", &[2.0]), "token_k3");
+    refused(RejectionRule::new("token_k1", &[0.5]), "empty");
+    refused(RejectionRule::new("token_k1", &[2.0, 0.5]), "reversed");
+    refused(RejectionRule::new("token_k1", &[0.0, 2.0]), "positive");
+    refused(RejectionRule::new("token_k1", &[]), "one bound or two");
+    refused(RejectionRule::new("seq_sum_k2", &[0.5, 2.0]), "one upper bound");
+    refused(RejectionRule::new("token_k3", &[0.0]), "positive");
+    refused(parse_rules("token_k1", None), "needs bounds");
+    refused(parse_rules("token_k1,token_k2,seq_sum_k2", Some("0.5_2,1")), "one for each");
+    refused(parse_verl_rules("token_k1", Some("2_0.5")), "reversed");
+    refused(parse_rules(" , ", Some("2")), "names none");
+    for option in REJECTION_OPTIONS {
+        assert_eq!(RejectionRule::new(option, &[2.0]).unwrap().option(), option);
+    }
+}
+
+/// verl bounds −log ρ, so its [0.5, 3] is [1/3, 2] on π_train/π_rollout.
+#[test]
+fn verl_bounds_on_k1_are_inverted() {
+    let verl = RejectionRule::from_verl("token_k1", &[0.5, 4.0]).unwrap();
+    assert_eq!(verl, RejectionRule::new("token_k1", &[0.25, 2.0]).unwrap());
+    let single = RejectionRule::new("token_k1", &[2.0]).unwrap();
+    assert_eq!(single, RejectionRule::new("token_k1", &[0.5, 2.0]).unwrap());
+}
+
+#[test]
+fn other_settings_are_checked() {
+    let mask = [true, true, false];
+    let sequences = Sequences::new(&[0, 3], &mask).unwrap();
+    let values = [0.0; 3];
+    refused(Normalizer::global(Aggregation::Constant { tokens: 0 }, 1, 1, 1), "at least 1");
+    refused(Normalizer::local(Aggregation::TokenMean, &sequences, 2), "replicas");
+    refused(gae(&sequences, &values, &values, 1.5, 1.0), "gamma");
+    refused(gae(&sequences, &values, &values, 1.0, -0.1), "lambda");
+    refused(reinforce_plus_plus(&sequences, &values, f64::NAN), "gamma");
+    let single = [true, false, false];
+    refused(whiten(&sequences.with_mask(&single).unwrap(), &values), "at least two");
+    refused(Divergence::parse("k4"), "k1, abs, k2 or k3");
+    refused(KlController::adaptive(0.1, 0.0, 100.0), "target");
+    refused(Overlong::new(100, 0, 1.0), "buffer");
+    refused(Overlong::new(100, 200, 1.0), "buffer");
+    refused(Overlong::new(100, 20, -1.0), "penalty");
+    let normalizer = Normalizer::local(Aggregation::TokenMean, &sequences, 1).unwrap();
+    refused(value_loss(&sequences, &values, &values, &values, 0.0, &normalizer), "value clip");
+    refused(OldLogProb::Detach.select(&values, &values, None, 4), "detach");
+    refused(OldLogProb::Recompute.select(&values, &values, None, 1), "recompute");
+}

@@ -1,0 +1,208 @@
+//! How each family of the reference vectors maps to the library's functions.
+
+mod correction;
+mod divergence;
+
+use anyhow::{Result, anyhow};
+use rloss::policy::advantage::{
+    GroupEstimator, gae, group_advantages, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, whiten,
+};
+use rloss::policy::loss::{
+    CispoClip, ClipRange, LossInput, PolicyLoss, PpoClip, cispo, geo_mean, gspo, ppo, reinforce,
+};
+use rloss::policy::{Aggregation, Normalizer, Sequences};
+use serde_json::Value;
+
+use super::vectors::{Actual, Batch, Outcome, Row, floats, numbers};
+
+/// What the library gives for `row`. An unknown function fails the test.
+pub fn compute(row: &Row) -> Outcome {
+    match row.function.rsplit('.').next().expect("a name") {
+        "agg_loss(kl_penalty)" => divergence::kl_loss_row(row),
+        "agg_loss" => aggregation(row),
+        "kl_penalty" => divergence::kl_penalty(row),
+        "apply_kl_penalty" => divergence::kl_in_reward_row(row),
+        "compute_rollout_correction_weights" => correction::weights(row),
+        "compute_rollout_rejection_mask" => correction::rejection(row),
+        "compute_rollout_correction_and_rejection_mask" => correction::both(row),
+        "compute_policy_loss_bypass_mode" => correction::bypass_row(row),
+        "compute_offpolicy_metrics" => correction::offpolicy(row),
+        "calculate_debug_metrics" => correction::probs_diff(row),
+        "compute_value_loss" => divergence::value(row),
+        "compute_entropy_loss" => divergence::entropy_row(row),
+        "_compute_loss" => divergence::trl_row(row),
+        "compute_gae_advantage_return" => advantages(row),
+        name if name.ends_with("_outcome_advantage") => advantages(row),
+        name if name.starts_with("compute_policy_loss_") => loss(row),
+        other => panic!("{}: unknown function {other}", row.name),
+    }
+}
+
+pub fn widen(values: &[f32]) -> Actual {
+    Actual::Values(values.iter().map(|&v| f64::from(v)).collect())
+}
+
+/// The rows of the batch reordered group by group: (order, group sizes).
+fn grouped(index: &[f64]) -> (Vec<usize>, Vec<usize>) {
+    let mut ids: Vec<f64> = index.to_vec();
+    ids.sort_by(f64::total_cmp);
+    ids.dedup();
+    let members = |id: &f64| (0..index.len()).filter(|&row| index[row] == *id).collect::<Vec<_>>();
+    let groups: Vec<Vec<usize>> = ids.iter().map(members).collect();
+    (groups.concat(), groups.iter().map(Vec::len).collect())
+}
+
+/// The size of the group that the value at flat index `i` belongs to.
+pub fn group_size_of_value(row: &Row, i: usize) -> usize {
+    let index = numbers(&row.inputs["index"]);
+    let width = Batch::new(row, "response_mask").width;
+    index.iter().filter(|&&id| id == index[i / width]).count()
+}
+
+fn advantages(row: &Row) -> Outcome {
+    let batch = Batch::new(row, "response_mask");
+    let sequences = batch.sequences();
+    let rewards = floats(&row.inputs["token_level_rewards"]);
+    let param = |key: &str| row.params[key].as_f64().expect("a number");
+    let mask = || batch.mask.clone();
+    let masked = |values: &[f32]| Actual::Masked(values.iter().map(|&v| f64::from(v)).collect(), mask());
+    match row.family() {
+        "reinforce_plus_plus" => {
+            let result = reinforce_plus_plus(&sequences, &rewards, param("gamma"))?;
+            Ok(vec![("advantages", widen(&result.advantages)), ("returns", widen(&result.returns))])
+        }
+        "remax" => {
+            let result = remax(&sequences, &rewards, &floats(&row.inputs["reward_baselines"]))?;
+            Ok(vec![("advantages", masked(&result.advantages)), ("returns", masked(&result.returns))])
+        }
+        "gae" => {
+            let values = floats(&row.inputs["values"]);
+            let result = gae(&sequences, &rewards, &values, param("gamma"), param("lam"))?;
+            let whitened = whiten(&sequences, &result.advantages)?;
+            Ok(vec![
+                ("advantages_unwhitened", masked(&result.advantages)),
+                ("advantages", masked(&whitened)),
+                ("returns", masked(&result.returns)),
+            ])
+        }
+        _ => group_based(row, &sequences, &rewards),
+    }
+}
+
+fn group_based(row: &Row, sequences: &Sequences, rewards: &[f32]) -> Outcome {
+    let scores = sequences.scores(rewards)?;
+    let (order, sizes) = grouped(&numbers(&row.inputs["index"]));
+    let ordered: Vec<f32> = order.iter().map(|&row| scores[row]).collect();
+    let by_group = |estimator| -> Result<Vec<f32>> {
+        let mut per_sequence = vec![0.0; order.len()];
+        for (&row, advantage) in order.iter().zip(group_advantages(estimator, &ordered, &sizes)?) {
+            per_sequence[row] = advantage;
+        }
+        sequences.broadcast(&per_sequence)
+    };
+    if let Some(epsilon) = row.params.get("epsilon") {
+        assert_eq!(epsilon.as_f64(), Some(1e-6), "{}", row.name);
+    }
+    let estimator = match (row.family(), row.params.get("norm_adv_by_std_in_grpo").and_then(Value::as_bool)) {
+        ("grpo" | "grpo_vectorized", Some(true)) => GroupEstimator::Grpo,
+        ("dr_grpo" | "grpo_vectorized", Some(false)) => GroupEstimator::DrGrpo,
+        ("rloo" | "rloo_vectorized", None) => GroupEstimator::Rloo,
+        ("reinforce_plus_plus_baseline", None) => return whitened_by_group(row, sequences, &scores),
+        other => panic!("{}: unknown family {other:?}", row.name),
+    };
+    Ok(vec![("advantages", widen(&by_group(estimator)?))])
+}
+
+/// The function takes sequences group by group, so the batch itself is reordered, and its result put back.
+fn whitened_by_group(row: &Row, sequences: &Sequences, scores: &[f32]) -> Outcome {
+    let (order, sizes) = grouped(&numbers(&row.inputs["index"]));
+    let width = sequences.tokens() / sequences.len();
+    let moved_mask: Vec<bool> =
+        order.iter().flat_map(|&r| sequences.mask()[r * width..(r + 1) * width].to_vec()).collect();
+    let moved = sequences.with_mask(&moved_mask)?;
+    let ordered: Vec<f32> = order.iter().map(|&row| scores[row]).collect();
+    let back = |values: Vec<f32>| {
+        let mut restored = vec![0.0; values.len()];
+        for (from, &to) in order.iter().enumerate() {
+            restored[to * width..(to + 1) * width].copy_from_slice(&values[from * width..(from + 1) * width]);
+        }
+        restored
+    };
+    let centred = group_advantages(GroupEstimator::DrGrpo, &ordered, &sizes)?;
+    let whitened = reinforce_plus_plus_baseline(&moved, &ordered, &sizes)?;
+    Ok(vec![
+        ("advantages_unwhitened", widen(&back(moved.broadcast(&centred)?))),
+        ("advantages", widen(&back(whitened))),
+    ])
+}
+
+/// The normalizer that verl's parameters describe: counts of the whole batch where given, else the batch's own.
+pub fn normalizer(mode: &str, info: &Value, sequences: &Sequences, width: usize) -> Result<Normalizer> {
+    let count = |key: &str| info.get(key).and_then(Value::as_u64).map(|n| n as usize);
+    let aggregation = match mode {
+        "token-mean" => Aggregation::TokenMean,
+        "token-sum" => Aggregation::TokenSum,
+        "seq-mean-token-mean" => Aggregation::SequenceMeanTokenMean,
+        "seq-mean-token-sum" => Aggregation::SequenceMeanTokenSum,
+        "seq-mean-token-sum-norm" => {
+            Aggregation::Constant { tokens: count("loss_scale_factor").unwrap_or(width) }
+        }
+        other => return Err(anyhow!("unknown aggregation {other}")),
+    };
+    let replicas = count("dp_size").unwrap_or(1);
+    match (count("batch_num_tokens"), count("global_batch_size")) {
+        (Some(tokens), Some(batch)) => Normalizer::global(aggregation, tokens, batch, replicas),
+        (None, None) => Normalizer::local(aggregation, sequences, replicas),
+        mixed => panic!("global counts {mixed:?}"),
+    }
+}
+
+fn aggregation(row: &Row) -> Outcome {
+    let batch = Batch::new(row, "loss_mask");
+    let sequences = batch.sequences();
+    let mode = row.params["loss_agg_mode"].as_str().expect("a mode");
+    let losses = numbers(&row.inputs["loss_mat"]);
+    let (loss, gradient) = normalizer(mode, &row.params, &sequences, batch.width)?
+        .reduce(&sequences, |_, token| (losses[token], 1.0));
+    Ok(vec![("loss", Actual::Values(vec![loss])), ("grad_loss_mat", widen(&gradient))])
+}
+
+fn loss(row: &Row) -> Outcome {
+    let batch = Batch::new(row, "response_mask");
+    let sequences = batch.sequences();
+    let array = |key: &str| floats(&row.inputs[key]);
+    let anchor = if row.inputs.get("old_log_prob").is_some() { "old_log_prob" } else { "rollout_log_prob" };
+    let (log_prob, old_log_prob, advantages) = (array("log_prob"), array(anchor), array("advantages"));
+    let weights = row.inputs.get("rollout_is_weights").map(floats);
+    let input = LossInput {
+        sequences,
+        log_prob: &log_prob,
+        old_log_prob: &old_log_prob,
+        advantages: &advantages,
+        weights: weights.as_deref(),
+    };
+    let param = |key: &str| row.params[key].as_f64().expect("a number");
+    let range = || ClipRange::new(param("clip_ratio_low"), param("clip_ratio_high"));
+    let mode = row.params["loss_agg_mode"].as_str().expect("a mode");
+    let normalizer = normalizer(mode, &row.params["global_batch_info"], &sequences, batch.width)?;
+    let result = match row.family() {
+        "vanilla" => ppo(&input, &PpoClip::new(range()?, Some(param("clip_ratio_c")))?, &normalizer)?,
+        "gspo" => gspo(&input, &range()?, &normalizer)?,
+        "cispo" => {
+            cispo(&input, &CispoClip::new(param("clip_ratio_low"), param("clip_ratio_high"))?, &normalizer)?
+        }
+        "geo_mean" => geo_mean(&input, &range()?, sequences.len())?,
+        "reinforce" => reinforce(&input, &normalizer)?,
+        other => panic!("{}: unknown family {other}", row.name),
+    };
+    Ok(loss_actual(result))
+}
+
+pub fn loss_actual(result: PolicyLoss) -> Vec<(&'static str, Actual)> {
+    let metrics = result.metrics.iter().map(|m| (m.name.to_owned(), m.value())).collect();
+    vec![
+        ("loss", Actual::Values(vec![result.loss])),
+        ("grad_log_prob", widen(&result.grad_log_prob)),
+        ("metrics", Actual::Metrics(metrics)),
+    ]
+}

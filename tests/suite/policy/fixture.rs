@@ -1,0 +1,103 @@
+//! A random packed batch: ragged rows, holes, one empty row and one fully masked row.
+
+use rand::Rng;
+use rand_chacha::ChaCha8Rng;
+use rloss::policy::loss::{CispoClip, ClipRange, LossInput, Objective, PpoClip};
+use rloss::policy::{Aggregation, Sequences};
+use rloss::random::{Purpose, stream};
+
+#[derive(Clone)]
+pub struct Fixture {
+    pub cu_seqlens: Vec<usize>,
+    pub mask: Vec<bool>,
+    pub log_prob: Vec<f32>,
+    pub old_log_prob: Vec<f32>,
+    /// The same for all tokens of a sequence.
+    pub advantages: Vec<f32>,
+    pub weights: Vec<f32>,
+}
+
+pub fn rng(seed: u64) -> ChaCha8Rng {
+    stream(seed, Purpose::Problem, &[])
+}
+
+/// Log ratios a finite difference may step around: none is near a clip of [`objectives`].
+const LOG_RATIOS: [f32; 7] = [0.0, 0.0625, -0.09375, 0.5, -0.625, 1.5, -1.75];
+
+impl Fixture {
+    pub fn new(seed: u64) -> Self {
+        let rng = &mut rng(seed);
+        let mut batch = Self {
+            cu_seqlens: vec![0],
+            mask: Vec::new(),
+            log_prob: Vec::new(),
+            old_log_prob: Vec::new(),
+            advantages: Vec::new(),
+            weights: Vec::new(),
+        };
+        for row in 0..8 {
+            let length = if row == 3 { 0 } else { rng.random_range(2..12) };
+            let advantage = rng.random_range(-2.0..2.0);
+            for token in 0..length {
+                // The last token is always valid, so that only row 5 is fully masked.
+                let valid = row != 5 && (token + 1 == length || rng.random_bool(0.7));
+                // Multiples of 2^-12, so that a step of 2^-10 is exact in f32.
+                let log_prob = -(rng.random_range(1..8192) as f32) / 4096.0;
+                let log_ratio = LOG_RATIOS[rng.random_range(0..LOG_RATIOS.len())];
+                batch.mask.push(valid);
+                batch.log_prob.push(if valid { log_prob } else { f32::NAN });
+                batch.old_log_prob.push(if valid { log_prob - log_ratio } else { f32::INFINITY });
+                batch.advantages.push(if valid { advantage } else { f32::NAN });
+                batch.weights.push(if valid { rng.random_range(0.25..2.0) } else { f32::NAN });
+            }
+            batch.cu_seqlens.push(batch.mask.len());
+        }
+        batch
+    }
+
+    pub fn sequences(&self) -> Sequences<'_> {
+        Sequences::new(&self.cu_seqlens, &self.mask).expect("sequences")
+    }
+
+    pub fn input(&self) -> LossInput<'_> {
+        LossInput {
+            sequences: self.sequences(),
+            log_prob: &self.log_prob,
+            old_log_prob: &self.old_log_prob,
+            advantages: &self.advantages,
+            weights: Some(&self.weights),
+        }
+    }
+
+    /// The sequences `rows` alone.
+    pub fn part(&self, rows: std::ops::Range<usize>) -> Self {
+        let (from, to) = (self.cu_seqlens[rows.start], self.cu_seqlens[rows.end]);
+        Self {
+            cu_seqlens: self.cu_seqlens[rows.start..=rows.end].iter().map(|c| c - from).collect(),
+            mask: self.mask[from..to].to_vec(),
+            log_prob: self.log_prob[from..to].to_vec(),
+            old_log_prob: self.old_log_prob[from..to].to_vec(),
+            advantages: self.advantages[from..to].to_vec(),
+            weights: self.weights[from..to].to_vec(),
+        }
+    }
+}
+
+pub fn objectives() -> [Objective; 5] {
+    let range = ClipRange::new(0.2, 0.28).expect("range");
+    [
+        Objective::Ppo(PpoClip::new(range, Some(3.0)).expect("clip")),
+        Objective::Gspo(range),
+        Objective::Cispo(CispoClip::new(0.2, 0.28).expect("clip")),
+        Objective::GeoMean(range),
+        Objective::Reinforce,
+    ]
+}
+
+pub const AGGREGATIONS: [Aggregation; 5] = [
+    Aggregation::TokenMean,
+    Aggregation::TokenSum,
+    Aggregation::SequenceMeanTokenMean,
+    Aggregation::SequenceMeanTokenSum,
+    Aggregation::Constant { tokens: 16 },
+];

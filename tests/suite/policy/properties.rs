@@ -1,0 +1,256 @@
+//! What holds for every batch.
+
+use rand::Rng;
+use rand::seq::SliceRandom;
+use rloss::policy::advantage::{
+    GroupEstimator, gae, group_advantages, informative_groups, reinforce_plus_plus, whiten,
+};
+use rloss::policy::alarm::alarm;
+use rloss::policy::correction::{CorrectionConfig, ImportanceSampling, correct, parse_rules};
+use rloss::policy::loss::{LossInput, Objective, PolicyLoss};
+use rloss::policy::offpolicy::agreement_metrics;
+use rloss::policy::ratio::OldLogProb;
+use rloss::policy::shaping::Overlong;
+use rloss::policy::{Aggregation, Normalizer, Sequences};
+
+use super::fixture::{AGGREGATIONS, Fixture, objectives, rng};
+
+const ESTIMATORS: [GroupEstimator; 3] = [GroupEstimator::Grpo, GroupEstimator::DrGrpo, GroupEstimator::Rloo];
+
+#[test]
+fn equal_rewards_give_exactly_zero() {
+    for estimator in ESTIMATORS {
+        for reward in [0.9, 0.6, 1.0 / 3.0, -0.1, 1e-30, 3e30, 0.0] {
+            for size in 2..70 {
+                let advantages = group_advantages(estimator, &vec![reward; size], &[size]).unwrap();
+                assert!(advantages.iter().all(|&a| a == 0.0), "{estimator:?} {reward} × {size}");
+            }
+        }
+    }
+}
+
+#[test]
+fn permuting_samples_permutes_advantages() {
+    let rng = &mut rng(1);
+    for estimator in ESTIMATORS {
+        for size in 2..17 {
+            let rewards: Vec<f32> = (0..size).map(|_| rng.random_range(-1.0..1.0)).collect();
+            let mut order: Vec<usize> = (0..size).collect();
+            order.shuffle(rng);
+            let shuffled: Vec<f32> = order.iter().map(|&i| rewards[i]).collect();
+            // A second group must not matter.
+            let plain =
+                group_advantages(estimator, &[&rewards[..], &[5.0, 7.0]].concat(), &[size, 2]).unwrap();
+            let moved = group_advantages(estimator, &shuffled, &[size]).unwrap();
+            for (&from, moved) in order.iter().zip(moved) {
+                assert!((plain[from] - moved).abs() <= 1e-6, "{estimator:?}: {} and {moved}", plain[from]);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_group_of_one_keeps_its_reward_and_informative_groups_are_found() {
+    for estimator in ESTIMATORS {
+        let advantage = group_advantages(estimator, &[0.5], &[1]).unwrap()[0];
+        assert!((advantage - 0.5).abs() < 1e-6);
+    }
+    let rewards = [1.0, 1.0, 0.0, 1.0, 0.5, 0.0];
+    assert_eq!(informative_groups(&rewards, &[2, 2, 1, 1]).unwrap(), [false, true, true, false]);
+}
+
+#[test]
+fn a_fully_masked_row_changes_nothing() {
+    for seed in 0..10 {
+        let whole = Fixture::new(seed);
+        // Row 5 is fully masked: take it out.
+        let (before, after) = (whole.part(0..5), whole.part(6..8));
+        let mut without = before.clone();
+        let start = *before.cu_seqlens.last().unwrap();
+        without.cu_seqlens.extend(after.cu_seqlens[1..].iter().map(|c| c + start));
+        without.mask.extend(&after.mask);
+        without.log_prob.extend(&after.log_prob);
+        without.old_log_prob.extend(&after.old_log_prob);
+        without.advantages.extend(&after.advantages);
+        without.weights.extend(&after.weights);
+        let row = whole.cu_seqlens[5]..whole.cu_seqlens[6];
+        assert!(!row.is_empty());
+        let shorten = |mut values: Vec<f32>| {
+            values.drain(row.clone());
+            values
+        };
+        for aggregation in AGGREGATIONS {
+            for objective in objectives() {
+                let loss = |batch: &Fixture| {
+                    let normalizer = Normalizer::local(aggregation, &batch.sequences(), 1).unwrap();
+                    objective.loss(&batch.input(), &normalizer, 8).unwrap()
+                };
+                let (with, without) = (loss(&whole), loss(&without));
+                assert_eq!(with.loss, without.loss, "{objective:?} {aggregation:?}");
+                assert_eq!(with.metrics, without.metrics);
+                assert_eq!(shorten(with.grad_log_prob), without.grad_log_prob);
+            }
+        }
+        let config = correction("token");
+        let corrected = |b: &Fixture| correct(&b.sequences(), &b.log_prob, &b.old_log_prob, &config).unwrap();
+        assert_eq!(
+            shorten(corrected(&whole).weights.unwrap()),
+            corrected(&without).weights.unwrap(),
+            "the weights and their normalisation"
+        );
+        let whitened = |b: &Fixture| whiten(&b.sequences(), &b.advantages).unwrap();
+        assert_eq!(shorten(whitened(&whole)), whitened(&without));
+    }
+}
+
+#[test]
+fn micro_batches_add_up_to_the_batch() {
+    for seed in 0..20 {
+        let batch = Fixture::new(seed);
+        let cut = 1 + rng(seed).random_range(0..7);
+        for aggregation in AGGREGATIONS {
+            let normalizer = Normalizer::local(aggregation, &batch.sequences(), 1).unwrap();
+            for objective in objectives() {
+                let loss = |b: &Fixture| objective.loss(&b.input(), &normalizer, 8).unwrap();
+                let (whole, first, second) =
+                    (loss(&batch), loss(&batch.part(0..cut)), loss(&batch.part(cut..8)));
+                assert!(
+                    (whole.loss - first.loss - second.loss).abs() <= 1e-6,
+                    "{objective:?} {aggregation:?}"
+                );
+                assert_eq!(whole.grad_log_prob, [first.grad_log_prob, second.grad_log_prob].concat());
+                for ((w, a), b) in whole.metrics.iter().zip(&first.metrics).zip(&second.metrics) {
+                    assert!((w.sum - a.sum - b.sum).abs() <= 1e-6, "{}", w.name);
+                    assert_eq!(w.tokens, a.tokens + b.tokens);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn averaging_replicas_gives_the_loss_of_the_whole_batch() {
+    let batch = Fixture::new(2);
+    let (tokens, sequences) = (batch.sequences().valid_tokens(), batch.sequences().valid_sequences());
+    for aggregation in AGGREGATIONS {
+        let loss = |batch: &Fixture, replicas| {
+            let normalizer = Normalizer::global(aggregation, tokens, sequences, replicas).unwrap();
+            objectives()[0].loss(&batch.input(), &normalizer, 8).unwrap().loss
+        };
+        let mean = (loss(&batch.part(0..4), 2) + loss(&batch.part(4..8), 2)) / 2.0;
+        assert!((mean - loss(&batch, 1)).abs() < 1e-6, "{aggregation:?}");
+    }
+}
+
+fn correction(is: &str) -> CorrectionConfig {
+    CorrectionConfig {
+        importance: ImportanceSampling::parse(is, "0.5_2.0", true).unwrap(),
+        reject: parse_rules("token_k1,seq_mean_k3", Some("0.5_2.0,0.1")).unwrap(),
+    }
+}
+
+/// On fresh data T = O = R, whatever the anchor's name.
+#[test]
+fn on_fresh_data_every_anchor_gives_the_same_gradient_and_nothing_is_clipped() {
+    for seed in 0..10 {
+        let fresh = Fixture::new(seed);
+        let sequences = fresh.sequences();
+        let recomputed = fresh.log_prob.clone();
+        let rollout = fresh.log_prob.clone();
+        for is in ["token", "sequence"] {
+            let corrected = correct(&sequences, &fresh.log_prob, &rollout, &correction(is)).unwrap();
+            assert_eq!(corrected.mask, fresh.mask, "nothing is rejected");
+            for token in sequences.all_valid() {
+                assert_eq!(corrected.weights.as_ref().unwrap()[token], 1.0, "{is}");
+            }
+            assert_eq!(corrected.metrics["rollout_corr/rollout_is_eff_sample_size"].round(), 1.0);
+            assert_eq!(corrected.metrics["rollout_corr/kl"], 0.0);
+        }
+        let agreement = agreement_metrics(&sequences, &fresh.log_prob, &rollout).unwrap();
+        assert!(agreement.iter().all(|(name, &value)| value == f64::from(name.ends_with("fraction"))));
+        let normalizer = Normalizer::local(Aggregation::TokenMean, &sequences, 1).unwrap();
+        for objective in objectives() {
+            let losses: Vec<PolicyLoss> = [OldLogProb::Detach, OldLogProb::Rollout, OldLogProb::Recompute]
+                .map(|mode| {
+                    let old_log_prob = mode.select(&fresh.log_prob, &rollout, Some(&recomputed), 1).unwrap();
+                    let input = LossInput { old_log_prob, weights: None, ..fresh.input() };
+                    objective.loss(&input, &normalizer, 8).unwrap()
+                })
+                .into();
+            let bits =
+                |loss: &PolicyLoss| -> Vec<u32> { loss.grad_log_prob.iter().map(|g| g.to_bits()).collect() };
+            assert!(losses.iter().all(|loss| bits(loss) == bits(&losses[0])));
+            assert!(losses[0].grad_log_prob.iter().any(|&g| g != 0.0));
+            assert!(losses[0].metrics.iter().all(|m| m.sum == 0.0), "{:?}", losses[0].metrics);
+            if !matches!(objective, Objective::GeoMean(_)) {
+                // A ratio of exactly 1 leaves the plain policy gradient.
+                for token in sequences.all_valid() {
+                    let plain = f64::from(fresh.advantages[token]) / sequences.valid_tokens() as f64;
+                    assert!((f64::from(losses[0].grad_log_prob[token]) + plain).abs() < 1e-7);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn gae_with_gamma_and_lambda_one_is_reward_to_go_minus_value() {
+    let batch = Fixture::new(7);
+    let sequences = batch.sequences();
+    let result = gae(&sequences, &batch.advantages, &batch.log_prob, 1.0, 1.0).unwrap();
+    let to_go = reinforce_plus_plus(&sequences, &batch.advantages, 1.0).unwrap().returns;
+    for token in sequences.all_valid() {
+        assert!((result.returns[token] - to_go[token]).abs() < 1e-5);
+        assert!((result.advantages[token] - (to_go[token] - batch.log_prob[token])).abs() < 1e-5);
+    }
+    assert!(sequences.mask().iter().zip(&result.returns).all(|(&valid, &r)| valid || r == 0.0));
+}
+
+#[test]
+fn rejected_tokens_leave_numerator_and_denominator() {
+    let mut batch = Fixture::new(8);
+    let rules = parse_rules("token_k1", Some("0.8_1.25")).unwrap();
+    let config = CorrectionConfig { importance: None, reject: rules };
+    let kept = correct(&batch.sequences(), &batch.log_prob, &batch.old_log_prob, &config).unwrap().mask;
+    let rejected = batch.mask.iter().zip(&kept).filter(|(before, after)| *before != *after).count();
+    assert!(rejected > 0 && kept.contains(&true));
+    batch.mask = kept;
+    let normalizer = Normalizer::local(Aggregation::TokenMean, &batch.sequences(), 1).unwrap();
+    let (mean, gradient) = normalizer.reduce(&batch.sequences(), |_, _| (1.0, 1.0));
+    assert!((mean - 1.0).abs() < 1e-12, "a mean of ones over the tokens that stayed");
+    assert!(gradient.iter().zip(&batch.mask).all(|(&g, &kept)| (g != 0.0) == kept));
+}
+
+#[test]
+fn overlong_shaping_falls_linearly_inside_the_buffer() {
+    let overlong = Overlong::new(100, 20, 0.5).unwrap();
+    let rewards = [0, 80, 90, 100, 120].map(|tokens| overlong.reward(tokens));
+    assert_eq!(rewards, [0.0, 0.0, -0.25, -0.5, -0.5]);
+}
+
+#[test]
+fn alarms_ring_beyond_their_levels_only() {
+    assert!(alarm("rollout_corr/kl", 0.1).is_none() && alarm("rollout_corr/kl", -0.11).is_some());
+    assert!(alarm("rollout_corr/rollout_is_eff_sample_size", 0.29).is_some());
+    assert!(alarm("rollout_corr/chi2_token", f64::NAN).is_some());
+    assert!(alarm("actor/grad_norm", 1e9).is_none());
+}
+
+#[test]
+fn tokens_outside_the_mask_may_hold_anything_but_valid_ones_must_be_finite() {
+    let mut batch = Fixture::new(9);
+    let normalizer = Normalizer::local(Aggregation::TokenMean, &batch.sequences(), 1).unwrap();
+    for objective in objectives() {
+        let loss = objective.loss(&batch.input(), &normalizer, 8).unwrap();
+        assert!(loss.loss.is_finite() && loss.grad_log_prob.iter().all(|g| g.is_finite()));
+    }
+    let token = batch.cu_seqlens[1] - 1;
+    batch.log_prob[token] = f32::NAN;
+    for objective in objectives() {
+        let error = objective.loss(&batch.input(), &normalizer, 8).unwrap_err().to_string();
+        assert!(error.contains("log_prob") && error.contains("sequence 0"), "{error}");
+    }
+    assert!(Sequences::new(&[0, 2], &[true]).is_err());
+    assert!(Sequences::new(&[0, 2, 1], &[true]).is_err());
+    assert!(Sequences::new(&[], &[]).is_err());
+}
