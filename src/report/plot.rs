@@ -14,7 +14,7 @@ const TOP: f64 = 10.0;
 const BOTTOM: f64 = HEIGHT - 38.0;
 
 /// More points than this are thinned, keeping each stretch's smallest and largest.
-const POINTS_MAX: usize = 1000;
+const POINTS_MAX: usize = 600;
 /// A curve with fewer points is not smoothed.
 const SMOOTHED_POINTS_MIN: usize = 30;
 /// The smoothing window holds this many points on either side, or a fiftieth of the curve.
