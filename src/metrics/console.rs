@@ -71,7 +71,7 @@ impl Console {
 }
 
 fn style() -> ProgressStyle {
-    let template = ProgressStyle::with_template("{prefix:>10} {bar:24} {pos}/{len}  {wide_msg}");
+    let template = ProgressStyle::with_template("{prefix:>10} {bar:16} {pos}/{len}  {wide_msg}");
     template.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("━╸─")
 }
 
@@ -121,9 +121,14 @@ impl Progress {
         }
     }
 
-    /// Ends the stage: an outer bar stays on the screen, an inner one goes.
+    /// Ends the stage: its bar goes; of an outer one a plain line stays on the terminal.
     pub fn finish(&self) {
-        if self.0.outer { self.0.bar.abandon() } else { self.0.bar.finish_and_clear() }
+        let stage = &*self.0;
+        stage.bar.finish_and_clear();
+        if stage.outer && matches!(&*stage.console.0, Place::Bars(_)) {
+            let done = stage.bar.position();
+            stage.console.print(&format!("{} {done}/{}  {}", stage.name, stage.total, stage.bar.message()));
+        }
     }
 }
 

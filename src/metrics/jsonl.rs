@@ -28,6 +28,10 @@ impl MetricsFile {
             ),
             _ => anyhow::Error::new(e).context(format!("{}: cannot be created", path.display())),
         })?;
+        // The folder's entry must outlive a crash as surely as the rows that a checkpoint counts on.
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let synced = File::open(folder).and_then(|folder| folder.sync_all());
+        synced.with_context(|| format!("{}: cannot be synced", folder.display()))?;
         Ok(Self { file, path: path.to_owned(), bytes: 0 })
     }
 

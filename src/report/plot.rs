@@ -14,7 +14,7 @@ const TOP: f64 = 10.0;
 const BOTTOM: f64 = HEIGHT - 38.0;
 
 /// More points than this are thinned, keeping each stretch's smallest and largest.
-const POINTS_MAX: usize = 1000;
+const POINTS_MAX: usize = 600;
 /// A curve with fewer points is not smoothed.
 const SMOOTHED_POINTS_MIN: usize = 30;
 /// The smoothing window holds this many points on either side, or a fiftieth of the curve.
@@ -56,7 +56,6 @@ pub(super) struct Plot {
     top: f64,
     bottom: f64,
     log: bool,
-    smoothed: bool,
     thinned: bool,
     x_ticks: Vec<Tick>,
     y_ticks: Vec<Tick>,
@@ -98,6 +97,9 @@ struct Line {
     last: String,
     #[serde(skip)]
     points: Points,
+    /// Indices of the points that are drawn.
+    #[serde(skip)]
+    kept: Vec<usize>,
 }
 
 /// A map from values to positions.
@@ -139,10 +141,9 @@ impl Plot {
             top: TOP,
             bottom: BOTTOM,
             log: y.log,
-            smoothed: lines.iter().any(|line| !line.smooth.is_empty()),
             thinned: lines.iter().any(|line| line.points.len() > POINTS_MAX),
-            x_ticks: ticks(&x, whole_ticks(first, last)),
-            y_ticks: ticks(&y, if y.log { log_ticks(&y) } else { linear_ticks(y.low, y.high, 5.0) }),
+            x_ticks: linear_ticks(&x, f64::min(6.0, last - first)),
+            y_ticks: if y.log { log_ticks(&y) } else { linear_ticks(&y, 5.0) },
             notes: notes(&lines),
             lines,
             x,
@@ -154,7 +155,7 @@ impl Plot {
     pub fn data(&self) -> Value {
         let series = self.lines.iter().map(|line| {
             let (steps, values): (Vec<u64>, Vec<Value>) =
-                line.kept().map(|i| line.points[i]).map(|(step, value)| (step, short(value))).unzip();
+                line.kept.iter().map(|&i| line.points[i]).map(|(step, value)| (step, short(value))).unzip();
             json!({"run": line.run, "x": steps, "y": values})
         });
         json!({
@@ -163,13 +164,6 @@ impl Plot {
             "log": self.log,
             "series": series.collect::<Vec<_>>(),
         })
-    }
-}
-
-impl Line {
-    /// Indices of the points that are drawn.
-    fn kept(&self) -> impl Iterator<Item = usize> {
-        thin(&self.points).into_iter()
     }
 }
 
@@ -191,39 +185,41 @@ fn y_axis(series: &[Series], scale: Scale) -> Axis {
         return axis(0.0, 1.0, false);
     }
     // A flat curve gets an axis around it; one near zero starts at zero.
-    let spread = if high > low { high - low } else { high.abs().max(1.0) };
+    let spread = match high - low {
+        0.0 if high == 0.0 => 1.0,
+        0.0 => high.abs(),
+        spread => spread,
+    };
     let floor = if low >= 0.0 && low <= spread * 0.6 { 0.0 } else { low - spread * 0.05 };
     axis(floor, high + spread * 0.05, false)
 }
 
-fn ticks(axis: &Axis, values: Vec<f64>) -> Vec<Tick> {
-    values.into_iter().map(|value| Tick { at: axis.at(value), label: format_number(value) }).collect()
-}
-
-/// Multiples of 1, 2 or 5 times a power of ten, about `count` of them.
-fn linear_ticks(low: f64, high: f64, count: f64) -> Vec<f64> {
-    let rough = (high - low) / count;
+/// Multiples of 1, 2 or 5 times a power of ten, about `count` of them, all with the same decimals.
+fn linear_ticks(axis: &Axis, count: f64) -> Vec<Tick> {
+    let rough = (axis.high - axis.low) / count;
     let power = 10f64.powf(rough.log10().floor());
-    let step = [1.0, 2.0, 5.0, 10.0].map(|m| m * power).into_iter().find(|s| *s >= rough * 0.7);
+    let step = [1.0, 2.0, 5.0].map(|m| m * power).into_iter().find(|s| *s >= rough * 0.7);
     let step = step.unwrap_or(10.0 * power);
-    let (first, last) = ((low / step).ceil() as i64, (high / step).floor() as i64);
-    (first..=last).take(20).map(|i| i as f64 * step).collect()
-}
-
-/// As [`linear_ticks`] over steps, which are whole.
-fn whole_ticks(low: f64, high: f64) -> Vec<f64> {
-    linear_ticks(low, high, 6.0).into_iter().filter(|tick| tick.fract() == 0.0).collect()
+    let decimals = -step.log10().floor();
+    let label = |value: f64| match decimals {
+        d if (1.0..=6.0).contains(&d) && value.abs() < 1e6 => format!("{value:.*}", d as usize),
+        _ => format_number(value),
+    };
+    let (first, last) = ((axis.low / step).ceil() as i64, (axis.high / step).floor() as i64);
+    let values = (first..=last).take(20).map(|i| i as f64 * step);
+    values.map(|value| Tick { at: axis.at(value), label: label(value) }).collect()
 }
 
 /// Powers of ten, with 2 and 5 between them when there are few.
-fn log_ticks(axis: &Axis) -> Vec<f64> {
+fn log_ticks(axis: &Axis) -> Vec<Tick> {
     let (first, last) = (axis.low.log10().floor() as i32, axis.high.log10().ceil() as i32);
     let decades = last - first;
     let stride = (decades / 6 + 1) as usize;
     let between: &[f64] = if decades <= 3 { &[1.0, 2.0, 5.0] } else { &[1.0] };
     let powers = (first..=last).step_by(stride).map(|e| 10f64.powi(e));
     let all = powers.flat_map(|power| between.iter().map(move |m| m * power));
-    all.filter(|tick| (axis.low..=axis.high).contains(tick)).collect()
+    let inside = all.filter(|tick| (axis.low..=axis.high).contains(tick));
+    inside.map(|value| Tick { at: axis.at(value), label: format_number(value) }).collect()
 }
 
 fn line(series: Series, x: &Axis, y: &Axis) -> Line {
@@ -256,6 +252,7 @@ fn line(series: Series, x: &Axis, y: &Axis) -> Line {
         last_step,
         last: format_number(last),
         points,
+        kept,
     }
 }
 
@@ -281,12 +278,12 @@ fn thin(points: &[(u64, f64)]) -> Vec<usize> {
 }
 
 /// The mean over a centred window, of the logarithm on a log axis: unlike a trailing average it does
-/// not lag. The window narrows towards the ends, where it meets the first and the last point.
+/// not lag. At the ends the window holds fewer points.
 fn smooth(points: &[(u64, f64)], log: bool) -> Points {
-    let half = (WINDOW_HALF_MIN).max(points.len() / 50);
+    let half = WINDOW_HALF_MIN.max(points.len() / 50);
     let window_mean = |i: usize| {
-        let half = half.min(i).min(points.len() - 1 - i);
-        let finite = points[i - half..=i + half].iter().map(|p| p.1).filter(|v| v.is_finite());
+        let window = &points[i.saturating_sub(half)..(i + half + 1).min(points.len())];
+        let finite = window.iter().map(|p| p.1).filter(|v| v.is_finite());
         let (count, sum) =
             finite.fold((0u32, 0.0), |(n, sum), v| (n + 1, sum + if log { v.log10() } else { v }));
         let mean = sum / f64::from(count);
