@@ -1,5 +1,6 @@
 //! A task: prompts, environment turns, reward.
 
+pub mod answer;
 mod arithmetic;
 mod arithmetic_single;
 pub mod boxed;

@@ -119,3 +119,39 @@ fn broken_rows_are_named_with_the_remedy() {
     let unknown = build(&TaskSettings { name: "gsm9k".into(), ..Default::default() }).err().unwrap();
     assert!(unknown.is::<BadInput>() && unknown.to_string().contains("arithmetic_single"));
 }
+
+#[test]
+fn math_equiv_vectors_meet_the_targets() {
+    use rloss::tasks::answer::{Equality, Options, Sources, equivalent_texts};
+    let Some(rows) = data::jsonl_rows("math-equiv") else { return };
+    let mut counts = [(0, 0); 2];
+    let mut misses = Vec::new();
+    for (file, row) in &rows {
+        let (gold, answer) = (row["gold"].as_str().unwrap(), row["answer"].as_str().unwrap());
+        let expected = row["expected"].as_bool().unwrap();
+        if file.starts_with("hendrycks") {
+            assert_eq!(Equality::Exact.holds(gold, answer), expected, "{}", row["id"]);
+            continue;
+        }
+        let kind = |name: &str| row["match_types"].as_array().unwrap().iter().any(|t| t == name);
+        let sources = Sources { formulas: kind("latex"), numbers: kind("expr") };
+        let options = Options {
+            decimals: row["precision"].as_u64().unwrap_or(6) as u32,
+            relation_for_set: row["allow_set_relation_comp"].as_bool().unwrap_or(false),
+        };
+        let (right, all) = &mut counts[usize::from(expected)];
+        *all += 1;
+        if equivalent_texts(gold, answer, sources, &options) == expected {
+            *right += 1;
+        } else {
+            misses.push(format!("{} (expected {expected})", row["id"].as_str().unwrap()));
+        }
+    }
+    eprintln!("{} rows; misses:\n{}", rows.len(), misses.join("\n"));
+    for (right, all) in counts {
+        eprintln!("{right} of {all}");
+    }
+    for (right, all) in counts {
+        assert!(all > 0 && right * 10 >= all * 9, "{right} of {all}:\n{}", misses.join("\n"));
+    }
+}

@@ -1,0 +1,416 @@
+//! Forms of an answer's text: for comparing as a string, and for reading as mathematics.
+
+/// Operators and closing delimiters: commands that cannot start a factor.
+pub fn is_operator(command: &str) -> bool {
+    const OPERATORS: [&str; 42] = [
+        "\\cdot",
+        "\\times",
+        "\\ast",
+        "\\div",
+        "\\slash",
+        "\\pm",
+        "\\mp",
+        "\\cup",
+        "\\cap",
+        "\\setminus",
+        "\\backslash",
+        "\\leqslant",
+        "\\geqslant",
+        "\\leq",
+        "\\geq",
+        "\\le",
+        "\\ge",
+        "\\neq",
+        "\\ne",
+        "\\not",
+        "\\lt",
+        "\\gt",
+        "\\approx",
+        "\\simeq",
+        "\\in",
+        "\\notin",
+        "\\equiv",
+        "\\to",
+        "\\rightarrow",
+        "\\mapsto",
+        "\\mid",
+        "\\subset",
+        "\\subseteq",
+        "\\colon",
+        "\\end",
+        "\\rvert",
+        "\\rfloor",
+        "\\rceil",
+        "\\degree",
+        "\\prime",
+        "\\circ",
+        "\\over",
+    ];
+    OPERATORS.contains(&command)
+}
+
+/// The function that a LaTeX command stands for.
+pub fn latex_function(command: &str) -> Option<&str> {
+    let name = command.strip_prefix('\\')?;
+    match name {
+        "lg" => Some("log"),
+        "min" | "max" | "gcd" | "sinh" | "cosh" | "tanh" | "arcsin" | "arccos" | "arctan" => Some(name),
+        "sqrt" => None,
+        name => plain_function(name),
+    }
+}
+
+/// The function that a typed word stands for.
+pub fn plain_function(word: &str) -> Option<&str> {
+    const WORDS: [&str; 13] =
+        ["sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "ln", "log", "exp", "sqrt"];
+    WORDS.contains(&word).then_some(word)
+}
+
+/// Commands that only change how things look, with what they are replaced by. Order matters.
+const MARKUP: [(&str, &str); 48] = [
+    ("\\dfrac", "\\frac"),
+    ("\\tfrac", "\\frac"),
+    ("\\cfrac", "\\frac"),
+    ("\\dbinom", "\\binom"),
+    ("\\tbinom", "\\binom"),
+    ("\\left", ""),
+    ("\\right", ""),
+    ("\\Bigl", ""),
+    ("\\Bigr", ""),
+    ("\\bigl", ""),
+    ("\\bigr", ""),
+    ("\\Big", ""),
+    ("\\big", ""),
+    ("\\displaystyle", ""),
+    ("\\limits", ""),
+    ("\\qquad", " "),
+    ("\\quad", " "),
+    ("\\lbrace", "\\{"),
+    ("\\rbrace", "\\}"),
+    ("\\lbrack", "["),
+    ("\\rbrack", "]"),
+    ("\\vert", "|"),
+    ("\\ldots", "..."),
+    ("\\cdots", "..."),
+    ("\\dots", "..."),
+    ("\\bullet", "\\cdot"),
+    ("−", "-"),
+    ("–", "-"),
+    ("×", "\\times "),
+    ("·", "\\cdot "),
+    ("÷", "\\div "),
+    ("π", "\\pi "),
+    ("∞", "\\infty "),
+    ("≤", "\\le "),
+    ("≥", "\\ge "),
+    ("≠", "\\ne "),
+    ("≈", "\\approx "),
+    ("∪", "\\cup "),
+    ("∩", "\\cap "),
+    ("∈", "\\in "),
+    ("±", "\\pm "),
+    ("√", "\\sqrt "),
+    ("°", "^\\circ "),
+    ("²", "^2"),
+    ("³", "^3"),
+    ("∅", "\\emptyset "),
+    ("\u{a0}", " "),
+    ("\u{202f}", " "),
+];
+
+/// Commands that set words or upright letters; they become `\text`.
+const WORDS: [&str; 9] = [
+    "\\textnormal",
+    "\\textbf",
+    "\\textit",
+    "\\textrm",
+    "\\mbox",
+    "\\operatorname",
+    "\\mathrm",
+    "\\mathbf",
+    "\\mathit",
+];
+
+/// Words of measure that people write after a number without markup.
+const UNITS: [&str; 32] = [
+    "cm",
+    "mm",
+    "km",
+    "m",
+    "meters",
+    "metres",
+    "inches",
+    "feet",
+    "ft",
+    "miles",
+    "kg",
+    "g",
+    "grams",
+    "hours",
+    "hour",
+    "minutes",
+    "minute",
+    "seconds",
+    "days",
+    "years",
+    "degrees",
+    "dollars",
+    "cents",
+    "units",
+    "square units",
+    "cubic units",
+    "sq units",
+    "square",
+    "mph",
+    "km/h",
+    "people",
+    "ways",
+];
+
+/// Replaces the command `from` wherever it is not the start of a longer one.
+fn replace_command(text: &str, from: &str, to: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(at) = rest.find(from) {
+        let after = &rest[at + from.len()..];
+        out.push_str(&rest[..at]);
+        // `\quadx` is a slip of the pen for `\quad x`; elsewhere a longer name is another command.
+        let whole = !after.starts_with(|c: char| c.is_ascii_alphabetic())
+            || !from.ends_with(|c: char| c.is_ascii_alphabetic())
+            || from.ends_with("quad");
+        out.push_str(if whole { to } else { from });
+        rest = after;
+    }
+    out + rest
+}
+
+/// Escaped backslashes, as in text that went through JSON twice, become single ones, outside matrices.
+fn unescape(text: &str) -> String {
+    if text.contains("matrix}") || text.contains("array}") || text.contains("cases}") {
+        return text.to_owned();
+    }
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(at) = rest.find("\\\\") {
+        let after = &rest[at + 2..];
+        out.push_str(&rest[..at]);
+        out.push_str(if after.starts_with(|c: char| c.is_ascii_alphabetic() || c == '{') {
+            "\\"
+        } else {
+            " "
+        });
+        rest = after;
+    }
+    out + rest
+}
+
+/// Joins digit groups that are set with a thin space or a braced comma: `14{,}916`, `12,\! 000`, `1\,000`.
+fn join_groups(text: &str) -> String {
+    let mut out = text.replace("{,}", ",\\!");
+    for separator in [",\\! ", ",\\!", "\\,", "\\;"] {
+        let mut joined = String::with_capacity(out.len());
+        let mut rest = out.as_str();
+        while let Some(at) = rest.find(separator) {
+            let after = &rest[at + separator.len()..];
+            let digits = after.len() - after.trim_start_matches(|c: char| c.is_ascii_digit()).len();
+            joined.push_str(&rest[..at]);
+            let inside = digits == 3 && rest[..at].ends_with(|c: char| c.is_ascii_digit());
+            joined.push_str(if inside { "" } else { separator });
+            rest = after;
+        }
+        joined.push_str(rest);
+        out = joined;
+    }
+    out
+}
+
+/// `text` with one spelling for each thing: ready for [`super::parse::parse`].
+pub fn clean(text: &str) -> String {
+    let mut out = join_groups(&unescape(text.trim()));
+    out = out.replace("\\$", "").replace('$', "").replace("\\%", "%").replace(['\n', '\t', '\r'], " ");
+    for (from, to) in MARKUP {
+        if out.contains(from) {
+            out = replace_command(&out, from, to);
+        }
+    }
+    for space in ["\\!", "\\,", "\\;", "\\:", "\\ ", "~"] {
+        out = out.replace(space, " ");
+    }
+    for words in WORDS {
+        out = replace_command(&out, words, "\\text");
+    }
+    out = out
+        .replace("\\text{and}", ",")
+        .replace("\\text{or}", ",")
+        .replace("\\text{e}", "e")
+        .replace("\\text{i}", "i");
+    for word in
+        ["\\text{ and }", "\\text{ or }", "\\text{and }", "\\text{or }", "\\text{ and}", "\\text{ or}"]
+    {
+        out = out.replace(word, ",");
+    }
+    for (word, to) in [("and", ","), ("or", ","), ("percentage", "%"), ("percent", "%"), ("pct", "%")] {
+        out = replace_word(&out, word, to);
+    }
+    let out = out.trim().trim_end_matches(['.', ',', ':']).trim();
+    without_unit(out).to_owned()
+}
+
+/// Replaces `word` where it stands alone, that is between characters that are no letters.
+fn replace_word(text: &str, word: &str, to: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(at) = rest.find(word) {
+        let after = &rest[at + word.len()..];
+        out.push_str(&rest[..at]);
+        let letter = |c: char| c.is_alphabetic() || c == '\\' || c == '_';
+        let alone = !out.ends_with(letter) && !after.starts_with(letter);
+        out.push_str(if alone { to } else { word });
+        rest = after;
+    }
+    out + rest
+}
+
+/// `35 cm` is 35; a unit needs a number before it.
+fn without_unit(text: &str) -> &str {
+    for unit in UNITS {
+        if let Some(before) = text.strip_suffix(unit)
+            && let number = before.trim_end()
+            && number.len() < before.len()
+            && number.ends_with(|c: char| c.is_ascii_digit() || c == '}')
+        {
+            return number;
+        }
+    }
+    text
+}
+
+/// The text's letters and signs without markup for words, brackets around one choice, and white space.
+pub fn plain_form(text: &str) -> String {
+    let cleaned = clean(text);
+    let mut plain: String = cleaned.replace("\\text", "").chars().filter(|c| !c.is_whitespace()).collect();
+    while let Some(inner) = plain.strip_prefix('{').and_then(|p| p.strip_suffix('}')) {
+        if inner.contains(['{', '}']) {
+            break;
+        }
+        plain = inner.to_owned();
+    }
+    // `(C)` is the choice C.
+    if let Some(choice) = plain.strip_prefix('(').and_then(|p| p.strip_suffix(')'))
+        && choice.chars().count() == 1
+        && choice.starts_with(|c: char| c.is_ascii_uppercase())
+    {
+        plain = choice.to_owned();
+    }
+    if plain.chars().filter(|c| c.is_alphabetic()).count() > 1 && plain.chars().all(char::is_alphabetic) {
+        plain = plain.to_lowercase();
+    }
+    plain
+}
+
+/// The string form in which two answers are compared by `task.answer = "exact"`.
+///
+/// In the spirit of Hendrycks et al. 2021 (MATH): spellings are unified (`\tfrac12`, `1/2`, `.5`, `\$10`,
+/// `10\%`, `10\text{ units}`, `x = 10`), values are not: `4, 2` is not `2, 4`, and `2/4` is not `1/2`.
+pub fn exact_form(text: &str) -> String {
+    let mut out = text.replace('\n', "").replace("\\!", "").replace("\\\\", "\\");
+    for (from, to) in [("\\tfrac", "\\frac"), ("\\dfrac", "\\frac"), ("\\left", ""), ("\\right", "")] {
+        out = replace_command(&out, from, to);
+    }
+    for gone in ["^{\\circ}", "^\\circ", "\\$", "$", "\\%", "%"] {
+        out = out.replace(gone, "");
+    }
+    // Units stand at the end, after a space: `10\text{ cm}`.
+    if let Some((number, unit)) = out.rsplit_once("\\text{ ")
+        && !number.trim().is_empty()
+        && unit.trim_end_matches(['^', '2', '3']).ends_with('}')
+        && !unit.starts_with("or ")
+        && !unit.starts_with("and ")
+    {
+        out = number.to_owned();
+    }
+    // `k = 3` asks for k: the answer is 3.
+    if let Some((name, value)) = out.split_once('=')
+        && name.trim().chars().count() <= 2
+        && !value.contains('=')
+    {
+        out = value.to_owned();
+    }
+    let out = leading_zeros(&out);
+    let out: String = braced_arguments(&out).chars().filter(|c| !c.is_whitespace()).collect();
+    match out.split_once('/') {
+        _ if out == "0.5" => "\\frac{1}{2}".into(),
+        Some((a, b)) if integer(a) && integer(b) => format!("\\frac{{{a}}}{{{b}}}"),
+        _ => out,
+    }
+}
+
+fn integer(text: &str) -> bool {
+    let digits = text.strip_prefix('-').unwrap_or(text);
+    !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit())
+}
+
+/// `.5` is written `0.5`.
+fn leading_zeros(text: &str) -> String {
+    let mut out = String::with_capacity(text.len() + 4);
+    let mut before = None;
+    for c in text.chars() {
+        if c == '.' && !before.is_some_and(|b: char| b.is_ascii_digit()) {
+            out.push('0');
+        }
+        out.push(c);
+        before = Some(c);
+    }
+    out
+}
+
+/// `\frac12` and `\sqrt3` with their arguments in braces.
+fn braced_arguments(text: &str) -> String {
+    let mut out = String::with_capacity(text.len() + 8);
+    let mut rest = text;
+    while let Some(at) = rest.find('\\') {
+        out.push_str(&rest[..at]);
+        rest = &rest[at..];
+        let count = if rest.starts_with("\\frac") {
+            2
+        } else if rest.starts_with("\\sqrt") {
+            1
+        } else {
+            out.push('\\');
+            rest = &rest[1..];
+            continue;
+        };
+        out.push_str(&rest[..5]);
+        rest = &rest[5..];
+        for _ in 0..count {
+            rest = rest.trim_start();
+            if let Some(c) = rest.chars().next().filter(|c| c.is_alphanumeric()) {
+                out.push_str(&format!("{{{c}}}"));
+                rest = &rest[c.len_utf8()..];
+            } else if let Some(end) = closing_brace(rest) {
+                // An argument holds fractions of its own.
+                out.push_str(&format!("{{{}}}", braced_arguments(&rest[1..end - 1])));
+                rest = &rest[end..];
+            }
+        }
+    }
+    out + rest
+}
+
+/// One past the brace that closes the one at the start of `text`.
+fn closing_brace(text: &str) -> Option<usize> {
+    text.strip_prefix('{')?;
+    let mut depth = 0usize;
+    for (i, byte) in text.bytes().enumerate() {
+        match byte {
+            b'{' => depth += 1,
+            b'}' => depth = depth.checked_sub(1)?,
+            _ => {}
+        }
+        if depth == 0 {
+            return Some(i + 1);
+        }
+    }
+    None
+}
