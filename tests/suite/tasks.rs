@@ -51,7 +51,7 @@ fn gsm8k(train: &std::path::Path, validation: &std::path::Path) -> anyhow::Resul
     build(&TaskSettings {
         name: "gsm8k".into(),
         train_file: Some(train.into()),
-        validation_file: Some(validation.into()),
+        validation_files: vec![validation.into()],
         ..Default::default()
     })
 }
@@ -153,5 +153,46 @@ fn math_equiv_vectors_meet_the_targets() {
     }
     for (right, all) in counts {
         assert!(all > 0 && right * 10 >= all * 9, "{right} of {all}:\n{}", misses.join("\n"));
+    }
+}
+
+#[test]
+fn retool_vectors_every_gold_answer_earns_the_reward() {
+    use rloss::tasks::answer::Equality;
+    let (Some(dapo), Some(aime), Some(math)) =
+        (data::folder("dapo-math"), data::folder("aime"), data::folder("math"))
+    else {
+        return;
+    };
+    let files = [aime.join("aime-2025.jsonl"), aime.join("aime-2024.jsonl"), math.join("math-500.jsonl")];
+    for answer in [Equality::Exact, Equality::Equivalent] {
+        let task = build(&TaskSettings {
+            name: "retool".into(),
+            train_file: Some(dapo.join("integer-answer-prompts.jsonl.gz")),
+            validation_files: files.to_vec(),
+            answer,
+            ..Default::default()
+        })
+        .unwrap();
+        let sets = task.validation_sets();
+        let sizes: Vec<_> = sets.iter().map(|set| (set.name.as_str(), set.problems.len())).collect();
+        assert_eq!(sizes, [("aime_2025", 30), ("aime_2024", 30), ("math_500", 500)]);
+        let training = (0..200).map(|i| task.training_problem(0, i));
+        for problem in sets.iter().flat_map(|set| set.problems.clone()).chain(training) {
+            assert!(problem.messages[0].content.ends_with("\\boxed{'The final answer goes here.'}"));
+            let gold = problem.answer.as_str().unwrap();
+            let reward = |text: String, calls_answered| {
+                let messages = [Message::assistant("final", text)];
+                let transcript =
+                    Transcript { messages: &messages, outcome: Outcome::Finished, calls_answered };
+                task.reward(&problem, &transcript).unwrap()
+            };
+            assert_eq!(reward(format!("So it is $\\boxed{{{gold}}}$."), 2).value, 1.0, "{}", problem.id);
+            let wrong = reward(format!("So it is $\\boxed{{{gold} + 1}}$."), 0);
+            assert!(!wrong.success && wrong.value == -1.0, "{}", problem.id);
+            assert_eq!(reward(gold.into(), 1).value, -0.9);
+            assert_eq!(reward(String::new(), 3).value, -0.7);
+            assert_eq!(reward(String::new(), 9).value, -0.6);
+        }
     }
 }

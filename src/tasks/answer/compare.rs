@@ -88,9 +88,19 @@ impl Comparison<'_> {
         gold.len() == answer.len() && gold.iter().zip(answer).all(|(g, a)| self.same(g, a, true))
     }
 
+    /// Sets of answers: one that is written twice counts once.
     fn same_in_any_order(&self, gold: &[Expr], answer: &[Expr]) -> bool {
-        let mut open: Vec<&Expr> = answer.iter().collect();
-        gold.len() == answer.len()
+        let distinct = |items: &'_ [Expr]| {
+            let mut kept: Vec<Expr> = Vec::new();
+            items.iter().for_each(|e| {
+                if !kept.contains(e) {
+                    kept.push(e.clone())
+                }
+            });
+            kept
+        };
+        let (gold, mut open) = (distinct(gold), distinct(answer));
+        gold.len() == open.len()
             && gold.iter().all(|g| match open.iter().position(|a| self.same(g, a, true)) {
                 Some(found) => {
                     open.swap_remove(found);
@@ -125,6 +135,11 @@ impl Comparison<'_> {
         }
         match (value_of(gold), value_of(answer)) {
             (Some(x), Some(y)) => (!listed || g.first() == a.first()) && self.same(&x, &y, listed),
+            // `2 < x < 5` and `x \in (2, 5)`
+            (None, Some(y)) => interval_of(gold).is_some_and(|x| self.same(&x, &y, listed)),
+            (Some(x), None) if self.options.relation_for_set => {
+                interval_of(answer).is_some_and(|y| self.same(&x, &y, listed))
+            }
             _ => false,
         }
     }
@@ -191,8 +206,10 @@ impl Comparison<'_> {
         let decimal =
             [gold, answer].iter().any(|e| e.any(&|e| matches!(e, Expr::Number { decimal: true, .. })));
         let close = |g: Complex64, a: Complex64| {
-            let difference = (g - a).norm();
-            let size = g.norm().max(a.norm());
+            let (difference, size) = ((g - a).norm(), g.norm().max(a.norm()));
+            if !size.is_finite() {
+                return false;
+            }
             // A decimal may be rounded; but a small number is not 0, however it is rounded.
             let rounded = 0.5 * 10f64.powi(-(self.options.decimals as i32)) * (1.0 + 1e-9);
             difference <= ROUNDING * size

@@ -19,7 +19,7 @@ const FACTORIAL_MAX: u32 = 1_000;
 
 /// Functions with a value; any other name is a function one knows nothing about.
 pub fn is_known_function(name: &str) -> bool {
-    const KNOWN: [&str; 26] = [
+    const KNOWN: [&str; 22] = [
         "abs",
         "sqrt",
         "root",
@@ -42,10 +42,6 @@ pub fn is_known_function(name: &str) -> bool {
         "binom",
         "floor",
         "ceil",
-        "gcd",
-        "lcm",
-        "min",
-        "max",
     ];
     KNOWN.contains(&name)
 }
@@ -104,23 +100,6 @@ fn exact_call(name: &str, values: &[BigRational]) -> Option<BigRational> {
             let (one, steps) = (BigInt::one(), 0..k.min(n.saturating_sub(k)));
             let value = if k > n { BigInt::zero() } else { steps.fold(one, |v, i| v * (n - i) / (i + 1)) };
             small(BigRational::from_integer(value))
-        }
-        ("min", [first, rest @ ..]) => Some(rest.iter().fold(first, |a, b| a.min(b)).clone()),
-        ("max", [first, rest @ ..]) => Some(rest.iter().fold(first, |a, b| a.max(b)).clone()),
-        ("gcd" | "lcm", [first, rest @ ..]) if values.iter().all(BigRational::is_integer) => {
-            let gcd = |a: BigInt, b: BigInt| {
-                let (mut a, mut b) = (a.abs(), b.abs());
-                while !b.is_zero() {
-                    (a, b) = (b.clone(), a % b);
-                }
-                a
-            };
-            let value = rest.iter().try_fold(first.to_integer(), |a, b| {
-                let (b, g) = (b.to_integer(), gcd(a.clone(), b.to_integer()));
-                let lcm = if g.is_zero() { BigInt::zero() } else { (&a / &g) * &b };
-                small(BigRational::from_integer(if name == "gcd" { g } else { lcm })).map(|v| v.to_integer())
-            })?;
-            Some(BigRational::from_integer(value.abs()))
         }
         _ => None,
     }
@@ -265,7 +244,6 @@ fn power(base: Complex64, exponent: Complex64, exact: Option<BigRational>) -> Co
 }
 
 fn call(name: &str, values: &[Complex64]) -> Option<Complex64> {
-    let ints = |v: &[Complex64]| v.iter().map(|v| v.re as i64).collect::<Vec<_>>();
     Some(match (name, values) {
         ("abs", [x]) => x.norm().into(),
         ("sqrt", [x]) => x.sqrt(),
@@ -292,12 +270,6 @@ fn call(name: &str, values: &[Complex64]) -> Option<Complex64> {
         ("exp", [x]) => x.exp(),
         ("floor", [x]) if x.im == 0.0 => x.re.floor().into(),
         ("ceil", [x]) if x.im == 0.0 => x.re.ceil().into(),
-        ("min", [_, ..]) => values.iter().map(|v| v.re).fold(f64::INFINITY, f64::min).into(),
-        ("max", [_, ..]) => values.iter().map(|v| v.re).fold(f64::NEG_INFINITY, f64::max).into(),
-        // Of variables: symbolic, so only equal to themselves.
-        ("factorial", [x]) if x.re.fract() == 0.0 && (0.0..=170.0).contains(&x.re) => {
-            ints(&[*x]).first().map(|&n| (1..=n).map(|k| k as f64).product::<f64>())?.into()
-        }
         _ => return None,
     })
 }

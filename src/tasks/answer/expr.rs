@@ -141,7 +141,6 @@ impl Expr {
     /// Whether the expression names something, so that `name = value` gives a value: `x`, `f(x)`,
     /// `x_1`, `|AB|`, `AB`, `\frac{NO}{BO}`, `A:B`, `(p, q)`.
     pub fn is_name(&self) -> bool {
-        let capital = |e: &Expr| matches!(e, Expr::Symbol(s) if s.starts_with(|c: char| c.is_uppercase()));
         match self {
             Expr::Symbol(_) | Expr::Text(_) => true,
             Expr::Call(name, arguments) => match name.as_str() {
@@ -149,17 +148,17 @@ impl Expr {
                 name => !super::evaluate::is_known_function(name),
             },
             Expr::Tuple(_, items, _) | Expr::Ratio(items) => items.iter().all(Expr::is_name),
-            Expr::Product(factors) => match factors.as_slice() {
-                // `W(n)` reads as a product.
-                [Expr::Symbol(_), Expr::Symbol(_)] if !factors.iter().all(capital) => false,
-                factors => factors.iter().all(|f| match f {
-                    Expr::Reciprocal(f) => match &**f {
-                        Expr::Product(below) => below.iter().all(capital),
-                        f => capital(f),
-                    },
-                    f => capital(f),
-                }),
-            },
+            Expr::Product(_) => self.is_capitals(),
+            _ => false,
+        }
+    }
+
+    /// A product or quotient of capital letters: lengths, areas, ratios of them.
+    fn is_capitals(&self) -> bool {
+        match self {
+            Expr::Symbol(name) => name.starts_with(|c: char| c.is_uppercase()),
+            Expr::Reciprocal(below) => below.is_capitals(),
+            Expr::Product(factors) => factors.iter().all(Expr::is_capitals),
             _ => false,
         }
     }

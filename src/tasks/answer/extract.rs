@@ -15,6 +15,8 @@ pub struct Sources {
 const ANNOUNCEMENT: &str = "final answer is";
 /// How far after the announcement the answer may stand, in bytes.
 const ANNOUNCED_WITHIN: usize = 400;
+/// Most boxes or formulas that make up one answer.
+const JOINED_MAX: usize = 64;
 /// Longest text between two boxes that make up one answer.
 const GAP_MAX: usize = 40;
 
@@ -23,13 +25,17 @@ const GAP_MAX: usize = 40;
 /// Boxes or formulas joined by `and`, `or` or commas make up one list.
 pub fn answer(text: &str, sources: Sources) -> Option<String> {
     let announced = find_last_ignoring_case(text, ANNOUNCEMENT).and_then(|at| {
-        let end = (at + ANNOUNCED_WITHIN..).find(|&i| i >= text.len() || text.is_char_boundary(i))?;
-        let sentence = text.get(at..end.min(text.len()))?;
+        let sentence = text.get(at..text.ceil_char_boundary(at + ANNOUNCED_WITHIN))?;
         let found = candidates(sentence, sources);
         joined(sentence, &found, 0)
     });
     announced.or_else(|| if sources.formulas { boxes(text) } else { None }).or_else(|| {
         let found = candidates(text, sources);
+        // `\frac{10}{9}` alone is a formula without its dollar signs.
+        let bare = sources.formulas && text.contains('\\') && !found.iter().any(|c| c.formula);
+        if bare && super::parse::parse(&super::normalise::clean(text), true).is_some() {
+            return Some(text.to_owned());
+        }
         let mut first = found.len().checked_sub(1)?;
         while first > 0 && joins(text, &found[first - 1], &found[first]) {
             first -= 1;
@@ -47,7 +53,8 @@ fn find_last_ignoring_case(text: &str, words: &str) -> Option<usize> {
 fn boxes(text: &str) -> Option<String> {
     let (mut start, content) = last_boxed_at(text)?;
     let mut list = content.to_owned();
-    while let Some((before, content)) = last_boxed_at(&text[..start]) {
+    for _ in 1..JOINED_MAX {
+        let Some((before, content)) = last_boxed_at(&text[..start]) else { break };
         let end = before + text[before..start].find(content)? + content.len() + 1;
         let gap = text.get(end..start)?;
         let words: Vec<&str> =
@@ -80,7 +87,7 @@ fn joins(text: &str, left: &Candidate, right: &Candidate) -> bool {
 
 fn joined(text: &str, found: &[Candidate], first: usize) -> Option<String> {
     let mut list = found.get(first)?.content.clone();
-    for pair in found.get(first..)?.windows(2) {
+    for pair in found.get(first..)?.windows(2).take(JOINED_MAX) {
         let [left, right] = pair else { break };
         if !joins(text, left, right) {
             break;
@@ -114,6 +121,7 @@ fn formula(rest: &str) -> Option<(&str, usize)> {
         [("$$", "$$", true), ("\\[", "\\]", true), ("$", "$", false), ("\\(", "\\)", false)]
     {
         let Some(inside) = rest.strip_prefix(open) else { continue };
+        let inside = &inside[..inside.floor_char_boundary(super::ANSWER_BYTES_MAX)];
         let end = find_unescaped(inside, close)?;
         let content = inside.get(..end)?;
         // A formula within a line stays on it: a lone dollar sign is money.

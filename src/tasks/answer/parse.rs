@@ -212,15 +212,10 @@ impl<'a> Parser<'a> {
     }
 
     fn product(&mut self) -> Option<Expr> {
-        const TIMES: [&str; 5] = ["\\cdot", "\\times", "\\ast", "**", "*"];
+        const TIMES: [&str; 4] = ["\\cdot", "\\times", "\\ast", "*"];
         let mut factors = vec![self.power()?];
         loop {
-            if self.rest().trim_start().starts_with("**") {
-                self.take("**");
-                let base = factors.pop()?;
-                let exponent = self.nested(Self::signed_power)?;
-                factors.push(Expr::Power(Box::new(base), Box::new(exponent)));
-            } else if TIMES.iter().any(|token| self.take(token)) {
+            if TIMES.iter().any(|token| self.take(token)) {
                 factors.push(self.signed_power()?);
             } else if ["/", "\\div", "\\slash"].iter().any(|token| self.take(token)) {
                 factors.push(Expr::Reciprocal(Box::new(self.signed_power()?)));
@@ -292,6 +287,8 @@ impl<'a> Parser<'a> {
                         Expr::Power(Box::new(expr), Box::new(exponent))
                     }
                 }
+            } else if self.take("**") {
+                Expr::Power(Box::new(expr), Box::new(self.nested(Self::signed_power)?))
             } else if self.take("_") {
                 let index = self.argument()?;
                 match expr {
@@ -585,7 +582,7 @@ impl<'a> Parser<'a> {
                 let close = self.rest().find('}')? + 1;
                 self.at += close;
                 break;
-            } else if self.take("\\\\") {
+            } else if self.take(super::normalise::ROW_END) {
                 rows.push(Vec::new());
             } else if !self.take("&") {
                 let cell = self.statement()?;
