@@ -8,13 +8,14 @@
 
 mod compare;
 mod evaluate;
+mod exact;
 mod expr;
 mod extract;
 mod normalise;
 mod parse;
 
+pub use exact::exact_form;
 pub use extract::Sources;
-pub use normalise::exact_form;
 
 /// Longer answers are only compared as strings, in bytes.
 pub const ANSWER_BYTES_MAX: usize = 4_000;
