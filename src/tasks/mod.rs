@@ -114,7 +114,9 @@ pub struct TaskSettings {
     /// One of [`TASK_NAMES`].
     pub name: String,
     pub train_file: Option<PathBuf>,
-    /// Each file is one validation set; `gsm8k` has exactly one.
+    /// One validation set.
+    pub validation_file: Option<PathBuf>,
+    /// Further validation sets of `retool`, one a file.
     pub validation_files: Vec<PathBuf>,
     /// Only the first rows of the training file.
     pub train_rows_max: Option<usize>,
@@ -140,24 +142,24 @@ pub fn build(settings: &TaskSettings) -> Result<Box<dyn Task>> {
     Ok(match settings.name.as_str() {
         "arithmetic" => Box::new(Arithmetic::new(generated)),
         "arithmetic_single" => Box::new(ArithmeticSingle::new(generated)),
-        "gsm8k" => {
-            let [validation] = settings.validation_files.as_slice() else {
-                return Err(bad_input!(
-                    "task.validation_file: task `gsm8k` needs exactly one JSON-lines file there"
-                ));
-            };
-            Box::new(Gsm8k::load(
-                (train_file(settings)?, settings.train_rows_max),
-                (validation, settings.validation_rows_max),
-                settings.extraction,
+        "gsm8k" => Box::new(Gsm8k::load(
+            (needed(settings, &settings.train_file, "task.train_file")?, settings.train_rows_max),
+            (
+                needed(settings, &settings.validation_file, "task.validation_file")?,
+                settings.validation_rows_max,
+            ),
+            settings.extraction,
+        )?),
+        "retool" => {
+            let validation: Vec<PathBuf> =
+                settings.validation_file.iter().chain(&settings.validation_files).cloned().collect();
+            Box::new(Retool::load(
+                (needed(settings, &settings.train_file, "task.train_file")?, settings.train_rows_max),
+                (&validation, settings.validation_rows_max),
+                settings.answer,
+                settings.prompt,
             )?)
         }
-        "retool" => Box::new(Retool::load(
-            (train_file(settings)?, settings.train_rows_max),
-            (&settings.validation_files, settings.validation_rows_max),
-            settings.answer,
-            settings.prompt,
-        )?),
         other => {
             let known = TASK_NAMES.join(", ");
             return Err(bad_input!("task.name: unknown task `{other}`; choose one of {known}"));
@@ -165,11 +167,8 @@ pub fn build(settings: &TaskSettings) -> Result<Box<dyn Task>> {
     })
 }
 
-/// The training file, which tasks on files cannot do without.
-fn train_file(settings: &TaskSettings) -> Result<&Path> {
+/// The file under `key`, which the task cannot do without.
+fn needed<'a>(settings: &TaskSettings, file: &'a Option<PathBuf>, key: &str) -> Result<&'a Path> {
     let name = &settings.name;
-    settings
-        .train_file
-        .as_deref()
-        .ok_or_else(|| bad_input!("task.train_file: missing; task `{name}` needs a JSON-lines file there"))
+    file.as_deref().ok_or_else(|| bad_input!("{key}: missing; task `{name}` needs a JSON-lines file there"))
 }

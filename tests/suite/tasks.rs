@@ -51,7 +51,7 @@ fn gsm8k(train: &std::path::Path, validation: &std::path::Path) -> anyhow::Resul
     build(&TaskSettings {
         name: "gsm8k".into(),
         train_file: Some(train.into()),
-        validation_files: vec![validation.into()],
+        validation_file: Some(validation.into()),
         ..Default::default()
     })
 }
@@ -121,6 +121,40 @@ fn broken_rows_are_named_with_the_remedy() {
 }
 
 #[test]
+fn retool_files_are_checked_when_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path
+    };
+    let good = file("good.jsonl", r#"{"problem": "1+1?", "answer": 2}"#);
+    let load = |train: Option<std::path::PathBuf>, validation: Vec<std::path::PathBuf>| {
+        let settings = TaskSettings {
+            name: "retool".into(),
+            train_file: train,
+            validation_files: validation,
+            ..Default::default()
+        };
+        build(&settings).map(|task| task.validation_sets().len())
+    };
+    assert_eq!(load(Some(good.clone()), vec![]).unwrap(), 0);
+    assert_eq!(load(Some(good.clone()), vec![good.clone()]).unwrap(), 1);
+    let cut = file("cut.jsonl.gz", "no gzip");
+    let bad = file("bad.jsonl", r#"{"problem": "1+1?", "answer": [2]}"#);
+    let twin = file("good.json", r#"{"problem": "1+1?", "answer": "2"}"#);
+    for (train, validation, said) in [
+        (None, vec![], "task.train_file: missing"),
+        (Some(cut), vec![], "cut.jsonl.gz: cannot read"),
+        (Some(bad), vec![], "bad.jsonl: row 1: `answer` is neither"),
+        (Some(good.clone()), vec![good, twin], "a second set named `good`"),
+    ] {
+        let error = load(train, validation).unwrap_err();
+        assert!(error.is::<BadInput>() && error.to_string().contains(said), "{error}");
+    }
+}
+
+#[test]
 fn math_equiv_vectors_meet_the_targets() {
     use rloss::tasks::answer::{Equality, Options, Sources, equivalent_texts};
     let Some(rows) = data::jsonl_rows("math-equiv") else { return };
@@ -169,7 +203,8 @@ fn retool_vectors_every_gold_answer_earns_the_reward() {
         let task = build(&TaskSettings {
             name: "retool".into(),
             train_file: Some(dapo.join("integer-answer-prompts.jsonl.gz")),
-            validation_files: files.to_vec(),
+            validation_file: Some(files[0].clone()),
+            validation_files: files[1..].to_vec(),
             answer,
             ..Default::default()
         })

@@ -4,7 +4,7 @@ use super::Options;
 use super::evaluate::{Value, exact, value};
 use super::expr::{Expr, Relation};
 use num_complex::Complex64;
-use num_traits::ToPrimitive;
+use num_traits::{Signed, ToPrimitive};
 use std::cell::Cell;
 
 /// Points at which expressions with variables are compared, and how many of them must have a value.
@@ -296,16 +296,31 @@ fn interval_of(relation: &Expr) -> Option<Expr> {
     if !relations.iter().all(|r| matches!(r, Less | LessOrEqual)) {
         return None;
     }
+    let set = |open, low: Expr, high: Expr, close| Expr::Tuple(open, vec![low, high], close);
     match (terms.as_slice(), relations.as_slice()) {
         ([low, name, high], &[first, second]) if name.is_name() => {
-            Some(Expr::Tuple(open(first), vec![low.clone(), high.clone()], close(second)))
+            let inside = set(open(first), low.clone(), high.clone(), close(second));
+            if !is_abs(name) {
+                return Some(inside);
+            }
+            // 1 < |x| < 2 holds on both sides of 0.
+            let mirrored = set(open(second), high.clone().negative(), low.clone().negative(), close(first));
+            let positive = exact(low).is_some_and(|low| low.is_positive());
+            positive.then(|| Expr::SetOperation('∪', Box::new(mirrored), Box::new(inside)))
+        }
+        ([name, high], &[r]) if is_abs(name) => {
+            Some(set(open(r), high.clone().negative(), high.clone(), close(r)))
         }
         ([name, high], &[r]) if name.is_name() && !high.is_name() => {
-            Some(Expr::Tuple('(', vec![infinity.negative(), high.clone()], close(r)))
+            Some(set('(', infinity.negative(), high.clone(), close(r)))
         }
-        ([low, name], &[r]) if name.is_name() && !low.is_name() => {
-            Some(Expr::Tuple(open(r), vec![low.clone(), infinity], ')'))
+        ([low, name], &[r]) if name.is_name() && !low.is_name() && !is_abs(name) => {
+            Some(set(open(r), low.clone(), infinity, ')'))
         }
         _ => None,
     }
+}
+
+fn is_abs(expr: &Expr) -> bool {
+    matches!(expr, Expr::Call(name, _) if name == "abs")
 }
