@@ -133,11 +133,10 @@ const WORDS: [&str; 9] = [
 ];
 
 /// Words of measure that people write after a number without markup.
-const UNITS: [&str; 32] = [
+const UNITS: [&str; 30] = [
     "cm",
     "mm",
     "km",
-    "m",
     "meters",
     "metres",
     "inches",
@@ -145,7 +144,6 @@ const UNITS: [&str; 32] = [
     "ft",
     "miles",
     "kg",
-    "g",
     "grams",
     "hours",
     "hour",
@@ -185,7 +183,7 @@ pub(super) fn replace_command(text: &str, from: &str, to: &str) -> String {
     out + rest
 }
 
-/// Stands for `\\\\` between the rows of a matrix in cleaned text.
+/// Stands for a doubled backslash between the rows of a matrix in cleaned text.
 pub const ROW_END: &str = "¶";
 
 /// A doubled backslash ends a row in a matrix; elsewhere it is an escaped one, as in text that went

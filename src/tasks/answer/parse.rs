@@ -224,10 +224,20 @@ impl<'a> Parser<'a> {
             } else if ["/", "\\div", "\\slash"].iter().any(|token| self.take(token)) {
                 factors.push(Expr::Reciprocal(Box::new(self.signed_power()?)));
             } else if self.starts_factor() {
-                let next = self.power()?;
-                match mixed(factors.last(), &next) {
-                    Some(number) => *factors.last_mut()? = number,
-                    None => factors.push(next),
+                // `2 \frac{1}{3}` and `2 1/3` are two and a third; `2 3` says nothing.
+                let typed = self.rest().starts_with(|c: char| c.is_ascii_digit() || c == '.');
+                let set = self.rest().starts_with("\\frac");
+                let mut next = self.power()?;
+                if typed {
+                    self.take("/").then_some(())?;
+                    next = Expr::Product(vec![next, Expr::Reciprocal(Box::new(self.power()?))]);
+                }
+                match factors.last_mut() {
+                    Some(whole) if (typed || set) && is_whole(whole) && is_fraction(&next) => {
+                        *whole = Expr::Sum(vec![whole.clone(), next]);
+                    }
+                    _ if typed => return None,
+                    _ => factors.push(next),
                 }
             } else {
                 break;
@@ -315,16 +325,15 @@ impl<'a> Parser<'a> {
     }
 }
 
-/// `2 \frac{1}{3}` is two and a third: a whole number before a fraction of whole numbers.
-fn mixed(before: Option<&Expr>, next: &Expr) -> Option<Expr> {
-    let whole = |e: &Expr| matches!(e, Expr::Number { value, decimal: false } if value.is_integer());
-    let fraction = match next {
-        Expr::Product(parts) => match parts.as_slice() {
-            [above, Expr::Reciprocal(below)] => whole(above) && whole(below),
-            _ => false,
-        },
+fn is_whole(expr: &Expr) -> bool {
+    matches!(expr, Expr::Number { value, decimal: false } if value.is_integer())
+}
+
+/// A whole number over a whole number.
+fn is_fraction(expr: &Expr) -> bool {
+    let Expr::Product(parts) = expr else { return false };
+    match parts.as_slice() {
+        [above, Expr::Reciprocal(below)] => is_whole(above) && is_whole(below),
         _ => false,
-    };
-    (before.is_some_and(whole) && fraction)
-        .then(|| Expr::Sum(vec![before.cloned().unwrap_or(Expr::integer(0)), next.clone()]))
+    }
 }
