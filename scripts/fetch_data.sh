@@ -2,7 +2,7 @@
 # Fetches data sets from their official places into data/, the layout that recipes and tests expect.
 #
 #   scripts/fetch_data.sh                 GSM8K
-#   scripts/fetch_data.sh all             everything below
+#   scripts/fetch_data.sh all             all kinds
 #   scripts/fetch_data.sh KIND...         some of: gsm8k aime math dapo-math ifeval o200k
 #
 # DATA names another folder than data/. A file that is already there is left alone; delete it to fetch it again.
@@ -125,7 +125,7 @@ fetch_o200k() {
 }
 
 if [ $# -eq 0 ]; then set -- gsm8k; fi
-if [ "$*" = all ]; then set -- gsm8k aime math dapo-math ifeval o200k; fi
+if [ "$*" = all ]; then set -- gsm8k aime math ifeval o200k dapo-math; fi
 for kind in "$@"; do
     case $kind in
         gsm8k | aime | math | ifeval | o200k) "fetch_$kind" ;;

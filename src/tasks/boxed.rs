@@ -1,5 +1,8 @@
 //! `\boxed{…}` in a model's answer.
 
+/// A longer content is no answer, in bytes.
+const CONTENT_BYTES_MAX: usize = 4_000;
+
 /// The content of the last complete `\boxed{…}` of `text`, nested braces included.
 ///
 /// `\fbox{…}` and `\boxed 7` (one token without braces) count too. Escaped braces do not nest.
@@ -32,7 +35,7 @@ fn content(rest: &str) -> Option<&str> {
         }
     };
     let (mut depth, mut escaped) = (1usize, false);
-    for (i, byte) in inner.bytes().enumerate() {
+    for (i, byte) in inner.bytes().enumerate().take(CONTENT_BYTES_MAX) {
         match byte {
             _ if escaped => escaped = false,
             b'\\' => escaped = true,

@@ -1,15 +1,18 @@
 //! A task: prompts, environment turns, reward.
 
+pub mod answer;
 mod arithmetic;
 mod arithmetic_single;
 pub mod boxed;
 pub mod gsm8k;
 pub mod number;
+pub mod retool;
 pub mod rows;
 
 pub use arithmetic::{Arithmetic, VALIDATION_PROBLEMS};
 pub use arithmetic_single::ArithmeticSingle;
 pub use gsm8k::Gsm8k;
+pub use retool::Retool;
 
 use crate::bad_input;
 use crate::harmony::Message;
@@ -111,16 +114,24 @@ pub struct TaskSettings {
     /// One of [`TASK_NAMES`].
     pub name: String,
     pub train_file: Option<PathBuf>,
+    /// One validation set.
     pub validation_file: Option<PathBuf>,
+    /// Further validation sets of `retool`, one a file.
+    pub validation_files: Vec<PathBuf>,
     /// Only the first rows of the training file.
     pub train_rows_max: Option<usize>,
     /// Only the first rows of each validation file, or held-out problems of a generated task.
     pub validation_rows_max: Option<usize>,
+    /// Where `gsm8k` looks for the answer.
     pub extraction: gsm8k::Extraction,
+    /// How `retool` compares answers.
+    pub answer: answer::Equality,
+    /// How `retool` asks for the answer.
+    pub prompt: retool::PromptForm,
 }
 
 /// The tasks that [`build`] knows.
-pub const TASK_NAMES: [&str; 3] = ["arithmetic", "arithmetic_single", "gsm8k"];
+pub const TASK_NAMES: [&str; 4] = ["arithmetic", "arithmetic_single", "gsm8k", "retool"];
 
 /// The task that `settings` describe, its files read and checked.
 ///
@@ -132,13 +143,23 @@ pub fn build(settings: &TaskSettings) -> Result<Box<dyn Task>> {
         "arithmetic" => Box::new(Arithmetic::new(generated)),
         "arithmetic_single" => Box::new(ArithmeticSingle::new(generated)),
         "gsm8k" => Box::new(Gsm8k::load(
-            (needed(&settings.train_file, "task.train_file", "gsm8k")?, settings.train_rows_max),
+            (needed(settings, &settings.train_file, "task.train_file")?, settings.train_rows_max),
             (
-                needed(&settings.validation_file, "task.validation_file", "gsm8k")?,
+                needed(settings, &settings.validation_file, "task.validation_file")?,
                 settings.validation_rows_max,
             ),
             settings.extraction,
         )?),
+        "retool" => {
+            let validation: Vec<PathBuf> =
+                settings.validation_file.iter().chain(&settings.validation_files).cloned().collect();
+            Box::new(Retool::load(
+                (needed(settings, &settings.train_file, "task.train_file")?, settings.train_rows_max),
+                (&validation, settings.validation_rows_max),
+                settings.answer,
+                settings.prompt,
+            )?)
+        }
         other => {
             let known = TASK_NAMES.join(", ");
             return Err(bad_input!("task.name: unknown task `{other}`; choose one of {known}"));
@@ -147,6 +168,7 @@ pub fn build(settings: &TaskSettings) -> Result<Box<dyn Task>> {
 }
 
 /// The file under `key`, which the task cannot do without.
-fn needed<'a>(file: &'a Option<PathBuf>, key: &str, task: &str) -> Result<&'a Path> {
-    file.as_deref().ok_or_else(|| bad_input!("{key}: missing; task `{task}` needs a JSON-lines file there"))
+fn needed<'a>(settings: &TaskSettings, file: &'a Option<PathBuf>, key: &str) -> Result<&'a Path> {
+    let name = &settings.name;
+    file.as_deref().ok_or_else(|| bad_input!("{key}: missing; task `{name}` needs a JSON-lines file there"))
 }

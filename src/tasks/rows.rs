@@ -3,15 +3,18 @@
 use crate::bad_input;
 use crate::random::{Purpose, stream};
 use anyhow::Result;
+use flate2::read::MultiGzDecoder;
 use rand::seq::SliceRandom;
 use serde_json::Value;
+use std::io::Read;
 use std::path::Path;
 use std::sync::Mutex;
 
 /// How many broken rows one error lists.
 const BROKEN_ROWS_SHOWN: usize = 10;
 
-/// Reads the first `rows_max` rows of `path` (JSON lines; blank lines are skipped), each through `parse`.
+/// Reads the first `rows_max` rows of `path` (JSON lines, gzipped if it ends in `.gz`; blank lines are
+/// skipped), each through `parse`.
 ///
 /// `form` shows the user what a row looks like; `parse` says in a few words what is wrong with one.
 ///
@@ -25,7 +28,7 @@ pub fn read<T>(
     parse: impl Fn(&Value) -> Result<T, String>,
 ) -> Result<Vec<T>> {
     let place = path.display();
-    let bytes = std::fs::read(path).map_err(|e| {
+    let bytes = bytes(path).map_err(|e| {
         bad_input!("{place}: cannot read the rows: {e}; name an existing JSON-lines file, one {form} a line")
     })?;
     let lines = bytes.split(|&b| b == b'\n').enumerate();
@@ -49,6 +52,17 @@ pub fn read<T>(
         return Err(bad_input!("{place}: no rows; give at least one line of the form {form}"));
     }
     Ok(rows)
+}
+
+/// The file's content, unpacked.
+fn bytes(path: &Path) -> std::io::Result<Vec<u8>> {
+    let packed = std::fs::read(path)?;
+    if path.extension().is_none_or(|e| e != "gz") {
+        return Ok(packed);
+    }
+    let mut plain = Vec::new();
+    MultiGzDecoder::new(packed.as_slice()).read_to_end(&mut plain)?;
+    Ok(plain)
 }
 
 /// The text under `key`, which must be there and not blank.

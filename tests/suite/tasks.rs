@@ -119,3 +119,115 @@ fn broken_rows_are_named_with_the_remedy() {
     let unknown = build(&TaskSettings { name: "gsm9k".into(), ..Default::default() }).err().unwrap();
     assert!(unknown.is::<BadInput>() && unknown.to_string().contains("arithmetic_single"));
 }
+
+#[test]
+fn retool_files_are_checked_when_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path
+    };
+    let good = file("good.jsonl", r#"{"problem": "1+1?", "answer": 2}"#);
+    let load = |train: Option<std::path::PathBuf>, validation: Vec<std::path::PathBuf>| {
+        let settings = TaskSettings {
+            name: "retool".into(),
+            train_file: train,
+            validation_files: validation,
+            ..Default::default()
+        };
+        build(&settings).map(|task| task.validation_sets().len())
+    };
+    assert_eq!(load(Some(good.clone()), vec![]).unwrap(), 0);
+    assert_eq!(load(Some(good.clone()), vec![good.clone()]).unwrap(), 1);
+    let cut = file("cut.jsonl.gz", "no gzip");
+    let bad = file("bad.jsonl", r#"{"problem": "1+1?", "answer": [2]}"#);
+    let twin = file("good.json", r#"{"problem": "1+1?", "answer": "2"}"#);
+    for (train, validation, said) in [
+        (None, vec![], "task.train_file: missing"),
+        (Some(cut), vec![], "cut.jsonl.gz: cannot read"),
+        (Some(bad), vec![], "bad.jsonl: row 1: `answer` is neither"),
+        (Some(good.clone()), vec![good, twin], "a second set named `good`"),
+    ] {
+        let error = load(train, validation).unwrap_err();
+        assert!(error.is::<BadInput>() && error.to_string().contains(said), "{error}");
+    }
+}
+
+#[test]
+fn math_equiv_vectors_meet_the_targets() {
+    use rloss::tasks::answer::{Equality, Options, Sources, equivalent_texts};
+    let Some(rows) = data::jsonl_rows("math-equiv") else { return };
+    let mut counts = [(0, 0); 2];
+    let mut misses = Vec::new();
+    for (file, row) in &rows {
+        let (gold, answer) = (row["gold"].as_str().unwrap(), row["answer"].as_str().unwrap());
+        let expected = row["expected"].as_bool().unwrap();
+        if file.starts_with("hendrycks") {
+            assert_eq!(Equality::Exact.holds(gold, answer), expected, "{}", row["id"]);
+            continue;
+        }
+        let kind = |name: &str| row["match_types"].as_array().unwrap().iter().any(|t| t == name);
+        let sources = Sources { formulas: kind("latex"), numbers: kind("expr") };
+        let options = Options {
+            decimals: row["precision"].as_u64().unwrap_or(6) as u32,
+            relation_for_set: row["allow_set_relation_comp"].as_bool().unwrap_or(false),
+        };
+        let (right, all) = &mut counts[usize::from(expected)];
+        *all += 1;
+        if equivalent_texts(gold, answer, sources, &options) == expected {
+            *right += 1;
+        } else {
+            misses.push(format!("{} (expected {expected})", row["id"].as_str().unwrap()));
+        }
+    }
+    eprintln!("{} rows; misses:\n{}", rows.len(), misses.join("\n"));
+    for (right, all) in counts {
+        eprintln!("{right} of {all}");
+    }
+    for (right, all) in counts {
+        assert!(all > 0 && right * 10 >= all * 9, "{right} of {all}:\n{}", misses.join("\n"));
+    }
+}
+
+#[test]
+fn retool_vectors_every_gold_answer_earns_the_reward() {
+    use rloss::tasks::answer::Equality;
+    let (Some(dapo), Some(aime), Some(math)) =
+        (data::folder("dapo-math"), data::folder("aime"), data::folder("math"))
+    else {
+        return;
+    };
+    let files = [aime.join("aime-2025.jsonl"), aime.join("aime-2024.jsonl"), math.join("math-500.jsonl")];
+    for answer in [Equality::Exact, Equality::Equivalent] {
+        let task = build(&TaskSettings {
+            name: "retool".into(),
+            train_file: Some(dapo.join("integer-answer-prompts.jsonl.gz")),
+            validation_file: Some(files[0].clone()),
+            validation_files: files[1..].to_vec(),
+            answer,
+            ..Default::default()
+        })
+        .unwrap();
+        let sets = task.validation_sets();
+        let sizes: Vec<_> = sets.iter().map(|set| (set.name.as_str(), set.problems.len())).collect();
+        assert_eq!(sizes, [("aime_2025", 30), ("aime_2024", 30), ("math_500", 500)]);
+        let training = (0..200).map(|i| task.training_problem(0, i));
+        for problem in sets.iter().flat_map(|set| set.problems.clone()).chain(training) {
+            assert!(problem.messages[0].content.ends_with("\\boxed{'The final answer goes here.'}"));
+            let gold = problem.answer.as_str().unwrap();
+            let reward = |text: String, calls_answered| {
+                let messages = [Message::assistant("final", text)];
+                let transcript =
+                    Transcript { messages: &messages, outcome: Outcome::Finished, calls_answered };
+                task.reward(&problem, &transcript).unwrap()
+            };
+            assert_eq!(reward(format!("So it is $\\boxed{{{gold}}}$."), 2).value, 1.0, "{}", problem.id);
+            let wrong = reward(format!("So it is $\\boxed{{{gold} + 1}}$."), 0);
+            assert!(!wrong.success && wrong.value == -1.0, "{}", problem.id);
+            assert_eq!(reward(gold.into(), 1).value, -0.9);
+            assert_eq!(reward(String::new(), 3).value, -0.7);
+            assert_eq!(reward(String::new(), 9).value, -0.6);
+        }
+    }
+}

@@ -1,0 +1,326 @@
+//! Whether two expressions are the same answer.
+
+use super::Options;
+use super::evaluate::{Value, exact, value};
+use super::expr::{Expr, Relation};
+use num_complex::Complex64;
+use num_traits::{Signed, ToPrimitive};
+use std::cell::Cell;
+
+/// Points at which expressions with variables are compared, and how many of them must have a value.
+const POINTS: u64 = 8;
+const POINTS_NEEDED: usize = 3;
+/// Relative difference of values that are equal but for rounding.
+const ROUNDING: f64 = 1e-10;
+/// Comparisons of single values for one answer; a hostile answer ends here as unequal.
+const COMPARISONS_MAX: usize = 20_000;
+
+/// Whether `answer` is the same answer as `gold`.
+pub fn same(gold: &Expr, answer: &Expr, options: &Options) -> bool {
+    let comparison = Comparison { options, left: Cell::new(COMPARISONS_MAX) };
+    comparison.same(&spread_signs(gold), &spread_signs(answer), false)
+}
+
+/// `1 ± √2` becomes the list of its two values.
+fn spread_signs(expr: &Expr) -> Expr {
+    let spread = |items: &[Expr]| items.iter().flat_map(Expr::signs).collect();
+    match expr {
+        Expr::List(items) => Expr::List(spread(items)),
+        Expr::Set(items) => Expr::Set(spread(items)),
+        other => {
+            let mut signs = other.signs();
+            if signs.len() == 1 { signs.remove(0) } else { Expr::List(signs) }
+        }
+    }
+}
+
+struct Comparison<'a> {
+    options: &'a Options,
+    left: Cell<usize>,
+}
+
+impl Comparison<'_> {
+    /// `listed`: the two stand in a list, where `x = 1` and `y = 1` are different answers.
+    fn same(&self, gold: &Expr, answer: &Expr, listed: bool) -> bool {
+        use Expr::*;
+        match self.left.get().checked_sub(1) {
+            Some(left) => self.left.set(left),
+            None => return false,
+        }
+        match (gold, answer) {
+            (List(g) | Set(g), List(a) | Set(a)) => self.same_in_any_order(g, a),
+            (Tuple(open, g, close), Tuple(o, a, c)) => (open, close) == (o, c) && self.same_in_order(g, a),
+            // `(1, 3)` and `1, 3`
+            (Tuple('(', g, ')'), List(a)) | (List(g), Tuple('(', a, ')')) => self.same_in_order(g, a),
+            (Relation(..), Relation(..)) => self.same_relations(gold, answer, listed),
+            (Relation(..), _) => {
+                let readings = [value_of(gold), interval_of(gold)];
+                readings.into_iter().flatten().any(|g| self.same(&g, answer, listed))
+            }
+            (_, Relation(..)) => {
+                let interval = if self.options.relation_for_set { interval_of(answer) } else { None };
+                [value_of(answer), interval].into_iter().flatten().any(|a| self.same(gold, &a, listed))
+            }
+            (Percent(g), Percent(a)) => self.same(g, a, listed),
+            // `28\%` is written 28 or 0.28.
+            (Percent(g), a) => self.same(g, a, listed) || self.same_values(gold, a),
+            (g, Percent(a)) => self.same(g, a, listed) || self.same_values(g, answer),
+            (SetOperation('∪', ..), SetOperation('∪', ..)) => {
+                self.same_in_any_order(&pieces(gold), &pieces(answer))
+            }
+            (SetOperation(g, g1, g2), SetOperation(a, a1, a2)) => {
+                g == a && self.same(g1, a1, listed) && self.same(g2, a2, listed)
+            }
+            (Ratio(g), Ratio(a)) => self.same_ratios(g, a),
+            (Ratio(g), a) if g.len() == 2 => self.same(&quotient(g), a, listed),
+            (g, Ratio(a)) if a.len() == 2 => self.same(g, &quotient(a), listed),
+            // `\{5\}` and 5
+            (Set(one), other) if one.len() == 1 => self.same_values(&one[0], other),
+            (other, Set(one)) if one.len() == 1 => self.same_values(other, &one[0]),
+            (List(_) | Set(_) | Tuple(..) | SetOperation(..) | Ratio(_), _) => false,
+            (_, List(_) | Set(_) | Tuple(..) | SetOperation(..) | Ratio(_)) => false,
+            (Text(g), Text(a)) => g == a,
+            _ => self.same_values(gold, answer),
+        }
+    }
+
+    fn same_in_order(&self, gold: &[Expr], answer: &[Expr]) -> bool {
+        gold.len() == answer.len() && gold.iter().zip(answer).all(|(g, a)| self.same(g, a, true))
+    }
+
+    /// Sets of answers: one that is written twice counts once.
+    fn same_in_any_order(&self, gold: &[Expr], answer: &[Expr]) -> bool {
+        let distinct = |items: &'_ [Expr]| {
+            let mut kept: Vec<Expr> = Vec::new();
+            items.iter().for_each(|e| {
+                if !kept.contains(e) {
+                    kept.push(e.clone())
+                }
+            });
+            kept
+        };
+        let (gold, mut open) = (distinct(gold), distinct(answer));
+        gold.len() == open.len()
+            && gold.iter().all(|g| match open.iter().position(|a| self.same(g, a, true)) {
+                Some(found) => {
+                    open.swap_remove(found);
+                    true
+                }
+                None => false,
+            })
+    }
+
+    fn same_ratios(&self, gold: &[Expr], answer: &[Expr]) -> bool {
+        let ([g1, gs @ ..], [a1, others @ ..]) = (gold, answer) else { return false };
+        let cross = |x: &Expr, y: &Expr| Expr::Product(vec![x.clone(), y.clone()]);
+        let zero =
+            |e: &Expr| exact(e).is_some_and(|v| v == num_rational::BigRational::from_integer(0.into()));
+        if gold.iter().chain(answer).any(zero) {
+            return self.same_in_order(gold, answer);
+        }
+        gs.len() == others.len()
+            && gs.iter().zip(others).all(|(g, a)| self.same_values(&cross(g, a1), &cross(a, g1)))
+    }
+
+    fn same_relations(&self, gold: &Expr, answer: &Expr, listed: bool) -> bool {
+        let (Expr::Relation(g, gold_signs), Expr::Relation(a, answer_signs)) = (gold, answer) else {
+            return false;
+        };
+        let flipped: Vec<Expr> = a.iter().rev().cloned().collect();
+        let flipped_signs: Vec<Relation> = answer_signs.iter().rev().map(|r| r.flipped()).collect();
+        if self.same_chains(g, gold_signs, a, answer_signs)
+            || self.same_chains(g, gold_signs, &flipped, &flipped_signs)
+        {
+            return true;
+        }
+        match (value_of(gold), value_of(answer)) {
+            (Some(x), Some(y)) => (!listed || g.first() == a.first()) && self.same(&x, &y, listed),
+            // `2 < x < 5` and `x \in (2, 5)`
+            (None, Some(y)) => interval_of(gold).is_some_and(|x| self.same(&x, &y, listed)),
+            (Some(x), None) if self.options.relation_for_set => {
+                interval_of(answer).is_some_and(|y| self.same(&x, &y, listed))
+            }
+            _ => false,
+        }
+    }
+
+    /// Chains are the same link by link: `a < b` as `k·(a − b) < 0` with k > 0, equations with any k.
+    fn same_chains(
+        &self,
+        gold: &[Expr],
+        gold_signs: &[Relation],
+        answer: &[Expr],
+        signs: &[Relation],
+    ) -> bool {
+        gold.len() == answer.len()
+            && (0..gold_signs.len()).all(|i| {
+                let (Some([g1, g2]), Some([a1, a2])) = (gold.get(i..i + 2), answer.get(i..i + 2)) else {
+                    return false;
+                };
+                let (Some(&g), Some(&a)) = (gold_signs.get(i), signs.get(i)) else { return false };
+                let aligned = g == a && self.same(g1, a1, true) && self.same(g2, a2, true);
+                let turned = a.flipped() == g && g.is_inequality();
+                let scaled = match g {
+                    Relation::Equal | Relation::NotEqual => g == a,
+                    _ => g.is_inequality() && (g == a || turned),
+                };
+                aligned
+                    || (scaled && self.proportional((g1, g2), (a1, a2), g.is_inequality().then_some(!turned)))
+            })
+    }
+
+    /// Whether `g1 − g2` is a constant multiple of `a1 − a2`, of the given sign if one is given.
+    fn proportional(&self, gold: (&Expr, &Expr), answer: (&Expr, &Expr), positive: Option<bool>) -> bool {
+        let difference = |(x, y): (&Expr, &Expr)| Expr::Sum(vec![x.clone(), y.clone().negative()]);
+        let (gold, answer) = (difference(gold), difference(answer));
+        if !gold.has_variables() || !answer.has_variables() {
+            return false;
+        }
+        let mut factor: Option<Complex64> = None;
+        let mut points = 0;
+        for point in 0..POINTS {
+            let (Some(Value::Scalar(g)), Some(Value::Scalar(a))) =
+                (value(&gold, point), value(&answer, point))
+            else {
+                continue;
+            };
+            if a.norm() < 1e-9 || g.norm() < 1e-9 {
+                continue;
+            }
+            let k = *factor.get_or_insert(g / a);
+            if (g - k * a).norm() > 1e-8 * g.norm()
+                || positive.is_some_and(|p| (k.re > 0.0) != p || k.im.abs() > 1e-9)
+            {
+                return false;
+            }
+            points += 1;
+        }
+        points >= POINTS_NEEDED
+    }
+
+    /// Whether two expressions (no lists, no relations) have the same value.
+    fn same_values(&self, gold: &Expr, answer: &Expr) -> bool {
+        if let (Expr::Matrix(g), Expr::Matrix(a)) = (gold, answer) {
+            return g.len() == a.len() && g.iter().zip(a).all(|(g, a)| self.same_in_order(g, a));
+        }
+        let decimal =
+            [gold, answer].iter().any(|e| e.any(&|e| matches!(e, Expr::Number { decimal: true, .. })));
+        let close = |g: Complex64, a: Complex64| {
+            let (difference, size) = ((g - a).norm(), g.norm().max(a.norm()));
+            if !size.is_finite() {
+                return false;
+            }
+            // A decimal may be rounded; but a small number is not 0, however it is rounded.
+            let rounded = 0.5 * 10f64.powi(-(self.options.decimals as i32)) * (1.0 + 1e-9);
+            difference <= ROUNDING * size
+                || difference <= 1e-13
+                || (decimal && difference <= rounded.min(0.05 * size))
+        };
+        if let (Some(g), Some(a)) = (exact(gold), exact(answer)) {
+            let floats = g.to_f64().zip(a.to_f64());
+            return g == a || (decimal && floats.is_some_and(|(g, a)| close(g.into(), a.into())));
+        }
+        let symbolic = gold.has_variables() || answer.has_variables();
+        let mut points = 0;
+        for point in 0..if symbolic { POINTS } else { 1 } {
+            let equal = match (value(gold, point), value(answer, point)) {
+                (None, None) => continue,
+                (Some(Value::Scalar(g)), Some(Value::Scalar(a))) => close(g, a),
+                (Some(Value::Matrix(g)), Some(Value::Matrix(a))) => {
+                    let row = |(g, a): (&Vec<Complex64>, &Vec<Complex64>)| {
+                        g.len() == a.len() && g.iter().zip(a).all(|(&g, &a)| close(g, a))
+                    };
+                    g.len() == a.len() && g.iter().zip(&a).all(row)
+                }
+                _ => false,
+            };
+            if !equal {
+                return false;
+            }
+            points += 1;
+        }
+        points >= if symbolic { POINTS_NEEDED } else { 1 }
+    }
+}
+
+fn quotient(parts: &[Expr]) -> Expr {
+    let mut factors: Vec<Expr> = parts.iter().take(1).cloned().collect();
+    factors.extend(parts.iter().skip(1).map(|below| Expr::Reciprocal(Box::new(below.clone()))));
+    Expr::Product(factors)
+}
+
+/// The sets that a union joins.
+fn pieces(expr: &Expr) -> Vec<Expr> {
+    match expr {
+        Expr::SetOperation('∪', left, right) => [pieces(left), pieces(right)].concat(),
+        other => vec![other.clone()],
+    }
+}
+
+/// What `x = 3`, `f(1) = 2 + 1 = 3`, `x \approx 3` or `x \in S` says its left side is.
+fn value_of(relation: &Expr) -> Option<Expr> {
+    let Expr::Relation(terms, relations) = relation else { return None };
+    match (terms.as_slice(), relations.as_slice()) {
+        ([name, set], [Relation::In]) if name.is_name() => return Some(set.clone()),
+        ([name, number], [Relation::Approximately]) if name.is_name() => return Some(number.clone()),
+        _ => {}
+    }
+    // What comes after `\approx` is only near the value.
+    let exact_terms =
+        relations.iter().position(|&r| r == Relation::Approximately).map_or(terms.len(), |i| i + 1);
+    if !relations.iter().take(exact_terms - 1).all(|&r| r == Relation::Equal) {
+        return None;
+    }
+    match terms.get(..exact_terms)? {
+        [value] => Some(value.clone()),
+        [name, value] if name.is_name() => Some(value.clone()),
+        [before, value] => (!before.has_variables() && !value.has_variables()).then(|| value.clone()),
+        [.., value] => Some(value.clone()),
+        [] => None,
+    }
+}
+
+/// The set of `x` for which `2 < x \le 5` or `x > 5` holds.
+fn interval_of(relation: &Expr) -> Option<Expr> {
+    use Relation::{Greater, GreaterOrEqual, Less, LessOrEqual};
+    let Expr::Relation(terms, relations) = relation else { return None };
+    let (mut terms, mut relations) = (terms.clone(), relations.clone());
+    let falling = |r: &Relation| matches!(r, Greater | GreaterOrEqual);
+    if relations.iter().all(falling) {
+        terms.reverse();
+        relations = relations.iter().rev().map(|r| r.flipped()).collect();
+    }
+    let infinity = Expr::symbol("\\infty");
+    let open = |r: Relation| if r == Less { '(' } else { '[' };
+    let close = |r: Relation| if r == Less { ')' } else { ']' };
+    if !relations.iter().all(|r| matches!(r, Less | LessOrEqual)) {
+        return None;
+    }
+    let set = |open, low: Expr, high: Expr, close| Expr::Tuple(open, vec![low, high], close);
+    match (terms.as_slice(), relations.as_slice()) {
+        ([low, name, high], &[first, second]) if name.is_name() => {
+            let inside = set(open(first), low.clone(), high.clone(), close(second));
+            if !is_abs(name) {
+                return Some(inside);
+            }
+            // 1 < |x| < 2 holds on both sides of 0.
+            let mirrored = set(open(second), high.clone().negative(), low.clone().negative(), close(first));
+            let positive = exact(low).is_some_and(|low| low.is_positive());
+            positive.then(|| Expr::SetOperation('∪', Box::new(mirrored), Box::new(inside)))
+        }
+        ([name, high], &[r]) if is_abs(name) => {
+            Some(set(open(r), high.clone().negative(), high.clone(), close(r)))
+        }
+        ([name, high], &[r]) if name.is_name() && !high.is_name() => {
+            Some(set('(', infinity.negative(), high.clone(), close(r)))
+        }
+        ([low, name], &[r]) if name.is_name() && !low.is_name() && !is_abs(name) => {
+            Some(set(open(r), low.clone(), infinity, ')'))
+        }
+        _ => None,
+    }
+}
+
+fn is_abs(expr: &Expr) -> bool {
+    matches!(expr, Expr::Call(name, _) if name == "abs")
+}

@@ -1,0 +1,112 @@
+//! The form of an answer that is compared as a string.
+
+use super::normalise::replace_command;
+
+/// The string form in which two answers are compared by `task.answer = "exact"`.
+///
+/// In the spirit of Hendrycks et al. 2021 (MATH): spellings are unified (`\tfrac12`, `1/2`, `.5`, `\$10`,
+/// `10\%`, `10\text{ units}`, `x = 10`), values are not: `4, 2` is not `2, 4`, and `2/4` is not `1/2`.
+pub fn exact_form(text: &str) -> String {
+    if text.len() > super::ANSWER_BYTES_MAX {
+        return text.trim().to_owned();
+    }
+    let mut out = text.replace('\n', "").replace("\\!", "").replace("\\\\", "\\");
+    for (from, to) in [("\\tfrac", "\\frac"), ("\\dfrac", "\\frac"), ("\\left", ""), ("\\right", "")] {
+        out = replace_command(&out, from, to);
+    }
+    for gone in ["^{\\circ}", "^\\circ", "\\$", "$", "\\%", "%"] {
+        out = out.replace(gone, "");
+    }
+    // Units stand at the end, after a space: `10\text{ cm}`.
+    if let Some((number, unit)) = out.rsplit_once("\\text{ ")
+        && !number.trim().is_empty()
+        && unit.trim_end_matches(['^', '2', '3']).ends_with('}')
+        && !unit.starts_with("or ")
+        && !unit.starts_with("and ")
+    {
+        out = number.to_owned();
+    }
+    // `k = 3` asks for k: the answer is 3.
+    if let Some((name, value)) = out.split_once('=')
+        && name.trim().chars().count() <= 2
+        && !value.contains('=')
+    {
+        out = value.to_owned();
+    }
+    let out = leading_zeros(&out);
+    let out: String = braced_arguments(&out).chars().filter(|c| !c.is_whitespace()).collect();
+    match out.split_once('/') {
+        _ if out == "0.5" => "\\frac{1}{2}".into(),
+        Some((a, b)) if integer(a) && integer(b) => format!("\\frac{{{a}}}{{{b}}}"),
+        _ => out,
+    }
+}
+
+fn integer(text: &str) -> bool {
+    let digits = text.strip_prefix('-').unwrap_or(text);
+    !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit())
+}
+
+/// `.5` is written `0.5`.
+fn leading_zeros(text: &str) -> String {
+    let mut out = String::with_capacity(text.len() + 4);
+    let mut before = None;
+    for c in text.chars() {
+        if c == '.' && !before.is_some_and(|b: char| b.is_ascii_digit()) {
+            out.push('0');
+        }
+        out.push(c);
+        before = Some(c);
+    }
+    out
+}
+
+/// `\frac12` and `\sqrt3` with their arguments in braces.
+fn braced_arguments(text: &str) -> String {
+    let mut out = String::with_capacity(text.len() + 8);
+    let mut rest = text;
+    while let Some(at) = rest.find('\\') {
+        out.push_str(&rest[..at]);
+        rest = &rest[at..];
+        let count = if rest.starts_with("\\frac") {
+            2
+        } else if rest.starts_with("\\sqrt") {
+            1
+        } else {
+            out.push('\\');
+            rest = &rest[1..];
+            continue;
+        };
+        out.push_str(&rest[..5]);
+        rest = &rest[5..];
+        for _ in 0..count {
+            rest = rest.trim_start();
+            if let Some(c) = rest.chars().next().filter(|c| c.is_alphanumeric()) {
+                out.push_str(&format!("{{{c}}}"));
+                rest = &rest[c.len_utf8()..];
+            } else if let Some(end) = closing_brace(rest) {
+                // An argument holds fractions of its own.
+                out.push_str(&format!("{{{}}}", braced_arguments(&rest[1..end - 1])));
+                rest = &rest[end..];
+            }
+        }
+    }
+    out + rest
+}
+
+/// One past the brace that closes the one at the start of `text`.
+fn closing_brace(text: &str) -> Option<usize> {
+    text.strip_prefix('{')?;
+    let mut depth = 0usize;
+    for (i, byte) in text.bytes().enumerate() {
+        match byte {
+            b'{' => depth += 1,
+            b'}' => depth = depth.checked_sub(1)?,
+            _ => {}
+        }
+        if depth == 0 {
+            return Some(i + 1);
+        }
+    }
+    None
+}

@@ -1,0 +1,180 @@
+//! What an answer says, as a tree.
+
+use num_rational::BigRational;
+
+/// A mathematical expression, or a structure of several.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Expr {
+    /// An exact number; `decimal` when it was written with a decimal point and so may be rounded.
+    Number {
+        value: BigRational,
+        decimal: bool,
+    },
+    /// A variable or a constant, such as `x`, `\alpha`, `\pi`.
+    Symbol(String),
+    /// Words: `\text{even}`; beside a number they are units and are dropped.
+    Text(String),
+    Sum(Vec<Expr>),
+    Product(Vec<Expr>),
+    Negative(Box<Expr>),
+    Reciprocal(Box<Expr>),
+    Power(Box<Expr>, Box<Expr>),
+    /// `±x` (`true`) or `∓x` (`false`); all signs of an answer turn together.
+    PlusMinus(bool, Box<Expr>),
+    /// A function of its arguments, known or not; subscripted names are functions of their subscript.
+    Call(String, Vec<Expr>),
+    Percent(Box<Expr>),
+    /// `(a, b]`: a tuple, a point or an interval, by its brackets.
+    Tuple(char, Vec<Expr>, char),
+    /// `\{a, b\}`: the order does not matter.
+    Set(Vec<Expr>),
+    /// `a, b`: several answers without brackets around them.
+    List(Vec<Expr>),
+    /// Union, intersection, difference.
+    SetOperation(char, Box<Expr>, Box<Expr>),
+    /// `a < b = c`: one relation more than there are operators.
+    Relation(Vec<Expr>, Vec<Relation>),
+    /// `a : b : c`
+    Ratio(Vec<Expr>),
+    Matrix(Vec<Vec<Expr>>),
+}
+
+/// How two sides of a relation stand to each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Relation {
+    Equal,
+    NotEqual,
+    Approximately,
+    Less,
+    LessOrEqual,
+    Greater,
+    GreaterOrEqual,
+    In,
+    /// Congruence, divisibility, arrows: only compared, never used.
+    Other(char),
+}
+
+impl Relation {
+    /// The relation seen from the other side.
+    pub fn flipped(self) -> Self {
+        match self {
+            Relation::Less => Relation::Greater,
+            Relation::LessOrEqual => Relation::GreaterOrEqual,
+            Relation::Greater => Relation::Less,
+            Relation::GreaterOrEqual => Relation::LessOrEqual,
+            other => other,
+        }
+    }
+
+    pub fn is_inequality(self) -> bool {
+        self.flipped() != self
+    }
+}
+
+impl Expr {
+    pub fn integer(value: i64) -> Self {
+        Expr::Number { value: BigRational::from_integer(value.into()), decimal: false }
+    }
+
+    pub fn negative(self) -> Self {
+        Expr::Negative(Box::new(self))
+    }
+
+    pub fn symbol(name: &str) -> Self {
+        Expr::Symbol(name.to_owned())
+    }
+
+    /// The direct parts of the expression.
+    pub fn parts(&self) -> Vec<&Expr> {
+        match self {
+            Expr::Number { .. } | Expr::Symbol(_) | Expr::Text(_) => vec![],
+            Expr::Sum(items) | Expr::Product(items) | Expr::Call(_, items) | Expr::Tuple(_, items, _) => {
+                items.iter().collect()
+            }
+            Expr::Set(items) | Expr::List(items) | Expr::Ratio(items) | Expr::Relation(items, _) => {
+                items.iter().collect()
+            }
+            Expr::Negative(a) | Expr::Reciprocal(a) | Expr::Percent(a) | Expr::PlusMinus(_, a) => vec![a],
+            Expr::Power(a, b) | Expr::SetOperation(_, a, b) => vec![a, b],
+            Expr::Matrix(rows) => rows.iter().flatten().collect(),
+        }
+    }
+
+    /// The expression with `change` applied to its direct parts.
+    pub fn map(&self, change: &mut impl FnMut(&Expr) -> Expr) -> Expr {
+        let mut all = |items: &[Expr]| items.iter().map(&mut *change).collect::<Vec<_>>();
+        match self {
+            Expr::Number { .. } | Expr::Symbol(_) | Expr::Text(_) => self.clone(),
+            Expr::Sum(items) => Expr::Sum(all(items)),
+            Expr::Product(items) => Expr::Product(all(items)),
+            Expr::Call(name, items) => Expr::Call(name.clone(), all(items)),
+            Expr::Tuple(open, items, close) => Expr::Tuple(*open, all(items), *close),
+            Expr::Set(items) => Expr::Set(all(items)),
+            Expr::List(items) => Expr::List(all(items)),
+            Expr::Ratio(items) => Expr::Ratio(all(items)),
+            Expr::Relation(items, relations) => Expr::Relation(all(items), relations.clone()),
+            Expr::Matrix(rows) => Expr::Matrix(rows.iter().map(|row| all(row)).collect()),
+            Expr::Negative(a) => Expr::Negative(Box::new(change(a))),
+            Expr::Reciprocal(a) => Expr::Reciprocal(Box::new(change(a))),
+            Expr::Percent(a) => Expr::Percent(Box::new(change(a))),
+            Expr::PlusMinus(sign, a) => Expr::PlusMinus(*sign, Box::new(change(a))),
+            Expr::Power(a, b) => Expr::Power(Box::new(change(a)), Box::new(change(b))),
+            Expr::SetOperation(op, a, b) => Expr::SetOperation(*op, Box::new(change(a)), Box::new(change(b))),
+        }
+    }
+
+    /// Whether the expression or a part of it satisfies `test`.
+    pub fn any(&self, test: &impl Fn(&Expr) -> bool) -> bool {
+        test(self) || self.parts().into_iter().any(|part| part.any(test))
+    }
+
+    /// Whether a variable or an unknown function occurs (π, e and i are constants).
+    pub fn has_variables(&self) -> bool {
+        self.any(&|e| match e {
+            Expr::Symbol(name) => !matches!(name.as_str(), "\\pi" | "e" | "i"),
+            Expr::Call(name, _) => !super::evaluate::is_known_function(name),
+            Expr::Text(_) => true,
+            _ => false,
+        })
+    }
+
+    /// Whether the expression names something, so that `name = value` gives a value: `x`, `f(x)`,
+    /// `x_1`, `|AB|`, `AB`, `\frac{NO}{BO}`, `A:B`, `(p, q)`.
+    pub fn is_name(&self) -> bool {
+        match self {
+            Expr::Symbol(_) | Expr::Text(_) => true,
+            Expr::Call(name, arguments) => match name.as_str() {
+                "abs" => arguments.iter().all(Expr::is_name),
+                name => !super::evaluate::is_known_function(name),
+            },
+            Expr::Tuple(_, items, _) | Expr::Ratio(items) => items.iter().all(Expr::is_name),
+            Expr::Product(_) => self.is_capitals(),
+            _ => false,
+        }
+    }
+
+    /// A product or quotient of capital letters: lengths, areas, ratios of them.
+    fn is_capitals(&self) -> bool {
+        match self {
+            Expr::Symbol(name) => name.starts_with(|c: char| c.is_uppercase()),
+            Expr::Reciprocal(below) => below.is_capitals(),
+            Expr::Product(factors) => factors.iter().all(Expr::is_capitals),
+            _ => false,
+        }
+    }
+
+    /// Every reading of the answer's `±` signs: two if there are any, else one.
+    pub fn signs(&self) -> Vec<Expr> {
+        if !self.any(&|e| matches!(e, Expr::PlusMinus(..))) {
+            return vec![self.clone()];
+        }
+        fn turned(e: &Expr, up: bool) -> Expr {
+            match e {
+                Expr::PlusMinus(sign, a) if *sign == up => turned(a, up),
+                Expr::PlusMinus(_, a) => turned(a, up).negative(),
+                e => e.map(&mut |part| turned(part, up)),
+            }
+        }
+        vec![turned(self, true), turned(self, false)]
+    }
+}

@@ -1,0 +1,347 @@
+//! Whether an answer is right: as a string, or as mathematics.
+//!
+//! An answer is cleaned, read into a tree and compared by structure (lists, tuples, intervals, sets,
+//! relations, matrices) and by value: exactly where it is rational, else at pseudo-random points.
+//! Text is only read, never executed, and length, depth and the size of numbers are bounded, so
+//! that no answer can hang the grader. Parsers of LaTeX exist as libraries, but they reject what
+//! models really write (units, words, `\frac12`, lists), so the reader is this project's own.
+
+mod compare;
+mod evaluate;
+mod exact;
+mod expr;
+mod extract;
+mod normalise;
+mod parse;
+
+pub use exact::exact_form;
+pub use extract::Sources;
+
+/// Longer answers are only compared as strings, in bytes.
+pub const ANSWER_BYTES_MAX: usize = 4_000;
+/// Longer texts are searched for an answer only at their end, in bytes.
+pub const TEXT_BYTES_MAX: usize = 20_000;
+
+/// How answers are compared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Equality {
+    /// As strings, after spellings are unified ([`exact_form`]).
+    Exact,
+    /// As mathematics ([`equivalent`]).
+    #[default]
+    Equivalent,
+}
+
+impl Equality {
+    /// Whether `answer` equals `gold`; both are bare answers, such as the content of `\boxed{}`.
+    pub fn holds(self, gold: &str, answer: &str) -> bool {
+        match self {
+            Equality::Exact => exact_form(gold) == exact_form(answer),
+            Equality::Equivalent => equivalent(gold, answer, &Options::default()),
+        }
+    }
+}
+
+/// What [`equivalent`] accepts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Options {
+    /// Decimals to which a number written with a decimal point must agree.
+    pub decimals: u32,
+    /// Whether `2 < x < 5` answers a question whose gold answer is `(2, 5)`. The other way round it always does.
+    pub relation_for_set: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { decimals: 6, relation_for_set: false }
+    }
+}
+
+/// Whether two bare answers are mathematically equal.
+pub fn equivalent(gold: &str, answer: &str, options: &Options) -> bool {
+    if gold.len().max(answer.len()) > ANSWER_BYTES_MAX {
+        return gold.trim() == answer.trim();
+    }
+    let plain = normalise::plain_form(gold);
+    if !plain.is_empty() && plain == normalise::plain_form(answer) {
+        return true;
+    }
+    let (gold, answer) = (normalise::clean(gold), normalise::clean(answer));
+    // `1,234` is a number or two: either reading may hold, but the same on both sides.
+    [true, false].into_iter().any(|thousands| {
+        match (parse::parse(&gold, thousands), parse::parse(&answer, thousands)) {
+            (Some(gold), Some(answer)) => compare::same(&gold, &answer, options),
+            _ => false,
+        }
+    })
+}
+
+/// Whether the answers that two running texts give are mathematically equal; false when either gives none.
+pub fn equivalent_texts(gold: &str, answer: &str, sources: Sources, options: &Options) -> bool {
+    match (extract::answer(end_of(gold), sources), extract::answer(end_of(answer), sources)) {
+        (Some(gold), Some(answer)) => equivalent(&gold, &answer, options),
+        _ => false,
+    }
+}
+
+/// The last [`TEXT_BYTES_MAX`] bytes of `text`, from a character's start.
+fn end_of(text: &str) -> &str {
+    &text[text.ceil_char_boundary(text.len().saturating_sub(TEXT_BYTES_MAX))..]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::{Purpose, stream};
+    use rand::Rng;
+    use rand::seq::IndexedRandom;
+
+    fn equal(gold: &str, answer: &str) -> bool {
+        equivalent(gold, answer, &Options::default())
+    }
+
+    #[test]
+    fn different_writings_of_one_answer_are_equal() {
+        for (gold, answer) in [
+            ("1/2", "\\frac12"),
+            ("0.5", "\\dfrac{1}{2}"),
+            ("1\\frac{1}{2}", "\\frac{3}{2}"),
+            ("1 1/2", "3/2"),
+            ("2(1/2)", "1"),
+            ("0.\\overline{3}", "1/3"),
+            ("12,345", "12345"),
+            ("12{,}345", "12\\,345"),
+            ("(1,234)", "(1, 234)"),
+            ("2\\sqrt{2}", "\\sqrt{8}"),
+            ("\\frac{1}{\\sqrt{2}}", "\\frac{\\sqrt{2}}{2}"),
+            ("x^2+2x+1", "(x+1)^2"),
+            ("\\sin 2x", "2\\sin x\\cos x"),
+            ("\\log_2 8", "3"),
+            ("\\binom{5}{2}", "10"),
+            ("5!", "120"),
+            ("2^{100}", "1267650600228229401496703205376"),
+            ("\\lfloor 3.7 \\rfloor", "3"),
+            ("|{-3}|", "3"),
+            ("\\sqrt[3]{-8}", "-2"),
+            ("3+4i", "4i+3"),
+            ("\\{1,2,3\\}", "\\{3,2,1\\}"),
+            ("1 \\pm \\sqrt{2}", "1-\\sqrt2, 1+\\sqrt2"),
+            ("(-\\infty, 3] \\cup (5, \\infty)", "(5,+\\infty)\\cup(-\\infty,3]"),
+            ("x \\le 3", "3 \\ge x"),
+            ("2x - 4y = 6", "x - 2y = 3"),
+            ("y = 2x + 1", "2x + 1"),
+            ("|x| < 3", "(-3, 3)"),
+            ("1 \\le |x| < 2", "(-2, -1] \\cup [1, 2)"),
+            ("x \\in [1,2]", "[1,2]"),
+            ("50\\%", "0.5"),
+            ("15\\text{ cm}^2", "15"),
+            ("\\$12.50", "12.5"),
+            ("90^\\circ", "90"),
+            ("\\text{Monday}", "monday"),
+            ("(\\text{C})", "C"),
+            ("\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}", "\\begin{bmatrix}1&2\\\\3&4\\end{bmatrix}"),
+            ("3:4", "6:8"),
+            ("f(x) = x+1", "1+x"),
+            ("10^{100}", "10^{99} \\cdot 10"),
+            ("2**10", "1024"),
+            ("π/2", "\\frac{\\pi}{2}"),
+        ] {
+            assert!(equal(gold, answer), "{gold} = {answer}");
+            // An inequality is no answer where the set itself is asked for.
+            assert!(equal(answer, gold) || gold.contains(['<', '|']), "{answer} = {gold}");
+        }
+    }
+
+    #[test]
+    fn different_answers_are_not_equal() {
+        for (gold, answer) in [
+            ("1/2", "1/3"),
+            ("1/3", "0.33"),
+            ("0", "0.0000001"),
+            ("12345678901234567890", "12345678901234567891"),
+            ("2^{1000}", "2^{1000}+1"),
+            ("2^{2008}-2", "0.6"),
+            ("2^{3000}", "2^{3001}"),
+            ("\\sqrt{2}", "1.41"),
+            ("\\sqrt{x^2}", "x"),
+            ("x+1", "y+1"),
+            ("(1,2)", "(2,1)"),
+            ("(1,2)", "[1,2]"),
+            ("[1,2]", "[1,2)"),
+            ("1,2", "1,2,3"),
+            ("1,2,3", "1,2"),
+            ("1,2", "12"),
+            ("\\{1,2\\}", "(1,2)"),
+            ("x < 3", "x > 3"),
+            ("|x| < 3", "(-\\infty, 3)"),
+            ("(-3, 3)", "-3 < x < 3"),
+            ("x < 3", "x \\le 3"),
+            ("x = 3", "x = 4"),
+            ("x = 1, y = 2", "x = 2, y = 1"),
+            ("\\pm 3", "3"),
+            ("12:00", "1:00"),
+            ("\\text{Monday}", "\\text{Tuesday}"),
+            ("A", "B"),
+            ("5", ""),
+            ("5", "five?"),
+            ("5", "x"),
+            ("5", "5x"),
+            ("5", "1 5"),
+            ("5", "1 5 5"),
+            ("2 m", "2 n"),
+            ("5", "0/0"),
+            ("5", "1/0"),
+            ("0", "1/0"),
+            ("101_2", "101_3"),
+            ("\\infty", "-\\infty"),
+            ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1&2\\end{pmatrix}"),
+            ("x^2 = 4", "4"),
+            ("1 = 1", "2 = 2x"),
+        ] {
+            assert!(!equal(gold, answer), "{gold} ≠ {answer}");
+        }
+    }
+
+    #[test]
+    fn exact_unifies_spelling_but_not_value() {
+        let exact = |gold, answer| Equality::Exact.holds(gold, answer);
+        assert!(exact("\\frac{1}{2}", "\\dfrac12"));
+        assert!(exact("\\frac{\\sqrt{3}}{2}", "\\frac{\\sqrt3}2"));
+        assert!(exact("34", " 34 "));
+        assert!(!exact("1/2", "2/4"));
+        assert!(!exact("34", "34.0"));
+        assert!(!exact("5\\text{ or }6", "5"));
+    }
+
+    /// Answers that would take for ever, or the stack, if they were computed.
+    #[test]
+    fn hostile_answers_end_as_unequal() {
+        let towers =
+            ["10^{10^{10^{10}}}", "9^{9^{9^{9}}}", "(10^{10^8})!", "\\binom{10^9}{10^8}", "2^{-99999999}"];
+        let towers = towers.map(String::from);
+        let open = [
+            "(",
+            "{",
+            "\\frac{",
+            "\\sqrt{",
+            "|",
+            "x^{",
+            "-",
+            "\\{",
+            "[",
+            "\\left(",
+            "2**",
+            "\\sin ",
+            "\\begin{pmatrix}",
+        ];
+        let deep = open.map(|open| open.repeat(3_900 / open.len()));
+        let closed = [
+            format!("{}1{}", "(".repeat(1_900), ")".repeat(1_900)),
+            "1+".repeat(1_900) + "1",
+            "x!".repeat(1_900),
+        ];
+        let pairs =
+            ["2^{16000}".repeat(400), vec!["2^{9999}+3^{9999}"; 200].join(","), "\\boxed{".repeat(500)];
+        for answer in towers.iter().chain(&deep).chain(&closed).chain(&pairs) {
+            assert!(!equal("7", answer), "{answer:.40}");
+            assert!(!equal(&format!("1, {answer}"), "1, 7"), "{answer:.40}");
+            equivalent_texts(answer, answer, Sources { formulas: true, numbers: true }, &Options::default());
+            Equality::Exact.holds("7", answer);
+        }
+    }
+
+    /// Pieces of answers, whole and broken.
+    const PIECES: [&str; 64] = [
+        "1",
+        "23",
+        "4.5",
+        ",",
+        ";",
+        ".",
+        ":",
+        "x",
+        "y",
+        "AB",
+        "e",
+        "i",
+        "+",
+        "-",
+        "*",
+        "/",
+        "=",
+        "<",
+        ">=",
+        "!=",
+        "^",
+        "_",
+        "!",
+        "%",
+        "'",
+        "(",
+        ")",
+        "[",
+        "]",
+        "{",
+        "}",
+        "\\{",
+        "\\}",
+        "|",
+        "\\frac",
+        "\\sqrt",
+        "\\sqrt[",
+        "\\pm",
+        "\\in",
+        "\\cup",
+        "\\cdot",
+        "\\text{",
+        "\\text{ and }",
+        "\\left",
+        "\\right",
+        "\\pi",
+        "\\infty",
+        "\\begin{pmatrix}",
+        "\\end{pmatrix}",
+        "&",
+        "\\\\",
+        "\\sum",
+        "\\log",
+        "\\boxed{",
+        "\\overline{",
+        "$",
+        "\\$",
+        "\\(",
+        "\\)",
+        " ",
+        "\n",
+        "é",
+        "∞",
+        "final answer is",
+    ];
+
+    /// No text makes the reader panic, and every text equals itself when it says anything.
+    #[test]
+    fn any_text_can_be_compared() {
+        let sources = Sources { formulas: true, numbers: true };
+        let mut rng = stream(11, Purpose::Evaluation, &[]);
+        for _ in 0..60_000 {
+            let length = rng.random_range(1..14);
+            let text: String = (0..length).filter_map(|_| PIECES.choose(&mut rng).copied()).collect();
+            assert!(equal(&text, &text) || normalise::plain_form(&text).is_empty(), "{text}");
+            equal("\\frac{1}{2}", &text);
+            equal(&text, "x=1");
+            extract::answer(&text, sources);
+            Equality::Exact.holds(&text, "1");
+            crate::tasks::gsm8k::extract(&text, Default::default());
+            crate::tasks::retool::PromptForm::Boxed.extract(&text);
+            crate::tasks::retool::PromptForm::AnswerLine.extract(&format!("Answer:{text}"));
+        }
+        for _ in 0..20_000 {
+            let length = rng.random_range(0..24);
+            let text: String = (0..length).map(|_| rng.random::<char>()).collect();
+            equal("1", &text);
+            extract::answer(&text, sources);
+            crate::tasks::gsm8k::extract(&text, Default::default());
+        }
+    }
+}

@@ -1,0 +1,339 @@
+//! Reads an answer in LaTeX, or as people type mathematics, into an [`Expr`].
+//!
+//! Tolerant where markup varies (`\frac12`, `\dfrac{1}{2}`, `1/2`), but what it does not understand
+//! gives `None`: the caller then has only the text to compare. Nothing is ever executed.
+
+mod atom;
+
+use super::expr::{Expr, Relation};
+use super::normalise;
+use atom::command;
+
+/// Brackets, arguments and exponents inside each other; deeper text is not read.
+const DEPTH_MAX: usize = 48;
+
+/// Reads `text`, cleaned by [`normalise::clean`].
+///
+/// `thousands`: whether `1,234` is one number (or else a list of two).
+pub fn parse(text: &str, thousands: bool) -> Option<Expr> {
+    let mut parser = Parser { text, at: 0, depth: 0, bars: 0, thousands };
+    let expr = parser.groups()?;
+    parser.skip_space();
+    (parser.at == text.len()).then_some(expr)
+}
+
+struct Parser<'a> {
+    text: &'a str,
+    at: usize,
+    depth: usize,
+    /// Open `|`.
+    bars: usize,
+    thousands: bool,
+}
+
+/// Longer writings stand before those they begin with.
+const RELATIONS: [(&str, Relation); 30] = [
+    ("\\leqslant", Relation::LessOrEqual),
+    ("\\geqslant", Relation::GreaterOrEqual),
+    ("\\leq", Relation::LessOrEqual),
+    ("\\geq", Relation::GreaterOrEqual),
+    ("\\le", Relation::LessOrEqual),
+    ("\\ge", Relation::GreaterOrEqual),
+    ("<=", Relation::LessOrEqual),
+    (">=", Relation::GreaterOrEqual),
+    ("\\neq", Relation::NotEqual),
+    ("\\ne", Relation::NotEqual),
+    ("\\not=", Relation::NotEqual),
+    ("!=", Relation::NotEqual),
+    ("\\lt", Relation::Less),
+    ("\\gt", Relation::Greater),
+    ("<", Relation::Less),
+    (">", Relation::Greater),
+    ("\\approx", Relation::Approximately),
+    ("\\simeq", Relation::Approximately),
+    ("==", Relation::Equal),
+    (":=", Relation::Equal),
+    ("=", Relation::Equal),
+    ("\\in", Relation::In),
+    ("\\notin", Relation::Other('n')),
+    ("\\equiv", Relation::Other('m')),
+    ("\\to", Relation::Other('t')),
+    ("\\rightarrow", Relation::Other('t')),
+    ("\\mapsto", Relation::Other('t')),
+    ("\\mid", Relation::Other('|')),
+    ("\\subset", Relation::Other('s')),
+    ("\\subseteq", Relation::Other('s')),
+];
+
+/// A list of one is that one.
+fn list(mut items: Vec<Expr>) -> Option<Expr> {
+    match items.len() {
+        0 => None,
+        1 => items.pop(),
+        _ => Some(Expr::List(items)),
+    }
+}
+
+impl<'a> Parser<'a> {
+    fn rest(&self) -> &'a str {
+        &self.text[self.at..]
+    }
+
+    fn skip_space(&mut self) {
+        self.at = self.text.len() - self.rest().trim_start().len();
+    }
+
+    /// The next character after white space.
+    fn peek(&mut self) -> Option<char> {
+        self.skip_space();
+        self.rest().chars().next()
+    }
+
+    /// Takes `token` when it is next; a command is not taken out of a longer one.
+    fn take(&mut self, token: &str) -> bool {
+        self.skip_space();
+        let Some(after) = self.rest().strip_prefix(token) else { return false };
+        let letter = |c: char| c.is_ascii_alphabetic();
+        let longer = token.len() > 1 && token.ends_with(letter) && after.starts_with(letter);
+        if !longer {
+            self.at += token.len();
+        }
+        !longer
+    }
+
+    fn take_any<T: Copy>(&mut self, tokens: &[(&str, T)]) -> Option<T> {
+        tokens.iter().find(|(token, _)| self.take(token)).map(|&(_, meaning)| meaning)
+    }
+
+    fn nested<T>(&mut self, inner: impl FnOnce(&mut Self) -> Option<T>) -> Option<T> {
+        if self.depth == DEPTH_MAX {
+            return None;
+        }
+        self.depth += 1;
+        let (bars, result) = (std::mem::take(&mut self.bars), inner(self));
+        self.bars = bars;
+        self.depth -= 1;
+        result
+    }
+
+    /// `a, b; c, d`: groups of lists.
+    fn groups(&mut self) -> Option<Expr> {
+        let mut groups = vec![self.items()?];
+        while self.take(";") {
+            groups.push(self.items()?);
+        }
+        groups.retain(|items| !items.is_empty());
+        match groups.len() {
+            1 => list(groups.remove(0)),
+            _ => list(groups.into_iter().filter_map(list).collect()),
+        }
+    }
+
+    /// Statements between commas; an empty place, as in `1, 2, , 3`, is passed over.
+    fn items(&mut self) -> Option<Vec<Expr>> {
+        let mut items = Vec::new();
+        loop {
+            while self.take(",") {}
+            match self.peek() {
+                None | Some(';' | ')' | ']' | '}') => return Some(items),
+                _ if self.rest().starts_with("\\}") => return Some(items),
+                _ => items.push(self.statement()?),
+            }
+            if !self.take(",") {
+                return Some(items);
+            }
+        }
+    }
+
+    fn statement(&mut self) -> Option<Expr> {
+        let (mut terms, mut relations) = (vec![self.ratio()?], Vec::new());
+        while let Some(relation) = self.take_any(&RELATIONS) {
+            relations.push(relation);
+            terms.push(self.ratio()?);
+        }
+        if relations.is_empty() { terms.pop() } else { Some(Expr::Relation(terms, relations)) }
+    }
+
+    fn ratio(&mut self) -> Option<Expr> {
+        let mut parts = vec![self.sets()?];
+        while !self.rest().trim_start().starts_with(":=") && (self.take(":") || self.take("\\colon")) {
+            parts.push(self.sets()?);
+        }
+        if parts.len() == 1 { parts.pop() } else { Some(Expr::Ratio(parts)) }
+    }
+
+    fn sets(&mut self) -> Option<Expr> {
+        const OPERATIONS: [(&str, char); 4] =
+            [("\\cup", '∪'), ("\\cap", '∩'), ("\\setminus", '∖'), ("\\backslash", '∖')];
+        let mut left = self.sum()?;
+        let mut count = 0;
+        while let Some(operation) = self.take_any(&OPERATIONS) {
+            count += 1;
+            if count > DEPTH_MAX {
+                return None;
+            }
+            left = Expr::SetOperation(operation, Box::new(left), Box::new(self.sum()?));
+        }
+        Some(left)
+    }
+
+    fn sum(&mut self) -> Option<Expr> {
+        #[derive(Clone, Copy)]
+        enum Sign {
+            Plus,
+            Minus,
+            Either(bool),
+        }
+        const SIGNS: [(&str, Sign); 4] = [
+            ("+", Sign::Plus),
+            ("-", Sign::Minus),
+            ("\\pm", Sign::Either(true)),
+            ("\\mp", Sign::Either(false)),
+        ];
+        let mut terms = Vec::new();
+        let mut sign = self.take_any(&SIGNS);
+        loop {
+            // `- - x`
+            let mut minus = matches!(sign, Some(Sign::Minus));
+            let either = if let Some(Sign::Either(up)) = sign { Some(up) } else { None };
+            while let Some(next) = self.take_any(&[("+", false), ("-", true)]) {
+                minus ^= next;
+            }
+            let mut term = self.product()?;
+            if minus {
+                term = term.negative();
+            }
+            if let Some(up) = either {
+                term = Expr::PlusMinus(up, Box::new(term));
+            }
+            terms.push(term);
+            sign = self.take_any(&SIGNS);
+            if sign.is_none() {
+                break;
+            }
+        }
+        if terms.len() == 1 { terms.pop() } else { Some(Expr::Sum(terms)) }
+    }
+
+    fn product(&mut self) -> Option<Expr> {
+        const TIMES: [&str; 4] = ["\\cdot", "\\times", "\\ast", "*"];
+        let mut factors = vec![self.power()?];
+        loop {
+            if TIMES.iter().any(|token| self.take(token)) {
+                factors.push(self.signed_power()?);
+            } else if ["/", "\\div", "\\slash"].iter().any(|token| self.take(token)) {
+                factors.push(Expr::Reciprocal(Box::new(self.signed_power()?)));
+            } else if self.starts_factor() {
+                // `2 \frac{1}{3}` and `2 1/3` are two and a third; `2 3` says nothing.
+                let typed = self.rest().starts_with(|c: char| c.is_ascii_digit() || c == '.');
+                let set = self.rest().starts_with("\\frac");
+                let mut next = self.power()?;
+                if typed {
+                    self.take("/").then_some(())?;
+                    next = Expr::Product(vec![next, Expr::Reciprocal(Box::new(self.power()?))]);
+                }
+                match factors.last_mut() {
+                    Some(whole) if (typed || set) && is_whole(whole) && is_fraction(&next) => {
+                        *whole = Expr::Sum(vec![whole.clone(), next]);
+                    }
+                    _ if typed => return None,
+                    _ => factors.push(next),
+                }
+            } else {
+                break;
+            }
+        }
+        // Units beside a number: `5 \text{ cm}`.
+        let text = |f: &Expr| match f {
+            Expr::Text(_) => true,
+            Expr::Reciprocal(f) => matches!(&**f, Expr::Text(_)),
+            _ => false,
+        };
+        if factors.iter().any(|f| !text(f)) {
+            factors.retain(|f| !text(f));
+        }
+        if factors.len() == 1 { factors.pop() } else { Some(Expr::Product(factors)) }
+    }
+
+    /// A factor that may carry a sign, as in `2 \cdot -3`.
+    fn signed_power(&mut self) -> Option<Expr> {
+        let mut minus = false;
+        while let Some(next) = self.take_any(&[("+", false), ("-", true)]) {
+            minus ^= next;
+        }
+        let factor = self.power()?;
+        Some(if minus { factor.negative() } else { factor })
+    }
+
+    /// Whether a factor without an operator before it follows.
+    fn starts_factor(&mut self) -> bool {
+        match self.peek() {
+            Some('\\') => {
+                let name = command(self.rest());
+                name == "\\{" || (name.len() > 2 && !normalise::is_operator(name))
+            }
+            Some('|') => self.bars == 0,
+            Some(c) => c.is_alphanumeric() || matches!(c, '(' | '[' | '{' | '.' | '∞'),
+            None => false,
+        }
+    }
+
+    /// An atom with its exponents, subscripts, factorials and percent signs.
+    fn power(&mut self) -> Option<Expr> {
+        let mut expr = self.atom()?;
+        for _ in 0..DEPTH_MAX {
+            if self.rest().trim_start().starts_with("!=") {
+                break;
+            }
+            expr = if self.take("^") {
+                // `90^\circ`: an angle in degrees is its number.
+                if self.take("{\\circ}") || self.take("\\circ") || self.take("\\degree") {
+                    expr
+                } else if self.peek() == Some('\'') || self.take("\\prime") {
+                    self.take("'");
+                    Expr::Call("prime".into(), vec![expr])
+                } else {
+                    let exponent = self.argument()?;
+                    // `cm^2` is a unit like `cm`.
+                    if matches!(expr, Expr::Text(_)) {
+                        expr
+                    } else {
+                        Expr::Power(Box::new(expr), Box::new(exponent))
+                    }
+                }
+            } else if self.take("**") {
+                Expr::Power(Box::new(expr), Box::new(self.nested(Self::signed_power)?))
+            } else if self.take("_") {
+                let index = self.argument()?;
+                match expr {
+                    Expr::Symbol(name) => Expr::Call(name + "_", vec![index]),
+                    other => Expr::Call("_".into(), vec![other, index]),
+                }
+            } else if self.take("!") {
+                Expr::Call("factorial".into(), vec![expr])
+            } else if self.take("%") {
+                Expr::Percent(Box::new(expr))
+            } else if self.take("'") {
+                Expr::Call("prime".into(), vec![expr])
+            } else if self.take("\\degree") {
+                expr
+            } else {
+                return Some(expr);
+            };
+        }
+        Some(expr)
+    }
+}
+
+fn is_whole(expr: &Expr) -> bool {
+    matches!(expr, Expr::Number { value, decimal: false } if value.is_integer())
+}
+
+/// A whole number over a whole number.
+fn is_fraction(expr: &Expr) -> bool {
+    let Expr::Product(parts) = expr else { return false };
+    match parts.as_slice() {
+        [above, Expr::Reciprocal(below)] => is_whole(above) && is_whole(below),
+        _ => false,
+    }
+}

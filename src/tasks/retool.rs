@@ -1,0 +1,218 @@
+//! ReTool (Feng et al. 2025): competition mathematics with the Python tool.
+//!
+//! Trains on problems with integer answers (DAPO-Math-17k's form), validates on AIME or MATH files.
+
+use super::answer::Equality;
+use super::boxed::last_boxed_at;
+use super::rows::{self, Order};
+use super::{Problem, Reward, Task, Transcript, ValidationSet};
+use crate::bad_input;
+use crate::harmony::Message;
+use crate::random::Purpose;
+use anyhow::Result;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+const FORM: &str = r#"{"problem": "...", "answer": 42}"#;
+
+/// Only this much of the final message's end is read, in bytes.
+const END_BYTES: usize = 8_000;
+/// Most characters that may follow the answer: it has to stand near the end.
+const AFTER_CHARS_MAX: usize = 100;
+
+/// How a problem asks for its answer, and so where the answer is looked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PromptForm {
+    /// The published suffix that asks for `\boxed{}`.
+    #[default]
+    Boxed,
+    /// DAPO's wrapper, which asks for a last line `Answer: …`.
+    AnswerLine,
+}
+
+impl PromptForm {
+    fn prompt(self, problem: &str) -> Message {
+        Message::user(match self {
+            PromptForm::Boxed => {
+                format!("{problem}\nThe answer format must be: \\boxed{{'The final answer goes here.'}}")
+            }
+            PromptForm::AnswerLine => format!(
+                "Solve the following math problem step by step. The last line of your response should be of the \
+                 form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{problem}\n\n\
+                 Remember to put your answer on its own line after \"Answer:\"."
+            ),
+        })
+    }
+
+    /// The answer that a final message gives near its end.
+    pub fn extract(self, text: &str) -> Option<&str> {
+        let text = text.trim_end();
+        let end = &text[text.ceil_char_boundary(text.len().saturating_sub(END_BYTES))..];
+        let near = |after: &str| after.chars().nth(AFTER_CHARS_MAX).is_none();
+        match self {
+            PromptForm::Boxed => {
+                let (start, content) = last_boxed_at(end)?;
+                let after = end[start..].split_once(content).map_or("", |(_, after)| after);
+                near(after).then_some(content)
+            }
+            PromptForm::AnswerLine => {
+                // ASCII case folding keeps byte positions.
+                let start = end.to_ascii_lowercase().rfind("answer:")? + "answer:".len();
+                let line = end[start..].lines().next().unwrap_or("");
+                let answer = last_boxed_at(line).map_or(line, |(_, content)| content);
+                let mark = |c: char| c.is_whitespace() || matches!(c, '*' | '$');
+                let answer = answer.trim_start_matches(mark).trim_end_matches(|c| mark(c) || c == '.');
+                (near(&end[start + line.len()..]) && !answer.is_empty()).then_some(answer)
+            }
+        }
+    }
+}
+
+/// One row of a file.
+#[derive(Debug, Clone)]
+struct Row {
+    id: Option<String>,
+    problem: String,
+    answer: String,
+}
+
+impl Row {
+    fn read(row: &Value) -> Result<Self, String> {
+        let answer = match row.get("answer") {
+            Some(Value::Number(number)) => number.to_string(),
+            Some(Value::String(text)) if !text.trim().is_empty() => text.trim().to_owned(),
+            Some(Value::String(_)) => return Err("`answer` is empty".into()),
+            Some(_) => return Err("`answer` is neither a number nor a string".into()),
+            None => return Err("`answer` is missing".into()),
+        };
+        let id = ["id", "unique_id", "index"].iter().find_map(|key| match row.get(key)? {
+            Value::String(id) => Some(id.clone()),
+            Value::Number(id) => Some(id.to_string()),
+            _ => None,
+        });
+        Ok(Self { id, problem: rows::text(row, "problem")?.trim().to_owned(), answer })
+    }
+
+    fn problem(&self, set: &str, row: usize, form: PromptForm) -> Problem {
+        let id = self.id.clone().unwrap_or_else(|| row.to_string());
+        Problem {
+            id: format!("{set}/{id}"),
+            messages: vec![form.prompt(&self.problem)],
+            answer: self.answer.clone().into(),
+        }
+    }
+}
+
+/// The set that `data/aime/aime-2025.jsonl` holds is called `aime_2025`.
+fn set_name(path: &Path) -> String {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let stem = name.split('.').next().unwrap_or_default();
+    stem.chars().map(|c| if c.is_alphanumeric() { c } else { '_' }).collect()
+}
+
+/// The task `retool`.
+///
+/// Reward: +1 for the right answer; else min(−0.6, −1 + 0.1 · answered tool calls), so that trying the tool pays
+/// a little but never as much as being right (the published shape).
+pub struct Retool {
+    train: Vec<Row>,
+    train_name: String,
+    order: Order,
+    validation: Vec<ValidationSet>,
+    equality: Equality,
+    form: PromptForm,
+}
+
+impl Retool {
+    /// Reads the training file and the validation files, at most the given numbers of rows of each.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] that names the file and every broken row, and for two validation files of one name.
+    pub fn load(
+        train: (&Path, Option<usize>),
+        validation: (&[PathBuf], Option<usize>),
+        equality: Equality,
+        form: PromptForm,
+    ) -> Result<Self> {
+        let rows = rows::read(train.0, train.1, FORM, Row::read)?;
+        let mut sets: Vec<ValidationSet> = Vec::new();
+        for path in validation.0 {
+            let name = set_name(path);
+            if sets.iter().any(|set| set.name == name) {
+                let place = path.display();
+                return Err(bad_input!(
+                    "task.validation_files: {place} is a second set named `{name}`; rename one of the files"
+                ));
+            }
+            let rows = rows::read(path, validation.1, FORM, Row::read)?;
+            let problems = rows.iter().enumerate().map(|(i, row)| row.problem(&name, i, form)).collect();
+            sets.push(ValidationSet { name, problems });
+        }
+        Ok(Self {
+            order: Order::new(rows.len(), Purpose::Shuffle),
+            train: rows,
+            train_name: set_name(train.0),
+            validation: sets,
+            equality,
+            form,
+        })
+    }
+}
+
+impl Task for Retool {
+    fn name(&self) -> &str {
+        "retool"
+    }
+
+    fn training_problem(&self, seed: u64, index: u64) -> Problem {
+        let row = self.order.row(seed, index);
+        self.train[row].problem(&self.train_name, row, self.form)
+    }
+
+    fn validation_sets(&self) -> &[ValidationSet] {
+        &self.validation
+    }
+
+    fn uses_python(&self) -> bool {
+        true
+    }
+
+    fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {
+        let answer = transcript.final_text().and_then(|text| self.form.extract(text));
+        let gold = problem.answer.as_str().unwrap_or_default();
+        let success = answer.is_some_and(|answer| self.equality.holds(gold, answer));
+        let tried = -1.0 + 0.1 * transcript.calls_answered as f32;
+        Ok(Reward { value: if success { 1.0 } else { tried.min(-0.6) }, success })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_box_must_stand_near_the_end() {
+        let boxed = |text: &str| PromptForm::Boxed.extract(text).map(str::to_owned);
+        assert_eq!(boxed("So \\boxed{\\frac{1}{2}}.").as_deref(), Some("\\frac{1}{2}"));
+        assert_eq!(boxed("\\boxed{1} no, \\boxed{2}").as_deref(), Some("2"));
+        assert_eq!(boxed(&format!("\\boxed{{7}}{}", "é".repeat(99))).as_deref(), Some("7"));
+        assert_eq!(boxed(&format!("\\boxed{{7}}{}", "é".repeat(101))), None);
+        assert_eq!(boxed("7"), None);
+    }
+
+    #[test]
+    fn the_answer_line_is_the_last_one() {
+        let line = |text: &str| PromptForm::AnswerLine.extract(text).map(str::to_owned);
+        assert_eq!(line("Answer: 3\nBut no.\n**Answer:** $42$.").as_deref(), Some("42"));
+        assert_eq!(line("answer: \\boxed{42}").as_deref(), Some("42"));
+        assert_eq!(line("Answer:"), None);
+        assert_eq!(line("42"), None);
+    }
+
+    #[test]
+    fn validation_sets_are_named_after_their_files() {
+        assert_eq!(set_name(Path::new("data/aime/aime-2025.jsonl")), "aime_2025");
+        assert_eq!(set_name(Path::new("x/math-500.jsonl.gz")), "math_500");
+    }
+}
