@@ -1,0 +1,1 @@
+//! Tools that sleep, fail and are attacked.
