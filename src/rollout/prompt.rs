@@ -85,3 +85,27 @@ impl Rollout<'_> {
         Ok(Rendered { index: prompt.index, problem, tokens })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_preamble_is_what_the_recipe_asks_for() {
+        let mut harmony = recipe::Harmony::default();
+        let messages = preamble(&harmony, true);
+        assert_eq!(messages.len(), 1);
+        let text = &messages[0].content;
+        for part in [&harmony.model_identity, "Knowledge cutoff: 2024-06", "Reasoning: medium", "## python"] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+        assert!(!text.contains("Current date"));
+        assert!(!preamble(&harmony, false)[0].content.contains("python"));
+        harmony.system_message = false;
+        harmony.developer_instructions = Some("Be brief.".into());
+        let messages = preamble(&harmony, true);
+        assert_eq!(messages, [Message::new(Role::Developer, "# Instructions\n\nBe brief.")]);
+        harmony.developer_instructions = None;
+        assert!(preamble(&harmony, true).is_empty());
+    }
+}

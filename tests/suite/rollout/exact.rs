@@ -176,3 +176,17 @@ fn greedy_rollouts_are_the_argmax_whatever_the_seed() {
     }
     assert!(a.trajectories().all(|t| t.logprobs.iter().all(|&l| l == 0.0)));
 }
+
+/// The weights of a large vocabulary are past the bound for one engine a thread, and a batch's logits past theirs.
+#[test]
+fn one_engine_on_all_threads_gives_what_an_engine_a_thread_gives() {
+    let run = |threads: usize| {
+        let mut world = World::new(Config { vocab_size: 201_088, ..tiny::config(false) }, threads);
+        world.settings.response_tokens_max = 3;
+        world.settings.sequences_max = 100;
+        sample(world.rollout(&Questions::new(), Some(&echo())), &Questions::prompts(25), 4)
+    };
+    let (alone, together) = (run(1), run(6));
+    assert_eq!(alone.counts().sampled_tokens, 300);
+    assert!(alone == together);
+}
