@@ -94,14 +94,13 @@ impl<'e, 'a> Engine<'e, 'a> {
 
     /// Works until the rollout is over. A failure, a panic included, ends it for all engines.
     pub(super) fn run(mut self, scope: &'e Scope<'e, '_>) {
-        let guard = PanicGuard(self.queue);
+        let _guard = PanicGuard(self.queue);
         while self.queue.refill(&mut self.batch, std::mem::take(&mut self.sampled)) {
             if let Err(error) = self.step(scope) {
                 self.queue.fail(error);
                 break;
             }
         }
-        std::mem::forget(guard);
     }
 
     /// One forward, and a token for every entry that is fed up to its end.
@@ -248,6 +247,8 @@ struct PanicGuard<'e, 'a>(&'e Queue<'a>);
 
 impl Drop for PanicGuard<'_, '_> {
     fn drop(&mut self) {
-        self.0.fail(anyhow!("a rollout thread panicked; this is a bug"));
+        if std::thread::panicking() {
+            self.0.fail(anyhow!("a rollout thread panicked; this is a bug"));
+        }
     }
 }

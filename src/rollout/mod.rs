@@ -43,7 +43,7 @@ pub struct Rollout<'a> {
     pub weights: &'a Resident,
     pub tokenizer: &'a HarmonyTokenizer,
     pub task: &'a dyn Task,
-    /// The Python tool; `None` for tasks without one.
+    /// The Python tool, of one rollout at a time; `None` for tasks without one.
     pub interpreter: Option<&'a dyn Interpreter>,
     pub settings: &'a RolloutSettings,
 }
@@ -164,6 +164,9 @@ impl Rollout<'_> {
                 Ok(())
             }
         })?;
+        if let Some(interpreter) = self.interpreter {
+            queue.close_sessions(interpreter);
+        }
         queue.into_rollouts().context("rollout")
     }
 }

@@ -5,6 +5,7 @@ use super::engine::{PromptWork, SampleWork, Work};
 use super::prompt::Rendered;
 use super::{Progress, Rollout, Rollouts};
 use crate::harmony::Message;
+use crate::interpreter::{Interpreter, SessionId};
 use crate::model::config::Config;
 use crate::trajectory::{Group, Trajectory};
 use anyhow::{Error, Result, anyhow};
@@ -227,6 +228,13 @@ impl<'a> Queue<'a> {
     fn wake_all(&self) {
         self.work.notify_all();
         self.calls.notify_all();
+    }
+
+    /// Drops what the tool keeps for trajectories that will not end.
+    pub(super) fn close_sessions(&self, interpreter: &dyn Interpreter) {
+        let state = self.lock();
+        let unfinished = state.finished.iter().enumerate().filter(|(_, result)| result.is_none());
+        unfinished.for_each(|(place, _)| interpreter.close(SessionId(place as u64)));
     }
 
     /// The results, `None` when stopped.

@@ -165,3 +165,29 @@ fn a_worker_killed_from_outside_is_counted_and_replaced() {
     assert_eq!(outcome_of(&world, &tool, "2+2").1, "4");
     assert_ne!(processes_of(&program), workers);
 }
+
+#[test]
+fn a_stopped_rollout_closes_the_sessions_it_leaves_unfinished() {
+    struct Calling(AtomicUsize, AtomicUsize);
+    impl Interpreter for Calling {
+        fn call(&self, _: SessionId, _: &str) -> Reply {
+            self.0.fetch_add(1, Ordering::SeqCst);
+            Reply { text: "1".into(), outcome: CallOutcome::Answered, seconds: 0.0 }
+        }
+        fn close(&self, _: SessionId) {
+            self.1.fetch_add(1, Ordering::SeqCst);
+        }
+        fn confinement(&self) -> String {
+            String::new()
+        }
+    }
+    let world = World::roomy();
+    let tool = Calling(AtomicUsize::new(0), AtomicUsize::new(0));
+    let script = Script::new(&world, &[&calling("1"), FINAL]);
+    let task = Questions::new();
+    let called = || tool.0.load(Ordering::SeqCst) > 0;
+    let prompts = Questions::prompts(3);
+    let stopped = world.rollout(&task, Some(&tool)).groups_from(&script, &prompts, 2, &|_| (), &called);
+    assert!(stopped.unwrap().is_none());
+    assert_eq!(tool.1.load(Ordering::SeqCst), 6);
+}
