@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    /// The policy ended its answer with `<|return|>` (or a final message).
+    /// The policy ended its answer with `<|return|>`.
     Finished,
     /// The sampled-token budget or the context ran out.
     TruncatedLength,
@@ -25,7 +25,7 @@ pub enum Outcome {
     TurnsExhausted,
     /// The last turn could not be parsed and no reply could be given.
     Malformed,
-    /// The task's own process failed to grade or continue the trajectory.
+    /// The task's own process failed to grade or continue the trajectory; the reward is then 0.
     TaskFailed,
 }
 
@@ -106,7 +106,8 @@ pub struct Turn {
     pub start: usize,
     /// One past the last sampled token.
     pub end: usize,
-    /// Present when the turn ended in a tool call (or a malformed one).
+    /// Present when the turn ended in a tool call (or a malformed one); a call that was not run, for want of turns or
+    /// tokens to answer it in, is none.
     pub call: Option<CallOutcome>,
 }
 
@@ -129,7 +130,8 @@ pub struct Trajectory {
     pub mask: Vec<bool>,
     /// Log-probability of the sampled token under the distribution sampled from; 0 where `mask` is false.
     pub logprobs: Vec<f32>,
-    /// Experts chosen for the token at each layer, `[tokens][layers × top_k]`, when kept; empty otherwise.
+    /// Experts chosen for the token at each layer, `[tokens][layers × top_k]`, when kept; empty otherwise. The last
+    /// token, which is never fed, has none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub routes: Vec<Vec<u16>>,
     pub turns: Vec<Turn>,

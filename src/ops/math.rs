@@ -13,7 +13,8 @@ pub fn exp(x: f32) -> f32 {
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
     let clamped = x.clamp(-87.0, 88.0);
-    let n = clamped.mul_add(std::f32::consts::LOG2_E, ROUND) - ROUND;
+    let rounded = clamped.mul_add(std::f32::consts::LOG2_E, ROUND);
+    let n = rounded - ROUND;
     let r = n.mul_add(-LN2_LOW, n.mul_add(-LN2_HIGH, clamped));
     let p = 1.987_569_1e-4_f32;
     let p = p.mul_add(r, 1.398_2e-3);
@@ -22,7 +23,9 @@ pub fn exp(x: f32) -> f32 {
     let p = p.mul_add(r, 1.666_666_5e-1);
     let p = p.mul_add(r, 5.0e-1);
     let p = p.mul_add(r * r, r) + 1.0;
-    let scale = f32::from_bits((((n as i32) + 127) as u32) << 23);
+    // n as an integer, read off the rounded sum's bits: a checked conversion would not vectorise.
+    let exponent = rounded.to_bits().wrapping_sub(ROUND.to_bits());
+    let scale = f32::from_bits(exponent.wrapping_add(127) << 23);
     if x < -87.0 { 0.0 } else { p * scale }
 }
 
@@ -77,7 +80,14 @@ pub fn max_lanes(row: &[f32]) -> f32 {
     for (lane, &x) in lanes.iter_mut().zip(rest) {
         *lane = if x > *lane { x } else { *lane };
     }
-    lanes.into_iter().fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a })
+    let mut width = LANES / 2;
+    while width > 0 {
+        for i in 0..width {
+            lanes[i] = if lanes[i + width] > lanes[i] { lanes[i + width] } else { lanes[i] };
+        }
+        width /= 2;
+    }
+    lanes[0]
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@
 
 use super::cpu::{buffer, host_values, in_parallel, values};
 use super::kv_cache::{BLOCK, KvSequence};
-use super::math::{exp, sum_lanes};
+use super::math::{LANES, exp, max_lanes, sum_lanes};
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 use rayon::prelude::*;
@@ -165,16 +165,48 @@ impl<'a> Rows<'a> {
 #[inline(always)]
 fn block_scores(q: &[f32], keys: &[f32], scale: f32, low: usize, high: usize) -> [f32; BLOCK] {
     let mut scores = [0f32; BLOCK];
-    for (c, &x) in q.iter().enumerate() {
-        let row: &[f32; BLOCK] = keys[c * BLOCK..(c + 1) * BLOCK].try_into().unwrap_or(&[0.0; BLOCK]);
-        for j in 0..BLOCK {
-            scores[j] = x.mul_add(row[j], scores[j]);
+    // A vector's width at a time, so that sums stay in a register.
+    for (part, scores) in scores.chunks_exact_mut(LANES).enumerate() {
+        let mut sums = [0f32; LANES];
+        for (&x, row) in q.iter().zip(keys.chunks_exact(BLOCK)) {
+            let row = &row[part * LANES..(part + 1) * LANES];
+            for j in 0..LANES {
+                sums[j] = x.mul_add(row[j], sums[j]);
+            }
         }
+        scores.copy_from_slice(&sums);
     }
     for (j, s) in scores.iter_mut().enumerate() {
         *s = if j >= low && j < high { *s * scale } else { f32::NEG_INFINITY };
     }
     scores
+}
+
+/// `o ← o · shrink + Σ_j p_j v_j`, in the order of the keys.
+#[inline(always)]
+fn add_values(o: &mut [f32], p: &[f32], values: &[f32], shrink: f32) {
+    let d = o.len();
+    let mut start = 0;
+    // A vector's width at a time, so that sums stay in a register.
+    while start + LANES <= d {
+        let mut sums = [0f32; LANES];
+        sums.copy_from_slice(&o[start..start + LANES]);
+        for x in &mut sums {
+            *x *= shrink;
+        }
+        for (&p, value) in p.iter().zip(values.chunks_exact(d)) {
+            let value = &value[start..start + LANES];
+            for c in 0..LANES {
+                sums[c] = p.mul_add(value[c], sums[c]);
+            }
+        }
+        o[start..start + LANES].copy_from_slice(&sums);
+        start += LANES;
+    }
+    for (c, x) in o.iter_mut().enumerate().skip(start) {
+        let shrunk = *x * shrink;
+        *x = p.iter().zip(values.chunks_exact(d)).fold(shrunk, |sum, (&p, value)| p.mul_add(value[c], sum));
+    }
 }
 
 /// The places of block `b` that the query at `position` sees.
@@ -216,10 +248,8 @@ fn attend(
                 let (low, high) = visible(attention, position, b);
                 let keys = &block.keys[kv_head * d * BLOCK..(kv_head + 1) * d * BLOCK];
                 let mut p = block_scores(query, keys, scale, low, high);
-                let mut highest = maximum;
-                for &s in &p {
-                    highest = if s > highest { s } else { highest };
-                }
+                let of_block = max_lanes(&p);
+                let highest = if of_block > maximum { of_block } else { maximum };
                 for x in &mut p {
                     *x = exp(*x - highest);
                 }
@@ -227,15 +257,7 @@ fn attend(
                 maximum = highest;
                 total = total * shrink + sum_lanes(BLOCK, |j| p[j]);
                 let block_values = &block.values[kv_head * d * BLOCK..(kv_head + 1) * d * BLOCK];
-                for x in o.iter_mut() {
-                    *x *= shrink;
-                }
-                for j in low..high {
-                    let value = &block_values[j * d..(j + 1) * d];
-                    for (x, &v) in o.iter_mut().zip(value) {
-                        *x = p[j].mul_add(v, *x);
-                    }
-                }
+                add_values(o, &p[low..high], &block_values[low * d..high * d], shrink);
             }
             for x in o.iter_mut() {
                 *x /= total;

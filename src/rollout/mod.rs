@@ -1,1 +1,172 @@
 //! Rollout: continuous batching over token ids, sampling, the message loop.
+//!
+//! A problem becomes a prompt, a prompt a [`Group`] of sampled conversations. Sampled ids are kept as they are:
+//! generated text is never tokenised again. Every result is a function of the seed, the step, the prompt's index and
+//! the sample's index alone, whatever shares a batch with it, in whatever order tools answer, on however many threads.
+
+mod conversation;
+mod engine;
+mod metrics;
+mod prompt;
+mod queue;
+mod sampler;
+mod settings;
+
+pub use metrics::metrics;
+pub use prompt::{Prompt, preamble};
+pub use sampler::{Drawn, Place, Row, Sampling, TokenSource};
+pub use settings::RolloutSettings;
+
+use crate::harmony::{HarmonyTokenizer, Message};
+use crate::interpreter::Interpreter;
+use crate::metrics::Phase;
+use crate::model::forward::Model;
+use crate::model::names::parameter_count;
+use crate::model::weights::Resident;
+use crate::ops::threads::Threads;
+use crate::tasks::Task;
+use crate::trajectory::{CallOutcome, Group, Trajectory, TrajectoryRow};
+use anyhow::{Context, Result};
+use conversation::Rules;
+use engine::Engine;
+use queue::Queue;
+
+/// Models up to this size decode in one engine a thread; larger ones in one engine whose ops share the threads, so that
+/// weights are read once for the whole batch. Bytes of all weights, times the threads.
+const SIDE_BY_SIDE_BYTES_MAX: u128 = 512 << 20;
+
+/// Everything a rollout reads.
+#[derive(Clone, Copy)]
+pub struct Rollout<'a> {
+    pub threads: &'a Threads,
+    pub model: &'a Model,
+    pub weights: &'a Resident,
+    pub tokenizer: &'a HarmonyTokenizer,
+    pub task: &'a dyn Task,
+    /// The Python tool, of one rollout at a time; `None` for tasks without one.
+    pub interpreter: Option<&'a dyn Interpreter>,
+    pub settings: &'a RolloutSettings,
+}
+
+/// How far a rollout is.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Progress {
+    /// Trajectories that ended, and all of them.
+    pub finished: usize,
+    pub trajectories: usize,
+    /// Tokens sampled, those of unfinished trajectories included.
+    pub sampled_tokens: u64,
+    /// Sum of the rewards of the finished ones.
+    pub reward_sum: f64,
+}
+
+/// Work done, for `perf/` metrics.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Tokens fed that were not sampled: each group's prompt once, and what was inserted.
+    pub prefilled_tokens: usize,
+    pub sampled_tokens: usize,
+    /// Calls that reached the interpreter.
+    pub tool_calls: usize,
+}
+
+/// What a rollout gives: groups in prompt order, trajectories in sample order.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rollouts {
+    pub groups: Vec<Group>,
+    /// The whole conversation of each trajectory, the prompt included, in the shape of `groups`.
+    pub messages: Vec<Vec<Vec<Message>>>,
+}
+
+impl Rollouts {
+    /// The trajectories of all groups, in order.
+    pub fn trajectories(&self) -> impl Iterator<Item = &Trajectory> {
+        self.groups.iter().flat_map(|group| &group.trajectories)
+    }
+
+    /// One row a trajectory for `trajectories/*.jsonl`.
+    pub fn rows(&self, phase: Phase) -> impl Iterator<Item = TrajectoryRow> {
+        let messages = self.messages.iter().flatten();
+        self.trajectories().zip(messages).map(move |(trajectory, messages)| TrajectoryRow {
+            phase,
+            trajectory: trajectory.clone(),
+            messages: messages.clone(),
+        })
+    }
+
+    /// Work done.
+    pub fn counts(&self) -> Counts {
+        let mut counts = Counts::default();
+        for group in &self.groups {
+            let prompt = group.trajectories.first().map_or(0, |t| t.prompt_tokens);
+            counts.prefilled_tokens += prompt;
+            for trajectory in &group.trajectories {
+                let sampled = trajectory.sampled_tokens();
+                counts.sampled_tokens += sampled;
+                counts.prefilled_tokens += trajectory.tokens.len() - trajectory.prompt_tokens - sampled;
+                counts.tool_calls += trajectory.turns.iter().filter(|turn| reached_tool(turn.call)).count();
+            }
+        }
+        counts
+    }
+
+    /// True when a tool call was ended by the wall clock: another run of the same recipe may then differ.
+    pub fn tool_timed_out(&self) -> bool {
+        self.trajectories().flat_map(|t| &t.turns).any(|turn| turn.call == Some(CallOutcome::ToolTimeout))
+    }
+}
+
+fn reached_tool(call: Option<CallOutcome>) -> bool {
+    !matches!(call, None | Some(CallOutcome::MalformedCall | CallOutcome::UnknownRecipient))
+}
+
+impl Rollout<'_> {
+    /// Samples `samples` conversations of each prompt. `progress` is told after every forward; `stop` is asked before
+    /// each, and once it says true the rollout ends with `None`.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem; any other error when the forward
+    /// fails or gives logits that are no numbers.
+    pub fn groups(
+        &self,
+        prompts: &[Prompt],
+        samples: usize,
+        progress: &(dyn Fn(Progress) + Sync),
+        stop: &(dyn Fn() -> bool + Sync),
+    ) -> Result<Option<Rollouts>> {
+        self.groups_from(&self.settings.sampling, prompts, samples, progress, stop)
+    }
+
+    /// [`Self::groups`] with tokens from elsewhere, to replay or to force them; log-probabilities are still the model's.
+    ///
+    /// # Errors
+    /// Those of [`Self::groups`] and of `source`.
+    pub fn groups_from(
+        &self,
+        source: &dyn TokenSource,
+        prompts: &[Prompt],
+        samples: usize,
+        progress: &(dyn Fn(Progress) + Sync),
+        stop: &(dyn Fn() -> bool + Sync),
+    ) -> Result<Option<Rollouts>> {
+        let rules = Rules::new(self);
+        let rendered = prompts.iter().map(|p| self.render(p)).collect::<Result<Vec<_>>>()?;
+        let bytes = parameter_count(&self.model.config) * size_of::<f32>() as u128;
+        let side_by_side = bytes * self.threads.count() as u128 <= SIDE_BY_SIDE_BYTES_MAX;
+        let engines = if side_by_side { self.threads.count() } else { 1 };
+        let queue = Queue::new(self, &rules, rendered, samples, engines, progress, stop);
+        std::thread::scope(|scope| {
+            let run = || Engine::new(self, source, &queue).run(scope);
+            if side_by_side {
+                self.threads.each(|_| run()).map(drop)
+            } else {
+                self.threads.wide(run);
+                Ok(())
+            }
+        })?;
+        if let Some(interpreter) = self.interpreter {
+            queue.close_sessions(interpreter);
+        }
+        queue.into_rollouts().context("rollout")
+    }
+}

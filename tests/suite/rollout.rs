@@ -1,1 +1,168 @@
+//! Rollout: one forward with training, independence of batches and threads, the message loop, tools.
 
+mod exact;
+mod message_loop;
+mod tools;
+
+use crate::tiny;
+use anyhow::{Context, Result};
+use rand_chacha::ChaCha8Rng;
+use rloss::harmony::{HarmonyTokenizer, Message};
+use rloss::interpreter::{Interpreter, Reply, SessionId};
+use rloss::model::config::Config;
+use rloss::model::forward::{ForwardOptions, Model};
+use rloss::model::weights::{Parameters, Resident};
+use rloss::ops::threads::Threads;
+use rloss::random::Purpose;
+use rloss::rollout::{Drawn, Place, Prompt, Rollout, RolloutSettings, Rollouts, Row, Sampling, TokenSource};
+use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
+use rloss::trajectory::{CallOutcome, Outcome};
+
+/// A tiny model with all that a rollout reads beside task and tool.
+struct World {
+    model: Model,
+    parameters: Parameters,
+    weights: Resident,
+    tokenizer: HarmonyTokenizer,
+    threads: Threads,
+    settings: RolloutSettings,
+}
+
+impl World {
+    fn new(config: Config, threads: usize) -> Self {
+        let (model, parameters) = tiny::model(config, 11);
+        let weights = parameters.detached().unwrap();
+        let tokenizer = HarmonyTokenizer::embedded().unwrap();
+        let settings = RolloutSettings {
+            sampling: Sampling::whole(1.0),
+            turns_max: 4,
+            response_tokens_max: 72,
+            prompt_tokens_max: 120,
+            sequences_max: 64,
+            tool_calls_concurrent_max: 64,
+            keep_routes: false,
+            seed: 5,
+            purpose: Purpose::Sampling,
+            step: 3,
+            preamble: vec![],
+            forward: ForwardOptions::default(),
+        };
+        Self { model, parameters, weights, tokenizer, threads: Threads::new(threads).unwrap(), settings }
+    }
+
+    /// The quickstart's model, with room for long conversations.
+    fn roomy() -> Self {
+        Self::new(Config { max_position_embeddings: 2048, ..tiny::config(false) }, 2)
+    }
+
+    fn rollout<'a>(&'a self, task: &'a dyn Task, interpreter: Option<&'a dyn Interpreter>) -> Rollout<'a> {
+        Rollout {
+            threads: &self.threads,
+            model: &self.model,
+            weights: &self.weights,
+            tokenizer: &self.tokenizer,
+            task,
+            interpreter,
+            settings: &self.settings,
+        }
+    }
+}
+
+fn sample(rollout: Rollout, prompts: &[Prompt], samples: usize) -> Rollouts {
+    rollout.groups(prompts, samples, &|_| (), &|| false).unwrap().expect("nobody stopped it")
+}
+
+/// Questions of different lengths; success is a final message that says `ok`.
+struct Questions {
+    /// The user's further messages.
+    follow_ups: Vec<String>,
+}
+
+impl Questions {
+    fn new() -> Self {
+        Self { follow_ups: vec![] }
+    }
+
+    fn prompts(n: usize) -> Vec<Prompt> {
+        Prompt::numbered((0..n).map(|i| Problem {
+            id: format!("questions/{i}"),
+            messages: vec![Message::user(format!("What is {}?", "1+".repeat(i % 7) + "1"))],
+            answer: serde_json::Value::Null,
+        }))
+    }
+}
+
+impl Task for Questions {
+    fn name(&self) -> &str {
+        "questions"
+    }
+
+    fn training_problem(&self, _: u64, index: u64) -> Problem {
+        Self::prompts(index as usize + 1).remove(index as usize).problem
+    }
+
+    fn validation_sets(&self) -> &[ValidationSet] {
+        &[]
+    }
+
+    fn uses_python(&self) -> bool {
+        true
+    }
+
+    fn next_user_message(&self, _: &Problem, transcript: &Transcript) -> Option<Message> {
+        let returned = transcript.messages.iter().filter(|m| m.channel.as_deref() == Some("final")).count();
+        self.follow_ups.get(returned.checked_sub(1)?).map(Message::user)
+    }
+
+    fn reward(&self, _: &Problem, transcript: &Transcript) -> Result<Reward> {
+        let text = transcript.final_text();
+        anyhow::ensure!(text != Some("ungradable"), "cannot grade that");
+        let success = text == Some("ok") && transcript.outcome == Outcome::Finished;
+        Ok(Reward { value: if success { 1.0 } else { -1.0 }, success })
+    }
+}
+
+/// A tool that answers by rule.
+struct Scripted<F>(F);
+
+impl<F: Fn(SessionId, &str) -> (CallOutcome, String) + Send + Sync> Interpreter for Scripted<F> {
+    fn call(&self, session: SessionId, code: &str) -> Reply {
+        let (outcome, text) = self.0(session, code);
+        Reply { text, outcome, seconds: 0.25 }
+    }
+
+    fn close(&self, _: SessionId) {}
+
+    fn confinement(&self) -> String {
+        "scripted".into()
+    }
+}
+
+fn echo() -> Scripted<impl Fn(SessionId, &str) -> (CallOutcome, String) + Send + Sync> {
+    Scripted(|_, code: &str| (CallOutcome::Answered, format!("<{code}>")))
+}
+
+/// Forces tokens, `[turn][token]` for every sample; log-probabilities are the model's.
+struct Script(Vec<Vec<u32>>);
+
+impl Script {
+    fn new(world: &World, turns: &[&str]) -> Self {
+        Self(turns.iter().map(|turn| world.tokenizer.encode_with_special(turn).unwrap()).collect())
+    }
+}
+
+impl TokenSource for Script {
+    fn inverse_temperature(&self) -> f32 {
+        1.0
+    }
+
+    fn draw(&self, place: Place, row: Row, _: &mut ChaCha8Rng) -> Result<Drawn> {
+        let turn = self.0.get(place.turn as usize).context("more turns than scripted")?;
+        let token = *turn.get(place.token).context("more tokens than scripted")?;
+        Ok(Drawn { token, log_prob: row.log_prob(token) })
+    }
+}
+
+fn play(rollout: Rollout, script: &Script, prompts: &[Prompt], samples: usize) -> Result<Rollouts> {
+    Ok(rollout.groups_from(script, prompts, samples, &|_| (), &|| false)?.expect("nobody stopped it"))
+}

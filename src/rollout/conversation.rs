@@ -1,0 +1,329 @@
+//! The message loop of one trajectory: sampled tokens in, tool replies and user messages inserted, budgets kept.
+//!
+//! Rules, in the order they are asked:
+//! - Only `<|return|>` ends an answer. A `final` message closed by `<|end|>` is a message like any other: the policy
+//!   samples on.
+//! - A turn is a stretch of sampled tokens between insertions. A call on the last turn is not run
+//!   ([`Outcome::TurnsExhausted`]); a malformed last turn ends as [`Outcome::Malformed`].
+//! - A trajectory out of tokens or context is [`Outcome::TruncatedLength`]; so is one whose next insertion would leave no
+//!   room for a token after it, and then nothing is inserted. A call that could no longer be answered is not run.
+//! - A call to anybody but `python` is answered in the recipient's name, a malformed one in the Python tool's; without a
+//!   tool there is nobody to say what is wrong, and the trajectory ends as malformed.
+//! - What was sampled stays as it was, the `<|return|>` before a further user message included.
+
+use super::Rollout;
+use super::prompt::Rendered;
+use super::sampler::{Place, Row, TokenSource};
+use crate::harmony::{HarmonyTokenizer, Message, ParsedCompletion, Problem as Flaw, Role};
+use crate::harmony::{TurnEnd, TurnParser, TurnStep};
+use crate::interpreter::{Interpreter, SessionId};
+use crate::random::{Purpose, stream};
+use crate::tasks::{Problem, Reward, Task, Transcript};
+use crate::trajectory::{CallOutcome, Outcome, Trajectory, Turn};
+use anyhow::Result;
+use rand_chacha::ChaCha8Rng;
+
+/// The recipient of calls to the Python tool.
+const PYTHON: &str = "python";
+
+/// What all conversations of a rollout share.
+pub(super) struct Rules<'a> {
+    tokenizer: &'a HarmonyTokenizer,
+    task: &'a dyn Task,
+    interpreter: Option<&'a dyn Interpreter>,
+    /// `<|start|>assistant`.
+    opening: Vec<u32>,
+    preamble: &'a [Message],
+    turns_max: usize,
+    response_tokens_max: usize,
+    context_tokens_max: usize,
+    keep_routes: bool,
+    seed: u64,
+    purpose: Purpose,
+    step: u64,
+}
+
+impl<'a> Rules<'a> {
+    pub(super) fn new(rollout: &Rollout<'a>) -> Self {
+        let settings = rollout.settings;
+        Self {
+            tokenizer: rollout.tokenizer,
+            task: rollout.task,
+            interpreter: rollout.interpreter,
+            opening: rollout.tokenizer.opening(Role::Assistant),
+            preamble: &settings.preamble,
+            turns_max: settings.turns_max,
+            response_tokens_max: settings.response_tokens_max,
+            context_tokens_max: rollout.model.context_tokens_max(),
+            keep_routes: settings.keep_routes,
+            seed: settings.seed,
+            purpose: settings.purpose,
+            step: settings.step,
+        }
+    }
+}
+
+/// What a conversation needs next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Next {
+    /// Another token.
+    Sample,
+    /// Its tool call run.
+    Call,
+    /// Nothing: it is over.
+    End,
+}
+
+/// A trajectory in the making.
+pub(super) struct Conversation<'a> {
+    rules: &'a Rules<'a>,
+    problem: &'a Problem,
+    prompt: u64,
+    sample: u64,
+    session: SessionId,
+    pub(super) tokens: Vec<u32>,
+    prompt_tokens: usize,
+    mask: Vec<bool>,
+    log_probs: Vec<f32>,
+    /// Of the tokens fed so far, when kept.
+    routes: Vec<Vec<u16>>,
+    turns: Vec<Turn>,
+    turn_start: usize,
+    sampled: usize,
+    parser: TurnParser,
+    rng: ChaCha8Rng,
+    /// Messages after the prompt.
+    messages: Vec<Message>,
+    calls_answered: usize,
+    tool_s: f64,
+    outcome: Option<Outcome>,
+}
+
+impl<'a> Conversation<'a> {
+    /// Sample `sample` of a prompt; `routes` are those of the prompt's tokens, when kept.
+    pub(super) fn new(
+        rules: &'a Rules<'a>,
+        prompt: &Rendered<'a>,
+        sample: u64,
+        session: SessionId,
+        routes: Vec<Vec<u16>>,
+    ) -> Self {
+        let prompt_tokens = prompt.tokens.len();
+        let mut conversation = Self {
+            rules,
+            problem: prompt.problem,
+            prompt: prompt.index,
+            sample,
+            session,
+            tokens: prompt.tokens.clone(),
+            prompt_tokens,
+            mask: vec![false; prompt_tokens],
+            log_probs: vec![0.0; prompt_tokens],
+            routes,
+            turns: Vec::new(),
+            turn_start: prompt_tokens,
+            sampled: 0,
+            parser: TurnParser::new(rules.tokenizer),
+            rng: stream(0, rules.purpose, &[]),
+            messages: Vec::new(),
+            calls_answered: 0,
+            tool_s: 0.0,
+            outcome: None,
+        };
+        conversation.open_turn();
+        conversation
+    }
+
+    fn open_turn(&mut self) {
+        self.turn_start = self.tokens.len();
+        self.parser = TurnParser::new(self.rules.tokenizer);
+        let place = [self.rules.step, self.prompt, self.sample, self.turns.len() as u64];
+        self.rng = stream(self.rules.seed, self.rules.purpose, &place);
+    }
+
+    /// Notes the experts chosen for the next token fed.
+    pub(super) fn fed(&mut self, routes: Vec<u16>) {
+        self.routes.push(routes);
+    }
+
+    /// Draws the next token from `row` and acts on it.
+    pub(super) fn draw(&mut self, source: &dyn TokenSource, row: Row) -> Result<Next> {
+        let place = Place {
+            prompt: self.prompt,
+            sample: self.sample,
+            turn: self.turns.len() as u64,
+            token: self.tokens.len() - self.turn_start,
+        };
+        let drawn = source.draw(place, row, &mut self.rng)?;
+        self.tokens.push(drawn.token);
+        self.mask.push(true);
+        self.log_probs.push(drawn.log_prob);
+        self.sampled += 1;
+        Ok(match self.parser.push(drawn.token) {
+            TurnStep::Within | TurnStep::MessageEnded if self.exhausted() => {
+                self.close_turn(None);
+                self.end(Outcome::TruncatedLength)
+            }
+            TurnStep::Within | TurnStep::MessageEnded => Next::Sample,
+            TurnStep::Over(end) => self.turn_over(end),
+        })
+    }
+
+    /// Whether no further token may be sampled.
+    fn exhausted(&self) -> bool {
+        self.sampled >= self.rules.response_tokens_max || self.tokens.len() >= self.rules.context_tokens_max
+    }
+
+    /// Whether the turn under way is the last one allowed.
+    fn last_turn(&self) -> bool {
+        self.turns.len() + 1 >= self.rules.turns_max
+    }
+
+    fn turn_over(&mut self, end: TurnEnd) -> Next {
+        match end {
+            TurnEnd::Called => self.called(),
+            TurnEnd::Returned => self.returned(),
+            TurnEnd::Malformed | TurnEnd::Truncated => self.malformed(),
+        }
+    }
+
+    fn called(&mut self) -> Next {
+        let recipient = self.parser.call().and_then(|call| call.recipient.clone());
+        if self.last_turn() || self.exhausted() {
+            let outcome = if self.last_turn() { Outcome::TurnsExhausted } else { Outcome::TruncatedLength };
+            self.close_turn(None);
+            return self.end(outcome);
+        }
+        match recipient {
+            Some(name) if name == PYTHON && self.rules.interpreter.is_some() => Next::Call,
+            name => {
+                let name = name.unwrap_or_default();
+                let text = format!("Error: there is no tool named {name:?}.");
+                self.answer(CallOutcome::UnknownRecipient, &name, &text)
+            }
+        }
+    }
+
+    /// Runs the pending call; blocks until the reply. Called on a tool thread.
+    pub(super) fn run_call(&mut self) -> Next {
+        let (Some(interpreter), Some(call)) = (self.rules.interpreter, self.parser.call()) else {
+            return self.end(Outcome::Malformed);
+        };
+        let reply = interpreter.call(self.session, &call.content);
+        self.tool_s += reply.seconds;
+        self.calls_answered += 1;
+        self.answer(reply.outcome, PYTHON, &reply.text)
+    }
+
+    fn malformed(&mut self) -> Next {
+        let flaw = self.parser.problem().cloned().unwrap_or(Flaw::Truncated);
+        if self.last_turn() || self.exhausted() {
+            let outcome = if self.last_turn() { Outcome::Malformed } else { Outcome::TruncatedLength };
+            self.close_turn(Some(CallOutcome::MalformedCall));
+            return self.end(outcome);
+        }
+        let author = match &flaw {
+            Flaw::CallNotClosed { recipient } | Flaw::EmptyCall { recipient } => Some(recipient.clone()),
+            _ => self.rules.interpreter.map(|_| PYTHON.to_string()),
+        };
+        match author {
+            Some(author) => self.answer(CallOutcome::MalformedCall, &author, &flaw.reply()),
+            None => {
+                self.close_turn(Some(CallOutcome::MalformedCall));
+                self.end(Outcome::Malformed)
+            }
+        }
+    }
+
+    /// Ends the turn with a tool's reply, on the channel of the turn's last message.
+    fn answer(&mut self, call: CallOutcome, author: &str, text: &str) -> Next {
+        self.close_turn(Some(call));
+        let channel = self.messages.last().and_then(|message| message.channel.clone());
+        self.insert(Message::tool(author, channel.as_deref(), text), Outcome::Malformed)
+    }
+
+    fn returned(&mut self) -> Next {
+        self.close_turn(None);
+        let next = self.rules.task.next_user_message(self.problem, &self.transcript(Outcome::Finished));
+        match next {
+            None => self.end(Outcome::Finished),
+            Some(_) if self.turns.len() >= self.rules.turns_max => self.end(Outcome::TurnsExhausted),
+            Some(_) if self.exhausted() => self.end(Outcome::TruncatedLength),
+            Some(message) => self.insert(message, Outcome::TaskFailed),
+        }
+    }
+
+    /// Notes the turn and takes its messages from the parser.
+    fn close_turn(&mut self, call: Option<CallOutcome>) {
+        self.turns.push(Turn { start: self.turn_start, end: self.tokens.len(), call });
+        let parser = std::mem::replace(&mut self.parser, TurnParser::new(self.rules.tokenizer));
+        let ParsedCompletion { messages, .. } = parser.finish();
+        self.messages.extend(messages);
+    }
+
+    /// Appends a message and the assistant's next opening, masked; `refused` is the outcome when the message cannot be
+    /// written.
+    fn insert(&mut self, message: Message, refused: Outcome) -> Next {
+        let Ok(rendered) = self.rules.tokenizer.render_message(&message) else {
+            return self.end(refused);
+        };
+        let tokens = self.tokens.len() + rendered.len() + self.rules.opening.len();
+        if tokens >= self.rules.context_tokens_max {
+            return self.end(Outcome::TruncatedLength);
+        }
+        self.tokens.extend(rendered);
+        self.tokens.extend_from_slice(&self.rules.opening);
+        self.mask.resize(tokens, false);
+        self.log_probs.resize(tokens, 0.0);
+        self.messages.push(message);
+        self.open_turn();
+        Next::Sample
+    }
+
+    fn end(&mut self, outcome: Outcome) -> Next {
+        self.outcome = Some(outcome);
+        Next::End
+    }
+
+    fn transcript(&self, outcome: Outcome) -> Transcript<'_> {
+        Transcript { messages: &self.messages, outcome, calls_answered: self.calls_answered }
+    }
+
+    /// Grades the conversation: the record, and all its messages. A task that cannot grade gives reward 0.
+    pub(super) fn finish(mut self) -> (Trajectory, Vec<Message>) {
+        let Rules { task, interpreter, .. } = *self.rules;
+        if let Some(interpreter) = interpreter {
+            interpreter.close(self.session);
+        }
+        let mut outcome = self.outcome.unwrap_or(Outcome::TaskFailed);
+        let graded = task.reward(self.problem, &self.transcript(outcome));
+        let reward = graded.unwrap_or_else(|_| {
+            outcome = Outcome::TaskFailed;
+            Reward { value: 0.0, success: false }
+        });
+        if self.rules.keep_routes {
+            // The last token was never fed.
+            self.routes.resize(self.tokens.len(), Vec::new());
+        }
+        let mut messages = self.rules.preamble.to_vec();
+        messages.extend_from_slice(&self.problem.messages);
+        messages.append(&mut self.messages);
+        let trajectory = Trajectory {
+            step: self.rules.step,
+            prompt: self.prompt,
+            sample: self.sample,
+            problem_id: self.problem.id.clone(),
+            tokens: self.tokens,
+            prompt_tokens: self.prompt_tokens,
+            mask: self.mask,
+            logprobs: self.log_probs,
+            routes: self.routes,
+            turns: self.turns,
+            outcome,
+            reward: reward.value,
+            success: reward.success,
+            tool_s: self.tool_s,
+        };
+        (trajectory, messages)
+    }
+}

@@ -1,0 +1,125 @@
+//! Metrics of a step's groups, under verl's names where it has one.
+
+use crate::metrics::Accumulator;
+use crate::trajectory::{CallOutcome, Group, Outcome};
+
+/// What the groups come to. Everything is a function of the recipe: no times.
+///
+/// | name | of |
+/// | --- | --- |
+/// | `critic/rewards/{mean,max,min}`, `critic/success/mean` | trajectories |
+/// | `response_length/{mean,max,min}` | sampled tokens of a trajectory, insertions left out |
+/// | `prompt_length/{mean,max,min}` | tokens of a trajectory's prompt |
+/// | `num_turns/{mean,max,min}` | stretches of sampled tokens of a trajectory |
+/// | `outcome/<name>` | number of trajectories that ended so; every outcome, 0 included |
+/// | `tool/<name>` | number of calls that came to this; every one, 0 included |
+/// | `group/zero_signal_fraction` | share of groups whose rewards are all equal: they teach nothing |
+pub fn metrics(groups: &[Group]) -> Accumulator {
+    let mut metrics = Accumulator::new();
+    for outcome in Outcome::ALL {
+        metrics.sum(&format!("outcome/{}", outcome.name()), 0.0);
+    }
+    for outcome in CallOutcome::ALL {
+        metrics.sum(&format!("tool/{}", outcome.name()), 0.0);
+    }
+    for group in groups {
+        let mut rewards = group.trajectories.iter().map(|t| t.reward);
+        let first = rewards.next();
+        let flat = rewards.all(|reward| Some(reward) == first);
+        metrics.mean("group/zero_signal_fraction", f64::from(u8::from(flat)), 1.0);
+        for trajectory in &group.trajectories {
+            let mut spread = |name: &str, value: f64| {
+                metrics.mean(&format!("{name}/mean"), value, 1.0);
+                metrics.max(&format!("{name}/max"), value);
+                metrics.min(&format!("{name}/min"), value);
+            };
+            spread("critic/rewards", f64::from(trajectory.reward));
+            spread("response_length", trajectory.sampled_tokens() as f64);
+            spread("prompt_length", trajectory.prompt_tokens as f64);
+            spread("num_turns", trajectory.turns.len() as f64);
+            metrics.mean("critic/success/mean", f64::from(u8::from(trajectory.success)), 1.0);
+            metrics.sum(&format!("outcome/{}", trajectory.outcome.name()), 1.0);
+            for call in trajectory.turns.iter().filter_map(|turn| turn.call) {
+                metrics.sum(&format!("tool/{}", call.name()), 1.0);
+            }
+        }
+    }
+    metrics
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::trajectory::{Trajectory, Turn};
+
+    /// A trajectory of `sampled` tokens after a prompt of 3, each turn ending in one of `calls`.
+    fn trajectory(
+        reward: f32,
+        sampled: usize,
+        calls: &[Option<CallOutcome>],
+        outcome: Outcome,
+    ) -> Trajectory {
+        let n = 3 + sampled;
+        Trajectory {
+            step: 0,
+            prompt: 0,
+            sample: 0,
+            problem_id: String::new(),
+            tokens: vec![0; n],
+            prompt_tokens: 3,
+            mask: (0..n).map(|i| i >= 3).collect(),
+            logprobs: vec![0.0; n],
+            routes: vec![],
+            turns: calls.iter().map(|&call| Turn { start: 3, end: n, call }).collect(),
+            outcome,
+            reward,
+            success: reward > 0.0,
+            tool_s: 0.0,
+        }
+    }
+
+    #[test]
+    fn every_name_is_there_and_counts_what_it_says() {
+        let answered = [Some(CallOutcome::Answered), Some(CallOutcome::Raised), None];
+        let groups = [
+            Group {
+                trajectories: vec![
+                    trajectory(1.0, 10, &answered, Outcome::Finished),
+                    trajectory(-1.0, 4, &[None], Outcome::TruncatedLength),
+                ],
+            },
+            Group {
+                trajectories: vec![
+                    trajectory(-1.0, 1, &[Some(CallOutcome::MalformedCall)], Outcome::Malformed),
+                    trajectory(-1.0, 5, &[None], Outcome::Finished),
+                ],
+            },
+        ];
+        let metrics = metrics(&groups).finish();
+        let expected = [
+            ("critic/rewards/mean", -0.5),
+            ("critic/rewards/max", 1.0),
+            ("critic/rewards/min", -1.0),
+            ("critic/success/mean", 0.25),
+            ("response_length/mean", 5.0),
+            ("response_length/max", 10.0),
+            ("response_length/min", 1.0),
+            ("prompt_length/mean", 3.0),
+            ("num_turns/mean", 1.5),
+            ("num_turns/max", 3.0),
+            ("outcome/finished", 2.0),
+            ("outcome/truncated_length", 1.0),
+            ("outcome/malformed", 1.0),
+            ("outcome/task_failed", 0.0),
+            ("tool/answered", 1.0),
+            ("tool/raised", 1.0),
+            ("tool/malformed_call", 1.0),
+            ("tool/tool_timeout", 0.0),
+            ("group/zero_signal_fraction", 0.5),
+        ];
+        for (name, value) in expected {
+            assert_eq!(metrics.get(name), Some(value), "{name}");
+        }
+        assert_eq!(metrics.len(), 14 + Outcome::ALL.len() + CallOutcome::ALL.len());
+    }
+}

@@ -1,0 +1,265 @@
+//! What the engines of a rollout share: prompts to start, conversations to go on with, tool calls, results.
+
+use super::conversation::{Next, Rules};
+use super::engine::{PromptWork, SampleWork, Work};
+use super::prompt::Rendered;
+use super::{Progress, Rollout, Rollouts};
+use crate::harmony::Message;
+use crate::interpreter::{Interpreter, SessionId};
+use crate::model::config::Config;
+use crate::trajectory::{Group, Trajectory};
+use anyhow::{Error, Result, anyhow};
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::Scope;
+use std::time::Duration;
+
+/// How often an engine without work asks whether to stop.
+const STOP_POLL: Duration = Duration::from_millis(50);
+
+/// Work of one rollout, shared by its engines and tool threads.
+pub(super) struct Queue<'a> {
+    pub(super) rules: &'a Rules<'a>,
+    pub(super) prompts: Vec<Rendered<'a>>,
+    pub(super) samples: usize,
+    config: &'a Config,
+    engines: usize,
+    sequences_max: usize,
+    tool_calls_max: usize,
+    progress: &'a (dyn Fn(Progress) + Sync),
+    stop: &'a (dyn Fn() -> bool + Sync),
+    state: Mutex<State<'a>>,
+    /// Something to sample, or the end.
+    work: Condvar,
+    /// A tool call, or the end.
+    calls: Condvar,
+}
+
+struct State<'a> {
+    next_prompt: usize,
+    ready: VecDeque<Box<SampleWork<'a>>>,
+    pending_calls: VecDeque<Box<SampleWork<'a>>>,
+    tool_threads: usize,
+    tool_threads_idle: usize,
+    /// `[prompts × samples]`.
+    finished: Vec<Option<(Trajectory, Vec<Message>)>>,
+    unfinished: usize,
+    progress: Progress,
+    failure: Option<Error>,
+    stopped: bool,
+}
+
+impl State<'_> {
+    fn over(&self) -> bool {
+        self.unfinished == 0 || self.failure.is_some() || self.stopped
+    }
+}
+
+impl<'a> Queue<'a> {
+    pub(super) fn new(
+        rollout: &Rollout<'a>,
+        rules: &'a Rules<'a>,
+        prompts: Vec<Rendered<'a>>,
+        samples: usize,
+        engines: usize,
+        progress: &'a (dyn Fn(Progress) + Sync),
+        stop: &'a (dyn Fn() -> bool + Sync),
+    ) -> Self {
+        let trajectories = prompts.len() * samples;
+        let state = State {
+            next_prompt: 0,
+            ready: VecDeque::new(),
+            pending_calls: VecDeque::new(),
+            tool_threads: 0,
+            tool_threads_idle: 0,
+            finished: (0..trajectories).map(|_| None).collect(),
+            unfinished: trajectories,
+            progress: Progress { trajectories, ..Progress::default() },
+            failure: None,
+            stopped: false,
+        };
+        Self {
+            rules,
+            prompts,
+            samples,
+            config: &rollout.model.config,
+            engines,
+            sequences_max: rollout.settings.sequences_max.max(1),
+            tool_calls_max: rollout.settings.tool_calls_concurrent_max.max(1),
+            progress,
+            stop,
+            state: Mutex::new(state),
+            work: Condvar::new(),
+            calls: Condvar::new(),
+        }
+    }
+
+    /// Fills `batch` up and says whether to go on; waits while there is nothing to do. `sampled` tokens were drawn since
+    /// the last time.
+    ///
+    /// An engine takes no more than its share of what is left, so that none runs dry while another is full.
+    pub(super) fn refill(&self, batch: &mut Vec<Work<'a>>, sampled: u64) -> bool {
+        let mut state = self.lock();
+        if sampled > 0 {
+            state.progress.sampled_tokens += sampled;
+            (self.progress)(state.progress);
+        }
+        loop {
+            if !state.stopped && (self.stop)() {
+                state.stopped = true;
+                self.wake_all();
+            }
+            if state.over() {
+                return false;
+            }
+            let share = self.sequences_max.min(state.unfinished.div_ceil(self.engines));
+            let weight = |work: &Work| if matches!(work, Work::Prompt(_)) { self.samples } else { 1 };
+            let mut load: usize = batch.iter().map(weight).sum();
+            while load < share
+                && let Some(sample) = state.ready.pop_front()
+            {
+                batch.push(Work::Sample(sample));
+                load += 1;
+            }
+            while load < share && state.next_prompt < self.prompts.len() {
+                batch.push(Work::Prompt(Box::new(PromptWork::new(state.next_prompt, self.config))));
+                state.next_prompt += 1;
+                load += self.samples;
+            }
+            if !batch.is_empty() {
+                return true;
+            }
+            let waited = self.work.wait_timeout(state, STOP_POLL);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Passes a conversation on to whatever it needs next.
+    pub(super) fn hand_on<'s>(&'s self, scope: &'s Scope<'s, '_>, sample: Box<SampleWork<'a>>, next: Next)
+    where
+        'a: 's,
+    {
+        match next {
+            Next::Sample => {
+                self.lock().ready.push_back(sample);
+                self.work.notify_one();
+            }
+            Next::Call => self.call(scope, sample),
+            Next::End => self.finish(*sample),
+        }
+    }
+
+    /// Queues a tool call and starts a thread for it unless one waits or there are as many as allowed.
+    fn call<'s>(&'s self, scope: &'s Scope<'s, '_>, sample: Box<SampleWork<'a>>)
+    where
+        'a: 's,
+    {
+        let mut state = self.lock();
+        state.pending_calls.push_back(sample);
+        let spawn =
+            state.pending_calls.len() > state.tool_threads_idle && state.tool_threads < self.tool_calls_max;
+        if spawn {
+            state.tool_threads += 1;
+        }
+        drop(state);
+        self.calls.notify_one();
+        if spawn {
+            let started = std::thread::Builder::new().spawn_scoped(scope, move || self.run_calls(scope));
+            if let Err(error) = started {
+                self.fail(
+                    Error::new(error).context(
+                        "starting a thread for a tool call; lower rollout.tool_calls_concurrent_max",
+                    ),
+                );
+            }
+        }
+    }
+
+    /// A tool thread's life.
+    fn run_calls<'s>(&'s self, scope: &'s Scope<'s, '_>)
+    where
+        'a: 's,
+    {
+        loop {
+            let mut state = self.lock();
+            state.tool_threads_idle += 1;
+            let sample = loop {
+                if state.over() {
+                    return;
+                }
+                match state.pending_calls.pop_front() {
+                    Some(sample) => break sample,
+                    None => state = self.calls.wait(state).unwrap_or_else(PoisonError::into_inner),
+                }
+            };
+            state.tool_threads_idle -= 1;
+            drop(state);
+            let mut sample = sample;
+            match catch_unwind(AssertUnwindSafe(|| sample.conversation.run_call())) {
+                Ok(next) => self.hand_on(scope, sample, next),
+                Err(_) => return self.fail(anyhow!("the interpreter panicked; this is a bug")),
+            }
+        }
+    }
+
+    fn finish(&self, sample: SampleWork<'a>) {
+        let place = sample.place;
+        let (trajectory, messages) = sample.conversation.finish();
+        let mut state = self.lock();
+        state.unfinished -= 1;
+        state.progress.finished += 1;
+        state.progress.reward_sum += f64::from(trajectory.reward);
+        if let Some(result) = state.finished.get_mut(place) {
+            *result = Some((trajectory, messages));
+        }
+        if state.unfinished == 0 {
+            (self.progress)(state.progress);
+            self.wake_all();
+        }
+    }
+
+    /// Ends the rollout; the first failure is the one reported.
+    pub(super) fn fail(&self, error: Error) {
+        self.lock().failure.get_or_insert(error);
+        self.wake_all();
+    }
+
+    fn wake_all(&self) {
+        self.work.notify_all();
+        self.calls.notify_all();
+    }
+
+    /// Drops what the tool keeps for trajectories that will not end.
+    pub(super) fn close_sessions(&self, interpreter: &dyn Interpreter) {
+        let state = self.lock();
+        let unfinished = state.finished.iter().enumerate().filter(|(_, result)| result.is_none());
+        unfinished.for_each(|(place, _)| interpreter.close(SessionId(place as u64)));
+    }
+
+    /// The results, `None` when stopped.
+    ///
+    /// # Errors
+    /// What ended the rollout.
+    pub(super) fn into_rollouts(self) -> Result<Option<Rollouts>> {
+        let state = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
+        if let Some(failure) = state.failure {
+            return Err(failure);
+        }
+        if state.unfinished > 0 {
+            return Ok(None);
+        }
+        let mut finished = state.finished.into_iter().flatten();
+        let mut rollouts = Rollouts { groups: Vec::new(), messages: Vec::new() };
+        for _ in &self.prompts {
+            let (trajectories, messages) = finished.by_ref().take(self.samples).unzip();
+            rollouts.groups.push(Group { trajectories });
+            rollouts.messages.push(messages);
+        }
+        Ok(Some(rollouts))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<'a>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,193 @@
+//! Tools that sleep, die or are attacked, while others decode.
+
+use super::*;
+use rloss::interpreter::{Embedded, Settings};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+const FINAL: &str = "<|channel|>final<|message|>ok<|return|>";
+
+fn calling(code: &str) -> String {
+    format!("<|channel|>analysis to=python<|message|>{code}<|call|>")
+}
+
+#[test]
+fn sixty_four_calls_of_a_second_run_side_by_side() {
+    let world = World::roomy();
+    let running = [AtomicUsize::new(0), AtomicUsize::new(0)];
+    let tool = Scripted(|_, _: &str| {
+        let now = running[0].fetch_add(1, Ordering::SeqCst) + 1;
+        running[1].fetch_max(now, Ordering::SeqCst);
+        std::thread::sleep(Duration::from_secs(1));
+        running[0].fetch_sub(1, Ordering::SeqCst);
+        (CallOutcome::Answered, "awake".into())
+    });
+    let script = Script::new(&world, &[&calling("sleep"), FINAL]);
+    let start = Instant::now();
+    let rollouts =
+        play(world.rollout(&Questions::new(), Some(&tool)), &script, &Questions::prompts(8), 8).unwrap();
+    let seconds = start.elapsed().as_secs_f64();
+    assert!(rollouts.trajectories().all(|t| t.success));
+    assert_eq!(rollouts.counts().tool_calls, 64);
+    assert!(running[1].load(Ordering::SeqCst) > 16, "calls must overlap");
+    // One after the other they take 64 s.
+    assert!(seconds < 4.0, "{seconds} s");
+}
+
+#[test]
+fn no_more_calls_run_at_once_than_allowed() {
+    let mut world = World::roomy();
+    world.settings.tool_calls_concurrent_max = 3;
+    let running = [AtomicUsize::new(0), AtomicUsize::new(0)];
+    let tool = Scripted(|_, _: &str| {
+        let now = running[0].fetch_add(1, Ordering::SeqCst) + 1;
+        running[1].fetch_max(now, Ordering::SeqCst);
+        std::thread::sleep(Duration::from_millis(5));
+        running[0].fetch_sub(1, Ordering::SeqCst);
+        (CallOutcome::Answered, "awake".into())
+    });
+    let script = Script::new(&world, &[&calling("sleep"), FINAL]);
+    let task = Questions::new();
+    let rollouts = play(world.rollout(&task, Some(&tool)), &script, &Questions::prompts(5), 4).unwrap();
+    assert!(rollouts.trajectories().all(|t| t.success));
+    assert_eq!(running[1].load(Ordering::SeqCst), 3);
+}
+
+#[test]
+fn each_trajectory_has_a_session_of_its_own_which_is_closed() {
+    struct Sessions(std::sync::Mutex<Vec<(SessionId, &'static str)>>);
+    impl Interpreter for Sessions {
+        fn call(&self, session: SessionId, _: &str) -> Reply {
+            self.0.lock().unwrap().push((session, "call"));
+            Reply { text: "1".into(), outcome: CallOutcome::Answered, seconds: 0.0 }
+        }
+        fn close(&self, session: SessionId) {
+            self.0.lock().unwrap().push((session, "close"));
+        }
+        fn confinement(&self) -> String {
+            String::new()
+        }
+    }
+    let world = World::roomy();
+    let tool = Sessions(Default::default());
+    let call = calling("1");
+    let script = Script::new(&world, &[&call, &call, FINAL]);
+    play(world.rollout(&Questions::new(), Some(&tool)), &script, &Questions::prompts(3), 2).unwrap();
+    let seen = tool.0.into_inner().unwrap();
+    for session in (0..6).map(SessionId) {
+        let of: Vec<_> = seen.iter().filter(|(s, _)| *s == session).map(|(_, what)| *what).collect();
+        assert_eq!(of, ["call", "call", "close"]);
+    }
+}
+
+fn embedded(change: impl FnOnce(&mut Settings)) -> Embedded {
+    let program = Some(env!("CARGO_BIN_EXE_rloss").into());
+    let mut settings = Settings { program, time_limit_s: 0.3, wall_clock_s: 1.0, ..Settings::default() };
+    change(&mut settings);
+    Embedded::new(settings).expect("this machine must be able to confine a worker")
+}
+
+/// What became of a call of `code`, and what the model read.
+fn outcome_of(world: &World, tool: &dyn Interpreter, code: &str) -> (CallOutcome, String, Rollouts) {
+    let script = Script::new(world, &[&calling(code), FINAL]);
+    let rollouts =
+        play(world.rollout(&Questions::new(), Some(tool)), &script, &Questions::prompts(1), 1).unwrap();
+    let t = &rollouts.groups[0].trajectories[0];
+    assert_eq!((t.outcome, t.success), (Outcome::Finished, true), "{code}: the episode goes on");
+    let call = t.turns[0].call.expect("the turn was a call");
+    let metrics = rloss::rollout::metrics(&rollouts.groups).finish();
+    assert_eq!(metrics.get(&format!("tool/{}", call.name())), Some(1.0));
+    (call, rollouts.messages[0][0][2].content.clone(), rollouts)
+}
+
+#[test]
+fn hostile_code_ends_as_a_counted_outcome_and_the_episode_goes_on() {
+    let world = World::roomy();
+    let tool = embedded(|_| ());
+    let cases = [
+        ("7*12-5", CallOutcome::Answered, "79"),
+        ("1/0", CallOutcome::Raised, "ZeroDivisionError"),
+        ("while True: pass", CallOutcome::TimeLimit, "TimeoutError"),
+        ("10**10**8", CallOutcome::ToolTimeout, "TimeoutError"),
+    ];
+    for (code, expected, text) in cases {
+        let (call, reply, rollouts) = outcome_of(&world, &tool, code);
+        assert_eq!(call, expected, "{code}: {reply}");
+        assert!(reply.contains(text), "{code}: {reply}");
+        assert_eq!(rollouts.tool_timed_out(), expected == CallOutcome::ToolTimeout);
+    }
+    // The next call finds a worker again.
+    assert_eq!(outcome_of(&world, &tool, "2+2").1, "4");
+}
+
+#[test]
+fn a_gigabyte_of_output_is_cut_and_counted() {
+    let mut world = World::roomy();
+    world.settings.response_tokens_max = 300;
+    let tool = embedded(|s| {
+        (s.time_limit_s, s.wall_clock_s, s.output_chars_max) = (60.0, 120.0, 256);
+    });
+    let code = "line = 'x' * 1000000\nfor i in range(1000): print(line)";
+    let (call, reply, _) = outcome_of(&world, &tool, code);
+    assert_eq!(call, CallOutcome::Answered);
+    assert!(reply.contains("characters cut") && reply.len() < 400, "{reply}");
+}
+
+/// Processes whose program is `program`.
+fn processes_of(program: &std::path::Path) -> Vec<i32> {
+    let runs = |pid: &i32| {
+        let command = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        command.split(|&b| b == 0).next() == Some(program.as_os_str().as_encoded_bytes())
+    };
+    let entries = std::fs::read_dir("/proc").unwrap().flatten();
+    entries.filter_map(|e| e.file_name().to_str()?.parse().ok()).filter(runs).collect()
+}
+
+#[test]
+fn a_worker_killed_from_outside_is_counted_and_replaced() {
+    let world = World::roomy();
+    let folder = tempfile::tempdir().unwrap();
+    // A name of its own tells this test's worker from those of tests beside it.
+    let program = folder.path().join("worker");
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_rloss"), &program).unwrap();
+    let tool = embedded(|s| {
+        (s.time_limit_s, s.wall_clock_s, s.workers, s.program) = (20.0, 40.0, 1, Some(program.clone()));
+    });
+    let workers = processes_of(&program);
+    assert_eq!(workers.len(), 1);
+    std::thread::scope(|scope| {
+        let playing = scope.spawn(|| outcome_of(&world, &tool, "while True: pass"));
+        std::thread::sleep(Duration::from_millis(300));
+        // SAFETY: a plain system call on a process that this test started.
+        assert_eq!(unsafe { libc::kill(workers[0], libc::SIGKILL) }, 0);
+        assert_eq!(playing.join().unwrap().0, CallOutcome::WorkerDied);
+    });
+    assert_eq!(outcome_of(&world, &tool, "2+2").1, "4");
+    assert_ne!(processes_of(&program), workers);
+}
+
+#[test]
+fn a_stopped_rollout_closes_the_sessions_it_leaves_unfinished() {
+    struct Calling(AtomicUsize, AtomicUsize);
+    impl Interpreter for Calling {
+        fn call(&self, _: SessionId, _: &str) -> Reply {
+            self.0.fetch_add(1, Ordering::SeqCst);
+            Reply { text: "1".into(), outcome: CallOutcome::Answered, seconds: 0.0 }
+        }
+        fn close(&self, _: SessionId) {
+            self.1.fetch_add(1, Ordering::SeqCst);
+        }
+        fn confinement(&self) -> String {
+            String::new()
+        }
+    }
+    let world = World::roomy();
+    let tool = Calling(AtomicUsize::new(0), AtomicUsize::new(0));
+    let script = Script::new(&world, &[&calling("1"), FINAL]);
+    let task = Questions::new();
+    let called = || tool.0.load(Ordering::SeqCst) > 0;
+    let prompts = Questions::prompts(3);
+    let stopped = world.rollout(&task, Some(&tool)).groups_from(&script, &prompts, 2, &|_| (), &called);
+    assert!(stopped.unwrap().is_none());
+    assert_eq!(tool.1.load(Ordering::SeqCst), 6);
+}
