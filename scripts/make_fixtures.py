@@ -121,11 +121,13 @@ def write_model(name, sizes, generator):
 def write_adamw(generator):
     """Ten steps of torch.optim.AdamW on given gradients of many magnitudes."""
     cases = []
-    for settings in (
-        dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0),
-        dict(lr=4e-3, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1),
+    for start, settings in (
+        (1.0, dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)),
+        (1.0, dict(lr=4e-3, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1)),
+        # From 0, where the updates alone make the weights.
+        (0.0, dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)),
     ):
-        weight = torch.randn(16, generator=generator).requires_grad_()
+        weight = (torch.randn(16, generator=generator) * start).requires_grad_()
         magnitudes = 10.0 ** torch.linspace(-6, 2, 16)
         case = {"settings": settings, "initial": weight.tolist(), "gradients": [], "weights": []}
         optimizer = torch.optim.AdamW([weight], **settings)

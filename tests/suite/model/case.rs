@@ -56,8 +56,7 @@ pub struct Worst {
 
 impl Worst {
     fn note(&mut self, difference: f64, place: &str) {
-        // NaN must win.
-        if !(difference <= self.difference) {
+        if difference > self.difference {
             *self = Worst { difference, place: place.into() };
         }
     }
@@ -103,13 +102,11 @@ fn floats(tensor: &Tensor) -> Vec<f32> {
 }
 
 /// max|a − b| over max|b|; where `b` is all zero, `a` must be too.
-fn relative(a: &[f32], b: &[f32]) -> f64 {
+pub fn relative(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len());
-    let largest = |values: &mut dyn Iterator<Item = f64>| {
-        values.fold(0.0, |m: f64, v| if v <= m { m } else { v }) // NaN is kept
-    };
-    let difference = largest(&mut a.iter().zip(b).map(|(&a, &b)| (a as f64 - b as f64).abs()));
-    let size = largest(&mut b.iter().map(|&b| (b as f64).abs()));
+    assert!(a.iter().all(|v| v.is_finite()), "not finite");
+    let difference = a.iter().zip(b).map(|(&a, &b)| (a as f64 - b as f64).abs()).fold(0.0, f64::max);
+    let size = b.iter().map(|&b| (b as f64).abs()).fold(0.0, f64::max);
     if difference == 0.0 { 0.0 } else { difference / size }
 }
 
@@ -123,7 +120,8 @@ impl Case {
             model: Model::new(config, context),
             parameters,
             rows: serde_json::from_str(&text).unwrap(),
-            expected: candle_core::safetensors::load(folder.join("expected.safetensors"), &Device::Cpu).unwrap(),
+            expected: candle_core::safetensors::load(folder.join("expected.safetensors"), &Device::Cpu)
+                .unwrap(),
         }
     }
 
@@ -134,14 +132,18 @@ impl Case {
         let output = self.forward_backward(true, ForwardOptions::default());
         let loss = -output.log_probs.iter().map(|&l| l as f64).sum::<f64>() / output.log_probs.len() as f64;
         figures.loss.note((loss - self.rows.loss).abs() / self.rows.loss.abs(), "loss");
-        let before: Vec<Vec<f32>> = (0..self.parameters.len()).map(|i| floats(self.parameters.var(i))).collect();
+        let before: Vec<Vec<f32>> =
+            (0..self.parameters.len()).map(|i| floats(self.parameters.var(i))).collect();
         self.step(&output);
         for (index, spec) in self.parameters.specs.iter().enumerate() {
             let gradient = output.gradients.values[index].as_ref().unwrap();
             let expected = self.expected_values("grad", index);
             figures.gradients.note(relative(gradient, &expected), &spec.name);
-            let change = |after: &[f32]| -> Vec<f32> { after.iter().zip(&before[index]).map(|(a, b)| a - b).collect() };
-            let (after, after_torch) = (floats(self.parameters.var(index)), self.expected_values("sgd", index));
+            let change = |after: &[f32]| -> Vec<f32> {
+                after.iter().zip(&before[index]).map(|(a, b)| a - b).collect()
+            };
+            let (after, after_torch) =
+                (floats(self.parameters.var(index)), self.expected_values("sgd", index));
             figures.sgd.note(relative(&change(&after), &change(&after_torch)), &spec.name);
         }
         figures
@@ -187,7 +189,10 @@ impl Case {
         let tokens: Vec<u32> = self.rows.rows.iter().flat_map(|r| r.tokens.iter().copied()).collect();
         let positions = self.rows.rows.iter().flat_map(|r| 0..r.tokens.len() as u32).collect();
         let mut cu_seqlens = vec![0];
-        self.rows.rows.iter().for_each(|r| cu_seqlens.push(cu_seqlens[cu_seqlens.len() - 1] + r.tokens.len()));
+        self.rows
+            .rows
+            .iter()
+            .for_each(|r| cu_seqlens.push(cu_seqlens[cu_seqlens.len() - 1] + r.tokens.len()));
         let rotation = self.model.rotation(positions);
         let attend: &mut dyn Attend = &mut PackedAttention { cu_seqlens: Arc::new(cu_seqlens) };
         let mut x = ops::embedding(&weights.embedding().unwrap(), &Arc::new(tokens)).unwrap();
@@ -205,7 +210,8 @@ impl Case {
         let options = ForwardOptions::default();
         let mut step = |token: &u32| {
             let (x, _) =
-                forward_cached(&self.model, &weights, vec![*token], &mut [&mut cache], &[1], options).unwrap();
+                forward_cached(&self.model, &weights, vec![*token], &mut [&mut cache], &[1], options)
+                    .unwrap();
             self.head(&weights, &x)
         };
         tokens.iter().flat_map(|token| step(token)).collect()
