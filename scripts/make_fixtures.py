@@ -75,47 +75,52 @@ def router_margin(model, tokens):
     with torch.no_grad():
         routers = model(tokens[None], output_router_logits=True).router_logits
     k = model.config.num_experts_per_tok
+    if k == model.config.num_local_experts:
+        return float("inf")
     sorted_logits = torch.stack(routers).sort(descending=True).values
     return (sorted_logits[..., k - 1] - sorted_logits[..., k]).min().item()
 
 
 def random_row(model, length, generator):
-    """Tokens whose routing no rounding error can change, and a mask with gaps."""
+    """Tokens whose routing no rounding error can change, a mask with gaps, and how often tokens were drawn again."""
+    redrawn = 0
     while True:
         tokens = torch.randint(model.config.vocab_size, (length,), generator=generator)
         if router_margin(model, tokens) >= ROUTER_MARGIN_MIN:
             break
+        redrawn += 1
     mask = (torch.rand(length, generator=generator) < 0.6).int()
     mask[0], mask[-1] = 0, 1
-    return tokens, mask
+    return tokens, mask, redrawn
 
 
-def write_model(name, sizes, generator):
+def write_model(folder, sizes, row_lengths, sgd_lr, generator):
+    """A random model and what PyTorch computes on it; returns how many rows were drawn again."""
     model = random_model(sizes, generator)
-    folder = FIXTURES / name
     model.save_pretrained(folder)
 
-    rows = [random_row(model, length, generator) for length in ROW_LENGTHS]
-    logits = [model(tokens[None]).logits[0] for tokens, _ in rows]
+    rows = [random_row(model, length, generator) for length in row_lengths]
+    logits = [model(tokens[None]).logits[0] for tokens, _, _ in rows]
     logprobs = [
-        row.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0] for row, (tokens, _) in zip(logits, rows)
+        row.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0] for row, (tokens, _, _) in zip(logits, rows)
     ]
-    counted = sum(mask.sum() for _, mask in rows)
-    loss = -sum((row * mask[1:]).sum() for row, (_, mask) in zip(logprobs, rows)) / counted
+    counted = sum(mask.sum() for _, mask, _ in rows)
+    loss = -sum((row * mask[1:]).sum() for row, (_, mask, _) in zip(logprobs, rows)) / counted
     loss.backward()
 
     expected = {f"logits.{i}": row.detach().contiguous() for i, row in enumerate(logits)}
     expected |= {f"grad.{key}": tensor.grad.clone() for key, tensor in model.named_parameters()}
-    torch.optim.SGD(model.parameters(), lr=SGD_LR).step()
+    torch.optim.SGD(model.parameters(), lr=sgd_lr).step()
     expected |= {f"sgd.{key}": tensor.detach() for key, tensor in model.named_parameters()}
     save_file(expected, folder / "expected.safetensors")
     content = {
-        "rows": [{"tokens": tokens.tolist(), "mask": mask.tolist()} for tokens, mask in rows],
+        "rows": [{"tokens": tokens.tolist(), "mask": mask.tolist()} for tokens, mask, _ in rows],
         "logprobs": [[0.0] + row.tolist() for row in logprobs],
         "loss": loss.item(),
-        "sgd_lr": SGD_LR,
+        "sgd_lr": sgd_lr,
     }
     (folder / "rows.json").write_text(json.dumps(content) + "\n")
+    return sum(redrawn for _, _, redrawn in rows)
 
 
 def write_adamw(generator):
@@ -189,7 +194,7 @@ def main():
     FIXTURES.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
     for name, sizes in MODELS.items():
-        write_model(name, sizes, generator)
+        write_model(FIXTURES / name, sizes, ROW_LENGTHS, SGD_LR, generator)
     write_adamw(generator)
     write_mxfp4(generator)
     return 0

@@ -3,7 +3,7 @@
 mod case;
 
 use candle_core::{Device, Tensor};
-use case::Case;
+use case::{Case, Figures};
 use rloss::model::config::{Config, Form};
 use rloss::model::forward::ForwardOptions;
 use rloss::model::init::{InitSettings, init};
@@ -23,33 +23,24 @@ fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
-fn compare(folder: &Path) {
-    let name = folder.file_name().unwrap().to_string_lossy();
-    let figures = Case::read(folder).figures();
-    // scripts/parity.py reads this line.
-    println!(
-        "parity {name} {:.2e} {:.2e} {:.2e} {:.2e} {:.2e} {:.2e}",
-        figures.logits.difference,
-        figures.decode.difference,
-        figures.log_probs.difference,
-        figures.loss.difference,
-        figures.gradients.difference,
-        figures.sgd.difference,
-    );
-    figures.check(&name);
+fn compare(case: Case, name: &str) -> Figures {
+    let figures = case.figures();
+    println!("parity {name}{figures}"); // scripts/parity.py reads this line.
+    figures
 }
 
 #[test]
 fn fixtures_agree_with_transformers_with_yarn() {
-    compare(&fixture("gpt_oss_yarn"));
+    compare(Case::read(&fixture("gpt_oss_yarn")), "yarn").check("yarn");
 }
 
 #[test]
 fn fixtures_agree_with_transformers_with_plain_rope_and_odd_sizes() {
-    compare(&fixture("gpt_oss_plain"));
+    compare(Case::read(&fixture("gpt_oss_plain")), "plain").check("plain");
 }
 
-/// The cases that `scripts/parity.py` makes, in the folder that `RLOSS_PARITY` names.
+/// The cases that `scripts/parity.py` makes, in the folder that `RLOSS_PARITY` names. Each model is saved again, in
+/// `saved/`, for the script to load in transformers.
 #[test]
 fn random_models_agree_with_transformers() {
     let Some(folder) = std::env::var_os("RLOSS_PARITY") else {
@@ -59,7 +50,15 @@ fn random_models_agree_with_transformers() {
     let mut cases: Vec<PathBuf> = std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().path()).collect();
     cases.sort();
     assert!(!cases.is_empty(), "RLOSS_PARITY names an empty folder");
-    cases.iter().for_each(|case| compare(case));
+    let compared: Vec<(String, Figures)> = cases
+        .iter()
+        .map(|folder| {
+            let (case, name) = (Case::read(folder), folder.file_name().unwrap().to_string_lossy());
+            case.save(&folder.join("saved"));
+            (name.to_string(), compare(case, &name))
+        })
+        .collect();
+    compared.iter().for_each(|(name, figures)| figures.check(name));
 }
 
 #[test]

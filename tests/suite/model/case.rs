@@ -4,10 +4,11 @@
 
 use candle_core::{Device, Tensor};
 use rloss::model::cache::SequenceCache;
-use rloss::model::config::Config;
+use rloss::model::config::{Config, Form};
 use rloss::model::forward::{Attend, ForwardOptions, Model, PackedAttention, forward_cached};
 use rloss::model::load::load;
-use rloss::model::names::Layout;
+use rloss::model::names::{Layout, ParameterSpec};
+use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::model::weights::{Parameters, Resident, WeightSource};
 use rloss::ops;
 use rloss::recipe::{Optimizer as OptimizerSettings, OptimizerKind};
@@ -23,7 +24,7 @@ use std::sync::Arc;
 pub const LOGITS_BAR: f64 = 2e-5;
 /// Of a tensor's largest value, for gradients and for what one step changes.
 pub const GRADIENT_BAR: f64 = 1e-4;
-/// Of a log-probability or loss, in nats beside the logits' own bar.
+/// Of a log-probability, over the largest logit or 1; of the loss, over itself.
 pub const LOG_PROB_BAR: f64 = 2e-5;
 
 #[derive(Deserialize)]
@@ -56,7 +57,7 @@ pub struct Worst {
 
 impl Worst {
     fn note(&mut self, difference: f64, place: &str) {
-        if difference > self.difference {
+        if difference > self.difference || difference.is_nan() {
             *self = Worst { difference, place: place.into() };
         }
     }
@@ -71,7 +72,7 @@ pub struct Figures {
     pub decode: Worst,
     /// Over the largest logit or 1.
     pub log_probs: Worst,
-    /// Of the loss.
+    /// Over itself.
     pub loss: Worst,
     /// Over the tensor's largest value.
     pub gradients: Worst,
@@ -80,20 +81,31 @@ pub struct Figures {
 }
 
 impl Figures {
-    /// Panics unless all are within their bars.
-    pub fn check(&self, name: &str) {
-        let bars = [
+    fn bars(&self) -> [(&'static str, &Worst, f64); 6] {
+        [
             ("logits", &self.logits, LOGITS_BAR),
             ("decode", &self.decode, LOGITS_BAR),
             ("log-probs", &self.log_probs, LOG_PROB_BAR),
             ("loss", &self.loss, LOG_PROB_BAR),
-            ("gradient", &self.gradients, GRADIENT_BAR),
+            ("gradients", &self.gradients, GRADIENT_BAR),
             ("SGD step", &self.sgd, GRADIENT_BAR),
-        ];
-        for (kind, worst, bar) in bars {
+        ]
+    }
+
+    /// Panics unless all are within their bars.
+    pub fn check(&self, name: &str) {
+        for (kind, worst, bar) in self.bars() {
             let Worst { difference, place } = worst;
             assert!(*difference <= bar, "{name}: {kind} differs by {difference:e} at {place}, bar {bar:e}");
         }
+    }
+}
+
+/// `|kind|difference|place` of each.
+impl std::fmt::Display for Figures {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        let mut bars = self.bars().into_iter();
+        bars.try_for_each(|(kind, worst, _)| write!(f, "|{kind}|{:.1e}|{}", worst.difference, worst.place))
     }
 }
 
@@ -123,6 +135,15 @@ impl Case {
             expected: candle_core::safetensors::load(folder.join("expected.safetensors"), &Device::Cpu)
                 .unwrap(),
         }
+    }
+
+    /// Saves the model in f32, for transformers to load.
+    pub fn save(&self, folder: &Path) {
+        let tensor = |spec: &ParameterSpec| {
+            Ok(self.parameters.var(self.parameters.position(&spec.name).unwrap()).as_tensor().clone())
+        };
+        std::fs::create_dir_all(folder).unwrap();
+        save(folder, &self.model.config, Form::F32, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
     }
 
     /// Every figure of the case. The gradient is taken with layers recomputed, as a run does by default.
