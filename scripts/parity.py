@@ -6,8 +6,9 @@
 Draws N configurations (heads, KV heads, head_dim, experts, top-k, windows, layer types, YaRN or plain RoPE, sizes that
 are multiples of nothing), makes a random model of each with PyTorch, and takes logits, the gradient of the mean
 cross-entropy over masked rows, and one SGD step, in f32 with eager attention and experts. Rows with a token whose
-router margin is under 1e-5 are drawn again. Then runs the test `random_models_agree_with_transformers` on them, which
-compares, saves each model anew in f32, and this script loads those folders in transformers and compares the logits.
+router margin is under 1e-5 are drawn again, and those with a value so near its clamp that rounding decides on which
+side its gradient lies. Then runs the test `random_models_agree_with_transformers` on them, which compares and saves
+each model anew in f32; the script loads those folders in transformers and compares the logits.
 
 Prints the worst difference a case: logits and cached decode over the largest logit (bar 2e-5), log-probs likewise,
 the loss over itself, gradients and what the step changed over the largest of each tensor (bar 1e-4), logits of the
@@ -23,13 +24,14 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from transformers import GptOssForCausalLM, logging
 
-from make_fixtures import EAGER, write_model
+from make_fixtures import CLAMP_MARGIN_MIN, EAGER, ROUTER_MARGIN_MIN, write_model
 
 ROOT = Path(__file__).resolve().parent.parent
 TEST = "model::random_models_agree_with_transformers"
@@ -45,7 +47,7 @@ def random_sizes(rng):
     layers = rng.randint(1, 5)
     sizes = dict(
         vocab_size=rng.choice([11, 37, 64, 101, 272, 513]),
-        hidden_size=rng.choice([5, 17, 36, 48, 64, 100, 129]),
+        hidden_size=rng.choice([5, 17, 36, 48, 64, 100, 129, 600]),
         num_hidden_layers=layers,
         num_attention_heads=kv_heads * rng.randint(1, 4),
         num_key_value_heads=kv_heads,
@@ -126,11 +128,11 @@ def main():
     rng, generator = random.Random(arguments.seed), torch.Generator().manual_seed(arguments.seed)
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.keep or Path(temporary) / "cases").absolute()
-        sizes, redrawn, rows = {}, 0, 0
+        sizes, redrawn, rows = {}, Counter(), 0
         for case in range(arguments.cases):
             name = f"case{case:03}"
             sizes[name] = random_sizes(rng)
-            lengths = [rng.randint(2, 70) for _ in range(rng.randint(1, 4))]
+            lengths = [rng.randint(2, rng.choice([70, 70, 200])) for _ in range(rng.randint(1, 4))]
             (folder / name).mkdir(parents=True)
             redrawn += write_model(folder / name, sizes[name], lengths, SGD_LR, generator)
             rows += len(lengths)
@@ -145,7 +147,11 @@ def main():
     print(f"{'case':8} {'configuration':42}" + "".join(f"{kind:>11}" for kind in kinds))
     for name, row in figures.items():
         print(f"{name:8} {describe(sizes[name]):42}" + "".join(f"{row[kind][0]:>11.1e}" for kind in kinds))
-    print(f"\n{len(figures)} models, {rows} rows, {redrawn} drawn again for a router margin under 1e-5. Worst:")
+    print(
+        f"\n{len(figures)} models, {rows} rows, "
+        f"{redrawn['router']} drawn again for a router margin under {ROUTER_MARGIN_MIN}, "
+        f"{redrawn['clamp']} for a value within {CLAMP_MARGIN_MIN} of its clamp. Worst:"
+    )
     for kind in kinds:
         name, (difference, place) = max(((n, row[kind]) for n, row in figures.items()), key=lambda item: item[1][0])
         print(f"  {kind:10} {difference:.1e}  {name} {place}")
