@@ -116,6 +116,17 @@ def random_row(model, length, generator, redrawn):
     return tokens, mask
 
 
+def masked_loss(model, rows):
+    """Logits and log-probabilities of each of `rows` (tokens, mask), and the mean cross-entropy over all counted tokens."""
+    logits = [model(tokens[None]).logits[0] for tokens, _ in rows]
+    logprobs = [
+        row.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0] for row, (tokens, _) in zip(logits, rows)
+    ]
+    counted = sum(mask.sum() for _, mask in rows)
+    loss = -sum((row * mask[1:]).sum() for row, (_, mask) in zip(logprobs, rows)) / counted
+    return logits, logprobs, loss
+
+
 def write_model(folder, sizes, row_lengths, sgd_lr, generator):
     """A random model and what PyTorch computes on it; returns how many rows were drawn again, by reason."""
     model = random_model(sizes, generator)
@@ -123,12 +134,7 @@ def write_model(folder, sizes, row_lengths, sgd_lr, generator):
 
     redrawn = Counter()
     rows = [random_row(model, length, generator, redrawn) for length in row_lengths]
-    logits = [model(tokens[None]).logits[0] for tokens, _ in rows]
-    logprobs = [
-        row.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0] for row, (tokens, _) in zip(logits, rows)
-    ]
-    counted = sum(mask.sum() for _, mask in rows)
-    loss = -sum((row * mask[1:]).sum() for row, (_, mask) in zip(logprobs, rows)) / counted
+    logits, logprobs, loss = masked_loss(model, rows)
     loss.backward()
 
     expected = {f"logits.{i}": row.detach().contiguous() for i, row in enumerate(logits)}

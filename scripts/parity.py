@@ -7,7 +7,8 @@ Draws N configurations (heads, KV heads, head_dim, experts, top-k, windows, laye
 are multiples of nothing), makes a random model of each with PyTorch, and takes logits, the gradient of the mean
 cross-entropy over masked rows, and one SGD step, in f32 with eager attention and experts. Rows with a token whose
 router margin is under 1e-5 are drawn again, and those with a value so near its clamp that rounding decides on which
-side its gradient lies. Then runs the test `random_models_agree_with_transformers` on them, which compares and saves
+side its gradient lies, and models with a gradient that all but cancels, so that PyTorch's own moves by over 2e-5 in
+double precision. All are counted. Then runs the test `random_models_agree_with_transformers` on them, which compares and saves
 each model anew in f32; the script loads those folders in transformers and compares the logits.
 
 Prints the worst difference a case: logits and cached decode over the largest logit (bar 2e-5), log-probs likewise,
@@ -21,6 +22,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,11 +33,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import GptOssForCausalLM, logging
 
-from make_fixtures import CLAMP_MARGIN_MIN, EAGER, ROUTER_MARGIN_MIN, write_model
+from make_fixtures import CLAMP_MARGIN_MIN, EAGER, ROUTER_MARGIN_MIN, masked_loss, write_model
 
 ROOT = Path(__file__).resolve().parent.parent
 TEST = "model::random_models_agree_with_transformers"
 SAVED_BAR = 1e-5
+# A tensor's gradient may move by this, of its largest value, between PyTorch's f32 and f64.
+CANCELLATION_MAX = 2e-5
 # A step so long that the rounding of the weights is small beside it.
 SGD_LR = 10.0
 
@@ -74,6 +78,35 @@ def random_sizes(rng):
     return sizes
 
 
+def read_rows(folder):
+    rows = json.loads((folder / "rows.json").read_text())["rows"]
+    return [(torch.tensor(row["tokens"]), torch.tensor(row["mask"])) for row in rows]
+
+
+def cancellation(folder):
+    """How far PyTorch's f32 gradients are from its f64 ones (norms and angles stay f32), of the largest of a tensor."""
+    model = GptOssForCausalLM.from_pretrained(folder, dtype=torch.float64, **EAGER).eval()
+    masked_loss(model, read_rows(folder))[2].backward()
+    expected = load_file(folder / "expected.safetensors")
+    worst = 0.0
+    for name, tensor in model.named_parameters():
+        difference = (tensor.grad - expected[f"grad.{name}"]).abs().max().item()
+        worst = max(worst, difference / tensor.grad.abs().max().item() if difference else 0.0)
+    return worst
+
+
+def write_case(folder, sizes, lengths, generator):
+    """Draws one case until no gradient cancels; returns what was drawn again, by reason."""
+    redrawn = Counter()
+    while True:
+        folder.mkdir(parents=True)
+        redrawn += write_model(folder, sizes, lengths, SGD_LR, generator)
+        if cancellation(folder) <= CANCELLATION_MAX:
+            return redrawn
+        shutil.rmtree(folder)
+        redrawn["model"] += 1
+
+
 def describe(s):
     rope = "yarn" if s["rope_parameters"]["rope_type"] == "yarn" else "plain"
     return (
@@ -104,9 +137,9 @@ def saved_difference(folder):
     model = GptOssForCausalLM.from_pretrained(folder / "saved", dtype=torch.float32, **EAGER).eval()
     expected = load_file(folder / "expected.safetensors")
     worst = 0.0
-    for i, row in enumerate(json.loads((folder / "rows.json").read_text())["rows"]):
+    for i, (tokens, _) in enumerate(read_rows(folder)):
         with torch.no_grad():
-            logits = model(torch.tensor(row["tokens"])[None]).logits[0]
+            logits = model(tokens[None]).logits[0]
         difference = (logits - expected[f"logits.{i}"]).abs().max() / expected[f"logits.{i}"].abs().max()
         worst = max(worst, difference.item())
     return worst
@@ -133,8 +166,7 @@ def main():
             name = f"case{case:03}"
             sizes[name] = random_sizes(rng)
             lengths = [rng.randint(2, rng.choice([70, 70, 200])) for _ in range(rng.randint(1, 4))]
-            (folder / name).mkdir(parents=True)
-            redrawn += write_model(folder / name, sizes[name], lengths, SGD_LR, generator)
+            redrawn += write_case(folder / name, sizes[name], lengths, generator)
             rows += len(lengths)
         figures, passed = compare(folder)
         for name in figures:
@@ -150,7 +182,8 @@ def main():
     print(
         f"\n{len(figures)} models, {rows} rows, "
         f"{redrawn['router']} drawn again for a router margin under {ROUTER_MARGIN_MIN}, "
-        f"{redrawn['clamp']} for a value within {CLAMP_MARGIN_MIN} of its clamp. Worst:"
+        f"{redrawn['clamp']} for a value within {CLAMP_MARGIN_MIN} of its clamp; "
+        f"{redrawn['model']} models drawn again for a gradient that cancels. Worst:"
     )
     for kind in kinds:
         name, (difference, place) = max(((n, row[kind]) for n, row in figures.items()), key=lambda item: item[1][0])
