@@ -174,7 +174,7 @@ def main():
             figures[name]["saved"] = (saved, "")
             passed &= saved <= SAVED_BAR
     if not figures:
-        return 1
+        sys.exit(f"parity.py: {TEST} compared nothing")
     kinds = list(next(iter(figures.values())))
     print(f"{'case':8} {'configuration':42}" + "".join(f"{kind:>11}" for kind in kinds))
     for name, row in figures.items():

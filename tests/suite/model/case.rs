@@ -235,7 +235,7 @@ impl Case {
                     .unwrap();
             self.head(&weights, &x)
         };
-        tokens.iter().flat_map(|token| step(token)).collect()
+        tokens.iter().flat_map(step).collect()
     }
 
     fn head(&self, weights: &Resident, x: &Tensor) -> Vec<f32> {
