@@ -229,7 +229,7 @@ impl Case {
         let weights = self.parameters.detached().unwrap();
         let mut cache = SequenceCache::new(&self.model.config);
         let options = ForwardOptions::default();
-        let mut step = |token: &u32| {
+        let step = |token: &u32| {
             let (x, _) =
                 forward_cached(&self.model, &weights, vec![*token], &mut [&mut cache], &[1], options)
                     .unwrap();
