@@ -18,6 +18,7 @@ import argparse
 import json
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -27,6 +28,8 @@ from transformers import GptOssConfig, GptOssForCausalLM
 FIXTURES = Path(__file__).resolve().parent.parent / "tests" / "fixtures"
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 ROUTER_MARGIN_MIN = 1e-5
+# The gradient jumps where a gate or up value meets its clamp.
+CLAMP_MARGIN_MIN = 3e-6
 SGD_LR = 0.1
 
 MODELS = {
@@ -70,62 +73,95 @@ def random_model(sizes, generator):
     return model.eval()
 
 
-def router_margin(model, tokens):
-    """The smallest gap, over tokens and layers, between the last expert chosen and the first one left out."""
+def margins(model, tokens):
+    """The smallest gap, over tokens and layers, between the last expert chosen and the first one left out; and the
+    smallest distance of a gate or up value from its clamp."""
+    clamp = float("inf")
+
+    def watch(experts):
+        def apply_gate(gate_up):
+            nonlocal clamp
+            gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+            clamp = min(clamp, (gate - experts.limit).abs().min().item(), (up.abs() - experts.limit).abs().min().item())
+            return type(experts)._apply_gate(experts, gate_up)
+
+        experts._apply_gate = apply_gate
+
+    for layer in model.model.layers:
+        watch(layer.mlp.experts)
     with torch.no_grad():
         routers = model(tokens[None], output_router_logits=True).router_logits
+    for layer in model.model.layers:
+        del layer.mlp.experts._apply_gate
     k = model.config.num_experts_per_tok
+    if k == model.config.num_local_experts:
+        return float("inf"), clamp
     sorted_logits = torch.stack(routers).sort(descending=True).values
-    return (sorted_logits[..., k - 1] - sorted_logits[..., k]).min().item()
+    return (sorted_logits[..., k - 1] - sorted_logits[..., k]).min().item(), clamp
 
 
-def random_row(model, length, generator):
-    """Tokens whose routing no rounding error can change, and a mask with gaps."""
+def random_row(model, length, generator, redrawn):
+    """Tokens whose routing and clamps no rounding error can change, and a mask with gaps. Counts the others in `redrawn`."""
     while True:
         tokens = torch.randint(model.config.vocab_size, (length,), generator=generator)
-        if router_margin(model, tokens) >= ROUTER_MARGIN_MIN:
+        router, clamp = margins(model, tokens)
+        if router < ROUTER_MARGIN_MIN:
+            redrawn["router"] += 1
+        elif clamp < CLAMP_MARGIN_MIN:
+            redrawn["clamp"] += 1
+        else:
             break
     mask = (torch.rand(length, generator=generator) < 0.6).int()
     mask[0], mask[-1] = 0, 1
     return tokens, mask
 
 
-def write_model(name, sizes, generator):
-    model = random_model(sizes, generator)
-    folder = FIXTURES / name
-    model.save_pretrained(folder)
-
-    rows = [random_row(model, length, generator) for length in ROW_LENGTHS]
+def masked_loss(model, rows):
+    """Logits and log-probabilities of each of `rows` (tokens, mask), and the mean cross-entropy over all counted tokens."""
     logits = [model(tokens[None]).logits[0] for tokens, _ in rows]
     logprobs = [
         row.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0] for row, (tokens, _) in zip(logits, rows)
     ]
     counted = sum(mask.sum() for _, mask in rows)
     loss = -sum((row * mask[1:]).sum() for row, (_, mask) in zip(logprobs, rows)) / counted
+    return logits, logprobs, loss
+
+
+def write_model(folder, sizes, row_lengths, sgd_lr, generator):
+    """A random model and what PyTorch computes on it; returns how many rows were drawn again, by reason."""
+    model = random_model(sizes, generator)
+    model.save_pretrained(folder)
+
+    redrawn = Counter()
+    rows = [random_row(model, length, generator, redrawn) for length in row_lengths]
+    logits, logprobs, loss = masked_loss(model, rows)
     loss.backward()
 
     expected = {f"logits.{i}": row.detach().contiguous() for i, row in enumerate(logits)}
     expected |= {f"grad.{key}": tensor.grad.clone() for key, tensor in model.named_parameters()}
-    torch.optim.SGD(model.parameters(), lr=SGD_LR).step()
+    torch.optim.SGD(model.parameters(), lr=sgd_lr).step()
     expected |= {f"sgd.{key}": tensor.detach() for key, tensor in model.named_parameters()}
     save_file(expected, folder / "expected.safetensors")
     content = {
         "rows": [{"tokens": tokens.tolist(), "mask": mask.tolist()} for tokens, mask in rows],
         "logprobs": [[0.0] + row.tolist() for row in logprobs],
         "loss": loss.item(),
-        "sgd_lr": SGD_LR,
+        "sgd_lr": sgd_lr,
     }
     (folder / "rows.json").write_text(json.dumps(content) + "\n")
+    return redrawn
 
 
 def write_adamw(generator):
     """Ten steps of torch.optim.AdamW on given gradients of many magnitudes."""
     cases = []
-    for settings in (
-        dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0),
-        dict(lr=4e-3, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1),
+    for start, settings in (
+        (1.0, dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)),
+        (1.0, dict(lr=4e-3, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1)),
+        # From 0, where the updates alone make the weights.
+        (0.0, dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)),
     ):
-        weight = torch.randn(16, generator=generator).requires_grad_()
+        weight = (torch.randn(16, generator=generator) * start).requires_grad_()
         magnitudes = 10.0 ** torch.linspace(-6, 2, 16)
         case = {"settings": settings, "initial": weight.tolist(), "gradients": [], "weights": []}
         optimizer = torch.optim.AdamW([weight], **settings)
@@ -187,7 +223,7 @@ def main():
     FIXTURES.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
     for name, sizes in MODELS.items():
-        write_model(name, sizes, generator)
+        write_model(FIXTURES / name, sizes, ROW_LENGTHS, SGD_LR, generator)
     write_adamw(generator)
     write_mxfp4(generator)
     return 0

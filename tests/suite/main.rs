@@ -8,6 +8,7 @@ mod metrics;
 mod model;
 mod model_config;
 mod model_files;
+mod ops;
 mod policy;
 mod recipe;
 mod report;

@@ -1,1 +1,168 @@
+//! The model against PyTorch and transformers: logits, log-probabilities, gradients, optimizer steps.
 
+mod case;
+
+use candle_core::{Device, Tensor};
+use case::{Case, Figures};
+use rloss::model::config::{Config, Form};
+use rloss::model::forward::ForwardOptions;
+use rloss::model::init::{InitSettings, init};
+use rloss::model::load::load;
+use rloss::model::names::Role;
+use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
+use rloss::model::weights::Parameters;
+use rloss::recipe::Optimizer as Settings;
+use rloss::train::batch::MicroBatch;
+use rloss::train::forward_backward::{Pass, PassSettings};
+use rloss::train::gradients::Gradients;
+use rloss::train::optimizer::Optimizer;
+use serde::Deserialize;
+use std::path::{Path, PathBuf};
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+fn compare(case: Case, name: &str) -> Figures {
+    let figures = case.figures();
+    println!("parity {name}{figures}"); // scripts/parity.py reads this line.
+    figures
+}
+
+#[test]
+fn fixtures_agree_with_transformers_with_yarn() {
+    compare(Case::read(&fixture("gpt_oss_yarn")), "yarn").check("yarn");
+}
+
+#[test]
+fn fixtures_agree_with_transformers_with_plain_rope_and_odd_sizes() {
+    compare(Case::read(&fixture("gpt_oss_plain")), "plain").check("plain");
+}
+
+/// The cases that `scripts/parity.py` makes, in the folder that `RLOSS_PARITY` names. Each model is saved again, in
+/// `saved/`, for the script to load in transformers.
+#[test]
+fn random_models_agree_with_transformers() {
+    let Some(folder) = std::env::var_os("RLOSS_PARITY") else {
+        eprintln!("skipped: RLOSS_PARITY is unset; scripts/parity.py makes random models and sets it");
+        return;
+    };
+    let mut cases: Vec<PathBuf> = std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().path()).collect();
+    cases.sort();
+    assert!(!cases.is_empty(), "RLOSS_PARITY names an empty folder");
+    let compared: Vec<(String, Figures)> = cases
+        .iter()
+        .map(|folder| {
+            let (case, name) = (Case::read(folder), folder.file_name().unwrap().to_string_lossy());
+            case.save(&folder.join("saved"));
+            (name.to_string(), compare(case, &name))
+        })
+        .collect();
+    compared.iter().for_each(|(name, figures)| figures.check(name));
+}
+
+#[test]
+fn arms_break_what_their_names_say() {
+    let case = Case::read(&fixture("gpt_oss_yarn"));
+    let run = |sinks, sink_gradient| case.forward_backward(true, ForwardOptions { sinks, sink_gradient });
+    let (plain, no_gradient, no_sinks) = (run(true, true), run(true, false), run(false, true));
+    assert_eq!(plain.log_probs, no_gradient.log_probs);
+    let moved = plain.log_probs.iter().zip(&no_sinks.log_probs).map(|(a, b)| (a - b).abs());
+    assert!(moved.fold(0.0, f32::max) > 0.01, "without sinks the model is another");
+    for (index, spec) in case.parameters.specs.iter().enumerate() {
+        let [plain, no_gradient, no_sinks] =
+            [&plain, &no_gradient, &no_sinks].map(|o| o.gradients.values[index].as_ref().unwrap());
+        if spec.role == Role::Sinks {
+            assert!(plain.iter().all(|&g| g != 0.0), "{}", spec.name);
+            assert!(no_gradient.iter().chain(no_sinks).all(|&g| g == 0.0), "{}", spec.name);
+        } else {
+            assert_eq!(plain, no_gradient, "{}", spec.name);
+            assert_ne!(plain, no_sinks, "{}", spec.name);
+        }
+    }
+}
+
+#[derive(Deserialize)]
+struct Trace {
+    settings: TraceSettings,
+    initial: Vec<f32>,
+    gradients: Vec<Vec<f32>>,
+    weights: Vec<Vec<f32>>,
+}
+
+#[derive(Deserialize)]
+struct TraceSettings {
+    lr: f64,
+    betas: [f64; 2],
+    eps: f64,
+    weight_decay: f64,
+}
+
+#[test]
+fn adamw_follows_pytorch_over_ten_steps() {
+    let text = std::fs::read_to_string(fixture("adamw.json")).unwrap();
+    let traces: Vec<Trace> = serde_json::from_str(&text).unwrap();
+    for trace in traces {
+        let TraceSettings { lr, betas: [beta1, beta2], eps, weight_decay } = trace.settings;
+        let config = Config { hidden_size: trace.initial.len(), ..crate::model_files::config() };
+        let mut tensors =
+            init(&config, &InitSettings { embedding_std: 1.0, head_scale: 1.0, sink: 0.0 }, 0).unwrap();
+        let index = tensors.iter().position(|(spec, _)| spec.name == "model.norm.weight").unwrap();
+        tensors[index].1 = Tensor::new(trace.initial, &Device::Cpu).unwrap();
+        let parameters = Parameters::new(&config, tensors).unwrap();
+        let trainable: Vec<bool> = (0..parameters.len()).map(|i| i == index).collect();
+        let settings = Settings { lr, beta1, beta2, eps, weight_decay, ..Settings::default() };
+        let mut optimizer = Optimizer::new(&settings, &parameters, &trainable, false).unwrap();
+        let mut worst = 0f64;
+        assert_eq!((trace.gradients.len(), trace.weights.len()), (10, 10));
+        for (gradient, expected) in trace.gradients.into_iter().zip(trace.weights) {
+            let mut gradients = Gradients::none(parameters.len());
+            gradients.values[index] = Some(gradient);
+            optimizer.update(&parameters, &gradients, lr).unwrap();
+            let weights = parameters.var(index).to_vec1::<f32>().unwrap();
+            worst = worst.max(case::relative(&weights, &expected));
+        }
+        println!("AdamW, beta2 {beta2}, weight decay {weight_decay}: worst relative difference {worst:.2e}");
+        assert!(worst <= 1e-6, "worst relative difference {worst:e}");
+    }
+}
+
+fn log_probs(config: &Config, parameters: &Parameters, lengths: &[usize]) -> Vec<f32> {
+    let model = rloss::model::forward::Model::new(config.clone(), config.max_position_embeddings);
+    let pass = Pass {
+        model: &model,
+        parameters,
+        trainable: &vec![false; parameters.len()],
+        batch: &MicroBatch::split(&crate::tiny::sequences(config.vocab_size, lengths, 4), usize::MAX)[0],
+        settings: PassSettings {
+            recompute_layers: true,
+            temperature: 1.0,
+            load_balance: 0.0,
+            forward: ForwardOptions::default(),
+        },
+    };
+    pass.forward().unwrap().log_probs
+}
+
+#[test]
+fn an_mxfp4_folder_computes_as_its_dequantised_weights_to_the_bit() {
+    let config = crate::model_files::config();
+    let tensors = init(&config, &InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 1.0 }, 8).unwrap();
+    let write = |parameters: &Parameters, form| {
+        let folder = tempfile::tempdir().unwrap();
+        let tensor = |spec: &rloss::model::names::ParameterSpec| {
+            Ok(parameters.var(parameters.position(&spec.name).unwrap()).as_tensor().clone())
+        };
+        save(folder.path(), &config, form, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
+        Parameters::new(&config, load(folder.path(), &config).unwrap()).unwrap()
+    };
+    let original = Parameters::new(&config, tensors).unwrap();
+    let packed = write(&original, Form::Mxfp4);
+    let dequantised = [write(&packed, Form::F32), write(&packed, Form::Bf16)];
+    let lengths = [70, 1, 2, 33];
+    let expected = log_probs(&config, &packed, &lengths);
+    assert!(expected.len() > 20 && expected != log_probs(&config, &original, &lengths));
+    for other in dequantised {
+        assert_eq!(expected, log_probs(&config, &other, &lengths));
+    }
+}

@@ -1,0 +1,195 @@
+#!/usr/bin/env python3
+"""Random GPT-OSS models, computed by transformers and by rloss, compared.
+
+    scripts/parity.py [--cases N] [--seed S] [--keep FOLDER]
+
+Draws N configurations (heads, KV heads, head_dim, experts, top-k, windows, layer types, YaRN or plain RoPE, sizes that
+are multiples of nothing), makes a random model of each with PyTorch, and takes logits, the gradient of the mean
+cross-entropy over masked rows, and one SGD step, in f32 with eager attention and experts. Rows with a token whose
+router margin is under 1e-5 are drawn again, and those with a value so near its clamp that rounding decides on which
+side its gradient lies, and models with a gradient that all but cancels, so that PyTorch's own moves by over 2e-5 in
+double precision. All are counted. Then runs the test `random_models_agree_with_transformers` on them, which compares and saves
+each model anew in f32; the script loads those folders in transformers and compares the logits.
+
+Prints the worst difference a case: logits and cached decode over the largest logit (bar 2e-5), log-probs likewise,
+the loss over itself, gradients and what the step changed over the largest of each tensor (bar 1e-4), logits of the
+saved folder over the largest (bar 1e-5). Ends with status 1 if any is over its bar.
+
+Needs cargo, torch, transformers 5 and safetensors.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import GptOssForCausalLM, logging
+
+from make_fixtures import CLAMP_MARGIN_MIN, EAGER, ROUTER_MARGIN_MIN, masked_loss, write_model
+
+ROOT = Path(__file__).resolve().parent.parent
+TEST = "model::random_models_agree_with_transformers"
+SAVED_BAR = 1e-5
+# A tensor's gradient may move by this, of its largest value, between PyTorch's f32 and f64.
+CANCELLATION_MAX = 2e-5
+# A step so long that the rounding of the weights is small beside it.
+SGD_LR = 10.0
+
+
+def random_sizes(rng):
+    """The configuration of one case."""
+    kv_heads = rng.randint(1, 4)
+    experts = rng.choice([1, 2, 3, 4, 5, 8, 13, 32])
+    layers = rng.randint(1, 5)
+    sizes = dict(
+        vocab_size=rng.choice([11, 37, 64, 101, 272, 513]),
+        hidden_size=rng.choice([5, 17, 36, 48, 64, 100, 129, 600]),
+        num_hidden_layers=layers,
+        num_attention_heads=kv_heads * rng.randint(1, 4),
+        num_key_value_heads=kv_heads,
+        head_dim=rng.choice([2, 6, 8, 16, 18, 32, 64]),
+        intermediate_size=rng.choice([1, 7, 16, 33, 51, 64]),
+        num_local_experts=experts,
+        num_experts_per_tok=rng.randint(1, min(experts, 6)),
+        sliding_window=rng.choice([1, 2, 5, 16, 31, 33, 128]),
+        max_position_embeddings=256,
+        rms_norm_eps=rng.choice([1e-5, 1e-6, 1e-3]),
+        swiglu_limit=rng.choice([7.0, 7.0, 1.0, 0.3]),
+    )
+    if rng.random() < 0.5:  # else alternating, as released
+        sizes["layer_types"] = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+    theta = rng.choice([100.0, 10000.0, 150000.0])
+    if rng.random() < 0.6:
+        sizes["rope_parameters"] = dict(
+            rope_type="yarn", rope_theta=theta, factor=rng.choice([1.5, 4.0, 32.0]), truncate=rng.random() < 0.3,
+            beta_fast=rng.choice([32.0, 8.0]), beta_slow=rng.choice([1.0, 2.0]),
+            original_max_position_embeddings=rng.choice([16, 64, 4096]),
+        )
+    else:
+        sizes["rope_parameters"] = dict(rope_type="default", rope_theta=theta)
+    return sizes
+
+
+def read_rows(folder):
+    rows = json.loads((folder / "rows.json").read_text())["rows"]
+    return [(torch.tensor(row["tokens"]), torch.tensor(row["mask"])) for row in rows]
+
+
+def cancellation(folder):
+    """How far PyTorch's f32 gradients are from its f64 ones (norms and angles stay f32), of the largest of a tensor."""
+    model = GptOssForCausalLM.from_pretrained(folder, dtype=torch.float64, **EAGER).eval()
+    masked_loss(model, read_rows(folder))[2].backward()
+    expected = load_file(folder / "expected.safetensors")
+    worst = 0.0
+    for name, tensor in model.named_parameters():
+        difference = (tensor.grad - expected[f"grad.{name}"]).abs().max().item()
+        worst = max(worst, difference / tensor.grad.abs().max().item() if difference else 0.0)
+    return worst
+
+
+def write_case(folder, sizes, lengths, generator):
+    """Draws one case until no gradient cancels; returns what was drawn again, by reason."""
+    redrawn = Counter()
+    while True:
+        folder.mkdir(parents=True)
+        redrawn += write_model(folder, sizes, lengths, SGD_LR, generator)
+        if cancellation(folder) <= CANCELLATION_MAX:
+            return redrawn
+        shutil.rmtree(folder)
+        redrawn["model"] += 1
+
+
+def describe(s):
+    rope = "yarn" if s["rope_parameters"]["rope_type"] == "yarn" else "plain"
+    return (
+        f"L{s['num_hidden_layers']} H{s['hidden_size']} N{s['num_attention_heads']}/{s['num_key_value_heads']}"
+        f"x{s['head_dim']} E{s['num_local_experts']}/{s['num_experts_per_tok']} I{s['intermediate_size']}"
+        f" V{s['vocab_size']} w{s['sliding_window']} {rope}"
+    )
+
+
+def compare(folder):
+    """Runs the test on every case in `folder`: {case: {kind: (difference, place)}}, and whether it passed."""
+    command = ["cargo", "test", "--release", "--test", "suite", TEST, "--", "--exact", "--nocapture"]
+    run = subprocess.run(command, cwd=ROOT, env=os.environ | {"RLOSS_PARITY": str(folder)}, capture_output=True, text=True)
+    lines = [line.split("|") for line in run.stdout.splitlines() if line.startswith("parity ")]
+    figures = {
+        fields[0].removeprefix("parity "): {
+            kind: (float(difference), place) for kind, difference, place in zip(*[iter(fields[1:])] * 3)
+        }
+        for fields in lines
+    }
+    if run.returncode != 0:
+        print(run.stdout[-2000:], run.stderr[-3000:], file=sys.stderr)
+    return figures, run.returncode == 0
+
+
+def saved_difference(folder):
+    """Logits that transformers computes from the folder rloss saved, against the original's."""
+    model = GptOssForCausalLM.from_pretrained(folder / "saved", dtype=torch.float32, **EAGER).eval()
+    expected = load_file(folder / "expected.safetensors")
+    worst = 0.0
+    for i, (tokens, _) in enumerate(read_rows(folder)):
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0]
+        difference = (logits - expected[f"logits.{i}"]).abs().max() / expected[f"logits.{i}"].abs().max()
+        worst = max(worst, difference.item())
+    return worst
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=20, help="configurations to draw (default 20)")
+    parser.add_argument("--seed", type=int, default=0, help="of configurations, weights and rows (default 0)")
+    parser.add_argument("--keep", type=Path, help="leave the cases in this folder, which must be new")
+    arguments = parser.parse_args()
+    if arguments.keep and arguments.keep.exists():
+        parser.error(f"{arguments.keep} exists")
+    if arguments.cases < 1:
+        parser.error("--cases must be at least 1")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    rng, generator = random.Random(arguments.seed), torch.Generator().manual_seed(arguments.seed)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.keep or Path(temporary) / "cases").absolute()
+        sizes, redrawn, rows = {}, Counter(), 0
+        for case in range(arguments.cases):
+            name = f"case{case:03}"
+            sizes[name] = random_sizes(rng)
+            lengths = [rng.randint(2, rng.choice([70, 70, 200])) for _ in range(rng.randint(1, 4))]
+            redrawn += write_case(folder / name, sizes[name], lengths, generator)
+            rows += len(lengths)
+        figures, passed = compare(folder)
+        for name in figures:
+            saved = saved_difference(folder / name)
+            figures[name]["saved"] = (saved, "")
+            passed &= saved <= SAVED_BAR
+    if not figures:
+        sys.exit(f"parity.py: {TEST} compared nothing")
+    kinds = list(next(iter(figures.values())))
+    print(f"{'case':8} {'configuration':42}" + "".join(f"{kind:>11}" for kind in kinds))
+    for name, row in figures.items():
+        print(f"{name:8} {describe(sizes[name]):42}" + "".join(f"{row[kind][0]:>11.1e}" for kind in kinds))
+    print(
+        f"\n{len(figures)} models, {rows} rows, "
+        f"{redrawn['router']} drawn again for a router margin under {ROUTER_MARGIN_MIN}, "
+        f"{redrawn['clamp']} for a value within {CLAMP_MARGIN_MIN} of its clamp; "
+        f"{redrawn['model']} models drawn again for a gradient that cancels. Worst:"
+    )
+    for kind in kinds:
+        name, (difference, place) = max(((n, row[kind]) for n, row in figures.items()), key=lambda item: item[1][0])
+        print(f"  {kind:10} {difference:.1e}  {name} {place}")
+    return 0 if passed and len(figures) == arguments.cases else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,276 @@
+//! A model folder with what PyTorch and transformers computed on it, and how far this crate is from that.
+//!
+//! `scripts/make_fixtures.py` says what such a folder holds.
+
+use candle_core::{Device, Tensor};
+use rloss::model::cache::SequenceCache;
+use rloss::model::config::{Config, Form};
+use rloss::model::forward::{Attend, ForwardOptions, Model, PackedAttention, forward_cached};
+use rloss::model::load::load;
+use rloss::model::names::{Layout, ParameterSpec};
+use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
+use rloss::model::weights::{Parameters, Resident, WeightSource};
+use rloss::ops;
+use rloss::recipe::{Optimizer as OptimizerSettings, OptimizerKind};
+use rloss::train::batch::{MicroBatch, Sequence};
+use rloss::train::forward_backward::{HeadGradient, Pass, PassOutput, PassSettings};
+use rloss::train::optimizer::Optimizer;
+use serde::Deserialize;
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Of the largest logit.
+pub const LOGITS_BAR: f64 = 2e-5;
+/// Of a tensor's largest value, for gradients and for what one step changes.
+pub const GRADIENT_BAR: f64 = 1e-4;
+/// Of a log-probability, over the largest logit or 1; of the loss, over itself.
+pub const LOG_PROB_BAR: f64 = 2e-5;
+
+#[derive(Deserialize)]
+struct Row {
+    tokens: Vec<u32>,
+    mask: Vec<u8>,
+}
+
+#[derive(Deserialize)]
+struct Rows {
+    rows: Vec<Row>,
+    logprobs: Vec<Vec<f32>>,
+    loss: f64,
+    sgd_lr: f64,
+}
+
+pub struct Case {
+    pub model: Model,
+    pub parameters: Parameters,
+    rows: Rows,
+    expected: HashMap<String, Tensor>,
+}
+
+/// The worst of a kind of difference, relative as its bar says, and the tensor it was met in.
+#[derive(Debug, Clone, Default)]
+pub struct Worst {
+    pub difference: f64,
+    pub place: String,
+}
+
+impl Worst {
+    fn note(&mut self, difference: f64, place: &str) {
+        if difference > self.difference || difference.is_nan() {
+            *self = Worst { difference, place: place.into() };
+        }
+    }
+}
+
+/// How far a case is from transformers.
+#[derive(Debug, Default)]
+pub struct Figures {
+    /// Over the largest logit.
+    pub logits: Worst,
+    /// Through the KV cache, token by token, over the largest logit.
+    pub decode: Worst,
+    /// Over the largest logit or 1.
+    pub log_probs: Worst,
+    /// Over itself.
+    pub loss: Worst,
+    /// Over the tensor's largest value.
+    pub gradients: Worst,
+    /// Over the largest change of the tensor.
+    pub sgd: Worst,
+}
+
+impl Figures {
+    fn bars(&self) -> [(&'static str, &Worst, f64); 6] {
+        [
+            ("logits", &self.logits, LOGITS_BAR),
+            ("decode", &self.decode, LOGITS_BAR),
+            ("log-probs", &self.log_probs, LOG_PROB_BAR),
+            ("loss", &self.loss, LOG_PROB_BAR),
+            ("gradients", &self.gradients, GRADIENT_BAR),
+            ("SGD step", &self.sgd, GRADIENT_BAR),
+        ]
+    }
+
+    /// Panics unless all are within their bars.
+    pub fn check(&self, name: &str) {
+        for (kind, worst, bar) in self.bars() {
+            let Worst { difference, place } = worst;
+            assert!(*difference <= bar, "{name}: {kind} differs by {difference:e} at {place}, bar {bar:e}");
+        }
+    }
+}
+
+/// `|kind|difference|place` of each.
+impl std::fmt::Display for Figures {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        let mut bars = self.bars().into_iter();
+        bars.try_for_each(|(kind, worst, _)| write!(f, "|{kind}|{:.1e}|{}", worst.difference, worst.place))
+    }
+}
+
+fn floats(tensor: &Tensor) -> Vec<f32> {
+    tensor.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// max|a − b| over max|b|; where `b` is all zero, `a` must be too.
+pub fn relative(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    assert!(a.iter().all(|v| v.is_finite()), "not finite");
+    let difference = a.iter().zip(b).map(|(&a, &b)| (a as f64 - b as f64).abs()).fold(0.0, f64::max);
+    let size = b.iter().map(|&b| (b as f64).abs()).fold(0.0, f64::max);
+    if difference == 0.0 { 0.0 } else { difference / size }
+}
+
+impl Case {
+    pub fn read(folder: &Path) -> Self {
+        let config = Config::read(folder).unwrap();
+        let parameters = Parameters::new(&config, load(folder, &config).unwrap()).unwrap();
+        let text = std::fs::read_to_string(folder.join("rows.json")).unwrap();
+        let context = config.max_position_embeddings;
+        Self {
+            model: Model::new(config, context),
+            parameters,
+            rows: serde_json::from_str(&text).unwrap(),
+            expected: candle_core::safetensors::load(folder.join("expected.safetensors"), &Device::Cpu)
+                .unwrap(),
+        }
+    }
+
+    /// Saves the model in f32, for transformers to load.
+    pub fn save(&self, folder: &Path) {
+        let tensor = |spec: &ParameterSpec| {
+            Ok(self.parameters.var(self.parameters.position(&spec.name).unwrap()).as_tensor().clone())
+        };
+        std::fs::create_dir_all(folder).unwrap();
+        save(folder, &self.model.config, Form::F32, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
+    }
+
+    /// Every figure of the case. The gradient is taken with layers recomputed, as a run does by default.
+    pub fn figures(mut self) -> Figures {
+        let mut figures = Figures::default();
+        self.compare_logits(&mut figures);
+        let output = self.forward_backward(true, ForwardOptions::default());
+        let loss = -output.log_probs.iter().map(|&l| l as f64).sum::<f64>() / output.log_probs.len() as f64;
+        figures.loss.note((loss - self.rows.loss).abs() / self.rows.loss.abs(), "loss");
+        let before: Vec<Vec<f32>> =
+            (0..self.parameters.len()).map(|i| floats(self.parameters.var(i))).collect();
+        self.step(&output);
+        for (index, spec) in self.parameters.specs.iter().enumerate() {
+            let gradient = output.gradients.values[index].as_ref().unwrap();
+            let expected = self.expected_values("grad", index);
+            figures.gradients.note(relative(gradient, &expected), &spec.name);
+            let change = |after: &[f32]| -> Vec<f32> {
+                after.iter().zip(&before[index]).map(|(a, b)| a - b).collect()
+            };
+            let (after, after_torch) =
+                (floats(self.parameters.var(index)), self.expected_values("sgd", index));
+            figures.sgd.note(relative(&change(&after), &change(&after_torch)), &spec.name);
+        }
+        figures
+    }
+
+    /// Tensor `kind.NAME` of what PyTorch computed, in working layout.
+    fn expected_values(&self, kind: &str, index: usize) -> Vec<f32> {
+        let spec = &self.parameters.specs[index];
+        let tensor = &self.expected[&format!("{kind}.{}", spec.name)];
+        assert_eq!(tensor.dims(), spec.stored_shape, "{}", spec.name);
+        match spec.layout {
+            Layout::Transposed => floats(&tensor.t().unwrap()),
+            Layout::AsStored => floats(tensor),
+        }
+    }
+
+    fn compare_logits(&self, figures: &mut Figures) {
+        let vocabulary = self.model.config.vocab_size;
+        let packed = self.packed_logits();
+        let mut start = 0;
+        for (i, row) in self.rows.rows.iter().enumerate() {
+            let place = format!("row {i}");
+            let expected = floats(&self.expected[&format!("logits.{i}")]);
+            let end = start + row.tokens.len() * vocabulary;
+            let logits = &packed[start..end];
+            figures.logits.note(relative(logits, &expected), &place);
+            let decoded = self.decoded_logits(&row.tokens);
+            figures.decode.note(relative(&decoded, &expected), &place);
+            let largest = expected.iter().fold(1f64, |m, v| m.max(v.abs() as f64));
+            for (t, next) in row.tokens.iter().enumerate().skip(1) {
+                let mut z = logits[(t - 1) * vocabulary..t * vocabulary].to_vec();
+                let log_prob = z[*next as usize] - ops::log_prob::row_stats(&mut z, 1.0).log_sum_exp;
+                let difference = (log_prob as f64 - self.rows.logprobs[i][t] as f64).abs();
+                figures.log_probs.note(difference / largest, &format!("{place} token {t}"));
+            }
+            start = end;
+        }
+    }
+
+    /// Logits of every token of all rows in one packed batch.
+    pub fn packed_logits(&self) -> Vec<f32> {
+        let weights = self.parameters.detached().unwrap();
+        let tokens: Vec<u32> = self.rows.rows.iter().flat_map(|r| r.tokens.iter().copied()).collect();
+        let positions = self.rows.rows.iter().flat_map(|r| 0..r.tokens.len() as u32).collect();
+        let mut cu_seqlens = vec![0];
+        self.rows
+            .rows
+            .iter()
+            .for_each(|r| cu_seqlens.push(cu_seqlens[cu_seqlens.len() - 1] + r.tokens.len()));
+        let rotation = self.model.rotation(positions);
+        let attend: &mut dyn Attend = &mut PackedAttention { cu_seqlens: Arc::new(cu_seqlens) };
+        let mut x = ops::embedding(&weights.embedding().unwrap(), &Arc::new(tokens)).unwrap();
+        for index in 0..self.model.config.num_hidden_layers {
+            let (layer, options) = (weights.layer(index).unwrap(), ForwardOptions::default());
+            x = self.model.layer(index, &layer, &x, &rotation, attend, options, None).unwrap().hidden;
+        }
+        self.head(&weights, &x)
+    }
+
+    /// Logits of every token of one row, one token at a time through the KV cache.
+    fn decoded_logits(&self, tokens: &[u32]) -> Vec<f32> {
+        let weights = self.parameters.detached().unwrap();
+        let mut cache = SequenceCache::new(&self.model.config);
+        let options = ForwardOptions::default();
+        let step = |token: &u32| {
+            let (x, _) =
+                forward_cached(&self.model, &weights, vec![*token], &mut [&mut cache], &[1], options)
+                    .unwrap();
+            self.head(&weights, &x)
+        };
+        tokens.iter().flat_map(step).collect()
+    }
+
+    fn head(&self, weights: &Resident, x: &Tensor) -> Vec<f32> {
+        let normed = self.model.final_norm(weights, x).unwrap();
+        ops::logits(&normed, &weights.lm_head().unwrap()).unwrap()
+    }
+
+    /// Gradients of the mean cross-entropy over the counted tokens of all rows.
+    pub fn forward_backward(&self, recompute_layers: bool, forward: ForwardOptions) -> PassOutput {
+        let sequences: Vec<Sequence> = self
+            .rows
+            .rows
+            .iter()
+            .map(|r| Sequence { tokens: r.tokens.clone(), mask: r.mask.iter().map(|&m| m == 1).collect() })
+            .collect();
+        let pass = Pass {
+            model: &self.model,
+            parameters: &self.parameters,
+            trainable: &vec![true; self.parameters.len()],
+            batch: &MicroBatch::split(&sequences, usize::MAX)[0],
+            settings: PassSettings { recompute_layers, temperature: 1.0, load_balance: 0.0, forward },
+        };
+        pass.forward_backward(&|log_probs, entropies| {
+            Ok(HeadGradient {
+                log_probs: vec![-1.0 / log_probs.len() as f32; log_probs.len()],
+                entropies: vec![0.0; entropies.len()],
+            })
+        })
+        .unwrap()
+    }
+
+    fn step(&mut self, output: &PassOutput) {
+        let settings = OptimizerSettings { kind: OptimizerKind::Sgd, ..OptimizerSettings::default() };
+        let trainable = vec![true; self.parameters.len()];
+        let mut optimizer = Optimizer::new(&settings, &self.parameters, &trainable, false).unwrap();
+        optimizer.update(&self.parameters, &output.gradients, self.rows.sgd_lr).unwrap();
+    }
+}

@@ -1,0 +1,82 @@
+//! Every op's values and gradients against f64 references written here from the formulas.
+//!
+//! The gradient of `Σ c·op(x)` for random `c` is compared with central differences of the f64 reference, whose
+//! own error is near 1e-9.
+
+mod attention;
+mod experts;
+mod head;
+mod rows;
+
+use candle_core::{Device, Tensor, Var};
+use rand::Rng;
+use rloss::ops;
+use rloss::random::{Purpose, stream};
+
+/// Of a tensor's largest value: a few dozen roundings of f32.
+const BAR: f64 = 5e-6;
+
+/// Uniform values in −1..1, times `scale`.
+fn noise(len: usize, scale: f32, seed: u64) -> Vec<f32> {
+    let mut rng = stream(seed, Purpose::Problem, &[len as u64]);
+    (0..len).map(|_| rng.random_range(-1f32..1.0) * scale).collect()
+}
+
+/// A differentiable input of uniform noise.
+fn input(shape: &[usize], scale: f32, seed: u64) -> Var {
+    Var::from_vec(noise(shape.iter().product(), scale, seed), shape, &Device::Cpu).unwrap()
+}
+
+fn floats(tensor: &Tensor) -> Vec<f32> {
+    tensor.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+fn assert_close(what: &str, actual: &[f32], expected: &[f64]) {
+    assert_eq!(actual.len(), expected.len(), "{what}");
+    // The floor is for values that are 0 because terms near 1 cancel.
+    let size = expected.iter().fold(0.1, |m: f64, v| m.max(v.abs()));
+    for (i, (&a, &e)) in actual.iter().zip(expected).enumerate() {
+        let difference = (a as f64 - e).abs();
+        assert!(difference <= BAR * size, "{what} at {i}: {a} and not {e}, of at most {size}");
+    }
+}
+
+/// Gradients of `Σ c·op(inputs)` with random `c`; also the output and `c`.
+fn gradients(inputs: &[&Var], op: impl Fn(&[&Tensor]) -> Tensor) -> (Vec<Vec<f32>>, Vec<f32>, Vec<f32>) {
+    let tensors: Vec<&Tensor> = inputs.iter().map(|v| v.as_tensor()).collect();
+    let out = op(&tensors);
+    let c = noise(out.elem_count(), 1.0, 77);
+    let upstream = Tensor::from_vec(c.clone(), out.shape(), &Device::Cpu).unwrap();
+    let store = ops::upstream(&out, &upstream).unwrap().backward().unwrap();
+    let gradients = tensors.iter().map(|t| floats(store.get(t).expect("a gradient"))).collect();
+    (gradients, floats(&out), c)
+}
+
+/// Compares values and gradients of `op` with those of `reference`, which gets the inputs in f64.
+fn check(
+    what: &str,
+    inputs: &[&Var],
+    op: impl Fn(&[&Tensor]) -> Tensor,
+    reference: impl Fn(&[Vec<f64>]) -> Vec<f64>,
+) {
+    let (gradients, out, c) = gradients(inputs, op);
+    let mut x: Vec<Vec<f64>> =
+        inputs.iter().map(|v| floats(v).into_iter().map(f64::from).collect()).collect();
+    assert_close(&format!("{what}: value"), &out, &reference(&x));
+    for (i, gradient) in gradients.iter().enumerate() {
+        let differences: Vec<f64> = (0..x[i].len())
+            .map(|j| {
+                let at = x[i][j];
+                let h = 1e-5 * at.abs().max(1.0);
+                let mut sum = |x_j: f64| -> f64 {
+                    x[i][j] = x_j;
+                    reference(&x).iter().zip(&c).map(|(y, &c)| y * c as f64).sum()
+                };
+                let slope = (sum(at + h) - sum(at - h)) / (2.0 * h);
+                x[i][j] = at;
+                slope
+            })
+            .collect();
+        assert_close(&format!("{what}: gradient of input {i}"), gradient, &differences);
+    }
+}
