@@ -1,5 +1,7 @@
 //! A task: prompts, environment turns, reward.
 
+pub mod instructions;
+
 use crate::harmony::Message;
 use crate::trajectory::Outcome;
 use anyhow::Result;

@@ -3,6 +3,7 @@
 mod commands;
 mod data;
 mod harmony;
+mod instructions;
 mod interpreter;
 mod metrics;
 mod model;
