@@ -33,6 +33,6 @@ mod tests {
         assert!(keyword("", "{name}", "", true).is_match("dear {name}"));
         assert!(!keyword(r"\b", "cat", r"\b", true).is_match("concatenate"));
         assert!(!keyword("", "Section", "", false).is_match("section"));
-        assert!(!keyword("", &"a".repeat(20_000_000), "", false).is_match("a"));
+        assert!(!keyword("", &"a".repeat(1_000_000), "", false).is_match("a"));
     }
 }

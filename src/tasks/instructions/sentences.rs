@@ -12,7 +12,7 @@ const ABBREVIATIONS: &[&str] = &[
     "mr", "mrs", "ms", "messrs", "dr", "prof", "rep", "sen", "gen", "col", "lt", "maj", "adm", "jr", "sr", "st", "ave",
     "inc", "corp", "co", "ltd", "bros", "vs", "v", "ft", "yr", "jan", "feb", "aug", "sep", "sept", "oct", "nov", "dec",
     "tues", "wed", "fri", "u.s", "u.k", "u.n", "u.s.a", "d.c", "l.a", "n.y", "n.j", "a.m", "p.m", "a.d", "ph.d", "m.b.a",
-    "c", "d", "e", "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "t", "w",
+    "j.b", "j.c", "j.j", "j.k", "j.p", "j.r", "c", "d", "e", "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "t", "w",
 ];
 
 /// Capitalised after an abbreviation, an initial or an ellipsis, these do open a sentence.
@@ -161,7 +161,7 @@ fn ends_sentence(word: &str, next: &str) -> bool {
     let continues = first.is_lowercase() || matches!(next, ";" | ":" | "," | "." | "!" | "?");
     match (initial, abbreviation) {
         (true, true) => false,
-        (true, false) => !continues && (!first.is_uppercase() || opens()),
+        (true, false) => !continues,
         (false, true) => opens(),
         (false, false) => !(continues && is_number(&stem)),
     }
