@@ -52,7 +52,10 @@ fn ifeval_vectors_agree() {
                 if !agrees {
                     let id = row["instruction_id_list"][i].as_str().expect("id");
                     *ids.entry(id.to_owned()).or_default() += 1;
-                    println!("{file} key {} {id} {mode}: {} in the reference, {verdict} here", row["key"], row[mode][i]);
+                    println!(
+                        "{file} key {} {id} {mode}: {} in the reference, {verdict} here",
+                        row["key"], row[mode][i]
+                    );
                 }
             }
         }
@@ -75,7 +78,9 @@ fn every_row_of_the_validation_vectors_parses() {
     let Some(rows) = data::jsonl_rows("ifeval") else { return };
     let mut seen = std::collections::BTreeSet::new();
     for (_, row) in rows.iter().filter(|(file, _)| file == "input_data") {
-        seen.extend(row["instruction_id_list"].as_array().unwrap().iter().map(|id| id.as_str().unwrap().to_owned()));
+        seen.extend(
+            row["instruction_id_list"].as_array().unwrap().iter().map(|id| id.as_str().unwrap().to_owned()),
+        );
         instructions(row);
     }
     assert_eq!(seen.iter().map(String::as_str).collect::<Vec<_>>(), IDS);

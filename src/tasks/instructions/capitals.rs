@@ -34,7 +34,10 @@ static STEPS: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
 
 /// The number of words of `text` whose letters are all capitals; a hyphenated word is one word.
 pub(super) fn count_capital_words(text: &str) -> u64 {
-    sentences(text).into_iter().map(|sentence| tokens(sentence).split_whitespace().filter(|t| is_upper(t)).count() as u64).sum()
+    sentences(text)
+        .into_iter()
+        .map(|sentence| tokens(sentence).split_whitespace().filter(|t| is_upper(t)).count() as u64)
+        .sum()
 }
 
 /// `sentence` with spaces between its tokens.

@@ -23,8 +23,14 @@ pub fn loose(instructions: &[Instruction], response: &str) -> Vec<bool> {
 /// introductions, closing remarks and Markdown emphasis.
 pub fn loose_variants(response: &str) -> [String; 8] {
     let after_first = response.split_once('\n').map_or("", |(_, rest)| rest);
-    let without_last = |text: &str| text.rsplit_once('\n').map_or(String::new(), |(rest, _)| strip(rest).to_owned());
-    let cut = [response.to_owned(), strip(after_first).to_owned(), without_last(response), without_last(after_first)];
+    let without_last =
+        |text: &str| text.rsplit_once('\n').map_or(String::new(), |(rest, _)| strip(rest).to_owned());
+    let cut = [
+        response.to_owned(),
+        strip(after_first).to_owned(),
+        without_last(response),
+        without_last(after_first),
+    ];
     let plain = cut.clone().map(|text| text.replace('*', ""));
     let ([a, b, c, d], [e, f, g, h]) = (cut, plain);
     [a, b, c, d, e, f, g, h]
@@ -48,11 +54,13 @@ impl Instruction {
             Self::ConstrainedResponse => CONSTRAINED_RESPONSES.iter().any(|answer| response.contains(answer)),
             Self::JsonFormat => is_json(response),
             Self::Sections { heading, count } => matches(heading, response) >= *count,
-            Self::Bullets(count) => matches(&STAR_BULLET, response) + matches(&DASH_BULLET, response) == *count,
+            Self::Bullets(count) => {
+                matches(&STAR_BULLET, response) + matches(&DASH_BULLET, response) == *count
+            }
             Self::Highlights(count) => highlights(response) >= *count,
-            Self::Title => TITLE.find_iter(response).any(|t| {
-                !strip(t.as_str().trim_start_matches('<').trim_end_matches('>')).is_empty()
-            }),
+            Self::Title => TITLE
+                .find_iter(response)
+                .any(|t| !strip(t.as_str().trim_start_matches('<').trim_end_matches('>')).is_empty()),
             Self::Keywords(keywords) => keywords.iter().all(|keyword| keyword.is_match(response)),
             Self::ForbiddenWords(words) => !words.iter().any(|word| word.is_match(response)),
             Self::KeywordFrequency { keyword, bound } => bound.holds(matches(keyword, response)),
@@ -79,7 +87,8 @@ impl Instruction {
 }
 
 /// The answers that [`Instruction::ConstrainedResponse`] allows.
-pub(super) const CONSTRAINED_RESPONSES: [&str; 3] = ["My answer is yes.", "My answer is no.", "My answer is maybe."];
+pub(super) const CONSTRAINED_RESPONSES: [&str; 3] =
+    ["My answer is yes.", "My answer is no.", "My answer is maybe."];
 
 static PLACEHOLDER: LazyLock<Regex> = LazyLock::new(|| constant(r"\[.*?\]"));
 static STAR_BULLET: LazyLock<Regex> = LazyLock::new(|| constant(r"(?m)^\s*\*[^*].*$"));
@@ -115,7 +124,8 @@ fn two_responses(response: &str) -> bool {
 fn filled_parts<'t>(parts: &[&'t str]) -> Option<Vec<&'t str>> {
     let blank = |part: &&str| strip(part).is_empty();
     let inner = parts.get(1..parts.len().saturating_sub(1)).unwrap_or_default();
-    (!inner.iter().any(|part| blank(&part))).then(|| parts.iter().copied().filter(|part| !blank(part)).collect())
+    (!inner.iter().any(|part| blank(&part)))
+        .then(|| parts.iter().copied().filter(|part| !blank(part)).collect())
 }
 
 /// Counts the paragraphs that are not blank, but finds paragraph `nth` among all: a quirk of the reference.
@@ -125,7 +135,8 @@ fn nth_paragraph_first_word(response: &str, paragraphs: u64, nth: u64, first_wor
     let part = nth.checked_sub(1).and_then(|index| parts.get(index as usize)).copied().unwrap_or_default();
     let word = strip(part).split(is_space).next().unwrap_or_default();
     let word = word.trim_start_matches('\'').trim_start_matches('"');
-    let bare: String = word.chars().take_while(|c| !matches!(c, '.' | ',' | '?' | '!' | '\'' | '"')).collect();
+    let bare: String =
+        word.chars().take_while(|c| !matches!(c, '.' | ',' | '?' | '!' | '\'' | '"')).collect();
     filled == paragraphs && bare.to_lowercase() == first_word
 }
 

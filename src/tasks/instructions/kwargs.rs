@@ -23,11 +23,14 @@ impl<'a> Kwargs<'a> {
             Value::Object(object) => Some(object),
             _ => return Err(bad_input!("{id}: kwargs is {value}; give an object such as {{}}")),
         };
-        let strange = object.into_iter().flatten().find(|(key, v)| !v.is_null() && !keys.contains(&key.as_str()));
+        let strange =
+            object.into_iter().flatten().find(|(key, v)| !v.is_null() && !keys.contains(&key.as_str()));
         match (strange, keys) {
             (None, _) => Ok(Self { id, object }),
             (Some((key, _)), []) => Err(bad_input!("{id}: takes no kwargs, but `{key}` is given; remove it")),
-            (Some((key, _)), _) => Err(bad_input!("{id}: unknown kwarg `{key}`; it takes {}", keys.join(", "))),
+            (Some((key, _)), _) => {
+                Err(bad_input!("{id}: unknown kwarg `{key}`; it takes {}", keys.join(", ")))
+            }
         }
     }
 
@@ -73,7 +76,8 @@ impl<'a> Kwargs<'a> {
     pub(super) fn texts(&self, key: &str) -> Result<Vec<&'a str>> {
         let value = self.get(key)?;
         let list = value.as_array().filter(|list| !list.is_empty());
-        match list.and_then(|list| list.iter().map(|v| v.as_str().filter(|s| !s.trim().is_empty())).collect()) {
+        match list.and_then(|list| list.iter().map(|v| v.as_str().filter(|s| !s.trim().is_empty())).collect())
+        {
             Some(texts) => Ok(texts),
             None => self.refuse(key, value, "a list of one or more texts"),
         }

@@ -173,7 +173,9 @@ impl Instruction {
                     count: k.count("num_sections", 0)?,
                 }
             }
-            "detectable_format:number_bullet_lists" => Self::Bullets(read(&["num_bullets"])?.count("num_bullets", 0)?),
+            "detectable_format:number_bullet_lists" => {
+                Self::Bullets(read(&["num_bullets"])?.count("num_bullets", 0)?)
+            }
             "detectable_format:number_highlighted_sections" => {
                 Self::Highlights(read(&["num_highlights"])?.count("num_highlights", 0)?)
             }
@@ -231,9 +233,15 @@ fn nth_paragraph(id: &str, kwargs: &Value) -> Result<Instruction> {
     let k = Kwargs::new(id, kwargs, &["num_paragraphs", "nth_paragraph", "first_word"])?;
     let (paragraphs, nth) = (k.count("num_paragraphs", 1)?, k.count("nth_paragraph", 1)?);
     if nth > paragraphs {
-        return Err(bad_input!("{id}: kwarg `nth_paragraph` is {nth}; give at most `num_paragraphs`, {paragraphs}"));
+        return Err(bad_input!(
+            "{id}: kwarg `nth_paragraph` is {nth}; give at most `num_paragraphs`, {paragraphs}"
+        ));
     }
-    Ok(Instruction::NthParagraphFirstWord { paragraphs, nth, first_word: k.text("first_word")?.to_lowercase() })
+    Ok(Instruction::NthParagraphFirstWord {
+        paragraphs,
+        nth,
+        first_word: k.text("first_word")?.to_lowercase(),
+    })
 }
 
 fn unknown(id: &str) -> anyhow::Error {

@@ -15,11 +15,10 @@ pub(super) fn constant(source: &str) -> Regex {
 /// As in the reference a keyword **is** a regular expression (`P.S.` also matches `P-S,`). One that does
 /// not compile, such as `f(x`, stands for its own text, where the reference would fail on the row.
 pub(super) fn keyword(before: &str, keyword: &str, after: &str, fold_case: bool) -> Regex {
-    let build =
-        |middle: &str| RegexBuilder::new(&format!("{before}{middle}{after}")).case_insensitive(fold_case).build();
-    build(keyword)
-        .or_else(|_| build(&regex::escape(keyword)))
-        .unwrap_or_else(|_| constant(r"[^\s\S]")) // Longer than the engine's size limit: found nowhere.
+    let build = |middle: &str| {
+        RegexBuilder::new(&format!("{before}{middle}{after}")).case_insensitive(fold_case).build()
+    };
+    build(keyword).or_else(|_| build(&regex::escape(keyword))).unwrap_or_else(|_| constant(r"[^\s\S]")) // Longer than the engine's size limit: found nowhere.
 }
 
 #[cfg(test)]

@@ -48,7 +48,8 @@ mod tests {
         assert!(is_lower("a1!") && !is_lower("aA") && !is_lower("1!"));
         assert!(!is_upper("Aǅ") && !is_lower("aǅ"));
         // Values of CPython 3.11's `len(re.findall(r"\w+", text))`.
-        for (text, words) in [("it's 1.5x_y ½", 5), ("हिन्दी", 3), ("日本語 です", 2), ("", 0)] {
+        for (text, words) in [("it's 1.5x_y ½", 5), ("हिन्दी", 3), ("日本語 です", 2), ("", 0)]
+        {
             assert_eq!(count_words(text), words, "{text}");
         }
     }

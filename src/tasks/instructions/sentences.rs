@@ -9,19 +9,76 @@ use super::python::is_space;
 
 /// Words before a period that rarely end a sentence.
 const ABBREVIATIONS: &[&str] = &[
-    "mr", "mrs", "ms", "messrs", "dr", "prof", "rep", "sen", "gen", "col", "lt", "maj", "adm", "jr", "sr", "st", "ave",
-    "inc", "corp", "co", "ltd", "bros", "vs", "v", "ft", "yr", "jan", "feb", "aug", "sep", "sept", "oct", "nov", "dec",
-    "tues", "wed", "fri", "u.s", "u.k", "u.n", "u.s.a", "d.c", "l.a", "n.y", "n.j", "a.m", "p.m", "a.d", "ph.d", "m.b.a",
-    "j.b", "j.c", "j.j", "j.k", "j.p", "j.r", "c", "d", "e", "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "t", "w",
+    "mr", "mrs", "ms", "messrs", "dr", "prof", "rep", "sen", "gen", "col", "lt", "maj", "adm", "jr", "sr",
+    "st", "ave", "inc", "corp", "co", "ltd", "bros", "vs", "v", "ft", "yr", "jan", "feb", "aug", "sep",
+    "sept", "oct", "nov", "dec", "tues", "wed", "fri", "u.s", "u.k", "u.n", "u.s.a", "d.c", "l.a", "n.y",
+    "n.j", "a.m", "p.m", "a.d", "ph.d", "m.b.a", "j.b", "j.c", "j.j", "j.k", "j.p", "j.r", "c", "d", "e",
+    "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "t", "w",
 ];
 
 /// Capitalised after an abbreviation, an initial or an ellipsis, these do open a sentence.
 const STARTERS: &[&str] = &[
-    "a", "according", "after", "all", "although", "among", "an", "and", "as", "at", "but", "despite", "each", "even",
-    "every", "for", "from", "he", "how", "however", "i", "if", "in", "indeed", "instead", "it", "many", "meanwhile",
-    "moreover", "most", "nevertheless", "not", "on", "our", "she", "since", "so", "some", "that", "the", "their", "then",
-    "there", "these", "they", "this", "those", "though", "thus", "under", "we", "what", "when", "where", "while", "who",
-    "why", "with", "yet", "you", "your",
+    "a",
+    "according",
+    "after",
+    "all",
+    "although",
+    "among",
+    "an",
+    "and",
+    "as",
+    "at",
+    "but",
+    "despite",
+    "each",
+    "even",
+    "every",
+    "for",
+    "from",
+    "he",
+    "how",
+    "however",
+    "i",
+    "if",
+    "in",
+    "indeed",
+    "instead",
+    "it",
+    "many",
+    "meanwhile",
+    "moreover",
+    "most",
+    "nevertheless",
+    "not",
+    "on",
+    "our",
+    "she",
+    "since",
+    "so",
+    "some",
+    "that",
+    "the",
+    "their",
+    "then",
+    "there",
+    "these",
+    "they",
+    "this",
+    "those",
+    "though",
+    "thus",
+    "under",
+    "we",
+    "what",
+    "when",
+    "where",
+    "while",
+    "who",
+    "why",
+    "with",
+    "yet",
+    "you",
+    "your",
 ];
 
 /// Characters that end a word and that may follow a sentence's last mark.
@@ -75,7 +132,8 @@ fn candidates(text: &str) -> Vec<Candidate> {
             continue;
         }
         let before = text[..at].trim_end_matches(is_space);
-        let word = before.char_indices().rev().find(|(_, c)| is_space(*c)).map_or(0, |(i, c)| i + c.len_utf8());
+        let word =
+            before.char_indices().rev().find(|(_, c)| is_space(*c)).map_or(0, |(i, c)| i + c.len_utf8());
         previous_word_end = before[..word].trim_end_matches(is_space).len();
         found.push(Candidate { end, next_word, word, context_end });
     }
@@ -111,7 +169,10 @@ fn words(text: &str) -> Vec<&str> {
         let run = run_length(rest);
         let length = if run > 0 {
             run
-        } else if matches!(first, '(' | '"' | '`' | '{' | '[' | ':' | ';' | '&' | '#' | '*' | '@' | ')' | '}' | ']' | '-' | ',') {
+        } else if matches!(
+            first,
+            '(' | '"' | '`' | '{' | '[' | ':' | ';' | '&' | '#' | '*' | '@' | ')' | '}' | ']' | '-' | ','
+        ) {
             first.len_utf8()
         } else {
             let ends = |(i, _): &(usize, char)| is_end(&rest[*i..], true);
@@ -154,8 +215,8 @@ fn ends_sentence(word: &str, next: &str) -> bool {
     if stem.ends_with('.') {
         return opens(); // An ellipsis.
     }
-    let abbreviation =
-        ABBREVIATIONS.contains(&stem.as_str()) || stem.rsplit('-').next().is_some_and(|last| ABBREVIATIONS.contains(&last));
+    let abbreviation = ABBREVIATIONS.contains(&stem.as_str())
+        || stem.rsplit('-').next().is_some_and(|last| ABBREVIATIONS.contains(&last));
     let mut letters = stem.chars();
     let initial = letters.next().is_some_and(|c| c.is_alphabetic() || c == '_') && letters.next().is_none();
     let continues = first.is_lowercase() || matches!(next, ";" | ":" | "," | "." | "!" | "?");
@@ -182,7 +243,10 @@ mod tests {
         // Splits of NLTK 3.8.1 with its English model.
         for (text, expected) in [
             ("One. Two? Three!", vec!["One.", "Two?", "Three!"]),
-            ("Dr. Smith met Mr. Jones at 3 p.m. in D.C. yesterday.", vec!["Dr. Smith met Mr. Jones at 3 p.m. in D.C. yesterday."]),
+            (
+                "Dr. Smith met Mr. Jones at 3 p.m. in D.C. yesterday.",
+                vec!["Dr. Smith met Mr. Jones at 3 p.m. in D.C. yesterday."],
+            ),
             ("He said \"Hi!\" Then he left.", vec!["He said \"Hi!\"", "Then he left."]),
             ("Wait... what? Well... The end.", vec!["Wait... what?", "Well...", "The end."]),
             ("1. Apples\n2. pears cost 3.50 each", vec!["1.", "Apples\n2. pears cost 3.50 each"]),
