@@ -9,6 +9,8 @@
 //! turns   ─ prompt, `prompt_tokens` long ──────────────────────────┘ └ turns[0]: call answered ┘ (inserted, masked)                         └ turns[1]
 //! ```
 
+use crate::harmony::Message;
+use crate::metrics::Phase;
 use serde::{Deserialize, Serialize};
 
 /// How a trajectory ended. Counted in the metrics as `outcome/<snake_case name>`; nothing is skipped in silence.
@@ -151,4 +153,15 @@ impl Trajectory {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Group {
     pub trajectories: Vec<Trajectory>,
+}
+
+/// One line of `trajectories/*.jsonl`: the record and the conversation as a person reads it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TrajectoryRow {
+    /// `rl` or `eval`, as in `metrics.jsonl`.
+    pub phase: Phase,
+    #[serde(flatten)]
+    pub trajectory: Trajectory,
+    /// The whole conversation, the prompt included.
+    pub messages: Vec<Message>,
 }

@@ -1,1 +1,25 @@
 //! Metrics and where they are written: JSON lines, TensorBoard, the console.
+//!
+//! ```text
+//! Accumulator ─ finish ─> Metrics ─> Row {step, phase, metrics} ─┬─> MetricsFile   metrics.jsonl
+//! Timings ─ take ───────────┘                                    ├─> TensorBoard   tensorboard/<phase>/events.out.tfevents.*
+//!                                                                └─> Progress      the terminal
+//! ```
+
+mod accumulator;
+mod console;
+mod jsonl;
+mod row;
+mod table;
+mod tensorboard;
+mod terminal;
+mod timings;
+
+pub use accumulator::Accumulator;
+pub use console::{Console, Progress};
+pub use jsonl::{MetricsFile, read_rows};
+pub use row::{Metrics, Phase, Row, is_wall_clock};
+pub use table::{Table, format_number};
+pub use tensorboard::TensorBoard;
+pub use terminal::{sanitize_line, sanitize_terminal};
+pub use timings::Timings;

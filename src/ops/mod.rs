@@ -1,1 +1,37 @@
 //! Tensor operations: one op a file, its formula in the doc, forward and backward together.
+//!
+//! Every forward keeps one promise: **a row of the result is the same bits whatever else is in the batch**,
+//! on any number of threads. Sums run in an order that depends on the row alone. Backward passes add in a
+//! fixed order too, so two runs give the same gradients. Shapes are given with these letters:
+//!
+//! `T` tokens, `H` hidden size, `N` query heads, `M` key-value heads, `D` head size, `E` experts, `K` experts
+//! per token, `I` intermediate size, `V` vocabulary.
+
+pub mod cpu;
+pub mod embedding;
+pub mod experts;
+pub mod kv_cache;
+pub mod linear;
+pub mod load_balance;
+pub mod log_prob;
+pub mod math;
+pub mod product;
+pub mod rms_norm;
+pub mod rope;
+pub mod router;
+pub mod sink_attention;
+pub mod swiglu;
+pub mod threads;
+pub mod upstream;
+
+pub use embedding::embedding;
+pub use experts::{combine, dispatch, grouped_linear};
+pub use linear::linear;
+pub use load_balance::load_balance;
+pub use log_prob::{log_prob_and_entropy, logits};
+pub use rms_norm::rms_norm;
+pub use rope::{rope, rope_keys_with_values};
+pub use router::{route, top_k_softmax};
+pub use sink_attention::{sink_attention, sink_attention_cached};
+pub use swiglu::swiglu;
+pub use upstream::upstream;

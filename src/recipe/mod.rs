@@ -1,1 +1,78 @@
-//! The recipe: what the user asks for, as pure data.
+//! The recipe: what the user asks for, as pure data. One file a TOML table, each a plain struct with defaults.
+
+pub mod arms;
+pub mod checkpoint;
+pub mod cold_start;
+pub mod docs;
+pub mod eval;
+pub mod harmony;
+pub mod interpreter;
+mod limits;
+pub mod logging;
+mod mistake;
+pub mod model;
+pub mod optimizer;
+pub mod parallel;
+mod plan;
+pub mod policy;
+mod reader;
+pub mod rollout;
+mod rules;
+mod scalar;
+mod source;
+mod table;
+pub mod task;
+pub mod train;
+
+pub use arms::Arms;
+pub use checkpoint::Checkpoint;
+pub use cold_start::ColdStart;
+pub use eval::Eval;
+pub use harmony::{Harmony, ReasoningEffort};
+pub use interpreter::{Interpreter, InterpreterKind, InterpreterState};
+pub use logging::Logging;
+pub use mistake::{Mistake, Mistakes, Place};
+pub use model::{Architecture, Dtype, Init, Model, Tokenizer, Yarn};
+pub use optimizer::{Optimizer, OptimizerKind, Schedule};
+pub use parallel::Parallel;
+pub use plan::{Plan, resolve, resume_differences};
+pub use policy::{Advantage, Aggregation, Loss, OldLogprob, Policy};
+pub use rollout::Rollout;
+pub use source::{RecipeSource, locate};
+pub use table::Entry;
+pub use task::{Task, TaskName};
+pub use train::Train;
+
+use table::table;
+
+table! {
+    /// A whole recipe: every table. [`resolve`] fills in the architecture and tokenizer of a model without a folder.
+    pub struct Recipe {
+        /// The model and its tokenizer: a folder, or an architecture with random weights.
+        pub model: Model = Model::default(),
+        /// The system and developer messages put before every prompt. Nothing here depends on the day of the run.
+        pub harmony: Harmony = Harmony::default(),
+        /// What is learned: problems, environment and reward.
+        pub task: Task = Task::default(),
+        /// The Python tool, run in confined worker processes.
+        pub interpreter: Interpreter = Interpreter::default(),
+        /// How trajectories are sampled for training.
+        pub rollout: Rollout = Rollout::default(),
+        /// The supervised stage before reinforcement learning, on assistant tokens only.
+        pub cold_start: ColdStart = ColdStart::default(),
+        /// The reinforcement-learning stage.
+        pub train: Train = Train::default(),
+        /// Advantage, importance ratio and loss.
+        pub policy: Policy = Policy::default(),
+        /// Failures that can be switched on to be measured. All off in a healthy run.
+        pub arms: Arms = Arms::default(),
+        /// Success on held-out problems.
+        pub eval: Eval = Eval::default(),
+        /// What is saved, and when. The last step, and a stop by a signal, always save.
+        pub checkpoint: Checkpoint = Checkpoint::default(),
+        /// Threads and processes. No result depends on them.
+        pub parallel: Parallel = Parallel::default(),
+        /// What a run shows beside `metrics.jsonl`.
+        pub logging: Logging = Logging::default(),
+    }
+}

@@ -1,1 +1,81 @@
 //! Curves and readable trajectories from run folders, as one HTML page.
+//!
+//! ```text
+//! run folder ─ run.rs ─> Run ─┬─ charts.rs: which metrics share a chart ─ plot.rs: scales, ticks, paths ─┐
+//!                             ├─ tables.rs: summary, outcomes, mismatch ─────────────────────────────────┼─> page.html
+//!                             └─ conversation.rs: which trajectories to read ────────────────────────────┘
+//! ```
+//!
+//! The template escapes every value it is given, so geometry is computed here and markup stands there.
+
+mod charts;
+mod conversation;
+mod plot;
+mod run;
+mod tables;
+
+use crate::metrics::sanitize_terminal;
+use anyhow::{Context, Result};
+use minijinja::{Environment, Value, context, escape_formatter};
+use run::Run;
+use std::path::{Path, PathBuf};
+
+/// Writes `report.html` into the first of `runs`, all of them overlaid, and returns its path.
+/// The page holds everything it shows: it asks nothing of a network.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when a folder is missing, has no `metrics.jsonl`, or holds a line that
+/// cannot be read.
+pub fn write_report(runs: &[PathBuf]) -> Result<PathBuf> {
+    let first = runs.first().ok_or_else(|| crate::bad_input!("report: name at least one run folder."))?;
+    let runs = Run::load_all(runs)?;
+    let page = render(&runs)?;
+    let path = first.join("report.html");
+    replace_file(&path, &page).with_context(|| format!("{}: cannot be written", path.display()))?;
+    Ok(path)
+}
+
+/// A reader of the old page never sees half of the new one.
+fn replace_file(path: &Path, page: &str) -> std::io::Result<()> {
+    let aside = path.with_extension("html.partial");
+    std::fs::write(&aside, page)?;
+    std::fs::rename(&aside, path)
+}
+
+fn render(runs: &[Run]) -> Result<String> {
+    let mut environment = Environment::new();
+    environment.set_formatter(|out, state, value| match value.as_str() {
+        // Control characters are shown as pictures; the page's own style and script pass.
+        Some(text) if !value.is_safe() => {
+            escape_formatter(out, state, &Value::from(sanitize_terminal(text).as_ref()))
+        }
+        _ => escape_formatter(out, state, value),
+    });
+    environment.add_template("page.html", include_str!("page.html"))?;
+    let (sections, data) = charts::sections(runs);
+    let page = environment.get_template("page.html")?.render(context! {
+        style => Value::from_safe_string(include_str!("page.css").to_owned()),
+        script => Value::from_safe_string(include_str!("page.js").to_owned()),
+        data => Value::from_safe_string(script_json(&data)),
+        title => title(runs),
+        runs => runs.iter().map(|run| &run.label).collect::<Vec<_>>(),
+        summary => tables::summary(runs),
+        sections,
+        outcomes => tables::outcomes(runs),
+        mismatches => tables::mismatches(runs),
+        conversations => conversation::view(runs),
+    })?;
+    Ok(page)
+}
+
+fn title(runs: &[Run]) -> String {
+    match runs {
+        [only] => only.label.clone(),
+        runs => format!("{} runs", runs.len()),
+    }
+}
+
+/// JSON that may stand inside a script element whatever strings it holds.
+fn script_json(value: &serde_json::Value) -> String {
+    value.to_string().replace('<', "\\u003c").replace('>', "\\u003e").replace('&', "\\u0026")
+}

@@ -1,10 +1,22 @@
 //! A task: prompts, environment turns, reward.
 
+mod arithmetic;
+mod arithmetic_single;
+pub mod boxed;
+pub mod gsm8k;
 pub mod instructions;
+pub mod number;
+pub mod rows;
 
+pub use arithmetic::{Arithmetic, VALIDATION_PROBLEMS};
+pub use arithmetic_single::ArithmeticSingle;
+pub use gsm8k::Gsm8k;
+
+use crate::bad_input;
 use crate::harmony::Message;
 use crate::trajectory::Outcome;
 use anyhow::Result;
+use std::path::{Path, PathBuf};
 
 /// One prompt with what its grader needs.
 #[derive(Debug, Clone, PartialEq)]
@@ -77,6 +89,11 @@ pub trait Task: Send + Sync {
         None
     }
 
+    /// Held-out demonstration number `index`, never trained on, for the held-out loss; `None` past the last one.
+    fn held_out_demonstration(&self, _index: u64) -> Option<Demonstration> {
+        None
+    }
+
     /// The user's next message after the assistant's answer, for conversations of several user turns.
     fn next_user_message(&self, _problem: &Problem, _transcript: &Transcript) -> Option<Message> {
         None
@@ -87,4 +104,50 @@ pub trait Task: Send + Sync {
     /// # Errors
     /// When the task's own process fails; the trajectory is counted as [`Outcome::TaskFailed`].
     fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward>;
+}
+
+/// What a recipe says about its task; each task reads what concerns it.
+#[derive(Debug, Clone, Default)]
+pub struct TaskSettings {
+    /// One of [`TASK_NAMES`].
+    pub name: String,
+    pub train_file: Option<PathBuf>,
+    pub validation_file: Option<PathBuf>,
+    /// Only the first rows of the training file.
+    pub train_rows_max: Option<usize>,
+    /// Only the first rows of each validation file, or held-out problems of a generated task.
+    pub validation_rows_max: Option<usize>,
+    pub extraction: gsm8k::Extraction,
+}
+
+/// The tasks that [`build`] knows.
+pub const TASK_NAMES: [&str; 3] = ["arithmetic", "arithmetic_single", "gsm8k"];
+
+/// The task that `settings` describe, its files read and checked.
+///
+/// # Errors
+/// [`crate::error::BadInput`] for an unknown name, a missing file key and broken rows.
+pub fn build(settings: &TaskSettings) -> Result<Box<dyn Task>> {
+    let generated = settings.validation_rows_max.unwrap_or(VALIDATION_PROBLEMS);
+    Ok(match settings.name.as_str() {
+        "arithmetic" => Box::new(Arithmetic::new(generated)),
+        "arithmetic_single" => Box::new(ArithmeticSingle::new(generated)),
+        "gsm8k" => Box::new(Gsm8k::load(
+            (needed(&settings.train_file, "task.train_file", "gsm8k")?, settings.train_rows_max),
+            (
+                needed(&settings.validation_file, "task.validation_file", "gsm8k")?,
+                settings.validation_rows_max,
+            ),
+            settings.extraction,
+        )?),
+        other => {
+            let known = TASK_NAMES.join(", ");
+            return Err(bad_input!("task.name: unknown task `{other}`; choose one of {known}"));
+        }
+    })
+}
+
+/// The file under `key`, which the task cannot do without.
+fn needed<'a>(file: &'a Option<PathBuf>, key: &str, task: &str) -> Result<&'a Path> {
+    file.as_deref().ok_or_else(|| bad_input!("{key}: missing; task `{task}` needs a JSON-lines file there"))
 }

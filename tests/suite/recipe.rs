@@ -1,1 +1,315 @@
+//! Recipes: what is read, what is refused and how, and that the documentation says the same as the types.
 
+mod refused;
+
+use rloss::error::BadInput;
+use rloss::recipe::{
+    Aggregation, Dtype, Entry, Place, Plan, Recipe, RecipeSource, TaskName, Tokenizer, Yarn, docs, locate,
+    resolve, resume_differences,
+};
+use std::path::{Path, PathBuf};
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn read(text: &str, sets: &[&str]) -> Plan {
+    let sets: Vec<String> = sets.iter().map(|set| set.to_string()).collect();
+    resolve(Path::new("r.toml"), text, &sets).unwrap_or_else(|mistakes| panic!("{mistakes}"))
+}
+
+fn paths(recipe: &Recipe, tables: bool) -> Vec<String> {
+    let entries = recipe.entries().into_iter();
+    entries.filter(|e| matches!(e, Entry::Table { .. }) == tables).map(|e| e.path().to_owned()).collect()
+}
+
+#[test]
+fn an_empty_recipe_is_the_defaults_with_the_embedded_model() {
+    let recipe = read("", &[]).recipe;
+    assert_eq!(recipe.model.architecture, Some(Default::default()));
+    assert_eq!(recipe.model.tokenizer, Some(Tokenizer::Embedded));
+    assert_eq!(recipe, Recipe { model: recipe.model.clone(), ..Recipe::default() });
+}
+
+#[test]
+fn recipes_page_is_what_the_types_say() {
+    let file = root().join("docs/recipes.md");
+    if std::env::var_os("UPDATE_EXPECT").is_some() {
+        std::fs::write(&file, docs::document()).expect("write docs/recipes.md");
+    }
+    let page = std::fs::read_to_string(&file).expect("docs/recipes.md");
+    let first_difference = page.lines().zip(docs::document().lines()).position(|(page, types)| page != types);
+    assert!(
+        page == docs::document(),
+        "docs/recipes.md differs from line {:?}: run UPDATE_EXPECT=1 cargo test --release recipes_page",
+        first_difference.map(|line| line + 1)
+    );
+}
+
+#[test]
+fn every_key_and_every_table_is_documented() {
+    for entry in Recipe::default().entries() {
+        let (Entry::Table { path, doc, .. } | Entry::Key { path, doc, .. }) = &entry;
+        assert!(doc.len() > 10 && doc.ends_with('.'), "{path}: {doc:?}");
+        assert!(docs::document().contains(doc.split('|').next().unwrap()), "{path} is not in the page");
+    }
+}
+
+#[test]
+fn sub_tables_come_after_keys_so_that_the_written_recipe_reads_back() {
+    let entries = Recipe::default().entries();
+    let mut table = "";
+    for entry in &entries {
+        match entry {
+            Entry::Table { path, .. } => table = path,
+            Entry::Key { path, .. } => {
+                assert_eq!(path.rsplit_once('.').map(|(around, _)| around), Some(table))
+            }
+        }
+    }
+}
+
+/// A recipe in which no key has its default, but for those that have only one value.
+const EVERYTHING: &str = include_str!("recipe/everything.toml");
+
+#[test]
+fn the_resolved_recipe_resolves_to_itself() {
+    for text in ["", EVERYTHING, "model.path = \"src\"", "[train]\nsteps = 3"] {
+        let plan = read(text, &[]);
+        let written = plan.to_toml();
+        let again = read(&written, &[]);
+        assert_eq!(again.recipe, plan.recipe);
+        assert_eq!(again.to_toml(), written);
+        assert!(resume_differences(&plan, &again).is_empty());
+        toml::from_str::<toml::Table>(&written).expect("TOML for any reader");
+    }
+}
+
+#[test]
+fn the_resolved_recipe_holds_every_key_that_applies() {
+    let written: toml::Table = read(EVERYTHING, &[]).to_toml().parse().expect("TOML");
+    for path in paths(&Recipe::default(), false) {
+        let found = path
+            .split('.')
+            .try_fold(&toml::Value::Table(written.clone()), |table, key| table.get(key))
+            .is_some();
+        assert_eq!(found, path != "model.path", "{path}");
+    }
+    let with_folder = read("model.path = \"src\"", &[]).to_toml();
+    assert!(
+        !with_folder.contains("[model.architecture]") && !with_folder.contains("tokenizer"),
+        "{with_folder}"
+    );
+}
+
+#[test]
+fn no_key_of_the_full_recipe_is_lost_in_reading() {
+    // Equal to the default there means: not read.
+    let only_one_value = [
+        "model.path",
+        "interpreter.kind",
+        "rollout.top_p",
+        "rollout.top_k",
+        "rollout.min_p",
+        "parallel.sequence",
+    ];
+    let not_set = [
+        "schedule",
+        "lr_final_fraction",
+        "warmup_steps",
+        "beta1",
+        "beta2",
+        "eps",
+        "weight_decay",
+        "grad_norm_max",
+    ]
+    .map(|key| format!("cold_start.optimizer.{key}"));
+    let mut defaults = read("", &[]).recipe;
+    defaults.model.architecture.as_mut().expect("filled in").yarn = Some(Yarn::default());
+    for (full, default) in read(EVERYTHING, &[]).recipe.entries().iter().zip(defaults.entries()) {
+        let same = matches!(full, Entry::Key { .. }) && *full == default;
+        let expected = only_one_value.contains(&full.path()) || not_set.iter().any(|key| key == full.path());
+        assert_eq!(same, expected, "{full:?}");
+    }
+}
+
+#[test]
+fn paths_become_absolute_from_the_working_directory() {
+    let recipe = read(EVERYTHING, &[]).recipe;
+    let here = std::env::current_dir().expect("a working directory");
+    assert_eq!(recipe.task.validation_file, Some(here.join("Cargo.lock")));
+    assert_eq!(recipe.model.tokenizer, Some(Tokenizer::Path(here.join("Cargo.toml"))));
+}
+
+#[test]
+fn sets_read_strings_numbers_arrays_and_tables_over_the_file() {
+    let sets = [
+        "train.seed=3",
+        " train.steps = 5 ",
+        "train.seed=4",
+        "train.optimizer.lr=1e-3",
+        "task.name=arithmetic_single",
+        "harmony.current_date=2025-06-28",
+        "harmony.model_identity=You are 3.5, a = b # model.",
+        "harmony.developer_instructions=12",
+        "train.freeze=[\"a*\", 'b']",
+        "eval.pass_at=[1,2]",
+        "eval.samples=2",
+        "model.architecture.yarn={factor=4.0, truncate=true}",
+        "model.architecture.yarn.beta_fast=20",
+        "logging.tensorboard=false",
+        "model.dtype=\"bf16\"",
+    ];
+    let recipe = read("[train]\nseed = 1\nsteps = 2\n[policy]\naggregation = \"constant\"", &sets).recipe;
+    assert_eq!((recipe.train.seed, recipe.train.steps), (4, 5));
+    assert_eq!(recipe.train.optimizer.lr, 1e-3);
+    assert_eq!(recipe.task.name, TaskName::ArithmeticSingle);
+    assert_eq!(recipe.harmony.current_date.as_deref(), Some("2025-06-28"));
+    assert_eq!(recipe.harmony.model_identity, "You are 3.5, a = b # model.");
+    assert_eq!(recipe.harmony.developer_instructions.as_deref(), Some("12"));
+    assert_eq!(recipe.train.freeze, ["a*", "b"]);
+    assert_eq!(recipe.eval.pass_at, [1, 2]);
+    let yarn = recipe.model.architecture.and_then(|architecture| architecture.yarn).expect("yarn");
+    assert_eq!((yarn.factor, yarn.beta_fast, yarn.truncate), (4.0, 20.0, true));
+    assert!(!recipe.logging.tensorboard);
+    assert_eq!(recipe.model.dtype, Dtype::Bf16);
+    assert_eq!(recipe.policy.aggregation, Aggregation::Constant);
+}
+
+#[test]
+fn a_later_mistake_is_placed_where_the_key_was_written() {
+    let plan = read("[train]\nfreeze = [\"x\"]\n[rollout]\n", &["rollout.turns_max=4"]);
+    let place = |key| plan.mistake(key, "…".to_owned()).place;
+    let line = |line| Place::File { path: PathBuf::from("r.toml"), line };
+    assert_eq!(place("train.freeze"), line(Some(2)));
+    assert_eq!(place("train.steps"), line(Some(1)));
+    assert_eq!(place("rollout.turns_max"), Place::Set(0));
+    assert_eq!(place("eval.samples"), line(None));
+}
+
+#[test]
+fn what_is_likely_not_meant_is_a_warning() {
+    let warnings = |text| read(text, &[]).warnings;
+    assert_eq!(warnings(""), Vec::<String>::new());
+    assert_eq!(
+        warnings("rollout.samples_per_prompt = 1"),
+        [
+            "r.toml:1: rollout.samples_per_prompt: a group of one keeps its raw reward as advantage under grpo; give 2 or more \
+          for a baseline"
+        ]
+    );
+    assert_eq!(
+        warnings("rollout.samples_per_prompt = 1\npolicy.advantage = \"reinforce_plus_plus\"").len(),
+        0
+    );
+    assert!(warnings("train.optimizer.warmup_steps = 80")[0].contains("does not end within the 80"));
+    assert!(warnings("arms.no_train_sinks = true")[0].contains("a failure is switched on"));
+}
+
+#[test]
+fn a_resumed_run_may_differ_only_in_length_and_looks() {
+    let old = read("", &[]);
+    let differences = |sets: &[&str]| resume_differences(&old, &read("", sets));
+    let allowed = [
+        "train.steps=90",
+        "eval.samples=2",
+        "logging.tensorboard=false",
+        "parallel.threads=2",
+        "checkpoint.keep=5",
+    ];
+    assert!(differences(&allowed).is_empty());
+    assert_eq!(
+        differences(&[
+            "train.seed=1",
+            "train.optimizer.lr=1",
+            "train.steps=2",
+            "model.architecture.yarn.factor=2"
+        ]),
+        [
+            "model.architecture.yarn.factor",
+            "model.architecture.yarn.original_max_position_embeddings",
+            "model.architecture.yarn.beta_fast",
+            "model.architecture.yarn.beta_slow",
+            "model.architecture.yarn.truncate",
+            "train.seed",
+            "train.optimizer.lr"
+        ]
+    );
+    assert_eq!(differences(&["rollout.temperature=1"]), Vec::<String>::new());
+}
+
+#[test]
+fn the_shipped_recipes_resolve() {
+    let mut files: Vec<PathBuf> = std::fs::read_dir(root().join("recipes"))
+        .expect("recipes/")
+        .map(|entry| entry.expect("entry").path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "toml"))
+        .collect();
+    files.sort();
+    assert!(files.len() >= 2, "{files:?}");
+    for file in files {
+        let text = std::fs::read_to_string(&file).expect("read");
+        let Err(mistakes) = resolve(&file, &text, &[]) else { continue };
+        // What the user brings: the model and the fetched data.
+        for mistake in mistakes.0 {
+            let brought =
+                ["model.path", "task.train_file", "task.validation_file"].contains(&mistake.key.as_str());
+            assert!(brought && mistake.what.starts_with("no f"), "{mistake}");
+        }
+    }
+}
+
+#[test]
+fn the_gsm8k_recipe_needs_only_a_model_and_the_data() {
+    let source = RecipeSource::File(root().join("recipes/gsm8k.toml"));
+    let message = source.resolve(&[]).expect_err("no model is shipped").to_string();
+    assert!(message.contains("pass --set model.path=FOLDER"), "{message}");
+    let sets = ["model.path=src", "task.train_file=Cargo.toml", "task.validation_file=Cargo.toml"];
+    let plan = source.resolve(&sets.map(str::to_owned)).expect("resolves");
+    assert_eq!(plan.warnings, Vec::<String>::new());
+    assert_eq!((plan.recipe.rollout.prompts_per_step, plan.recipe.rollout.samples_per_prompt), (256, 5));
+}
+
+#[test]
+fn the_quickstart_is_the_measured_configuration() {
+    let source = RecipeSource::File(root().join("recipes/quickstart.toml"));
+    let plan = source.resolve(&[]).expect("resolves");
+    assert_eq!(plan.warnings, Vec::<String>::new());
+    let recipe = &plan.recipe;
+    assert_eq!((recipe.cold_start.steps, recipe.cold_start.batch_size), (500, 32));
+    assert_eq!(
+        (recipe.train.steps, recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt),
+        (80, 8, 8)
+    );
+    assert_eq!((recipe.train.optimizer.lr, recipe.train.optimizer.lr_final_fraction), (7e-4, 0.1));
+    assert_eq!((recipe.cold_start.optimizer.beta2, recipe.train.optimizer.beta2), (0.98, 0.99));
+    assert_eq!((recipe.eval.problems_max, recipe.eval.every_steps), (512, 10));
+    assert_eq!(recipe.model.tokenizer, Some(Tokenizer::Embedded));
+}
+
+#[test]
+fn a_recipe_argument_is_a_file_or_a_run_folder() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let run = folder.path().join("my-run");
+    std::fs::create_dir(&run).expect("create");
+    let message = locate(&run).expect_err("no recipe.toml yet").to_string();
+    assert!(message.contains("holds no recipe.toml"), "{message}");
+    std::fs::write(run.join("recipe.toml"), "train.seed = 5").expect("write");
+    let source = locate(&run).expect("a run");
+    assert_eq!(source, RecipeSource::Run(run.clone()));
+    assert_eq!(source.stem(), "my-run");
+    assert_eq!(source.resolve(&["train.steps=1".to_owned()]).expect("resolves").recipe.train.seed, 5);
+
+    let file = folder.path().join("some.recipe.toml");
+    std::fs::write(&file, b"[train]\nseed = 1 # \xff\n").expect("write");
+    let source = locate(&file).expect("a file");
+    assert_eq!((source.recipe_file(), source.stem()), (file.clone(), "some.recipe".to_owned()));
+    let error = source.resolve(&[]).expect_err("not UTF-8");
+    assert!(error.downcast_ref::<BadInput>().expect("bad input").0.contains(":2: not UTF-8"), "{error}");
+
+    let error = locate(&folder.path().join("none.toml")).expect_err("nothing there");
+    assert!(
+        error.downcast_ref::<BadInput>().expect("bad input").0.contains("no such file or folder"),
+        "{error}"
+    );
+}

@@ -1,1 +1,253 @@
+//! The report: what it shows of one run and of several, that no text of a run becomes markup, bad input.
 
+use rloss::error::BadInput;
+use rloss::harmony::{Message, Role};
+use rloss::metrics::{MetricsFile, Phase, Row};
+use rloss::report::write_report;
+use rloss::trajectory::{CallOutcome, Outcome, Trajectory, TrajectoryRow, Turn};
+use std::path::{Path, PathBuf};
+
+/// A run folder with the given rows.
+fn run(parent: &Path, name: &str, rows: &[Row]) -> PathBuf {
+    let folder = parent.join(name);
+    std::fs::create_dir_all(&folder).unwrap();
+    let mut file = MetricsFile::create(&folder.join("metrics.jsonl")).unwrap();
+    rows.iter().for_each(|row| file.write(row).unwrap());
+    folder
+}
+
+fn row(step: u64, phase: Phase, metrics: &[(&str, f64)]) -> Row {
+    Row { step, phase, metrics: metrics.iter().copied().collect() }
+}
+
+/// 40 RL steps whose reward rises from -1 by `slope` a step.
+fn rising(slope: f64) -> Vec<Row> {
+    let reward = |step: u64| -1.0 + slope * (step - 1) as f64;
+    let one =
+        |step| row(step, Phase::Rl, &[("critic/rewards/mean", reward(step)), ("actor/pg_clipfrac", 0.0)]);
+    (1..=40).map(one).collect()
+}
+
+fn page(runs: &[PathBuf]) -> String {
+    let path = write_report(runs).unwrap();
+    assert_eq!(path, runs[0].join("report.html"));
+    std::fs::read_to_string(path).unwrap()
+}
+
+/// The numbers that the page's script reads.
+fn data(page: &str) -> serde_json::Value {
+    let (_, rest) = page.split_once(r#"<script type="application/json" id="data">"#).unwrap();
+    serde_json::from_str(rest.split_once("</script>").unwrap().0).unwrap()
+}
+
+fn trajectory(phase: Phase, step: u64, sample: u64, reward: f32, answer: &str) -> TrajectoryRow {
+    let trajectory = Trajectory {
+        step,
+        prompt: 0,
+        sample,
+        problem_id: "arithmetic/\"><b>7".into(),
+        tokens: vec![1, 2, 3],
+        prompt_tokens: 1,
+        mask: vec![false, true, true],
+        logprobs: vec![0.0, -0.1, -1.0 / 3.0],
+        routes: Vec::new(),
+        turns: vec![Turn { start: 1, end: 3, call: Some(CallOutcome::MalformedCall) }],
+        outcome: Outcome::Finished,
+        reward,
+        success: reward > 0.0,
+        tool_s: 0.25,
+    };
+    let messages = vec![
+        Message::new(Role::System, "You are a model."),
+        Message::user("7 boxes of 12, 5 sold. Left?"),
+        Message::call("python", "commentary", "print(7*12-5)"),
+        Message::tool("python", Some("commentary"), "79"),
+        Message::assistant("final", answer),
+    ];
+    TrajectoryRow { phase, trajectory, messages }
+}
+
+fn write_trajectories(run: &Path, file: &str, rows: &[TrajectoryRow]) {
+    let folder = run.join("trajectories");
+    std::fs::create_dir_all(&folder).unwrap();
+    let lines: Vec<String> = rows.iter().map(|row| serde_json::to_string(row).unwrap() + "\n").collect();
+    std::fs::write(folder.join(file), lines.concat()).unwrap();
+}
+
+#[test]
+fn a_trajectory_row_reads_back_as_written() {
+    let row = trajectory(Phase::Eval, 80, 3, 0.1, "79");
+    let line = serde_json::to_string(&row).unwrap();
+    assert!(line.starts_with(r#"{"phase":"eval","step":80,"#), "{line}");
+    assert_eq!(serde_json::from_str::<TrajectoryRow>(&line).unwrap(), row);
+}
+
+#[test]
+fn two_runs_share_their_charts() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut first = rising(0.05);
+    first.push(row(40, Phase::Eval, &[("val-core/arithmetic/acc/mean@8", 0.875)]));
+    let runs = [run(folder.path(), "alpha", &first), run(folder.path(), "beta", &rising(-0.01))];
+    std::fs::write(
+        runs[0].join("recipe.toml"),
+        "[train]\nsteps = 80\nseed = 17\n[task]\nname = \"arithmetic\"\n[model]\npath = \"quickstart\"\n",
+    )
+    .unwrap();
+    let page = page(&runs);
+    for text in
+        ["<title>2 runs", "alpha", "beta", "40 of 80", "<b>0.95</b>", "<b>-1.39</b>", "<b>0.875</b>", ">17"]
+    {
+        assert!(page.contains(text), "{text}");
+    }
+    assert!(page.contains("Held-out arithmetic mean@8") && page.contains("alpha: exactly 0 at all 40 steps"));
+    assert!(page.contains("Not recorded: ") && page.contains("Entropy"));
+
+    let data = data(&page);
+    let reward = &data[0]["series"];
+    assert_eq!(reward.as_array().unwrap().len(), 2);
+    assert_eq!(reward[0]["x"].as_array().unwrap().len(), 40);
+    assert_eq!((&reward[0]["y"][0], &reward[0]["y"][39]), (&(-1.0).into(), &0.95.into()));
+    assert_eq!(reward[1]["y"][39], -1.39);
+}
+
+#[test]
+fn the_page_asks_nothing_of_a_network_and_is_the_same_each_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let runs = [run(folder.path(), "alpha", &rising(0.01))];
+    let first = page(&runs);
+    let namespace = "http://www.w3.org/2000/svg"; // A name, never fetched.
+    let first = first.replace(namespace, "");
+    for outside in ["http://", "https://", "src=", "@import", "url("] {
+        assert!(!first.contains(outside), "{outside}");
+    }
+    assert_eq!(first, page(&runs).replace(namespace, ""));
+}
+
+#[test]
+fn no_text_of_a_run_becomes_markup() {
+    let folder = tempfile::tempdir().unwrap();
+    let hostile = "</script><script>alert(1)</script>";
+    let metric = format!("{hostile}\" onload=\"alert(2)\u{1b}[2J");
+    let mut rows = rising(0.02);
+    rows.push(row(41, Phase::Rl, &[(&metric, 1.0), ("outcome/<i>", 2.0)]));
+    rows.push(row(41, Phase::Eval, &[("val-core/<u>x</u>/acc/mean@1", 0.5)]));
+    let path = run(folder.path(), "r\"><img src=x onerror=alert(3)>", &rows);
+    std::fs::write(path.join("recipe.toml"), "[task]\nname = \"<em>task</em>\"\n").unwrap();
+    std::fs::write(
+        path.join("mismatch.json"),
+        r#"{"rows":[{"name":"<s>arm</s>","<s>gap</s>":0.125}],"verdict":"<s>same</s>"}"#,
+    )
+    .unwrap();
+    let answer = format!("{hostile}\u{1b}[31m\u{7}\u{202e} & <b>bold</b>\nsecond line");
+    write_trajectories(&path, "step-000001.jsonl", &[trajectory(Phase::Rl, 1, 0, -1.0, &answer)]);
+    let page = page(&[path]);
+
+    assert_eq!(page.matches("<script").count(), 2, "the data and the script");
+    assert_eq!(page.matches("</script>").count(), 2);
+    for markup in ["<img", "<i>", "<u>", "<em>", "<s>", "<b>bold", "<b>7", "\" onload", "onerror=alert(3)>"] {
+        assert!(!page.contains(markup), "{markup}");
+    }
+    assert!(!page.contains(|c: char| (c.is_control() && c != '\n') || c == '\u{202e}'));
+    for shown in [
+        "&lt;script&gt;alert(1)",
+        "␛[31m␇\\u{202e} &amp; &lt;b&gt;bold",
+        "0.125",
+        "&lt;s&gt;same",
+        "\nsecond line",
+    ] {
+        assert!(page.contains(shown), "{shown}");
+    }
+}
+
+#[test]
+fn the_best_and_the_worst_of_the_first_and_the_last_step_are_shown() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = run(folder.path(), "alpha", &rising(0.01));
+    for step in [1, 5, 40] {
+        let rows: Vec<TrajectoryRow> = [0.5, -1.0, 1.0, -1.0, 1.0]
+            .iter()
+            .enumerate()
+            .map(|(i, &reward)| trajectory(Phase::Rl, step, i as u64, reward, &format!("answer {step}.{i}.")))
+            .collect();
+        write_trajectories(&path, &format!("step-{step}.jsonl"), &rows);
+    }
+    write_trajectories(&path, "eval-40.jsonl", &[trajectory(Phase::Eval, 40, 0, 1.0, "held out")]);
+    let page = page(&[path]);
+    let shown: Vec<&str> =
+        page.match_indices("answer ").map(|(i, _)| page[i..].split('<').next().unwrap()).collect();
+    assert_eq!(shown, ["answer 1.1.", "answer 1.2.", "answer 40.1.", "answer 40.2."]);
+    assert!(page.contains("held out") && page.contains("Evaluation at step 40"));
+    assert!(page.contains("call malformed call ×1") && page.contains("to python"));
+}
+
+#[test]
+fn values_that_are_not_finite_and_long_runs_are_drawn_and_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let spike = 7_777;
+    let value = |step| match step {
+        4_000 => f64::NAN,
+        s if s == spike => 123.0,
+        s => (s as f64 / 100.0).sin() + 2.0,
+    };
+    let rows: Vec<Row> = (1..=20_000).map(|s| row(s, Phase::Rl, &[("actor/grad_norm", value(s))])).collect();
+    let page = page(&[run(folder.path(), "long", &rows)]);
+    assert!(page.contains("not finite at 1 of 20000 steps") && page.contains("thinned"));
+    let data = data(&page);
+    let (steps, values) =
+        (data[0]["series"][0]["x"].as_array().unwrap(), data[0]["series"][0]["y"].as_array().unwrap());
+    assert!(steps.len() < 1600 && steps.len() == values.len());
+    let at = |step: u64| &values[steps.iter().position(|s| *s == step).unwrap()];
+    assert_eq!((at(spike), at(4_000)), (&123.0.into(), &"NaN".into()));
+    assert!(page.contains(">log</i>"), "a range this wide is shown on a log axis");
+}
+
+#[test]
+fn a_run_that_has_only_begun_is_shown() {
+    let folder = tempfile::tempdir().unwrap();
+    let empty = run(folder.path(), "empty", &[]);
+    std::fs::write(empty.join("metrics.jsonl"), r#"{"step":1,"ph"#).unwrap();
+    assert!(page(std::slice::from_ref(&empty)).contains("<h1>empty</h1>"));
+    let one = run(folder.path(), "one", &rising(0.1)[..1]);
+    assert!(page(&[one, empty]).contains("<b>-1</b>"));
+}
+
+#[test]
+fn bad_input_names_the_place() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let (no_metrics, line, recipe, mismatch, talk) =
+        (at("no-metrics"), at("line"), at("recipe"), at("mismatch"), at("talk"));
+    std::fs::create_dir(&no_metrics).unwrap();
+    run(folder.path(), "line", &rising(0.1)[..2]);
+    let text =
+        std::fs::read_to_string(line.join("metrics.jsonl")).unwrap().replace("\"step\":2", "\"step\":two");
+    std::fs::write(line.join("metrics.jsonl"), text).unwrap();
+    run(folder.path(), "recipe", &[]);
+    std::fs::write(recipe.join("recipe.toml"), "[train]\nsteps = 80\nseed = \n").unwrap();
+    run(folder.path(), "mismatch", &[]);
+    std::fs::write(mismatch.join("mismatch.json"), r#"{"rows":[1]}"#).unwrap();
+    run(folder.path(), "talk", &[]);
+    write_trajectories(&talk, "step-1.jsonl", &[trajectory(Phase::Rl, 1, 0, 1.0, "79")]);
+    let file = talk.join("trajectories/step-1.jsonl");
+    let good = std::fs::read_to_string(&file).unwrap();
+    std::fs::write(&file, format!("{good}{{\"phase\":\"rl\"}}\n{good}")).unwrap();
+
+    for (path, place) in [
+        (at("nowhere"), "nowhere: there is no such run folder"),
+        (no_metrics, "no-metrics: holds no metrics.jsonl"),
+        (line, "metrics.jsonl: line 2: "),
+        (recipe, "recipe.toml: line 3: "),
+        (mismatch, "mismatch.json: `rows` is not a list of objects"),
+        (talk, "step-1.jsonl: line 2: not a trajectory"),
+    ] {
+        let error = write_report(std::slice::from_ref(&path)).unwrap_err();
+        assert!(error.downcast_ref::<BadInput>().is_some() && error.to_string().contains(place), "{error}");
+        assert!(!path.join("report.html").exists());
+    }
+    assert!(write_report(&[]).unwrap_err().downcast_ref::<BadInput>().is_some());
+    std::fs::write(&file, good.clone() + &good[..50]).unwrap();
+    assert!(
+        page(&[folder.path().join("talk")]).contains("first of the step"),
+        "a torn last line is left out"
+    );
+}

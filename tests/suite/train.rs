@@ -1,1 +1,133 @@
+//! The training pass and the optimizer.
 
+use crate::tiny;
+use rloss::model::cache::SequenceCache;
+use rloss::model::forward::{ForwardOptions, forward_cached};
+use rloss::model::weights::WeightSource;
+use rloss::ops;
+use rloss::train::batch::MicroBatch;
+use rloss::train::forward_backward::{HeadGradient, Pass, PassOutput, PassSettings};
+
+fn settings(recompute_layers: bool) -> PassSettings {
+    PassSettings {
+        recompute_layers,
+        temperature: 0.9,
+        load_balance: 0.01,
+        forward: ForwardOptions::default(),
+    }
+}
+
+/// Mean negative log-likelihood of the targets plus a little entropy: every gradient path is used.
+fn objective(log_probs: &[f32], entropies: &[f32]) -> anyhow::Result<HeadGradient> {
+    let n = log_probs.len() as f32;
+    Ok(HeadGradient {
+        log_probs: vec![-1.0 / n; log_probs.len()],
+        entropies: vec![0.01 / n; entropies.len()],
+    })
+}
+
+fn pass(seed: u64, recompute: bool) -> PassOutput {
+    let (model, parameters) = tiny::model(tiny::config(true), seed);
+    let sequences = tiny::sequences(272, &[40, 1, 2, 77, 160], seed);
+    let batch = &MicroBatch::split(&sequences, 100_000)[0];
+    let trainable = vec![true; parameters.len()];
+    let pass = Pass {
+        model: &model,
+        parameters: &parameters,
+        trainable: &trainable,
+        batch,
+        settings: settings(recompute),
+    };
+    pass.forward_backward(&objective).unwrap()
+}
+
+#[test]
+fn recomputed_layers_give_the_same_bits_as_the_whole_graph() {
+    let (whole, recomputed) = (pass(3, false), pass(3, true));
+    assert_eq!(whole.log_probs, recomputed.log_probs);
+    assert_eq!(whole.entropies, recomputed.entropies);
+    assert_eq!(whole.load_balance.to_bits(), recomputed.load_balance.to_bits());
+    assert_eq!(whole.gradients.values, recomputed.gradients.values);
+}
+
+#[test]
+fn every_trainable_tensor_gets_a_finite_non_zero_gradient() {
+    let (_, parameters) = tiny::model(tiny::config(true), 1);
+    let output = pass(1, true);
+    for (spec, gradient) in parameters.specs.iter().zip(&output.gradients.values) {
+        let gradient = gradient.as_ref().unwrap_or_else(|| panic!("{}: no gradient", spec.name));
+        assert!(gradient.iter().all(|g| g.is_finite()), "{}: not finite", spec.name);
+        assert!(gradient.iter().any(|&g| g != 0.0), "{}: all zero", spec.name);
+    }
+}
+
+#[test]
+fn gradients_are_equal_on_any_number_of_threads() {
+    let run = |threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).stack_size(64 << 20).build().unwrap();
+        pool.install(|| pass(5, true))
+    };
+    let one = run(1);
+    for threads in [2, 3, 4] {
+        let other = run(threads);
+        assert_eq!(one.log_probs, other.log_probs);
+        assert_eq!(one.gradients.values, other.gradients.values);
+    }
+}
+
+/// Log-probabilities of every next token of `tokens`, through the KV cache, `chunk` tokens at a time.
+fn cached_log_probs(chunk: usize, tokens: &[u32], seed: u64) -> Vec<f32> {
+    let (model, parameters) = tiny::model(tiny::config(true), seed);
+    let weights = parameters.detached().unwrap();
+    let mut cache = SequenceCache::new(&model.config);
+    let mut log_probs = vec![];
+    for part in tokens.chunks(chunk) {
+        let (x, _) = forward_cached(
+            &model,
+            &weights,
+            part.to_vec(),
+            &mut [&mut cache],
+            &[part.len()],
+            ForwardOptions::default(),
+        )
+        .unwrap();
+        let normed = model.final_norm(&weights, &x).unwrap();
+        let mut logits = ops::logits(&normed, &weights.lm_head().unwrap()).unwrap();
+        for row in logits.chunks_exact_mut(272) {
+            let stats = ops::log_prob::row_stats(row, ops::log_prob::inverse(0.9));
+            if let Some(&next) = tokens.get(log_probs.len() + 1) {
+                log_probs.push(row[next as usize] - stats.log_sum_exp);
+            }
+        }
+    }
+    log_probs
+}
+
+#[test]
+fn decode_and_prefill_in_any_chunks_equal_the_training_forward() {
+    let mut sequences = tiny::sequences(272, &[150, 33, 64], 9);
+    sequences.iter_mut().for_each(|s| s.mask.iter_mut().skip(1).for_each(|m| *m = true));
+    let (model, parameters) = tiny::model(tiny::config(true), 7);
+    let batch = &MicroBatch::split(&sequences, 100_000)[0];
+    let trainable = vec![true; parameters.len()];
+    let pass = Pass {
+        model: &model,
+        parameters: &parameters,
+        trainable: &trainable,
+        batch,
+        settings: settings(true),
+    };
+    let training = pass.forward().unwrap().log_probs;
+    let mut start = 0;
+    for sequence in &sequences {
+        let end = start + sequence.tokens.len() - 1;
+        for chunk in [1, 2, 3, 7, 32, 100, 150] {
+            assert_eq!(
+                cached_log_probs(chunk, &sequence.tokens, 7),
+                training[start..end],
+                "chunks of {chunk}"
+            );
+        }
+        start = end;
+    }
+}

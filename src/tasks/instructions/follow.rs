@@ -124,8 +124,7 @@ fn two_responses(response: &str) -> bool {
 fn filled_parts<'t>(parts: &[&'t str]) -> Option<Vec<&'t str>> {
     let blank = |part: &&str| strip(part).is_empty();
     let inner = parts.get(1..parts.len().saturating_sub(1)).unwrap_or_default();
-    (!inner.iter().any(|part| blank(&part)))
-        .then(|| parts.iter().copied().filter(|part| !blank(part)).collect())
+    (!inner.iter().any(blank)).then(|| parts.iter().copied().filter(|part| !blank(part)).collect())
 }
 
 /// Counts the paragraphs that are not blank, but finds paragraph `nth` among all: a quirk of the reference.

@@ -1,0 +1,197 @@
+#!/usr/bin/env python3
+"""Reference values from PyTorch and transformers for the tests, and a check of saved folders.
+
+    scripts/make_fixtures.py                               writes tests/fixtures/ anew
+    scripts/make_fixtures.py --check FOLDER [--rows FILE]  loads FOLDER in transformers, prints JSON
+
+Needs torch, transformers 5 and safetensors. Everything runs in f32 on the CPU with eager attention and
+eager experts: the default expert path refuses sizes that are no multiple of 16 bytes.
+
+Each model folder in tests/fixtures/ holds what save_pretrained writes and
+    rows.json             rows {"tokens", "mask"}; mask 1 = the token is predicted from those before it and counts
+                          in the loss; loss = mean cross-entropy over all counted tokens of all rows;
+                          logprobs, one a token (0 for the first); sgd_lr
+    expected.safetensors  logits.N [tokens, vocabulary] of row N; grad.NAME; sgd.NAME, the weight after one step
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import GptOssConfig, GptOssForCausalLM
+
+FIXTURES = Path(__file__).resolve().parent.parent / "tests" / "fixtures"
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+ROUTER_MARGIN_MIN = 1e-5
+SGD_LR = 0.1
+
+MODELS = {
+    "gpt_oss_yarn": dict(
+        vocab_size=40, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2, sliding_window=4,
+        max_position_embeddings=256,
+        rope_parameters=dict(rope_type="yarn", rope_theta=150000.0, factor=8.0, beta_fast=32.0, beta_slow=1.0,
+                             truncate=False, original_max_position_embeddings=32),
+    ),
+    # Sizes that are no multiple of anything, another order of layers, a clamp that many values reach.
+    "gpt_oss_plain": dict(
+        vocab_size=37, hidden_size=36, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3,
+        head_dim=6, intermediate_size=20, num_local_experts=5, num_experts_per_tok=3, sliding_window=7,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        max_position_embeddings=64, swiglu_limit=1.5,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+    ),
+}
+ROW_LENGTHS = [2, 17, 45]
+
+
+def random_model(sizes, generator):
+    """A model whose every tensor is random and matters."""
+    # No pad token: nn.Embedding gives that row no gradient.
+    config = GptOssConfig(**sizes, tie_word_embeddings=False, eos_token_id=2)
+    model = GptOssForCausalLM._from_config(config, dtype=torch.float32, **EAGER)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            tensor.normal_(generator=generator)
+            if name.endswith("norm.weight"):
+                tensor.mul_(0.1).add_(1)
+            elif name.endswith("sinks"):
+                tensor.add_(1)
+            elif "bias" in name:
+                tensor.mul_(0.2)
+            elif "experts" in name:  # [experts, in, out]
+                tensor.mul_(tensor.shape[1] ** -0.5)
+            elif "embed" not in name:  # [out, in]
+                tensor.mul_(tensor.shape[1] ** -0.5)
+    return model.eval()
+
+
+def router_margin(model, tokens):
+    """The smallest gap, over tokens and layers, between the last expert chosen and the first one left out."""
+    with torch.no_grad():
+        routers = model(tokens[None], output_router_logits=True).router_logits
+    k = model.config.num_experts_per_tok
+    sorted_logits = torch.stack(routers).sort(descending=True).values
+    return (sorted_logits[..., k - 1] - sorted_logits[..., k]).min().item()
+
+
+def random_row(model, length, generator):
+    """Tokens whose routing no rounding error can change, and a mask with gaps."""
+    while True:
+        tokens = torch.randint(model.config.vocab_size, (length,), generator=generator)
+        if router_margin(model, tokens) >= ROUTER_MARGIN_MIN:
+            break
+    mask = (torch.rand(length, generator=generator) < 0.6).int()
+    mask[0], mask[-1] = 0, 1
+    return tokens, mask
+
+
+def write_model(name, sizes, generator):
+    model = random_model(sizes, generator)
+    folder = FIXTURES / name
+    model.save_pretrained(folder)
+
+    rows = [random_row(model, length, generator) for length in ROW_LENGTHS]
+    logits = [model(tokens[None]).logits[0] for tokens, _ in rows]
+    logprobs = [
+        row.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0] for row, (tokens, _) in zip(logits, rows)
+    ]
+    counted = sum(mask.sum() for _, mask in rows)
+    loss = -sum((row * mask[1:]).sum() for row, (_, mask) in zip(logprobs, rows)) / counted
+    loss.backward()
+
+    expected = {f"logits.{i}": row.detach().contiguous() for i, row in enumerate(logits)}
+    expected |= {f"grad.{key}": tensor.grad.clone() for key, tensor in model.named_parameters()}
+    torch.optim.SGD(model.parameters(), lr=SGD_LR).step()
+    expected |= {f"sgd.{key}": tensor.detach() for key, tensor in model.named_parameters()}
+    save_file(expected, folder / "expected.safetensors")
+    content = {
+        "rows": [{"tokens": tokens.tolist(), "mask": mask.tolist()} for tokens, mask in rows],
+        "logprobs": [[0.0] + row.tolist() for row in logprobs],
+        "loss": loss.item(),
+        "sgd_lr": SGD_LR,
+    }
+    (folder / "rows.json").write_text(json.dumps(content) + "\n")
+
+
+def write_adamw(generator):
+    """Ten steps of torch.optim.AdamW on given gradients of many magnitudes."""
+    cases = []
+    for settings in (
+        dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0),
+        dict(lr=4e-3, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1),
+    ):
+        weight = torch.randn(16, generator=generator).requires_grad_()
+        magnitudes = 10.0 ** torch.linspace(-6, 2, 16)
+        case = {"settings": settings, "initial": weight.tolist(), "gradients": [], "weights": []}
+        optimizer = torch.optim.AdamW([weight], **settings)
+        for _ in range(10):
+            weight.grad = torch.randn(16, generator=generator) * magnitudes
+            optimizer.step()
+            case["gradients"].append(weight.grad.tolist())
+            case["weights"].append(weight.tolist())
+        cases.append(case)
+    (FIXTURES / "adamw.json").write_text(json.dumps(cases) + "\n")
+
+
+def write_mxfp4(generator):
+    """Packed experts [2, out 6, in 64], every nibble under every scale, with their values from the definition."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    experts, outputs, blocks = 2, 6, 2
+    scales = torch.tensor([0, 1, 2, 64, 100, 120, 125, 126, 127, 128, 200, 252], dtype=torch.uint8)
+    scales = scales.repeat(2).reshape(experts, outputs, blocks)
+    packed = torch.zeros(experts, outputs, blocks, 16, dtype=torch.uint8)
+    values = torch.zeros(experts, blocks * 32, outputs)
+    for e in range(experts):
+        for o in range(outputs):
+            for b in range(blocks):
+                nibbles = torch.cat([torch.randperm(16, generator=generator) for _ in range(2)]).tolist()
+                for i, nibble in enumerate(nibbles):
+                    packed[e, o, b, i // 2] |= nibble << (4 * (i % 2))
+                    sign = -1.0 if nibble >= 8 else 1.0
+                    values[e, b * 32 + i, o] = sign * magnitudes[nibble % 8] * 2.0 ** (int(scales[e, o, b]) - 127)
+    assert torch.equal(values, convert_moe_packed_tensors(packed, scales, dtype=torch.float32))
+    save_file({"blocks": packed, "scales": scales, "values": values}, FIXTURES / "mxfp4.safetensors")
+
+
+def check(folder, rows):
+    """Logits of each row of `rows` by transformers from `folder`, and the names it missed or did not expect."""
+    model, report = GptOssForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, **EAGER
+    )
+    model.eval()
+    wrong = {kind: sorted(map(str, report[kind])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    with torch.no_grad():
+        logits = [model(torch.tensor(row["tokens"])[None]).logits[0].tolist() for row in rows]
+    json.dump(wrong | {"logits": logits}, sys.stdout)
+    print()
+    return 1 if any(wrong.values()) else 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", metavar="FOLDER", type=Path, help="load FOLDER in GptOssForCausalLM, print logits")
+    parser.add_argument("--rows", type=Path, help='JSON lines {"tokens": [...]} for --check; default: a short row')
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.check:
+        lines = arguments.rows.read_text().splitlines() if arguments.rows else ['{"tokens": [1, 2, 3, 4, 5, 6, 7]}']
+        return check(arguments.check, [json.loads(line) for line in lines if line.strip()])
+    shutil.rmtree(FIXTURES, ignore_errors=True)
+    FIXTURES.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    for name, sizes in MODELS.items():
+        write_model(name, sizes, generator)
+    write_adamw(generator)
+    write_mxfp4(generator)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

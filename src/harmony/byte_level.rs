@@ -1,0 +1,42 @@
+//! The byte-level alphabet of GPT-2 vocabularies: each byte is written as one printable character.
+
+use std::collections::HashMap;
+
+/// The character that stands for each byte.
+///
+/// Printable Latin-1 bytes stand for themselves; the other 68 take the characters from U+0100 on, in order.
+pub(super) fn alphabet() -> [char; 256] {
+    let mut chars = ['\0'; 256];
+    let mut substitute = 0x100..;
+    for byte in 0..=255u8 {
+        let printable = matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
+        let point = if printable { u32::from(byte) } else { substitute.next().unwrap_or_default() };
+        chars[usize::from(byte)] = char::from_u32(point).unwrap_or_default();
+    }
+    chars
+}
+
+/// Reads vocabulary entries back to bytes.
+pub(super) struct Decoder(HashMap<char, u8>);
+
+impl Decoder {
+    pub(super) fn new() -> Self {
+        Self(alphabet().into_iter().zip(0..=255).collect())
+    }
+
+    /// Appends the bytes of `entry`; a character outside the alphabet stands for its own UTF-8.
+    pub(super) fn decode_into(&self, entry: &str, out: &mut Vec<u8>) {
+        for c in entry.chars() {
+            match self.0.get(&c) {
+                Some(&byte) => out.push(byte),
+                None => out.extend_from_slice(c.encode_utf8(&mut [0; 4]).as_bytes()),
+            }
+        }
+    }
+}
+
+/// Writes `text` in the alphabet, as a vocabulary spells it.
+pub(super) fn spell(text: &str) -> String {
+    let alphabet = alphabet();
+    text.bytes().map(|byte| alphabet[usize::from(byte)]).collect()
+}

@@ -1,0 +1,298 @@
+//! What system and developer messages say: their parts, and the text the parts make.
+
+use super::message::{Message, Role};
+use super::typescript::type_of;
+use crate::bad_input;
+use anyhow::Result;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::collections::BTreeMap;
+
+/// How long the model is asked to think.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ReasoningEffort {
+    #[serde(alias = "low")]
+    Low,
+    #[serde(alias = "medium")]
+    Medium,
+    #[serde(alias = "high")]
+    High,
+}
+
+impl ReasoningEffort {
+    /// The word in the system message.
+    pub fn name(self) -> &'static str {
+        match self {
+            ReasoningEffort::Low => "low",
+            ReasoningEffort::Medium => "medium",
+            ReasoningEffort::High => "high",
+        }
+    }
+}
+
+impl std::str::FromStr for ReasoningEffort {
+    type Err = anyhow::Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        [ReasoningEffort::Low, ReasoningEffort::Medium, ReasoningEffort::High]
+            .into_iter()
+            .find(|effort| effort.name() == name)
+            .ok_or_else(|| bad_input!("reasoning effort {name:?}: use \"low\", \"medium\" or \"high\""))
+    }
+}
+
+/// The channels a system message allows.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ChannelConfig {
+    pub valid_channels: Vec<String>,
+    pub channel_required: bool,
+}
+
+/// One function of a tool.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ToolDescription {
+    pub name: String,
+    pub description: String,
+    /// JSON Schema of the only argument, an object; none for a function without arguments.
+    #[serde(default)]
+    pub parameters: Option<Value>,
+}
+
+/// A tool: a namespace of functions, or, without functions, one that reads plain text (Python).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ToolNamespace {
+    pub name: String,
+    #[serde(default)]
+    pub description: Option<String>,
+    #[serde(default)]
+    pub tools: Vec<ToolDescription>,
+}
+
+/// The parts of a system message. An absent part leaves no trace in the text.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SystemContent {
+    #[serde(default)]
+    pub model_identity: Option<String>,
+    #[serde(default)]
+    pub reasoning_effort: Option<ReasoningEffort>,
+    #[serde(default)]
+    pub tools: Option<BTreeMap<String, ToolNamespace>>,
+    /// The date the model takes for today's.
+    #[serde(default)]
+    pub conversation_start_date: Option<String>,
+    #[serde(default)]
+    pub knowledge_cutoff: Option<String>,
+    #[serde(default)]
+    pub channel_config: Option<ChannelConfig>,
+}
+
+impl SystemContent {
+    /// The message's text; `function_tools` says whether a developer message of the conversation has functions.
+    pub fn text(&self, function_tools: bool) -> String {
+        let mut top: Vec<String> = self.model_identity.iter().cloned().collect();
+        top.extend(self.knowledge_cutoff.iter().map(|date| format!("Knowledge cutoff: {date}")));
+        top.extend(self.conversation_start_date.iter().map(|date| format!("Current date: {date}")));
+        let mut sections = Vec::new();
+        if !top.is_empty() {
+            sections.push(top.join("\n"));
+        }
+        sections.extend(self.reasoning_effort.map(|effort| format!("Reasoning: {}", effort.name())));
+        sections.extend(self.tools.as_ref().and_then(tools_text));
+        if let Some(config) = self.channel_config.as_ref().filter(|config| !config.valid_channels.is_empty())
+        {
+            let mut text = format!("# Valid channels: {}.", config.valid_channels.join(", "));
+            if config.channel_required {
+                text.push_str(" Channel must be included for every message.");
+            }
+            if function_tools {
+                text.push_str("\nCalls to these tools must go to the commentary channel: 'functions'.");
+            }
+            sections.push(text);
+        }
+        sections.join("\n\n")
+    }
+}
+
+/// The parts of a developer message.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DeveloperContent {
+    #[serde(default)]
+    pub instructions: Option<String>,
+    #[serde(default)]
+    pub tools: Option<BTreeMap<String, ToolNamespace>>,
+}
+
+impl DeveloperContent {
+    /// The message's text.
+    pub fn text(&self) -> String {
+        let mut sections = Vec::new();
+        if let Some(instructions) = &self.instructions {
+            sections.push(format!("# Instructions\n\n{instructions}"));
+        }
+        sections.extend(self.tools.as_ref().and_then(tools_text));
+        sections.join("\n\n")
+    }
+
+    /// Whether there are functions to call, which the system message then has to mention.
+    pub fn has_function_tools(&self) -> bool {
+        let functions = self.tools.as_ref().and_then(|tools| tools.get("functions"));
+        functions.is_some_and(|namespace| !namespace.tools.is_empty())
+    }
+
+    /// The message itself.
+    pub fn message(&self) -> Message {
+        Message::new(Role::Developer, self.text())
+    }
+}
+
+fn tools_text(tools: &BTreeMap<String, ToolNamespace>) -> Option<String> {
+    if tools.is_empty() {
+        return None;
+    }
+    let sections = std::iter::once("# Tools".to_string()).chain(tools.values().map(namespace_text));
+    Some(sections.collect::<Vec<_>>().join("\n\n"))
+}
+
+fn namespace_text(namespace: &ToolNamespace) -> String {
+    let mut lines = vec![format!("## {}\n", namespace.name)];
+    let description = namespace.description.as_deref().unwrap_or_default().lines();
+    if namespace.tools.is_empty() {
+        lines.extend(description.map(String::from));
+        return lines.join("\n");
+    }
+    lines.extend(description.map(|line| format!("// {line}")));
+    lines.push(format!("namespace {} {{\n", namespace.name));
+    for tool in &namespace.tools {
+        lines.extend(tool.description.lines().map(|line| format!("// {line}")));
+        let arguments = match &tool.parameters {
+            Some(schema) => format!("_: {}", type_of(schema, "")),
+            None => String::new(),
+        };
+        lines.push(format!("type {} = ({arguments}) => any;\n", tool.name));
+    }
+    lines.push(format!("}} // namespace {}", namespace.name));
+    lines.join("\n")
+}
+
+/// What the Python tool is said to do unless the recipe says otherwise.
+pub const PYTHON_DESCRIPTION: &str = "Runs the Python code of a message sent to python and answers with its output. \
+    Use it to compute and to check your reasoning. The user sees neither code nor output.";
+
+/// The recipe's system message. Nothing is filled in: a date is there only if the recipe names one.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct SystemSettings {
+    pub model_identity: Option<String>,
+    pub knowledge_cutoff: Option<String>,
+    pub current_date: Option<String>,
+    pub reasoning_effort: Option<ReasoningEffort>,
+    /// Description of the Python tool, such as [`PYTHON_DESCRIPTION`]; none when the task has no such tool.
+    pub python_tool: Option<String>,
+    /// Whether a developer message of the conversation has functions.
+    pub function_tools: bool,
+}
+
+impl SystemSettings {
+    /// The system message, with the channels `analysis`, `commentary` and `final`, all required.
+    pub fn message(&self) -> Message {
+        let python = |text: &String| {
+            let tool =
+                ToolNamespace { name: "python".into(), description: Some(text.clone()), tools: Vec::new() };
+            BTreeMap::from([("python".to_string(), tool)])
+        };
+        let content = SystemContent {
+            model_identity: self.model_identity.clone(),
+            reasoning_effort: self.reasoning_effort,
+            tools: self.python_tool.as_ref().map(python),
+            conversation_start_date: self.current_date.clone(),
+            knowledge_cutoff: self.knowledge_cutoff.clone(),
+            channel_config: Some(ChannelConfig {
+                valid_channels: ["analysis", "commentary", "final"].map(String::from).to_vec(),
+                channel_required: true,
+            }),
+        };
+        Message::new(Role::System, content.text(self.function_tools))
+    }
+}
+
+/// A message as files hold it: `content` is a text or a list of parts.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FileMessage {
+    role: Role,
+    name: Option<String>,
+    recipient: Option<String>,
+    channel: Option<String>,
+    content_type: Option<String>,
+    content: Value,
+}
+
+#[derive(Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+enum Part {
+    Text { text: String },
+    SystemContent(SystemContent),
+    DeveloperContent(DeveloperContent),
+}
+
+/// Reads a conversation from JSON: a list of messages whose `content` is a text, or a list of parts
+/// of type `text`, `system_content` (system messages) and `developer_content` (developer messages).
+///
+/// # Errors
+/// [`BadInput`](crate::error::BadInput): `place`, the message's number (from 1) and what is wrong with it.
+pub fn messages_from_json(messages: &Value, place: &str) -> Result<Vec<Message>> {
+    let list =
+        messages.as_array().ok_or_else(|| bad_input!("{place}: \"messages\" must be a list of messages"))?;
+    let mut read = Vec::with_capacity(list.len());
+    for (i, value) in list.iter().enumerate() {
+        let message = read_message(value).map_err(|e| bad_input!("{place}: message {}: {e}", i + 1))?;
+        read.push(message);
+    }
+    let function_tools = read.iter().flat_map(|(_, parts)| parts).any(|part| match part {
+        Part::DeveloperContent(content) => content.has_function_tools(),
+        _ => false,
+    });
+    Ok(read.into_iter().map(|(message, parts)| assemble(message, &parts, function_tools)).collect())
+}
+
+fn assemble(message: FileMessage, parts: &[Part], function_tools: bool) -> Message {
+    let texts = parts.iter().map(|part| match part {
+        Part::Text { text } => text.clone(),
+        Part::SystemContent(content) => content.text(function_tools),
+        Part::DeveloperContent(content) => content.text(),
+    });
+    let FileMessage { role, name, recipient, channel, content_type, .. } = message;
+    Message { role, name, recipient, channel, content_type, content: texts.collect() }
+}
+
+fn read_message(value: &Value) -> Result<(FileMessage, Vec<Part>), String> {
+    let message = FileMessage::deserialize(value).map_err(|e| e.to_string())?;
+    let parts = match &message.content {
+        Value::String(text) => vec![Part::Text { text: text.clone() }],
+        Value::Array(parts) => parts
+            .iter()
+            .map(Part::deserialize)
+            .collect::<Result<_, _>>()
+            .map_err(|e| format!("content: {e}"))?,
+        _ => return Err("content must be a text or a list of parts".into()),
+    };
+    for part in &parts {
+        let (kind, role) = match part {
+            Part::Text { .. } => continue,
+            Part::SystemContent(_) => ("system_content", Role::System),
+            Part::DeveloperContent(_) => ("developer_content", Role::Developer),
+        };
+        if message.role != role {
+            return Err(format!(
+                "{kind} belongs in a {} message, not in one of role {}",
+                role.name(),
+                message.role.name()
+            ));
+        }
+    }
+    Ok((message, parts))
+}

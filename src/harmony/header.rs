@@ -1,0 +1,119 @@
+//! What stands between `<|start|>` and `<|message|>`: author, recipient, channel, content type.
+
+use super::message::{Message, Role};
+use anyhow::{Result, anyhow, bail, ensure};
+
+const CHANNEL: &str = "<|channel|>";
+/// The marker that starts the content type of constrained output.
+pub(super) const CONSTRAIN: &str = "<|constrain|>";
+
+/// Whether `text` can stand in a header as one field: no white space, no control token's spelling.
+pub(super) fn is_word(text: &str) -> bool {
+    !text.is_empty() && !text.contains(char::is_whitespace) && !text.contains("<|")
+}
+
+/// Whether `text` is a content type: a word, with or without the marker of constrained output.
+pub(super) fn is_content_type(text: &str) -> bool {
+    let kind = text.strip_prefix(CONSTRAIN).unwrap_or(text);
+    !text.is_empty() && (kind.is_empty() || is_word(kind))
+}
+
+/// Whether `text` can author a message as a tool: a word that does not name another role.
+pub(super) fn is_tool_name(text: &str) -> bool {
+    let author = text.split(':').next().unwrap_or(text);
+    is_word(text) && Role::from_name(author).is_none_or(|role| role == Role::Tool)
+}
+
+/// A header's fields.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Header {
+    pub role: Role,
+    /// The tool's name.
+    pub name: Option<String>,
+    pub recipient: Option<String>,
+    pub channel: Option<String>,
+    pub content_type: Option<String>,
+}
+
+impl Header {
+    pub(super) fn new(role: Role) -> Self {
+        Self { role, name: None, recipient: None, channel: None, content_type: None }
+    }
+
+    pub(super) fn message(self, content: String) -> Message {
+        let Header { role, name, recipient, channel, content_type } = self;
+        Message { role, name, recipient, channel, content_type, content }
+    }
+}
+
+/// A header as its channel and its other words, a content type's marker being the start of a word.
+pub(super) struct Words {
+    pub channel: Option<String>,
+    pub rest: Vec<String>,
+}
+
+/// Splits `text`; the error is a marker without a channel name after it.
+pub(super) fn split(text: &str) -> Result<Words> {
+    let (channel, rest) = match text.split_once(CHANNEL) {
+        None => (None, text.to_string()),
+        Some((before, after)) => {
+            let end = after.find(|c: char| c.is_whitespace() || c == '<').unwrap_or(after.len());
+            let (name, after) = after.split_at(end);
+            ensure!(!name.is_empty(), "channel marker without a channel in the message header");
+            (Some(name.to_string()), format!("{before}{after}"))
+        }
+    };
+    let rest = rest.trim().replace(CONSTRAIN, &format!(" {CONSTRAIN}"));
+    Ok(Words { channel, rest: rest.split_ascii_whitespace().map(String::from).collect() })
+}
+
+/// Reads a header as the reference does; `role` is the author if that is known beforehand.
+///
+/// A last word without `to=` is the content type if another word stands before it, else the recipient.
+pub(super) fn read(text: &str, role: Option<Role>) -> Result<Header> {
+    let (mut header, mut words) = read_author(text, role)?;
+    let recipient_of = |word: &str| word.strip_prefix("to=").unwrap_or(word).to_string();
+    if let Some(last) = words.pop() {
+        if last.starts_with("to=") || words.is_empty() {
+            header.recipient = Some(recipient_of(&last));
+        } else {
+            header.content_type = Some(last);
+            header.recipient = words.pop().map(|word| recipient_of(&word));
+        }
+    }
+    ensure!(words.is_empty(), "unexpected words remain in the message header: {:?}", words.join(" "));
+    Ok(header)
+}
+
+/// Reads author and channel only; the other words are text. For messages that end before `<|message|>`.
+pub(super) fn read_unfinished(text: &str, role: Role) -> Result<Message> {
+    let (header, words) = read_author(text, Some(role))?;
+    Ok(header.message(words.join(" ")))
+}
+
+fn read_author(text: &str, role: Option<Role>) -> Result<(Header, Vec<String>)> {
+    let Words { channel, rest: mut words } = split(text)?;
+    let mut name = None;
+    let role = match role {
+        Some(role) => role,
+        None => {
+            let first = words.first().ok_or_else(|| anyhow!("the message header has no role"))?;
+            if let Some(role) = Role::from_name(first) {
+                if role == Role::Tool {
+                    name = Some(first.clone());
+                }
+                role
+            } else if words.len() > 1 || first.starts_with("to=") {
+                // An author that is no role and speaks to someone is a tool.
+                name = Some(words.remove(0));
+                Role::Tool
+            } else {
+                bail!("unknown role {first:?} in the message header")
+            }
+        }
+    };
+    if words.first().is_some_and(|word| word == role.name()) {
+        words.remove(0);
+    }
+    Ok((Header { name, channel, ..Header::new(role) }, words))
+}

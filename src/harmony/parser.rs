@@ -1,0 +1,99 @@
+//! Tokens to messages, one token at a time, with the reference's rules and its errors.
+//!
+//! For a model's own turn in a rollout see [`TurnParser`](super::TurnParser), which never fails.
+
+use super::header::{self, Header};
+use super::message::{Message, Role};
+use super::tokenizer::HarmonyTokenizer;
+use anyhow::{Context, Result, bail};
+
+/// What a message that is closed before `<|message|>` becomes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ParseMode {
+    /// The closing token is one more part of the header.
+    Strict,
+    /// If its author is known, a message whose text is what stands in the header beside the channel.
+    Lenient,
+}
+
+enum State {
+    ExpectStart,
+    Header { bytes: Vec<u8> },
+    Content { header: Header, bytes: Vec<u8> },
+}
+
+/// Reads a completion or a whole conversation.
+pub struct StreamParser {
+    tokenizer: HarmonyTokenizer,
+    mode: ParseMode,
+    /// Author of the message being read, if given; later messages name their own.
+    role: Option<Role>,
+    state: State,
+    messages: Vec<Message>,
+}
+
+impl StreamParser {
+    /// With a `role`, the first token is the one after `<|start|>` and that role; without, `<|start|>` itself.
+    pub fn new(tokenizer: &HarmonyTokenizer, role: Option<Role>, mode: ParseMode) -> Self {
+        let state = if role.is_some() { State::Header { bytes: Vec::new() } } else { State::ExpectStart };
+        Self { tokenizer: tokenizer.clone(), mode, role, state, messages: Vec::new() }
+    }
+
+    /// Reads the next token.
+    ///
+    /// # Errors
+    /// When no message can begin with the token, or it ends a header that cannot be read. The parser then
+    /// waits for the next `<|start|>`.
+    pub fn push(&mut self, token: u32) -> Result<()> {
+        let control = self.tokenizer.control();
+        match &mut self.state {
+            State::ExpectStart if token == control.start => self.state = State::Header { bytes: Vec::new() },
+            State::ExpectStart => {
+                bail!("unexpected token {token} where only the start token {} can stand", control.start)
+            }
+            State::Header { bytes } if token == control.message => {
+                let bytes = std::mem::take(bytes);
+                self.state = State::ExpectStart;
+                let text = String::from_utf8(bytes).context("the message header is not UTF-8")?;
+                let header = header::read(&text, self.role.take())?;
+                self.state = State::Content { header, bytes: Vec::new() };
+            }
+            State::Header { bytes } if self.mode == ParseMode::Lenient && control.closes(token) => {
+                let bytes = std::mem::take(bytes);
+                self.state = State::ExpectStart;
+                if let Some(role) = self.role.take().filter(|_| !bytes.is_empty()) {
+                    let text = String::from_utf8(bytes).context("the message header is not UTF-8")?;
+                    self.messages.push(header::read_unfinished(&text, role)?);
+                }
+            }
+            State::Content { .. } if control.closes(token) => self.end_message(),
+            State::Header { bytes } | State::Content { bytes, .. } => {
+                bytes.extend_from_slice(self.tokenizer.token_bytes(token).unwrap_or("\u{fffd}".as_bytes()));
+            }
+        }
+        Ok(())
+    }
+
+    /// The messages read so far.
+    pub fn messages(&self) -> &[Message] {
+        &self.messages
+    }
+
+    /// All messages; one whose content has begun counts although it was not closed.
+    ///
+    /// # Errors
+    /// When the tokens end within a header.
+    pub fn finish(mut self) -> Result<Vec<Message>> {
+        if let State::Header { .. } = self.state {
+            bail!("the tokens end before the message header does");
+        }
+        self.end_message();
+        Ok(self.messages)
+    }
+
+    fn end_message(&mut self) {
+        if let State::Content { header, bytes } = std::mem::replace(&mut self.state, State::ExpectStart) {
+            self.messages.push(header.message(String::from_utf8_lossy(&bytes).into_owned()));
+        }
+    }
+}

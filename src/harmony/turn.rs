@@ -1,0 +1,335 @@
+//! The tolerant parser: one sampled turn of the assistant, whatever the model wrote.
+//!
+//! It never fails. What cannot be acted on ends the turn as a [`Problem`] with a reply the model can read;
+//! its message is kept as text, always with the assistant as author.
+
+use super::header::{self, Header};
+use super::message::{Message, Role};
+use super::tokenizer::HarmonyTokenizer;
+
+/// What is wrong with a turn.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Problem {
+    /// The header has words that are no recipient and no content type, or a field twice, empty or impossible.
+    MalformedHeader { leftover: String },
+    /// The message closed before `<|message|>`.
+    UnfinishedHeader,
+    /// A message after the first was begun in the name of somebody else.
+    WrongAuthor { author: String },
+    /// Tokens that belong to no message, after one had been closed.
+    TextAfterEnd,
+    /// `<|call|>` closed a message without recipient.
+    CallWithoutRecipient,
+    /// A message with a recipient was closed by `<|end|>` or `<|return|>`.
+    CallNotClosed { recipient: String },
+    /// The call's content is blank.
+    EmptyCall { recipient: String },
+    /// Special tokens stand inside the content, where they are text.
+    SpecialTokenInContent,
+    /// The content is not UTF-8; what could not be read became U+FFFD.
+    InvalidUtf8,
+    /// The tokens ran out before the turn ended.
+    Truncated,
+}
+
+impl Problem {
+    /// The name used in metrics and files.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Problem::MalformedHeader { .. } => "malformed_header",
+            Problem::UnfinishedHeader => "unfinished_header",
+            Problem::WrongAuthor { .. } => "wrong_author",
+            Problem::TextAfterEnd => "text_after_end",
+            Problem::CallWithoutRecipient => "call_without_recipient",
+            Problem::CallNotClosed { .. } => "call_not_closed",
+            Problem::EmptyCall { .. } => "empty_call",
+            Problem::SpecialTokenInContent => "special_token_in_content",
+            Problem::InvalidUtf8 => "invalid_utf8",
+            Problem::Truncated => "truncated",
+        }
+    }
+
+    /// What to tell the model; short, since it counts against the context.
+    pub fn reply(&self) -> String {
+        match self {
+            Problem::MalformedHeader { leftover } => {
+                format!("Error: malformed message header near {:?}.", excerpt(leftover))
+            }
+            Problem::UnfinishedHeader => "Error: the message had a header but no content.".into(),
+            Problem::WrongAuthor { author } => {
+                format!("Error: you cannot write messages as {:?}.", excerpt(author))
+            }
+            Problem::TextAfterEnd => "Error: text outside of a message.".into(),
+            Problem::CallWithoutRecipient => "Error: the call names no recipient.".into(),
+            Problem::CallNotClosed { .. } => "Error: the message to a tool was not ended as a call.".into(),
+            Problem::EmptyCall { .. } => "Error: the call is empty.".into(),
+            Problem::SpecialTokenInContent => "Error: the call contains special tokens.".into(),
+            Problem::InvalidUtf8 => "Error: the call is not valid UTF-8.".into(),
+            Problem::Truncated => "Error: the message was cut off.".into(),
+        }
+    }
+}
+
+fn excerpt(text: &str) -> String {
+    text.chars().take(32).collect()
+}
+
+/// How a turn ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TurnEnd {
+    /// `<|return|>`: the assistant is done.
+    Returned,
+    /// `<|call|>`: the last message is a call with content, ready to be answered. Its recipient, known or not,
+    /// can author the reply.
+    Called,
+    /// The turn cannot be acted on; the problem has the reply.
+    Malformed,
+    /// The tokens ran out.
+    Truncated,
+}
+
+/// What a token did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TurnStep {
+    /// The message goes on.
+    Within,
+    /// `<|end|>` closed a message; the assistant may begin another.
+    MessageEnded,
+    /// The turn is over.
+    Over(TurnEnd),
+}
+
+/// A whole turn.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ParsedCompletion {
+    /// Its messages in order, the malformed or unfinished last one included, all of role assistant.
+    pub messages: Vec<Message>,
+    pub end: TurnEnd,
+    /// The problem that ended the turn; otherwise the first blemish of a text that is no call, if any.
+    pub problem: Option<Problem>,
+}
+
+enum State {
+    /// `opened` when `<|start|>` was sampled, so that the author's name comes first.
+    Header {
+        opened: bool,
+        bytes: Vec<u8>,
+        foreign: bool,
+    },
+    Content {
+        header: Header,
+        bytes: Vec<u8>,
+        problem: Option<Problem>,
+    },
+    /// Content under a header that could not be read.
+    Unreadable {
+        bytes: Vec<u8>,
+        problem: Problem,
+    },
+    Between,
+    Over(TurnEnd),
+}
+
+/// Reads the tokens sampled after `<|start|>assistant`.
+pub struct TurnParser {
+    tokenizer: HarmonyTokenizer,
+    state: State,
+    messages: Vec<Message>,
+    problem: Option<Problem>,
+}
+
+impl TurnParser {
+    pub fn new(tokenizer: &HarmonyTokenizer) -> Self {
+        let state = State::Header { opened: false, bytes: Vec::new(), foreign: false };
+        Self { tokenizer: tokenizer.clone(), state, messages: Vec::new(), problem: None }
+    }
+
+    /// The messages closed so far.
+    pub fn messages(&self) -> &[Message] {
+        &self.messages
+    }
+
+    /// The problem so far, as in [`ParsedCompletion::problem`].
+    pub fn problem(&self) -> Option<&Problem> {
+        self.problem.as_ref()
+    }
+
+    /// The call to answer, once a step was [`TurnEnd::Called`].
+    pub fn call(&self) -> Option<&Message> {
+        match self.state {
+            State::Over(TurnEnd::Called) => self.messages.last(),
+            _ => None,
+        }
+    }
+
+    /// Reads the next token. After the turn's end every token is [`Problem::TextAfterEnd`].
+    pub fn push(&mut self, token: u32) -> TurnStep {
+        let control = self.tokenizer.control();
+        match std::mem::replace(&mut self.state, State::Between) {
+            State::Over(TurnEnd::Malformed) => self.over(TurnEnd::Malformed),
+            State::Over(_) => self.malformed(Problem::TextAfterEnd),
+            State::Between if token == control.start => {
+                self.within(State::Header { opened: true, bytes: Vec::new(), foreign: false })
+            }
+            State::Between => {
+                self.keep_text(self.tokenizer.decode(&[token]).as_bytes());
+                self.malformed(Problem::TextAfterEnd)
+            }
+            State::Header { opened, bytes, foreign } if token == control.message => {
+                self.within(match read_header(opened, &bytes, foreign) {
+                    Ok(header) => State::Content { header, bytes: Vec::new(), problem: None },
+                    Err(problem) => State::Unreadable { bytes, problem },
+                })
+            }
+            State::Header { bytes, .. } if control.closes(token) => {
+                self.keep_text(&bytes);
+                self.malformed(Problem::UnfinishedHeader)
+            }
+            State::Unreadable { bytes, problem } if control.closes(token) => {
+                self.keep_text(&bytes);
+                self.malformed(problem)
+            }
+            State::Content { header, bytes, problem } if control.closes(token) => {
+                self.close(token, header, &bytes, problem)
+            }
+            mut state => {
+                self.append(token, &mut state);
+                self.within(state)
+            }
+        }
+    }
+
+    /// Adds a token's bytes to a header or a content and notes what does not belong there.
+    fn append(&self, token: u32, state: &mut State) {
+        let control = self.tokenizer.control();
+        let special = self.tokenizer.is_special(token);
+        let text = self.tokenizer.token_bytes(token);
+        let bytes = match state {
+            State::Header { bytes, foreign, .. } => {
+                let expected = token == control.channel || Some(token) == control.constrain;
+                *foreign |= text.is_none() || (special && !expected);
+                bytes
+            }
+            State::Content { bytes, problem, .. } => {
+                if special {
+                    *problem = Some(Problem::SpecialTokenInContent);
+                } else if text.is_none() {
+                    problem.get_or_insert(Problem::InvalidUtf8);
+                }
+                bytes
+            }
+            State::Unreadable { bytes, .. } => bytes,
+            State::Between | State::Over(_) => return,
+        };
+        bytes.extend_from_slice(text.unwrap_or("\u{fffd}".as_bytes()));
+    }
+
+    /// The turn as far as it was read.
+    pub fn finish(mut self) -> ParsedCompletion {
+        let end = match std::mem::replace(&mut self.state, State::Between) {
+            State::Over(end) => end,
+            state => {
+                let unfinished = match state {
+                    State::Content { header, bytes, .. } => Some((header, bytes)),
+                    State::Header { bytes, .. } | State::Unreadable { bytes, .. } => {
+                        Some((Header::new(Role::Assistant), bytes)).filter(|(_, bytes)| !bytes.is_empty())
+                    }
+                    State::Between | State::Over(_) => None,
+                };
+                let message = |(header, bytes): (Header, Vec<u8>)| header.message(lossy(&bytes));
+                self.messages.extend(unfinished.map(message));
+                self.problem = Some(Problem::Truncated);
+                TurnEnd::Truncated
+            }
+        };
+        ParsedCompletion { messages: self.messages, end, problem: self.problem }
+    }
+
+    /// Closes a message whose header was read.
+    fn close(&mut self, token: u32, header: Header, bytes: &[u8], problem: Option<Problem>) -> TurnStep {
+        let control = self.tokenizer.control();
+        let invalid = std::str::from_utf8(bytes).is_err().then_some(Problem::InvalidUtf8);
+        let blemish = problem.or(invalid);
+        let content = lossy(bytes);
+        let blank = content.trim().is_empty();
+        let recipient = header.recipient.clone();
+        self.messages.push(header.message(content));
+        match recipient {
+            Some(recipient) if token != control.call => self.malformed(Problem::CallNotClosed { recipient }),
+            Some(recipient) if blank => self.malformed(Problem::EmptyCall { recipient }),
+            Some(_) => match blemish {
+                Some(problem) => self.malformed(problem),
+                None => self.over(TurnEnd::Called),
+            },
+            None if token == control.call => self.malformed(Problem::CallWithoutRecipient),
+            None => {
+                self.problem = self.problem.take().or(blemish);
+                if token == control.ret { self.over(TurnEnd::Returned) } else { TurnStep::MessageEnded }
+            }
+        }
+    }
+
+    fn keep_text(&mut self, bytes: &[u8]) {
+        self.messages.push(Message::new(Role::Assistant, lossy(bytes)));
+    }
+
+    fn within(&mut self, state: State) -> TurnStep {
+        self.state = state;
+        TurnStep::Within
+    }
+
+    fn malformed(&mut self, problem: Problem) -> TurnStep {
+        self.problem = Some(problem);
+        self.over(TurnEnd::Malformed)
+    }
+
+    fn over(&mut self, end: TurnEnd) -> TurnStep {
+        self.state = State::Over(end);
+        TurnStep::Over(end)
+    }
+}
+
+/// Reads a whole turn: the tokens sampled after `<|start|>assistant`.
+pub fn parse_completion(tokenizer: &HarmonyTokenizer, tokens: &[u32]) -> ParsedCompletion {
+    let mut parser = TurnParser::new(tokenizer);
+    for &token in tokens {
+        parser.push(token);
+    }
+    parser.finish()
+}
+
+fn lossy(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// One optional `to=NAME` and one optional content type, in any order around the channel.
+fn read_header(opened: bool, bytes: &[u8], foreign: bool) -> Result<Header, Problem> {
+    let text = lossy(bytes);
+    let malformed = |leftover: &str| Problem::MalformedHeader { leftover: leftover.trim().to_string() };
+    if foreign || std::str::from_utf8(bytes).is_err() {
+        return Err(malformed(&text));
+    }
+    let words = header::split(&text).map_err(|_| malformed(&text))?;
+    let mut header = Header { channel: words.channel, ..Header::new(Role::Assistant) };
+    let mut rest = words.rest.into_iter();
+    if opened {
+        let author = rest.next().unwrap_or_default();
+        if author != Role::Assistant.name() {
+            return Err(Problem::WrongAuthor { author });
+        }
+    }
+    for word in rest {
+        let known = match word.strip_prefix("to=") {
+            Some(name) => header::is_tool_name(name) && header.recipient.replace(name.to_string()).is_none(),
+            None => header::is_content_type(&word) && header.content_type.replace(word.clone()).is_none(),
+        };
+        if !known {
+            return Err(malformed(&word));
+        }
+    }
+    // A bare word says nothing unless it qualifies a channel or a call.
+    match &header {
+        Header { recipient: None, channel: None, content_type: Some(word), .. } => Err(malformed(word)),
+        _ => Ok(header),
+    }
+}

@@ -1,0 +1,241 @@
+//! The embedded interpreter: a pool of worker processes, each running a small Python written in Rust.
+
+use super::embedded_worker::{FRAME_BYTES_MAX, Hello, Kept, Welcome, undone};
+use super::process::{Process, Spawner};
+use super::{Interpreter, Reply, SessionId, Settings, State, output};
+use crate::bad_input;
+use crate::trajectory::CallOutcome;
+use anyhow::{Context, Result};
+use std::collections::HashMap;
+use std::io;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Largest stored session, so that the parent's memory stays bounded by trajectories × this.
+const STATE_BYTES_MAX: usize = 4 << 20;
+/// A worker starts in milliseconds; a loaded machine may need longer.
+const START_S_MAX: u64 = 30;
+const WELCOME_BYTES_MAX: usize = 64 << 10;
+/// The outcome and what became of the variables, ahead of an answer's text.
+const ANSWER_HEAD_BYTES: usize = 2;
+
+/// Python without anything installed: [`Settings::workers`] confined processes, started as they are needed.
+///
+/// Dropping it kills them all; so does the parent's death, however it dies.
+pub struct Embedded {
+    settings: Settings,
+    program: PathBuf,
+    confinement: String,
+    // Ahead of the spawner, whose thread's end would kill them too.
+    pool: Mutex<Pool>,
+    freed: Condvar,
+    /// Stored sessions, opaque here: only confined workers read them.
+    sessions: Mutex<HashMap<SessionId, Vec<u8>>>,
+    spawner: Spawner,
+}
+
+struct Pool {
+    free: Vec<Process>,
+    /// Workers alive or being started, free or busy.
+    started: usize,
+}
+
+impl Embedded {
+    /// Starts the first worker, which proves that this machine can confine it.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when a limit is out of range or the kernel cannot confine a worker and
+    /// [`Settings::dangerously_allow_unsandboxed`] is off; any other error when the worker cannot be started.
+    pub fn new(settings: Settings) -> Result<Self> {
+        check(&settings)?;
+        let program = match &settings.program {
+            Some(program) => program.clone(),
+            None => std::env::current_exe().context("finding the running binary, to start it as a worker")?,
+        };
+        let spawner = Spawner::new().context("starting the thread that starts interpreter workers")?;
+        let (first, confinement) = start(&settings, &program, &spawner)?;
+        Ok(Self {
+            settings,
+            program,
+            confinement,
+            pool: Mutex::new(Pool { free: vec![first], started: 1 }),
+            freed: Condvar::new(),
+            sessions: Mutex::default(),
+            spawner,
+        })
+    }
+
+    /// A free worker: one that waits, a new one while there are fewer than allowed, or the next to be freed.
+    fn acquire(&self) -> Result<Process> {
+        let mut pool = lock(&self.pool);
+        loop {
+            if let Some(worker) = pool.free.pop() {
+                return Ok(worker);
+            }
+            if pool.started < self.settings.workers {
+                pool.started += 1;
+                drop(pool);
+                return start(&self.settings, &self.program, &self.spawner)
+                    .map(|(worker, _)| worker)
+                    .inspect_err(|_| self.forget_worker());
+            }
+            pool = self.freed.wait(pool).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn release(&self, worker: Process) {
+        lock(&self.pool).free.push(worker);
+        self.freed.notify_one();
+    }
+
+    fn forget_worker(&self) {
+        lock(&self.pool).started -= 1;
+        self.freed.notify_one();
+    }
+
+    /// Runs `code` on a free worker; a worker that fails is killed, and a later call starts another.
+    fn run(&self, session: SessionId, code: &str) -> (CallOutcome, String) {
+        let mut worker = match self.acquire() {
+            Ok(worker) => worker,
+            Err(_) => return (CallOutcome::WorkerDied, self.explain(CallOutcome::WorkerDied)),
+        };
+        let state = lock(&self.sessions).get(&session).cloned().unwrap_or_default();
+        match self.exchange(&mut worker, code, &state) {
+            Ok((outcome, kept, mut text, state)) => {
+                self.release(worker);
+                match kept {
+                    Kept::Unchanged => {}
+                    Kept::Replaced => drop(lock(&self.sessions).insert(session, state)),
+                    Kept::Lost => {
+                        self.close(session);
+                        text.push_str("\n(The variables could not be kept: the next call starts afresh.)");
+                    }
+                }
+                (outcome, text)
+            }
+            Err(error) => {
+                let last_words = worker.kill();
+                drop(worker);
+                self.forget_worker();
+                let outcome = match error.kind() {
+                    io::ErrorKind::TimedOut => CallOutcome::ToolTimeout,
+                    // Rust's own words when an allocation is refused, right before it aborts.
+                    _ if last_words.contains("memory allocation of") => CallOutcome::MemoryLimit,
+                    _ => CallOutcome::WorkerDied,
+                };
+                (outcome, self.explain(outcome))
+            }
+        }
+    }
+
+    fn exchange(
+        &self,
+        worker: &mut Process,
+        code: &str,
+        state: &[u8],
+    ) -> io::Result<(CallOutcome, Kept, String, Vec<u8>)> {
+        let deadline = Instant::now() + Duration::from_secs_f64(self.settings.wall_clock_s);
+        worker.send(code.as_bytes(), deadline)?;
+        worker.send(state, deadline)?;
+        // A character has at most four bytes; the head and the cut's mark are short.
+        let text_bytes_max = self.settings.output_chars_max.saturating_mul(4).saturating_add(1024);
+        let answer = worker.receive(text_bytes_max, deadline)?;
+        let state = worker.receive(STATE_BYTES_MAX, deadline)?;
+        let malformed = || io::Error::from(io::ErrorKind::InvalidData);
+        let (head, text) = answer.split_at_checked(ANSWER_HEAD_BYTES).ok_or_else(malformed)?;
+        let outcome = CallOutcome::ALL.into_iter().find(|&o| o as u8 == head[0]).ok_or_else(malformed)?;
+        let kept = [Kept::Unchanged, Kept::Replaced, Kept::Lost].into_iter().find(|&k| k as u8 == head[1]);
+        let kept = kept.ok_or_else(malformed)?;
+        Ok((outcome, kept, String::from_utf8_lossy(text).into_owned(), state))
+    }
+
+    /// What the model reads when the worker could not answer: no times, numbers of processes or causes.
+    fn explain(&self, outcome: CallOutcome) -> String {
+        let Settings { wall_clock_s, memory_mib, .. } = self.settings;
+        let cause = match outcome {
+            CallOutcome::ToolTimeout => {
+                format!("TimeoutError: no answer within {wall_clock_s} s; the interpreter was killed.")
+            }
+            CallOutcome::MemoryLimit => {
+                format!("MemoryError: the code needed more than {memory_mib} MiB and was stopped.")
+            }
+            _ => "InterpreterError: the interpreter died while running the code.".into(),
+        };
+        cause + undone(self.settings.state == State::Trajectory)
+    }
+}
+
+impl Interpreter for Embedded {
+    fn call(&self, session: SessionId, code: &str) -> Reply {
+        let start = Instant::now();
+        let code = output::extract_code(code);
+        let (outcome, text) = if code.trim().is_empty() {
+            (CallOutcome::MalformedCall, "(no code to run)".into())
+        } else if code.len() > FRAME_BYTES_MAX {
+            (CallOutcome::MalformedCall, "(the code is too long to run)".into())
+        } else {
+            self.run(session, &code)
+        };
+        Reply { text, outcome, seconds: start.elapsed().as_secs_f64() }
+    }
+
+    fn close(&self, session: SessionId) {
+        lock(&self.sessions).remove(&session);
+    }
+
+    fn confinement(&self) -> String {
+        self.confinement.clone()
+    }
+}
+
+/// Starts a worker and waits until it has confined itself; also returns what confines it.
+fn start(settings: &Settings, program: &PathBuf, spawner: &Spawner) -> Result<(Process, String)> {
+    let deadline = Instant::now() + Duration::from_secs(START_S_MAX);
+    let mut command = Command::new(program);
+    command.arg(super::WORKER_ARGUMENT);
+    let place = || format!("starting {} as an interpreter worker", program.display());
+    let mut worker = spawner.spawn(command).with_context(place)?;
+    let hello = Hello {
+        parent_id: std::process::id(),
+        memory_bytes: settings.memory_mib << 20,
+        time_limit_s: settings.time_limit_s,
+        output_chars_max: settings.output_chars_max,
+        keep_state: settings.state == State::Trajectory,
+        state_bytes_max: STATE_BYTES_MAX,
+        dangerously_allow_unsandboxed: settings.dangerously_allow_unsandboxed,
+    };
+    worker.send(&serde_json::to_vec(&hello)?, deadline).with_context(place)?;
+    let welcome = worker.receive(WELCOME_BYTES_MAX, deadline).with_context(place)?;
+    match serde_json::from_slice(&welcome).with_context(place)? {
+        Welcome::Ready(active) => Ok((worker, active)),
+        Welcome::Refused(why) => Err(bad_input!(
+            "this machine cannot confine the Python tool: {why}. Model-written code would run with your own rights; \
+             use a kernel with landlock and seccomp (Linux 5.13 or newer), or accept the risk with \
+             `interpreter.dangerously_allow_unsandboxed = true`"
+        )),
+    }
+}
+
+fn check(settings: &Settings) -> Result<()> {
+    let Settings { time_limit_s, wall_clock_s, memory_mib, workers, .. } = *settings;
+    let in_order = 0.0 < time_limit_s && time_limit_s < wall_clock_s && wall_clock_s <= 86_400.0;
+    if !in_order {
+        return Err(bad_input!(
+            "interpreter: `time_limit_s` ({time_limit_s}) must be above 0 and below `wall_clock_s` ({wall_clock_s}), \
+             which must be at most 86400"
+        ));
+    }
+    if workers == 0 || !(16..=1 << 20).contains(&memory_mib) {
+        return Err(bad_input!(
+            "interpreter: `workers` ({workers}) must be at least 1 and `memory_mib` ({memory_mib}) from 16 to 1048576"
+        ));
+    }
+    Ok(())
+}
+
+/// Poisoning is ignored: every guarded value is whole between statements.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,205 @@
+//! The embedded interpreter's worker: confines itself, then answers one call after the other.
+//!
+//! It keeps nothing between calls: a trajectory's variables travel with each call, so that any worker
+//! can serve any trajectory and one trajectory's death or hunger never touches another's.
+
+use super::output::Clip;
+use super::{confine, frames};
+use crate::trajectory::CallOutcome;
+use anyhow::{Context, Result, ensure};
+use monty::{Dump, MontyRepl, Session, SessionRef};
+use monty_types::{CompileOptions, ExcType, MontyException, MontyObject, PrintWriter, PrintWriterCallback};
+use monty_types::{ResourceLimits, ResourceTracker};
+use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
+use std::fs::File;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::time::Duration;
+
+/// The first frame a worker reads.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Hello {
+    pub parent_id: u32,
+    pub memory_bytes: u64,
+    pub time_limit_s: f64,
+    pub output_chars_max: usize,
+    pub keep_state: bool,
+    pub state_bytes_max: usize,
+    pub dangerously_allow_unsandboxed: bool,
+}
+
+/// The first frame a worker writes.
+#[derive(Debug, Serialize, Deserialize)]
+pub enum Welcome {
+    /// What confines the worker.
+    Ready(String),
+    /// Why the worker cannot be confined.
+    Refused(String),
+}
+
+/// What became of the variables, the second byte of an answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kept {
+    /// None were asked for, or the call's effects are undone.
+    Unchanged = 0,
+    /// The state frame holds them.
+    Replaced = 1,
+    /// They are too large, or of a kind that cannot be stored.
+    Lost = 2,
+}
+
+/// Recursion of the parser and the interpreter, at their own depth limits, stays well inside this.
+const STACK_BYTES: usize = 16 << 20;
+const HELLO_BYTES_MAX: usize = 4096;
+/// Longest code or stored state a worker reads.
+pub const FRAME_BYTES_MAX: usize = 64 << 20;
+
+/// A worker's whole life; returns the exit code.
+pub fn main() -> i32 {
+    // A panic is a bug of the interpreter, which the parent sees as a death; its words go nowhere.
+    std::panic::set_hook(Box::new(|_| {}));
+    let Ok((input, output)) = take_pipes() else { return 1 };
+    let served = std::thread::Builder::new()
+        .stack_size(STACK_BYTES)
+        .spawn(move || serve(input, output))
+        .map(|thread| thread.join());
+    match served {
+        Ok(Ok(Ok(()))) => 0,
+        _ => 1,
+    }
+}
+
+/// Moves the two pipes away from the standard streams, which become `/dev/null`.
+fn take_pipes() -> Result<(File, File)> {
+    let null = File::options().read(true).write(true).open("/dev/null")?;
+    let moved = |stream: i32| -> Result<File> {
+        // SAFETY: dup and dup2 on descriptors this process owns; the new one is owned by the File alone.
+        unsafe {
+            let copy = libc::dup(stream);
+            ensure!(copy >= 0 && libc::dup2(null.as_raw_fd(), stream) >= 0, "dup");
+            Ok(File::from(OwnedFd::from_raw_fd(copy)))
+        }
+    };
+    Ok((moved(libc::STDIN_FILENO)?, moved(libc::STDOUT_FILENO)?))
+}
+
+fn serve(mut input: File, mut output: File) -> Result<()> {
+    let hello: Hello = serde_json::from_slice(&frames::read(&mut input, HELLO_BYTES_MAX)?)?;
+    let first_unused = 1 + output.as_raw_fd().max(input.as_raw_fd());
+    let confined = confine::computing_process(hello.parent_id, hello.memory_bytes, first_unused);
+    let welcome = match confined {
+        Ok(active) => Welcome::Ready(active),
+        Err(e) if hello.dangerously_allow_unsandboxed => Welcome::Ready(format!("NOT SANDBOXED ({e:#})")),
+        Err(e) => Welcome::Refused(format!("{e:#}")),
+    };
+    frames::write(&mut output, &serde_json::to_vec(&welcome)?)?;
+    if matches!(welcome, Welcome::Refused(_)) {
+        return Ok(());
+    }
+    // The parent ends the worker by closing the pipe: the read fails then.
+    while let Ok(code) = frames::read(&mut input, FRAME_BYTES_MAX) {
+        let state = frames::read(&mut input, FRAME_BYTES_MAX)?;
+        let answer = run(&String::from_utf8_lossy(&code), &state, &hello);
+        let mut head = vec![answer.outcome as u8, answer.kept as u8];
+        head.extend_from_slice(answer.text.as_bytes());
+        frames::write(&mut output, &head)?;
+        frames::write(&mut output, &answer.state)?;
+    }
+    Ok(())
+}
+
+/// What a reply adds when a call's effects on variables are not kept.
+pub fn undone(keep_state: bool) -> &'static str {
+    if keep_state { " Variables are as they were before this call." } else { "" }
+}
+
+struct Answer {
+    outcome: CallOutcome,
+    text: String,
+    kept: Kept,
+    state: Vec<u8>,
+}
+
+/// Runs one snippet after `state`, a stored session or nothing.
+fn run(code: &str, state: &[u8], hello: &Hello) -> Answer {
+    let mut clip = Clip::new(hello.output_chars_max);
+    let Ok(mut session) = load(state) else {
+        return Answer {
+            outcome: CallOutcome::WorkerDied,
+            text: "InterpreterError: the stored variables cannot be read.".into(),
+            kept: Kept::Lost,
+            state: Vec::new(),
+        };
+    };
+    let limit = Duration::from_secs_f64(hello.time_limit_s);
+    session.tracker_mut().set_max_duration(limit);
+    let result = session.feed_run(code, Vec::new(), PrintWriter::Callback(&mut Printed(&mut clip)));
+    if is_time_limit(&result, session.tracker().elapsed() > limit) {
+        // How far the code came is a matter of time, so neither its output nor its effects are kept.
+        let text = format!(
+            "TimeoutError: the code ran longer than {} s and was stopped.{}",
+            hello.time_limit_s,
+            undone(hello.keep_state)
+        );
+        return Answer { outcome: CallOutcome::TimeLimit, text, kept: Kept::Unchanged, state: Vec::new() };
+    }
+    let outcome = match result {
+        Ok(MontyObject::None) => CallOutcome::Answered,
+        Ok(value) => {
+            push_line(&mut clip, &value.py_repr());
+            CallOutcome::Answered
+        }
+        Err(exception) => {
+            push_line(&mut clip, &exception.to_string());
+            CallOutcome::Raised
+        }
+    };
+    if clip.is_empty() {
+        clip.push("(no output: use print() to see a value)");
+    }
+    let (kept, state) =
+        match hello.keep_state.then(|| monty::dump("session", None, SessionRef::Idle(&session))) {
+            None => (Kept::Unchanged, Vec::new()),
+            Some(Ok(state)) if state.len() <= hello.state_bytes_max => (Kept::Replaced, state),
+            Some(_) => (Kept::Lost, Vec::new()),
+        };
+    Answer { outcome, text: clip.finish(), kept, state }
+}
+
+fn load(state: &[u8]) -> Result<MontyRepl> {
+    if state.is_empty() {
+        let tracker = ResourceTracker::new(ResourceLimits::default());
+        return Ok(MontyRepl::new("session", tracker, CompileOptions::default()));
+    }
+    let dump = Dump::load(state).ok().context("a stored session")?;
+    match dump.state {
+        Session::Idle(session) => Ok(*session),
+        _ => anyhow::bail!("a stored session is not idle"),
+    }
+}
+
+fn is_time_limit(result: &Result<MontyObject, MontyException>, over: bool) -> bool {
+    over && result.as_ref().is_err_and(|e| e.exc_type() == ExcType::TimeoutError)
+}
+
+fn push_line(clip: &mut Clip, text: &str) {
+    if clip.in_line() {
+        clip.push("\n");
+    }
+    clip.push(text);
+}
+
+/// Sends what the code prints to a [`Clip`].
+struct Printed<'a>(&'a mut Clip);
+
+impl PrintWriterCallback for Printed<'_> {
+    fn stdout_write(&mut self, output: Cow<'_, str>) -> Result<(), MontyException> {
+        self.0.push(&output);
+        Ok(())
+    }
+
+    fn stdout_push(&mut self, end: char) -> Result<(), MontyException> {
+        self.0.push(end.encode_utf8(&mut [0; 4]));
+        Ok(())
+    }
+}

@@ -1,0 +1,130 @@
+//! Text in and out: the code inside a Markdown fence, and output cut in the middle.
+
+/// The code to run: the first fenced block of Python (or of no named language), else the whole text.
+pub fn extract_code(text: &str) -> String {
+    let mut lines = text.lines();
+    while let Some(line) = lines.next() {
+        let Some(language) = line.trim().strip_prefix("```") else { continue };
+        let is_python = ["", "python", "python3", "py"].contains(&language.trim().to_lowercase().as_str());
+        let block: Vec<&str> = lines.by_ref().take_while(|l| l.trim() != "```").collect();
+        if is_python {
+            return block.join("\n");
+        }
+    }
+    text.to_string()
+}
+
+/// Collects text and keeps only its two ends: memory stays bounded whatever is printed.
+pub struct Clip {
+    head: String,
+    head_room: usize,
+    tail: String,
+    tail_chars: usize,
+    tail_max: usize,
+    cut: usize,
+}
+
+impl Clip {
+    /// Keeps at most `chars_max` characters.
+    pub fn new(chars_max: usize) -> Self {
+        let head_room = chars_max / 2;
+        Self {
+            head: String::new(),
+            head_room,
+            tail: String::new(),
+            tail_chars: 0,
+            tail_max: chars_max - head_room,
+            cut: 0,
+        }
+    }
+
+    pub fn push(&mut self, text: &str) {
+        let split = text.char_indices().nth(self.head_room).map_or(text.len(), |(i, _)| i);
+        let (head, rest) = text.split_at(split);
+        self.head.push_str(head);
+        self.head_room -= head.chars().count();
+        if rest.is_empty() {
+            return;
+        }
+        let rest_chars = rest.chars().count();
+        let skipped = rest_chars.saturating_sub(self.tail_max);
+        let start = rest.char_indices().nth(skipped).map_or(rest.len(), |(i, _)| i);
+        self.tail.push_str(&rest[start..]);
+        self.tail_chars += rest_chars - skipped;
+        self.cut += skipped;
+        // Trimming at twice the size keeps the cost of many small pieces linear.
+        if self.tail_chars > 2 * self.tail_max {
+            self.trim();
+        }
+    }
+
+    fn trim(&mut self) {
+        let excess = self.tail_chars.saturating_sub(self.tail_max);
+        let end = self.tail.char_indices().nth(excess).map_or(self.tail.len(), |(i, _)| i);
+        self.tail.drain(..end);
+        self.tail_chars -= excess;
+        self.cut += excess;
+    }
+
+    /// Whether nothing was pushed.
+    pub fn is_empty(&self) -> bool {
+        self.head.is_empty() && self.tail.is_empty()
+    }
+
+    /// Whether the last character pushed is not a line end.
+    pub fn in_line(&self) -> bool {
+        let last = self.tail.chars().next_back().or(self.head.chars().next_back());
+        last.is_some_and(|c| c != '\n')
+    }
+
+    /// The text, with a mark where the middle was cut, without the last line end.
+    pub fn finish(mut self) -> String {
+        self.trim();
+        let mut text = self.head;
+        if self.cut > 0 {
+            text.push_str(&format!("\n[... {} characters cut ...]\n", self.cut));
+        }
+        text.push_str(&self.tail);
+        if text.ends_with('\n') {
+            text.pop();
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_python_fence_is_the_code() {
+        assert_eq!(extract_code("x = 1\nx"), "x = 1\nx");
+        assert_eq!(extract_code("Let me see.\n```python\nx = 1\nx\n```\nand\n```\ny\n```"), "x = 1\nx");
+        assert_eq!(extract_code("```sh\nls\n```\n```py\n1\n```"), "1");
+        assert_eq!(extract_code("```\n1 + 1"), "1 + 1");
+        assert_eq!(extract_code("  ``` Python \n  if x:\n    y\n  ```"), "  if x:\n    y");
+        assert_eq!(extract_code(""), "");
+    }
+
+    #[test]
+    fn both_ends_of_a_long_text_stay_whatever_the_pieces() {
+        let text: String = ('a'..='z').chain("äöü€".chars()).collect();
+        for max in [0, 1, 2, 7, 29, 30, 31] {
+            for piece in [1, 3, 30] {
+                let mut clip = Clip::new(max);
+                let chars: Vec<char> = text.chars().collect();
+                for part in chars.chunks(piece) {
+                    clip.push(&part.iter().collect::<String>());
+                }
+                let head: String = chars.iter().take(max / 2).collect();
+                let tail: String =
+                    chars.iter().skip((max / 2).max(30usize.saturating_sub(max - max / 2))).collect();
+                let expected = match 30usize.saturating_sub(max) {
+                    0 => text.clone(),
+                    cut => format!("{head}\n[... {cut} characters cut ...]\n{tail}"),
+                };
+                assert_eq!(clip.finish().trim_end(), expected.trim_end(), "max {max}, pieces of {piece}");
+            }
+        }
+    }
+}

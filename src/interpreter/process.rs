@@ -1,0 +1,121 @@
+//! A worker process seen from its parent: started by a thread that outlives it, spoken to with deadlines, killed whole.
+
+use super::frames::{self, Timed};
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+/// mimalloc takes address space a gibibyte at a time, so that a limit of it would mean nothing; told this, it takes
+/// what is asked for.
+const ALLOCATOR: (&str, &str) = ("MIMALLOC_DISALLOW_ARENA_ALLOC", "1");
+
+/// Starts processes from one thread that lives as long as the pool.
+///
+/// The kernel sends a child its parent-death signal when the *thread* that started it ends, so workers
+/// must not be started from short-lived threads.
+pub struct Spawner {
+    requests: Option<mpsc::Sender<Request>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+type Request = (Command, mpsc::Sender<io::Result<Child>>);
+
+impl Spawner {
+    pub fn new() -> io::Result<Self> {
+        let (requests, inbox) = mpsc::channel::<Request>();
+        let thread = std::thread::Builder::new().name("interpreter-spawner".into()).spawn(move || {
+            for (mut command, answer) in inbox {
+                // The asker waits for the answer, so it cannot be gone.
+                let _ = answer.send(command.spawn());
+            }
+        })?;
+        Ok(Self { requests: Some(requests), thread: Some(thread) })
+    }
+
+    /// Starts `command` in `/` with no environment but [`ALLOCATOR`], its three standard streams piped to the caller.
+    pub fn spawn(&self, mut command: Command) -> io::Result<Process> {
+        command.env_clear().env(ALLOCATOR.0, ALLOCATOR.1).current_dir("/");
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let (answer, child) = mpsc::channel();
+        let gone = || io::Error::other("the spawner thread has ended");
+        let requests = self.requests.as_ref().ok_or_else(gone)?;
+        requests.send((command, answer)).map_err(|_| gone())?;
+        Process::new(child.recv().map_err(|_| gone())??)
+    }
+}
+
+impl Drop for Spawner {
+    fn drop(&mut self) {
+        drop(self.requests.take());
+        if let Some(thread) = self.thread.take() {
+            // The thread holds nothing that could fail; a panic in it has been printed already.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// A running worker. Dropping it kills its whole group and reaps it.
+pub struct Process {
+    child: Child,
+    to: File,
+    from: File,
+    errors: File,
+}
+
+impl Process {
+    fn new(mut child: Child) -> io::Result<Self> {
+        let piped = || io::Error::other("a standard stream is not piped");
+        let to = OwnedFd::from(child.stdin.take().ok_or_else(piped)?);
+        let from = OwnedFd::from(child.stdout.take().ok_or_else(piped)?);
+        let errors = OwnedFd::from(child.stderr.take().ok_or_else(piped)?);
+        let process = Self { child, to: to.into(), from: from.into(), errors: errors.into() };
+        set_nonblocking(&process.to)?;
+        set_nonblocking(&process.errors)?;
+        Ok(process)
+    }
+
+    /// Sends one frame before `deadline`.
+    pub fn send(&mut self, payload: &[u8], deadline: Instant) -> io::Result<()> {
+        frames::write(&mut Timed { pipe: &self.to, deadline }, payload)
+    }
+
+    /// Receives one frame of at most `bytes_max` before `deadline`.
+    pub fn receive(&mut self, bytes_max: usize, deadline: Instant) -> io::Result<Vec<u8>> {
+        frames::read(&mut Timed { pipe: &self.from, deadline }, bytes_max)
+    }
+
+    /// Kills the worker and its group, and returns what it had written to its standard error.
+    pub fn kill(&mut self) -> String {
+        self.kill_group();
+        let mut text = Vec::new();
+        // Non-blocking, and bounded: a worker's last words only classify its death.
+        let _ = (&mut self.errors).take(4096).read_to_end(&mut text);
+        String::from_utf8_lossy(&text).into_owned()
+    }
+
+    fn kill_group(&mut self) {
+        if let Ok(pid) = i32::try_from(self.child.id()) {
+            // SAFETY: a plain system call. The child is not reaped yet, so its number is still its own.
+            unsafe { libc::kill(-pid, libc::SIGKILL) };
+        }
+        // Both fail only for a child that has ended, or was reaped: nothing is left to do then.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.kill_group();
+    }
+}
+
+fn set_nonblocking(pipe: &impl AsRawFd) -> io::Result<()> {
+    // SAFETY: fcntl on a descriptor that the caller owns, with integer arguments.
+    let rc = unsafe { libc::fcntl(pipe.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK) };
+    if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}

@@ -1,0 +1,103 @@
+//! `metrics.jsonl`: one [`Row`] a line, written so that a killed run can be cut back to its checkpoint.
+
+use super::Row;
+use crate::bad_input;
+use anyhow::{Context, Result};
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+/// The writer. A checkpoint stores [`MetricsFile::sync`]'s length; a resumed run is opened with it.
+#[derive(Debug)]
+pub struct MetricsFile {
+    file: File,
+    path: PathBuf,
+    bytes: u64,
+}
+
+impl MetricsFile {
+    /// Starts the file of a new run; one that exists is never overwritten.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when the file exists.
+    pub fn create(path: &Path) -> Result<Self> {
+        let file = OpenOptions::new().write(true).create_new(true).open(path).map_err(|e| match e.kind() {
+            std::io::ErrorKind::AlreadyExists => bad_input!(
+                "{}: the run's metrics exist already. Name another folder with --out, or continue with --resume.",
+                path.display()
+            ),
+            _ => anyhow::Error::new(e).context(format!("{}: cannot be created", path.display())),
+        })?;
+        Ok(Self { file, path: path.to_owned(), bytes: 0 })
+    }
+
+    /// Opens the file of a resumed run and cuts it to the `bytes` that the checkpoint recorded, which
+    /// drops the rows after the checkpoint and a line that a kill left half written.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when the file is shorter than that, or does not end a line there.
+    pub fn resume(path: &Path, bytes: u64) -> Result<Self> {
+        let shown = path.display();
+        let opened = OpenOptions::new().read(true).write(true).create(bytes == 0).truncate(false).open(path);
+        let mut file = opened.with_context(|| format!("{shown}: cannot be opened to resume the run"))?;
+        let length = file.metadata().with_context(|| format!("{shown}: cannot be read"))?.len();
+        if length < bytes {
+            return Err(bad_input!(
+                "{shown}: has {length} bytes, but the checkpoint was written after {bytes}. The file was changed since: restore it, or resume from an older checkpoint."
+            ));
+        }
+        if bytes > 0 {
+            let mut last = [0u8];
+            file.seek(SeekFrom::Start(bytes - 1))
+                .and_then(|_| file.read_exact(&mut last))
+                .with_context(|| format!("{shown}: cannot be read"))?;
+            if last != [b'\n'] {
+                return Err(bad_input!(
+                    "{shown}: no line ends at byte {bytes}, where the checkpoint was written. The file was changed since: restore it, or resume from an older checkpoint."
+                ));
+            }
+        }
+        file.set_len(bytes)
+            .and_then(|()| file.seek(SeekFrom::Start(bytes)))
+            .with_context(|| format!("{shown}: cannot be cut back"))?;
+        Ok(Self { file, path: path.to_owned(), bytes })
+    }
+
+    /// Appends a row with one write, so that a reader sees whole lines, and a kill tears at most the last.
+    pub fn write(&mut self, row: &Row) -> Result<()> {
+        let line = row.to_json() + "\n";
+        let written = self.file.write_all(line.as_bytes());
+        written.with_context(|| format!("{}: cannot be written", self.path.display()))?;
+        self.bytes += line.len() as u64;
+        Ok(())
+    }
+
+    /// Puts everything written on the disk and returns the file's length, for the checkpoint.
+    pub fn sync(&mut self) -> Result<u64> {
+        self.file.sync_data().with_context(|| format!("{}: cannot be synced", self.path.display()))?;
+        Ok(self.bytes)
+    }
+}
+
+/// Every row of the file. A last line that has no line feed and is no row is what a kill tore: it is left out.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when the file cannot be read or a line is no row: names file and line.
+pub fn read_rows(path: &Path) -> Result<Vec<Row>> {
+    let text = std::fs::read(path).map_err(|e| bad_input!("{}: cannot be read ({e}).", path.display()))?;
+    let mut rows = Vec::new();
+    for (i, line) in text.split_inclusive(|&b| b == b'\n').enumerate() {
+        let row = std::str::from_utf8(line).map_err(|e| e.to_string()).and_then(Row::from_json);
+        match row {
+            Ok(row) => rows.push(row),
+            Err(_) if !line.ends_with(b"\n") => break,
+            Err(why) => {
+                let (shown, number) = (path.display(), i + 1);
+                return Err(bad_input!(
+                    "{shown}: line {number}: {why}. Remove the line, or restore the file."
+                ));
+            }
+        }
+    }
+    Ok(rows)
+}

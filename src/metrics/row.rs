@@ -1,0 +1,160 @@
+//! One row of metrics: what a step, an evaluation or a cold-start step measured.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Number, Value};
+use std::collections::BTreeMap;
+
+/// Which part of a run a row belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    ColdStart,
+    Rl,
+    Eval,
+}
+
+impl Phase {
+    pub const ALL: [Phase; 3] = [Phase::ColdStart, Phase::Rl, Phase::Eval];
+
+    /// The name used in files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Phase::ColdStart => "cold_start",
+            Phase::Rl => "rl",
+            Phase::Eval => "eval",
+        }
+    }
+}
+
+/// Metric names and values, ordered by name, so that a row's text does not depend on who measured first.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Metrics(BTreeMap<String, f64>);
+
+impl Metrics {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Sets `name`, replacing what it held.
+    pub fn set(&mut self, name: impl Into<String>, value: f64) {
+        self.0.insert(name.into(), value);
+    }
+
+    pub fn get(&self, name: &str) -> Option<f64> {
+        self.0.get(name).copied()
+    }
+
+    /// Takes over every metric of `other`; a name held by both gets the value of `other`.
+    pub fn extend(&mut self, other: Metrics) {
+        self.0.extend(other.0);
+    }
+
+    /// In the order of the names.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, f64)> {
+        self.0.iter().map(|(name, &value)| (name.as_str(), value))
+    }
+
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Without the metrics that hold wall-clock time: what two runs of one recipe must agree on.
+    pub fn reproducible(&self) -> Metrics {
+        Metrics(self.0.iter().filter(|(n, _)| !is_wall_clock(n)).map(|(n, &v)| (n.clone(), v)).collect())
+    }
+}
+
+impl<N: Into<String>> FromIterator<(N, f64)> for Metrics {
+    fn from_iter<I: IntoIterator<Item = (N, f64)>>(pairs: I) -> Self {
+        Metrics(pairs.into_iter().map(|(name, value)| (name.into(), value)).collect())
+    }
+}
+
+/// Whether `name` measures wall-clock time or speed, and so differs between two runs of one recipe.
+pub fn is_wall_clock(name: &str) -> bool {
+    name.starts_with("timing_s/") || name.starts_with("perf/")
+}
+
+/// One line of `metrics.jsonl`.
+///
+/// ```
+/// use rloss::metrics::{Metrics, Phase, Row};
+/// let metrics = Metrics::from_iter([("actor/grad_norm", 0.5), ("outcome/finished", 64.0)]);
+/// let row = Row { step: 3, phase: Phase::Rl, metrics };
+/// let line = row.to_json();
+/// assert_eq!(line, r#"{"step":3,"phase":"rl","actor/grad_norm":0.5,"outcome/finished":64}"#);
+/// assert_eq!(Row::from_json(&line), Ok(row));
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+pub struct Row {
+    pub step: u64,
+    pub phase: Phase,
+    pub metrics: Metrics,
+}
+
+impl Row {
+    /// One line of JSON without the line feed. Every finite value reads back with the same bits;
+    /// whole numbers carry no `.0`, and what JSON has no number for is a string (`"NaN"`, `"-Infinity"`).
+    pub fn to_json(&self) -> String {
+        let mut object = Map::with_capacity(self.metrics.len() + 2);
+        object.insert("step".into(), self.step.into());
+        object.insert("phase".into(), self.phase.name().into());
+        for (name, value) in self.metrics.iter() {
+            object.insert(name.to_owned(), to_value(value));
+        }
+        Value::Object(object).to_string()
+    }
+
+    /// Reads what [`Row::to_json`] wrote.
+    ///
+    /// # Errors
+    /// A sentence that says what is wrong with the line; the caller knows its file and number.
+    pub fn from_json(line: &str) -> Result<Row, String> {
+        let object: Map<String, Value> =
+            serde_json::from_str(line).map_err(|e| format!("not a JSON object ({e})"))?;
+        let step = object.get("step").and_then(Value::as_u64);
+        let step = step.ok_or("`step` is missing or not a whole number")?;
+        let phase = object.get("phase").ok_or("`phase` is missing")?;
+        let phase = Phase::deserialize(phase)
+            .map_err(|_| "`phase` is not one of \"cold_start\", \"rl\", \"eval\"".to_owned())?;
+        let mut metrics = Metrics::new();
+        for (name, value) in object.iter().filter(|(name, _)| *name != "step" && *name != "phase") {
+            let number = from_value(value).ok_or_else(|| format!("`{name}` is not a number: {value}"))?;
+            metrics.set(name.as_str(), number);
+        }
+        Ok(Row { step, phase, metrics })
+    }
+}
+
+/// 2^53: up to here every whole number is an `f64`.
+const WHOLE_MAX: f64 = 9_007_199_254_740_992.0;
+
+fn to_value(value: f64) -> Value {
+    let negative_zero = value == 0.0 && value.is_sign_negative();
+    if value.fract() == 0.0 && value.abs() <= WHOLE_MAX && !negative_zero {
+        return Value::from(value as i64);
+    }
+    let non_finite = || match value {
+        v if v.is_nan() => "NaN",
+        v if v > 0.0 => "Infinity",
+        _ => "-Infinity",
+    };
+    Number::from_f64(value).map_or_else(|| non_finite().into(), Value::Number)
+}
+
+fn from_value(value: &Value) -> Option<f64> {
+    match value {
+        Value::Number(number) => number.as_f64(),
+        Value::String(text) => match text.as_str() {
+            "NaN" => Some(f64::NAN),
+            "Infinity" => Some(f64::INFINITY),
+            "-Infinity" => Some(f64::NEG_INFINITY),
+            _ => None,
+        },
+        _ => None,
+    }
+}

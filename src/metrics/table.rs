@@ -1,0 +1,108 @@
+//! A text table with aligned columns.
+
+use super::terminal::sanitize_line;
+use unicode_width::UnicodeWidthStr;
+
+/// Rows under a header. A column whose cells are all numbers is aligned to the right.
+///
+/// ```
+/// let mut table = rloss::metrics::Table::new(["arm", "gap"]);
+/// table.row(["sinks", "0"]);
+/// table.row(["no sinks", "0.25"]);
+/// assert_eq!(table.to_string(), "arm        gap\n────────  ────\nsinks        0\nno sinks  0.25\n");
+/// ```
+#[derive(Debug, Clone)]
+pub struct Table {
+    header: Vec<String>,
+    rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    pub fn new<S: Into<String>>(header: impl IntoIterator<Item = S>) -> Self {
+        Self { header: header.into_iter().map(clean).collect(), rows: Vec::new() }
+    }
+
+    /// Adds a row; missing cells are empty, cells beyond the header are left out.
+    pub fn row<S: Into<String>>(&mut self, cells: impl IntoIterator<Item = S>) {
+        let mut row: Vec<String> = cells.into_iter().map(clean).collect();
+        row.resize(self.header.len(), String::new());
+        self.rows.push(row);
+    }
+}
+
+impl std::fmt::Display for Table {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let lines = || std::iter::once(&self.header).chain(&self.rows);
+        let column = |i: usize| lines().filter_map(move |line| line.get(i));
+        let widths: Vec<usize> =
+            (0..self.header.len()).map(|i| column(i).map(|c| c.width()).max().unwrap_or(0)).collect();
+        let right: Vec<bool> =
+            (0..self.header.len()).map(|i| column(i).skip(1).all(|c| is_number(c))).collect();
+        for (at, line) in lines().enumerate() {
+            let cells = line.iter().zip(&widths).zip(&right).map(|((cell, &width), &right)| {
+                let pad = " ".repeat(width - cell.width());
+                if right { format!("{pad}{cell}") } else { format!("{cell}{pad}") }
+            });
+            writeln!(f, "{}", cells.collect::<Vec<_>>().join("  ").trim_end())?;
+            if at == 0 {
+                let rules: Vec<String> = widths.iter().map(|&w| "─".repeat(w)).collect();
+                writeln!(f, "{}", rules.join("  "))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn clean(cell: impl Into<String>) -> String {
+    sanitize_line(&cell.into()).into_owned()
+}
+
+/// A number with an optional sign, exponent, percent sign or interval; also an empty cell or a dash.
+fn is_number(cell: &str) -> bool {
+    let number = cell.trim_end_matches('%').replace([',', ' '], "");
+    matches!(number.as_str(), "" | "-" | "–" | "—") || number.parse::<f64>().is_ok()
+}
+
+/// `value` for a person: four significant digits, whole numbers as they are with thousands separated.
+pub fn format_number(value: f64) -> String {
+    let magnitude = value.abs();
+    if !value.is_finite() {
+        return if value.is_nan() {
+            "NaN"
+        } else if value > 0.0 {
+            "∞"
+        } else {
+            "-∞"
+        }
+        .to_owned();
+    }
+    if value == 0.0 {
+        return "0".to_owned();
+    }
+    if !(1e-3..1e9).contains(&magnitude) {
+        let text = format!("{value:.3e}");
+        let (digits, exponent) = text.split_once('e').unwrap_or((&text, "0"));
+        return format!("{}e{exponent}", trim_zeros(digits));
+    }
+    if value.fract() == 0.0 || magnitude >= 1e3 {
+        return thousands(value.round() as i64);
+    }
+    let decimals = (3 - magnitude.log10().floor() as i32).clamp(0, 6) as usize;
+    trim_zeros(&format!("{value:.decimals$}")).to_owned()
+}
+
+fn trim_zeros(digits: &str) -> &str {
+    if digits.contains('.') { digits.trim_end_matches('0').trim_end_matches('.') } else { digits }
+}
+
+fn thousands(value: i64) -> String {
+    let digits = value.unsigned_abs().to_string();
+    let mut out = String::from(if value < 0 { "-" } else { "" });
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}

@@ -1,0 +1,172 @@
+//! TensorBoard event files: TFRecord frames around hand-encoded protobuf, scalars only.
+//!
+//! Formats: `tensorflow/core/lib/io/record_writer.h` and `tensorflow/core/util/event.proto`.
+
+use super::{Phase, Row};
+use anyhow::{Context, Result};
+use crc::{CRC_32_ISCSI, Crc};
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Writes rows as scalars with x = step, one sub-folder a phase, which TensorBoard shows as one run each.
+///
+/// A resumed run starts a new file whose first event tells TensorBoard to drop what earlier files
+/// hold from that step on, so nothing after the checkpoint shows twice.
+#[derive(Debug)]
+pub struct TensorBoard {
+    folder: PathBuf,
+    files: BTreeMap<Phase, File>,
+    /// First step whose earlier events are to be dropped, when the run is resumed.
+    purge: BTreeMap<Phase, u64>,
+}
+
+impl TensorBoard {
+    /// Writes under `folder`, which is made with the first row.
+    pub fn create(folder: &Path) -> Self {
+        Self { folder: folder.to_owned(), files: BTreeMap::new(), purge: BTreeMap::new() }
+    }
+
+    /// Continues a run of which only `kept` rows count: those before the checkpoint.
+    ///
+    /// # Errors
+    /// When a file cannot be written.
+    pub fn resume(folder: &Path, kept: &[Row]) -> Result<Self> {
+        let mut board = Self::create(folder);
+        for phase in Phase::ALL {
+            let last = kept.iter().filter(|row| row.phase == phase).map(|row| row.step).max();
+            board.purge.insert(phase, last.map_or(0, |step| step + 1));
+            if folder.join(phase.name()).is_dir() {
+                board.file(phase)?;
+            }
+        }
+        Ok(board)
+    }
+
+    /// Appends the row's metrics as one event; values are stored as `f32`, as TensorBoard does.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn write(&mut self, row: &Row) -> Result<()> {
+        let folder = self.folder.clone();
+        let event = Event { wall_time: now(), step: row.step, what: What::Scalars(row) };
+        let written = self.file(row.phase)?.write_all(&frame(&event.encode()));
+        written.with_context(|| format!("{}: TensorBoard events cannot be written", folder.display()))
+    }
+
+    fn file(&mut self, phase: Phase) -> Result<&mut File> {
+        if !self.files.contains_key(&phase) {
+            let folder = self.folder.join(phase.name());
+            let file = start_file(&folder, self.purge.get(&phase).copied());
+            let file =
+                file.with_context(|| format!("{}: TensorBoard events cannot be written", folder.display()))?;
+            self.files.insert(phase, file);
+        }
+        self.files.get_mut(&phase).context("the file was just inserted")
+    }
+}
+
+/// A new event file in `folder`. TensorBoard reads a folder's files in the order of their names, so
+/// they are numbered where other writers put the time.
+fn start_file(folder: &Path, purge: Option<u64>) -> Result<File> {
+    std::fs::create_dir_all(folder)?;
+    let mut number = 0;
+    let mut file = loop {
+        let path = folder.join(format!("events.out.tfevents.{number:010}.rloss"));
+        match OpenOptions::new().append(true).create_new(true).open(&path) {
+            Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => number += 1,
+            opened => break opened?,
+        }
+    };
+    let mut head = frame(&Event { wall_time: now(), step: 0, what: What::FileVersion }.encode());
+    if let Some(step) = purge {
+        head.extend(frame(&Event { wall_time: now(), step, what: What::SessionStart }.encode()));
+    }
+    file.write_all(&head)?;
+    Ok(file)
+}
+
+/// Seconds since 1970.
+fn now() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64())
+}
+
+/// One TFRecord: length, its masked CRC, data, its masked CRC, all little-endian.
+fn frame(data: &[u8]) -> Vec<u8> {
+    let length = (data.len() as u64).to_le_bytes();
+    let mut record = Vec::with_capacity(data.len() + 16);
+    record.extend(length);
+    record.extend(masked_crc(&length).to_le_bytes());
+    record.extend(data);
+    record.extend(masked_crc(data).to_le_bytes());
+    record
+}
+
+/// CRC-32C, rotated and shifted so that a CRC of data that holds CRCs stays useful.
+fn masked_crc(data: &[u8]) -> u32 {
+    const CRC32C: Crc<u32> = Crc::<u32>::new(&CRC_32_ISCSI);
+    CRC32C.checksum(data).rotate_right(15).wrapping_add(0xa282_ead8)
+}
+
+/// `message Event { double wall_time = 1; int64 step = 2; oneof what { string file_version = 3;
+/// Summary summary = 5; SessionLog session_log = 7; } }`
+struct Event<'a> {
+    wall_time: f64,
+    step: u64,
+    what: What<'a>,
+}
+
+enum What<'a> {
+    FileVersion,
+    /// `message SessionLog { SessionStatus status = 1; }` with START = 1.
+    SessionStart,
+    /// `message Summary { repeated Value value = 1; }`, `message Value { string tag = 1; float simple_value = 2; }`
+    Scalars(&'a Row),
+}
+
+impl Event<'_> {
+    fn encode(&self) -> Vec<u8> {
+        let mut event = vec![1 << 3 | FIXED64];
+        event.extend(self.wall_time.to_le_bytes());
+        event.push(2 << 3 | VARINT);
+        varint(&mut event, self.step);
+        match self.what {
+            What::FileVersion => bytes_field(&mut event, 3, b"brain.Event:2"),
+            What::SessionStart => bytes_field(&mut event, 7, &[1 << 3 | VARINT, 1]),
+            What::Scalars(row) => {
+                let mut summary = Vec::new();
+                for (tag, value) in row.metrics.iter() {
+                    let mut scalar = Vec::new();
+                    bytes_field(&mut scalar, 1, tag.as_bytes());
+                    scalar.push(2 << 3 | FIXED32);
+                    scalar.extend((value as f32).to_le_bytes());
+                    bytes_field(&mut summary, 1, &scalar);
+                }
+                bytes_field(&mut event, 5, &summary);
+            }
+        }
+        event
+    }
+}
+
+/// Protobuf wire types.
+const VARINT: u8 = 0;
+const FIXED64: u8 = 1;
+const BYTES: u8 = 2;
+const FIXED32: u8 = 5;
+
+fn bytes_field(out: &mut Vec<u8>, field: u8, bytes: &[u8]) {
+    out.push(field << 3 | BYTES);
+    varint(out, bytes.len() as u64);
+    out.extend(bytes);
+}
+
+fn varint(out: &mut Vec<u8>, mut value: u64) {
+    while value >= 0x80 {
+        out.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    out.push(value as u8);
+}

@@ -1,0 +1,46 @@
+//! Wall-clock seconds of the named stages of a step.
+
+use super::Metrics;
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+/// Seconds by stage. Stages may nest (`step` around `gen`) and repeat (times add up), on any thread.
+///
+/// ```
+/// let timings = rloss::metrics::Timings::new();
+/// let answer = timings.time("step", || timings.time("gen", || 42));
+/// assert_eq!(answer, 42);
+/// let metrics = timings.take();
+/// assert!(metrics.get("timing_s/step") >= metrics.get("timing_s/gen"));
+/// ```
+#[derive(Debug, Default)]
+pub struct Timings(Mutex<BTreeMap<String, f64>>);
+
+impl Timings {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Runs `work` and adds the seconds it took to `timing_s/<stage>`, whether it failed or not.
+    pub fn time<T>(&self, stage: &str, work: impl FnOnce() -> T) -> T {
+        let start = Instant::now();
+        let result = work();
+        self.add(stage, start.elapsed().as_secs_f64());
+        result
+    }
+
+    /// Adds seconds measured elsewhere.
+    pub fn add(&self, stage: &str, seconds: f64) {
+        *self.lock().entry(format!("timing_s/{stage}")).or_default() += seconds;
+    }
+
+    /// The seconds so far, as `timing_s/<stage>`; the next step starts from nothing.
+    pub fn take(&self) -> Metrics {
+        std::mem::take(&mut *self.lock()).into_iter().collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, f64>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

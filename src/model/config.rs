@@ -1,0 +1,207 @@
+//! The architecture. How `config.json` tells it is the business of `config_json`.
+
+use super::names::parameter_count;
+use crate::bad_input;
+use anyhow::Result;
+use serde_json::Value;
+use std::path::Path;
+
+/// The sigmoid's gain in the experts' SwiGLU; a constant of the architecture.
+pub const SWIGLU_ALPHA: f64 = 1.702;
+/// No size may exceed this, so that a product of three never overflows.
+pub(super) const SIZE_MAX: u64 = 1 << 20;
+/// No model may have more parameters, so that no count of bytes ever overflows.
+const PARAMETERS_MAX: u128 = 1 << 44;
+
+/// Which earlier positions a layer attends to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LayerType {
+    /// Position i sees j with 0 <= i − j < `sliding_window`.
+    Sliding,
+    /// Position i sees every j <= i.
+    Full,
+}
+
+impl LayerType {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            LayerType::Sliding => "sliding_attention",
+            LayerType::Full => "full_attention",
+        }
+    }
+
+    pub(super) fn from_name(name: &str) -> Option<Self> {
+        [LayerType::Sliding, LayerType::Full].into_iter().find(|t| t.name() == name)
+    }
+
+    /// The order GPT-OSS uses: even layers slide, odd layers are full.
+    pub fn alternating(num_hidden_layers: usize) -> Vec<LayerType> {
+        [LayerType::Sliding, LayerType::Full].into_iter().cycle().take(num_hidden_layers).collect()
+    }
+}
+
+/// YaRN's parameters (Peng et al. 2023), under the names of `config.json`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Yarn {
+    pub factor: f64,
+    pub original_max_position_embeddings: usize,
+    pub beta_fast: f64,
+    pub beta_slow: f64,
+    /// Whether the bounds of the ramp are rounded to whole dimensions. GPT-OSS: false.
+    pub truncate: bool,
+}
+
+/// Rotary position embedding over the whole head, half-split.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rope {
+    pub theta: f64,
+    /// `None`: plain RoPE.
+    pub yarn: Option<Yarn>,
+}
+
+/// A GPT-OSS architecture. Field names are those of `config.json`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    pub vocab_size: usize,
+    pub hidden_size: usize,
+    pub num_hidden_layers: usize,
+    pub num_attention_heads: usize,
+    pub num_key_value_heads: usize,
+    pub head_dim: usize,
+    pub intermediate_size: usize,
+    pub num_local_experts: usize,
+    pub num_experts_per_tok: usize,
+    pub sliding_window: usize,
+    /// One entry a layer.
+    pub layer_types: Vec<LayerType>,
+    pub rope: Rope,
+    pub rms_norm_eps: f64,
+    pub swiglu_limit: f64,
+    pub max_position_embeddings: usize,
+    pub bos_token_id: Option<u32>,
+    /// Empty where the file names none.
+    pub eos_token_ids: Vec<u32>,
+    pub pad_token_id: Option<u32>,
+}
+
+/// The form in which weights lie on disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Form {
+    F32,
+    Bf16,
+    /// The released form: expert matrices in MXFP4, all else in bf16.
+    Mxfp4,
+}
+
+impl Config {
+    /// Reads `config.json` in `folder`. Every mistake in the file is told in one `BadInput`, by key.
+    pub fn read(folder: &Path) -> Result<Self> {
+        let path = folder.join("config.json");
+        let text = std::fs::read_to_string(&path).map_err(|e| {
+            bad_input!("{}: cannot be read ({e}); model.path must name a Hugging Face folder", path.display())
+        })?;
+        let value: Value = serde_json::from_str(&text).map_err(|e| {
+            bad_input!("{}: not valid JSON: {e}; correct or fetch the file again", path.display())
+        })?;
+        Self::from_json(&value).map_err(|e| bad_input!("{}: {e}", path.display()))
+    }
+
+    /// The contradictions in a config built from plain values, as `BadInput` that names each key.
+    pub fn check(&self) -> Result<()> {
+        let mistakes = self.mistakes();
+        if mistakes.is_empty() { Ok(()) } else { Err(bad_input!("{}", mistakes.join("; "))) }
+    }
+
+    pub(super) fn mistakes(&self) -> Vec<String> {
+        let mut mistakes = self.values_out_of_range();
+        let mut unless = |holds: bool, mistake: String| {
+            if !holds {
+                mistakes.push(mistake);
+            }
+        };
+        let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
+        unless(
+            kv_heads > 0 && heads.is_multiple_of(kv_heads),
+            format!("num_attention_heads = {heads} must be a multiple of num_key_value_heads = {kv_heads}"),
+        );
+        let head_dim = self.head_dim;
+        unless(head_dim.is_multiple_of(2), format!("head_dim = {head_dim} must be even: RoPE turns pairs"));
+        let (chosen, experts) = (self.num_experts_per_tok, self.num_local_experts);
+        unless(
+            chosen <= experts,
+            format!("num_experts_per_tok = {chosen} must not exceed num_local_experts = {experts}"),
+        );
+        let (types, layers) = (self.layer_types.len(), self.num_hidden_layers);
+        unless(
+            types == layers,
+            format!("layer_types has {types} entries, but num_hidden_layers = {layers}: one entry a layer"),
+        );
+        let theta = self.rope.theta;
+        unless(theta > 1.0, format!("rope_theta = {theta} must exceed 1: wavelengths are powers of it"));
+        if mistakes.is_empty() && parameter_count(self) > PARAMETERS_MAX {
+            let count = parameter_count(self);
+            mistakes.push(format!("the sizes imply {count} parameters, more than {PARAMETERS_MAX}"));
+        }
+        mistakes
+    }
+
+    fn values_out_of_range(&self) -> Vec<String> {
+        let mut mistakes = Vec::new();
+        for (key, size) in self.sizes() {
+            if !(1..=SIZE_MAX).contains(&(size as u64)) {
+                mistakes.push(format!("{key} = {size} must lie in 1..={SIZE_MAX}"));
+            }
+        }
+        for (key, value) in self.positive_numbers() {
+            if !(value.is_finite() && value > 0.0) {
+                mistakes.push(format!("{key} = {value} must be positive and finite"));
+            }
+        }
+        let token_ids = [
+            ("bos_token_id", self.bos_token_id.as_slice()),
+            ("eos_token_id", &self.eos_token_ids),
+            ("pad_token_id", self.pad_token_id.as_slice()),
+        ];
+        for (key, ids) in token_ids {
+            for id in ids.iter().filter(|id| **id as usize >= self.vocab_size) {
+                mistakes.push(format!("{key} = {id} must be below vocab_size = {}", self.vocab_size));
+            }
+        }
+        mistakes
+    }
+
+    fn sizes(&self) -> [(&'static str, usize); 10] {
+        [
+            ("vocab_size", self.vocab_size),
+            ("hidden_size", self.hidden_size),
+            ("num_hidden_layers", self.num_hidden_layers),
+            ("num_attention_heads", self.num_attention_heads),
+            ("num_key_value_heads", self.num_key_value_heads),
+            ("head_dim", self.head_dim),
+            ("intermediate_size", self.intermediate_size),
+            ("num_local_experts", self.num_local_experts),
+            ("num_experts_per_tok", self.num_experts_per_tok),
+            ("sliding_window", self.sliding_window),
+        ]
+    }
+
+    fn positive_numbers(&self) -> Vec<(&'static str, f64)> {
+        let mut numbers = vec![
+            ("rms_norm_eps", self.rms_norm_eps),
+            ("swiglu_limit", self.swiglu_limit),
+            ("max_position_embeddings", self.max_position_embeddings as f64),
+        ];
+        if let Some(yarn) = &self.rope.yarn {
+            numbers.extend([
+                ("rope_scaling.factor", yarn.factor),
+                ("rope_scaling.beta_fast", yarn.beta_fast),
+                ("rope_scaling.beta_slow", yarn.beta_slow),
+                (
+                    "rope_scaling.original_max_position_embeddings",
+                    yarn.original_max_position_embeddings as f64,
+                ),
+            ]);
+        }
+        numbers
+    }
+}

@@ -1,0 +1,308 @@
+//! `config.json` of a Hugging Face folder, to and from [`Config`].
+//!
+//! Two dialects are read: the released one (`rope_theta` with `rope_scaling`, `torch_dtype`,
+//! `experts_per_token`) and the newer one (`rope_parameters`, `dtype`, `num_experts_per_tok`). Where a
+//! file speaks both, they must agree. What is written loads under both.
+
+use super::config::{Config, Form, LayerType, Rope, SIZE_MAX, SWIGLU_ALPHA, Yarn};
+use crate::bad_input;
+use anyhow::Result;
+use serde_json::{Map, Value, json};
+
+impl Config {
+    /// Reads a parsed `config.json`. The error lists every mistake by key.
+    pub fn from_json(value: &Value) -> Result<Self> {
+        let Value::Object(map) = value else { return Err(bad_input!("not a JSON object")) };
+        let mut keys = Keys { map, mistakes: Vec::new() };
+        let config = Self {
+            vocab_size: keys.size("vocab_size"),
+            hidden_size: keys.size("hidden_size"),
+            num_hidden_layers: keys.size("num_hidden_layers"),
+            num_attention_heads: keys.size("num_attention_heads"),
+            num_key_value_heads: keys.size("num_key_value_heads"),
+            head_dim: keys.size("head_dim"),
+            intermediate_size: keys.size("intermediate_size"),
+            num_local_experts: keys.size("num_local_experts"),
+            num_experts_per_tok: keys.size_of_either("num_experts_per_tok", "experts_per_token"),
+            sliding_window: keys.size("sliding_window"),
+            layer_types: keys.layer_types(),
+            rope: keys.rope(),
+            rms_norm_eps: keys.number("rms_norm_eps"),
+            swiglu_limit: keys.number("swiglu_limit"),
+            max_position_embeddings: keys.count("max_position_embeddings", u64::from(u32::MAX)),
+            bos_token_id: keys.token_ids("bos_token_id").first().copied(),
+            eos_token_ids: keys.token_ids("eos_token_id"),
+            pad_token_id: keys.token_ids("pad_token_id").first().copied(),
+        };
+        keys.check_fixed();
+        let mut mistakes = keys.mistakes;
+        if mistakes.is_empty() {
+            mistakes = config.mistakes();
+        }
+        if mistakes.is_empty() { Ok(config) } else { Err(bad_input!("{}", mistakes.join("; "))) }
+    }
+
+    /// The content of `config.json` for weights saved in `form`, for readers of either dialect.
+    pub fn to_json(&self, form: Form) -> Value {
+        let rope_scaling = match &self.rope.yarn {
+            // Newer readers take an absent or null entry for YaRN, so plain RoPE is said aloud.
+            None => json!({ "rope_type": "default" }),
+            Some(yarn) => json!({
+                "rope_type": "yarn",
+                "factor": yarn.factor,
+                "original_max_position_embeddings": yarn.original_max_position_embeddings,
+                "beta_fast": yarn.beta_fast,
+                "beta_slow": yarn.beta_slow,
+                "truncate": yarn.truncate,
+            }),
+        };
+        let eos = match self.eos_token_ids.as_slice() {
+            [] => Value::Null,
+            [one] => json!(one),
+            several => json!(several),
+        };
+        let mut json = json!({
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "torch_dtype": if form == Form::F32 { "float32" } else { "bfloat16" },
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate_size,
+            "num_local_experts": self.num_local_experts,
+            "num_experts_per_tok": self.num_experts_per_tok,
+            "experts_per_token": self.num_experts_per_tok,
+            "sliding_window": self.sliding_window,
+            "layer_types": self.layer_types.iter().map(|t| t.name()).collect::<Vec<_>>(),
+            "rope_theta": self.rope.theta,
+            "rope_scaling": rope_scaling,
+            "rms_norm_eps": self.rms_norm_eps,
+            "swiglu_limit": self.swiglu_limit,
+            "max_position_embeddings": self.max_position_embeddings,
+            "attention_bias": true,
+            "attention_dropout": 0.0,
+            "hidden_act": "silu",
+            "tie_word_embeddings": false,
+            "use_cache": true,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": eos,
+            "pad_token_id": self.pad_token_id,
+        });
+        if form == Form::Mxfp4 {
+            json["quantization_config"] = json!({
+                "quant_method": "mxfp4",
+                "modules_to_not_convert": [
+                    "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+                ],
+            });
+        }
+        json
+    }
+}
+
+/// The keys of one JSON object, read one by one; what is wrong with them gathers in `mistakes`.
+struct Keys<'a> {
+    map: &'a Map<String, Value>,
+    mistakes: Vec<String>,
+}
+
+impl<'a> Keys<'a> {
+    /// The value of `key`, `None` where it is absent or null.
+    fn value(&self, key: &str) -> Option<&'a Value> {
+        self.map.get(key).filter(|v| !v.is_null())
+    }
+
+    /// A whole number in 1..=`max`; 0, with a mistake noted, where there is none.
+    fn count(&mut self, key: &str, max: u64) -> usize {
+        match self.value(key) {
+            None => self.mistakes.push(format!("key `{key}` is missing")),
+            Some(value) => match value.as_u64() {
+                Some(n) if (1..=max).contains(&n) => return n as usize,
+                _ => self.mistakes.push(format!("{key} = {value} must be a whole number in 1..={max}")),
+            },
+        }
+        0
+    }
+
+    fn size(&mut self, key: &str) -> usize {
+        self.count(key, SIZE_MAX)
+    }
+
+    /// One size under two names; both may be there if they agree.
+    fn size_of_either(&mut self, newer: &str, released: &str) -> usize {
+        if self.value(newer).is_none() && self.value(released).is_some() {
+            return self.size(released);
+        }
+        let size = self.size(newer);
+        if let Some(other) = self.value(released).filter(|v| v.as_u64() != Some(size as u64)) {
+            self.mistakes.push(format!("{released} = {other} contradicts {newer} = {size}"));
+        }
+        size
+    }
+
+    /// A finite number; 0, with a mistake noted, where there is none.
+    fn number(&mut self, key: &str) -> f64 {
+        match self.value(key) {
+            None => self.mistakes.push(format!("key `{key}` is missing")),
+            Some(value) => match value.as_f64() {
+                Some(number) => return number,
+                None => self.mistakes.push(format!("{key} = {value} must be a number")),
+            },
+        }
+        0.0
+    }
+
+    /// A token id or a list of them; none where the key is absent.
+    fn token_ids(&mut self, key: &str) -> Vec<u32> {
+        let Some(value) = self.value(key) else { return Vec::new() };
+        let list = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
+        let ids: Option<Vec<u32>> = list.iter().map(|v| v.as_u64()?.try_into().ok()).collect();
+        ids.unwrap_or_else(|| {
+            self.mistakes.push(format!("{key} = {value} must be a token id or a list of them"));
+            Vec::new()
+        })
+    }
+
+    fn layer_types(&mut self) -> Vec<LayerType> {
+        let layers = self.value("num_hidden_layers").and_then(Value::as_u64).unwrap_or(0).min(SIZE_MAX);
+        let Some(value) = self.value("layer_types") else { return LayerType::alternating(layers as usize) };
+        let types = value.as_array().and_then(|names| {
+            names.iter().map(|name| LayerType::from_name(name.as_str()?)).collect::<Option<Vec<_>>>()
+        });
+        types.unwrap_or_else(|| {
+            self.mistakes.push(format!(
+                "layer_types must list one of \"sliding_attention\", \"full_attention\" a layer, not {value}"
+            ));
+            LayerType::alternating(layers as usize)
+        })
+    }
+
+    /// Both dialects of RoPE; where the file has both, they must agree.
+    fn rope(&mut self) -> Rope {
+        let outer_theta = self.value("rope_theta").is_some().then(|| self.number("rope_theta"));
+        let mut found: Option<Rope> = None;
+        for key in ["rope_parameters", "rope_scaling"] {
+            let rope = match self.value(key) {
+                None => continue,
+                Some(Value::Object(map)) => self.rope_table(key, map, outer_theta),
+                Some(other) => {
+                    self.mistakes.push(format!("{key} must be an object, not {other}"));
+                    continue;
+                }
+            };
+            if found.as_ref().is_some_and(|first| *first != rope) {
+                self.mistakes.push("rope_parameters and rope_scaling contradict each other".into());
+            }
+            found = Some(rope);
+        }
+        found.unwrap_or_else(|| {
+            self.mistakes.push(
+                "neither rope_scaling nor rope_parameters is there, which some readers take for plain RoPE and \
+                 others for YaRN; say which: \"rope_scaling\": {\"rope_type\": \"default\"} is plain"
+                    .into(),
+            );
+            Rope { theta: 1.0, yarn: None }
+        })
+    }
+
+    fn rope_table(&mut self, key: &str, map: &Map<String, Value>, outer_theta: Option<f64>) -> Rope {
+        let mut inner = Keys { map, mistakes: Vec::new() };
+        let theta = match (inner.value("rope_theta").is_some(), outer_theta) {
+            (false, Some(theta)) => theta,
+            (_, outer) => {
+                let theta = inner.number("rope_theta");
+                if outer.is_some_and(|outer| outer != theta) {
+                    inner.mistakes.push(format!("rope_theta = {theta} contradicts the rope_theta outside"));
+                }
+                theta
+            }
+        };
+        let kind =
+            inner.value("rope_type").or(inner.value("type")).and_then(Value::as_str).unwrap_or("default");
+        let yarn = match kind {
+            "default" => None,
+            "yarn" => Some(inner.yarn()),
+            other => {
+                inner
+                    .mistakes
+                    .push(format!("rope_type \"{other}\" is not supported; \"yarn\" and \"default\" are"));
+                None
+            }
+        };
+        const KNOWN: [&str; 8] = [
+            "rope_type",
+            "type",
+            "rope_theta",
+            "factor",
+            "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
+            "truncate",
+        ];
+        for (name, value) in map {
+            let is_neutral = name == "partial_rotary_factor" && value.as_f64() == Some(1.0);
+            if !KNOWN.contains(&name.as_str()) && !value.is_null() && !is_neutral {
+                inner.mistakes.push(format!("{name} = {value} is not supported"));
+            }
+        }
+        self.mistakes.extend(inner.mistakes.into_iter().map(|mistake| format!("{key}: {mistake}")));
+        Rope { theta, yarn }
+    }
+
+    /// YaRN's keys; the optional ones default as in the reference implementation.
+    fn yarn(&mut self) -> Yarn {
+        let truncate = self.value("truncate").map(|v| {
+            v.as_bool().unwrap_or_else(|| {
+                self.mistakes.push(format!("truncate = {v} must be true or false"));
+                true
+            })
+        });
+        let mut optional =
+            |key: &str, default: f64| if self.value(key).is_some() { self.number(key) } else { default };
+        let (beta_fast, beta_slow) = (optional("beta_fast", 32.0), optional("beta_slow", 1.0));
+        let factor = self.number("factor");
+        if factor < 1.0 {
+            self.mistakes.push(format!("factor = {factor} must be at least 1"));
+        }
+        Yarn {
+            factor,
+            original_max_position_embeddings: self
+                .count("original_max_position_embeddings", u64::from(u32::MAX)),
+            beta_fast,
+            beta_slow,
+            truncate: truncate.unwrap_or(true),
+        }
+    }
+
+    /// Keys that the architecture fixes: absent, or at the one value that is implemented.
+    fn check_fixed(&mut self) {
+        let fixed = [
+            ("model_type", json!("gpt_oss")),
+            ("hidden_act", json!("silu")),
+            ("attention_bias", json!(true)),
+            ("tie_word_embeddings", json!(false)),
+        ];
+        for (key, wanted) in fixed {
+            if let Some(value) = self.value(key).filter(|v| **v != wanted) {
+                self.mistakes.push(format!("{key} = {value} is not supported; it must be {wanted}"));
+            }
+        }
+        for (key, wanted) in [("swiglu_alpha", SWIGLU_ALPHA), ("attention_dropout", 0.0)] {
+            if let Some(value) = self.value(key).filter(|v| v.as_f64() != Some(wanted)) {
+                self.mistakes.push(format!("{key} = {value} is not supported; it must be {wanted}"));
+            }
+        }
+        if self.value("model_type").is_none() {
+            self.mistakes.push("key `model_type` is missing; it must be \"gpt_oss\"".into());
+        }
+        let method = self.value("quantization_config").and_then(|q| q.get("quant_method"));
+        if let Some(method) = method.filter(|m| **m != json!("mxfp4")) {
+            self.mistakes.push(format!(
+                "quantization_config.quant_method = {method} is not supported; \"mxfp4\" is, or bf16 weights"
+            ));
+        }
+    }
+}

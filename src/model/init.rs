@@ -1,0 +1,64 @@
+//! Random initialisation: a function of the config, the settings and the seed, on every machine.
+
+use super::config::Config;
+use super::names::{ParameterSpec, Role, parameter_specs};
+use crate::random::{Purpose, stream};
+use anyhow::Result;
+use candle_core::{Device, Tensor};
+use rand::RngCore;
+use rayon::prelude::*;
+
+/// What initialisation leaves open.
+#[derive(Debug, Clone, PartialEq)]
+pub struct InitSettings {
+    /// Standard deviation of the embedding.
+    pub embedding_std: f64,
+    /// Factor on the head's fan-in^-1/2.
+    pub head_scale: f64,
+    /// The value of every attention sink. Near 0 sinks carry hardly any mass.
+    pub sink: f64,
+}
+
+/// Every parameter of `config`, f32 on the CPU in working layout, in [`parameter_specs`] order.
+///
+/// Matrices are normal with standard deviation fan-in^-1/2; those that write to the residual stream are
+/// divided by sqrt(2 · layers) too (Radford et al. 2019). Biases are 0, norms 1.
+pub fn init(config: &Config, settings: &InitSettings, seed: u64) -> Result<Vec<(ParameterSpec, Tensor)>> {
+    config.check()?;
+    let draw = |(index, spec): (usize, ParameterSpec)| {
+        let matrix_std = (spec.fan_in() as f64).powf(-0.5);
+        let count = spec.element_count();
+        let normals = |std: f64| normals(seed, index as u64, std, count);
+        let values = match spec.role {
+            Role::Embedding => normals(settings.embedding_std),
+            Role::InputProjection => normals(matrix_std),
+            Role::OutputProjection => normals(matrix_std / (2.0 * config.num_hidden_layers as f64).sqrt()),
+            Role::Head => normals(settings.head_scale * matrix_std),
+            Role::Bias => vec![0.0; count],
+            Role::Norm => vec![1.0; count],
+            Role::Sinks => vec![settings.sink as f32; count],
+        };
+        let tensor = Tensor::from_vec(values, spec.working_shape(), &Device::Cpu)?;
+        Ok((spec, tensor))
+    };
+    let specs: Vec<_> = parameter_specs(config).into_iter().enumerate().collect();
+    specs.into_par_iter().map(draw).collect()
+}
+
+/// `count` draws from N(0, `std`²) by Box and Muller (1958), in f64 and then rounded.
+///
+/// The logarithm, sine and cosine are libm's own: the platform's may differ in the last bit.
+fn normals(seed: u64, index: u64, std: f64, count: usize) -> Vec<f32> {
+    let mut rng = stream(seed, Purpose::Initialisation, &[index]);
+    // Uniform in (0, 1], 53 bits.
+    let mut uniform = || ((rng.next_u64() >> 11) + 1) as f64 * (1.0 / (1u64 << 53) as f64);
+    let mut values = Vec::with_capacity(count + 1);
+    while values.len() < count {
+        let radius = std * (-2.0 * libm::log(uniform())).sqrt();
+        let (sine, cosine) = libm::sincos(2.0 * std::f64::consts::PI * uniform());
+        values.push((radius * cosine) as f32);
+        values.push((radius * sine) as f32);
+    }
+    values.truncate(count);
+    values
+}

@@ -1,0 +1,300 @@
+//! Weights from a Hugging Face folder: one safetensors file, or shards with an index.
+//!
+//! Opening reads only the headers and checks them against the config, all mistakes at once. Tensors are
+//! then read one at a time by position: a file that shrinks meanwhile is an error, where a memory map
+//! would kill the process.
+
+use super::config::{Config, Form};
+use super::mxfp4;
+use super::names::{Layout, ParameterSpec, StoredTensor, parameter_specs};
+use crate::bad_input;
+use anyhow::Result;
+use candle_core::{Device, Tensor};
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata, TensorInfo};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+pub const WEIGHTS_FILE: &str = "model.safetensors";
+pub const INDEX_FILE: &str = "model.safetensors.index.json";
+/// The longest header that safetensors readers accept, in bytes.
+const HEADER_BYTES_MAX: u64 = 100_000_000;
+/// Mistakes told in full; a wrong config makes every tensor one.
+const MISTAKES_SHOWN_MAX: usize = 16;
+
+/// Whether `folder` has weight files of any kind. A folder with none means random initialisation.
+///
+/// Weights in another format, or shards without their index, count: starting at random in their place
+/// would be a silent mistake, and [`Checkpoint::open`] tells what is wrong.
+pub fn weights_present(folder: &Path) -> bool {
+    let is_weights = |name: &str| {
+        let ends = [".safetensors", ".safetensors.index.json", ".gguf"].iter().any(|end| name.ends_with(end));
+        ends || name.starts_with("pytorch_model")
+    };
+    std::fs::read_dir(folder)
+        .is_ok_and(|entries| entries.flatten().any(|e| is_weights(&e.file_name().to_string_lossy())))
+}
+
+/// Every parameter of `config` from `folder`, in [`parameter_specs`] order: f32 on the CPU, working layout.
+pub fn load(folder: &Path, config: &Config) -> Result<Vec<(ParameterSpec, Tensor)>> {
+    let checkpoint = Checkpoint::open(folder, config)?;
+    parameter_specs(config)
+        .into_iter()
+        .map(|spec| {
+            let tensor = checkpoint.tensor(&spec)?;
+            Ok((spec, tensor))
+        })
+        .collect()
+}
+
+/// An opened folder whose headers agree with the config; tensors are read when asked for.
+pub struct Checkpoint {
+    folder: PathBuf,
+    files: Vec<WeightFile>,
+    /// Stored name to its place in `files`.
+    places: BTreeMap<String, usize>,
+}
+
+impl Checkpoint {
+    /// Opens the weight files and checks names, shapes and dtypes against `config`.
+    ///
+    /// `BadInput` lists what is missing, unexpected, misshapen or of an unreadable dtype, or names the
+    /// file that is damaged or absent.
+    pub fn open(folder: &Path, config: &Config) -> Result<Self> {
+        config.check()?;
+        let listed = listed_files(folder)?;
+        let mut files = Vec::new();
+        for name in listed.iter().map(|(file, _)| file) {
+            files.push(WeightFile::open(&folder.join(name))?);
+        }
+        let mut checkpoint = Self { folder: folder.into(), files, places: BTreeMap::new() };
+        let mut mistakes = checkpoint.place_tensors(&listed);
+        mistakes.extend(checkpoint.mistakes(&parameter_specs(config)));
+        if mistakes.is_empty() {
+            return Ok(checkpoint);
+        }
+        let more = mistakes.len().saturating_sub(MISTAKES_SHOWN_MAX);
+        mistakes.truncate(MISTAKES_SHOWN_MAX);
+        let more = if more > 0 { format!("; and {more} more") } else { String::new() };
+        Err(bad_input!(
+            "{}: the weights do not fit config.json: {}{more}. Use the config.json that belongs to these weights, or \
+             remove the weights to start at random",
+            folder.display(),
+            mistakes.join("; ")
+        ))
+    }
+
+    /// Notes where each tensor lies. Returns a mistake for each tensor that the index does not list at that place.
+    fn place_tensors(&mut self, listed: &[(String, Option<BTreeSet<String>>)]) -> Vec<String> {
+        let mut mistakes = Vec::new();
+        for (place, (file, (file_name, promised))) in self.files.iter().zip(listed).enumerate() {
+            let present: BTreeSet<String> = file.metadata.offset_keys().into_iter().collect();
+            if let Some(promised) = promised {
+                let unlisted = present.difference(promised);
+                mistakes.extend(
+                    unlisted.map(|name| format!("{name:?} is in {file_name}, but not so in {INDEX_FILE}")),
+                );
+            }
+            self.places.extend(present.into_iter().map(|name| (name, place)));
+        }
+        mistakes
+    }
+
+    /// Compares the headers with the specs.
+    fn mistakes(&self, specs: &[ParameterSpec]) -> Vec<String> {
+        let mut mistakes = Vec::new();
+        let mut extra: BTreeSet<&str> = self.places.keys().map(String::as_str).collect();
+        for spec in specs {
+            let stored = spec.stored_tensors(self.form_of(spec));
+            let is_packed = stored.len() == 2;
+            for wanted in stored {
+                extra.remove(wanted.name.as_str());
+                match self.info(&wanted.name) {
+                    None => mistakes.push(format!("`{}` is missing", wanted.name)),
+                    Some(info) => mistakes.extend(header_mistake(&wanted, info)),
+                }
+            }
+            let fan_in = spec.fan_in();
+            if is_packed && !fan_in.is_multiple_of(mxfp4::BLOCK) {
+                mistakes.push(format!("`{}`: MXFP4 needs a multiple of 32 inputs, not {fan_in}", spec.name));
+            }
+        }
+        mistakes.extend(extra.into_iter().map(|name| format!("{name:?} is not a tensor of this model")));
+        mistakes
+    }
+
+    fn info(&self, name: &str) -> Option<&TensorInfo> {
+        self.files.get(*self.places.get(name)?)?.metadata.info(name)
+    }
+
+    /// MXFP4 where a half of the packed pair is there, else a plain form.
+    fn form_of(&self, spec: &ParameterSpec) -> Form {
+        let is_packed = spec.is_expert_matrix()
+            && spec.stored_tensors(Form::Mxfp4).iter().any(|t| self.places.contains_key(&t.name));
+        if is_packed { Form::Mxfp4 } else { Form::F32 }
+    }
+
+    /// Reads one parameter as f32 on the CPU in its working shape. MXFP4 is decoded exactly.
+    ///
+    /// `BadInput` where a value is NaN or infinite.
+    pub fn tensor(&self, spec: &ParameterSpec) -> Result<Tensor> {
+        let values = match (self.form_of(spec), spec.stored_shape.as_slice()) {
+            (Form::Mxfp4, &[experts, input, output]) => {
+                let [blocks, scales] =
+                    ["_blocks", "_scales"].map(|half| self.bytes(&format!("{}{half}", spec.name)));
+                mxfp4::decode(&blocks?.0, &scales?.0, [experts, input, output])
+            }
+            _ => {
+                let (bytes, dtype) = self.bytes(&spec.name)?;
+                floats(&bytes, dtype)
+            }
+        };
+        if let Some(at) = values.iter().position(|v| !v.is_finite()) {
+            return Err(bad_input!(
+                "{}: `{}` holds {} at element {at}: the checkpoint is damaged or comes from a run that diverged; use \
+                 an earlier one",
+                self.folder.display(),
+                spec.name,
+                values[at]
+            ));
+        }
+        let stored = Tensor::from_vec(values, spec.stored_shape.as_slice(), &Device::Cpu)?;
+        Ok(match spec.layout {
+            Layout::AsStored => stored,
+            Layout::Transposed => stored.t()?.contiguous()?,
+        })
+    }
+
+    fn bytes(&self, name: &str) -> Result<(Vec<u8>, Dtype)> {
+        let file = self.places.get(name).and_then(|&place| self.files.get(place));
+        file.and_then(|f| Some((f, f.metadata.info(name)?)))
+            .ok_or_else(|| bad_input!("{}: `{name}` is missing", self.folder.display()))
+            .and_then(|(file, info)| Ok((file.read(info)?, info.dtype)))
+    }
+}
+
+/// What is wrong with a tensor's header, if anything. Plain tensors may have any of three float dtypes.
+fn header_mistake(wanted: &StoredTensor, info: &TensorInfo) -> Option<String> {
+    let (dtypes, known): (&[Dtype], _) = match wanted.dtype {
+        Dtype::U8 => (&[Dtype::U8], "U8"),
+        _ => (&[Dtype::F32, Dtype::BF16, Dtype::F16], "F32, BF16 or F16"),
+    };
+    let name = &wanted.name;
+    if info.shape != wanted.shape {
+        Some(format!("`{name}` has shape {:?}, config.json implies {:?}", info.shape, wanted.shape))
+    } else if !dtypes.contains(&info.dtype) {
+        Some(format!("`{name}` is {:?}; it must be {known}", info.dtype))
+    } else {
+        None
+    }
+}
+
+fn floats(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
+    match dtype {
+        Dtype::F32 => bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
+        Dtype::F16 => bytes.as_chunks().0.iter().map(|b| half::f16::from_le_bytes(*b).to_f32()).collect(),
+        _ => bytes.as_chunks().0.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32()).collect(),
+    }
+}
+
+/// The weight files by name; with an index, each with the tensors that it promises there.
+fn listed_files(folder: &Path) -> Result<Vec<(String, Option<BTreeSet<String>>)>> {
+    if folder.join(WEIGHTS_FILE).exists() {
+        return Ok(vec![(WEIGHTS_FILE.into(), None)]);
+    }
+    let path = folder.join(INDEX_FILE);
+    let text = std::fs::read_to_string(&path).map_err(|_| {
+        bad_input!(
+            "{}: no {WEIGHTS_FILE} and no readable {INDEX_FILE}; only safetensors is read",
+            folder.display()
+        )
+    })?;
+    let index: serde_json::Value =
+        serde_json::from_str(&text).map_err(|e| bad_input!("{}: not valid JSON: {e}", path.display()))?;
+    let map = index
+        .get("weight_map")
+        .and_then(|m| m.as_object())
+        .ok_or_else(|| bad_input!("{}: key `weight_map` is missing or no object", path.display()))?;
+    let mut files: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for (tensor, file) in map {
+        let is_plain = |f: &&str| Path::new(f).file_name().is_some_and(|name| name == *f);
+        let file = file.as_str().filter(is_plain).ok_or_else(|| {
+            bad_input!("{}: weight_map.{tensor:?} = {file} is not a file name", path.display())
+        })?;
+        files.entry(file.into()).or_default().insert(tensor.clone());
+    }
+    let absent: Vec<&str> = files.keys().filter(|f| !folder.join(f).is_file()).map(String::as_str).collect();
+    if !absent.is_empty() {
+        return Err(bad_input!(
+            "{}: names files that are absent: {}; fetch them",
+            path.display(),
+            absent.join(", ")
+        ));
+    }
+    Ok(files.into_iter().map(|(file, tensors)| (file, Some(tensors))).collect())
+}
+
+/// An open safetensors file with its parsed header.
+struct WeightFile {
+    path: PathBuf,
+    file: File,
+    metadata: Metadata,
+    /// Where the data begins.
+    data_start: u64,
+}
+
+impl WeightFile {
+    fn open(path: &Path) -> Result<Self> {
+        let shown = path.display();
+        let unreadable = |e: std::io::Error| bad_input!("{shown}: cannot be read: {e}");
+        let mut file = File::open(path).map_err(unreadable)?;
+        let length = file.metadata().map_err(unreadable)?.len();
+        let truncated = |wanted: u64| {
+            bad_input!(
+                "{shown}: truncated: {wanted} bytes are announced, {length} are there; fetch the file again"
+            )
+        };
+        if length < 8 {
+            return Err(truncated(8));
+        }
+        let mut prefix = [0; 8];
+        file.read_exact(&mut prefix).map_err(unreadable)?;
+        let header_length = u64::from_le_bytes(prefix);
+        if header_length > HEADER_BYTES_MAX {
+            return Err(bad_input!(
+                "{shown}: the header claims {header_length} bytes, more than {HEADER_BYTES_MAX}: not a safetensors file"
+            ));
+        }
+        let data_start = 8 + header_length;
+        if data_start > length {
+            return Err(truncated(data_start));
+        }
+        let mut header = vec![0; header_length as usize];
+        file.read_exact(&mut header).map_err(unreadable)?;
+        let metadata: Metadata = serde_json::from_slice(&header)
+            .map_err(|e| bad_input!("{shown}: the header is damaged: {e}; fetch the file again"))?;
+        let wanted = data_start.saturating_add(metadata.data_len() as u64);
+        if wanted > length {
+            return Err(truncated(wanted));
+        }
+        if wanted < length {
+            return Err(bad_input!(
+                "{shown}: {} bytes follow the last tensor; fetch the file again",
+                length - wanted
+            ));
+        }
+        Ok(Self { path: path.into(), file, metadata, data_start })
+    }
+
+    fn read(&self, info: &TensorInfo) -> Result<Vec<u8>> {
+        let (start, end) = info.data_offsets;
+        let mut bytes = vec![0; end - start];
+        let mut file = &self.file;
+        file.seek(SeekFrom::Start(self.data_start + start as u64))
+            .and_then(|_| file.read_exact(&mut bytes))
+            .map_err(|e| bad_input!("{}: cannot be read: {e}", self.path.display()))?;
+        Ok(bytes)
+    }
+}

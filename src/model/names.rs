@@ -1,0 +1,159 @@
+//! Every trainable tensor: its name in a Hugging Face folder, its shape there, its shape in memory.
+//!
+//! Shape letters: V vocabulary, H hidden, Q query heads × head_dim, K key-value heads × head_dim,
+//! E experts, I intermediate.
+
+use super::config::{Config, Form};
+use safetensors::Dtype;
+
+/// How a tensor's memory relates to its stored form.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Layout {
+    AsStored,
+    /// Stored [out, in], held as contiguous [in, out]: the K × N form that products read row by row.
+    Transposed,
+}
+
+/// What a tensor is for; initialisation and weight decay go by it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    Embedding,
+    /// A matrix that reads the residual stream: q, k, v, router, gate_up.
+    InputProjection,
+    /// A matrix that writes to the residual stream: o, down.
+    OutputProjection,
+    Head,
+    Bias,
+    Norm,
+    Sinks,
+}
+
+/// One trainable tensor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ParameterSpec {
+    /// The Hugging Face name, such as `model.layers.0.self_attn.q_proj.weight`.
+    pub name: String,
+    /// The layer it belongs to; `None` for embedding, final norm and head.
+    pub layer: Option<usize>,
+    pub role: Role,
+    /// The shape in an unquantised Hugging Face folder.
+    pub stored_shape: Vec<usize>,
+    pub layout: Layout,
+}
+
+/// One tensor as it lies in a safetensors file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoredTensor {
+    pub name: String,
+    pub dtype: Dtype,
+    pub shape: Vec<usize>,
+}
+
+impl ParameterSpec {
+    /// The shape in memory.
+    pub fn working_shape(&self) -> Vec<usize> {
+        match (self.layout, self.stored_shape.as_slice()) {
+            (Layout::Transposed, &[out, input]) => vec![input, out],
+            _ => self.stored_shape.clone(),
+        }
+    }
+
+    pub fn element_count(&self) -> usize {
+        self.stored_shape.iter().product()
+    }
+
+    /// The length of the axis that a product with this matrix sums over; 1 for vectors.
+    pub fn fan_in(&self) -> usize {
+        let shape = self.working_shape();
+        if self.role == Role::Bias || shape.len() < 2 { 1 } else { shape[shape.len() - 2] }
+    }
+
+    /// Expert matrices, the only rank-3 tensors, are what MXFP4 quantises.
+    pub fn is_expert_matrix(&self) -> bool {
+        self.stored_shape.len() == 3
+    }
+
+    /// The one or two tensors that hold this parameter in `form`.
+    ///
+    /// MXFP4 stores an expert matrix [E, in, out] as blocks [E, out, in/32, 16] and scales
+    /// [E, out, in/32]; `in` must be a multiple of 32 for that form to hold it.
+    pub fn stored_tensors(&self, form: Form) -> Vec<StoredTensor> {
+        let stored = |suffix: &str, dtype, shape: Vec<usize>| StoredTensor {
+            name: format!("{}{suffix}", self.name),
+            dtype,
+            shape,
+        };
+        match (form, self.stored_shape.as_slice()) {
+            (Form::Mxfp4, &[experts, input, output]) => {
+                let blocks = input / super::mxfp4::BLOCK;
+                vec![
+                    stored("_blocks", Dtype::U8, vec![experts, output, blocks, super::mxfp4::BLOCK / 2]),
+                    stored("_scales", Dtype::U8, vec![experts, output, blocks]),
+                ]
+            }
+            (Form::F32, _) => vec![stored("", Dtype::F32, self.stored_shape.clone())],
+            _ => vec![stored("", Dtype::BF16, self.stored_shape.clone())],
+        }
+    }
+}
+
+/// The number of trainable parameters of `config`.
+pub fn parameter_count(config: &Config) -> u128 {
+    let count = |specs: &[ParameterSpec]| specs.iter().map(|s| s.element_count() as u128).sum::<u128>();
+    let outside = parameter_specs(&Config { num_hidden_layers: 0, ..config.clone() });
+    count(&outside) + config.num_hidden_layers as u128 * count(&layer_specs(config, 0))
+}
+
+/// Every trainable tensor of `config`, in the one order that files, optimizer state and seeds go by:
+/// embedding, layers (attention, then experts), final norm, head.
+pub fn parameter_specs(config: &Config) -> Vec<ParameterSpec> {
+    let (h, v) = (config.hidden_size, config.vocab_size);
+    let whole = |name: &str, role, shape: &[usize], layout| ParameterSpec {
+        name: name.into(),
+        layer: None,
+        role,
+        stored_shape: shape.to_vec(),
+        layout,
+    };
+    let mut specs = vec![whole("model.embed_tokens.weight", Role::Embedding, &[v, h], Layout::AsStored)];
+    for layer in 0..config.num_hidden_layers {
+        specs.extend(layer_specs(config, layer));
+    }
+    specs.push(whole("model.norm.weight", Role::Norm, &[h], Layout::AsStored));
+    specs.push(whole("lm_head.weight", Role::Head, &[v, h], Layout::Transposed));
+    specs
+}
+
+fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
+    let h = config.hidden_size;
+    let q = config.num_attention_heads * config.head_dim;
+    let k = config.num_key_value_heads * config.head_dim;
+    let (e, i) = (config.num_local_experts, config.intermediate_size);
+    let mut specs = Vec::with_capacity(17);
+    let mut push = |name: &str, role, shape: &[usize]| {
+        let is_linear = shape.len() == 2 && name.ends_with(".weight");
+        specs.push(ParameterSpec {
+            name: format!("model.layers.{layer}.{name}"),
+            layer: Some(layer),
+            role,
+            stored_shape: shape.to_vec(),
+            layout: if is_linear { Layout::Transposed } else { Layout::AsStored },
+        });
+    };
+    push("input_layernorm.weight", Role::Norm, &[h]);
+    for (name, out) in [("q_proj", q), ("k_proj", k), ("v_proj", k)] {
+        push(&format!("self_attn.{name}.weight"), Role::InputProjection, &[out, h]);
+        push(&format!("self_attn.{name}.bias"), Role::Bias, &[out]);
+    }
+    push("self_attn.sinks", Role::Sinks, &[config.num_attention_heads]);
+    push("self_attn.o_proj.weight", Role::OutputProjection, &[h, q]);
+    push("self_attn.o_proj.bias", Role::Bias, &[h]);
+    push("post_attention_layernorm.weight", Role::Norm, &[h]);
+    push("mlp.router.weight", Role::InputProjection, &[e, h]);
+    push("mlp.router.bias", Role::Bias, &[e]);
+    push("mlp.experts.gate_up_proj", Role::InputProjection, &[e, h, 2 * i]);
+    push("mlp.experts.gate_up_proj_bias", Role::Bias, &[e, 2 * i]);
+    push("mlp.experts.down_proj", Role::OutputProjection, &[e, i, h]);
+    push("mlp.experts.down_proj_bias", Role::Bias, &[e, h]);
+    specs
+}

@@ -1,0 +1,41 @@
+//! Angular frequencies of RoPE, plain or YaRN (Peng et al. 2023).
+
+use super::config::{Rope, Yarn};
+use crate::ops::rope::RopeTable;
+
+/// The table of `positions` positions for heads of `head_dim`.
+pub fn table(rope: &Rope, head_dim: usize, positions: usize) -> RopeTable {
+    let half = head_dim / 2;
+    let period = |i: usize| rope.theta.powf(2.0 * i as f64 / head_dim as f64);
+    let Some(yarn) = &rope.yarn else {
+        let frequencies: Vec<f32> = (0..half).map(|i| (1.0 / period(i)) as f32).collect();
+        return RopeTable::new(&frequencies, positions, 1.0);
+    };
+    let (low, high) = ramp_bounds(yarn, rope.theta, head_dim);
+    let frequencies: Vec<f32> = (0..half)
+        .map(|i| {
+            let ramp = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+            let (kept, stretched) = (1.0 / period(i), 1.0 / (yarn.factor * period(i)));
+            (stretched * ramp + kept * (1.0 - ramp)) as f32
+        })
+        .collect();
+    let attention_factor = if yarn.factor > 1.0 { 0.1 * yarn.factor.ln() + 1.0 } else { 1.0 };
+    RopeTable::new(&frequencies, positions, attention_factor)
+}
+
+/// The dimensions between which frequencies pass from kept to stretched: those that turn `beta_fast` and
+/// `beta_slow` times within the original context.
+fn ramp_bounds(yarn: &Yarn, theta: f64, head_dim: usize) -> (f64, f64) {
+    let original = yarn.original_max_position_embeddings as f64;
+    let dimension =
+        |turns: f64| head_dim as f64 * (original / (turns * std::f64::consts::TAU)).ln() / (2.0 * theta.ln());
+    let (mut low, mut high) = (dimension(yarn.beta_fast), dimension(yarn.beta_slow));
+    if yarn.truncate {
+        (low, high) = (low.floor(), high.ceil());
+    }
+    (low, high) = (low.max(0.0), high.min(head_dim as f64 - 1.0));
+    if low == high {
+        high += 0.001;
+    }
+    (low, high)
+}

@@ -1,0 +1,267 @@
+//! Writes a Hugging Face folder: config.json, safetensors (sharded above a size), tokenizer files.
+//!
+//! The bytes are a function of the arguments. Files are synced; nothing that exists is overwritten. A
+//! caller that wants all or nothing saves into a fresh folder and renames it.
+
+use super::config::{Config, Form};
+use super::load::{INDEX_FILE, WEIGHTS_FILE};
+use super::mxfp4;
+use super::names::{Layout, ParameterSpec, StoredTensor, parameter_specs};
+use crate::bad_input;
+use anyhow::{Context, Result, ensure};
+use candle_core::{DType, Tensor};
+use safetensors::tensor::{Metadata, TensorInfo};
+use serde_json::{Map, Value, json};
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::Path;
+
+/// The size above which weights are split, in bytes; the customary limit of the hub.
+pub const SHARD_BYTES_MAX: u64 = 5_000_000_000;
+/// Files that travel from the folder a model came from to every folder it is saved in.
+const COMPANION_FILES: [&str; 5] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+];
+
+/// The small files beside the weights, by name; [`save`] writes them unchanged.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Companions(BTreeMap<String, Vec<u8>>);
+
+impl Companions {
+    /// Those of the known files that `folder` has.
+    pub fn read(folder: &Path) -> Result<Self> {
+        let mut files = BTreeMap::new();
+        for name in COMPANION_FILES {
+            let path = folder.join(name);
+            if path.is_file() {
+                let bytes = std::fs::read(&path)
+                    .map_err(|e| bad_input!("{}: cannot be read: {e}", path.display()))?;
+                files.insert(name.into(), bytes);
+            }
+        }
+        Ok(Self(files))
+    }
+
+    /// Only a tokenizer; what else a reader needs is made from it and the config.
+    pub fn with_tokenizer(tokenizer_json: &[u8]) -> Self {
+        Self(BTreeMap::from([("tokenizer.json".into(), tokenizer_json.to_vec())]))
+    }
+
+    /// The files to write: these, and the ones that can be derived where they are absent.
+    fn complete(&self, config: &Config) -> BTreeMap<String, Vec<u8>> {
+        let mut files = self.0.clone();
+        let derived = [
+            ("generation_config.json", Some(generation_config(config))),
+            ("tokenizer_config.json", files.get("tokenizer.json").map(|t| tokenizer_config(config, t))),
+        ];
+        for (name, content) in derived {
+            if let (Some(content), false) = (content, files.contains_key(name)) {
+                files.insert(name.into(), pretty(&content));
+            }
+        }
+        files
+    }
+}
+
+/// Saves a model in `folder`, which must exist, in `form`.
+///
+/// `tensor` is asked for each parameter once, in file order, and answers with its working tensor (any float
+/// dtype and device). Weights lie in files of at most `shard_bytes_max` bytes, or one parameter. Fails on a
+/// wrong shape, on NaN and infinity, on a file that exists; `BadInput` where MXFP4 cannot hold the sizes.
+pub fn save(
+    folder: &Path,
+    config: &Config,
+    form: Form,
+    companions: &Companions,
+    shard_bytes_max: u64,
+    mut tensor: impl FnMut(&ParameterSpec) -> Result<Tensor>,
+) -> Result<()> {
+    config.check()?;
+    let mut specs = parameter_specs(config);
+    if form == Form::Mxfp4 {
+        check_blocks(&specs)?;
+        // Bytes after floats, so that every tensor begins at a multiple of its element's size.
+        specs.sort_by_key(ParameterSpec::is_expert_matrix);
+    }
+    let shards = shards(&specs, form, shard_bytes_max);
+    for (index, shard) in shards.iter().enumerate() {
+        write_shard(&folder.join(shard_name(index, shards.len())), shard, form, &mut tensor)?;
+    }
+    if shards.len() > 1 {
+        write_file(&folder.join(INDEX_FILE), &pretty(&index_json(&shards, form)))?;
+    }
+    for (name, content) in companions.complete(config) {
+        write_file(&folder.join(name), &content)?;
+    }
+    write_file(&folder.join("config.json"), &pretty(&config.to_json(form)))?;
+    File::open(folder)
+        .and_then(|f| f.sync_all())
+        .with_context(|| format!("{}: cannot be synced", folder.display()))
+}
+
+fn check_blocks(specs: &[ParameterSpec]) -> Result<()> {
+    let is_odd =
+        |spec: &&ParameterSpec| spec.is_expert_matrix() && !spec.fan_in().is_multiple_of(mxfp4::BLOCK);
+    match specs.iter().find(is_odd) {
+        None => Ok(()),
+        Some(spec) => Err(bad_input!(
+            "`{}` has {} inputs; MXFP4 needs a multiple of {}: save in bf16",
+            spec.name,
+            spec.fan_in(),
+            mxfp4::BLOCK
+        )),
+    }
+}
+
+fn byte_count(stored: &StoredTensor) -> u64 {
+    stored.shape.iter().product::<usize>() as u64 * (stored.dtype.bitsize() / 8) as u64
+}
+
+fn bytes_on_disk(spec: &ParameterSpec, form: Form) -> u64 {
+    spec.stored_tensors(form).iter().map(byte_count).sum()
+}
+
+/// Splits the parameters, in order, into runs of at most `shard_bytes_max` bytes.
+fn shards(specs: &[ParameterSpec], form: Form, shard_bytes_max: u64) -> Vec<&[ParameterSpec]> {
+    let (mut shards, mut start, mut filled) = (Vec::new(), 0, 0);
+    for (i, spec) in specs.iter().enumerate() {
+        let bytes = bytes_on_disk(spec, form);
+        if i > start && filled + bytes > shard_bytes_max {
+            shards.push(&specs[start..i]);
+            (start, filled) = (i, 0);
+        }
+        filled += bytes;
+    }
+    shards.push(&specs[start..]);
+    shards
+}
+
+fn shard_name(index: usize, count: usize) -> String {
+    if count == 1 { WEIGHTS_FILE.into() } else { format!("model-{:05}-of-{count:05}.safetensors", index + 1) }
+}
+
+fn index_json(shards: &[&[ParameterSpec]], form: Form) -> Value {
+    let mut map = BTreeMap::new();
+    let mut total_size = 0;
+    for (i, shard) in shards.iter().enumerate() {
+        for stored in shard.iter().flat_map(|spec| spec.stored_tensors(form)) {
+            total_size += byte_count(&stored);
+            map.insert(stored.name, shard_name(i, shards.len()));
+        }
+    }
+    json!({ "metadata": { "total_size": total_size }, "weight_map": map })
+}
+
+fn write_shard(
+    path: &Path,
+    specs: &[ParameterSpec],
+    form: Form,
+    tensor: &mut impl FnMut(&ParameterSpec) -> Result<Tensor>,
+) -> Result<()> {
+    let place = || format!("{}: cannot be written", path.display());
+    let mut out = BufWriter::new(File::create_new(path).with_context(place)?);
+    out.write_all(&header(specs, form)?).with_context(place)?;
+    for spec in specs {
+        let values = stored_values(spec, &tensor(spec)?)?;
+        let bytes = match (form, spec.stored_shape.as_slice()) {
+            (Form::Mxfp4, &[experts, input, output]) => {
+                let (blocks, scales) = mxfp4::encode(&values, [experts, input, output]);
+                [blocks, scales].concat()
+            }
+            (Form::F32, _) => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            _ => values.iter().flat_map(|v| half::bf16::from_f32(*v).to_le_bytes()).collect(),
+        };
+        out.write_all(&bytes).with_context(place)?;
+    }
+    out.into_inner()
+        .map_err(std::io::IntoInnerError::into_error)
+        .and_then(|f| f.sync_all())
+        .with_context(place)
+}
+
+/// A safetensors header, padded to 8 bytes, for the tensors of `specs` in order.
+fn header(specs: &[ParameterSpec], form: Form) -> Result<Vec<u8>> {
+    let mut offset = 0;
+    let infos = specs.iter().flat_map(|spec| spec.stored_tensors(form)).map(|stored| {
+        let start = offset;
+        offset += byte_count(&stored) as usize;
+        (stored.name, TensorInfo { dtype: stored.dtype, shape: stored.shape, data_offsets: (start, offset) })
+    });
+    // Readers of the hub refuse files that do not say which framework's layout they follow.
+    let framework = HashMap::from([("format".to_string(), "pt".to_string())]);
+    let metadata = Metadata::new(Some(framework), infos.collect())?;
+    let mut json = serde_json::to_vec(&metadata)?;
+    json.resize(json.len().next_multiple_of(8), b' ');
+    Ok([&(json.len() as u64).to_le_bytes()[..], &json].concat())
+}
+
+/// A working tensor's values in stored order, as f32.
+fn stored_values(spec: &ParameterSpec, working: &Tensor) -> Result<Vec<f32>> {
+    let name = &spec.name;
+    let wanted = spec.working_shape();
+    ensure!(working.dims() == wanted, "`{name}` has shape {:?} in memory, not {wanted:?}", working.dims());
+    let stored = if spec.layout == Layout::Transposed { working.t()? } else { working.clone() };
+    let values = stored.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+    if let Some(at) = values.iter().position(|v| !v.is_finite()) {
+        anyhow::bail!("`{name}` holds {} at element {at}: the model diverged, nothing is saved", values[at]);
+    }
+    Ok(values)
+}
+
+fn generation_config(config: &Config) -> Value {
+    let mut json = Map::new();
+    if let Some(bos) = config.bos_token_id {
+        json.insert("bos_token_id".into(), json!(bos));
+    }
+    json.insert("do_sample".into(), json!(true));
+    if !config.eos_token_ids.is_empty() {
+        json.insert("eos_token_id".into(), json!(config.eos_token_ids));
+    }
+    if let Some(pad) = config.pad_token_id {
+        json.insert("pad_token_id".into(), json!(pad));
+    }
+    Value::Object(json)
+}
+
+/// Enough for transformers to load `tokenizer.json`, with the special tokens that the config names.
+fn tokenizer_config(config: &Config, tokenizer_json: &[u8]) -> Value {
+    let tokenizer: Value = serde_json::from_slice(tokenizer_json).unwrap_or(Value::Null);
+    let text_of = |id: u32| {
+        let added = tokenizer.get("added_tokens")?.as_array()?;
+        added.iter().find(|t| t["id"].as_u64() == Some(u64::from(id)))?.get("content").cloned()
+    };
+    let mut json = json!({
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config.max_position_embeddings,
+        "clean_up_tokenization_spaces": false,
+    });
+    let special = [
+        ("bos_token", config.bos_token_id),
+        ("eos_token", config.eos_token_ids.first().copied()),
+        ("pad_token", config.pad_token_id),
+    ];
+    for (key, id) in special {
+        if let Some(text) = id.and_then(text_of) {
+            json[key] = text;
+        }
+    }
+    json
+}
+
+fn pretty(json: &Value) -> Vec<u8> {
+    format!("{json:#}\n").into_bytes()
+}
+
+fn write_file(path: &Path, content: &[u8]) -> Result<()> {
+    File::create_new(path)
+        .and_then(|mut file| {
+            file.write_all(content)?;
+            file.sync_all()
+        })
+        .with_context(|| format!("{}: cannot be written", path.display()))
+}

@@ -1,0 +1,89 @@
+//! Keys and values in blocks at absolute positions: the form attention reads, in training and in decode.
+
+use std::sync::Arc;
+
+/// Keys a block. Blocks start at multiples of it, so a row meets the same blocks on every path.
+pub const BLOCK: usize = 32;
+
+/// Keys and values of one layer at positions `b·BLOCK ..`, for all key-value heads; unused places are 0.
+#[derive(Debug, Clone)]
+pub struct KvBlock {
+    /// `[M][D][BLOCK]`: keys transposed, so that scores of a block are sums over `D` of whole vectors.
+    pub keys: Vec<f32>,
+    /// `[M][BLOCK][D]`.
+    pub values: Vec<f32>,
+}
+
+impl KvBlock {
+    fn new(heads: usize, head_dim: usize) -> Self {
+        let len = heads * head_dim * BLOCK;
+        Self { keys: vec![0.0; len], values: vec![0.0; len] }
+    }
+}
+
+/// One sequence's keys and values at one layer. Cloning shares full blocks: the samples of a group share their prompt.
+#[derive(Debug, Clone)]
+pub struct KvSequence {
+    heads: usize,
+    head_dim: usize,
+    len: usize,
+    blocks: Vec<Arc<KvBlock>>,
+}
+
+impl KvSequence {
+    /// An empty sequence for `heads` key-value heads of `head_dim`.
+    pub fn new(heads: usize, head_dim: usize) -> Self {
+        Self { heads, head_dim, len: 0, blocks: Vec::new() }
+    }
+
+    /// Positions held.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True before the first position.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The block that holds position `index · BLOCK`.
+    pub fn block(&self, index: usize) -> &KvBlock {
+        &self.blocks[index]
+    }
+
+    /// Appends rows of `kv`, each `[2][M][D]`: keys (already rotated), then values.
+    pub fn append(&mut self, kv: &[f32]) {
+        let (heads, d) = (self.heads, self.head_dim);
+        let width = heads * d;
+        for row in kv.chunks_exact(2 * width) {
+            let place = self.len % BLOCK;
+            if place == 0 {
+                self.blocks.push(Arc::new(KvBlock::new(heads, d)));
+            }
+            let last = self.blocks.len() - 1;
+            // A block that another sequence also holds is copied before it is written.
+            let block = Arc::make_mut(&mut self.blocks[last]);
+            let (keys, values) = row.split_at(width);
+            for (h, key) in keys.chunks_exact(d).enumerate() {
+                for (c, &k) in key.iter().enumerate() {
+                    block.keys[(h * d + c) * BLOCK + place] = k;
+                }
+            }
+            for (h, value) in values.chunks_exact(d).enumerate() {
+                let start = (h * BLOCK + place) * d;
+                block.values[start..start + d].copy_from_slice(value);
+            }
+            self.len += 1;
+        }
+    }
+
+    /// Frees blocks that no query at or after `position` can see through `window`.
+    pub fn forget_before(&mut self, position: usize, window: usize) {
+        let first_seen = (position + 1).saturating_sub(window) / BLOCK;
+        for block in self.blocks.iter_mut().take(first_seen) {
+            if !block.keys.is_empty() {
+                *block = Arc::new(KvBlock { keys: Vec::new(), values: Vec::new() });
+            }
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! The auxiliary loss that keeps experts in use (Switch Transformer, Fedus et al. 2021, as GPT-OSS's configuration means it):
+//!
+//! `L = E · Σ_e f_e · P_e`, with `f_e` the (token, slot) pairs sent to `e` over the tokens and `P_e` the mean full-softmax
+//! probability of `e`. Balanced routing gives `K`. `f` is a constant: `dz_te = (E/T) p_te (f_e − Σ_j f_j p_tj)`.
+
+use super::cpu::{buffer, host_values, values};
+use super::math::exp;
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
+
+/// The loss of one layer's router logits `[T, E]` with `counts [E]` pairs routed to each expert; a scalar.
+///
+/// # Errors
+/// When `logits` is not a CPU f32 matrix.
+pub fn load_balance(logits: &Tensor, counts: &[usize]) -> Result<Tensor> {
+    let tokens = logits.dim(0)?.max(1) as f32;
+    let fractions = counts.iter().map(|&c| c as f32 / tokens).collect();
+    logits.contiguous()?.apply_op1(LoadBalance { fractions })
+}
+
+struct LoadBalance {
+    /// `f`, `[E]`.
+    fractions: Vec<f32>,
+}
+
+fn softmax(row: &[f32]) -> Vec<f32> {
+    let highest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let mut p: Vec<f32> = row.iter().map(|&z| exp(z - highest)).collect();
+    let total: f32 = p.iter().sum();
+    p.iter_mut().for_each(|p| *p /= total);
+    p
+}
+
+impl LoadBalance {
+    /// `Σ_e f_e p_e` of one token.
+    fn weighted(&self, p: &[f32]) -> f32 {
+        p.iter().zip(&self.fractions).map(|(p, f)| p * f).sum()
+    }
+}
+
+impl CustomOp1 for LoadBalance {
+    fn name(&self) -> &'static str {
+        "load_balance"
+    }
+
+    fn cpu_fwd(&self, logits: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let (tokens, experts) = layout.shape().dims2()?;
+        let rows = values(logits, layout)?.chunks_exact(experts);
+        let sum: f64 = rows.map(|row| self.weighted(&softmax(row)) as f64).sum();
+        let loss = sum * experts as f64 / tokens.max(1) as f64;
+        Ok((CpuStorage::F32(vec![loss as f32]), Shape::from(())))
+    }
+
+    fn bwd(&self, logits: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        let (tokens, experts) = logits.dims2()?;
+        let scale = grad.to_scalar::<f32>()? * experts as f32 / tokens.max(1) as f32;
+        let logits_values = host_values(logits)?;
+        let mut dz = buffer(tokens * experts);
+        for (row, dz) in logits_values.chunks_exact(experts).zip(dz.chunks_exact_mut(experts)) {
+            let p = softmax(row);
+            let mean = self.weighted(&p);
+            for ((dz, p), f) in dz.iter_mut().zip(&p).zip(&self.fractions) {
+                *dz = scale * p * (f - mean);
+            }
+        }
+        Ok(Some(Tensor::from_vec(dz, (tokens, experts), logits.device())?))
+    }
+}

@@ -1,0 +1,190 @@
+//! The head: log-probability of each target token and entropy of its distribution, in chunks of rows.
+//!
+//! With `z = (h · W) / τ`: `log p_t = z_t − LSE(z)` and `H = LSE(z) − Σ_j p_j z_j`. Only a chunk of logits exists at a
+//! time, in forward and backward; the `[T, V]` matrix never does. Backward:
+//! `dz_j = dL·(1[j = t] − p_j) − dH·p_j (log p_j + H)`, then `dh = dz · Wᵀ / τ` and `dW = hᵀ · dz / τ`.
+//!
+//! The sampler takes its log-probability from the same [`RowStats`] of the same product, so both agree to the last bit.
+
+use super::cpu::{buffer, for_each_row, for_each_row_pair, host_values, values};
+use super::math::{LANES, add_lanes, exp, max_lanes};
+use super::product::{Matrix, forward_product, product};
+use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use multiversion::multiversion;
+use std::sync::Arc;
+
+/// Logits kept at a time, in values: 64 MiB.
+const CHUNK_VALUES_MAX: usize = 1 << 24;
+
+/// What a row of logits comes to.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RowStats {
+    /// `log Σ_j e^{z_j}`.
+    pub log_sum_exp: f32,
+    /// Entropy in nats.
+    pub entropy: f32,
+}
+
+/// Divides a row of logits by the temperature, given its inverse, and sums it up. The row then holds `z`.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
+pub fn row_stats(row: &mut [f32], inverse_temperature: f32) -> RowStats {
+    for z in row.iter_mut() {
+        *z *= inverse_temperature;
+    }
+    let highest = max_lanes(row);
+    let mut sums = [0f32; LANES];
+    let mut moments = [0f32; LANES];
+    let chunks = row.chunks_exact(LANES);
+    let rest = chunks.remainder();
+    for chunk in chunks {
+        for l in 0..LANES {
+            let shifted = chunk[l] - highest;
+            let e = exp(shifted);
+            sums[l] += e;
+            moments[l] += e * shifted.max(-1e4);
+        }
+    }
+    for (l, &z) in rest.iter().enumerate() {
+        let shifted = z - highest;
+        let e = exp(shifted);
+        sums[l] += e;
+        moments[l] += e * shifted.max(-1e4);
+    }
+    let (sum, moment) = (add_lanes(sums), add_lanes(moments));
+    let log_sum = sum.ln();
+    RowStats { log_sum_exp: highest + log_sum, entropy: log_sum - moment / sum }
+}
+
+/// The logits `h · W` of rows `h [R, H]`, `weight [H, V]` → `[R][V]`: what the sampler draws from.
+///
+/// # Errors
+/// When shapes disagree.
+pub fn logits(h: &Tensor, weight: &Tensor) -> Result<Vec<f32>> {
+    let ((rows, k), (w_k, n)) = (h.dims2()?, weight.dims2()?);
+    if k != w_k {
+        bail!("logits: h {:?}, weight {:?}", h.dims(), weight.dims());
+    }
+    let mut out = buffer(rows * n);
+    forward_product(&mut out, &host_values(&h.contiguous()?)?, &host_values(weight)?, (rows, k, n), false);
+    Ok(out)
+}
+
+/// Log-probabilities (first row) and entropies (second row) of `targets` under `softmax(h · W / τ)`, `[2, R]`.
+///
+/// # Errors
+/// When shapes disagree or a target is not below `V`.
+pub fn log_prob_and_entropy(
+    h: &Tensor,
+    weight: &Tensor,
+    targets: &Arc<Vec<u32>>,
+    temperature: f64,
+) -> Result<Tensor> {
+    let ((rows, k), (w_k, vocabulary)) = (h.dims2()?, weight.dims2()?);
+    if k != w_k || targets.len() != rows || targets.iter().any(|&t| t as usize >= vocabulary) {
+        bail!("log_prob: h {:?}, weight {:?}, {} targets", h.dims(), weight.dims(), targets.len());
+    }
+    let op = Head { targets: targets.clone(), inverse_temperature: inverse(temperature) };
+    h.contiguous()?.apply_op2(weight, op)
+}
+
+/// `1/τ` as both the sampler and the head use it.
+pub fn inverse(temperature: f64) -> f32 {
+    (1.0 / temperature) as f32
+}
+
+struct Head {
+    targets: Arc<Vec<u32>>,
+    inverse_temperature: f32,
+}
+
+fn chunk_rows(vocabulary: usize) -> usize {
+    (CHUNK_VALUES_MAX / vocabulary.max(1)).max(8)
+}
+
+/// Replaces a row of `z` by `dz / τ`.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
+fn backward_row(z: &mut [f32], stats: RowStats, d_log_prob: f32, d_entropy: f32, inverse_temperature: f32) {
+    for z in z.iter_mut() {
+        let log_p = *z - stats.log_sum_exp;
+        let p = exp(log_p);
+        *z = -inverse_temperature * p * (d_log_prob + d_entropy * (log_p.max(-1e4) + stats.entropy));
+    }
+}
+
+impl CustomOp2 for Head {
+    fn name(&self) -> &'static str {
+        "log_prob_and_entropy"
+    }
+
+    fn cpu_fwd(
+        &self,
+        h: &CpuStorage,
+        h_layout: &Layout,
+        w: &CpuStorage,
+        w_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (rows, k) = h_layout.shape().dims2()?;
+        let n = w_layout.shape().dims2()?.1;
+        let (h, w) = (values(h, h_layout)?, values(w, w_layout)?);
+        let mut pairs = buffer(2 * rows);
+        let chunk = chunk_rows(n);
+        let mut z = buffer(chunk.min(rows) * n);
+        for start in (0..rows).step_by(chunk) {
+            let m = chunk.min(rows - start);
+            let z = &mut z[..m * n];
+            forward_product(z, &h[start * k..(start + m) * k], w, (m, k, n), false);
+            let pairs = &mut pairs[2 * start..2 * (start + m)];
+            for_each_row_pair((z, n), (pairs, 2), 4 * n, |row, z, pair| {
+                let stats = row_stats(z, self.inverse_temperature);
+                pair[0] = z[self.targets[start + row] as usize] - stats.log_sum_exp;
+                pair[1] = stats.entropy;
+            });
+        }
+        let mut out = buffer(2 * rows);
+        for (row, pair) in pairs.chunks_exact(2).enumerate() {
+            out[row] = pair[0];
+            out[rows + row] = pair[1];
+        }
+        Ok((CpuStorage::F32(out), Shape::from((2, rows))))
+    }
+
+    fn bwd(
+        &self,
+        h: &Tensor,
+        w: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let ((rows, k), (_, n)) = (h.dims2()?, w.dims2()?);
+        let grad = grad.contiguous()?;
+        let (hs, ws, g) = (host_values(h)?, host_values(w)?, host_values(&grad)?);
+        let mut dh = h.track_op().then(|| buffer(rows * k));
+        let mut dw = w.track_op().then(|| buffer(k * n));
+        let chunk = chunk_rows(n);
+        let mut z = buffer(chunk.min(rows) * n);
+        for start in (0..rows).step_by(chunk) {
+            let m = chunk.min(rows - start);
+            let z = &mut z[..m * n];
+            let h = &hs[start * k..(start + m) * k];
+            forward_product(z, h, &ws, (m, k, n), false);
+            for_each_row(z, n, 8 * n, |row, z| {
+                let (d_log_prob, d_entropy) = (g[start + row], g[rows + start + row]);
+                let stats = row_stats(z, self.inverse_temperature);
+                backward_row(z, stats, d_log_prob, d_entropy, self.inverse_temperature);
+                z[self.targets[start + row] as usize] += d_log_prob * self.inverse_temperature;
+            });
+            if let Some(dh) = &mut dh {
+                let dh = &mut dh[start * k..(start + m) * k];
+                product(dh, Matrix::rows(z, n), Matrix::transposed(&ws, n), (m, n, k), false);
+            }
+            if let Some(dw) = &mut dw {
+                product(dw, Matrix::transposed(h, k), Matrix::rows(z, n), (k, m, n), true);
+            }
+        }
+        let device = h.device();
+        Ok((
+            dh.map(|dh| Tensor::from_vec(dh, (rows, k), device)).transpose()?,
+            dw.map(|dw| Tensor::from_vec(dw, (k, n), device)).transpose()?,
+        ))
+    }
+}

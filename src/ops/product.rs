@@ -1,0 +1,170 @@
+//! The matrix product on which every row's bits rest.
+//!
+//! The `gemm` crate adds over k in one chain an element when the weights are contiguous K×N, when k is
+//! walked in chunks that fit its own blocking, and when a single row does not fall into its
+//! matrix-vector path. So: k in chunks of [`K_CHUNK`], one row padded to two, one column by [`dot_column`].
+//! A row's result then depends on nothing but the row and the weights.
+
+use gemm::Parallelism;
+
+/// The crate's own blocking over k never goes below this, so a chunk is always one chain.
+const K_CHUNK: usize = 512;
+
+/// A matrix operand: values with a row and a column stride, in elements.
+#[derive(Clone, Copy)]
+pub struct Matrix<'a> {
+    pub values: &'a [f32],
+    pub row_stride: usize,
+    pub column_stride: usize,
+}
+
+impl<'a> Matrix<'a> {
+    /// Contiguous rows of `width` values.
+    pub fn rows(values: &'a [f32], width: usize) -> Self {
+        Self { values, row_stride: width, column_stride: 1 }
+    }
+
+    /// The transpose of contiguous rows of `width` values.
+    pub fn transposed(values: &'a [f32], width: usize) -> Self {
+        Self { values, row_stride: 1, column_stride: width }
+    }
+}
+
+/// `out[m, n] (+)= x[m, k] · w[k, n]` for the forward pass: contiguous rows, bits of a row independent of `m`.
+///
+/// With `accumulate` the product is added to what `out` holds (a bias, say).
+pub fn forward_product(
+    out: &mut [f32],
+    x: &[f32],
+    w: &[f32],
+    (m, k, n): (usize, usize, usize),
+    accumulate: bool,
+) {
+    assert!(out.len() == m * n && x.len() == m * k && w.len() == k * n, "forward_product: shapes");
+    if m == 0 || n == 0 {
+        return;
+    }
+    if n == 1 {
+        dot_column(out, x, w, k, accumulate);
+    } else if m == 1 {
+        let mut padded_x = vec![0f32; 2 * k];
+        padded_x[..k].copy_from_slice(x);
+        let mut padded_out = vec![0f32; 2 * n];
+        padded_out[..n].copy_from_slice(out);
+        product(&mut padded_out, Matrix::rows(&padded_x, k), Matrix::rows(w, n), (2, k, n), accumulate);
+        out.copy_from_slice(&padded_out[..n]);
+    } else {
+        product(out, Matrix::rows(x, k), Matrix::rows(w, n), (m, k, n), accumulate);
+    }
+}
+
+/// `out[m, n] (+)= a[m, k] · b[k, n]` with any strides: for backward passes, where rows need not be invariant
+/// but runs and thread counts still give equal bits.
+pub fn product(out: &mut [f32], a: Matrix, b: Matrix, (m, k, n): (usize, usize, usize), accumulate: bool) {
+    assert_eq!(out.len(), m * n, "product: output");
+    if m == 0 || n == 0 {
+        return;
+    }
+    if k == 0 {
+        if !accumulate {
+            out.fill(0.0);
+        }
+        return;
+    }
+    let last =
+        |x: &Matrix, rows: usize, columns: usize| (rows - 1) * x.row_stride + (columns - 1) * x.column_stride;
+    assert!(last(&a, m, k) < a.values.len() && last(&b, k, n) < b.values.len(), "product: operands");
+    let threads = rayon::current_num_threads();
+    let parallelism = if threads > 1 && super::cpu::in_parallel(m * n * k) {
+        Parallelism::Rayon(threads)
+    } else {
+        Parallelism::None
+    };
+    for start in (0..k).step_by(K_CHUNK) {
+        let chunk = K_CHUNK.min(k - start);
+        // SAFETY: the operands' last elements were checked above against their slices, `out` is exactly
+        // m × n, and every offset below stays within those bounds.
+        unsafe {
+            gemm::gemm(
+                m,
+                n,
+                chunk,
+                out.as_mut_ptr(),
+                1,
+                n as isize,
+                accumulate || start > 0,
+                a.values.as_ptr().add(start * a.column_stride),
+                a.column_stride as isize,
+                a.row_stride as isize,
+                b.values.as_ptr().add(start * b.row_stride),
+                b.column_stride as isize,
+                b.row_stride as isize,
+                1.0,
+                1.0,
+                false,
+                false,
+                false,
+                parallelism,
+            );
+        }
+    }
+}
+
+/// One output column: each row's dot product in lane order.
+fn dot_column(out: &mut [f32], x: &[f32], w: &[f32], k: usize, accumulate: bool) {
+    for (o, row) in out.iter_mut().zip(x.chunks_exact(k.max(1))) {
+        let dot = super::math::sum_lanes(k, |i| row[i] * w[i]);
+        *o = if accumulate { *o + dot } else { dot };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn noise(len: usize, seed: u32) -> Vec<f32> {
+        let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(1);
+        (0..len)
+            .map(|_| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+            })
+            .collect()
+    }
+
+    #[test]
+    fn a_row_alone_equals_the_row_in_any_batch_on_any_number_of_threads() {
+        let pools: Vec<_> =
+            [1, 2, 3].map(|n| rayon::ThreadPoolBuilder::new().num_threads(n).build().unwrap()).into();
+        let mut shapes = vec![];
+        for k in [1, 2, 3, 36, 64, 511, 512, 513, 1000, 2880] {
+            for n in [1, 2, 4, 5, 8, 17, 32, 64, 100, 272, 1000] {
+                shapes.push((k, n));
+            }
+        }
+        for (k, n) in shapes {
+            let rows = 131;
+            let x = noise(rows * k, (k * 31 + n) as u32);
+            let w = noise(k * n, (k + n * 17) as u32);
+            let bias = noise(n, 5);
+            let run = |x: &[f32], m: usize, pool: &rayon::ThreadPool| {
+                let mut out: Vec<f32> = bias.iter().copied().cycle().take(m * n).collect();
+                pool.install(|| forward_product(&mut out, x, &w, (m, k, n), true));
+                out
+            };
+            let whole = run(&x, rows, &pools[0]);
+            for pool in &pools {
+                for m in [1, 2, 3, 4, 7, 8, 15, 16, 31, 33, 64, 65, 130, 131] {
+                    for first in [0, rows - m] {
+                        let part = run(&x[first * k..(first + m) * k], m, pool);
+                        let expected = &whole[first * n..(first + m) * n];
+                        assert!(
+                            part.iter().zip(expected).all(|(a, b)| a.to_bits() == b.to_bits()),
+                            "k {k} n {n} m {m} first {first}: rows differ"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! `y = x / √(mean(x²) + ε) · w` for each row of `x [T, H]`, `w [H]`.
+//!
+//! With `r = 1/√(mean(x²) + ε)` and `g = dy ∘ w`: `dx = r·g − x · r³ · (g·x)/H`, `dw = Σ_t dy_t ∘ x_t · r_t`.
+
+use super::cpu::{buffer, for_each_row, host_values, values};
+use super::math::sum_lanes;
+use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use multiversion::multiversion;
+
+/// Root-mean-square normalisation, differentiable in both.
+///
+/// # Errors
+/// When shapes disagree.
+pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    if weight.dims() != [x.dim(1)?] {
+        bail!("rms_norm: x {:?}, weight {:?}", x.dims(), weight.dims());
+    }
+    x.contiguous()?.apply_op2(weight, RmsNorm { eps: eps as f32 })
+}
+
+struct RmsNorm {
+    eps: f32,
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
+fn normalise(x: &[f32], w: &[f32], eps: f32, out: &mut [f32]) {
+    let r = inverse_rms(x, eps);
+    for ((o, &x), &w) in out.iter_mut().zip(x).zip(w) {
+        *o = x * r * w;
+    }
+}
+
+#[inline(always)]
+fn inverse_rms(x: &[f32], eps: f32) -> f32 {
+    1.0 / (sum_lanes(x.len(), |i| x[i] * x[i]) / x.len() as f32 + eps).sqrt()
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
+fn backward_row(x: &[f32], w: &[f32], dy: &[f32], eps: f32, dx: &mut [f32], dw: Option<&mut [f32]>) {
+    let h = x.len();
+    let r = inverse_rms(x, eps);
+    let dot = sum_lanes(h, |i| dy[i] * w[i] * x[i]);
+    let along = r * r * r * dot / h as f32;
+    for i in 0..h {
+        dx[i] = r * dy[i] * w[i] - x[i] * along;
+    }
+    if let Some(dw) = dw {
+        for i in 0..h {
+            dw[i] += dy[i] * x[i] * r;
+        }
+    }
+}
+
+impl CustomOp2 for RmsNorm {
+    fn name(&self) -> &'static str {
+        "rms_norm"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        w: &CpuStorage,
+        w_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (x, w) = (values(x, x_layout)?, values(w, w_layout)?);
+        let h = w.len();
+        let mut out = buffer(x.len());
+        for_each_row(&mut out, h, h, |row, out| normalise(&x[row * h..(row + 1) * h], w, self.eps, out));
+        Ok((CpuStorage::F32(out), x_layout.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        w: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let (tokens, h) = x.dims2()?;
+        let grad = grad.contiguous()?;
+        let (xs, ws, dys) = (host_values(x)?, host_values(w)?, host_values(&grad)?);
+        let mut dx = buffer(tokens * h);
+        let mut dw = w.track_op().then(|| buffer(h));
+        for row in 0..tokens {
+            let at = row * h..(row + 1) * h;
+            backward_row(&xs[at.clone()], &ws, &dys[at.clone()], self.eps, &mut dx[at], dw.as_deref_mut());
+        }
+        let dw = dw.map(|dw| Tensor::from_vec(dw, h, w.device())).transpose()?;
+        Ok((Some(Tensor::from_vec(dx, (tokens, h), x.device())?), dw))
+    }
+}

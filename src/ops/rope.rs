@@ -1,0 +1,187 @@
+//! Rotary position embedding, half-split: with `x = [a, b]` and angle `θ` a pair, `[a cos θ − b sin θ, b cos θ + a sin θ]`.
+//!
+//! The backward of a rotation is the rotation by `−θ`. YaRN scales cosine and sine alike, so its factor
+//! is in the tables and passes through the backward too.
+
+use super::cpu::{buffer, host_values, values};
+use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use std::sync::Arc;
+
+/// Cosines and sines of every position, `[positions][D/2]` each.
+#[derive(Debug)]
+pub struct RopeTable {
+    half: usize,
+    cosines: Vec<f32>,
+    sines: Vec<f32>,
+}
+
+impl RopeTable {
+    /// The table of `positions` positions for the angular frequencies `frequencies` (`D/2`, radians a position),
+    /// both functions multiplied by `attention_factor` (1 for plain RoPE).
+    ///
+    /// Angles are rounded to f32 as the reference implementation does; their functions are taken in f64.
+    pub fn new(frequencies: &[f32], positions: usize, attention_factor: f64) -> Self {
+        let half = frequencies.len();
+        let mut table = Self { half, cosines: vec![], sines: vec![] };
+        for position in 0..positions {
+            for &frequency in frequencies {
+                let angle = (position as f32 * frequency) as f64;
+                table.cosines.push((angle.cos() * attention_factor) as f32);
+                table.sines.push((angle.sin() * attention_factor) as f32);
+            }
+        }
+        table
+    }
+
+    /// Positions held.
+    pub fn positions(&self) -> usize {
+        self.cosines.len() / self.half.max(1)
+    }
+
+    /// Rotates the heads of one row, `[heads][D]`, at `position`; by the negative angle when `back`.
+    #[inline(always)]
+    fn rotate(&self, position: usize, x: &[f32], out: &mut [f32], back: bool) {
+        let half = self.half;
+        let cosines = &self.cosines[position * half..(position + 1) * half];
+        let sines = &self.sines[position * half..(position + 1) * half];
+        for (x, out) in x.chunks_exact(2 * half).zip(out.chunks_exact_mut(2 * half)) {
+            let ((a, b), (out_a, out_b)) = (x.split_at(half), out.split_at_mut(half));
+            for i in 0..half {
+                let sine = if back { -sines[i] } else { sines[i] };
+                out_a[i] = a[i] * cosines[i] - b[i] * sine;
+                out_b[i] = b[i] * cosines[i] + a[i] * sine;
+            }
+        }
+    }
+}
+
+/// The rotation of a batch: the shared table and each row's position.
+#[derive(Debug, Clone)]
+pub struct Rotation {
+    pub table: Arc<RopeTable>,
+    pub positions: Arc<Vec<u32>>,
+}
+
+impl Rotation {
+    fn check(&self, rows: usize, head_dim: usize) -> Result<()> {
+        let end = self.positions.iter().max().map_or(0, |&p| p as usize + 1);
+        if self.positions.len() != rows || head_dim != 2 * self.table.half || end > self.table.positions() {
+            bail!(
+                "rope: {rows} rows of {} positions up to {end}, head size {head_dim}; the table holds {} positions of {}",
+                self.positions.len(),
+                self.table.positions(),
+                2 * self.table.half
+            );
+        }
+        Ok(())
+    }
+
+    fn rows(&self, x: &[f32], width: usize, stride: usize, out: &mut [f32], back: bool) {
+        for (row, &position) in self.positions.iter().enumerate() {
+            let at = row * stride..row * stride + width;
+            self.table.rotate(position as usize, &x[row * width..(row + 1) * width], &mut out[at], back);
+        }
+    }
+}
+
+/// Rotated queries: `x [T, N·D]` → `[T, N, D]`.
+///
+/// # Errors
+/// When shapes disagree or a position is beyond the table.
+pub fn rope(x: &Tensor, heads: usize, rotation: &Rotation) -> Result<Tensor> {
+    let (rows, width) = x.dims2()?;
+    let head_dim = width / heads;
+    rotation.check(rows, head_dim)?;
+    x.contiguous()?.apply_op1(RotateQueries { rotation: rotation.clone() })?.reshape((rows, heads, head_dim))
+}
+
+struct RotateQueries {
+    rotation: Rotation,
+}
+
+impl CustomOp1 for RotateQueries {
+    fn name(&self) -> &'static str {
+        "rope"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let width = layout.shape().dims()[1];
+        let x = values(x, layout)?;
+        let mut out = buffer(x.len());
+        self.rotation.rows(x, width, width, &mut out, false);
+        Ok((CpuStorage::F32(out), layout.shape().clone()))
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        let width = x.dim(1)?;
+        let grad = grad.contiguous()?;
+        let mut dx = buffer(x.elem_count());
+        self.rotation.rows(&host_values(&grad)?, width, width, &mut dx, true);
+        Ok(Some(Tensor::from_vec(dx, x.shape(), x.device())?))
+    }
+}
+
+/// Rotated keys beside values: `k [T, M·D]`, `v [T, M·D]` → `[T, 2, M, D]`, the form attention and its cache take.
+///
+/// # Errors
+/// When shapes disagree or a position is beyond the table.
+pub fn rope_keys_with_values(k: &Tensor, v: &Tensor, heads: usize, rotation: &Rotation) -> Result<Tensor> {
+    let (rows, width) = k.dims2()?;
+    rotation.check(rows, width / heads)?;
+    if k.dims() != v.dims() {
+        bail!("rope_keys_with_values: keys {:?}, values {:?}", k.dims(), v.dims());
+    }
+    let op = RotateKeys { rotation: rotation.clone() };
+    k.contiguous()?.apply_op2(&v.contiguous()?, op)?.reshape((rows, 2, heads, width / heads))
+}
+
+struct RotateKeys {
+    rotation: Rotation,
+}
+
+impl CustomOp2 for RotateKeys {
+    fn name(&self) -> &'static str {
+        "rope_keys_with_values"
+    }
+
+    fn cpu_fwd(
+        &self,
+        k: &CpuStorage,
+        k_layout: &Layout,
+        v: &CpuStorage,
+        v_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (rows, width) = k_layout.shape().dims2()?;
+        let mut out = buffer(2 * rows * width);
+        self.rotation.rows(values(k, k_layout)?, width, 2 * width, &mut out, false);
+        for (row, v) in out.chunks_exact_mut(2 * width).zip(values(v, v_layout)?.chunks_exact(width)) {
+            row[width..].copy_from_slice(v);
+        }
+        Ok((CpuStorage::F32(out), Shape::from((rows, 2 * width))))
+    }
+
+    fn bwd(
+        &self,
+        k: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let (rows, width) = k.dims2()?;
+        let grad = grad.contiguous()?;
+        let grad = host_values(&grad)?;
+        let (mut rotated, mut dv) = (buffer(rows * width), buffer(rows * width));
+        for (row, g) in grad.chunks_exact(2 * width).enumerate() {
+            let at = row * width..(row + 1) * width;
+            rotated[at.clone()].copy_from_slice(&g[..width]);
+            dv[at].copy_from_slice(&g[width..]);
+        }
+        let mut dk = buffer(rows * width);
+        self.rotation.rows(&rotated, width, width, &mut dk, true);
+        let device = k.device();
+        Ok((
+            Some(Tensor::from_vec(dk, (rows, width), device)?),
+            Some(Tensor::from_vec(dv, (rows, width), device)?),
+        ))
+    }
+}

@@ -1,0 +1,91 @@
+//! The router's choice: the `K` largest of a token's `E` logits, and a softmax over the chosen ones.
+//!
+//! `w_k = e^{z_{r_k}} / Σ_j e^{z_{r_j}}`; backward `dz_{r_k} = w_k (dw_k − Σ_j w_j dw_j)`, 0 for experts not chosen.
+
+use super::cpu::{buffer, host_values, values};
+use super::math::exp;
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use std::sync::Arc;
+
+/// The `K` experts of every token, `[T][K]`, largest logit first; ties go to the lowest index.
+///
+/// # Errors
+/// When `logits` is not a CPU f32 matrix with at least `top_k` columns.
+pub fn route(logits: &Tensor, top_k: usize) -> Result<Vec<u16>> {
+    let (tokens, experts) = logits.dims2()?;
+    if top_k > experts || experts > u16::MAX as usize {
+        bail!("route: {top_k} of {experts} experts");
+    }
+    let logits = host_values(logits)?;
+    let mut routes = Vec::with_capacity(tokens * top_k);
+    for row in logits.chunks_exact(experts) {
+        let first = routes.len();
+        for _ in 0..top_k {
+            let mut best: Option<usize> = None;
+            for (e, &z) in row.iter().enumerate() {
+                let taken = routes[first..].contains(&(e as u16));
+                if !taken && best.is_none_or(|b| z > row[b]) {
+                    best = Some(e);
+                }
+            }
+            routes.push(best.unwrap_or(0) as u16);
+        }
+    }
+    Ok(routes)
+}
+
+/// Weights of the chosen experts: `logits [T, E]`, `routes [T][K]` → `[T, K]`, differentiable in the logits.
+///
+/// # Errors
+/// When `routes` does not hold `top_k` experts below `E` a token.
+pub fn top_k_softmax(logits: &Tensor, routes: &Arc<Vec<u16>>, top_k: usize) -> Result<Tensor> {
+    let (tokens, experts) = logits.dims2()?;
+    if routes.len() != tokens * top_k || routes.iter().any(|&e| e as usize >= experts) {
+        bail!(
+            "top_k_softmax: {} routes for {tokens} tokens, {top_k} of {experts} experts each",
+            routes.len()
+        );
+    }
+    logits.contiguous()?.apply_op1(TopKSoftmax { routes: routes.clone(), top_k })
+}
+
+struct TopKSoftmax {
+    routes: Arc<Vec<u16>>,
+    top_k: usize,
+}
+
+impl CustomOp1 for TopKSoftmax {
+    fn name(&self) -> &'static str {
+        "top_k_softmax"
+    }
+
+    fn cpu_fwd(&self, logits: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let (tokens, experts) = layout.shape().dims2()?;
+        let logits = values(logits, layout)?;
+        let mut out = Vec::with_capacity(tokens * self.top_k);
+        for (row, routes) in logits.chunks_exact(experts).zip(self.routes.chunks_exact(self.top_k)) {
+            let highest = routes.iter().fold(f32::NEG_INFINITY, |m, &e| m.max(row[e as usize]));
+            let first = out.len();
+            out.extend(routes.iter().map(|&e| exp(row[e as usize] - highest)));
+            let total: f32 = out[first..].iter().sum();
+            out[first..].iter_mut().for_each(|w| *w /= total);
+        }
+        Ok((CpuStorage::F32(out), Shape::from((tokens, self.top_k))))
+    }
+
+    fn bwd(&self, logits: &Tensor, weights: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        let (tokens, experts) = logits.dims2()?;
+        let grad = grad.contiguous()?;
+        let (w, g) = (host_values(weights)?, host_values(&grad)?);
+        let mut dz = buffer(tokens * experts);
+        for (t, routes) in self.routes.chunks_exact(self.top_k).enumerate() {
+            let at = t * self.top_k..(t + 1) * self.top_k;
+            let (w, g) = (&w[at.clone()], &g[at]);
+            let mean: f32 = w.iter().zip(g).map(|(w, g)| w * g).sum();
+            for ((&e, w), g) in routes.iter().zip(w).zip(g) {
+                dz[t * experts + e as usize] += w * (g - mean);
+            }
+        }
+        Ok(Some(Tensor::from_vec(dz, (tokens, experts), logits.device())?))
+    }
+}

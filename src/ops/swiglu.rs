@@ -1,0 +1,78 @@
+//! GPT-OSS's gated unit on interleaved columns `x = [g0, u0, g1, u1, …]`, `[R, 2I]` → `[R, I]`:
+//!
+//! `g' = min(g, c)`, `u' = clamp(u, −c, c)`, `y = (u' + 1) · g' · σ(α g')` with `α = 1.702`.
+//!
+//! Backward: `dg = dy (u' + 1) (σ + α g' σ (1 − σ))` where `g ≤ c`, `du = dy g' σ` where `|u| ≤ c`, 0 beyond.
+
+use super::cpu::{buffer, for_each_row, host_values, values};
+use super::math::sigmoid;
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
+use multiversion::multiversion;
+
+const ALPHA: f32 = 1.702;
+
+/// The gated unit with clamp `limit`.
+///
+/// # Errors
+/// When `x` has not two dimensions.
+pub fn swiglu(x: &Tensor, limit: f64) -> Result<Tensor> {
+    x.contiguous()?.apply_op1(Swiglu { limit: limit as f32 })
+}
+
+struct Swiglu {
+    limit: f32,
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
+fn forward_row(x: &[f32], limit: f32, out: &mut [f32]) {
+    for (o, pair) in out.iter_mut().zip(x.chunks_exact(2)) {
+        let (gate, up) = (pair[0].min(limit), pair[1].clamp(-limit, limit));
+        *o = (up + 1.0) * (gate * sigmoid(ALPHA * gate));
+    }
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
+fn backward_row(x: &[f32], dy: &[f32], limit: f32, dx: &mut [f32]) {
+    for ((pair, &dy), dx) in x.chunks_exact(2).zip(dy).zip(dx.chunks_exact_mut(2)) {
+        let (gate, up) = (pair[0].min(limit), pair[1].clamp(-limit, limit));
+        let s = sigmoid(ALPHA * gate);
+        let dgate = dy * (up + 1.0) * (s + ALPHA * gate * s * (1.0 - s));
+        let dup = dy * gate * s;
+        dx[0] = if pair[0] <= limit { dgate } else { 0.0 };
+        dx[1] = if pair[1].abs() <= limit { dup } else { 0.0 };
+    }
+}
+
+impl CustomOp1 for Swiglu {
+    fn name(&self) -> &'static str {
+        "swiglu"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let (rows, width) = layout.shape().dims2()?;
+        let x = values(x, layout)?;
+        let half = width / 2;
+        let mut out = buffer(rows * half);
+        for_each_row(&mut out, half, 8 * half, |row, out| {
+            forward_row(&x[row * width..(row + 1) * width], self.limit, out);
+        });
+        Ok((CpuStorage::F32(out), Shape::from((rows, half))))
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        let (rows, width) = x.dims2()?;
+        let half = width / 2;
+        let grad = grad.contiguous()?;
+        let (xs, dy) = (host_values(x)?, host_values(&grad)?);
+        let mut dx = buffer(rows * width);
+        for_each_row(&mut dx, width, 8 * half, |row, dx| {
+            backward_row(
+                &xs[row * width..(row + 1) * width],
+                &dy[row * half..(row + 1) * half],
+                self.limit,
+                dx,
+            );
+        });
+        Ok(Some(Tensor::from_vec(dx, (rows, width), x.device())?))
+    }
+}

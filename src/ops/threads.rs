@@ -1,0 +1,101 @@
+//! Threads of a run: one wide pool for large work, or single-thread pools for many small works side by side.
+//!
+//! Results never depend on the choice: every op's bits are independent of the number of threads.
+
+use anyhow::{Context, Result, bail};
+use rayon::{ThreadPool, ThreadPoolBuilder};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// Stack of a pool's thread, bytes: candle walks and drops graphs recursively.
+const STACK_BYTES: usize = 64 << 20;
+
+/// The thread pools of one run.
+pub struct Threads {
+    wide: ThreadPool,
+    singles: Vec<ThreadPool>,
+}
+
+impl Threads {
+    /// Pools of `threads` threads; 0 means one a core.
+    ///
+    /// # Errors
+    /// When the system refuses threads.
+    pub fn new(threads: usize) -> Result<Self> {
+        let available = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = if threads == 0 { available } else { threads };
+        let pool = |n: usize| {
+            ThreadPoolBuilder::new()
+                .num_threads(n)
+                .stack_size(STACK_BYTES)
+                .build()
+                .context("starting threads; lower parallel.threads")
+        };
+        let singles = (0..threads).map(|_| pool(1)).collect::<Result<_>>()?;
+        Ok(Self { wide: pool(threads)?, singles })
+    }
+
+    /// Number of threads.
+    pub fn count(&self) -> usize {
+        self.singles.len()
+    }
+
+    /// Runs `f` with all threads at its ops' disposal.
+    pub fn wide<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
+        self.wide.install(f)
+    }
+
+    /// `f(worker)` once on every single-thread pool at the same time, in worker order.
+    pub fn each<R: Send>(&self, f: impl Fn(usize) -> R + Sync) -> Result<Vec<R>> {
+        std::thread::scope(|scope| {
+            let handles: Vec<_> = self
+                .singles
+                .iter()
+                .enumerate()
+                .map(|(worker, pool)| {
+                    scope.spawn({
+                        let f = &f;
+                        move || pool.install(|| f(worker))
+                    })
+                })
+                .collect();
+            let mut results = Vec::with_capacity(handles.len());
+            for handle in handles {
+                match handle.join() {
+                    Ok(result) => results.push(result),
+                    Err(panic) => std::panic::resume_unwind(panic),
+                }
+            }
+            Ok(results)
+        })
+    }
+
+    /// `f(index)` for every index below `count`, side by side, in index order. The first error ends it.
+    pub fn map<R: Send>(&self, count: usize, f: impl Fn(usize) -> Result<R> + Sync) -> Result<Vec<R>> {
+        let next = AtomicUsize::new(0);
+        let results: Vec<Mutex<Option<Result<R>>>> = (0..count).map(|_| Mutex::new(None)).collect();
+        self.each(|_| {
+            loop {
+                let index = next.fetch_add(1, Ordering::Relaxed);
+                let Some(place) = results.get(index) else { break };
+                let result = f(index);
+                if result.is_err() {
+                    next.store(count, Ordering::Relaxed);
+                }
+                *place.lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
+            }
+        })?;
+        let mut values = Vec::with_capacity(count);
+        let mut unfinished = 0;
+        for place in results {
+            match place.into_inner().unwrap_or_else(PoisonError::into_inner) {
+                Some(result) => values.push(result?),
+                None => unfinished += 1,
+            }
+        }
+        if unfinished > 0 {
+            bail!("{unfinished} of {count} parallel tasks did not run");
+        }
+        Ok(values)
+    }
+}

@@ -1,0 +1,44 @@
+//! `[interpreter]`: the Python tool.
+
+use super::limits::{above, from};
+use super::table::{choice, table};
+
+table! {
+    /// The Python tool, run in confined worker processes.
+    pub struct Interpreter {
+        /// Which interpreter runs the code.
+        pub kind: InterpreterKind = InterpreterKind::Embedded,
+        /// What a call remembers of the calls before it.
+        pub state: InterpreterState = InterpreterState::Call,
+        /// Running time that the interpreter allows a call, in seconds.
+        pub time_limit_s: f64 = 1.0 => above(0.0).to(86400.0),
+        /// Wall-clock time after which the worker is killed, in seconds: the backstop, so more than `time_limit_s`.
+        pub wall_clock_s: f64 = 3.0 => above(0.0).to(86400.0),
+        /// Memory of a worker, in MiB.
+        pub memory_mib: usize = 256 => from(16.0).to(1048576.0),
+        /// Longest output given back to the model, in characters; longer output is cut in the middle.
+        pub output_chars_max: usize = 1024 => from(64.0).to(1048576.0),
+        /// Worker processes; 0 means one a thread.
+        pub workers: usize = 0 => from(0.0).to(4096.0),
+        /// Run without the operating system's sandbox where it has none. Code from the model can then harm the machine.
+        pub dangerously_allow_unsandboxed: bool = false,
+    }
+}
+
+choice! {
+    /// The interpreters.
+    pub enum InterpreterKind {
+        /// The Python subset inside the binary: no files, no network, no processes.
+        Embedded = "embedded",
+    }
+}
+
+choice! {
+    /// How long an interpreter's state lives.
+    pub enum InterpreterState {
+        /// Each call starts afresh.
+        Call = "call",
+        /// The calls of a trajectory share their variables.
+        Trajectory = "trajectory",
+    }
+}

@@ -1,0 +1,58 @@
+//! The range of a number in a recipe.
+
+use std::fmt;
+use std::ops::Bound;
+
+/// An interval of allowed numbers: `from(0.0).to(1.0)`, `above(0.0)`, `from(0.0).below(1.0)`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Limits {
+    low: Bound<f64>,
+    high: Bound<f64>,
+}
+
+/// Numbers of at least `low`.
+pub(crate) const fn from(low: f64) -> Limits {
+    Limits { low: Bound::Included(low), high: Bound::Unbounded }
+}
+
+/// Numbers greater than `low`.
+pub(crate) const fn above(low: f64) -> Limits {
+    Limits { low: Bound::Excluded(low), high: Bound::Unbounded }
+}
+
+impl Limits {
+    /// ... and of at most `high`.
+    pub const fn to(self, high: f64) -> Limits {
+        Limits { high: Bound::Included(high), ..self }
+    }
+
+    /// ... and less than `high`.
+    pub const fn below(self, high: f64) -> Limits {
+        Limits { high: Bound::Excluded(high), ..self }
+    }
+
+    /// Whether `number` is allowed; NaN never is.
+    pub fn allow(&self, number: f64) -> bool {
+        use std::ops::RangeBounds;
+        (self.low, self.high).contains(&number)
+    }
+}
+
+impl fmt::Display for Limits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.low.map(shown), self.high.map(shown)) {
+            (Bound::Included(low), Bound::Included(high)) => write!(f, "{low} to {high}"),
+            (Bound::Included(low), Bound::Unbounded) => write!(f, "{low} or more"),
+            (Bound::Included(low), Bound::Excluded(high)) => write!(f, "{low} or more and below {high}"),
+            (Bound::Excluded(low), Bound::Included(high)) => write!(f, "above {low} and at most {high}"),
+            (Bound::Excluded(low), Bound::Excluded(high)) => write!(f, "above {low} and below {high}"),
+            (Bound::Excluded(low), Bound::Unbounded) => write!(f, "above {low}"),
+            (Bound::Unbounded, _) => write!(f, "any"),
+        }
+    }
+}
+
+/// Whole numbers without a point, small ones with an exponent.
+fn shown(number: f64) -> String {
+    if number.fract() == 0.0 { number.to_string() } else { format!("{number:?}") }
+}

@@ -1,0 +1,15 @@
+//! `[logging]`: what a run shows beside `metrics.jsonl`.
+
+use super::table::table;
+
+table! {
+    /// What a run shows beside `metrics.jsonl`.
+    pub struct Logging {
+        /// Write TensorBoard event files.
+        pub tensorboard: bool = true,
+        /// Trajectories of a step written to `trajectories/`.
+        pub trajectories_per_step: usize = 8,
+        /// Steps between lines on the console; 0 means none.
+        pub console_every_steps: u64 = 1,
+    }
+}

@@ -1,0 +1,103 @@
+//! What is wrong with a recipe, all at once, each mistake with its place and its remedy.
+
+use crate::error::BadInput;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+/// Where a value was written. Ordered as mistakes are shown.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Place {
+    /// In the recipe's text; no line for a key that is not there.
+    File { path: PathBuf, line: Option<usize> },
+    /// In the `--set` of this number.
+    Set(usize),
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Place::File { path, line: Some(line) } => write!(f, "{}:{line}", path.display()),
+            Place::File { path, line: None } => write!(f, "{}", path.display()),
+            Place::Set(_) => f.write_str("--set"),
+        }
+    }
+}
+
+/// One mistake.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Mistake {
+    pub place: Place,
+    /// The key's dotted path; empty for a mistake of syntax.
+    pub key: String,
+    /// What is wrong, and what to do.
+    pub what: String,
+}
+
+impl fmt::Display for Mistake {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: ", self.place)?;
+        if !self.key.is_empty() {
+            write!(f, "{}: ", self.key)?;
+        }
+        f.write_str(&self.what)
+    }
+}
+
+/// Everything that is wrong with a recipe; never empty as an error.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Mistakes(pub Vec<Mistake>);
+
+impl fmt::Display for Mistakes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0.as_slice() {
+            [only] => write!(f, "{only}"),
+            all => {
+                write!(f, "{} mistakes in the recipe:", all.len())?;
+                all.iter().try_for_each(|mistake| write!(f, "\n  {mistake}"))
+            }
+        }
+    }
+}
+
+impl From<Mistakes> for BadInput {
+    fn from(mistakes: Mistakes) -> BadInput {
+        BadInput(mistakes.to_string())
+    }
+}
+
+impl From<Mistakes> for anyhow::Error {
+    fn from(mistakes: Mistakes) -> anyhow::Error {
+        anyhow::Error::new(BadInput::from(mistakes))
+    }
+}
+
+/// Where each key was written.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Places {
+    file: PathBuf,
+    written: BTreeMap<String, Place>,
+}
+
+impl Places {
+    pub fn new(file: &Path) -> Places {
+        Places { file: file.to_owned(), written: BTreeMap::new() }
+    }
+
+    /// The place of `line` in the recipe's text.
+    pub fn line(&self, line: usize) -> Place {
+        Place::File { path: self.file.clone(), line: Some(line) }
+    }
+
+    /// Remembers where `key` was written last.
+    pub fn note(&mut self, key: &str, place: Place) {
+        self.written.insert(key.to_owned(), place);
+    }
+
+    /// Where `key` was written, or else the nearest table around it, or else the file.
+    pub fn of(&self, key: &str) -> Place {
+        let around = std::iter::successors(Some(key), |key| key.rsplit_once('.').map(|(table, _)| table));
+        let mut written = around.filter_map(|key| self.written.get(key));
+        written.next().cloned().unwrap_or(Place::File { path: self.file.clone(), line: None })
+    }
+}

@@ -1,0 +1,126 @@
+//! `[model]`: which model, and how one without weights is initialised.
+
+use super::limits::{Limits, above, from};
+use super::scalar::{Found, Scalar};
+use super::table::{choice, table};
+use std::path::PathBuf;
+
+table! {
+    /// The model and its tokenizer: a folder, or an architecture with random weights.
+    pub struct Model {
+        /// Folder of a model in Hugging Face form, a checkpoint folder or a run folder (its last checkpoint).
+        /// A folder with `config.json` but no weights gives random weights.
+        pub path: Option<PathBuf> = None,
+        /// Vocabulary of a model without `path`: `"embedded"` (272 tokens, bytes and Harmony) or the path of a
+        /// `tokenizer.json` or of its folder. Default `"embedded"`; refused beside `path`, whose folder has its own.
+        pub tokenizer: Option<Tokenizer> = None,
+        /// Type of the weights in the forward pass; `"bf16"` rounds them there, and the optimizer keeps f32 masters.
+        pub dtype: Dtype = Dtype::F32,
+        /// Shape of a model without `path`; refused beside it.
+        pub architecture: Option<Architecture> = None,
+        /// Random weights, for a model without any.
+        pub init: Init = Init::default(),
+    }
+}
+
+table! {
+    /// Shape of the model, under the names of `config.json`. Even layers have a sliding window, odd layers are full.
+    pub struct Architecture {
+        /// Width of the residual stream.
+        pub hidden_size: usize = 64 => from(1.0).to(65536.0),
+        /// Decoder layers.
+        pub num_hidden_layers: usize = 4 => from(1.0).to(1024.0),
+        /// Query heads of a layer.
+        pub num_attention_heads: usize = 4 => from(1.0).to(1024.0),
+        /// Key and value heads of a layer; divides `num_attention_heads`.
+        pub num_key_value_heads: usize = 2 => from(1.0).to(1024.0),
+        /// Width of a head; even.
+        pub head_dim: usize = 16 => from(2.0).to(1024.0),
+        /// Width of an expert.
+        pub intermediate_size: usize = 64 => from(1.0).to(1048576.0),
+        /// Experts of a layer.
+        pub num_local_experts: usize = 4 => from(1.0).to(65535.0),
+        /// Experts that a token uses.
+        pub num_experts_per_tok: usize = 2 => from(1.0).to(1024.0),
+        /// Keys that a query of a sliding layer sees, itself included.
+        pub sliding_window: usize = 16 => from(1.0).to(16777216.0),
+        /// Longest sequence, in tokens.
+        pub max_position_embeddings: usize = 160 => from(2.0).to(16777216.0),
+        /// Base of the rotary embedding.
+        pub rope_theta: f64 = 10_000.0 => above(1.0).to(1e12),
+        /// Added to the mean square in every RMSNorm.
+        pub rms_norm_eps: f64 = 1e-5 => from(1e-12).to(0.1),
+        /// Clamp of the expert's gate (above) and up (both sides).
+        pub swiglu_limit: f64 = 7.0 => above(0.0).to(1e6),
+        /// YaRN context extension; absent means plain rotary embedding.
+        pub yarn: Option<Yarn> = None,
+    }
+}
+
+table! {
+    /// YaRN scaling of the rotary embedding (Peng et al. 2023), as in GPT-OSS's `rope_scaling`.
+    pub struct Yarn {
+        /// Context extension factor.
+        pub factor: f64 = 32.0 => from(1.0).to(1e6),
+        /// Context length before the extension, in tokens.
+        pub original_max_position_embeddings: usize = 4096 => from(1.0).to(16777216.0),
+        /// Rotations above which a frequency is left as it is.
+        pub beta_fast: f64 = 32.0 => above(0.0).to(1e6),
+        /// Rotations below which a frequency is divided by `factor`.
+        pub beta_slow: f64 = 1.0 => above(0.0).to(1e6),
+        /// Whether the bounds of the ramp are rounded to whole dimensions.
+        pub truncate: bool = false,
+    }
+}
+
+table! {
+    /// Random weights: matrices d^-1/2 (output projections further divided by the square root of twice the layers), biases 0.
+    pub struct Init {
+        /// Standard deviation of the embedding.
+        pub embedding_std: f64 = 0.5 => above(0.0).to(100.0),
+        /// Factor on the output head's d^-1/2.
+        pub head_scale: f64 = 0.5 => above(0.0).to(100.0),
+        /// Value of every attention sink; at 4 they carry real mass, near 0 hardly any.
+        pub sink: f64 = 4.0 => from(-20.0).to(20.0),
+    }
+}
+
+choice! {
+    /// Numbers of weights and arithmetic.
+    pub enum Dtype {
+        /// 32-bit floating point.
+        F32 = "f32",
+        /// bfloat16.
+        Bf16 = "bf16",
+    }
+}
+
+/// Where a model without a folder gets its vocabulary from.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum Tokenizer {
+    /// The 272-token vocabulary inside the binary.
+    #[default]
+    Embedded,
+    /// A `tokenizer.json`, or a folder that holds one.
+    Path(PathBuf),
+}
+
+impl Scalar for Tokenizer {
+    fn kind(limits: Option<Limits>) -> String {
+        format!("\"embedded\" or {}", PathBuf::kind(limits))
+    }
+
+    fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
+        match String::parse(found, limits)?.as_str() {
+            "embedded" => Ok(Tokenizer::Embedded),
+            _ => PathBuf::parse(found, limits).map(Tokenizer::Path),
+        }
+    }
+
+    fn to_toml(&self) -> String {
+        match self {
+            Tokenizer::Embedded => "\"embedded\"".to_owned(),
+            Tokenizer::Path(path) => path.to_toml(),
+        }
+    }
+}

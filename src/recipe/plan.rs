@@ -1,0 +1,155 @@
+//! From text to plan: a recipe that was read and checked whole.
+
+use super::Recipe;
+use super::mistake::{Mistake, Mistakes, Place, Places};
+use super::model::{Architecture, Tokenizer};
+use super::reader::{Origin, Reader};
+use super::rules;
+use super::table::{Entry, Table};
+use std::path::Path;
+use toml::de::DeTable;
+
+/// A recipe that was resolved: every default filled in, every path absolute, nothing that contradicts itself.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    pub recipe: Recipe,
+    /// What is allowed but likely not meant, one line each, with its place.
+    pub warnings: Vec<String>,
+    places: Places,
+}
+
+/// Reads the recipe `text` of the file `path`, then each `--set key=value` over it, and checks the whole.
+///
+/// # Errors
+/// Every mistake at once: syntax, unknown key, wrong type, out of range, contradiction, missing file.
+pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistakes> {
+    let mut recipe = Recipe::default();
+    let known: Vec<String> = recipe.entries().iter().map(|entry| entry.path().to_owned()).collect();
+    let (mut places, mut mistakes, mut unsure) = (Places::new(path), Mistakes::default(), Vec::new());
+    let mut read = |origin: Origin, text: &str| {
+        let mut reader = Reader {
+            places: &mut places,
+            mistakes: &mut mistakes,
+            unsure: &mut unsure,
+            known: &known,
+            origin,
+            text,
+        };
+        read_text(&mut recipe, &mut reader);
+    };
+    let mut not_sets = Vec::new();
+    read(Origin::File, text);
+    for (index, set) in sets.iter().enumerate() {
+        match set_document(set) {
+            Some(text) => read(Origin::Set(index), &text),
+            None => {
+                let what = format!("{set:?} is not key=value; write it like --set train.steps=80");
+                not_sets.push(Mistake { place: Place::Set(index), key: String::new(), what });
+            }
+        }
+    }
+    mistakes.0.append(&mut not_sets);
+    if recipe.model.path.is_none() {
+        recipe.model.architecture.get_or_insert_with(Architecture::default);
+        recipe.model.tokenizer.get_or_insert(Tokenizer::Embedded);
+    }
+    let found = rules::check(&recipe, &places, &unsure);
+    mistakes.0.extend(found.mistakes);
+    if mistakes.0.is_empty() {
+        return Ok(Plan {
+            recipe,
+            warnings: found.warnings.iter().map(Mistake::to_string).collect(),
+            places,
+        });
+    }
+    mistakes.0.sort();
+    Err(mistakes)
+}
+
+/// Reads what can be read of a text; keys on a line with a mistake of syntax are left out of account.
+fn read_text(recipe: &mut Recipe, reader: &mut Reader) {
+    let text = reader.text;
+    let (document, errors) = DeTable::parse_recoverable(text);
+    if errors.is_empty() {
+        return reader.read_document(recipe, document.get_ref());
+    }
+    for error in errors {
+        let at = error.span().map_or(0, |span| span.start);
+        reader.refuse_syntax(at, format!("not TOML: {}", error.message()));
+    }
+    let broken: Vec<_> = reader.mistakes.0.iter().map(|mistake| mistake.place.clone()).collect();
+    let before = reader.mistakes.0.len();
+    reader.read_document(recipe, document.get_ref());
+    let read = reader.mistakes.0.split_off(before);
+    reader.mistakes.0.extend(read.into_iter().filter(|mistake| !broken.contains(&mistake.place)));
+}
+
+/// `key=value` as a TOML document, or `None` if it is not one; a value that is not TOML is a string without its quotes.
+fn set_document(set: &str) -> Option<String> {
+    let (key, value) = set.split_once('=')?;
+    if key.trim_start().starts_with(['[', '#']) || DeTable::parse(&format!("{key}=0")).is_err() {
+        return None;
+    }
+    let one_line = !value.contains(['\n', '\r']);
+    let toml = one_line && DeTable::parse(set).is_ok();
+    Some(if toml {
+        set.to_owned()
+    } else {
+        format!("{key}={}", toml::Value::String(value.trim().to_owned()))
+    })
+}
+
+impl Plan {
+    /// The recipe as TOML, every default written out; it resolves to the same recipe.
+    pub fn to_toml(&self) -> String {
+        self.recipe.to_toml()
+    }
+
+    /// A mistake at `key`, found later against the model, the data or the machine, with the place where `key` was written.
+    pub fn mistake(&self, key: &str, what: String) -> Mistake {
+        Mistake { place: self.places.of(key), key: key.to_owned(), what }
+    }
+}
+
+impl Recipe {
+    /// Every table and key in the order of their declaration, with this recipe's values.
+    pub fn entries(&self) -> Vec<Entry> {
+        let mut entries = Vec::new();
+        self.list_keys("", true, &mut entries);
+        entries
+    }
+
+    /// The recipe as TOML, every value written out.
+    pub fn to_toml(&self) -> String {
+        let mut text = String::new();
+        for entry in self.entries() {
+            match entry {
+                Entry::Table { path, present: true, .. } => {
+                    let gap = if text.is_empty() { "" } else { "\n" };
+                    text.push_str(&format!("{gap}[{path}]\n"));
+                }
+                Entry::Key { path, value: Some(value), .. } => {
+                    let key = path.rsplit('.').next().unwrap_or(&path);
+                    text.push_str(&format!("{key} = {value}\n"));
+                }
+                Entry::Table { present: false, .. } | Entry::Key { value: None, .. } => {}
+            }
+        }
+        text
+    }
+}
+
+/// The keys that differ between a run and what it is asked to go on with, but for those that may:
+/// `train.steps`, evaluation, logging, parallelism and checkpoints.
+pub fn resume_differences(old: &Plan, new: &Plan) -> Vec<String> {
+    let may_differ = |key: &str| {
+        key == "train.steps"
+            || ["eval.", "logging.", "parallel.", "checkpoint."].iter().any(|table| key.starts_with(table))
+    };
+    let pairs = old.recipe.entries().into_iter().zip(new.recipe.entries());
+    pairs
+        .filter(|(old, new)| matches!(old, Entry::Key { .. }) && old != new)
+        .map(|(old, _)| old.path().to_owned())
+        .filter(|key| !may_differ(key))
+        .collect()
+}

@@ -1,0 +1,165 @@
+//! One pass over the parsed text into the tables, keeping places and collecting mistakes.
+
+use super::mistake::{Mistake, Mistakes, Place, Places};
+use super::table::{Table, join};
+use std::ops::Range;
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+/// A key that was written: its path, the span of its name and its value.
+pub(crate) struct Written<'a> {
+    pub path: String,
+    pub name: Range<usize>,
+    pub value: &'a Spanned<DeValue<'a>>,
+}
+
+/// What a text is: the recipe's own, or one `--set`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Origin {
+    File,
+    Set(usize),
+}
+
+/// Reads texts into a recipe, one after the other.
+pub(crate) struct Reader<'a> {
+    pub places: &'a mut Places,
+    pub mistakes: &'a mut Mistakes,
+    /// Keys whose value cannot be relied on: mistaken, or what an unknown key was meant to be.
+    pub unsure: &'a mut Vec<String>,
+    /// Every known path.
+    pub known: &'a [String],
+    pub origin: Origin,
+    pub text: &'a str,
+}
+
+impl Reader<'_> {
+    /// Reads the keys of a document into `recipe`.
+    pub fn read_document(&mut self, recipe: &mut impl Table, document: &DeTable) {
+        self.read_keys(recipe, "", document);
+    }
+
+    /// Reads a sub-table.
+    pub fn read_table(&mut self, table: &mut impl Table, written: &Written) {
+        match written.value.get_ref() {
+            DeValue::Table(keys) => {
+                self.accept(written);
+                self.read_keys(table, &written.path, keys);
+            }
+            _ => {
+                let what = format!(
+                    "found a value where a table belongs; write [{}] and its keys below",
+                    written.path
+                );
+                self.refuse(written, what);
+            }
+        }
+    }
+
+    fn read_keys(&mut self, table: &mut impl Table, path: &str, keys: &DeTable) {
+        for (name, value) in keys {
+            let written = Written { path: join(path, &shown(name.get_ref())), name: name.span(), value };
+            if !table.read_key(name.get_ref(), &written, self) {
+                self.refuse_unknown(path, name.get_ref(), &written);
+            }
+        }
+    }
+
+    /// Remembers where a key was written.
+    pub fn accept(&mut self, written: &Written) {
+        let place = self.place(written.name.start);
+        self.places.note(&written.path, place);
+    }
+
+    /// Notes a mistake at a key.
+    pub fn refuse(&mut self, written: &Written, what: String) {
+        let place = self.place(written.name.start);
+        self.places.note(&written.path, place.clone());
+        self.unsure.push(written.path.clone());
+        self.mistakes.0.push(Mistake { place, key: written.path.clone(), what });
+    }
+
+    /// Notes a mistake of syntax at a byte of the text.
+    pub fn refuse_syntax(&mut self, at: usize, what: String) {
+        let place = self.place(at);
+        self.mistakes.0.push(Mistake { place, key: String::new(), what });
+    }
+
+    fn refuse_unknown(&mut self, table: &str, name: &str, written: &Written) {
+        let what = match self.suggest(table, name) {
+            Some(known) => {
+                self.unsure.push(known.clone());
+                format!("unknown key; did you mean {known}?")
+            }
+            None => {
+                let inside = self.known.iter().filter_map(|key| match table {
+                    "" => Some(key.as_str()),
+                    table => key.strip_prefix(table)?.strip_prefix('.'),
+                });
+                let keys: Vec<&str> = inside.filter(|key| !key.contains('.')).collect();
+                let holder = if table.is_empty() { "a recipe".to_owned() } else { format!("[{table}]") };
+                format!("unknown key; {holder} has {}", keys.join(", "))
+            }
+        };
+        self.refuse(written, what);
+    }
+
+    /// The known path that an unknown one was most likely meant to be: a slip of the pen in the same table,
+    /// then the same name in another table, best one below, then a slip of the pen anywhere.
+    fn suggest(&self, table: &str, name: &str) -> Option<String> {
+        let path = join(table, name);
+        if self.known.contains(&path) {
+            // A dotted path inside quotes.
+            return Some(path);
+        }
+        let siblings = self.known.iter().map(|path| split(path)).filter(|(around, _)| *around == table);
+        if let Some(sibling) = closest(name, siblings.map(|(_, name)| name)) {
+            return Some(join(table, sibling));
+        }
+        let namesakes = || self.known.iter().filter(|path| split(path).1 == name);
+        let below = namesakes().find(|path| path.starts_with(&join(table, "")));
+        if let Some(namesake) = below.or_else(|| namesakes().next()) {
+            return Some(namesake.clone());
+        }
+        let others = self.known.iter().filter(|path| path.as_str() != table);
+        closest(&path, others.map(String::as_str)).map(str::to_owned)
+    }
+
+    /// For `--set`: the text of a value, which may be a string without quotes.
+    pub fn unquoted(&self, span: Range<usize>) -> Option<&str> {
+        match self.origin {
+            Origin::File => None,
+            Origin::Set(_) => self.text.get(span),
+        }
+    }
+
+    fn place(&self, at: usize) -> Place {
+        match self.origin {
+            Origin::Set(index) => Place::Set(index),
+            Origin::File => {
+                let before = self.text.as_bytes().iter().take(at);
+                self.places.line(1 + before.filter(|&&byte| byte == b'\n').count())
+            }
+        }
+    }
+}
+
+/// A name as TOML writes it: in quotes unless it is bare. No control character gets through.
+fn shown(name: &str) -> String {
+    let bare = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
+    if !name.is_empty() && name.chars().all(bare) { name.to_owned() } else { format!("{name:?}") }
+}
+
+/// A path's table and name.
+fn split(path: &str) -> (&str, &str) {
+    path.rsplit_once('.').unwrap_or(("", path))
+}
+
+/// The nearest of `known`, if it is near enough to be what was meant.
+pub(crate) fn closest<'k>(written: &str, known: impl Iterator<Item = &'k str>) -> Option<&'k str> {
+    let slips_max = (written.chars().count() / 3).max(1);
+    known
+        .map(|known| (strsim::damerau_levenshtein(written, known), known))
+        .filter(|(slips, _)| *slips <= slips_max)
+        .min()
+        .map(|(_, known)| known)
+}

@@ -1,0 +1,351 @@
+//! What one key alone cannot tell: contradictions, files that are not there, and what is likely not meant.
+
+use super::mistake::{Mistake, Places};
+use super::{Advantage, Architecture, Optimizer, Recipe, Tokenizer};
+use std::path::Path;
+
+/// What the rules found.
+#[derive(Default)]
+pub(crate) struct Findings {
+    pub mistakes: Vec<Mistake>,
+    pub warnings: Vec<Mistake>,
+}
+
+/// Checks `recipe` whole. A rule that rests on an `unsure` key is left out, so that one slip is one mistake.
+pub(crate) fn check(recipe: &Recipe, places: &Places, unsure: &[String]) -> Findings {
+    let mut rules = Rules { recipe, places, unsure, findings: Findings::default() };
+    rules.model();
+    rules.harmony();
+    rules.task();
+    rules.interpreter();
+    rules.rollout();
+    rules.cold_start();
+    rules.train();
+    rules.policy();
+    rules.eval();
+    rules.parallel();
+    rules.findings
+}
+
+struct Rules<'a> {
+    recipe: &'a Recipe,
+    places: &'a Places,
+    unsure: &'a [String],
+    findings: Findings,
+}
+
+impl Rules<'_> {
+    /// A mistake at the first of `keys`, on all of which the rule rests.
+    fn refuse(&mut self, keys: &[&str], what: impl Into<String>) {
+        if let Some(mistake) = self.finding(keys, what.into()) {
+            self.findings.mistakes.push(mistake);
+        }
+    }
+
+    /// The same, for what is allowed.
+    fn warn(&mut self, keys: &[&str], what: impl Into<String>) {
+        if let Some(warning) = self.finding(keys, what.into()) {
+            self.findings.warnings.push(warning);
+        }
+    }
+
+    fn finding(&self, keys: &[&str], what: String) -> Option<Mistake> {
+        let inside = |key: &str, table: &str| {
+            key.strip_prefix(table).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+        };
+        let sure = |key: &&str| !self.unsure.iter().any(|unsure| inside(key, unsure));
+        let key = keys.first()?;
+        keys.iter().all(sure).then(|| Mistake { place: self.places.of(key), key: (*key).to_owned(), what })
+    }
+
+    fn model(&mut self) {
+        let model = &self.recipe.model;
+        let Some(path) = &model.path else {
+            if let Some(architecture) = &model.architecture {
+                self.architecture(architecture);
+            }
+            if let Some(Tokenizer::Path(path)) = &model.tokenizer
+                && !path.exists()
+            {
+                self.refuse(
+                    &["model.tokenizer"],
+                    format!(
+                        "nothing at {}; name a tokenizer.json or its folder, or write \"embedded\"",
+                        path.display()
+                    ),
+                );
+            }
+            return;
+        };
+        if model.architecture.is_some() {
+            self.refuse(
+                &["model.architecture", "model.path"],
+                "the folder of model.path says the architecture in its config.json; remove one of the two",
+            );
+        }
+        if model.tokenizer.is_some() {
+            self.refuse(
+                &["model.tokenizer", "model.path"],
+                "the folder of model.path has its own tokenizer; remove one of the two",
+            );
+        }
+        if !path.is_dir() {
+            let what = format!(
+                "no folder at {}; pass --set model.path=FOLDER, a folder with config.json, tokenizer.json and, unless the \
+                 weights are to be random, *.safetensors",
+                path.display()
+            );
+            self.refuse(&["model.path"], what);
+        }
+    }
+
+    fn architecture(&mut self, architecture: &Architecture) {
+        let a = architecture;
+        if !a.num_attention_heads.is_multiple_of(a.num_key_value_heads) {
+            self.refuse(
+                &["model.architecture.num_key_value_heads", "model.architecture.num_attention_heads"],
+                format!(
+                    "{} does not divide the {} query heads; give a divisor",
+                    a.num_key_value_heads, a.num_attention_heads
+                ),
+            );
+        }
+        if !a.head_dim.is_multiple_of(2) {
+            self.refuse(
+                &["model.architecture.head_dim"],
+                format!("{} is odd, and the rotary embedding turns pairs; give an even number", a.head_dim),
+            );
+        }
+        if a.num_experts_per_tok > a.num_local_experts {
+            self.refuse(
+                &["model.architecture.num_experts_per_tok", "model.architecture.num_local_experts"],
+                format!("a layer has only {} experts; give at most that many", a.num_local_experts),
+            );
+        }
+        if let Some(yarn) = &a.yarn
+            && yarn.beta_fast <= yarn.beta_slow
+        {
+            self.refuse(
+                &["model.architecture.yarn.beta_fast", "model.architecture.yarn.beta_slow"],
+                format!(
+                    "{} must be above beta_slow, {}; GPT-OSS has 32 and 1",
+                    yarn.beta_fast, yarn.beta_slow
+                ),
+            );
+        }
+        let response = self.recipe.rollout.response_tokens_max;
+        if response >= a.max_position_embeddings {
+            self.refuse(
+                &["rollout.response_tokens_max", "model.architecture.max_position_embeddings"],
+                format!(
+                    "{response} leaves no room for a prompt in a context of {} tokens; lower it, or raise \
+                     model.architecture.max_position_embeddings",
+                    a.max_position_embeddings
+                ),
+            );
+        }
+    }
+
+    fn harmony(&mut self) {
+        let harmony = &self.recipe.harmony;
+        if !is_date(&harmony.knowledge_cutoff, 2) {
+            let what = format!(
+                "{:?} is not a month; write it as YYYY-MM, such as \"2024-06\"",
+                harmony.knowledge_cutoff
+            );
+            self.refuse(&["harmony.knowledge_cutoff"], what);
+        }
+        if let Some(date) = &harmony.current_date
+            && !is_date(date, 3)
+        {
+            let what = format!("{date:?} is not a date; write it as YYYY-MM-DD, such as \"2025-06-28\"");
+            self.refuse(&["harmony.current_date"], what);
+        }
+    }
+
+    fn task(&mut self) {
+        let task = &self.recipe.task;
+        let files = [
+            ("task.train_file", &task.train_file, "task.train_rows_max", task.train_rows_max),
+            (
+                "task.validation_file",
+                &task.validation_file,
+                "task.validation_rows_max",
+                task.validation_rows_max,
+            ),
+        ];
+        for (key, file, rows_key, rows) in files {
+            match (task.name.reads_files(), file) {
+                (true, None) => self.refuse(
+                    &[key, "task.name"],
+                    format!("missing, and the task {} reads its problems from it; name the file", task.name),
+                ),
+                (true, Some(file)) => self.file(key, file),
+                (false, Some(_)) => self.refuse(
+                    &[key, "task.name"],
+                    format!("the task {} makes its own problems; remove the key", task.name),
+                ),
+                (false, None) => {}
+            }
+            if !task.name.reads_files() && rows.is_some() {
+                self.refuse(
+                    &[rows_key, "task.name"],
+                    format!("the task {} reads no rows; remove the key", task.name),
+                );
+            }
+        }
+    }
+
+    /// A file that must be there.
+    fn file(&mut self, key: &str, file: &Path) {
+        if !file.is_file() {
+            let remedy = match key {
+                "task.train_file" | "task.validation_file" => {
+                    "fetch the data with scripts/fetch_data.sh, or name another file"
+                }
+                _ => "name a file that is there",
+            };
+            self.refuse(&[key], format!("no file at {}; {remedy}", file.display()));
+        }
+    }
+
+    fn interpreter(&mut self) {
+        let interpreter = &self.recipe.interpreter;
+        if interpreter.wall_clock_s <= interpreter.time_limit_s {
+            self.refuse(
+                &["interpreter.wall_clock_s", "interpreter.time_limit_s"],
+                format!(
+                    "{} must be above interpreter.time_limit_s, {}: the kill is the backstop of the interpreter's own limit; raise it",
+                    interpreter.wall_clock_s, interpreter.time_limit_s
+                ),
+            );
+        }
+        if interpreter.dangerously_allow_unsandboxed {
+            self.warn(
+                &["interpreter.dangerously_allow_unsandboxed"],
+                "where the system has no sandbox, code from the model runs without one",
+            );
+        }
+    }
+
+    fn rollout(&mut self) {
+        let rollout = &self.recipe.rollout;
+        let truncations = [
+            ("rollout.top_p", rollout.top_p != 1.0, "1"),
+            ("rollout.top_k", rollout.top_k != 0, "0"),
+            ("rollout.min_p", rollout.min_p != 0.0, "0"),
+        ];
+        for (key, on, off) in truncations {
+            if on {
+                self.refuse(
+                    &[key],
+                    format!(
+                        "sampling for training may not leave tokens out: after one update the kept set moves, and importance \
+                         ratios become 0 or infinite; write {off}, and use the same key of [eval] for evaluation"
+                    ),
+                );
+            }
+        }
+        let advantage = self.recipe.policy.advantage;
+        if rollout.samples_per_prompt == 1 && matches!(advantage, Advantage::Grpo | Advantage::Rloo) {
+            self.warn(
+                &["rollout.samples_per_prompt", "policy.advantage"],
+                format!("a group of one keeps its raw reward as advantage under {advantage}; give 2 or more for a baseline"),
+            );
+        }
+    }
+
+    fn cold_start(&mut self) {
+        let cold_start = &self.recipe.cold_start;
+        let files = [
+            ("cold_start.train_file", &cold_start.train_file),
+            ("cold_start.validation_file", &cold_start.validation_file),
+        ];
+        for (key, file) in files {
+            if let Some(file) = file {
+                self.file(key, file);
+            }
+        }
+        self.optimizer("cold_start.optimizer", &cold_start.optimizer, "cold_start.steps", cold_start.steps);
+    }
+
+    fn train(&mut self) {
+        let train = &self.recipe.train;
+        self.optimizer("train.optimizer", &train.optimizer, "train.steps", train.steps);
+        if train.freeze.iter().any(String::is_empty) {
+            self.refuse(
+                &["train.freeze"],
+                "an empty pattern matches no parameter; remove it, or write one such as \"*.self_attn.*\"",
+            );
+        }
+    }
+
+    fn optimizer(&mut self, table: &str, optimizer: &Optimizer, steps_key: &str, steps: u64) {
+        let warmup = optimizer.warmup_steps;
+        if steps > 0 && warmup >= steps {
+            self.warn(
+                &[&format!("{table}.warmup_steps"), steps_key],
+                format!("the warm-up of {warmup} steps does not end within the {steps} of {steps_key}"),
+            );
+        }
+    }
+
+    fn policy(&mut self) {
+        let dual_clip = self.recipe.policy.dual_clip;
+        if dual_clip != 0.0 && dual_clip <= 1.0 {
+            self.refuse(
+                &["policy.dual_clip"],
+                format!("{dual_clip} would bound the ratio where it is not yet off policy; give more than 1, or 0 for none"),
+            );
+        }
+        if self.recipe.arms.no_train_sinks {
+            self.warn(
+                &["arms.no_train_sinks"],
+                "a failure is switched on: training leaves out the sinks that sampling has",
+            );
+        }
+    }
+
+    fn eval(&mut self) {
+        let eval = &self.recipe.eval;
+        for (i, &k) in eval.pass_at.iter().enumerate() {
+            if k > eval.samples {
+                self.refuse(
+                    &["eval.pass_at", "eval.samples"],
+                    format!(
+                        "pass@{k} needs at least {k} samples, and eval.samples is {}; raise it",
+                        eval.samples
+                    ),
+                );
+            }
+            if eval.pass_at[..i].contains(&k) {
+                self.refuse(&["eval.pass_at"], format!("{k} is there twice; remove one"));
+            }
+        }
+        if eval.temperature == 0.0 && eval.samples > 1 {
+            self.refuse(
+                &["eval.samples", "eval.temperature"],
+                format!("at temperature 0 all {} samples of a problem are the same; write 1, or raise eval.temperature", eval.samples),
+            );
+        }
+    }
+
+    fn parallel(&mut self) {
+        let sequence = self.recipe.parallel.sequence;
+        if sequence != 1 {
+            self.refuse(
+                &["parallel.sequence"],
+                format!(
+                    "{sequence} needs the multi-process build, and this one runs a single process; write 1"
+                ),
+            );
+        }
+    }
+}
+
+/// Whether `text` is the first `parts` of YYYY-MM-DD, and a date that exists.
+fn is_date(text: &str, parts: usize) -> bool {
+    let day = if parts == 2 { format!("{text}-01") } else { text.to_owned() };
+    let date: Option<toml::value::Datetime> = day.parse().ok();
+    date.is_some_and(|date| date.date.is_some() && date.time.is_none())
+}

@@ -1,0 +1,264 @@
+//! Values of one key: how each type is read, refused, written and described.
+
+use super::limits::{Limits, from};
+use super::reader::{Reader, Written, closest};
+use super::table::{Entry, Field, Note};
+use std::path::PathBuf;
+use toml::Value;
+use toml::de::DeValue;
+
+/// A value as written: parsed, and for `--set` also its text, which may stand for a string without quotes.
+pub(crate) struct Found<'a> {
+    pub value: &'a DeValue<'a>,
+    pub unquoted: Option<&'a str>,
+}
+
+/// A type that one key can hold.
+pub(crate) trait Scalar: Sized {
+    /// The type and range in words, to follow "give ".
+    fn kind(limits: Option<Limits>) -> String;
+
+    /// Reads a value.
+    ///
+    /// # Errors
+    /// What is wrong and what to write instead.
+    fn parse(value: &Found, limits: Option<Limits>) -> Result<Self, String>;
+
+    /// The value as TOML; reading it gives the same value.
+    fn to_toml(&self) -> String;
+
+    /// The words that the key may take, each with its meaning.
+    fn meanings() -> Vec<(&'static str, &'static str)> {
+        Vec::new()
+    }
+}
+
+impl<T: Scalar> Field for T {
+    fn read(&mut self, limits: Option<Limits>, written: &Written, reader: &mut Reader) {
+        let found = Found { value: written.value.get_ref(), unquoted: reader.unquoted(written.value.span()) };
+        match T::parse(&found, limits) {
+            Ok(value) => {
+                *self = value;
+                reader.accept(written);
+            }
+            Err(what) => reader.refuse(written, what),
+        }
+    }
+
+    fn list(&self, path: String, note: Note, entries: &mut Vec<Entry>) {
+        entries.push(Entry::Key {
+            path,
+            doc: note.doc.trim(),
+            kind: T::kind(note.limits),
+            value: note.present.then(|| self.to_toml()),
+            meanings: T::meanings(),
+        });
+    }
+}
+
+impl Scalar for bool {
+    fn kind(_limits: Option<Limits>) -> String {
+        "true or false".to_owned()
+    }
+
+    fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
+        found.value.as_bool().ok_or_else(|| wrong_type::<Self>(found, limits))
+    }
+
+    fn to_toml(&self) -> String {
+        self.to_string()
+    }
+}
+
+impl Scalar for u64 {
+    fn kind(limits: Option<Limits>) -> String {
+        format!("an integer, {}", limits.unwrap_or(from(0.0)))
+    }
+
+    fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
+        let integer = found.value.as_integer().ok_or_else(|| wrong_type::<Self>(found, limits))?;
+        // TOML integers have a sign, and the resolved recipe must read back.
+        let signed = i64::from_str_radix(integer.as_str(), integer.radix()).map_err(|_| {
+            format!("{integer} does not fit 64 bits with a sign; give {}", Self::kind(limits))
+        })?;
+        u64::try_from(signed)
+            .ok()
+            .filter(|&number| limits.is_none_or(|limits| limits.allow(number as f64)))
+            .ok_or_else(|| out_of_range::<Self>(integer, limits))
+    }
+
+    fn to_toml(&self) -> String {
+        self.to_string()
+    }
+}
+
+impl Scalar for usize {
+    fn kind(limits: Option<Limits>) -> String {
+        u64::kind(limits)
+    }
+
+    fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
+        let integer = u64::parse(found, limits)?;
+        usize::try_from(integer).map_err(|_| out_of_range::<Self>(&integer, limits))
+    }
+
+    fn to_toml(&self) -> String {
+        self.to_string()
+    }
+}
+
+impl Scalar for f64 {
+    fn kind(limits: Option<Limits>) -> String {
+        match limits {
+            Some(limits) => format!("a number, {limits}"),
+            None => "a number".to_owned(),
+        }
+    }
+
+    fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
+        let number: f64 = match found.value {
+            DeValue::Float(number) => number.as_str().parse().ok(),
+            DeValue::Integer(integer) => {
+                i64::from_str_radix(integer.as_str(), integer.radix()).ok().map(|integer| integer as f64)
+            }
+            _ => None,
+        }
+        .ok_or_else(|| wrong_type::<Self>(found, limits))?;
+        let allowed = number.is_finite() && limits.is_none_or(|limits| limits.allow(number));
+        if allowed { Ok(number) } else { Err(out_of_range::<Self>(&number, limits)) }
+    }
+
+    fn to_toml(&self) -> String {
+        // `Debug` always has a point or an exponent, as TOML wants; limits keep out what is not finite.
+        format!("{self:?}")
+    }
+}
+
+impl Scalar for String {
+    fn kind(_limits: Option<Limits>) -> String {
+        "a string".to_owned()
+    }
+
+    fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
+        match (found.value, found.unquoted) {
+            (DeValue::String(text), _) => Ok(text.to_string()),
+            (_, Some(text)) => Ok(text.to_owned()),
+            (value, None) => Err(match show(value) {
+                Shown::Plain(text) => format!("found {text} without quotes; write \"{text}\""),
+                Shown::Other(_) => wrong_type::<Self>(found, limits),
+            }),
+        }
+    }
+
+    fn to_toml(&self) -> String {
+        Value::String(self.clone()).to_string()
+    }
+}
+
+impl Scalar for PathBuf {
+    fn kind(_limits: Option<Limits>) -> String {
+        "a path".to_owned()
+    }
+
+    fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
+        let text = String::parse(found, limits)?;
+        if text.is_empty() {
+            return Err("the path is empty; name a file or folder, or leave the key out".to_owned());
+        }
+        absolute(&text)
+    }
+
+    fn to_toml(&self) -> String {
+        // A path in a recipe is UTF-8: `absolute` refuses any other.
+        Value::String(self.to_string_lossy().into_owned()).to_string()
+    }
+}
+
+/// The path counted from the working directory.
+fn absolute(text: &str) -> Result<PathBuf, String> {
+    let path = std::path::absolute(text)
+        .map_err(|e| format!("cannot make the path {text:?} absolute: {e}; give an absolute path"))?;
+    match path.to_str() {
+        Some(_) => Ok(path),
+        None => {
+            Err("the working directory's name is not valid UTF-8; run from a folder whose name is".to_owned())
+        }
+    }
+}
+
+impl<T: Scalar> Scalar for Vec<T> {
+    fn kind(limits: Option<Limits>) -> String {
+        format!("an array, each element {}", T::kind(limits))
+    }
+
+    fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
+        let elements = found.value.as_array().ok_or_else(|| wrong_type::<Self>(found, limits))?;
+        let read = |element: &DeValue| T::parse(&Found { value: element, unquoted: None }, limits);
+        elements
+            .iter()
+            .enumerate()
+            .map(|(i, element)| read(element.get_ref()).map_err(|what| format!("element {}: {what}", i + 1)))
+            .collect()
+    }
+
+    fn to_toml(&self) -> String {
+        let elements: Vec<String> = self.iter().map(Scalar::to_toml).collect();
+        format!("[{}]", elements.join(", "))
+    }
+}
+
+/// The index of the word written, among `words`.
+pub(crate) fn word(found: &Found, words: &[&str]) -> Result<usize, String> {
+    let give = alternatives(words);
+    let text = match (found.value, found.unquoted) {
+        (DeValue::String(text), _) => text.as_ref(),
+        (_, Some(text)) => text,
+        (value, None) => return Err(format!("found {}; give {give}", show(value))),
+    };
+    words.iter().position(|word| *word == text).ok_or_else(|| match closest(text, words.iter().copied()) {
+        Some(word) => format!("no such value {text:?}, did you mean \"{word}\"? Give {give}"),
+        None => format!("no such value {text:?}; give {give}"),
+    })
+}
+
+/// `"a", "b" or "c"`.
+pub(crate) fn alternatives(words: &[&str]) -> String {
+    let quoted: Vec<String> = words.iter().map(|word| format!("\"{word}\"")).collect();
+    match quoted.split_last() {
+        Some((last, rest)) if !rest.is_empty() => format!("{} or {last}", rest.join(", ")),
+        _ => quoted.concat(),
+    }
+}
+
+fn wrong_type<T: Scalar>(found: &Found, limits: Option<Limits>) -> String {
+    format!("found {}; give {}", show(found.value), T::kind(limits))
+}
+
+fn out_of_range<T: Scalar>(number: &dyn std::fmt::Display, limits: Option<Limits>) -> String {
+    format!("{number} is out of range; give {}", T::kind(limits))
+}
+
+/// A value in a message: a plain one as written, another by its type.
+enum Shown {
+    Plain(String),
+    Other(String),
+}
+
+fn show(value: &DeValue) -> Shown {
+    match value {
+        DeValue::Integer(integer) => Shown::Plain(integer.to_string()),
+        DeValue::Float(number) => Shown::Plain(number.to_string()),
+        DeValue::Boolean(flag) => Shown::Plain(flag.to_string()),
+        DeValue::Datetime(date) => Shown::Plain(date.to_string()),
+        DeValue::String(text) => Shown::Other(format!("the string {text:?}")),
+        DeValue::Array(_) => Shown::Other("an array".to_owned()),
+        DeValue::Table(_) => Shown::Other("a table".to_owned()),
+    }
+}
+
+impl std::fmt::Display for Shown {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (Shown::Plain(text) | Shown::Other(text)) = self;
+        f.write_str(text)
+    }
+}

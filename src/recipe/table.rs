@@ -1,0 +1,211 @@
+//! One declaration a table: the struct, its defaults, its known keys, their ranges and their documentation.
+
+use super::limits::Limits;
+use super::reader::{Reader, Written};
+
+/// Declares a recipe table once.
+///
+/// `key: Type = default => limits,` gives a public field, its default and, when `=> limits` is there, its range.
+/// Sub-tables come after the other keys, as TOML wants them.
+macro_rules! table {
+    ($(#[doc = $doc:literal])* pub struct $name:ident {
+        $($(#[doc = $key_doc:literal])* pub $key:ident: $type:ty = $default:expr $(=> $limits:expr)?,)*
+    }) => {
+        $(#[doc = $doc])*
+        #[derive(Debug, Clone, PartialEq)]
+        pub struct $name {
+            $($(#[doc = $key_doc])* pub $key: $type,)*
+        }
+
+        impl Default for $name {
+            fn default() -> Self {
+                $name { $($key: $default,)* }
+            }
+        }
+
+        impl $crate::recipe::table::Table for $name {
+            fn read_key(
+                &mut self,
+                key: &str,
+                written: &$crate::recipe::reader::Written,
+                reader: &mut $crate::recipe::reader::Reader,
+            ) -> bool {
+                use $crate::recipe::table::{Field, limits};
+                match key {
+                    $(stringify!($key) => self.$key.read(limits!($($limits)?), written, reader),)*
+                    _ => return false,
+                }
+                true
+            }
+
+            fn list_keys(&self, path: &str, present: bool, entries: &mut Vec<$crate::recipe::table::Entry>) {
+                use $crate::recipe::table::{Field, Note, join, limits};
+                $(self.$key.list(
+                    join(path, stringify!($key)),
+                    Note { doc: concat!($($key_doc),*), limits: limits!($($limits)?), present },
+                    entries,
+                );)*
+            }
+        }
+
+        impl $crate::recipe::table::Field for $name {
+            fn read(
+                &mut self,
+                _limits: Option<$crate::recipe::limits::Limits>,
+                written: &$crate::recipe::reader::Written,
+                reader: &mut $crate::recipe::reader::Reader,
+            ) {
+                reader.read_table(self, written);
+            }
+
+            fn list(
+                &self,
+                path: String,
+                note: $crate::recipe::table::Note,
+                entries: &mut Vec<$crate::recipe::table::Entry>,
+            ) {
+                $crate::recipe::table::list_table(self, path, note, entries);
+            }
+        }
+    };
+}
+
+/// The limits of a key, if it has any.
+macro_rules! limits {
+    () => {
+        None
+    };
+    ($limits:expr) => {
+        Some($limits)
+    };
+}
+
+/// Declares the words that a key may take.
+macro_rules! choice {
+    ($(#[doc = $doc:literal])* pub enum $name:ident {
+        $($(#[doc = $word_doc:literal])* $variant:ident = $word:literal,)*
+    }) => {
+        $(#[doc = $doc])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        pub enum $name {
+            $($(#[doc = $word_doc])* $variant,)*
+        }
+
+        impl $name {
+            /// Every value, in the order of the documentation.
+            pub const ALL: &'static [$name] = &[$($name::$variant,)*];
+
+            /// The word used in recipes.
+            pub fn name(self) -> &'static str {
+                match self {
+                    $($name::$variant => $word,)*
+                }
+            }
+        }
+
+        impl std::fmt::Display for $name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(self.name())
+            }
+        }
+
+        impl $crate::recipe::scalar::Scalar for $name {
+            fn kind(_limits: Option<$crate::recipe::limits::Limits>) -> String {
+                $crate::recipe::scalar::alternatives(&[$($word),*])
+            }
+
+            fn parse(
+                value: &$crate::recipe::scalar::Found,
+                _limits: Option<$crate::recipe::limits::Limits>,
+            ) -> Result<Self, String> {
+                let word = $crate::recipe::scalar::word(value, &[$($word),*])?;
+                Ok($name::ALL[word])
+            }
+
+            fn to_toml(&self) -> String {
+                format!("\"{}\"", self.name())
+            }
+
+            fn meanings() -> Vec<(&'static str, &'static str)> {
+                vec![$(($word, concat!($($word_doc),*).trim_ascii())),*]
+            }
+        }
+    };
+}
+
+pub(crate) use {choice, limits, table};
+
+/// What a key can hold: a scalar, a list, a table, or one of these when present.
+pub(crate) trait Field {
+    /// Takes what the user wrote; a mistake goes to the reader and leaves the value as it was.
+    fn read(&mut self, limits: Option<Limits>, written: &Written, reader: &mut Reader);
+
+    /// Appends this key, and the keys under it, in the order of their declaration.
+    fn list(&self, path: String, note: Note, entries: &mut Vec<Entry>);
+}
+
+/// A struct declared by [`table!`].
+pub(crate) trait Table: Field {
+    /// Reads the key of this name; false when there is none.
+    fn read_key(&mut self, key: &str, written: &Written, reader: &mut Reader) -> bool;
+
+    /// Lists the keys of this table, which is at `path` and itself `present` or not.
+    fn list_keys(&self, path: &str, present: bool, entries: &mut Vec<Entry>);
+}
+
+/// What the declaration says about a key.
+#[derive(Clone, Copy)]
+pub(crate) struct Note {
+    pub doc: &'static str,
+    pub limits: Option<Limits>,
+    /// False inside a table that is absent.
+    pub present: bool,
+}
+
+/// One line of the recipe's declaration, with the value that a recipe has there.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Entry {
+    /// A table; its keys follow.
+    Table { path: String, doc: &'static str, present: bool },
+    /// A key: its type and range in words, its value as TOML when it has one, the words it may take with their meaning.
+    Key {
+        path: String,
+        doc: &'static str,
+        kind: String,
+        value: Option<String>,
+        meanings: Vec<(&'static str, &'static str)>,
+    },
+}
+
+impl Entry {
+    /// The dotted path, such as `train.optimizer.lr`.
+    pub fn path(&self) -> &str {
+        match self {
+            Entry::Table { path, .. } | Entry::Key { path, .. } => path,
+        }
+    }
+}
+
+/// Lists a table and what is in it.
+pub(crate) fn list_table(table: &impl Table, path: String, note: Note, entries: &mut Vec<Entry>) {
+    entries.push(Entry::Table { path: path.clone(), doc: note.doc.trim(), present: note.present });
+    table.list_keys(&path, note.present, entries);
+}
+
+impl<T: Field + Default> Field for Option<T> {
+    fn read(&mut self, limits: Option<Limits>, written: &Written, reader: &mut Reader) {
+        self.get_or_insert_default().read(limits, written, reader);
+    }
+
+    fn list(&self, path: String, note: Note, entries: &mut Vec<Entry>) {
+        match self {
+            Some(value) => value.list(path, note, entries),
+            None => T::default().list(path, Note { present: false, ..note }, entries),
+        }
+    }
+}
+
+/// The path of `key` in the table at `path`; the recipe itself is at the empty path.
+pub(crate) fn join(path: &str, key: &str) -> String {
+    if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") }
+}

@@ -1,0 +1,23 @@
+//! `[train]`: the update.
+
+use super::limits::from;
+use super::optimizer::Optimizer;
+use super::table::table;
+
+table! {
+    /// The reinforcement-learning stage.
+    pub struct Train {
+        /// Steps of reinforcement learning.
+        pub steps: u64 = 80 => from(0.0).to(1e9),
+        /// Seed of the run: every random number derives from it.
+        pub seed: u64 = 0,
+        /// Tokens packed into one forward and backward; a longer trajectory makes a micro-batch of its own.
+        pub micro_batch_tokens: usize = 1024 => from(1.0).to(16777216.0),
+        /// Keep only each layer's input and compute the layer again in the backward: less memory, more work, same bits.
+        pub recompute_layers: bool = true,
+        /// Parameters that stay as they are, as patterns over their names in which `*` stands for any characters.
+        pub freeze: Vec<String> = Vec::new(),
+        /// Optimizer of this stage.
+        pub optimizer: Optimizer = Optimizer::default(),
+    }
+}

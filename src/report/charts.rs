@@ -1,0 +1,176 @@
+//! Which metrics are shown, in which order, under which names.
+
+use super::plot::{Plot, Scale, Series};
+use super::run::Run;
+use super::tables::{held_out_name, is_held_out, is_interval_end};
+use crate::metrics::Phase;
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+
+/// A group of charts under one heading.
+#[derive(Serialize)]
+pub(super) struct Section {
+    title: &'static str,
+    /// Shown closed.
+    folded: bool,
+    charts: Vec<Chart>,
+    /// Titles of charts that no run has values for.
+    absent: Vec<&'static str>,
+}
+
+#[derive(Serialize)]
+struct Chart {
+    id: usize,
+    title: String,
+    metric: String,
+    unit: &'static str,
+    plot: Plot,
+}
+
+/// A chart that every report looks for.
+struct Spec {
+    section: &'static str,
+    title: &'static str,
+    metrics: &'static [&'static str],
+    unit: &'static str,
+    phase: Phase,
+    scale: Scale,
+}
+
+/// Title, metrics (the second and later ones dashed), unit on the y-axis. Sections follow one another.
+const SPECS: [Spec; 14] = {
+    const fn spec(
+        section: &'static str,
+        title: &'static str,
+        metrics: &'static [&'static str],
+        unit: &'static str,
+    ) -> Spec {
+        Spec { section, title, metrics, unit, phase: Phase::Rl, scale: Scale::Linear }
+    }
+    const fn log(spec: Spec) -> Spec {
+        Spec { scale: Scale::LogWhenWide, ..spec }
+    }
+    const L: &str = "Learning";
+    const S: &str = "Stability";
+    const C: &str = "Cold start";
+    const T: &str = "Speed";
+    [
+        spec(L, "Reward", &["critic/rewards/mean"], "mean reward"),
+        spec(L, "Response length", &["response_length/mean"], "tokens"),
+        spec(L, "Turns", &["num_turns/mean"], "turns per trajectory"),
+        log(spec(S, "Gradient norm", &["actor/grad_norm"], "norm before clipping")),
+        spec(S, "Entropy", &["actor/entropy"], "nats per token"),
+        spec(S, "Max log-ppl gap", &["mismatch/log_ppl_abs_diff_max"], "nats per token"),
+        spec(S, "KL, rollout to training", &["rollout_corr/kl"], "nats per token"),
+        spec(S, "KL, old to new policy", &["actor/ppo_kl"], "nats per token"),
+        spec(S, "Clip fraction", &["actor/pg_clipfrac"], "share of tokens"),
+        Spec {
+            phase: Phase::ColdStart,
+            ..log(spec(C, "Loss", &["cold_start/loss", "cold_start/held_out_loss"], "nats per token"))
+        },
+        Spec {
+            phase: Phase::ColdStart,
+            ..log(spec(C, "Gradient norm, cold start", &["cold_start/grad_norm"], "norm before clipping"))
+        },
+        spec(T, "Throughput", &["perf/throughput"], "tokens/s"),
+        spec(T, "Rollout time", &["timing_s/gen"], "seconds per step"),
+        spec(T, "Step time", &["timing_s/step"], "seconds per step"),
+    ]
+};
+
+/// The page's sections, and the numbers that its script reads values from under the pointer.
+pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
+    let mut shown: BTreeSet<(Phase, String)> = BTreeSet::new();
+    let mut sections: Vec<Section> = Vec::new();
+    for spec in &SPECS {
+        if sections.last().is_none_or(|last| last.title != spec.section) {
+            sections.push(Section {
+                title: spec.section,
+                folded: false,
+                charts: Vec::new(),
+                absent: Vec::new(),
+            });
+        }
+        let Some(section) = sections.last_mut() else { continue };
+        shown.extend(spec.metrics.iter().map(|metric| (spec.phase, (*metric).to_owned())));
+        match chart(runs, spec.title, spec.metrics, spec.unit, spec.phase, spec.scale) {
+            Some(chart) => section.charts.push(chart),
+            None => section.absent.push(spec.title),
+        }
+    }
+    let recorded = recorded(runs);
+    add_held_out(runs, &recorded, &mut sections[0]);
+    let others = recorded.iter().filter(|&(phase, metric)| {
+        !shown.contains(&(*phase, metric.clone())) && !is_held_out(metric) && !is_interval_end(metric)
+    });
+    let charts = others.filter_map(|(phase, metric)| {
+        let title = if *phase == Phase::Rl { metric.clone() } else { format!("{metric} ({})", phase.name()) };
+        chart(runs, &title, &[metric.as_str()], "", *phase, Scale::LogWhenWide)
+    });
+    let others =
+        Section { title: "All other metrics", folded: true, charts: charts.collect(), absent: Vec::new() };
+    sections.push(others);
+    sections.retain(|section| !section.charts.is_empty());
+    let data = number(&mut sections);
+    (sections, data)
+}
+
+/// Every (phase, metric) of any run, ordered.
+fn recorded(runs: &[Run]) -> BTreeSet<(Phase, String)> {
+    let rows = runs.iter().flat_map(|run| &run.rows);
+    rows.flat_map(|row| row.metrics.iter().map(|(name, _)| (row.phase, name.to_owned()))).collect()
+}
+
+/// Held-out success stands right after the reward.
+fn add_held_out(runs: &[Run], recorded: &BTreeSet<(Phase, String)>, learning: &mut Section) {
+    let held_out = recorded.iter().filter(|(_, metric)| is_held_out(metric));
+    let charts: Vec<Chart> = held_out
+        .filter_map(|(phase, metric)| {
+            let title = format!("Held-out {}", held_out_name(metric));
+            chart(runs, &title, &[metric.as_str()], "success", *phase, Scale::Unit)
+        })
+        .collect();
+    if charts.is_empty() {
+        learning.absent.push("Held-out success");
+    }
+    let at = learning.charts.iter().take_while(|chart| chart.title == "Reward").count();
+    learning.charts.splice(at..at, charts);
+}
+
+/// `None` when no run has a value.
+fn chart(
+    runs: &[Run],
+    title: &str,
+    metrics: &[&str],
+    unit: &'static str,
+    phase: Phase,
+    scale: Scale,
+) -> Option<Chart> {
+    let mut series = Vec::new();
+    for (i, run) in runs.iter().enumerate() {
+        for (nth, metric) in metrics.iter().enumerate() {
+            let points = run.series(phase, metric);
+            if points.is_empty() {
+                continue;
+            }
+            let end = |end: &str| run.series(phase, &format!("{metric}/{end}"));
+            let stem = metric.rsplit('/').next().unwrap_or(metric).replace('_', " ");
+            let name = if nth > 0 { format!("{}, {stem} (dashed)", run.label) } else { run.label.clone() };
+            let interval = (end("ci95_low"), end("ci95_high"));
+            series.push(Series { run: i, name, dashed: nth > 0, points, interval });
+        }
+    }
+    let plot = Plot::new(series, scale)?;
+    Some(Chart { id: 0, title: title.to_owned(), metric: metrics.join(", "), unit, plot })
+}
+
+/// Numbers the charts and collects their data: numbers only, no text of any run.
+fn number(sections: &mut [Section]) -> Value {
+    let mut data = Vec::new();
+    for chart in sections.iter_mut().flat_map(|section| &mut section.charts) {
+        chart.id = data.len();
+        data.push(chart.plot.data());
+    }
+    json!(data)
+}

@@ -1,0 +1,220 @@
+//! A handful of trajectories to read: the best and the worst of the first and of the last step.
+
+use super::run::Run;
+use crate::bad_input;
+use crate::harmony::{Message, Role};
+use crate::metrics::{Phase, format_number};
+use crate::trajectory::TrajectoryRow;
+use anyhow::{Context, Result};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+
+/// A trajectory chosen for reading, and why.
+pub(super) struct Picked {
+    pub row: TrajectoryRow,
+    pub why: &'static str,
+}
+
+/// The best and the worst trajectory of one step, by reward; the first of equals.
+struct Extremes {
+    best: TrajectoryRow,
+    worst: Option<TrajectoryRow>,
+}
+
+impl Extremes {
+    fn offer(&mut self, row: TrajectoryRow) {
+        let reward = row.trajectory.reward;
+        if reward > self.best.trajectory.reward {
+            let lower = std::mem::replace(&mut self.best, row);
+            self.worst.get_or_insert(lower);
+        } else if reward < self.worst.as_ref().unwrap_or(&self.best).trajectory.reward {
+            self.worst = Some(row);
+        }
+    }
+}
+
+/// Chooses from `folder`'s `*.jsonl`; nothing when there is no such folder.
+///
+/// # Errors
+/// [`crate::error::BadInput`] for a line that is no trajectory: names file and line.
+pub(super) fn pick(folder: &Path) -> Result<Vec<Picked>> {
+    if !folder.is_dir() {
+        return Ok(Vec::new());
+    }
+    let mut steps: BTreeMap<(Phase, u64), Extremes> = BTreeMap::new();
+    for file in first_and_last_files(folder)? {
+        read_file(&file, |row| {
+            let key = (row.phase, row.trajectory.step);
+            match steps.get_mut(&key) {
+                Some(extremes) => extremes.offer(row),
+                None => drop(steps.insert(key, Extremes { best: row, worst: None })),
+            }
+        })?;
+    }
+    let mut picked = Vec::new();
+    for phase in Phase::ALL {
+        let of_phase = || steps.keys().filter(|key| key.0 == phase).copied();
+        let mut ends: Vec<_> = of_phase().next().into_iter().chain(of_phase().next_back()).collect();
+        ends.dedup();
+        for key in ends {
+            let Some(Extremes { best, worst }) = steps.remove(&key) else { continue };
+            let alone = worst.is_none();
+            let worst = worst.map(|row| Picked { row, why: "lowest reward of the step" });
+            picked.extend(worst);
+            let why =
+                if alone { "first of the step, all equal in reward" } else { "highest reward of the step" };
+            picked.push(Picked { row: best, why });
+        }
+    }
+    Ok(picked)
+}
+
+/// Files are grouped by name up to the number in it (`step-000001`, `eval-000080`); a long run's
+/// middle is not read.
+fn first_and_last_files(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut groups: BTreeMap<String, BTreeMap<(u64, String), PathBuf>> = BTreeMap::new();
+    let entries =
+        std::fs::read_dir(folder).with_context(|| format!("{}: cannot be listed", folder.display()))?;
+    for entry in entries {
+        let path = entry.with_context(|| format!("{}: cannot be listed", folder.display()))?.path();
+        if path.extension().is_none_or(|extension| extension != "jsonl") {
+            continue;
+        }
+        let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        let group = stem.trim_end_matches(|c: char| c.is_ascii_digit()).to_owned();
+        let number = stem[group.len()..].parse().unwrap_or(0);
+        groups.entry(group).or_default().insert((number, stem), path);
+    }
+    let mut files = Vec::new();
+    for mut group in groups.into_values() {
+        files.extend(group.pop_first().map(|(_, path)| path));
+        files.extend(group.pop_last().map(|(_, path)| path));
+    }
+    Ok(files)
+}
+
+fn read_file(path: &Path, mut each: impl FnMut(TrajectoryRow)) -> Result<()> {
+    let shown = path.display();
+    let file = File::open(path).map_err(|e| bad_input!("{shown}: cannot be read ({e})."))?;
+    let mut reader = BufReader::new(file);
+    let mut line = Vec::new();
+    for number in 1.. {
+        line.clear();
+        let read = reader.read_until(b'\n', &mut line);
+        if read.map_err(|e| bad_input!("{shown}: line {number}: cannot be read ({e})."))? == 0 {
+            break;
+        }
+        match serde_json::from_slice(&line) {
+            Ok(row) => each(row),
+            // What a kill tore.
+            Err(_) if !line.ends_with(b"\n") => break,
+            Err(why) => {
+                return Err(bad_input!(
+                    "{shown}: line {number}: not a trajectory ({why}). Remove the line, or restore the file."
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The trajectories of one run, as the template shows them.
+#[derive(Serialize)]
+pub(super) struct RunView<'a> {
+    run: usize,
+    label: &'a str,
+    trajectories: Vec<View<'a>>,
+}
+
+#[derive(Serialize)]
+struct View<'a> {
+    heading: String,
+    why: &'static str,
+    problem: &'a str,
+    outcome: &'static str,
+    reward: String,
+    success: bool,
+    /// Sampled tokens, turns, calls and what became of them.
+    facts: Vec<String>,
+    messages: Vec<MessageView<'a>>,
+}
+
+#[derive(Serialize)]
+struct MessageView<'a> {
+    role: &'static str,
+    /// `python → assistant`, `commentary`, …
+    notes: Vec<String>,
+    content: &'a str,
+    /// Long and the same in every trajectory: shown closed.
+    folded: bool,
+}
+
+pub(super) fn view(runs: &[Run]) -> Vec<RunView<'_>> {
+    let all = runs.iter().enumerate().filter(|(_, run)| !run.picked.is_empty());
+    all.map(|(i, run)| RunView {
+        run: i,
+        label: &run.label,
+        trajectories: run.picked.iter().map(trajectory_view).collect(),
+    })
+    .collect()
+}
+
+fn trajectory_view(picked: &Picked) -> View<'_> {
+    let TrajectoryRow { phase, trajectory, messages } = &picked.row;
+    let phase = match phase {
+        Phase::ColdStart => "Cold start",
+        Phase::Rl => "Step",
+        Phase::Eval => "Evaluation at step",
+    };
+    let mut facts = vec![
+        plural(trajectory.sampled_tokens(), "sampled token"),
+        plural(trajectory.prompt_tokens, "prompt token"),
+        plural(trajectory.turns.len(), "turn"),
+    ];
+    let mut calls: BTreeMap<_, usize> = BTreeMap::new();
+    trajectory
+        .turns
+        .iter()
+        .filter_map(|turn| turn.call)
+        .for_each(|call| *calls.entry(call).or_default() += 1);
+    facts
+        .extend(calls.iter().map(|(call, count)| format!("call {} ×{count}", call.name().replace('_', " "))));
+    View {
+        heading: format!(
+            "{phase} {}, prompt {}, sample {}",
+            trajectory.step, trajectory.prompt, trajectory.sample
+        ),
+        why: picked.why,
+        problem: &trajectory.problem_id,
+        outcome: trajectory.outcome.name(),
+        reward: format_number(f64::from(trajectory.reward)),
+        success: trajectory.success,
+        facts,
+        messages: messages.iter().map(message_view).collect(),
+    }
+}
+
+fn message_view(message: &Message) -> MessageView<'_> {
+    let role = match message.role {
+        Role::System => "system",
+        Role::Developer => "developer",
+        Role::User => "user",
+        Role::Assistant => "assistant",
+        Role::Tool => "tool",
+    };
+    let arrow = message.recipient.as_ref().map(|to| format!("to {to}"));
+    let notes = [message.name.clone(), arrow, message.channel.clone(), message.content_type.clone()];
+    MessageView {
+        role,
+        notes: notes.into_iter().flatten().collect(),
+        content: &message.content,
+        folded: matches!(message.role, Role::System | Role::Developer),
+    }
+}
+
+fn plural(count: usize, noun: &str) -> String {
+    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
+}

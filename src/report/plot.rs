@@ -1,0 +1,345 @@
+//! The geometry of one chart: scales, ticks, paths. Lengths are in SVG user units.
+
+use crate::metrics::format_number;
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::fmt::Write;
+
+/// The drawing area within the view box of `WIDTH × HEIGHT`.
+const WIDTH: f64 = 460.0;
+const HEIGHT: f64 = 236.0;
+const LEFT: f64 = 58.0;
+const RIGHT: f64 = WIDTH - 12.0;
+const TOP: f64 = 10.0;
+const BOTTOM: f64 = HEIGHT - 38.0;
+
+/// More points than this are thinned, keeping each stretch's smallest and largest.
+const POINTS_MAX: usize = 1000;
+/// A curve with fewer points is not smoothed.
+const SMOOTHED_POINTS_MIN: usize = 30;
+/// The smoothing window holds this many points on either side, or a fiftieth of the curve.
+const WINDOW_HALF_MIN: usize = 4;
+/// Ratio of the largest to the smallest value from which an axis is logarithmic.
+const WIDE: f64 = 50.0;
+
+/// (step, value), ascending in steps.
+pub(super) type Points = Vec<(u64, f64)>;
+
+/// How the y-axis is chosen.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Scale {
+    /// From the smallest to the largest value.
+    Linear,
+    /// Logarithmic when all values are positive and span a factor of `WIDE` or more, else linear.
+    LogWhenWide,
+    /// From 0 to 1.
+    Unit,
+}
+
+/// One line of a chart.
+pub(super) struct Series {
+    pub run: usize,
+    pub name: String,
+    pub dashed: bool,
+    pub points: Points,
+    /// The ends of the 95% interval by step, where the run gives them.
+    pub interval: (Points, Points),
+}
+
+/// A chart ready for the template.
+#[derive(Serialize)]
+pub(super) struct Plot {
+    width: f64,
+    height: f64,
+    left: f64,
+    right: f64,
+    top: f64,
+    bottom: f64,
+    log: bool,
+    smoothed: bool,
+    thinned: bool,
+    x_ticks: Vec<Tick>,
+    y_ticks: Vec<Tick>,
+    lines: Vec<Line>,
+    /// Said under the chart, such as "exactly 0 at all 80 steps".
+    notes: Vec<Note>,
+    #[serde(skip)]
+    x: Axis,
+    #[serde(skip)]
+    y: Axis,
+}
+
+#[derive(Serialize)]
+struct Note {
+    run: usize,
+    text: String,
+}
+
+#[derive(Serialize)]
+struct Tick {
+    at: String,
+    label: String,
+}
+
+#[derive(Serialize)]
+struct Line {
+    run: usize,
+    name: String,
+    dashed: bool,
+    /// Paths; the smoothed one and the band are empty when there is none.
+    raw: String,
+    smooth: String,
+    band: String,
+    /// Points so few that each is drawn.
+    dots: Vec<[String; 2]>,
+    /// Where a value is not finite: x-positions.
+    broken: Vec<String>,
+    last_step: u64,
+    last: String,
+    #[serde(skip)]
+    points: Points,
+}
+
+/// A map from values to positions.
+#[derive(Clone, Copy)]
+struct Axis {
+    low: f64,
+    high: f64,
+    from: f64,
+    to: f64,
+    log: bool,
+}
+
+impl Axis {
+    fn place(&self, value: f64) -> f64 {
+        let scale = |v: f64| if self.log { v.log10() } else { v };
+        let share = (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low));
+        self.from + share * (self.to - self.from)
+    }
+
+    fn at(&self, value: f64) -> String {
+        format!("{:.1}", self.place(value))
+    }
+}
+
+impl Plot {
+    /// `None` without a single point.
+    pub fn new(series: Vec<Series>, scale: Scale) -> Option<Plot> {
+        let steps = || series.iter().flat_map(|s| &s.points).map(|&(step, _)| step as f64);
+        let (first, last) = range(steps())?;
+        let last = if first == last { first + 1.0 } else { last };
+        let x = Axis { low: first, high: last, from: LEFT, to: RIGHT, log: false };
+        let y = y_axis(&series, scale);
+        let lines: Vec<Line> = series.into_iter().map(|s| line(s, &x, &y)).collect();
+        Some(Plot {
+            width: WIDTH,
+            height: HEIGHT,
+            left: LEFT,
+            right: RIGHT,
+            top: TOP,
+            bottom: BOTTOM,
+            log: y.log,
+            smoothed: lines.iter().any(|line| !line.smooth.is_empty()),
+            thinned: lines.iter().any(|line| line.points.len() > POINTS_MAX),
+            x_ticks: ticks(&x, whole_ticks(first, last)),
+            y_ticks: ticks(&y, if y.log { log_ticks(&y) } else { linear_ticks(y.low, y.high, 5.0) }),
+            notes: notes(&lines),
+            lines,
+            x,
+            y,
+        })
+    }
+
+    /// What the script needs to show values under the pointer.
+    pub fn data(&self) -> Value {
+        let series = self.lines.iter().map(|line| {
+            let (steps, values): (Vec<u64>, Vec<Value>) =
+                line.kept().map(|i| line.points[i]).map(|(step, value)| (step, short(value))).unzip();
+            json!({"run": line.run, "x": steps, "y": values})
+        });
+        json!({
+            "x": [self.x.low, self.x.high, self.x.from, self.x.to],
+            "y": [self.y.low, self.y.high, self.y.from, self.y.to],
+            "log": self.log,
+            "series": series.collect::<Vec<_>>(),
+        })
+    }
+}
+
+impl Line {
+    /// Indices of the points that are drawn.
+    fn kept(&self) -> impl Iterator<Item = usize> {
+        thin(&self.points).into_iter()
+    }
+}
+
+fn range(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
+    values.filter(|v| v.is_finite()).fold(None, |range, v| match range {
+        None => Some((v, v)),
+        Some((low, high)) => Some((low.min(v), high.max(v))),
+    })
+}
+
+fn y_axis(series: &[Series], scale: Scale) -> Axis {
+    let drawn = series.iter().flat_map(|s| s.points.iter().chain(&s.interval.0).chain(&s.interval.1));
+    let (low, high) = range(drawn.map(|&(_, value)| value)).unwrap_or((0.0, 1.0));
+    let axis = |low, high, log| Axis { low, high, from: BOTTOM, to: TOP, log };
+    if scale == Scale::LogWhenWide && low > 0.0 && high / low >= WIDE {
+        return axis(low / 1.15, high * 1.15, true);
+    }
+    if scale == Scale::Unit && low >= 0.0 && high <= 1.0 {
+        return axis(0.0, 1.0, false);
+    }
+    // A flat curve gets an axis around it; one near zero starts at zero.
+    let spread = if high > low { high - low } else { high.abs().max(1.0) };
+    let floor = if low >= 0.0 && low <= spread * 0.6 { 0.0 } else { low - spread * 0.05 };
+    axis(floor, high + spread * 0.05, false)
+}
+
+fn ticks(axis: &Axis, values: Vec<f64>) -> Vec<Tick> {
+    values.into_iter().map(|value| Tick { at: axis.at(value), label: format_number(value) }).collect()
+}
+
+/// Multiples of 1, 2 or 5 times a power of ten, about `count` of them.
+fn linear_ticks(low: f64, high: f64, count: f64) -> Vec<f64> {
+    let rough = (high - low) / count;
+    let power = 10f64.powf(rough.log10().floor());
+    let step = [1.0, 2.0, 5.0, 10.0].map(|m| m * power).into_iter().find(|s| *s >= rough * 0.7);
+    let step = step.unwrap_or(10.0 * power);
+    let (first, last) = ((low / step).ceil() as i64, (high / step).floor() as i64);
+    (first..=last).take(20).map(|i| i as f64 * step).collect()
+}
+
+/// As [`linear_ticks`] over steps, which are whole.
+fn whole_ticks(low: f64, high: f64) -> Vec<f64> {
+    linear_ticks(low, high, 6.0).into_iter().filter(|tick| tick.fract() == 0.0).collect()
+}
+
+/// Powers of ten, with 2 and 5 between them when there are few.
+fn log_ticks(axis: &Axis) -> Vec<f64> {
+    let (first, last) = (axis.low.log10().floor() as i32, axis.high.log10().ceil() as i32);
+    let decades = last - first;
+    let stride = (decades / 6 + 1) as usize;
+    let between: &[f64] = if decades <= 3 { &[1.0, 2.0, 5.0] } else { &[1.0] };
+    let powers = (first..=last).step_by(stride).map(|e| 10f64.powi(e));
+    let all = powers.flat_map(|power| between.iter().map(move |m| m * power));
+    all.filter(|tick| (axis.low..=axis.high).contains(tick)).collect()
+}
+
+fn line(series: Series, x: &Axis, y: &Axis) -> Line {
+    let Series { run, name, dashed, points, interval } = series;
+    let kept = thin(&points);
+    let raw: Vec<(u64, f64)> = kept.iter().map(|&i| points[i]).collect();
+    let flat = range(points.iter().map(|p| p.1)).is_none_or(|(low, high)| low == high);
+    let smooth = if points.len() >= SMOOTHED_POINTS_MIN && !flat {
+        let smoothed = smooth(&points, y.log);
+        path(kept.iter().map(|&i| smoothed[i]), x, y)
+    } else {
+        String::new()
+    };
+    let (last_step, last) = points.last().copied().unwrap_or((0, f64::NAN));
+    let place = |&(step, value): &(u64, f64)| [x.at(step as f64), y.at(value)];
+    let finite = |p: &&(u64, f64)| p.1.is_finite();
+    Line {
+        run,
+        name,
+        dashed,
+        raw: path(raw.iter().copied(), x, y),
+        smooth,
+        band: band(&interval, x, y),
+        dots: if raw.len() < SMOOTHED_POINTS_MIN {
+            raw.iter().filter(finite).map(place).collect()
+        } else {
+            Vec::new()
+        },
+        broken: raw.iter().filter(|p| !p.1.is_finite()).map(|p| x.at(p.0 as f64)).collect(),
+        last_step,
+        last: format_number(last),
+        points,
+    }
+}
+
+/// Indices to draw: all, or of each stretch the smallest, the largest and what is not finite.
+fn thin(points: &[(u64, f64)]) -> Vec<usize> {
+    if points.len() <= POINTS_MAX {
+        return (0..points.len()).collect();
+    }
+    let stretch = points.len().div_ceil(POINTS_MAX / 2);
+    let mut kept = Vec::with_capacity(POINTS_MAX);
+    for start in (0..points.len()).step_by(stretch) {
+        let indices = start..(start + stretch).min(points.len());
+        let finite = || indices.clone().filter(|&i| points[i].1.is_finite());
+        let by_value = |a: &usize, b: &usize| points[*a].1.total_cmp(&points[*b].1);
+        let mut chosen: Vec<usize> =
+            finite().min_by(by_value).into_iter().chain(finite().max_by(by_value)).collect();
+        chosen.extend(indices.clone().find(|&i| !points[i].1.is_finite()));
+        chosen.sort_unstable();
+        chosen.dedup();
+        kept.extend(chosen);
+    }
+    kept
+}
+
+/// The mean over a centred window, of the logarithm on a log axis: unlike a trailing average it does
+/// not lag. The window narrows towards the ends, where it meets the first and the last point.
+fn smooth(points: &[(u64, f64)], log: bool) -> Points {
+    let half = (WINDOW_HALF_MIN).max(points.len() / 50);
+    let window_mean = |i: usize| {
+        let half = half.min(i).min(points.len() - 1 - i);
+        let finite = points[i - half..=i + half].iter().map(|p| p.1).filter(|v| v.is_finite());
+        let (count, sum) =
+            finite.fold((0u32, 0.0), |(n, sum), v| (n + 1, sum + if log { v.log10() } else { v }));
+        let mean = sum / f64::from(count);
+        (points[i].0, if log { 10f64.powf(mean) } else { mean })
+    };
+    (0..points.len()).map(window_mean).collect()
+}
+
+/// A line through the points, broken where a value is not finite.
+fn path(points: impl Iterator<Item = (u64, f64)>, x: &Axis, y: &Axis) -> String {
+    let mut path = String::new();
+    let mut pen_down = false;
+    for (step, value) in points {
+        if value.is_finite() {
+            let command = if pen_down { 'L' } else { 'M' };
+            let _ = write!(path, "{command}{} {}", x.at(step as f64), y.at(value));
+        }
+        pen_down = value.is_finite();
+    }
+    path
+}
+
+/// The area between the ends of the interval, over the steps that have both.
+fn band((low, high): &(Points, Points), x: &Axis, y: &Axis) -> String {
+    if low.len() != high.len() || low.len() < 2 || low.iter().chain(high).any(|p| !p.1.is_finite()) {
+        return String::new();
+    }
+    let there = path(low.iter().copied(), x, y);
+    let back = path(high.iter().rev().copied(), x, y).replacen('M', "L", 1);
+    format!("{there}{back}Z")
+}
+
+fn notes(lines: &[Line]) -> Vec<Note> {
+    let mut notes = Vec::new();
+    let mut note = |line: &Line, what: String| {
+        notes.push(Note { run: line.run, text: format!("{}: {what}", line.name) })
+    };
+    for line in lines {
+        let count = line.points.len();
+        let (_, first) = line.points.first().copied().unwrap_or_default();
+        if count > 1 && first.is_finite() && line.points.iter().all(|p| p.1 == first) {
+            note(line, format!("exactly {} at all {count} steps", format_number(first)));
+        }
+        let broken = line.points.iter().filter(|p| !p.1.is_finite()).count();
+        if broken > 0 {
+            note(line, format!("not finite at {broken} of {count} steps (×)"));
+        }
+    }
+    notes
+}
+
+/// Six significant digits; what is not finite as text.
+fn short(value: f64) -> Value {
+    let rounded = format!("{value:.5e}").parse().unwrap_or(value);
+    serde_json::Number::from_f64(rounded).map_or_else(|| json!(format_number(value)), Value::Number)
+}

@@ -1,0 +1,111 @@
+//! What a report reads from a run folder.
+
+use super::conversation::{self, Picked};
+use super::plot::Points;
+use crate::bad_input;
+use crate::metrics::{Phase, Row, read_rows};
+use anyhow::Result;
+use std::path::{Path, PathBuf};
+
+/// One run folder, read.
+pub(super) struct Run {
+    /// The folder's name, or as much of its path as tells it from the others.
+    pub label: String,
+    pub rows: Vec<Row>,
+    /// The resolved recipe; empty when the folder has none.
+    pub recipe: toml::Table,
+    pub picked: Vec<Picked>,
+    /// `mismatch.json`, when there is one.
+    pub mismatch: Option<serde_json::Value>,
+}
+
+impl Run {
+    /// Reads the folders, in order.
+    pub fn load_all(folders: &[PathBuf]) -> Result<Vec<Run>> {
+        labels(folders).into_iter().zip(folders).map(|(label, folder)| Self::load(label, folder)).collect()
+    }
+
+    fn load(label: String, folder: &Path) -> Result<Run> {
+        let shown = folder.display();
+        if !folder.is_dir() {
+            return Err(bad_input!(
+                "{shown}: there is no such run folder. Name a folder that `rloss train` wrote."
+            ));
+        }
+        let metrics = folder.join("metrics.jsonl");
+        if !metrics.is_file() {
+            return Err(bad_input!(
+                "{shown}: holds no metrics.jsonl, so it is not a run folder. Name a folder that `rloss train` wrote."
+            ));
+        }
+        Ok(Run {
+            label,
+            rows: read_rows(&metrics)?,
+            recipe: read_recipe(&folder.join("recipe.toml"))?,
+            picked: conversation::pick(&folder.join("trajectories"))?,
+            mismatch: read_mismatch(&folder.join("mismatch.json"))?,
+        })
+    }
+
+    /// The values of `metric` in the rows of `phase`.
+    pub fn series(&self, phase: Phase, metric: &str) -> Points {
+        let rows = self.rows.iter().filter(|row| row.phase == phase);
+        let mut points: Points = rows.filter_map(|row| Some((row.step, row.metrics.get(metric)?))).collect();
+        points.sort_by_key(|point| point.0);
+        points
+    }
+
+    /// The recipe's value at a dotted key, as text.
+    pub fn setting(&self, key: &str) -> Option<String> {
+        let (table, name) = key.split_once('.')?;
+        match self.recipe.get(table)?.get(name)? {
+            toml::Value::String(text) => Some(text.clone()),
+            other => Some(other.to_string()),
+        }
+    }
+}
+
+/// Folder names; where two are the same, the paths as given.
+fn labels(folders: &[PathBuf]) -> Vec<String> {
+    let name = |folder: &PathBuf| {
+        let full = std::fs::canonicalize(folder).unwrap_or_else(|_| folder.clone());
+        full.file_name().map_or_else(|| full.display().to_string(), |n| n.to_string_lossy().into_owned())
+    };
+    let names: Vec<String> = folders.iter().map(name).collect();
+    let unique = |n: &String| names.iter().filter(|other| *other == n).count() == 1;
+    names
+        .iter()
+        .zip(folders)
+        .map(|(n, f)| if unique(n) { n.clone() } else { f.display().to_string() })
+        .collect()
+}
+
+fn read_recipe(path: &Path) -> Result<toml::Table> {
+    if !path.exists() {
+        return Ok(toml::Table::new());
+    }
+    let shown = path.display();
+    let text = std::fs::read_to_string(path).map_err(|e| bad_input!("{shown}: cannot be read ({e})."))?;
+    text.parse().map_err(|e: toml::de::Error| {
+        let line = e.span().map_or(1, |span| text.get(..span.start).unwrap_or("").matches('\n').count() + 1);
+        bad_input!("{shown}: line {line}: {}. Restore the run's recipe, or remove the file.", e.message())
+    })
+}
+
+fn read_mismatch(path: &Path) -> Result<Option<serde_json::Value>> {
+    if !path.exists() {
+        return Ok(None);
+    }
+    let shown = path.display();
+    let text = std::fs::read_to_string(path).map_err(|e| bad_input!("{shown}: cannot be read ({e})."))?;
+    let value: serde_json::Value = serde_json::from_str(&text).map_err(|e| {
+        bad_input!("{shown}: line {}: {e}. Run check-mismatch again, or remove the file.", e.line())
+    })?;
+    let rows = value.get("rows").and_then(serde_json::Value::as_array);
+    if !rows.is_some_and(|rows| rows.iter().all(serde_json::Value::is_object)) {
+        return Err(bad_input!(
+            "{shown}: `rows` is not a list of objects. Run check-mismatch again, or remove the file."
+        ));
+    }
+    Ok(Some(value))
+}

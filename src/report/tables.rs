@@ -1,0 +1,192 @@
+//! The page's tables: what each run is and came to, outcome counts, mismatch results.
+
+use super::run::Run;
+use crate::metrics::{Phase, Row, format_number};
+use serde::Serialize;
+use serde_json::Value;
+use std::collections::BTreeSet;
+
+/// One run in the summary.
+#[derive(Serialize)]
+pub(super) struct Summary<'a> {
+    run: usize,
+    label: &'a str,
+    task: String,
+    model: String,
+    seed: String,
+    /// `80 of 80`.
+    steps: String,
+    /// Each held-out metric's first and last value.
+    success: Vec<Change>,
+    reward: Option<Change>,
+    time: String,
+}
+
+/// A metric's first and last value.
+#[derive(Serialize)]
+struct Change {
+    name: String,
+    first: String,
+    last: String,
+}
+
+impl Change {
+    fn of(run: &Run, phase: Phase, metric: &str) -> Option<Change> {
+        let series = run.series(phase, metric);
+        let (first, last) = (series.first()?.1, series.last()?.1);
+        Some(Change { name: metric.to_owned(), first: format_number(first), last: format_number(last) })
+    }
+}
+
+const ABSENT: &str = "–";
+
+pub(super) fn summary(runs: &[Run]) -> Vec<Summary<'_>> {
+    runs.iter().enumerate().map(|(i, run)| summarise(i, run)).collect()
+}
+
+fn summarise(i: usize, run: &Run) -> Summary<'_> {
+    let setting = |key| run.setting(key).filter(|text| !text.is_empty()).unwrap_or_else(|| ABSENT.into());
+    let done = run.rows.iter().filter(|row| row.phase == Phase::Rl).map(|row| row.step).max().unwrap_or(0);
+    let steps = run.setting("train.steps").map_or_else(|| done.to_string(), |all| format!("{done} of {all}"));
+    let held_out = names(run, is_held_out);
+    let success = held_out.iter().filter_map(|name| {
+        let change = Change::of(run, Phase::Eval, name)?;
+        Some(Change { name: held_out_name(name), ..change })
+    });
+    Summary {
+        run: i,
+        label: &run.label,
+        task: setting("task.name"),
+        model: setting("model.path"),
+        seed: setting("train.seed"),
+        steps,
+        success: success.collect(),
+        reward: Change::of(run, Phase::Rl, "critic/rewards/mean"),
+        time: wall_time(&run.rows),
+    }
+}
+
+/// A held-out success metric; the ends of its confidence interval are drawn with it, not by themselves.
+pub(super) fn is_held_out(name: &str) -> bool {
+    name.starts_with("val-core/") && !is_interval_end(name)
+}
+
+/// `val-core/gsm8k/acc/mean@4` as `gsm8k mean@4`.
+pub(super) fn held_out_name(metric: &str) -> String {
+    metric.trim_start_matches("val-core/").replace("/acc/", " ")
+}
+
+/// `<metric>/ci95_low` and `<metric>/ci95_high`: the ends of the metric's 95% interval.
+pub(super) fn is_interval_end(name: &str) -> bool {
+    name.ends_with("/ci95_low") || name.ends_with("/ci95_high")
+}
+
+/// The run's metric names that `keep` keeps, ordered.
+fn names(run: &Run, keep: impl Fn(&str) -> bool) -> BTreeSet<&str> {
+    run.rows
+        .iter()
+        .flat_map(|row| row.metrics.iter())
+        .map(|(name, _)| name)
+        .filter(|name| keep(name))
+        .collect()
+}
+
+/// Sum over the rows of `timing_s/step`; a row without it counts all its `timing_s/…`.
+fn wall_time(rows: &[Row]) -> String {
+    let of_row = |row: &Row| {
+        let stages = || row.metrics.iter().filter(|(name, _)| name.starts_with("timing_s/")).map(|(_, s)| s);
+        row.metrics.get("timing_s/step").unwrap_or_else(|| stages().sum())
+    };
+    let seconds: f64 = rows.iter().map(of_row).sum();
+    match seconds {
+        s if !s.is_finite() || s <= 0.0 => ABSENT.to_owned(),
+        s if s < 120.0 => format!("{s:.1} s"),
+        s if s < 7200.0 => format!("{:.0} min {:02.0} s", (s / 60.0).floor(), (s % 60.0).floor()),
+        s => format!("{:.0} h {:02.0} min", (s / 3600.0).floor(), (s / 60.0 % 60.0).floor()),
+    }
+}
+
+/// Outcome counts: one row a metric, and for each run the first and the last RL step's count.
+#[derive(Serialize)]
+pub(super) struct Outcomes {
+    /// (first step, last step) of each run.
+    steps: Vec<[String; 2]>,
+    rows: Vec<OutcomeRow>,
+}
+
+#[derive(Serialize)]
+struct OutcomeRow {
+    name: String,
+    cells: Vec<[String; 2]>,
+}
+
+/// `None` when no run counted outcomes.
+pub(super) fn outcomes(runs: &[Run]) -> Option<Outcomes> {
+    let is_count = |name: &str| name.starts_with("outcome/") || name.starts_with("tool/");
+    let all: BTreeSet<&str> = runs.iter().flat_map(|run| names(run, is_count)).collect();
+    if all.is_empty() {
+        return None;
+    }
+    let ends: Vec<[Option<&Row>; 2]> = runs.iter().map(first_and_last_step).collect();
+    let each = |show: &dyn Fn(&Row) -> Option<String>| -> Vec<[String; 2]> {
+        ends.iter().map(|pair| pair.map(|row| row.and_then(show).unwrap_or_else(|| ABSENT.into()))).collect()
+    };
+    let rows = all.iter().map(|&name| OutcomeRow {
+        name: name.to_owned(),
+        cells: each(&|row| row.metrics.get(name).map(format_number)),
+    });
+    Some(Outcomes { steps: each(&|row| Some(row.step.to_string())), rows: rows.collect() })
+}
+
+fn first_and_last_step(run: &Run) -> [Option<&Row>; 2] {
+    let mut steps = run.rows.iter().filter(|row| row.phase == Phase::Rl);
+    let first = steps.next();
+    [first, steps.next_back().or(first)]
+}
+
+/// One run's `mismatch.json`.
+#[derive(Serialize)]
+pub(super) struct Mismatch<'a> {
+    run: usize,
+    label: &'a str,
+    verdict: Option<String>,
+    header: Vec<String>,
+    rows: Vec<Vec<Cell>>,
+}
+
+#[derive(Serialize)]
+struct Cell {
+    text: String,
+    number: bool,
+}
+
+pub(super) fn mismatches(runs: &[Run]) -> Vec<Mismatch<'_>> {
+    let with_file = runs.iter().enumerate().filter_map(|(i, run)| Some((i, run, run.mismatch.as_ref()?)));
+    with_file
+        .map(|(i, run, file)| {
+            let rows: Vec<_> =
+                file["rows"].as_array().into_iter().flatten().filter_map(Value::as_object).collect();
+            let mut header: Vec<String> = Vec::new();
+            for key in rows.iter().flat_map(|row| row.keys()) {
+                if !header.contains(key) {
+                    header.push(key.clone());
+                }
+            }
+            let rows = rows.iter().map(|row| header.iter().map(|key| cell(row.get(key))).collect()).collect();
+            let verdict = file.get("verdict").map(|verdict| cell(Some(verdict)).text);
+            Mismatch { run: i, label: &run.label, verdict, header, rows }
+        })
+        .collect()
+}
+
+fn cell(value: Option<&Value>) -> Cell {
+    match value {
+        None | Some(Value::Null) => Cell { text: ABSENT.into(), number: true },
+        Some(Value::Number(number)) => {
+            let text = number.as_f64().map_or_else(|| number.to_string(), format_number);
+            Cell { text, number: true }
+        }
+        Some(Value::String(text)) => Cell { text: text.clone(), number: false },
+        Some(other) => Cell { text: other.to_string(), number: false },
+    }
+}

@@ -1,0 +1,353 @@
+//! The built-in tool task: two-step sums in words, worked out by the Python tool.
+//!
+//! Problems are made up, so nothing is downloaded. About one in ten is held out by a hash of its
+//! numbers and never seen in training. The demonstrations are noisy on purpose: most skip the tool
+//! and guess, and RL then selects the good behaviour among what was shown (it does not discover it).
+
+use super::{Demonstration, Problem, Reward, Task, Transcript, ValidationSet};
+use crate::harmony::Message;
+use crate::random::{Purpose, stream};
+use crate::trajectory::Outcome;
+use anyhow::Result;
+use rand::Rng;
+use rand::seq::IndexedRandom;
+
+/// Held-out problems in the validation set, unless the recipe asks for another number.
+pub const VALIDATION_PROBLEMS: usize = 512;
+
+/// The interpreter's answer to an expression that ends in an operator.
+pub const SYNTAX_ERROR: &str = "SyntaxError: Expected an expression";
+
+// Shares of the demonstrations, in percent.
+const SKIPS_TOOL: u32 = 55;
+/// Of the demonstrations that call the tool: the first call is a syntax error.
+const MALFORMED: u32 = 20;
+/// Of the demonstrations that call the tool: a wrong operator or lost parentheses.
+const WRONG_CODE: u32 = 25;
+/// Of the malformed: the second call is right. The others guess.
+const RETRIES: u32 = 50;
+/// Of the outputs copied into the answer: one digit is wrong.
+const MISCOPIED: u32 = 15;
+
+/// One sum: `first` applies to a and b, `second` to that and c; `grouped` puts a and b in parentheses.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Sum {
+    template: u8,
+    numbers: [i64; 3],
+    operators: [char; 2],
+    grouped: bool,
+}
+
+impl Sum {
+    /// A sum of one of the four templates with numbers in 11..=99; its value is positive.
+    fn draw(rng: &mut impl Rng) -> Self {
+        let template = rng.random_range(0..4u8);
+        let [mut a, mut b, c] = [(); 3].map(|()| rng.random_range(11..=99i64));
+        if template == 3 {
+            while a == b {
+                b = rng.random_range(11..=99);
+            }
+            (a, b) = (a.max(b), a.min(b));
+        }
+        let operators = [['*', '-'], ['*', '+'], ['+', '*'], ['-', '*']][usize::from(template)];
+        Self { template, numbers: [a, b, c], operators, grouped: template >= 2 }
+    }
+
+    /// Whether the problem belongs to the held-out tenth: CRC-32 of (template, a, b, c).
+    fn held_out(&self) -> bool {
+        let [a, b, c] = self.numbers.map(|n| n as u8);
+        crc32fast::hash(&[self.template, a, b, c]).is_multiple_of(10)
+    }
+
+    /// The first draw of `rng` on the wanted side of the split.
+    fn draw_split(rng: &mut impl Rng, held_out: bool) -> Self {
+        loop {
+            let sum = Self::draw(rng);
+            if sum.held_out() == held_out {
+                return sum;
+            }
+        }
+    }
+
+    fn question(&self) -> String {
+        let [a, b, c] = self.numbers;
+        match self.template {
+            0 => format!("{a} boxes of {b}, {c} sold. Left?"),
+            1 => format!("{a} boxes of {b}, {c} more. Total?"),
+            2 => format!("{a} red, {b} blue in each of {c} bags. Total?"),
+            _ => format!("{a} made, {b} broke, each day, {c} days. Total?"),
+        }
+    }
+
+    fn code(&self) -> String {
+        let ([a, b, c], [first, second]) = (self.numbers, self.operators);
+        if self.grouped { format!("({a}{first}{b}){second}{c}") } else { format!("{a}{first}{b}{second}{c}") }
+    }
+
+    /// The value Python gives to [`Sum::code`].
+    fn value(&self) -> i64 {
+        let ([a, b, c], [first, second]) = (self.numbers, self.operators);
+        if self.grouped || first == '*' || second != '*' {
+            apply(second, apply(first, a, b), c)
+        } else {
+            apply(first, a, apply(second, b, c))
+        }
+    }
+
+    /// The same sum with one wrong operator or, where it has them, without its parentheses.
+    fn spoiled(&self, rng: &mut impl Rng) -> Self {
+        let mut wrong = *self;
+        if self.grouped && rng.random_bool(0.5) {
+            wrong.grouped = false;
+            return wrong;
+        }
+        let place = rng.random_range(0..2usize);
+        let others = ['+', '-', '*'].map(|o| (o != self.operators[place]).then_some(o));
+        let others: Vec<char> = others.into_iter().flatten().collect();
+        wrong.operators[place] = others.choose(rng).copied().unwrap_or('+');
+        wrong
+    }
+
+    /// [`Sum::code`] without its last number: a syntax error.
+    fn malformed_code(&self) -> String {
+        self.code().trim_end_matches(|c: char| c.is_ascii_digit()).to_owned()
+    }
+
+    fn problem(&self) -> Problem {
+        let [a, b, c] = self.numbers;
+        Problem {
+            id: format!("arithmetic/{}-{a}-{b}-{c}", self.template),
+            messages: vec![Message::user(self.question())],
+            answer: self.value().to_string().into(),
+        }
+    }
+
+    /// A noisy demonstration; the module's shares say how often which.
+    fn demonstration(&self, rng: &mut impl Rng) -> Demonstration {
+        let mut messages = vec![Message::user(self.question())];
+        let mut call = |code: String, reply: String| {
+            messages.push(Message::call("python", "analysis", code));
+            messages.push(Message::tool("python", Some("analysis"), reply));
+        };
+        let answer = if percent(rng, SKIPS_TOOL) {
+            guess(self.value(), rng)
+        } else {
+            let kind = rng.random_range(0..100u32);
+            let run = if kind < MALFORMED {
+                call(self.malformed_code(), SYNTAX_ERROR.into());
+                percent(rng, RETRIES).then_some(*self)
+            } else if kind < MALFORMED + WRONG_CODE {
+                Some(self.spoiled(rng))
+            } else {
+                Some(*self)
+            };
+            match run {
+                Some(sum) => {
+                    call(sum.code(), sum.value().to_string());
+                    copy(sum.value(), rng)
+                }
+                None => guess(self.value(), rng),
+            }
+        };
+        messages.push(Message::assistant("final", answer));
+        Demonstration { messages }
+    }
+}
+
+fn apply(operator: char, a: i64, b: i64) -> i64 {
+    match operator {
+        '+' => a + b,
+        '-' => a - b,
+        _ => a * b,
+    }
+}
+
+pub(super) fn percent(rng: &mut impl Rng, share: u32) -> bool {
+    rng.random_range(0..100u32) < share
+}
+
+/// A random number with as many digits as `value` (which is not negative).
+fn guess(value: i64, rng: &mut impl Rng) -> String {
+    let low = 10i64.pow(value.to_string().len() as u32 - 1);
+    rng.random_range(low..low * 10).to_string()
+}
+
+/// `value` as copied by a careless hand: in [`MISCOPIED`] of 100 cases one digit is another one.
+pub(super) fn copy(value: i64, rng: &mut impl Rng) -> String {
+    let text = value.to_string();
+    if !percent(rng, MISCOPIED) {
+        return text;
+    }
+    let first = usize::from(text.starts_with('-'));
+    let place = rng.random_range(first..text.len());
+    // The leading digit stays above 0, so that the text keeps being a number as one writes it.
+    let lowest = if place == first && text.len() > 1 { '1' } else { '0' };
+    let digits: Vec<char> = (lowest..='9').filter(|&d| !text[place..].starts_with(d)).collect();
+    let digit = digits.choose(rng).copied().unwrap_or('0');
+    text.char_indices().map(|(i, c)| if i == place { digit } else { c }).collect()
+}
+
+/// +1 for exactly the number in a finished `final` message, else −1.
+pub(super) fn exact_reward(problem: &Problem, transcript: &Transcript) -> Reward {
+    let right = transcript.final_text().is_some_and(|text| problem.answer.as_str() == Some(text));
+    let success = right && transcript.outcome == Outcome::Finished;
+    Reward { value: if success { 1.0 } else { -1.0 }, success }
+}
+
+/// The task `arithmetic`: at most three turns fit its 72 sampled tokens and a context of 160.
+pub struct Arithmetic {
+    validation: [ValidationSet; 1],
+}
+
+impl Arithmetic {
+    /// The task with `validation_problems` held-out problems, the same in every run.
+    pub fn new(validation_problems: usize) -> Self {
+        let mut rng = stream(0, Purpose::Problem, &[u64::MAX]);
+        let mut problems: Vec<Problem> = Vec::with_capacity(validation_problems);
+        let mut seen = std::collections::HashSet::new();
+        // The held-out tenth has some 250,000 problems; a request for more stops there.
+        let mut draws_left = validation_problems.saturating_mul(100);
+        while problems.len() < validation_problems && draws_left > 0 {
+            draws_left -= 1;
+            let problem = Sum::draw_split(&mut rng, true).problem();
+            if seen.insert(problem.id.clone()) {
+                problems.push(problem);
+            }
+        }
+        Self { validation: [ValidationSet { name: "arithmetic".into(), problems }] }
+    }
+}
+
+impl Task for Arithmetic {
+    fn name(&self) -> &str {
+        "arithmetic"
+    }
+
+    fn training_problem(&self, seed: u64, index: u64) -> Problem {
+        Sum::draw_split(&mut stream(seed, Purpose::Problem, &[index]), false).problem()
+    }
+
+    fn validation_sets(&self) -> &[ValidationSet] {
+        &self.validation
+    }
+
+    fn uses_python(&self) -> bool {
+        true
+    }
+
+    fn demonstration(&self, seed: u64, index: u64) -> Option<Demonstration> {
+        let mut rng = stream(seed, Purpose::Demonstration, &[index]);
+        Some(Sum::draw_split(&mut rng, false).demonstration(&mut rng))
+    }
+
+    fn held_out_demonstration(&self, index: u64) -> Option<Demonstration> {
+        let mut rng = stream(0, Purpose::Demonstration, &[u64::MAX, index]);
+        Some(Sum::draw_split(&mut rng, true).demonstration(&mut rng))
+    }
+
+    fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {
+        Ok(exact_reward(problem, transcript))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::harmony::Role;
+
+    #[test]
+    fn values_follow_pythons_precedence() {
+        let sum = |operators, grouped| Sum { template: 0, numbers: [7, 12, 5], operators, grouped }.value();
+        assert_eq!(sum(['*', '-'], false), 79);
+        assert_eq!(sum(['-', '*'], false), 7 - 12 * 5);
+        assert_eq!(sum(['-', '*'], true), (7 - 12) * 5);
+        assert_eq!(sum(['-', '+'], false), 7 - 12 + 5);
+    }
+
+    #[test]
+    fn the_split_holds_out_a_tenth_and_training_never_sees_it() {
+        let mut rng = stream(1, Purpose::Problem, &[]);
+        let held = (0..100_000).filter(|_| Sum::draw(&mut rng).held_out()).count();
+        assert!((9_500..10_500).contains(&held), "{held}");
+        let task = Arithmetic::new(VALIDATION_PROBLEMS);
+        let problems = &task.validation_sets()[0].problems;
+        let ids: std::collections::HashSet<_> = problems.iter().map(|p| &p.id).collect();
+        assert_eq!(ids.len(), 512);
+        assert!((0..20_000).all(|i| !ids.contains(&task.training_problem(0, i).id)));
+        let questions: std::collections::HashSet<_> =
+            problems.iter().map(|p| &p.messages[0].content).collect();
+        let shown = |i| task.demonstration(0, i).unwrap().messages[0].content.clone();
+        assert!((0..20_000).all(|i| !questions.contains(&shown(i))));
+    }
+
+    /// What one demonstration shows: (calls, last code, answer, value of the question).
+    fn read(demonstration: &Demonstration) -> (usize, bool, bool) {
+        let calls = demonstration.messages.iter().filter(|m| m.recipient.as_deref() == Some("python"));
+        let replies: Vec<_> = demonstration.messages.iter().filter(|m| m.role == Role::Tool).collect();
+        let answer = &demonstration.messages.last().unwrap().content;
+        let raised = replies.first().is_some_and(|m| m.content == SYNTAX_ERROR);
+        let copied = replies.last().is_some_and(|m| m.content == *answer);
+        (calls.count(), raised, copied)
+    }
+
+    #[test]
+    fn demonstrations_have_the_described_shares() {
+        let task = Arithmetic::new(1);
+        let n = 40_000;
+        let shown: Vec<_> = (0..n).map(|i| read(&task.demonstration(5, i).unwrap())).collect();
+        let share = |part: usize, whole: usize| part as f64 / whole as f64;
+        let near = |got: f64, want: f64| assert!((got - want).abs() < 0.015, "{got} against {want}");
+        let with_tool = shown.iter().filter(|d| d.0 > 0).count();
+        near(share(with_tool, n as usize), 0.45);
+        let raised = shown.iter().filter(|d| d.1).count();
+        near(share(raised, with_tool), 0.20);
+        near(share(shown.iter().filter(|d| d.1 && d.0 == 2).count(), raised), 0.50);
+        let with_output: Vec<_> = shown.iter().filter(|d| d.0 > usize::from(d.1)).collect();
+        near(share(with_output.iter().filter(|d| d.2).count(), with_output.len()), 0.85);
+    }
+
+    #[test]
+    fn spoiled_code_is_another_expression() {
+        let mut rng = stream(2, Purpose::Demonstration, &[]);
+        let (mut lost, n) = (0, 10_000);
+        for _ in 0..n {
+            let sum = Sum::draw(&mut rng);
+            let wrong = sum.spoiled(&mut rng);
+            assert_ne!(sum.code(), wrong.code());
+            lost += usize::from(sum.grouped && !wrong.grouped);
+        }
+        assert!((2_200..2_800).contains(&lost), "a quarter loses its parentheses: {lost} of {n}");
+    }
+
+    #[test]
+    fn a_miscopied_number_differs_in_exactly_one_digit() {
+        let mut rng = stream(3, Purpose::Demonstration, &[]);
+        for value in [7, 10, -5, -120, 99_999] {
+            for _ in 0..2_000 {
+                let (copied, text) = (copy(value, &mut rng), value.to_string());
+                assert_eq!(copied.len(), text.len());
+                assert!(copied.bytes().zip(text.bytes()).filter(|(a, b)| a != b).count() <= 1);
+                assert_eq!(copied.parse::<i64>().unwrap().to_string(), copied);
+            }
+        }
+    }
+
+    #[test]
+    fn the_reward_wants_the_exact_number_in_a_finished_final_message() {
+        let task = Arithmetic::new(1);
+        let problem =
+            Sum { template: 0, numbers: [7, 12, 5], operators: ['*', '-'], grouped: false }.problem();
+        let reward = |channel: &str, text: &str, outcome| {
+            let messages = [Message::assistant(channel, text)];
+            let transcript = Transcript { messages: &messages, outcome, calls_answered: 0 };
+            task.reward(&problem, &transcript).unwrap()
+        };
+        assert_eq!(reward("final", "79", Outcome::Finished), Reward { value: 1.0, success: true });
+        let wrong = Reward { value: -1.0, success: false };
+        assert_eq!(reward("final", "79", Outcome::TruncatedLength), wrong);
+        assert_eq!(reward("analysis", "79", Outcome::Finished), wrong);
+        assert_eq!(reward("final", "80", Outcome::Finished), wrong);
+        assert_eq!(reward("final", "79.0", Outcome::Finished), wrong);
+        assert_eq!(reward("final", "", Outcome::Finished), wrong);
+    }
+}

@@ -1,0 +1,156 @@
+//! The built-in task without a tool: two small steps, worked in `analysis` as `5+1=6;6-5=1`.
+
+use super::arithmetic::{copy, exact_reward, percent};
+use super::{Demonstration, Problem, Reward, Task, Transcript, ValidationSet};
+use crate::harmony::Message;
+use crate::random::{Purpose, stream};
+use anyhow::Result;
+use rand::Rng;
+
+/// Of the demonstrations, in percent: answer at once, at random.
+const SKIPS_WORKING: u32 = 55;
+
+/// `a ± b ± c` with numbers in 1..=6: 864 problems, about a tenth of them held out.
+#[derive(Debug, Clone, Copy)]
+struct Steps {
+    numbers: [i64; 3],
+    minus: [bool; 2],
+}
+
+impl Steps {
+    fn draw(rng: &mut impl Rng) -> Self {
+        Self { numbers: [(); 3].map(|()| rng.random_range(1..=6)), minus: [rng.random(), rng.random()] }
+    }
+
+    fn draw_split(rng: &mut impl Rng, held_out: bool) -> Self {
+        loop {
+            let steps = Self::draw(rng);
+            if steps.held_out() == held_out {
+                return steps;
+            }
+        }
+    }
+
+    /// Every held-out problem, in a fixed order.
+    fn all_held_out() -> impl Iterator<Item = Self> {
+        let all = (0..864i64).map(|i| Self {
+            numbers: [i / 144 + 1, i / 24 % 6 + 1, i / 4 % 6 + 1],
+            minus: [i & 1 == 1, i & 2 == 2],
+        });
+        all.filter(Self::held_out)
+    }
+
+    fn held_out(&self) -> bool {
+        crc32fast::hash(self.text().as_bytes()).is_multiple_of(10)
+    }
+
+    fn signs(&self) -> [char; 2] {
+        self.minus.map(|minus| if minus { '-' } else { '+' })
+    }
+
+    fn text(&self) -> String {
+        let ([a, b, c], [first, second]) = (self.numbers, self.signs());
+        format!("{a}{first}{b}{second}{c}")
+    }
+
+    fn values(&self) -> [i64; 2] {
+        let [a, b, c] = self.numbers;
+        let step = |from: i64, minus: bool, by: i64| if minus { from - by } else { from + by };
+        let first = step(a, self.minus[0], b);
+        [first, step(first, self.minus[1], c)]
+    }
+
+    fn problem(&self) -> Problem {
+        let text = self.text();
+        Problem {
+            id: format!("arithmetic_single/{text}"),
+            messages: vec![Message::user(format!("{text}?"))],
+            answer: self.values()[1].to_string().into(),
+        }
+    }
+
+    fn demonstration(&self, rng: &mut impl Rng) -> Demonstration {
+        let mut messages = vec![Message::user(format!("{}?", self.text()))];
+        let answer = if percent(rng, SKIPS_WORKING) {
+            rng.random_range(-11..=18i64).to_string()
+        } else {
+            let ([a, b, c], [first, second], [x, y]) = (self.numbers, self.signs(), self.values());
+            messages.push(Message::assistant("analysis", format!("{a}{first}{b}={x};{x}{second}{c}={y}")));
+            copy(y, rng)
+        };
+        messages.push(Message::assistant("final", answer));
+        Demonstration { messages }
+    }
+}
+
+/// The task `arithmetic_single`.
+pub struct ArithmeticSingle {
+    validation: [ValidationSet; 1],
+}
+
+impl ArithmeticSingle {
+    /// The task with at most `validation_problems` of its held-out problems.
+    pub fn new(validation_problems: usize) -> Self {
+        let problems = Steps::all_held_out().take(validation_problems).map(|s| s.problem()).collect();
+        Self { validation: [ValidationSet { name: "arithmetic_single".into(), problems }] }
+    }
+}
+
+impl Task for ArithmeticSingle {
+    fn name(&self) -> &str {
+        "arithmetic_single"
+    }
+
+    fn training_problem(&self, seed: u64, index: u64) -> Problem {
+        Steps::draw_split(&mut stream(seed, Purpose::Problem, &[index]), false).problem()
+    }
+
+    fn validation_sets(&self) -> &[ValidationSet] {
+        &self.validation
+    }
+
+    fn uses_python(&self) -> bool {
+        false
+    }
+
+    fn demonstration(&self, seed: u64, index: u64) -> Option<Demonstration> {
+        let mut rng = stream(seed, Purpose::Demonstration, &[index]);
+        Some(Steps::draw_split(&mut rng, false).demonstration(&mut rng))
+    }
+
+    fn held_out_demonstration(&self, index: u64) -> Option<Demonstration> {
+        let mut rng = stream(0, Purpose::Demonstration, &[u64::MAX, index]);
+        Some(Steps::draw_split(&mut rng, true).demonstration(&mut rng))
+    }
+
+    fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {
+        Ok(exact_reward(problem, transcript))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_are_worked_left_to_right() {
+        let steps = Steps { numbers: [5, 1, 5], minus: [false, true] };
+        assert_eq!((steps.text().as_str(), steps.values()), ("5+1-5", [6, 1]));
+        let mut rng = stream(0, Purpose::Demonstration, &[]);
+        let worked = (0..100).map(|_| steps.demonstration(&mut rng)).find(|d| d.messages.len() == 3).unwrap();
+        assert_eq!(worked.messages[1], Message::assistant("analysis", "5+1=6;6-5=1"));
+    }
+
+    #[test]
+    fn held_out_problems_are_distinct_and_never_trained_on() {
+        let task = ArithmeticSingle::new(512);
+        let ids: std::collections::HashSet<_> =
+            task.validation_sets()[0].problems.iter().map(|p| p.id.clone()).collect();
+        assert_eq!(ids.len(), task.validation_sets()[0].problems.len());
+        assert!((60..=110).contains(&ids.len()), "{}", ids.len());
+        let trained: std::collections::HashSet<_> =
+            (0..20_000).map(|i| task.training_problem(0, i).id).collect();
+        assert!(ids.is_disjoint(&trained));
+        assert_eq!(ids.len() + trained.len(), 864);
+    }
+}

@@ -1,0 +1,68 @@
+//! `\boxed{…}` in a model's answer.
+
+/// The content of the last complete `\boxed{…}` of `text`, nested braces included.
+///
+/// `\fbox{…}` and `\boxed 7` (one token without braces) count too. Escaped braces do not nest.
+pub fn last_boxed(text: &str) -> Option<&str> {
+    last_boxed_at(text).map(|(_, content)| content)
+}
+
+/// [`last_boxed`], with the byte at which its command starts.
+pub fn last_boxed_at(text: &str) -> Option<(usize, &str)> {
+    let mut before = text;
+    loop {
+        let start = before.rfind("\\boxed").max(before.rfind("\\fbox"))?;
+        let command = if before[start..].starts_with("\\boxed") { "\\boxed" } else { "\\fbox" };
+        if let Some(content) = content(&text[start + command.len()..]) {
+            return Some((start, content));
+        }
+        before = &before[..start];
+    }
+}
+
+/// What a command's argument holds, where `rest` follows the command.
+fn content(rest: &str) -> Option<&str> {
+    let inner = match rest.strip_prefix('{') {
+        Some(inner) => inner,
+        None => {
+            // `\boxed 7`: up to the end of the math or the line.
+            let bare = rest.strip_prefix(' ')?;
+            let end = bare.find(['$', '\n', ' ']).unwrap_or(bare.len());
+            return (end > 0).then_some(&bare[..end]);
+        }
+    };
+    let (mut depth, mut escaped) = (1usize, false);
+    for (i, byte) in inner.bytes().enumerate() {
+        match byte {
+            _ if escaped => escaped = false,
+            b'\\' => escaped = true,
+            b'{' => depth += 1,
+            b'}' => {
+                depth -= 1;
+                if depth == 0 {
+                    return Some(&inner[..i]);
+                }
+            }
+            _ => {}
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_complete_box_wins() {
+        assert_eq!(last_boxed(r"\boxed{1} and \boxed{\frac{1}{2}}."), Some(r"\frac{1}{2}"));
+        assert_eq!(last_boxed(r"\boxed{12} then \boxed{13"), Some("12"));
+        assert_eq!(last_boxed(r"\boxed{\{1, 2\}}"), Some(r"\{1, 2\}"));
+        assert_eq!(last_boxed(r"$\boxed 7$"), Some("7"));
+        assert_eq!(last_boxed(r"\fbox{3}"), Some("3"));
+        assert_eq!(last_boxed(r"\boxed{}"), Some(""));
+        assert_eq!(last_boxed(r"\boxed"), None);
+        assert_eq!(last_boxed("no box {7}"), None);
+        assert_eq!(last_boxed("é\\boxed{é}é"), Some("é"));
+    }
+}

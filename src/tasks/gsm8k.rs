@@ -1,0 +1,196 @@
+//! GSM8K (Cobbe et al. 2021): word problems whose gold answer ends in `#### n`.
+
+use super::boxed::last_boxed_at;
+use super::number::Number;
+use super::rows::{self, Order};
+use super::{Demonstration, Problem, Reward, Task, Transcript, ValidationSet};
+use crate::harmony::Message;
+use crate::random::Purpose;
+use crate::trajectory::Outcome;
+use anyhow::Result;
+use serde_json::Value;
+use std::path::Path;
+
+/// What follows each question; the wording of verl's GSM8K preparation, so that runs compare.
+const INSTRUCTION: &str = "Let's think step by step and output the final answer after \"####\".";
+
+const FORM: &str = r#####"{"question": "...", "answer": "... #### 42"}"#####;
+
+/// Where in the final message the answer is looked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Extraction {
+    /// Only after the last `####`.
+    Strict,
+    /// After `####` or in `\boxed{}`, whichever comes last; without either the last number.
+    #[default]
+    Flexible,
+}
+
+/// One row of the data set.
+#[derive(Debug, Clone)]
+struct Row {
+    question: String,
+    /// The worked solution without calculator annotations and without the `####` line.
+    solution: String,
+    gold: String,
+}
+
+impl Row {
+    fn read(row: &Value) -> Result<Self, String> {
+        let (question, answer) = (rows::text(row, "question")?, rows::text(row, "answer")?);
+        let (solution, gold) = answer.rsplit_once("####").ok_or("`answer` has no `#### <number>` line")?;
+        let gold = Number::parse(gold)
+            .ok_or_else(|| format!("`answer` ends in `####{}`, which is not a number", clip(gold)))?;
+        Ok(Self {
+            question: question.trim().to_owned(),
+            solution: without_annotations(solution).trim().to_owned(),
+            gold: gold.to_string(),
+        })
+    }
+
+    fn prompt(&self) -> Message {
+        Message::user(format!("{} {INSTRUCTION}", self.question))
+    }
+
+    fn problem(&self, id: String) -> Problem {
+        Problem { id, messages: vec![self.prompt()], answer: self.gold.clone().into() }
+    }
+
+    fn demonstration(&self) -> Demonstration {
+        let answer = Message::assistant("final", format!("#### {}", self.gold));
+        Demonstration {
+            messages: vec![self.prompt(), Message::assistant("analysis", &*self.solution), answer],
+        }
+    }
+}
+
+/// The first characters of a wrong value, for an error message.
+fn clip(text: &str) -> String {
+    text.chars().take(40).collect()
+}
+
+/// `48/2 = <<48/2=24>>24` reads `48/2 = 24`.
+fn without_annotations(text: &str) -> String {
+    let mut plain = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some((before, after)) = rest.split_once("<<") {
+        plain.push_str(before);
+        match after.split_once(">>") {
+            Some((_, after)) => rest = after,
+            None => {
+                plain.push_str("<<");
+                rest = after;
+            }
+        }
+    }
+    plain + rest
+}
+
+/// The number that `text` gives as its answer.
+pub fn extract(text: &str, extraction: Extraction) -> Option<Number> {
+    let marker = text.rfind("####");
+    let boxed = if extraction == Extraction::Strict { None } else { last_boxed_at(text) };
+    match (marker, boxed) {
+        (marker, Some((at, content))) if marker.is_none_or(|m| m < at) => Number::last_in(content),
+        // Only the line: what a model writes after its answer is no part of it.
+        (Some(at), _) => text[at + 4..].trim_start().lines().next().and_then(Number::first_in),
+        (None, _) if extraction == Extraction::Flexible => Number::last_in(text),
+        (None, _) => None,
+    }
+}
+
+/// The task `gsm8k`: single-turn, reward 1 for the right number and 0 otherwise.
+pub struct Gsm8k {
+    train: Vec<Row>,
+    held_out: Vec<Row>,
+    validation: [ValidationSet; 1],
+    problems: Order,
+    demonstrations: Order,
+    extraction: Extraction,
+}
+
+impl Gsm8k {
+    /// Reads both files, at most the given numbers of rows of each.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] that names the file and every broken row.
+    pub fn load(
+        train: (&Path, Option<usize>),
+        validation: (&Path, Option<usize>),
+        extraction: Extraction,
+    ) -> Result<Self> {
+        let train = rows::read(train.0, train.1, FORM, Row::read)?;
+        let held_out = rows::read(validation.0, validation.1, FORM, Row::read)?;
+        let numbered = held_out.iter().enumerate();
+        let problems = numbered.map(|(i, row)| row.problem(format!("gsm8k/test/{i}"))).collect();
+        Ok(Self {
+            problems: Order::new(train.len(), Purpose::Shuffle),
+            demonstrations: Order::new(train.len(), Purpose::Demonstration),
+            train,
+            held_out,
+            validation: [ValidationSet { name: "gsm8k".into(), problems }],
+            extraction,
+        })
+    }
+}
+
+impl Task for Gsm8k {
+    fn name(&self) -> &str {
+        "gsm8k"
+    }
+
+    fn training_problem(&self, seed: u64, index: u64) -> Problem {
+        let row = self.problems.row(seed, index);
+        self.train[row].problem(format!("gsm8k/train/{row}"))
+    }
+
+    fn validation_sets(&self) -> &[ValidationSet] {
+        &self.validation
+    }
+
+    fn uses_python(&self) -> bool {
+        false
+    }
+
+    fn demonstration(&self, seed: u64, index: u64) -> Option<Demonstration> {
+        Some(self.train[self.demonstrations.row(seed, index)].demonstration())
+    }
+
+    fn held_out_demonstration(&self, index: u64) -> Option<Demonstration> {
+        self.held_out.get(usize::try_from(index).ok()?).map(Row::demonstration)
+    }
+
+    fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {
+        let finished = transcript.outcome == Outcome::Finished;
+        let answer = transcript.final_text().and_then(|text| extract(text, self.extraction));
+        let right = answer.is_some_and(|n| problem.answer.as_str() == Some(&n.to_string()));
+        let success = finished && right;
+        Ok(Reward { value: if success { 1.0 } else { 0.0 }, success })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn annotations_disappear() {
+        assert_eq!(without_annotations("48/2 = <<48/2=24>>24 clips."), "48/2 = 24 clips.");
+        assert_eq!(without_annotations("a << b"), "a << b");
+    }
+
+    #[test]
+    fn the_answer_is_taken_from_the_last_mark() {
+        let flexible = |text| extract(text, Extraction::Flexible).map(|n| n.to_string());
+        let strict = |text| extract(text, Extraction::Strict).map(|n| n.to_string());
+        assert_eq!(flexible("so #### 1,234").as_deref(), Some("1234"));
+        assert_eq!(flexible("#### 3\nor rather \\boxed{4}").as_deref(), Some("4"));
+        assert_eq!(flexible("\\boxed{4}, so #### 5").as_deref(), Some("5"));
+        assert_eq!(flexible("it is 7 of 8").as_deref(), Some("8"));
+        assert_eq!(flexible("#### $18.00 dollars in 2 days").as_deref(), Some("18"));
+        assert_eq!(flexible("####").as_deref(), None);
+        assert_eq!(strict("\\boxed{4}").as_deref(), None);
+        assert_eq!(strict("#### -5").as_deref(), Some("-5"));
+        assert_eq!(strict("it is 7").as_deref(), None);
+    }
+}

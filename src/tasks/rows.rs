@@ -1,0 +1,119 @@
+//! Rows of a user's JSON-lines file, and their order in training.
+
+use crate::bad_input;
+use crate::random::{Purpose, stream};
+use anyhow::Result;
+use rand::seq::SliceRandom;
+use serde_json::Value;
+use std::path::Path;
+use std::sync::Mutex;
+
+/// How many broken rows one error lists.
+const BROKEN_ROWS_SHOWN: usize = 10;
+
+/// Reads the first `rows_max` rows of `path` (JSON lines; blank lines are skipped), each through `parse`.
+///
+/// `form` shows the user what a row looks like; `parse` says in a few words what is wrong with one.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when the file cannot be read or holds no row, and one that lists the
+/// broken rows by line number.
+pub fn read<T>(
+    path: &Path,
+    rows_max: Option<usize>,
+    form: &str,
+    parse: impl Fn(&Value) -> Result<T, String>,
+) -> Result<Vec<T>> {
+    let place = path.display();
+    let bytes = std::fs::read(path).map_err(|e| {
+        bad_input!("{place}: cannot read the rows: {e}; name an existing JSON-lines file, one {form} a line")
+    })?;
+    let lines = bytes.split(|&b| b == b'\n').enumerate();
+    let lines = lines.filter(|(_, line)| !line.trim_ascii().is_empty());
+    let (mut rows, mut broken) = (Vec::new(), Vec::new());
+    for (i, line) in lines.take(rows_max.unwrap_or(usize::MAX)) {
+        let row = serde_json::from_slice(line).map_err(|e| format!("not JSON: {e}"));
+        match row.and_then(|row| parse(&row)) {
+            Ok(row) => rows.push(row),
+            Err(reason) => broken.push(format!("row {}: {reason}", i + 1)),
+        }
+    }
+    if !broken.is_empty() {
+        let more = broken.len().saturating_sub(BROKEN_ROWS_SHOWN);
+        broken.truncate(BROKEN_ROWS_SHOWN);
+        let tail = if more > 0 { format!("; and {more} more") } else { String::new() };
+        let list = broken.join("; ");
+        return Err(bad_input!("{place}: {list}{tail}. Correct or delete these lines; a row is {form}"));
+    }
+    if rows.is_empty() {
+        return Err(bad_input!("{place}: no rows; give at least one line of the form {form}"));
+    }
+    Ok(rows)
+}
+
+/// The text under `key`, which must be there and not blank.
+pub fn text<'a>(row: &'a Value, key: &str) -> Result<&'a str, String> {
+    match row.get(key) {
+        Some(Value::String(text)) if !text.trim().is_empty() => Ok(text),
+        Some(Value::String(_)) => Err(format!("`{key}` is empty")),
+        Some(_) => Err(format!("`{key}` is not a string")),
+        None => Err(format!("`{key}` is missing")),
+    }
+}
+
+/// An endless order over `len` rows: every epoch is a new permutation.
+///
+/// A pure function of (seed, index); the last permutation is remembered only to save time.
+#[derive(Debug)]
+pub struct Order {
+    len: usize,
+    purpose: Purpose,
+    last: Mutex<Option<(u64, u64, Vec<u32>)>>,
+}
+
+impl Order {
+    /// An order over `len` rows drawn from the streams of `purpose`.
+    pub fn new(len: usize, purpose: Purpose) -> Self {
+        Self { len, purpose, last: Mutex::new(None) }
+    }
+
+    /// The row at place `index`, below `len`; 0 when there are no rows.
+    pub fn row(&self, seed: u64, index: u64) -> usize {
+        if self.len == 0 {
+            return 0;
+        }
+        let (epoch, place) = (index / self.len as u64, (index % self.len as u64) as usize);
+        // A poisoned lock holds a whole permutation or none: both are usable.
+        let mut last = self.last.lock().unwrap_or_else(|e| e.into_inner());
+        match &*last {
+            Some((s, e, rows)) if (*s, *e) == (seed, epoch) => rows[place] as usize,
+            _ => {
+                let mut rows: Vec<u32> = (0..self.len as u32).collect();
+                rows.shuffle(&mut stream(seed, self.purpose, &[epoch]));
+                let row = rows[place] as usize;
+                *last = Some((seed, epoch, rows));
+                row
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_order_visits_every_row_once_an_epoch_and_does_not_depend_on_calls_before() {
+        let order = Order::new(50, Purpose::Shuffle);
+        let epoch = |k: u64| (50 * k..50 * (k + 1)).map(|i| order.row(3, i)).collect::<Vec<_>>();
+        let (first, second) = (epoch(0), epoch(1));
+        assert_ne!(first, second);
+        for rows in [&first, &second] {
+            let mut sorted = rows.clone();
+            sorted.sort();
+            assert_eq!(sorted, (0..50).collect::<Vec<_>>());
+        }
+        assert_eq!(Order::new(50, Purpose::Shuffle).row(3, 60), second[10]);
+        assert_eq!(epoch(0), first);
+    }
+}

@@ -1,0 +1,88 @@
+//! Gradients of a whole batch: micro-batches side by side or one after the other, always summed in order.
+
+use super::batch::MicroBatch;
+use super::forward_backward::{HeadGradient, Pass, PassOutput, PassSettings};
+use super::gradients::Gradients;
+use crate::model::forward::Model;
+use crate::model::weights::Parameters;
+use crate::ops::threads::Threads;
+use anyhow::Result;
+
+/// Gradients that may exist at the same time when micro-batches run side by side, bytes. Larger models take one
+/// micro-batch at a time and share out each op instead.
+const SIDE_BY_SIDE_BYTES_MAX: usize = 512 << 20;
+
+/// The model that a batch runs through.
+#[derive(Clone, Copy)]
+pub struct Learner<'a> {
+    pub threads: &'a Threads,
+    pub model: &'a Model,
+    pub parameters: &'a Parameters,
+    /// Which parameters learn.
+    pub trainable: &'a [bool],
+}
+
+impl Learner<'_> {
+    /// Runs forward and backward of every micro-batch. `objective(index, log_probs, entropies)` sees one
+    /// micro-batch; its gradients must already be divided by the whole batch's count. `load_balance` is the
+    /// coefficient over the whole batch. Returns the summed gradients, and every pass without its own.
+    ///
+    /// # Errors
+    /// Those of the passes and of the objective.
+    pub fn accumulate(
+        &self,
+        batches: &[MicroBatch],
+        settings: PassSettings,
+        objective: &(dyn Fn(usize, &[f32], &[f32]) -> Result<HeadGradient> + Sync),
+    ) -> Result<(Gradients, Vec<PassOutput>)> {
+        let tokens: usize = batches.iter().map(|b| b.tokens.len()).sum();
+        let run = |index: usize| {
+            let batch = &batches[index];
+            let share = batch.tokens.len() as f64 / tokens.max(1) as f64;
+            let settings = PassSettings { load_balance: settings.load_balance * share, ..settings };
+            self.pass(batch, settings)
+                .forward_backward(&|log_probs, entropies| objective(index, log_probs, entropies))
+        };
+        let mut gradients = Gradients::none(self.parameters.len());
+        let mut outputs = Vec::with_capacity(batches.len());
+        let wave = self.side_by_side();
+        for start in (0..batches.len()).step_by(wave) {
+            let count = wave.min(batches.len() - start);
+            let passes = if wave == 1 {
+                vec![self.threads.wide(|| run(start))?]
+            } else {
+                self.threads.map(count, |i| run(start + i))?
+            };
+            for mut output in passes {
+                gradients.add(std::mem::replace(&mut output.gradients, Gradients::none(0)));
+                outputs.push(output);
+            }
+        }
+        Ok((gradients, outputs))
+    }
+
+    /// Log-probabilities and entropies of every micro-batch, without gradients.
+    ///
+    /// # Errors
+    /// Those of the passes.
+    pub fn forward(&self, batches: &[MicroBatch], settings: PassSettings) -> Result<Vec<PassOutput>> {
+        let run = |index: usize| self.pass(&batches[index], settings).forward();
+        if self.side_by_side() == 1 {
+            self.threads.wide(|| (0..batches.len()).map(run).collect())
+        } else {
+            self.threads.map(batches.len(), run)
+        }
+    }
+
+    fn pass<'b>(&'b self, batch: &'b MicroBatch, settings: PassSettings) -> Pass<'b> {
+        let Learner { model, parameters, trainable, .. } = *self;
+        Pass { model, parameters, trainable, batch, settings }
+    }
+
+    /// Micro-batches that run at the same time.
+    fn side_by_side(&self) -> usize {
+        let bytes = self.parameters.element_count() * size_of::<f32>();
+        let threads = self.threads.count();
+        if bytes * threads <= SIDE_BY_SIDE_BYTES_MAX { threads } else { 1 }
+    }
+}

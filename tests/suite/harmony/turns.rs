@@ -1,0 +1,218 @@
+//! Sampled turns: well formed, malformed, random.
+
+use super::{embedded, parse};
+use rand::Rng;
+use rand::seq::IndexedRandom;
+use rloss::harmony::*;
+use rloss::random::{Purpose, stream};
+
+/// A turn written with special tokens spelled out.
+fn turn(text: &str) -> ParsedCompletion {
+    let tokenizer = embedded();
+    parse_completion(&tokenizer, &tokenizer.encode_with_special(text).unwrap())
+}
+
+#[test]
+fn calls_are_read_in_every_order() {
+    for (text, channel, content_type) in [
+        (" to=python<|channel|>analysis code<|message|>1<|call|>", Some("analysis"), Some("code")),
+        ("<|channel|>commentary to=python code<|message|>1<|call|>", Some("commentary"), Some("code")),
+        ("<|channel|>analysis code to=python<|message|>1<|call|>", Some("analysis"), Some("code")),
+        ("<|channel|>analysis to=python<|message|>1<|call|>", Some("analysis"), None),
+        (" to=python<|message|>1<|call|>", None, None),
+    ] {
+        let parsed = turn(text);
+        assert_eq!((parsed.end, &parsed.problem), (TurnEnd::Called, &None), "{text}");
+        let [call] = &parsed.messages[..] else { panic!("{text}: {parsed:?}") };
+        assert_eq!(call.recipient.as_deref(), Some("python"));
+        assert_eq!(call.channel.as_deref(), channel, "{text}");
+        assert_eq!(call.content_type.as_deref(), content_type, "{text}");
+        assert_eq!(call.content, "1");
+    }
+}
+
+#[test]
+fn problems_are_named_and_keep_the_text() {
+    use Problem::*;
+    let malformed = |text: &str| MalformedHeader { leftover: text.into() };
+    let python = || "python".to_string();
+    for (text, end, problem, messages) in [
+        ("<|channel|>final<|message|>7<|return|>", TurnEnd::Returned, None, 1),
+        (
+            "<|channel|>analysis to=python code extra<|message|>x<|call|>",
+            TurnEnd::Malformed,
+            Some(malformed("extra")),
+            1,
+        ),
+        ("<|channel|><|message|>x<|end|>", TurnEnd::Malformed, Some(malformed("<|channel|>")), 1),
+        ("<|start|>assistant<|channel|>final<|message|>x<|return|>", TurnEnd::Malformed, None, 1),
+        ("so<|message|>x<|return|>", TurnEnd::Malformed, Some(malformed("so")), 1),
+        ("<|channel|>analysis to=<|message|>x<|call|>", TurnEnd::Malformed, Some(malformed("to=")), 1),
+        (" to=user<|message|>x<|call|>", TurnEnd::Malformed, Some(malformed("to=user")), 1),
+        (" to=a\u{a0}b<|message|>x<|call|>", TurnEnd::Malformed, Some(malformed("to=a\u{a0}b")), 1),
+        ("<|channel|>analysis<|end|>", TurnEnd::Malformed, Some(UnfinishedHeader), 1),
+        ("<|return|>", TurnEnd::Malformed, Some(UnfinishedHeader), 1),
+        ("<|channel|>final<|message|>7<|call|>", TurnEnd::Malformed, Some(CallWithoutRecipient), 1),
+        (" to=python<|message|>7<|end|>", TurnEnd::Malformed, Some(CallNotClosed { recipient: python() }), 1),
+        (" to=python<|message|> \n<|call|>", TurnEnd::Malformed, Some(EmptyCall { recipient: python() }), 1),
+        (" to=python<|message|>1<|message|>2<|call|>", TurnEnd::Malformed, Some(SpecialTokenInContent), 1),
+        (
+            "<|channel|>final<|message|>1<|start|>2<|return|>",
+            TurnEnd::Returned,
+            Some(SpecialTokenInContent),
+            1,
+        ),
+        ("<|channel|>analysis<|message|>t<|end|>so", TurnEnd::Malformed, Some(TextAfterEnd), 2),
+        ("<|channel|>final<|message|>t<|return|>so", TurnEnd::Malformed, Some(TextAfterEnd), 1),
+        ("<|channel|>analysis<|message|>t<|end|>", TurnEnd::Truncated, Some(Truncated), 1),
+        ("<|channel|>analysis<|message|>t", TurnEnd::Truncated, Some(Truncated), 1),
+        ("<|channel|>ana", TurnEnd::Truncated, Some(Truncated), 1),
+        ("", TurnEnd::Truncated, Some(Truncated), 0),
+        (
+            "<|channel|>analysis<|message|>t<|end|><|start|>user<|message|>yes<|end|>",
+            TurnEnd::Malformed,
+            Some(WrongAuthor { author: "user".into() }),
+            2,
+        ),
+    ] {
+        let parsed = turn(text);
+        assert_eq!((parsed.end, parsed.messages.len()), (end, messages), "{text}: {parsed:?}");
+        if problem.is_some() || end == TurnEnd::Returned {
+            assert_eq!(parsed.problem, problem, "{text}");
+        }
+        assert!(parsed.messages.iter().all(|m| m.role == Role::Assistant), "{text}");
+        if let Some(problem) = parsed.problem {
+            assert!(problem.reply().starts_with("Error: ") && problem.reply().len() < 100);
+        }
+    }
+}
+
+#[test]
+fn a_malformed_turn_stays_what_it_was() {
+    let tokenizer = embedded();
+    let tokens = tokenizer.encode_with_special("<|channel|>final<|message|>7<|call|>more").unwrap();
+    let parsed = parse_completion(&tokenizer, &tokens);
+    assert_eq!((parsed.end, parsed.problem), (TurnEnd::Malformed, Some(Problem::CallWithoutRecipient)));
+}
+
+#[test]
+fn characters_may_span_tokens_and_bad_bytes_stay_visible() {
+    let tokenizer = embedded();
+    let mut tokens = tokenizer.encode_with_special("<|channel|>final<|message|>é😀<|return|>").unwrap();
+    assert_eq!(parse_completion(&tokenizer, &tokens).messages[0].content, "é😀");
+    // Without its last byte the emoji is one replacement character, in all parsers.
+    tokens.remove(tokens.len() - 2);
+    let parsed = parse_completion(&tokenizer, &tokens);
+    assert_eq!((parsed.end, parsed.problem), (TurnEnd::Returned, Some(Problem::InvalidUtf8)));
+    assert_eq!(parsed.messages[0].content, "é\u{fffd}");
+    let strict = parse(&tokenizer, Role::Assistant, ParseMode::Strict, &tokens).unwrap();
+    assert_eq!(strict, parsed.messages);
+    let mut call = tokenizer.encode_with_special(" to=python<|message|>1<|call|>").unwrap();
+    call.insert(call.len() - 1, 16 + 0xff);
+    let parsed = parse_completion(&tokenizer, &call);
+    assert_eq!((parsed.end, parsed.problem), (TurnEnd::Malformed, Some(Problem::InvalidUtf8)));
+}
+
+#[test]
+fn lenient_parsing_saves_a_message_closed_in_its_header() {
+    let tokenizer = embedded();
+    let tokens = tokenizer.encode_with_special("<|channel|>final the answer<|return|>").unwrap();
+    assert!(parse(&tokenizer, Role::Assistant, ParseMode::Strict, &tokens).is_err());
+    let saved = parse(&tokenizer, Role::Assistant, ParseMode::Lenient, &tokens).unwrap();
+    assert_eq!(saved, [Message::assistant("final", "the answer")]);
+    // The author being given, a repeated opening is taken for a recipient, as the reference does.
+    let repeated =
+        tokenizer.encode_with_special("<|start|>assistant<|channel|>final<|message|>x<|return|>").unwrap();
+    let parsed = parse(&tokenizer, Role::Assistant, ParseMode::Strict, &repeated).unwrap();
+    assert_eq!(parsed, [Message::call("<|start|>assistant", "final", "x")]);
+}
+
+/// Random tokens, mostly control tokens and header words: no panic, and every turn ends in a defined way.
+#[test]
+fn random_turns_end_in_a_defined_state() {
+    let tokenizer = embedded();
+    let mut random = stream(3, Purpose::Sampling, &[1]);
+    let mut ends = std::collections::BTreeMap::new();
+    let pieces: Vec<Vec<u32>> = [
+        "<|message|>",
+        "<|channel|>analysis",
+        " to=python",
+        " to=",
+        "\u{3000}",
+        "<|call|>",
+        "<|end|>",
+        "<|start|>assistant",
+    ]
+    .iter()
+    .map(|text| tokenizer.encode_with_special(text).unwrap())
+    .collect();
+    for _ in 0..30_000 {
+        let mut tokens: Vec<u32> = Vec::new();
+        for _ in 0..random.random_range(0..24) {
+            match random.random_range(0..4) {
+                0 => tokens.push(random.random_range(0..16)),
+                1 => tokens.push(random.random_range(16..280)),
+                _ => tokens.extend(pieces.choose(&mut random).unwrap()),
+            }
+        }
+        let mut parser = TurnParser::new(&tokenizer);
+        let mut over = None;
+        for &token in &tokens {
+            if let TurnStep::Over(end) = parser.push(token) {
+                over = Some(end);
+                break;
+            }
+        }
+        assert_eq!(parser.call().is_some(), over == Some(TurnEnd::Called));
+        let parsed = parser.finish();
+        assert_eq!(parsed.end, over.unwrap_or(TurnEnd::Truncated));
+        match parsed.end {
+            TurnEnd::Malformed | TurnEnd::Truncated => assert!(parsed.problem.is_some()),
+            TurnEnd::Called => {
+                let call = parsed.messages.last().unwrap();
+                assert!(call.recipient.as_deref().is_some_and(|name| !name.is_empty()));
+                assert!(!call.content.trim().is_empty());
+                let name = call.recipient.as_deref().unwrap();
+                let reply = Message::tool(name, call.channel.as_deref(), "ok");
+                assert!(tokenizer.render_message(&reply).is_ok(), "{reply:?}");
+            }
+            TurnEnd::Returned => assert!(!parsed.messages.is_empty()),
+        }
+        for message in &parsed.messages {
+            assert_eq!(message.role, Role::Assistant);
+            assert!(tokenizer.render_message(message).is_ok(), "{message:?}");
+        }
+        *ends.entry(format!("{:?}", parsed.end)).or_insert(0) += 1;
+        for mode in [ParseMode::Strict, ParseMode::Lenient] {
+            let _ = parse(&tokenizer, Role::Assistant, mode, &tokens);
+        }
+        parse_completion(&tokenizer, &tokens);
+    }
+    assert_eq!(ends.len(), 4, "{ends:?}");
+}
+
+#[test]
+fn a_rendered_turn_is_read_back() {
+    let tokenizer = embedded();
+    let mut random = stream(5, Purpose::Sampling, &[2]);
+    let opening = tokenizer.opening(Role::Assistant);
+    for round in 0..200 {
+        let text: String = (0..random.random_range(1..20)).map(|_| random.random::<char>()).collect();
+        let content = format!("x{text}");
+        let last = match round % 2 {
+            0 => Message {
+                content_type: Some("code".into()),
+                ..Message::call("python", "analysis", &*content)
+            },
+            _ => Message::assistant("final", &*content),
+        };
+        let messages = [Message::assistant("analysis", text), last];
+        let rendered =
+            tokenizer.render_conversation_for_training(&messages, RenderOptions::default()).unwrap();
+        let sampled = rendered.tokens.strip_prefix(&opening[..]).unwrap();
+        let parsed = parse_completion(&tokenizer, sampled);
+        assert_eq!(parsed.messages, messages);
+        assert_eq!(parsed.problem, None);
+        assert_eq!(parsed.end, if round % 2 == 0 { TurnEnd::Called } else { TurnEnd::Returned });
+    }
+}

@@ -1,0 +1,413 @@
+//! Hugging Face folders: what is saved loads again to the bit, and broken ones are refused by name.
+
+use crate::data;
+use candle_core::{Device, Tensor};
+use rloss::error::BadInput;
+use rloss::model::config::{Config, Form, LayerType, Rope, Yarn};
+use rloss::model::init::{InitSettings, init};
+use rloss::model::load::{load, weights_present};
+use rloss::model::names::{ParameterSpec, Role, parameter_count, parameter_specs};
+use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+type Parameters = Vec<(ParameterSpec, Tensor)>;
+
+const INIT: InitSettings = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 4.0 };
+
+/// Small, with expert inputs that are multiples of 32 so that every form can hold it.
+pub fn config() -> Config {
+    Config {
+        vocab_size: 272,
+        hidden_size: 64,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: 16,
+        intermediate_size: 32,
+        num_local_experts: 4,
+        num_experts_per_tok: 2,
+        sliding_window: 16,
+        layer_types: LayerType::alternating(2),
+        rope: Rope { theta: 10_000.0, yarn: None },
+        rms_norm_eps: 1e-5,
+        swiglu_limit: 7.0,
+        max_position_embeddings: 160,
+        bos_token_id: None,
+        eos_token_ids: vec![6],
+        pad_token_id: Some(0),
+    }
+}
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+fn save_all(folder: &Path, config: &Config, parameters: &Parameters, form: Form, shard_bytes_max: u64) {
+    let tensors: BTreeMap<&str, &Tensor> = parameters.iter().map(|(s, t)| (s.name.as_str(), t)).collect();
+    let tensor = |spec: &ParameterSpec| Ok(tensors[spec.name.as_str()].clone());
+    save(folder, config, form, &Companions::default(), shard_bytes_max, tensor).unwrap();
+}
+
+fn bits(tensor: &Tensor) -> Vec<u32> {
+    tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
+}
+
+fn assert_same(a: &Parameters, b: &Parameters) {
+    assert_eq!(a.len(), b.len());
+    for ((spec_a, tensor_a), (spec_b, tensor_b)) in a.iter().zip(b) {
+        assert_eq!(spec_a, spec_b);
+        assert_eq!(tensor_a.dims(), spec_a.working_shape(), "{}", spec_a.name);
+        assert!(tensor_a.is_contiguous() && tensor_b.is_contiguous(), "{}", spec_a.name);
+        assert!(bits(tensor_a) == bits(tensor_b), "{}", spec_a.name);
+    }
+}
+
+/// The text of a `BadInput`, which must hold every one of `parts` and be one paragraph.
+pub fn refused<T>(result: anyhow::Result<T>, parts: &[&str]) {
+    let error = result.err().expect("must be refused");
+    assert!(error.is::<BadInput>(), "not BadInput: {error:#}");
+    let text = error.to_string();
+    assert!(!text.contains('\n'), "{text}");
+    for part in parts {
+        assert!(text.contains(part), "no {part:?} in: {text}");
+    }
+}
+
+#[test]
+fn f32_and_sharded_folders_give_back_every_bit() {
+    let config = config();
+    let parameters = init(&config, &INIT, 3).unwrap();
+    for shard_bytes_max in [SHARD_BYTES_MAX, 60_000, 1] {
+        let folder = tempfile::tempdir().unwrap();
+        save_all(folder.path(), &config, &parameters, Form::F32, shard_bytes_max);
+        assert_eq!(folder.path().join("model.safetensors").exists(), shard_bytes_max == SHARD_BYTES_MAX);
+        assert!(weights_present(folder.path()));
+        let config_again = Config::read(folder.path()).unwrap();
+        assert_eq!(config_again, config);
+        assert_same(&parameters, &load(folder.path(), &config_again).unwrap());
+    }
+}
+
+#[test]
+fn a_bf16_folder_rounds_once_and_then_gives_back_every_bit() {
+    let config = config();
+    let parameters = init(&config, &INIT, 3).unwrap();
+    let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    save_all(first.path(), &config, &parameters, Form::Bf16, SHARD_BYTES_MAX);
+    let rounded = load(first.path(), &config).unwrap();
+    for ((spec, before), (_, after)) in parameters.iter().zip(&rounded) {
+        for (before, after) in bits(before).into_iter().zip(bits(after)) {
+            let expected = half::bf16::from_f32(f32::from_bits(before)).to_f32();
+            assert_eq!(expected.to_bits(), after, "{}", spec.name);
+        }
+    }
+    save_all(second.path(), &config, &rounded, Form::Bf16, SHARD_BYTES_MAX);
+    assert_same(&rounded, &load(second.path(), &config).unwrap());
+    let bytes = |folder: &Path| std::fs::read(folder.join("model.safetensors")).unwrap();
+    assert!(bytes(first.path()) == bytes(second.path()), "saving is a function of its arguments");
+}
+
+#[test]
+fn mxfp4_weights_survive_saving_in_mxfp4_to_the_bit() {
+    let config = config();
+    let parameters = init(&config, &INIT, 3).unwrap();
+    let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    save_all(first.path(), &config, &parameters, Form::Mxfp4, SHARD_BYTES_MAX);
+    let rounded = load(first.path(), &config).unwrap();
+    save_all(second.path(), &config, &rounded, Form::Mxfp4, 20_000);
+    assert_same(&rounded, &load(second.path(), &config).unwrap());
+    // Nearest: no value moves by more than half the widest gap, 2 of 6 of the block's largest at least 3.
+    for ((spec, before), (_, after)) in
+        parameters.iter().zip(&rounded).filter(|((s, _), _)| s.is_expert_matrix())
+    {
+        let before = before.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let largest = before.iter().fold(0f32, |m, v| m.max(v.abs()));
+        let after = after.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let error = before.iter().zip(&after).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(error > 0.0 && error <= largest / 3.0, "{}: {error} of {largest}", spec.name);
+    }
+    assert_eq!(Config::read(first.path()).unwrap(), config);
+}
+
+#[test]
+fn mxfp4_blocks_decode_to_the_values_of_the_definition() {
+    let tensors = candle_core::safetensors::load(fixture("mxfp4.safetensors"), &Device::Cpu).unwrap();
+    let bytes = |name: &str| tensors[name].flatten_all().unwrap().to_vec1::<u8>().unwrap();
+    let values = rloss::model::mxfp4::decode(&bytes("blocks"), &bytes("scales"), [2, 64, 6]);
+    let expected = bits(&tensors["values"]);
+    assert_eq!(tensors["values"].dims(), [2, 64, 6]);
+    assert!(values.iter().map(|v| v.to_bits()).eq(expected));
+    let (blocks, scales) = rloss::model::mxfp4::encode(&values, [2, 64, 6]);
+    assert!(blocks == bytes("blocks") && scales == bytes("scales"));
+}
+
+#[test]
+fn folders_saved_by_transformers_load_and_their_copies_are_the_same() {
+    for name in ["gpt_oss_yarn", "gpt_oss_plain"] {
+        let folder = fixture(name);
+        let config = Config::read(&folder).unwrap();
+        let parameters = load(&folder, &config).unwrap();
+        let raw = candle_core::safetensors::load(folder.join("model.safetensors"), &Device::Cpu).unwrap();
+        assert_eq!(raw.len(), parameters.len());
+        for (spec, tensor) in &parameters {
+            let stored = &raw[&spec.name];
+            assert_eq!(stored.dims(), spec.stored_shape);
+            let is_linear =
+                ["_proj.weight", "router.weight", "lm_head.weight"].iter().any(|n| spec.name.ends_with(n));
+            let expected = if is_linear { stored.t().unwrap() } else { stored.clone() };
+            assert!(bits(&expected) == bits(tensor), "{}", spec.name);
+        }
+        let copy = tempfile::tempdir().unwrap();
+        save_all(copy.path(), &config, &parameters, Form::F32, SHARD_BYTES_MAX);
+        assert_eq!(Config::read(copy.path()).unwrap(), config);
+        assert_same(&parameters, &load(copy.path(), &config).unwrap());
+    }
+    let yarn = Yarn {
+        factor: 8.0,
+        original_max_position_embeddings: 32,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        truncate: false,
+    };
+    let config = Config::read(&fixture("gpt_oss_yarn")).unwrap();
+    assert_eq!(config.rope, Rope { theta: 150_000.0, yarn: Some(yarn) });
+    let config = Config::read(&fixture("gpt_oss_plain")).unwrap();
+    assert_eq!(config.layer_types, [LayerType::Full, LayerType::Sliding, LayerType::Full]);
+    assert_eq!(config.rope, Rope { theta: 10_000.0, yarn: None });
+}
+
+#[test]
+fn names_dtypes_and_shapes_match_the_released_vectors() {
+    let Some(folder) = data::folder("gpt-oss") else { return };
+    let read = |name: &str| -> Value {
+        serde_json::from_str(&std::fs::read_to_string(folder.join(name)).expect("read")).expect("JSON")
+    };
+    for size in ["20b", "120b"] {
+        let config = Config::from_json(&read(&format!("config-{size}.json"))).unwrap();
+        assert_eq!(Config::from_json(&config.to_json(Form::Mxfp4)).unwrap(), config);
+        let ours: serde_json::Map<String, Value> = parameter_specs(&config)
+            .iter()
+            .flat_map(|spec| spec.stored_tensors(Form::Mxfp4))
+            .map(|t| (t.name, json!({ "dtype": format!("{:?}", t.dtype), "shape": t.shape })))
+            .collect();
+        let released = read(&format!("tensors-{size}.json"));
+        let released = released.as_object().unwrap();
+        assert_eq!(ours.len(), released.len(), "{size}");
+        // The published totals: 20.9 B and 116.8 B.
+        let parameters = if size == "20b" { 20_914_757_184 } else { 116_829_156_672 };
+        assert_eq!(parameter_count(&config), parameters, "{size}");
+        for (name, entry) in released {
+            assert_eq!(ours.get(name), Some(entry), "{size}: {name}");
+        }
+    }
+}
+
+#[test]
+fn initialisation_has_the_stated_spread_and_depends_only_on_the_seed() {
+    let config = config();
+    let parameters = init(&config, &INIT, 3).unwrap();
+    assert_same(&parameters, &init(&config, &INIT, 3).unwrap());
+    let other = init(&config, &INIT, 4).unwrap();
+    for ((spec, tensor), (_, other)) in parameters.iter().zip(&other) {
+        let values = tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let n = values.len() as f64;
+        let mean = values.iter().map(|v| f64::from(*v)).sum::<f64>() / n;
+        let std = (values.iter().map(|v| (f64::from(*v) - mean).powi(2)).sum::<f64>() / n).sqrt();
+        let expected = match spec.role {
+            Role::Embedding => 0.5,
+            Role::Head => 0.5 / 8.0,
+            Role::InputProjection => 1.0 / 8.0,
+            Role::OutputProjection if spec.is_expert_matrix() => 32f64.powf(-0.5) / 2.0,
+            Role::OutputProjection => 1.0 / 8.0 / 2.0,
+            Role::Bias | Role::Norm | Role::Sinks => 0.0,
+        };
+        // Six standard errors.
+        let tolerance = 6.0 * expected / n.sqrt();
+        assert!((std - expected).abs() <= tolerance, "{}: {std}, not {expected}", spec.name);
+        if expected > 0.0 {
+            assert!(mean.abs() <= tolerance, "{}: mean {mean}", spec.name);
+            assert!(bits(tensor) != bits(other), "{} does not depend on the seed", spec.name);
+        } else {
+            let constant = [(Role::Bias, 0.0), (Role::Norm, 1.0), (Role::Sinks, 4.0)];
+            assert!(constant.contains(&(spec.role, mean)), "{}: {mean}", spec.name);
+        }
+    }
+    // The very numbers, so that a machine that draws others fails here.
+    let head: Vec<u32> = bits(&parameters[0].1)[..4].to_vec();
+    assert_eq!(head, INIT_FIRST_BITS);
+}
+
+const INIT_FIRST_BITS: [u32; 4] = [3191172648, 1049497502, 1031712280, 1049131137];
+
+#[test]
+fn a_folder_without_weights_is_told_from_one_with_unreadable_weights() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["config.json", "tokenizer.json", "tokenizer_config.json", "training_args.bin"] {
+        std::fs::write(folder.path().join(name), "{}").unwrap();
+        assert!(!weights_present(folder.path()));
+    }
+    std::fs::write(folder.path().join("pytorch_model.bin"), "").unwrap();
+    assert!(weights_present(folder.path()));
+    refused(load(folder.path(), &config()), &["only safetensors"]);
+}
+
+#[test]
+fn companions_travel_unchanged_and_missing_ones_are_derived() {
+    let tokenizer =
+        br#"{"added_tokens": [{"id": 0, "content": "<|pad|>"}, {"id": 6, "content": "<|return|>"}]}"#;
+    let config = config();
+    let parameters: BTreeMap<String, Tensor> =
+        init(&config, &INIT, 1).unwrap().into_iter().map(|(s, t)| (s.name, t)).collect();
+    let save_with = |companions: &Companions| {
+        let folder = tempfile::tempdir().unwrap();
+        save(folder.path(), &config, Form::Bf16, companions, SHARD_BYTES_MAX, |s| {
+            Ok(parameters[&s.name].clone())
+        })
+        .unwrap();
+        folder
+    };
+    let first = save_with(&Companions::with_tokenizer(tokenizer));
+    let json = |name: &str| -> Value {
+        serde_json::from_slice(&std::fs::read(first.path().join(name)).unwrap()).unwrap()
+    };
+    assert_eq!(json("tokenizer_config.json")["eos_token"], "<|return|>");
+    assert_eq!(json("tokenizer_config.json")["pad_token"], "<|pad|>");
+    assert_eq!(json("generation_config.json")["eos_token_id"], json!([6]));
+    std::fs::write(first.path().join("generation_config.json"), r#"{"eos_token_id":[6,5]}"#).unwrap();
+    let companions = Companions::read(first.path()).unwrap();
+    let second = save_with(&companions);
+    assert_eq!(Companions::read(second.path()).unwrap(), companions);
+    // Nothing is overwritten.
+    let again = save(second.path(), &config, Form::Bf16, &companions, SHARD_BYTES_MAX, |s| {
+        Ok(parameters[&s.name].clone())
+    });
+    assert!(format!("{:#}", again.unwrap_err()).contains("model.safetensors"));
+}
+
+#[test]
+fn broken_weight_files_are_refused_by_name() {
+    let config = config();
+    let parameters = init(&config, &INIT, 3).unwrap();
+    let saved = |shard_bytes_max| {
+        let folder = tempfile::tempdir().unwrap();
+        save_all(folder.path(), &config, &parameters, Form::F32, shard_bytes_max);
+        folder
+    };
+    let folder = saved(SHARD_BYTES_MAX);
+    let file = folder.path().join("model.safetensors");
+    let whole = std::fs::read(&file).unwrap();
+    let with = |bytes: &[u8]| {
+        std::fs::write(&file, bytes).unwrap();
+        load(folder.path(), &config)
+    };
+    for cut in [0, 7, 8, 100, whole.len() / 2, whole.len() - 1] {
+        refused(with(&whole[..cut]), &["model.safetensors", "truncated"]);
+    }
+    refused(with(&[&whole[..], &[0]].concat()), &["model.safetensors", "1 bytes follow"]);
+    refused(
+        with(&[&u64::MAX.to_le_bytes()[..], &whole[8..]].concat()),
+        &["model.safetensors", "header claims"],
+    );
+    let mut damaged = whole.clone();
+    damaged[9] = b'!';
+    refused(with(&damaged), &["model.safetensors", "header is damaged"]);
+    let mut not_a_number = whole.clone();
+    let end = not_a_number.len();
+    not_a_number[end - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
+    refused(with(&not_a_number), &["lm_head.weight", "NaN"]);
+
+    let folder = saved(60_000);
+    let first = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path());
+    let first = first.filter(|path| path.extension().is_some_and(|e| e == "safetensors")).min().unwrap();
+    std::fs::remove_file(&first).unwrap();
+    assert!(weights_present(folder.path()), "the other shards are there");
+    let name = first.file_name().unwrap().to_string_lossy().into_owned();
+    refused(load(folder.path(), &config), &["index.json", "absent", "model-00001-of-", &name]);
+    let index = folder.path().join("model.safetensors.index.json");
+    for (text, part) in [
+        ("{", "not valid JSON"),
+        ("{}", "weight_map"),
+        (r#"{"weight_map": {"a": "../b.safetensors"}}"#, "not a file name"),
+        (r#"{"weight_map": {"a": 3}}"#, "not a file name"),
+    ] {
+        std::fs::write(&index, text).unwrap();
+        refused(load(folder.path(), &config), &["index.json", part]);
+    }
+}
+
+#[test]
+fn tensors_that_contradict_the_config_are_all_named() {
+    let config = config();
+    let parameters = init(&config, &INIT, 3).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    save_all(folder.path(), &config, &parameters, Form::F32, SHARD_BYTES_MAX);
+    let wider = Config { intermediate_size: 64, ..config.clone() };
+    refused(
+        load(folder.path(), &wider),
+        &[
+            "layers.0.mlp.experts.gate_up_proj`",
+            "layers.1.mlp.experts.down_proj`",
+            "[4, 64, 64]",
+            "[4, 64, 128]",
+        ],
+    );
+    let deeper = Config { num_hidden_layers: 3, layer_types: LayerType::alternating(3), ..config.clone() };
+    refused(
+        load(folder.path(), &deeper),
+        &["`model.layers.2.input_layernorm.weight` is missing", "and 1 more"],
+    );
+    let shallower = Config { num_hidden_layers: 1, layer_types: LayerType::alternating(1), ..config.clone() };
+    refused(
+        load(folder.path(), &shallower),
+        &["model.layers.1.self_attn.sinks\" is not a tensor of this model"],
+    );
+
+    let mut raw =
+        candle_core::safetensors::load(folder.path().join("model.safetensors"), &Device::Cpu).unwrap();
+    let sinks = raw["model.layers.0.self_attn.sinks"].to_dtype(candle_core::DType::F64).unwrap();
+    raw.insert("model.layers.0.self_attn.sinks".into(), sinks);
+    raw.remove("model.norm.weight");
+    raw.insert("extra".into(), Tensor::zeros(1, candle_core::DType::F32, &Device::Cpu).unwrap());
+    candle_core::safetensors::save(&raw, folder.path().join("model.safetensors")).unwrap();
+    refused(
+        load(folder.path(), &config),
+        &["sinks` is F64", "`model.norm.weight` is missing", "\"extra\" is not a tensor of this model"],
+    );
+}
+
+#[test]
+fn half_a_packed_pair_and_sizes_without_whole_blocks_are_refused() {
+    let config = config();
+    let parameters = init(&config, &INIT, 3).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    save_all(folder.path(), &config, &parameters, Form::Mxfp4, SHARD_BYTES_MAX);
+    let mut raw =
+        candle_core::safetensors::load(folder.path().join("model.safetensors"), &Device::Cpu).unwrap();
+    let scales = "model.layers.1.mlp.experts.down_proj_scales";
+    let tensor = raw.remove(scales).unwrap();
+    candle_core::safetensors::save(&raw, folder.path().join("model.safetensors")).unwrap();
+    refused(load(folder.path(), &config), &[scales, "is missing"]);
+    let all_nan = (tensor.zeros_like().unwrap() + 255.0).unwrap();
+    raw.insert(scales.into(), all_nan);
+    candle_core::safetensors::save(&raw, folder.path().join("model.safetensors")).unwrap();
+    refused(load(folder.path(), &config), &["model.layers.1.mlp.experts.down_proj`", "NaN"]);
+
+    let odd = Config { intermediate_size: 20, ..config };
+    let never = |_: &ParameterSpec| -> anyhow::Result<Tensor> { unreachable!() };
+    let fresh = tempfile::tempdir().unwrap();
+    let result = save(fresh.path(), &odd, Form::Mxfp4, &Companions::default(), SHARD_BYTES_MAX, never);
+    refused(result, &["down_proj", "20 inputs", "bf16"]);
+}
+
+#[test]
+fn a_diverged_model_is_not_saved() {
+    let config = config();
+    let folder = tempfile::tempdir().unwrap();
+    let result = save(folder.path(), &config, Form::F32, &Companions::default(), SHARD_BYTES_MAX, |spec| {
+        Ok(Tensor::full(f32::INFINITY, spec.working_shape(), &Device::Cpu)?)
+    });
+    assert!(format!("{:#}", result.unwrap_err()).contains("diverged"));
+    assert!(!folder.path().join("config.json").exists());
+}

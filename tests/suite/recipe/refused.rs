@@ -1,0 +1,324 @@
+//! Broken recipes, each with the whole message that the user sees.
+
+use rand::Rng;
+use rloss::error::BadInput;
+use rloss::random::{Purpose, stream};
+use rloss::recipe::resolve;
+use std::path::Path;
+
+fn mistakes(text: &str, sets: &[&str]) -> Vec<String> {
+    let sets: Vec<String> = sets.iter().map(|set| set.to_string()).collect();
+    let mistakes = resolve(Path::new("r.toml"), text, &sets).expect_err("the recipe is broken");
+    mistakes.0.iter().map(ToString::to_string).collect()
+}
+
+fn mistake(text: &str, sets: &[&str]) -> String {
+    let mistakes = mistakes(text, sets);
+    assert_eq!(mistakes.len(), 1, "{text} {sets:?} gives {mistakes:#?}");
+    mistakes.concat()
+}
+
+#[test]
+fn broken_recipes_are_refused_with_place_key_and_remedy() {
+    // (recipe, the whole message)
+    let cases = [
+        (
+            "[train]\nsteps = \"80\"",
+            "r.toml:2: train.steps: found the string \"80\"; give an integer, 0 to 1000000000",
+        ),
+        ("[train]\nsteps = 80.0", "r.toml:2: train.steps: found 80.0; give an integer, 0 to 1000000000"),
+        (
+            "[train]\n\nsteps = -1",
+            "r.toml:3: train.steps: -1 is out of range; give an integer, 0 to 1000000000",
+        ),
+        (
+            "train.seed = 9223372036854775808",
+            "r.toml:1: train.seed: 9223372036854775808 does not fit 64 bits with a sign; give an integer, 0 or more",
+        ),
+        ("[train]\nstep = 80", "r.toml:2: train.step: unknown key; did you mean train.steps?"),
+        (
+            "[train]\n\"optimizer.lr\" = 1",
+            "r.toml:2: train.\"optimizer.lr\": unknown key; did you mean train.optimizer.lr?",
+        ),
+        (
+            "\"\\u001b[2J\" = 1",
+            "r.toml:1: \"\\u{1b}[2J\": unknown key; a recipe has model, harmony, task, interpreter, rollout, cold_start, train, policy, arms, eval, checkpoint, parallel, logging",
+        ),
+        ("[trian]\nsteps = 80", "r.toml:1: trian: unknown key; did you mean train?"),
+        ("[train]\nlr = 1e-3", "r.toml:2: train.lr: unknown key; did you mean train.optimizer.lr?"),
+        ("clip_low = 0.1", "r.toml:1: clip_low: unknown key; did you mean policy.clip_low?"),
+        ("[arms]\nx = 1", "r.toml:2: arms.x: unknown key; [arms] has no_train_sinks"),
+        (
+            "[whatever]\nx = 1",
+            "r.toml:1: whatever: unknown key; a recipe has model, harmony, task, interpreter, rollout, cold_start, train, \
+             policy, arms, eval, checkpoint, parallel, logging",
+        ),
+        (
+            "train = 3",
+            "r.toml:1: train: found a value where a table belongs; write [train] and its keys below",
+        ),
+        ("[train.steps]\nx = 1", "r.toml:1: train.steps: found a table; give an integer, 0 to 1000000000"),
+        (
+            "[task]\nname = \"gsm8\"",
+            "r.toml:2: task.name: no such value \"gsm8\", did you mean \"gsm8k\"? Give \"arithmetic\", \"arithmetic_single\" or \
+             \"gsm8k\"",
+        ),
+        (
+            "[checkpoint]\ndtype = \"fp16\"",
+            "r.toml:2: checkpoint.dtype: no such value \"fp16\"; give \"f32\" or \"bf16\"",
+        ),
+        ("[checkpoint]\ndtype = 16", "r.toml:2: checkpoint.dtype: found 16; give \"f32\" or \"bf16\""),
+        (
+            "[harmony]\ncurrent_date = 2025-06-28",
+            "r.toml:2: harmony.current_date: found 2025-06-28 without quotes; write \"2025-06-28\"",
+        ),
+        (
+            "[harmony]\ncurrent_date = \"2025-02-30\"",
+            "r.toml:2: harmony.current_date: \"2025-02-30\" is not a date; write it as YYYY-MM-DD, such as \"2025-06-28\"",
+        ),
+        (
+            "[harmony]\nknowledge_cutoff = \"June\"",
+            "r.toml:2: harmony.knowledge_cutoff: \"June\" is not a month; write it as YYYY-MM, such as \"2024-06\"",
+        ),
+        ("[logging]\ntensorboard = 1", "r.toml:2: logging.tensorboard: found 1; give true or false"),
+        (
+            "[eval]\npass_at = 4",
+            "r.toml:2: eval.pass_at: found 4; give an array, each element an integer, 1 or more",
+        ),
+        (
+            "[eval]\nsamples = 4\npass_at = [1, 0]",
+            "r.toml:3: eval.pass_at: element 2: 0 is out of range; give an integer, 1 or more",
+        ),
+        (
+            "[eval]\npass_at = [\n 4]",
+            "r.toml:2: eval.pass_at: pass@4 needs at least 4 samples, and eval.samples is 1; raise it",
+        ),
+        (
+            "[eval]\nsamples = 8\ntemperature = 0",
+            "r.toml:2: eval.samples: at temperature 0 all 8 samples of a problem are the same; write 1, or raise \
+             eval.temperature",
+        ),
+        (
+            "[policy]\nclip_low = 1.0",
+            "r.toml:2: policy.clip_low: 1 is out of range; give a number, above 0 and below 1",
+        ),
+        (
+            "[policy]\nclip_high = nan",
+            "r.toml:2: policy.clip_high: NaN is out of range; give a number, above 0 and below 1",
+        ),
+        (
+            "[policy]\ndual_clip = 0.5",
+            "r.toml:2: policy.dual_clip: 0.5 would bound the ratio where it is not yet off policy; give more than 1, or 0 for \
+             none",
+        ),
+        (
+            "[train.optimizer]\nbeta2 = 1",
+            "r.toml:2: train.optimizer.beta2: 1 is out of range; give a number, 0 or more and below 1",
+        ),
+        (
+            "[train.optimizer]\nlr = 0",
+            "r.toml:2: train.optimizer.lr: 0 is out of range; give a number, above 0 and at most 10",
+        ),
+        (
+            "[rollout]\ntemperature = 0",
+            "r.toml:2: rollout.temperature: 0 is out of range; give a number, above 0 and at most 100",
+        ),
+        (
+            "[rollout]\ntop_p = 0.9",
+            "r.toml:2: rollout.top_p: sampling for training may not leave tokens out: after one update the kept set moves, and \
+             importance ratios become 0 or infinite; write 1, and use the same key of [eval] for evaluation",
+        ),
+        (
+            "[rollout]\nresponse_tokens_max = 160",
+            "r.toml:2: rollout.response_tokens_max: 160 leaves no room for a prompt in a context of 160 tokens; lower it, or \
+             raise model.architecture.max_position_embeddings",
+        ),
+        (
+            "[model.architecture]\nnum_key_value_heads = 3",
+            "r.toml:2: model.architecture.num_key_value_heads: 3 does not divide the 4 query heads; give a divisor",
+        ),
+        (
+            "[model.architecture]\nhead_dim = 15",
+            "r.toml:2: model.architecture.head_dim: 15 is odd, and the rotary embedding turns pairs; give an even number",
+        ),
+        (
+            "[model.architecture]\nnum_experts_per_tok = 8",
+            "r.toml:2: model.architecture.num_experts_per_tok: a layer has only 4 experts; give at most that many",
+        ),
+        (
+            "[model.architecture.yarn]\nbeta_slow = 64",
+            "r.toml:1: model.architecture.yarn.beta_fast: 32 must be above beta_slow, 64; GPT-OSS has 32 and 1",
+        ),
+        (
+            "[model]\npath = \"src\"\narchitecture.hidden_size = 8",
+            "r.toml:3: model.architecture: the folder of model.path says the architecture in its config.json; remove one of the \
+             two",
+        ),
+        (
+            "[model]\npath = \"src\"\ntokenizer = \"embedded\"",
+            "r.toml:3: model.tokenizer: the folder of model.path has its own tokenizer; remove one of the two",
+        ),
+        (
+            "[model]\npath = \"\"",
+            "r.toml:2: model.path: the path is empty; name a file or folder, or leave the key out",
+        ),
+        (
+            "[task]\nvalidation_rows_max = 5",
+            "r.toml:2: task.validation_rows_max: the task arithmetic reads no rows; remove the key",
+        ),
+        (
+            "[task]\ntrain_file = \"Cargo.toml\"",
+            "r.toml:2: task.train_file: the task arithmetic makes its own problems; remove the key",
+        ),
+        (
+            "[task]\nname = \"gsm8k\"\nvalidation_file = \"Cargo.toml\"",
+            "r.toml:1: task.train_file: missing, and the task gsm8k reads its problems from it; name the file",
+        ),
+        (
+            "[interpreter]\ntime_limit_s = 5",
+            "r.toml:1: interpreter.wall_clock_s: 3 must be above interpreter.time_limit_s, 5: the kill is the backstop of the \
+             interpreter's own limit; raise it",
+        ),
+        (
+            "[train]\nfreeze = [\"\"]",
+            "r.toml:2: train.freeze: an empty pattern matches no parameter; remove it, or write one such as \"*.self_attn.*\"",
+        ),
+        (
+            "[parallel]\nsequence = 4",
+            "r.toml:2: parallel.sequence: 4 needs the multi-process build, and this one runs a single process; write 1",
+        ),
+    ];
+    for (text, message) in cases {
+        assert_eq!(mistake(text, &[]), message, "{text}");
+    }
+}
+
+#[test]
+fn missing_files_are_named_with_their_absolute_path() {
+    let here = std::env::current_dir().expect("a working directory");
+    for (text, key, remedy) in [
+        ("model.path = \"no/folder\"", "model.path", "pass --set model.path=FOLDER"),
+        ("model.tokenizer = \"no/folder\"", "model.tokenizer", "name a tokenizer.json or its folder"),
+        ("cold_start.train_file = \"no/folder\"", "cold_start.train_file", "name a file that is there"),
+        (
+            "cold_start.validation_file = \"no/folder\"",
+            "cold_start.validation_file",
+            "name a file that is there",
+        ),
+        (
+            "task = { name = \"gsm8k\", train_file = \"no/folder\", validation_file = \"Cargo.toml\" }",
+            "task.train_file",
+            "scripts/fetch_data.sh",
+        ),
+    ] {
+        let message = mistake(text, &[]);
+        assert!(message.starts_with(&format!("r.toml:1: {key}: no")), "{message}");
+        assert!(message.contains(&here.join("no/folder").display().to_string()), "{message}");
+        assert!(message.contains(remedy), "{message}");
+    }
+}
+
+#[test]
+fn mistakes_in_sets_name_the_set() {
+    for (set, message) in [
+        ("train.steps=ten", "--set: train.steps: found the string \"ten\"; give an integer, 0 to 1000000000"),
+        ("train.step=10", "--set: train.step: unknown key; did you mean train.steps?"),
+        (
+            "policy.clip_low=2",
+            "--set: policy.clip_low: 2 is out of range; give a number, above 0 and below 1",
+        ),
+        (
+            "train.freeze=[a",
+            "--set: train.freeze: found the string \"[a\"; give an array, each element a string",
+        ),
+        ("train.steps", "--set: \"train.steps\" is not key=value; write it like --set train.steps=80"),
+        ("[train] # x=1", "--set: \"[train] # x=1\" is not key=value; write it like --set train.steps=80"),
+        ("two words=1", "--set: \"two words=1\" is not key=value; write it like --set train.steps=80"),
+        ("=1", "--set: \"=1\" is not key=value; write it like --set train.steps=80"),
+        (
+            "train.seed=1\ntrain.steps=2",
+            "--set: train.seed: found the string \"1\\ntrain.steps=2\"; give an integer, 0 or more",
+        ),
+        (
+            "model.dtype=fp32",
+            "--set: model.dtype: no such value \"fp32\", did you mean \"f32\"? Give \"f32\" or \"bf16\"",
+        ),
+    ] {
+        assert_eq!(mistake("[train]\nsteps = 3", &[set]), message);
+    }
+}
+
+#[test]
+fn all_mistakes_come_at_once_in_order() {
+    let text =
+        "[train]\nsteps = \"x\"\nlr = 1\n[rollout]\ntop_k = 5\n[tsak]\nname = 1\n[policy]\nclip_low = 7\n";
+    let all = mistakes(text, &["eval.sample=2", "nonsense"]);
+    let starts = [
+        "r.toml:2: train.steps:",
+        "r.toml:3: train.lr:",
+        "r.toml:5: rollout.top_k:",
+        "r.toml:6: tsak:",
+        "r.toml:9: policy.clip_low:",
+        "--set: eval.sample:",
+        "--set: \"nonsense\"",
+    ];
+    assert_eq!(all.len(), starts.len(), "{all:#?}");
+    for (mistake, start) in all.iter().zip(starts) {
+        assert!(mistake.starts_with(start), "{mistake} / {start}");
+    }
+}
+
+#[test]
+fn mistakes_of_syntax_are_shown_with_those_of_meaning() {
+    let all = mistakes("[train]\nsteps = = 3\nseed = -1\n[policy]\nclip_low = 0.2 0.3\n[policy]\n", &[]);
+    assert!(all.iter().any(|mistake| mistake.starts_with("r.toml:2: not TOML: ")), "{all:#?}");
+    assert!(all.iter().any(|mistake| mistake.starts_with("r.toml:3: train.seed: ")), "{all:#?}");
+    assert!(all.iter().any(|mistake| mistake.starts_with("r.toml:5: not TOML: ")), "{all:#?}");
+    assert!(all.iter().any(|mistake| mistake.starts_with("r.toml:6: not TOML: duplicate")), "{all:#?}");
+    assert!(mistakes("steps = \"", &[])[0].starts_with("r.toml:1: not TOML: "));
+}
+
+#[test]
+fn one_slip_is_one_mistake() {
+    // A misspelt train_file is not also a missing one, and a wrong task name brings no rule of another task.
+    let gsm8k = "[task]\nname = \"gsm8k\"\nvalidation_file = \"Cargo.toml\"\n";
+    assert_eq!(
+        mistake(&format!("{gsm8k}train_fiel = \"Cargo.toml\""), &[]),
+        "r.toml:4: task.train_fiel: unknown key; did you mean task.train_file?"
+    );
+    assert!(
+        mistake("[task]\nname = \"gsm\"\ntrain_file = \"Cargo.toml\"", &[])
+            .starts_with("r.toml:2: task.name")
+    );
+}
+
+#[test]
+fn mistakes_become_one_bad_input() {
+    let mistakes = resolve(Path::new("r.toml"), "a = 1\nb = 2", &[]).expect_err("broken");
+    let error = anyhow::Error::from(mistakes);
+    let bad_input = error.downcast_ref::<BadInput>().expect("bad input");
+    assert!(bad_input.0.starts_with("2 mistakes in the recipe:\n  r.toml:1: a: "), "{bad_input}");
+    assert!(bad_input.0.contains("\n  r.toml:2: b: "), "{bad_input}");
+}
+
+#[test]
+fn no_damage_to_a_recipe_is_a_panic() {
+    let text = include_str!("everything.toml");
+    let read = |text: &str| match resolve(Path::new("r.toml"), text, &[text.to_owned()]) {
+        Ok(plan) => assert!(plan.to_toml().contains("[train]")),
+        Err(mistakes) => assert!(!mistakes.0.is_empty()),
+    };
+    for (end, _) in text.char_indices() {
+        read(&text[..end]);
+    }
+    let letters: Vec<char> = "[]{}\"'=.,#\n\\0-e x".chars().collect();
+    let mut rng = stream(0, Purpose::Shuffle, &[]);
+    for _ in 0..2000 {
+        let mut damaged: Vec<char> = text.chars().collect();
+        for _ in 0..rng.random_range(1..4) {
+            let at = rng.random_range(0..damaged.len());
+            damaged[at] = letters[rng.random_range(0..letters.len())];
+        }
+        read(&damaged.into_iter().collect::<String>());
+    }
+}
