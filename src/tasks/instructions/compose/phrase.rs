@@ -102,7 +102,7 @@ fn counted(form: Form, rng: &mut impl Rng) -> (Value, String) {
             (kwargs, either(rng, first, format!("Your reply should have {says} {n} sentences.")))
         }
         Form::Words => {
-            let n: u32 = if low { rng.random_range(3..=15) * 10 } else { rng.random_range(10..=30) * 10 };
+            let n: u32 = if low { rng.random_range(3..=15) * 10 } else { rng.random_range(15..=30) * 10 };
             let kwargs = json!({ "num_words": n, "relation": relation });
             let first = format!("Keep to {says} {n} words.");
             (kwargs, either(rng, first, format!("The whole reply should run to {says} {n} words.")))
@@ -116,7 +116,7 @@ fn counted(form: Form, rng: &mut impl Rng) -> (Value, String) {
             // Rare letters have an upper bound, so that other instructions do not use it up.
             let letter =
                 *pick(if low { &['a', 'e', 'n', 'o', 's', 't'] } else { &['j', 'q', 'x', 'z'] }, rng);
-            let n: u32 = if low { rng.random_range(5..=30) } else { rng.random_range(3..=6) };
+            let n: u32 = if low { rng.random_range(5..=15) } else { rng.random_range(3..=6) };
             let kwargs =
                 json!({ "letter": letter.to_string(), "let_frequency": n, "let_relation": relation });
             (kwargs, format!("The letter {letter} should occur {says} {n} times."))
