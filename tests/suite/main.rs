@@ -16,3 +16,4 @@ mod rollout;
 mod tasks;
 mod tiny;
 mod train;
+mod verify_if;

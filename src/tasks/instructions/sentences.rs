@@ -17,69 +17,11 @@ const ABBREVIATIONS: &[&str] = &[
 ];
 
 /// Capitalised after an abbreviation, an initial or an ellipsis, these do open a sentence.
-const STARTERS: &[&str] = &[
-    "a",
-    "according",
-    "after",
-    "all",
-    "although",
-    "among",
-    "an",
-    "and",
-    "as",
-    "at",
-    "but",
-    "despite",
-    "each",
-    "even",
-    "every",
-    "for",
-    "from",
-    "he",
-    "how",
-    "however",
-    "i",
-    "if",
-    "in",
-    "indeed",
-    "instead",
-    "it",
-    "many",
-    "meanwhile",
-    "moreover",
-    "most",
-    "nevertheless",
-    "not",
-    "on",
-    "our",
-    "she",
-    "since",
-    "so",
-    "some",
-    "that",
-    "the",
-    "their",
-    "then",
-    "there",
-    "these",
-    "they",
-    "this",
-    "those",
-    "though",
-    "thus",
-    "under",
-    "we",
-    "what",
-    "when",
-    "where",
-    "while",
-    "who",
-    "why",
-    "with",
-    "yet",
-    "you",
-    "your",
-];
+const STARTERS: &str = "\
+    a according after all although among an and as at but despite each even every for from he how \
+    however i if in indeed instead it many meanwhile moreover most nevertheless not on our she since so \
+    some that the their then there these they this those though thus under we what when where while who \
+    why with yet you your";
 
 /// Characters that end a word and that may follow a sentence's last mark.
 fn ends_word(c: char) -> bool {
@@ -211,7 +153,10 @@ fn ends_sentence(word: &str, next: &str) -> bool {
     }
     let Some(stem) = word.strip_suffix('.').map(str::to_lowercase) else { return false };
     let first = next.chars().next().unwrap_or(' ');
-    let opens = || first.is_uppercase() && STARTERS.contains(&next.to_lowercase().trim_end_matches('.'));
+    let opens = || {
+        first.is_uppercase()
+            && STARTERS.split(' ').any(|word| word == next.to_lowercase().trim_end_matches('.'))
+    };
     if stem.ends_with('.') {
         return opens(); // An ellipsis.
     }
