@@ -50,7 +50,7 @@ fn ifeval_vectors_agree() {
                 if row["unstable"].as_array().expect("unstable").contains(&Value::from(i)) {
                     continue;
                 }
-                let agrees = row[mode][i] == Value::from(verdict);
+                let agrees = row[mode][i] == verdict;
                 files.entry((file.clone(), mode)).or_default().add(agrees);
                 if !agrees {
                     let id = row["instruction_id_list"][i].as_str().expect("id");
@@ -320,7 +320,7 @@ fn wrong_rows_are_refused_by_id_and_kwarg() {
     assert!(Instruction::parse("punctuation:no_comma", &Value::Null).is_ok());
 }
 
-/// Verdicts of the reference on cases that the stored responses hardly touch.
+/// Cases that the stored responses hardly touch, by the rules of the reference.
 #[test]
 fn quirks_of_the_reference_are_kept() {
     let follows = |id, kwargs: Value, response| Instruction::parse(id, &kwargs).unwrap().follows(response);
