@@ -2,6 +2,7 @@
 //!
 //! The rooms and who may import whom are described in `docs/ARCHITECTURE.md`; a test holds the table.
 
+pub mod cli;
 pub mod commands;
 pub mod error;
 pub mod harmony;

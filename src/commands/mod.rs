@@ -1,1 +1,8 @@
 //! One file a subcommand: it composes and computes nothing.
+
+pub mod evaluation;
+pub mod report;
+pub mod run_folder;
+pub mod signals;
+pub mod train;
+pub mod workbench;

@@ -5,14 +5,17 @@ mod arithmetic;
 mod arithmetic_single;
 pub mod boxed;
 pub mod gsm8k;
+pub mod instructions;
 pub mod number;
 pub mod retool;
 pub mod rows;
+pub mod verify_if;
 
 pub use arithmetic::{Arithmetic, VALIDATION_PROBLEMS};
 pub use arithmetic_single::ArithmeticSingle;
 pub use gsm8k::Gsm8k;
 pub use retool::Retool;
+pub use verify_if::VerifyIf;
 
 use crate::bad_input;
 use crate::harmony::Message;

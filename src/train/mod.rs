@@ -2,6 +2,9 @@
 
 pub mod accumulate;
 pub mod batch;
+pub mod checkpoint;
 pub mod forward_backward;
 pub mod gradients;
 pub mod optimizer;
+pub mod policy_step;
+pub mod supervised;

@@ -95,17 +95,29 @@ impl Optimizer {
             root_correction: (1.0 - s.beta2.powi(t)).sqrt() as f32,
             eps: s.eps as f32,
         };
-        for (index, (state, gradient)) in self.states.iter_mut().zip(&gradients.values).enumerate() {
+        for (state, gradient) in self.states.iter_mut().zip(&gradients.values) {
             let (Some(state), Some(gradient)) = (state, gradient) else { continue };
             match s.kind {
                 OptimizerKind::AdamW => step.adamw(state, gradient),
                 OptimizerKind::Sgd => step.sgd(state, gradient),
             }
-            let var = parameters.var(index);
-            let weights = working_weights(&state.master, self.round_to_bf16);
-            var.set(&Tensor::from_vec(weights, var.shape(), &Device::Cpu)?)?;
         }
-        Ok(())
+        self.write_weights(parameters)
+    }
+
+    /// Writes every master into `parameters` as the model computes with it.
+    ///
+    /// # Errors
+    /// When a weight cannot be written.
+    pub fn write_weights(&self, parameters: &Parameters) -> Result<()> {
+        (0..self.states.len()).try_for_each(|index| self.write_weight(parameters, index))
+    }
+
+    fn write_weight(&self, parameters: &Parameters, index: usize) -> Result<()> {
+        let Some(state) = &self.states[index] else { return Ok(()) };
+        let var = parameters.var(index);
+        let weights = working_weights(&state.master, self.round_to_bf16);
+        Ok(var.set(&Tensor::from_vec(weights, var.shape(), &Device::Cpu)?)?)
     }
 }
 

@@ -3,6 +3,7 @@
 mod commands;
 mod data;
 mod harmony;
+mod instructions;
 mod interpreter;
 mod metrics;
 mod model;
@@ -16,3 +17,4 @@ mod rollout;
 mod tasks;
 mod tiny;
 mod train;
+mod verify_if;

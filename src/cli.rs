@@ -1,0 +1,74 @@
+//! The command line: what the user may type, one error printer and the exit code.
+
+use crate::commands;
+use crate::error::BadInput;
+use crate::metrics::sanitize_terminal;
+use clap::{Args, Parser, Subcommand};
+use std::path::PathBuf;
+
+/// Done.
+pub const EXIT_DONE: u8 = 0;
+/// Failed while working.
+pub const EXIT_FAILED: u8 = 1;
+/// Bad input: a recipe, data, a checkpoint, the command line.
+pub const EXIT_BAD_INPUT: u8 = 2;
+/// Stopped by a signal, after a checkpoint.
+pub const EXIT_STOPPED: u8 = 130;
+
+#[derive(Parser)]
+#[command(
+    name = "rloss",
+    version,
+    about = "Reinforcement learning for GPT-OSS: one forward for rollout and training"
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Train as the recipe says: cold start, reinforcement learning, evaluations, checkpoints
+    Train(commands::train::TrainArgs),
+    /// Write one self-contained HTML page with the curves of runs
+    Report {
+        /// Run folders; the page goes into the first
+        #[arg(required = true)]
+        runs: Vec<PathBuf>,
+    },
+}
+
+/// A recipe and where its results go.
+#[derive(Args, Debug, Clone)]
+pub struct RunArgs {
+    /// A recipe file, or a run folder (its resolved recipe and last checkpoint)
+    pub recipe: PathBuf,
+    /// Replace a recipe's value, such as --set train.steps=10
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    pub sets: Vec<String>,
+    /// Folder for the results [default: runs/<recipe's name>]
+    #[arg(long)]
+    pub out: Option<PathBuf>,
+}
+
+/// Runs the command line of this process and returns its exit code.
+pub fn run() -> u8 {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            let code = if error.use_stderr() { EXIT_BAD_INPUT } else { EXIT_DONE };
+            // A closed pipe is nobody to report to.
+            let _ = error.print();
+            return code;
+        }
+    };
+    let result = match cli.command {
+        Command::Train(args) => commands::train::run(&args),
+        Command::Report { runs } => commands::report::run(&runs),
+    };
+    result.unwrap_or_else(|error| {
+        // Text from files may carry control characters.
+        eprintln!("error: {}", sanitize_terminal(&format!("{error:#}")));
+        if error.chain().any(|cause| cause.is::<BadInput>()) { EXIT_BAD_INPUT } else { EXIT_FAILED }
+    })
+}

@@ -1,0 +1,16 @@
+//! `rloss report RUN...`
+
+use crate::cli::EXIT_DONE;
+use crate::report::write_report;
+use anyhow::Result;
+use std::path::PathBuf;
+
+/// Writes the page and says where it is.
+///
+/// # Errors
+/// Those of [`write_report`].
+pub fn run(runs: &[PathBuf]) -> Result<u8> {
+    let page = write_report(runs)?;
+    println!("{}", page.display());
+    Ok(EXIT_DONE)
+}

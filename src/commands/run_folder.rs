@@ -1,0 +1,199 @@
+//! A run's folder: its recipe, metrics, trajectories and lock.
+
+use crate::bad_input;
+use crate::metrics::{MetricsFile, Row, TensorBoard, read_rows};
+use crate::recipe::{Plan, resolve, resume_differences};
+use crate::train::checkpoint::{self, TrainerState};
+use crate::trajectory::TrajectoryRow;
+use anyhow::{Context, Result};
+use std::fs::{self, File, TryLockError};
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+/// A run folder that this process holds; others that try are refused until it ends.
+pub struct RunFolder {
+    pub path: PathBuf,
+    metrics: MetricsFile,
+    tensorboard: Option<TensorBoard>,
+    _lock: File,
+}
+
+/// Where a resumed run goes on.
+pub struct ResumePoint {
+    pub checkpoint: PathBuf,
+    pub state: TrainerState,
+}
+
+impl RunFolder {
+    /// Refuses a folder that already holds a run.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when it does.
+    pub fn refuse_existing(path: &Path) -> Result<()> {
+        if !holds_run(path) {
+            return Ok(());
+        }
+        Err(bad_input!(
+            "{}: already holds a run; go on with --resume, or name another folder with --out",
+            path.display()
+        ))
+    }
+
+    /// Starts a run in `path`.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when a run is already there; nothing of it is touched.
+    pub fn create(path: &Path, plan: &Plan) -> Result<Self> {
+        Self::refuse_existing(path)?;
+        fs::create_dir_all(path).map_err(|e| {
+            bad_input!("{}: cannot make the run folder: {e}; name another with --out", path.display())
+        })?;
+        let lock = lock(path)?;
+        write_recipe(path, plan)?;
+        let metrics = MetricsFile::create(&path.join("metrics.jsonl"))?;
+        let tensorboard =
+            plan.recipe.logging.tensorboard.then(|| TensorBoard::create(&path.join("tensorboard")));
+        Ok(Self { path: path.to_owned(), metrics, tensorboard, _lock: lock })
+    }
+
+    /// Goes on with the run in `path` from its last checkpoint, or from the start when it has none yet:
+    /// what lies after that point is cut away.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when there is no run, it is in use, or its recipe differs in a key that may not change.
+    pub fn resume(path: &Path, plan: &Plan) -> Result<(Self, Option<ResumePoint>)> {
+        if !holds_run(path) {
+            return Err(bad_input!("{}: holds no run to resume; start it without --resume", path.display()));
+        }
+        let lock = lock(path)?;
+        check_recipe(path, plan)?;
+        let point = match checkpoint::latest(path)? {
+            Some(checkpoint) => Some(ResumePoint { state: checkpoint::read_state(&checkpoint)?, checkpoint }),
+            None => None,
+        };
+        let file = path.join("metrics.jsonl");
+        let metrics = match (&point, file.exists()) {
+            (Some(point), _) => MetricsFile::resume(&file, point.state.metrics_bytes)?,
+            (None, true) => MetricsFile::resume(&file, 0)?,
+            (None, false) => MetricsFile::create(&file)?,
+        };
+        let tensorboard = match plan.recipe.logging.tensorboard {
+            true => Some(TensorBoard::resume(&path.join("tensorboard"), &read_rows(&file)?)?),
+            false => None,
+        };
+        write_recipe(path, plan)?;
+        Ok((Self { path: path.to_owned(), metrics, tensorboard, _lock: lock }, point))
+    }
+
+    /// Appends a row of metrics.
+    ///
+    /// # Errors
+    /// When the disk refuses.
+    pub fn write_metrics(&mut self, row: &Row) -> Result<()> {
+        self.metrics.write(row)?;
+        if let Some(tensorboard) = &mut self.tensorboard {
+            tensorboard.write(row)?;
+        }
+        Ok(())
+    }
+
+    /// Makes the metrics durable and returns their length, bytes: a checkpoint keeps it.
+    ///
+    /// # Errors
+    /// When the disk refuses.
+    pub fn sync_metrics(&mut self) -> Result<u64> {
+        self.metrics.sync()
+    }
+
+    /// Writes `trajectories/<name>.jsonl`.
+    ///
+    /// # Errors
+    /// When the disk refuses.
+    pub fn write_trajectories(&self, name: &str, rows: impl Iterator<Item = TrajectoryRow>) -> Result<()> {
+        write_trajectories(&self.path.join("trajectories"), name, rows)
+    }
+
+    /// Records what confines the Python tool.
+    ///
+    /// # Errors
+    /// When the disk refuses.
+    pub fn write_confinement(&self, confinement: &str) -> Result<()> {
+        write_file(&self.path.join("sandbox.txt"), &format!("{confinement}\n"))
+    }
+}
+
+/// Writes `<name>.jsonl` into `folder`, one trajectory a line.
+///
+/// # Errors
+/// When the disk refuses.
+pub fn write_trajectories(
+    folder: &Path,
+    name: &str,
+    rows: impl Iterator<Item = TrajectoryRow>,
+) -> Result<()> {
+    let file = folder.join(format!("{name}.jsonl"));
+    let write = || -> Result<()> {
+        fs::create_dir_all(folder)?;
+        let mut out = BufWriter::new(File::create(&file)?);
+        for row in rows {
+            serde_json::to_writer(&mut out, &row)?;
+            out.write_all(b"\n")?;
+        }
+        Ok(out.flush()?)
+    };
+    write().with_context(|| format!("writing {}", file.display()))
+}
+
+fn holds_run(path: &Path) -> bool {
+    ["recipe.toml", "metrics.jsonl", "checkpoints"].iter().any(|name| path.join(name).exists())
+}
+
+fn lock(path: &Path) -> Result<File> {
+    let file = path.join(".lock");
+    let lock = File::create(&file).map_err(|e| {
+        bad_input!("{}: cannot be written: {e}; name another folder with --out", file.display())
+    })?;
+    match lock.try_lock() {
+        Ok(()) => Ok(lock),
+        Err(TryLockError::WouldBlock) => Err(bad_input!(
+            "{}: another process is running in this folder; wait for it to end, or name another folder with --out",
+            path.display()
+        )),
+        Err(TryLockError::Error(e)) => Err(e).with_context(|| format!("locking {}", file.display())),
+    }
+}
+
+/// The stored recipe may differ only in keys that leave the run what it is.
+fn check_recipe(path: &Path, plan: &Plan) -> Result<()> {
+    let file = path.join("recipe.toml");
+    let text = match fs::read_to_string(&file) {
+        Ok(text) => text,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(bad_input!("{}: cannot be read: {e}", file.display())),
+    };
+    let stored = resolve(&file, &text, &[])?;
+    let differences = resume_differences(&stored, plan);
+    if differences.is_empty() {
+        return Ok(());
+    }
+    Err(bad_input!(
+        "{}: the run was started with other values of {}; --resume may change only train.steps, eval, checkpoint, logging and parallel keys",
+        file.display(),
+        differences.join(", ")
+    ))
+}
+
+fn write_recipe(path: &Path, plan: &Plan) -> Result<()> {
+    write_file(&path.join("recipe.toml"), &plan.to_toml())
+}
+
+/// Writes a small file aside and renames it.
+pub fn write_file(path: &Path, text: &str) -> Result<()> {
+    let aside = path.with_extension("partial");
+    let write = || -> Result<()> {
+        fs::write(&aside, text)?;
+        File::open(&aside)?.sync_all()?;
+        Ok(fs::rename(&aside, path)?)
+    };
+    write().with_context(|| format!("writing {}", path.display()))
+}

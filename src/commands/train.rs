@@ -1,0 +1,388 @@
+//! `rloss train RECIPE`: cold start, reinforcement learning, evaluations, checkpoints.
+
+use super::evaluation::evaluate;
+use super::run_folder::{ResumePoint, RunFolder};
+use super::signals::Stop;
+use super::workbench::Workbench;
+use crate::cli::{EXIT_DONE, EXIT_STOPPED, RunArgs};
+use crate::metrics::{Console, Metrics, Phase, Row, Timings};
+use crate::model::config::Form;
+use crate::policy::alarm::alarm;
+use crate::recipe::{self, Dtype, locate};
+use crate::rollout::{Prompt, RolloutSettings, Rollouts};
+use crate::train::accumulate::Learner;
+use crate::train::batch::Sequence;
+use crate::train::checkpoint::{self, Snapshot, TrainerState};
+use crate::train::forward_backward::PassSettings;
+use crate::train::gradients::Gradients;
+use crate::train::optimizer::{Optimizer, learning_rate};
+use crate::train::policy_step::PolicyStep;
+use crate::train::supervised::{self, Examples};
+use anyhow::{Result, ensure};
+use clap::Args;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// What `rloss train` takes.
+#[derive(Args, Debug, Clone)]
+pub struct TrainArgs {
+    #[command(flatten)]
+    run: RunArgs,
+    /// Go on with the run in the folder from its last checkpoint
+    #[arg(long)]
+    resume: bool,
+}
+
+/// Trains; exit code 130 when a signal stopped it after a checkpoint.
+///
+/// # Errors
+/// [`crate::error::BadInput`] before any work; other errors leave the last checkpoint intact.
+pub fn run(args: &TrainArgs) -> Result<u8> {
+    let source = locate(&args.run.recipe)?;
+    let out = args.run.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(source.stem()));
+    let plan = source.resolve(&args.run.sets)?;
+    if !args.resume {
+        RunFolder::refuse_existing(&out)?;
+    }
+    let bench = Workbench::open(plan)?;
+    let examples = Examples::open(bench.recipe().cold_start.train_file.as_deref(), &bench.rendering())?;
+    let held_out = held_out(&bench, &examples)?;
+    let (folder, point) = match args.resume {
+        true => RunFolder::resume(&out, &bench.plan)?,
+        false => (RunFolder::create(&out, &bench.plan)?, None),
+    };
+    let console = Console::stderr(Duration::from_secs(2));
+    bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+    if let Some(confinement) = bench.confinement() {
+        folder.write_confinement(&confinement)?;
+    }
+    let stop = Stop::listen()?;
+    let timings = Timings::new();
+    let mut trainer = Trainer { bench: &bench, folder, console, stop, timings, timed_out: false };
+    let stopped = trainer.run(&examples, &held_out, point)?;
+    trainer.console.print(&format!("{} {}", if stopped { "stopped:" } else { "done:" }, out.display()));
+    Ok(if stopped { EXIT_STOPPED } else { EXIT_DONE })
+}
+
+/// Supervised examples that are only measured: a file's, or the task's held-out demonstrations.
+fn held_out(bench: &Workbench, examples: &Examples) -> Result<Vec<Sequence>> {
+    let cold_start = &bench.recipe().cold_start;
+    let rendering = bench.rendering();
+    if cold_start.steps == 0 {
+        return Ok(vec![]);
+    }
+    // A task that makes no demonstrations must be refused before any work.
+    examples.batch(&rendering, bench.task.as_ref(), bench.recipe().train.seed, 0, 1)?;
+    if let Some(path) = &cold_start.validation_file {
+        return rendering.read_rows(path, Some(cold_start.validation_rows_max));
+    }
+    if cold_start.train_file.is_some() {
+        return Ok(vec![]);
+    }
+    (0..cold_start.validation_rows_max as u64)
+        .map_while(|index| bench.task.held_out_demonstration(index))
+        .map(|demonstration| rendering.demonstration(&demonstration))
+        .collect()
+}
+
+/// One run.
+struct Trainer<'a> {
+    bench: &'a Workbench,
+    folder: RunFolder,
+    console: Console,
+    stop: Stop,
+    timings: Timings,
+    /// A tool call was ended by the wall clock: the run is no longer reproducible, which is said once.
+    timed_out: bool,
+}
+
+impl<'a> Trainer<'a> {
+    /// Both stages. Returns whether a signal stopped the run.
+    fn run(
+        &mut self,
+        examples: &Examples,
+        held_out: &[Sequence],
+        point: Option<ResumePoint>,
+    ) -> Result<bool> {
+        let recipe = &self.bench.plan.recipe;
+        let done = point.as_ref().map(|p| (p.state.phase, p.state.step));
+        let (mut rl_start, mut resumed) = (0, None);
+        match done {
+            Some((Phase::Rl, step)) => (rl_start, resumed) = (step, point),
+            _ if recipe.cold_start.steps > 0 => {
+                let optimizer = self.optimizer(&recipe.cold_start.optimizer, point.as_ref())?;
+                if self.cold_start(optimizer, done.map_or(0, |(_, step)| step), examples, held_out)? {
+                    return Ok(true);
+                }
+            }
+            _ => {}
+        }
+        let optimizer = self.optimizer(&recipe.train.optimizer, resumed.as_ref())?;
+        if resumed.is_none() && recipe.eval.before_training && recipe.train.steps > 0 {
+            self.evaluate(0)?;
+        }
+        self.reinforcement_learning(optimizer, rl_start)
+    }
+
+    /// A fresh optimizer, or the one of the checkpoint, whose weights it writes into the model.
+    fn optimizer(&self, settings: &recipe::Optimizer, point: Option<&ResumePoint>) -> Result<Optimizer> {
+        let bench = self.bench;
+        let round = bench.plan.recipe.model.dtype == Dtype::Bf16;
+        let mut optimizer = Optimizer::new(settings, &bench.parameters, &bench.trainable, round)?;
+        if let Some(point) = point {
+            optimizer.updates = point.state.updates;
+            checkpoint::restore(&point.checkpoint, &bench.parameters, &mut optimizer)?;
+        }
+        Ok(optimizer)
+    }
+
+    /// The supervised stage from step `start` on. Returns whether a signal stopped it.
+    fn cold_start(
+        &mut self,
+        mut optimizer: Optimizer,
+        start: u64,
+        examples: &Examples,
+        held_out: &[Sequence],
+    ) -> Result<bool> {
+        let bench = self.bench;
+        let recipe = &bench.plan.recipe;
+        let cold_start = &recipe.cold_start;
+        let progress = self.console.stage("cold start", cold_start.steps, start);
+        if start == 0 && cold_start.eval_every_steps > 0 && !held_out.is_empty() {
+            let mut metrics = Metrics::new();
+            metrics.set("cold_start/held_out_loss", self.held_out_loss(held_out)?);
+            self.write_row(0, Phase::ColdStart, metrics)?;
+        }
+        for step in start + 1..=cold_start.steps {
+            let begun = std::time::Instant::now();
+            let first = (step - 1) * cold_start.batch_size as u64;
+            let batch = self.timings.time("demonstrations", || {
+                let task = bench.task.as_ref();
+                examples.batch(&bench.rendering(), task, recipe.train.seed, first, cold_start.batch_size)
+            })?;
+            let pass = PassSettings { load_balance: cold_start.load_balance_coefficient, ..self.pass(1.0) };
+            let output = self.timings.time("update", || {
+                supervised::gradients(&self.learner(), &batch, recipe.train.micro_batch_tokens, pass)
+            })?;
+            let mut metrics = Metrics::new();
+            metrics.set("cold_start/loss", output.loss);
+            if pass.load_balance > 0.0 {
+                metrics.set("cold_start/load_balance", output.load_balance);
+            }
+            let lr = learning_rate(&cold_start.optimizer, step - 1, cold_start.steps);
+            let norm =
+                self.apply(&mut optimizer, output.gradients, cold_start.optimizer.grad_norm_max, lr)?;
+            metrics.set("cold_start/grad_norm", norm);
+            metrics.set("cold_start/lr", lr);
+            let last = step == cold_start.steps;
+            let due = cold_start.eval_every_steps > 0 && (last || step % cold_start.eval_every_steps == 0);
+            if due && !held_out.is_empty() {
+                let loss = self.timings.time("held_out", || self.held_out_loss(held_out))?;
+                metrics.set("cold_start/held_out_loss", loss);
+            }
+            let seconds = begun.elapsed().as_secs_f64();
+            self.timings.add("step", seconds);
+            metrics.set("perf/throughput", output.tokens as f64 / seconds);
+            self.write_row(step, Phase::ColdStart, metrics)?;
+            progress.advance(1, output.tokens as u64, &[("loss", output.loss)]);
+            if self.checkpoint_or_stop(Phase::ColdStart, step, last, &optimizer)? {
+                return Ok(true);
+            }
+        }
+        progress.finish();
+        Ok(false)
+    }
+
+    /// The second stage from step `start` on. Returns whether a signal stopped it.
+    fn reinforcement_learning(&mut self, mut optimizer: Optimizer, start: u64) -> Result<bool> {
+        let recipe = &self.bench.plan.recipe;
+        let steps = recipe.train.steps;
+        let progress = self.console.stage("reinforcement learning", steps, start);
+        for step in start + 1..=steps {
+            let begun = std::time::Instant::now();
+            let rollouts = self.generate(step)?;
+            let (gradients, update) =
+                self.timings.time("update_actor", || self.policy_step().gradients(&rollouts.groups))?;
+            let lr = learning_rate(&recipe.train.optimizer, step - 1, steps);
+            let norm = self.apply(&mut optimizer, gradients, recipe.train.optimizer.grad_norm_max, lr)?;
+
+            let mut metrics = crate::rollout::metrics(&rollouts.groups).finish();
+            metrics.extend(update);
+            metrics.set("actor/grad_norm", norm);
+            metrics.set("actor/lr", lr);
+            let seconds = begun.elapsed().as_secs_f64();
+            self.timings.add("step", seconds);
+            let counts = rollouts.counts();
+            let tokens = counts.prefilled_tokens + counts.sampled_tokens;
+            metrics.set("perf/throughput", tokens as f64 / seconds);
+            metrics.set("perf/sampled_tokens_per_s", counts.sampled_tokens as f64 / seconds);
+            self.watch(step, &rollouts, &metrics);
+            let shown = [
+                ("reward", metrics.get("critic/rewards/mean").unwrap_or(f64::NAN)),
+                ("grad norm", norm),
+                ("max gap", metrics.get("mismatch/log_ppl_abs_diff_max").unwrap_or(f64::NAN)),
+            ];
+            self.write_row(step, Phase::Rl, metrics)?;
+            let kept = rollouts.rows(Phase::Rl).take(recipe.logging.trajectories_per_step);
+            self.folder.write_trajectories(&format!("step-{step:06}"), kept)?;
+            progress.advance(1, counts.sampled_tokens as u64, &shown);
+
+            let last = step == steps;
+            if recipe.eval.every_steps > 0 && (last || step % recipe.eval.every_steps == 0) {
+                self.evaluate(step)?;
+            }
+            if self.checkpoint_or_stop(Phase::Rl, step, last, &optimizer)? {
+                return Ok(true);
+            }
+        }
+        progress.finish();
+        Ok(false)
+    }
+
+    /// The rollouts of step `step`: prompts are taken from the task's stream in order.
+    fn generate(&self, step: u64) -> Result<Rollouts> {
+        let bench = self.bench;
+        let recipe = &bench.plan.recipe;
+        let count = recipe.rollout.prompts_per_step as u64;
+        let prompts: Vec<Prompt> = ((step - 1) * count..step * count)
+            .map(|index| Prompt { index, problem: bench.task.training_problem(recipe.train.seed, index) })
+            .collect();
+        let settings = RolloutSettings::training(recipe, bench.preamble.clone(), step);
+        let samples = recipe.rollout.samples_per_prompt;
+        let inner = self.console.inner_stage("rollout", count * samples as u64);
+        let weights = bench.parameters.detached()?;
+        let rollouts = self.timings.time("gen", || {
+            let seen = std::sync::atomic::AtomicU64::new(0);
+            let report = |p: crate::rollout::Progress| {
+                let before = seen.fetch_max(p.finished as u64, std::sync::atomic::Ordering::Relaxed);
+                inner.advance((p.finished as u64).saturating_sub(before), 0, &[]);
+            };
+            bench.rollout(&weights, &settings).groups(&prompts, samples, &report, &|| false)
+        })?;
+        inner.finish();
+        rollouts.ok_or_else(|| anyhow::anyhow!("the rollout ended early"))
+    }
+
+    /// Clips, updates, and returns the gradient norm before clipping.
+    fn apply(
+        &self,
+        optimizer: &mut Optimizer,
+        mut gradients: Gradients,
+        norm_max: f64,
+        lr: f64,
+    ) -> Result<f64> {
+        self.timings.time("optimizer", || {
+            let norm = gradients.clip(norm_max);
+            ensure!(
+                norm.is_finite(),
+                "the gradient norm is {norm}: the run is stopped before the weights are spoiled; lower the learning rate or clip"
+            );
+            optimizer.update(&self.bench.parameters, &gradients, lr)?;
+            Ok(norm)
+        })
+    }
+
+    fn evaluate(&mut self, step: u64) -> Result<()> {
+        let inner = self.console.inner_stage("evaluation", 1);
+        let begun = std::time::Instant::now();
+        let evaluation = evaluate(self.bench, step, &|| false)?
+            .ok_or_else(|| anyhow::anyhow!("the evaluation ended early"))?;
+        self.timings.add("testing", begun.elapsed().as_secs_f64());
+        self.timings.add("step", begun.elapsed().as_secs_f64());
+        inner.finish();
+        self.console.print(&format!("step {step}: {}", evaluation.summary()));
+        self.write_row(step, Phase::Eval, evaluation.metrics())?;
+        let kept = evaluation.rows().take(self.bench.plan.recipe.logging.trajectories_per_step);
+        self.folder.write_trajectories(&format!("eval-{step:06}"), kept)
+    }
+
+    fn held_out_loss(&self, held_out: &[Sequence]) -> Result<f64> {
+        let tokens = self.bench.plan.recipe.train.micro_batch_tokens;
+        supervised::loss(&self.learner(), held_out, tokens, self.pass(1.0))
+    }
+
+    fn learner(&self) -> Learner<'a> {
+        let Workbench { threads, model, parameters, trainable, .. } = self.bench;
+        Learner { threads, model, parameters, trainable }
+    }
+
+    fn pass(&self, temperature: f64) -> PassSettings {
+        let recipe = &self.bench.plan.recipe;
+        PassSettings {
+            recompute_layers: recipe.train.recompute_layers,
+            temperature,
+            load_balance: 0.0,
+            forward: self.bench.training_forward(),
+        }
+    }
+
+    fn policy_step(&self) -> PolicyStep<'a> {
+        let recipe = &self.bench.plan.recipe;
+        PolicyStep {
+            learner: self.learner(),
+            policy: &recipe.policy,
+            pass: self.pass(recipe.rollout.temperature),
+            micro_batch_tokens: recipe.train.micro_batch_tokens,
+            response_tokens_max: recipe.rollout.response_tokens_max,
+        }
+    }
+
+    /// Says what deserves a second look.
+    fn watch(&mut self, step: u64, rollouts: &Rollouts, metrics: &Metrics) {
+        if rollouts.tool_timed_out() && !self.timed_out {
+            self.timed_out = true;
+            self.console.print(&format!(
+                "warning: step {step}: a tool call was ended by the wall clock (interpreter.wall_clock_s); from here on another run of this recipe may differ"
+            ));
+        }
+        for (name, value) in metrics.iter() {
+            if let Some(alarm) = alarm(name, value) {
+                self.console.print(&format!("warning: step {step}: {name} = {value:.4}: {}", alarm.meaning));
+            }
+        }
+    }
+
+    fn write_row(&mut self, step: u64, phase: Phase, mut metrics: Metrics) -> Result<()> {
+        metrics.extend(self.timings.take());
+        self.folder.write_metrics(&Row { step, phase, metrics })
+    }
+
+    /// Saves when it is time, at the end of a stage and when a signal asked for it. Returns whether one did.
+    fn checkpoint_or_stop(
+        &mut self,
+        phase: Phase,
+        step: u64,
+        last: bool,
+        optimizer: &Optimizer,
+    ) -> Result<bool> {
+        let asked = self.stop.asked();
+        let every = self.bench.plan.recipe.checkpoint.every_steps;
+        if asked || last || (every > 0 && step % every == 0) {
+            let begun = std::time::Instant::now();
+            self.save(phase, step, optimizer)?;
+            self.timings.add("save_checkpoint", begun.elapsed().as_secs_f64());
+        }
+        Ok(asked)
+    }
+
+    fn save(&mut self, phase: Phase, step: u64, optimizer: &Optimizer) -> Result<()> {
+        let bench = self.bench;
+        let checkpoint = &bench.plan.recipe.checkpoint;
+        let state = TrainerState {
+            phase,
+            step,
+            updates: optimizer.updates,
+            metrics_bytes: self.folder.sync_metrics()?,
+        };
+        let snapshot = Snapshot {
+            config: &bench.model.config,
+            form: if checkpoint.dtype == Dtype::F32 { Form::F32 } else { Form::Bf16 },
+            companions: &bench.companions,
+            parameters: &bench.parameters,
+            optimizer,
+            state,
+        };
+        snapshot.write(&self.folder.path, checkpoint.keep)?;
+        Ok(())
+    }
+}

@@ -1,0 +1,350 @@
+//! What every command that runs a model needs, opened and checked before any work: the preflight.
+
+use crate::bad_input;
+use crate::error::BadInput;
+use crate::harmony::{HarmonyTokenizer, Message};
+use crate::interpreter::{self, Embedded, Interpreter};
+use crate::model::config::{Config, LayerType, Rope, Yarn};
+use crate::model::forward::{ForwardOptions, Model};
+use crate::model::init::{InitSettings, init};
+use crate::model::load::{load, weights_present};
+use crate::model::names::ParameterSpec;
+use crate::model::save::Companions;
+use crate::model::weights::{Parameters, Resident};
+use crate::ops::threads::Threads;
+use crate::recipe::model::Tokenizer;
+use crate::recipe::{Architecture, Dtype, InterpreterState, Plan, Recipe};
+use crate::rollout::{Rollout, RolloutSettings, preamble};
+use crate::tasks::{Task, TaskSettings};
+use crate::train::checkpoint;
+use crate::train::supervised::Rendering;
+use anyhow::{Result, bail};
+use candle_core::{DType, Tensor};
+use std::path::{Path, PathBuf};
+
+/// A model with its tokenizer, task and tool, ready to run.
+pub struct Workbench {
+    pub plan: Plan,
+    pub threads: Threads,
+    pub tokenizer: HarmonyTokenizer,
+    /// Tokenizer files and the like that travel with a checkpoint.
+    pub companions: Companions,
+    pub model: Model,
+    pub parameters: Parameters,
+    /// Which parameters `train.freeze` leaves learning.
+    pub trainable: Vec<bool>,
+    pub task: Box<dyn Task>,
+    /// Present for tasks that use it.
+    pub interpreter: Option<Box<dyn Interpreter>>,
+    /// System and developer messages in front of every prompt.
+    pub preamble: Vec<Message>,
+}
+
+impl Workbench {
+    /// Opens everything the plan names. Nothing is written.
+    ///
+    /// # Errors
+    /// [`BadInput`] with every mistake found, each with its place and remedy.
+    pub fn open(plan: Plan) -> Result<Self> {
+        let threads = Threads::new(plan.recipe.parallel.threads)?;
+        let mut mistakes = Mistakes(vec![]);
+        let source = mistakes.note(ModelSource::open(&plan.recipe));
+        let task = mistakes.note(crate::tasks::build(&task_settings(&plan.recipe)));
+        let trainable = source.as_ref().and_then(|s| mistakes.note(trainable(&plan, &s.specs())));
+        let interpreter = match &task {
+            Some(task) if task.uses_python() => {
+                mistakes.note(open_interpreter(&plan.recipe, threads.count()).map(Some))
+            }
+            _ => Some(None),
+        };
+        if let Some(source) = &source {
+            mistakes.note(check_budgets(&plan, &source.config));
+        }
+        let (Some(source), Some(task), Some(trainable), Some(interpreter), true) =
+            (source, task, trainable, interpreter, mistakes.0.is_empty())
+        else {
+            return Err(bad_input!("{}", mistakes.0.join("\n")));
+        };
+        let preamble = preamble(&plan.recipe.harmony, task.uses_python());
+        let parameters = Parameters::new(&source.config, source.tensors(&plan.recipe)?)?;
+        let context = source.config.max_position_embeddings;
+        Ok(Self {
+            model: Model::new(source.config, context),
+            tokenizer: source.tokenizer,
+            companions: source.companions,
+            plan,
+            threads,
+            parameters,
+            trainable,
+            task,
+            interpreter,
+            preamble,
+        })
+    }
+
+    /// The recipe, resolved.
+    pub fn recipe(&self) -> &Recipe {
+        &self.plan.recipe
+    }
+
+    /// How conversations become supervised examples.
+    pub fn rendering(&self) -> Rendering<'_> {
+        Rendering {
+            tokenizer: &self.tokenizer,
+            preamble: &self.preamble,
+            context_tokens_max: self.model.context_tokens_max(),
+            vocabulary: self.model.config.vocab_size,
+        }
+    }
+
+    /// What the arms change in the training forward.
+    pub fn training_forward(&self) -> ForwardOptions {
+        ForwardOptions { sinks: !self.recipe().arms.no_train_sinks, ..ForwardOptions::default() }
+    }
+
+    /// A rollout of this model with `weights` and `settings`.
+    pub fn rollout<'a>(&'a self, weights: &'a Resident, settings: &'a RolloutSettings) -> Rollout<'a> {
+        Rollout {
+            threads: &self.threads,
+            model: &self.model,
+            weights,
+            tokenizer: &self.tokenizer,
+            task: self.task.as_ref(),
+            interpreter: self.interpreter.as_deref(),
+            settings,
+        }
+    }
+
+    /// What confines the Python tool, for the run folder; `None` without a tool.
+    pub fn confinement(&self) -> Option<String> {
+        self.interpreter.as_ref().map(|i| i.confinement())
+    }
+}
+
+/// Collects [`BadInput`]; any other error is one too, but keeps its own words.
+struct Mistakes(Vec<String>);
+
+impl Mistakes {
+    fn note<T>(&mut self, result: Result<T>) -> Option<T> {
+        result.map_err(|error| self.0.push(format!("{error:#}"))).ok()
+    }
+}
+
+/// Where the model comes from: a folder, or the recipe's own architecture.
+struct ModelSource {
+    config: Config,
+    tokenizer: HarmonyTokenizer,
+    companions: Companions,
+    /// Folder with weights; `None` for random ones.
+    weights: Option<PathBuf>,
+    /// A folder that lacks weights, which is worth a warning.
+    lacks_weights: Option<PathBuf>,
+}
+
+impl ModelSource {
+    fn open(recipe: &Recipe) -> Result<Self> {
+        match (&recipe.model.path, &recipe.model.architecture) {
+            (Some(path), _) => Self::from_folder(&model_folder(path)?),
+            (None, Some(architecture)) => {
+                let tokenizer = match recipe.model.tokenizer.as_ref().unwrap_or(&Tokenizer::Embedded) {
+                    Tokenizer::Embedded => HarmonyTokenizer::embedded()?,
+                    Tokenizer::Path(path) if path.is_dir() => {
+                        HarmonyTokenizer::from_file(&path.join("tokenizer.json"))?
+                    }
+                    Tokenizer::Path(path) => HarmonyTokenizer::from_file(path)?,
+                };
+                let config = config_of(architecture, &tokenizer);
+                config.check()?;
+                let companions = Companions::with_tokenizer(tokenizer.json_bytes());
+                Ok(Self { config, tokenizer, companions, weights: None, lacks_weights: None })
+            }
+            (None, None) => bail!("neither model.path nor model.architecture"),
+        }
+    }
+
+    fn from_folder(folder: &Path) -> Result<Self> {
+        let config = Config::read(folder)?;
+        let file = folder.join("tokenizer.json");
+        let tokenizer = HarmonyTokenizer::from_file(&file)?;
+        if tokenizer.vocab_size() > config.vocab_size {
+            return Err(bad_input!(
+                "{}: the tokenizer has {} tokens but config.json says vocab_size = {}; use the tokenizer that belongs to this model",
+                file.display(),
+                tokenizer.vocab_size(),
+                config.vocab_size
+            ));
+        }
+        let present = weights_present(folder);
+        let folder = Some(folder.to_owned());
+        let companions = match &folder {
+            Some(folder) => Companions::read(folder)?,
+            None => Companions::default(),
+        };
+        let (weights, lacks_weights) = if present { (folder, None) } else { (None, folder) };
+        Ok(Self { config, tokenizer, companions, weights, lacks_weights })
+    }
+
+    fn specs(&self) -> Vec<ParameterSpec> {
+        crate::model::names::parameter_specs(&self.config)
+    }
+
+    fn tensors(&self, recipe: &Recipe) -> Result<Vec<(ParameterSpec, Tensor)>> {
+        if let Some(folder) = &self.lacks_weights {
+            eprintln!("warning: {} holds no weights; they are drawn at random", folder.display());
+        }
+        let tensors = match &self.weights {
+            Some(folder) => load(folder, &self.config)?,
+            None => {
+                let settings = InitSettings {
+                    embedding_std: recipe.model.init.embedding_std,
+                    head_scale: recipe.model.init.head_scale,
+                    sink: recipe.model.init.sink,
+                };
+                init(&self.config, &settings, recipe.train.seed)?
+            }
+        };
+        if recipe.model.dtype == Dtype::F32 {
+            return Ok(tensors);
+        }
+        let round = |t: Tensor| t.to_dtype(DType::BF16)?.to_dtype(DType::F32);
+        tensors.into_iter().map(|(spec, tensor)| Ok((spec, round(tensor)?))).collect()
+    }
+}
+
+/// The folder that holds the model: `path` itself, or the last checkpoint of the run folder it is.
+fn model_folder(path: &Path) -> Result<PathBuf> {
+    if path.join("config.json").is_file() {
+        return Ok(path.to_owned());
+    }
+    match checkpoint::latest(path)? {
+        Some(folder) => Ok(folder),
+        None => Err(bad_input!(
+            "{}: holds neither config.json nor a run's checkpoints; set model.path to a Hugging Face folder, a checkpoint or a run folder",
+            path.display()
+        )),
+    }
+}
+
+fn config_of(a: &Architecture, tokenizer: &HarmonyTokenizer) -> Config {
+    let yarn = a.yarn.as_ref().map(|y| Yarn {
+        factor: y.factor,
+        original_max_position_embeddings: y.original_max_position_embeddings,
+        beta_fast: y.beta_fast,
+        beta_slow: y.beta_slow,
+        truncate: y.truncate,
+    });
+    let control = tokenizer.control();
+    Config {
+        vocab_size: tokenizer.vocab_size(),
+        hidden_size: a.hidden_size,
+        num_hidden_layers: a.num_hidden_layers,
+        num_attention_heads: a.num_attention_heads,
+        num_key_value_heads: a.num_key_value_heads,
+        head_dim: a.head_dim,
+        intermediate_size: a.intermediate_size,
+        num_local_experts: a.num_local_experts,
+        num_experts_per_tok: a.num_experts_per_tok,
+        sliding_window: a.sliding_window,
+        layer_types: LayerType::alternating(a.num_hidden_layers),
+        rope: Rope { theta: a.rope_theta, yarn },
+        rms_norm_eps: a.rms_norm_eps,
+        swiglu_limit: a.swiglu_limit,
+        max_position_embeddings: a.max_position_embeddings,
+        bos_token_id: None,
+        eos_token_ids: vec![control.ret, control.call],
+        pad_token_id: tokenizer.pad(),
+    }
+}
+
+/// Which parameters learn: all but those that a `train.freeze` pattern names.
+fn trainable(plan: &Plan, specs: &[ParameterSpec]) -> Result<Vec<bool>> {
+    let patterns = &plan.recipe.train.freeze;
+    for pattern in patterns {
+        if !specs.iter().any(|spec| matches(pattern, &spec.name)) {
+            let what = format!(
+                "the pattern {pattern:?} matches no parameter; names look like {}",
+                specs.get(1).map_or("", |spec| &spec.name)
+            );
+            return Err(BadInput(plan.mistake("train.freeze", what).to_string()).into());
+        }
+    }
+    let trainable: Vec<bool> =
+        specs.iter().map(|spec| !patterns.iter().any(|pattern| matches(pattern, &spec.name))).collect();
+    if !trainable.contains(&true) {
+        let what = "every parameter is frozen; leave one that learns".to_owned();
+        return Err(BadInput(plan.mistake("train.freeze", what).to_string()).into());
+    }
+    Ok(trainable)
+}
+
+/// True when `pattern`, in which `*` stands for any characters, names `name` as a whole.
+fn matches(pattern: &str, name: &str) -> bool {
+    let mut parts = pattern.split('*');
+    let Some(mut rest) = parts.next().and_then(|first| name.strip_prefix(first)) else { return false };
+    let parts: Vec<&str> = parts.collect();
+    let Some((last, middle)) = parts.split_last() else { return rest.is_empty() };
+    for part in middle {
+        match rest.find(part) {
+            Some(at) => rest = &rest[at + part.len()..],
+            None => return false,
+        }
+    }
+    rest.ends_with(last)
+}
+
+/// The recipe's budgets against what the model can hold.
+fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
+    let context = config.max_position_embeddings;
+    let response = plan.recipe.rollout.response_tokens_max;
+    if response >= context {
+        let what = format!("{response} sampled tokens do not fit the model's context of {context}; lower it");
+        return Err(BadInput(plan.mistake("rollout.response_tokens_max", what).to_string()).into());
+    }
+    Ok(())
+}
+
+fn task_settings(recipe: &Recipe) -> TaskSettings {
+    let task = &recipe.task;
+    TaskSettings {
+        name: task.name.to_string(),
+        train_file: task.train_file.clone(),
+        validation_file: task.validation_file.clone(),
+        train_rows_max: task.train_rows_max,
+        validation_rows_max: task.validation_rows_max,
+        ..TaskSettings::default()
+    }
+}
+
+fn open_interpreter(recipe: &Recipe, threads: usize) -> Result<Box<dyn Interpreter>> {
+    let i = &recipe.interpreter;
+    let settings = interpreter::Settings {
+        state: match i.state {
+            InterpreterState::Call => interpreter::State::Call,
+            InterpreterState::Trajectory => interpreter::State::Trajectory,
+        },
+        time_limit_s: i.time_limit_s,
+        wall_clock_s: i.wall_clock_s,
+        memory_mib: i.memory_mib as u64,
+        output_chars_max: i.output_chars_max,
+        workers: if i.workers == 0 { threads } else { i.workers },
+        dangerously_allow_unsandboxed: i.dangerously_allow_unsandboxed,
+        program: None,
+    };
+    Ok(Box::new(Embedded::new(settings)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::matches;
+
+    #[test]
+    fn a_star_stands_for_any_characters() {
+        assert!(matches("*", "model.norm.weight"));
+        assert!(matches("model.layers.*.self_attn.*", "model.layers.3.self_attn.q_proj.weight"));
+        assert!(matches("*.sinks", "model.layers.3.self_attn.sinks"));
+        assert!(matches("lm_head.weight", "lm_head.weight"));
+        assert!(!matches("lm_head", "lm_head.weight"));
+        assert!(!matches("*.sink", "model.layers.3.self_attn.sinks"));
+        assert!(!matches("model.layers.*.mlp.*", "model.layers.3.self_attn.sinks"));
+    }
+}

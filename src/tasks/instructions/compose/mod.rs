@@ -1,0 +1,51 @@
+//! Training prompts: a question with one to three instructions appended, drawn from the checkers.
+//!
+//! Every drawn set can be followed as a whole: kinds that claim the same aspect of a response are never drawn
+//! together, nor is another language with a kind that speaks of English words.
+
+mod kinds;
+mod phrase;
+
+use kinds::{KINDS, Kind};
+use rand::Rng;
+use rand::seq::SliceRandom;
+use serde::Serialize;
+use serde_json::Value;
+
+/// The most instructions a composed prompt carries.
+pub const INSTRUCTIONS_MAX: usize = 3;
+
+/// A composed prompt in IFEval's row form: `kwargs[i]` belongs to `instruction_id_list[i]`.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Composed {
+    /// The question, a blank line, and the instructions in plain English.
+    pub prompt: String,
+    pub instruction_id_list: Vec<&'static str>,
+    pub kwargs: Vec<Value>,
+}
+
+/// Appends one to [`INSTRUCTIONS_MAX`] instructions to `question`: a function of the question and the stream.
+///
+/// Of the 25 kinds `detectable_format:constrained_response` is never drawn: its three answers fit no maths question.
+pub fn compose(question: &str, rng: &mut impl Rng) -> Composed {
+    let wanted = rng.random_range(1..=INSTRUCTIONS_MAX);
+    let mut order: Vec<&Kind> = KINDS.iter().collect();
+    order.shuffle(rng);
+    let mut chosen: Vec<&Kind> = Vec::with_capacity(wanted);
+    for kind in order {
+        if chosen.len() < wanted && chosen.iter().all(|other| kind.fits(other)) {
+            chosen.push(kind);
+        }
+    }
+    let mut composed =
+        Composed { prompt: String::new(), instruction_id_list: Vec::new(), kwargs: Vec::new() };
+    let mut phrases = Vec::with_capacity(wanted);
+    for kind in chosen {
+        let (kwargs, phrase) = phrase::draw(kind.form, question, rng);
+        composed.instruction_id_list.push(kind.id);
+        composed.kwargs.push(kwargs);
+        phrases.push(phrase);
+    }
+    composed.prompt = format!("{}\n\n{}", question.trim_end(), phrases.join(" "));
+    composed
+}

@@ -1,0 +1,216 @@
+//! Arguments and wording of one drawn instruction.
+
+use super::kinds::Form;
+use rand::Rng;
+use rand::seq::{IndexedRandom, SliceRandom};
+use serde_json::{Value, json};
+
+/// Words that an answer to a maths question can use or do without. None is part of another.
+const WORDS: [&str; 20] = [
+    "answer",
+    "balance",
+    "because",
+    "careful",
+    "compare",
+    "detail",
+    "divide",
+    "example",
+    "finally",
+    "group",
+    "method",
+    "number",
+    "pattern",
+    "reason",
+    "result",
+    "simple",
+    "therefore",
+    "total",
+    "value",
+    "verify",
+];
+
+/// Closing phrases without commas, without [`WORDS`] and without rare letters.
+const END_PHRASES: [&str; 4] =
+    ["That is all.", "I hope this helps.", "And so we are done.", "Is there more I can do for you?"];
+
+/// Languages asked for, each with its code.
+const LANGUAGES: [(&str, &str); 16] = [
+    ("ar", "Arabic"),
+    ("bn", "Bengali"),
+    ("de", "German"),
+    ("es", "Spanish"),
+    ("fi", "Finnish"),
+    ("fr", "French"),
+    ("hi", "Hindi"),
+    ("it", "Italian"),
+    ("ja", "Japanese"),
+    ("ko", "Korean"),
+    ("pt", "Portuguese"),
+    ("ru", "Russian"),
+    ("sw", "Swahili"),
+    ("th", "Thai"),
+    ("tr", "Turkish"),
+    ("vi", "Vietnamese"),
+];
+
+/// The kwargs of a drawn instruction of `form`, and a sentence that asks for it.
+pub(super) fn draw(form: Form, question: &str, rng: &mut impl Rng) -> (Value, String) {
+    match form {
+        Form::CapitalWords
+        | Form::Sentences
+        | Form::Words
+        | Form::KeywordFrequency
+        | Form::LetterFrequency => counted(form, rng),
+        Form::Keywords
+        | Form::ForbiddenWords
+        | Form::NthParagraphFirstWord
+        | Form::EndPhrase
+        | Form::Language => worded(form, rng),
+        Form::RepeatPrompt => {
+            let ask = "Before you answer, copy the question above word for word; write nothing ahead of the copy, and \
+                       leave out everything after the question.";
+            (json!({ "prompt_to_repeat": question.trim_end() }), ask.to_owned())
+        }
+        _ => shaped(form, rng),
+    }
+}
+
+/// One of the wordings.
+fn either(rng: &mut impl Rng, first: String, second: String) -> String {
+    if rng.random() { first } else { second }
+}
+
+/// `relation` for a kwarg, and how a sentence says it.
+fn relation(rng: &mut impl Rng) -> (&'static str, &'static str) {
+    if rng.random() { ("at least", "at least") } else { ("less than", "fewer than") }
+}
+
+/// Bounds on counts.
+fn counted(form: Form, rng: &mut impl Rng) -> (Value, String) {
+    let (relation, says) = relation(rng);
+    let low = relation == "at least";
+    match form {
+        Form::CapitalWords => {
+            let n: u32 = rng.random_range(2..=8);
+            let kwargs = json!({ "capital_frequency": n, "capital_relation": relation });
+            (kwargs, format!("Write {says} {n} words entirely in capital letters."))
+        }
+        Form::Sentences => {
+            let n: u32 = if low { rng.random_range(2..=10) } else { rng.random_range(6..=15) };
+            let kwargs = json!({ "num_sentences": n, "relation": relation });
+            let first = format!("Use {says} {n} sentences.");
+            (kwargs, either(rng, first, format!("Your reply should have {says} {n} sentences.")))
+        }
+        Form::Words => {
+            let n: u32 = if low { rng.random_range(3..=15) * 10 } else { rng.random_range(15..=30) * 10 };
+            let kwargs = json!({ "num_words": n, "relation": relation });
+            let first = format!("Keep to {says} {n} words.");
+            (kwargs, either(rng, first, format!("The whole reply should run to {says} {n} words.")))
+        }
+        Form::KeywordFrequency => {
+            let (n, word): (u32, _) = (rng.random_range(2..=4), pick(&WORDS, rng));
+            let kwargs = json!({ "keyword": word, "frequency": n, "relation": relation });
+            (kwargs, format!("The word \"{word}\" should occur {says} {n} times."))
+        }
+        _ => {
+            // Rare letters have an upper bound, so that other instructions do not use it up.
+            let letter =
+                *pick(if low { &['a', 'e', 'n', 'o', 's', 't'] } else { &['j', 'q', 'x', 'z'] }, rng);
+            let n: u32 = if low { rng.random_range(5..=15) } else { rng.random_range(3..=6) };
+            let kwargs =
+                json!({ "letter": letter.to_string(), "let_frequency": n, "let_relation": relation });
+            (kwargs, format!("The letter {letter} should occur {says} {n} times."))
+        }
+    }
+}
+
+/// Given words, phrases and languages.
+fn worded(form: Form, rng: &mut impl Rng) -> (Value, String) {
+    let mut words = WORDS;
+    words.shuffle(rng);
+    let words = &words[..rng.random_range(1..=3)];
+    let list = words.iter().map(|word| format!("\"{word}\"")).collect::<Vec<_>>().join(", ");
+    match form {
+        Form::Keywords => {
+            let first = format!("Make use of each of these words: {list}.");
+            (json!({ "keywords": words }), either(rng, first, format!("Your reply has to mention {list}.")))
+        }
+        Form::ForbiddenWords => {
+            let first = format!("Do without these words: {list}.");
+            (json!({ "forbidden_words": words }), either(rng, first, format!("Never use {list}.")))
+        }
+        Form::NthParagraphFirstWord => {
+            let paragraphs: u32 = rng.random_range(2..=4);
+            let (nth, word) = (rng.random_range(1..=paragraphs), words[0]);
+            let kwargs = json!({ "num_paragraphs": paragraphs, "nth_paragraph": nth, "first_word": word });
+            let ask = format!(
+                "Write {paragraphs} paragraphs with one blank line between them and no other blank line; paragraph \
+                 {nth} must begin with the word \"{word}\"."
+            );
+            (kwargs, ask)
+        }
+        Form::EndPhrase => {
+            let phrase = *pick(&END_PHRASES, rng);
+            (json!({ "end_phrase": phrase }), format!("The very last words must be: {phrase}"))
+        }
+        _ => {
+            let (code, name) = *pick(&LANGUAGES, rng);
+            let first = format!("Reply in {name} and in no other language.");
+            (json!({ "language": code }), either(rng, first, format!("Write all of your reply in {name}.")))
+        }
+    }
+}
+
+/// Layout, punctuation and case.
+fn shaped(form: Form, rng: &mut impl Rng) -> (Value, String) {
+    let n: u32 = rng.random_range(2..=4);
+    let bare = |ask: &str| (json!({}), ask.to_owned());
+    match form {
+        Form::EnglishCapital => bare("Write in English and only in capital letters."),
+        Form::EnglishLowercase => {
+            bare("Write in English and only in lowercase letters, without a single capital.")
+        }
+        Form::TwoResponses => bare("Give two different answers with ****** between them and nowhere else."),
+        Form::JsonFormat => {
+            bare("The whole reply must be valid JSON; a Markdown code fence around it is fine.")
+        }
+        Form::Title => bare("Give your reply a title in double angle brackets, like <<a short title>>."),
+        Form::NoComma => bare("Do not use any comma."),
+        Form::Quotation => bare("Put the whole reply between double quotation marks."),
+        Form::Postscript => {
+            let marker = *pick(&["P.S.", "P.P.S"], rng);
+            (
+                json!({ "postscript_marker": marker }),
+                format!("Close with a postscript that begins with {marker}"),
+            )
+        }
+        Form::Placeholders => {
+            let ask = format!("Include at least {n} placeholders in square brackets, like [name].");
+            (json!({ "num_placeholders": n }), ask)
+        }
+        Form::Sections => {
+            let word = *pick(&["Section", "SECTION", "Part"], rng);
+            let ask = format!("Divide the reply into {n} sections headed {word} 1, {word} 2 and so on.");
+            (json!({ "section_spliter": word, "num_sections": n }), ask)
+        }
+        Form::Bullets => {
+            let ask = format!(
+                "Include exactly {n} Markdown bullet points, each on a line that begins with \"* \"."
+            );
+            (json!({ "num_bullets": n }), ask)
+        }
+        Form::Highlights => {
+            let ask = format!("Emphasise at least {n} passages in Markdown, like *this passage*.");
+            (json!({ "num_highlights": n }), ask)
+        }
+        _ => {
+            let ask = format!("Write exactly {n} paragraphs with the Markdown divider *** between them.");
+            (json!({ "num_paragraphs": n }), ask)
+        }
+    }
+}
+
+/// A member of a list that is not empty.
+fn pick<'a, T>(list: &'a [T], rng: &mut impl Rng) -> &'a T {
+    list.choose(rng).unwrap_or(&list[0])
+}

@@ -1,0 +1,104 @@
+//! An instruction's arguments, read strictly: every error names the instruction and the key.
+
+use super::Relation;
+use crate::bad_input;
+use anyhow::Result;
+use serde_json::Value;
+
+/// The `kwargs` object that belongs to one instruction. `null` stands for a missing value, as in published files
+/// where every row carries every key.
+pub(super) struct Kwargs<'a> {
+    id: &'a str,
+    object: Option<&'a serde_json::Map<String, Value>>,
+}
+
+impl<'a> Kwargs<'a> {
+    /// The arguments of instruction `id`, none of which may be outside `keys`.
+    ///
+    /// # Errors
+    /// When `value` is not an object or null, or holds another key with a value.
+    pub(super) fn new(id: &'a str, value: &'a Value, keys: &[&str]) -> Result<Self> {
+        let object = match value {
+            Value::Null => None,
+            Value::Object(object) => Some(object),
+            _ => return Err(bad_input!("{id}: kwargs is {value}; give an object such as {{}}")),
+        };
+        let strange =
+            object.into_iter().flatten().find(|(key, v)| !v.is_null() && !keys.contains(&key.as_str()));
+        match (strange, keys) {
+            (None, _) => Ok(Self { id, object }),
+            (Some((key, _)), []) => Err(bad_input!("{id}: takes no kwargs, but `{key}` is given; remove it")),
+            (Some((key, _)), _) => {
+                Err(bad_input!("{id}: unknown kwarg `{key}`; it takes {}", keys.join(", ")))
+            }
+        }
+    }
+
+    /// The value of `key`. The reference draws a missing one at random, which no later reader could grade.
+    fn get(&self, key: &str) -> Result<&'a Value> {
+        self.object
+            .and_then(|object| object.get(key))
+            .filter(|value| !value.is_null())
+            .ok_or_else(|| bad_input!("{}: kwarg `{key}` is missing; give it a value", self.id))
+    }
+
+    fn refuse<T>(&self, key: &str, value: &Value, wanted: &str) -> Result<T> {
+        Err(bad_input!("{}: kwarg `{key}` is {value}; give {wanted}", self.id))
+    }
+
+    /// A whole number of at least `min`; `3.0` counts as 3.
+    pub(super) fn count(&self, key: &str, min: u64) -> Result<u64> {
+        let value = self.get(key)?;
+        let whole = value.as_f64().filter(|x| x.fract() == 0.0 && (0.0..=1e9).contains(x)).map(|x| x as u64);
+        match whole.filter(|&n| n >= min) {
+            Some(n) => Ok(n),
+            None => self.refuse(key, value, &format!("a whole number from {min} to 1000000000")),
+        }
+    }
+
+    pub(super) fn relation(&self, key: &str) -> Result<Relation> {
+        match self.get(key)? {
+            Value::String(name) if name == "at least" => Ok(Relation::AtLeast),
+            Value::String(name) if name == "less than" => Ok(Relation::LessThan),
+            value => self.refuse(key, value, "\"at least\" or \"less than\""),
+        }
+    }
+
+    /// A text that is not blank.
+    pub(super) fn text(&self, key: &str) -> Result<&'a str> {
+        match self.get(key)? {
+            Value::String(text) if !text.trim().is_empty() => Ok(text),
+            value => self.refuse(key, value, "a text that is not empty"),
+        }
+    }
+
+    /// One or more texts that are not blank.
+    pub(super) fn texts(&self, key: &str) -> Result<Vec<&'a str>> {
+        let value = self.get(key)?;
+        let list = value.as_array().filter(|list| !list.is_empty());
+        match list.and_then(|list| list.iter().map(|v| v.as_str().filter(|s| !s.trim().is_empty())).collect())
+        {
+            Some(texts) => Ok(texts),
+            None => self.refuse(key, value, "a list of one or more texts"),
+        }
+    }
+
+    /// One character. The reference replaces one that is not a letter a-z by a random letter; here it stands.
+    pub(super) fn character(&self, key: &str) -> Result<char> {
+        let text = self.text(key)?;
+        let mut characters = text.chars().flat_map(char::to_lowercase);
+        match (characters.next(), characters.next()) {
+            (Some(only), None) => Ok(only),
+            _ => self.refuse(key, &Value::from(text), "one character"),
+        }
+    }
+
+    /// The code of a language that can be detected.
+    pub(super) fn language(&self, key: &str) -> Result<&'static str> {
+        let code = self.text(key)?;
+        match super::LANGUAGES.iter().find(|known| **known == code) {
+            Some(known) => Ok(known),
+            None => self.refuse(key, &Value::from(code), &format!("one of {}", super::LANGUAGES.join(" "))),
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! The 25 instructions of IFEval (Zhou et al. 2023, arXiv:2311.07911) as pure functions of a response.
+//!
+//! A row of an IFEval file names instructions by id and gives each its `kwargs`. [`Instruction::parse`] reads one;
+//! [`Instruction::follows`], [`strict`] and [`loose`] grade a response by the rules of the reference
+//! implementation, its quirks included. [`compose`] draws instructions for training prompts.
+//!
+//! Known differences from the reference: a kwarg that it would replace by a random value is refused (a letter that is
+//! not a-z is counted as given); a keyword that is no valid pattern stands for its own text; `NaN` and
+//! `Infinity` are not JSON; sentences are split by [a compact Punkt](sentences).
+
+mod capitals;
+pub mod compose;
+mod follow;
+mod kwargs;
+mod language;
+mod pattern;
+mod python;
+mod sentences;
+
+pub use follow::{loose, loose_variants, strict};
+pub use language::LANGUAGES;
+
+use crate::bad_input;
+use anyhow::Result;
+use kwargs::Kwargs;
+use regex::Regex;
+use serde_json::Value;
+
+/// How a count is compared with its bound.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Relation {
+    AtLeast,
+    LessThan,
+}
+
+/// A bound on a count.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Bound {
+    pub relation: Relation,
+    pub count: u64,
+}
+
+impl Bound {
+    /// Whether `count` is within the bound.
+    pub fn holds(self, count: u64) -> bool {
+        match self.relation {
+            Relation::AtLeast => count >= self.count,
+            Relation::LessThan => count < self.count,
+        }
+    }
+}
+
+/// Every instruction id, in alphabetical order.
+pub const IDS: [&str; 25] = [
+    "change_case:capital_word_frequency",
+    "change_case:english_capital",
+    "change_case:english_lowercase",
+    "combination:repeat_prompt",
+    "combination:two_responses",
+    "detectable_content:number_placeholders",
+    "detectable_content:postscript",
+    "detectable_format:constrained_response",
+    "detectable_format:json_format",
+    "detectable_format:multiple_sections",
+    "detectable_format:number_bullet_lists",
+    "detectable_format:number_highlighted_sections",
+    "detectable_format:title",
+    "keywords:existence",
+    "keywords:forbidden_words",
+    "keywords:frequency",
+    "keywords:letter_frequency",
+    "language:response_language",
+    "length_constraints:nth_paragraph_first_word",
+    "length_constraints:number_paragraphs",
+    "length_constraints:number_sentences",
+    "length_constraints:number_words",
+    "punctuation:no_comma",
+    "startend:end_checker",
+    "startend:quotation",
+];
+
+/// One checkable instruction with its arguments.
+#[derive(Debug, Clone)]
+pub enum Instruction {
+    /// Words in capitals within a bound.
+    CapitalWords(Bound),
+    /// English, all capitals.
+    EnglishCapital,
+    /// English, all lower case.
+    EnglishLowercase,
+    /// The response opens with this text.
+    RepeatPrompt(String),
+    /// Two different responses, parted by `******`.
+    TwoResponses,
+    /// At least so many `[placeholders]`.
+    Placeholders(u64),
+    /// A postscript with this marker, in lower case.
+    Postscript(Regex),
+    /// One of three fixed answers.
+    ConstrainedResponse,
+    /// All of it JSON, in a Markdown fence or not.
+    JsonFormat,
+    /// At least `count` matches of `heading`, such as `Section 1`.
+    Sections { heading: Regex, count: u64 },
+    /// Exactly so many Markdown bullets.
+    Bullets(u64),
+    /// At least so many `*highlighted*` stretches.
+    Highlights(u64),
+    /// A title in `<<double angular brackets>>`.
+    Title,
+    /// All of these appear.
+    Keywords(Vec<Regex>),
+    /// None of these appears as a word.
+    ForbiddenWords(Vec<Regex>),
+    /// Appearances of a keyword within a bound.
+    KeywordFrequency { keyword: Regex, bound: Bound },
+    /// Appearances of a lower-cased letter, in either case, within a bound.
+    LetterFrequency { letter: char, bound: Bound },
+    /// The language of the whole response.
+    Language(&'static str),
+    /// `paragraphs` paragraphs parted by blank lines, of which number `nth` (from 1) begins with `first_word`.
+    NthParagraphFirstWord { paragraphs: u64, nth: u64, first_word: String },
+    /// So many paragraphs parted by `***`.
+    Paragraphs(u64),
+    /// Sentences within a bound.
+    Sentences(Bound),
+    /// Words within a bound.
+    Words(Bound),
+    /// No comma.
+    NoComma,
+    /// The response ends with this lower-cased phrase, in any case.
+    EndPhrase(String),
+    /// All of it between double quotation marks.
+    Quotation,
+}
+
+impl Instruction {
+    /// Reads instruction `id` with its `kwargs`, an object or null.
+    ///
+    /// # Errors
+    /// `BadInput` that names the id, the kwarg and what to give instead.
+    pub fn parse(id: &str, kwargs: &Value) -> Result<Self> {
+        let read = |keys: &[&str]| Kwargs::new(id, kwargs, keys);
+        let bare = |instruction| read(&[]).map(|_| instruction);
+        let bound = |k: &Kwargs, relation, count| {
+            anyhow::Ok(Bound { relation: k.relation(relation)?, count: k.count(count, 0)? })
+        };
+        Ok(match id {
+            "change_case:capital_word_frequency" => {
+                let k = read(&["capital_frequency", "capital_relation"])?;
+                Self::CapitalWords(bound(&k, "capital_relation", "capital_frequency")?)
+            }
+            "change_case:english_capital" => bare(Self::EnglishCapital)?,
+            "change_case:english_lowercase" => bare(Self::EnglishLowercase)?,
+            "combination:repeat_prompt" => {
+                let prompt = read(&["prompt_to_repeat"])?.text("prompt_to_repeat")?;
+                Self::RepeatPrompt(python::strip(prompt).to_lowercase())
+            }
+            "combination:two_responses" => bare(Self::TwoResponses)?,
+            "detectable_content:number_placeholders" => {
+                Self::Placeholders(read(&["num_placeholders"])?.count("num_placeholders", 0)?)
+            }
+            "detectable_content:postscript" => {
+                Self::Postscript(postscript(read(&["postscript_marker"])?.text("postscript_marker")?))
+            }
+            "detectable_format:constrained_response" => bare(Self::ConstrainedResponse)?,
+            "detectable_format:json_format" => bare(Self::JsonFormat)?,
+            "detectable_format:multiple_sections" => {
+                let k = read(&["section_spliter", "num_sections"])?;
+                let splitter = python::strip(k.text("section_spliter")?);
+                Self::Sections {
+                    heading: pattern::keyword(r"\s?", splitter, r"\s?\d+\s?", false),
+                    count: k.count("num_sections", 0)?,
+                }
+            }
+            "detectable_format:number_bullet_lists" => {
+                Self::Bullets(read(&["num_bullets"])?.count("num_bullets", 0)?)
+            }
+            "detectable_format:number_highlighted_sections" => {
+                Self::Highlights(read(&["num_highlights"])?.count("num_highlights", 0)?)
+            }
+            "detectable_format:title" => bare(Self::Title)?,
+            "keywords:existence" => {
+                let keywords = read(&["keywords"])?.texts("keywords")?;
+                Self::Keywords(keywords.iter().map(|k| pattern::keyword("", k, "", true)).collect())
+            }
+            "keywords:forbidden_words" => {
+                let words = read(&["forbidden_words"])?.texts("forbidden_words")?;
+                Self::ForbiddenWords(words.iter().map(|w| pattern::keyword(r"\b", w, r"\b", true)).collect())
+            }
+            "keywords:frequency" => {
+                let k = read(&["keyword", "frequency", "relation"])?;
+                let keyword = pattern::keyword("", python::strip(k.text("keyword")?), "", true);
+                Self::KeywordFrequency { keyword, bound: bound(&k, "relation", "frequency")? }
+            }
+            "keywords:letter_frequency" => {
+                let k = read(&["letter", "let_frequency", "let_relation"])?;
+                let letter = k.character("letter")?;
+                Self::LetterFrequency { letter, bound: bound(&k, "let_relation", "let_frequency")? }
+            }
+            "language:response_language" => Self::Language(read(&["language"])?.language("language")?),
+            "length_constraints:nth_paragraph_first_word" => nth_paragraph(id, kwargs)?,
+            "length_constraints:number_paragraphs" => {
+                Self::Paragraphs(read(&["num_paragraphs"])?.count("num_paragraphs", 0)?)
+            }
+            "length_constraints:number_sentences" => {
+                Self::Sentences(bound(&read(&["num_sentences", "relation"])?, "relation", "num_sentences")?)
+            }
+            "length_constraints:number_words" => {
+                Self::Words(bound(&read(&["num_words", "relation"])?, "relation", "num_words")?)
+            }
+            "punctuation:no_comma" => bare(Self::NoComma)?,
+            "startend:end_checker" => {
+                let phrase = read(&["end_phrase"])?.text("end_phrase")?;
+                Self::EndPhrase(python::strip(phrase).to_lowercase())
+            }
+            "startend:quotation" => bare(Self::Quotation)?,
+            _ => return Err(unknown(id)),
+        })
+    }
+}
+
+/// The reference spells out two markers and takes any other as a pattern.
+fn postscript(marker: &str) -> Regex {
+    match python::strip(marker) {
+        "P.P.S" => pattern::constant(r"p\.\s?p\.\s?s"),
+        "P.S." => pattern::constant(r"p\.\s?s\."),
+        other => pattern::keyword("", &other.to_lowercase(), "", false),
+    }
+}
+
+fn nth_paragraph(id: &str, kwargs: &Value) -> Result<Instruction> {
+    let k = Kwargs::new(id, kwargs, &["num_paragraphs", "nth_paragraph", "first_word"])?;
+    let (paragraphs, nth) = (k.count("num_paragraphs", 1)?, k.count("nth_paragraph", 1)?);
+    if nth > paragraphs {
+        return Err(bad_input!(
+            "{id}: kwarg `nth_paragraph` is {nth}; give at most `num_paragraphs`, {paragraphs}"
+        ));
+    }
+    Ok(Instruction::NthParagraphFirstWord {
+        paragraphs,
+        nth,
+        first_word: k.text("first_word")?.to_lowercase(),
+    })
+}
+
+fn unknown(id: &str) -> anyhow::Error {
+    let nearest = IDS.iter().min_by_key(|known| strsim::levenshtein(known, id)).unwrap_or(&IDS[0]);
+    bad_input!("unknown instruction id `{id}`; the nearest of the {} known ones is `{nearest}`", IDS.len())
+}

@@ -1,0 +1,205 @@
+//! Sentence splitting by Punkt (Kiss and Strunk 2006) with a compact rule set.
+//!
+//! The reference counts sentences with NLTK's Punkt. The libraries at hand differ from it on more verdicts
+//! than the bar allows: of 176, `sentencex` agrees on 160 and `unicode-segmentation` on 147, and `punkt` builds on no
+//! stable compiler. So Punkt's decision procedure is written out here, with short word lists where the
+//! original has a trained model of 20,000 words.
+
+use super::python::is_space;
+
+/// Words before a period that rarely end a sentence.
+const ABBREVIATIONS: &[&str] = &[
+    "mr", "mrs", "ms", "messrs", "dr", "prof", "rep", "sen", "gen", "col", "lt", "maj", "adm", "jr", "sr",
+    "st", "ave", "inc", "corp", "co", "ltd", "bros", "vs", "v", "ft", "yr", "jan", "feb", "aug", "sep",
+    "sept", "oct", "nov", "dec", "tues", "wed", "fri", "u.s", "u.k", "u.n", "u.s.a", "d.c", "l.a", "n.y",
+    "n.j", "a.m", "p.m", "a.d", "ph.d", "m.b.a", "j.b", "j.c", "j.j", "j.k", "j.p", "j.r", "c", "d", "e",
+    "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "t", "w",
+];
+
+/// Capitalised after an abbreviation, an initial or an ellipsis, these do open a sentence.
+const STARTERS: &str = "\
+    a according after all although among an and as at but despite each even every for from he how \
+    however i if in indeed instead it many meanwhile moreover most nevertheless not on our she since so \
+    some that the their then there these they this those though thus under we what when where while who \
+    why with yet you your";
+
+/// Characters that end a word and that may follow a sentence's last mark.
+fn ends_word(c: char) -> bool {
+    matches!(c, ')' | '"' | ';' | '}' | ']' | '*' | ':' | '@' | '\'' | '(' | '{' | '[' | '!' | '?')
+}
+
+/// A mark (`.`, `?`, `!`) that may end a sentence, with the text the decision is made on.
+struct Candidate {
+    /// Byte just after the mark.
+    end: usize,
+    /// Start of the next word when white space follows the mark.
+    next_word: Option<usize>,
+    /// The word that the mark closes, from its first byte.
+    word: usize,
+    /// End of the text that follows and counts.
+    context_end: usize,
+}
+
+/// The sentences of `text`, in order, without the white space between them.
+pub(super) fn sentences(text: &str) -> Vec<&str> {
+    let mut spans = Vec::new();
+    let mut start = 0;
+    for candidate in candidates(text) {
+        if breaks(&words(&text[candidate.word..candidate.context_end])) {
+            spans.push((start, candidate.end));
+            start = candidate.next_word.unwrap_or(candidate.end);
+        }
+    }
+    spans.push((start, text.trim_end_matches(is_space).len()));
+    realign(text, &spans)
+}
+
+/// The possible sentence ends, from left to right; of several in one word only the last.
+fn candidates(text: &str) -> Vec<Candidate> {
+    let mut found: Vec<Candidate> = Vec::new();
+    let mut previous_word_end = usize::MAX;
+    for (at, mark) in text.char_indices().rev().filter(|(_, c)| matches!(c, '.' | '?' | '!')) {
+        let end = at + mark.len_utf8();
+        let rest = &text[end..];
+        let word_at = rest.find(|c| !is_space(c));
+        let (context_end, next_word) = match (rest.chars().next(), word_at) {
+            (Some(next), _) if ends_word(next) => (end + next.len_utf8(), None),
+            (Some(_), Some(space)) if space > 0 => {
+                let length = rest[space..].find(is_space).unwrap_or(rest.len() - space);
+                (end + space + length, Some(end + space))
+            }
+            _ => continue,
+        };
+        if end > previous_word_end {
+            continue;
+        }
+        let before = text[..at].trim_end_matches(is_space);
+        let word =
+            before.char_indices().rev().find(|(_, c)| is_space(*c)).map_or(0, |(i, c)| i + c.len_utf8());
+        previous_word_end = before[..word].trim_end_matches(is_space).len();
+        found.push(Candidate { end, next_word, word, context_end });
+    }
+    found.reverse();
+    found
+}
+
+/// Moves closing quotes and brackets at the head of a span to the sentence before; drops empty spans.
+fn realign<'t>(text: &'t str, spans: &[(usize, usize)]) -> Vec<&'t str> {
+    let mut result = Vec::new();
+    let mut skipped = 0;
+    for (i, &(start, end)) in spans.iter().enumerate() {
+        let start = start + std::mem::take(&mut skipped);
+        let mut end = end;
+        if let Some(next) = spans.get(i + 1).and_then(|&(from, to)| text.get(from..to)) {
+            let rest = next.trim_start_matches(['"', '\'', ')', ']', '}']);
+            let closers = next.len() - rest.len();
+            if closers > 0 && (rest.is_empty() || rest.starts_with(is_space) || rest.starts_with("--")) {
+                end = spans[i + 1].0 + closers;
+                skipped = next.len() - rest.trim_start_matches(is_space).len();
+            }
+        }
+        result.extend(text.get(start..end).filter(|sentence| !sentence.is_empty()));
+    }
+    result
+}
+
+/// Words and punctuation of a short stretch. A final period stays with its word.
+fn words(text: &str) -> Vec<&str> {
+    let mut found = Vec::new();
+    let mut rest = text.trim_start_matches(is_space);
+    while let Some(first) = rest.chars().next() {
+        let run = run_length(rest);
+        let length = if run > 0 {
+            run
+        } else if matches!(
+            first,
+            '(' | '"' | '`' | '{' | '[' | ':' | ';' | '&' | '#' | '*' | '@' | ')' | '}' | ']' | '-' | ','
+        ) {
+            first.len_utf8()
+        } else {
+            let ends = |(i, _): &(usize, char)| is_end(&rest[*i..], true);
+            rest.char_indices().skip(1).find(ends).map_or(rest.len(), |(i, _)| i)
+        };
+        found.push(&rest[..length]);
+        rest = rest[length..].trim_start_matches(is_space);
+    }
+    found
+}
+
+/// The length of a dash (`--`) or ellipsis (`..`) at the head of `rest`, or 0.
+fn run_length(rest: &str) -> usize {
+    let run = |mark: char| rest.len() - rest.trim_start_matches(mark).len();
+    [run('-'), run('.')].into_iter().find(|&length| length > 1).unwrap_or(0)
+}
+
+/// Whether a word ends before `rest`; a comma ends it when it ends there itself.
+fn is_end(rest: &str, comma_ends: bool) -> bool {
+    match rest.chars().next() {
+        None => true,
+        Some(',') => comma_ends && is_end(&rest[1..], false),
+        Some(c) => is_space(c) || ends_word(c) || run_length(rest) > 0,
+    }
+}
+
+/// Whether one of `words` ends a sentence and another follows it.
+fn breaks(words: &[&str]) -> bool {
+    words.windows(2).any(|pair| ends_sentence(pair[0], pair[1]))
+}
+
+/// Punkt's decision for `word` before `next`.
+fn ends_sentence(word: &str, next: &str) -> bool {
+    if matches!(word, "." | "?" | "!") {
+        return true;
+    }
+    let Some(stem) = word.strip_suffix('.').map(str::to_lowercase) else { return false };
+    let first = next.chars().next().unwrap_or(' ');
+    let opens = || {
+        first.is_uppercase()
+            && STARTERS.split(' ').any(|word| word == next.to_lowercase().trim_end_matches('.'))
+    };
+    if stem.ends_with('.') {
+        return opens(); // An ellipsis.
+    }
+    let abbreviation = ABBREVIATIONS.contains(&stem.as_str())
+        || stem.rsplit('-').next().is_some_and(|last| ABBREVIATIONS.contains(&last));
+    let mut letters = stem.chars();
+    let initial = letters.next().is_some_and(|c| c.is_alphabetic() || c == '_') && letters.next().is_none();
+    let continues = first.is_lowercase() || matches!(next, ";" | ":" | "," | "." | "!" | "?");
+    match (initial, abbreviation) {
+        (true, true) => false,
+        (true, false) => !continues,
+        (false, true) => opens(),
+        (false, false) => !(continues && is_number(&stem)),
+    }
+}
+
+fn is_number(stem: &str) -> bool {
+    stem.starts_with(|c: char| c.is_ascii_digit() || matches!(c, '-' | '.' | ','))
+        && stem.contains(|c: char| c.is_ascii_digit())
+        && stem.chars().all(|c| c.is_ascii_digit() || matches!(c, '-' | '.' | ','))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sentences_are_punkts() {
+        // Splits of NLTK 3.8.1 with its English model.
+        for (text, expected) in [
+            ("One. Two? Three!", vec!["One.", "Two?", "Three!"]),
+            (
+                "Dr. Smith met Mr. Jones at 3 p.m. in D.C. yesterday.",
+                vec!["Dr. Smith met Mr. Jones at 3 p.m. in D.C. yesterday."],
+            ),
+            ("He said \"Hi!\" Then he left.", vec!["He said \"Hi!\"", "Then he left."]),
+            ("Wait... what? Well... The end.", vec!["Wait... what?", "Well...", "The end."]),
+            ("1. Apples\n2. pears cost 3.50 each", vec!["1.", "Apples\n2. pears cost 3.50 each"]),
+            ("What?! No (really!) I mean it.  ", vec!["What?!", "No (really!)", "I mean it."]),
+            ("no end", vec!["no end"]),
+            ("", vec![]),
+        ] {
+            assert_eq!(sentences(text), expected, "{text}");
+        }
+    }
+}

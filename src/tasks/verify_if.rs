@@ -1,0 +1,257 @@
+//! Instruction following with checkable instructions: IFEval and Multi-IF for validation, rows of the same form
+//! or prompts composed from maths questions for training.
+
+use super::instructions::compose::compose;
+use super::instructions::{Instruction, strict};
+use super::rows::{self, Order};
+use super::{Problem, Reward, Task, Transcript, ValidationSet};
+use crate::bad_input;
+use crate::harmony::{Message, Role};
+use crate::random::{Purpose, stream};
+use crate::trajectory::Outcome;
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::path::Path;
+
+const TRAIN_FORM: &str = r#"{"prompt": "...", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}, or {"question": "..."} or {"problem": "..."} to compose instructions for"#;
+
+const VALIDATION_FORM: &str = r#"{"prompt": "...", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}, or {"turns": [...]} with a list of such objects"#;
+
+/// How a response's verdicts become the reward.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Grading {
+    /// The share of its instructions that the response follows.
+    #[default]
+    Share,
+    /// 1 for a response that follows all its instructions, otherwise 0.
+    All,
+}
+
+impl Grading {
+    /// The reward of one response, between 0 and 1.
+    fn reward(self, verdicts: &[bool]) -> f32 {
+        let followed = verdicts.iter().filter(|&&v| v).count();
+        match self {
+            Grading::Share => followed as f32 / verdicts.len().max(1) as f32,
+            Grading::All => f32::from(u8::from(followed == verdicts.len())),
+        }
+    }
+}
+
+/// A user's message and the instructions that its answer is graded on, in IFEval's form.
+#[derive(Debug, Clone)]
+struct Turn {
+    prompt: String,
+    ids: Value,
+    kwargs: Value,
+}
+
+impl Turn {
+    fn read(row: &Value) -> Result<Self, String> {
+        let prompt = rows::text(row, "prompt")?.to_owned();
+        let turn = Self { prompt, ids: row["instruction_id_list"].clone(), kwargs: row["kwargs"].clone() };
+        instructions(&turn.ids, &turn.kwargs).map_err(|e| e.to_string())?;
+        Ok(turn)
+    }
+
+    /// A conversation's turns: the row's own or, without `turns`, the row itself.
+    fn read_all(row: &Value) -> Result<Vec<Self>, String> {
+        match row.get("turns") {
+            None => Ok(vec![Self::read(row)?]),
+            Some(Value::Array(turns)) if !turns.is_empty() => {
+                let numbered = turns.iter().enumerate();
+                numbered
+                    .map(|(i, turn)| Self::read(turn).map_err(|e| format!("turn {}: {e}", i + 1)))
+                    .collect()
+            }
+            Some(_) => Err("`turns` is not a list of one or more turns".into()),
+        }
+    }
+}
+
+/// The instructions of one turn.
+///
+/// # Errors
+/// When the two lists differ in length, are empty or hold something that is no instruction.
+fn instructions(ids: &Value, kwargs: &Value) -> Result<Vec<Instruction>> {
+    let ids = ids.as_array().ok_or_else(|| bad_input!("`instruction_id_list` is not a list"))?;
+    let kwargs = kwargs.as_array().ok_or_else(|| bad_input!("`kwargs` is not a list"))?;
+    if ids.is_empty() || ids.len() != kwargs.len() {
+        let (n, m) = (ids.len(), kwargs.len());
+        return Err(bad_input!(
+            "`instruction_id_list` has {n} entries and `kwargs` {m}; give one kwargs an id"
+        ));
+    }
+    let id = |value: &Value| {
+        value.as_str().map(str::to_owned).ok_or_else(|| bad_input!("id {value} is not a text"))
+    };
+    ids.iter().zip(kwargs).map(|(i, k)| Instruction::parse(&id(i)?, k)).collect()
+}
+
+/// The problem of a conversation; its answer holds every turn.
+fn problem(id: String, turns: &[Turn]) -> Problem {
+    let answer = turns
+        .iter()
+        .map(|turn| json!({ "prompt": turn.prompt, "instruction_id_list": turn.ids, "kwargs": turn.kwargs }));
+    let messages = turns.first().map(|turn| Message::user(&*turn.prompt)).into_iter().collect();
+    Problem { id, messages, answer: answer.collect() }
+}
+
+/// A training row.
+#[derive(Debug)]
+enum Source {
+    /// Prompt and instructions as they stand.
+    Ready(Turn),
+    /// A question that gets new instructions each time it comes up.
+    Question(String),
+}
+
+impl Source {
+    fn read(row: &Value) -> Result<Self, String> {
+        match ["question", "problem"].into_iter().find(|key| row.get(*key).is_some()) {
+            Some(key) if row.get("prompt").is_none() => Ok(Self::Question(rows::text(row, key)?.to_owned())),
+            _ => Turn::read(row).map(Self::Ready),
+        }
+    }
+
+    fn text(&self) -> &str {
+        match self {
+            Self::Ready(turn) => &turn.prompt,
+            Self::Question(question) => question,
+        }
+    }
+}
+
+/// The task `verify_if`: reward by the checkers of [`super::instructions`], applied strictly.
+///
+/// In a conversation of several turns each answer is graded on its own turn's list; the reward is the mean over
+/// turns, and success is the last turn's, whose list holds those of the turns before it in Multi-IF.
+pub struct VerifyIf {
+    train: Vec<Source>,
+    order: Order,
+    validation: Vec<ValidationSet>,
+    grading: Grading,
+}
+
+impl VerifyIf {
+    /// Reads both files, at most the given numbers of rows of each. Validation rows with `turns` make the set
+    /// `multi_if`, the others `ifeval`.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] that names the file and every broken row, or the first prompt that both hold.
+    pub fn load(
+        train: (&Path, Option<usize>),
+        validation: (&Path, Option<usize>),
+        grading: Grading,
+    ) -> Result<Self> {
+        let sources = rows::read(train.0, train.1, TRAIN_FORM, Source::read)?;
+        let held_out = rows::read(validation.0, validation.1, VALIDATION_FORM, |row| {
+            Ok((row.get("turns").is_some(), Turn::read_all(row)?))
+        })?;
+        refuse_shared_prompts((train.0, &sources), (validation.0, &held_out))?;
+        let set = |name: &str, several: bool| {
+            let rows = held_out.iter().enumerate().filter(|(_, (turns, _))| *turns == several);
+            let problems: Vec<_> =
+                rows.map(|(i, (_, turns))| problem(format!("{name}/{i}"), turns)).collect();
+            (!problems.is_empty()).then(|| ValidationSet { name: name.to_owned(), problems })
+        };
+        Ok(Self {
+            validation: [set("ifeval", false), set("multi_if", true)].into_iter().flatten().collect(),
+            order: Order::new(sources.len(), Purpose::Shuffle),
+            train: sources,
+            grading,
+        })
+    }
+
+    /// The verdicts of each turn's answer on that turn's instructions; all false for a turn without an answer.
+    ///
+    /// # Errors
+    /// When the problem is not one of this task's.
+    pub fn verdicts(&self, problem: &Problem, transcript: &Transcript) -> Result<Vec<Vec<bool>>> {
+        let turns = problem.answer.as_array().with_context(|| format!("{}: no turns", problem.id))?;
+        let mut stretches = transcript.messages.split(|message| message.role == Role::User);
+        turns
+            .iter()
+            .map(|turn| {
+                let instructions = instructions(&turn["instruction_id_list"], &turn["kwargs"])?;
+                let answer = stretches.next().and_then(|messages| {
+                    messages
+                        .iter()
+                        .rfind(|m| m.channel.as_deref() == Some("final"))
+                        .map(|m| m.content.as_str())
+                });
+                Ok(strict(&instructions, answer.unwrap_or_default()))
+            })
+            .collect()
+    }
+}
+
+/// Refuses to train on what validation measures: the prompts of one file must not appear in the other.
+fn refuse_shared_prompts(
+    (train, sources): (&Path, &[Source]),
+    (validation, held_out): (&Path, &[(bool, Vec<Turn>)]),
+) -> Result<()> {
+    let plain = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let mut known = HashMap::new();
+    for (row, (_, turns)) in held_out.iter().enumerate() {
+        for turn in turns {
+            known.entry(plain(&turn.prompt)).or_insert(row + 1);
+        }
+    }
+    let shared =
+        sources.iter().enumerate().find_map(|(i, s)| Some((i + 1, *known.get(&plain(s.text()))?, s.text())));
+    match shared {
+        None => Ok(()),
+        Some((row, held_out_row, text)) => {
+            let start: String = text.chars().take(80).collect();
+            let (train, validation) = (train.display(), validation.display());
+            Err(bad_input!(
+                "{train}: row {row} has the prompt of {validation}: row {held_out_row} (\"{start}\"); training on \
+                 what validation measures makes its figures worthless: remove the row from one of the files"
+            ))
+        }
+    }
+}
+
+impl Task for VerifyIf {
+    fn name(&self) -> &str {
+        "verify_if"
+    }
+
+    fn training_problem(&self, seed: u64, index: u64) -> Problem {
+        let row = self.order.row(seed, index);
+        let id = format!("verify_if/train/{row}");
+        match &self.train[row] {
+            Source::Ready(turn) => problem(id, std::slice::from_ref(turn)),
+            Source::Question(question) => {
+                let composed = compose(question, &mut stream(seed, Purpose::Problem, &[index]));
+                let (ids, kwargs) = (json!(composed.instruction_id_list), Value::Array(composed.kwargs));
+                problem(id, &[Turn { prompt: composed.prompt, ids, kwargs }])
+            }
+        }
+    }
+
+    fn validation_sets(&self) -> &[ValidationSet] {
+        &self.validation
+    }
+
+    fn uses_python(&self) -> bool {
+        false
+    }
+
+    fn next_user_message(&self, problem: &Problem, transcript: &Transcript) -> Option<Message> {
+        let asked = 1 + transcript.messages.iter().filter(|m| m.role == Role::User).count();
+        problem.answer.get(asked)?["prompt"].as_str().map(Message::user)
+    }
+
+    fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {
+        let verdicts = self.verdicts(problem, transcript)?;
+        if transcript.outcome != Outcome::Finished {
+            return Ok(Reward { value: 0.0, success: false });
+        }
+        let sum: f32 = verdicts.iter().map(|turn| self.grading.reward(turn)).sum();
+        let success = verdicts.last().is_some_and(|turn| turn.iter().all(|&v| v));
+        Ok(Reward { value: sum / verdicts.len().max(1) as f32, success })
+    }
+}

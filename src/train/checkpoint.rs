@@ -1,0 +1,225 @@
+//! Checkpoints: written aside, synced and renamed, so that a kill at any moment leaves whole ones only.
+//!
+//! A checkpoint is a Hugging Face folder (`config.json`, safetensors, tokenizer) with two files more:
+//! `trainer.json` says where the run stood, `trainer.safetensors` holds the optimizer's f32 state.
+//! Random numbers need no state: they are functions of the seed and the step.
+
+use super::optimizer::{Optimizer, ParameterState};
+use crate::bad_input;
+use crate::metrics::Phase;
+use crate::model::config::{Config, Form};
+use crate::model::save::{Companions, SHARD_BYTES_MAX, save};
+use crate::model::weights::Parameters;
+use anyhow::{Context, Result};
+use candle_core::{Device, Tensor};
+use safetensors::Dtype;
+use safetensors::tensor::{SafeTensors, TensorView};
+use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+const STATE_FILE: &str = "trainer.json";
+const TENSORS_FILE: &str = "trainer.safetensors";
+
+/// Where a run stood.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TrainerState {
+    /// The stage: cold start or reinforcement learning.
+    pub phase: Phase,
+    /// Steps of that stage that are done.
+    pub step: u64,
+    /// Updates that the stage's optimizer made.
+    pub updates: u64,
+    /// Length of `metrics.jsonl` at this point, bytes.
+    pub metrics_bytes: u64,
+}
+
+/// The name of a checkpoint's folder: `step-NNNNNN`, or `cold-start-NNNNNN` before reinforcement learning.
+pub fn folder_name(phase: Phase, step: u64) -> String {
+    let stem = if phase == Phase::ColdStart { "cold-start" } else { "step" };
+    format!("{stem}-{step:06}")
+}
+
+/// The last whole checkpoint of the run folder `run`, if it has any.
+///
+/// # Errors
+/// When a checkpoint's `trainer.json` cannot be read.
+pub fn latest(run: &Path) -> Result<Option<PathBuf>> {
+    Ok(all(run)?.pop().map(|(_, folder)| folder))
+}
+
+/// Every whole checkpoint of `run`, oldest first.
+fn all(run: &Path) -> Result<Vec<(TrainerState, PathBuf)>> {
+    let mut found = vec![];
+    let Ok(entries) = fs::read_dir(run.join("checkpoints")) else { return Ok(found) };
+    for entry in entries {
+        let folder = entry.with_context(|| format!("{}", run.display()))?.path();
+        let hidden = folder.file_name().is_some_and(|name| name.to_string_lossy().starts_with('.'));
+        if !hidden && folder.join(STATE_FILE).is_file() {
+            found.push((read_state(&folder)?, folder));
+        }
+    }
+    found.sort_by_key(|(state, _)| (state.phase != Phase::ColdStart, state.step));
+    Ok(found)
+}
+
+/// Reads where the run stood at the checkpoint `folder`.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when the file is missing or damaged.
+pub fn read_state(folder: &Path) -> Result<TrainerState> {
+    let path = folder.join(STATE_FILE);
+    let text =
+        fs::read_to_string(&path).map_err(|e| bad_input!("{}: cannot be read: {e}", path.display()))?;
+    serde_json::from_str(&text).map_err(|e| {
+        bad_input!("{}: damaged: {e}; remove this checkpoint to go on from the one before", path.display())
+    })
+}
+
+/// What a checkpoint holds.
+pub struct Snapshot<'a> {
+    pub config: &'a Config,
+    pub form: Form,
+    pub companions: &'a Companions,
+    pub parameters: &'a Parameters,
+    pub optimizer: &'a Optimizer,
+    pub state: TrainerState,
+}
+
+impl Snapshot<'_> {
+    /// Writes the checkpoint into `run` and removes all but the `keep` newest.
+    ///
+    /// # Errors
+    /// When the disk refuses; checkpoints that were there stay whole.
+    pub fn write(&self, run: &Path, keep: usize) -> Result<PathBuf> {
+        let checkpoints = run.join("checkpoints");
+        let name = folder_name(self.state.phase, self.state.step);
+        let (target, aside) = (checkpoints.join(&name), checkpoints.join(format!(".{name}.partial")));
+        let written = self.write_aside(&aside).and_then(|()| {
+            if target.exists() {
+                fs::remove_dir_all(&target)?;
+            }
+            fs::rename(&aside, &target)?;
+            sync(&checkpoints)
+        });
+        if let Err(error) = written {
+            // What is half written is of no use, and may be what fills the disk.
+            let _ = fs::remove_dir_all(&aside);
+            return Err(error.context(format!("writing the checkpoint {}", target.display())));
+        }
+        let mut old = all(run)?;
+        old.truncate(old.len().saturating_sub(keep.max(1)));
+        for (_, folder) in old {
+            fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
+        }
+        Ok(target)
+    }
+
+    fn write_aside(&self, aside: &Path) -> Result<()> {
+        if aside.exists() {
+            fs::remove_dir_all(aside)?;
+        }
+        fs::create_dir_all(aside)?;
+        save(aside, self.config, self.form, self.companions, SHARD_BYTES_MAX, |spec| {
+            let index =
+                self.parameters.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
+            match &self.optimizer.states[index] {
+                // Masters hold more digits than a bf16 forward's weights.
+                Some(state) => {
+                    Ok(Tensor::from_slice(&state.master, self.parameters.var(index).shape(), &Device::Cpu)?)
+                }
+                None => Ok(self.parameters.var(index).as_tensor().clone()),
+            }
+        })?;
+        self.write_optimizer(&aside.join(TENSORS_FILE))?;
+        let state = aside.join(STATE_FILE);
+        fs::write(&state, serde_json::to_string_pretty(&self.state)? + "\n")?;
+        File::open(&state)?.sync_all()?;
+        sync(aside)
+    }
+
+    fn write_optimizer(&self, path: &Path) -> Result<()> {
+        let mut buffers: Vec<(String, Vec<u8>, usize)> = vec![];
+        let bytes = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
+        for (index, (spec, state)) in self.parameters.specs.iter().zip(&self.optimizer.states).enumerate() {
+            let mut push = |kind: &str, values: &[f32]| {
+                buffers.push((format!("{kind}.{}", spec.name), bytes(values), values.len()));
+            };
+            match state {
+                Some(state) => {
+                    push("master", &state.master);
+                    push("first", &state.first);
+                    push("second", &state.second);
+                }
+                // A frozen tensor is in the model's own files; only where those round it is it kept here too.
+                None if self.form != Form::F32 => {
+                    let values = self.parameters.var(index).flatten_all()?.to_vec1::<f32>()?;
+                    if values.iter().any(|&v| half::bf16::from_f32(v).to_f32() != v) {
+                        push("master", &values);
+                    }
+                }
+                None => {}
+            }
+        }
+        let views = buffers
+            .iter()
+            .map(|(name, data, len)| Ok((name, TensorView::new(Dtype::F32, vec![*len], data)?)))
+            .collect::<Result<Vec<_>>>()?;
+        safetensors::serialize_to_file(views, None, path)?;
+        Ok(File::open(path)?.sync_all()?)
+    }
+}
+
+/// Restores weights and optimizer from the checkpoint `folder`, bit for bit.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when the checkpoint's state does not fit the model.
+pub fn restore(folder: &Path, parameters: &Parameters, optimizer: &mut Optimizer) -> Result<()> {
+    let path = folder.join(TENSORS_FILE);
+    let damaged = |what: String| {
+        bad_input!("{}: {what}; remove this checkpoint to go on from the one before", path.display())
+    };
+    let bytes = fs::read(&path).map_err(|e| damaged(format!("cannot be read: {e}")))?;
+    let tensors = SafeTensors::deserialize(&bytes).map_err(|e| damaged(format!("damaged: {e}")))?;
+    let mut kept: HashMap<&str, Vec<f32>> = tensors
+        .iter()
+        .map(|(name, view)| {
+            let values = view.data().chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+            (name, values.collect())
+        })
+        .collect();
+    for (index, spec) in parameters.specs.iter().enumerate() {
+        let mut take = |kind: &str| kept.remove(format!("{kind}.{}", spec.name).as_str());
+        let count = spec.element_count();
+        match (&mut optimizer.states[index], take("master")) {
+            (Some(state), Some(master)) => {
+                let restored = ParameterState {
+                    master,
+                    first: take("first").unwrap_or_default(),
+                    second: take("second").unwrap_or_default(),
+                };
+                let moments = state.first.len();
+                if restored.master.len() != count
+                    || restored.first.len() != moments
+                    || restored.second.len() != moments
+                {
+                    return Err(damaged(format!("{} has another size or optimizer", spec.name)));
+                }
+                *state = restored;
+            }
+            (Some(_), None) => return Err(damaged(format!("{} is missing", spec.name))),
+            (None, Some(master)) => {
+                let shape = parameters.var(index).shape().clone();
+                parameters.var(index).set(&Tensor::from_vec(master, shape, &Device::Cpu)?)?;
+            }
+            (None, None) => {}
+        }
+    }
+    optimizer.write_weights(parameters)
+}
+
+/// Makes a folder's entries durable.
+fn sync(folder: &Path) -> Result<()> {
+    Ok(File::open(folder)?.sync_all()?)
+}
