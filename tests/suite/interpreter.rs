@@ -1,6 +1,7 @@
 //! The Python tool: what the model reads, limits, hostile code, and workers that die.
 
 mod attacks;
+mod cpython;
 
 use rloss::interpreter::{Embedded, Interpreter, Reply, SessionId, Settings, State};
 use rloss::trajectory::CallOutcome::{self, *};
