@@ -2,6 +2,7 @@
 
 mod attacks;
 mod cpython;
+mod cpython_attacks;
 
 use rloss::interpreter::{Embedded, Interpreter, Reply, SessionId, Settings, State};
 use rloss::trajectory::CallOutcome::{self, *};

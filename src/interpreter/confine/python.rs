@@ -2,7 +2,9 @@
 
 use super::{Allowed, Files};
 use anyhow::{Context, Result};
-use seccompiler::{BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompFilter, SeccompRule};
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+};
 
 /// Deep recursion of the interpreter, at its own depth limit, stays well inside this.
 const STACK_BYTES: u64 = 16 << 20;
@@ -32,9 +34,9 @@ pub fn python_server(parent_id: u32, files: &Files, first_unused: i32) -> Result
 /// The filter that a snippet's process puts on itself, as the array of `struct sock_filter` that the kernel reads.
 pub fn snippet_filter() -> Result<Vec<u8>> {
     let mut allowed = snippet_calls()?;
-    // Limits can be read, and only the process's own.
-    let no_limit = super::argument(2, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0)?;
-    allowed.insert(libc::SYS_prlimit64, vec![no_limit]);
+    // Limits can be read, and only the process's own: no other's number, no new limit.
+    let zero = |index| SeccompCondition::new(index, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0);
+    allowed.insert(libc::SYS_prlimit64, vec![SeccompRule::new(vec![zero(0)?, zero(2)?])?]);
     let program = super::allow_list(allowed)?;
     let bytes = |i: &seccompiler::sock_filter| {
         let [c0, c1] = i.code.to_ne_bytes();

@@ -17,7 +17,6 @@ import linecache
 import io
 import os
 import random
-import re
 import resource
 import signal
 import socket
@@ -192,6 +191,8 @@ def become_snippet(control, descriptors, server_id, setup, snippet_filter, memor
         if not snippet_filter.apply() and not setup["dangerously_allow_unsandboxed"]:
             os._exit(SETUP_FAILED)
         gc.enable()
+        # Python seeds it afresh after each fork.
+        random.seed(0)
         serve_snippets(code_from, result_to, setup["paths"], setup["keep"])
     finally:
         # Nothing may return into the server's loop.
@@ -205,7 +206,6 @@ def prepare(setup):
             importlib.import_module(name)
         except Exception as error:
             return f"`interpreter.preload`: {name} cannot be imported: {type(error).__name__}: {error}"
-    random.seed(0)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(0)
     libc.prctl(PR_SET_DUMPABLE, ctypes.c_ulong(0))

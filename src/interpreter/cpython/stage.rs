@@ -27,8 +27,8 @@ const CONTROL: i32 = 3;
 const HELLO_BYTES_MAX: usize = 1 << 20;
 
 /// All that the server's environment holds: fixed hashes (the order of a set is then a function of the code), one
-/// thread a library, no folder of the user.
-const ENVIRONMENT: [(&str, &str); 7] = [
+/// thread a library, no folder of the user, the same traceback from every version.
+const ENVIRONMENT: [(&str, &str); 8] = [
     ("HOME", "/nonexistent"),
     ("LC_ALL", "C.UTF-8"),
     ("MKL_NUM_THREADS", "1"),
@@ -36,6 +36,7 @@ const ENVIRONMENT: [(&str, &str); 7] = [
     ("OPENBLAS_NUM_THREADS", "1"),
     ("PATH", "/nonexistent"),
     ("PYTHONHASHSEED", "0"),
+    ("PYTHONNODEBUGRANGES", "1"),
 ];
 
 /// Becomes the fork server; returns the exit code when it could not.
