@@ -139,6 +139,7 @@ impl CPython {
 
     fn keep(&self, session: SessionId, snippet: Snippet) {
         if self.settings.state == State::Trajectory {
+            snippet.halt();
             let live = Live { snippet: Some(snippet), used: Instant::now() };
             // Outside the lock: ending a process takes a moment.
             let replaced = lock(&self.sessions).insert(session, live);

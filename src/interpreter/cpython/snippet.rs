@@ -7,7 +7,7 @@ use crate::interpreter::process::set_nonblocking;
 use crate::trajectory::CallOutcome;
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -19,6 +19,8 @@ pub struct Snippet {
     server: Arc<Server>,
     id: i32,
     ended: bool,
+    /// The process itself, whatever becomes of its number.
+    handle: OwnedFd,
     code: File,
     output: File,
     result: File,
@@ -46,7 +48,18 @@ impl Snippet {
         };
         let (code, output, result) = (file(code.into())?, file(output.into())?, file(result.into())?);
         let id = server.fork([their_code.as_fd(), their_output.as_fd(), their_result.as_fd()])?;
-        Ok(Self { server: Arc::clone(server), id, ended: false, code, output, result })
+        // SAFETY: a plain system call, whose new descriptor is owned by `handle` alone. The process is not reaped.
+        let handle = unsafe {
+            match libc::syscall(libc::SYS_pidfd_open, id, 0) {
+                fd if fd >= 0 => OwnedFd::from_raw_fd(fd as i32),
+                _ => {
+                    let error = io::Error::last_os_error();
+                    server.reap(id)?;
+                    return Err(error);
+                }
+            }
+        };
+        Ok(Self { server: Arc::clone(server), id, ended: false, handle, code, output, result })
     }
 
     /// Runs `code`. The text is what it printed, then its last value or exception.
@@ -57,12 +70,31 @@ impl Snippet {
         let deadline = Instant::now() + limits.wall;
         let mut clip = Clip::new(limits.output_chars_max);
         let cpu_before = self.cpu_time().unwrap_or_default();
+        self.signal(libc::SIGCONT);
         let outcome = match frames::write(&mut Timed { pipe: &self.code, deadline }, code) {
             Err(e) if e.kind() == io::ErrorKind::TimedOut => CallOutcome::ToolTimeout,
             Err(_) => CallOutcome::WorkerDied,
             Ok(()) => self.follow(deadline, cpu_before + limits.cpu, &mut clip),
         };
         (outcome, clip.finish())
+    }
+
+    /// Halts the process until the next [`Snippet::run`]: a timer that its code has set runs nothing meanwhile.
+    pub fn halt(&self) {
+        self.signal(libc::SIGSTOP);
+    }
+
+    fn signal(&self, signal: i32) {
+        // SAFETY: a plain system call without a siginfo. It fails for a process that has ended, which its pipes tell.
+        unsafe {
+            libc::syscall(
+                libc::SYS_pidfd_send_signal,
+                self.handle.as_raw_fd(),
+                signal,
+                std::ptr::null::<u8>(),
+                0,
+            )
+        };
     }
 
     /// Collects output until the call's end, the processor time `cpu_end` or the `deadline`.
