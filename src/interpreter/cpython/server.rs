@@ -42,7 +42,7 @@ struct Setup<'a> {
 /// A running fork server. Dropping it kills its group, and by their parent-death signal its snippets.
 pub struct Server {
     control: Mutex<File>,
-    _group: Group,
+    group: Group,
 }
 
 impl Server {
@@ -60,7 +60,7 @@ impl Server {
         command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).stderr(Stdio::piped());
         let mut group = spawner.spawn(command).with_context(place)?;
         let errors = group.take_errors();
-        let server = Self { control: Mutex::new(File::from(OwnedFd::from(control))), _group: group };
+        let server = Self { control: Mutex::new(File::from(OwnedFd::from(control))), group: group };
         set_nonblocking(&*lock(&server.control)).with_context(place)?;
         match server.introduce(settings, host) {
             Ok(active) => Ok((server, active)),
@@ -100,7 +100,7 @@ impl Server {
             Welcome::Ready(version) => version,
             Welcome::Refused(why) => return Err(bad_input!("{why}")),
         };
-        let used = confine::address_space_bytes(&self._group.id().to_string())?;
+        let used = confine::address_space_bytes(&self.group.id().to_string())?;
         let limit = used + (settings.memory_mib << 20);
         frames::write(&mut timed, &limit.to_le_bytes())?;
         Ok(format!("{version} ({}): {active}", host.executable.display()))

@@ -457,3 +457,37 @@ fn calls_per_second(python: &CPython) -> f64 {
     assert_eq!(answered.into_inner(), 1000);
     1000.0 / start.elapsed().as_secs_f64()
 }
+
+/// A parent that is killed takes its servers and their snippets along.
+#[test]
+fn processes_end_with_a_killed_parent() {
+    if !there() {
+        return;
+    }
+    let mut parent = own_process("cpython::alone_parent_hangs", "").spawn().unwrap();
+    let mut all = Vec::new();
+    super::wait_until("two servers and their snippets run", || {
+        all = children(parent.id()).into_keys().collect();
+        let snippets: Vec<u32> = all.iter().flat_map(|&id| children(id).into_keys()).collect();
+        all.extend(&snippets);
+        snippets.len() == 2
+    });
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    assert!(all.iter().all(|&id| alive(id)));
+    parent.kill().unwrap();
+    parent.wait().unwrap();
+    super::wait_until("the processes died with their parent", || all.iter().all(|&id| !alive(id)));
+}
+
+#[test]
+#[ignore = "run by processes_end_with_a_killed_parent in a process of its own"]
+fn alone_parent_hangs() {
+    if !in_own_process() {
+        return;
+    }
+    let python = cpython_or_skip!(|s| (s.time_limit_s, s.wall_clock_s) = (60.0, 120.0));
+    std::thread::scope(|scope| {
+        scope.spawn(|| call(&python, "import signal\nsignal.pause()"));
+        scope.spawn(|| call(&python, "while True: pass"));
+    });
+}
