@@ -60,7 +60,7 @@ impl Server {
         command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).stderr(Stdio::piped());
         let mut group = spawner.spawn(command).with_context(place)?;
         let errors = group.take_errors();
-        let server = Self { control: Mutex::new(File::from(OwnedFd::from(control))), group: group };
+        let server = Self { control: Mutex::new(File::from(OwnedFd::from(control))), group };
         set_nonblocking(&*lock(&server.control)).with_context(place)?;
         match server.introduce(settings, host) {
             Ok(active) => Ok((server, active)),

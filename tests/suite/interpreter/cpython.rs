@@ -377,7 +377,7 @@ fn alone_processes_come_and_go() {
             let reply = busy.join().unwrap();
             assert_eq!(reply.outcome, WorkerDied);
             assert_eq!(reply.text, "InterpreterError: the interpreter died while running the code.");
-            assert!(!alive(running[0]), "a server takes its snippets along");
+            super::wait_until("a server takes its snippets along", || !alive(running[0]));
         });
         if kill_server {
             // The dead server is found by the next call at the latest; the one after it works.
