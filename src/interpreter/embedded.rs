@@ -1,8 +1,9 @@
 //! The embedded interpreter: a pool of worker processes, each running a small Python written in Rust.
 
-use super::embedded_worker::{FRAME_BYTES_MAX, Hello, Kept, Welcome, undone};
+use super::embedded_worker::{Hello, Kept, Welcome, undone};
+use super::pool::Pool;
 use super::process::{Process, Spawner};
-use super::{Interpreter, Reply, SessionId, Settings, State, output};
+use super::{CONFINEMENT_REMEDY, Interpreter, Reply, SessionId, Settings, State, code_to_run, lock};
 use crate::bad_input;
 use crate::trajectory::CallOutcome;
 use anyhow::{Context, Result};
@@ -10,7 +11,7 @@ use std::collections::HashMap;
 use std::io;
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 /// Largest stored session, so that the parent's memory stays bounded by trajectories × this.
@@ -29,17 +30,10 @@ pub struct Embedded {
     program: PathBuf,
     confinement: String,
     // Ahead of the spawner, whose thread's end would kill them too.
-    pool: Mutex<Pool>,
-    freed: Condvar,
+    pool: Pool<Process>,
     /// Stored sessions, opaque here: only confined workers read them.
     sessions: Mutex<HashMap<SessionId, Vec<u8>>>,
     spawner: Spawner,
-}
-
-struct Pool {
-    free: Vec<Process>,
-    /// Workers alive or being started, free or busy.
-    started: usize,
 }
 
 impl Embedded {
@@ -49,62 +43,31 @@ impl Embedded {
     /// [`crate::error::BadInput`] when a limit is out of range or the kernel cannot confine a worker and
     /// [`Settings::dangerously_allow_unsandboxed`] is off; any other error when the worker cannot be started.
     pub fn new(settings: Settings) -> Result<Self> {
-        check(&settings)?;
-        let program = match &settings.program {
-            Some(program) => program.clone(),
-            None => std::env::current_exe().context("finding the running binary, to start it as a worker")?,
-        };
+        settings.check()?;
+        let program = settings.worker_program()?;
         let spawner = Spawner::new().context("starting the thread that starts interpreter workers")?;
         let (first, confinement) = start(&settings, &program, &spawner)?;
         Ok(Self {
+            pool: Pool::new(first, settings.workers),
             settings,
             program,
             confinement,
-            pool: Mutex::new(Pool { free: vec![first], started: 1 }),
-            freed: Condvar::new(),
             sessions: Mutex::default(),
             spawner,
         })
     }
 
-    /// A free worker: one that waits, a new one while there are fewer than allowed, or the next to be freed.
-    fn acquire(&self) -> Result<Process> {
-        let mut pool = lock(&self.pool);
-        loop {
-            if let Some(worker) = pool.free.pop() {
-                return Ok(worker);
-            }
-            if pool.started < self.settings.workers {
-                pool.started += 1;
-                drop(pool);
-                return start(&self.settings, &self.program, &self.spawner)
-                    .map(|(worker, _)| worker)
-                    .inspect_err(|_| self.forget_worker());
-            }
-            pool = self.freed.wait(pool).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    fn release(&self, worker: Process) {
-        lock(&self.pool).free.push(worker);
-        self.freed.notify_one();
-    }
-
-    fn forget_worker(&self) {
-        lock(&self.pool).started -= 1;
-        self.freed.notify_one();
-    }
-
     /// Runs `code` on a free worker; a worker that fails is killed, and a later call starts another.
     fn run(&self, session: SessionId, code: &str) -> (CallOutcome, String) {
-        let mut worker = match self.acquire() {
+        let new = || start(&self.settings, &self.program, &self.spawner).map(|(worker, _)| worker);
+        let mut worker = match self.pool.acquire(new) {
             Ok(worker) => worker,
             Err(_) => return (CallOutcome::WorkerDied, self.explain(CallOutcome::WorkerDied)),
         };
         let state = lock(&self.sessions).get(&session).cloned().unwrap_or_default();
         match self.exchange(&mut worker, code, &state) {
             Ok((outcome, kept, mut text, state)) => {
-                self.release(worker);
+                self.pool.release(worker);
                 match kept {
                     Kept::Unchanged => {}
                     Kept::Replaced => drop(lock(&self.sessions).insert(session, state)),
@@ -118,7 +81,7 @@ impl Embedded {
             Err(error) => {
                 let last_words = worker.kill();
                 drop(worker);
-                self.forget_worker();
+                self.pool.forget();
                 let outcome = match error.kind() {
                     io::ErrorKind::TimedOut => CallOutcome::ToolTimeout,
                     // Rust's own words when an allocation is refused, right before it aborts.
@@ -170,13 +133,9 @@ impl Embedded {
 impl Interpreter for Embedded {
     fn call(&self, session: SessionId, code: &str) -> Reply {
         let start = Instant::now();
-        let code = output::extract_code(code);
-        let (outcome, text) = if code.trim().is_empty() {
-            (CallOutcome::MalformedCall, "(no code to run)".into())
-        } else if code.len() > FRAME_BYTES_MAX {
-            (CallOutcome::MalformedCall, "(the code is too long to run)".into())
-        } else {
-            self.run(session, &code)
+        let (outcome, text) = match code_to_run(code) {
+            Ok(code) => self.run(session, &code),
+            Err(refused) => (CallOutcome::MalformedCall, refused.into()),
         };
         Reply { text, outcome, seconds: start.elapsed().as_secs_f64() }
     }
@@ -196,7 +155,7 @@ fn start(settings: &Settings, program: &PathBuf, spawner: &Spawner) -> Result<(P
     let mut command = Command::new(program);
     command.arg(super::WORKER_ARGUMENT);
     let place = || format!("starting {} as an interpreter worker", program.display());
-    let mut worker = spawner.spawn(command).with_context(place)?;
+    let mut worker = Process::start(spawner, command).with_context(place)?;
     let hello = Hello {
         parent_id: std::process::id(),
         memory_bytes: settings.memory_mib << 20,
@@ -210,32 +169,8 @@ fn start(settings: &Settings, program: &PathBuf, spawner: &Spawner) -> Result<(P
     let welcome = worker.receive(WELCOME_BYTES_MAX, deadline).with_context(place)?;
     match serde_json::from_slice(&welcome).with_context(place)? {
         Welcome::Ready(active) => Ok((worker, active)),
-        Welcome::Refused(why) => Err(bad_input!(
-            "this machine cannot confine the Python tool: {why}. Model-written code would run with your own rights; \
-             use a kernel with landlock and seccomp (Linux 5.13 or newer), or accept the risk with \
-             `interpreter.dangerously_allow_unsandboxed = true`"
-        )),
+        Welcome::Refused(why) => {
+            Err(bad_input!("this machine cannot confine the Python tool: {why}. {CONFINEMENT_REMEDY}"))
+        }
     }
-}
-
-fn check(settings: &Settings) -> Result<()> {
-    let Settings { time_limit_s, wall_clock_s, memory_mib, workers, .. } = *settings;
-    let in_order = 0.0 < time_limit_s && time_limit_s < wall_clock_s && wall_clock_s <= 86_400.0;
-    if !in_order {
-        return Err(bad_input!(
-            "interpreter: `time_limit_s` ({time_limit_s}) must be above 0 and below `wall_clock_s` ({wall_clock_s}), \
-             which must be at most 86400"
-        ));
-    }
-    if workers == 0 || !(16..=1 << 20).contains(&memory_mib) {
-        return Err(bad_input!(
-            "interpreter: `workers` ({workers}) must be at least 1 and `memory_mib` ({memory_mib}) from 16 to 1048576"
-        ));
-    }
-    Ok(())
-}
-
-/// Poisoning is ignored: every guarded value is whole between statements.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

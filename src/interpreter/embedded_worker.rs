@@ -3,6 +3,7 @@
 //! It keeps nothing between calls: a trajectory's variables travel with each call, so that any worker
 //! can serve any trajectory and one trajectory's death or hunger never touches another's.
 
+use super::FRAME_BYTES_MAX;
 use super::output::Clip;
 use super::{confine, frames};
 use crate::trajectory::CallOutcome;
@@ -51,8 +52,6 @@ pub enum Kept {
 /// Recursion of the parser and the interpreter, at their own depth limits, stays well inside this.
 const STACK_BYTES: usize = 16 << 20;
 const HELLO_BYTES_MAX: usize = 4096;
-/// Longest code or stored state a worker reads.
-pub const FRAME_BYTES_MAX: usize = 64 << 20;
 
 /// A worker's whole life; returns the exit code.
 pub fn main() -> i32 {
@@ -150,7 +149,7 @@ fn run(code: &str, state: &[u8], hello: &Hello) -> Answer {
             CallOutcome::Answered
         }
         Err(exception) => {
-            push_line(&mut clip, &exception.to_string());
+            push_line(&mut clip, &exception.summary());
             CallOutcome::Raised
         }
     };

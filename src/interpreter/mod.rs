@@ -1,19 +1,27 @@
 //! The Python tool: model-written code runs in confined worker processes and answers with text.
 //!
-//! [`Interpreter`] is what rollout sees. [`Embedded`] runs a small Python written in Rust (nothing to install).
+//! [`Interpreter`] is what rollout sees. [`Embedded`] runs a small Python written in Rust (nothing to install),
+//! [`CPython`] the machine's own with all its packages.
 //! What confines it, and what nothing does, is in `docs/SANDBOX.md`.
 
+use crate::bad_input;
 use crate::trajectory::CallOutcome;
+use anyhow::{Context, Result};
 use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 #[cfg_attr(not(target_os = "linux"), path = "confine_unsupported.rs")]
 pub mod confine;
+#[cfg_attr(not(target_os = "linux"), path = "cpython_unsupported.rs")]
+mod cpython;
 mod embedded;
 mod embedded_worker;
 mod frames;
 mod output;
+mod pool;
 mod process;
 
+pub use cpython::CPython;
 pub use embedded::Embedded;
 
 /// First command-line argument that turns the binary into a worker: `main` must then call [`worker_main`].
@@ -59,7 +67,7 @@ pub enum State {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Settings {
     pub state: State,
-    /// The interpreter stops a call after this long.
+    /// The interpreter stops a call after this long; for CPython, time on a processor.
     pub time_limit_s: f64,
     /// The parent kills a worker that has not answered after this long; above `time_limit_s`.
     pub wall_clock_s: f64,
@@ -69,6 +77,12 @@ pub struct Settings {
     pub output_chars_max: usize,
     /// Worker processes.
     pub workers: usize,
+    /// CPython's program: a path or a name on the `PATH`.
+    pub python: PathBuf,
+    /// Modules that CPython loads once, so that a snippet's import costs nothing.
+    pub preload: Vec<String>,
+    /// A trajectory's CPython process is ended when no call came for this long.
+    pub idle_s_max: f64,
     /// Go on when the kernel cannot confine the workers.
     pub dangerously_allow_unsandboxed: bool,
     /// The binary to start as a worker; `None` is the running one.
@@ -84,13 +98,75 @@ impl Default for Settings {
             memory_mib: 256,
             output_chars_max: 4096,
             workers: 2,
+            python: "python3".into(),
+            preload: Vec::new(),
+            idle_s_max: 600.0,
             dangerously_allow_unsandboxed: false,
             program: None,
         }
     }
 }
 
-/// A worker's whole life, over its standard input and output; returns the process's exit code.
+impl Settings {
+    /// # Errors
+    /// [`crate::error::BadInput`] names a limit that is out of range.
+    fn check(&self) -> Result<()> {
+        let Self { time_limit_s, wall_clock_s, memory_mib, workers, idle_s_max, .. } = *self;
+        let in_order = 0.0 < time_limit_s && time_limit_s < wall_clock_s && wall_clock_s <= 86_400.0;
+        if !in_order {
+            return Err(bad_input!(
+                "interpreter: `time_limit_s` ({time_limit_s}) must be above 0 and below `wall_clock_s` \
+                 ({wall_clock_s}), which must be at most 86400"
+            ));
+        }
+        if workers == 0 || !(16..=1 << 20).contains(&memory_mib) {
+            return Err(bad_input!(
+                "interpreter: `workers` ({workers}) must be at least 1 and `memory_mib` ({memory_mib}) from 16 to \
+                 1048576"
+            ));
+        }
+        if !(0.0..=86_400.0).contains(&idle_s_max) {
+            return Err(bad_input!("interpreter: `idle_s_max` ({idle_s_max}) must be from 0 to 86400"));
+        }
+        Ok(())
+    }
+
+    fn worker_program(&self) -> Result<PathBuf> {
+        match &self.program {
+            Some(program) => Ok(program.clone()),
+            None => std::env::current_exe().context("finding the running binary, to start it as a worker"),
+        }
+    }
+}
+
+/// What to do where the kernel cannot confine.
+const CONFINEMENT_REMEDY: &str = "Model-written code would run with your own rights; use a kernel with landlock and \
+    seccomp (Linux 5.13 or newer), or accept the risk with `interpreter.dangerously_allow_unsandboxed = true`";
+
+/// Longest code or stored state a worker reads.
+const FRAME_BYTES_MAX: usize = 64 << 20;
+
+/// The code inside a call's text, or what is wrong with it.
+fn code_to_run(text: &str) -> Result<String, &'static str> {
+    let code = output::extract_code(text);
+    if code.trim().is_empty() {
+        Err("(no code to run)")
+    } else if code.len() > FRAME_BYTES_MAX {
+        Err("(the code is too long to run)")
+    } else {
+        Ok(code)
+    }
+}
+
+/// Poisoning is ignored: every guarded value is whole between statements.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A worker's whole life; returns the process's exit code.
 pub fn worker_main() -> i32 {
-    embedded_worker::main()
+    match std::env::args_os().nth(2) {
+        Some(kind) if kind == cpython::STAGE_ARGUMENT => cpython::stage_main(),
+        _ => embedded_worker::main(),
+    }
 }

@@ -92,9 +92,79 @@ impl Clip {
     }
 }
 
+/// Makes text of bytes that come in pieces; what is not UTF-8 becomes U+FFFD.
+#[derive(Default)]
+pub struct Utf8Pieces {
+    /// The start of a character whose end has not come yet.
+    open: Vec<u8>,
+}
+
+impl Utf8Pieces {
+    pub fn push(&mut self, piece: &[u8]) -> String {
+        self.open.extend_from_slice(piece);
+        let whole = self.open.len() - incomplete_bytes(&self.open);
+        let rest = self.open.split_off(whole);
+        let text = String::from_utf8_lossy(&self.open).into_owned();
+        self.open = rest;
+        text
+    }
+
+    /// What is left at the end.
+    pub fn finish(self) -> String {
+        String::from_utf8_lossy(&self.open).into_owned()
+    }
+}
+
+/// Bytes at the end of `bytes` that a next byte could complete to a character.
+fn incomplete_bytes(bytes: &[u8]) -> usize {
+    let last = bytes.utf8_chunks().last();
+    let invalid = last.map_or(&[][..], |chunk| chunk.invalid());
+    let open = std::str::from_utf8(invalid).is_err_and(|e| e.error_len().is_none());
+    if open { invalid.len() } else { 0 }
+}
+
+/// `text` with the addresses that Python shows for objects without a better name replaced: `<f at 0x…>`.
+pub fn without_addresses(text: &str) -> String {
+    const MARK: &str = " at 0x";
+    let mut parts = text.split(MARK);
+    let mut shown = parts.next().unwrap_or_default().to_string();
+    for part in parts {
+        let digits = part.bytes().take_while(u8::is_ascii_hexdigit).count();
+        shown.push_str(MARK);
+        if digits >= 6 && part[digits..].starts_with('>') {
+            shown.push('…');
+            shown.push_str(&part[digits..]);
+        } else {
+            shown.push_str(part);
+        }
+    }
+    shown
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_character_may_come_in_pieces() {
+        let text = "aä€😀\n";
+        for size in 1..6 {
+            let mut pieces = Utf8Pieces::default();
+            let parts: String = text.as_bytes().chunks(size).map(|c| pieces.push(c)).collect();
+            assert_eq!(parts + &pieces.finish(), text, "pieces of {size}");
+        }
+        let mut pieces = Utf8Pieces::default();
+        let parts: String = [&b"a\xe2"[..], b"b\xff", b"\xe2\x82"].map(|c| pieces.push(c)).concat();
+        assert_eq!(parts + &pieces.finish(), "a\u{fffd}b\u{fffd}\u{fffd}");
+    }
+
+    #[test]
+    fn addresses_of_objects_are_not_shown() {
+        assert_eq!(without_addresses("<f at 0x7f12ab3456> <g at 0x7ffff7a1b2c0>"), "<f at 0x…> <g at 0x…>");
+        for text in ["look at 0x7fffffff00 there", "at 0x10>", "", "<f at 0x"] {
+            assert_eq!(without_addresses(text), text);
+        }
+    }
 
     #[test]
     fn the_first_python_fence_is_the_code() {

@@ -24,6 +24,36 @@ pub struct Spawner {
 
 type Request = (Command, mpsc::Sender<io::Result<Child>>);
 
+/// A child process and its group. Dropping it kills them and reaps the child.
+pub struct Group(Child);
+
+impl Group {
+    pub fn id(&self) -> u32 {
+        self.0.id()
+    }
+
+    /// The child's standard error, where it is piped.
+    pub fn take_errors(&mut self) -> Option<File> {
+        self.0.stderr.take().map(|pipe| OwnedFd::from(pipe).into())
+    }
+
+    fn kill(&mut self) {
+        if let Ok(pid) = i32::try_from(self.0.id()) {
+            // SAFETY: a plain system call. The child is not reaped yet, so its number is still its own.
+            unsafe { libc::kill(-pid, libc::SIGKILL) };
+        }
+        // Both fail only for a child that has ended, or was reaped: nothing is left to do then.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
 impl Spawner {
     pub fn new() -> io::Result<Self> {
         let (requests, inbox) = mpsc::channel::<Request>();
@@ -36,15 +66,14 @@ impl Spawner {
         Ok(Self { requests: Some(requests), thread: Some(thread) })
     }
 
-    /// Starts `command` in `/` with no environment but [`ALLOCATOR`], its three standard streams piped to the caller.
-    pub fn spawn(&self, mut command: Command) -> io::Result<Process> {
+    /// Starts `command` in `/` with no environment but [`ALLOCATOR`].
+    pub fn spawn(&self, mut command: Command) -> io::Result<Group> {
         command.env_clear().env(ALLOCATOR.0, ALLOCATOR.1).current_dir("/");
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let (answer, child) = mpsc::channel();
         let gone = || io::Error::other("the spawner thread has ended");
         let requests = self.requests.as_ref().ok_or_else(gone)?;
         requests.send((command, answer)).map_err(|_| gone())?;
-        Process::new(child.recv().map_err(|_| gone())??)
+        Ok(Group(child.recv().map_err(|_| gone())??))
     }
 }
 
@@ -58,21 +87,23 @@ impl Drop for Spawner {
     }
 }
 
-/// A running worker. Dropping it kills its whole group and reaps it.
+/// A running worker with piped standard streams. Dropping it kills its whole group and reaps it.
 pub struct Process {
-    child: Child,
+    group: Group,
     to: File,
     from: File,
     errors: File,
 }
 
 impl Process {
-    fn new(mut child: Child) -> io::Result<Self> {
+    pub fn start(spawner: &Spawner, mut command: Command) -> io::Result<Self> {
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut group = spawner.spawn(command)?;
         let piped = || io::Error::other("a standard stream is not piped");
-        let to = OwnedFd::from(child.stdin.take().ok_or_else(piped)?);
-        let from = OwnedFd::from(child.stdout.take().ok_or_else(piped)?);
-        let errors = OwnedFd::from(child.stderr.take().ok_or_else(piped)?);
-        let process = Self { child, to: to.into(), from: from.into(), errors: errors.into() };
+        let errors = group.take_errors().ok_or_else(piped)?;
+        let to = OwnedFd::from(group.0.stdin.take().ok_or_else(piped)?);
+        let from = OwnedFd::from(group.0.stdout.take().ok_or_else(piped)?);
+        let process = Self { group, to: to.into(), from: from.into(), errors };
         set_nonblocking(&process.to)?;
         set_nonblocking(&process.errors)?;
         Ok(process)
@@ -90,31 +121,16 @@ impl Process {
 
     /// Kills the worker and its group, and returns what it had written to its standard error.
     pub fn kill(&mut self) -> String {
-        self.kill_group();
+        self.group.kill();
         let mut text = Vec::new();
         // Non-blocking, and bounded: a worker's last words only classify its death.
         let _ = (&mut self.errors).take(4096).read_to_end(&mut text);
         String::from_utf8_lossy(&text).into_owned()
     }
-
-    fn kill_group(&mut self) {
-        if let Ok(pid) = i32::try_from(self.child.id()) {
-            // SAFETY: a plain system call. The child is not reaped yet, so its number is still its own.
-            unsafe { libc::kill(-pid, libc::SIGKILL) };
-        }
-        // Both fail only for a child that has ended, or was reaped: nothing is left to do then.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }
 
-impl Drop for Process {
-    fn drop(&mut self) {
-        self.kill_group();
-    }
-}
-
-fn set_nonblocking(pipe: &impl AsRawFd) -> io::Result<()> {
+/// Makes reads and writes return at once.
+pub fn set_nonblocking(pipe: &impl AsRawFd) -> io::Result<()> {
     // SAFETY: fcntl on a descriptor that the caller owns, with integer arguments.
     let rc = unsafe { libc::fcntl(pipe.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK) };
     if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }

@@ -1,6 +1,8 @@
 //! The Python tool: what the model reads, limits, hostile code, and workers that die.
 
 mod attacks;
+mod cpython;
+mod cpython_attacks;
 
 use rloss::interpreter::{Embedded, Interpreter, Reply, SessionId, Settings, State};
 use rloss::trajectory::CallOutcome::{self, *};

@@ -105,14 +105,8 @@ fn the_resolved_recipe_holds_every_key_that_applies() {
 #[test]
 fn no_key_of_the_full_recipe_is_lost_in_reading() {
     // Equal to the default there means: not read.
-    let only_one_value = [
-        "model.path",
-        "interpreter.kind",
-        "rollout.top_p",
-        "rollout.top_k",
-        "rollout.min_p",
-        "parallel.sequence",
-    ];
+    let only_one_value =
+        ["model.path", "rollout.top_p", "rollout.top_k", "rollout.min_p", "parallel.sequence"];
     let not_set = [
         "schedule",
         "lr_final_fraction",

@@ -1,10 +1,11 @@
 //! What a worker's process may not do, tried natively: as if hostile code had taken the interpreter over.
 //!
 //! Each attack runs in a process of its own, once free (the control, which must succeed) and once confined
-//! (which must fail). The exit codes tell a denial from a set-up that went wrong.
+//! in each way (which must fail). The exit codes tell a denial from a set-up that went wrong.
 
 use super::{call, embedded, in_own_process, own_process, settings};
-use rloss::interpreter::{Embedded, Interpreter, confine};
+use rloss::interpreter::confine::{self, Files};
+use rloss::interpreter::{CPython, Embedded, Interpreter, Settings};
 use std::ffi::CString;
 use std::path::Path;
 use std::process::{Child, Command};
@@ -167,17 +168,30 @@ const ATTACKS: &[Attack] = &[
 ];
 
 /// A process to attack, and files that belong to it.
-fn victim(folder: &Path) -> Child {
+pub fn victim(folder: &Path) -> Child {
     std::fs::create_dir_all(folder.join("home/.ssh")).unwrap();
     std::fs::write(folder.join("home/.ssh/id_ed25519"), "key").unwrap();
     std::fs::write(folder.join("recipe.toml"), "recipe").unwrap();
     Command::new("sleep").arg("600").spawn().unwrap()
 }
 
-fn attempt(name: &str, confined: bool) -> Option<i32> {
+/// How the attacker is confined.
+#[derive(Debug, PartialEq, Clone, Copy)]
+enum Confined {
+    Free,
+    /// As the embedded interpreter's worker.
+    Computing,
+    /// As a snippet's CPython process.
+    Python,
+}
+
+/// What CPython needs, and may do to itself alone.
+const PYTHON_MAY: [&str; 2] = ["executable-memory", "sleep"];
+
+fn attempt(name: &str, confined: Confined) -> Option<i32> {
     let folder = tempfile::tempdir().unwrap();
     let mut victim = victim(folder.path());
-    let setting = format!("{name} {confined} {} {}", victim.id(), folder.path().display());
+    let setting = format!("{name} {confined:?} {} {}", victim.id(), folder.path().display());
     let (input, _writer) = std::io::pipe().unwrap();
     let output = own_process("attacks::alone_attack", &setting).stdin(input).output().unwrap();
     assert!(victim.try_wait().unwrap().is_none(), "{name}: the victim died");
@@ -192,12 +206,14 @@ fn attempt(name: &str, confined: bool) -> Option<i32> {
 #[test]
 fn a_confined_process_is_denied_what_a_free_one_may_do() {
     for (name, control, _) in ATTACKS {
-        match attempt(name, false) {
+        match attempt(name, Confined::Free) {
             Some(SUCCEEDED) => {}
             Some(DENIED) if *control == Depends => eprintln!("{name}: not offered by this machine"),
             other => panic!("{name}: the control exited with {other:?}"),
         }
-        assert_eq!(attempt(name, true), Some(DENIED), "{name}: the confined attack");
+        assert_eq!(attempt(name, Confined::Computing), Some(DENIED), "{name}: the confined attack");
+        let python = if PYTHON_MAY.contains(name) { SUCCEEDED } else { DENIED };
+        assert_eq!(attempt(name, Confined::Python), Some(python), "{name}: the attack confined as Python");
     }
 }
 
@@ -217,15 +233,42 @@ fn alone_attack() {
     let Ok(victim_id) = victim_id.parse() else { exit(SETUP_FAILED) };
     let place = Place { folder: folder.to_string(), victim_id };
     let Some((_, _, attack)) = ATTACKS.iter().find(|(n, _, _)| *n == name) else { exit(SETUP_FAILED) };
-    if confined == "true" {
-        // SAFETY: a plain system call.
-        let parent_id = unsafe { libc::getppid() }.cast_unsigned();
-        if let Err(error) = confine::computing_process(parent_id, 256 << 20, 3) {
-            eprintln!("{error:#}");
-            exit(SETUP_FAILED);
+    // SAFETY: a plain system call.
+    let parent_id = unsafe { libc::getppid() }.cast_unsigned();
+    let confined = match confined {
+        "Free" => Ok(()),
+        "Computing" => confine::computing_process(parent_id, 256 << 20, 3).map(drop),
+        "Python" => {
+            let files = Files { read: vec!["/usr/lib".into()], execute: vec!["/usr/bin/env".into()] };
+            confine::python_server(parent_id, &files, 3)
+                .and_then(|_| confine::snippet_filter())
+                .and_then(|filter| apply(&filter))
         }
+        _ => exit(SETUP_FAILED),
+    };
+    if let Err(error) = confined {
+        eprintln!("{error:#}");
+        exit(SETUP_FAILED);
     }
     exit(if attack(&place) { SUCCEEDED } else { DENIED })
+}
+
+/// Puts a snippet's filter on this thread, as its process does.
+fn apply(filter: &[u8]) -> anyhow::Result<()> {
+    let mut program: Vec<libc::sock_filter> = filter
+        .chunks_exact(8)
+        .map(|i| libc::sock_filter {
+            code: u16::from_ne_bytes([i[0], i[1]]),
+            jt: i[2],
+            jf: i[3],
+            k: u32::from_ne_bytes([i[4], i[5], i[6], i[7]]),
+        })
+        .collect();
+    let program = libc::sock_fprog { len: u16::try_from(program.len())?, filter: program.as_mut_ptr() };
+    // SAFETY: the program and its instructions outlive the call.
+    let rc = unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program) };
+    anyhow::ensure!(rc == 0, "seccomp: {}", std::io::Error::last_os_error());
+    Ok(())
 }
 
 /// Makes landlock's first call fail as on a kernel without it, for this process and those it starts.
@@ -253,10 +296,23 @@ fn alone_without_landlock() {
         return;
     }
     hide_landlock();
-    let error = Embedded::new(settings()).err().expect("refused");
-    assert!(error.is::<rloss::error::BadInput>(), "{error:#}");
-    for part in ["the kernel has no landlock", "`interpreter.dangerously_allow_unsandboxed = true`"] {
-        assert!(error.to_string().contains(part), "{error:#}");
+    let mut refused = vec![Embedded::new(settings()).err().expect("refused")];
+    let python_there = super::cpython::there();
+    let with_python = || Settings { python: super::cpython::program(), ..settings() };
+    if python_there {
+        refused.push(CPython::new(with_python()).err().expect("refused"));
+    }
+    for error in refused {
+        assert!(error.is::<rloss::error::BadInput>(), "{error:#}");
+        for part in ["the kernel has no landlock", "`interpreter.dangerously_allow_unsandboxed = true`"] {
+            assert!(error.to_string().contains(part), "{error:#}");
+        }
+    }
+    if python_there {
+        let python = CPython::new(Settings { dangerously_allow_unsandboxed: true, ..with_python() }).unwrap();
+        let confinement = python.confinement();
+        assert!(confinement.contains("NOT SANDBOXED (the kernel has no landlock"), "{confinement}");
+        assert_eq!(call(&python, "1 + 1").text, "2");
     }
     let python = embedded(|s| s.dangerously_allow_unsandboxed = true);
     assert!(python.confinement().starts_with("NOT SANDBOXED (the kernel has no landlock"));

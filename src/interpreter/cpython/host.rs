@@ -1,0 +1,41 @@
+//! The Python of this machine: which program it is, and which folders it lives in.
+
+use crate::bad_input;
+use crate::interpreter::confine::Files;
+use anyhow::Result;
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+const HOST_PROGRAM: &str = include_str!("host.py");
+
+/// A Python interpreter and its folders, as it names them itself.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Host {
+    /// The program to execute; in a virtual environment, the environment's own.
+    pub executable: PathBuf,
+    #[serde(flatten)]
+    pub files: Files,
+    /// Folders that no exception's text should name, longest first.
+    pub paths: Vec<String>,
+}
+
+impl Host {
+    /// Asks `python`, a path or a name on the `PATH`.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when it cannot be run or is not a Python 3.9 or newer.
+    pub fn find(python: &Path) -> Result<Self> {
+        let named = python.display();
+        let remedy = "install Python 3.9 or newer, or name one with `interpreter.python`";
+        let mut command = Command::new(python);
+        let asked = command.args(["-I", "-B", "-c", HOST_PROGRAM]).stdin(Stdio::null()).output();
+        let output =
+            asked.map_err(|e| bad_input!("interpreter.python: {named} cannot be run ({e}): {remedy}"))?;
+        serde_json::from_slice(&output.stdout).map_err(|_| {
+            let errors = String::from_utf8_lossy(&output.stderr);
+            let last = errors.lines().last().unwrap_or("it wrote something else");
+            bad_input!("interpreter.python: {named} did not answer as a Python ({last}): {remedy}")
+        })
+    }
+}

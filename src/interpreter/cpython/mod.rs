@@ -1,0 +1,202 @@
+//! The machine's own Python behind fork servers: each call, or each trajectory, runs in a confined process of its own.
+
+mod host;
+mod server;
+mod snippet;
+mod stage;
+
+use super::pool::Pool;
+use super::process::Spawner;
+use super::{Interpreter, Reply, SessionId, Settings, State, code_to_run, lock, output};
+use crate::trajectory::CallOutcome;
+use anyhow::{Context, Result};
+use host::Host;
+use server::Server;
+use snippet::{Limits, Snippet};
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+pub use server::STAGE_ARGUMENT;
+pub use stage::main as stage_main;
+
+/// CPython with whatever is installed beside it: [`Settings::workers`] confined fork servers, and as many calls at
+/// once.
+///
+/// Dropping it kills them all; so does the parent's death, however it dies.
+pub struct CPython {
+    settings: Settings,
+    program: PathBuf,
+    host: Host,
+    confinement: String,
+    /// Live trajectories, of [`State::Trajectory`] only.
+    sessions: Mutex<HashMap<SessionId, Live>>,
+    // Ahead of the spawner, whose thread's end would kill them too.
+    pool: Pool<Arc<Server>>,
+    spawner: Spawner,
+}
+
+/// What is kept of a trajectory between its calls.
+struct Live {
+    /// `None` when it was idle for too long.
+    snippet: Option<Snippet>,
+    used: Instant,
+}
+
+impl CPython {
+    /// Starts the first server, which proves that this machine can confine it, and runs a snippet.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when a setting is out of range, Python is not found, a module to preload is
+    /// missing, or the kernel cannot confine a worker and [`Settings::dangerously_allow_unsandboxed`] is off; any
+    /// other error when the server cannot be started.
+    pub fn new(settings: Settings) -> Result<Self> {
+        settings.check()?;
+        let program = settings.worker_program()?;
+        let host = Host::find(&settings.python)?;
+        let spawner = Spawner::new().context("starting the thread that starts interpreter workers")?;
+        let (first, confinement) = Server::start(&settings, &host, &program, &spawner)?;
+        let python = Self {
+            pool: Pool::new(Arc::new(first), settings.workers),
+            settings,
+            program,
+            host,
+            confinement,
+            sessions: Mutex::default(),
+            spawner,
+        };
+        let reply = python.call(SessionId(u64::MAX), "1 + 1");
+        python.close(SessionId(u64::MAX));
+        anyhow::ensure!(
+            (reply.outcome, reply.text.as_str()) == (CallOutcome::Answered, "2"),
+            "{}: a first snippet, 1 + 1, ended as {:?}: {}",
+            python.host.executable.display(),
+            reply.outcome,
+            reply.text
+        );
+        Ok(python)
+    }
+
+    /// Runs `code` in the trajectory's process or a new one; a server that fails is killed, and a later call starts
+    /// another.
+    fn run(&self, session: SessionId, code: &str) -> (CallOutcome, String) {
+        let new = || {
+            let (server, _) = Server::start(&self.settings, &self.host, &self.program, &self.spawner)?;
+            Ok(Arc::new(server))
+        };
+        let Ok(server) = self.pool.acquire(new) else {
+            return (CallOutcome::WorkerDied, self.explain(CallOutcome::WorkerDied));
+        };
+        self.end_idle();
+        let live = lock(&self.sessions).remove(&session);
+        let was_idle = live.as_ref().is_some_and(|live| live.snippet.is_none());
+        let snippet = match live.and_then(|live| live.snippet) {
+            Some(snippet) => Ok(snippet),
+            None => Snippet::start(&server),
+        };
+        let Ok(snippet) = snippet else {
+            drop(server);
+            self.pool.forget();
+            return (CallOutcome::WorkerDied, self.explain(CallOutcome::WorkerDied));
+        };
+        let (outcome, mut text) = self.follow(session, snippet, code);
+        self.pool.release(server);
+        if was_idle {
+            let idle = self.settings.idle_s_max;
+            text.push_str(&format!("\n(Earlier variables were dropped: no call came for {idle} s.)"));
+        }
+        (outcome, text)
+    }
+
+    /// Runs `code` and ends the process, or keeps it for the trajectory's next call.
+    fn follow(&self, session: SessionId, mut snippet: Snippet, code: &str) -> (CallOutcome, String) {
+        let limits = Limits {
+            cpu: Duration::from_secs_f64(self.settings.time_limit_s),
+            wall: Duration::from_secs_f64(self.settings.wall_clock_s),
+            output_chars_max: self.settings.output_chars_max,
+        };
+        let (outcome, text) = snippet.run(code.as_bytes(), limits);
+        match outcome {
+            CallOutcome::Answered | CallOutcome::Raised => {
+                self.keep(session, snippet);
+                let text = match text.is_empty() {
+                    true => "(no output: use print() to see a value)".into(),
+                    false => output::without_addresses(&text),
+                };
+                (outcome, text)
+            }
+            CallOutcome::MemoryLimit => {
+                self.keep(session, snippet);
+                (outcome, self.hungry())
+            }
+            CallOutcome::WorkerDied if snippet.ran_out_of_memory() => {
+                (CallOutcome::MemoryLimit, self.explain(CallOutcome::MemoryLimit))
+            }
+            _ => (outcome, self.explain(outcome)),
+        }
+    }
+
+    fn keep(&self, session: SessionId, snippet: Snippet) {
+        if self.settings.state == State::Trajectory {
+            snippet.halt();
+            let live = Live { snippet: Some(snippet), used: Instant::now() };
+            // Outside the lock: ending a process takes a moment.
+            let replaced = lock(&self.sessions).insert(session, live);
+            drop(replaced);
+        }
+    }
+
+    /// Ends the processes of trajectories that have not called for [`Settings::idle_s_max`].
+    fn end_idle(&self) {
+        let idle = Duration::from_secs_f64(self.settings.idle_s_max);
+        let mut sessions = lock(&self.sessions);
+        let late = sessions.values_mut().filter(|live| live.used.elapsed() > idle);
+        let ended: Vec<Option<Snippet>> = late.map(|live| live.snippet.take()).collect();
+        drop(sessions);
+        drop(ended);
+    }
+
+    /// What the model reads when its process was stopped: no times, numbers of processes or causes.
+    fn explain(&self, outcome: CallOutcome) -> String {
+        let Settings { time_limit_s, wall_clock_s, .. } = self.settings;
+        let cause = match outcome {
+            CallOutcome::TimeLimit => {
+                format!("TimeoutError: the code ran longer than {time_limit_s} s and was stopped.")
+            }
+            CallOutcome::ToolTimeout => {
+                format!("TimeoutError: no answer within {wall_clock_s} s; the interpreter was killed.")
+            }
+            CallOutcome::MemoryLimit => self.hungry(),
+            _ => "InterpreterError: the interpreter died while running the code.".into(),
+        };
+        match self.settings.state {
+            State::Call => cause,
+            State::Trajectory => cause + " All variables are lost.",
+        }
+    }
+
+    fn hungry(&self) -> String {
+        format!("MemoryError: the code needed more than {} MiB and was stopped.", self.settings.memory_mib)
+    }
+}
+
+impl Interpreter for CPython {
+    fn call(&self, session: SessionId, code: &str) -> Reply {
+        let start = Instant::now();
+        let (outcome, text) = match code_to_run(code) {
+            Ok(code) => self.run(session, &code),
+            Err(refused) => (CallOutcome::MalformedCall, refused.into()),
+        };
+        Reply { text, outcome, seconds: start.elapsed().as_secs_f64() }
+    }
+
+    fn close(&self, session: SessionId) {
+        let closed = lock(&self.sessions).remove(&session);
+        drop(closed);
+    }
+
+    fn confinement(&self) -> String {
+        self.confinement.clone()
+    }
+}

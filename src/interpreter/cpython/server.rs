@@ -1,0 +1,156 @@
+//! The fork server seen from its parent: started confined, told to fork and to reap.
+
+use super::host::Host;
+use super::stage::Hello;
+use crate::bad_input;
+use crate::interpreter::embedded_worker::Welcome;
+use crate::interpreter::frames::{self, Timed};
+use crate::interpreter::process::{Group, Spawner, set_nonblocking};
+use crate::interpreter::{CONFINEMENT_REMEDY, Settings, State, WORKER_ARGUMENT, confine, lock};
+use anyhow::{Context, Result};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use serde::Serialize;
+use std::fs::File;
+use std::io::{self, IoSlice, Read};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+/// Second worker argument: the stage of a fork server, not the embedded interpreter.
+pub const STAGE_ARGUMENT: &str = "cpython";
+/// Python starts in tens of milliseconds and loads large packages in seconds; a loaded machine may need longer.
+const START_S_MAX: u64 = 120;
+/// A fork or the end of a killed process takes milliseconds.
+const ORDER_S_MAX: u64 = 30;
+const WELCOME_BYTES_MAX: usize = 64 << 10;
+
+/// What `server.py` reads first.
+#[derive(Serialize)]
+struct Setup<'a> {
+    preload: &'a [String],
+    paths: &'a [String],
+    /// The snippets' seccomp filter, in hexadecimal digits.
+    filter: String,
+    keep: bool,
+    dangerously_allow_unsandboxed: bool,
+}
+
+/// A running fork server. Dropping it kills its group, and by their parent-death signal its snippets.
+pub struct Server {
+    control: Mutex<File>,
+    group: Group,
+}
+
+impl Server {
+    /// Starts `program` as the stage of a server; also returns what confines it, and Python's version.
+    pub fn start(
+        settings: &Settings,
+        host: &Host,
+        program: &Path,
+        spawner: &Spawner,
+    ) -> Result<(Self, String)> {
+        let place = || format!("starting {} as a Python server", host.executable.display());
+        let (control, theirs) = UnixStream::pair().with_context(place)?;
+        let mut command = Command::new(program);
+        command.args([WORKER_ARGUMENT, STAGE_ARGUMENT]);
+        command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut group = spawner.spawn(command).with_context(place)?;
+        let errors = group.take_errors();
+        let server = Self { control: Mutex::new(File::from(OwnedFd::from(control))), group };
+        set_nonblocking(&*lock(&server.control)).with_context(place)?;
+        match server.introduce(settings, host) {
+            Ok(active) => Ok((server, active)),
+            Err(error) if error.is::<crate::error::BadInput>() => Err(error),
+            Err(error) => Err(error.context(last_words(errors))).with_context(place),
+        }
+    }
+
+    fn introduce(&self, settings: &Settings, host: &Host) -> Result<String> {
+        let control = lock(&self.control);
+        let mut timed = Timed { pipe: &control, deadline: Instant::now() + Duration::from_secs(START_S_MAX) };
+        let unsandboxed = settings.dangerously_allow_unsandboxed;
+        let hello = Hello {
+            parent_id: std::process::id(),
+            host: host.clone(),
+            dangerously_allow_unsandboxed: unsandboxed,
+        };
+        frames::write(&mut timed, &serde_json::to_vec(&hello)?)?;
+        let active = match serde_json::from_slice(&frames::read(&mut timed, WELCOME_BYTES_MAX)?)? {
+            Welcome::Ready(active) => active,
+            Welcome::Refused(why) => {
+                return Err(bad_input!(
+                    "this machine cannot confine the Python tool: {why}. {CONFINEMENT_REMEDY}"
+                ));
+            }
+        };
+        let filter = confine::snippet_filter()?;
+        let setup = Setup {
+            preload: &settings.preload,
+            paths: &host.paths,
+            filter: filter.iter().map(|byte| format!("{byte:02x}")).collect(),
+            keep: settings.state == State::Trajectory,
+            dangerously_allow_unsandboxed: unsandboxed,
+        };
+        frames::write(&mut timed, &serde_json::to_vec(&setup)?)?;
+        let version = match serde_json::from_slice(&frames::read(&mut timed, WELCOME_BYTES_MAX)?)? {
+            Welcome::Ready(version) => version,
+            Welcome::Refused(why) => return Err(bad_input!("{why}")),
+        };
+        let used = confine::address_space_bytes(&self.group.id().to_string())?;
+        let limit = used + (settings.memory_mib << 20);
+        frames::write(&mut timed, &limit.to_le_bytes())?;
+        Ok(format!("{version} ({}): {active}", host.executable.display()))
+    }
+
+    /// Forks a process that owns these descriptors (code, output, result); returns its number.
+    ///
+    /// The number stays its own until [`Server::reap`].
+    pub fn fork(&self, descriptors: [BorrowedFd; 3]) -> io::Result<i32> {
+        match self.order(b'f', 0, &descriptors)? {
+            id if id > 0 => Ok(id),
+            _ => Err(io::Error::other("the server could not fork")),
+        }
+    }
+
+    /// Kills the snippet's process `id` and its group, and waits for its end; returns its wait status.
+    pub fn reap(&self, id: i32) -> io::Result<i32> {
+        for target in [-id, id] {
+            // SAFETY: a plain system call. The process is not reaped yet, so its number is still its own.
+            unsafe { libc::kill(target, libc::SIGKILL) };
+        }
+        self.order(b'w', id, &[])
+    }
+
+    fn order(&self, letter: u8, number: i32, descriptors: &[BorrowedFd]) -> io::Result<i32> {
+        let control = lock(&self.control);
+        let [a, b, c, d] = number.to_le_bytes();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        if !descriptors.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(descriptors)) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        // The server waits whenever no order is under way, so the socket has room.
+        sendmsg(&*control, &[IoSlice::new(&[letter, a, b, c, d])], &mut ancillary, SendFlags::NOSIGNAL)?;
+        let mut answer = [0; 4];
+        let deadline = Instant::now() + Duration::from_secs(ORDER_S_MAX);
+        Timed { pipe: &control, deadline }.read_exact(&mut answer)?;
+        Ok(i32::from_le_bytes(answer))
+    }
+}
+
+/// The last line of a failed start's standard error.
+fn last_words(errors: Option<File>) -> String {
+    let mut text = Vec::new();
+    if let Some(errors) = errors
+        && set_nonblocking(&errors).is_ok()
+    {
+        // Bounded, and only to explain.
+        let _ = errors.take(16 << 10).read_to_end(&mut text);
+    }
+    let text = String::from_utf8_lossy(&text);
+    text.lines().last().unwrap_or("it ended without a word").to_string()
+}

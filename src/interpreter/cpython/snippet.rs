@@ -1,0 +1,194 @@
+//! A snippet's process seen from its parent: fed code, read from, and stopped at its limits.
+
+use super::server::Server;
+use crate::interpreter::frames::{self, Timed};
+use crate::interpreter::output::{Clip, Utf8Pieces};
+use crate::interpreter::process::set_nonblocking;
+use crate::trajectory::CallOutcome;
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The exit code of a process without memory to say so; keep in step with server.py.
+const OUT_OF_MEMORY: i32 = 72;
+
+/// A process that runs the code of one call or one trajectory. Dropping it kills and reaps it.
+pub struct Snippet {
+    server: Arc<Server>,
+    id: i32,
+    ended: bool,
+    /// The process itself, whatever becomes of its number.
+    handle: OwnedFd,
+    code: File,
+    output: File,
+    result: File,
+}
+
+/// What stops a call.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Time on the processor, of this call alone.
+    pub cpu: Duration,
+    /// Time on the wall.
+    pub wall: Duration,
+    pub output_chars_max: usize,
+}
+
+impl Snippet {
+    pub fn start(server: &Arc<Server>) -> io::Result<Self> {
+        let (their_code, code) = io::pipe()?;
+        let (output, their_output) = io::pipe()?;
+        let (result, their_result) = io::pipe()?;
+        let file = |owned: OwnedFd| -> io::Result<File> {
+            let file = File::from(owned);
+            set_nonblocking(&file)?;
+            Ok(file)
+        };
+        let (code, output, result) = (file(code.into())?, file(output.into())?, file(result.into())?);
+        let id = server.fork([their_code.as_fd(), their_output.as_fd(), their_result.as_fd()])?;
+        // SAFETY: a plain system call, whose new descriptor is owned by `handle` alone. The process is not reaped.
+        let handle = unsafe {
+            match libc::syscall(libc::SYS_pidfd_open, id, 0) {
+                fd if fd >= 0 => OwnedFd::from_raw_fd(fd as i32),
+                _ => {
+                    let error = io::Error::last_os_error();
+                    server.reap(id)?;
+                    return Err(error);
+                }
+            }
+        };
+        Ok(Self { server: Arc::clone(server), id, ended: false, handle, code, output, result })
+    }
+
+    /// Runs `code`. The text is what it printed, then its last value or exception.
+    ///
+    /// The process goes on only after [`CallOutcome::Answered`], [`CallOutcome::Raised`] and, where it kept its
+    /// ground, [`CallOutcome::MemoryLimit`]; after all others it must be dropped.
+    pub fn run(&mut self, code: &[u8], limits: Limits) -> (CallOutcome, String) {
+        let deadline = Instant::now() + limits.wall;
+        let mut clip = Clip::new(limits.output_chars_max);
+        let cpu_before = self.cpu_time().unwrap_or_default();
+        self.signal(libc::SIGCONT);
+        let outcome = match frames::write(&mut Timed { pipe: &self.code, deadline }, code) {
+            Err(e) if e.kind() == io::ErrorKind::TimedOut => CallOutcome::ToolTimeout,
+            Err(_) => CallOutcome::WorkerDied,
+            Ok(()) => self.follow(deadline, cpu_before + limits.cpu, &mut clip),
+        };
+        (outcome, clip.finish())
+    }
+
+    /// Halts the process until the next [`Snippet::run`]: a timer that its code has set runs nothing meanwhile.
+    pub fn halt(&self) {
+        self.signal(libc::SIGSTOP);
+    }
+
+    fn signal(&self, signal: i32) {
+        // SAFETY: a plain system call without a siginfo. It fails for a process that has ended, which its pipes tell.
+        unsafe {
+            libc::syscall(
+                libc::SYS_pidfd_send_signal,
+                self.handle.as_raw_fd(),
+                signal,
+                std::ptr::null::<u8>(),
+                0,
+            )
+        };
+    }
+
+    /// Collects output until the call's end, the processor time `cpu_end` or the `deadline`.
+    fn follow(&mut self, deadline: Instant, cpu_end: Duration, clip: &mut Clip) -> CallOutcome {
+        let mut pieces = Utf8Pieces::default();
+        let mut buffer = vec![0; 64 << 10];
+        loop {
+            let wall_left = deadline.saturating_duration_since(Instant::now());
+            if wall_left.is_zero() {
+                return CallOutcome::ToolTimeout;
+            }
+            // A process that has ended has no clock, and its pipes say so.
+            let cpu_left = self.cpu_time().map_or(wall_left, |used| cpu_end.saturating_sub(used));
+            if cpu_left.is_zero() {
+                return CallOutcome::TimeLimit;
+            }
+            if self.read_output(&mut buffer, &mut pieces, clip) {
+                continue;
+            }
+            let mut verdict = [0];
+            match self.result.read(&mut verdict) {
+                Ok(0) => return CallOutcome::WorkerDied,
+                Ok(_) => {
+                    // All output was written ahead of the verdict.
+                    while Instant::now() < deadline && self.read_output(&mut buffer, &mut pieces, clip) {}
+                    clip.push(&pieces.finish());
+                    return match verdict {
+                        [b'A'] => CallOutcome::Answered,
+                        [b'R'] => CallOutcome::Raised,
+                        [b'M'] => CallOutcome::MemoryLimit,
+                        _ => CallOutcome::WorkerDied,
+                    };
+                }
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => self.wait(wall_left.min(cpu_left)),
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) => return CallOutcome::WorkerDied,
+            }
+        }
+    }
+
+    /// Reads one piece of output; false when there is none now.
+    fn read_output(&mut self, buffer: &mut [u8], pieces: &mut Utf8Pieces, clip: &mut Clip) -> bool {
+        match self.output.read(buffer) {
+            Ok(length) if length > 0 => {
+                clip.push(&pieces.push(buffer.get(..length).unwrap_or_default()));
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Waits for a verdict or output, but not longer than `at_most`, rounded up to a millisecond.
+    fn wait(&self, at_most: Duration) {
+        let entry = |pipe: &File| libc::pollfd { fd: pipe.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        let mut both = [entry(&self.result), entry(&self.output)];
+        // An output that the code has closed is ready for ever, and would keep the parent busy.
+        let ms = i32::try_from(at_most.as_millis()).unwrap_or(i32::MAX).saturating_add(1);
+        // SAFETY: two valid entries, which outlive the call.
+        let ready = unsafe { libc::poll(both.as_mut_ptr(), 2, ms) };
+        let [result, output] = both;
+        if ready > 0 && result.revents == 0 && output.revents & libc::POLLIN == 0 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Time this process has spent on a processor.
+    fn cpu_time(&self) -> Option<Duration> {
+        let mut clock = 0;
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: both structures outlive the calls. The number is the process's own until it is reaped.
+        let known = unsafe {
+            libc::clock_getcpuclockid(self.id, &mut clock) == 0 && libc::clock_gettime(clock, &mut time) == 0
+        };
+        let (seconds, nanos) = (u64::try_from(time.tv_sec).ok()?, u32::try_from(time.tv_nsec).ok()?);
+        known.then(|| Duration::new(seconds, nanos))
+    }
+
+    /// Ends the process; whether it had died for want of memory.
+    pub fn ran_out_of_memory(mut self) -> bool {
+        // A process that has ended keeps its exit code from the kill that comes with reaping.
+        self.end().is_ok_and(|s| libc::WIFEXITED(s) && libc::WEXITSTATUS(s) == OUT_OF_MEMORY)
+    }
+
+    fn end(&mut self) -> io::Result<i32> {
+        match std::mem::replace(&mut self.ended, true) {
+            true => Err(io::ErrorKind::NotFound.into()),
+            false => self.server.reap(self.id),
+        }
+    }
+}
+
+impl Drop for Snippet {
+    fn drop(&mut self) {
+        // Fails for one that has ended, or whose server is gone, which takes its snippets along.
+        let _ = self.end();
+    }
+}

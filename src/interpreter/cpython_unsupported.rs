@@ -1,0 +1,34 @@
+//! Without Linux there is no sandbox for CPython, and no CPython without one.
+
+use super::{Interpreter, Reply, SessionId, Settings};
+use crate::bad_input;
+use anyhow::Result;
+
+pub const STAGE_ARGUMENT: &str = "cpython";
+
+/// Never built on this system.
+pub enum CPython {}
+
+impl CPython {
+    /// # Errors
+    /// Always [`crate::error::BadInput`].
+    pub fn new(_settings: Settings) -> Result<Self> {
+        Err(bad_input!("interpreter.kind: \"cpython\" needs Linux; use \"embedded\""))
+    }
+}
+
+impl Interpreter for CPython {
+    fn call(&self, _session: SessionId, _code: &str) -> Reply {
+        match *self {}
+    }
+
+    fn close(&self, _session: SessionId) {}
+
+    fn confinement(&self) -> String {
+        match *self {}
+    }
+}
+
+pub fn stage_main() -> i32 {
+    1
+}
