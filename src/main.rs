@@ -8,5 +8,9 @@ fn main() -> ExitCode {
     if std::env::args_os().nth(1).is_some_and(|a| a == rloss::interpreter::WORKER_ARGUMENT) {
         std::process::exit(rloss::interpreter::worker_main());
     }
+    // candle's own elementwise ops would spread over a pool of threads that spin while they wait, beside the run's own
+    // threads. Its results do not depend on the number; one thread keeps it out of the way.
+    // SAFETY: no other thread has been started yet.
+    unsafe { std::env::set_var("CANDLE_NUM_THREADS", "1") };
     ExitCode::from(rloss::cli::run())
 }

@@ -3,7 +3,7 @@
 use crate::bad_input;
 use crate::error::BadInput;
 use crate::harmony::{HarmonyTokenizer, Message};
-use crate::interpreter::{self, Embedded, Interpreter};
+use crate::interpreter::{self, CPython, Embedded, Interpreter};
 use crate::model::config::{Config, LayerType, Rope, Yarn};
 use crate::model::forward::{ForwardOptions, Model};
 use crate::model::init::{InitSettings, init};
@@ -13,7 +13,7 @@ use crate::model::save::Companions;
 use crate::model::weights::{Parameters, Resident};
 use crate::ops::threads::Threads;
 use crate::recipe::model::Tokenizer;
-use crate::recipe::{Architecture, Dtype, InterpreterState, Plan, Recipe};
+use crate::recipe::{Architecture, Dtype, InterpreterKind, InterpreterState, Plan, Recipe};
 use crate::rollout::{Rollout, RolloutSettings, preamble};
 use crate::tasks::{Task, TaskSettings};
 use crate::train::checkpoint;
@@ -329,8 +329,14 @@ fn open_interpreter(recipe: &Recipe, threads: usize) -> Result<Box<dyn Interpret
         workers: if i.workers == 0 { threads } else { i.workers },
         dangerously_allow_unsandboxed: i.dangerously_allow_unsandboxed,
         program: None,
+        python: i.python.clone().into(),
+        preload: i.preload.clone(),
+        idle_s_max: i.idle_s_max,
     };
-    Ok(Box::new(Embedded::new(settings)?))
+    Ok(match i.kind {
+        InterpreterKind::Embedded => Box::new(Embedded::new(settings)?),
+        InterpreterKind::CPython => Box::new(CPython::new(settings)?),
+    })
 }
 
 #[cfg(test)]
