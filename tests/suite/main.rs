@@ -15,6 +15,7 @@ mod recipe;
 mod report;
 mod rollout;
 mod tasks;
+mod tidy;
 mod tiny;
 mod train;
 mod verify_if;
