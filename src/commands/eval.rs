@@ -1,6 +1,6 @@
 //! `rloss eval RECIPE|RUN`: success of a model on the held-out problems.
 
-use super::collect::{Collection, default_out, pin_model};
+use super::collect::{Collection, default_out, pin_model, show};
 use super::evaluation::{Evaluation, ProblemResult, SetResult, prompts};
 use super::run_folder::write_file;
 use super::signals::Stop;
@@ -61,9 +61,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     write_file(&out.join("metrics.jsonl"), &(row.to_json() + "\n"))?;
     let text = serde_json::to_string_pretty(&document(&bench, step, &evaluation))?;
     write_file(&out.join("eval.json"), &(text + "\n"))?;
-    for set in &evaluation.sets {
-        print!("{}", tables(set));
-    }
+    show(&evaluation.sets.iter().map(tables).collect::<String>());
     console.print(&format!("done: {}", out.display()));
     Ok(EXIT_DONE)
 }

@@ -1,6 +1,6 @@
 //! `rloss rollout RECIPE|RUN`: the trajectories of one training step, written and not trained on.
 
-use super::collect::{Collection, default_out, pin_model};
+use super::collect::{Collection, default_out, pin_model, show};
 use super::run_folder::write_file;
 use super::signals::Stop;
 use super::workbench::Workbench;
@@ -45,7 +45,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let mut table = Table::new(["metric", "value"]);
     metrics.iter().for_each(|(name, value)| table.row([name.to_owned(), format_number(value)]));
     write_file(&out.join("metrics.jsonl"), &(Row { step, phase: Phase::Rl, metrics }.to_json() + "\n"))?;
-    print!("{table}");
+    show(&table.to_string());
     console.print(&format!("done: {}", collection.file(&name).display()));
     Ok(EXIT_DONE)
 }

@@ -71,20 +71,29 @@ pub struct Estimate {
 }
 
 impl Estimate {
-    /// The mean of the problems' own values in `0..=1`; the interval is 1.96 standard errors to both sides, cut at 0
-    /// and 1. Samples of one problem depend on each other, so the problem is the unit. One problem alone says nothing
-    /// of how problems differ: its interval is all of `0..=1`.
+    /// The mean of the problems' own values in `0..=1`, and 1.96 standard errors to both sides, cut at 0 and 1. Samples
+    /// of one problem depend on each other, so the problem is the unit.
+    ///
+    /// Where all values are equal, such as 0 of few problems, their spread says nothing, and the interval is Wilson's
+    /// (1927) for as many yes-or-no outcomes as problems.
     pub fn by_problem(values: &[f64]) -> Self {
-        let n = values.len() as f64;
-        let mean = values.iter().sum::<f64>() / n.max(1.0);
-        if values.len() < 2 {
-            return Self { mean, low: 0.0, high: 1.0 };
-        }
-        let variance = values.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / (n - 1.0);
-        let half = 1.96 * (variance / n).sqrt();
-        Self { mean, low: (mean - half).max(0.0), high: (mean + half).min(1.0) }
+        let n = values.len().max(1) as f64;
+        let mean = values.iter().sum::<f64>() / n;
+        let (centre, half) = if values.windows(2).all(|pair| pair[0] == pair[1]) {
+            let z2 = Z95 * Z95 / n;
+            let half = Z95 * (mean * (1.0 - mean) / n + z2 / n / 4.0).sqrt();
+            ((mean + z2 / 2.0) / (1.0 + z2), half / (1.0 + z2))
+        } else {
+            let variance = values.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / (n - 1.0);
+            (mean, Z95 * (variance / n).sqrt())
+        };
+        // Rounding must not put the mean outside.
+        Self { mean, low: (centre - half).clamp(0.0, mean), high: (centre + half).clamp(mean, 1.0) }
     }
 }
+
+/// Standard errors to both sides that hold 95% of a normal distribution.
+const Z95: f64 = 1.96;
 
 fn successes(samples: &[Sample]) -> usize {
     samples.iter().filter(|sample| sample.success).count()
@@ -161,7 +170,19 @@ mod tests {
         let half = 1.96 * (0.5f64 / 3.0 / 4.0).sqrt();
         assert_eq!(estimate.mean, 0.5);
         assert!((estimate.low - (0.5 - half)).abs() < 1e-12 && (estimate.high - (0.5 + half)).abs() < 1e-12);
-        assert_eq!(Estimate::by_problem(&[1.0]), Estimate { mean: 1.0, low: 0.0, high: 1.0 });
         assert_eq!(Estimate::by_problem(&[0.9, 1.0, 1.0]).high, 1.0);
+    }
+
+    #[test]
+    fn equal_problems_are_no_certainty() {
+        // Wilson's interval of 0 in n is [0, z² / (n + z²)].
+        let none = Estimate::by_problem(&[0.0; 24]);
+        assert_eq!((none.mean, none.low), (0.0, 0.0));
+        assert!((none.high - 3.8416 / 27.8416).abs() < 1e-12);
+        let all = Estimate::by_problem(&[1.0; 24]);
+        assert_eq!((all.mean, all.high), (1.0, 1.0));
+        assert!((all.low - 24.0 / 27.8416).abs() < 1e-12);
+        let halves = Estimate::by_problem(&[0.5; 4]);
+        assert!((halves.low + halves.high - 1.0).abs() < 1e-12 && halves.low > 0.1 && halves.low < 0.2);
     }
 }
