@@ -30,6 +30,10 @@ struct Cli {
 enum Command {
     /// Train as the recipe says: cold start, reinforcement learning, evaluations, checkpoints
     Train(commands::train::TrainArgs),
+    /// Sample one step's prompts and write the trajectories with their log-probabilities
+    Rollout(RunArgs),
+    /// Measure success on held-out problems: mean@k, pass@k, majority@k with 95% intervals
+    Eval(RunArgs),
     /// Write one self-contained HTML page with the curves of runs
     Report {
         /// Run folders; the page goes into the first
@@ -46,7 +50,7 @@ pub struct RunArgs {
     /// Replace a recipe's value, such as --set train.steps=10
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub sets: Vec<String>,
-    /// Folder for the results [default: runs/<recipe's name>]
+    /// Folder for the results [default: runs/<recipe's name>; of a run folder its eval/ or rollout/]
     #[arg(long)]
     pub out: Option<PathBuf>,
 }
@@ -64,6 +68,8 @@ pub fn run() -> u8 {
     };
     let result = match cli.command {
         Command::Train(args) => commands::train::run(&args),
+        Command::Rollout(args) => commands::rollout::run(&args),
+        Command::Eval(args) => commands::eval::run(&args),
         Command::Report { runs } => commands::report::run(&runs),
     };
     result.unwrap_or_else(|error| {

@@ -272,6 +272,9 @@ impl Rules<'_> {
     fn train(&mut self) {
         let train = &self.recipe.train;
         self.optimizer("train.optimizer", &train.optimizer, "train.steps", train.steps);
+        if let Some(file) = &train.trajectories {
+            self.file("train.trajectories", file);
+        }
         if train.freeze.iter().any(String::is_empty) {
             self.refuse(
                 &["train.freeze"],

@@ -64,6 +64,11 @@ fn all(run: &Path) -> Result<Vec<(TrainerState, PathBuf)>> {
     Ok(found)
 }
 
+/// Whether `folder` is a checkpoint of a run, and not just a model.
+pub fn holds_state(folder: &Path) -> bool {
+    folder.join(STATE_FILE).is_file()
+}
+
 /// Reads where the run stood at the checkpoint `folder`.
 ///
 /// # Errors

@@ -1,6 +1,7 @@
 //! The integration tests: one binary, one module a room.
 
 mod commands;
+mod commands_eval;
 mod data;
 mod harmony;
 mod instructions;
