@@ -4,6 +4,7 @@ use crate::commands;
 use crate::error::BadInput;
 use crate::metrics::sanitize_terminal;
 use clap::{Args, Parser, Subcommand};
+use std::io::Write;
 use std::path::PathBuf;
 
 /// Done.
@@ -74,7 +75,9 @@ pub fn run() -> u8 {
     };
     result.unwrap_or_else(|error| {
         // Text from files may carry control characters.
-        eprintln!("error: {}", sanitize_terminal(&format!("{error:#}")));
+        let text = sanitize_terminal(&format!("{error:#}")).into_owned();
+        // A closed stderr is nobody to report to.
+        let _ = writeln!(std::io::stderr(), "error: {text}");
         if error.chain().any(|cause| cause.is::<BadInput>()) { EXIT_BAD_INPUT } else { EXIT_FAILED }
     })
 }

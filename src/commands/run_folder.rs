@@ -49,6 +49,8 @@ impl RunFolder {
             bad_input!("{}: cannot make the run folder: {e}; name another with --out", path.display())
         })?;
         let lock = lock(path)?;
+        // Another process may have made and ended a run here in the meantime.
+        Self::refuse_existing(path)?;
         write_recipe(path, plan)?;
         let metrics = MetricsFile::create(&path.join("metrics.jsonl"))?;
         let tensorboard =
@@ -67,6 +69,7 @@ impl RunFolder {
         }
         let lock = lock(path)?;
         check_recipe(path, plan)?;
+        checkpoint::clear_partial(path)?;
         let point = match checkpoint::latest(path)? {
             Some(checkpoint) => Some(ResumePoint { state: checkpoint::read_state(&checkpoint)?, checkpoint }),
             None => None,

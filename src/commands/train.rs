@@ -50,16 +50,17 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     let examples = Examples::open(bench.recipe().cold_start.train_file.as_deref(), &bench.rendering())?;
     let held_out = held_out(&bench, &examples)?;
     let stored = stored(&bench)?;
+    // From here on a signal finds a run to save.
+    let stop = Stop::listen()?;
     let (folder, point) = match args.resume {
         true => RunFolder::resume(&out, &bench.plan)?,
         false => (RunFolder::create(&out, &bench.plan)?, None),
     };
-    let console = Console::stderr(Duration::from_secs(2));
+    let console = Console::stderr(Duration::from_secs(2), bench.recipe().logging.console_every_steps);
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     if let Some(confinement) = bench.confinement() {
         folder.write_confinement(&confinement)?;
     }
-    let stop = Stop::listen()?;
     let timings = Timings::new();
     let mut trainer = Trainer { bench: &bench, folder, console, stop, timings, stored, timed_out: false };
     let stopped = trainer.run(&examples, &held_out, point)?;
@@ -209,7 +210,7 @@ impl<'a> Trainer<'a> {
     fn reinforcement_learning(&mut self, mut optimizer: Optimizer, start: u64) -> Result<bool> {
         let recipe = &self.bench.plan.recipe;
         let steps = recipe.train.steps;
-        let progress = self.console.stage("reinforcement learning", steps, start);
+        let progress = self.console.stage("rl", steps, start);
         for step in start + 1..=steps {
             let begun = std::time::Instant::now();
             let rollouts = self.generate(step)?;
@@ -231,7 +232,6 @@ impl<'a> Trainer<'a> {
             self.watch(step, &rollouts, &metrics);
             let shown = [
                 ("reward", metrics.get("critic/rewards/mean").unwrap_or(f64::NAN)),
-                ("grad norm", norm),
                 ("max gap", metrics.get("mismatch/log_ppl_abs_diff_max").unwrap_or(f64::NAN)),
             ];
             self.write_row(step, Phase::Rl, metrics)?;
