@@ -1,5 +1,7 @@
 //! Tasks on real files.
 
+mod command;
+
 use super::data;
 use rloss::error::BadInput;
 use rloss::harmony::{Message, Role};
