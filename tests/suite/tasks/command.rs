@@ -66,7 +66,7 @@ fn open(command: &[String]) -> anyhow::Result<Box<dyn Task>> {
     build(&TaskSettings {
         name: "command".into(),
         command: command.to_vec(),
-        command_timeout_s: 1.0,
+        command_timeout_s: 4.0,
         command_processes: 2,
         validation_problems: 2,
         ..Default::default()
@@ -109,7 +109,7 @@ fn a_program_that_crashes_hangs_or_speaks_garbage_fails_one_trajectory_and_goes_
     let task = script.build().unwrap();
     let cases = [
         (1, "ended without an answer", true),
-        (2, "no answer within 1 s", true),
+        (2, "no answer within 4 s", true),
         (3, "is not JSON", true),
         (4, "`reward` of an answer is not a number", false),
         (5, "no grade for this", false),
@@ -176,7 +176,7 @@ fn a_program_that_cannot_do_the_task_is_refused_before_any_work() {
         ("", "the process"),
         ("print('hello')", "is not JSON"),
         ("print([1])", "is not a JSON object"),
-        ("import time; time.sleep(1000)", "no answer within 1 s"),
+        ("import time; time.sleep(1000)", "no answer within 4 s"),
         ("raise ValueError", "the process"),
         ("import sys; sys.stdout.buffer.write(b'\\xff\\n')", "not UTF-8"),
         ("print('{\"name\": \"a b\"}')", "`name` of the description"),
