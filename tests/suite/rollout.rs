@@ -1,5 +1,6 @@
 //! Rollout: one forward with training, independence of batches and threads, the message loop, tools.
 
+mod accounting;
 mod exact;
 mod message_loop;
 mod tools;

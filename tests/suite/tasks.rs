@@ -143,7 +143,8 @@ fn retool_files_are_checked_when_read() {
     assert_eq!(load(Some(good.clone()), vec![]).unwrap(), 0);
     let held_out = file("held.jsonl", r#"{"problem": "1+2?", "answer": 3}"#);
     assert_eq!(load(Some(good.clone()), vec![held_out.clone()]).unwrap(), 1);
-    let shared = file("shared.jsonl", "{\"problem\": \"2?\", \"answer\": 2}\n{\"problem\": \"1 +1?\", \"answer\": 2}");
+    let shared =
+        file("shared.jsonl", "{\"problem\": \"2?\", \"answer\": 2}\n{\"problem\": \"1 +1?\", \"answer\": 2}");
     let cut = file("cut.jsonl.gz", "no gzip");
     let bad = file("bad.jsonl", r#"{"problem": "1+1?", "answer": [2]}"#);
     let twin = file("held.json", r#"{"problem": "1+2?", "answer": "3"}"#);
