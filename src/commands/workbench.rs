@@ -304,14 +304,37 @@ fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
 }
 
 fn task_settings(recipe: &Recipe) -> TaskSettings {
+    use crate::recipe::task::{AnswerEquality, Extraction, Grading, PromptForm};
+    use crate::tasks::{answer, gsm8k, retool, verify_if};
     let task = &recipe.task;
+    let defaults = TaskSettings::default();
     TaskSettings {
         name: task.name.to_string(),
         train_file: task.train_file.clone(),
         validation_file: task.validation_file.clone(),
+        validation_files: task.validation_files.clone(),
         train_rows_max: task.train_rows_max,
         validation_rows_max: task.validation_rows_max,
-        ..TaskSettings::default()
+        extraction: match task.extraction.unwrap_or_default() {
+            Extraction::Strict => gsm8k::Extraction::Strict,
+            Extraction::Flexible => gsm8k::Extraction::Flexible,
+        },
+        answer: match task.answer.unwrap_or_default() {
+            AnswerEquality::Exact => answer::Equality::Exact,
+            AnswerEquality::Equivalent => answer::Equality::Equivalent,
+        },
+        prompt: match task.prompt.unwrap_or_default() {
+            PromptForm::Boxed => retool::PromptForm::Boxed,
+            PromptForm::AnswerLine => retool::PromptForm::AnswerLine,
+        },
+        grading: match task.grading.unwrap_or_default() {
+            Grading::Share => verify_if::Grading::Share,
+            Grading::All => verify_if::Grading::All,
+        },
+        command: task.command.clone(),
+        command_timeout_s: task.command_timeout_s.unwrap_or(defaults.command_timeout_s),
+        command_processes: task.command_processes.unwrap_or(defaults.command_processes),
+        validation_problems: recipe.eval.problems_max,
     }
 }
 
