@@ -30,6 +30,8 @@ struct Cli {
 enum Command {
     /// Train as the recipe says: cold start, reinforcement learning, evaluations, checkpoints
     Train(commands::train::TrainArgs),
+    /// Compare rollout and training log-probs on the same tokens: every gap, and its likely cause
+    CheckMismatch(commands::check_mismatch::CheckMismatchArgs),
     /// Write one self-contained HTML page with the curves of runs
     Report {
         /// Run folders; the page goes into the first
@@ -64,6 +66,7 @@ pub fn run() -> u8 {
     };
     let result = match cli.command {
         Command::Train(args) => commands::train::run(&args),
+        Command::CheckMismatch(args) => commands::check_mismatch::run(&args),
         Command::Report { runs } => commands::report::run(&runs),
     };
     result.unwrap_or_else(|error| {

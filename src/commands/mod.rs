@@ -1,5 +1,6 @@
 //! One file a subcommand: it composes and computes nothing.
 
+pub mod check_mismatch;
 pub mod evaluation;
 pub mod report;
 pub mod run_folder;

@@ -61,6 +61,13 @@ impl Model {
         Self { config, table }
     }
 
+    /// The same with YaRN's frequencies but without its factor on cosine and sine: a mistake to recognise others by.
+    pub fn without_attention_factor(config: Config, context_tokens_max: usize) -> Self {
+        let frequencies = super::rope::frequencies(&config.rope, config.head_dim);
+        let table = Arc::new(ops::rope::RopeTable::new(&frequencies, context_tokens_max, 1.0));
+        Self { config, table }
+    }
+
     /// Positions a sequence may have.
     pub fn context_tokens_max(&self) -> usize {
         self.table.positions()

@@ -79,8 +79,7 @@ impl ForwardOptions {
     /// The forward that gives the old log-probs, where an arm asks for one.
     pub fn second_forward(arms: &Arms, seed: u64) -> Option<Self> {
         let noise = RouterNoise::new(arms.train_noise(), seed, NoisyPass::SecondForward);
-        arms.second_forward_old_logprobs
-            .then(|| Self { router_noise: noise, ..Self::training(arms, seed) })
+        arms.second_forward_old_logprobs.then(|| Self { router_noise: noise, ..Self::training(arms, seed) })
     }
 }
 

@@ -33,7 +33,10 @@ table! {
 pub const ARMS: [(&str, &str); 10] = [
     ("no_train_sinks", "the training forward leaves the attention sinks out"),
     ("no_sink_gradient", "the sinks get no gradient"),
-    ("second_forward_old_logprobs", "the old log-probs come from a second forward, whose router noise differs"),
+    (
+        "second_forward_old_logprobs",
+        "the old log-probs come from a second forward, whose router noise differs",
+    ),
     ("router_noise", "router logits carry noise in rollout and training, each pass its own"),
     ("router_noise_rollout", "router logits carry noise in rollout"),
     ("router_noise_train", "router logits carry noise in training"),

@@ -1,7 +1,7 @@
 //! What one key alone cannot tell: contradictions, files that are not there, and what is likely not meant.
 
-use super::mistake::{Mistake, Places};
 use super::arms::ARMS;
+use super::mistake::{Mistake, Places};
 use super::{Advantage, Architecture, Optimizer, Recipe, Tokenizer};
 use std::path::Path;
 
