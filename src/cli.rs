@@ -35,6 +35,8 @@ enum Command {
     Rollout(RunArgs),
     /// Measure success on held-out problems: mean@k, pass@k, majority@k with 95% intervals
     Eval(RunArgs),
+    /// Compare rollout and training log-probs on the same tokens: every gap, and its likely cause
+    CheckMismatch(commands::check_mismatch::CheckMismatchArgs),
     /// Write one self-contained HTML page with the curves of runs
     Report {
         /// Run folders; the page goes into the first
@@ -71,6 +73,7 @@ pub fn run() -> u8 {
         Command::Train(args) => commands::train::run(&args),
         Command::Rollout(args) => commands::rollout::run(&args),
         Command::Eval(args) => commands::eval::run(&args),
+        Command::CheckMismatch(args) => commands::check_mismatch::run(&args),
         Command::Report { runs } => commands::report::run(&runs),
     };
     result.unwrap_or_else(|error| {

@@ -2,6 +2,7 @@
 
 pub mod collect;
 pub mod eval;
+pub mod check_mismatch;
 pub mod evaluation;
 pub mod report;
 pub mod rollout;

@@ -8,6 +8,7 @@ use super::workbench::Workbench;
 use crate::cli::{EXIT_DONE, EXIT_STOPPED, RunArgs};
 use crate::metrics::{Console, Metrics, Phase, Row, Timings};
 use crate::model::config::Form;
+use crate::model::forward::ForwardOptions;
 use crate::policy::alarm::alarm;
 use crate::recipe::{self, Dtype, locate};
 use crate::rollout::stored::Stored;
@@ -263,7 +264,7 @@ impl<'a> Trainer<'a> {
         let settings = RolloutSettings::training(recipe, bench.preamble.clone(), step);
         let samples = recipe.rollout.samples_per_prompt;
         let inner = self.console.inner_stage("rollout", count * samples as u64);
-        let weights = bench.parameters.detached()?;
+        let weights = bench.rollout_weights()?;
         let rollouts = self.timings.time("gen", || {
             let seen = std::sync::atomic::AtomicU64::new(0);
             let report = |p: crate::rollout::Progress| {
@@ -335,6 +336,7 @@ impl<'a> Trainer<'a> {
             learner: self.learner(),
             policy: &recipe.policy,
             pass: self.pass(recipe.rollout.temperature),
+            second_forward: ForwardOptions::second_forward(&recipe.arms, recipe.train.seed),
             micro_batch_tokens: recipe.train.micro_batch_tokens,
             response_tokens_max: recipe.rollout.response_tokens_max,
         }

@@ -1,5 +1,6 @@
 //! What one key alone cannot tell: contradictions, files that are not there, and what is likely not meant.
 
+use super::arms::ARMS;
 use super::mistake::{Mistake, Places};
 use super::{Advantage, Architecture, Optimizer, Recipe, TaskName, Tokenizer};
 use std::path::Path;
@@ -22,6 +23,7 @@ pub(crate) fn check(recipe: &Recipe, places: &Places, unsure: &[String]) -> Find
     rules.cold_start();
     rules.train();
     rules.policy();
+    rules.arms();
     rules.eval();
     rules.parallel();
     rules.findings
@@ -339,11 +341,12 @@ impl Rules<'_> {
                 format!("{dual_clip} would bound the ratio where it is not yet off policy; give more than 1, or 0 for none"),
             );
         }
-        if self.recipe.arms.no_train_sinks {
-            self.warn(
-                &["arms.no_train_sinks"],
-                "a failure is switched on: training leaves out the sinks that sampling has",
-            );
+    }
+
+    fn arms(&mut self) {
+        let on = self.recipe.arms.switched_on();
+        for (arm, what) in ARMS.iter().filter(|(arm, _)| on.contains(arm)) {
+            self.warn(&[&format!("arms.{arm}")], format!("a failure is switched on: {what}"));
         }
     }
 
