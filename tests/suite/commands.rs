@@ -181,6 +181,10 @@ fn checkpoints(run: &Path) -> Vec<String> {
     names
 }
 
+fn first_checkpoint(run: &Path) -> PathBuf {
+    run.join("checkpoints").join(&checkpoints(run)[0])
+}
+
 /// Waits until `reached`, or the process has ended; returns which.
 fn wait_until(child: &mut Child, reached: impl Fn() -> bool) -> bool {
     loop {

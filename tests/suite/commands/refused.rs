@@ -95,10 +95,8 @@ fn broken_command_lines() {
 
 /// A copy of the warm model, for damage.
 fn model_copy(folder: &Path) -> PathBuf {
-    let run = warm_model().join("checkpoints");
-    let checkpoint = std::fs::read_dir(run).unwrap().next().unwrap().unwrap().path();
     let copy = folder.join("model");
-    copy_folder(&checkpoint, &copy);
+    copy_folder(&super::first_checkpoint(warm_model()), &copy);
     copy
 }
 
