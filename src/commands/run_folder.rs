@@ -147,11 +147,12 @@ pub fn write_trajectories(
     write().with_context(|| format!("writing {}", file.display()))
 }
 
-fn holds_run(path: &Path) -> bool {
+pub(super) fn holds_run(path: &Path) -> bool {
     ["recipe.toml", "metrics.jsonl", "checkpoints"].iter().any(|name| path.join(name).exists())
 }
 
-fn lock(path: &Path) -> Result<File> {
+/// Refuses a folder that a live process works in.
+pub(super) fn lock(path: &Path) -> Result<File> {
     let file = path.join(".lock");
     let lock = File::create(&file).map_err(|e| {
         bad_input!("{}: cannot be written: {e}; name another folder with --out", file.display())

@@ -1,15 +1,18 @@
 //! `rloss train RECIPE`: cold start, reinforcement learning, evaluations, checkpoints.
 
 use super::evaluation::evaluate;
+use super::rollout::training_prompts;
 use super::run_folder::{ResumePoint, RunFolder};
 use super::signals::Stop;
 use super::workbench::Workbench;
 use crate::cli::{EXIT_DONE, EXIT_STOPPED, RunArgs};
 use crate::metrics::{Console, Metrics, Phase, Row, Timings};
 use crate::model::config::Form;
+use crate::model::forward::ForwardOptions;
 use crate::policy::alarm::alarm;
 use crate::recipe::{self, Dtype, locate};
-use crate::rollout::{Prompt, RolloutSettings, Rollouts};
+use crate::rollout::stored::Stored;
+use crate::rollout::{RolloutSettings, Rollouts};
 use crate::train::accumulate::Learner;
 use crate::train::batch::Sequence;
 use crate::train::checkpoint::{self, Snapshot, TrainerState};
@@ -47,6 +50,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     let bench = Workbench::open(plan)?;
     let examples = Examples::open(bench.recipe().cold_start.train_file.as_deref(), &bench.rendering())?;
     let held_out = held_out(&bench, &examples)?;
+    let stored = stored(&bench)?;
     // From here on a signal finds a run to save.
     let stop = Stop::listen()?;
     let (folder, point) = match args.resume {
@@ -59,10 +63,17 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
         folder.write_confinement(&confinement)?;
     }
     let timings = Timings::new();
-    let mut trainer = Trainer { bench: &bench, folder, console, stop, timings, timed_out: false };
+    let mut trainer = Trainer { bench: &bench, folder, console, stop, timings, stored, timed_out: false };
     let stopped = trainer.run(&examples, &held_out, point)?;
     trainer.console.print(&format!("{} {}", if stopped { "stopped:" } else { "done:" }, out.display()));
     Ok(if stopped { EXIT_STOPPED } else { EXIT_DONE })
+}
+
+/// The trajectories that take the place of sampling, if the recipe names any.
+fn stored(bench: &Workbench) -> Result<Option<Stored>> {
+    let config = &bench.model.config;
+    let open = |file: &PathBuf| Stored::open(file, config.vocab_size, bench.model.context_tokens_max());
+    bench.recipe().train.trajectories.as_ref().map(open).transpose()
 }
 
 /// Supervised examples that are only measured: a file's, or the task's held-out demonstrations.
@@ -93,6 +104,8 @@ struct Trainer<'a> {
     console: Console,
     stop: Stop,
     timings: Timings,
+    /// Present when the recipe trains on fixed data.
+    stored: Option<Stored>,
     /// A tool call was ended by the wall clock: the run is no longer reproducible, which is said once.
     timed_out: bool,
 }
@@ -239,18 +252,19 @@ impl<'a> Trainer<'a> {
         Ok(false)
     }
 
-    /// The rollouts of step `step`: prompts are taken from the task's stream in order.
+    /// The rollouts of step `step`: prompts are taken from the task's stream in order, unless they are fixed data.
     fn generate(&self, step: u64) -> Result<Rollouts> {
         let bench = self.bench;
         let recipe = &bench.plan.recipe;
         let count = recipe.rollout.prompts_per_step as u64;
-        let prompts: Vec<Prompt> = ((step - 1) * count..step * count)
-            .map(|index| Prompt { index, problem: bench.task.training_problem(recipe.train.seed, index) })
-            .collect();
+        if let Some(stored) = &self.stored {
+            return Ok(stored.step(step, count));
+        }
+        let prompts = training_prompts(bench, step);
         let settings = RolloutSettings::training(recipe, bench.preamble.clone(), step);
         let samples = recipe.rollout.samples_per_prompt;
         let inner = self.console.inner_stage("rollout", count * samples as u64);
-        let weights = bench.parameters.detached()?;
+        let weights = bench.rollout_weights()?;
         let rollouts = self.timings.time("gen", || {
             let seen = std::sync::atomic::AtomicU64::new(0);
             let report = |p: crate::rollout::Progress| {
@@ -322,6 +336,7 @@ impl<'a> Trainer<'a> {
             learner: self.learner(),
             policy: &recipe.policy,
             pass: self.pass(recipe.rollout.temperature),
+            second_forward: ForwardOptions::second_forward(&recipe.arms, recipe.train.seed),
             micro_batch_tokens: recipe.train.micro_batch_tokens,
             response_tokens_max: recipe.rollout.response_tokens_max,
         }
@@ -357,7 +372,7 @@ impl<'a> Trainer<'a> {
     ) -> Result<bool> {
         let asked = self.stop.asked();
         let every = self.bench.plan.recipe.checkpoint.every_steps;
-        if asked || last || (every > 0 && step % every == 0) {
+        if asked || last || (every > 0 && step.is_multiple_of(every)) {
             let begun = std::time::Instant::now();
             self.save(phase, step, optimizer)?;
             self.timings.add("save_checkpoint", begun.elapsed().as_secs_f64());

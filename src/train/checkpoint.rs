@@ -64,6 +64,11 @@ fn all(run: &Path) -> Result<Vec<(TrainerState, PathBuf)>> {
     Ok(found)
 }
 
+/// Whether `folder` is a checkpoint of a run, and not just a model.
+pub fn holds_state(folder: &Path) -> bool {
+    folder.join(STATE_FILE).is_file()
+}
+
 /// Removes what a kill left half written in the run folder `run`.
 ///
 /// # Errors

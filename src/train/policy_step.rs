@@ -5,6 +5,7 @@ use super::batch::{MicroBatch, Sequence};
 use super::forward_backward::{HeadGradient, PassOutput, PassSettings};
 use super::gradients::Gradients;
 use crate::metrics::Metrics;
+use crate::model::forward::ForwardOptions;
 use crate::policy::advantage::{GroupEstimator, group_advantages, reinforce_plus_plus};
 use crate::policy::loss::{CispoClip, ClipRange, LossInput, Objective, PolicyLoss, PpoClip};
 use crate::policy::offpolicy::{agreement_metrics, offpolicy_metrics, probs_diff_metrics};
@@ -21,6 +22,8 @@ pub struct PolicyStep<'a> {
     pub learner: Learner<'a>,
     pub policy: &'a recipe::Policy,
     pub pass: PassSettings,
+    /// An arm: the old log-probs come from a forward of their own, whatever `policy.old_logprob` says.
+    pub second_forward: Option<ForwardOptions>,
     pub micro_batch_tokens: usize,
     /// The constant of [`recipe::Aggregation::Constant`].
     pub response_tokens_max: usize,
@@ -50,14 +53,16 @@ impl PolicyStep<'_> {
         let targets = self.targets(groups, &trajectories)?;
         let batches = MicroBatch::split(&sequences, self.micro_batch_tokens);
         let spans = spans(&batches);
-        let recomputed = match self.policy.old_logprob {
-            OldLogprob::Recompute => Some(joined(&self.learner.forward(&batches, self.pass)?)),
-            OldLogprob::Detach | OldLogprob::Rollout => None,
-        };
         let old = match self.policy.old_logprob {
+            _ if self.second_forward.is_some() => OldLogProb::Recompute,
             OldLogprob::Detach => OldLogProb::Detach,
             OldLogprob::Rollout => OldLogProb::Rollout,
             OldLogprob::Recompute => OldLogProb::Recompute,
+        };
+        let pass = PassSettings { forward: self.second_forward.unwrap_or(self.pass.forward), ..self.pass };
+        let recomputed = match old {
+            OldLogProb::Recompute => Some(joined(&self.learner.forward(&batches, pass)?)),
+            OldLogProb::Detach | OldLogProb::Rollout => None,
         };
         let objective = self.objective()?;
         let normalizer = self.normalizer(&targets)?;
