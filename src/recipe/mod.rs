@@ -35,7 +35,7 @@ pub use mistake::{Mistake, Mistakes, Place};
 pub use model::{Architecture, Dtype, Init, Model, Tokenizer, Yarn};
 pub use optimizer::{Optimizer, OptimizerKind, Schedule};
 pub use parallel::Parallel;
-pub use plan::{Plan, resolve, resume_differences};
+pub use plan::{Plan, resolve, resume_differences, set_key};
 pub use policy::{Advantage, Aggregation, Loss, OldLogprob, Policy};
 pub use rollout::Rollout;
 pub use source::{RecipeSource, locate};
