@@ -1,8 +1,8 @@
 //! One file a subcommand: it composes and computes nothing.
 
+pub mod check_mismatch;
 pub mod collect;
 pub mod eval;
-pub mod check_mismatch;
 pub mod evaluation;
 pub mod report;
 pub mod rollout;
