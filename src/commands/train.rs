@@ -357,7 +357,7 @@ impl<'a> Trainer<'a> {
     ) -> Result<bool> {
         let asked = self.stop.asked();
         let every = self.bench.plan.recipe.checkpoint.every_steps;
-        if asked || last || (every > 0 && step % every == 0) {
+        if asked || last || (every > 0 && step.is_multiple_of(every)) {
             let begun = std::time::Instant::now();
             self.save(phase, step, optimizer)?;
             self.timings.add("save_checkpoint", begun.elapsed().as_secs_f64());
