@@ -1,5 +1,8 @@
 //! `rloss train RECIPE`: cold start, reinforcement learning, evaluations, checkpoints.
 
+mod generate;
+mod update;
+
 use super::evaluation::evaluate;
 use super::run_folder::{ResumePoint, RunFolder};
 use super::signals::Stop;
@@ -7,16 +10,16 @@ use super::workbench::Workbench;
 use crate::cli::{EXIT_DONE, EXIT_STOPPED, RunArgs};
 use crate::metrics::{Console, Metrics, Phase, Row, Timings};
 use crate::model::config::Form;
+use crate::model::weights::Parameters;
 use crate::policy::alarm::alarm;
 use crate::recipe::{self, Dtype, locate};
-use crate::rollout::{Prompt, RolloutSettings, Rollouts};
+use crate::rollout::Rollouts;
 use crate::train::accumulate::Learner;
 use crate::train::batch::Sequence;
 use crate::train::checkpoint::{self, Snapshot, TrainerState};
 use crate::train::forward_backward::PassSettings;
 use crate::train::gradients::Gradients;
 use crate::train::optimizer::{Optimizer, learning_rate};
-use crate::train::policy_step::PolicyStep;
 use crate::train::supervised::{self, Examples};
 use anyhow::{Result, ensure};
 use clap::Args;
@@ -58,7 +61,8 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     }
     let stop = Stop::listen()?;
     let timings = Timings::new();
-    let mut trainer = Trainer { bench: &bench, folder, console, stop, timings, timed_out: false };
+    let mut trainer =
+        Trainer { bench: &bench, folder, console, stop, timings, timed_out: false, reference: None };
     let stopped = trainer.run(&examples, &held_out, point)?;
     trainer.console.print(&format!("{} {}", if stopped { "stopped:" } else { "done:" }, out.display()));
     Ok(if stopped { EXIT_STOPPED } else { EXIT_DONE })
@@ -94,6 +98,8 @@ struct Trainer<'a> {
     timings: Timings,
     /// A tool call was ended by the wall clock: the run is no longer reproducible, which is said once.
     timed_out: bool,
+    /// The frozen reference, where the recipe asks for one.
+    reference: Option<Parameters>,
 }
 
 impl<'a> Trainer<'a> {
@@ -118,6 +124,7 @@ impl<'a> Trainer<'a> {
             _ => {}
         }
         let optimizer = self.optimizer(&recipe.train.optimizer, resumed.as_ref())?;
+        self.set_reference(resumed.is_some())?;
         if resumed.is_none() && recipe.eval.before_training && recipe.train.steps > 0 {
             self.evaluate(0)?;
         }
@@ -201,17 +208,15 @@ impl<'a> Trainer<'a> {
         for step in start + 1..=steps {
             let begun = std::time::Instant::now();
             let rollouts = self.generate(step)?;
-            let (gradients, update) =
-                self.timings.time("update_actor", || self.policy_step().gradients(&rollouts.groups))?;
             let lr = learning_rate(&recipe.train.optimizer, step - 1, steps);
-            let norm = self.apply(&mut optimizer, gradients, recipe.train.optimizer.grad_norm_max, lr)?;
+            let update = self.update(step, &rollouts.trained(), &mut optimizer, lr)?;
 
-            let mut metrics = crate::rollout::metrics(&rollouts.groups).finish();
+            let mut metrics = rollouts.metrics();
             metrics.extend(update);
-            metrics.set("actor/grad_norm", norm);
             metrics.set("actor/lr", lr);
             let seconds = begun.elapsed().as_secs_f64();
             self.timings.add("step", seconds);
+            let rollouts = rollouts.drawn;
             let counts = rollouts.counts();
             let tokens = counts.prefilled_tokens + counts.sampled_tokens;
             metrics.set("perf/throughput", tokens as f64 / seconds);
@@ -219,7 +224,7 @@ impl<'a> Trainer<'a> {
             self.watch(step, &rollouts, &metrics);
             let shown = [
                 ("reward", metrics.get("critic/rewards/mean").unwrap_or(f64::NAN)),
-                ("grad norm", norm),
+                ("grad norm", metrics.get("actor/grad_norm").unwrap_or(f64::NAN)),
                 ("max gap", metrics.get("mismatch/log_ppl_abs_diff_max").unwrap_or(f64::NAN)),
             ];
             self.write_row(step, Phase::Rl, metrics)?;
@@ -237,30 +242,6 @@ impl<'a> Trainer<'a> {
         }
         progress.finish();
         Ok(false)
-    }
-
-    /// The rollouts of step `step`: prompts are taken from the task's stream in order.
-    fn generate(&self, step: u64) -> Result<Rollouts> {
-        let bench = self.bench;
-        let recipe = &bench.plan.recipe;
-        let count = recipe.rollout.prompts_per_step as u64;
-        let prompts: Vec<Prompt> = ((step - 1) * count..step * count)
-            .map(|index| Prompt { index, problem: bench.task.training_problem(recipe.train.seed, index) })
-            .collect();
-        let settings = RolloutSettings::training(recipe, bench.preamble.clone(), step);
-        let samples = recipe.rollout.samples_per_prompt;
-        let inner = self.console.inner_stage("rollout", count * samples as u64);
-        let weights = bench.parameters.detached()?;
-        let rollouts = self.timings.time("gen", || {
-            let seen = std::sync::atomic::AtomicU64::new(0);
-            let report = |p: crate::rollout::Progress| {
-                let before = seen.fetch_max(p.finished as u64, std::sync::atomic::Ordering::Relaxed);
-                inner.advance((p.finished as u64).saturating_sub(before), 0, &[]);
-            };
-            bench.rollout(&weights, &settings).groups(&prompts, samples, &report, &|| false)
-        })?;
-        inner.finish();
-        rollouts.ok_or_else(|| anyhow::anyhow!("the rollout ended early"))
     }
 
     /// Clips, updates, and returns the gradient norm before clipping.
@@ -313,17 +294,6 @@ impl<'a> Trainer<'a> {
             temperature,
             load_balance: 0.0,
             forward: self.bench.training_forward(),
-        }
-    }
-
-    fn policy_step(&self) -> PolicyStep<'a> {
-        let recipe = &self.bench.plan.recipe;
-        PolicyStep {
-            learner: self.learner(),
-            policy: &recipe.policy,
-            pass: self.pass(recipe.rollout.temperature),
-            micro_batch_tokens: recipe.train.micro_batch_tokens,
-            response_tokens_max: recipe.rollout.response_tokens_max,
         }
     }
 

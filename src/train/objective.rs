@@ -1,9 +1,7 @@
 //! The recipe's choice of loss, its terms beside the policy's, and their sum over micro-batches.
 
 use crate::metrics::Metrics;
-use crate::policy::correction::{
-    CorrectionConfig, ImportanceSampling, Level, RejectionRule, WeightBound,
-};
+use crate::policy::correction::{CorrectionConfig, ImportanceSampling, Level, RejectionRule, WeightBound};
 use crate::policy::divergence::{Divergence, kl_loss};
 use crate::policy::loss::{CispoClip, ClipRange, LossInput, Objective, PolicyLoss, PpoClip};
 use crate::policy::{Aggregation, Normalizer};
@@ -53,7 +51,8 @@ pub(super) fn correction(correction: &recipe::Correction) -> Result<CorrectionCo
         None => None,
     };
     let rules = correction.reject.iter().zip(&correction.reject_bounds);
-    let reject = rules.map(|(option, bounds)| RejectionRule::new(option.name(), bounds)).collect::<Result<_>>()?;
+    let reject =
+        rules.map(|(option, bounds)| RejectionRule::new(option.name(), bounds)).collect::<Result<_>>()?;
     Ok(CorrectionConfig { importance, reject })
 }
 

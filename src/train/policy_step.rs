@@ -66,8 +66,7 @@ impl PolicyStep<'_> {
         if policy.router_replay == RouterReplay::Rollout {
             experience.routes = Some(kept_routes(&trajectories, config.num_hidden_layers, top_k)?);
         }
-        let anchor_in_reward =
-            policy.kl.place == KlPlace::Reward && policy.old_logprob == OldLogprob::Detach;
+        let anchor_in_reward = policy.kl.place == KlPlace::Reward && policy.old_logprob == OldLogprob::Detach;
         if policy.old_logprob == OldLogprob::Recompute || policy.correction.active() || anchor_in_reward {
             let batches = experience.batches(self.micro_batch_tokens);
             let outputs = self.learner.forward(&batches, self.pass)?;
@@ -160,10 +159,8 @@ impl PolicyStep<'_> {
         let count = rewards.len().max(1) as f64;
         if self.policy.overlong.buffer_tokens > 0 {
             let settings = &self.policy.overlong;
-            let overlong =
-                Overlong::new(self.response_tokens_max, settings.buffer_tokens, settings.penalty)?;
-            let shaped: Vec<f32> =
-                trajectories.iter().map(|t| overlong.reward(t.sampled_tokens())).collect();
+            let overlong = Overlong::new(self.response_tokens_max, settings.buffer_tokens, settings.penalty)?;
+            let shaped: Vec<f32> = trajectories.iter().map(|t| overlong.reward(t.sampled_tokens())).collect();
             let sum: f64 = shaped.iter().map(|&s| f64::from(s)).sum();
             experience.metrics.set("critic/overlong_reward/mean", sum / count);
             rewards.iter_mut().zip(&shaped).for_each(|(reward, shaped)| *reward += shaped);

@@ -18,9 +18,11 @@ const FILE: &str = "reference.safetensors";
 /// # Errors
 /// When memory runs out.
 pub fn copy(config: &Config, parameters: &Parameters) -> Result<Parameters> {
-    let tensors = parameters.specs.iter().enumerate().map(|(index, spec)| {
-        Ok((spec.clone(), parameters.var(index).as_tensor().detach().copy()?))
-    });
+    let tensors = parameters
+        .specs
+        .iter()
+        .enumerate()
+        .map(|(index, spec)| Ok((spec.clone(), parameters.var(index).as_tensor().detach().copy()?)));
     Parameters::new(config, tensors.collect::<Result<_>>()?)
 }
 
@@ -50,7 +52,10 @@ pub fn write(run: &Path, reference: &Parameters) -> Result<()> {
 pub fn read(run: &Path, config: &Config, parameters: &Parameters) -> Result<Parameters> {
     let path = run.join(FILE);
     let damaged = |what: String| {
-        bad_input!("{}: the reference of policy.kl {what}; start the run again in another folder", path.display())
+        bad_input!(
+            "{}: the reference of policy.kl {what}; start the run again in another folder",
+            path.display()
+        )
     };
     let mut tensors =
         safetensors::load(&path, &Device::Cpu).map_err(|e| damaged(format!("cannot be read: {e}")))?;

@@ -11,6 +11,7 @@ mod model_config;
 mod model_files;
 mod ops;
 mod policy;
+mod policy_step;
 mod recipe;
 mod report;
 mod rollout;

@@ -31,7 +31,10 @@ impl Rules<'_> {
         if train.minibatches > trajectories {
             self.refuse(
                 &["train.minibatches", "rollout.prompts_per_step", "rollout.samples_per_prompt"],
-                format!("{} updates of a step's {trajectories} trajectories; give at most that many", train.minibatches),
+                format!(
+                    "{} updates of a step's {trajectories} trajectories; give at most that many",
+                    train.minibatches
+                ),
             );
         }
         if self.recipe.policy.old_logprob == OldLogprob::Detach {
@@ -70,7 +73,9 @@ impl Rules<'_> {
         let wrong = match *correction.threshold.as_slice() {
             [max] if max > 0.0 => None,
             [low, high] if low >= 0.0 && high > 0.0 && low <= high => None,
-            [low, high] if low > high => Some(format!("the bounds are reversed, {low} above {high}; swap them")),
+            [low, high] if low > high => {
+                Some(format!("the bounds are reversed, {low} above {high}; swap them"))
+            }
             [_] | [_, _] => Some("a ratio is positive; give a positive bound".to_owned()),
             _ => Some("give one number, or a low and a high one".to_owned()),
         };
@@ -85,7 +90,11 @@ impl Rules<'_> {
         if options.len() != bounds.len() {
             self.refuse(
                 &["policy.correction.reject_bounds", "policy.correction.reject"],
-                format!("{} bounds for {} options of policy.correction.reject; give one array for each", bounds.len(), options.len()),
+                format!(
+                    "{} bounds for {} options of policy.correction.reject; give one array for each",
+                    bounds.len(),
+                    options.len()
+                ),
             );
             return;
         }
@@ -151,9 +160,9 @@ fn wrong_bounds(option: RejectOption, bounds: &[f64]) -> Option<String> {
         return Some(format!("{bounds:?} must be positive"));
     }
     match (signed, bounds) {
-        (true, &[bound]) if bound < 1.0 => {
-            Some(format!("one bound u stands for 1/u to u, which is empty for {bound}; give 1 or more, or two bounds"))
-        }
+        (true, &[bound]) if bound < 1.0 => Some(format!(
+            "one bound u stands for 1/u to u, which is empty for {bound}; give 1 or more, or two bounds"
+        )),
         (true, &[low, high]) if low > high => {
             Some(format!("the bounds are reversed, {low} above {high}; swap them"))
         }
