@@ -271,7 +271,9 @@ fn all_values(parameters: &Parameters) -> Vec<Vec<f32>> {
 #[test]
 fn the_entropy_bonus_raises_the_entropy() {
     let fixture = Fixture::new();
-    let policy = |entropy_coefficient| Policy { entropy_coefficient, ..Policy::default() };
+    // Experts are held fixed: the entropy jumps where the choice of one flips.
+    let router_replay = RouterReplay::Rollout;
+    let policy = |entropy_coefficient| Policy { entropy_coefficient, router_replay, ..Policy::default() };
     let plain = fixture.update(&policy(0.0));
     let with = fixture.update(&policy(1.0));
     // −∂H/∂w, so the change of H along the step must be −ε|d|².
