@@ -14,6 +14,7 @@ use crate::model::weights::Parameters;
 use crate::policy::alarm::alarm;
 use crate::recipe::{self, Dtype, locate};
 use crate::rollout::Rollouts;
+use crate::rollout::stored::Stored;
 use crate::train::accumulate::Learner;
 use crate::train::batch::Sequence;
 use crate::train::checkpoint::{self, Snapshot, TrainerState};
@@ -50,22 +51,31 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     let bench = Workbench::open(plan)?;
     let examples = Examples::open(bench.recipe().cold_start.train_file.as_deref(), &bench.rendering())?;
     let held_out = held_out(&bench, &examples)?;
+    let stored = stored(&bench)?;
+    // From here on a signal finds a run to save.
+    let stop = Stop::listen()?;
     let (folder, point) = match args.resume {
         true => RunFolder::resume(&out, &bench.plan)?,
         false => (RunFolder::create(&out, &bench.plan)?, None),
     };
-    let console = Console::stderr(Duration::from_secs(2));
+    let console = Console::stderr(Duration::from_secs(2), bench.recipe().logging.console_every_steps);
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     if let Some(confinement) = bench.confinement() {
         folder.write_confinement(&confinement)?;
     }
-    let stop = Stop::listen()?;
     let timings = Timings::new();
     let mut trainer =
-        Trainer { bench: &bench, folder, console, stop, timings, timed_out: false, reference: None };
+        Trainer { bench: &bench, folder, console, stop, timings, stored, timed_out: false, reference: None };
     let stopped = trainer.run(&examples, &held_out, point)?;
     trainer.console.print(&format!("{} {}", if stopped { "stopped:" } else { "done:" }, out.display()));
     Ok(if stopped { EXIT_STOPPED } else { EXIT_DONE })
+}
+
+/// The trajectories that take the place of sampling, if the recipe names any.
+fn stored(bench: &Workbench) -> Result<Option<Stored>> {
+    let config = &bench.model.config;
+    let open = |file: &PathBuf| Stored::open(file, config.vocab_size, bench.model.context_tokens_max());
+    bench.recipe().train.trajectories.as_ref().map(open).transpose()
 }
 
 /// Supervised examples that are only measured: a file's, or the task's held-out demonstrations.
@@ -96,6 +106,8 @@ struct Trainer<'a> {
     console: Console,
     stop: Stop,
     timings: Timings,
+    /// Present when the recipe trains on fixed data.
+    stored: Option<Stored>,
     /// A tool call was ended by the wall clock: the run is no longer reproducible, which is said once.
     timed_out: bool,
     /// The frozen reference, where the recipe asks for one.
@@ -204,7 +216,7 @@ impl<'a> Trainer<'a> {
     fn reinforcement_learning(&mut self, mut optimizer: Optimizer, start: u64) -> Result<bool> {
         let recipe = &self.bench.plan.recipe;
         let steps = recipe.train.steps;
-        let progress = self.console.stage("reinforcement learning", steps, start);
+        let progress = self.console.stage("rl", steps, start);
         for step in start + 1..=steps {
             let begun = std::time::Instant::now();
             let rollouts = self.generate(step)?;
@@ -224,7 +236,6 @@ impl<'a> Trainer<'a> {
             self.watch(step, &rollouts, &metrics);
             let shown = [
                 ("reward", metrics.get("critic/rewards/mean").unwrap_or(f64::NAN)),
-                ("grad norm", metrics.get("actor/grad_norm").unwrap_or(f64::NAN)),
                 ("max gap", metrics.get("mismatch/log_ppl_abs_diff_max").unwrap_or(f64::NAN)),
             ];
             self.write_row(step, Phase::Rl, metrics)?;

@@ -9,6 +9,7 @@ use crate::model::forward::{ForwardOptions, Model};
 use crate::model::init::{InitSettings, init};
 use crate::model::load::{load, weights_present};
 use crate::model::names::ParameterSpec;
+use crate::model::perturb::rollout_weights;
 use crate::model::save::Companions;
 use crate::model::weights::{Parameters, Resident};
 use crate::ops::threads::Threads;
@@ -99,7 +100,15 @@ impl Workbench {
 
     /// What the arms change in the training forward.
     pub fn training_forward(&self) -> ForwardOptions {
-        ForwardOptions { sinks: !self.recipe().arms.no_train_sinks, ..ForwardOptions::default() }
+        ForwardOptions::training(&self.recipe().arms, self.recipe().train.seed)
+    }
+
+    /// The weights that training rollouts read, as the arms leave them.
+    ///
+    /// # Errors
+    /// [`BadInput`] when an arm does not fit the model.
+    pub fn rollout_weights(&self) -> Result<Resident> {
+        rollout_weights(&self.recipe().arms, &self.parameters)
     }
 
     /// A rollout of this model with `weights` and `settings`.
@@ -256,7 +265,10 @@ fn config_of(a: &Architecture, tokenizer: &HarmonyTokenizer) -> Config {
     }
 }
 
-/// Which parameters learn: all but those that a `train.freeze` pattern names.
+/// What `arms.freeze_attention` freezes.
+const ATTENTION: &str = "model.layers.*.self_attn.*";
+
+/// Which parameters learn: all but those that a `train.freeze` pattern or the arm names.
 fn trainable(plan: &Plan, specs: &[ParameterSpec]) -> Result<Vec<bool>> {
     let patterns = &plan.recipe.train.freeze;
     for pattern in patterns {
@@ -268,6 +280,8 @@ fn trainable(plan: &Plan, specs: &[ParameterSpec]) -> Result<Vec<bool>> {
             return Err(BadInput(plan.mistake("train.freeze", what).to_string()).into());
         }
     }
+    let arm = plan.recipe.arms.freeze_attention.then(|| ATTENTION.to_owned());
+    let patterns: Vec<&String> = patterns.iter().chain(&arm).collect();
     let trainable: Vec<bool> =
         specs.iter().map(|spec| !patterns.iter().any(|pattern| matches(pattern, &spec.name))).collect();
     if !trainable.contains(&true) {
@@ -304,14 +318,37 @@ fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
 }
 
 fn task_settings(recipe: &Recipe) -> TaskSettings {
+    use crate::recipe::task::{AnswerEquality, Extraction, Grading, PromptForm};
+    use crate::tasks::{answer, gsm8k, retool, verify_if};
     let task = &recipe.task;
+    let defaults = TaskSettings::default();
     TaskSettings {
         name: task.name.to_string(),
         train_file: task.train_file.clone(),
         validation_file: task.validation_file.clone(),
+        validation_files: task.validation_files.clone(),
         train_rows_max: task.train_rows_max,
         validation_rows_max: task.validation_rows_max,
-        ..TaskSettings::default()
+        extraction: match task.extraction.unwrap_or_default() {
+            Extraction::Strict => gsm8k::Extraction::Strict,
+            Extraction::Flexible => gsm8k::Extraction::Flexible,
+        },
+        answer: match task.answer.unwrap_or_default() {
+            AnswerEquality::Exact => answer::Equality::Exact,
+            AnswerEquality::Equivalent => answer::Equality::Equivalent,
+        },
+        prompt: match task.prompt.unwrap_or_default() {
+            PromptForm::Boxed => retool::PromptForm::Boxed,
+            PromptForm::AnswerLine => retool::PromptForm::AnswerLine,
+        },
+        grading: match task.grading.unwrap_or_default() {
+            Grading::Share => verify_if::Grading::Share,
+            Grading::All => verify_if::Grading::All,
+        },
+        command: task.command.clone(),
+        command_timeout_s: task.command_timeout_s.unwrap_or(defaults.command_timeout_s),
+        command_processes: task.command_processes.unwrap_or(defaults.command_processes),
+        validation_problems: recipe.eval.problems_max,
     }
 }
 

@@ -44,13 +44,14 @@ pub use policy::{
 pub use rollout::Rollout;
 pub use source::{RecipeSource, locate};
 pub use table::Entry;
-pub use task::{Task, TaskName};
+pub use task::{AnswerEquality, Extraction, Grading, PromptForm, Task, TaskName};
 pub use train::Train;
 
 use table::table;
 
 table! {
-    /// A whole recipe: every table. [`resolve`] fills in the architecture and tokenizer of a model without a folder.
+    /// A whole recipe: every table. [`resolve`] fills in the architecture and tokenizer of a model without a folder, and
+    /// the keys that only some tasks read.
     pub struct Recipe {
         /// The model and its tokenizer: a folder, or an architecture with random weights.
         pub model: Model = Model::default(),

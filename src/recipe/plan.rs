@@ -53,6 +53,7 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
         recipe.model.architecture.get_or_insert_with(Architecture::default);
         recipe.model.tokenizer.get_or_insert(Tokenizer::Embedded);
     }
+    recipe.task.fill_in();
     let found = rules::check(&recipe, &places, &unsure);
     mistakes.0.extend(found.mistakes);
     if mistakes.0.is_empty() {

@@ -3,6 +3,7 @@
 use super::limits::from;
 use super::optimizer::Optimizer;
 use super::table::table;
+use std::path::PathBuf;
 
 table! {
     /// The reinforcement-learning stage.
@@ -23,6 +24,10 @@ table! {
         pub recompute_layers: bool = true,
         /// Parameters that stay as they are, as patterns over their names in which `*` stands for any characters.
         pub freeze: Vec<String> = Vec::new(),
+        /// Train on these trajectories, as `rloss rollout` writes them, instead of sampling: `rollout.prompts_per_step` of
+        /// their groups a step, from the first again after the last. Rewards and log-probabilities stay as stored, so give
+        /// `rollout.temperature` the value they were sampled at. Absent means sampling.
+        pub trajectories: Option<PathBuf> = None,
         /// Optimizer of this stage.
         pub optimizer: Optimizer = Optimizer::default(),
     }

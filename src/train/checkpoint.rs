@@ -64,6 +64,27 @@ fn all(run: &Path) -> Result<Vec<(TrainerState, PathBuf)>> {
     Ok(found)
 }
 
+/// Whether `folder` is a checkpoint of a run, and not just a model.
+pub fn holds_state(folder: &Path) -> bool {
+    folder.join(STATE_FILE).is_file()
+}
+
+/// Removes what a kill left half written in the run folder `run`.
+///
+/// # Errors
+/// When a folder cannot be removed.
+pub fn clear_partial(run: &Path) -> Result<()> {
+    let Ok(entries) = fs::read_dir(run.join("checkpoints")) else { return Ok(()) };
+    for entry in entries {
+        let folder = entry.with_context(|| format!("{}", run.display()))?.path();
+        let name = folder.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        if name.starts_with('.') && name.ends_with(".partial") {
+            fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
+        }
+    }
+    Ok(())
+}
+
 /// Reads where the run stood at the checkpoint `folder`.
 ///
 /// # Errors

@@ -2,12 +2,13 @@
 
 use super::batch::{MicroBatch, Sequence};
 use super::forward_backward::PassOutput;
+use crate::bad_input;
 use crate::metrics::Metrics;
 use crate::policy::Sequences;
 use crate::policy::offpolicy::{agreement_metrics, offpolicy_metrics, probs_diff_metrics};
 use crate::random::{Purpose, stream};
 use crate::trajectory::Trajectory;
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use rand::seq::SliceRandom;
 use std::ops::Range;
 use std::sync::Arc;
@@ -141,7 +142,14 @@ pub(super) fn kept_routes(trajectories: &[&Trajectory], layers: usize, top_k: us
         let fed = trajectory.tokens.len().saturating_sub(1);
         let complete = trajectory.routes.len() >= fed
             && trajectory.routes[..fed].iter().all(|token| token.len() == layers * top_k);
-        ensure!(complete, "prompt {}: the experts chosen at sampling are not kept", trajectory.prompt);
+        if !complete {
+            return Err(bad_input!(
+                "policy.router_replay: sample {} of prompt {} has no experts kept from sampling; sample it again with \
+                 rollout.keep_routes = true",
+                trajectory.sample,
+                trajectory.prompt
+            ));
+        }
         let layer = |l: usize| {
             trajectory.routes[..fed].iter().flat_map(move |t| t[l * top_k..(l + 1) * top_k].iter().copied())
         };

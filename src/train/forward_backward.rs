@@ -1,7 +1,7 @@
 //! Forward and backward of one micro-batch, layer by layer.
 //!
 //! With recomputation only each layer's input is kept; the backward computes a layer again with gradients and feeds
-//! the gradient from above in through [`ops::upstream`]. Without it one graph holds everything. The bits are the same.
+//! the gradient from above in through [`ops::upstream()`]. Without it one graph holds everything. The bits are the same.
 
 use super::batch::MicroBatch;
 use super::gradients::Gradients;

@@ -6,6 +6,7 @@ use super::forward_backward::{HeadGradient, PassOutput, PassSettings};
 use super::gradients::Gradients;
 use super::objective::{self, Share, objective};
 use crate::metrics::Metrics;
+use crate::model::forward::ForwardOptions;
 use crate::model::weights::Parameters;
 use crate::policy::advantage::{
     GroupEstimator, group_advantages, reinforce_plus_plus, reinforce_plus_plus_baseline,
@@ -28,6 +29,8 @@ pub struct PolicyStep<'a> {
     pub reference: Option<&'a Parameters>,
     pub policy: &'a recipe::Policy,
     pub pass: PassSettings,
+    /// An arm: the old log-probs come from a forward of their own, whatever `policy.old_logprob` says.
+    pub second_forward: Option<ForwardOptions>,
     pub micro_batch_tokens: usize,
     /// Updates that the step makes.
     pub updates: usize,
@@ -66,10 +69,12 @@ impl PolicyStep<'_> {
         if policy.router_replay == RouterReplay::Rollout {
             experience.routes = Some(kept_routes(&trajectories, config.num_hidden_layers, top_k)?);
         }
-        let anchor_in_reward = policy.kl.place == KlPlace::Reward && policy.old_logprob == OldLogprob::Detach;
-        if policy.old_logprob == OldLogprob::Recompute || policy.correction.active() || anchor_in_reward {
+        let anchor = self.anchor();
+        let anchor_in_reward = policy.kl.place == KlPlace::Reward && anchor == OldLogProb::Detach;
+        if anchor == OldLogProb::Recompute || policy.correction.active() || anchor_in_reward {
             let batches = experience.batches(self.micro_batch_tokens);
-            let outputs = self.learner.forward(&batches, self.pass)?;
+            let forward = self.second_forward.unwrap_or(self.pass.forward);
+            let outputs = self.learner.forward(&batches, PassSettings { forward, ..self.pass })?;
             experience.training = Some(joined(&outputs));
             if policy.router_replay == RouterReplay::Recompute {
                 experience.routes = Some(chosen_routes(&batches, &outputs, top_k));
@@ -95,11 +100,7 @@ impl PolicyStep<'_> {
         }
         let batches = experience.batches(self.micro_batch_tokens);
         let spans = spans(&batches);
-        let old = match self.policy.old_logprob {
-            OldLogprob::Detach => OldLogProb::Detach,
-            OldLogprob::Rollout => OldLogProb::Rollout,
-            OldLogprob::Recompute => OldLogProb::Recompute,
-        };
+        let old = self.anchor();
         let objective = objective(self.policy)?;
         let normalizer = self.normalizer(&tokens)?;
         let shares: Vec<Mutex<Option<Share>>> = batches.iter().map(|_| Mutex::new(None)).collect();
@@ -135,6 +136,15 @@ impl PolicyStep<'_> {
         let mut metrics = objective::metrics(self.policy, shares);
         self.measure(experience, &outputs, &batches, &mut metrics);
         Ok(Some(Update { gradients, metrics, log_probs: joined(&outputs) }))
+    }
+
+    fn anchor(&self) -> OldLogProb {
+        match self.policy.old_logprob {
+            _ if self.second_forward.is_some() => OldLogProb::Recompute,
+            OldLogprob::Detach => OldLogProb::Detach,
+            OldLogprob::Rollout => OldLogProb::Rollout,
+            OldLogprob::Recompute => OldLogProb::Recompute,
+        }
     }
 
     /// Weights and the thinned mask, from the forward before the first update.

@@ -56,6 +56,7 @@ impl Fixture {
             reference,
             policy,
             pass: pass(),
+            second_forward: None,
             micro_batch_tokens: 64,
             updates: 1,
             response_tokens_max: 72,

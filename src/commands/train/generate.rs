@@ -1,6 +1,7 @@
 //! A step's rollouts, with dynamic sampling where the recipe asks for it.
 
 use super::Trainer;
+use crate::commands::rollout::training_prompts;
 use crate::metrics::Metrics;
 use crate::policy::advantage::informative_groups;
 use crate::rollout::{self, Prompt, RolloutSettings, Rollouts};
@@ -35,18 +36,21 @@ impl Generated {
 }
 
 impl Trainer<'_> {
-    /// The rollouts of step `step`. Prompts are taken from the task's stream in order; each step owns a stretch that
-    /// suffices for every draw it may make, so that a step's prompts depend on its number alone. Groups that teach
-    /// nothing are replaced until the draws are used up, and then kept.
+    /// The rollouts of step `step`, unless they are fixed data. Groups that teach nothing are replaced until the draws
+    /// are used up, and then kept.
     pub(super) fn generate(&self, step: u64) -> Result<Generated> {
         let recipe = &self.bench.plan.recipe;
         let (count, rounds_max) = (recipe.rollout.prompts_per_step, recipe.rollout.resample_rounds_max);
+        if let Some(stored) = &self.stored {
+            let drawn = stored.step(step, count as u64);
+            let trained = (0..drawn.groups.len()).collect();
+            return Ok(Generated { drawn, trained, rounds: None });
+        }
         let mut drawn = Rollouts { groups: vec![], messages: vec![] };
         let (mut informative, mut flat, mut round) = (vec![], vec![], 0);
         loop {
-            let first = ((step - 1) * (rounds_max + 1) + round) * count as u64;
-            let missing = count - informative.len();
-            let draw = self.draw(step, first..first + missing as u64)?;
+            let prompts = training_prompts(self.bench, step, round, count - informative.len());
+            let draw = self.draw(step, &prompts)?;
             for index in drawn.groups.len()..drawn.groups.len() + draw.groups.len() {
                 let group = &draw.groups[index - drawn.groups.len()];
                 let rewards: Vec<f32> = group.trajectories.iter().map(|t| t.reward).collect();
@@ -65,24 +69,21 @@ impl Trainer<'_> {
         Ok(Generated { drawn, trained, rounds: (rounds_max > 0).then_some(round) })
     }
 
-    /// Groups for the task's training problems `indices`.
-    fn draw(&self, step: u64, indices: std::ops::Range<u64>) -> Result<Rollouts> {
+    /// One group a prompt.
+    fn draw(&self, step: u64, prompts: &[Prompt]) -> Result<Rollouts> {
         let bench = self.bench;
         let recipe = &bench.plan.recipe;
-        let prompts: Vec<Prompt> = indices
-            .map(|index| Prompt { index, problem: bench.task.training_problem(recipe.train.seed, index) })
-            .collect();
         let settings = RolloutSettings::training(recipe, bench.preamble.clone(), step);
         let samples = recipe.rollout.samples_per_prompt;
         let inner = self.console.inner_stage("rollout", (prompts.len() * samples) as u64);
-        let weights = bench.parameters.detached()?;
+        let weights = bench.rollout_weights()?;
         let rollouts = self.timings.time("gen", || {
             let seen = AtomicU64::new(0);
             let report = |p: rollout::Progress| {
                 let before = seen.fetch_max(p.finished as u64, Ordering::Relaxed);
                 inner.advance((p.finished as u64).saturating_sub(before), 0, &[]);
             };
-            bench.rollout(&weights, &settings).groups(&prompts, samples, &report, &|| false)
+            bench.rollout(&weights, &settings).groups(prompts, samples, &report, &|| false)
         })?;
         inner.finish();
         rollouts.context("the rollout ended early")

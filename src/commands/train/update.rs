@@ -2,6 +2,7 @@
 
 use super::Trainer;
 use crate::metrics::{Accumulator, Metrics};
+use crate::model::forward::ForwardOptions;
 use crate::recipe::KlPlace;
 use crate::train::forward_backward::PassSettings;
 use crate::train::optimizer::Optimizer;
@@ -36,7 +37,8 @@ impl Trainer<'_> {
                 let norm = self.apply(optimizer, update.gradients, train.optimizer.grad_norm_max, lr)?;
                 means.mean("actor/grad_norm", norm, 1.0);
                 update.metrics.iter().for_each(|(name, value)| means.mean(name, value, 1.0));
-                if updates == 0 && experience.training.is_none() {
+                // A whole batch shows its own gap, whatever an arm does to the forward before it.
+                if updates == 0 && (experience.training.is_none() || train.minibatches == 1) {
                     metrics.extend(part.compare(&update.log_probs)?);
                 }
                 updates += 1;
@@ -75,6 +77,7 @@ impl Trainer<'_> {
             reference: self.reference.as_ref(),
             policy: &recipe.policy,
             pass: PassSettings { load_balance, ..self.pass(recipe.rollout.temperature) },
+            second_forward: ForwardOptions::second_forward(&recipe.arms, recipe.train.seed),
             micro_batch_tokens: recipe.train.micro_batch_tokens,
             updates: recipe.train.minibatches * recipe.train.epochs,
             response_tokens_max: recipe.rollout.response_tokens_max,

@@ -12,12 +12,6 @@ impl Rules<'_> {
                 format!("{dual_clip} would bound the ratio where it is not yet off policy; give more than 1, or 0 for none"),
             );
         }
-        if self.recipe.arms.no_train_sinks {
-            self.warn(
-                &["arms.no_train_sinks"],
-                "a failure is switched on: training leaves out the sinks that sampling has",
-            );
-        }
         self.updates();
         self.importance();
         self.rejection();
@@ -37,7 +31,9 @@ impl Rules<'_> {
                 ),
             );
         }
-        if self.recipe.policy.old_logprob == OldLogprob::Detach {
+        // The arm fixes the anchor by a forward of its own.
+        let moves = !self.recipe.arms.second_forward_old_logprobs;
+        if self.recipe.policy.old_logprob == OldLogprob::Detach && moves {
             for (key, count) in [("train.minibatches", train.minibatches), ("train.epochs", train.epochs)] {
                 if count > 1 {
                     self.refuse(
@@ -142,6 +138,12 @@ impl Rules<'_> {
                     "{} is more than the {} tokens of rollout.response_tokens_max; give at most that many",
                     policy.overlong.buffer_tokens, rollout.response_tokens_max
                 ),
+            );
+        }
+        if rollout.resample_rounds_max > 0 && self.recipe.train.trajectories.is_some() {
+            self.refuse(
+                &["rollout.resample_rounds_max", "train.trajectories"],
+                "nothing is sampled where train.trajectories gives the data; remove one of the two",
             );
         }
         if rollout.resample_rounds_max > 0 && rollout.samples_per_prompt == 1 {

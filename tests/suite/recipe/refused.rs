@@ -60,8 +60,8 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ("[train.steps]\nx = 1", "r.toml:1: train.steps: found a table; give an integer, 0 to 1000000000"),
         (
             "[task]\nname = \"gsm8\"",
-            "r.toml:2: task.name: no such value \"gsm8\", did you mean \"gsm8k\"? Give \"arithmetic\", \"arithmetic_single\" or \
-             \"gsm8k\"",
+            "r.toml:2: task.name: no such value \"gsm8\", did you mean \"gsm8k\"? Give \"arithmetic\", \"arithmetic_single\", \
+             \"gsm8k\", \"retool\", \"verify_if\" or \"command\"",
         ),
         (
             "[checkpoint]\ndtype = \"fp16\"",
@@ -169,6 +169,31 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         (
             "[task]\ntrain_file = \"Cargo.toml\"",
             "r.toml:2: task.train_file: the task arithmetic makes its own problems; remove the key",
+        ),
+        (
+            "[task]\ngrading = \"all\"",
+            "r.toml:2: task.grading: only the task verify_if reads this, and task.name is arithmetic; remove one of the two",
+        ),
+        (
+            "[task]\nname = \"verify_if\"\ntrain_file = \"Cargo.toml\"\nvalidation_file = \"Cargo.toml\"\nanswer = \"exact\"",
+            "r.toml:5: task.answer: only the task retool reads this, and task.name is verify_if; remove one of the two",
+        ),
+        (
+            "[task]\nname = \"retool\"\ntrain_file = \"Cargo.toml\"\nextraction = \"strict\"\nvalidation_file = \"Cargo.toml\"",
+            "r.toml:4: task.extraction: only the task gsm8k reads this, and task.name is retool; remove one of the two",
+        ),
+        (
+            "[task]\nname = \"retool\"\ntrain_file = \"Cargo.toml\"",
+            "r.toml:1: task.validation_file: missing, and the task retool reads its problems from it; name the file",
+        ),
+        (
+            "[task]\ncommand = [\"python3\"]",
+            "r.toml:2: task.command: only the task command reads this, and task.name is arithmetic; remove one of the two",
+        ),
+        (
+            "[task]\nname = \"command\"",
+            "r.toml:1: task.command: missing, and the task command runs it; write a program and its arguments, such as \
+             [\"python3\", \"my_task.py\"]",
         ),
         (
             "[task]\nname = \"gsm8k\"\nvalidation_file = \"Cargo.toml\"",
