@@ -28,7 +28,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     let stop = Stop::listen()?;
     let recipe = bench.recipe();
-    let prompts = training_prompts(&bench, step);
+    let prompts = training_prompts(&bench, step, 0, recipe.rollout.prompts_per_step);
     let settings = RolloutSettings::training(recipe, bench.preamble.clone(), step);
     let asked = (&settings, recipe.rollout.samples_per_prompt);
     let name = format!("step-{step:06}");
@@ -50,10 +50,12 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     Ok(EXIT_DONE)
 }
 
-/// The prompts of training step `step`, from 1: the task's stream in order.
-pub(super) fn training_prompts(bench: &Workbench, step: u64) -> Vec<Prompt> {
+/// The first `count` prompts of draw `round` (from 0) of training step `step` (from 1): the task's stream in order. Each
+/// step owns a stretch that suffices for every draw it may make, so its prompts depend on its number alone.
+pub(super) fn training_prompts(bench: &Workbench, step: u64, round: u64, count: usize) -> Vec<Prompt> {
     let recipe = bench.recipe();
-    let count = recipe.rollout.prompts_per_step as u64;
+    let draws = recipe.rollout.resample_rounds_max + 1;
+    let first = ((step - 1) * draws + round) * recipe.rollout.prompts_per_step as u64;
     let problem = |index| bench.task.training_problem(recipe.train.seed, index);
-    ((step - 1) * count..step * count).map(|index| Prompt { index, problem: problem(index) }).collect()
+    (first..first + count as u64).map(|index| Prompt { index, problem: problem(index) }).collect()
 }

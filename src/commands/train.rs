@@ -1,25 +1,26 @@
 //! `rloss train RECIPE`: cold start, reinforcement learning, evaluations, checkpoints.
 
+mod generate;
+mod update;
+
 use super::evaluation::evaluate;
-use super::rollout::training_prompts;
 use super::run_folder::{ResumePoint, RunFolder};
 use super::signals::Stop;
 use super::workbench::Workbench;
 use crate::cli::{EXIT_DONE, EXIT_STOPPED, RunArgs};
 use crate::metrics::{Console, Metrics, Phase, Row, Timings};
 use crate::model::config::Form;
-use crate::model::forward::ForwardOptions;
+use crate::model::weights::Parameters;
 use crate::policy::alarm::alarm;
 use crate::recipe::{self, Dtype, locate};
+use crate::rollout::Rollouts;
 use crate::rollout::stored::Stored;
-use crate::rollout::{RolloutSettings, Rollouts};
 use crate::train::accumulate::Learner;
 use crate::train::batch::Sequence;
 use crate::train::checkpoint::{self, Snapshot, TrainerState};
 use crate::train::forward_backward::PassSettings;
 use crate::train::gradients::Gradients;
 use crate::train::optimizer::{Optimizer, learning_rate};
-use crate::train::policy_step::PolicyStep;
 use crate::train::supervised::{self, Examples};
 use anyhow::{Result, ensure};
 use clap::Args;
@@ -63,7 +64,8 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
         folder.write_confinement(&confinement)?;
     }
     let timings = Timings::new();
-    let mut trainer = Trainer { bench: &bench, folder, console, stop, timings, stored, timed_out: false };
+    let mut trainer =
+        Trainer { bench: &bench, folder, console, stop, timings, stored, timed_out: false, reference: None };
     let stopped = trainer.run(&examples, &held_out, point)?;
     trainer.console.print(&format!("{} {}", if stopped { "stopped:" } else { "done:" }, out.display()));
     Ok(if stopped { EXIT_STOPPED } else { EXIT_DONE })
@@ -108,6 +110,8 @@ struct Trainer<'a> {
     stored: Option<Stored>,
     /// A tool call was ended by the wall clock: the run is no longer reproducible, which is said once.
     timed_out: bool,
+    /// The frozen reference, where the recipe asks for one.
+    reference: Option<Parameters>,
 }
 
 impl<'a> Trainer<'a> {
@@ -132,6 +136,7 @@ impl<'a> Trainer<'a> {
             _ => {}
         }
         let optimizer = self.optimizer(&recipe.train.optimizer, resumed.as_ref())?;
+        self.set_reference(resumed.is_some())?;
         if resumed.is_none() && recipe.eval.before_training && recipe.train.steps > 0 {
             self.evaluate(0)?;
         }
@@ -215,17 +220,15 @@ impl<'a> Trainer<'a> {
         for step in start + 1..=steps {
             let begun = std::time::Instant::now();
             let rollouts = self.generate(step)?;
-            let (gradients, update) =
-                self.timings.time("update_actor", || self.policy_step().gradients(&rollouts.groups))?;
             let lr = learning_rate(&recipe.train.optimizer, step - 1, steps);
-            let norm = self.apply(&mut optimizer, gradients, recipe.train.optimizer.grad_norm_max, lr)?;
+            let update = self.update(step, &rollouts.trained(), &mut optimizer, lr)?;
 
-            let mut metrics = crate::rollout::metrics(&rollouts.groups).finish();
+            let mut metrics = rollouts.metrics();
             metrics.extend(update);
-            metrics.set("actor/grad_norm", norm);
             metrics.set("actor/lr", lr);
             let seconds = begun.elapsed().as_secs_f64();
             self.timings.add("step", seconds);
+            let rollouts = rollouts.drawn;
             let counts = rollouts.counts();
             let tokens = counts.prefilled_tokens + counts.sampled_tokens;
             metrics.set("perf/throughput", tokens as f64 / seconds);
@@ -250,31 +253,6 @@ impl<'a> Trainer<'a> {
         }
         progress.finish();
         Ok(false)
-    }
-
-    /// The rollouts of step `step`: prompts are taken from the task's stream in order, unless they are fixed data.
-    fn generate(&self, step: u64) -> Result<Rollouts> {
-        let bench = self.bench;
-        let recipe = &bench.plan.recipe;
-        let count = recipe.rollout.prompts_per_step as u64;
-        if let Some(stored) = &self.stored {
-            return Ok(stored.step(step, count));
-        }
-        let prompts = training_prompts(bench, step);
-        let settings = RolloutSettings::training(recipe, bench.preamble.clone(), step);
-        let samples = recipe.rollout.samples_per_prompt;
-        let inner = self.console.inner_stage("rollout", count * samples as u64);
-        let weights = bench.rollout_weights()?;
-        let rollouts = self.timings.time("gen", || {
-            let seen = std::sync::atomic::AtomicU64::new(0);
-            let report = |p: crate::rollout::Progress| {
-                let before = seen.fetch_max(p.finished as u64, std::sync::atomic::Ordering::Relaxed);
-                inner.advance((p.finished as u64).saturating_sub(before), 0, &[]);
-            };
-            bench.rollout(&weights, &settings).groups(&prompts, samples, &report, &|| false)
-        })?;
-        inner.finish();
-        rollouts.ok_or_else(|| anyhow::anyhow!("the rollout ended early"))
     }
 
     /// Clips, updates, and returns the gradient norm before clipping.
@@ -327,18 +305,6 @@ impl<'a> Trainer<'a> {
             temperature,
             load_balance: 0.0,
             forward: self.bench.training_forward(),
-        }
-    }
-
-    fn policy_step(&self) -> PolicyStep<'a> {
-        let recipe = &self.bench.plan.recipe;
-        PolicyStep {
-            learner: self.learner(),
-            policy: &recipe.policy,
-            pass: self.pass(recipe.rollout.temperature),
-            second_forward: ForwardOptions::second_forward(&recipe.arms, recipe.train.seed),
-            micro_batch_tokens: recipe.train.micro_batch_tokens,
-            response_tokens_max: recipe.rollout.response_tokens_max,
         }
     }
 

@@ -1,5 +1,7 @@
 //! What one key alone cannot tell: contradictions, files that are not there, and what is likely not meant.
 
+mod policy;
+
 use super::arms::ARMS;
 use super::mistake::{Mistake, Places};
 use super::{Advantage, Architecture, Optimizer, Recipe, TaskName, Tokenizer};
@@ -329,16 +331,6 @@ impl Rules<'_> {
             self.warn(
                 &[&format!("{table}.warmup_steps"), steps_key],
                 format!("the warm-up of {warmup} steps does not end within the {steps} of {steps_key}"),
-            );
-        }
-    }
-
-    fn policy(&mut self) {
-        let dual_clip = self.recipe.policy.dual_clip;
-        if dual_clip != 0.0 && dual_clip <= 1.0 {
-            self.refuse(
-                &["policy.dual_clip"],
-                format!("{dual_clip} would bound the ratio where it is not yet off policy; give more than 1, or 0 for none"),
             );
         }
     }

@@ -14,6 +14,7 @@ mod model_files;
 mod one_forward;
 mod ops;
 mod policy;
+mod policy_step;
 mod recipe;
 mod report;
 mod rollout;
