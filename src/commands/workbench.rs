@@ -9,6 +9,7 @@ use crate::model::forward::{ForwardOptions, Model};
 use crate::model::init::{InitSettings, init};
 use crate::model::load::{load, weights_present};
 use crate::model::names::ParameterSpec;
+use crate::model::perturb::rollout_weights;
 use crate::model::save::Companions;
 use crate::model::weights::{Parameters, Resident};
 use crate::ops::threads::Threads;
@@ -45,7 +46,7 @@ impl Workbench {
     ///
     /// # Errors
     /// [`BadInput`] with every mistake found, each with its place and remedy.
-    pub fn open(plan: Plan) -> Result<Self> {
+    pub fn open(mut plan: Plan) -> Result<Self> {
         let threads = Threads::new(plan.recipe.parallel.threads)?;
         let mut mistakes = Mistakes(vec![]);
         let source = mistakes.note(ModelSource::open(&plan.recipe));
@@ -65,6 +66,9 @@ impl Workbench {
         else {
             return Err(bad_input!("{}", mistakes.0.join("\n")));
         };
+        if let Some(folder) = &source.lacks_weights {
+            plan.warnings.push(format!("{} holds no weights; they are drawn at random", folder.display()));
+        }
         let preamble = preamble(&plan.recipe.harmony, task.uses_python());
         let parameters = Parameters::new(&source.config, source.tensors(&plan.recipe)?)?;
         let context = source.config.max_position_embeddings;
@@ -99,7 +103,15 @@ impl Workbench {
 
     /// What the arms change in the training forward.
     pub fn training_forward(&self) -> ForwardOptions {
-        ForwardOptions { sinks: !self.recipe().arms.no_train_sinks, ..ForwardOptions::default() }
+        ForwardOptions::training(&self.recipe().arms, self.recipe().train.seed)
+    }
+
+    /// The weights that training rollouts read, as the arms leave them.
+    ///
+    /// # Errors
+    /// [`BadInput`] when an arm does not fit the model.
+    pub fn rollout_weights(&self) -> Result<Resident> {
+        rollout_weights(&self.recipe().arms, &self.parameters)
     }
 
     /// A rollout of this model with `weights` and `settings`.
@@ -189,9 +201,6 @@ impl ModelSource {
     }
 
     fn tensors(&self, recipe: &Recipe) -> Result<Vec<(ParameterSpec, Tensor)>> {
-        if let Some(folder) = &self.lacks_weights {
-            eprintln!("warning: {} holds no weights; they are drawn at random", folder.display());
-        }
         let tensors = match &self.weights {
             Some(folder) => load(folder, &self.config)?,
             None => {
@@ -256,7 +265,10 @@ fn config_of(a: &Architecture, tokenizer: &HarmonyTokenizer) -> Config {
     }
 }
 
-/// Which parameters learn: all but those that a `train.freeze` pattern names.
+/// What `arms.freeze_attention` freezes.
+const ATTENTION: &str = "model.layers.*.self_attn.*";
+
+/// Which parameters learn: all but those that a `train.freeze` pattern or the arm names.
 fn trainable(plan: &Plan, specs: &[ParameterSpec]) -> Result<Vec<bool>> {
     let patterns = &plan.recipe.train.freeze;
     for pattern in patterns {
@@ -268,6 +280,8 @@ fn trainable(plan: &Plan, specs: &[ParameterSpec]) -> Result<Vec<bool>> {
             return Err(BadInput(plan.mistake("train.freeze", what).to_string()).into());
         }
     }
+    let arm = plan.recipe.arms.freeze_attention.then(|| ATTENTION.to_owned());
+    let patterns: Vec<&String> = patterns.iter().chain(&arm).collect();
     let trainable: Vec<bool> =
         specs.iter().map(|spec| !patterns.iter().any(|pattern| matches(pattern, &spec.name))).collect();
     if !trainable.contains(&true) {

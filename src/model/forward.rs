@@ -5,6 +5,7 @@
 
 use super::cache::SequenceCache;
 use super::config::{Config, LayerType};
+use super::perturb::{RouterNoise, round_mantissa};
 use super::weights::{LayerWeights, WeightSource};
 use crate::ops::{self, experts::Dispatch, rope::Rotation, sink_attention::Attention};
 use anyhow::Result;
@@ -18,11 +19,21 @@ pub struct ForwardOptions {
     pub sinks: bool,
     /// False gives the sinks no gradient.
     pub sink_gradient: bool,
+    /// Noise on the router logits, before experts are chosen and weighed.
+    pub router_noise: Option<RouterNoise>,
+    /// Mantissa bits kept of the residual stream and of what the norms give; without gradient. `None`: all.
+    pub mantissa_bits: Option<u32>,
 }
 
 impl Default for ForwardOptions {
     fn default() -> Self {
-        Self { sinks: true, sink_gradient: true }
+        Self { sinks: true, sink_gradient: true, router_noise: None, mantissa_bits: None }
+    }
+}
+
+impl ForwardOptions {
+    fn round(&self, x: Tensor) -> Result<Tensor> {
+        self.mantissa_bits.map_or(Ok(x.clone()), |bits| round_mantissa(&x, bits))
     }
 }
 
@@ -47,6 +58,13 @@ impl Model {
     /// The model for sequences of up to `context_tokens_max` positions.
     pub fn new(config: Config, context_tokens_max: usize) -> Self {
         let table = Arc::new(super::rope::table(&config.rope, config.head_dim, context_tokens_max));
+        Self { config, table }
+    }
+
+    /// The same with YaRN's frequencies but without its factor on cosine and sine: a mistake to recognise others by.
+    pub fn without_attention_factor(config: Config, context_tokens_max: usize) -> Self {
+        let frequencies = super::rope::frequencies(&config.rope, config.head_dim);
+        let table = Arc::new(ops::rope::RopeTable::new(&frequencies, context_tokens_max, 1.0));
         Self { config, table }
     }
 
@@ -87,16 +105,19 @@ impl Model {
         options: ForwardOptions,
         replay: Option<&Arc<Vec<u16>>>,
     ) -> Result<LayerOutput> {
-        let x = (x + self.attention_block(index, weights, x, rotation, attend, options)?)?;
-        let h = ops::rms_norm(&x, &weights.post_attention_norm, self.config.rms_norm_eps)?;
+        let x = options.round((x + self.attention_block(index, weights, x, rotation, attend, options)?)?)?;
+        let h = options.round(ops::rms_norm(&x, &weights.post_attention_norm, self.config.rms_norm_eps)?)?;
         let top_k = self.config.num_experts_per_tok;
-        let router_logits = ops::linear(&h, &weights.router.weight, &weights.router.bias)?;
+        let mut router_logits = ops::linear(&h, &weights.router.weight, &weights.router.bias)?;
+        if let Some(noise) = &options.router_noise {
+            router_logits = noise.add(&router_logits, index, &rotation.positions)?;
+        }
         let routes = match replay {
             Some(routes) => routes.clone(),
             None => Arc::new(ops::route(&router_logits, top_k)?),
         };
         let mixed = self.experts_block(weights, &h, &router_logits, &routes)?;
-        Ok(LayerOutput { hidden: (x + mixed)?, routes, router_logits })
+        Ok(LayerOutput { hidden: options.round((x + mixed)?)?, routes, router_logits })
     }
 
     fn attention_block(
@@ -109,7 +130,7 @@ impl Model {
         options: ForwardOptions,
     ) -> Result<Tensor> {
         let attention = self.attention(index, options);
-        let h = ops::rms_norm(x, &w.input_norm, self.config.rms_norm_eps)?;
+        let h = options.round(ops::rms_norm(x, &w.input_norm, self.config.rms_norm_eps)?)?;
         let q = ops::rope(&ops::linear(&h, &w.q.weight, &w.q.bias)?, attention.heads, rotation)?;
         let k = ops::linear(&h, &w.k.weight, &w.k.bias)?;
         let v = ops::linear(&h, &w.v.weight, &w.v.bias)?;

@@ -8,6 +8,7 @@ pub mod init;
 pub mod load;
 pub mod mxfp4;
 pub mod names;
+pub mod perturb;
 pub mod rope;
 pub mod save;
 pub mod weights;

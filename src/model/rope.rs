@@ -5,22 +5,26 @@ use crate::ops::rope::RopeTable;
 
 /// The table of `positions` positions for heads of `head_dim`.
 pub fn table(rope: &Rope, head_dim: usize, positions: usize) -> RopeTable {
+    let factor = rope.yarn.as_ref().map_or(1.0, |yarn| yarn.factor);
+    let attention_factor = if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 };
+    RopeTable::new(&frequencies(rope, head_dim), positions, attention_factor)
+}
+
+/// Radians a position of each pair of dimensions.
+pub(super) fn frequencies(rope: &Rope, head_dim: usize) -> Vec<f32> {
     let half = head_dim / 2;
     let period = |i: usize| rope.theta.powf(2.0 * i as f64 / head_dim as f64);
     let Some(yarn) = &rope.yarn else {
-        let frequencies: Vec<f32> = (0..half).map(|i| (1.0 / period(i)) as f32).collect();
-        return RopeTable::new(&frequencies, positions, 1.0);
+        return (0..half).map(|i| (1.0 / period(i)) as f32).collect();
     };
     let (low, high) = ramp_bounds(yarn, rope.theta, head_dim);
-    let frequencies: Vec<f32> = (0..half)
+    (0..half)
         .map(|i| {
             let ramp = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
             let (kept, stretched) = (1.0 / period(i), 1.0 / (yarn.factor * period(i)));
             (stretched * ramp + kept * (1.0 - ramp)) as f32
         })
-        .collect();
-    let attention_factor = if yarn.factor > 1.0 { 0.1 * yarn.factor.ln() + 1.0 } else { 1.0 };
-    RopeTable::new(&frequencies, positions, attention_factor)
+        .collect()
 }
 
 /// The dimensions between which frequencies pass from kept to stretched: those that turn `beta_fast` and

@@ -99,7 +99,15 @@ impl Parameters {
     /// # Errors
     /// When a tensor of the architecture is missing.
     pub fn detached(&self) -> Result<Resident> {
-        Resident::new(self, &|_| false)
+        Resident::new(self, &|_, tensor| Ok(tensor.detach()))
+    }
+
+    /// The weights after `map`, without gradient tracking.
+    ///
+    /// # Errors
+    /// Those of `map`.
+    pub fn mapped(&self, map: &dyn Fn(&ParameterSpec, &Tensor) -> Result<Tensor>) -> Result<Resident> {
+        Resident::new(self, &|index, tensor| map(&self.specs[index], &tensor.detach()))
     }
 
     /// The weights with gradient tracking for those that `trainable` marks (all of `len()`).
@@ -107,7 +115,10 @@ impl Parameters {
     /// # Errors
     /// When a tensor of the architecture is missing.
     pub fn tracked(&self, trainable: &[bool]) -> Result<Resident> {
-        Resident::new(self, &|index| trainable[index])
+        let tracked = |index: usize, tensor: &Tensor| {
+            Ok(if trainable[index] { tensor.clone() } else { tensor.detach() })
+        };
+        Resident::new(self, &tracked)
     }
 }
 
@@ -121,12 +132,11 @@ pub struct Resident {
 }
 
 impl Resident {
-    fn new(parameters: &Parameters, tracked: &dyn Fn(usize) -> bool) -> Result<Self> {
+    fn new(parameters: &Parameters, map: &dyn Fn(usize, &Tensor) -> Result<Tensor>) -> Result<Self> {
         let layers = parameters.specs.iter().filter_map(|s| s.layer).max().map_or(0, |last| last + 1);
         let find = |name: &str| {
             let index = parameters.position(name).with_context(|| format!("no tensor {name}"))?;
-            let tensor = parameters.vars[index].as_tensor();
-            Ok(if tracked(index) { tensor.clone() } else { tensor.detach() })
+            map(index, parameters.vars[index].as_tensor())
         };
         Ok(Self {
             embedding: find("model.embed_tokens.weight")?,

@@ -1,5 +1,8 @@
 //! What one key alone cannot tell: contradictions, files that are not there, and what is likely not meant.
 
+mod policy;
+
+use super::arms::ARMS;
 use super::mistake::{Mistake, Places};
 use super::{Advantage, Architecture, Optimizer, Recipe, TaskName, Tokenizer};
 use std::path::Path;
@@ -22,6 +25,7 @@ pub(crate) fn check(recipe: &Recipe, places: &Places, unsure: &[String]) -> Find
     rules.cold_start();
     rules.train();
     rules.policy();
+    rules.arms();
     rules.eval();
     rules.parallel();
     rules.findings
@@ -310,6 +314,9 @@ impl Rules<'_> {
     fn train(&mut self) {
         let train = &self.recipe.train;
         self.optimizer("train.optimizer", &train.optimizer, "train.steps", train.steps);
+        if let Some(file) = &train.trajectories {
+            self.file("train.trajectories", file);
+        }
         if train.freeze.iter().any(String::is_empty) {
             self.refuse(
                 &["train.freeze"],
@@ -328,19 +335,10 @@ impl Rules<'_> {
         }
     }
 
-    fn policy(&mut self) {
-        let dual_clip = self.recipe.policy.dual_clip;
-        if dual_clip != 0.0 && dual_clip <= 1.0 {
-            self.refuse(
-                &["policy.dual_clip"],
-                format!("{dual_clip} would bound the ratio where it is not yet off policy; give more than 1, or 0 for none"),
-            );
-        }
-        if self.recipe.arms.no_train_sinks {
-            self.warn(
-                &["arms.no_train_sinks"],
-                "a failure is switched on: training leaves out the sinks that sampling has",
-            );
+    fn arms(&mut self) {
+        let on = self.recipe.arms.switched_on();
+        for (arm, what) in ARMS.iter().filter(|(arm, _)| on.contains(arm)) {
+            self.warn(&[&format!("arms.{arm}")], format!("a failure is switched on: {what}"));
         }
     }
 

@@ -52,11 +52,11 @@ impl RolloutSettings {
             purpose: Purpose::Sampling,
             step,
             preamble,
-            forward: ForwardOptions::default(),
+            forward: ForwardOptions::rollout(&recipe.arms, recipe.train.seed),
         }
     }
 
-    /// The evaluation after step `step`: its own sampling and seeds, the budgets of training.
+    /// The evaluation after step `step`: its own sampling and seeds, the budgets of training, no arm.
     pub fn evaluation(recipe: &Recipe, preamble: Vec<Message>, step: u64) -> Self {
         let eval = &recipe.eval;
         let (temperature, top_p, top_k, min_p) = (eval.temperature, eval.top_p, eval.top_k, eval.min_p);
@@ -64,6 +64,7 @@ impl RolloutSettings {
             sampling: Sampling { temperature, top_p, top_k, min_p },
             keep_routes: false,
             purpose: Purpose::Evaluation,
+            forward: ForwardOptions::default(),
             ..Self::training(recipe, preamble, step)
         }
     }

@@ -125,6 +125,17 @@ pub trait Task: Send + Sync {
         Ok(None)
     }
 
+    /// The answer a finished conversation gives, as majority@k counts it; by default its final message.
+    fn answer_text(&self, transcript: &Transcript) -> Option<String> {
+        let text = transcript.final_text()?.trim();
+        (!text.is_empty()).then(|| text.to_owned())
+    }
+
+    /// Whether two texts of [`Self::answer_text`] are the same answer.
+    fn same_answer(&self, a: &str, b: &str) -> bool {
+        a == b
+    }
+
     /// Grades a finished conversation.
     ///
     /// # Errors

@@ -181,6 +181,14 @@ impl Task for Retool {
         true
     }
 
+    fn answer_text(&self, transcript: &Transcript) -> Option<String> {
+        transcript.final_text().and_then(|text| self.form.extract(text)).map(str::to_owned)
+    }
+
+    fn same_answer(&self, a: &str, b: &str) -> bool {
+        a == b || self.equality.holds(a, b)
+    }
+
     fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {
         let answer = transcript.final_text().and_then(|text| self.form.extract(text));
         let gold = problem.answer.as_str().unwrap_or_default();

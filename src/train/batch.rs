@@ -28,6 +28,15 @@ pub struct MicroBatch {
     pub targets: Arc<Vec<u32>>,
     /// Start of each sequence in `rows`, and `R`.
     pub cu_targets: Vec<usize>,
+    /// Experts to use instead of the router's choice, `[layers]` of `[T][K]`.
+    pub replay: Option<Vec<Arc<Vec<u16>>>>,
+}
+
+impl MicroBatch {
+    /// The experts to replay at layer `index`.
+    pub fn replayed(&self, index: usize) -> Option<&Arc<Vec<u16>>> {
+        self.replay.as_ref()?.get(index)
+    }
 }
 
 impl MicroBatch {
@@ -54,6 +63,7 @@ impl MicroBatch {
             rows: Arc::new(rows),
             targets: Arc::new(targets),
             cu_targets,
+            replay: None,
         }
     }
 

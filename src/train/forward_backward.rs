@@ -1,7 +1,7 @@
 //! Forward and backward of one micro-batch, layer by layer.
 //!
 //! With recomputation only each layer's input is kept; the backward computes a layer again with gradients and feeds
-//! the gradient from above in through [`ops::upstream`]. Without it one graph holds everything. The bits are the same.
+//! the gradient from above in through [`ops::upstream()`]. Without it one graph holds everything. The bits are the same.
 
 use super::batch::MicroBatch;
 use super::gradients::Gradients;
@@ -91,8 +91,8 @@ impl Pass<'_> {
         let (mut routes, mut balance, mut balance_sum) = (vec![], None::<Tensor>, 0.0);
         for index in 0..self.model.config.num_hidden_layers {
             let layer = weights.layer(index)?;
-            let options = self.settings.forward;
-            let output = self.model.layer(index, &layer, &x, &rotation, &mut attend, options, None)?;
+            let (options, replay) = (self.settings.forward, self.batch.replayed(index));
+            let output = self.model.layer(index, &layer, &x, &rotation, &mut attend, options, replay)?;
             if let Some((loss, value)) = self.load_balance(&output.router_logits, &output.routes)? {
                 balance = Some(match balance {
                     Some(sum) => (sum + loss)?,
@@ -165,9 +165,9 @@ impl Pass<'_> {
         let mut routes = vec![];
         for index in 0..self.model.config.num_hidden_layers {
             let layer: LayerWeights = weights.layer(index)?;
-            let options = self.settings.forward;
+            let (options, replay) = (self.settings.forward, self.batch.replayed(index));
             let output =
-                self.model.layer(index, &layer, &inputs[index], &rotation, &mut attend, options, None)?;
+                self.model.layer(index, &layer, &inputs[index], &rotation, &mut attend, options, replay)?;
             inputs.push(output.hidden);
             routes.push(output.routes);
         }

@@ -64,7 +64,9 @@ fn random_models_agree_with_transformers() {
 #[test]
 fn arms_break_what_their_names_say() {
     let case = Case::read(&fixture("gpt_oss_yarn"));
-    let run = |sinks, sink_gradient| case.forward_backward(true, ForwardOptions { sinks, sink_gradient });
+    let run = |sinks, sink_gradient| {
+        case.forward_backward(true, ForwardOptions { sinks, sink_gradient, ..ForwardOptions::default() })
+    };
     let (plain, no_gradient, no_sinks) = (run(true, true), run(true, false), run(false, true));
     assert_eq!(plain.log_probs, no_gradient.log_probs);
     let moved = plain.log_probs.iter().zip(&no_sinks.log_probs).map(|(a, b)| (a - b).abs());

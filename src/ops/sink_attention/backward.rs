@@ -168,8 +168,8 @@ impl Tile {
             dk[at.clone()].copy_from_slice(&dk_sum[..width]);
             dv[at].copy_from_slice(&dv_sum[..width]);
         }
-        for r in 0..self.rows {
-            dq.at(self.places[r] * d + column, width).copy_from_slice(&dq_sums[r][..width]);
+        for (sums, place) in dq_sums.iter().zip(&self.places).take(self.rows) {
+            dq.at(place * d + column, width).copy_from_slice(&sums[..width]);
         }
     }
 }

@@ -47,7 +47,7 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ("[trian]\nsteps = 80", "r.toml:1: trian: unknown key; did you mean train?"),
         ("[train]\nlr = 1e-3", "r.toml:2: train.lr: unknown key; did you mean train.optimizer.lr?"),
         ("clip_low = 0.1", "r.toml:1: clip_low: unknown key; did you mean policy.clip_low?"),
-        ("[arms]\nx = 1", "r.toml:2: arms.x: unknown key; [arms] has no_train_sinks"),
+        ("[arms]\nx = 1", "r.toml:2: arms.x: unknown key; [arms] has no_train_sinks, no_sink_gradient, second_forward_old_logprobs, router_noise, router_noise_rollout, router_noise_train, rollout_bf16, rollout_mxfp4, rollout_mantissa_bits, freeze_attention"),
         (
             "[whatever]\nx = 1",
             "r.toml:1: whatever: unknown key; a recipe has model, harmony, task, interpreter, rollout, cold_start, train, \
@@ -345,5 +345,77 @@ fn no_damage_to_a_recipe_is_a_panic() {
             damaged[at] = letters[rng.random_range(0..letters.len())];
         }
         read(&damaged.into_iter().collect::<String>());
+    }
+}
+
+#[test]
+fn contradictions_of_the_policy_are_refused_with_the_reason() {
+    // (recipe, key, part of the reason)
+    let correction = |keys: &str| format!("[policy.correction]\n{keys}");
+    let cases = [
+        ("train.minibatches = 2".to_owned(), "train.minibatches", "would move the ratio's anchor"),
+        ("train.epochs = 3".to_owned(), "train.epochs", "would move the ratio's anchor"),
+        (
+            "policy.old_logprob = \"rollout\"\ntrain.minibatches = 65".to_owned(),
+            "train.minibatches",
+            "65 updates of a step's 64 trajectories",
+        ),
+        (
+            "policy.old_logprob = \"rollout\"\npolicy.correction.is = \"token\"".to_owned(),
+            "policy.correction.is",
+            "count the gap twice",
+        ),
+        (correction("normalize = true"), "policy.correction.normalize", "no weights to normalise"),
+        (correction("is = \"token\"\nthreshold = []"), "policy.correction.threshold", "give one number"),
+        (correction("is = \"token\"\nthreshold = [2.0, 0.5]"), "policy.correction.threshold", "reversed"),
+        (correction("is = \"token\"\nthreshold = [-1]"), "policy.correction.threshold", "positive"),
+        (correction("reject = [\"token_k1\"]"), "policy.correction.reject_bounds", "0 bounds for 1 options"),
+        (correction("reject = [\"seq_max_k1\"]"), "policy.correction.reject", "seq_max_k"),
+        (
+            correction("reject = [\"token_k1\"]\nreject_bounds = [[2.0, 0.5]]"),
+            "policy.correction.reject_bounds",
+            "of token_k1: the bounds are reversed",
+        ),
+        (
+            correction("reject = [\"token_k1\"]\nreject_bounds = [[0.5]]"),
+            "policy.correction.reject_bounds",
+            "empty for 0.5",
+        ),
+        (
+            correction("reject = [\"seq_sum_k3\"]\nreject_bounds = [[0.5, 2.0]]"),
+            "policy.correction.reject_bounds",
+            "one upper bound",
+        ),
+        (
+            correction("reject = [\"token_k2\", \"token_k2\"]\nreject_bounds = [[1.0], [1.0]]"),
+            "policy.correction.reject",
+            "token_k2 is there twice",
+        ),
+        (
+            "policy.router_replay = \"rollout\"".to_owned(),
+            "policy.router_replay",
+            "rollout.keep_routes = true",
+        ),
+        ("policy.router_replay = \"recompute\"".to_owned(), "policy.router_replay", "the same pass"),
+        (
+            "[policy.kl]\nplace = \"reward\"\nestimator = \"k3+\"".to_owned(),
+            "policy.kl.estimator",
+            "no gradient flows through a reward",
+        ),
+        ("policy.kl.coefficient = 0".to_owned(), "policy.kl.coefficient", "above 0"),
+        (
+            "policy.overlong.buffer_tokens = 100".to_owned(),
+            "policy.overlong.buffer_tokens",
+            "more than the 72",
+        ),
+        (
+            "rollout.samples_per_prompt = 1\nrollout.resample_rounds_max = 1".to_owned(),
+            "rollout.resample_rounds_max",
+            "group of one",
+        ),
+    ];
+    for (text, key, reason) in cases {
+        let found = mistake(&text, &[]);
+        assert!(found.contains(&format!(" {key}: ")) && found.contains(reason), "{text}: {found}");
     }
 }

@@ -1,0 +1,124 @@
+//! Figures of a gap: training log-probs against rollout log-probs on the same tokens.
+
+use super::passes::{Path, Trace};
+use crate::ops::threads::Threads;
+use crate::policy::Sequences;
+use crate::policy::correction::{ImportanceSampling, Level, WeightBound, importance_weights};
+use crate::policy::offpolicy::{agreement_metrics, offpolicy_metrics};
+use crate::train::batch::MicroBatch;
+use anyhow::{Result, ensure};
+
+/// Weights above this are cut, so that one token does not decide spread and sample size.
+const WEIGHT_MAX: f64 = 1e6;
+
+/// Columns of the table: metric and its short name.
+pub const COLUMNS: [(&str, &str); 12] = [
+    ("mismatch/logprob_abs_diff_max", "|Δlogp| max"),
+    ("mismatch/logprob_abs_diff_mean", "mean"),
+    ("mismatch/bit_equal_fraction", "bit-equal"),
+    ("rollout_corr/log_ppl_abs_diff", "log-ppl gap mean"),
+    ("mismatch/log_ppl_abs_diff_max", "max"),
+    ("rollout_corr/kl", "KL k1"),
+    ("rollout_corr/k3_kl", "k3"),
+    ("mismatch/clip_fraction", "clipped"),
+    ("rollout_corr/rollout_is_std", "IS std"),
+    ("rollout_corr/rollout_is_eff_sample_size", "ESS"),
+    ("mismatch/routing_agreement", "routing"),
+    ("mismatch/first_divergent_layer", "first layer"),
+];
+
+/// Log-probabilities of the same targets by both paths.
+pub struct Gap<'a> {
+    /// Start of each sequence, and the number of targets.
+    pub cu_seqlens: &'a [usize],
+    pub training: &'a [f32],
+    pub rollout: &'a [f32],
+    /// What the importance ratio is taken against: the rollout's, or a second forward's.
+    pub old: &'a [f32],
+    /// Ratios outside `1 − low ..= 1 + high` are clipped.
+    pub clip: (f64, f64),
+}
+
+impl Gap<'_> {
+    /// The figures, by the names of [`COLUMNS`].
+    ///
+    /// # Errors
+    /// When a log-probability is no number, or there is none.
+    pub fn metrics(&self) -> Result<Vec<(String, f64)>> {
+        let tokens = self.training.len();
+        ensure!(self.rollout.len() == tokens && self.old.len() == tokens, "lengths differ");
+        let mask = vec![true; tokens];
+        let sequences = Sequences::new(self.cu_seqlens, &mask)?;
+        let mut found: Vec<(String, f64)> =
+            agreement_metrics(&sequences, self.training, self.rollout)?.into_iter().collect();
+        for (name, value) in offpolicy_metrics(&sequences, self.training, Some(self.rollout))? {
+            found.push((format!("rollout_corr/{name}"), value));
+        }
+        let log_ratio: Vec<f32> = self.training.iter().zip(self.rollout).map(|(t, r)| t - r).collect();
+        let settings = ImportanceSampling {
+            level: Level::Token,
+            bound: WeightBound::Truncate { max: WEIGHT_MAX },
+            batch_normalize: false,
+        };
+        for (name, value) in importance_weights(&sequences, &log_ratio, &settings)?.metrics {
+            found.push((format!("rollout_corr/{name}"), value));
+        }
+        let gaps = log_ratio.iter().map(|gap| f64::from(gap.abs())).sum::<f64>();
+        found.push(("mismatch/logprob_abs_diff_mean".to_owned(), gaps / tokens as f64));
+        let clipped = |(t, o): (&f32, &f32)| {
+            let ratio = (f64::from(*t) - f64::from(*o)).exp();
+            ratio < 1.0 - self.clip.0 || ratio > 1.0 + self.clip.1
+        };
+        let clipped = self.training.iter().zip(self.old).filter(|pair| clipped(*pair)).count();
+        found.push(("mismatch/clip_fraction".to_owned(), clipped as f64 / tokens as f64));
+        found.retain(|(name, _)| COLUMNS.iter().any(|(column, _)| column == name));
+        Ok(found)
+    }
+}
+
+/// Where two forwards part.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Divergence {
+    /// Share of (token, layer) with the same set of experts.
+    pub routing_agreement: f64,
+    /// First layer, from 0, with an output that differs in any bit.
+    pub first_layer: Option<usize>,
+}
+
+/// Both paths over the same batches: their log-probabilities, and where they part.
+///
+/// # Errors
+/// When a forward fails.
+pub fn both(
+    threads: &Threads,
+    [a, b]: [&Path; 2],
+    batches: &[MicroBatch],
+    temperature: f64,
+) -> Result<([Vec<f32>; 2], Divergence)> {
+    let (mut log_probs, mut first_layer) = ([vec![], vec![]], None::<usize>);
+    let (mut same, mut all) = (0usize, 0usize);
+    for batch in batches {
+        let (x, y) = threads.wide(|| -> Result<(Trace, Trace)> { Ok((a.trace(batch)?, b.trace(batch)?)) })?;
+        log_probs[0].extend(a.log_probs(&x.normed, batch, temperature)?);
+        log_probs[1].extend(b.log_probs(&y.normed, batch, temperature)?);
+        let top_k = a.model.config.num_experts_per_tok;
+        for (x, y) in x.routes.iter().zip(&y.routes) {
+            for (x, y) in x.chunks_exact(top_k).zip(y.chunks_exact(top_k)) {
+                same += usize::from(x.iter().all(|expert| y.contains(expert)));
+                all += 1;
+            }
+        }
+        let layers = x.hidden.len().min(first_layer.unwrap_or(usize::MAX));
+        for index in 0..layers {
+            let bits = |t: &Trace| -> Result<Vec<u32>> {
+                Ok(t.hidden[index].flatten_all()?.to_vec1::<f32>()?.iter().map(|v| v.to_bits()).collect())
+            };
+            if bits(&x)? != bits(&y)? {
+                first_layer = Some(index);
+                break;
+            }
+        }
+    }
+    let routing_agreement = if all == 0 { 1.0 } else { same as f64 / all as f64 };
+    Ok((log_probs, Divergence { routing_agreement, first_layer }))
+}

@@ -1,0 +1,157 @@
+//! The proof that rollout and training are one forward, link by link.
+//!
+//! | link | says |
+//! | --- | --- |
+//! | `batch_invariance` | a row alone on one thread = the row in any packing, in any order, on several threads |
+//! | `prefill_equals_training` | a prompt read into the cache = the training forward |
+//! | `decode_equals_prefill` | a token at a time with the cache = the prompt in one piece |
+//! | `rollout_equals_training` | what was stored at sampling = the training forward: hence, and measured |
+//!
+//! The first three cover every token that follows another; the last one those that were sampled.
+
+use super::passes::Path;
+use crate::model::forward::ForwardOptions;
+use crate::model::weights::Resident;
+use crate::ops::threads::Threads;
+use crate::train::accumulate::Learner;
+use crate::train::batch::{MicroBatch, Sequence};
+use crate::train::forward_backward::{Pass, PassSettings};
+use crate::trajectory::Trajectory;
+use anyhow::Result;
+
+/// Sequences decoded together.
+const DECODE_SEQUENCES: usize = 64;
+
+/// What one link came to.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Link {
+    pub name: &'static str,
+    /// Log-probabilities compared.
+    pub tokens: usize,
+    /// Those that are the same bits on both sides.
+    pub bit_equal: usize,
+    /// Largest difference; infinite where one side is no number.
+    pub logprob_abs_diff_max: f64,
+}
+
+impl Link {
+    fn new(name: &'static str) -> Self {
+        Self { name, tokens: 0, bit_equal: 0, logprob_abs_diff_max: 0.0 }
+    }
+
+    fn add(&mut self, a: &[f32], b: &[f32]) {
+        // A length that differs must not pass for agreement.
+        self.tokens += a.len().max(b.len());
+        for (a, b) in a.iter().zip(b) {
+            self.bit_equal += usize::from(a.to_bits() == b.to_bits());
+            let gap = (f64::from(*a) - f64::from(*b)).abs();
+            self.logprob_abs_diff_max =
+                self.logprob_abs_diff_max.max(if gap.is_nan() { f64::INFINITY } else { gap });
+        }
+    }
+
+    /// The link between two computations of the same log-probabilities.
+    pub fn between(name: &'static str, a: &[f32], b: &[f32]) -> Self {
+        let mut link = Self::new(name);
+        link.add(a, b);
+        link
+    }
+
+    /// Adds what the same link came to elsewhere.
+    pub fn merge(&mut self, other: &Link) {
+        self.tokens += other.tokens;
+        self.bit_equal += other.bit_equal;
+        self.logprob_abs_diff_max = self.logprob_abs_diff_max.max(other.logprob_abs_diff_max);
+    }
+
+    /// Share of tokens with the same bits; 1 of nothing.
+    pub fn bit_equal_fraction(&self) -> f64 {
+        if self.tokens == 0 { 1.0 } else { self.bit_equal as f64 / self.tokens as f64 }
+    }
+
+    /// True when every bit agrees.
+    pub fn holds(&self) -> bool {
+        self.bit_equal == self.tokens && self.logprob_abs_diff_max == 0.0
+    }
+}
+
+/// Both sides of the proof.
+#[derive(Clone, Copy)]
+pub struct Proof<'a> {
+    pub learner: Learner<'a>,
+    /// What the rollout reads.
+    pub rollout_weights: &'a Resident,
+    pub rollout: ForwardOptions,
+    pub training: ForwardOptions,
+    pub temperature: f64,
+    pub micro_batch_tokens: usize,
+}
+
+impl Proof<'_> {
+    /// All links over `trajectories`, in order.
+    ///
+    /// # Errors
+    /// When a forward fails.
+    pub fn links(&self, trajectories: &[&Trajectory]) -> Result<[Link; 4]> {
+        let every = |t: &&Trajectory| Sequence {
+            tokens: t.tokens.clone(),
+            mask: (0..t.tokens.len()).map(|i| i > 0).collect(),
+        };
+        let sequences: Vec<Sequence> = trajectories.iter().map(every).collect();
+        let training = self.training(&sequences, self.micro_batch_tokens, self.learner.threads)?;
+
+        let mut invariance = Link::new("batch_invariance");
+        let alone = self.training(&sequences, 1, &Threads::new(1)?)?;
+        let reversed: Vec<Sequence> = sequences.iter().rev().cloned().collect();
+        let mut packed = self.training(&reversed, self.micro_batch_tokens / 2 + 7, &Threads::new(3)?)?;
+        packed.reverse();
+        for (alone, others) in alone.iter().zip(training.iter().zip(&packed)) {
+            invariance.add(alone, others.0);
+            invariance.add(alone, others.1);
+        }
+
+        let tokens: Vec<&[u32]> = trajectories.iter().map(|t| &t.tokens[..]).collect();
+        let path = Path { model: self.learner.model, weights: self.rollout_weights, forward: self.rollout };
+        let (mut prefill_link, mut decode_link) =
+            (Link::new("prefill_equals_training"), Link::new("decode_equals_prefill"));
+        for (chunk, training) in tokens.chunks(DECODE_SEQUENCES).zip(training.chunks(DECODE_SEQUENCES)) {
+            let threads = self.learner.threads;
+            let prefill = threads.wide(|| path.prefill(chunk, self.temperature))?;
+            let decode = threads.wide(|| path.decode(chunk, self.temperature))?;
+            prefill.iter().zip(training).for_each(|(a, b)| prefill_link.add(a, b));
+            decode.iter().zip(&prefill).for_each(|(a, b)| decode_link.add(a, b));
+        }
+
+        let mut rollout = Link::new("rollout_equals_training");
+        for (t, training) in trajectories.iter().zip(&training) {
+            let sampled: Vec<usize> = (1..t.tokens.len()).filter(|&i| t.mask[i]).collect();
+            let stored: Vec<f32> = sampled.iter().map(|&i| t.logprobs[i]).collect();
+            let computed: Vec<f32> = sampled.iter().map(|&i| training[i - 1]).collect();
+            rollout.add(&stored, &computed);
+        }
+        Ok([invariance, prefill_link, decode_link, rollout])
+    }
+
+    /// The training forward of `sequences`, packed up to `tokens_max`: log-probabilities a sequence.
+    fn training(
+        &self,
+        sequences: &[Sequence],
+        tokens_max: usize,
+        threads: &Threads,
+    ) -> Result<Vec<Vec<f32>>> {
+        let Learner { model, parameters, trainable, .. } = self.learner;
+        let settings = PassSettings {
+            recompute_layers: true,
+            temperature: self.temperature,
+            load_balance: 0.0,
+            forward: self.training,
+        };
+        let mut log_probs = Vec::with_capacity(sequences.len());
+        for batch in &MicroBatch::split(sequences, tokens_max) {
+            let pass = Pass { model, parameters, trainable, batch, settings };
+            let found = threads.wide(|| pass.forward())?.log_probs;
+            log_probs.extend(batch.cu_targets.windows(2).map(|w| found[w[0]..w[1]].to_vec()));
+        }
+        Ok(log_probs)
+    }
+}

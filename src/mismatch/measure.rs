@@ -1,0 +1,139 @@
+//! Arms, measured on the same tokens.
+//!
+//! The tokens are those of one rollout. Where an arm changes the rollout's forward, the rollout's log-probs are computed
+//! again on these tokens as that rollout would have stored them: every perturbation works on a row alone.
+
+use super::compare::{Divergence, Gap, both};
+use super::explain::{Cause, Observed, Reference};
+use super::output::Line;
+use super::passes::Path;
+use crate::model::forward::ForwardOptions;
+use crate::model::perturb::rollout_weights;
+use crate::recipe::Arms;
+use crate::train::batch::{MicroBatch, Sequence};
+use crate::trajectory::Trajectory;
+use anyhow::{Context, Result};
+
+/// The tokens, and what all arms have in common.
+pub struct Measure<'a> {
+    reference: Reference<'a>,
+    seed: u64,
+    temperature: f64,
+    clip: (f64, f64),
+    /// The arms that the tokens were sampled under.
+    sampled_under: Arms,
+    observed: Observed,
+    cu_seqlens: Vec<usize>,
+    /// The model's own log-probs, without any arm.
+    plain: Vec<f32>,
+}
+
+impl<'a> Measure<'a> {
+    /// Over `trajectories`, sampled under `arms` at `temperature`.
+    pub fn new(
+        reference: Reference<'a>,
+        trajectories: &[&Trajectory],
+        arms: &Arms,
+        seed: u64,
+        temperature: f64,
+        clip: (f64, f64),
+        micro_batch_tokens: usize,
+    ) -> Result<Self> {
+        let sequence = |t: &&Trajectory| Sequence { tokens: t.tokens.clone(), mask: t.mask.clone() };
+        let sequences: Vec<Sequence> = trajectories.iter().map(sequence).collect();
+        let (mut log_probs, mut cu_seqlens) = (vec![], vec![0]);
+        for t in trajectories {
+            let sampled = t.logprobs.iter().zip(&t.mask).skip(1).filter(|(_, sampled)| **sampled);
+            log_probs.extend(sampled.map(|(log_prob, _)| *log_prob));
+            cu_seqlens.push(log_probs.len());
+        }
+        let batches = MicroBatch::split(&sequences, micro_batch_tokens);
+        let weights = reference.parameters.detached()?;
+        let path = Path { model: reference.model, weights: &weights, forward: ForwardOptions::default() };
+        let plain = path.all_log_probs(reference.threads, &batches, temperature)?;
+        let batches = batches.into_iter().map(|batch| (batch, temperature)).collect();
+        let observed = Observed { batches, log_probs };
+        let sampled_under = arms.clone();
+        Ok(Self { reference, seed, temperature, clip, sampled_under, observed, cu_seqlens, plain })
+    }
+
+    /// The figures of one combination of arms.
+    ///
+    /// # Errors
+    /// When an arm does not fit the model, or a forward fails.
+    pub fn line(&self, name: &str, arms: &Arms) -> Result<Line> {
+        let Reference { threads, model, parameters } = self.reference;
+        let rollout_weights = rollout_weights(arms, parameters)?;
+        let weights = parameters.detached()?;
+        let rollout =
+            Path { model, weights: &rollout_weights, forward: ForwardOptions::rollout(arms, self.seed) };
+        let training = Path { model, weights: &weights, forward: ForwardOptions::training(arms, self.seed) };
+        let batches: Vec<MicroBatch> = self.observed.batches.iter().map(|(b, _)| b.clone()).collect();
+        let ([mut stored, computed], divergence) =
+            both(threads, [&rollout, &training], &batches, self.temperature)?;
+        if self.samples_alike(arms) {
+            stored.clone_from(&self.observed.log_probs);
+        }
+        let old = match ForwardOptions::second_forward(arms, self.seed) {
+            Some(forward) => {
+                let second = Path { forward, ..training };
+                second.all_log_probs(threads, &batches, self.temperature)?
+            }
+            None => stored.clone(),
+        };
+        let gap = Gap {
+            cu_seqlens: &self.cu_seqlens,
+            training: &computed,
+            rollout: &stored,
+            old: &old,
+            clip: self.clip,
+        };
+        let mut metrics: Vec<_> =
+            gap.metrics().context(name.to_owned())?.into_iter().map(|(k, v)| (k, Some(v))).collect();
+        metrics.push(("mismatch/routing_agreement".into(), Some(divergence.routing_agreement)));
+        metrics.push(("mismatch/first_divergent_layer".into(), divergence.first_layer.map(|l| l as f64)));
+        let mut cause = self.cause(arms, [&stored, &computed], divergence)?;
+        if arms.second_forward_old_logprobs && !same_bits(&old, &computed) {
+            cause.push_str("; the second forward gives other old log-probs, so the ratio is not 1");
+        }
+        Ok(Line { name: name.to_owned(), metrics, cause: Some(cause) })
+    }
+
+    /// Whether the rollout under `arms` is the one that was sampled.
+    fn samples_alike(&self, arms: &Arms) -> bool {
+        let side = |arms: &Arms| (ForwardOptions::rollout(arms, self.seed), arms.rollout_mxfp4);
+        side(arms) == side(&self.sampled_under)
+    }
+
+    /// The likely cause, found from the log-probs alone.
+    fn cause(&self, arms: &Arms, sides: [&Vec<f32>; 2], divergence: Divergence) -> Result<String> {
+        let mut words = vec![];
+        for (side, log_probs) in ["rollout", "training"].iter().zip(sides) {
+            if same_bits(&self.plain, log_probs) {
+                continue;
+            }
+            let observed = Observed { batches: self.observed.batches.clone(), log_probs: log_probs.clone() };
+            let found = self.reference.explain(&observed)?;
+            words.push(match found.cause {
+                Cause::Unexplained if divergence.routing_agreement < 1.0 => format!(
+                    "{side}: the router chooses other experts (agreement {:.3}) and no rounding explains it: router noise",
+                    divergence.routing_agreement
+                ),
+                cause => format!("{side}: {}", cause.words()),
+            });
+        }
+        if words.is_empty() {
+            let backward = arms.no_sink_gradient || arms.freeze_attention;
+            return Ok(if backward {
+                "both forwards are the same bits; what this arm breaks is in the backward".to_owned()
+            } else {
+                "none: both paths are the same bits".to_owned()
+            });
+        }
+        Ok(words.join("; "))
+    }
+}
+
+fn same_bits(a: &[f32], b: &[f32]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits())
+}

@@ -1,0 +1,88 @@
+//! What was found, as a table for people and as `mismatch.json`.
+
+use super::compare::COLUMNS;
+use super::links::Link;
+use crate::metrics::{Table, format_number};
+use serde_json::{Map, Value, json};
+
+/// One line of the result.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Line {
+    pub name: String,
+    /// By metric name; `None` for what does not exist, such as the first layer that differs where none does.
+    pub metrics: Vec<(String, Option<f64>)>,
+    /// The likely cause, in words.
+    pub cause: Option<String>,
+}
+
+impl Line {
+    /// A link of the proof.
+    pub fn of_link(link: &Link) -> Self {
+        let metrics = [
+            ("mismatch/tokens", link.tokens as f64),
+            ("mismatch/logprob_abs_diff_max", link.logprob_abs_diff_max),
+            ("mismatch/bit_equal_fraction", link.bit_equal_fraction()),
+        ];
+        Self {
+            name: link.name.to_owned(),
+            metrics: metrics.map(|(name, value)| (name.to_owned(), Some(value))).to_vec(),
+            cause: None,
+        }
+    }
+
+    fn get(&self, name: &str) -> Option<f64> {
+        self.metrics.iter().find(|(key, _)| key == name).and_then(|(_, value)| *value)
+    }
+}
+
+/// The links of the proof as a table.
+pub fn links_table(lines: &[Line]) -> String {
+    let mut table = Table::new(["link", "tokens", "logprob_abs_diff_max", "bit_equal_fraction"]);
+    for line in lines {
+        let keys = ["mismatch/tokens", "mismatch/logprob_abs_diff_max", "mismatch/bit_equal_fraction"];
+        table.row(std::iter::once(line.name.clone()).chain(keys.map(|key| shown(line.get(key)))));
+    }
+    table.to_string()
+}
+
+/// Gaps as a table, and under it the cause of each.
+pub fn gaps_table(title: &str, lines: &[Line]) -> String {
+    let used: Vec<_> = COLUMNS
+        .iter()
+        .filter(|(key, _)| lines.iter().any(|l| l.metrics.iter().any(|(k, _)| k == key)))
+        .collect();
+    let header = std::iter::once(title).chain(used.iter().map(|(_, short)| *short));
+    let mut table = Table::new(header);
+    for line in lines {
+        table.row(std::iter::once(line.name.clone()).chain(used.iter().map(|(key, _)| shown(line.get(key)))));
+    }
+    let mut text = table.to_string();
+    let caused = lines.iter().filter_map(|line| Some((&line.name, line.cause.as_ref()?)));
+    caused.for_each(|(name, cause)| text.push_str(&format!("{name}: {cause}\n")));
+    text
+}
+
+fn shown(value: Option<f64>) -> String {
+    value.map_or("–".to_owned(), |value| match value {
+        // A share just under 1 must not be shown as 1.
+        value if value < 1.0 && format_number(value) == "1" => format!("{value}"),
+        value => format_number(value),
+    })
+}
+
+/// `mismatch.json`: `{"rows": [{"name", metric: value, …, "cause"}], "verdict"}`. What is no number is null.
+pub fn to_json(lines: &[Line], verdict: &str) -> String {
+    let row = |line: &Line| {
+        let mut row = Map::new();
+        row.insert("name".into(), json!(line.name));
+        line.metrics.iter().for_each(|(key, value)| {
+            row.insert(key.clone(), json!(value));
+        });
+        if let Some(cause) = &line.cause {
+            row.insert("cause".into(), json!(cause));
+        }
+        Value::Object(row)
+    };
+    let rows: Vec<Value> = lines.iter().map(row).collect();
+    format!("{:#}\n", json!({"rows": rows, "verdict": verdict}))
+}
