@@ -209,6 +209,8 @@ fn retool_vectors_every_gold_answer_earns_the_reward() {
         let task = build(&TaskSettings {
             name: "retool".into(),
             train_file: Some(dapo.join("integer-answer-prompts.jsonl.gz")),
+            // The rows after these are AIME's, of which MATH-500 has some.
+            train_rows_max: Some(4_701),
             validation_file: Some(files[0].clone()),
             validation_files: files[1..].to_vec(),
             answer,
