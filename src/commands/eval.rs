@@ -37,7 +37,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
         ));
     }
     let collection = Collection::open(&bench, &out, "eval", step)?;
-    let console = Console::stderr(Duration::from_secs(2));
+    let console = Console::stderr(Duration::from_secs(2), bench.recipe().logging.console_every_steps);
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     let stop = Stop::listen()?;
     let settings = RolloutSettings::evaluation(bench.recipe(), bench.preamble.clone(), step);

@@ -24,7 +24,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let out = args.out.clone().unwrap_or_else(|| default_out(&plan, &source, "rollout"));
     let bench = Workbench::open(plan)?;
     let collection = Collection::open(&bench, &out, "rollout", step)?;
-    let console = Console::stderr(Duration::from_secs(2));
+    let console = Console::stderr(Duration::from_secs(2), bench.recipe().logging.console_every_steps);
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     let stop = Stop::listen()?;
     let recipe = bench.recipe();
