@@ -12,6 +12,9 @@ test:
 ci:
     bash .ci/run
 
+bench:
+    cargo bench --features bench
+
 quickstart:
     cargo run --release -- train recipes/quickstart.toml
 

@@ -140,7 +140,7 @@ fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<(Vec<Line>, 
         recipe.rollout.temperature,
         clip(bench),
         recipe.train.micro_batch_tokens,
-    );
+    )?;
     let mut gaps = vec![measure.line("the recipe as it is", &recipe.arms)?];
     for (name, arms) in rows {
         gaps.push(measure.line(name, arms)?);

@@ -10,7 +10,7 @@ use super::run_folder::{holds_run, lock, write_file};
 use super::workbench::Workbench;
 use crate::bad_input;
 use crate::metrics::{Console, Phase};
-use crate::recipe::{Entry, Plan, RecipeSource, resolve};
+use crate::recipe::{Entry, Plan, RecipeSource, resolve, set_key};
 use crate::rollout::{Progress, Prompt, RolloutSettings, stored};
 use crate::train::checkpoint;
 use crate::trajectory::TrajectoryRow;
@@ -28,7 +28,7 @@ use std::sync::{Mutex, PoisonError};
 /// # Errors
 /// [`crate::error::BadInput`] for a run without a checkpoint.
 pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Result<u64> {
-    let named = sets.iter().any(|set| set.split('=').next().is_some_and(|key| key.trim() == "model.path"));
+    let named = sets.iter().any(|set| set_key(set) == Some("model.path"));
     let model = &mut plan.recipe.model;
     if let (RecipeSource::Run(run), false) = (source, named) {
         let Some(folder) = checkpoint::latest(run)? else {

@@ -46,7 +46,7 @@ impl Workbench {
     ///
     /// # Errors
     /// [`BadInput`] with every mistake found, each with its place and remedy.
-    pub fn open(plan: Plan) -> Result<Self> {
+    pub fn open(mut plan: Plan) -> Result<Self> {
         let threads = Threads::new(plan.recipe.parallel.threads)?;
         let mut mistakes = Mistakes(vec![]);
         let source = mistakes.note(ModelSource::open(&plan.recipe));
@@ -66,6 +66,9 @@ impl Workbench {
         else {
             return Err(bad_input!("{}", mistakes.0.join("\n")));
         };
+        if let Some(folder) = &source.lacks_weights {
+            plan.warnings.push(format!("{} holds no weights; they are drawn at random", folder.display()));
+        }
         let preamble = preamble(&plan.recipe.harmony, task.uses_python());
         let parameters = Parameters::new(&source.config, source.tensors(&plan.recipe)?)?;
         let context = source.config.max_position_embeddings;
@@ -198,9 +201,6 @@ impl ModelSource {
     }
 
     fn tensors(&self, recipe: &Recipe) -> Result<Vec<(ParameterSpec, Tensor)>> {
-        if let Some(folder) = &self.lacks_weights {
-            eprintln!("warning: {} holds no weights; they are drawn at random", folder.display());
-        }
         let tensors = match &self.weights {
             Some(folder) => load(folder, &self.config)?,
             None => {

@@ -50,6 +50,13 @@ impl Link {
         }
     }
 
+    /// The link between two computations of the same log-probabilities.
+    pub fn between(name: &'static str, a: &[f32], b: &[f32]) -> Self {
+        let mut link = Self::new(name);
+        link.add(a, b);
+        link
+    }
+
     /// Adds what the same link came to elsewhere.
     pub fn merge(&mut self, other: &Link) {
         self.tokens += other.tokens;

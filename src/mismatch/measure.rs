@@ -24,6 +24,8 @@ pub struct Measure<'a> {
     sampled_under: Arms,
     observed: Observed,
     cu_seqlens: Vec<usize>,
+    /// The model's own log-probs, without any arm.
+    plain: Vec<f32>,
 }
 
 impl<'a> Measure<'a> {
@@ -36,7 +38,7 @@ impl<'a> Measure<'a> {
         temperature: f64,
         clip: (f64, f64),
         micro_batch_tokens: usize,
-    ) -> Self {
+    ) -> Result<Self> {
         let sequence = |t: &&Trajectory| Sequence { tokens: t.tokens.clone(), mask: t.mask.clone() };
         let sequences: Vec<Sequence> = trajectories.iter().map(sequence).collect();
         let (mut log_probs, mut cu_seqlens) = (vec![], vec![0]);
@@ -46,9 +48,13 @@ impl<'a> Measure<'a> {
             cu_seqlens.push(log_probs.len());
         }
         let batches = MicroBatch::split(&sequences, micro_batch_tokens);
+        let weights = reference.parameters.detached()?;
+        let path = Path { model: reference.model, weights: &weights, forward: ForwardOptions::default() };
+        let plain = path.all_log_probs(reference.threads, &batches, temperature)?;
         let batches = batches.into_iter().map(|batch| (batch, temperature)).collect();
         let observed = Observed { batches, log_probs };
-        Self { reference, seed, temperature, clip, sampled_under: arms.clone(), observed, cu_seqlens }
+        let sampled_under = arms.clone();
+        Ok(Self { reference, seed, temperature, clip, sampled_under, observed, cu_seqlens, plain })
     }
 
     /// The figures of one combination of arms.
@@ -71,7 +77,7 @@ impl<'a> Measure<'a> {
         let old = match ForwardOptions::second_forward(arms, self.seed) {
             Some(forward) => {
                 let second = Path { forward, ..training };
-                both(threads, [&second, &second], &batches, self.temperature)?.0[0].clone()
+                second.all_log_probs(threads, &batches, self.temperature)?
             }
             None => stored.clone(),
         };
@@ -103,11 +109,11 @@ impl<'a> Measure<'a> {
     fn cause(&self, arms: &Arms, sides: [&Vec<f32>; 2], divergence: Divergence) -> Result<String> {
         let mut words = vec![];
         for (side, log_probs) in ["rollout", "training"].iter().zip(sides) {
-            let observed = Observed { batches: self.observed.batches.clone(), log_probs: log_probs.clone() };
-            let found = self.reference.explain(&observed)?;
-            if same_bits(&found.computed, log_probs) {
+            if same_bits(&self.plain, log_probs) {
                 continue;
             }
+            let observed = Observed { batches: self.observed.batches.clone(), log_probs: log_probs.clone() };
+            let found = self.reference.explain(&observed)?;
             words.push(match found.cause {
                 Cause::Unexplained if divergence.routing_agreement < 1.0 => format!(
                     "{side}: the router chooses other experts (agreement {:.3}) and no rounding explains it: router noise",

@@ -5,6 +5,7 @@ use crate::model::forward::{ForwardOptions, Model, PackedAttention, forward_cach
 use crate::model::weights::{Resident, WeightSource};
 use crate::ops;
 use crate::ops::log_prob::{inverse, row_stats};
+use crate::ops::threads::Threads;
 use crate::train::batch::MicroBatch;
 use anyhow::Result;
 use candle_core::Tensor;
@@ -60,6 +61,21 @@ impl Path<'_> {
     pub fn log_probs(&self, normed: &Tensor, batch: &MicroBatch, temperature: f64) -> Result<Vec<f32>> {
         let head = self.weights.lm_head()?;
         Ok(ops::log_prob_and_entropy(normed, &head, &batch.targets, temperature)?.get(0)?.to_vec1()?)
+    }
+
+    /// The forward's log-probabilities of all batches' targets, batch after batch.
+    ///
+    /// # Errors
+    /// When a batch does not fit the model.
+    pub fn all_log_probs(
+        &self,
+        threads: &Threads,
+        batches: &[MicroBatch],
+        temperature: f64,
+    ) -> Result<Vec<f32>> {
+        let one = |batch: &MicroBatch| self.log_probs(&self.trace(batch)?.normed, batch, temperature);
+        let found: Vec<Vec<f32>> = threads.wide(|| batches.iter().map(one).collect::<Result<_>>())?;
+        Ok(found.concat())
     }
 
     /// Log-probability of every token but the first of each sequence, the prompt in one piece, as a rollout's prefill.

@@ -37,7 +37,7 @@ pub use mistake::{Mistake, Mistakes, Place};
 pub use model::{Architecture, Dtype, Init, Model, Tokenizer, Yarn};
 pub use optimizer::{Optimizer, OptimizerKind, Schedule};
 pub use parallel::Parallel;
-pub use plan::{Plan, resolve, resume_differences};
+pub use plan::{Plan, resolve, resume_differences, set_key};
 pub use policy::{
     Advantage, Aggregation, Kl, KlEstimator, KlPlace, Loss, OldLogprob, Overlong, Policy, RouterReplay,
 };

@@ -1,5 +1,8 @@
 //! `[task]`: problems and their grader.
 
+// The enums are declared by `choice!`, which derives no default.
+#![allow(clippy::derivable_impls)]
+
 use super::limits::{above, from};
 use super::table::{choice, table};
 use std::path::PathBuf;

@@ -79,6 +79,30 @@ impl Sampling {
         self.top_p < 1.0 || self.top_k > 0 || self.min_p > 0.0
     }
 
+    /// Log-probability of `token`, which must be below `V`, under what is kept of `row`; −∞ where it is not kept.
+    pub fn log_prob(&self, row: Row, token: u32) -> f32 {
+        let (weights, total) = self.kept(row);
+        self.log_prob_of(row, (&weights, total), token)
+    }
+
+    fn log_prob_of(&self, row: Row, (weights, total): (&[f32], f64), token: u32) -> f32 {
+        if self.truncates() {
+            (f64::from(weights[token as usize]) / total).ln() as f32
+        } else {
+            row.log_prob(token)
+        }
+    }
+
+    /// Weights of all tokens, 0 where they are not kept, and their sum.
+    fn kept(&self, row: Row) -> (Vec<f32>, f64) {
+        let mut weights = probabilities(row);
+        if self.truncates() {
+            self.truncate(&mut weights);
+        }
+        let total = weights.iter().map(|&w| f64::from(w)).sum();
+        (weights, total)
+    }
+
     /// Sets the weight of every token that is not kept to 0: `min_p`, then `top_k`, then `top_p` of what they left.
     fn truncate(&self, weights: &mut [f32]) {
         let highest = weights.iter().copied().fold(0.0, f32::max);
@@ -113,11 +137,7 @@ impl TokenSource for Sampling {
     }
 
     fn draw(&self, _: Place, row: Row, rng: &mut ChaCha8Rng) -> Result<Drawn> {
-        let mut weights = probabilities(row);
-        if self.truncates() {
-            self.truncate(&mut weights);
-        }
-        let total: f64 = weights.iter().map(|&w| f64::from(w)).sum();
+        let (weights, total) = self.kept(row);
         if !(total.is_finite() && total > 0.0) {
             bail!("the model's logits are not finite; its weights are broken or training has diverged");
         }
@@ -127,11 +147,7 @@ impl TokenSource for Sampling {
         let Some(token) = pick(&weights, rng.random::<f64>() * total) else {
             bail!("no token has a probability above 0");
         };
-        let log_prob = if self.truncates() {
-            (f64::from(weights[token]) / total).ln() as f32
-        } else {
-            row.log_prob(token as u32)
-        };
+        let log_prob = self.log_prob_of(row, (&weights, total), token as u32);
         Ok(Drawn { token: token as u32, log_prob })
     }
 }

@@ -10,7 +10,7 @@ use crate::metrics::Phase;
 use crate::model::config::{Config, Form};
 use crate::model::save::{Companions, SHARD_BYTES_MAX, save};
 use crate::model::weights::Parameters;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use candle_core::{Device, Tensor};
 use safetensors::Dtype;
 use safetensors::tensor::{SafeTensors, TensorView};
@@ -187,7 +187,8 @@ impl Snapshot<'_> {
             .iter()
             .map(|(name, data, len)| Ok((name, TensorView::new(Dtype::F32, vec![*len], data)?)))
             .collect::<Result<Vec<_>>>()?;
-        safetensors::serialize_to_file(views, None, path)?;
+        // Its text already holds that of its source.
+        safetensors::serialize_to_file(views, None, path).map_err(|e| anyhow!("{}: {e}", path.display()))?;
         Ok(File::open(path)?.sync_all()?)
     }
 }

@@ -93,7 +93,7 @@ fn warm_model() -> &'static Path {
             &out,
             &[
                 &file,
-                "cold_start.steps=100",
+                "cold_start.steps=80",
                 "cold_start.batch_size=16",
                 "cold_start.optimizer.warmup_steps=10",
                 "train.steps=0",
@@ -112,7 +112,8 @@ fn conversations() -> String {
     let mut text = String::new();
     for index in 0..8 {
         let problem = task.training_problem(0, index);
-        let (question, answer) = (&problem.messages[0].content, problem.answer.to_string());
+        let question = &problem.messages[0].content;
+        let answer = problem.answer.as_str().expect("a number in a string").to_owned();
         let user = json!({"role": "user", "content": question});
         let call = json!({"role": "assistant", "channel": "analysis", "recipient": "python", "content": format!("print({answer})")});
         let reply = json!({"role": "tool", "name": "python", "channel": "analysis", "content": answer});
@@ -178,6 +179,10 @@ fn checkpoints(run: &Path) -> Vec<String> {
     names.retain(|name| !name.starts_with('.'));
     names.sort();
     names
+}
+
+fn first_checkpoint(run: &Path) -> PathBuf {
+    run.join("checkpoints").join(&checkpoints(run)[0])
 }
 
 /// Waits until `reached`, or the process has ended; returns which.

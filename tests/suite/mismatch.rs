@@ -1,1 +1,214 @@
+//! Arms break what their names say, causes are found, and another engine's rows are read.
 
+use crate::tiny;
+use rloss::harmony::HarmonyTokenizer;
+use rloss::mismatch::against::{self, Row};
+use rloss::mismatch::explain::{Cause, Observed, Reference};
+use rloss::mismatch::measure::Measure;
+use rloss::mismatch::output::Line;
+use rloss::mismatch::passes::Path;
+use rloss::model::forward::{ForwardOptions, Model};
+use rloss::model::perturb::rollout_weights;
+use rloss::model::weights::Parameters;
+use rloss::ops::threads::Threads;
+use rloss::recipe::Arms;
+use rloss::rollout::{Prompt, Rollout, RolloutSettings};
+use rloss::tasks::TaskSettings;
+use rloss::train::batch::{MicroBatch, Sequence};
+use rloss::trajectory::Trajectory;
+
+struct World {
+    threads: Threads,
+    model: Model,
+    parameters: Parameters,
+}
+
+impl World {
+    fn new() -> Self {
+        let (model, parameters) = tiny::model(tiny::config(true), 3);
+        Self { threads: Threads::new(2).unwrap(), model, parameters }
+    }
+
+    fn reference(&self) -> Reference<'_> {
+        Reference { threads: &self.threads, model: &self.model, parameters: &self.parameters }
+    }
+
+    /// Rollouts of the arithmetic task under `arms`.
+    fn sample(&self, arms: &Arms) -> Vec<Trajectory> {
+        let recipe = rloss::recipe::Recipe { arms: arms.clone(), ..Default::default() };
+        let settings = RolloutSettings::training(&recipe, vec![], 0);
+        let task = rloss::tasks::build(&TaskSettings {
+            name: "arithmetic_single".into(),
+            ..TaskSettings::default()
+        })
+        .unwrap();
+        let prompts: Vec<Prompt> =
+            (0..6).map(|index| Prompt { index, problem: task.training_problem(1, index) }).collect();
+        let rollout = Rollout {
+            threads: &self.threads,
+            model: &self.model,
+            weights: &rollout_weights(arms, &self.parameters).unwrap(),
+            tokenizer: &HarmonyTokenizer::embedded().unwrap(),
+            task: task.as_ref(),
+            interpreter: None,
+            settings: &settings,
+        };
+        let rollouts = rollout.groups(&prompts, 6, &|_| (), &|| false).unwrap().unwrap();
+        rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect()
+    }
+
+    fn line(&self, trajectories: &[Trajectory], sampled_under: &Arms, arms: &Arms) -> Line {
+        let trajectories: Vec<&Trajectory> = trajectories.iter().collect();
+        let reference = self.reference();
+        let measure = Measure::new(reference, &trajectories, sampled_under, 0, 1.0, (0.2, 0.2), 500).unwrap();
+        measure.line("row", arms).unwrap()
+    }
+}
+
+fn value(line: &Line, name: &str) -> f64 {
+    line.metrics.iter().find(|(key, _)| key == name).and_then(|(_, v)| *v).unwrap()
+}
+
+fn arms(change: impl Fn(&mut Arms)) -> Arms {
+    let mut arms = Arms::default();
+    change(&mut arms);
+    arms
+}
+
+#[test]
+fn every_arm_opens_the_gap_that_its_name_says() {
+    let world = World::new();
+    let clean = Arms::default();
+    let trajectories = world.sample(&clean);
+    for (arm, words) in [
+        (clean.clone(), "none: both paths are the same bits"),
+        (
+            arms(|a| a.no_sink_gradient = true),
+            "both forwards are the same bits; what this arm breaks is in the backward",
+        ),
+        (
+            arms(|a| a.freeze_attention = true),
+            "both forwards are the same bits; what this arm breaks is in the backward",
+        ),
+        (arms(|a| a.second_forward_old_logprobs = true), "none: both paths are the same bits"),
+    ] {
+        let line = world.line(&trajectories, &clean, &arm);
+        assert_eq!(value(&line, "mismatch/logprob_abs_diff_max"), 0.0, "{arm:?}");
+        assert_eq!(value(&line, "mismatch/bit_equal_fraction"), 1.0, "{arm:?}");
+        assert_eq!(value(&line, "mismatch/clip_fraction"), 0.0, "{arm:?}");
+        assert_eq!(line.cause.as_deref(), Some(words), "{arm:?}");
+    }
+    for (arm, words) in [
+        (arms(|a| a.no_train_sinks = true), "training: missing sinks"),
+        (arms(|a| a.router_noise_rollout = 0.5), "rollout: "),
+        (arms(|a| a.router_noise_train = 0.5), "training: "),
+        (arms(|a| a.rollout_bf16 = true), "rollout: rounding: of the size that bf16 makes"),
+        (arms(|a| a.rollout_mxfp4 = true), "rollout: rounding: expert matrices in MXFP4"),
+        (arms(|a| a.rollout_mantissa_bits = 3), "rollout: rounding: a mantissa of about 3 bits"),
+    ] {
+        let line = world.line(&trajectories, &clean, &arm);
+        assert!(value(&line, "mismatch/logprob_abs_diff_max") > 1e-4, "{arm:?}");
+        assert!(value(&line, "mismatch/bit_equal_fraction") < 0.5, "{arm:?}");
+        assert_eq!(value(&line, "mismatch/first_divergent_layer"), 0.0, "{arm:?}");
+        assert!(line.cause.as_ref().unwrap().starts_with(words), "{arm:?}: {:?}", line.cause);
+    }
+    let noisy = arms(|a| (a.router_noise, a.second_forward_old_logprobs) = (0.5, true));
+    let line = world.line(&trajectories, &clean, &noisy);
+    assert!(value(&line, "mismatch/clip_fraction") > 0.0);
+    assert!(value(&line, "mismatch/routing_agreement") < 1.0);
+}
+
+/// An arm of the rollout, computed again on its tokens, is what that rollout stored, bit for bit.
+#[test]
+fn a_rollout_under_an_arm_is_computed_again_to_the_last_bit() {
+    let world = World::new();
+    for arm in [
+        arms(|a| a.router_noise = 0.3),
+        arms(|a| a.rollout_bf16 = true),
+        arms(|a| (a.rollout_mxfp4, a.rollout_mantissa_bits) = (true, 5)),
+    ] {
+        let trajectories = world.sample(&arm);
+        let stored = world.line(&trajectories, &arm, &arm);
+        let again = world.line(&trajectories, &Arms::default(), &arm);
+        assert!(value(&stored, "mismatch/logprob_abs_diff_max") > 0.0);
+        assert_eq!(stored, again, "{arm:?}");
+    }
+}
+
+/// Log-probs of random sequences by the model with `change`, at `temperature`.
+fn observed(world: &World, model: &Model, forward: ForwardOptions, temperature: f64) -> Observed {
+    let mut sequences: Vec<Sequence> = tiny::sequences(272, &[90, 120, 40, 150], 5);
+    sequences.iter_mut().for_each(|s| s.mask.iter_mut().skip(1).for_each(|m| *m = true));
+    let batches = MicroBatch::split(&sequences, 200);
+    let weights = world.parameters.detached().unwrap();
+    let path = Path { model, weights: &weights, forward };
+    let log_probs = path.all_log_probs(&world.threads, &batches, temperature).unwrap();
+    Observed { batches: batches.into_iter().map(|batch| (batch, 1.0)).collect(), log_probs }
+}
+
+#[test]
+fn causes_are_recognised_and_a_temperature_is_estimated() {
+    let world = World::new();
+    let plain = ForwardOptions::default();
+    let found = |observed: Observed| world.reference().explain(&observed).unwrap().cause;
+    assert_eq!(found(observed(&world, &world.model, plain, 1.0)), Cause::Agrees);
+    let no_sinks = ForwardOptions { sinks: false, ..plain };
+    assert_eq!(found(observed(&world, &world.model, no_sinks, 1.0)), Cause::NoSinks);
+    let config = &world.model.config;
+    let no_factor = Model::without_attention_factor(config.clone(), 160);
+    assert_eq!(found(observed(&world, &no_factor, plain, 1.0)), Cause::NoYarnFactor);
+    let mut no_yarn = config.clone();
+    no_yarn.rope.yarn = None;
+    assert_eq!(found(observed(&world, &Model::new(no_yarn, 160), plain, 1.0)), Cause::PlainRope);
+    let Cause::Temperature(factor) = found(observed(&world, &world.model, plain, 0.7)) else {
+        panic!("a temperature of 0.7 is recognised")
+    };
+    assert!((factor - 0.7).abs() < 1e-3, "{factor}");
+}
+
+#[test]
+fn bad_rows_are_named_and_the_others_are_compared() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("rows.jsonl");
+    let rows = [
+        r#"{"tokens": [1], "logprobs": [null]}"#,
+        r#"{"tokens": [1, 272], "logprobs": [null, -1]}"#,
+        r#"{"tokens": [1, 2, 3], "logprobs": [null, -1]}"#,
+        r#"{"tokens": [1, 2], "logprobs": [null, NaN]}"#,
+        r#"{"tokens": [], "logprobs": []}"#,
+        r#"{"tokens": [1, -2], "logprobs": [null, -1]}"#,
+        r#"{"tokens": [1, 2], "logprobs": [null, 0.5]}"#,
+        r#"{"tokens": [1, 2], "logprobs": [null, -1], "temperature": 0}"#,
+        "nonsense",
+        r#"{"tokens": [1, 7, 2, 40, 4], "logprobs": [0, -1, -2, null, -3], "temperature": 0.5}"#,
+    ];
+    std::fs::write(&file, rows.join("\n")).unwrap();
+    let found = against::read(&file, 272, 160).unwrap();
+    assert_eq!(found.rows.iter().map(|row| row.line).collect::<Vec<_>>(), [1, 10]);
+    for (bad, (row, what)) in found.bad.iter().zip([
+        (2, "token 1 is 272, but vocab_size = 272"),
+        (3, "3 tokens but 2 logprobs"),
+        (4, "NaN"),
+        (5, "no tokens"),
+        (6, "not a row"),
+        (7, "which no probability has"),
+        (8, "temperature = 0"),
+        (9, "not a row"),
+    ]) {
+        assert!(bad.contains(&format!("row {row}: ")) && bad.contains(what), "{bad}");
+    }
+    assert_eq!(found.bad.len(), 8);
+
+    let world = World::new();
+    let tokenizer = HarmonyTokenizer::embedded().unwrap();
+    let compared = against::compare(world.reference(), &tokenizer, &found.rows, 1000, (0.2, 0.2)).unwrap();
+    assert_eq!(value(&compared.lines[0], "mismatch/tokens"), 3.0);
+    assert!(!compared.verdict.contains("Harmony"), "{}", compared.verdict);
+    let noise = Row { line: 4, tokens: vec![40, 41], log_probs: vec![None, Some(-1.0)], temperature: 1.0 };
+    let compared = against::compare(world.reference(), &tokenizer, &[noise], 1000, (0.2, 0.2)).unwrap();
+    assert!(compared.verdict.contains("no well-formed Harmony conversation: 1 (the first is row 4"));
+
+    std::fs::write(&file, "{}\n").unwrap();
+    let error = against::read(&file, 272, 160).unwrap_err();
+    assert!(error.is::<rloss::error::BadInput>() && error.to_string().contains("row 1"), "{error}");
+}

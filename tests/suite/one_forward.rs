@@ -1,1 +1,56 @@
+//! Rollout and training are one forward: the links of the proof, on 10,000 sampled tokens. For 100,000 see
+//! `examples/one_forward.rs`.
 
+pub mod cases;
+
+use rloss::mismatch::links::Link;
+use rloss::ops::threads::Threads;
+
+const TOKENS: usize = 10_000;
+
+fn check(name: &str) -> Vec<Link> {
+    let case = cases::cases().into_iter().find(|case| case.name == name).unwrap();
+    let links = case.links(&Threads::new(2).unwrap(), case.tokens(TOKENS)).unwrap();
+    assert!(links.last().unwrap().tokens >= case.tokens(TOKENS));
+    for link in &links {
+        assert!(link.holds(), "{name}: {link:?}");
+        assert_eq!((link.logprob_abs_diff_max, link.bit_equal_fraction()), (0.0, 1.0));
+    }
+    links
+}
+
+macro_rules! links_hold {
+    ($($test:ident: $name:literal,)*) => {
+        $(#[test]
+        fn $test() {
+            let names: Vec<_> = check($name).iter().map(|link| link.name).collect();
+            assert_eq!(names, ["batch_invariance", "prefill_equals_training", "decode_equals_prefill", "rollout_equals_training"]);
+        })*
+
+        #[test]
+        fn every_case_is_checked() {
+            let checked = [$($name,)* "top-p 0.8"];
+            assert!(cases::cases().iter().all(|case| checked.contains(&case.name)));
+            assert_eq!(cases::cases().iter().map(|case| case.tokens(100)).sum::<usize>(), 100);
+        }
+    };
+}
+
+links_hold! {
+    windows_crossed_many_times: "windows crossed many times",
+    tool_output_inserted: "tool output inserted",
+    groups_share_a_prefill: "groups share a prefill",
+    sequences_leave_and_enter: "sequences leave and enter",
+    temperature_below_1: "temperature 0.6",
+    temperature_above_1: "temperature 1.7",
+    odd_sizes: "odd sizes",
+    weights_rounded_to_bf16: "weights rounded to bf16",
+    hidden_size_2880: "hidden size 2880",
+    small_model: "small model",
+}
+
+#[test]
+fn top_p_on_unchanged_weights_keeps_the_same_set() {
+    let names: Vec<_> = check("top-p 0.8").iter().map(|link| link.name).collect();
+    assert_eq!(names, ["rollout_equals_training"]);
+}

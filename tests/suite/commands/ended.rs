@@ -33,7 +33,7 @@ fn killed_after_rows(count: usize, delay: Duration) {
     let out = folder.path().join("run");
     let file = out.join("metrics.jsonl");
     let reached = || {
-        let reached = line_count(&file) >= count;
+        let reached = file.exists() && line_count(&file) >= count;
         if reached {
             std::thread::sleep(delay);
         }

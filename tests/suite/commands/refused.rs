@@ -65,7 +65,7 @@ fn every_mistake_is_reported_at_once() {
     let folder = TempDir::new().unwrap();
     let recipe = folder.path().join("broken.toml");
     std::fs::write(&recipe, "[train]\nstep = 3\nseed = -1\n[eval]\nsamples = 0\n").unwrap();
-    let words = ["broken.toml:2", "broken.toml:3", "broken.toml:5", "polciy.loss"];
+    let words = ["broken.toml:2", "broken.toml:3", "broken.toml:5", "polciy"];
     refused(rloss().arg("train").arg(&recipe).args(["--set", "polciy.loss=ppo"]), &words);
     // Those of the recipe against the model and the task's data, too.
     let text = "[task]\nname = \"gsm8k\"\ntrain_file = \"broken.toml\"\nvalidation_file = \"broken.toml\"\n[train]\nfreeze = [\"nothing\"]\n";
@@ -78,8 +78,13 @@ fn every_mistake_is_reported_at_once() {
 fn broken_command_lines() {
     let folder = TempDir::new().unwrap();
     let out = folder.path().join("run");
-    refused(rloss().arg("trian"), &["trian", "train"]);
-    refused(&mut rloss(), &["Usage"][..0]);
+    for (arguments, word) in
+        [(&["trian"][..], "'train'"), (&[], "Usage"), (&["train"], "<RECIPE>"), (&["report"], "<RUNS>")]
+    {
+        let output = output(rloss().args(arguments));
+        assert_eq!(output.status.code(), Some(2));
+        assert!(stderr(&output).contains(word), "{word:?} is not in: {}", stderr(&output));
+    }
     refused(rloss().args(["train", "nowhere.toml"]).arg("--out").arg(&out), &["nowhere.toml"]);
     refused(&mut train(&out, &["train.steps"]), &["train.steps", "key=value"]);
     refused(&mut train(&out, &["train.stpes=1"]), &["train.stpes", "train.steps"]);
@@ -90,10 +95,8 @@ fn broken_command_lines() {
 
 /// A copy of the warm model, for damage.
 fn model_copy(folder: &Path) -> PathBuf {
-    let run = warm_model().join("checkpoints");
-    let checkpoint = std::fs::read_dir(run).unwrap().next().unwrap().unwrap().path();
     let copy = folder.join("model");
-    copy_folder(&checkpoint, &copy);
+    copy_folder(&super::first_checkpoint(warm_model()), &copy);
     copy
 }
 

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// A multiple of the kinds. Ten thousand take minutes.
+/// Ten thousand take some minutes.
 const TRAJECTORIES: usize = 480;
 
 /// Crashes or hangs when it grades, by the text of the answer.
@@ -16,9 +16,13 @@ import json, os, sys, time
 for line in sys.stdin:
     ask = json.loads(line)
     if ask["request"] == "describe":
-        reply = {"name": "many", "python": True}
+        reply = {"name": "many", "python": True, "functions": True}
     elif ask["request"] == "problem":
         reply = {"prompt": str(ask["index"]), "answer": ask["index"]}
+    elif ask["request"] == "call":
+        if ask["messages"][-1]["recipient"] == "functions.crash":
+            os._exit(1)
+        reply = {"content": "21" if ask["messages"][-1]["recipient"] == "functions.half" else None}
     else:
         last = ask["messages"][-1]["content"]
         if last == "crash":
@@ -65,6 +69,8 @@ fn kinds() -> (Vec<Kind>, Vec<Kind>) {
             Outcome::Finished,
         ),
         kind(&"on and on ".repeat(40), None, Outcome::TruncatedLength),
+        kind(&call("1").replace("python", "functions.half"), Some(CallOutcome::Answered), Outcome::Finished),
+        kind(&call("1").replace("python", "functions.crash"), None, Outcome::TaskFailed),
         graded("crash"),
         graded("garbage"),
     ];
@@ -161,5 +167,4 @@ fn every_trajectory_is_accounted_for_whatever_fails() {
     }
     let ended: f64 = Outcome::ALL.iter().filter_map(|o| metrics.get(&format!("outcome/{}", o.name()))).sum();
     assert_eq!(ended, TRAJECTORIES as f64);
-    eprintln!("{counts:?}");
 }

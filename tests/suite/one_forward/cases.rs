@@ -1,0 +1,318 @@
+//! The proof's cases: random models and rollouts in which something could tell rollout and training apart.
+
+use anyhow::{Context, Result};
+use candle_core::DType;
+use rand_chacha::ChaCha8Rng;
+use rloss::harmony::{HarmonyTokenizer, Message};
+use rloss::interpreter::{Interpreter, Reply, SessionId};
+use rloss::mismatch::links::{Link, Proof};
+use rloss::mismatch::passes::Path;
+use rloss::model::config::{Config, LayerType, Rope, Yarn};
+use rloss::model::forward::{ForwardOptions, Model};
+use rloss::model::init::{InitSettings, init};
+use rloss::model::weights::{Parameters, Resident, WeightSource};
+use rloss::ops::log_prob::{inverse, row_stats};
+use rloss::ops::threads::Threads;
+use rloss::random::Purpose;
+use rloss::rollout::{Drawn, Place, Prompt, Rollout, RolloutSettings, Row, Sampling, TokenSource};
+use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
+use rloss::train::accumulate::Learner;
+use rloss::train::batch::{MicroBatch, Sequence};
+use rloss::trajectory::{CallOutcome, Trajectory};
+
+/// One case: a model, how it samples, and what its conversations look like.
+pub struct Case {
+    pub name: &'static str,
+    config: Config,
+    bf16_weights: bool,
+    sampling: Sampling,
+    /// Sequences that an engine decodes together.
+    sequences_max: usize,
+    samples: usize,
+    turns: u64,
+    /// Longest turn; each conversation's are of other lengths, so that sequences leave and enter.
+    turn_tokens_max: usize,
+    /// Out of 100, the share of the sampled tokens that this case covers.
+    share: usize,
+}
+
+fn base() -> Case {
+    let yarn = Yarn {
+        factor: 4.0,
+        original_max_position_embeddings: 64,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        truncate: false,
+    };
+    Case {
+        name: "",
+        config: Config {
+            vocab_size: 272,
+            hidden_size: 64,
+            num_hidden_layers: 4,
+            num_attention_heads: 4,
+            num_key_value_heads: 2,
+            head_dim: 16,
+            intermediate_size: 64,
+            num_local_experts: 4,
+            num_experts_per_tok: 2,
+            sliding_window: 16,
+            layer_types: LayerType::alternating(4),
+            rope: Rope { theta: 10_000.0, yarn: Some(yarn) },
+            rms_norm_eps: 1e-5,
+            swiglu_limit: 7.0,
+            max_position_embeddings: 2048,
+            bos_token_id: None,
+            eos_token_ids: vec![6],
+            pad_token_id: Some(0),
+        },
+        bf16_weights: false,
+        sampling: Sampling::whole(1.0),
+        sequences_max: 16,
+        samples: 4,
+        turns: 2,
+        turn_tokens_max: 60,
+        share: 10,
+    }
+}
+
+/// All cases; the shares make 100.
+pub fn cases() -> Vec<Case> {
+    let odd = Config {
+        hidden_size: 100,
+        num_attention_heads: 6,
+        num_key_value_heads: 3,
+        head_dim: 18,
+        intermediate_size: 51,
+        num_local_experts: 5,
+        num_experts_per_tok: 3,
+        sliding_window: 7,
+        ..base().config
+    };
+    let wide = Config {
+        hidden_size: 2880,
+        num_hidden_layers: 1,
+        layer_types: LayerType::alternating(1),
+        head_dim: 64,
+        intermediate_size: 96,
+        ..base().config
+    };
+    let small = Config {
+        hidden_size: 512,
+        num_hidden_layers: 8,
+        layer_types: LayerType::alternating(8),
+        num_attention_heads: 8,
+        head_dim: 64,
+        intermediate_size: 256,
+        num_local_experts: 16,
+        num_experts_per_tok: 4,
+        sliding_window: 32,
+        ..base().config
+    };
+    vec![
+        Case { name: "windows crossed many times", turns: 1, turn_tokens_max: 700, share: 14, ..base() },
+        Case { name: "tool output inserted", turns: 5, share: 12, ..base() },
+        Case { name: "groups share a prefill", samples: 16, share: 12, ..base() },
+        Case { name: "sequences leave and enter", sequences_max: 3, samples: 2, share: 12, ..base() },
+        Case { name: "temperature 0.6", sampling: Sampling::whole(0.6), ..base() },
+        Case { name: "temperature 1.7", sampling: Sampling::whole(1.7), ..base() },
+        Case { name: "top-p 0.8", sampling: Sampling { top_p: 0.8, ..Sampling::whole(1.0) }, ..base() },
+        Case { name: "odd sizes", config: odd, ..base() },
+        Case { name: "weights rounded to bf16", bf16_weights: true, share: 4, ..base() },
+        Case { name: "hidden size 2880", config: wide, share: 2, ..base() },
+        Case { name: "small model", config: small, samples: 2, share: 4, ..base() },
+    ]
+}
+
+impl Case {
+    /// How many of `tokens` sampled tokens this case covers.
+    pub fn tokens(&self, tokens: usize) -> usize {
+        tokens * self.share / 100
+    }
+
+    /// The links over at least `tokens` sampled tokens, each with fresh rollouts.
+    pub fn links(&self, threads: &Threads, tokens: usize) -> Result<Vec<Link>> {
+        let (model, parameters) = self.model()?;
+        let weights = parameters.detached()?;
+        let trainable = vec![true; parameters.len()];
+        let mut links: Vec<Link> = vec![];
+        let (mut step, mut sampled) = (0, 0);
+        while sampled < tokens {
+            let trajectories = self.sample(threads, &model, &weights, step)?;
+            let trajectories: Vec<&Trajectory> = trajectories.iter().collect();
+            let found = if self.sampling.top_p < 1.0 {
+                vec![self.truncated(&model, &weights, &trajectories)?]
+            } else {
+                let learner =
+                    Learner { threads, model: &model, parameters: &parameters, trainable: &trainable };
+                let proof = Proof {
+                    learner,
+                    rollout_weights: &weights,
+                    rollout: ForwardOptions::default(),
+                    training: ForwardOptions::default(),
+                    temperature: self.sampling.temperature,
+                    micro_batch_tokens: 1000,
+                };
+                proof.links(&trajectories)?.to_vec()
+            };
+            sampled += found.last().map_or(0, |link| link.tokens);
+            if links.is_empty() {
+                links = found;
+            } else {
+                links.iter_mut().zip(&found).for_each(|(link, found)| link.merge(found));
+            }
+            step += 1;
+        }
+        Ok(links)
+    }
+
+    fn model(&self) -> Result<(Model, Parameters)> {
+        let settings = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 1.0 };
+        let mut tensors = init(&self.config, &settings, 11)?;
+        if self.bf16_weights {
+            for (_, tensor) in &mut tensors {
+                *tensor = tensor.to_dtype(DType::BF16)?.to_dtype(DType::F32)?;
+            }
+        }
+        let context = self.config.max_position_embeddings;
+        Ok((Model::new(self.config.clone(), context), Parameters::new(&self.config, tensors)?))
+    }
+
+    fn sample(
+        &self,
+        threads: &Threads,
+        model: &Model,
+        weights: &Resident,
+        step: u64,
+    ) -> Result<Vec<Trajectory>> {
+        let settings = RolloutSettings {
+            sampling: self.sampling,
+            turns_max: self.turns as usize,
+            response_tokens_max: 1000,
+            prompt_tokens_max: 1000,
+            sequences_max: self.sequences_max,
+            tool_calls_concurrent_max: 16,
+            keep_routes: false,
+            seed: 5,
+            purpose: Purpose::Sampling,
+            step,
+            preamble: vec![],
+            forward: ForwardOptions::default(),
+        };
+        let tokenizer = HarmonyTokenizer::embedded()?;
+        let rollout = Rollout {
+            threads,
+            model,
+            weights,
+            tokenizer: &tokenizer,
+            task: &Questions,
+            interpreter: Some(&Repeat),
+            settings: &settings,
+        };
+        let prompts = Prompt::numbered((0..4).map(|i| Questions.training_problem(step, i)));
+        let source = Talk { sampling: self.sampling, turns: self.turns, tokens_max: self.turn_tokens_max };
+        let source: &dyn TokenSource = if self.sampling.top_p < 1.0 { &self.sampling } else { &source };
+        let rollouts = rollout.groups_from(source, &prompts, self.samples, &|_| (), &|| false)?;
+        let rollouts = rollouts.context("nobody stopped it")?;
+        Ok(rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect())
+    }
+
+    /// The last link under truncated sampling: the kept set is computed again from the training forward's logits.
+    fn truncated(&self, model: &Model, weights: &Resident, trajectories: &[&Trajectory]) -> Result<Link> {
+        let sequence = |t: &&Trajectory| Sequence { tokens: t.tokens.clone(), mask: t.mask.clone() };
+        let sequences: Vec<Sequence> = trajectories.iter().map(sequence).collect();
+        let path = Path { model, weights, forward: ForwardOptions::default() };
+        let mut computed = vec![];
+        for batch in MicroBatch::split(&sequences, 1000) {
+            let normed = path.trace(&batch)?.normed;
+            let mut z = rloss::ops::logits(&normed, &weights.lm_head()?)?;
+            for (z, &token) in z.chunks_exact_mut(model.config.vocab_size).zip(batch.targets.iter()) {
+                let log_sum_exp = row_stats(z, inverse(self.sampling.temperature)).log_sum_exp;
+                computed.push(self.sampling.log_prob(Row { z, log_sum_exp }, token));
+            }
+        }
+        let stored = trajectories.iter().flat_map(|t| t.logprobs.iter().zip(&t.mask).skip(1));
+        let stored: Vec<f32> = stored.filter(|(_, sampled)| **sampled).map(|(l, _)| *l).collect();
+        Ok(Link::between("rollout_equals_training", &stored, &computed))
+    }
+}
+
+/// Samples as the model likes, but for the tokens that make conversations: every turn but the last calls the tool, the
+/// last one answers, each at a length of its own; control tokens in between become text. Log-probs are the model's.
+struct Talk {
+    sampling: Sampling,
+    turns: u64,
+    tokens_max: usize,
+}
+
+// Ids of the embedded vocabulary.
+const TO_PYTHON_CALL: [u32; 4] = [13, 3, 10, 2];
+const FINAL: [u32; 3] = [3, 12, 2];
+const CALL: u32 = 5;
+const RETURN: u32 = 6;
+const BYTES: u32 = 16;
+
+impl TokenSource for Talk {
+    fn inverse_temperature(&self) -> f32 {
+        self.sampling.inverse_temperature()
+    }
+
+    fn draw(&self, place: Place, row: Row, rng: &mut ChaCha8Rng) -> Result<Drawn> {
+        let drawn = self.sampling.draw(place, row, rng)?;
+        let last = place.turn + 1 == self.turns;
+        let (opening, closing) = if last { (&FINAL[..], RETURN) } else { (&TO_PYTHON_CALL[..], CALL) };
+        let hash = (place.prompt * 31 + place.sample * 17 + place.turn * 7 + 3).wrapping_mul(0x9e37_79b9);
+        let length = 6 + hash as usize % self.tokens_max;
+        let token = match opening.get(place.token) {
+            Some(&token) => token,
+            None if place.token >= length => closing,
+            None if drawn.token < BYTES => BYTES + 32 + drawn.token,
+            None => drawn.token,
+        };
+        Ok(Drawn { token, log_prob: row.log_prob(token) })
+    }
+}
+
+/// A tool that says a thing over and over: inserted text of many lengths.
+struct Repeat;
+
+impl Interpreter for Repeat {
+    fn call(&self, _: SessionId, code: &str) -> Reply {
+        Reply { text: "79 ".repeat(code.len() % 23), outcome: CallOutcome::Answered, seconds: 0.0 }
+    }
+
+    fn close(&self, _: SessionId) {}
+
+    fn confinement(&self) -> String {
+        "none: nothing runs".into()
+    }
+}
+
+struct Questions;
+
+impl Task for Questions {
+    fn name(&self) -> &str {
+        "questions"
+    }
+
+    fn training_problem(&self, seed: u64, index: u64) -> Problem {
+        let n = (seed * 4 + index) as usize;
+        Problem {
+            id: format!("questions/{n}"),
+            messages: vec![Message::user(format!("What is {}{n}?", "1+".repeat(n * 5 % 37)))],
+            answer: serde_json::Value::Null,
+        }
+    }
+
+    fn validation_sets(&self) -> &[ValidationSet] {
+        &[]
+    }
+
+    fn uses_python(&self) -> bool {
+        true
+    }
+
+    fn reward(&self, _: &Problem, _: &Transcript) -> Result<Reward> {
+        Ok(Reward { value: 0.0, success: false })
+    }
+}
