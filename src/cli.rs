@@ -4,6 +4,7 @@ use crate::commands;
 use crate::error::BadInput;
 use crate::metrics::sanitize_terminal;
 use clap::{Args, Parser, Subcommand};
+use std::io::Write;
 use std::path::PathBuf;
 
 /// Done.
@@ -30,6 +31,10 @@ struct Cli {
 enum Command {
     /// Train as the recipe says: cold start, reinforcement learning, evaluations, checkpoints
     Train(commands::train::TrainArgs),
+    /// Sample one step's prompts and write the trajectories with their log-probabilities
+    Rollout(RunArgs),
+    /// Measure success on held-out problems: mean@k, pass@k, majority@k with 95% intervals
+    Eval(RunArgs),
     /// Compare rollout and training log-probs on the same tokens: every gap, and its likely cause
     CheckMismatch(commands::check_mismatch::CheckMismatchArgs),
     /// Write one self-contained HTML page with the curves of runs
@@ -48,7 +53,7 @@ pub struct RunArgs {
     /// Replace a recipe's value, such as --set train.steps=10
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub sets: Vec<String>,
-    /// Folder for the results [default: runs/<recipe's name>]
+    /// Folder for the results [default: runs/<recipe's name>; of a run folder its eval/ or rollout/]
     #[arg(long)]
     pub out: Option<PathBuf>,
 }
@@ -66,12 +71,16 @@ pub fn run() -> u8 {
     };
     let result = match cli.command {
         Command::Train(args) => commands::train::run(&args),
+        Command::Rollout(args) => commands::rollout::run(&args),
+        Command::Eval(args) => commands::eval::run(&args),
         Command::CheckMismatch(args) => commands::check_mismatch::run(&args),
         Command::Report { runs } => commands::report::run(&runs),
     };
     result.unwrap_or_else(|error| {
         // Text from files may carry control characters.
-        eprintln!("error: {}", sanitize_terminal(&format!("{error:#}")));
+        let text = sanitize_terminal(&format!("{error:#}")).into_owned();
+        // A closed stderr is nobody to report to.
+        let _ = writeln!(std::io::stderr(), "error: {text}");
         if error.chain().any(|cause| cause.is::<BadInput>()) { EXIT_BAD_INPUT } else { EXIT_FAILED }
     })
 }

@@ -2,6 +2,16 @@
 //!
 //! The rooms and who may import whom are described in `docs/ARCHITECTURE.md`; a test holds the table.
 
+// No panic may reach a user, and every unsafe block says why it is sound.
+#![warn(
+    clippy::dbg_macro,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::todo,
+    clippy::undocumented_unsafe_blocks
+)]
+#![warn(clippy::unimplemented, clippy::unwrap_used)]
+
 pub mod cli;
 pub mod commands;
 pub mod error;

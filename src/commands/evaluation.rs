@@ -2,8 +2,10 @@
 
 use super::workbench::Workbench;
 use crate::metrics::{Metrics, Phase};
-use crate::rollout::{Prompt, RolloutSettings, Rollouts};
-use crate::trajectory::TrajectoryRow;
+use crate::rollout::accuracy::{self, Estimate, Sample, Vote};
+use crate::rollout::{Prompt, RolloutSettings};
+use crate::tasks::{Transcript, ValidationSet};
+use crate::trajectory::{CallOutcome, TrajectoryRow};
 use anyhow::Result;
 
 /// What an evaluation found: a set after the other.
@@ -14,8 +16,19 @@ pub struct Evaluation {
 /// One validation set's samples.
 pub struct SetResult {
     pub name: String,
+    /// The k of mean@k.
     pub samples: usize,
-    pub rollouts: Rollouts,
+    /// The k of each pass@k.
+    pub pass_at: Vec<usize>,
+    pub problems: Vec<ProblemResult>,
+}
+
+/// One problem's samples.
+pub struct ProblemResult {
+    pub id: String,
+    pub rows: Vec<TrajectoryRow>,
+    pub samples: Vec<Sample>,
+    pub votes: Vec<Vote>,
 }
 
 /// Samples every validation set with the model as it is. `None` when `stop` said so.
@@ -27,52 +40,93 @@ pub fn evaluate(
     step: u64,
     stop: &(dyn Fn() -> bool + Sync),
 ) -> Result<Option<Evaluation>> {
-    let eval = &bench.recipe().eval;
+    let samples = bench.recipe().eval.samples;
     let settings = RolloutSettings::evaluation(bench.recipe(), bench.preamble.clone(), step);
     let weights = bench.parameters.detached()?;
     let mut sets = vec![];
-    let mut index = 0;
-    for set in bench.task.validation_sets() {
-        let prompts: Vec<Prompt> = set
-            .problems
-            .iter()
-            .take(eval.problems_max)
-            .cloned()
-            .zip(index..)
-            .map(|(problem, index)| Prompt { index, problem })
-            .collect();
-        index += set.problems.len() as u64;
+    for (set, prompts) in prompts(bench) {
         let rollout = bench.rollout(&weights, &settings);
-        let Some(rollouts) = rollout.groups(&prompts, eval.samples, &|_| (), stop)? else { return Ok(None) };
-        sets.push(SetResult { name: set.name.clone(), samples: eval.samples, rollouts });
+        let Some(rollouts) = rollout.groups(&prompts, samples, &|_| (), stop)? else { return Ok(None) };
+        let mut rows = rollouts.rows(Phase::Eval);
+        let groups = prompts.iter().map(|_| rows.by_ref().take(samples).collect()).collect();
+        sets.push(SetResult::new(bench, set, &prompts, groups));
     }
     Ok(Some(Evaluation { sets }))
 }
 
+/// The problems to evaluate, by set. A prompt keeps its index whatever `eval.problems_max` is.
+pub fn prompts(bench: &Workbench) -> Vec<(&ValidationSet, Vec<Prompt>)> {
+    let (mut first, mut sets) = (0, vec![]);
+    for set in bench.task.validation_sets() {
+        let kept = set.problems.iter().take(bench.recipe().eval.problems_max).cloned().zip(first..);
+        sets.push((set, kept.map(|(problem, index)| Prompt { index, problem }).collect()));
+        first += set.problems.len() as u64;
+    }
+    sets
+}
+
 impl SetResult {
-    /// Share of successes of each problem.
-    fn problem_means(&self) -> Vec<f64> {
-        let share = |group: &crate::trajectory::Group| {
-            let right = group.trajectories.iter().filter(|t| t.success).count();
-            right as f64 / group.trajectories.len().max(1) as f64
+    /// The result from the rows of each prompt.
+    pub fn new(
+        bench: &Workbench,
+        set: &ValidationSet,
+        prompts: &[Prompt],
+        groups: Vec<Vec<TrajectoryRow>>,
+    ) -> Self {
+        let eval = &bench.recipe().eval;
+        let problem = |(prompt, rows): (&Prompt, Vec<TrajectoryRow>)| {
+            let given = bench.preamble.len() + prompt.problem.messages.len();
+            let samples: Vec<Sample> = rows.iter().map(|row| sample(bench, row, given)).collect();
+            let votes = accuracy::votes(bench.task.as_ref(), &samples);
+            ProblemResult { id: prompt.problem.id.clone(), rows, samples, votes }
         };
-        self.rollouts.groups.iter().map(share).collect()
+        Self {
+            name: set.name.clone(),
+            samples: eval.samples,
+            pass_at: eval.pass_at.clone(),
+            problems: prompts.iter().zip(groups).map(problem).collect(),
+        }
     }
 
-    /// Mean success and its 95% interval over problems: 1.96 standard errors of the mean of their means.
-    pub fn mean_and_interval(&self) -> (f64, f64, f64) {
-        let means = self.problem_means();
-        let n = means.len().max(1) as f64;
-        let mean = means.iter().sum::<f64>() / n;
-        let variance = means.iter().map(|m| (m - mean).powi(2)).sum::<f64>() / (n - 1.0).max(1.0);
-        let half = 1.96 * (variance / n).sqrt();
-        (mean, (mean - half).max(0.0), (mean + half).min(1.0))
+    /// Each measure's name after `val-core/<set>/acc/`, and its estimate: mean@k, every pass@k asked for, and maj@k of
+    /// more than one sample.
+    pub fn estimates(&self) -> Vec<(String, Estimate)> {
+        let over = |value: &dyn Fn(&ProblemResult) -> f64| {
+            Estimate::by_problem(&self.problems.iter().map(value).collect::<Vec<_>>())
+        };
+        let k = self.samples;
+        let mut estimates = vec![(format!("mean@{k}"), over(&|p| accuracy::mean(&p.samples)))];
+        for &k in &self.pass_at {
+            estimates.push((format!("pass@{k}"), over(&|p| accuracy::pass_at(k, &p.samples))));
+        }
+        if k > 1 {
+            estimates.push((format!("maj@{k}"), over(&|p| accuracy::majority(&p.votes))));
+        }
+        estimates
     }
 
-    /// `val-core/<set>/acc/mean@<k>`.
-    pub fn key(&self) -> String {
-        format!("val-core/{}/acc/mean@{}", self.name, self.samples)
+    /// `val-core/<set>/acc/<measure>`.
+    pub fn key(&self, measure: &str) -> String {
+        format!("val-core/{}/acc/{measure}", self.name)
     }
+
+    /// Every sampled conversation.
+    pub fn rows(&self) -> impl Iterator<Item = &TrajectoryRow> {
+        self.problems.iter().flat_map(|problem| &problem.rows)
+    }
+}
+
+/// What a row says, with `given` messages of the prompt in front.
+fn sample(bench: &Workbench, row: &TrajectoryRow, given: usize) -> Sample {
+    let trajectory = &row.trajectory;
+    let answered =
+        |call: CallOutcome| call != CallOutcome::MalformedCall && call != CallOutcome::UnknownRecipient;
+    let transcript = Transcript {
+        messages: row.messages.get(given..).unwrap_or_default(),
+        outcome: trajectory.outcome,
+        calls_answered: trajectory.turns.iter().filter(|turn| turn.call.is_some_and(answered)).count(),
+    };
+    Sample { success: trajectory.success, answer: bench.task.answer_text(&transcript) }
 }
 
 impl Evaluation {
@@ -80,25 +134,27 @@ impl Evaluation {
     pub fn metrics(&self) -> Metrics {
         let mut metrics = Metrics::new();
         for set in &self.sets {
-            let (mean, low, high) = set.mean_and_interval();
-            metrics.set(set.key(), mean);
-            metrics.set(format!("{}/ci95_low", set.key()), low);
-            metrics.set(format!("{}/ci95_high", set.key()), high);
+            for (measure, Estimate { mean, low, high }) in set.estimates() {
+                let key = set.key(&measure);
+                metrics.set(format!("{key}/ci95_low"), low);
+                metrics.set(format!("{key}/ci95_high"), high);
+                metrics.set(key, mean);
+            }
         }
         metrics
     }
 
     /// One line for the console.
     pub fn summary(&self) -> String {
-        let line = |set: &SetResult| {
-            let (mean, low, high) = set.mean_and_interval();
-            format!("{} {mean:.3} (95% {low:.3} to {high:.3})", set.key())
+        let text = |set: &SetResult, (measure, e): (String, Estimate)| {
+            format!("{} {:.3} (95% {:.3} to {:.3})", set.key(&measure), e.mean, e.low, e.high)
         };
-        self.sets.iter().map(line).collect::<Vec<_>>().join(", ")
+        let line = |set: &SetResult| set.estimates().into_iter().map(|e| text(set, e)).collect::<Vec<_>>();
+        self.sets.iter().flat_map(line).collect::<Vec<_>>().join(", ")
     }
 
     /// The sampled conversations.
     pub fn rows(&self) -> impl Iterator<Item = TrajectoryRow> {
-        self.sets.iter().flat_map(|set| set.rollouts.rows(Phase::Eval))
+        self.sets.iter().flat_map(SetResult::rows).cloned()
     }
 }

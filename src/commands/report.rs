@@ -3,6 +3,7 @@
 use crate::cli::EXIT_DONE;
 use crate::report::write_report;
 use anyhow::Result;
+use std::io::Write;
 use std::path::PathBuf;
 
 /// Writes the page and says where it is.
@@ -11,6 +12,7 @@ use std::path::PathBuf;
 /// Those of [`write_report`].
 pub fn run(runs: &[PathBuf]) -> Result<u8> {
     let page = write_report(runs)?;
-    println!("{}", page.display());
+    // The page is there whether or not somebody listens.
+    let _ = writeln!(std::io::stdout(), "{}", page.display());
     Ok(EXIT_DONE)
 }

@@ -49,6 +49,8 @@ impl RunFolder {
             bad_input!("{}: cannot make the run folder: {e}; name another with --out", path.display())
         })?;
         let lock = lock(path)?;
+        // Another process may have made and ended a run here in the meantime.
+        Self::refuse_existing(path)?;
         write_recipe(path, plan)?;
         let metrics = MetricsFile::create(&path.join("metrics.jsonl"))?;
         let tensorboard =
@@ -67,6 +69,7 @@ impl RunFolder {
         }
         let lock = lock(path)?;
         check_recipe(path, plan)?;
+        checkpoint::clear_partial(path)?;
         let point = match checkpoint::latest(path)? {
             Some(checkpoint) => Some(ResumePoint { state: checkpoint::read_state(&checkpoint)?, checkpoint }),
             None => None,
@@ -144,11 +147,12 @@ pub fn write_trajectories(
     write().with_context(|| format!("writing {}", file.display()))
 }
 
-fn holds_run(path: &Path) -> bool {
+pub(super) fn holds_run(path: &Path) -> bool {
     ["recipe.toml", "metrics.jsonl", "checkpoints"].iter().any(|name| path.join(name).exists())
 }
 
-fn lock(path: &Path) -> Result<File> {
+/// Refuses a folder that a live process works in.
+pub(super) fn lock(path: &Path) -> Result<File> {
     let file = path.join(".lock");
     let lock = File::create(&file).map_err(|e| {
         bad_input!("{}: cannot be written: {e}; name another folder with --out", file.display())

@@ -1,5 +1,8 @@
 //! `rloss train RECIPE`: cold start, reinforcement learning, evaluations, checkpoints.
 
+mod generate;
+mod update;
+
 use super::evaluation::evaluate;
 use super::run_folder::{ResumePoint, RunFolder};
 use super::signals::Stop;
@@ -7,17 +10,17 @@ use super::workbench::Workbench;
 use crate::cli::{EXIT_DONE, EXIT_STOPPED, RunArgs};
 use crate::metrics::{Console, Metrics, Phase, Row, Timings};
 use crate::model::config::Form;
-use crate::model::forward::ForwardOptions;
+use crate::model::weights::Parameters;
 use crate::policy::alarm::alarm;
 use crate::recipe::{self, Dtype, locate};
-use crate::rollout::{Prompt, RolloutSettings, Rollouts};
+use crate::rollout::Rollouts;
+use crate::rollout::stored::Stored;
 use crate::train::accumulate::Learner;
 use crate::train::batch::Sequence;
 use crate::train::checkpoint::{self, Snapshot, TrainerState};
 use crate::train::forward_backward::PassSettings;
 use crate::train::gradients::Gradients;
 use crate::train::optimizer::{Optimizer, learning_rate};
-use crate::train::policy_step::PolicyStep;
 use crate::train::supervised::{self, Examples};
 use anyhow::{Result, ensure};
 use clap::Args;
@@ -48,21 +51,31 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     let bench = Workbench::open(plan)?;
     let examples = Examples::open(bench.recipe().cold_start.train_file.as_deref(), &bench.rendering())?;
     let held_out = held_out(&bench, &examples)?;
+    let stored = stored(&bench)?;
+    // From here on a signal finds a run to save.
+    let stop = Stop::listen()?;
     let (folder, point) = match args.resume {
         true => RunFolder::resume(&out, &bench.plan)?,
         false => (RunFolder::create(&out, &bench.plan)?, None),
     };
-    let console = Console::stderr(Duration::from_secs(2));
+    let console = Console::stderr(Duration::from_secs(2), bench.recipe().logging.console_every_steps);
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     if let Some(confinement) = bench.confinement() {
         folder.write_confinement(&confinement)?;
     }
-    let stop = Stop::listen()?;
     let timings = Timings::new();
-    let mut trainer = Trainer { bench: &bench, folder, console, stop, timings, timed_out: false };
+    let mut trainer =
+        Trainer { bench: &bench, folder, console, stop, timings, stored, timed_out: false, reference: None };
     let stopped = trainer.run(&examples, &held_out, point)?;
     trainer.console.print(&format!("{} {}", if stopped { "stopped:" } else { "done:" }, out.display()));
     Ok(if stopped { EXIT_STOPPED } else { EXIT_DONE })
+}
+
+/// The trajectories that take the place of sampling, if the recipe names any.
+fn stored(bench: &Workbench) -> Result<Option<Stored>> {
+    let config = &bench.model.config;
+    let open = |file: &PathBuf| Stored::open(file, config.vocab_size, bench.model.context_tokens_max());
+    bench.recipe().train.trajectories.as_ref().map(open).transpose()
 }
 
 /// Supervised examples that are only measured: a file's, or the task's held-out demonstrations.
@@ -93,8 +106,12 @@ struct Trainer<'a> {
     console: Console,
     stop: Stop,
     timings: Timings,
+    /// Present when the recipe trains on fixed data.
+    stored: Option<Stored>,
     /// A tool call was ended by the wall clock: the run is no longer reproducible, which is said once.
     timed_out: bool,
+    /// The frozen reference, where the recipe asks for one.
+    reference: Option<Parameters>,
 }
 
 impl<'a> Trainer<'a> {
@@ -119,6 +136,7 @@ impl<'a> Trainer<'a> {
             _ => {}
         }
         let optimizer = self.optimizer(&recipe.train.optimizer, resumed.as_ref())?;
+        self.set_reference(resumed.is_some())?;
         if resumed.is_none() && recipe.eval.before_training && recipe.train.steps > 0 {
             self.evaluate(0)?;
         }
@@ -198,21 +216,19 @@ impl<'a> Trainer<'a> {
     fn reinforcement_learning(&mut self, mut optimizer: Optimizer, start: u64) -> Result<bool> {
         let recipe = &self.bench.plan.recipe;
         let steps = recipe.train.steps;
-        let progress = self.console.stage("reinforcement learning", steps, start);
+        let progress = self.console.stage("rl", steps, start);
         for step in start + 1..=steps {
             let begun = std::time::Instant::now();
             let rollouts = self.generate(step)?;
-            let (gradients, update) =
-                self.timings.time("update_actor", || self.policy_step().gradients(&rollouts.groups))?;
             let lr = learning_rate(&recipe.train.optimizer, step - 1, steps);
-            let norm = self.apply(&mut optimizer, gradients, recipe.train.optimizer.grad_norm_max, lr)?;
+            let update = self.update(step, &rollouts.trained(), &mut optimizer, lr)?;
 
-            let mut metrics = crate::rollout::metrics(&rollouts.groups).finish();
+            let mut metrics = rollouts.metrics();
             metrics.extend(update);
-            metrics.set("actor/grad_norm", norm);
             metrics.set("actor/lr", lr);
             let seconds = begun.elapsed().as_secs_f64();
             self.timings.add("step", seconds);
+            let rollouts = rollouts.drawn;
             let counts = rollouts.counts();
             let tokens = counts.prefilled_tokens + counts.sampled_tokens;
             metrics.set("perf/throughput", tokens as f64 / seconds);
@@ -220,7 +236,6 @@ impl<'a> Trainer<'a> {
             self.watch(step, &rollouts, &metrics);
             let shown = [
                 ("reward", metrics.get("critic/rewards/mean").unwrap_or(f64::NAN)),
-                ("grad norm", norm),
                 ("max gap", metrics.get("mismatch/log_ppl_abs_diff_max").unwrap_or(f64::NAN)),
             ];
             self.write_row(step, Phase::Rl, metrics)?;
@@ -238,30 +253,6 @@ impl<'a> Trainer<'a> {
         }
         progress.finish();
         Ok(false)
-    }
-
-    /// The rollouts of step `step`: prompts are taken from the task's stream in order.
-    fn generate(&self, step: u64) -> Result<Rollouts> {
-        let bench = self.bench;
-        let recipe = &bench.plan.recipe;
-        let count = recipe.rollout.prompts_per_step as u64;
-        let prompts: Vec<Prompt> = ((step - 1) * count..step * count)
-            .map(|index| Prompt { index, problem: bench.task.training_problem(recipe.train.seed, index) })
-            .collect();
-        let settings = RolloutSettings::training(recipe, bench.preamble.clone(), step);
-        let samples = recipe.rollout.samples_per_prompt;
-        let inner = self.console.inner_stage("rollout", count * samples as u64);
-        let weights = bench.rollout_weights()?;
-        let rollouts = self.timings.time("gen", || {
-            let seen = std::sync::atomic::AtomicU64::new(0);
-            let report = |p: crate::rollout::Progress| {
-                let before = seen.fetch_max(p.finished as u64, std::sync::atomic::Ordering::Relaxed);
-                inner.advance((p.finished as u64).saturating_sub(before), 0, &[]);
-            };
-            bench.rollout(&weights, &settings).groups(&prompts, samples, &report, &|| false)
-        })?;
-        inner.finish();
-        rollouts.ok_or_else(|| anyhow::anyhow!("the rollout ended early"))
     }
 
     /// Clips, updates, and returns the gradient norm before clipping.
@@ -317,18 +308,6 @@ impl<'a> Trainer<'a> {
         }
     }
 
-    fn policy_step(&self) -> PolicyStep<'a> {
-        let recipe = &self.bench.plan.recipe;
-        PolicyStep {
-            learner: self.learner(),
-            policy: &recipe.policy,
-            pass: self.pass(recipe.rollout.temperature),
-            second_forward: ForwardOptions::second_forward(&recipe.arms, recipe.train.seed),
-            micro_batch_tokens: recipe.train.micro_batch_tokens,
-            response_tokens_max: recipe.rollout.response_tokens_max,
-        }
-    }
-
     /// Says what deserves a second look.
     fn watch(&mut self, step: u64, rollouts: &Rollouts, metrics: &Metrics) {
         if rollouts.tool_timed_out() && !self.timed_out {
@@ -359,7 +338,7 @@ impl<'a> Trainer<'a> {
     ) -> Result<bool> {
         let asked = self.stop.asked();
         let every = self.bench.plan.recipe.checkpoint.every_steps;
-        if asked || last || (every > 0 && step % every == 0) {
+        if asked || last || (every > 0 && step.is_multiple_of(every)) {
             let begun = std::time::Instant::now();
             self.save(phase, step, optimizer)?;
             self.timings.add("save_checkpoint", begun.elapsed().as_secs_f64());

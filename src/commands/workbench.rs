@@ -46,7 +46,7 @@ impl Workbench {
     ///
     /// # Errors
     /// [`BadInput`] with every mistake found, each with its place and remedy.
-    pub fn open(plan: Plan) -> Result<Self> {
+    pub fn open(mut plan: Plan) -> Result<Self> {
         let threads = Threads::new(plan.recipe.parallel.threads)?;
         let mut mistakes = Mistakes(vec![]);
         let source = mistakes.note(ModelSource::open(&plan.recipe));
@@ -66,6 +66,9 @@ impl Workbench {
         else {
             return Err(bad_input!("{}", mistakes.0.join("\n")));
         };
+        if let Some(folder) = &source.lacks_weights {
+            plan.warnings.push(format!("{} holds no weights; they are drawn at random", folder.display()));
+        }
         let preamble = preamble(&plan.recipe.harmony, task.uses_python());
         let parameters = Parameters::new(&source.config, source.tensors(&plan.recipe)?)?;
         let context = source.config.max_position_embeddings;
@@ -198,9 +201,6 @@ impl ModelSource {
     }
 
     fn tensors(&self, recipe: &Recipe) -> Result<Vec<(ParameterSpec, Tensor)>> {
-        if let Some(folder) = &self.lacks_weights {
-            eprintln!("warning: {} holds no weights; they are drawn at random", folder.display());
-        }
         let tensors = match &self.weights {
             Some(folder) => load(folder, &self.config)?,
             None => {
@@ -318,14 +318,37 @@ fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
 }
 
 fn task_settings(recipe: &Recipe) -> TaskSettings {
+    use crate::recipe::task::{AnswerEquality, Extraction, Grading, PromptForm};
+    use crate::tasks::{answer, gsm8k, retool, verify_if};
     let task = &recipe.task;
+    let defaults = TaskSettings::default();
     TaskSettings {
         name: task.name.to_string(),
         train_file: task.train_file.clone(),
         validation_file: task.validation_file.clone(),
+        validation_files: task.validation_files.clone(),
         train_rows_max: task.train_rows_max,
         validation_rows_max: task.validation_rows_max,
-        ..TaskSettings::default()
+        extraction: match task.extraction.unwrap_or_default() {
+            Extraction::Strict => gsm8k::Extraction::Strict,
+            Extraction::Flexible => gsm8k::Extraction::Flexible,
+        },
+        answer: match task.answer.unwrap_or_default() {
+            AnswerEquality::Exact => answer::Equality::Exact,
+            AnswerEquality::Equivalent => answer::Equality::Equivalent,
+        },
+        prompt: match task.prompt.unwrap_or_default() {
+            PromptForm::Boxed => retool::PromptForm::Boxed,
+            PromptForm::AnswerLine => retool::PromptForm::AnswerLine,
+        },
+        grading: match task.grading.unwrap_or_default() {
+            Grading::Share => verify_if::Grading::Share,
+            Grading::All => verify_if::Grading::All,
+        },
+        command: task.command.clone(),
+        command_timeout_s: task.command_timeout_s.unwrap_or(defaults.command_timeout_s),
+        command_processes: task.command_processes.unwrap_or(defaults.command_processes),
+        validation_problems: recipe.eval.problems_max,
     }
 }
 

@@ -17,21 +17,24 @@ enum Place {
         out: Mutex<Box<dyn Write + Send>>,
         /// Least time between two plain lines of one stage.
         interval: Duration,
+        /// Steps between two plain lines of one stage; 0 for none.
+        every_steps: u64,
     },
 }
 
 impl Console {
-    /// Bars when stderr is a terminal; otherwise a plain line a step, at most one per `interval` and stage.
-    pub fn stderr(interval: Duration) -> Self {
-        if std::io::stderr().is_terminal() {
+    /// Bars when stderr is a terminal; otherwise a plain line every `every_steps` steps and after the last, at most
+    /// one per `interval` and stage. No progress is shown when `every_steps` is 0.
+    pub fn stderr(interval: Duration, every_steps: u64) -> Self {
+        if every_steps > 0 && std::io::stderr().is_terminal() {
             return Self(Arc::new(Place::Bars(MultiProgress::new())));
         }
-        Self::lines(std::io::stderr(), interval)
+        Self::lines(std::io::stderr(), interval, every_steps)
     }
 
     /// Plain lines to `out`.
-    pub fn lines(out: impl Write + Send + 'static, interval: Duration) -> Self {
-        Self(Arc::new(Place::Lines { out: Mutex::new(Box::new(out)), interval }))
+    pub fn lines(out: impl Write + Send + 'static, interval: Duration, every_steps: u64) -> Self {
+        Self(Arc::new(Place::Lines { out: Mutex::new(Box::new(out)), interval, every_steps }))
     }
 
     /// A stage that makes `total` steps and starts after `done` of them (a resumed run's).
@@ -71,7 +74,7 @@ impl Console {
 }
 
 fn style() -> ProgressStyle {
-    let template = ProgressStyle::with_template("{prefix:>10} {bar:16} {pos}/{len}  {wide_msg}");
+    let template = ProgressStyle::with_template("{prefix:>10} {bar:10} {pos}/{len}  {wide_msg}");
     template.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("━╸─")
 }
 
@@ -110,9 +113,9 @@ impl Progress {
                 stage.bar.set_message(message);
                 stage.bar.set_position(pace.done);
             }
-            Place::Lines { interval, .. } if stage.outer => {
-                let due = pace.printed.is_none_or(|at| at.elapsed() >= *interval) || pace.done >= stage.total;
-                if due {
+            Place::Lines { interval, every_steps, .. } if stage.outer && *every_steps > 0 => {
+                let rested = pace.printed.is_none_or(|at| at.elapsed() >= *interval);
+                if pace.done >= stage.total || (rested && pace.done.is_multiple_of(*every_steps)) {
                     pace.printed = Some(Instant::now());
                     stage.console.print(&format!("{} {}/{}  {message}", stage.name, pace.done, stage.total));
                 }
@@ -182,7 +185,7 @@ mod tests {
     #[test]
     fn every_step_prints_a_line_without_an_interval() {
         let out = Shared::default();
-        let console = Console::lines(out.clone(), Duration::ZERO);
+        let console = Console::lines(out.clone(), Duration::ZERO, 1);
         let stage = console.stage("rl", 3, 1);
         stage.advance(1, 0, &[("reward", -0.25)]);
         stage.advance(1, 0, &[("reward", 0.5)]);
@@ -200,7 +203,7 @@ mod tests {
     #[test]
     fn an_interval_keeps_the_first_and_the_last_line_and_inner_stages_are_silent() {
         let out = Shared::default();
-        let console = Console::lines(out.clone(), Duration::from_secs(3600));
+        let console = Console::lines(out.clone(), Duration::from_secs(3600), 1);
         let (stage, inner) = (console.stage("cold start", 500, 0), console.inner_stage("rollout", 8));
         for _ in 0..500 {
             stage.advance(1, 10, &[("loss", 1.0)]);
@@ -215,7 +218,7 @@ mod tests {
     #[test]
     fn control_characters_never_reach_the_terminal() {
         let out = Shared::default();
-        let console = Console::lines(out.clone(), Duration::ZERO);
+        let console = Console::lines(out.clone(), Duration::ZERO, 1);
         console.stage("a\u{1b}[2J\n", 1, 0).advance(1, 0, &[("b\u{7}", 1.0)]);
         console.print("two\nlines \u{1b}]0;title\u{7}");
         let text = out.lines().join("|");

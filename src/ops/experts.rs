@@ -229,9 +229,9 @@ impl CustomOp2 for Combine {
         let (tokens, top_k) = (self.plan.tokens, self.plan.top_k);
         let mut out = buffer(tokens * width);
         for (t, out) in out.chunks_exact_mut(width).enumerate() {
-            for slot in t * top_k..(t + 1) * top_k {
-                let row = self.plan.row_of[slot] as usize;
-                let weight = w[slot];
+            let slots = t * top_k..(t + 1) * top_k;
+            for (&row, &weight) in self.plan.row_of[slots.clone()].iter().zip(&w[slots]) {
+                let row = row as usize;
                 let x = &x[row * width..(row + 1) * width];
                 out.iter_mut().zip(x).for_each(|(o, &x)| *o += weight * x);
             }

@@ -6,6 +6,7 @@
 use super::cpu::{buffer, host_values, values};
 use super::math::exp;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
+use multiversion::multiversion;
 
 /// The loss of one layer's router logits `[T, E]` with `counts [E]` pairs routed to each expert; a scalar.
 ///
@@ -22,6 +23,7 @@ struct LoadBalance {
     fractions: Vec<f32>,
 }
 
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 fn softmax(row: &[f32]) -> Vec<f32> {
     let highest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let mut p: Vec<f32> = row.iter().map(|&z| exp(z - highest)).collect();

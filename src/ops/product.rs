@@ -44,6 +44,10 @@ pub fn forward_product(
     if m == 0 || n == 0 {
         return;
     }
+    #[cfg(feature = "bench")]
+    if stock::CHOSEN.load(std::sync::atomic::Ordering::Relaxed) {
+        return stock::product(out, x, w, (m, k, n), accumulate);
+    }
     if n == 1 {
         dot_column(out, x, w, k, accumulate);
     } else if m == 1 {
@@ -99,6 +103,54 @@ pub fn product(out: &mut [f32], a: Matrix, b: Matrix, (m, k, n): (usize, usize, 
                 b.values.as_ptr().add(start * b.row_stride),
                 b.column_stride as isize,
                 b.row_stride as isize,
+                1.0,
+                1.0,
+                false,
+                false,
+                false,
+                parallelism,
+            );
+        }
+    }
+}
+
+/// The library's default product, to measure what invariance costs. Only benchmarks are built with it.
+#[cfg(feature = "bench")]
+pub mod stock {
+    use super::Parallelism;
+    use std::sync::atomic::AtomicBool;
+
+    /// True makes every forward use [`product`].
+    pub static CHOSEN: AtomicBool = AtomicBool::new(false);
+
+    /// One call of the library on the whole shape.
+    pub fn product(
+        out: &mut [f32],
+        x: &[f32],
+        w: &[f32],
+        (m, k, n): (usize, usize, usize),
+        accumulate: bool,
+    ) {
+        assert!(out.len() == m * n && x.len() == m * k && w.len() == k * n, "stock product: shapes");
+        let threads = rayon::current_num_threads();
+        let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
+        let (n_stride, k_stride) = (n as isize, k as isize);
+        // SAFETY: all three are contiguous rows of exactly these shapes.
+        unsafe {
+            gemm::gemm(
+                m,
+                n,
+                k,
+                out.as_mut_ptr(),
+                1,
+                n_stride,
+                accumulate,
+                x.as_ptr(),
+                1,
+                k_stride,
+                w.as_ptr(),
+                1,
+                n_stride,
                 1.0,
                 1.0,
                 false,

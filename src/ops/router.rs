@@ -5,6 +5,7 @@
 use super::cpu::{buffer, host_values, values};
 use super::math::exp;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use multiversion::multiversion;
 use std::sync::Arc;
 
 /// The `K` experts of every token, `[T][K]`, largest logit first; ties go to the lowest index.
@@ -54,6 +55,16 @@ struct TopKSoftmax {
     top_k: usize,
 }
 
+/// Appends one token's weights.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
+fn shares(row: &[f32], routes: &[u16], out: &mut Vec<f32>) {
+    let highest = routes.iter().fold(f32::NEG_INFINITY, |m, &e| m.max(row[e as usize]));
+    let first = out.len();
+    out.extend(routes.iter().map(|&e| exp(row[e as usize] - highest)));
+    let total: f32 = out[first..].iter().sum();
+    out[first..].iter_mut().for_each(|w| *w /= total);
+}
+
 impl CustomOp1 for TopKSoftmax {
     fn name(&self) -> &'static str {
         "top_k_softmax"
@@ -64,11 +75,7 @@ impl CustomOp1 for TopKSoftmax {
         let logits = values(logits, layout)?;
         let mut out = Vec::with_capacity(tokens * self.top_k);
         for (row, routes) in logits.chunks_exact(experts).zip(self.routes.chunks_exact(self.top_k)) {
-            let highest = routes.iter().fold(f32::NEG_INFINITY, |m, &e| m.max(row[e as usize]));
-            let first = out.len();
-            out.extend(routes.iter().map(|&e| exp(row[e as usize] - highest)));
-            let total: f32 = out[first..].iter().sum();
-            out[first..].iter_mut().for_each(|w| *w /= total);
+            shares(row, routes, &mut out);
         }
         Ok((CpuStorage::F32(out), Shape::from((tokens, self.top_k))))
     }

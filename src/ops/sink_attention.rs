@@ -8,15 +8,20 @@
 //! ```
 //!
 //! The softmax is online over key blocks at absolute positions and starts at the sink, so its maximum is always
-//! finite and a masked key adds exactly 0. Training, prefill and decode run [`attend`] on the same blocks:
+//! finite and a masked key adds exactly 0. Training, prefill and decode run `attend` on the same blocks:
 //! that is why their rows are equal to the last bit.
 
+mod backward;
+mod forward;
+mod rows;
+
 use super::cpu::{buffer, host_values, in_parallel, values};
-use super::kv_cache::{BLOCK, KvSequence};
-use super::math::{LANES, exp, max_lanes, sum_lanes};
+use super::kv_cache::KvSequence;
+use backward::{Upstream, attend_backward};
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
-use multiversion::multiversion;
+use forward::attend;
 use rayon::prelude::*;
+use rows::Rows;
 use std::sync::{Arc, OnceLock};
 
 /// Stands for "no sink": finite, and its exponential is exactly 0 beside any real score.
@@ -127,225 +132,6 @@ pub fn sink_attention_cached(
         start = end;
     }
     Tensor::from_vec(out, (tokens, width), q.device())
-}
-
-/// A buffer that tasks of different key-value heads write at disjoint places.
-struct Rows<'a> {
-    start: *mut f32,
-    len: usize,
-    lifetime: std::marker::PhantomData<&'a mut [f32]>,
-}
-
-// SAFETY: tasks write only the columns of their own heads, which no other task touches.
-unsafe impl Sync for Rows<'_> {}
-
-impl<'a> Rows<'a> {
-    fn new(values: &'a mut [f32]) -> Self {
-        Self { start: values.as_mut_ptr(), len: values.len(), lifetime: std::marker::PhantomData }
-    }
-
-    /// The stretch `offset..offset + len`, without claiming it.
-    fn part(&self, offset: usize, len: usize) -> Self {
-        assert!(offset + len <= self.len, "attention output out of bounds");
-        // SAFETY: in bounds by the assertion.
-        Self { start: unsafe { self.start.add(offset) }, len, lifetime: self.lifetime }
-    }
-
-    /// The `width` values from `offset`.
-    #[allow(clippy::mut_from_ref)]
-    #[inline(always)]
-    fn at(&self, offset: usize, width: usize) -> &mut [f32] {
-        assert!(offset + width <= self.len, "attention output out of bounds");
-        // SAFETY: in bounds by the assertion; disjoint between tasks as said on the type.
-        unsafe { std::slice::from_raw_parts_mut(self.start.add(offset), width) }
-    }
-}
-
-/// Scores of one query against one block, masked to −∞ outside `low..high` (places in the block).
-#[inline(always)]
-fn block_scores(q: &[f32], keys: &[f32], scale: f32, low: usize, high: usize) -> [f32; BLOCK] {
-    let mut scores = [0f32; BLOCK];
-    // A vector's width at a time, so that sums stay in a register.
-    for (part, scores) in scores.chunks_exact_mut(LANES).enumerate() {
-        let mut sums = [0f32; LANES];
-        for (&x, row) in q.iter().zip(keys.chunks_exact(BLOCK)) {
-            let row = &row[part * LANES..(part + 1) * LANES];
-            for j in 0..LANES {
-                sums[j] = x.mul_add(row[j], sums[j]);
-            }
-        }
-        scores.copy_from_slice(&sums);
-    }
-    for (j, s) in scores.iter_mut().enumerate() {
-        *s = if j >= low && j < high { *s * scale } else { f32::NEG_INFINITY };
-    }
-    scores
-}
-
-/// `o ← o · shrink + Σ_j p_j v_j`, in the order of the keys.
-#[inline(always)]
-fn add_values(o: &mut [f32], p: &[f32], values: &[f32], shrink: f32) {
-    let d = o.len();
-    let mut start = 0;
-    // A vector's width at a time, so that sums stay in a register.
-    while start + LANES <= d {
-        let mut sums = [0f32; LANES];
-        sums.copy_from_slice(&o[start..start + LANES]);
-        for x in &mut sums {
-            *x *= shrink;
-        }
-        for (&p, value) in p.iter().zip(values.chunks_exact(d)) {
-            let value = &value[start..start + LANES];
-            for c in 0..LANES {
-                sums[c] = p.mul_add(value[c], sums[c]);
-            }
-        }
-        o[start..start + LANES].copy_from_slice(&sums);
-        start += LANES;
-    }
-    for (c, x) in o.iter_mut().enumerate().skip(start) {
-        let shrunk = *x * shrink;
-        *x = p.iter().zip(values.chunks_exact(d)).fold(shrunk, |sum, (&p, value)| p.mul_add(value[c], sum));
-    }
-}
-
-/// The places of block `b` that the query at `position` sees.
-#[inline(always)]
-fn visible(attention: &Attention, position: usize, b: usize) -> (usize, usize) {
-    let low = attention.first_key(position).saturating_sub(b * BLOCK);
-    (low, (position + 1 - b * BLOCK).min(BLOCK))
-}
-
-/// Output and log-sum-exp of the queries of one key-value head's group, for rows at positions `first..`.
-///
-/// `q` and `out` are `[rows][N][D]`, `lse` is `[rows][N]`.
-#[allow(clippy::too_many_arguments)]
-#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
-fn attend(
-    attention: &Attention,
-    kv_head: usize,
-    cache: &KvSequence,
-    first: usize,
-    q: &[f32],
-    sinks: &[f32],
-    out: &Rows,
-    lse: &Rows,
-) {
-    let Attention { heads, kv_heads, head_dim: d, .. } = *attention;
-    let group = heads / kv_heads;
-    let scale = attention.scale();
-    for row in 0..q.len() / (heads * d) {
-        let position = first + row;
-        for head in kv_head * group..(kv_head + 1) * group {
-            let place = row * heads + head;
-            let query = &q[place * d..(place + 1) * d];
-            let o = out.at(place * d, d);
-            o.fill(0.0);
-            let mut maximum = attention.sink(sinks, head);
-            let mut total = 1f32;
-            for b in attention.first_key(position) / BLOCK..=position / BLOCK {
-                let block = cache.block(b);
-                let (low, high) = visible(attention, position, b);
-                let keys = &block.keys[kv_head * d * BLOCK..(kv_head + 1) * d * BLOCK];
-                let mut p = block_scores(query, keys, scale, low, high);
-                let of_block = max_lanes(&p);
-                let highest = if of_block > maximum { of_block } else { maximum };
-                for x in &mut p {
-                    *x = exp(*x - highest);
-                }
-                let shrink = exp(maximum - highest);
-                maximum = highest;
-                total = total * shrink + sum_lanes(BLOCK, |j| p[j]);
-                let block_values = &block.values[kv_head * d * BLOCK..(kv_head + 1) * d * BLOCK];
-                add_values(o, &p[low..high], &block_values[low * d..high * d], shrink);
-            }
-            for x in o.iter_mut() {
-                *x /= total;
-            }
-            lse.at(place, 1)[0] = maximum + total.ln();
-        }
-    }
-}
-
-/// What [`attend_backward`] reads: one sequence's rows.
-struct Upstream<'a> {
-    q: &'a [f32],
-    out: &'a [f32],
-    lse: &'a [f32],
-    grad: &'a [f32],
-    sinks: &'a [f32],
-}
-
-/// Gradients of one key-value head's group in one sequence: writes `dq` `[rows][N][D]` and `dkv` `[rows][2][M][D]`
-/// at this group's places, returns the sinks' gradient `[group]`. Queries are added in ascending order.
-#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
-fn attend_backward(
-    attention: &Attention,
-    kv_head: usize,
-    cache: &KvSequence,
-    up: &Upstream,
-    dq: &Rows,
-    dkv: &Rows,
-) -> Vec<f32> {
-    let Attention { heads, kv_heads, head_dim: d, .. } = *attention;
-    let group = heads / kv_heads;
-    let scale = attention.scale();
-    let blocks = cache.len().div_ceil(BLOCK);
-    // Keys and values the other way round, and their gradients in the layout that adds fastest.
-    let (mut keys, mut values_t) = (buffer(blocks * BLOCK * d), buffer(blocks * BLOCK * d));
-    for b in 0..blocks {
-        let (kt, v) =
-            (&cache.block(b).keys[kv_head * d * BLOCK..], &cache.block(b).values[kv_head * d * BLOCK..]);
-        for j in 0..BLOCK {
-            for c in 0..d {
-                keys[(b * BLOCK + j) * d + c] = kt[c * BLOCK + j];
-                values_t[(b * d + c) * BLOCK + j] = v[j * d + c];
-            }
-        }
-    }
-    let mut dk = buffer(blocks * BLOCK * d);
-    let mut dv = buffer(blocks * BLOCK * d);
-    let mut dsinks = vec![0f32; group];
-    for position in 0..cache.len() {
-        for head in kv_head * group..(kv_head + 1) * group {
-            let place = position * heads + head;
-            let range = place * d..(place + 1) * d;
-            let (query, grad) = (&up.q[range.clone()], &up.grad[range.clone()]);
-            let output = &up.out[range.clone()];
-            let lse = up.lse[place];
-            let delta = sum_lanes(d, |c| grad[c] * output[c]);
-            dsinks[head - kv_head * group] -= exp(attention.sink(up.sinks, head) - lse) * delta;
-            let dq_row = dq.at(place * d, d);
-            for b in attention.first_key(position) / BLOCK..=position / BLOCK {
-                let (low, high) = visible(attention, position, b);
-                let kt = &cache.block(b).keys[kv_head * d * BLOCK..(kv_head + 1) * d * BLOCK];
-                let mut p = block_scores(query, kt, scale, low, high);
-                for x in &mut p {
-                    *x = exp(*x - lse);
-                }
-                let dp = block_scores(grad, &values_t[b * d * BLOCK..(b + 1) * d * BLOCK], 1.0, 0, BLOCK);
-                let mut ds = [0f32; BLOCK];
-                for j in 0..BLOCK {
-                    ds[j] = p[j] * (dp[j] - delta) * scale;
-                }
-                for j in low..high {
-                    let at = (b * BLOCK + j) * d;
-                    for c in 0..d {
-                        dq_row[c] = ds[j].mul_add(keys[at + c], dq_row[c]);
-                        dk[at + c] = ds[j].mul_add(query[c], dk[at + c]);
-                        dv[at + c] = p[j].mul_add(grad[c], dv[at + c]);
-                    }
-                }
-            }
-        }
-    }
-    for position in 0..cache.len() {
-        let row = position * 2 * kv_heads * d;
-        let at = position * d..(position + 1) * d;
-        dkv.at(row + kv_head * d, d).copy_from_slice(&dk[at.clone()]);
-        dkv.at(row + (kv_heads + kv_head) * d, d).copy_from_slice(&dv[at]);
-    }
-    dsinks
 }
 
 struct Packed {

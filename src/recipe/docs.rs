@@ -11,6 +11,7 @@ folder is the recipe as resolved, with every default written out; running it aga
 
 - `--set key=value` sets a key over the file, and the last one counts: `--set train.seed=3`, `--set task.name=gsm8k`,
   `--set 'eval.pass_at=[1, 4]'`. A string needs no quotes there.
+- `--set model.path=FOLDER` replaces the file's `model.architecture` and `model.tokenizer` as well: the folder has its own.
 - Relative paths count from the working directory. The resolved recipe holds absolute ones.
 - All mistakes are reported together before any work: `file:line: key: what is wrong; what to do`.
 - A run that goes on with `--resume` may differ in `train.steps`, `[eval]`, `[logging]`, `[parallel]` and

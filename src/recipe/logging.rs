@@ -9,7 +9,7 @@ table! {
         pub tensorboard: bool = true,
         /// Trajectories of a step written to `trajectories/`.
         pub trajectories_per_step: usize = 8,
-        /// Steps between lines on the console; 0 means none.
+        /// Steps between progress lines on the console, of which at most one appears in two seconds; 0 means no progress at all.
         pub console_every_steps: u64 = 1,
     }
 }

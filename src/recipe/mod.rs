@@ -3,6 +3,7 @@
 pub mod arms;
 pub mod checkpoint;
 pub mod cold_start;
+pub mod correction;
 pub mod docs;
 pub mod eval;
 pub mod harmony;
@@ -27,6 +28,7 @@ pub mod train;
 pub use arms::Arms;
 pub use checkpoint::Checkpoint;
 pub use cold_start::ColdStart;
+pub use correction::{Correction, ImportanceSampling, RejectOption};
 pub use eval::Eval;
 pub use harmony::{Harmony, ReasoningEffort};
 pub use interpreter::{Interpreter, InterpreterKind, InterpreterState};
@@ -35,18 +37,21 @@ pub use mistake::{Mistake, Mistakes, Place};
 pub use model::{Architecture, Dtype, Init, Model, Tokenizer, Yarn};
 pub use optimizer::{Optimizer, OptimizerKind, Schedule};
 pub use parallel::Parallel;
-pub use plan::{Plan, resolve, resume_differences};
-pub use policy::{Advantage, Aggregation, Loss, OldLogprob, Policy};
+pub use plan::{Plan, resolve, resume_differences, set_key};
+pub use policy::{
+    Advantage, Aggregation, Kl, KlEstimator, KlPlace, Loss, OldLogprob, Overlong, Policy, RouterReplay,
+};
 pub use rollout::Rollout;
 pub use source::{RecipeSource, locate};
 pub use table::Entry;
-pub use task::{Task, TaskName};
+pub use task::{AnswerEquality, Extraction, Grading, PromptForm, Task, TaskName};
 pub use train::Train;
 
 use table::table;
 
 table! {
-    /// A whole recipe: every table. [`resolve`] fills in the architecture and tokenizer of a model without a folder.
+    /// A whole recipe: every table. [`resolve`] fills in the architecture and tokenizer of a model without a folder, and
+    /// the keys that only some tasks read.
     pub struct Recipe {
         /// The model and its tokenizer: a folder, or an architecture with random weights.
         pub model: Model = Model::default(),

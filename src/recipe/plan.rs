@@ -49,10 +49,16 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
         }
     }
     mistakes.0.append(&mut not_sets);
+    let is_set = |table: &str| sets.iter().filter_map(|set| set_key(set)).any(|key| inside(key, table));
+    if is_set("model.path") && !is_set("model.architecture") && !is_set("model.tokenizer") {
+        // A folder named over a recipe, such as another checkpoint of a run, stands for the model as a whole.
+        (recipe.model.architecture, recipe.model.tokenizer) = (None, None);
+    }
     if recipe.model.path.is_none() {
         recipe.model.architecture.get_or_insert_with(Architecture::default);
         recipe.model.tokenizer.get_or_insert(Tokenizer::Embedded);
     }
+    recipe.task.fill_in();
     let found = rules::check(&recipe, &places, &unsure);
     mistakes.0.extend(found.mistakes);
     if mistakes.0.is_empty() {
@@ -82,6 +88,15 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader) {
     reader.read_document(recipe, document.get_ref());
     let read = reader.mistakes.0.split_off(before);
     reader.mistakes.0.extend(read.into_iter().filter(|mistake| !broken.contains(&mistake.place)));
+}
+
+/// The key of `key=value`.
+pub fn set_key(set: &str) -> Option<&str> {
+    set.split_once('=').map(|(key, _)| key.trim())
+}
+
+fn inside(key: &str, table: &str) -> bool {
+    key.strip_prefix(table).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
 /// `key=value` as a TOML document, or `None` if it is not one; a value that is not TOML is a string without its quotes.

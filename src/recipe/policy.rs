@@ -1,5 +1,6 @@
 //! `[policy]`: advantage, ratio and loss.
 
+use super::correction::Correction;
 use super::limits::{above, from};
 use super::table::{choice, table};
 
@@ -20,6 +21,82 @@ table! {
         pub clip_high: f64 = 0.2 => above(0.0).below(1.0),
         /// Bound of `ppo` on the ratio for negative advantages, more than 1; 0 means none.
         pub dual_clip: f64 = 3.0 => from(0.0).to(1e6),
+        /// Weight of the entropy bonus, aggregated like the loss; 0 means none.
+        pub entropy_coefficient: f64 = 0.0 => from(0.0).to(1000.0),
+        /// Whose experts the training forward uses; gradients still flow through the router's weights of them.
+        pub router_replay: RouterReplay = RouterReplay::None,
+        /// What is done about tokens whose training and rollout log-probabilities differ.
+        pub correction: Correction = Correction::default(),
+        /// Divergence from a frozen reference: the model at the start of reinforcement learning.
+        pub kl: Kl = Kl::default(),
+        /// Soft punishment of responses that near the length limit (DAPO). It shapes the advantage, not the reported reward.
+        pub overlong: Overlong = Overlong::default(),
+    }
+}
+
+table! {
+    /// Divergence from a frozen reference.
+    pub struct Kl {
+        /// Where the divergence counts.
+        pub place: KlPlace = KlPlace::None,
+        /// Its estimator, with d = log-probability minus the reference's.
+        pub estimator: KlEstimator = KlEstimator::K3,
+        /// Its weight.
+        pub coefficient: f64 = 1e-3 => above(0.0).to(1e6),
+    }
+}
+
+table! {
+    /// Soft punishment of long responses.
+    pub struct Overlong {
+        /// The punishment grows over this many tokens before `rollout.response_tokens_max`; 0 means none.
+        pub buffer_tokens: usize = 0 => from(0.0).to(16777216.0),
+        /// What a response at the limit loses.
+        pub penalty: f64 = 1.0 => above(0.0).to(1e6),
+    }
+}
+
+choice! {
+    /// Where the divergence from the reference counts.
+    pub enum KlPlace {
+        /// Nowhere: no reference is kept.
+        None = "none",
+        /// Added to the loss, aggregated like it.
+        Loss = "loss",
+        /// Taken off each token's reward before advantages.
+        Reward = "reward",
+    }
+}
+
+choice! {
+    /// Estimators of the divergence, d = log π − log π_ref.
+    pub enum KlEstimator {
+        /// d.
+        K1 = "k1",
+        /// |d|.
+        Abs = "abs",
+        /// ½·d².
+        K2 = "k2",
+        /// e^−d + d − 1.
+        K3 = "k3",
+        /// The value of k1 with the gradient of k2.
+        K1Straight = "k1+",
+        /// The value of abs with the gradient of k2.
+        AbsStraight = "abs+",
+        /// The value of k3 with the gradient of k2.
+        K3Straight = "k3+",
+    }
+}
+
+choice! {
+    /// Whose experts the training forward uses.
+    pub enum RouterReplay {
+        /// Its own.
+        None = "none",
+        /// Those chosen at sampling, in every training forward; needs `rollout.keep_routes`.
+        Rollout = "rollout",
+        /// Those chosen by the forward of `old_logprob = "recompute"`, in every update of the step.
+        Recompute = "recompute",
     }
 }
 
@@ -34,6 +111,8 @@ choice! {
         Rloo = "rloo",
         /// Rewards to go, normalised over the whole batch.
         ReinforcePlusPlus = "reinforce_plus_plus",
+        /// Reward minus the group's mean, normalised over the tokens of the whole batch.
+        ReinforcePlusPlusBaseline = "reinforce_plus_plus_baseline",
     }
 }
 
@@ -48,6 +127,8 @@ choice! {
         Cispo = "cispo",
         /// Gradient of the log-probability.
         Reinforce = "reinforce",
+        /// Geometric mean of a sequence's ratios, clipped a token; a mean over sequences whatever `aggregation` says.
+        GeoMean = "geo_mean",
     }
 }
 
@@ -56,6 +137,8 @@ choice! {
     pub enum Aggregation {
         /// Sum over the tokens of the whole batch, divided by their count.
         TokenMean = "token_mean",
+        /// Sum over the tokens of the whole batch.
+        TokenSum = "token_sum",
         /// Mean over sequences of the mean over tokens.
         SequenceMeanTokenMean = "sequence_mean_token_mean",
         /// Mean over sequences of the sum over tokens.

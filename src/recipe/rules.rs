@@ -1,8 +1,10 @@
 //! What one key alone cannot tell: contradictions, files that are not there, and what is likely not meant.
 
+mod policy;
+
 use super::arms::ARMS;
 use super::mistake::{Mistake, Places};
-use super::{Advantage, Architecture, Optimizer, Recipe, Tokenizer};
+use super::{Advantage, Architecture, Optimizer, Recipe, TaskName, Tokenizer};
 use std::path::Path;
 
 /// What the rules found.
@@ -167,6 +169,7 @@ impl Rules<'_> {
 
     fn task(&mut self) {
         let task = &self.recipe.task;
+        let several = task.name == TaskName::Retool;
         let files = [
             ("task.train_file", &task.train_file, "task.train_rows_max", task.train_rows_max),
             (
@@ -177,9 +180,11 @@ impl Rules<'_> {
             ),
         ];
         for (key, file, rows_key, rows) in files {
+            let elsewhere = several && key == "task.validation_file" && !task.validation_files.is_empty();
             match (task.name.reads_files(), file) {
+                (true, None) if elsewhere => {}
                 (true, None) => self.refuse(
-                    &[key, "task.name"],
+                    &[key, "task.name", "task.validation_files"],
                     format!("missing, and the task {} reads its problems from it; name the file", task.name),
                 ),
                 (true, Some(file)) => self.file(key, file),
@@ -196,13 +201,48 @@ impl Rules<'_> {
                 );
             }
         }
+        if several {
+            for file in &task.validation_files {
+                self.file("task.validation_files", file);
+            }
+        }
+        self.keys_of_one_task();
+    }
+
+    /// Keys that a single task reads are mistakes beside any other.
+    fn keys_of_one_task(&mut self) {
+        let task = &self.recipe.task;
+        let keys = [
+            ("task.validation_files", !task.validation_files.is_empty(), TaskName::Retool),
+            ("task.answer", task.answer.is_some(), TaskName::Retool),
+            ("task.prompt", task.prompt.is_some(), TaskName::Retool),
+            ("task.extraction", task.extraction.is_some(), TaskName::Gsm8k),
+            ("task.grading", task.grading.is_some(), TaskName::VerifyIf),
+            ("task.command", !task.command.is_empty(), TaskName::Command),
+            ("task.command_timeout_s", task.command_timeout_s.is_some(), TaskName::Command),
+            ("task.command_processes", task.command_processes.is_some(), TaskName::Command),
+        ];
+        for (key, written, reader) in keys {
+            if written && task.name != reader {
+                let what = format!(
+                    "only the task {reader} reads this, and task.name is {}; remove one of the two",
+                    task.name
+                );
+                self.refuse(&[key, "task.name"], what);
+            }
+        }
+        if task.name == TaskName::Command && task.command.first().is_none_or(String::is_empty) {
+            let what = "missing, and the task command runs it; write a program and its arguments, such as \
+                        [\"python3\", \"my_task.py\"]";
+            self.refuse(&["task.command", "task.name"], what);
+        }
     }
 
     /// A file that must be there.
     fn file(&mut self, key: &str, file: &Path) {
         if !file.is_file() {
             let remedy = match key {
-                "task.train_file" | "task.validation_file" => {
+                "task.train_file" | "task.validation_file" | "task.validation_files" => {
                     "fetch the data with scripts/fetch_data.sh, or name another file"
                 }
                 _ => "name a file that is there",
@@ -274,6 +314,9 @@ impl Rules<'_> {
     fn train(&mut self) {
         let train = &self.recipe.train;
         self.optimizer("train.optimizer", &train.optimizer, "train.steps", train.steps);
+        if let Some(file) = &train.trajectories {
+            self.file("train.trajectories", file);
+        }
         if train.freeze.iter().any(String::is_empty) {
             self.refuse(
                 &["train.freeze"],
@@ -288,16 +331,6 @@ impl Rules<'_> {
             self.warn(
                 &[&format!("{table}.warmup_steps"), steps_key],
                 format!("the warm-up of {warmup} steps does not end within the {steps} of {steps_key}"),
-            );
-        }
-    }
-
-    fn policy(&mut self) {
-        let dual_clip = self.recipe.policy.dual_clip;
-        if dual_clip != 0.0 && dual_clip <= 1.0 {
-            self.refuse(
-                &["policy.dual_clip"],
-                format!("{dual_clip} would bound the ratio where it is not yet off policy; give more than 1, or 0 for none"),
             );
         }
     }

@@ -7,7 +7,7 @@
 //!   ([`Outcome::TurnsExhausted`]); a malformed last turn ends as [`Outcome::Malformed`].
 //! - A trajectory out of tokens or context is [`Outcome::TruncatedLength`]; so is one whose next insertion would leave no
 //!   room for a token after it, and then nothing is inserted. A call that could no longer be answered is not run.
-//! - A call to anybody but `python` is answered in the recipient's name, a malformed one in the Python tool's; without a
+//! - A call to anybody but `python` and the task's own tools is answered in the recipient's name, a malformed one in the Python tool's; without a
 //!   tool there is nobody to say what is wrong, and the trajectory ends as malformed.
 //! - What was sampled stays as it was, the `<|return|>` before a further user message included.
 
@@ -22,9 +22,13 @@ use crate::tasks::{Problem, Reward, Task, Transcript};
 use crate::trajectory::{CallOutcome, Outcome, Trajectory, Turn};
 use anyhow::Result;
 use rand_chacha::ChaCha8Rng;
+use std::time::Instant;
 
 /// The recipient of calls to the Python tool.
 const PYTHON: &str = "python";
+
+/// The reward of a trajectory whose task failed.
+const FAILED: Reward = Reward { value: 0.0, success: false };
 
 /// What all conversations of a rollout share.
 pub(super) struct Rules<'a> {
@@ -196,23 +200,52 @@ impl<'a> Conversation<'a> {
         }
         match recipient {
             Some(name) if name == PYTHON && self.rules.interpreter.is_some() => Next::Call,
-            name => {
-                let name = name.unwrap_or_default();
-                let text = format!("Error: there is no tool named {name:?}.");
-                self.answer(CallOutcome::UnknownRecipient, &name, &text)
-            }
+            Some(_) if self.rules.task.answers_calls() => Next::Call,
+            name => self.unknown(&name.unwrap_or_default()),
         }
+    }
+
+    fn unknown(&mut self, name: &str) -> Next {
+        let text = format!("Error: there is no tool named {name:?}.");
+        self.answer(CallOutcome::UnknownRecipient, name, &text)
     }
 
     /// Runs the pending call; blocks until the reply. Called on a tool thread.
     pub(super) fn run_call(&mut self) -> Next {
-        let (Some(interpreter), Some(call)) = (self.rules.interpreter, self.parser.call()) else {
+        let Some(call) = self.parser.call() else {
             return self.end(Outcome::Malformed);
+        };
+        let name = call.recipient.clone().unwrap_or_default();
+        let Some(interpreter) = self.rules.interpreter.filter(|_| name == PYTHON) else {
+            return self.ask_task(&name);
         };
         let reply = interpreter.call(self.session, &call.content);
         self.tool_s += reply.seconds;
         self.calls_answered += 1;
         self.answer(reply.outcome, PYTHON, &reply.text)
+    }
+
+    /// Has the task answer the pending call to its tool `name`.
+    fn ask_task(&mut self, name: &str) -> Next {
+        let started = Instant::now();
+        let call = self.parser.call().cloned();
+        let before = self.messages.len();
+        // The task reads the conversation up to its call; the turn's other messages are taken when it closes.
+        self.messages.extend(call);
+        let reply = self.rules.task.tool_reply(self.problem, &self.transcript(Outcome::Finished));
+        self.messages.truncate(before);
+        self.tool_s += started.elapsed().as_secs_f64();
+        match reply {
+            Ok(Some(text)) => {
+                self.calls_answered += 1;
+                self.answer(CallOutcome::Answered, name, &text)
+            }
+            Ok(None) => self.unknown(name),
+            Err(_) => {
+                self.close_turn(None);
+                self.end(Outcome::TaskFailed)
+            }
+        }
     }
 
     fn malformed(&mut self) -> Next {
@@ -246,10 +279,11 @@ impl<'a> Conversation<'a> {
         self.close_turn(None);
         let next = self.rules.task.next_user_message(self.problem, &self.transcript(Outcome::Finished));
         match next {
-            None => self.end(Outcome::Finished),
-            Some(_) if self.turns.len() >= self.rules.turns_max => self.end(Outcome::TurnsExhausted),
-            Some(_) if self.exhausted() => self.end(Outcome::TruncatedLength),
-            Some(message) => self.insert(message, Outcome::TaskFailed),
+            Err(_) => self.end(Outcome::TaskFailed),
+            Ok(None) => self.end(Outcome::Finished),
+            Ok(Some(_)) if self.turns.len() >= self.rules.turns_max => self.end(Outcome::TurnsExhausted),
+            Ok(Some(_)) if self.exhausted() => self.end(Outcome::TruncatedLength),
+            Ok(Some(message)) => self.insert(message, Outcome::TaskFailed),
         }
     }
 
@@ -296,11 +330,14 @@ impl<'a> Conversation<'a> {
             interpreter.close(self.session);
         }
         let mut outcome = self.outcome.unwrap_or(Outcome::TaskFailed);
-        let graded = task.reward(self.problem, &self.transcript(outcome));
-        let reward = graded.unwrap_or_else(|_| {
-            outcome = Outcome::TaskFailed;
-            Reward { value: 0.0, success: false }
-        });
+        let reward = if outcome == Outcome::TaskFailed {
+            FAILED
+        } else {
+            task.reward(self.problem, &self.transcript(outcome)).unwrap_or_else(|_| {
+                outcome = Outcome::TaskFailed;
+                FAILED
+            })
+        };
         if self.rules.keep_routes {
             // The last token was never fed.
             self.routes.resize(self.tokens.len(), Vec::new());

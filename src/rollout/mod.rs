@@ -4,6 +4,7 @@
 //! generated text is never tokenised again. Every result is a function of the seed, the step, the prompt's index and
 //! the sample's index alone, whatever shares a batch with it, in whatever order tools answer, on however many threads.
 
+pub mod accuracy;
 mod conversation;
 mod engine;
 mod metrics;
@@ -11,9 +12,11 @@ mod prompt;
 mod queue;
 mod sampler;
 mod settings;
+pub mod stored;
 
 pub use metrics::metrics;
 pub use prompt::{Prompt, preamble};
+pub use queue::Observer;
 pub use sampler::{Drawn, Place, Row, Sampling, TokenSource};
 pub use settings::RolloutSettings;
 
@@ -29,7 +32,7 @@ use crate::trajectory::{CallOutcome, Group, Trajectory, TrajectoryRow};
 use anyhow::{Context, Result};
 use conversation::Rules;
 use engine::Engine;
-use queue::Queue;
+use queue::{Hooks, Queue};
 
 /// Models up to this size decode in one engine a thread; larger ones in one engine whose ops share the threads, so that
 /// weights are read once for the whole batch. Bytes of all weights, times the threads.
@@ -137,6 +140,21 @@ impl Rollout<'_> {
         self.groups_from(&self.settings.sampling, prompts, samples, progress, stop)
     }
 
+    /// [`Self::groups`] that also hands each trajectory to `finished` as it ends, so that what is done outlives a stop.
+    ///
+    /// # Errors
+    /// Those of [`Self::groups`].
+    pub fn groups_observed(
+        &self,
+        prompts: &[Prompt],
+        samples: usize,
+        progress: &(dyn Fn(Progress) + Sync),
+        finished: &Observer<'_>,
+        stop: &(dyn Fn() -> bool + Sync),
+    ) -> Result<Option<Rollouts>> {
+        self.run(&self.settings.sampling, prompts, samples, Hooks { progress, finished, stop })
+    }
+
     /// [`Self::groups`] with tokens from elsewhere, to replay or to force them; log-probabilities are still the model's.
     ///
     /// # Errors
@@ -149,12 +167,22 @@ impl Rollout<'_> {
         progress: &(dyn Fn(Progress) + Sync),
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Rollouts>> {
+        self.run(source, prompts, samples, Hooks { progress, finished: &|_, _| (), stop })
+    }
+
+    fn run(
+        &self,
+        source: &dyn TokenSource,
+        prompts: &[Prompt],
+        samples: usize,
+        hooks: Hooks,
+    ) -> Result<Option<Rollouts>> {
         let rules = Rules::new(self);
         let rendered = prompts.iter().map(|p| self.render(p)).collect::<Result<Vec<_>>>()?;
         let bytes = parameter_count(&self.model.config) * size_of::<f32>() as u128;
         let side_by_side = bytes * self.threads.count() as u128 <= SIDE_BY_SIDE_BYTES_MAX;
         let engines = if side_by_side { self.threads.count() } else { 1 };
-        let queue = Queue::new(self, &rules, rendered, samples, engines, progress, stop);
+        let queue = Queue::new(self, &rules, rendered, samples, engines, hooks);
         std::thread::scope(|scope| {
             let run = || Engine::new(self, source, &queue).run(scope);
             if side_by_side {

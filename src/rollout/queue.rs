@@ -18,6 +18,17 @@ use std::time::Duration;
 /// How often an engine without work asks whether to stop.
 const STOP_POLL: Duration = Duration::from_millis(50);
 
+/// Told about each trajectory as it ends, in any order and from any thread.
+pub type Observer<'a> = dyn Fn(&Trajectory, &[Message]) + Sync + 'a;
+
+/// What the caller of a rollout hears of it, and how it ends it early.
+#[derive(Clone, Copy)]
+pub(super) struct Hooks<'a> {
+    pub progress: &'a (dyn Fn(Progress) + Sync),
+    pub finished: &'a Observer<'a>,
+    pub stop: &'a (dyn Fn() -> bool + Sync),
+}
+
 /// Work of one rollout, shared by its engines and tool threads.
 pub(super) struct Queue<'a> {
     pub(super) rules: &'a Rules<'a>,
@@ -27,8 +38,7 @@ pub(super) struct Queue<'a> {
     engines: usize,
     sequences_max: usize,
     tool_calls_max: usize,
-    progress: &'a (dyn Fn(Progress) + Sync),
-    stop: &'a (dyn Fn() -> bool + Sync),
+    hooks: Hooks<'a>,
     state: Mutex<State<'a>>,
     /// Something to sample, or the end.
     work: Condvar,
@@ -63,8 +73,7 @@ impl<'a> Queue<'a> {
         prompts: Vec<Rendered<'a>>,
         samples: usize,
         engines: usize,
-        progress: &'a (dyn Fn(Progress) + Sync),
-        stop: &'a (dyn Fn() -> bool + Sync),
+        hooks: Hooks<'a>,
     ) -> Self {
         let trajectories = prompts.len() * samples;
         let state = State {
@@ -87,8 +96,7 @@ impl<'a> Queue<'a> {
             engines,
             sequences_max: rollout.settings.sequences_max.max(1),
             tool_calls_max: rollout.settings.tool_calls_concurrent_max.max(1),
-            progress,
-            stop,
+            hooks,
             state: Mutex::new(state),
             work: Condvar::new(),
             calls: Condvar::new(),
@@ -103,10 +111,10 @@ impl<'a> Queue<'a> {
         let mut state = self.lock();
         if sampled > 0 {
             state.progress.sampled_tokens += sampled;
-            (self.progress)(state.progress);
+            (self.hooks.progress)(state.progress);
         }
         loop {
-            if !state.stopped && (self.stop)() {
+            if !state.stopped && (self.hooks.stop)() {
                 state.stopped = true;
                 self.wake_all();
             }
@@ -206,6 +214,7 @@ impl<'a> Queue<'a> {
     fn finish(&self, sample: SampleWork<'a>) {
         let place = sample.place;
         let (trajectory, messages) = sample.conversation.finish();
+        (self.hooks.finished)(&trajectory, &messages);
         let mut state = self.lock();
         state.unfinished -= 1;
         state.progress.finished += 1;
@@ -214,7 +223,7 @@ impl<'a> Queue<'a> {
             *result = Some((trajectory, messages));
         }
         if state.unfinished == 0 {
-            (self.progress)(state.progress);
+            (self.hooks.progress)(state.progress);
             self.wake_all();
         }
     }

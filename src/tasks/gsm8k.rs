@@ -160,6 +160,10 @@ impl Task for Gsm8k {
         self.held_out.get(usize::try_from(index).ok()?).map(Row::demonstration)
     }
 
+    fn answer_text(&self, transcript: &Transcript) -> Option<String> {
+        transcript.final_text().and_then(|text| extract(text, self.extraction)).map(|n| n.to_string())
+    }
+
     fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {
         let finished = transcript.outcome == Outcome::Finished;
         let answer = transcript.final_text().and_then(|text| extract(text, self.extraction));

@@ -4,15 +4,18 @@ pub mod answer;
 mod arithmetic;
 mod arithmetic_single;
 pub mod boxed;
+mod command;
 pub mod gsm8k;
 pub mod instructions;
 pub mod number;
+mod process;
 pub mod retool;
 pub mod rows;
 pub mod verify_if;
 
 pub use arithmetic::{Arithmetic, VALIDATION_PROBLEMS};
 pub use arithmetic_single::ArithmeticSingle;
+pub use command::CommandTask;
 pub use gsm8k::Gsm8k;
 pub use retool::Retool;
 pub use verify_if::VerifyIf;
@@ -22,6 +25,7 @@ use crate::harmony::Message;
 use crate::trajectory::Outcome;
 use anyhow::Result;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// One prompt with what its grader needs.
 #[derive(Debug, Clone, PartialEq)]
@@ -100,8 +104,36 @@ pub trait Task: Send + Sync {
     }
 
     /// The user's next message after the assistant's answer, for conversations of several user turns.
-    fn next_user_message(&self, _problem: &Problem, _transcript: &Transcript) -> Option<Message> {
-        None
+    ///
+    /// # Errors
+    /// When the task's own process fails; the trajectory ends as [`Outcome::TaskFailed`].
+    fn next_user_message(&self, _problem: &Problem, _transcript: &Transcript) -> Result<Option<Message>> {
+        Ok(None)
+    }
+
+    /// Whether the task itself has tools beside the Python tool.
+    fn answers_calls(&self) -> bool {
+        false
+    }
+
+    /// The text that answers the call which ends `transcript`; `None` when there is no such tool. Asked only of tasks
+    /// that [answer calls](Self::answers_calls); may take long.
+    ///
+    /// # Errors
+    /// When the task's own process fails; the trajectory ends as [`Outcome::TaskFailed`].
+    fn tool_reply(&self, _problem: &Problem, _transcript: &Transcript) -> Result<Option<String>> {
+        Ok(None)
+    }
+
+    /// The answer a finished conversation gives, as majority@k counts it; by default its final message.
+    fn answer_text(&self, transcript: &Transcript) -> Option<String> {
+        let text = transcript.final_text()?.trim();
+        (!text.is_empty()).then(|| text.to_owned())
+    }
+
+    /// Whether two texts of [`Self::answer_text`] are the same answer.
+    fn same_answer(&self, a: &str, b: &str) -> bool {
+        a == b
     }
 
     /// Grades a finished conversation.
@@ -112,7 +144,7 @@ pub trait Task: Send + Sync {
 }
 
 /// What a recipe says about its task; each task reads what concerns it.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct TaskSettings {
     /// One of [`TASK_NAMES`].
     pub name: String,
@@ -131,10 +163,41 @@ pub struct TaskSettings {
     pub answer: answer::Equality,
     /// How `retool` asks for the answer.
     pub prompt: retool::PromptForm,
+    /// How `verify_if` makes a reward of verdicts.
+    pub grading: verify_if::Grading,
+    /// Program and arguments of `command`.
+    pub command: Vec<String>,
+    /// Seconds that `command` may take for an answer, above 0.
+    pub command_timeout_s: f64,
+    pub command_processes: usize,
+    /// Held-out problems asked of `command` at most.
+    pub validation_problems: usize,
+}
+
+impl Default for TaskSettings {
+    fn default() -> Self {
+        Self {
+            name: String::new(),
+            train_file: None,
+            validation_file: None,
+            validation_files: vec![],
+            train_rows_max: None,
+            validation_rows_max: None,
+            extraction: Default::default(),
+            answer: Default::default(),
+            prompt: Default::default(),
+            grading: Default::default(),
+            command: vec![],
+            command_timeout_s: 60.0,
+            command_processes: 4,
+            validation_problems: VALIDATION_PROBLEMS,
+        }
+    }
 }
 
 /// The tasks that [`build`] knows.
-pub const TASK_NAMES: [&str; 4] = ["arithmetic", "arithmetic_single", "gsm8k", "retool"];
+pub const TASK_NAMES: [&str; 6] =
+    ["arithmetic", "arithmetic_single", "gsm8k", "retool", "verify_if", "command"];
 
 /// The task that `settings` describe, its files read and checked.
 ///
@@ -163,6 +226,21 @@ pub fn build(settings: &TaskSettings) -> Result<Box<dyn Task>> {
                 settings.prompt,
             )?)
         }
+        "verify_if" => Box::new(VerifyIf::load(
+            (needed(settings, &settings.train_file, "task.train_file")?, settings.train_rows_max),
+            (
+                needed(settings, &settings.validation_file, "task.validation_file")?,
+                settings.validation_rows_max,
+            ),
+            settings.grading,
+        )?),
+        "command" => Box::new(CommandTask::start(
+            settings.command.clone(),
+            settings.command_processes,
+            Duration::try_from_secs_f64(settings.command_timeout_s)
+                .map_err(|e| bad_input!("task.command_timeout_s: {e}; give seconds above 0"))?,
+            settings.validation_problems,
+        )?),
         other => {
             let known = TASK_NAMES.join(", ");
             return Err(bad_input!("task.name: unknown task `{other}`; choose one of {known}"));

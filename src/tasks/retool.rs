@@ -128,14 +128,15 @@ impl Retool {
     /// Reads the training file and the validation files, at most the given numbers of rows of each.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] that names the file and every broken row, and for two validation files of one name.
+    /// [`crate::error::BadInput`] that names the file and every broken row, for two validation files of one name, and
+    /// for a problem that is in the training file and in a validation file.
     pub fn load(
         train: (&Path, Option<usize>),
         validation: (&[PathBuf], Option<usize>),
         equality: Equality,
         form: PromptForm,
     ) -> Result<Self> {
-        let rows = rows::read(train.0, train.1, FORM, Row::read)?;
+        let training = rows::read(train.0, train.1, FORM, Row::read)?;
         let mut sets: Vec<ValidationSet> = Vec::new();
         for path in validation.0 {
             let name = set_name(path);
@@ -146,12 +147,14 @@ impl Retool {
                 ));
             }
             let rows = rows::read(path, validation.1, FORM, Row::read)?;
+            let held_out = rows.iter().zip(1..).map(|(row, number)| (number, &*row.problem));
+            rows::refuse_shared((train.0, training.iter().map(|row| &*row.problem)), (path, held_out))?;
             let problems = rows.iter().enumerate().map(|(i, row)| row.problem(&name, i, form)).collect();
             sets.push(ValidationSet { name, problems });
         }
         Ok(Self {
-            order: Order::new(rows.len(), Purpose::Shuffle),
-            train: rows,
+            order: Order::new(training.len(), Purpose::Shuffle),
+            train: training,
             train_name: set_name(train.0),
             validation: sets,
             equality,
@@ -176,6 +179,14 @@ impl Task for Retool {
 
     fn uses_python(&self) -> bool {
         true
+    }
+
+    fn answer_text(&self, transcript: &Transcript) -> Option<String> {
+        transcript.final_text().and_then(|text| self.form.extract(text)).map(str::to_owned)
+    }
+
+    fn same_answer(&self, a: &str, b: &str) -> bool {
+        a == b || self.equality.holds(a, b)
     }
 
     fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {

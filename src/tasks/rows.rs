@@ -6,6 +6,7 @@ use anyhow::Result;
 use flate2::read::MultiGzDecoder;
 use rand::seq::SliceRandom;
 use serde_json::Value;
+use std::collections::HashMap;
 use std::io::Read;
 use std::path::Path;
 use std::sync::Mutex;
@@ -63,6 +64,34 @@ fn bytes(path: &Path) -> std::io::Result<Vec<u8>> {
     let mut plain = Vec::new();
     MultiGzDecoder::new(packed.as_slice()).read_to_end(&mut plain)?;
     Ok(plain)
+}
+
+/// Refuses to train on what validation measures: no prompt of one file may stand in the other, white space aside.
+/// Prompts of validation come with their row, from 1; several may be of one row.
+///
+/// # Errors
+/// [`crate::error::BadInput`] that names the first pair.
+pub fn refuse_shared<'a>(
+    (train, prompts): (&Path, impl Iterator<Item = &'a str>),
+    (validation, held_out): (&Path, impl Iterator<Item = (usize, &'a str)>),
+) -> Result<()> {
+    let plain = |text: &str| text.split_whitespace().collect::<String>();
+    let mut known = HashMap::new();
+    for (row, prompt) in held_out {
+        known.entry(plain(prompt)).or_insert(row);
+    }
+    let mut shared = prompts.zip(1..).filter_map(|(text, row)| Some((row, *known.get(&plain(text))?, text)));
+    match shared.next() {
+        None => Ok(()),
+        Some((row, held_out_row, text)) => {
+            let start: String = text.chars().take(80).collect();
+            let (train, validation) = (train.display(), validation.display());
+            Err(bad_input!(
+                "{train}: row {row} has the prompt of {validation}: row {held_out_row} (\"{start}\"); training on \
+                 what validation measures makes its figures worthless: remove the row from one of the files"
+            ))
+        }
+    }
 }
 
 /// The text under `key`, which must be there and not blank.

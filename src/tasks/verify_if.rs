@@ -11,7 +11,6 @@ use crate::random::{Purpose, stream};
 use crate::trajectory::Outcome;
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
-use std::collections::HashMap;
 use std::path::Path;
 
 const TRAIN_FORM: &str = r#"{"prompt": "...", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}, or {"question": "..."} or {"problem": "..."} to compose instructions for"#;
@@ -149,7 +148,9 @@ impl VerifyIf {
         let held_out = rows::read(validation.0, validation.1, VALIDATION_FORM, |row| {
             Ok((row.get("turns").is_some(), Turn::read_all(row)?))
         })?;
-        refuse_shared_prompts((train.0, &sources), (validation.0, &held_out))?;
+        let texts = held_out.iter().zip(1..);
+        let texts = texts.flat_map(|((_, turns), row)| turns.iter().map(move |turn| (row, &*turn.prompt)));
+        rows::refuse_shared((train.0, sources.iter().map(Source::text)), (validation.0, texts))?;
         let set = |name: &str, several: bool| {
             let rows = held_out.iter().enumerate().filter(|(_, (turns, _))| *turns == several);
             let problems: Vec<_> =
@@ -187,33 +188,6 @@ impl VerifyIf {
     }
 }
 
-/// Refuses to train on what validation measures: the prompts of one file must not appear in the other.
-fn refuse_shared_prompts(
-    (train, sources): (&Path, &[Source]),
-    (validation, held_out): (&Path, &[(bool, Vec<Turn>)]),
-) -> Result<()> {
-    let plain = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
-    let mut known = HashMap::new();
-    for (row, (_, turns)) in held_out.iter().enumerate() {
-        for turn in turns {
-            known.entry(plain(&turn.prompt)).or_insert(row + 1);
-        }
-    }
-    let shared =
-        sources.iter().enumerate().find_map(|(i, s)| Some((i + 1, *known.get(&plain(s.text()))?, s.text())));
-    match shared {
-        None => Ok(()),
-        Some((row, held_out_row, text)) => {
-            let start: String = text.chars().take(80).collect();
-            let (train, validation) = (train.display(), validation.display());
-            Err(bad_input!(
-                "{train}: row {row} has the prompt of {validation}: row {held_out_row} (\"{start}\"); training on \
-                 what validation measures makes its figures worthless: remove the row from one of the files"
-            ))
-        }
-    }
-}
-
 impl Task for VerifyIf {
     fn name(&self) -> &str {
         "verify_if"
@@ -240,9 +214,10 @@ impl Task for VerifyIf {
         false
     }
 
-    fn next_user_message(&self, problem: &Problem, transcript: &Transcript) -> Option<Message> {
+    fn next_user_message(&self, problem: &Problem, transcript: &Transcript) -> Result<Option<Message>> {
         let asked = 1 + transcript.messages.iter().filter(|m| m.role == Role::User).count();
-        problem.answer.get(asked)?["prompt"].as_str().map(Message::user)
+        let turn = problem.answer.get(asked);
+        Ok(turn.and_then(|turn| turn["prompt"].as_str()).map(Message::user))
     }
 
     fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {

@@ -22,6 +22,9 @@ pub struct Learner<'a> {
     pub trainable: &'a [bool],
 }
 
+/// An objective of every micro-batch: its index, and what [`super::forward_backward::Objective`] sees.
+pub type BatchObjective<'a> = &'a (dyn Fn(usize, &[f32], &[f32]) -> Result<HeadGradient> + Sync);
+
 impl Learner<'_> {
     /// Runs forward and backward of every micro-batch. `objective(index, log_probs, entropies)` sees one
     /// micro-batch; its gradients must already be divided by the whole batch's count. `load_balance` is the
@@ -33,7 +36,7 @@ impl Learner<'_> {
         &self,
         batches: &[MicroBatch],
         settings: PassSettings,
-        objective: &(dyn Fn(usize, &[f32], &[f32]) -> Result<HeadGradient> + Sync),
+        objective: BatchObjective<'_>,
     ) -> Result<(Gradients, Vec<PassOutput>)> {
         let tokens: usize = batches.iter().map(|b| b.tokens.len()).sum();
         let run = |index: usize| {

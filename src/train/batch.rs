@@ -28,6 +28,15 @@ pub struct MicroBatch {
     pub targets: Arc<Vec<u32>>,
     /// Start of each sequence in `rows`, and `R`.
     pub cu_targets: Vec<usize>,
+    /// Experts to use instead of the router's choice, `[layers]` of `[T][K]`.
+    pub replay: Option<Vec<Arc<Vec<u16>>>>,
+}
+
+impl MicroBatch {
+    /// The experts to replay at layer `index`.
+    pub fn replayed(&self, index: usize) -> Option<&Arc<Vec<u16>>> {
+        self.replay.as_ref()?.get(index)
+    }
 }
 
 impl MicroBatch {
@@ -54,21 +63,28 @@ impl MicroBatch {
             rows: Arc::new(rows),
             targets: Arc::new(targets),
             cu_targets,
+            replay: None,
         }
     }
 
-    /// Splits `sequences`, in order, into micro-batches of up to `tokens_max` input tokens; a longer sequence
-    /// makes one of its own.
+    /// Splits `sequences`, in order, into micro-batches of up to `tokens_max` input tokens and about equal size;
+    /// a longer sequence makes one of its own.
     pub fn split(sequences: &[Sequence], tokens_max: usize) -> Vec<Self> {
+        let lengths: Vec<usize> = sequences.iter().map(|s| s.tokens.len().saturating_sub(1)).collect();
+        let total: usize = lengths.iter().sum();
+        let parts = total.div_ceil(tokens_max.max(1));
         let mut batches = vec![];
-        let (mut start, mut tokens) = (0, 0);
-        for (i, sequence) in sequences.iter().enumerate() {
-            let inputs = sequence.tokens.len().saturating_sub(1);
-            if i > start && tokens + inputs > tokens_max {
+        let (mut start, mut tokens, mut part, mut before) = (0, 0, 0, 0);
+        for (i, &length) in lengths.iter().enumerate() {
+            // The part in which the sequence's middle lies, when the whole is cut into equal parts.
+            let own = (2 * before + length) * parts / (2 * total).max(1);
+            if i > start && (own > part || tokens + length > tokens_max) {
                 batches.push(Self::new(sequences, start..i));
                 (start, tokens) = (i, 0);
             }
-            tokens += inputs;
+            part = own;
+            tokens += length;
+            before += length;
         }
         if start < sequences.len() {
             batches.push(Self::new(sequences, start..sequences.len()));

@@ -10,7 +10,7 @@ use crate::metrics::Phase;
 use crate::model::config::{Config, Form};
 use crate::model::save::{Companions, SHARD_BYTES_MAX, save};
 use crate::model::weights::Parameters;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use candle_core::{Device, Tensor};
 use safetensors::Dtype;
 use safetensors::tensor::{SafeTensors, TensorView};
@@ -62,6 +62,27 @@ fn all(run: &Path) -> Result<Vec<(TrainerState, PathBuf)>> {
     }
     found.sort_by_key(|(state, _)| (state.phase != Phase::ColdStart, state.step));
     Ok(found)
+}
+
+/// Whether `folder` is a checkpoint of a run, and not just a model.
+pub fn holds_state(folder: &Path) -> bool {
+    folder.join(STATE_FILE).is_file()
+}
+
+/// Removes what a kill left half written in the run folder `run`.
+///
+/// # Errors
+/// When a folder cannot be removed.
+pub fn clear_partial(run: &Path) -> Result<()> {
+    let Ok(entries) = fs::read_dir(run.join("checkpoints")) else { return Ok(()) };
+    for entry in entries {
+        let folder = entry.with_context(|| format!("{}", run.display()))?.path();
+        let name = folder.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        if name.starts_with('.') && name.ends_with(".partial") {
+            fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
+        }
+    }
+    Ok(())
 }
 
 /// Reads where the run stood at the checkpoint `folder`.
@@ -166,7 +187,8 @@ impl Snapshot<'_> {
             .iter()
             .map(|(name, data, len)| Ok((name, TensorView::new(Dtype::F32, vec![*len], data)?)))
             .collect::<Result<Vec<_>>>()?;
-        safetensors::serialize_to_file(views, None, path)?;
+        // Its text already holds that of its source.
+        safetensors::serialize_to_file(views, None, path).map_err(|e| anyhow!("{}: {e}", path.display()))?;
         Ok(File::open(path)?.sync_all()?)
     }
 }

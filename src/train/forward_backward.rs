@@ -1,7 +1,7 @@
 //! Forward and backward of one micro-batch, layer by layer.
 //!
 //! With recomputation only each layer's input is kept; the backward computes a layer again with gradients and feeds
-//! the gradient from above in through [`ops::upstream`]. Without it one graph holds everything. The bits are the same.
+//! the gradient from above in through [`ops::upstream()`]. Without it one graph holds everything. The bits are the same.
 
 use super::batch::MicroBatch;
 use super::gradients::Gradients;
@@ -31,6 +31,12 @@ pub struct HeadGradient {
     pub entropies: Vec<f32>,
 }
 
+/// From the log-probabilities and entropies of the head, `[R]` each, to their gradients.
+pub type Objective<'a> = &'a dyn Fn(&[f32], &[f32]) -> Result<HeadGradient>;
+
+/// The experts chosen in every layer, `[layers]` of `[T][K]`.
+pub type Routes = Vec<Arc<Vec<u16>>>;
+
 /// What a pass returns.
 #[derive(Debug)]
 pub struct PassOutput {
@@ -38,8 +44,7 @@ pub struct PassOutput {
     pub log_probs: Vec<f32>,
     /// Entropy of each target's distribution in nats, `[R]`.
     pub entropies: Vec<f32>,
-    /// Experts chosen, `[layers]` of `[T][K]`.
-    pub routes: Vec<Arc<Vec<u16>>>,
+    pub routes: Routes,
     /// Load-balancing loss, mean over layers, before its coefficient; 0 when not asked for.
     pub load_balance: f64,
     pub gradients: Gradients,
@@ -74,14 +79,11 @@ impl Pass<'_> {
     ///
     /// # Errors
     /// When the batch does not fit the model or the objective fails.
-    pub fn forward_backward(
-        &self,
-        objective: &dyn Fn(&[f32], &[f32]) -> Result<HeadGradient>,
-    ) -> Result<PassOutput> {
+    pub fn forward_backward(&self, objective: Objective<'_>) -> Result<PassOutput> {
         if self.settings.recompute_layers { self.recomputed(objective) } else { self.whole_graph(objective) }
     }
 
-    fn whole_graph(&self, objective: &dyn Fn(&[f32], &[f32]) -> Result<HeadGradient>) -> Result<PassOutput> {
+    fn whole_graph(&self, objective: Objective<'_>) -> Result<PassOutput> {
         let weights = self.parameters.tracked(self.trainable)?;
         let mut x = ops::embedding(&weights.embedding()?, &self.batch.tokens)?;
         let mut attend = self.packed();
@@ -89,8 +91,8 @@ impl Pass<'_> {
         let (mut routes, mut balance, mut balance_sum) = (vec![], None::<Tensor>, 0.0);
         for index in 0..self.model.config.num_hidden_layers {
             let layer = weights.layer(index)?;
-            let options = self.settings.forward;
-            let output = self.model.layer(index, &layer, &x, &rotation, &mut attend, options, None)?;
+            let (options, replay) = (self.settings.forward, self.batch.replayed(index));
+            let output = self.model.layer(index, &layer, &x, &rotation, &mut attend, options, replay)?;
             if let Some((loss, value)) = self.load_balance(&output.router_logits, &output.routes)? {
                 balance = Some(match balance {
                     Some(sum) => (sum + loss)?,
@@ -114,7 +116,7 @@ impl Pass<'_> {
         Ok(PassOutput { log_probs, entropies, routes, load_balance, gradients })
     }
 
-    fn recomputed(&self, objective: &dyn Fn(&[f32], &[f32]) -> Result<HeadGradient>) -> Result<PassOutput> {
+    fn recomputed(&self, objective: Objective<'_>) -> Result<PassOutput> {
         let weights = self.parameters.tracked(self.trainable)?;
         let layers = self.model.config.num_hidden_layers;
         let (mut inputs, routes) = self.layer_inputs(&self.parameters.detached()?)?;
@@ -156,16 +158,16 @@ impl Pass<'_> {
     }
 
     /// The input of every layer and the output of the last, without gradients; and the experts chosen.
-    fn layer_inputs(&self, weights: &Resident) -> Result<(Vec<Tensor>, Vec<Arc<Vec<u16>>>)> {
+    fn layer_inputs(&self, weights: &Resident) -> Result<(Vec<Tensor>, Routes)> {
         let rotation = self.model.rotation(self.batch.positions.clone());
         let mut attend = self.packed();
         let mut inputs = vec![ops::embedding(&weights.embedding()?, &self.batch.tokens)?];
         let mut routes = vec![];
         for index in 0..self.model.config.num_hidden_layers {
             let layer: LayerWeights = weights.layer(index)?;
-            let options = self.settings.forward;
+            let (options, replay) = (self.settings.forward, self.batch.replayed(index));
             let output =
-                self.model.layer(index, &layer, &inputs[index], &rotation, &mut attend, options, None)?;
+                self.model.layer(index, &layer, &inputs[index], &rotation, &mut attend, options, replay)?;
             inputs.push(output.hidden);
             routes.push(output.routes);
         }
@@ -233,10 +235,7 @@ fn split_head(head: &Tensor) -> Result<[Vec<f32>; 2]> {
 }
 
 /// The objective's gradient as a tensor of the head's shape, with the head's values.
-fn apply(
-    head: &Tensor,
-    objective: &dyn Fn(&[f32], &[f32]) -> Result<HeadGradient>,
-) -> Result<(Vec<f32>, Vec<f32>, Tensor)> {
+fn apply(head: &Tensor, objective: Objective<'_>) -> Result<(Vec<f32>, Vec<f32>, Tensor)> {
     let [log_probs, entropies] = split_head(head)?;
     let HeadGradient { log_probs: mut gradient, entropies: entropy_gradient } =
         objective(&log_probs, &entropies)?;

@@ -3,8 +3,11 @@
 pub mod accumulate;
 pub mod batch;
 pub mod checkpoint;
+pub mod experience;
 pub mod forward_backward;
 pub mod gradients;
+mod objective;
 pub mod optimizer;
 pub mod policy_step;
+pub mod reference;
 pub mod supervised;

@@ -1,207 +1,244 @@
-//! One update of the policy from a step's groups: advantages, old log-probs, loss, gradients, metrics.
+//! The policy's updates from a step's groups: what is fixed before the first, then loss and gradients of each.
 
 use super::accumulate::Learner;
-use super::batch::{MicroBatch, Sequence};
+use super::experience::{Experience, chosen_routes, joined, kept_routes, spans};
 use super::forward_backward::{HeadGradient, PassOutput, PassSettings};
 use super::gradients::Gradients;
+use super::objective::{self, Share, objective};
 use crate::metrics::Metrics;
 use crate::model::forward::ForwardOptions;
-use crate::policy::advantage::{GroupEstimator, group_advantages, reinforce_plus_plus};
-use crate::policy::loss::{CispoClip, ClipRange, LossInput, Objective, PolicyLoss, PpoClip};
-use crate::policy::offpolicy::{agreement_metrics, offpolicy_metrics, probs_diff_metrics};
+use crate::model::weights::Parameters;
+use crate::policy::advantage::{
+    GroupEstimator, group_advantages, reinforce_plus_plus, reinforce_plus_plus_baseline,
+};
+use crate::policy::correction::correct;
+use crate::policy::kl_in_reward::kl_in_reward;
+use crate::policy::loss::LossInput;
 use crate::policy::ratio::OldLogProb;
-use crate::policy::{Aggregation, Normalizer, Sequences};
-use crate::recipe::{self, Advantage, Loss, OldLogprob};
+use crate::policy::shaping::Overlong;
+use crate::policy::{Normalizer, Sequences};
+use crate::recipe::{self, Advantage, KlPlace, OldLogprob, RouterReplay};
 use crate::trajectory::{Group, Trajectory};
 use anyhow::{Context, Result};
-use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
-/// The update of one step, before the optimizer.
+/// How a step's trajectories become gradients.
 pub struct PolicyStep<'a> {
     pub learner: Learner<'a>,
+    /// Weights of the frozen reference; `policy.kl` needs them.
+    pub reference: Option<&'a Parameters>,
     pub policy: &'a recipe::Policy,
     pub pass: PassSettings,
     /// An arm: the old log-probs come from a forward of their own, whatever `policy.old_logprob` says.
     pub second_forward: Option<ForwardOptions>,
     pub micro_batch_tokens: usize,
-    /// The constant of [`recipe::Aggregation::Constant`].
+    /// Updates that the step makes.
+    pub updates: usize,
+    /// The constant of [`recipe::Aggregation::Constant`], and the limit of overlong shaping.
     pub response_tokens_max: usize,
 }
 
-/// The trained tokens of a whole batch, sequence after sequence.
-struct Targets {
-    /// Start of each sequence, and the number of tokens.
-    cu_seqlens: Vec<usize>,
-    mask: Vec<bool>,
-    rollout: Vec<f32>,
-    advantages: Vec<f32>,
+/// One update, before the optimizer.
+pub struct Update {
+    pub gradients: Gradients,
+    /// Means over the update's own tokens.
+    pub metrics: Metrics,
+    /// Log-probabilities of the update's forward, one a trained token.
+    pub log_probs: Vec<f32>,
 }
 
 impl PolicyStep<'_> {
-    /// Gradients of the loss over all of `groups`, and what the step measured. Every micro-batch's loss is divided
-    /// by the whole batch's count, so the split does not matter.
+    /// Everything that is fixed before the first update. A forward is spent only where `old_logprob = "recompute"`,
+    /// the correction, or a divergence in the reward under `"detach"` needs one; those of the correction and of the
+    /// anchor are one and the same.
     ///
     /// # Errors
     /// When the batch holds no sampled token, or a log-probability is no number.
-    pub fn gradients(&self, groups: &[Group]) -> Result<(Gradients, Metrics)> {
+    pub fn prepare(&self, groups: &[&Group]) -> Result<Experience> {
         let trajectories: Vec<&Trajectory> = groups.iter().flat_map(|g| &g.trajectories).collect();
-        let sequences: Vec<Sequence> = trajectories
-            .iter()
-            .map(|t| Sequence { tokens: t.tokens.clone(), mask: t.mask.clone() })
-            .collect();
-        let targets = self.targets(groups, &trajectories)?;
-        let batches = MicroBatch::split(&sequences, self.micro_batch_tokens);
+        let mut experience = Experience::new(&trajectories);
+        let config = &self.learner.model.config;
+        let top_k = config.num_experts_per_tok;
+        let policy = self.policy;
+        if policy.kl.place != KlPlace::None {
+            let parameters = self.reference.context("policy.kl without a reference")?;
+            let learner = Learner { parameters, ..self.learner };
+            let outputs = learner.forward(&experience.batches(self.micro_batch_tokens), self.pass)?;
+            experience.reference = Some(joined(&outputs));
+        }
+        if policy.router_replay == RouterReplay::Rollout {
+            experience.routes = Some(kept_routes(&trajectories, config.num_hidden_layers, top_k)?);
+        }
+        let anchor = self.anchor();
+        let anchor_in_reward = policy.kl.place == KlPlace::Reward && anchor == OldLogProb::Detach;
+        if anchor == OldLogProb::Recompute || policy.correction.active() || anchor_in_reward {
+            let batches = experience.batches(self.micro_batch_tokens);
+            let forward = self.second_forward.unwrap_or(self.pass.forward);
+            let outputs = self.learner.forward(&batches, PassSettings { forward, ..self.pass })?;
+            experience.training = Some(joined(&outputs));
+            if policy.router_replay == RouterReplay::Recompute {
+                experience.routes = Some(chosen_routes(&batches, &outputs, top_k));
+            }
+        }
+        self.advantages(groups, &trajectories, &mut experience)?;
+        if let Some(training) = &experience.training {
+            experience.metrics.extend(experience.compare(training)?);
+        }
+        self.correct(&mut experience)?;
+        Ok(experience)
+    }
+
+    /// Gradients of the loss over `experience`, or the part of it that one update takes. Every micro-batch's loss is
+    /// divided by the whole update's count, so the split does not matter. `None` when every token was rejected.
+    ///
+    /// # Errors
+    /// When a pass fails, or a log-probability is no number.
+    pub fn gradients(&self, experience: &Experience) -> Result<Option<Update>> {
+        let tokens = experience.tokens()?;
+        if tokens.valid_tokens() == 0 {
+            return Ok(None);
+        }
+        let batches = experience.batches(self.micro_batch_tokens);
         let spans = spans(&batches);
-        let old = match self.policy.old_logprob {
+        let old = self.anchor();
+        let objective = objective(self.policy)?;
+        let normalizer = self.normalizer(&tokens)?;
+        let shares: Vec<Mutex<Option<Share>>> = batches.iter().map(|_| Mutex::new(None)).collect();
+        let (gradients, outputs) =
+            self.learner.accumulate(&batches, self.pass, &|index, log_prob, entropies| {
+                let span = spans[index].clone();
+                let part = |column: &'_ Option<Vec<f32>>| column.as_ref().map(|c| c[span.clone()].to_vec());
+                let (training, reference) = (part(&experience.training), part(&experience.reference));
+                let weights = part(&experience.weights);
+                let rollout = &experience.rollout[span.clone()];
+                let input = LossInput {
+                    sequences: Sequences::new(&batches[index].cu_targets, &experience.mask[span.clone()])?,
+                    log_prob,
+                    old_log_prob: old.select(log_prob, rollout, training.as_deref(), self.updates)?,
+                    advantages: &experience.advantages[span],
+                    weights: weights.as_deref(),
+                };
+                let policy = objective.loss(&input, &normalizer, tokens.len())?;
+                let mut share = Share::new(policy);
+                if let (KlPlace::Loss, Some(reference)) = (self.policy.kl.place, &reference) {
+                    share.add_kl(&input, reference, &self.policy.kl, &normalizer)?;
+                }
+                let coefficient = self.policy.entropy_coefficient;
+                let entropies = share.entropy_gradient(&input, entropies, coefficient, &normalizer);
+                let gradient = HeadGradient { log_probs: share.policy.grad_log_prob.clone(), entropies };
+                *shares[index].lock().unwrap_or_else(PoisonError::into_inner) = Some(share);
+                Ok(gradient)
+            })?;
+        let shares = shares
+            .into_iter()
+            .map(|s| s.into_inner().unwrap_or_else(PoisonError::into_inner).context("a loss is missing"))
+            .collect::<Result<Vec<_>>>()?;
+        let mut metrics = objective::metrics(self.policy, shares);
+        self.measure(experience, &outputs, &batches, &mut metrics);
+        Ok(Some(Update { gradients, metrics, log_probs: joined(&outputs) }))
+    }
+
+    fn anchor(&self) -> OldLogProb {
+        match self.policy.old_logprob {
             _ if self.second_forward.is_some() => OldLogProb::Recompute,
             OldLogprob::Detach => OldLogProb::Detach,
             OldLogprob::Rollout => OldLogProb::Rollout,
             OldLogprob::Recompute => OldLogProb::Recompute,
-        };
-        let pass = PassSettings { forward: self.second_forward.unwrap_or(self.pass.forward), ..self.pass };
-        let recomputed = match old {
-            OldLogProb::Recompute => Some(joined(&self.learner.forward(&batches, pass)?)),
-            OldLogProb::Detach | OldLogProb::Rollout => None,
-        };
-        let objective = self.objective()?;
-        let normalizer = self.normalizer(&targets)?;
-        let losses: Vec<Mutex<Option<PolicyLoss>>> = batches.iter().map(|_| Mutex::new(None)).collect();
-        let (gradients, outputs) =
-            self.learner.accumulate(&batches, self.pass, &|index, log_prob, entropies| {
-                let span = spans[index].clone();
-                let recomputed = recomputed.as_ref().map(|r| &r[span.clone()]);
-                let mask = &targets.mask[span.clone()];
-                let input = LossInput {
-                    sequences: Sequences::new(&batches[index].cu_targets, mask)?,
-                    log_prob,
-                    old_log_prob: old.select(log_prob, &targets.rollout[span.clone()], recomputed, 1)?,
-                    advantages: &targets.advantages[span],
-                    weights: None,
-                };
-                let loss = objective.loss(&input, &normalizer, sequences.len())?;
-                let gradient = HeadGradient {
-                    log_probs: loss.grad_log_prob.clone(),
-                    entropies: vec![0.0; entropies.len()],
-                };
-                *losses[index].lock().unwrap_or_else(PoisonError::into_inner) = Some(loss);
-                Ok(gradient)
-            })?;
-        let metrics = self.metrics(&targets, &outputs, losses)?;
-        Ok((gradients, metrics))
+        }
     }
 
-    fn targets(&self, groups: &[Group], trajectories: &[&Trajectory]) -> Result<Targets> {
-        let (mut cu_seqlens, mut rollout) = (vec![0], vec![]);
-        for trajectory in trajectories {
-            let sampled = trajectory.mask.iter().zip(&trajectory.logprobs).skip(1).filter(|(m, _)| **m);
-            rollout.extend(sampled.map(|(_, &logprob)| logprob));
-            cu_seqlens.push(rollout.len());
+    /// Weights and the thinned mask, from the forward before the first update.
+    fn correct(&self, experience: &mut Experience) -> Result<()> {
+        let config = objective::correction(&self.policy.correction)?;
+        if let (true, Some(training)) = (self.policy.correction.active(), &experience.training) {
+            let correction = correct(&experience.tokens()?, training, &experience.rollout, &config)?;
+            correction.metrics.into_iter().for_each(|(name, value)| experience.metrics.set(name, value));
+            experience.weights = correction.weights;
+            experience.mask = correction.mask;
         }
-        let mask = vec![true; rollout.len()];
-        let sequences = Sequences::new(&cu_seqlens, &mask)?;
-        let rewards: Vec<f32> = trajectories.iter().map(|t| t.reward).collect();
+        Ok(())
+    }
+
+    fn advantages(
+        &self,
+        groups: &[&Group],
+        trajectories: &[&Trajectory],
+        experience: &mut Experience,
+    ) -> Result<()> {
+        let mut rewards: Vec<f32> = trajectories.iter().map(|t| t.reward).collect();
+        let count = rewards.len().max(1) as f64;
+        if self.policy.overlong.buffer_tokens > 0 {
+            let settings = &self.policy.overlong;
+            let overlong = Overlong::new(self.response_tokens_max, settings.buffer_tokens, settings.penalty)?;
+            let shaped: Vec<f32> = trajectories.iter().map(|t| overlong.reward(t.sampled_tokens())).collect();
+            let sum: f64 = shaped.iter().map(|&s| f64::from(s)).sum();
+            experience.metrics.set("critic/overlong_reward/mean", sum / count);
+            rewards.iter_mut().zip(&shaped).for_each(|(reward, shaped)| *reward += shaped);
+        }
+        let sequences = experience.tokens()?;
+        let mut token_rewards = vec![0.0; sequences.tokens()];
+        let mut measured = Metrics::new();
+        if let (KlPlace::Reward, Some(reference)) = (self.policy.kl.place, &experience.reference) {
+            let kl = &self.policy.kl;
+            let anchor = experience.training.as_ref().unwrap_or(&experience.rollout);
+            let divergence = objective::divergence(kl)?;
+            let penalised =
+                kl_in_reward(&sequences, &token_rewards, anchor, reference, divergence, kl.coefficient)?;
+            measured.set("actor/reward_kl_penalty", penalised.kl);
+            token_rewards = penalised.rewards;
+            let penalties = sequences.scores(&token_rewards)?;
+            if self.policy.advantage != Advantage::ReinforcePlusPlus {
+                rewards.iter_mut().zip(&penalties).for_each(|(reward, penalty)| *reward += penalty);
+            }
+        }
         let sizes: Vec<usize> = groups.iter().map(|g| g.trajectories.len()).collect();
-        let of_group = |estimator| {
-            let advantages = group_advantages(estimator, &rewards, &sizes)?;
-            sequences.broadcast(&advantages)
-        };
+        let of_group = |estimator| sequences.broadcast(&group_advantages(estimator, &rewards, &sizes)?);
         let advantages = match self.policy.advantage {
             Advantage::Grpo => of_group(GroupEstimator::Grpo)?,
             Advantage::DrGrpo => of_group(GroupEstimator::DrGrpo)?,
             Advantage::Rloo => of_group(GroupEstimator::Rloo)?,
             Advantage::ReinforcePlusPlus => {
-                let mut token_rewards = vec![0.0; rollout.len()];
-                for (reward, end) in rewards.iter().zip(&cu_seqlens[1..]) {
-                    if let Some(last) = end.checked_sub(1) {
-                        token_rewards[last] = *reward;
+                for (reward, row) in rewards.iter().zip(sequences.rows()) {
+                    if let Some(last) = row.last() {
+                        token_rewards[last] += *reward;
                     }
                 }
                 reinforce_plus_plus(&sequences, &token_rewards, 1.0)?.advantages
             }
-        };
-        Ok(Targets { cu_seqlens, mask, rollout, advantages })
-    }
-
-    fn objective(&self) -> Result<Objective> {
-        let p = self.policy;
-        let range = ClipRange::new(p.clip_low, p.clip_high)?;
-        Ok(match p.loss {
-            Loss::Ppo => Objective::Ppo(PpoClip::new(range, (p.dual_clip > 0.0).then_some(p.dual_clip))?),
-            Loss::Gspo => Objective::Gspo(range),
-            Loss::Cispo => Objective::Cispo(CispoClip::new(p.clip_low, p.clip_high)?),
-            Loss::Reinforce => Objective::Reinforce,
-        })
-    }
-
-    fn normalizer(&self, targets: &Targets) -> Result<Normalizer> {
-        let aggregation = match self.policy.aggregation {
-            recipe::Aggregation::TokenMean => Aggregation::TokenMean,
-            recipe::Aggregation::SequenceMeanTokenMean => Aggregation::SequenceMeanTokenMean,
-            recipe::Aggregation::SequenceMeanTokenSum => Aggregation::SequenceMeanTokenSum,
-            recipe::Aggregation::Constant => Aggregation::Constant { tokens: self.response_tokens_max },
-        };
-        let sequences = targets.cu_seqlens.windows(2).filter(|w| w[1] > w[0]).count();
-        Normalizer::global(aggregation, targets.rollout.len(), sequences, 1)
-    }
-
-    fn metrics(
-        &self,
-        targets: &Targets,
-        outputs: &[PassOutput],
-        losses: Vec<Mutex<Option<PolicyLoss>>>,
-    ) -> Result<Metrics> {
-        let mut metrics = Metrics::new();
-        let mut loss_sum = 0.0;
-        let mut means: BTreeMap<&str, (f64, f64)> = BTreeMap::new();
-        for loss in losses {
-            let loss =
-                loss.into_inner().unwrap_or_else(PoisonError::into_inner).context("a loss is missing")?;
-            loss_sum += loss.loss;
-            for mean in loss.metrics {
-                let cell = means.entry(mean.name).or_default();
-                *cell = (cell.0 + mean.sum, cell.1 + mean.tokens);
+            Advantage::ReinforcePlusPlusBaseline => {
+                reinforce_plus_plus_baseline(&sequences, &rewards, &sizes)?
             }
-        }
-        metrics.set("actor/pg_loss", loss_sum);
-        for (name, (sum, tokens)) in means {
-            metrics.set(name, if tokens == 0.0 { 0.0 } else { sum / tokens });
-        }
-        let entropies = outputs.iter().flat_map(|o| &o.entropies).map(|&e| f64::from(e));
-        metrics.set("actor/entropy", entropies.sum::<f64>() / targets.rollout.len() as f64);
-        let spread = targets.advantages.iter().map(|&a| f64::from(a));
-        metrics.set("critic/advantages/mean", spread.clone().sum::<f64>() / targets.advantages.len() as f64);
-        metrics.set("critic/advantages/max", spread.clone().fold(f64::NEG_INFINITY, f64::max));
-        metrics.set("critic/advantages/min", spread.fold(f64::INFINITY, f64::min));
-
-        let sequences = Sequences::new(&targets.cu_seqlens, &targets.mask)?;
-        let training = joined(outputs);
-        for (name, value) in offpolicy_metrics(&sequences, &training, Some(&targets.rollout))? {
-            metrics.set(format!("rollout_corr/{name}"), value);
-        }
-        for found in [
-            agreement_metrics(&sequences, &training, &targets.rollout)?,
-            probs_diff_metrics(&sequences, &training, &targets.rollout)?,
-        ] {
-            found.into_iter().for_each(|(name, value)| metrics.set(name, value));
-        }
-        Ok(metrics)
+        };
+        experience.advantages = advantages;
+        experience.metrics.extend(measured);
+        let spread = || experience.advantages.iter().map(|&a| f64::from(a));
+        let mean = spread().sum::<f64>() / experience.advantages.len() as f64;
+        let (max, min) = (spread().fold(f64::NEG_INFINITY, f64::max), spread().fold(f64::INFINITY, f64::min));
+        experience.metrics.set("critic/advantages/mean", mean);
+        experience.metrics.set("critic/advantages/max", max);
+        experience.metrics.set("critic/advantages/min", min);
+        Ok(())
     }
-}
 
-/// Each micro-batch's stretch of the batch's targets.
-fn spans(batches: &[MicroBatch]) -> Vec<std::ops::Range<usize>> {
-    let mut start = 0;
-    batches
-        .iter()
-        .map(|batch| {
-            let span = start..start + batch.targets.len();
-            start = span.end;
-            span
-        })
-        .collect()
-}
+    /// Denominators of one update, after any rejection.
+    fn normalizer(&self, tokens: &Sequences) -> Result<Normalizer> {
+        let aggregation = objective::aggregation(self.policy.aggregation, self.response_tokens_max);
+        Normalizer::global(aggregation, tokens.valid_tokens(), tokens.valid_sequences(), 1)
+    }
 
-fn joined(outputs: &[PassOutput]) -> Vec<f32> {
-    outputs.iter().flat_map(|o| o.log_probs.iter().copied()).collect()
+    fn measure(
+        &self,
+        experience: &Experience,
+        outputs: &[PassOutput],
+        batches: &[super::batch::MicroBatch],
+        metrics: &mut Metrics,
+    ) {
+        let entropies = outputs.iter().flat_map(|o| &o.entropies).map(|&e| f64::from(e));
+        metrics.set("actor/entropy", entropies.sum::<f64>() / experience.rollout.len() as f64);
+        if self.pass.load_balance > 0.0 {
+            let tokens: usize = batches.iter().map(|b| b.tokens.len()).sum();
+            let shares = outputs.iter().zip(batches).map(|(o, b)| o.load_balance * b.tokens.len() as f64);
+            metrics.set("actor/load_balance", shares.sum::<f64>() / tokens.max(1) as f64);
+        }
+    }
 }

@@ -1,6 +1,7 @@
 //! The integration tests: one binary, one module a room.
 
 mod commands;
+mod commands_eval;
 mod data;
 mod harmony;
 mod instructions;
@@ -13,10 +14,12 @@ mod model_files;
 mod one_forward;
 mod ops;
 mod policy;
+mod policy_step;
 mod recipe;
 mod report;
 mod rollout;
 mod tasks;
+mod tidy;
 mod tiny;
 mod train;
 mod verify_if;

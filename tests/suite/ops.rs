@@ -7,6 +7,7 @@ mod attention;
 mod experts;
 mod head;
 mod rows;
+mod stock;
 
 use candle_core::{Device, Tensor, Var};
 use rand::Rng;

@@ -69,6 +69,10 @@ fn sub_tables_come_after_keys_so_that_the_written_recipe_reads_back() {
     }
 }
 
+/// Keys of `[task]` that the task of [`EVERYTHING`] does not read.
+const OTHER_TASKS: [&str; 5] =
+    ["task.extraction", "task.grading", "task.command", "task.command_timeout_s", "task.command_processes"];
+
 /// A recipe in which no key has its default, but for those that have only one value.
 const EVERYTHING: &str = include_str!("recipe/everything.toml");
 
@@ -93,7 +97,9 @@ fn the_resolved_recipe_holds_every_key_that_applies() {
             .split('.')
             .try_fold(&toml::Value::Table(written.clone()), |table, key| table.get(key))
             .is_some();
-        assert_eq!(found, path != "model.path", "{path}");
+        // An empty list is written out, whatever the task.
+        let absent = path == "model.path" || OTHER_TASKS.contains(&&*path) && path != "task.command";
+        assert_eq!(found, !absent, "{path}");
     }
     let with_folder = read("model.path = \"src\"", &[]).to_toml();
     assert!(
@@ -122,7 +128,9 @@ fn no_key_of_the_full_recipe_is_lost_in_reading() {
     defaults.model.architecture.as_mut().expect("filled in").yarn = Some(Yarn::default());
     for (full, default) in read(EVERYTHING, &[]).recipe.entries().iter().zip(defaults.entries()) {
         let same = matches!(full, Entry::Key { .. }) && *full == default;
-        let expected = only_one_value.contains(&full.path()) || not_set.iter().any(|key| key == full.path());
+        let expected = only_one_value.contains(&full.path())
+            || OTHER_TASKS.contains(&full.path())
+            || not_set.iter().any(|key| key == full.path());
         assert_eq!(same, expected, "{full:?}");
     }
 }
@@ -246,8 +254,8 @@ fn the_shipped_recipes_resolve() {
         let Err(mistakes) = resolve(&file, &text, &[]) else { continue };
         // What the user brings: the model and the fetched data.
         for mistake in mistakes.0 {
-            let brought =
-                ["model.path", "task.train_file", "task.validation_file"].contains(&mistake.key.as_str());
+            let brought = ["model.path", "task.train_file", "task.validation_file", "task.validation_files"]
+                .contains(&mistake.key.as_str());
             assert!(brought && mistake.what.starts_with("no f"), "{mistake}");
         }
     }

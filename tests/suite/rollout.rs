@@ -1,5 +1,6 @@
 //! Rollout: one forward with training, independence of batches and threads, the message loop, tools.
 
+mod accounting;
 mod exact;
 mod message_loop;
 mod tools;
@@ -109,9 +110,10 @@ impl Task for Questions {
         true
     }
 
-    fn next_user_message(&self, _: &Problem, transcript: &Transcript) -> Option<Message> {
+    fn next_user_message(&self, _: &Problem, transcript: &Transcript) -> Result<Option<Message>> {
         let returned = transcript.messages.iter().filter(|m| m.channel.as_deref() == Some("final")).count();
-        self.follow_ups.get(returned.checked_sub(1)?).map(Message::user)
+        let follow_up = returned.checked_sub(1).and_then(|i| self.follow_ups.get(i));
+        Ok(follow_up.map(Message::user))
     }
 
     fn reward(&self, _: &Problem, transcript: &Transcript) -> Result<Reward> {

@@ -1,5 +1,7 @@
 //! Tasks on real files.
 
+mod command;
+
 use super::data;
 use rloss::error::BadInput;
 use rloss::harmony::{Message, Role};
@@ -139,15 +141,19 @@ fn retool_files_are_checked_when_read() {
         build(&settings).map(|task| task.validation_sets().len())
     };
     assert_eq!(load(Some(good.clone()), vec![]).unwrap(), 0);
-    assert_eq!(load(Some(good.clone()), vec![good.clone()]).unwrap(), 1);
+    let held_out = file("held.jsonl", r#"{"problem": "1+2?", "answer": 3}"#);
+    assert_eq!(load(Some(good.clone()), vec![held_out.clone()]).unwrap(), 1);
+    let shared =
+        file("shared.jsonl", "{\"problem\": \"2?\", \"answer\": 2}\n{\"problem\": \"1 +1?\", \"answer\": 2}");
     let cut = file("cut.jsonl.gz", "no gzip");
     let bad = file("bad.jsonl", r#"{"problem": "1+1?", "answer": [2]}"#);
-    let twin = file("good.json", r#"{"problem": "1+1?", "answer": "2"}"#);
+    let twin = file("held.json", r#"{"problem": "1+2?", "answer": "3"}"#);
     for (train, validation, said) in [
         (None, vec![], "task.train_file: missing"),
         (Some(cut), vec![], "cut.jsonl.gz: cannot read"),
         (Some(bad), vec![], "bad.jsonl: row 1: `answer` is neither"),
-        (Some(good.clone()), vec![good, twin], "a second set named `good`"),
+        (Some(good.clone()), vec![held_out.clone(), twin], "a second set named `held`"),
+        (Some(good), vec![held_out, shared], "good.jsonl: row 1 has the prompt of "),
     ] {
         let error = load(train, validation).unwrap_err();
         assert!(error.is::<BadInput>() && error.to_string().contains(said), "{error}");

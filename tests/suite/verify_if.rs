@@ -89,7 +89,7 @@ fn several_turns_are_asked_in_order_and_graded_each_on_its_own_list() {
     let mut messages = vec![answer("a, b")];
     let next = |messages: &[Message]| {
         let transcript = Transcript { messages, outcome: Outcome::Finished, calls_answered: 0 };
-        task.next_user_message(problem, &transcript)
+        task.next_user_message(problem, &transcript).unwrap()
     };
     assert_eq!(next(&messages), Some(Message::user("Two")));
     messages.extend([Message::user("Two"), answer("\"fine\"")]);

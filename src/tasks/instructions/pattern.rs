@@ -6,6 +6,7 @@ use regex::{Regex, RegexBuilder};
 ///
 /// # Panics
 /// When it does not compile, which the tests of its user would show.
+#[expect(clippy::expect_used, reason = "the source is a constant of this crate")]
 pub(super) fn constant(source: &str) -> Regex {
     Regex::new(source).expect("a constant pattern")
 }

@@ -63,8 +63,8 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ("[train.steps]\nx = 1", "r.toml:1: train.steps: found a table; give an integer, 0 to 1000000000"),
         (
             "[task]\nname = \"gsm8\"",
-            "r.toml:2: task.name: no such value \"gsm8\", did you mean \"gsm8k\"? Give \"arithmetic\", \"arithmetic_single\" or \
-             \"gsm8k\"",
+            "r.toml:2: task.name: no such value \"gsm8\", did you mean \"gsm8k\"? Give \"arithmetic\", \"arithmetic_single\", \
+             \"gsm8k\", \"retool\", \"verify_if\" or \"command\"",
         ),
         (
             "[checkpoint]\ndtype = \"fp16\"",
@@ -172,6 +172,31 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         (
             "[task]\ntrain_file = \"Cargo.toml\"",
             "r.toml:2: task.train_file: the task arithmetic makes its own problems; remove the key",
+        ),
+        (
+            "[task]\ngrading = \"all\"",
+            "r.toml:2: task.grading: only the task verify_if reads this, and task.name is arithmetic; remove one of the two",
+        ),
+        (
+            "[task]\nname = \"verify_if\"\ntrain_file = \"Cargo.toml\"\nvalidation_file = \"Cargo.toml\"\nanswer = \"exact\"",
+            "r.toml:5: task.answer: only the task retool reads this, and task.name is verify_if; remove one of the two",
+        ),
+        (
+            "[task]\nname = \"retool\"\ntrain_file = \"Cargo.toml\"\nextraction = \"strict\"\nvalidation_file = \"Cargo.toml\"",
+            "r.toml:4: task.extraction: only the task gsm8k reads this, and task.name is retool; remove one of the two",
+        ),
+        (
+            "[task]\nname = \"retool\"\ntrain_file = \"Cargo.toml\"",
+            "r.toml:1: task.validation_file: missing, and the task retool reads its problems from it; name the file",
+        ),
+        (
+            "[task]\ncommand = [\"python3\"]",
+            "r.toml:2: task.command: only the task command reads this, and task.name is arithmetic; remove one of the two",
+        ),
+        (
+            "[task]\nname = \"command\"",
+            "r.toml:1: task.command: missing, and the task command runs it; write a program and its arguments, such as \
+             [\"python3\", \"my_task.py\"]",
         ),
         (
             "[task]\nname = \"gsm8k\"\nvalidation_file = \"Cargo.toml\"",
@@ -323,5 +348,77 @@ fn no_damage_to_a_recipe_is_a_panic() {
             damaged[at] = letters[rng.random_range(0..letters.len())];
         }
         read(&damaged.into_iter().collect::<String>());
+    }
+}
+
+#[test]
+fn contradictions_of_the_policy_are_refused_with_the_reason() {
+    // (recipe, key, part of the reason)
+    let correction = |keys: &str| format!("[policy.correction]\n{keys}");
+    let cases = [
+        ("train.minibatches = 2".to_owned(), "train.minibatches", "would move the ratio's anchor"),
+        ("train.epochs = 3".to_owned(), "train.epochs", "would move the ratio's anchor"),
+        (
+            "policy.old_logprob = \"rollout\"\ntrain.minibatches = 65".to_owned(),
+            "train.minibatches",
+            "65 updates of a step's 64 trajectories",
+        ),
+        (
+            "policy.old_logprob = \"rollout\"\npolicy.correction.is = \"token\"".to_owned(),
+            "policy.correction.is",
+            "count the gap twice",
+        ),
+        (correction("normalize = true"), "policy.correction.normalize", "no weights to normalise"),
+        (correction("is = \"token\"\nthreshold = []"), "policy.correction.threshold", "give one number"),
+        (correction("is = \"token\"\nthreshold = [2.0, 0.5]"), "policy.correction.threshold", "reversed"),
+        (correction("is = \"token\"\nthreshold = [-1]"), "policy.correction.threshold", "positive"),
+        (correction("reject = [\"token_k1\"]"), "policy.correction.reject_bounds", "0 bounds for 1 options"),
+        (correction("reject = [\"seq_max_k1\"]"), "policy.correction.reject", "seq_max_k"),
+        (
+            correction("reject = [\"token_k1\"]\nreject_bounds = [[2.0, 0.5]]"),
+            "policy.correction.reject_bounds",
+            "of token_k1: the bounds are reversed",
+        ),
+        (
+            correction("reject = [\"token_k1\"]\nreject_bounds = [[0.5]]"),
+            "policy.correction.reject_bounds",
+            "empty for 0.5",
+        ),
+        (
+            correction("reject = [\"seq_sum_k3\"]\nreject_bounds = [[0.5, 2.0]]"),
+            "policy.correction.reject_bounds",
+            "one upper bound",
+        ),
+        (
+            correction("reject = [\"token_k2\", \"token_k2\"]\nreject_bounds = [[1.0], [1.0]]"),
+            "policy.correction.reject",
+            "token_k2 is there twice",
+        ),
+        (
+            "policy.router_replay = \"rollout\"".to_owned(),
+            "policy.router_replay",
+            "rollout.keep_routes = true",
+        ),
+        ("policy.router_replay = \"recompute\"".to_owned(), "policy.router_replay", "the same pass"),
+        (
+            "[policy.kl]\nplace = \"reward\"\nestimator = \"k3+\"".to_owned(),
+            "policy.kl.estimator",
+            "no gradient flows through a reward",
+        ),
+        ("policy.kl.coefficient = 0".to_owned(), "policy.kl.coefficient", "above 0"),
+        (
+            "policy.overlong.buffer_tokens = 100".to_owned(),
+            "policy.overlong.buffer_tokens",
+            "more than the 72",
+        ),
+        (
+            "rollout.samples_per_prompt = 1\nrollout.resample_rounds_max = 1".to_owned(),
+            "rollout.resample_rounds_max",
+            "group of one",
+        ),
+    ];
+    for (text, key, reason) in cases {
+        let found = mistake(&text, &[]);
+        assert!(found.contains(&format!(" {key}: ")) && found.contains(reason), "{text}: {found}");
     }
 }

@@ -80,7 +80,7 @@ fn each_trajectory_has_a_session_of_its_own_which_is_closed() {
     }
 }
 
-fn embedded(change: impl FnOnce(&mut Settings)) -> Embedded {
+pub(super) fn embedded(change: impl FnOnce(&mut Settings)) -> Embedded {
     let program = Some(env!("CARGO_BIN_EXE_rloss").into());
     let mut settings = Settings { program, time_limit_s: 0.3, wall_clock_s: 1.0, ..Settings::default() };
     change(&mut settings);
@@ -134,7 +134,7 @@ fn a_gigabyte_of_output_is_cut_and_counted() {
 }
 
 /// Processes whose program is `program`.
-fn processes_of(program: &std::path::Path) -> Vec<i32> {
+pub(super) fn processes_of(program: &std::path::Path) -> Vec<i32> {
     let runs = |pid: &i32| {
         let command = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         command.split(|&b| b == 0).next() == Some(program.as_os_str().as_encoded_bytes())

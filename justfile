@@ -1,0 +1,23 @@
+# The commands of every day. `just NAME` runs one; CI runs the lines of check and test too.
+
+check:
+    cargo fmt --check
+    cargo clippy --release --all-targets -- -D warnings
+    RUSTDOCFLAGS="-D warnings -A rustdoc::private_intra_doc_links" cargo doc --release --no-deps
+
+test:
+    cargo test --release
+
+# Everything that CI runs.
+ci:
+    bash .ci/run
+
+bench:
+    cargo bench --features bench
+
+quickstart:
+    cargo run --release -- train recipes/quickstart.toml
+
+# Writes docs/recipes.md anew from the types.
+recipes-page:
+    UPDATE_EXPECT=1 cargo test --release recipes_page

@@ -1,0 +1,326 @@
+//! Sampling into a folder of its own, resumable by problem: what `rloss eval` and `rloss rollout` share.
+//!
+//! ```text
+//! OUT/recipe.toml            the recipe as resolved, the model pinned to the folder that was read
+//! OUT/sampling.json          what is sampled, and the model's files: another one may not go on here
+//! OUT/trajectories/NAME.jsonl.partial   a line a trajectory as it ends; NAME.jsonl, in order, when all have
+//! ```
+
+use super::run_folder::{holds_run, lock, write_file};
+use super::workbench::Workbench;
+use crate::bad_input;
+use crate::metrics::{Console, Phase};
+use crate::recipe::{Entry, Plan, RecipeSource, resolve, set_key};
+use crate::rollout::{Progress, Prompt, RolloutSettings, stored};
+use crate::train::checkpoint;
+use crate::trajectory::TrajectoryRow;
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+/// Sets the plan's model to the folder that holds it, and says after which step it was saved: for a run folder its last
+/// checkpoint, unless a `--set` names another model. A model that comes from no checkpoint is of step 0.
+///
+/// # Errors
+/// [`crate::error::BadInput`] for a run without a checkpoint.
+pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Result<u64> {
+    let named = sets.iter().any(|set| set_key(set) == Some("model.path"));
+    let model = &mut plan.recipe.model;
+    if let (RecipeSource::Run(run), false) = (source, named) {
+        let Some(folder) = checkpoint::latest(run)? else {
+            return Err(bad_input!(
+                "{}: the run has no checkpoint yet; train on with --resume, or name its recipe.toml for the model that it started from",
+                run.display()
+            ));
+        };
+        (model.path, model.architecture, model.tokenizer) = (Some(folder), None, None);
+    }
+    let Some(path) = &mut model.path else { return Ok(0) };
+    if !path.join("config.json").is_file()
+        && let Some(folder) = checkpoint::latest(path)?
+    {
+        *path = folder;
+    }
+    *path = std::path::absolute(&*path).unwrap_or_else(|_| path.clone());
+    if !checkpoint::holds_state(path) {
+        return Ok(0);
+    }
+    let state = checkpoint::read_state(path)?;
+    Ok(if state.phase == Phase::Rl { state.step } else { 0 })
+}
+
+/// Where results go without `--out`: beside a run's checkpoints, by checkpoint; else `runs/<recipe>-<kind>`.
+pub fn default_out(plan: &Plan, source: &RecipeSource, kind: &str) -> PathBuf {
+    let checkpoint = plan.recipe.model.path.as_deref().and_then(Path::file_name);
+    match (source, checkpoint) {
+        (RecipeSource::Run(run), Some(checkpoint)) => run.join(kind).join(checkpoint),
+        _ => PathBuf::from("runs").join(format!("{}-{kind}", source.stem())),
+    }
+}
+
+/// `sampling.json`.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+struct Marker {
+    /// `eval` or `rollout`.
+    kind: String,
+    step: u64,
+    /// Name, length and time of change of the model's files.
+    model_files: Vec<(String, u64, u128)>,
+}
+
+/// A folder that takes one sampling; this process holds it.
+pub struct Collection<'a> {
+    bench: &'a Workbench,
+    pub path: PathBuf,
+    _lock: File,
+}
+
+impl<'a> Collection<'a> {
+    /// Starts a sampling in `path`, or goes on with the same one.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when the folder holds something else; nothing of it is touched.
+    pub fn open(bench: &'a Workbench, path: &Path, kind: &str, step: u64) -> Result<Self> {
+        let marker_file = path.join("sampling.json");
+        if !marker_file.is_file() && holds_run(path) {
+            return Err(bad_input!(
+                "{}: already holds a run; name another folder with --out",
+                path.display()
+            ));
+        }
+        fs::create_dir_all(path).map_err(|e| {
+            bad_input!("{}: cannot make the folder: {e}; name another with --out", path.display())
+        })?;
+        let lock = lock(path)?;
+        let model = bench.recipe().model.path.as_deref();
+        let marker =
+            Marker { kind: kind.to_owned(), step, model_files: model.map(model_files).unwrap_or_default() };
+        let recipe_file = path.join("recipe.toml");
+        match fs::read_to_string(&marker_file) {
+            Ok(text) => check(&marker_file, &text, &marker)?,
+            Err(_) => write_file(&marker_file, &(serde_json::to_string_pretty(&marker)? + "\n"))?,
+        }
+        match fs::read_to_string(&recipe_file) {
+            Ok(text) => check_recipe(&recipe_file, &text, &bench.plan)?,
+            Err(_) => write_file(&recipe_file, &bench.plan.to_toml())?,
+        }
+        if let Some(confinement) = bench.confinement() {
+            write_file(&path.join("sandbox.txt"), &format!("{confinement}\n"))?;
+        }
+        Ok(Self { bench, path: path.to_owned(), _lock: lock })
+    }
+
+    /// The file of the finished trajectories called `name`.
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.path.join("trajectories").join(format!("{name}.jsonl"))
+    }
+
+    /// Samples what of `prompts` is not in the file `name` yet, and returns all of it: rows in sample order, of each
+    /// prompt. `None` when `stop` said so; what ended until then is kept.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] for a file that does not belong to these prompts; those of the rollout and the disk.
+    pub fn sample(
+        &self,
+        name: &str,
+        phase: Phase,
+        (settings, samples): (&RolloutSettings, usize),
+        prompts: &[Prompt],
+        console: &Console,
+        stop: &(dyn Fn() -> bool + Sync),
+    ) -> Result<Option<Vec<Vec<TrajectoryRow>>>> {
+        let (done, partial) = (self.file(name), self.path.join(format!("trajectories/{name}.jsonl.partial")));
+        if done.is_file() {
+            let rows = stored::read(&done, false)?.0;
+            return arranged(rows, prompts, samples, &done)?.into_iter().collect::<Option<_>>().map_or_else(
+                || {
+                    Err(bad_input!(
+                        "{}: trajectories are missing; restore the file, or name another folder with --out",
+                        done.display()
+                    ))
+                },
+                |rows| Ok(Some(rows)),
+            );
+        }
+        fs::create_dir_all(self.path.join("trajectories"))?;
+        let mut kept: Vec<Option<Vec<TrajectoryRow>>> = vec![None; prompts.len()];
+        let mut bytes = 0;
+        if partial.is_file() {
+            let (rows, length) = stored::read(&partial, true)?;
+            (kept, bytes) = (arranged(rows, prompts, samples, &partial)?, length);
+        }
+        let missing: Vec<Prompt> =
+            prompts.iter().zip(&kept).filter(|(_, kept)| kept.is_none()).map(|(p, _)| p.clone()).collect();
+        let file = OpenOptions::new().create(true).append(true).open(&partial);
+        let file = file.with_context(|| format!("{}", partial.display()))?;
+        // Half a line that a kill left.
+        file.set_len(bytes).with_context(|| format!("{}", partial.display()))?;
+        let all = (prompts.len() * samples) as u64;
+        let stage = console.stage(name, all, all - (missing.len() * samples) as u64);
+        if let Some(new) = self.fill(&file, phase, (settings, samples), &missing, &stage, stop)? {
+            let mut new = new.into_iter();
+            kept.iter_mut().filter(|kept| kept.is_none()).for_each(|kept| *kept = new.next());
+        }
+        stage.finish();
+        let Some(rows) = kept.into_iter().collect::<Option<Vec<_>>>() else { return Ok(None) };
+        self.finish(&done, &partial, &rows)?;
+        Ok(Some(rows))
+    }
+
+    /// Samples `prompts`, a line in `file` for each trajectory as it ends.
+    fn fill(
+        &self,
+        file: &File,
+        phase: Phase,
+        (settings, samples): (&RolloutSettings, usize),
+        prompts: &[Prompt],
+        stage: &crate::metrics::Progress,
+        stop: &(dyn Fn() -> bool + Sync),
+    ) -> Result<Option<Vec<Vec<TrajectoryRow>>>> {
+        if prompts.is_empty() {
+            return Ok(Some(vec![]));
+        }
+        let shown = Mutex::new(Progress::default());
+        let progress = |now: Progress| {
+            let mut before = shown.lock().unwrap_or_else(PoisonError::into_inner);
+            let ended = now.finished.saturating_sub(before.finished);
+            if ended > 0 {
+                let tokens = now.sampled_tokens.saturating_sub(before.sampled_tokens);
+                let reward = now.reward_sum / now.finished as f64;
+                stage.advance(ended as u64, tokens, &[("reward", reward)]);
+                *before = now;
+            }
+        };
+        let failure = Mutex::new(None);
+        let finished = |trajectory: &_, messages: &[_]| {
+            let row =
+                TrajectoryRow { phase, trajectory: Clone::clone(trajectory), messages: messages.to_vec() };
+            let mut failure = failure.lock().unwrap_or_else(PoisonError::into_inner);
+            if failure.is_none() {
+                *failure = append(file, &row).err();
+            }
+        };
+        let failed = || failure.lock().unwrap_or_else(PoisonError::into_inner).is_some();
+        let weights = self.bench.parameters.detached()?;
+        let rollout = self.bench.rollout(&weights, settings);
+        let rollouts =
+            rollout.groups_observed(prompts, samples, &progress, &finished, &|| stop() || failed())?;
+        if let Some(error) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            return Err(error.context(format!("writing trajectories into {}", self.path.display())));
+        }
+        let Some(rollouts) = rollouts else { return Ok(None) };
+        let mut rows = rollouts.rows(phase);
+        Ok(Some(prompts.iter().map(|_| rows.by_ref().take(samples).collect()).collect()))
+    }
+
+    /// All rows in order, at once, in place of the partial file.
+    fn finish(&self, done: &Path, partial: &Path, rows: &[Vec<TrajectoryRow>]) -> Result<()> {
+        let aside = done.with_extension("jsonl.ordered");
+        let write = || -> Result<()> {
+            let mut out = std::io::BufWriter::new(File::create(&aside)?);
+            for row in rows.iter().flatten() {
+                serde_json::to_writer(&mut out, row)?;
+                out.write_all(b"\n")?;
+            }
+            out.into_inner()?.sync_all()?;
+            fs::rename(&aside, done)?;
+            Ok(fs::remove_file(partial)?)
+        };
+        write().with_context(|| format!("writing {}", done.display()))
+    }
+}
+
+/// Prints what was asked for; a closed pipe is nobody to report to.
+pub fn show(text: &str) {
+    let _ = std::io::stdout().write_all(text.as_bytes());
+}
+
+/// A whole line with one write, so that a kill tears at most the last.
+fn append(mut file: &File, row: &TrajectoryRow) -> Result<()> {
+    let mut line = serde_json::to_vec(row)?;
+    line.push(b'\n');
+    Ok(file.write_all(&line)?)
+}
+
+/// The rows of each of `prompts`, in sample order; `None` where one is missing. A row that is there twice is the same
+/// twice: it is a function of the recipe.
+fn arranged(
+    rows: Vec<TrajectoryRow>,
+    prompts: &[Prompt],
+    samples: usize,
+    file: &Path,
+) -> Result<Vec<Option<Vec<TrajectoryRow>>>> {
+    let mut found = BTreeMap::new();
+    for (row, line) in rows.into_iter().zip(1..) {
+        let t = &row.trajectory;
+        let (prompt, sample) = (t.prompt, t.sample);
+        let problem = prompts.iter().find(|p| p.index == prompt).map(|p| &p.problem.id);
+        if problem != Some(&t.problem_id) || sample >= samples as u64 {
+            return Err(bad_input!(
+                "{}: line {line}: sample {sample} of problem {} is not among those asked for; the data changed since: name another folder with --out",
+                file.display(),
+                t.problem_id
+            ));
+        }
+        found.insert((prompt, sample), row);
+    }
+    let group = |prompt: &Prompt| {
+        (0..samples as u64).map(|sample| found.remove(&(prompt.index, sample))).collect::<Option<Vec<_>>>()
+    };
+    Ok(prompts.iter().map(group).collect())
+}
+
+/// What a model folder holds, cheaply: a changed file has another length or time.
+fn model_files(folder: &Path) -> Vec<(String, u64, u128)> {
+    let Ok(entries) = fs::read_dir(folder) else { return vec![] };
+    let file = |entry: fs::DirEntry| {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let about = fs::metadata(entry.path()).ok().filter(|about| about.is_file())?;
+        let read = name.ends_with(".safetensors") || name.ends_with(".json");
+        let changed = about.modified().ok()?.duration_since(std::time::UNIX_EPOCH).ok()?;
+        read.then_some((name, about.len(), changed.as_nanos()))
+    };
+    let mut files: Vec<_> = entries.filter_map(|entry| file(entry.ok()?)).collect();
+    files.sort();
+    files
+}
+
+fn check(file: &Path, text: &str, marker: &Marker) -> Result<()> {
+    let shown = file.display();
+    let stored: Marker = serde_json::from_str(text)
+        .map_err(|e| bad_input!("{shown}: damaged: {e}; remove the folder, or name another with --out"))?;
+    let differs = |what: &str| bad_input!("{shown}: the folder holds {what}; name another folder with --out");
+    if stored.kind != marker.kind {
+        return Err(differs(&format!("the results of rloss {}", stored.kind)));
+    }
+    if stored.step != marker.step || stored.model_files != marker.model_files {
+        return Err(differs("results of another model, or the model's files were changed since"));
+    }
+    Ok(())
+}
+
+/// Only keys that no sample depends on may differ.
+fn check_recipe(file: &Path, text: &str, plan: &Plan) -> Result<()> {
+    let free = |key: &str| {
+        ["parallel.", "logging.", "checkpoint."].iter().any(|table| key.starts_with(table))
+            || ["eval.pass_at", "eval.every_steps", "eval.before_training", "train.steps"].contains(&key)
+    };
+    let stored = resolve(file, text, &[])?;
+    let pairs = stored.recipe.entries().into_iter().zip(plan.recipe.entries());
+    let differ: Vec<String> = pairs
+        .filter(|(old, new)| matches!(old, Entry::Key { .. }) && old != new && !free(old.path()))
+        .map(|(old, _)| old.path().to_owned())
+        .collect();
+    if differ.is_empty() {
+        return Ok(());
+    }
+    Err(bad_input!(
+        "{}: the folder holds results with other values of {}; name another folder with --out",
+        file.display(),
+        differ.join(", ")
+    ))
+}

@@ -1,0 +1,191 @@
+//! `rloss eval RECIPE|RUN`: success of a model on the held-out problems.
+
+use super::collect::{Collection, default_out, pin_model, show};
+use super::evaluation::{Evaluation, ProblemResult, SetResult, prompts};
+use super::run_folder::write_file;
+use super::signals::Stop;
+use super::workbench::Workbench;
+use crate::bad_input;
+use crate::cli::{EXIT_DONE, EXIT_STOPPED, RunArgs};
+use crate::metrics::{Console, Phase, Row, Table, format_number};
+use crate::recipe::locate;
+use crate::rollout::{RolloutSettings, accuracy};
+use crate::trajectory::{CallOutcome, Outcome, TrajectoryRow};
+use anyhow::Result;
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// Evaluates; exit code 130 when a signal stopped it. The same command then goes on, problem by problem; on a finished
+/// evaluation it only shows the tables again.
+///
+/// With a run folder the seeds are those of the training run's own evaluation after the same step.
+///
+/// # Errors
+/// [`crate::error::BadInput`] before any work; the rollout's and the disk's leave what was sampled.
+pub fn run(args: &RunArgs) -> Result<u8> {
+    let source = locate(&args.recipe)?;
+    let mut plan = source.resolve(&args.sets)?;
+    let step = pin_model(&mut plan, &source, &args.sets)?;
+    let out = args.out.clone().unwrap_or_else(|| default_out(&plan, &source, "eval"));
+    let bench = Workbench::open(plan)?;
+    let sets = prompts(&bench);
+    if sets.iter().all(|(_, prompts)| prompts.is_empty()) {
+        return Err(bad_input!(
+            "the task {} has no held-out problems; name some with task.validation_file",
+            bench.task.name()
+        ));
+    }
+    let collection = Collection::open(&bench, &out, "eval", step)?;
+    let console = Console::stderr(Duration::from_secs(2), bench.recipe().logging.console_every_steps);
+    bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+    let stop = Stop::listen()?;
+    let settings = RolloutSettings::evaluation(bench.recipe(), bench.preamble.clone(), step);
+    let samples = bench.recipe().eval.samples;
+    let mut evaluation = Evaluation { sets: vec![] };
+    for (set, prompts) in &sets {
+        // The step's number ends the name, by which a report finds the last.
+        let name = match sets.len() {
+            1 => format!("eval-{step:06}"),
+            _ => format!("eval-{}-{step:06}", set.name),
+        };
+        let asked = || stop.asked();
+        let found = collection.sample(&name, Phase::Eval, (&settings, samples), prompts, &console, &asked)?;
+        let Some(groups) = found else {
+            console.print(&format!("stopped: {}; the same command goes on", out.display()));
+            return Ok(EXIT_STOPPED);
+        };
+        evaluation.sets.push(SetResult::new(&bench, set, prompts, groups));
+    }
+    let row = Row { step, phase: Phase::Eval, metrics: evaluation.metrics() };
+    write_file(&out.join("metrics.jsonl"), &(row.to_json() + "\n"))?;
+    let text = serde_json::to_string_pretty(&document(&bench, step, &evaluation))?;
+    write_file(&out.join("eval.json"), &(text + "\n"))?;
+    show(&evaluation.sets.iter().map(tables).collect::<String>());
+    console.print(&format!("done: {}", out.display()));
+    Ok(EXIT_DONE)
+}
+
+/// Trajectories and successes by some property of theirs.
+fn counted<K: Ord>(set: &SetResult, key: impl Fn(&TrajectoryRow) -> K) -> BTreeMap<K, (usize, usize)> {
+    let mut counts = BTreeMap::new();
+    for row in set.rows() {
+        let (all, right): &mut (usize, usize) = counts.entry(key(row)).or_default();
+        *all += 1;
+        *right += usize::from(row.trajectory.success);
+    }
+    counts
+}
+
+/// Calls by what became of them.
+fn calls(set: &SetResult) -> BTreeMap<CallOutcome, usize> {
+    let mut counts = BTreeMap::new();
+    for call in set.rows().flat_map(|row| &row.trajectory.turns).filter_map(|turn| turn.call) {
+        *counts.entry(call).or_default() += 1;
+    }
+    counts
+}
+
+/// What a person reads.
+fn tables(set: &SetResult) -> String {
+    let (problems, trajectories) = (set.problems.len(), set.rows().count());
+    let mut table = Table::new(["measure", "value", "95% from", "to"]);
+    for (measure, e) in set.estimates() {
+        let cells = [e.mean, e.low, e.high].map(|value| format!("{value:.3}"));
+        table.row(std::iter::once(set.key(&measure)).chain(cells));
+    }
+    let mut outcomes = Table::new(["outcome", "trajectories", "right"]);
+    let by_outcome: BTreeMap<Outcome, _> = counted(set, |row| row.trajectory.outcome);
+    for outcome in Outcome::ALL {
+        let (all, right) = by_outcome.get(&outcome).copied().unwrap_or_default();
+        outcomes.row([outcome.name().to_owned(), whole(all), whole(right)]);
+    }
+    let mut turns = Table::new(["turns", "trajectories", "right"]);
+    for (n, (all, right)) in counted(set, |row| row.trajectory.turns.len()) {
+        turns.row([whole(n), whole(all), whole(right)]);
+    }
+    let mut text = format!(
+        "{}: {} problems, {} trajectories; intervals over problems\n\n{table}\n{outcomes}\n{turns}\n",
+        crate::metrics::sanitize_line(&set.name),
+        whole(problems),
+        whole(trajectories)
+    );
+    let calls = calls(set);
+    if !calls.is_empty() {
+        let mut table = Table::new(["tool call", "calls"]);
+        calls.iter().for_each(|(call, n)| table.row([call.name().to_owned(), whole(*n)]));
+        text.push_str(&format!("{table}\n"));
+    }
+    text
+}
+
+fn whole(n: usize) -> String {
+    format_number(n as f64)
+}
+
+/// `eval.json`.
+fn document(bench: &Workbench, step: u64, evaluation: &Evaluation) -> Value {
+    let recipe = bench.recipe();
+    json!({
+        "model": recipe.model.path,
+        "step": step,
+        "task": bench.task.name(),
+        "seed": recipe.train.seed,
+        "samples": recipe.eval.samples,
+        "sampling": {
+            "temperature": recipe.eval.temperature,
+            "top_p": recipe.eval.top_p,
+            "top_k": recipe.eval.top_k,
+            "min_p": recipe.eval.min_p,
+        },
+        "sets": evaluation.sets.iter().map(set_document).collect::<Vec<_>>(),
+    })
+}
+
+fn set_document(set: &SetResult) -> Value {
+    let share = |(all, right): (usize, usize)| json!({ "trajectories": all, "right": right });
+    let estimates: Map<String, Value> =
+        set.estimates().into_iter().map(|(measure, e)| (measure, json!(e))).collect();
+    let outcomes: Map<String, Value> = counted(set, |row| row.trajectory.outcome)
+        .into_iter()
+        .map(|(outcome, counts)| (outcome.name().to_owned(), share(counts)))
+        .collect();
+    let turns: Map<String, Value> = counted(set, |row| row.trajectory.turns.len())
+        .into_iter()
+        .map(|(n, counts)| (n.to_string(), share(counts)))
+        .collect();
+    let calls: Map<String, Value> =
+        calls(set).into_iter().map(|(call, n)| (call.name().to_owned(), json!(n))).collect();
+    json!({
+        "name": set.name,
+        "estimates": estimates,
+        "outcomes": outcomes,
+        "turns": turns,
+        "calls": calls,
+        "problems": set.problems.iter().map(|p| problem_document(set, p)).collect::<Vec<_>>(),
+    })
+}
+
+fn problem_document(set: &SetResult, problem: &ProblemResult) -> Value {
+    let mut document = Map::new();
+    document.insert("id".into(), json!(problem.id));
+    document.insert(format!("mean@{}", set.samples), json!(accuracy::mean(&problem.samples)));
+    for &k in &set.pass_at {
+        document.insert(format!("pass@{k}"), json!(accuracy::pass_at(k, &problem.samples)));
+    }
+    if set.samples > 1 {
+        document.insert(format!("maj@{}", set.samples), json!(accuracy::majority(&problem.votes)));
+    }
+    let samples = problem.rows.iter().zip(&problem.samples).map(|(row, sample)| {
+        json!({
+            "right": sample.success,
+            "reward": row.trajectory.reward,
+            "outcome": row.trajectory.outcome.name(),
+            "answer": sample.answer,
+            "turns": row.trajectory.turns.len(),
+            "sampled_tokens": row.trajectory.sampled_tokens(),
+        })
+    });
+    document.insert("samples".into(), samples.collect());
+    Value::Object(document)
+}

@@ -1,0 +1,91 @@
+//! A step's rollouts, with dynamic sampling where the recipe asks for it.
+
+use super::Trainer;
+use crate::commands::rollout::training_prompts;
+use crate::metrics::Metrics;
+use crate::policy::advantage::informative_groups;
+use crate::rollout::{self, Prompt, RolloutSettings, Rollouts};
+use crate::trajectory::Group;
+use anyhow::{Context, Result};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// What a step sampled, and which of it is trained on.
+pub(super) struct Generated {
+    /// Every group drawn, the discarded ones included: the figures of the rollout are over all of them.
+    pub drawn: Rollouts,
+    /// Indices into `drawn.groups`.
+    trained: Vec<usize>,
+    /// Draws beyond the first; `None` without dynamic sampling.
+    rounds: Option<u64>,
+}
+
+impl Generated {
+    pub fn trained(&self) -> Vec<&Group> {
+        self.trained.iter().map(|&index| &self.drawn.groups[index]).collect()
+    }
+
+    /// The rollout's figures.
+    pub fn metrics(&self) -> Metrics {
+        let mut metrics = rollout::metrics(&self.drawn.groups).finish();
+        if let Some(rounds) = self.rounds {
+            metrics.set("group/resample_rounds", rounds as f64);
+            metrics.set("group/discarded", (self.drawn.groups.len() - self.trained.len()) as f64);
+        }
+        metrics
+    }
+}
+
+impl Trainer<'_> {
+    /// The rollouts of step `step`, unless they are fixed data. Groups that teach nothing are replaced until the draws
+    /// are used up, and then kept.
+    pub(super) fn generate(&self, step: u64) -> Result<Generated> {
+        let recipe = &self.bench.plan.recipe;
+        let (count, rounds_max) = (recipe.rollout.prompts_per_step, recipe.rollout.resample_rounds_max);
+        if let Some(stored) = &self.stored {
+            let drawn = stored.step(step, count as u64);
+            let trained = (0..drawn.groups.len()).collect();
+            return Ok(Generated { drawn, trained, rounds: None });
+        }
+        let mut drawn = Rollouts { groups: vec![], messages: vec![] };
+        let (mut informative, mut flat, mut round) = (vec![], vec![], 0);
+        loop {
+            let prompts = training_prompts(self.bench, step, round, count - informative.len());
+            let draw = self.draw(step, &prompts)?;
+            for index in drawn.groups.len()..drawn.groups.len() + draw.groups.len() {
+                let group = &draw.groups[index - drawn.groups.len()];
+                let rewards: Vec<f32> = group.trajectories.iter().map(|t| t.reward).collect();
+                let teaches = rounds_max == 0 || informative_groups(&rewards, &[rewards.len()])?[0];
+                if teaches { informative.push(index) } else { flat.push(index) }
+            }
+            drawn.groups.extend(draw.groups);
+            drawn.messages.extend(draw.messages);
+            if informative.len() >= count || round == rounds_max {
+                break;
+            }
+            round += 1;
+        }
+        let mut trained: Vec<usize> = informative.into_iter().chain(flat).take(count).collect();
+        trained.sort_unstable();
+        Ok(Generated { drawn, trained, rounds: (rounds_max > 0).then_some(round) })
+    }
+
+    /// One group a prompt.
+    fn draw(&self, step: u64, prompts: &[Prompt]) -> Result<Rollouts> {
+        let bench = self.bench;
+        let recipe = &bench.plan.recipe;
+        let settings = RolloutSettings::training(recipe, bench.preamble.clone(), step);
+        let samples = recipe.rollout.samples_per_prompt;
+        let inner = self.console.inner_stage("rollout", (prompts.len() * samples) as u64);
+        let weights = bench.rollout_weights()?;
+        let rollouts = self.timings.time("gen", || {
+            let seen = AtomicU64::new(0);
+            let report = |p: rollout::Progress| {
+                let before = seen.fetch_max(p.finished as u64, Ordering::Relaxed);
+                inner.advance((p.finished as u64).saturating_sub(before), 0, &[]);
+            };
+            bench.rollout(&weights, &settings).groups(prompts, samples, &report, &|| false)
+        })?;
+        inner.finish();
+        rollouts.context("the rollout ended early")
+    }
+}

@@ -1,0 +1,86 @@
+//! A step's updates of the policy, and the reference they may be held to.
+
+use super::Trainer;
+use crate::metrics::{Accumulator, Metrics};
+use crate::model::forward::ForwardOptions;
+use crate::recipe::KlPlace;
+use crate::train::forward_backward::PassSettings;
+use crate::train::optimizer::Optimizer;
+use crate::train::policy_step::PolicyStep;
+use crate::train::reference;
+use crate::trajectory::Group;
+use anyhow::Result;
+
+impl Trainer<'_> {
+    /// Makes the updates of step `step` and returns their figures: means over updates, and the gap between training
+    /// and rollout as it was before the first.
+    pub(super) fn update(
+        &self,
+        step: u64,
+        groups: &[&Group],
+        optimizer: &mut Optimizer,
+        lr: f64,
+    ) -> Result<Metrics> {
+        let train = &self.bench.plan.recipe.train;
+        let policy = self.policy_step();
+        let experience = self.timings.time("old_log_prob", || policy.prepare(groups))?;
+        let mut metrics = experience.metrics.clone();
+        let mut means = Accumulator::new();
+        let (mut updates, mut skipped) = (0, 0);
+        for epoch in 0..train.epochs as u64 {
+            for indices in experience.minibatches(train.minibatches, train.seed, step, epoch) {
+                let part = experience.select(&indices);
+                let Some(update) = self.timings.time("update_actor", || policy.gradients(&part))? else {
+                    skipped += 1;
+                    continue;
+                };
+                let norm = self.apply(optimizer, update.gradients, train.optimizer.grad_norm_max, lr)?;
+                means.mean("actor/grad_norm", norm, 1.0);
+                update.metrics.iter().for_each(|(name, value)| means.mean(name, value, 1.0));
+                // A whole batch shows its own gap, whatever an arm does to the forward before it.
+                if updates == 0 && (experience.training.is_none() || train.minibatches == 1) {
+                    metrics.extend(part.compare(&update.log_probs)?);
+                }
+                updates += 1;
+            }
+        }
+        metrics.extend(means.finish());
+        if train.minibatches * train.epochs > 1 || skipped > 0 {
+            metrics.set("actor/updates", f64::from(updates));
+            metrics.set("actor/updates_skipped", f64::from(skipped));
+        }
+        Ok(metrics)
+    }
+
+    /// Fixes the reference: the weights as they are, or those that a resumed run began with.
+    pub(super) fn set_reference(&mut self, resumed: bool) -> Result<()> {
+        let bench = self.bench;
+        let (config, parameters) = (&bench.model.config, &bench.parameters);
+        if bench.plan.recipe.policy.kl.place == KlPlace::None {
+            return Ok(());
+        }
+        self.reference = Some(if resumed {
+            reference::read(&self.folder.path, config, parameters)?
+        } else {
+            let reference = reference::copy(config, parameters)?;
+            reference::write(&self.folder.path, &reference)?;
+            reference
+        });
+        Ok(())
+    }
+
+    fn policy_step(&self) -> PolicyStep<'_> {
+        let recipe = &self.bench.plan.recipe;
+        let load_balance = recipe.train.load_balance_coefficient;
+        PolicyStep {
+            learner: self.learner(),
+            reference: self.reference.as_ref(),
+            policy: &recipe.policy,
+            pass: PassSettings { load_balance, ..self.pass(recipe.rollout.temperature) },
+            second_forward: ForwardOptions::second_forward(&recipe.arms, recipe.train.seed),
+            micro_batch_tokens: recipe.train.micro_batch_tokens,
+            updates: recipe.train.minibatches * recipe.train.epochs,
+            response_tokens_max: recipe.rollout.response_tokens_max,
+        }
+    }
+}

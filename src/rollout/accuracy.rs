@@ -1,0 +1,188 @@
+//! Success over several samples of each problem: mean@k, pass@k, majority@k, and how sure they are.
+
+use crate::tasks::Task;
+
+/// What one sample of a problem came to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sample {
+    /// Whether the task called it right.
+    pub success: bool,
+    /// Its answer, for the vote; `None` when it gave none.
+    pub answer: Option<String>,
+}
+
+/// Share of successes.
+pub fn mean(samples: &[Sample]) -> f64 {
+    successes(samples) as f64 / samples.len().max(1) as f64
+}
+
+/// The chance that at least one of `k` samples, drawn without replacement from the `n` at hand, is right:
+/// `1 − C(n−c, k) / C(n, k)` with `c` successes, the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374).
+/// `k` is at most `n`.
+pub fn pass_at(k: usize, samples: &[Sample]) -> f64 {
+    let (n, c) = (samples.len(), successes(samples));
+    if c > n.saturating_sub(k) {
+        return if k == 0 { 0.0 } else { 1.0 };
+    }
+    // C(n−c, k) / C(n, k) = Π (1 − k / i) over i in n−c+1..=n: no factorial to overflow.
+    1.0 - (n - c + 1..=n).map(|i| 1.0 - k as f64 / i as f64).product::<f64>()
+}
+
+/// The answers given, as [`Task::same_answer`] groups them, most votes first and earlier ones first among equals.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Vote {
+    pub answer: String,
+    pub votes: usize,
+    /// Whether a sample with this answer was right.
+    pub right: bool,
+}
+
+/// Counts the answers; samples without one do not vote.
+pub fn votes(task: &dyn Task, samples: &[Sample]) -> Vec<Vote> {
+    let mut votes: Vec<Vote> = vec![];
+    for sample in samples {
+        let Some(answer) = &sample.answer else { continue };
+        match votes.iter_mut().find(|vote| task.same_answer(&vote.answer, answer)) {
+            Some(vote) => {
+                vote.votes += 1;
+                vote.right |= sample.success;
+            }
+            None => votes.push(Vote { answer: answer.clone(), votes: 1, right: sample.success }),
+        }
+    }
+    votes.sort_by_key(|vote| std::cmp::Reverse(vote.votes));
+    votes
+}
+
+/// Whether the answer with the most votes is right; among equally many votes one is drawn, so this is the share of
+/// right ones among them. 0 without any answer.
+pub fn majority(votes: &[Vote]) -> f64 {
+    let most = votes.first().map_or(0, |vote| vote.votes);
+    let first = votes.iter().take_while(|vote| vote.votes == most);
+    first.clone().filter(|vote| vote.right).count() as f64 / first.count().max(1) as f64
+}
+
+/// A mean over problems and its 95% interval.
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
+pub struct Estimate {
+    pub mean: f64,
+    pub low: f64,
+    pub high: f64,
+}
+
+impl Estimate {
+    /// The mean of the problems' own values in `0..=1`, and 1.96 standard errors to both sides, cut at 0 and 1. Samples
+    /// of one problem depend on each other, so the problem is the unit.
+    ///
+    /// Where all values are equal, such as 0 of few problems, their spread says nothing, and the interval is Wilson's
+    /// (1927) for as many yes-or-no outcomes as problems.
+    pub fn by_problem(values: &[f64]) -> Self {
+        let n = values.len().max(1) as f64;
+        let mean = values.iter().sum::<f64>() / n;
+        let (centre, half) = if values.windows(2).all(|pair| pair[0] == pair[1]) {
+            let z2 = Z95 * Z95 / n;
+            let half = Z95 * (mean * (1.0 - mean) / n + z2 / n / 4.0).sqrt();
+            ((mean + z2 / 2.0) / (1.0 + z2), half / (1.0 + z2))
+        } else {
+            let variance = values.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / (n - 1.0);
+            (mean, Z95 * (variance / n).sqrt())
+        };
+        // Rounding must not put the mean outside.
+        Self { mean, low: (centre - half).clamp(0.0, mean), high: (centre + half).clamp(mean, 1.0) }
+    }
+}
+
+/// Standard errors to both sides that hold 95% of a normal distribution.
+const Z95: f64 = 1.96;
+
+fn successes(samples: &[Sample]) -> usize {
+    samples.iter().filter(|sample| sample.success).count()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tasks::{self, TaskSettings};
+
+    fn samples(right: &[bool]) -> Vec<Sample> {
+        right.iter().map(|&success| Sample { success, answer: None }).collect()
+    }
+
+    /// The share of all k-subsets that hold a success.
+    fn pass_by_counting(k: usize, right: &[bool]) -> f64 {
+        let subsets = (0u32..1 << right.len()).filter(|set| set.count_ones() as usize == k);
+        let holds = |set: &u32| right.iter().enumerate().any(|(i, &right)| right && set >> i & 1 == 1);
+        subsets.clone().filter(holds).count() as f64 / subsets.count() as f64
+    }
+
+    #[test]
+    fn pass_at_k_is_the_share_of_all_subsets_that_hold_a_success() {
+        for n in 1..=9 {
+            for c in 0..=n {
+                // Which samples are right does not matter: spread them.
+                let right: Vec<bool> = (0..n).map(|i| (i * 5 + 2) % n < c).collect();
+                let right = if right.iter().filter(|&&r| r).count() == c {
+                    right
+                } else {
+                    (0..n).map(|i| i < c).collect()
+                };
+                for k in 1..=n {
+                    let (found, counted) = (pass_at(k, &samples(&right)), pass_by_counting(k, &right));
+                    assert!((found - counted).abs() < 1e-12, "n {n} c {c} k {k}: {found} {counted}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn pass_at_one_is_the_mean_and_large_numbers_do_not_overflow() {
+        let mut many = vec![false; 100_000];
+        many[..3].fill(true);
+        let many = samples(&many);
+        assert!((pass_at(1, &many) - mean(&many)).abs() < 1e-12);
+        // Each of the three successes is missed by half of all draws.
+        assert!((pass_at(50_000, &many) - 0.875).abs() < 1e-5);
+        assert_eq!(pass_at(99_998, &many), 1.0);
+    }
+
+    #[test]
+    fn the_majority_is_of_equal_answers_and_a_tie_counts_by_shares() {
+        let task = tasks::build(&TaskSettings { name: "arithmetic".into(), ..TaskSettings::default() });
+        let task = task.expect("a task without files");
+        let vote = |given: &[(&str, bool)]| {
+            let sample = |&(answer, success): &(&str, bool)| Sample {
+                success,
+                answer: (!answer.is_empty()).then(|| answer.to_owned()),
+            };
+            majority(&votes(task.as_ref(), &given.iter().map(sample).collect::<Vec<_>>()))
+        };
+        assert_eq!(vote(&[("7", true), ("8", false), ("7", true)]), 1.0);
+        assert_eq!(vote(&[("7", true), ("8", false), ("8", false)]), 0.0);
+        assert_eq!(vote(&[("7", true), ("8", false)]), 0.5);
+        assert_eq!(vote(&[("9", false), ("7", true), ("8", false)]), 1.0 / 3.0);
+        assert_eq!(vote(&[("", false), ("", false), ("7", true)]), 1.0);
+        assert_eq!(vote(&[("", false)]), 0.0);
+    }
+
+    #[test]
+    fn the_interval_is_over_problems() {
+        let estimate = Estimate::by_problem(&[0.0, 0.5, 1.0, 0.5]);
+        let half = 1.96 * (0.5f64 / 3.0 / 4.0).sqrt();
+        assert_eq!(estimate.mean, 0.5);
+        assert!((estimate.low - (0.5 - half)).abs() < 1e-12 && (estimate.high - (0.5 + half)).abs() < 1e-12);
+        assert_eq!(Estimate::by_problem(&[0.9, 1.0, 1.0]).high, 1.0);
+    }
+
+    #[test]
+    fn equal_problems_are_no_certainty() {
+        // Wilson's interval of 0 in n is [0, z² / (n + z²)].
+        let none = Estimate::by_problem(&[0.0; 24]);
+        assert_eq!((none.mean, none.low), (0.0, 0.0));
+        assert!((none.high - 3.8416 / 27.8416).abs() < 1e-12);
+        let all = Estimate::by_problem(&[1.0; 24]);
+        assert_eq!((all.mean, all.high), (1.0, 1.0));
+        assert!((all.low - 24.0 / 27.8416).abs() < 1e-12);
+        let halves = Estimate::by_problem(&[0.5; 4]);
+        assert!((halves.low + halves.high - 1.0).abs() < 1e-12 && halves.low > 0.1 && halves.low < 0.2);
+    }
+}

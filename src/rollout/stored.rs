@@ -1,0 +1,121 @@
+//! Trajectories read back from JSON lines: as fixed training data, and to go on with what was half sampled.
+
+use super::Rollouts;
+use crate::bad_input;
+use crate::trajectory::{Group, Trajectory, TrajectoryRow};
+use anyhow::Result;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Reads every row of `path`. With `torn`, a last line without its line feed is what a kill tore and is left out; the
+/// second value is the length in bytes of what was read.
+///
+/// # Errors
+/// [`crate::error::BadInput`] naming file and line.
+pub fn read(path: &Path, torn: bool) -> Result<(Vec<TrajectoryRow>, u64)> {
+    let shown = path.display();
+    let text = std::fs::read(path).map_err(|e| {
+        bad_input!("{shown}: cannot be read: {e}; name a file of `rloss rollout` or of a run")
+    })?;
+    let (mut rows, mut bytes) = (vec![], 0);
+    for (line, number) in text.split_inclusive(|&byte| byte == b'\n').zip(1..) {
+        if torn && !line.ends_with(b"\n") {
+            break;
+        }
+        rows.push(parse(line).map_err(|what| {
+            bad_input!("{shown}: line {number}: {what}; remove the line or restore the file")
+        })?);
+        bytes += line.len() as u64;
+    }
+    Ok((rows, bytes))
+}
+
+fn parse(line: &[u8]) -> Result<TrajectoryRow, String> {
+    let row: TrajectoryRow = serde_json::from_slice(line).map_err(|e| format!("not a trajectory: {e}"))?;
+    let t = &row.trajectory;
+    let n = t.tokens.len();
+    for (name, length) in [("mask", t.mask.len()), ("logprobs", t.logprobs.len())] {
+        if length != n {
+            return Err(format!("`{name}` has {length} entries for {n} tokens"));
+        }
+    }
+    if !t.reward.is_finite() {
+        return Err("`reward` is no number".into());
+    }
+    if t.prompt_tokens == 0 || t.prompt_tokens > n || t.mask.iter().take(t.prompt_tokens).any(|&m| m) {
+        return Err(format!(
+            "`prompt_tokens` = {} does not fit {n} tokens of which the mask marks sampled ones",
+            t.prompt_tokens
+        ));
+    }
+    if t.turns.iter().any(|turn| turn.start > turn.end || turn.end > n) {
+        return Err(format!("`turns` reach past the {n} tokens"));
+    }
+    match (0..n).find(|&i| t.mask[i] && !(t.logprobs[i].is_finite() && t.logprobs[i] <= 0.0)) {
+        Some(i) => Err(format!("`logprobs`[{i}] = {} is no log-probability", t.logprobs[i])),
+        None => Ok(row),
+    }
+}
+
+/// Trajectories that take the place of sampling: groups in the file's order, over and over.
+#[derive(Debug)]
+pub struct Stored {
+    /// Rows of each (step, prompt), in the order of its first row.
+    groups: Vec<Vec<TrajectoryRow>>,
+}
+
+impl Stored {
+    /// Reads `path`, whose rows are grouped by their step and prompt, and checks them against the model: its
+    /// `vocabulary` and its context of `context_tokens_max`.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] naming file and line.
+    pub fn open(path: &Path, vocabulary: usize, context_tokens_max: usize) -> Result<Self> {
+        let shown = path.display();
+        let (rows, _) = read(path, false)?;
+        let (mut groups, mut places) = (Vec::<Vec<TrajectoryRow>>::new(), BTreeMap::new());
+        for (row, number) in rows.into_iter().zip(1..) {
+            let t: &Trajectory = &row.trajectory;
+            if let Some(token) = t.tokens.iter().find(|&&token| token as usize >= vocabulary) {
+                return Err(bad_input!(
+                    "{shown}: line {number}: token {token} is not among the model's {vocabulary}; use trajectories sampled with this model's tokenizer"
+                ));
+            }
+            if t.tokens.len() > context_tokens_max {
+                return Err(bad_input!(
+                    "{shown}: line {number}: {} tokens do not fit the model's context of {context_tokens_max}; remove the line or take a model with a longer context",
+                    t.tokens.len()
+                ));
+            }
+            let place = *places.entry((t.step, t.prompt)).or_insert(groups.len());
+            match groups.get_mut(place) {
+                Some(group) => group.push(row),
+                None => groups.push(vec![row]),
+            }
+        }
+        if !groups.iter().flatten().any(|row| row.trajectory.mask.contains(&true)) {
+            return Err(bad_input!(
+                "{shown}: holds no sampled token to train on; write trajectories with `rloss rollout`"
+            ));
+        }
+        Ok(Self { groups })
+    }
+
+    /// Groups of training step `step` (from 1), `count` of them; after the file's last one comes the first again.
+    /// Log-probabilities and rewards stay as they were stored.
+    pub fn step(&self, step: u64, count: u64) -> Rollouts {
+        let mut rollouts = Rollouts { groups: vec![], messages: vec![] };
+        let total = self.groups.len().max(1) as u64;
+        let first = (step - 1).saturating_mul(count);
+        for index in first..first.saturating_add(count) {
+            let Some(group) = self.groups.get((index % total) as usize) else { continue };
+            let (trajectories, messages) = group
+                .iter()
+                .map(|row| (Trajectory { step, ..row.trajectory.clone() }, row.messages.clone()))
+                .unzip();
+            rollouts.groups.push(Group { trajectories });
+            rollouts.messages.push(messages);
+        }
+        rollouts
+    }
+}

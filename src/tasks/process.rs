@@ -1,0 +1,153 @@
+//! Processes of a user's own program that answer JSON lines: a bounded pool with deadlines, restarts and kills.
+
+use anyhow::{Context, Result, anyhow, bail};
+use serde_json::Value;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::{Condvar, Mutex, PoisonError, mpsc};
+use std::time::Duration;
+
+/// Longest line that is read as an answer, in bytes.
+const LINE_BYTES_MAX: u64 = 64 << 20;
+
+/// Up to so many processes of one program, started when first needed, each busy with one request at a time.
+pub struct ProcessPool {
+    command: Vec<String>,
+    timeout: Duration,
+    /// Places that are free; `None` where the process has yet to be started.
+    free: Mutex<Vec<Option<Process>>>,
+    freed: Condvar,
+}
+
+impl ProcessPool {
+    /// A pool of `processes` places for `command`, a program and its arguments. An answer may take `timeout`.
+    pub fn new(command: Vec<String>, processes: usize, timeout: Duration) -> Self {
+        let free = (0..processes.max(1)).map(|_| None).collect();
+        Self { command, timeout, free: Mutex::new(free), freed: Condvar::new() }
+    }
+
+    /// The answer to `request`. After a failure the process is killed; the next request starts another.
+    ///
+    /// # Errors
+    /// When the program does not start, ends, takes too long or answers with something that is no JSON object.
+    pub fn ask(&self, request: &Value) -> Result<Value> {
+        let mut place = self.take();
+        let answer = self.ask_at(&mut place, request);
+        if answer.is_err() {
+            place = None;
+        }
+        // A poisoned lock holds whole places: nothing panics while it is held.
+        self.free.lock().unwrap_or_else(PoisonError::into_inner).push(place);
+        self.freed.notify_one();
+        answer
+    }
+
+    fn ask_at(&self, place: &mut Option<Process>, request: &Value) -> Result<Value> {
+        let process = match place {
+            Some(process) => process,
+            None => place.insert(Process::start(&self.command)?),
+        };
+        process.ask(request, self.timeout)
+    }
+
+    fn take(&self) -> Option<Process> {
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            match free.pop() {
+                Some(place) => return place,
+                None => free = self.freed.wait(free).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+}
+
+/// A process and the thread that writes to it and reads from it. Dropping it kills the process and its group.
+struct Process {
+    child: Child,
+    requests: mpsc::Sender<String>,
+    answers: mpsc::Receiver<Result<String>>,
+}
+
+impl Process {
+    fn start(command: &[String]) -> Result<Self> {
+        let (program, arguments) = command.split_first().context("no program to run")?;
+        let mut child = Command::new(program)
+            .args(arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            // A group of its own: killed whole, and spared the terminal's Ctrl-C, which lets a step finish.
+            .process_group(0)
+            .spawn()
+            .with_context(|| format!("cannot start {program:?}"))?;
+        let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
+        let (requests, inbox) = mpsc::channel::<String>();
+        let (outbox, answers) = mpsc::channel();
+        let process = Self { child, requests, answers };
+        let (stdin, stdout) = stdin.zip(stdout).context("no pipes to the process")?;
+        std::thread::Builder::new()
+            .name("task-process".into())
+            .spawn(move || converse(stdin, stdout, &inbox, &outbox))
+            .context("cannot start a thread")?;
+        Ok(process)
+    }
+
+    fn ask(&mut self, request: &Value, timeout: Duration) -> Result<Value> {
+        let ended = || anyhow!("the process has ended");
+        self.requests.send(format!("{request}\n")).map_err(|_| ended())?;
+        let line = match self.answers.recv_timeout(timeout) {
+            Ok(line) => line?,
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                bail!("no answer within {} s; the process was killed", timeout.as_secs_f64())
+            }
+            Err(mpsc::RecvTimeoutError::Disconnected) => return Err(ended()),
+        };
+        let start = || line.chars().take(80).collect::<String>();
+        let answer: Value = serde_json::from_str(&line)
+            .map_err(|e| anyhow!("the answer {:?} is not JSON: {e}; print nothing but answers", start()))?;
+        if !answer.is_object() {
+            bail!("the answer {:?} is not a JSON object", start());
+        }
+        Ok(answer)
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if let Ok(pid) = i32::try_from(self.child.id()) {
+            // SAFETY: a plain system call. The child is not reaped yet, so its number is still its own.
+            unsafe { libc::kill(-pid, libc::SIGKILL) };
+        }
+        // Both fail only for a process that has ended: nothing is left to do then.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Passes each request on and each answer back, until either side ends.
+fn converse(
+    mut stdin: ChildStdin,
+    stdout: ChildStdout,
+    inbox: &mpsc::Receiver<String>,
+    outbox: &mpsc::Sender<Result<String>>,
+) {
+    let mut lines = BufReader::new(stdout);
+    while let Ok(request) = inbox.recv() {
+        let answer = exchange(&mut stdin, &mut lines, &request);
+        let failed = answer.is_err();
+        if outbox.send(answer).is_err() || failed {
+            return;
+        }
+    }
+}
+
+fn exchange(stdin: &mut ChildStdin, lines: &mut BufReader<ChildStdout>, request: &str) -> Result<String> {
+    let ended = "the process ended without an answer";
+    stdin.write_all(request.as_bytes()).and_then(|()| stdin.flush()).context(ended)?;
+    let mut line = Vec::new();
+    lines.by_ref().take(LINE_BYTES_MAX).read_until(b'\n', &mut line).context(ended)?;
+    if line.last() != Some(&b'\n') {
+        bail!("{}", if line.is_empty() { ended } else { "the answer's line does not end" });
+    }
+    String::from_utf8(line).map_err(|_| anyhow!("the answer is not UTF-8"))
+}

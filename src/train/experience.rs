@@ -1,0 +1,195 @@
+//! A step's trajectories as the losses see them: everything that is fixed before the first update.
+
+use super::batch::{MicroBatch, Sequence};
+use super::forward_backward::PassOutput;
+use crate::bad_input;
+use crate::metrics::Metrics;
+use crate::policy::Sequences;
+use crate::policy::offpolicy::{agreement_metrics, offpolicy_metrics, probs_diff_metrics};
+use crate::random::{Purpose, stream};
+use crate::trajectory::Trajectory;
+use anyhow::Result;
+use rand::seq::SliceRandom;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Experts of one sequence's input tokens, `[layers]` of `[T × K]`.
+pub type Routes = Vec<Vec<u16>>;
+
+/// Trajectories with one value a trained token in each column, sequence after sequence.
+#[derive(Debug, Clone, Default)]
+pub struct Experience {
+    pub sequences: Vec<Sequence>,
+    /// Start of each sequence's trained tokens, and their number.
+    pub cu_seqlens: Vec<usize>,
+    /// False where a rejection took the token out of the loss.
+    pub mask: Vec<bool>,
+    /// Log-probabilities at sampling.
+    pub rollout: Vec<f32>,
+    /// Those of a training forward before the first update, where one was needed.
+    pub training: Option<Vec<f32>>,
+    /// Those of the frozen reference.
+    pub reference: Option<Vec<f32>>,
+    pub advantages: Vec<f32>,
+    /// Importance weights.
+    pub weights: Option<Vec<f32>>,
+    /// Experts to replay, one entry a sequence.
+    pub routes: Option<Vec<Routes>>,
+    /// What was measured on the whole batch.
+    pub metrics: Metrics,
+}
+
+impl Experience {
+    /// Tokens, masks and log-probabilities; the other columns are still to be filled.
+    pub(super) fn new(trajectories: &[&Trajectory]) -> Self {
+        let mut experience = Experience { cu_seqlens: vec![0], ..Self::default() };
+        for trajectory in trajectories {
+            let sampled = trajectory.mask.iter().zip(&trajectory.logprobs).skip(1).filter(|(m, _)| **m);
+            experience.rollout.extend(sampled.map(|(_, &logprob)| logprob));
+            experience.cu_seqlens.push(experience.rollout.len());
+            let (tokens, mask) = (trajectory.tokens.clone(), trajectory.mask.clone());
+            experience.sequences.push(Sequence { tokens, mask });
+        }
+        experience.mask = vec![true; experience.rollout.len()];
+        experience
+    }
+
+    /// The trained tokens that count.
+    ///
+    /// # Errors
+    /// When the columns disagree.
+    pub fn tokens(&self) -> Result<Sequences<'_>> {
+        Sequences::new(&self.cu_seqlens, &self.mask)
+    }
+
+    /// The sequences `indices`, in that order, without metrics.
+    pub fn select(&self, indices: &[usize]) -> Self {
+        let span = |s: usize| self.cu_seqlens[s]..self.cu_seqlens[s + 1];
+        let column = |values: &Vec<f32>| -> Vec<f32> {
+            indices.iter().flat_map(|&s| values[span(s)].iter().copied()).collect()
+        };
+        let mut cu_seqlens = vec![0];
+        indices.iter().fold(0, |start, &s| {
+            let end = start + span(s).len();
+            cu_seqlens.push(end);
+            end
+        });
+        Self {
+            sequences: indices.iter().map(|&s| self.sequences[s].clone()).collect(),
+            cu_seqlens,
+            mask: indices.iter().flat_map(|&s| self.mask[span(s)].iter().copied()).collect(),
+            rollout: column(&self.rollout),
+            training: self.training.as_ref().map(column),
+            reference: self.reference.as_ref().map(column),
+            advantages: column(&self.advantages),
+            weights: self.weights.as_ref().map(column),
+            routes: self.routes.as_ref().map(|r| indices.iter().map(|&s| r[s].clone()).collect()),
+            metrics: Metrics::new(),
+        }
+    }
+
+    /// Which sequences each update of epoch `epoch` takes: one update takes all in order, several take even shares of
+    /// a shuffle that depends on seed, step and epoch alone.
+    pub fn minibatches(&self, count: usize, seed: u64, step: u64, epoch: u64) -> Vec<Vec<usize>> {
+        let total = self.sequences.len();
+        let count = count.clamp(1, total.max(1));
+        let mut order: Vec<usize> = (0..total).collect();
+        if count > 1 {
+            order.shuffle(&mut stream(seed, Purpose::Shuffle, &[step, epoch]));
+        }
+        (0..count).map(|i| order[i * total / count..(i + 1) * total / count].to_vec()).collect()
+    }
+
+    /// Packed micro-batches, with the experts to replay.
+    pub(super) fn batches(&self, tokens_max: usize) -> Vec<MicroBatch> {
+        let mut batches = MicroBatch::split(&self.sequences, tokens_max);
+        if let Some(routes) = &self.routes {
+            for batch in &mut batches {
+                batch.replay = joined_routes(&routes[batch.sequences.clone()]);
+            }
+        }
+        batches
+    }
+
+    /// `rollout_corr/`, `mismatch/` and `training/` figures of the log-probabilities `training` of a training forward.
+    /// Rejected tokens are in them: what is wrong with those is what is to be seen.
+    ///
+    /// # Errors
+    /// When no token was sampled, or a log-probability is no number.
+    pub fn compare(&self, training: &[f32]) -> Result<Metrics> {
+        let all = vec![true; self.rollout.len()];
+        let sequences = Sequences::new(&self.cu_seqlens, &all)?;
+        let mut metrics = Metrics::new();
+        for (name, value) in offpolicy_metrics(&sequences, training, Some(&self.rollout))? {
+            metrics.set(format!("rollout_corr/{name}"), value);
+        }
+        for found in [
+            agreement_metrics(&sequences, training, &self.rollout)?,
+            probs_diff_metrics(&sequences, training, &self.rollout)?,
+        ] {
+            found.into_iter().for_each(|(name, value)| metrics.set(name, value));
+        }
+        Ok(metrics)
+    }
+}
+
+/// The experts kept at sampling, per sequence; `layers` of them have `top_k` each a token.
+///
+/// # Errors
+/// When a trajectory lacks those of a fed token.
+pub(super) fn kept_routes(trajectories: &[&Trajectory], layers: usize, top_k: usize) -> Result<Vec<Routes>> {
+    let of_one = |trajectory: &&Trajectory| {
+        let fed = trajectory.tokens.len().saturating_sub(1);
+        let complete = trajectory.routes.len() >= fed
+            && trajectory.routes[..fed].iter().all(|token| token.len() == layers * top_k);
+        if !complete {
+            return Err(bad_input!(
+                "policy.router_replay: sample {} of prompt {} has no experts kept from sampling; sample it again with \
+                 rollout.keep_routes = true",
+                trajectory.sample,
+                trajectory.prompt
+            ));
+        }
+        let layer = |l: usize| {
+            trajectory.routes[..fed].iter().flat_map(move |t| t[l * top_k..(l + 1) * top_k].iter().copied())
+        };
+        Ok((0..layers).map(|l| layer(l).collect()).collect())
+    };
+    trajectories.iter().map(of_one).collect()
+}
+
+/// The experts that a forward chose, per sequence.
+pub(super) fn chosen_routes(batches: &[MicroBatch], outputs: &[PassOutput], top_k: usize) -> Vec<Routes> {
+    let mut routes = vec![];
+    for (batch, output) in batches.iter().zip(outputs) {
+        for span in batch.cu_seqlens.windows(2) {
+            let part = |layer: &Arc<Vec<u16>>| layer[span[0] * top_k..span[1] * top_k].to_vec();
+            routes.push(output.routes.iter().map(part).collect());
+        }
+    }
+    routes
+}
+
+/// Sequences' experts side by side, `[layers]` of `[T × K]`.
+fn joined_routes(sequences: &[Routes]) -> Option<Vec<Arc<Vec<u16>>>> {
+    let layers = sequences.first()?.len();
+    let layer = |l: usize| Arc::new(sequences.iter().flat_map(|s| s[l].iter().copied()).collect());
+    Some((0..layers).map(layer).collect())
+}
+
+/// Each micro-batch's stretch of the columns.
+pub(super) fn spans(batches: &[MicroBatch]) -> Vec<Range<usize>> {
+    let mut start = 0;
+    batches
+        .iter()
+        .map(|batch| {
+            let span = start..start + batch.targets.len();
+            start = span.end;
+            span
+        })
+        .collect()
+}
+
+pub(super) fn joined(outputs: &[PassOutput]) -> Vec<f32> {
+    outputs.iter().flat_map(|o| o.log_probs.iter().copied()).collect()
+}

@@ -1,0 +1,119 @@
+//! The recipe's choice of loss, its terms beside the policy's, and their sum over micro-batches.
+
+use crate::metrics::Metrics;
+use crate::policy::correction::{CorrectionConfig, ImportanceSampling, Level, RejectionRule, WeightBound};
+use crate::policy::divergence::{Divergence, kl_loss};
+use crate::policy::loss::{CispoClip, ClipRange, LossInput, Objective, PolicyLoss, PpoClip};
+use crate::policy::{Aggregation, Normalizer};
+use crate::recipe::{self, KlPlace, Loss};
+use anyhow::Result;
+use std::collections::BTreeMap;
+
+/// The recipe's policy loss.
+pub(super) fn objective(policy: &recipe::Policy) -> Result<Objective> {
+    let range = ClipRange::new(policy.clip_low, policy.clip_high)?;
+    let dual_clip = (policy.dual_clip > 0.0).then_some(policy.dual_clip);
+    Ok(match policy.loss {
+        Loss::Ppo => Objective::Ppo(PpoClip::new(range, dual_clip)?),
+        Loss::Gspo => Objective::Gspo(range),
+        Loss::Cispo => Objective::Cispo(CispoClip::new(policy.clip_low, policy.clip_high)?),
+        Loss::Reinforce => Objective::Reinforce,
+        Loss::GeoMean => Objective::GeoMean(range),
+    })
+}
+
+pub(super) fn aggregation(aggregation: recipe::Aggregation, response_tokens_max: usize) -> Aggregation {
+    match aggregation {
+        recipe::Aggregation::TokenMean => Aggregation::TokenMean,
+        recipe::Aggregation::TokenSum => Aggregation::TokenSum,
+        recipe::Aggregation::SequenceMeanTokenMean => Aggregation::SequenceMeanTokenMean,
+        recipe::Aggregation::SequenceMeanTokenSum => Aggregation::SequenceMeanTokenSum,
+        recipe::Aggregation::Constant => Aggregation::Constant { tokens: response_tokens_max },
+    }
+}
+
+pub(super) fn divergence(kl: &recipe::Kl) -> Result<Divergence> {
+    Divergence::parse(kl.estimator.name())
+}
+
+/// The recipe's rollout correction.
+pub(super) fn correction(correction: &recipe::Correction) -> Result<CorrectionConfig> {
+    let level = match correction.is {
+        recipe::ImportanceSampling::None => None,
+        recipe::ImportanceSampling::Token => Some(Level::Token),
+        recipe::ImportanceSampling::Sequence => Some(Level::Sequence),
+    };
+    let importance = match level {
+        Some(level) => {
+            let bound = WeightBound::new(&correction.threshold)?;
+            Some(ImportanceSampling { level, bound, batch_normalize: correction.normalize })
+        }
+        None => None,
+    };
+    let rules = correction.reject.iter().zip(&correction.reject_bounds);
+    let reject =
+        rules.map(|(option, bounds)| RejectionRule::new(option.name(), bounds)).collect::<Result<_>>()?;
+    Ok(CorrectionConfig { importance, reject })
+}
+
+/// A micro-batch's share of an update's loss. Shares add up.
+pub(super) struct Share {
+    /// The policy loss; its gradient takes in the other terms.
+    pub policy: PolicyLoss,
+    /// Divergence from the reference, before its coefficient.
+    kl: f64,
+}
+
+impl Share {
+    pub fn new(policy: PolicyLoss) -> Self {
+        Self { policy, kl: 0.0 }
+    }
+
+    /// Adds the divergence from `reference`.
+    pub fn add_kl(
+        &mut self,
+        input: &LossInput,
+        reference: &[f32],
+        kl: &recipe::Kl,
+        normalizer: &Normalizer,
+    ) -> Result<()> {
+        let term = kl_loss(&input.sequences, input.log_prob, reference, divergence(kl)?, normalizer)?;
+        self.kl = term.loss;
+        for (sum, gradient) in self.policy.grad_log_prob.iter_mut().zip(&term.grad_log_prob) {
+            *sum += (kl.coefficient * f64::from(*gradient)) as f32;
+        }
+        Ok(())
+    }
+
+    /// The gradient of −`coefficient` times the aggregated entropy, with respect to each token's entropy.
+    pub fn entropy_gradient(
+        &self,
+        input: &LossInput,
+        entropies: &[f32],
+        coefficient: f64,
+        normalizer: &Normalizer,
+    ) -> Vec<f32> {
+        if coefficient == 0.0 {
+            return vec![0.0; entropies.len()];
+        }
+        normalizer.reduce(&input.sequences, |_, t| (f64::from(entropies[t]), -coefficient)).1
+    }
+}
+
+/// An update's figures from its shares.
+pub(super) fn metrics(policy: &recipe::Policy, shares: Vec<Share>) -> Metrics {
+    let mut metrics = Metrics::new();
+    let mut means: BTreeMap<&str, (f64, f64)> = BTreeMap::new();
+    for mean in shares.iter().flat_map(|s| &s.policy.metrics) {
+        let cell = means.entry(mean.name).or_default();
+        *cell = (cell.0 + mean.sum, cell.1 + mean.tokens);
+    }
+    for (name, (sum, tokens)) in means {
+        metrics.set(name, if tokens == 0.0 { 0.0 } else { sum / tokens });
+    }
+    metrics.set("actor/pg_loss", shares.iter().map(|s| s.policy.loss).sum::<f64>());
+    if policy.kl.place == KlPlace::Loss {
+        metrics.set("actor/kl_loss", shares.iter().map(|s| s.kl).sum::<f64>());
+    }
+    metrics
+}

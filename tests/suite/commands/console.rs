@@ -1,0 +1,80 @@
+//! What a user sees of a run.
+
+use super::{baseline, done, output, rloss, small, stderr};
+use std::process::Stdio;
+use tempfile::TempDir;
+
+#[test]
+fn plain_lines_name_both_stages_and_the_end() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    let output = done(&mut small(&out, &[]));
+    assert!(output.stdout.is_empty());
+    let text = stderr(&output);
+    let last: Vec<&str> = text.lines().collect();
+    assert!(text.contains("cold start 4/4  loss "), "{text}");
+    assert!(text.contains("rl 4/4  reward "), "{text}");
+    assert!(text.contains("step 4: val-core/arithmetic/acc/mean@1 "), "{text}");
+    assert_eq!(last.last(), Some(&format!("done: {}", out.display()).as_str()));
+    assert!(text.chars().all(|c| c == '\n' || !c.is_control()), "{text:?}");
+}
+
+#[test]
+fn console_every_steps_spaces_the_lines() {
+    let folder = TempDir::new().unwrap();
+    for (every, lines) in [("0", 0), ("100", 1)] {
+        let out = folder.path().join(every);
+        let text = stderr(&done(&mut small(&out, &[&format!("logging.console_every_steps={every}")])));
+        assert_eq!(text.lines().filter(|line| line.starts_with("rl ")).count(), lines, "{text}");
+        assert!(text.contains("step 4: val-core"), "evaluations are always said: {text}");
+    }
+}
+
+#[test]
+fn a_closed_stderr_and_stdout_end_nothing() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    let closed = |command: &mut std::process::Command| {
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        drop((child.stdout.take(), child.stderr.take()));
+        child.wait().unwrap().code()
+    };
+    assert_eq!(closed(&mut small(&out, &[])), Some(0));
+    super::assert_same_results(&out, baseline());
+    assert_eq!(closed(&mut small(&out, &[])), Some(2));
+    assert_eq!(closed(rloss().arg("report").arg(&out)), Some(0));
+}
+
+#[test]
+fn a_report_of_two_runs_names_both() {
+    let folder = TempDir::new().unwrap();
+    let (first, second) = (folder.path().join("first-run"), folder.path().join("second-run"));
+    done(&mut small(&first, &["train.steps=2"]));
+    done(&mut small(&second, &["train.steps=2", "train.seed=1"]));
+    let printed = done(rloss().arg("report").args([&first, &second]));
+    let page = first.join("report.html");
+    assert_eq!(String::from_utf8(printed.stdout).unwrap().trim(), page.display().to_string());
+    let html = std::fs::read_to_string(page).unwrap();
+    assert!(html.contains("first-run") && html.contains("second-run"));
+    assert!(!second.join("report.html").exists());
+}
+
+#[test]
+fn help_and_version_go_to_stdout_with_exit_code_0() {
+    for argument in ["--help", "--version"] {
+        let output = output(rloss().arg(argument));
+        assert_eq!(output.status.code(), Some(0));
+        assert!(output.stderr.is_empty() && String::from_utf8(output.stdout).unwrap().contains("rloss"));
+    }
+}
+
+#[test]
+fn a_model_without_weights_is_warned_of() {
+    let folder = TempDir::new().unwrap();
+    let (model, out) = (folder.path().join("model\u{7}"), folder.path().join("run"));
+    super::copy_folder(&super::first_checkpoint(super::warm_model()), &model);
+    std::fs::remove_file(model.join("model.safetensors")).unwrap();
+    let sets = [&format!("model.path={}", model.display()), "cold_start.steps=1", "train.steps=0"];
+    let text = stderr(&done(&mut small(&out, &sets)));
+    assert!(text.contains("warning: ") && text.contains("model␇ holds no weights"), "{text:?}");
+}

@@ -1,0 +1,215 @@
+//! Runs that were killed, stopped by a signal or ran out of disk, and are resumed.
+
+use super::{
+    assert_same_results, baseline, checkpoints, done, line_count, output, phase, resumed, rows, small,
+    stderr, wait_until,
+};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
+use tempfile::TempDir;
+
+fn quiet(command: &mut Command) -> &mut Command {
+    command.stdout(Stdio::null()).stderr(Stdio::null())
+}
+
+fn signal(process: i32, number: i32) {
+    // SAFETY: kill takes two numbers and touches no memory of this process.
+    assert_eq!(unsafe { libc::kill(process, number) }, 0, "kill({process}, {number})");
+}
+
+/// Starts a small run, kills it with SIGKILL once `reached`, and says whether that came before its end.
+fn killed(out: &Path, sets: &[&str], reached: impl Fn() -> bool) -> bool {
+    let mut child = quiet(&mut small(out, sets)).spawn().unwrap();
+    wait_until(&mut child, reached);
+    let _ = child.kill();
+    child.wait().unwrap().signal() == Some(libc::SIGKILL)
+}
+
+/// Kills in the middle of the step after row `rows`, resumes, and expects the uninterrupted run's metrics.
+fn killed_after_rows(count: usize, delay: Duration) {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    let file = out.join("metrics.jsonl");
+    let reached = || {
+        let reached = file.exists() && line_count(&file) >= count;
+        if reached {
+            std::thread::sleep(delay);
+        }
+        reached
+    };
+    assert!(killed(&out, &[], reached), "the run ended before it was killed");
+    done(&mut resumed(&out, &[]));
+    assert_same_results(&out, baseline());
+}
+
+#[test]
+fn killed_before_the_first_row() {
+    killed_after_rows(0, Duration::ZERO);
+}
+
+#[test]
+fn killed_in_the_cold_start_before_its_first_checkpoint() {
+    killed_after_rows(2, Duration::from_millis(2));
+}
+
+#[test]
+fn killed_in_the_cold_start_after_a_checkpoint() {
+    killed_after_rows(4, Duration::from_millis(3));
+}
+
+#[test]
+fn killed_in_a_rollout_and_in_an_update() {
+    // Rows: 5 of the cold start, an evaluation, then step 1 of reinforcement learning.
+    for (count, delay) in [(6, 2), (7, 20), (9, 1), (9, 30)] {
+        killed_after_rows(count, Duration::from_millis(delay));
+    }
+}
+
+#[test]
+fn killed_in_the_middle_of_a_checkpoint() {
+    for name in ["cold-start-000004", "step-000002"] {
+        let folder = TempDir::new().unwrap();
+        let out = folder.path().join("run");
+        let (aside, whole) =
+            (out.join(format!("checkpoints/.{name}.partial")), out.join("checkpoints").join(name));
+        // The window is a few milliseconds wide and may be missed.
+        let caught = (0..20).any(|_| {
+            let _ = std::fs::remove_dir_all(&out);
+            killed(&out, &[], || aside.join("config.json").exists()) && aside.exists() && !whole.exists()
+        });
+        assert!(caught, "never killed within {name}");
+        done(&mut resumed(&out, &[]));
+        assert_same_results(&out, baseline());
+        assert!(!aside.exists(), "what was half written is gone");
+    }
+}
+
+#[test]
+fn half_written_checkpoints_are_not_taken_and_are_cleared_away() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    done(&mut small(&out, &["train.steps=2", "train.optimizer.schedule=constant"]));
+    // A name that this run does not write again, with a state that says it is the newest.
+    let aside = out.join("checkpoints/.step-000003.partial");
+    super::copy_folder(&out.join("checkpoints/step-000002"), &aside);
+    let state = aside.join("trainer.json");
+    let text = std::fs::read_to_string(&state).unwrap();
+    std::fs::write(&state, text.replace("\"step\": 2", "\"step\": 3")).unwrap();
+    done(&mut resumed(&out, &["train.optimizer.schedule=constant"]));
+    let expected = folder.path().join("expected");
+    done(&mut small(&expected, &["train.optimizer.schedule=constant"]));
+    // The same as a run of four steps at once: at a constant rate, more steps change nothing before them.
+    assert_same_results(&out, &expected);
+    assert!(!aside.exists());
+    // Resumed once more it has nothing to do.
+    let before = std::fs::read(out.join("metrics.jsonl")).unwrap();
+    done(&mut resumed(&out, &["train.optimizer.schedule=constant"]));
+    assert_eq!(std::fs::read(out.join("metrics.jsonl")).unwrap(), before);
+    assert_eq!(checkpoints(&out), ["step-000002", "step-000004"]);
+}
+
+/// Starts a run in a process group of its own and waits until it holds its folder.
+fn started(out: &Path, sets: &[&str]) -> Child {
+    let mut child = quiet(small(out, sets).process_group(0)).spawn().unwrap();
+    let file = out.join("metrics.jsonl");
+    assert!(wait_until(&mut child, || file.exists()), "the run ended");
+    child
+}
+
+#[test]
+fn a_signal_finishes_the_step_and_the_resumed_run_is_the_same() {
+    for (number, count) in [(libc::SIGTERM, 2), (libc::SIGINT, 7)] {
+        let folder = TempDir::new().unwrap();
+        let out = folder.path().join("run");
+        let mut child = started(&out, &[]);
+        let file = out.join("metrics.jsonl");
+        assert!(wait_until(&mut child, || line_count(&file) >= count), "the run ended");
+        // As a terminal does: to the Python tool's workers too.
+        signal(-(child.id() as i32), number);
+        assert_eq!(child.wait().unwrap().code(), Some(130));
+        let stopped = rows(&out);
+        let last = stopped.iter().rfind(|row| row["phase"] != "eval").unwrap();
+        let name = if last["phase"] == "rl" { "step" } else { "cold-start" };
+        let newest = format!("{name}-{:06}", last["step"].as_u64().unwrap());
+        assert!(checkpoints(&out).contains(&newest), "{newest} of {:?}", checkpoints(&out));
+        assert!(phase(&stopped, "rl").count() < 4, "the run was stopped, not finished");
+        done(&mut resumed(&out, &[]));
+        assert_same_results(&out, baseline());
+    }
+}
+
+#[test]
+fn a_second_signal_exits_at_once() {
+    for number in [libc::SIGINT, libc::SIGTERM] {
+        let folder = TempDir::new().unwrap();
+        let out = folder.path().join("run");
+        // A first step of many seconds, which the second signal does not wait for.
+        let mut child = started(&out, &["cold_start.batch_size=20000", "cold_start.eval_every_steps=0"]);
+        signal(child.id() as i32, number);
+        std::thread::sleep(Duration::from_millis(100));
+        assert!(child.try_wait().unwrap().is_none(), "the first signal waits for the step");
+        signal(child.id() as i32, number);
+        assert_eq!(child.wait().unwrap().code(), Some(130));
+        assert_eq!(rows(&out).len(), 0);
+        assert_eq!(checkpoints(&out), [""; 0]);
+    }
+}
+
+#[test]
+fn keep_bounds_the_checkpoints() {
+    let folder = TempDir::new().unwrap();
+    for (keep, stay) in [
+        ("1", &["step-000004"][..]),
+        ("3", &["step-000002", "step-000003", "step-000004"]),
+        ("5", &["cold-start-000004", "step-000001", "step-000002", "step-000003", "step-000004"]),
+    ] {
+        let out = folder.path().join(keep);
+        done(&mut small(&out, &["checkpoint.every_steps=1", &format!("checkpoint.keep={keep}")]));
+        assert_eq!(checkpoints(&out), stay);
+    }
+}
+
+/// The command with files bounded to `kib`: writing beyond fails, as on a full disk.
+fn bounded(command: &Command, kib: u64) -> ExitStatus {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", &format!("trap '' XFSZ; ulimit -f {}; exec \"$@\"", kib * 2), "sh"]);
+    shell.arg(command.get_program()).args(command.get_args());
+    let output = output(&mut shell);
+    let text = stderr(&output);
+    assert!(!text.contains("panicked"), "{text}");
+    assert!(text.contains("error: writing the checkpoint "), "{text}");
+    output.status
+}
+
+#[test]
+fn a_full_disk_ends_the_run_with_the_last_checkpoint_intact() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    let reached = || out.join("checkpoints/step-000002").exists();
+    assert!(killed(&out, &[], reached));
+    let kept = checkpoints(&out);
+    assert_eq!(bounded(&resumed(&out, &[]), 200).code(), Some(1));
+    assert_eq!(checkpoints(&out), kept);
+    done(&mut resumed(&out, &[]));
+    assert_same_results(&out, baseline());
+}
+
+#[test]
+fn a_folder_in_use_is_refused() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    let mut child = started(&out, &["train.steps=1000"]);
+    for command in [&mut small(&out, &[]), &mut resumed(&out, &[])] {
+        let output = output(command);
+        assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+        assert!(stderr(&output).contains(&out.display().to_string()));
+    }
+    let text = stderr(&output(&mut resumed(&out, &["train.steps=1000"])));
+    assert!(text.contains("another process is running in this folder"), "{text}");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    // A dead process holds nothing.
+    done(&mut resumed(&out, &["train.steps=1", "cold_start.steps=4"]));
+}

@@ -1,0 +1,287 @@
+//! `rloss eval`, `rloss rollout` and training on stored trajectories, through the binary.
+
+use rloss::trajectory::TrajectoryRow;
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// A small run: two problems a step, a few demonstrations, checkpoints without rounding.
+const SMALL: &str = r#"
+[harmony]
+system_message = false
+[task]
+name = "arithmetic"
+[model.architecture]
+hidden_size = 32
+num_hidden_layers = 2
+[rollout]
+prompts_per_step = 2
+samples_per_prompt = 3
+response_tokens_max = 24
+[cold_start]
+steps = 20
+batch_size = 8
+[train]
+steps = 2
+[train.optimizer]
+lr = 1e-3
+[eval]
+problems_max = 5
+samples = 4
+pass_at = [1, 2]
+before_training = false
+[checkpoint]
+dtype = "f32"
+[logging]
+tensorboard = false
+trajectories_per_step = 100
+"#;
+
+struct Place(tempfile::TempDir);
+
+impl Place {
+    fn new() -> Self {
+        let place = Self(tempfile::tempdir().expect("a folder"));
+        fs::write(place.path("small.toml"), SMALL).expect("the recipe");
+        place
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn run(&self, arguments: &[&str]) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rloss"));
+        command.current_dir(self.0.path()).args(arguments).output().expect("the binary starts")
+    }
+
+    fn done(&self, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).expect("text")
+    }
+
+    /// The one error that `arguments` end in, which holds all of `parts`.
+    fn refused(&self, arguments: &[&str], parts: &[&str]) {
+        let output = self.run(arguments);
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
+        assert_eq!(error.matches("error: ").count(), 1, "{error}");
+        for part in parts {
+            assert!(error.contains(part), "{part:?} in {error}");
+        }
+    }
+
+    fn json(&self, name: &str) -> Value {
+        serde_json::from_slice(&fs::read(self.path(name)).expect(name)).expect(name)
+    }
+}
+
+fn rows(path: &Path) -> Vec<TrajectoryRow> {
+    let text = fs::read_to_string(path).expect("a file of trajectories");
+    text.lines().map(|line| serde_json::from_str(line).expect("a trajectory")).collect()
+}
+
+/// Rows without the time that tool calls took.
+fn timeless(mut rows: Vec<TrajectoryRow>) -> Vec<TrajectoryRow> {
+    rows.iter_mut().for_each(|row| row.trajectory.tool_s = 0.0);
+    rows
+}
+
+#[test]
+fn an_evaluated_run_repeats_its_own_last_evaluation_and_goes_on_where_it_was_cut() {
+    let place = Place::new();
+    place.done(&["train", "small.toml", "--out", "run"]);
+    let shown = place.done(&["eval", "run"]);
+    for part in ["mean@4", "pass@1", "pass@2", "maj@4", "truncated_length", "turns", "95%"] {
+        assert!(shown.contains(part), "{part} in {shown}");
+    }
+    let file = place.path("run/eval/step-000002/trajectories/eval-000002.jsonl");
+    let found = timeless(rows(&file));
+    assert_eq!(found.len(), 5 * 4);
+    assert_eq!(found, timeless(rows(&place.path("run/trajectories/eval-000002.jsonl"))));
+    let of = |name: &str| {
+        let text = fs::read_to_string(place.path(name)).expect(name);
+        let last = text.lines().rfind(|line| line.contains("mean@4")).map(str::to_owned);
+        let row: Value = serde_json::from_str(&last.expect("an evaluation")).expect("a row");
+        let kept = row.as_object().expect("an object").iter().filter(|(key, _)| key.starts_with("val-core/"));
+        kept.map(|(key, value)| (key.clone(), value.clone())).collect::<Vec<_>>()
+    };
+    let metrics = of("run/eval/step-000002/metrics.jsonl");
+    assert_eq!(metrics.len(), 3 * 4);
+    assert_eq!(metrics, of("run/metrics.jsonl"));
+
+    let document = place.json("run/eval/step-000002/eval.json");
+    let set = &document["sets"][0];
+    assert_eq!(set["problems"].as_array().map(Vec::len), Some(5));
+    assert_eq!(set["problems"][0]["id"], found[0].trajectory.problem_id.as_str());
+    assert_eq!(set["problems"][4]["samples"].as_array().map(Vec::len), Some(4));
+    let counted: u64 = ["outcomes", "turns"]
+        .iter()
+        .flat_map(|kind| set[kind].as_object().expect("counts").values())
+        .map(|count| count["trajectories"].as_u64().expect("a count"))
+        .sum();
+    assert_eq!(counted, 2 * 20);
+
+    // As a kill leaves it: one problem whole in any order, one half, one line torn.
+    let text = fs::read_to_string(&file).expect("rows");
+    let lines: Vec<&str> = text.lines().collect();
+    let kept = [lines[7], lines[5], lines[6], lines[4], lines[9]].join("\n");
+    fs::write(file.with_extension("jsonl.partial"), format!("{kept}\n{}", &lines[0][..100]))
+        .expect("written");
+    fs::remove_file(&file).expect("removed");
+    assert_eq!(place.done(&["eval", "run"]), shown);
+    assert_eq!(timeless(rows(&file)), found);
+    assert!(!file.with_extension("jsonl.partial").exists());
+    // Problem 1's rows, times included, are those that were kept.
+    assert_eq!(fs::read_to_string(&file).expect("rows").lines().nth(5), Some(lines[5]));
+    assert_eq!(place.json("run/eval/step-000002/eval.json"), document);
+
+    place.refused(
+        &["eval", "run", "--set", "eval.samples=2", "--set", "eval.pass_at=[]"],
+        &["eval.samples", "--out"],
+    );
+    place.refused(&["eval", "run", "--out", "run"], &["already holds a run", "--out"]);
+    place.refused(&["rollout", "run", "--out", "run/eval/step-000002"], &["rloss eval", "--out"]);
+    // A checkpoint is a model like any other, in whatever recipe; so is the run that it belongs to.
+    for (recipe, model, out) in [("small.toml", "run", "a"), ("run", "run/checkpoints/step-000002", "b")] {
+        let model = format!("model.path={model}");
+        assert_eq!(place.done(&["eval", recipe, "--set", &model, "--out", out]), shown);
+    }
+}
+
+#[test]
+fn a_rollout_is_what_training_samples_and_trains_the_same() {
+    let place = Place::new();
+    let shown = place.done(&["rollout", "small.toml", "--set", "cold_start.steps=0"]);
+    assert!(shown.contains("critic/rewards/mean") && shown.contains("outcome/finished"));
+    let file = place.path("runs/small-rollout/trajectories/step-000001.jsonl");
+    let written = rows(&file);
+    assert_eq!(written.len(), 2 * 3);
+    assert!(written.iter().all(|row| row.trajectory.logprobs.len() == row.trajectory.tokens.len()));
+    place.done(&["report", "runs/small-rollout"]);
+
+    let train = |out: &str, sets: &[&str]| {
+        let mut arguments = vec!["train", "small.toml", "--out", out, "--set", "cold_start.steps=0"];
+        arguments.extend(["--set", "eval.every_steps=0", "--set", "train.steps=1"]);
+        sets.iter().for_each(|set| arguments.extend(["--set", set]));
+        place.done(&arguments);
+        let text = fs::read_to_string(place.path(out).join("metrics.jsonl")).expect("metrics");
+        let row: Value = serde_json::from_str(text.lines().last().expect("a row")).expect("a row");
+        let row = row.as_object().expect("an object").clone().into_iter();
+        row.filter(|(key, _)| !key.starts_with("timing_s/") && !key.starts_with("perf/")).collect::<Vec<_>>()
+    };
+    let sampled = train("sampled", &[]);
+    assert_eq!(timeless(rows(&place.path("sampled/trajectories/step-000001.jsonl"))), timeless(written));
+    let stored = format!("train.trajectories={}", file.display());
+    for old in ["detach", "rollout", "recompute"] {
+        assert_eq!(train(old, &[&stored, &format!("policy.old_logprob={old}")]), sampled, "{old}");
+    }
+    // From another policy, the stored log-probabilities no longer agree with the forward.
+    let other = train("other", &[&stored, "train.seed=7", "policy.old_logprob=rollout"]);
+    let gap = other.iter().find(|(key, _)| key == "mismatch/log_ppl_abs_diff_max").expect("the gap");
+    assert!(gap.1.as_f64().expect("a number") > 0.0);
+}
+
+#[test]
+fn stored_trajectories_are_checked_row_by_row() {
+    let place = Place::new();
+    place.done(&["rollout", "small.toml", "--out", "out"]);
+    let text = fs::read_to_string(place.path("out/trajectories/step-000001.jsonl")).expect("rows");
+    let third = |change: &dyn Fn(&mut Value)| {
+        let mut lines: Vec<Value> = text.lines().map(|l| serde_json::from_str(l).expect("a row")).collect();
+        change(&mut lines[2]);
+        lines.iter().map(|line| format!("{line}\n")).collect::<String>()
+    };
+    let first_sampled = |row: &Value| row["prompt_tokens"].as_u64().expect("a number") as usize;
+    let cases: [(String, &str); 7] = [
+        (third(&|row| row["tokens"][3] = 999_999.into()), "token 999999"),
+        (third(&|row| drop(row["mask"].as_array_mut().expect("a list").pop())), "`mask` has"),
+        (third(&|row| drop(row.as_object_mut().expect("an object").remove("logprobs"))), "`logprobs`"),
+        (
+            third(&|row| {
+                let at = first_sampled(row);
+                row["logprobs"][at] = 0.5.into()
+            }),
+            "no log-probability",
+        ),
+        (
+            third(&|row| {
+                let at = first_sampled(row);
+                row["logprobs"][at] = Value::Null
+            }),
+            "not a trajectory",
+        ),
+        (third(&|row| row["mask"][0] = true.into()), "`prompt_tokens`"),
+        (third(&|row| row["tokens"] = "none".into()), "not a trajectory"),
+    ];
+    for (text, what) in cases {
+        fs::write(place.path("bad.jsonl"), text).expect("written");
+        let arguments = ["train", "small.toml", "--set", "train.trajectories=bad.jsonl", "--out", "never"];
+        place.refused(&arguments, &["bad.jsonl: line 3", what]);
+        assert!(!place.path("never").exists());
+    }
+    fs::write(place.path("bad.jsonl"), "").expect("written");
+    place.refused(
+        &["train", "small.toml", "--set", "train.trajectories=bad.jsonl"],
+        &["bad.jsonl", "no sampled token"],
+    );
+    place.refused(
+        &["train", "small.toml", "--set", "train.trajectories=gone.jsonl"],
+        &["train.trajectories", "gone.jsonl"],
+    );
+}
+
+#[test]
+fn wrong_input_is_one_error() {
+    let place = Place::new();
+    fs::create_dir(place.path("empty")).expect("a folder");
+    for command in ["eval", "rollout"] {
+        place.refused(&[command, "gone.toml"], &["gone.toml", "no such file"]);
+        place.refused(&[command, "empty"], &["empty", "recipe.toml"]);
+        place.refused(&[command, "small.toml", "--set", "model.path=gone"], &["model.path", "gone"]);
+        place.refused(&[command, "small.toml", "--out", "small.toml"], &["small.toml", "--out"]);
+    }
+    place.refused(&["eval", "small.toml", "--set", "eval.pass_at=[9]"], &["eval.pass_at", "pass@9"]);
+    place.done(&["rollout", "small.toml", "--out", "out"]);
+    place.refused(&["eval", "out"], &["no checkpoint"]);
+    place.refused(
+        &["rollout", "small.toml", "--set", "train.seed=1", "--out", "out"],
+        &["train.seed", "--out"],
+    );
+    let file = place.path("out/trajectories/step-000001.jsonl");
+    let text = fs::read_to_string(&file).expect("rows");
+    fs::write(&file, text.lines().skip(1).map(|line| format!("{line}\n")).collect::<String>())
+        .expect("written");
+    place.refused(&["rollout", "small.toml", "--out", "out"], &["step-000001.jsonl", "missing"]);
+    fs::write(&file, "{}\n").expect("written");
+    place.refused(&["rollout", "small.toml", "--out", "out"], &["step-000001.jsonl: line 1"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn an_interrupt_keeps_what_ended_and_the_same_command_goes_on() {
+    let place = Place::new();
+    let sets = ["--set", "eval.problems_max=512", "--set", "eval.samples=64", "--set", "parallel.threads=1"];
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rloss"));
+    let mut child = command
+        .current_dir(place.0.path())
+        .args(["eval", "small.toml", "--out", "out"])
+        .args(sets)
+        .stderr(std::process::Stdio::null())
+        .spawn()
+        .expect("the binary starts");
+    let partial = place.path("out/trajectories/eval-000000.jsonl.partial");
+    while fs::metadata(&partial).map_or(0, |about| about.len()) < 1 << 20 {
+        assert!(child.try_wait().expect("a child").is_none(), "ended before it could be stopped");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    // SAFETY: the child is ours and not yet waited for, so its id is still its own.
+    assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGINT) }, 0);
+    assert_eq!(child.wait().expect("a child").code(), Some(130));
+    let kept = rows(&partial);
+    assert!(!kept.is_empty() && !place.path("out/eval.json").exists());
+    place.done(&[&["eval", "small.toml", "--out", "out"][..], &sets[..]].concat());
+    assert_eq!(rows(&place.path("out/trajectories/eval-000000.jsonl")).len(), 512 * 64);
+}

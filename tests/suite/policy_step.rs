@@ -1,0 +1,340 @@
+//! The policy's updates through the training pass: anchors, correction, reference, entropy, replay, minibatches.
+
+use crate::tiny;
+use rloss::model::forward::{ForwardOptions, Model};
+use rloss::model::weights::Parameters;
+use rloss::ops::threads::Threads;
+use rloss::recipe::{
+    Advantage, Aggregation, Correction, ImportanceSampling, Kl, KlEstimator, KlPlace, Loss, OldLogprob,
+    Overlong, Policy, RejectOption, RouterReplay,
+};
+use rloss::train::accumulate::Learner;
+use rloss::train::batch::{MicroBatch, Sequence};
+use rloss::train::forward_backward::PassSettings;
+use rloss::train::policy_step::{PolicyStep, Update};
+use rloss::train::reference;
+use rloss::trajectory::{Group, Outcome, Trajectory};
+
+const LENGTHS: [usize; 6] = [30, 41, 2, 25, 60, 33];
+
+/// A model and trajectories that it could just have sampled: log-probabilities and routes are its own.
+struct Fixture {
+    threads: Threads,
+    model: Model,
+    parameters: Parameters,
+    trainable: Vec<bool>,
+    groups: Vec<Group>,
+}
+
+fn pass() -> PassSettings {
+    PassSettings {
+        recompute_layers: false,
+        temperature: 0.9,
+        load_balance: 0.0,
+        forward: ForwardOptions::default(),
+    }
+}
+
+impl Fixture {
+    fn new() -> Self {
+        let (model, parameters) = tiny::model(tiny::config(false), 3);
+        let sequences = tiny::sequences(272, &LENGTHS, 4);
+        let threads = Threads::new(2).unwrap();
+        let trainable = vec![true; parameters.len()];
+        let learner =
+            Learner { threads: &threads, model: &model, parameters: &parameters, trainable: &trainable };
+        let trajectories: Vec<Trajectory> =
+            sequences.iter().enumerate().map(|(i, s)| trajectory(&learner, s, i)).collect();
+        let groups = trajectories.chunks(3).map(|t| Group { trajectories: t.to_vec() }).collect();
+        Self { threads, model, parameters, trainable, groups }
+    }
+
+    fn step<'a>(&'a self, policy: &'a Policy, reference: Option<&'a Parameters>) -> PolicyStep<'a> {
+        let Self { threads, model, parameters, trainable, .. } = self;
+        PolicyStep {
+            learner: Learner { threads, model, parameters, trainable },
+            reference,
+            policy,
+            pass: pass(),
+            second_forward: None,
+            micro_batch_tokens: 64,
+            updates: 1,
+            response_tokens_max: 72,
+        }
+    }
+
+    fn update(&self, policy: &Policy) -> Update {
+        let step = self.step(policy, Some(&self.parameters));
+        step.gradients(&step.prepare(&self.groups()).unwrap()).unwrap().unwrap()
+    }
+
+    fn groups(&self) -> Vec<&Group> {
+        self.groups.iter().collect()
+    }
+
+    fn trajectories(&mut self) -> impl Iterator<Item = &mut Trajectory> {
+        self.groups.iter_mut().flat_map(|g| &mut g.trajectories)
+    }
+}
+
+fn trajectory(learner: &Learner, sequence: &Sequence, index: usize) -> Trajectory {
+    let batches = MicroBatch::split(std::slice::from_ref(sequence), 1000);
+    let output = learner.forward(&batches, pass()).unwrap().remove(0);
+    let mut found = output.log_probs.into_iter();
+    let logprobs = sequence.mask.iter().map(|&m| if m { found.next().unwrap() } else { 0.0 }).collect();
+    let top_k = learner.model.config.num_experts_per_tok;
+    let of_token = |t: usize| {
+        output.routes.iter().flat_map(|layer| layer[t * top_k..(t + 1) * top_k].to_vec()).collect()
+    };
+    let mut routes: Vec<Vec<u16>> = (0..sequence.tokens.len() - 1).map(of_token).collect();
+    routes.push(vec![]);
+    Trajectory {
+        step: 1,
+        prompt: index as u64 / 3,
+        sample: index as u64 % 3,
+        problem_id: String::new(),
+        tokens: sequence.tokens.clone(),
+        prompt_tokens: 1,
+        mask: sequence.mask.clone(),
+        logprobs,
+        routes,
+        turns: vec![],
+        outcome: Outcome::Finished,
+        reward: [1.0, 0.0, 0.5][index % 3] * (1.0 + index as f32),
+        success: false,
+        tool_s: 0.0,
+    }
+}
+
+fn values(update: &Update) -> Vec<f32> {
+    update.gradients.values.iter().flatten().flatten().copied().collect()
+}
+
+fn distance(a: &[f32], b: &[f32]) -> f64 {
+    let squares = |values: &mut dyn Iterator<Item = f32>| values.map(|v| f64::from(v).powi(2)).sum::<f64>();
+    let gap = squares(&mut a.iter().zip(b).map(|(x, y)| x - y));
+    (gap / squares(&mut b.iter().copied())).sqrt()
+}
+
+#[test]
+fn on_fresh_data_every_anchor_and_correction_gives_the_same_bits() {
+    let fixture = Fixture::new();
+    for loss in [Loss::Ppo, Loss::Gspo, Loss::Cispo, Loss::GeoMean] {
+        let plain = fixture.update(&Policy { loss, ..Policy::default() });
+        assert_eq!(plain.metrics.get("actor/pg_clipfrac"), Some(0.0));
+        let correction = Correction {
+            is: ImportanceSampling::Token,
+            threshold: vec![0.5, 2.0],
+            normalize: true,
+            reject: vec![RejectOption::SeqSumK3, RejectOption::TokenK1],
+            reject_bounds: vec![vec![0.1], vec![1.1]],
+        };
+        let mut others = vec![];
+        for old_logprob in [OldLogprob::Detach, OldLogprob::Rollout, OldLogprob::Recompute] {
+            others.push(Policy { loss, old_logprob, ..Policy::default() });
+        }
+        if loss != Loss::GeoMean {
+            // Its weights carry the formula's 1e-10.
+            others.push(Policy { loss, correction, ..Policy::default() });
+        }
+        others.push(Policy { loss, router_replay: RouterReplay::Rollout, ..Policy::default() });
+        let (old_logprob, router_replay) = (OldLogprob::Recompute, RouterReplay::Recompute);
+        others.push(Policy { loss, old_logprob, router_replay, ..Policy::default() });
+        for other in others {
+            let update = fixture.update(&other);
+            assert_eq!(plain.metrics, update.metrics, "{other:?}");
+            assert!(values(&plain) == values(&update), "{other:?}");
+        }
+    }
+}
+
+#[test]
+fn weights_are_bounded_and_rejected_tokens_leave_the_denominator() {
+    let mut fixture = Fixture::new();
+    // The first trajectory was three times likelier under training than at sampling, token by token.
+    let first = fixture.trajectories().next().unwrap();
+    first.logprobs.iter_mut().for_each(|l| *l -= 3f32.ln());
+    let base = Policy { loss: Loss::Reinforce, ..Policy::default() };
+    let weighed = Correction { is: ImportanceSampling::Token, ..Correction::default() };
+    let weighed = Policy { correction: weighed, ..base.clone() };
+    let experience = fixture.step(&weighed, None).prepare(&fixture.groups()).unwrap();
+    let tokens = experience.cu_seqlens[1];
+    let weights = experience.weights.as_ref().unwrap();
+    assert!(weights[..tokens].iter().all(|&w| w == 2.0) && weights[tokens..].iter().all(|&w| w == 1.0));
+    let high = experience.metrics.get("rollout_corr/rollout_is_ratio_fraction_high").unwrap();
+    assert!((high - tokens as f64 / weights.len() as f64).abs() < 1e-12);
+
+    let reject = |bound| Correction {
+        reject: vec![RejectOption::SeqMeanK1],
+        reject_bounds: vec![vec![bound]],
+        ..Correction::default()
+    };
+    let rejecting = Policy { correction: reject(2.0), ..base.clone() };
+    let step = fixture.step(&rejecting, None);
+    let experience = step.prepare(&fixture.groups()).unwrap();
+    assert!(experience.mask[..tokens].iter().all(|m| !m) && experience.mask[tokens..].iter().all(|&m| m));
+    // The rest alone, with the same advantages, has the same gradient.
+    let mut rest = experience.select(&[1, 2, 3, 4, 5]);
+    rest.mask.fill(true);
+    let (thinned, alone) =
+        (step.gradients(&experience).unwrap().unwrap(), step.gradients(&rest).unwrap().unwrap());
+    assert!(distance(&values(&thinned), &values(&alone)) < 1e-5);
+
+    fixture.trajectories().for_each(|t| t.logprobs.iter_mut().for_each(|l| *l -= 9.0));
+    let step = fixture.step(&rejecting, None);
+    assert!(step.gradients(&step.prepare(&fixture.groups()).unwrap()).unwrap().is_none());
+}
+
+#[test]
+fn minibatches_cover_the_batch_once_and_add_up_to_it() {
+    let fixture = Fixture::new();
+    let policy =
+        Policy { old_logprob: OldLogprob::Rollout, aggregation: Aggregation::TokenSum, ..Policy::default() };
+    let step = PolicyStep { updates: 2, ..fixture.step(&policy, None) };
+    let experience = step.prepare(&fixture.groups()).unwrap();
+    assert_eq!(experience.minibatches(1, 7, 1, 0), [[0, 1, 2, 3, 4, 5]]);
+    let parts = experience.minibatches(4, 7, 1, 0);
+    assert_eq!(parts, experience.minibatches(4, 7, 1, 0));
+    assert_ne!(parts, experience.minibatches(4, 7, 1, 1));
+    assert_ne!(parts, experience.minibatches(4, 7, 2, 0));
+    let mut all = parts.concat();
+    all.sort_unstable();
+    assert_eq!(all, [0, 1, 2, 3, 4, 5]);
+
+    let whole = values(&step.gradients(&experience).unwrap().unwrap());
+    let mut sum = vec![0.0; whole.len()];
+    for part in parts {
+        let update = step.gradients(&experience.select(&part)).unwrap().unwrap();
+        sum.iter_mut().zip(values(&update)).for_each(|(s, g)| *s += g);
+    }
+    assert!(distance(&sum, &whole) < 1e-5);
+    let detach = Policy::default();
+    let step = PolicyStep { updates: 2, ..fixture.step(&detach, None) };
+    let refused = step.gradients(&step.prepare(&fixture.groups()).unwrap()).err().unwrap();
+    assert!(format!("{refused:#}").contains("would move the anchor"), "{refused:#}");
+}
+
+#[test]
+fn divergence_from_the_reference_is_zero_at_it_and_counts_in_loss_or_reward() {
+    let fixture = Fixture::new();
+    let (_, other) = tiny::model(tiny::config(false), 8);
+    let groups = fixture.groups();
+    let plain = fixture.update(&Policy::default());
+    let kl = |place, coefficient| Policy {
+        kl: Kl { place, estimator: KlEstimator::K2, coefficient },
+        ..Policy::default()
+    };
+    let in_loss = kl(KlPlace::Loss, 0.5);
+    let at_it = fixture.update(&in_loss);
+    assert_eq!(at_it.metrics.get("actor/kl_loss"), Some(0.0));
+    assert!(values(&plain) == values(&at_it));
+    let away = |policy: &Policy| {
+        let step = fixture.step(policy, Some(&other));
+        let experience = step.prepare(&groups).unwrap();
+        (values(&step.gradients(&experience).unwrap().unwrap()), experience)
+    };
+    let (plain, (one, _), (two, _)) = (values(&plain), away(&in_loss), away(&kl(KlPlace::Loss, 1.0)));
+    let term = |with: &[f32]| -> Vec<f32> { with.iter().zip(&plain).map(|(a, b)| a - b).collect() };
+    let twice: Vec<f32> = term(&one).iter().map(|g| 2.0 * g).collect();
+    assert!(distance(&term(&two), &twice) < 1e-3);
+
+    let without = away(&Policy { advantage: Advantage::DrGrpo, ..Policy::default() }).1;
+    let in_reward = Policy { advantage: Advantage::DrGrpo, ..kl(KlPlace::Reward, 0.5) };
+    let (_, with) = away(&in_reward);
+    let (_, at_it) = {
+        let step = fixture.step(&in_reward, Some(&fixture.parameters));
+        (0, step.prepare(&groups).unwrap())
+    };
+    assert_eq!(at_it.advantages, without.advantages);
+    assert_ne!(with.advantages, without.advantages);
+    assert!(with.metrics.get("actor/reward_kl_penalty").is_some());
+}
+
+#[test]
+fn the_reference_reads_back_bit_for_bit_and_stays_when_the_model_moves() {
+    let (model, parameters) = tiny::model(tiny::config(false), 3);
+    let frozen = reference::copy(&model.config, &parameters).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    reference::write(folder.path(), &frozen).unwrap();
+    let before: Vec<Vec<f32>> = all_values(&parameters);
+    parameters.var(0).set(&parameters.var(0).zeros_like().unwrap()).unwrap();
+    assert_eq!(before, all_values(&frozen));
+    assert_eq!(before, all_values(&reference::read(folder.path(), &model.config, &parameters).unwrap()));
+    let missing = reference::read(&folder.path().join("none"), &model.config, &parameters).unwrap_err();
+    assert!(format!("{missing:#}").contains("reference.safetensors"), "{missing:#}");
+}
+
+fn all_values(parameters: &Parameters) -> Vec<Vec<f32>> {
+    let read = |i| parameters.var(i).flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    (0..parameters.len()).map(read).collect()
+}
+
+#[test]
+fn the_entropy_bonus_raises_the_entropy() {
+    let fixture = Fixture::new();
+    // Experts are held fixed: the entropy jumps where the choice of one flips.
+    let router_replay = RouterReplay::Rollout;
+    let policy = |entropy_coefficient| Policy { entropy_coefficient, router_replay, ..Policy::default() };
+    let plain = fixture.update(&policy(0.0));
+    let with = fixture.update(&policy(1.0));
+    // −∂H/∂w, so the change of H along the step must be −ε|d|².
+    let direction: Vec<Option<Vec<f32>>> = with
+        .gradients
+        .values
+        .iter()
+        .zip(&plain.gradients.values)
+        .map(|(a, b)| Some(a.as_ref()?.iter().zip(b.as_ref()?).map(|(x, y)| x - y).collect()))
+        .collect();
+    let squares: f64 = direction.iter().flatten().flatten().map(|&d| f64::from(d).powi(2)).sum();
+    let step = 0.004 / squares.sqrt();
+    let entropy_at = |scale: f64| {
+        for (index, direction) in direction.iter().enumerate() {
+            let var = fixture.parameters.var(index);
+            let Some(direction) = direction else { continue };
+            let moved = var.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            let moved: Vec<f32> =
+                moved.iter().zip(direction).map(|(w, d)| w + (scale * f64::from(*d)) as f32).collect();
+            var.set(&candle_core::Tensor::from_vec(moved, var.shape(), var.device()).unwrap()).unwrap();
+        }
+        fixture.update(&policy(0.0)).metrics.get("actor/entropy").unwrap()
+    };
+    let (below, above) = (entropy_at(-step), entropy_at(2.0 * step));
+    let slope = (above - below) / (2.0 * step);
+    assert!((slope + squares).abs() < 0.05 * squares, "{slope} against {}", -squares);
+}
+
+#[test]
+fn replayed_experts_are_used_instead_of_the_routers_choice() {
+    let mut fixture = Fixture::new();
+    let policy = Policy { router_replay: RouterReplay::Rollout, ..Policy::default() };
+    let own = fixture.update(&policy);
+    fixture.trajectories().flat_map(|t| &mut t.routes).for_each(|r| {
+        r.chunks_exact_mut(2).for_each(|pair| {
+            // The two experts that were not chosen.
+            let others: Vec<u16> = (0..4).filter(|e| !pair.contains(e)).collect();
+            pair.copy_from_slice(&others);
+        });
+    });
+    let other = fixture.update(&policy);
+    assert_ne!(own.log_probs, other.log_probs);
+    fixture.trajectories().for_each(|t| t.routes.clear());
+    let step = fixture.step(&policy, None);
+    assert!(step.prepare(&fixture.groups()).is_err());
+}
+
+#[test]
+fn long_responses_lose_reward() {
+    let fixture = Fixture::new();
+    let policy = |buffer_tokens| Policy {
+        advantage: Advantage::DrGrpo,
+        overlong: Overlong { buffer_tokens, penalty: 1.0 },
+        ..Policy::default()
+    };
+    let (without, with) = (policy(0), policy(70));
+    let advantages = |policy| fixture.step(policy, None).prepare(&fixture.groups()).unwrap();
+    let (without, with) = (advantages(&without), advantages(&with));
+    let sampled: Vec<f64> = with.cu_seqlens.windows(2).map(|w| (w[1] - w[0]) as f64).collect();
+    let expected = sampled.iter().map(|&n| -((n - 2.0).max(0.0) / 70.0)).sum::<f64>() / 6.0;
+    assert!((with.metrics.get("critic/overlong_reward/mean").unwrap() - expected).abs() < 1e-6);
+    assert_ne!(without.advantages, with.advantages);
+}

@@ -1,0 +1,241 @@
+//! A user's own task over JSON lines: programs that work, crash, hang and speak garbage.
+
+use rloss::error::BadInput;
+use rloss::harmony::Message;
+use rloss::tasks::{Reward, Task, TaskSettings, Transcript, build};
+use rloss::trajectory::Outcome;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// Answers by `answer(ask)`; `started` counts the processes in a file, a byte each.
+const FRAME: &str = r#"
+import json, os, sys, time
+def answer(ask):
+    kind = ask["request"]
+    if kind == "describe":
+        return {"name": "mine", "validation_problems": 3, "functions": True, "turns": True}
+    if kind == "problem":
+        return {"prompt": f"{ask['split']} {ask['seed']} {ask['index']}", "answer": ask["index"]}
+    if kind == "call":
+        call = ask["messages"][-1]
+        return {"content": "21" if call["recipient"] == "functions.half" else None}
+    if kind == "turn":
+        return {"content": "And twice that?" if len(ask["messages"]) == 1 else None}
+    if ask["answer"] == 1:
+        os._exit(3)
+    if ask["answer"] == 2:
+        time.sleep(1000)
+    if ask["answer"] == 4:
+        return {"reward": "high"}
+    if ask["answer"] == 5:
+        return {"error": "no grade for this"}
+    return {"reward": 0.25 * len(ask["messages"]), "success": ask["outcome"] == "finished"}
+open("started", "a").write("x")
+for line in sys.stdin:
+    ask = json.loads(line)
+    if ask["request"] == "reward" and ask["answer"] == 3:
+        print("grading...", flush=True)
+    else:
+        print(json.dumps(answer(ask)), flush=True)
+"#;
+
+struct Script {
+    folder: tempfile::TempDir,
+    path: PathBuf,
+}
+
+impl Script {
+    fn new(text: &str) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("task.py");
+        let text = text.replace("\"started\"", &format!("{:?}", folder.path().join("started")));
+        std::fs::write(&path, text).unwrap();
+        Self { folder, path }
+    }
+
+    fn build(&self) -> anyhow::Result<Box<dyn Task>> {
+        open(&["python3".into(), self.path.display().to_string()])
+    }
+
+    fn started(&self) -> usize {
+        std::fs::read(self.folder.path().join("started")).unwrap().len()
+    }
+}
+
+fn open(command: &[String]) -> anyhow::Result<Box<dyn Task>> {
+    build(&TaskSettings {
+        name: "command".into(),
+        command: command.to_vec(),
+        command_timeout_s: 4.0,
+        command_processes: 2,
+        validation_problems: 2,
+        ..Default::default()
+    })
+}
+
+fn transcript(messages: &[Message]) -> Transcript<'_> {
+    Transcript { messages, outcome: Outcome::Finished, calls_answered: 0 }
+}
+
+#[test]
+fn a_program_gives_problems_tool_replies_turns_and_rewards() {
+    let script = Script::new(FRAME);
+    let task = script.build().unwrap();
+    assert_eq!((task.name(), task.uses_python(), task.answers_calls()), ("mine", false, true));
+    let set = &task.validation_sets()[0];
+    assert_eq!((&*set.name, set.problems.len()), ("mine", 2), "no more than asked for");
+    assert_eq!(set.problems[1].messages, [Message::user("validation 0 1")]);
+    let problem = task.training_problem(7, 12);
+    assert_eq!(problem.messages, [Message::user("train 7 12")]);
+    assert_eq!((&*problem.id, &problem.answer), ("mine/train/12", &serde_json::json!(12)));
+    assert_eq!(task.training_problem(7, 12), problem);
+
+    let call = |to: &str| [Message::call(to, "commentary", "{}")];
+    let reply = |to: &str| task.tool_reply(&problem, &transcript(&call(to))).unwrap();
+    assert_eq!(reply("functions.half").as_deref(), Some("21"));
+    assert_eq!(reply("functions.third"), None);
+    let mut messages = vec![Message::assistant("final", "21")];
+    let next = |messages: &[Message]| task.next_user_message(&problem, &transcript(messages)).unwrap();
+    assert_eq!(next(&messages), Some(Message::user("And twice that?")));
+    messages.extend([Message::user("And twice that?"), Message::assistant("final", "42")]);
+    assert_eq!(next(&messages), None);
+    let reward = task.reward(&problem, &transcript(&messages)).unwrap();
+    assert_eq!(reward, Reward { value: 0.75, success: true });
+}
+
+#[test]
+fn a_program_that_crashes_hangs_or_speaks_garbage_fails_one_trajectory_and_goes_on() {
+    let script = Script::new(FRAME);
+    let task = script.build().unwrap();
+    let cases = [
+        (1, "ended without an answer", true),
+        (2, "no answer within 4 s", true),
+        (3, "is not JSON", true),
+        (4, "`reward` of an answer is not a number", false),
+        (5, "no grade for this", false),
+    ];
+    let messages = [Message::assistant("final", "x")];
+    for (index, reason, restarts) in cases {
+        let started = script.started();
+        let problem = task.training_problem(0, index);
+        let error = task.reward(&problem, &transcript(&messages)).unwrap_err();
+        assert!(format!("{error:#}").contains(reason), "{index}: {error:#}");
+        let good = task.training_problem(0, 0);
+        assert!(task.reward(&good, &transcript(&messages)).unwrap().success, "after {index}");
+        assert_eq!(script.started() - started, usize::from(restarts), "after {index}");
+    }
+}
+
+#[test]
+fn requests_from_many_threads_are_each_answered_with_their_own() {
+    let script = Script::new(FRAME);
+    let task = script.build().unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..8u64 {
+            let task = &task;
+            scope.spawn(move || {
+                for index in (thread * 100)..(thread * 100 + 50) {
+                    let problem = task.training_problem(1, index);
+                    assert_eq!(problem.messages, [Message::user(format!("train 1 {index}"))]);
+                    // One in fifty kills its process.
+                    let crashes = index == 1;
+                    let messages = vec![Message::user("x"); (index % 4) as usize];
+                    match task.reward(&problem, &transcript(&messages)) {
+                        Ok(reward) => assert_eq!(reward.value, 0.25 * (index % 4) as f32),
+                        Err(error) => assert!(crashes || (2..=5).contains(&index), "{index}: {error:#}"),
+                    }
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_problem_is_asked_for_again_and_one_that_never_comes_fails_its_trajectories() {
+    let script = Script::new(&FRAME.replace(
+        "    if kind == \"problem\":",
+        "    if kind == \"problem\" and ask[\"index\"] == 9:\n        os._exit(1)\n    if kind == \"problem\":",
+    ));
+    let task = script.build().unwrap();
+    let before = script.started();
+    let problem = task.training_problem(0, 9);
+    assert_eq!(problem.id, "mine/train/9");
+    assert!(script.started() > before);
+    let error = task.reward(&problem, &transcript(&[])).unwrap_err();
+    assert!(error.to_string().contains("the problem could not be had"), "{error}");
+    assert_eq!(task.training_problem(0, 10).messages, [Message::user("train 0 10")]);
+}
+
+#[test]
+fn a_program_that_cannot_do_the_task_is_refused_before_any_work() {
+    let refused = |text: &str| {
+        let error = Script::new(text).build().err().expect("refused");
+        error.downcast_ref::<BadInput>().expect("bad input").0.clone()
+    };
+    let cases = [
+        ("", "the process"),
+        ("print('hello')", "is not JSON"),
+        ("print([1])", "is not a JSON object"),
+        ("import time; time.sleep(1000)", "no answer within 4 s"),
+        ("raise ValueError", "the process"),
+        ("import sys; sys.stdout.buffer.write(b'\\xff\\n')", "not UTF-8"),
+        ("print('{\"name\": \"a b\"}')", "`name` of the description"),
+        ("print('{\"python\": 1}')", "`python` of the description is 1"),
+        ("print('{}\\n{}', flush=True)\nfor line in __import__('sys').stdin: pass", "neither `prompt`"),
+    ];
+    for (text, reason) in cases {
+        let message = refused(text);
+        for part in ["task.command: python3", reason, "docs/TASKS.md"] {
+            assert!(message.contains(part), "{text:?}: {part} in {message}");
+        }
+    }
+    let missing = open(&["no-such-program-here".into()]).err().expect("refused").to_string();
+    assert!(missing.contains("cannot start \"no-such-program-here\""), "{missing}");
+    assert!(open(&[]).err().expect("refused").is::<BadInput>());
+}
+
+/// Whether a process runs in whose command line `text` stands.
+fn runs(text: &str) -> bool {
+    let commands = std::fs::read_dir("/proc").unwrap().flatten();
+    commands
+        .filter_map(|entry| std::fs::read_to_string(entry.path().join("cmdline")).ok())
+        .any(|command| command.contains(text))
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_hanging_program_goes_with_its_children_and_none_outlives_the_task() {
+    let script = Script::new(&FRAME.replace(
+        "        time.sleep(1000)",
+        "        import subprocess; subprocess.run([\"sleep\", \"98.7651\"])",
+    ));
+    let task = script.build().unwrap();
+    let hanging = task.training_problem(0, 2);
+    task.reward(&hanging, &transcript(&[])).unwrap_err();
+    let path = script.path.display().to_string();
+    let start = Instant::now();
+    while runs("98.7651") && start.elapsed() < Duration::from_secs(20) {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(!runs("98.7651"));
+    task.training_problem(0, 0);
+    assert!(runs(&path));
+    drop(task);
+    assert!(!runs(&path));
+}
+
+#[test]
+fn the_documented_example_works() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/TASKS.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    let example = page.split("```python\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
+    let task = Script::new(example).build().unwrap();
+    assert_eq!((task.name(), task.validation_sets()[0].problems.len()), ("doubling", 2));
+    let problem = task.training_problem(3, 4);
+    assert_ne!(problem, task.training_problem(3, 5));
+    for (text, success) in [(problem.answer.to_string(), true), ("-1".into(), false)] {
+        let messages = [Message::assistant("analysis", "so"), Message::assistant("final", text)];
+        let value = f32::from(u8::from(success));
+        assert_eq!(task.reward(&problem, &transcript(&messages)).unwrap(), Reward { value, success });
+    }
+}

@@ -1,0 +1,240 @@
+//! The rules that a reader relies on and no compiler checks: who imports whom, where unsafe code lives, how long files
+//! get, and that the commands in the README, the justfile and CI are the same.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Aim at 400 lines; a file beyond this bound is two ideas.
+const FILE_LINES_MAX: usize = 600;
+const FILE_LINES_AIM: usize = 400;
+
+/// The only places with unsafe code: the system calls for the processes of the Python tool and of a task's own program,
+/// two seams of the tensor ops that the borrow checker cannot follow, and one environment variable set before any
+/// thread starts.
+const UNSAFE_PLACES: [&str; 5] = [
+    "src/interpreter/",
+    "src/main.rs",
+    "src/ops/product.rs",
+    "src/ops/sink_attention/rows.rs",
+    "src/tasks/process.rs",
+];
+
+/// The two halves of the command line: `cli` lists the commands, which take their arguments and exit codes from it.
+const TOGETHER: (&str, &str) = ("commands", "cli");
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn read(path: &str) -> String {
+    fs::read_to_string(root().join(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
+}
+
+/// Files below the folder `start`, as (path from the root, text), in order; what is not text is left out.
+fn texts(start: &str) -> Vec<(String, String)> {
+    let mut folders = vec![root().join(start)];
+    let mut files: Vec<PathBuf> = vec![];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display())) {
+            let path = entry.expect("entry").path();
+            if path.is_dir() { folders.push(path) } else { files.push(path) }
+        }
+    }
+    files.sort();
+    let name = |path: &Path| path.strip_prefix(root()).expect("below the root").display().to_string();
+    files.iter().filter_map(|path| Some((name(path), fs::read_to_string(path).ok()?))).collect()
+}
+
+fn rust(start: &str) -> Vec<(String, String)> {
+    texts(start).into_iter().filter(|(path, _)| path.ends_with(".rs")).collect()
+}
+
+/// Rust text without line comments. A `//` in a string cuts too much, which hides nothing looked for here.
+fn code(text: &str) -> String {
+    text.lines().map(|line| line.split("//").next().unwrap_or("")).collect::<Vec<_>>().join("\n")
+}
+
+fn identifier(text: &str) -> String {
+    text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
+}
+
+/// The rooms that `code` names after `crate::`, braces included. The macro `bad_input!` belongs to `error`.
+fn imports(code: &str) -> Vec<String> {
+    let mut rooms = vec![];
+    for (at, matched) in code.match_indices("crate::") {
+        let rest = &code[at + matched.len()..];
+        if let Some(group) = rest.strip_prefix('{') {
+            let (mut depth, mut first) = (0, true);
+            for (i, c) in group.char_indices() {
+                match c {
+                    '}' if depth == 0 => break,
+                    '{' => depth += 1,
+                    '}' => depth -= 1,
+                    ',' if depth == 0 => first = true,
+                    c if first && !c.is_whitespace() => {
+                        rooms.push(identifier(&group[i..]));
+                        first = false;
+                    }
+                    _ => {}
+                }
+            }
+        } else {
+            rooms.push(identifier(rest));
+        }
+    }
+    rooms.into_iter().map(|room| if room == "bad_input" { "error".into() } else { room }).collect()
+}
+
+/// The table of `docs/ARCHITECTURE.md`: rows "| rank | `room` | ...".
+fn ranks() -> BTreeMap<String, u32> {
+    let page = read("docs/ARCHITECTURE.md");
+    let mut ranks = BTreeMap::new();
+    for line in page.lines() {
+        let cells: Vec<&str> = line.split('|').map(str::trim).collect();
+        let [_, rank, room, _, ..] = cells[..] else { continue };
+        let Ok(rank) = rank.parse() else { continue };
+        let room = room.trim_matches('`').trim_end_matches('/').trim_end_matches(".rs");
+        assert!(ranks.insert(room.to_owned(), rank).is_none(), "{room} is in the table twice");
+    }
+    ranks
+}
+
+/// The room of a file below `src/`.
+fn room(path: &str) -> &str {
+    let inside = path.strip_prefix("src/").expect("src/");
+    inside.split('/').next().expect("a name").trim_end_matches(".rs")
+}
+
+#[test]
+fn imports_go_strictly_downward() {
+    let ranks = ranks();
+    let mut seen = BTreeMap::new();
+    let mut wrong = vec![];
+    for (path, text) in rust("src") {
+        let from = room(&path);
+        if ["lib", "main"].contains(&from) {
+            continue;
+        }
+        let rank = *ranks.get(from).unwrap_or_else(|| panic!("{path}: {from} is not in the table"));
+        seen.insert(from.to_owned(), rank);
+        for to in imports(&code(&text)) {
+            let known = ranks.get(&to);
+            if to != from && (from, to.as_str()) != TOGETHER && known.is_none_or(|&below| below >= rank) {
+                wrong.push(format!("{path} (rank {rank}) imports {to} (rank {known:?})"));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "see docs/ARCHITECTURE.md:\n{}", wrong.join("\n"));
+    assert_eq!(seen, ranks, "rooms in src/, rooms in the table");
+}
+
+#[test]
+fn imports_are_found_in_every_form() {
+    let text =
+        "use crate::{a::{b, c}, bad_input,\n    d};\nuse crate::e::f; // crate::g\nlet h = crate::i::j();";
+    assert_eq!(imports(&code(text)), ["a", "error", "d", "e", "i"]);
+}
+
+#[test]
+fn files_stay_short() {
+    let mut long = vec![];
+    for (path, text) in rust("src").into_iter().chain(rust("tests")) {
+        let lines = text.lines().count();
+        if lines > FILE_LINES_AIM {
+            println!("{path}: {lines} lines, over the aim of {FILE_LINES_AIM}");
+        }
+        if lines > FILE_LINES_MAX {
+            long.push(format!("{path}: {lines}"));
+        }
+    }
+    assert!(long.is_empty(), "over {FILE_LINES_MAX} lines: {long:?}");
+}
+
+#[test]
+fn unsafe_code_stays_in_its_places() {
+    let mut found = vec![];
+    for (path, text) in rust("src") {
+        let words = ["unsafe {", "unsafe impl", "unsafe fn", "unsafe extern"];
+        if words.iter().any(|word| code(&text).contains(word)) {
+            found.push(path);
+        }
+    }
+    for path in &found {
+        assert!(UNSAFE_PLACES.iter().any(|place| path.starts_with(place)), "{path} has unsafe code");
+    }
+    for place in UNSAFE_PLACES {
+        assert!(found.iter().any(|path| path.starts_with(place)), "{place} has no unsafe code any more");
+    }
+}
+
+/// A path of the machine that a file was written on works nowhere else.
+#[test]
+fn no_file_names_this_machine() {
+    let home = std::env::var("HOME").unwrap_or_default();
+    let here = root().display().to_string();
+    let places: Vec<String> =
+        [here, format!("{home}/")].into_iter().filter(|place| place.len() > "/tmp/".len()).collect();
+    let folders = ["src", "tests", "docs", "recipes", "scripts", ".ci"];
+    let tops = ["README.md", "Cargo.toml", "justfile", "clippy.toml"].map(|f| (f.to_owned(), read(f)));
+    for (path, text) in folders.iter().flat_map(|folder| texts(folder)).chain(tops) {
+        for place in &places {
+            assert!(!text.contains(place.as_str()), "{path} names {place}");
+        }
+    }
+}
+
+/// The lines of the page's `sh` blocks.
+fn readme_commands() -> Vec<String> {
+    let page = read("README.md");
+    let blocks = page.split("```sh\n").skip(1).map(|rest| rest.split("```").next().unwrap_or(""));
+    blocks.flat_map(str::lines).map(|line| line.split(" #").next().unwrap_or("").trim().to_owned()).collect()
+}
+
+#[test]
+fn the_readme_begins_with_a_run_and_the_tests_that_ci_runs() {
+    let commands = readme_commands();
+    assert_eq!(commands[0], "cargo run --release -- train recipes/quickstart.toml");
+    assert_eq!(commands[1], "cargo test --release");
+    let ci = read(".ci/run");
+    let last = ci.lines().rfind(|line| !line.trim().is_empty()).expect("a command");
+    assert_eq!(last, commands[1], "CI ends with the README's test command");
+    assert!(ci.lines().any(|line| line.starts_with(&commands[0])), "CI runs the start of the quickstart");
+}
+
+#[test]
+fn every_command_of_the_readme_exists() {
+    let help = |arguments: &[&str]| {
+        let output = std::process::Command::new(env!("CARGO_BIN_EXE_rloss")).args(arguments).output();
+        output.expect("rloss starts").status.success()
+    };
+    let mut subcommands = vec![];
+    for command in readme_commands() {
+        if let Some((_, after)) = command.split_once("cargo run --release -- ") {
+            subcommands.push(identifier_with_dashes(after));
+        }
+    }
+    assert!(subcommands.len() >= 2, "{subcommands:?}");
+    for subcommand in subcommands {
+        assert!(help(&[&subcommand, "--help"]), "the README runs {subcommand}, which rloss does not know");
+    }
+}
+
+fn identifier_with_dashes(text: &str) -> String {
+    text.chars().take_while(|c| c.is_alphanumeric() || *c == '-').collect()
+}
+
+/// A justfile's recipes: a name and colon, then indented lines.
+#[test]
+fn the_justfile_checks_what_ci_checks() {
+    let (justfile, ci) = (read("justfile"), read(".ci/run"));
+    let mut checked = 0;
+    for target in ["check:", "test:"] {
+        let body = justfile.lines().skip_while(|line| *line != target).skip(1);
+        for command in body.take_while(|line| line.starts_with("    ")) {
+            assert!(ci.lines().any(|line| line == command.trim()), "CI does not run: {}", command.trim());
+            checked += 1;
+        }
+    }
+    assert!(checked >= 3, "check and test are in the justfile");
+}
