@@ -47,7 +47,10 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ("[trian]\nsteps = 80", "r.toml:1: trian: unknown key; did you mean train?"),
         ("[train]\nlr = 1e-3", "r.toml:2: train.lr: unknown key; did you mean train.optimizer.lr?"),
         ("clip_low = 0.1", "r.toml:1: clip_low: unknown key; did you mean policy.clip_low?"),
-        ("[arms]\nx = 1", "r.toml:2: arms.x: unknown key; [arms] has no_train_sinks, no_sink_gradient, second_forward_old_logprobs, router_noise, router_noise_rollout, router_noise_train, rollout_bf16, rollout_mxfp4, rollout_mantissa_bits, freeze_attention"),
+        (
+            "[arms]\nx = 1",
+            "r.toml:2: arms.x: unknown key; [arms] has no_train_sinks, no_sink_gradient, second_forward_old_logprobs, router_noise, router_noise_rollout, router_noise_train, rollout_bf16, rollout_mxfp4, rollout_mantissa_bits, freeze_attention",
+        ),
         (
             "[whatever]\nx = 1",
             "r.toml:1: whatever: unknown key; a recipe has model, harmony, task, interpreter, rollout, cold_start, train, \
