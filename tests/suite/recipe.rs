@@ -280,7 +280,7 @@ fn the_quickstart_is_the_measured_configuration() {
     let plan = source.resolve(&[]).expect("resolves");
     assert_eq!(plan.warnings, Vec::<String>::new());
     let recipe = &plan.recipe;
-    assert_eq!((recipe.cold_start.steps, recipe.cold_start.batch_size), (500, 32));
+    assert_eq!((recipe.cold_start.steps, recipe.cold_start.batch_size), (1000, 16));
     assert_eq!(
         (recipe.train.steps, recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt),
         (80, 8, 8)
