@@ -38,6 +38,8 @@ struct RawRow {
     tokens: Vec<u64>,
     logprobs: Vec<Option<f64>>,
     temperature: Option<f64>,
+    /// In this project's own trajectories: false where the token was not sampled and its log-prob stands for none.
+    mask: Option<Vec<bool>>,
 }
 
 /// Reads `path` for a model of `vocab_size` tokens and contexts of `context_tokens_max`.
@@ -69,11 +71,13 @@ const EXAMPLE: &str = r#"{"tokens": [1, 5], "logprobs": [null, -0.7], "temperatu
 type Values = (Vec<u32>, Vec<Option<f32>>, f64);
 
 fn read_row(line: &str, vocab_size: usize, context_tokens_max: usize) -> Result<Values, String> {
-    if ["NaN", "Infinity"].iter().any(|word| line.contains(word)) {
-        return Err("a log-prob is NaN or infinite; write null where there is none".into());
-    }
-    let raw: RawRow =
-        serde_json::from_str(line).map_err(|e| format!("not a row: {e}; write it like {EXAMPLE}"))?;
+    let raw: RawRow = serde_json::from_str(line).map_err(|e| {
+        // Not JSON, but what some writers make of a number that is none.
+        match ["NaN", "Infinity"].iter().any(|word| line.contains(word)) {
+            true => "a log-prob is NaN or infinite; write null where there is none".to_owned(),
+            false => format!("not a row: {e}; write it like {EXAMPLE}"),
+        }
+    })?;
     let count = raw.tokens.len();
     if count == 0 {
         return Err("no tokens; leave the row out".into());
@@ -92,7 +96,13 @@ fn read_row(line: &str, vocab_size: usize, context_tokens_max: usize) -> Result<
             "token {at} is {token}, but vocab_size = {vocab_size}; was another tokenizer used?"
         ));
     }
-    let log_probs: Vec<Option<f32>> = raw.logprobs.iter().map(|l| l.map(|l| l as f32)).collect();
+    let mask = raw.mask.unwrap_or_else(|| vec![true; count]);
+    if mask.len() != count {
+        return Err(format!("{count} tokens but a mask of {}; give one value a token", mask.len()));
+    }
+    let given = raw.logprobs.iter().zip(&mask);
+    let log_probs: Vec<Option<f32>> =
+        given.map(|(l, &sampled)| l.filter(|_| sampled).map(|l| l as f32)).collect();
     let impossible = |l: f32| !l.is_finite() || l > ABOVE_ZERO_MAX;
     if let Some(at) = (1..count).find(|&i| log_probs[i].is_some_and(impossible)) {
         let value = log_probs[at].unwrap_or(f32::NAN);

@@ -212,3 +212,14 @@ fn bad_rows_are_named_and_the_others_are_compared() {
     let error = against::read(&file, 272, 160).unwrap_err();
     assert!(error.is::<rloss::error::BadInput>() && error.to_string().contains("row 1"), "{error}");
 }
+
+#[test]
+fn zero_log_probs_of_tokens_that_were_not_sampled_are_not_compared() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("rows.jsonl");
+    let row =
+        r#"{"tokens": [1, 7, 2], "logprobs": [0, 0, -2], "mask": [false, false, true], "messages": ["NaN"]}"#;
+    std::fs::write(&file, row).unwrap();
+    let found = against::read(&file, 272, 160).unwrap();
+    assert_eq!(found.rows[0].log_probs, [None, None, Some(-2.0)]);
+}
