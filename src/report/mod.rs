@@ -3,6 +3,7 @@
 //! ```text
 //! run folder ─ run.rs ─> Run ─┬─ charts.rs: which metrics share a chart ─ plot.rs: scales, ticks, paths ─┐
 //!                             ├─ tables.rs: summary, outcomes, mismatch ─────────────────────────────────┼─> page.html
+//!                             │  └─ mismatch_chart.rs: the bars beside the mismatch table ───────────────┤
 //!                             └─ conversation.rs: which trajectories to read ────────────────────────────┘
 //! ```
 //!
@@ -10,6 +11,7 @@
 
 mod charts;
 mod conversation;
+mod mismatch_chart;
 mod plot;
 mod run;
 mod tables;

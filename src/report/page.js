@@ -41,7 +41,7 @@ const draw = (name, attributes, parent) => {
   return parent.appendChild(node);
 };
 
-for (const figure of document.querySelectorAll(".chart")) {
+for (const figure of document.querySelectorAll("[data-chart]")) {
   const { x, y, log, series } = charts[figure.dataset.chart];
   const svg = figure.querySelector("svg");
   const cells = [...figure.querySelectorAll(".readout > span")].map(span => [span.querySelector("b"), span.querySelector("small")]);

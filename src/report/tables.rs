@@ -1,5 +1,6 @@
 //! The page's tables: what each run is and came to, outcome counts, mismatch results.
 
+use super::mismatch_chart::{self, MismatchChart};
 use super::run::Run;
 use crate::metrics::{Phase, Row, format_number};
 use serde::Serialize;
@@ -150,6 +151,7 @@ pub(super) struct Mismatch<'a> {
     run: usize,
     label: &'a str,
     verdict: Option<String>,
+    chart: Option<MismatchChart>,
     header: Vec<String>,
     rows: Vec<Vec<Cell>>,
 }
@@ -172,9 +174,10 @@ pub(super) fn mismatches(runs: &[Run]) -> Vec<Mismatch<'_>> {
                     header.push(key.clone());
                 }
             }
+            let chart = mismatch_chart::chart(&rows);
             let rows = rows.iter().map(|row| header.iter().map(|key| cell(row.get(key))).collect()).collect();
             let verdict = file.get("verdict").map(|verdict| cell(Some(verdict)).text);
-            Mismatch { run: i, label: &run.label, verdict, header, rows }
+            Mismatch { run: i, label: &run.label, verdict, chart, header, rows }
         })
         .collect()
 }

@@ -160,6 +160,48 @@ fn no_text_of_a_run_becomes_markup() {
 }
 
 #[test]
+fn the_mismatch_table_has_its_picture() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = run(folder.path(), "alpha", &rising(0.02));
+    let mut picture = |rows: serde_json::Value| {
+        let file = serde_json::json!({ "rows": rows, "verdict": "v" }).to_string();
+        std::fs::write(path.join("mismatch.json"), file).unwrap();
+        let page = page(std::slice::from_ref(&path));
+        let (_, rest) = page.split_once(r#"<figure class="chart bars">"#)?;
+        Some(rest.split_once("</figure>").unwrap().0.to_owned())
+    };
+    let arm = |name: &str, max: f64, mean: f64, gap: Option<f64>| {
+        serde_json::json!({
+            "name": name,
+            "mismatch/logprob_abs_diff_max": max,
+            "mismatch/logprob_abs_diff_mean": mean,
+            "mismatch/log_ppl_abs_diff_max": gap,
+        })
+    };
+    let link = serde_json::json!({"name": "a link", "mismatch/logprob_abs_diff_max": 0.0});
+    assert_eq!(picture(serde_json::json!([link])), None, "no arm, no picture");
+
+    let same = arm("same", 0.0, 0.0, Some(0.0));
+    let svg = picture(serde_json::json!([
+        link,
+        same,
+        arm("<s>&\"arm", 1.0, 0.01, None),
+        arm("c", 0.1, 0.1, Some(0.0))
+    ]))
+    .unwrap();
+    assert!(svg.contains("<svg") && svg.contains("nats per token") && !svg.contains("a link"));
+    assert!(svg.contains(">&lt;s&gt;&amp;&quot;arm<title>") && !svg.contains("<s>"), "{svg}");
+    assert_eq!(svg.matches("0: same bits</text>").count(), 3, "not the gap that cancelled out");
+    assert_eq!(svg.matches(r#"class="zero" r="3.6" cx="176.0""#).count(), 4);
+    assert_eq!(svg.matches("<rect").count(), 4);
+    // From 0.001 to 1 are three decades of 158 units each.
+    for width in ["474.0", "158.0", "316.0"] {
+        assert!(svg.contains(&format!(r#"width="{width}""#)), "{width}");
+    }
+    assert!(picture(serde_json::json!([same])).unwrap().contains("0: same bits"), "nothing above 0");
+}
+
+#[test]
 fn the_best_and_the_worst_of_the_first_and_the_last_step_are_shown() {
     let folder = tempfile::tempdir().unwrap();
     let path = run(folder.path(), "alpha", &rising(0.01));

@@ -1,0 +1,173 @@
+//! The bars beside the mismatch table: for each arm, how far rollout and training are apart.
+
+use crate::metrics::format_number;
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+/// Lengths are in SVG user units. The arms' names stand left of `LEFT`, the values right of the bars.
+const WIDTH: f64 = 720.0;
+const LEFT: f64 = 176.0;
+const RIGHT: f64 = WIDTH - 70.0;
+const TOP: f64 = 6.0;
+const BAR: f64 = 13.0;
+/// One arm's three bars and the space under them.
+const ARM: f64 = 3.0 * BAR + 12.0;
+/// Ticks, their labels and the axis label.
+const FOOT: f64 = 38.0;
+/// A longer name is cut, and whole under the pointer.
+const NAME_CHARS_MAX: usize = 26;
+/// Decades of the axis when no value is above 0.
+const DECADES_OF_NOTHING: (f64, f64) = (-6.0, 0.0);
+const TICKS_MAX: f64 = 8.0;
+
+const LOGP_MAX: &str = "mismatch/logprob_abs_diff_max";
+/// Key, name, colour. A row that has none but the first is a link of the proof, not an arm.
+const METRICS: [(&str, &str, usize); 3] = [
+    (LOGP_MAX, "|Δlogp| max", 5),
+    ("mismatch/logprob_abs_diff_mean", "|Δlogp| mean", 4),
+    ("mismatch/log_ppl_abs_diff_max", "log-ppl gap max", 3),
+];
+
+/// A bar chart ready for the template.
+#[derive(Serialize)]
+pub(super) struct MismatchChart {
+    width: f64,
+    height: f64,
+    left: f64,
+    right: f64,
+    top: f64,
+    bottom: f64,
+    ticks: Vec<Tick>,
+    arms: Vec<Arm>,
+    legend: Vec<Entry>,
+}
+
+#[derive(Serialize)]
+struct Tick {
+    at: String,
+    label: String,
+}
+
+#[derive(Serialize)]
+struct Arm {
+    name: String,
+    /// The name, cut to the space there is.
+    short: String,
+    y: f64,
+    bars: Vec<Bar>,
+}
+
+#[derive(Serialize)]
+struct Bar {
+    metric: &'static str,
+    colour: usize,
+    y: f64,
+    height: f64,
+    /// `None` where nothing can be drawn: 0, or no number.
+    width: Option<String>,
+    zero: bool,
+    label_x: String,
+    label: String,
+}
+
+#[derive(Serialize, Clone)]
+struct Entry {
+    key: &'static str,
+    metric: &'static str,
+    colour: usize,
+}
+
+/// Decades from the left edge to the right.
+struct Decades(f64, f64);
+
+impl Decades {
+    /// From the power of ten below the smallest value above 0, at least one decade.
+    fn of(values: impl Iterator<Item = f64>) -> Self {
+        let logs = values.filter(|v| *v > 0.0 && v.is_finite()).map(f64::log10);
+        let range = logs.fold(None, |range, v| match range {
+            None => Some((v, v)),
+            Some((low, high)) => Some((v.min(low), v.max(high))),
+        });
+        let (low, high) = range.map_or(DECADES_OF_NOTHING, |(low, high)| (low.ceil() - 1.0, high));
+        Self(low, high.max(low + 1.0))
+    }
+
+    fn place(&self, log: f64) -> f64 {
+        LEFT + (log - self.0) / (self.1 - self.0) * (RIGHT - LEFT)
+    }
+
+    fn ticks(&self) -> Vec<Tick> {
+        let stride = ((self.1 - self.0) / TICKS_MAX).ceil().max(1.0) as usize;
+        let powers = (self.0 as i32..=self.1.floor() as i32).step_by(stride);
+        let label = |e: i32| if e < -3 { format!("1e{e}") } else { format_number(10f64.powi(e)) };
+        powers.map(|e| Tick { at: format!("{:.1}", self.place(f64::from(e))), label: label(e) }).collect()
+    }
+}
+
+/// `None` when no row is an arm's.
+pub(super) fn chart(rows: &[&Map<String, Value>]) -> Option<MismatchChart> {
+    let is_arm = |row: &&&Map<String, Value>| METRICS[1..].iter().any(|(key, ..)| row.contains_key(*key));
+    let rows: Vec<_> = rows.iter().filter(is_arm).collect();
+    if rows.is_empty() {
+        return None;
+    }
+    let number = |row: &Map<String, Value>, key: &str| row.get(key).and_then(Value::as_f64);
+    let all = rows.iter().flat_map(|row| METRICS.iter().filter_map(|(key, ..)| number(row, key)));
+    let decades = Decades::of(all);
+    let arms = rows.iter().enumerate().map(|(i, row)| {
+        let top = TOP + i as f64 * ARM + 6.0;
+        let same_bits = number(row, LOGP_MAX) == Some(0.0);
+        let bars = METRICS.iter().enumerate().map(|(nth, &(key, metric, colour))| {
+            let y = top + nth as f64 * BAR;
+            bar(metric, colour, y, number(row, key), same_bits, &decades)
+        });
+        let name = row.get("name").and_then(Value::as_str).unwrap_or("–").to_owned();
+        Arm { short: cut(&name), name, y: top + 1.5 * BAR, bars: bars.collect() }
+    });
+    let bottom = TOP + rows.len() as f64 * ARM;
+    Some(MismatchChart {
+        width: WIDTH,
+        height: bottom + FOOT,
+        left: LEFT,
+        right: RIGHT,
+        top: TOP,
+        bottom,
+        ticks: decades.ticks(),
+        arms: arms.collect(),
+        legend: METRICS.map(|(key, metric, colour)| Entry { key, metric, colour }).to_vec(),
+    })
+}
+
+fn bar(
+    metric: &'static str,
+    colour: usize,
+    y: f64,
+    value: Option<f64>,
+    same_bits: bool,
+    to: &Decades,
+) -> Bar {
+    let end = value.filter(|v| *v > 0.0).map(|v| to.place(v.log10()));
+    let zero = value == Some(0.0);
+    let label = match value {
+        // Gaps that cancel out over a sequence also come to 0.
+        Some(_) if zero && same_bits => "0: same bits".to_owned(),
+        value => value.map_or("–".to_owned(), format_number),
+    };
+    Bar {
+        metric,
+        colour,
+        y,
+        height: BAR - 2.0,
+        width: end.map(|end| format!("{:.1}", end - LEFT)),
+        zero,
+        label_x: format!("{:.1}", end.unwrap_or(LEFT + 4.0) + 5.0),
+        label,
+    }
+}
+
+fn cut(name: &str) -> String {
+    if name.chars().count() <= NAME_CHARS_MAX {
+        return name.to_owned();
+    }
+    name.chars().take(NAME_CHARS_MAX - 1).chain(['…']).collect()
+}
