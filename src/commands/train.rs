@@ -12,7 +12,7 @@ use crate::metrics::{Console, Metrics, Phase, Row, Timings};
 use crate::model::config::Form;
 use crate::model::weights::Parameters;
 use crate::policy::alarm::alarm;
-use crate::recipe::{self, Dtype, locate};
+use crate::recipe::{self, Dtype, SavedDtype, locate};
 use crate::rollout::Rollouts;
 use crate::rollout::stored::Stored;
 use crate::train::accumulate::Learner;
@@ -357,7 +357,11 @@ impl<'a> Trainer<'a> {
         };
         let snapshot = Snapshot {
             config: &bench.model.config,
-            form: if checkpoint.dtype == Dtype::F32 { Form::F32 } else { Form::Bf16 },
+            form: match checkpoint.dtype {
+                SavedDtype::F32 => Form::F32,
+                SavedDtype::Bf16 => Form::Bf16,
+                SavedDtype::Mxfp4 => Form::Mxfp4,
+            },
             companions: &bench.companions,
             parameters: &bench.parameters,
             optimizer,

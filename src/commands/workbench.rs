@@ -8,13 +8,14 @@ use crate::model::config::{Config, LayerType, Rope, Yarn};
 use crate::model::forward::{ForwardOptions, Model};
 use crate::model::init::{InitSettings, init};
 use crate::model::load::{load, weights_present};
+use crate::model::mxfp4;
 use crate::model::names::ParameterSpec;
 use crate::model::perturb::rollout_weights;
 use crate::model::save::Companions;
 use crate::model::weights::{Parameters, Resident};
 use crate::ops::threads::Threads;
 use crate::recipe::model::Tokenizer;
-use crate::recipe::{Architecture, Dtype, InterpreterKind, InterpreterState, Plan, Recipe};
+use crate::recipe::{Architecture, Dtype, InterpreterKind, InterpreterState, Plan, Recipe, SavedDtype};
 use crate::rollout::{Rollout, RolloutSettings, preamble};
 use crate::tasks::{Task, TaskSettings};
 use crate::train::checkpoint;
@@ -313,6 +314,15 @@ fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
     if response >= context {
         let what = format!("{response} sampled tokens do not fit the model's context of {context}; lower it");
         return Err(BadInput(plan.mistake("rollout.response_tokens_max", what).to_string()).into());
+    }
+    let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
+    let blocks = hidden % mxfp4::BLOCK == 0 && intermediate % mxfp4::BLOCK == 0;
+    if plan.recipe.checkpoint.dtype == SavedDtype::Mxfp4 && !blocks {
+        let what = format!(
+            "MXFP4 holds blocks of {}, but hidden_size = {hidden} and intermediate_size = {intermediate}; save \"bf16\"",
+            mxfp4::BLOCK
+        );
+        return Err(BadInput(plan.mistake("checkpoint.dtype", what).to_string()).into());
     }
     Ok(())
 }

@@ -26,7 +26,7 @@ pub mod task;
 pub mod train;
 
 pub use arms::Arms;
-pub use checkpoint::Checkpoint;
+pub use checkpoint::{Checkpoint, SavedDtype};
 pub use cold_start::ColdStart;
 pub use correction::{Correction, ImportanceSampling, RejectOption};
 pub use eval::Eval;

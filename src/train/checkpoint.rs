@@ -8,6 +8,8 @@ use super::optimizer::{Optimizer, ParameterState};
 use crate::bad_input;
 use crate::metrics::Phase;
 use crate::model::config::{Config, Form};
+use crate::model::mxfp4;
+use crate::model::names::ParameterSpec;
 use crate::model::save::{Companions, SHARD_BYTES_MAX, save};
 use crate::model::weights::Parameters;
 use anyhow::{Context, Result, anyhow};
@@ -160,6 +162,19 @@ impl Snapshot<'_> {
         sync(aside)
     }
 
+    /// Whether the saved weights hold `values` of a tensor to the bit.
+    fn form_keeps(&self, spec: &ParameterSpec, values: &[f32]) -> bool {
+        match (self.form, spec.stored_shape.as_slice()) {
+            (Form::F32, _) => true,
+            (Form::Mxfp4, &[experts, input, output]) => {
+                let shape = [experts, input, output];
+                let (blocks, scales) = mxfp4::encode(values, shape);
+                mxfp4::decode(&blocks, &scales, shape) == values
+            }
+            _ => values.iter().all(|&v| half::bf16::from_f32(v).to_f32() == v),
+        }
+    }
+
     fn write_optimizer(&self, path: &Path) -> Result<()> {
         let mut buffers: Vec<(String, Vec<u8>, usize)> = vec![];
         let bytes = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
@@ -176,7 +191,7 @@ impl Snapshot<'_> {
                 // A frozen tensor is in the model's own files; only where those round it is it kept here too.
                 None if self.form != Form::F32 => {
                     let values = self.parameters.var(index).flatten_all()?.to_vec1::<f32>()?;
-                    if values.iter().any(|&v| half::bf16::from_f32(v).to_f32() != v) {
+                    if !self.form_keeps(spec, &values) {
                         push("master", &values);
                     }
                 }

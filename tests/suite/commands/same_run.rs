@@ -1,6 +1,6 @@
 //! What must not change a run's results: time, threads, which log-probabilities the ratio is taken against.
 
-use super::{assert_same_results, baseline, copy_folder, done, phase, results, rloss, rows, small};
+use super::{assert_same_results, baseline, copy_folder, done, phase, results, resumed, rloss, rows, small};
 use serde_json::Value;
 use std::path::Path;
 use tempfile::TempDir;
@@ -109,4 +109,18 @@ fn sampled(run: &Path, name: &str) -> Vec<(Value, Value)> {
     let text = std::fs::read_to_string(run.join(format!("trajectories/{name}.jsonl"))).unwrap();
     let row = |line| -> Value { serde_json::from_str(line).unwrap() };
     text.lines().map(row).map(|row| (row["tokens"].clone(), row["logprobs"].clone())).collect()
+}
+
+#[test]
+fn frozen_experts_survive_a_checkpoint_in_mxfp4_to_the_bit() {
+    let folder = TempDir::new().unwrap();
+    let (straight, broken) = (folder.path().join("straight"), folder.path().join("broken"));
+    let sets =
+        ["checkpoint.dtype=mxfp4", "train.freeze=[\"*experts*\"]", "train.optimizer.schedule=constant"];
+    done(&mut small(&straight, &sets));
+    let half: Vec<&str> = sets.iter().copied().chain(["train.steps=2"]).collect();
+    done(&mut small(&broken, &half));
+    done(&mut resumed(&broken, &sets));
+    let rl = |run: &Path| phase(&results(run), "rl").cloned().collect::<Vec<_>>();
+    assert_eq!(rl(&broken), rl(&straight));
 }

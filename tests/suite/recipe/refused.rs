@@ -68,9 +68,12 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "[checkpoint]\ndtype = \"fp16\"",
-            "r.toml:2: checkpoint.dtype: no such value \"fp16\"; give \"f32\" or \"bf16\"",
+            "r.toml:2: checkpoint.dtype: no such value \"fp16\"; give \"f32\", \"bf16\" or \"mxfp4\"",
         ),
-        ("[checkpoint]\ndtype = 16", "r.toml:2: checkpoint.dtype: found 16; give \"f32\" or \"bf16\""),
+        (
+            "[checkpoint]\ndtype = 16",
+            "r.toml:2: checkpoint.dtype: found 16; give \"f32\", \"bf16\" or \"mxfp4\"",
+        ),
         (
             "[harmony]\ncurrent_date = 2025-06-28",
             "r.toml:2: harmony.current_date: found 2025-06-28 without quotes; write \"2025-06-28\"",
