@@ -163,7 +163,7 @@ fn no_text_of_a_run_becomes_markup() {
 fn the_mismatch_table_has_its_picture() {
     let folder = tempfile::tempdir().unwrap();
     let path = run(folder.path(), "alpha", &rising(0.02));
-    let mut picture = |rows: serde_json::Value| {
+    let picture = |rows: serde_json::Value| {
         let file = serde_json::json!({ "rows": rows, "verdict": "v" }).to_string();
         std::fs::write(path.join("mismatch.json"), file).unwrap();
         let page = page(std::slice::from_ref(&path));
