@@ -1,6 +1,7 @@
 //! The recipe: what the user asks for, as pure data. One file a TOML table, each a plain struct with defaults.
 
 pub mod arms;
+mod base;
 pub mod checkpoint;
 pub mod cold_start;
 pub mod correction;

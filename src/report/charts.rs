@@ -116,6 +116,17 @@ pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
     (sections, data)
 }
 
+/// Title, unit, phase and scale of the chart of `metric`.
+pub(super) fn look(metric: &str) -> (String, &'static str, Phase, Scale) {
+    match SPECS.iter().find(|spec| spec.metrics.contains(&metric)) {
+        Some(spec) => (spec.title.to_owned(), spec.unit, spec.phase, spec.scale),
+        None if is_held_out(metric) => {
+            (format!("Held-out {}", held_out_name(metric)), "success", Phase::Eval, Scale::Unit)
+        }
+        None => (metric.to_owned(), "", Phase::Rl, Scale::LogWhenWide),
+    }
+}
+
 /// Every (phase, metric) of any run, ordered.
 fn recorded(runs: &[Run]) -> BTreeSet<(Phase, String)> {
     let rows = runs.iter().flat_map(|run| &run.rows);

@@ -7,10 +7,11 @@
 //!                             └─ conversation.rs: which trajectories to read ────────────────────────────┘
 //! ```
 //!
-//! The template escapes every value it is given, so geometry is computed here and markup stands there.
+//! `figures/` draws curves of several seeds instead. The template escapes every value it is given, so geometry is computed here and markup stands there.
 
 mod charts;
 mod conversation;
+mod figures;
 mod mismatch_chart;
 mod plot;
 mod run;
@@ -25,11 +26,23 @@ use std::path::{Path, PathBuf};
 /// Writes `report.html` into the first of `runs`, all of them overlaid, and returns its path.
 /// The page holds everything it shows: it asks nothing of a network.
 ///
+/// A folder with a `figures.toml` is a set of figures in place of a run: see `docs/FIGURES.md`.
+///
 /// # Errors
-/// [`crate::error::BadInput`] when a folder is missing, has no `metrics.jsonl`, or holds a line that
-/// cannot be read.
+/// [`crate::error::BadInput`] when a folder is missing, has no `metrics.jsonl`, holds a line that
+/// cannot be read, or is a set of figures beside other folders.
 pub fn write_report(runs: &[PathBuf]) -> Result<PathBuf> {
     let first = runs.first().ok_or_else(|| crate::bad_input!("report: name at least one run folder."))?;
+    if let Some(set) = runs.iter().find(|folder| folder.join(figures::FILE).is_file()) {
+        if runs.len() > 1 {
+            return Err(crate::bad_input!(
+                "{}: holds {}, so it is a set of figures; report it by itself.",
+                set.display(),
+                figures::FILE
+            ));
+        }
+        return figures::write(set, &mut environment());
+    }
     let runs = Run::load_all(runs)?;
     let page = render(&runs)?;
     let path = first.join("report.html");
@@ -44,7 +57,8 @@ fn replace_file(path: &Path, page: &str) -> std::io::Result<()> {
     std::fs::rename(&aside, path)
 }
 
-fn render(runs: &[Run]) -> Result<String> {
+/// Escapes every value that a template shows.
+fn environment() -> Environment<'static> {
     let mut environment = Environment::new();
     environment.set_formatter(|out, state, value| match value.as_str() {
         // Control characters are shown as pictures; the page's own style and script pass.
@@ -53,6 +67,11 @@ fn render(runs: &[Run]) -> Result<String> {
         }
         _ => escape_formatter(out, state, value),
     });
+    environment
+}
+
+fn render(runs: &[Run]) -> Result<String> {
+    let mut environment = environment();
     environment.add_template("page.html", include_str!("page.html"))?;
     let (sections, data) = charts::sections(runs);
     let page = environment.get_template("page.html")?.render(context! {

@@ -317,3 +317,55 @@ fn a_recipe_argument_is_a_file_or_a_run_folder() {
         "{error}"
     );
 }
+
+#[test]
+fn a_recipe_with_a_base_holds_only_what_differs() {
+    let folder = tempfile::tempdir().expect("a folder");
+    std::fs::create_dir(folder.path().join("arms")).expect("create");
+    let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).expect("write");
+    write("ground.toml", "[train]\nsteps = 7\nseed = 3\n[policy]\nclip_low = 0.1\n");
+    let file = folder.path().join("arms/one.toml");
+    let of = |text: &str, sets: &[&str]| {
+        let sets: Vec<String> = sets.iter().map(|set| set.to_string()).collect();
+        resolve(&file, text, &sets)
+    };
+    let plan = of("base = \"../ground.toml\"\n[train]\nseed = 4", &["train.steps=9"]).expect("resolves");
+    assert_eq!((plan.recipe.train.steps, plan.recipe.train.seed, plan.recipe.policy.clip_low), (9, 4, 0.1));
+    // The resolved recipe stands alone.
+    assert_eq!(read(&plan.to_toml(), &[]).recipe, plan.recipe);
+    let place = plan.mistake("policy.clip_low", String::new()).place;
+    assert_eq!(place, Place::File { path: folder.path().join("arms/../ground.toml"), line: Some(5) });
+
+    let shown = folder.path().join("arms").display().to_string();
+    let refused = |text: &str, sets: &[&str]| {
+        let mistakes = of(text, sets).expect_err("the recipe is broken");
+        mistakes.0.iter().map(|mistake| mistake.to_string().replace(&shown, "…")).collect::<Vec<_>>()
+    };
+    // A mistake of the base is placed in the base, one of the recipe in the recipe.
+    write("broken.toml", "[train]\nsteps = \"7\"\n");
+    assert_eq!(
+        refused("base = \"../broken.toml\"\n[train]\nseeds = 4", &[]),
+        [
+            "…/../broken.toml:2: train.steps: found the string \"7\"; give an integer, 0 to 1000000000",
+            "…/one.toml:3: train.seeds: unknown key; did you mean train.seed?"
+        ]
+    );
+    write("tower.toml", "base = \"ground.toml\"\n");
+    assert_eq!(
+        refused("base = \"../tower.toml\"", &[]),
+        [
+            "…/../tower.toml:1: base: a base has no base of its own; name that recipe's base in its place, and write out \
+          what differs"
+        ]
+    );
+    assert_eq!(
+        refused("base = 3\npolicy.dual_clip = 0.5", &[]),
+        ["…/one.toml:1: base: found no string; give the path of a recipe, counted from this one's folder"]
+    );
+    let missing = refused("\nbase = \"none.toml\"", &[]).concat();
+    assert!(missing.starts_with("…/one.toml:2: base: cannot read …/none.toml: "), "{missing}");
+    assert_eq!(
+        refused("", &["base=ground.toml"]),
+        ["--set: base: a recipe's base stands in its file; name the recipe itself"]
+    );
+}
