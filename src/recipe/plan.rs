@@ -44,15 +44,18 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
     let mut not_sets = Vec::new();
     let base = base::read(path, text);
     if let Ok(Some(base)) = &base {
-        let fault = "a base has no base of its own; name that recipe's base in its place, and write out what differs";
+        let fault =
+            "a base has no base of its own; name that recipe's base in its place, and write out what differs";
         read(Origin::File(&base.file), &base.text, Some(fault));
     }
     read(Origin::File(path), text, base.as_ref().err().map(String::as_str));
     for (index, set) in sets.iter().enumerate() {
         match set_document(set) {
-            Some(text) => {
-                read(Origin::Set(index), &text, Some("a recipe's base stands in its file; name the recipe itself"))
-            }
+            Some(text) => read(
+                Origin::Set(index),
+                &text,
+                Some("a recipe's base stands in its file; name the recipe itself"),
+            ),
             None => {
                 let what = format!("{set:?} is not key=value; write it like --set train.steps=80");
                 not_sets.push(Mistake { place: Place::Set(index), key: String::new(), what });

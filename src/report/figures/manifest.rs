@@ -60,7 +60,10 @@ pub(super) fn read(folder: &Path) -> Result<Vec<Figure>> {
             }
         }
         if figure.panels.is_empty() || figure.curves.is_empty() {
-            return Err(bad_input!("{shown}: {} has no panels or no curves; give one or more of each.", figure.name));
+            return Err(bad_input!(
+                "{shown}: {} has no panels or no curves; give one or more of each.",
+                figure.name
+            ));
         }
     }
     Ok(manifest.figure)

@@ -47,9 +47,8 @@ pub(super) fn write(folder: &Path, environment: &mut Environment<'static>) -> Re
             continue;
         }
         let drawing = panel::Drawing::new(&figure.panels, &curves);
-        let svg = environment
-            .get_template("figure.svg")?
-            .render(context! { title => &figure.title, drawing })?;
+        let svg =
+            environment.get_template("figure.svg")?.render(context! { title => &figure.title, drawing })?;
         super::replace_file(&folder.join(format!("{}.svg", figure.name)), &svg)
             .with_context(|| format!("{}: cannot be written", folder.display()))?;
         shown.push(Shown {
@@ -58,7 +57,11 @@ pub(super) fn write(folder: &Path, environment: &mut Environment<'static>) -> Re
             about: &figure.about,
             svg: Value::from_safe_string(svg),
             table: table::Table::new(&curves),
-            missing: curves.into_iter().filter(|curve| curve.seeds.is_empty()).map(|curve| curve.label).collect(),
+            missing: curves
+                .into_iter()
+                .filter(|curve| curve.seeds.is_empty())
+                .map(|curve| curve.label)
+                .collect(),
         });
     }
     if shown.is_empty() {

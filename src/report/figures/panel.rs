@@ -90,7 +90,8 @@ fn panel(metric: &str, curves: &[Curve]) -> Option<Panel> {
 
 /// Where a log axis begins, and whether a value lies below.
 fn floor(curves: &[Curve], phase: Phase, metric: &str) -> Option<(f64, bool)> {
-    let all = || curves.iter().flat_map(|curve| curve.values(phase, metric)).flatten().map(|(_, value)| value);
+    let all =
+        || curves.iter().flat_map(|curve| curve.values(phase, metric)).flatten().map(|(_, value)| value);
     let positive = || all().filter(|value| value.is_finite() && *value > 0.0);
     let floor = positive().reduce(f64::min)?.max(positive().reduce(f64::max)? / RANGE_MAX);
     Some((floor, all().any(|value| value < floor)))

@@ -27,9 +27,10 @@ type Summary = fn(&Points) -> Option<f64>;
 
 impl Table {
     pub fn new(curves: &[Curve]) -> Table {
-        let held_out = curves.iter().flat_map(|curve| &curve.seeds).flat_map(|(_, run)| &run.rows).find_map(|row| {
-            row.metrics.iter().map(|(name, _)| name).find(|name| is_held_out(name)).map(str::to_owned)
-        });
+        let held_out =
+            curves.iter().flat_map(|curve| &curve.seeds).flat_map(|(_, run)| &run.rows).find_map(|row| {
+                row.metrics.iter().map(|(name, _)| name).find(|name| is_held_out(name)).map(str::to_owned)
+            });
         let last: Summary = |points| points.last().map(|point| point.1);
         let largest: Summary = |points| points.iter().map(|point| point.1).reduce(f64::max);
         let mean: Summary = |points| {
@@ -54,7 +55,11 @@ impl Table {
                 .iter()
                 .map(|(_, phase, metric, summary, digits)| {
                     let values = curve.values(*phase, metric);
-                    list(values.iter().map(|points| summary(points).map_or("–".into(), |v| short(v, *digits))))
+                    list(
+                        values
+                            .iter()
+                            .map(|points| summary(points).map_or("–".into(), |v| short(v, *digits))),
+                    )
                 })
                 .collect(),
         });
