@@ -19,7 +19,7 @@ mod tables;
 
 use crate::metrics::sanitize_terminal;
 use anyhow::{Context, Result};
-use minijinja::{Environment, Value, context, escape_formatter};
+use minijinja::{AutoEscape, Environment, Value, context, escape_formatter};
 use run::Run;
 use std::path::{Path, PathBuf};
 
@@ -60,6 +60,7 @@ fn replace_file(path: &Path, page: &str) -> std::io::Result<()> {
 /// Escapes every value that a template shows.
 fn environment() -> Environment<'static> {
     let mut environment = Environment::new();
+    environment.set_auto_escape_callback(|_| AutoEscape::Html);
     environment.set_formatter(|out, state, value| match value.as_str() {
         // Control characters are shown as pictures; the page's own style and script pass.
         Some(text) if !value.is_safe() => {

@@ -68,7 +68,7 @@ impl Table {
 }
 
 fn list(parts: impl Iterator<Item = String>) -> String {
-    parts.collect::<Vec<_>>().join("  ")
+    parts.collect::<Vec<_>>().join(" · ")
 }
 
 /// `value` to so many significant digits.
