@@ -2,6 +2,7 @@
 
 mod console;
 mod ended;
+mod policy;
 mod refused;
 mod same_run;
 

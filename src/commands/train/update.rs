@@ -3,7 +3,8 @@
 use super::Trainer;
 use crate::metrics::{Accumulator, Metrics};
 use crate::model::forward::ForwardOptions;
-use crate::recipe::KlPlace;
+use crate::policy::kl_in_reward::KlController;
+use crate::recipe::{self, KlPlace};
 use crate::train::forward_backward::PassSettings;
 use crate::train::optimizer::Optimizer;
 use crate::train::policy_step::PolicyStep;
@@ -13,9 +14,9 @@ use anyhow::Result;
 
 impl Trainer<'_> {
     /// Makes the updates of step `step` and returns their figures: means over updates, and the gap between training
-    /// and rollout as it was before the first.
+    /// and rollout over the whole batch as it was before the first.
     pub(super) fn update(
-        &self,
+        &mut self,
         step: u64,
         groups: &[&Group],
         optimizer: &mut Optimizer,
@@ -25,6 +26,9 @@ impl Trainer<'_> {
         let policy = self.policy_step();
         let experience = self.timings.time("old_log_prob", || policy.prepare(groups))?;
         let mut metrics = experience.metrics.clone();
+        if train.minibatches > 1 && experience.training.is_none() {
+            metrics.extend(self.timings.time("old_log_prob", || policy.gap(&experience))?);
+        }
         let mut means = Accumulator::new();
         let (mut updates, mut skipped) = (0, 0);
         for epoch in 0..train.epochs as u64 {
@@ -38,13 +42,16 @@ impl Trainer<'_> {
                 means.mean("actor/grad_norm", norm, 1.0);
                 update.metrics.iter().for_each(|(name, value)| means.mean(name, value, 1.0));
                 // A whole batch shows its own gap, whatever an arm does to the forward before it.
-                if updates == 0 && (experience.training.is_none() || train.minibatches == 1) {
+                if updates == 0 && train.minibatches == 1 {
                     metrics.extend(part.compare(&update.log_probs)?);
                 }
                 updates += 1;
             }
         }
         metrics.extend(means.finish());
+        if let Some(kl) = metrics.get("actor/reward_kl_penalty") {
+            self.kl.update(kl, experience.sequences.len());
+        }
         if train.minibatches * train.epochs > 1 || skipped > 0 {
             metrics.set("actor/updates", f64::from(updates));
             metrics.set("actor/updates_skipped", f64::from(skipped));
@@ -69,6 +76,14 @@ impl Trainer<'_> {
         Ok(())
     }
 
+    /// The coefficient of the divergence: the recipe's, or what the run that goes on had steered it to.
+    pub(super) fn kl_controller(kl: &recipe::Kl, steered: Option<f64>) -> Result<KlController> {
+        match kl.target {
+            None => Ok(KlController::Fixed { coefficient: kl.coefficient }),
+            Some(target) => KlController::adaptive(steered.unwrap_or(kl.coefficient), target, kl.horizon),
+        }
+    }
+
     fn policy_step(&self) -> PolicyStep<'_> {
         let recipe = &self.bench.plan.recipe;
         let load_balance = recipe.train.load_balance_coefficient;
@@ -76,6 +91,7 @@ impl Trainer<'_> {
             learner: self.learner(),
             reference: self.reference.as_ref(),
             policy: &recipe.policy,
+            kl_coefficient: self.kl.coefficient(),
             pass: PassSettings { load_balance, ..self.pass(recipe.rollout.temperature) },
             second_forward: ForwardOptions::second_forward(&recipe.arms, recipe.train.seed),
             micro_batch_tokens: recipe.train.micro_batch_tokens,
