@@ -42,7 +42,7 @@ fn remax_measures_each_response_against_its_prompts_greedy_one() {
     }
     fixture.groups[1].greedy = None;
     let policy = Policy { advantage: Advantage::Remax, ..Policy::default() };
-    let refused = fixture.step(&policy, None).prepare(&fixture.groups()).err().expect("no baseline");
+    let refused = fixture.step(&policy, None).prepare(&fixture.groups()).expect_err("no baseline");
     assert!(format!("{refused:#}").contains("needs a greedy sample"), "{refused:#}");
 }
 
