@@ -3,6 +3,7 @@
 mod commands;
 mod commands_eval;
 mod data;
+mod dense;
 mod harmony;
 mod instructions;
 mod interpreter;

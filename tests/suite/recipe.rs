@@ -294,6 +294,19 @@ fn the_quickstart_is_the_measured_configuration() {
 }
 
 #[test]
+fn the_format_rules_recipe_is_the_quickstart_with_another_task() {
+    let resolved = |name: &str, sets: &[&str]| {
+        let source = RecipeSource::File(root().join("recipes").join(name));
+        let plan =
+            source.resolve(&sets.iter().map(|&set| set.to_owned()).collect::<Vec<_>>()).expect("resolves");
+        assert_eq!(plan.warnings, Vec::<String>::new());
+        plan.recipe
+    };
+    let quickstart = resolved("quickstart.toml", &["task.name=format_rules", "rollout.turns_max=1"]);
+    assert_eq!(resolved("format_rules.toml", &[]), quickstart);
+}
+
+#[test]
 fn a_recipe_argument_is_a_file_or_a_run_folder() {
     let folder = tempfile::tempdir().expect("a folder");
     let run = folder.path().join("my-run");
