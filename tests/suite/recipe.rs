@@ -193,7 +193,7 @@ fn a_later_mistake_is_placed_where_the_key_was_written() {
 
 #[test]
 fn what_is_likely_not_meant_is_a_warning() {
-    let warnings = |text| read(text, &[]).warnings;
+    let warnings = |text: &str| read(text, &[]).warnings;
     assert_eq!(warnings(""), Vec::<String>::new());
     assert_eq!(
         warnings("rollout.samples_per_prompt = 1"),
@@ -202,10 +202,12 @@ fn what_is_likely_not_meant_is_a_warning() {
           for a baseline"
         ]
     );
-    assert_eq!(
-        warnings("rollout.samples_per_prompt = 1\npolicy.advantage = \"reinforce_plus_plus\"").len(),
-        0
-    );
+    for (advantage, count) in
+        [("dr_grpo", 1), ("grpo_batch_std", 1), ("reinforce_plus_plus", 0), ("remax", 0)]
+    {
+        let text = format!("rollout.samples_per_prompt = 1\npolicy.advantage = \"{advantage}\"");
+        assert_eq!(warnings(&text).len(), count, "{advantage}");
+    }
     assert!(warnings("train.optimizer.warmup_steps = 80")[0].contains("does not end within the 80"));
     assert!(warnings("arms.no_train_sinks = true")[0].contains("a failure is switched on"));
 }

@@ -38,13 +38,13 @@ impl Trainer<'_> {
                     skipped += 1;
                     continue;
                 };
+                // A whole batch shows its own gap, whatever an arm does to the forward before it.
+                if updates == 0 && train.minibatches == 1 {
+                    metrics.extend(policy.gap_of(&part, &update)?);
+                }
                 let norm = self.apply(optimizer, update.gradients, train.optimizer.grad_norm_max, lr)?;
                 means.mean("actor/grad_norm", norm, 1.0);
                 update.metrics.iter().for_each(|(name, value)| means.mean(name, value, 1.0));
-                // A whole batch shows its own gap, whatever an arm does to the forward before it.
-                if updates == 0 && train.minibatches == 1 {
-                    metrics.extend(part.compare(&update.log_probs)?);
-                }
                 updates += 1;
             }
         }
