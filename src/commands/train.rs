@@ -1,5 +1,6 @@
 //! `rloss train RECIPE`: cold start, reinforcement learning, evaluations, checkpoints.
 
+mod critic;
 mod generate;
 mod update;
 
@@ -18,6 +19,7 @@ use crate::rollout::stored::Stored;
 use crate::train::accumulate::Learner;
 use crate::train::batch::Sequence;
 use crate::train::checkpoint::{self, Snapshot, TrainerState};
+use crate::train::critic::Critic;
 use crate::train::forward_backward::PassSettings;
 use crate::train::gradients::Gradients;
 use crate::train::optimizer::{Optimizer, learning_rate};
@@ -99,6 +101,13 @@ fn held_out(bench: &Workbench, examples: &Examples) -> Result<Vec<Sequence>> {
         .collect()
 }
 
+/// What the console shows of a step, where the step has it.
+const SHOWN: [(&str, &str); 3] = [
+    ("reward", "critic/rewards/mean"),
+    ("explained variance", "critic/vf_explained_var"),
+    ("max gap", "mismatch/log_ppl_abs_diff_max"),
+];
+
 /// One run.
 struct Trainer<'a> {
     bench: &'a Workbench,
@@ -136,11 +145,12 @@ impl<'a> Trainer<'a> {
             _ => {}
         }
         let optimizer = self.optimizer(&recipe.train.optimizer, resumed.as_ref())?;
+        let critic = self.critic(resumed.as_ref())?;
         self.set_reference(resumed.is_some())?;
         if resumed.is_none() && recipe.eval.before_training && recipe.train.steps > 0 {
             self.evaluate(0)?;
         }
-        self.reinforcement_learning(optimizer, rl_start)
+        self.reinforcement_learning(optimizer, critic, rl_start)
     }
 
     /// A fresh optimizer, or the one of the checkpoint, whose weights it writes into the model.
@@ -189,8 +199,13 @@ impl<'a> Trainer<'a> {
                 metrics.set("cold_start/load_balance", output.load_balance);
             }
             let lr = learning_rate(&cold_start.optimizer, step - 1, cold_start.steps);
-            let norm =
-                self.apply(&mut optimizer, output.gradients, cold_start.optimizer.grad_norm_max, lr)?;
+            let norm = self.apply(
+                &bench.parameters,
+                &mut optimizer,
+                output.gradients,
+                cold_start.optimizer.grad_norm_max,
+                lr,
+            )?;
             metrics.set("cold_start/grad_norm", norm);
             metrics.set("cold_start/lr", lr);
             let last = step == cold_start.steps;
@@ -204,7 +219,7 @@ impl<'a> Trainer<'a> {
             metrics.set("perf/throughput", output.tokens as f64 / seconds);
             self.write_row(step, Phase::ColdStart, metrics)?;
             progress.advance(1, output.tokens as u64, &[("loss", output.loss)]);
-            if self.checkpoint_or_stop(Phase::ColdStart, step, last, &optimizer)? {
+            if self.checkpoint_or_stop(Phase::ColdStart, step, last, &optimizer, None)? {
                 return Ok(true);
             }
         }
@@ -213,7 +228,12 @@ impl<'a> Trainer<'a> {
     }
 
     /// The second stage from step `start` on. Returns whether a signal stopped it.
-    fn reinforcement_learning(&mut self, mut optimizer: Optimizer, start: u64) -> Result<bool> {
+    fn reinforcement_learning(
+        &mut self,
+        mut optimizer: Optimizer,
+        mut critic: Option<Critic>,
+        start: u64,
+    ) -> Result<bool> {
         let recipe = &self.bench.plan.recipe;
         let steps = recipe.train.steps;
         let progress = self.console.stage("rl", steps, start);
@@ -221,11 +241,10 @@ impl<'a> Trainer<'a> {
             let begun = std::time::Instant::now();
             let rollouts = self.generate(step)?;
             let lr = learning_rate(&recipe.train.optimizer, step - 1, steps);
-            let update = self.update(step, &rollouts.trained(), &mut optimizer, lr)?;
+            let update = self.update(step, &rollouts.trained(), &mut optimizer, critic.as_mut(), lr)?;
 
             let mut metrics = rollouts.metrics();
             metrics.extend(update);
-            metrics.set("actor/lr", lr);
             let seconds = begun.elapsed().as_secs_f64();
             self.timings.add("step", seconds);
             let rollouts = rollouts.drawn;
@@ -234,10 +253,10 @@ impl<'a> Trainer<'a> {
             metrics.set("perf/throughput", tokens as f64 / seconds);
             metrics.set("perf/sampled_tokens_per_s", counts.sampled_tokens as f64 / seconds);
             self.watch(step, &rollouts, &metrics);
-            let shown = [
-                ("reward", metrics.get("critic/rewards/mean").unwrap_or(f64::NAN)),
-                ("max gap", metrics.get("mismatch/log_ppl_abs_diff_max").unwrap_or(f64::NAN)),
-            ];
+            let shown: Vec<(&str, f64)> = SHOWN
+                .iter()
+                .filter_map(|&(name, metric)| metrics.get(metric).map(|value| (name, value)))
+                .collect();
             self.write_row(step, Phase::Rl, metrics)?;
             let kept = rollouts.rows(Phase::Rl).take(recipe.logging.trajectories_per_step);
             self.folder.write_trajectories(&format!("step-{step:06}"), kept)?;
@@ -247,7 +266,7 @@ impl<'a> Trainer<'a> {
             if recipe.eval.every_steps > 0 && (last || step % recipe.eval.every_steps == 0) {
                 self.evaluate(step)?;
             }
-            if self.checkpoint_or_stop(Phase::Rl, step, last, &optimizer)? {
+            if self.checkpoint_or_stop(Phase::Rl, step, last, &optimizer, critic.as_ref())? {
                 return Ok(true);
             }
         }
@@ -255,9 +274,10 @@ impl<'a> Trainer<'a> {
         Ok(false)
     }
 
-    /// Clips, updates, and returns the gradient norm before clipping.
+    /// Clips, updates `parameters`, and returns the gradient norm before clipping.
     fn apply(
         &self,
+        parameters: &Parameters,
         optimizer: &mut Optimizer,
         mut gradients: Gradients,
         norm_max: f64,
@@ -269,7 +289,7 @@ impl<'a> Trainer<'a> {
                 norm.is_finite(),
                 "the gradient norm is {norm}: the run is stopped before the weights are spoiled; lower the learning rate or clip"
             );
-            optimizer.update(&self.bench.parameters, &gradients, lr)?;
+            optimizer.update(parameters, &gradients, lr)?;
             Ok(norm)
         })
     }
@@ -335,24 +355,32 @@ impl<'a> Trainer<'a> {
         step: u64,
         last: bool,
         optimizer: &Optimizer,
+        critic: Option<&Critic>,
     ) -> Result<bool> {
         let asked = self.stop.asked();
         let every = self.bench.plan.recipe.checkpoint.every_steps;
         if asked || last || (every > 0 && step.is_multiple_of(every)) {
             let begun = std::time::Instant::now();
-            self.save(phase, step, optimizer)?;
+            self.save(phase, step, optimizer, critic)?;
             self.timings.add("save_checkpoint", begun.elapsed().as_secs_f64());
         }
         Ok(asked)
     }
 
-    fn save(&mut self, phase: Phase, step: u64, optimizer: &Optimizer) -> Result<()> {
+    fn save(
+        &mut self,
+        phase: Phase,
+        step: u64,
+        optimizer: &Optimizer,
+        critic: Option<&Critic>,
+    ) -> Result<()> {
         let bench = self.bench;
         let checkpoint = &bench.plan.recipe.checkpoint;
         let state = TrainerState {
             phase,
             step,
             updates: optimizer.updates,
+            critic_updates: critic.map_or(0, |critic| critic.optimizer.updates),
             metrics_bytes: self.folder.sync_metrics()?,
         };
         let snapshot = Snapshot {
@@ -365,6 +393,7 @@ impl<'a> Trainer<'a> {
             companions: &bench.companions,
             parameters: &bench.parameters,
             optimizer,
+            critic,
             state,
         };
         snapshot.write(&self.folder.path, checkpoint.keep)?;

@@ -9,13 +9,13 @@ use crate::model::forward::{ForwardOptions, Model};
 use crate::model::init::{InitSettings, init};
 use crate::model::load::{load, weights_present};
 use crate::model::mxfp4;
-use crate::model::names::ParameterSpec;
+use crate::model::names::{ParameterSpec, value_model_specs};
 use crate::model::perturb::rollout_weights;
 use crate::model::save::Companions;
 use crate::model::weights::{Parameters, Resident};
 use crate::ops::threads::Threads;
 use crate::recipe::model::Tokenizer;
-use crate::recipe::{Architecture, Dtype, InterpreterKind, InterpreterState, Plan, Recipe, SavedDtype};
+use crate::recipe::{self, Architecture, Dtype, InterpreterKind, InterpreterState, Plan, Recipe, SavedDtype};
 use crate::rollout::{Rollout, RolloutSettings, preamble};
 use crate::tasks::{Task, TaskSettings};
 use crate::train::checkpoint;
@@ -35,6 +35,8 @@ pub struct Workbench {
     pub parameters: Parameters,
     /// Which parameters `train.freeze` leaves learning.
     pub trainable: Vec<bool>,
+    /// Which parameters `critic.freeze` leaves learning; present where the recipe has a critic.
+    pub critic_trainable: Option<Vec<bool>>,
     pub task: Box<dyn Task>,
     /// Present for tasks that use it.
     pub interpreter: Option<Box<dyn Interpreter>>,
@@ -53,6 +55,8 @@ impl Workbench {
         let source = mistakes.note(ModelSource::open(&plan.recipe));
         let task = mistakes.note(crate::tasks::build(&task_settings(&plan.recipe)));
         let trainable = source.as_ref().and_then(|s| mistakes.note(trainable(&plan, &s.specs())));
+        let critic_trainable =
+            source.as_ref().and_then(|s| mistakes.note(critic_trainable(&plan, &s.config)));
         let interpreter = match &task {
             Some(task) if task.uses_python() => {
                 mistakes.note(open_interpreter(&plan.recipe, threads.count()).map(Some))
@@ -62,8 +66,8 @@ impl Workbench {
         if let Some(source) = &source {
             mistakes.note(check_budgets(&plan, &source.config));
         }
-        let (Some(source), Some(task), Some(trainable), Some(interpreter), true) =
-            (source, task, trainable, interpreter, mistakes.0.is_empty())
+        let (Some(source), Some(task), Some(trainable), Some(critic_trainable), Some(interpreter), true) =
+            (source, task, trainable, critic_trainable, interpreter, mistakes.0.is_empty())
         else {
             return Err(bad_input!("{}", mistakes.0.join("\n")));
         };
@@ -81,6 +85,7 @@ impl Workbench {
             threads,
             parameters,
             trainable,
+            critic_trainable,
             task,
             interpreter,
             preamble,
@@ -271,23 +276,41 @@ const ATTENTION: &str = "model.layers.*.self_attn.*";
 
 /// Which parameters learn: all but those that a `train.freeze` pattern or the arm names.
 fn trainable(plan: &Plan, specs: &[ParameterSpec]) -> Result<Vec<bool>> {
-    let patterns = &plan.recipe.train.freeze;
+    let arm = plan.recipe.arms.freeze_attention.then_some(ATTENTION);
+    not_frozen(plan, "train.freeze", &plan.recipe.train.freeze, arm, specs)
+}
+
+/// The same of the critic, if there is one, and `critic.freeze`.
+fn critic_trainable(plan: &Plan, config: &Config) -> Result<Option<Vec<bool>>> {
+    let of = |critic: &recipe::Critic| {
+        not_frozen(plan, "critic.freeze", &critic.freeze, None, &value_model_specs(config))
+    };
+    plan.recipe.critic.as_ref().map(of).transpose()
+}
+
+/// The parameters of `specs` that neither a pattern of the key `key` nor the `arm`'s names.
+fn not_frozen(
+    plan: &Plan,
+    key: &str,
+    patterns: &[String],
+    arm: Option<&str>,
+    specs: &[ParameterSpec],
+) -> Result<Vec<bool>> {
     for pattern in patterns {
         if !specs.iter().any(|spec| matches(pattern, &spec.name)) {
             let what = format!(
                 "the pattern {pattern:?} matches no parameter; names look like {}",
                 specs.get(1).map_or("", |spec| &spec.name)
             );
-            return Err(BadInput(plan.mistake("train.freeze", what).to_string()).into());
+            return Err(BadInput(plan.mistake(key, what).to_string()).into());
         }
     }
-    let arm = plan.recipe.arms.freeze_attention.then(|| ATTENTION.to_owned());
-    let patterns: Vec<&String> = patterns.iter().chain(&arm).collect();
+    let patterns: Vec<&str> = patterns.iter().map(String::as_str).chain(arm).collect();
     let trainable: Vec<bool> =
         specs.iter().map(|spec| !patterns.iter().any(|pattern| matches(pattern, &spec.name))).collect();
     if !trainable.contains(&true) {
         let what = "every parameter is frozen; leave one that learns".to_owned();
-        return Err(BadInput(plan.mistake("train.freeze", what).to_string()).into());
+        return Err(BadInput(plan.mistake(key, what).to_string()).into());
     }
     Ok(trainable)
 }

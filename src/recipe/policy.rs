@@ -113,6 +113,8 @@ choice! {
         ReinforcePlusPlus = "reinforce_plus_plus",
         /// Reward minus the group's mean, normalised over the tokens of the whole batch.
         ReinforcePlusPlusBaseline = "reinforce_plus_plus_baseline",
+        /// What a token turned out better than the critic of `[critic]` expected (GAE), normalised over the whole batch.
+        Gae = "gae",
     }
 }
 

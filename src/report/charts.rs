@@ -39,7 +39,7 @@ struct Spec {
 }
 
 /// Title, metrics (the second and later ones dashed), unit on the y-axis. Sections follow one another.
-const SPECS: [Spec; 14] = {
+const SPECS: [Spec; 19] = {
     const fn spec(
         section: &'static str,
         title: &'static str,
@@ -53,6 +53,7 @@ const SPECS: [Spec; 14] = {
     }
     const L: &str = "Learning";
     const S: &str = "Stability";
+    const V: &str = "Critic";
     const C: &str = "Cold start";
     const T: &str = "Speed";
     [
@@ -65,6 +66,11 @@ const SPECS: [Spec; 14] = {
         spec(S, "KL, rollout to training", &["rollout_corr/kl"], "nats per token"),
         spec(S, "KL, old to new policy", &["actor/ppo_kl"], "nats per token"),
         spec(S, "Clip fraction", &["actor/pg_clipfrac"], "share of tokens"),
+        spec(V, "Explained variance", &["critic/vf_explained_var"], "share of the returns' variance"),
+        spec(V, "Values and returns", &["critic/values/mean", "critic/returns/mean"], "mean over tokens"),
+        log(spec(V, "Value loss", &["critic/vf_loss"], "half the squared error")),
+        log(spec(V, "Gradient norm, critic", &["critic/grad_norm"], "norm before clipping")),
+        spec(V, "Clip fraction, critic", &["critic/vf_clipfrac"], "share of tokens"),
         Spec {
             phase: Phase::ColdStart,
             ..log(spec(C, "Loss", &["cold_start/loss", "cold_start/held_out_loss"], "nats per token"))

@@ -1,6 +1,7 @@
 //! The policy's updates from a step's groups: what is fixed before the first, then loss and gradients of each.
 
 use super::accumulate::Learner;
+use super::critic::CriticStep;
 use super::experience::{Experience, chosen_routes, joined, kept_routes, spans};
 use super::forward_backward::{HeadGradient, PassOutput, PassSettings};
 use super::gradients::Gradients;
@@ -27,6 +28,8 @@ pub struct PolicyStep<'a> {
     pub learner: Learner<'a>,
     /// Weights of the frozen reference; `policy.kl` needs them.
     pub reference: Option<&'a Parameters>,
+    /// What gives the values; the advantage `gae` needs it.
+    pub critic: Option<CriticStep<'a>>,
     pub policy: &'a recipe::Policy,
     pub pass: PassSettings,
     /// An arm: the old log-probs come from a forward of their own, whatever `policy.old_logprob` says.
@@ -79,6 +82,9 @@ impl PolicyStep<'_> {
             if policy.router_replay == RouterReplay::Recompute {
                 experience.routes = Some(chosen_routes(&batches, &outputs, top_k));
             }
+        }
+        if let Some(critic) = &self.critic {
+            experience.values = Some(critic.values(&experience.sequences)?);
         }
         self.advantages(groups, &trajectories, &mut experience)?;
         if let Some(training) = &experience.training {
@@ -187,10 +193,11 @@ impl PolicyStep<'_> {
             measured.set("actor/reward_kl_penalty", penalised.kl);
             token_rewards = penalised.rewards;
             let penalties = sequences.scores(&token_rewards)?;
-            if self.policy.advantage != Advantage::ReinforcePlusPlus {
+            if !matches!(self.policy.advantage, Advantage::ReinforcePlusPlus | Advantage::Gae) {
                 rewards.iter_mut().zip(&penalties).for_each(|(reward, penalty)| *reward += penalty);
             }
         }
+        let mut returns = None;
         let sizes: Vec<usize> = groups.iter().map(|g| g.trajectories.len()).collect();
         let of_group = |estimator| sequences.broadcast(&group_advantages(estimator, &rewards, &sizes)?);
         let advantages = match self.policy.advantage {
@@ -198,18 +205,23 @@ impl PolicyStep<'_> {
             Advantage::DrGrpo => of_group(GroupEstimator::DrGrpo)?,
             Advantage::Rloo => of_group(GroupEstimator::Rloo)?,
             Advantage::ReinforcePlusPlus => {
-                for (reward, row) in rewards.iter().zip(sequences.rows()) {
-                    if let Some(last) = row.last() {
-                        token_rewards[last] += *reward;
-                    }
-                }
+                reward_at_the_end(&sequences, &mut token_rewards, &rewards);
                 reinforce_plus_plus(&sequences, &token_rewards, 1.0)?.advantages
             }
             Advantage::ReinforcePlusPlusBaseline => {
                 reinforce_plus_plus_baseline(&sequences, &rewards, &sizes)?
             }
+            Advantage::Gae => {
+                reward_at_the_end(&sequences, &mut token_rewards, &rewards);
+                let (critic, values) = self.critic.zip(experience.values.as_ref()).context("no critic")?;
+                let estimate = critic.estimate(&sequences, &token_rewards, values)?;
+                measured.extend(estimate.metrics);
+                returns = Some(estimate.returns);
+                estimate.advantages
+            }
         };
         experience.advantages = advantages;
+        experience.returns = returns;
         experience.metrics.extend(measured);
         let spread = || experience.advantages.iter().map(|&a| f64::from(a));
         let mean = spread().sum::<f64>() / experience.advantages.len() as f64;
@@ -239,6 +251,15 @@ impl PolicyStep<'_> {
             let tokens: usize = batches.iter().map(|b| b.tokens.len()).sum();
             let shares = outputs.iter().zip(batches).map(|(o, b)| o.load_balance * b.tokens.len() as f64);
             metrics.set("actor/load_balance", shares.sum::<f64>() / tokens.max(1) as f64);
+        }
+    }
+}
+
+/// Adds each sequence's reward to its last sampled token.
+fn reward_at_the_end(sequences: &Sequences, token_rewards: &mut [f32], rewards: &[f32]) {
+    for (reward, row) in rewards.iter().zip(sequences.rows()) {
+        if let Some(last) = row.last() {
+            token_rewards[last] += *reward;
         }
     }
 }

@@ -54,6 +54,7 @@ impl Fixture {
         PolicyStep {
             learner: Learner { threads, model, parameters, trainable },
             reference,
+            critic: None,
             policy,
             pass: pass(),
             second_forward: None,

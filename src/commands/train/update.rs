@@ -1,9 +1,10 @@
-//! A step's updates of the policy, and the reference they may be held to.
+//! A step's updates of critic and policy, and the reference the policy may be held to.
 
 use super::Trainer;
 use crate::metrics::{Accumulator, Metrics};
 use crate::model::forward::ForwardOptions;
 use crate::recipe::KlPlace;
+use crate::train::critic::{Critic, CriticStep};
 use crate::train::forward_backward::PassSettings;
 use crate::train::optimizer::Optimizer;
 use crate::train::policy_step::PolicyStep;
@@ -13,18 +14,27 @@ use anyhow::Result;
 
 impl Trainer<'_> {
     /// Makes the updates of step `step` and returns their figures: means over updates, and the gap between training
-    /// and rollout as it was before the first.
+    /// and rollout as it was before the first. While a critic warms up it alone learns.
     pub(super) fn update(
         &self,
         step: u64,
         groups: &[&Group],
         optimizer: &mut Optimizer,
+        critic: Option<&mut Critic>,
         lr: f64,
     ) -> Result<Metrics> {
         let train = &self.bench.plan.recipe.train;
-        let policy = self.policy_step();
-        let experience = self.timings.time("old_log_prob", || policy.prepare(groups))?;
+        let view = critic.as_deref().map(|critic| self.critic_step(critic));
+        let experience = self.timings.time("old_log_prob", || self.policy_step(view).prepare(groups))?;
         let mut metrics = experience.metrics.clone();
+        if let Some(critic) = critic {
+            metrics.extend(self.update_critic(step, &experience, critic)?);
+            if step <= critic.settings.warmup_steps {
+                return Ok(metrics);
+            }
+        }
+        metrics.set("actor/lr", lr);
+        let policy = self.policy_step(None);
         let mut means = Accumulator::new();
         let (mut updates, mut skipped) = (0, 0);
         for epoch in 0..train.epochs as u64 {
@@ -34,7 +44,13 @@ impl Trainer<'_> {
                     skipped += 1;
                     continue;
                 };
-                let norm = self.apply(optimizer, update.gradients, train.optimizer.grad_norm_max, lr)?;
+                let norm = self.apply(
+                    &self.bench.parameters,
+                    optimizer,
+                    update.gradients,
+                    train.optimizer.grad_norm_max,
+                    lr,
+                )?;
                 means.mean("actor/grad_norm", norm, 1.0);
                 update.metrics.iter().for_each(|(name, value)| means.mean(name, value, 1.0));
                 // A whole batch shows its own gap, whatever an arm does to the forward before it.
@@ -69,12 +85,14 @@ impl Trainer<'_> {
         Ok(())
     }
 
-    fn policy_step(&self) -> PolicyStep<'_> {
+    /// `critic` is read by [`PolicyStep::prepare`] alone.
+    fn policy_step<'s>(&'s self, critic: Option<CriticStep<'s>>) -> PolicyStep<'s> {
         let recipe = &self.bench.plan.recipe;
         let load_balance = recipe.train.load_balance_coefficient;
         PolicyStep {
             learner: self.learner(),
             reference: self.reference.as_ref(),
+            critic,
             policy: &recipe.policy,
             pass: PassSettings { load_balance, ..self.pass(recipe.rollout.temperature) },
             second_forward: ForwardOptions::second_forward(&recipe.arms, recipe.train.seed),
