@@ -13,6 +13,7 @@ use crate::metrics::{Console, Metrics, Phase, Row, Timings};
 use crate::model::config::Form;
 use crate::model::weights::Parameters;
 use crate::policy::alarm::alarm;
+use crate::policy::kl_in_reward::KlController;
 use crate::recipe::{self, Dtype, SavedDtype, locate};
 use crate::rollout::Rollouts;
 use crate::rollout::stored::Stored;
@@ -65,9 +66,18 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     if let Some(confinement) = bench.confinement() {
         folder.write_confinement(&confinement)?;
     }
-    let timings = Timings::new();
-    let mut trainer =
-        Trainer { bench: &bench, folder, console, stop, timings, stored, timed_out: false, reference: None };
+    let steered = point.as_ref().and_then(|point| point.state.kl_coefficient);
+    let mut trainer = Trainer {
+        bench: &bench,
+        folder,
+        console,
+        stop,
+        timings: Timings::new(),
+        stored,
+        timed_out: false,
+        reference: None,
+        kl: Trainer::kl_controller(&bench.recipe().policy.kl, steered)?,
+    };
     let stopped = trainer.run(&examples, &held_out, point)?;
     trainer.console.print(&format!("{} {}", if stopped { "stopped:" } else { "done:" }, out.display()));
     Ok(if stopped { EXIT_STOPPED } else { EXIT_DONE })
@@ -121,6 +131,8 @@ struct Trainer<'a> {
     timed_out: bool,
     /// The frozen reference, where the recipe asks for one.
     reference: Option<Parameters>,
+    /// The coefficient of the divergence from it, which a target may steer.
+    kl: KlController,
 }
 
 impl<'a> Trainer<'a> {
@@ -382,6 +394,7 @@ impl<'a> Trainer<'a> {
             updates: optimizer.updates,
             critic_updates: critic.map_or(0, |critic| critic.optimizer.updates),
             metrics_bytes: self.folder.sync_metrics()?,
+            kl_coefficient: self.kl.steered(),
         };
         let snapshot = Snapshot {
             config: &bench.model.config,

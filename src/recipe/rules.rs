@@ -291,7 +291,9 @@ impl Rules<'_> {
             }
         }
         let advantage = self.recipe.policy.advantage;
-        if rollout.samples_per_prompt == 1 && matches!(advantage, Advantage::Grpo | Advantage::Rloo) {
+        if rollout.samples_per_prompt == 1
+            && matches!(advantage, Advantage::Grpo | Advantage::DrGrpo | Advantage::Rloo)
+        {
             self.warn(
                 &["rollout.samples_per_prompt", "policy.advantage"],
                 format!("a group of one keeps its raw reward as advantage under {advantage}; give 2 or more for a baseline"),

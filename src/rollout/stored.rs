@@ -113,7 +113,7 @@ impl Stored {
                 .iter()
                 .map(|row| (Trajectory { step, ..row.trajectory.clone() }, row.messages.clone()))
                 .unzip();
-            rollouts.groups.push(Group { trajectories });
+            rollouts.groups.push(Group { trajectories, greedy: None });
             rollouts.messages.push(messages);
         }
         rollouts

@@ -41,6 +41,9 @@ pub struct TrainerState {
     pub critic_updates: u64,
     /// Length of `metrics.jsonl` at this point, bytes.
     pub metrics_bytes: u64,
+    /// What the coefficient of `policy.kl` was steered to, where it is steered.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kl_coefficient: Option<f64>,
 }
 
 /// The name of a checkpoint's folder: `step-NNNNNN`, or `cold-start-NNNNNN` before reinforcement learning.

@@ -6,11 +6,12 @@ use super::experience::{Experience, chosen_routes, joined, kept_routes, spans};
 use super::forward_backward::{HeadGradient, PassOutput, PassSettings};
 use super::gradients::Gradients;
 use super::objective::{self, Share, objective};
+use crate::bad_input;
 use crate::metrics::Metrics;
 use crate::model::forward::ForwardOptions;
 use crate::model::weights::Parameters;
 use crate::policy::advantage::{
-    GroupEstimator, group_advantages, reinforce_plus_plus, reinforce_plus_plus_baseline,
+    GroupEstimator, group_advantages, reinforce_plus_plus, reinforce_plus_plus_baseline, remax,
 };
 use crate::policy::correction::correct;
 use crate::policy::kl_in_reward::kl_in_reward;
@@ -31,6 +32,8 @@ pub struct PolicyStep<'a> {
     /// What gives the values; the advantage `gae` needs it.
     pub critic: Option<CriticStep<'a>>,
     pub policy: &'a recipe::Policy,
+    /// Weight of the divergence in the reward at this step: `policy.kl.coefficient`, or what it was steered to.
+    pub kl_coefficient: f64,
     pub pass: PassSettings,
     /// An arm: the old log-probs come from a forward of their own, whatever `policy.old_logprob` says.
     pub second_forward: Option<ForwardOptions>,
@@ -144,6 +147,16 @@ impl PolicyStep<'_> {
         Ok(Some(Update { gradients, metrics, log_probs: joined(&outputs) }))
     }
 
+    /// The gap between training and rollout over all of `experience`, from a forward of its own. Needed where the first
+    /// update takes only a part of the batch and nothing else asked for a forward before it.
+    ///
+    /// # Errors
+    /// As [`Self::prepare`].
+    pub fn gap(&self, experience: &Experience) -> Result<Metrics> {
+        let outputs = self.learner.forward(&experience.batches(self.micro_batch_tokens), self.pass)?;
+        experience.compare(&joined(&outputs))
+    }
+
     fn anchor(&self) -> OldLogProb {
         match self.policy.old_logprob {
             _ if self.second_forward.is_some() => OldLogProb::Recompute,
@@ -172,49 +185,38 @@ impl PolicyStep<'_> {
         experience: &mut Experience,
     ) -> Result<()> {
         let mut rewards: Vec<f32> = trajectories.iter().map(|t| t.reward).collect();
-        let count = rewards.len().max(1) as f64;
-        if self.policy.overlong.buffer_tokens > 0 {
-            let settings = &self.policy.overlong;
-            let overlong = Overlong::new(self.response_tokens_max, settings.buffer_tokens, settings.penalty)?;
+        let shaping = self.shaping()?;
+        if let Some(overlong) = &shaping {
             let shaped: Vec<f32> = trajectories.iter().map(|t| overlong.reward(t.sampled_tokens())).collect();
             let sum: f64 = shaped.iter().map(|&s| f64::from(s)).sum();
-            experience.metrics.set("critic/overlong_reward/mean", sum / count);
+            experience.metrics.set("critic/overlong_reward/mean", sum / rewards.len().max(1) as f64);
             rewards.iter_mut().zip(&shaped).for_each(|(reward, shaped)| *reward += shaped);
         }
+        let (penalties, mut measured) = self.reward_penalties(experience)?;
         let sequences = experience.tokens()?;
-        let mut token_rewards = vec![0.0; sequences.tokens()];
-        let mut measured = Metrics::new();
-        if let (KlPlace::Reward, Some(reference)) = (self.policy.kl.place, &experience.reference) {
-            let kl = &self.policy.kl;
-            let anchor = experience.training.as_ref().unwrap_or(&experience.rollout);
-            let divergence = objective::divergence(kl)?;
-            let penalised =
-                kl_in_reward(&sequences, &token_rewards, anchor, reference, divergence, kl.coefficient)?;
-            measured.set("actor/reward_kl_penalty", penalised.kl);
-            token_rewards = penalised.rewards;
-            let penalties = sequences.scores(&token_rewards)?;
-            if !matches!(self.policy.advantage, Advantage::ReinforcePlusPlus | Advantage::Gae) {
-                rewards.iter_mut().zip(&penalties).for_each(|(reward, penalty)| *reward += penalty);
-            }
-        }
         let mut returns = None;
         let sizes: Vec<usize> = groups.iter().map(|g| g.trajectories.len()).collect();
-        let of_group = |estimator| sequences.broadcast(&group_advantages(estimator, &rewards, &sizes)?);
+        let per_token = || token_rewards(&sequences, &rewards, penalties.clone());
+        let whole = || -> Result<Vec<f32>> {
+            let penalties = sequences.scores(&penalties)?;
+            Ok(rewards.iter().zip(&penalties).map(|(reward, penalty)| reward + penalty).collect())
+        };
+        let of_group = |estimator| sequences.broadcast(&group_advantages(estimator, &whole()?, &sizes)?);
         let advantages = match self.policy.advantage {
             Advantage::Grpo => of_group(GroupEstimator::Grpo)?,
             Advantage::DrGrpo => of_group(GroupEstimator::DrGrpo)?,
+            Advantage::GrpoBatchStd => of_group(GroupEstimator::GrpoBatchStd)?,
             Advantage::Rloo => of_group(GroupEstimator::Rloo)?,
-            Advantage::ReinforcePlusPlus => {
-                reward_at_the_end(&sequences, &mut token_rewards, &rewards);
-                reinforce_plus_plus(&sequences, &token_rewards, 1.0)?.advantages
-            }
+            Advantage::ReinforcePlusPlus => reinforce_plus_plus(&sequences, &per_token(), 1.0)?.advantages,
             Advantage::ReinforcePlusPlusBaseline => {
-                reinforce_plus_plus_baseline(&sequences, &rewards, &sizes)?
+                reinforce_plus_plus_baseline(&sequences, &whole()?, &sizes)?
+            }
+            Advantage::Remax => {
+                remax(&sequences, &per_token(), &greedy_rewards(groups, shaping.as_ref())?)?.advantages
             }
             Advantage::Gae => {
-                reward_at_the_end(&sequences, &mut token_rewards, &rewards);
                 let (critic, values) = self.critic.zip(experience.values.as_ref()).context("no critic")?;
-                let estimate = critic.estimate(&sequences, &token_rewards, values)?;
+                let estimate = critic.estimate(&sequences, &per_token(), values)?;
                 measured.extend(estimate.metrics);
                 returns = Some(estimate.returns);
                 estimate.advantages
@@ -230,6 +232,32 @@ impl PolicyStep<'_> {
         experience.metrics.set("critic/advantages/max", max);
         experience.metrics.set("critic/advantages/min", min);
         Ok(())
+    }
+
+    fn shaping(&self) -> Result<Option<Overlong>> {
+        let settings = &self.policy.overlong;
+        if settings.buffer_tokens == 0 {
+            return Ok(None);
+        }
+        Overlong::new(self.response_tokens_max, settings.buffer_tokens, settings.penalty).map(Some)
+    }
+
+    /// What the divergence from the reference takes off each token's reward, 0 without one in the reward, and its figures.
+    /// It is measured between the reference and the anchor O.
+    fn reward_penalties(&self, experience: &Experience) -> Result<(Vec<f32>, Metrics)> {
+        let sequences = experience.tokens()?;
+        let (nothing, mut metrics) = (vec![0.0; sequences.tokens()], Metrics::new());
+        let (KlPlace::Reward, Some(reference)) = (self.policy.kl.place, &experience.reference) else {
+            return Ok((nothing, metrics));
+        };
+        let training = experience.training.as_deref().unwrap_or(&experience.rollout);
+        let anchor = self.anchor().select(training, &experience.rollout, Some(training), 1)?;
+        let divergence = objective::divergence(&self.policy.kl)?;
+        let penalised =
+            kl_in_reward(&sequences, &nothing, anchor, reference, divergence, self.kl_coefficient)?;
+        metrics.set("actor/reward_kl_penalty", penalised.kl);
+        metrics.set("actor/reward_kl_penalty_coeff", self.kl_coefficient);
+        Ok((penalised.rewards, metrics))
     }
 
     /// Denominators of one update, after any rejection.
@@ -255,11 +283,28 @@ impl PolicyStep<'_> {
     }
 }
 
-/// Adds each sequence's reward to its last sampled token.
-fn reward_at_the_end(sequences: &Sequences, token_rewards: &mut [f32], rewards: &[f32]) {
+/// Rewards token by token: a response's own on its last token, `penalties` on each.
+fn token_rewards(sequences: &Sequences, rewards: &[f32], penalties: Vec<f32>) -> Vec<f32> {
+    let mut of_tokens = penalties;
     for (reward, row) in rewards.iter().zip(sequences.rows()) {
         if let Some(last) = row.last() {
-            token_rewards[last] += *reward;
+            of_tokens[last] += *reward;
         }
     }
+    of_tokens
+}
+
+/// The reward of each prompt's greedy sample, once for every trajectory of its group, shaped as theirs are.
+fn greedy_rewards(groups: &[&Group], shaping: Option<&Overlong>) -> Result<Vec<f32>> {
+    let of_group = |group: &&Group| -> Result<Vec<f32>> {
+        let Some(greedy) = &group.greedy else {
+            return Err(bad_input!(
+                "policy.advantage = \"remax\" needs a greedy sample of every prompt, and these trajectories have none; \
+                 sample them anew"
+            ));
+        };
+        let shaped = shaping.map_or(0.0, |overlong| overlong.reward(greedy.sampled_tokens()));
+        Ok(vec![greedy.reward + shaped; group.trajectories.len()])
+    };
+    Ok(groups.iter().map(of_group).collect::<Result<Vec<_>>>()?.concat())
 }

@@ -3,6 +3,7 @@
 mod console;
 mod critic;
 mod ended;
+mod policy;
 mod refused;
 mod same_run;
 
