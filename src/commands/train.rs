@@ -2,6 +2,7 @@
 
 mod critic;
 mod generate;
+mod save;
 mod update;
 
 use super::evaluation::evaluate;
@@ -10,16 +11,15 @@ use super::signals::Stop;
 use super::workbench::Workbench;
 use crate::cli::{EXIT_DONE, EXIT_STOPPED, RunArgs};
 use crate::metrics::{Console, Metrics, Phase, Row, Timings};
-use crate::model::config::Form;
 use crate::model::weights::Parameters;
 use crate::policy::alarm::alarm;
 use crate::policy::kl_in_reward::KlController;
-use crate::recipe::{self, Dtype, SavedDtype, locate};
+use crate::recipe::{self, Dtype, locate};
 use crate::rollout::Rollouts;
 use crate::rollout::stored::Stored;
 use crate::train::accumulate::Learner;
 use crate::train::batch::Sequence;
-use crate::train::checkpoint::{self, Snapshot, TrainerState};
+use crate::train::checkpoint;
 use crate::train::critic::Critic;
 use crate::train::forward_backward::PassSettings;
 use crate::train::gradients::Gradients;
@@ -358,58 +358,5 @@ impl<'a> Trainer<'a> {
     fn write_row(&mut self, step: u64, phase: Phase, mut metrics: Metrics) -> Result<()> {
         metrics.extend(self.timings.take());
         self.folder.write_metrics(&Row { step, phase, metrics })
-    }
-
-    /// Saves when it is time, at the end of a stage and when a signal asked for it. Returns whether one did.
-    fn checkpoint_or_stop(
-        &mut self,
-        phase: Phase,
-        step: u64,
-        last: bool,
-        optimizer: &Optimizer,
-        critic: Option<&Critic>,
-    ) -> Result<bool> {
-        let asked = self.stop.asked();
-        let every = self.bench.plan.recipe.checkpoint.every_steps;
-        if asked || last || (every > 0 && step.is_multiple_of(every)) {
-            let begun = std::time::Instant::now();
-            self.save(phase, step, optimizer, critic)?;
-            self.timings.add("save_checkpoint", begun.elapsed().as_secs_f64());
-        }
-        Ok(asked)
-    }
-
-    fn save(
-        &mut self,
-        phase: Phase,
-        step: u64,
-        optimizer: &Optimizer,
-        critic: Option<&Critic>,
-    ) -> Result<()> {
-        let bench = self.bench;
-        let checkpoint = &bench.plan.recipe.checkpoint;
-        let state = TrainerState {
-            phase,
-            step,
-            updates: optimizer.updates,
-            critic_updates: critic.map_or(0, |critic| critic.optimizer.updates),
-            metrics_bytes: self.folder.sync_metrics()?,
-            kl_coefficient: self.kl.steered(),
-        };
-        let snapshot = Snapshot {
-            config: &bench.model.config,
-            form: match checkpoint.dtype {
-                SavedDtype::F32 => Form::F32,
-                SavedDtype::Bf16 => Form::Bf16,
-                SavedDtype::Mxfp4 => Form::Mxfp4,
-            },
-            companions: &bench.companions,
-            parameters: &bench.parameters,
-            optimizer,
-            critic,
-            state,
-        };
-        snapshot.write(&self.folder.path, checkpoint.keep)?;
-        Ok(())
     }
 }

@@ -13,6 +13,10 @@ table! {
         pub lambda: f64 = 1.0 => from(0.0).to(1.0),
         /// First steps of reinforcement learning in which only the critic learns.
         pub warmup_steps: u64 = 0 => from(0.0).to(1e9),
+        /// Updates of a pass over the step's trajectories, as `train.minibatches` of the policy.
+        pub minibatches: usize = 1 => from(1.0).to(1e6),
+        /// Passes over the step's trajectories.
+        pub epochs: usize = 1 => from(1.0).to(1e6),
         /// A token whose value came nearer to its return by more than this within a step learns no more in it; 0 means no bound.
         pub value_clip: f64 = 0.5 => from(0.0).to(1e6),
         /// Parameters of the critic that stay as they are, as patterns like those of `train.freeze`; its head is

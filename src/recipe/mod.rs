@@ -73,7 +73,7 @@ table! {
         pub policy: Policy = Policy::default(),
         /// The critic of `policy.advantage = "gae"`: a second model of the policy's architecture, which starts from the policy's
         /// weights at the start of reinforcement learning, with a head that gives each token one value. Every step it learns the
-        /// returns with as many updates as the policy makes, on the same minibatches.
+        /// returns before the policy is updated.
         pub critic: Option<Critic> = None,
         /// Failures that can be switched on to be measured. All off in a healthy run.
         pub arms: Arms = Arms::default(),

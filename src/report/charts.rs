@@ -161,7 +161,7 @@ fn chart(
                 continue;
             }
             let end = |end: &str| run.series(phase, &format!("{metric}/{end}"));
-            let stem = metric.rsplit('/').next().unwrap_or(metric).replace('_', " ");
+            let stem = metric.split_once('/').map_or(*metric, |(_, stem)| stem).replace(['_', '/'], " ");
             let name = if nth > 0 { format!("{}, {stem} (dashed)", run.label) } else { run.label.clone() };
             let interval = (end("ci95_low"), end("ci95_high"));
             series.push(Series { run: i, name, dashed: nth > 0, points, interval });

@@ -5,7 +5,7 @@ use crate::commands::run_folder::ResumePoint;
 use crate::commands::workbench::Workbench;
 use crate::metrics::{Accumulator, Metrics};
 use crate::model::forward::ForwardOptions;
-use crate::recipe::Dtype;
+use crate::recipe::{self, Dtype};
 use crate::train::accumulate::Learner;
 use crate::train::checkpoint;
 use crate::train::critic::{Critic, CriticStep};
@@ -41,9 +41,10 @@ impl Trainer<'_> {
         critic: &mut Critic,
     ) -> Result<Metrics> {
         let train = &self.bench.plan.recipe.train;
+        let recipe::Critic { minibatches, epochs, .. } = critic.settings;
         let mut means = Accumulator::new();
-        for epoch in 0..train.epochs as u64 {
-            for indices in experience.minibatches(train.minibatches, train.seed, step, epoch) {
+        for epoch in 0..epochs as u64 {
+            for indices in experience.minibatches(minibatches, train.seed, step, epoch) {
                 let part = experience.select(&indices);
                 let update =
                     self.timings.time("update_critic", || self.critic_step(critic).gradients(&part))?;

@@ -17,6 +17,7 @@ impl Rules<'_> {
             );
             return;
         }
+        self.minibatches("critic.minibatches", critic.minibatches);
         if steps > 0 && critic.warmup_steps >= steps {
             self.warn(
                 &["critic.warmup_steps", "train.steps"],

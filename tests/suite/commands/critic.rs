@@ -6,12 +6,14 @@ use std::sync::OnceLock;
 use tempfile::TempDir;
 
 /// A critic that learns fast enough to be seen, several updates a step, and a warm-up of one step.
-const GAE: [&str; 9] = [
+const GAE: [&str; 11] = [
     "policy.advantage=gae",
     "policy.old_logprob=rollout",
     "train.minibatches=2",
     "train.epochs=2",
     "critic.warmup_steps=1",
+    "critic.minibatches=2",
+    "critic.epochs=2",
     "critic.lambda=0.9",
     "critic.value_clip=0.05",
     "critic.optimizer.lr=3e-3",

@@ -470,6 +470,11 @@ fn contradictions_of_the_policy_are_refused_with_the_reason() {
         ),
         ("[critic]".to_owned(), "critic", "write \"gae\", or remove [critic]"),
         ("critic.optimizer.lr = 1e-4".to_owned(), "critic", "it is \"grpo\""),
+        (
+            "policy.advantage = \"gae\"\ncritic.minibatches = 65".to_owned(),
+            "critic.minibatches",
+            "65 updates of a step's 64",
+        ),
         ("policy.advantage = \"gae\"\ncritic.lambda = 1.5".to_owned(), "critic.lambda", "0 to 1"),
         ("policy.advantage = \"gae\"\ncritic.freeze = [\"\"]".to_owned(), "critic.freeze", "empty pattern"),
         (
