@@ -14,9 +14,9 @@ use crate::metrics::{Console, Metrics, Phase, Row, Timings};
 use crate::model::weights::Parameters;
 use crate::policy::alarm::alarm;
 use crate::policy::kl_in_reward::KlController;
-use crate::recipe::{self, Dtype, locate};
+use crate::recipe::{self, Dtype, RouterReplay, locate};
 use crate::rollout::Rollouts;
-use crate::rollout::stored::Stored;
+use crate::rollout::stored::{RouteShape, Stored};
 use crate::train::accumulate::Learner;
 use crate::train::batch::Sequence;
 use crate::train::checkpoint;
@@ -86,7 +86,12 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
 /// The trajectories that take the place of sampling, if the recipe names any.
 fn stored(bench: &Workbench) -> Result<Option<Stored>> {
     let config = &bench.model.config;
-    let open = |file: &PathBuf| Stored::open(file, config.vocab_size, bench.model.context_tokens_max());
+    let replayed = (bench.recipe().policy.router_replay == RouterReplay::Rollout).then_some(RouteShape {
+        per_token: config.num_hidden_layers * config.num_experts_per_tok,
+        experts: config.num_local_experts,
+    });
+    let context = bench.model.context_tokens_max();
+    let open = |file: &PathBuf| Stored::open(file, config.vocab_size, context, replayed);
     bench.recipe().train.trajectories.as_ref().map(open).transpose()
 }
 

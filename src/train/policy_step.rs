@@ -1,8 +1,9 @@
 //! The policy's updates from a step's groups: what is fixed before the first, then loss and gradients of each.
 
 use super::accumulate::Learner;
+use super::batch::MicroBatch;
 use super::critic::CriticStep;
-use super::experience::{Experience, chosen_routes, joined, kept_routes, spans};
+use super::experience::{Experience, Routes, chosen_routes, joined, kept_routes, spans};
 use super::forward_backward::{HeadGradient, PassOutput, PassSettings};
 use super::gradients::Gradients;
 use super::objective::{self, Share, objective};
@@ -51,6 +52,8 @@ pub struct Update {
     pub metrics: Metrics,
     /// Log-probabilities of the update's forward, one a trained token.
     pub log_probs: Vec<f32>,
+    /// The experts it chose, where those of sampling are known.
+    routes: Vec<Routes>,
 }
 
 impl PolicyStep<'_> {
@@ -74,6 +77,8 @@ impl PolicyStep<'_> {
         }
         if policy.router_replay == RouterReplay::Rollout {
             experience.routes = Some(kept_routes(&trajectories, config.num_hidden_layers, top_k)?);
+        } else {
+            experience.sampled_routes = kept_routes(&trajectories, config.num_hidden_layers, top_k).ok();
         }
         let anchor = self.anchor();
         let anchor_in_reward = policy.kl.place == KlPlace::Reward && anchor == OldLogProb::Detach;
@@ -81,6 +86,8 @@ impl PolicyStep<'_> {
             let batches = experience.batches(self.micro_batch_tokens);
             let forward = self.second_forward.unwrap_or(self.pass.forward);
             let outputs = self.learner.forward(&batches, PassSettings { forward, ..self.pass })?;
+            let found = self.compare(&experience, &batches, &outputs)?;
+            experience.metrics.extend(found);
             experience.training = Some(joined(&outputs));
             if policy.router_replay == RouterReplay::Recompute {
                 experience.routes = Some(chosen_routes(&batches, &outputs, top_k));
@@ -90,9 +97,6 @@ impl PolicyStep<'_> {
             experience.values = Some(critic.values(&experience.sequences)?);
         }
         self.advantages(groups, &trajectories, &mut experience)?;
-        if let Some(training) = &experience.training {
-            experience.metrics.extend(experience.compare(training)?);
-        }
         self.correct(&mut experience)?;
         Ok(experience)
     }
@@ -144,7 +148,13 @@ impl PolicyStep<'_> {
             .collect::<Result<Vec<_>>>()?;
         let mut metrics = objective::metrics(self.policy, shares);
         self.measure(experience, &outputs, &batches, &mut metrics);
-        Ok(Some(Update { gradients, metrics, log_probs: joined(&outputs) }))
+        let log_probs = joined(&outputs);
+        Ok(Some(Update {
+            gradients,
+            metrics,
+            log_probs,
+            routes: self.routes(experience, &batches, &outputs),
+        }))
     }
 
     /// The gap between training and rollout over all of `experience`, from a forward of its own. Needed where the first
@@ -153,8 +163,37 @@ impl PolicyStep<'_> {
     /// # Errors
     /// As [`Self::prepare`].
     pub fn gap(&self, experience: &Experience) -> Result<Metrics> {
-        let outputs = self.learner.forward(&experience.batches(self.micro_batch_tokens), self.pass)?;
-        experience.compare(&joined(&outputs))
+        let batches = experience.batches(self.micro_batch_tokens);
+        let outputs = self.learner.forward(&batches, self.pass)?;
+        self.compare(experience, &batches, &outputs)
+    }
+
+    /// The gap between rollout and the forward of `update`, which must be the step's first, over the tokens it took.
+    ///
+    /// # Errors
+    /// As [`Self::prepare`].
+    pub fn gap_of(&self, experience: &Experience, update: &Update) -> Result<Metrics> {
+        let top_k = self.learner.model.config.num_experts_per_tok;
+        experience.compare(&update.log_probs, &update.routes, top_k)
+    }
+
+    fn compare(
+        &self,
+        experience: &Experience,
+        batches: &[MicroBatch],
+        outputs: &[PassOutput],
+    ) -> Result<Metrics> {
+        let top_k = self.learner.model.config.num_experts_per_tok;
+        experience.compare(&joined(outputs), &self.routes(experience, batches, outputs), top_k)
+    }
+
+    /// The experts that a forward chose, if there is something to compare them with.
+    fn routes(&self, experience: &Experience, batches: &[MicroBatch], outputs: &[PassOutput]) -> Vec<Routes> {
+        let top_k = self.learner.model.config.num_experts_per_tok;
+        match experience.sampled_routes {
+            Some(_) => chosen_routes(batches, outputs, top_k),
+            None => vec![],
+        }
     }
 
     fn anchor(&self) -> OldLogProb {
@@ -270,7 +309,7 @@ impl PolicyStep<'_> {
         &self,
         experience: &Experience,
         outputs: &[PassOutput],
-        batches: &[super::batch::MicroBatch],
+        batches: &[MicroBatch],
         metrics: &mut Metrics,
     ) {
         let entropies = outputs.iter().flat_map(|o| &o.entropies).map(|&e| f64::from(e));

@@ -4,6 +4,7 @@ mod commands;
 mod commands_eval;
 mod critic;
 mod data;
+mod dense;
 mod harmony;
 mod instructions;
 mod interpreter;

@@ -210,10 +210,12 @@ fn what_is_likely_not_meant_is_a_warning() {
           for a baseline"
         ]
     );
-    assert_eq!(
-        warnings("rollout.samples_per_prompt = 1\npolicy.advantage = \"reinforce_plus_plus\"").len(),
-        0
-    );
+    for (advantage, count) in
+        [("dr_grpo", 1), ("grpo_batch_std", 1), ("reinforce_plus_plus", 0), ("remax", 0)]
+    {
+        let text = format!("rollout.samples_per_prompt = 1\npolicy.advantage = \"{advantage}\"");
+        assert_eq!(warnings(&text).len(), count, "{advantage}");
+    }
     assert!(warnings("train.optimizer.warmup_steps = 80")[0].contains("does not end within the 80"));
     let gae = "policy.advantage = \"gae\"\n";
     assert_eq!(warnings(&format!("{gae}rollout.samples_per_prompt = 1")).len(), 0);
@@ -300,6 +302,19 @@ fn the_quickstart_is_the_measured_configuration() {
     assert_eq!((recipe.cold_start.optimizer.beta2, recipe.train.optimizer.beta2), (0.98, 0.99));
     assert_eq!((recipe.eval.problems_max, recipe.eval.every_steps), (512, 10));
     assert_eq!(recipe.model.tokenizer, Some(Tokenizer::Embedded));
+}
+
+#[test]
+fn the_format_rules_recipe_is_the_quickstart_with_another_task() {
+    let resolved = |name: &str, sets: &[&str]| {
+        let source = RecipeSource::File(root().join("recipes").join(name));
+        let plan =
+            source.resolve(&sets.iter().map(|&set| set.to_owned()).collect::<Vec<_>>()).expect("resolves");
+        assert_eq!(plan.warnings, Vec::<String>::new());
+        plan.recipe
+    };
+    let quickstart = resolved("quickstart.toml", &["task.name=format_rules", "rollout.turns_max=1"]);
+    assert_eq!(resolved("format_rules.toml", &[]), quickstart);
 }
 
 #[test]

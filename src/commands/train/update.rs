@@ -53,6 +53,10 @@ impl Trainer<'_> {
                     skipped += 1;
                     continue;
                 };
+                // A whole batch shows its own gap, whatever an arm does to the forward before it.
+                if updates == 0 && train.minibatches == 1 {
+                    metrics.extend(policy.gap_of(&part, &update)?);
+                }
                 let norm = self.apply(
                     &self.bench.parameters,
                     optimizer,
@@ -62,10 +66,6 @@ impl Trainer<'_> {
                 )?;
                 means.mean("actor/grad_norm", norm, 1.0);
                 update.metrics.iter().for_each(|(name, value)| means.mean(name, value, 1.0));
-                // A whole batch shows its own gap, whatever an arm does to the forward before it.
-                if updates == 0 && train.minibatches == 1 {
-                    metrics.extend(part.compare(&update.log_probs)?);
-                }
                 updates += 1;
             }
         }

@@ -42,7 +42,7 @@ fn remax_measures_each_response_against_its_prompts_greedy_one() {
     }
     fixture.groups[1].greedy = None;
     let policy = Policy { advantage: Advantage::Remax, ..Policy::default() };
-    let refused = fixture.step(&policy, None).prepare(&fixture.groups()).err().expect("no baseline");
+    let refused = fixture.step(&policy, None).prepare(&fixture.groups()).expect_err("no baseline");
     assert!(format!("{refused:#}").contains("needs a greedy sample"), "{refused:#}");
 }
 
@@ -146,7 +146,7 @@ fn the_gap_is_that_of_the_whole_batch_when_updates_take_parts() {
     assert!(experience.training.is_none());
     let gap = step.gap(&experience).unwrap();
     let first = experience.select(&[0]);
-    let of_first = first.compare(&step.gradients(&first).unwrap().unwrap().log_probs).unwrap();
+    let of_first = step.gap_of(&first, &step.gradients(&first).unwrap().unwrap()).unwrap();
     assert_eq!(get(&of_first, "mismatch/bit_equal_fraction"), 1.0);
     let tokens = experience.rollout.len() as f64;
     let last = (experience.cu_seqlens[6] - experience.cu_seqlens[5]) as f64;
@@ -155,7 +155,7 @@ fn the_gap_is_that_of_the_whole_batch_when_updates_take_parts() {
     assert!((get(&gap, "mismatch/log_ppl_abs_diff_max") - 2.0).abs() < 1e-5);
     // The same as what an update of the whole batch shows of itself.
     let whole = step.gradients(&experience).unwrap().unwrap();
-    assert_eq!(gap, experience.compare(&whole.log_probs).unwrap());
+    assert_eq!(gap, step.gap_of(&experience, &whole).unwrap());
 }
 
 #[test]
@@ -198,4 +198,39 @@ fn a_trajectory_without_sampled_tokens_changes_nothing() {
     assert_eq!(with.metrics, without.metrics);
     assert_eq!(with.log_probs, without.log_probs);
     assert!(distance(&values(&with), &values(&without)) < 1e-6);
+}
+
+/// Where sampling kept its experts, the share that training chooses too is measured; replayed ones agree by construction.
+#[test]
+fn experts_kept_at_sampling_are_compared_with_those_of_training() {
+    let mut fixture = Fixture::new();
+    let recompute = Policy { old_logprob: OldLogprob::Recompute, ..Policy::default() };
+    let agreement = |fixture: &Fixture, policy: &Policy| {
+        let step = fixture.step(policy, None);
+        let experience = step.prepare(&fixture.groups()).unwrap();
+        let update = step.gradients(&experience).unwrap().unwrap();
+        let of_update = step.gap_of(&experience, &update).unwrap();
+        let found = of_update.get("mismatch/routing_agreement");
+        if experience.training.is_some() {
+            assert_eq!(experience.metrics.get("mismatch/routing_agreement"), found);
+        }
+        found
+    };
+    assert_eq!(agreement(&fixture, &recompute), Some(1.0));
+    let fed: usize = fixture.groups.iter().flat_map(|g| &g.trajectories).map(|t| t.tokens.len() - 1).sum();
+    // Another order is the same set; another expert is not. The route of a token holds two experts a layer.
+    let routes = &mut fixture.groups[0].trajectories[1].routes;
+    let layers = routes[3].len() / 2;
+    routes[2].swap(0, 1);
+    let other = (0..4).find(|expert| !routes[3][..2].contains(expert)).unwrap();
+    routes[3][0] = other;
+    let expected = 1.0 - 1.0 / (fed * layers) as f64;
+    for policy in [&Policy::default(), &recompute] {
+        let found = agreement(&fixture, policy).unwrap();
+        assert!((found - expected).abs() < 1e-12, "{found} for {expected}");
+    }
+    let replay = Policy { router_replay: rloss::recipe::RouterReplay::Rollout, ..Policy::default() };
+    assert_eq!(agreement(&fixture, &replay), None);
+    fixture.trajectories().for_each(|t| t.routes.clear());
+    assert_eq!(agreement(&fixture, &Policy::default()), None);
 }
