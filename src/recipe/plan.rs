@@ -1,11 +1,11 @@
 //! From text to plan: a recipe that was read and checked whole.
 
-use super::Recipe;
 use super::mistake::{Mistake, Mistakes, Place, Places};
 use super::model::{Architecture, Tokenizer};
 use super::reader::{Origin, Reader};
 use super::rules;
 use super::table::{Entry, Table};
+use super::{Advantage, Recipe};
 use std::path::Path;
 use toml::de::DeTable;
 
@@ -59,6 +59,9 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
         recipe.model.tokenizer.get_or_insert(Tokenizer::Embedded);
     }
     recipe.task.fill_in();
+    if recipe.policy.advantage == Advantage::Gae {
+        recipe.critic.get_or_insert_default();
+    }
     let found = rules::check(&recipe, &places, &unsure);
     mistakes.0.extend(found.mistakes);
     if mistakes.0.is_empty() {

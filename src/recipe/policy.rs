@@ -123,6 +123,8 @@ choice! {
         ReinforcePlusPlusBaseline = "reinforce_plus_plus_baseline",
         /// Reward to go minus the reward of one more, greedy sample of the prompt, which is not trained on.
         Remax = "remax",
+        /// What a token turned out better than the critic of `[critic]` expected (GAE), normalised over the whole batch.
+        Gae = "gae",
     }
 }
 

@@ -1,5 +1,6 @@
 //! What one key alone cannot tell: contradictions, files that are not there, and what is likely not meant.
 
+mod critic;
 mod policy;
 
 use super::arms::ARMS;
@@ -25,6 +26,7 @@ pub(crate) fn check(recipe: &Recipe, places: &Places, unsure: &[String]) -> Find
     rules.cold_start();
     rules.train();
     rules.policy();
+    rules.critic();
     rules.arms();
     rules.eval();
     rules.parallel();

@@ -42,7 +42,7 @@ struct Spec {
 }
 
 /// Title, metrics (the second and later ones dashed), unit on the y-axis. Sections follow one another.
-const SPECS: [Spec; 15] = {
+const SPECS: [Spec; 20] = {
     const fn spec(
         section: &'static str,
         title: &'static str,
@@ -56,6 +56,7 @@ const SPECS: [Spec; 15] = {
     }
     const L: &str = "Learning";
     const S: &str = "Stability";
+    const V: &str = "Critic";
     const C: &str = "Cold start";
     const T: &str = "Speed";
     [
@@ -69,6 +70,11 @@ const SPECS: [Spec; 15] = {
         spec(S, "Gap of probabilities", &["training/rollout_probs_diff_mean"], "mean per token"),
         spec(S, "KL, old to new policy", &["actor/ppo_kl"], "nats per token"),
         spec(S, "Clip fraction", &["actor/pg_clipfrac"], "share of tokens"),
+        spec(V, "Explained variance", &["critic/vf_explained_var"], "share of the returns' variance"),
+        spec(V, "Values and returns", &["critic/values/mean", "critic/returns/mean"], "mean over tokens"),
+        log(spec(V, "Value loss", &["critic/vf_loss"], "half the squared error")),
+        log(spec(V, "Gradient norm, critic", &["critic/grad_norm"], "norm before clipping")),
+        spec(V, "Clip fraction, critic", &["critic/vf_clipfrac"], "share of tokens"),
         Spec {
             phase: Phase::ColdStart,
             ..log(spec(C, "Loss", &["cold_start/loss", "cold_start/held_out_loss"], "nats per token"))
@@ -159,7 +165,7 @@ fn chart(
                 continue;
             }
             let end = |end: &str| run.series(phase, &format!("{metric}/{end}"));
-            let stem = metric.rsplit('/').next().unwrap_or(metric).replace('_', " ");
+            let stem = metric.split_once('/').map_or(*metric, |(_, stem)| stem).replace(['_', '/'], " ");
             let name = if nth > 0 { format!("{}, {stem} (dashed)", run.label) } else { run.label.clone() };
             let interval = (end("ci95_low"), end("ci95_high"));
             series.push(Series { run: i, name, dashed: nth > 0, points, interval });

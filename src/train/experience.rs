@@ -31,6 +31,10 @@ pub struct Experience {
     /// Those of the frozen reference.
     pub reference: Option<Vec<f32>>,
     pub advantages: Vec<f32>,
+    /// The critic's, before the first update.
+    pub values: Option<Vec<f32>>,
+    /// What the critic learns.
+    pub returns: Option<Vec<f32>>,
     /// Importance weights.
     pub weights: Option<Vec<f32>>,
     /// Experts to replay, one entry a sequence.
@@ -86,6 +90,8 @@ impl Experience {
             training: self.training.as_ref().map(column),
             reference: self.reference.as_ref().map(column),
             advantages: column(&self.advantages),
+            values: self.values.as_ref().map(column),
+            returns: self.returns.as_ref().map(column),
             weights: self.weights.as_ref().map(column),
             routes: self.routes.as_ref().map(of_sequences),
             sampled_routes: self.sampled_routes.as_ref().map(of_sequences),

@@ -2,6 +2,7 @@
 
 use super::accumulate::Learner;
 use super::batch::MicroBatch;
+use super::critic::CriticStep;
 use super::experience::{Experience, Routes, chosen_routes, joined, kept_routes, spans};
 use super::forward_backward::{HeadGradient, PassOutput, PassSettings};
 use super::gradients::Gradients;
@@ -29,6 +30,8 @@ pub struct PolicyStep<'a> {
     pub learner: Learner<'a>,
     /// Weights of the frozen reference; `policy.kl` needs them.
     pub reference: Option<&'a Parameters>,
+    /// What gives the values; the advantage `gae` needs it.
+    pub critic: Option<CriticStep<'a>>,
     pub policy: &'a recipe::Policy,
     /// Weight of the divergence in the reward at this step: `policy.kl.coefficient`, or what it was steered to.
     pub kl_coefficient: f64,
@@ -89,6 +92,9 @@ impl PolicyStep<'_> {
             if policy.router_replay == RouterReplay::Recompute {
                 experience.routes = Some(chosen_routes(&batches, &outputs, top_k));
             }
+        }
+        if let Some(critic) = &self.critic {
+            experience.values = Some(critic.values(&experience.sequences)?);
         }
         self.advantages(groups, &trajectories, &mut experience)?;
         self.correct(&mut experience)?;
@@ -225,8 +231,9 @@ impl PolicyStep<'_> {
             experience.metrics.set("critic/overlong_reward/mean", sum / rewards.len().max(1) as f64);
             rewards.iter_mut().zip(&shaped).for_each(|(reward, shaped)| *reward += shaped);
         }
-        let (penalties, measured) = self.reward_penalties(experience)?;
+        let (penalties, mut measured) = self.reward_penalties(experience)?;
         let sequences = experience.tokens()?;
+        let mut returns = None;
         let sizes: Vec<usize> = groups.iter().map(|g| g.trajectories.len()).collect();
         let per_token = || token_rewards(&sequences, &rewards, penalties.clone());
         let whole = || -> Result<Vec<f32>> {
@@ -246,8 +253,16 @@ impl PolicyStep<'_> {
             Advantage::Remax => {
                 remax(&sequences, &per_token(), &greedy_rewards(groups, shaping.as_ref())?)?.advantages
             }
+            Advantage::Gae => {
+                let (critic, values) = self.critic.zip(experience.values.as_ref()).context("no critic")?;
+                let estimate = critic.estimate(&sequences, &per_token(), values)?;
+                measured.extend(estimate.metrics);
+                returns = Some(estimate.returns);
+                estimate.advantages
+            }
         };
         experience.advantages = advantages;
+        experience.returns = returns;
         experience.metrics.extend(measured);
         let spread = || experience.advantages.iter().map(|&a| f64::from(a));
         let mean = spread().sum::<f64>() / experience.advantages.len() as f64;

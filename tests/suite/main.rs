@@ -2,6 +2,7 @@
 
 mod commands;
 mod commands_eval;
+mod critic;
 mod data;
 mod dense;
 mod harmony;

@@ -57,6 +57,7 @@ impl Fixture {
         PolicyStep {
             learner: Learner { threads, model, parameters, trainable },
             reference,
+            critic: None,
             policy,
             kl_coefficient: policy.kl.coefficient,
             pass: pass(),

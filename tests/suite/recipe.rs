@@ -4,8 +4,8 @@ mod refused;
 
 use rloss::error::BadInput;
 use rloss::recipe::{
-    Aggregation, Dtype, Entry, Place, Plan, Recipe, RecipeSource, TaskName, Tokenizer, Yarn, docs, locate,
-    resolve, resume_differences,
+    Aggregation, Critic, Dtype, Entry, Place, Plan, Recipe, RecipeSource, TaskName, Tokenizer, Yarn, docs,
+    locate, resolve, resume_differences,
 };
 use std::path::{Path, PathBuf};
 
@@ -123,8 +123,10 @@ fn no_key_of_the_full_recipe_is_lost_in_reading() {
         "weight_decay",
         "grad_norm_max",
     ]
-    .map(|key| format!("cold_start.optimizer.{key}"));
+    .map(|key| ["cold_start", "critic"].map(|table| format!("{table}.optimizer.{key}")))
+    .concat();
     let mut defaults = read("", &[]).recipe;
+    defaults.critic = Some(Critic::default());
     defaults.model.architecture.as_mut().expect("filled in").yarn = Some(Yarn::default());
     for (full, default) in read(EVERYTHING, &[]).recipe.entries().iter().zip(defaults.entries()) {
         let same = matches!(full, Entry::Key { .. }) && *full == default;
@@ -181,6 +183,12 @@ fn sets_read_strings_numbers_arrays_and_tables_over_the_file() {
 }
 
 #[test]
+fn gae_brings_a_critic_and_no_other_advantage_does() {
+    assert_eq!(read("policy.advantage = \"gae\"", &[]).recipe.critic, Some(Critic::default()));
+    assert_eq!(read("policy.advantage = \"grpo\"", &[]).recipe.critic, None);
+}
+
+#[test]
 fn a_later_mistake_is_placed_where_the_key_was_written() {
     let plan = read("[train]\nfreeze = [\"x\"]\n[rollout]\n", &["rollout.turns_max=4"]);
     let place = |key| plan.mistake(key, "…".to_owned()).place;
@@ -209,6 +217,9 @@ fn what_is_likely_not_meant_is_a_warning() {
         assert_eq!(warnings(&text).len(), count, "{advantage}");
     }
     assert!(warnings("train.optimizer.warmup_steps = 80")[0].contains("does not end within the 80"));
+    let gae = "policy.advantage = \"gae\"\n";
+    assert_eq!(warnings(&format!("{gae}rollout.samples_per_prompt = 1")).len(), 0);
+    assert!(warnings(&format!("{gae}critic.warmup_steps = 80"))[0].contains("the policy never learns"));
     assert!(warnings("arms.no_train_sinks = true")[0].contains("a failure is switched on"));
 }
 

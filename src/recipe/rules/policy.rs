@@ -48,16 +48,8 @@ impl Rules<'_> {
     }
 
     fn updates(&mut self) {
-        let (train, trajectories) = (&self.recipe.train, self.trajectories_per_step());
-        if train.minibatches > trajectories {
-            self.refuse(
-                &["train.minibatches", "rollout.prompts_per_step", "rollout.samples_per_prompt"],
-                format!(
-                    "{} updates of a step's {trajectories} trajectories; give at most that many",
-                    train.minibatches
-                ),
-            );
-        }
+        let train = &self.recipe.train;
+        self.minibatches("train.minibatches", train.minibatches);
         // The arm fixes the anchor by a forward of its own.
         let moves = !self.recipe.arms.second_forward_old_logprobs;
         if self.recipe.policy.old_logprob == OldLogprob::Detach && moves {
@@ -72,6 +64,17 @@ impl Rules<'_> {
                     );
                 }
             }
+        }
+    }
+
+    /// Updates of a pass, which share out the step's trajectories.
+    pub(super) fn minibatches(&mut self, key: &str, count: usize) {
+        let trajectories = self.trajectories_per_step();
+        if count > trajectories {
+            self.refuse(
+                &[key, "rollout.prompts_per_step", "rollout.samples_per_prompt"],
+                format!("{count} updates of a step's {trajectories} trajectories; give at most that many"),
+            );
         }
     }
 

@@ -42,7 +42,7 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "\"\\u001b[2J\" = 1",
-            "r.toml:1: \"\\u{1b}[2J\": unknown key; a recipe has model, harmony, task, interpreter, rollout, cold_start, train, policy, arms, eval, checkpoint, parallel, logging",
+            "r.toml:1: \"\\u{1b}[2J\": unknown key; a recipe has model, harmony, task, interpreter, rollout, cold_start, train, policy, critic, arms, eval, checkpoint, parallel, logging",
         ),
         ("[trian]\nsteps = 80", "r.toml:1: trian: unknown key; did you mean train?"),
         ("[train]\nlr = 1e-3", "r.toml:2: train.lr: unknown key; did you mean train.optimizer.lr?"),
@@ -54,7 +54,7 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         (
             "[whatever]\nx = 1",
             "r.toml:1: whatever: unknown key; a recipe has model, harmony, task, interpreter, rollout, cold_start, train, \
-             policy, arms, eval, checkpoint, parallel, logging",
+             policy, critic, arms, eval, checkpoint, parallel, logging",
         ),
         (
             "train = 3",
@@ -468,6 +468,15 @@ fn contradictions_of_the_policy_are_refused_with_the_reason() {
             "policy.overlong.buffer_tokens",
             "more than the 72",
         ),
+        ("[critic]".to_owned(), "critic", "write \"gae\", or remove [critic]"),
+        ("critic.optimizer.lr = 1e-4".to_owned(), "critic", "it is \"grpo\""),
+        (
+            "policy.advantage = \"gae\"\ncritic.minibatches = 65".to_owned(),
+            "critic.minibatches",
+            "65 updates of a step's 64",
+        ),
+        ("policy.advantage = \"gae\"\ncritic.lambda = 1.5".to_owned(), "critic.lambda", "0 to 1"),
+        ("policy.advantage = \"gae\"\ncritic.freeze = [\"\"]".to_owned(), "critic.freeze", "empty pattern"),
         (
             "rollout.samples_per_prompt = 1\nrollout.resample_rounds_max = 1".to_owned(),
             "rollout.resample_rounds_max",
