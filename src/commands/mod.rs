@@ -4,6 +4,7 @@ pub mod check_mismatch;
 pub mod collect;
 pub mod eval;
 pub mod evaluation;
+mod freeze;
 pub mod report;
 pub mod rollout;
 pub mod run_folder;

@@ -1,12 +1,12 @@
 //! From text to plan: a recipe that was read and checked whole.
 
-use super::Recipe;
 use super::base;
 use super::mistake::{Mistake, Mistakes, Place, Places};
 use super::model::{Architecture, Tokenizer};
 use super::reader::{Origin, Reader};
 use super::rules::{self, Findings};
 use super::table::{Entry, Table};
+use super::{Advantage, Recipe};
 use std::path::Path;
 use toml::de::DeTable;
 
@@ -73,6 +73,9 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
         recipe.model.tokenizer.get_or_insert(Tokenizer::Embedded);
     }
     recipe.task.fill_in();
+    if recipe.policy.advantage == Advantage::Gae {
+        recipe.critic.get_or_insert_default();
+    }
     let found = match base {
         Ok(_) => rules::check(&recipe, &places, &unsure),
         Err(_) => Findings::default(),

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! run folder ─ run.rs ─> Run ─┬─ charts.rs: which metrics share a chart ─ plot.rs: scales, ticks, paths ─┐
+//!                             ├─ alarms.rs: alarm levels beside the values ──────────────────────────────┤
 //!                             ├─ tables.rs: summary, outcomes, mismatch ─────────────────────────────────┼─> page.html
 //!                             │  └─ mismatch_chart.rs: the bars beside the mismatch table ───────────────┤
 //!                             └─ conversation.rs: which trajectories to read ────────────────────────────┘
@@ -9,6 +10,7 @@
 //!
 //! `figures/` draws curves of several seeds instead. The template escapes every value it is given, so geometry is computed here and markup stands there.
 
+mod alarms;
 mod charts;
 mod conversation;
 mod figures;
@@ -83,6 +85,7 @@ fn render(runs: &[Run]) -> Result<String> {
         runs => runs.iter().map(|run| &run.label).collect::<Vec<_>>(),
         summary => tables::summary(runs),
         sections,
+        alarms => alarms::table(runs),
         outcomes => tables::outcomes(runs),
         mismatches => tables::mismatches(runs),
         conversations => conversation::view(runs),

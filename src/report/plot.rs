@@ -62,6 +62,8 @@ pub(super) struct Plot {
     x_ticks: Vec<Tick>,
     y_ticks: Vec<Tick>,
     lines: Vec<Line>,
+    /// Heights of levels that a value should keep to, where they are within the y-axis.
+    levels: Vec<String>,
     /// Said under the chart, such as "exactly 0 at all 80 steps".
     notes: Vec<Note>,
     #[serde(skip)]
@@ -148,9 +150,17 @@ impl Plot {
             y_ticks: if y.log { log_ticks(&y) } else { linear_ticks(&y, 5.0) },
             notes: notes(&lines),
             lines,
+            levels: Vec::new(),
             x,
             y,
         })
+    }
+
+    /// Draws those of `levels` that are within the y-axis.
+    pub fn mark(&mut self, levels: &[f64]) {
+        let y = &self.y;
+        let shown = |level: &&f64| (y.low..=y.high).contains(*level) && (!y.log || **level > 0.0);
+        self.levels = levels.iter().filter(shown).map(|&level| y.at(level)).collect();
     }
 
     /// What the script needs to show values under the pointer.

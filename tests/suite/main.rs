@@ -2,7 +2,9 @@
 
 mod commands;
 mod commands_eval;
+mod critic;
 mod data;
+mod dense;
 mod figures;
 mod harmony;
 mod instructions;

@@ -4,8 +4,8 @@ mod refused;
 
 use rloss::error::BadInput;
 use rloss::recipe::{
-    Aggregation, Dtype, Entry, Place, Plan, Recipe, RecipeSource, TaskName, Tokenizer, Yarn, docs, locate,
-    resolve, resume_differences,
+    Aggregation, Critic, Dtype, Entry, Place, Plan, Recipe, RecipeSource, TaskName, Tokenizer, Yarn, docs,
+    locate, resolve, resume_differences,
 };
 use std::path::{Path, PathBuf};
 
@@ -123,8 +123,10 @@ fn no_key_of_the_full_recipe_is_lost_in_reading() {
         "weight_decay",
         "grad_norm_max",
     ]
-    .map(|key| format!("cold_start.optimizer.{key}"));
+    .map(|key| ["cold_start", "critic"].map(|table| format!("{table}.optimizer.{key}")))
+    .concat();
     let mut defaults = read("", &[]).recipe;
+    defaults.critic = Some(Critic::default());
     defaults.model.architecture.as_mut().expect("filled in").yarn = Some(Yarn::default());
     for (full, default) in read(EVERYTHING, &[]).recipe.entries().iter().zip(defaults.entries()) {
         let same = matches!(full, Entry::Key { .. }) && *full == default;
@@ -181,6 +183,12 @@ fn sets_read_strings_numbers_arrays_and_tables_over_the_file() {
 }
 
 #[test]
+fn gae_brings_a_critic_and_no_other_advantage_does() {
+    assert_eq!(read("policy.advantage = \"gae\"", &[]).recipe.critic, Some(Critic::default()));
+    assert_eq!(read("policy.advantage = \"grpo\"", &[]).recipe.critic, None);
+}
+
+#[test]
 fn a_later_mistake_is_placed_where_the_key_was_written() {
     let plan = read("[train]\nfreeze = [\"x\"]\n[rollout]\n", &["rollout.turns_max=4"]);
     let place = |key| plan.mistake(key, "…".to_owned()).place;
@@ -193,7 +201,7 @@ fn a_later_mistake_is_placed_where_the_key_was_written() {
 
 #[test]
 fn what_is_likely_not_meant_is_a_warning() {
-    let warnings = |text| read(text, &[]).warnings;
+    let warnings = |text: &str| read(text, &[]).warnings;
     assert_eq!(warnings(""), Vec::<String>::new());
     assert_eq!(
         warnings("rollout.samples_per_prompt = 1"),
@@ -202,11 +210,16 @@ fn what_is_likely_not_meant_is_a_warning() {
           for a baseline"
         ]
     );
-    assert_eq!(
-        warnings("rollout.samples_per_prompt = 1\npolicy.advantage = \"reinforce_plus_plus\"").len(),
-        0
-    );
+    for (advantage, count) in
+        [("dr_grpo", 1), ("grpo_batch_std", 1), ("reinforce_plus_plus", 0), ("remax", 0)]
+    {
+        let text = format!("rollout.samples_per_prompt = 1\npolicy.advantage = \"{advantage}\"");
+        assert_eq!(warnings(&text).len(), count, "{advantage}");
+    }
     assert!(warnings("train.optimizer.warmup_steps = 80")[0].contains("does not end within the 80"));
+    let gae = "policy.advantage = \"gae\"\n";
+    assert_eq!(warnings(&format!("{gae}rollout.samples_per_prompt = 1")).len(), 0);
+    assert!(warnings(&format!("{gae}critic.warmup_steps = 80"))[0].contains("the policy never learns"));
     assert!(warnings("arms.no_train_sinks = true")[0].contains("a failure is switched on"));
 }
 
@@ -293,6 +306,19 @@ fn the_quickstart_is_the_measured_configuration() {
     assert_eq!((recipe.cold_start.optimizer.beta2, recipe.train.optimizer.beta2), (0.98, 0.99));
     assert_eq!((recipe.eval.problems_max, recipe.eval.every_steps), (512, 10));
     assert_eq!(recipe.model.tokenizer, Some(Tokenizer::Embedded));
+}
+
+#[test]
+fn the_format_rules_recipe_is_the_quickstart_with_another_task() {
+    let resolved = |name: &str, sets: &[&str]| {
+        let source = RecipeSource::File(root().join("recipes").join(name));
+        let plan =
+            source.resolve(&sets.iter().map(|&set| set.to_owned()).collect::<Vec<_>>()).expect("resolves");
+        assert_eq!(plan.warnings, Vec::<String>::new());
+        plan.recipe
+    };
+    let quickstart = resolved("quickstart.toml", &["task.name=format_rules", "rollout.turns_max=1"]);
+    assert_eq!(resolved("format_rules.toml", &[]), quickstart);
 }
 
 #[test]
