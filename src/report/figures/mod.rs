@@ -46,7 +46,7 @@ pub(super) fn write(folder: &Path, environment: &mut Environment<'static>) -> Re
         if curves.iter().all(|curve| curve.seeds.is_empty()) {
             continue;
         }
-        let drawing = panel::Drawing::new(&figure.panels, &curves);
+        let drawing = panel::Drawing::new(&figure.title, &figure.panels, &curves);
         let svg =
             environment.get_template("figure.svg")?.render(context! { title => &figure.title, drawing })?;
         super::replace_file(&folder.join(format!("{}.svg", figure.name)), &svg)

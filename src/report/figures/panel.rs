@@ -12,8 +12,12 @@ const GAP: f64 = 20.0;
 const TITLE: f64 = 30.0;
 const PANEL_TITLE: f64 = 24.0;
 const LEGEND_ROW: f64 = 18.0;
-/// A log axis shows at most so much below its largest value.
-const RANGE_MAX: f64 = 1e7;
+/// A character of the title, so that the figure is wide enough for it.
+const TITLE_CHARACTER: f64 = 8.5;
+/// A log axis begins at its smallest value, but not below this share of the largest nor, where that is less, below
+/// `FLOOR`: gradients that vanish would take the whole axis.
+const FLOOR_SHARE: f64 = 1e-4;
+const FLOOR: f64 = 1e-3;
 
 /// A figure, ready for its template.
 #[derive(Serialize)]
@@ -39,18 +43,19 @@ struct Panel {
     y: f64,
     title: String,
     unit: &'static str,
-    /// Values so small that they are drawn at the lower edge of a log axis.
+    /// Whether some values are so small that they are drawn at the lower edge of a log axis.
     floored: bool,
     plot: Plot,
 }
 
 impl Drawing {
     /// Lays out a panel for each metric that a curve has values of.
-    pub fn new(metrics: &[String], curves: &[Curve]) -> Drawing {
+    pub fn new(title: &str, metrics: &[String], curves: &[Curve]) -> Drawing {
         let mut panels: Vec<Panel> = metrics.iter().filter_map(|metric| panel(metric, curves)).collect();
         let columns = panels.len().clamp(1, 2);
         let legend_columns = if curves.len() > 3 { columns } else { 1 };
-        let width = GAP + columns as f64 * (WIDTH + GAP);
+        let title_width = 2.0 * GAP + TITLE_CHARACTER * title.chars().count() as f64;
+        let width = f64::max(GAP + columns as f64 * (WIDTH + GAP), title_width);
         let drawn = curves.iter().enumerate().filter(|(_, curve)| !curve.seeds.is_empty());
         let legend: Vec<Entry> = drawn
             .enumerate()
@@ -93,6 +98,7 @@ fn floor(curves: &[Curve], phase: Phase, metric: &str) -> Option<(f64, bool)> {
     let all =
         || curves.iter().flat_map(|curve| curve.values(phase, metric)).flatten().map(|(_, value)| value);
     let positive = || all().filter(|value| value.is_finite() && *value > 0.0);
-    let floor = positive().reduce(f64::min)?.max(positive().reduce(f64::max)? / RANGE_MAX);
+    let lowest = FLOOR.min(FLOOR_SHARE * positive().reduce(f64::max)?);
+    let floor = positive().reduce(f64::min)?.max(lowest);
     Some((floor, all().any(|value| value < floor)))
 }
