@@ -232,7 +232,7 @@ impl Rules<'_> {
         if rollout.resample_rounds_max == 0 {
             return;
         }
-        if matches!(advantage, Advantage::ReinforcePlusPlus | Advantage::Remax) {
+        if matches!(advantage, Advantage::ReinforcePlusPlus | Advantage::Remax | Advantage::Gae) {
             self.refuse(
                 &["rollout.resample_rounds_max", "policy.advantage"],
                 format!(

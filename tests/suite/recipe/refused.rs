@@ -454,6 +454,11 @@ fn contradictions_of_the_policy_are_refused_with_the_reason() {
             "its baseline is not the group's mean",
         ),
         (
+            "policy.advantage = \"gae\"\nrollout.resample_rounds_max = 1".to_owned(),
+            "rollout.resample_rounds_max",
+            "its baseline is not the group's mean",
+        ),
+        (
             "policy.advantage = \"reinforce_plus_plus\"\nrollout.resample_rounds_max = 1".to_owned(),
             "rollout.resample_rounds_max",
             "its baseline is not the group's mean",
