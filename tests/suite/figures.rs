@@ -92,6 +92,7 @@ fn what_is_no_set_of_figures_is_refused_with_place_and_remedy() {
         "…/figures.toml: \"../sound\" is not a plain name; use letters, digits, _ and - for figures and recipes."
     );
     assert!(one(&MANIFEST.replace("panels = [", "panel = [")).contains("unknown field `panel`"));
+    assert_eq!(one(&MANIFEST.repeat(2)), "…/figures.toml: two figures are named one; rename one.");
     let empty = MANIFEST.replace("broken", "not-run").replace("\"sound\"", "\"not-run\"");
     assert_eq!(
         one(&empty),

@@ -25,9 +25,9 @@ impl Curve {
         let folder = folder.join(&curve.recipe);
         let mut seeds = Vec::new();
         if folder.is_dir() {
-            let entries = std::fs::read_dir(&folder)
-                .map_err(|e| bad_input!("{}: cannot be listed ({e}).", folder.display()))?;
-            for path in entries.flatten().map(|entry| entry.path()) {
+            let unreadable = |e: std::io::Error| bad_input!("{}: cannot be listed ({e}).", folder.display());
+            for entry in std::fs::read_dir(&folder).map_err(unreadable)? {
+                let path = entry.map_err(unreadable)?.path();
                 let name =
                     path.file_name().and_then(|name| name.to_str()).and_then(|n| n.strip_prefix("seed-"));
                 if let Some(seed) = name.and_then(|seed| seed.parse().ok())

@@ -49,7 +49,10 @@ pub(super) fn read(folder: &Path) -> Result<Vec<Figure>> {
         let line = e.span().map_or(1, |span| text.get(..span.start).unwrap_or("").matches('\n').count() + 1);
         bad_input!("{shown}: line {line}: {}. recipes/figures/figures.toml is a sound one.", e.message())
     })?;
-    for figure in &manifest.figure {
+    for (place, figure) in manifest.figure.iter().enumerate() {
+        if manifest.figure[..place].iter().any(|earlier| earlier.name == figure.name) {
+            return Err(bad_input!("{shown}: two figures are named {}; rename one.", figure.name));
+        }
         let names = std::iter::once(&figure.name).chain(figure.curves.iter().map(|curve| &curve.recipe));
         for name in names {
             let plain = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';

@@ -38,12 +38,11 @@ impl Table {
             (!points.is_empty()).then(|| sum / points.len() as f64)
         };
         let held_out = held_out.as_deref().unwrap_or_default();
-        let columns: [(&'static str, Phase, &str, Summary, usize); 5] = [
+        let columns: [(&'static str, Phase, &str, Summary, usize); 4] = [
             ("Held-out success, last", Phase::Eval, held_out, last, 3),
             ("Gradient norm, largest", Phase::Rl, "actor/grad_norm", largest, 3),
             ("Clip fraction, mean", Phase::Rl, "actor/pg_clipfrac", mean, 2),
             ("Max log-ppl gap, largest", Phase::Rl, "mismatch/log_ppl_abs_diff_max", largest, 2),
-            ("Response length, last", Phase::Rl, "response_length/mean", last, 3),
         ];
         let rows = curves.iter().enumerate().filter(|(_, curve)| !curve.seeds.is_empty());
         let rows = rows.map(|(colour, curve)| Row {
