@@ -188,6 +188,9 @@ PRIMITIVE void store_rows(const SinkAttention& p, const Sequence& s, unsigned ch
   }
 }
 
+PRIMITIVE float low_to_float(uint32_t packed) { return to_float(bf16{static_cast<uint16_t>(packed)}); }
+PRIMITIVE float high_to_float(uint32_t packed) { return to_float(bf16{static_cast<uint16_t>(packed >> 16)}); }
+
 // A 16x64 result of a warp in f32, as the tensor cores leave it (mma.sync and wgmma alike). With g = lane / 4 and
 // t = lane % 4: element 4j + e lies in row g, or g + 8 for e of 2 and 3, column 8j + 2t + e % 2.
 using Fragment = float[32];
