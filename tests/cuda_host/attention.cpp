@@ -1,7 +1,13 @@
 #include "attention.h"
 
-#include "sink_attention_backward.cu"
-#include "sink_attention_forward.cu"
+// The kernels, each compiled from its own .cu.
+extern "C" {
+void sink_attention_forward(SinkAttention);
+void sink_attention_delta(SinkAttention) __attribute__((weak));
+void sink_attention_dkv(SinkAttention) __attribute__((weak));
+void sink_attention_dq(SinkAttention) __attribute__((weak));
+void sink_attention_dsinks(SinkAttention) __attribute__((weak));
+}
 
 namespace suite {
 
