@@ -3,10 +3,10 @@
 // The kernels, each compiled from its own .cu.
 extern "C" {
 void sink_attention_forward(SinkAttention);
-void sink_attention_delta(SinkAttention) __attribute__((weak));
-void sink_attention_dkv(SinkAttention) __attribute__((weak));
-void sink_attention_dq(SinkAttention) __attribute__((weak));
-void sink_attention_dsinks(SinkAttention) __attribute__((weak));
+void sink_attention_delta(SinkAttention);
+void sink_attention_dkv(SinkAttention);
+void sink_attention_dq(SinkAttention);
+void sink_attention_dsinks(SinkAttention);
 }
 
 namespace suite {
