@@ -1,7 +1,13 @@
 #include "attention.h"
 
-#include "sink_attention_backward.cu"
-#include "sink_attention_forward.cu"
+// The kernels, each compiled from its own .cu.
+extern "C" {
+void sink_attention_forward(SinkAttention);
+void sink_attention_delta(SinkAttention);
+void sink_attention_dkv(SinkAttention);
+void sink_attention_dq(SinkAttention);
+void sink_attention_dsinks(SinkAttention);
+}
 
 namespace suite {
 

@@ -111,7 +111,6 @@ void thread_main(void* argument) {
       block.error = std::current_exception();
     }
     thread.exited = true;
-    race_release(&block.end_object);
     if (!block.error) {
       try {
         block.go_on(thread);
@@ -150,6 +149,11 @@ void Block::run(dim3 index) {
   race_release(&start_object);
   current = take();
   fibre_switch(main, current->fibre);
+  for (auto& thread : threads) {  // those that a failed block leaves behind count as ended too
+    void* context = race_act_as(thread->fibre);
+    race_release(&end_object);
+    race_act_back(context);
+  }
   race_acquire(&end_object);
   if (!error) {
     try {

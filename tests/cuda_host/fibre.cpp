@@ -14,8 +14,8 @@
 extern "C" {
 void __tsan_read_range(const void*, unsigned long);
 void __tsan_write_range(void*, unsigned long);
-// Kernels do not allocate; the engine does, in whichever fibre is at hand.
-const char* __tsan_default_suppressions() { return "race_top:operator new\nrace_top:operator delete\n"; }
+// Kernels neither allocate nor compare memory; the engine does, in whichever fibre is at hand.
+const char* __tsan_default_suppressions() { return "race_top:operator new\nrace_top:operator delete\nrace_top:memcmp\n"; }
 }
 #endif
 #ifndef __x86_64__

@@ -1,5 +1,6 @@
 #include "tensor_core.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace cuda_host {
@@ -17,25 +18,38 @@ void chain(const float* a, const float* b, float* d, int columns) {
     }
 }
 
+// The exponent field of a double; 0 for zero.
+int exponent_of(double x) {
+  uint64_t bits;
+  memcpy(&bits, &x, 8);
+  return int(bits >> 52 & 0x7ff);
+}
+
+double power_of_two(int exponent) {
+  const uint64_t bits = uint64_t(exponent + 1023) << 52;
+  double x;
+  memcpy(&x, &bits, 8);
+  return x;
+}
+
 // What is known of Hopper's adder: the 17 terms, exact, are aligned to the largest exponent and cut two bits below
 // f32's last place; their sum is rounded toward zero.
 float hopper(const float* a, const float* b, int stride, float c) {
   double terms[K + 1];
-  terms[K] = c;
-  int exponent = -1000;
-  for (int k = 0; k < K; k++) terms[k] = double(a[k]) * b[k * stride];
-  for (double term : terms) {
-    if (!std::isfinite(term)) return NAN;
-    if (term != 0) exponent = std::max(exponent, std::ilogb(term));
+  int largest = exponent_of(terms[K] = c);
+  for (int k = 0; k < K; k++) {
+    terms[k] = double(a[k]) * b[k * stride];
+    largest = std::max(largest, exponent_of(terms[k]));
   }
-  if (exponent == -1000) return c;
-  const int unit = exponent - 25;
+  if (largest == 0) return c;
+  const int unit = largest - 1023 - 25;
+  const double scale = power_of_two(-unit);
   int64_t sum = 0;
-  for (double term : terms) sum += int64_t(std::ldexp(term, -unit));
-  int64_t magnitude = std::abs(sum);
+  for (double term : terms) sum += int64_t(term * scale);
+  const uint64_t magnitude = uint64_t(std::abs(sum));
   int shift = 0;
   while (magnitude >> shift >= 1 << 24) shift++;
-  const double cut = std::ldexp(double(magnitude >> shift), unit + shift);
+  const double cut = double(magnitude >> shift << shift) * power_of_two(unit);
   return float(sum < 0 ? -cut : cut);
 }
 
