@@ -4,6 +4,8 @@ pub mod check_mismatch;
 pub mod collect;
 pub mod eval;
 pub mod evaluation;
+#[cfg(feature = "cuda")]
+pub mod gpu_check;
 pub mod report;
 pub mod rollout;
 pub mod run_folder;

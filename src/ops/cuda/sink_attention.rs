@@ -184,7 +184,6 @@ impl Prepared {
 
     /// Refuses memory that is smaller than what the kernels read: the last check before a launch.
     fn check_inputs(&self, inputs: &Inputs) -> Result<()> {
-        use candle_core::cuda_backend::cudarc::driver::DeviceSlice;
         let Attention { heads, kv_heads, .. } = self.attention;
         let kv_row = 2 * kv_heads * HEAD_DIM;
         let kv_enough = self.pages_max.is_some() || inputs.kv.len() == self.tokens * kv_row;
@@ -240,7 +239,6 @@ impl Prepared {
         dout: &CudaView<bf16>,
         gradients: &mut Gradients,
     ) -> Result<()> {
-        use candle_core::cuda_backend::cudarc::driver::DeviceSlice;
         self.check_inputs(inputs)?;
         if self.pages_max.is_some() {
             bail!("sink_attention: keys in a cache have no gradients");
