@@ -60,6 +60,10 @@ constexpr int dkv_threads = 128;
 constexpr int dkv_shared_bytes = 6 * block_bytes + 2 * 3 * 64 * sizeof(float);
 constexpr int dq_threads = 256;
 constexpr int dq_shared_bytes = 2 * tile_bytes + 4 * block_bytes;
+constexpr int forward_hopper_threads = 256;
+constexpr int forward_hopper_stages = 4;
+constexpr int forward_hopper_shared_bytes =
+    tile_bytes + forward_hopper_stages * (2 * block_bytes + 2 * static_cast<int>(sizeof(uint64_t)));
 constexpr int dsinks_threads = 256;
 constexpr int dsinks_shared_bytes = dsinks_threads * sizeof(float);
 
@@ -145,20 +149,20 @@ PRIMITIVE unsigned char* chunk_at(unsigned char* tile, int row, int chunk) {
   return tile + swizzle_128(row * 128 + chunk * 16);
 }
 
-// Starts the copy of a 64-key block of k or v (`from`) by `threads` threads; keys past the sequence's end are zeros, so
-// that what lies behind them (0 * Inf) cannot matter.
+// Starts the copy of a 64-key block of k, and of v right behind it, by `threads` threads; keys past the sequence's end are
+// zeros, so that what lies behind them (0 * Inf) cannot matter.
 template <int threads>
-PRIMITIVE void copy_keys(const SinkAttention& p, const Sequence& s, unsigned char* tile, const bf16* from, int block,
-                         int thread) {
-  static_assert(threads % 64 == 0, "a thread keeps its swizzled chunk from row to row");
+PRIMITIVE void copy_keys(const SinkAttention& p, const Sequence& s, unsigned char* k_tile, int block, int thread) {
   const int first = thread / 8, chunk = thread % 8;
   const int keys = s.keys - block * block_keys;
-  const bf16* start = from + key_place(p, s.block_row(p, block), s.kv_head) + chunk * 8;
-  unsigned char* to = chunk_at(tile, first, chunk);
+  const int64_t start = key_place(p, s.block_row(p, block), s.kv_head) + chunk * 8;
 #pragma unroll
   for (int row = 0; row < block_keys; row += threads / 8) {
     const bool valid = first + row < keys;
-    copy_async_16(to + row * 128, start + static_cast<int64_t>(valid ? first + row : 0) * p.kv_token_stride, valid);
+    const int64_t place = start + static_cast<int64_t>(valid ? first + row : 0) * p.kv_token_stride;
+    unsigned char* to = chunk_at(k_tile, first + row, chunk);
+    copy_async_16(to, p.k + place, valid);
+    copy_async_16(to + block_bytes, p.v + place, valid);
   }
 }
 
@@ -198,6 +202,12 @@ using Fragment = float[32];
 PRIMITIVE constexpr int fragment_row(int element) { return element % 4 / 2; }  // 0: row g, 1: row g + 8
 PRIMITIVE int fragment_column(int element, int lane) { return element / 4 * 8 + lane % 4 * 2 + element % 2; }
 
+// A left operand: 16 rows from `row` of a tile, 16 columns a step.
+PRIMITIVE void load_operand(uint32_t (&a)[4][4], unsigned char* tile, int row, int lane) {
+#pragma unroll
+  for (int k = 0; k < 4; k++) ldmatrix_x4(a[k], chunk_at(tile, row + lane % 16, 2 * k + lane / 16));
+}
+
 // A fragment of probabilities or of their gradients, rounded to bf16, is the left operand of the next product as it is:
 // 16 columns a step.
 PRIMITIVE void to_operand(uint32_t (&operand)[4][4], const Fragment& x) {
@@ -220,6 +230,21 @@ PRIMITIVE void hide_keys(const SinkAttention& p, Fragment& scores, const int (&p
   }
 }
 
+// Multiplies rows g and g + 8 by their factors.
+PRIMITIVE void multiply_rows(Fragment& x, const float (&factors)[2]) {
+#pragma unroll
+  for (int i = 0; i < 32; i++) x[i] = multiply(x[i], factors[fragment_row(i)]);
+}
+
+// Rounds a fragment to bf16 and leaves it as rows `row` to `row + 15` of a tile, whence the warp stores whole lines.
+PRIMITIVE void put_fragment(const Fragment& x, unsigned char* tile, int row, int lane) {
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    const int at = row + lane / 4 + i % 2 * 8;
+    *reinterpret_cast<uint32_t*>(chunk_at(tile, at, i / 2) + lane % 4 * 4) = pack_bf16(x[2 * i], x[2 * i + 1]);
+  }
+}
+
 // Online softmax of two rows (g and g + 8), in base 2. It starts at the sink, as if the sink were a key seen first whose
 // value is 0: the maximum is finite from the start, and a block of hidden keys changes nothing, to the bit.
 struct Softmax {
@@ -232,9 +257,8 @@ struct Softmax {
     sum[row] = lane % 4 == 0 ? 1.0f : 0.0f;
   }
 
-  // Turns a block of scores into exp2(scaled score - maximum), and rescales `out`, the sum over the blocks before it.
-  PRIMITIVE void step(Fragment& scores, Fragment& out) {
-    float rescale[2];
+  // Turns a block of scores into exp2(scaled score - maximum); the sums over the blocks before it shrink by `shrink`.
+  PRIMITIVE void step(Fragment& scores, float (&shrink)[2]) {
 #pragma unroll
     for (int row = 0; row < 2; row++) {
       float top = scores[2 * row];
@@ -244,16 +268,15 @@ struct Softmax {
       top = fmaxf(top, shuffle_xor(top, 1));
       top = fmaxf(top, shuffle_xor(top, 2));
       top = fmaxf(maximum[row], multiply(top, scale));
-      rescale[row] = exp2_approx(add(maximum[row], -top));
+      shrink[row] = exp2_approx(add(maximum[row], -top));
       maximum[row] = top;
-      sum[row] = multiply(sum[row], rescale[row]);
+      sum[row] = multiply(sum[row], shrink[row]);
     }
 #pragma unroll
     for (int i = 0; i < 32; i++) {
       const int row = fragment_row(i);
       scores[i] = exp2_approx(multiply_add(scores[i], scale, -maximum[row]));
       sum[row] = add(sum[row], scores[i]);
-      out[i] = multiply(out[i], rescale[row]);
     }
   }
 
@@ -267,8 +290,7 @@ struct Softmax {
       share[row] = 1.0f / sum[row];
       lse[row] = multiply(add(maximum[row], log2_approx(sum[row])), ln_2);
     }
-#pragma unroll
-    for (int i = 0; i < 32; i++) out[i] = multiply(out[i], share[fragment_row(i)]);
+    multiply_rows(out, share);
   }
 };
 

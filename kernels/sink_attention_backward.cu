@@ -204,8 +204,7 @@ sink_attention_dkv(const __grid_constant__ SinkAttention p) {
     copy_rows<step_rows, dkv_threads>(p, s, to + block_bytes, p.dout, row, rows.end, thread);
     copy_async_commit();
   };
-  copy_keys<dkv_threads>(p, s, k_tile, p.k, tile.first / block_keys, thread);
-  copy_keys<dkv_threads>(p, s, v_tile, p.v, tile.first / block_keys, thread);
+  copy_keys<dkv_threads>(p, s, k_tile, tile.first / block_keys, thread);
   RowInFlight next;
   if (thread < step_rows) {
     next.load(p, s, rows.first + thread, rows.end);
@@ -255,8 +254,7 @@ sink_attention_dq(const __grid_constant__ SinkAttention p) {
 
   const auto copy_block = [&](int block) {
     unsigned char* stage = stages + block % 2 * 2 * block_bytes;
-    copy_keys<dq_threads>(p, s, stage, p.k, block, thread);
-    copy_keys<dq_threads>(p, s, stage + block_bytes, p.v, block, thread);
+    copy_keys<dq_threads>(p, s, stage, block, thread);
     copy_async_commit();
   };
   copy_rows<tile_rows, dq_threads>(p, s, q_tile, p.q, tile.first, s.rows, thread);

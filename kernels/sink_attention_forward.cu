@@ -51,7 +51,9 @@ PRIMITIVE void step(WarpRows& w, const SinkAttention& p, int key_first, unsigned
   }
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    w.softmax[i].step(scores[i], w.out[i]);
+    float shrink[2];
+    w.softmax[i].step(scores[i], shrink);
+    multiply_rows(w.out[i], shrink);
     to_operand(operand[i], scores[i]);
   }
   add_product(w.out, operand, v_tile, lane);
@@ -88,8 +90,7 @@ sink_attention_forward(const __grid_constant__ SinkAttention p) {
   const Range blocks = blocks_seen(p, s, s.position(tile.first), s.position(row_last));
   const auto copy_block = [&](int block) {
     unsigned char* stage = stages + block % 2 * 2 * block_bytes;
-    copy_keys<forward_threads>(p, s, stage, p.k, block, thread);
-    copy_keys<forward_threads>(p, s, stage + block_bytes, p.v, block, thread);
+    copy_keys<forward_threads>(p, s, stage, block, thread);
     copy_async_commit();
   };
 

@@ -6,12 +6,6 @@
 
 namespace sink_attention {
 
-// A left operand: 16 rows from `row` of a tile, 16 columns a step.
-PRIMITIVE void load_operand(uint32_t (&a)[4][4], unsigned char* tile, int row, int lane) {
-#pragma unroll
-  for (int k = 0; k < 4; k++) ldmatrix_x4(a[k], chunk_at(tile, row + lane % 16, 2 * k + lane / 16));
-}
-
 // d += a b^T for `count` fragments that share b.
 template <int count>
 PRIMITIVE void add_product_transposed(Fragment (&d)[count], const uint32_t (&a)[count][4][4], unsigned char* b,
@@ -46,15 +40,6 @@ PRIMITIVE void add_product(Fragment (&d)[count], const uint32_t (&a)[count][4][4
         mma_bf16_16x8x16(d[i] + 8 * n + 4, a[i][k], columns + 2);
       }
     }
-  }
-}
-
-// Rounds a fragment to bf16 and leaves it as rows `row` to `row + 15` of a tile, whence the warp stores whole lines.
-PRIMITIVE void put_fragment(const Fragment& x, unsigned char* tile, int row, int lane) {
-#pragma unroll
-  for (int i = 0; i < 16; i++) {
-    const int at = row + lane / 4 + i % 2 * 8;
-    *reinterpret_cast<uint32_t*>(chunk_at(tile, at, i / 2) + lane % 4 * 4) = pack_bf16(x[2 * i], x[2 * i + 1]);
   }
 }
 
