@@ -5,6 +5,7 @@ use super::oracle::bits;
 use super::problem::{Problem, Shape};
 use crate::ops::cuda::{Inputs, PagedKv, Prepared, sink_attention_paged};
 use crate::ops::pages::PagedSequence;
+use crate::ops::sink_attention::kernels::{KERNEL_SETS, KernelSet};
 use crate::ops::sink_attention::plan::Sequences;
 use crate::random::{Purpose, stream};
 use anyhow::Result;
@@ -21,8 +22,11 @@ enum Pace {
 }
 
 pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
-    for shape in shapes(small) {
-        let problem = Problem::new(&shape, 11);
+    for (shape, kernels) in
+        shapes(small).iter().flat_map(|shape| KERNEL_SETS.iter().map(move |set| (shape, set)))
+    {
+        let problem = Problem::new(shape, 11);
+        let of = format!("{}, {}", shape.name, kernels.name);
         let paces = [
             ("decode", Pace::Chunk(1)),
             ("prefill in chunks of 7", Pace::Chunk(7)),
@@ -32,14 +36,14 @@ pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
             ("a batch that changes", Pace::Random(90)),
         ];
         for (name, pace) in paces.into_iter().take(if small { 2 } else { 6 }) {
-            let what = format!("links: {name} = training, {}", shape.name);
-            verdicts.check(&what, || rollout_against_training(&problem, device, pace));
+            let what = format!("links: {name} = training, {of}");
+            verdicts.check(&what, || rollout_against_training(&problem, device, kernels, pace));
         }
-        verdicts.check(&format!("links: backward from run to run, {}", shape.name), || {
-            backward_again(&problem, device, if small { 2 } else { 20 })
+        verdicts.check(&format!("links: backward from run to run, {of}"), || {
+            backward_again(&problem, device, kernels, if small { 2 } else { 20 })
         });
-        verdicts.check(&format!("links: alone = in a batch, backward too, {}", shape.name), || {
-            alone_against_batch(&problem, device)
+        verdicts.check(&format!("links: alone = in a batch, backward too, {of}"), || {
+            alone_against_batch(&problem, device, kernels)
         });
     }
 }
@@ -58,12 +62,12 @@ fn shapes(small: bool) -> Vec<Shape> {
 
 /// All bits that a pass leaves behind.
 #[derive(Default, PartialEq)]
-struct Bits {
-    out: Vec<u16>,
-    lse: Vec<u32>,
-    dq: Vec<u16>,
-    dkv: Vec<u16>,
-    dsinks: Vec<u32>,
+pub(super) struct Bits {
+    pub out: Vec<u16>,
+    pub lse: Vec<u32>,
+    pub dq: Vec<u16>,
+    pub dkv: Vec<u16>,
+    pub dsinks: Vec<u32>,
 }
 
 fn halves(values: Vec<bf16>) -> Vec<u16> {
@@ -75,10 +79,10 @@ fn words(values: Vec<f32>) -> Vec<u32> {
 }
 
 /// Training's forward and backward.
-fn training(problem: &Problem, device: &Device) -> Result<Bits> {
+pub(super) fn training(problem: &Problem, device: &Device, kernels: &'static KernelSet) -> Result<Bits> {
     let gpu = device.as_cuda_device()?;
     let sequences = Sequences::packed(&problem.shape.cu_seqlens())?;
-    let prepared = Prepared::new(gpu, &problem.shape.attention(), &sequences, None)?;
+    let prepared = Prepared::new(gpu, kernels, &problem.shape.attention(), &sequences, None)?;
     let up = |values: &[f32]| gpu.clone_htod(&bits(values));
     let (q, kv, dout) = (up(&problem.q)?, up(&problem.kv)?, up(&problem.dout)?);
     let sinks = gpu.clone_htod(&problem.sinks)?;
@@ -97,7 +101,7 @@ fn training(problem: &Problem, device: &Device) -> Result<Bits> {
 }
 
 /// A cache whose free pages hold what an earlier sequence left: numbers that are none.
-fn stale_cache(problem: &Problem, device: &Device) -> Result<PagedKv> {
+fn stale_cache(problem: &Problem, device: &Device, kernels: &'static KernelSet) -> Result<PagedKv> {
     let Shape { heads, kv_heads, .. } = problem.shape;
     let pages: usize = problem.shape.lengths.iter().map(|length| length.div_ceil(64)).sum();
     let mut cache = PagedKv::new(device.as_cuda_device()?, kv_heads, pages)?;
@@ -111,7 +115,7 @@ fn stale_cache(problem: &Problem, device: &Device) -> Result<PagedKv> {
     let sinks = Tensor::from_slice(&problem.sinks, heads, device)?;
     let mut earlier = PagedSequence::default();
     let attention = problem.shape.attention();
-    sink_attention_paged(&q, &kv, &sinks, &mut cache, &mut [&mut earlier], &[rows], &attention)?;
+    sink_attention_paged(kernels, &q, &kv, &sinks, &mut cache, &mut [&mut earlier], &[rows], &attention)?;
     cache.pages.release(earlier);
     Ok(cache)
 }
@@ -121,11 +125,11 @@ fn rollout_against_training(
     device: &Device,
     pace: Pace,
 ) -> Result<Result<String, String>> {
-    let expected = training(problem, device)?;
+    let expected = training(problem, device, kernels)?;
     let shape = &problem.shape;
     let (heads, kv_heads) = (shape.heads, shape.kv_heads);
     let starts = shape.cu_seqlens();
-    let mut cache = stale_cache(problem, device)?;
+    let mut cache = stale_cache(problem, device, kernels)?;
     let mut sequences: Vec<PagedSequence> = shape.lengths.iter().map(|_| PagedSequence::default()).collect();
     let sinks = Tensor::from_slice(&problem.sinks, heads, device)?;
     let mut rng = stream(13, Purpose::Evaluation, &[]);
@@ -158,8 +162,16 @@ fn rollout_against_training(
         )?;
         let (q, kv) = (q.to_device(device)?, kv.to_device(device)?);
         let mut held: Vec<&mut PagedSequence> = sequences.iter_mut().collect();
-        let (out, lse) =
-            sink_attention_paged(&q, &kv, &sinks, &mut cache, &mut held, &counts, &shape.attention())?;
+        let (out, lse) = sink_attention_paged(
+            kernels,
+            &q,
+            &kv,
+            &sinks,
+            &mut cache,
+            &mut held,
+            &counts,
+            &shape.attention(),
+        )?;
         let out = halves(out.flatten_all()?.to_vec1()?);
         let lse = words(lse.flatten_all()?.to_vec1()?);
         for (row, &place) in places.iter().enumerate() {
@@ -180,11 +192,16 @@ fn rollout_against_training(
     })
 }
 
-fn backward_again(problem: &Problem, device: &Device, times: usize) -> Result<Result<String, String>> {
-    let first = training(problem, device)?;
+fn backward_again(
+    problem: &Problem,
+    device: &Device,
+    kernels: &'static KernelSet,
+    times: usize,
+) -> Result<Result<String, String>> {
+    let first = training(problem, device, kernels)?;
     let mut wrong = 0;
     for _ in 0..times {
-        wrong += usize::from(training(problem, device)? != first);
+        wrong += usize::from(training(problem, device, kernels)? != first);
     }
     Ok(if wrong == 0 {
         Ok(format!("{times} of {times} runs"))
@@ -194,8 +211,12 @@ fn backward_again(problem: &Problem, device: &Device, times: usize) -> Result<Re
 }
 
 /// Rows of dQ, dK and dV may not depend on what else is in the batch either; ds is a sum over it.
-fn alone_against_batch(problem: &Problem, device: &Device) -> Result<Result<String, String>> {
-    let together = training(problem, device)?;
+fn alone_against_batch(
+    problem: &Problem,
+    device: &Device,
+    kernels: &'static KernelSet,
+) -> Result<Result<String, String>> {
+    let together = training(problem, device, kernels)?;
     let Shape { heads, kv_heads, .. } = problem.shape;
     let (q_row, kv_row) = (heads * 64, 2 * kv_heads * 64);
     for bounds in problem.shape.cu_seqlens().windows(2) {
@@ -208,7 +229,7 @@ fn alone_against_batch(problem: &Problem, device: &Device) -> Result<Result<Stri
             sinks: problem.sinks.clone(),
             dout: problem.dout[start * q_row..end * q_row].to_vec(),
         };
-        let seen = training(&alone, device)?;
+        let seen = training(&alone, device, kernels)?;
         let same = seen.out == together.out[start * q_row..end * q_row]
             && seen.lse == together.lse[start * heads..end * heads]
             && seen.dq == together.dq[start * q_row..end * q_row]

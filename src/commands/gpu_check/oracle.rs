@@ -1,12 +1,14 @@
 //! The op's values and gradients on the GPU against the CPU's on the same numbers: errors at most twice those of plain bf16.
 
 use super::Verdicts;
+use super::links::{Bits, training};
 use super::problem::{Problem, Shape, Values, attention};
-use crate::ops::cuda::{Inputs, Prepared};
+use crate::ops::cuda::kernel_set;
 use crate::ops::sink_attention;
-use crate::ops::sink_attention::plan::Sequences;
+use crate::ops::sink_attention::kernels::KERNEL_SETS;
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor, Var};
+use half::bf16;
 use std::sync::Arc;
 
 /// How much larger than plain bf16's an error may be.
@@ -18,8 +20,45 @@ const CPU_ERROR: f64 = 1e-4;
 
 pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
     for shape in shapes(small) {
-        let name = shape.name;
-        verdicts.check(&format!("oracle: {name}"), || check(&Problem::new(&shape, 7), device));
+        let problem = Problem::new(&shape, 7);
+        let (exact, plain) = (attention(&problem, false), attention(&problem, true));
+        for kernels in &KERNEL_SETS {
+            verdicts.check(&format!("oracle: {}, {}", shape.name, kernels.name), || {
+                let seen = values(training(&problem, device, kernels)?);
+                let reference = cpu_reference(&problem, &exact)?;
+                Ok(reference.and_then(|reference| against_plain(&seen, &reference, &plain)))
+            });
+        }
+        verdicts.check(&format!("oracle: {}, the op in a graph = its kernels", shape.name), || {
+            let of_kernels = values(training(&problem, device, kernel_set(device.as_cuda_device()?)?)?);
+            let of_op = through_the_op(&problem, device)?;
+            let same = TENSORS.iter().all(|(name, get)| *name == "LSE" || get(&of_op) == get(&of_kernels));
+            Ok(if same { Ok("to the bit".into()) } else { Err("values or gradients differ".into()) })
+        });
+    }
+}
+
+/// The CPU's op, itself held to the formulas. It does not return its log-sum-exps.
+fn cpu_reference(problem: &Problem, exact: &Values) -> Result<Result<Values, String>> {
+    let mut reference = through_the_op(problem, &Device::Cpu)?;
+    reference.lse = exact.lse.clone();
+    let bound =
+        |_: fn(&Values) -> &[f64], size: f64| Distance { largest: CPU_ERROR * size, rms: CPU_ERROR * size };
+    Ok(match compare(&reference, exact, bound) {
+        Ok(_) => Ok(reference),
+        Err(error) => Err(format!("the CPU's op: {error}")),
+    })
+}
+
+fn values(bits: Bits) -> Values {
+    let halves = |bits: Vec<u16>| bits.into_iter().map(|x| bf16::from_bits(x).to_f64()).collect();
+    let words = |bits: Vec<u32>| bits.into_iter().map(|x| f32::from_bits(x).into()).collect();
+    Values {
+        out: halves(bits.out),
+        lse: words(bits.lse),
+        dq: halves(bits.dq),
+        dkv: halves(bits.dkv),
+        dsinks: words(bits.dsinks),
     }
 }
 
@@ -49,21 +88,6 @@ fn shapes(small: bool) -> Vec<Shape> {
         shape("extreme sinks", (8, 1), None, &[130, 1]).extreme(1.0, &[50.0, -50.0, -1e9, 0.0]),
         shape("thousands of tokens", (8, 1), None, &[1500, 700]),
     ]
-}
-
-fn check(problem: &Problem, device: &Device) -> Result<Result<String, String>> {
-    let exact = attention(problem, false);
-    // The CPU's op is the reference, and is itself held to the formulas; it does not return its log-sum-exps.
-    let mut reference = through_the_op(problem, &Device::Cpu)?;
-    reference.lse = exact.lse.clone();
-    if let Err(error) =
-        compare(&reference, &exact, |_, size| Distance { largest: CPU_ERROR * size, rms: CPU_ERROR * size })
-    {
-        return Ok(Err(format!("the CPU's op: {error}")));
-    }
-    let mut seen = through_the_op(problem, device)?;
-    seen.lse = log_sum_exps(problem, device)?;
-    Ok(against_plain(&seen, &reference, &attention(problem, true)))
 }
 
 /// The rule: errors at most [`TIMES_PLAIN`] times those of plain bf16.
@@ -121,20 +145,8 @@ fn through_the_op(problem: &Problem, device: &Device) -> Result<Values> {
     Ok(Values { out: floats(&out)?, lse: vec![], dq: of(&q)?, dkv: of(&kv)?, dsinks: of(&sinks)? })
 }
 
-fn log_sum_exps(problem: &Problem, device: &Device) -> Result<Vec<f64>> {
-    let gpu = device.as_cuda_device()?;
-    let sequences = Sequences::packed(&problem.shape.cu_seqlens())?;
-    let prepared = Prepared::new(gpu, &problem.shape.attention(), &sequences, None)?;
-    let bf16s = |values: &[f32]| gpu.clone_htod(&bits(values));
-    let (q, kv, sinks) = (bf16s(&problem.q)?, bf16s(&problem.kv)?, gpu.clone_htod(&problem.sinks)?);
-    let mut outputs = prepared.outputs()?;
-    let (q, kv, sinks) = (q.as_view(), kv.as_view(), sinks.as_view());
-    prepared.forward(&Inputs { q: &q, kv: &kv, sinks: &sinks }, &mut outputs)?;
-    Ok(gpu.clone_dtoh(&outputs.lse)?.into_iter().map(f64::from).collect())
-}
-
-pub(super) fn bits(values: &[f32]) -> Vec<half::bf16> {
-    values.iter().map(|&x| half::bf16::from_f32(x)).collect()
+pub(super) fn bits(values: &[f32]) -> Vec<bf16> {
+    values.iter().map(|&x| bf16::from_f32(x)).collect()
 }
 
 fn floats(tensor: &Tensor) -> Result<Vec<f64>> {

@@ -7,6 +7,7 @@ use super::oracle::bits;
 use super::peers::{Peers, Timed};
 use super::problem::{Problem, Shape};
 use crate::ops::cuda::{Inputs, Prepared, Timer};
+use crate::ops::sink_attention::kernels::{KERNEL_SETS, KernelSet};
 use crate::ops::sink_attention::plan::Sequences;
 use anyhow::Result;
 use candle_core::cuda_backend::CudaDevice;
@@ -34,15 +35,20 @@ pub(super) fn run(gpu: &CudaDevice, small: bool, peers: Option<&Peers>) -> Resul
     println!(
         "A column of theirs: TFLOP/s, and in brackets this one's speed over theirs. Median of {TIMES}.\n"
     );
-    print!("| heads / kv heads, window | tokens | pass | ms | TFLOP/s |");
+    print!("| heads / kv heads, window | tokens | pass | kernels | ms | TFLOP/s |");
     names.iter().for_each(|name| print!(" {name} |"));
-    println!("\n| --- | --- | --- | --- | --- |{}", " --- |".repeat(names.len()));
+    println!("\n| --- | --- | --- | --- | --- | --- |{}", " --- |".repeat(names.len()));
     for ((heads, kv_heads), window) in MODELS {
         for length in LENGTHS.into_iter().take(if small { 1 } else { LENGTHS.len() }) {
-            let [forward, backward] = time(gpu, (heads, kv_heads), window, length)?;
-            for (backward, ms) in [(false, forward), (true, backward)] {
+            let mut rows = vec![];
+            for kernels in &KERNEL_SETS {
+                let times = time(gpu, kernels, (heads, kv_heads), window, length)?;
+                rows.extend([(false, kernels, times[0]), (true, kernels, times[1])]);
+            }
+            rows.sort_by_key(|&(backward, ..)| backward);
+            for (backward, kernels, ms) in rows {
                 let timed = Timed { heads, kv_heads, window, length, backward };
-                row(timed, ms, &names, peers);
+                row(timed, kernels, ms, &names, peers);
             }
         }
     }
@@ -52,13 +58,17 @@ pub(super) fn run(gpu: &CudaDevice, small: bool, peers: Option<&Peers>) -> Resul
     Ok(())
 }
 
-fn row(timed: Timed, ms: f32, names: &[&str], peers: Option<&Peers>) {
+fn row(timed: Timed, kernels: &KernelSet, ms: f32, names: &[&str], peers: Option<&Peers>) {
     let Timed { heads, kv_heads, window, length, backward } = timed;
     let work = operations(timed);
     let rate = |ms: f32| work / (ms as f64 * 1e9);
     let window = window.map_or("all".into(), |w| w.to_string());
     let pass = if backward { "backward" } else { "forward" };
-    print!("| {heads} / {kv_heads}, {window} | {length} | {pass} | {ms:.3} | **{:.0}** |", rate(ms));
+    print!(
+        "| {heads} / {kv_heads}, {window} | {length} | {pass} | {} | {ms:.3} | **{:.0}** |",
+        kernels.name,
+        rate(ms)
+    );
     for name in names {
         match peers.and_then(|peers| peers.milliseconds(name, timed)) {
             Some(theirs) => print!(" {:.0} ({:.2}×) |", rate(theirs), theirs / ms),
@@ -85,10 +95,16 @@ fn numbers(count: usize, seed: u64) -> Vec<bf16> {
 }
 
 /// Milliseconds of forward and backward.
-fn time(gpu: &CudaDevice, heads: (usize, usize), window: Option<usize>, length: usize) -> Result<[f32; 2]> {
+fn time(
+    gpu: &CudaDevice,
+    kernels: &'static KernelSet,
+    heads: (usize, usize),
+    window: Option<usize>,
+    length: usize,
+) -> Result<[f32; 2]> {
     let shape = Shape::new("speed", heads, window, &vec![length; TOKENS / length]);
     let sequences = Sequences::packed(&shape.cu_seqlens())?;
-    let prepared = Prepared::new(gpu, &shape.attention(), &sequences, None)?;
+    let prepared = Prepared::new(gpu, kernels, &shape.attention(), &sequences, None)?;
     let up = |heads: usize, seed: u64| gpu.clone_htod(&numbers(TOKENS * heads * 64, seed));
     let (q, kv, dout) = (up(heads.0, 1)?, up(2 * heads.1, 2)?, up(heads.0, 3)?);
     let sinks = gpu.clone_htod(&vec![0.5f32; heads.0])?;

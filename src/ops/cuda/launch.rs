@@ -1,6 +1,6 @@
 //! Loading and launching kernels; the device's address of what they read and write.
 
-use crate::ops::sink_attention::kernels::{Kernel, KernelSet, MMA};
+use crate::ops::sink_attention::kernels::{KERNEL_SETS, Kernel, KernelSet};
 use crate::ops::sink_attention::plan::check_device;
 use candle_core::cuda_backend::cudarc::driver::sys::{CUevent_flags, CUfunction_attribute};
 use candle_core::cuda_backend::cudarc::driver::{
@@ -21,6 +21,7 @@ const SHARED_BYTES_UNASKED: usize = 48 << 10;
 fn ptx(file: &str) -> Result<&'static str> {
     Ok(match file {
         "sink_attention_forward" => ptx::SINK_ATTENTION_FORWARD,
+        "sink_attention_forward_hopper" => ptx::SINK_ATTENTION_FORWARD_HOPPER,
         "sink_attention_backward" => ptx::SINK_ATTENTION_BACKWARD,
         "primitive_checks" => ptx::PRIMITIVE_CHECKS,
         _ => bail!("no kernel file {file}"),
@@ -35,7 +36,7 @@ pub fn kernel_set(device: &CudaDevice) -> Result<&'static KernelSet> {
     let stream = device.cuda_stream();
     let context = stream.context();
     check_device(&context.name().w()?, context.compute_capability().w()?)?;
-    Ok(&MMA)
+    Ok(&KERNEL_SETS[0])
 }
 
 /// Launches `kernel` with one argument.

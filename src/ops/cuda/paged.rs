@@ -3,7 +3,7 @@
 use super::sink_attention::{DeviceLse, Inputs, Outputs, Prepared, on_gpu, tensor, view};
 use crate::ops::pages::{PagedSequence, Pages, page_table};
 use crate::ops::sink_attention::Attention;
-use crate::ops::sink_attention::kernels::{BLOCK_KEYS, HEAD_DIM};
+use crate::ops::sink_attention::kernels::{BLOCK_KEYS, HEAD_DIM, KernelSet};
 use crate::ops::sink_attention::plan::{Sequences, check_attention};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView};
@@ -51,11 +51,14 @@ impl PagedKv {
 }
 
 /// Attention of new tokens over cached keys, which they extend: `counts[i]` rows of `q [T, N, 64]` and `kv [T, 2, M, 64]`,
-/// both bf16, belong to `sequences[i]`. Not differentiable. Returns `[T, N·64]` and the log-sum-exps `[T, N]`.
+/// both bf16, belong to `sequences[i]`. `kernels` are those of [`super::kernel_set`]. Not differentiable. Returns
+/// `[T, N·64]` and the log-sum-exps `[T, N]`.
 ///
 /// # Errors
 /// When shapes disagree, or `cache` is too small for the new tokens: then nothing has changed.
+#[allow(clippy::too_many_arguments)]
 pub fn sink_attention_paged(
+    kernels: &'static KernelSet,
     q: &Tensor,
     kv: &Tensor,
     sinks: &Tensor,
@@ -79,7 +82,7 @@ pub fn sink_attention_paged(
     let (q, kv, sinks) = (view(q.0, q.1)?, view(kv.0, kv.1)?, view(sinks.0, sinks.1)?);
     cache.append(&kv, sequences, counts)?;
     let (table, pages_max) = page_table(sequences);
-    let prepared = Prepared::new(&cache.device, attention, &launch, Some((&table, pages_max)))?;
+    let prepared = Prepared::new(&cache.device, kernels, attention, &launch, Some((&table, pages_max)))?;
     let mut outputs = prepared.outputs()?;
     let pool = cache.memory.as_view();
     prepared.forward(&Inputs { q: &q, kv: &pool, sinks: &sinks }, &mut outputs)?;

@@ -68,18 +68,19 @@ pub struct Prepared {
 }
 
 impl Prepared {
-    /// `pages`: a page table and its width, for keys in a cache.
+    /// For `kernels`, which a run takes from [`kernel_set`] and from nowhere else. `pages`: a page table and its width, for
+    /// keys in a cache.
     ///
     /// # Errors
-    /// When the kernels do not run on the device or not with these sizes, or a page table is too small.
+    /// When the kernels do not run with these sizes, or a page table is too small.
     pub fn new(
         device: &CudaDevice,
+        kernels: &'static KernelSet,
         attention: &Attention,
         sequences: &Sequences,
         pages: Option<(&[i32], usize)>,
     ) -> Result<Self> {
         check_attention(attention)?;
-        let kernels = kernel_set(device)?;
         if let Some((table, pages_max)) = pages {
             sequences.check_page_table(table.len(), pages_max)?;
         }
@@ -116,11 +117,6 @@ impl Prepared {
             pages_max: pages.map(|(_, pages_max)| pages_max),
             no_sinks: no_sinks.map(|sinks| device.clone_htod(&sinks)).transpose()?,
         })
-    }
-
-    /// The kernels of this launch.
-    pub fn kernels(&self) -> &'static KernelSet {
-        self.kernels
     }
 
     /// Fresh memory for [`Prepared::forward`].
@@ -318,7 +314,7 @@ pub(in crate::ops) fn sink_attention_forward(
     check("kv", kv, DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
     check("sinks", sinks, DType::F32, &[heads])?;
     let device = q.0.device();
-    let prepared = Prepared::new(device, attention, &sequences, None)?;
+    let prepared = Prepared::new(device, kernel_set(device)?, attention, &sequences, None)?;
     let mut outputs = prepared.outputs()?;
     let (q, kv, sinks) = (view(q.0, q.1)?, view(kv.0, kv.1)?, view(sinks.0, sinks.1)?);
     prepared.forward(&Inputs { q: &q, kv: &kv, sinks: &sinks }, &mut outputs)?;
@@ -343,7 +339,7 @@ pub(in crate::ops) fn sink_attention_backward(
     let out = on_gpu("the output", &opened[3], DType::BF16, &[tokens, heads * HEAD_DIM])?;
     let dout = on_gpu("the output's gradient", &opened[4], DType::BF16, &[tokens, heads * HEAD_DIM])?;
     let device = q.0.device();
-    let prepared = Prepared::new(device, attention, &sequences, None)?;
+    let prepared = Prepared::new(device, kernel_set(device)?, attention, &sequences, None)?;
     let mut gradients = prepared.gradients()?;
     let (out, dout) = (view(out.0, out.1)?, view(dout.0, dout.1)?);
     let (q, kv, sinks) = (view(q.0, q.1)?, view(kv.0, kv.1)?, view(sinks.0, sinks.1)?);

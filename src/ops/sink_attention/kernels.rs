@@ -90,8 +90,11 @@ pub struct Kernel {
     pub shared_bytes: usize,
 }
 
+/// Every set there is.
+pub static KERNEL_SETS: [KernelSet; 2] = [WGMMA, MMA];
+
 /// The kernels of one forward and its backward. A run uses one set on all its paths: two sets round differently.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KernelSet {
     /// Its name in reports: the instruction of its products.
     pub name: &'static str,
@@ -118,11 +121,23 @@ const fn kernel(function: &'static str, file: &'static str, threads: usize, shar
 }
 
 /// Warp-wide tensor-core products, `mma.sync`.
-pub static MMA: KernelSet = KernelSet {
+pub const MMA: KernelSet = KernelSet {
     name: "mma.sync",
     forward: kernel("sink_attention_forward", "sink_attention_forward", 128, TILE_BYTES + 4 * BLOCK_BYTES),
     delta: kernel("sink_attention_delta", "sink_attention_backward", 256, 0),
     dkv: kernel("sink_attention_dkv", "sink_attention_backward", 128, 6 * BLOCK_BYTES + 2 * 3 * 64 * 4),
     dq: kernel("sink_attention_dq", "sink_attention_backward", 256, 2 * TILE_BYTES + 4 * BLOCK_BYTES),
     dsinks: kernel("sink_attention_dsinks", "sink_attention_backward", 256, 256 * 4),
+};
+
+/// Warpgroup-wide products, `wgmma`, in the forward.
+pub const WGMMA: KernelSet = KernelSet {
+    name: "wgmma",
+    forward: kernel(
+        "sink_attention_forward_hopper",
+        "sink_attention_forward_hopper",
+        256,
+        TILE_BYTES + 8 * BLOCK_BYTES + 64,
+    ),
+    ..MMA
 };

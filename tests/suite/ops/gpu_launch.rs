@@ -5,7 +5,6 @@ use candle_core::{DType, Device, Tensor};
 use rloss::ops::sink_attention::kernels::{self, CType, FIELDS, SinkAttentionParams, Tile};
 use rloss::ops::sink_attention::plan::{Argument, Sequences, check_attention, check_device};
 use rloss::ops::sink_attention::{Attention, sink_attention};
-use std::collections::HashMap;
 
 fn header() -> String {
     std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/kernels/sink_attention.cuh")).unwrap()
@@ -41,36 +40,35 @@ fn the_parameters_are_the_headers_field_by_field() {
     assert_eq!(body(&header(), "struct Tile {"), ["int32_t sequence;", "int32_t first;"]);
 }
 
-/// The header's `constexpr int` values: sums and products of numbers, names and sizeof.
-fn constants() -> HashMap<String, usize> {
-    let mut known: HashMap<String, usize> =
-        [("sizeof(bf16)".to_owned(), 2), ("sizeof(float)".to_owned(), 4)].into();
-    for line in header().lines() {
-        let Some(rest) = line.trim().strip_prefix("constexpr int ") else { continue };
-        let (name, value) = rest.split(';').next().unwrap().split_once(" = ").expect("a value");
-        let factor = |x: &str| x.parse().unwrap_or_else(|_| *known.get(x).unwrap_or_else(|| panic!("{x}?")));
-        let product = |term: &str| term.split('*').map(|x| factor(x.trim())).product::<usize>();
-        let value = value.split('+').map(|term| product(term.trim())).sum();
-        known.insert(name.to_owned(), value);
-    }
-    known
+/// A number that the header gives.
+fn constant(name: &str) -> usize {
+    let text = header();
+    let value =
+        text.split(&format!("constexpr int {name} = ")).nth(1).and_then(|rest| rest.split(';').next());
+    value.and_then(|value| value.parse().ok()).unwrap_or_else(|| panic!("{name} is no number in the header"))
 }
 
+/// scripts/check_kernels.sh has the compiler say what the header's constants are, and writes it to the table.
 #[test]
 fn the_launch_sizes_are_the_headers() {
-    let constants = constants();
-    let of = |name: &str| *constants.get(name).unwrap_or_else(|| panic!("{name} is not in the header"));
-    assert_eq!(kernels::HEAD_DIM, of("head_dim"));
-    assert_eq!(kernels::TILE_ROWS, of("tile_rows"));
-    assert_eq!(kernels::BLOCK_KEYS, of("block_keys"));
-    assert_eq!(kernels::DELTA_ROWS, of("delta_rows"));
-    let set = &kernels::MMA;
-    for kernel in [set.forward, set.delta, set.dkv, set.dq, set.dsinks] {
-        let name = kernel.function.strip_prefix("sink_attention_").expect("their common name");
-        assert_eq!(kernel.threads, of(&format!("{name}_threads")), "{name}");
-        let shared = constants.get(&format!("{name}_shared_bytes")).copied().unwrap_or(0);
-        assert_eq!(kernel.shared_bytes, shared, "{name}");
-        let file = format!("{}/kernels/{}.cu", env!("CARGO_MANIFEST_DIR"), kernel.file);
+    assert_eq!(kernels::HEAD_DIM, constant("head_dim"));
+    assert_eq!(kernels::TILE_ROWS, constant("tile_rows"));
+    assert_eq!(kernels::BLOCK_KEYS, constant("block_keys"));
+    assert_eq!(kernels::DELTA_ROWS, constant("delta_rows"));
+    let root = env!("CARGO_MANIFEST_DIR");
+    let table = std::fs::read_to_string(format!("{root}/kernels/resources.txt")).unwrap();
+    let row = |kernel: &str| -> Vec<usize> {
+        let line = table.lines().find(|line| line.split_whitespace().next() == Some(kernel));
+        let line = line.unwrap_or_else(|| panic!("{kernel} is not in resources.txt"));
+        line.split_whitespace().skip(1).map(|x| x.parse().unwrap()).collect()
+    };
+    let all = |set: &kernels::KernelSet| [set.forward, set.delta, set.dkv, set.dq, set.dsinks];
+    for kernel in kernels::KERNEL_SETS.iter().flat_map(all) {
+        let [_registers, threads, _static, dynamic_shared, spills, _, _] = row(kernel.function)[..] else {
+            panic!("resources.txt has other columns")
+        };
+        assert_eq!((kernel.threads, kernel.shared_bytes, spills), (threads, dynamic_shared, 0), "{kernel:?}");
+        let file = format!("{root}/kernels/{}.cu", kernel.file);
         let source = std::fs::read_to_string(&file).unwrap_or_else(|e| panic!("{file}: {e}"));
         assert!(source.contains(&format!("\n{}(const __grid_constant__ SinkAttention", kernel.function)));
     }
@@ -102,7 +100,7 @@ fn tiles_cover_all_rows_and_keys_once() {
             all_keys.extend((0..count + held).step_by(64).map(tile));
         }
         assert_eq!((rows, keys), (all_rows, all_keys));
-        assert_eq!(sequences.tokens(), counts.iter().sum());
+        assert_eq!(sequences.tokens(), counts.iter().sum::<usize>());
         let bounds = sequences.key_bounds();
         assert_eq!(bounds[0], 0);
         assert_eq!(
