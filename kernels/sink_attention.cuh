@@ -6,8 +6,10 @@
 #pragma once
 
 #include "primitives.cuh"
+#include "ring.cuh"
 
-// A block's part of the work: 128 packed rows of a sequence from `first`, or 64 keys from `first` (multiples of these).
+// A block's part of the work: 128 packed rows of a sequence from `first`, or 64 keys from `first` (multiples of these;
+// 128 keys in dkv_hopper).
 struct Tile {
   int32_t sequence;
   int32_t first;
@@ -60,12 +62,19 @@ constexpr int dkv_threads = 128;
 constexpr int dkv_shared_bytes = 6 * block_bytes + 2 * 3 * 64 * sizeof(float);
 constexpr int dq_threads = 256;
 constexpr int dq_shared_bytes = 2 * tile_bytes + 4 * block_bytes;
-constexpr int forward_hopper_threads = 256;
-constexpr int forward_hopper_stages = 4;
-constexpr int forward_hopper_shared_bytes =
-    tile_bytes + forward_hopper_stages * (2 * block_bytes + 2 * static_cast<int>(sizeof(uint64_t)));
 constexpr int dsinks_threads = 256;
 constexpr int dsinks_shared_bytes = dsinks_threads * sizeof(float);
+
+// The kernels for Hopper's own tensor cores: two warpgroups a block.
+constexpr int hopper_threads = 256;
+using HopperRing = Ring<4, hopper_threads / 32, block_bytes>;
+constexpr int forward_hopper_threads = hopper_threads;
+constexpr int forward_hopper_shared_bytes = tile_bytes + HopperRing::bytes;
+constexpr int dkv_hopper_threads = hopper_threads;
+constexpr int dkv_hopper_keys = 128;  // keys of a block, so tiles of its own
+constexpr int dkv_hopper_shared_bytes = 4 * block_bytes + HopperRing::bytes + 4 * 3 * 64 * sizeof(float);
+constexpr int dq_hopper_threads = hopper_threads;
+constexpr int dq_hopper_shared_bytes = 2 * tile_bytes + HopperRing::bytes;
 
 constexpr float log2_e = 1.44269504f;
 constexpr float ln_2 = 0.69314718f;
