@@ -7,7 +7,6 @@
 // Stage i % stages holds the i-th pair of tiles.
 template <int stages, int warps, int tile_bytes>
 struct Ring {
-  static constexpr int depth = stages;
   static constexpr int copies_ahead = 2;  // pairs in flight
   static constexpr int bytes = stages * (2 * tile_bytes + 2 * static_cast<int>(sizeof(uint64_t)));
   static_assert(stages > copies_ahead, "a warp must not wait for a stage that it holds itself");
@@ -15,11 +14,14 @@ struct Ring {
   unsigned char* tiles;  // 1024-byte aligned; the barriers lie behind them
   int count;             // pairs that pass
 
-  PRIMITIVE unsigned char* first(int i) const { return tiles + i % stages * (2 * tile_bytes); }
+  static PRIMITIVE int stage(int i) { return static_cast<uint32_t>(i) % stages; }
+  static PRIMITIVE int parity(int i) { return static_cast<uint32_t>(i) / stages % 2; }
+
+  PRIMITIVE unsigned char* first(int i) const { return tiles + stage(i) * (2 * tile_bytes); }
   PRIMITIVE unsigned char* second(int i) const { return first(i) + tile_bytes; }
   // A stage has landed: one arrival a warp.
   PRIMITIVE uint64_t* full(int i) const {
-    return reinterpret_cast<uint64_t*>(tiles + stages * 2 * tile_bytes) + i % stages;
+    return reinterpret_cast<uint64_t*>(tiles + stages * 2 * tile_bytes) + stage(i);
   }
   // A stage's readers are done: one arrival a warp that reads.
   PRIMITIVE uint64_t* empty(int i) const { return full(i) + stages; }
@@ -37,7 +39,7 @@ struct Ring {
   template <class Start>
   PRIMITIVE void copy(int i, const Start& start) const {
     if (i < count) {
-      if (i >= stages) mbarrier_wait(empty(i), (i / stages - 1) % 2);
+      if (i >= stages) mbarrier_wait(empty(i), parity(i - stages));
       start(i);
     }
     copy_async_commit();
@@ -59,7 +61,7 @@ struct Ring {
     if (thread % 32 == 0) mbarrier_arrive(full(i));
   }
 
-  PRIMITIVE void wait(int i) const { mbarrier_wait(full(i), i / stages % 2); }
+  PRIMITIVE void wait(int i) const { mbarrier_wait(full(i), parity(i)); }
 
   PRIMITIVE void release(int i, int thread) const {
     warp_barrier();

@@ -111,11 +111,12 @@ PRIMITIVE void sum_dq(WarpQueries& w, const SinkAttention& p, const HopperRing& 
   ring.wait(0);
   w.start_scores(ring.first(0));
   w.start_dprobs(ring.second(0));
-  wgmma_wait<1>();
+  wgmma_wait<0>();  // with one group left in flight into the loop, ptxas serialises every wgmma
   w.normalise(p, block * block_keys, lane);
-  wgmma_wait<0>();
-  w.differentiate();
   for (int i = 1; i <= last; i++) {
+    wgmma_wait<0>();  // at the top: see sink_attention_forward_hopper.cu
+    w.differentiate();
+    if (i > 1) ring.release(i - 2, thread);
     ring.pass(i, thread, start);
     ring.wait(i);
     w.start_scores(ring.first(i));
@@ -123,10 +124,9 @@ PRIMITIVE void sum_dq(WarpQueries& w, const SinkAttention& p, const HopperRing& 
     w.start_dprobs(ring.second(i));
     wgmma_wait<2>();
     w.normalise(p, (block + i) * block_keys, lane);
-    wgmma_wait<0>();
-    ring.release(i - 1, thread);
-    w.differentiate();
   }
+  wgmma_wait<0>();
+  w.differentiate();
   w.start_sum(ring.first(last));
   wgmma_wait<0>();
   wgmma_hold(w.dq);
@@ -156,7 +156,7 @@ sink_attention_dkv_hopper(const __grid_constant__ SinkAttention p) {
     if (thread < step_rows) next.load(p, s, row + thread, rows.end);
   };
   const auto pass = [&](int i) {
-    if (thread < step_rows) next.put(numbers[i % HopperRing::depth], thread);
+    if (thread < step_rows) next.put(numbers[HopperRing::stage(i)], thread);
     ring.pass(i, thread, start);
     ring.wait(i);
   };
@@ -194,21 +194,22 @@ sink_attention_dkv_hopper(const __grid_constant__ SinkAttention p) {
     pass(step_first);
     w.start_scores(ring.first(step_first));
     w.start_dprobs(ring.second(step_first));
-    wgmma_wait<1>();
-    w.normalise(p, numbers[step_first % HopperRing::depth], some_hidden(step_first), lane);
     wgmma_wait<0>();
-    w.differentiate(numbers[step_first % HopperRing::depth], lane);
+    w.normalise(p, numbers[HopperRing::stage(step_first)], some_hidden(step_first), lane);
     for (int i = step_first + 1; i < step_end; i++) {
+      wgmma_wait<0>();
+      w.differentiate(numbers[HopperRing::stage(i - 1)], lane);
+      if (i > step_first + 1) ring.release(i - 2, thread);
       pass(i);
       w.start_scores(ring.first(i));
       w.start_sums(ring.first(i - 1), ring.second(i - 1));
       w.start_dprobs(ring.second(i));
       wgmma_wait<2>();
-      w.normalise(p, numbers[i % HopperRing::depth], some_hidden(i), lane);
-      wgmma_wait<0>();
-      ring.release(i - 1, thread);
-      w.differentiate(numbers[i % HopperRing::depth], lane);
+      w.normalise(p, numbers[HopperRing::stage(i)], some_hidden(i), lane);
     }
+    wgmma_wait<0>();
+    w.differentiate(numbers[HopperRing::stage(step_end - 1)], lane);
+    if (step_end - step_first > 1) ring.release(step_end - 2, thread);
     w.start_sums(ring.first(step_end - 1), ring.second(step_end - 1));
     wgmma_wait<0>();
     wgmma_hold(w.dk);

@@ -82,25 +82,29 @@ PRIMITIVE void attend(WarpRows& w, const SinkAttention& p, const HopperRing& rin
                       const Start& start) {
   const int lane = thread % 32, last = ring.count - 1;
   float shrink[2];
+  const auto finish_step = [&] {
+    wgmma_wait<0>();
+    wgmma_hold(w.out);
+    multiply_rows(w.out, shrink);
+    to_operand(w.probabilities, w.scores);
+  };
   ring.pass(0, thread, start);
   ring.wait(0);
   w.start_scores(ring.first(0));
   wgmma_wait<0>();
   w.normalise(p, block * block_keys, shrink, lane);
-  to_operand(w.probabilities, w.scores);
-  for (int i = 0; i < last; i++) {
-    ring.pass(i + 1, thread, start);
-    ring.wait(i + 1);
-    w.start_scores(ring.first(i + 1));
-    w.start_output(ring.second(i));
+  for (int i = 1; i <= last; i++) {
+    // Here, at the top, the compiler cannot take this wait before the exponentials of the step before.
+    finish_step();
+    if (i > 1) ring.release(i - 2, thread);
+    ring.pass(i, thread, start);
+    ring.wait(i);
+    w.start_scores(ring.first(i));
+    w.start_output(ring.second(i - 1));
     wgmma_wait<1>();
-    w.normalise(p, (block + i + 1) * block_keys, shrink, lane);
-    wgmma_wait<0>();
-    wgmma_hold(w.out);
-    ring.release(i, thread);
-    multiply_rows(w.out, shrink);
-    to_operand(w.probabilities, w.scores);
+    w.normalise(p, (block + i) * block_keys, shrink, lane);
   }
+  finish_step();
   w.start_output(ring.second(last));
   wgmma_wait<0>();
   wgmma_hold(w.out);
