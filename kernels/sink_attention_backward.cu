@@ -14,8 +14,8 @@ namespace {
 // A warp's 16 keys: S^T = K Q^T and dP^T = V dO^T have a key a row, so P^T and dS^T are at once the left operands of
 // dV += P^T dO and dK += dS^T Q.
 struct WarpKeys {
-  uint32_t k[1][4][4];
-  uint32_t v[1][4][4];
+  unsigned char* k_tile;  // the warp's own rows
+  unsigned char* v_tile;
   Fragment dk[1];
   Fragment dv[1];
 
@@ -24,12 +24,14 @@ struct WarpKeys {
     Fragment scores[1], dprobs[1];
     clear(scores);
     clear(dprobs);
-    add_product_transposed(scores, k, q_tile, lane);
-    add_product_transposed(dprobs, v, dout_tile, lane);
+    uint32_t operand[1][4][4];
+    load_operand(operand[0], k_tile, 0, lane);
+    add_product_transposed(scores, operand, q_tile, lane);
+    load_operand(operand[0], v_tile, 0, lane);
+    add_product_transposed(dprobs, operand, dout_tile, lane);
     if (some_hidden) hide_rows(p, scores[0], numbers, key, lane);
     to_probabilities(p, scores[0], numbers, lane);
     to_score_gradients(scores[0], dprobs[0], numbers, lane);
-    uint32_t operand[1][4][4];
     to_operand(operand[0], scores[0]);
     add_product(dv, operand, dout_tile, lane);
     to_operand(operand[0], dprobs[0]);
@@ -96,8 +98,7 @@ sink_attention_dkv(const __grid_constant__ SinkAttention p) {
 
   const auto copy_step = [&](int row, int stage) {
     unsigned char* to = stages + stage * 2 * block_bytes;
-    copy_rows<step_rows, dkv_threads>(p, s, to, p.q, row, rows.end, thread);
-    copy_rows<step_rows, dkv_threads>(p, s, to + block_bytes, p.dout, row, rows.end, thread);
+    copy_rows<step_rows, dkv_threads, true>(p, s, to, row, rows.end, thread);
     copy_async_commit();
   };
   copy_keys<dkv_threads>(p, s, k_tile, tile.first / block_keys, thread);
@@ -113,8 +114,8 @@ sink_attention_dkv(const __grid_constant__ SinkAttention p) {
   WarpKeys w;
   clear(w.dk);
   clear(w.dv);
-  load_operand(w.k[0], k_tile, 16 * warp, lane);
-  load_operand(w.v[0], v_tile, 16 * warp, lane);
+  w.k_tile = k_tile + warp * 16 * 128;
+  w.v_tile = v_tile + warp * 16 * 128;
   int stage = 0;
   for (int row = rows.first; row < rows.end; row += step_rows, stage ^= 1) {
     const bool more = row + step_rows < rows.end;
@@ -133,8 +134,8 @@ sink_attention_dkv(const __grid_constant__ SinkAttention p) {
   }
 
   multiply_all(w.dk[0], p.scale);
-  store_keys(p, s, w.dk[0], k_tile + warp * 16 * 128, p.dk, tile.first + 16 * warp, lane);
-  store_keys(p, s, w.dv[0], v_tile + warp * 16 * 128, p.dv, tile.first + 16 * warp, lane);
+  store_keys(p, s, w.dk[0], w.k_tile, p.dk, tile.first + 16 * warp, lane);
+  store_keys(p, s, w.dv[0], w.v_tile, p.dv, tile.first + 16 * warp, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(dq_threads, 1)
@@ -153,8 +154,7 @@ sink_attention_dq(const __grid_constant__ SinkAttention p) {
     copy_keys<dq_threads>(p, s, stage, block, thread);
     copy_async_commit();
   };
-  copy_rows<tile_rows, dq_threads>(p, s, q_tile, p.q, tile.first, s.rows, thread);
-  copy_rows<tile_rows, dq_threads>(p, s, dout_tile, p.dout, tile.first, s.rows, thread);
+  copy_rows<tile_rows, dq_threads, true>(p, s, q_tile, tile.first, s.rows, thread);
   copy_async_commit();
   if (blocks.first < blocks.end) copy_block(blocks.first);
   copy_async_wait<0>();

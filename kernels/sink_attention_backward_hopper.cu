@@ -151,8 +151,7 @@ sink_attention_dkv_hopper(const __grid_constant__ SinkAttention p) {
   RowInFlight next;  // of the step that is handed over next
   const auto start = [&](int i) {
     const int row = rows.first + i * step_rows;
-    copy_rows<step_rows, hopper_threads>(p, s, ring.first(i), p.q, row, rows.end, thread);
-    copy_rows<step_rows, hopper_threads>(p, s, ring.second(i), p.dout, row, rows.end, thread);
+    copy_rows<step_rows, hopper_threads, true>(p, s, ring.first(i), row, rows.end, thread);
     if (thread < step_rows) next.load(p, s, row + thread, rows.end);
   };
   const auto pass = [&](int i) {
@@ -240,8 +239,7 @@ sink_attention_dq_hopper(const __grid_constant__ SinkAttention p) {
   const auto start = [&](int i) { copy_keys<hopper_threads>(p, s, ring.first(i), blocks.first + i, thread); };
 
   if (thread == 0) ring.init(hopper_threads / 32);
-  copy_rows<tile_rows, hopper_threads>(p, s, q_tile, p.q, tile.first, s.rows, thread);
-  copy_rows<tile_rows, hopper_threads>(p, s, dout_tile, p.dout, tile.first, s.rows, thread);
+  copy_rows<tile_rows, hopper_threads, true>(p, s, q_tile, tile.first, s.rows, thread);
   copy_async_commit();
   ring.begin(start);
   copy_async_wait<HopperRing::copies_ahead - 1>();

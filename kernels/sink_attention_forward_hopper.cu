@@ -18,8 +18,6 @@ constexpr int warpgroup_rows = 64;
 // A warp's 16 rows of its warpgroup's 64. All four warps go through the same steps.
 struct WarpRows {
   int first;                        // packed row of the sequence
-  int position_first;
-  int position_last;
   int positions[2];                 // of this lane's rows g and g + 8
   uint32_t q[4][4];
   uint32_t probabilities[4][4];     // of the block before
@@ -36,8 +34,6 @@ struct WarpRows {
       positions[half] = s.position(row);
       softmax.start(half, p.sinks[s.head(row)], lane);
     }
-    position_first = s.position(first);
-    position_last = s.position(first + 15);
 #pragma unroll
     for (int i = 0; i < 32; i++) out[i] = 0.0f;
   }
@@ -54,10 +50,10 @@ struct WarpRows {
     wgmma_commit();
   }
 
-  // Scores to probabilities, in place.
-  PRIMITIVE void normalise(const SinkAttention& p, int key_first, float (&shrink)[2], int lane) {
+  // Scores to probabilities, in place. `seers`: the positions of the whole block's queries.
+  PRIMITIVE void normalise(const SinkAttention& p, Range seers, int key_first, float (&shrink)[2], int lane) {
     wgmma_hold(scores);
-    if (!all_see(p, position_first, position_last, key_first, key_first + block_keys - 1))
+    if (!all_see(p, seers.first, seers.end - 1, key_first, key_first + block_keys - 1))
       hide_keys(p, scores, positions, key_first, lane);
     softmax.step(scores, shrink);
   }
@@ -66,11 +62,7 @@ struct WarpRows {
     float lse[2];
     softmax.finish(out, lse);
     put_fragment(out, tile, 0, lane);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int row = first + 8 * half + lane / 4;
-      if (lane % 4 == 0 && row < s.rows) p.lse[s.place(p, row)] = lse[half];
-    }
+    store_lse(p, s, lse, first, lane);
     warp_barrier();
     store_rows<16, 32>(p, s, tile, p.out, first, s.rows, lane);
   }
@@ -78,7 +70,7 @@ struct WarpRows {
 
 // All key blocks of a warpgroup's rows, the first at `block`; `start` starts a copy.
 template <class Start>
-PRIMITIVE void attend(WarpRows& w, const SinkAttention& p, const HopperRing& ring, int block, int thread,
+PRIMITIVE void attend(WarpRows& w, const SinkAttention& p, const HopperRing& ring, Range seers, int block, int thread,
                       const Start& start) {
   const int lane = thread % 32, last = ring.count - 1;
   float shrink[2];
@@ -92,7 +84,7 @@ PRIMITIVE void attend(WarpRows& w, const SinkAttention& p, const HopperRing& rin
   ring.wait(0);
   w.start_scores(ring.first(0));
   wgmma_wait<0>();
-  w.normalise(p, block * block_keys, shrink, lane);
+  w.normalise(p, seers, block * block_keys, shrink, lane);
   for (int i = 1; i <= last; i++) {
     // Here, at the top, the compiler cannot take this wait before the exponentials of the step before.
     finish_step();
@@ -102,7 +94,7 @@ PRIMITIVE void attend(WarpRows& w, const SinkAttention& p, const HopperRing& rin
     w.start_scores(ring.first(i));
     w.start_output(ring.second(i - 1));
     wgmma_wait<1>();
-    w.normalise(p, (block + i) * block_keys, shrink, lane);
+    w.normalise(p, seers, (block + i) * block_keys, shrink, lane);
   }
   finish_step();
   w.start_output(ring.second(last));
@@ -120,12 +112,13 @@ sink_attention_forward_hopper(const __grid_constant__ SinkAttention p) {
   const Sequence s(p, tile.sequence, blockIdx.x % p.kv_heads);
   const int row_last = min(tile.first + tile_rows, s.rows) - 1;
   const int warpgroups = (row_last - tile.first) / warpgroup_rows + 1;  // that have rows
-  const Range blocks = blocks_seen(p, s, s.position(tile.first), s.position(row_last));
+  const Range seers = {s.position(tile.first), s.position(row_last) + 1};
+  const Range blocks = blocks_seen(p, s, seers.first, seers.end - 1);
   const HopperRing ring = {q_tile + tile_bytes, blocks.end - blocks.first};
   const auto start = [&](int i) { copy_keys<hopper_threads>(p, s, ring.first(i), blocks.first + i, thread); };
 
   if (thread == 0) ring.init(4 * warpgroups);
-  copy_rows<tile_rows, hopper_threads>(p, s, q_tile, p.q, tile.first, s.rows, thread);
+  copy_rows<tile_rows, hopper_threads, false>(p, s, q_tile, tile.first, s.rows, thread);
   copy_async_commit();
   ring.begin(start);
   copy_async_wait<HopperRing::copies_ahead - 1>();
@@ -135,7 +128,7 @@ sink_attention_forward_hopper(const __grid_constant__ SinkAttention p) {
     w.first = tile.first + 16 * warp;
     unsigned char* own_tile = q_tile + warp * 16 * 128;
     w.start(p, s, own_tile, lane);
-    if (ring.count > 0) attend(w, p, ring, blocks.first, thread, start);
+    if (ring.count > 0) attend(w, p, ring, seers, blocks.first, thread, start);
     w.store(p, s, own_tile, lane);
   } else {
     for (int i = 0; i < ring.count; i++) ring.pass(i, thread, start);

@@ -61,7 +61,7 @@ PRIMITIVE Range rows_seeing(const SinkAttention& p, const Sequence& s, int key_f
   const int tokens = s.rows / s.group;
   const int first = min(tokens, max(0, key_first - s.offset));
   const int end = p.window > 0 ? min(tokens, max(first, key_last + p.window - s.offset)) : tokens;
-  return {first * static_cast<int>(s.group), end * static_cast<int>(s.group)};
+  return {first * s.group, end * s.group};
 }
 
 // Hides, in scores with a key a row (g and g + 8 from `key`) and a packed row a column, what the mask hides.
