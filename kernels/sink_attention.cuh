@@ -6,8 +6,10 @@
 #pragma once
 
 #include "primitives.cuh"
+#include "ring.cuh"
 
-// A block's part of the work: 128 packed rows of a sequence from `first`, or 64 keys from `first` (multiples of these).
+// A block's part of the work: 128 packed rows of a sequence from `first`, or 64 keys from `first` (multiples of these;
+// 128 keys in dkv_hopper).
 struct Tile {
   int32_t sequence;
   int32_t first;
@@ -60,12 +62,19 @@ constexpr int dkv_threads = 128;
 constexpr int dkv_shared_bytes = 6 * block_bytes + 2 * 3 * 64 * sizeof(float);
 constexpr int dq_threads = 256;
 constexpr int dq_shared_bytes = 2 * tile_bytes + 4 * block_bytes;
-constexpr int forward_hopper_threads = 256;
-constexpr int forward_hopper_stages = 4;
-constexpr int forward_hopper_shared_bytes =
-    tile_bytes + forward_hopper_stages * (2 * block_bytes + 2 * static_cast<int>(sizeof(uint64_t)));
 constexpr int dsinks_threads = 256;
 constexpr int dsinks_shared_bytes = dsinks_threads * sizeof(float);
+
+// The kernels for Hopper's own tensor cores: two warpgroups a block.
+constexpr int hopper_threads = 256;
+using HopperRing = Ring<4, hopper_threads / 32, block_bytes>;
+constexpr int forward_hopper_threads = hopper_threads;
+constexpr int forward_hopper_shared_bytes = tile_bytes + HopperRing::bytes;
+constexpr int dkv_hopper_threads = hopper_threads;
+constexpr int dkv_hopper_keys = 128;  // keys of a block, so tiles of its own
+constexpr int dkv_hopper_shared_bytes = 4 * block_bytes + HopperRing::bytes + 4 * 3 * 64 * sizeof(float);
+constexpr int dq_hopper_threads = hopper_threads;
+constexpr int dq_hopper_shared_bytes = 2 * tile_bytes + HopperRing::bytes;
 
 constexpr float log2_e = 1.44269504f;
 constexpr float ln_2 = 0.69314718f;
@@ -75,23 +84,24 @@ constexpr float hidden = -__builtin_huge_valf();  // the score of a key that a q
 struct Sequence {
   int index;
   int query_start;  // first token among all queries
-  int rows;         // packed rows: query tokens * group
-  uint32_t group;   // query heads of the key-value head
+  int rows;         // packed rows: query tokens * group; times group again below 2^31
+  int group;        // query heads of the key-value head
+  uint32_t inverse; // 2^31 / group, rounded up: division by multiplication, exact for rows * group < 2^31
   int kv_head;
   int key_start;    // first key row when packed
   int keys;
   int offset;       // position of the first query token
 
   PRIMITIVE Sequence(const SinkAttention& p, int sequence, int head)
-      : index(sequence), query_start(p.cu_seqlens_q[sequence]), group(static_cast<uint32_t>(p.heads) / p.kv_heads), kv_head(head),
-        key_start(p.cu_seqlens_k[sequence]) {
+      : index(sequence), query_start(p.cu_seqlens_q[sequence]), group(p.heads / p.kv_heads),
+        inverse(0x7fffffffu / group + 1), kv_head(head), key_start(p.cu_seqlens_k[sequence]) {
     const int queries = p.cu_seqlens_q[sequence + 1] - query_start;
     rows = queries * group;
     keys = p.cu_seqlens_k[sequence + 1] - key_start;
     offset = keys - queries;
   }
 
-  PRIMITIVE int token(int row) const { return static_cast<uint32_t>(row) / group; }
+  PRIMITIVE int token(int row) const { return static_cast<uint64_t>(row) * inverse >> 31; }
   PRIMITIVE int position(int row) const { return offset + token(row); }
   PRIMITIVE int head(int row) const { return kv_head * group + row - token(row) * group; }
 
@@ -166,16 +176,19 @@ PRIMITIVE void copy_keys(const SinkAttention& p, const Sequence& s, unsigned cha
   }
 }
 
-// Starts the copy of packed rows `first` to `first + count - 1` of q or dout (`from`); rows past `end` are zeros.
-template <int count, int threads>
-PRIMITIVE void copy_rows(const SinkAttention& p, const Sequence& s, unsigned char* tile, const bf16* from, int first,
-                         int end, int thread) {
+// Starts the copy of packed rows `first` to `first + count - 1` of q; with `dout`, of dout too, right behind. Rows past
+// `end` are zeros.
+template <int count, int threads, bool dout>
+PRIMITIVE void copy_rows(const SinkAttention& p, const Sequence& s, unsigned char* q_tile, int first, int end,
+                         int thread) {
 #pragma unroll
   for (int i = 0; i < count * 8 / threads; i++) {
     const int row = (thread + i * threads) / 8, chunk = thread % 8;
     const bool valid = first + row < end;
     const int64_t place = valid ? s.place(p, first + row) * head_dim + chunk * 8 : 0;
-    copy_async_16(chunk_at(tile, row, chunk), from + place, valid);
+    unsigned char* to = chunk_at(q_tile, row, chunk);
+    copy_async_16(to, p.q + place, valid);
+    if (dout) copy_async_16(to + count * 128, p.dout + place, valid);
   }
 }
 
@@ -243,6 +256,13 @@ PRIMITIVE void put_fragment(const Fragment& x, unsigned char* tile, int row, int
     const int at = row + lane / 4 + i % 2 * 8;
     *reinterpret_cast<uint32_t*>(chunk_at(tile, at, i / 2) + lane % 4 * 4) = pack_bf16(x[2 * i], x[2 * i + 1]);
   }
+}
+
+// Stores the LSE of a fragment's 16 rows, the first at `first`: `lse` holds those of rows g and g + 8.
+PRIMITIVE void store_lse(const SinkAttention& p, const Sequence& s, const float (&lse)[2], int first, int lane) {
+  const float low = shuffle_index(lse[0], lane % 8 * 4), high = shuffle_index(lse[1], lane % 8 * 4);
+  const int row = first + lane;
+  if (lane < 16 && row < s.rows) p.lse[s.place(p, row)] = lane < 8 ? low : high;
 }
 
 // Online softmax of two rows (g and g + 8), in base 2. It starts at the sink, as if the sink were a key seen first whose

@@ -4,78 +4,18 @@
 // 128 rows, over the keys they see; dsinks, a block a head. Scores are computed again in dkv and in dq: two products
 // more than with atomics, and the same bits from run to run.
 
+#include "sink_attention_gradients.cuh"
 #include "warp_products.cuh"
 
 using namespace sink_attention;
 
 namespace {
 
-// scores become probabilities P, dprobs becomes dS = P (dP - delta), both without the factor `scale`. `lse2` is
-// LSE * log2(e); hidden scores give 0.
-PRIMITIVE void differentiate(float& score, float& dprob, float scale_log2, float lse2, float delta) {
-  score = exp2_approx(multiply_add(score, scale_log2, -lse2));
-  dprob = multiply(score, add(dprob, -delta));
-}
-
-// ---- dK and dV ------------------------------------------------------------------------------------------------------
-
-constexpr int step_rows = 64;  // packed rows a step
-
-// One number a row of the step, in shared memory. Rows past the end have an infinite LSE: their probability is 0.
-struct RowNumbers {
-  float lse2[step_rows];
-  float delta[step_rows];
-  int position[step_rows];
-};
-
-// A row's numbers on their way from global to shared memory.
-struct RowInFlight {
-  float lse = 0.0f, delta = 0.0f;
-  int position = -1;
-
-  PRIMITIVE void load(const SinkAttention& p, const Sequence& s, int row, int end) {
-    if (row < end) {
-      const int64_t place = s.place(p, row);
-      lse = p.lse[place];
-      delta = p.delta[place];
-      position = s.position(row);
-    } else {
-      lse = -hidden;
-      delta = 0.0f;
-      position = -1;
-    }
-  }
-
-  PRIMITIVE void put(RowNumbers& numbers, int i) const {
-    numbers.lse2[i] = multiply(lse, log2_e);
-    numbers.delta[i] = delta;
-    numbers.position[i] = position;
-  }
-};
-
-// The packed rows that see at least one key from `key_first` to `key_last`.
-PRIMITIVE Range rows_seeing(const SinkAttention& p, const Sequence& s, int key_first, int key_last) {
-  const int tokens = s.rows / s.group;
-  const int first = min(tokens, max(0, key_first - s.offset));
-  const int end = p.window > 0 ? min(tokens, max(first, key_last + p.window - s.offset)) : tokens;
-  return {first * static_cast<int>(s.group), end * static_cast<int>(s.group)};
-}
-
-// Hides, in scores with a key a row (g and g + 8 from `key`) and a packed row a column, what the mask hides.
-PRIMITIVE void hide_rows(const SinkAttention& p, Fragment& scores, const RowNumbers& numbers, int key, int lane) {
-#pragma unroll
-  for (int i = 0; i < 32; i++) {
-    const Seen seen(p, numbers.position[fragment_column(i, lane)]);
-    const int own = key + lane / 4 + 8 * fragment_row(i);
-    if (own < seen.first || own > seen.last) scores[i] = hidden;
-  }
-}
-
 // A warp's 16 keys: S^T = K Q^T and dP^T = V dO^T have a key a row, so P^T and dS^T are at once the left operands of
 // dV += P^T dO and dK += dS^T Q.
 struct WarpKeys {
-  uint32_t k[1][4][4];
-  uint32_t v[1][4][4];
+  unsigned char* k_tile;  // the warp's own rows
+  unsigned char* v_tile;
   Fragment dk[1];
   Fragment dv[1];
 
@@ -84,16 +24,14 @@ struct WarpKeys {
     Fragment scores[1], dprobs[1];
     clear(scores);
     clear(dprobs);
-    add_product_transposed(scores, k, q_tile, lane);
-    add_product_transposed(dprobs, v, dout_tile, lane);
-    if (some_hidden) hide_rows(p, scores[0], numbers, key, lane);
-    const float scale_log2 = multiply(p.scale, log2_e);
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-      const int row = fragment_column(i, lane);
-      differentiate(scores[0][i], dprobs[0][i], scale_log2, numbers.lse2[row], numbers.delta[row]);
-    }
     uint32_t operand[1][4][4];
+    load_operand(operand[0], k_tile, 0, lane);
+    add_product_transposed(scores, operand, q_tile, lane);
+    load_operand(operand[0], v_tile, 0, lane);
+    add_product_transposed(dprobs, operand, dout_tile, lane);
+    if (some_hidden) hide_rows(p, scores[0], numbers, key, lane);
+    to_probabilities(p, scores[0], numbers, lane);
+    to_score_gradients(scores[0], dprobs[0], numbers, lane);
     to_operand(operand[0], scores[0]);
     add_product(dv, operand, dout_tile, lane);
     to_operand(operand[0], dprobs[0]);
@@ -101,43 +39,12 @@ struct WarpKeys {
   }
 };
 
-// Stores a warp's 16 rows of dK or dV, through its own part of the tile.
-PRIMITIVE void store_keys(const SinkAttention& p, const Sequence& s, const Fragment& x, unsigned char* tile, bf16* to,
-                          int key, int lane) {
-  put_fragment(x, tile, 0, lane);
-  warp_barrier();
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int row = lane / 8 + 4 * i, chunk = lane % 8;
-    if (key + row < s.keys)
-      *reinterpret_cast<uint4*>(to + key_place(p, s.key_start + key + row, s.kv_head) + chunk * 8) =
-          *reinterpret_cast<const uint4*>(chunk_at(tile, row, chunk));
-  }
-}
-
-// ---- dQ -------------------------------------------------------------------------------------------------------------
-
 // A warp's 16 packed rows: dQ += dS K over their keys.
 struct WarpQueries {
   uint32_t q[1][4][4];
   uint32_t dout[1][4][4];
-  int positions[2];
-  float lse2[2];
-  float delta[2];
+  RowPair rows;
   Fragment dq[1];
-
-  PRIMITIVE void start(const SinkAttention& p, const Sequence& s, int first, int lane) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int row = first + 8 * half + lane / 4;
-      const bool valid = row < s.rows;
-      const int64_t place = s.place(p, valid ? row : 0);
-      positions[half] = s.position(row);
-      lse2[half] = valid ? multiply(p.lse[place], log2_e) : -hidden;
-      delta[half] = valid ? p.delta[place] : 0.0f;
-    }
-    clear(dq);
-  }
 
   PRIMITIVE void step(const SinkAttention& p, int key_first, unsigned char* k_tile, unsigned char* v_tile,
                       bool some_hidden, int lane) {
@@ -146,23 +53,14 @@ struct WarpQueries {
     clear(dprobs);
     add_product_transposed(scores, q, k_tile, lane);
     add_product_transposed(dprobs, dout, v_tile, lane);
-    if (some_hidden) hide_keys(p, scores[0], positions, key_first, lane);
-    const float scale_log2 = multiply(p.scale, log2_e);
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-      const int row = fragment_row(i);
-      differentiate(scores[0][i], dprobs[0][i], scale_log2, lse2[row], delta[row]);
-    }
+    if (some_hidden) hide_keys(p, scores[0], rows.positions, key_first, lane);
+    rows.to_probabilities(p, scores[0]);
+    rows.to_score_gradients(scores[0], dprobs[0]);
     uint32_t operand[1][4][4];
     to_operand(operand[0], dprobs[0]);
     add_product(dq, operand, k_tile, lane);
   }
 };
-
-PRIMITIVE void multiply_all(Fragment& x, float factor) {
-#pragma unroll
-  for (int i = 0; i < 32; i++) x[i] = multiply(x[i], factor);
-}
 
 }  // namespace
 
@@ -200,8 +98,7 @@ sink_attention_dkv(const __grid_constant__ SinkAttention p) {
 
   const auto copy_step = [&](int row, int stage) {
     unsigned char* to = stages + stage * 2 * block_bytes;
-    copy_rows<step_rows, dkv_threads>(p, s, to, p.q, row, rows.end, thread);
-    copy_rows<step_rows, dkv_threads>(p, s, to + block_bytes, p.dout, row, rows.end, thread);
+    copy_rows<step_rows, dkv_threads, true>(p, s, to, row, rows.end, thread);
     copy_async_commit();
   };
   copy_keys<dkv_threads>(p, s, k_tile, tile.first / block_keys, thread);
@@ -217,8 +114,8 @@ sink_attention_dkv(const __grid_constant__ SinkAttention p) {
   WarpKeys w;
   clear(w.dk);
   clear(w.dv);
-  load_operand(w.k[0], k_tile, 16 * warp, lane);
-  load_operand(w.v[0], v_tile, 16 * warp, lane);
+  w.k_tile = k_tile + warp * 16 * 128;
+  w.v_tile = v_tile + warp * 16 * 128;
   int stage = 0;
   for (int row = rows.first; row < rows.end; row += step_rows, stage ^= 1) {
     const bool more = row + step_rows < rows.end;
@@ -237,8 +134,8 @@ sink_attention_dkv(const __grid_constant__ SinkAttention p) {
   }
 
   multiply_all(w.dk[0], p.scale);
-  store_keys(p, s, w.dk[0], k_tile + warp * 16 * 128, p.dk, tile.first + 16 * warp, lane);
-  store_keys(p, s, w.dv[0], v_tile + warp * 16 * 128, p.dv, tile.first + 16 * warp, lane);
+  store_keys(p, s, w.dk[0], w.k_tile, p.dk, tile.first + 16 * warp, lane);
+  store_keys(p, s, w.dv[0], w.v_tile, p.dv, tile.first + 16 * warp, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(dq_threads, 1)
@@ -257,8 +154,7 @@ sink_attention_dq(const __grid_constant__ SinkAttention p) {
     copy_keys<dq_threads>(p, s, stage, block, thread);
     copy_async_commit();
   };
-  copy_rows<tile_rows, dq_threads>(p, s, q_tile, p.q, tile.first, s.rows, thread);
-  copy_rows<tile_rows, dq_threads>(p, s, dout_tile, p.dout, tile.first, s.rows, thread);
+  copy_rows<tile_rows, dq_threads, true>(p, s, q_tile, tile.first, s.rows, thread);
   copy_async_commit();
   if (blocks.first < blocks.end) copy_block(blocks.first);
   copy_async_wait<0>();
@@ -267,7 +163,8 @@ sink_attention_dq(const __grid_constant__ SinkAttention p) {
   const int first = tile.first + 16 * warp;
   const int position_first = s.position(first), position_last = s.position(min(first + 15, row_last));
   WarpQueries w;
-  w.start(p, s, first, lane);
+  w.rows.load(p, s, first, lane);
+  clear(w.dq);
   load_operand(w.q[0], q_tile, 16 * warp, lane);
   load_operand(w.dout[0], dout_tile, 16 * warp, lane);
   for (int block = blocks.first; block < blocks.end; block++) {

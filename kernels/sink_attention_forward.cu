@@ -14,8 +14,6 @@ constexpr int warp_rows = 32;
 // What a warp keeps of its rows: two fragments of 16.
 struct WarpRows {
   int first;             // packed row of the sequence
-  int position_first;
-  int position_last;
   int positions[2][2];   // of this lane's rows, [fragment][g or g + 8]
   unsigned char* tile;   // the queries; at the end the output
   Fragment out[2];
@@ -36,8 +34,8 @@ PRIMITIVE void start(WarpRows& w, const SinkAttention& p, const Sequence& s, int
   clear(w.out);
 }
 
-// One key block: scores, softmax, output.
-PRIMITIVE void step(WarpRows& w, const SinkAttention& p, int key_first, unsigned char* k_tile, unsigned char* v_tile,
+// One key block: scores, softmax, output. `seers`: the positions of the whole block's queries.
+PRIMITIVE void step(WarpRows& w, const SinkAttention& p, Range seers, int key_first, unsigned char* k_tile, unsigned char* v_tile,
                     int lane) {
   uint32_t operand[2][4][4];  // the queries, then the probabilities
 #pragma unroll
@@ -45,7 +43,7 @@ PRIMITIVE void step(WarpRows& w, const SinkAttention& p, int key_first, unsigned
   Fragment scores[2];
   clear(scores);
   add_product_transposed(scores, operand, k_tile, lane);
-  if (!all_see(p, w.position_first, w.position_last, key_first, key_first + block_keys - 1)) {
+  if (!all_see(p, seers.first, seers.end - 1, key_first, key_first + block_keys - 1)) {
 #pragma unroll
     for (int i = 0; i < 2; i++) hide_keys(p, scores[i], w.positions[i], key_first, lane);
   }
@@ -66,11 +64,7 @@ PRIMITIVE void store(WarpRows& w, const SinkAttention& p, const Sequence& s, int
     float lse[2];
     w.softmax[i].finish(w.out[i], lse);
     put_fragment(w.out[i], w.tile, 16 * i, lane);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int row = w.first + 16 * i + 8 * half + lane / 4;
-      if (lane % 4 == 0 && row < s.rows) p.lse[s.place(p, row)] = lse[half];
-    }
+    store_lse(p, s, lse, w.first + 16 * i, lane);
   }
   warp_barrier();
   store_rows<warp_rows, 32>(p, s, w.tile, p.out, w.first, s.rows, lane);
@@ -87,14 +81,15 @@ sink_attention_forward(const __grid_constant__ SinkAttention p) {
   const Sequence s(p, tile.sequence, blockIdx.x % p.kv_heads);
 
   const int row_last = min(tile.first + tile_rows, s.rows) - 1;
-  const Range blocks = blocks_seen(p, s, s.position(tile.first), s.position(row_last));
+  const Range seers = {s.position(tile.first), s.position(row_last) + 1};
+  const Range blocks = blocks_seen(p, s, seers.first, seers.end - 1);
   const auto copy_block = [&](int block) {
     unsigned char* stage = stages + block % 2 * 2 * block_bytes;
     copy_keys<forward_threads>(p, s, stage, block, thread);
     copy_async_commit();
   };
 
-  copy_rows<tile_rows, forward_threads>(p, s, q_tile, p.q, tile.first, s.rows, thread);
+  copy_rows<tile_rows, forward_threads, false>(p, s, q_tile, tile.first, s.rows, thread);
   copy_async_commit();
   if (blocks.first < blocks.end) copy_block(blocks.first);
   copy_async_wait<0>();
@@ -102,17 +97,13 @@ sink_attention_forward(const __grid_constant__ SinkAttention p) {
 
   WarpRows w;
   w.first = tile.first + warp * warp_rows;
-  w.position_first = s.position(w.first);
-  w.position_last = s.position(min(w.first + warp_rows - 1, row_last));
   w.tile = q_tile + warp * warp_rows * 128;
   start(w, p, s, lane);
 
   for (int block = blocks.first; block < blocks.end; block++) {
     if (block + 1 < blocks.end) copy_block(block + 1);
-    const int key_first = block * block_keys;
     unsigned char* stage = stages + block % 2 * 2 * block_bytes;
-    if (w.first <= row_last && any_sees(p, w.position_first, w.position_last, key_first, key_first + block_keys - 1))
-      step(w, p, key_first, stage, stage + block_bytes, lane);
+    if (w.first <= row_last) step(w, p, seers, block * block_keys, stage, stage + block_bytes, lane);
     copy_async_wait<0>();
     block_barrier();
   }

@@ -13,53 +13,11 @@ using namespace sink_attention;
 
 namespace {
 
-constexpr int stages = forward_hopper_stages;
-constexpr int copies_ahead = 2;  // blocks in flight
-constexpr int warps = forward_hopper_threads / 32;
 constexpr int warpgroup_rows = 64;
-
-// The ring of key blocks: stage i % stages holds the i-th.
-struct Ring {
-  unsigned char* tiles;  // k, v of each stage
-  uint64_t* full;        // a stage has landed: one arrival a warp
-  uint64_t* empty;       // its readers are done: one arrival a warp that reads
-  Range blocks;
-
-  PRIMITIVE int count() const { return blocks.end - blocks.first; }
-  PRIMITIVE unsigned char* keys(int i) const { return tiles + i % stages * 2 * block_bytes; }
-  PRIMITIVE unsigned char* values(int i) const { return keys(i) + block_bytes; }
-
-  // Starts this thread's part of the copy of the i-th block.
-  PRIMITIVE void copy(const SinkAttention& p, const Sequence& s, int i, int thread) const {
-    if (i < count()) {
-      if (i >= stages) mbarrier_wait(empty + i % stages, (i / stages - 1) % 2);
-      copy_keys<forward_hopper_threads>(p, s, keys(i), blocks.first + i, thread);
-    }
-    copy_async_commit();
-  }
-
-  // Starts the copy of a block to come, and hands over this thread's part of the i-th.
-  PRIMITIVE void pass(const SinkAttention& p, const Sequence& s, int i, int thread) const {
-    copy(p, s, i + copies_ahead - 1, thread);
-    copy_async_wait<copies_ahead - 1>();
-    fence_proxy_async();
-    warp_barrier();
-    if (thread % 32 == 0) mbarrier_arrive(full + i % stages);
-  }
-
-  PRIMITIVE void wait(int i) const { mbarrier_wait(full + i % stages, i / stages % 2); }
-
-  PRIMITIVE void release(int i, int thread) const {
-    warp_barrier();
-    if (thread % 32 == 0) mbarrier_arrive(empty + i % stages);
-  }
-};
 
 // A warp's 16 rows of its warpgroup's 64. All four warps go through the same steps.
 struct WarpRows {
   int first;                        // packed row of the sequence
-  int position_first;
-  int position_last;
   int positions[2];                 // of this lane's rows g and g + 8
   uint32_t q[4][4];
   uint32_t probabilities[4][4];     // of the block before
@@ -76,8 +34,6 @@ struct WarpRows {
       positions[half] = s.position(row);
       softmax.start(half, p.sinks[s.head(row)], lane);
     }
-    position_first = s.position(first);
-    position_last = s.position(first + 15);
 #pragma unroll
     for (int i = 0; i < 32; i++) out[i] = 0.0f;
   }
@@ -94,10 +50,10 @@ struct WarpRows {
     wgmma_commit();
   }
 
-  // Scores to probabilities, in place.
-  PRIMITIVE void normalise(const SinkAttention& p, int key_first, float (&shrink)[2], int lane) {
+  // Scores to probabilities, in place. `seers`: the positions of the whole block's queries.
+  PRIMITIVE void normalise(const SinkAttention& p, Range seers, int key_first, float (&shrink)[2], int lane) {
     wgmma_hold(scores);
-    if (!all_see(p, position_first, position_last, key_first, key_first + block_keys - 1))
+    if (!all_see(p, seers.first, seers.end - 1, key_first, key_first + block_keys - 1))
       hide_keys(p, scores, positions, key_first, lane);
     softmax.step(scores, shrink);
   }
@@ -106,40 +62,42 @@ struct WarpRows {
     float lse[2];
     softmax.finish(out, lse);
     put_fragment(out, tile, 0, lane);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int row = first + 8 * half + lane / 4;
-      if (lane % 4 == 0 && row < s.rows) p.lse[s.place(p, row)] = lse[half];
-    }
+    store_lse(p, s, lse, first, lane);
     warp_barrier();
     store_rows<16, 32>(p, s, tile, p.out, first, s.rows, lane);
   }
 };
 
-// All key blocks of a warpgroup's rows.
-PRIMITIVE void attend(WarpRows& w, const SinkAttention& p, const Sequence& s, const Ring& ring, int thread) {
-  const int lane = thread % 32, last = ring.count() - 1;
+// All key blocks of a warpgroup's rows, the first at `block`; `start` starts a copy.
+template <class Start>
+PRIMITIVE void attend(WarpRows& w, const SinkAttention& p, const HopperRing& ring, Range seers, int block, int thread,
+                      const Start& start) {
+  const int lane = thread % 32, last = ring.count - 1;
   float shrink[2];
-  ring.pass(p, s, 0, thread);
-  ring.wait(0);
-  w.start_scores(ring.keys(0));
-  wgmma_wait<0>();
-  w.normalise(p, ring.blocks.first * block_keys, shrink, lane);
-  to_operand(w.probabilities, w.scores);
-  for (int i = 0; i < last; i++) {
-    ring.pass(p, s, i + 1, thread);
-    ring.wait(i + 1);
-    w.start_scores(ring.keys(i + 1));
-    w.start_output(ring.values(i));
-    wgmma_wait<1>();
-    w.normalise(p, (ring.blocks.first + i + 1) * block_keys, shrink, lane);
+  const auto finish_step = [&] {
     wgmma_wait<0>();
     wgmma_hold(w.out);
-    ring.release(i, thread);
     multiply_rows(w.out, shrink);
     to_operand(w.probabilities, w.scores);
+  };
+  ring.pass(0, thread, start);
+  ring.wait(0);
+  w.start_scores(ring.first(0));
+  wgmma_wait<0>();
+  w.normalise(p, seers, block * block_keys, shrink, lane);
+  for (int i = 1; i <= last; i++) {
+    // Here, at the top, the compiler cannot take this wait before the exponentials of the step before.
+    finish_step();
+    if (i > 1) ring.release(i - 2, thread);
+    ring.pass(i, thread, start);
+    ring.wait(i);
+    w.start_scores(ring.first(i));
+    w.start_output(ring.second(i - 1));
+    wgmma_wait<1>();
+    w.normalise(p, seers, (block + i) * block_keys, shrink, lane);
   }
-  w.start_output(ring.values(last));
+  finish_step();
+  w.start_output(ring.second(last));
   wgmma_wait<0>();
   wgmma_hold(w.out);
 }
@@ -154,34 +112,26 @@ sink_attention_forward_hopper(const __grid_constant__ SinkAttention p) {
   const Sequence s(p, tile.sequence, blockIdx.x % p.kv_heads);
   const int row_last = min(tile.first + tile_rows, s.rows) - 1;
   const int warpgroups = (row_last - tile.first) / warpgroup_rows + 1;  // that have rows
-  Ring ring;
-  ring.tiles = q_tile + tile_bytes;
-  ring.full = reinterpret_cast<uint64_t*>(ring.tiles + stages * 2 * block_bytes);
-  ring.empty = ring.full + stages;
-  ring.blocks = blocks_seen(p, s, s.position(tile.first), s.position(row_last));
-  if (thread == 0) {
-    for (int i = 0; i < stages; i++) {
-      mbarrier_init(ring.full + i, warps);
-      mbarrier_init(ring.empty + i, 4 * warpgroups);
-    }
-    fence_proxy_async();
-  }
+  const Range seers = {s.position(tile.first), s.position(row_last) + 1};
+  const Range blocks = blocks_seen(p, s, seers.first, seers.end - 1);
+  const HopperRing ring = {q_tile + tile_bytes, blocks.end - blocks.first};
+  const auto start = [&](int i) { copy_keys<hopper_threads>(p, s, ring.first(i), blocks.first + i, thread); };
 
-  WarpRows w;
-  w.first = tile.first + 16 * warp;
-  unsigned char* own_tile = q_tile + warp * 16 * 128;
-  copy_rows<tile_rows, forward_hopper_threads>(p, s, q_tile, p.q, tile.first, s.rows, thread);
+  if (thread == 0) ring.init(4 * warpgroups);
+  copy_rows<tile_rows, hopper_threads, false>(p, s, q_tile, tile.first, s.rows, thread);
   copy_async_commit();
-  for (int i = 0; i < copies_ahead - 1; i++) ring.copy(p, s, i, thread);
-  copy_async_wait<copies_ahead - 1>();
+  ring.begin(start);
+  copy_async_wait<HopperRing::copies_ahead - 1>();
   block_barrier();
-
   if (warp < 4 * warpgroups) {
+    WarpRows w;
+    w.first = tile.first + 16 * warp;
+    unsigned char* own_tile = q_tile + warp * 16 * 128;
     w.start(p, s, own_tile, lane);
-    if (ring.count() > 0) attend(w, p, s, ring, thread);
+    if (ring.count > 0) attend(w, p, ring, seers, blocks.first, thread, start);
     w.store(p, s, own_tile, lane);
   } else {
-    for (int i = 0; i < ring.count(); i++) ring.pass(p, s, i, thread);
+    for (int i = 0; i < ring.count; i++) ring.pass(i, thread, start);
   }
   copy_async_wait<0>();
 }

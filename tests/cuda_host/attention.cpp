@@ -7,6 +7,7 @@ void sink_attention_delta(SinkAttention);
 void sink_attention_dkv(SinkAttention);
 void sink_attention_dq(SinkAttention);
 void sink_attention_dsinks(SinkAttention);
+void sink_attention_forward_hopper(SinkAttention);
 }
 
 namespace suite {
@@ -15,13 +16,16 @@ using cuda_host::KernelError, cuda_host::launch, cuda_host::Options;
 namespace op = sink_attention;
 
 const std::vector<Family>& families() {
+  static const Kernel forward = {"forward", sink_attention_forward, op::forward_threads, op::forward_shared_bytes},
+                      forward_hopper = {"forward_hopper", sink_attention_forward_hopper, op::forward_hopper_threads,
+                                        op::forward_hopper_shared_bytes},
+                      delta = {"delta", sink_attention_delta, op::delta_threads, 0},
+                      dkv = {"dkv", sink_attention_dkv, op::dkv_threads, int(op::dkv_shared_bytes)},
+                      dq = {"dq", sink_attention_dq, op::dq_threads, op::dq_shared_bytes},
+                      dsinks = {"dsinks", sink_attention_dsinks, op::dsinks_threads, int(op::dsinks_shared_bytes)};
   static const std::vector<Family> all = {
-      {"mma",
-       {"forward", sink_attention_forward, op::forward_threads, op::forward_shared_bytes},
-       {"delta", sink_attention_delta, op::delta_threads, 0},
-       {"dkv", sink_attention_dkv, op::dkv_threads, int(op::dkv_shared_bytes)},
-       {"dq", sink_attention_dq, op::dq_threads, op::dq_shared_bytes},
-       {"dsinks", sink_attention_dsinks, op::dsinks_threads, int(op::dsinks_shared_bytes)}},
+      {"mma", forward, delta, dkv, dq, dsinks},
+      {"hopper", forward_hopper, delta, dkv, dq, dsinks},
   };
   return all;
 }
