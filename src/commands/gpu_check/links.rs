@@ -123,6 +123,7 @@ fn stale_cache(problem: &Problem, device: &Device, kernels: &'static KernelSet) 
 fn rollout_against_training(
     problem: &Problem,
     device: &Device,
+    kernels: &'static KernelSet,
     pace: Pace,
 ) -> Result<Result<String, String>> {
     let expected = training(problem, device, kernels)?;

@@ -22,6 +22,7 @@ fn ptx(file: &str) -> Result<&'static str> {
     Ok(match file {
         "sink_attention_forward" => ptx::SINK_ATTENTION_FORWARD,
         "sink_attention_forward_hopper" => ptx::SINK_ATTENTION_FORWARD_HOPPER,
+        "sink_attention_backward_hopper" => ptx::SINK_ATTENTION_BACKWARD_HOPPER,
         "sink_attention_backward" => ptx::SINK_ATTENTION_BACKWARD,
         "primitive_checks" => ptx::PRIMITIVE_CHECKS,
         _ => bail!("no kernel file {file}"),

@@ -81,11 +81,13 @@ impl Prepared {
         pages: Option<(&[i32], usize)>,
     ) -> Result<Self> {
         check_attention(attention)?;
+        sequences.check_rows(attention)?;
         if let Some((table, pages_max)) = pages {
             sequences.check_page_table(table.len(), pages_max)?;
         }
         let tokens = sequences.tokens();
-        let (query_tiles, key_tiles) = (sequences.query_tiles(attention), sequences.key_tiles(attention));
+        let query_tiles = sequences.query_tiles(attention);
+        let key_tiles = sequences.key_tiles(attention, kernels.dkv_keys);
         let flat = |tiles: &[Tile]| tiles.iter().flat_map(|t| [t.sequence, t.first]).collect::<Vec<_>>();
         let mut arrays: Vec<i32> = vec![];
         let mut starts = [0; 5];

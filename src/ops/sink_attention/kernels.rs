@@ -2,7 +2,7 @@
 //!
 //! It is compiled always and holds no CUDA type, so that a test can compare it with the header on any machine.
 
-/// `Tile` of the header: 128 packed rows of a sequence from `first`, or 64 keys from `first`.
+/// `Tile` of the header: 128 packed rows of a sequence from `first`, or [`KernelSet::dkv_keys`] keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct Tile {
@@ -74,7 +74,7 @@ pub const FIELDS: [(&str, CType, usize); 24] = fields! {
 pub const HEAD_DIM: usize = 64;
 /// Packed query rows of a block of the forward and of dQ.
 pub const TILE_ROWS: usize = 128;
-/// Keys a step; keys of a page; keys of a block of dK and dV.
+/// Keys a step; keys of a page.
 pub const BLOCK_KEYS: usize = 64;
 
 /// One kernel: where it is, and how it is launched.
@@ -104,6 +104,8 @@ pub struct KernelSet {
     pub delta: Kernel,
     /// Blocks: key tiles × key-value heads.
     pub dkv: Kernel,
+    /// Keys of a key tile.
+    pub dkv_keys: usize,
     /// Blocks: query tiles × key-value heads.
     pub dq: Kernel,
     /// Blocks: heads.
@@ -126,18 +128,35 @@ pub const MMA: KernelSet = KernelSet {
     forward: kernel("sink_attention_forward", "sink_attention_forward", 128, TILE_BYTES + 4 * BLOCK_BYTES),
     delta: kernel("sink_attention_delta", "sink_attention_backward", 256, 0),
     dkv: kernel("sink_attention_dkv", "sink_attention_backward", 128, 6 * BLOCK_BYTES + 2 * 3 * 64 * 4),
+    dkv_keys: BLOCK_KEYS,
     dq: kernel("sink_attention_dq", "sink_attention_backward", 256, 2 * TILE_BYTES + 4 * BLOCK_BYTES),
     dsinks: kernel("sink_attention_dsinks", "sink_attention_backward", 256, 256 * 4),
 };
 
-/// Warpgroup-wide products, `wgmma`, in the forward.
+/// Warpgroup-wide products, `wgmma`.
 pub const WGMMA: KernelSet = KernelSet {
     name: "wgmma",
     forward: kernel(
         "sink_attention_forward_hopper",
         "sink_attention_forward_hopper",
         256,
-        TILE_BYTES + 8 * BLOCK_BYTES + 64,
+        TILE_BYTES + RING_BYTES,
+    ),
+    dkv: kernel(
+        "sink_attention_dkv_hopper",
+        "sink_attention_backward_hopper",
+        256,
+        4 * BLOCK_BYTES + RING_BYTES + 4 * 3 * 64 * 4,
+    ),
+    dkv_keys: 128,
+    dq: kernel(
+        "sink_attention_dq_hopper",
+        "sink_attention_backward_hopper",
+        256,
+        2 * TILE_BYTES + RING_BYTES,
     ),
     ..MMA
 };
+
+/// Four stages of a block of keys and of values, two barriers each.
+const RING_BYTES: usize = 4 * (2 * BLOCK_BYTES + 2 * 8);

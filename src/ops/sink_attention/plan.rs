@@ -188,12 +188,29 @@ impl Sequences {
         most_work_first(tiles)
     }
 
-    /// The tiles of dK and dV, those that the most queries see first.
-    pub fn key_tiles(&self, attention: &Attention) -> Vec<Tile> {
+    /// Refuses a sequence of more rows than the kernels can count.
+    ///
+    /// # Errors
+    /// As said: a sequence's queries times the square of the query heads a key-value head stay below 2^31.
+    pub fn check_rows(&self, attention: &Attention) -> Result<()> {
+        let group = attention.heads / attention.kv_heads.max(1);
+        let longest = self.queries.iter().copied().max().unwrap_or(0);
+        // A tile may reach past the last row.
+        if (longest * group + TILE_ROWS).saturating_mul(group) >= 1 << 31 {
+            bail!(
+                "sink_attention: a sequence of {longest} queries by {group} heads a key-value head has more rows than the \
+                 kernels count; split the sequence"
+            );
+        }
+        Ok(())
+    }
+
+    /// The tiles of dK and dV, `tile_keys` keys each, those that the most queries see first.
+    pub fn key_tiles(&self, attention: &Attention, tile_keys: usize) -> Vec<Tile> {
         let mut tiles = vec![];
         for (s, (&queries, &keys)) in self.queries.iter().zip(&self.keys).enumerate() {
-            for first in (0..keys).step_by(BLOCK_KEYS) {
-                let last = (first + BLOCK_KEYS).min(keys) - 1;
+            for first in (0..keys).step_by(tile_keys) {
+                let last = (first + tile_keys).min(keys) - 1;
                 let end = attention.window.map_or(keys, |w| keys.min(last + w));
                 let seen = end.saturating_sub(first.max(keys - queries));
                 tiles.push((seen, Tile { sequence: s as i32, first: first as i32 }));

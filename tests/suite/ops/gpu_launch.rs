@@ -55,6 +55,10 @@ fn the_launch_sizes_are_the_headers() {
     assert_eq!(kernels::TILE_ROWS, constant("tile_rows"));
     assert_eq!(kernels::BLOCK_KEYS, constant("block_keys"));
     assert_eq!(kernels::DELTA_ROWS, constant("delta_rows"));
+    assert_eq!(
+        (kernels::MMA.dkv_keys, kernels::WGMMA.dkv_keys),
+        (constant("block_keys"), constant("dkv_hopper_keys"))
+    );
     let root = env!("CARGO_MANIFEST_DIR");
     let table = std::fs::read_to_string(format!("{root}/kernels/resources.txt")).unwrap();
     let row = |kernel: &str| -> Vec<usize> {
@@ -81,23 +85,23 @@ fn attention(heads: usize, kv_heads: usize, window: Option<usize>) -> Attention 
 /// Every query and every key in exactly one tile, whatever the lengths.
 #[test]
 fn tiles_cover_all_rows_and_keys_once() {
-    for (counts, held, group, window) in [
-        (vec![1, 0, 17, 400], vec![0, 0, 0, 0], 8, None),
-        (vec![300, 5], vec![0, 0], 3, Some(70)),
-        (vec![1, 9, 0], vec![640, 3, 77], 8, Some(128)),
-        (vec![1; 5], vec![0, 63, 64, 65, 1000], 16, None),
+    for (counts, held, group, window, tile_keys) in [
+        (vec![1, 0, 17, 400], vec![0, 0, 0, 0], 8, None, 64),
+        (vec![300, 5], vec![0, 0], 3, Some(70), 128),
+        (vec![1, 9, 0], vec![640, 3, 77], 8, Some(128), 64),
+        (vec![1; 5], vec![0, 63, 64, 65, 1000], 16, None, 128),
     ] {
         let sequences = Sequences::cached(&counts, &held).unwrap();
         let attention = attention(2 * group, 2, window);
         let mut rows: Vec<Tile> = sequences.query_tiles(&attention);
-        let mut keys: Vec<Tile> = sequences.key_tiles(&attention);
+        let mut keys: Vec<Tile> = sequences.key_tiles(&attention, tile_keys);
         rows.sort_by_key(|t| (t.sequence, t.first));
         keys.sort_by_key(|t| (t.sequence, t.first));
         let (mut all_rows, mut all_keys) = (vec![], vec![]);
         for (s, (&count, &held)) in counts.iter().zip(&held).enumerate() {
             let tile = |first: usize| Tile { sequence: s as i32, first: first as i32 };
             all_rows.extend((0..count * group).step_by(128).map(tile));
-            all_keys.extend((0..count + held).step_by(64).map(tile));
+            all_keys.extend((0..count + held).step_by(tile_keys).map(tile));
         }
         assert_eq!((rows, keys), (all_rows, all_keys));
         assert_eq!(sequences.tokens(), counts.iter().sum::<usize>());
@@ -120,9 +124,9 @@ fn the_tiles_with_the_most_work_come_first() {
     assert_eq!(tiles[..4], later);
     assert_eq!(tiles[4], (0, 0), "equal work in the order of the sequences");
     // The queries after a key see it: the longer sequence's first keys have the most.
-    assert_eq!(first(sequences.key_tiles(&attention(8, 1, None))), [(1, 0), (0, 0), (1, 64)]);
+    assert_eq!(first(sequences.key_tiles(&attention(8, 1, None), 64)), [(1, 0), (0, 0), (1, 64)]);
     // With a window of one every key has one query.
-    assert_eq!(first(sequences.key_tiles(&attention(8, 1, Some(1)))), [(0, 0), (1, 0), (1, 64)]);
+    assert_eq!(first(sequences.key_tiles(&attention(8, 1, Some(1)), 64)), [(0, 0), (1, 0), (1, 64)]);
 }
 
 fn message<T>(result: candle_core::Result<T>) -> String {
@@ -182,6 +186,12 @@ fn sequences_that_cannot_be_launched_are_refused() {
     assert_says(&message(Sequences::packed(&[0, 3, 2])), &["[0, 3, 2]", "not fall"]);
     assert_says(&message(Sequences::cached(&[1, 2], &[5])), &["2 sequences", "caches of 1"]);
     assert_says(&message(Sequences::cached(&[1 << 30], &[0])), &["1073741824 queries", "split the batch"]);
+    let long = Sequences::packed(&[0, 9_000_000]).unwrap();
+    assert!(long.check_rows(&attention(8, 1, None)).is_ok());
+    assert_says(
+        &message(long.check_rows(&attention(16, 1, None))),
+        &["9000000 queries by 16 heads", "split the sequence"],
+    );
 }
 
 #[test]
