@@ -119,7 +119,12 @@ fn open(ordinal: usize) -> Result<Device> {
             ops::cuda::kernel_set(device.as_cuda_device()?).map_err(|e| bad_input!("{e}"))?;
             Ok(device)
         }
-        Ok(Err(error)) => Err(bad_input!("gpu-check: GPU {ordinal} cannot be used: {error}; {DRIVER}")),
+        Ok(Err(error)) => {
+            // A backtrace may follow.
+            let text = error.to_string();
+            let text = text.lines().next().unwrap_or_default();
+            Err(bad_input!("gpu-check: GPU {ordinal} cannot be used: {text}; {DRIVER}"))
+        }
         Err(_) => {
             Err(bad_input!("gpu-check: GPU {ordinal} cannot be used: a CUDA library is missing; {DRIVER}"))
         }

@@ -20,6 +20,7 @@ g++ -std=c++17 -O1 -Wall -Wextra seed.cpp -o $out/seed || exit 1
 for mode in plain asan tsan; do
   echo "engine, $mode"
   $out/$mode/engine_tests || fail "the engine's tests, $mode"
+  $out/$mode/primitive_checks ../../kernels/primitive_checks.txt || fail "the host twins and primitive_checks.txt, $mode"
 done
 if $out/tsan/engine_tests race >/dev/null 2>&1; then fail "the engine does not see a race"; fi
 
