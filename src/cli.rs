@@ -43,6 +43,10 @@ enum Command {
         #[arg(required = true)]
         runs: Vec<PathBuf>,
     },
+    /// Check the CUDA kernels on this machine's GPU
+    #[cfg(feature = "cuda")]
+    #[command(hide = true)]
+    GpuCheck(commands::gpu_check::GpuCheckArgs),
 }
 
 /// A recipe and where its results go.
@@ -75,6 +79,8 @@ pub fn run() -> u8 {
         Command::Eval(args) => commands::eval::run(&args),
         Command::CheckMismatch(args) => commands::check_mismatch::run(&args),
         Command::Report { runs } => commands::report::run(&runs),
+        #[cfg(feature = "cuda")]
+        Command::GpuCheck(args) => commands::gpu_check::run(&args),
     };
     result.unwrap_or_else(|error| {
         // Text from files may carry control characters.

@@ -5,6 +5,8 @@ pub mod collect;
 pub mod eval;
 pub mod evaluation;
 mod freeze;
+#[cfg(feature = "cuda")]
+pub mod gpu_check;
 pub mod report;
 pub mod rollout;
 pub mod run_folder;

@@ -8,6 +8,8 @@
 //! per token, `I` intermediate size, `V` vocabulary.
 
 pub mod cpu;
+#[cfg_attr(not(feature = "cuda"), path = "cuda_unsupported.rs")]
+pub mod cuda;
 pub mod embedding;
 pub mod experts;
 pub mod kv_cache;
@@ -15,6 +17,7 @@ pub mod linear;
 pub mod load_balance;
 pub mod log_prob;
 pub mod math;
+pub mod pages;
 pub mod product;
 pub mod rms_norm;
 pub mod rope;

@@ -13,12 +13,15 @@
 
 mod backward;
 mod forward;
+pub mod kernels;
+pub mod plan;
 mod rows;
 
 use super::cpu::{buffer, host_values, in_parallel, values};
+use super::cuda::{DeviceLse, sink_attention_backward, sink_attention_forward};
 use super::kv_cache::KvSequence;
 use backward::{Upstream, attend_backward};
-use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use forward::attend;
 use rayon::prelude::*;
 use rows::Rows;
@@ -45,7 +48,7 @@ pub struct Attention {
 }
 
 impl Attention {
-    fn scale(&self) -> f32 {
+    pub(super) fn scale(&self) -> f32 {
         1.0 / (self.head_dim as f32).sqrt()
     }
 
@@ -61,10 +64,11 @@ impl Attention {
 
 /// Attention of packed sequences: `q [T, N, D]`, `kv [T, 2, M, D]`, `sinks [N]` → `[T, N·D]`, differentiable in all three.
 ///
-/// `cu_seqlens` holds the start of each sequence and `T` at the end; positions count from each start.
+/// `cu_seqlens` holds the start of each sequence and `T` at the end; positions count from each start. On the CPU all is
+/// f32; on a GPU `q` and `kv` are bf16, `sinks` f32, `D` is 64, and all are contiguous.
 ///
 /// # Errors
-/// When shapes disagree with `attention` or `cu_seqlens`.
+/// When shapes disagree with `attention` or `cu_seqlens`; on a GPU, what [`plan`] refuses.
 pub fn sink_attention(
     q: &Tensor,
     kv: &Tensor,
@@ -90,6 +94,10 @@ pub fn sink_attention(
         );
     }
     let op = Packed { attention, cu_seqlens: cu_seqlens.clone(), lse: OnceLock::new() };
+    if q.device().is_cuda() {
+        // No hidden copies there: what is not contiguous is refused.
+        return q.apply_op3(kv, sinks, op);
+    }
     q.contiguous()?.apply_op3(&kv.contiguous()?, &sinks.contiguous()?, op)
 }
 
@@ -137,8 +145,14 @@ pub fn sink_attention_cached(
 struct Packed {
     attention: Attention,
     cu_seqlens: Arc<Vec<usize>>,
-    /// `[T][N]`, kept by the forward for the backward.
-    lse: OnceLock<Vec<f32>>,
+    /// Kept by the forward for the backward.
+    lse: OnceLock<Lse>,
+}
+
+/// `[T][N]`, where the forward ran.
+enum Lse {
+    Host(Vec<f32>),
+    Device(DeviceLse),
 }
 
 impl Packed {
@@ -212,8 +226,23 @@ impl CustomOp3 for Packed {
             );
         });
         let tokens = q.len() / (heads * d);
-        let _ = self.lse.set(lse);
+        let _ = self.lse.set(Lse::Host(lse));
         Ok((CpuStorage::F32(out), Shape::from((tokens, heads * d))))
+    }
+
+    fn cuda_fwd(
+        &self,
+        q: &CudaStorage,
+        q_layout: &Layout,
+        kv: &CudaStorage,
+        kv_layout: &Layout,
+        sinks: &CudaStorage,
+        sinks_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let arguments = [(q, q_layout), (kv, kv_layout), (sinks, sinks_layout)];
+        let (out, shape, lse) = sink_attention_forward(&self.attention, &self.cu_seqlens, arguments)?;
+        let _ = self.lse.set(Lse::Device(lse));
+        Ok((out, shape))
     }
 
     fn bwd(
@@ -224,14 +253,27 @@ impl CustomOp3 for Packed {
         out: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let grad = grad.contiguous()?;
+        let [dq, dkv, dsinks] = match self.lse.get() {
+            Some(Lse::Host(lse)) => self.host_backward(lse, [q, kv, sinks, out, &grad])?,
+            Some(Lse::Device(lse)) => {
+                let tensors = [q, kv, sinks, out, &grad];
+                sink_attention_backward(&self.attention, &self.cu_seqlens, lse, tensors)?
+            }
+            None => bail!("sink_attention: backward before forward"),
+        };
+        Ok((Some(dq), Some(dkv), Some(dsinks)))
+    }
+}
+
+impl Packed {
+    fn host_backward(&self, lse: &[f32], [q, kv, sinks, out, grad]: [&Tensor; 5]) -> Result<[Tensor; 3]> {
         let Attention { heads, kv_heads, head_dim: d, .. } = self.attention;
-        let Some(lse) = self.lse.get() else { bail!("sink_attention: backward before forward") };
         let group = heads / kv_heads;
         let mut dq = buffer(q.elem_count());
         let mut dkv = buffer(kv.elem_count());
-        let grad = grad.contiguous()?;
         let (q_values, kv_values, sinks) = (host_values(q)?, host_values(kv)?, host_values(sinks)?);
-        let (out, grad) = (host_values(out)?, host_values(&grad)?);
+        let (out, grad) = (host_values(out)?, host_values(grad)?);
         let caches = self.caches(&kv_values);
         let (dq_rows, dkv_rows) = (Rows::new(&mut dq), Rows::new(&mut dkv));
         let parts = self.run(|s, kv_head| {
@@ -257,10 +299,10 @@ impl CustomOp3 for Packed {
         let sinks_learn = self.attention.sinks && self.attention.sink_gradient;
         let dsinks = if sinks_learn { dsinks } else { vec![0.0; heads] };
         let device = q.device();
-        Ok((
-            Some(Tensor::from_vec(dq, q.shape(), device)?),
-            Some(Tensor::from_vec(dkv, kv.shape(), device)?),
-            Some(Tensor::from_vec(dsinks, heads, device)?),
-        ))
+        Ok([
+            Tensor::from_vec(dq, q.shape(), device)?,
+            Tensor::from_vec(dkv, kv.shape(), device)?,
+            Tensor::from_vec(dsinks, heads, device)?,
+        ])
     }
 }

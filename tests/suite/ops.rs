@@ -5,6 +5,7 @@
 
 mod attention;
 mod experts;
+mod gpu_launch;
 mod head;
 mod rows;
 mod stock;

@@ -1,0 +1,317 @@
+// Attention with a learnable sink a query head: what its kernels and their callers share. docs/KERNELS.md explains it.
+//
+// T tokens, N query heads, M key-value heads, N / M = `group` query heads a key-value head, head dimension 64.
+// The queries of a sequence and one key-value head are packed into rows: row = token * group + head of the group.
+// Keys are visited in blocks of 64 at absolute positions, in ascending order, so a row's bits depend on nothing else.
+#pragma once
+
+#include "primitives.cuh"
+#include "ring.cuh"
+
+// A block's part of the work: 128 packed rows of a sequence from `first`, or 64 keys from `first` (multiples of these;
+// 128 keys in dkv_hopper).
+struct Tile {
+  int32_t sequence;
+  int32_t first;
+};
+
+// The one parameter of every kernel here. All pointers but the small arrays' are 16-byte aligned. A kernel reads only
+// what its comment names.
+struct SinkAttention {
+  const bf16* q;                // [T, N, 64]
+  const bf16* k;                // key head m of key row r: k + r * kv_token_stride + m * kv_head_stride
+  const bf16* v;                // the same strides
+  const float* sinks;           // [N]; -1e9 for none
+  const int32_t* cu_seqlens_q;  // [sequences + 1] first query token of each sequence, then T
+  const int32_t* cu_seqlens_k;  // [sequences + 1] running sum of the keys' numbers
+  const int32_t* page_table;    // [sequences, pages_max]: keys 64p to 64p + 63 are key rows 64 * page ...; null: packed
+  const Tile* tiles;            // [blocks / M], those with the most work first
+  bf16* out;                    // [T, N, 64]
+  float* lse;                   // [T, N] natural logarithm of the softmax's sum, the sink inside
+  const bf16* dout;             // [T, N, 64]
+  float* delta;                 // [T, N] rowsum(dout * out)
+  bf16* dq;                     // [T, N, 64]
+  bf16* dk;                     // strides of k
+  bf16* dv;                     // strides of v
+  float* dsinks;                // [N]
+  int32_t tokens;               // T
+  int32_t heads;                // N
+  int32_t kv_heads;             // M
+  int32_t kv_token_stride;      // elements, a multiple of 8
+  int32_t kv_head_stride;       // elements, a multiple of 8
+  int32_t pages_max;
+  int32_t window;               // keys a query sees, itself included; 0 for all before it
+  float scale;                  // of the scores, above 0
+};
+
+namespace sink_attention {
+
+constexpr int head_dim = 64;
+constexpr int tile_rows = 128;   // packed rows of a block of the forward and of dq
+constexpr int block_keys = 64;   // keys a step; keys of a page; keys of a block of dkv
+constexpr int block_bytes = block_keys * head_dim * sizeof(bf16);
+constexpr int tile_bytes = tile_rows * head_dim * sizeof(bf16);
+
+// Threads of a block and bytes of dynamic shared memory, kernel by kernel. Blocks: tiles * kv_heads, but for delta
+// (tokens * heads / delta_rows, rounded up) and dsinks (heads).
+constexpr int forward_threads = 128;
+constexpr int forward_shared_bytes = tile_bytes + 4 * block_bytes;
+constexpr int delta_threads = 256;
+constexpr int delta_rows = 32;
+constexpr int dkv_threads = 128;
+constexpr int dkv_shared_bytes = 6 * block_bytes + 2 * 3 * 64 * sizeof(float);
+constexpr int dq_threads = 256;
+constexpr int dq_shared_bytes = 2 * tile_bytes + 4 * block_bytes;
+constexpr int dsinks_threads = 256;
+constexpr int dsinks_shared_bytes = dsinks_threads * sizeof(float);
+
+// The kernels for Hopper's own tensor cores: two warpgroups a block.
+constexpr int hopper_threads = 256;
+using HopperRing = Ring<4, hopper_threads / 32, block_bytes>;
+constexpr int forward_hopper_threads = hopper_threads;
+constexpr int forward_hopper_shared_bytes = tile_bytes + HopperRing::bytes;
+constexpr int dkv_hopper_threads = hopper_threads;
+constexpr int dkv_hopper_keys = 128;  // keys of a block, so tiles of its own
+constexpr int dkv_hopper_shared_bytes = 4 * block_bytes + HopperRing::bytes + 4 * 3 * 64 * sizeof(float);
+constexpr int dq_hopper_threads = hopper_threads;
+constexpr int dq_hopper_shared_bytes = 2 * tile_bytes + HopperRing::bytes;
+
+constexpr float log2_e = 1.44269504f;
+constexpr float ln_2 = 0.69314718f;
+constexpr float hidden = -__builtin_huge_valf();  // the score of a key that a query does not see
+
+// The packed rows and the keys of one sequence, seen from one key-value head.
+struct Sequence {
+  int index;
+  int query_start;  // first token among all queries
+  int rows;         // packed rows: query tokens * group; times group again below 2^31
+  int group;        // query heads of the key-value head
+  uint32_t inverse; // 2^31 / group, rounded up: division by multiplication, exact for rows * group < 2^31
+  int kv_head;
+  int key_start;    // first key row when packed
+  int keys;
+  int offset;       // position of the first query token
+
+  PRIMITIVE Sequence(const SinkAttention& p, int sequence, int head)
+      : index(sequence), query_start(p.cu_seqlens_q[sequence]), group(p.heads / p.kv_heads),
+        inverse(0x7fffffffu / group + 1), kv_head(head), key_start(p.cu_seqlens_k[sequence]) {
+    const int queries = p.cu_seqlens_q[sequence + 1] - query_start;
+    rows = queries * group;
+    keys = p.cu_seqlens_k[sequence + 1] - key_start;
+    offset = keys - queries;
+  }
+
+  PRIMITIVE int token(int row) const { return static_cast<uint64_t>(row) * inverse >> 31; }
+  PRIMITIVE int position(int row) const { return offset + token(row); }
+  PRIMITIVE int head(int row) const { return kv_head * group + row - token(row) * group; }
+
+  // Place of a packed row in [T, N].
+  PRIMITIVE int64_t place(const SinkAttention& p, int row) const {
+    return static_cast<int64_t>(query_start + token(row)) * p.heads + head(row);
+  }
+
+  // Key row that holds the first key of block `block`.
+  PRIMITIVE int block_row(const SinkAttention& p, int block) const {
+    if (p.page_table == nullptr) return key_start + block * block_keys;
+    return p.page_table[static_cast<int64_t>(index) * p.pages_max + block] * block_keys;
+  }
+};
+
+// Elements from a key row's first to the element where `kv_head` begins.
+PRIMITIVE int64_t key_place(const SinkAttention& p, int key_row, int kv_head) {
+  return static_cast<int64_t>(key_row) * p.kv_token_stride + static_cast<int64_t>(kv_head) * p.kv_head_stride;
+}
+
+// Half-open range of key blocks, or of packed rows.
+struct Range {
+  int first;
+  int end;
+};
+
+// The key blocks that queries at positions `first` to `last` see between them.
+PRIMITIVE Range blocks_seen(const SinkAttention& p, const Sequence& s, int first, int last) {
+  const int key_first = p.window > 0 ? max(0, first + 1 - p.window) : 0;
+  const int key_end = max(key_first, min(s.keys, last + 1));
+  return {key_first / block_keys, (key_end + block_keys - 1) / block_keys};
+}
+
+// The keys that a query sees.
+struct Seen {
+  int first;
+  int last;
+
+  PRIMITIVE Seen(const SinkAttention& p, int position)
+      : first(p.window > 0 ? position + 1 - p.window : 0), last(position) {}
+};
+
+// Whether queries at positions `first` to `last` all see all keys from `key_first` to `key_last`.
+PRIMITIVE bool all_see(const SinkAttention& p, int first, int last, int key_first, int key_last) {
+  return key_last <= first && (p.window == 0 || key_first > last - p.window);
+}
+
+// Whether at least one of the queries sees at least one of the keys.
+PRIMITIVE bool any_sees(const SinkAttention& p, int first, int last, int key_first, int key_last) {
+  return key_first <= last && (p.window == 0 || key_last > first - p.window);
+}
+
+// A tile in shared memory is rows of 128 bytes, swizzled as wgmma reads them: this is chunk `chunk` (16 bytes) of `row`.
+PRIMITIVE unsigned char* chunk_at(unsigned char* tile, int row, int chunk) {
+  return tile + swizzle_128(row * 128 + chunk * 16);
+}
+
+// Starts the copy of a 64-key block of k, and of v right behind it, by `threads` threads; keys past the sequence's end are
+// zeros, so that what lies behind them (0 * Inf) cannot matter.
+template <int threads>
+PRIMITIVE void copy_keys(const SinkAttention& p, const Sequence& s, unsigned char* k_tile, int block, int thread) {
+  const int first = thread / 8, chunk = thread % 8;
+  const int keys = s.keys - block * block_keys;
+  const int64_t start = key_place(p, s.block_row(p, block), s.kv_head) + chunk * 8;
+#pragma unroll
+  for (int row = 0; row < block_keys; row += threads / 8) {
+    const bool valid = first + row < keys;
+    const int64_t place = start + static_cast<int64_t>(valid ? first + row : 0) * p.kv_token_stride;
+    unsigned char* to = chunk_at(k_tile, first + row, chunk);
+    copy_async_16(to, p.k + place, valid);
+    copy_async_16(to + block_bytes, p.v + place, valid);
+  }
+}
+
+// Starts the copy of packed rows `first` to `first + count - 1` of q; with `dout`, of dout too, right behind. Rows past
+// `end` are zeros.
+template <int count, int threads, bool dout>
+PRIMITIVE void copy_rows(const SinkAttention& p, const Sequence& s, unsigned char* q_tile, int first, int end,
+                         int thread) {
+#pragma unroll
+  for (int i = 0; i < count * 8 / threads; i++) {
+    const int row = (thread + i * threads) / 8, chunk = thread % 8;
+    const bool valid = first + row < end;
+    const int64_t place = valid ? s.place(p, first + row) * head_dim + chunk * 8 : 0;
+    unsigned char* to = chunk_at(q_tile, row, chunk);
+    copy_async_16(to, p.q + place, valid);
+    if (dout) copy_async_16(to + count * 128, p.dout + place, valid);
+  }
+}
+
+// Stores `count` rows of a tile as packed rows from `first` of a [T, N, 64] tensor; rows past `end` are left out.
+template <int count, int threads>
+PRIMITIVE void store_rows(const SinkAttention& p, const Sequence& s, unsigned char* tile, bf16* to, int first, int end,
+                          int thread) {
+#pragma unroll
+  for (int i = 0; i < count * 8 / threads; i++) {
+    const int row = (thread + i * threads) / 8, chunk = thread % 8;
+    if (first + row < end)
+      *reinterpret_cast<uint4*>(to + s.place(p, first + row) * head_dim + chunk * 8) =
+          *reinterpret_cast<const uint4*>(chunk_at(tile, row, chunk));
+  }
+}
+
+PRIMITIVE float low_to_float(uint32_t packed) { return to_float(bf16{static_cast<uint16_t>(packed)}); }
+PRIMITIVE float high_to_float(uint32_t packed) { return to_float(bf16{static_cast<uint16_t>(packed >> 16)}); }
+
+// A 16x64 result of a warp in f32, as the tensor cores leave it (mma.sync and wgmma alike). With g = lane / 4 and
+// t = lane % 4: element 4j + e lies in row g, or g + 8 for e of 2 and 3, column 8j + 2t + e % 2.
+using Fragment = float[32];
+
+PRIMITIVE constexpr int fragment_row(int element) { return element % 4 / 2; }  // 0: row g, 1: row g + 8
+PRIMITIVE int fragment_column(int element, int lane) { return element / 4 * 8 + lane % 4 * 2 + element % 2; }
+
+// A left operand: 16 rows from `row` of a tile, 16 columns a step.
+PRIMITIVE void load_operand(uint32_t (&a)[4][4], unsigned char* tile, int row, int lane) {
+#pragma unroll
+  for (int k = 0; k < 4; k++) ldmatrix_x4(a[k], chunk_at(tile, row + lane % 16, 2 * k + lane / 16));
+}
+
+// A fragment of probabilities or of their gradients, rounded to bf16, is the left operand of the next product as it is:
+// 16 columns a step.
+PRIMITIVE void to_operand(uint32_t (&operand)[4][4], const Fragment& x) {
+#pragma unroll
+  for (int i = 0; i < 16; i++) operand[i / 4][i % 4] = pack_bf16(x[2 * i], x[2 * i + 1]);
+}
+
+// Hides the keys that the fragment's queries (rows g and g + 8 at `positions`) do not see; columns are keys from
+// `key_first`.
+PRIMITIVE void hide_keys(const SinkAttention& p, Fragment& scores, const int (&positions)[2], int key_first, int lane) {
+#pragma unroll
+  for (int row = 0; row < 2; row++) {
+    const Seen seen(p, positions[row]);
+    const int first = seen.first - key_first - lane % 4 * 2, last = seen.last - key_first - lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+      const int column = fragment_column(i, 0);
+      if (fragment_row(i) == row && (column < first || column > last)) scores[i] = hidden;
+    }
+  }
+}
+
+// Multiplies rows g and g + 8 by their factors.
+PRIMITIVE void multiply_rows(Fragment& x, const float (&factors)[2]) {
+#pragma unroll
+  for (int i = 0; i < 32; i++) x[i] = multiply(x[i], factors[fragment_row(i)]);
+}
+
+// Rounds a fragment to bf16 and leaves it as rows `row` to `row + 15` of a tile, whence the warp stores whole lines.
+PRIMITIVE void put_fragment(const Fragment& x, unsigned char* tile, int row, int lane) {
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    const int at = row + lane / 4 + i % 2 * 8;
+    *reinterpret_cast<uint32_t*>(chunk_at(tile, at, i / 2) + lane % 4 * 4) = pack_bf16(x[2 * i], x[2 * i + 1]);
+  }
+}
+
+// Stores the LSE of a fragment's 16 rows, the first at `first`: `lse` holds those of rows g and g + 8.
+PRIMITIVE void store_lse(const SinkAttention& p, const Sequence& s, const float (&lse)[2], int first, int lane) {
+  const float low = shuffle_index(lse[0], lane % 8 * 4), high = shuffle_index(lse[1], lane % 8 * 4);
+  const int row = first + lane;
+  if (lane < 16 && row < s.rows) p.lse[s.place(p, row)] = lane < 8 ? low : high;
+}
+
+// Online softmax of two rows (g and g + 8), in base 2. It starts at the sink, as if the sink were a key seen first whose
+// value is 0: the maximum is finite from the start, and a block of hidden keys changes nothing, to the bit.
+struct Softmax {
+  float scale;       // of scores, times log2(e)
+  float maximum[2];  // of the scaled scores and the sink
+  float sum[2];      // of this lane's own columns; the sink is lane t = 0's
+
+  PRIMITIVE void start(int row, float sink, int lane) {
+    maximum[row] = multiply(sink, log2_e);
+    sum[row] = lane % 4 == 0 ? 1.0f : 0.0f;
+  }
+
+  // Turns a block of scores into exp2(scaled score - maximum); the sums over the blocks before it shrink by `shrink`.
+  PRIMITIVE void step(Fragment& scores, float (&shrink)[2]) {
+#pragma unroll
+    for (int row = 0; row < 2; row++) {
+      float top = scores[2 * row];
+#pragma unroll
+      for (int i = 0; i < 32; i++)
+        if (fragment_row(i) == row) top = fmaxf(top, scores[i]);
+      top = fmaxf(top, shuffle_xor(top, 1));
+      top = fmaxf(top, shuffle_xor(top, 2));
+      top = fmaxf(maximum[row], multiply(top, scale));
+      shrink[row] = exp2_approx(add(maximum[row], -top));
+      maximum[row] = top;
+      sum[row] = multiply(sum[row], shrink[row]);
+    }
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+      const int row = fragment_row(i);
+      scores[i] = exp2_approx(multiply_add(scores[i], scale, -maximum[row]));
+      sum[row] = add(sum[row], scores[i]);
+    }
+  }
+
+  // Divides `out` by the whole sum and returns the rows' LSE.
+  PRIMITIVE void finish(Fragment& out, float (&lse)[2]) {
+    float share[2];
+#pragma unroll
+    for (int row = 0; row < 2; row++) {
+      sum[row] = add(sum[row], shuffle_xor(sum[row], 1));
+      sum[row] = add(sum[row], shuffle_xor(sum[row], 2));
+      share[row] = 1.0f / sum[row];
+      lse[row] = multiply(add(maximum[row], log2_approx(sum[row])), ln_2);
+    }
+    multiply_rows(out, share);
+  }
+};
+
+}  // namespace sink_attention

@@ -1,0 +1,145 @@
+//! `rloss gpu-check`, hidden: what only a GPU can show. scripts/gpu_check.sh runs it part by part and keeps its tables.
+//!
+//! Every part prints rows of one Markdown table. A failed check does not end the part: the others are worth knowing too.
+
+mod facts;
+mod instruction;
+mod links;
+mod oracle;
+mod peers;
+mod primitives;
+mod problem;
+mod speed;
+
+use crate::cli::{EXIT_DONE, EXIT_FAILED};
+use crate::{bad_input, ops};
+use anyhow::Result;
+use candle_core::Device;
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use clap::{Args, ValueEnum};
+use std::path::PathBuf;
+
+/// What `gpu-check` may be told.
+#[derive(Args, Debug, Clone)]
+pub struct GpuCheckArgs {
+    /// What to check [default: all of it]
+    #[arg(value_enum)]
+    pub parts: Vec<Part>,
+    /// Small cases only, for compute-sanitizer
+    #[arg(long)]
+    pub small: bool,
+    /// Which GPU
+    #[arg(long, default_value_t = 0)]
+    pub device: usize,
+    /// Times of other implementations in the same run: what scripts/attention_peers.py wrote
+    #[arg(long, value_name = "FILE")]
+    pub peers: Option<PathBuf>,
+}
+
+/// A part of the check.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Part {
+    /// The device's name and the kernels that it would run
+    Device,
+    /// Every instruction of kernels/primitives.cuh against its host twin
+    Primitives,
+    /// What the equality of rows rests on
+    Facts,
+    /// Values and gradients against the CPU's
+    Oracle,
+    /// Decode = prefill in chunks = training; backward from run to run
+    Links,
+    /// TFLOP/s
+    Speed,
+}
+
+/// The results of checks, printed as they come.
+#[derive(Debug, Default)]
+pub struct Verdicts {
+    passed: usize,
+    failed: usize,
+}
+
+impl Verdicts {
+    /// One row of the table: `Ok` and `Err` carry what was seen.
+    fn row(&mut self, what: &str, verdict: Result<String, String>) {
+        let (word, seen) = match verdict {
+            Ok(seen) => {
+                self.passed += 1;
+                ("passed", seen)
+            }
+            Err(seen) => {
+                self.failed += 1;
+                ("**FAILED**", seen)
+            }
+        };
+        println!("| {what} | {word} | {} |", seen.replace('|', "/").replace('\n', " "));
+    }
+
+    /// A row whose check may break off with an error.
+    fn check(&mut self, what: &str, check: impl FnOnce() -> Result<Result<String, String>>) {
+        let verdict = check().unwrap_or_else(|error| Err(format!("broke off: {error:#}")));
+        self.row(what, verdict);
+    }
+}
+
+/// Runs the parts asked for; exit code 1 when a check failed.
+///
+/// # Errors
+/// When there is no GPU that the kernels run on, or the peers' file cannot be read.
+pub fn run(args: &GpuCheckArgs) -> Result<u8> {
+    let peers = args.peers.as_deref().map(peers::read).transpose()?;
+    let device = open(args.device)?;
+    let gpu = device.as_cuda_device()?;
+    let all = [Part::Device, Part::Primitives, Part::Facts, Part::Oracle, Part::Links, Part::Speed];
+    let parts = if args.parts.is_empty() { all.to_vec() } else { args.parts.clone() };
+    let mut verdicts = Verdicts::default();
+    for part in parts {
+        match part {
+            Part::Device => describe(gpu)?,
+            Part::Primitives => primitives::run(gpu, &mut verdicts)?,
+            Part::Facts => facts::run(gpu, &mut verdicts)?,
+            Part::Oracle => oracle::run(&device, args.small, &mut verdicts),
+            Part::Links => links::run(&device, args.small, &mut verdicts),
+            Part::Speed => speed::run(gpu, args.small, peers.as_ref())?,
+        }
+    }
+    eprintln!("gpu-check: {} passed, {} failed", verdicts.passed, verdicts.failed);
+    Ok(if verdicts.failed == 0 { EXIT_DONE } else { EXIT_FAILED })
+}
+
+fn open(ordinal: usize) -> Result<Device> {
+    // The CUDA library panics where a library that it wants is missing; that is told as any other trouble.
+    let hook = std::panic::take_hook();
+    std::panic::set_hook(Box::new(|_| {}));
+    let opened = std::panic::catch_unwind(|| Device::new_cuda(ordinal));
+    std::panic::set_hook(hook);
+    match opened {
+        Ok(Ok(device)) => {
+            ops::cuda::kernel_set(device.as_cuda_device()?).map_err(|e| bad_input!("{e}"))?;
+            Ok(device)
+        }
+        Ok(Err(error)) => {
+            // A backtrace may follow.
+            let text = error.to_string();
+            let text = text.lines().next().unwrap_or_default();
+            Err(bad_input!("gpu-check: GPU {ordinal} cannot be used: {text}; {DRIVER}"))
+        }
+        Err(_) => {
+            Err(bad_input!("gpu-check: GPU {ordinal} cannot be used: a CUDA library is missing; {DRIVER}"))
+        }
+    }
+}
+
+const DRIVER: &str = "an NVIDIA driver of release 580 or newer must be loaded (nvidia-smi shows it), and its \
+                      libcuda.so.1 come before the toolkit's stub on LD_LIBRARY_PATH";
+
+fn describe(gpu: &CudaDevice) -> Result<()> {
+    let stream = gpu.cuda_stream();
+    let context = stream.context();
+    let (major, minor) = context.compute_capability().w()?;
+    println!("| device | {} | compute capability {major}.{minor} |", context.name().w()?);
+    println!("| memory | {} MiB | |", context.total_mem().w()? >> 20);
+    println!("| attention kernels | {} | |", ops::cuda::kernel_set(gpu)?.name);
+    Ok(())
+}

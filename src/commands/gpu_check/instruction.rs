@@ -1,0 +1,91 @@
+//! One tensor-core instruction on given numbers: the ground for the facts.
+
+use crate::ops::cuda::run_primitive_check;
+use anyhow::Result;
+use candle_core::cuda_backend::CudaDevice;
+use half::bf16;
+use rand::Rng;
+
+/// Products an element.
+pub(super) const DEPTH: usize = 16;
+
+/// `d = a b + c` by one instruction: `a [rows, 16]`, `b [16, columns]`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Instruction {
+    pub name: &'static str,
+    function: &'static str,
+    pub rows: usize,
+    pub columns: usize,
+    threads: usize,
+    /// Warps or warpgroups of a block, a problem each.
+    per_block: usize,
+}
+
+pub(super) const INSTRUCTIONS: [Instruction; 2] = [
+    Instruction {
+        name: "mma.sync 16x8x16",
+        function: "check_product_mma",
+        rows: 16,
+        columns: 8,
+        threads: 128,
+        per_block: 4,
+    },
+    Instruction {
+        name: "wgmma 64x64x16",
+        function: "check_product_wgmma",
+        rows: 64,
+        columns: 64,
+        threads: 128,
+        per_block: 1,
+    },
+];
+
+/// One product's operands; `b` is held transposed, `[columns][16]`.
+#[derive(Debug, Clone)]
+pub(super) struct Operands {
+    pub a: Vec<bf16>,
+    pub b: Vec<bf16>,
+    pub c: Vec<f32>,
+}
+
+impl Operands {
+    /// Numbers of sizes that make sums round: about 2^-8 to 2^8.
+    pub fn random(on: &Instruction, rng: &mut impl Rng) -> Self {
+        let mut any = || rng.random_range(-1f32..1.0) * f32::powi(2.0, rng.random_range(-8..=8));
+        let a = (0..on.rows * DEPTH).map(|_| bf16::from_f32(any())).collect();
+        let b = (0..on.columns * DEPTH).map(|_| bf16::from_f32(any())).collect();
+        let c = (0..on.rows * on.columns).map(|_| any()).collect();
+        Self { a, b, c }
+    }
+
+    pub fn row_of_a(&mut self, row: usize) -> &mut [bf16] {
+        &mut self.a[row * DEPTH..(row + 1) * DEPTH]
+    }
+
+    pub fn column_of_b(&mut self, column: usize) -> &mut [bf16] {
+        &mut self.b[column * DEPTH..(column + 1) * DEPTH]
+    }
+}
+
+impl Instruction {
+    /// The results' bits, `[rows][columns]` each, of many products in one launch.
+    pub fn run(&self, gpu: &CudaDevice, problems: &[Operands]) -> Result<Vec<Vec<u32>>> {
+        let mut input = vec![];
+        for problem in problems {
+            for pair in problem.a.chunks(2).chain(problem.b.chunks(2)) {
+                input.push(pair[0].to_bits() as u32 | (pair[1].to_bits() as u32) << 16);
+            }
+            input.extend(problem.c.iter().map(|x| x.to_bits()));
+        }
+        let elements = self.rows * self.columns;
+        let blocks = problems.len().div_ceil(self.per_block);
+        let output = run_primitive_check(
+            gpu,
+            self.function,
+            (blocks, self.threads),
+            &input,
+            problems.len() * elements,
+        )?;
+        Ok(output.chunks(elements).map(<[u32]>::to_vec).collect())
+    }
+}

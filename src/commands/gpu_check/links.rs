@@ -1,0 +1,244 @@
+//! The links that must be equal to the bit: rollout's calls against training's, and the backward against itself.
+
+use super::Verdicts;
+use super::oracle::bits;
+use super::problem::{Problem, Shape};
+use crate::ops::cuda::{Inputs, PagedKv, Prepared, sink_attention_paged};
+use crate::ops::pages::PagedSequence;
+use crate::ops::sink_attention::kernels::{KERNEL_SETS, KernelSet};
+use crate::ops::sink_attention::plan::Sequences;
+use crate::random::{Purpose, stream};
+use anyhow::Result;
+use candle_core::{Device, Tensor};
+use half::bf16;
+use rand::Rng;
+
+/// New tokens a sequence and call.
+#[derive(Clone, Copy)]
+enum Pace {
+    Chunk(usize),
+    /// Any number from none to this one, as in a batch that changes from call to call.
+    Random(usize),
+}
+
+pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
+    for (shape, kernels) in
+        shapes(small).iter().flat_map(|shape| KERNEL_SETS.iter().map(move |set| (shape, set)))
+    {
+        let problem = Problem::new(shape, 11);
+        let of = format!("{}, {}", shape.name, kernels.name);
+        let paces = [
+            ("decode", Pace::Chunk(1)),
+            ("prefill in chunks of 7", Pace::Chunk(7)),
+            ("prefill in chunks of 64", Pace::Chunk(64)),
+            ("prefill in chunks of 100", Pace::Chunk(100)),
+            ("whole prefill", Pace::Chunk(1 << 20)),
+            ("a batch that changes", Pace::Random(90)),
+        ];
+        for (name, pace) in paces.into_iter().take(if small { 2 } else { 6 }) {
+            let what = format!("links: {name} = training, {of}");
+            verdicts.check(&what, || rollout_against_training(&problem, device, kernels, pace));
+        }
+        verdicts.check(&format!("links: backward from run to run, {of}"), || {
+            backward_again(&problem, device, kernels, if small { 2 } else { 20 })
+        });
+        verdicts.check(&format!("links: alone = in a batch, backward too, {of}"), || {
+            alone_against_batch(&problem, device, kernels)
+        });
+    }
+}
+
+fn shapes(small: bool) -> Vec<Shape> {
+    let shape = Shape::new;
+    if small {
+        return vec![shape("small", (16, 2), Some(20), &[70, 1, 9])];
+    }
+    vec![
+        shape("64 heads of 8", (64, 8), None, &[257, 1, 130, 64, 400]),
+        shape("64 heads of 8, window 128", (64, 8), Some(128), &[257, 1, 130, 64, 400]),
+        shape("3 heads of 1, window 20", (3, 1), Some(20), &[65, 200, 2]),
+    ]
+}
+
+/// All bits that a pass leaves behind.
+#[derive(Default, PartialEq)]
+pub(super) struct Bits {
+    pub out: Vec<u16>,
+    pub lse: Vec<u32>,
+    pub dq: Vec<u16>,
+    pub dkv: Vec<u16>,
+    pub dsinks: Vec<u32>,
+}
+
+fn halves(values: Vec<bf16>) -> Vec<u16> {
+    values.into_iter().map(bf16::to_bits).collect()
+}
+
+fn words(values: Vec<f32>) -> Vec<u32> {
+    values.into_iter().map(f32::to_bits).collect()
+}
+
+/// Training's forward and backward.
+pub(super) fn training(problem: &Problem, device: &Device, kernels: &'static KernelSet) -> Result<Bits> {
+    let gpu = device.as_cuda_device()?;
+    let sequences = Sequences::packed(&problem.shape.cu_seqlens())?;
+    let prepared = Prepared::new(gpu, kernels, &problem.shape.attention(), &sequences, None)?;
+    let up = |values: &[f32]| gpu.clone_htod(&bits(values));
+    let (q, kv, dout) = (up(&problem.q)?, up(&problem.kv)?, up(&problem.dout)?);
+    let sinks = gpu.clone_htod(&problem.sinks)?;
+    let (q, kv, dout, sinks) = (q.as_view(), kv.as_view(), dout.as_view(), sinks.as_view());
+    let inputs = Inputs { q: &q, kv: &kv, sinks: &sinks };
+    let (mut outputs, mut gradients) = (prepared.outputs()?, prepared.gradients()?);
+    prepared.forward(&inputs, &mut outputs)?;
+    prepared.backward(&inputs, &outputs.out.as_view(), &outputs.lse, &dout, &mut gradients)?;
+    Ok(Bits {
+        out: halves(gpu.clone_dtoh(&outputs.out)?),
+        lse: words(gpu.clone_dtoh(&outputs.lse)?),
+        dq: halves(gpu.clone_dtoh(&gradients.dq)?),
+        dkv: halves(gpu.clone_dtoh(&gradients.dkv)?),
+        dsinks: words(gpu.clone_dtoh(&gradients.dsinks)?),
+    })
+}
+
+/// A cache whose free pages hold what an earlier sequence left: numbers that are none.
+fn stale_cache(problem: &Problem, device: &Device, kernels: &'static KernelSet) -> Result<PagedKv> {
+    let Shape { heads, kv_heads, .. } = problem.shape;
+    let pages: usize = problem.shape.lengths.iter().map(|length| length.div_ceil(64)).sum();
+    let mut cache = PagedKv::new(device.as_cuda_device()?, kv_heads, pages)?;
+    let rows = pages * 64;
+    let nan = |shape: (usize, usize)| -> Result<Tensor> {
+        let values = vec![bf16::NAN; shape.0 * shape.1];
+        Ok(Tensor::from_vec(values, shape, &Device::Cpu)?.to_device(device)?)
+    };
+    let q = nan((rows, heads * 64))?.reshape((rows, heads, 64))?;
+    let kv = nan((rows, 2 * kv_heads * 64))?.reshape((rows, 2, kv_heads, 64))?;
+    let sinks = Tensor::from_slice(&problem.sinks, heads, device)?;
+    let mut earlier = PagedSequence::default();
+    let attention = problem.shape.attention();
+    sink_attention_paged(kernels, &q, &kv, &sinks, &mut cache, &mut [&mut earlier], &[rows], &attention)?;
+    cache.pages.release(earlier);
+    Ok(cache)
+}
+
+fn rollout_against_training(
+    problem: &Problem,
+    device: &Device,
+    kernels: &'static KernelSet,
+    pace: Pace,
+) -> Result<Result<String, String>> {
+    let expected = training(problem, device, kernels)?;
+    let shape = &problem.shape;
+    let (heads, kv_heads) = (shape.heads, shape.kv_heads);
+    let starts = shape.cu_seqlens();
+    let mut cache = stale_cache(problem, device, kernels)?;
+    let mut sequences: Vec<PagedSequence> = shape.lengths.iter().map(|_| PagedSequence::default()).collect();
+    let sinks = Tensor::from_slice(&problem.sinks, heads, device)?;
+    let mut rng = stream(13, Purpose::Evaluation, &[]);
+    let (mut rows, mut wrong, mut calls) = (0, 0, 0);
+    while sequences.iter().zip(&shape.lengths).any(|(s, &length)| s.len() < length) {
+        let counts: Vec<usize> = sequences
+            .iter()
+            .zip(&shape.lengths)
+            .map(|(s, &length)| match pace {
+                Pace::Chunk(chunk) => chunk.min(length - s.len()),
+                Pace::Random(most) => rng.random_range(0..=most).min(length - s.len()),
+            })
+            .collect();
+        if counts.iter().sum::<usize>() == 0 {
+            continue;
+        }
+        let places: Vec<usize> = (0..counts.len())
+            .flat_map(|s| (0..counts[s]).map(move |i| (s, i)))
+            .map(|(s, i)| starts[s] + sequences[s].len() + i)
+            .collect();
+        let gather = |values: &[f32], width: usize| -> Vec<bf16> {
+            places.iter().flat_map(|&at| bits(&values[at * width..(at + 1) * width])).collect()
+        };
+        let tokens = places.len();
+        let q = Tensor::from_vec(gather(&problem.q, heads * 64), (tokens, heads, 64), &Device::Cpu)?;
+        let kv = Tensor::from_vec(
+            gather(&problem.kv, 2 * kv_heads * 64),
+            (tokens, 2, kv_heads, 64),
+            &Device::Cpu,
+        )?;
+        let (q, kv) = (q.to_device(device)?, kv.to_device(device)?);
+        let mut held: Vec<&mut PagedSequence> = sequences.iter_mut().collect();
+        let (out, lse) = sink_attention_paged(
+            kernels,
+            &q,
+            &kv,
+            &sinks,
+            &mut cache,
+            &mut held,
+            &counts,
+            &shape.attention(),
+        )?;
+        let out = halves(out.flatten_all()?.to_vec1()?);
+        let lse = words(lse.flatten_all()?.to_vec1()?);
+        for (row, &place) in places.iter().enumerate() {
+            for head in 0..heads {
+                let (seen, should) = (row * heads + head, place * heads + head);
+                let same = lse[seen] == expected.lse[should]
+                    && out[seen * 64..(seen + 1) * 64] == expected.out[should * 64..(should + 1) * 64];
+                rows += 1;
+                wrong += usize::from(!same);
+            }
+        }
+        calls += 1;
+    }
+    Ok(if wrong == 0 && rows == shape.tokens() * heads {
+        Ok(format!("{rows} of {rows} rows in {calls} calls"))
+    } else {
+        Err(format!("{wrong} of {rows} rows differ in {calls} calls"))
+    })
+}
+
+fn backward_again(
+    problem: &Problem,
+    device: &Device,
+    kernels: &'static KernelSet,
+    times: usize,
+) -> Result<Result<String, String>> {
+    let first = training(problem, device, kernels)?;
+    let mut wrong = 0;
+    for _ in 0..times {
+        wrong += usize::from(training(problem, device, kernels)? != first);
+    }
+    Ok(if wrong == 0 {
+        Ok(format!("{times} of {times} runs"))
+    } else {
+        Err(format!("{wrong} of {times} runs differ"))
+    })
+}
+
+/// Rows of dQ, dK and dV may not depend on what else is in the batch either; ds is a sum over it.
+fn alone_against_batch(
+    problem: &Problem,
+    device: &Device,
+    kernels: &'static KernelSet,
+) -> Result<Result<String, String>> {
+    let together = training(problem, device, kernels)?;
+    let Shape { heads, kv_heads, .. } = problem.shape;
+    let (q_row, kv_row) = (heads * 64, 2 * kv_heads * 64);
+    for bounds in problem.shape.cu_seqlens().windows(2) {
+        let (start, end) = (bounds[0], bounds[1]);
+        let shape = Shape { lengths: vec![end - start], ..problem.shape.clone() };
+        let alone = Problem {
+            shape,
+            q: problem.q[start * q_row..end * q_row].to_vec(),
+            kv: problem.kv[start * kv_row..end * kv_row].to_vec(),
+            sinks: problem.sinks.clone(),
+            dout: problem.dout[start * q_row..end * q_row].to_vec(),
+        };
+        let seen = training(&alone, device, kernels)?;
+        let same = seen.out == together.out[start * q_row..end * q_row]
+            && seen.lse == together.lse[start * heads..end * heads]
+            && seen.dq == together.dq[start * q_row..end * q_row]
+            && seen.dkv == together.dkv[start * kv_row..end * kv_row];
+        if !same {
+            return Ok(Err(format!("tokens {start} to {end} differ")));
+        }
+    }
+    let sequences = problem.shape.lengths.len();
+    Ok(Ok(format!("{sequences} of {sequences} sequences")))
+}

@@ -1,0 +1,198 @@
+//! The op's values and gradients on the GPU against the CPU's on the same numbers: errors at most twice those of plain bf16.
+
+use super::Verdicts;
+use super::links::{Bits, training};
+use super::problem::{Problem, Shape, Values, attention};
+use crate::ops::cuda::kernel_set;
+use crate::ops::sink_attention;
+use crate::ops::sink_attention::kernels::KERNEL_SETS;
+use anyhow::{Context, Result};
+use candle_core::{DType, Device, Tensor, Var};
+use half::bf16;
+use std::sync::Arc;
+
+/// How much larger than plain bf16's an error may be.
+const TIMES_PLAIN: f64 = 2.0;
+/// Of a tensor's largest value: what f32 itself may be off. It matters where plain bf16 happens to be exact.
+const FLOOR: f64 = 1e-6;
+/// Of a tensor's largest value: what the CPU's op in f32 may be off.
+const CPU_ERROR: f64 = 1e-4;
+
+pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
+    for shape in shapes(small) {
+        let problem = Problem::new(&shape, 7);
+        let (exact, plain) = (attention(&problem, false), attention(&problem, true));
+        for kernels in &KERNEL_SETS {
+            verdicts.check(&format!("oracle: {}, {}", shape.name, kernels.name), || {
+                let seen = values(training(&problem, device, kernels)?);
+                let reference = cpu_reference(&problem, &exact)?;
+                Ok(reference.and_then(|reference| against_plain(&seen, &reference, &plain)))
+            });
+        }
+        verdicts.check(&format!("oracle: {}, the op in a graph = its kernels", shape.name), || {
+            let of_kernels = values(training(&problem, device, kernel_set(device.as_cuda_device()?)?)?);
+            let of_op = through_the_op(&problem, device)?;
+            let same = TENSORS.iter().all(|(name, get)| *name == "LSE" || get(&of_op) == get(&of_kernels));
+            Ok(if same { Ok("to the bit".into()) } else { Err("values or gradients differ".into()) })
+        });
+    }
+}
+
+/// The CPU's op, itself held to the formulas. It does not return its log-sum-exps.
+fn cpu_reference(problem: &Problem, exact: &Values) -> Result<Result<Values, String>> {
+    let mut reference = through_the_op(problem, &Device::Cpu)?;
+    reference.lse = exact.lse.clone();
+    let bound =
+        |_: fn(&Values) -> &[f64], size: f64| Distance { largest: CPU_ERROR * size, rms: CPU_ERROR * size };
+    Ok(match compare(&reference, exact, bound) {
+        Ok(_) => Ok(reference),
+        Err(error) => Err(format!("the CPU's op: {error}")),
+    })
+}
+
+fn values(bits: Bits) -> Values {
+    let halves = |bits: Vec<u16>| bits.into_iter().map(|x| bf16::from_bits(x).to_f64()).collect();
+    let words = |bits: Vec<u32>| bits.into_iter().map(|x| f32::from_bits(x).into()).collect();
+    Values {
+        out: halves(bits.out),
+        lse: words(bits.lse),
+        dq: halves(bits.dq),
+        dkv: halves(bits.dkv),
+        dsinks: words(bits.dsinks),
+    }
+}
+
+fn shapes(small: bool) -> Vec<Shape> {
+    let shape = Shape::new;
+    if small {
+        return vec![
+            shape("small", (6, 2), None, &[1, 40, 0, 65]),
+            shape("small, window 20", (2, 1), Some(20), &[90, 7]),
+            shape("small, extreme", (4, 1), None, &[70]).extreme(20.0, &[50.0, -50.0, -1e9, 0.0]),
+        ];
+    }
+    vec![
+        shape("odd lengths", (16, 2), None, &[1, 2, 15, 17, 63, 64, 65, 0, 127, 129, 1]),
+        shape("long", (8, 1), None, &[400, 257]),
+        shape("window 1", (8, 1), Some(1), &[1, 70, 130]),
+        shape("window 5", (8, 1), Some(5), &[200, 3]),
+        shape("window 64", (8, 1), Some(64), &[193, 65]),
+        shape("window 65", (8, 1), Some(65), &[193, 64]),
+        shape("window 128, 64 heads", (64, 8), Some(128), &[300, 129, 128]),
+        shape("window 200", (8, 1), Some(200), &[321]),
+        shape("1 query head a kv head", (3, 3), None, &[1, 150, 260]),
+        shape("3 query heads a kv head, window 50", (3, 1), Some(50), &[43, 130]),
+        shape("5 query heads a kv head", (10, 2), None, &[26, 103]),
+        shape("16 query heads a kv head", (16, 1), None, &[9, 77]),
+        shape("extreme scores", (8, 1), None, &[100, 70]).extreme(20.0, &[50.0, -50.0, -1e9, 0.0]),
+        shape("extreme sinks", (8, 1), None, &[130, 1]).extreme(1.0, &[50.0, -50.0, -1e9, 0.0]),
+        shape("thousands of tokens", (8, 1), None, &[1500, 700]),
+    ]
+}
+
+/// The rule: errors at most [`TIMES_PLAIN`] times those of plain bf16.
+fn against_plain(seen: &Values, reference: &Values, plain: &Values) -> Result<String, String> {
+    let bound = |get: fn(&Values) -> &[f64], size: f64| {
+        let plain = distance(get(plain), get(reference));
+        let floor = FLOOR * size;
+        Distance { largest: TIMES_PLAIN * plain.largest.max(floor), rms: TIMES_PLAIN * plain.rms.max(floor) }
+    };
+    compare(seen, reference, bound)
+}
+
+/// Every tensor of `seen` within `bound(tensor, size of its largest value)` of `reference`'s, in maximum and RMS.
+fn compare(
+    seen: &Values,
+    reference: &Values,
+    bound: impl Fn(fn(&Values) -> &[f64], f64) -> Distance,
+) -> Result<String, String> {
+    let mut worst: (f64, &str) = (0.0, "all exact");
+    for (name, get) in TENSORS {
+        let bound = bound(get, largest(get(reference)));
+        let error = distance(get(seen), get(reference));
+        for (kind, error, bound) in [("maximum", error.largest, bound.largest), ("RMS", error.rms, bound.rms)]
+        {
+            // Written so that an error that is no number fails too.
+            let within = error <= bound;
+            if !within {
+                return Err(format!("{name}: {kind} error {error:.3e}, allowed {bound:.3e}"));
+            }
+            if bound > 0.0 && error / bound > worst.0 {
+                worst = (error / bound, name);
+            }
+        }
+    }
+    Ok(format!("errors at most {:.2} of what is allowed ({})", worst.0, worst.1))
+}
+
+type Tensors = [(&'static str, fn(&Values) -> &[f64]); 5];
+const TENSORS: Tensors = [
+    ("O", |v| &v.out),
+    ("LSE", |v| &v.lse),
+    ("dQ", |v| &v.dq),
+    ("dK and dV", |v| &v.dkv),
+    ("ds", |v| &v.dsinks),
+];
+
+/// Value and gradients as training gets them: by the op and candle's backward walk.
+fn through_the_op(problem: &Problem, device: &Device) -> Result<Values> {
+    let [q, kv, sinks, dout] = problem.tensors(device)?;
+    let (q, kv, sinks) = (Var::from_tensor(&q)?, Var::from_tensor(&kv)?, Var::from_tensor(&sinks)?);
+    let cu_seqlens = Arc::new(problem.shape.cu_seqlens());
+    let out = sink_attention(&q, &kv, &sinks, &cu_seqlens, problem.shape.attention())?;
+    let gradients = (&out * &dout)?.sum_all()?.backward()?;
+    let of = |var: &Var| floats(gradients.get(var).context("an input without a gradient")?);
+    Ok(Values { out: floats(&out)?, lse: vec![], dq: of(&q)?, dkv: of(&kv)?, dsinks: of(&sinks)? })
+}
+
+pub(super) fn bits(values: &[f32]) -> Vec<bf16> {
+    values.iter().map(|&x| bf16::from_f32(x)).collect()
+}
+
+fn floats(tensor: &Tensor) -> Result<Vec<f64>> {
+    let values: Vec<f32> = tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
+    Ok(values.into_iter().map(f64::from).collect())
+}
+
+struct Distance {
+    largest: f64,
+    rms: f64,
+}
+
+fn distance(a: &[f64], b: &[f64]) -> Distance {
+    let apart: Vec<f64> = a.iter().zip(b).map(|(a, b)| (a - b).abs()).collect();
+    if a.len() != b.len() || !apart.iter().all(|x| x.is_finite()) {
+        return Distance { largest: f64::INFINITY, rms: f64::INFINITY };
+    }
+    let mean_square = apart.iter().map(|x| x * x).sum::<f64>() / apart.len().max(1) as f64;
+    Distance { largest: largest(&apart), rms: mean_square.sqrt() }
+}
+
+fn largest(values: &[f64]) -> f64 {
+    values.iter().fold(0.0, |m, x| m.max(x.abs()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rule_lets_plain_bf16_pass_and_catches_a_missing_sink() {
+        let shape = &shapes(true)[1];
+        let problem = Problem::new(shape, 7);
+        let (exact, plain) = (attention(&problem, false), attention(&problem, true));
+        let mut reference = through_the_op(&problem, &Device::Cpu).unwrap();
+        reference.lse = exact.lse.clone();
+        compare(&reference, &exact, |_, size| Distance { largest: CPU_ERROR * size, rms: CPU_ERROR * size })
+            .unwrap();
+        let seen = against_plain(&plain, &reference, &plain).unwrap();
+        assert!(seen.starts_with("errors at most 0.50"), "{seen}");
+
+        let without = Problem { sinks: vec![-1e9; shape.heads], ..problem.clone() };
+        let error = against_plain(&attention(&without, true), &reference, &plain).unwrap_err();
+        assert!(error.starts_with("O: "), "{error}");
+        let mut nan = plain.clone();
+        nan.dkv[3] = f64::NAN;
+        assert!(against_plain(&nan, &reference, &plain).unwrap_err().starts_with("dK and dV"));
+    }
+}

@@ -1,0 +1,78 @@
+//! Times of other implementations of attention, measured by `scripts/attention_peers.py` in the same run.
+
+use crate::bad_input;
+use anyhow::Result;
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// What the script writes.
+#[derive(Debug, Deserialize)]
+pub(super) struct Peers {
+    /// The library and its release.
+    pub library: String,
+    /// The device that it ran on.
+    pub device: String,
+    rows: Vec<Row>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Row {
+    /// Who computed: a column of the table.
+    what: String,
+    heads: usize,
+    kv_heads: usize,
+    window: Option<usize>,
+    length: usize,
+    backward: bool,
+    /// None where it did not run.
+    milliseconds: Option<f32>,
+    /// Why not.
+    trouble: Option<String>,
+}
+
+/// What was timed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Timed {
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub window: Option<usize>,
+    pub length: usize,
+    pub backward: bool,
+}
+
+impl Peers {
+    /// The peers' names, in order of appearance.
+    pub fn names(&self) -> Vec<&str> {
+        let mut names: Vec<&str> = vec![];
+        for row in &self.rows {
+            if !names.contains(&row.what.as_str()) {
+                names.push(&row.what);
+            }
+        }
+        names
+    }
+
+    /// What `name` took, where it ran.
+    pub fn milliseconds(&self, name: &str, timed: Timed) -> Option<f32> {
+        let Timed { heads, kv_heads, window, length, backward } = timed;
+        let row = self.rows.iter().find(|row| {
+            (row.what.as_str(), row.heads, row.kv_heads) == (name, heads, kv_heads)
+                && (row.window, row.length, row.backward) == (window, length, backward)
+        })?;
+        row.milliseconds
+    }
+
+    /// Each trouble once, with who had it.
+    pub fn troubles(&self) -> BTreeMap<&str, &str> {
+        self.rows.iter().filter_map(|row| Some((row.what.as_str(), row.trouble.as_deref()?))).collect()
+    }
+}
+
+/// Reads the script's file.
+pub(super) fn read(path: &Path) -> Result<Peers> {
+    let text = std::fs::read_to_string(path)
+        .map_err(|e| bad_input!("{}: {e}; scripts/attention_peers.py writes it", path.display()))?;
+    serde_json::from_str(&text)
+        .map_err(|e| bad_input!("{}: {e}; write it anew with scripts/attention_peers.py", path.display()))
+}

@@ -1,0 +1,181 @@
+//! Random attention problems, their numbers already rounded to bf16, and attention written out from its formulas.
+
+use crate::ops::sink_attention::{Attention, NO_SINK};
+use crate::random::{Purpose, stream};
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor};
+use half::bf16;
+use rand::Rng;
+
+/// A problem's shape. Head size 64.
+#[derive(Debug, Clone)]
+pub(super) struct Shape {
+    pub name: &'static str,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub window: Option<usize>,
+    pub lengths: Vec<usize>,
+    /// Standard deviation of the scores, about.
+    pub score_size: f32,
+    /// Repeated over the heads.
+    pub sinks: Vec<f32>,
+}
+
+impl Shape {
+    pub fn new(
+        name: &'static str,
+        (heads, kv_heads): (usize, usize),
+        window: Option<usize>,
+        lengths: &[usize],
+    ) -> Self {
+        let lengths = lengths.to_vec();
+        Self { name, heads, kv_heads, window, lengths, score_size: 1.0, sinks: vec![0.5, -1.0] }
+    }
+
+    pub fn extreme(self, score_size: f32, sinks: &[f32]) -> Self {
+        Self { score_size, sinks: sinks.to_vec(), ..self }
+    }
+
+    pub fn attention(&self) -> Attention {
+        Attention {
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            head_dim: 64,
+            window: self.window,
+            sinks: true,
+            sink_gradient: true,
+        }
+    }
+
+    pub fn tokens(&self) -> usize {
+        self.lengths.iter().sum()
+    }
+
+    pub fn cu_seqlens(&self) -> Vec<usize> {
+        let mut bounds = vec![0];
+        for length in &self.lengths {
+            bounds.push(bounds[bounds.len() - 1] + length);
+        }
+        bounds
+    }
+}
+
+/// A problem's numbers, all of them bf16's; rows as in [`crate::ops::sink_attention()`].
+#[derive(Debug, Clone)]
+pub(super) struct Problem {
+    pub shape: Shape,
+    pub q: Vec<f32>,
+    pub kv: Vec<f32>,
+    pub sinks: Vec<f32>,
+    pub dout: Vec<f32>,
+}
+
+/// Rounds to bf16 and back.
+pub(super) fn to_bf16(x: f64) -> f64 {
+    bf16::from_f32(x as f32).to_f64()
+}
+
+impl Problem {
+    pub fn new(shape: &Shape, seed: u64) -> Self {
+        let mut rng = stream(seed, Purpose::Evaluation, &[shape.tokens() as u64, shape.heads as u64]);
+        let mut normals = |count: usize, size: f32| -> Vec<f32> {
+            let mut normal = || {
+                let (u, v): (f64, f64) = (rng.random(), rng.random());
+                (-2.0 * (1.0 - u).ln()).sqrt() * (std::f64::consts::TAU * v).cos()
+            };
+            (0..count).map(|_| to_bf16(normal() * size as f64) as f32).collect()
+        };
+        let tokens = shape.tokens();
+        // The scale is 1/8, the root of 64: a score is of the size of q.
+        let q = normals(tokens * shape.heads * 64, shape.score_size);
+        let kv = normals(tokens * 2 * shape.kv_heads * 64, 1.0);
+        let dout = normals(q.len(), 1.0);
+        let sinks = (0..shape.heads).map(|h| shape.sinks[h % shape.sinks.len()]).collect();
+        Self { shape: shape.clone(), q, kv, sinks, dout }
+    }
+
+    /// `q`, `kv`, `sinks`, `dout` on a device: f32 on the CPU; bf16 on a GPU, the sinks in f32.
+    pub fn tensors(&self, device: &Device) -> Result<[Tensor; 4]> {
+        let Shape { heads, kv_heads, .. } = self.shape;
+        let tokens = self.shape.tokens();
+        let dtype = if device.is_cpu() { DType::F32 } else { DType::BF16 };
+        // Rounded on the host: a conversion on the device would be one more thing to trust.
+        let tensor = |values: &[f32], shape: &[usize]| -> Result<Tensor> {
+            Ok(Tensor::from_slice(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
+        };
+        Ok([
+            tensor(&self.q, &[tokens, heads, 64])?,
+            tensor(&self.kv, &[tokens, 2, kv_heads, 64])?,
+            Tensor::from_slice(&self.sinks, heads, device)?,
+            tensor(&self.dout, &[tokens, heads * 64])?,
+        ])
+    }
+}
+
+/// The output, the log-sum-exps and the gradients of a problem.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Values {
+    pub out: Vec<f64>,
+    pub lse: Vec<f64>,
+    pub dq: Vec<f64>,
+    pub dkv: Vec<f64>,
+    pub dsinks: Vec<f64>,
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f64 {
+    a.iter().zip(b).map(|(&a, &b)| a as f64 * b as f64).sum()
+}
+
+/// Attention from its formulas. Plain bf16 rounds every tensor of the computation to bf16 and holds sums in f32, as an
+/// implementation without fused kernels does: scores, probabilities, their gradients, outputs.
+pub(super) fn attention(problem: &Problem, plain_bf16: bool) -> Values {
+    let round = |x: f64| if plain_bf16 { to_bf16(x) } else { x };
+    let sum = |x: f64| if plain_bf16 { x as f32 as f64 } else { x };
+    let Shape { heads, kv_heads, window, .. } = problem.shape;
+    let tokens = problem.shape.tokens();
+    let mut values = Values {
+        out: vec![0.0; problem.q.len()],
+        lse: vec![0.0; tokens * heads],
+        dq: vec![0.0; problem.q.len()],
+        dkv: vec![0.0; problem.kv.len()],
+        dsinks: vec![0.0; heads],
+    };
+    for bounds in problem.shape.cu_seqlens().windows(2) {
+        for (token, head) in (bounds[0]..bounds[1]).flat_map(|t| (0..heads).map(move |h| (t, h))) {
+            let row = token * heads + head;
+            let kv_head = head / (heads / kv_heads);
+            let first = bounds[0].max(window.map_or(0, |w| (token + 1).saturating_sub(w)));
+            let key_at = |key: usize| (key * 2 * kv_heads + kv_head) * 64;
+            let value_at = |key: usize| (key * 2 * kv_heads + kv_heads + kv_head) * 64;
+            let q = &problem.q[row * 64..][..64];
+            let dout = &problem.dout[row * 64..][..64];
+            let sink = round(problem.sinks[head].max(NO_SINK) as f64);
+            let score = |key: usize| round(sum(dot(q, &problem.kv[key_at(key)..][..64])) * 0.125);
+            let scores: Vec<f64> = (first..=token).map(score).collect();
+            let largest = scores.iter().fold(sink, |m, &x| m.max(x));
+            let total = scores.iter().map(|x| (x - largest).exp()).sum::<f64>() + (sink - largest).exp();
+            values.lse[row] = sum(largest + total.ln());
+            let p: Vec<f64> = scores.iter().map(|x| round((x - largest).exp() / total)).collect();
+            let sink_p = round((sink - largest).exp() / total);
+            let dp: Vec<f64> = (first..=token)
+                .map(|key| round(sum(dot(dout, &problem.kv[value_at(key)..][..64]))))
+                .collect();
+            // The softmax's own backward: the sum over the keys of p dp is dout · out.
+            let delta = sum(p.iter().zip(&dp).map(|(p, dp)| p * dp).sum());
+            values.dsinks[head] -= round(sink_p * delta);
+            for (key, (&p, &dp)) in (first..=token).zip(p.iter().zip(&dp)) {
+                let ds = round(round(p * (dp - delta)) * 0.125);
+                for i in 0..64 {
+                    values.out[row * 64 + i] += p * problem.kv[value_at(key) + i] as f64;
+                    values.dq[row * 64 + i] += ds * problem.kv[key_at(key) + i] as f64;
+                    values.dkv[key_at(key) + i] += ds * q[i] as f64;
+                    values.dkv[value_at(key) + i] += p * dout[i] as f64;
+                }
+            }
+        }
+    }
+    for tensor in [&mut values.out, &mut values.dq, &mut values.dkv, &mut values.dsinks] {
+        tensor.iter_mut().for_each(|x| *x = round(sum(*x)));
+    }
+    values
+}

@@ -1,0 +1,150 @@
+//! TFLOP/s, forward and backward, beside other implementations in the same run.
+//!
+//! Counted as publishers count: 4 · D products and sums a head and visible pair of query and key in the forward, 2.5 times
+//! that in the backward, whatever a kernel really computes. 16,384 tokens in all, in sequences of one length.
+
+use super::oracle::bits;
+use super::peers::{Peers, Timed};
+use super::problem::{Problem, Shape};
+use crate::ops::cuda::{Inputs, Prepared, Timer};
+use crate::ops::sink_attention::kernels::{KERNEL_SETS, KernelSet};
+use crate::ops::sink_attention::plan::Sequences;
+use anyhow::Result;
+use candle_core::cuda_backend::CudaDevice;
+use half::bf16;
+
+const TOKENS: usize = 16_384;
+const WARM_UPS: usize = 3;
+/// The median of so many measurements is given,
+const TIMES: usize = 21;
+/// each of so many passes in a row, so that the host's part hides behind the device's.
+const PASSES: usize = 5;
+
+/// (heads, key-value heads), window: that of the published figures, GPT-OSS's full layers, its sliding ones.
+const MODELS: [((usize, usize), Option<usize>); 3] =
+    [((32, 32), None), ((64, 8), None), ((64, 8), Some(128))];
+const LENGTHS: [usize; 5] = [1024, 2048, 4096, 8192, 16_384];
+
+pub(super) fn run(gpu: &CudaDevice, small: bool, peers: Option<&Peers>) -> Result<()> {
+    let names = peers.map(Peers::names).unwrap_or_default();
+    println!();
+    match peers {
+        Some(peers) => println!("Other implementations: {} on {}.", peers.library, peers.device),
+        None => println!("Other implementations: not run."),
+    }
+    println!(
+        "A column of theirs: TFLOP/s, and in brackets this one's speed over theirs. Median of {TIMES}.\n"
+    );
+    print!("| heads / kv heads, window | tokens | pass | kernels | ms | TFLOP/s |");
+    names.iter().for_each(|name| print!(" {name} |"));
+    println!("\n| --- | --- | --- | --- | --- | --- |{}", " --- |".repeat(names.len()));
+    for ((heads, kv_heads), window) in MODELS {
+        for length in LENGTHS.into_iter().take(if small { 1 } else { LENGTHS.len() }) {
+            let mut rows = vec![];
+            for kernels in &KERNEL_SETS {
+                let times = time(gpu, kernels, (heads, kv_heads), window, length)?;
+                rows.extend([(false, kernels, times[0]), (true, kernels, times[1])]);
+            }
+            rows.sort_by_key(|&(backward, ..)| backward);
+            for (backward, kernels, ms) in rows {
+                let timed = Timed { heads, kv_heads, window, length, backward };
+                row(timed, kernels, ms, &names, peers);
+            }
+        }
+    }
+    for (name, trouble) in peers.iter().flat_map(|peers| peers.troubles()) {
+        println!("\n{name} did not run everywhere: {}", trouble.replace('\n', " "));
+    }
+    Ok(())
+}
+
+fn row(timed: Timed, kernels: &KernelSet, ms: f32, names: &[&str], peers: Option<&Peers>) {
+    let Timed { heads, kv_heads, window, length, backward } = timed;
+    let work = operations(timed);
+    let rate = |ms: f32| work / (ms as f64 * 1e9);
+    let window = window.map_or("all".into(), |w| w.to_string());
+    let pass = if backward { "backward" } else { "forward" };
+    print!(
+        "| {heads} / {kv_heads}, {window} | {length} | {pass} | {} | {ms:.3} | **{:.0}** |",
+        kernels.name,
+        rate(ms)
+    );
+    for name in names {
+        match peers.and_then(|peers| peers.milliseconds(name, timed)) {
+            Some(theirs) => print!(" {:.0} ({:.2}×) |", rate(theirs), theirs / ms),
+            None => print!(" not run |"),
+        }
+    }
+    println!();
+}
+
+/// Floating-point operations of a pass over [`TOKENS`].
+fn operations(timed: Timed) -> f64 {
+    let Timed { heads, window, length, backward, .. } = timed;
+    let seen = window.unwrap_or(length).min(length);
+    // The first `seen` queries see 1, 2, ... keys; the others `seen`.
+    let pairs = seen * (seen + 1) / 2 + (length - seen) * seen;
+    let forward = (4 * 64 * heads * pairs * (TOKENS / length)) as f64;
+    if backward { 2.5 * forward } else { forward }
+}
+
+/// Random numbers, a million of them over and over: zeros would run faster than what is real.
+fn numbers(count: usize, seed: u64) -> Vec<bf16> {
+    let some = Problem::new(&Shape::new("numbers", (128, 128), None, &[128]), seed);
+    bits(&some.q).into_iter().cycle().take(count).collect()
+}
+
+/// Milliseconds of forward and backward.
+fn time(
+    gpu: &CudaDevice,
+    kernels: &'static KernelSet,
+    heads: (usize, usize),
+    window: Option<usize>,
+    length: usize,
+) -> Result<[f32; 2]> {
+    let shape = Shape::new("speed", heads, window, &vec![length; TOKENS / length]);
+    let sequences = Sequences::packed(&shape.cu_seqlens())?;
+    let prepared = Prepared::new(gpu, kernels, &shape.attention(), &sequences, None)?;
+    let up = |heads: usize, seed: u64| gpu.clone_htod(&numbers(TOKENS * heads * 64, seed));
+    let (q, kv, dout) = (up(heads.0, 1)?, up(2 * heads.1, 2)?, up(heads.0, 3)?);
+    let sinks = gpu.clone_htod(&vec![0.5f32; heads.0])?;
+    let (q, kv, dout, sinks) = (q.as_view(), kv.as_view(), dout.as_view(), sinks.as_view());
+    let inputs = Inputs { q: &q, kv: &kv, sinks: &sinks };
+    let (mut outputs, mut gradients) = (prepared.outputs()?, prepared.gradients()?);
+    let forward = median(gpu, || Ok(prepared.forward(&inputs, &mut outputs)?))?;
+    let (out, lse) = (outputs.out.as_view(), &outputs.lse);
+    let backward = median(gpu, || Ok(prepared.backward(&inputs, &out, lse, &dout, &mut gradients)?))?;
+    Ok([forward, backward])
+}
+
+fn median(gpu: &CudaDevice, mut pass: impl FnMut() -> Result<()>) -> Result<f32> {
+    for _ in 0..WARM_UPS {
+        pass()?;
+    }
+    let mut times = vec![];
+    for _ in 0..TIMES {
+        let timer = Timer::start(gpu)?;
+        for _ in 0..PASSES {
+            pass()?;
+        }
+        times.push(timer.milliseconds()? / PASSES as f32);
+    }
+    times.sort_by(f32::total_cmp);
+    Ok(times[TIMES / 2])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn operations_are_counted_as_publishers_do() {
+        let timed = |window, length, backward| Timed { heads: 32, kv_heads: 32, window, length, backward };
+        // 4 · 64 · 32 · 16384² / 2, but for the diagonal's half.
+        let whole = operations(timed(None, 16_384, false));
+        assert!((whole / (4.0 * 64.0 * 32.0 * 16_384f64.powi(2) / 2.0) - 1.0).abs() < 1e-4);
+        assert_eq!(operations(timed(None, 16_384, true)), 2.5 * whole);
+        assert_eq!(operations(timed(Some(1), 1024, false)), (4 * 64 * 32 * TOKENS) as f64);
+        assert_eq!(operations(timed(Some(5000), 1024, false)), operations(timed(None, 1024, false)));
+    }
+}

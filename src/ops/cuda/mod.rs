@@ -1,0 +1,20 @@
+//! Ops on an NVIDIA GPU, compiled with feature `cuda`: the same formulas, bf16 in and out, sums in f32.
+//!
+//! A row's bits depend on the row alone here too, on one kind of GPU and with one set of kernels; they are not the CPU's.
+//! The kernels are `kernels/*.cu`; docs/KERNELS.md explains them.
+
+#[cfg(feature = "flash-attn")]
+mod flash_attention;
+mod launch;
+mod paged;
+mod primitive_checks;
+mod sink_attention;
+
+#[cfg(feature = "flash-attn")]
+pub use flash_attention::fa2_without_the_fix;
+pub use launch::{Timer, kernel_set};
+pub use paged::{PagedKv, sink_attention_paged};
+pub use primitive_checks::run_primitive_check;
+pub use sink_attention::{DeviceLse, Gradients, Inputs, Outputs, Prepared};
+
+pub(super) use sink_attention::{sink_attention_backward, sink_attention_forward};

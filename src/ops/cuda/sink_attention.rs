@@ -1,0 +1,379 @@
+//! Attention with sinks on the GPU: arguments checked, the launch worked out, kernels started. Nothing waits for them.
+
+use super::launch::{Addresses, kernel_set, launch};
+use crate::ops::sink_attention::kernels::{
+    BLOCK_KEYS, DELTA_ROWS, HEAD_DIM, KernelSet, SinkAttentionParams, Tile,
+};
+use crate::ops::sink_attention::plan::{Argument, Sequences, check_attention};
+use crate::ops::sink_attention::{Attention, NO_SINK};
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DeviceRepr};
+use candle_core::cuda_backend::{CudaDType, CudaDevice, CudaStorage};
+use candle_core::op::BackpropOp;
+use candle_core::{DType, Layout, Result, Shape, Storage, StorageRef, Tensor, bail};
+use half::bf16;
+
+// SAFETY: plain numbers, laid out as the header's struct: `#[repr(C)]`, and a test compares every field.
+unsafe impl DeviceRepr for SinkAttentionParams {}
+
+/// `[T, N]`, kept by the forward for the backward.
+pub type DeviceLse = CudaSlice<f32>;
+
+/// Where keys and values lie: beside each other in rows of `[2, M, 64]`.
+#[derive(Clone, Copy)]
+pub struct Inputs<'a> {
+    /// `[T, N, 64]`.
+    pub q: &'a CudaView<'a, bf16>,
+    /// `[T, 2, M, 64]`, or a cache's `[pages · 64, 2, M, 64]`.
+    pub kv: &'a CudaView<'a, bf16>,
+    /// `[N]`.
+    pub sinks: &'a CudaView<'a, f32>,
+}
+
+/// What the forward writes.
+pub struct Outputs {
+    /// `[T, N, 64]`.
+    pub out: CudaSlice<bf16>,
+    /// `[T, N]`.
+    pub lse: DeviceLse,
+}
+
+/// What the backward writes.
+pub struct Gradients {
+    /// `[T, N]`, between its kernels.
+    delta: CudaSlice<f32>,
+    /// `[T, N, 64]`.
+    pub dq: CudaSlice<bf16>,
+    /// `[T, 2, M, 64]`.
+    pub dkv: CudaSlice<bf16>,
+    /// `[N]`.
+    pub dsinks: CudaSlice<f32>,
+}
+
+/// A launch of given sequences, its small arrays on the device: good for any number of layers and passes.
+pub struct Prepared {
+    device: CudaDevice,
+    kernels: &'static KernelSet,
+    attention: Attention,
+    tokens: usize,
+    query_tiles: usize,
+    key_tiles: usize,
+    /// The arrays of the parameters, one after the other.
+    arrays: CudaSlice<i32>,
+    /// Where each begins, in elements: query bounds, key bounds, query tiles, key tiles, page table.
+    starts: [usize; 5],
+    pages_max: Option<usize>,
+    /// In the place of sinks for the arm without them.
+    no_sinks: Option<CudaSlice<f32>>,
+}
+
+impl Prepared {
+    /// For `kernels`, which a run takes from [`kernel_set`] and from nowhere else. `pages`: a page table and its width, for
+    /// keys in a cache.
+    ///
+    /// # Errors
+    /// When the kernels do not run with these sizes, or a page table is too small.
+    pub fn new(
+        device: &CudaDevice,
+        kernels: &'static KernelSet,
+        attention: &Attention,
+        sequences: &Sequences,
+        pages: Option<(&[i32], usize)>,
+    ) -> Result<Self> {
+        check_attention(attention)?;
+        sequences.check_rows(attention)?;
+        if let Some((table, pages_max)) = pages {
+            sequences.check_page_table(table.len(), pages_max)?;
+        }
+        let tokens = sequences.tokens();
+        let query_tiles = sequences.query_tiles(attention);
+        let key_tiles = sequences.key_tiles(attention, kernels.dkv_keys);
+        let flat = |tiles: &[Tile]| tiles.iter().flat_map(|t| [t.sequence, t.first]).collect::<Vec<_>>();
+        let mut arrays: Vec<i32> = vec![];
+        let mut starts = [0; 5];
+        let parts = [
+            sequences.query_bounds(),
+            sequences.key_bounds(),
+            flat(&query_tiles),
+            flat(&key_tiles),
+            pages.map_or(vec![], |(table, _)| table.to_vec()),
+        ];
+        for (start, part) in starts.iter_mut().zip(parts) {
+            // Tiles are read 8 bytes at a time.
+            arrays.resize(arrays.len().next_multiple_of(2), 0);
+            *start = arrays.len();
+            arrays.extend(part);
+        }
+        // A page table may be empty, and an address past the end is none.
+        arrays.push(0);
+        let no_sinks = if attention.sinks { None } else { Some(vec![NO_SINK; attention.heads]) };
+        Ok(Self {
+            device: device.clone(),
+            kernels,
+            attention: *attention,
+            tokens,
+            query_tiles: query_tiles.len(),
+            key_tiles: key_tiles.len(),
+            arrays: device.clone_htod(&arrays)?,
+            starts,
+            pages_max: pages.map(|(_, pages_max)| pages_max),
+            no_sinks: no_sinks.map(|sinks| device.clone_htod(&sinks)).transpose()?,
+        })
+    }
+
+    /// Fresh memory for [`Prepared::forward`].
+    ///
+    /// # Errors
+    /// When the device's memory does not suffice.
+    pub fn outputs(&self) -> Result<Outputs> {
+        let rows = self.tokens * self.attention.heads;
+        // SAFETY: the forward writes every element before anything reads one.
+        unsafe { Ok(Outputs { out: self.device.alloc(rows * HEAD_DIM)?, lse: self.device.alloc(rows)? }) }
+    }
+
+    /// Fresh memory for [`Prepared::backward`].
+    ///
+    /// # Errors
+    /// When the device's memory does not suffice.
+    pub fn gradients(&self) -> Result<Gradients> {
+        let Attention { heads, kv_heads, .. } = self.attention;
+        let rows = self.tokens * heads;
+        // SAFETY: the backward writes every element before anything reads one.
+        unsafe {
+            Ok(Gradients {
+                delta: self.device.alloc(rows)?,
+                dq: self.device.alloc(rows * HEAD_DIM)?,
+                dkv: self.device.alloc(self.tokens * 2 * kv_heads * HEAD_DIM)?,
+                dsinks: self.device.alloc_zeros(heads)?,
+            })
+        }
+    }
+
+    fn params<'a>(&'a self, inputs: &Inputs<'a>, at: &mut Addresses<'a>) -> Result<SinkAttentionParams> {
+        let Attention { heads, kv_heads, window, .. } = self.attention;
+        let arrays = at.read(&self.arrays);
+        let array = |i: usize| arrays + 4 * self.starts[i] as u64;
+        let kv = at.read(inputs.kv);
+        let sinks = match &self.no_sinks {
+            Some(sinks) => at.read(sinks),
+            None => at.read(inputs.sinks),
+        };
+        // A window wider than 32 bits is none.
+        let window = window.and_then(|w| i32::try_from(w).ok()).unwrap_or(0);
+        Ok(SinkAttentionParams {
+            q: at.read(inputs.q),
+            k: kv,
+            v: kv + 2 * (kv_heads * HEAD_DIM) as u64,
+            sinks,
+            cu_seqlens_q: array(0),
+            cu_seqlens_k: array(1),
+            page_table: if self.pages_max.is_some() { array(4) } else { 0 },
+            tokens: self.tokens as i32,
+            heads: heads as i32,
+            kv_heads: kv_heads as i32,
+            kv_token_stride: (2 * kv_heads * HEAD_DIM) as i32,
+            kv_head_stride: HEAD_DIM as i32,
+            pages_max: self.pages_max.unwrap_or(0) as i32,
+            window,
+            scale: self.attention.scale(),
+            ..SinkAttentionParams::default()
+        })
+    }
+
+    /// Refuses memory that is smaller than what the kernels read: the last check before a launch.
+    fn check_inputs(&self, inputs: &Inputs) -> Result<()> {
+        let Attention { heads, kv_heads, .. } = self.attention;
+        let kv_row = 2 * kv_heads * HEAD_DIM;
+        let kv_enough = self.pages_max.is_some() || inputs.kv.len() == self.tokens * kv_row;
+        if inputs.q.len() != self.tokens * heads * HEAD_DIM
+            || !kv_enough
+            || inputs.kv.len() % (BLOCK_KEYS * kv_row) != 0 && self.pages_max.is_some()
+            || inputs.sinks.len() != heads
+        {
+            bail!(
+                "sink_attention: q of {}, keys and values of {}, sinks of {} elements do not fit {} tokens of {:?}",
+                inputs.q.len(),
+                inputs.kv.len(),
+                inputs.sinks.len(),
+                self.tokens,
+                self.attention
+            );
+        }
+        Ok(())
+    }
+
+    /// Starts the forward.
+    ///
+    /// # Errors
+    /// When sizes disagree; the driver's.
+    pub fn forward(&self, inputs: &Inputs, outputs: &mut Outputs) -> Result<()> {
+        self.check_inputs(inputs)?;
+        if self.tokens == 0 {
+            return Ok(());
+        }
+        let stream = self.device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let params = SinkAttentionParams {
+            tiles: at.read(&self.arrays) + 4 * self.starts[2] as u64,
+            out: at.write(&mut outputs.out),
+            lse: at.write(&mut outputs.lse),
+            ..self.params(inputs, &mut at)?
+        };
+        let blocks = self.query_tiles * self.attention.kv_heads;
+        // SAFETY: every address is of memory that lives past the launch and has the size that the header states: the
+        // inputs were checked, the outputs made by `outputs`. Pages were checked against the table's width.
+        unsafe { launch(&self.device, &self.kernels.forward, &params, blocks) }
+    }
+
+    /// Starts the backward of [`Prepared::forward`]: `dout` `[T, N, 64]`. For packed keys alone.
+    ///
+    /// # Errors
+    /// When sizes disagree; the driver's.
+    pub fn backward(
+        &self,
+        inputs: &Inputs,
+        out: &CudaView<bf16>,
+        lse: &DeviceLse,
+        dout: &CudaView<bf16>,
+        gradients: &mut Gradients,
+    ) -> Result<()> {
+        self.check_inputs(inputs)?;
+        if self.pages_max.is_some() {
+            bail!("sink_attention: keys in a cache have no gradients");
+        }
+        let Attention { heads, kv_heads, sinks, sink_gradient, .. } = self.attention;
+        let rows = self.tokens * heads;
+        if out.len() != rows * HEAD_DIM || dout.len() != rows * HEAD_DIM || lse.len() != rows {
+            let (out, dout, lse) = (out.len(), dout.len(), lse.len());
+            bail!(
+                "sink_attention: outputs of {out}, their gradient of {dout}, lse of {lse} elements for {rows} rows"
+            );
+        }
+        if self.tokens == 0 {
+            return Ok(());
+        }
+        let stream = self.device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let arrays = at.read(&self.arrays);
+        let dkv = at.write(&mut gradients.dkv);
+        let params = SinkAttentionParams {
+            out: at.read(out),
+            lse: at.read(lse),
+            dout: at.read(dout),
+            delta: at.write(&mut gradients.delta),
+            dq: at.write(&mut gradients.dq),
+            dk: dkv,
+            dv: dkv + 2 * (kv_heads * HEAD_DIM) as u64,
+            dsinks: at.write(&mut gradients.dsinks),
+            ..self.params(inputs, &mut at)?
+        };
+        let of_queries = SinkAttentionParams { tiles: arrays + 4 * self.starts[2] as u64, ..params };
+        let of_keys = SinkAttentionParams { tiles: arrays + 4 * self.starts[3] as u64, ..params };
+        let KernelSet { delta, dkv, dq, dsinks, .. } = self.kernels;
+        // SAFETY: as in `forward`; the gradients were made by `gradients`.
+        unsafe {
+            launch(&self.device, delta, &params, rows.div_ceil(DELTA_ROWS))?;
+            launch(&self.device, dkv, &of_keys, self.key_tiles * kv_heads)?;
+            launch(&self.device, dq, &of_queries, self.query_tiles * kv_heads)?;
+            if sinks && sink_gradient {
+                launch(&self.device, dsinks, &params, heads)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A storage's memory as its layout shows it. Contiguity was checked.
+pub(super) fn view<'a, T: CudaDType>(storage: &'a CudaStorage, layout: &Layout) -> Result<CudaView<'a, T>> {
+    let (start, end) = (layout.start_offset(), layout.start_offset() + layout.shape().elem_count());
+    let slice = storage.as_cuda_slice::<T>()?;
+    match slice.try_slice(start..end) {
+        Some(view) => Ok(view),
+        None => bail!("sink_attention: elements {start}..{end} of a storage of fewer"),
+    }
+}
+
+fn check(
+    name: &str,
+    (storage, layout): (&CudaStorage, &Layout),
+    dtype: DType,
+    shape: &[usize],
+) -> Result<()> {
+    Argument { name, dtype: storage.dtype(), layout }.check(dtype, shape)
+}
+
+/// The forward of the op: `q`, `kv`, `sinks` as [`crate::ops::sink_attention()`] takes them, in bf16, bf16 and f32.
+pub(in crate::ops) fn sink_attention_forward(
+    attention: &Attention,
+    cu_seqlens: &[usize],
+    [q, kv, sinks]: [(&CudaStorage, &Layout); 3],
+) -> Result<(CudaStorage, Shape, DeviceLse)> {
+    let Attention { heads, kv_heads, .. } = *attention;
+    let sequences = Sequences::packed(cu_seqlens)?;
+    let tokens = sequences.tokens();
+    check_attention(attention)?;
+    check("q", q, DType::BF16, &[tokens, heads, HEAD_DIM])?;
+    check("kv", kv, DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
+    check("sinks", sinks, DType::F32, &[heads])?;
+    let device = q.0.device();
+    let prepared = Prepared::new(device, kernel_set(device)?, attention, &sequences, None)?;
+    let mut outputs = prepared.outputs()?;
+    let (q, kv, sinks) = (view(q.0, q.1)?, view(kv.0, kv.1)?, view(sinks.0, sinks.1)?);
+    prepared.forward(&Inputs { q: &q, kv: &kv, sinks: &sinks }, &mut outputs)?;
+    let out = CudaStorage::wrap_cuda_slice(outputs.out, device.clone());
+    Ok((out, Shape::from((tokens, heads * HEAD_DIM)), outputs.lse))
+}
+
+/// The gradients of `q`, `kv` and `sinks`, from these, the forward's output and its gradient.
+pub(in crate::ops) fn sink_attention_backward(
+    attention: &Attention,
+    cu_seqlens: &[usize],
+    lse: &DeviceLse,
+    tensors: [&Tensor; 5],
+) -> Result<[Tensor; 3]> {
+    let Attention { heads, kv_heads, .. } = *attention;
+    let sequences = Sequences::packed(cu_seqlens)?;
+    let tokens = sequences.tokens();
+    let opened = tensors.map(Tensor::storage_and_layout);
+    let q = on_gpu("q", &opened[0], DType::BF16, &[tokens, heads, HEAD_DIM])?;
+    let kv = on_gpu("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
+    let sinks = on_gpu("sinks", &opened[2], DType::F32, &[heads])?;
+    let out = on_gpu("the output", &opened[3], DType::BF16, &[tokens, heads * HEAD_DIM])?;
+    let dout = on_gpu("the output's gradient", &opened[4], DType::BF16, &[tokens, heads * HEAD_DIM])?;
+    let device = q.0.device();
+    let prepared = Prepared::new(device, kernel_set(device)?, attention, &sequences, None)?;
+    let mut gradients = prepared.gradients()?;
+    let (out, dout) = (view(out.0, out.1)?, view(dout.0, dout.1)?);
+    let (q, kv, sinks) = (view(q.0, q.1)?, view(kv.0, kv.1)?, view(sinks.0, sinks.1)?);
+    prepared.backward(&Inputs { q: &q, kv: &kv, sinks: &sinks }, &out, lse, &dout, &mut gradients)?;
+    let Gradients { dq, dkv, dsinks, .. } = gradients;
+    Ok([
+        tensor(dq, device, tensors[0].shape()),
+        tensor(dkv, device, tensors[1].shape()),
+        tensor(dsinks, device, tensors[2].shape()),
+    ])
+}
+
+/// A tensor's storage on the GPU, checked.
+pub(super) fn on_gpu<'a>(
+    name: &str,
+    (storage, layout): &'a (StorageRef<'_>, &Layout),
+    dtype: DType,
+    shape: &[usize],
+) -> Result<(&'a CudaStorage, &'a Layout)> {
+    let Storage::Cuda(storage) = &**storage else {
+        bail!("sink_attention: {name} {:?} is not on the GPU; call to_device first", layout.dims());
+    };
+    check(name, (storage, layout), dtype, shape)?;
+    Ok((storage, layout))
+}
+
+/// A tensor over a kernel's output.
+pub(super) fn tensor<T: CudaDType>(
+    slice: CudaSlice<T>,
+    device: &CudaDevice,
+    shape: impl Into<Shape>,
+) -> Tensor {
+    let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(slice, device.clone()));
+    Tensor::from_storage(storage, shape, BackpropOp::none(), false)
+}

@@ -1,0 +1,162 @@
+//! The mirror of `kernels/sink_attention.cuh`: the kernels' one parameter, their names and launch sizes.
+//!
+//! It is compiled always and holds no CUDA type, so that a test can compare it with the header on any machine.
+
+/// `Tile` of the header: 128 packed rows of a sequence from `first`, or [`KernelSet::dkv_keys`] keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
+pub struct Tile {
+    /// Which sequence.
+    pub sequence: i32,
+    /// First packed row (token · group + head of the group) or first key.
+    pub first: i32,
+}
+
+/// `SinkAttention` of the header, which says what each field is. Pointers are addresses on the device.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+#[allow(missing_docs)]
+pub struct SinkAttentionParams {
+    pub q: u64,
+    pub k: u64,
+    pub v: u64,
+    pub sinks: u64,
+    pub cu_seqlens_q: u64,
+    pub cu_seqlens_k: u64,
+    pub page_table: u64,
+    pub tiles: u64,
+    pub out: u64,
+    pub lse: u64,
+    pub dout: u64,
+    pub delta: u64,
+    pub dq: u64,
+    pub dk: u64,
+    pub dv: u64,
+    pub dsinks: u64,
+    pub tokens: i32,
+    pub heads: i32,
+    pub kv_heads: i32,
+    pub kv_token_stride: i32,
+    pub kv_head_stride: i32,
+    pub pages_max: i32,
+    pub window: i32,
+    pub scale: f32,
+}
+
+const _: () = assert!(size_of::<SinkAttentionParams>() == 160 && align_of::<SinkAttentionParams>() == 8);
+const _: () = assert!(size_of::<Tile>() == 8 && align_of::<Tile>() == 4);
+
+/// A C type of the header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CType {
+    /// Any pointer.
+    Pointer,
+    /// `int32_t`.
+    Int,
+    /// `float`.
+    Float,
+}
+
+macro_rules! fields {
+    ($($ctype:ident: $($name:ident)*;)*) => {
+        [$($((stringify!($name), CType::$ctype, std::mem::offset_of!(SinkAttentionParams, $name))),*),*]
+    };
+}
+
+/// Name, C type and offset in bytes of every field, in order.
+pub const FIELDS: [(&str, CType, usize); 24] = fields! {
+    Pointer: q k v sinks cu_seqlens_q cu_seqlens_k page_table tiles out lse dout delta dq dk dv dsinks;
+    Int: tokens heads kv_heads kv_token_stride kv_head_stride pages_max window;
+    Float: scale;
+};
+
+/// The head size that the kernels are written for.
+pub const HEAD_DIM: usize = 64;
+/// Packed query rows of a block of the forward and of dQ.
+pub const TILE_ROWS: usize = 128;
+/// Keys a step; keys of a page.
+pub const BLOCK_KEYS: usize = 64;
+
+/// One kernel: where it is, and how it is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Kernel {
+    /// Name of its function.
+    pub function: &'static str,
+    /// Stem of its file in `kernels/`.
+    pub file: &'static str,
+    /// Threads of a block.
+    pub threads: usize,
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: usize,
+}
+
+/// Every set there is.
+pub static KERNEL_SETS: [KernelSet; 2] = [WGMMA, MMA];
+
+/// The kernels of one forward and its backward. A run uses one set on all its paths: two sets round differently.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KernelSet {
+    /// Its name in reports: the instruction of its products.
+    pub name: &'static str,
+    /// Blocks: query tiles × key-value heads.
+    pub forward: Kernel,
+    /// Blocks: rows of [T, N] by [`DELTA_ROWS`].
+    pub delta: Kernel,
+    /// Blocks: key tiles × key-value heads.
+    pub dkv: Kernel,
+    /// Keys of a key tile.
+    pub dkv_keys: usize,
+    /// Blocks: query tiles × key-value heads.
+    pub dq: Kernel,
+    /// Blocks: heads.
+    pub dsinks: Kernel,
+}
+
+/// Rows of `[T, N]` a block of delta.
+pub const DELTA_ROWS: usize = 32;
+
+const BLOCK_BYTES: usize = BLOCK_KEYS * HEAD_DIM * 2;
+const TILE_BYTES: usize = TILE_ROWS * HEAD_DIM * 2;
+
+const fn kernel(function: &'static str, file: &'static str, threads: usize, shared_bytes: usize) -> Kernel {
+    Kernel { function, file, threads, shared_bytes }
+}
+
+/// Warp-wide tensor-core products, `mma.sync`.
+pub const MMA: KernelSet = KernelSet {
+    name: "mma.sync",
+    forward: kernel("sink_attention_forward", "sink_attention_forward", 128, TILE_BYTES + 4 * BLOCK_BYTES),
+    delta: kernel("sink_attention_delta", "sink_attention_backward", 256, 0),
+    dkv: kernel("sink_attention_dkv", "sink_attention_backward", 128, 6 * BLOCK_BYTES + 2 * 3 * 64 * 4),
+    dkv_keys: BLOCK_KEYS,
+    dq: kernel("sink_attention_dq", "sink_attention_backward", 256, 2 * TILE_BYTES + 4 * BLOCK_BYTES),
+    dsinks: kernel("sink_attention_dsinks", "sink_attention_backward", 256, 256 * 4),
+};
+
+/// Warpgroup-wide products, `wgmma`.
+pub const WGMMA: KernelSet = KernelSet {
+    name: "wgmma",
+    forward: kernel(
+        "sink_attention_forward_hopper",
+        "sink_attention_forward_hopper",
+        256,
+        TILE_BYTES + RING_BYTES,
+    ),
+    dkv: kernel(
+        "sink_attention_dkv_hopper",
+        "sink_attention_backward_hopper",
+        256,
+        4 * BLOCK_BYTES + RING_BYTES + 4 * 3 * 64 * 4,
+    ),
+    dkv_keys: 128,
+    dq: kernel(
+        "sink_attention_dq_hopper",
+        "sink_attention_backward_hopper",
+        256,
+        2 * TILE_BYTES + RING_BYTES,
+    ),
+    ..MMA
+};
+
+/// Four stages of a block of keys and of values, two barriers each.
+const RING_BYTES: usize = 4 * (2 * BLOCK_BYTES + 2 * 8);

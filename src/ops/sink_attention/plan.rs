@@ -1,0 +1,237 @@
+//! What a launch on a GPU takes, worked out on the host: which kernels, which tiles, and what is refused beforehand.
+//!
+//! Plain functions of numbers: they need no GPU, and are tested without one.
+
+use super::Attention;
+use super::kernels::{BLOCK_KEYS, HEAD_DIM, TILE_ROWS, Tile};
+use candle_core::{DType, Layout, Result, bail};
+use std::cmp::Reverse;
+
+/// Refuses a device that the kernels are not compiled for. They are `sm_90a` code, which runs on that and nothing else.
+///
+/// # Errors
+/// When `capability` (major, minor) is not 9.0.
+pub fn check_device(name: &str, capability: (i32, i32)) -> Result<()> {
+    if capability != (9, 0) {
+        let (major, minor) = capability;
+        bail!(
+            "sink_attention: {name} has compute capability {major}.{minor}, and the kernels are for 9.0 (H100, H200) \
+             alone; fall back to the CPU: put the tensors on Device::Cpu"
+        );
+    }
+    Ok(())
+}
+
+/// Refuses sizes that the kernels are not written for.
+///
+/// # Errors
+/// When the head size is not 64, or the heads are no whole number of groups.
+pub fn check_attention(attention: &Attention) -> Result<()> {
+    let Attention { heads, kv_heads, head_dim, window, .. } = *attention;
+    if head_dim != HEAD_DIM {
+        bail!(
+            "sink_attention: head_dim is {head_dim}, and the CUDA kernels take {HEAD_DIM} alone; for other sizes put the \
+             tensors on Device::Cpu"
+        );
+    }
+    if kv_heads == 0 || heads == 0 || heads % kv_heads != 0 {
+        bail!(
+            "sink_attention: {heads} query heads are no multiple of {kv_heads} key-value heads; change one of them"
+        );
+    }
+    if window == Some(0) {
+        bail!("sink_attention: a window of 0 keys hides every key; give 1 or more, or no window");
+    }
+    Ok(())
+}
+
+/// A tensor as a check sees it.
+#[derive(Debug, Clone, Copy)]
+pub struct Argument<'a> {
+    /// Its name in messages.
+    pub name: &'a str,
+    /// Its element type.
+    pub dtype: DType,
+    /// Its shape, strides and offset.
+    pub layout: &'a Layout,
+}
+
+impl Argument<'_> {
+    /// Refuses another element type or shape, or a layout that the kernels cannot walk.
+    ///
+    /// # Errors
+    /// As said, each with what it is, what it should be, and how to get there.
+    pub fn check(&self, dtype: DType, shape: &[usize]) -> Result<()> {
+        let Self { name, layout, .. } = *self;
+        let dims = layout.dims();
+        if dims != shape {
+            bail!("sink_attention: {name} has shape {dims:?}, expected {shape:?}; give tensors of one batch");
+        }
+        if self.dtype != dtype {
+            let was = self.dtype;
+            bail!(
+                "sink_attention: {name} {dims:?} is {was:?}, expected {dtype:?} on a GPU; call to_dtype first"
+            );
+        }
+        if !layout.is_contiguous() {
+            let strides = layout.stride();
+            bail!(
+                "sink_attention: {name} {dims:?} with strides {strides:?} is not contiguous; call contiguous() first"
+            );
+        }
+        // 16 bytes, what a copy moves; the kernels' f32 arguments are read one by one.
+        if dtype == DType::BF16 && layout.start_offset() % 8 != 0 {
+            let offset = layout.start_offset();
+            bail!(
+                "sink_attention: {name} {dims:?} starts {offset} elements into its storage, no multiple of 8; call copy() \
+                 first"
+            );
+        }
+        Ok(())
+    }
+}
+
+/// The sequences of a launch: `queries[s]` new tokens at the end of `keys[s]` positions.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sequences {
+    queries: Vec<usize>,
+    keys: Vec<usize>,
+}
+
+impl Sequences {
+    /// Whole sequences, each query beside its key: training and prefill. `cu_seqlens` as in [`super::sink_attention`].
+    ///
+    /// # Errors
+    /// When the bounds do not start at 0 or fall.
+    pub fn packed(cu_seqlens: &[usize]) -> Result<Self> {
+        if cu_seqlens.first() != Some(&0) || cu_seqlens.windows(2).any(|w| w[0] > w[1]) {
+            bail!("sink_attention: the sequences' bounds {cu_seqlens:?} must start at 0 and not fall");
+        }
+        let lengths: Vec<usize> = cu_seqlens.windows(2).map(|w| w[1] - w[0]).collect();
+        Self { queries: lengths.clone(), keys: lengths }.checked()
+    }
+
+    /// `counts[s]` new tokens after `lengths[s]` positions already held.
+    ///
+    /// # Errors
+    /// When the numbers of sequences differ.
+    pub fn cached(counts: &[usize], lengths: &[usize]) -> Result<Self> {
+        if counts.len() != lengths.len() {
+            bail!(
+                "sink_attention: new tokens for {} sequences, caches of {}; give one count a cache",
+                counts.len(),
+                lengths.len()
+            );
+        }
+        let keys = counts.iter().zip(lengths).map(|(a, b)| a + b).collect();
+        Self { queries: counts.to_vec(), keys }.checked()
+    }
+
+    fn checked(self) -> Result<Self> {
+        // Positions and tiles are 32-bit on the device.
+        let longest = i32::MAX as usize / 16;
+        let (queries, keys) = (self.queries.iter().sum::<usize>(), self.keys.iter().sum::<usize>());
+        if queries.max(keys) > longest {
+            bail!(
+                "sink_attention: {queries} queries and {keys} keys in a launch, at most {longest}; split the batch"
+            );
+        }
+        Ok(self)
+    }
+
+    /// New tokens of all sequences.
+    pub fn tokens(&self) -> usize {
+        self.queries.iter().sum()
+    }
+
+    /// Refuses a page table that does not reach the last key of the longest sequence.
+    ///
+    /// # Errors
+    /// As said; `entries` is its length, `pages_max` its width.
+    pub fn check_page_table(&self, entries: usize, pages_max: usize) -> Result<()> {
+        let longest = self.keys.iter().copied().max().unwrap_or(0);
+        let needed = longest.div_ceil(BLOCK_KEYS);
+        let sequences = self.keys.len();
+        if pages_max < needed || entries != sequences * pages_max {
+            bail!(
+                "sink_attention: a page table of {entries} entries, {pages_max} a sequence, for {sequences} sequences of up \
+                 to {longest} keys, which take {needed} pages of {BLOCK_KEYS} each; make the table wider"
+            );
+        }
+        Ok(())
+    }
+
+    /// `cu_seqlens_q` of the header.
+    pub fn query_bounds(&self) -> Vec<i32> {
+        bounds(&self.queries)
+    }
+
+    /// `cu_seqlens_k` of the header.
+    pub fn key_bounds(&self) -> Vec<i32> {
+        bounds(&self.keys)
+    }
+
+    /// The forward's and dQ's tiles, those that see the most keys first.
+    pub fn query_tiles(&self, attention: &Attention) -> Vec<Tile> {
+        let group = attention.heads / attention.kv_heads;
+        let mut tiles = vec![];
+        for (s, (&queries, &keys)) in self.queries.iter().zip(&self.keys).enumerate() {
+            let position = |row: usize| keys - queries + row / group;
+            let rows = queries * group;
+            for first in (0..rows).step_by(TILE_ROWS) {
+                let last = (first + TILE_ROWS).min(rows) - 1;
+                let blocks =
+                    position(last) / BLOCK_KEYS - attention.first_key(position(first)) / BLOCK_KEYS + 1;
+                tiles.push((blocks, Tile { sequence: s as i32, first: first as i32 }));
+            }
+        }
+        most_work_first(tiles)
+    }
+
+    /// Refuses a sequence of more rows than the kernels can count.
+    ///
+    /// # Errors
+    /// As said: a sequence's queries times the square of the query heads a key-value head stay below 2^31.
+    pub fn check_rows(&self, attention: &Attention) -> Result<()> {
+        let group = attention.heads / attention.kv_heads.max(1);
+        let longest = self.queries.iter().copied().max().unwrap_or(0);
+        // A tile may reach past the last row.
+        if (longest * group + TILE_ROWS).saturating_mul(group) >= 1 << 31 {
+            bail!(
+                "sink_attention: a sequence of {longest} queries by {group} heads a key-value head has more rows than the \
+                 kernels count; split the sequence"
+            );
+        }
+        Ok(())
+    }
+
+    /// The tiles of dK and dV, `tile_keys` keys each, those that the most queries see first.
+    pub fn key_tiles(&self, attention: &Attention, tile_keys: usize) -> Vec<Tile> {
+        let mut tiles = vec![];
+        for (s, (&queries, &keys)) in self.queries.iter().zip(&self.keys).enumerate() {
+            for first in (0..keys).step_by(tile_keys) {
+                let last = (first + tile_keys).min(keys) - 1;
+                let end = attention.window.map_or(keys, |w| keys.min(last + w));
+                let seen = end.saturating_sub(first.max(keys - queries));
+                tiles.push((seen, Tile { sequence: s as i32, first: first as i32 }));
+            }
+        }
+        most_work_first(tiles)
+    }
+}
+
+fn bounds(lengths: &[usize]) -> Vec<i32> {
+    let mut total = 0;
+    std::iter::once(0)
+        .chain(lengths.iter().map(|&length| {
+            total += length as i32;
+            total
+        }))
+        .collect()
+}
+
+/// Long tiles started first leave no straggler at the end. The order changes no result.
+fn most_work_first(mut tiles: Vec<(usize, Tile)>) -> Vec<Tile> {
+    tiles.sort_by_key(|&(work, _)| Reverse(work));
+    tiles.into_iter().map(|(_, tile)| tile).collect()
+}

@@ -1,0 +1,191 @@
+#include "cases.h"
+
+#include <cmath>
+
+namespace suite {
+
+namespace {
+
+constexpr bf16 NOTHING = {0xffff};  // NaN
+
+struct Random {
+  uint64_t state;
+  double uniform() {
+    uint64_t x = state += 0x9e3779b97f4a7c15ull;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    return double((x ^ (x >> 31)) >> 11) * 0x1p-53;
+  }
+  float normal() { return float(std::sqrt(-2 * std::log(1 - uniform())) * std::cos(6.283185307179586 * uniform())); }
+  std::vector<bf16> normals(size_t count, float size) {
+    std::vector<bf16> all(count);
+    for (bf16& x : all) x = to_bf16(normal() * size);
+    return all;
+  }
+};
+
+// Pages of 64 keys for every sequence, in scrambled order, with unused ones between.
+void make_pages(Problem& problem, const std::vector<int>& k_lengths) {
+  int pages = 0;
+  for (int length : k_lengths) problem.pages_max = std::max(problem.pages_max, (length + 63) / 64);
+  for (int length : k_lengths)
+    for (int page = 0; page < problem.pages_max; page++)
+      problem.page_table.push_back(page < (length + 63) / 64 ? 2 * pages++ + 1 : -1);
+  // An odd place for each: reversed.
+  for (int32_t& page : problem.page_table)
+    if (page >= 0) page = 2 * pages - page;
+  problem.k.assign(size_t(2 * pages + 1) * 64 * problem.kv_stride(), NOTHING);
+  problem.v = problem.k;
+}
+
+void copy_key(Problem& to, const Problem& from, int to_sequence, int from_sequence, int key) {
+  for (int head = 0; head < from.kv_heads; head++)
+    for (int i = 0; i < 64; i++) {
+      const size_t source = from.key_row(from_sequence, key, head) + i, target = to.key_row(to_sequence, key, head) + i;
+      to.k[target] = from.k[source];
+      to.v[target] = from.v[source];
+    }
+}
+
+Problem without_keys(const Problem& problem) {
+  Problem copy;
+  copy.kv_heads = problem.kv_heads;
+  copy.group = problem.group;
+  copy.window = problem.window;
+  copy.scale = problem.scale;
+  copy.kv_padding = problem.kv_padding;
+  copy.sinks = problem.sinks;
+  return copy;
+}
+
+}  // namespace
+
+Problem make(const Shape& shape, uint64_t seed) {
+  Random random{seed * 1000003};
+  Problem problem;
+  problem.q_lengths = shape.q_lengths;
+  problem.k_lengths = shape.k_lengths.empty() ? shape.q_lengths : shape.k_lengths;
+  problem.kv_heads = shape.kv_heads;
+  problem.group = shape.group;
+  problem.window = shape.window;
+  problem.kv_padding = shape.kv_padding;
+  for (int head = 0; head < problem.heads(); head++) problem.sinks.push_back(shape.sinks[head % shape.sinks.size()]);
+  const size_t elements = size_t(problem.tokens()) * problem.heads() * 64;
+  problem.q = random.normals(elements, shape.score_size);  // scale is 1/8, so a score is of this size
+  problem.dout = random.normals(elements, 1);
+
+  // Packed first; keys of a paged cache are copied to their pages.
+  problem.k.assign(size_t(problem.keys()) * problem.kv_stride(), NOTHING);
+  problem.v = problem.k;
+  for (int row = 0; row < problem.keys(); row++)
+    for (int i = 0; i < problem.kv_heads * 64; i++) {
+      problem.k[size_t(row) * problem.kv_stride() + i] = to_bf16(random.normal());
+      problem.v[size_t(row) * problem.kv_stride() + i] = to_bf16(random.normal());
+    }
+  if (!shape.paged) return problem;
+  Problem paged = without_keys(problem);
+  paged.q_lengths = problem.q_lengths;
+  paged.k_lengths = problem.k_lengths;
+  paged.q = problem.q;
+  paged.dout = problem.dout;
+  make_pages(paged, problem.k_lengths);
+  for (int sequence = 0; sequence < problem.sequences(); sequence++)
+    for (int key = 0; key < problem.k_lengths[sequence]; key++) copy_key(paged, problem, sequence, sequence, key);
+  return paged;
+}
+
+Problem in_chunks(const Problem& training, int chunk) {
+  Problem cache = without_keys(training);  // one sequence each, to fill the pages
+  make_pages(cache, training.k_lengths);
+  for (int sequence = 0; sequence < training.sequences(); sequence++)
+    for (int key = 0; key < training.k_lengths[sequence]; key++) copy_key(cache, training, sequence, sequence, key);
+
+  Problem rollout = cache;
+  rollout.q = training.q;
+  rollout.dout = training.dout;
+  rollout.page_table.clear();
+  for (int sequence = 0; sequence < training.sequences(); sequence++)
+    for (int first = 0; first < training.q_lengths[sequence]; first += chunk) {
+      const int last = std::min(first + chunk, training.q_lengths[sequence]);
+      rollout.q_lengths.push_back(last - first);
+      rollout.k_lengths.push_back(last);
+      for (int page = 0; page < cache.pages_max; page++) {
+        const bool used = page < (last + 63) / 64;
+        rollout.page_table.push_back(used ? cache.page_table[sequence * cache.pages_max + page] : -1);
+      }
+    }
+  return rollout;
+}
+
+Problem alone(const Problem& training, int sequence) {
+  Problem one = without_keys(training);
+  one.q_lengths = {training.q_lengths[sequence]};
+  one.k_lengths = {training.k_lengths[sequence]};
+  const size_t row = size_t(training.heads()) * 64;
+  const size_t first = Problem::first(training.q_lengths, sequence) * row, end = first + one.q_lengths[0] * row;
+  one.q.assign(training.q.begin() + first, training.q.begin() + end);
+  one.dout.assign(training.dout.begin() + first, training.dout.begin() + end);
+  one.k.assign(size_t(one.keys()) * one.kv_stride(), NOTHING);
+  one.v = one.k;
+  for (int key = 0; key < one.keys(); key++) copy_key(one, training, 0, sequence, key);
+  return one;
+}
+
+const std::vector<Shape>& shapes() {
+  static const std::vector<Shape> all = [] {
+    std::vector<Shape> list;
+    const auto add = [&](const char* name, std::vector<int> q) -> Shape& {
+      list.push_back({name, std::move(q), {}});
+      return list.back();
+    };
+    add("odd lengths, two kv heads", {1, 2, 15, 17, 63, 64, 65, 0, 127, 129, 1}).kv_heads = 2;
+    add("long", {400, 257});
+    add("window 1", {1, 70, 130}).window = 1;
+    add("window 5", {200, 3}).window = 5;
+    add("window 64", {193, 65}).window = 64;
+    add("window 65", {193, 64}).window = 65;
+    add("window 128", {300, 129, 128}).window = 128;
+    add("window 200", {321}).window = 200;
+    add("1 query head a kv head", {1, 150, 260}).group = 1;
+    add("2 query heads a kv head", {33, 150}).group = 2;
+    add("3 query heads a kv head, window 50", {43, 130}).group = 3;
+    list.back().window = 50;
+    add("5 query heads a kv head", {26, 103}).group = 5;
+    add("16 query heads a kv head", {9, 77}).group = 16;
+    add("7 query heads a kv head, window 100", {1, 140}).group = 7;
+    list.back().window = 100;
+    add("extreme scores", {100, 70}).score_size = 20;
+    list.back().sinks = {50, -50, -1e9f, 0};
+    add("extreme sinks", {130, 1}).sinks = {50, -50, -1e9f, 0};
+    add("rows of padded tensors", {90, 0, 31}).kv_padding = 24;
+    list.back().kv_heads = 3;
+    add("more keys than queries", {5, 0, 64, 1}).k_lengths = {69, 3, 200, 130};
+    add("more keys than queries, window 70", {20, 100}).k_lengths = {180, 101};
+    list.back().window = 70;
+    add("fewer keys than queries", {10, 70}).k_lengths = {4, 66};
+    add("paged", {40, 1, 0, 1, 65, 1}).k_lengths = {140, 1, 0, 64, 65, 333};
+    list.back().paged = true;
+    list.back().kv_heads = 2;
+    add("paged, window 128", {1, 1, 30}).k_lengths = {129, 300, 222};
+    list.back().paged = true;
+    list.back().window = 128;
+    return list;
+  }();
+  return all;
+}
+
+const std::vector<Shape>& small_shapes() {
+  static const std::vector<Shape> all = [] {
+    std::vector<Shape> list;
+    list.push_back({"small", {1, 40, 0, 65}, {}, 2, 3});
+    list.push_back({"small, window 20", {90, 7}, {130, 7}, 1, 2, 20});
+    list.push_back({"small, window 100, padded", {150}, {}, 1, 2, 100, 1, {0.5f, -1}, 8});
+    list.push_back({"small, extreme", {70}, {}, 1, 4, 0, 20, {50, -50, -1e9f, 0}});
+    list.push_back({"small, many keys", {20, 1}, {470, 600}, 1, 2});
+    list.push_back({"small, paged", {1, 3, 20, 0}, {130, 64, 85, 0}, 1, 8, 70, 1, {0.5f}, 0, true});
+    return list;
+  }();
+  return all;
+}
+
+}  // namespace suite

@@ -1,0 +1,228 @@
+// Threads as fibres, their schedule, blocks over OS threads.
+#include "engine.h"
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "block.h"
+
+namespace cuda_host {
+
+static thread_local Thread* current = nullptr;
+
+Thread& self() { return *current; }
+const Coordinates& here() { return current->place; }
+
+uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  return x ^ (x >> 31);
+}
+
+void fail(const char* format, ...) {
+  char text[512];
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(text, sizeof text, format, arguments);
+  va_end(arguments);
+  const dim3 block = current->place.block;
+  char place[96];
+  snprintf(place, sizeof place, "block (%u,%u,%u), thread %d: ", block.x, block.y, block.z, current->index);
+  throw KernelError(std::string(place) + text);
+}
+
+// ---- One block ------------------------------------------------------------------------------------------------------
+
+void Block::wake(Thread& thread) {
+  thread.waits_for = nullptr;
+  ready[(ready_first + ready_count++) % ready.size()] = &thread;
+}
+
+Thread* Block::take() {
+  if (ready_count == 0) return nullptr;
+  size_t at = 0;
+  if (options.schedule == Schedule::newest_first) at = ready_count - 1;
+  if (options.schedule == Schedule::shuffled) at = next_random() % ready_count;
+  Thread*& place = ready[(ready_first + at) % ready.size()];
+  Thread* thread = place;
+  if (at == 0) {
+    ready_first++;
+  } else {
+    place = ready[(ready_first + ready_count - 1) % ready.size()];
+  }
+  ready_count--;
+  return thread;
+}
+
+void Block::go_on(Thread& from) {
+  for (;;) {
+    if (Thread* next = take()) {
+      current = next;
+      if (next != &from) fibre_switch(from.fibre, next->fibre);
+      return;
+    }
+    if (land_something()) continue;
+    bool all_exited = true;
+    for (auto& thread : threads) all_exited &= thread->exited;
+    if (!all_exited) fail_stuck();
+    fibre_switch(from.fibre, main);
+    return;
+  }
+}
+
+void Block::wait(Thread& thread, const char* what, int line) {
+  thread.waits_for = what;
+  thread.waits_line = line;
+  go_on(thread);
+}
+
+void Block::yield(Thread& thread) {
+  if (options.schedule != Schedule::shuffled) return;
+  wake(thread);
+  go_on(thread);
+}
+
+void Block::fail_stuck() {
+  std::map<std::string, int> states;
+  for (auto& thread : threads) {
+    std::string state = thread->exited ? "exited" : std::string("waiting at ") + thread->waits_for;
+    if (!thread->exited && thread->waits_line) state += " line " + std::to_string(thread->waits_line);
+    states[state]++;
+  }
+  std::string text;
+  for (auto& [state, count] : states) text += (text.empty() ? "" : ", ") + std::to_string(count) + " " + state;
+  fail("deadlock: threads %s", text.c_str());
+}
+
+// A fibre's whole life: one kernel thread of each block that its OS thread runs.
+void thread_main(void* argument) {
+  Thread& thread = *static_cast<Thread*>(argument);
+  Block& block = *thread.block;
+  for (;;) {
+    race_acquire(&block.start_object);
+    try {
+      (*block.body)();
+      check_thread_end(thread);
+    } catch (...) {
+      block.error = std::current_exception();
+    }
+    thread.exited = true;
+    if (!block.error) {
+      try {
+        block.go_on(thread);
+      } catch (...) {
+        block.error = std::current_exception();
+      }
+    }
+    if (block.error) fibre_switch(thread.fibre, block.main);
+  }
+}
+
+Block::~Block() { free(shared); }
+
+void Block::run(dim3 index) {
+  const Coordinates& place = threads[0]->place;
+  const uint64_t number = index.x + uint64_t(place.grid_size.x) * (index.y + uint64_t(place.grid_size.y) * index.z);
+  random = mix(options.seed * 0x9e3779b97f4a7c15ull + number);
+  memset(shared, 0xff, shared_bytes);  // NaN, as f32 and as bf16
+  in_flight.assign(in_flight.size(), 0);
+  unfenced.assign(unfenced.size(), 0);
+  for (Warp& warp : warps) warp = Warp();
+  for (NamedBarrier& barrier : barriers) {
+    barrier = NamedBarrier();
+    barrier.waiting.reserve(threads.size());
+  }
+  mbarriers.clear();
+  wgmma_log.assign((warps.size() + 3) / 4, {});
+  ready_first = ready_count = 0;
+  for (auto& thread : threads) {
+    thread->place.block = index;
+    thread->exited = false;
+    thread->wgmma_fenced = false;
+    thread->registers = 0;
+    wake(*thread);
+  }
+  race_release(&start_object);
+  current = take();
+  fibre_switch(main, current->fibre);
+  for (auto& thread : threads) {  // those that a failed block leaves behind count as ended too
+    void* context = race_act_as(thread->fibre);
+    race_release(&end_object);
+    race_act_back(context);
+  }
+  race_acquire(&end_object);
+  if (!error) {
+    try {
+      check_block_end(*this);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+}
+
+// ---- All blocks -----------------------------------------------------------------------------------------------------
+
+static void prepare(Block& block, const Options& options, dim3 grid, dim3 block_size, size_t shared_bytes,
+                    const std::function<void()>& body) {
+  const int count = int(block_size.x * block_size.y * block_size.z);
+  block.options = options;
+  block.body = &body;
+  block.ready.resize(count);
+  block.warps.resize(count / LANES);
+  // Exactly as long as asked for, so that AddressSanitizer sees what lies beyond.
+  block.shared_bytes = shared_bytes;
+  if (posix_memalign(reinterpret_cast<void**>(&block.shared), 1024, shared_bytes ? shared_bytes : 1)) abort();
+  block.in_flight.resize((shared_bytes + 15) / 16);
+  block.unfenced.resize((shared_bytes + 15) / 16);
+  fibre_adopt(block.main);
+  for (int i = 0; i < count; i++) {
+    auto thread = std::make_unique<Thread>();
+    thread->block = &block;
+    thread->index = i;
+    thread->place.grid_size = grid;
+    thread->place.block_size = block_size;
+    thread->place.thread = dim3(i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y);
+    fibre_create(thread->fibre, thread_main, thread.get());
+    block.threads.push_back(std::move(thread));
+  }
+}
+
+void launch(const Options& options, dim3 grid, dim3 block_size, size_t shared_bytes,
+            const std::function<void()>& body) {
+  const uint64_t threads = uint64_t(block_size.x) * block_size.y * block_size.z;
+  const uint64_t blocks = uint64_t(grid.x) * grid.y * grid.z;
+  if (threads == 0 || threads > 1024 || threads % LANES)
+    throw KernelError("launch: a block has " + std::to_string(threads) + " threads: whole warps, at most 1024");
+  if (shared_bytes > SHARED_BYTES_MAX)
+    throw KernelError("launch: " + std::to_string(shared_bytes) + " bytes of shared memory, the limit is " +
+                      std::to_string(SHARED_BYTES_MAX));
+  if (blocks == 0) throw KernelError("launch: an empty grid");
+
+  std::atomic<uint64_t> next{0};
+  std::mutex mutex;
+  std::exception_ptr error;
+  auto work = [&] {
+    Block block;
+    prepare(block, options, grid, block_size, shared_bytes, body);
+    for (uint64_t taken; !block.error && (taken = next++) < blocks;) {
+      uint64_t number = taken;
+      if (options.schedule == Schedule::newest_first) number = blocks - 1 - taken;
+      block.run(dim3(number % grid.x, number / grid.x % grid.y, number / grid.x / grid.y));
+    }
+    if (block.error) {
+      next = blocks;
+      std::lock_guard<std::mutex> lock(mutex);
+      error = block.error;
+    }
+  };
+  std::vector<std::thread> pool;
+  for (uint64_t i = 0; i < blocks && i < uint64_t(options.workers); i++) pool.emplace_back(work);
+  for (std::thread& thread : pool) thread.join();
+  if (error) std::rethrow_exception(error);
+}
+
+}  // namespace cuda_host

@@ -1,0 +1,235 @@
+// The kernels' tests on the CPU: errors against f64, row bits, bits from run to run. README.md lists them.
+//   suite [small] [forward]
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+
+#include "cases.h"
+#include "oracle.h"
+
+using cuda_host::Options, cuda_host::Schedule, cuda_host::TensorCore;
+
+namespace suite {
+
+namespace {
+
+constexpr double WORSE_THAN_BF16_MAX = 2;  // times the error of plain bf16
+
+// Each way to run: every schedule, and every tensor core.
+struct Way {
+  const char* name;
+  Schedule schedule;
+  TensorCore tensor_core;
+};
+const Way WAYS[] = {
+    {"up, chain", Schedule::up, TensorCore::chain},
+    {"newest first, hopper", Schedule::newest_first, TensorCore::hopper},
+    {"shuffled, hashed", Schedule::shuffled, TensorCore::hashed},
+};
+const Way SCHEDULES[] = {
+    {"up", Schedule::up, TensorCore::chain},
+    {"newest first", Schedule::newest_first, TensorCore::chain},
+    {"shuffled", Schedule::shuffled, TensorCore::chain},
+};
+
+Options options_of(const Way& way) {
+  Options options;
+  options.schedule = way.schedule;
+  options.tensor_core = way.tensor_core;
+  return options;
+}
+
+// The first failure ends the program: what follows would say the same again.
+[[noreturn]] void miss(const std::string& check, const std::string& text) {
+  printf("caught by %s: %s\n", check.c_str(), text.c_str());
+  exit(1);
+}
+
+template <class T>
+bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
+  return a.size() == b.size() && (a.empty() || memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
+}
+
+template <class T>
+void expect_same(const std::vector<T>& a, const std::vector<T>& b, const std::string& check, const char* tensor) {
+  if (!same_bits(a, b)) miss(check, std::string(tensor) + " differs in bits");
+}
+
+std::vector<double> wide(const std::vector<bf16>& x) {
+  std::vector<double> all(x.size());
+  for (size_t i = 0; i < x.size(); i++) all[i] = to_float(x[i]);
+  return all;
+}
+std::vector<double> wide(const std::vector<float>& x) { return {x.begin(), x.end()}; }
+
+// dk or dv without the gaps between rows, which must be as they were.
+std::vector<double> key_gradient(const Problem& problem, const std::vector<bf16>& x, const std::string& check) {
+  std::vector<double> all;
+  for (int row = 0; row < problem.keys(); row++)
+    for (int i = 0; i < problem.kv_stride(); i++) {
+      const bf16 value = x[size_t(row) * problem.kv_stride() + i];
+      if (i < problem.kv_heads * 64)
+        all.push_back(to_float(value));
+      else if (value.bits != 0xffff)
+        miss(check, "a gap between rows was written");
+    }
+  return all;
+}
+
+// ---- Errors ---------------------------------------------------------------------------------------------------------
+
+struct Worst {
+  double ratio = 0;  // of an error to plain bf16's
+  std::string where;
+} worst;
+
+void compare(const std::string& check, const char* tensor, const std::vector<double>& got,
+             const std::vector<double>& exact, const std::vector<double>& plain) {
+  const Error ours = distance(got, exact), theirs = distance(plain, exact);
+  for (const auto& [kind, own, other] :
+       {std::make_tuple("maximum", ours.largest, theirs.largest), std::make_tuple("RMS", ours.rms, theirs.rms)}) {
+    const double ratio = own == 0 ? 0 : own / other;
+    if (ratio > worst.ratio) worst = {ratio, check + ", " + tensor + ", " + kind};
+    if (ratio <= WORSE_THAN_BF16_MAX) continue;
+    char text[160];
+    snprintf(text, sizeof text, "%s: %s error %.3g, of plain bf16 %.3g", tensor, kind, own, other);
+    miss(check, text);
+  }
+}
+
+void test_errors(const Family& family, const std::vector<Shape>& shapes, bool with_backward) {
+  for (const Shape& shape : shapes) {
+    const Problem problem = make(shape, 1);
+    const Reference reference = exact(problem), plain = plain_bf16(problem);
+    for (const Way& way : WAYS) {
+      const std::string check = std::string("errors, ") + shape.name + ", " + way.name;
+      try {
+        Results got;
+        forward(options_of(way), family, problem, got);
+        compare(check, "O", wide(got.out), reference.out, plain.out);
+        compare(check, "LSE", wide(got.lse), reference.lse, plain.lse);
+        if (!with_backward || shape.paged) continue;
+        backward(options_of(way), family, problem, got);
+        compare(check, "dQ", wide(got.dq), reference.dq, plain.dq);
+        compare(check, "dK", key_gradient(problem, got.dk, check), reference.dk, plain.dk);
+        compare(check, "dV", key_gradient(problem, got.dv, check), reference.dv, plain.dv);
+        compare(check, "ds", wide(got.dsinks), reference.dsinks, plain.dsinks);
+      } catch (const cuda_host::KernelError& error) {
+        miss(check, error.what());
+      }
+    }
+  }
+}
+
+// ---- Row bits: decode = prefill in chunks of any size = training ----------------------------------------------------
+
+void test_rows(const Family& family, const std::vector<Shape>& shapes, const std::vector<int>& chunks) {
+  for (const Shape& shape : shapes) {
+    const Problem training = make(shape, 2);
+    for (const Way& way : WAYS) {
+      Results whole, pieces;
+      forward(options_of(way), family, training, whole);
+      for (int chunk : chunks) {
+        const std::string check = std::string("row bits, chunks of ") + std::to_string(chunk) + ", " + shape.name +
+                                  ", " + way.name;
+        forward(options_of(way), family, in_chunks(training, chunk), pieces);
+        expect_same(whole.out, pieces.out, check, "O");
+        expect_same(whole.lse, pieces.lse, check, "LSE");
+      }
+    }
+  }
+}
+
+// ---- Bits from run to run, whatever the schedule and the company ------------------------------------------------------
+
+void test_repeats(const Family& family, const std::vector<Shape>& shapes) {
+  for (const Shape& shape : shapes) {
+    const Problem problem = make(shape, 3);
+    Results first;
+    for (const Way& way : SCHEDULES) {
+      const std::string check = std::string("repeats, ") + shape.name + ", " + way.name;
+      Results got;
+      forward(options_of(way), family, problem, got);
+      backward(options_of(way), family, problem, got);
+      if (&way == SCHEDULES) first = got;
+      expect_same(first.out, got.out, check, "O");
+      expect_same(first.lse, got.lse, check, "LSE");
+      expect_same(first.dq, got.dq, check, "dQ");
+      expect_same(first.dk, got.dk, check, "dK");
+      expect_same(first.dv, got.dv, check, "dV");
+      expect_same(first.dsinks, got.dsinks, check, "ds");
+    }
+    const std::string check = std::string("alone or packed, ") + shape.name;
+    for (int sequence = 0; sequence < problem.sequences(); sequence++) {
+      const Problem one = alone(problem, sequence);
+      Results got;
+      forward(Options(), family, one, got);
+      backward(Options(), family, one, got);
+      const auto expect_part = [&](const std::vector<bf16>& all, const std::vector<bf16>& part, size_t at,
+                                   const char* tensor) {
+        if (!part.empty() && memcmp(&all[at], part.data(), part.size() * sizeof(bf16)))
+          miss(check, std::string(tensor) + " differs in bits");
+      };
+      const size_t row = size_t(Problem::first(problem.q_lengths, sequence)) * problem.heads() * 64;
+      expect_part(first.out, got.out, row, "O");
+      expect_part(first.dq, got.dq, row, "dQ");
+      const size_t key = size_t(Problem::first(problem.k_lengths, sequence)) * problem.kv_stride();
+      expect_part(first.dk, got.dk, key, "dK");
+      expect_part(first.dv, got.dv, key, "dV");
+    }
+  }
+}
+
+template <class Run>
+void timed(const char* what, const char* family, Run run) {
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    run();
+  } catch (const cuda_host::KernelError& error) {
+    miss(what, error.what());
+  }
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  printf("  %-8s %-12s good  %5.1f s\n", family, what, seconds);
+  fflush(stdout);
+}
+
+}  // namespace
+
+void run(bool small, bool with_backward) {
+  const std::vector<Shape>& error_shapes = small ? small_shapes() : shapes();
+  std::vector<Shape> row_shapes, repeat_shapes;
+  if (small) {
+    row_shapes = {{"150 and 3 tokens, window 70", {150, 3}, {}, 1, 2, 70}};
+    repeat_shapes = {{"70 and 20 tokens", {70, 20}, {}, 2, 2}};
+  } else {
+    row_shapes = {{"150, 1 and 67 tokens", {150, 1, 67}, {}, 2, 8, 0, 1, {0.5f, -2}},
+                  {"260 tokens, window 128", {260}, {}, 1, 8, 128},
+                  {"140 tokens, window 5", {140}, {}, 1, 4, 5}};
+    repeat_shapes = {{"200, 0, 1 and 77 tokens", {200, 0, 1, 77}, {}, 2, 8},
+                     {"160 and 65 tokens, window 70", {160, 65}, {}, 1, 5, 70}};
+  }
+  const std::vector<int> chunks = small ? std::vector<int>{1, 33} : std::vector<int>{1, 7, 64, 100};
+  for (const Family& family : families()) {
+    timed("errors", family.name, [&] { test_errors(family, error_shapes, with_backward); });
+    timed("row bits", family.name, [&] { test_rows(family, row_shapes, chunks); });
+    if (with_backward) timed("repeats", family.name, [&] { test_repeats(family, repeat_shapes); });
+  }
+  printf("  largest error: %.2f of plain bf16's (%s)\n", worst.ratio, worst.where.c_str());
+}
+
+}  // namespace suite
+
+int main(int count, char** arguments) {
+  bool small = false, with_backward = true;
+  for (int i = 1; i < count; i++) {
+    if (!strcmp(arguments[i], "small")) {
+      small = true;
+    } else if (!strcmp(arguments[i], "forward")) {
+      with_backward = false;
+    } else {
+      fprintf(stderr, "usage: suite [small] [forward]\n");
+      return 2;
+    }
+  }
+  suite::run(small, with_backward);
+}

@@ -1,0 +1,215 @@
+//! What a launch on a GPU takes is worked out on the host: the mirror of the kernels' header, the tiles, the refusals.
+//! No GPU is needed for any of it.
+
+use candle_core::{DType, Device, Tensor};
+use rloss::ops::sink_attention::kernels::{self, CType, FIELDS, SinkAttentionParams, Tile};
+use rloss::ops::sink_attention::plan::{Argument, Sequences, check_attention, check_device};
+use rloss::ops::sink_attention::{Attention, sink_attention};
+
+fn header() -> String {
+    std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/kernels/sink_attention.cuh")).unwrap()
+}
+
+/// The lines between `start` and the next `};`, without comments.
+fn body(text: &str, start: &str) -> Vec<String> {
+    let inside = text.split(start).nth(1).expect("in the header").split("};").next().unwrap();
+    let code = inside.lines().map(|line| line.split("//").next().unwrap().trim().to_owned());
+    code.filter(|line| !line.is_empty()).collect()
+}
+
+#[test]
+fn the_parameters_are_the_headers_field_by_field() {
+    let lines = body(&header(), "struct SinkAttention {");
+    let mut offset = 0;
+    let mut fields = vec![];
+    for line in &lines {
+        let (ctype, name) = line.trim_end_matches(';').rsplit_once(' ').expect("a type and a name");
+        let (ctype, size) = match ctype.trim() {
+            pointer if pointer.ends_with('*') => (CType::Pointer, 8),
+            "int32_t" => (CType::Int, 4),
+            "float" => (CType::Float, 4),
+            other => panic!("{other} {name}: the mirror knows no such type"),
+        };
+        offset = usize::next_multiple_of(offset, size);
+        fields.push((name.to_owned(), ctype, offset));
+        offset += size;
+    }
+    let mirror: Vec<_> = FIELDS.iter().map(|&(name, ctype, at)| (name.to_owned(), ctype, at)).collect();
+    assert_eq!(fields, mirror);
+    assert_eq!(offset.next_multiple_of(8), size_of::<SinkAttentionParams>());
+    assert_eq!(body(&header(), "struct Tile {"), ["int32_t sequence;", "int32_t first;"]);
+}
+
+/// A number that the header gives.
+fn constant(name: &str) -> usize {
+    let text = header();
+    let value =
+        text.split(&format!("constexpr int {name} = ")).nth(1).and_then(|rest| rest.split(';').next());
+    value.and_then(|value| value.parse().ok()).unwrap_or_else(|| panic!("{name} is no number in the header"))
+}
+
+/// scripts/check_kernels.sh has the compiler say what the header's constants are, and writes it to the table.
+#[test]
+fn the_launch_sizes_are_the_headers() {
+    assert_eq!(kernels::HEAD_DIM, constant("head_dim"));
+    assert_eq!(kernels::TILE_ROWS, constant("tile_rows"));
+    assert_eq!(kernels::BLOCK_KEYS, constant("block_keys"));
+    assert_eq!(kernels::DELTA_ROWS, constant("delta_rows"));
+    assert_eq!(
+        (kernels::MMA.dkv_keys, kernels::WGMMA.dkv_keys),
+        (constant("block_keys"), constant("dkv_hopper_keys"))
+    );
+    let root = env!("CARGO_MANIFEST_DIR");
+    let table = std::fs::read_to_string(format!("{root}/kernels/resources.txt")).unwrap();
+    let row = |kernel: &str| -> Vec<usize> {
+        let line = table.lines().find(|line| line.split_whitespace().next() == Some(kernel));
+        let line = line.unwrap_or_else(|| panic!("{kernel} is not in resources.txt"));
+        line.split_whitespace().skip(1).map(|x| x.parse().unwrap()).collect()
+    };
+    let all = |set: &kernels::KernelSet| [set.forward, set.delta, set.dkv, set.dq, set.dsinks];
+    for kernel in kernels::KERNEL_SETS.iter().flat_map(all) {
+        let [_registers, threads, _static, dynamic_shared, spills, _, _] = row(kernel.function)[..] else {
+            panic!("resources.txt has other columns")
+        };
+        assert_eq!((kernel.threads, kernel.shared_bytes, spills), (threads, dynamic_shared, 0), "{kernel:?}");
+        let file = format!("{root}/kernels/{}.cu", kernel.file);
+        let source = std::fs::read_to_string(&file).unwrap_or_else(|e| panic!("{file}: {e}"));
+        assert!(source.contains(&format!("\n{}(const __grid_constant__ SinkAttention", kernel.function)));
+    }
+}
+
+fn attention(heads: usize, kv_heads: usize, window: Option<usize>) -> Attention {
+    Attention { heads, kv_heads, head_dim: 64, window, sinks: true, sink_gradient: true }
+}
+
+/// Every query and every key in exactly one tile, whatever the lengths.
+#[test]
+fn tiles_cover_all_rows_and_keys_once() {
+    for (counts, held, group, window, tile_keys) in [
+        (vec![1, 0, 17, 400], vec![0, 0, 0, 0], 8, None, 64),
+        (vec![300, 5], vec![0, 0], 3, Some(70), 128),
+        (vec![1, 9, 0], vec![640, 3, 77], 8, Some(128), 64),
+        (vec![1; 5], vec![0, 63, 64, 65, 1000], 16, None, 128),
+    ] {
+        let sequences = Sequences::cached(&counts, &held).unwrap();
+        let attention = attention(2 * group, 2, window);
+        let mut rows: Vec<Tile> = sequences.query_tiles(&attention);
+        let mut keys: Vec<Tile> = sequences.key_tiles(&attention, tile_keys);
+        rows.sort_by_key(|t| (t.sequence, t.first));
+        keys.sort_by_key(|t| (t.sequence, t.first));
+        let (mut all_rows, mut all_keys) = (vec![], vec![]);
+        for (s, (&count, &held)) in counts.iter().zip(&held).enumerate() {
+            let tile = |first: usize| Tile { sequence: s as i32, first: first as i32 };
+            all_rows.extend((0..count * group).step_by(128).map(tile));
+            all_keys.extend((0..count + held).step_by(tile_keys).map(tile));
+        }
+        assert_eq!((rows, keys), (all_rows, all_keys));
+        assert_eq!(sequences.tokens(), counts.iter().sum::<usize>());
+        let bounds = sequences.key_bounds();
+        assert_eq!(bounds[0], 0);
+        assert_eq!(
+            *bounds.last().unwrap() as usize,
+            counts.iter().sum::<usize>() + held.iter().sum::<usize>()
+        );
+    }
+}
+
+#[test]
+fn the_tiles_with_the_most_work_come_first() {
+    let first = |tiles: Vec<Tile>| tiles.iter().map(|t| (t.sequence, t.first)).collect::<Vec<_>>();
+    let sequences = Sequences::packed(&[0, 64, 192]).unwrap();
+    // 16 tokens a tile; a tile sees the key blocks up to its last token.
+    let tiles = first(sequences.query_tiles(&attention(8, 1, None)));
+    let later = [512, 640, 768, 896].map(|row| (1, row));
+    assert_eq!(tiles[..4], later);
+    assert_eq!(tiles[4], (0, 0), "equal work in the order of the sequences");
+    // The queries after a key see it: the longer sequence's first keys have the most.
+    assert_eq!(first(sequences.key_tiles(&attention(8, 1, None), 64)), [(1, 0), (0, 0), (1, 64)]);
+    // With a window of one every key has one query.
+    assert_eq!(first(sequences.key_tiles(&attention(8, 1, Some(1)), 64)), [(0, 0), (1, 0), (1, 64)]);
+}
+
+fn message<T>(result: candle_core::Result<T>) -> String {
+    result.err().expect("refused").to_string()
+}
+
+fn assert_says(message: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(message.contains(part), "'{message}' does not say '{part}'");
+    }
+}
+
+#[test]
+fn a_device_without_the_architecture_is_refused_and_the_fallback_named() {
+    assert!(check_device("NVIDIA H100", (9, 0)).is_ok());
+    for capability in [(8, 0), (8, 9), (10, 0), (12, 0)] {
+        let text = message(check_device("NVIDIA Some", capability));
+        assert_says(
+            &text,
+            &["NVIDIA Some", &format!("{}.{}", capability.0, capability.1), "9.0", "Device::Cpu"],
+        );
+    }
+}
+
+#[test]
+fn sizes_that_the_kernels_do_not_know_are_refused() {
+    assert!(check_attention(&attention(64, 8, Some(128))).is_ok());
+    let other = Attention { head_dim: 128, ..attention(8, 1, None) };
+    assert_says(&message(check_attention(&other)), &["head_dim is 128", "64", "Device::Cpu"]);
+    assert_says(&message(check_attention(&attention(9, 2, None))), &["9 query heads", "2 key-value heads"]);
+    assert_says(&message(check_attention(&attention(9, 0, None))), &["0 key-value heads"]);
+    assert_says(&message(check_attention(&attention(8, 1, Some(0)))), &["window of 0", "1 or more"]);
+}
+
+#[test]
+fn tensors_that_do_not_fit_are_refused_with_shape_and_remedy() {
+    let tensor = Tensor::zeros((6, 4, 64), DType::BF16, &Device::Cpu).unwrap();
+    let check = |tensor: &Tensor, dtype, shape: &[usize]| {
+        Argument { name: "q", dtype: tensor.dtype(), layout: tensor.layout() }.check(dtype, shape)
+    };
+    assert!(check(&tensor, DType::BF16, &[6, 4, 64]).is_ok());
+    // A part of the rows begins 16-byte aligned.
+    assert!(check(&tensor.narrow(0, 2, 3).unwrap(), DType::BF16, &[3, 4, 64]).is_ok());
+    let text = message(check(&tensor, DType::BF16, &[7, 4, 64]));
+    assert_says(&text, &["q has shape [6, 4, 64]", "expected [7, 4, 64]"]);
+    assert_says(&message(check(&tensor, DType::F32, &[6, 4, 64])), &["BF16", "expected F32", "to_dtype"]);
+    let turned = tensor.transpose(0, 1).unwrap();
+    let text = message(check(&turned, DType::BF16, &[4, 6, 64]));
+    assert_says(&text, &["q [4, 6, 64]", "strides [64, 256, 1]", "not contiguous", "contiguous()"]);
+    let odd = Tensor::zeros(100, DType::BF16, &Device::Cpu).unwrap().narrow(0, 3, 64).unwrap();
+    assert_says(&message(check(&odd, DType::BF16, &[64])), &["starts 3 elements", "multiple of 8", "copy()"]);
+}
+
+#[test]
+fn sequences_that_cannot_be_launched_are_refused() {
+    assert_says(&message(Sequences::packed(&[1, 3])), &["[1, 3]", "start at 0"]);
+    assert_says(&message(Sequences::packed(&[0, 3, 2])), &["[0, 3, 2]", "not fall"]);
+    assert_says(&message(Sequences::cached(&[1, 2], &[5])), &["2 sequences", "caches of 1"]);
+    assert_says(&message(Sequences::cached(&[1 << 30], &[0])), &["1073741824 queries", "split the batch"]);
+    let long = Sequences::packed(&[0, 9_000_000]).unwrap();
+    assert!(long.check_rows(&attention(8, 1, None)).is_ok());
+    assert_says(
+        &message(long.check_rows(&attention(16, 1, None))),
+        &["9000000 queries by 16 heads", "split the sequence"],
+    );
+}
+
+#[test]
+fn a_page_table_that_is_too_small_is_refused() {
+    let sequences = Sequences::cached(&[1, 1], &[64, 10]).unwrap();
+    assert!(sequences.check_page_table(4, 2).is_ok());
+    for (entries, pages_max) in [(2, 1), (3, 2), (0, 0)] {
+        let text = message(sequences.check_page_table(entries, pages_max));
+        assert_says(&text, &["2 sequences of up to 65 keys", "2 pages of 64", "wider"]);
+    }
+}
+
+/// A build without feature `cuda` cannot hold a tensor on a GPU; the CPU's op knows no bf16.
+#[test]
+fn the_cpu_op_takes_f32_alone() {
+    let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, &Device::Cpu).unwrap();
+    let (q, kv) = (zeros(&[2, 1, 64], DType::BF16), zeros(&[2, 2, 1, 64], DType::BF16));
+    let bounds = std::sync::Arc::new(vec![0, 2]);
+    let result = sink_attention(&q, &kv, &zeros(&[1], DType::F32), &bounds, attention(1, 1, None));
+    assert_says(&message(result), &["BF16", "expected F32"]);
+}
