@@ -8,6 +8,8 @@ void sink_attention_dkv(SinkAttention);
 void sink_attention_dq(SinkAttention);
 void sink_attention_dsinks(SinkAttention);
 void sink_attention_forward_hopper(SinkAttention);
+void sink_attention_dkv_hopper(SinkAttention);
+void sink_attention_dq_hopper(SinkAttention);
 }
 
 namespace suite {
@@ -16,16 +18,23 @@ using cuda_host::KernelError, cuda_host::launch, cuda_host::Options;
 namespace op = sink_attention;
 
 const std::vector<Family>& families() {
-  static const Kernel forward = {"forward", sink_attention_forward, op::forward_threads, op::forward_shared_bytes},
-                      forward_hopper = {"forward_hopper", sink_attention_forward_hopper, op::forward_hopper_threads,
-                                        op::forward_hopper_shared_bytes},
-                      delta = {"delta", sink_attention_delta, op::delta_threads, 0},
-                      dkv = {"dkv", sink_attention_dkv, op::dkv_threads, int(op::dkv_shared_bytes)},
-                      dq = {"dq", sink_attention_dq, op::dq_threads, op::dq_shared_bytes},
-                      dsinks = {"dsinks", sink_attention_dsinks, op::dsinks_threads, int(op::dsinks_shared_bytes)};
+  static const Kernel delta = {"delta", sink_attention_delta, op::delta_threads, 0};
+  static const Kernel dsinks = {"dsinks", sink_attention_dsinks, op::dsinks_threads, op::dsinks_shared_bytes};
   static const std::vector<Family> all = {
-      {"mma", forward, delta, dkv, dq, dsinks},
-      {"hopper", forward_hopper, delta, dkv, dq, dsinks},
+      {"mma",
+       {"forward", sink_attention_forward, op::forward_threads, op::forward_shared_bytes},
+       delta,
+       {"dkv", sink_attention_dkv, op::dkv_threads, op::dkv_shared_bytes},
+       op::block_keys,
+       {"dq", sink_attention_dq, op::dq_threads, op::dq_shared_bytes},
+       dsinks},
+      {"hopper",
+       {"forward_hopper", sink_attention_forward_hopper, op::forward_hopper_threads, op::forward_hopper_shared_bytes},
+       delta,
+       {"dkv_hopper", sink_attention_dkv_hopper, op::dkv_hopper_threads, op::dkv_hopper_shared_bytes},
+       op::dkv_hopper_keys,
+       {"dq_hopper", sink_attention_dq_hopper, op::dq_hopper_threads, op::dq_hopper_shared_bytes},
+       dsinks},
   };
   return all;
 }
@@ -57,12 +66,12 @@ struct Call {
   std::vector<Tile> row_tiles, key_tiles;
   SinkAttention p{};
 
-  Call(const Options& options, const Problem& problem, Results& results)
+  Call(const Options& options, const Family& family, const Problem& problem, Results& results)
       : options(options), problem(problem), cu_q(running_sum(problem.q_lengths)), cu_k(running_sum(problem.k_lengths)) {
     std::vector<int> rows = problem.q_lengths;
     for (int& length : rows) length *= problem.group;
     row_tiles = tiles_of(rows, op::tile_rows);
-    key_tiles = tiles_of(problem.k_lengths, op::block_keys);
+    key_tiles = tiles_of(problem.k_lengths, family.dkv_keys);
     p.q = problem.q.data();
     p.k = problem.k.data();
     p.v = problem.v.data();
@@ -106,7 +115,7 @@ void forward(const Options& options, const Family& family, const Problem& proble
   results = Results();
   results.out.assign(problem.q.size(), bf16{NAN_BITS});
   results.lse.assign(size_t(problem.tokens()) * problem.heads(), NAN);
-  Call call(options, problem, results);
+  Call call(options, family, problem, results);
   call.run(family.forward, call.row_tiles.size() * problem.kv_heads, &call.row_tiles);
 }
 
@@ -116,7 +125,7 @@ void backward(const Options& options, const Family& family, const Problem& probl
   results.dk.assign(problem.k.size(), bf16{NAN_BITS});
   results.dv.assign(problem.v.size(), bf16{NAN_BITS});
   results.dsinks.assign(problem.heads(), NAN);
-  Call call(options, problem, results);
+  Call call(options, family, problem, results);
   call.run(family.delta, (results.delta.size() + op::delta_rows - 1) / op::delta_rows, nullptr);
   call.run(family.dkv, call.key_tiles.size() * problem.kv_heads, &call.key_tiles);
   call.run(family.dq, call.row_tiles.size() * problem.kv_heads, &call.row_tiles);

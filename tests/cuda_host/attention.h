@@ -53,11 +53,14 @@ struct Results {
 struct Kernel {
   const char* name;
   void (*run)(SinkAttention);
-  int threads, shared_bytes;
+  int threads;
+  size_t shared_bytes;
 };
 struct Family {
   const char* name;
-  Kernel forward, delta, dkv, dq, dsinks;
+  Kernel forward, delta, dkv;
+  int dkv_keys;  // keys of a tile
+  Kernel dq, dsinks;
 };
 const std::vector<Family>& families();
 

@@ -30,7 +30,8 @@ struct Thread {
   Block* block = nullptr;
   int index = 0;
   Coordinates place;
-  Fibre fibre;
+  std::unique_ptr<Fibre> own_fibre;  // from a pile that launches share
+  Fibre& fibre;
   const char* waits_for = nullptr;  // null while it can run
   int waits_line = 0;
   bool exited = false;
@@ -38,6 +39,7 @@ struct Thread {
   bool wgmma_fenced = false;
   int registers = 0;           // after setmaxnreg
 
+  explicit Thread(std::unique_ptr<Fibre> fibre) : own_fibre(std::move(fibre)), fibre(*own_fibre) {}
   int lane() const { return index % LANES; }
 };
 
@@ -122,12 +124,11 @@ struct Block {
   size_t shared_offset(const void* pointer, size_t bytes, size_t alignment, const char* what) const;
   void check_landed(size_t offset, size_t bytes, const char* what) const;
   bool land_something();  // when nothing else can run: one asynchronous copy
+  void go_on(Thread& from);  // switches to whoever runs next
 
  private:
   Thread* take();
-  void go_on(Thread& from);  // switches to whoever runs next
   void fail_stuck();
-  friend void thread_main(void*);
 };
 
 // The thread that runs here.

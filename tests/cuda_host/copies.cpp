@@ -42,9 +42,7 @@ static void mark_in_flight(Block& block, size_t offset, size_t bytes, int owner,
 static void land(Block& block, const Thread& issuer, unsigned char* to, const unsigned char* bytes, size_t count,
                  bool generic_proxy) {
   const size_t offset = to - block.shared;
-  void* context = race_act_as(issuer.fibre);
-  race_write(to, count);
-  race_act_back(context);
+  race_write(issuer.fibre, to, count);
   for (size_t i = 0; i < count; i += 16) {
     memcpy(to + i, bytes + i, 16);
     block.in_flight[(offset + i) / 16] = 0;
@@ -53,7 +51,7 @@ static void land(Block& block, const Thread& issuer, unsigned char* to, const un
 }
 
 static void poison(unsigned char* to, size_t bytes) {
-  race_write(to, bytes);
+  race_write(self().fibre, to, bytes);
   for (size_t i = 0; i < bytes; i += 16) memset(to + i, 0xff, 16);
 }
 
@@ -62,7 +60,7 @@ static void poison(unsigned char* to, size_t bytes) {
 static Mbarrier& find_barrier(uint64_t* place, const char* what) {
   for (Mbarrier& barrier : self().block->mbarriers)
     if (barrier.place == place) {
-      race_read(place, 8);
+      race_read(self().fibre, place, 8);
       return barrier;
     }
   fail("%s: no mbarrier was made at this place", what);
@@ -80,12 +78,13 @@ static void count(Block& block, Mbarrier& barrier, int arrivals, int bytes) {
 }
 
 void mbarrier_init(uint64_t* place, int arrivals) {
+  InEngine engine;
   Block& block = *self().block;
   block.shared_offset(place, 8, 8, "mbarrier_init");
   if (arrivals < 1) fail("mbarrier_init: %d arrivals", arrivals);
   for (const Mbarrier& barrier : block.mbarriers)
     if (barrier.place == place) fail("mbarrier_init: made twice");
-  race_write(place, 8);
+  race_write(self().fibre, place, 8);
   block.mbarriers.emplace_back();
   Mbarrier& barrier = block.mbarriers.back();
   barrier.place = place;
@@ -94,13 +93,15 @@ void mbarrier_init(uint64_t* place, int arrivals) {
 }
 
 void mbarrier_arrive(uint64_t* place, int bytes) {
+  InEngine engine;
   Mbarrier& barrier = find_barrier(place, "mbarrier_arrive");
-  race_release(&barrier.object[barrier.phase % 2]);
+  race_release(self().fibre, &barrier.object[barrier.phase % 2]);
   count(*self().block, barrier, 1, bytes);
   self().block->yield(self());
 }
 
 void mbarrier_arrive_copies(uint64_t* place) {
+  InEngine engine;
   Copy event;
   event.kind = Copy::arrive;
   event.barrier = &find_barrier(place, "mbarrier_arrive_copies");
@@ -108,6 +109,7 @@ void mbarrier_arrive_copies(uint64_t* place) {
 }
 
 void mbarrier_wait(uint64_t* place, int parity) {
+  InEngine engine;
   Thread& thread = self();
   if (parity != 0 && parity != 1) fail("mbarrier_wait: parity %d", parity);
   Mbarrier& barrier = find_barrier(place, "mbarrier_wait");
@@ -116,12 +118,13 @@ void mbarrier_wait(uint64_t* place, int parity) {
     barrier.waiting.push_back(&thread);
     thread.block->wait(thread, "mbarrier_wait");
   }
-  race_acquire(&barrier.object[parity]);
+  race_acquire(thread.fibre, &barrier.object[parity]);
 }
 
 // ---- cp.async -------------------------------------------------------------------------------------------------------
 
 void copy_async_16(void* shared, const void* global, bool valid) {
+  InEngine engine;
   Thread& thread = self();
   Block& block = *thread.block;
   const size_t offset = block.shared_offset(shared, 16, 16, "copy_async_16");
@@ -138,6 +141,7 @@ void copy_async_16(void* shared, const void* global, bool valid) {
 }
 
 void copy_async_commit() {
+  InEngine engine;
   self().copies.push_back(Copy());
 }
 
@@ -147,14 +151,13 @@ static void land_first(Thread& thread) {
   Block& block = *thread.block;
   if (copy.kind == Copy::copy) land(block, thread, static_cast<unsigned char*>(copy.to), copy.bytes, 16, true);
   if (copy.kind == Copy::arrive) {
-    void* context = race_act_as(thread.fibre);
-    race_release(&copy.barrier->object[copy.barrier->phase % 2]);
-    race_act_back(context);
+    race_release(thread.fibre, &copy.barrier->object[copy.barrier->phase % 2]);
     count(block, *copy.barrier, 1, 0);
   }
 }
 
 void copy_async_wait(int groups) {
+  InEngine engine;
   Thread& thread = self();
   int committed = 0;
   for (const Copy& copy : thread.copies) committed += copy.kind == Copy::commit;
@@ -165,6 +168,7 @@ void copy_async_wait(int groups) {
 }
 
 void fence_proxy_async() {
+  InEngine engine;
   Thread& thread = self();
   for (int& owner : thread.block->unfenced)
     if (owner == thread.index + 1) owner = 0;
@@ -188,6 +192,7 @@ void tensor_map(uint64_t opaque[16], int rank, const void* base, const uint32_t*
 }
 
 void tma_load(void* shared, const uint64_t* map, uint64_t* place, int rank, const int* at) {
+  InEngine engine;
   Thread& thread = self();
   Block& block = *thread.block;
   if (map[1] != uint64_t(rank)) fail("tma_load: a map of rank %d, used with rank %d", int(map[1]), rank);
@@ -239,9 +244,7 @@ bool Block::land_something() {
   TmaLoad load = std::move(tma_loads[choice]);
   tma_loads.erase(tma_loads.begin() + choice);
   land(*this, *load.issuer, load.to, load.bytes.data(), load.bytes.size(), false);
-  void* context = race_act_as(load.issuer->fibre);
-  race_release(&load.barrier->object[load.barrier->phase % 2]);
-  race_act_back(context);
+  race_release(load.issuer->fibre, &load.barrier->object[load.barrier->phase % 2]);
   count(*this, *load.barrier, 0, -int(load.bytes.size()));
   return true;
 }

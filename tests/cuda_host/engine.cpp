@@ -13,6 +13,7 @@
 namespace cuda_host {
 
 static thread_local Thread* current = nullptr;
+static thread_local std::vector<std::unique_ptr<Fibre>> spare_fibres;
 
 Thread& self() { return *current; }
 const Coordinates& here() { return current->place; }
@@ -98,31 +99,33 @@ void Block::fail_stuck() {
   fail("deadlock: threads %s", text.c_str());
 }
 
-// A fibre's whole life: one kernel thread of each block that its OS thread runs.
-void thread_main(void* argument) {
-  Thread& thread = *static_cast<Thread*>(argument);
-  Block& block = *thread.block;
+// A fibre's whole life: it runs the kernel for one thread after another, of block after block.
+static void thread_main(Fibre& fibre) {
   for (;;) {
-    race_acquire(&block.start_object);
+    Thread& thread = *static_cast<Thread*>(fibre.work);
+    Block& block = *thread.block;
+    race_acquire(fibre, &block.start_object);
     try {
+      race_leave_engine();
       (*block.body)();
+      race_enter_engine();
       check_thread_end(thread);
+      thread.exited = true;
+      block.go_on(thread);
+      continue;  // as another thread
     } catch (...) {
+      race_enter_engine();
       block.error = std::current_exception();
     }
-    thread.exited = true;
-    if (!block.error) {
-      try {
-        block.go_on(thread);
-      } catch (...) {
-        block.error = std::current_exception();
-      }
-    }
-    if (block.error) fibre_switch(thread.fibre, block.main);
+    fibre_switch(fibre, block.main);  // for good: a failed block's fibres are dropped
   }
 }
 
-Block::~Block() { free(shared); }
+Block::~Block() {
+  free(shared);
+  if (error) return;
+  for (auto& thread : threads) spare_fibres.push_back(std::move(thread->own_fibre));
+}
 
 void Block::run(dim3 index) {
   const Coordinates& place = threads[0]->place;
@@ -146,15 +149,12 @@ void Block::run(dim3 index) {
     thread->registers = 0;
     wake(*thread);
   }
-  race_release(&start_object);
+  race_release(main, &start_object);
   current = take();
   fibre_switch(main, current->fibre);
-  for (auto& thread : threads) {  // those that a failed block leaves behind count as ended too
-    void* context = race_act_as(thread->fibre);
-    race_release(&end_object);
-    race_act_back(context);
-  }
-  race_acquire(&end_object);
+  // Those that a failed block leaves behind count as ended too.
+  for (auto& thread : threads) race_release(thread->fibre, &end_object);
+  race_acquire(main, &end_object);
   if (!error) {
     try {
       check_block_end(*this);
@@ -180,13 +180,21 @@ static void prepare(Block& block, const Options& options, dim3 grid, dim3 block_
   block.unfenced.resize((shared_bytes + 15) / 16);
   fibre_adopt(block.main);
   for (int i = 0; i < count; i++) {
-    auto thread = std::make_unique<Thread>();
+    std::unique_ptr<Fibre> fibre;
+    if (spare_fibres.empty()) {
+      fibre = std::make_unique<Fibre>();
+      fibre_create(*fibre, thread_main);
+    } else {
+      fibre = std::move(spare_fibres.back());
+      spare_fibres.pop_back();
+    }
+    auto thread = std::make_unique<Thread>(std::move(fibre));
+    thread->fibre.work = thread.get();
     thread->block = &block;
     thread->index = i;
     thread->place.grid_size = grid;
     thread->place.block_size = block_size;
     thread->place.thread = dim3(i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y);
-    fibre_create(thread->fibre, thread_main, thread.get());
     block.threads.push_back(std::move(thread));
   }
 }
@@ -220,7 +228,8 @@ void launch(const Options& options, dim3 grid, dim3 block_size, size_t shared_by
     }
   };
   std::vector<std::thread> pool;
-  for (uint64_t i = 0; i < blocks && i < uint64_t(options.workers); i++) pool.emplace_back(work);
+  for (uint64_t i = 1; i < blocks && i < uint64_t(options.workers); i++) pool.emplace_back(work);
+  work();
   for (std::thread& thread : pool) thread.join();
   if (error) std::rethrow_exception(error);
 }

@@ -22,6 +22,7 @@ static void each_schedule(Run run) {
   for (Schedule schedule : {Schedule::up, Schedule::shuffled, Schedule::newest_first}) {
     Options options;
     options.schedule = schedule;
+    options.workers = 2;
     run(options);
   }
 }

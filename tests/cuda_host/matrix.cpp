@@ -66,15 +66,17 @@ void run_ldmatrix(Warp&, void** lanes) {
 }  // namespace
 
 void mma_bf16_16x8x16(float* d, const uint32_t* a, const uint32_t* b) {
+  InEngine engine;
   Mma own{d, a, b};
   warp_meet("mma_bf16_16x8x16", &own, run_mma);
 }
 
 void ldmatrix_x4(uint32_t* r, const void* shared, bool transposed) {
+  InEngine engine;
   const Block& block = *self().block;
   const char* what = transposed ? "ldmatrix_x4_transposed" : "ldmatrix_x4";
   block.check_landed(block.shared_offset(shared, 16, 16, what), 16, what);
-  race_read(shared, 16);
+  race_read(self().fibre, shared, 16);
   Ldmatrix own{r, static_cast<const unsigned char*>(shared)};
   warp_meet(what, &own, transposed ? run_ldmatrix<true> : run_ldmatrix<false>);
 }
@@ -99,7 +101,7 @@ std::vector<uint16_t> read_operand(const Block& block, uint64_t descriptor, bool
       block.shared_offset(from, 2, 2, "wgmma");
       if (place % 16 == 0) {  // once a chunk
         block.check_landed(place, 16, "wgmma");
-        race_read(from, 16);
+        race_read(self().fibre, from, 16);
         if (block.unfenced[place / 16])
           fail("wgmma reads shared byte %u, which thread %d's cp.async wrote, without its fence_proxy_async", place,
                block.unfenced[place / 16] - 1);
@@ -209,6 +211,7 @@ void wgmma_agree(Block& block, int warp, uint64_t a, uint64_t b) {
 
 void wgmma(float* d, int columns, const uint32_t* a_registers, uint64_t a, bool a_transposed, uint64_t b,
            bool b_transposed, bool accumulate) {
+  InEngine engine;
   Issue own;
   own.op.a = a;
   own.op.b = b;
@@ -223,11 +226,13 @@ void wgmma(float* d, int columns, const uint32_t* a_registers, uint64_t a, bool 
 }
 
 void wgmma_fence() {
+  InEngine engine;
   self().wgmma_fenced = true;
   warp_meet("wgmma_fence", nullptr, [](Warp&, void**) {});
 }
 
 void wgmma_commit() {
+  InEngine engine;
   self().wgmma_fenced = false;
   warp_meet("wgmma_commit", nullptr, [](Warp& warp, void**) {
     for (Wgmma& op : warp.wgmma) {
@@ -239,6 +244,7 @@ void wgmma_commit() {
 }
 
 void wgmma_wait(int groups) {
+  InEngine engine;
   self().wgmma_fenced = false;
   warp_meet("wgmma_wait", &groups, [](Warp& warp, void** lanes) {
     const int newest = *static_cast<int*>(lanes[0]);

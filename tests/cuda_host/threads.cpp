@@ -27,6 +27,7 @@ struct Shuffle {
 };
 
 static float shuffle(const char* what, float x, int source) {
+  InEngine engine;
   if (source < 0 || source >= LANES) fail("%s: lane %d", what, source);
   Shuffle own{x, 0, source};
   warp_meet(what, &own, [](Warp&, void** lanes) {
@@ -42,11 +43,12 @@ float shuffle_xor(float x, int mask) { return shuffle("shuffle_xor", x, self().l
 float shuffle_index(float x, int lane) { return shuffle("shuffle_index", x, lane); }
 
 void warp_barrier() {
+  InEngine engine;
   Warp& warp = self().block->warps[self().index / LANES];
   char* object = &warp.barrier_object[warp.barrier_phase];
-  race_release(object);
+  race_release(self().fibre, object);
   warp_meet("warp_barrier", nullptr, [](Warp& warp, void**) { warp.barrier_phase ^= 1; });
-  race_acquire(object);
+  race_acquire(self().fibre, object);
 }
 
 static void barrier(int id, int threads, bool waits, int line) {
@@ -60,7 +62,7 @@ static void barrier(int id, int threads, bool waits, int line) {
   barrier.expected = threads;
   barrier.line = line;
   char* object = &barrier.object[barrier.phase];
-  race_release(object);
+  race_release(thread.fibre, object);
   barrier.arrived++;
   if (barrier.arrived < threads) {
     if (!waits) return;
@@ -74,10 +76,11 @@ static void barrier(int id, int threads, bool waits, int line) {
     block.yield(thread);
     if (!waits) return;
   }
-  race_acquire(object);
+  race_acquire(self().fibre, object);
 }
 
 void block_barrier(int line) {
+  InEngine engine;
   Block& block = *self().block;
   for (auto& thread : block.threads)
     if (thread->exited) fail("block_barrier at line %d: thread %d has exited", line, thread->index);
@@ -85,6 +88,7 @@ void block_barrier(int line) {
 }
 
 void named_barrier(int id, int threads, bool waits) {
+  InEngine engine;
   if (id < 1 || id > 15) fail("named barrier %d: 1 to 15", id);
   if (threads % LANES || threads <= 0 || threads > int(self().block->threads.size()))
     fail("named barrier %d: %d threads: whole warps of the block", id, threads);
@@ -92,6 +96,7 @@ void named_barrier(int id, int threads, bool waits) {
 }
 
 void setmaxnreg(int registers) {
+  InEngine engine;
   if (registers % 8 || registers < 24 || registers > 256) fail("setmaxnreg %d: a multiple of 8, 24 to 256", registers);
   self().registers = registers;
 }
