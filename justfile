@@ -23,6 +23,11 @@ bench:
 quickstart:
     cargo run --release -- train recipes/quickstart.toml
 
+# Every curve of docs/FIGURES.md for three seeds, and its figures drawn anew.
+figures:
+    scripts/reproduce_figures.sh
+    cp runs/figures/*.svg docs/figures/
+
 # Writes docs/recipes.md anew from the types.
 recipes-page:
     UPDATE_EXPECT=1 cargo test --release recipes_page

@@ -39,7 +39,7 @@ enum Command {
     CheckMismatch(commands::check_mismatch::CheckMismatchArgs),
     /// Write one self-contained HTML page with the curves of runs
     Report {
-        /// Run folders; the page goes into the first
+        /// Run folders, and the page goes into the first; or one folder of figures, see docs/FIGURES.md
         #[arg(required = true)]
         runs: Vec<PathBuf>,
     },

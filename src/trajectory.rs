@@ -152,9 +152,12 @@ impl Trajectory {
 }
 
 /// The samples of one prompt: what group advantages are computed over.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Group {
     pub trajectories: Vec<Trajectory>,
+    /// One more sample of the prompt, greedy: its reward is a baseline, and it is not trained on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub greedy: Option<Trajectory>,
 }
 
 /// One line of `trajectories/*.jsonl`: the record and the conversation as a person reads it.

@@ -4,6 +4,7 @@ pub mod check_mismatch;
 pub mod collect;
 pub mod eval;
 pub mod evaluation;
+mod freeze;
 #[cfg(feature = "cuda")]
 pub mod gpu_check;
 pub mod report;

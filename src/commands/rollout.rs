@@ -39,6 +39,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     };
     let group = |rows: Vec<_>| Group {
         trajectories: rows.into_iter().map(|row: crate::trajectory::TrajectoryRow| row.trajectory).collect(),
+        greedy: None,
     };
     let groups: Vec<Group> = rows.into_iter().map(group).collect();
     let metrics = crate::rollout::metrics(&groups).finish();

@@ -1,6 +1,8 @@
 //! `rloss train RECIPE`: cold start, reinforcement learning, evaluations, checkpoints.
 
+mod critic;
 mod generate;
+mod save;
 mod update;
 
 use super::evaluation::evaluate;
@@ -9,15 +11,16 @@ use super::signals::Stop;
 use super::workbench::Workbench;
 use crate::cli::{EXIT_DONE, EXIT_STOPPED, RunArgs};
 use crate::metrics::{Console, Metrics, Phase, Row, Timings};
-use crate::model::config::Form;
 use crate::model::weights::Parameters;
 use crate::policy::alarm::alarm;
-use crate::recipe::{self, Dtype, SavedDtype, locate};
+use crate::policy::kl_in_reward::KlController;
+use crate::recipe::{self, Dtype, RouterReplay, locate};
 use crate::rollout::Rollouts;
-use crate::rollout::stored::Stored;
+use crate::rollout::stored::{RouteShape, Stored};
 use crate::train::accumulate::Learner;
 use crate::train::batch::Sequence;
-use crate::train::checkpoint::{self, Snapshot, TrainerState};
+use crate::train::checkpoint;
+use crate::train::critic::Critic;
 use crate::train::forward_backward::PassSettings;
 use crate::train::gradients::Gradients;
 use crate::train::optimizer::{Optimizer, learning_rate};
@@ -63,9 +66,18 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     if let Some(confinement) = bench.confinement() {
         folder.write_confinement(&confinement)?;
     }
-    let timings = Timings::new();
-    let mut trainer =
-        Trainer { bench: &bench, folder, console, stop, timings, stored, timed_out: false, reference: None };
+    let steered = point.as_ref().and_then(|point| point.state.kl_coefficient);
+    let mut trainer = Trainer {
+        bench: &bench,
+        folder,
+        console,
+        stop,
+        timings: Timings::new(),
+        stored,
+        timed_out: false,
+        reference: None,
+        kl: Trainer::kl_controller(&bench.recipe().policy.kl, steered)?,
+    };
     let stopped = trainer.run(&examples, &held_out, point)?;
     trainer.console.print(&format!("{} {}", if stopped { "stopped:" } else { "done:" }, out.display()));
     Ok(if stopped { EXIT_STOPPED } else { EXIT_DONE })
@@ -74,7 +86,12 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
 /// The trajectories that take the place of sampling, if the recipe names any.
 fn stored(bench: &Workbench) -> Result<Option<Stored>> {
     let config = &bench.model.config;
-    let open = |file: &PathBuf| Stored::open(file, config.vocab_size, bench.model.context_tokens_max());
+    let replayed = (bench.recipe().policy.router_replay == RouterReplay::Rollout).then_some(RouteShape {
+        per_token: config.num_hidden_layers * config.num_experts_per_tok,
+        experts: config.num_local_experts,
+    });
+    let context = bench.model.context_tokens_max();
+    let open = |file: &PathBuf| Stored::open(file, config.vocab_size, context, replayed);
     bench.recipe().train.trajectories.as_ref().map(open).transpose()
 }
 
@@ -99,6 +116,13 @@ fn held_out(bench: &Workbench, examples: &Examples) -> Result<Vec<Sequence>> {
         .collect()
 }
 
+/// What the console shows of a step, where the step has it.
+const SHOWN: [(&str, &str); 3] = [
+    ("reward", "critic/rewards/mean"),
+    ("explained variance", "critic/vf_explained_var"),
+    ("max gap", "mismatch/log_ppl_abs_diff_max"),
+];
+
 /// One run.
 struct Trainer<'a> {
     bench: &'a Workbench,
@@ -112,6 +136,8 @@ struct Trainer<'a> {
     timed_out: bool,
     /// The frozen reference, where the recipe asks for one.
     reference: Option<Parameters>,
+    /// The coefficient of the divergence from it, which a target may steer.
+    kl: KlController,
 }
 
 impl<'a> Trainer<'a> {
@@ -136,11 +162,12 @@ impl<'a> Trainer<'a> {
             _ => {}
         }
         let optimizer = self.optimizer(&recipe.train.optimizer, resumed.as_ref())?;
+        let critic = self.critic(resumed.as_ref())?;
         self.set_reference(resumed.is_some())?;
         if resumed.is_none() && recipe.eval.before_training && recipe.train.steps > 0 {
             self.evaluate(0)?;
         }
-        self.reinforcement_learning(optimizer, rl_start)
+        self.reinforcement_learning(optimizer, critic, rl_start)
     }
 
     /// A fresh optimizer, or the one of the checkpoint, whose weights it writes into the model.
@@ -189,8 +216,13 @@ impl<'a> Trainer<'a> {
                 metrics.set("cold_start/load_balance", output.load_balance);
             }
             let lr = learning_rate(&cold_start.optimizer, step - 1, cold_start.steps);
-            let norm =
-                self.apply(&mut optimizer, output.gradients, cold_start.optimizer.grad_norm_max, lr)?;
+            let norm = self.apply(
+                &bench.parameters,
+                &mut optimizer,
+                output.gradients,
+                cold_start.optimizer.grad_norm_max,
+                lr,
+            )?;
             metrics.set("cold_start/grad_norm", norm);
             metrics.set("cold_start/lr", lr);
             let last = step == cold_start.steps;
@@ -204,7 +236,7 @@ impl<'a> Trainer<'a> {
             metrics.set("perf/throughput", output.tokens as f64 / seconds);
             self.write_row(step, Phase::ColdStart, metrics)?;
             progress.advance(1, output.tokens as u64, &[("loss", output.loss)]);
-            if self.checkpoint_or_stop(Phase::ColdStart, step, last, &optimizer)? {
+            if self.checkpoint_or_stop(Phase::ColdStart, step, last, &optimizer, None)? {
                 return Ok(true);
             }
         }
@@ -213,7 +245,12 @@ impl<'a> Trainer<'a> {
     }
 
     /// The second stage from step `start` on. Returns whether a signal stopped it.
-    fn reinforcement_learning(&mut self, mut optimizer: Optimizer, start: u64) -> Result<bool> {
+    fn reinforcement_learning(
+        &mut self,
+        mut optimizer: Optimizer,
+        mut critic: Option<Critic>,
+        start: u64,
+    ) -> Result<bool> {
         let recipe = &self.bench.plan.recipe;
         let steps = recipe.train.steps;
         let progress = self.console.stage("rl", steps, start);
@@ -221,11 +258,10 @@ impl<'a> Trainer<'a> {
             let begun = std::time::Instant::now();
             let rollouts = self.generate(step)?;
             let lr = learning_rate(&recipe.train.optimizer, step - 1, steps);
-            let update = self.update(step, &rollouts.trained(), &mut optimizer, lr)?;
+            let update = self.update(step, &rollouts.trained(), &mut optimizer, critic.as_mut(), lr)?;
 
             let mut metrics = rollouts.metrics();
             metrics.extend(update);
-            metrics.set("actor/lr", lr);
             let seconds = begun.elapsed().as_secs_f64();
             self.timings.add("step", seconds);
             let rollouts = rollouts.drawn;
@@ -234,10 +270,10 @@ impl<'a> Trainer<'a> {
             metrics.set("perf/throughput", tokens as f64 / seconds);
             metrics.set("perf/sampled_tokens_per_s", counts.sampled_tokens as f64 / seconds);
             self.watch(step, &rollouts, &metrics);
-            let shown = [
-                ("reward", metrics.get("critic/rewards/mean").unwrap_or(f64::NAN)),
-                ("max gap", metrics.get("mismatch/log_ppl_abs_diff_max").unwrap_or(f64::NAN)),
-            ];
+            let shown: Vec<(&str, f64)> = SHOWN
+                .iter()
+                .filter_map(|&(name, metric)| metrics.get(metric).map(|value| (name, value)))
+                .collect();
             self.write_row(step, Phase::Rl, metrics)?;
             let kept = rollouts.rows(Phase::Rl).take(recipe.logging.trajectories_per_step);
             self.folder.write_trajectories(&format!("step-{step:06}"), kept)?;
@@ -247,7 +283,7 @@ impl<'a> Trainer<'a> {
             if recipe.eval.every_steps > 0 && (last || step % recipe.eval.every_steps == 0) {
                 self.evaluate(step)?;
             }
-            if self.checkpoint_or_stop(Phase::Rl, step, last, &optimizer)? {
+            if self.checkpoint_or_stop(Phase::Rl, step, last, &optimizer, critic.as_ref())? {
                 return Ok(true);
             }
         }
@@ -255,9 +291,10 @@ impl<'a> Trainer<'a> {
         Ok(false)
     }
 
-    /// Clips, updates, and returns the gradient norm before clipping.
+    /// Clips, updates `parameters`, and returns the gradient norm before clipping.
     fn apply(
         &self,
+        parameters: &Parameters,
         optimizer: &mut Optimizer,
         mut gradients: Gradients,
         norm_max: f64,
@@ -269,7 +306,7 @@ impl<'a> Trainer<'a> {
                 norm.is_finite(),
                 "the gradient norm is {norm}: the run is stopped before the weights are spoiled; lower the learning rate or clip"
             );
-            optimizer.update(&self.bench.parameters, &gradients, lr)?;
+            optimizer.update(parameters, &gradients, lr)?;
             Ok(norm)
         })
     }
@@ -326,48 +363,5 @@ impl<'a> Trainer<'a> {
     fn write_row(&mut self, step: u64, phase: Phase, mut metrics: Metrics) -> Result<()> {
         metrics.extend(self.timings.take());
         self.folder.write_metrics(&Row { step, phase, metrics })
-    }
-
-    /// Saves when it is time, at the end of a stage and when a signal asked for it. Returns whether one did.
-    fn checkpoint_or_stop(
-        &mut self,
-        phase: Phase,
-        step: u64,
-        last: bool,
-        optimizer: &Optimizer,
-    ) -> Result<bool> {
-        let asked = self.stop.asked();
-        let every = self.bench.plan.recipe.checkpoint.every_steps;
-        if asked || last || (every > 0 && step.is_multiple_of(every)) {
-            let begun = std::time::Instant::now();
-            self.save(phase, step, optimizer)?;
-            self.timings.add("save_checkpoint", begun.elapsed().as_secs_f64());
-        }
-        Ok(asked)
-    }
-
-    fn save(&mut self, phase: Phase, step: u64, optimizer: &Optimizer) -> Result<()> {
-        let bench = self.bench;
-        let checkpoint = &bench.plan.recipe.checkpoint;
-        let state = TrainerState {
-            phase,
-            step,
-            updates: optimizer.updates,
-            metrics_bytes: self.folder.sync_metrics()?,
-        };
-        let snapshot = Snapshot {
-            config: &bench.model.config,
-            form: match checkpoint.dtype {
-                SavedDtype::F32 => Form::F32,
-                SavedDtype::Bf16 => Form::Bf16,
-                SavedDtype::Mxfp4 => Form::Mxfp4,
-            },
-            companions: &bench.companions,
-            parameters: &bench.parameters,
-            optimizer,
-            state,
-        };
-        snapshot.write(&self.folder.path, checkpoint.keep)?;
-        Ok(())
     }
 }

@@ -1,5 +1,6 @@
 //! What every command that runs a model needs, opened and checked before any work: the preflight.
 
+use super::freeze::{critic_trainable, trainable};
 use crate::bad_input;
 use crate::error::BadInput;
 use crate::harmony::{HarmonyTokenizer, Message};
@@ -35,6 +36,8 @@ pub struct Workbench {
     pub parameters: Parameters,
     /// Which parameters `train.freeze` leaves learning.
     pub trainable: Vec<bool>,
+    /// Which parameters `critic.freeze` leaves learning; present where the recipe has a critic.
+    pub critic_trainable: Option<Vec<bool>>,
     pub task: Box<dyn Task>,
     /// Present for tasks that use it.
     pub interpreter: Option<Box<dyn Interpreter>>,
@@ -53,6 +56,8 @@ impl Workbench {
         let source = mistakes.note(ModelSource::open(&plan.recipe));
         let task = mistakes.note(crate::tasks::build(&task_settings(&plan.recipe)));
         let trainable = source.as_ref().and_then(|s| mistakes.note(trainable(&plan, &s.specs())));
+        let critic_trainable =
+            source.as_ref().and_then(|s| mistakes.note(critic_trainable(&plan, &s.config)));
         let interpreter = match &task {
             Some(task) if task.uses_python() => {
                 mistakes.note(open_interpreter(&plan.recipe, threads.count()).map(Some))
@@ -62,8 +67,8 @@ impl Workbench {
         if let Some(source) = &source {
             mistakes.note(check_budgets(&plan, &source.config));
         }
-        let (Some(source), Some(task), Some(trainable), Some(interpreter), true) =
-            (source, task, trainable, interpreter, mistakes.0.is_empty())
+        let (Some(source), Some(task), Some(trainable), Some(critic_trainable), Some(interpreter), true) =
+            (source, task, trainable, critic_trainable, interpreter, mistakes.0.is_empty())
         else {
             return Err(bad_input!("{}", mistakes.0.join("\n")));
         };
@@ -81,6 +86,7 @@ impl Workbench {
             threads,
             parameters,
             trainable,
+            critic_trainable,
             task,
             interpreter,
             preamble,
@@ -266,47 +272,6 @@ fn config_of(a: &Architecture, tokenizer: &HarmonyTokenizer) -> Config {
     }
 }
 
-/// What `arms.freeze_attention` freezes.
-const ATTENTION: &str = "model.layers.*.self_attn.*";
-
-/// Which parameters learn: all but those that a `train.freeze` pattern or the arm names.
-fn trainable(plan: &Plan, specs: &[ParameterSpec]) -> Result<Vec<bool>> {
-    let patterns = &plan.recipe.train.freeze;
-    for pattern in patterns {
-        if !specs.iter().any(|spec| matches(pattern, &spec.name)) {
-            let what = format!(
-                "the pattern {pattern:?} matches no parameter; names look like {}",
-                specs.get(1).map_or("", |spec| &spec.name)
-            );
-            return Err(BadInput(plan.mistake("train.freeze", what).to_string()).into());
-        }
-    }
-    let arm = plan.recipe.arms.freeze_attention.then(|| ATTENTION.to_owned());
-    let patterns: Vec<&String> = patterns.iter().chain(&arm).collect();
-    let trainable: Vec<bool> =
-        specs.iter().map(|spec| !patterns.iter().any(|pattern| matches(pattern, &spec.name))).collect();
-    if !trainable.contains(&true) {
-        let what = "every parameter is frozen; leave one that learns".to_owned();
-        return Err(BadInput(plan.mistake("train.freeze", what).to_string()).into());
-    }
-    Ok(trainable)
-}
-
-/// True when `pattern`, in which `*` stands for any characters, names `name` as a whole.
-fn matches(pattern: &str, name: &str) -> bool {
-    let mut parts = pattern.split('*');
-    let Some(mut rest) = parts.next().and_then(|first| name.strip_prefix(first)) else { return false };
-    let parts: Vec<&str> = parts.collect();
-    let Some((last, middle)) = parts.split_last() else { return rest.is_empty() };
-    for part in middle {
-        match rest.find(part) {
-            Some(at) => rest = &rest[at + part.len()..],
-            None => return false,
-        }
-    }
-    rest.ends_with(last)
-}
-
 /// The recipe's budgets against what the model can hold.
 fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
     let context = config.max_position_embeddings;
@@ -384,20 +349,4 @@ fn open_interpreter(recipe: &Recipe, threads: usize) -> Result<Box<dyn Interpret
         InterpreterKind::Embedded => Box::new(Embedded::new(settings)?),
         InterpreterKind::CPython => Box::new(CPython::new(settings)?),
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::matches;
-
-    #[test]
-    fn a_star_stands_for_any_characters() {
-        assert!(matches("*", "model.norm.weight"));
-        assert!(matches("model.layers.*.self_attn.*", "model.layers.3.self_attn.q_proj.weight"));
-        assert!(matches("*.sinks", "model.layers.3.self_attn.sinks"));
-        assert!(matches("lm_head.weight", "lm_head.weight"));
-        assert!(!matches("lm_head", "lm_head.weight"));
-        assert!(!matches("*.sink", "model.layers.3.self_attn.sinks"));
-        assert!(!matches("model.layers.*.mlp.*", "model.layers.3.self_attn.sinks"));
-    }
 }

@@ -1,7 +1,7 @@
 //! Random initialisation: a function of the config, the settings and the seed, on every machine.
 
 use super::config::Config;
-use super::names::{ParameterSpec, Role, parameter_specs};
+use super::names::{ParameterSpec, Role, parameter_specs, value_model_specs};
 use crate::random::{Purpose, stream};
 use anyhow::Result;
 use candle_core::{Device, Tensor};
@@ -43,6 +43,30 @@ pub fn init(config: &Config, settings: &InitSettings, seed: u64) -> Result<Vec<(
     };
     let specs: Vec<_> = parameter_specs(config).into_iter().enumerate().collect();
     specs.into_par_iter().map(draw).collect()
+}
+
+/// A critic's tensors in [`value_model_specs`] order: the trunk that `trunk` finds by name, and a fresh value head,
+/// its weight normal with standard deviation 1 / (H + 1), so that first values are near 0, and its bias 0.
+///
+/// # Errors
+/// Those of `trunk`.
+pub fn value_model(
+    config: &Config,
+    seed: u64,
+    trunk: impl Fn(&ParameterSpec) -> Result<Tensor>,
+) -> Result<Vec<(ParameterSpec, Tensor)>> {
+    // The first index that no tensor of the policy draws from.
+    let place = parameter_specs(config).len() as u64;
+    let hidden = config.hidden_size;
+    let tensor = |spec: &ParameterSpec| match spec.name.as_str() {
+        "score.weight" => {
+            let values = normals(seed, place, 1.0 / (hidden + 1) as f64, hidden);
+            Ok(Tensor::from_vec(values, spec.working_shape(), &Device::Cpu)?)
+        }
+        "score.bias" => Ok(Tensor::from_vec(vec![0f32], spec.working_shape(), &Device::Cpu)?),
+        _ => trunk(spec),
+    };
+    value_model_specs(config).into_iter().map(|spec| Ok((spec.clone(), tensor(&spec)?))).collect()
 }
 
 /// `count` draws from N(0, `std`²) by Box and Muller (1958), in f64 and then rounded.

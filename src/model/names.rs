@@ -107,21 +107,35 @@ pub fn parameter_count(config: &Config) -> u128 {
 /// Every trainable tensor of `config`, in the one order that files, optimizer state and seeds go by:
 /// embedding, layers (attention, then experts), final norm, head.
 pub fn parameter_specs(config: &Config) -> Vec<ParameterSpec> {
+    let mut specs = trunk_specs(config);
+    let shape = [config.vocab_size, config.hidden_size];
+    specs.push(whole("lm_head.weight", Role::Head, &shape, Layout::Transposed));
+    specs
+}
+
+/// The same with a value head, one number a token, in place of the language model's: a critic. Names are those of
+/// Hugging Face's token classification.
+pub fn value_model_specs(config: &Config) -> Vec<ParameterSpec> {
+    let mut specs = trunk_specs(config);
+    specs.push(whole("score.weight", Role::Head, &[1, config.hidden_size], Layout::Transposed));
+    specs.push(whole("score.bias", Role::Bias, &[1], Layout::AsStored));
+    specs
+}
+
+/// Embedding, layers and final norm.
+fn trunk_specs(config: &Config) -> Vec<ParameterSpec> {
     let (h, v) = (config.hidden_size, config.vocab_size);
-    let whole = |name: &str, role, shape: &[usize], layout| ParameterSpec {
-        name: name.into(),
-        layer: None,
-        role,
-        stored_shape: shape.to_vec(),
-        layout,
-    };
     let mut specs = vec![whole("model.embed_tokens.weight", Role::Embedding, &[v, h], Layout::AsStored)];
     for layer in 0..config.num_hidden_layers {
         specs.extend(layer_specs(config, layer));
     }
     specs.push(whole("model.norm.weight", Role::Norm, &[h], Layout::AsStored));
-    specs.push(whole("lm_head.weight", Role::Head, &[v, h], Layout::Transposed));
     specs
+}
+
+/// A tensor outside the layers.
+fn whole(name: &str, role: Role, shape: &[usize], layout: Layout) -> ParameterSpec {
+    ParameterSpec { name: name.into(), layer: None, role, stored_shape: shape.to_vec(), layout }
 }
 
 fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {

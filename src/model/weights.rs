@@ -1,8 +1,8 @@
 //! The weights in memory, and how the forward asks for them.
 
 use super::config::Config;
-use super::names::{ParameterSpec, parameter_specs};
-use anyhow::{Context, Result, ensure};
+use super::names::{ParameterSpec, parameter_specs, value_model_specs};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Tensor, Var};
 use std::collections::HashMap;
 
@@ -43,6 +43,15 @@ pub trait WeightSource {
     fn lm_head(&self) -> Result<Tensor>;
 }
 
+/// What reads the trunk's last hidden states.
+#[derive(Debug, Clone)]
+pub enum Head {
+    /// `[H, V]`: scores of the next token.
+    LanguageModel(Tensor),
+    /// `[H, 1]` and `[1]`: one value a token.
+    Value(Linear),
+}
+
 /// Every trainable tensor, by Hugging Face name, in [`parameter_specs`] order.
 #[derive(Debug)]
 pub struct Parameters {
@@ -57,7 +66,18 @@ impl Parameters {
     /// # Errors
     /// When names or shapes are not those of `config`.
     pub fn new(config: &Config, tensors: Vec<(ParameterSpec, Tensor)>) -> Result<Self> {
-        let expected = parameter_specs(config);
+        Self::of(parameter_specs(config), tensors)
+    }
+
+    /// The same for a model with a value head, in the order of [`value_model_specs`].
+    ///
+    /// # Errors
+    /// When names or shapes are not those of `config`.
+    pub fn with_value_head(config: &Config, tensors: Vec<(ParameterSpec, Tensor)>) -> Result<Self> {
+        Self::of(value_model_specs(config), tensors)
+    }
+
+    fn of(expected: Vec<ParameterSpec>, tensors: Vec<(ParameterSpec, Tensor)>) -> Result<Self> {
         ensure!(tensors.len() == expected.len(), "{} tensors, expected {}", tensors.len(), expected.len());
         let mut vars = Vec::with_capacity(tensors.len());
         for ((spec, tensor), expected) in tensors.iter().zip(&expected) {
@@ -128,7 +148,7 @@ pub struct Resident {
     embedding: Tensor,
     layers: Vec<LayerWeights>,
     final_norm: Tensor,
-    lm_head: Tensor,
+    head: Head,
 }
 
 impl Resident {
@@ -142,8 +162,16 @@ impl Resident {
             embedding: find("model.embed_tokens.weight")?,
             layers: (0..layers).map(|layer| layer_weights(layer, &find)).collect::<Result<_>>()?,
             final_norm: find("model.norm.weight")?,
-            lm_head: find("lm_head.weight")?,
+            head: match parameters.position("score.weight") {
+                Some(_) => Head::Value(Linear { weight: find("score.weight")?, bias: find("score.bias")? }),
+                None => Head::LanguageModel(find("lm_head.weight")?),
+            },
         })
+    }
+
+    /// The head, whichever it is.
+    pub fn head(&self) -> &Head {
+        &self.head
     }
 }
 
@@ -182,6 +210,9 @@ impl WeightSource for Resident {
     }
 
     fn lm_head(&self) -> Result<Tensor> {
-        Ok(self.lm_head.clone())
+        match &self.head {
+            Head::LanguageModel(weight) => Ok(weight.clone()),
+            Head::Value(_) => bail!("a critic has no head over the vocabulary"),
+        }
     }
 }

@@ -9,6 +9,13 @@ pub struct Alarm {
     pub meaning: &'static str,
 }
 
+impl Alarm {
+    /// Whether `value` lies beyond the levels. A value that is not a number does.
+    pub fn rings(&self, value: f64) -> bool {
+        !(self.low..=self.high).contains(&value)
+    }
+}
+
 /// The alarm levels shown beside the figures.
 pub const ALARMS: [Alarm; 5] = [
     Alarm {
@@ -43,7 +50,7 @@ pub const ALARMS: [Alarm; 5] = [
     },
 ];
 
-/// The alarm that `value` of `metric` sets off, if any. A value that is not a number sets it off.
+/// The alarm that `value` of `metric` sets off, if any.
 pub fn alarm(metric: &str, value: f64) -> Option<&'static Alarm> {
-    ALARMS.iter().find(|alarm| alarm.metric == metric && !(alarm.low..=alarm.high).contains(&value))
+    ALARMS.iter().find(|alarm| alarm.metric == metric && alarm.rings(value))
 }

@@ -41,6 +41,14 @@ impl KlController {
         }
     }
 
+    /// The coefficient, if it moves: what a run that goes on later has to know.
+    pub fn steered(&self) -> Option<f64> {
+        match *self {
+            KlController::Fixed { .. } => None,
+            KlController::Adaptive { coefficient, .. } => Some(coefficient),
+        }
+    }
+
     /// After a batch of `samples` whose divergence was `kl`: β ← β·(1 + clip(kl/target − 1, ±0.2)·samples/horizon).
     pub fn update(&mut self, kl: f64, samples: usize) {
         if let KlController::Adaptive { coefficient, target, horizon } = self {

@@ -1,4 +1,4 @@
-//! The critic's loss.
+//! The critic's loss, and how much of the returns it foresees.
 
 use anyhow::Result;
 
@@ -50,4 +50,22 @@ pub fn value_loss(
         if binds { (0.5 * bound * bound, 0.0) } else { (0.5 * free * free, free) }
     });
     Ok(ValueLoss { loss, grad_values, clipped })
+}
+
+/// 1 − Var(R − V) / Var(R) over valid tokens: 1 for a critic that foresees every return, 0 for one that does no better
+/// than a constant, below 0 for a worse one. `None` where all returns are equal, which nothing can explain.
+pub fn explained_variance(sequences: &Sequences, values: &[f32], returns: &[f32]) -> Result<Option<f64>> {
+    sequences.check("values", values)?;
+    sequences.check("returns", returns)?;
+    let variance = |of: &dyn Fn(usize) -> f64| {
+        let mean = sequences.mean(of);
+        sequences.mean(|t| (of(t) - mean).powi(2))
+    };
+    let mut valid = sequences.all_valid();
+    let first = valid.next().map(|t| returns[t]);
+    if valid.all(|t| Some(returns[t]) == first) {
+        return Ok(None);
+    }
+    let total = variance(&|t| f64::from(returns[t]));
+    Ok(Some(1.0 - variance(&|t| f64::from(returns[t]) - f64::from(values[t])) / total))
 }

@@ -1,7 +1,7 @@
 //! `docs/recipes.md`, from the declaration.
 
 use super::table::Entry;
-use super::{Architecture, Recipe, Yarn};
+use super::{Architecture, Critic, Recipe, Yarn};
 
 const HEAD: &str = "\
 # Recipes
@@ -9,6 +9,8 @@ const HEAD: &str = "\
 A recipe is a TOML file. Every key has a default, so a recipe holds only what differs from it. `recipe.toml` in a run
 folder is the recipe as resolved, with every default written out; running it again is the same run.
 
+- `base = \"FILE\"`, before any table, takes another recipe as the ground: what is written here counts over it. The path
+  counts from this recipe's folder, and a base has no base of its own. The resolved recipe holds both.
 - `--set key=value` sets a key over the file, and the last one counts: `--set train.seed=3`, `--set task.name=gsm8k`,
   `--set 'eval.pass_at=[1, 4]'`. A string needs no quotes there.
 - `--set model.path=FOLDER` replaces the file's `model.architecture` and `model.tokenizer` as well: the folder has its own.
@@ -26,6 +28,7 @@ pub fn document() -> String {
     let mut recipe = Recipe::default();
     recipe.model.architecture = Some(Architecture { yarn: Some(Yarn::default()), ..Architecture::default() });
     recipe.model.tokenizer = Some(super::Tokenizer::Embedded);
+    recipe.critic = Some(Critic::default());
     let mut text = HEAD.to_owned();
     for entry in recipe.entries() {
         match entry {

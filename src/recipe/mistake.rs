@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 /// Where a value was written. Ordered as mistakes are shown.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Place {
-    /// In the recipe's text; no line for a key that is not there.
+    /// In the recipe's text or its base's; no line for a key that is not there.
     File { path: PathBuf, line: Option<usize> },
     /// In the `--set` of this number.
     Set(usize),
@@ -82,11 +82,6 @@ pub(crate) struct Places {
 impl Places {
     pub fn new(file: &Path) -> Places {
         Places { file: file.to_owned(), written: BTreeMap::new() }
-    }
-
-    /// The place of `line` in the recipe's text.
-    pub fn line(&self, line: usize) -> Place {
-        Place::File { path: self.file.clone(), line: Some(line) }
     }
 
     /// Remembers where `key` was written last.

@@ -1,9 +1,11 @@
 //! The recipe: what the user asks for, as pure data. One file a TOML table, each a plain struct with defaults.
 
 pub mod arms;
+mod base;
 pub mod checkpoint;
 pub mod cold_start;
 pub mod correction;
+pub mod critic;
 pub mod docs;
 pub mod eval;
 pub mod harmony;
@@ -29,6 +31,7 @@ pub use arms::Arms;
 pub use checkpoint::{Checkpoint, SavedDtype};
 pub use cold_start::ColdStart;
 pub use correction::{Correction, ImportanceSampling, RejectOption};
+pub use critic::Critic;
 pub use eval::Eval;
 pub use harmony::{Harmony, ReasoningEffort};
 pub use interpreter::{Interpreter, InterpreterKind, InterpreterState};
@@ -69,6 +72,10 @@ table! {
         pub train: Train = Train::default(),
         /// Advantage, importance ratio and loss.
         pub policy: Policy = Policy::default(),
+        /// The critic of `policy.advantage = "gae"`: a second model of the policy's architecture, which starts from the policy's
+        /// weights at the start of reinforcement learning, with a head that gives each token one value. Every step it learns the
+        /// returns before the policy is updated.
+        pub critic: Option<Critic> = None,
         /// Failures that can be switched on to be measured. All off in a healthy run.
         pub arms: Arms = Arms::default(),
         /// Success on held-out problems.

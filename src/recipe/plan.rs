@@ -1,11 +1,12 @@
 //! From text to plan: a recipe that was read and checked whole.
 
-use super::Recipe;
+use super::base;
 use super::mistake::{Mistake, Mistakes, Place, Places};
 use super::model::{Architecture, Tokenizer};
 use super::reader::{Origin, Reader};
-use super::rules;
+use super::rules::{self, Findings};
 use super::table::{Entry, Table};
+use super::{Advantage, Recipe};
 use std::path::Path;
 use toml::de::DeTable;
 
@@ -18,15 +19,17 @@ pub struct Plan {
     places: Places,
 }
 
-/// Reads the recipe `text` of the file `path`, then each `--set key=value` over it, and checks the whole.
+/// Reads the recipe `text` of the file `path` over the base that it names, then each `--set key=value` over both, and
+/// checks the whole.
 ///
 /// # Errors
-/// Every mistake at once: syntax, unknown key, wrong type, out of range, contradiction, missing file.
+/// Every mistake at once: syntax, unknown key, wrong type, out of range, contradiction, missing file. Without its base
+/// a recipe is not what was meant, and contradictions are left for later.
 pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistakes> {
     let mut recipe = Recipe::default();
     let known: Vec<String> = recipe.entries().iter().map(|entry| entry.path().to_owned()).collect();
     let (mut places, mut mistakes, mut unsure) = (Places::new(path), Mistakes::default(), Vec::new());
-    let mut read = |origin: Origin, text: &str| {
+    let mut read = |origin: Origin, text: &str, base_fault: Option<&str>| {
         let mut reader = Reader {
             places: &mut places,
             mistakes: &mut mistakes,
@@ -34,14 +37,25 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
             known: &known,
             origin,
             text,
+            base_fault,
         };
         read_text(&mut recipe, &mut reader);
     };
     let mut not_sets = Vec::new();
-    read(Origin::File, text);
+    let base = base::read(path, text);
+    if let Ok(Some(base)) = &base {
+        let fault =
+            "a base has no base of its own; name that recipe's base in its place, and write out what differs";
+        read(Origin::File(&base.file), &base.text, Some(fault));
+    }
+    read(Origin::File(path), text, base.as_ref().err().map(String::as_str));
     for (index, set) in sets.iter().enumerate() {
         match set_document(set) {
-            Some(text) => read(Origin::Set(index), &text),
+            Some(text) => read(
+                Origin::Set(index),
+                &text,
+                Some("a recipe's base stands in its file; name the recipe itself"),
+            ),
             None => {
                 let what = format!("{set:?} is not key=value; write it like --set train.steps=80");
                 not_sets.push(Mistake { place: Place::Set(index), key: String::new(), what });
@@ -59,7 +73,13 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
         recipe.model.tokenizer.get_or_insert(Tokenizer::Embedded);
     }
     recipe.task.fill_in();
-    let found = rules::check(&recipe, &places, &unsure);
+    if recipe.policy.advantage == Advantage::Gae {
+        recipe.critic.get_or_insert_default();
+    }
+    let found = match base {
+        Ok(_) => rules::check(&recipe, &places, &unsure),
+        Err(_) => Findings::default(),
+    };
     mistakes.0.extend(found.mistakes);
     if mistakes.0.is_empty() {
         return Ok(Plan {

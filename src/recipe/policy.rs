@@ -15,10 +15,10 @@ table! {
         pub aggregation: Aggregation = Aggregation::TokenMean,
         /// The log-probabilities that the importance ratio is taken against.
         pub old_logprob: OldLogprob = OldLogprob::Detach,
-        /// The ratio is clipped below at 1 - `clip_low`.
-        pub clip_low: f64 = 0.2 => above(0.0).below(1.0),
-        /// The ratio is clipped above at 1 + `clip_high`.
-        pub clip_high: f64 = 0.2 => above(0.0).below(1.0),
+        /// The ratio is clipped below at 1 - `clip_low`. Below 1, but for `cispo`, where 1 means no lower bound.
+        pub clip_low: f64 = 0.2 => above(0.0).to(1.0),
+        /// The ratio is clipped above at 1 + `clip_high`. Below 1, but for `cispo`, whose bounds are on a weight.
+        pub clip_high: f64 = 0.2 => above(0.0).to(1000.0),
         /// Bound of `ppo` on the ratio for negative advantages, more than 1; 0 means none.
         pub dual_clip: f64 = 3.0 => from(0.0).to(1e6),
         /// Weight of the entropy bonus, aggregated like the loss; 0 means none.
@@ -41,8 +41,14 @@ table! {
         pub place: KlPlace = KlPlace::None,
         /// Its estimator, with d = log-probability minus the reference's.
         pub estimator: KlEstimator = KlEstimator::K3,
-        /// Its weight.
+        /// Its weight; with `target`, its weight at the first step.
         pub coefficient: f64 = 1e-3 => above(0.0).to(1e6),
+        /// With `place = "reward"`: steer the divergence a token to this by the coefficient, which each step multiplies by
+        /// 1 + clip(divergence / target - 1, -0.2, 0.2) * trajectories / `horizon` (Ziegler et al. 2019). Absent means a
+        /// fixed coefficient.
+        pub target: Option<f64> = None => above(0.0).to(1e6),
+        /// Trajectories over which `target` steers.
+        pub horizon: f64 = 1e4 => above(0.0).to(1e12),
     }
 }
 
@@ -107,12 +113,18 @@ choice! {
         Grpo = "grpo",
         /// Reward minus the group's mean.
         DrGrpo = "dr_grpo",
+        /// Reward minus the group's mean, divided by the standard deviation of all the batch's rewards.
+        GrpoBatchStd = "grpo_batch_std",
         /// Reward minus the mean of the group's other rewards.
         Rloo = "rloo",
         /// Rewards to go, normalised over the whole batch.
         ReinforcePlusPlus = "reinforce_plus_plus",
         /// Reward minus the group's mean, normalised over the tokens of the whole batch.
         ReinforcePlusPlusBaseline = "reinforce_plus_plus_baseline",
+        /// Reward to go minus the reward of one more, greedy sample of the prompt, which is not trained on.
+        Remax = "remax",
+        /// What a token turned out better than the critic of `[critic]` expected (GAE), normalised over the whole batch.
+        Gae = "gae",
     }
 }
 

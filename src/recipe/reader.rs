@@ -1,8 +1,10 @@
 //! One pass over the parsed text into the tables, keeping places and collecting mistakes.
 
+use super::base;
 use super::mistake::{Mistake, Mistakes, Place, Places};
 use super::table::{Table, join};
 use std::ops::Range;
+use std::path::Path;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
@@ -13,10 +15,10 @@ pub(crate) struct Written<'a> {
     pub value: &'a Spanned<DeValue<'a>>,
 }
 
-/// What a text is: the recipe's own, or one `--set`.
+/// What a text is: a file, the recipe's own or its base's, or one `--set`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Origin {
-    File,
+pub(crate) enum Origin<'a> {
+    File(&'a Path),
     Set(usize),
 }
 
@@ -28,8 +30,10 @@ pub(crate) struct Reader<'a> {
     pub unsure: &'a mut Vec<String>,
     /// Every known path.
     pub known: &'a [String],
-    pub origin: Origin,
+    pub origin: Origin<'a>,
     pub text: &'a str,
+    /// What is wrong with the key `base` of this text, if it is there.
+    pub base_fault: Option<&'a str>,
 }
 
 impl Reader<'_> {
@@ -58,7 +62,12 @@ impl Reader<'_> {
     fn read_keys(&mut self, table: &mut impl Table, path: &str, keys: &DeTable) {
         for (name, value) in keys {
             let written = Written { path: join(path, &shown(name.get_ref())), name: name.span(), value };
-            if !table.read_key(name.get_ref(), &written, self) {
+            if path.is_empty() && name.get_ref() == base::KEY {
+                match self.base_fault {
+                    Some(fault) => self.refuse(&written, fault.to_owned()),
+                    None => self.accept(&written),
+                }
+            } else if !table.read_key(name.get_ref(), &written, self) {
                 self.refuse_unknown(path, name.get_ref(), &written);
             }
         }
@@ -127,7 +136,7 @@ impl Reader<'_> {
     /// For `--set`: the text of a value, which may be a string without quotes.
     pub fn unquoted(&self, span: Range<usize>) -> Option<&str> {
         match self.origin {
-            Origin::File => None,
+            Origin::File(_) => None,
             Origin::Set(_) => self.text.get(span),
         }
     }
@@ -135,9 +144,10 @@ impl Reader<'_> {
     fn place(&self, at: usize) -> Place {
         match self.origin {
             Origin::Set(index) => Place::Set(index),
-            Origin::File => {
+            Origin::File(path) => {
                 let before = self.text.as_bytes().iter().take(at);
-                self.places.line(1 + before.filter(|&&byte| byte == b'\n').count())
+                let line = 1 + before.filter(|&&byte| byte == b'\n').count();
+                Place::File { path: path.to_owned(), line: Some(line) }
             }
         }
     }

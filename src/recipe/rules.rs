@@ -1,5 +1,6 @@
 //! What one key alone cannot tell: contradictions, files that are not there, and what is likely not meant.
 
+mod critic;
 mod policy;
 
 use super::arms::ARMS;
@@ -25,6 +26,7 @@ pub(crate) fn check(recipe: &Recipe, places: &Places, unsure: &[String]) -> Find
     rules.cold_start();
     rules.train();
     rules.policy();
+    rules.critic();
     rules.arms();
     rules.eval();
     rules.parallel();
@@ -289,10 +291,19 @@ impl Rules<'_> {
             }
         }
         let advantage = self.recipe.policy.advantage;
-        if rollout.samples_per_prompt == 1 && matches!(advantage, Advantage::Grpo | Advantage::Rloo) {
+        let alone = match advantage {
+            Advantage::Grpo | Advantage::DrGrpo | Advantage::Rloo => {
+                Some("keeps its raw reward as advantage")
+            }
+            Advantage::GrpoBatchStd | Advantage::ReinforcePlusPlusBaseline => {
+                Some("has no mean to be compared with")
+            }
+            _ => None,
+        };
+        if let (1, Some(alone)) = (rollout.samples_per_prompt, alone) {
             self.warn(
                 &["rollout.samples_per_prompt", "policy.advantage"],
-                format!("a group of one keeps its raw reward as advantage under {advantage}; give 2 or more for a baseline"),
+                format!("a group of one {alone} under {advantage}; give 2 or more for a baseline"),
             );
         }
     }

@@ -43,7 +43,7 @@ impl Task {
     /// Fills in the defaults of the keys that the task reads; the keys of other tasks stay absent.
     pub(crate) fn fill_in(&mut self) {
         match self.name {
-            TaskName::Arithmetic | TaskName::ArithmeticSingle => {}
+            TaskName::Arithmetic | TaskName::ArithmeticSingle | TaskName::FormatRules => {}
             TaskName::Gsm8k => {
                 self.extraction.get_or_insert_default();
             }
@@ -69,6 +69,8 @@ choice! {
         Arithmetic = "arithmetic",
         /// Small additions and subtractions, worked without a tool.
         ArithmeticSingle = "arithmetic_single",
+        /// A line in capitals, of so many words, with a given prefix: made up and checked by rule, without a tool.
+        FormatRules = "format_rules",
         /// Grade-school word problems from GSM8K's JSONL files, without a tool.
         Gsm8k = "gsm8k",
         /// Competition mathematics with the Python tool, after ReTool.
@@ -84,7 +86,9 @@ impl TaskName {
     /// Whether the task makes its problems from `task.train_file` and `task.validation_file`.
     pub fn reads_files(self) -> bool {
         match self {
-            TaskName::Arithmetic | TaskName::ArithmeticSingle | TaskName::Command => false,
+            TaskName::Arithmetic | TaskName::ArithmeticSingle | TaskName::FormatRules | TaskName::Command => {
+                false
+            }
             TaskName::Gsm8k | TaskName::Retool | TaskName::VerifyIf => true,
         }
     }

@@ -1,5 +1,6 @@
 //! Which metrics are shown, in which order, under which names.
 
+use super::alarms;
 use super::plot::{Plot, Scale, Series};
 use super::run::Run;
 use super::tables::{held_out_name, is_held_out, is_interval_end};
@@ -25,6 +26,8 @@ struct Chart {
     title: String,
     metric: String,
     unit: &'static str,
+    /// The metric's healthy range, where it has alarm levels.
+    healthy: Option<String>,
     plot: Plot,
 }
 
@@ -39,7 +42,7 @@ struct Spec {
 }
 
 /// Title, metrics (the second and later ones dashed), unit on the y-axis. Sections follow one another.
-const SPECS: [Spec; 14] = {
+const SPECS: [Spec; 20] = {
     const fn spec(
         section: &'static str,
         title: &'static str,
@@ -53,6 +56,7 @@ const SPECS: [Spec; 14] = {
     }
     const L: &str = "Learning";
     const S: &str = "Stability";
+    const V: &str = "Critic";
     const C: &str = "Cold start";
     const T: &str = "Speed";
     [
@@ -63,8 +67,14 @@ const SPECS: [Spec; 14] = {
         spec(S, "Entropy", &["actor/entropy"], "nats per token"),
         spec(S, "Max log-ppl gap", &["mismatch/log_ppl_abs_diff_max"], "nats per token"),
         spec(S, "KL, rollout to training", &["rollout_corr/kl"], "nats per token"),
+        spec(S, "Gap of probabilities", &["training/rollout_probs_diff_mean"], "mean per token"),
         spec(S, "KL, old to new policy", &["actor/ppo_kl"], "nats per token"),
         spec(S, "Clip fraction", &["actor/pg_clipfrac"], "share of tokens"),
+        spec(V, "Explained variance", &["critic/vf_explained_var"], "share of the returns' variance"),
+        spec(V, "Values and returns", &["critic/values/mean", "critic/returns/mean"], "mean over tokens"),
+        log(spec(V, "Value loss", &["critic/vf_loss"], "half the squared error")),
+        log(spec(V, "Gradient norm, critic", &["critic/grad_norm"], "norm before clipping")),
+        spec(V, "Clip fraction, critic", &["critic/vf_clipfrac"], "share of tokens"),
         Spec {
             phase: Phase::ColdStart,
             ..log(spec(C, "Loss", &["cold_start/loss", "cold_start/held_out_loss"], "nats per token"))
@@ -116,6 +126,17 @@ pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
     (sections, data)
 }
 
+/// Title, unit, phase and scale of the chart of `metric`.
+pub(super) fn look(metric: &str) -> (String, &'static str, Phase, Scale) {
+    match SPECS.iter().find(|spec| spec.metrics.contains(&metric)) {
+        Some(spec) => (spec.title.to_owned(), spec.unit, spec.phase, spec.scale),
+        None if is_held_out(metric) => {
+            (format!("Held-out {}", held_out_name(metric)), "success", Phase::Eval, Scale::Unit)
+        }
+        None => (metric.to_owned(), "", Phase::Rl, Scale::LogWhenWide),
+    }
+}
+
 /// Every (phase, metric) of any run, ordered.
 fn recorded(runs: &[Run]) -> BTreeSet<(Phase, String)> {
     let rows = runs.iter().flat_map(|run| &run.rows);
@@ -155,14 +176,19 @@ fn chart(
                 continue;
             }
             let end = |end: &str| run.series(phase, &format!("{metric}/{end}"));
-            let stem = metric.rsplit('/').next().unwrap_or(metric).replace('_', " ");
+            let stem = metric.split_once('/').map_or(*metric, |(_, stem)| stem).replace(['_', '/'], " ");
             let name = if nth > 0 { format!("{}, {stem} (dashed)", run.label) } else { run.label.clone() };
             let interval = (end("ci95_low"), end("ci95_high"));
             series.push(Series { run: i, name, dashed: nth > 0, points, interval });
         }
     }
-    let plot = Plot::new(series, scale)?;
-    Some(Chart { id: 0, title: title.to_owned(), metric: metrics.join(", "), unit, plot })
+    let mut plot = Plot::new(series, scale)?;
+    let levels = metrics.first().and_then(|metric| alarms::levels(metric));
+    let healthy = levels.map(|(healthy, levels)| {
+        plot.mark(&levels);
+        healthy
+    });
+    Some(Chart { id: 0, title: title.to_owned(), metric: metrics.join(", "), unit, healthy, plot })
 }
 
 /// Numbers the charts and collects their data: numbers only, no text of any run.

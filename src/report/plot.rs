@@ -6,8 +6,8 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 
 /// The drawing area within the view box of `WIDTH × HEIGHT`.
-const WIDTH: f64 = 460.0;
-const HEIGHT: f64 = 236.0;
+pub(super) const WIDTH: f64 = 460.0;
+pub(super) const HEIGHT: f64 = 236.0;
 const LEFT: f64 = 58.0;
 const RIGHT: f64 = WIDTH - 12.0;
 const TOP: f64 = 10.0;
@@ -32,6 +32,8 @@ pub(super) enum Scale {
     Linear,
     /// Logarithmic when all values are positive and span a factor of `WIDE` or more, else linear.
     LogWhenWide,
+    /// Logarithmic when all values are positive, else linear.
+    Log,
     /// From 0 to 1.
     Unit,
 }
@@ -60,6 +62,8 @@ pub(super) struct Plot {
     x_ticks: Vec<Tick>,
     y_ticks: Vec<Tick>,
     lines: Vec<Line>,
+    /// Heights of levels that a value should keep to, where they are within the y-axis.
+    levels: Vec<String>,
     /// Said under the chart, such as "exactly 0 at all 80 steps".
     notes: Vec<Note>,
     #[serde(skip)]
@@ -146,9 +150,17 @@ impl Plot {
             y_ticks: if y.log { log_ticks(&y) } else { linear_ticks(&y, 5.0) },
             notes: notes(&lines),
             lines,
+            levels: Vec::new(),
             x,
             y,
         })
+    }
+
+    /// Draws those of `levels` that are within the y-axis.
+    pub fn mark(&mut self, levels: &[f64]) {
+        let y = &self.y;
+        let shown = |level: &&f64| (y.low..=y.high).contains(*level) && (!y.log || **level > 0.0);
+        self.levels = levels.iter().filter(shown).map(|&level| y.at(level)).collect();
     }
 
     /// What the script needs to show values under the pointer.
@@ -178,7 +190,8 @@ fn y_axis(series: &[Series], scale: Scale) -> Axis {
     let drawn = series.iter().flat_map(|s| s.points.iter().chain(&s.interval.0).chain(&s.interval.1));
     let (low, high) = range(drawn.map(|&(_, value)| value)).unwrap_or((0.0, 1.0));
     let axis = |low, high, log| Axis { low, high, from: BOTTOM, to: TOP, log };
-    if scale == Scale::LogWhenWide && low > 0.0 && high / low >= WIDE {
+    let wide = scale == Scale::LogWhenWide && high / low >= WIDE;
+    if low > 0.0 && (wide || scale == Scale::Log) {
         return axis(low / 1.15, high * 1.15, true);
     }
     if scale == Scale::Unit && low >= 0.0 && high <= 1.0 {

@@ -25,6 +25,17 @@ impl Run {
         labels(folders).into_iter().zip(folders).map(|(label, folder)| Self::load(label, folder)).collect()
     }
 
+    /// Reads a folder's metrics and recipe, which is all that a figure needs.
+    pub fn load_metrics(label: String, folder: &Path) -> Result<Run> {
+        Ok(Run {
+            label,
+            rows: read_rows(&folder.join("metrics.jsonl"))?,
+            recipe: read_recipe(&folder.join("recipe.toml"))?,
+            picked: Vec::new(),
+            mismatch: None,
+        })
+    }
+
     fn load(label: String, folder: &Path) -> Result<Run> {
         let shown = folder.display();
         if !folder.is_dir() {
@@ -39,11 +50,9 @@ impl Run {
             ));
         }
         Ok(Run {
-            label,
-            rows: read_rows(&metrics)?,
-            recipe: read_recipe(&folder.join("recipe.toml"))?,
             picked: conversation::pick(&folder.join("trajectories"))?,
             mismatch: read_mismatch(&folder.join("mismatch.json"))?,
+            ..Self::load_metrics(label, folder)?
         })
     }
 

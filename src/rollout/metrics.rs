@@ -13,7 +13,9 @@ use crate::trajectory::{CallOutcome, Group, Outcome};
 /// | `num_turns/{mean,max,min}` | stretches of sampled tokens of a trajectory |
 /// | `outcome/<name>` | number of trajectories that ended so; every outcome, 0 included |
 /// | `tool/<name>` | number of calls that came to this; every one, 0 included |
-/// | `group/zero_signal_fraction` | share of groups whose rewards are all equal: they teach nothing |
+/// | `group/zero_signal_fraction` | share of groups whose rewards, the greedy sample's included, are all equal: they teach nothing |
+/// | `critic/reward_baselines/{mean,max,min}` | rewards of the greedy samples, where there are any |
+/// | `group/greedy_samples`, `group/greedy_tokens` | number of greedy samples and of their sampled tokens; no other count has them |
 pub fn metrics(groups: &[Group]) -> Accumulator {
     let mut metrics = Accumulator::new();
     for outcome in Outcome::ALL {
@@ -23,20 +25,24 @@ pub fn metrics(groups: &[Group]) -> Accumulator {
         metrics.sum(&format!("tool/{}", outcome.name()), 0.0);
     }
     for group in groups {
-        let mut rewards = group.trajectories.iter().map(|t| t.reward);
+        let mut rewards = group.trajectories.iter().chain(&group.greedy).map(|t| t.reward);
         let first = rewards.next();
         let flat = rewards.all(|reward| Some(reward) == first);
         metrics.mean("group/zero_signal_fraction", f64::from(u8::from(flat)), 1.0);
+        if let Some(greedy) = &group.greedy {
+            spread(&mut metrics, "critic/reward_baselines", f64::from(greedy.reward));
+            metrics.sum("group/greedy_samples", 1.0);
+            metrics.sum("group/greedy_tokens", greedy.sampled_tokens() as f64);
+        }
         for trajectory in &group.trajectories {
-            let mut spread = |name: &str, value: f64| {
-                metrics.mean(&format!("{name}/mean"), value, 1.0);
-                metrics.max(&format!("{name}/max"), value);
-                metrics.min(&format!("{name}/min"), value);
-            };
-            spread("critic/rewards", f64::from(trajectory.reward));
-            spread("response_length", trajectory.sampled_tokens() as f64);
-            spread("prompt_length", trajectory.prompt_tokens as f64);
-            spread("num_turns", trajectory.turns.len() as f64);
+            for (name, value) in [
+                ("critic/rewards", f64::from(trajectory.reward)),
+                ("response_length", trajectory.sampled_tokens() as f64),
+                ("prompt_length", trajectory.prompt_tokens as f64),
+                ("num_turns", trajectory.turns.len() as f64),
+            ] {
+                spread(&mut metrics, name, value);
+            }
             metrics.mean("critic/success/mean", f64::from(u8::from(trajectory.success)), 1.0);
             metrics.sum(&format!("outcome/{}", trajectory.outcome.name()), 1.0);
             for call in trajectory.turns.iter().filter_map(|turn| turn.call) {
@@ -45,6 +51,12 @@ pub fn metrics(groups: &[Group]) -> Accumulator {
         }
     }
     metrics
+}
+
+fn spread(metrics: &mut Accumulator, name: &str, value: f64) {
+    metrics.mean(&format!("{name}/mean"), value, 1.0);
+    metrics.max(&format!("{name}/max"), value);
+    metrics.min(&format!("{name}/min"), value);
 }
 
 #[cfg(test)]
@@ -87,12 +99,14 @@ mod tests {
                     trajectory(1.0, 10, &answered, Outcome::Finished),
                     trajectory(-1.0, 4, &[None], Outcome::TruncatedLength),
                 ],
+                greedy: None,
             },
             Group {
                 trajectories: vec![
                     trajectory(-1.0, 1, &[Some(CallOutcome::MalformedCall)], Outcome::Malformed),
                     trajectory(-1.0, 5, &[None], Outcome::Finished),
                 ],
+                greedy: None,
             },
         ];
         let metrics = metrics(&groups).finish();
@@ -121,5 +135,34 @@ mod tests {
             assert_eq!(metrics.get(name), Some(value), "{name}");
         }
         assert_eq!(metrics.len(), 14 + Outcome::ALL.len() + CallOutcome::ALL.len());
+    }
+
+    #[test]
+    fn greedy_samples_are_counted_apart_and_a_better_one_is_a_signal() {
+        let two = |greedy| Group {
+            trajectories: vec![
+                trajectory(-1.0, 1, &[None], Outcome::Finished),
+                trajectory(-1.0, 3, &[None], Outcome::Finished),
+            ],
+            greedy: Some(greedy),
+        };
+        let groups = [
+            two(trajectory(1.0, 7, &[None], Outcome::TruncatedLength)),
+            two(trajectory(-1.0, 2, &[None], Outcome::Finished)),
+        ];
+        let metrics = metrics(&groups).finish();
+        let expected = [
+            ("critic/rewards/mean", -1.0),
+            ("critic/reward_baselines/mean", 0.0),
+            ("critic/reward_baselines/max", 1.0),
+            ("response_length/max", 3.0),
+            ("outcome/truncated_length", 0.0),
+            ("group/greedy_samples", 2.0),
+            ("group/greedy_tokens", 9.0),
+            ("group/zero_signal_fraction", 0.5),
+        ];
+        for (name, value) in expected {
+            assert_eq!(metrics.get(name), Some(value), "{name}");
+        }
     }
 }

@@ -97,13 +97,14 @@ impl Rollouts {
         })
     }
 
-    /// Work done.
+    /// Work done, greedy samples included.
     pub fn counts(&self) -> Counts {
         let mut counts = Counts::default();
         for group in &self.groups {
             let prompt = group.trajectories.first().map_or(0, |t| t.prompt_tokens);
             counts.prefilled_tokens += prompt;
-            for trajectory in &group.trajectories {
+            counts.prefilled_tokens += group.greedy.as_ref().map_or(0, |t| t.prompt_tokens);
+            for trajectory in group.trajectories.iter().chain(&group.greedy) {
                 let sampled = trajectory.sampled_tokens();
                 counts.sampled_tokens += sampled;
                 counts.prefilled_tokens += trajectory.tokens.len() - trajectory.prompt_tokens - sampled;
@@ -115,7 +116,9 @@ impl Rollouts {
 
     /// True when a tool call was ended by the wall clock: another run of the same recipe may then differ.
     pub fn tool_timed_out(&self) -> bool {
-        self.trajectories().flat_map(|t| &t.turns).any(|turn| turn.call == Some(CallOutcome::ToolTimeout))
+        let greedy = self.groups.iter().filter_map(|group| group.greedy.as_ref());
+        let mut turns = self.trajectories().chain(greedy).flat_map(|t| &t.turns);
+        turns.any(|turn| turn.call == Some(CallOutcome::ToolTimeout))
     }
 }
 

@@ -262,7 +262,7 @@ impl<'a> Queue<'a> {
         let mut rollouts = Rollouts { groups: Vec::new(), messages: Vec::new() };
         for _ in &self.prompts {
             let (trajectories, messages) = finished.by_ref().take(self.samples).unzip();
-            rollouts.groups.push(Group { trajectories });
+            rollouts.groups.push(Group { trajectories, greedy: None });
             rollouts.messages.push(messages);
         }
         Ok(Some(rollouts))

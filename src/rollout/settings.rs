@@ -56,6 +56,11 @@ impl RolloutSettings {
         }
     }
 
+    /// The greedy sample of each prompt of step `step`, whose reward is a baseline; otherwise as in training.
+    pub fn greedy(recipe: &Recipe, preamble: Vec<Message>, step: u64) -> Self {
+        Self { sampling: Sampling::whole(0.0), keep_routes: false, ..Self::training(recipe, preamble, step) }
+    }
+
     /// The evaluation after step `step`: its own sampling and seeds, the budgets of training, no arm.
     pub fn evaluation(recipe: &Recipe, preamble: Vec<Message>, step: u64) -> Self {
         let eval = &recipe.eval;

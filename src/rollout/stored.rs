@@ -57,6 +57,25 @@ fn parse(line: &[u8]) -> Result<TrajectoryRow, String> {
     }
 }
 
+/// What the experts of a fed token look like, for a model that is to replay them.
+#[derive(Debug, Clone, Copy)]
+pub struct RouteShape {
+    /// Layers times experts chosen in each.
+    pub per_token: usize,
+    /// Experts of a layer.
+    pub experts: usize,
+}
+
+impl RouteShape {
+    fn fits(&self, t: &Trajectory) -> bool {
+        let fed = t.tokens.len().saturating_sub(1);
+        let whole = |token: &Vec<u16>| {
+            token.len() == self.per_token && token.iter().all(|&expert| usize::from(expert) < self.experts)
+        };
+        t.routes.get(..fed).is_some_and(|routes| routes.iter().all(whole))
+    }
+}
+
 /// Trajectories that take the place of sampling: groups in the file's order, over and over.
 #[derive(Debug)]
 pub struct Stored {
@@ -66,11 +85,16 @@ pub struct Stored {
 
 impl Stored {
     /// Reads `path`, whose rows are grouped by their step and prompt, and checks them against the model: its
-    /// `vocabulary` and its context of `context_tokens_max`.
+    /// `vocabulary`, its context of `context_tokens_max` and, where experts are to be replayed, their shape `replayed`.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] naming file and line.
-    pub fn open(path: &Path, vocabulary: usize, context_tokens_max: usize) -> Result<Self> {
+    pub fn open(
+        path: &Path,
+        vocabulary: usize,
+        context_tokens_max: usize,
+        replayed: Option<RouteShape>,
+    ) -> Result<Self> {
         let shown = path.display();
         let (rows, _) = read(path, false)?;
         let (mut groups, mut places) = (Vec::<Vec<TrajectoryRow>>::new(), BTreeMap::new());
@@ -85,6 +109,11 @@ impl Stored {
                 return Err(bad_input!(
                     "{shown}: line {number}: {} tokens do not fit the model's context of {context_tokens_max}; remove the line or take a model with a longer context",
                     t.tokens.len()
+                ));
+            }
+            if replayed.is_some_and(|shape| !shape.fits(t)) {
+                return Err(bad_input!(
+                    "{shown}: line {number}: `routes` are not the experts that this model chooses for its tokens, and policy.router_replay is \"rollout\"; sample with rollout.keep_routes = true, or replay none"
                 ));
             }
             let place = *places.entry((t.step, t.prompt)).or_insert(groups.len());
@@ -113,7 +142,7 @@ impl Stored {
                 .iter()
                 .map(|row| (Trajectory { step, ..row.trajectory.clone() }, row.messages.clone()))
                 .unzip();
-            rollouts.groups.push(Group { trajectories });
+            rollouts.groups.push(Group { trajectories, greedy: None });
             rollouts.messages.push(messages);
         }
         rollouts

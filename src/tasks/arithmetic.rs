@@ -194,6 +194,21 @@ pub(super) fn exact_reward(problem: &Problem, transcript: &Transcript) -> Reward
     Reward { value: if success { 1.0 } else { -1.0 }, success }
 }
 
+/// The first `count` problems of other ids that `draw` gives, or those that are there in a hundred times as many draws.
+pub(super) fn distinct(count: usize, mut draw: impl FnMut() -> Problem) -> Vec<Problem> {
+    let mut problems: Vec<Problem> = Vec::with_capacity(count);
+    let mut seen = std::collections::HashSet::new();
+    let mut draws_left = count.saturating_mul(100);
+    while problems.len() < count && draws_left > 0 {
+        draws_left -= 1;
+        let problem = draw();
+        if seen.insert(problem.id.clone()) {
+            problems.push(problem);
+        }
+    }
+    problems
+}
+
 /// The task `arithmetic`: at most three turns fit its 72 sampled tokens and a context of 160.
 pub struct Arithmetic {
     validation: [ValidationSet; 1],
@@ -203,17 +218,8 @@ impl Arithmetic {
     /// The task with `validation_problems` held-out problems, the same in every run.
     pub fn new(validation_problems: usize) -> Self {
         let mut rng = stream(0, Purpose::Problem, &[u64::MAX]);
-        let mut problems: Vec<Problem> = Vec::with_capacity(validation_problems);
-        let mut seen = std::collections::HashSet::new();
         // The held-out tenth has some 250,000 problems; a request for more stops there.
-        let mut draws_left = validation_problems.saturating_mul(100);
-        while problems.len() < validation_problems && draws_left > 0 {
-            draws_left -= 1;
-            let problem = Sum::draw_split(&mut rng, true).problem();
-            if seen.insert(problem.id.clone()) {
-                problems.push(problem);
-            }
-        }
+        let problems = distinct(validation_problems, || Sum::draw_split(&mut rng, true).problem());
         Self { validation: [ValidationSet { name: "arithmetic".into(), problems }] }
     }
 }

@@ -5,6 +5,7 @@ mod arithmetic;
 mod arithmetic_single;
 pub mod boxed;
 mod command;
+mod format_rules;
 pub mod gsm8k;
 pub mod instructions;
 pub mod number;
@@ -16,6 +17,7 @@ pub mod verify_if;
 pub use arithmetic::{Arithmetic, VALIDATION_PROBLEMS};
 pub use arithmetic_single::ArithmeticSingle;
 pub use command::CommandTask;
+pub use format_rules::FormatRules;
 pub use gsm8k::Gsm8k;
 pub use retool::Retool;
 pub use verify_if::VerifyIf;
@@ -196,8 +198,8 @@ impl Default for TaskSettings {
 }
 
 /// The tasks that [`build`] knows.
-pub const TASK_NAMES: [&str; 6] =
-    ["arithmetic", "arithmetic_single", "gsm8k", "retool", "verify_if", "command"];
+pub const TASK_NAMES: [&str; 7] =
+    ["arithmetic", "arithmetic_single", "format_rules", "gsm8k", "retool", "verify_if", "command"];
 
 /// The task that `settings` describe, its files read and checked.
 ///
@@ -208,6 +210,7 @@ pub fn build(settings: &TaskSettings) -> Result<Box<dyn Task>> {
     Ok(match settings.name.as_str() {
         "arithmetic" => Box::new(Arithmetic::new(generated)),
         "arithmetic_single" => Box::new(ArithmeticSingle::new(generated)),
+        "format_rules" => Box::new(FormatRules::new(generated)),
         "gsm8k" => Box::new(Gsm8k::load(
             (needed(settings, &settings.train_file, "task.train_file")?, settings.train_rows_max),
             (

@@ -25,6 +25,9 @@ pub struct Learner<'a> {
 /// An objective of every micro-batch: its index, and what [`super::forward_backward::Objective`] sees.
 pub type BatchObjective<'a> = &'a (dyn Fn(usize, &[f32], &[f32]) -> Result<HeadGradient> + Sync);
 
+/// A critic's objective of every micro-batch: its index, and what [`super::forward_backward::ValueObjective`] sees.
+pub type BatchValueObjective<'a> = &'a (dyn Fn(usize, &[f32]) -> Result<Vec<f32>> + Sync);
+
 impl Learner<'_> {
     /// Runs forward and backward of every micro-batch. `objective(index, log_probs, entropies)` sees one
     /// micro-batch; its gradients must already be divided by the whole batch's count. `load_balance` is the
@@ -46,22 +49,49 @@ impl Learner<'_> {
             self.pass(batch, settings)
                 .forward_backward(&|log_probs, entropies| objective(index, log_probs, entropies))
         };
-        let mut gradients = Gradients::none(self.parameters.len());
         let mut outputs = Vec::with_capacity(batches.len());
+        let gradients = self.sum(batches.len(), run, |mut output| {
+            let gradients = std::mem::replace(&mut output.gradients, Gradients::none(0));
+            outputs.push(output);
+            gradients
+        })?;
+        Ok((gradients, outputs))
+    }
+
+    /// The same for a critic. `objective(index, values)` sees one micro-batch and returns the gradient of its share.
+    ///
+    /// # Errors
+    /// Those of the passes and of the objective.
+    pub fn accumulate_values(
+        &self,
+        batches: &[MicroBatch],
+        settings: PassSettings,
+        objective: BatchValueObjective<'_>,
+    ) -> Result<Gradients> {
+        let run = |index: usize| {
+            self.pass(&batches[index], settings).values_backward(&|values| objective(index, values))
+        };
+        self.sum(batches.len(), run, |gradients| gradients)
+    }
+
+    /// Runs `count` passes and adds up, in their order, the gradients that `take` finds in each.
+    fn sum<T: Send>(
+        &self,
+        count: usize,
+        run: impl Fn(usize) -> Result<T> + Sync,
+        mut take: impl FnMut(T) -> Gradients,
+    ) -> Result<Gradients> {
+        let mut gradients = Gradients::none(self.parameters.len());
         let wave = self.side_by_side();
-        for start in (0..batches.len()).step_by(wave) {
-            let count = wave.min(batches.len() - start);
+        for start in (0..count).step_by(wave) {
             let passes = if wave == 1 {
                 vec![self.threads.wide(|| run(start))?]
             } else {
-                self.threads.map(count, |i| run(start + i))?
+                self.threads.map(wave.min(count - start), |i| run(start + i))?
             };
-            for mut output in passes {
-                gradients.add(std::mem::replace(&mut output.gradients, Gradients::none(0)));
-                outputs.push(output);
-            }
+            passes.into_iter().for_each(|pass| gradients.add(take(pass)));
         }
-        Ok((gradients, outputs))
+        Ok(gradients)
     }
 
     /// Log-probabilities and entropies of every micro-batch, without gradients.
@@ -69,11 +99,23 @@ impl Learner<'_> {
     /// # Errors
     /// Those of the passes.
     pub fn forward(&self, batches: &[MicroBatch], settings: PassSettings) -> Result<Vec<PassOutput>> {
-        let run = |index: usize| self.pass(&batches[index], settings).forward();
+        self.each(batches.len(), |index| self.pass(&batches[index], settings).forward())
+    }
+
+    /// A critic's values, without gradients: one a target, micro-batch after micro-batch.
+    ///
+    /// # Errors
+    /// Those of the passes.
+    pub fn values(&self, batches: &[MicroBatch], settings: PassSettings) -> Result<Vec<f32>> {
+        Ok(self.each(batches.len(), |index| self.pass(&batches[index], settings).values())?.concat())
+    }
+
+    /// Passes that hold no gradients, in their order.
+    fn each<T: Send>(&self, count: usize, run: impl Fn(usize) -> Result<T> + Sync) -> Result<Vec<T>> {
         if self.side_by_side() == 1 {
-            self.threads.wide(|| (0..batches.len()).map(run).collect())
+            self.threads.wide(|| (0..count).map(&run).collect())
         } else {
-            self.threads.map(batches.len(), run)
+            self.threads.map(count, run)
         }
     }
 

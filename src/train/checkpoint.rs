@@ -1,9 +1,11 @@
 //! Checkpoints: written aside, synced and renamed, so that a kill at any moment leaves whole ones only.
 //!
 //! A checkpoint is a Hugging Face folder (`config.json`, safetensors, tokenizer) with two files more:
-//! `trainer.json` says where the run stood, `trainer.safetensors` holds the optimizer's f32 state.
+//! `trainer.json` says where the run stood, `trainer.safetensors` holds the optimizer's f32 state. A critic adds a third,
+//! `critic.safetensors`: its weights and its optimizer's state, f32.
 //! Random numbers need no state: they are functions of the seed and the step.
 
+use super::critic::Critic;
 use super::optimizer::{Optimizer, ParameterState};
 use crate::bad_input;
 use crate::metrics::Phase;
@@ -23,6 +25,7 @@ use std::path::{Path, PathBuf};
 
 const STATE_FILE: &str = "trainer.json";
 const TENSORS_FILE: &str = "trainer.safetensors";
+const CRITIC_FILE: &str = "critic.safetensors";
 
 /// Where a run stood.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -33,8 +36,14 @@ pub struct TrainerState {
     pub step: u64,
     /// Updates that the stage's optimizer made.
     pub updates: u64,
+    /// Updates that the critic's optimizer made; 0 without one.
+    #[serde(default)]
+    pub critic_updates: u64,
     /// Length of `metrics.jsonl` at this point, bytes.
     pub metrics_bytes: u64,
+    /// What the coefficient of `policy.kl` was steered to, where it is steered.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kl_coefficient: Option<f64>,
 }
 
 /// The name of a checkpoint's folder: `step-NNNNNN`, or `cold-start-NNNNNN` before reinforcement learning.
@@ -107,6 +116,7 @@ pub struct Snapshot<'a> {
     pub companions: &'a Companions,
     pub parameters: &'a Parameters,
     pub optimizer: &'a Optimizer,
+    pub critic: Option<&'a Critic>,
     pub state: TrainerState,
 }
 
@@ -155,7 +165,12 @@ impl Snapshot<'_> {
                 None => Ok(self.parameters.var(index).as_tensor().clone()),
             }
         })?;
-        self.write_optimizer(&aside.join(TENSORS_FILE))?;
+        // A frozen tensor is in the model's own files; only where those round it is it kept beside them too.
+        let rounded = |spec: &ParameterSpec, values: &[f32]| !self.form_keeps(spec, values);
+        write_state(&aside.join(TENSORS_FILE), self.parameters, self.optimizer, &rounded)?;
+        if let Some(critic) = self.critic {
+            write_state(&aside.join(CRITIC_FILE), &critic.parameters, &critic.optimizer, &|_, _| true)?;
+        }
         let state = aside.join(STATE_FILE);
         fs::write(&state, serde_json::to_string_pretty(&self.state)? + "\n")?;
         File::open(&state)?.sync_all()?;
@@ -174,38 +189,42 @@ impl Snapshot<'_> {
             _ => values.iter().all(|&v| half::bf16::from_f32(v).to_f32() == v),
         }
     }
+}
 
-    fn write_optimizer(&self, path: &Path) -> Result<()> {
-        let mut buffers: Vec<(String, Vec<u8>, usize)> = vec![];
-        let bytes = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
-        for (index, (spec, state)) in self.parameters.specs.iter().zip(&self.optimizer.states).enumerate() {
-            let mut push = |kind: &str, values: &[f32]| {
-                buffers.push((format!("{kind}.{}", spec.name), bytes(values), values.len()));
-            };
-            match state {
-                Some(state) => {
-                    push("master", &state.master);
-                    push("first", &state.first);
-                    push("second", &state.second);
+/// Writes masters and moments of what learns, and those frozen tensors that `keep` asks for, into the file `path`.
+fn write_state(
+    path: &Path,
+    parameters: &Parameters,
+    optimizer: &Optimizer,
+    keep: &dyn Fn(&ParameterSpec, &[f32]) -> bool,
+) -> Result<()> {
+    let mut buffers: Vec<(String, Vec<u8>, usize)> = vec![];
+    let bytes = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
+    for (index, (spec, state)) in parameters.specs.iter().zip(&optimizer.states).enumerate() {
+        let mut push = |kind: &str, values: &[f32]| {
+            buffers.push((format!("{kind}.{}", spec.name), bytes(values), values.len()));
+        };
+        match state {
+            Some(state) => {
+                push("master", &state.master);
+                push("first", &state.first);
+                push("second", &state.second);
+            }
+            None => {
+                let values = parameters.var(index).flatten_all()?.to_vec1::<f32>()?;
+                if keep(spec, &values) {
+                    push("master", &values);
                 }
-                // A frozen tensor is in the model's own files; only where those round it is it kept here too.
-                None if self.form != Form::F32 => {
-                    let values = self.parameters.var(index).flatten_all()?.to_vec1::<f32>()?;
-                    if !self.form_keeps(spec, &values) {
-                        push("master", &values);
-                    }
-                }
-                None => {}
             }
         }
-        let views = buffers
-            .iter()
-            .map(|(name, data, len)| Ok((name, TensorView::new(Dtype::F32, vec![*len], data)?)))
-            .collect::<Result<Vec<_>>>()?;
-        // Its text already holds that of its source.
-        safetensors::serialize_to_file(views, None, path).map_err(|e| anyhow!("{}: {e}", path.display()))?;
-        Ok(File::open(path)?.sync_all()?)
     }
+    let views = buffers
+        .iter()
+        .map(|(name, data, len)| Ok((name, TensorView::new(Dtype::F32, vec![*len], data)?)))
+        .collect::<Result<Vec<_>>>()?;
+    // Its text already holds that of its source.
+    safetensors::serialize_to_file(views, None, path).map_err(|e| anyhow!("{}: {e}", path.display()))?;
+    Ok(File::open(path)?.sync_all()?)
 }
 
 /// Restores weights and optimizer from the checkpoint `folder`, bit for bit.
@@ -213,11 +232,23 @@ impl Snapshot<'_> {
 /// # Errors
 /// [`crate::error::BadInput`] when the checkpoint's state does not fit the model.
 pub fn restore(folder: &Path, parameters: &Parameters, optimizer: &mut Optimizer) -> Result<()> {
-    let path = folder.join(TENSORS_FILE);
+    restore_state(&folder.join(TENSORS_FILE), parameters, optimizer, false)
+}
+
+/// Restores the critic of the checkpoint `folder`, bit for bit.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when the checkpoint holds no critic, or one that does not fit the model.
+pub fn restore_critic(folder: &Path, critic: &mut Critic) -> Result<()> {
+    restore_state(&folder.join(CRITIC_FILE), &critic.parameters, &mut critic.optimizer, true)
+}
+
+/// Reads what [`write_state`] wrote. With `whole` every frozen tensor must be there too.
+fn restore_state(path: &Path, parameters: &Parameters, optimizer: &mut Optimizer, whole: bool) -> Result<()> {
     let damaged = |what: String| {
         bad_input!("{}: {what}; remove this checkpoint to go on from the one before", path.display())
     };
-    let bytes = fs::read(&path).map_err(|e| damaged(format!("cannot be read: {e}")))?;
+    let bytes = fs::read(path).map_err(|e| damaged(format!("cannot be read: {e}")))?;
     let tensors = SafeTensors::deserialize(&bytes).map_err(|e| damaged(format!("damaged: {e}")))?;
     let mut kept: HashMap<&str, Vec<f32>> = tensors
         .iter()
@@ -246,6 +277,10 @@ pub fn restore(folder: &Path, parameters: &Parameters, optimizer: &mut Optimizer
                 *state = restored;
             }
             (Some(_), None) => return Err(damaged(format!("{} is missing", spec.name))),
+            (None, None) if whole => return Err(damaged(format!("{} is missing", spec.name))),
+            (None, Some(master)) if master.len() != count => {
+                return Err(damaged(format!("{} has another size", spec.name)));
+            }
             (None, Some(master)) => {
                 let shape = parameters.var(index).shape().clone();
                 parameters.var(index).set(&Tensor::from_vec(master, shape, &Device::Cpu)?)?;

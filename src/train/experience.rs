@@ -31,10 +31,16 @@ pub struct Experience {
     /// Those of the frozen reference.
     pub reference: Option<Vec<f32>>,
     pub advantages: Vec<f32>,
+    /// The critic's, before the first update.
+    pub values: Option<Vec<f32>>,
+    /// What the critic learns.
+    pub returns: Option<Vec<f32>>,
     /// Importance weights.
     pub weights: Option<Vec<f32>>,
     /// Experts to replay, one entry a sequence.
     pub routes: Option<Vec<Routes>>,
+    /// Experts chosen at sampling, where they were kept and are not replayed: training's own are compared with them.
+    pub sampled_routes: Option<Vec<Routes>>,
     /// What was measured on the whole batch.
     pub metrics: Metrics,
 }
@@ -68,6 +74,8 @@ impl Experience {
         let column = |values: &Vec<f32>| -> Vec<f32> {
             indices.iter().flat_map(|&s| values[span(s)].iter().copied()).collect()
         };
+        let of_sequences =
+            |routes: &Vec<Routes>| -> Vec<Routes> { indices.iter().map(|&s| routes[s].clone()).collect() };
         let mut cu_seqlens = vec![0];
         indices.iter().fold(0, |start, &s| {
             let end = start + span(s).len();
@@ -82,8 +90,11 @@ impl Experience {
             training: self.training.as_ref().map(column),
             reference: self.reference.as_ref().map(column),
             advantages: column(&self.advantages),
+            values: self.values.as_ref().map(column),
+            returns: self.returns.as_ref().map(column),
             weights: self.weights.as_ref().map(column),
-            routes: self.routes.as_ref().map(|r| indices.iter().map(|&s| r[s].clone()).collect()),
+            routes: self.routes.as_ref().map(of_sequences),
+            sampled_routes: self.sampled_routes.as_ref().map(of_sequences),
             metrics: Metrics::new(),
         }
     }
@@ -111,12 +122,13 @@ impl Experience {
         batches
     }
 
-    /// `rollout_corr/`, `mismatch/` and `training/` figures of the log-probabilities `training` of a training forward.
-    /// Rejected tokens are in them: what is wrong with those is what is to be seen.
+    /// `rollout_corr/`, `mismatch/` and `training/` figures of the log-probabilities `training` of a training forward, and
+    /// of its experts `chosen`, `top_k` a token, where those of sampling are known. Rejected tokens are in them: what is
+    /// wrong with those is what is to be seen.
     ///
     /// # Errors
     /// When no token was sampled, or a log-probability is no number.
-    pub fn compare(&self, training: &[f32]) -> Result<Metrics> {
+    pub fn compare(&self, training: &[f32], chosen: &[Routes], top_k: usize) -> Result<Metrics> {
         let all = vec![true; self.rollout.len()];
         let sequences = Sequences::new(&self.cu_seqlens, &all)?;
         let mut metrics = Metrics::new();
@@ -128,6 +140,9 @@ impl Experience {
             probs_diff_metrics(&sequences, training, &self.rollout)?,
         ] {
             found.into_iter().for_each(|(name, value)| metrics.set(name, value));
+        }
+        if let Some(sampled) = &self.sampled_routes {
+            metrics.set("mismatch/routing_agreement", routing_agreement(sampled, chosen, top_k));
         }
         Ok(metrics)
     }
@@ -156,6 +171,16 @@ pub(super) fn kept_routes(trajectories: &[&Trajectory], layers: usize, top_k: us
         Ok((0..layers).map(|l| layer(l).collect()).collect())
     };
     trajectories.iter().map(of_one).collect()
+}
+
+/// Share of (fed token, layer) with the same set of experts; 1 of nothing.
+fn routing_agreement(a: &[Routes], b: &[Routes], top_k: usize) -> f64 {
+    let layers = a.iter().flatten().zip(b.iter().flatten());
+    let pairs = layers.flat_map(|(a, b)| a.chunks_exact(top_k).zip(b.chunks_exact(top_k)));
+    let (same, all) = pairs.fold((0usize, 0usize), |(same, all), (a, b)| {
+        (same + usize::from(a.iter().all(|expert| b.contains(expert))), all + 1)
+    });
+    if all == 0 { 1.0 } else { same as f64 / all as f64 }
 }
 
 /// The experts that a forward chose, per sequence.

@@ -6,9 +6,10 @@
 use super::batch::MicroBatch;
 use super::gradients::Gradients;
 use crate::model::forward::{ForwardOptions, Model, PackedAttention};
-use crate::model::weights::{LayerWeights, Parameters, Resident, WeightSource};
+use crate::model::names::{ParameterSpec, Role};
+use crate::model::weights::{Head, LayerWeights, Parameters, Resident, WeightSource};
 use crate::ops;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor, Var};
 use std::sync::Arc;
@@ -34,6 +35,12 @@ pub struct HeadGradient {
 /// From the log-probabilities and entropies of the head, `[R]` each, to their gradients.
 pub type Objective<'a> = &'a dyn Fn(&[f32], &[f32]) -> Result<HeadGradient>;
 
+/// From the values that a critic's head gives, `[R]`, to the gradient of its loss with respect to them.
+pub type ValueObjective<'a> = &'a dyn Fn(&[f32]) -> Result<Vec<f32>>;
+
+/// From what the head gives, `[n, R]`, to the gradient with respect to it, of the same shape.
+type OnHead<'a> = &'a dyn Fn(&Tensor) -> Result<Tensor>;
+
 /// The experts chosen in every layer, `[layers]` of `[T][K]`.
 pub type Routes = Vec<Arc<Vec<u16>>>;
 
@@ -48,6 +55,15 @@ pub struct PassOutput {
     /// Load-balancing loss, mean over layers, before its coefficient; 0 when not asked for.
     pub load_balance: f64,
     pub gradients: Gradients,
+}
+
+/// What a pass comes to under either head.
+struct Walked {
+    /// `[n, R]`.
+    head: Tensor,
+    routes: Routes,
+    load_balance: f64,
+    gradients: Gradients,
 }
 
 /// The pass of one micro-batch over `parameters`.
@@ -66,13 +82,18 @@ impl Pass<'_> {
     /// # Errors
     /// When the batch does not fit the model.
     pub fn forward(&self) -> Result<PassOutput> {
-        let weights = self.parameters.detached()?;
-        let (inputs, routes) = self.layer_inputs(&weights)?;
-        let hidden = inputs.last().context("a model without layers")?;
-        let head = self.head(&weights, hidden)?;
+        let (head, routes) = self.head_alone()?;
         let [log_probs, entropies] = split_head(&head)?;
         let gradients = Gradients::none(0);
         Ok(PassOutput { log_probs, entropies, routes, load_balance: 0.0, gradients })
+    }
+
+    /// Values only, `[R]`: that of a target is read where the target is predicted, before it is seen.
+    ///
+    /// # Errors
+    /// When the batch does not fit the model, or it has no value head.
+    pub fn values(&self) -> Result<Vec<f32>> {
+        read_values(&self.head_alone()?.0)
     }
 
     /// Forward, `objective` on the head's values, backward.
@@ -80,10 +101,35 @@ impl Pass<'_> {
     /// # Errors
     /// When the batch does not fit the model or the objective fails.
     pub fn forward_backward(&self, objective: Objective<'_>) -> Result<PassOutput> {
+        let Walked { head, routes, load_balance, gradients } = self.walk(&|head| apply(head, objective))?;
+        let [log_probs, entropies] = split_head(&head)?;
+        Ok(PassOutput { log_probs, entropies, routes, load_balance, gradients })
+    }
+
+    /// The same for a critic: `objective` on its values. Returns the gradients.
+    ///
+    /// # Errors
+    /// When the batch does not fit the model, it has no value head, or the objective fails.
+    pub fn values_backward(&self, objective: ValueObjective<'_>) -> Result<Gradients> {
+        let on_head = |head: &Tensor| {
+            let gradient = objective(&read_values(head)?)?;
+            Ok(Tensor::from_vec(gradient, head.shape(), &Device::Cpu)?)
+        };
+        Ok(self.walk(&on_head)?.gradients)
+    }
+
+    fn walk(&self, objective: OnHead<'_>) -> Result<Walked> {
         if self.settings.recompute_layers { self.recomputed(objective) } else { self.whole_graph(objective) }
     }
 
-    fn whole_graph(&self, objective: Objective<'_>) -> Result<PassOutput> {
+    fn head_alone(&self) -> Result<(Tensor, Routes)> {
+        let weights = self.parameters.detached()?;
+        let (inputs, routes) = self.layer_inputs(&weights)?;
+        let hidden = inputs.last().context("a model without layers")?;
+        Ok((self.head(&weights, hidden)?, routes))
+    }
+
+    fn whole_graph(&self, objective: OnHead<'_>) -> Result<Walked> {
         let weights = self.parameters.tracked(self.trainable)?;
         let mut x = ops::embedding(&weights.embedding()?, &self.batch.tokens)?;
         let mut attend = self.packed();
@@ -104,8 +150,7 @@ impl Pass<'_> {
             routes.push(output.routes);
         }
         let head = self.head(&weights, &x)?;
-        let (log_probs, entropies, gradient) = apply(&head, objective)?;
-        let mut root = ops::upstream(&head, &gradient)?;
+        let mut root = ops::upstream(&head, &objective(&head)?)?;
         if let Some(balance) = balance {
             root = (root + balance)?;
         }
@@ -113,10 +158,10 @@ impl Pass<'_> {
         let mut gradients = Gradients::none(self.parameters.len());
         self.collect(&store, &mut gradients, |_| true)?;
         let load_balance = balance_sum / self.model.config.num_hidden_layers as f64;
-        Ok(PassOutput { log_probs, entropies, routes, load_balance, gradients })
+        Ok(Walked { head: head.detach(), routes, load_balance, gradients })
     }
 
-    fn recomputed(&self, objective: Objective<'_>) -> Result<PassOutput> {
+    fn recomputed(&self, objective: OnHead<'_>) -> Result<Walked> {
         let weights = self.parameters.tracked(self.trainable)?;
         let layers = self.model.config.num_hidden_layers;
         let (mut inputs, routes) = self.layer_inputs(&self.parameters.detached()?)?;
@@ -124,11 +169,12 @@ impl Pass<'_> {
 
         let top = Var::from_tensor(&inputs.pop().context("a model without layers")?)?;
         let head = self.head(&weights, top.as_tensor())?;
-        let (log_probs, entropies, gradient) = apply(&head, objective)?;
-        let mut store = ops::upstream(&head, &gradient)?.backward()?;
-        self.collect(&store, &mut gradients, |name| name == "model.norm.weight" || name == "lm_head.weight")?;
+        let mut store = ops::upstream(&head, &objective(&head)?)?.backward()?;
+        let after_layers = |spec: &ParameterSpec| spec.layer.is_none() && spec.role != Role::Embedding;
+        self.collect(&store, &mut gradients, after_layers)?;
         let mut upstream = store.remove(top.as_tensor()).context("no gradient at the last layer")?;
-        drop((head, store, top));
+        let head = head.detach();
+        drop((store, top));
 
         let rotation = self.model.rotation(self.batch.positions.clone());
         let mut balance_sum = 0.0;
@@ -146,15 +192,15 @@ impl Pass<'_> {
             }
             let mut store = root.backward()?;
             upstream = store.remove(x.as_tensor()).context("no gradient at a layer's input")?;
-            self.collect_layer(&store, &mut gradients, index)?;
+            self.collect(&store, &mut gradients, |spec| spec.layer == Some(index))?;
         }
         let embedded = ops::embedding(&weights.embedding()?, &self.batch.tokens)?;
         if embedded.track_op() {
             let store = ops::upstream(&embedded, &upstream)?.backward()?;
-            self.collect(&store, &mut gradients, |name| name == "model.embed_tokens.weight")?;
+            self.collect(&store, &mut gradients, |spec| spec.role == Role::Embedding)?;
         }
         let load_balance = balance_sum / layers as f64;
-        Ok(PassOutput { log_probs, entropies, routes, load_balance, gradients })
+        Ok(Walked { head, routes, load_balance, gradients })
     }
 
     /// The input of every layer and the output of the last, without gradients; and the experts chosen.
@@ -178,12 +224,19 @@ impl Pass<'_> {
         PackedAttention { cu_seqlens: self.batch.cu_seqlens.clone() }
     }
 
-    /// `[2, R]`: log-probabilities and entropies of the targets.
+    /// `[2, R]`: log-probabilities and entropies of the targets; under a value head `[1, R]`: values.
     fn head(&self, weights: &Resident, hidden: &Tensor) -> Result<Tensor> {
         let rows = ops::embedding::select_rows(hidden, &self.batch.rows)?;
         let normed = self.model.final_norm(weights, &rows)?;
-        let temperature = self.settings.temperature;
-        Ok(ops::log_prob_and_entropy(&normed, &weights.lm_head()?, &self.batch.targets, temperature)?)
+        match weights.head() {
+            Head::LanguageModel(weight) => {
+                let temperature = self.settings.temperature;
+                Ok(ops::log_prob_and_entropy(&normed, weight, &self.batch.targets, temperature)?)
+            }
+            Head::Value(head) => {
+                Ok(ops::linear(&normed, &head.weight, &head.bias)?.reshape((1, self.batch.targets.len()))?)
+            }
+        }
     }
 
     /// The layer's share of the load-balancing loss, times its coefficient, and its plain value.
@@ -199,34 +252,20 @@ impl Pass<'_> {
         Ok(Some(((loss * (self.settings.load_balance / config.num_hidden_layers as f64))?, value)))
     }
 
-    fn collect_layer(&self, store: &GradStore, gradients: &mut Gradients, layer: usize) -> Result<()> {
-        for (index, spec) in self.parameters.specs.iter().enumerate() {
-            if spec.layer == Some(layer) && self.trainable[index] {
-                self.collect_one(store, gradients, index)?;
-            }
-        }
-        Ok(())
-    }
-
     fn collect(
         &self,
         store: &GradStore,
         gradients: &mut Gradients,
-        wanted: impl Fn(&str) -> bool,
+        wanted: impl Fn(&ParameterSpec) -> bool,
     ) -> Result<()> {
         for (index, spec) in self.parameters.specs.iter().enumerate() {
-            if self.trainable[index] && wanted(&spec.name) {
-                self.collect_one(store, gradients, index)?;
+            if self.trainable[index] && wanted(spec) {
+                let gradient = store.get(self.parameters.var(index));
+                let gradient = gradient.with_context(|| format!("no gradient for {}", spec.name))?;
+                gradients.add_tensor(index, gradient)?;
             }
         }
         Ok(())
-    }
-
-    fn collect_one(&self, store: &GradStore, gradients: &mut Gradients, index: usize) -> Result<()> {
-        let name = &self.parameters.specs[index].name;
-        let gradient =
-            store.get(self.parameters.var(index)).with_context(|| format!("no gradient for {name}"))?;
-        Ok(gradients.add_tensor(index, gradient)?)
     }
 }
 
@@ -234,12 +273,16 @@ fn split_head(head: &Tensor) -> Result<[Vec<f32>; 2]> {
     Ok([head.get(0)?.to_vec1()?, head.get(1)?.to_vec1()?])
 }
 
-/// The objective's gradient as a tensor of the head's shape, with the head's values.
-fn apply(head: &Tensor, objective: Objective<'_>) -> Result<(Vec<f32>, Vec<f32>, Tensor)> {
+fn read_values(head: &Tensor) -> Result<Vec<f32>> {
+    ensure!(head.dim(0)? == 1, "values of a model that has no value head");
+    Ok(head.get(0)?.to_vec1()?)
+}
+
+/// The objective's gradient as a tensor of the head's shape.
+fn apply(head: &Tensor, objective: Objective<'_>) -> Result<Tensor> {
     let [log_probs, entropies] = split_head(head)?;
     let HeadGradient { log_probs: mut gradient, entropies: entropy_gradient } =
         objective(&log_probs, &entropies)?;
     gradient.extend(entropy_gradient);
-    let gradient = Tensor::from_vec(gradient, head.shape(), &Device::Cpu)?;
-    Ok((log_probs, entropies, gradient))
+    Ok(Tensor::from_vec(gradient, head.shape(), &Device::Cpu)?)
 }

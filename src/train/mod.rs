@@ -3,6 +3,7 @@
 pub mod accumulate;
 pub mod batch;
 pub mod checkpoint;
+pub mod critic;
 pub mod experience;
 pub mod forward_backward;
 pub mod gradients;

@@ -11,14 +11,14 @@ use std::collections::BTreeMap;
 
 /// The recipe's policy loss.
 pub(super) fn objective(policy: &recipe::Policy) -> Result<Objective> {
-    let range = ClipRange::new(policy.clip_low, policy.clip_high)?;
+    let range = || ClipRange::new(policy.clip_low, policy.clip_high);
     let dual_clip = (policy.dual_clip > 0.0).then_some(policy.dual_clip);
     Ok(match policy.loss {
-        Loss::Ppo => Objective::Ppo(PpoClip::new(range, dual_clip)?),
-        Loss::Gspo => Objective::Gspo(range),
+        Loss::Ppo => Objective::Ppo(PpoClip::new(range()?, dual_clip)?),
+        Loss::Gspo => Objective::Gspo(range()?),
         Loss::Cispo => Objective::Cispo(CispoClip::new(policy.clip_low, policy.clip_high)?),
         Loss::Reinforce => Objective::Reinforce,
-        Loss::GeoMean => Objective::GeoMean(range),
+        Loss::GeoMean => Objective::GeoMean(range()?),
     })
 }
 

@@ -1,15 +1,18 @@
 //! The policy's updates from a step's groups: what is fixed before the first, then loss and gradients of each.
 
 use super::accumulate::Learner;
-use super::experience::{Experience, chosen_routes, joined, kept_routes, spans};
+use super::batch::MicroBatch;
+use super::critic::CriticStep;
+use super::experience::{Experience, Routes, chosen_routes, joined, kept_routes, spans};
 use super::forward_backward::{HeadGradient, PassOutput, PassSettings};
 use super::gradients::Gradients;
 use super::objective::{self, Share, objective};
+use crate::bad_input;
 use crate::metrics::Metrics;
 use crate::model::forward::ForwardOptions;
 use crate::model::weights::Parameters;
 use crate::policy::advantage::{
-    GroupEstimator, group_advantages, reinforce_plus_plus, reinforce_plus_plus_baseline,
+    GroupEstimator, group_advantages, reinforce_plus_plus, reinforce_plus_plus_baseline, remax,
 };
 use crate::policy::correction::correct;
 use crate::policy::kl_in_reward::kl_in_reward;
@@ -27,7 +30,11 @@ pub struct PolicyStep<'a> {
     pub learner: Learner<'a>,
     /// Weights of the frozen reference; `policy.kl` needs them.
     pub reference: Option<&'a Parameters>,
+    /// What gives the values; the advantage `gae` needs it.
+    pub critic: Option<CriticStep<'a>>,
     pub policy: &'a recipe::Policy,
+    /// Weight of the divergence in the reward at this step: `policy.kl.coefficient`, or what it was steered to.
+    pub kl_coefficient: f64,
     pub pass: PassSettings,
     /// An arm: the old log-probs come from a forward of their own, whatever `policy.old_logprob` says.
     pub second_forward: Option<ForwardOptions>,
@@ -45,6 +52,8 @@ pub struct Update {
     pub metrics: Metrics,
     /// Log-probabilities of the update's forward, one a trained token.
     pub log_probs: Vec<f32>,
+    /// The experts it chose, where those of sampling are known.
+    routes: Vec<Routes>,
 }
 
 impl PolicyStep<'_> {
@@ -68,6 +77,8 @@ impl PolicyStep<'_> {
         }
         if policy.router_replay == RouterReplay::Rollout {
             experience.routes = Some(kept_routes(&trajectories, config.num_hidden_layers, top_k)?);
+        } else {
+            experience.sampled_routes = kept_routes(&trajectories, config.num_hidden_layers, top_k).ok();
         }
         let anchor = self.anchor();
         let anchor_in_reward = policy.kl.place == KlPlace::Reward && anchor == OldLogProb::Detach;
@@ -75,15 +86,17 @@ impl PolicyStep<'_> {
             let batches = experience.batches(self.micro_batch_tokens);
             let forward = self.second_forward.unwrap_or(self.pass.forward);
             let outputs = self.learner.forward(&batches, PassSettings { forward, ..self.pass })?;
+            let found = self.compare(&experience, &batches, &outputs)?;
+            experience.metrics.extend(found);
             experience.training = Some(joined(&outputs));
             if policy.router_replay == RouterReplay::Recompute {
                 experience.routes = Some(chosen_routes(&batches, &outputs, top_k));
             }
         }
-        self.advantages(groups, &trajectories, &mut experience)?;
-        if let Some(training) = &experience.training {
-            experience.metrics.extend(experience.compare(training)?);
+        if let Some(critic) = &self.critic {
+            experience.values = Some(critic.values(&experience.sequences)?);
         }
+        self.advantages(groups, &trajectories, &mut experience)?;
         self.correct(&mut experience)?;
         Ok(experience)
     }
@@ -135,7 +148,52 @@ impl PolicyStep<'_> {
             .collect::<Result<Vec<_>>>()?;
         let mut metrics = objective::metrics(self.policy, shares);
         self.measure(experience, &outputs, &batches, &mut metrics);
-        Ok(Some(Update { gradients, metrics, log_probs: joined(&outputs) }))
+        let log_probs = joined(&outputs);
+        Ok(Some(Update {
+            gradients,
+            metrics,
+            log_probs,
+            routes: self.routes(experience, &batches, &outputs),
+        }))
+    }
+
+    /// The gap between training and rollout over all of `experience`, from a forward of its own. Needed where the first
+    /// update takes only a part of the batch and nothing else asked for a forward before it.
+    ///
+    /// # Errors
+    /// As [`Self::prepare`].
+    pub fn gap(&self, experience: &Experience) -> Result<Metrics> {
+        let batches = experience.batches(self.micro_batch_tokens);
+        let outputs = self.learner.forward(&batches, self.pass)?;
+        self.compare(experience, &batches, &outputs)
+    }
+
+    /// The gap between rollout and the forward of `update`, which must be the step's first, over the tokens it took.
+    ///
+    /// # Errors
+    /// As [`Self::prepare`].
+    pub fn gap_of(&self, experience: &Experience, update: &Update) -> Result<Metrics> {
+        let top_k = self.learner.model.config.num_experts_per_tok;
+        experience.compare(&update.log_probs, &update.routes, top_k)
+    }
+
+    fn compare(
+        &self,
+        experience: &Experience,
+        batches: &[MicroBatch],
+        outputs: &[PassOutput],
+    ) -> Result<Metrics> {
+        let top_k = self.learner.model.config.num_experts_per_tok;
+        experience.compare(&joined(outputs), &self.routes(experience, batches, outputs), top_k)
+    }
+
+    /// The experts that a forward chose, if there is something to compare them with.
+    fn routes(&self, experience: &Experience, batches: &[MicroBatch], outputs: &[PassOutput]) -> Vec<Routes> {
+        let top_k = self.learner.model.config.num_experts_per_tok;
+        match experience.sampled_routes {
+            Some(_) => chosen_routes(batches, outputs, top_k),
+            None => vec![],
+        }
     }
 
     fn anchor(&self) -> OldLogProb {
@@ -166,50 +224,45 @@ impl PolicyStep<'_> {
         experience: &mut Experience,
     ) -> Result<()> {
         let mut rewards: Vec<f32> = trajectories.iter().map(|t| t.reward).collect();
-        let count = rewards.len().max(1) as f64;
-        if self.policy.overlong.buffer_tokens > 0 {
-            let settings = &self.policy.overlong;
-            let overlong = Overlong::new(self.response_tokens_max, settings.buffer_tokens, settings.penalty)?;
+        let shaping = self.shaping()?;
+        if let Some(overlong) = &shaping {
             let shaped: Vec<f32> = trajectories.iter().map(|t| overlong.reward(t.sampled_tokens())).collect();
             let sum: f64 = shaped.iter().map(|&s| f64::from(s)).sum();
-            experience.metrics.set("critic/overlong_reward/mean", sum / count);
+            experience.metrics.set("critic/overlong_reward/mean", sum / rewards.len().max(1) as f64);
             rewards.iter_mut().zip(&shaped).for_each(|(reward, shaped)| *reward += shaped);
         }
+        let (penalties, mut measured) = self.reward_penalties(experience)?;
         let sequences = experience.tokens()?;
-        let mut token_rewards = vec![0.0; sequences.tokens()];
-        let mut measured = Metrics::new();
-        if let (KlPlace::Reward, Some(reference)) = (self.policy.kl.place, &experience.reference) {
-            let kl = &self.policy.kl;
-            let anchor = experience.training.as_ref().unwrap_or(&experience.rollout);
-            let divergence = objective::divergence(kl)?;
-            let penalised =
-                kl_in_reward(&sequences, &token_rewards, anchor, reference, divergence, kl.coefficient)?;
-            measured.set("actor/reward_kl_penalty", penalised.kl);
-            token_rewards = penalised.rewards;
-            let penalties = sequences.scores(&token_rewards)?;
-            if self.policy.advantage != Advantage::ReinforcePlusPlus {
-                rewards.iter_mut().zip(&penalties).for_each(|(reward, penalty)| *reward += penalty);
-            }
-        }
+        let mut returns = None;
         let sizes: Vec<usize> = groups.iter().map(|g| g.trajectories.len()).collect();
-        let of_group = |estimator| sequences.broadcast(&group_advantages(estimator, &rewards, &sizes)?);
+        let per_token = || token_rewards(&sequences, &rewards, penalties.clone());
+        let whole = || -> Result<Vec<f32>> {
+            let penalties = sequences.scores(&penalties)?;
+            Ok(rewards.iter().zip(&penalties).map(|(reward, penalty)| reward + penalty).collect())
+        };
+        let of_group = |estimator| sequences.broadcast(&group_advantages(estimator, &whole()?, &sizes)?);
         let advantages = match self.policy.advantage {
             Advantage::Grpo => of_group(GroupEstimator::Grpo)?,
             Advantage::DrGrpo => of_group(GroupEstimator::DrGrpo)?,
+            Advantage::GrpoBatchStd => of_group(GroupEstimator::GrpoBatchStd)?,
             Advantage::Rloo => of_group(GroupEstimator::Rloo)?,
-            Advantage::ReinforcePlusPlus => {
-                for (reward, row) in rewards.iter().zip(sequences.rows()) {
-                    if let Some(last) = row.last() {
-                        token_rewards[last] += *reward;
-                    }
-                }
-                reinforce_plus_plus(&sequences, &token_rewards, 1.0)?.advantages
-            }
+            Advantage::ReinforcePlusPlus => reinforce_plus_plus(&sequences, &per_token(), 1.0)?.advantages,
             Advantage::ReinforcePlusPlusBaseline => {
-                reinforce_plus_plus_baseline(&sequences, &rewards, &sizes)?
+                reinforce_plus_plus_baseline(&sequences, &whole()?, &sizes)?
+            }
+            Advantage::Remax => {
+                remax(&sequences, &per_token(), &greedy_rewards(groups, shaping.as_ref())?)?.advantages
+            }
+            Advantage::Gae => {
+                let (critic, values) = self.critic.zip(experience.values.as_ref()).context("no critic")?;
+                let estimate = critic.estimate(&sequences, &per_token(), values)?;
+                measured.extend(estimate.metrics);
+                returns = Some(estimate.returns);
+                estimate.advantages
             }
         };
         experience.advantages = advantages;
+        experience.returns = returns;
         experience.metrics.extend(measured);
         let spread = || experience.advantages.iter().map(|&a| f64::from(a));
         let mean = spread().sum::<f64>() / experience.advantages.len() as f64;
@@ -218,6 +271,32 @@ impl PolicyStep<'_> {
         experience.metrics.set("critic/advantages/max", max);
         experience.metrics.set("critic/advantages/min", min);
         Ok(())
+    }
+
+    fn shaping(&self) -> Result<Option<Overlong>> {
+        let settings = &self.policy.overlong;
+        if settings.buffer_tokens == 0 {
+            return Ok(None);
+        }
+        Overlong::new(self.response_tokens_max, settings.buffer_tokens, settings.penalty).map(Some)
+    }
+
+    /// What the divergence from the reference takes off each token's reward, 0 without one in the reward, and its figures.
+    /// It is measured between the reference and the anchor O.
+    fn reward_penalties(&self, experience: &Experience) -> Result<(Vec<f32>, Metrics)> {
+        let sequences = experience.tokens()?;
+        let (nothing, mut metrics) = (vec![0.0; sequences.tokens()], Metrics::new());
+        let (KlPlace::Reward, Some(reference)) = (self.policy.kl.place, &experience.reference) else {
+            return Ok((nothing, metrics));
+        };
+        let training = experience.training.as_deref().unwrap_or(&experience.rollout);
+        let anchor = self.anchor().select(training, &experience.rollout, Some(training), 1)?;
+        let divergence = objective::divergence(&self.policy.kl)?;
+        let penalised =
+            kl_in_reward(&sequences, &nothing, anchor, reference, divergence, self.kl_coefficient)?;
+        metrics.set("actor/reward_kl_penalty", penalised.kl);
+        metrics.set("actor/reward_kl_penalty_coeff", self.kl_coefficient);
+        Ok((penalised.rewards, metrics))
     }
 
     /// Denominators of one update, after any rejection.
@@ -230,7 +309,7 @@ impl PolicyStep<'_> {
         &self,
         experience: &Experience,
         outputs: &[PassOutput],
-        batches: &[super::batch::MicroBatch],
+        batches: &[MicroBatch],
         metrics: &mut Metrics,
     ) {
         let entropies = outputs.iter().flat_map(|o| &o.entropies).map(|&e| f64::from(e));
@@ -241,4 +320,30 @@ impl PolicyStep<'_> {
             metrics.set("actor/load_balance", shares.sum::<f64>() / tokens.max(1) as f64);
         }
     }
+}
+
+/// Rewards token by token: a response's own on its last token, `penalties` on each.
+fn token_rewards(sequences: &Sequences, rewards: &[f32], penalties: Vec<f32>) -> Vec<f32> {
+    let mut of_tokens = penalties;
+    for (reward, row) in rewards.iter().zip(sequences.rows()) {
+        if let Some(last) = row.last() {
+            of_tokens[last] += *reward;
+        }
+    }
+    of_tokens
+}
+
+/// The reward of each prompt's greedy sample, once for every trajectory of its group, shaped as theirs are.
+fn greedy_rewards(groups: &[&Group], shaping: Option<&Overlong>) -> Result<Vec<f32>> {
+    let of_group = |group: &&Group| -> Result<Vec<f32>> {
+        let Some(greedy) = &group.greedy else {
+            return Err(bad_input!(
+                "policy.advantage = \"remax\" needs a greedy sample of every prompt, and these trajectories have none; \
+                 sample them anew"
+            ));
+        };
+        let shaped = shaping.map_or(0.0, |overlong| overlong.reward(greedy.sampled_tokens()));
+        Ok(vec![greedy.reward + shaped; group.trajectories.len()])
+    };
+    Ok(groups.iter().map(of_group).collect::<Result<Vec<_>>>()?.concat())
 }

@@ -1,7 +1,9 @@
 //! The binary as a user runs it: whole small runs, ended and resumed in every way, and refused ones.
 
 mod console;
+mod critic;
 mod ended;
+mod policy;
 mod refused;
 mod same_run;
 

@@ -234,6 +234,43 @@ fn stored_trajectories_are_checked_row_by_row() {
 }
 
 #[test]
+fn stored_experts_are_replayed_only_if_the_model_could_have_chosen_them() {
+    let place = Place::new();
+    let keep = "rollout.keep_routes=true";
+    place.done(&["rollout", "small.toml", "--out", "out", "--set", keep]);
+    let text = fs::read_to_string(place.path("out/trajectories/step-000001.jsonl")).expect("rows");
+    let replay = |out: &'static str| {
+        let mut arguments =
+            vec!["train", "small.toml", "--out", out, "--set", "train.trajectories=rows.jsonl"];
+        let sets = [
+            keep,
+            "policy.router_replay=rollout",
+            "cold_start.steps=0",
+            "eval.every_steps=0",
+            "train.steps=1",
+        ];
+        sets.iter().for_each(|set| arguments.extend(["--set", set]));
+        arguments
+    };
+    fs::write(place.path("rows.jsonl"), &text).expect("written");
+    place.done(&replay("runs/replayed"));
+    let second = |change: &dyn Fn(&mut Value)| {
+        let mut lines: Vec<Value> = text.lines().map(|l| serde_json::from_str(l).expect("a row")).collect();
+        change(&mut lines[1]["routes"]);
+        lines.iter().map(|line| format!("{line}\n")).collect::<String>()
+    };
+    for rows in [
+        second(&|routes| routes[0][0] = 4.into()),
+        second(&|routes| drop(routes[3].as_array_mut().expect("a list").pop())),
+        second(&|routes| *routes = Value::Array(vec![])),
+    ] {
+        fs::write(place.path("rows.jsonl"), rows).expect("written");
+        place.refused(&replay("never"), &["rows.jsonl: line 2", "`routes`", "rollout.keep_routes = true"]);
+        assert!(!place.path("never").exists());
+    }
+}
+
+#[test]
 fn wrong_input_is_one_error() {
     let place = Place::new();
     fs::create_dir(place.path("empty")).expect("a folder");

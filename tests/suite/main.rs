@@ -2,7 +2,10 @@
 
 mod commands;
 mod commands_eval;
+mod critic;
 mod data;
+mod dense;
+mod figures;
 mod harmony;
 mod instructions;
 mod interpreter;

@@ -5,4 +5,5 @@ mod families;
 mod fixture;
 mod gradients;
 mod properties;
+mod variants;
 mod vectors;

@@ -1,5 +1,7 @@
 //! The policy's updates through the training pass: anchors, correction, reference, entropy, replay, minibatches.
 
+mod variants;
+
 use crate::tiny;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::weights::Parameters;
@@ -45,7 +47,8 @@ impl Fixture {
             Learner { threads: &threads, model: &model, parameters: &parameters, trainable: &trainable };
         let trajectories: Vec<Trajectory> =
             sequences.iter().enumerate().map(|(i, s)| trajectory(&learner, s, i)).collect();
-        let groups = trajectories.chunks(3).map(|t| Group { trajectories: t.to_vec() }).collect();
+        let groups =
+            trajectories.chunks(3).map(|t| Group { trajectories: t.to_vec(), greedy: None }).collect();
         Self { threads, model, parameters, trainable, groups }
     }
 
@@ -54,7 +57,9 @@ impl Fixture {
         PolicyStep {
             learner: Learner { threads, model, parameters, trainable },
             reference,
+            critic: None,
             policy,
+            kl_coefficient: policy.kl.coefficient,
             pass: pass(),
             second_forward: None,
             micro_batch_tokens: 64,
@@ -221,7 +226,7 @@ fn divergence_from_the_reference_is_zero_at_it_and_counts_in_loss_or_reward() {
     let groups = fixture.groups();
     let plain = fixture.update(&Policy::default());
     let kl = |place, coefficient| Policy {
-        kl: Kl { place, estimator: KlEstimator::K2, coefficient },
+        kl: Kl { place, estimator: KlEstimator::K2, coefficient, ..Kl::default() },
         ..Policy::default()
     };
     let in_loss = kl(KlPlace::Loss, 0.5);

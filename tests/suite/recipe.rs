@@ -4,8 +4,8 @@ mod refused;
 
 use rloss::error::BadInput;
 use rloss::recipe::{
-    Aggregation, Dtype, Entry, Place, Plan, Recipe, RecipeSource, TaskName, Tokenizer, Yarn, docs, locate,
-    resolve, resume_differences,
+    Aggregation, Critic, Dtype, Entry, Place, Plan, Recipe, RecipeSource, TaskName, Tokenizer, Yarn, docs,
+    locate, resolve, resume_differences,
 };
 use std::path::{Path, PathBuf};
 
@@ -123,8 +123,10 @@ fn no_key_of_the_full_recipe_is_lost_in_reading() {
         "weight_decay",
         "grad_norm_max",
     ]
-    .map(|key| format!("cold_start.optimizer.{key}"));
+    .map(|key| ["cold_start", "critic"].map(|table| format!("{table}.optimizer.{key}")))
+    .concat();
     let mut defaults = read("", &[]).recipe;
+    defaults.critic = Some(Critic::default());
     defaults.model.architecture.as_mut().expect("filled in").yarn = Some(Yarn::default());
     for (full, default) in read(EVERYTHING, &[]).recipe.entries().iter().zip(defaults.entries()) {
         let same = matches!(full, Entry::Key { .. }) && *full == default;
@@ -181,6 +183,12 @@ fn sets_read_strings_numbers_arrays_and_tables_over_the_file() {
 }
 
 #[test]
+fn gae_brings_a_critic_and_no_other_advantage_does() {
+    assert_eq!(read("policy.advantage = \"gae\"", &[]).recipe.critic, Some(Critic::default()));
+    assert_eq!(read("policy.advantage = \"grpo\"", &[]).recipe.critic, None);
+}
+
+#[test]
 fn a_later_mistake_is_placed_where_the_key_was_written() {
     let plan = read("[train]\nfreeze = [\"x\"]\n[rollout]\n", &["rollout.turns_max=4"]);
     let place = |key| plan.mistake(key, "…".to_owned()).place;
@@ -193,7 +201,7 @@ fn a_later_mistake_is_placed_where_the_key_was_written() {
 
 #[test]
 fn what_is_likely_not_meant_is_a_warning() {
-    let warnings = |text| read(text, &[]).warnings;
+    let warnings = |text: &str| read(text, &[]).warnings;
     assert_eq!(warnings(""), Vec::<String>::new());
     assert_eq!(
         warnings("rollout.samples_per_prompt = 1"),
@@ -202,11 +210,16 @@ fn what_is_likely_not_meant_is_a_warning() {
           for a baseline"
         ]
     );
-    assert_eq!(
-        warnings("rollout.samples_per_prompt = 1\npolicy.advantage = \"reinforce_plus_plus\"").len(),
-        0
-    );
+    for (advantage, count) in
+        [("dr_grpo", 1), ("grpo_batch_std", 1), ("reinforce_plus_plus", 0), ("remax", 0)]
+    {
+        let text = format!("rollout.samples_per_prompt = 1\npolicy.advantage = \"{advantage}\"");
+        assert_eq!(warnings(&text).len(), count, "{advantage}");
+    }
     assert!(warnings("train.optimizer.warmup_steps = 80")[0].contains("does not end within the 80"));
+    let gae = "policy.advantage = \"gae\"\n";
+    assert_eq!(warnings(&format!("{gae}rollout.samples_per_prompt = 1")).len(), 0);
+    assert!(warnings(&format!("{gae}critic.warmup_steps = 80"))[0].contains("the policy never learns"));
     assert!(warnings("arms.no_train_sinks = true")[0].contains("a failure is switched on"));
 }
 
@@ -244,9 +257,13 @@ fn a_resumed_run_may_differ_only_in_length_and_looks() {
 
 #[test]
 fn the_shipped_recipes_resolve() {
-    let mut files: Vec<PathBuf> = std::fs::read_dir(root().join("recipes"))
-        .expect("recipes/")
+    let folders = ["recipes", "recipes/figures"].map(|folder| root().join(folder));
+    let mut files: Vec<PathBuf> = folders
+        .iter()
+        .flat_map(|folder| std::fs::read_dir(folder).expect("recipes/"))
         .map(|entry| entry.expect("entry").path())
+        // Not a recipe: which of them make which figure.
+        .filter(|path| !path.ends_with("figures.toml"))
         .filter(|path| path.extension().is_some_and(|extension| extension == "toml"))
         .collect();
     files.sort();
@@ -292,6 +309,19 @@ fn the_quickstart_is_the_measured_configuration() {
 }
 
 #[test]
+fn the_format_rules_recipe_is_the_quickstart_with_another_task() {
+    let resolved = |name: &str, sets: &[&str]| {
+        let source = RecipeSource::File(root().join("recipes").join(name));
+        let plan =
+            source.resolve(&sets.iter().map(|&set| set.to_owned()).collect::<Vec<_>>()).expect("resolves");
+        assert_eq!(plan.warnings, Vec::<String>::new());
+        plan.recipe
+    };
+    let quickstart = resolved("quickstart.toml", &["task.name=format_rules", "rollout.turns_max=1"]);
+    assert_eq!(resolved("format_rules.toml", &[]), quickstart);
+}
+
+#[test]
 fn a_recipe_argument_is_a_file_or_a_run_folder() {
     let folder = tempfile::tempdir().expect("a folder");
     let run = folder.path().join("my-run");
@@ -315,5 +345,57 @@ fn a_recipe_argument_is_a_file_or_a_run_folder() {
     assert!(
         error.downcast_ref::<BadInput>().expect("bad input").0.contains("no such file or folder"),
         "{error}"
+    );
+}
+
+#[test]
+fn a_recipe_with_a_base_holds_only_what_differs() {
+    let folder = tempfile::tempdir().expect("a folder");
+    std::fs::create_dir(folder.path().join("arms")).expect("create");
+    let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).expect("write");
+    write("ground.toml", "[train]\nsteps = 7\nseed = 3\n[policy]\nclip_low = 0.1\n");
+    let file = folder.path().join("arms/one.toml");
+    let of = |text: &str, sets: &[&str]| {
+        let sets: Vec<String> = sets.iter().map(|set| set.to_string()).collect();
+        resolve(&file, text, &sets)
+    };
+    let plan = of("base = \"../ground.toml\"\n[train]\nseed = 4", &["train.steps=9"]).expect("resolves");
+    assert_eq!((plan.recipe.train.steps, plan.recipe.train.seed, plan.recipe.policy.clip_low), (9, 4, 0.1));
+    // The resolved recipe stands alone.
+    assert_eq!(read(&plan.to_toml(), &[]).recipe, plan.recipe);
+    let place = plan.mistake("policy.clip_low", String::new()).place;
+    assert_eq!(place, Place::File { path: folder.path().join("arms/../ground.toml"), line: Some(5) });
+
+    let shown = folder.path().join("arms").display().to_string();
+    let refused = |text: &str, sets: &[&str]| {
+        let mistakes = of(text, sets).expect_err("the recipe is broken");
+        mistakes.0.iter().map(|mistake| mistake.to_string().replace(&shown, "…")).collect::<Vec<_>>()
+    };
+    // A mistake of the base is placed in the base, one of the recipe in the recipe.
+    write("broken.toml", "[train]\nsteps = \"7\"\n");
+    assert_eq!(
+        refused("base = \"../broken.toml\"\n[train]\nseeds = 4", &[]),
+        [
+            "…/../broken.toml:2: train.steps: found the string \"7\"; give an integer, 0 to 1000000000",
+            "…/one.toml:3: train.seeds: unknown key; did you mean train.seed?"
+        ]
+    );
+    write("tower.toml", "base = \"ground.toml\"\n");
+    assert_eq!(
+        refused("base = \"../tower.toml\"", &[]),
+        [
+            "…/../tower.toml:1: base: a base has no base of its own; name that recipe's base in its place, and write out \
+          what differs"
+        ]
+    );
+    assert_eq!(
+        refused("base = 3\npolicy.dual_clip = 0.5", &[]),
+        ["…/one.toml:1: base: found no string; give the path of a recipe, counted from this one's folder"]
+    );
+    let missing = refused("\nbase = \"none.toml\"", &[]).concat();
+    assert!(missing.starts_with("…/one.toml:2: base: cannot read …/none.toml: "), "{missing}");
+    assert_eq!(
+        refused("", &["base=ground.toml"]),
+        ["--set: base: a recipe's base stands in its file; name the recipe itself"]
     );
 }

@@ -293,3 +293,42 @@ fn bad_input_names_the_place() {
         "a torn last line is left out"
     );
 }
+
+#[test]
+fn alarm_levels_stand_beside_the_values() {
+    let folder = tempfile::tempdir().unwrap();
+    let kl = [0.01, -0.25, 0.05];
+    let with = |step: u64, size: f64| {
+        let kl = kl[step as usize - 1];
+        row(step, Phase::Rl, &[("rollout_corr/kl", kl), ("rollout_corr/rollout_is_eff_sample_size", size)])
+    };
+    let sizes = [0.9, f64::NAN, 0.25];
+    let alarmed: Vec<Row> = (1..=3).map(|step| with(step, sizes[step as usize - 1])).collect();
+    let quiet: Vec<Row> = (1..=3).map(|step| row(step, Phase::Rl, &[("rollout_corr/kl", 0.0)])).collect();
+    let runs = [run(folder.path(), "alarmed", &alarmed), run(folder.path(), "quiet", &quiet)];
+    let page = page(&runs);
+    let (_, section) = page.split_once("<h2>Alarm levels</h2>").unwrap();
+    let section = section.split_once("</section>").unwrap().0;
+    let rows: Vec<&str> = section.split("<tr>").skip(3).collect();
+    assert_eq!(rows.len(), 2, "only metrics that a run recorded");
+    let text = |markup: &str| {
+        let text: String = markup.split('<').map(|part| part.split_once('>').map_or("", |p| p.1)).collect();
+        text.split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    let cells =
+        |row: &str| row.split("<td").skip(1).map(|cell| text(&format!("<td{cell}"))).collect::<Vec<_>>();
+    assert_eq!(cells(rows[0]), ["-0.1 to 0.1", "0.05", "-0.25 at 2", "1 of 3", "0", "0 at 3", "0 of 3"]);
+    assert_eq!(cells(rows[1]), ["0.3 or more", "0.25", "NaN at 2", "2 of 3", "–", "–", "–"]);
+    assert_eq!(section.matches("class=\"bad\"").count(), 3, "-0.25, 0.25 and NaN");
+
+    // The chart of the metric shows the level that its axis reaches.
+    let chart =
+        page.split("<figure").find(|figure| figure.contains("<b>KL, rollout to training</b>")).unwrap();
+    assert!(chart.contains("healthy: -0.1 to 0.1"));
+    assert_eq!(chart.matches("class=\"level\"").count(), 1, "-0.1, for no value reaches 0.1");
+    assert!(
+        !page
+            .split("<figure")
+            .any(|figure| figure.contains("class=\"level\"") && !figure.contains("healthy:"))
+    );
+}

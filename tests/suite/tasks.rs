@@ -4,29 +4,25 @@ mod command;
 
 use super::data;
 use rloss::error::BadInput;
-use rloss::harmony::{Message, Role};
+use rloss::harmony::{HarmonyTokenizer, Message, ParseMode, RenderOptions, Role, StreamParser};
 use rloss::tasks::{Task, TaskSettings, Transcript, build};
 use rloss::trajectory::Outcome;
 use std::io::Write;
 
-/// Tokens of a message over a vocabulary of bytes, control tokens and whole header words.
-fn byte_level_tokens(message: &Message) -> usize {
-    // start, role or tool name, message, closing token; recipient one token; channel two.
-    let header = 4 + usize::from(message.recipient.is_some()) + 2 * usize::from(message.channel.is_some());
-    header + message.content.len()
-}
-
 #[test]
-fn every_arithmetic_demonstration_fits_the_quickstart_limits() {
-    for name in ["arithmetic", "arithmetic_single"] {
+fn every_made_up_demonstration_fits_the_quickstart_limits_and_reads_back() {
+    let tokenizer = HarmonyTokenizer::embedded().unwrap();
+    for name in ["arithmetic", "arithmetic_single", "format_rules"] {
         let task = build(&TaskSettings { name: name.into(), ..Default::default() }).unwrap();
         for index in 0..20_000 {
-            let demonstration = task.demonstration(0, index).unwrap();
-            let total: usize = demonstration.messages.iter().map(byte_level_tokens).sum();
-            let sampled = demonstration.messages.iter().filter(|m| m.role == Role::Assistant);
-            // `<|start|>assistant` is inserted, not sampled.
-            let sampled: usize = sampled.map(|m| byte_level_tokens(m) - 2).sum();
-            assert!(total <= 160 && sampled <= 72, "{total} {sampled} {demonstration:?}");
+            let messages = task.demonstration(0, index).unwrap().messages;
+            let options = RenderOptions { auto_drop_analysis: false };
+            let rendered = tokenizer.render_conversation_for_training(&messages, options).unwrap();
+            let (total, sampled) = (rendered.tokens.len(), rendered.mask.iter().filter(|&&m| m).count());
+            assert!(total <= 160 && sampled <= 72, "{total} {sampled} {messages:?}");
+            let mut parser = StreamParser::new(&tokenizer, None, ParseMode::Strict);
+            rendered.tokens.iter().for_each(|&token| parser.push(token).unwrap());
+            assert_eq!(parser.finish().unwrap(), messages);
         }
     }
 }

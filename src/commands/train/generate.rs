@@ -4,6 +4,7 @@ use super::Trainer;
 use crate::commands::rollout::training_prompts;
 use crate::metrics::Metrics;
 use crate::policy::advantage::informative_groups;
+use crate::recipe::Advantage;
 use crate::rollout::{self, Prompt, RolloutSettings, Rollouts};
 use crate::trajectory::Group;
 use anyhow::{Context, Result};
@@ -69,21 +70,39 @@ impl Trainer<'_> {
         Ok(Generated { drawn, trained, rounds: (rounds_max > 0).then_some(round) })
     }
 
-    /// One group a prompt.
+    /// One group a prompt, with its greedy sample where the advantage is measured against one.
     fn draw(&self, step: u64, prompts: &[Prompt]) -> Result<Rollouts> {
         let bench = self.bench;
         let recipe = &bench.plan.recipe;
         let settings = RolloutSettings::training(recipe, bench.preamble.clone(), step);
-        let samples = recipe.rollout.samples_per_prompt;
+        let mut drawn = self.sample("gen", &settings, prompts, recipe.rollout.samples_per_prompt)?;
+        if recipe.policy.advantage == Advantage::Remax {
+            let settings = RolloutSettings::greedy(recipe, bench.preamble.clone(), step);
+            let single = self.sample("gen_max", &settings, prompts, 1)?.groups;
+            let greedy = single.into_iter().map(|group| group.trajectories.into_iter().next());
+            drawn.groups.iter_mut().zip(greedy).for_each(|(group, greedy)| group.greedy = greedy);
+        }
+        Ok(drawn)
+    }
+
+    /// `samples` conversations of each prompt, timed as `stage`.
+    fn sample(
+        &self,
+        stage: &'static str,
+        settings: &RolloutSettings,
+        prompts: &[Prompt],
+        samples: usize,
+    ) -> Result<Rollouts> {
+        let bench = self.bench;
         let inner = self.console.inner_stage("rollout", (prompts.len() * samples) as u64);
         let weights = bench.rollout_weights()?;
-        let rollouts = self.timings.time("gen", || {
+        let rollouts = self.timings.time(stage, || {
             let seen = AtomicU64::new(0);
             let report = |p: rollout::Progress| {
                 let before = seen.fetch_max(p.finished as u64, Ordering::Relaxed);
                 inner.advance((p.finished as u64).saturating_sub(before), 0, &[]);
             };
-            bench.rollout(&weights, &settings).groups(prompts, samples, &report, &|| false)
+            bench.rollout(&weights, settings).groups(prompts, samples, &report, &|| false)
         })?;
         inner.finish();
         rollouts.context("the rollout ended early")

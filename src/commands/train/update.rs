@@ -1,9 +1,11 @@
-//! A step's updates of the policy, and the reference they may be held to.
+//! A step's updates of critic and policy, and the reference the policy may be held to.
 
 use super::Trainer;
 use crate::metrics::{Accumulator, Metrics};
 use crate::model::forward::ForwardOptions;
-use crate::recipe::KlPlace;
+use crate::policy::kl_in_reward::KlController;
+use crate::recipe::{self, KlPlace};
+use crate::train::critic::{Critic, CriticStep};
 use crate::train::forward_backward::PassSettings;
 use crate::train::optimizer::Optimizer;
 use crate::train::policy_step::PolicyStep;
@@ -13,18 +15,35 @@ use anyhow::Result;
 
 impl Trainer<'_> {
     /// Makes the updates of step `step` and returns their figures: means over updates, and the gap between training
-    /// and rollout as it was before the first.
+    /// and rollout over the whole batch as it was before the first. While a critic warms up it alone learns.
     pub(super) fn update(
-        &self,
+        &mut self,
         step: u64,
         groups: &[&Group],
         optimizer: &mut Optimizer,
+        critic: Option<&mut Critic>,
         lr: f64,
     ) -> Result<Metrics> {
         let train = &self.bench.plan.recipe.train;
-        let policy = self.policy_step();
-        let experience = self.timings.time("old_log_prob", || policy.prepare(groups))?;
+        let view = critic.as_deref().map(|critic| self.critic_step(critic));
+        let experience = self.timings.time("old_log_prob", || self.policy_step(view).prepare(groups))?;
         let mut metrics = experience.metrics.clone();
+        if let Some(kl) = metrics.get("actor/reward_kl_penalty") {
+            self.kl.update(kl, experience.sequences.len());
+        }
+        let mut warming_up = false;
+        if let Some(critic) = critic {
+            metrics.extend(self.update_critic(step, &experience, critic)?);
+            warming_up = step <= critic.settings.warmup_steps;
+        }
+        let policy = self.policy_step(None);
+        if (train.minibatches > 1 || warming_up) && experience.training.is_none() {
+            metrics.extend(self.timings.time("old_log_prob", || policy.gap(&experience))?);
+        }
+        if warming_up {
+            return Ok(metrics);
+        }
+        metrics.set("actor/lr", lr);
         let mut means = Accumulator::new();
         let (mut updates, mut skipped) = (0, 0);
         for epoch in 0..train.epochs as u64 {
@@ -34,13 +53,19 @@ impl Trainer<'_> {
                     skipped += 1;
                     continue;
                 };
-                let norm = self.apply(optimizer, update.gradients, train.optimizer.grad_norm_max, lr)?;
+                // A whole batch shows its own gap, whatever an arm does to the forward before it.
+                if updates == 0 && train.minibatches == 1 {
+                    metrics.extend(policy.gap_of(&part, &update)?);
+                }
+                let norm = self.apply(
+                    &self.bench.parameters,
+                    optimizer,
+                    update.gradients,
+                    train.optimizer.grad_norm_max,
+                    lr,
+                )?;
                 means.mean("actor/grad_norm", norm, 1.0);
                 update.metrics.iter().for_each(|(name, value)| means.mean(name, value, 1.0));
-                // A whole batch shows its own gap, whatever an arm does to the forward before it.
-                if updates == 0 && (experience.training.is_none() || train.minibatches == 1) {
-                    metrics.extend(part.compare(&update.log_probs)?);
-                }
                 updates += 1;
             }
         }
@@ -69,13 +94,24 @@ impl Trainer<'_> {
         Ok(())
     }
 
-    fn policy_step(&self) -> PolicyStep<'_> {
+    /// The coefficient of the divergence: the recipe's, or what the run that goes on had steered it to.
+    pub(super) fn kl_controller(kl: &recipe::Kl, steered: Option<f64>) -> Result<KlController> {
+        match kl.target {
+            None => Ok(KlController::Fixed { coefficient: kl.coefficient }),
+            Some(target) => KlController::adaptive(steered.unwrap_or(kl.coefficient), target, kl.horizon),
+        }
+    }
+
+    /// `critic` is read by [`PolicyStep::prepare`] alone.
+    fn policy_step<'s>(&'s self, critic: Option<CriticStep<'s>>) -> PolicyStep<'s> {
         let recipe = &self.bench.plan.recipe;
         let load_balance = recipe.train.load_balance_coefficient;
         PolicyStep {
             learner: self.learner(),
             reference: self.reference.as_ref(),
+            critic,
             policy: &recipe.policy,
+            kl_coefficient: self.kl.coefficient(),
             pass: PassSettings { load_balance, ..self.pass(recipe.rollout.temperature) },
             second_forward: ForwardOptions::second_forward(&recipe.arms, recipe.train.seed),
             micro_batch_tokens: recipe.train.micro_batch_tokens,

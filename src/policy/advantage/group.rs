@@ -14,6 +14,9 @@ pub enum GroupEstimator {
     Grpo,
     /// r − mean (Dr. GRPO).
     DrGrpo,
+    /// (r − mean) / (std + 1e-6) with the std, n − 1, of all rewards of the batch (Lite PPO, Liu et al. 2025). A group of
+    /// one is divided by it too.
+    GrpoBatchStd,
     /// r − the mean of the others = n/(n − 1) · (r − mean) (RLOO).
     Rloo,
 }
@@ -31,6 +34,7 @@ pub fn group_advantages(
     group_sizes: &[usize],
 ) -> Result<Vec<f32>> {
     let mut advantages = Vec::with_capacity(rewards.len());
+    let batch_std = sample_std(&rewards.iter().map(|&r| f64::from(r)).collect::<Vec<_>>());
     for group in split_groups(rewards, group_sizes)? {
         let rewards: Vec<f64> = group.iter().map(|&r| f64::from(r)).collect();
         let (baseline, std) = match rewards.len() {
@@ -39,6 +43,7 @@ pub fn group_advantages(
         };
         let factor = match estimator {
             GroupEstimator::Grpo => 1.0 / (std + STD_EPSILON),
+            GroupEstimator::GrpoBatchStd => 1.0 / (batch_std + STD_EPSILON),
             GroupEstimator::DrGrpo => 1.0,
             GroupEstimator::Rloo if rewards.len() == 1 => 1.0,
             GroupEstimator::Rloo => rewards.len() as f64 / (rewards.len() - 1) as f64,

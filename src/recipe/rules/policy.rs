@@ -1,7 +1,9 @@
 //! Contradictions of `[policy]` with itself, with the updates and with the rollout.
 
 use super::Rules;
-use crate::recipe::{ImportanceSampling, KlEstimator, KlPlace, OldLogprob, RejectOption, RouterReplay};
+use crate::recipe::{
+    Advantage, ImportanceSampling, KlEstimator, KlPlace, Loss, OldLogprob, RejectOption, RouterReplay,
+};
 
 impl Rules<'_> {
     pub(super) fn policy(&mut self) {
@@ -12,25 +14,42 @@ impl Rules<'_> {
                 format!("{dual_clip} would bound the ratio where it is not yet off policy; give more than 1, or 0 for none"),
             );
         }
+        self.clip_range();
         self.updates();
         self.importance();
+        self.sequence_loss();
         self.rejection();
         self.router_replay();
+        self.divergence();
         self.rewards();
+        self.resampling();
+        self.greedy_baseline();
+    }
+
+    fn clip_range(&mut self) {
+        let policy = &self.recipe.policy;
+        for (key, value) in [("policy.clip_low", policy.clip_low), ("policy.clip_high", policy.clip_high)] {
+            if value >= 1.0 && policy.loss != Loss::Cispo {
+                self.refuse(
+                    &[key, "policy.loss"],
+                    format!(
+                        "{value} is out of range for the ratio of {}; give a number above 0 and below 1 (only cispo, which bounds \
+                         a weight, takes more)",
+                        policy.loss
+                    ),
+                );
+            }
+        }
+    }
+
+    fn trajectories_per_step(&self) -> usize {
+        let rollout = &self.recipe.rollout;
+        rollout.prompts_per_step.saturating_mul(rollout.samples_per_prompt)
     }
 
     fn updates(&mut self) {
-        let (train, rollout) = (&self.recipe.train, &self.recipe.rollout);
-        let trajectories = rollout.prompts_per_step.saturating_mul(rollout.samples_per_prompt);
-        if train.minibatches > trajectories {
-            self.refuse(
-                &["train.minibatches", "rollout.prompts_per_step", "rollout.samples_per_prompt"],
-                format!(
-                    "{} updates of a step's {trajectories} trajectories; give at most that many",
-                    train.minibatches
-                ),
-            );
-        }
+        let train = &self.recipe.train;
+        self.minibatches("train.minibatches", train.minibatches);
         // The arm fixes the anchor by a forward of its own.
         let moves = !self.recipe.arms.second_forward_old_logprobs;
         if self.recipe.policy.old_logprob == OldLogprob::Detach && moves {
@@ -48,6 +67,17 @@ impl Rules<'_> {
         }
     }
 
+    /// Updates of a pass, which share out the step's trajectories.
+    pub(super) fn minibatches(&mut self, key: &str, count: usize) {
+        let trajectories = self.trajectories_per_step();
+        if count > trajectories {
+            self.refuse(
+                &[key, "rollout.prompts_per_step", "rollout.samples_per_prompt"],
+                format!("{count} updates of a step's {trajectories} trajectories; give at most that many"),
+            );
+        }
+    }
+
     fn importance(&mut self) {
         let correction = &self.recipe.policy.correction;
         if correction.is == ImportanceSampling::None {
@@ -59,9 +89,11 @@ impl Rules<'_> {
             }
             return;
         }
-        if self.recipe.policy.old_logprob == OldLogprob::Rollout {
+        // The loss reinforce has no ratio, so that weights are the only one.
+        let has_ratio = self.recipe.policy.loss != Loss::Reinforce;
+        if has_ratio && self.recipe.policy.old_logprob == OldLogprob::Rollout {
             self.refuse(
-                &["policy.correction.is", "policy.old_logprob"],
+                &["policy.correction.is", "policy.old_logprob", "policy.loss"],
                 "with old_logprob = \"rollout\" the loss's own ratio is already against the rollout, and weights would count \
                  the gap twice; write old_logprob = \"detach\" or \"recompute\", or is = \"none\"",
             );
@@ -77,6 +109,29 @@ impl Rules<'_> {
         };
         if let Some(wrong) = wrong {
             self.refuse(&["policy.correction.threshold"], wrong);
+        }
+    }
+
+    /// Losses that take one ratio a sequence have no place for a weight of a single token.
+    fn sequence_loss(&mut self) {
+        let policy = &self.recipe.policy;
+        let correction = &policy.correction;
+        if correction.is != ImportanceSampling::Token {
+            return;
+        }
+        if policy.loss == Loss::Gspo {
+            self.refuse(
+                &["policy.correction.is", "policy.loss"],
+                "gspo takes one ratio a sequence, and with weights of single tokens its gradient is not that of its loss; write \
+                 is = \"sequence\", or another loss",
+            );
+        }
+        if policy.loss == Loss::GeoMean && correction.threshold.len() == 2 {
+            self.refuse(
+                &["policy.correction.threshold", "policy.correction.is", "policy.loss"],
+                "geo_mean takes the geometric mean of a sequence's weights, which one weight of 0 undoes; give one number, which \
+                 truncates",
+            );
         }
     }
 
@@ -122,8 +177,33 @@ impl Rules<'_> {
         }
     }
 
-    fn rewards(&mut self) {
-        let (policy, rollout) = (&self.recipe.policy, &self.recipe.rollout);
+    fn divergence(&mut self) {
+        let policy = &self.recipe.policy;
+        if policy.kl.target.is_some() && policy.kl.place != KlPlace::Reward {
+            self.refuse(
+                &["policy.kl.target", "policy.kl.place"],
+                format!(
+                    "steers the divergence in the reward, and policy.kl.place is \"{}\"; write place = \"reward\", or remove the key",
+                    policy.kl.place
+                ),
+            );
+        }
+        let trajectories = self.trajectories_per_step();
+        if policy.kl.target.is_some() && policy.kl.horizon * 5.0 <= trajectories as f64 {
+            self.refuse(
+                &[
+                    "policy.kl.horizon",
+                    "policy.kl.target",
+                    "rollout.prompts_per_step",
+                    "rollout.samples_per_prompt",
+                ],
+                format!(
+                    "{} against a step's {trajectories} trajectories would take the coefficient to 0 or below; give more than a \
+                     fifth of them",
+                    policy.kl.horizon
+                ),
+            );
+        }
         let straight = [KlEstimator::K1Straight, KlEstimator::AbsStraight, KlEstimator::K3Straight];
         if policy.kl.place == KlPlace::Reward && straight.contains(&policy.kl.estimator) {
             self.refuse(
@@ -131,6 +211,10 @@ impl Rules<'_> {
                 "no gradient flows through a reward, so the + changes nothing; remove it",
             );
         }
+    }
+
+    fn rewards(&mut self) {
+        let (policy, rollout) = (&self.recipe.policy, &self.recipe.rollout);
         if policy.overlong.buffer_tokens > rollout.response_tokens_max {
             self.refuse(
                 &["policy.overlong.buffer_tokens", "rollout.response_tokens_max"],
@@ -140,16 +224,43 @@ impl Rules<'_> {
                 ),
             );
         }
-        if rollout.resample_rounds_max > 0 && self.recipe.train.trajectories.is_some() {
+    }
+
+    /// Draws in place of groups that teach nothing because their rewards are all equal.
+    fn resampling(&mut self) {
+        let (rollout, advantage) = (&self.recipe.rollout, self.recipe.policy.advantage);
+        if rollout.resample_rounds_max == 0 {
+            return;
+        }
+        if matches!(advantage, Advantage::ReinforcePlusPlus | Advantage::Remax | Advantage::Gae) {
+            self.refuse(
+                &["rollout.resample_rounds_max", "policy.advantage"],
+                format!(
+                    "under {advantage} a group of equal rewards teaches too, for its baseline is not the group's mean; write 0, or \
+                     another advantage"
+                ),
+            );
+        }
+        if self.recipe.train.trajectories.is_some() {
             self.refuse(
                 &["rollout.resample_rounds_max", "train.trajectories"],
                 "nothing is sampled where train.trajectories gives the data; remove one of the two",
             );
         }
-        if rollout.resample_rounds_max > 0 && rollout.samples_per_prompt == 1 {
+        if rollout.samples_per_prompt == 1 {
             self.refuse(
                 &["rollout.resample_rounds_max", "rollout.samples_per_prompt"],
                 "the rewards of a group of one are always equal; give 2 or more samples, or 0 rounds",
+            );
+        }
+    }
+
+    fn greedy_baseline(&mut self) {
+        if self.recipe.policy.advantage == Advantage::Remax && self.recipe.train.trajectories.is_some() {
+            self.refuse(
+                &["policy.advantage", "train.trajectories"],
+                "remax needs a greedy sample of each prompt, and nothing is sampled where train.trajectories gives the data; \
+                 remove one of the two",
             );
         }
     }

@@ -3,7 +3,8 @@
 use rand::Rng;
 use rand::seq::SliceRandom;
 use rloss::policy::advantage::{
-    GroupEstimator, gae, group_advantages, informative_groups, reinforce_plus_plus, whiten,
+    GroupEstimator, gae, group_advantages, informative_groups, reinforce_plus_plus,
+    reinforce_plus_plus_baseline, remax, whiten,
 };
 use rloss::policy::alarm::alarm;
 use rloss::policy::correction::{CorrectionConfig, ImportanceSampling, correct, parse_rules};
@@ -15,11 +16,12 @@ use rloss::policy::{Aggregation, Normalizer, Sequences};
 
 use super::fixture::{AGGREGATIONS, Fixture, objectives, rng};
 
+/// Those under which a group of one keeps its reward.
 const ESTIMATORS: [GroupEstimator; 3] = [GroupEstimator::Grpo, GroupEstimator::DrGrpo, GroupEstimator::Rloo];
 
 #[test]
 fn equal_rewards_give_exactly_zero() {
-    for estimator in ESTIMATORS {
+    for estimator in ESTIMATORS.into_iter().chain([GroupEstimator::GrpoBatchStd]) {
         for reward in [0.9, 0.6, 1.0 / 3.0, -0.1, 1e-30, 3e30, 0.0] {
             for size in 2..70 {
                 let advantages = group_advantages(estimator, &vec![reward; size], &[size]).unwrap();
@@ -32,20 +34,72 @@ fn equal_rewards_give_exactly_zero() {
 #[test]
 fn permuting_samples_permutes_advantages() {
     let rng = &mut rng(1);
-    for estimator in ESTIMATORS {
+    for estimator in ESTIMATORS.into_iter().chain([GroupEstimator::GrpoBatchStd]) {
         for size in 2..17 {
             let rewards: Vec<f32> = (0..size).map(|_| rng.random_range(-1.0..1.0)).collect();
             let mut order: Vec<usize> = (0..size).collect();
             order.shuffle(rng);
             let shuffled: Vec<f32> = order.iter().map(|&i| rewards[i]).collect();
-            // A second group must not matter.
-            let plain =
-                group_advantages(estimator, &[&rewards[..], &[5.0, 7.0]].concat(), &[size, 2]).unwrap();
-            let moved = group_advantages(estimator, &shuffled, &[size]).unwrap();
+            let advantages = |rewards: &[f32]| {
+                group_advantages(estimator, &[rewards, &[5.0, 7.0]].concat(), &[size, 2]).unwrap()
+            };
+            let plain = advantages(&rewards);
+            let mut moved = advantages(&shuffled);
+            moved.truncate(size);
+            if estimator != GroupEstimator::GrpoBatchStd {
+                // The second group does not matter.
+                assert_eq!(moved, group_advantages(estimator, &shuffled, &[size]).unwrap());
+            }
             for (&from, moved) in order.iter().zip(moved) {
                 assert!((plain[from] - moved).abs() <= 1e-6, "{estimator:?}: {} and {moved}", plain[from]);
             }
         }
+    }
+}
+
+/// Rows of one batch in another order: advantages of single tokens move with them.
+#[test]
+fn permuting_rows_permutes_advantages_of_tokens() {
+    for seed in 0..10 {
+        let batch = Fixture::new(seed);
+        let mut order: Vec<usize> = (0..8).collect();
+        order.shuffle(&mut rng(seed + 100));
+        let span = |row: usize| batch.cu_seqlens[row]..batch.cu_seqlens[row + 1];
+        let shuffled = |values: &[f32]| -> Vec<f32> {
+            order.iter().flat_map(|&row| values[span(row)].to_vec()).collect()
+        };
+        let mask: Vec<bool> = order.iter().flat_map(|&row| batch.mask[span(row)].to_vec()).collect();
+        let mut cu_seqlens = vec![0];
+        order.iter().for_each(|&row| cu_seqlens.push(cu_seqlens.last().unwrap() + span(row).len()));
+        let (plain, moved) = (batch.sequences(), Sequences::new(&cu_seqlens, &mask).unwrap());
+        let rewards: Vec<f32> = (0..8).map(|row| row as f32 / 3.0).collect();
+        let moved_rewards: Vec<f32> = order.iter().map(|&row| rewards[row]).collect();
+        let (tokens, values) = (&batch.advantages, &batch.log_prob);
+        let (moved_tokens, moved_values) = (shuffled(tokens), shuffled(values));
+        type Estimate<'a> = &'a dyn Fn(&Sequences, &[f32], &[f32], &[f32]) -> Vec<f32>;
+        let estimates: [(&str, Estimate); 4] = [
+            ("reinforce_plus_plus", &|s, r, _, _| reinforce_plus_plus(s, r, 0.9).unwrap().advantages),
+            ("baseline", &|s, _, _, g| reinforce_plus_plus_baseline(s, g, &[8]).unwrap()),
+            ("remax", &|s, r, _, g| remax(s, r, g).unwrap().advantages),
+            ("gae", &|s, r, v, _| whiten(s, &gae(s, r, v, 0.9, 0.8).unwrap().advantages).unwrap()),
+        ];
+        for (name, estimate) in estimates {
+            let expected = shuffled(&estimate(&plain, tokens, values, &rewards));
+            let found = estimate(&moved, &moved_tokens, &moved_values, &moved_rewards);
+            for (token, (a, b)) in found.iter().zip(&expected).enumerate() {
+                assert!((a - b).abs() <= 1e-6, "{name}, seed {seed}, token {token}: {a} for {b}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_standard_deviation_of_the_batch_scales_every_group_alike() {
+    // Groups {1, 3} and {0, 8}: means 2 and 4, the batch's standard deviation is that of 1, 3, 0, 8.
+    let std = (38f64 / 3.0).sqrt();
+    let advantages = group_advantages(GroupEstimator::GrpoBatchStd, &[1.0, 3.0, 0.0, 8.0], &[2, 2]).unwrap();
+    for (advantage, centred) in advantages.iter().zip([-1.0, 1.0, -4.0, 4.0]) {
+        assert!((f64::from(*advantage) - centred / (std + 1e-6)).abs() < 1e-6, "{advantages:?}");
     }
 }
 

@@ -42,7 +42,7 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "\"\\u001b[2J\" = 1",
-            "r.toml:1: \"\\u{1b}[2J\": unknown key; a recipe has model, harmony, task, interpreter, rollout, cold_start, train, policy, arms, eval, checkpoint, parallel, logging",
+            "r.toml:1: \"\\u{1b}[2J\": unknown key; a recipe has model, harmony, task, interpreter, rollout, cold_start, train, policy, critic, arms, eval, checkpoint, parallel, logging",
         ),
         ("[trian]\nsteps = 80", "r.toml:1: trian: unknown key; did you mean train?"),
         ("[train]\nlr = 1e-3", "r.toml:2: train.lr: unknown key; did you mean train.optimizer.lr?"),
@@ -54,7 +54,7 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         (
             "[whatever]\nx = 1",
             "r.toml:1: whatever: unknown key; a recipe has model, harmony, task, interpreter, rollout, cold_start, train, \
-             policy, arms, eval, checkpoint, parallel, logging",
+             policy, critic, arms, eval, checkpoint, parallel, logging",
         ),
         (
             "train = 3",
@@ -64,7 +64,7 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         (
             "[task]\nname = \"gsm8\"",
             "r.toml:2: task.name: no such value \"gsm8\", did you mean \"gsm8k\"? Give \"arithmetic\", \"arithmetic_single\", \
-             \"gsm8k\", \"retool\", \"verify_if\" or \"command\"",
+             \"format_rules\", \"gsm8k\", \"retool\", \"verify_if\" or \"command\"",
         ),
         (
             "[checkpoint]\ndtype = \"fp16\"",
@@ -106,11 +106,21 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "[policy]\nclip_low = 1.0",
-            "r.toml:2: policy.clip_low: 1 is out of range; give a number, above 0 and below 1",
+            "r.toml:2: policy.clip_low: 1 is out of range for the ratio of ppo; give a number above 0 and below 1 (only cispo, \
+             which bounds a weight, takes more)",
+        ),
+        (
+            "[policy]\nloss = \"gspo\"\nclip_high = 3",
+            "r.toml:3: policy.clip_high: 3 is out of range for the ratio of gspo; give a number above 0 and below 1 (only \
+             cispo, which bounds a weight, takes more)",
+        ),
+        (
+            "[policy]\nclip_low = 0",
+            "r.toml:2: policy.clip_low: 0 is out of range; give a number, above 0 and at most 1",
         ),
         (
             "[policy]\nclip_high = nan",
-            "r.toml:2: policy.clip_high: NaN is out of range; give a number, above 0 and below 1",
+            "r.toml:2: policy.clip_high: NaN is out of range; give a number, above 0 and at most 1000",
         ),
         (
             "[policy]\ndual_clip = 0.5",
@@ -256,7 +266,7 @@ fn mistakes_in_sets_name_the_set() {
         ("train.step=10", "--set: train.step: unknown key; did you mean train.steps?"),
         (
             "policy.clip_low=2",
-            "--set: policy.clip_low: 2 is out of range; give a number, above 0 and below 1",
+            "--set: policy.clip_low: 2 is out of range; give a number, above 0 and at most 1",
         ),
         (
             "train.freeze=[a",
@@ -409,11 +419,69 @@ fn contradictions_of_the_policy_are_refused_with_the_reason() {
             "no gradient flows through a reward",
         ),
         ("policy.kl.coefficient = 0".to_owned(), "policy.kl.coefficient", "above 0"),
+        ("policy.kl.target = 0.1".to_owned(), "policy.kl.target", "place is \"none\""),
+        (
+            "[policy.kl]\nplace = \"loss\"\ntarget = 0.1".to_owned(),
+            "policy.kl.target",
+            "steers the divergence in the reward",
+        ),
+        ("[policy.kl]\nplace = \"reward\"\ntarget = 0".to_owned(), "policy.kl.target", "above 0"),
+        ("policy.kl.horizon = 0".to_owned(), "policy.kl.horizon", "above 0"),
+        (
+            "[policy.kl]\nplace = \"reward\"\ntarget = 0.1\nhorizon = 12".to_owned(),
+            "policy.kl.horizon",
+            "to 0 or below",
+        ),
+        (
+            "policy.loss = \"gspo\"\npolicy.correction.is = \"token\"".to_owned(),
+            "policy.correction.is",
+            "one ratio a sequence",
+        ),
+        (
+            "policy.loss = \"geo_mean\"\npolicy.correction = { is = \"token\", threshold = [0.5, 2.0] }"
+                .to_owned(),
+            "policy.correction.threshold",
+            "which one weight of 0 undoes",
+        ),
+        (
+            "policy.advantage = \"remax\"\ntrain.trajectories = \"Cargo.toml\"".to_owned(),
+            "policy.advantage",
+            "needs a greedy sample of each prompt",
+        ),
+        (
+            "policy.advantage = \"remax\"\nrollout.resample_rounds_max = 1".to_owned(),
+            "rollout.resample_rounds_max",
+            "its baseline is not the group's mean",
+        ),
+        (
+            "policy.advantage = \"gae\"\nrollout.resample_rounds_max = 1".to_owned(),
+            "rollout.resample_rounds_max",
+            "its baseline is not the group's mean",
+        ),
+        (
+            "policy.advantage = \"reinforce_plus_plus\"\nrollout.resample_rounds_max = 1".to_owned(),
+            "rollout.resample_rounds_max",
+            "its baseline is not the group's mean",
+        ),
+        (
+            "rollout.resample_rounds_max = 1\ntrain.trajectories = \"Cargo.toml\"".to_owned(),
+            "rollout.resample_rounds_max",
+            "nothing is sampled",
+        ),
         (
             "policy.overlong.buffer_tokens = 100".to_owned(),
             "policy.overlong.buffer_tokens",
             "more than the 72",
         ),
+        ("[critic]".to_owned(), "critic", "write \"gae\", or remove [critic]"),
+        ("critic.optimizer.lr = 1e-4".to_owned(), "critic", "it is \"grpo\""),
+        (
+            "policy.advantage = \"gae\"\ncritic.minibatches = 65".to_owned(),
+            "critic.minibatches",
+            "65 updates of a step's 64",
+        ),
+        ("policy.advantage = \"gae\"\ncritic.lambda = 1.5".to_owned(), "critic.lambda", "0 to 1"),
+        ("policy.advantage = \"gae\"\ncritic.freeze = [\"\"]".to_owned(), "critic.freeze", "empty pattern"),
         (
             "rollout.samples_per_prompt = 1\nrollout.resample_rounds_max = 1".to_owned(),
             "rollout.resample_rounds_max",
@@ -423,5 +491,23 @@ fn contradictions_of_the_policy_are_refused_with_the_reason() {
     for (text, key, reason) in cases {
         let found = mistake(&text, &[]);
         assert!(found.contains(&format!(" {key}: ")) && found.contains(reason), "{text}: {found}");
+    }
+}
+
+#[test]
+fn what_only_looks_like_a_contradiction_is_allowed() {
+    for text in [
+        // Bounds of a weight, the lower one open.
+        "[policy]\nloss = \"cispo\"\nclip_low = 1.0\nclip_high = 4.0",
+        // No ratio in the loss: the weights are the only one.
+        "policy.loss = \"reinforce\"\npolicy.old_logprob = \"rollout\"\npolicy.correction.is = \"sequence\"",
+        "policy.loss = \"gspo\"\npolicy.correction.is = \"sequence\"",
+        "policy.loss = \"geo_mean\"\npolicy.correction.is = \"token\"",
+        "[policy.kl]\nplace = \"reward\"\ntarget = 0.1",
+        "policy.advantage = \"remax\"\nrollout.samples_per_prompt = 1",
+    ] {
+        let found = resolve(Path::new("r.toml"), text, &[]);
+        let plan = found.unwrap_or_else(|mistakes| panic!("{text}: {:?}", mistakes.0));
+        assert!(plan.warnings.is_empty(), "{text}: {:?}", plan.warnings);
     }
 }

@@ -227,7 +227,7 @@ fn a_task_that_fails_is_an_outcome() {
     let (t, _) = with_echo(&world, &["<|channel|>final<|message|>ungradable<|return|>"]);
     assert_eq!((t.outcome, t.reward, t.success), (Outcome::TaskFailed, 0.0, false));
     let rollouts = Rollouts {
-        groups: vec![rloss::trajectory::Group { trajectories: vec![t] }],
+        groups: vec![rloss::trajectory::Group { trajectories: vec![t], greedy: None }],
         messages: vec![vec![vec![]]],
     };
     let metrics = rloss::rollout::metrics(&rollouts.groups).finish();

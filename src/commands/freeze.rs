@@ -1,0 +1,82 @@
+//! Which parameters learn: all but those that a pattern of the recipe, or an arm, names.
+
+use crate::error::BadInput;
+use crate::model::config::Config;
+use crate::model::names::{ParameterSpec, value_model_specs};
+use crate::recipe::{self, Plan};
+use anyhow::Result;
+
+/// What `arms.freeze_attention` freezes.
+const ATTENTION: &str = "model.layers.*.self_attn.*";
+
+/// Which parameters learn: all but those that a `train.freeze` pattern or the arm names.
+pub(super) fn trainable(plan: &Plan, specs: &[ParameterSpec]) -> Result<Vec<bool>> {
+    let arm = plan.recipe.arms.freeze_attention.then_some(ATTENTION);
+    not_frozen(plan, "train.freeze", &plan.recipe.train.freeze, arm, specs)
+}
+
+/// The same of the critic, if there is one, and `critic.freeze`.
+pub(super) fn critic_trainable(plan: &Plan, config: &Config) -> Result<Option<Vec<bool>>> {
+    let of = |critic: &recipe::Critic| {
+        not_frozen(plan, "critic.freeze", &critic.freeze, None, &value_model_specs(config))
+    };
+    plan.recipe.critic.as_ref().map(of).transpose()
+}
+
+/// The parameters of `specs` that neither a pattern of the key `key` nor the `arm`'s names.
+fn not_frozen(
+    plan: &Plan,
+    key: &str,
+    patterns: &[String],
+    arm: Option<&str>,
+    specs: &[ParameterSpec],
+) -> Result<Vec<bool>> {
+    for pattern in patterns {
+        if !specs.iter().any(|spec| matches(pattern, &spec.name)) {
+            let what = format!(
+                "the pattern {pattern:?} matches no parameter; names look like {}",
+                specs.get(1).map_or("", |spec| &spec.name)
+            );
+            return Err(BadInput(plan.mistake(key, what).to_string()).into());
+        }
+    }
+    let patterns: Vec<&str> = patterns.iter().map(String::as_str).chain(arm).collect();
+    let trainable: Vec<bool> =
+        specs.iter().map(|spec| !patterns.iter().any(|pattern| matches(pattern, &spec.name))).collect();
+    if !trainable.contains(&true) {
+        let what = "every parameter is frozen; leave one that learns".to_owned();
+        return Err(BadInput(plan.mistake(key, what).to_string()).into());
+    }
+    Ok(trainable)
+}
+
+/// True when `pattern`, in which `*` stands for any characters, names `name` as a whole.
+fn matches(pattern: &str, name: &str) -> bool {
+    let mut parts = pattern.split('*');
+    let Some(mut rest) = parts.next().and_then(|first| name.strip_prefix(first)) else { return false };
+    let parts: Vec<&str> = parts.collect();
+    let Some((last, middle)) = parts.split_last() else { return rest.is_empty() };
+    for part in middle {
+        match rest.find(part) {
+            Some(at) => rest = &rest[at + part.len()..],
+            None => return false,
+        }
+    }
+    rest.ends_with(last)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::matches;
+
+    #[test]
+    fn a_star_stands_for_any_characters() {
+        assert!(matches("*", "model.norm.weight"));
+        assert!(matches("model.layers.*.self_attn.*", "model.layers.3.self_attn.q_proj.weight"));
+        assert!(matches("*.sinks", "model.layers.3.self_attn.sinks"));
+        assert!(matches("lm_head.weight", "lm_head.weight"));
+        assert!(!matches("lm_head", "lm_head.weight"));
+        assert!(!matches("*.sink", "model.layers.3.self_attn.sinks"));
+        assert!(!matches("model.layers.*.mlp.*", "model.layers.3.self_attn.sinks"));
+    }
+}

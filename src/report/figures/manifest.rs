@@ -1,0 +1,73 @@
+//! `figures.toml`: which curves make which figure.
+
+use crate::bad_input;
+use anyhow::Result;
+use serde::Deserialize;
+use std::path::Path;
+
+/// The file whose presence makes a folder a set of figures.
+pub(in crate::report) const FILE: &str = "figures.toml";
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Manifest {
+    figure: Vec<Figure>,
+}
+
+/// One figure: its panels side by side, each with every curve.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Figure {
+    /// The stem of its SVG file.
+    pub name: String,
+    pub title: String,
+    /// What it shows, in a sentence or two.
+    pub about: String,
+    /// The metric of each panel.
+    pub panels: Vec<String>,
+    pub curves: Vec<Curve>,
+}
+
+/// One curve: the runs in `<recipe>/seed-*` beside the manifest.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Curve {
+    /// The recipe's file name without its ending, and so the folder of its runs.
+    pub recipe: String,
+    pub label: String,
+}
+
+/// Reads the manifest in `folder`.
+///
+/// # Errors
+/// [`crate::error::BadInput`] with the line, where it cannot be read or names what is no plain name.
+pub(super) fn read(folder: &Path) -> Result<Vec<Figure>> {
+    let file = folder.join(FILE);
+    let shown = file.display();
+    let text = std::fs::read_to_string(&file).map_err(|e| bad_input!("{shown}: cannot be read ({e})."))?;
+    let manifest: Manifest = toml::from_str(&text).map_err(|e| {
+        let line = e.span().map_or(1, |span| text.get(..span.start).unwrap_or("").matches('\n').count() + 1);
+        bad_input!("{shown}: line {line}: {}. recipes/figures/figures.toml is a sound one.", e.message())
+    })?;
+    for (place, figure) in manifest.figure.iter().enumerate() {
+        if manifest.figure[..place].iter().any(|earlier| earlier.name == figure.name) {
+            return Err(bad_input!("{shown}: two figures are named {}; rename one.", figure.name));
+        }
+        let names = std::iter::once(&figure.name).chain(figure.curves.iter().map(|curve| &curve.recipe));
+        for name in names {
+            let plain = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
+            if name.is_empty() || !name.chars().all(plain) {
+                return Err(bad_input!(
+                    "{shown}: {name:?} is not a plain name; use letters, digits, _ and - for figures and recipes."
+                ));
+            }
+        }
+        if figure.panels.is_empty() || figure.curves.is_empty() {
+            return Err(bad_input!(
+                "{shown}: {} has no panels or no curves; give one or more of each.",
+                figure.name
+            ));
+        }
+    }
+    Ok(manifest.figure)
+}

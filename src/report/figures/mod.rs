@@ -1,0 +1,78 @@
+//! Figures: curves of several seeds, as one page and as one SVG file a figure.
+//!
+//! ```text
+//! figures.toml ─ manifest.rs ─> Figure ─ curve.rs: its runs, the mean over seeds ─┬─ panel.rs ─> figure.svg ─┬─> <name>.svg
+//!                                                                                 └─ table.rs ───────────────┴─> report.html
+//! ```
+
+mod curve;
+mod manifest;
+mod panel;
+mod table;
+
+pub(super) use manifest::FILE;
+
+use crate::bad_input;
+use anyhow::{Context, Result};
+use curve::Curve;
+use minijinja::{Environment, Value, context};
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+
+/// What the page shows of a figure.
+#[derive(Serialize)]
+struct Shown<'a> {
+    name: &'a str,
+    title: &'a str,
+    about: &'a str,
+    svg: Value,
+    table: table::Table,
+    /// Labels of curves that have no runs.
+    missing: Vec<String>,
+}
+
+/// Draws the figures of `folder`: `report.html` with all of them, whose path it returns, and `<name>.svg` for each.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when the manifest or a run cannot be read, or when there is no run at all.
+pub(super) fn write(folder: &Path, environment: &mut Environment<'static>) -> Result<PathBuf> {
+    let figures = manifest::read(folder)?;
+    environment.add_template("figure.svg", include_str!("figure.svg"))?;
+    environment.add_template("figures.html", include_str!("figures.html"))?;
+    let mut shown = Vec::new();
+    for figure in &figures {
+        let curves: Vec<Curve> =
+            figure.curves.iter().map(|curve| Curve::load(folder, curve)).collect::<Result<_>>()?;
+        if curves.iter().all(|curve| curve.seeds.is_empty()) {
+            continue;
+        }
+        let drawing = panel::Drawing::new(&figure.title, &figure.panels, &curves);
+        let svg =
+            environment.get_template("figure.svg")?.render(context! { title => &figure.title, drawing })?;
+        super::replace_file(&folder.join(format!("{}.svg", figure.name)), &svg)
+            .with_context(|| format!("{}: cannot be written", folder.display()))?;
+        shown.push(Shown {
+            name: &figure.name,
+            title: &figure.title,
+            about: &figure.about,
+            svg: Value::from_safe_string(svg),
+            table: table::Table::new(&curves),
+            missing: curves
+                .into_iter()
+                .filter(|curve| curve.seeds.is_empty())
+                .map(|curve| curve.label)
+                .collect(),
+        });
+    }
+    if shown.is_empty() {
+        return Err(bad_input!(
+            "{}: holds {FILE} but no run of any of its recipes. Run scripts/reproduce_figures.sh first.",
+            folder.display()
+        ));
+    }
+    let style = Value::from_safe_string(include_str!("../page.css").to_owned());
+    let page = environment.get_template("figures.html")?.render(context! { style, figures => shown })?;
+    let path = folder.join("report.html");
+    super::replace_file(&path, &page).with_context(|| format!("{}: cannot be written", path.display()))?;
+    Ok(path)
+}

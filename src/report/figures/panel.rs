@@ -1,0 +1,104 @@
+//! The layout of a figure: a legend, and the panels below it, two a row. Lengths are in SVG user units.
+
+use super::curve::Curve;
+use crate::metrics::Phase;
+use crate::report::charts;
+use crate::report::plot::{HEIGHT, Plot, Scale, WIDTH};
+use serde::Serialize;
+
+/// Space around and between the panels.
+const GAP: f64 = 20.0;
+/// The figure's title, and a panel's.
+const TITLE: f64 = 30.0;
+const PANEL_TITLE: f64 = 24.0;
+const LEGEND_ROW: f64 = 18.0;
+/// A character of the title, so that the figure is wide enough for it.
+const TITLE_CHARACTER: f64 = 8.5;
+/// A log axis begins at its smallest value, but not below this share of the largest nor, where that is less, below
+/// `FLOOR`: gradients that vanish would take the whole axis.
+const FLOOR_SHARE: f64 = 1e-4;
+const FLOOR: f64 = 1e-3;
+
+/// A figure, ready for its template.
+#[derive(Serialize)]
+pub(super) struct Drawing {
+    width: f64,
+    height: f64,
+    legend: Vec<Entry>,
+    panels: Vec<Panel>,
+}
+
+#[derive(Serialize)]
+struct Entry {
+    colour: usize,
+    label: String,
+    exaggerated: bool,
+    x: f64,
+    y: f64,
+}
+
+#[derive(Serialize)]
+struct Panel {
+    x: f64,
+    y: f64,
+    title: String,
+    unit: &'static str,
+    /// Whether some values are so small that they are drawn at the lower edge of a log axis.
+    floored: bool,
+    plot: Plot,
+}
+
+impl Drawing {
+    /// Lays out a panel for each metric that a curve has values of.
+    pub fn new(title: &str, metrics: &[String], curves: &[Curve]) -> Drawing {
+        let mut panels: Vec<Panel> = metrics.iter().filter_map(|metric| panel(metric, curves)).collect();
+        let columns = panels.len().clamp(1, 2);
+        let legend_columns = if curves.len() > 3 { columns } else { 1 };
+        let title_width = 2.0 * GAP + TITLE_CHARACTER * title.chars().count() as f64;
+        let width = f64::max(GAP + columns as f64 * (WIDTH + GAP), title_width);
+        let drawn = curves.iter().enumerate().filter(|(_, curve)| !curve.seeds.is_empty());
+        let legend: Vec<Entry> = drawn
+            .enumerate()
+            .map(|(place, (colour, curve))| Entry {
+                colour,
+                label: curve.label.clone(),
+                exaggerated: curve.exaggerated(),
+                x: GAP + (place % legend_columns) as f64 * (WIDTH + GAP),
+                y: TITLE + GAP + (place / legend_columns) as f64 * LEGEND_ROW,
+            })
+            .collect();
+        let top = TITLE + GAP + legend.len().div_ceil(legend_columns) as f64 * LEGEND_ROW;
+        for (place, panel) in panels.iter_mut().enumerate() {
+            panel.x = GAP + (place % columns) as f64 * (WIDTH + GAP);
+            panel.y = top + (place / columns) as f64 * (PANEL_TITLE + HEIGHT) + PANEL_TITLE;
+        }
+        let height = top + panels.len().div_ceil(columns) as f64 * (PANEL_TITLE + HEIGHT) + GAP / 2.0;
+        Drawing { width, height, legend, panels }
+    }
+}
+
+/// `None` when no run has a value. Colours go by the place among all curves, drawn or not.
+fn panel(metric: &str, curves: &[Curve]) -> Option<Panel> {
+    let (title, unit, phase, scale) = charts::look(metric);
+    let (scale, floor, floored) = match scale {
+        Scale::LogWhenWide => {
+            let (floor, floored) = floor(curves, phase, metric)?;
+            (Scale::Log, Some(floor), floored)
+        }
+        scale => (scale, None, false),
+    };
+    let drawn = curves.iter().enumerate().filter(|(_, curve)| !curve.seeds.is_empty());
+    let series = drawn.map(|(index, curve)| curve.series(index, phase, metric, floor));
+    let plot = Plot::new(series.filter(|series| !series.points.is_empty()).collect(), scale)?;
+    Some(Panel { x: 0.0, y: 0.0, title, unit, floored, plot })
+}
+
+/// Where a log axis begins, and whether a value lies below.
+fn floor(curves: &[Curve], phase: Phase, metric: &str) -> Option<(f64, bool)> {
+    let all =
+        || curves.iter().flat_map(|curve| curve.values(phase, metric)).flatten().map(|(_, value)| value);
+    let positive = || all().filter(|value| value.is_finite() && *value > 0.0);
+    let lowest = FLOOR.min(FLOOR_SHARE * positive().reduce(f64::max)?);
+    let floor = positive().reduce(f64::min)?.max(lowest);
+    Some((floor, all().any(|value| value < floor)))
+}

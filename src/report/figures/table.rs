@@ -1,0 +1,77 @@
+//! The figures in numbers: what each curve's seeds came to.
+
+use super::curve::Curve;
+use crate::metrics::{Phase, format_number};
+use crate::report::plot::Points;
+use crate::report::tables::is_held_out;
+use serde::Serialize;
+
+/// One row a curve, a value a seed in each cell.
+#[derive(Serialize)]
+pub(super) struct Table {
+    header: Vec<&'static str>,
+    rows: Vec<Row>,
+}
+
+#[derive(Serialize)]
+struct Row {
+    colour: usize,
+    label: String,
+    exaggerated: bool,
+    seeds: String,
+    cells: Vec<String>,
+}
+
+/// How a run's values of a metric become one number.
+type Summary = fn(&Points) -> Option<f64>;
+
+impl Table {
+    pub fn new(curves: &[Curve]) -> Table {
+        let held_out =
+            curves.iter().flat_map(|curve| &curve.seeds).flat_map(|(_, run)| &run.rows).find_map(|row| {
+                row.metrics.iter().map(|(name, _)| name).find(|name| is_held_out(name)).map(str::to_owned)
+            });
+        let last: Summary = |points| points.last().map(|point| point.1);
+        let largest: Summary = |points| points.iter().map(|point| point.1).reduce(f64::max);
+        let mean: Summary = |points| {
+            let sum: f64 = points.iter().map(|point| point.1).sum();
+            (!points.is_empty()).then(|| sum / points.len() as f64)
+        };
+        let held_out = held_out.as_deref().unwrap_or_default();
+        let columns: [(&'static str, Phase, &str, Summary, usize); 4] = [
+            ("Held-out success, last", Phase::Eval, held_out, last, 3),
+            ("Gradient norm, largest", Phase::Rl, "actor/grad_norm", largest, 3),
+            ("Clip fraction, mean", Phase::Rl, "actor/pg_clipfrac", mean, 2),
+            ("Max log-ppl gap, largest", Phase::Rl, "mismatch/log_ppl_abs_diff_max", largest, 2),
+        ];
+        let rows = curves.iter().enumerate().filter(|(_, curve)| !curve.seeds.is_empty());
+        let rows = rows.map(|(colour, curve)| Row {
+            colour,
+            label: curve.label.clone(),
+            exaggerated: curve.exaggerated(),
+            seeds: list(curve.seeds.iter().map(|(seed, _)| seed.to_string())),
+            cells: columns
+                .iter()
+                .map(|(_, phase, metric, summary, digits)| {
+                    let values = curve.values(*phase, metric);
+                    list(
+                        values
+                            .iter()
+                            .map(|points| summary(points).map_or("–".into(), |v| short(v, *digits))),
+                    )
+                })
+                .collect(),
+        });
+        Table { header: columns.iter().map(|column| column.0).collect(), rows: rows.collect() }
+    }
+}
+
+fn list(parts: impl Iterator<Item = String>) -> String {
+    parts.collect::<Vec<_>>().join(" · ")
+}
+
+/// `value` to so many significant digits.
+fn short(value: f64, digits: usize) -> String {
+    let rounded = format!("{value:.*e}", digits.saturating_sub(1)).parse().unwrap_or(value);
+    format_number(rounded)
+}

@@ -1,0 +1,315 @@
+//! The built-in task of form: a line in capitals, of so many words, with a given prefix, checked by rule.
+//!
+//! Problems are made up, so nothing is downloaded, and about one in ten is held out by a hash of its text. What the
+//! line says is free: only its form is graded. The demonstrations are noisy on purpose, each rule ignored in half of
+//! them, and RL then selects among what was shown.
+
+use super::arithmetic::{distinct, percent};
+use super::{Demonstration, Problem, Reward, Task, Transcript, ValidationSet};
+use crate::harmony::Message;
+use crate::random::{Purpose, stream};
+use crate::trajectory::Outcome;
+use anyhow::{Context, Result};
+use rand::Rng;
+use rand::seq::IndexedRandom;
+use serde::{Deserialize, Serialize};
+use std::ops::RangeInclusive;
+
+/// Of the demonstrations that are asked for a rule, in percent: it is ignored.
+const IGNORED: u32 = 50;
+
+/// Words of a line, asked for or not.
+const WORDS: RangeInclusive<usize> = 2..=6;
+
+const ADJECTIVES: [&str; 24] = [
+    "bad", "big", "blue", "bold", "calm", "cold", "dark", "deep", "dry", "fast", "good", "hot", "kind",
+    "long", "new", "odd", "old", "red", "sad", "shy", "soft", "tall", "warm", "wet",
+];
+const NOUNS: [&str; 24] = [
+    "ant", "bear", "bird", "boat", "cat", "city", "cow", "dog", "door", "farm", "fish", "fox", "hat", "hill",
+    "king", "lake", "moon", "rain", "road", "sea", "ship", "sun", "tree", "wind",
+];
+/// None of them is in the lists, so that a line has one only on purpose.
+const PREFIXES: [&str; 8] = ["ah", "but", "look", "now", "oh", "so", "well", "yes"];
+
+/// The form of a line; a rule that is not asked for is absent. At least one is asked for.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+struct Rules {
+    /// No letter but capitals.
+    capitals: bool,
+    /// Exactly so many words, parted by white space.
+    words: Option<usize>,
+    /// The first characters, in the case shown.
+    prefix: Option<String>,
+}
+
+impl Rules {
+    /// One of the seven sets of rules, each as likely, with its parameters.
+    fn draw(rng: &mut impl Rng) -> Self {
+        let kinds = rng.random_range(1..8u8);
+        let capitals = kinds & 1 != 0;
+        let words = (kinds & 2 != 0).then(|| rng.random_range(WORDS));
+        let prefix = (kinds & 4 != 0).then(|| in_case(pick(&PREFIXES, rng).to_owned(), capitals));
+        Self { capitals, words, prefix }
+    }
+
+    /// Whether `line` keeps every rule.
+    fn hold(&self, line: &str) -> bool {
+        (!self.capitals || (line.contains(char::is_uppercase) && !line.contains(char::is_lowercase)))
+            && self.words.is_none_or(|n| line.split_whitespace().count() == n)
+            && self.prefix.as_ref().is_none_or(|prefix| line.starts_with(prefix))
+    }
+
+    /// The rules without those that are ignored, each with a chance of [`IGNORED`] in 100.
+    fn remembered(&self, rng: &mut impl Rng) -> Self {
+        let mut keep = || !percent(rng, IGNORED);
+        Self {
+            capitals: self.capitals && keep(),
+            words: self.words.filter(|_| keep()),
+            prefix: self.prefix.clone().filter(|_| keep()),
+        }
+    }
+
+    /// A line that keeps these rules; what they leave open is drawn, and in small letters.
+    fn line(&self, rng: &mut impl Rng) -> String {
+        let count = self.words.unwrap_or_else(|| rng.random_range(WORDS));
+        let words: Vec<&str> = (0..count).map(|place| self.word(place, rng)).collect();
+        in_case(words.join(" "), self.capitals)
+    }
+
+    /// The prefix, then words that are drawn.
+    fn word(&self, place: usize, rng: &mut impl Rng) -> &str {
+        match &self.prefix {
+            Some(prefix) if place == 0 => prefix,
+            _ => pick(if rng.random() { &ADJECTIVES } else { &NOUNS }, rng),
+        }
+    }
+}
+
+/// A request: a topic, which is not graded, and the form of the answer.
+#[derive(Debug, Clone)]
+struct Request {
+    topic: [&'static str; 2],
+    rules: Rules,
+}
+
+impl Request {
+    fn draw(rng: &mut impl Rng) -> Self {
+        Self { topic: [pick(&ADJECTIVES, rng), pick(&NOUNS, rng)], rules: Rules::draw(rng) }
+    }
+
+    /// The first draw of `rng` on the wanted side of the split.
+    fn draw_split(rng: &mut impl Rng, held_out: bool) -> Self {
+        loop {
+            let request = Self::draw(rng);
+            if request.held_out() == held_out {
+                return request;
+            }
+        }
+    }
+
+    /// Whether the request belongs to the held-out tenth: CRC-32 of its text.
+    fn held_out(&self) -> bool {
+        crc32fast::hash(self.text().as_bytes()).is_multiple_of(10)
+    }
+
+    /// Such as `Describe the old ship: in capitals, in 3 words, prefix YES.`
+    fn text(&self) -> String {
+        let Self { topic: [adjective, noun], rules } = self;
+        let parts = [
+            rules.capitals.then(|| "in capitals".to_owned()),
+            rules.words.map(|n| format!("in {n} words")),
+            rules.prefix.as_ref().map(|prefix| format!("prefix {prefix}")),
+        ];
+        let asked: Vec<String> = parts.into_iter().flatten().collect();
+        format!("Describe the {adjective} {noun}: {}.", asked.join(", "))
+    }
+
+    /// Such as `format_rules/old-ship/capitals/3/YES`, with `-` for a rule that is not asked for.
+    fn id(&self) -> String {
+        let Self { topic: [adjective, noun], rules } = self;
+        let capitals = if rules.capitals { "capitals" } else { "-" };
+        let words = rules.words.map_or_else(|| "-".to_owned(), |n| n.to_string());
+        let prefix = rules.prefix.as_deref().unwrap_or("-");
+        format!("format_rules/{adjective}-{noun}/{capitals}/{words}/{prefix}")
+    }
+
+    fn problem(&self) -> Problem {
+        let answer = serde_json::json!(self.rules);
+        Problem { id: self.id(), messages: vec![Message::user(self.text())], answer }
+    }
+
+    /// A noisy demonstration: each rule is kept or ignored.
+    fn demonstration(&self, rng: &mut impl Rng) -> Demonstration {
+        let line = self.rules.remembered(rng).line(rng);
+        Demonstration { messages: vec![Message::user(self.text()), Message::assistant("final", line)] }
+    }
+}
+
+fn pick(words: &[&'static str], rng: &mut impl Rng) -> &'static str {
+    words.choose(rng).copied().unwrap_or_default()
+}
+
+fn in_case(text: String, capitals: bool) -> String {
+    if capitals { text.to_uppercase() } else { text }
+}
+
+/// The task `format_rules`: a single turn, requests of at most 61 bytes and demonstrated answers of at most 29.
+pub struct FormatRules {
+    validation: [ValidationSet; 1],
+}
+
+impl FormatRules {
+    /// The task with `validation_problems` held-out problems, the same in every run.
+    pub fn new(validation_problems: usize) -> Self {
+        let mut rng = stream(0, Purpose::Problem, &[u64::MAX]);
+        let problems = distinct(validation_problems, || Request::draw_split(&mut rng, true).problem());
+        Self { validation: [ValidationSet { name: "format_rules".into(), problems }] }
+    }
+}
+
+impl Task for FormatRules {
+    fn name(&self) -> &str {
+        "format_rules"
+    }
+
+    fn training_problem(&self, seed: u64, index: u64) -> Problem {
+        Request::draw_split(&mut stream(seed, Purpose::Problem, &[index]), false).problem()
+    }
+
+    fn validation_sets(&self) -> &[ValidationSet] {
+        &self.validation
+    }
+
+    fn uses_python(&self) -> bool {
+        false
+    }
+
+    fn demonstration(&self, seed: u64, index: u64) -> Option<Demonstration> {
+        let mut rng = stream(seed, Purpose::Demonstration, &[index]);
+        Some(Request::draw_split(&mut rng, false).demonstration(&mut rng))
+    }
+
+    fn held_out_demonstration(&self, index: u64) -> Option<Demonstration> {
+        let mut rng = stream(0, Purpose::Demonstration, &[u64::MAX, index]);
+        Some(Request::draw_split(&mut rng, true).demonstration(&mut rng))
+    }
+
+    /// +1 for a finished `final` message that keeps every rule, else −1.
+    fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {
+        let rules =
+            Rules::deserialize(&problem.answer).with_context(|| format!("{}: no rules", problem.id))?;
+        let success = transcript.outcome == Outcome::Finished
+            && transcript.final_text().is_some_and(|line| rules.hold(line));
+        Ok(Reward { value: if success { 1.0 } else { -1.0 }, success })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    fn rules(capitals: bool, words: Option<usize>, prefix: Option<&str>) -> Rules {
+        Rules { capitals, words, prefix: prefix.map(str::to_owned) }
+    }
+
+    #[test]
+    fn the_reward_wants_every_rule_kept_in_a_finished_final_message() {
+        let task = FormatRules::new(1);
+        let reward = |rules: &Rules, channel: &str, line: &str, outcome| {
+            let problem = Request { topic: ["old", "ship"], rules: rules.clone() }.problem();
+            let messages = [Message::assistant(channel, line)];
+            let transcript = Transcript { messages: &messages, outcome, calls_answered: 0 };
+            task.reward(&problem, &transcript).unwrap()
+        };
+        let all = rules(true, Some(3), Some("YES"));
+        let (right, wrong) = (Reward { value: 1.0, success: true }, Reward { value: -1.0, success: false });
+        assert_eq!(reward(&all, "final", "YES OLD SHIP", Outcome::Finished), right);
+        assert_eq!(reward(&all, "final", "YES OLD SHIP", Outcome::TruncatedLength), wrong);
+        assert_eq!(reward(&all, "analysis", "YES OLD SHIP", Outcome::Finished), wrong);
+        for (rules, line, expected) in [
+            (&all, "YESTERDAY'S SHIP, 7", right),
+            (&all, "YES OLD SHIp", wrong),
+            (&all, "YES OLD", wrong),
+            (&all, "YES OLD RED SHIP", wrong),
+            (&all, "OLD YES SHIP", wrong),
+            (&all, "", wrong),
+            (&rules(true, None, None), "7 + 7", wrong),
+            (&rules(true, None, None), "7 A", right),
+            (&rules(false, Some(2), None), "any  thing", right),
+            (&rules(false, Some(2), None), "anything", wrong),
+            (&rules(false, None, Some("yes")), "yes", right),
+            (&rules(false, None, Some("yes")), "YES", wrong),
+            (&rules(false, None, Some("yes")), " yes", wrong),
+        ] {
+            assert_eq!(reward(rules, "final", line, Outcome::Finished), expected, "{rules:?}: {line:?}");
+        }
+    }
+
+    #[test]
+    fn a_problem_of_another_task_is_an_error() {
+        let problem = Problem { id: "other/1".into(), messages: vec![], answer: "7".into() };
+        let transcript = Transcript { messages: &[], outcome: Outcome::Finished, calls_answered: 0 };
+        let error = FormatRules::new(1).reward(&problem, &transcript).unwrap_err();
+        assert_eq!(error.to_string(), "other/1: no rules");
+    }
+
+    #[test]
+    fn a_request_says_its_rules() {
+        let request = |rules| Request { topic: ["old", "ship"], rules };
+        let all = request(rules(true, Some(3), Some("YES")));
+        assert_eq!(all.text(), "Describe the old ship: in capitals, in 3 words, prefix YES.");
+        assert_eq!(all.id(), "format_rules/old-ship/capitals/3/YES");
+        let one = request(rules(false, None, Some("yes")));
+        assert_eq!(one.text(), "Describe the old ship: prefix yes.");
+        assert_eq!(one.id(), "format_rules/old-ship/-/-/yes");
+    }
+
+    #[test]
+    fn the_split_holds_out_a_tenth_and_training_never_sees_it() {
+        let mut rng = stream(1, Purpose::Problem, &[]);
+        let held = (0..100_000).filter(|_| Request::draw(&mut rng).held_out()).count();
+        assert!((9_500..10_500).contains(&held), "{held}");
+        let task = FormatRules::new(512);
+        let problems = &task.validation_sets()[0].problems;
+        let ids: HashSet<_> = problems.iter().map(|p| &p.id).collect();
+        assert_eq!(ids.len(), 512);
+        assert!((0..20_000).all(|i| !ids.contains(&task.training_problem(0, i).id)));
+        let questions: HashSet<_> = problems.iter().map(|p| &p.messages[0].content).collect();
+        let shown = |i| task.demonstration(0, i).unwrap().messages[0].content.clone();
+        assert!((0..20_000).all(|i| !questions.contains(&shown(i))));
+        assert_eq!(task.training_problem(3, 5), FormatRules::new(1).training_problem(3, 5));
+        assert_ne!(task.training_problem(3, 5), task.training_problem(4, 5));
+    }
+
+    /// The rules of a request and what a demonstration answers it.
+    fn shown(index: u64) -> (Rules, String) {
+        let mut rng = stream(5, Purpose::Demonstration, &[index]);
+        let request = Request::draw(&mut rng);
+        let messages = request.demonstration(&mut rng).messages;
+        (request.rules, messages[1].content.clone())
+    }
+
+    #[test]
+    fn demonstrations_keep_each_rule_half_the_time() {
+        let shown: Vec<_> = (0..40_000).map(shown).collect();
+        let share = |asked: fn(&Rules) -> Option<Rules>| {
+            let kept: Vec<_> =
+                shown.iter().filter_map(|(rules, line)| asked(rules).map(|r| r.hold(line))).collect();
+            assert!(kept.len() > 20_000, "asked for in four of seven requests: {}", kept.len());
+            kept.iter().filter(|&&kept| kept).count() as f64 / kept.len() as f64
+        };
+        let near = |got: f64, want: f64| assert!((got - want).abs() < 0.015, "{got} against {want}");
+        near(share(|r| r.capitals.then(|| Rules { capitals: true, ..Rules::default() })), 0.5);
+        // Of the lines that ignore the number of words, one in five has it by chance.
+        near(share(|r| r.words.is_some().then(|| Rules { words: r.words, ..Rules::default() })), 0.6);
+        near(
+            share(|r| r.prefix.is_some().then(|| Rules { prefix: r.prefix.clone(), ..Rules::default() })),
+            0.5,
+        );
+        // Singly 1/2, 3/5, 1/2; in pairs 3/10, 1/4, 3/10; all three 3/20: the mean over the seven sets.
+        let all = shown.iter().filter(|(rules, line)| rules.hold(line)).count();
+        near(all as f64 / shown.len() as f64, 2.6 / 7.0);
+    }
+}

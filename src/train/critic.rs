@@ -1,0 +1,151 @@
+//! The critic: a trunk of the policy's architecture with a value head, its estimate of advantages, and its updates.
+//!
+//! The value of a token is read where the policy chooses it, before it is seen: V of the state, not of the action.
+
+use super::accumulate::Learner;
+use super::batch::{MicroBatch, Sequence};
+use super::experience::{Experience, spans};
+use super::forward_backward::PassSettings;
+use super::gradients::Gradients;
+use super::objective;
+use super::optimizer::Optimizer;
+use crate::metrics::Metrics;
+use crate::model::config::Config;
+use crate::model::init::value_model;
+use crate::model::weights::Parameters;
+use crate::policy::advantage::{gae, whiten};
+use crate::policy::value::{ValueLoss, explained_variance, value_loss};
+use crate::policy::{Normalizer, Sequences};
+use crate::recipe;
+use anyhow::{Context, Result};
+use std::sync::{Mutex, PoisonError};
+
+/// A critic and what moves it.
+pub struct Critic {
+    pub settings: recipe::Critic,
+    pub parameters: Parameters,
+    /// Which of its parameters learn.
+    pub trainable: Vec<bool>,
+    pub optimizer: Optimizer,
+}
+
+impl Critic {
+    /// A critic that starts from a copy of the `policy`'s trunk, with a head drawn from the run's `seed`.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn new(
+        config: &Config,
+        policy: &Parameters,
+        trainable: Vec<bool>,
+        settings: &recipe::Critic,
+        seed: u64,
+        round_to_bf16: bool,
+    ) -> Result<Self> {
+        let tensors = value_model(config, seed, |spec| {
+            let index = policy.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
+            Ok(policy.var(index).as_tensor().detach().copy()?)
+        })?;
+        let parameters = Parameters::with_value_head(config, tensors)?;
+        let optimizer = Optimizer::new(&settings.optimizer, &parameters, &trainable, round_to_bf16)?;
+        // The head was drawn in f32.
+        optimizer.write_weights(&parameters)?;
+        Ok(Self { settings: settings.clone(), parameters, trainable, optimizer })
+    }
+}
+
+/// How a critic sees a step's trajectories.
+#[derive(Clone, Copy)]
+pub struct CriticStep<'a> {
+    /// Over the critic's parameters.
+    pub learner: Learner<'a>,
+    pub settings: &'a recipe::Critic,
+    /// That of the policy loss, with the constant that it may need.
+    pub aggregation: recipe::Aggregation,
+    pub response_tokens_max: usize,
+    pub pass: PassSettings,
+    pub micro_batch_tokens: usize,
+}
+
+/// What the values make of the rewards, one a token.
+pub struct Estimate {
+    /// Normalised over the batch.
+    pub advantages: Vec<f32>,
+    pub returns: Vec<f32>,
+    pub metrics: Metrics,
+}
+
+/// One update of the critic, before the optimizer.
+pub struct ValueUpdate {
+    pub gradients: Gradients,
+    pub metrics: Metrics,
+}
+
+impl CriticStep<'_> {
+    /// The value of every trained token of `sequences`, one after the other.
+    ///
+    /// # Errors
+    /// Those of the passes.
+    pub fn values(&self, sequences: &[Sequence]) -> Result<Vec<f32>> {
+        self.learner.values(&MicroBatch::split(sequences, self.micro_batch_tokens), self.pass)
+    }
+
+    /// Advantages and returns from `rewards` and `values`, one a token.
+    ///
+    /// # Errors
+    /// When a value is no number, or the batch has too few tokens to be normalised.
+    pub fn estimate(&self, sequences: &Sequences, rewards: &[f32], values: &[f32]) -> Result<Estimate> {
+        let found = gae(sequences, rewards, values, self.settings.gamma, self.settings.lambda)?;
+        let advantages = whiten(sequences, &found.advantages)?;
+        let mut metrics = Metrics::new();
+        for (name, column) in [("values", values), ("returns", &found.returns)] {
+            let of = || sequences.all_valid().map(|t| f64::from(column[t]));
+            metrics.set(format!("critic/{name}/mean"), of().sum::<f64>() / of().count() as f64);
+            metrics.set(format!("critic/{name}/max"), of().fold(f64::NEG_INFINITY, f64::max));
+            metrics.set(format!("critic/{name}/min"), of().fold(f64::INFINITY, f64::min));
+        }
+        if let Some(explained) = explained_variance(sequences, values, &found.returns)? {
+            metrics.set("critic/vf_explained_var", explained);
+        }
+        Ok(Estimate { advantages, returns: found.returns, metrics })
+    }
+
+    /// Gradients of the value loss over `experience`, or the part of it that one update takes. `None` when every token
+    /// was rejected.
+    ///
+    /// # Errors
+    /// When a pass fails, or a value is no number.
+    pub fn gradients(&self, experience: &Experience) -> Result<Option<ValueUpdate>> {
+        let tokens = experience.tokens()?;
+        if tokens.valid_tokens() == 0 {
+            return Ok(None);
+        }
+        let (old_values, returns) =
+            experience.values.as_ref().zip(experience.returns.as_ref()).context("no values to learn from")?;
+        let aggregation = objective::aggregation(self.aggregation, self.response_tokens_max);
+        let normalizer = Normalizer::global(aggregation, tokens.valid_tokens(), tokens.valid_sequences(), 1)?;
+        let clip = if self.settings.value_clip > 0.0 { self.settings.value_clip } else { f64::INFINITY };
+        let batches = MicroBatch::split(&experience.sequences, self.micro_batch_tokens);
+        let spans = spans(&batches);
+        let shares: Vec<Mutex<Option<ValueLoss>>> = batches.iter().map(|_| Mutex::new(None)).collect();
+        let gradients = self.learner.accumulate_values(&batches, self.pass, &|index, values| {
+            let span = spans[index].clone();
+            let sequences = Sequences::new(&batches[index].cu_targets, &experience.mask[span.clone()])?;
+            let (old_values, returns) = (&old_values[span.clone()], &returns[span]);
+            let share = value_loss(&sequences, values, old_values, returns, clip, &normalizer)?;
+            let gradient = share.grad_values.clone();
+            *shares[index].lock().unwrap_or_else(PoisonError::into_inner) = Some(share);
+            Ok(gradient)
+        })?;
+        let (mut loss, mut clipped, mut count) = (0.0, 0.0, 0.0);
+        for share in shares {
+            let share =
+                share.into_inner().unwrap_or_else(PoisonError::into_inner).context("a loss is missing")?;
+            loss += share.loss;
+            clipped += share.clipped.sum;
+            count += share.clipped.tokens;
+        }
+        let metrics = Metrics::from_iter([("critic/vf_loss", loss), ("critic/vf_clipfrac", clipped / count)]);
+        Ok(Some(ValueUpdate { gradients, metrics }))
+    }
+}

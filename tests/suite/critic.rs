@@ -1,0 +1,369 @@
+//! The critic: its gradient through the whole trunk, its estimate, its loss over minibatches.
+
+use crate::tiny;
+use rloss::model::forward::ForwardOptions;
+use rloss::model::forward::Model;
+use rloss::model::weights::Parameters;
+use rloss::ops::threads::Threads;
+use rloss::policy::Sequences;
+use rloss::policy::advantage::{gae, whiten};
+use rloss::policy::value::explained_variance;
+use rloss::recipe::{self, Aggregation, Kl, KlEstimator, KlPlace, Optimizer, Policy};
+use rloss::train::accumulate::Learner;
+use rloss::train::batch::{MicroBatch, Sequence};
+use rloss::train::critic::{Critic, CriticStep};
+use rloss::train::experience::Experience;
+use rloss::train::forward_backward::{Pass, PassSettings};
+use rloss::train::gradients::Gradients;
+use rloss::train::optimizer;
+use rloss::train::policy_step::PolicyStep;
+use rloss::trajectory::{Group, Outcome, Trajectory};
+
+const LENGTHS: [usize; 5] = [30, 41, 2, 25, 60];
+
+struct Fixture {
+    threads: Threads,
+    model: Model,
+    policy: Parameters,
+    policy_trainable: Vec<bool>,
+    critic: Critic,
+    sequences: Vec<Sequence>,
+}
+
+fn pass(recompute_layers: bool) -> PassSettings {
+    PassSettings { recompute_layers, temperature: 0.9, load_balance: 0.0, forward: ForwardOptions::default() }
+}
+
+impl Fixture {
+    fn new(settings: recipe::Critic) -> Self {
+        let (model, policy) = tiny::model(tiny::config(true), 3);
+        let trainable = vec![true; policy.len() + 1];
+        let critic = Critic::new(&model.config, &policy, trainable, &settings, 7, false).unwrap();
+        let sequences = tiny::sequences(272, &LENGTHS, 4);
+        let policy_trainable = vec![true; policy.len()];
+        Self { threads: Threads::new(2).unwrap(), model, policy, policy_trainable, critic, sequences }
+    }
+
+    fn step(&self) -> CriticStep<'_> {
+        let (threads, model, critic) = (&self.threads, &self.model, &self.critic);
+        CriticStep {
+            learner: Learner { threads, model, parameters: &critic.parameters, trainable: &critic.trainable },
+            settings: &critic.settings,
+            aggregation: Aggregation::TokenMean,
+            response_tokens_max: 72,
+            pass: pass(true),
+            micro_batch_tokens: 64,
+        }
+    }
+
+    /// ½ the sum of squared distances from `targets`, and its gradient.
+    fn squared(&self, targets: &[f32], recompute_layers: bool) -> (f64, Gradients) {
+        let Critic { parameters, trainable, .. } = &self.critic;
+        let batch = &self.batch();
+        let pass =
+            Pass { model: &self.model, parameters, trainable, batch, settings: pass(recompute_layers) };
+        let loss = std::cell::Cell::new(0.0);
+        let gradients = pass.values_backward(&|values| {
+            let errors: Vec<f32> = values.iter().zip(targets).map(|(v, t)| v - t).collect();
+            loss.set(errors.iter().map(|&e| 0.5 * f64::from(e).powi(2)).sum());
+            Ok(errors)
+        });
+        (loss.get(), gradients.unwrap())
+    }
+
+    /// ½ the sum of squared distances from `targets`, by a forward alone.
+    fn loss(&self, targets: &[f32]) -> f64 {
+        let Critic { parameters, trainable, .. } = &self.critic;
+        let batch = &self.batch();
+        let pass = Pass { model: &self.model, parameters, trainable, batch, settings: pass(true) };
+        let values = pass.values().unwrap();
+        values.iter().zip(targets).map(|(v, t)| 0.5 * f64::from(v - t).powi(2)).sum()
+    }
+
+    /// All sequences, with the experts that the policy chooses: a step of any size leaves them as they are.
+    fn batch(&self) -> MicroBatch {
+        let Self { threads, model, policy, policy_trainable, .. } = self;
+        let mut batches = MicroBatch::split(&self.sequences, 100_000);
+        let learner = Learner { threads, model, parameters: policy, trainable: policy_trainable };
+        batches[0].replay = Some(learner.forward(&batches, pass(true)).unwrap().remove(0).routes);
+        batches.remove(0)
+    }
+
+    fn experience(&self) -> Experience {
+        let values = self.step().values(&self.sequences).unwrap();
+        let mut cu_seqlens = vec![0];
+        for sequence in &self.sequences {
+            cu_seqlens.push(cu_seqlens[cu_seqlens.len() - 1] + sequence.mask.iter().filter(|m| **m).count());
+        }
+        Experience {
+            sequences: self.sequences.clone(),
+            cu_seqlens,
+            mask: vec![true; values.len()],
+            rollout: vec![-1.0; values.len()],
+            advantages: vec![0.0; values.len()],
+            returns: Some(values.iter().enumerate().map(|(i, v)| v + 1.0 - (i % 3) as f32).collect()),
+            values: Some(values),
+            ..Experience::default()
+        }
+    }
+}
+
+fn targets(count: usize) -> Vec<f32> {
+    (0..count).map(|i| (i as f32 * 0.7).sin()).collect()
+}
+
+fn targets_of(fixture: &Fixture) -> Vec<f32> {
+    targets(fixture.step().values(&fixture.sequences).unwrap().len())
+}
+
+#[test]
+fn a_new_critic_is_the_policys_trunk_with_a_small_head_of_its_own() {
+    let fixture = Fixture::new(recipe::Critic::default());
+    let (critic, policy) = (&fixture.critic.parameters, &fixture.policy);
+    for (index, spec) in policy.specs.iter().enumerate().filter(|(_, spec)| spec.name != "lm_head.weight") {
+        let position = critic.position(&spec.name).unwrap();
+        let read = |p: &Parameters, i: usize| p.var(i).flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        assert_eq!(read(critic, position), read(policy, index), "{}", spec.name);
+    }
+    let head = critic.var(critic.position("score.weight").unwrap()).flatten_all().unwrap();
+    let head = head.to_vec1::<f32>().unwrap();
+    let std = (head.iter().map(|w| w * w).sum::<f32>() / 64.0).sqrt();
+    assert!(head.len() == 64 && (0.01..0.022).contains(&std), "{std} of 1/65");
+    // Its own memory: what moves the critic leaves the policy as it is.
+    let before = policy.var(0).flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    critic.var(0).set(&critic.var(0).zeros_like().unwrap()).unwrap();
+    assert_eq!(policy.var(0).flatten_all().unwrap().to_vec1::<f32>().unwrap(), before);
+}
+
+#[test]
+fn the_heads_gradient_is_the_hand_form() {
+    let fixture = Fixture::new(recipe::Critic::default());
+    let targets = targets_of(&fixture);
+    let values = fixture.step().values(&fixture.sequences).unwrap();
+    let (_, gradients) = fixture.squared(&targets, true);
+    let bias = fixture.critic.parameters.position("score.bias").unwrap();
+    let sum: f64 = values.iter().zip(&targets).map(|(v, t)| f64::from(v - t)).sum();
+    assert!((f64::from(gradients.values[bias].as_ref().unwrap()[0]) - sum).abs() < 1e-4 * sum.abs().max(1.0));
+    // V is linear in the head: its gradient times the weights, plus the bias's, is Σ (V − R)·V.
+    let weight = fixture.critic.parameters.position("score.weight").unwrap();
+    let weights = fixture.critic.parameters.var(weight).flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let product = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(x, y)| f64::from(x * y)).sum::<f64>();
+    let errors: Vec<f32> = values.iter().zip(&targets).map(|(v, t)| v - t).collect();
+    let along = product(gradients.values[weight].as_ref().unwrap(), &weights);
+    assert!((along - product(&errors, &values)).abs() < 1e-4 * along.abs().max(0.1), "{along}");
+}
+
+#[test]
+fn the_gradient_through_the_whole_trunk_is_that_of_differences() {
+    let fixture = Fixture::new(recipe::Critic::default());
+    let targets = targets_of(&fixture);
+    let parameters = &fixture.critic.parameters;
+    let (loss, gradients) = fixture.squared(&targets, false);
+    let mut checked = 0;
+    for (index, spec) in parameters.specs.iter().enumerate() {
+        let gradient = gradients.values[index].as_ref().unwrap();
+        let norm = gradient.iter().map(|&g| f64::from(g).powi(2)).sum::<f64>().sqrt();
+        assert!(norm > 0.0, "{}: no gradient", spec.name);
+        let original = parameters.var(index).flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let loss_at = |distance: f64| {
+            let moved: Vec<f32> = original
+                .iter()
+                .zip(gradient)
+                .map(|(w, &g)| (f64::from(*w) + distance * f64::from(g) / norm) as f32)
+                .collect();
+            let shape = parameters.var(index).shape().clone();
+            let moved = candle_core::Tensor::from_vec(moved, shape, &candle_core::Device::Cpu).unwrap();
+            parameters.var(index).set(&moved).unwrap();
+            fixture.loss(&targets)
+        };
+        // A step that changes the loss by up to a hundredth, and half of it: what is left is of the fourth order.
+        let h = (0.01 * loss / norm).min(0.1);
+        let slope = |h: f64| (loss_at(h) - loss_at(-h)) / (2.0 * h);
+        let slope = (4.0 * slope(h / 2.0) - slope(h)) / 3.0;
+        loss_at(0.0);
+        assert!((slope - norm).abs() < 0.01 * norm, "{}: gradient {norm}, differences {slope}", spec.name);
+        checked += 1;
+    }
+    assert_eq!(checked, parameters.len());
+}
+
+#[test]
+fn recomputed_layers_give_the_same_bits_as_the_whole_graph() {
+    let fixture = Fixture::new(recipe::Critic::default());
+    let targets = targets_of(&fixture);
+    let (whole, recomputed) = (fixture.squared(&targets, false), fixture.squared(&targets, true));
+    assert_eq!(whole.0.to_bits(), recomputed.0.to_bits());
+    assert_eq!(whole.1.values, recomputed.1.values);
+}
+
+#[test]
+fn a_language_model_has_no_values() {
+    let fixture = Fixture::new(recipe::Critic::default());
+    let Fixture { threads, model, policy, policy_trainable, .. } = &fixture;
+    let learner = Learner { threads, model, parameters: policy, trainable: policy_trainable };
+    let batches = MicroBatch::split(&fixture.sequences, 64);
+    assert!(learner.values(&batches, pass(true)).is_err());
+    assert!(fixture.step().learner.forward(&batches, pass(true)).is_err());
+}
+
+#[test]
+fn the_loss_does_not_depend_on_the_split_and_rejected_tokens_leave_it() {
+    let fixture = Fixture::new(recipe::Critic::default());
+    let mut experience = fixture.experience();
+    let step = fixture.step();
+    let flat = |g: &Gradients| g.values.iter().flatten().flatten().copied().collect::<Vec<f32>>();
+    let split = step.gradients(&experience).unwrap().unwrap();
+    let whole = CriticStep { micro_batch_tokens: 100_000, ..step }.gradients(&experience).unwrap().unwrap();
+    let loss = |update: &rloss::train::critic::ValueUpdate| update.metrics.get("critic/vf_loss").unwrap();
+    assert!((loss(&split) - loss(&whole)).abs() < 1e-6);
+    for (a, b) in flat(&split.gradients).iter().zip(flat(&whole.gradients)) {
+        assert!((a - b).abs() < 1e-5, "{a} {b}");
+    }
+    // Returns are V + 1, V, V − 1 in turn.
+    let squares: f64 = (0..experience.mask.len()).map(|i| (1.0 - (i % 3) as f64).powi(2)).sum();
+    assert!((loss(&whole) - 0.5 * squares / experience.mask.len() as f64).abs() < 1e-4);
+    (0..experience.mask.len()).for_each(|i| experience.mask[i] = i % 3 == 1);
+    assert!(loss(&step.gradients(&experience).unwrap().unwrap()) < 1e-9);
+    experience.mask.fill(false);
+    assert!(step.gradients(&experience).unwrap().is_none());
+}
+
+#[test]
+fn a_value_that_came_nearer_by_more_than_the_clip_learns_no_more() {
+    let with = |value_clip| Fixture::new(recipe::Critic { value_clip, ..recipe::Critic::default() });
+    let update = |fixture: &Fixture, moved: f32| {
+        let mut experience = fixture.experience();
+        // The step began `moved` away, and the return lies further the same way.
+        let current = experience.values.clone().unwrap();
+        experience.values = Some(current.iter().map(|v| v - moved).collect());
+        experience.returns = Some(current.iter().map(|v| v + 1.0).collect());
+        fixture.step().gradients(&experience).unwrap().unwrap()
+    };
+    let clipped = |u: &rloss::train::critic::ValueUpdate| u.metrics.get("critic/vf_clipfrac").unwrap();
+    let bound = with(0.5);
+    let (within, beyond) = (update(&bound, 0.4), update(&bound, 0.6));
+    assert_eq!((clipped(&within), clipped(&beyond)), (0.0, 1.0));
+    assert!(within.gradients.global_norm() > 0.0);
+    assert_eq!(beyond.gradients.global_norm(), 0.0);
+    let free = update(&with(0.0), 0.6);
+    assert_eq!(clipped(&free), 0.0);
+    assert!(free.gradients.global_norm() > 0.0);
+}
+
+fn groups(fixture: &Fixture) -> Vec<Group> {
+    let trajectory = |(i, sequence): (usize, &Sequence)| Trajectory {
+        step: 1,
+        prompt: i as u64,
+        sample: 0,
+        problem_id: String::new(),
+        tokens: sequence.tokens.clone(),
+        prompt_tokens: 1,
+        mask: sequence.mask.clone(),
+        logprobs: sequence.mask.iter().map(|&m| if m { -2.0 } else { 0.0 }).collect(),
+        routes: vec![],
+        turns: vec![],
+        outcome: Outcome::Finished,
+        reward: [1.0, -1.0, 0.5][i % 3],
+        success: false,
+        tool_s: 0.0,
+    };
+    fixture
+        .sequences
+        .iter()
+        .enumerate()
+        .map(trajectory)
+        .map(|t| Group { trajectories: vec![t], greedy: None })
+        .collect()
+}
+
+#[test]
+fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
+    let settings = recipe::Critic { gamma: 0.9, lambda: 0.8, ..recipe::Critic::default() };
+    let fixture = Fixture::new(settings);
+    let groups = groups(&fixture);
+    let groups: Vec<&Group> = groups.iter().collect();
+    let (_, other) = tiny::model(tiny::config(true), 5);
+    for place in [KlPlace::None, KlPlace::Reward] {
+        let kl = Kl { place, estimator: KlEstimator::K1, ..Kl::default() };
+        let policy = Policy { advantage: recipe::Advantage::Gae, kl, ..Policy::default() };
+        let Fixture { threads, model, policy: parameters, policy_trainable, .. } = &fixture;
+        let step = PolicyStep {
+            learner: Learner { threads, model, parameters, trainable: policy_trainable },
+            reference: Some(&other),
+            critic: Some(fixture.step()),
+            policy: &policy,
+            kl_coefficient: 0.5,
+            pass: pass(false),
+            second_forward: None,
+            micro_batch_tokens: 64,
+            updates: 1,
+            response_tokens_max: 72,
+        };
+        let found = step.prepare(&groups).unwrap();
+        let values = fixture.step().values(&fixture.sequences).unwrap();
+        assert_eq!(found.values.as_ref(), Some(&values));
+        let mut rewards = vec![0.0; values.len()];
+        if let (Some(training), Some(reference)) = (&found.training, &found.reference) {
+            rewards = training.iter().zip(reference).map(|(t, r)| (-0.5 * f64::from(t - r)) as f32).collect();
+        }
+        assert_eq!(rewards.iter().any(|&r| r != 0.0), place == KlPlace::Reward);
+        for (span, group) in found.cu_seqlens.windows(2).zip(&groups) {
+            if span[1] > span[0] {
+                rewards[span[1] - 1] += group.trajectories[0].reward;
+            }
+        }
+        let mask = vec![true; values.len()];
+        let sequences = Sequences::new(&found.cu_seqlens, &mask).unwrap();
+        let expected = gae(&sequences, &rewards, &values, 0.9, 0.8).unwrap();
+        let near = |found: &[f32], expected: &[f32]| {
+            assert!(found.iter().zip(expected).all(|(f, e)| (f - e).abs() < 1e-5), "{place:?}");
+        };
+        near(found.returns.as_ref().unwrap(), &expected.returns);
+        near(&found.advantages, &whiten(&sequences, &expected.advantages).unwrap());
+        let explained = explained_variance(&sequences, &values, &expected.returns).unwrap();
+        let gap = found.metrics.get("critic/vf_explained_var").unwrap() - explained.unwrap();
+        assert!(gap.abs() < 1e-5);
+        let mean = expected.returns.iter().map(|&r| f64::from(r)).sum::<f64>() / values.len() as f64;
+        assert!((found.metrics.get("critic/returns/mean").unwrap() - mean).abs() < 1e-5);
+        assert!(PolicyStep { critic: None, ..step }.prepare(&groups).is_err());
+    }
+}
+
+#[test]
+fn a_critic_learns_its_returns() {
+    let optimizer = Optimizer { lr: 3e-3, ..Optimizer::default() };
+    let mut fixture =
+        Fixture::new(recipe::Critic { value_clip: 0.0, optimizer, ..recipe::Critic::default() });
+    let mut experience = fixture.experience();
+    let count = experience.mask.len();
+    experience.returns = Some((0..count).map(|i| if i < count / 2 { 1.0 } else { -1.0 }).collect());
+    let returns = experience.returns.clone().unwrap();
+    let explained = |fixture: &Fixture| {
+        let values = fixture.step().values(&fixture.sequences).unwrap();
+        explained_variance(&experience.tokens().unwrap(), &values, &returns).unwrap().unwrap()
+    };
+    assert!(explained(&fixture) < 0.1);
+    for update in 0..60 {
+        let gradients = fixture.step().gradients(&experience).unwrap().unwrap().gradients;
+        let lr = optimizer::learning_rate(&fixture.critic.settings.optimizer, update, 60);
+        let Critic { parameters, optimizer, .. } = &mut fixture.critic;
+        optimizer.update(parameters, &gradients, lr).unwrap();
+    }
+    assert!(explained(&fixture) > 0.9, "{}", explained(&fixture));
+}
+
+#[test]
+fn explained_variance_is_one_for_a_prophet_and_zero_for_a_constant() {
+    let (cu_seqlens, mask) = ([0, 2, 5], [true, true, false, true, true]);
+    let sequences = Sequences::new(&cu_seqlens, &mask).unwrap();
+    let returns = [1.0, -1.0, f32::NAN, 0.5, 3.0];
+    let explained =
+        |values: &[f32], returns: &[f32]| explained_variance(&sequences, values, returns).unwrap();
+    assert_eq!(explained(&returns, &returns), Some(1.0));
+    // An error that is the same everywhere is not a variance.
+    assert_eq!(explained(&returns.map(|r| r - 0.25), &returns), Some(1.0));
+    assert_eq!(explained(&[0.25; 5], &returns), Some(0.0));
+    assert_eq!(explained(&returns.map(|r| -r), &returns), Some(-3.0));
+    assert_eq!(explained(&returns, &[0.1; 5]), None);
+    assert!(explained_variance(&sequences, &[f32::NAN; 5], &returns).is_err());
+}

@@ -1,0 +1,166 @@
+//! One expert as wide as the two that a token uses elsewhere: the dense control of the mixture.
+
+use crate::tiny;
+use candle_core::{Device, Tensor};
+use rloss::model::config::{Config, Form};
+use rloss::model::forward::{ForwardOptions, Model};
+use rloss::model::load::load;
+use rloss::model::names::{ParameterSpec, parameter_specs};
+use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
+use rloss::model::weights::Parameters;
+use rloss::train::batch::MicroBatch;
+use rloss::train::forward_backward::{HeadGradient, Pass, PassOutput, PassSettings};
+use serde_json::Value;
+use std::path::Path;
+use std::process::Command;
+
+fn dense() -> Config {
+    Config { num_local_experts: 1, num_experts_per_tok: 1, intermediate_size: 128, ..tiny::config(false) }
+}
+
+/// A tensor's values.
+type Values = Vec<f32>;
+
+/// Every tensor, in the order of the specs.
+fn tensors(parameters: &Parameters) -> Vec<Values> {
+    (0..parameters.len())
+        .map(|i| parameters.var(i).flatten_all().unwrap().to_vec1::<f32>().unwrap())
+        .collect()
+}
+
+fn parameters(config: &Config, values: Vec<Values>) -> Parameters {
+    let tensors = parameter_specs(config).into_iter().zip(values).map(|(spec, values)| {
+        let tensor = Tensor::from_vec(values, spec.working_shape(), &Device::Cpu).unwrap();
+        (spec, tensor)
+    });
+    Parameters::new(config, tensors.collect()).unwrap()
+}
+
+/// Forward and backward of the mean negative log-likelihood and the load-balancing loss.
+fn pass(config: &Config, parameters: &Parameters) -> PassOutput {
+    let batch = &MicroBatch::split(&tiny::sequences(272, &[40, 2, 77], 5), usize::MAX)[0];
+    let forward = ForwardOptions::default();
+    let pass = Pass {
+        model: &Model::new(config.clone(), config.max_position_embeddings),
+        parameters,
+        trainable: &vec![true; parameters.len()],
+        batch,
+        settings: PassSettings { recompute_layers: true, temperature: 1.0, load_balance: 0.01, forward },
+    };
+    let objective = |log_probs: &[f32], entropies: &[f32]| {
+        let n = log_probs.len() as f32;
+        Ok(HeadGradient { log_probs: vec![-1.0 / n; log_probs.len()], entropies: vec![0.0; entropies.len()] })
+    };
+    pass.forward_backward(&objective).unwrap()
+}
+
+#[test]
+fn the_only_expert_has_weight_one_and_its_router_has_no_say() {
+    let (_, plain) = tiny::model(dense(), 3);
+    let output = pass(&dense(), &plain);
+    assert_eq!(output.load_balance, 1.0);
+    for (spec, gradient) in plain.specs.iter().zip(&output.gradients.values) {
+        let gradient = gradient.as_ref().unwrap_or_else(|| panic!("{}: no gradient", spec.name));
+        let router = spec.name.contains("router");
+        assert!(gradient.iter().all(|g| g.is_finite()), "{}", spec.name);
+        assert_eq!(gradient.iter().all(|&g| g == 0.0), router, "{}", spec.name);
+    }
+    let changed = |(spec, values): (&ParameterSpec, Values)| {
+        if spec.name.contains("router") { values.iter().map(|v| 3.0 - 7.0 * v).collect() } else { values }
+    };
+    let values = plain.specs.iter().zip(tensors(&plain)).map(changed).collect();
+    let other = pass(&dense(), &parameters(&dense(), values));
+    assert_eq!(output.log_probs, other.log_probs);
+    assert_eq!(output.gradients.values, other.gradients.values);
+}
+
+/// Two experts that are the same one, of which a token uses both, are that one, whatever their shares.
+#[test]
+fn twins_in_a_mixture_are_the_dense_model() {
+    let (_, one) = tiny::model(dense(), 3);
+    let twins = Config { num_local_experts: 2, num_experts_per_tok: 2, ..dense() };
+    let double = |(spec, values): (&ParameterSpec, Values)| {
+        if spec.name.contains(".mlp.") { [values.clone(), values].concat() } else { values }
+    };
+    let values = one.specs.iter().zip(tensors(&one)).map(double).collect();
+    let two = parameters(&twins, values);
+    let (a, b) = (pass(&dense(), &one), pass(&twins, &two));
+    let worst = a.log_probs.iter().zip(&b.log_probs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(worst < 1e-5, "{worst}");
+    for ((spec, a), b) in one.specs.iter().zip(&a.gradients.values).zip(&b.gradients.values) {
+        let (a, b) = (a.as_ref().unwrap(), b.as_ref().unwrap());
+        let expert = spec.name.contains("experts");
+        if spec.name.contains("router") {
+            continue;
+        }
+        let largest = a.iter().fold(0f32, |m, g| m.max(g.abs()));
+        for (i, &g) in a.iter().enumerate() {
+            let both = if expert { b[i] + b[i + a.len()] } else { b[i] };
+            assert!((g - both).abs() <= 1e-4 * largest, "{} {i}: {g} against {both}", spec.name);
+        }
+    }
+}
+
+#[test]
+fn a_dense_folder_gives_back_every_bit() {
+    let folder = tempfile::tempdir().unwrap();
+    let (_, before) = tiny::model(dense(), 3);
+    let tensor =
+        |spec: &ParameterSpec| Ok(before.var(before.position(&spec.name).unwrap()).as_tensor().clone());
+    save(folder.path(), &dense(), Form::F32, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
+    let config = Config::read(folder.path()).unwrap();
+    assert_eq!(config, dense());
+    let after = Parameters::new(&config, load(folder.path(), &config).unwrap()).unwrap();
+    assert_eq!(tensors(&before), tensors(&after));
+    assert_eq!(pass(&dense(), &before).log_probs, pass(&config, &after).log_probs);
+}
+
+fn rloss(arguments: &[&str]) {
+    let output = Command::new(env!("CARGO_BIN_EXE_rloss")).args(arguments).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+fn rows(run: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
+fn the_quickstart_trains_a_dense_model_and_goes_on_from_its_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let quickstart = Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes/quickstart.toml");
+    let small = [
+        "cold_start.steps=20",
+        "train.steps=2",
+        "rollout.prompts_per_step=2",
+        "eval.every_steps=0",
+        "eval.before_training=false",
+        "eval.problems_max=4",
+        "parallel.threads=2",
+    ];
+    let shape = [
+        "model.architecture.num_local_experts=1",
+        "model.architecture.num_experts_per_tok=1",
+        "model.architecture.intermediate_size=128",
+    ];
+    let train = |name: &str, sets: &[&str]| {
+        let out = folder.path().join(name);
+        let mut arguments = vec!["train", quickstart.to_str().unwrap(), "--out", out.to_str().unwrap()];
+        small.iter().chain(sets).for_each(|set| arguments.extend(["--set", set]));
+        rloss(&arguments);
+        out
+    };
+    let first = train("first", &shape);
+    let again = format!("model.path={}", first.display());
+    let second = train("second", &[&again, "cold_start.steps=0"]);
+    for run in [&first, &second] {
+        let rows = rows(run);
+        let steps: Vec<&Value> = rows.iter().filter(|row| row["phase"] == "rl").collect();
+        assert_eq!(steps.len(), 2);
+        assert!(steps.iter().all(|row| row["mismatch/logprob_abs_diff_max"] == 0.0), "{steps:?}");
+    }
+    let text = std::fs::read_to_string(second.join("checkpoints/step-000002/config.json")).unwrap();
+    let config: Value = serde_json::from_str(&text).unwrap();
+    let figures = ["num_local_experts", "num_experts_per_tok", "intermediate_size"].map(|key| &config[key]);
+    assert_eq!(figures, [1, 1, 128]);
+}
