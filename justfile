@@ -12,6 +12,11 @@ test:
 ci:
     bash .ci/run
 
+# The CUDA kernels without a GPU: their machine code, and a run thread for thread on the CPU.
+kernels:
+    scripts/check_kernels.sh
+    tests/cuda_host/run.sh
+
 bench:
     cargo bench --features bench
 

@@ -126,6 +126,7 @@ extern "C" __global__ void check_copies(const __grid_constant__ CheckBuffers b) 
   uint32_t* shared = shared_words();
   const uint32_t* from = b.in + 4 * i % (b.in_words / 4 * 4);
   for (int word = 0; word < 8; word++) shared[8 * i + word] = 0xdeadbeefu;
+  block_barrier();
   copy_async_16(shared + 4 * i, from, i % 3 != 0);
   copy_async_commit();
   copy_async_16(shared + 4 * (threads + i), from, true);

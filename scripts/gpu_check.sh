@@ -177,7 +177,7 @@ if [[ $skip == *peers* ]] || [ -z "$python" ]; then
 elif CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$device} timeout 330 "$python" scripts/attention_peers.py "$scratch/peers.json" --seconds-max 150; then
     peers=(--peers "$scratch/peers.json")
 fi
-part speed 180 speed "${peers[@]}"
+part speed 240 speed "${peers[@]}"
 
 mkdir -p "$(dirname "$out")"
 cp "$table" "$out"

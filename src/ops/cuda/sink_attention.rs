@@ -86,6 +86,9 @@ impl Prepared {
             sequences.check_page_table(table.len(), pages_max)?;
         }
         let tokens = sequences.tokens();
+        if tokens == 0 {
+            bail!("sink_attention: no sequence has a token; leave the call out");
+        }
         let query_tiles = sequences.query_tiles(attention);
         let key_tiles = sequences.key_tiles(attention, kernels.dkv_keys);
         let flat = |tiles: &[Tile]| tiles.iter().flat_map(|t| [t.sequence, t.first]).collect::<Vec<_>>();
@@ -208,9 +211,6 @@ impl Prepared {
     /// When sizes disagree; the driver's.
     pub fn forward(&self, inputs: &Inputs, outputs: &mut Outputs) -> Result<()> {
         self.check_inputs(inputs)?;
-        if self.tokens == 0 {
-            return Ok(());
-        }
         let stream = self.device.cuda_stream();
         let mut at = Addresses::new(&stream);
         let params = SinkAttentionParams {
@@ -248,9 +248,6 @@ impl Prepared {
             bail!(
                 "sink_attention: outputs of {out}, their gradient of {dout}, lse of {lse} elements for {rows} rows"
             );
-        }
-        if self.tokens == 0 {
-            return Ok(());
         }
         let stream = self.device.cuda_stream();
         let mut at = Addresses::new(&stream);
