@@ -70,7 +70,7 @@ impl Workbench {
         let (Some(source), Some(task), Some(trainable), Some(critic_trainable), Some(interpreter), true) =
             (source, task, trainable, critic_trainable, interpreter, mistakes.0.is_empty())
         else {
-            return Err(bad_input!("{}", mistakes.0.join("\n")));
+            return Err(mistakes.into_error());
         };
         if let Some(folder) = &source.lacks_weights {
             plan.warnings.push(format!("{} holds no weights; they are drawn at random", folder.display()));
@@ -146,6 +146,14 @@ struct Mistakes(Vec<String>);
 impl Mistakes {
     fn note<T>(&mut self, result: Result<T>) -> Option<T> {
         result.map_err(|error| self.0.push(format!("{error:#}"))).ok()
+    }
+
+    /// All of them in one, in the form of a recipe's mistakes.
+    fn into_error(self) -> anyhow::Error {
+        match self.0.as_slice() {
+            [only] => bad_input!("{only}"),
+            all => bad_input!("{} mistakes:\n  {}", all.len(), all.join("\n  ")),
+        }
     }
 }
 

@@ -129,7 +129,8 @@ impl Reader<'_> {
         if let Some(namesake) = below.or_else(|| namesakes().next()) {
             return Some(namesake.clone());
         }
-        let others = self.known.iter().filter(|path| path.as_str() != table);
+        // Siblings were compared by their names, which a long name of their table would drown.
+        let others = self.known.iter().filter(|path| path.as_str() != table && split(path).0 != table);
         closest(&path, others.map(String::as_str)).map(str::to_owned)
     }
 

@@ -80,6 +80,18 @@ impl Rules<'_> {
 
     fn importance(&mut self) {
         let correction = &self.recipe.policy.correction;
+        let wrong = match *correction.threshold.as_slice() {
+            [max] if max > 0.0 => None,
+            [low, high] if low >= 0.0 && high > 0.0 && low <= high => None,
+            [low, high] if low > high => {
+                Some(format!("the bounds are reversed, {low} above {high}; swap them"))
+            }
+            [_] | [_, _] => Some("a ratio is positive; give a positive bound".to_owned()),
+            _ => Some("give one number, or a low and a high one".to_owned()),
+        };
+        if let Some(wrong) = wrong {
+            self.refuse(&["policy.correction.threshold"], wrong);
+        }
         if correction.is == ImportanceSampling::None {
             if correction.normalize {
                 self.refuse(
@@ -97,18 +109,6 @@ impl Rules<'_> {
                 "with old_logprob = \"rollout\" the loss's own ratio is already against the rollout, and weights would count \
                  the gap twice; write old_logprob = \"detach\" or \"recompute\", or is = \"none\"",
             );
-        }
-        let wrong = match *correction.threshold.as_slice() {
-            [max] if max > 0.0 => None,
-            [low, high] if low >= 0.0 && high > 0.0 && low <= high => None,
-            [low, high] if low > high => {
-                Some(format!("the bounds are reversed, {low} above {high}; swap them"))
-            }
-            [_] | [_, _] => Some("a ratio is positive; give a positive bound".to_owned()),
-            _ => Some("give one number, or a low and a high one".to_owned()),
-        };
-        if let Some(wrong) = wrong {
-            self.refuse(&["policy.correction.threshold"], wrong);
         }
     }
 

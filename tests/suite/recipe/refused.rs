@@ -46,6 +46,10 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         ("[trian]\nsteps = 80", "r.toml:1: trian: unknown key; did you mean train?"),
         ("[train]\nlr = 1e-3", "r.toml:2: train.lr: unknown key; did you mean train.optimizer.lr?"),
+        (
+            "[checkpoint]\nnokey = 1",
+            "r.toml:2: checkpoint.nokey: unknown key; [checkpoint] has every_steps, keep, dtype",
+        ),
         ("clip_low = 0.1", "r.toml:1: clip_low: unknown key; did you mean policy.clip_low?"),
         (
             "[arms]\nx = 1",
@@ -384,6 +388,7 @@ fn contradictions_of_the_policy_are_refused_with_the_reason() {
         (correction("normalize = true"), "policy.correction.normalize", "no weights to normalise"),
         (correction("is = \"token\"\nthreshold = []"), "policy.correction.threshold", "give one number"),
         (correction("is = \"token\"\nthreshold = [2.0, 0.5]"), "policy.correction.threshold", "reversed"),
+        (correction("threshold = [2.0, 0.5]"), "policy.correction.threshold", "reversed"),
         (correction("is = \"token\"\nthreshold = [-1]"), "policy.correction.threshold", "positive"),
         (correction("reject = [\"token_k1\"]"), "policy.correction.reject_bounds", "0 bounds for 1 options"),
         (correction("reject = [\"seq_max_k1\"]"), "policy.correction.reject", "seq_max_k"),
