@@ -159,8 +159,8 @@ PRIMITIVE unsigned char* chunk_at(unsigned char* tile, int row, int chunk) {
   return tile + swizzle_128(row * 128 + chunk * 16);
 }
 
-// Starts the copy of a 64-key block of k, and of v right behind it, by `threads` threads; keys past the sequence's end are
-// zeros, so that what lies behind them (0 * Inf) cannot matter.
+// Starts the copy of a 64-key block of k, and of v right behind it, by `threads` threads; keys past the sequence's end
+// are zeros, so that what lies behind them (0 * Inf) cannot matter.
 template <int threads>
 PRIMITIVE void copy_keys(const SinkAttention& p, const Sequence& s, unsigned char* k_tile, int block, int thread) {
   const int first = thread / 8, chunk = thread % 8;

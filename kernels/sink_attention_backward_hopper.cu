@@ -1,7 +1,7 @@
 // dK, dV and dQ of attention with sinks, by wgmma; delta and dsinks are those of sink_attention_backward.cu.
 //
-// Two warpgroups a block. While a warpgroup works on the probabilities of a step, the tensor cores finish the sums of the
-// step before and the other scores of this one; the other warpgroup fills what is left.
+// Two warpgroups a block. While a warpgroup works on the probabilities of a step, the tensor cores finish the sums of
+// the step before and the other scores of this one; the other warpgroup fills what is left.
 
 #include "sink_attention_gradients.cuh"
 #include "warpgroup_products.cuh"

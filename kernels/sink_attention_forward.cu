@@ -35,8 +35,8 @@ PRIMITIVE void start(WarpRows& w, const SinkAttention& p, const Sequence& s, int
 }
 
 // One key block: scores, softmax, output. `seers`: the positions of the whole block's queries.
-PRIMITIVE void step(WarpRows& w, const SinkAttention& p, Range seers, int key_first, unsigned char* k_tile, unsigned char* v_tile,
-                    int lane) {
+PRIMITIVE void step(WarpRows& w, const SinkAttention& p, Range seers, int key_first, unsigned char* k_tile,
+                    unsigned char* v_tile, int lane) {
   uint32_t operand[2][4][4];  // the queries, then the probabilities
 #pragma unroll
   for (int i = 0; i < 2; i++) load_operand(operand[i], w.tile, 16 * i, lane);

@@ -20,7 +20,7 @@ PRIMITIVE void multiply_all(Fragment& x, float factor) {
   for (int i = 0; i < 32; i++) x[i] = multiply(x[i], factor);
 }
 
-// ---- By key: packed rows pass by, in steps of 64 ----------------------------------------------------------------------
+// ---- By key: packed rows pass by, in steps of 64 -------------------------------------------------------------------
 
 constexpr int step_rows = 64;
 
@@ -103,7 +103,7 @@ PRIMITIVE void store_keys(const SinkAttention& p, const Sequence& s, const Fragm
   }
 }
 
-// ---- By packed row: key blocks pass by ----------------------------------------------------------------------------------
+// ---- By packed row: key blocks pass by -----------------------------------------------------------------------------
 
 // A fragment's two rows of this lane, g and g + 8.
 struct RowPair {

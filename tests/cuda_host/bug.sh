@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bug.sh NUMBER: seeds one bug of bugs.txt, builds and runs the small suite, plain, then with each sanitizer, until a
+# bug.sh NUMBER: seeds one bug of bugs.txt, builds and runs the small suite of its kernels, plain, then with each sanitizer, until a
 # check catches it. Prints one line. Exits 1 when nothing catches it or it cannot be seeded.
 set -u
 cd "$(dirname "$0")" || exit 1
@@ -12,9 +12,14 @@ if ! seeded=$($out/seed bugs.txt "$number" ../../kernels "$work/kernels" 2>&1); 
   exit 1
 fi
 IFS=$'\t' read -r file kind name <<<"$seeded"
+# The family whose kernels the file is part of; shared files are tried in the first.
+case $file in
+  *hopper* | ring.cuh | warpgroup_*) family=hopper sources=$(cd ../../kernels && echo *_hopper.cu) ;;
+  *) family=mma sources="sink_attention_forward.cu sink_attention_backward.cu" ;;
+esac
 case $file in
   *.cu) changed=$file ;;
-  *) changed="$(cd ../../kernels && echo *.cu) attention" ;;
+  *) changed="$sources attention" ;;
 esac
 
 caught=""
@@ -27,7 +32,7 @@ for mode in plain asan tsan; do
     break
   fi
   # In a shell of its own, so that nobody remarks on a signal.
-  bash -c 'TSAN_OPTIONS=halt_on_error=1 timeout 120 "$1/suite" small >"$1/log" 2>&1; exit $?' - "$build" 2>/dev/null
+  bash -c 'TSAN_OPTIONS=halt_on_error=1 timeout 120 "$1/suite" small "$2" >"$1/log" 2>&1; exit $?' - "$build" $family 2>/dev/null
   status=$?
   [ $status = 0 ] && continue
   caught="$mode: ended with status $status"

@@ -178,7 +178,7 @@ const std::vector<Shape>& small_shapes() {
   static const std::vector<Shape> all = [] {
     std::vector<Shape> list;
     list.push_back({"small", {1, 40, 0, 65}, {}, 2, 3});
-    list.push_back({"small, window 20", {90, 7}, {130, 7}, 1, 2, 20});
+    list.push_back({"small, window 20", {130, 7}, {150, 7}, 1, 8, 20});
     list.push_back({"small, window 100, padded", {150}, {}, 1, 2, 100, 1, {0.5f, -1}, 8});
     list.push_back({"small, extreme", {70}, {}, 1, 4, 0, 20, {50, -50, -1e9f, 0}});
     list.push_back({"small, many keys", {20, 1}, {470, 600}, 1, 2});

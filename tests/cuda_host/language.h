@@ -11,7 +11,7 @@
 #define __host__
 #define __constant__
 #define __grid_constant__
-#define __forceinline__ inline
+#define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 
 struct dim3 {

@@ -1,5 +1,5 @@
 // The kernels' tests on the CPU: errors against f64, row bits, bits from run to run. README.md lists them.
-//   suite [small] [forward]
+//   suite [small] [forward] [mma | hopper]
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -195,7 +195,7 @@ void timed(const char* what, const char* family, Run run) {
 
 }  // namespace
 
-void run(bool small, bool with_backward) {
+void run(bool small, bool with_backward, const std::string& only) {
   const std::vector<Shape>& error_shapes = small ? small_shapes() : shapes();
   std::vector<Shape> row_shapes, repeat_shapes;
   if (small) {
@@ -210,6 +210,7 @@ void run(bool small, bool with_backward) {
   }
   const std::vector<int> chunks = small ? std::vector<int>{1, 33} : std::vector<int>{1, 7, 64, 100};
   for (const Family& family : families()) {
+    if (!only.empty() && only != family.name) continue;
     timed("errors", family.name, [&] { test_errors(family, error_shapes, with_backward); });
     timed("row bits", family.name, [&] { test_rows(family, row_shapes, chunks); });
     if (with_backward) timed("repeats", family.name, [&] { test_repeats(family, repeat_shapes); });
@@ -221,15 +222,19 @@ void run(bool small, bool with_backward) {
 
 int main(int count, char** arguments) {
   bool small = false, with_backward = true;
+  std::string only;  // family
   for (int i = 1; i < count; i++) {
-    if (!strcmp(arguments[i], "small")) {
+    const std::string argument = arguments[i];
+    if (argument == "small") {
       small = true;
-    } else if (!strcmp(arguments[i], "forward")) {
+    } else if (argument == "forward") {
       with_backward = false;
+    } else if (argument == "mma" || argument == "hopper") {
+      only = argument;
     } else {
-      fprintf(stderr, "usage: suite [small] [forward]\n");
+      fprintf(stderr, "usage: suite [small] [forward] [mma | hopper]\n");
       return 2;
     }
   }
-  suite::run(small, with_backward);
+  suite::run(small, with_backward, only);
 }
