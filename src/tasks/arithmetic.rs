@@ -4,9 +4,9 @@
 //! numbers and never seen in training. The demonstrations are noisy on purpose: most skip the tool
 //! and guess, and RL then selects the good behaviour among what was shown (it does not discover it).
 
-use super::{Demonstration, Problem, Reward, Task, Transcript, ValidationSet};
+use super::made_up::{MadeUp, MadeUpTask};
+use super::{Demonstration, Problem, Reward, Transcript};
 use crate::harmony::Message;
-use crate::random::{Purpose, stream};
 use crate::trajectory::Outcome;
 use anyhow::Result;
 use rand::Rng;
@@ -31,7 +31,7 @@ const MISCOPIED: u32 = 15;
 
 /// One sum: `first` applies to a and b, `second` to that and c; `grouped` puts a and b in parentheses.
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct Sum {
+pub struct Sum {
     template: u8,
     numbers: [i64; 3],
     operators: [char; 2],
@@ -39,36 +39,6 @@ struct Sum {
 }
 
 impl Sum {
-    /// A sum of one of the four templates with numbers in 11..=99; its value is positive.
-    fn draw(rng: &mut impl Rng) -> Self {
-        let template = rng.random_range(0..4u8);
-        let [mut a, mut b, c] = [(); 3].map(|()| rng.random_range(11..=99i64));
-        if template == 3 {
-            while a == b {
-                b = rng.random_range(11..=99);
-            }
-            (a, b) = (a.max(b), a.min(b));
-        }
-        let operators = [['*', '-'], ['*', '+'], ['+', '*'], ['-', '*']][usize::from(template)];
-        Self { template, numbers: [a, b, c], operators, grouped: template >= 2 }
-    }
-
-    /// Whether the problem belongs to the held-out tenth: CRC-32 of (template, a, b, c).
-    fn held_out(&self) -> bool {
-        let [a, b, c] = self.numbers.map(|n| n as u8);
-        crc32fast::hash(&[self.template, a, b, c]).is_multiple_of(10)
-    }
-
-    /// The first draw of `rng` on the wanted side of the split.
-    fn draw_split(rng: &mut impl Rng, held_out: bool) -> Self {
-        loop {
-            let sum = Self::draw(rng);
-            if sum.held_out() == held_out {
-                return sum;
-            }
-        }
-    }
-
     fn question(&self) -> String {
         let [a, b, c] = self.numbers;
         match self.template {
@@ -112,6 +82,31 @@ impl Sum {
     fn malformed_code(&self) -> String {
         self.code().trim_end_matches(|c: char| c.is_ascii_digit()).to_owned()
     }
+}
+
+impl MadeUp for Sum {
+    const NAME: &'static str = "arithmetic";
+    const USES_PYTHON: bool = true;
+
+    /// A sum of one of the four templates with numbers in 11..=99; its value is positive.
+    fn draw(rng: &mut impl Rng) -> Self {
+        let template = rng.random_range(0..4u8);
+        let [mut a, mut b, c] = [(); 3].map(|()| rng.random_range(11..=99i64));
+        if template == 3 {
+            while a == b {
+                b = rng.random_range(11..=99);
+            }
+            (a, b) = (a.max(b), a.min(b));
+        }
+        let operators = [['*', '-'], ['*', '+'], ['+', '*'], ['-', '*']][usize::from(template)];
+        Self { template, numbers: [a, b, c], operators, grouped: template >= 2 }
+    }
+
+    /// Whether the problem belongs to the held-out tenth: CRC-32 of (template, a, b, c).
+    fn held_out(&self) -> bool {
+        let [a, b, c] = self.numbers.map(|n| n as u8);
+        crc32fast::hash(&[self.template, a, b, c]).is_multiple_of(10)
+    }
 
     fn problem(&self) -> Problem {
         let [a, b, c] = self.numbers;
@@ -151,6 +146,10 @@ impl Sum {
         };
         messages.push(Message::assistant("final", answer));
         Demonstration { messages }
+    }
+
+    fn reward(problem: &Problem, transcript: &Transcript) -> Result<Reward> {
+        Ok(exact_reward(problem, transcript))
     }
 }
 
@@ -194,72 +193,16 @@ pub(super) fn exact_reward(problem: &Problem, transcript: &Transcript) -> Reward
     Reward { value: if success { 1.0 } else { -1.0 }, success }
 }
 
-/// The first `count` problems of other ids that `draw` gives, or those that are there in a hundred times as many draws.
-pub(super) fn distinct(count: usize, mut draw: impl FnMut() -> Problem) -> Vec<Problem> {
-    let mut problems: Vec<Problem> = Vec::with_capacity(count);
-    let mut seen = std::collections::HashSet::new();
-    let mut draws_left = count.saturating_mul(100);
-    while problems.len() < count && draws_left > 0 {
-        draws_left -= 1;
-        let problem = draw();
-        if seen.insert(problem.id.clone()) {
-            problems.push(problem);
-        }
-    }
-    problems
-}
-
-/// The task `arithmetic`: at most three turns fit its 72 sampled tokens and a context of 160.
-pub struct Arithmetic {
-    validation: [ValidationSet; 1],
-}
-
-impl Arithmetic {
-    /// The task with `validation_problems` held-out problems, the same in every run.
-    pub fn new(validation_problems: usize) -> Self {
-        let mut rng = stream(0, Purpose::Problem, &[u64::MAX]);
-        // The held-out tenth has some 250,000 problems; a request for more stops there.
-        let problems = distinct(validation_problems, || Sum::draw_split(&mut rng, true).problem());
-        Self { validation: [ValidationSet { name: "arithmetic".into(), problems }] }
-    }
-}
-
-impl Task for Arithmetic {
-    fn name(&self) -> &str {
-        "arithmetic"
-    }
-
-    fn training_problem(&self, seed: u64, index: u64) -> Problem {
-        Sum::draw_split(&mut stream(seed, Purpose::Problem, &[index]), false).problem()
-    }
-
-    fn validation_sets(&self) -> &[ValidationSet] {
-        &self.validation
-    }
-
-    fn uses_python(&self) -> bool {
-        true
-    }
-
-    fn demonstration(&self, seed: u64, index: u64) -> Option<Demonstration> {
-        let mut rng = stream(seed, Purpose::Demonstration, &[index]);
-        Some(Sum::draw_split(&mut rng, false).demonstration(&mut rng))
-    }
-
-    fn held_out_demonstration(&self, index: u64) -> Option<Demonstration> {
-        let mut rng = stream(0, Purpose::Demonstration, &[u64::MAX, index]);
-        Some(Sum::draw_split(&mut rng, true).demonstration(&mut rng))
-    }
-
-    fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {
-        Ok(exact_reward(problem, transcript))
-    }
-}
+/// The task `arithmetic`: at most three turns fit its 72 sampled tokens and a context of 160. Its held-out tenth has some
+/// 250,000 problems.
+pub type Arithmetic = MadeUpTask<Sum>;
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::harmony::Role;
+    use crate::random::{Purpose, stream};
+    use crate::tasks::Task;
 
     #[test]
     fn values_follow_pythons_precedence() {

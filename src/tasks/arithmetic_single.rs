@@ -1,9 +1,9 @@
 //! The built-in task without a tool: two small steps, worked in `analysis` as `5+1=6;6-5=1`.
 
 use super::arithmetic::{copy, exact_reward, percent};
-use super::{Demonstration, Problem, Reward, Task, Transcript, ValidationSet};
+use super::made_up::{MadeUp, MadeUpTask};
+use super::{Demonstration, Problem, Reward, Transcript};
 use crate::harmony::Message;
-use crate::random::{Purpose, stream};
 use anyhow::Result;
 use rand::Rng;
 
@@ -12,25 +12,12 @@ const SKIPS_WORKING: u32 = 55;
 
 /// `a ± b ± c` with numbers in 1..=6: 864 problems, about a tenth of them held out.
 #[derive(Debug, Clone, Copy)]
-struct Steps {
+pub struct Steps {
     numbers: [i64; 3],
     minus: [bool; 2],
 }
 
 impl Steps {
-    fn draw(rng: &mut impl Rng) -> Self {
-        Self { numbers: [(); 3].map(|()| rng.random_range(1..=6)), minus: [rng.random(), rng.random()] }
-    }
-
-    fn draw_split(rng: &mut impl Rng, held_out: bool) -> Self {
-        loop {
-            let steps = Self::draw(rng);
-            if steps.held_out() == held_out {
-                return steps;
-            }
-        }
-    }
-
     /// Every held-out problem, in a fixed order.
     fn all_held_out() -> impl Iterator<Item = Self> {
         let all = (0..864i64).map(|i| Self {
@@ -38,10 +25,6 @@ impl Steps {
             minus: [i & 1 == 1, i & 2 == 2],
         });
         all.filter(Self::held_out)
-    }
-
-    fn held_out(&self) -> bool {
-        crc32fast::hash(self.text().as_bytes()).is_multiple_of(10)
     }
 
     fn signs(&self) -> [char; 2] {
@@ -58,6 +41,19 @@ impl Steps {
         let step = |from: i64, minus: bool, by: i64| if minus { from - by } else { from + by };
         let first = step(a, self.minus[0], b);
         [first, step(first, self.minus[1], c)]
+    }
+}
+
+impl MadeUp for Steps {
+    const NAME: &'static str = "arithmetic_single";
+    const USES_PYTHON: bool = false;
+
+    fn draw(rng: &mut impl Rng) -> Self {
+        Self { numbers: [(); 3].map(|()| rng.random_range(1..=6)), minus: [rng.random(), rng.random()] }
+    }
+
+    fn held_out(&self) -> bool {
+        crc32fast::hash(self.text().as_bytes()).is_multiple_of(10)
     }
 
     fn problem(&self) -> Problem {
@@ -81,56 +77,24 @@ impl Steps {
         messages.push(Message::assistant("final", answer));
         Demonstration { messages }
     }
+
+    fn reward(problem: &Problem, transcript: &Transcript) -> Result<Reward> {
+        Ok(exact_reward(problem, transcript))
+    }
+
+    fn validation(count: usize) -> Vec<Problem> {
+        Self::all_held_out().take(count).map(|s| s.problem()).collect()
+    }
 }
 
 /// The task `arithmetic_single`.
-pub struct ArithmeticSingle {
-    validation: [ValidationSet; 1],
-}
-
-impl ArithmeticSingle {
-    /// The task with at most `validation_problems` of its held-out problems.
-    pub fn new(validation_problems: usize) -> Self {
-        let problems = Steps::all_held_out().take(validation_problems).map(|s| s.problem()).collect();
-        Self { validation: [ValidationSet { name: "arithmetic_single".into(), problems }] }
-    }
-}
-
-impl Task for ArithmeticSingle {
-    fn name(&self) -> &str {
-        "arithmetic_single"
-    }
-
-    fn training_problem(&self, seed: u64, index: u64) -> Problem {
-        Steps::draw_split(&mut stream(seed, Purpose::Problem, &[index]), false).problem()
-    }
-
-    fn validation_sets(&self) -> &[ValidationSet] {
-        &self.validation
-    }
-
-    fn uses_python(&self) -> bool {
-        false
-    }
-
-    fn demonstration(&self, seed: u64, index: u64) -> Option<Demonstration> {
-        let mut rng = stream(seed, Purpose::Demonstration, &[index]);
-        Some(Steps::draw_split(&mut rng, false).demonstration(&mut rng))
-    }
-
-    fn held_out_demonstration(&self, index: u64) -> Option<Demonstration> {
-        let mut rng = stream(0, Purpose::Demonstration, &[u64::MAX, index]);
-        Some(Steps::draw_split(&mut rng, true).demonstration(&mut rng))
-    }
-
-    fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {
-        Ok(exact_reward(problem, transcript))
-    }
-}
+pub type ArithmeticSingle = MadeUpTask<Steps>;
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::random::{Purpose, stream};
+    use crate::tasks::Task;
 
     #[test]
     fn steps_are_worked_left_to_right() {

@@ -4,10 +4,10 @@
 //! line says is free: only its form is graded. The demonstrations are noisy on purpose, each rule ignored in half of
 //! them, and RL then selects among what was shown.
 
-use super::arithmetic::{distinct, percent};
-use super::{Demonstration, Problem, Reward, Task, Transcript, ValidationSet};
+use super::arithmetic::percent;
+use super::made_up::{MadeUp, MadeUpTask};
+use super::{Demonstration, Problem, Reward, Transcript};
 use crate::harmony::Message;
-use crate::random::{Purpose, stream};
 use crate::trajectory::Outcome;
 use anyhow::{Context, Result};
 use rand::Rng;
@@ -88,31 +88,12 @@ impl Rules {
 
 /// A request: a topic, which is not graded, and the form of the answer.
 #[derive(Debug, Clone)]
-struct Request {
+pub struct Request {
     topic: [&'static str; 2],
     rules: Rules,
 }
 
 impl Request {
-    fn draw(rng: &mut impl Rng) -> Self {
-        Self { topic: [pick(&ADJECTIVES, rng), pick(&NOUNS, rng)], rules: Rules::draw(rng) }
-    }
-
-    /// The first draw of `rng` on the wanted side of the split.
-    fn draw_split(rng: &mut impl Rng, held_out: bool) -> Self {
-        loop {
-            let request = Self::draw(rng);
-            if request.held_out() == held_out {
-                return request;
-            }
-        }
-    }
-
-    /// Whether the request belongs to the held-out tenth: CRC-32 of its text.
-    fn held_out(&self) -> bool {
-        crc32fast::hash(self.text().as_bytes()).is_multiple_of(10)
-    }
-
     /// Such as `Describe the old ship: in capitals, in 3 words, prefix YES.`
     fn text(&self) -> String {
         let Self { topic: [adjective, noun], rules } = self;
@@ -133,6 +114,20 @@ impl Request {
         let prefix = rules.prefix.as_deref().unwrap_or("-");
         format!("format_rules/{adjective}-{noun}/{capitals}/{words}/{prefix}")
     }
+}
+
+impl MadeUp for Request {
+    const NAME: &'static str = "format_rules";
+    const USES_PYTHON: bool = false;
+
+    fn draw(rng: &mut impl Rng) -> Self {
+        Self { topic: [pick(&ADJECTIVES, rng), pick(&NOUNS, rng)], rules: Rules::draw(rng) }
+    }
+
+    /// Whether the request belongs to the held-out tenth: CRC-32 of its text.
+    fn held_out(&self) -> bool {
+        crc32fast::hash(self.text().as_bytes()).is_multiple_of(10)
+    }
 
     fn problem(&self) -> Problem {
         let answer = serde_json::json!(self.rules);
@@ -143,6 +138,15 @@ impl Request {
     fn demonstration(&self, rng: &mut impl Rng) -> Demonstration {
         let line = self.rules.remembered(rng).line(rng);
         Demonstration { messages: vec![Message::user(self.text()), Message::assistant("final", line)] }
+    }
+
+    /// +1 for a finished `final` message that keeps every rule, else −1.
+    fn reward(problem: &Problem, transcript: &Transcript) -> Result<Reward> {
+        let rules =
+            Rules::deserialize(&problem.answer).with_context(|| format!("{}: no rules", problem.id))?;
+        let success = transcript.outcome == Outcome::Finished
+            && transcript.final_text().is_some_and(|line| rules.hold(line));
+        Ok(Reward { value: if success { 1.0 } else { -1.0 }, success })
     }
 }
 
@@ -155,59 +159,13 @@ fn in_case(text: String, capitals: bool) -> String {
 }
 
 /// The task `format_rules`: a single turn, requests of at most 61 bytes and demonstrated answers of at most 29.
-pub struct FormatRules {
-    validation: [ValidationSet; 1],
-}
-
-impl FormatRules {
-    /// The task with `validation_problems` held-out problems, the same in every run.
-    pub fn new(validation_problems: usize) -> Self {
-        let mut rng = stream(0, Purpose::Problem, &[u64::MAX]);
-        let problems = distinct(validation_problems, || Request::draw_split(&mut rng, true).problem());
-        Self { validation: [ValidationSet { name: "format_rules".into(), problems }] }
-    }
-}
-
-impl Task for FormatRules {
-    fn name(&self) -> &str {
-        "format_rules"
-    }
-
-    fn training_problem(&self, seed: u64, index: u64) -> Problem {
-        Request::draw_split(&mut stream(seed, Purpose::Problem, &[index]), false).problem()
-    }
-
-    fn validation_sets(&self) -> &[ValidationSet] {
-        &self.validation
-    }
-
-    fn uses_python(&self) -> bool {
-        false
-    }
-
-    fn demonstration(&self, seed: u64, index: u64) -> Option<Demonstration> {
-        let mut rng = stream(seed, Purpose::Demonstration, &[index]);
-        Some(Request::draw_split(&mut rng, false).demonstration(&mut rng))
-    }
-
-    fn held_out_demonstration(&self, index: u64) -> Option<Demonstration> {
-        let mut rng = stream(0, Purpose::Demonstration, &[u64::MAX, index]);
-        Some(Request::draw_split(&mut rng, true).demonstration(&mut rng))
-    }
-
-    /// +1 for a finished `final` message that keeps every rule, else −1.
-    fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {
-        let rules =
-            Rules::deserialize(&problem.answer).with_context(|| format!("{}: no rules", problem.id))?;
-        let success = transcript.outcome == Outcome::Finished
-            && transcript.final_text().is_some_and(|line| rules.hold(line));
-        Ok(Reward { value: if success { 1.0 } else { -1.0 }, success })
-    }
-}
+pub type FormatRules = MadeUpTask<Request>;
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::random::{Purpose, stream};
+    use crate::tasks::Task;
     use std::collections::HashSet;
 
     fn rules(capitals: bool, words: Option<usize>, prefix: Option<&str>) -> Rules {

@@ -8,6 +8,7 @@ mod command;
 mod format_rules;
 pub mod gsm8k;
 pub mod instructions;
+mod made_up;
 pub mod number;
 mod process;
 pub mod retool;

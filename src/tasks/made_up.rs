@@ -1,0 +1,104 @@
+//! What the built-in tasks share: their problems are made up, and about one in ten is held out.
+
+use super::{Demonstration, Problem, Reward, Task, Transcript, ValidationSet};
+use crate::random::{Purpose, stream};
+use anyhow::Result;
+use rand::Rng;
+use std::collections::HashSet;
+use std::marker::PhantomData;
+
+/// A kind of problem that is drawn at random.
+pub trait MadeUp: Sized + 'static {
+    /// The task's name.
+    const NAME: &'static str;
+    const USES_PYTHON: bool;
+
+    fn draw(rng: &mut impl Rng) -> Self;
+
+    /// Whether it belongs to the held-out tenth: a function of what it says.
+    fn held_out(&self) -> bool;
+
+    fn problem(&self) -> Problem;
+
+    /// A whole conversation, noisy on purpose.
+    fn demonstration(&self, rng: &mut impl Rng) -> Demonstration;
+
+    /// Grades a finished conversation.
+    ///
+    /// # Errors
+    /// When `problem` is of another task.
+    fn reward(problem: &Problem, transcript: &Transcript) -> Result<Reward>;
+
+    /// The first draw of `rng` on the wanted side of the split.
+    fn draw_split(rng: &mut impl Rng, held_out: bool) -> Self {
+        loop {
+            let drawn = Self::draw(rng);
+            if drawn.held_out() == held_out {
+                return drawn;
+            }
+        }
+    }
+
+    /// At most `count` held-out problems, no two alike, the same in every run: those that are there in a hundred times
+    /// as many draws.
+    fn validation(count: usize) -> Vec<Problem> {
+        let mut rng = stream(0, Purpose::Problem, &[u64::MAX]);
+        let mut problems: Vec<Problem> = Vec::with_capacity(count);
+        let mut seen = HashSet::new();
+        let mut draws_left = count.saturating_mul(100);
+        while problems.len() < count && draws_left > 0 {
+            draws_left -= 1;
+            let problem = Self::draw_split(&mut rng, true).problem();
+            if seen.insert(problem.id.clone()) {
+                problems.push(problem);
+            }
+        }
+        problems
+    }
+}
+
+/// The task of such problems.
+pub struct MadeUpTask<P> {
+    validation: [ValidationSet; 1],
+    problems: PhantomData<fn() -> P>,
+}
+
+impl<P: MadeUp> MadeUpTask<P> {
+    /// The task with at most `validation_problems` held-out problems.
+    pub fn new(validation_problems: usize) -> Self {
+        let problems = P::validation(validation_problems);
+        Self { validation: [ValidationSet { name: P::NAME.into(), problems }], problems: PhantomData }
+    }
+}
+
+impl<P: MadeUp> Task for MadeUpTask<P> {
+    fn name(&self) -> &str {
+        P::NAME
+    }
+
+    fn training_problem(&self, seed: u64, index: u64) -> Problem {
+        P::draw_split(&mut stream(seed, Purpose::Problem, &[index]), false).problem()
+    }
+
+    fn validation_sets(&self) -> &[ValidationSet] {
+        &self.validation
+    }
+
+    fn uses_python(&self) -> bool {
+        P::USES_PYTHON
+    }
+
+    fn demonstration(&self, seed: u64, index: u64) -> Option<Demonstration> {
+        let mut rng = stream(seed, Purpose::Demonstration, &[index]);
+        Some(P::draw_split(&mut rng, false).demonstration(&mut rng))
+    }
+
+    fn held_out_demonstration(&self, index: u64) -> Option<Demonstration> {
+        let mut rng = stream(0, Purpose::Demonstration, &[u64::MAX, index]);
+        Some(P::draw_split(&mut rng, true).demonstration(&mut rng))
+    }
+
+    fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {
+        P::reward(problem, transcript)
+    }
+}
