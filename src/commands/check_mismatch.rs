@@ -9,7 +9,6 @@ use crate::mismatch::links::Proof;
 use crate::mismatch::measure::Measure;
 use crate::mismatch::output::{Line, gaps_table, links_table, to_json};
 use crate::mismatch::{against, arms, explain::Reference};
-use crate::model::forward::ForwardOptions;
 use crate::recipe::{Arms, Plan, RecipeSource, locate, resolve};
 use crate::rollout::{Prompt, RolloutSettings};
 use crate::train::accumulate::Learner;
@@ -119,11 +118,10 @@ fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<(Vec<Line>, 
     let trajectories = sample(bench)?;
     let trajectories: Vec<&Trajectory> = trajectories.iter().collect();
     let recipe = bench.recipe();
-    let Workbench { threads, model, parameters, trainable, .. } = bench;
+    let Workbench { threads, model, parameters, .. } = bench;
     let proof = Proof {
-        learner: Learner { threads, model, parameters, trainable },
-        rollout_weights: &bench.rollout_weights()?,
-        rollout: ForwardOptions::rollout(&recipe.arms, recipe.train.seed),
+        learner: Learner { threads, model, parameters },
+        rollout: &bench.rollout_policy()?,
         training: bench.training_forward(),
         temperature: recipe.rollout.temperature,
         micro_batch_tokens: recipe.train.micro_batch_tokens,
@@ -164,9 +162,9 @@ fn sample(bench: &Workbench) -> Result<Vec<Trajectory>> {
         .map(|index| Prompt { index, problem: bench.task.training_problem(recipe.train.seed, index) })
         .collect();
     let settings = RolloutSettings::training(recipe, bench.preamble.clone(), 0);
-    let weights = bench.rollout_weights()?;
+    let policy = bench.rollout_policy()?;
     let samples = recipe.rollout.samples_per_prompt;
-    let rollouts = bench.rollout(&weights, &settings).groups(&prompts, samples, &|_| (), &|| false)?;
+    let rollouts = bench.rollout(&policy, &settings).groups(&prompts, samples, &|_| (), &|| false)?;
     let rollouts = rollouts.context("the rollout ended early")?;
     Ok(rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect())
 }

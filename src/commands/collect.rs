@@ -205,8 +205,8 @@ impl<'a> Collection<'a> {
             }
         };
         let failed = || failure.lock().unwrap_or_else(PoisonError::into_inner).is_some();
-        let weights = self.bench.parameters.detached()?;
-        let rollout = self.bench.rollout(&weights, settings);
+        let policy = self.bench.plain_policy()?;
+        let rollout = self.bench.rollout(&policy, settings);
         let rollouts =
             rollout.groups_observed(prompts, samples, &progress, &finished, &|| stop() || failed())?;
         if let Some(error) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {

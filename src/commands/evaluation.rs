@@ -42,10 +42,10 @@ pub fn evaluate(
 ) -> Result<Option<Evaluation>> {
     let samples = bench.recipe().eval.samples;
     let settings = RolloutSettings::evaluation(bench.recipe(), bench.preamble.clone(), step);
-    let weights = bench.parameters.detached()?;
+    let policy = bench.plain_policy()?;
     let mut sets = vec![];
     for (set, prompts) in prompts(bench) {
-        let rollout = bench.rollout(&weights, &settings);
+        let rollout = bench.rollout(&policy, &settings);
         let Some(rollouts) = rollout.groups(&prompts, samples, &|_| (), stop)? else { return Ok(None) };
         let mut rows = rollouts.rows(Phase::Eval);
         let groups = prompts.iter().map(|_| rows.by_ref().take(samples).collect()).collect();

@@ -11,7 +11,7 @@ use super::signals::Stop;
 use super::workbench::Workbench;
 use crate::cli::{EXIT_DONE, EXIT_STOPPED, RunArgs};
 use crate::metrics::{Console, Metrics, Phase, Row, Timings};
-use crate::model::weights::Parameters;
+use crate::model::parameters::Parameters;
 use crate::policy::alarm::alarm;
 use crate::policy::kl_in_reward::KlController;
 use crate::recipe::{self, Dtype, RouterReplay, locate};
@@ -22,7 +22,7 @@ use crate::train::batch::Sequence;
 use crate::train::checkpoint;
 use crate::train::critic::Critic;
 use crate::train::forward_backward::PassSettings;
-use crate::train::gradients::Gradients;
+use crate::train::gradients::clip;
 use crate::train::optimizer::{Optimizer, learning_rate};
 use crate::train::supervised::{self, Examples};
 use anyhow::{Result, ensure};
@@ -51,7 +51,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     if !args.resume {
         RunFolder::refuse_existing(&out)?;
     }
-    let bench = Workbench::open(plan)?;
+    let mut bench = Workbench::open(plan)?;
     let examples = Examples::open(bench.recipe().cold_start.train_file.as_deref(), &bench.rendering())?;
     let held_out = held_out(&bench, &examples)?;
     let stored = stored(&bench)?;
@@ -66,9 +66,11 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     if let Some(confinement) = bench.confinement() {
         folder.write_confinement(&confinement)?;
     }
+    bench.parameters.learn(&bench.trainable)?;
     let steered = point.as_ref().and_then(|point| point.state.kl_coefficient);
+    let kl = Trainer::kl_controller(&bench.recipe().policy.kl, steered)?;
     let mut trainer = Trainer {
-        bench: &bench,
+        bench,
         folder,
         console,
         stop,
@@ -76,7 +78,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
         stored,
         timed_out: false,
         reference: None,
-        kl: Trainer::kl_controller(&bench.recipe().policy.kl, steered)?,
+        kl,
     };
     let stopped = trainer.run(&examples, &held_out, point)?;
     trainer.console.print(&format!("{} {}", if stopped { "stopped:" } else { "done:" }, out.display()));
@@ -124,8 +126,8 @@ const SHOWN: [(&str, &str); 3] = [
 ];
 
 /// One run.
-struct Trainer<'a> {
-    bench: &'a Workbench,
+struct Trainer {
+    bench: Workbench,
     folder: RunFolder,
     console: Console,
     stop: Stop,
@@ -140,7 +142,7 @@ struct Trainer<'a> {
     kl: KlController,
 }
 
-impl<'a> Trainer<'a> {
+impl Trainer {
     /// Both stages. Returns whether a signal stopped the run.
     fn run(
         &mut self,
@@ -148,7 +150,7 @@ impl<'a> Trainer<'a> {
         held_out: &[Sequence],
         point: Option<ResumePoint>,
     ) -> Result<bool> {
-        let recipe = &self.bench.plan.recipe;
+        let recipe = self.bench.plan.recipe.clone();
         let done = point.as_ref().map(|p| (p.state.phase, p.state.step));
         let (mut rl_start, mut resumed) = (0, None);
         match done {
@@ -171,13 +173,13 @@ impl<'a> Trainer<'a> {
     }
 
     /// A fresh optimizer, or the one of the checkpoint, whose weights it writes into the model.
-    fn optimizer(&self, settings: &recipe::Optimizer, point: Option<&ResumePoint>) -> Result<Optimizer> {
-        let bench = self.bench;
+    fn optimizer(&mut self, settings: &recipe::Optimizer, point: Option<&ResumePoint>) -> Result<Optimizer> {
+        let bench = &mut self.bench;
         let round = bench.plan.recipe.model.dtype == Dtype::Bf16;
-        let mut optimizer = Optimizer::new(settings, &bench.parameters, &bench.trainable, round)?;
+        let mut optimizer = Optimizer::new(settings, &mut bench.parameters, round)?;
         if let Some(point) = point {
             optimizer.updates = point.state.updates;
-            checkpoint::restore(&point.checkpoint, &bench.parameters, &mut optimizer)?;
+            checkpoint::restore(&point.checkpoint, &mut bench.parameters, &optimizer)?;
         }
         Ok(optimizer)
     }
@@ -190,8 +192,7 @@ impl<'a> Trainer<'a> {
         examples: &Examples,
         held_out: &[Sequence],
     ) -> Result<bool> {
-        let bench = self.bench;
-        let recipe = &bench.plan.recipe;
+        let recipe = self.bench.plan.recipe.clone();
         let cold_start = &recipe.cold_start;
         let progress = self.console.stage("cold start", cold_start.steps, start);
         if start == 0 && cold_start.eval_every_steps > 0 && !held_out.is_empty() {
@@ -203,8 +204,8 @@ impl<'a> Trainer<'a> {
             let begun = std::time::Instant::now();
             let first = (step - 1) * cold_start.batch_size as u64;
             let batch = self.timings.time("demonstrations", || {
-                let task = bench.task.as_ref();
-                examples.batch(&bench.rendering(), task, recipe.train.seed, first, cold_start.batch_size)
+                let task = self.bench.task.as_ref();
+                examples.batch(&self.bench.rendering(), task, recipe.train.seed, first, cold_start.batch_size)
             })?;
             let pass = PassSettings { load_balance: cold_start.load_balance_coefficient, ..self.pass(1.0) };
             let output = self.timings.time("update", || {
@@ -216,13 +217,8 @@ impl<'a> Trainer<'a> {
                 metrics.set("cold_start/load_balance", output.load_balance);
             }
             let lr = learning_rate(&cold_start.optimizer, step - 1, cold_start.steps);
-            let norm = self.apply(
-                &bench.parameters,
-                &mut optimizer,
-                output.gradients,
-                cold_start.optimizer.grad_norm_max,
-                lr,
-            )?;
+            let (parameters, norm_max) = (&mut self.bench.parameters, cold_start.optimizer.grad_norm_max);
+            let norm = apply(&self.timings, parameters, &mut optimizer, norm_max, lr)?;
             metrics.set("cold_start/grad_norm", norm);
             metrics.set("cold_start/lr", lr);
             let last = step == cold_start.steps;
@@ -251,7 +247,7 @@ impl<'a> Trainer<'a> {
         mut critic: Option<Critic>,
         start: u64,
     ) -> Result<bool> {
-        let recipe = &self.bench.plan.recipe;
+        let recipe = self.bench.plan.recipe.clone();
         let steps = recipe.train.steps;
         let progress = self.console.stage("rl", steps, start);
         for step in start + 1..=steps {
@@ -291,30 +287,10 @@ impl<'a> Trainer<'a> {
         Ok(false)
     }
 
-    /// Clips, updates `parameters`, and returns the gradient norm before clipping.
-    fn apply(
-        &self,
-        parameters: &Parameters,
-        optimizer: &mut Optimizer,
-        mut gradients: Gradients,
-        norm_max: f64,
-        lr: f64,
-    ) -> Result<f64> {
-        self.timings.time("optimizer", || {
-            let norm = gradients.clip(norm_max);
-            ensure!(
-                norm.is_finite(),
-                "the gradient norm is {norm}: the run is stopped before the weights are spoiled; lower the learning rate or clip"
-            );
-            optimizer.update(parameters, &gradients, lr)?;
-            Ok(norm)
-        })
-    }
-
     fn evaluate(&mut self, step: u64) -> Result<()> {
         let inner = self.console.inner_stage("evaluation", 1);
         let begun = std::time::Instant::now();
-        let evaluation = evaluate(self.bench, step, &|| false)?
+        let evaluation = evaluate(&self.bench, step, &|| false)?
             .ok_or_else(|| anyhow::anyhow!("the evaluation ended early"))?;
         self.timings.add("testing", begun.elapsed().as_secs_f64());
         self.timings.add("step", begun.elapsed().as_secs_f64());
@@ -330,9 +306,9 @@ impl<'a> Trainer<'a> {
         supervised::loss(&self.learner(), held_out, tokens, self.pass(1.0))
     }
 
-    fn learner(&self) -> Learner<'a> {
-        let Workbench { threads, model, parameters, trainable, .. } = self.bench;
-        Learner { threads, model, parameters, trainable }
+    fn learner(&self) -> Learner<'_> {
+        let Workbench { threads, model, parameters, .. } = &self.bench;
+        Learner { threads, model, parameters }
     }
 
     fn pass(&self, temperature: f64) -> PassSettings {
@@ -364,4 +340,23 @@ impl<'a> Trainer<'a> {
         metrics.extend(self.timings.take());
         self.folder.write_metrics(&Row { step, phase, metrics })
     }
+}
+
+/// Clips the gradients in `parameters`, updates its weights with them, and returns the gradient norm before clipping.
+fn apply(
+    timings: &Timings,
+    parameters: &mut Parameters,
+    optimizer: &mut Optimizer,
+    norm_max: f64,
+    lr: f64,
+) -> Result<f64> {
+    timings.time("optimizer", || {
+        let norm = clip(parameters, norm_max)?;
+        ensure!(
+            norm.is_finite(),
+            "the gradient norm is {norm}: the run is stopped before the weights are spoiled; lower the learning rate or clip"
+        );
+        optimizer.update(parameters, lr)?;
+        Ok(norm)
+    })
 }

@@ -6,14 +6,15 @@ use crate::error::BadInput;
 use crate::harmony::{HarmonyTokenizer, Message};
 use crate::interpreter::{self, CPython, Embedded, Interpreter};
 use crate::model::config::{Config, LayerType, Rope, Yarn};
+use crate::model::family::Family;
 use crate::model::forward::{ForwardOptions, Model};
 use crate::model::init::{InitSettings, init};
 use crate::model::load::{load, weights_present};
 use crate::model::mxfp4;
 use crate::model::names::ParameterSpec;
-use crate::model::perturb::rollout_weights;
+use crate::model::parameters::Parameters;
+use crate::model::policy_view::PolicyView;
 use crate::model::save::Companions;
-use crate::model::weights::{Parameters, Resident};
 use crate::ops::threads::Threads;
 use crate::recipe::model::Tokenizer;
 use crate::recipe::{Architecture, Dtype, InterpreterKind, InterpreterState, Plan, Recipe, SavedDtype};
@@ -22,7 +23,7 @@ use crate::tasks::{Task, TaskSettings};
 use crate::train::checkpoint;
 use crate::train::supervised::Rendering;
 use anyhow::{Result, bail};
-use candle_core::{DType, Tensor};
+use half::bf16;
 use std::path::{Path, PathBuf};
 
 /// A model with its tokenizer, task and tool, ready to run.
@@ -76,7 +77,7 @@ impl Workbench {
             plan.warnings.push(format!("{} holds no weights; they are drawn at random", folder.display()));
         }
         let preamble = preamble(&plan.recipe.harmony, task.uses_python());
-        let parameters = Parameters::new(&source.config, source.tensors(&plan.recipe)?)?;
+        let parameters = source.parameters(&plan.recipe)?;
         let context = source.config.max_position_embeddings;
         Ok(Self {
             model: Model::new(source.config, context),
@@ -113,20 +114,27 @@ impl Workbench {
         ForwardOptions::training(&self.recipe().arms, self.recipe().train.seed)
     }
 
-    /// The weights that training rollouts read, as the arms leave them.
+    /// The policy that samples for training, as the arms leave it.
     ///
     /// # Errors
     /// [`BadInput`] when an arm does not fit the model.
-    pub fn rollout_weights(&self) -> Result<Resident> {
-        rollout_weights(&self.recipe().arms, &self.parameters)
+    pub fn rollout_policy(&self) -> Result<PolicyView<'_>> {
+        PolicyView::rollout(&self.model, &self.parameters, &self.recipe().arms, self.recipe().train.seed)
     }
 
-    /// A rollout of this model with `weights` and `settings`.
-    pub fn rollout<'a>(&'a self, weights: &'a Resident, settings: &'a RolloutSettings) -> Rollout<'a> {
+    /// The policy as it is, for evaluation.
+    ///
+    /// # Errors
+    /// When a tensor is missing.
+    pub fn plain_policy(&self) -> Result<PolicyView<'_>> {
+        PolicyView::plain(&self.model, &self.parameters)
+    }
+
+    /// A rollout of `policy` with `settings`.
+    pub fn rollout<'a>(&'a self, policy: &'a PolicyView<'a>, settings: &'a RolloutSettings) -> Rollout<'a> {
         Rollout {
             threads: &self.threads,
-            model: &self.model,
-            weights,
+            policy,
             tokenizer: &self.tokenizer,
             task: self.task.as_ref(),
             interpreter: self.interpreter.as_deref(),
@@ -192,7 +200,7 @@ impl ModelSource {
     fn from_folder(folder: &Path) -> Result<Self> {
         let config = Config::read(folder)?;
         let file = folder.join("tokenizer.json");
-        let tokenizer = HarmonyTokenizer::from_file(&file)?;
+        let tokenizer = config.family.tokenizer(&file)?;
         if tokenizer.vocab_size() > config.vocab_size {
             return Err(bad_input!(
                 "{}: the tokenizer has {} tokens but config.json says vocab_size = {}; use the tokenizer that belongs to this model",
@@ -215,23 +223,25 @@ impl ModelSource {
         crate::model::names::parameter_specs(&self.config)
     }
 
-    fn tensors(&self, recipe: &Recipe) -> Result<Vec<(ParameterSpec, Tensor)>> {
-        let tensors = match &self.weights {
-            Some(folder) => load(folder, &self.config)?,
-            None => {
-                let settings = InitSettings {
-                    embedding_std: recipe.model.init.embedding_std,
-                    head_scale: recipe.model.init.head_scale,
-                    sink: recipe.model.init.sink,
-                };
-                init(&self.config, &settings, recipe.train.seed)?
+    fn parameters(&self, recipe: &Recipe) -> Result<Parameters> {
+        // What `model.dtype` makes of a tensor.
+        let working = |found: Result<(ParameterSpec, Vec<f32>)>| {
+            let (spec, mut values) = found?;
+            if recipe.model.dtype == Dtype::Bf16 {
+                values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32());
             }
+            Ok((spec, values))
         };
-        if recipe.model.dtype == Dtype::F32 {
-            return Ok(tensors);
+        if let Some(folder) = &self.weights {
+            return Parameters::new(&self.config, load(folder, &self.config)?.map(working));
         }
-        let round = |t: Tensor| t.to_dtype(DType::BF16)?.to_dtype(DType::F32);
-        tensors.into_iter().map(|(spec, tensor)| Ok((spec, round(tensor)?))).collect()
+        let settings = InitSettings {
+            embedding_std: recipe.model.init.embedding_std,
+            head_scale: recipe.model.init.head_scale,
+            sink: recipe.model.init.sink,
+        };
+        let drawn = init(&self.config, &settings, recipe.train.seed)?;
+        Parameters::new(&self.config, drawn.into_iter().map(Ok).map(working))
     }
 }
 
@@ -259,6 +269,7 @@ fn config_of(a: &Architecture, tokenizer: &HarmonyTokenizer) -> Config {
     });
     let control = tokenizer.control();
     Config {
+        family: Family::GptOss,
         vocab_size: tokenizer.vocab_size(),
         hidden_size: a.hidden_size,
         num_hidden_layers: a.num_hidden_layers,

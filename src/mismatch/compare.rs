@@ -1,6 +1,8 @@
 //! Figures of a gap: training log-probs against rollout log-probs on the same tokens.
 
-use super::passes::{Path, Trace};
+use super::passes::Trace;
+use crate::model::policy_view::PolicyView;
+use crate::ops::cpu::host_ids;
 use crate::ops::threads::Threads;
 use crate::policy::Sequences;
 use crate::policy::correction::{ImportanceSampling, Level, WeightBound, importance_weights};
@@ -91,7 +93,7 @@ pub struct Divergence {
 /// When a forward fails.
 pub fn both(
     threads: &Threads,
-    [a, b]: [&Path; 2],
+    [a, b]: [&PolicyView; 2],
     batches: &[MicroBatch],
     temperature: f64,
 ) -> Result<([Vec<f32>; 2], Divergence)> {
@@ -103,6 +105,7 @@ pub fn both(
         log_probs[1].extend(b.log_probs(&y.normed, batch, temperature)?);
         let top_k = a.model.config.num_experts_per_tok;
         for (x, y) in x.routes.iter().zip(&y.routes) {
+            let (x, y) = (host_ids(x)?, host_ids(y)?);
             for (x, y) in x.chunks_exact(top_k).zip(y.chunks_exact(top_k)) {
                 same += usize::from(x.iter().all(|expert| y.contains(expert)));
                 all += 1;

@@ -5,11 +5,10 @@
 //! yardstick: what lies far below it is agreement, what a hypothesis at least halves is explained by it, and what is
 //! neither but of the yardstick's size is rounding.
 
-use super::passes::Path;
 use crate::model::config::{LayerType, Rope};
 use crate::model::forward::{ForwardOptions, Model};
-use crate::model::perturb::rollout_weights;
-use crate::model::weights::Parameters;
+use crate::model::parameters::Parameters;
+use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
 use crate::recipe::Arms;
 use crate::train::batch::MicroBatch;
@@ -114,7 +113,7 @@ impl Reference<'_> {
         let as_is = self.normed(self.model, &arms, plain, observed)?;
         let base = self.log_probs(&as_is, &arms, observed, 1.0)?;
         let bf16 = Arms { rollout_bf16: true, ..arms.clone() };
-        let rounded = self.computed(self.model, &bf16, ForwardOptions::rollout(&bf16, 0), observed)?;
+        let rounded = self.computed(self.model, &bf16, rounded_forward(&bf16), observed)?;
         let (gap, bf16_gap) = (median_gap(&observed.log_probs, &base), median_gap(&rounded, &base));
 
         let mut hypotheses = vec![];
@@ -128,7 +127,7 @@ impl Reference<'_> {
         }
         for bits in [3, 5] {
             let short = Arms { rollout_mantissa_bits: bits, ..arms.clone() };
-            let options = ForwardOptions::rollout(&short, 0);
+            let options = rounded_forward(&short);
             weigh(Cause::Mantissa(bits as u32), self.computed(self.model, &short, options, observed)?);
         }
         weigh(Cause::Bf16, rounded);
@@ -206,23 +205,26 @@ impl Reference<'_> {
         forward: ForwardOptions,
         observed: &Observed,
     ) -> Result<Normed> {
-        let weights = rollout_weights(arms, self.parameters)?;
-        let path = Path { model, weights: &weights, forward };
+        let policy = PolicyView { forward, ..PolicyView::rollout(model, self.parameters, arms, 0)? };
         let batches = observed.batches.iter();
-        self.threads.wide(|| batches.map(|(batch, _)| Ok(path.trace(batch)?.normed)).collect())
+        self.threads.wide(|| batches.map(|(batch, _)| policy.normed(batch)).collect())
     }
 
     fn log_probs(&self, normed: &Normed, arms: &Arms, observed: &Observed, factor: f64) -> Result<Vec<f32>> {
-        let weights = rollout_weights(arms, self.parameters)?;
-        let path = Path { model: self.model, weights: &weights, forward: ForwardOptions::default() };
+        let policy = PolicyView::rollout(self.model, self.parameters, arms, 0)?;
         self.threads.wide(|| {
             let mut log_probs = vec![];
             for (normed, (batch, temperature)) in normed.iter().zip(&observed.batches) {
-                log_probs.extend(path.log_probs(normed, batch, temperature * factor)?);
+                log_probs.extend(policy.log_probs(normed, batch, temperature * factor)?);
             }
             Ok(log_probs)
         })
     }
+}
+
+/// What the arms round in a forward.
+fn rounded_forward(arms: &Arms) -> ForwardOptions {
+    ForwardOptions { mantissa_bits: arms.rollout_bits(), ..ForwardOptions::default() }
 }
 
 /// The verdict from the medians; `hypotheses` nearest first.

@@ -9,9 +9,8 @@
 //!
 //! The first three cover every token that follows another; the last one those that were sampled.
 
-use super::passes::Path;
 use crate::model::forward::ForwardOptions;
-use crate::model::weights::Resident;
+use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
 use crate::train::accumulate::Learner;
 use crate::train::batch::{MicroBatch, Sequence};
@@ -79,9 +78,9 @@ impl Link {
 #[derive(Clone, Copy)]
 pub struct Proof<'a> {
     pub learner: Learner<'a>,
-    /// What the rollout reads.
-    pub rollout_weights: &'a Resident,
-    pub rollout: ForwardOptions,
+    /// What samples.
+    pub rollout: &'a PolicyView<'a>,
+    /// What an arm changes in the training forward.
     pub training: ForwardOptions,
     pub temperature: f64,
     pub micro_batch_tokens: usize,
@@ -111,13 +110,12 @@ impl Proof<'_> {
         }
 
         let tokens: Vec<&[u32]> = trajectories.iter().map(|t| &t.tokens[..]).collect();
-        let path = Path { model: self.learner.model, weights: self.rollout_weights, forward: self.rollout };
         let (mut prefill_link, mut decode_link) =
             (Link::new("prefill_equals_training"), Link::new("decode_equals_prefill"));
         for (chunk, training) in tokens.chunks(DECODE_SEQUENCES).zip(training.chunks(DECODE_SEQUENCES)) {
             let threads = self.learner.threads;
-            let prefill = threads.wide(|| path.prefill(chunk, self.temperature))?;
-            let decode = threads.wide(|| path.decode(chunk, self.temperature))?;
+            let prefill = threads.wide(|| self.rollout.prefill(chunk, self.temperature))?;
+            let decode = threads.wide(|| self.rollout.decode(chunk, self.temperature))?;
             prefill.iter().zip(training).for_each(|(a, b)| prefill_link.add(a, b));
             decode.iter().zip(&prefill).for_each(|(a, b)| decode_link.add(a, b));
         }
@@ -139,7 +137,8 @@ impl Proof<'_> {
         tokens_max: usize,
         threads: &Threads,
     ) -> Result<Vec<Vec<f32>>> {
-        let Learner { model, parameters, trainable, .. } = self.learner;
+        let Learner { model, parameters, .. } = self.learner;
+        let weights = &parameters.frozen()?;
         let settings = PassSettings {
             recompute_layers: true,
             temperature: self.temperature,
@@ -148,7 +147,7 @@ impl Proof<'_> {
         };
         let mut log_probs = Vec::with_capacity(sequences.len());
         for batch in &MicroBatch::split(sequences, tokens_max) {
-            let pass = Pass { model, parameters, trainable, batch, settings };
+            let pass = Pass { model, weights, batch, settings };
             let found = threads.wide(|| pass.forward())?.log_probs;
             log_probs.extend(batch.cu_targets.windows(2).map(|w| found[w[0]..w[1]].to_vec()));
         }

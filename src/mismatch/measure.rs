@@ -6,9 +6,8 @@
 use super::compare::{Divergence, Gap, both};
 use super::explain::{Cause, Observed, Reference};
 use super::output::Line;
-use super::passes::Path;
 use crate::model::forward::ForwardOptions;
-use crate::model::perturb::rollout_weights;
+use crate::model::policy_view::PolicyView;
 use crate::recipe::Arms;
 use crate::train::batch::{MicroBatch, Sequence};
 use crate::trajectory::Trajectory;
@@ -48,9 +47,8 @@ impl<'a> Measure<'a> {
             cu_seqlens.push(log_probs.len());
         }
         let batches = MicroBatch::split(&sequences, micro_batch_tokens);
-        let weights = reference.parameters.detached()?;
-        let path = Path { model: reference.model, weights: &weights, forward: ForwardOptions::default() };
-        let plain = path.all_log_probs(reference.threads, &batches, temperature)?;
+        let policy = PolicyView::plain(reference.model, reference.parameters)?;
+        let plain = policy.all_log_probs(reference.threads, &batches, temperature)?;
         let batches = batches.into_iter().map(|batch| (batch, temperature)).collect();
         let observed = Observed { batches, log_probs };
         let sampled_under = arms.clone();
@@ -63,11 +61,8 @@ impl<'a> Measure<'a> {
     /// When an arm does not fit the model, or a forward fails.
     pub fn line(&self, name: &str, arms: &Arms) -> Result<Line> {
         let Reference { threads, model, parameters } = self.reference;
-        let rollout_weights = rollout_weights(arms, parameters)?;
-        let weights = parameters.detached()?;
-        let rollout =
-            Path { model, weights: &rollout_weights, forward: ForwardOptions::rollout(arms, self.seed) };
-        let training = Path { model, weights: &weights, forward: ForwardOptions::training(arms, self.seed) };
+        let rollout = PolicyView::rollout(model, parameters, arms, self.seed)?;
+        let training = PolicyView::training(model, parameters, arms, self.seed)?;
         let batches: Vec<MicroBatch> = self.observed.batches.iter().map(|(b, _)| b.clone()).collect();
         let ([mut stored, computed], divergence) =
             both(threads, [&rollout, &training], &batches, self.temperature)?;
@@ -76,7 +71,7 @@ impl<'a> Measure<'a> {
         }
         let old = match ForwardOptions::second_forward(arms, self.seed) {
             Some(forward) => {
-                let second = Path { forward, ..training };
+                let second = PolicyView { forward, ..training };
                 second.all_log_probs(threads, &batches, self.temperature)?
             }
             None => stored.clone(),
@@ -101,7 +96,7 @@ impl<'a> Measure<'a> {
 
     /// Whether the rollout under `arms` is the one that was sampled.
     fn samples_alike(&self, arms: &Arms) -> bool {
-        let side = |arms: &Arms| (ForwardOptions::rollout(arms, self.seed), arms.rollout_mxfp4);
+        let side = |arms: &Arms| (arms.rollout_noise(), arms.rollout_bits(), arms.rollout_mxfp4);
         side(arms) == side(&self.sampled_under)
     }
 

@@ -1,57 +1,49 @@
 //! Forward passes over given tokens, kept open: log-probabilities, expert choices and hidden states of every layer.
 
+use crate::model::attend::PackedAttention;
 use crate::model::cache::SequenceCache;
-use crate::model::forward::{ForwardOptions, Model, PackedAttention, forward_cached};
-use crate::model::weights::{Resident, WeightSource};
-use crate::ops;
-use crate::ops::log_prob::{inverse, row_stats};
+use crate::model::forward::Rows;
+use crate::model::policy_view::PolicyView;
+use crate::model::trunk;
+use crate::ops::logits::{Sampling, logits_rows_max};
 use crate::ops::threads::Threads;
 use crate::train::batch::MicroBatch;
 use anyhow::Result;
 use candle_core::Tensor;
 use std::sync::Arc;
 
-/// Logits kept at a time, in values: 64 MiB.
-const LOGITS_MAX: usize = 1 << 24;
-
-/// One way to compute: a model, its weights, and what is changed in the forward.
-#[derive(Clone, Copy)]
-pub struct Path<'a> {
-    pub model: &'a Model,
-    pub weights: &'a Resident,
-    pub forward: ForwardOptions,
-}
-
 /// What a packed forward gives.
 pub struct Trace {
     /// After the last norm, of the rows that predict a target, `[R, H]`.
     pub normed: Tensor,
-    /// Experts chosen, `[layers]` of `[T][K]`.
-    pub routes: Vec<Arc<Vec<u16>>>,
+    /// Experts chosen, u32 `[T, K]` a layer.
+    pub routes: Vec<Tensor>,
     /// Output of each layer, `[T, H]`.
     pub hidden: Vec<Tensor>,
 }
 
-impl Path<'_> {
-    /// The forward of whole sequences: the training forward's ops in its order.
+/// A policy, taken apart.
+impl PolicyView<'_> {
+    /// The forward of whole sequences, with all that its layers gave.
     ///
     /// # Errors
     /// When the batch does not fit the model.
     pub fn trace(&self, batch: &MicroBatch) -> Result<Trace> {
-        let Path { model, weights, forward } = *self;
-        let rotation = model.rotation(batch.positions.clone());
-        let mut attend = PackedAttention { cu_seqlens: batch.cu_seqlens.clone() };
-        let mut x = ops::embedding(&weights.embedding()?, &batch.tokens)?;
         let (mut routes, mut hidden) = (vec![], vec![]);
-        for index in 0..model.config.num_hidden_layers {
-            let layer = weights.layer(index)?;
-            let output = model.layer(index, &layer, &x, &rotation, &mut attend, forward, None)?;
-            x = output.hidden;
-            hidden.push(x.clone());
-            routes.push(output.routes);
-        }
-        let rows = ops::embedding::select_rows(&x, &batch.rows)?;
-        Ok(Trace { normed: model.final_norm(weights, &rows)?, routes, hidden })
+        let last = packed(self, batch, &mut |_, _, output| {
+            routes.push(output.routes.clone());
+            hidden.push(output.hidden.clone());
+            Ok(())
+        })?;
+        Ok(Trace { normed: self.trunk().normed(&last, &batch.rows)?, routes, hidden })
+    }
+
+    /// What the head reads after the forward of whole sequences, `[R, H]`; nothing else is kept.
+    ///
+    /// # Errors
+    /// When the batch does not fit the model.
+    pub fn normed(&self, batch: &MicroBatch) -> Result<Tensor> {
+        self.trunk().normed(&packed(self, batch, &mut trunk::nothing)?, &batch.rows)
     }
 
     /// Log-probabilities of the batch's targets from `normed`, `[R]`.
@@ -59,8 +51,7 @@ impl Path<'_> {
     /// # Errors
     /// When shapes disagree.
     pub fn log_probs(&self, normed: &Tensor, batch: &MicroBatch, temperature: f64) -> Result<Vec<f32>> {
-        let head = self.weights.lm_head()?;
-        Ok(ops::log_prob_and_entropy(normed, &head, &batch.targets, temperature)?.get(0)?.to_vec1()?)
+        Ok(self.trunk().head(normed, &batch.targets, temperature)?.get(0)?.to_vec1()?)
     }
 
     /// The forward's log-probabilities of all batches' targets, batch after batch.
@@ -73,7 +64,7 @@ impl Path<'_> {
         batches: &[MicroBatch],
         temperature: f64,
     ) -> Result<Vec<f32>> {
-        let one = |batch: &MicroBatch| self.log_probs(&self.trace(batch)?.normed, batch, temperature);
+        let one = |batch: &MicroBatch| self.log_probs(&self.normed(batch)?, batch, temperature);
         let found: Vec<Vec<f32>> = threads.wide(|| batches.iter().map(one).collect::<Result<_>>())?;
         Ok(found.concat())
     }
@@ -90,9 +81,8 @@ impl Path<'_> {
             }
             let mut cache = SequenceCache::new(&self.model.config);
             let fed = tokens[..inputs].to_vec();
-            let (x, _) =
-                forward_cached(self.model, self.weights, fed, &mut [&mut cache], &[inputs], self.forward)?;
-            self.sampler_log_probs(&x, targets, temperature)
+            let x = self.trunk().feed(fed, &mut [&mut cache], &[inputs], &mut trunk::nothing)?;
+            sampler_log_probs(self, &x, targets, temperature)
         };
         sequences.iter().map(one).collect()
     }
@@ -117,27 +107,32 @@ impl Path<'_> {
                 .map(|(cache, _)| cache)
                 .collect();
             let counts = vec![1; indices.len()];
-            let (x, _) = forward_cached(self.model, self.weights, fed, &mut batch, &counts, self.forward)?;
-            let found = self.sampler_log_probs(&x, &targets, temperature)?;
+            let x = self.trunk().feed(fed, &mut batch, &counts, &mut trunk::nothing)?;
+            let found = sampler_log_probs(self, &x, &targets, temperature)?;
             indices.iter().zip(found).for_each(|(&i, log_prob)| log_probs[i].push(log_prob));
         }
         Ok(log_probs)
     }
+}
 
-    /// Log-probabilities as the sampler takes them, of `targets` after the rows of `x [R, H]`.
-    fn sampler_log_probs(&self, x: &Tensor, targets: &[u32], temperature: f64) -> Result<Vec<f32>> {
-        let normed = self.model.final_norm(self.weights, x)?;
-        let head = self.weights.lm_head()?;
-        let vocabulary = head.dim(1)?;
-        let rows_max = (LOGITS_MAX / vocabulary).max(1);
-        let mut log_probs = Vec::with_capacity(targets.len());
-        for (chunk, targets) in targets.chunks(rows_max).enumerate() {
-            let mut z = ops::logits(&normed.narrow(0, chunk * rows_max, targets.len())?, &head)?;
-            for (row, &target) in z.chunks_exact_mut(vocabulary).zip(targets) {
-                let stats = row_stats(row, inverse(temperature));
-                log_probs.push(row[target as usize] - stats.log_sum_exp);
-            }
-        }
-        Ok(log_probs)
+/// Hidden states after the last layer of whole sequences: the training forward's ops in its order.
+fn packed(policy: &PolicyView, batch: &MicroBatch, keep: trunk::Keep) -> Result<Tensor> {
+    let attend = &mut PackedAttention { cu_seqlens: batch.cu_seqlens.clone() };
+    let rotation = policy.model.rotation(batch.positions.clone());
+    policy.trunk().walk(&batch.tokens, &mut Rows { rotation, attend, replay: None }, keep)
+}
+
+/// Log-probabilities as the sampler takes them, of `targets` after the rows of `x [R, H]`.
+fn sampler_log_probs(policy: &PolicyView, x: &Tensor, targets: &[u32], temperature: f64) -> Result<Vec<f32>> {
+    let (trunk, sampling) = (policy.trunk(), Sampling::whole(temperature));
+    let rows_max = logits_rows_max(policy.model.config.vocab_size);
+    let mut log_probs = Vec::with_capacity(targets.len());
+    for (chunk, targets) in targets.chunks(rows_max).enumerate() {
+        let first = (chunk * rows_max) as u32;
+        let rows = Arc::new((first..first + targets.len() as u32).collect());
+        let logits = trunk.logits(&trunk.normed(x, &rows)?, &sampling)?;
+        let asked: Vec<(usize, u32)> = targets.iter().copied().enumerate().collect();
+        log_probs.extend(logits.log_probs(&sampling, &asked)?);
     }
+    Ok(log_probs)
 }

@@ -1,5 +1,6 @@
 //! The architecture. How `config.json` tells it is the business of `config_json`.
 
+use super::family::Family;
 use super::names::parameter_count;
 use crate::bad_input;
 use anyhow::Result;
@@ -59,9 +60,11 @@ pub struct Rope {
     pub yarn: Option<Yarn>,
 }
 
-/// A GPT-OSS architecture. Field names are those of `config.json`.
+/// An architecture. Field names are those of `config.json`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
+    /// `model_type`.
+    pub family: Family,
     pub vocab_size: usize,
     pub hidden_size: usize,
     pub num_hidden_layers: usize,

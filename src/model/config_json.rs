@@ -5,6 +5,7 @@
 //! file speaks both, they must agree. What is written loads under both.
 
 use super::config::{Config, Form, LayerType, Rope, SIZE_MAX, SWIGLU_ALPHA, Yarn};
+use super::family::Family;
 use crate::bad_input;
 use anyhow::Result;
 use serde_json::{Map, Value, json};
@@ -14,7 +15,10 @@ impl Config {
     pub fn from_json(value: &Value) -> Result<Self> {
         let Value::Object(map) = value else { return Err(bad_input!("not a JSON object")) };
         let mut keys = Keys { map, mistakes: Vec::new() };
+        // First, and alone: what else must be there depends on it.
+        let family = keys.family()?;
         let config = Self {
+            family,
             vocab_size: keys.size("vocab_size"),
             hidden_size: keys.size("hidden_size"),
             num_hidden_layers: keys.size("num_hidden_layers"),
@@ -62,8 +66,8 @@ impl Config {
             several => json!(several),
         };
         let mut json = json!({
-            "architectures": ["GptOssForCausalLM"],
-            "model_type": "gpt_oss",
+            "architectures": [self.family.architecture()],
+            "model_type": self.family.model_type(),
             "torch_dtype": if form == Form::F32 { "float32" } else { "bfloat16" },
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -113,6 +117,14 @@ impl<'a> Keys<'a> {
     /// The value of `key`, `None` where it is absent or null.
     fn value(&self, key: &str) -> Option<&'a Value> {
         self.map.get(key).filter(|v| !v.is_null())
+    }
+
+    fn family(&self) -> Result<Family> {
+        let Some(value) = self.value("model_type") else {
+            return Err(bad_input!("key `model_type` is missing; {}", Family::known()));
+        };
+        let family = value.as_str().and_then(Family::of);
+        family.ok_or_else(|| bad_input!("model_type = {value} is not supported; {}", Family::known()))
     }
 
     /// A whole number in 1..=`max`; 0, with a mistake noted, where there is none.
@@ -280,7 +292,6 @@ impl<'a> Keys<'a> {
     /// Keys that the architecture fixes: absent, or at the one value that is implemented.
     fn check_fixed(&mut self) {
         let fixed = [
-            ("model_type", json!("gpt_oss")),
             ("hidden_act", json!("silu")),
             ("attention_bias", json!(true)),
             ("tie_word_embeddings", json!(false)),
@@ -294,9 +305,6 @@ impl<'a> Keys<'a> {
             if let Some(value) = self.value(key).filter(|v| v.as_f64() != Some(wanted)) {
                 self.mistakes.push(format!("{key} = {value} is not supported; it must be {wanted}"));
             }
-        }
-        if self.value("model_type").is_none() {
-            self.mistakes.push("key `model_type` is missing; it must be \"gpt_oss\"".into());
         }
         let method = self.value("quantization_config").and_then(|q| q.get("quant_method"));
         if let Some(method) = method.filter(|m| **m != json!("mxfp4")) {

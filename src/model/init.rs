@@ -4,7 +4,6 @@ use super::config::Config;
 use super::names::{ParameterSpec, Role, parameter_specs, value_model_specs};
 use crate::random::{Purpose, stream};
 use anyhow::Result;
-use candle_core::{Device, Tensor};
 use rand::RngCore;
 use rayon::prelude::*;
 
@@ -19,11 +18,11 @@ pub struct InitSettings {
     pub sink: f64,
 }
 
-/// Every parameter of `config`, f32 on the CPU in working layout, in [`parameter_specs`] order.
+/// Every parameter of `config`, f32 values in working layout, in [`parameter_specs`] order.
 ///
 /// Matrices are normal with standard deviation fan-in^-1/2; those that write to the residual stream are
 /// divided by sqrt(2 · layers) too (Radford et al. 2019). Biases are 0, norms 1.
-pub fn init(config: &Config, settings: &InitSettings, seed: u64) -> Result<Vec<(ParameterSpec, Tensor)>> {
+pub fn init(config: &Config, settings: &InitSettings, seed: u64) -> Result<Vec<(ParameterSpec, Vec<f32>)>> {
     config.check()?;
     let draw = |(index, spec): (usize, ParameterSpec)| {
         let matrix_std = (spec.fan_in() as f64).powf(-0.5);
@@ -38,35 +37,30 @@ pub fn init(config: &Config, settings: &InitSettings, seed: u64) -> Result<Vec<(
             Role::Norm => vec![1.0; count],
             Role::Sinks => vec![settings.sink as f32; count],
         };
-        let tensor = Tensor::from_vec(values, spec.working_shape(), &Device::Cpu)?;
-        Ok((spec, tensor))
+        (spec, values)
     };
     let specs: Vec<_> = parameter_specs(config).into_iter().enumerate().collect();
-    specs.into_par_iter().map(draw).collect()
+    Ok(specs.into_par_iter().map(draw).collect())
 }
 
 /// A critic's tensors in [`value_model_specs`] order: the trunk that `trunk` finds by name, and a fresh value head,
 /// its weight normal with standard deviation 1 / (H + 1), so that first values are near 0, and its bias 0.
-///
-/// # Errors
-/// Those of `trunk`.
 pub fn value_model(
     config: &Config,
     seed: u64,
-    trunk: impl Fn(&ParameterSpec) -> Result<Tensor>,
-) -> Result<Vec<(ParameterSpec, Tensor)>> {
+    trunk: impl Fn(&ParameterSpec) -> Result<Vec<f32>>,
+) -> impl Iterator<Item = Result<(ParameterSpec, Vec<f32>)>> {
     // The first index that no tensor of the policy draws from.
     let place = parameter_specs(config).len() as u64;
     let hidden = config.hidden_size;
-    let tensor = |spec: &ParameterSpec| match spec.name.as_str() {
-        "score.weight" => {
-            let values = normals(seed, place, 1.0 / (hidden + 1) as f64, hidden);
-            Ok(Tensor::from_vec(values, spec.working_shape(), &Device::Cpu)?)
-        }
-        "score.bias" => Ok(Tensor::from_vec(vec![0f32], spec.working_shape(), &Device::Cpu)?),
-        _ => trunk(spec),
-    };
-    value_model_specs(config).into_iter().map(|spec| Ok((spec.clone(), tensor(&spec)?))).collect()
+    value_model_specs(config).into_iter().map(move |spec| {
+        let values = match spec.name.as_str() {
+            "score.weight" => normals(seed, place, 1.0 / (hidden + 1) as f64, hidden),
+            "score.bias" => vec![0.0],
+            _ => trunk(&spec)?,
+        };
+        Ok((spec, values))
+    })
 }
 
 /// `count` draws from N(0, `std`²) by Box and Muller (1958), in f64 and then rounded.

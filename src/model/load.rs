@@ -1,33 +1,28 @@
 //! Weights from a Hugging Face folder: one safetensors file, or shards with an index.
 //!
 //! Opening reads only the headers and checks them against the config, all mistakes at once. Tensors are
-//! then read one at a time by position: a file that shrinks meanwhile is an error, where a memory map
-//! would kill the process.
+//! then read one at a time, when they are asked for ([`TensorFile`]).
 
 use super::config::{Config, Form};
 use super::mxfp4;
 use super::names::{Layout, ParameterSpec, StoredTensor, parameter_specs};
+use super::tensor_file::{TensorFile, f32_values};
 use crate::bad_input;
 use anyhow::Result;
-use candle_core::{Device, Tensor};
 use safetensors::Dtype;
-use safetensors::tensor::{Metadata, TensorInfo};
+use safetensors::tensor::TensorInfo;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 pub const WEIGHTS_FILE: &str = "model.safetensors";
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
-/// The longest header that safetensors readers accept, in bytes.
-const HEADER_BYTES_MAX: u64 = 100_000_000;
 /// Mistakes told in full; a wrong config makes every tensor one.
 const MISTAKES_SHOWN_MAX: usize = 16;
 
 /// Whether `folder` has weight files of any kind. A folder with none means random initialisation.
 ///
 /// Weights in another format, or shards without their index, count: starting at random in their place
-/// would be a silent mistake, and [`Checkpoint::open`] tells what is wrong.
+/// would be a silent mistake, and [`ModelFolder::open`] tells what is wrong.
 pub fn weights_present(folder: &Path) -> bool {
     let is_weights = |name: &str| {
         let ends = [".safetensors", ".safetensors.index.json", ".gguf"].iter().any(|end| name.ends_with(end));
@@ -37,27 +32,31 @@ pub fn weights_present(folder: &Path) -> bool {
         .is_ok_and(|entries| entries.flatten().any(|e| is_weights(&e.file_name().to_string_lossy())))
 }
 
-/// Every parameter of `config` from `folder`, in [`parameter_specs`] order: f32 on the CPU, working layout.
-pub fn load(folder: &Path, config: &Config) -> Result<Vec<(ParameterSpec, Tensor)>> {
-    let checkpoint = Checkpoint::open(folder, config)?;
-    parameter_specs(config)
-        .into_iter()
-        .map(|spec| {
-            let tensor = checkpoint.tensor(&spec)?;
-            Ok((spec, tensor))
-        })
-        .collect()
+/// Every parameter of `config` from `folder`, in [`parameter_specs`] order: f32 values in working layout, each read when it is
+/// asked for.
+///
+/// # Errors
+/// As [`ModelFolder::open`].
+pub fn load(
+    folder: &Path,
+    config: &Config,
+) -> Result<impl Iterator<Item = Result<(ParameterSpec, Vec<f32>)>> + use<>> {
+    let folder = ModelFolder::open(folder, config)?;
+    Ok(parameter_specs(config).into_iter().map(move |spec| {
+        let values = folder.values(&spec)?;
+        Ok((spec, values))
+    }))
 }
 
 /// An opened folder whose headers agree with the config; tensors are read when asked for.
-pub struct Checkpoint {
+pub struct ModelFolder {
     folder: PathBuf,
-    files: Vec<WeightFile>,
+    files: Vec<TensorFile>,
     /// Stored name to its place in `files`.
     places: BTreeMap<String, usize>,
 }
 
-impl Checkpoint {
+impl ModelFolder {
     /// Opens the weight files and checks names, shapes and dtypes against `config`.
     ///
     /// `BadInput` lists what is missing, unexpected, misshapen or of an unreadable dtype, or names the
@@ -67,13 +66,13 @@ impl Checkpoint {
         let listed = listed_files(folder)?;
         let mut files = Vec::new();
         for name in listed.iter().map(|(file, _)| file) {
-            files.push(WeightFile::open(&folder.join(name))?);
+            files.push(TensorFile::open(&folder.join(name))?);
         }
-        let mut checkpoint = Self { folder: folder.into(), files, places: BTreeMap::new() };
-        let mut mistakes = checkpoint.place_tensors(&listed);
-        mistakes.extend(checkpoint.mistakes(&parameter_specs(config)));
+        let mut opened = Self { folder: folder.into(), files, places: BTreeMap::new() };
+        let mut mistakes = opened.place_tensors(&listed);
+        mistakes.extend(opened.mistakes(&parameter_specs(config)));
         if mistakes.is_empty() {
-            return Ok(checkpoint);
+            return Ok(opened);
         }
         let more = mistakes.len().saturating_sub(MISTAKES_SHOWN_MAX);
         mistakes.truncate(MISTAKES_SHOWN_MAX);
@@ -136,10 +135,12 @@ impl Checkpoint {
         if is_packed { Form::Mxfp4 } else { Form::F32 }
     }
 
-    /// Reads one parameter as f32 on the CPU in its working shape. MXFP4 is decoded exactly.
+    /// Reads one parameter as f32 in its working layout. MXFP4 is decoded exactly. Beside the values only the stored bytes of
+    /// this one tensor are in memory.
     ///
-    /// `BadInput` where a value is NaN or infinite.
-    pub fn tensor(&self, spec: &ParameterSpec) -> Result<Tensor> {
+    /// # Errors
+    /// [`crate::error::BadInput`] where a value is NaN or infinite.
+    pub fn values(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
         let values = match (self.form_of(spec), spec.stored_shape.as_slice()) {
             (Form::Mxfp4, &[experts, input, output]) => {
                 let [blocks, scales] =
@@ -148,23 +149,32 @@ impl Checkpoint {
             }
             _ => {
                 let (bytes, dtype) = self.bytes(&spec.name)?;
-                floats(&bytes, dtype)
+                match dtype {
+                    Dtype::F32 => in_working_layout(spec, f32_values(&bytes)),
+                    Dtype::F16 => {
+                        let values =
+                            bytes.as_chunks().0.iter().map(|b| half::f16::from_le_bytes(*b).to_f32());
+                        in_working_layout(spec, values)
+                    }
+                    _ => {
+                        let values =
+                            bytes.as_chunks().0.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32());
+                        in_working_layout(spec, values)
+                    }
+                }
             }
         };
         if let Some(at) = values.iter().position(|v| !v.is_finite()) {
             return Err(bad_input!(
-                "{}: `{}` holds {} at element {at}: the checkpoint is damaged or comes from a run that diverged; use \
+                "{}: `{}` holds {} at element {}: the checkpoint is damaged or comes from a run that diverged; use \
                  an earlier one",
                 self.folder.display(),
                 spec.name,
-                values[at]
+                values[at],
+                stored_place(spec, at)
             ));
         }
-        let stored = Tensor::from_vec(values, spec.stored_shape.as_slice(), &Device::Cpu)?;
-        Ok(match spec.layout {
-            Layout::AsStored => stored,
-            Layout::Transposed => stored.t()?.contiguous()?,
-        })
+        Ok(values)
     }
 
     fn bytes(&self, name: &str) -> Result<(Vec<u8>, Dtype)> {
@@ -191,11 +201,25 @@ fn header_mistake(wanted: &StoredTensor, info: &TensorInfo) -> Option<String> {
     }
 }
 
-fn floats(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
-    match dtype {
-        Dtype::F32 => bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
-        Dtype::F16 => bytes.as_chunks().0.iter().map(|b| half::f16::from_le_bytes(*b).to_f32()).collect(),
-        _ => bytes.as_chunks().0.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32()).collect(),
+/// Stored values as they lie in memory.
+fn in_working_layout(spec: &ParameterSpec, stored: impl Iterator<Item = f32>) -> Vec<f32> {
+    match (spec.layout, spec.stored_shape.as_slice()) {
+        (Layout::Transposed, &[out, input]) => {
+            let mut values = vec![0.0; out * input];
+            for (index, value) in stored.enumerate() {
+                values[index % input * out + index / input] = value;
+            }
+            values
+        }
+        _ => stored.collect(),
+    }
+}
+
+/// Where the value at `at` in memory is stored.
+fn stored_place(spec: &ParameterSpec, at: usize) -> usize {
+    match (spec.layout, spec.stored_shape.as_slice()) {
+        (Layout::Transposed, &[out, input]) => at % out * input + at / out,
+        _ => at,
     }
 }
 
@@ -234,67 +258,4 @@ fn listed_files(folder: &Path) -> Result<Vec<(String, Option<BTreeSet<String>>)>
         ));
     }
     Ok(files.into_iter().map(|(file, tensors)| (file, Some(tensors))).collect())
-}
-
-/// An open safetensors file with its parsed header.
-struct WeightFile {
-    path: PathBuf,
-    file: File,
-    metadata: Metadata,
-    /// Where the data begins.
-    data_start: u64,
-}
-
-impl WeightFile {
-    fn open(path: &Path) -> Result<Self> {
-        let shown = path.display();
-        let unreadable = |e: std::io::Error| bad_input!("{shown}: cannot be read: {e}");
-        let mut file = File::open(path).map_err(unreadable)?;
-        let length = file.metadata().map_err(unreadable)?.len();
-        let truncated = |wanted: u64| {
-            bad_input!(
-                "{shown}: truncated: {wanted} bytes are announced, {length} are there; fetch the file again"
-            )
-        };
-        if length < 8 {
-            return Err(truncated(8));
-        }
-        let mut prefix = [0; 8];
-        file.read_exact(&mut prefix).map_err(unreadable)?;
-        let header_length = u64::from_le_bytes(prefix);
-        if header_length > HEADER_BYTES_MAX {
-            return Err(bad_input!(
-                "{shown}: the header claims {header_length} bytes, more than {HEADER_BYTES_MAX}: not a safetensors file"
-            ));
-        }
-        let data_start = 8 + header_length;
-        if data_start > length {
-            return Err(truncated(data_start));
-        }
-        let mut header = vec![0; header_length as usize];
-        file.read_exact(&mut header).map_err(unreadable)?;
-        let metadata: Metadata = serde_json::from_slice(&header)
-            .map_err(|e| bad_input!("{shown}: the header is damaged: {e}; fetch the file again"))?;
-        let wanted = data_start.saturating_add(metadata.data_len() as u64);
-        if wanted > length {
-            return Err(truncated(wanted));
-        }
-        if wanted < length {
-            return Err(bad_input!(
-                "{shown}: {} bytes follow the last tensor; fetch the file again",
-                length - wanted
-            ));
-        }
-        Ok(Self { path: path.into(), file, metadata, data_start })
-    }
-
-    fn read(&self, info: &TensorInfo) -> Result<Vec<u8>> {
-        let (start, end) = info.data_offsets;
-        let mut bytes = vec![0; end - start];
-        let mut file = &self.file;
-        file.seek(SeekFrom::Start(self.data_start + start as u64))
-            .and_then(|_| file.read_exact(&mut bytes))
-            .map_err(|e| bad_input!("{}: cannot be read: {e}", self.path.display()))?;
-        Ok(bytes)
-    }
 }

@@ -1,14 +1,21 @@
-//! GPT-OSS as pure maths over `ops`: configuration, weights, forward, KV cache.
+//! Models as pure maths over `ops`: configuration, weights, forward, KV cache.
 
+pub mod attend;
 pub mod cache;
 pub mod config;
 mod config_json;
+pub mod family;
 pub mod forward;
+mod gpt_oss;
 pub mod init;
+pub mod layer;
 pub mod load;
 pub mod mxfp4;
 pub mod names;
-pub mod perturb;
+pub mod parameters;
+pub mod policy_view;
 pub mod rope;
 pub mod save;
+pub mod tensor_file;
+pub mod trunk;
 pub mod weights;

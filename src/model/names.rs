@@ -49,6 +49,13 @@ pub struct StoredTensor {
     pub shape: Vec<usize>,
 }
 
+impl StoredTensor {
+    /// Its size on disk.
+    pub fn bytes(&self) -> u64 {
+        self.shape.iter().product::<usize>() as u64 * (self.dtype.bitsize() / 8) as u64
+    }
+}
+
 impl ParameterSpec {
     /// The shape in memory.
     pub fn working_shape(&self) -> Vec<usize> {
@@ -101,7 +108,7 @@ impl ParameterSpec {
 pub fn parameter_count(config: &Config) -> u128 {
     let count = |specs: &[ParameterSpec]| specs.iter().map(|s| s.element_count() as u128).sum::<u128>();
     let outside = parameter_specs(&Config { num_hidden_layers: 0, ..config.clone() });
-    count(&outside) + config.num_hidden_layers as u128 * count(&layer_specs(config, 0))
+    count(&outside) + config.num_hidden_layers as u128 * count(&config.family.layer_specs(config, 0))
 }
 
 /// Every trainable tensor of `config`, in the one order that files, optimizer state and seeds go by:
@@ -127,7 +134,7 @@ fn trunk_specs(config: &Config) -> Vec<ParameterSpec> {
     let (h, v) = (config.hidden_size, config.vocab_size);
     let mut specs = vec![whole("model.embed_tokens.weight", Role::Embedding, &[v, h], Layout::AsStored)];
     for layer in 0..config.num_hidden_layers {
-        specs.extend(layer_specs(config, layer));
+        specs.extend(config.family.layer_specs(config, layer));
     }
     specs.push(whole("model.norm.weight", Role::Norm, &[h], Layout::AsStored));
     specs
@@ -136,38 +143,4 @@ fn trunk_specs(config: &Config) -> Vec<ParameterSpec> {
 /// A tensor outside the layers.
 fn whole(name: &str, role: Role, shape: &[usize], layout: Layout) -> ParameterSpec {
     ParameterSpec { name: name.into(), layer: None, role, stored_shape: shape.to_vec(), layout }
-}
-
-fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
-    let h = config.hidden_size;
-    let q = config.num_attention_heads * config.head_dim;
-    let k = config.num_key_value_heads * config.head_dim;
-    let (e, i) = (config.num_local_experts, config.intermediate_size);
-    let mut specs = Vec::with_capacity(17);
-    let mut push = |name: &str, role, shape: &[usize]| {
-        let is_linear = shape.len() == 2 && name.ends_with(".weight");
-        specs.push(ParameterSpec {
-            name: format!("model.layers.{layer}.{name}"),
-            layer: Some(layer),
-            role,
-            stored_shape: shape.to_vec(),
-            layout: if is_linear { Layout::Transposed } else { Layout::AsStored },
-        });
-    };
-    push("input_layernorm.weight", Role::Norm, &[h]);
-    for (name, out) in [("q_proj", q), ("k_proj", k), ("v_proj", k)] {
-        push(&format!("self_attn.{name}.weight"), Role::InputProjection, &[out, h]);
-        push(&format!("self_attn.{name}.bias"), Role::Bias, &[out]);
-    }
-    push("self_attn.sinks", Role::Sinks, &[config.num_attention_heads]);
-    push("self_attn.o_proj.weight", Role::OutputProjection, &[h, q]);
-    push("self_attn.o_proj.bias", Role::Bias, &[h]);
-    push("post_attention_layernorm.weight", Role::Norm, &[h]);
-    push("mlp.router.weight", Role::InputProjection, &[e, h]);
-    push("mlp.router.bias", Role::Bias, &[e]);
-    push("mlp.experts.gate_up_proj", Role::InputProjection, &[e, h, 2 * i]);
-    push("mlp.experts.gate_up_proj_bias", Role::Bias, &[e, 2 * i]);
-    push("mlp.experts.down_proj", Role::OutputProjection, &[e, i, h]);
-    push("mlp.experts.down_proj_bias", Role::Bias, &[e, h]);
-    specs
 }

@@ -7,14 +7,15 @@ use super::config::{Config, Form};
 use super::load::{INDEX_FILE, WEIGHTS_FILE};
 use super::mxfp4;
 use super::names::{Layout, ParameterSpec, StoredTensor, parameter_specs};
+use super::tensor_file::{write_bf16, write_f32, write_tensors};
 use crate::bad_input;
+use crate::ops::cpu::host_values;
 use anyhow::{Context, Result, ensure};
-use candle_core::{DType, Tensor};
-use safetensors::tensor::{Metadata, TensorInfo};
+use candle_core::{DType, Device, Tensor};
 use serde_json::{Map, Value, json};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::Write;
 use std::path::Path;
 
 /// The size above which weights are split, in bytes; the customary limit of the hub.
@@ -118,12 +119,8 @@ fn check_blocks(specs: &[ParameterSpec]) -> Result<()> {
     }
 }
 
-fn byte_count(stored: &StoredTensor) -> u64 {
-    stored.shape.iter().product::<usize>() as u64 * (stored.dtype.bitsize() / 8) as u64
-}
-
 fn bytes_on_disk(spec: &ParameterSpec, form: Form) -> u64 {
-    spec.stored_tensors(form).iter().map(byte_count).sum()
+    spec.stored_tensors(form).iter().map(StoredTensor::bytes).sum()
 }
 
 /// Splits the parameters, in order, into runs of at most `shard_bytes_max` bytes.
@@ -150,7 +147,7 @@ fn index_json(shards: &[&[ParameterSpec]], form: Form) -> Value {
     let mut total_size = 0;
     for (i, shard) in shards.iter().enumerate() {
         for stored in shard.iter().flat_map(|spec| spec.stored_tensors(form)) {
-            total_size += byte_count(&stored);
+            total_size += stored.bytes();
             map.insert(stored.name, shard_name(i, shards.len()));
         }
     }
@@ -163,54 +160,66 @@ fn write_shard(
     form: Form,
     tensor: &mut impl FnMut(&ParameterSpec) -> Result<Tensor>,
 ) -> Result<()> {
-    let place = || format!("{}: cannot be written", path.display());
-    let mut out = BufWriter::new(File::create_new(path).with_context(place)?);
-    out.write_all(&header(specs, form)?).with_context(place)?;
-    for spec in specs {
-        let values = stored_values(spec, &tensor(spec)?)?;
-        let bytes = match (form, spec.stored_shape.as_slice()) {
+    // The halves of a packed matrix are two stored tensors.
+    let parts = |spec: &ParameterSpec| spec.stored_tensors(form).len();
+    let owner: Vec<&ParameterSpec> =
+        specs.iter().flat_map(|spec| std::iter::repeat_n(spec, parts(spec))).collect();
+    let mut scales_due: Option<Vec<u8>> = None;
+    let stored = specs.iter().flat_map(|spec| spec.stored_tensors(form)).collect();
+    write_tensors(path, stored, |index, out| {
+        let spec = owner[index];
+        if let Some(scales) = scales_due.take() {
+            return Ok(out.write_all(&scales)?);
+        }
+        let working = checked(spec, &tensor(spec)?)?;
+        let values = host_values(&working)?;
+        match (form, spec.stored_shape.as_slice()) {
             (Form::Mxfp4, &[experts, input, output]) => {
                 let (blocks, scales) = mxfp4::encode(&values, [experts, input, output]);
-                [blocks, scales].concat()
+                scales_due = Some(scales);
+                Ok(out.write_all(&blocks)?)
             }
-            (Form::F32, _) => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
-            _ => values.iter().flat_map(|v| half::bf16::from_f32(*v).to_le_bytes()).collect(),
-        };
-        out.write_all(&bytes).with_context(place)?;
-    }
-    out.into_inner()
-        .map_err(std::io::IntoInnerError::into_error)
-        .and_then(|f| f.sync_all())
-        .with_context(place)
+            (Form::F32, _) => in_stored_order(spec, &values, |piece| write_f32(out, piece)),
+            _ => in_stored_order(spec, &values, |piece| write_bf16(out, piece)),
+        }
+    })
 }
 
-/// A safetensors header, padded to 8 bytes, for the tensors of `specs` in order.
-fn header(specs: &[ParameterSpec], form: Form) -> Result<Vec<u8>> {
-    let mut offset = 0;
-    let infos = specs.iter().flat_map(|spec| spec.stored_tensors(form)).map(|stored| {
-        let start = offset;
-        offset += byte_count(&stored) as usize;
-        (stored.name, TensorInfo { dtype: stored.dtype, shape: stored.shape, data_offsets: (start, offset) })
-    });
-    // Readers of the hub refuse files that do not say which framework's layout they follow.
-    let framework = HashMap::from([("format".to_string(), "pt".to_string())]);
-    let metadata = Metadata::new(Some(framework), infos.collect())?;
-    let mut json = serde_json::to_vec(&metadata)?;
-    json.resize(json.len().next_multiple_of(8), b' ');
-    Ok([&(json.len() as u64).to_le_bytes()[..], &json].concat())
-}
-
-/// A working tensor's values in stored order, as f32.
-fn stored_values(spec: &ParameterSpec, working: &Tensor) -> Result<Vec<f32>> {
+/// A working tensor as f32 on the CPU, of the right shape and finite.
+fn checked(spec: &ParameterSpec, working: &Tensor) -> Result<Tensor> {
     let name = &spec.name;
     let wanted = spec.working_shape();
     ensure!(working.dims() == wanted, "`{name}` has shape {:?} in memory, not {wanted:?}", working.dims());
-    let stored = if spec.layout == Layout::Transposed { working.t()? } else { working.clone() };
-    let values = stored.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+    let working = working.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.contiguous()?;
+    let values = host_values(&working)?;
     if let Some(at) = values.iter().position(|v| !v.is_finite()) {
         anyhow::bail!("`{name}` holds {} at element {at}: the model diverged, nothing is saved", values[at]);
     }
-    Ok(values)
+    drop(values);
+    Ok(working)
+}
+
+/// Hands a tensor's values on in stored order, some rows at a time.
+fn in_stored_order(
+    spec: &ParameterSpec,
+    values: &[f32],
+    mut write: impl FnMut(&[f32]) -> Result<()>,
+) -> Result<()> {
+    let (Layout::Transposed, &[out, input]) = (spec.layout, spec.stored_shape.as_slice()) else {
+        return write(values);
+    };
+    // A cache line of the working rows at a time.
+    for start in (0..out).step_by(16) {
+        let rows = start..(start + 16).min(out);
+        let mut piece = vec![0.0; rows.len() * input];
+        for (i, working_row) in values.chunks_exact(out).enumerate() {
+            for (row, &value) in working_row[rows.clone()].iter().enumerate() {
+                piece[row * input + i] = value;
+            }
+        }
+        write(&piece)?;
+    }
+    Ok(())
 }
 
 fn generation_config(config: &Config) -> Value {

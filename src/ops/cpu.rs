@@ -1,7 +1,8 @@
 //! Access to CPU storage, and the one way rows are shared out over threads.
 
-use candle_core::{CpuStorage, Layout, Result, Storage, StorageRef, Tensor, bail};
+use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Storage, StorageRef, Tensor, bail};
 use rayon::prelude::*;
+use std::cell::Cell;
 use std::ops::Deref;
 
 /// The contiguous f32 values of an op's argument.
@@ -11,6 +12,17 @@ pub fn values<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]>
         CpuStorage::F32(values) => Ok(&values[start..end]),
         other => {
             bail!("argument has dtype {:?}, expected F32", candle_core::backend::BackendStorage::dtype(other))
+        }
+    }
+}
+
+/// The contiguous u32 values of an op's argument.
+pub fn ids<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [u32]> {
+    let Some((start, end)) = layout.contiguous_offsets() else { bail!("argument is not contiguous") };
+    match storage {
+        CpuStorage::U32(values) => Ok(&values[start..end]),
+        other => {
+            bail!("argument has dtype {:?}, expected U32", candle_core::backend::BackendStorage::dtype(other))
         }
     }
 }
@@ -44,6 +56,79 @@ impl Deref for HostValues<'_> {
             _ => &[],
         }
     }
+}
+
+/// The contiguous u32 values of a CPU tensor, readable as a slice while held.
+pub struct HostIds<'a> {
+    storage: StorageRef<'a>,
+    start: usize,
+    end: usize,
+}
+
+/// Opens a CPU tensor of ids for reading.
+///
+/// # Errors
+/// When the tensor is not contiguous, not u32 or not on the CPU.
+pub fn host_ids(tensor: &Tensor) -> Result<HostIds<'_>> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let Some((start, end)) = layout.contiguous_offsets() else { bail!("tensor is not contiguous") };
+    match &*storage {
+        Storage::Cpu(CpuStorage::U32(_)) => Ok(HostIds { storage, start, end }),
+        _ => bail!("expected a u32 tensor on the CPU"),
+    }
+}
+
+impl Deref for HostIds<'_> {
+    type Target = [u32];
+
+    fn deref(&self) -> &[u32] {
+        match &*self.storage {
+            Storage::Cpu(CpuStorage::U32(values)) => &values[self.start..self.end],
+            _ => &[],
+        }
+    }
+}
+
+/// Calls `f` with the values of a contiguous f32 CPU tensor, to change them in place: gradients, weights, optimizer state.
+///
+/// # Errors
+/// Those of `f`, and when the tensor is not contiguous, not f32 or not on the CPU.
+pub fn edit<R>(tensor: &Tensor, f: impl FnOnce(&mut [f32]) -> Result<R>) -> Result<R> {
+    let edit = Edit { f: Cell::new(Some(f)), result: Cell::new(None) };
+    tensor.inplace_op1(&edit)?;
+    edit.result.into_inner().ok_or_else(|| candle_core::Error::Msg("edit: nothing was edited".into()))
+}
+
+/// A closure as an op, for candle lends a storage to ops alone.
+struct Edit<F, R> {
+    f: Cell<Option<F>>,
+    result: Cell<Option<R>>,
+}
+
+impl<F: FnOnce(&mut [f32]) -> Result<R>, R> InplaceOp1 for Edit<F, R> {
+    fn name(&self) -> &'static str {
+        "edit"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+        let Some((start, end)) = layout.contiguous_offsets() else { bail!("tensor is not contiguous") };
+        let (CpuStorage::F32(values), Some(f)) = (storage, self.f.take()) else {
+            bail!("expected an f32 tensor on the CPU")
+        };
+        self.result.set(Some(f(&mut values[start..end])?));
+        Ok(())
+    }
+}
+
+/// `sum ← sum + x`, elementwise.
+///
+/// # Errors
+/// When the tensor is not contiguous, not f32 or not on the CPU.
+pub fn add_values(sum: &Tensor, x: &[f32]) -> Result<()> {
+    edit(sum, |sum| {
+        sum.iter_mut().zip(x).for_each(|(s, x)| *s += x);
+        Ok(())
+    })
 }
 
 /// A fresh buffer whose contents the caller overwrites entirely.

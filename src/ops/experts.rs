@@ -3,53 +3,112 @@
 //! Nothing repeats hidden states by the number of experts: `T·K` rows exist, whatever `E`. Outputs are
 //! added in slot order, not in arrival order, so a token's sum does not depend on the batch.
 
-use super::cpu::{buffer, host_values, values};
+use super::cpu::{HostIds, add_values, buffer, edit, host_ids, host_values, ids, values};
 use super::linear::sum_rows;
+use super::parameter::{Gradient, Parameter};
 use super::product::{Matrix, forward_product, product};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
-use std::sync::Arc;
 
-/// Where every (token, slot) goes once rows are sorted by expert.
+/// Where every (token, slot) goes once rows are sorted by expert. Lies where the routes do.
 #[derive(Debug, Clone)]
 pub struct Dispatch {
     tokens: usize,
     top_k: usize,
-    /// Sorted row of each (token, slot), `[T][K]`.
-    row_of: Vec<u32>,
-    /// Token of each sorted row, `[T·K]`.
-    token_of: Vec<u32>,
-    /// First sorted row of each expert, and `T·K` at the end, `[E + 1]`.
-    offsets: Vec<usize>,
+    experts: usize,
+    /// u32, one after the other: the sorted row of each (token, slot) `[T][K]`; the token of each sorted row `[T·K]`; the
+    /// first sorted row of each expert, and `T·K` at the end, `[E + 1]`.
+    plan: Tensor,
 }
 
 impl Dispatch {
-    /// Sorts `routes [T][K]` by expert, tokens in order within one.
-    pub fn new(routes: &[u16], top_k: usize, experts: usize) -> Self {
-        let mut offsets = vec![0usize; experts + 1];
+    /// Sorts `routes [T, K]` (u32) by expert, tokens in order within one.
+    ///
+    /// # Errors
+    /// When a route is not below `experts`.
+    pub fn new(routes: &Tensor, experts: usize) -> Result<Self> {
+        let (tokens, top_k) = routes.dims2()?;
+        let plan = routes.contiguous()?.apply_op1(SortByExpert { top_k, experts })?;
+        Ok(Self { tokens, top_k, experts, plan })
+    }
+
+    fn rows(&self) -> usize {
+        self.tokens * self.top_k
+    }
+
+    /// Rows of each expert, `[E]`, on the host.
+    ///
+    /// # Errors
+    /// When the plan cannot be read.
+    pub fn counts(&self) -> Result<Vec<usize>> {
+        let host = self.host()?;
+        Ok(host.offsets().windows(2).map(|w| (w[1] - w[0]) as usize).collect())
+    }
+
+    fn host(&self) -> Result<HostPlan<'_>> {
+        Ok(HostPlan { ids: host_ids(&self.plan)?, rows: self.rows(), top_k: self.top_k })
+    }
+}
+
+/// The plan as a CPU reads it.
+struct HostPlan<'a> {
+    ids: HostIds<'a>,
+    rows: usize,
+    top_k: usize,
+}
+
+impl HostPlan<'_> {
+    fn row_of(&self) -> &[u32] {
+        &self.ids[..self.rows]
+    }
+
+    fn token_of(&self) -> &[u32] {
+        &self.ids[self.rows..2 * self.rows]
+    }
+
+    fn offsets(&self) -> &[u32] {
+        &self.ids[2 * self.rows..]
+    }
+
+    /// Every expert with its sorted rows.
+    fn experts(&self) -> impl Iterator<Item = (usize, std::ops::Range<usize>)> {
+        self.offsets().windows(2).map(|w| w[0] as usize..w[1] as usize).enumerate()
+    }
+}
+
+struct SortByExpert {
+    top_k: usize,
+    experts: usize,
+}
+
+impl CustomOp1 for SortByExpert {
+    fn name(&self) -> &'static str {
+        "sort_by_expert"
+    }
+
+    fn cpu_fwd(&self, routes: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let routes = ids(routes, layout)?;
+        let mut offsets = vec![0u32; self.experts + 1];
         for &e in routes {
-            offsets[e as usize + 1] += 1;
+            match offsets.get_mut(e as usize + 1) {
+                Some(count) => *count += 1,
+                None => bail!("dispatch: expert {e} of {}", self.experts),
+            }
         }
-        for e in 0..experts {
+        for e in 0..self.experts {
             offsets[e + 1] += offsets[e];
         }
         let mut next = offsets.clone();
-        let mut token_of = vec![0u32; routes.len()];
-        let row_of = routes
-            .iter()
-            .enumerate()
-            .map(|(i, &e)| {
-                let row = next[e as usize];
-                next[e as usize] += 1;
-                token_of[row] = (i / top_k) as u32;
-                row as u32
-            })
-            .collect();
-        Self { tokens: routes.len() / top_k.max(1), top_k, row_of, token_of, offsets }
-    }
-
-    /// Rows of each expert, `[E]`.
-    pub fn counts(&self) -> Vec<usize> {
-        self.offsets.windows(2).map(|w| w[1] - w[0]).collect()
+        let mut plan = vec![0u32; 2 * routes.len()];
+        let (row_of, token_of) = plan.split_at_mut(routes.len());
+        for (i, &e) in routes.iter().enumerate() {
+            let row = next[e as usize];
+            next[e as usize] += 1;
+            row_of[i] = row;
+            token_of[row as usize] = (i / self.top_k) as u32;
+        }
+        plan.extend(offsets);
+        let len = plan.len();
+        Ok((CpuStorage::U32(plan), Shape::from(len)))
     }
 }
 
@@ -57,7 +116,7 @@ impl Dispatch {
 ///
 /// # Errors
 /// When `x` has another number of tokens.
-pub fn dispatch(x: &Tensor, plan: &Arc<Dispatch>) -> Result<Tensor> {
+pub fn dispatch(x: &Tensor, plan: &Dispatch) -> Result<Tensor> {
     if x.dim(0)? != plan.tokens {
         bail!("dispatch: x {:?} for {} tokens", x.dims(), plan.tokens);
     }
@@ -65,7 +124,7 @@ pub fn dispatch(x: &Tensor, plan: &Arc<Dispatch>) -> Result<Tensor> {
 }
 
 struct DispatchRows {
-    plan: Arc<Dispatch>,
+    plan: Dispatch,
 }
 
 impl CustomOp1 for DispatchRows {
@@ -76,7 +135,8 @@ impl CustomOp1 for DispatchRows {
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let width = layout.shape().dims2()?.1;
         let x = values(x, layout)?;
-        let rows = &self.plan.token_of;
+        let plan = self.plan.host()?;
+        let rows = plan.token_of();
         let mut out = Vec::with_capacity(rows.len() * width);
         for &t in rows {
             out.extend_from_slice(&x[t as usize * width..(t as usize + 1) * width]);
@@ -88,8 +148,9 @@ impl CustomOp1 for DispatchRows {
         let (tokens, width) = x.dims2()?;
         let grad = grad.contiguous()?;
         let g = host_values(&grad)?;
+        let plan = self.plan.host()?;
         let mut dx = buffer(tokens * width);
-        for (dx, rows) in dx.chunks_exact_mut(width).zip(self.plan.row_of.chunks_exact(self.plan.top_k)) {
+        for (dx, rows) in dx.chunks_exact_mut(width).zip(plan.row_of().chunks_exact(plan.top_k)) {
             for &row in rows {
                 let g = &g[row as usize * width..(row as usize + 1) * width];
                 dx.iter_mut().zip(g).for_each(|(d, &g)| *d += g);
@@ -103,20 +164,20 @@ impl CustomOp1 for DispatchRows {
 ///
 /// # Errors
 /// When shapes disagree.
-pub fn grouped_linear(x: &Tensor, weight: &Tensor, bias: &Tensor, plan: &Arc<Dispatch>) -> Result<Tensor> {
-    let ((rows, k), (experts, w_k, n)) = (x.dims2()?, weight.dims3()?);
-    if rows != plan.token_of.len()
-        || k != w_k
-        || bias.dims() != [experts, n]
-        || experts + 1 != plan.offsets.len()
-    {
-        bail!("grouped_linear: x {:?}, weight {:?}, bias {:?}", x.dims(), weight.dims(), bias.dims());
+pub fn grouped_linear(x: &Tensor, weight: &Parameter, bias: &Parameter, plan: &Dispatch) -> Result<Tensor> {
+    let (w, b) = (weight.values(), bias.values());
+    let ((rows, k), (experts, w_k, n)) = (x.dims2()?, w.dims3()?);
+    if rows != plan.rows() || k != w_k || b.dims() != [experts, n] || experts != plan.experts {
+        bail!("grouped_linear: x {:?}, weight {:?}, bias {:?}", x.dims(), w.dims(), b.dims());
     }
-    x.contiguous()?.apply_op3(weight, bias, GroupedLinear { plan: plan.clone() })
+    let op = GroupedLinear { plan: plan.clone(), weight: weight.gradient(), bias: bias.gradient() };
+    x.contiguous()?.apply_op3(w, b, op)
 }
 
 struct GroupedLinear {
-    plan: Arc<Dispatch>,
+    plan: Dispatch,
+    weight: Option<Gradient>,
+    bias: Option<Gradient>,
 }
 
 impl CustomOp3 for GroupedLinear {
@@ -136,20 +197,21 @@ impl CustomOp3 for GroupedLinear {
         let (rows, k) = x_layout.shape().dims2()?;
         let (_, _, n) = w_layout.shape().dims3()?;
         let (x, w, b) = (values(x, x_layout)?, values(w, w_layout)?, values(b, b_layout)?);
+        let plan = self.plan.host()?;
         let mut out = Vec::with_capacity(rows * n);
-        for (e, at) in self.plan.offsets.windows(2).enumerate() {
-            for _ in at[0]..at[1] {
+        for (e, at) in plan.experts() {
+            for _ in at {
                 out.extend_from_slice(&b[e * n..(e + 1) * n]);
             }
         }
-        for (e, at) in self.plan.offsets.windows(2).enumerate() {
-            let (start, end) = (at[0], at[1]);
+        for (e, at) in plan.experts() {
             let weight = &w[e * k * n..(e + 1) * k * n];
+            let shape = (at.len(), k, n);
             forward_product(
-                &mut out[start * n..end * n],
-                &x[start * k..end * k],
+                &mut out[at.start * n..at.end * n],
+                &x[at.start * k..at.end * k],
                 weight,
-                (end - start, k, n),
+                shape,
                 true,
             );
         }
@@ -160,40 +222,41 @@ impl CustomOp3 for GroupedLinear {
         &self,
         x: &Tensor,
         w: &Tensor,
-        b: &Tensor,
+        _: &Tensor,
         _: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let ((rows, k), (experts, _, n)) = (x.dims2()?, w.dims3()?);
         let grad = grad.contiguous()?;
         let (xs, ws, dy) = (host_values(x)?, host_values(w)?, host_values(&grad)?);
+        let plan = self.plan.host()?;
+        let occupied = || plan.experts().filter(|(_, at)| !at.is_empty());
         let mut dx = buffer(rows * k);
-        let mut dw = w.track_op().then(|| buffer(experts * k * n));
-        let mut db = b.track_op().then(|| buffer(experts * n));
-        for (e, at) in self.plan.offsets.windows(2).enumerate() {
-            let (start, end) = (at[0], at[1]);
-            if start == end {
-                continue;
-            }
-            let m = end - start;
-            let (x, dy) = (&xs[start * k..end * k], &dy[start * n..end * n]);
-            let weight = &ws[e * k * n..(e + 1) * k * n];
-            let dx = &mut dx[start * k..end * k];
-            product(dx, Matrix::rows(dy, n), Matrix::transposed(weight, n), (m, n, k), false);
-            if let Some(dw) = &mut dw {
-                let dw = &mut dw[e * k * n..(e + 1) * k * n];
-                product(dw, Matrix::transposed(x, k), Matrix::rows(dy, n), (k, m, n), false);
-            }
-            if let Some(db) = &mut db {
-                db[e * n..(e + 1) * n].copy_from_slice(&sum_rows(dy, n));
-            }
+        for (e, at) in occupied() {
+            let dy = Matrix::rows(&dy[at.start * n..at.end * n], n);
+            let weight = Matrix::transposed(&ws[e * k * n..(e + 1) * k * n], n);
+            product(&mut dx[at.start * k..at.end * k], dy, weight, (at.len(), n, k), false);
         }
-        let device = x.device();
-        Ok((
-            Some(Tensor::from_vec(dx, (rows, k), device)?),
-            dw.map(|dw| Tensor::from_vec(dw, w.shape(), device)).transpose()?,
-            db.map(|db| Tensor::from_vec(db, b.shape(), device)).transpose()?,
-        ))
+        if let Some(weight) = &self.weight {
+            weight.add(|dw| {
+                edit(dw, |dw| {
+                    for (e, at) in occupied() {
+                        let x = Matrix::transposed(&xs[at.start * k..at.end * k], k);
+                        let dy = Matrix::rows(&dy[at.start * n..at.end * n], n);
+                        product(&mut dw[e * k * n..(e + 1) * k * n], x, dy, (k, at.len(), n), true);
+                    }
+                    Ok(())
+                })
+            })?;
+        }
+        if let Some(bias) = &self.bias {
+            let mut sums = buffer(experts * n);
+            for (e, at) in occupied() {
+                sums[e * n..(e + 1) * n].copy_from_slice(&sum_rows(&dy[at.start * n..at.end * n], n));
+            }
+            bias.add(|db| add_values(db, &sums))?;
+        }
+        Ok((Some(Tensor::from_vec(dx, (rows, k), x.device())?), None, None))
     }
 }
 
@@ -201,15 +264,15 @@ impl CustomOp3 for GroupedLinear {
 ///
 /// # Errors
 /// When shapes disagree.
-pub fn combine(x: &Tensor, weights: &Tensor, plan: &Arc<Dispatch>) -> Result<Tensor> {
-    if x.dim(0)? != plan.row_of.len() || weights.dims() != [plan.tokens, plan.top_k] {
+pub fn combine(x: &Tensor, weights: &Tensor, plan: &Dispatch) -> Result<Tensor> {
+    if x.dim(0)? != plan.rows() || weights.dims() != [plan.tokens, plan.top_k] {
         bail!("combine: x {:?}, weights {:?}", x.dims(), weights.dims());
     }
     x.contiguous()?.apply_op2(&weights.contiguous()?, Combine { plan: plan.clone() })
 }
 
 struct Combine {
-    plan: Arc<Dispatch>,
+    plan: Dispatch,
 }
 
 impl CustomOp2 for Combine {
@@ -227,10 +290,11 @@ impl CustomOp2 for Combine {
         let width = x_layout.shape().dims2()?.1;
         let (x, w) = (values(x, x_layout)?, values(w, w_layout)?);
         let (tokens, top_k) = (self.plan.tokens, self.plan.top_k);
+        let plan = self.plan.host()?;
         let mut out = buffer(tokens * width);
         for (t, out) in out.chunks_exact_mut(width).enumerate() {
             let slots = t * top_k..(t + 1) * top_k;
-            for (&row, &weight) in self.plan.row_of[slots.clone()].iter().zip(&w[slots]) {
+            for (&row, &weight) in plan.row_of()[slots.clone()].iter().zip(&w[slots]) {
                 let row = row as usize;
                 let x = &x[row * width..(row + 1) * width];
                 out.iter_mut().zip(x).for_each(|(o, &x)| *o += weight * x);
@@ -250,8 +314,9 @@ impl CustomOp2 for Combine {
         let top_k = self.plan.top_k;
         let grad = grad.contiguous()?;
         let (xs, ws, g) = (host_values(x)?, host_values(w)?, host_values(&grad)?);
+        let plan = self.plan.host()?;
         let (mut dx, mut dw) = (buffer(rows * width), buffer(rows));
-        for (slot, &row) in self.plan.row_of.iter().enumerate() {
+        for (slot, &row) in plan.row_of().iter().enumerate() {
             let (row, t) = (row as usize, slot / top_k);
             let (g, at) = (&g[t * width..(t + 1) * width], row * width..(row + 1) * width);
             let x = &xs[at.clone()];

@@ -1,24 +1,36 @@
-//! `y = x · W + b` with `x [T, in]`, `W [in, out]` contiguous, `b [out]`.
+//! `y = x · W + b` with `x [T, in]`, `W [in, out]` contiguous, `b [out]`, or without `b`.
 //!
 //! Backward: `dx = dy · Wᵀ`, `dW = xᵀ · dy`, `db = Σ_t dy_t` in token order.
 
-use super::cpu::{buffer, host_values, values};
+use super::cpu::{add_values, buffer, edit, host_values, values};
+use super::parameter::{Gradient, Parameter};
 use super::product::{Matrix, forward_product, product};
-use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
 
-/// The linear layer, differentiable in all three; untracked arguments get no gradient computed.
+/// The linear layer, differentiable in all; what does not learn gets no gradient computed.
 ///
 /// # Errors
 /// When shapes disagree.
-pub fn linear(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    let ((_, k), (rows, n)) = (x.dims2()?, weight.dims2()?);
-    if k != rows || bias.dims() != [n] {
-        bail!("linear: x {:?}, weight {:?}, bias {:?}", x.dims(), weight.dims(), bias.dims());
+pub fn linear(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>) -> Result<Tensor> {
+    let w = weight.values();
+    let ((_, k), (rows, n)) = (x.dims2()?, w.dims2()?);
+    let b = bias.map(Parameter::values);
+    if k != rows || b.is_some_and(|b| b.dims() != [n]) {
+        bail!("linear: x {:?}, weight {:?}, bias {:?}", x.dims(), w.dims(), b.map(Tensor::dims));
     }
-    x.contiguous()?.apply_op3(weight, bias, Linear)
+    let x = x.contiguous()?;
+    let op = Linear { weight: weight.gradient(), bias: bias.and_then(Parameter::gradient) };
+    match b {
+        Some(b) => x.apply_op3(w, b, op),
+        None => x.apply_op2(w, op),
+    }
 }
 
-struct Linear;
+/// Where the gradients of weight and bias go.
+struct Linear {
+    weight: Option<Gradient>,
+    bias: Option<Gradient>,
+}
 
 impl CustomOp3 for Linear {
     fn name(&self) -> &'static str {
@@ -45,10 +57,47 @@ impl CustomOp3 for Linear {
         &self,
         x: &Tensor,
         w: &Tensor,
-        b: &Tensor,
+        _: &Tensor,
         _: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        Ok((self.backward(x, w, grad)?, None, None))
+    }
+}
+
+impl CustomOp2 for Linear {
+    fn name(&self) -> &'static str {
+        "linear without bias"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        w: &CpuStorage,
+        w_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (m, k) = x_layout.shape().dims2()?;
+        let (_, n) = w_layout.shape().dims2()?;
+        let mut out = buffer(m * n);
+        forward_product(&mut out, values(x, x_layout)?, values(w, w_layout)?, (m, k, n), false);
+        Ok((CpuStorage::F32(out), Shape::from((m, n))))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        w: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        Ok((self.backward(x, w, grad)?, None))
+    }
+}
+
+impl Linear {
+    /// Adds the gradients of what learns, and returns `dx` where something below learns.
+    fn backward(&self, x: &Tensor, w: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let ((m, k), (_, n)) = (x.dims2()?, w.dims2()?);
         let grad = grad.contiguous()?;
         let dy = host_values(&grad)?;
@@ -59,15 +108,20 @@ impl CustomOp3 for Linear {
         } else {
             None
         };
-        let dw = if w.track_op() {
-            let mut dw = buffer(k * n);
-            product(&mut dw, Matrix::transposed(&host_values(x)?, k), Matrix::rows(&dy, n), (k, m, n), false);
-            Some(Tensor::from_vec(dw, (k, n), w.device())?)
-        } else {
-            None
-        };
-        let db = if b.track_op() { Some(Tensor::from_vec(sum_rows(&dy, n), n, b.device())?) } else { None };
-        Ok((dx, dw, db))
+        if let Some(weight) = &self.weight {
+            let xs = host_values(x)?;
+            weight.add(|dw| {
+                edit(dw, |dw| {
+                    product(dw, Matrix::transposed(&xs, k), Matrix::rows(&dy, n), (k, m, n), true);
+                    Ok(())
+                })
+            })?;
+        }
+        if let Some(bias) = &self.bias {
+            let sums = sum_rows(&dy, n);
+            bias.add(|db| add_values(db, &sums))?;
+        }
+        Ok(dx)
     }
 }
 

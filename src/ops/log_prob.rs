@@ -4,10 +4,12 @@
 //! time, in forward and backward; the `[T, V]` matrix never does. Backward:
 //! `dz_j = dL·(1[j = t] − p_j) − dH·p_j (log p_j + H)`, then `dh = dz · Wᵀ / τ` and `dW = hᵀ · dz / τ`.
 //!
-//! The sampler takes its log-probability from the same [`RowStats`] of the same product, so both agree to the last bit.
+//! The sampler takes its log-probability from the same [`RowStats`] of the same product ([`super::logits`]), so both agree to
+//! the last bit.
 
-use super::cpu::{buffer, for_each_row, for_each_row_pair, host_values, values};
+use super::cpu::{buffer, edit, for_each_row, for_each_row_pair, host_values, values};
 use super::math::{LANES, add_lanes, exp, max_lanes};
+use super::parameter::{Gradient, Parameter};
 use super::product::{Matrix, forward_product, product};
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
@@ -55,36 +57,23 @@ pub fn row_stats(row: &mut [f32], inverse_temperature: f32) -> RowStats {
     RowStats { log_sum_exp: highest + log_sum, entropy: log_sum - moment / sum }
 }
 
-/// The logits `h · W` of rows `h [R, H]`, `weight [H, V]` → `[R][V]`: what the sampler draws from.
-///
-/// # Errors
-/// When shapes disagree.
-pub fn logits(h: &Tensor, weight: &Tensor) -> Result<Vec<f32>> {
-    let ((rows, k), (w_k, n)) = (h.dims2()?, weight.dims2()?);
-    if k != w_k {
-        bail!("logits: h {:?}, weight {:?}", h.dims(), weight.dims());
-    }
-    let mut out = buffer(rows * n);
-    forward_product(&mut out, &host_values(&h.contiguous()?)?, &host_values(weight)?, (rows, k, n), false);
-    Ok(out)
-}
-
 /// Log-probabilities (first row) and entropies (second row) of `targets` under `softmax(h · W / τ)`, `[2, R]`.
 ///
 /// # Errors
 /// When shapes disagree or a target is not below `V`.
 pub fn log_prob_and_entropy(
     h: &Tensor,
-    weight: &Tensor,
+    weight: &Parameter,
     targets: &Arc<Vec<u32>>,
     temperature: f64,
 ) -> Result<Tensor> {
-    let ((rows, k), (w_k, vocabulary)) = (h.dims2()?, weight.dims2()?);
+    let w = weight.values();
+    let ((rows, k), (w_k, vocabulary)) = (h.dims2()?, w.dims2()?);
     if k != w_k || targets.len() != rows || targets.iter().any(|&t| t as usize >= vocabulary) {
-        bail!("log_prob: h {:?}, weight {:?}, {} targets", h.dims(), weight.dims(), targets.len());
+        bail!("log_prob: h {:?}, weight {:?}, {} targets", h.dims(), w.dims(), targets.len());
     }
-    let op = Head { targets: targets.clone(), inverse_temperature: inverse(temperature) };
-    h.contiguous()?.apply_op2(weight, op)
+    let (inverse_temperature, gradient) = (inverse(temperature), weight.gradient());
+    h.contiguous()?.apply_op2(w, Head { targets: targets.clone(), inverse_temperature, weight: gradient })
 }
 
 /// `1/τ` as both the sampler and the head use it.
@@ -95,9 +84,11 @@ pub fn inverse(temperature: f64) -> f32 {
 struct Head {
     targets: Arc<Vec<u32>>,
     inverse_temperature: f32,
+    weight: Option<Gradient>,
 }
 
-fn chunk_rows(vocabulary: usize) -> usize {
+/// Rows whose logits are computed at a time.
+pub(super) fn chunk_rows(vocabulary: usize) -> usize {
     (CHUNK_VALUES_MAX / vocabulary.max(1)).max(8)
 }
 
@@ -159,32 +150,42 @@ impl CustomOp2 for Head {
         let grad = grad.contiguous()?;
         let (hs, ws, g) = (host_values(h)?, host_values(w)?, host_values(&grad)?);
         let mut dh = h.track_op().then(|| buffer(rows * k));
-        let mut dw = w.track_op().then(|| buffer(k * n));
         let chunk = chunk_rows(n);
         let mut z = buffer(chunk.min(rows) * n);
-        for start in (0..rows).step_by(chunk) {
-            let m = chunk.min(rows - start);
-            let z = &mut z[..m * n];
-            let h = &hs[start * k..(start + m) * k];
-            forward_product(z, h, &ws, (m, k, n), false);
-            for_each_row(z, n, 8 * n, |row, z| {
-                let (d_log_prob, d_entropy) = (g[start + row], g[rows + start + row]);
-                let stats = row_stats(z, self.inverse_temperature);
-                backward_row(z, stats, d_log_prob, d_entropy, self.inverse_temperature);
-                z[self.targets[start + row] as usize] += d_log_prob * self.inverse_temperature;
-            });
-            if let Some(dh) = &mut dh {
-                let dh = &mut dh[start * k..(start + m) * k];
-                product(dh, Matrix::rows(z, n), Matrix::transposed(&ws, n), (m, n, k), false);
+        // A chunk's gradient of the logits, in `z`; then what `use_it` makes of it.
+        let mut each_chunk = |use_it: &mut dyn FnMut(&[f32], &[f32], usize)| {
+            for start in (0..rows).step_by(chunk) {
+                let m = chunk.min(rows - start);
+                let z = &mut z[..m * n];
+                let h = &hs[start * k..(start + m) * k];
+                forward_product(z, h, &ws, (m, k, n), false);
+                for_each_row(z, n, 8 * n, |row, z| {
+                    let (d_log_prob, d_entropy) = (g[start + row], g[rows + start + row]);
+                    let stats = row_stats(z, self.inverse_temperature);
+                    backward_row(z, stats, d_log_prob, d_entropy, self.inverse_temperature);
+                    z[self.targets[start + row] as usize] += d_log_prob * self.inverse_temperature;
+                });
+                use_it(z, h, start);
             }
-            if let Some(dw) = &mut dw {
-                product(dw, Matrix::transposed(h, k), Matrix::rows(z, n), (k, m, n), true);
-            }
+        };
+        let mut add_dh = |z: &[f32], h: &[f32], start: usize| {
+            let (m, Some(dh)) = (h.len() / k, &mut dh) else { return };
+            let dh = &mut dh[start * k..(start + m) * k];
+            product(dh, Matrix::rows(z, n), Matrix::transposed(&ws, n), (m, n, k), false);
+        };
+        match &self.weight {
+            None => each_chunk(&mut add_dh),
+            Some(weight) => weight.add(|dw| {
+                edit(dw, |dw| {
+                    each_chunk(&mut |z, h, start| {
+                        add_dh(z, h, start);
+                        let shape = (k, h.len() / k, n);
+                        product(dw, Matrix::transposed(h, k), Matrix::rows(z, n), shape, true);
+                    });
+                    Ok(())
+                })
+            })?,
         }
-        let device = h.device();
-        Ok((
-            dh.map(|dh| Tensor::from_vec(dh, (rows, k), device)).transpose()?,
-            dw.map(|dw| Tensor::from_vec(dw, (k, n), device)).transpose()?,
-        ))
+        Ok((dh.map(|dh| Tensor::from_vec(dh, (rows, k), h.device())).transpose()?, None))
     }
 }

@@ -2,62 +2,70 @@
 //!
 //! `w_k = e^{z_{r_k}} / Σ_j e^{z_{r_j}}`; backward `dz_{r_k} = w_k (dw_k − Σ_j w_j dw_j)`, 0 for experts not chosen.
 
-use super::cpu::{buffer, host_values, values};
+use super::cpu::{buffer, host_ids, host_values, values};
 use super::math::exp;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
-use std::sync::Arc;
 
-/// The `K` experts of every token, `[T][K]`, largest logit first; ties go to the lowest index.
+/// The `K` experts of every token, u32 `[T, K]`, largest logit first; ties go to the lowest index. Not differentiable.
 ///
 /// # Errors
-/// When `logits` is not a CPU f32 matrix with at least `top_k` columns.
-pub fn route(logits: &Tensor, top_k: usize) -> Result<Vec<u16>> {
-    let (tokens, experts) = logits.dims2()?;
+/// When `logits` has fewer than `top_k` columns.
+pub fn route(logits: &Tensor, top_k: usize) -> Result<Tensor> {
+    let experts = logits.dim(1)?;
     if top_k > experts || experts > u16::MAX as usize {
         bail!("route: {top_k} of {experts} experts");
     }
-    let logits = host_values(logits)?;
-    let mut routes = Vec::with_capacity(tokens * top_k);
-    for row in logits.chunks_exact(experts) {
-        let first = routes.len();
-        for _ in 0..top_k {
-            let mut best: Option<usize> = None;
-            for (e, &z) in row.iter().enumerate() {
-                let taken = routes[first..].contains(&(e as u16));
-                if !taken && best.is_none_or(|b| z > row[b]) {
-                    best = Some(e);
-                }
-            }
-            routes.push(best.unwrap_or(0) as u16);
-        }
-    }
-    Ok(routes)
+    logits.detach().contiguous()?.apply_op1(Route { top_k })
 }
 
-/// Weights of the chosen experts: `logits [T, E]`, `routes [T][K]` → `[T, K]`, differentiable in the logits.
+struct Route {
+    top_k: usize,
+}
+
+impl CustomOp1 for Route {
+    fn name(&self) -> &'static str {
+        "route"
+    }
+
+    fn cpu_fwd(&self, logits: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let (tokens, experts) = layout.shape().dims2()?;
+        let mut routes = Vec::with_capacity(tokens * self.top_k);
+        for row in values(logits, layout)?.chunks_exact(experts) {
+            let first = routes.len();
+            for _ in 0..self.top_k {
+                let mut best: Option<usize> = None;
+                for (e, &z) in row.iter().enumerate() {
+                    let taken = routes[first..].contains(&(e as u32));
+                    if !taken && best.is_none_or(|b| z > row[b]) {
+                        best = Some(e);
+                    }
+                }
+                routes.push(best.unwrap_or(0) as u32);
+            }
+        }
+        Ok((CpuStorage::U32(routes), Shape::from((tokens, self.top_k))))
+    }
+}
+
+/// Weights of the chosen experts: `logits [T, E]`, `routes [T, K]` → `[T, K]`, differentiable in the logits.
 ///
 /// # Errors
-/// When `routes` does not hold `top_k` experts below `E` a token.
-pub fn top_k_softmax(logits: &Tensor, routes: &Arc<Vec<u16>>, top_k: usize) -> Result<Tensor> {
-    let (tokens, experts) = logits.dims2()?;
-    if routes.len() != tokens * top_k || routes.iter().any(|&e| e as usize >= experts) {
-        bail!(
-            "top_k_softmax: {} routes for {tokens} tokens, {top_k} of {experts} experts each",
-            routes.len()
-        );
+/// When `routes` does not hold experts below `E` for each token.
+pub fn top_k_softmax(logits: &Tensor, routes: &Tensor) -> Result<Tensor> {
+    if routes.dim(0)? != logits.dim(0)? {
+        bail!("top_k_softmax: routes {:?} for logits {:?}", routes.dims(), logits.dims());
     }
-    logits.contiguous()?.apply_op1(TopKSoftmax { routes: routes.clone(), top_k })
+    logits.contiguous()?.apply_op1(TopKSoftmax { routes: routes.contiguous()? })
 }
 
 struct TopKSoftmax {
-    routes: Arc<Vec<u16>>,
-    top_k: usize,
+    routes: Tensor,
 }
 
 /// Appends one token's weights.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
-fn shares(row: &[f32], routes: &[u16], out: &mut Vec<f32>) {
+fn shares(row: &[f32], routes: &[u32], out: &mut Vec<f32>) {
     let highest = routes.iter().fold(f32::NEG_INFINITY, |m, &e| m.max(row[e as usize]));
     let first = out.len();
     out.extend(routes.iter().map(|&e| exp(row[e as usize] - highest)));
@@ -72,21 +80,25 @@ impl CustomOp1 for TopKSoftmax {
 
     fn cpu_fwd(&self, logits: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let (tokens, experts) = layout.shape().dims2()?;
-        let logits = values(logits, layout)?;
-        let mut out = Vec::with_capacity(tokens * self.top_k);
-        for (row, routes) in logits.chunks_exact(experts).zip(self.routes.chunks_exact(self.top_k)) {
+        let (logits, routes, top_k) = (values(logits, layout)?, host_ids(&self.routes)?, self.routes.dim(1)?);
+        if let Some(expert) = routes.iter().find(|&&e| e as usize >= experts) {
+            bail!("top_k_softmax: expert {expert} of {experts}");
+        }
+        let mut out = Vec::with_capacity(tokens * top_k);
+        for (row, routes) in logits.chunks_exact(experts).zip(routes.chunks_exact(top_k)) {
             shares(row, routes, &mut out);
         }
-        Ok((CpuStorage::F32(out), Shape::from((tokens, self.top_k))))
+        Ok((CpuStorage::F32(out), Shape::from((tokens, top_k))))
     }
 
     fn bwd(&self, logits: &Tensor, weights: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let (tokens, experts) = logits.dims2()?;
         let grad = grad.contiguous()?;
         let (w, g) = (host_values(weights)?, host_values(&grad)?);
+        let (routes, top_k) = (host_ids(&self.routes)?, self.routes.dim(1)?);
         let mut dz = buffer(tokens * experts);
-        for (t, routes) in self.routes.chunks_exact(self.top_k).enumerate() {
-            let at = t * self.top_k..(t + 1) * self.top_k;
+        for (t, routes) in routes.chunks_exact(top_k).enumerate() {
+            let at = t * top_k..(t + 1) * top_k;
             let (w, g) = (&w[at.clone()], &g[at]);
             let mean: f32 = w.iter().zip(g).map(|(w, g)| w * g).sum();
             for ((&e, w), g) in routes.iter().zip(w).zip(g) {

@@ -13,14 +13,15 @@
 
 use super::Rollout;
 use super::prompt::Rendered;
-use super::sampler::{Place, Row, TokenSource};
+use super::sampler::Place;
 use crate::harmony::{HarmonyTokenizer, Message, ParsedCompletion, Problem as Flaw, Role};
 use crate::harmony::{TurnEnd, TurnParser, TurnStep};
 use crate::interpreter::{Interpreter, SessionId};
+use crate::ops::logits::Drawn;
 use crate::random::{Purpose, stream};
 use crate::tasks::{Problem, Reward, Task, Transcript};
 use crate::trajectory::{CallOutcome, Outcome, Trajectory, Turn};
-use anyhow::Result;
+use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use std::time::Instant;
 
@@ -58,7 +59,7 @@ impl<'a> Rules<'a> {
             preamble: &settings.preamble,
             turns_max: settings.turns_max,
             response_tokens_max: settings.response_tokens_max,
-            context_tokens_max: rollout.model.context_tokens_max(),
+            context_tokens_max: rollout.policy.model.context_tokens_max(),
             keep_routes: settings.keep_routes,
             seed: settings.seed,
             purpose: settings.purpose,
@@ -150,27 +151,35 @@ impl<'a> Conversation<'a> {
         self.routes.push(routes);
     }
 
-    /// Draws the next token from `row` and acts on it.
-    pub(super) fn draw(&mut self, source: &dyn TokenSource, row: Row) -> Result<Next> {
-        let place = Place {
+    /// Where the next token stands.
+    pub(super) fn place(&self) -> Place {
+        Place {
             prompt: self.prompt,
             sample: self.sample,
             turn: self.turns.len() as u64,
             token: self.tokens.len() - self.turn_start,
-        };
-        let drawn = source.draw(place, row, &mut self.rng)?;
+        }
+    }
+
+    /// The number from [0, 1) that picks the next token: the turn's own stream, so that it depends on the place alone.
+    pub(super) fn uniform(&mut self) -> f64 {
+        self.rng.random()
+    }
+
+    /// Takes the next token and acts on it.
+    pub(super) fn take(&mut self, drawn: Drawn) -> Next {
         self.tokens.push(drawn.token);
         self.mask.push(true);
         self.log_probs.push(drawn.log_prob);
         self.sampled += 1;
-        Ok(match self.parser.push(drawn.token) {
+        match self.parser.push(drawn.token) {
             TurnStep::Within | TurnStep::MessageEnded if self.exhausted() => {
                 self.close_turn(None);
                 self.end(Outcome::TruncatedLength)
             }
             TurnStep::Within | TurnStep::MessageEnded => Next::Sample,
             TurnStep::Over(end) => self.turn_over(end),
-        })
+        }
     }
 
     /// Whether no further token may be sampled.

@@ -7,15 +7,11 @@
 use super::Rollout;
 use super::conversation::{Conversation, Next};
 use super::queue::Queue;
-use super::sampler::{Row, TokenSource};
+use super::sampler::TokenSource;
 use crate::interpreter::SessionId;
 use crate::model::cache::SequenceCache;
 use crate::model::config::Config;
-use crate::model::forward::forward_cached;
-use crate::model::weights::WeightSource;
-use crate::ops;
-use crate::ops::cpu::{buffer, for_each_row_pair};
-use crate::ops::log_prob::row_stats;
+use crate::ops::logits::{Drawn, Logits, Sampling, logits_rows_max};
 use anyhow::{Result, anyhow};
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -23,8 +19,6 @@ use std::thread::Scope;
 
 /// Tokens of a forward. Decode goes first; long prompts take what is left, so they arrive in pieces.
 const FORWARD_TOKENS_MAX: usize = 1024;
-/// Logits kept at a time, in values: 64 MiB.
-const LOGITS_MAX: usize = 1 << 24;
 
 /// A prompt on its way into the cache, for its whole group.
 pub(super) struct PromptWork {
@@ -110,11 +104,9 @@ impl<'e, 'a> Engine<'e, 'a> {
         if feed.complete.is_empty() {
             return Ok(());
         }
-        let rows = ops::embedding::select_rows(&hidden, &Arc::new(feed.rows))?;
-        let weights = self.rollout.weights;
-        let normed = self.rollout.model.final_norm(weights, &rows)?;
-        let head = weights.lm_head()?;
-        let vocabulary = head.dim(1)?;
+        let policy = self.rollout.policy;
+        let normed = policy.trunk().normed(&hidden, &Arc::new(feed.rows))?;
+        let rows_max = logits_rows_max(policy.model.config.vocab_size);
 
         let mut complete = feed.complete.into_iter().peekable();
         let (done, waiting): (Vec<_>, Vec<_>) = std::mem::take(&mut self.batch)
@@ -126,14 +118,9 @@ impl<'e, 'a> Engine<'e, 'a> {
         let mut done = done.into_iter().map(|(_, work)| work);
         let mut start = 0;
         while done.len() > 0 {
-            let count = done.len().min((LOGITS_MAX / vocabulary).max(8));
-            let (z, stats) = self.logits(&normed.narrow(0, start, count)?, &head)?;
-            let log_sums = stats.chunks_exact(2).map(|pair| pair[0]);
-            for (work, (z, log_sum_exp)) in
-                done.by_ref().take(count).zip(z.chunks_exact(vocabulary).zip(log_sums))
-            {
-                self.draw(scope, work, Row { z, log_sum_exp })?;
-            }
+            let count = done.len().min(rows_max);
+            let ready: Vec<Work> = done.by_ref().take(count).collect();
+            self.draw(scope, &normed.narrow(0, start, count)?, ready)?;
             start += count;
         }
         Ok(())
@@ -171,22 +158,27 @@ impl<'e, 'a> Engine<'e, 'a> {
 
     /// Hidden states `[T, H]` of the feed's tokens, which are in their caches then.
     fn forward(&mut self, feed: &mut Feed) -> Result<Tensor> {
-        let Rollout { model, weights, settings, .. } = *self.rollout;
+        let Rollout { policy, settings, .. } = *self.rollout;
         let fed = || feed.counts.iter().copied().filter(|&count| count > 0);
         let counts: Vec<usize> = fed().collect();
         let taking = self.batch.iter_mut().zip(&feed.counts).filter(|(_, count)| **count > 0);
         let mut taking: Vec<&mut Work> = taking.map(|(work, _)| work).collect();
         let mut caches: Vec<_> = taking.iter_mut().map(|work| work.cache()).collect();
         let tokens = std::mem::take(&mut feed.tokens);
-        let (hidden, routes) =
-            forward_cached(model, weights, tokens, &mut caches, &counts, settings.forward)?;
+        let mut routes: Vec<Vec<u32>> = vec![];
+        let hidden = policy.trunk().feed(tokens, &mut caches, &counts, &mut |_, _, output| {
+            if settings.keep_routes {
+                routes.push(output.routes.flatten_all()?.to_vec1()?);
+            }
+            Ok(())
+        })?;
         if settings.keep_routes {
-            let top_k = model.config.num_experts_per_tok;
+            let top_k = policy.model.config.num_experts_per_tok;
             let mut token = 0;
             for (work, count) in taking.into_iter().zip(counts) {
                 for t in token..token + count {
-                    let of_layer = |layer: &Arc<Vec<u16>>| layer[t * top_k..(t + 1) * top_k].to_vec();
-                    work.fed(routes.iter().flat_map(of_layer).collect());
+                    let experts = routes.iter().flat_map(|layer| &layer[t * top_k..(t + 1) * top_k]);
+                    work.fed(experts.map(|&expert| expert as u16).collect());
                 }
                 token += count;
             }
@@ -194,51 +186,73 @@ impl<'e, 'a> Engine<'e, 'a> {
         Ok(hidden)
     }
 
-    /// Logits over the temperature, `[R][V]`, and `(log Σ e^z, entropy)` of each row.
-    fn logits(&self, normed: &Tensor, head: &Tensor) -> Result<(Vec<f32>, Vec<f32>)> {
-        let mut z = ops::logits(normed, head)?;
-        let vocabulary = head.dim(1)?;
-        let mut stats = buffer(2 * normed.dim(0)?);
-        let inverse_temperature = self.source.inverse_temperature();
-        for_each_row_pair((&mut z, vocabulary), (&mut stats, 2), 4 * vocabulary, |_, z, pair| {
-            let row = row_stats(z, inverse_temperature);
-            (pair[0], pair[1]) = (row.log_sum_exp, row.entropy);
-        });
-        Ok((z, stats))
-    }
-
-    /// Draws the next token of a conversation, or the first tokens of a group, from `row`.
-    fn draw(&mut self, scope: &'e Scope<'e, '_>, work: Work<'a>, row: Row) -> Result<()> {
-        match work {
-            Work::Sample(mut sample) => {
-                self.sampled += 1;
-                match sample.conversation.draw(self.source, row)? {
-                    Next::Sample => self.batch.push(Work::Sample(sample)),
-                    next => self.queue.hand_on(scope, sample, next),
-                }
+    /// Draws the next token of each of `ready`, or the first tokens of a group, from the rows of `normed`.
+    fn draw(&mut self, scope: &'e Scope<'e, '_>, normed: &Tensor, ready: Vec<Work<'a>>) -> Result<()> {
+        // The row of each sample: those of a group share their prompt's.
+        let mut samples: Vec<(usize, Box<SampleWork<'a>>, bool)> = vec![];
+        for (row, work) in ready.into_iter().enumerate() {
+            match work {
+                Work::Sample(sample) => samples.push((row, sample, false)),
+                Work::Prompt(prompt) => samples.extend(self.group(&prompt).map(|sample| (row, sample, true))),
             }
-            Work::Prompt(prompt) => {
-                let samples = self.queue.samples;
-                for sample in 0..samples {
-                    let place = prompt.index * samples + sample;
-                    let mut sample = Box::new(SampleWork {
-                        conversation: Conversation::new(
-                            self.queue.rules,
-                            &self.queue.prompts[prompt.index],
-                            sample as u64,
-                            SessionId(place as u64),
-                            prompt.routes.clone(),
-                        ),
-                        cache: prompt.cache.clone(),
-                        place,
-                    });
-                    self.sampled += 1;
-                    let next = sample.conversation.draw(self.source, row)?;
-                    self.queue.hand_on(scope, sample, next);
-                }
+        }
+        let sampling = self.source.sampling();
+        let logits = self.rollout.policy.trunk().logits(normed, &sampling)?;
+        let draws: Vec<(usize, f64)> =
+            samples.iter_mut().map(|(row, sample, _)| (*row, sample.conversation.uniform())).collect();
+        let mut drawn = logits.draw(&sampling, &draws)?;
+        self.replace(&sampling, &logits, &samples, &mut drawn)?;
+        for ((_, mut sample, is_new), drawn) in samples.into_iter().zip(drawn) {
+            self.sampled += 1;
+            match sample.conversation.take(drawn) {
+                Next::Sample if !is_new => self.batch.push(Work::Sample(sample)),
+                next => self.queue.hand_on(scope, sample, next),
             }
         }
         Ok(())
+    }
+
+    /// Puts the source's own tokens, where it has some, in the place of those drawn.
+    fn replace(
+        &self,
+        sampling: &Sampling,
+        logits: &Logits,
+        samples: &[(usize, Box<SampleWork<'a>>, bool)],
+        drawn: &mut [Drawn],
+    ) -> Result<()> {
+        let (mut places, mut tokens) = (vec![], vec![]);
+        for (index, ((row, sample, _), drawn)) in samples.iter().zip(&*drawn).enumerate() {
+            let token = self.source.choose(sample.conversation.place(), drawn.token)?;
+            if token != drawn.token {
+                places.push(index);
+                tokens.push((*row, token));
+            }
+        }
+        let log_probs = logits.log_probs(sampling, &tokens)?;
+        for ((index, (_, token)), log_prob) in places.into_iter().zip(tokens).zip(log_probs) {
+            drawn[index] = Drawn { token, log_prob };
+        }
+        Ok(())
+    }
+
+    /// The conversations of a prompt that is fed.
+    fn group(&self, prompt: &PromptWork) -> impl Iterator<Item = Box<SampleWork<'a>>> {
+        let samples = self.queue.samples;
+        let sample = |sample: usize| {
+            let place = prompt.index * samples + sample;
+            Box::new(SampleWork {
+                conversation: Conversation::new(
+                    self.queue.rules,
+                    &self.queue.prompts[prompt.index],
+                    sample as u64,
+                    SessionId(place as u64),
+                    prompt.routes.clone(),
+                ),
+                cache: prompt.cache.clone(),
+                place,
+            })
+        };
+        (0..samples).map(sample).collect::<Vec<_>>().into_iter()
     }
 }
 

@@ -14,18 +14,18 @@ mod sampler;
 mod settings;
 pub mod stored;
 
+pub use crate::ops::logits::Sampling;
 pub use metrics::metrics;
 pub use prompt::{Prompt, preamble};
 pub use queue::Observer;
-pub use sampler::{Drawn, Place, Row, Sampling, TokenSource};
+pub use sampler::{Place, TokenSource};
 pub use settings::RolloutSettings;
 
 use crate::harmony::{HarmonyTokenizer, Message};
 use crate::interpreter::Interpreter;
 use crate::metrics::Phase;
-use crate::model::forward::Model;
 use crate::model::names::parameter_count;
-use crate::model::weights::Resident;
+use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
 use crate::tasks::Task;
 use crate::trajectory::{CallOutcome, Group, Trajectory, TrajectoryRow};
@@ -42,8 +42,8 @@ const SIDE_BY_SIDE_BYTES_MAX: u128 = 512 << 20;
 #[derive(Clone, Copy)]
 pub struct Rollout<'a> {
     pub threads: &'a Threads,
-    pub model: &'a Model,
-    pub weights: &'a Resident,
+    /// What samples: model, weights and forward.
+    pub policy: &'a PolicyView<'a>,
     pub tokenizer: &'a HarmonyTokenizer,
     pub task: &'a dyn Task,
     /// The Python tool, of one rollout at a time; `None` for tasks without one.
@@ -182,7 +182,7 @@ impl Rollout<'_> {
     ) -> Result<Option<Rollouts>> {
         let rules = Rules::new(self);
         let rendered = prompts.iter().map(|p| self.render(p)).collect::<Result<Vec<_>>>()?;
-        let bytes = parameter_count(&self.model.config) * size_of::<f32>() as u128;
+        let bytes = parameter_count(&self.policy.model.config) * size_of::<f32>() as u128;
         let side_by_side = bytes * self.threads.count() as u128 <= SIDE_BY_SIDE_BYTES_MAX;
         let engines = if side_by_side { self.threads.count() } else { 1 };
         let queue = Queue::new(self, &rules, rendered, samples, engines, hooks);

@@ -74,7 +74,7 @@ impl Rollout<'_> {
                 problem.id
             ));
         }
-        let context = self.model.context_tokens_max();
+        let context = self.policy.model.context_tokens_max();
         if n >= context {
             return Err(bad_input!(
                 "problem {}: its prompt has {n} tokens and leaves no room in the model's context of {context}; leave the \

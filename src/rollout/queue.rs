@@ -92,7 +92,7 @@ impl<'a> Queue<'a> {
             rules,
             prompts,
             samples,
-            config: &rollout.model.config,
+            config: &rollout.policy.model.config,
             engines,
             sequences_max: rollout.settings.sequences_max.max(1),
             tool_calls_max: rollout.settings.tool_calls_concurrent_max.max(1),

@@ -1,8 +1,7 @@
 //! What a rollout is asked for.
 
-use super::sampler::Sampling;
 use crate::harmony::Message;
-use crate::model::forward::ForwardOptions;
+use crate::ops::logits::Sampling;
 use crate::random::Purpose;
 use crate::recipe::Recipe;
 
@@ -28,7 +27,6 @@ pub struct RolloutSettings {
     pub step: u64,
     /// Messages put before every problem's own, as [`super::preamble`] makes them.
     pub preamble: Vec<Message>,
-    pub forward: ForwardOptions,
 }
 
 impl RolloutSettings {
@@ -52,7 +50,6 @@ impl RolloutSettings {
             purpose: Purpose::Sampling,
             step,
             preamble,
-            forward: ForwardOptions::rollout(&recipe.arms, recipe.train.seed),
         }
     }
 
@@ -69,7 +66,6 @@ impl RolloutSettings {
             sampling: Sampling { temperature, top_p, top_k, min_p },
             keep_routes: false,
             purpose: Purpose::Evaluation,
-            forward: ForwardOptions::default(),
             ..Self::training(recipe, preamble, step)
         }
     }

@@ -2,24 +2,23 @@
 
 use super::batch::MicroBatch;
 use super::forward_backward::{HeadGradient, Pass, PassOutput, PassSettings};
-use super::gradients::Gradients;
+use super::gradients::GradientSum;
 use crate::model::forward::Model;
-use crate::model::weights::Parameters;
+use crate::model::parameters::Parameters;
+use crate::model::weights::WeightSource;
 use crate::ops::threads::Threads;
 use anyhow::Result;
 
-/// Gradients that may exist at the same time when micro-batches run side by side, bytes. Larger models take one
+/// Weights up to this size, bytes, run their micro-batches side by side, each on a thread of its own; larger models take one
 /// micro-batch at a time and share out each op instead.
-const SIDE_BY_SIDE_BYTES_MAX: usize = 512 << 20;
+const SIDE_BY_SIDE_BYTES_MAX: usize = 256 << 20;
 
-/// The model that a batch runs through.
+/// The model that a batch runs through. Gradients gather in the parameters.
 #[derive(Clone, Copy)]
 pub struct Learner<'a> {
     pub threads: &'a Threads,
     pub model: &'a Model,
     pub parameters: &'a Parameters,
-    /// Which parameters learn.
-    pub trainable: &'a [bool],
 }
 
 /// An objective of every micro-batch: its index, and what [`super::forward_backward::Objective`] sees.
@@ -29,9 +28,9 @@ pub type BatchObjective<'a> = &'a (dyn Fn(usize, &[f32], &[f32]) -> Result<HeadG
 pub type BatchValueObjective<'a> = &'a (dyn Fn(usize, &[f32]) -> Result<Vec<f32>> + Sync);
 
 impl Learner<'_> {
-    /// Runs forward and backward of every micro-batch. `objective(index, log_probs, entropies)` sees one
-    /// micro-batch; its gradients must already be divided by the whole batch's count. `load_balance` is the
-    /// coefficient over the whole batch. Returns the summed gradients, and every pass without its own.
+    /// Runs forward and backward of every micro-batch; the parameters' gradients are then the batch's.
+    /// `objective(index, log_probs, entropies)` sees one micro-batch; its gradients must already be divided by the whole
+    /// batch's count. `load_balance` is the coefficient over the whole batch.
     ///
     /// # Errors
     /// Those of the passes and of the objective.
@@ -40,22 +39,15 @@ impl Learner<'_> {
         batches: &[MicroBatch],
         settings: PassSettings,
         objective: BatchObjective<'_>,
-    ) -> Result<(Gradients, Vec<PassOutput>)> {
+    ) -> Result<Vec<PassOutput>> {
         let tokens: usize = batches.iter().map(|b| b.tokens.len()).sum();
-        let run = |index: usize| {
+        self.sum(batches.len(), |index, weights| {
             let batch = &batches[index];
             let share = batch.tokens.len() as f64 / tokens.max(1) as f64;
             let settings = PassSettings { load_balance: settings.load_balance * share, ..settings };
-            self.pass(batch, settings)
-                .forward_backward(&|log_probs, entropies| objective(index, log_probs, entropies))
-        };
-        let mut outputs = Vec::with_capacity(batches.len());
-        let gradients = self.sum(batches.len(), run, |mut output| {
-            let gradients = std::mem::replace(&mut output.gradients, Gradients::none(0));
-            outputs.push(output);
-            gradients
-        })?;
-        Ok((gradients, outputs))
+            let pass = Pass { model: self.model, weights, batch, settings };
+            pass.forward_backward(&|log_probs, entropies| objective(index, log_probs, entropies))
+        })
     }
 
     /// The same for a critic. `objective(index, values)` sees one micro-batch and returns the gradient of its share.
@@ -67,31 +59,26 @@ impl Learner<'_> {
         batches: &[MicroBatch],
         settings: PassSettings,
         objective: BatchValueObjective<'_>,
-    ) -> Result<Gradients> {
-        let run = |index: usize| {
-            self.pass(&batches[index], settings).values_backward(&|values| objective(index, values))
-        };
-        self.sum(batches.len(), run, |gradients| gradients)
+    ) -> Result<()> {
+        self.sum(batches.len(), |index, weights| {
+            let pass = Pass { model: self.model, weights, batch: &batches[index], settings };
+            pass.values_backward(&|values| objective(index, values))
+        })
+        .map(drop)
     }
 
-    /// Runs `count` passes and adds up, in their order, the gradients that `take` finds in each.
+    /// Runs `count` passes, each with weights whose gradients go to its place in the sum.
     fn sum<T: Send>(
         &self,
         count: usize,
-        run: impl Fn(usize) -> Result<T> + Sync,
-        mut take: impl FnMut(T) -> Gradients,
-    ) -> Result<Gradients> {
-        let mut gradients = Gradients::none(self.parameters.len());
-        let wave = self.side_by_side();
-        for start in (0..count).step_by(wave) {
-            let passes = if wave == 1 {
-                vec![self.threads.wide(|| run(start))?]
-            } else {
-                self.threads.map(wave.min(count - start), |i| run(start + i))?
-            };
-            passes.into_iter().for_each(|pass| gradients.add(take(pass)));
-        }
-        Ok(gradients)
+        run: impl Fn(usize, &dyn WeightSource) -> Result<T> + Sync,
+    ) -> Result<Vec<T>> {
+        let sum = GradientSum::begin(self.parameters)?;
+        self.each(count, |index| {
+            let weights = self.parameters.learning(&sum.of_pass(index));
+            // Passes after a failed one would wait for it.
+            weights.and_then(|weights| run(index, &weights)).inspect_err(|_| sum.fail())
+        })
     }
 
     /// Log-probabilities and entropies of every micro-batch, without gradients.
@@ -99,7 +86,10 @@ impl Learner<'_> {
     /// # Errors
     /// Those of the passes.
     pub fn forward(&self, batches: &[MicroBatch], settings: PassSettings) -> Result<Vec<PassOutput>> {
-        self.each(batches.len(), |index| self.pass(&batches[index], settings).forward())
+        let weights = self.parameters.frozen()?;
+        let pass =
+            |index: usize| Pass { model: self.model, weights: &weights, batch: &batches[index], settings };
+        self.each(batches.len(), |index| pass(index).forward())
     }
 
     /// A critic's values, without gradients: one a target, micro-batch after micro-batch.
@@ -107,27 +97,18 @@ impl Learner<'_> {
     /// # Errors
     /// Those of the passes.
     pub fn values(&self, batches: &[MicroBatch], settings: PassSettings) -> Result<Vec<f32>> {
-        Ok(self.each(batches.len(), |index| self.pass(&batches[index], settings).values())?.concat())
+        let weights = self.parameters.frozen()?;
+        let pass =
+            |index: usize| Pass { model: self.model, weights: &weights, batch: &batches[index], settings };
+        Ok(self.each(batches.len(), |index| pass(index).values())?.concat())
     }
 
-    /// Passes that hold no gradients, in their order.
+    /// `run(index)` of every index below `count`, in order. The choice changes no result.
     fn each<T: Send>(&self, count: usize, run: impl Fn(usize) -> Result<T> + Sync) -> Result<Vec<T>> {
-        if self.side_by_side() == 1 {
-            self.threads.wide(|| (0..count).map(&run).collect())
-        } else {
+        if self.parameters.element_count() * size_of::<f32>() <= SIDE_BY_SIDE_BYTES_MAX {
             self.threads.map(count, run)
+        } else {
+            self.threads.wide(|| (0..count).map(&run).collect())
         }
-    }
-
-    fn pass<'b>(&'b self, batch: &'b MicroBatch, settings: PassSettings) -> Pass<'b> {
-        let Learner { model, parameters, trainable, .. } = *self;
-        Pass { model, parameters, trainable, batch, settings }
-    }
-
-    /// Micro-batches that run at the same time.
-    fn side_by_side(&self) -> usize {
-        let bytes = self.parameters.element_count() * size_of::<f32>();
-        let threads = self.threads.count();
-        if bytes * threads <= SIDE_BY_SIDE_BYTES_MAX { threads } else { 1 }
     }
 }

@@ -1,5 +1,6 @@
 //! Sequences packed without padding, in micro-batches of a bounded number of tokens.
 
+use candle_core::Tensor;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -28,15 +29,8 @@ pub struct MicroBatch {
     pub targets: Arc<Vec<u32>>,
     /// Start of each sequence in `rows`, and `R`.
     pub cu_targets: Vec<usize>,
-    /// Experts to use instead of the router's choice, `[layers]` of `[T][K]`.
-    pub replay: Option<Vec<Arc<Vec<u16>>>>,
-}
-
-impl MicroBatch {
-    /// The experts to replay at layer `index`.
-    pub fn replayed(&self, index: usize) -> Option<&Arc<Vec<u16>>> {
-        self.replay.as_ref()?.get(index)
-    }
+    /// Experts to use instead of the router's choice, u32 `[T, K]` a layer.
+    pub replay: Option<Vec<Tensor>>,
 }
 
 impl MicroBatch {

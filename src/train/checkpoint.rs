@@ -6,20 +6,21 @@
 //! Random numbers need no state: they are functions of the seed and the step.
 
 use super::critic::Critic;
-use super::optimizer::{Optimizer, ParameterState};
+use super::optimizer::Optimizer;
 use crate::bad_input;
 use crate::metrics::Phase;
 use crate::model::config::{Config, Form};
 use crate::model::mxfp4;
-use crate::model::names::ParameterSpec;
+use crate::model::names::{ParameterSpec, StoredTensor};
+use crate::model::parameters::{MASTER, Parameters};
 use crate::model::save::{Companions, SHARD_BYTES_MAX, save};
-use crate::model::weights::Parameters;
-use anyhow::{Context, Result, anyhow};
-use candle_core::{Device, Tensor};
+use crate::model::tensor_file::{TensorFile, f32_values, write_f32, write_tensors};
+use crate::ops::cpu::{edit, host_values};
+use anyhow::{Context, Result};
+use candle_core::Tensor;
 use safetensors::Dtype;
-use safetensors::tensor::{SafeTensors, TensorView};
 use serde::{Deserialize, Serialize};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
@@ -115,7 +116,6 @@ pub struct Snapshot<'a> {
     pub form: Form,
     pub companions: &'a Companions,
     pub parameters: &'a Parameters,
-    pub optimizer: &'a Optimizer,
     pub critic: Option<&'a Critic>,
     pub state: TrainerState,
 }
@@ -157,19 +157,13 @@ impl Snapshot<'_> {
         save(aside, self.config, self.form, self.companions, SHARD_BYTES_MAX, |spec| {
             let index =
                 self.parameters.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
-            match &self.optimizer.states[index] {
-                // Masters hold more digits than a bf16 forward's weights.
-                Some(state) => {
-                    Ok(Tensor::from_slice(&state.master, self.parameters.var(index).shape(), &Device::Cpu)?)
-                }
-                None => Ok(self.parameters.var(index).as_tensor().clone()),
-            }
+            Ok(self.parameters.master(index).clone())
         })?;
         // A frozen tensor is in the model's own files; only where those round it is it kept beside them too.
         let rounded = |spec: &ParameterSpec, values: &[f32]| !self.form_keeps(spec, values);
-        write_state(&aside.join(TENSORS_FILE), self.parameters, self.optimizer, &rounded)?;
+        write_state(&aside.join(TENSORS_FILE), self.parameters, &rounded)?;
         if let Some(critic) = self.critic {
-            write_state(&aside.join(CRITIC_FILE), &critic.parameters, &critic.optimizer, &|_, _| true)?;
+            write_state(&aside.join(CRITIC_FILE), &critic.parameters, &|_, _| true)?;
         }
         let state = aside.join(STATE_FILE);
         fs::write(&state, serde_json::to_string_pretty(&self.state)? + "\n")?;
@@ -191,47 +185,36 @@ impl Snapshot<'_> {
     }
 }
 
-/// Writes masters and moments of what learns, and those frozen tensors that `keep` asks for, into the file `path`.
+/// Writes into the file `path`, a tensor at a time, what the optimizer keeps of each tensor that learns, its master among it,
+/// and those frozen tensors that `keep` asks for.
 fn write_state(
     path: &Path,
     parameters: &Parameters,
-    optimizer: &Optimizer,
     keep: &dyn Fn(&ParameterSpec, &[f32]) -> bool,
 ) -> Result<()> {
-    let mut buffers: Vec<(String, Vec<u8>, usize)> = vec![];
-    let bytes = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
-    for (index, (spec, state)) in parameters.specs.iter().zip(&optimizer.states).enumerate() {
-        let mut push = |kind: &str, values: &[f32]| {
-            buffers.push((format!("{kind}.{}", spec.name), bytes(values), values.len()));
-        };
-        match state {
-            Some(state) => {
-                push("master", &state.master);
-                push("first", &state.first);
-                push("second", &state.second);
-            }
-            None => {
-                let values = parameters.var(index).flatten_all()?.to_vec1::<f32>()?;
-                if keep(spec, &values) {
-                    push("master", &values);
-                }
-            }
+    let mut kept: BTreeMap<String, &Tensor> = BTreeMap::new();
+    for (index, spec) in parameters.specs.iter().enumerate() {
+        if parameters.learns(index) || keep(spec, &host_values(parameters.values(index))?) {
+            kept.insert(format!("{MASTER}.{}", spec.name), parameters.master(index));
+        }
+        for (name, tensor) in parameters.state(index) {
+            kept.insert(format!("{name}.{}", spec.name), tensor);
         }
     }
-    let views = buffers
-        .iter()
-        .map(|(name, data, len)| Ok((name, TensorView::new(Dtype::F32, vec![*len], data)?)))
-        .collect::<Result<Vec<_>>>()?;
-    // Its text already holds that of its source.
-    safetensors::serialize_to_file(views, None, path).map_err(|e| anyhow!("{}: {e}", path.display()))?;
-    Ok(File::open(path)?.sync_all()?)
+    let (names, tensors): (Vec<String>, Vec<&Tensor>) = kept.into_iter().unzip();
+    let stored = names.into_iter().zip(&tensors).map(|(name, tensor)| StoredTensor {
+        name,
+        dtype: Dtype::F32,
+        shape: vec![tensor.elem_count()],
+    });
+    write_tensors(path, stored.collect(), |index, out| write_f32(out, &host_values(tensors[index])?))
 }
 
 /// Restores weights and optimizer from the checkpoint `folder`, bit for bit.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the checkpoint's state does not fit the model.
-pub fn restore(folder: &Path, parameters: &Parameters, optimizer: &mut Optimizer) -> Result<()> {
+pub fn restore(folder: &Path, parameters: &mut Parameters, optimizer: &Optimizer) -> Result<()> {
     restore_state(&folder.join(TENSORS_FILE), parameters, optimizer, false)
 }
 
@@ -240,53 +223,44 @@ pub fn restore(folder: &Path, parameters: &Parameters, optimizer: &mut Optimizer
 /// # Errors
 /// [`crate::error::BadInput`] when the checkpoint holds no critic, or one that does not fit the model.
 pub fn restore_critic(folder: &Path, critic: &mut Critic) -> Result<()> {
-    restore_state(&folder.join(CRITIC_FILE), &critic.parameters, &mut critic.optimizer, true)
+    restore_state(&folder.join(CRITIC_FILE), &mut critic.parameters, &critic.optimizer, true)
 }
 
-/// Reads what [`write_state`] wrote. With `whole` every frozen tensor must be there too.
-fn restore_state(path: &Path, parameters: &Parameters, optimizer: &mut Optimizer, whole: bool) -> Result<()> {
+/// Reads what [`write_state`] wrote, a tensor at a time. With `whole` every frozen tensor must be there too.
+fn restore_state(path: &Path, parameters: &mut Parameters, optimizer: &Optimizer, whole: bool) -> Result<()> {
     let damaged = |what: String| {
         bad_input!("{}: {what}; remove this checkpoint to go on from the one before", path.display())
     };
-    let bytes = fs::read(path).map_err(|e| damaged(format!("cannot be read: {e}")))?;
-    let tensors = SafeTensors::deserialize(&bytes).map_err(|e| damaged(format!("damaged: {e}")))?;
-    let mut kept: HashMap<&str, Vec<f32>> = tensors
-        .iter()
-        .map(|(name, view)| {
-            let values = view.data().chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
-            (name, values.collect())
-        })
-        .collect();
+    let file = TensorFile::open(path).map_err(|e| damaged(format!("{e:#}")))?;
+    let names = file.metadata.offset_keys();
+    let mut unread: BTreeSet<&str> = names.iter().map(String::as_str).collect();
     for (index, spec) in parameters.specs.iter().enumerate() {
-        let mut take = |kind: &str| kept.remove(format!("{kind}.{}", spec.name).as_str());
-        let count = spec.element_count();
-        match (&mut optimizer.states[index], take("master")) {
-            (Some(state), Some(master)) => {
-                let restored = ParameterState {
-                    master,
-                    first: take("first").unwrap_or_default(),
-                    second: take("second").unwrap_or_default(),
-                };
-                let moments = state.first.len();
-                if restored.master.len() != count
-                    || restored.first.len() != moments
-                    || restored.second.len() != moments
-                {
-                    return Err(damaged(format!("{} has another size or optimizer", spec.name)));
+        let kinds = parameters.state(index).keys().copied().chain([MASTER]).collect::<BTreeSet<_>>();
+        for kind in kinds {
+            let name = format!("{kind}.{}", spec.name);
+            let Some(info) = file.metadata.info(&name) else {
+                if parameters.learns(index) || whole {
+                    return Err(damaged(format!("{} is missing", spec.name)));
                 }
-                *state = restored;
+                continue;
+            };
+            unread.remove(name.as_str());
+            let values = file.read(info)?;
+            if info.dtype != Dtype::F32 || values.len() != spec.element_count() * size_of::<f32>() {
+                return Err(damaged(format!("{} has another size or optimizer", spec.name)));
             }
-            (Some(_), None) => return Err(damaged(format!("{} is missing", spec.name))),
-            (None, None) if whole => return Err(damaged(format!("{} is missing", spec.name))),
-            (None, Some(master)) if master.len() != count => {
-                return Err(damaged(format!("{} has another size", spec.name)));
-            }
-            (None, Some(master)) => {
-                let shape = parameters.var(index).shape().clone();
-                parameters.var(index).set(&Tensor::from_vec(master, shape, &Device::Cpu)?)?;
-            }
-            (None, None) => {}
+            let target =
+                if kind == MASTER { parameters.master(index) } else { &parameters.state(index)[kind] };
+            edit(target, |target| {
+                target.iter_mut().zip(f32_values(&values)).for_each(|(t, v)| *t = v);
+                Ok(())
+            })?;
         }
+    }
+    // Another optimizer's state of a tensor that learns would be lost in silence. One without values says nothing.
+    let lost = unread.into_iter().find(|name| file.metadata.info(name).is_some_and(|i| i.shape != [0]));
+    if let Some(name) = lost {
+        return Err(damaged(format!("{name} belongs to another model or optimizer")));
     }
     optimizer.write_weights(parameters)
 }

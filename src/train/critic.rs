@@ -6,13 +6,12 @@ use super::accumulate::Learner;
 use super::batch::{MicroBatch, Sequence};
 use super::experience::{Experience, spans};
 use super::forward_backward::PassSettings;
-use super::gradients::Gradients;
 use super::objective;
 use super::optimizer::Optimizer;
 use crate::metrics::Metrics;
 use crate::model::config::Config;
 use crate::model::init::value_model;
-use crate::model::weights::Parameters;
+use crate::model::parameters::Parameters;
 use crate::policy::advantage::{gae, whiten};
 use crate::policy::value::{ValueLoss, explained_variance, value_loss};
 use crate::policy::{Normalizer, Sequences};
@@ -24,33 +23,29 @@ use std::sync::{Mutex, PoisonError};
 pub struct Critic {
     pub settings: recipe::Critic,
     pub parameters: Parameters,
-    /// Which of its parameters learn.
-    pub trainable: Vec<bool>,
     pub optimizer: Optimizer,
 }
 
 impl Critic {
-    /// A critic that starts from a copy of the `policy`'s trunk, with a head drawn from the run's `seed`.
+    /// A critic that starts from a copy of the `policy`'s trunk, with a head drawn from the run's `seed`. Of its tensors those
+    /// learn that `trainable` marks.
     ///
     /// # Errors
     /// When memory runs out.
     pub fn new(
         config: &Config,
         policy: &Parameters,
-        trainable: Vec<bool>,
+        trainable: &[bool],
         settings: &recipe::Critic,
         seed: u64,
         round_to_bf16: bool,
     ) -> Result<Self> {
-        let tensors = value_model(config, seed, |spec| {
-            let index = policy.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
-            Ok(policy.var(index).as_tensor().detach().copy()?)
-        })?;
-        let parameters = Parameters::with_value_head(config, tensors)?;
-        let optimizer = Optimizer::new(&settings.optimizer, &parameters, &trainable, round_to_bf16)?;
-        // The head was drawn in f32.
-        optimizer.write_weights(&parameters)?;
-        Ok(Self { settings: settings.clone(), parameters, trainable, optimizer })
+        let values =
+            value_model(config, seed, |spec| Ok(policy.named(&spec.name)?.flatten_all()?.to_vec1()?));
+        let mut parameters = Parameters::with_value_head(config, values)?;
+        parameters.learn(trainable)?;
+        let optimizer = Optimizer::new(&settings.optimizer, &mut parameters, round_to_bf16)?;
+        Ok(Self { settings: settings.clone(), parameters, optimizer })
     }
 }
 
@@ -72,12 +67,6 @@ pub struct Estimate {
     /// Normalised over the batch.
     pub advantages: Vec<f32>,
     pub returns: Vec<f32>,
-    pub metrics: Metrics,
-}
-
-/// One update of the critic, before the optimizer.
-pub struct ValueUpdate {
-    pub gradients: Gradients,
     pub metrics: Metrics,
 }
 
@@ -110,12 +99,12 @@ impl CriticStep<'_> {
         Ok(Estimate { advantages, returns: found.returns, metrics })
     }
 
-    /// Gradients of the value loss over `experience`, or the part of it that one update takes. `None` when every token
-    /// was rejected.
+    /// Gradients of the value loss over `experience`, or the part of it that one update takes: they are in the critic's
+    /// parameters then. Returns the figures; `None` when every token was rejected.
     ///
     /// # Errors
     /// When a pass fails, or a value is no number.
-    pub fn gradients(&self, experience: &Experience) -> Result<Option<ValueUpdate>> {
+    pub fn gradients(&self, experience: &Experience) -> Result<Option<Metrics>> {
         let tokens = experience.tokens()?;
         if tokens.valid_tokens() == 0 {
             return Ok(None);
@@ -128,7 +117,7 @@ impl CriticStep<'_> {
         let batches = MicroBatch::split(&experience.sequences, self.micro_batch_tokens);
         let spans = spans(&batches);
         let shares: Vec<Mutex<Option<ValueLoss>>> = batches.iter().map(|_| Mutex::new(None)).collect();
-        let gradients = self.learner.accumulate_values(&batches, self.pass, &|index, values| {
+        self.learner.accumulate_values(&batches, self.pass, &|index, values| {
             let span = spans[index].clone();
             let sequences = Sequences::new(&batches[index].cu_targets, &experience.mask[span.clone()])?;
             let (old_values, returns) = (&old_values[span.clone()], &returns[span]);
@@ -145,7 +134,6 @@ impl CriticStep<'_> {
             clipped += share.clipped.sum;
             count += share.clipped.tokens;
         }
-        let metrics = Metrics::from_iter([("critic/vf_loss", loss), ("critic/vf_clipfrac", clipped / count)]);
-        Ok(Some(ValueUpdate { gradients, metrics }))
+        Ok(Some(Metrics::from_iter([("critic/vf_loss", loss), ("critic/vf_clipfrac", clipped / count)])))
     }
 }

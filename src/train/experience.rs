@@ -9,9 +9,9 @@ use crate::policy::offpolicy::{agreement_metrics, offpolicy_metrics, probs_diff_
 use crate::random::{Purpose, stream};
 use crate::trajectory::Trajectory;
 use anyhow::Result;
+use candle_core::{Device, Tensor};
 use rand::seq::SliceRandom;
 use std::ops::Range;
-use std::sync::Arc;
 
 /// Experts of one sequence's input tokens, `[layers]` of `[T × K]`.
 pub type Routes = Vec<Vec<u16>>;
@@ -111,15 +111,15 @@ impl Experience {
         (0..count).map(|i| order[i * total / count..(i + 1) * total / count].to_vec()).collect()
     }
 
-    /// Packed micro-batches, with the experts to replay.
-    pub(super) fn batches(&self, tokens_max: usize) -> Vec<MicroBatch> {
+    /// Packed micro-batches, with the experts to replay, `top_k` a token.
+    pub(super) fn batches(&self, tokens_max: usize, top_k: usize) -> Result<Vec<MicroBatch>> {
         let mut batches = MicroBatch::split(&self.sequences, tokens_max);
         if let Some(routes) = &self.routes {
             for batch in &mut batches {
-                batch.replay = joined_routes(&routes[batch.sequences.clone()]);
+                batch.replay = joined_routes(&routes[batch.sequences.clone()], top_k)?;
             }
         }
-        batches
+        Ok(batches)
     }
 
     /// `rollout_corr/`, `mismatch/` and `training/` figures of the log-probabilities `training` of a training forward, and
@@ -184,22 +184,33 @@ fn routing_agreement(a: &[Routes], b: &[Routes], top_k: usize) -> f64 {
 }
 
 /// The experts that a forward chose, per sequence.
-pub(super) fn chosen_routes(batches: &[MicroBatch], outputs: &[PassOutput], top_k: usize) -> Vec<Routes> {
+pub(super) fn chosen_routes(batches: &[MicroBatch], outputs: &[PassOutput]) -> Result<Vec<Routes>> {
     let mut routes = vec![];
     for (batch, output) in batches.iter().zip(outputs) {
+        let layers = output.routes.iter().map(experts_of).collect::<Result<Vec<_>>>()?;
         for span in batch.cu_seqlens.windows(2) {
-            let part = |layer: &Arc<Vec<u16>>| layer[span[0] * top_k..span[1] * top_k].to_vec();
-            routes.push(output.routes.iter().map(part).collect());
+            let part = |(layer, top_k): &(Vec<u16>, usize)| layer[span[0] * top_k..span[1] * top_k].to_vec();
+            routes.push(layers.iter().map(part).collect());
         }
     }
-    routes
+    Ok(routes)
 }
 
-/// Sequences' experts side by side, `[layers]` of `[T × K]`.
-fn joined_routes(sequences: &[Routes]) -> Option<Vec<Arc<Vec<u16>>>> {
-    let layers = sequences.first()?.len();
-    let layer = |l: usize| Arc::new(sequences.iter().flat_map(|s| s[l].iter().copied()).collect());
-    Some((0..layers).map(layer).collect())
+/// A layer's routes u32 `[T, K]` on the host, and `K`.
+fn experts_of(routes: &Tensor) -> Result<(Vec<u16>, usize)> {
+    let experts = routes.flatten_all()?.to_vec1::<u32>()?.into_iter().map(|e| e as u16);
+    Ok((experts.collect(), routes.dim(1)?))
+}
+
+/// Sequences' experts side by side, u32 `[T, K]` a layer.
+fn joined_routes(sequences: &[Routes], top_k: usize) -> Result<Option<Vec<Tensor>>> {
+    let Some(first) = sequences.first() else { return Ok(None) };
+    let layer = |l: usize| {
+        let experts: Vec<u32> = sequences.iter().flat_map(|s| s[l].iter().map(|&e| u32::from(e))).collect();
+        let tokens = experts.len() / top_k.max(1);
+        Ok(Tensor::from_vec(experts, (tokens, top_k), &Device::Cpu)?)
+    };
+    (0..first.len()).map(layer).collect::<Result<_>>().map(Some)
 }
 
 /// Each micro-batch's stretch of the columns.

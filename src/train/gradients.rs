@@ -1,58 +1,106 @@
-//! Gradients of every parameter, summed over micro-batches in order.
+//! The sum of a batch's gradients: every pass adds in place to one set of buffers, in the order of the batch.
+//!
+//! Passes run side by side, but a parameter's buffer is lent to one at a time, and to pass `i + 1` only when pass `i` has
+//! added all that it has for it. Passes meet the parameters in one order, so the later ones follow the earlier a step behind.
+//! The sum has one order of additions on any number of threads, and there is no second copy of anything.
 
+use crate::model::parameters::Parameters;
+use crate::ops::optimizer::{scale, sum_of_squares};
+use crate::ops::parameter::GradientSink;
+use anyhow::Result;
 use candle_core::Tensor;
+use candle_core::bail;
+use rayon::prelude::*;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-/// One buffer a parameter, in [`crate::model::names::parameter_specs`] order; `None` where it does not learn.
-#[derive(Debug, Clone)]
-pub struct Gradients {
-    pub values: Vec<Option<Vec<f32>>>,
+/// The buffers of one batch's sum, and whose turn it is.
+pub struct GradientSum {
+    buffers: Vec<Option<Tensor>>,
+    turns: Mutex<Turns>,
+    changed: Condvar,
 }
 
-impl Gradients {
-    /// No gradient yet for any of `parameters` tensors.
-    pub fn none(parameters: usize) -> Self {
-        Self { values: vec![None; parameters] }
-    }
+struct Turns {
+    /// How often each parameter's buffer was added to.
+    adds: Vec<usize>,
+    /// A pass ended before it had added everything.
+    failed: bool,
+}
 
-    /// Adds a tensor's gradient to parameter `index`.
+/// One pass's place in the sum.
+struct PassTurn {
+    sum: Arc<GradientSum>,
+    pass: usize,
+}
+
+impl GradientSum {
+    /// Clears the gradients of what learns, and takes them into a sum.
     ///
     /// # Errors
-    /// When the tensor cannot be read as f32.
-    pub fn add_tensor(&mut self, index: usize, gradient: &Tensor) -> candle_core::Result<()> {
-        let values = gradient.flatten_all()?.to_vec1::<f32>()?;
-        self.add_values(index, values);
+    /// When a gradient cannot be written.
+    pub fn begin(parameters: &Parameters) -> Result<Arc<Self>> {
+        let buffers: Vec<Option<Tensor>> = parameters.gradients().map(Option::<&Tensor>::cloned).collect();
+        buffers.iter().flatten().try_for_each(|buffer| scale(buffer, 0.0))?;
+        let turns = Mutex::new(Turns { adds: vec![0; buffers.len()], failed: false });
+        Ok(Arc::new(Self { buffers, turns, changed: Condvar::new() }))
+    }
+
+    /// Where pass `pass` of the batch, from 0, adds its gradients: each parameter's once.
+    pub fn of_pass(self: &Arc<Self>, pass: usize) -> Arc<dyn GradientSink> {
+        Arc::new(PassTurn { sum: self.clone(), pass })
+    }
+
+    /// Ends the wait of all passes: one has failed.
+    pub fn fail(&self) {
+        self.turns.lock().unwrap_or_else(PoisonError::into_inner).failed = true;
+        self.changed.notify_all();
+    }
+}
+
+impl GradientSink for PassTurn {
+    fn add(
+        &self,
+        parameter: usize,
+        add: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>,
+    ) -> candle_core::Result<()> {
+        let GradientSum { buffers, turns, changed } = &*self.sum;
+        let Some(buffer) = &buffers[parameter] else { bail!("parameter {parameter} does not learn") };
+        let lock = turns.lock().unwrap_or_else(PoisonError::into_inner);
+        let early = |turns: &mut Turns| turns.adds[parameter] < self.pass && !turns.failed;
+        let lock = changed.wait_while(lock, early).unwrap_or_else(PoisonError::into_inner);
+        if lock.failed {
+            bail!("another micro-batch of the batch failed");
+        }
+        if lock.adds[parameter] > self.pass {
+            bail!("parameter {parameter} was added to twice in one pass");
+        }
+        drop(lock);
+        add(buffer)?;
+        turns.lock().unwrap_or_else(PoisonError::into_inner).adds[parameter] += 1;
+        changed.notify_all();
         Ok(())
     }
+}
 
-    fn add_values(&mut self, index: usize, values: Vec<f32>) {
-        match &mut self.values[index] {
-            Some(sum) => sum.iter_mut().zip(&values).for_each(|(s, v)| *s += v),
-            empty => *empty = Some(values),
-        }
-    }
+/// The norm of the gradient over all parameters.
+///
+/// # Errors
+/// When a gradient cannot be read.
+pub fn global_norm(parameters: &Parameters) -> Result<f64> {
+    let gradients: Vec<&Tensor> = parameters.gradients().flatten().collect();
+    let squares = gradients.par_iter().map(|gradient| sum_of_squares(gradient));
+    Ok(squares.collect::<candle_core::Result<Vec<f64>>>()?.iter().sum::<f64>().sqrt())
+}
 
-    /// Adds another micro-batch's gradients.
-    pub fn add(&mut self, other: Gradients) {
-        for (index, values) in other.values.into_iter().enumerate() {
-            if let Some(values) = values {
-                self.add_values(index, values);
-            }
-        }
+/// Scales all gradients down to `norm_max` where they exceed it; 0 means no limit. Returns the norm before.
+///
+/// # Errors
+/// When a gradient cannot be read or written.
+pub fn clip(parameters: &mut Parameters, norm_max: f64) -> Result<f64> {
+    let norm = global_norm(parameters)?;
+    if norm_max > 0.0 && norm > norm_max {
+        let factor = (norm_max / (norm + 1e-6)) as f32;
+        parameters.gradients().flatten().try_for_each(|gradient| scale(gradient, factor))?;
     }
-
-    /// The norm over all parameters.
-    pub fn global_norm(&self) -> f64 {
-        let squares = |values: &Vec<f32>| values.iter().map(|&g| g as f64 * g as f64).sum::<f64>();
-        self.values.iter().flatten().map(squares).sum::<f64>().sqrt()
-    }
-
-    /// Scales all gradients down to `norm_max` where they exceed it; 0 means no limit. Returns the norm before.
-    pub fn clip(&mut self, norm_max: f64) -> f64 {
-        let norm = self.global_norm();
-        if norm_max > 0.0 && norm > norm_max {
-            let scale = (norm_max / (norm + 1e-6)) as f32;
-            self.values.iter_mut().flatten().flatten().for_each(|g| *g *= scale);
-        }
-        norm
-    }
+    Ok(norm)
 }

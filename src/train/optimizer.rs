@@ -1,12 +1,9 @@
-//! AdamW and SGD on f32 masters, with state that can be saved.
+//! AdamW and SGD: what they keep of each tensor that learns, and their updates.
 
-use super::gradients::Gradients;
-use crate::model::weights::Parameters;
+use crate::model::parameters::{MASTER, OptimizerState, Parameters};
+use crate::ops::optimizer::{AdamW, adamw, round_to_bf16, sgd};
 use crate::recipe::{Optimizer as Settings, OptimizerKind, Schedule};
-use anyhow::Result;
-use candle_core::{Device, Tensor};
-use half::bf16;
-use multiversion::multiversion;
+use anyhow::{Context, Result};
 
 /// Learning rate of update number `step` (from 0) of `steps`: linear warm-up, then the schedule down to the last update.
 pub fn learning_rate(settings: &Settings, step: u64, steps: u64) -> f64 {
@@ -24,138 +21,91 @@ pub fn learning_rate(settings: &Settings, step: u64, steps: u64) -> f64 {
     settings.lr * fraction
 }
 
-/// f32 state of one parameter, in working layout.
-#[derive(Debug, Clone, PartialEq)]
-pub struct ParameterState {
-    /// The weight as it is updated; the model computes with it, rounded to the recipe's `model.dtype`.
-    pub master: Vec<f32>,
-    /// First moment; empty for SGD.
-    pub first: Vec<f32>,
-    /// Second moment; empty for SGD.
-    pub second: Vec<f32>,
-}
+/// AdamW's first and second moment.
+const MOMENTS: [&str; 2] = ["first", "second"];
 
-/// An optimizer over the parameters that learn.
+/// An optimizer over the tensors that learn. What it keeps of them lies beside them, in [`Parameters`].
 #[derive(Debug, Clone)]
 pub struct Optimizer {
     settings: Settings,
+    /// The model computes with weights rounded to bf16; the f32 ones are kept as [`MASTER`]. In f32 the weights are the masters.
     round_to_bf16: bool,
     /// Updates made.
     pub updates: u64,
-    /// One entry a parameter; `None` for those that do not learn.
-    pub states: Vec<Option<ParameterState>>,
 }
 
 impl Optimizer {
-    /// Fresh state for the parameters that `trainable` marks. `masters`, where given, hold more digits than the
-    /// parameters themselves (a resumed bf16 run).
+    /// A fresh optimizer, with fresh state in `parameters`.
     ///
     /// # Errors
-    /// When a parameter cannot be read.
-    pub fn new(
-        settings: &Settings,
-        parameters: &Parameters,
-        trainable: &[bool],
-        round_to_bf16: bool,
-    ) -> Result<Self> {
-        let mut states = Vec::with_capacity(parameters.len());
-        for (index, &learns) in trainable.iter().enumerate() {
-            states.push(if learns {
-                let master = parameters.var(index).flatten_all()?.to_vec1::<f32>()?;
-                let moments = if settings.kind == OptimizerKind::AdamW { master.len() } else { 0 };
-                Some(ParameterState { master, first: vec![0.0; moments], second: vec![0.0; moments] })
-            } else {
-                None
-            });
+    /// When memory runs out.
+    pub fn new(settings: &Settings, parameters: &mut Parameters, round_to_bf16: bool) -> Result<Self> {
+        let optimizer = Self { settings: settings.clone(), round_to_bf16, updates: 0 };
+        for index in 0..parameters.len() {
+            let mut state = OptimizerState::new();
+            if parameters.learns(index) {
+                let values = parameters.values(index).detach();
+                if round_to_bf16 {
+                    state.insert(MASTER, parameters.master(index).copy()?);
+                }
+                if settings.kind == OptimizerKind::AdamW {
+                    for moment in MOMENTS {
+                        state.insert(moment, values.zeros_like()?);
+                    }
+                }
+            }
+            parameters.set_state(index, state);
+            optimizer.write_working_weights(parameters, index)?;
         }
-        Ok(Self { settings: settings.clone(), round_to_bf16, updates: 0, states })
+        Ok(optimizer)
     }
 
-    /// One update at learning rate `lr`; writes the new weights into `parameters`.
-    ///
-    /// AdamW (Loshchilov, Hutter 2019), elementwise: `w ← w (1 − lr λ)`, `m ← β₁m + (1−β₁)g`, `v ← β₂v + (1−β₂)g²`,
-    /// `w ← w − lr/(1−β₁ᵗ) · m / (√v / √(1−β₂ᵗ) + ε)`. SGD: `w ← w (1 − lr λ) − lr g`.
+    /// One update at learning rate `lr` from the gradients in `parameters`: its weights change.
     ///
     /// # Errors
-    /// When a weight cannot be written.
-    pub fn update(&mut self, parameters: &Parameters, gradients: &Gradients, lr: f64) -> Result<()> {
+    /// When a tensor cannot be changed, or the state is another optimizer's.
+    pub fn update(&mut self, parameters: &mut Parameters, lr: f64) -> Result<()> {
         self.updates += 1;
         let t = self.updates as i32;
         let s = &self.settings;
-        let step = Step {
-            shrink: (1.0 - lr * s.weight_decay) as f32,
-            // From f64: 1 − β₂ of an f32 β₂ = 0.999 is already 1e-5 off.
+        let shrink = (1.0 - lr * s.weight_decay) as f32;
+        let step = AdamW {
+            shrink,
             one_minus_beta1: (1.0 - s.beta1) as f32,
             beta2: s.beta2 as f32,
             one_minus_beta2: (1.0 - s.beta2) as f32,
-            rate: match s.kind {
-                OptimizerKind::AdamW => (lr / (1.0 - s.beta1.powi(t))) as f32,
-                OptimizerKind::Sgd => lr as f32,
-            },
+            rate: (lr / (1.0 - s.beta1.powi(t))) as f32,
             root_correction: (1.0 - s.beta2.powi(t)).sqrt() as f32,
             eps: s.eps as f32,
         };
-        for (state, gradient) in self.states.iter_mut().zip(&gradients.values) {
-            let (Some(state), Some(gradient)) = (state, gradient) else { continue };
+        for index in 0..parameters.len() {
+            let Some(gradient) = parameters.gradient(index) else { continue };
+            let (master, state) = (parameters.master(index), parameters.state(index));
+            let moment = |name: &str| state.get(name).with_context(|| format!("no {name} moment"));
             match s.kind {
-                OptimizerKind::AdamW => step.adamw(state, gradient),
-                OptimizerKind::Sgd => step.sgd(state, gradient),
+                OptimizerKind::AdamW => {
+                    adamw(master, [moment(MOMENTS[0])?, moment(MOMENTS[1])?], gradient, &step)?;
+                }
+                OptimizerKind::Sgd => sgd(master, gradient, shrink, lr as f32)?,
             }
+            self.write_working_weights(parameters, index)?;
         }
-        self.write_weights(parameters)
+        Ok(())
     }
 
-    /// Writes every master into `parameters` as the model computes with it.
+    /// Writes the master of tensor `index`, if there is one, as the model computes with it.
+    fn write_working_weights(&self, parameters: &Parameters, index: usize) -> Result<()> {
+        match parameters.state(index).get(MASTER) {
+            Some(master) => Ok(round_to_bf16(parameters.values(index), master)?),
+            None => Ok(()),
+        }
+    }
+
+    /// Writes every master as the model computes with it: after a checkpoint was read.
     ///
     /// # Errors
     /// When a weight cannot be written.
-    pub fn write_weights(&self, parameters: &Parameters) -> Result<()> {
-        (0..self.states.len()).try_for_each(|index| self.write_weight(parameters, index))
-    }
-
-    fn write_weight(&self, parameters: &Parameters, index: usize) -> Result<()> {
-        let Some(state) = &self.states[index] else { return Ok(()) };
-        let var = parameters.var(index);
-        let weights = working_weights(&state.master, self.round_to_bf16);
-        Ok(var.set(&Tensor::from_vec(weights, var.shape(), &Device::Cpu)?)?)
-    }
-}
-
-/// Masters as the model computes with them.
-pub fn working_weights(master: &[f32], round_to_bf16: bool) -> Vec<f32> {
-    if round_to_bf16 { master.iter().map(|&w| bf16::from_f32(w).to_f32()).collect() } else { master.to_vec() }
-}
-
-/// The constants of one update.
-struct Step {
-    shrink: f32,
-    one_minus_beta1: f32,
-    beta2: f32,
-    one_minus_beta2: f32,
-    rate: f32,
-    root_correction: f32,
-    eps: f32,
-}
-
-impl Step {
-    fn adamw(&self, state: &mut ParameterState, gradient: &[f32]) {
-        let moments = state.first.iter_mut().zip(&mut state.second);
-        for ((w, (m, v)), &g) in state.master.iter_mut().zip(moments).zip(gradient) {
-            *m += (g - *m) * self.one_minus_beta1;
-            *v = *v * self.beta2 + g * g * self.one_minus_beta2;
-            *w = *w * self.shrink - self.rate * *m / (v.sqrt() / self.root_correction + self.eps);
-        }
-    }
-
-    fn sgd(&self, state: &mut ParameterState, gradient: &[f32]) {
-        descend(&mut state.master, gradient, self.shrink, self.rate);
-    }
-}
-
-/// `w ← w · shrink − rate · g` with the product fused into the sum: one rounding fewer beside a large `w`, and PyTorch's bits.
-#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
-fn descend(weights: &mut [f32], gradient: &[f32], shrink: f32, rate: f32) {
-    for (w, &g) in weights.iter_mut().zip(gradient) {
-        *w = (-rate).mul_add(g, *w * shrink);
+    pub fn write_weights(&self, parameters: &mut Parameters) -> Result<()> {
+        (0..parameters.len()).try_for_each(|index| self.write_working_weights(parameters, index))
     }
 }

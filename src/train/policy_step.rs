@@ -5,12 +5,11 @@ use super::batch::MicroBatch;
 use super::critic::CriticStep;
 use super::experience::{Experience, Routes, chosen_routes, joined, kept_routes, spans};
 use super::forward_backward::{HeadGradient, PassOutput, PassSettings};
-use super::gradients::Gradients;
 use super::objective::{self, Share, objective};
 use crate::bad_input;
 use crate::metrics::Metrics;
 use crate::model::forward::ForwardOptions;
-use crate::model::weights::Parameters;
+use crate::model::parameters::Parameters;
 use crate::policy::advantage::{
     GroupEstimator, group_advantages, reinforce_plus_plus, reinforce_plus_plus_baseline, remax,
 };
@@ -45,9 +44,8 @@ pub struct PolicyStep<'a> {
     pub response_tokens_max: usize,
 }
 
-/// One update, before the optimizer.
+/// One update, before the optimizer; its gradients are in the learner's parameters.
 pub struct Update {
-    pub gradients: Gradients,
     /// Means over the update's own tokens.
     pub metrics: Metrics,
     /// Log-probabilities of the update's forward, one a trained token.
@@ -72,7 +70,7 @@ impl PolicyStep<'_> {
         if policy.kl.place != KlPlace::None {
             let parameters = self.reference.context("policy.kl without a reference")?;
             let learner = Learner { parameters, ..self.learner };
-            let outputs = learner.forward(&experience.batches(self.micro_batch_tokens), self.pass)?;
+            let outputs = learner.forward(&self.batches(&experience)?, self.pass)?;
             experience.reference = Some(joined(&outputs));
         }
         if policy.router_replay == RouterReplay::Rollout {
@@ -83,14 +81,14 @@ impl PolicyStep<'_> {
         let anchor = self.anchor();
         let anchor_in_reward = policy.kl.place == KlPlace::Reward && anchor == OldLogProb::Detach;
         if anchor == OldLogProb::Recompute || policy.correction.active() || anchor_in_reward {
-            let batches = experience.batches(self.micro_batch_tokens);
+            let batches = self.batches(&experience)?;
             let forward = self.second_forward.unwrap_or(self.pass.forward);
             let outputs = self.learner.forward(&batches, PassSettings { forward, ..self.pass })?;
             let found = self.compare(&experience, &batches, &outputs)?;
             experience.metrics.extend(found);
             experience.training = Some(joined(&outputs));
             if policy.router_replay == RouterReplay::Recompute {
-                experience.routes = Some(chosen_routes(&batches, &outputs, top_k));
+                experience.routes = Some(chosen_routes(&batches, &outputs)?);
             }
         }
         if let Some(critic) = &self.critic {
@@ -111,37 +109,36 @@ impl PolicyStep<'_> {
         if tokens.valid_tokens() == 0 {
             return Ok(None);
         }
-        let batches = experience.batches(self.micro_batch_tokens);
+        let batches = self.batches(experience)?;
         let spans = spans(&batches);
         let old = self.anchor();
         let objective = objective(self.policy)?;
         let normalizer = self.normalizer(&tokens)?;
         let shares: Vec<Mutex<Option<Share>>> = batches.iter().map(|_| Mutex::new(None)).collect();
-        let (gradients, outputs) =
-            self.learner.accumulate(&batches, self.pass, &|index, log_prob, entropies| {
-                let span = spans[index].clone();
-                let part = |column: &'_ Option<Vec<f32>>| column.as_ref().map(|c| c[span.clone()].to_vec());
-                let (training, reference) = (part(&experience.training), part(&experience.reference));
-                let weights = part(&experience.weights);
-                let rollout = &experience.rollout[span.clone()];
-                let input = LossInput {
-                    sequences: Sequences::new(&batches[index].cu_targets, &experience.mask[span.clone()])?,
-                    log_prob,
-                    old_log_prob: old.select(log_prob, rollout, training.as_deref(), self.updates)?,
-                    advantages: &experience.advantages[span],
-                    weights: weights.as_deref(),
-                };
-                let policy = objective.loss(&input, &normalizer, tokens.len())?;
-                let mut share = Share::new(policy);
-                if let (KlPlace::Loss, Some(reference)) = (self.policy.kl.place, &reference) {
-                    share.add_kl(&input, reference, &self.policy.kl, &normalizer)?;
-                }
-                let coefficient = self.policy.entropy_coefficient;
-                let entropies = share.entropy_gradient(&input, entropies, coefficient, &normalizer);
-                let gradient = HeadGradient { log_probs: share.policy.grad_log_prob.clone(), entropies };
-                *shares[index].lock().unwrap_or_else(PoisonError::into_inner) = Some(share);
-                Ok(gradient)
-            })?;
+        let outputs = self.learner.accumulate(&batches, self.pass, &|index, log_prob, entropies| {
+            let span = spans[index].clone();
+            let part = |column: &'_ Option<Vec<f32>>| column.as_ref().map(|c| c[span.clone()].to_vec());
+            let (training, reference) = (part(&experience.training), part(&experience.reference));
+            let weights = part(&experience.weights);
+            let rollout = &experience.rollout[span.clone()];
+            let input = LossInput {
+                sequences: Sequences::new(&batches[index].cu_targets, &experience.mask[span.clone()])?,
+                log_prob,
+                old_log_prob: old.select(log_prob, rollout, training.as_deref(), self.updates)?,
+                advantages: &experience.advantages[span],
+                weights: weights.as_deref(),
+            };
+            let policy = objective.loss(&input, &normalizer, tokens.len())?;
+            let mut share = Share::new(policy);
+            if let (KlPlace::Loss, Some(reference)) = (self.policy.kl.place, &reference) {
+                share.add_kl(&input, reference, &self.policy.kl, &normalizer)?;
+            }
+            let coefficient = self.policy.entropy_coefficient;
+            let entropies = share.entropy_gradient(&input, entropies, coefficient, &normalizer);
+            let gradient = HeadGradient { log_probs: share.policy.grad_log_prob.clone(), entropies };
+            *shares[index].lock().unwrap_or_else(PoisonError::into_inner) = Some(share);
+            Ok(gradient)
+        })?;
         let shares = shares
             .into_iter()
             .map(|s| s.into_inner().unwrap_or_else(PoisonError::into_inner).context("a loss is missing"))
@@ -149,12 +146,8 @@ impl PolicyStep<'_> {
         let mut metrics = objective::metrics(self.policy, shares);
         self.measure(experience, &outputs, &batches, &mut metrics);
         let log_probs = joined(&outputs);
-        Ok(Some(Update {
-            gradients,
-            metrics,
-            log_probs,
-            routes: self.routes(experience, &batches, &outputs),
-        }))
+        let routes = self.routes(experience, &batches, &outputs)?;
+        Ok(Some(Update { metrics, log_probs, routes }))
     }
 
     /// The gap between training and rollout over all of `experience`, from a forward of its own. Needed where the first
@@ -163,7 +156,7 @@ impl PolicyStep<'_> {
     /// # Errors
     /// As [`Self::prepare`].
     pub fn gap(&self, experience: &Experience) -> Result<Metrics> {
-        let batches = experience.batches(self.micro_batch_tokens);
+        let batches = self.batches(experience)?;
         let outputs = self.learner.forward(&batches, self.pass)?;
         self.compare(experience, &batches, &outputs)
     }
@@ -184,16 +177,24 @@ impl PolicyStep<'_> {
         outputs: &[PassOutput],
     ) -> Result<Metrics> {
         let top_k = self.learner.model.config.num_experts_per_tok;
-        experience.compare(&joined(outputs), &self.routes(experience, batches, outputs), top_k)
+        experience.compare(&joined(outputs), &self.routes(experience, batches, outputs)?, top_k)
     }
 
     /// The experts that a forward chose, if there is something to compare them with.
-    fn routes(&self, experience: &Experience, batches: &[MicroBatch], outputs: &[PassOutput]) -> Vec<Routes> {
-        let top_k = self.learner.model.config.num_experts_per_tok;
+    fn routes(
+        &self,
+        experience: &Experience,
+        batches: &[MicroBatch],
+        outputs: &[PassOutput],
+    ) -> Result<Vec<Routes>> {
         match experience.sampled_routes {
-            Some(_) => chosen_routes(batches, outputs, top_k),
-            None => vec![],
+            Some(_) => chosen_routes(batches, outputs),
+            None => Ok(vec![]),
         }
+    }
+
+    fn batches(&self, experience: &Experience) -> Result<Vec<MicroBatch>> {
+        experience.batches(self.micro_batch_tokens, self.learner.model.config.num_experts_per_tok)
     }
 
     fn anchor(&self) -> OldLogProb {

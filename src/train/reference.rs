@@ -4,10 +4,12 @@
 
 use crate::bad_input;
 use crate::model::config::Config;
-use crate::model::weights::Parameters;
+use crate::model::names::StoredTensor;
+use crate::model::parameters::Parameters;
+use crate::model::tensor_file::{TensorFile, f32_values, write_f32, write_tensors};
+use crate::ops::cpu::host_values;
 use anyhow::{Context, Result};
-use candle_core::{Device, Tensor, safetensors};
-use std::collections::HashMap;
+use safetensors::Dtype;
 use std::fs::{self, File};
 use std::path::Path;
 
@@ -18,34 +20,38 @@ const FILE: &str = "reference.safetensors";
 /// # Errors
 /// When memory runs out.
 pub fn copy(config: &Config, parameters: &Parameters) -> Result<Parameters> {
-    let tensors = parameters
-        .specs
-        .iter()
-        .enumerate()
-        .map(|(index, spec)| Ok((spec.clone(), parameters.var(index).as_tensor().detach().copy()?)));
-    Parameters::new(config, tensors.collect::<Result<_>>()?)
+    let values = parameters.specs.iter().enumerate().map(|(index, spec)| {
+        let values = parameters.values(index).flatten_all()?.to_vec1()?;
+        Ok((spec.clone(), values))
+    });
+    Parameters::new(config, values)
 }
 
-/// Writes the reference into the run folder `run`, in working layout and precision.
+/// Writes the reference into the run folder `run`, in working layout and precision, a tensor at a time.
 ///
 /// # Errors
 /// When the disk refuses; a reference that was there stays whole.
 pub fn write(run: &Path, reference: &Parameters) -> Result<()> {
     let (target, aside) = (run.join(FILE), run.join(format!(".{FILE}.partial")));
-    let tensors: HashMap<&str, Tensor> = reference
-        .specs
-        .iter()
-        .enumerate()
-        .map(|(index, spec)| (spec.name.as_str(), reference.var(index).as_tensor().detach()))
-        .collect();
-    safetensors::save(&tensors, &aside)
-        .and_then(|()| Ok(File::open(&aside)?.sync_all()?))
-        .and_then(|()| Ok(fs::rename(&aside, &target)?))
-        .and_then(|()| Ok(File::open(run)?.sync_all()?))
-        .with_context(|| format!("writing the reference {}", target.display()))
+    let stored = |spec: &crate::model::names::ParameterSpec| StoredTensor {
+        name: spec.name.clone(),
+        dtype: Dtype::F32,
+        shape: spec.working_shape(),
+    };
+    let write = || -> Result<()> {
+        if aside.exists() {
+            fs::remove_file(&aside)?;
+        }
+        write_tensors(&aside, reference.specs.iter().map(stored).collect(), |index, out| {
+            write_f32(out, &host_values(reference.values(index))?)
+        })?;
+        fs::rename(&aside, &target)?;
+        Ok(File::open(run)?.sync_all()?)
+    };
+    write().with_context(|| format!("writing the reference {}", target.display()))
 }
 
-/// Reads the reference of the run folder `run` back.
+/// Reads the reference of the run folder `run` back, a tensor at a time.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when it is missing or does not fit the model.
@@ -57,12 +63,13 @@ pub fn read(run: &Path, config: &Config, parameters: &Parameters) -> Result<Para
             path.display()
         )
     };
-    let mut tensors =
-        safetensors::load(&path, &Device::Cpu).map_err(|e| damaged(format!("cannot be read: {e}")))?;
+    let file = TensorFile::open(&path).map_err(|e| damaged(format!("cannot be used: {e:#}")))?;
     let found = parameters.specs.iter().map(|spec| {
-        let tensor = tensors.remove(&spec.name).ok_or_else(|| damaged(format!("lacks {}", spec.name)))?;
-        Ok((spec.clone(), tensor))
+        let info = file.metadata.info(&spec.name).ok_or_else(|| damaged(format!("lacks {}", spec.name)))?;
+        if info.dtype != Dtype::F32 || info.shape != spec.working_shape() {
+            return Err(damaged(format!("does not fit the model: {} has another shape", spec.name)));
+        }
+        Ok((spec.clone(), f32_values(&file.read(info)?).collect()))
     });
-    let found = found.collect::<Result<Vec<_>>>()?;
-    Parameters::new(config, found).map_err(|e| damaged(format!("does not fit the model: {e:#}")))
+    Parameters::new(config, found)
 }

@@ -3,7 +3,6 @@
 use super::accumulate::Learner;
 use super::batch::{MicroBatch, Sequence};
 use super::forward_backward::{HeadGradient, PassSettings};
-use super::gradients::Gradients;
 use crate::bad_input;
 use crate::harmony::{HarmonyTokenizer, Message, RenderOptions, messages_from_json};
 use crate::random::Purpose;
@@ -147,7 +146,6 @@ fn no_demonstrations(task: &dyn Task) -> anyhow::Error {
 
 /// What one supervised step measured.
 pub struct SupervisedOutput {
-    pub gradients: Gradients,
     /// Mean negative log-likelihood of the trained tokens.
     pub loss: f64,
     /// Load-balancing loss before its coefficient; 0 when not asked for.
@@ -156,7 +154,7 @@ pub struct SupervisedOutput {
     pub tokens: usize,
 }
 
-/// Gradients of the mean negative log-likelihood over all trained tokens of `sequences`.
+/// Gradients of the mean negative log-likelihood over all trained tokens of `sequences`: in the learner's parameters then.
 ///
 /// # Errors
 /// When a pass fails.
@@ -169,14 +167,14 @@ pub fn gradients(
     let batches = MicroBatch::split(sequences, micro_batch_tokens);
     let targets: usize = batches.iter().map(|b| b.targets.len()).sum();
     let share = -1.0 / targets.max(1) as f32;
-    let (gradients, outputs) = learner.accumulate(&batches, pass, &|_, log_probs, _| {
+    let outputs = learner.accumulate(&batches, pass, &|_, log_probs, _| {
         Ok(HeadGradient { log_probs: vec![share; log_probs.len()], entropies: vec![0.0; log_probs.len()] })
     })?;
     let tokens: usize = batches.iter().map(|b| b.tokens.len()).sum();
     let sum: f64 = outputs.iter().flat_map(|o| &o.log_probs).map(|&l| f64::from(l)).sum();
     let balance = outputs.iter().zip(&batches).map(|(o, b)| o.load_balance * b.tokens.len() as f64);
     let load_balance = balance.sum::<f64>() / tokens.max(1) as f64;
-    Ok(SupervisedOutput { gradients, loss: -sum / targets.max(1) as f64, load_balance, tokens })
+    Ok(SupervisedOutput { loss: -sum / targets.max(1) as f64, load_balance, tokens })
 }
 
 /// Mean negative log-likelihood of the trained tokens of `sequences`, without gradients.

@@ -1,6 +1,6 @@
 //! The critic of a run: opened at the start of reinforcement learning, and updated before the policy in every step.
 
-use super::Trainer;
+use super::{Trainer, apply};
 use crate::commands::run_folder::ResumePoint;
 use crate::commands::workbench::Workbench;
 use crate::metrics::{Accumulator, Metrics};
@@ -14,18 +14,17 @@ use crate::train::forward_backward::PassSettings;
 use crate::train::optimizer::learning_rate;
 use anyhow::Result;
 
-impl Trainer<'_> {
+impl Trainer {
     /// The critic that the recipe asks for: from the policy's weights as they are, or that of the checkpoint.
     pub(super) fn critic(&self, point: Option<&ResumePoint>) -> Result<Option<Critic>> {
-        let bench = self.bench;
+        let bench = &self.bench;
         let recipe = &bench.plan.recipe;
         let (Some(settings), Some(trainable)) = (&recipe.critic, &bench.critic_trainable) else {
             return Ok(None);
         };
         let round = recipe.model.dtype == Dtype::Bf16;
-        let (config, trainable) = (&bench.model.config, trainable.clone());
-        let mut critic =
-            Critic::new(config, &bench.parameters, trainable, settings, recipe.train.seed, round)?;
+        let (config, seed) = (&bench.model.config, recipe.train.seed);
+        let mut critic = Critic::new(config, &bench.parameters, trainable, settings, seed, round)?;
         if let Some(point) = point {
             critic.optimizer.updates = point.state.critic_updates;
             checkpoint::restore_critic(&point.checkpoint, &mut critic)?;
@@ -46,16 +45,16 @@ impl Trainer<'_> {
         for epoch in 0..epochs as u64 {
             for indices in experience.minibatches(minibatches, train.seed, step, epoch) {
                 let part = experience.select(&indices);
-                let update =
+                let found =
                     self.timings.time("update_critic", || self.critic_step(critic).gradients(&part))?;
-                let Some(update) = update else { continue };
+                let Some(found) = found else { continue };
                 let Critic { settings, parameters, optimizer, .. } = &mut *critic;
                 let lr = learning_rate(&settings.optimizer, step - 1, train.steps);
                 let norm_max = settings.optimizer.grad_norm_max;
-                let norm = self.apply(parameters, optimizer, update.gradients, norm_max, lr)?;
+                let norm = apply(&self.timings, parameters, optimizer, norm_max, lr)?;
                 means.mean("critic/grad_norm", norm, 1.0);
                 means.mean("critic/lr", lr, 1.0);
-                update.metrics.iter().for_each(|(name, value)| means.mean(name, value, 1.0));
+                found.iter().for_each(|(name, value)| means.mean(name, value, 1.0));
             }
         }
         Ok(means.finish())
@@ -63,10 +62,10 @@ impl Trainer<'_> {
 
     pub(super) fn critic_step<'c>(&'c self, critic: &'c Critic) -> CriticStep<'c> {
         let recipe = &self.bench.plan.recipe;
-        let Workbench { threads, model, .. } = self.bench;
-        let Critic { settings, parameters, trainable, .. } = critic;
+        let Workbench { threads, model, .. } = &self.bench;
+        let Critic { settings, parameters, .. } = critic;
         CriticStep {
-            learner: Learner { threads, model, parameters, trainable },
+            learner: Learner { threads, model, parameters },
             settings,
             aggregation: recipe.policy.aggregation,
             response_tokens_max: recipe.rollout.response_tokens_max,

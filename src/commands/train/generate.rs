@@ -36,7 +36,7 @@ impl Generated {
     }
 }
 
-impl Trainer<'_> {
+impl Trainer {
     /// The rollouts of step `step`, unless they are fixed data. Groups that teach nothing are replaced until the draws
     /// are used up, and then kept.
     pub(super) fn generate(&self, step: u64) -> Result<Generated> {
@@ -50,7 +50,7 @@ impl Trainer<'_> {
         let mut drawn = Rollouts { groups: vec![], messages: vec![] };
         let (mut informative, mut flat, mut round) = (vec![], vec![], 0);
         loop {
-            let prompts = training_prompts(self.bench, step, round, count - informative.len());
+            let prompts = training_prompts(&self.bench, step, round, count - informative.len());
             let draw = self.draw(step, &prompts)?;
             for index in drawn.groups.len()..drawn.groups.len() + draw.groups.len() {
                 let group = &draw.groups[index - drawn.groups.len()];
@@ -72,7 +72,7 @@ impl Trainer<'_> {
 
     /// One group a prompt, with its greedy sample where the advantage is measured against one.
     fn draw(&self, step: u64, prompts: &[Prompt]) -> Result<Rollouts> {
-        let bench = self.bench;
+        let bench = &self.bench;
         let recipe = &bench.plan.recipe;
         let settings = RolloutSettings::training(recipe, bench.preamble.clone(), step);
         let mut drawn = self.sample("gen", &settings, prompts, recipe.rollout.samples_per_prompt)?;
@@ -93,16 +93,16 @@ impl Trainer<'_> {
         prompts: &[Prompt],
         samples: usize,
     ) -> Result<Rollouts> {
-        let bench = self.bench;
+        let bench = &self.bench;
         let inner = self.console.inner_stage("rollout", (prompts.len() * samples) as u64);
-        let weights = bench.rollout_weights()?;
+        let policy = bench.rollout_policy()?;
         let rollouts = self.timings.time(stage, || {
             let seen = AtomicU64::new(0);
             let report = |p: rollout::Progress| {
                 let before = seen.fetch_max(p.finished as u64, Ordering::Relaxed);
                 inner.advance((p.finished as u64).saturating_sub(before), 0, &[]);
             };
-            bench.rollout(&weights, settings).groups(prompts, samples, &report, &|| false)
+            bench.rollout(&policy, settings).groups(prompts, samples, &report, &|| false)
         })?;
         inner.finish();
         rollouts.context("the rollout ended early")

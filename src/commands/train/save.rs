@@ -9,7 +9,7 @@ use crate::train::critic::Critic;
 use crate::train::optimizer::Optimizer;
 use anyhow::Result;
 
-impl Trainer<'_> {
+impl Trainer {
     /// Saves when it is time, at the end of a stage and when a signal asked for it. Returns whether one did.
     pub(super) fn checkpoint_or_stop(
         &mut self,
@@ -36,7 +36,7 @@ impl Trainer<'_> {
         optimizer: &Optimizer,
         critic: Option<&Critic>,
     ) -> Result<()> {
-        let bench = self.bench;
+        let bench = &self.bench;
         let checkpoint = &bench.plan.recipe.checkpoint;
         let state = TrainerState {
             phase,
@@ -55,7 +55,6 @@ impl Trainer<'_> {
             },
             companions: &bench.companions,
             parameters: &bench.parameters,
-            optimizer,
             critic,
             state,
         };

@@ -1,6 +1,6 @@
 //! A step's updates of critic and policy, and the reference the policy may be held to.
 
-use super::Trainer;
+use super::{Trainer, apply};
 use crate::metrics::{Accumulator, Metrics};
 use crate::model::forward::ForwardOptions;
 use crate::policy::kl_in_reward::KlController;
@@ -13,7 +13,7 @@ use crate::train::reference;
 use crate::trajectory::Group;
 use anyhow::Result;
 
-impl Trainer<'_> {
+impl Trainer {
     /// Makes the updates of step `step` and returns their figures: means over updates, and the gap between training
     /// and rollout over the whole batch as it was before the first. While a critic warms up it alone learns.
     pub(super) fn update(
@@ -24,7 +24,7 @@ impl Trainer<'_> {
         critic: Option<&mut Critic>,
         lr: f64,
     ) -> Result<Metrics> {
-        let train = &self.bench.plan.recipe.train;
+        let train = self.bench.plan.recipe.train.clone();
         let view = critic.as_deref().map(|critic| self.critic_step(critic));
         let experience = self.timings.time("old_log_prob", || self.policy_step(view).prepare(groups))?;
         let mut metrics = experience.metrics.clone();
@@ -36,9 +36,8 @@ impl Trainer<'_> {
             metrics.extend(self.update_critic(step, &experience, critic)?);
             warming_up = step <= critic.settings.warmup_steps;
         }
-        let policy = self.policy_step(None);
         if (train.minibatches > 1 || warming_up) && experience.training.is_none() {
-            metrics.extend(self.timings.time("old_log_prob", || policy.gap(&experience))?);
+            metrics.extend(self.timings.time("old_log_prob", || self.policy_step(None).gap(&experience))?);
         }
         if warming_up {
             return Ok(metrics);
@@ -49,21 +48,18 @@ impl Trainer<'_> {
         for epoch in 0..train.epochs as u64 {
             for indices in experience.minibatches(train.minibatches, train.seed, step, epoch) {
                 let part = experience.select(&indices);
-                let Some(update) = self.timings.time("update_actor", || policy.gradients(&part))? else {
+                let Some(update) =
+                    self.timings.time("update_actor", || self.policy_step(None).gradients(&part))?
+                else {
                     skipped += 1;
                     continue;
                 };
                 // A whole batch shows its own gap, whatever an arm does to the forward before it.
                 if updates == 0 && train.minibatches == 1 {
-                    metrics.extend(policy.gap_of(&part, &update)?);
+                    metrics.extend(self.policy_step(None).gap_of(&part, &update)?);
                 }
-                let norm = self.apply(
-                    &self.bench.parameters,
-                    optimizer,
-                    update.gradients,
-                    train.optimizer.grad_norm_max,
-                    lr,
-                )?;
+                let (parameters, norm_max) = (&mut self.bench.parameters, train.optimizer.grad_norm_max);
+                let norm = apply(&self.timings, parameters, optimizer, norm_max, lr)?;
                 means.mean("actor/grad_norm", norm, 1.0);
                 update.metrics.iter().for_each(|(name, value)| means.mean(name, value, 1.0));
                 updates += 1;
@@ -79,7 +75,7 @@ impl Trainer<'_> {
 
     /// Fixes the reference: the weights as they are, or those that a resumed run began with.
     pub(super) fn set_reference(&mut self, resumed: bool) -> Result<()> {
-        let bench = self.bench;
+        let bench = &self.bench;
         let (config, parameters) = (&bench.model.config, &bench.parameters);
         if bench.plan.recipe.policy.kl.place == KlPlace::None {
             return Ok(());

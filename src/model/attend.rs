@@ -1,0 +1,64 @@
+//! How queries find their keys: packed sequences, or new tokens of cached ones.
+
+use super::cache::SequenceCache;
+use crate::ops::{self, sink_attention::Attention};
+use anyhow::Result;
+use candle_core::Tensor;
+use std::sync::Arc;
+
+/// How queries find their keys.
+pub trait Attend {
+    /// `q [T, N, D]`, `kv [T, 2, M, D]`, `sinks [N]` → `[T, N·D]`.
+    fn attend(
+        &mut self,
+        layer: usize,
+        q: &Tensor,
+        kv: &Tensor,
+        sinks: &Tensor,
+        attention: Attention,
+    ) -> Result<Tensor>;
+}
+
+/// Whole sequences, packed: training, and any forward without a cache. Differentiable.
+pub struct PackedAttention {
+    /// Start of each sequence, and `T`.
+    pub cu_seqlens: Arc<Vec<usize>>,
+}
+
+impl Attend for PackedAttention {
+    fn attend(
+        &mut self,
+        _: usize,
+        q: &Tensor,
+        kv: &Tensor,
+        sinks: &Tensor,
+        attention: Attention,
+    ) -> Result<Tensor> {
+        Ok(ops::sink_attention(q, kv, sinks, &self.cu_seqlens, attention)?)
+    }
+}
+
+/// New tokens of cached sequences: prefill and decode.
+pub struct CachedAttention<'a, 'b> {
+    pub caches: &'a mut [&'b mut SequenceCache],
+    /// New tokens of each sequence.
+    pub counts: &'a [usize],
+}
+
+impl Attend for CachedAttention<'_, '_> {
+    fn attend(
+        &mut self,
+        layer: usize,
+        q: &Tensor,
+        kv: &Tensor,
+        sinks: &Tensor,
+        attention: Attention,
+    ) -> Result<Tensor> {
+        let mut layers: Vec<_> = self.caches.iter_mut().map(|cache| cache.layer(layer)).collect();
+        let out = ops::sink_attention_cached(q, kv, sinks, &mut layers, self.counts, attention)?;
+        if let Some(window) = attention.window {
+            layers.iter_mut().for_each(|cache| cache.forget_before(cache.len(), window));
+        }
+        Ok(out)
+    }
+}

@@ -1,0 +1,68 @@
+//! GPT-OSS: the names and shapes of a layer's tensors, and the layer made of them.
+
+use super::config::Config;
+use super::layer::{Attention, Experts, Layer, Projection};
+use super::names::{Layout, ParameterSpec, Role};
+use crate::ops::Parameter;
+use anyhow::Result;
+
+/// The tensors of layer `layer`: attention, then experts. Letters as in [`super::names`].
+pub(super) fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
+    let h = config.hidden_size;
+    let q = config.num_attention_heads * config.head_dim;
+    let k = config.num_key_value_heads * config.head_dim;
+    let (e, i) = (config.num_local_experts, config.intermediate_size);
+    let mut specs = Vec::with_capacity(17);
+    let mut push = |name: &str, role, shape: &[usize]| {
+        let is_linear = shape.len() == 2 && name.ends_with(".weight");
+        specs.push(ParameterSpec {
+            name: format!("model.layers.{layer}.{name}"),
+            layer: Some(layer),
+            role,
+            stored_shape: shape.to_vec(),
+            layout: if is_linear { Layout::Transposed } else { Layout::AsStored },
+        });
+    };
+    push("input_layernorm.weight", Role::Norm, &[h]);
+    for (name, out) in [("q_proj", q), ("k_proj", k), ("v_proj", k)] {
+        push(&format!("self_attn.{name}.weight"), Role::InputProjection, &[out, h]);
+        push(&format!("self_attn.{name}.bias"), Role::Bias, &[out]);
+    }
+    push("self_attn.sinks", Role::Sinks, &[config.num_attention_heads]);
+    push("self_attn.o_proj.weight", Role::OutputProjection, &[h, q]);
+    push("self_attn.o_proj.bias", Role::Bias, &[h]);
+    push("post_attention_layernorm.weight", Role::Norm, &[h]);
+    push("mlp.router.weight", Role::InputProjection, &[e, h]);
+    push("mlp.router.bias", Role::Bias, &[e]);
+    push("mlp.experts.gate_up_proj", Role::InputProjection, &[e, h, 2 * i]);
+    push("mlp.experts.gate_up_proj_bias", Role::Bias, &[e, 2 * i]);
+    push("mlp.experts.down_proj", Role::OutputProjection, &[e, i, h]);
+    push("mlp.experts.down_proj_bias", Role::Bias, &[e, h]);
+    specs
+}
+
+/// Layer `layer` of the tensors that `find` knows by name.
+pub(super) fn layer(layer: usize, find: &dyn Fn(&str) -> Result<Parameter>) -> Result<Layer> {
+    let tensor = |rest: &str| find(&format!("model.layers.{layer}.{rest}"));
+    let pair = |weight: &str, bias: &str| {
+        Ok::<_, anyhow::Error>(Projection::Dense { weight: tensor(weight)?, bias: Some(tensor(bias)?) })
+    };
+    let linear = |stem: &str| pair(&format!("{stem}.weight"), &format!("{stem}.bias"));
+    let experts = |stem: &str| pair(&format!("mlp.experts.{stem}"), &format!("mlp.experts.{stem}_bias"));
+    Ok(Layer {
+        input_norm: tensor("input_layernorm.weight")?,
+        attention: Attention {
+            q: linear("self_attn.q_proj")?,
+            k: linear("self_attn.k_proj")?,
+            v: linear("self_attn.v_proj")?,
+            o: linear("self_attn.o_proj")?,
+            sinks: tensor("self_attn.sinks")?,
+        },
+        post_attention_norm: tensor("post_attention_layernorm.weight")?,
+        experts: Experts {
+            router: linear("mlp.router")?,
+            gate_up: experts("gate_up_proj")?,
+            down: experts("down_proj")?,
+        },
+    })
+}

@@ -1,0 +1,116 @@
+//! A policy as it acts: model, weights after arms and what is changed in the forward, as one value. No command can take
+//! half of it.
+
+use super::forward::{ForwardOptions, Model};
+use super::mxfp4;
+use super::names::ParameterSpec;
+use super::parameters::Parameters;
+use super::trunk::Trunk;
+use super::weights::WeightSource;
+use crate::bad_input;
+use crate::ops::round_mantissa;
+use crate::ops::router_noise::{NoisyPass, RouterNoise};
+use crate::recipe::Arms;
+use anyhow::Result;
+use candle_core::Tensor;
+use std::sync::Arc;
+
+/// A policy as a pass without gradients sees it.
+#[derive(Clone)]
+pub struct PolicyView<'a> {
+    pub model: &'a Model,
+    pub weights: Arc<dyn WeightSource>,
+    pub forward: ForwardOptions,
+}
+
+impl<'a> PolicyView<'a> {
+    /// The model as it is: evaluation.
+    ///
+    /// # Errors
+    /// When a tensor of the architecture is missing.
+    pub fn plain(model: &'a Model, parameters: &Parameters) -> Result<Self> {
+        Ok(Self { model, weights: Arc::new(parameters.frozen()?), forward: ForwardOptions::default() })
+    }
+
+    /// The policy that samples for training under `arms`.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when `rollout_mxfp4` meets expert matrices that do not divide into its blocks.
+    pub fn rollout(model: &'a Model, parameters: &Parameters, arms: &Arms, seed: u64) -> Result<Self> {
+        let bits = arms.rollout_bits();
+        let weights = if bits.is_none() && !arms.rollout_mxfp4 {
+            parameters.frozen()?
+        } else {
+            parameters.mapped(&|spec, tensor| {
+                let tensor = if arms.rollout_mxfp4 { to_mxfp4(spec, tensor)? } else { tensor.clone() };
+                Ok(match bits {
+                    Some(bits) => round_mantissa(&tensor, bits)?,
+                    None => tensor,
+                })
+            })?
+        };
+        Ok(Self { model, weights: Arc::new(weights), forward: ForwardOptions::rollout(arms, seed) })
+    }
+
+    /// The policy as training under `arms` computes it.
+    ///
+    /// # Errors
+    /// When a tensor of the architecture is missing.
+    pub fn training(model: &'a Model, parameters: &Parameters, arms: &Arms, seed: u64) -> Result<Self> {
+        Ok(Self { forward: ForwardOptions::training(arms, seed), ..Self::plain(model, parameters)? })
+    }
+
+    /// What walks its layers.
+    pub fn trunk(&self) -> Trunk<'_> {
+        Trunk { model: self.model, weights: self.weights.as_ref(), forward: self.forward }
+    }
+}
+
+impl ForwardOptions {
+    /// The rollout's forward under `arms`.
+    fn rollout(arms: &Arms, seed: u64) -> Self {
+        Self {
+            router_noise: noise(arms.rollout_noise(), seed, NoisyPass::Rollout),
+            mantissa_bits: arms.rollout_bits(),
+            ..Self::default()
+        }
+    }
+
+    /// The training forward under `arms`.
+    pub fn training(arms: &Arms, seed: u64) -> Self {
+        Self {
+            sinks: !arms.no_train_sinks,
+            sink_gradient: !arms.no_sink_gradient,
+            router_noise: noise(arms.train_noise(), seed, NoisyPass::Training),
+            mantissa_bits: None,
+        }
+    }
+
+    /// The forward that gives the old log-probs, where an arm asks for one.
+    pub fn second_forward(arms: &Arms, seed: u64) -> Option<Self> {
+        let router_noise = noise(arms.train_noise(), seed, NoisyPass::SecondForward);
+        arms.second_forward_old_logprobs.then(|| Self { router_noise, ..Self::training(arms, seed) })
+    }
+}
+
+fn noise(std: f64, seed: u64, pass: NoisyPass) -> Option<RouterNoise> {
+    (std > 0.0).then_some(RouterNoise { std, seed, pass })
+}
+
+/// An expert matrix as MXFP4 holds it; any other tensor as it is.
+fn to_mxfp4(spec: &ParameterSpec, tensor: &Tensor) -> Result<Tensor> {
+    if !spec.is_expert_matrix() {
+        return Ok(tensor.clone());
+    }
+    let shape: [usize; 3] = tensor.dims3()?.into();
+    if !shape[1].is_multiple_of(mxfp4::BLOCK) {
+        return Err(bad_input!(
+            "arms.rollout_mxfp4: {} has {} inputs, which MXFP4's blocks of {} do not divide; leave the arm off",
+            spec.name,
+            shape[1],
+            mxfp4::BLOCK
+        ));
+    }
+    let (blocks, scales) = mxfp4::encode(&tensor.flatten_all()?.to_vec1::<f32>()?, shape);
+    Ok(Tensor::from_vec(mxfp4::decode(&blocks, &scales, shape), tensor.shape(), tensor.device())?)
+}

@@ -1,0 +1,155 @@
+//! A safetensors file, a tensor at a time: no whole file is ever in memory, and none is mapped, for a mapped file that
+//! shrinks kills the process.
+
+use super::names::StoredTensor;
+use crate::bad_input;
+use anyhow::{Context, Result};
+use safetensors::tensor::{Metadata, TensorInfo};
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+/// The longest header that safetensors readers accept, in bytes.
+const HEADER_BYTES_MAX: u64 = 100_000_000;
+/// Values that are converted at a time.
+const PIECE: usize = 1 << 16;
+
+/// An open safetensors file with its parsed header.
+pub struct TensorFile {
+    path: PathBuf,
+    file: File,
+    pub metadata: Metadata,
+    /// Where the data begins.
+    data_start: u64,
+}
+
+impl TensorFile {
+    /// Opens the file and reads its header, which must account for every byte.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when the file is damaged, truncated or no safetensors file.
+    pub fn open(path: &Path) -> Result<Self> {
+        let shown = path.display();
+        let unreadable = |e: std::io::Error| bad_input!("{shown}: cannot be read: {e}");
+        let mut file = File::open(path).map_err(unreadable)?;
+        let length = file.metadata().map_err(unreadable)?.len();
+        let truncated = |wanted: u64| {
+            bad_input!(
+                "{shown}: truncated: {wanted} bytes are announced, {length} are there; fetch the file again"
+            )
+        };
+        if length < 8 {
+            return Err(truncated(8));
+        }
+        let mut prefix = [0; 8];
+        file.read_exact(&mut prefix).map_err(unreadable)?;
+        let header_length = u64::from_le_bytes(prefix);
+        if header_length > HEADER_BYTES_MAX {
+            return Err(bad_input!(
+                "{shown}: the header claims {header_length} bytes, more than {HEADER_BYTES_MAX}: not a safetensors file"
+            ));
+        }
+        let data_start = 8 + header_length;
+        if data_start > length {
+            return Err(truncated(data_start));
+        }
+        let mut header = vec![0; header_length as usize];
+        file.read_exact(&mut header).map_err(unreadable)?;
+        let metadata: Metadata = serde_json::from_slice(&header)
+            .map_err(|e| bad_input!("{shown}: the header is damaged: {e}; fetch the file again"))?;
+        let wanted = data_start.saturating_add(metadata.data_len() as u64);
+        if wanted > length {
+            return Err(truncated(wanted));
+        }
+        if wanted < length {
+            return Err(bad_input!(
+                "{shown}: {} bytes follow the last tensor; fetch the file again",
+                length - wanted
+            ));
+        }
+        Ok(Self { path: path.into(), file, metadata, data_start })
+    }
+
+    /// The bytes of one tensor.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when the file shrank meanwhile or cannot be read.
+    pub fn read(&self, info: &TensorInfo) -> Result<Vec<u8>> {
+        let (start, end) = info.data_offsets;
+        let mut bytes = vec![0; end - start];
+        let mut file = &self.file;
+        file.seek(SeekFrom::Start(self.data_start + start as u64))
+            .and_then(|_| file.read_exact(&mut bytes))
+            .map_err(|e| bad_input!("{}: cannot be read: {e}", self.path.display()))?;
+        Ok(bytes)
+    }
+}
+
+/// Writes a new, synced file of `tensors` in their order. `write` is asked for each tensor's bytes once, by its index.
+///
+/// # Errors
+/// When the file exists or the disk refuses, and those of `write`.
+pub fn write_tensors(
+    path: &Path,
+    tensors: Vec<StoredTensor>,
+    mut write: impl FnMut(usize, &mut dyn Write) -> Result<()>,
+) -> Result<()> {
+    let place = || format!("{}: cannot be written", path.display());
+    let mut out = BufWriter::new(File::create_new(path).with_context(place)?);
+    let count = tensors.len();
+    out.write_all(&header(tensors)?).with_context(place)?;
+    (0..count).try_for_each(|index| write(index, &mut out))?;
+    out.into_inner()
+        .map_err(std::io::IntoInnerError::into_error)
+        .and_then(|file| file.sync_all())
+        .with_context(place)
+}
+
+/// A header, padded to 8 bytes, for `tensors` in order.
+fn header(tensors: Vec<StoredTensor>) -> Result<Vec<u8>> {
+    let mut offset = 0;
+    let infos = tensors.into_iter().map(|stored| {
+        let start = offset;
+        offset += stored.bytes() as usize;
+        (stored.name, TensorInfo { dtype: stored.dtype, shape: stored.shape, data_offsets: (start, offset) })
+    });
+    // Readers of the hub refuse files that do not say which framework's layout they follow.
+    let framework = HashMap::from([("format".to_string(), "pt".to_string())]);
+    let metadata = Metadata::new(Some(framework), infos.collect())?;
+    let mut json = serde_json::to_vec(&metadata)?;
+    json.resize(json.len().next_multiple_of(8), b' ');
+    Ok([&(json.len() as u64).to_le_bytes()[..], &json].concat())
+}
+
+/// Writes values as f32, a piece at a time.
+///
+/// # Errors
+/// When the disk refuses.
+pub fn write_f32(out: &mut dyn Write, values: &[f32]) -> Result<()> {
+    write_pieces(out, values, |v| v.to_le_bytes())
+}
+
+/// Writes values rounded to bf16, a piece at a time.
+///
+/// # Errors
+/// When the disk refuses.
+pub fn write_bf16(out: &mut dyn Write, values: &[f32]) -> Result<()> {
+    write_pieces(out, values, |v| half::bf16::from_f32(v).to_le_bytes())
+}
+
+fn write_pieces<const N: usize>(
+    out: &mut dyn Write,
+    values: &[f32],
+    bytes: impl Fn(f32) -> [u8; N],
+) -> Result<()> {
+    for piece in values.chunks(PIECE) {
+        out.write_all(&piece.iter().flat_map(|&v| bytes(v)).collect::<Vec<u8>>())?;
+    }
+    Ok(())
+}
+
+/// Values from little-endian bytes.
+pub fn f32_values(bytes: &[u8]) -> impl ExactSizeIterator<Item = f32> {
+    bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b))
+}

@@ -1,0 +1,362 @@
+//! The sampler's side of the head: logits of rows, tokens drawn from them, and log-probabilities of tokens.
+//!
+//! `z = (h · W) / τ` and its [`RowStats`](super::log_prob::RowStats) are computed as the training forward's head computes
+//! them, so `z_t − LSE(z)` has the same bits there. Logits stay where the model is: only tokens and their
+//! log-probabilities reach the host.
+
+use super::cpu::{buffer, for_each_row_pair, host_values, in_parallel};
+use super::log_prob::{chunk_rows, inverse, row_stats};
+use super::math::exp;
+use super::product::forward_product;
+use candle_core::{Result, Tensor, bail};
+use multiversion::multiversion;
+use rayon::prelude::*;
+
+/// How tokens are drawn. Training uses the whole distribution; greedy and truncated sampling are for evaluation.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sampling {
+    /// 0 takes the likeliest token, the lowest id of equals; its log-probability is then 0.
+    pub temperature: f64,
+    /// Keep the likeliest tokens up to this probability, the one that reaches it included; 1 keeps all.
+    pub top_p: f64,
+    /// Keep the k likeliest tokens, the lowest ids of equals; 0 keeps all.
+    pub top_k: usize,
+    /// Keep tokens with at least this share of the likeliest one's probability; 0 keeps all.
+    pub min_p: f64,
+}
+
+/// A token and its log-probability under the distribution it was drawn from.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Drawn {
+    pub token: u32,
+    pub log_prob: f32,
+}
+
+/// Logits of some rows, over the temperature.
+pub struct Logits {
+    /// `[R, V]`.
+    z: Tensor,
+    /// `log Σ_j e^{z_j}`, `[R]`.
+    log_sum_exp: Tensor,
+}
+
+/// Rows of logits that are computed at a time, for a vocabulary of `vocabulary`: what bounds their memory.
+pub fn logits_rows_max(vocabulary: usize) -> usize {
+    chunk_rows(vocabulary)
+}
+
+/// Logits of rows `h [R, H]` under the head `weight [H, V]`, over the temperature of `sampling`.
+///
+/// # Errors
+/// When shapes disagree.
+pub fn logits(h: &Tensor, weight: &Tensor, sampling: &Sampling) -> Result<Logits> {
+    let ((rows, k), (w_k, n)) = (h.dims2()?, weight.dims2()?);
+    if k != w_k {
+        bail!("logits: h {:?}, weight {:?}", h.dims(), weight.dims());
+    }
+    let (mut z, mut log_sum_exp) = (buffer(rows * n), buffer(rows));
+    forward_product(&mut z, &host_values(&h.contiguous()?)?, &host_values(weight)?, (rows, k, n), false);
+    let inverse_temperature = sampling.inverse_temperature();
+    for_each_row_pair((&mut z, n), (&mut log_sum_exp, 1), 4 * n, |_, z, sum| {
+        sum[0] = row_stats(z, inverse_temperature).log_sum_exp;
+    });
+    let device = h.device();
+    Ok(Logits {
+        z: Tensor::from_vec(z, (rows, n), device)?,
+        log_sum_exp: Tensor::from_vec(log_sum_exp, rows, device)?,
+    })
+}
+
+impl Logits {
+    /// A token for each of `draws`: a row, and a number from [0, 1) that picks.
+    ///
+    /// # Errors
+    /// When a row does not exist or holds no distribution.
+    pub fn draw(&self, sampling: &Sampling, draws: &[(usize, f64)]) -> Result<Vec<Drawn>> {
+        self.of_rows(draws, |row, &uniform| sampling.draw(row, uniform))
+    }
+
+    /// The log-probability of each (row, token) under what `sampling` keeps; −∞ where it does not keep the token.
+    ///
+    /// # Errors
+    /// When a row or a token does not exist.
+    pub fn log_probs(&self, sampling: &Sampling, tokens: &[(usize, u32)]) -> Result<Vec<f32>> {
+        self.of_rows(tokens, |row, &token| {
+            if token as usize >= row.z.len() {
+                bail!("logits: token {token} in a vocabulary of {}", row.z.len());
+            }
+            Ok(sampling.log_prob(row, token))
+        })
+    }
+
+    /// `f` of every asked row, over the threads where the work is worth it.
+    fn of_rows<A: Sync, R: Send>(
+        &self,
+        asked: &[(usize, A)],
+        f: impl Fn(Row, &A) -> Result<R> + Sync,
+    ) -> Result<Vec<R>> {
+        let (rows, vocabulary) = self.z.dims2()?;
+        let (z, log_sum_exp) = (host_values(&self.z)?, host_values(&self.log_sum_exp)?);
+        let (z, log_sum_exp): (&[f32], &[f32]) = (&z, &log_sum_exp);
+        let one = |(row, of): &(usize, A)| {
+            if *row >= rows {
+                bail!("logits: row {row} of {rows}");
+            }
+            let z = &z[row * vocabulary..(row + 1) * vocabulary];
+            f(Row { z, log_sum_exp: log_sum_exp[*row] }, of)
+        };
+        if in_parallel(asked.len() * 4 * vocabulary) {
+            asked.par_iter().map(one).collect()
+        } else {
+            asked.iter().map(one).collect()
+        }
+    }
+}
+
+/// A row of logits, divided by the temperature.
+#[derive(Clone, Copy)]
+struct Row<'a> {
+    /// `[V]`.
+    z: &'a [f32],
+    log_sum_exp: f32,
+}
+
+impl Row<'_> {
+    fn log_prob(&self, token: u32) -> f32 {
+        self.z[token as usize] - self.log_sum_exp
+    }
+}
+
+impl Sampling {
+    /// The policy itself, at `temperature`.
+    pub fn whole(temperature: f64) -> Self {
+        Self { temperature, top_p: 1.0, top_k: 0, min_p: 0.0 }
+    }
+
+    fn truncates(&self) -> bool {
+        self.top_p < 1.0 || self.top_k > 0 || self.min_p > 0.0
+    }
+
+    /// What logits are multiplied with before they are drawn from: `1/τ`.
+    fn inverse_temperature(&self) -> f32 {
+        if self.temperature == 0.0 { 1.0 } else { inverse(self.temperature) }
+    }
+
+    /// The token of `row` that `uniform`, a number from [0, 1), picks.
+    fn draw(&self, row: Row, uniform: f64) -> Result<Drawn> {
+        let (weights, total) = self.kept(row);
+        if !(total.is_finite() && total > 0.0) {
+            bail!("the model's logits are not finite; its weights are broken or training has diverged");
+        }
+        if self.temperature == 0.0 {
+            return Ok(Drawn { token: highest(row.z) as u32, log_prob: 0.0 });
+        }
+        let Some(token) = pick(&weights, uniform * total) else {
+            bail!("no token has a probability above 0");
+        };
+        let token = token as u32;
+        let log_prob = if self.truncates() { log_share(&weights, total, token) } else { row.log_prob(token) };
+        Ok(Drawn { token, log_prob })
+    }
+
+    /// Log-probability of `token`, which must be below `V`, under what is kept of `row`; −∞ where it is not kept.
+    fn log_prob(&self, row: Row, token: u32) -> f32 {
+        if !self.truncates() {
+            return row.log_prob(token);
+        }
+        let (weights, total) = self.kept(row);
+        log_share(&weights, total, token)
+    }
+
+    /// Weights of all tokens, 0 where they are not kept, and their sum.
+    fn kept(&self, row: Row) -> (Vec<f32>, f64) {
+        let mut weights = probabilities(row);
+        if self.truncates() {
+            self.truncate(&mut weights);
+        }
+        let total = weights.iter().map(|&w| f64::from(w)).sum();
+        (weights, total)
+    }
+
+    /// Sets the weight of every token that is not kept to 0: `min_p`, then `top_k`, then `top_p` of what they left.
+    fn truncate(&self, weights: &mut [f32]) {
+        let highest = weights.iter().copied().fold(0.0, f32::max);
+        let lowest = (f64::from(highest) * self.min_p) as f32;
+        let mut order: Vec<usize> = (0..weights.len()).filter(|&i| weights[i] >= lowest).collect();
+        let falling = |&a: &usize, &b: &usize| weights[b].total_cmp(&weights[a]).then(a.cmp(&b));
+        if self.top_k > 0 && self.top_k < order.len() {
+            order.select_nth_unstable_by(self.top_k - 1, falling);
+            order.truncate(self.top_k);
+        }
+        if self.top_p < 1.0 {
+            order.sort_unstable_by(falling);
+            let reached = self.top_p * order.iter().map(|&i| f64::from(weights[i])).sum::<f64>();
+            let mut sum = 0.0;
+            let before = order.iter().take_while(|&&i| {
+                let below = sum < reached;
+                sum += f64::from(weights[i]);
+                below
+            });
+            let kept = before.count().max(1);
+            order.truncate(kept);
+        }
+        let mut kept = vec![0.0; weights.len()];
+        order.into_iter().for_each(|i| kept[i] = weights[i]);
+        weights.copy_from_slice(&kept);
+    }
+}
+
+/// Logarithm of the share of `token` in the kept weights.
+fn log_share(weights: &[f32], total: f64, token: u32) -> f32 {
+    (f64::from(weights[token as usize]) / total).ln() as f32
+}
+
+/// `e^{z − LSE(z)}` of every token.
+fn probabilities(row: Row) -> Vec<f32> {
+    let mut weights = row.z.to_vec();
+    exponentials(&mut weights, row.log_sum_exp);
+    weights
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
+fn exponentials(row: &mut [f32], log_sum_exp: f32) {
+    for z in row.iter_mut() {
+        *z = exp(*z - log_sum_exp);
+    }
+}
+
+/// The first token whose cumulative weight exceeds `target`, in id order; when rounding leaves none, the last one that
+/// has any weight. Never a token of weight 0.
+fn pick(weights: &[f32], target: f64) -> Option<usize> {
+    let mut sum = 0.0;
+    for (i, &weight) in weights.iter().enumerate() {
+        sum += f64::from(weight);
+        if sum > target && weight > 0.0 {
+            return Some(i);
+        }
+    }
+    weights.iter().rposition(|&weight| weight > 0.0)
+}
+
+/// The place of the highest value, the first of equals.
+fn highest(row: &[f32]) -> usize {
+    let mut best = 0;
+    for (i, &z) in row.iter().enumerate() {
+        if z > row[best] {
+            best = i;
+        }
+    }
+    best
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::{Purpose, stream};
+    use candle_core::Device;
+    use rand::Rng;
+
+    /// A row of the given logits: 1 times each is exact.
+    fn row(values: &[f32], sampling: &Sampling) -> Logits {
+        let weight = Tensor::from_slice(values, (1, values.len()), &Device::Cpu).unwrap();
+        logits(&Tensor::new(&[[1f32]], &Device::Cpu).unwrap(), &weight, sampling).unwrap()
+    }
+
+    fn draws(sampling: Sampling, logits: &[f32], n: u64) -> Vec<Drawn> {
+        let draws: Vec<_> = (0..n).map(|i| (0, stream(1, Purpose::Sampling, &[i]).random::<f64>())).collect();
+        let drawn = row(logits, &sampling).draw(&sampling, &draws).unwrap();
+        let tokens: Vec<_> = drawn.iter().map(|d| (0, d.token)).collect();
+        if sampling.temperature > 0.0 {
+            let log_probs = row(logits, &sampling).log_probs(&sampling, &tokens).unwrap();
+            assert_eq!(drawn.iter().map(|d| d.log_prob).collect::<Vec<_>>(), log_probs);
+        }
+        drawn
+    }
+
+    fn shares(draws: &[Drawn], tokens: usize) -> Vec<f64> {
+        let count = |t| draws.iter().filter(|d| d.token as usize == t).count();
+        (0..tokens).map(|t| count(t) as f64 / draws.len() as f64).collect()
+    }
+
+    #[test]
+    fn shares_are_the_probabilities_at_the_temperature() {
+        let logits = [0.5f32, -1.0, 2.0, 0.0, -200.0];
+        for temperature in [1.0, 0.5, 2.0] {
+            let drawn = draws(Sampling::whole(temperature), &logits, 40_000);
+            let weights = logits.map(|z| (f64::from(z) / temperature).exp());
+            let total: f64 = weights.iter().sum();
+            for (share, weight) in shares(&drawn, 5).iter().zip(weights) {
+                assert!((share - weight / total).abs() < 0.01, "{share} against {}", weight / total);
+            }
+            for d in &drawn {
+                let exact = (weights[d.token as usize] / total).ln();
+                assert!((f64::from(d.log_prob) - exact).abs() < 1e-5);
+            }
+        }
+    }
+
+    #[test]
+    fn the_ends_of_the_unit_interval_never_pick_an_impossible_token() {
+        let weights = [0.0f32, 0.25, 0.0, 0.75, 0.0];
+        assert_eq!(pick(&weights, 0.0), Some(1));
+        assert_eq!(pick(&weights, 0.25), Some(3));
+        assert_eq!(pick(&weights, 0.249_999), Some(1));
+        assert_eq!(pick(&weights, 1.0), Some(3));
+        assert_eq!(pick(&weights, 2.0), Some(3));
+        assert_eq!(pick(&[0.0; 3], 0.0), None);
+    }
+
+    #[test]
+    fn greedy_takes_the_lowest_id_of_equals() {
+        let drawn = draws(Sampling::whole(0.0), &[1.0, 3.0, 3.0, -1.0], 3);
+        assert!(drawn.iter().all(|&d| d == Drawn { token: 1, log_prob: 0.0 }));
+    }
+
+    #[test]
+    fn truncation_keeps_the_likeliest_and_renormalises() {
+        // Probabilities .4 .3 .2 .1
+        let logits: Vec<f32> = [0.4f32, 0.3, 0.2, 0.1].iter().map(|p| p.ln()).collect();
+        let all = Sampling::whole(1.0);
+        let cases = [
+            (Sampling { top_k: 2, ..all }, vec![0.4, 0.3]),
+            (Sampling { top_p: 0.75, ..all }, vec![0.4, 0.3, 0.2]),
+            (Sampling { top_p: 0.001, ..all }, vec![0.4]),
+            (Sampling { min_p: 0.6, ..all }, vec![0.4, 0.3]),
+            (Sampling { top_k: 3, top_p: 0.7, ..all }, vec![0.4, 0.3]),
+        ];
+        for (sampling, kept) in cases {
+            let total: f64 = kept.iter().sum();
+            let drawn = draws(sampling, &logits, 20_000);
+            for (token, share) in shares(&drawn, 4).into_iter().enumerate() {
+                let expected = kept.get(token).map_or(0.0, |p| p / total);
+                assert!((share - expected).abs() < 0.015, "{sampling:?}: {token} {share} {expected}");
+            }
+            for d in &drawn {
+                let exact = (kept[d.token as usize] / total).ln();
+                assert!((f64::from(d.log_prob) - exact).abs() < 1e-5, "{sampling:?}");
+            }
+        }
+        let ties = draws(Sampling { top_k: 2, ..all }, &[1.0; 4], 1000);
+        assert!(ties.iter().all(|d| d.token < 2), "the lowest ids of equals are kept");
+    }
+
+    #[test]
+    fn logits_that_are_no_numbers_are_an_error() {
+        for bad in [f32::NAN, f32::INFINITY] {
+            for temperature in [0.0, 1.0] {
+                let sampling = Sampling::whole(temperature);
+                // An infinite weight times 1, not times 0, is what a broken head gives.
+                let error = row(&[0.0, bad, 1.0], &sampling).draw(&sampling, &[(0, 0.5)]).err().unwrap();
+                assert!(error.to_string().contains("not finite"), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn rows_and_tokens_that_do_not_exist_are_errors() {
+        let sampling = Sampling::whole(1.0);
+        let row = row(&[0.0, 1.0], &sampling);
+        assert!(row.draw(&sampling, &[(1, 0.5)]).err().unwrap().to_string().contains("row 1 of 1"));
+        assert!(row.log_probs(&sampling, &[(0, 2)]).err().unwrap().to_string().contains("token 2"));
+    }
+}

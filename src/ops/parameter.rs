@@ -1,0 +1,99 @@
+//! A model's tensor as the ops take it: its values, and where its gradient goes if it learns.
+//!
+//! An op's backward adds a parameter's gradient where it belongs, in place, and gives candle's graph none: a fresh tensor of
+//! the parameter's size for every micro-batch would cost more than the sum itself.
+
+use super::cpu::{add_values, host_values, values};
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
+use std::sync::Arc;
+
+/// Takes the gradients of one pass.
+pub trait GradientSink: Send + Sync {
+    /// Calls `add` with the buffer of parameter `parameter`, which has the parameter's shape, once it is this pass's turn.
+    ///
+    /// # Errors
+    /// Those of `add`, or when a pass before this one failed.
+    fn add(&self, parameter: usize, add: &mut dyn FnMut(&Tensor) -> Result<()>) -> Result<()>;
+}
+
+/// Values, and what takes their gradient.
+#[derive(Clone)]
+pub struct Parameter {
+    values: Tensor,
+    gradient: Option<Gradient>,
+}
+
+/// The way of one parameter's gradient.
+#[derive(Clone)]
+pub(super) struct Gradient {
+    sink: Arc<dyn GradientSink>,
+    parameter: usize,
+}
+
+impl Parameter {
+    /// A tensor that does not learn.
+    pub fn frozen(values: &Tensor) -> Self {
+        Self { values: values.detach(), gradient: None }
+    }
+
+    /// A variable whose gradient goes to place `parameter` of `sink`.
+    pub fn learning(variable: &Tensor, sink: Arc<dyn GradientSink>, parameter: usize) -> Self {
+        Self { values: variable.clone(), gradient: Some(Gradient { sink, parameter }) }
+    }
+
+    /// The same values, not learning.
+    pub fn without_gradient(&self) -> Self {
+        Self::frozen(&self.values)
+    }
+
+    /// The values. A variable where they learn, so that candle records what is computed from them.
+    pub fn values(&self) -> &Tensor {
+        &self.values
+    }
+
+    /// Its gradient's way, for an op to keep.
+    pub(super) fn gradient(&self) -> Option<Gradient> {
+        self.gradient.clone()
+    }
+
+    /// The values as a tensor of the graph, for ops that take their small parameters so: the gradient that reaches it is
+    /// added to the parameter's.
+    ///
+    /// # Errors
+    /// When the values are not contiguous.
+    pub fn tracked(&self) -> Result<Tensor> {
+        match self.gradient() {
+            None => Ok(self.values.clone()),
+            Some(gradient) => self.values.apply_op1(Leaf { gradient }),
+        }
+    }
+}
+
+impl Gradient {
+    /// Hands `add` the buffer to add to.
+    pub(super) fn add(&self, mut add: impl FnMut(&Tensor) -> Result<()>) -> Result<()> {
+        self.sink.add(self.parameter, &mut add)
+    }
+}
+
+/// The identity, where a gradient leaves candle's graph.
+struct Leaf {
+    gradient: Gradient,
+}
+
+impl CustomOp1 for Leaf {
+    fn name(&self) -> &'static str {
+        "parameter"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((CpuStorage::F32(values(x, layout)?.to_vec()), layout.shape().clone()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        let gradient = gradient.contiguous()?;
+        let gradient = host_values(&gradient)?;
+        self.gradient.add(|sum| add_values(sum, &gradient))?;
+        Ok(None)
+    }
+}

@@ -1,0 +1,60 @@
+//! Shorter mantissas, an arm: each value to the nearest one with `b` stored mantissa bits, ties to even.
+//!
+//! 7 bits are bf16's, 3 those of FP8 E4M3; the exponent keeps f32's range. Not differentiable.
+
+use super::cpu::values;
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
+
+/// `x` with `bits` mantissa bits a value.
+///
+/// # Errors
+/// When `x` is not f32.
+pub fn round_mantissa(x: &Tensor, bits: u32) -> Result<Tensor> {
+    x.detach().contiguous()?.apply_op1(RoundMantissa { bits })
+}
+
+struct RoundMantissa {
+    bits: u32,
+}
+
+impl CustomOp1 for RoundMantissa {
+    fn name(&self) -> &'static str {
+        "round_mantissa"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let rounded = values(x, layout)?.iter().map(|&v| round_value(v, self.bits)).collect();
+        Ok((CpuStorage::F32(rounded), layout.shape().clone()))
+    }
+}
+
+fn round_value(value: f32, bits: u32) -> f32 {
+    let dropped = 23 - bits.min(23);
+    if dropped == 0 || !value.is_finite() {
+        return value;
+    }
+    let raw = value.to_bits();
+    let half = (1u32 << (dropped - 1)) - 1 + ((raw >> dropped) & 1);
+    f32::from_bits(raw.saturating_add(half) & !((1 << dropped) - 1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::{Purpose, stream};
+    use rand::RngCore;
+
+    #[test]
+    fn seven_bits_are_bf16_and_ties_go_to_even() {
+        let mut rng = stream(1, Purpose::Initialisation, &[]);
+        for _ in 0..10_000 {
+            let value = f32::from_bits(rng.next_u32());
+            if value.is_finite() && value.abs() < 1e38 {
+                assert_eq!(round_value(value, 7), half::bf16::from_f32(value).to_f32(), "{value}");
+            }
+        }
+        assert_eq!(round_value(1.0625, 3), 1.0);
+        assert_eq!(round_value(1.1875, 3), 1.25);
+        assert_eq!(round_value(0.3, 23), 0.3);
+    }
+}
