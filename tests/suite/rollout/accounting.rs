@@ -161,7 +161,7 @@ fn every_trajectory_is_accounted_for_whatever_fails() {
             *counts.entry(format!("tool/{}", call.name())).or_default() += 1.0;
         }
     }
-    let metrics = rloss::rollout::metrics(&rollouts.groups).finish();
+    let metrics = rloss::rollout::metrics(&rollouts.groups).finish().unwrap();
     for (key, count) in &counts {
         assert_eq!(metrics.get(key), Some(*count), "{key}");
     }
