@@ -13,6 +13,7 @@
 #![warn(clippy::unimplemented, clippy::unwrap_used)]
 
 pub mod atomic_file;
+pub mod choice;
 pub mod cli;
 pub mod commands;
 pub mod error;
