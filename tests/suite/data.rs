@@ -1,6 +1,9 @@
 //! Outside data for tests, read in place from `RLOSS_DATA` (default `data/`) and never copied.
 
+use std::collections::BTreeSet;
+use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
 /// The folder `kind` of the test data, or `None`, said on stderr, when `RLOSS_DATA` is unset and there is no `data/`.
 ///
@@ -14,12 +17,27 @@ pub fn folder(kind: &str) -> Option<PathBuf> {
     let folder = root.join(kind);
     if !folder.is_dir() {
         assert!(!set, "RLOSS_DATA is set, but {} is not a folder", folder.display());
-        eprintln!("skipped: no {} (scripts/fetch_data.sh fetches it, or set RLOSS_DATA)", folder.display());
+        say_skipped(kind, &root);
         return None;
     }
     let empty = std::fs::read_dir(&folder).expect("read_dir").next().is_none();
     assert!(!empty, "{} is empty", folder.display());
     Some(folder)
+}
+
+/// Names the running test among the skipped, past the harness, which keeps the words of a test that passes to itself. One
+/// line a test and kind; the harness runs each test in a thread of its name.
+fn say_skipped(kind: &str, root: &Path) {
+    static SAID: Mutex<BTreeSet<(String, String)>> = Mutex::new(BTreeSet::new());
+    let thread = std::thread::current();
+    let test = thread.name().unwrap_or("a test").to_owned();
+    if SAID.lock().expect("no panic inside").insert((test.clone(), kind.to_owned())) {
+        let line = format!(
+            "skipped: {test}: no {kind} in {} (scripts/fetch_data.sh fetches it, or set RLOSS_DATA)\n",
+            root.display()
+        );
+        std::io::stderr().write_all(line.as_bytes()).expect("stderr");
+    }
 }
 
 /// Every row of every `*.jsonl` in `kind`, as (file stem, row), in file-name order.
