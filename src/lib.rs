@@ -12,6 +12,8 @@
 )]
 #![warn(clippy::unimplemented, clippy::unwrap_used)]
 
+pub mod atomic_file;
+pub mod choice;
 pub mod cli;
 pub mod commands;
 pub mod error;

@@ -5,6 +5,7 @@ use crate::model::config::Config;
 use crate::model::names::{ParameterSpec, value_model_specs};
 use crate::recipe::{self, Plan};
 use anyhow::Result;
+use wildmatch::WildMatchPattern;
 
 /// What `arms.freeze_attention` freezes.
 const ATTENTION: &str = "model.layers.*.self_attn.*";
@@ -50,19 +51,10 @@ fn not_frozen(
     Ok(trainable)
 }
 
-/// True when `pattern`, in which `*` stands for any characters, names `name` as a whole.
+/// Whether `pattern` names `name` as a whole: `*` stands for any characters, dots included, every other character for
+/// itself. There is no wildcard of a single character, which the crate asks for: no name holds U+0000.
 fn matches(pattern: &str, name: &str) -> bool {
-    let mut parts = pattern.split('*');
-    let Some(mut rest) = parts.next().and_then(|first| name.strip_prefix(first)) else { return false };
-    let parts: Vec<&str> = parts.collect();
-    let Some((last, middle)) = parts.split_last() else { return rest.is_empty() };
-    for part in middle {
-        match rest.find(part) {
-            Some(at) => rest = &rest[at + part.len()..],
-            None => return false,
-        }
-    }
-    rest.ends_with(last)
+    WildMatchPattern::<'*', '\0'>::new(pattern).matches(name)
 }
 
 #[cfg(test)]
@@ -78,5 +70,12 @@ mod tests {
         assert!(!matches("lm_head", "lm_head.weight"));
         assert!(!matches("*.sink", "model.layers.3.self_attn.sinks"));
         assert!(!matches("model.layers.*.mlp.*", "model.layers.3.self_attn.sinks"));
+        // The end may not be taken for a part before it, and several stars may have to look again.
+        assert!(!matches("*weight*weight", "lm_head.weight"));
+        assert!(matches("*.s*s", "model.layers.3.self_attn.sinks"));
+        // Nothing else is special, and no end is enough.
+        assert!(!matches("lm?head.weight", "lm_head.weight"));
+        assert!(!matches("lm[_]head.{weight,bias}", "lm_head.weight"));
+        assert!(!matches("head.weight", "lm_head.weight"));
     }
 }

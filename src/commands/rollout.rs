@@ -42,7 +42,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
         greedy: None,
     };
     let groups: Vec<Group> = rows.into_iter().map(group).collect();
-    let metrics = crate::rollout::metrics(&groups).finish();
+    let metrics = crate::rollout::metrics(&groups).finish()?;
     let mut table = Table::new(["metric", "value"]);
     metrics.iter().for_each(|(name, value)| table.row([name.to_owned(), format_number(value)]));
     write_file(&out.join("metrics.jsonl"), &(Row { step, phase: Phase::Rl, metrics }.to_json() + "\n"))?;

@@ -1,5 +1,6 @@
 //! A run's folder: its recipe, metrics, trajectories and lock.
 
+pub(super) use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::metrics::{MetricsFile, Row, TensorBoard, read_rows};
 use crate::recipe::{Plan, resolve, resume_differences};
@@ -189,15 +190,4 @@ fn check_recipe(path: &Path, plan: &Plan) -> Result<()> {
 
 fn write_recipe(path: &Path, plan: &Plan) -> Result<()> {
     write_file(&path.join("recipe.toml"), &plan.to_toml())
-}
-
-/// Writes a small file aside and renames it.
-pub fn write_file(path: &Path, text: &str) -> Result<()> {
-    let aside = path.with_extension("partial");
-    let write = || -> Result<()> {
-        fs::write(&aside, text)?;
-        File::open(&aside)?.sync_all()?;
-        Ok(fs::rename(&aside, path)?)
-    };
-    write().with_context(|| format!("writing {}", path.display()))
 }

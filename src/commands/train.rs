@@ -256,7 +256,7 @@ impl Trainer {
             let lr = learning_rate(&recipe.train.optimizer, step - 1, steps);
             let update = self.update(step, &rollouts.trained(), &mut optimizer, critic.as_mut(), lr)?;
 
-            let mut metrics = rollouts.metrics();
+            let mut metrics = rollouts.metrics()?;
             metrics.extend(update);
             let seconds = begun.elapsed().as_secs_f64();
             self.timings.add("step", seconds);

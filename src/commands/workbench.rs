@@ -17,7 +17,7 @@ use crate::model::policy_view::PolicyView;
 use crate::model::save::Companions;
 use crate::ops::threads::Threads;
 use crate::recipe::model::Tokenizer;
-use crate::recipe::{Architecture, Dtype, InterpreterKind, InterpreterState, Plan, Recipe, SavedDtype};
+use crate::recipe::{Architecture, Dtype, InterpreterKind, Plan, Recipe, SavedDtype};
 use crate::rollout::{Rollout, RolloutSettings, preamble};
 use crate::tasks::{Task, TaskSettings};
 use crate::train::checkpoint;
@@ -312,33 +312,19 @@ fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
 }
 
 fn task_settings(recipe: &Recipe) -> TaskSettings {
-    use crate::recipe::task::{AnswerEquality, Extraction, Grading, PromptForm};
-    use crate::tasks::{answer, gsm8k, retool, verify_if};
     let task = &recipe.task;
     let defaults = TaskSettings::default();
     TaskSettings {
-        name: task.name.to_string(),
+        name: task.name,
         train_file: task.train_file.clone(),
         validation_file: task.validation_file.clone(),
         validation_files: task.validation_files.clone(),
         train_rows_max: task.train_rows_max,
         validation_rows_max: task.validation_rows_max,
-        extraction: match task.extraction.unwrap_or_default() {
-            Extraction::Strict => gsm8k::Extraction::Strict,
-            Extraction::Flexible => gsm8k::Extraction::Flexible,
-        },
-        answer: match task.answer.unwrap_or_default() {
-            AnswerEquality::Exact => answer::Equality::Exact,
-            AnswerEquality::Equivalent => answer::Equality::Equivalent,
-        },
-        prompt: match task.prompt.unwrap_or_default() {
-            PromptForm::Boxed => retool::PromptForm::Boxed,
-            PromptForm::AnswerLine => retool::PromptForm::AnswerLine,
-        },
-        grading: match task.grading.unwrap_or_default() {
-            Grading::Share => verify_if::Grading::Share,
-            Grading::All => verify_if::Grading::All,
-        },
+        extraction: task.extraction.unwrap_or_default(),
+        answer: task.answer.unwrap_or_default(),
+        prompt: task.prompt.unwrap_or_default(),
+        grading: task.grading.unwrap_or_default(),
         command: task.command.clone(),
         command_timeout_s: task.command_timeout_s.unwrap_or(defaults.command_timeout_s),
         command_processes: task.command_processes.unwrap_or(defaults.command_processes),
@@ -349,10 +335,7 @@ fn task_settings(recipe: &Recipe) -> TaskSettings {
 fn open_interpreter(recipe: &Recipe, threads: usize) -> Result<Box<dyn Interpreter>> {
     let i = &recipe.interpreter;
     let settings = interpreter::Settings {
-        state: match i.state {
-            InterpreterState::Call => interpreter::State::Call,
-            InterpreterState::Trajectory => interpreter::State::Trajectory,
-        },
+        state: i.state,
         time_limit_s: i.time_limit_s,
         wall_clock_s: i.wall_clock_s,
         memory_mib: i.memory_mib as u64,

@@ -3,41 +3,28 @@
 use super::message::{Message, Role};
 use super::typescript::type_of;
 use crate::bad_input;
+use crate::choice::{Choice, choice};
 use anyhow::Result;
-use serde::{Deserialize, Serialize};
+use serde::de::Error;
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// How long the model is asked to think.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum ReasoningEffort {
-    #[serde(alias = "low")]
-    Low,
-    #[serde(alias = "medium")]
-    Medium,
-    #[serde(alias = "high")]
-    High,
-}
-
-impl ReasoningEffort {
-    /// The word in the system message.
-    pub fn name(self) -> &'static str {
-        match self {
-            ReasoningEffort::Low => "low",
-            ReasoningEffort::Medium => "medium",
-            ReasoningEffort::High => "high",
-        }
+choice! {
+    /// How long the model is asked to think.
+    pub enum ReasoningEffort {
+        Low = "low",
+        Medium = "medium",
+        High = "high",
     }
 }
 
-impl std::str::FromStr for ReasoningEffort {
-    type Err = anyhow::Error;
-
-    fn from_str(name: &str) -> Result<Self> {
-        [ReasoningEffort::Low, ReasoningEffort::Medium, ReasoningEffort::High]
-            .into_iter()
-            .find(|effort| effort.name() == name)
-            .ok_or_else(|| bad_input!("reasoning effort {name:?}: use \"low\", \"medium\" or \"high\""))
+/// In conversations of other programs the word may begin with a capital.
+impl<'de> Deserialize<'de> for ReasoningEffort {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let word = String::deserialize(deserializer)?;
+        ReasoningEffort::named(&word.to_ascii_lowercase())
+            .ok_or_else(|| D::Error::custom(format!("{word:?} is not \"low\", \"medium\" or \"high\"")))
     }
 }
 
@@ -72,7 +59,7 @@ pub struct ToolNamespace {
 }
 
 /// The parts of a system message. An absent part leaves no trace in the text.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SystemContent {
     #[serde(default)]

@@ -14,7 +14,7 @@ pub enum Problem {
     MalformedHeader { leftover: String },
     /// The message closed before `<|message|>`.
     UnfinishedHeader,
-    /// A message after the first was begun in the name of somebody else.
+    /// A message was begun in the name of somebody else.
     WrongAuthor { author: String },
     /// Tokens that belong to no message, after one had been closed.
     TextAfterEnd,
@@ -110,7 +110,8 @@ pub struct ParsedCompletion {
 }
 
 enum State {
-    /// `opened` when `<|start|>` was sampled, so that the author's name comes first.
+    /// `opened` when `<|start|>` was sampled, so that the author's name comes first. A turn that begins with it repeats
+    /// the opening that the prompt ended in.
     Header {
         opened: bool,
         bytes: Vec<u8>,
@@ -131,6 +132,9 @@ enum State {
 }
 
 /// Reads the tokens sampled after `<|start|>assistant`.
+///
+/// A turn that begins with one more `<|start|>assistant` goes on as if it did not: the message behind it is plain. The
+/// published parser takes the repeated opening for the recipient, or refuses it; so does [`StreamParser`](super::StreamParser).
 pub struct TurnParser {
     tokenizer: HarmonyTokenizer,
     state: State,
@@ -174,6 +178,11 @@ impl TurnParser {
             State::Between => {
                 self.keep_text(self.tokenizer.decode(&[token]).as_bytes());
                 self.malformed(Problem::TextAfterEnd)
+            }
+            State::Header { opened: false, bytes, foreign: false }
+                if token == control.start && bytes.is_empty() =>
+            {
+                self.within(State::Header { opened: true, bytes, foreign: false })
             }
             State::Header { opened, bytes, foreign } if token == control.message => {
                 self.within(match read_header(opened, &bytes, foreign) {

@@ -3,7 +3,9 @@
 use super::embedded_worker::{Hello, Kept, Welcome, undone};
 use super::pool::Pool;
 use super::process::{Process, Spawner};
-use super::{CONFINEMENT_REMEDY, Interpreter, Reply, SessionId, Settings, State, code_to_run, lock};
+use super::{
+    CONFINEMENT_REMEDY, Interpreter, InterpreterState, Reply, SessionId, Settings, code_to_run, lock,
+};
 use crate::bad_input;
 use crate::trajectory::CallOutcome;
 use anyhow::{Context, Result};
@@ -126,7 +128,7 @@ impl Embedded {
             }
             _ => "InterpreterError: the interpreter died while running the code.".into(),
         };
-        cause + undone(self.settings.state == State::Trajectory)
+        cause + undone(self.settings.state == InterpreterState::Trajectory)
     }
 }
 
@@ -161,7 +163,7 @@ fn start(settings: &Settings, program: &PathBuf, spawner: &Spawner) -> Result<(P
         memory_bytes: settings.memory_mib << 20,
         time_limit_s: settings.time_limit_s,
         output_chars_max: settings.output_chars_max,
-        keep_state: settings.state == State::Trajectory,
+        keep_state: settings.state == InterpreterState::Trajectory,
         state_bytes_max: STATE_BYTES_MAX,
         dangerously_allow_unsandboxed: settings.dangerously_allow_unsandboxed,
     };

@@ -5,6 +5,7 @@
 //! What confines it, and what nothing does, is in `docs/SANDBOX.md`.
 
 use crate::bad_input;
+use crate::choice::choice;
 use crate::trajectory::CallOutcome;
 use anyhow::{Context, Result};
 use std::path::PathBuf;
@@ -54,19 +55,30 @@ pub trait Interpreter: Send + Sync {
     fn confinement(&self) -> String;
 }
 
-/// How long variables live.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum State {
-    /// Every call starts in a fresh interpreter.
-    Call,
-    /// The calls of one trajectory share variables.
-    Trajectory,
+choice! {
+    /// The interpreters.
+    pub enum InterpreterKind {
+        /// The Python subset inside the binary: no files, no network, no processes.
+        Embedded = "embedded",
+        /// The machine's own Python with all its packages, in an operating-system sandbox. Linux only.
+        CPython = "cpython",
+    }
+}
+
+choice! {
+    /// How long an interpreter's state lives.
+    pub enum InterpreterState {
+        /// Each call starts afresh.
+        Call = "call",
+        /// The calls of a trajectory share their variables.
+        Trajectory = "trajectory",
+    }
 }
 
 /// Limits and size of an interpreter's pool.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Settings {
-    pub state: State,
+    pub state: InterpreterState,
     /// The interpreter stops a call after this long; for CPython, time on a processor.
     pub time_limit_s: f64,
     /// The parent kills a worker that has not answered after this long; above `time_limit_s`.
@@ -92,7 +104,7 @@ pub struct Settings {
 impl Default for Settings {
     fn default() -> Self {
         Self {
-            state: State::Call,
+            state: InterpreterState::Call,
             time_limit_s: 1.0,
             wall_clock_s: 3.0,
             memory_mib: 256,

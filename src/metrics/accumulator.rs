@@ -1,7 +1,8 @@
 //! Gathers a metric over the pieces of a step and reduces it to one value.
 
 use super::Metrics;
-use std::collections::BTreeMap;
+use anyhow::{Result, ensure};
+use std::collections::{BTreeMap, BTreeSet};
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Cell {
@@ -16,7 +17,8 @@ enum Cell {
 }
 
 impl Cell {
-    fn join(&mut self, other: Cell) {
+    /// Takes `other` in; false when it is of another reduction.
+    fn join(&mut self, other: Cell) -> bool {
         match (&mut *self, other) {
             (Cell::Mean { total, weight }, Cell::Mean { total: t, weight: w }) => {
                 *total += t;
@@ -25,8 +27,9 @@ impl Cell {
             (Cell::Sum(a), Cell::Sum(b)) => *a += b,
             (Cell::Max(a), Cell::Max(b)) => *a = if b > *a || b.is_nan() { b } else { *a },
             (Cell::Min(a), Cell::Min(b)) => *a = if b < *a || b.is_nan() { b } else { *a },
-            (kept, offered) => debug_assert!(false, "one metric, two reductions: {kept:?}, {offered:?}"),
+            _ => return false,
         }
+        true
     }
 
     fn value(self) -> f64 {
@@ -37,19 +40,24 @@ impl Cell {
     }
 }
 
-/// Metrics in the making. A name keeps the reduction it was first used with. A NaN is never hidden:
-/// it stays in every reduction, maximum and minimum included. The mean over no weight is NaN.
+/// Metrics in the making. A name has one reduction; a second one makes [`Accumulator::finish`] fail. A NaN is never
+/// hidden: it stays in every reduction, maximum and minimum included. The mean over no weight is NaN.
 ///
 /// ```
 /// let mut step = rloss::metrics::Accumulator::new();
 /// step.mean("actor/entropy", 2.0, 3.0); // 3 tokens
 /// step.mean("actor/entropy", 6.0, 1.0); // 1 token
 /// step.max("response_length/max", 72.0);
-/// let metrics = step.finish();
+/// let metrics = step.finish()?;
 /// assert_eq!(metrics.get("actor/entropy"), Some(3.0));
+/// # anyhow::Ok(())
 /// ```
 #[derive(Debug, Clone, Default)]
-pub struct Accumulator(BTreeMap<String, Cell>);
+pub struct Accumulator {
+    cells: BTreeMap<String, Cell>,
+    /// Names that were given two reductions. Kept until the end, so that gathering needs no error of its own.
+    conflicting: BTreeSet<String>,
+}
 
 impl Accumulator {
     pub fn new() -> Self {
@@ -75,19 +83,29 @@ impl Accumulator {
 
     /// Adds what another worker or micro-batch gathered. Sums of floats depend on the order of the calls.
     pub fn merge(&mut self, other: Accumulator) {
-        for (name, cell) in other.0 {
+        self.conflicting.extend(other.conflicting);
+        for (name, cell) in other.cells {
             self.offer(&name, cell);
         }
     }
 
-    pub fn finish(self) -> Metrics {
-        self.0.into_iter().map(|(name, cell)| (name, cell.value())).collect()
+    /// The reduced values.
+    ///
+    /// # Errors
+    /// When a name was given two reductions: no value of it would be true.
+    pub fn finish(self) -> Result<Metrics> {
+        let names: Vec<&str> = self.conflicting.iter().map(String::as_str).collect();
+        ensure!(names.is_empty(), "one metric, two reductions: {}", names.join(", "));
+        Ok(self.cells.into_iter().map(|(name, cell)| (name, cell.value())).collect())
     }
 
     fn offer(&mut self, name: &str, cell: Cell) {
-        match self.0.get_mut(name) {
+        let joined = match self.cells.get_mut(name) {
             Some(held) => held.join(cell),
-            None => drop(self.0.insert(name.to_owned(), cell)),
+            None => self.cells.insert(name.to_owned(), cell).is_none(),
+        };
+        if !joined {
+            self.conflicting.insert(name.to_owned());
         }
     }
 }

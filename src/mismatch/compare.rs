@@ -5,7 +5,7 @@ use crate::model::policy_view::PolicyView;
 use crate::ops::cpu::host_ids;
 use crate::ops::threads::Threads;
 use crate::policy::Sequences;
-use crate::policy::correction::{ImportanceSampling, Level, WeightBound, importance_weights};
+use crate::policy::correction::{ImportanceConfig, Level, WeightBound, importance_weights};
 use crate::policy::offpolicy::{agreement_metrics, offpolicy_metrics};
 use crate::train::batch::MicroBatch;
 use anyhow::{Result, ensure};
@@ -57,7 +57,7 @@ impl Gap<'_> {
             found.push((format!("rollout_corr/{name}"), value));
         }
         let log_ratio: Vec<f32> = self.training.iter().zip(self.rollout).map(|(t, r)| t - r).collect();
-        let settings = ImportanceSampling {
+        let settings = ImportanceConfig {
             level: Level::Token,
             bound: WeightBound::Truncate { max: WEIGHT_MAX },
             batch_normalize: false,

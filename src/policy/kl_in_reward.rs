@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use super::divergence::Divergence;
+use super::divergence::KlEstimator;
 use super::sequences::{Sequences, mean};
 use crate::bad_input;
 
@@ -72,13 +72,13 @@ pub fn kl_in_reward(
     rewards: &[f32],
     old_log_prob: &[f32],
     reference: &[f32],
-    divergence: Divergence,
+    estimator: KlEstimator,
     coefficient: f64,
 ) -> Result<PenalisedRewards> {
     sequences.check("rewards", rewards)?;
     sequences.check("old_log_prob", old_log_prob)?;
     sequences.check("reference log_prob", reference)?;
-    let kl = |t: usize| divergence.at(old_log_prob[t], reference[t]).0;
+    let kl = |t: usize| estimator.at(old_log_prob[t], reference[t]).0;
     let mut penalised = rewards.to_vec();
     for t in sequences.all_valid() {
         penalised[t] = (f64::from(rewards[t]) - coefficient * kl(t)) as f32;

@@ -3,6 +3,7 @@
 use anyhow::Result;
 
 use crate::bad_input;
+use crate::choice::choice;
 
 /// Log ratios are clamped to ±20 before they are exponentiated: e^20 ≈ 4.9e8 is far beyond any clip.
 pub const LOG_RATIO_MAX: f64 = 20.0;
@@ -12,21 +13,20 @@ pub(super) fn clamped_ratio(log_ratio: f64) -> f64 {
     log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
 }
 
-/// Which log-probs O anchor the ratio exp(T − O).
-///
-/// With one forward for rollout and training the three agree bit for bit on fresh data.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum OldLogProb {
-    /// The current ones, detached: the ratio is 1 by construction. Right only when every token is used for exactly
-    /// one update.
-    Detach,
-    /// Those recorded at sampling time.
-    Rollout,
-    /// Those of a second forward before the first update.
-    Recompute,
+choice! {
+    /// Log-probabilities that the importance ratio is taken against.
+    pub enum OldLogprob {
+        /// The training forward's own, detached: for one update a batch, the ratio is 1 by construction.
+        Detach = "detach",
+        /// Those kept at sampling.
+        Rollout = "rollout",
+        /// A second forward before the update.
+        Recompute = "recompute",
+    }
 }
 
-impl OldLogProb {
+/// With one forward for rollout and training the three agree bit for bit on fresh data.
+impl OldLogprob {
     /// The anchor among the three candidates.
     ///
     /// Refused for `Detach` when `updates_per_batch` exceeds 1, where the anchor must be fixed before the first
@@ -39,13 +39,13 @@ impl OldLogProb {
         updates_per_batch: usize,
     ) -> Result<&'a [f32]> {
         match self {
-            OldLogProb::Detach if updates_per_batch > 1 => Err(bad_input!(
+            OldLogprob::Detach if updates_per_batch > 1 => Err(bad_input!(
                 "policy.old_logprob = \"detach\" with {updates_per_batch} updates a batch would move the anchor \
                  with every update: use \"rollout\" or \"recompute\""
             )),
-            OldLogProb::Detach => Ok(current),
-            OldLogProb::Rollout => Ok(rollout),
-            OldLogProb::Recompute => recomputed.ok_or_else(|| {
+            OldLogprob::Detach => Ok(current),
+            OldLogprob::Rollout => Ok(rollout),
+            OldLogprob::Recompute => recomputed.ok_or_else(|| {
                 bad_input!(
                     "policy.old_logprob = \"recompute\" needs the log-probs of a forward before the first update"
                 )

@@ -1,7 +1,8 @@
 //! `[checkpoint]`: what is saved, and when.
 
 use super::limits::from;
-use super::table::{choice, table};
+use super::table::table;
+use crate::choice::choice;
 
 table! {
     /// What is saved, and when. The last step, and a stop by a signal, always save.

@@ -1,6 +1,7 @@
 //! `[harmony]`: the system and developer messages put before every prompt.
 
-use super::table::{choice, table};
+use super::table::table;
+pub use crate::harmony::ReasoningEffort;
 
 table! {
     /// The system and developer messages put before every prompt. Nothing here depends on the day of the run.
@@ -17,14 +18,5 @@ table! {
         pub reasoning_effort: ReasoningEffort = ReasoningEffort::Medium,
         /// Instructions in a developer message; absent means none.
         pub developer_instructions: Option<String> = None,
-    }
-}
-
-choice! {
-    /// How long the model is asked to think.
-    pub enum ReasoningEffort {
-        Low = "low",
-        Medium = "medium",
-        High = "high",
     }
 }

@@ -1,7 +1,8 @@
 //! `[interpreter]`: the Python tool.
 
 use super::limits::{above, from};
-use super::table::{choice, table};
+use super::table::table;
+pub use crate::interpreter::{InterpreterKind, InterpreterState};
 
 table! {
     /// The Python tool, run in confined worker processes.
@@ -29,25 +30,5 @@ table! {
         pub idle_s_max: f64 = 600.0 => from(0.0).to(86400.0),
         /// Run without the operating system's sandbox where it has none. Code from the model can then harm the machine.
         pub dangerously_allow_unsandboxed: bool = false,
-    }
-}
-
-choice! {
-    /// The interpreters.
-    pub enum InterpreterKind {
-        /// The Python subset inside the binary: no files, no network, no processes.
-        Embedded = "embedded",
-        /// The machine's own Python with all its packages, in an operating-system sandbox. Linux only.
-        CPython = "cpython",
-    }
-}
-
-choice! {
-    /// How long an interpreter's state lives.
-    pub enum InterpreterState {
-        /// Each call starts afresh.
-        Call = "call",
-        /// The calls of a trajectory share their variables.
-        Trajectory = "trajectory",
     }
 }

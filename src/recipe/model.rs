@@ -2,7 +2,8 @@
 
 use super::limits::{Limits, above, from};
 use super::scalar::{Found, Scalar};
-use super::table::{choice, table};
+use super::table::table;
+use crate::choice::choice;
 use std::path::PathBuf;
 
 table! {

@@ -1,7 +1,8 @@
 //! `[train.optimizer]` and `[cold_start.optimizer]`.
 
 use super::limits::{above, from};
-use super::table::{choice, table};
+use super::table::table;
+use crate::choice::choice;
 
 table! {
     /// Optimizer and learning-rate schedule. Masters and moments are f32.

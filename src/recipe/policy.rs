@@ -2,7 +2,11 @@
 
 use super::correction::Correction;
 use super::limits::{above, from};
-use super::table::{choice, table};
+use super::table::table;
+use crate::choice::choice;
+pub use crate::policy::divergence::KlEstimator;
+pub use crate::policy::loss::Loss;
+pub use crate::policy::ratio::OldLogprob;
 
 table! {
     /// Advantage, importance ratio and loss.
@@ -10,7 +14,7 @@ table! {
         /// How rewards of a group become advantages.
         pub advantage: Advantage = Advantage::Grpo,
         /// The policy loss.
-        pub loss: Loss = Loss::Ppo,
+        pub loss: Loss = Loss::default(),
         /// How token losses become one number.
         pub aggregation: Aggregation = Aggregation::TokenMean,
         /// The log-probabilities that the importance ratio is taken against.
@@ -75,26 +79,6 @@ choice! {
 }
 
 choice! {
-    /// Estimators of the divergence, d = log π − log π_ref.
-    pub enum KlEstimator {
-        /// d.
-        K1 = "k1",
-        /// |d|.
-        Abs = "abs",
-        /// ½·d².
-        K2 = "k2",
-        /// e^−d + d − 1.
-        K3 = "k3",
-        /// The value of k1 with the gradient of k2.
-        K1Straight = "k1+",
-        /// The value of abs with the gradient of k2.
-        AbsStraight = "abs+",
-        /// The value of k3 with the gradient of k2.
-        K3Straight = "k3+",
-    }
-}
-
-choice! {
     /// Whose experts the training forward uses.
     pub enum RouterReplay {
         /// Its own.
@@ -129,22 +113,6 @@ choice! {
 }
 
 choice! {
-    /// Policy losses.
-    pub enum Loss {
-        /// Clipped ratio a token, with dual clip.
-        Ppo = "ppo",
-        /// Clipped ratio a sequence.
-        Gspo = "gspo",
-        /// Gradient of the log-probability, weighted by the clipped ratio.
-        Cispo = "cispo",
-        /// Gradient of the log-probability.
-        Reinforce = "reinforce",
-        /// Geometric mean of a sequence's ratios, clipped a token; a mean over sequences whatever `aggregation` says.
-        GeoMean = "geo_mean",
-    }
-}
-
-choice! {
     /// How token losses become one number.
     pub enum Aggregation {
         /// Sum over the tokens of the whole batch, divided by their count.
@@ -157,17 +125,5 @@ choice! {
         SequenceMeanTokenSum = "sequence_mean_token_sum",
         /// Sum over tokens divided by sequences times `rollout.response_tokens_max`.
         Constant = "constant",
-    }
-}
-
-choice! {
-    /// Log-probabilities that the importance ratio is taken against.
-    pub enum OldLogprob {
-        /// The training forward's own, detached: for one update a batch, the ratio is 1 by construction.
-        Detach = "detach",
-        /// Those kept at sampling.
-        Rollout = "rollout",
-        /// A second forward before the update.
-        Recompute = "recompute",
     }
 }

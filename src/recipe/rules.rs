@@ -5,7 +5,9 @@ mod policy;
 
 use super::arms::ARMS;
 use super::mistake::{Mistake, Places};
+use super::table::Table;
 use super::{Advantage, Architecture, Optimizer, Recipe, TaskName, Tokenizer};
+use crate::choice::Choice;
 use std::path::Path;
 
 /// What the rules found.
@@ -171,7 +173,7 @@ impl Rules<'_> {
 
     fn task(&mut self) {
         let task = &self.recipe.task;
-        let several = task.name == TaskName::Retool;
+        let several = task.name.keys.contains(&"validation_files");
         let files = [
             ("task.train_file", &task.train_file, "task.train_rows_max", task.train_rows_max),
             (
@@ -183,7 +185,7 @@ impl Rules<'_> {
         ];
         for (key, file, rows_key, rows) in files {
             let elsewhere = several && key == "task.validation_file" && !task.validation_files.is_empty();
-            match (task.name.reads_files(), file) {
+            match (task.name.reads_files, file) {
                 (true, None) if elsewhere => {}
                 (true, None) => self.refuse(
                     &[key, "task.name", "task.validation_files"],
@@ -196,7 +198,7 @@ impl Rules<'_> {
                 ),
                 (false, None) => {}
             }
-            if !task.name.reads_files() && rows.is_some() {
+            if !task.name.reads_files && rows.is_some() {
                 self.refuse(
                     &[rows_key, "task.name"],
                     format!("the task {} reads no rows; remove the key", task.name),
@@ -208,32 +210,30 @@ impl Rules<'_> {
                 self.file("task.validation_files", file);
             }
         }
-        self.keys_of_one_task();
+        self.keys_of_other_tasks();
     }
 
-    /// Keys that a single task reads are mistakes beside any other.
-    fn keys_of_one_task(&mut self) {
+    /// Keys that only other tasks read are mistakes.
+    fn keys_of_other_tasks(&mut self) {
         let task = &self.recipe.task;
-        let keys = [
-            ("task.validation_files", !task.validation_files.is_empty(), TaskName::Retool),
-            ("task.answer", task.answer.is_some(), TaskName::Retool),
-            ("task.prompt", task.prompt.is_some(), TaskName::Retool),
-            ("task.extraction", task.extraction.is_some(), TaskName::Gsm8k),
-            ("task.grading", task.grading.is_some(), TaskName::VerifyIf),
-            ("task.command", !task.command.is_empty(), TaskName::Command),
-            ("task.command_timeout_s", task.command_timeout_s.is_some(), TaskName::Command),
-            ("task.command_processes", task.command_processes.is_some(), TaskName::Command),
-        ];
-        for (key, written, reader) in keys {
-            if written && task.name != reader {
+        let (mut written, mut absent) = (Vec::new(), Vec::new());
+        task.list_keys("task", true, &mut written);
+        super::Task::default().list_keys("task", true, &mut absent);
+        for (entry, _) in written.iter().zip(&absent).filter(|(written, absent)| written != absent) {
+            let key = entry.path().trim_start_matches("task.");
+            let readers = TaskName::all().into_iter().filter(|task| task.keys.contains(&key));
+            let readers: Vec<&str> = readers.map(TaskName::name).collect();
+            if !readers.is_empty() && !readers.contains(&task.name.name) {
                 let what = format!(
-                    "only the task {reader} reads this, and task.name is {}; remove one of the two",
+                    "only the task {} reads this, and task.name is {}; remove one of the two",
+                    readers.join(" or "),
                     task.name
                 );
-                self.refuse(&[key, "task.name"], what);
+                self.refuse(&[entry.path(), "task.name"], what);
             }
         }
-        if task.name == TaskName::Command && task.command.first().is_none_or(String::is_empty) {
+        let runs = task.name.keys.contains(&"command");
+        if runs && task.command.first().is_none_or(String::is_empty) {
             let what = "missing, and the task command runs it; write a program and its arguments, such as \
                         [\"python3\", \"my_task.py\"]";
             self.refuse(&["task.command", "task.name"], what);

@@ -3,6 +3,7 @@
 use super::limits::{Limits, from};
 use super::reader::{Reader, Written, closest};
 use super::table::{Entry, Field, Note};
+use crate::choice::Choice;
 use std::path::PathBuf;
 use toml::Value;
 use toml::de::DeValue;
@@ -54,6 +55,29 @@ impl<T: Scalar> Field for T {
             meanings: T::meanings(),
         });
     }
+}
+
+impl<T: Choice> Scalar for T {
+    fn kind(_limits: Option<Limits>) -> String {
+        alternatives(&words::<T>())
+    }
+
+    fn parse(found: &Found, _limits: Option<Limits>) -> Result<Self, String> {
+        let index = word(found, &words::<T>())?;
+        Ok(T::all()[index])
+    }
+
+    fn to_toml(&self) -> String {
+        format!("\"{}\"", self.name())
+    }
+
+    fn meanings() -> Vec<(&'static str, &'static str)> {
+        T::all().into_iter().map(|value| (value.name(), value.meaning())).collect()
+    }
+}
+
+fn words<T: Choice>() -> Vec<&'static str> {
+    T::all().into_iter().map(T::name).collect()
 }
 
 impl Scalar for bool {

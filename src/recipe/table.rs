@@ -80,60 +80,7 @@ macro_rules! limits {
     };
 }
 
-/// Declares the words that a key may take.
-macro_rules! choice {
-    ($(#[doc = $doc:literal])* pub enum $name:ident {
-        $($(#[doc = $word_doc:literal])* $variant:ident = $word:literal,)*
-    }) => {
-        $(#[doc = $doc])*
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-        pub enum $name {
-            $($(#[doc = $word_doc])* $variant,)*
-        }
-
-        impl $name {
-            /// Every value, in the order of the documentation.
-            pub const ALL: &'static [$name] = &[$($name::$variant,)*];
-
-            /// The word used in recipes.
-            pub fn name(self) -> &'static str {
-                match self {
-                    $($name::$variant => $word,)*
-                }
-            }
-        }
-
-        impl std::fmt::Display for $name {
-            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str(self.name())
-            }
-        }
-
-        impl $crate::recipe::scalar::Scalar for $name {
-            fn kind(_limits: Option<$crate::recipe::limits::Limits>) -> String {
-                $crate::recipe::scalar::alternatives(&[$($word),*])
-            }
-
-            fn parse(
-                value: &$crate::recipe::scalar::Found,
-                _limits: Option<$crate::recipe::limits::Limits>,
-            ) -> Result<Self, String> {
-                let word = $crate::recipe::scalar::word(value, &[$($word),*])?;
-                Ok($name::ALL[word])
-            }
-
-            fn to_toml(&self) -> String {
-                format!("\"{}\"", self.name())
-            }
-
-            fn meanings() -> Vec<(&'static str, &'static str)> {
-                vec![$(($word, concat!($($word_doc),*).trim_ascii())),*]
-            }
-        }
-    };
-}
-
-pub(crate) use {choice, limits, table};
+pub(crate) use {limits, table};
 
 /// What a key can hold: a scalar, a list, a table, or one of these when present.
 pub(crate) trait Field {

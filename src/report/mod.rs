@@ -19,11 +19,12 @@ mod plot;
 mod run;
 mod tables;
 
+use crate::atomic_file::write_file;
 use crate::metrics::sanitize_terminal;
-use anyhow::{Context, Result};
+use anyhow::Result;
 use minijinja::{AutoEscape, Environment, Value, context, escape_formatter};
 use run::Run;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Writes `report.html` into the first of `runs`, all of them overlaid, and returns its path.
 /// The page holds everything it shows: it asks nothing of a network.
@@ -48,15 +49,8 @@ pub fn write_report(runs: &[PathBuf]) -> Result<PathBuf> {
     let runs = Run::load_all(runs)?;
     let page = render(&runs)?;
     let path = first.join("report.html");
-    replace_file(&path, &page).with_context(|| format!("{}: cannot be written", path.display()))?;
+    write_file(&path, &page)?;
     Ok(path)
-}
-
-/// A reader of the old page never sees half of the new one.
-fn replace_file(path: &Path, page: &str) -> std::io::Result<()> {
-    let aside = path.with_extension("html.partial");
-    std::fs::write(&aside, page)?;
-    std::fs::rename(&aside, path)
 }
 
 /// Escapes every value that a template shows.

@@ -109,7 +109,7 @@ mod tests {
                 greedy: None,
             },
         ];
-        let metrics = metrics(&groups).finish();
+        let metrics = metrics(&groups).finish().unwrap();
         let expected = [
             ("critic/rewards/mean", -0.5),
             ("critic/rewards/max", 1.0),
@@ -150,7 +150,7 @@ mod tests {
             two(trajectory(1.0, 7, &[None], Outcome::TruncatedLength)),
             two(trajectory(-1.0, 2, &[None], Outcome::Finished)),
         ];
-        let metrics = metrics(&groups).finish();
+        let metrics = metrics(&groups).finish().unwrap();
         let expected = [
             ("critic/rewards/mean", -1.0),
             ("critic/reward_baselines/mean", 0.0),

@@ -2,9 +2,7 @@
 
 use super::Rollout;
 use crate::bad_input;
-use crate::harmony::{
-    DeveloperContent, Message, PYTHON_DESCRIPTION, ReasoningEffort, RenderOptions, Role, SystemSettings,
-};
+use crate::harmony::{DeveloperContent, Message, PYTHON_DESCRIPTION, RenderOptions, Role, SystemSettings};
 use crate::recipe;
 use crate::tasks::Problem;
 use anyhow::{Context, Result};
@@ -32,11 +30,7 @@ pub fn preamble(harmony: &recipe::Harmony, uses_python: bool) -> Vec<Message> {
             model_identity: Some(harmony.model_identity.clone()),
             knowledge_cutoff: Some(harmony.knowledge_cutoff.clone()),
             current_date: harmony.current_date.clone(),
-            reasoning_effort: Some(match harmony.reasoning_effort {
-                recipe::ReasoningEffort::Low => ReasoningEffort::Low,
-                recipe::ReasoningEffort::Medium => ReasoningEffort::Medium,
-                recipe::ReasoningEffort::High => ReasoningEffort::High,
-            }),
+            reasoning_effort: Some(harmony.reasoning_effort),
             python_tool: uses_python.then(|| PYTHON_DESCRIPTION.to_string()),
             function_tools: false,
         };

@@ -5,12 +5,20 @@
 //! and guess, and RL then selects the good behaviour among what was shown (it does not discover it).
 
 use super::made_up::{MadeUp, MadeUpTask};
-use super::{Demonstration, Problem, Reward, Transcript};
+use super::{Demonstration, Problem, Reward, TaskEntry, Transcript};
 use crate::harmony::Message;
 use crate::trajectory::Outcome;
 use anyhow::Result;
 use rand::Rng;
 use rand::seq::IndexedRandom;
+
+pub(super) const ENTRY: TaskEntry = TaskEntry {
+    name: "arithmetic",
+    meaning: "Three-number word problems, answered with the Python tool.",
+    reads_files: false,
+    keys: &[],
+    make: |settings| Ok(Box::new(Arithmetic::new(settings.made_up_problems()))),
+};
 
 /// Held-out problems in the validation set, unless the recipe asks for another number.
 pub const VALIDATION_PROBLEMS: usize = 512;

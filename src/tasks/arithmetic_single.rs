@@ -2,10 +2,18 @@
 
 use super::arithmetic::{copy, exact_reward, percent};
 use super::made_up::{MadeUp, MadeUpTask};
-use super::{Demonstration, Problem, Reward, Transcript};
+use super::{Demonstration, Problem, Reward, TaskEntry, Transcript};
 use crate::harmony::Message;
 use anyhow::Result;
 use rand::Rng;
+
+pub(super) const ENTRY: TaskEntry = TaskEntry {
+    name: "arithmetic_single",
+    meaning: "Small additions and subtractions, worked without a tool.",
+    reads_files: false,
+    keys: &[],
+    make: |settings| Ok(Box::new(ArithmeticSingle::new(settings.made_up_problems()))),
+};
 
 /// Of the demonstrations, in percent: answer at once, at random.
 const SKIPS_WORKING: u32 = 55;

@@ -4,13 +4,29 @@
 //! several processes run, in any order, and are started again after a failure.
 
 use super::process::ProcessPool;
-use super::{Problem, Reward, Task, Transcript, ValidationSet};
+use super::{Problem, Reward, Task, TaskEntry, Transcript, ValidationSet};
 use crate::bad_input;
 use crate::harmony::Message;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
+
+pub(super) const ENTRY: TaskEntry = TaskEntry {
+    name: "command",
+    meaning: "Your own task: a program that gives problems and rewards over JSON lines, see TASKS.md.",
+    reads_files: false,
+    keys: &["command", "command_timeout_s", "command_processes"],
+    make: |settings| {
+        Ok(Box::new(CommandTask::start(
+            settings.command.clone(),
+            settings.command_processes,
+            Duration::try_from_secs_f64(settings.command_timeout_s)
+                .map_err(|e| bad_input!("task.command_timeout_s: {e}; give seconds above 0"))?,
+            settings.validation_problems,
+        )?))
+    },
+};
 
 /// How often a problem is asked for before it counts as failed.
 const PROBLEM_ATTEMPTS: usize = 3;

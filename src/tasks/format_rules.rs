@@ -6,7 +6,7 @@
 
 use super::arithmetic::percent;
 use super::made_up::{MadeUp, MadeUpTask};
-use super::{Demonstration, Problem, Reward, Transcript};
+use super::{Demonstration, Problem, Reward, TaskEntry, Transcript};
 use crate::harmony::Message;
 use crate::trajectory::Outcome;
 use anyhow::{Context, Result};
@@ -14,6 +14,14 @@ use rand::Rng;
 use rand::seq::IndexedRandom;
 use serde::{Deserialize, Serialize};
 use std::ops::RangeInclusive;
+
+pub(super) const ENTRY: TaskEntry = TaskEntry {
+    name: "format_rules",
+    meaning: "A line in capitals, of so many words, with a given prefix: made up and checked by rule, without a tool.",
+    reads_files: false,
+    keys: &[],
+    make: |settings| Ok(Box::new(FormatRules::new(settings.made_up_problems()))),
+};
 
 /// Of the demonstrations that are asked for a rule, in percent: it is ignored.
 const IGNORED: u32 = 50;

@@ -3,7 +3,8 @@
 use super::boxed::last_boxed_at;
 use super::number::Number;
 use super::rows::{self, Order};
-use super::{Demonstration, Problem, Reward, Task, Transcript, ValidationSet};
+use super::{Demonstration, Problem, Reward, Task, TaskEntry, Transcript, ValidationSet};
+use crate::choice::choice;
 use crate::harmony::Message;
 use crate::random::Purpose;
 use crate::trajectory::Outcome;
@@ -16,14 +17,24 @@ const INSTRUCTION: &str = "Let's think step by step and output the final answer 
 
 const FORM: &str = r#####"{"question": "...", "answer": "... #### 42"}"#####;
 
-/// Where in the final message the answer is looked for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Extraction {
-    /// Only after the last `####`.
-    Strict,
-    /// After `####` or in `\boxed{}`, whichever comes last; without either the last number.
-    #[default]
-    Flexible,
+pub(super) const ENTRY: TaskEntry = TaskEntry {
+    name: "gsm8k",
+    meaning: "Grade-school word problems from GSM8K's JSONL files, without a tool.",
+    reads_files: true,
+    keys: &["extraction"],
+    make: |settings| {
+        Ok(Box::new(Gsm8k::load(settings.train()?, settings.validation()?, settings.extraction)?))
+    },
+};
+
+choice! {
+    /// Where a number is looked for.
+    pub enum Extraction default Flexible {
+        /// Only after the last `####`.
+        Strict = "strict",
+        /// After `####` or in `\boxed{}`, whichever comes last; without either the last number.
+        Flexible = "flexible",
+    }
 }
 
 /// One row of the data set.

@@ -24,11 +24,11 @@ pub use retool::Retool;
 pub use verify_if::VerifyIf;
 
 use crate::bad_input;
+use crate::choice::registered;
 use crate::harmony::Message;
 use crate::trajectory::Outcome;
 use anyhow::Result;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 /// One prompt with what its grader needs.
 #[derive(Debug, Clone, PartialEq)]
@@ -146,11 +146,46 @@ pub trait Task: Send + Sync {
     fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward>;
 }
 
+/// A task as recipes name it.
+#[derive(Debug)]
+pub struct TaskEntry {
+    pub name: &'static str,
+    /// For the recipe's page.
+    pub meaning: &'static str,
+    /// Whether its problems come from `task.train_file` and `task.validation_file`.
+    pub reads_files: bool,
+    /// The keys of `[task]` that it reads beside those; under a task that does not read a key, the key is refused.
+    pub keys: &'static [&'static str],
+    /// Reads and checks its files, and starts what it runs.
+    pub make: fn(&TaskSettings) -> Result<Box<dyn Task>>,
+}
+
+/// Every task that a recipe can name, in the order of its page. A new task is a file of this folder and its name here.
+const TASKS: &[&TaskEntry] = &[
+    &arithmetic::ENTRY,
+    &arithmetic_single::ENTRY,
+    &format_rules::ENTRY,
+    &gsm8k::ENTRY,
+    &retool::ENTRY,
+    &verify_if::ENTRY,
+    &command::ENTRY,
+];
+
+registered! {
+    /// The tasks.
+    pub struct TaskName(TaskEntry) of TASKS;
+}
+
+impl Default for TaskName {
+    fn default() -> Self {
+        Self(&arithmetic::ENTRY)
+    }
+}
+
 /// What a recipe says about its task; each task reads what concerns it.
 #[derive(Debug, Clone)]
 pub struct TaskSettings {
-    /// One of [`TASK_NAMES`].
-    pub name: String,
+    pub name: TaskName,
     pub train_file: Option<PathBuf>,
     /// One validation set.
     pub validation_file: Option<PathBuf>,
@@ -163,7 +198,7 @@ pub struct TaskSettings {
     /// Where `gsm8k` looks for the answer.
     pub extraction: gsm8k::Extraction,
     /// How `retool` compares answers.
-    pub answer: answer::Equality,
+    pub answer: answer::AnswerEquality,
     /// How `retool` asks for the answer.
     pub prompt: retool::PromptForm,
     /// How `verify_if` makes a reward of verdicts.
@@ -180,7 +215,7 @@ pub struct TaskSettings {
 impl Default for TaskSettings {
     fn default() -> Self {
         Self {
-            name: String::new(),
+            name: TaskName::default(),
             train_file: None,
             validation_file: None,
             validation_files: vec![],
@@ -198,62 +233,40 @@ impl Default for TaskSettings {
     }
 }
 
-/// The tasks that [`build`] knows.
-pub const TASK_NAMES: [&str; 7] =
-    ["arithmetic", "arithmetic_single", "format_rules", "gsm8k", "retool", "verify_if", "command"];
+impl TaskSettings {
+    /// The training file and how many of its rows are kept.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when it is not named.
+    fn train(&self) -> Result<(&Path, Option<usize>)> {
+        Ok((self.needed(&self.train_file, "task.train_file")?, self.train_rows_max))
+    }
+
+    /// The validation file and how many of its rows are kept.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when it is not named.
+    fn validation(&self) -> Result<(&Path, Option<usize>)> {
+        Ok((self.needed(&self.validation_file, "task.validation_file")?, self.validation_rows_max))
+    }
+
+    /// Held-out problems of a task that makes its own.
+    fn made_up_problems(&self) -> usize {
+        self.validation_rows_max.unwrap_or(VALIDATION_PROBLEMS)
+    }
+
+    /// The file under `key`, which the task cannot do without.
+    fn needed<'a>(&self, file: &'a Option<PathBuf>, key: &str) -> Result<&'a Path> {
+        let name = self.name;
+        file.as_deref()
+            .ok_or_else(|| bad_input!("{key}: missing; task `{name}` needs a JSON-lines file there"))
+    }
+}
 
 /// The task that `settings` describe, its files read and checked.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] for an unknown name, a missing file key and broken rows.
+/// [`crate::error::BadInput`] for a missing file key and broken rows.
 pub fn build(settings: &TaskSettings) -> Result<Box<dyn Task>> {
-    let generated = settings.validation_rows_max.unwrap_or(VALIDATION_PROBLEMS);
-    Ok(match settings.name.as_str() {
-        "arithmetic" => Box::new(Arithmetic::new(generated)),
-        "arithmetic_single" => Box::new(ArithmeticSingle::new(generated)),
-        "format_rules" => Box::new(FormatRules::new(generated)),
-        "gsm8k" => Box::new(Gsm8k::load(
-            (needed(settings, &settings.train_file, "task.train_file")?, settings.train_rows_max),
-            (
-                needed(settings, &settings.validation_file, "task.validation_file")?,
-                settings.validation_rows_max,
-            ),
-            settings.extraction,
-        )?),
-        "retool" => {
-            let validation: Vec<PathBuf> =
-                settings.validation_file.iter().chain(&settings.validation_files).cloned().collect();
-            Box::new(Retool::load(
-                (needed(settings, &settings.train_file, "task.train_file")?, settings.train_rows_max),
-                (&validation, settings.validation_rows_max),
-                settings.answer,
-                settings.prompt,
-            )?)
-        }
-        "verify_if" => Box::new(VerifyIf::load(
-            (needed(settings, &settings.train_file, "task.train_file")?, settings.train_rows_max),
-            (
-                needed(settings, &settings.validation_file, "task.validation_file")?,
-                settings.validation_rows_max,
-            ),
-            settings.grading,
-        )?),
-        "command" => Box::new(CommandTask::start(
-            settings.command.clone(),
-            settings.command_processes,
-            Duration::try_from_secs_f64(settings.command_timeout_s)
-                .map_err(|e| bad_input!("task.command_timeout_s: {e}; give seconds above 0"))?,
-            settings.validation_problems,
-        )?),
-        other => {
-            let known = TASK_NAMES.join(", ");
-            return Err(bad_input!("task.name: unknown task `{other}`; choose one of {known}"));
-        }
-    })
-}
-
-/// The file under `key`, which the task cannot do without.
-fn needed<'a>(settings: &TaskSettings, file: &'a Option<PathBuf>, key: &str) -> Result<&'a Path> {
-    let name = &settings.name;
-    file.as_deref().ok_or_else(|| bad_input!("{key}: missing; task `{name}` needs a JSON-lines file there"))
+    (settings.name.make)(settings)
 }

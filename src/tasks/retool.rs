@@ -2,11 +2,12 @@
 //!
 //! Trains on problems with integer answers (DAPO-Math-17k's form), validates on AIME or MATH files.
 
-use super::answer::Equality;
+use super::answer::AnswerEquality;
 use super::boxed::last_boxed_at;
 use super::rows::{self, Order};
-use super::{Problem, Reward, Task, Transcript, ValidationSet};
+use super::{Problem, Reward, Task, TaskEntry, Transcript, ValidationSet};
 use crate::bad_input;
+use crate::choice::choice;
 use crate::harmony::Message;
 use crate::random::Purpose;
 use anyhow::Result;
@@ -20,15 +21,27 @@ const END_BYTES: usize = 8_000;
 /// Most characters that may follow the answer: it has to stand near the end.
 const AFTER_CHARS_MAX: usize = 100;
 
-/// How a problem asks for its answer, and so where the answer is looked for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum PromptForm {
-    /// The published suffix that asks for `\boxed{}`.
-    #[default]
-    Boxed,
-    /// DAPO's wrapper, which asks for a last line `Answer: …`.
-    AnswerLine,
+pub(super) const ENTRY: TaskEntry = TaskEntry {
+    name: "retool",
+    meaning: "Competition mathematics with the Python tool, after ReTool.",
+    reads_files: true,
+    keys: &["validation_files", "answer", "prompt"],
+    make: |settings| {
+        let files = settings.validation_file.iter().chain(&settings.validation_files);
+        let files: Vec<PathBuf> = files.cloned().collect();
+        let validation = (files.as_slice(), settings.validation_rows_max);
+        Ok(Box::new(Retool::load(settings.train()?, validation, settings.answer, settings.prompt)?))
+    },
+};
+
+choice! {
+    /// How a problem asks for its answer.
+    pub enum PromptForm default Boxed {
+        /// ReTool's suffix: the answer is the last `\boxed{}`, near the end.
+        Boxed = "boxed",
+        /// DAPO's wrapper: the answer is on the last line, after `Answer:`.
+        AnswerLine = "answer_line",
+    }
 }
 
 impl PromptForm {
@@ -120,7 +133,7 @@ pub struct Retool {
     train_name: String,
     order: Order,
     validation: Vec<ValidationSet>,
-    equality: Equality,
+    equality: AnswerEquality,
     form: PromptForm,
 }
 
@@ -133,7 +146,7 @@ impl Retool {
     pub fn load(
         train: (&Path, Option<usize>),
         validation: (&[PathBuf], Option<usize>),
-        equality: Equality,
+        equality: AnswerEquality,
         form: PromptForm,
     ) -> Result<Self> {
         let training = rows::read(train.0, train.1, FORM, Row::read)?;

@@ -4,8 +4,9 @@
 use super::instructions::compose::compose;
 use super::instructions::{Instruction, strict};
 use super::rows::{self, Order};
-use super::{Problem, Reward, Task, Transcript, ValidationSet};
+use super::{Problem, Reward, Task, TaskEntry, Transcript, ValidationSet};
 use crate::bad_input;
+use crate::choice::choice;
 use crate::harmony::{Message, Role};
 use crate::random::{Purpose, stream};
 use crate::trajectory::Outcome;
@@ -17,14 +18,24 @@ const TRAIN_FORM: &str = r#"{"prompt": "...", "instruction_id_list": ["punctuati
 
 const VALIDATION_FORM: &str = r#"{"prompt": "...", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}, or {"turns": [...]} with a list of such objects"#;
 
-/// How a response's verdicts become the reward.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Grading {
-    /// The share of its instructions that the response follows.
-    #[default]
-    Share,
-    /// 1 for a response that follows all its instructions, otherwise 0.
-    All,
+pub(super) const ENTRY: TaskEntry = TaskEntry {
+    name: "verify_if",
+    meaning: "Checkable instructions of IFEval's form, without a tool.",
+    reads_files: true,
+    keys: &["grading"],
+    make: |settings| {
+        Ok(Box::new(VerifyIf::load(settings.train()?, settings.validation()?, settings.grading)?))
+    },
+};
+
+choice! {
+    /// How verdicts become a reward.
+    pub enum Grading default Share {
+        /// The share of the instructions that were followed.
+        Share = "share",
+        /// 1 when all were followed, otherwise 0.
+        All = "all",
+    }
 }
 
 impl Grading {

@@ -1,25 +1,19 @@
 //! The recipe's choice of loss, its terms beside the policy's, and their sum over micro-batches.
 
 use crate::metrics::Metrics;
-use crate::policy::correction::{CorrectionConfig, ImportanceSampling, Level, RejectionRule, WeightBound};
-use crate::policy::divergence::{Divergence, kl_loss};
-use crate::policy::loss::{CispoClip, ClipRange, LossInput, Objective, PolicyLoss, PpoClip};
+use crate::policy::correction::{CorrectionConfig, ImportanceConfig, RejectionRule, WeightBound};
+use crate::policy::divergence::kl_loss;
+use crate::policy::loss::{LossInput, LossSettings, Objective, PolicyLoss};
 use crate::policy::{Aggregation, Normalizer};
-use crate::recipe::{self, KlPlace, Loss};
+use crate::recipe::{self, KlPlace};
 use anyhow::Result;
 use std::collections::BTreeMap;
 
 /// The recipe's policy loss.
-pub(super) fn objective(policy: &recipe::Policy) -> Result<Objective> {
-    let range = || ClipRange::new(policy.clip_low, policy.clip_high);
-    let dual_clip = (policy.dual_clip > 0.0).then_some(policy.dual_clip);
-    Ok(match policy.loss {
-        Loss::Ppo => Objective::Ppo(PpoClip::new(range()?, dual_clip)?),
-        Loss::Gspo => Objective::Gspo(range()?),
-        Loss::Cispo => Objective::Cispo(CispoClip::new(policy.clip_low, policy.clip_high)?),
-        Loss::Reinforce => Objective::Reinforce,
-        Loss::GeoMean => Objective::GeoMean(range()?),
-    })
+pub(super) fn objective(policy: &recipe::Policy) -> Result<Box<dyn Objective>> {
+    let &recipe::Policy { clip_low, clip_high, dual_clip, .. } = policy;
+    let dual_clip = (dual_clip > 0.0).then_some(dual_clip);
+    (policy.loss.make)(&LossSettings { clip_low, clip_high, dual_clip })
 }
 
 pub(super) fn aggregation(aggregation: recipe::Aggregation, response_tokens_max: usize) -> Aggregation {
@@ -32,27 +26,17 @@ pub(super) fn aggregation(aggregation: recipe::Aggregation, response_tokens_max:
     }
 }
 
-pub(super) fn divergence(kl: &recipe::Kl) -> Result<Divergence> {
-    Divergence::parse(kl.estimator.name())
-}
-
 /// The recipe's rollout correction.
 pub(super) fn correction(correction: &recipe::Correction) -> Result<CorrectionConfig> {
-    let level = match correction.is {
-        recipe::ImportanceSampling::None => None,
-        recipe::ImportanceSampling::Token => Some(Level::Token),
-        recipe::ImportanceSampling::Sequence => Some(Level::Sequence),
-    };
-    let importance = match level {
+    let importance = match correction.is.level() {
         Some(level) => {
             let bound = WeightBound::new(&correction.threshold)?;
-            Some(ImportanceSampling { level, bound, batch_normalize: correction.normalize })
+            Some(ImportanceConfig { level, bound, batch_normalize: correction.normalize })
         }
         None => None,
     };
     let rules = correction.reject.iter().zip(&correction.reject_bounds);
-    let reject =
-        rules.map(|(option, bounds)| RejectionRule::new(option.name(), bounds)).collect::<Result<_>>()?;
+    let reject = rules.map(|(&option, bounds)| RejectionRule::new(option, bounds)).collect::<Result<_>>()?;
     Ok(CorrectionConfig { importance, reject })
 }
 
@@ -77,7 +61,7 @@ impl Share {
         kl: &recipe::Kl,
         normalizer: &Normalizer,
     ) -> Result<()> {
-        let term = kl_loss(&input.sequences, input.log_prob, reference, divergence(kl)?, normalizer)?;
+        let term = kl_loss(&input.sequences, input.log_prob, reference, kl.estimator, normalizer)?;
         self.kl = term.loss;
         for (sum, gradient) in self.policy.grad_log_prob.iter_mut().zip(&term.grad_log_prob) {
             *sum += (kl.coefficient * f64::from(*gradient)) as f32;

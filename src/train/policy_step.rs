@@ -16,7 +16,6 @@ use crate::policy::advantage::{
 use crate::policy::correction::correct;
 use crate::policy::kl_in_reward::kl_in_reward;
 use crate::policy::loss::LossInput;
-use crate::policy::ratio::OldLogProb;
 use crate::policy::shaping::Overlong;
 use crate::policy::{Normalizer, Sequences};
 use crate::recipe::{self, Advantage, KlPlace, OldLogprob, RouterReplay};
@@ -79,8 +78,8 @@ impl PolicyStep<'_> {
             experience.sampled_routes = kept_routes(&trajectories, config.num_hidden_layers, top_k).ok();
         }
         let anchor = self.anchor();
-        let anchor_in_reward = policy.kl.place == KlPlace::Reward && anchor == OldLogProb::Detach;
-        if anchor == OldLogProb::Recompute || policy.correction.active() || anchor_in_reward {
+        let anchor_in_reward = policy.kl.place == KlPlace::Reward && anchor == OldLogprob::Detach;
+        if anchor == OldLogprob::Recompute || policy.correction.active() || anchor_in_reward {
             let batches = self.batches(&experience)?;
             let forward = self.second_forward.unwrap_or(self.pass.forward);
             let outputs = self.learner.forward(&batches, PassSettings { forward, ..self.pass })?;
@@ -197,13 +196,8 @@ impl PolicyStep<'_> {
         experience.batches(self.micro_batch_tokens, self.learner.model.config.num_experts_per_tok)
     }
 
-    fn anchor(&self) -> OldLogProb {
-        match self.policy.old_logprob {
-            _ if self.second_forward.is_some() => OldLogProb::Recompute,
-            OldLogprob::Detach => OldLogProb::Detach,
-            OldLogprob::Rollout => OldLogProb::Rollout,
-            OldLogprob::Recompute => OldLogProb::Recompute,
-        }
+    fn anchor(&self) -> OldLogprob {
+        if self.second_forward.is_some() { OldLogprob::Recompute } else { self.policy.old_logprob }
     }
 
     /// Weights and the thinned mask, from the forward before the first update.
@@ -292,7 +286,7 @@ impl PolicyStep<'_> {
         };
         let training = experience.training.as_deref().unwrap_or(&experience.rollout);
         let anchor = self.anchor().select(training, &experience.rollout, Some(training), 1)?;
-        let divergence = objective::divergence(&self.policy.kl)?;
+        let divergence = self.policy.kl.estimator;
         let penalised =
             kl_in_reward(&sequences, &nothing, anchor, reference, divergence, self.kl_coefficient)?;
         metrics.set("actor/reward_kl_penalty", penalised.kl);

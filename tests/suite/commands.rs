@@ -7,7 +7,8 @@ mod policy;
 mod refused;
 mod same_run;
 
-use rloss::tasks::{TaskSettings, build};
+use rloss::choice::Choice;
+use rloss::tasks::{TaskName, TaskSettings, build};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -110,7 +111,9 @@ fn warm_model() -> &'static Path {
 }
 
 fn conversations() -> String {
-    let task = build(&TaskSettings { name: "arithmetic".into(), ..TaskSettings::default() }).unwrap();
+    let task =
+        build(&TaskSettings { name: TaskName::named("arithmetic").unwrap(), ..TaskSettings::default() })
+            .unwrap();
     let mut text = String::new();
     for index in 0..8 {
         let problem = task.training_problem(0, index);

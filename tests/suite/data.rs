@@ -1,12 +1,21 @@
-//! Outside data for tests, read in place from `RLOSS_DATA` (default `data/`) and never copied.
+//! Data for tests: the outside data, read in place from `RLOSS_DATA` (default `data/`) and never copied, and a small set of
+//! our own that is always there.
 
+use std::collections::BTreeSet;
+use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
 /// The folder `kind` of the test data, or `None`, said on stderr, when `RLOSS_DATA` is unset and there is no `data/`.
 ///
 /// Panics when `RLOSS_DATA` is set but the folder is missing, or when the folder is there but empty:
 /// a wrong setting must not look like a pass.
 pub fn folder(kind: &str) -> Option<PathBuf> {
+    outside(kind, "skipped")
+}
+
+/// The same; what is said to become of the test without it is `instead`.
+fn outside(kind: &str, instead: &str) -> Option<PathBuf> {
     let (root, set) = match std::env::var_os("RLOSS_DATA") {
         Some(root) => (PathBuf::from(root), true),
         None => (Path::new(env!("CARGO_MANIFEST_DIR")).join("data"), false),
@@ -14,7 +23,7 @@ pub fn folder(kind: &str) -> Option<PathBuf> {
     let folder = root.join(kind);
     if !folder.is_dir() {
         assert!(!set, "RLOSS_DATA is set, but {} is not a folder", folder.display());
-        eprintln!("skipped: no {} (scripts/fetch_data.sh fetches it, or set RLOSS_DATA)", folder.display());
+        say(instead, kind, &root);
         return None;
     }
     let empty = std::fs::read_dir(&folder).expect("read_dir").next().is_none();
@@ -22,11 +31,34 @@ pub fn folder(kind: &str) -> Option<PathBuf> {
     Some(folder)
 }
 
-/// Every row of every `*.jsonl` in `kind`, as (file stem, row), in file-name order.
-#[allow(dead_code)]
+/// Names the running test and what becomes of it, past the harness, which keeps the words of a test that passes to itself. One
+/// line a test and kind; the harness runs each test in a thread of its name.
+fn say(instead: &str, kind: &str, root: &Path) {
+    static SAID: Mutex<BTreeSet<(String, String)>> = Mutex::new(BTreeSet::new());
+    let thread = std::thread::current();
+    let test = thread.name().unwrap_or("a test").to_owned();
+    if SAID.lock().expect("no panic inside").insert((test.clone(), kind.to_owned())) {
+        let line = format!(
+            "{instead}: {test}: no {kind} in {} (scripts/fetch_data.sh fetches it, or set RLOSS_DATA)\n",
+            root.display()
+        );
+        std::io::stderr().write_all(line.as_bytes()).expect("stderr");
+    }
+}
+
+/// Every row of every `*.jsonl` in `kind`, as (file stem, row), in file-name order: our own small set, which
+/// `scripts/make_small_vectors.py` makes, and the outside data where it is there. `None` when there is neither.
 pub fn jsonl_rows(kind: &str) -> Option<Vec<(String, serde_json::Value)>> {
-    let folder = folder(kind)?;
-    let mut files: Vec<PathBuf> = std::fs::read_dir(&folder)
+    let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/vectors").join(kind);
+    let own = Some(own).filter(|own| own.is_dir());
+    let instead = if own.is_some() { "our own few vectors alone" } else { "skipped" };
+    let folders: Vec<PathBuf> = own.into_iter().chain(outside(kind, instead)).collect();
+    let rows: Vec<_> = folders.iter().flat_map(|folder| rows_of(folder)).collect();
+    (!rows.is_empty()).then_some(rows)
+}
+
+fn rows_of(folder: &Path) -> Vec<(String, serde_json::Value)> {
+    let mut files: Vec<PathBuf> = std::fs::read_dir(folder)
         .expect("read_dir")
         .map(|entry| entry.expect("entry").path())
         .filter(|path| path.extension().is_some_and(|e| e == "jsonl"))
@@ -43,5 +75,5 @@ pub fn jsonl_rows(kind: &str) -> Option<Vec<(String, serde_json::Value)>> {
             rows.push((stem.clone(), row));
         }
     }
-    Some(rows)
+    rows
 }

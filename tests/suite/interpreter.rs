@@ -4,7 +4,7 @@ mod attacks;
 mod cpython;
 mod cpython_attacks;
 
-use rloss::interpreter::{Embedded, Interpreter, Reply, SessionId, Settings, State};
+use rloss::interpreter::{Embedded, Interpreter, InterpreterState, Reply, SessionId, Settings};
 use rloss::trajectory::CallOutcome::{self, *};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -89,7 +89,7 @@ fn variables_live_as_long_as_the_settings_say() {
     assert!(call(&fresh, "x").text.ends_with("NameError: name 'x' is not defined"));
 
     let python = embedded(|s| {
-        s.state = State::Trajectory;
+        s.state = InterpreterState::Trajectory;
         s.workers = 3;
     });
     let (a, b) = (SessionId(1), SessionId(2));
@@ -134,7 +134,7 @@ when = datetime.date(2025, 1, 2)
 #[test]
 fn a_call_that_was_stopped_leaves_its_session_as_it_was() {
     let python = embedded(|s| {
-        s.state = State::Trajectory;
+        s.state = InterpreterState::Trajectory;
         s.time_limit_s = 0.5;
         s.wall_clock_s = 6.0;
     });
@@ -269,7 +269,7 @@ fn the_reply_is_a_function_of_the_code() {
         "1/0",
     ];
     let texts = || {
-        let python = embedded(|s| s.state = State::Trajectory);
+        let python = embedded(|s| s.state = InterpreterState::Trajectory);
         codes.map(|code| call(&python, code).text)
     };
     assert_eq!(texts(), texts());
@@ -473,7 +473,7 @@ fn alone_parent_hangs() {
 /// Threads that start workers may end: the workers must not end with them.
 #[test]
 fn a_worker_outlives_the_thread_that_first_needed_it() {
-    let python = embedded(|s| s.state = State::Trajectory);
+    let python = embedded(|s| s.state = InterpreterState::Trajectory);
     for i in 0..20 {
         let reply = std::thread::scope(|s| s.spawn(|| call(&python, "1 + 1")).join().unwrap());
         assert_eq!(reply.outcome, Answered, "call {i}");

@@ -129,6 +129,27 @@ fn a_broken_line_names_file_and_line() {
     assert!(is_bad_input(&read_rows(&path).unwrap_err()));
 }
 
+/// In every build: neither of two reductions may win in silence, within an accumulator or between two.
+#[test]
+fn conflicting_reductions_of_one_metric_are_an_error() {
+    let mut step = Accumulator::new();
+    step.mean("actor/entropy", 2.0, 3.0);
+    step.sum("outcome/finished", 1.0);
+    step.max("outcome/finished", 4.0);
+    let error = step.clone().finish().unwrap_err().to_string();
+    assert!(error.contains("outcome/finished") && !error.contains("actor/entropy"), "{error}");
+
+    let (mut one, mut two) = (Accumulator::new(), Accumulator::new());
+    one.min("response_length/min", 1.0);
+    two.mean("response_length/min", 1.0, 1.0);
+    one.merge(two);
+    assert!(one.finish().unwrap_err().to_string().contains("response_length/min"));
+
+    let mut merged = Accumulator::new();
+    merged.merge(step);
+    assert!(merged.finish().is_err(), "a merged conflict stays one");
+}
+
 #[test]
 fn reductions_over_pieces_and_workers() {
     let mut one = Accumulator::new();
@@ -145,7 +166,7 @@ fn reductions_over_pieces_and_workers() {
     two.max("nan", 1.0);
     two.mean("nothing", 1.0, 0.0);
     one.merge(two);
-    let metrics = one.finish();
+    let metrics = one.finish().unwrap();
     for (name, value) in [("mean", 3.0), ("sum", 2.5), ("max", -1.0), ("min", 4.0)] {
         assert_eq!(metrics.get(name), Some(value), "{name}");
     }

@@ -1,6 +1,7 @@
 //! Arms break what their names say, causes are found, and another engine's rows are read.
 
 use crate::tiny;
+use rloss::choice::Choice;
 use rloss::harmony::HarmonyTokenizer;
 use rloss::mismatch::against::{self, Row};
 use rloss::mismatch::explain::{Cause, Observed, Reference};
@@ -13,7 +14,7 @@ use rloss::model::weights::Parameters;
 use rloss::ops::threads::Threads;
 use rloss::recipe::Arms;
 use rloss::rollout::{Prompt, Rollout, RolloutSettings};
-use rloss::tasks::TaskSettings;
+use rloss::tasks::{TaskName, TaskSettings};
 use rloss::train::batch::{MicroBatch, Sequence};
 use rloss::trajectory::Trajectory;
 
@@ -38,7 +39,7 @@ impl World {
         let recipe = rloss::recipe::Recipe { arms: arms.clone(), ..Default::default() };
         let settings = RolloutSettings::training(&recipe, vec![], 0);
         let task = rloss::tasks::build(&TaskSettings {
-            name: "arithmetic_single".into(),
+            name: TaskName::named("arithmetic_single").unwrap(),
             ..TaskSettings::default()
         })
         .unwrap();

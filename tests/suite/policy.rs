@@ -7,3 +7,4 @@ mod gradients;
 mod properties;
 mod variants;
 mod vectors;
+pub mod verl;

@@ -4,8 +4,8 @@ mod refused;
 
 use rloss::error::BadInput;
 use rloss::recipe::{
-    Aggregation, Critic, Dtype, Entry, Place, Plan, Recipe, RecipeSource, TaskName, Tokenizer, Yarn, docs,
-    locate, resolve, resume_differences,
+    Aggregation, Critic, Dtype, Entry, Place, Plan, Recipe, RecipeSource, Tokenizer, Yarn, docs, locate,
+    resolve, resume_differences,
 };
 use std::path::{Path, PathBuf};
 
@@ -169,7 +169,7 @@ fn sets_read_strings_numbers_arrays_and_tables_over_the_file() {
     let recipe = read("[train]\nseed = 1\nsteps = 2\n[policy]\naggregation = \"constant\"", &sets).recipe;
     assert_eq!((recipe.train.seed, recipe.train.steps), (4, 5));
     assert_eq!(recipe.train.optimizer.lr, 1e-3);
-    assert_eq!(recipe.task.name, TaskName::ArithmeticSingle);
+    assert_eq!(recipe.task.name.name, "arithmetic_single");
     assert_eq!(recipe.harmony.current_date.as_deref(), Some("2025-06-28"));
     assert_eq!(recipe.harmony.model_identity, "You are 3.5, a = b # model.");
     assert_eq!(recipe.harmony.developer_instructions.as_deref(), Some("12"));

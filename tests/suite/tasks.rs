@@ -3,9 +3,10 @@
 mod command;
 
 use super::data;
+use rloss::choice::Choice;
 use rloss::error::BadInput;
 use rloss::harmony::{HarmonyTokenizer, Message, ParseMode, RenderOptions, Role, StreamParser};
-use rloss::tasks::{Task, TaskSettings, Transcript, build};
+use rloss::tasks::{Task, TaskName, TaskSettings, Transcript, build};
 use rloss::trajectory::Outcome;
 use std::io::Write;
 
@@ -13,7 +14,8 @@ use std::io::Write;
 fn every_made_up_demonstration_fits_the_quickstart_limits_and_reads_back() {
     let tokenizer = HarmonyTokenizer::embedded().unwrap();
     for name in ["arithmetic", "arithmetic_single", "format_rules"] {
-        let task = build(&TaskSettings { name: name.into(), ..Default::default() }).unwrap();
+        let task =
+            build(&TaskSettings { name: TaskName::named(name).unwrap(), ..Default::default() }).unwrap();
         for index in 0..20_000 {
             let messages = task.demonstration(0, index).unwrap().messages;
             let options = RenderOptions { auto_drop_analysis: false };
@@ -29,7 +31,8 @@ fn every_made_up_demonstration_fits_the_quickstart_limits_and_reads_back() {
 
 #[test]
 fn demonstrated_tool_replies_are_what_the_interpreter_answers() {
-    let task = build(&TaskSettings { name: "arithmetic".into(), ..Default::default() }).unwrap();
+    let task =
+        build(&TaskSettings { name: TaskName::named("arithmetic").unwrap(), ..Default::default() }).unwrap();
     let answer = |code: &str| {
         let run = monty::MontyRun::new(code.to_owned(), "call", vec![], Default::default());
         match run.and_then(|run| run.run_no_limits(vec![])) {
@@ -47,7 +50,7 @@ fn demonstrated_tool_replies_are_what_the_interpreter_answers() {
 
 fn gsm8k(train: &std::path::Path, validation: &std::path::Path) -> anyhow::Result<Box<dyn Task>> {
     build(&TaskSettings {
-        name: "gsm8k".into(),
+        name: TaskName::named("gsm8k").unwrap(),
         train_file: Some(train.into()),
         validation_file: Some(validation.into()),
         ..Default::default()
@@ -114,8 +117,6 @@ fn broken_rows_are_named_with_the_remedy() {
     std::fs::write(&train, "\n").unwrap();
     assert!(gsm8k(&train, &test).err().unwrap().to_string().contains("no rows"));
     assert!(gsm8k(&folder.path().join("no.jsonl"), &test).err().unwrap().is::<BadInput>());
-    let unknown = build(&TaskSettings { name: "gsm9k".into(), ..Default::default() }).err().unwrap();
-    assert!(unknown.is::<BadInput>() && unknown.to_string().contains("arithmetic_single"));
 }
 
 #[test]
@@ -129,7 +130,7 @@ fn retool_files_are_checked_when_read() {
     let good = file("good.jsonl", r#"{"problem": "1+1?", "answer": 2}"#);
     let load = |train: Option<std::path::PathBuf>, validation: Vec<std::path::PathBuf>| {
         let settings = TaskSettings {
-            name: "retool".into(),
+            name: TaskName::named("retool").unwrap(),
             train_file: train,
             validation_files: validation,
             ..Default::default()
@@ -158,7 +159,7 @@ fn retool_files_are_checked_when_read() {
 
 #[test]
 fn math_equiv_vectors_meet_the_targets() {
-    use rloss::tasks::answer::{Equality, Options, Sources, equivalent_texts};
+    use rloss::tasks::answer::{AnswerEquality, Options, Sources, equivalent_texts};
     let Some(rows) = data::jsonl_rows("math-equiv") else { return };
     let mut counts = [(0, 0); 2];
     let mut misses = Vec::new();
@@ -166,7 +167,7 @@ fn math_equiv_vectors_meet_the_targets() {
         let (gold, answer) = (row["gold"].as_str().unwrap(), row["answer"].as_str().unwrap());
         let expected = row["expected"].as_bool().unwrap();
         if file.starts_with("hendrycks") {
-            assert_eq!(Equality::Exact.holds(gold, answer), expected, "{}", row["id"]);
+            assert_eq!(AnswerEquality::Exact.holds(gold, answer), expected, "{}", row["id"]);
             continue;
         }
         let kind = |name: &str| row["match_types"].as_array().unwrap().iter().any(|t| t == name);
@@ -194,16 +195,16 @@ fn math_equiv_vectors_meet_the_targets() {
 
 #[test]
 fn retool_vectors_every_gold_answer_earns_the_reward() {
-    use rloss::tasks::answer::Equality;
+    use rloss::tasks::answer::AnswerEquality;
     let (Some(dapo), Some(aime), Some(math)) =
         (data::folder("dapo-math"), data::folder("aime"), data::folder("math"))
     else {
         return;
     };
     let files = [aime.join("aime-2025.jsonl"), aime.join("aime-2024.jsonl"), math.join("math-500.jsonl")];
-    for answer in [Equality::Exact, Equality::Equivalent] {
+    for answer in [AnswerEquality::Exact, AnswerEquality::Equivalent] {
         let task = build(&TaskSettings {
-            name: "retool".into(),
+            name: TaskName::named("retool").unwrap(),
             train_file: Some(dapo.join("integer-answer-prompts.jsonl.gz")),
             // The rows after these are AIME's, of which MATH-500 has some.
             train_rows_max: Some(4_701),

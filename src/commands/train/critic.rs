@@ -57,7 +57,7 @@ impl Trainer {
                 found.iter().for_each(|(name, value)| means.mean(name, value, 1.0));
             }
         }
-        Ok(means.finish())
+        means.finish()
     }
 
     pub(super) fn critic_step<'c>(&'c self, critic: &'c Critic) -> CriticStep<'c> {

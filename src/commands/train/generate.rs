@@ -26,13 +26,13 @@ impl Generated {
     }
 
     /// The rollout's figures.
-    pub fn metrics(&self) -> Metrics {
-        let mut metrics = rollout::metrics(&self.drawn.groups).finish();
+    pub fn metrics(&self) -> Result<Metrics> {
+        let mut metrics = rollout::metrics(&self.drawn.groups).finish()?;
         if let Some(rounds) = self.rounds {
             metrics.set("group/resample_rounds", rounds as f64);
             metrics.set("group/discarded", (self.drawn.groups.len() - self.trained.len()) as f64);
         }
-        metrics
+        Ok(metrics)
     }
 }
 

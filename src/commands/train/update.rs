@@ -65,7 +65,7 @@ impl Trainer {
                 updates += 1;
             }
         }
-        metrics.extend(means.finish());
+        metrics.extend(means.finish()?);
         if train.minibatches * train.epochs > 1 || skipped > 0 {
             metrics.set("actor/updates", f64::from(updates));
             metrics.set("actor/updates_skipped", f64::from(skipped));

@@ -7,7 +7,7 @@ mod stage;
 
 use super::pool::Pool;
 use super::process::Spawner;
-use super::{Interpreter, Reply, SessionId, Settings, State, code_to_run, lock, output};
+use super::{Interpreter, InterpreterState, Reply, SessionId, Settings, code_to_run, lock, output};
 use crate::trajectory::CallOutcome;
 use anyhow::{Context, Result};
 use host::Host;
@@ -30,7 +30,7 @@ pub struct CPython {
     program: PathBuf,
     host: Host,
     confinement: String,
-    /// Live trajectories, of [`State::Trajectory`] only.
+    /// Live trajectories, of [`InterpreterState::Trajectory`] only.
     sessions: Mutex<HashMap<SessionId, Live>>,
     // Ahead of the spawner, whose thread's end would kill them too.
     pool: Pool<Arc<Server>>,
@@ -138,7 +138,7 @@ impl CPython {
     }
 
     fn keep(&self, session: SessionId, snippet: Snippet) {
-        if self.settings.state == State::Trajectory {
+        if self.settings.state == InterpreterState::Trajectory {
             snippet.halt();
             let live = Live { snippet: Some(snippet), used: Instant::now() };
             // Outside the lock: ending a process takes a moment.
@@ -171,8 +171,8 @@ impl CPython {
             _ => "InterpreterError: the interpreter died while running the code.".into(),
         };
         match self.settings.state {
-            State::Call => cause,
-            State::Trajectory => cause + " All variables are lost.",
+            InterpreterState::Call => cause,
+            InterpreterState::Trajectory => cause + " All variables are lost.",
         }
     }
 

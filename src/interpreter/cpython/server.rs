@@ -6,7 +6,7 @@ use crate::bad_input;
 use crate::interpreter::embedded_worker::Welcome;
 use crate::interpreter::frames::{self, Timed};
 use crate::interpreter::process::{Group, Spawner, set_nonblocking};
-use crate::interpreter::{CONFINEMENT_REMEDY, Settings, State, WORKER_ARGUMENT, confine, lock};
+use crate::interpreter::{CONFINEMENT_REMEDY, InterpreterState, Settings, WORKER_ARGUMENT, confine, lock};
 use anyhow::{Context, Result};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde::Serialize;
@@ -92,7 +92,7 @@ impl Server {
             preload: &settings.preload,
             paths: &host.paths,
             filter: filter.iter().map(|byte| format!("{byte:02x}")).collect(),
-            keep: settings.state == State::Trajectory,
+            keep: settings.state == InterpreterState::Trajectory,
             dangerously_allow_unsandboxed: unsandboxed,
         };
         frames::write(&mut timed, &serde_json::to_vec(&setup)?)?;

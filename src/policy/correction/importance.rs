@@ -4,6 +4,7 @@ use anyhow::Result;
 
 use super::{max, min, share};
 use crate::bad_input;
+use crate::choice::choice;
 use crate::policy::Metrics;
 use crate::policy::offpolicy::check_any_valid;
 use crate::policy::ratio::{LOG_RATIO_MAX, clamped_ratio};
@@ -11,6 +12,29 @@ use crate::policy::sequences::{Sequences, mean, sample_std};
 
 /// Keeps the effective sample size finite when all weights are tiny, and guards the batch normalisation.
 const MEAN_EPSILON: f64 = 1e-8;
+
+choice! {
+    /// Importance weights.
+    pub enum ImportanceSampling {
+        /// None.
+        None = "none",
+        /// ρ of each token: low variance, biased.
+        Token = "token",
+        /// ρ of the whole response on each of its tokens: unbiased, high variance.
+        Sequence = "sequence",
+    }
+}
+
+impl ImportanceSampling {
+    /// What the weights are ratios of, if there are any.
+    pub fn level(self) -> Option<Level> {
+        match self {
+            ImportanceSampling::None => None,
+            ImportanceSampling::Token => Some(Level::Token),
+            ImportanceSampling::Sequence => Some(Level::Sequence),
+        }
+    }
+}
 
 /// What a weight is the ratio of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,11 +80,6 @@ impl WeightBound {
         Ok(bound)
     }
 
-    /// From `"c"` or `"low_high"`.
-    pub fn parse(text: &str) -> Result<Self> {
-        Self::new(&super::rule::parse_bounds(text)?)
-    }
-
     fn apply(&self, ratio: f64) -> f64 {
         match *self {
             WeightBound::Truncate { max } => ratio.min(max),
@@ -84,26 +103,11 @@ impl WeightBound {
 
 /// The settings of the importance weights.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct ImportanceSampling {
+pub struct ImportanceConfig {
     pub level: Level,
     pub bound: WeightBound,
     /// Divide the weights by their mean over the batch.
     pub batch_normalize: bool,
-}
-
-impl ImportanceSampling {
-    /// `is`: `none`, `token` or `sequence`; `none` gives `None`.
-    pub fn parse(is: &str, threshold: &str, batch_normalize: bool) -> Result<Option<Self>> {
-        let level = match is {
-            "none" => return Ok(None),
-            "token" => Level::Token,
-            "sequence" => Level::Sequence,
-            other => {
-                return Err(bad_input!("unknown importance sampling `{other}`: use none, token or sequence"));
-            }
-        };
-        Ok(Some(Self { level, bound: WeightBound::parse(threshold)?, batch_normalize }))
-    }
 }
 
 /// Weights and their metrics, without a prefix.
@@ -123,7 +127,7 @@ pub struct ImportanceWeights {
 pub fn importance_weights(
     sequences: &Sequences,
     log_ratio: &[f32],
-    settings: &ImportanceSampling,
+    settings: &ImportanceConfig,
 ) -> Result<ImportanceWeights> {
     sequences.check("log_ratio", log_ratio)?;
     check_any_valid(sequences)?;
@@ -155,7 +159,7 @@ pub fn importance_weights(
 
 struct Batch<'a> {
     sequences: &'a Sequences<'a>,
-    settings: &'a ImportanceSampling,
+    settings: &'a ImportanceConfig,
     /// Σ log ratio of each sequence, not clamped.
     row_logs: &'a [f64],
     raw: &'a [f64],

@@ -7,9 +7,11 @@ mod importance;
 mod rejection;
 mod rule;
 
-pub use importance::{ImportanceSampling, ImportanceWeights, Level, WeightBound, importance_weights};
+pub use importance::{
+    ImportanceConfig, ImportanceSampling, ImportanceWeights, Level, WeightBound, importance_weights,
+};
 pub use rejection::{Rejection, reject};
-pub use rule::{REJECTION_OPTIONS, RejectionRule, parse_rules, parse_verl_rules};
+pub use rule::{RejectOption, RejectionRule};
 
 use anyhow::Result;
 
@@ -20,7 +22,7 @@ use super::sequences::Sequences;
 /// Importance sampling, rejection, both, or neither (metrics only).
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct CorrectionConfig {
-    pub importance: Option<ImportanceSampling>,
+    pub importance: Option<ImportanceConfig>,
     pub reject: Vec<RejectionRule>,
 }
 

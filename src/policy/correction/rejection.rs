@@ -46,11 +46,12 @@ pub fn reject(sequences: &Sequences, log_ratio: &[f32], rules: &[RejectionRule])
 
 /// The rule's statistic at every valid token: a sequence's own, repeated, for the sequence scopes.
 fn per_token(sequences: &Sequences, log_ratio: &[f32], rule: &RejectionRule) -> Vec<f64> {
-    let of = |t: usize| rule.statistic.of(f64::from(log_ratio[t]).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX));
+    let of =
+        |t: usize| rule.option.statistic().of(f64::from(log_ratio[t]).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX));
     let mut statistic = vec![0.0; sequences.tokens()];
     for row in sequences.rows() {
         let valid = || sequences.valid(row.clone());
-        let whole = match rule.scope {
+        let whole = match rule.option.scope() {
             Scope::Token => None,
             Scope::SequenceSum => Some(valid().map(of).sum()),
             Scope::SequenceMean => Some(mean(valid().map(of))),
@@ -73,7 +74,7 @@ fn rule_metrics(sequences: &Sequences, rule: &RejectionRule, statistic: &[f64]) 
     let row_means: Vec<f64> = rows().map(|row| mean(sequences.valid(row).map(|t| statistic[t]))).collect();
     let per_row = || row_means.iter().copied();
     let lost_any = |row| sequences.valid(row).any(|t| !rule.accepts(statistic[t]));
-    let strayed = |beyond: &dyn Fn(f64) -> bool| match rule.scope {
+    let strayed = |beyond: &dyn Fn(f64) -> bool| match rule.option.scope() {
         Scope::Token => share(tokens(), beyond),
         _ => share(per_row(), beyond),
     };
@@ -93,7 +94,7 @@ fn rule_metrics(sequences: &Sequences, rule: &RejectionRule, statistic: &[f64]) 
         ("masked_fraction", share(tokens(), |s| !rule.accepts(s))),
         ("seq_masked_fraction", share(rows(), lost_any)),
     ];
-    if rule.statistic == Statistic::K1 {
+    if rule.option.statistic() == Statistic::K1 {
         figures.push(("seq_fraction_low", share(per_row(), |s| s < rule.low)));
     }
     figures.into_iter().map(|(name, value)| (format!("rollout_rs_{}_{name}", rule.option), value)).collect()

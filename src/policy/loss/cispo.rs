@@ -2,10 +2,24 @@
 
 use anyhow::Result;
 
-use super::{LossInput, PolicyLoss, Term, token_loss};
+use super::{LossEntry, LossInput, Objective, PolicyLoss, Term, token_loss};
 use crate::bad_input;
 use crate::policy::aggregation::Normalizer;
 use crate::policy::ratio::{LOG_RATIO_MAX, clamped_ratio};
+
+pub(super) const ENTRY: LossEntry = LossEntry {
+    name: "cispo",
+    meaning: "Gradient of the log-probability, weighted by the clipped ratio.",
+    make: |settings| Ok(Box::new(CispoClip::new(settings.clip_low, settings.clip_high)?)),
+    clips_weight: true,
+    ..LossEntry::USUAL
+};
+
+impl Objective for CispoClip {
+    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
+        cispo(input, self, normalizer)
+    }
+}
 
 /// CISPO's bounds on the weight: [1 − low, 1 + high].
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -2,11 +2,33 @@
 
 use anyhow::{Result, ensure};
 
-use super::{ClipCounts, ClipRange, LossInput, PolicyLoss, Term};
+use super::{ClipCounts, ClipRange, LossEntry, LossInput, Objective, PolicyLoss, Term, TokenWeights};
+use crate::policy::aggregation::Normalizer;
 use crate::policy::sequences::mean;
 
 /// Added to an importance weight before its logarithm, so that a weight of 0 has one.
 const WEIGHT_EPSILON: f64 = 1e-10;
+
+pub(super) const ENTRY: LossEntry = LossEntry {
+    name: "geo_mean",
+    meaning: "Geometric mean of a sequence's ratios, clipped a token; a mean over sequences whatever `aggregation` says.",
+    make: |settings| Ok(Box::new(GeoMean(settings.range()?))),
+    token_weights: TokenWeights::Truncated(
+        "geo_mean takes the geometric mean of a sequence's weights, which one weight of 0 undoes; give one number, which \
+         truncates",
+    ),
+    ..LossEntry::USUAL
+};
+
+/// [`geo_mean`] with its clip.
+#[derive(Debug)]
+struct GeoMean(ClipRange);
+
+impl Objective for GeoMean {
+    fn loss(&self, input: &LossInput, _: &Normalizer, batch_sequences: usize) -> Result<PolicyLoss> {
+        geo_mean(input, &self.0, batch_sequences)
+    }
+}
 
 /// Geometric-mean policy optimisation (Zhao et al. 2025).
 ///

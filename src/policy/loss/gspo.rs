@@ -2,8 +2,29 @@
 
 use anyhow::Result;
 
-use super::{ClipRange, LossInput, PolicyLoss, Term, token_loss};
+use super::{ClipRange, LossEntry, LossInput, Objective, PolicyLoss, Term, TokenWeights, token_loss};
 use crate::policy::aggregation::Normalizer;
+
+pub(super) const ENTRY: LossEntry = LossEntry {
+    name: "gspo",
+    meaning: "Clipped ratio a sequence.",
+    make: |settings| Ok(Box::new(Gspo(settings.range()?))),
+    token_weights: TokenWeights::None(
+        "gspo takes one ratio a sequence, and with weights of single tokens its gradient is not that of its loss; write \
+         is = \"sequence\", or another loss",
+    ),
+    ..LossEntry::USUAL
+};
+
+/// [`gspo`] with its clip.
+#[derive(Debug)]
+struct Gspo(ClipRange);
+
+impl Objective for Gspo {
+    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
+        gspo(input, &self.0, normalizer)
+    }
+}
 
 /// The log of the sequence ratio is clamped above only.
 const LOG_SEQUENCE_RATIO_MAX: f64 = 10.0;

@@ -18,7 +18,7 @@ pub use bypass::{BypassLoss, bypass};
 pub use cispo::{CispoClip, cispo};
 pub use geo_mean::geo_mean;
 pub use gspo::gspo;
-pub use objective::Objective;
+pub use objective::{LossEntry, LossSettings, Objective, TokenWeights};
 pub use ppo::{PpoClip, ppo};
 pub use reinforce::reinforce;
 pub use trl::{TrlConfig, TrlObjective, trl};
@@ -28,6 +28,22 @@ use anyhow::Result;
 use super::aggregation::Normalizer;
 use super::sequences::Sequences;
 use crate::bad_input;
+use crate::choice::registered;
+
+/// Every loss that a recipe can name, in the order of its page. A new loss is a file of this folder and its name here.
+const LOSSES: &[&LossEntry] =
+    &[&ppo::ENTRY, &gspo::ENTRY, &cispo::ENTRY, &reinforce::ENTRY, &geo_mean::ENTRY];
+
+registered! {
+    /// Policy losses.
+    pub struct Loss(LossEntry) of LOSSES;
+}
+
+impl Default for Loss {
+    fn default() -> Self {
+        Self(&ppo::ENTRY)
+    }
+}
 
 /// What every policy loss reads: one value a token in each slice.
 #[derive(Debug, Clone, Copy)]

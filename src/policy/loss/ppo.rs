@@ -2,10 +2,23 @@
 
 use anyhow::Result;
 
-use super::{ClipRange, LossInput, PolicyLoss, Term, token_loss};
+use super::{ClipRange, LossEntry, LossInput, Objective, PolicyLoss, Term, token_loss};
 use crate::bad_input;
 use crate::policy::aggregation::Normalizer;
 use crate::policy::ratio::{LOG_RATIO_MAX, clamped_ratio};
+
+pub(super) const ENTRY: LossEntry = LossEntry {
+    name: "ppo",
+    meaning: "Clipped ratio a token, with dual clip.",
+    make: |settings| Ok(Box::new(PpoClip::new(settings.range()?, settings.dual_clip)?)),
+    ..LossEntry::USUAL
+};
+
+impl Objective for PpoClip {
+    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
+        ppo(input, self, normalizer)
+    }
+}
 
 /// PPO's clips.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -2,8 +2,26 @@
 
 use anyhow::Result;
 
-use super::{LossInput, PolicyLoss, Term, token_loss};
+use super::{LossEntry, LossInput, Objective, PolicyLoss, Term, token_loss};
 use crate::policy::aggregation::Normalizer;
+
+pub(super) const ENTRY: LossEntry = LossEntry {
+    name: "reinforce",
+    meaning: "Gradient of the log-probability.",
+    make: |_| Ok(Box::new(Reinforce)),
+    has_ratio: false,
+    ..LossEntry::USUAL
+};
+
+/// [`reinforce`], which has no settings.
+#[derive(Debug)]
+struct Reinforce;
+
+impl Objective for Reinforce {
+    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
+        reinforce(input, normalizer)
+    }
+}
 
 /// The plain policy gradient, weighted by w when the data is off-policy (Williams 1992).
 ///

@@ -1,9 +1,9 @@
 //! Contradictions of `[policy]` with itself, with the updates and with the rollout.
 
 use super::Rules;
-use crate::recipe::{
-    Advantage, ImportanceSampling, KlEstimator, KlPlace, Loss, OldLogprob, RejectOption, RouterReplay,
-};
+use crate::choice::Choice;
+use crate::policy::loss::{Loss, TokenWeights};
+use crate::recipe::{Advantage, ImportanceSampling, KlPlace, OldLogprob, RouterReplay};
 
 impl Rules<'_> {
     pub(super) fn policy(&mut self) {
@@ -28,13 +28,15 @@ impl Rules<'_> {
 
     fn clip_range(&mut self) {
         let policy = &self.recipe.policy;
+        let weighing = Loss::all().into_iter().filter(|loss| loss.clips_weight).map(Loss::name);
+        let weighing = weighing.collect::<Vec<_>>().join(" or ");
         for (key, value) in [("policy.clip_low", policy.clip_low), ("policy.clip_high", policy.clip_high)] {
-            if value >= 1.0 && policy.loss != Loss::Cispo {
+            if value >= 1.0 && !policy.loss.clips_weight {
                 self.refuse(
                     &[key, "policy.loss"],
                     format!(
-                        "{value} is out of range for the ratio of {}; give a number above 0 and below 1 (only cispo, which bounds \
-                         a weight, takes more)",
+                        "{value} is out of range for the ratio of {}; give a number above 0 and below 1 (only {weighing}, which \
+                         bounds a weight, takes more)",
                         policy.loss
                     ),
                 );
@@ -101,9 +103,8 @@ impl Rules<'_> {
             }
             return;
         }
-        // The loss reinforce has no ratio, so that weights are the only one.
-        let has_ratio = self.recipe.policy.loss != Loss::Reinforce;
-        if has_ratio && self.recipe.policy.old_logprob == OldLogprob::Rollout {
+        // Where the loss has no ratio, weights are the only one.
+        if self.recipe.policy.loss.has_ratio && self.recipe.policy.old_logprob == OldLogprob::Rollout {
             self.refuse(
                 &["policy.correction.is", "policy.old_logprob", "policy.loss"],
                 "with old_logprob = \"rollout\" the loss's own ratio is already against the rollout, and weights would count \
@@ -119,19 +120,12 @@ impl Rules<'_> {
         if correction.is != ImportanceSampling::Token {
             return;
         }
-        if policy.loss == Loss::Gspo {
-            self.refuse(
-                &["policy.correction.is", "policy.loss"],
-                "gspo takes one ratio a sequence, and with weights of single tokens its gradient is not that of its loss; write \
-                 is = \"sequence\", or another loss",
-            );
-        }
-        if policy.loss == Loss::GeoMean && correction.threshold.len() == 2 {
-            self.refuse(
-                &["policy.correction.threshold", "policy.correction.is", "policy.loss"],
-                "geo_mean takes the geometric mean of a sequence's weights, which one weight of 0 undoes; give one number, which \
-                 truncates",
-            );
+        match policy.loss.token_weights {
+            TokenWeights::None(why) => self.refuse(&["policy.correction.is", "policy.loss"], why),
+            TokenWeights::Truncated(why) if correction.threshold.len() == 2 => {
+                self.refuse(&["policy.correction.threshold", "policy.correction.is", "policy.loss"], why)
+            }
+            TokenWeights::Any | TokenWeights::Truncated(_) => {}
         }
     }
 
@@ -153,7 +147,7 @@ impl Rules<'_> {
             if options[..i].contains(&option) {
                 self.refuse(&["policy.correction.reject"], format!("{option} is there twice; remove one"));
             }
-            if let Some(wrong) = wrong_bounds(option, bounds) {
+            if let Some(wrong) = option.wrong_bounds(bounds) {
                 self.refuse(
                     &["policy.correction.reject_bounds", "policy.correction.reject"],
                     format!("of {option}: {wrong}"),
@@ -204,8 +198,7 @@ impl Rules<'_> {
                 ),
             );
         }
-        let straight = [KlEstimator::K1Straight, KlEstimator::AbsStraight, KlEstimator::K3Straight];
-        if policy.kl.place == KlPlace::Reward && straight.contains(&policy.kl.estimator) {
+        if policy.kl.place == KlPlace::Reward && policy.kl.estimator.straight_through() {
             self.refuse(
                 &["policy.kl.estimator", "policy.kl.place"],
                 "no gradient flows through a reward, so the + changes nothing; remove it",
@@ -263,24 +256,5 @@ impl Rules<'_> {
                  remove one of the two",
             );
         }
-    }
-}
-
-/// What is wrong with the bounds of a rejection option, if anything.
-fn wrong_bounds(option: RejectOption, bounds: &[f64]) -> Option<String> {
-    let signed = option.name().ends_with("k1");
-    if bounds.iter().any(|&bound| bound <= 0.0) {
-        return Some(format!("{bounds:?} must be positive"));
-    }
-    match (signed, bounds) {
-        (true, &[bound]) if bound < 1.0 => Some(format!(
-            "one bound u stands for 1/u to u, which is empty for {bound}; give 1 or more, or two bounds"
-        )),
-        (true, &[low, high]) if low > high => {
-            Some(format!("the bounds are reversed, {low} above {high}; swap them"))
-        }
-        (true, [_] | [_, _]) | (false, [_]) => None,
-        (true, _) => Some("give one bound on the ratio, or a low and a high one".to_owned()),
-        (false, _) => Some("never negative, so give one upper bound".to_owned()),
     }
 }

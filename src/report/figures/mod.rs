@@ -12,8 +12,9 @@ mod table;
 
 pub(super) use manifest::FILE;
 
+use crate::atomic_file::write_file;
 use crate::bad_input;
-use anyhow::{Context, Result};
+use anyhow::Result;
 use curve::Curve;
 use minijinja::{Environment, Value, context};
 use serde::Serialize;
@@ -49,8 +50,7 @@ pub(super) fn write(folder: &Path, environment: &mut Environment<'static>) -> Re
         let drawing = panel::Drawing::new(&figure.title, &figure.panels, &curves);
         let svg =
             environment.get_template("figure.svg")?.render(context! { title => &figure.title, drawing })?;
-        super::replace_file(&folder.join(format!("{}.svg", figure.name)), &svg)
-            .with_context(|| format!("{}: cannot be written", folder.display()))?;
+        write_file(&folder.join(format!("{}.svg", figure.name)), &svg)?;
         shown.push(Shown {
             name: &figure.name,
             title: &figure.title,
@@ -73,6 +73,6 @@ pub(super) fn write(folder: &Path, environment: &mut Environment<'static>) -> Re
     let style = Value::from_safe_string(include_str!("../page.css").to_owned());
     let page = environment.get_template("figures.html")?.render(context! { style, figures => shown })?;
     let path = folder.join("report.html");
-    super::replace_file(&path, &page).with_context(|| format!("{}: cannot be written", path.display()))?;
+    write_file(&path, &page)?;
     Ok(path)
 }

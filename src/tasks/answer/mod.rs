@@ -19,26 +19,27 @@ pub use extract::Sources;
 
 /// Longer answers are only compared as strings, in bytes.
 pub const ANSWER_BYTES_MAX: usize = 4_000;
+use crate::choice::choice;
+
 /// Longer texts are searched for an answer only at their end, in bytes.
 pub const TEXT_BYTES_MAX: usize = 20_000;
 
-/// How answers are compared.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Equality {
-    /// As strings, after spellings are unified ([`exact_form`]).
-    Exact,
-    /// As mathematics ([`equivalent`]).
-    #[default]
-    Equivalent,
+choice! {
+    /// How answers are compared.
+    pub enum AnswerEquality default Exact {
+        /// As strings, after the usual cleaning of LaTeX: the published grading.
+        Exact = "exact",
+        /// As mathematics: 1/2 is 0.5 is \frac{1}{2}.
+        Equivalent = "equivalent",
+    }
 }
 
-impl Equality {
+impl AnswerEquality {
     /// Whether `answer` equals `gold`; both are bare answers, such as the content of `\boxed{}`.
     pub fn holds(self, gold: &str, answer: &str) -> bool {
         match self {
-            Equality::Exact => exact_form(gold) == exact_form(answer),
-            Equality::Equivalent => equivalent(gold, answer, &Options::default()),
+            AnswerEquality::Exact => exact_form(gold) == exact_form(answer),
+            AnswerEquality::Equivalent => equivalent(gold, answer, &Options::default()),
         }
     }
 }
@@ -205,7 +206,7 @@ mod tests {
 
     #[test]
     fn exact_unifies_spelling_but_not_value() {
-        let exact = |gold, answer| Equality::Exact.holds(gold, answer);
+        let exact = |gold, answer| AnswerEquality::Exact.holds(gold, answer);
         assert!(exact("\\frac{1}{2}", "\\dfrac12"));
         assert!(exact("\\frac{\\sqrt{3}}{2}", "\\frac{\\sqrt3}2"));
         assert!(exact("34", " 34 "));
@@ -247,7 +248,7 @@ mod tests {
             assert!(!equal("7", answer), "{answer:.40}");
             assert!(!equal(&format!("1, {answer}"), "1, 7"), "{answer:.40}");
             equivalent_texts(answer, answer, Sources { formulas: true, numbers: true }, &Options::default());
-            Equality::Exact.holds("7", answer);
+            AnswerEquality::Exact.holds("7", answer);
         }
     }
 
@@ -331,7 +332,7 @@ mod tests {
             equal("\\frac{1}{2}", &text);
             equal(&text, "x=1");
             extract::answer(&text, sources);
-            Equality::Exact.holds(&text, "1");
+            AnswerEquality::Exact.holds(&text, "1");
             crate::tasks::gsm8k::extract(&text, Default::default());
             crate::tasks::retool::PromptForm::Boxed.extract(&text);
             crate::tasks::retool::PromptForm::AnswerLine.extract(&format!("Answer:{text}"));

@@ -69,7 +69,7 @@ fn system_settings_name_only_what_is_given() {
         model_identity: Some("You are a test.".into()),
         knowledge_cutoff: Some("2024-06".into()),
         current_date: Some("2025-08-05".into()),
-        reasoning_effort: Some("low".parse().unwrap()),
+        reasoning_effort: Some(ReasoningEffort::Low),
         python_tool: Some("Runs code.".into()),
         function_tools: true,
     };
@@ -77,7 +77,6 @@ fn system_settings_name_only_what_is_given() {
         ## python\n\nRuns code.\n\n# Valid channels: analysis, commentary, final. Channel must be included for every \
         message.\nCalls to these tools must go to the commentary channel: 'functions'.";
     assert_eq!(settings.message().content, expected);
-    assert!("extreme".parse::<ReasoningEffort>().is_err());
 }
 
 #[test]
@@ -92,4 +91,6 @@ fn messages_are_refused_with_their_place() {
     refused(json!([{"role": "user", "content": 3}]), "content");
     refused(json!([{"role": "user", "content": "x", "tool_calls": []}]), "tool_calls");
     refused(json!([{"role": "user", "content": [{"type": "system_content"}]}]), "system message");
+    let effort = json!([{"type": "system_content", "reasoning_effort": "extreme"}]);
+    refused(json!([{"role": "system", "content": effort}]), "extreme");
 }

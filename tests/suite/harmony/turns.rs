@@ -45,7 +45,6 @@ fn problems_are_named_and_keep_the_text() {
             1,
         ),
         ("<|channel|><|message|>x<|end|>", TurnEnd::Malformed, Some(malformed("<|channel|>")), 1),
-        ("<|start|>assistant<|channel|>final<|message|>x<|return|>", TurnEnd::Malformed, None, 1),
         ("so<|message|>x<|return|>", TurnEnd::Malformed, Some(malformed("so")), 1),
         ("<|channel|>analysis to=<|message|>x<|call|>", TurnEnd::Malformed, Some(malformed("to=")), 1),
         (" to=user<|message|>x<|call|>", TurnEnd::Malformed, Some(malformed("to=user")), 1),
@@ -84,6 +83,36 @@ fn problems_are_named_and_keep_the_text() {
         if let Some(problem) = parsed.problem {
             assert!(problem.reply().starts_with("Error: ") && problem.reply().len() < 100);
         }
+    }
+}
+
+/// The prompt ended in the turn's opening; a model that samples it again still writes its own message.
+#[test]
+fn a_repeated_opening_is_the_turns_own_header() {
+    let plain = turn("<|channel|>final<|message|>x<|return|>");
+    assert_eq!((plain.end, &plain.problem), (TurnEnd::Returned, &None));
+    assert_eq!(turn("<|start|>assistant<|channel|>final<|message|>x<|return|>"), plain);
+
+    let call = turn("<|start|>assistant to=python<|channel|>analysis<|message|>1<|call|>");
+    assert_eq!((call.end, &call.problem), (TurnEnd::Called, &None));
+    assert_eq!(call.messages, [Message::call("python", "analysis", "1")]);
+
+    let named = |author: &str| Some(Problem::WrongAuthor { author: author.into() });
+    for (text, problem) in [
+        ("<|start|>user<|channel|>final<|message|>x<|return|>", named("user")),
+        ("<|start|><|channel|>final<|message|>x<|return|>", named("")),
+        // Once is a slip; more, or later, is no header.
+        (
+            "<|start|>assistant<|start|>assistant<|channel|>final<|message|>x<|return|>",
+            Some(Problem::MalformedHeader { leftover: "assistant<|start|>assistant<|channel|>final".into() }),
+        ),
+        (
+            "<|channel|>final<|start|>assistant<|message|>x<|return|>",
+            Some(Problem::MalformedHeader { leftover: "<|channel|>final<|start|>assistant".into() }),
+        ),
+    ] {
+        let parsed = turn(text);
+        assert_eq!((parsed.end, parsed.problem), (TurnEnd::Malformed, problem), "{text}");
     }
 }
 

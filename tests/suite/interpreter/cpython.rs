@@ -1,7 +1,7 @@
 //! The machine's own Python: what the model reads, limits, hostile code, and processes that die.
 
 use super::{alive, call, children, expect, in_own_process, own_process, settings};
-use rloss::interpreter::{CPython, Interpreter, SessionId, Settings, State};
+use rloss::interpreter::{CPython, Interpreter, InterpreterState, SessionId, Settings};
 use rloss::trajectory::CallOutcome::*;
 use std::path::PathBuf;
 use std::process::Command;
@@ -141,9 +141,8 @@ fn variables_live_as_long_as_the_settings_say() {
     assert!(call(&fresh, "y").text.ends_with("NameError: name 'y' is not defined"));
     expect(&fresh, "import math\nmath.pi", Answered, "3.141592653589793");
 
-    let python = cpython_or_skip!(
-        |s| (s.state, s.workers, s.time_limit_s, s.wall_clock_s) = (State::Trajectory, 2, 1.0, 120.0)
-    );
+    let python = cpython_or_skip!(|s| (s.state, s.workers, s.time_limit_s, s.wall_clock_s) =
+        (InterpreterState::Trajectory, 2, 1.0, 120.0));
     let sessions: Vec<SessionId> = (0..10).map(SessionId).collect();
     for &session in &sessions {
         let code =
@@ -166,7 +165,7 @@ fn variables_live_as_long_as_the_settings_say() {
     assert!(reply.text.ends_with(" All variables are lost."), "{}", reply.text);
     assert_eq!(python.call(sessions[2], "x").outcome, Raised);
 
-    let python = cpython_or_skip!(|s| (s.state, s.idle_s_max) = (State::Trajectory, 0.0));
+    let python = cpython_or_skip!(|s| (s.state, s.idle_s_max) = (InterpreterState::Trajectory, 0.0));
     assert_eq!(call(&python, "x = 1").outcome, Answered);
     std::thread::sleep(std::time::Duration::from_millis(5));
     let reply = call(&python, "'x' in globals()");
@@ -424,7 +423,7 @@ fn alone_processes_come_and_go() {
     drop(python);
 
     // Between its calls a trajectory's process does not run, whatever timers it has set.
-    let python = cpython_or_skip!(|s| (s.state, s.workers) = (State::Trajectory, 1));
+    let python = cpython_or_skip!(|s| (s.state, s.workers) = (InterpreterState::Trajectory, 1));
     let timer = "import signal\nsignal.signal(signal.SIGALRM, lambda *_: 0)\nsignal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-3)";
     for code in [timer, "1", "2"] {
         assert_eq!(call(&python, code).outcome, Answered);

@@ -6,7 +6,7 @@
 use super::attacks::victim;
 use super::call;
 use super::cpython;
-use rloss::interpreter::{CPython, SessionId, State};
+use rloss::interpreter::{CPython, InterpreterState, SessionId};
 use rloss::trajectory::CallOutcome::*;
 use std::process::Command;
 
@@ -172,7 +172,9 @@ fn a_snippet_finds_nothing_of_an_earlier_one() {
         assert_eq!(reply.outcome, Answered, "{}", reply.text);
         reply.text
     };
-    let Some(keeping) = cpython::cpython(|s| (s.state, s.workers) = (State::Trajectory, 1)) else { return };
+    let Some(keeping) = cpython::cpython(|s| (s.state, s.workers) = (InterpreterState::Trajectory, 1)) else {
+        return;
+    };
     assert_eq!(scanned(&keeping, SessionId(0)), "True", "the control: the same process");
     assert_eq!(scanned(&keeping, SessionId(1)), "False", "another trajectory");
     let Some(python) = cpython::cpython(|s| s.workers = 1) else { return };

@@ -1,19 +1,18 @@
 //! Settings that cannot mean anything are refused with the reason.
 
+use rloss::choice::Choice;
 use rloss::error::BadInput;
 use rloss::policy::advantage::{gae, reinforce_plus_plus, whiten};
-use rloss::policy::correction::{
-    ImportanceSampling, REJECTION_OPTIONS, RejectionRule, WeightBound, parse_rules, parse_verl_rules,
-};
-use rloss::policy::divergence::Divergence;
+use rloss::policy::correction::{RejectOption, RejectionRule, WeightBound};
 use rloss::policy::kl_in_reward::KlController;
 use rloss::policy::loss::{CispoClip, ClipRange, PpoClip, TrlConfig, TrlObjective, trl};
-use rloss::policy::ratio::OldLogProb;
+use rloss::policy::ratio::OldLogprob;
 use rloss::policy::shaping::Overlong;
 use rloss::policy::value::value_loss;
 use rloss::policy::{Aggregation, Normalizer, Sequences};
 
 use super::fixture::Fixture;
+use super::verl::verl_rules;
 
 fn refused<T: std::fmt::Debug>(result: anyhow::Result<T>, reason: &str) {
     let error = result.expect_err(reason);
@@ -52,27 +51,20 @@ fn clip_ranges_outside_their_interval_are_refused() {
 
 #[test]
 fn bounds_of_the_correction_are_checked() {
-    refused(WeightBound::parse("2_0.5"), "reversed");
-    refused(WeightBound::parse("0"), "positive");
-    refused(WeightBound::parse("-1_2"), "negative");
-    refused(WeightBound::parse("1_2_3"), "a low and a high");
-    refused(WeightBound::parse("two"), "not a number");
-    refused(ImportanceSampling::parse("geometric", "2", false), "none, token or sequence");
-    assert!(ImportanceSampling::parse("none", "2", false).unwrap().is_none());
+    refused(WeightBound::new(&[2.0, 0.5]), "reversed");
+    refused(WeightBound::new(&[0.0]), "positive");
+    refused(WeightBound::new(&[-1.0, 2.0]), "negative");
+    refused(WeightBound::new(&[1.0, 2.0, 3.0]), "a low and a high");
 
-    refused(RejectionRule::new("seq_max_k1", &[2.0]), "seq_max_k2");
-    refused(RejectionRule::new("token_k4", &[2.0]), "token_k3");
-    refused(RejectionRule::new("token_k1", &[0.5]), "empty");
-    refused(RejectionRule::new("token_k1", &[2.0, 0.5]), "reversed");
-    refused(RejectionRule::new("token_k1", &[0.0, 2.0]), "positive");
-    refused(RejectionRule::new("token_k1", &[]), "one bound or two");
-    refused(RejectionRule::new("seq_sum_k2", &[0.5, 2.0]), "one upper bound");
-    refused(RejectionRule::new("token_k3", &[0.0]), "positive");
-    refused(parse_rules("token_k1", None), "needs bounds");
-    refused(parse_rules("token_k1,token_k2,seq_sum_k2", Some("0.5_2,1")), "one for each");
-    refused(parse_verl_rules("token_k1", Some("2_0.5")), "reversed");
-    refused(parse_rules(" , ", Some("2")), "names none");
-    for option in REJECTION_OPTIONS {
+    use RejectOption::{SeqSumK2, TokenK1, TokenK3};
+    refused(RejectionRule::new(TokenK1, &[0.5]), "empty");
+    refused(RejectionRule::new(TokenK1, &[2.0, 0.5]), "reversed");
+    refused(RejectionRule::new(TokenK1, &[0.0, 2.0]), "positive");
+    refused(RejectionRule::new(TokenK1, &[f64::INFINITY]), "positive");
+    refused(RejectionRule::new(TokenK1, &[]), "one bound on the ratio");
+    refused(RejectionRule::new(SeqSumK2, &[0.5, 2.0]), "one upper bound");
+    refused(RejectionRule::new(TokenK3, &[0.0]), "positive");
+    for option in RejectOption::all() {
         assert_eq!(RejectionRule::new(option, &[2.0]).unwrap().option(), option);
     }
 }
@@ -80,10 +72,9 @@ fn bounds_of_the_correction_are_checked() {
 /// verl bounds −log ρ, so its [0.5, 3] is [1/3, 2] on π_train/π_rollout.
 #[test]
 fn verl_bounds_on_k1_are_inverted() {
-    let verl = RejectionRule::from_verl("token_k1", &[0.5, 4.0]).unwrap();
-    assert_eq!(verl, RejectionRule::new("token_k1", &[0.25, 2.0]).unwrap());
-    let single = RejectionRule::new("token_k1", &[2.0]).unwrap();
-    assert_eq!(single, RejectionRule::new("token_k1", &[0.5, 2.0]).unwrap());
+    let rule = |bounds: &[f64]| RejectionRule::new(RejectOption::TokenK1, bounds).unwrap();
+    assert_eq!(verl_rules("token_k1", Some("0.5_4.0")).unwrap(), [rule(&[0.25, 2.0])]);
+    assert_eq!(rule(&[2.0]), rule(&[0.5, 2.0]));
 }
 
 #[test]
@@ -98,13 +89,12 @@ fn other_settings_are_checked() {
     refused(reinforce_plus_plus(&sequences, &values, f64::NAN), "gamma");
     let single = [true, false, false];
     refused(whiten(&sequences.with_mask(&single).unwrap(), &values), "at least two");
-    refused(Divergence::parse("k4"), "k1, abs, k2 or k3");
     refused(KlController::adaptive(0.1, 0.0, 100.0), "target");
     refused(Overlong::new(100, 0, 1.0), "buffer");
     refused(Overlong::new(100, 200, 1.0), "buffer");
     refused(Overlong::new(100, 20, -1.0), "penalty");
     let normalizer = Normalizer::local(Aggregation::TokenMean, &sequences, 1).unwrap();
     refused(value_loss(&sequences, &values, &values, &values, 0.0, &normalizer), "value clip");
-    refused(OldLogProb::Detach.select(&values, &values, None, 4), "detach");
-    refused(OldLogProb::Recompute.select(&values, &values, None, 1), "recompute");
+    refused(OldLogprob::Detach.select(&values, &values, None, 4), "detach");
+    refused(OldLogprob::Recompute.select(&values, &values, None, 1), "recompute");
 }

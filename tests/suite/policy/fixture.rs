@@ -2,7 +2,8 @@
 
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
-use rloss::policy::loss::{CispoClip, ClipRange, LossInput, Objective, PpoClip};
+use rloss::choice::Choice;
+use rloss::policy::loss::{Loss, LossInput, LossSettings, Objective};
 use rloss::policy::{Aggregation, Sequences};
 use rloss::random::{Purpose, stream};
 
@@ -83,15 +84,10 @@ impl Fixture {
     }
 }
 
-pub fn objectives() -> [Objective; 5] {
-    let range = ClipRange::new(0.2, 0.28).expect("range");
-    [
-        Objective::Ppo(PpoClip::new(range, Some(3.0)).expect("clip")),
-        Objective::Gspo(range),
-        Objective::Cispo(CispoClip::new(0.2, 0.28).expect("clip")),
-        Objective::GeoMean(range),
-        Objective::Reinforce,
-    ]
+/// Every loss that a recipe can name, with its name.
+pub fn objectives() -> Vec<(&'static str, Box<dyn Objective>)> {
+    let settings = LossSettings { clip_low: 0.2, clip_high: 0.28, dual_clip: Some(3.0) };
+    Loss::all().into_iter().map(|loss| (loss.name(), (loss.make)(&settings).expect("settings"))).collect()
 }
 
 pub const AGGREGATIONS: [Aggregation; 5] = [

@@ -1,12 +1,13 @@
 //! The greedy baseline, the steered divergence, bypass, and what is measured over a whole batch.
 
-use super::{Fixture, distance, pass, values};
+use super::{Fixture, distance, loss, pass, values};
+use crate::policy::verl;
 use rloss::metrics::Metrics;
 use rloss::policy::Aggregation;
-use rloss::policy::correction::{CorrectionConfig, ImportanceSampling as Importance, parse_rules};
+use rloss::policy::correction::CorrectionConfig;
 use rloss::policy::loss::{BypassLoss, ClipRange, PpoClip, bypass};
 use rloss::recipe::{
-    Advantage, Correction, ImportanceSampling, Kl, KlEstimator, KlPlace, Loss, OldLogprob, Overlong, Policy,
+    Advantage, Correction, ImportanceSampling, Kl, KlEstimator, KlPlace, OldLogprob, Overlong, Policy,
     RejectOption,
 };
 use rloss::train::policy_step::PolicyStep;
@@ -95,12 +96,12 @@ fn bypass_is_the_anchor_rollout_with_a_correction() {
         reject_bounds: vec![vec![0.02], vec![0.8, 1.25]],
         ..Correction::default()
     };
-    let rules = parse_rules("seq_mean_k2,token_k1", Some("0.02,0.8_1.25")).unwrap();
+    let rules = verl::rules("seq_mean_k2,token_k1", Some("0.02,0.8_1.25")).unwrap();
     let clip = PpoClip::new(ClipRange::new(0.2, 0.2).unwrap(), Some(3.0)).unwrap();
     let weighing = Correction { is: ImportanceSampling::Sequence, ..rejecting.clone() };
     for (loss, correction, is, theirs) in [
-        (Loss::Ppo, rejecting, "none", BypassLoss::PpoClip(clip)),
-        (Loss::Reinforce, weighing, "sequence", BypassLoss::Reinforce),
+        (loss("ppo"), rejecting, "none", BypassLoss::PpoClip(clip)),
+        (loss("reinforce"), weighing, "sequence", BypassLoss::Reinforce),
     ] {
         let policy = Policy { loss, correction, old_logprob: OldLogprob::Rollout, ..Policy::default() };
         let step = fixture.step(&policy, None);
@@ -111,7 +112,7 @@ fn bypass_is_the_anchor_rollout_with_a_correction() {
         let whole = vec![true; experience.mask.len()];
         let sequences = rloss::policy::Sequences::new(&experience.cu_seqlens, &whole).unwrap();
         let config = CorrectionConfig {
-            importance: Importance::parse(is, "2.0", false).unwrap(),
+            importance: verl::importance(is, "2.0", false).unwrap(),
             reject: rules.clone(),
         };
         let (current, rollout) = (&update.log_probs, &experience.rollout);

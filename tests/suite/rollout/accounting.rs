@@ -2,7 +2,8 @@
 
 use super::tools::{embedded, processes_of};
 use super::*;
-use rloss::tasks::{TaskSettings, build};
+use rloss::choice::Choice;
+use rloss::tasks::{TaskName, TaskSettings, build};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -104,7 +105,7 @@ fn every_trajectory_is_accounted_for_whatever_fails() {
     let script = folder.path().join("task.py");
     std::fs::write(&script, TASK).unwrap();
     let task = build(&TaskSettings {
-        name: "command".into(),
+        name: TaskName::named("command").unwrap(),
         command: vec!["python3".into(), script.display().to_string()],
         command_timeout_s: 3.0,
         ..Default::default()
@@ -161,7 +162,7 @@ fn every_trajectory_is_accounted_for_whatever_fails() {
             *counts.entry(format!("tool/{}", call.name())).or_default() += 1.0;
         }
     }
-    let metrics = rloss::rollout::metrics(&rollouts.groups).finish();
+    let metrics = rloss::rollout::metrics(&rollouts.groups).finish().unwrap();
     for (key, count) in &counts {
         assert_eq!(metrics.get(key), Some(*count), "{key}");
     }

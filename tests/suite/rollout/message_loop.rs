@@ -230,7 +230,7 @@ fn a_task_that_fails_is_an_outcome() {
         groups: vec![rloss::trajectory::Group { trajectories: vec![t], greedy: None }],
         messages: vec![vec![vec![]]],
     };
-    let metrics = rloss::rollout::metrics(&rollouts.groups).finish();
+    let metrics = rloss::rollout::metrics(&rollouts.groups).finish().unwrap();
     assert_eq!(metrics.get("outcome/task_failed"), Some(1.0));
     assert_eq!(metrics.get("outcome/finished"), Some(0.0));
     assert_eq!(metrics.get("group/zero_signal_fraction"), Some(1.0));

@@ -1,8 +1,9 @@
 //! A user's own task over JSON lines: programs that work, crash, hang and speak garbage.
 
+use rloss::choice::Choice;
 use rloss::error::BadInput;
 use rloss::harmony::Message;
-use rloss::tasks::{Reward, Task, TaskSettings, Transcript, build};
+use rloss::tasks::{Reward, Task, TaskName, TaskSettings, Transcript, build};
 use rloss::trajectory::Outcome;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -64,7 +65,7 @@ impl Script {
 
 fn open(command: &[String]) -> anyhow::Result<Box<dyn Task>> {
     build(&TaskSettings {
-        name: "command".into(),
+        name: TaskName::named("command").unwrap(),
         command: command.to_vec(),
         command_timeout_s: 4.0,
         command_processes: 2,

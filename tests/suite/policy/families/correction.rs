@@ -1,9 +1,9 @@
 //! Families of the rollout correction and of the mismatch metrics.
 
 use anyhow::Result;
+use rloss::choice::Choice;
 use rloss::policy::correction::{
-    CorrectionConfig, ImportanceSampling, RejectionRule, correct, importance_weights, parse_rules,
-    parse_verl_rules, reject,
+    CorrectionConfig, ImportanceConfig, RejectionRule, correct, importance_weights, reject,
 };
 use rloss::policy::loss::{BypassLoss, ClipRange, PpoClip, bypass};
 use rloss::policy::offpolicy::{offpolicy_metrics, probs_diff_metrics};
@@ -11,6 +11,7 @@ use rloss::policy::{Aggregation, Metrics};
 use serde_json::Value;
 
 use super::super::vectors::{Actual, Batch, Outcome, Row, floats};
+use super::super::verl;
 use super::{loss_actual, widen};
 
 fn text(value: &Value) -> Option<String> {
@@ -26,10 +27,10 @@ fn mask_values(mask: &[bool]) -> Actual {
 }
 
 /// The importance sampling in verl's parameters, with its default threshold 2.
-fn importance(params: &Value) -> Result<Option<ImportanceSampling>> {
+fn importance(params: &Value) -> Result<Option<ImportanceConfig>> {
     let level = params["rollout_is"].as_str().unwrap_or("none");
     let threshold = text(&params["rollout_is_threshold"]).unwrap_or("2.0".into());
-    ImportanceSampling::parse(level, &threshold, params["rollout_is_batch_normalize"] == true)
+    verl::importance(level, &threshold, params["rollout_is_batch_normalize"] == true)
 }
 
 /// The rules in verl's parameters: through the parser for verl's strings and, where the row gives the converted k1
@@ -37,11 +38,11 @@ fn importance(params: &Value) -> Result<Option<ImportanceSampling>> {
 fn rules(params: &Value) -> Result<Vec<RejectionRule>> {
     let Some(options) = params["rollout_rs"].as_str() else { return Ok(Vec::new()) };
     let thresholds = text(&params["rollout_rs_threshold"]);
-    let rules = parse_verl_rules(options, thresholds.as_deref())?;
+    let rules = verl::verl_rules(options, thresholds.as_deref())?;
     for (option, bounds) in params["k1_bounds_on_train_over_rollout"].as_object().into_iter().flatten() {
         let bounds = floats(bounds);
-        let native = parse_rules(option, Some(&format!("{}_{}", bounds[0], bounds[1])))?;
-        let same = rules.iter().find(|rule| rule.option() == option).expect("the option");
+        let native = verl::rules(option, Some(&format!("{}_{}", bounds[0], bounds[1])))?;
+        let same = rules.iter().find(|rule| rule.option().name() == option).expect("the option");
         let differ = |a: f64, b: f64| (a - b).abs() > 1e-6;
         let ((low, high), (low_native, high_native)) = (same.bounds(), native[0].bounds());
         assert!(!differ(low, low_native) && !differ(high, high_native), "{options}: {same:?}, {native:?}");

@@ -1,6 +1,6 @@
 //! Families of the divergences, the value loss, the entropy and TRL's losses.
 
-use rloss::policy::divergence::{Divergence, kl_loss};
+use rloss::policy::divergence::kl_loss;
 use rloss::policy::entropy::entropy;
 use rloss::policy::kl_in_reward::{KlController, kl_in_reward};
 use rloss::policy::loss::{ClipRange, LossInput, TrlConfig, TrlObjective, trl};
@@ -8,6 +8,7 @@ use rloss::policy::value::value_loss;
 use rloss::policy::{Aggregation, Metrics, Normalizer};
 
 use super::super::vectors::{Actual, Batch, Outcome, Row, floats};
+use super::super::verl;
 use super::correction::add_metrics;
 use super::{loss_actual, normalizer, widen};
 
@@ -24,7 +25,7 @@ fn number(row: &Row, key: &str) -> f64 {
 }
 
 pub fn kl_penalty(row: &Row) -> Outcome {
-    let divergence = Divergence::parse(text(row, "kl_penalty"))?;
+    let divergence = verl::estimator(text(row, "kl_penalty"))?;
     let (log_prob, reference) = (floats(&row.inputs["logprob"]), floats(&row.inputs["ref_logprob"]));
     let (values, slopes) = log_prob.iter().zip(&reference).map(|(&l, &r)| divergence.at(l, r)).unzip();
     Ok(vec![("kl", Actual::Values(values)), ("grad_logprob", Actual::Values(slopes))])
@@ -34,7 +35,7 @@ pub fn kl_loss_row(row: &Row) -> Outcome {
     let batch = Batch::new(row, "response_mask");
     let sequences = batch.sequences();
     let normalizer = normalizer(text(row, "loss_agg_mode"), &row.params, &sequences, batch.width)?;
-    let divergence = Divergence::parse(text(row, "kl_loss_type"))?;
+    let divergence = verl::estimator(text(row, "kl_loss_type"))?;
     let (log_prob, reference) = (floats(&row.inputs["log_prob"]), floats(&row.inputs["ref_log_prob"]));
     let result = kl_loss(&sequences, &log_prob, &reference, divergence, &normalizer)?;
     let coefficient = number(row, "kl_loss_coef");
@@ -62,7 +63,7 @@ pub fn kl_in_reward_row(row: &Row) -> Outcome {
         &floats(&row.inputs["token_level_scores"]),
         &floats(&row.inputs["old_log_probs"]),
         &floats(&row.inputs["ref_log_prob"]),
-        Divergence::parse(text(row, "kl_penalty"))?,
+        verl::estimator(text(row, "kl_penalty"))?,
         coefficient,
     )?;
     controller.update(result.kl, batch.sequences().len());
