@@ -8,6 +8,7 @@ use rloss::model::forward::ForwardOptions;
 use rloss::ops::product::{forward_product, stock};
 use rloss::train::batch::MicroBatch;
 use rloss::train::forward_backward::{HeadGradient, Pass, PassSettings};
+use rloss::train::gradients::GradientSum;
 use std::hint::black_box;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -68,19 +69,20 @@ fn products() {
 fn step(name: &str, shape: Shape, count: usize, length: usize, rounds: usize) {
     let (model, parameters) = model(shape);
     let batch = &MicroBatch::split(&sequences(shape.vocabulary, count, length), usize::MAX)[0];
-    let trainable = vec![true; parameters.len()];
     let settings = PassSettings {
         recompute_layers: true,
         temperature: 1.0,
         load_balance: 0.0,
         forward: ForwardOptions::default(),
     };
-    let pass = Pass { model: &model, parameters: &parameters, trainable: &trainable, batch, settings };
     let objective = |log_probs: &[f32], _: &[f32]| {
         Ok(HeadGradient { log_probs: vec![-1.0; log_probs.len()], entropies: vec![0.0; log_probs.len()] })
     };
     let (invariant, default) = medians(rounds, |is_stock| {
         stock::CHOSEN.store(is_stock, Ordering::Relaxed);
+        let sum = GradientSum::begin(&parameters).expect("gradients");
+        let weights = &parameters.learning(&sum.of_pass(0)).expect("weights");
+        let pass = Pass { model: &model, weights, batch, settings };
         black_box(pass.forward_backward(&objective).expect("pass"));
     });
     println!("{name:<26} {:>14.1} {:>12.1} {:>7.3}", invariant * 1e3, default * 1e3, invariant / default);

@@ -10,6 +10,7 @@ use models::{Shape, TINY, model, sequences};
 use rloss::model::forward::ForwardOptions;
 use rloss::train::batch::MicroBatch;
 use rloss::train::forward_backward::{HeadGradient, Pass, PassSettings};
+use rloss::train::gradients::GradientSum;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -38,14 +39,15 @@ static ALLOCATOR: Counting = Counting;
 fn measure(shape: Shape, tokens: usize) {
     let (model, parameters) = model(shape);
     let batch = &MicroBatch::split(&sequences(shape.vocabulary, tokens / 64, 65), usize::MAX)[0];
-    let trainable = vec![true; parameters.len()];
     let settings = PassSettings {
         recompute_layers: true,
         temperature: 1.0,
         load_balance: 0.0,
         forward: ForwardOptions::default(),
     };
-    let pass = Pass { model: &model, parameters: &parameters, trainable: &trainable, batch, settings };
+    let sum = GradientSum::begin(&parameters).expect("gradients");
+    let weights = &parameters.learning(&sum.of_pass(0)).expect("weights");
+    let pass = Pass { model: &model, weights, batch, settings };
     let before = NOW.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);
     pass.forward_backward(&|log_probs, _| {

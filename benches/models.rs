@@ -2,9 +2,10 @@
 
 use rand::Rng;
 use rloss::model::config::{Config, LayerType, Rope};
+use rloss::model::family::Family;
 use rloss::model::forward::Model;
 use rloss::model::init::{InitSettings, init};
-use rloss::model::weights::Parameters;
+use rloss::model::parameters::Parameters;
 use rloss::random::{Purpose, stream};
 use rloss::train::batch::Sequence;
 
@@ -27,6 +28,7 @@ pub const SMALL: Shape = Shape { hidden: 512, layers: 8, heads: 8, experts: 16, 
 /// A model of this shape with random weights.
 pub fn model(shape: Shape) -> (Model, Parameters) {
     let config = Config {
+        family: Family::GptOss,
         vocab_size: shape.vocabulary,
         hidden_size: shape.hidden,
         num_hidden_layers: shape.layers,
@@ -48,7 +50,8 @@ pub fn model(shape: Shape) -> (Model, Parameters) {
     };
     let settings = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 4.0 };
     let tensors = init(&config, &settings, 0).expect("initialisation");
-    let parameters = Parameters::new(&config, tensors).expect("parameters");
+    let mut parameters = Parameters::new(&config, tensors.into_iter().map(Ok)).expect("parameters");
+    parameters.learn(&vec![true; parameters.len()]).expect("gradients");
     (Model::new(config, 4096), parameters)
 }
 

@@ -28,19 +28,18 @@ const MOMENTS: [&str; 2] = ["first", "second"];
 #[derive(Debug, Clone)]
 pub struct Optimizer {
     settings: Settings,
-    /// The model computes with weights rounded to bf16; the f32 ones are kept as [`MASTER`]. In f32 the weights are the masters.
-    round_to_bf16: bool,
     /// Updates made.
     pub updates: u64,
 }
 
 impl Optimizer {
-    /// A fresh optimizer, with fresh state in `parameters`.
+    /// A fresh optimizer, with fresh state in `parameters`. Where the model computes with weights rounded to bf16, the f32 ones
+    /// are kept as [`MASTER`]; else the weights are the masters.
     ///
     /// # Errors
     /// When memory runs out.
     pub fn new(settings: &Settings, parameters: &mut Parameters, round_to_bf16: bool) -> Result<Self> {
-        let optimizer = Self { settings: settings.clone(), round_to_bf16, updates: 0 };
+        let optimizer = Self { settings: settings.clone(), updates: 0 };
         for index in 0..parameters.len() {
             let mut state = OptimizerState::new();
             if parameters.learns(index) {

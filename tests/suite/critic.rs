@@ -1,9 +1,10 @@
 //! The critic: its gradient through the whole trunk, its estimate, its loss over minibatches.
 
-use crate::tiny;
+use crate::tiny::{self, Gradients, Learned, learned};
+use rloss::metrics::Metrics;
 use rloss::model::forward::ForwardOptions;
 use rloss::model::forward::Model;
-use rloss::model::weights::Parameters;
+use rloss::model::parameters::Parameters;
 use rloss::ops::threads::Threads;
 use rloss::policy::Sequences;
 use rloss::policy::advantage::{gae, whiten};
@@ -14,7 +15,6 @@ use rloss::train::batch::{MicroBatch, Sequence};
 use rloss::train::critic::{Critic, CriticStep};
 use rloss::train::experience::Experience;
 use rloss::train::forward_backward::{Pass, PassSettings};
-use rloss::train::gradients::Gradients;
 use rloss::train::optimizer;
 use rloss::train::policy_step::PolicyStep;
 use rloss::trajectory::{Group, Outcome, Trajectory};
@@ -25,7 +25,6 @@ struct Fixture {
     threads: Threads,
     model: Model,
     policy: Parameters,
-    policy_trainable: Vec<bool>,
     critic: Critic,
     sequences: Vec<Sequence>,
 }
@@ -38,16 +37,15 @@ impl Fixture {
     fn new(settings: recipe::Critic) -> Self {
         let (model, policy) = tiny::model(tiny::config(true), 3);
         let trainable = vec![true; policy.len() + 1];
-        let critic = Critic::new(&model.config, &policy, trainable, &settings, 7, false).unwrap();
+        let critic = Critic::new(&model.config, &policy, &trainable, &settings, 7, false).unwrap();
         let sequences = tiny::sequences(272, &LENGTHS, 4);
-        let policy_trainable = vec![true; policy.len()];
-        Self { threads: Threads::new(2).unwrap(), model, policy, policy_trainable, critic, sequences }
+        Self { threads: Threads::new(2).unwrap(), model, policy, critic, sequences }
     }
 
     fn step(&self) -> CriticStep<'_> {
         let (threads, model, critic) = (&self.threads, &self.model, &self.critic);
         CriticStep {
-            learner: Learner { threads, model, parameters: &critic.parameters, trainable: &critic.trainable },
+            learner: Learner { threads, model, parameters: &critic.parameters },
             settings: &critic.settings,
             aggregation: Aggregation::TokenMean,
             response_tokens_max: 72,
@@ -58,33 +56,31 @@ impl Fixture {
 
     /// ½ the sum of squared distances from `targets`, and its gradient.
     fn squared(&self, targets: &[f32], recompute_layers: bool) -> (f64, Gradients) {
-        let Critic { parameters, trainable, .. } = &self.critic;
-        let batch = &self.batch();
-        let pass =
-            Pass { model: &self.model, parameters, trainable, batch, settings: pass(recompute_layers) };
         let loss = std::cell::Cell::new(0.0);
-        let gradients = pass.values_backward(&|values| {
+        let objective = |values: &[f32]| {
             let errors: Vec<f32> = values.iter().zip(targets).map(|(v, t)| v - t).collect();
             loss.set(errors.iter().map(|&e| 0.5 * f64::from(e).powi(2)).sum());
             Ok(errors)
-        });
-        (loss.get(), gradients.unwrap())
+        };
+        let of = (&self.model, &self.batch(), pass(recompute_layers));
+        let found = learned(&self.critic.parameters, of, |pass| pass.values_backward(&objective));
+        (loss.get(), found.gradients)
     }
 
     /// ½ the sum of squared distances from `targets`, by a forward alone.
     fn loss(&self, targets: &[f32]) -> f64 {
-        let Critic { parameters, trainable, .. } = &self.critic;
+        let weights = &self.critic.parameters.frozen().unwrap();
         let batch = &self.batch();
-        let pass = Pass { model: &self.model, parameters, trainable, batch, settings: pass(true) };
+        let pass = Pass { model: &self.model, weights, batch, settings: pass(true) };
         let values = pass.values().unwrap();
         values.iter().zip(targets).map(|(v, t)| 0.5 * f64::from(v - t).powi(2)).sum()
     }
 
     /// All sequences, with the experts that the policy chooses: a step of any size leaves them as they are.
     fn batch(&self) -> MicroBatch {
-        let Self { threads, model, policy, policy_trainable, .. } = self;
+        let Self { threads, model, policy, .. } = self;
         let mut batches = MicroBatch::split(&self.sequences, 100_000);
-        let learner = Learner { threads, model, parameters: policy, trainable: policy_trainable };
+        let learner = Learner { threads, model, parameters: policy };
         batches[0].replay = Some(learner.forward(&batches, pass(true)).unwrap().remove(0).routes);
         batches.remove(0)
     }
@@ -122,17 +118,16 @@ fn a_new_critic_is_the_policys_trunk_with_a_small_head_of_its_own() {
     let (critic, policy) = (&fixture.critic.parameters, &fixture.policy);
     for (index, spec) in policy.specs.iter().enumerate().filter(|(_, spec)| spec.name != "lm_head.weight") {
         let position = critic.position(&spec.name).unwrap();
-        let read = |p: &Parameters, i: usize| p.var(i).flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let read = |p: &Parameters, i: usize| tiny::values(p.values(i));
         assert_eq!(read(critic, position), read(policy, index), "{}", spec.name);
     }
-    let head = critic.var(critic.position("score.weight").unwrap()).flatten_all().unwrap();
-    let head = head.to_vec1::<f32>().unwrap();
+    let head = tiny::values(critic.named("score.weight").unwrap());
     let std = (head.iter().map(|w| w * w).sum::<f32>() / 64.0).sqrt();
     assert!(head.len() == 64 && (0.01..0.022).contains(&std), "{std} of 1/65");
     // Its own memory: what moves the critic leaves the policy as it is.
-    let before = policy.var(0).flatten_all().unwrap().to_vec1::<f32>().unwrap();
-    critic.var(0).set(&critic.var(0).zeros_like().unwrap()).unwrap();
-    assert_eq!(policy.var(0).flatten_all().unwrap().to_vec1::<f32>().unwrap(), before);
+    let before = tiny::values(policy.values(0));
+    tiny::set(critic, 0, &vec![0.0; before.len()]);
+    assert_eq!(tiny::values(policy.values(0)), before);
 }
 
 #[test]
@@ -146,7 +141,7 @@ fn the_heads_gradient_is_the_hand_form() {
     assert!((f64::from(gradients.values[bias].as_ref().unwrap()[0]) - sum).abs() < 1e-4 * sum.abs().max(1.0));
     // V is linear in the head: its gradient times the weights, plus the bias's, is Σ (V − R)·V.
     let weight = fixture.critic.parameters.position("score.weight").unwrap();
-    let weights = fixture.critic.parameters.var(weight).flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let weights = tiny::values(fixture.critic.parameters.values(weight));
     let product = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(x, y)| f64::from(x * y)).sum::<f64>();
     let errors: Vec<f32> = values.iter().zip(&targets).map(|(v, t)| v - t).collect();
     let along = product(gradients.values[weight].as_ref().unwrap(), &weights);
@@ -164,16 +159,14 @@ fn the_gradient_through_the_whole_trunk_is_that_of_differences() {
         let gradient = gradients.values[index].as_ref().unwrap();
         let norm = gradient.iter().map(|&g| f64::from(g).powi(2)).sum::<f64>().sqrt();
         assert!(norm > 0.0, "{}: no gradient", spec.name);
-        let original = parameters.var(index).flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let original = tiny::values(parameters.values(index));
         let loss_at = |distance: f64| {
             let moved: Vec<f32> = original
                 .iter()
                 .zip(gradient)
                 .map(|(w, &g)| (f64::from(*w) + distance * f64::from(g) / norm) as f32)
                 .collect();
-            let shape = parameters.var(index).shape().clone();
-            let moved = candle_core::Tensor::from_vec(moved, shape, &candle_core::Device::Cpu).unwrap();
-            parameters.var(index).set(&moved).unwrap();
+            tiny::set(parameters, index, &moved);
             fixture.loss(&targets)
         };
         // A step that changes the loss by up to a hundredth, and half of it: what is left is of the fourth order.
@@ -199,8 +192,8 @@ fn recomputed_layers_give_the_same_bits_as_the_whole_graph() {
 #[test]
 fn a_language_model_has_no_values() {
     let fixture = Fixture::new(recipe::Critic::default());
-    let Fixture { threads, model, policy, policy_trainable, .. } = &fixture;
-    let learner = Learner { threads, model, parameters: policy, trainable: policy_trainable };
+    let Fixture { threads, model, policy, .. } = &fixture;
+    let learner = Learner { threads, model, parameters: policy };
     let batches = MicroBatch::split(&fixture.sequences, 64);
     assert!(learner.values(&batches, pass(true)).is_err());
     assert!(fixture.step().learner.forward(&batches, pass(true)).is_err());
@@ -212,9 +205,9 @@ fn the_loss_does_not_depend_on_the_split_and_rejected_tokens_leave_it() {
     let mut experience = fixture.experience();
     let step = fixture.step();
     let flat = |g: &Gradients| g.values.iter().flatten().flatten().copied().collect::<Vec<f32>>();
-    let split = step.gradients(&experience).unwrap().unwrap();
-    let whole = CriticStep { micro_batch_tokens: 100_000, ..step }.gradients(&experience).unwrap().unwrap();
-    let loss = |update: &rloss::train::critic::ValueUpdate| update.metrics.get("critic/vf_loss").unwrap();
+    let split = update(&step, &experience);
+    let whole = update(&CriticStep { micro_batch_tokens: 100_000, ..step }, &experience);
+    let loss = |found: &Metrics| found.get("critic/vf_loss").unwrap();
     assert!((loss(&split) - loss(&whole)).abs() < 1e-6);
     for (a, b) in flat(&split.gradients).iter().zip(flat(&whole.gradients)) {
         assert!((a - b).abs() < 1e-5, "{a} {b}");
@@ -223,7 +216,7 @@ fn the_loss_does_not_depend_on_the_split_and_rejected_tokens_leave_it() {
     let squares: f64 = (0..experience.mask.len()).map(|i| (1.0 - (i % 3) as f64).powi(2)).sum();
     assert!((loss(&whole) - 0.5 * squares / experience.mask.len() as f64).abs() < 1e-4);
     (0..experience.mask.len()).for_each(|i| experience.mask[i] = i % 3 == 1);
-    assert!(loss(&step.gradients(&experience).unwrap().unwrap()) < 1e-9);
+    assert!(loss(&update(&step, &experience)) < 1e-9);
     experience.mask.fill(false);
     assert!(step.gradients(&experience).unwrap().is_none());
 }
@@ -237,17 +230,26 @@ fn a_value_that_came_nearer_by_more_than_the_clip_learns_no_more() {
         let current = experience.values.clone().unwrap();
         experience.values = Some(current.iter().map(|v| v - moved).collect());
         experience.returns = Some(current.iter().map(|v| v + 1.0).collect());
-        fixture.step().gradients(&experience).unwrap().unwrap()
+        super::critic::update(&fixture.step(), &experience)
     };
-    let clipped = |u: &rloss::train::critic::ValueUpdate| u.metrics.get("critic/vf_clipfrac").unwrap();
+    let clipped = |found: &Metrics| found.get("critic/vf_clipfrac").unwrap();
+    let norm = |found: &Learned<Metrics>| {
+        found.gradients.values.iter().flatten().flatten().map(|g| g * g).sum::<f32>()
+    };
     let bound = with(0.5);
     let (within, beyond) = (update(&bound, 0.4), update(&bound, 0.6));
     assert_eq!((clipped(&within), clipped(&beyond)), (0.0, 1.0));
-    assert!(within.gradients.global_norm() > 0.0);
-    assert_eq!(beyond.gradients.global_norm(), 0.0);
+    assert!(norm(&within) > 0.0);
+    assert_eq!(norm(&beyond), 0.0);
     let free = update(&with(0.0), 0.6);
     assert_eq!(clipped(&free), 0.0);
-    assert!(free.gradients.global_norm() > 0.0);
+    assert!(norm(&free) > 0.0);
+}
+
+/// The figures of one update, and its gradients.
+fn update(step: &CriticStep, experience: &Experience) -> Learned<Metrics> {
+    let output = step.gradients(experience).unwrap().unwrap();
+    Learned { output, gradients: Gradients::of(step.learner.parameters) }
 }
 
 fn groups(fixture: &Fixture) -> Vec<Group> {
@@ -286,9 +288,9 @@ fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
     for place in [KlPlace::None, KlPlace::Reward] {
         let kl = Kl { place, estimator: KlEstimator::K1, ..Kl::default() };
         let policy = Policy { advantage: recipe::Advantage::Gae, kl, ..Policy::default() };
-        let Fixture { threads, model, policy: parameters, policy_trainable, .. } = &fixture;
+        let Fixture { threads, model, policy: parameters, .. } = &fixture;
         let step = PolicyStep {
-            learner: Learner { threads, model, parameters, trainable: policy_trainable },
+            learner: Learner { threads, model, parameters },
             reference: Some(&other),
             critic: Some(fixture.step()),
             policy: &policy,
@@ -344,10 +346,10 @@ fn a_critic_learns_its_returns() {
     };
     assert!(explained(&fixture) < 0.1);
     for update in 0..60 {
-        let gradients = fixture.step().gradients(&experience).unwrap().unwrap().gradients;
+        fixture.step().gradients(&experience).unwrap().unwrap();
         let lr = optimizer::learning_rate(&fixture.critic.settings.optimizer, update, 60);
         let Critic { parameters, optimizer, .. } = &mut fixture.critic;
-        optimizer.update(parameters, &gradients, lr).unwrap();
+        optimizer.update(parameters, lr).unwrap();
     }
     assert!(explained(&fixture) > 0.9, "{}", explained(&fixture));
 }

@@ -1,15 +1,14 @@
 //! One expert as wide as the two that a token uses elsewhere: the dense control of the mixture.
 
-use crate::tiny;
-use candle_core::{Device, Tensor};
+use crate::tiny::{self, Learned, learned};
 use rloss::model::config::{Config, Form};
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::load::load;
 use rloss::model::names::{ParameterSpec, parameter_specs};
+use rloss::model::parameters::Parameters;
 use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
-use rloss::model::weights::Parameters;
 use rloss::train::batch::MicroBatch;
-use rloss::train::forward_backward::{HeadGradient, Pass, PassOutput, PassSettings};
+use rloss::train::forward_backward::{HeadGradient, PassOutput, PassSettings};
 use serde_json::Value;
 use std::path::Path;
 use std::process::Command;
@@ -23,35 +22,27 @@ type Values = Vec<f32>;
 
 /// Every tensor, in the order of the specs.
 fn tensors(parameters: &Parameters) -> Vec<Values> {
-    (0..parameters.len())
-        .map(|i| parameters.var(i).flatten_all().unwrap().to_vec1::<f32>().unwrap())
-        .collect()
+    (0..parameters.len()).map(|i| tiny::values(parameters.values(i))).collect()
 }
 
 fn parameters(config: &Config, values: Vec<Values>) -> Parameters {
-    let tensors = parameter_specs(config).into_iter().zip(values).map(|(spec, values)| {
-        let tensor = Tensor::from_vec(values, spec.working_shape(), &Device::Cpu).unwrap();
-        (spec, tensor)
-    });
-    Parameters::new(config, tensors.collect()).unwrap()
+    let mut parameters =
+        Parameters::new(config, parameter_specs(config).into_iter().zip(values).map(Ok)).unwrap();
+    parameters.learn(&vec![true; parameters.len()]).unwrap();
+    parameters
 }
 
 /// Forward and backward of the mean negative log-likelihood and the load-balancing loss.
-fn pass(config: &Config, parameters: &Parameters) -> PassOutput {
+fn pass(config: &Config, parameters: &Parameters) -> Learned<PassOutput> {
     let batch = &MicroBatch::split(&tiny::sequences(272, &[40, 2, 77], 5), usize::MAX)[0];
     let forward = ForwardOptions::default();
-    let pass = Pass {
-        model: &Model::new(config.clone(), config.max_position_embeddings),
-        parameters,
-        trainable: &vec![true; parameters.len()],
-        batch,
-        settings: PassSettings { recompute_layers: true, temperature: 1.0, load_balance: 0.01, forward },
-    };
+    let model = &Model::new(config.clone(), config.max_position_embeddings);
+    let settings = PassSettings { recompute_layers: true, temperature: 1.0, load_balance: 0.01, forward };
     let objective = |log_probs: &[f32], entropies: &[f32]| {
         let n = log_probs.len() as f32;
         Ok(HeadGradient { log_probs: vec![-1.0 / n; log_probs.len()], entropies: vec![0.0; entropies.len()] })
     };
-    pass.forward_backward(&objective).unwrap()
+    learned(parameters, (model, batch, settings), |pass| pass.forward_backward(&objective))
 }
 
 #[test]
@@ -105,8 +96,7 @@ fn twins_in_a_mixture_are_the_dense_model() {
 fn a_dense_folder_gives_back_every_bit() {
     let folder = tempfile::tempdir().unwrap();
     let (_, before) = tiny::model(dense(), 3);
-    let tensor =
-        |spec: &ParameterSpec| Ok(before.var(before.position(&spec.name).unwrap()).as_tensor().clone());
+    let tensor = |spec: &ParameterSpec| Ok(before.named(&spec.name).unwrap().clone());
     save(folder.path(), &dense(), Form::F32, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
     let config = Config::read(folder.path()).unwrap();
     assert_eq!(config, dense());

@@ -7,10 +7,9 @@ use rloss::mismatch::against::{self, Row};
 use rloss::mismatch::explain::{Cause, Observed, Reference};
 use rloss::mismatch::measure::Measure;
 use rloss::mismatch::output::Line;
-use rloss::mismatch::passes::Path;
 use rloss::model::forward::{ForwardOptions, Model};
-use rloss::model::perturb::rollout_weights;
-use rloss::model::weights::Parameters;
+use rloss::model::parameters::Parameters;
+use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
 use rloss::recipe::Arms;
 use rloss::rollout::{Prompt, Rollout, RolloutSettings};
@@ -47,8 +46,7 @@ impl World {
             (0..6).map(|index| Prompt { index, problem: task.training_problem(1, index) }).collect();
         let rollout = Rollout {
             threads: &self.threads,
-            model: &self.model,
-            weights: &rollout_weights(arms, &self.parameters).unwrap(),
+            policy: &PolicyView::rollout(&self.model, &self.parameters, arms, recipe.train.seed).unwrap(),
             tokenizer: &HarmonyTokenizer::embedded().unwrap(),
             task: task.as_ref(),
             interpreter: None,
@@ -141,9 +139,8 @@ fn observed(world: &World, model: &Model, forward: ForwardOptions, temperature: 
     let mut sequences: Vec<Sequence> = tiny::sequences(272, &[90, 120, 40, 150], 5);
     sequences.iter_mut().for_each(|s| s.mask.iter_mut().skip(1).for_each(|m| *m = true));
     let batches = MicroBatch::split(&sequences, 200);
-    let weights = world.parameters.detached().unwrap();
-    let path = Path { model, weights: &weights, forward };
-    let log_probs = path.all_log_probs(&world.threads, &batches, temperature).unwrap();
+    let policy = PolicyView { forward, ..PolicyView::plain(model, &world.parameters).unwrap() };
+    let log_probs = policy.all_log_probs(&world.threads, &batches, temperature).unwrap();
     Observed { batches: batches.into_iter().map(|batch| (batch, 1.0)).collect(), log_probs }
 }
 

@@ -2,19 +2,18 @@
 
 mod case;
 
-use candle_core::{Device, Tensor};
 use case::{Case, Figures};
 use rloss::model::config::{Config, Form};
 use rloss::model::forward::ForwardOptions;
 use rloss::model::init::{InitSettings, init};
 use rloss::model::load::load;
 use rloss::model::names::Role;
+use rloss::model::parameters::Parameters;
 use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
-use rloss::model::weights::Parameters;
+use rloss::ops::cpu::edit;
 use rloss::recipe::Optimizer as Settings;
 use rloss::train::batch::MicroBatch;
 use rloss::train::forward_backward::{Pass, PassSettings};
-use rloss::train::gradients::Gradients;
 use rloss::train::optimizer::Optimizer;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
@@ -110,18 +109,21 @@ fn adamw_follows_pytorch_over_ten_steps() {
         let mut tensors =
             init(&config, &InitSettings { embedding_std: 1.0, head_scale: 1.0, sink: 0.0 }, 0).unwrap();
         let index = tensors.iter().position(|(spec, _)| spec.name == "model.norm.weight").unwrap();
-        tensors[index].1 = Tensor::new(trace.initial, &Device::Cpu).unwrap();
-        let parameters = Parameters::new(&config, tensors).unwrap();
-        let trainable: Vec<bool> = (0..parameters.len()).map(|i| i == index).collect();
+        tensors[index].1 = trace.initial;
+        let mut parameters = Parameters::new(&config, tensors.into_iter().map(Ok)).unwrap();
+        parameters.learn(&(0..parameters.len()).map(|i| i == index).collect::<Vec<_>>()).unwrap();
         let settings = Settings { lr, beta1, beta2, eps, weight_decay, ..Settings::default() };
-        let mut optimizer = Optimizer::new(&settings, &parameters, &trainable, false).unwrap();
+        let mut optimizer = Optimizer::new(&settings, &mut parameters, false).unwrap();
         let mut worst = 0f64;
         assert_eq!((trace.gradients.len(), trace.weights.len()), (10, 10));
         for (gradient, expected) in trace.gradients.into_iter().zip(trace.weights) {
-            let mut gradients = Gradients::none(parameters.len());
-            gradients.values[index] = Some(gradient);
-            optimizer.update(&parameters, &gradients, lr).unwrap();
-            let weights = parameters.var(index).to_vec1::<f32>().unwrap();
+            edit(parameters.gradient(index).unwrap(), |g| {
+                g.copy_from_slice(&gradient);
+                Ok(())
+            })
+            .unwrap();
+            optimizer.update(&mut parameters, lr).unwrap();
+            let weights = crate::tiny::values(parameters.values(index));
             worst = worst.max(case::relative(&weights, &expected));
         }
         println!("AdamW, beta2 {beta2}, weight decay {weight_decay}: worst relative difference {worst:.2e}");
@@ -133,8 +135,7 @@ fn log_probs(config: &Config, parameters: &Parameters, lengths: &[usize]) -> Vec
     let model = rloss::model::forward::Model::new(config.clone(), config.max_position_embeddings);
     let pass = Pass {
         model: &model,
-        parameters,
-        trainable: &vec![false; parameters.len()],
+        weights: &parameters.frozen().unwrap(),
         batch: &MicroBatch::split(&crate::tiny::sequences(config.vocab_size, lengths, 4), usize::MAX)[0],
         settings: PassSettings {
             recompute_layers: true,
@@ -152,13 +153,12 @@ fn an_mxfp4_folder_computes_as_its_dequantised_weights_to_the_bit() {
     let tensors = init(&config, &InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 1.0 }, 8).unwrap();
     let write = |parameters: &Parameters, form| {
         let folder = tempfile::tempdir().unwrap();
-        let tensor = |spec: &rloss::model::names::ParameterSpec| {
-            Ok(parameters.var(parameters.position(&spec.name).unwrap()).as_tensor().clone())
-        };
+        let tensor =
+            |spec: &rloss::model::names::ParameterSpec| Ok(parameters.named(&spec.name).unwrap().clone());
         save(folder.path(), &config, form, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
         Parameters::new(&config, load(folder.path(), &config).unwrap()).unwrap()
     };
-    let original = Parameters::new(&config, tensors).unwrap();
+    let original = Parameters::new(&config, tensors.into_iter().map(Ok)).unwrap();
     let packed = write(&original, Form::Mxfp4);
     let dequantised = [write(&packed, Form::F32), write(&packed, Form::Bf16)];
     let lengths = [70, 1, 2, 33];

@@ -4,8 +4,9 @@ use crate::data;
 use candle_core::{Device, Tensor};
 use rloss::error::BadInput;
 use rloss::model::config::{Config, Form, LayerType, Rope, Yarn};
-use rloss::model::init::{InitSettings, init};
-use rloss::model::load::{load, weights_present};
+use rloss::model::family::Family;
+use rloss::model::init::InitSettings;
+use rloss::model::load::weights_present;
 use rloss::model::names::{ParameterSpec, Role, parameter_count, parameter_specs};
 use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
 use serde_json::{Value, json};
@@ -19,6 +20,7 @@ const INIT: InitSettings = InitSettings { embedding_std: 0.5, head_scale: 0.5, s
 /// Small, with expert inputs that are multiples of 32 so that every form can hold it.
 pub fn config() -> Config {
     Config {
+        family: Family::GptOss,
         vocab_size: 272,
         hidden_size: 64,
         num_hidden_layers: 2,
@@ -38,6 +40,26 @@ pub fn config() -> Config {
         eos_token_ids: vec![6],
         pad_token_id: Some(0),
     }
+}
+
+fn tensors(
+    values: impl Iterator<Item = anyhow::Result<(ParameterSpec, Vec<f32>)>>,
+) -> anyhow::Result<Parameters> {
+    values
+        .map(|found| {
+            let (spec, values) = found?;
+            let tensor = Tensor::from_vec(values, spec.working_shape(), &Device::Cpu)?;
+            Ok((spec, tensor))
+        })
+        .collect()
+}
+
+fn init(config: &Config, settings: &InitSettings, seed: u64) -> anyhow::Result<Parameters> {
+    tensors(rloss::model::init::init(config, settings, seed)?.into_iter().map(Ok))
+}
+
+fn load(folder: &Path, config: &Config) -> anyhow::Result<Parameters> {
+    tensors(rloss::model::load::load(folder, config)?)
 }
 
 fn fixture(name: &str) -> PathBuf {

@@ -12,8 +12,10 @@ mod stock;
 
 use candle_core::{Device, Tensor, Var};
 use rand::Rng;
-use rloss::ops;
+use rloss::ops::parameter::GradientSink;
+use rloss::ops::{self, Parameter};
 use rloss::random::{Purpose, stream};
+use std::sync::{Arc, Mutex};
 
 /// Of a tensor's largest value: a few dozen roundings of f32.
 const BAR: f64 = 5e-6;
@@ -27,6 +29,34 @@ fn noise(len: usize, scale: f32, seed: u64) -> Vec<f32> {
 /// A differentiable input of uniform noise.
 fn input(shape: &[usize], scale: f32, seed: u64) -> Var {
     Var::from_vec(noise(shape.iter().product(), scale, seed), shape, &Device::Cpu).unwrap()
+}
+
+/// An input of an op under test: a tensor to most, a parameter where the op takes one.
+struct Input(Parameter);
+
+impl std::ops::Deref for Input {
+    type Target = Tensor;
+
+    fn deref(&self) -> &Tensor {
+        self.0.values()
+    }
+}
+
+/// Takes the gradients of parameters.
+struct Sink {
+    buffers: Vec<Tensor>,
+    added: Mutex<Vec<usize>>,
+}
+
+impl GradientSink for Sink {
+    fn add(
+        &self,
+        parameter: usize,
+        add: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>,
+    ) -> candle_core::Result<()> {
+        self.added.lock().unwrap().push(parameter);
+        add(&self.buffers[parameter])
+    }
 }
 
 fn floats(tensor: &Tensor) -> Vec<f32> {
@@ -44,13 +74,24 @@ fn assert_close(what: &str, actual: &[f32], expected: &[f64]) {
 }
 
 /// Gradients of `Σ c·op(inputs)` with random `c`; also the output and `c`.
-fn gradients(inputs: &[&Var], op: impl Fn(&[&Tensor]) -> Tensor) -> (Vec<Vec<f32>>, Vec<f32>, Vec<f32>) {
-    let tensors: Vec<&Tensor> = inputs.iter().map(|v| v.as_tensor()).collect();
-    let out = op(&tensors);
+fn gradients(inputs: &[&Var], op: impl Fn(&[&Input]) -> Tensor) -> (Vec<Vec<f32>>, Vec<f32>, Vec<f32>) {
+    let buffers = inputs.iter().map(|v| v.zeros_like().unwrap().detach()).collect();
+    let sink = Arc::new(Sink { buffers, added: Mutex::default() });
+    let learning = |(i, v): (usize, &&Var)| Input(Parameter::learning(v.as_tensor(), sink.clone(), i));
+    let parameters: Vec<Input> = inputs.iter().enumerate().map(learning).collect();
+    let out = op(&parameters.iter().collect::<Vec<_>>());
     let c = noise(out.elem_count(), 1.0, 77);
     let upstream = Tensor::from_vec(c.clone(), out.shape(), &Device::Cpu).unwrap();
     let store = ops::upstream(&out, &upstream).unwrap().backward().unwrap();
-    let gradients = tensors.iter().map(|t| floats(store.get(t).expect("a gradient"))).collect();
+    let added = sink.added.lock().unwrap();
+    let gradient = |(i, v): (usize, &&Var)| match store.get(v.as_tensor()) {
+        Some(gradient) => floats(gradient),
+        None => {
+            assert!(added.contains(&i), "input {i}: no gradient");
+            floats(&sink.buffers[i])
+        }
+    };
+    let gradients = inputs.iter().enumerate().map(gradient).collect();
     (gradients, floats(&out), c)
 }
 
@@ -58,7 +99,7 @@ fn gradients(inputs: &[&Var], op: impl Fn(&[&Tensor]) -> Tensor) -> (Vec<Vec<f32
 fn check(
     what: &str,
     inputs: &[&Var],
-    op: impl Fn(&[&Tensor]) -> Tensor,
+    op: impl Fn(&[&Input]) -> Tensor,
     reference: impl Fn(&[Vec<f64>]) -> Vec<f64>,
 ) {
     let (gradients, out, c) = gradients(inputs, op);

@@ -2,10 +2,10 @@
 
 mod variants;
 
-use crate::tiny;
+use crate::tiny::{self, Gradients, Learned};
 use rloss::choice::Choice;
 use rloss::model::forward::{ForwardOptions, Model};
-use rloss::model::weights::Parameters;
+use rloss::model::parameters::Parameters;
 use rloss::ops::threads::Threads;
 use rloss::recipe::{
     Advantage, Aggregation, Correction, ImportanceSampling, Kl, KlEstimator, KlPlace, Loss, OldLogprob,
@@ -13,6 +13,7 @@ use rloss::recipe::{
 };
 use rloss::train::accumulate::Learner;
 use rloss::train::batch::{MicroBatch, Sequence};
+use rloss::train::experience::Experience;
 use rloss::train::forward_backward::PassSettings;
 use rloss::train::policy_step::{PolicyStep, Update};
 use rloss::train::reference;
@@ -29,7 +30,6 @@ struct Fixture {
     threads: Threads,
     model: Model,
     parameters: Parameters,
-    trainable: Vec<bool>,
     groups: Vec<Group>,
 }
 
@@ -47,20 +47,18 @@ impl Fixture {
         let (model, parameters) = tiny::model(tiny::config(false), 3);
         let sequences = tiny::sequences(272, &LENGTHS, 4);
         let threads = Threads::new(2).unwrap();
-        let trainable = vec![true; parameters.len()];
-        let learner =
-            Learner { threads: &threads, model: &model, parameters: &parameters, trainable: &trainable };
+        let learner = Learner { threads: &threads, model: &model, parameters: &parameters };
         let trajectories: Vec<Trajectory> =
             sequences.iter().enumerate().map(|(i, s)| trajectory(&learner, s, i)).collect();
         let groups =
             trajectories.chunks(3).map(|t| Group { trajectories: t.to_vec(), greedy: None }).collect();
-        Self { threads, model, parameters, trainable, groups }
+        Self { threads, model, parameters, groups }
     }
 
     fn step<'a>(&'a self, policy: &'a Policy, reference: Option<&'a Parameters>) -> PolicyStep<'a> {
-        let Self { threads, model, parameters, trainable, .. } = self;
+        let Self { threads, model, parameters, .. } = self;
         PolicyStep {
-            learner: Learner { threads, model, parameters, trainable },
+            learner: Learner { threads, model, parameters },
             reference,
             critic: None,
             policy,
@@ -73,9 +71,9 @@ impl Fixture {
         }
     }
 
-    fn update(&self, policy: &Policy) -> Update {
+    fn update(&self, policy: &Policy) -> Learned<Update> {
         let step = self.step(policy, Some(&self.parameters));
-        step.gradients(&step.prepare(&self.groups()).unwrap()).unwrap().unwrap()
+        learned(&step, &step.prepare(&self.groups()).unwrap()).unwrap().unwrap()
     }
 
     fn groups(&self) -> Vec<&Group> {
@@ -92,10 +90,8 @@ fn trajectory(learner: &Learner, sequence: &Sequence, index: usize) -> Trajector
     let output = learner.forward(&batches, pass()).unwrap().remove(0);
     let mut found = output.log_probs.into_iter();
     let logprobs = sequence.mask.iter().map(|&m| if m { found.next().unwrap() } else { 0.0 }).collect();
-    let top_k = learner.model.config.num_experts_per_tok;
-    let of_token = |t: usize| {
-        output.routes.iter().flat_map(|layer| layer[t * top_k..(t + 1) * top_k].to_vec()).collect()
-    };
+    let layers: Vec<Vec<Vec<u32>>> = output.routes.iter().map(|layer| layer.to_vec2().unwrap()).collect();
+    let of_token = |t: usize| layers.iter().flat_map(|layer| &layer[t]).map(|&e| e as u16).collect();
     let mut routes: Vec<Vec<u16>> = (0..sequence.tokens.len() - 1).map(of_token).collect();
     routes.push(vec![]);
     Trajectory {
@@ -116,7 +112,14 @@ fn trajectory(learner: &Learner, sequence: &Sequence, index: usize) -> Trajector
     }
 }
 
-fn values(update: &Update) -> Vec<f32> {
+/// An update, and its gradients.
+fn learned(step: &PolicyStep, experience: &Experience) -> anyhow::Result<Option<Learned<Update>>> {
+    let update = step.gradients(experience)?;
+    let gradients = Gradients::of(step.learner.parameters);
+    Ok(update.map(|output| Learned { output, gradients }))
+}
+
+fn values(update: &Learned<Update>) -> Vec<f32> {
     update.gradients.values.iter().flatten().flatten().copied().collect()
 }
 
@@ -187,12 +190,12 @@ fn weights_are_bounded_and_rejected_tokens_leave_the_denominator() {
     let mut rest = experience.select(&[1, 2, 3, 4, 5]);
     rest.mask.fill(true);
     let (thinned, alone) =
-        (step.gradients(&experience).unwrap().unwrap(), step.gradients(&rest).unwrap().unwrap());
+        (learned(&step, &experience).unwrap().unwrap(), learned(&step, &rest).unwrap().unwrap());
     assert!(distance(&values(&thinned), &values(&alone)) < 1e-5);
 
     fixture.trajectories().for_each(|t| t.logprobs.iter_mut().for_each(|l| *l -= 9.0));
     let step = fixture.step(&rejecting, None);
-    assert!(step.gradients(&step.prepare(&fixture.groups()).unwrap()).unwrap().is_none());
+    assert!(learned(&step, &step.prepare(&fixture.groups()).unwrap()).unwrap().is_none());
 }
 
 #[test]
@@ -211,16 +214,16 @@ fn minibatches_cover_the_batch_once_and_add_up_to_it() {
     all.sort_unstable();
     assert_eq!(all, [0, 1, 2, 3, 4, 5]);
 
-    let whole = values(&step.gradients(&experience).unwrap().unwrap());
+    let whole = values(&learned(&step, &experience).unwrap().unwrap());
     let mut sum = vec![0.0; whole.len()];
     for part in parts {
-        let update = step.gradients(&experience.select(&part)).unwrap().unwrap();
+        let update = learned(&step, &experience.select(&part)).unwrap().unwrap();
         sum.iter_mut().zip(values(&update)).for_each(|(s, g)| *s += g);
     }
     assert!(distance(&sum, &whole) < 1e-5);
     let detach = Policy::default();
     let step = PolicyStep { updates: 2, ..fixture.step(&detach, None) };
-    let refused = step.gradients(&step.prepare(&fixture.groups()).unwrap()).err().unwrap();
+    let refused = learned(&step, &step.prepare(&fixture.groups()).unwrap()).err().unwrap();
     assert!(format!("{refused:#}").contains("would move the anchor"), "{refused:#}");
 }
 
@@ -241,7 +244,7 @@ fn divergence_from_the_reference_is_zero_at_it_and_counts_in_loss_or_reward() {
     let away = |policy: &Policy| {
         let step = fixture.step(policy, Some(&other));
         let experience = step.prepare(&groups).unwrap();
-        (values(&step.gradients(&experience).unwrap().unwrap()), experience)
+        (values(&learned(&step, &experience).unwrap().unwrap()), experience)
     };
     let (plain, (one, _), (two, _)) = (values(&plain), away(&in_loss), away(&kl(KlPlace::Loss, 1.0)));
     let term = |with: &[f32]| -> Vec<f32> { with.iter().zip(&plain).map(|(a, b)| a - b).collect() };
@@ -267,16 +270,15 @@ fn the_reference_reads_back_bit_for_bit_and_stays_when_the_model_moves() {
     let folder = tempfile::tempdir().unwrap();
     reference::write(folder.path(), &frozen).unwrap();
     let before: Vec<Vec<f32>> = all_values(&parameters);
-    parameters.var(0).set(&parameters.var(0).zeros_like().unwrap()).unwrap();
+    tiny::set(&parameters, 0, &vec![0.0; before[0].len()]);
     assert_eq!(before, all_values(&frozen));
     assert_eq!(before, all_values(&reference::read(folder.path(), &model.config, &parameters).unwrap()));
-    let missing = reference::read(&folder.path().join("none"), &model.config, &parameters).unwrap_err();
+    let missing = reference::read(&folder.path().join("none"), &model.config, &parameters).err().unwrap();
     assert!(format!("{missing:#}").contains("reference.safetensors"), "{missing:#}");
 }
 
 fn all_values(parameters: &Parameters) -> Vec<Vec<f32>> {
-    let read = |i| parameters.var(i).flatten_all().unwrap().to_vec1::<f32>().unwrap();
-    (0..parameters.len()).map(read).collect()
+    (0..parameters.len()).map(|i| tiny::values(parameters.values(i))).collect()
 }
 
 #[test]
@@ -299,12 +301,11 @@ fn the_entropy_bonus_raises_the_entropy() {
     let step = 0.004 / squares.sqrt();
     let entropy_at = |scale: f64| {
         for (index, direction) in direction.iter().enumerate() {
-            let var = fixture.parameters.var(index);
             let Some(direction) = direction else { continue };
-            let moved = var.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            let moved = tiny::values(fixture.parameters.values(index));
             let moved: Vec<f32> =
                 moved.iter().zip(direction).map(|(w, d)| w + (scale * f64::from(*d)) as f32).collect();
-            var.set(&candle_core::Tensor::from_vec(moved, var.shape(), var.device()).unwrap()).unwrap();
+            tiny::set(&fixture.parameters, index, &moved);
         }
         fixture.update(&policy(0.0)).metrics.get("actor/entropy").unwrap()
     };

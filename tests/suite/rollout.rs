@@ -7,23 +7,22 @@ mod tools;
 
 use crate::tiny;
 use anyhow::{Context, Result};
-use rand_chacha::ChaCha8Rng;
 use rloss::harmony::{HarmonyTokenizer, Message};
 use rloss::interpreter::{Interpreter, Reply, SessionId};
 use rloss::model::config::Config;
-use rloss::model::forward::{ForwardOptions, Model};
-use rloss::model::weights::{Parameters, Resident};
+
+use rloss::model::parameters::Parameters;
+use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
 use rloss::random::Purpose;
-use rloss::rollout::{Drawn, Place, Prompt, Rollout, RolloutSettings, Rollouts, Row, Sampling, TokenSource};
+use rloss::rollout::{Place, Prompt, Rollout, RolloutSettings, Rollouts, Sampling, TokenSource};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trajectory::{CallOutcome, Outcome};
 
 /// A tiny model with all that a rollout reads beside task and tool.
 struct World {
-    model: Model,
     parameters: Parameters,
-    weights: Resident,
+    policy: PolicyView<'static>,
     tokenizer: HarmonyTokenizer,
     threads: Threads,
     settings: RolloutSettings,
@@ -32,7 +31,8 @@ struct World {
 impl World {
     fn new(config: Config, threads: usize) -> Self {
         let (model, parameters) = tiny::model(config, 11);
-        let weights = parameters.detached().unwrap();
+        // A test's model may live as long as the test program.
+        let policy = PolicyView::plain(Box::leak(Box::new(model)), &parameters).unwrap();
         let tokenizer = HarmonyTokenizer::embedded().unwrap();
         let settings = RolloutSettings {
             sampling: Sampling::whole(1.0),
@@ -46,9 +46,8 @@ impl World {
             purpose: Purpose::Sampling,
             step: 3,
             preamble: vec![],
-            forward: ForwardOptions::default(),
         };
-        Self { model, parameters, weights, tokenizer, threads: Threads::new(threads).unwrap(), settings }
+        Self { parameters, policy, tokenizer, threads: Threads::new(threads).unwrap(), settings }
     }
 
     /// The quickstart's model, with room for long conversations.
@@ -59,8 +58,7 @@ impl World {
     fn rollout<'a>(&'a self, task: &'a dyn Task, interpreter: Option<&'a dyn Interpreter>) -> Rollout<'a> {
         Rollout {
             threads: &self.threads,
-            model: &self.model,
-            weights: &self.weights,
+            policy: &self.policy,
             tokenizer: &self.tokenizer,
             task,
             interpreter,
@@ -154,14 +152,13 @@ impl Script {
 }
 
 impl TokenSource for Script {
-    fn inverse_temperature(&self) -> f32 {
-        1.0
+    fn sampling(&self) -> Sampling {
+        Sampling::whole(1.0)
     }
 
-    fn draw(&self, place: Place, row: Row, _: &mut ChaCha8Rng) -> Result<Drawn> {
+    fn choose(&self, place: Place, _: u32) -> Result<u32> {
         let turn = self.0.get(place.turn as usize).context("more turns than scripted")?;
-        let token = *turn.get(place.token).context("more tokens than scripted")?;
-        Ok(Drawn { token, log_prob: row.log_prob(token) })
+        turn.get(place.token).copied().context("more tokens than scripted")
     }
 }
 

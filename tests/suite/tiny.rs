@@ -1,12 +1,17 @@
 //! Small random models for tests.
 
+use candle_core::Tensor;
 use rand::Rng;
 use rloss::model::config::{Config, LayerType, Rope, Yarn};
+use rloss::model::family::Family;
 use rloss::model::forward::Model;
 use rloss::model::init::{InitSettings, init};
-use rloss::model::weights::Parameters;
+use rloss::model::parameters::Parameters;
+use rloss::ops::cpu::edit;
 use rloss::random::{Purpose, stream};
-use rloss::train::batch::Sequence;
+use rloss::train::batch::{MicroBatch, Sequence};
+use rloss::train::forward_backward::{Pass, PassSettings};
+use rloss::train::gradients::GradientSum;
 
 /// The quickstart's architecture, with YaRN when asked for.
 pub fn config(yarn: bool) -> Config {
@@ -18,6 +23,7 @@ pub fn config(yarn: bool) -> Config {
         truncate: false,
     });
     Config {
+        family: Family::GptOss,
         vocab_size: 272,
         hidden_size: 64,
         num_hidden_layers: 4,
@@ -44,18 +50,66 @@ pub fn model(config: Config, seed: u64) -> (Model, Parameters) {
     let settings = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 1.0 };
     let tensors = init(&config, &settings, seed).unwrap();
     let mut rng = stream(seed, Purpose::Initialisation, &[u64::MAX]);
-    let tensors = tensors
-        .into_iter()
-        .map(|(spec, tensor)| {
-            let shape = tensor.shape().clone();
-            let mut values = tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-            values.iter_mut().for_each(|v| *v += rng.random_range(-0.1f32..0.1));
-            (spec, candle_core::Tensor::from_vec(values, shape, &candle_core::Device::Cpu).unwrap())
-        })
-        .collect();
-    let parameters = Parameters::new(&config, tensors).unwrap();
+    let moved = tensors.into_iter().map(|(spec, mut values)| {
+        values.iter_mut().for_each(|v| *v += rng.random_range(-0.1f32..0.1));
+        Ok((spec, values))
+    });
+    let mut parameters = Parameters::new(&config, moved).unwrap();
+    parameters.learn(&vec![true; parameters.len()]).unwrap();
     let context = config.max_position_embeddings;
     (Model::new(config, context), parameters)
+}
+
+/// A tensor's values.
+pub fn values(tensor: &Tensor) -> Vec<f32> {
+    tensor.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Gives tensor `index` other values.
+pub fn set(parameters: &Parameters, index: usize, values: &[f32]) {
+    edit(parameters.values(index), |w| {
+        w.copy_from_slice(values);
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// A copy of every gradient, `None` where a tensor does not learn.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Gradients {
+    pub values: Vec<Option<Vec<f32>>>,
+}
+
+impl Gradients {
+    pub fn of(parameters: &Parameters) -> Self {
+        Self { values: parameters.gradients().map(|gradient| gradient.map(values)).collect() }
+    }
+}
+
+/// What came back from something that left gradients, and a copy of them.
+pub struct Learned<T> {
+    pub output: T,
+    pub gradients: Gradients,
+}
+
+impl<T> std::ops::Deref for Learned<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.output
+    }
+}
+
+/// One pass over `parameters`, and the gradients it left.
+pub fn learned<T>(
+    parameters: &Parameters,
+    (model, batch, settings): (&Model, &MicroBatch, PassSettings),
+    run: impl FnOnce(&Pass) -> anyhow::Result<T>,
+) -> Learned<T> {
+    let sum = GradientSum::begin(parameters).unwrap();
+    let weights = &parameters.learning(&sum.of_pass(0)).unwrap();
+    let output = run(&Pass { model, weights, batch, settings }).unwrap();
+    Learned { output, gradients: Gradients::of(parameters) }
 }
 
 /// Random sequences of the given lengths; about half of the tokens are trained on.

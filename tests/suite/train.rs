@@ -1,10 +1,11 @@
 //! The training pass and the optimizer.
 
-use crate::tiny;
+use crate::tiny::{self, Learned, learned};
 use rloss::model::cache::SequenceCache;
-use rloss::model::forward::{ForwardOptions, forward_cached};
-use rloss::model::weights::WeightSource;
-use rloss::ops;
+use rloss::model::forward::ForwardOptions;
+use rloss::model::policy_view::PolicyView;
+use rloss::model::trunk;
+use rloss::rollout::Sampling;
 use rloss::train::batch::MicroBatch;
 use rloss::train::forward_backward::{HeadGradient, Pass, PassOutput, PassSettings};
 
@@ -26,19 +27,11 @@ fn objective(log_probs: &[f32], entropies: &[f32]) -> anyhow::Result<HeadGradien
     })
 }
 
-fn pass(seed: u64, recompute: bool) -> PassOutput {
+fn pass(seed: u64, recompute: bool) -> Learned<PassOutput> {
     let (model, parameters) = tiny::model(tiny::config(true), seed);
     let sequences = tiny::sequences(272, &[40, 1, 2, 77, 160], seed);
     let batch = &MicroBatch::split(&sequences, 100_000)[0];
-    let trainable = vec![true; parameters.len()];
-    let pass = Pass {
-        model: &model,
-        parameters: &parameters,
-        trainable: &trainable,
-        batch,
-        settings: settings(recompute),
-    };
-    pass.forward_backward(&objective).unwrap()
+    learned(&parameters, (&model, batch, settings(recompute)), |pass| pass.forward_backward(&objective))
 }
 
 #[test]
@@ -78,27 +71,17 @@ fn gradients_are_equal_on_any_number_of_threads() {
 /// Log-probabilities of every next token of `tokens`, through the KV cache, `chunk` tokens at a time.
 fn cached_log_probs(chunk: usize, tokens: &[u32], seed: u64) -> Vec<f32> {
     let (model, parameters) = tiny::model(tiny::config(true), seed);
-    let weights = parameters.detached().unwrap();
+    let policy = PolicyView::plain(&model, &parameters).unwrap();
+    let (trunk, sampling) = (policy.trunk(), Sampling::whole(0.9));
     let mut cache = SequenceCache::new(&model.config);
     let mut log_probs = vec![];
     for part in tokens.chunks(chunk) {
-        let (x, _) = forward_cached(
-            &model,
-            &weights,
-            part.to_vec(),
-            &mut [&mut cache],
-            &[part.len()],
-            ForwardOptions::default(),
-        )
-        .unwrap();
-        let normed = model.final_norm(&weights, &x).unwrap();
-        let mut logits = ops::logits(&normed, &weights.lm_head().unwrap()).unwrap();
-        for row in logits.chunks_exact_mut(272) {
-            let stats = ops::log_prob::row_stats(row, ops::log_prob::inverse(0.9));
-            if let Some(&next) = tokens.get(log_probs.len() + 1) {
-                log_probs.push(row[next as usize] - stats.log_sum_exp);
-            }
-        }
+        let x = trunk.feed(part.to_vec(), &mut [&mut cache], &[part.len()], &mut trunk::nothing).unwrap();
+        let rows = std::sync::Arc::new((0..part.len() as u32).collect());
+        let logits = trunk.logits(&trunk.normed(&x, &rows).unwrap(), &sampling).unwrap();
+        let next = tokens[log_probs.len() + 1..].iter().copied().take(part.len());
+        let asked: Vec<(usize, u32)> = next.enumerate().collect();
+        log_probs.extend(logits.log_probs(&sampling, &asked).unwrap());
     }
     log_probs
 }
@@ -109,14 +92,8 @@ fn decode_and_prefill_in_any_chunks_equal_the_training_forward() {
     sequences.iter_mut().for_each(|s| s.mask.iter_mut().skip(1).for_each(|m| *m = true));
     let (model, parameters) = tiny::model(tiny::config(true), 7);
     let batch = &MicroBatch::split(&sequences, 100_000)[0];
-    let trainable = vec![true; parameters.len()];
-    let pass = Pass {
-        model: &model,
-        parameters: &parameters,
-        trainable: &trainable,
-        batch,
-        settings: settings(true),
-    };
+    let weights = &parameters.frozen().unwrap();
+    let pass = Pass { model: &model, weights, batch, settings: settings(true) };
     let training = pass.forward().unwrap().log_probs;
     let mut start = 0;
     for sequence in &sequences {

@@ -2,18 +2,23 @@
 //!
 //! `scripts/make_fixtures.py` says what such a folder holds.
 
+use crate::tiny::{Learned, learned, values as floats};
 use candle_core::{Device, Tensor};
+use rloss::model::attend::PackedAttention;
 use rloss::model::cache::SequenceCache;
 use rloss::model::config::{Config, Form};
-use rloss::model::forward::{Attend, ForwardOptions, Model, PackedAttention, forward_cached};
+use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::load::load;
 use rloss::model::names::{Layout, ParameterSpec};
+use rloss::model::parameters::Parameters;
+use rloss::model::policy_view::PolicyView;
 use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
-use rloss::model::weights::{Parameters, Resident, WeightSource};
+use rloss::model::trunk::{self, Trunk};
+use rloss::model::weights::Head;
 use rloss::ops;
 use rloss::recipe::{Optimizer as OptimizerSettings, OptimizerKind};
 use rloss::train::batch::{MicroBatch, Sequence};
-use rloss::train::forward_backward::{HeadGradient, Pass, PassOutput, PassSettings};
+use rloss::train::forward_backward::{HeadGradient, PassOutput, PassSettings};
 use rloss::train::optimizer::Optimizer;
 use serde::Deserialize;
 use std::collections::HashMap;
@@ -109,10 +114,6 @@ impl std::fmt::Display for Figures {
     }
 }
 
-fn floats(tensor: &Tensor) -> Vec<f32> {
-    tensor.flatten_all().unwrap().to_vec1().unwrap()
-}
-
 /// max|a − b| over max|b|; where `b` is all zero, `a` must be too.
 pub fn relative(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len());
@@ -125,7 +126,8 @@ pub fn relative(a: &[f32], b: &[f32]) -> f64 {
 impl Case {
     pub fn read(folder: &Path) -> Self {
         let config = Config::read(folder).unwrap();
-        let parameters = Parameters::new(&config, load(folder, &config).unwrap()).unwrap();
+        let mut parameters = Parameters::new(&config, load(folder, &config).unwrap()).unwrap();
+        parameters.learn(&vec![true; parameters.len()]).unwrap();
         let text = std::fs::read_to_string(folder.join("rows.json")).unwrap();
         let context = config.max_position_embeddings;
         Self {
@@ -139,9 +141,7 @@ impl Case {
 
     /// Saves the model in f32, for transformers to load.
     pub fn save(&self, folder: &Path) {
-        let tensor = |spec: &ParameterSpec| {
-            Ok(self.parameters.var(self.parameters.position(&spec.name).unwrap()).as_tensor().clone())
-        };
+        let tensor = |spec: &ParameterSpec| Ok(self.parameters.named(&spec.name).unwrap().clone());
         std::fs::create_dir_all(folder).unwrap();
         save(folder, &self.model.config, Form::F32, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
     }
@@ -154,8 +154,8 @@ impl Case {
         let loss = -output.log_probs.iter().map(|&l| l as f64).sum::<f64>() / output.log_probs.len() as f64;
         figures.loss.note((loss - self.rows.loss).abs() / self.rows.loss.abs(), "loss");
         let before: Vec<Vec<f32>> =
-            (0..self.parameters.len()).map(|i| floats(self.parameters.var(i))).collect();
-        self.step(&output);
+            (0..self.parameters.len()).map(|i| floats(self.parameters.values(i))).collect();
+        self.step();
         for (index, spec) in self.parameters.specs.iter().enumerate() {
             let gradient = output.gradients.values[index].as_ref().unwrap();
             let expected = self.expected_values("grad", index);
@@ -164,7 +164,7 @@ impl Case {
                 after.iter().zip(&before[index]).map(|(a, b)| a - b).collect()
             };
             let (after, after_torch) =
-                (floats(self.parameters.var(index)), self.expected_values("sgd", index));
+                (floats(self.parameters.values(index)), self.expected_values("sgd", index));
             figures.sgd.note(relative(&change(&after), &change(&after_torch)), &spec.name);
         }
         figures
@@ -206,7 +206,7 @@ impl Case {
 
     /// Logits of every token of all rows in one packed batch.
     pub fn packed_logits(&self) -> Vec<f32> {
-        let weights = self.parameters.detached().unwrap();
+        let policy = PolicyView::plain(&self.model, &self.parameters).unwrap();
         let tokens: Vec<u32> = self.rows.rows.iter().flat_map(|r| r.tokens.iter().copied()).collect();
         let positions = self.rows.rows.iter().flat_map(|r| 0..r.tokens.len() as u32).collect();
         let mut cu_seqlens = vec![0];
@@ -215,62 +215,53 @@ impl Case {
             .iter()
             .for_each(|r| cu_seqlens.push(cu_seqlens[cu_seqlens.len() - 1] + r.tokens.len()));
         let rotation = self.model.rotation(positions);
-        let attend: &mut dyn Attend = &mut PackedAttention { cu_seqlens: Arc::new(cu_seqlens) };
-        let mut x = ops::embedding(&weights.embedding().unwrap(), &Arc::new(tokens)).unwrap();
-        for index in 0..self.model.config.num_hidden_layers {
-            let (layer, options) = (weights.layer(index).unwrap(), ForwardOptions::default());
-            x = self.model.layer(index, &layer, &x, &rotation, attend, options, None).unwrap().hidden;
-        }
-        self.head(&weights, &x)
+        let attend = &mut PackedAttention { cu_seqlens: Arc::new(cu_seqlens) };
+        let rows = &mut rloss::model::forward::Rows { rotation, attend, replay: None };
+        let x = policy.trunk().walk(&Arc::new(tokens), rows, &mut trunk::nothing).unwrap();
+        head(&policy.trunk(), &x)
     }
 
     /// Logits of every token of one row, one token at a time through the KV cache.
     fn decoded_logits(&self, tokens: &[u32]) -> Vec<f32> {
-        let weights = self.parameters.detached().unwrap();
+        let policy = PolicyView::plain(&self.model, &self.parameters).unwrap();
         let mut cache = SequenceCache::new(&self.model.config);
-        let options = ForwardOptions::default();
         let step = |token: &u32| {
-            let (x, _) =
-                forward_cached(&self.model, &weights, vec![*token], &mut [&mut cache], &[1], options)
-                    .unwrap();
-            self.head(&weights, &x)
+            let fed = policy.trunk().feed(vec![*token], &mut [&mut cache], &[1], &mut trunk::nothing);
+            head(&policy.trunk(), &fed.unwrap())
         };
         tokens.iter().flat_map(step).collect()
     }
 
-    fn head(&self, weights: &Resident, x: &Tensor) -> Vec<f32> {
-        let normed = self.model.final_norm(weights, x).unwrap();
-        ops::logits(&normed, &weights.lm_head().unwrap()).unwrap()
-    }
-
     /// Gradients of the mean cross-entropy over the counted tokens of all rows.
-    pub fn forward_backward(&self, recompute_layers: bool, forward: ForwardOptions) -> PassOutput {
+    pub fn forward_backward(&self, recompute_layers: bool, forward: ForwardOptions) -> Learned<PassOutput> {
         let sequences: Vec<Sequence> = self
             .rows
             .rows
             .iter()
             .map(|r| Sequence { tokens: r.tokens.clone(), mask: r.mask.iter().map(|&m| m == 1).collect() })
             .collect();
-        let pass = Pass {
-            model: &self.model,
-            parameters: &self.parameters,
-            trainable: &vec![true; self.parameters.len()],
-            batch: &MicroBatch::split(&sequences, usize::MAX)[0],
-            settings: PassSettings { recompute_layers, temperature: 1.0, load_balance: 0.0, forward },
-        };
-        pass.forward_backward(&|log_probs, entropies| {
+        let settings = PassSettings { recompute_layers, temperature: 1.0, load_balance: 0.0, forward };
+        let of = (&self.model, &MicroBatch::split(&sequences, usize::MAX)[0], settings);
+        let objective = |log_probs: &[f32], entropies: &[f32]| {
             Ok(HeadGradient {
                 log_probs: vec![-1.0 / log_probs.len() as f32; log_probs.len()],
                 entropies: vec![0.0; entropies.len()],
             })
-        })
-        .unwrap()
+        };
+        learned(&self.parameters, of, |pass| pass.forward_backward(&objective))
     }
 
-    fn step(&mut self, output: &PassOutput) {
+    /// One step of plain gradient descent.
+    fn step(&mut self) {
         let settings = OptimizerSettings { kind: OptimizerKind::Sgd, ..OptimizerSettings::default() };
-        let trainable = vec![true; self.parameters.len()];
-        let mut optimizer = Optimizer::new(&settings, &self.parameters, &trainable, false).unwrap();
-        optimizer.update(&self.parameters, &output.gradients, self.rows.sgd_lr).unwrap();
+        let mut optimizer = Optimizer::new(&settings, &mut self.parameters, false).unwrap();
+        optimizer.update(&mut self.parameters, self.rows.sgd_lr).unwrap();
     }
+}
+
+/// Logits of the rows of `x`, plain.
+fn head(trunk: &Trunk, x: &Tensor) -> Vec<f32> {
+    let rows = Arc::new((0..x.dim(0).unwrap() as u32).collect());
+    let Head::LanguageModel(weight) = trunk.weights.head().unwrap() else { panic!("a critic") };
+    floats(&ops::linear(&trunk.normed(x, &rows).unwrap(), &weight, None).unwrap())
 }

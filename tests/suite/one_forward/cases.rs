@@ -1,20 +1,18 @@
 //! The proof's cases: random models and rollouts in which something could tell rollout and training apart.
 
 use anyhow::{Context, Result};
-use candle_core::DType;
-use rand_chacha::ChaCha8Rng;
 use rloss::harmony::{HarmonyTokenizer, Message};
 use rloss::interpreter::{Interpreter, Reply, SessionId};
 use rloss::mismatch::links::{Link, Proof};
-use rloss::mismatch::passes::Path;
 use rloss::model::config::{Config, LayerType, Rope, Yarn};
+use rloss::model::family::Family;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::init::{InitSettings, init};
-use rloss::model::weights::{Parameters, Resident, WeightSource};
-use rloss::ops::log_prob::{inverse, row_stats};
+use rloss::model::parameters::Parameters;
+use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
 use rloss::random::Purpose;
-use rloss::rollout::{Drawn, Place, Prompt, Rollout, RolloutSettings, Row, Sampling, TokenSource};
+use rloss::rollout::{Place, Prompt, Rollout, RolloutSettings, Sampling, TokenSource};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::train::accumulate::Learner;
 use rloss::train::batch::{MicroBatch, Sequence};
@@ -47,6 +45,7 @@ fn base() -> Case {
     Case {
         name: "",
         config: Config {
+            family: Family::GptOss,
             vocab_size: 272,
             hidden_size: 64,
             num_hidden_layers: 4,
@@ -133,22 +132,18 @@ impl Case {
     /// The links over at least `tokens` sampled tokens, each with fresh rollouts.
     pub fn links(&self, threads: &Threads, tokens: usize) -> Result<Vec<Link>> {
         let (model, parameters) = self.model()?;
-        let weights = parameters.detached()?;
-        let trainable = vec![true; parameters.len()];
+        let policy = PolicyView::plain(&model, &parameters)?;
         let mut links: Vec<Link> = vec![];
         let (mut step, mut sampled) = (0, 0);
         while sampled < tokens {
-            let trajectories = self.sample(threads, &model, &weights, step)?;
+            let trajectories = self.sample(threads, &policy, step)?;
             let trajectories: Vec<&Trajectory> = trajectories.iter().collect();
             let found = if self.sampling.top_p < 1.0 {
-                vec![self.truncated(&model, &weights, &trajectories)?]
+                vec![self.truncated(&policy, &trajectories)?]
             } else {
-                let learner =
-                    Learner { threads, model: &model, parameters: &parameters, trainable: &trainable };
                 let proof = Proof {
-                    learner,
-                    rollout_weights: &weights,
-                    rollout: ForwardOptions::default(),
+                    learner: Learner { threads, model: &model, parameters: &parameters },
+                    rollout: &policy,
                     training: ForwardOptions::default(),
                     temperature: self.sampling.temperature,
                     micro_batch_tokens: 1000,
@@ -170,21 +165,17 @@ impl Case {
         let settings = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 1.0 };
         let mut tensors = init(&self.config, &settings, 11)?;
         if self.bf16_weights {
-            for (_, tensor) in &mut tensors {
-                *tensor = tensor.to_dtype(DType::BF16)?.to_dtype(DType::F32)?;
-            }
+            let values = tensors.iter_mut().flat_map(|(_, values)| values);
+            values.for_each(|v| *v = half::bf16::from_f32(*v).to_f32());
         }
         let context = self.config.max_position_embeddings;
-        Ok((Model::new(self.config.clone(), context), Parameters::new(&self.config, tensors)?))
+        Ok((
+            Model::new(self.config.clone(), context),
+            Parameters::new(&self.config, tensors.into_iter().map(Ok))?,
+        ))
     }
 
-    fn sample(
-        &self,
-        threads: &Threads,
-        model: &Model,
-        weights: &Resident,
-        step: u64,
-    ) -> Result<Vec<Trajectory>> {
+    fn sample(&self, threads: &Threads, policy: &PolicyView, step: u64) -> Result<Vec<Trajectory>> {
         let settings = RolloutSettings {
             sampling: self.sampling,
             turns_max: self.turns as usize,
@@ -197,13 +188,11 @@ impl Case {
             purpose: Purpose::Sampling,
             step,
             preamble: vec![],
-            forward: ForwardOptions::default(),
         };
         let tokenizer = HarmonyTokenizer::embedded()?;
         let rollout = Rollout {
             threads,
-            model,
-            weights,
+            policy,
             tokenizer: &tokenizer,
             task: &Questions,
             interpreter: Some(&Repeat),
@@ -218,18 +207,14 @@ impl Case {
     }
 
     /// The last link under truncated sampling: the kept set is computed again from the training forward's logits.
-    fn truncated(&self, model: &Model, weights: &Resident, trajectories: &[&Trajectory]) -> Result<Link> {
+    fn truncated(&self, policy: &PolicyView, trajectories: &[&Trajectory]) -> Result<Link> {
         let sequence = |t: &&Trajectory| Sequence { tokens: t.tokens.clone(), mask: t.mask.clone() };
         let sequences: Vec<Sequence> = trajectories.iter().map(sequence).collect();
-        let path = Path { model, weights, forward: ForwardOptions::default() };
         let mut computed = vec![];
         for batch in MicroBatch::split(&sequences, 1000) {
-            let normed = path.trace(&batch)?.normed;
-            let mut z = rloss::ops::logits(&normed, &weights.lm_head()?)?;
-            for (z, &token) in z.chunks_exact_mut(model.config.vocab_size).zip(batch.targets.iter()) {
-                let log_sum_exp = row_stats(z, inverse(self.sampling.temperature)).log_sum_exp;
-                computed.push(self.sampling.log_prob(Row { z, log_sum_exp }, token));
-            }
+            let logits = policy.trunk().logits(&policy.normed(&batch)?, &self.sampling)?;
+            let targets: Vec<(usize, u32)> = batch.targets.iter().copied().enumerate().collect();
+            computed.extend(logits.log_probs(&self.sampling, &targets)?);
         }
         let stored = trajectories.iter().flat_map(|t| t.logprobs.iter().zip(&t.mask).skip(1));
         let stored: Vec<f32> = stored.filter(|(_, sampled)| **sampled).map(|(l, _)| *l).collect();
@@ -253,23 +238,21 @@ const RETURN: u32 = 6;
 const BYTES: u32 = 16;
 
 impl TokenSource for Talk {
-    fn inverse_temperature(&self) -> f32 {
-        self.sampling.inverse_temperature()
+    fn sampling(&self) -> Sampling {
+        self.sampling
     }
 
-    fn draw(&self, place: Place, row: Row, rng: &mut ChaCha8Rng) -> Result<Drawn> {
-        let drawn = self.sampling.draw(place, row, rng)?;
+    fn choose(&self, place: Place, drawn: u32) -> Result<u32> {
         let last = place.turn + 1 == self.turns;
         let (opening, closing) = if last { (&FINAL[..], RETURN) } else { (&TO_PYTHON_CALL[..], CALL) };
         let hash = (place.prompt * 31 + place.sample * 17 + place.turn * 7 + 3).wrapping_mul(0x9e37_79b9);
         let length = 6 + hash as usize % self.tokens_max;
-        let token = match opening.get(place.token) {
+        Ok(match opening.get(place.token) {
             Some(&token) => token,
             None if place.token >= length => closing,
-            None if drawn.token < BYTES => BYTES + 32 + drawn.token,
-            None => drawn.token,
-        };
-        Ok(Drawn { token, log_prob: row.log_prob(token) })
+            None if drawn < BYTES => BYTES + 32 + drawn,
+            None => drawn,
+        })
     }
 }
 

@@ -3,9 +3,8 @@
 use super::{assert_close, check, floats, input, noise};
 use candle_core::{Device, Tensor, Var};
 use rand::Rng;
-use rloss::ops::{self, experts::Dispatch};
+use rloss::ops::{self, Dispatch, Parameter};
 use rloss::random::{Purpose, stream};
-use std::sync::Arc;
 
 /// Sizes of a case and distinct experts a token, in any order.
 struct Case {
@@ -13,6 +12,21 @@ struct Case {
     top_k: usize,
     experts: usize,
     routes: Vec<u16>,
+}
+
+/// Routes `[T][K]` as the ops take them.
+fn routes(routes: &[u16], top_k: usize) -> Tensor {
+    let ids: Vec<u32> = routes.iter().map(|&e| u32::from(e)).collect();
+    Tensor::from_vec(ids, (routes.len() / top_k, top_k), &Device::Cpu).unwrap()
+}
+
+fn plan(of: &[u16], top_k: usize, experts: usize) -> Dispatch {
+    Dispatch::new(&routes(of, top_k), experts).unwrap()
+}
+
+/// The router's choice, `[T][K]`.
+fn chosen(logits: &Tensor, top_k: usize) -> Vec<u32> {
+    ops::route(logits, top_k).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
 impl Case {
@@ -35,8 +49,8 @@ impl Case {
         Self { tokens, top_k, experts, routes }
     }
 
-    fn plan(&self) -> Arc<Dispatch> {
-        Arc::new(Dispatch::new(&self.routes, self.top_k, self.experts))
+    fn plan(&self) -> Dispatch {
+        plan(&self.routes, self.top_k, self.experts)
     }
 
     /// (token, slot) of every sorted row: by expert, then token.
@@ -54,7 +68,7 @@ fn dispatch_grouped_product_and_combine_equal_plain_loops() {
         let (plan, sorted) = (case.plan(), case.sorted());
         let Case { tokens, top_k, experts, .. } = case;
         let (k, n) = (1 + seed as usize % 5, 1 + seed as usize % 7);
-        let counts = plan.counts();
+        let counts = plan.counts().unwrap();
         assert_eq!(counts.len(), experts);
         for (e, &count) in counts.iter().enumerate() {
             assert_eq!(count, case.routes.iter().filter(|&&r| r as usize == e).count());
@@ -73,7 +87,7 @@ fn dispatch_grouped_product_and_combine_equal_plain_loops() {
         check(
             &format!("grouped_linear {seed}"),
             &[&rows, &w, &b],
-            |v| ops::grouped_linear(v[0], v[1], v[2], &plan).unwrap(),
+            |v| ops::grouped_linear(v[0], &v[1].0, &v[2].0, &plan).unwrap(),
             |v| {
                 let at = |row: usize, j: usize| {
                     let e = case.routes[sorted[row]] as usize;
@@ -114,10 +128,11 @@ fn a_token_alone_gets_the_same_bits_from_the_experts_as_in_a_batch() {
         let shares = noise(case.tokens * case.top_k, 1.0, seed + 3);
         let run = |x: &[f32], routes: &[u16], shares: &[f32]| {
             let tokens = x.len() / k;
-            let plan = Arc::new(Dispatch::new(routes, case.top_k, case.experts));
+            let plan = plan(routes, case.top_k, case.experts);
             let tensor =
                 |v: &[f32], width| Tensor::from_vec(v.to_vec(), (tokens, width), &Device::Cpu).unwrap();
             let rows = ops::dispatch(&tensor(x, k), &plan).unwrap();
+            let (w, b) = (Parameter::frozen(&w), Parameter::frozen(&b));
             let rows = ops::grouped_linear(&rows, &w, &b, &plan).unwrap();
             floats(&ops::combine(&rows, &tensor(shares, case.top_k), &plan).unwrap())
         };
@@ -137,8 +152,8 @@ fn the_router_takes_the_largest_and_the_lowest_index_of_equals() {
         &Device::Cpu,
     )
     .unwrap();
-    assert_eq!(ops::route(&logits, 2).unwrap(), [1, 2, 0, 1, 3, 4]);
-    assert_eq!(ops::route(&logits, 4).unwrap(), [1, 2, 4, 3, 0, 1, 2, 3, 3, 4, 0, 1]);
+    assert_eq!(chosen(&logits, 2), [1, 2, 0, 1, 3, 4]);
+    assert_eq!(chosen(&logits, 4), [1, 2, 4, 3, 0, 1, 2, 3, 3, 4, 0, 1]);
     assert!(ops::route(&logits, 6).is_err());
 }
 
@@ -151,16 +166,16 @@ fn the_router_equals_a_stable_sort_on_random_logits_with_ties() {
             noise(tokens * experts, 1.0, 300 + seed).iter().map(|v| (v * 4.0).round() / 4.0).collect();
         let logits = Tensor::from_vec(values.clone(), (tokens, experts), &Device::Cpu).unwrap();
         for top_k in 1..=experts {
-            let expected: Vec<u16> = values
+            let expected: Vec<u32> = values
                 .chunks_exact(experts)
                 .flat_map(|row| {
-                    let mut order: Vec<u16> = (0..experts as u16).collect();
+                    let mut order: Vec<u32> = (0..experts as u32).collect();
                     order.sort_by(|&a, &b| row[b as usize].partial_cmp(&row[a as usize]).unwrap());
                     order.truncate(top_k);
                     order
                 })
                 .collect();
-            assert_eq!(ops::route(&logits, top_k).unwrap(), expected, "{seed} {top_k}");
+            assert_eq!(chosen(&logits, top_k), expected, "{seed} {top_k}");
         }
     }
 }
@@ -169,10 +184,10 @@ fn the_router_equals_a_stable_sort_on_random_logits_with_ties() {
 fn the_router_softmax_is_over_the_chosen_experts_only() {
     for seed in 200..215 {
         let case = Case::random(seed);
-        let (experts, top_k, routes) = (case.experts, case.top_k, Arc::new(case.routes.clone()));
+        let (experts, top_k, picked) = (case.experts, case.top_k, routes(&case.routes, case.top_k));
         let logits = input(&[case.tokens, experts], 3.0, seed);
         let reference = |v: &[Vec<f64>]| {
-            let rows = v[0].chunks_exact(experts).zip(routes.chunks_exact(top_k));
+            let rows = v[0].chunks_exact(experts).zip(case.routes.chunks_exact(top_k));
             rows.flat_map(|(z, chosen)| {
                 let e: Vec<f64> = chosen.iter().map(|&e| z[e as usize].exp()).collect();
                 let total: f64 = e.iter().sum();
@@ -182,10 +197,10 @@ fn the_router_softmax_is_over_the_chosen_experts_only() {
         };
         if top_k == 1 {
             // A softmax over one is 1 whatever the logit: no gradient, exactly.
-            let (g, out, _) = super::gradients(&[&logits], |v| ops::top_k_softmax(v[0], &routes, 1).unwrap());
+            let (g, out, _) = super::gradients(&[&logits], |v| ops::top_k_softmax(v[0], &picked).unwrap());
             assert!(out.iter().all(|&w| w == 1.0) && g[0].iter().all(|&g| g == 0.0));
         } else {
-            let op = |v: &[&Tensor]| ops::top_k_softmax(v[0], &routes, top_k).unwrap();
+            let op = |v: &[&super::Input]| ops::top_k_softmax(v[0], &picked).unwrap();
             check(&format!("top_k_softmax {seed}"), &[&logits], op, reference);
         }
     }
@@ -194,11 +209,14 @@ fn the_router_softmax_is_over_the_chosen_experts_only() {
 #[test]
 fn load_balance_is_the_switch_loss_with_constant_fractions() {
     let (tokens, experts, counts) = (7, 5, [6usize, 0, 3, 4, 1]);
+    // Two experts a token; which token has which does not matter.
+    let all: Vec<u16> = (0..5).flat_map(|e| vec![e; counts[e as usize]]).collect();
+    let dispatched = plan(&all, 2, experts);
     let logits = input(&[tokens, experts], 2.0, 30);
     check(
         "load_balance",
         &[&logits],
-        |v| ops::load_balance(v[0], &counts).unwrap(),
+        |v| ops::load_balance(v[0], &dispatched).unwrap(),
         |v| {
             let mut loss = 0.0;
             for z in v[0].chunks_exact(experts) {
@@ -212,5 +230,9 @@ fn load_balance_is_the_switch_loss_with_constant_fractions() {
     );
     // Equal logits and equal counts: the loss is the number of experts a token.
     let even = Var::zeros((6, 3), candle_core::DType::F32, &Device::Cpu).unwrap();
-    assert_close("balanced", &floats(&ops::load_balance(&even, &[4, 4, 4]).unwrap()), &[2.0]);
+    assert_close(
+        "balanced",
+        &floats(&ops::load_balance(&even, &plan(&[0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2], 2, 3)).unwrap()),
+        &[2.0],
+    );
 }

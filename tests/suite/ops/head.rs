@@ -31,7 +31,7 @@ fn log_prob_and_entropy_have_the_values_and_gradients_of_their_formulas() {
         check(
             &format!("log_prob {vocabulary} at {temperature}"),
             &[&h, &w],
-            |v| ops::log_prob_and_entropy(v[0], v[1], &targets, temperature).unwrap(),
+            |v| ops::log_prob_and_entropy(v[0], &v[1].0, &targets, temperature).unwrap(),
             |v| reference(&v[0], &v[1], &targets, vocabulary, temperature),
         );
     }
@@ -39,10 +39,13 @@ fn log_prob_and_entropy_have_the_values_and_gradients_of_their_formulas() {
 
 /// Gradients of the sum of both outputs, and the outputs.
 fn run(h: &Var, w: &Var, targets: &[u32]) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
-    let out = ops::log_prob_and_entropy(h, w, &Arc::new(targets.to_vec()), 1.0).unwrap();
+    let dw = w.zeros_like().unwrap().detach();
+    let sink = Arc::new(super::Sink { buffers: vec![dw.clone()], added: Default::default() });
+    let weight = ops::Parameter::learning(w, sink, 0);
+    let out = ops::log_prob_and_entropy(h, &weight, &Arc::new(targets.to_vec()), 1.0).unwrap();
     let g = out.ones_like().unwrap();
     let store = ops::upstream(&out, &g).unwrap().backward().unwrap();
-    (floats(&out), floats(store.get(h).unwrap()), floats(store.get(w).unwrap()))
+    (floats(&out), floats(store.get(h).unwrap()), floats(&dw))
 }
 
 /// A vocabulary so large that the head works in several chunks of rows.
@@ -73,5 +76,8 @@ fn extreme_logits_stay_finite() {
     assert!((stats.entropy - 50f32.ln()).abs() < 1e-6);
     let h = Tensor::new(&[[1f32]], &Device::Cpu).unwrap();
     let w = Tensor::new(&[[1f32, 2.0]], &Device::Cpu).unwrap();
-    assert!(ops::log_prob_and_entropy(&h, &w, &Arc::new(vec![2]), 1.0).is_err(), "2 is no token");
+    assert!(
+        ops::log_prob_and_entropy(&h, &ops::Parameter::frozen(&w), &Arc::new(vec![2]), 1.0).is_err(),
+        "2 is no token"
+    );
 }

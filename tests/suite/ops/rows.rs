@@ -12,7 +12,7 @@ fn linear_has_the_values_and_gradients_of_its_formula() {
         check(
             &format!("linear {t} {k} {n}"),
             &[&x, &w, &b],
-            |v| ops::linear(v[0], v[1], v[2]).unwrap(),
+            |v| ops::linear(v[0], &v[1].0, Some(&v[2].0)).unwrap(),
             |v| {
                 let dot = |r: usize, j: usize| (0..k).map(|c| v[0][r * k + c] * v[1][c * n + j]).sum::<f64>();
                 (0..t * n).map(|i| dot(i / n, i % n) + v[2][i % n]).collect()
@@ -109,11 +109,11 @@ fn repeated_ids_add_their_gradients_and_absent_ones_get_none() {
     let ids = Arc::new(vec![4u32, 1, 4, 4, 0, 1]);
     let pick = |w: &[f64]| ids.iter().flat_map(|&id| w[id as usize * h..][..h].to_vec()).collect();
     let w = input(&[rows, h], 1.0, 10);
-    check("embedding", &[&w], |v| ops::embedding(v[0], &ids).unwrap(), |v| pick(&v[0]));
+    check("embedding", &[&w], |v| ops::embedding(&v[0].0, &ids).unwrap(), |v| pick(&v[0]));
     check("select_rows", &[&w], |v| select_rows(v[0], &ids).unwrap(), |v| pick(&v[0]));
-    let (gradients, _, _) = gradients(&[&w], |v| ops::embedding(v[0], &ids).unwrap());
+    let (gradients, _, _) = gradients(&[&w], |v| ops::embedding(&v[0].0, &ids).unwrap());
     assert_eq!(gradients[0][2 * h..4 * h], [0.0; 6], "rows 2 and 3 are not looked up");
-    assert!(ops::embedding(&w, &Arc::new(vec![5])).is_err(), "5 is no row");
+    assert!(ops::embedding(&rloss::ops::Parameter::frozen(&w), &Arc::new(vec![5])).is_err(), "5 is no row");
 }
 
 #[test]

@@ -17,8 +17,8 @@ fn widened(values: &[f32]) -> Vec<f64> {
 fn same(
     what: &str,
     inputs: &[&candle_core::Var],
-    own: impl Fn(&[&Tensor]) -> Tensor,
-    theirs: impl Fn(&[&Tensor]) -> Tensor,
+    own: impl Fn(&[&super::Input]) -> Tensor,
+    theirs: impl Fn(&[&super::Input]) -> Tensor,
 ) {
     let (own_gradients, own_values, _) = gradients(inputs, own);
     let (their_gradients, their_values, _) = gradients(inputs, theirs);
@@ -70,7 +70,7 @@ fn log_probs_and_entropies_are_those_of_candles_log_softmax() {
     same(
         "log_prob_and_entropy",
         &[&h, &w],
-        |v| ops::log_prob_and_entropy(v[0], v[1], &targets, 1.0).unwrap(),
+        |v| ops::log_prob_and_entropy(v[0], &v[1].0, &targets, 1.0).unwrap(),
         |v| {
             let all = stock::log_softmax(&v[0].matmul(v[1]).unwrap(), D::Minus1).unwrap();
             let chosen = all.gather(&ids, 1).unwrap().squeeze(1).unwrap();

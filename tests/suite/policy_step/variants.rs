@@ -1,6 +1,6 @@
 //! The greedy baseline, the steered divergence, bypass, and what is measured over a whole batch.
 
-use super::{Fixture, distance, loss, pass, values};
+use super::{Fixture, distance, learned, loss, pass, values};
 use crate::policy::verl;
 use rloss::metrics::Metrics;
 use rloss::policy::Aggregation;
@@ -108,7 +108,7 @@ fn bypass_is_the_anchor_rollout_with_a_correction() {
         let experience = step.prepare(&fixture.groups()).unwrap();
         let rejected = experience.mask.iter().filter(|kept| !**kept).count();
         assert!(rejected > 0 && rejected < experience.mask.len());
-        let update = step.gradients(&experience).unwrap().unwrap();
+        let update = learned(&step, &experience).unwrap().unwrap();
         let whole = vec![true; experience.mask.len()];
         let sequences = rloss::policy::Sequences::new(&experience.cu_seqlens, &whole).unwrap();
         let config = CorrectionConfig {
@@ -147,7 +147,7 @@ fn the_gap_is_that_of_the_whole_batch_when_updates_take_parts() {
     assert!(experience.training.is_none());
     let gap = step.gap(&experience).unwrap();
     let first = experience.select(&[0]);
-    let of_first = step.gap_of(&first, &step.gradients(&first).unwrap().unwrap()).unwrap();
+    let of_first = step.gap_of(&first, &learned(&step, &first).unwrap().unwrap()).unwrap();
     assert_eq!(get(&of_first, "mismatch/bit_equal_fraction"), 1.0);
     let tokens = experience.rollout.len() as f64;
     let last = (experience.cu_seqlens[6] - experience.cu_seqlens[5]) as f64;
@@ -155,7 +155,7 @@ fn the_gap_is_that_of_the_whole_batch_when_updates_take_parts() {
     assert!((get(&gap, "rollout_corr/kl") + 2.0 * last / tokens).abs() < 1e-6);
     assert!((get(&gap, "mismatch/log_ppl_abs_diff_max") - 2.0).abs() < 1e-5);
     // The same as what an update of the whole batch shows of itself.
-    let whole = step.gradients(&experience).unwrap().unwrap();
+    let whole = learned(&step, &experience).unwrap().unwrap();
     assert_eq!(gap, step.gap_of(&experience, &whole).unwrap());
 }
 
@@ -168,7 +168,7 @@ fn micro_batches_of_any_size_give_the_loss_and_gradient_of_the_batch() {
         let policy = Policy { aggregation, ..Policy::default() };
         let update = |micro_batch_tokens| {
             let step = PolicyStep { micro_batch_tokens, ..fixture.step(&policy, None) };
-            step.gradients(&step.prepare(&fixture.groups()).unwrap()).unwrap().unwrap()
+            learned(&step, &step.prepare(&fixture.groups()).unwrap()).unwrap().unwrap()
         };
         let whole = update(1000);
         for micro_batch_tokens in [1, 64, 100] {
@@ -188,7 +188,7 @@ fn a_trajectory_without_sampled_tokens_changes_nothing() {
     let policy = Policy { advantage: Advantage::ReinforcePlusPlus, ..Policy::default() };
     let update = |fixture: &Fixture| {
         let step = PolicyStep { pass: pass(), ..fixture.step(&policy, None) };
-        step.gradients(&step.prepare(&fixture.groups()).unwrap()).unwrap().unwrap()
+        learned(&step, &step.prepare(&fixture.groups()).unwrap()).unwrap().unwrap()
     };
     let without = update(&fixture);
     let mut masked = fixture.groups[0].trajectories[0].clone();
@@ -209,7 +209,7 @@ fn experts_kept_at_sampling_are_compared_with_those_of_training() {
     let agreement = |fixture: &Fixture, policy: &Policy| {
         let step = fixture.step(policy, None);
         let experience = step.prepare(&fixture.groups()).unwrap();
-        let update = step.gradients(&experience).unwrap().unwrap();
+        let update = learned(&step, &experience).unwrap().unwrap();
         let of_update = step.gap_of(&experience, &update).unwrap();
         let found = of_update.get("mismatch/routing_agreement");
         if experience.training.is_some() {

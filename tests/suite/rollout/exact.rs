@@ -13,22 +13,20 @@ fn training_forward(
 ) -> Vec<(Vec<f32>, Vec<Vec<u16>>)> {
     let sequence = |t: &&Trajectory| Sequence { tokens: t.tokens.clone(), mask: t.mask.clone() };
     let sequences: Vec<_> = trajectories.iter().map(sequence).collect();
-    let trainable = vec![true; world.parameters.len()];
     let mut results = vec![];
     for batch in &MicroBatch::split(&sequences, 1000) {
         let settings = PassSettings {
             recompute_layers: true,
             temperature,
             load_balance: 0.0,
-            forward: world.settings.forward,
+            forward: world.policy.forward,
         };
-        let (model, parameters) = (&world.model, &world.parameters);
-        let pass = Pass { model, parameters, trainable: &trainable, batch, settings }.forward().unwrap();
-        let k = world.model.config.num_experts_per_tok;
+        let (model, weights) = (world.policy.model, &world.parameters.frozen().unwrap());
+        let pass = Pass { model, weights, batch, settings }.forward().unwrap();
+        let layers: Vec<Vec<Vec<u32>>> = pass.routes.iter().map(|layer| layer.to_vec2().unwrap()).collect();
         for i in 0..batch.sequences.len() {
             let (rows, inputs) = (&batch.cu_targets[i..i + 2], &batch.cu_seqlens[i..i + 2]);
-            let experts =
-                |t: usize| pass.routes.iter().flat_map(|r| r[t * k..(t + 1) * k].to_vec()).collect();
+            let experts = |t: usize| layers.iter().flat_map(|layer| &layer[t]).map(|&e| e as u16).collect();
             results.push((
                 pass.log_probs[rows[0]..rows[1]].to_vec(),
                 (inputs[0]..inputs[1]).map(experts).collect(),
