@@ -1,20 +1,12 @@
 //! The command line: what the user may type, one error printer and the exit code.
 
 use crate::commands;
-use crate::error::BadInput;
+use crate::commands::arguments::RunArgs;
+use crate::error::{BadInput, EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED};
 use crate::metrics::sanitize_terminal;
-use clap::{Args, Parser, Subcommand};
+use clap::{Parser, Subcommand};
 use std::io::Write;
 use std::path::PathBuf;
-
-/// Done.
-pub const EXIT_DONE: u8 = 0;
-/// Failed while working.
-pub const EXIT_FAILED: u8 = 1;
-/// Bad input: a recipe, data, a checkpoint, the command line.
-pub const EXIT_BAD_INPUT: u8 = 2;
-/// Stopped by a signal, after a checkpoint.
-pub const EXIT_STOPPED: u8 = 130;
 
 #[derive(Parser)]
 #[command(
@@ -47,19 +39,6 @@ enum Command {
     #[cfg(feature = "cuda")]
     #[command(hide = true)]
     GpuCheck(commands::gpu_check::GpuCheckArgs),
-}
-
-/// A recipe and where its results go.
-#[derive(Args, Debug, Clone)]
-pub struct RunArgs {
-    /// A recipe file, or a run folder (its resolved recipe and last checkpoint)
-    pub recipe: PathBuf,
-    /// Replace a recipe's value, such as --set train.steps=10
-    #[arg(long = "set", value_name = "KEY=VALUE")]
-    pub sets: Vec<String>,
-    /// Folder for the results [default: runs/<recipe's name>; of a run folder its eval/ or rollout/]
-    #[arg(long)]
-    pub out: Option<PathBuf>,
 }
 
 /// Runs the command line of this process and returns its exit code.

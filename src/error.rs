@@ -1,4 +1,13 @@
-//! Bad input: what the user gave is wrong, and the message says where and what to do. Exit code 2.
+//! Bad input: what the user gave is wrong, and the message says where and what to do. And the exit codes.
+
+/// Done.
+pub const EXIT_DONE: u8 = 0;
+/// Failed while working.
+pub const EXIT_FAILED: u8 = 1;
+/// Bad input: a recipe, data, a checkpoint, the command line.
+pub const EXIT_BAD_INPUT: u8 = 2;
+/// Stopped by a signal, after a checkpoint.
+pub const EXIT_STOPPED: u8 = 130;
 
 /// An error in something the user gave: a recipe, a data file, a checkpoint, a command line.
 ///

@@ -28,6 +28,8 @@ pub mod random;
 pub mod recipe;
 pub mod report;
 pub mod rollout;
+pub mod run;
 pub mod tasks;
 pub mod train;
+pub mod trainer;
 pub mod trajectory;

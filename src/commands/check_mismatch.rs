@@ -1,9 +1,7 @@
 //! `rloss check-mismatch [RECIPE]`: the same tokens by two paths, every gap, and its likely cause.
 
-use super::run_folder::write_file;
-use super::workbench::Workbench;
-use crate::bad_input;
-use crate::cli::{EXIT_BAD_INPUT, EXIT_DONE};
+use crate::atomic_file::write_file;
+use crate::error::{EXIT_BAD_INPUT, EXIT_DONE};
 use crate::metrics::sanitize_terminal;
 use crate::mismatch::links::Proof;
 use crate::mismatch::measure::Measure;
@@ -11,8 +9,9 @@ use crate::mismatch::output::{Line, gaps_table, links_table, to_json};
 use crate::mismatch::{against, arms, explain::Reference};
 use crate::recipe::{Arms, Plan, RecipeSource, locate, resolve};
 use crate::rollout::{Prompt, RolloutSettings};
+use crate::run::collect::pin_model;
+use crate::run::workbench::Workbench;
 use crate::train::accumulate::Learner;
-use crate::train::checkpoint;
 use crate::trajectory::Trajectory;
 use anyhow::{Context, Result};
 use clap::Args;
@@ -48,15 +47,8 @@ impl CheckMismatchArgs {
         };
         let source = locate(argument)?;
         let mut plan = source.resolve(&sets)?;
-        if let RecipeSource::Run(folder) = &source {
-            let found = checkpoint::latest(folder)?.ok_or_else(|| {
-                bad_input!(
-                    "{}: the run has no checkpoint yet; name its recipe.toml instead",
-                    folder.display()
-                )
-            })?;
-            plan.recipe.model.path = Some(found);
-        }
+        // A model that a --set names is the one that is checked.
+        pin_model(&mut plan, &source, &sets)?;
         Ok(plan)
     }
 

@@ -1,15 +1,16 @@
 //! `rloss eval RECIPE|RUN`: success of a model on the held-out problems.
 
-use super::collect::{Collection, default_out, pin_model, show};
-use super::evaluation::{Evaluation, ProblemResult, SetResult, prompts};
-use super::run_folder::write_file;
-use super::signals::Stop;
-use super::workbench::Workbench;
+use crate::atomic_file::write_file;
 use crate::bad_input;
-use crate::cli::{EXIT_DONE, EXIT_STOPPED, RunArgs};
+use crate::commands::arguments::RunArgs;
+use crate::error::{EXIT_DONE, EXIT_STOPPED};
 use crate::metrics::{Console, Phase, Row, Table, format_number};
 use crate::recipe::locate;
 use crate::rollout::{RolloutSettings, accuracy};
+use crate::run::collect::{Collection, default_out, pin_model, show};
+use crate::run::evaluation::{Evaluation, ProblemResult, SetResult, prompts};
+use crate::run::signals::Stop;
+use crate::run::workbench::Workbench;
 use crate::trajectory::{CallOutcome, Outcome, TrajectoryRow};
 use anyhow::Result;
 use serde_json::{Map, Value, json};
@@ -42,6 +43,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let stop = Stop::listen()?;
     let settings = RolloutSettings::evaluation(bench.recipe(), bench.preamble.clone(), step);
     let samples = bench.recipe().eval.samples;
+    let policy = bench.plain_policy()?;
     let mut evaluation = Evaluation { sets: vec![] };
     for (set, prompts) in &sets {
         // The step's number ends the name, by which a report finds the last.
@@ -50,7 +52,15 @@ pub fn run(args: &RunArgs) -> Result<u8> {
             _ => format!("eval-{}-{step:06}", set.name),
         };
         let asked = || stop.asked();
-        let found = collection.sample(&name, Phase::Eval, (&settings, samples), prompts, &console, &asked)?;
+        let found = collection.sample(
+            &name,
+            Phase::Eval,
+            &policy,
+            (&settings, samples),
+            prompts,
+            &console,
+            &asked,
+        )?;
         let Some(groups) = found else {
             console.print(&format!("stopped: {}; the same command goes on", out.display()));
             return Ok(EXIT_STOPPED);

@@ -11,7 +11,7 @@ mod primitives;
 mod problem;
 mod speed;
 
-use crate::cli::{EXIT_DONE, EXIT_FAILED};
+use crate::error::{EXIT_DONE, EXIT_FAILED};
 use crate::{bad_input, ops};
 use anyhow::Result;
 use candle_core::Device;

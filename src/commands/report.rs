@@ -1,6 +1,6 @@
 //! `rloss report RUN...`
 
-use crate::cli::EXIT_DONE;
+use crate::error::EXIT_DONE;
 use crate::report::write_report;
 use anyhow::Result;
 use std::io::Write;

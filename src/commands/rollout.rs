@@ -1,13 +1,14 @@
 //! `rloss rollout RECIPE|RUN`: the trajectories of one training step, written and not trained on.
 
-use super::collect::{Collection, default_out, pin_model, show};
-use super::run_folder::write_file;
-use super::signals::Stop;
-use super::workbench::Workbench;
-use crate::cli::{EXIT_DONE, EXIT_STOPPED, RunArgs};
+use crate::atomic_file::write_file;
+use crate::commands::arguments::RunArgs;
+use crate::error::{EXIT_DONE, EXIT_STOPPED};
 use crate::metrics::{Console, Phase, Row, Table, format_number};
 use crate::recipe::locate;
-use crate::rollout::{Prompt, RolloutSettings};
+use crate::rollout::RolloutSettings;
+use crate::run::collect::{Collection, default_out, pin_model, show};
+use crate::run::signals::Stop;
+use crate::run::workbench::Workbench;
 use crate::trajectory::Group;
 use anyhow::Result;
 use std::time::Duration;
@@ -28,11 +29,12 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     let stop = Stop::listen()?;
     let recipe = bench.recipe();
-    let prompts = training_prompts(&bench, step, 0, recipe.rollout.prompts_per_step);
+    let prompts = bench.training_prompts(step, 0, recipe.rollout.prompts_per_step);
     let settings = RolloutSettings::training(recipe, bench.preamble.clone(), step);
     let asked = (&settings, recipe.rollout.samples_per_prompt);
     let name = format!("step-{step:06}");
-    let found = collection.sample(&name, Phase::Rl, asked, &prompts, &console, &|| stop.asked())?;
+    let policy = bench.rollout_policy()?;
+    let found = collection.sample(&name, Phase::Rl, &policy, asked, &prompts, &console, &|| stop.asked())?;
     let Some(rows) = found else {
         console.print(&format!("stopped: {}; the same command goes on", out.display()));
         return Ok(EXIT_STOPPED);
@@ -49,14 +51,4 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     show(&table.to_string());
     console.print(&format!("done: {}", collection.file(&name).display()));
     Ok(EXIT_DONE)
-}
-
-/// The first `count` prompts of draw `round` (from 0) of training step `step` (from 1): the task's stream in order. Each
-/// step owns a stretch that suffices for every draw it may make, so its prompts depend on its number alone.
-pub(super) fn training_prompts(bench: &Workbench, step: u64, round: u64, count: usize) -> Vec<Prompt> {
-    let recipe = bench.recipe();
-    let draws = recipe.rollout.resample_rounds_max + 1;
-    let first = ((step - 1) * draws + round) * recipe.rollout.prompts_per_step as u64;
-    let problem = |index| bench.task.training_problem(recipe.train.seed, index);
-    (first..first + count as u64).map(|index| Prompt { index, problem: problem(index) }).collect()
 }

@@ -7,6 +7,7 @@
 
 use super::critic::Critic;
 use super::optimizer::Optimizer;
+use crate::atomic_file::{is_partial, replace_folder};
 use crate::bad_input;
 use crate::metrics::Phase;
 use crate::model::config::{Config, Form};
@@ -89,8 +90,7 @@ pub fn clear_partial(run: &Path) -> Result<()> {
     let Ok(entries) = fs::read_dir(run.join("checkpoints")) else { return Ok(()) };
     for entry in entries {
         let folder = entry.with_context(|| format!("{}", run.display()))?.path();
-        let name = folder.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-        if name.starts_with('.') && name.ends_with(".partial") {
+        if folder.file_name().is_some_and(is_partial) {
             fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
         }
     }
@@ -128,19 +128,9 @@ impl Snapshot<'_> {
     pub fn write(&self, run: &Path, keep: usize) -> Result<PathBuf> {
         let checkpoints = run.join("checkpoints");
         let name = folder_name(self.state.phase, self.state.step);
-        let (target, aside) = (checkpoints.join(&name), checkpoints.join(format!(".{name}.partial")));
-        let written = self.write_aside(&aside).and_then(|()| {
-            if target.exists() {
-                fs::remove_dir_all(&target)?;
-            }
-            fs::rename(&aside, &target)?;
-            sync(&checkpoints)
-        });
-        if let Err(error) = written {
-            // What is half written is of no use, and may be what fills the disk.
-            let _ = fs::remove_dir_all(&aside);
-            return Err(error.context(format!("writing the checkpoint {}", target.display())));
-        }
+        let target = checkpoints.join(&name);
+        fs::create_dir_all(&checkpoints).with_context(|| format!("writing {}", target.display()))?;
+        replace_folder(&target, |aside| self.fill(aside))?;
         let mut old = all(run)?;
         old.truncate(old.len().saturating_sub(keep.max(1)));
         for (_, folder) in old {
@@ -149,11 +139,7 @@ impl Snapshot<'_> {
         Ok(target)
     }
 
-    fn write_aside(&self, aside: &Path) -> Result<()> {
-        if aside.exists() {
-            fs::remove_dir_all(aside)?;
-        }
-        fs::create_dir_all(aside)?;
+    fn fill(&self, aside: &Path) -> Result<()> {
         save(aside, self.config, self.form, self.companions, SHARD_BYTES_MAX, |spec| {
             let index =
                 self.parameters.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
@@ -167,8 +153,7 @@ impl Snapshot<'_> {
         }
         let state = aside.join(STATE_FILE);
         fs::write(&state, serde_json::to_string_pretty(&self.state)? + "\n")?;
-        File::open(&state)?.sync_all()?;
-        sync(aside)
+        Ok(File::open(&state)?.sync_all()?)
     }
 
     /// Whether the saved weights hold `values` of a tensor to the bit.
@@ -263,9 +248,4 @@ fn restore_state(path: &Path, parameters: &mut Parameters, optimizer: &Optimizer
         return Err(damaged(format!("{name} belongs to another model or optimizer")));
     }
     optimizer.write_weights(parameters)
-}
-
-/// Makes a folder's entries durable.
-fn sync(folder: &Path) -> Result<()> {
-    Ok(File::open(folder)?.sync_all()?)
 }

@@ -2,15 +2,15 @@
 //!
 //! It lies in the run folder beside the checkpoints, so that a resumed run measures against the same bits.
 
+use crate::atomic_file::replace_file;
 use crate::bad_input;
 use crate::model::config::Config;
-use crate::model::names::StoredTensor;
+use crate::model::names::{ParameterSpec, StoredTensor};
 use crate::model::parameters::Parameters;
 use crate::model::tensor_file::{TensorFile, f32_values, write_f32, write_tensors};
 use crate::ops::cpu::host_values;
-use anyhow::{Context, Result};
+use anyhow::Result;
 use safetensors::Dtype;
-use std::fs::{self, File};
 use std::path::Path;
 
 const FILE: &str = "reference.safetensors";
@@ -32,23 +32,16 @@ pub fn copy(config: &Config, parameters: &Parameters) -> Result<Parameters> {
 /// # Errors
 /// When the disk refuses; a reference that was there stays whole.
 pub fn write(run: &Path, reference: &Parameters) -> Result<()> {
-    let (target, aside) = (run.join(FILE), run.join(format!(".{FILE}.partial")));
-    let stored = |spec: &crate::model::names::ParameterSpec| StoredTensor {
+    let stored = |spec: &ParameterSpec| StoredTensor {
         name: spec.name.clone(),
         dtype: Dtype::F32,
         shape: spec.working_shape(),
     };
-    let write = || -> Result<()> {
-        if aside.exists() {
-            fs::remove_file(&aside)?;
-        }
-        write_tensors(&aside, reference.specs.iter().map(stored).collect(), |index, out| {
+    replace_file(&run.join(FILE), |aside| {
+        write_tensors(aside, reference.specs.iter().map(stored).collect(), |index, out| {
             write_f32(out, &host_values(reference.values(index))?)
-        })?;
-        fs::rename(&aside, &target)?;
-        Ok(File::open(run)?.sync_all()?)
-    };
-    write().with_context(|| format!("writing the reference {}", target.display()))
+        })
+    })
 }
 
 /// Reads the reference of the run folder `run` back, a tensor at a time.

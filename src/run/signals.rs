@@ -1,6 +1,6 @@
 //! SIGINT and SIGTERM: the first asks for a stop, the second exits at once.
 
-use crate::cli::EXIT_STOPPED;
+use crate::error::EXIT_STOPPED;
 use anyhow::{Context, Result};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use std::sync::Arc;

@@ -6,10 +6,12 @@
 //! OUT/trajectories/NAME.jsonl.partial   a line a trajectory as it ends; NAME.jsonl, in order, when all have
 //! ```
 
-use super::run_folder::{holds_run, lock, write_file};
+use super::run_folder::{holds_run, lock};
 use super::workbench::Workbench;
+use crate::atomic_file::{replace_file, write_file};
 use crate::bad_input;
 use crate::metrics::{Console, Phase};
+use crate::model::policy_view::PolicyView;
 use crate::recipe::{Entry, Plan, RecipeSource, resolve, set_key};
 use crate::rollout::{Progress, Prompt, RolloutSettings, stored};
 use crate::train::checkpoint;
@@ -124,10 +126,12 @@ impl<'a> Collection<'a> {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] for a file that does not belong to these prompts; those of the rollout and the disk.
+    #[allow(clippy::too_many_arguments)]
     pub fn sample(
         &self,
         name: &str,
         phase: Phase,
+        policy: &PolicyView,
         (settings, samples): (&RolloutSettings, usize),
         prompts: &[Prompt],
         console: &Console,
@@ -161,7 +165,7 @@ impl<'a> Collection<'a> {
         file.set_len(bytes).with_context(|| format!("{}", partial.display()))?;
         let all = (prompts.len() * samples) as u64;
         let stage = console.stage(name, all, all - (missing.len() * samples) as u64);
-        if let Some(new) = self.fill(&file, phase, (settings, samples), &missing, &stage, stop)? {
+        if let Some(new) = self.fill(&file, phase, policy, (settings, samples), &missing, &stage, stop)? {
             let mut new = new.into_iter();
             kept.iter_mut().filter(|kept| kept.is_none()).for_each(|kept| *kept = new.next());
         }
@@ -172,10 +176,12 @@ impl<'a> Collection<'a> {
     }
 
     /// Samples `prompts`, a line in `file` for each trajectory as it ends.
+    #[allow(clippy::too_many_arguments)]
     fn fill(
         &self,
         file: &File,
         phase: Phase,
+        policy: &PolicyView,
         (settings, samples): (&RolloutSettings, usize),
         prompts: &[Prompt],
         stage: &crate::metrics::Progress,
@@ -205,8 +211,7 @@ impl<'a> Collection<'a> {
             }
         };
         let failed = || failure.lock().unwrap_or_else(PoisonError::into_inner).is_some();
-        let policy = self.bench.plain_policy()?;
-        let rollout = self.bench.rollout(&policy, settings);
+        let rollout = self.bench.rollout(policy, settings);
         let rollouts =
             rollout.groups_observed(prompts, samples, &progress, &finished, &|| stop() || failed())?;
         if let Some(error) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
@@ -219,18 +224,16 @@ impl<'a> Collection<'a> {
 
     /// All rows in order, at once, in place of the partial file.
     fn finish(&self, done: &Path, partial: &Path, rows: &[Vec<TrajectoryRow>]) -> Result<()> {
-        let aside = done.with_extension("jsonl.ordered");
-        let write = || -> Result<()> {
-            let mut out = std::io::BufWriter::new(File::create(&aside)?);
+        replace_file(done, |aside| {
+            let mut out = std::io::BufWriter::new(File::create(aside)?);
             for row in rows.iter().flatten() {
                 serde_json::to_writer(&mut out, row)?;
                 out.write_all(b"\n")?;
             }
-            out.into_inner()?.sync_all()?;
-            fs::rename(&aside, done)?;
-            Ok(fs::remove_file(partial)?)
-        };
-        write().with_context(|| format!("writing {}", done.display()))
+            out.into_inner()?;
+            Ok(())
+        })?;
+        fs::remove_file(partial).with_context(|| format!("removing {}", partial.display()))
     }
 }
 

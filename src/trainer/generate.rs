@@ -1,7 +1,6 @@
 //! A step's rollouts, with dynamic sampling where the recipe asks for it.
 
 use super::Trainer;
-use crate::commands::rollout::training_prompts;
 use crate::metrics::Metrics;
 use crate::policy::advantage::informative_groups;
 use crate::recipe::Advantage;
@@ -42,7 +41,7 @@ impl Trainer {
     pub(super) fn generate(&self, step: u64) -> Result<Generated> {
         let recipe = &self.bench.plan.recipe;
         let (count, rounds_max) = (recipe.rollout.prompts_per_step, recipe.rollout.resample_rounds_max);
-        if let Some(stored) = &self.stored {
+        if let Some(stored) = &self.data.stored {
             let drawn = stored.step(step, count as u64);
             let trained = (0..drawn.groups.len()).collect();
             return Ok(Generated { drawn, trained, rounds: None });
@@ -50,7 +49,7 @@ impl Trainer {
         let mut drawn = Rollouts { groups: vec![], messages: vec![] };
         let (mut informative, mut flat, mut round) = (vec![], vec![], 0);
         loop {
-            let prompts = training_prompts(&self.bench, step, round, count - informative.len());
+            let prompts = self.bench.training_prompts(step, round, count - informative.len());
             let draw = self.draw(step, &prompts)?;
             for index in drawn.groups.len()..drawn.groups.len() + draw.groups.len() {
                 let group = &draw.groups[index - drawn.groups.len()];

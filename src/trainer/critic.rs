@@ -1,11 +1,11 @@
 //! The critic of a run: opened at the start of reinforcement learning, and updated before the policy in every step.
 
 use super::{Trainer, apply};
-use crate::commands::run_folder::ResumePoint;
-use crate::commands::workbench::Workbench;
 use crate::metrics::{Accumulator, Metrics};
 use crate::model::forward::ForwardOptions;
 use crate::recipe::{self, Dtype};
+use crate::run::run_folder::ResumePoint;
+use crate::run::workbench::Workbench;
 use crate::train::accumulate::Learner;
 use crate::train::checkpoint;
 use crate::train::critic::{Critic, CriticStep};

@@ -18,7 +18,7 @@ use crate::model::save::Companions;
 use crate::ops::threads::Threads;
 use crate::recipe::model::Tokenizer;
 use crate::recipe::{Architecture, Dtype, InterpreterKind, Plan, Recipe, SavedDtype};
-use crate::rollout::{Rollout, RolloutSettings, preamble};
+use crate::rollout::{Prompt, Rollout, RolloutSettings, preamble};
 use crate::tasks::{Task, TaskSettings};
 use crate::train::checkpoint;
 use crate::train::supervised::Rendering;
@@ -112,6 +112,16 @@ impl Workbench {
     /// What the arms change in the training forward.
     pub fn training_forward(&self) -> ForwardOptions {
         ForwardOptions::training(&self.recipe().arms, self.recipe().train.seed)
+    }
+
+    /// The first `count` prompts of draw `round` (from 0) of training step `step` (from 1): the task's stream in order. Each
+    /// step owns a stretch that suffices for every draw it may make, so its prompts depend on its number alone.
+    pub fn training_prompts(&self, step: u64, round: u64, count: usize) -> Vec<Prompt> {
+        let recipe = self.recipe();
+        let draws = recipe.rollout.resample_rounds_max + 1;
+        let first = ((step - 1) * draws + round) * recipe.rollout.prompts_per_step as u64;
+        let problem = |index| self.task.training_problem(recipe.train.seed, index);
+        (first..first + count as u64).map(|index| Prompt { index, problem: problem(index) }).collect()
     }
 
     /// The policy that samples for training, as the arms leave it.

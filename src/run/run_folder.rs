@@ -1,6 +1,6 @@
 //! A run's folder: its recipe, metrics, trajectories and lock.
 
-pub(super) use crate::atomic_file::write_file;
+use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::metrics::{MetricsFile, Row, TensorBoard, read_rows};
 use crate::recipe::{Plan, resolve, resume_differences};
@@ -148,12 +148,12 @@ pub fn write_trajectories(
     write().with_context(|| format!("writing {}", file.display()))
 }
 
-pub(super) fn holds_run(path: &Path) -> bool {
+pub fn holds_run(path: &Path) -> bool {
     ["recipe.toml", "metrics.jsonl", "checkpoints"].iter().any(|name| path.join(name).exists())
 }
 
 /// Refuses a folder that a live process works in.
-pub(super) fn lock(path: &Path) -> Result<File> {
+pub fn lock(path: &Path) -> Result<File> {
     let file = path.join(".lock");
     let lock = File::create(&file).map_err(|e| {
         bad_input!("{}: cannot be written: {e}; name another folder with --out", file.display())

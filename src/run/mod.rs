@@ -1,0 +1,8 @@
+//! What every command that runs a model needs: the preflight, the folder, evaluation, sampling into a folder, signals.
+
+pub mod collect;
+pub mod evaluation;
+mod freeze;
+pub mod run_folder;
+pub mod signals;
+pub mod workbench;

@@ -1,0 +1,64 @@
+//! What a run trains on beside its own samples: supervised examples, held-out ones, stored trajectories.
+
+use crate::recipe::RouterReplay;
+use crate::rollout::stored::{RouteShape, Stored};
+use crate::run::workbench::Workbench;
+use crate::train::batch::Sequence;
+use crate::train::supervised::Examples;
+use anyhow::Result;
+use std::path::PathBuf;
+
+/// A run's data, opened and checked before any work.
+pub struct TrainingData {
+    pub(super) examples: Examples,
+    /// Examples that are only measured.
+    pub(super) held_out: Vec<Sequence>,
+    /// Present when the recipe trains on fixed trajectories.
+    pub(super) stored: Option<Stored>,
+}
+
+impl TrainingData {
+    /// Opens what the recipe names.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] naming file and row.
+    pub fn open(bench: &Workbench) -> Result<Self> {
+        let file = bench.recipe().cold_start.train_file.as_deref();
+        let examples = Examples::open(file, &bench.rendering())?;
+        let held_out = held_out(bench, &examples)?;
+        Ok(Self { examples, held_out, stored: stored(bench)? })
+    }
+}
+
+/// The trajectories that take the place of sampling, if the recipe names any.
+fn stored(bench: &Workbench) -> Result<Option<Stored>> {
+    let config = &bench.model.config;
+    let replayed = (bench.recipe().policy.router_replay == RouterReplay::Rollout).then_some(RouteShape {
+        per_token: config.num_hidden_layers * config.num_experts_per_tok,
+        experts: config.num_local_experts,
+    });
+    let context = bench.model.context_tokens_max();
+    let open = |file: &PathBuf| Stored::open(file, config.vocab_size, context, replayed);
+    bench.recipe().train.trajectories.as_ref().map(open).transpose()
+}
+
+/// Supervised examples that are only measured: a file's, or the task's held-out demonstrations.
+fn held_out(bench: &Workbench, examples: &Examples) -> Result<Vec<Sequence>> {
+    let cold_start = &bench.recipe().cold_start;
+    let rendering = bench.rendering();
+    if cold_start.steps == 0 {
+        return Ok(vec![]);
+    }
+    // A task that makes no demonstrations must be refused before any work.
+    examples.batch(&rendering, bench.task.as_ref(), bench.recipe().train.seed, 0, 1)?;
+    if let Some(path) = &cold_start.validation_file {
+        return rendering.read_rows(path, Some(cold_start.validation_rows_max));
+    }
+    if cold_start.train_file.is_some() {
+        return Ok(vec![]);
+    }
+    (0..cold_start.validation_rows_max as u64)
+        .map_while(|index| bench.task.held_out_demonstration(index))
+        .map(|demonstration| rendering.demonstration(&demonstration))
+        .collect()
+}

@@ -1,0 +1,295 @@
+//! A run of `rloss train`: cold start, then reinforcement learning step by step, with evaluations and checkpoints.
+//!
+//! A step reads top to bottom in [`Trainer::reinforcement_learning`]: sample, update, note, evaluate, save.
+
+mod critic;
+mod data;
+mod generate;
+mod save;
+mod update;
+
+pub use data::TrainingData;
+
+use crate::metrics::{Console, Metrics, Phase, Row, Timings};
+use crate::model::parameters::Parameters;
+use crate::policy::alarm::alarm;
+use crate::policy::kl_in_reward::KlController;
+use crate::recipe::{self, Dtype};
+use crate::rollout::Rollouts;
+use crate::run::evaluation::evaluate;
+use crate::run::run_folder::{ResumePoint, RunFolder};
+use crate::run::signals::Stop;
+use crate::run::workbench::Workbench;
+use crate::train::accumulate::Learner;
+use crate::train::batch::Sequence;
+use crate::train::checkpoint;
+use crate::train::critic::Critic;
+use crate::train::forward_backward::PassSettings;
+use crate::train::gradients::clip;
+use crate::train::optimizer::{Optimizer, learning_rate};
+use crate::train::supervised;
+use anyhow::{Result, ensure};
+
+/// What the console shows of a step, where the step has it.
+const SHOWN: [(&str, &str); 3] = [
+    ("reward", "critic/rewards/mean"),
+    ("explained variance", "critic/vf_explained_var"),
+    ("max gap", "mismatch/log_ppl_abs_diff_max"),
+];
+
+/// One run.
+pub struct Trainer {
+    bench: Workbench,
+    data: TrainingData,
+    folder: RunFolder,
+    console: Console,
+    stop: Stop,
+    timings: Timings,
+    /// A tool call was ended by the wall clock: the run is no longer reproducible, which is said once.
+    timed_out: bool,
+    /// The frozen reference, where the recipe asks for one.
+    reference: Option<Parameters>,
+    /// The coefficient of the divergence from it, which a target may steer.
+    kl: KlController,
+}
+
+impl Trainer {
+    /// A run in `folder` that is yet to start, or to go on from the checkpoint `point`.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn new(
+        mut bench: Workbench,
+        data: TrainingData,
+        folder: RunFolder,
+        console: Console,
+        stop: Stop,
+        point: Option<&ResumePoint>,
+    ) -> Result<Self> {
+        bench.parameters.learn(&bench.trainable)?;
+        let steered = point.and_then(|point| point.state.kl_coefficient);
+        let kl = Self::kl_controller(&bench.recipe().policy.kl, steered)?;
+        let timings = Timings::new();
+        Ok(Self { bench, data, folder, console, stop, timings, timed_out: false, reference: None, kl })
+    }
+
+    /// Both stages. Returns whether a signal stopped the run.
+    ///
+    /// # Errors
+    /// Any; the last checkpoint is intact then.
+    pub fn run(&mut self, point: Option<ResumePoint>) -> Result<bool> {
+        let recipe = self.bench.plan.recipe.clone();
+        let done = point.as_ref().map(|p| (p.state.phase, p.state.step));
+        let (mut rl_start, mut resumed) = (0, None);
+        match done {
+            Some((Phase::Rl, step)) => (rl_start, resumed) = (step, point),
+            _ if recipe.cold_start.steps > 0 => {
+                let optimizer = self.optimizer(&recipe.cold_start.optimizer, point.as_ref())?;
+                if self.cold_start(optimizer, done.map_or(0, |(_, step)| step))? {
+                    return Ok(true);
+                }
+            }
+            _ => {}
+        }
+        let optimizer = self.optimizer(&recipe.train.optimizer, resumed.as_ref())?;
+        let critic = self.critic(resumed.as_ref())?;
+        self.set_reference(resumed.is_some())?;
+        if resumed.is_none() && recipe.eval.before_training && recipe.train.steps > 0 {
+            self.evaluate(0)?;
+        }
+        self.reinforcement_learning(optimizer, critic, rl_start)
+    }
+
+    /// A fresh optimizer, or the one of the checkpoint, whose weights it writes into the model.
+    fn optimizer(&mut self, settings: &recipe::Optimizer, point: Option<&ResumePoint>) -> Result<Optimizer> {
+        let bench = &mut self.bench;
+        let round = bench.plan.recipe.model.dtype == Dtype::Bf16;
+        let mut optimizer = Optimizer::new(settings, &mut bench.parameters, round)?;
+        if let Some(point) = point {
+            optimizer.updates = point.state.updates;
+            checkpoint::restore(&point.checkpoint, &mut bench.parameters, &optimizer)?;
+        }
+        Ok(optimizer)
+    }
+
+    /// The supervised stage from step `start` on. Returns whether a signal stopped it.
+    fn cold_start(&mut self, mut optimizer: Optimizer, start: u64) -> Result<bool> {
+        let recipe = self.bench.plan.recipe.clone();
+        let cold_start = &recipe.cold_start;
+        let progress = self.console.stage("cold start", cold_start.steps, start);
+        if start == 0 && cold_start.eval_every_steps > 0 && !self.data.held_out.is_empty() {
+            let mut metrics = Metrics::new();
+            metrics.set("cold_start/held_out_loss", self.held_out_loss(&self.data.held_out)?);
+            self.write_row(0, Phase::ColdStart, metrics)?;
+        }
+        for step in start + 1..=cold_start.steps {
+            let begun = std::time::Instant::now();
+            let first = (step - 1) * cold_start.batch_size as u64;
+            let batch = self.timings.time("demonstrations", || {
+                let task = self.bench.task.as_ref();
+                self.data.examples.batch(
+                    &self.bench.rendering(),
+                    task,
+                    recipe.train.seed,
+                    first,
+                    cold_start.batch_size,
+                )
+            })?;
+            let pass = PassSettings { load_balance: cold_start.load_balance_coefficient, ..self.pass(1.0) };
+            let output = self.timings.time("update", || {
+                supervised::gradients(&self.learner(), &batch, recipe.train.micro_batch_tokens, pass)
+            })?;
+            let mut metrics = Metrics::new();
+            metrics.set("cold_start/loss", output.loss);
+            if pass.load_balance > 0.0 {
+                metrics.set("cold_start/load_balance", output.load_balance);
+            }
+            let lr = learning_rate(&cold_start.optimizer, step - 1, cold_start.steps);
+            let (parameters, norm_max) = (&mut self.bench.parameters, cold_start.optimizer.grad_norm_max);
+            let norm = apply(&self.timings, parameters, &mut optimizer, norm_max, lr)?;
+            metrics.set("cold_start/grad_norm", norm);
+            metrics.set("cold_start/lr", lr);
+            let last = step == cold_start.steps;
+            let due = cold_start.eval_every_steps > 0 && (last || step % cold_start.eval_every_steps == 0);
+            if due && !self.data.held_out.is_empty() {
+                let loss = self.timings.time("held_out", || self.held_out_loss(&self.data.held_out))?;
+                metrics.set("cold_start/held_out_loss", loss);
+            }
+            let seconds = begun.elapsed().as_secs_f64();
+            self.timings.add("step", seconds);
+            metrics.set("perf/throughput", output.tokens as f64 / seconds);
+            self.write_row(step, Phase::ColdStart, metrics)?;
+            progress.advance(1, output.tokens as u64, &[("loss", output.loss)]);
+            if self.checkpoint_or_stop(Phase::ColdStart, step, last, &optimizer, None)? {
+                return Ok(true);
+            }
+        }
+        progress.finish();
+        Ok(false)
+    }
+
+    /// The second stage from step `start` on. Returns whether a signal stopped it.
+    fn reinforcement_learning(
+        &mut self,
+        mut optimizer: Optimizer,
+        mut critic: Option<Critic>,
+        start: u64,
+    ) -> Result<bool> {
+        let recipe = self.bench.plan.recipe.clone();
+        let steps = recipe.train.steps;
+        let progress = self.console.stage("rl", steps, start);
+        for step in start + 1..=steps {
+            let begun = std::time::Instant::now();
+            let rollouts = self.generate(step)?;
+            let lr = learning_rate(&recipe.train.optimizer, step - 1, steps);
+            let update = self.update(step, &rollouts.trained(), &mut optimizer, critic.as_mut(), lr)?;
+
+            let mut metrics = rollouts.metrics()?;
+            metrics.extend(update);
+            let seconds = begun.elapsed().as_secs_f64();
+            self.timings.add("step", seconds);
+            let rollouts = rollouts.drawn;
+            let counts = rollouts.counts();
+            let tokens = counts.prefilled_tokens + counts.sampled_tokens;
+            metrics.set("perf/throughput", tokens as f64 / seconds);
+            metrics.set("perf/sampled_tokens_per_s", counts.sampled_tokens as f64 / seconds);
+            self.watch(step, &rollouts, &metrics);
+            let shown: Vec<(&str, f64)> = SHOWN
+                .iter()
+                .filter_map(|&(name, metric)| metrics.get(metric).map(|value| (name, value)))
+                .collect();
+            self.write_row(step, Phase::Rl, metrics)?;
+            let kept = rollouts.rows(Phase::Rl).take(recipe.logging.trajectories_per_step);
+            self.folder.write_trajectories(&format!("step-{step:06}"), kept)?;
+            progress.advance(1, counts.sampled_tokens as u64, &shown);
+
+            let last = step == steps;
+            if recipe.eval.every_steps > 0 && (last || step % recipe.eval.every_steps == 0) {
+                self.evaluate(step)?;
+            }
+            if self.checkpoint_or_stop(Phase::Rl, step, last, &optimizer, critic.as_ref())? {
+                return Ok(true);
+            }
+        }
+        progress.finish();
+        Ok(false)
+    }
+
+    /// Prints a line on the console.
+    pub fn say(&self, line: &str) {
+        self.console.print(line);
+    }
+
+    fn evaluate(&mut self, step: u64) -> Result<()> {
+        let inner = self.console.inner_stage("evaluation", 1);
+        let begun = std::time::Instant::now();
+        let evaluation = evaluate(&self.bench, step, &|| false)?
+            .ok_or_else(|| anyhow::anyhow!("the evaluation ended early"))?;
+        self.timings.add("testing", begun.elapsed().as_secs_f64());
+        self.timings.add("step", begun.elapsed().as_secs_f64());
+        inner.finish();
+        self.console.print(&format!("step {step}: {}", evaluation.summary()));
+        self.write_row(step, Phase::Eval, evaluation.metrics())?;
+        let kept = evaluation.rows().take(self.bench.plan.recipe.logging.trajectories_per_step);
+        self.folder.write_trajectories(&format!("eval-{step:06}"), kept)
+    }
+
+    fn held_out_loss(&self, held_out: &[Sequence]) -> Result<f64> {
+        let tokens = self.bench.plan.recipe.train.micro_batch_tokens;
+        supervised::loss(&self.learner(), held_out, tokens, self.pass(1.0))
+    }
+
+    fn learner(&self) -> Learner<'_> {
+        let Workbench { threads, model, parameters, .. } = &self.bench;
+        Learner { threads, model, parameters }
+    }
+
+    fn pass(&self, temperature: f64) -> PassSettings {
+        let recipe = &self.bench.plan.recipe;
+        PassSettings {
+            recompute_layers: recipe.train.recompute_layers,
+            temperature,
+            load_balance: 0.0,
+            forward: self.bench.training_forward(),
+        }
+    }
+
+    /// Says what deserves a second look.
+    fn watch(&mut self, step: u64, rollouts: &Rollouts, metrics: &Metrics) {
+        if rollouts.tool_timed_out() && !self.timed_out {
+            self.timed_out = true;
+            self.console.print(&format!(
+                "warning: step {step}: a tool call was ended by the wall clock (interpreter.wall_clock_s); from here on another run of this recipe may differ"
+            ));
+        }
+        for (name, value) in metrics.iter() {
+            if let Some(alarm) = alarm(name, value) {
+                self.console.print(&format!("warning: step {step}: {name} = {value:.4}: {}", alarm.meaning));
+            }
+        }
+    }
+
+    fn write_row(&mut self, step: u64, phase: Phase, mut metrics: Metrics) -> Result<()> {
+        metrics.extend(self.timings.take());
+        self.folder.write_metrics(&Row { step, phase, metrics })
+    }
+}
+
+/// Clips the gradients in `parameters`, updates its weights with them, and returns the gradient norm before clipping.
+fn apply(
+    timings: &Timings,
+    parameters: &mut Parameters,
+    optimizer: &mut Optimizer,
+    norm_max: f64,
+    lr: f64,
+) -> Result<f64> {
+    timings.time("optimizer", || {
+        let norm = clip(parameters, norm_max)?;
+        ensure!(
+            norm.is_finite(),
+            "the gradient norm is {norm}: the run is stopped before the weights are spoiled; lower the learning rate or clip"
+        );
+        optimizer.update(parameters, lr)?;
+        Ok(norm)
+    })
+}
