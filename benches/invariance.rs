@@ -2,6 +2,7 @@
 //! either. Ratios of medians over interleaved rounds, one thread. `cargo bench --features bench --bench invariance`.
 
 mod models;
+mod timing;
 
 use models::{SMALL, Shape, TINY, model, sequences};
 use rloss::model::forward::ForwardOptions;
@@ -11,31 +12,10 @@ use rloss::train::forward_backward::{HeadGradient, Pass, PassSettings};
 use rloss::train::gradients::GradientSum;
 use std::hint::black_box;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use timing::medians;
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
-
-/// Seconds of the two alternatives, interleaved: medians of `rounds`.
-fn medians(rounds: usize, mut run: impl FnMut(bool)) -> (f64, f64) {
-    let mut seconds = [vec![], vec![]];
-    run(false);
-    run(true);
-    for round in 0..rounds {
-        // The order alternates too, so that neither always follows the other.
-        for turn in 0..2 {
-            let stock = (round + turn) % 2 == 1;
-            let start = Instant::now();
-            run(stock);
-            seconds[usize::from(stock)].push(start.elapsed().as_secs_f64());
-        }
-    }
-    let median = |values: &mut Vec<f64>| {
-        values.sort_by(f64::total_cmp);
-        values[values.len() / 2]
-    };
-    (median(&mut seconds[0]), median(&mut seconds[1]))
-}
 
 fn products() {
     println!("{:<26} {:>14} {:>12} {:>7}", "product m x k x n", "invariant (us)", "stock (us)", "ratio");
@@ -51,15 +31,19 @@ fn products() {
         let (x, w) = (vec![0.5f32; m * k], vec![0.25f32; k * n]);
         let mut out = vec![0f32; m * n];
         let repeats = (200_000_000 / (m * k * n)).clamp(1, 20_000);
-        let (invariant, default) = medians(15, |is_stock| {
-            for _ in 0..repeats {
-                if is_stock {
-                    stock::product(black_box(&mut out), &x, &w, (m, k, n), false);
-                } else {
-                    forward_product(black_box(&mut out), &x, &w, (m, k, n), false);
+        let (invariant, default) = medians(
+            15,
+            || (),
+            |is_stock, ()| {
+                for _ in 0..repeats {
+                    if is_stock {
+                        stock::product(black_box(&mut out), &x, &w, (m, k, n), false);
+                    } else {
+                        forward_product(black_box(&mut out), &x, &w, (m, k, n), false);
+                    }
                 }
-            }
-        });
+            },
+        );
         let us = 1e6 / repeats as f64;
         let name = format!("{m} x {k} x {n}");
         println!("{name:<26} {:>14.2} {:>12.2} {:>7.3}", invariant * us, default * us, invariant / default);
@@ -78,13 +62,17 @@ fn step(name: &str, shape: Shape, count: usize, length: usize, rounds: usize) {
     let objective = |log_probs: &[f32], _: &[f32]| {
         Ok(HeadGradient { log_probs: vec![-1.0; log_probs.len()], entropies: vec![0.0; log_probs.len()] })
     };
-    let (invariant, default) = medians(rounds, |is_stock| {
-        stock::CHOSEN.store(is_stock, Ordering::Relaxed);
-        let sum = GradientSum::begin(&parameters).expect("gradients");
-        let weights = &parameters.learning(&sum.of_pass(0)).expect("weights");
-        let pass = Pass { model: &model, weights, batch, settings };
-        black_box(pass.forward_backward(&objective).expect("pass"));
-    });
+    let (invariant, default) = medians(
+        rounds,
+        || (),
+        |is_stock, ()| {
+            stock::CHOSEN.store(is_stock, Ordering::Relaxed);
+            let sum = GradientSum::begin(&parameters).expect("gradients");
+            let weights = &parameters.learning(&sum.of_pass(0)).expect("weights");
+            let pass = Pass { model: &model, weights, batch, settings };
+            black_box(pass.forward_backward(&objective).expect("pass"));
+        },
+    );
     println!("{name:<26} {:>14.1} {:>12.1} {:>7.3}", invariant * 1e3, default * 1e3, invariant / default);
 }
 

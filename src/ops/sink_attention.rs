@@ -7,11 +7,14 @@
 //! dS_ij = P_ij (dO_i · v_j − D_i)      dv_j = Σ_i P_ij dO_i         ds  = −Σ_i e^{s − LSE_i} D_i
 //! ```
 //!
-//! The softmax is online over key blocks at absolute positions and starts at the sink, so its maximum is always
-//! finite and a masked key adds exactly 0. Training, prefill and decode run `attend` on the same blocks:
-//! that is why their rows are equal to the last bit.
+//! Keys come in chunks of 512 at absolute positions. In each the softmax is online over blocks of 32 keys and starts
+//! afresh at the sink, so its maximum is always finite and a masked key adds exactly 0. Chunks are merged in ascending
+//! order, and the sink is counted at the end. Training, prefill and decode walk the same chunks, one after the other or
+//! side by side: that is why their rows are equal to the last bit.
 
 mod backward;
+mod cached;
+mod chunks;
 mod forward;
 pub mod kernels;
 pub mod plan;
@@ -21,6 +24,7 @@ use super::cpu::{buffer, host_values, in_parallel, values};
 use super::cuda::{DeviceLse, sink_attention_backward, sink_attention_forward};
 use super::kv_cache::KvSequence;
 use backward::{Upstream, attend_backward};
+pub use cached::sink_attention_cached;
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use forward::attend;
 use rayon::prelude::*;
@@ -99,47 +103,6 @@ pub fn sink_attention(
         return q.apply_op3(kv, sinks, op);
     }
     q.contiguous()?.apply_op3(&kv.contiguous()?, &sinks.contiguous()?, op)
-}
-
-/// The same attention for new tokens of cached sequences: `counts[i]` rows of `q` and `kv` belong to `caches[i]`,
-/// whose keys they extend. Not differentiable. Returns `[T, N·D]`.
-///
-/// # Errors
-/// When shapes disagree with `attention` or `counts`.
-pub fn sink_attention_cached(
-    q: &Tensor,
-    kv: &Tensor,
-    sinks: &Tensor,
-    caches: &mut [&mut KvSequence],
-    counts: &[usize],
-    attention: Attention,
-) -> Result<Tensor> {
-    let tokens = q.dim(0)?;
-    let Attention { heads, kv_heads, head_dim, .. } = attention;
-    if kv.dims() != [tokens, 2, kv_heads, head_dim]
-        || counts.iter().sum::<usize>() != tokens
-        || counts.len() != caches.len()
-    {
-        bail!("sink_attention_cached: q {:?}, kv {:?}, counts {counts:?}", q.dims(), kv.dims());
-    }
-    let (width, kv_width) = (heads * head_dim, 2 * kv_heads * head_dim);
-    let mut out = buffer(tokens * width);
-    let mut lse = buffer(tokens * heads);
-    let (q_values, kv_values, sinks) = (host_values(q)?, host_values(kv)?, host_values(sinks)?);
-    let mut start = 0;
-    for (cache, &count) in caches.iter_mut().zip(counts) {
-        let end = start + count;
-        let first = cache.len();
-        cache.append(&kv_values[start * kv_width..end * kv_width]);
-        let out = Rows::new(&mut out[start * width..end * width]);
-        let lse = Rows::new(&mut lse[start * heads..end * heads]);
-        let q_rows = &q_values[start * width..end * width];
-        for kv_head in 0..kv_heads {
-            attend(&attention, kv_head, cache, first, q_rows, &sinks, &out, &lse);
-        }
-        start = end;
-    }
-    Tensor::from_vec(out, (tokens, width), q.device())
 }
 
 struct Packed {

@@ -38,6 +38,7 @@ macro_rules! links_hold {
 
 links_hold! {
     windows_crossed_many_times: "windows crossed many times",
+    chunks_of_keys_crossed: "chunks of keys crossed",
     tool_output_inserted: "tool output inserted",
     groups_share_a_prefill: "groups share a prefill",
     sequences_leave_and_enter: "sequences leave and enter",

@@ -1,7 +1,9 @@
 //! The routine that training, prefill and decode share.
 
 use super::Attention;
+use super::chunks::{Softmax, blocks, chunks};
 use super::rows::Rows;
+use crate::ops::cpu::buffer;
 use crate::ops::kv_cache::{BLOCK, KvSequence};
 use crate::ops::math::{LANES, exp, max_lanes, sum_lanes};
 use multiversion::multiversion;
@@ -61,6 +63,48 @@ pub(super) fn visible(attention: &Attention, position: usize, b: usize) -> (usiz
     (low, (position + 1 - b * BLOCK).min(BLOCK))
 }
 
+/// One query, and where its keys are.
+#[derive(Clone, Copy)]
+struct Query<'a> {
+    attention: &'a Attention,
+    cache: &'a KvSequence,
+    kv_head: usize,
+    position: usize,
+    q: &'a [f32],
+    sink: f32,
+}
+
+impl Query<'_> {
+    /// Walks the keys of one chunk in ascending order; `o` becomes its `O`.
+    #[inline(always)]
+    fn walk(&self, chunk: usize, o: &mut [f32]) -> Softmax {
+        let Self { attention, cache, kv_head, position, q, sink } = *self;
+        let d = attention.head_dim;
+        let part = kv_head * d * BLOCK..(kv_head + 1) * d * BLOCK;
+        let scale = attention.scale();
+        let Softmax { mut maximum, mut total } = Softmax::new(sink);
+        o.fill(0.0);
+        let blocks = blocks(attention, position, chunk);
+        let first = *blocks.start();
+        for b in blocks {
+            let block = cache.block(b);
+            let (low, high) = visible(attention, position, b);
+            let mut p = block_scores(q, &block.keys[part.clone()], scale, low, high);
+            let of_block = max_lanes(&p);
+            let highest = if of_block > maximum { of_block } else { maximum };
+            for x in &mut p {
+                *x = exp(*x - highest);
+            }
+            // Before the first block there are only zeros to shrink.
+            let shrink = if b == first { 0.0 } else { exp(maximum - highest) };
+            maximum = highest;
+            total = total * shrink + sum_lanes(BLOCK, |j| p[j]);
+            add_values(o, &p[low..high], &block.values[part.clone()][low * d..high * d], shrink);
+        }
+        Softmax { maximum, total }
+    }
+}
+
 /// Output and log-sum-exp of the queries of one key-value head's group, for rows at positions `first..`.
 ///
 /// `q` and `out` are `[rows][N][D]`, `lse` is `[rows][N]`.
@@ -78,36 +122,82 @@ pub(super) fn attend(
 ) {
     let Attention { heads, kv_heads, head_dim: d, .. } = *attention;
     let group = heads / kv_heads;
-    let scale = attention.scale();
+    let mut chunk_o = vec![];
     for row in 0..q.len() / (heads * d) {
         let position = first + row;
         for head in kv_head * group..(kv_head + 1) * group {
             let place = row * heads + head;
-            let query = &q[place * d..(place + 1) * d];
+            let sink = attention.sink(sinks, head);
+            let q = &q[place * d..(place + 1) * d];
+            let query = Query { attention, cache, kv_head, position, q, sink };
             let o = out.at(place * d, d);
-            o.fill(0.0);
-            let mut maximum = attention.sink(sinks, head);
-            let mut total = 1f32;
-            for b in attention.first_key(position) / BLOCK..=position / BLOCK {
-                let block = cache.block(b);
-                let (low, high) = visible(attention, position, b);
-                let keys = &block.keys[kv_head * d * BLOCK..(kv_head + 1) * d * BLOCK];
-                let mut p = block_scores(query, keys, scale, low, high);
-                let of_block = max_lanes(&p);
-                let highest = if of_block > maximum { of_block } else { maximum };
-                for x in &mut p {
-                    *x = exp(*x - highest);
-                }
-                let shrink = exp(maximum - highest);
-                maximum = highest;
-                total = total * shrink + sum_lanes(BLOCK, |j| p[j]);
-                let block_values = &block.values[kv_head * d * BLOCK..(kv_head + 1) * d * BLOCK];
-                add_values(o, &p[low..high], &block_values[low * d..high * d], shrink);
+            let mut chunks = chunks(attention, position);
+            // The first is taken as it is: to merge it into nothing would change nothing.
+            let mut softmax = chunks.next().map_or(Softmax::new(sink), |chunk| query.walk(chunk, o));
+            for chunk in chunks {
+                chunk_o.resize(d, 0.0);
+                let of_chunk = query.walk(chunk, &mut chunk_o);
+                softmax.merge(o, of_chunk, &chunk_o);
             }
-            for x in o.iter_mut() {
-                *x /= total;
-            }
-            lse.at(place, 1)[0] = maximum + total.ln();
+            lse.at(place, 1)[0] = softmax.finish(o, sink);
         }
+    }
+}
+
+/// What [`attend_chunk`] gives: a softmax and `O` `[D]` a head of the group.
+pub(super) struct ChunkState {
+    softmaxes: Vec<Softmax>,
+    o: Vec<f32>,
+}
+
+/// One chunk of what [`attend`] walks for a single row, to be merged by [`merge_chunks`].
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
+pub(super) fn attend_chunk(
+    attention: &Attention,
+    kv_head: usize,
+    cache: &KvSequence,
+    position: usize,
+    q: &[f32],
+    sinks: &[f32],
+    chunk: usize,
+) -> ChunkState {
+    let Attention { heads, kv_heads, head_dim: d, .. } = *attention;
+    let group = heads / kv_heads;
+    let mut o = buffer(group * d);
+    let softmaxes = (0..group).zip(o.chunks_exact_mut(d)).map(|(g, o)| {
+        let head = kv_head * group + g;
+        let sink = attention.sink(sinks, head);
+        let q = &q[head * d..(head + 1) * d];
+        Query { attention, cache, kv_head, position, q, sink }.walk(chunk, o)
+    });
+    let softmaxes = softmaxes.collect();
+    ChunkState { softmaxes, o }
+}
+
+/// Output and log-sum-exp of a single row for one key-value head's group, from the chunks that it sees, in order.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
+pub(super) fn merge_chunks(
+    attention: &Attention,
+    kv_head: usize,
+    chunks: &[ChunkState],
+    sinks: &[f32],
+    out: &Rows,
+    lse: &Rows,
+) {
+    let Attention { heads, kv_heads, head_dim: d, .. } = *attention;
+    let group = heads / kv_heads;
+    for g in 0..group {
+        let head = kv_head * group + g;
+        let sink = attention.sink(sinks, head);
+        let o = out.at(head * d, d);
+        let mut states = chunks.iter().map(|c| (c.softmaxes[g], &c.o[g * d..(g + 1) * d]));
+        let mut softmax = states.next().map_or(Softmax::new(sink), |(softmax, first_o)| {
+            o.copy_from_slice(first_o);
+            softmax
+        });
+        for (of_chunk, chunk_o) in states {
+            softmax.merge(o, of_chunk, chunk_o);
+        }
+        lse.at(head, 1)[0] = softmax.finish(o, sink);
     }
 }

@@ -1,6 +1,6 @@
 //! The proof's cases: random models and rollouts in which something could tell rollout and training apart.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use rloss::harmony::{HarmonyTokenizer, Message};
 use rloss::interpreter::{Interpreter, Reply, SessionId};
 use rloss::mismatch::links::{Link, Proof};
@@ -30,6 +30,8 @@ pub struct Case {
     turns: u64,
     /// Longest turn; each conversation's are of other lengths, so that sequences leave and enter.
     turn_tokens_max: usize,
+    /// Its longest conversation has at least so many tokens, or the case does not show what it is for.
+    longest_min: usize,
     /// Out of 100, the share of the sampled tokens that this case covers.
     share: usize,
 }
@@ -71,6 +73,7 @@ fn base() -> Case {
         samples: 4,
         turns: 2,
         turn_tokens_max: 60,
+        longest_min: 0,
         share: 10,
     }
 }
@@ -108,11 +111,28 @@ pub fn cases() -> Vec<Case> {
         sliding_window: 32,
         ..base().config
     };
+    let chunked = Config {
+        hidden_size: 32,
+        num_hidden_layers: 2,
+        layer_types: LayerType::alternating(2),
+        sliding_window: 300,
+        ..base().config
+    };
     vec![
         Case { name: "windows crossed many times", turns: 1, turn_tokens_max: 700, share: 14, ..base() },
-        Case { name: "tool output inserted", turns: 5, share: 12, ..base() },
-        Case { name: "groups share a prefill", samples: 16, share: 12, ..base() },
-        Case { name: "sequences leave and enter", sequences_max: 3, samples: 2, share: 12, ..base() },
+        Case {
+            name: "chunks of keys crossed",
+            config: chunked,
+            samples: 2,
+            turns: 1,
+            turn_tokens_max: 1800,
+            longest_min: 1600,
+            share: 12,
+            ..base()
+        },
+        Case { name: "tool output inserted", turns: 5, share: 8, ..base() },
+        Case { name: "groups share a prefill", samples: 16, share: 8, ..base() },
+        Case { name: "sequences leave and enter", sequences_max: 3, samples: 2, share: 8, ..base() },
         Case { name: "temperature 0.6", sampling: Sampling::whole(0.6), ..base() },
         Case { name: "temperature 1.7", sampling: Sampling::whole(1.7), ..base() },
         Case { name: "top-p 0.8", sampling: Sampling { top_p: 0.8, ..Sampling::whole(1.0) }, ..base() },
@@ -138,6 +158,12 @@ impl Case {
         while sampled < tokens {
             let trajectories = self.sample(threads, &policy, step)?;
             let trajectories: Vec<&Trajectory> = trajectories.iter().collect();
+            let longest = trajectories.iter().map(|t| t.tokens.len()).max().unwrap_or(0);
+            ensure!(
+                longest >= self.longest_min,
+                "{}: the longest of step {step} has {longest} tokens",
+                self.name
+            );
             let found = if self.sampling.top_p < 1.0 {
                 vec![self.truncated(&policy, &trajectories)?]
             } else {
@@ -179,7 +205,7 @@ impl Case {
         let settings = RolloutSettings {
             sampling: self.sampling,
             turns_max: self.turns as usize,
-            response_tokens_max: 1000,
+            response_tokens_max: 2000,
             prompt_tokens_max: 1000,
             sequences_max: self.sequences_max,
             tool_calls_concurrent_max: 16,

@@ -5,14 +5,14 @@ use candle_core::{Tensor, Var};
 use rloss::ops::sink_attention::{Attention, sink_attention};
 use std::sync::Arc;
 
-struct Case {
-    attention: Attention,
+pub(super) struct Case {
+    pub(super) attention: Attention,
     /// Tokens of each sequence.
-    lengths: Vec<usize>,
+    pub(super) lengths: Vec<usize>,
 }
 
 impl Case {
-    fn new(
+    pub(super) fn new(
         (heads, kv_heads, head_dim): (usize, usize, usize),
         window: Option<usize>,
         lengths: &[usize],
@@ -22,7 +22,7 @@ impl Case {
     }
 
     /// Queries, keys beside values, sinks of the size of the scores.
-    fn inputs(&self, seed: u64) -> [Var; 3] {
+    pub(super) fn inputs(&self, seed: u64) -> [Var; 3] {
         let Attention { heads, kv_heads, head_dim, .. } = self.attention;
         let tokens = self.lengths.iter().sum();
         [
@@ -32,7 +32,7 @@ impl Case {
         ]
     }
 
-    fn run(&self, v: &[&super::Input]) -> Tensor {
+    pub(super) fn run(&self, v: &[&super::Input]) -> Tensor {
         let mut cu_seqlens = vec![0];
         for length in &self.lengths {
             cu_seqlens.push(cu_seqlens[cu_seqlens.len() - 1] + length);
@@ -41,7 +41,7 @@ impl Case {
     }
 
     /// A softmax over the scores and one more logit, which is then dropped.
-    fn reference(&self, v: &[Vec<f64>]) -> Vec<f64> {
+    pub(super) fn reference(&self, v: &[Vec<f64>]) -> Vec<f64> {
         let Attention { heads, kv_heads, head_dim: d, window, sinks, .. } = self.attention;
         let (q, kv, sink) = (&v[0], &v[1], &v[2]);
         let kv_row = 2 * kv_heads * d;
