@@ -40,7 +40,7 @@ struct SinkAttention {
   int32_t kv_token_stride;      // elements, a multiple of 8
   int32_t kv_head_stride;       // elements, a multiple of 8
   int32_t pages_max;
-  int32_t window;               // keys a query sees, itself included; 0 for all before it
+  int32_t window;               // keys a query sees, itself included; 0 for all before it. Kernels read Sequence's
   float scale;                  // of the scores, above 0
 };
 
@@ -80,6 +80,13 @@ constexpr float log2_e = 1.44269504f;
 constexpr float ln_2 = 0.69314718f;
 constexpr float hidden = -__builtin_huge_valf();  // the score of a key that a query does not see
 
+// Offsets are 64-bit: a cache or a batch of long sequences has more than 2^31 elements.
+
+// Place of a token's query head in [T, N].
+PRIMITIVE int64_t row_place(const SinkAttention& p, int token, int head) {
+  return static_cast<int64_t>(token) * p.heads + head;
+}
+
 // The packed rows and the keys of one sequence, seen from one key-value head.
 struct Sequence {
   int index;
@@ -91,6 +98,7 @@ struct Sequence {
   int key_start;    // first key row when packed
   int keys;
   int offset;       // position of the first query token
+  int window;       // keys a query sees; none is wider than all keys, so that sums with positions stay in 32 bits
 
   PRIMITIVE Sequence(const SinkAttention& p, int sequence, int head)
       : index(sequence), query_start(p.cu_seqlens_q[sequence]), group(p.heads / p.kv_heads),
@@ -99,6 +107,7 @@ struct Sequence {
     rows = queries * group;
     keys = p.cu_seqlens_k[sequence + 1] - key_start;
     offset = keys - queries;
+    window = p.window > 0 ? min(p.window, keys) : keys;
   }
 
   PRIMITIVE int token(int row) const { return static_cast<uint64_t>(row) * inverse >> 31; }
@@ -107,7 +116,7 @@ struct Sequence {
 
   // Place of a packed row in [T, N].
   PRIMITIVE int64_t place(const SinkAttention& p, int row) const {
-    return static_cast<int64_t>(query_start + token(row)) * p.heads + head(row);
+    return row_place(p, query_start + token(row), head(row));
   }
 
   // Key row that holds the first key of block `block`.
@@ -129,8 +138,8 @@ struct Range {
 };
 
 // The key blocks that queries at positions `first` to `last` see between them.
-PRIMITIVE Range blocks_seen(const SinkAttention& p, const Sequence& s, int first, int last) {
-  const int key_first = p.window > 0 ? max(0, first + 1 - p.window) : 0;
+PRIMITIVE Range blocks_seen(const Sequence& s, int first, int last) {
+  const int key_first = max(0, first + 1 - s.window);
   const int key_end = max(key_first, min(s.keys, last + 1));
   return {key_first / block_keys, (key_end + block_keys - 1) / block_keys};
 }
@@ -140,18 +149,17 @@ struct Seen {
   int first;
   int last;
 
-  PRIMITIVE Seen(const SinkAttention& p, int position)
-      : first(p.window > 0 ? position + 1 - p.window : 0), last(position) {}
+  PRIMITIVE Seen(const Sequence& s, int position) : first(position + 1 - s.window), last(position) {}
 };
 
 // Whether queries at positions `first` to `last` all see all keys from `key_first` to `key_last`.
-PRIMITIVE bool all_see(const SinkAttention& p, int first, int last, int key_first, int key_last) {
-  return key_last <= first && (p.window == 0 || key_first > last - p.window);
+PRIMITIVE bool all_see(const Sequence& s, int first, int last, int key_first, int key_last) {
+  return key_last <= first && key_first > last - s.window;
 }
 
 // Whether at least one of the queries sees at least one of the keys.
-PRIMITIVE bool any_sees(const SinkAttention& p, int first, int last, int key_first, int key_last) {
-  return key_first <= last && (p.window == 0 || key_last > first - p.window);
+PRIMITIVE bool any_sees(const Sequence& s, int first, int last, int key_first, int key_last) {
+  return key_first <= last && key_last > first - s.window;
 }
 
 // A tile in shared memory is rows of 128 bytes, swizzled as wgmma reads them: this is chunk `chunk` (16 bytes) of `row`.
@@ -230,10 +238,10 @@ PRIMITIVE void to_operand(uint32_t (&operand)[4][4], const Fragment& x) {
 
 // Hides the keys that the fragment's queries (rows g and g + 8 at `positions`) do not see; columns are keys from
 // `key_first`.
-PRIMITIVE void hide_keys(const SinkAttention& p, Fragment& scores, const int (&positions)[2], int key_first, int lane) {
+PRIMITIVE void hide_keys(const Sequence& s, Fragment& scores, const int (&positions)[2], int key_first, int lane) {
 #pragma unroll
   for (int row = 0; row < 2; row++) {
-    const Seen seen(p, positions[row]);
+    const Seen seen(s, positions[row]);
     const int first = seen.first - key_first - lane % 4 * 2, last = seen.last - key_first - lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 32; i++) {

@@ -35,7 +35,7 @@ PRIMITIVE void start(WarpRows& w, const SinkAttention& p, const Sequence& s, int
 }
 
 // One key block: scores, softmax, output. `seers`: the positions of the whole block's queries.
-PRIMITIVE void step(WarpRows& w, const SinkAttention& p, Range seers, int key_first, unsigned char* k_tile,
+PRIMITIVE void step(WarpRows& w, const Sequence& s, Range seers, int key_first, unsigned char* k_tile,
                     unsigned char* v_tile, int lane) {
   uint32_t operand[2][4][4];  // the queries, then the probabilities
 #pragma unroll
@@ -43,9 +43,9 @@ PRIMITIVE void step(WarpRows& w, const SinkAttention& p, Range seers, int key_fi
   Fragment scores[2];
   clear(scores);
   add_product_transposed(scores, operand, k_tile, lane);
-  if (!all_see(p, seers.first, seers.end - 1, key_first, key_first + block_keys - 1)) {
+  if (!all_see(s, seers.first, seers.end - 1, key_first, key_first + block_keys - 1)) {
 #pragma unroll
-    for (int i = 0; i < 2; i++) hide_keys(p, scores[i], w.positions[i], key_first, lane);
+    for (int i = 0; i < 2; i++) hide_keys(s, scores[i], w.positions[i], key_first, lane);
   }
 #pragma unroll
   for (int i = 0; i < 2; i++) {
@@ -82,7 +82,7 @@ sink_attention_forward(const __grid_constant__ SinkAttention p) {
 
   const int row_last = min(tile.first + tile_rows, s.rows) - 1;
   const Range seers = {s.position(tile.first), s.position(row_last) + 1};
-  const Range blocks = blocks_seen(p, s, seers.first, seers.end - 1);
+  const Range blocks = blocks_seen(s, seers.first, seers.end - 1);
   const auto copy_block = [&](int block) {
     unsigned char* stage = stages + block % 2 * 2 * block_bytes;
     copy_keys<forward_threads>(p, s, stage, block, thread);
@@ -103,7 +103,7 @@ sink_attention_forward(const __grid_constant__ SinkAttention p) {
   for (int block = blocks.first; block < blocks.end; block++) {
     if (block + 1 < blocks.end) copy_block(block + 1);
     unsigned char* stage = stages + block % 2 * 2 * block_bytes;
-    if (w.first <= row_last) step(w, p, seers, block * block_keys, stage, stage + block_bytes, lane);
+    if (w.first <= row_last) step(w, s, seers, block * block_keys, stage, stage + block_bytes, lane);
     copy_async_wait<0>();
     block_barrier();
   }

@@ -51,10 +51,10 @@ struct WarpRows {
   }
 
   // Scores to probabilities, in place. `seers`: the positions of the whole block's queries.
-  PRIMITIVE void normalise(const SinkAttention& p, Range seers, int key_first, float (&shrink)[2], int lane) {
+  PRIMITIVE void normalise(const Sequence& s, Range seers, int key_first, float (&shrink)[2], int lane) {
     wgmma_hold(scores);
-    if (!all_see(p, seers.first, seers.end - 1, key_first, key_first + block_keys - 1))
-      hide_keys(p, scores, positions, key_first, lane);
+    if (!all_see(s, seers.first, seers.end - 1, key_first, key_first + block_keys - 1))
+      hide_keys(s, scores, positions, key_first, lane);
     softmax.step(scores, shrink);
   }
 
@@ -70,7 +70,7 @@ struct WarpRows {
 
 // All key blocks of a warpgroup's rows, the first at `block`; `start` starts a copy.
 template <class Start>
-PRIMITIVE void attend(WarpRows& w, const SinkAttention& p, const HopperRing& ring, Range seers, int block, int thread,
+PRIMITIVE void attend(WarpRows& w, const Sequence& s, const HopperRing& ring, Range seers, int block, int thread,
                       const Start& start) {
   const int lane = thread % 32, last = ring.count - 1;
   float shrink[2];
@@ -84,7 +84,7 @@ PRIMITIVE void attend(WarpRows& w, const SinkAttention& p, const HopperRing& rin
   ring.wait(0);
   w.start_scores(ring.first(0));
   wgmma_wait<0>();
-  w.normalise(p, seers, block * block_keys, shrink, lane);
+  w.normalise(s, seers, block * block_keys, shrink, lane);
   for (int i = 1; i <= last; i++) {
     // Here, at the top, the compiler cannot take this wait before the exponentials of the step before.
     finish_step();
@@ -94,7 +94,7 @@ PRIMITIVE void attend(WarpRows& w, const SinkAttention& p, const HopperRing& rin
     w.start_scores(ring.first(i));
     w.start_output(ring.second(i - 1));
     wgmma_wait<1>();
-    w.normalise(p, seers, (block + i) * block_keys, shrink, lane);
+    w.normalise(s, seers, (block + i) * block_keys, shrink, lane);
   }
   finish_step();
   w.start_output(ring.second(last));
@@ -113,7 +113,7 @@ sink_attention_forward_hopper(const __grid_constant__ SinkAttention p) {
   const int row_last = min(tile.first + tile_rows, s.rows) - 1;
   const int warpgroups = (row_last - tile.first) / warpgroup_rows + 1;  // that have rows
   const Range seers = {s.position(tile.first), s.position(row_last) + 1};
-  const Range blocks = blocks_seen(p, s, seers.first, seers.end - 1);
+  const Range blocks = blocks_seen(s, seers.first, seers.end - 1);
   const HopperRing ring = {q_tile + tile_bytes, blocks.end - blocks.first};
   const auto start = [&](int i) { copy_keys<hopper_threads>(p, s, ring.first(i), blocks.first + i, thread); };
 
@@ -128,7 +128,7 @@ sink_attention_forward_hopper(const __grid_constant__ SinkAttention p) {
     w.first = tile.first + 16 * warp;
     unsigned char* own_tile = q_tile + warp * 16 * 128;
     w.start(p, s, own_tile, lane);
-    if (ring.count > 0) attend(w, p, ring, seers, blocks.first, thread, start);
+    if (ring.count > 0) attend(w, s, ring, seers, blocks.first, thread, start);
     w.store(p, s, own_tile, lane);
   } else {
     for (int i = 0; i < ring.count; i++) ring.pass(i, thread, start);

@@ -139,6 +139,7 @@ const std::vector<Shape>& shapes() {
       return list.back();
     };
     add("odd lengths, two kv heads", {1, 2, 15, 17, 63, 64, 65, 0, 127, 129, 1}).kv_heads = 2;
+    list.back().sinks = {0.5f, -2, 3, 0, 1.5f, -1, 2, 1, -3};  // 9 over 16 heads: no two key-value heads have the same
     add("long", {400, 257});
     add("window 1", {1, 70, 130}).window = 1;
     add("window 5", {200, 3}).window = 5;
@@ -177,7 +178,7 @@ const std::vector<Shape>& shapes() {
 const std::vector<Shape>& small_shapes() {
   static const std::vector<Shape> all = [] {
     std::vector<Shape> list;
-    list.push_back({"small", {1, 40, 0, 65}, {}, 2, 3});
+    list.push_back({"small", {1, 40, 0, 65}, {}, 2, 3, 0, 1, {0.5f, -2, 3, 0, 1.5f}});
     list.push_back({"small, window 20", {130, 7}, {150, 7}, 1, 8, 20});
     list.push_back({"small, window 100, padded", {150}, {}, 1, 2, 100, 1, {0.5f, -1}, 8});
     list.push_back({"small, extreme", {70}, {}, 1, 4, 0, 20, {50, -50, -1e9f, 0}});

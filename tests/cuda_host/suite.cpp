@@ -180,6 +180,35 @@ void test_repeats(const Family& family, const std::vector<Shape>& shapes) {
   }
 }
 
+// ---- Sizes at which 32 bits do not suffice ----------------------------------------------------------------------------
+
+// A window of 2^31 - 1 keys, and tensors too large for this machine of which a part is there: the same bits as without.
+void test_limits(const Family& family) {
+  if (const std::string wrong = wrong_place(); !wrong.empty()) miss("places", wrong);
+  const auto expect_all = [](const Results& a, const Results& b, const std::string& check) {
+    expect_same(a.out, b.out, check, "O");
+    expect_same(a.lse, b.lse, check, "LSE");
+    expect_same(a.dq, b.dq, check, "dQ");
+    expect_same(a.dk, b.dk, check, "dK");
+    expect_same(a.dv, b.dv, check, "dV");
+  };
+  const auto run = [&](const Problem& problem, Far far, const Results* delta) {
+    Results results;
+    forward(Options(), family, problem, results, far);
+    if (delta) results.delta = delta->delta;
+    backward(Options(), family, problem, results, far);
+    return results;
+  };
+  Problem problem = make({"", {66, 3}, {66, 2}, 2, 3, 0, 1, {0.5f, -1, 2, 0, 1}}, 4);
+  const Results near = run(problem, {}, nullptr);
+  for (const Far far : {Far{1 << 25, 1 << 22, 1024}, Far{0, 64, 1 << 26}})
+    expect_all(near, run(problem, far, &near),
+               "far away, token " + std::to_string(far.tokens) + ", key row " + std::to_string(far.keys) + ", stride " +
+                   std::to_string(far.kv_token_stride));
+  problem.window = 0x7fffffff;
+  expect_all(near, run(problem, {}, nullptr), "window of 2^31 - 1");
+}
+
 template <class Run>
 void timed(const char* what, const char* family, Run run) {
   const auto start = std::chrono::steady_clock::now();
@@ -199,12 +228,12 @@ void run(bool small, bool with_backward, const std::string& only) {
   const std::vector<Shape>& error_shapes = small ? small_shapes() : shapes();
   std::vector<Shape> row_shapes, repeat_shapes;
   if (small) {
-    row_shapes = {{"150 and 3 tokens, window 70", {150, 3}, {}, 1, 2, 70}};
+    row_shapes = {{"150 and 3 tokens, window 70", {150, 3}, {}, 1, 3, 70}};
     repeat_shapes = {{"70 and 20 tokens", {70, 20}, {}, 2, 2}};
   } else {
     row_shapes = {{"150, 1 and 67 tokens", {150, 1, 67}, {}, 2, 8, 0, 1, {0.5f, -2}},
                   {"260 tokens, window 128", {260}, {}, 1, 8, 128},
-                  {"140 tokens, window 5", {140}, {}, 1, 4, 5}};
+                  {"140 tokens, window 5", {140}, {}, 1, 5, 5}};
     repeat_shapes = {{"200, 0, 1 and 77 tokens", {200, 0, 1, 77}, {}, 2, 8},
                      {"160 and 65 tokens, window 70", {160, 65}, {}, 1, 5, 70}};
   }
@@ -212,6 +241,7 @@ void run(bool small, bool with_backward, const std::string& only) {
   for (const Family& family : families()) {
     if (!only.empty() && only != family.name) continue;
     timed("errors", family.name, [&] { test_errors(family, error_shapes, with_backward); });
+    timed("limits", family.name, [&] { test_limits(family); });
     timed("row bits", family.name, [&] { test_rows(family, row_shapes, chunks); });
     if (with_backward) timed("repeats", family.name, [&] { test_repeats(family, repeat_shapes); });
   }
