@@ -53,7 +53,7 @@ struct WarpQueries {
     clear(dprobs);
     add_product_transposed(scores, q, k_tile, lane);
     add_product_transposed(dprobs, dout, v_tile, lane);
-    if (some_hidden) hide_keys(s, scores[0], rows.positions, key_first, lane);
+    if (some_hidden) rows.hide_keys(s, scores[0], key_first, lane);
     rows.to_probabilities(p, scores[0]);
     rows.to_score_gradients(scores[0], dprobs[0]);
     uint32_t operand[1][4][4];

@@ -91,7 +91,7 @@ struct WarpQueries {
   PRIMITIVE void normalise(const SinkAttention& p, const Sequence& s, int key_first, int lane) {
     wgmma_hold(scores);
     if (!all_see(s, position_first, position_last, key_first, key_first + block_keys - 1))
-      hide_keys(s, scores, rows.positions, key_first, lane);
+      rows.hide_keys(s, scores, key_first, lane);
     rows.to_probabilities(p, scores);
   }
 

@@ -79,9 +79,8 @@ PRIMITIVE void hide_rows(const Sequence& s, Fragment& scores, const RowNumbers& 
 
 // P^T of S^T, in place.
 PRIMITIVE void to_probabilities(const SinkAttention& p, Fragment& scores, const RowNumbers& numbers, int lane) {
-  const float scale_log2 = multiply(p.scale, log2_e);
 #pragma unroll
-  for (int i = 0; i < 32; i++) scores[i] = probability(scores[i], scale_log2, numbers.lse2[fragment_column(i, lane)]);
+  for (int i = 0; i < 32; i++) scores[i] = probability(scores[i], p.scale_log2, numbers.lse2[fragment_column(i, lane)]);
 }
 
 // dS^T of P^T and dP^T, in the latter's place.
@@ -126,11 +125,14 @@ struct RowPair {
     }
   }
 
+  PRIMITIVE void hide_keys(const Sequence& s, Fragment& scores, int key_first, int lane) const {
+    sink_attention::hide_keys(scores, {Seen(s, positions[0]), Seen(s, positions[1])}, key_first, lane);
+  }
+
   // P of S, in place.
   PRIMITIVE void to_probabilities(const SinkAttention& p, Fragment& scores) const {
-    const float scale_log2 = multiply(p.scale, log2_e);
 #pragma unroll
-    for (int i = 0; i < 32; i++) scores[i] = probability(scores[i], scale_log2, lse2[fragment_row(i)]);
+    for (int i = 0; i < 32; i++) scores[i] = probability(scores[i], p.scale_log2, lse2[fragment_row(i)]);
   }
 
   // dS of P and dP, in the latter's place.

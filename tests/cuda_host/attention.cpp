@@ -9,11 +9,14 @@
 // The kernels, each compiled from its own .cu.
 extern "C" {
 void sink_attention_forward(SinkAttention);
+void sink_attention_chunk(SinkAttention);
+void sink_attention_merge(SinkAttention);
 void sink_attention_delta(SinkAttention);
 void sink_attention_dkv(SinkAttention);
 void sink_attention_dq(SinkAttention);
 void sink_attention_dsinks(SinkAttention);
 void sink_attention_forward_hopper(SinkAttention);
+void sink_attention_chunk_hopper(SinkAttention);
 void sink_attention_dkv_hopper(SinkAttention);
 void sink_attention_dq_hopper(SinkAttention);
 }
@@ -25,10 +28,13 @@ namespace op = sink_attention;
 
 const std::vector<Family>& families() {
   static const Kernel delta = {"delta", sink_attention_delta, op::delta_threads, 0};
+  static const Kernel merge = {"merge", sink_attention_merge, op::merge_threads, 0};
   static const Kernel dsinks = {"dsinks", sink_attention_dsinks, op::dsinks_threads, op::dsinks_shared_bytes};
   static const std::vector<Family> all = {
       {"mma",
        {"forward", sink_attention_forward, op::forward_threads, op::forward_shared_bytes},
+       {"chunk", sink_attention_chunk, op::chunk_threads, op::chunk_shared_bytes},
+       merge,
        delta,
        {"dkv", sink_attention_dkv, op::dkv_threads, op::dkv_shared_bytes},
        op::block_keys,
@@ -36,6 +42,8 @@ const std::vector<Family>& families() {
        dsinks},
       {"hopper",
        {"forward_hopper", sink_attention_forward_hopper, op::forward_hopper_threads, op::forward_hopper_shared_bytes},
+       {"chunk_hopper", sink_attention_chunk_hopper, op::chunk_hopper_threads, op::chunk_hopper_shared_bytes},
+       merge,
        delta,
        {"dkv_hopper", sink_attention_dkv_hopper, op::dkv_hopper_threads, op::dkv_hopper_shared_bytes},
        op::dkv_hopper_keys,
@@ -152,6 +160,7 @@ struct Call {
     p.pages_max = problem.pages_max;
     p.window = problem.window;
     p.scale = problem.scale;
+    p.scale_log2 = problem.scale * op::log2_e;
   }
 
   void run(const Kernel& kernel, size_t blocks, const std::vector<Tile>* tiles) {
@@ -165,6 +174,12 @@ struct Call {
     }
   }
 };
+
+void clear(const Problem& problem, Results& results) {
+  results = Results();
+  results.out.assign(problem.q.size(), bf16{NAN_BITS});
+  results.lse.assign(size_t(problem.tokens()) * problem.heads(), NAN);
+}
 
 }  // namespace
 
@@ -202,11 +217,41 @@ std::string wrong_place() {
 }
 
 void forward(const Options& options, const Family& family, const Problem& problem, Results& results, Far far) {
-  results = Results();
-  results.out.assign(problem.q.size(), bf16{NAN_BITS});
-  results.lse.assign(size_t(problem.tokens()) * problem.heads(), NAN);
+  clear(problem, results);
   Call call(options, family, problem, results, far);
   call.run(family.forward, call.row_tiles.size() * problem.kv_heads, &call.row_tiles);
+}
+
+void forward_spread(const Options& options, const Family& family, const Problem& problem, Results& results,
+                    int together) {
+  clear(problem, results);
+  Call call(options, family, problem, results, {});
+  std::vector<ChunkTile> chunk_tiles;
+  for (const Tile& tile : call.row_tiles) {
+    const int queries = problem.q_lengths[tile.sequence], keys = problem.k_lengths[tile.sequence];
+    const int last_row = std::min(tile.first + op::tile_rows, queries * problem.group) - 1;
+    const int first = keys - queries + tile.first / problem.group, last = keys - queries + last_row / problem.group;
+    const int key_first = problem.window ? std::max(0, first + 1 - problem.window) : 0;
+    for (int chunk = key_first / op::chunk_keys; chunk * op::chunk_keys <= last; chunk++)
+      chunk_tiles.push_back({tile, chunk});
+  }
+  std::reverse(chunk_tiles.begin(), chunk_tiles.end());
+  std::vector<int32_t> part_starts{0};
+  for (int i = 0; i < problem.sequences(); i++) {
+    const int chunks = (problem.k_lengths[i] + op::chunk_keys - 1) / op::chunk_keys;
+    part_starts.push_back(part_starts.back() + problem.q_lengths[i] * chunks);
+  }
+  const size_t parts = size_t(part_starts.back()) * problem.heads();
+  std::vector<float4> part_out(parts * 16, float4{NAN, NAN, NAN, NAN});
+  std::vector<float2> part_sums(parts * 4, float2{NAN, NAN});
+  call.p.part_starts = part_starts.data();
+  call.p.part_out = reinterpret_cast<float*>(part_out.data());
+  call.p.part_sums = part_sums.data();
+  for (size_t i = 0; i < chunk_tiles.size(); i += together) {
+    call.p.chunk_tiles = chunk_tiles.data() + i;
+    call.run(family.chunk, std::min<size_t>(together, chunk_tiles.size() - i) * problem.kv_heads, nullptr);
+  }
+  call.run(family.merge, call.row_tiles.size() * problem.kv_heads, &call.row_tiles);
 }
 
 void backward(const Options& options, const Family& family, const Problem& problem, Results& results, Far far) {

@@ -58,7 +58,9 @@ struct Kernel {
 };
 struct Family {
   const char* name;
-  Kernel forward, delta, dkv;
+  Kernel forward;
+  Kernel chunk, merge;  // the forward, spread
+  Kernel delta, dkv;
   int dkv_keys;  // keys of a tile
   Kernel dq, dsinks;
 };
@@ -74,6 +76,9 @@ struct Far {
 // Fills out and lse.
 void forward(const cuda_host::Options& options, const Family& family, const Problem& problem, Results& results,
              Far far = {});
+// The same by a block a chunk of keys and a merge; `together`: how many chunks a launch, whatever the order.
+void forward_spread(const cuda_host::Options& options, const Family& family, const Problem& problem, Results& results,
+                    int together);
 // Fills the rest from out and lse. Far away, delta is read, and dsinks left out: both walk all tokens.
 void backward(const cuda_host::Options& options, const Family& family, const Problem& problem, Results& results,
               Far far = {});
