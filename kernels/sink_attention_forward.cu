@@ -78,7 +78,7 @@ template <bool all_chunks>
 PRIMITIVE void forward(const SinkAttention& p, Tile tile, int chunk) {
   unsigned char* q_tile = dynamic_shared_memory();
   unsigned char* stages = q_tile + tile_bytes;  // k, v, k, v
-  const int thread = threadIdx.x % forward_threads, warp = thread / 32, lane = thread % 32;  // known not to be negative
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const Sequence s(p, tile.sequence, blockIdx.x % p.kv_heads);
 
   const int row_last = min(tile.first + tile_rows, s.rows) - 1;

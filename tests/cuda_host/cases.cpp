@@ -200,6 +200,7 @@ const std::vector<Shape>& chunk_shapes() {
 const std::vector<Shape>& small_chunk_shapes() {
   static const std::vector<Shape> all = {
       {"window 520, first chunk hidden from some", {3}, {1032}, 1, 3, 520},
+      {"three chunks, the last hidden from some", {4}, {1027}, 1, 5, 0, 1, {0.5f, -1e9f, 2}},
       {"values that underflow", {1, 1}, {515, 1030}, 1, 3, 0, 1, {50, 40, 0}, 0, false, 1e-30f},
   };
   return all;
