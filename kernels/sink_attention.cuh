@@ -2,7 +2,8 @@
 //
 // T tokens, N query heads, M key-value heads, N / M = `group` query heads a key-value head, head dimension 64.
 // The queries of a sequence and one key-value head are packed into rows: row = token * group + head of the group.
-// Keys are visited in blocks of 64 at absolute positions, in ascending order, so a row's bits depend on nothing else.
+// Keys are visited in blocks of 64 and chunks of 512 at absolute positions, in ascending order, so a row's bits depend
+// on nothing else.
 #pragma once
 
 #include "primitives.cuh"
@@ -13,6 +14,12 @@
 struct Tile {
   int32_t sequence;
   int32_t first;
+};
+
+// The same for one chunk of keys: keys 512 * chunk to 512 * chunk + 511.
+struct ChunkTile {
+  Tile tile;
+  int32_t chunk;
 };
 
 // The one parameter of every kernel here. All pointers but the small arrays' are 16-byte aligned. A kernel reads only
@@ -26,6 +33,10 @@ struct SinkAttention {
   const int32_t* cu_seqlens_k;  // [sequences + 1] running sum of the keys' numbers
   const int32_t* page_table;    // [sequences, pages_max]: keys 64p to 64p + 63 are key rows 64 * page ...; null: packed
   const Tile* tiles;            // [blocks / M], those with the most work first
+  const ChunkTile* chunk_tiles; // [blocks / M], for each of the rows' tiles the chunks that one of its rows sees
+  const int32_t* part_starts;   // [sequences] running sum of tokens * chunks: a part for each token and chunk of keys
+  float* part_out;              // [parts, N, 64] a chunk's output for each row, between sink_attention_chunk and _merge
+  float2* part_sums;            // [parts, N, 4] its maximum, and its sum as four lanes have it
   bf16* out;                    // [T, N, 64]
   float* lse;                   // [T, N] natural logarithm of the softmax's sum, the sink inside
   const bf16* dout;             // [T, N, 64]
@@ -40,8 +51,9 @@ struct SinkAttention {
   int32_t kv_token_stride;      // elements, a multiple of 8
   int32_t kv_head_stride;       // elements, a multiple of 8
   int32_t pages_max;
-  int32_t window;               // keys a query sees, itself included; 0 for all before it
+  int32_t window;               // keys a query sees, itself included; 0 for all before it. Kernels read Sequence's
   float scale;                  // of the scores, above 0
+  float scale_log2;             // scale * log2(e)
 };
 
 namespace sink_attention {
@@ -49,13 +61,19 @@ namespace sink_attention {
 constexpr int head_dim = 64;
 constexpr int tile_rows = 128;   // packed rows of a block of the forward and of dq
 constexpr int block_keys = 64;   // keys a step; keys of a page; keys of a block of dkv
+constexpr int chunk_keys = 512;  // keys of a chunk: its softmax starts anew
+constexpr int chunk_blocks = chunk_keys / block_keys;
 constexpr int block_bytes = block_keys * head_dim * sizeof(bf16);
 constexpr int tile_bytes = tile_rows * head_dim * sizeof(bf16);
 
-// Threads of a block and bytes of dynamic shared memory, kernel by kernel. Blocks: tiles * kv_heads, but for delta
-// (tokens * heads / delta_rows, rounded up) and dsinks (heads).
+// Threads of a block and bytes of dynamic shared memory, kernel by kernel. Blocks: tiles * kv_heads, but for chunk
+// (chunk_tiles * kv_heads), delta (tokens * heads / delta_rows, rounded up) and dsinks (heads).
 constexpr int forward_threads = 128;
-constexpr int forward_shared_bytes = tile_bytes + 4 * block_bytes;
+constexpr int rows_bytes = 32 * 11 * 16;  // what a fragment's 16 rows keep in shared memory
+constexpr int forward_shared_bytes = tile_bytes + 4 * block_bytes + tile_rows / 16 * rows_bytes;
+constexpr int chunk_threads = forward_threads;
+constexpr int chunk_shared_bytes = forward_shared_bytes;
+constexpr int merge_threads = 128;
 constexpr int delta_threads = 256;
 constexpr int delta_rows = 32;
 constexpr int dkv_threads = 128;
@@ -69,7 +87,9 @@ constexpr int dsinks_shared_bytes = dsinks_threads * sizeof(float);
 constexpr int hopper_threads = 256;
 using HopperRing = Ring<4, hopper_threads / 32, block_bytes>;
 constexpr int forward_hopper_threads = hopper_threads;
-constexpr int forward_hopper_shared_bytes = tile_bytes + HopperRing::bytes;
+constexpr int forward_hopper_shared_bytes = tile_rows / 16 * rows_bytes + HopperRing::bytes;
+constexpr int chunk_hopper_threads = hopper_threads;
+constexpr int chunk_hopper_shared_bytes = forward_hopper_shared_bytes;
 constexpr int dkv_hopper_threads = hopper_threads;
 constexpr int dkv_hopper_keys = 128;  // keys of a block, so tiles of its own
 constexpr int dkv_hopper_shared_bytes = 4 * block_bytes + HopperRing::bytes + 4 * 3 * 64 * sizeof(float);
@@ -79,6 +99,13 @@ constexpr int dq_hopper_shared_bytes = 2 * tile_bytes + HopperRing::bytes;
 constexpr float log2_e = 1.44269504f;
 constexpr float ln_2 = 0.69314718f;
 constexpr float hidden = -__builtin_huge_valf();  // the score of a key that a query does not see
+
+// Offsets are 64-bit: a cache or a batch of long sequences has more than 2^31 elements.
+
+// Place of a token's query head in [T, N].
+PRIMITIVE int64_t row_place(const SinkAttention& p, int token, int head) {
+  return static_cast<int64_t>(token) * p.heads + head;
+}
 
 // The packed rows and the keys of one sequence, seen from one key-value head.
 struct Sequence {
@@ -91,6 +118,7 @@ struct Sequence {
   int key_start;    // first key row when packed
   int keys;
   int offset;       // position of the first query token
+  int window;       // keys a query sees; none is wider than all keys, so that sums with positions stay in 32 bits
 
   PRIMITIVE Sequence(const SinkAttention& p, int sequence, int head)
       : index(sequence), query_start(p.cu_seqlens_q[sequence]), group(p.heads / p.kv_heads),
@@ -99,6 +127,7 @@ struct Sequence {
     rows = queries * group;
     keys = p.cu_seqlens_k[sequence + 1] - key_start;
     offset = keys - queries;
+    window = p.window > 0 ? min(p.window, keys) : keys;
   }
 
   PRIMITIVE int token(int row) const { return static_cast<uint64_t>(row) * inverse >> 31; }
@@ -107,7 +136,13 @@ struct Sequence {
 
   // Place of a packed row in [T, N].
   PRIMITIVE int64_t place(const SinkAttention& p, int row) const {
-    return static_cast<int64_t>(query_start + token(row)) * p.heads + head(row);
+    return row_place(p, query_start + token(row), head(row));
+  }
+
+  // Place of a packed row's part of a chunk in [parts, N].
+  PRIMITIVE int64_t part_place(const SinkAttention& p, int row, int chunk) const {
+    const int chunks = (keys + chunk_keys - 1) / chunk_keys;
+    return row_place(p, p.part_starts[index] + token(row) * chunks + chunk, head(row));
   }
 
   // Key row that holds the first key of block `block`.
@@ -126,13 +161,30 @@ PRIMITIVE int64_t key_place(const SinkAttention& p, int key_row, int kv_head) {
 struct Range {
   int first;
   int end;
+
+  PRIMITIVE bool has(int i) const { return first <= i && i < end; }
 };
 
 // The key blocks that queries at positions `first` to `last` see between them.
-PRIMITIVE Range blocks_seen(const SinkAttention& p, const Sequence& s, int first, int last) {
-  const int key_first = p.window > 0 ? max(0, first + 1 - p.window) : 0;
+PRIMITIVE Range blocks_seen(const Sequence& s, int first, int last) {
+  const int key_first = max(0, first + 1 - s.window);
   const int key_end = max(key_first, min(s.keys, last + 1));
   return {key_first / block_keys, (key_end + block_keys - 1) / block_keys};
+}
+
+// Those of which they see every key.
+PRIMITIVE Range blocks_seen_whole(const Sequence& s, int first, int last) {
+  return {(max(0, last + 1 - s.window) + block_keys - 1) / block_keys, (first + 1) / block_keys};
+}
+
+// The chunks that hold these key blocks.
+PRIMITIVE Range chunks_of(Range blocks) {
+  return {blocks.first / chunk_blocks, (blocks.end + chunk_blocks - 1) / chunk_blocks};
+}
+
+// Those of these key blocks that lie in a chunk.
+PRIMITIVE Range blocks_of(Range blocks, int chunk) {
+  return {max(blocks.first, chunk * chunk_blocks), min(blocks.end, (chunk + 1) * chunk_blocks)};
 }
 
 // The keys that a query sees.
@@ -140,18 +192,18 @@ struct Seen {
   int first;
   int last;
 
-  PRIMITIVE Seen(const SinkAttention& p, int position)
-      : first(p.window > 0 ? position + 1 - p.window : 0), last(position) {}
+  PRIMITIVE Seen(int first, int last) : first(first), last(last) {}
+  PRIMITIVE Seen(const Sequence& s, int position) : first(position + 1 - s.window), last(position) {}
 };
 
 // Whether queries at positions `first` to `last` all see all keys from `key_first` to `key_last`.
-PRIMITIVE bool all_see(const SinkAttention& p, int first, int last, int key_first, int key_last) {
-  return key_last <= first && (p.window == 0 || key_first > last - p.window);
+PRIMITIVE bool all_see(const Sequence& s, int first, int last, int key_first, int key_last) {
+  return key_last <= first && key_first > last - s.window;
 }
 
 // Whether at least one of the queries sees at least one of the keys.
-PRIMITIVE bool any_sees(const SinkAttention& p, int first, int last, int key_first, int key_last) {
-  return key_first <= last && (p.window == 0 || key_last > first - p.window);
+PRIMITIVE bool any_sees(const Sequence& s, int first, int last, int key_first, int key_last) {
+  return key_first <= last && key_last > first - s.window;
 }
 
 // A tile in shared memory is rows of 128 bytes, swizzled as wgmma reads them: this is chunk `chunk` (16 bytes) of `row`.
@@ -163,16 +215,17 @@ PRIMITIVE unsigned char* chunk_at(unsigned char* tile, int row, int chunk) {
 // are zeros, so that what lies behind them (0 * Inf) cannot matter.
 template <int threads>
 PRIMITIVE void copy_keys(const SinkAttention& p, const Sequence& s, unsigned char* k_tile, int block, int thread) {
+  static_assert(threads / 8 % 8 == 0, "rows eight apart are swizzled alike");
   const int first = thread / 8, chunk = thread % 8;
-  const int keys = s.keys - block * block_keys;
-  const int64_t start = key_place(p, s.block_row(p, block), s.kv_head) + chunk * 8;
+  const int keys = s.keys - first - block * block_keys;
+  const int64_t start = key_place(p, first, s.kv_head) + chunk * 8 + key_place(p, s.block_row(p, block), 0);
+  unsigned char* to = chunk_at(k_tile, first, chunk);
 #pragma unroll
   for (int row = 0; row < block_keys; row += threads / 8) {
-    const bool valid = first + row < keys;
-    const int64_t place = start + static_cast<int64_t>(valid ? first + row : 0) * p.kv_token_stride;
-    unsigned char* to = chunk_at(k_tile, first + row, chunk);
-    copy_async_16(to, p.k + place, valid);
-    copy_async_16(to + block_bytes, p.v + place, valid);
+    const bool valid = row < keys;
+    const int64_t place = start + key_place(p, row, 0);
+    copy_async_16(to + row * 128, p.k + place, valid);
+    copy_async_16(to + row * 128 + block_bytes, p.v + place, valid);
   }
 }
 
@@ -183,7 +236,7 @@ PRIMITIVE void copy_rows(const SinkAttention& p, const Sequence& s, unsigned cha
                          int thread) {
 #pragma unroll
   for (int i = 0; i < count * 8 / threads; i++) {
-    const int row = (thread + i * threads) / 8, chunk = thread % 8;
+    const int row = thread / 8 + i * (threads / 8), chunk = thread % 8;
     const bool valid = first + row < end;
     const int64_t place = valid ? s.place(p, first + row) * head_dim + chunk * 8 : 0;
     unsigned char* to = chunk_at(q_tile, row, chunk);
@@ -198,7 +251,7 @@ PRIMITIVE void store_rows(const SinkAttention& p, const Sequence& s, unsigned ch
                           int thread) {
 #pragma unroll
   for (int i = 0; i < count * 8 / threads; i++) {
-    const int row = (thread + i * threads) / 8, chunk = thread % 8;
+    const int row = thread / 8 + i * (threads / 8), chunk = thread % 8;
     if (first + row < end)
       *reinterpret_cast<uint4*>(to + s.place(p, first + row) * head_dim + chunk * 8) =
           *reinterpret_cast<const uint4*>(chunk_at(tile, row, chunk));
@@ -228,13 +281,11 @@ PRIMITIVE void to_operand(uint32_t (&operand)[4][4], const Fragment& x) {
   for (int i = 0; i < 16; i++) operand[i / 4][i % 4] = pack_bf16(x[2 * i], x[2 * i + 1]);
 }
 
-// Hides the keys that the fragment's queries (rows g and g + 8 at `positions`) do not see; columns are keys from
-// `key_first`.
-PRIMITIVE void hide_keys(const SinkAttention& p, Fragment& scores, const int (&positions)[2], int key_first, int lane) {
+// Hides the keys that the fragment's rows g and g + 8 do not see; columns are keys from `key_first`.
+PRIMITIVE void hide_keys(Fragment& scores, const Seen (&seen)[2], int key_first, int lane) {
 #pragma unroll
   for (int row = 0; row < 2; row++) {
-    const Seen seen(p, positions[row]);
-    const int first = seen.first - key_first - lane % 4 * 2, last = seen.last - key_first - lane % 4 * 2;
+    const int first = seen[row].first - key_first - lane % 4 * 2, last = seen[row].last - key_first - lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 32; i++) {
       const int column = fragment_column(i, 0);
@@ -264,54 +315,5 @@ PRIMITIVE void store_lse(const SinkAttention& p, const Sequence& s, const float 
   const int row = first + lane;
   if (lane < 16 && row < s.rows) p.lse[s.place(p, row)] = lane < 8 ? low : high;
 }
-
-// Online softmax of two rows (g and g + 8), in base 2. It starts at the sink, as if the sink were a key seen first whose
-// value is 0: the maximum is finite from the start, and a block of hidden keys changes nothing, to the bit.
-struct Softmax {
-  float scale;       // of scores, times log2(e)
-  float maximum[2];  // of the scaled scores and the sink
-  float sum[2];      // of this lane's own columns; the sink is lane t = 0's
-
-  PRIMITIVE void start(int row, float sink, int lane) {
-    maximum[row] = multiply(sink, log2_e);
-    sum[row] = lane % 4 == 0 ? 1.0f : 0.0f;
-  }
-
-  // Turns a block of scores into exp2(scaled score - maximum); the sums over the blocks before it shrink by `shrink`.
-  PRIMITIVE void step(Fragment& scores, float (&shrink)[2]) {
-#pragma unroll
-    for (int row = 0; row < 2; row++) {
-      float top = scores[2 * row];
-#pragma unroll
-      for (int i = 0; i < 32; i++)
-        if (fragment_row(i) == row) top = fmaxf(top, scores[i]);
-      top = fmaxf(top, shuffle_xor(top, 1));
-      top = fmaxf(top, shuffle_xor(top, 2));
-      top = fmaxf(maximum[row], multiply(top, scale));
-      shrink[row] = exp2_approx(add(maximum[row], -top));
-      maximum[row] = top;
-      sum[row] = multiply(sum[row], shrink[row]);
-    }
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-      const int row = fragment_row(i);
-      scores[i] = exp2_approx(multiply_add(scores[i], scale, -maximum[row]));
-      sum[row] = add(sum[row], scores[i]);
-    }
-  }
-
-  // Divides `out` by the whole sum and returns the rows' LSE.
-  PRIMITIVE void finish(Fragment& out, float (&lse)[2]) {
-    float share[2];
-#pragma unroll
-    for (int row = 0; row < 2; row++) {
-      sum[row] = add(sum[row], shuffle_xor(sum[row], 1));
-      sum[row] = add(sum[row], shuffle_xor(sum[row], 2));
-      share[row] = 1.0f / sum[row];
-      lse[row] = multiply(add(maximum[row], log2_approx(sum[row])), ln_2);
-    }
-    multiply_rows(out, share);
-  }
-};
 
 }  // namespace sink_attention

@@ -19,7 +19,7 @@ struct WarpKeys {
   Fragment dk[1];
   Fragment dv[1];
 
-  PRIMITIVE void step(const SinkAttention& p, unsigned char* q_tile, unsigned char* dout_tile,
+  PRIMITIVE void step(const SinkAttention& p, const Sequence& s, unsigned char* q_tile, unsigned char* dout_tile,
                       const RowNumbers& numbers, int key, bool some_hidden, int lane) {
     Fragment scores[1], dprobs[1];
     clear(scores);
@@ -29,7 +29,7 @@ struct WarpKeys {
     add_product_transposed(scores, operand, q_tile, lane);
     load_operand(operand[0], v_tile, 0, lane);
     add_product_transposed(dprobs, operand, dout_tile, lane);
-    if (some_hidden) hide_rows(p, scores[0], numbers, key, lane);
+    if (some_hidden) hide_rows(s, scores[0], numbers, key, lane);
     to_probabilities(p, scores[0], numbers, lane);
     to_score_gradients(scores[0], dprobs[0], numbers, lane);
     to_operand(operand[0], scores[0]);
@@ -46,14 +46,14 @@ struct WarpQueries {
   RowPair rows;
   Fragment dq[1];
 
-  PRIMITIVE void step(const SinkAttention& p, int key_first, unsigned char* k_tile, unsigned char* v_tile,
-                      bool some_hidden, int lane) {
+  PRIMITIVE void step(const SinkAttention& p, const Sequence& s, int key_first, unsigned char* k_tile,
+                      unsigned char* v_tile, bool some_hidden, int lane) {
     Fragment scores[1], dprobs[1];
     clear(scores);
     clear(dprobs);
     add_product_transposed(scores, q, k_tile, lane);
     add_product_transposed(dprobs, dout, v_tile, lane);
-    if (some_hidden) hide_keys(p, scores[0], rows.positions, key_first, lane);
+    if (some_hidden) rows.hide_keys(s, scores[0], key_first, lane);
     rows.to_probabilities(p, scores[0]);
     rows.to_score_gradients(scores[0], dprobs[0]);
     uint32_t operand[1][4][4];
@@ -67,8 +67,8 @@ struct WarpQueries {
 // delta = rowsum(dout * out), eight lanes a row.
 extern "C" __global__ void __launch_bounds__(delta_threads)
 sink_attention_delta(const __grid_constant__ SinkAttention p) {
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * delta_rows + threadIdx.x / 8;
-  const bool valid = row < static_cast<int64_t>(p.tokens) * p.heads;
+  const int64_t row = delta_row(blockIdx.x, threadIdx.x);
+  const bool valid = row < row_place(p, p.tokens, 0);
   const int64_t place = valid ? row * head_dim + threadIdx.x % 8 * 8 : 0;
   const uint4 out = *reinterpret_cast<const uint4*>(p.out + place);
   const uint4 dout = *reinterpret_cast<const uint4*>(p.dout + place);
@@ -94,7 +94,7 @@ sink_attention_dkv(const __grid_constant__ SinkAttention p) {
   const Tile tile = p.tiles[blockIdx.x / p.kv_heads];
   const Sequence s(p, tile.sequence, blockIdx.x % p.kv_heads);
   const int key_last = min(tile.first + block_keys, s.keys) - 1;
-  const Range rows = rows_seeing(p, s, tile.first, key_last);
+  const Range rows = rows_seeing(s, tile.first, key_last);
 
   const auto copy_step = [&](int row, int stage) {
     unsigned char* to = stages + stage * 2 * block_bytes;
@@ -125,9 +125,9 @@ sink_attention_dkv(const __grid_constant__ SinkAttention p) {
     }
     const int row_last = min(row + step_rows, rows.end) - 1;
     const bool some_hidden =
-        !all_see(p, s.position(row), s.position(row_last), tile.first, tile.first + block_keys - 1);
+        !all_see(s, s.position(row), s.position(row_last), tile.first, tile.first + block_keys - 1);
     unsigned char* q_tile = stages + stage * 2 * block_bytes;
-    w.step(p, q_tile, q_tile + block_bytes, numbers[stage], tile.first + 16 * warp, some_hidden, lane);
+    w.step(p, s, q_tile, q_tile + block_bytes, numbers[stage], tile.first + 16 * warp, some_hidden, lane);
     if (more && thread < step_rows) next.put(numbers[stage ^ 1], thread);
     copy_async_wait<0>();
     block_barrier();
@@ -147,7 +147,7 @@ sink_attention_dq(const __grid_constant__ SinkAttention p) {
   const Tile tile = p.tiles[blockIdx.x / p.kv_heads];
   const Sequence s(p, tile.sequence, blockIdx.x % p.kv_heads);
   const int row_last = min(tile.first + tile_rows, s.rows) - 1;
-  const Range blocks = blocks_seen(p, s, s.position(tile.first), s.position(row_last));
+  const Range blocks = blocks_seen(s, s.position(tile.first), s.position(row_last));
 
   const auto copy_block = [&](int block) {
     unsigned char* stage = stages + block % 2 * 2 * block_bytes;
@@ -171,9 +171,9 @@ sink_attention_dq(const __grid_constant__ SinkAttention p) {
     if (block + 1 < blocks.end) copy_block(block + 1);
     const int key_first = block * block_keys, key_last = key_first + block_keys - 1;
     unsigned char* k_tile = stages + block % 2 * 2 * block_bytes;
-    if (first <= row_last && any_sees(p, position_first, position_last, key_first, key_last))
-      w.step(p, key_first, k_tile, k_tile + block_bytes,
-             !all_see(p, position_first, position_last, key_first, key_last), lane);
+    if (first <= row_last && any_sees(s, position_first, position_last, key_first, key_last))
+      w.step(p, s, key_first, k_tile, k_tile + block_bytes,
+             !all_see(s, position_first, position_last, key_first, key_last), lane);
     copy_async_wait<0>();
     block_barrier();
   }
@@ -193,7 +193,7 @@ sink_attention_dsinks(const __grid_constant__ SinkAttention p) {
   const float sink = p.sinks[head];
   float sum = 0.0f;
   for (int token = thread; token < p.tokens; token += dsinks_threads) {
-    const int64_t place = static_cast<int64_t>(token) * p.heads + head;
+    const int64_t place = row_place(p, token, head);
     sum = multiply_add(exp2_approx(multiply(add(sink, -p.lse[place]), log2_e)), p.delta[place], sum);
   }
   sums[thread] = sum;

@@ -41,9 +41,10 @@ struct WarpKeys {
     wgmma_commit();
   }
 
-  PRIMITIVE void normalise(const SinkAttention& p, const RowNumbers& numbers, bool some_hidden, int lane) {
+  PRIMITIVE void normalise(const SinkAttention& p, const Sequence& s, const RowNumbers& numbers, bool some_hidden,
+                           int lane) {
     wgmma_hold(scores);
-    if (some_hidden) hide_rows(p, scores, numbers, first, lane);
+    if (some_hidden) hide_rows(s, scores, numbers, first, lane);
     to_probabilities(p, scores, numbers, lane);
   }
 
@@ -87,10 +88,10 @@ struct WarpQueries {
     wgmma_commit();
   }
 
-  PRIMITIVE void normalise(const SinkAttention& p, int key_first, int lane) {
+  PRIMITIVE void normalise(const SinkAttention& p, const Sequence& s, int key_first, int lane) {
     wgmma_hold(scores);
-    if (!all_see(p, position_first, position_last, key_first, key_first + block_keys - 1))
-      hide_keys(p, scores, rows.positions, key_first, lane);
+    if (!all_see(s, position_first, position_last, key_first, key_first + block_keys - 1))
+      rows.hide_keys(s, scores, key_first, lane);
     rows.to_probabilities(p, scores);
   }
 
@@ -104,15 +105,15 @@ struct WarpQueries {
 
 // All key blocks of a warpgroup's rows, the first at `block`; `start` starts a copy.
 template <class Start>
-PRIMITIVE void sum_dq(WarpQueries& w, const SinkAttention& p, const HopperRing& ring, int block, int thread,
-                      const Start& start) {
+PRIMITIVE void sum_dq(WarpQueries& w, const SinkAttention& p, const Sequence& s, const HopperRing& ring, int block,
+                      int thread, const Start& start) {
   const int lane = thread % 32, last = ring.count - 1;
   ring.pass(0, thread, start);
   ring.wait(0);
   w.start_scores(ring.first(0));
   w.start_dprobs(ring.second(0));
   wgmma_wait<0>();  // with one group left in flight into the loop, ptxas serialises every wgmma
-  w.normalise(p, block * block_keys, lane);
+  w.normalise(p, s, block * block_keys, lane);
   for (int i = 1; i <= last; i++) {
     wgmma_wait<0>();  // at the top: see sink_attention_forward_hopper.cu
     w.differentiate();
@@ -123,7 +124,7 @@ PRIMITIVE void sum_dq(WarpQueries& w, const SinkAttention& p, const HopperRing& 
     w.start_sum(ring.first(i - 1));
     w.start_dprobs(ring.second(i));
     wgmma_wait<2>();
-    w.normalise(p, (block + i) * block_keys, lane);
+    w.normalise(p, s, (block + i) * block_keys, lane);
   }
   wgmma_wait<0>();
   w.differentiate();
@@ -145,7 +146,7 @@ sink_attention_dkv_hopper(const __grid_constant__ SinkAttention p) {
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, warpgroup = warp / 4;
   const Tile tile = p.tiles[blockIdx.x / p.kv_heads];
   const Sequence s(p, tile.sequence, blockIdx.x % p.kv_heads);
-  const Range rows = rows_seeing(p, s, tile.first, min(tile.first + dkv_hopper_keys, s.keys) - 1);
+  const Range rows = rows_seeing(s, tile.first, min(tile.first + dkv_hopper_keys, s.keys) - 1);
   const HopperRing ring = {key_tiles + 4 * block_bytes, (rows.end - rows.first + step_rows - 1) / step_rows};
   RowNumbers* numbers = reinterpret_cast<RowNumbers*>(ring.tiles + HopperRing::bytes);
   RowInFlight next;  // of the step that is handed over next
@@ -170,7 +171,7 @@ sink_attention_dkv_hopper(const __grid_constant__ SinkAttention p) {
 
   // The steps whose rows see this warpgroup's keys: the others pass by unread.
   const int key_first = tile.first + warpgroup * block_keys, key_last = min(key_first + block_keys, s.keys) - 1;
-  const Range own = rows_seeing(p, s, key_first, key_last);
+  const Range own = rows_seeing(s, key_first, key_last);
   const int step_first = (own.first - rows.first) / step_rows;
   const int step_end = key_first > key_last ? step_first : (own.end - rows.first + step_rows - 1) / step_rows;
   WarpKeys w;
@@ -182,7 +183,7 @@ sink_attention_dkv_hopper(const __grid_constant__ SinkAttention p) {
   clear(w.dv);
   const auto some_hidden = [&](int i) {
     const int row = rows.first + i * step_rows, row_last = min(row + step_rows, rows.end) - 1;
-    return !all_see(p, s.position(row), s.position(row_last), w.first, w.first + 15);
+    return !all_see(s, s.position(row), s.position(row_last), w.first, w.first + 15);
   };
 
   for (int i = 0; i < min(step_first, ring.count); i++) {
@@ -194,7 +195,7 @@ sink_attention_dkv_hopper(const __grid_constant__ SinkAttention p) {
     w.start_scores(ring.first(step_first));
     w.start_dprobs(ring.second(step_first));
     wgmma_wait<0>();
-    w.normalise(p, numbers[HopperRing::stage(step_first)], some_hidden(step_first), lane);
+    w.normalise(p, s, numbers[HopperRing::stage(step_first)], some_hidden(step_first), lane);
     for (int i = step_first + 1; i < step_end; i++) {
       wgmma_wait<0>();
       w.differentiate(numbers[HopperRing::stage(i - 1)], lane);
@@ -204,7 +205,7 @@ sink_attention_dkv_hopper(const __grid_constant__ SinkAttention p) {
       w.start_sums(ring.first(i - 1), ring.second(i - 1));
       w.start_dprobs(ring.second(i));
       wgmma_wait<2>();
-      w.normalise(p, numbers[HopperRing::stage(i)], some_hidden(i), lane);
+      w.normalise(p, s, numbers[HopperRing::stage(i)], some_hidden(i), lane);
     }
     wgmma_wait<0>();
     w.differentiate(numbers[HopperRing::stage(step_end - 1)], lane);
@@ -234,7 +235,7 @@ sink_attention_dq_hopper(const __grid_constant__ SinkAttention p) {
   const Tile tile = p.tiles[blockIdx.x / p.kv_heads];
   const Sequence s(p, tile.sequence, blockIdx.x % p.kv_heads);
   const int row_last = min(tile.first + tile_rows, s.rows) - 1;
-  const Range blocks = blocks_seen(p, s, s.position(tile.first), s.position(row_last));
+  const Range blocks = blocks_seen(s, s.position(tile.first), s.position(row_last));
   const HopperRing ring = {dout_tile + tile_bytes, blocks.end - blocks.first};
   const auto start = [&](int i) { copy_keys<hopper_threads>(p, s, ring.first(i), blocks.first + i, thread); };
 
@@ -254,7 +255,7 @@ sink_attention_dq_hopper(const __grid_constant__ SinkAttention p) {
   load_operand(w.q, own_tile, 0, lane);
   load_operand(w.dout, own_tile + tile_bytes, 0, lane);
   clear(w.dq);
-  if (ring.count > 0) sum_dq(w, p, ring, blocks.first, thread, start);
+  if (ring.count > 0) sum_dq(w, p, s, ring, blocks.first, thread, start);
   copy_async_wait<0>();
 
   multiply_all(w.dq, p.scale);

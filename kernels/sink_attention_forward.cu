@@ -1,8 +1,11 @@
 // O and LSE of attention with sinks, by mma.sync: training, prefill and decode alike.
 //
 // A block takes 128 packed rows, a warp 32 of them: its scores and output stay in registers. Key blocks pass through two
-// stages of shared memory: while the tensor cores work on one, cp.async fills the other.
+// stages of shared memory: while the tensor cores work on one, cp.async fills the other. sink_attention_forward walks
+// all chunks of keys; sink_attention_chunk walks one, and sink_attention_merge takes them together, for few rows with
+// many keys. Both ways give the same bits.
 
+#include "sink_attention_softmax.cuh"
 #include "warp_products.cuh"
 
 using namespace sink_attention;
@@ -11,78 +14,77 @@ namespace {
 
 constexpr int warp_rows = 32;
 
-// What a warp keeps of its rows: two fragments of 16.
+// A warp's rows: two fragments of 16.
 struct WarpRows {
-  int first;             // packed row of the sequence
-  int positions[2][2];   // of this lane's rows, [fragment][g or g + 8]
-  unsigned char* tile;   // the queries; at the end the output
+  int first;            // packed row of the sequence
+  unsigned char* tile;  // the queries; at the end the output
+  KeptRows kept[2];
   Fragment out[2];
   Softmax softmax[2];
+
+  PRIMITIVE void start(const SinkAttention& p, const Sequence& s, Range whole, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      kept[i].start(p, s, whole, first + 16 * i, lane);
+    }
+    start_chunk();
+  }
+
+  // One key block: scores, softmax, output.
+  PRIMITIVE void step(const SinkAttention& p, int block, unsigned char* k_tile, unsigned char* v_tile, int lane) {
+    uint32_t operand[2][4][4];  // the queries, then the probabilities
+#pragma unroll
+    for (int i = 0; i < 2; i++) load_operand(operand[i], tile, 16 * i, lane);
+    Fragment scores[2];
+    clear(scores);
+    add_product_transposed(scores, operand, k_tile, lane);
+#pragma unroll
+    for (int i = 0; i < 2; i++) kept[i].hide_keys(scores[i], block, lane);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float shrink[2];
+      softmax[i].step(p, scores[i], shrink);
+      multiply_rows(out[i], shrink);
+      to_operand(operand[i], scores[i]);
+    }
+    add_product(out, operand, v_tile, lane);
+  }
+
+  PRIMITIVE void end_chunk(bool is_first) const {
+#pragma unroll
+    for (int i = 0; i < 2; i++) softmax[i].end_chunk(out[i], kept[i], is_first);
+  }
+
+  PRIMITIVE void start_chunk() {
+#pragma unroll
+    for (int i = 0; i < 2; i++) softmax[i].start_chunk(kept[i]);
+    clear(out);
+  }
+
+  // O, through the warp's part of the queries' tile, and LSE.
+  PRIMITIVE void store(const SinkAttention& p, const Sequence& s, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      finish(out[i], kept[i], p, s, first + 16 * i, lane);
+      put_fragment(out[i], tile, 16 * i, lane);
+    }
+    warp_barrier();
+    store_rows<warp_rows, 32>(p, s, tile, p.out, first, s.rows, lane);
+  }
 };
 
-PRIMITIVE void start(WarpRows& w, const SinkAttention& p, const Sequence& s, int lane) {
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    w.softmax[i].scale = multiply(p.scale, log2_e);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int row = w.first + 16 * i + 8 * half + lane / 4;
-      w.positions[i][half] = s.position(row);
-      w.softmax[i].start(half, p.sinks[s.head(row)], lane);
-    }
-  }
-  clear(w.out);
-}
-
-// One key block: scores, softmax, output. `seers`: the positions of the whole block's queries.
-PRIMITIVE void step(WarpRows& w, const SinkAttention& p, Range seers, int key_first, unsigned char* k_tile,
-                    unsigned char* v_tile, int lane) {
-  uint32_t operand[2][4][4];  // the queries, then the probabilities
-#pragma unroll
-  for (int i = 0; i < 2; i++) load_operand(operand[i], w.tile, 16 * i, lane);
-  Fragment scores[2];
-  clear(scores);
-  add_product_transposed(scores, operand, k_tile, lane);
-  if (!all_see(p, seers.first, seers.end - 1, key_first, key_first + block_keys - 1)) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) hide_keys(p, scores[i], w.positions[i], key_first, lane);
-  }
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    float shrink[2];
-    w.softmax[i].step(scores[i], shrink);
-    multiply_rows(w.out[i], shrink);
-    to_operand(operand[i], scores[i]);
-  }
-  add_product(w.out, operand, v_tile, lane);
-}
-
-// The warp's rows of O, through its part of the queries' tile, and of LSE.
-PRIMITIVE void store(WarpRows& w, const SinkAttention& p, const Sequence& s, int lane) {
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    float lse[2];
-    w.softmax[i].finish(w.out[i], lse);
-    put_fragment(w.out[i], w.tile, 16 * i, lane);
-    store_lse(p, s, lse, w.first + 16 * i, lane);
-  }
-  warp_barrier();
-  store_rows<warp_rows, 32>(p, s, w.tile, p.out, w.first, s.rows, lane);
-}
-
-}  // namespace
-
-extern "C" __global__ void __launch_bounds__(forward_threads, 2)
-sink_attention_forward(const __grid_constant__ SinkAttention p) {
+// A block's work: rows `tile` over all their key blocks, or over those of `chunk`.
+template <bool all_chunks>
+PRIMITIVE void forward(const SinkAttention& p, Tile tile, int chunk) {
   unsigned char* q_tile = dynamic_shared_memory();
   unsigned char* stages = q_tile + tile_bytes;  // k, v, k, v
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const Tile tile = p.tiles[blockIdx.x / p.kv_heads];
   const Sequence s(p, tile.sequence, blockIdx.x % p.kv_heads);
 
   const int row_last = min(tile.first + tile_rows, s.rows) - 1;
-  const Range seers = {s.position(tile.first), s.position(row_last) + 1};
-  const Range blocks = blocks_seen(p, s, seers.first, seers.end - 1);
+  const int position_first = s.position(tile.first), position_last = s.position(row_last);
+  const Range seen = blocks_seen(s, position_first, position_last);
+  const Range blocks = all_chunks ? seen : blocks_of(seen, chunk);
   const auto copy_block = [&](int block) {
     unsigned char* stage = stages + block % 2 * 2 * block_bytes;
     copy_keys<forward_threads>(p, s, stage, block, thread);
@@ -95,17 +97,78 @@ sink_attention_forward(const __grid_constant__ SinkAttention p) {
   copy_async_wait<0>();
   block_barrier();
 
-  WarpRows w;
-  w.first = tile.first + warp * warp_rows;
-  w.tile = q_tile + warp * warp_rows * 128;
-  start(w, p, s, lane);
+  unsigned char* kept = stages + 4 * block_bytes + warp * 2 * rows_bytes;
+  WarpRows w = {tile.first + warp * warp_rows, q_tile + warp * warp_rows * 128,
+                {KeptRows(kept, lane), KeptRows(kept + rows_bytes, lane)}, {}, {}};
+  w.start(p, s, blocks_seen_whole(s, position_first, position_last), lane);
 
+  const int first_chunk = blocks.first / chunk_blocks;
   for (int block = blocks.first; block < blocks.end; block++) {
     if (block + 1 < blocks.end) copy_block(block + 1);
     unsigned char* stage = stages + block % 2 * 2 * block_bytes;
-    if (w.first <= row_last) step(w, p, seers, block * block_keys, stage, stage + block_bytes, lane);
+    if (w.first <= row_last) {
+      if (all_chunks && block % chunk_blocks == 0 && block > blocks.first) {
+        w.end_chunk(block / chunk_blocks - 1 == first_chunk);
+        w.start_chunk();
+      }
+      w.step(p, block, stage, stage + block_bytes, lane);
+    }
     copy_async_wait<0>();
     block_barrier();
   }
-  store(w, p, s, lane);
+  if (all_chunks) {
+    w.end_chunk(blocks.end <= (first_chunk + 1) * chunk_blocks);
+    w.store(p, s, lane);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; i++) w.softmax[i].store_part(w.out[i], p, s, chunk, w.first + 16 * i, lane);
+  }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(forward_threads, 2)
+sink_attention_forward(const __grid_constant__ SinkAttention p) {
+  forward<true>(p, p.tiles[blockIdx.x / p.kv_heads], 0);
+}
+
+extern "C" __global__ void __launch_bounds__(chunk_threads, 2)
+sink_attention_chunk(const __grid_constant__ SinkAttention p) {
+  const ChunkTile chunk_tile = p.chunk_tiles[blockIdx.x / p.kv_heads];
+  forward<false>(p, chunk_tile.tile, chunk_tile.chunk);
+}
+
+// O and LSE from the parts of a tile's chunks, 16 threads a row: each its columns, four of them each a part of the sum.
+extern "C" __global__ void __launch_bounds__(merge_threads)
+sink_attention_merge(const __grid_constant__ SinkAttention p) {
+  const Tile tile = p.tiles[blockIdx.x / p.kv_heads];
+  const Sequence s(p, tile.sequence, blockIdx.x % p.kv_heads);
+  const int row_end = min(tile.first + tile_rows, s.rows), own = threadIdx.x % 16;
+  const Range chunks = chunks_of(blocks_seen(s, s.position(tile.first), s.position(row_end - 1)));
+  for (int first = tile.first; first < row_end; first += merge_threads / 16) {
+    const int row = min(first + static_cast<int>(threadIdx.x) / 16, row_end - 1);  // the last one more than once
+    const float sink = multiply(p.sinks[s.head(row)], log2_e);
+    float maximum = sink, sum = 0.0f;
+    float out[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 4
+    for (int chunk = chunks.first; chunk < chunks.end; chunk++) {
+      const int64_t place = s.part_place(p, row, chunk);
+      const float2 sums = p.part_sums[place * 4 + own % 4];
+      const float4 part = *reinterpret_cast<const float4*>(p.part_out + place * head_dim + own * 4);
+      float both = sums.x;
+      const Merge merge = Merge::of(maximum, both);
+      maximum = both;
+      sum = merge(sum, sums.y);
+      out[0] = merge(out[0], part.x);
+      out[1] = merge(out[1], part.y);
+      out[2] = merge(out[2], part.z);
+      out[3] = merge(out[3], part.w);
+    }
+    const Total total(maximum, sum_of_lanes(sum), sink);
+    if (first + static_cast<int>(threadIdx.x) / 16 >= row_end) continue;
+    const int64_t place = s.place(p, row);
+    *reinterpret_cast<uint2*>(p.out + place * head_dim + own * 4) =
+        make_uint2(pack_bf16(total(out[0]), total(out[1])), pack_bf16(total(out[2]), total(out[3])));
+    if (own == 0) p.lse[place] = total.lse;
+  }
 }

@@ -5,8 +5,10 @@
 // turns at the tensor cores and at the exponentials, which cost the same time. Within a warpgroup the scores of the next
 // block are on their way while this one's probabilities meet V. Key blocks pass through a ring of stages that all warps
 // fill together and empty each at its own pace: barriers in shared memory, none of the whole block. No warp is set aside
-// for copying: with one, registers would not suffice for four warpgroups.
+// for copying: with one, registers would not suffice for four warpgroups. sink_attention_chunk_hopper walks one chunk of
+// keys, and sink_attention_merge takes the chunks together.
 
+#include "sink_attention_softmax.cuh"
 #include "warpgroup_products.cuh"
 
 using namespace sink_attention;
@@ -17,23 +19,14 @@ constexpr int warpgroup_rows = 64;
 
 // A warp's 16 rows of its warpgroup's 64. All four warps go through the same steps.
 struct WarpRows {
-  int first;                        // packed row of the sequence
-  int positions[2];                 // of this lane's rows g and g + 8
+  KeptRows kept;
   uint32_t q[4][4];
   uint32_t probabilities[4][4];     // of the block before
   Fragment scores;
   Fragment out;
   Softmax softmax;
 
-  PRIMITIVE void start(const SinkAttention& p, const Sequence& s, unsigned char* tile, int lane) {
-    load_operand(q, tile, 0, lane);
-    softmax.scale = multiply(p.scale, log2_e);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int row = first + 8 * half + lane / 4;
-      positions[half] = s.position(row);
-      softmax.start(half, p.sinks[s.head(row)], lane);
-    }
+  PRIMITIVE WarpRows(const KeptRows& kept) : kept(kept) {
 #pragma unroll
     for (int i = 0; i < 32; i++) out[i] = 0.0f;
   }
@@ -44,35 +37,36 @@ struct WarpRows {
     wgmma_commit();
   }
 
-  PRIMITIVE void start_output(unsigned char* v_tile) {
+  PRIMITIVE void start_output(unsigned char* v_tile, bool accumulate) {
     wgmma_fence();
-    start_sum_of_product(out, probabilities, v_tile);
+    start_sum_of_product(out, probabilities, v_tile, accumulate);
     wgmma_commit();
   }
 
-  // Scores to probabilities, in place. `seers`: the positions of the whole block's queries.
-  PRIMITIVE void normalise(const SinkAttention& p, Range seers, int key_first, float (&shrink)[2], int lane) {
+  // Scores of key block `block` to probabilities, in place.
+  PRIMITIVE void normalise(const SinkAttention& p, int block, float (&shrink)[2], int lane) {
     wgmma_hold(scores);
-    if (!all_see(p, seers.first, seers.end - 1, key_first, key_first + block_keys - 1))
-      hide_keys(p, scores, positions, key_first, lane);
-    softmax.step(scores, shrink);
+    kept.hide_keys(scores, block, lane);
+    softmax.step(p, scores, shrink);
   }
 
-  PRIMITIVE void store(const SinkAttention& p, const Sequence& s, unsigned char* tile, int lane) {
-    float lse[2];
-    softmax.finish(out, lse);
+  PRIMITIVE void store(const SinkAttention& p, const Sequence& s, int first, int lane) {
+    unsigned char* tile = reinterpret_cast<unsigned char*>(kept.own - lane);
+    Fragment out;
+    finish(out, kept, p, s, first, lane);
+    warp_barrier();  // the tile lies where the rows are kept
     put_fragment(out, tile, 0, lane);
-    store_lse(p, s, lse, first, lane);
     warp_barrier();
     store_rows<16, 32>(p, s, tile, p.out, first, s.rows, lane);
   }
 };
 
-// All key blocks of a warpgroup's rows, the first at `block`; `start` starts a copy.
+// Blocks `blocks` of the ring, all in one chunk, over a warpgroup's rows. The ring's first is key block `ring_first`;
+// `start` starts a copy.
 template <class Start>
-PRIMITIVE void attend(WarpRows& w, const SinkAttention& p, const HopperRing& ring, Range seers, int block, int thread,
-                      const Start& start) {
-  const int lane = thread % 32, last = ring.count - 1;
+PRIMITIVE void attend(WarpRows& w, const SinkAttention& p, const HopperRing& ring, Range blocks, int ring_first,
+                      int thread, const Start& start) {
+  const int lane = thread % 32, last = blocks.end - 1;
   float shrink[2];
   const auto finish_step = [&] {
     wgmma_wait<0>();
@@ -80,41 +74,44 @@ PRIMITIVE void attend(WarpRows& w, const SinkAttention& p, const HopperRing& rin
     multiply_rows(w.out, shrink);
     to_operand(w.probabilities, w.scores);
   };
-  ring.pass(0, thread, start);
-  ring.wait(0);
-  w.start_scores(ring.first(0));
+  ring.pass(blocks.first, thread, start);
+  ring.wait(blocks.first);
+  w.start_scores(ring.first(blocks.first));
   wgmma_wait<0>();
-  w.normalise(p, seers, block * block_keys, shrink, lane);
-  for (int i = 1; i <= last; i++) {
+  w.normalise(p, ring_first + blocks.first, shrink, lane);
+  for (int i = blocks.first + 1; i <= last; i++) {
     // Here, at the top, the compiler cannot take this wait before the exponentials of the step before.
     finish_step();
-    if (i > 1) ring.release(i - 2, thread);
+    if (i > blocks.first + 1) ring.release(i - 2, thread);
     ring.pass(i, thread, start);
     ring.wait(i);
     w.start_scores(ring.first(i));
-    w.start_output(ring.second(i - 1));
+    w.start_output(ring.second(i - 1), i - 1 > blocks.first);
     wgmma_wait<1>();
-    w.normalise(p, seers, (block + i) * block_keys, shrink, lane);
+    w.normalise(p, ring_first + i, shrink, lane);
   }
   finish_step();
-  w.start_output(ring.second(last));
+  w.start_output(ring.second(last), last > blocks.first);
   wgmma_wait<0>();
   wgmma_hold(w.out);
+  if (last > blocks.first) ring.release(last - 1, thread);
+  ring.release(last, thread);
 }
 
-}  // namespace
-
-extern "C" __global__ void __launch_bounds__(forward_hopper_threads, 2)
-sink_attention_forward_hopper(const __grid_constant__ SinkAttention p) {
+// A block's work: rows `tile` over all their key blocks, or over those of `chunk`. Shared memory: the queries' tile, and
+// in its place, once it is read, what the rows keep; then the ring.
+template <bool all_chunks>
+PRIMITIVE void forward(const SinkAttention& p, Tile tile, int chunk) {
   unsigned char* q_tile = dynamic_shared_memory();
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const Tile tile = p.tiles[blockIdx.x / p.kv_heads];
+  unsigned char* ring_tiles = q_tile + tile_rows / 16 * rows_bytes;
+  const int thread = threadIdx.x % hopper_threads, warp = thread / 32, lane = thread % 32;  // known not to be negative
   const Sequence s(p, tile.sequence, blockIdx.x % p.kv_heads);
   const int row_last = min(tile.first + tile_rows, s.rows) - 1;
   const int warpgroups = (row_last - tile.first) / warpgroup_rows + 1;  // that have rows
-  const Range seers = {s.position(tile.first), s.position(row_last) + 1};
-  const Range blocks = blocks_seen(p, s, seers.first, seers.end - 1);
-  const HopperRing ring = {q_tile + tile_bytes, blocks.end - blocks.first};
+  const int position_first = s.position(tile.first), position_last = s.position(row_last);
+  const Range seen = blocks_seen(s, position_first, position_last);
+  const Range blocks = all_chunks ? seen : blocks_of(seen, chunk);
+  const HopperRing ring = {ring_tiles, blocks.end - blocks.first};
   const auto start = [&](int i) { copy_keys<hopper_threads>(p, s, ring.first(i), blocks.first + i, thread); };
 
   if (thread == 0) ring.init(4 * warpgroups);
@@ -123,15 +120,43 @@ sink_attention_forward_hopper(const __grid_constant__ SinkAttention p) {
   ring.begin(start);
   copy_async_wait<HopperRing::copies_ahead - 1>();
   block_barrier();
+  WarpRows w(KeptRows(q_tile + warp * rows_bytes, lane));
+  load_operand(w.q, q_tile + warp * 16 * 128, 0, lane);
+  block_barrier();  // the queries are read
+  w.kept.start(p, s, blocks_seen_whole(s, position_first, position_last), tile.first + 16 * warp, lane);
+  w.softmax.start_chunk(w.kept);
   if (warp < 4 * warpgroups) {
-    WarpRows w;
-    w.first = tile.first + 16 * warp;
-    unsigned char* own_tile = q_tile + warp * 16 * 128;
-    w.start(p, s, own_tile, lane);
-    if (ring.count > 0) attend(w, p, ring, seers, blocks.first, thread, start);
-    w.store(p, s, own_tile, lane);
+    if (all_chunks) {
+      if (ring.count == 0) w.softmax.end_chunk(w.out, w.kept, true);
+      for (int i = 0; i < ring.count;) {
+        const int block = blocks.first + i, end = min(ring.count, i + chunk_blocks - block % chunk_blocks);
+        attend(w, p, ring, {i, end}, blocks.first, thread, start);
+        w.softmax.end_chunk(w.out, w.kept, i == 0);
+        w.softmax.start_chunk(w.kept);
+        i = end;
+      }
+      // Read anew: registers do not suffice to hold this over the loop.
+      const Tile own = p.tiles[blockIdx.x / p.kv_heads];
+      w.store(p, Sequence(p, own.sequence, blockIdx.x % p.kv_heads), own.first + 16 * warp, w.kept.lane());
+    } else {
+      attend(w, p, ring, {0, ring.count}, blocks.first, thread, start);
+      w.softmax.store_part(w.out, p, s, chunk, tile.first + 16 * warp, lane);
+    }
   } else {
     for (int i = 0; i < ring.count; i++) ring.pass(i, thread, start);
   }
   copy_async_wait<0>();
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(forward_hopper_threads, 2)
+sink_attention_forward_hopper(const __grid_constant__ SinkAttention p) {
+  forward<true>(p, p.tiles[blockIdx.x / p.kv_heads], 0);
+}
+
+extern "C" __global__ void __launch_bounds__(chunk_hopper_threads, 2)
+sink_attention_chunk_hopper(const __grid_constant__ SinkAttention p) {
+  const ChunkTile chunk_tile = p.chunk_tiles[blockIdx.x / p.kv_heads];
+  forward<false>(p, chunk_tile.tile, chunk_tile.chunk);
 }

@@ -56,19 +56,22 @@ struct RowInFlight {
   }
 };
 
+// The row of [T, N] that a thread of sink_attention_delta works on, eight threads a row.
+PRIMITIVE int64_t delta_row(int block, int thread) { return static_cast<int64_t>(block) * delta_rows + thread / 8; }
+
 // The packed rows that see at least one key from `key_first` to `key_last`.
-PRIMITIVE Range rows_seeing(const SinkAttention& p, const Sequence& s, int key_first, int key_last) {
+PRIMITIVE Range rows_seeing(const Sequence& s, int key_first, int key_last) {
   const int tokens = s.rows / s.group;
   const int first = min(tokens, max(0, key_first - s.offset));
-  const int end = p.window > 0 ? min(tokens, max(first, key_last + p.window - s.offset)) : tokens;
+  const int end = min(tokens, max(first, key_last + s.window - s.offset));
   return {first * s.group, end * s.group};
 }
 
 // Hides, in scores with a key a row (g and g + 8 from `key`) and a packed row a column, what the mask hides.
-PRIMITIVE void hide_rows(const SinkAttention& p, Fragment& scores, const RowNumbers& numbers, int key, int lane) {
+PRIMITIVE void hide_rows(const Sequence& s, Fragment& scores, const RowNumbers& numbers, int key, int lane) {
 #pragma unroll
   for (int i = 0; i < 32; i++) {
-    const Seen seen(p, numbers.position[fragment_column(i, lane)]);
+    const Seen seen(s, numbers.position[fragment_column(i, lane)]);
     const int own = key + lane / 4 + 8 * fragment_row(i);
     if (own < seen.first || own > seen.last) scores[i] = hidden;
   }
@@ -76,9 +79,8 @@ PRIMITIVE void hide_rows(const SinkAttention& p, Fragment& scores, const RowNumb
 
 // P^T of S^T, in place.
 PRIMITIVE void to_probabilities(const SinkAttention& p, Fragment& scores, const RowNumbers& numbers, int lane) {
-  const float scale_log2 = multiply(p.scale, log2_e);
 #pragma unroll
-  for (int i = 0; i < 32; i++) scores[i] = probability(scores[i], scale_log2, numbers.lse2[fragment_column(i, lane)]);
+  for (int i = 0; i < 32; i++) scores[i] = probability(scores[i], p.scale_log2, numbers.lse2[fragment_column(i, lane)]);
 }
 
 // dS^T of P^T and dP^T, in the latter's place.
@@ -123,11 +125,14 @@ struct RowPair {
     }
   }
 
+  PRIMITIVE void hide_keys(const Sequence& s, Fragment& scores, int key_first, int lane) const {
+    sink_attention::hide_keys(scores, {Seen(s, positions[0]), Seen(s, positions[1])}, key_first, lane);
+  }
+
   // P of S, in place.
   PRIMITIVE void to_probabilities(const SinkAttention& p, Fragment& scores) const {
-    const float scale_log2 = multiply(p.scale, log2_e);
 #pragma unroll
-    for (int i = 0; i < 32; i++) scores[i] = probability(scores[i], scale_log2, lse2[fragment_row(i)]);
+    for (int i = 0; i < 32; i++) scores[i] = probability(scores[i], p.scale_log2, lse2[fragment_row(i)]);
   }
 
   // dS of P and dP, in the latter's place.

@@ -13,11 +13,11 @@ PRIMITIVE void start_product_transposed(Fragment& d, const uint32_t (&a)[4][4], 
   for (int k = 0; k < 4; k++) wgmma_m64n64k16_bf16<Major::K>(d, a[k], descriptor + 32 * k / 16, k > 0);
 }
 
-// d += a b.
-PRIMITIVE void start_sum_of_product(Fragment& d, const uint32_t (&a)[4][4], unsigned char* b) {
+// d = a b, plus d where `accumulate`.
+PRIMITIVE void start_sum_of_product(Fragment& d, const uint32_t (&a)[4][4], unsigned char* b, bool accumulate = true) {
   const uint64_t descriptor = wgmma_descriptor(b);
 #pragma unroll
-  for (int k = 0; k < 4; k++) wgmma_m64n64k16_bf16<Major::MN>(d, a[k], descriptor + 2048 * k / 16, true);
+  for (int k = 0; k < 4; k++) wgmma_m64n64k16_bf16<Major::MN>(d, a[k], descriptor + 2048 * k / 16, k > 0 || accumulate);
 }
 
 }  // namespace sink_attention

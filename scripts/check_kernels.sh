@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Compiles every kernel to machine code for sm_90a and compares what it takes of the machine with kernels/resources.txt:
-# registers a thread, shared memory a block, spills (none allowed), and its tensor-core instructions (HMMA of a warp, HGMMA
-# of a warpgroup). Needs no GPU. The compiler is pinned, so that the table is exact.
+# registers a thread, shared memory a block, spills (none allowed), its tensor-core instructions (HMMA of a warp, HGMMA of a
+# warpgroup), how many of these and of LDSM transpose an operand, and its proxy fences (FENCE.VIEW): what the CPU takes on
+# trust. Needs no GPU. The compiler is pinned, so that the table is exact.
 #
 #   scripts/check_kernels.sh             compares
 #   scripts/check_kernels.sh --update    writes the table anew: look at its difference before you commit it
@@ -57,7 +58,8 @@ size() { awk -v name="$1" '$1 == name { found = $2 } END { print found + 0 }' "$
 
 {
     echo "# What each kernel takes of an sm_90a machine. Written by scripts/check_kernels.sh --update, compared in CI."
-    printf '%-32s %9s %7s %13s %14s %6s %6s %6s\n' kernel registers threads static_shared dynamic_shared spills HMMA HGMMA
+    printf '%-32s %9s %7s %13s %14s %6s %6s %6s %10s %6s\n' kernel registers threads static_shared dynamic_shared spills \
+        HMMA HGMMA transposed fences
     for report in "$scratch"/*.report; do
         name=$(basename "$report" .report)
         # kernel registers static_shared stack+spills
@@ -68,25 +70,25 @@ size() { awk -v name="$1" '$1 == name { found = $2 } END { print found + 0 }' "$
                 $1 == "used" { m = 0; for (i = 4; i < NF; i++) if ($(i + 1) == "bytes" && $(i + 2) ~ /^smem/) m = $i; print k, $2, m, s }' |
             sort | while read -r kernel registers static spills; do
             products=$(awk -v k="$kernel" '$1 == "Function" { on = $3 == k } on && /HMMA/ { h++ } on && /HGMMA/ { g++ }
-                END { print h + 0, g + 0 }' "$scratch/$name.sass")
+                on && /tnsp|LDSM.*MT88/ { t++ } on && /FENCE.VIEW/ { f++ } END { print h + 0, g + 0, t + 0, f + 0 }' "$scratch/$name.sass")
             # A check's launch is its own affair, not the header's.
             short=${kernel#sink_attention_}
-            # shellcheck disable=SC2086 # two numbers
-            printf '%-32s %9d %7d %13d %14d %6d %6d %6d\n' "$kernel" "$registers" "$(size "${short}_threads")" "$static" \
+            # shellcheck disable=SC2086 # four numbers
+            printf '%-32s %9d %7d %13d %14d %6d %6d %6d %10d %6d\n' "$kernel" "$registers" "$(size "${short}_threads")" "$static" \
                 "$(size "${short}_shared_bytes")" "$spills" $products
         done
     done
 } >"$scratch/resources.txt"
 
 failed=0
-while read -r kernel _ _ _ _ spills hmma hgmma; do
+while read -r kernel _ _ _ _ spills hmma hgmma _; do
     case $kernel in '#' | kernel) continue ;; esac
     if [ "$spills" != 0 ]; then
         echo "check_kernels: $kernel keeps $spills bytes in local memory (stack or spills): use fewer registers" >&2
         failed=1
     fi
     case $kernel in
-        *forward* | *_dkv* | *_dq*)
+        *forward* | *_chunk* | *_dkv* | *_dq*)
             if [ $((hmma + hgmma)) = 0 ]; then
                 echo "check_kernels: $kernel has no tensor-core instruction" >&2
                 failed=1

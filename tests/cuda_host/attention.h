@@ -58,15 +58,32 @@ struct Kernel {
 };
 struct Family {
   const char* name;
-  Kernel forward, delta, dkv;
+  Kernel forward;
+  Kernel chunk, merge;  // the forward, spread
+  Kernel delta, dkv;
   int dkv_keys;  // keys of a tile
   Kernel dq, dsinks;
 };
 const std::vector<Family>& families();
 
+// Puts a small problem at large offsets, in memory that is addressed but not there.
+struct Far {
+  int tokens = 0;           // before the first of the problem's
+  int keys = 0;             // key rows before the first; a multiple of 64
+  int kv_token_stride = 0;  // in the place of the problem's
+};
+
 // Fills out and lse.
-void forward(const cuda_host::Options& options, const Family& family, const Problem& problem, Results& results);
-// Fills the rest from out and lse.
-void backward(const cuda_host::Options& options, const Family& family, const Problem& problem, Results& results);
+void forward(const cuda_host::Options& options, const Family& family, const Problem& problem, Results& results,
+             Far far = {});
+// The same by a block a chunk of keys and a merge; `together`: how many chunks a launch, whatever the order.
+void forward_spread(const cuda_host::Options& options, const Family& family, const Problem& problem, Results& results,
+                    int together);
+// Fills the rest from out and lse. Far away, delta is read, and dsinks left out: both walk all tokens.
+void backward(const cuda_host::Options& options, const Family& family, const Problem& problem, Results& results,
+              Far far = {});
+
+// What the kernels' arithmetic of places gets wrong at sizes that no problem here reaches; empty when nothing.
+std::string wrong_place();
 
 }  // namespace suite

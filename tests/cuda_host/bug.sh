@@ -19,6 +19,8 @@ case $file in
 esac
 case $file in
   *.cu) changed=$file ;;
+  *_softmax.cuh) changed=sink_attention_forward.cu ;;
+  *_gradients.cuh) changed="sink_attention_backward.cu attention" ;;
   *) changed="$sources attention" ;;
 esac
 

@@ -80,7 +80,7 @@ Problem make(const Shape& shape, uint64_t seed) {
   for (int row = 0; row < problem.keys(); row++)
     for (int i = 0; i < problem.kv_heads * 64; i++) {
       problem.k[size_t(row) * problem.kv_stride() + i] = to_bf16(random.normal());
-      problem.v[size_t(row) * problem.kv_stride() + i] = to_bf16(random.normal());
+      problem.v[size_t(row) * problem.kv_stride() + i] = to_bf16(random.normal() * shape.value_size);
     }
   if (!shape.paged) return problem;
   Problem paged = without_keys(problem);
@@ -94,7 +94,7 @@ Problem make(const Shape& shape, uint64_t seed) {
   return paged;
 }
 
-Problem in_chunks(const Problem& training, int chunk) {
+Problem in_pieces(const Problem& training, int piece) {
   Problem cache = without_keys(training);  // one sequence each, to fill the pages
   make_pages(cache, training.k_lengths);
   for (int sequence = 0; sequence < training.sequences(); sequence++)
@@ -105,12 +105,13 @@ Problem in_chunks(const Problem& training, int chunk) {
   rollout.dout = training.dout;
   rollout.page_table.clear();
   for (int sequence = 0; sequence < training.sequences(); sequence++)
-    for (int first = 0; first < training.q_lengths[sequence]; first += chunk) {
-      const int last = std::min(first + chunk, training.q_lengths[sequence]);
+    for (int first = 0; first < training.q_lengths[sequence]; first += piece) {
+      const int last = std::min(first + piece, training.q_lengths[sequence]);
+      const int keys = training.k_lengths[sequence] - training.q_lengths[sequence] + last;
       rollout.q_lengths.push_back(last - first);
-      rollout.k_lengths.push_back(last);
+      rollout.k_lengths.push_back(keys);
       for (int page = 0; page < cache.pages_max; page++) {
-        const bool used = page < (last + 63) / 64;
+        const bool used = page < (keys + 63) / 64;
         rollout.page_table.push_back(used ? cache.page_table[sequence * cache.pages_max + page] : -1);
       }
     }
@@ -139,6 +140,7 @@ const std::vector<Shape>& shapes() {
       return list.back();
     };
     add("odd lengths, two kv heads", {1, 2, 15, 17, 63, 64, 65, 0, 127, 129, 1}).kv_heads = 2;
+    list.back().sinks = {0.5f, -2, 3, 0, 1.5f, -1, 2, 1, -3};  // 9 over 16 heads: no two key-value heads have the same
     add("long", {400, 257});
     add("window 1", {1, 70, 130}).window = 1;
     add("window 5", {200, 3}).window = 5;
@@ -163,6 +165,15 @@ const std::vector<Shape>& shapes() {
     add("more keys than queries, window 70", {20, 100}).k_lengths = {180, 101};
     list.back().window = 70;
     add("fewer keys than queries", {10, 70}).k_lengths = {4, 66};
+    add("chunks of keys", {3, 2, 9, 1, 4}).k_lengths = {511, 512, 516, 1024, 1027};
+    list.back().group = 3;
+    list.back().kv_heads = 2;
+    list.back().sinks = {0.5f, -2, 3, 0, 1.5f};
+    add("chunks of keys, extreme scores and sinks", {5, 3}).k_lengths = {515, 1025};
+    list.back().score_size = 20;
+    list.back().sinks = {50, -50, -1e9f, 0};
+    add("chunks of keys, window 520", {20, 9}).k_lengths = {1040, 530};
+    list.back().window = 520;
     add("paged", {40, 1, 0, 1, 65, 1}).k_lengths = {140, 1, 0, 64, 65, 333};
     list.back().paged = true;
     list.back().kv_heads = 2;
@@ -174,14 +185,35 @@ const std::vector<Shape>& shapes() {
   return all;
 }
 
+const std::vector<Shape>& chunk_shapes() {
+  static const std::vector<Shape> all = {
+      {"511 to 514 keys", {4}, {514}, 2, 3, 0, 1, {0.5f, -2, 3, 0, 1.5f}},
+      {"1,023 to 1,025 keys", {3}, {1025}, 1, 5},
+      {"window 100 across an edge", {8}, {600}, 1, 3, 100},
+      {"window 520, first chunk hidden from some", {14}, {1037}, 1, 3, 520},
+      {"extreme scores and sinks", {3}, {1026}, 1, 8, 0, 20, {50, -50, -1e9f, 0}},
+      {"values that underflow", {3}, {1030}, 1, 2, 0, 1, {50, 40}, 0, false, 1e-30f},
+  };
+  return all;
+}
+
+const std::vector<Shape>& small_chunk_shapes() {
+  static const std::vector<Shape> all = {
+      {"window 520, first chunk hidden from some", {3}, {1032}, 1, 3, 520},
+      {"three chunks, the last hidden from some", {4}, {1027}, 1, 5, 0, 1, {0.5f, -1e9f, 2}},
+      {"values that underflow", {1, 1}, {515, 1030}, 1, 3, 0, 1, {50, 40, 0}, 0, false, 1e-30f},
+  };
+  return all;
+}
+
 const std::vector<Shape>& small_shapes() {
   static const std::vector<Shape> all = [] {
     std::vector<Shape> list;
-    list.push_back({"small", {1, 40, 0, 65}, {}, 2, 3});
+    list.push_back({"small", {1, 40, 0, 65}, {}, 2, 3, 0, 1, {0.5f, -2, 3, 0, 1.5f}});
     list.push_back({"small, window 20", {130, 7}, {150, 7}, 1, 8, 20});
     list.push_back({"small, window 100, padded", {150}, {}, 1, 2, 100, 1, {0.5f, -1}, 8});
     list.push_back({"small, extreme", {70}, {}, 1, 4, 0, 20, {50, -50, -1e9f, 0}});
-    list.push_back({"small, many keys", {20, 1}, {470, 600}, 1, 2});
+    list.push_back({"small, many keys", {20, 2}, {470, 523}, 1, 2});
     list.push_back({"small, paged", {1, 3, 20, 0}, {130, 64, 85, 0}, 1, 8, 70, 1, {0.5f}, 0, true});
     return list;
   }();

@@ -2,7 +2,7 @@
 
 use super::launch::{Addresses, kernel_set, launch};
 use crate::ops::sink_attention::kernels::{
-    BLOCK_KEYS, DELTA_ROWS, HEAD_DIM, KernelSet, SinkAttentionParams, Tile,
+    BLOCK_KEYS, DELTA_ROWS, HEAD_DIM, KernelSet, PART_OUT, PART_SUMS, SinkAttentionParams, Tile,
 };
 use crate::ops::sink_attention::plan::{Argument, Sequences, check_attention};
 use crate::ops::sink_attention::{Attention, NO_SINK};
@@ -57,11 +57,16 @@ pub struct Prepared {
     attention: Attention,
     tokens: usize,
     query_tiles: usize,
+    chunk_tiles: usize,
     key_tiles: usize,
+    /// Parts of a spread forward: tokens × chunks of keys of every sequence.
+    parts: usize,
+    /// Whether the forward runs a block a chunk of keys, and a merge: the same bits.
+    spread: bool,
     /// The arrays of the parameters, one after the other.
     arrays: CudaSlice<i32>,
-    /// Where each begins, in elements: query bounds, key bounds, query tiles, key tiles, page table.
-    starts: [usize; 5],
+    /// Where each begins, in elements: query bounds, key bounds, query tiles, key tiles, chunk tiles, part starts, page table.
+    starts: [usize; 7],
     pages_max: Option<usize>,
     /// In the place of sinks for the arm without them.
     no_sinks: Option<CudaSlice<f32>>,
@@ -91,14 +96,20 @@ impl Prepared {
         }
         let query_tiles = sequences.query_tiles(attention);
         let key_tiles = sequences.key_tiles(attention, kernels.dkv_keys);
+        let spread = sequences.spreads(attention);
+        // Only a spread forward reads them.
+        let chunk_tiles = if spread { sequences.chunk_tiles(attention) } else { vec![] };
+        let part_starts = if spread { sequences.part_starts() } else { vec![0] };
         let flat = |tiles: &[Tile]| tiles.iter().flat_map(|t| [t.sequence, t.first]).collect::<Vec<_>>();
         let mut arrays: Vec<i32> = vec![];
-        let mut starts = [0; 5];
+        let mut starts = [0; 7];
         let parts = [
             sequences.query_bounds(),
             sequences.key_bounds(),
             flat(&query_tiles),
             flat(&key_tiles),
+            chunk_tiles.iter().flat_map(|t| [t.tile.sequence, t.tile.first, t.chunk]).collect(),
+            part_starts.clone(),
             pages.map_or(vec![], |(table, _)| table.to_vec()),
         ];
         for (start, part) in starts.iter_mut().zip(parts) {
@@ -116,6 +127,9 @@ impl Prepared {
             attention: *attention,
             tokens,
             query_tiles: query_tiles.len(),
+            chunk_tiles: chunk_tiles.len(),
+            parts: part_starts.last().map_or(0, |&parts| parts as usize),
+            spread,
             key_tiles: key_tiles.len(),
             arrays: device.clone_htod(&arrays)?,
             starts,
@@ -170,7 +184,9 @@ impl Prepared {
             sinks,
             cu_seqlens_q: array(0),
             cu_seqlens_k: array(1),
-            page_table: if self.pages_max.is_some() { array(4) } else { 0 },
+            page_table: if self.pages_max.is_some() { array(6) } else { 0 },
+            chunk_tiles: array(4),
+            part_starts: array(5),
             tokens: self.tokens as i32,
             heads: heads as i32,
             kv_heads: kv_heads as i32,
@@ -179,6 +195,7 @@ impl Prepared {
             pages_max: self.pages_max.unwrap_or(0) as i32,
             window,
             scale: self.attention.scale(),
+            scale_log2: self.attention.scale() * std::f32::consts::LOG2_E,
             ..SinkAttentionParams::default()
         })
     }
@@ -219,10 +236,27 @@ impl Prepared {
             lse: at.write(&mut outputs.lse),
             ..self.params(inputs, &mut at)?
         };
-        let blocks = self.query_tiles * self.attention.kv_heads;
+        let Attention { heads, kv_heads, .. } = self.attention;
+        let KernelSet { forward, chunk, merge, .. } = self.kernels;
+        let blocks = self.query_tiles * kv_heads;
         // SAFETY: every address is of memory that lives past the launch and has the size that the header states: the
-        // inputs were checked, the outputs made by `outputs`. Pages were checked against the table's width.
-        unsafe { launch(&self.device, &self.kernels.forward, &params, blocks) }
+        // inputs were checked, the outputs made by `outputs`. Pages were checked against the table's width. The first
+        // kernel writes every part that the second reads; both run on one stream, and so does the release of the parts.
+        unsafe {
+            if !self.spread {
+                return launch(&self.device, forward, &params, blocks);
+            }
+            let mut part_out: CudaSlice<f32> = self.device.alloc(self.parts * heads * PART_OUT)?;
+            let mut part_sums: CudaSlice<f32> = self.device.alloc(self.parts * heads * PART_SUMS)?;
+            let mut at = Addresses::new(&stream);
+            let params = SinkAttentionParams {
+                part_out: at.write(&mut part_out),
+                part_sums: at.write(&mut part_sums),
+                ..params
+            };
+            launch(&self.device, chunk, &params, self.chunk_tiles * kv_heads)?;
+            launch(&self.device, merge, &params, blocks)
+        }
     }
 
     /// Starts the backward of [`Prepared::forward`]: `dout` `[T, N, 64]`. For packed keys alone.

@@ -12,6 +12,16 @@ pub struct Tile {
     pub first: i32,
 }
 
+/// `ChunkTile` of the header: a [`Tile`] of packed rows and one chunk of keys that they see.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
+pub struct ChunkTile {
+    /// The rows.
+    pub tile: Tile,
+    /// Keys from [`CHUNK_KEYS`] times this.
+    pub chunk: i32,
+}
+
 /// `SinkAttention` of the header, which says what each field is. Pointers are addresses on the device.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
@@ -25,6 +35,10 @@ pub struct SinkAttentionParams {
     pub cu_seqlens_k: u64,
     pub page_table: u64,
     pub tiles: u64,
+    pub chunk_tiles: u64,
+    pub part_starts: u64,
+    pub part_out: u64,
+    pub part_sums: u64,
     pub out: u64,
     pub lse: u64,
     pub dout: u64,
@@ -41,10 +55,12 @@ pub struct SinkAttentionParams {
     pub pages_max: i32,
     pub window: i32,
     pub scale: f32,
+    pub scale_log2: f32,
 }
 
-const _: () = assert!(size_of::<SinkAttentionParams>() == 160 && align_of::<SinkAttentionParams>() == 8);
+const _: () = assert!(size_of::<SinkAttentionParams>() == 200 && align_of::<SinkAttentionParams>() == 8);
 const _: () = assert!(size_of::<Tile>() == 8 && align_of::<Tile>() == 4);
+const _: () = assert!(size_of::<ChunkTile>() == 12 && align_of::<ChunkTile>() == 4);
 
 /// A C type of the header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,10 +80,11 @@ macro_rules! fields {
 }
 
 /// Name, C type and offset in bytes of every field, in order.
-pub const FIELDS: [(&str, CType, usize); 24] = fields! {
-    Pointer: q k v sinks cu_seqlens_q cu_seqlens_k page_table tiles out lse dout delta dq dk dv dsinks;
+pub const FIELDS: [(&str, CType, usize); 29] = fields! {
+    Pointer: q k v sinks cu_seqlens_q cu_seqlens_k page_table tiles chunk_tiles part_starts part_out
+        part_sums out lse dout delta dq dk dv dsinks;
     Int: tokens heads kv_heads kv_token_stride kv_head_stride pages_max window;
-    Float: scale;
+    Float: scale scale_log2;
 };
 
 /// The head size that the kernels are written for.
@@ -76,6 +93,12 @@ pub const HEAD_DIM: usize = 64;
 pub const TILE_ROWS: usize = 128;
 /// Keys a step; keys of a page.
 pub const BLOCK_KEYS: usize = 64;
+/// Keys whose softmax starts anew, at absolute multiples.
+pub const CHUNK_KEYS: usize = 512;
+/// Floats of a part, a row's state over one chunk: its output, and four lanes' maximum and sum.
+pub const PART_OUT: usize = HEAD_DIM;
+/// See [`PART_OUT`].
+pub const PART_SUMS: usize = 8;
 
 /// One kernel: where it is, and how it is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -100,6 +123,10 @@ pub struct KernelSet {
     pub name: &'static str,
     /// Blocks: query tiles × key-value heads.
     pub forward: Kernel,
+    /// One chunk of the forward. Blocks: chunk tiles × key-value heads.
+    pub chunk: Kernel,
+    /// The chunks taken together. Blocks: query tiles × key-value heads.
+    pub merge: Kernel,
     /// Blocks: rows of [T, N] by [`DELTA_ROWS`].
     pub delta: Kernel,
     /// Blocks: key tiles × key-value heads.
@@ -125,7 +152,9 @@ const fn kernel(function: &'static str, file: &'static str, threads: usize, shar
 /// Warp-wide tensor-core products, `mma.sync`.
 pub const MMA: KernelSet = KernelSet {
     name: "mma.sync",
-    forward: kernel("sink_attention_forward", "sink_attention_forward", 128, TILE_BYTES + 4 * BLOCK_BYTES),
+    forward: kernel("sink_attention_forward", "sink_attention_forward", 128, FORWARD_BYTES),
+    chunk: kernel("sink_attention_chunk", "sink_attention_forward", 128, FORWARD_BYTES),
+    merge: kernel("sink_attention_merge", "sink_attention_forward", 128, 0),
     delta: kernel("sink_attention_delta", "sink_attention_backward", 256, 0),
     dkv: kernel("sink_attention_dkv", "sink_attention_backward", 128, 6 * BLOCK_BYTES + 2 * 3 * 64 * 4),
     dkv_keys: BLOCK_KEYS,
@@ -140,7 +169,13 @@ pub const WGMMA: KernelSet = KernelSet {
         "sink_attention_forward_hopper",
         "sink_attention_forward_hopper",
         256,
-        TILE_BYTES + RING_BYTES,
+        KEPT_BYTES + RING_BYTES,
+    ),
+    chunk: kernel(
+        "sink_attention_chunk_hopper",
+        "sink_attention_forward_hopper",
+        256,
+        KEPT_BYTES + RING_BYTES,
     ),
     dkv: kernel(
         "sink_attention_dkv_hopper",
@@ -158,5 +193,8 @@ pub const WGMMA: KernelSet = KernelSet {
     ..MMA
 };
 
+/// What the rows of a tile keep: eleven times 16 bytes for each lane of the warp that has 16 of them.
+const KEPT_BYTES: usize = TILE_ROWS / 16 * 32 * 11 * 16;
+const FORWARD_BYTES: usize = TILE_BYTES + 4 * BLOCK_BYTES + KEPT_BYTES;
 /// Four stages of a block of keys and of values, two barriers each.
 const RING_BYTES: usize = 4 * (2 * BLOCK_BYTES + 2 * 8);

@@ -3,9 +3,15 @@
 //! Plain functions of numbers: they need no GPU, and are tested without one.
 
 use super::Attention;
-use super::kernels::{BLOCK_KEYS, HEAD_DIM, TILE_ROWS, Tile};
+use super::kernels::{BLOCK_KEYS, CHUNK_KEYS, ChunkTile, HEAD_DIM, PART_OUT, PART_SUMS, TILE_ROWS, Tile};
 use candle_core::{DType, Layout, Result, bail};
 use std::cmp::Reverse;
+use std::ops::Range;
+
+/// Blocks of the forward that a GPU of the kernels' kind holds at a time: 132 multiprocessors, two each.
+const BLOCKS_AT_ONCE: usize = 264;
+/// Memory that a spread forward may take for its parts.
+const PARTS_BYTES_MAX: usize = 256 << 20;
 
 /// Refuses a device that the kernels are not compiled for. They are `sm_90a` code, which runs on that and nothing else.
 ///
@@ -171,8 +177,8 @@ impl Sequences {
         bounds(&self.keys)
     }
 
-    /// The forward's and dQ's tiles, those that see the most keys first.
-    pub fn query_tiles(&self, attention: &Attention) -> Vec<Tile> {
+    /// Every query tile in order, and the keys that its rows see between them.
+    fn rows_and_keys(&self, attention: &Attention) -> Vec<(Tile, Range<usize>)> {
         let group = attention.heads / attention.kv_heads;
         let mut tiles = vec![];
         for (s, (&queries, &keys)) in self.queries.iter().zip(&self.keys).enumerate() {
@@ -180,12 +186,44 @@ impl Sequences {
             let rows = queries * group;
             for first in (0..rows).step_by(TILE_ROWS) {
                 let last = (first + TILE_ROWS).min(rows) - 1;
-                let blocks =
-                    position(last) / BLOCK_KEYS - attention.first_key(position(first)) / BLOCK_KEYS + 1;
-                tiles.push((blocks, Tile { sequence: s as i32, first: first as i32 }));
+                let seen = attention.first_key(position(first))..position(last) + 1;
+                tiles.push((Tile { sequence: s as i32, first: first as i32 }, seen));
             }
         }
-        most_work_first(tiles)
+        tiles
+    }
+
+    /// The forward's and dQ's tiles, those that see the most keys first.
+    pub fn query_tiles(&self, attention: &Attention) -> Vec<Tile> {
+        let tiles = self.rows_and_keys(attention).into_iter();
+        let blocks = |seen: Range<usize>| seen.end.div_ceil(BLOCK_KEYS) - seen.start / BLOCK_KEYS;
+        most_work_first(tiles.map(|(tile, seen)| (blocks(seen), tile)).collect())
+    }
+
+    /// Every query tile with each chunk of keys that one of its rows sees: the blocks of a spread forward.
+    pub fn chunk_tiles(&self, attention: &Attention) -> Vec<ChunkTile> {
+        let chunks = |seen: Range<usize>| seen.start / CHUNK_KEYS..seen.end.div_ceil(CHUNK_KEYS);
+        let tiles = self.rows_and_keys(attention).into_iter();
+        tiles
+            .flat_map(|(tile, seen)| chunks(seen).map(move |chunk| ChunkTile { tile, chunk: chunk as i32 }))
+            .collect()
+    }
+
+    /// `part_starts` of the header: each sequence's first part, and the number of parts at the end.
+    pub fn part_starts(&self) -> Vec<i32> {
+        let parts = self.queries.iter().zip(&self.keys).map(|(q, k)| q * k.div_ceil(CHUNK_KEYS));
+        bounds(&parts.collect::<Vec<_>>())
+    }
+
+    /// Whether the forward's work is given to a block a chunk, and merged. The bits are the same: it is worth it where
+    /// the tiles leave a part of the GPU idle and see many keys, as in a decode of few long sequences.
+    pub fn spreads(&self, attention: &Attention) -> bool {
+        let tiles = self.query_tiles(attention).len();
+        let parts: usize = self.queries.iter().zip(&self.keys).map(|(q, k)| q * k.div_ceil(CHUNK_KEYS)).sum();
+        let bytes = parts.saturating_mul(attention.heads * (PART_OUT + PART_SUMS) * 4);
+        tiles * attention.kv_heads < BLOCKS_AT_ONCE
+            && self.chunk_tiles(attention).len() >= 2 * tiles
+            && bytes <= PARTS_BYTES_MAX
     }
 
     /// Refuses a sequence of more rows than the kernels can count.

@@ -2,7 +2,7 @@
 //! No GPU is needed for any of it.
 
 use candle_core::{DType, Device, Tensor};
-use rloss::ops::sink_attention::kernels::{self, CType, FIELDS, SinkAttentionParams, Tile};
+use rloss::ops::sink_attention::kernels::{self, CType, ChunkTile, FIELDS, SinkAttentionParams, Tile};
 use rloss::ops::sink_attention::plan::{Argument, Sequences, check_attention, check_device};
 use rloss::ops::sink_attention::{Attention, sink_attention};
 
@@ -38,6 +38,7 @@ fn the_parameters_are_the_headers_field_by_field() {
     assert_eq!(fields, mirror);
     assert_eq!(offset.next_multiple_of(8), size_of::<SinkAttentionParams>());
     assert_eq!(body(&header(), "struct Tile {"), ["int32_t sequence;", "int32_t first;"]);
+    assert_eq!(body(&header(), "struct ChunkTile {"), ["Tile tile;", "int32_t chunk;"]);
 }
 
 /// A number that the header gives.
@@ -54,6 +55,7 @@ fn the_launch_sizes_are_the_headers() {
     assert_eq!(kernels::HEAD_DIM, constant("head_dim"));
     assert_eq!(kernels::TILE_ROWS, constant("tile_rows"));
     assert_eq!(kernels::BLOCK_KEYS, constant("block_keys"));
+    assert_eq!(kernels::CHUNK_KEYS, constant("chunk_keys"));
     assert_eq!(kernels::DELTA_ROWS, constant("delta_rows"));
     assert_eq!(
         (kernels::MMA.dkv_keys, kernels::WGMMA.dkv_keys),
@@ -66,9 +68,9 @@ fn the_launch_sizes_are_the_headers() {
         let line = line.unwrap_or_else(|| panic!("{kernel} is not in resources.txt"));
         line.split_whitespace().skip(1).map(|x| x.parse().unwrap()).collect()
     };
-    let all = |set: &kernels::KernelSet| [set.forward, set.delta, set.dkv, set.dq, set.dsinks];
+    let all = |set: &kernels::KernelSet| [set.forward, set.chunk, set.merge, set.delta, set.dkv, set.dq, set.dsinks];
     for kernel in kernels::KERNEL_SETS.iter().flat_map(all) {
-        let [_registers, threads, _static, dynamic_shared, spills, _, _] = row(kernel.function)[..] else {
+        let [_registers, threads, _static, dynamic_shared, spills, ..] = row(kernel.function)[..] else {
             panic!("resources.txt has other columns")
         };
         assert_eq!((kernel.threads, kernel.shared_bytes, spills), (threads, dynamic_shared, 0), "{kernel:?}");
@@ -112,6 +114,47 @@ fn tiles_cover_all_rows_and_keys_once() {
             counts.iter().sum::<usize>() + held.iter().sum::<usize>()
         );
     }
+}
+
+/// Of every tile exactly the chunks that one of its rows sees, whatever the window; a part for every token and chunk.
+#[test]
+fn chunk_tiles_are_the_chunks_that_a_tile_sees() {
+    let sequences = Sequences::cached(&[1, 0, 40, 1, 3], &[510, 7, 1000, 1024, 0]).unwrap();
+    for window in [None, Some(1), Some(100), Some(520), Some(5000)] {
+        let attention = attention(6, 2, window);
+        let mut expected = vec![];
+        for (s, (count, held)) in [(1, 510), (0, 7), (40, 1000), (1, 1024), (3, 0)].into_iter().enumerate() {
+            for first in (0..3 * count).step_by(128) {
+                let rows = first..(first + 128).min(3 * count);
+                let sees = |row: usize, chunk: usize| {
+                    let position = held + row / 3;
+                    let keys = (position + 1).saturating_sub(window.unwrap_or(usize::MAX))..=position;
+                    (512 * chunk..512 * chunk + 512).any(|key| keys.contains(&key))
+                };
+                for chunk in (0..4).filter(|&chunk| rows.clone().any(|row| sees(row, chunk))) {
+                    let tile = Tile { sequence: s as i32, first: first as i32 };
+                    expected.push(ChunkTile { tile, chunk: chunk as i32 });
+                }
+            }
+        }
+        assert_eq!(sequences.chunk_tiles(&attention), expected, "window {window:?}");
+    }
+    // Tokens times chunks: 1 x 1, 0 x 1, 40 x 3, 1 x 3, 3 x 1.
+    assert_eq!(sequences.part_starts(), [0, 1, 1, 121, 124, 127]);
+}
+
+#[test]
+fn few_long_sequences_are_spread_and_nothing_else() {
+    let decode = |sequences: usize, keys: usize, window| {
+        let launch = Sequences::cached(&vec![1; sequences], &vec![keys - 1; sequences]).unwrap();
+        launch.spreads(&attention(64, 8, window))
+    };
+    assert!(decode(1, 8192, None) && decode(32, 1024, None) && decode(1, 1 << 17, None));
+    assert!(!decode(1, 512, None), "one chunk");
+    assert!(!decode(33, 8192, None), "the tiles fill the GPU");
+    assert!(!decode(1, 1 << 17, Some(128)), "a window sees one or two chunks of many");
+    let prefill = Sequences::cached(&[500], &[1 << 17]).unwrap();
+    assert!(!prefill.spreads(&attention(64, 8, None)), "the parts take too much memory");
 }
 
 #[test]

@@ -1,0 +1,171 @@
+// The forward's softmax over chunks of keys: one definition for every kernel.
+//
+// A row's keys are taken in chunks of 512 at absolute positions. In each, an online softmax starts anew: its maximum at
+// the sink, its sum and output at 0. The row's state (maximum, sum, output) starts so too, and takes in one chunk after
+// the other, ascending, by Merge: whoever walks the chunks, one block all of them or each a block of its own, does the
+// same operations in the same order. A maximum that starts at the sink is finite and none is below it, so a chunk, or a
+// block, of hidden keys changes nothing: factors of exactly 1 and sums of exactly 0. The sink is counted once, by Total.
+#pragma once
+
+#include "sink_attention.cuh"
+
+namespace sink_attention {
+
+// Takes a chunk's state into that of the chunks before it: `merge(earlier, later)` for the sum and each output.
+struct Merge {
+  float earlier;  // the factors
+  float later;
+
+  // `maximum`, the chunk's, becomes that of both.
+  static PRIMITIVE Merge of(float earlier_maximum, float& maximum) {
+    const float chunk_maximum = maximum;
+    maximum = fmaxf(earlier_maximum, chunk_maximum);
+    return {exp2_approx(add(earlier_maximum, -maximum)), exp2_approx(add(chunk_maximum, -maximum))};
+  }
+
+  PRIMITIVE float operator()(float before, float chunk) const {
+    return multiply_add(before, earlier, multiply(chunk, later));
+  }
+};
+
+// The whole of the sums that a row's four lanes hold of their columns.
+PRIMITIVE float sum_of_lanes(float sum) {
+  sum = add(sum, shuffle_xor(sum, 1));
+  return add(sum, shuffle_xor(sum, 2));
+}
+
+// The end of a row.
+struct Total {
+  float share;  // of one in the whole sum
+  float lse;
+
+  PRIMITIVE Total(float maximum, float sum, float scaled_sink) {
+    const float total = add(sum, exp2_approx(add(scaled_sink, -maximum)));
+    share = 1.0f / total;
+    lse = multiply(add(maximum, log2_approx(total)), ln_2);
+  }
+
+  // Adding 0 makes a -0 that underflow left behind the +0 that it is after a hidden chunk.
+  PRIMITIVE float operator()(float out) const { return multiply_add(out, share, 0.0f); }
+};
+
+// What a fragment's rows g and g + 8 keep in shared memory, for registers do not suffice: each lane its own numbers.
+struct KeptRows {
+  float4* own;  // this lane's first
+
+  PRIMITIVE KeptRows(unsigned char* shared, int lane) : own(reinterpret_cast<float4*>(shared) + lane) {}
+
+  PRIMITIVE int lane() const { return shared_address(own) / 16 % 32; }
+  PRIMITIVE float4& output(int i) const { return own[32 * i]; }  // of the chunks before, elements 4i to 4i + 3
+  PRIMITIVE float4& sums() const { return own[32 * 8]; }         // of the chunks before, two maxima and two sums
+  PRIMITIVE float2& sinks() const { return *reinterpret_cast<float2*>(own + 32 * 9); }  // scaled
+  PRIMITIVE Range& whole() const { return reinterpret_cast<Range*>(own + 32 * 9)[1]; }  // see blocks_seen_whole
+  PRIMITIVE int4& seen() const { return *reinterpret_cast<int4*>(own + 32 * 10); }       // the first and the last key
+
+  PRIMITIVE void start(const SinkAttention& p, const Sequence& s, Range whole_blocks, int first_row, int lane) const {
+    const int row = first_row + lane / 4;
+    const Seen a(s, s.position(row)), b(s, s.position(row + 8));
+    sinks() = make_float2(multiply(p.sinks[s.head(row)], log2_e), multiply(p.sinks[s.head(row + 8)], log2_e));
+    whole() = whole_blocks;
+    seen() = make_int4(a.first, a.last, b.first, b.last);
+  }
+
+  // Hides what a row does not see of key block `block`.
+  PRIMITIVE void hide_keys(Fragment& scores, int block, int lane) const {
+    if (whole().has(block)) return;
+    const int4 both = seen();
+    sink_attention::hide_keys(scores, {Seen(both.x, both.y), Seen(both.z, both.w)}, block * block_keys, lane);
+  }
+};
+
+// Online softmax of two rows (g and g + 8) over a chunk, in base 2.
+struct Softmax {
+  float maximum[2];  // of the scaled scores and the sink
+  float sum[2];      // of this lane's own columns
+
+  PRIMITIVE void start_chunk(const KeptRows& kept) {
+    const float2 sinks = kept.sinks();
+    maximum[0] = sinks.x;
+    maximum[1] = sinks.y;
+    sum[0] = sum[1] = 0.0f;
+  }
+
+  // Turns a block of scores into exp2(scaled score - maximum); the sums over the blocks before it shrink by `shrink`.
+  PRIMITIVE void step(const SinkAttention& p, Fragment& scores, float (&shrink)[2]) {
+#pragma unroll
+    for (int row = 0; row < 2; row++) {
+      float top = scores[2 * row];
+#pragma unroll
+      for (int i = 0; i < 32; i++)
+        if (fragment_row(i) == row) top = fmaxf(top, scores[i]);
+      top = fmaxf(top, shuffle_xor(top, 1));
+      top = fmaxf(top, shuffle_xor(top, 2));
+      top = fmaxf(maximum[row], multiply(top, p.scale_log2));
+      shrink[row] = exp2_approx(add(maximum[row], -top));
+      maximum[row] = top;
+      sum[row] = multiply(sum[row], shrink[row]);
+    }
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+      const int row = fragment_row(i);
+      scores[i] = exp2_approx(multiply_add(scores[i], p.scale_log2, -maximum[row]));
+      sum[row] = add(sum[row], scores[i]);
+    }
+  }
+
+  // A chunk's end: takes it into the chunks before, in shared memory. The first is what merging it into a row's start gives.
+  PRIMITIVE void end_chunk(const Fragment& out, const KeptRows& kept, bool is_first) const {
+    if (is_first) {
+      kept.sums() = make_float4(maximum[0], maximum[1], sum[0], sum[1]);
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        kept.output(i) = make_float4(out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]);
+      return;
+    }
+    float4& sums = kept.sums();
+    float both[2] = {maximum[0], maximum[1]};
+    const Merge merge[2] = {Merge::of(sums.x, both[0]), Merge::of(sums.y, both[1])};
+    sums = make_float4(both[0], both[1], merge[0](sums.z, sum[0]), merge[1](sums.w, sum[1]));
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      float4& o = kept.output(i);
+      o = make_float4(merge[0](o.x, out[4 * i]), merge[0](o.y, out[4 * i + 1]), merge[1](o.z, out[4 * i + 2]),
+                      merge[1](o.w, out[4 * i + 3]));
+    }
+  }
+
+  // Leaves a chunk's state for sink_attention_merge.
+  PRIMITIVE void store_part(const Fragment& out, const SinkAttention& p, const Sequence& s, int chunk,
+                            int first_row, int lane) const {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = first_row + 8 * half + lane / 4;
+      if (row >= s.rows) continue;
+      const int64_t place = s.part_place(p, row, chunk);
+      p.part_sums[place * 4 + lane % 4] = make_float2(maximum[half], sum[half]);
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        *reinterpret_cast<float2*>(p.part_out + place * head_dim + 8 * i + lane % 4 * 2) =
+            make_float2(out[4 * i + 2 * half], out[4 * i + 2 * half + 1]);
+    }
+  }
+};
+
+// The end of all chunks: O of a fragment's rows in `out`, and LSE to memory.
+PRIMITIVE void finish(Fragment& out, const KeptRows& kept, const SinkAttention& p, const Sequence& s, int first_row,
+                      int lane) {
+  const float2 sinks = kept.sinks();
+  const float4 sums = kept.sums();
+  const Total total[2] = {{sums.x, sum_of_lanes(sums.z), sinks.x}, {sums.y, sum_of_lanes(sums.w), sinks.y}};
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float4 o = kept.output(i);
+    out[4 * i] = total[0](o.x);
+    out[4 * i + 1] = total[0](o.y);
+    out[4 * i + 2] = total[1](o.z);
+    out[4 * i + 3] = total[1](o.w);
+  }
+  store_lse(p, s, {total[0].lse, total[1].lse}, first_row, lane);
+}
+
+}  // namespace sink_attention
