@@ -1,13 +1,18 @@
-//! Peak memory of one training pass, with recomputed layers, against experts, vocabulary and tokens.
+//! Peak memory of one training pass, with recomputed layers, against experts, vocabulary and tokens; and of loading and
+//! saving a model, against its largest tensor.
 //!
-//! A counting allocator tells the peak above what lay in memory before the pass: weights are not in it. Gradients are
-//! what the pass must give, so they are shown beside it: the whole model's, and those of its largest layer or head,
-//! of which copies exist while they are added up. `cargo bench --bench memory`.
+//! A counting allocator tells the peak above what lay in memory before: weights and gradients, which the pass adds to in
+//! place, are not in a pass's; the model that is loaded is not in the loading's. `cargo bench --bench memory`.
 
 mod models;
 
 use models::{Shape, TINY, model, sequences};
+use rloss::model::config::Form;
 use rloss::model::forward::ForwardOptions;
+use rloss::model::load::load;
+use rloss::model::names::ParameterSpec;
+use rloss::model::parameters::Parameters;
+use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::train::batch::MicroBatch;
 use rloss::train::forward_backward::{HeadGradient, Pass, PassSettings};
 use rloss::train::gradients::GradientSum;
@@ -56,35 +61,54 @@ fn measure(shape: Shape, tokens: usize) {
     .expect("pass");
     let mib = |bytes: usize| bytes as f64 / (1 << 20) as f64;
     let whole = PEAK.load(Ordering::Relaxed) - before;
-    let gradients = 4 * parameters.element_count();
-    let of_layer = |layer| {
-        let sizes = parameters.specs.iter().filter(|s| s.layer == layer).map(|s| s.element_count());
-        4 * sizes.sum::<usize>()
-    };
-    let largest = of_layer(Some(0)).max(4 * shape.vocabulary * shape.hidden);
     let logits = 4 * tokens * shape.vocabulary;
     println!(
-        "{:>8} {:>11} {:>7} {:>12.1} {:>15.1} {:>19.1} {:>22.1}",
+        "{:>8} {:>11} {:>7} {:>12.1} {:>22.1}",
         shape.experts,
         shape.vocabulary,
         tokens,
         mib(whole),
-        mib(gradients),
-        mib(largest),
         mib(logits),
+    );
+}
+
+/// The peak above what is there before and, after, `kept` bytes of what `f` gives.
+fn peak_of<T>(kept: usize, f: impl FnOnce() -> T) -> (T, usize) {
+    let before = NOW.load(Ordering::Relaxed);
+    PEAK.store(before, Ordering::Relaxed);
+    let result = f();
+    (result, (PEAK.load(Ordering::Relaxed) - before).saturating_sub(kept))
+}
+
+fn files(name: &str, shape: Shape, form: Form) {
+    let (model, parameters) = model(shape);
+    let config = &model.config;
+    let folder = std::env::temp_dir().join(format!("rloss-memory-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let tensor = |spec: &ParameterSpec| Ok(parameters.named(&spec.name)?.clone());
+    let write =
+        || save(&folder, config, form, &Companions::default(), SHARD_BYTES_MAX, tensor).expect("saved");
+    let ((), saving) = peak_of(0, write);
+    let bytes = 4 * parameters.element_count();
+    let largest = 4 * parameters.specs.iter().map(ParameterSpec::element_count).max().unwrap_or(0);
+    drop(parameters);
+    let read = || Parameters::new(config, load(&folder, config).expect("opened")).expect("loaded");
+    let (_again, loading) = peak_of(bytes, read);
+    std::fs::remove_dir_all(&folder).expect("removed");
+    let mib = |bytes: usize| bytes as f64 / (1 << 20) as f64;
+    println!(
+        "{name:<22} {:>11.1} {:>20.1} {:>20.2} {:>20.2}",
+        mib(bytes),
+        mib(largest),
+        mib(loading),
+        mib(saving)
     );
 }
 
 fn main() {
     println!(
-        "{:>8} {:>11} {:>7} {:>12} {:>15} {:>19} {:>22}",
-        "experts",
-        "vocabulary",
-        "tokens",
-        "peak (MiB)",
-        "gradients (MiB)",
-        "largest layer (MiB)",
-        "logits if whole (MiB)"
+        "{:>8} {:>11} {:>7} {:>12} {:>22}",
+        "experts", "vocabulary", "tokens", "peak (MiB)", "logits if whole (MiB)"
     );
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).stack_size(64 << 20).build().expect("pool");
     pool.install(|| {
@@ -98,5 +122,13 @@ fn main() {
         for tokens in [1024, 2048, 4096, 8192] {
             measure(TINY, tokens);
         }
+        println!(
+            "{:<22} {:>11} {:>20} {:>20} {:>20}",
+            "files", "model (MiB)", "largest tensor (MiB)", "loading above (MiB)", "saving above (MiB)"
+        );
+        let shape = Shape { hidden: 512, layers: 4, heads: 8, experts: 16, vocabulary: 50_000 };
+        files("f32", shape, Form::F32);
+        files("bf16", shape, Form::Bf16);
+        files("mxfp4", shape, Form::Mxfp4);
     });
 }

@@ -77,7 +77,7 @@ impl Learner<'_> {
         self.each(count, |index| {
             let weights = self.parameters.learning(&sum.of_pass(index));
             // Passes after a failed one would wait for it.
-            weights.and_then(|weights| run(index, &weights)).inspect_err(|_| sum.fail())
+            weights.and_then(|weights| run(index, &weights)).inspect_err(|_| sum.fail(index))
         })
     }
 

@@ -23,8 +23,8 @@ pub struct GradientSum {
 struct Turns {
     /// How often each parameter's buffer was added to.
     adds: Vec<usize>,
-    /// A pass ended before it had added everything.
-    failed: bool,
+    /// The first pass that ended before it had added everything.
+    failed: Option<usize>,
 }
 
 /// One pass's place in the sum.
@@ -41,7 +41,7 @@ impl GradientSum {
     pub fn begin(parameters: &Parameters) -> Result<Arc<Self>> {
         let buffers: Vec<Option<Tensor>> = parameters.gradients().map(Option::<&Tensor>::cloned).collect();
         buffers.iter().flatten().try_for_each(|buffer| scale(buffer, 0.0))?;
-        let turns = Mutex::new(Turns { adds: vec![0; buffers.len()], failed: false });
+        let turns = Mutex::new(Turns { adds: vec![0; buffers.len()], failed: None });
         Ok(Arc::new(Self { buffers, turns, changed: Condvar::new() }))
     }
 
@@ -50,9 +50,11 @@ impl GradientSum {
         Arc::new(PassTurn { sum: self.clone(), pass })
     }
 
-    /// Ends the wait of all passes: one has failed.
-    pub fn fail(&self) {
-        self.turns.lock().unwrap_or_else(PoisonError::into_inner).failed = true;
+    /// Pass `pass` has failed: those after it need not wait for it.
+    pub fn fail(&self, pass: usize) {
+        let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
+        turns.failed = Some(turns.failed.map_or(pass, |first| first.min(pass)));
+        drop(turns);
         self.changed.notify_all();
     }
 }
@@ -66,10 +68,11 @@ impl GradientSink for PassTurn {
         let GradientSum { buffers, turns, changed } = &*self.sum;
         let Some(buffer) = &buffers[parameter] else { bail!("parameter {parameter} does not learn") };
         let lock = turns.lock().unwrap_or_else(PoisonError::into_inner);
-        let early = |turns: &mut Turns| turns.adds[parameter] < self.pass && !turns.failed;
+        let in_vain = |turns: &Turns| turns.failed.is_some_and(|failed| failed < self.pass);
+        let early = |turns: &mut Turns| turns.adds[parameter] < self.pass && !in_vain(turns);
         let lock = changed.wait_while(lock, early).unwrap_or_else(PoisonError::into_inner);
-        if lock.failed {
-            bail!("another micro-batch of the batch failed");
+        if in_vain(&lock) {
+            bail!("a micro-batch before this one failed");
         }
         if lock.adds[parameter] > self.pass {
             bail!("parameter {parameter} was added to twice in one pass");

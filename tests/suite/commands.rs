@@ -4,6 +4,7 @@ mod console;
 mod critic;
 mod ended;
 mod policy;
+mod policy_view;
 mod refused;
 mod same_run;
 

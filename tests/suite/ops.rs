@@ -43,6 +43,11 @@ impl std::ops::Deref for Input {
     }
 }
 
+/// The inputs of an op that takes no parameter.
+fn tensors<'a>(inputs: &'a [&Input]) -> Vec<&'a Tensor> {
+    inputs.iter().map(|input| &***input).collect()
+}
+
 /// Takes the gradients of parameters.
 struct Sink {
     buffers: Vec<Tensor>,
@@ -110,7 +115,7 @@ fn check(
 fn check_some(
     what: &str,
     inputs: &[&Var],
-    op: impl Fn(&[&Tensor]) -> Tensor,
+    op: impl Fn(&[&Input]) -> Tensor,
     reference: impl Fn(&[Vec<f64>]) -> Vec<f64>,
     places: usize,
 ) {

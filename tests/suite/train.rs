@@ -1,11 +1,13 @@
 //! The training pass and the optimizer.
 
-use crate::tiny::{self, Learned, learned};
+use crate::tiny::{self, Gradients, Learned, learned};
 use rloss::model::cache::SequenceCache;
 use rloss::model::forward::ForwardOptions;
 use rloss::model::policy_view::PolicyView;
 use rloss::model::trunk;
+use rloss::ops::threads::Threads;
 use rloss::rollout::Sampling;
+use rloss::train::accumulate::Learner;
 use rloss::train::batch::MicroBatch;
 use rloss::train::forward_backward::{HeadGradient, Pass, PassOutput, PassSettings};
 
@@ -65,6 +67,40 @@ fn gradients_are_equal_on_any_number_of_threads() {
         let other = run(threads);
         assert_eq!(one.log_probs, other.log_probs);
         assert_eq!(one.gradients.values, other.gradients.values);
+    }
+}
+
+/// Gradients of nine micro-batches that `threads` threads share out, or the message of the one that fails.
+fn gradients_of_a_batch(threads: usize, fails: Option<usize>) -> Result<Gradients, String> {
+    let (model, parameters) = tiny::model(tiny::config(true), 5);
+    let sequences = tiny::sequences(272, &[70, 33, 64, 90, 12, 55, 80, 41, 90], 6);
+    let batches = MicroBatch::split(&sequences, 64);
+    assert_eq!(batches.len(), 9);
+    let threads = Threads::new(threads).unwrap();
+    let learner = Learner { threads: &threads, model: &model, parameters: &parameters };
+    let found = learner.accumulate(&batches, settings(false), &|index, log_probs, entropies| {
+        anyhow::ensure!(fails != Some(index), "number {index} fails");
+        objective(log_probs, entropies)
+    });
+    found.map(|_| Gradients::of(&parameters)).map_err(|error| format!("{error:#}"))
+}
+
+#[test]
+fn a_batchs_gradients_add_up_in_batch_order_on_any_number_of_threads() {
+    let one = gradients_of_a_batch(1, None).unwrap();
+    assert!(one.values.iter().all(|values| values.as_ref().unwrap().iter().any(|&g| g != 0.0)));
+    for threads in [2, 3, 4, 9] {
+        assert!(gradients_of_a_batch(threads, None).unwrap() == one, "{threads} threads");
+    }
+}
+
+#[test]
+fn a_micro_batch_that_fails_ends_the_batch_and_nobody_waits_for_it() {
+    for threads in [1, 2, 4] {
+        for fails in [0, 4, 8] {
+            let error = gradients_of_a_batch(threads, Some(fails)).unwrap_err();
+            assert!(error.contains(&format!("number {fails} fails")), "{threads} threads: {error}");
+        }
     }
 }
 

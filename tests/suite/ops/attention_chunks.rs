@@ -2,7 +2,7 @@
 //! threads walk the same chunks.
 
 use super::attention::Case;
-use super::{assert_close, check_some, floats, gradients, noise};
+use super::{assert_close, check_some, floats, gradients, noise, tensors};
 use candle_core::{Device, Tensor, Var};
 use rloss::ops::cpu::in_parallel;
 use rloss::ops::kv_cache::KvSequence;
@@ -34,7 +34,7 @@ fn values_and_gradients_are_those_of_a_plain_attention_with_sinks() {
         let case = Case::new((2, 1, 4), window, lengths);
         let [q, kv, sinks] = case.inputs(80);
         let what = format!("lengths {lengths:?}, window {window:?}");
-        check_some(&what, &[&q, &kv, &sinks], |v| case.run(v), |v| case.reference(v), 5);
+        check_some(&what, &[&q, &kv, &sinks], |v| case.run(&tensors(v)), |v| case.reference(v), 5);
     }
 }
 
@@ -211,7 +211,7 @@ fn chunks_and_sinks_at_extreme_levels_are_weighed_as_in_double_precision() {
             let sinks = Var::new(&[sink], cpu).unwrap();
             let what = format!("levels {levels:?}, sink {sink}");
             let inputs = [&q, &kv, &sinks];
-            let (gradients, out, _) = gradients(&inputs, |v| case.run(v));
+            let (gradients, out, _) = gradients(&inputs, |v| case.run(&tensors(v)));
             let exact = inputs.map(|v| floats(v).into_iter().map(f64::from).collect());
             assert_close(&what, &out, &case.reference(&exact));
             assert!(gradients.iter().flatten().all(|g| g.is_finite()), "{what}");
