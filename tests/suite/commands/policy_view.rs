@@ -50,7 +50,9 @@ fn check_mismatch_of_a_run_takes_the_model_that_a_set_names() {
     let check = |set: Option<String>| {
         let mut command = rloss();
         command.arg("check-mismatch").arg(&run).arg("--out").arg(folder.path().join("checked"));
-        set.iter().for_each(|set| drop(command.args(["--set", set])));
+        for set in &set {
+            command.args(["--set", set]);
+        }
         output(&mut command)
     };
     assert_eq!(check(None).status.code(), Some(0));
