@@ -68,7 +68,9 @@ fn the_launch_sizes_are_the_headers() {
         let line = line.unwrap_or_else(|| panic!("{kernel} is not in resources.txt"));
         line.split_whitespace().skip(1).map(|x| x.parse().unwrap()).collect()
     };
-    let all = |set: &kernels::KernelSet| [set.forward, set.chunk, set.merge, set.delta, set.dkv, set.dq, set.dsinks];
+    let all = |set: &kernels::KernelSet| {
+        [set.forward, set.chunk, set.merge, set.delta, set.dkv, set.dq, set.dsinks]
+    };
     for kernel in kernels::KERNEL_SETS.iter().flat_map(all) {
         let [_registers, threads, _static, dynamic_shared, spills, ..] = row(kernel.function)[..] else {
             panic!("resources.txt has other columns")
