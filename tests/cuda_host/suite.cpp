@@ -24,7 +24,7 @@ struct Way {
   Schedule schedule;
   TensorCore tensor_core;
 };
-const Way WAYS[] = {
+const std::vector<Way> WAYS = {
     {"up, chain", Schedule::up, TensorCore::chain},
     {"newest first, hopper", Schedule::newest_first, TensorCore::hopper},
     {"shuffled, hashed", Schedule::shuffled, TensorCore::hashed},
@@ -146,13 +146,13 @@ void test_errors(const Family& family, const std::vector<Shape>& shapes, bool wi
 
 // ---- Row bits: decode = prefill in pieces of any size = training; the spread walk = the serial walk -----------------
 
-void test_rows(const Family& family, const std::vector<Shape>& shapes, size_t ways, const std::vector<int>& pieces,
-               const std::vector<int>& launches) {
+void test_rows(const Family& family, const std::vector<Shape>& shapes, const std::vector<Way>& ways,
+               const std::vector<int>& pieces, const std::vector<int>& launches) {
   for (const Shape& shape : shapes) {
     const Problem training = make(shape, 2);
-    for (size_t way = 0; way < ways; way++) {
-      const Options options = options_of(WAYS[std::size(WAYS) - 1 - way]);
-      const std::string where = std::string(", ") + shape.name + ", " + WAYS[std::size(WAYS) - 1 - way].name;
+    for (const Way& way : ways) {
+      const Options options = options_of(way);
+      const std::string where = std::string(", ") + shape.name + ", " + way.name;
       Results whole, other;
       forward(options, family, training, whole);
       for (int piece : pieces) {
@@ -273,12 +273,14 @@ void run(bool small, bool with_backward, const std::string& only) {
     if (!only.empty() && only != family.name) continue;
     timed("errors", family.name, [&] { test_errors(family, error_shapes, with_backward); });
     timed("limits", family.name, [&] { test_limits(family); });
-    timed("row bits", family.name, [&] { test_rows(family, row_shapes, 3, pieces, {}); });
+    timed("row bits", family.name, [&] { test_rows(family, row_shapes, WAYS, pieces, {}); });
     timed("chunks", family.name, [&] {
-      if (small)
-        test_rows(family, small_chunk_shapes(), 1, {1}, {1 << 20});
-      else
-        test_rows(family, chunk_shapes(), 3, {1, 2, 5}, {1, 2, 1 << 20});
+      if (small) {
+        test_rows(family, small_chunk_shapes(), {WAYS[2]}, {1}, {1 << 20});
+        test_rows(family, {chunk_shapes().back()}, {WAYS[0]}, {1}, {1 << 20});  // a hashed 0 is none
+      } else {
+        test_rows(family, chunk_shapes(), WAYS, {1, 2, 5}, {1, 2, 1 << 20});
+      }
     });
     if (with_backward) timed("repeats", family.name, [&] { test_repeats(family, repeat_shapes); });
   }
