@@ -11,55 +11,85 @@ use crate::trajectory::Trajectory;
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 use rand::seq::SliceRandom;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 
 /// Experts of one sequence's input tokens, `[layers]` of `[T × K]`.
 pub type Routes = Vec<Vec<u16>>;
 
-/// Trajectories with one value a trained token in each column, sequence after sequence.
+/// What sampling gave: one value a trained token in each column, sequence after sequence.
 #[derive(Debug, Clone, Default)]
-pub struct Experience {
+pub struct Sampled {
     pub sequences: Vec<Sequence>,
     /// Start of each sequence's trained tokens, and their number.
     pub cu_seqlens: Vec<usize>,
-    /// False where a rejection took the token out of the loss.
-    pub mask: Vec<bool>,
     /// Log-probabilities at sampling.
     pub rollout: Vec<f32>,
-    /// Those of a training forward before the first update, where one was needed.
+    /// Experts chosen at sampling, where they were kept: to replay, or to compare training's own with.
+    pub kept_routes: Option<Vec<Routes>>,
+}
+
+/// The same with what passes before the first update found, where the recipe asks for it.
+#[derive(Debug, Clone, Default)]
+pub struct Measured {
+    pub sampled: Sampled,
+    /// Log-probabilities of a training forward.
     pub training: Option<Vec<f32>>,
     /// Those of the frozen reference.
     pub reference: Option<Vec<f32>>,
-    pub advantages: Vec<f32>,
-    /// The critic's, before the first update.
+    /// The critic's.
     pub values: Option<Vec<f32>>,
-    /// What the critic learns.
-    pub returns: Option<Vec<f32>>,
-    /// Importance weights.
-    pub weights: Option<Vec<f32>>,
     /// Experts to replay, one entry a sequence.
-    pub routes: Option<Vec<Routes>>,
-    /// Experts chosen at sampling, where they were kept and are not replayed: training's own are compared with them.
-    pub sampled_routes: Option<Vec<Routes>>,
+    pub replay: Option<Vec<Routes>>,
     /// What was measured on the whole batch.
     pub metrics: Metrics,
 }
 
-impl Experience {
-    /// Tokens, masks and log-probabilities; the other columns are still to be filled.
-    pub(super) fn new(trajectories: &[&Trajectory]) -> Self {
-        let mut experience = Experience { cu_seqlens: vec![0], ..Self::default() };
-        for trajectory in trajectories {
-            let sampled = trajectory.mask.iter().zip(&trajectory.logprobs).skip(1).filter(|(m, _)| **m);
-            experience.rollout.extend(sampled.map(|(_, &logprob)| logprob));
-            experience.cu_seqlens.push(experience.rollout.len());
-            let (tokens, mask) = (trajectory.tokens.clone(), trajectory.mask.clone());
-            experience.sequences.push(Sequence { tokens, mask });
-        }
-        experience.mask = vec![true; experience.rollout.len()];
-        experience
-    }
+/// What updates learn from: nothing of it changes between a step's first update and its last.
+#[derive(Debug, Clone, Default)]
+pub struct Experience {
+    pub measured: Measured,
+    /// False where a rejection took the token out of the loss.
+    pub mask: Vec<bool>,
+    pub advantages: Vec<f32>,
+    /// What the critic learns.
+    pub returns: Option<Vec<f32>>,
+    /// Importance weights.
+    pub weights: Option<Vec<f32>>,
+}
 
+/// A later stage has all of the earlier ones.
+impl Deref for Measured {
+    type Target = Sampled;
+
+    fn deref(&self) -> &Sampled {
+        &self.sampled
+    }
+}
+
+impl Deref for Experience {
+    type Target = Measured;
+
+    fn deref(&self) -> &Measured {
+        &self.measured
+    }
+}
+
+impl Sampled {
+    /// The trained tokens of `trajectories`.
+    pub(super) fn new(trajectories: &[&Trajectory]) -> Self {
+        let mut sampled = Self { cu_seqlens: vec![0], ..Self::default() };
+        for trajectory in trajectories {
+            let of_tokens = trajectory.mask.iter().zip(&trajectory.logprobs).skip(1).filter(|(m, _)| **m);
+            sampled.rollout.extend(of_tokens.map(|(_, &logprob)| logprob));
+            sampled.cu_seqlens.push(sampled.rollout.len());
+            let (tokens, mask) = (trajectory.tokens.clone(), trajectory.mask.clone());
+            sampled.sequences.push(Sequence { tokens, mask });
+        }
+        sampled
+    }
+}
+
+impl Experience {
     /// The trained tokens that count.
     ///
     /// # Errors
@@ -83,19 +113,23 @@ impl Experience {
             end
         });
         Self {
-            sequences: indices.iter().map(|&s| self.sequences[s].clone()).collect(),
-            cu_seqlens,
+            measured: Measured {
+                sampled: Sampled {
+                    sequences: indices.iter().map(|&s| self.sequences[s].clone()).collect(),
+                    cu_seqlens,
+                    rollout: column(&self.rollout),
+                    kept_routes: self.kept_routes.as_ref().map(of_sequences),
+                },
+                training: self.training.as_ref().map(column),
+                reference: self.reference.as_ref().map(column),
+                values: self.values.as_ref().map(column),
+                replay: self.replay.as_ref().map(of_sequences),
+                metrics: Metrics::new(),
+            },
             mask: indices.iter().flat_map(|&s| self.mask[span(s)].iter().copied()).collect(),
-            rollout: column(&self.rollout),
-            training: self.training.as_ref().map(column),
-            reference: self.reference.as_ref().map(column),
             advantages: column(&self.advantages),
-            values: self.values.as_ref().map(column),
             returns: self.returns.as_ref().map(column),
             weights: self.weights.as_ref().map(column),
-            routes: self.routes.as_ref().map(of_sequences),
-            sampled_routes: self.sampled_routes.as_ref().map(of_sequences),
-            metrics: Metrics::new(),
         }
     }
 
@@ -110,11 +144,13 @@ impl Experience {
         }
         (0..count).map(|i| order[i * total / count..(i + 1) * total / count].to_vec()).collect()
     }
+}
 
+impl Measured {
     /// Packed micro-batches, with the experts to replay, `top_k` a token.
     pub(super) fn batches(&self, tokens_max: usize, top_k: usize) -> Result<Vec<MicroBatch>> {
         let mut batches = MicroBatch::split(&self.sequences, tokens_max);
-        if let Some(routes) = &self.routes {
+        if let Some(routes) = &self.replay {
             for batch in &mut batches {
                 batch.replay = joined_routes(&routes[batch.sequences.clone()], top_k)?;
             }
@@ -141,7 +177,7 @@ impl Experience {
         ] {
             found.into_iter().for_each(|(name, value)| metrics.set(name, value));
         }
-        if let Some(sampled) = &self.sampled_routes {
+        if let (Some(sampled), false) = (&self.kept_routes, chosen.is_empty()) {
             metrics.set("mismatch/routing_agreement", routing_agreement(sampled, chosen, top_k));
         }
         Ok(metrics)

@@ -3,7 +3,7 @@
 use super::accumulate::Learner;
 use super::batch::MicroBatch;
 use super::critic::CriticStep;
-use super::experience::{Experience, Routes, chosen_routes, joined, kept_routes, spans};
+use super::experience::{Experience, Measured, Routes, Sampled, chosen_routes, joined, kept_routes, spans};
 use super::forward_backward::{HeadGradient, PassOutput, PassSettings};
 use super::objective::{self, Share, objective};
 use crate::bad_input;
@@ -62,40 +62,44 @@ impl PolicyStep<'_> {
     /// When the batch holds no sampled token, or a log-probability is no number.
     pub fn prepare(&self, groups: &[&Group]) -> Result<Experience> {
         let trajectories: Vec<&Trajectory> = groups.iter().flat_map(|g| &g.trajectories).collect();
-        let mut experience = Experience::new(&trajectories);
-        let config = &self.learner.model.config;
-        let top_k = config.num_experts_per_tok;
-        let policy = self.policy;
+        let measured = self.measure(&trajectories)?;
+        let mut experience = self.advantages(groups, &trajectories, measured)?;
+        self.correct(&mut experience)?;
+        Ok(experience)
+    }
+
+    /// The passes before the first update.
+    fn measure(&self, trajectories: &[&Trajectory]) -> Result<Measured> {
+        let (config, policy) = (&self.learner.model.config, self.policy);
+        let mut measured = Measured { sampled: Sampled::new(trajectories), ..Measured::default() };
         if policy.kl.place != KlPlace::None {
             let parameters = self.reference.context("policy.kl without a reference")?;
             let learner = Learner { parameters, ..self.learner };
-            let outputs = learner.forward(&self.batches(&experience)?, self.pass)?;
-            experience.reference = Some(joined(&outputs));
+            measured.reference = Some(joined(&learner.forward(&self.batches(&measured)?, self.pass)?));
         }
+        let kept = kept_routes(trajectories, config.num_hidden_layers, config.num_experts_per_tok);
         if policy.router_replay == RouterReplay::Rollout {
-            experience.routes = Some(kept_routes(&trajectories, config.num_hidden_layers, top_k)?);
+            measured.replay = Some(kept?);
         } else {
-            experience.sampled_routes = kept_routes(&trajectories, config.num_hidden_layers, top_k).ok();
+            measured.sampled.kept_routes = kept.ok();
         }
         let anchor = self.anchor();
         let anchor_in_reward = policy.kl.place == KlPlace::Reward && anchor == OldLogprob::Detach;
         if anchor == OldLogprob::Recompute || policy.correction.active() || anchor_in_reward {
-            let batches = self.batches(&experience)?;
+            let batches = self.batches(&measured)?;
             let forward = self.second_forward.unwrap_or(self.pass.forward);
             let outputs = self.learner.forward(&batches, PassSettings { forward, ..self.pass })?;
-            let found = self.compare(&experience, &batches, &outputs)?;
-            experience.metrics.extend(found);
-            experience.training = Some(joined(&outputs));
+            let found = self.compare(&measured, &batches, &outputs)?;
+            measured.metrics.extend(found);
+            measured.training = Some(joined(&outputs));
             if policy.router_replay == RouterReplay::Recompute {
-                experience.routes = Some(chosen_routes(&batches, &outputs)?);
+                measured.replay = Some(chosen_routes(&batches, &outputs)?);
             }
         }
         if let Some(critic) = &self.critic {
-            experience.values = Some(critic.values(&experience.sequences)?);
+            measured.values = Some(critic.values(&measured.sequences)?);
         }
-        self.advantages(groups, &trajectories, &mut experience)?;
-        self.correct(&mut experience)?;
-        Ok(experience)
+        Ok(measured)
     }
 
     /// Gradients of the loss over `experience`, or the part of it that one update takes. Every micro-batch's loss is
@@ -143,7 +147,7 @@ impl PolicyStep<'_> {
             .map(|s| s.into_inner().unwrap_or_else(PoisonError::into_inner).context("a loss is missing"))
             .collect::<Result<Vec<_>>>()?;
         let mut metrics = objective::metrics(self.policy, shares);
-        self.measure(experience, &outputs, &batches, &mut metrics);
+        self.note(experience, &outputs, &batches, &mut metrics);
         let log_probs = joined(&outputs);
         let routes = self.routes(experience, &batches, &outputs)?;
         Ok(Some(Update { metrics, log_probs, routes }))
@@ -171,7 +175,7 @@ impl PolicyStep<'_> {
 
     fn compare(
         &self,
-        experience: &Experience,
+        experience: &Measured,
         batches: &[MicroBatch],
         outputs: &[PassOutput],
     ) -> Result<Metrics> {
@@ -182,17 +186,17 @@ impl PolicyStep<'_> {
     /// The experts that a forward chose, if there is something to compare them with.
     fn routes(
         &self,
-        experience: &Experience,
+        experience: &Measured,
         batches: &[MicroBatch],
         outputs: &[PassOutput],
     ) -> Result<Vec<Routes>> {
-        match experience.sampled_routes {
+        match experience.kept_routes {
             Some(_) => chosen_routes(batches, outputs),
             None => Ok(vec![]),
         }
     }
 
-    fn batches(&self, experience: &Experience) -> Result<Vec<MicroBatch>> {
+    fn batches(&self, experience: &Measured) -> Result<Vec<MicroBatch>> {
         experience.batches(self.micro_batch_tokens, self.learner.model.config.num_experts_per_tok)
     }
 
@@ -205,29 +209,32 @@ impl PolicyStep<'_> {
         let config = objective::correction(&self.policy.correction)?;
         if let (true, Some(training)) = (self.policy.correction.active(), &experience.training) {
             let correction = correct(&experience.tokens()?, training, &experience.rollout, &config)?;
-            correction.metrics.into_iter().for_each(|(name, value)| experience.metrics.set(name, value));
+            let metrics = &mut experience.measured.metrics;
+            correction.metrics.into_iter().for_each(|(name, value)| metrics.set(name, value));
             experience.weights = correction.weights;
             experience.mask = correction.mask;
         }
         Ok(())
     }
 
+    /// The advantages of all tokens; with them the experience is whole.
     fn advantages(
         &self,
         groups: &[&Group],
         trajectories: &[&Trajectory],
-        experience: &mut Experience,
-    ) -> Result<()> {
+        mut measured: Measured,
+    ) -> Result<Experience> {
         let mut rewards: Vec<f32> = trajectories.iter().map(|t| t.reward).collect();
         let shaping = self.shaping()?;
         if let Some(overlong) = &shaping {
             let shaped: Vec<f32> = trajectories.iter().map(|t| overlong.reward(t.sampled_tokens())).collect();
             let sum: f64 = shaped.iter().map(|&s| f64::from(s)).sum();
-            experience.metrics.set("critic/overlong_reward/mean", sum / rewards.len().max(1) as f64);
+            measured.metrics.set("critic/overlong_reward/mean", sum / rewards.len().max(1) as f64);
             rewards.iter_mut().zip(&shaped).for_each(|(reward, shaped)| *reward += shaped);
         }
-        let (penalties, mut measured) = self.reward_penalties(experience)?;
-        let sequences = experience.tokens()?;
+        let all = vec![true; measured.rollout.len()];
+        let sequences = Sequences::new(&measured.cu_seqlens, &all)?;
+        let (penalties, mut found) = self.reward_penalties(&measured, &sequences)?;
         let mut returns = None;
         let sizes: Vec<usize> = groups.iter().map(|g| g.trajectories.len()).collect();
         let per_token = || token_rewards(&sequences, &rewards, penalties.clone());
@@ -249,23 +256,19 @@ impl PolicyStep<'_> {
                 remax(&sequences, &per_token(), &greedy_rewards(groups, shaping.as_ref())?)?.advantages
             }
             Advantage::Gae => {
-                let (critic, values) = self.critic.zip(experience.values.as_ref()).context("no critic")?;
+                let (critic, values) = self.critic.zip(measured.values.as_ref()).context("no critic")?;
                 let estimate = critic.estimate(&sequences, &per_token(), values)?;
-                measured.extend(estimate.metrics);
+                found.extend(estimate.metrics);
                 returns = Some(estimate.returns);
                 estimate.advantages
             }
         };
-        experience.advantages = advantages;
-        experience.returns = returns;
-        experience.metrics.extend(measured);
-        let spread = || experience.advantages.iter().map(|&a| f64::from(a));
-        let mean = spread().sum::<f64>() / experience.advantages.len() as f64;
-        let (max, min) = (spread().fold(f64::NEG_INFINITY, f64::max), spread().fold(f64::INFINITY, f64::min));
-        experience.metrics.set("critic/advantages/mean", mean);
-        experience.metrics.set("critic/advantages/max", max);
-        experience.metrics.set("critic/advantages/min", min);
-        Ok(())
+        let spread = || advantages.iter().map(|&a| f64::from(a));
+        found.set("critic/advantages/mean", spread().sum::<f64>() / advantages.len() as f64);
+        found.set("critic/advantages/max", spread().fold(f64::NEG_INFINITY, f64::max));
+        found.set("critic/advantages/min", spread().fold(f64::INFINITY, f64::min));
+        measured.metrics.extend(found);
+        Ok(Experience { measured, mask: all, advantages, returns, weights: None })
     }
 
     fn shaping(&self) -> Result<Option<Overlong>> {
@@ -278,8 +281,7 @@ impl PolicyStep<'_> {
 
     /// What the divergence from the reference takes off each token's reward, 0 without one in the reward, and its figures.
     /// It is measured between the reference and the anchor O.
-    fn reward_penalties(&self, experience: &Experience) -> Result<(Vec<f32>, Metrics)> {
-        let sequences = experience.tokens()?;
+    fn reward_penalties(&self, experience: &Measured, sequences: &Sequences) -> Result<(Vec<f32>, Metrics)> {
         let (nothing, mut metrics) = (vec![0.0; sequences.tokens()], Metrics::new());
         let (KlPlace::Reward, Some(reference)) = (self.policy.kl.place, &experience.reference) else {
             return Ok((nothing, metrics));
@@ -288,7 +290,7 @@ impl PolicyStep<'_> {
         let anchor = self.anchor().select(training, &experience.rollout, Some(training), 1)?;
         let divergence = self.policy.kl.estimator;
         let penalised =
-            kl_in_reward(&sequences, &nothing, anchor, reference, divergence, self.kl_coefficient)?;
+            kl_in_reward(sequences, &nothing, anchor, reference, divergence, self.kl_coefficient)?;
         metrics.set("actor/reward_kl_penalty", penalised.kl);
         metrics.set("actor/reward_kl_penalty_coeff", self.kl_coefficient);
         Ok((penalised.rewards, metrics))
@@ -300,7 +302,7 @@ impl PolicyStep<'_> {
         Normalizer::global(aggregation, tokens.valid_tokens(), tokens.valid_sequences(), 1)
     }
 
-    fn measure(
+    fn note(
         &self,
         experience: &Experience,
         outputs: &[PassOutput],

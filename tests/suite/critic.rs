@@ -13,7 +13,7 @@ use rloss::recipe::{self, Aggregation, Kl, KlEstimator, KlPlace, Optimizer, Poli
 use rloss::train::accumulate::Learner;
 use rloss::train::batch::{MicroBatch, Sequence};
 use rloss::train::critic::{Critic, CriticStep};
-use rloss::train::experience::Experience;
+use rloss::train::experience::{Experience, Measured, Sampled};
 use rloss::train::forward_backward::{Pass, PassSettings};
 use rloss::train::optimizer;
 use rloss::train::policy_step::PolicyStep;
@@ -91,15 +91,14 @@ impl Fixture {
         for sequence in &self.sequences {
             cu_seqlens.push(cu_seqlens[cu_seqlens.len() - 1] + sequence.mask.iter().filter(|m| **m).count());
         }
+        let rollout = vec![-1.0; values.len()];
+        let sampled = Sampled { sequences: self.sequences.clone(), cu_seqlens, rollout, kept_routes: None };
         Experience {
-            sequences: self.sequences.clone(),
-            cu_seqlens,
             mask: vec![true; values.len()],
-            rollout: vec![-1.0; values.len()],
             advantages: vec![0.0; values.len()],
             returns: Some(values.iter().enumerate().map(|(i, v)| v + 1.0 - (i % 3) as f32).collect()),
-            values: Some(values),
-            ..Experience::default()
+            measured: Measured { sampled, values: Some(values), ..Measured::default() },
+            weights: None,
         }
     }
 }
@@ -228,7 +227,7 @@ fn a_value_that_came_nearer_by_more_than_the_clip_learns_no_more() {
         let mut experience = fixture.experience();
         // The step began `moved` away, and the return lies further the same way.
         let current = experience.values.clone().unwrap();
-        experience.values = Some(current.iter().map(|v| v - moved).collect());
+        experience.measured.values = Some(current.iter().map(|v| v - moved).collect());
         experience.returns = Some(current.iter().map(|v| v + 1.0).collect());
         super::critic::update(&fixture.step(), &experience)
     };
