@@ -238,7 +238,7 @@ static void test_modes() {
 // ---- What is refused ------------------------------------------------------------------------------------------------
 
 static void test_refused_threads() {
-  refused("whole warps", 40, [] {});
+  refused("1 to 1024", 1025, [] {});
   refused("the limit is 232448", 32, [] {}, (227 << 10) + 1);
   refused("warp divergence", 32, [] { tid() < 16 ? (void)shuffle_xor(1, 1) : warp_barrier(); });
   refused("exit", 32, [] {
