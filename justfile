@@ -17,6 +17,14 @@ kernels:
     scripts/check_kernels.sh
     tests/cuda_host/run.sh
 
+# Feature `cuda` on the emulated driver: no GPU and no toolkit.
+cuda-emulated:
+    .ci/cuda emulated
+
+# Every seeded bug in the kernels' Rust side, and what catches it.
+cuda-rust-bugs:
+    eval "$(tests/cuda_driver/setup.sh)" && tests/cuda_driver/rust_bugs.py
+
 bench:
     cargo bench --features bench
 

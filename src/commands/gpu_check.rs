@@ -5,6 +5,8 @@
 mod facts;
 mod instruction;
 mod links;
+#[cfg(test)]
+mod on_device;
 mod oracle;
 mod peers;
 mod primitives;
@@ -104,6 +106,7 @@ pub fn run(args: &GpuCheckArgs) -> Result<u8> {
             Part::Speed => speed::run(gpu, args.small, peers.as_ref())?,
         }
     }
+    ops::cuda::unload_kernels();
     eprintln!("gpu-check: {} passed, {} failed", verdicts.passed, verdicts.failed);
     Ok(if verdicts.failed == 0 { EXIT_DONE } else { EXIT_FAILED })
 }
@@ -112,7 +115,7 @@ fn open(ordinal: usize) -> Result<Device> {
     // The CUDA library panics where a library that it wants is missing; that is told as any other trouble.
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| {}));
-    let opened = std::panic::catch_unwind(|| Device::new_cuda(ordinal));
+    let opened = std::panic::catch_unwind(|| ops::cuda::open(ordinal));
     std::panic::set_hook(hook);
     match opened {
         Ok(Ok(device)) => {

@@ -1,0 +1,10 @@
+//! The checks themselves, where there is a GPU or the emulated driver.
+
+use super::{GpuCheckArgs, Part, run};
+use crate::cli::EXIT_DONE;
+
+#[test]
+fn small_checks_pass() {
+    let parts = vec![Part::Device, Part::Primitives, Part::Oracle, Part::Links];
+    assert_eq!(run(&GpuCheckArgs { parts, small: true, device: 0, peers: None }).unwrap(), EXIT_DONE);
+}
