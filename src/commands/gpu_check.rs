@@ -11,6 +11,7 @@ mod oracle;
 mod peers;
 mod primitives;
 mod problem;
+mod seeded;
 mod speed;
 
 use crate::cli::{EXIT_DONE, EXIT_FAILED};
@@ -30,6 +31,9 @@ pub struct GpuCheckArgs {
     /// Small cases only, for compute-sanitizer
     #[arg(long)]
     pub small: bool,
+    /// Writes what this device gives for the part "seeded" to a file, and does nothing else
+    #[arg(long, value_name = "FILE")]
+    pub write_seeded: Option<PathBuf>,
     /// Which GPU
     #[arg(long, default_value_t = 0)]
     pub device: usize,
@@ -45,6 +49,8 @@ pub enum Part {
     Device,
     /// Every instruction of kernels/primitives.cuh against its host twin
     Primitives,
+    /// Every op on small seeded inputs against what the emulated driver gave
+    Seeded,
     /// What the equality of rows rests on
     Facts,
     /// Values and gradients against the CPU's
@@ -92,14 +98,20 @@ impl Verdicts {
 pub fn run(args: &GpuCheckArgs) -> Result<u8> {
     let peers = args.peers.as_deref().map(peers::read).transpose()?;
     let device = open(args.device)?;
+    if let Some(path) = &args.write_seeded {
+        seeded::write(&device, path)?;
+        return Ok(EXIT_DONE);
+    }
     let gpu = device.as_cuda_device()?;
-    let all = [Part::Device, Part::Primitives, Part::Facts, Part::Oracle, Part::Links, Part::Speed];
+    let all =
+        [Part::Device, Part::Primitives, Part::Seeded, Part::Facts, Part::Oracle, Part::Links, Part::Speed];
     let parts = if args.parts.is_empty() { all.to_vec() } else { args.parts.clone() };
     let mut verdicts = Verdicts::default();
     for part in parts {
         match part {
             Part::Device => describe(gpu)?,
             Part::Primitives => primitives::run(gpu, &mut verdicts)?,
+            Part::Seeded => seeded::run(&device, &mut verdicts)?,
             Part::Facts => facts::run(gpu, &mut verdicts)?,
             Part::Oracle => oracle::run(&device, args.small, &mut verdicts),
             Part::Links => links::run(&device, args.small, &mut verdicts),

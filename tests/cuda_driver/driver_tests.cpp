@@ -281,6 +281,18 @@ void test_accepted() {
     expect(std::isnan(read(out, 2)[1]), "fresh shared memory");
     clean({fresh, out}, module);
   });
+  accepted("two modules of one image", [] {
+    context();
+    void *first = load(), *second = load();
+    void *a, *b;
+    must(cuModuleGetFunction(&a, first, "bounded"));
+    must(cuModuleGetFunction(&b, second, "bounded"));
+    expect(a != b, "functions of their own");
+    must(cuModuleUnload(first));
+    must(launch(b, 1, 32, nullptr, 0));
+    must(cuCtxSynchronize());
+    clean({}, second);
+  });
   accepted("attributes of a kernel", [] {
     context();
     void* module = load();

@@ -25,10 +25,17 @@ struct Function {
 };
 
 struct Loaded {
-  void* library;
-  const Module* module;
+  void* library = nullptr;
+  int file = -1;  // of an image in memory; open as long, for the loader takes one name for one library
+  const Module* module = nullptr;
   std::map<std::string, std::unique_ptr<Function>> functions;
-  ~Loaded() { dlclose(library); }
+
+  Loaded() = default;
+  Loaded(const Loaded&) = delete;
+  ~Loaded() {
+    if (library) dlclose(library);
+    if (file >= 0) close(file);
+  }
 };
 
 auto& modules = lasting<std::map<void*, std::unique_ptr<Loaded>>>();
@@ -52,20 +59,18 @@ std::string modules_folder() {
 // ---- Images ---------------------------------------------------------------------------------------------------------
 
 // A shared object in memory, as long as its header says.
-void* open_object(const unsigned char* image) {
+void open_object(Loaded& loaded, const unsigned char* image) {
   const auto read = [&](size_t at, auto value) { return memcpy(&value, image + at, sizeof value), value; };
   const size_t bytes = read(0x28, uint64_t()) + size_t(read(0x3a, uint16_t())) * read(0x3c, uint16_t());
-  const int file = memfd_create("kernels", MFD_CLOEXEC);
+  loaded.file = memfd_create("kernels", MFD_CLOEXEC);
   for (size_t written = 0; written < bytes;) {
-    const ssize_t now = write(file, image + written, bytes - written);
+    const ssize_t now = write(loaded.file, image + written, bytes - written);
     if (now <= 0) break;
     written += size_t(now);
   }
   char path[64];
-  snprintf(path, sizeof path, "/proc/self/fd/%d", file);
-  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-  close(file);
-  return library;
+  snprintf(path, sizeof path, "/proc/self/fd/%d", loaded.file);
+  loaded.library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
 }
 
 struct Entry {  // of real PTX
@@ -235,25 +240,22 @@ API CUresult cuModuleLoadData(void** handle, const void* image) {
   if (CUresult error = need_context(__func__)) return error;
   const char* text = static_cast<const char*>(image);
   char name[256];
-  void* library = nullptr;
+  auto loaded = std::make_unique<Loaded>();
   if (!memcmp(text, "\177ELF", 4)) {
     if (getenv("CUDA_EMULATOR_REFUSES_CUBINS")) return NO_BINARY_FOR_GPU;
-    library = open_object(static_cast<const unsigned char*>(image));
+    open_object(*loaded, static_cast<const unsigned char*>(image));
   } else if (sscanf(text, "// emulated: %255s", name) == 1) {
-    library = dlopen((modules_folder() + "/" + name).c_str(), RTLD_NOW | RTLD_LOCAL);
+    loaded->library = dlopen((modules_folder() + "/" + name).c_str(), RTLD_NOW | RTLD_LOCAL);
   } else if (sscanf(text, "// not emulated: %255s", name) == 1) {
     return complain(NOT_SUPPORTED, "cuModuleLoadData: the kernels of %s are not emulated", name);
-  } else {
-    if (!(library = open_real_ptx(text))) return INVALID_IMAGE;
+  } else if (!(loaded->library = open_real_ptx(text))) {
+    return INVALID_IMAGE;
   }
-  const Module* module = table_of(library);
-  if (!module) {
-    const char* error = library ? nullptr : dlerror();
+  loaded->module = table_of(loaded->library);
+  if (!loaded->module) {
+    const char* error = loaded->library ? nullptr : dlerror();
     return complain(INVALID_IMAGE, "cuModuleLoadData: %s", error ? error : "an object without kernels");
   }
-  auto loaded = std::make_unique<Loaded>();
-  loaded->library = library;
-  loaded->module = module;
   *handle = loaded.get();
   modules[*handle] = std::move(loaded);
   return SUCCESS;

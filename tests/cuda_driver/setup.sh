@@ -11,12 +11,16 @@ cudarc=$(cargo metadata --locked --format-version 1 --features cuda |
     python3 -c 'import json, os, sys
 print(*(os.path.dirname(p["manifest_path"]) for p in json.load(sys.stdin)["packages"] if p["name"] == "cudarc"))')
 make -s -j"$(nproc)" -C tests/cuda_driver TOOLKIT="$target/toolkit" CUDARC="$cudarc" >&2
-# candle's kernels are compiled anew when their compiler's stand-in has changed: the one variable that their build watches
-# names the host compiler, which is nothing to it.
-stamp=$(cat tests/cuda_driver/{nvcc,kernel_table.h,include/*.h} tests/cuda_host/language.h | sha256sum | cut -c1-16)
+# Nothing else tells the build of candle's kernels that their compiler's stand-in has changed.
+stamp=$(cat tests/cuda_driver/{nvcc,kernel_table.h,include/*.h} tests/cuda_host/language.h | sha256sum)
+if [ "$(cat "$target/stamp" 2>/dev/null)" != "$stamp" ]; then
+    rm -rf "$target"/emulated/{build,.fingerprint}/{candle-kernels,rloss}-* "$target/toolkit/modules"
+    mkdir -p "$target/toolkit/modules"
+    echo "$stamp" >"$target/stamp"
+fi
 cat <<EXPORTS
 export CARGO_TARGET_DIR='$target'
-export CUDA_HOME='$target/toolkit' CUDA_PATH='$target/toolkit' CUDA_ROOT='$target/toolkit' NVCC='$target/toolkit/bin/nvcc' CUDA_COMPUTE_CAP=90 NVCC_CCBIN=$stamp
+export CUDA_HOME='$target/toolkit' CUDA_PATH='$target/toolkit' CUDA_ROOT='$target/toolkit' NVCC='$target/toolkit/bin/nvcc' CUDA_COMPUTE_CAP=90
 export PATH='$target/toolkit/bin':"\$PATH"
 export LD_LIBRARY_PATH='$target/toolkit/lib64'\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}
 EXPORTS

@@ -5,6 +5,9 @@ use crate::cli::EXIT_DONE;
 
 #[test]
 fn small_checks_pass() {
-    let parts = vec![Part::Device, Part::Primitives, Part::Oracle, Part::Links];
-    assert_eq!(run(&GpuCheckArgs { parts, small: true, device: 0, peers: None }).unwrap(), EXIT_DONE);
+    let parts = vec![Part::Device, Part::Primitives, Part::Seeded, Part::Oracle, Part::Links];
+    assert_eq!(
+        run(&GpuCheckArgs { parts, small: true, device: 0, write_seeded: None, peers: None }).unwrap(),
+        EXIT_DONE
+    );
 }

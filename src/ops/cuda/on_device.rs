@@ -167,6 +167,7 @@ fn a_launch_is_given_sizes_inputs_and_sequences() {
     let packed = Sequences::packed(&[0, 3]).unwrap();
     let plain = Attention { window: Some(usize::MAX), sinks: false, ..ATTENTION };
     let prepared = Prepared::new(gpu, set, &plain, &packed, None).unwrap();
+    let mut at = Addresses::new(&stream);
     let p = prepared.params(&inputs, &mut at).unwrap();
     assert_eq!((p.page_table, p.pages_max, p.window), (0, 0, 0));
     assert_eq!(words_at(&stream, p.sinks, 4), [NO_SINK.to_bits() as i32; 4]);

@@ -31,28 +31,28 @@ impl PagedKv {
         Ok(Self { device: device.clone(), memory, kv_heads, pages: Pages::new(pages) })
     }
 
-    /// Makes room in `sequences` and copies the new rows of `kv` there.
-    pub(super) fn append(
+    /// Makes room in `sequences` and copies the new rows of `kv` `[T, 2, M, 64]` there, `counts[i]` to `sequences[i]`.
+    ///
+    /// # Errors
+    /// When the numbers of rows disagree, or the cache is too small: then nothing has changed.
+    pub fn append(
         &mut self,
         kv: &CudaView<bf16>,
         sequences: &mut [&mut PagedSequence],
         counts: &[usize],
     ) -> Result<()> {
         let width = 2 * self.kv_heads * HEAD_DIM;
-        let runs = self.pages.extend(sequences, counts)?;
-        let places: Vec<i32> =
-            runs.iter().flat_map(|r| r.row..r.row + r.rows).map(|row| row as i32).collect();
-        let tokens = places.len();
-        let cache_rows = self.memory.len() / width;
-        if kv.len() != tokens * width || places.iter().any(|&row| row as usize >= cache_rows) {
-            bail!(
-                "key-value cache: {} elements for {tokens} rows of {width}, {cache_rows} rows in it",
-                kv.len()
-            );
+        let tokens: usize = counts.iter().sum();
+        if kv.len() != tokens * width {
+            bail!("key-value cache: {} elements for {tokens} rows of {width}", kv.len());
         }
+        let runs = self.pages.extend(sequences, counts)?;
         if tokens == 0 {
             return Ok(());
         }
+        // Below the cache's length: `pages` counts no more of them than there is memory for.
+        let places: Vec<i32> =
+            runs.iter().flat_map(|r| r.row..r.row + r.rows).map(|row| row as i32).collect();
         let places = self.device.clone_htod(&places)?;
         let stream = self.device.cuda_stream();
         let mut at = Addresses::new(&stream);
@@ -66,9 +66,8 @@ impl PagedKv {
         unsafe { launch(&self.device, &KV_APPEND, &params, tokens) }
     }
 
-    /// All of it, for tests.
-    #[cfg(test)]
-    pub(super) fn memory(&self) -> &CudaSlice<bf16> {
+    /// All pages, `[pages · 64, 2, M, 64]`.
+    pub fn memory(&self) -> &CudaSlice<bf16> {
         &self.memory
     }
 }
