@@ -99,8 +99,9 @@ pub fn run(args: &GpuCheckArgs) -> Result<u8> {
     let peers = args.peers.as_deref().map(peers::read).transpose()?;
     let device = open(args.device)?;
     if let Some(path) = &args.write_seeded {
-        seeded::write(&device, path)?;
-        return Ok(EXIT_DONE);
+        let written = seeded::write(&device, path);
+        ops::cuda::unload_kernels();
+        return written.map(|()| EXIT_DONE);
     }
     let gpu = device.as_cuda_device()?;
     let all =
