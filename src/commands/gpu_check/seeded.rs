@@ -184,7 +184,8 @@ mod tests {
                 let words = &expected[&name(tensor, &shape, kernels.name)];
                 let bound = plain_bound(get(&attention(&problem, true)), get(&exact));
                 // The emulator's own are as near to the formulas.
-                agree(&floats(words), get(&exact), bound).unwrap();
+                agree(&floats(words), get(&exact), bound)
+                    .unwrap_or_else(|e| panic!("{tensor}, {}: {e}", shape.name));
             }
         }
         assert!(agree(&[1.0, 0.0], &[1.0, 0.0], 0.1).is_ok());
