@@ -116,7 +116,7 @@ def tree():
 def build(copy):
     """The test program, or None when the compiler refuses."""
     command = ["cargo", "test", "--no-run", "--quiet", "--profile", "emulated", "--features", "cuda", "--lib", "--message-format", "json"]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, env={**os.environ, "RUSTFLAGS": "-Awarnings"})
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     programs = re.findall(r'"executable":"([^"]+)"', done.stdout)
     return programs[-1] if done.returncode == 0 and programs else None
 
