@@ -475,6 +475,13 @@ void test_refused_images() {
   refused("PTX with other launch bounds", "bounded has launch bounds of 128 in the PTX, of 64 here", [&] {
     cuModuleLoadData(&module, ".visible .entry bounded(\n)\n.maxntid 128\n{\n}\n");
   });
+  accepted("PTX of nvcc's form that agrees", [&] {
+    context();
+    void* real;
+    must(cuModuleLoadData(&real, "//\n.target sm_90a\n\n.visible .entry copy(\n\t.param .align 8 .b8 copy_param_0[24]\n)\n{\n}\n"
+                                 "\n.visible .entry bounded()\n.maxntid 64, 1, 1\n.minnctapersm 1\n{\n}\n"));
+    clean({}, real);
+  });
   refused("what is no image", "neither PTX nor a module", [&] { cuModuleLoadData(&module, "nonsense"); });
   refused("a call that is not emulated", "cuGraphLaunch is not emulated", [] { cuGraphLaunch(nullptr, nullptr); });
   refused("a product that is not emulated", "cublasSgemv_v2 is not emulated", [] { cublasSgemv_v2(); });

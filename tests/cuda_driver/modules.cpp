@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <sstream>
 
 #include "driver.h"
 #include "engine.h"
@@ -82,7 +83,9 @@ struct Entry {  // of real PTX
 std::vector<Entry> entries_of(const char* text) {
   std::vector<Entry> entries;
   bool in_head = false;
-  for (const char* line = text; line && *line; line = strchr(line, '\n'), line = line ? line + 1 : line) {
+  std::istringstream lines(text);
+  for (std::string one; std::getline(lines, one);) {
+    const char* line = one.c_str();
     char word[32];
     char name[512];
     int number;
