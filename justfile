@@ -17,6 +17,18 @@ kernels:
     scripts/check_kernels.sh
     tests/cuda_host/run.sh
 
+# Feature `cuda` on the emulated driver: no GPU and no toolkit.
+cuda-emulated:
+    .ci/cuda emulated
+
+# Every seeded bug in the kernels' Rust side, and what catches it.
+cuda-rust-bugs:
+    eval "$(tests/cuda_driver/setup.sh)" && tests/cuda_driver/rust_bugs.py
+
+# What gpu-check compares a GPU's outputs with first, written anew: after a change of a kernel's formulas.
+seeded-outputs:
+    eval "$(tests/cuda_driver/setup.sh)" && cargo run --profile emulated --features cuda -- gpu-check --write-seeded kernels/seeded_outputs.txt
+
 bench:
     cargo bench --features bench
 

@@ -305,6 +305,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) check_setmaxnreg(const __gr
   put(b, i, __float_as_uint(x));
 }
 
+// What tiles and descriptors rest on: how far dynamic shared memory starts from a multiple of 1024 bytes.
+extern "C" __global__ void check_shared_alignment(const __grid_constant__ CheckBuffers b) {
+  put(b, thread_of_grid(), shared_address(dynamic_shared_memory()) % 1024);
+}
+
 // One product a warp, problem by problem: a 16x16, b transposed 8x16 in bf16, the accumulator 16x8 in f32, row-major;
 // 320 words in, 128 words out.
 extern "C" __global__ void check_product_mma(const __grid_constant__ CheckBuffers b) {

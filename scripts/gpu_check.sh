@@ -144,6 +144,7 @@ part() {
 
 row() { echo "| $1 | $2 | ${3//|//} |" >>"$table"; }
 
+part seeded 60 seeded
 part primitives 60 primitives
 part facts 120 facts
 part oracle 180 oracle

@@ -5,10 +5,13 @@
 mod facts;
 mod instruction;
 mod links;
+#[cfg(test)]
+mod on_device;
 mod oracle;
 mod peers;
 mod primitives;
 mod problem;
+mod seeded;
 mod speed;
 
 use crate::error::{EXIT_DONE, EXIT_FAILED};
@@ -28,6 +31,9 @@ pub struct GpuCheckArgs {
     /// Small cases only, for compute-sanitizer
     #[arg(long)]
     pub small: bool,
+    /// Writes what this device gives for the part "seeded" to a file, and does nothing else
+    #[arg(long, value_name = "FILE")]
+    pub write_seeded: Option<PathBuf>,
     /// Which GPU
     #[arg(long, default_value_t = 0)]
     pub device: usize,
@@ -43,6 +49,8 @@ pub enum Part {
     Device,
     /// Every instruction of kernels/primitives.cuh against its host twin
     Primitives,
+    /// Every op on small seeded inputs against what the emulated driver gave
+    Seeded,
     /// What the equality of rows rests on
     Facts,
     /// Values and gradients against the CPU's
@@ -90,20 +98,28 @@ impl Verdicts {
 pub fn run(args: &GpuCheckArgs) -> Result<u8> {
     let peers = args.peers.as_deref().map(peers::read).transpose()?;
     let device = open(args.device)?;
+    if let Some(path) = &args.write_seeded {
+        let written = seeded::write(&device, path);
+        ops::cuda::unload_kernels();
+        return written.map(|()| EXIT_DONE);
+    }
     let gpu = device.as_cuda_device()?;
-    let all = [Part::Device, Part::Primitives, Part::Facts, Part::Oracle, Part::Links, Part::Speed];
+    let all =
+        [Part::Device, Part::Primitives, Part::Seeded, Part::Facts, Part::Oracle, Part::Links, Part::Speed];
     let parts = if args.parts.is_empty() { all.to_vec() } else { args.parts.clone() };
     let mut verdicts = Verdicts::default();
     for part in parts {
         match part {
             Part::Device => describe(gpu)?,
             Part::Primitives => primitives::run(gpu, &mut verdicts)?,
+            Part::Seeded => seeded::run(&device, &mut verdicts)?,
             Part::Facts => facts::run(gpu, &mut verdicts)?,
             Part::Oracle => oracle::run(&device, args.small, &mut verdicts),
             Part::Links => links::run(&device, args.small, &mut verdicts),
             Part::Speed => speed::run(gpu, args.small, peers.as_ref())?,
         }
     }
+    ops::cuda::unload_kernels();
     eprintln!("gpu-check: {} passed, {} failed", verdicts.passed, verdicts.failed);
     Ok(if verdicts.failed == 0 { EXIT_DONE } else { EXIT_FAILED })
 }
@@ -112,7 +128,7 @@ fn open(ordinal: usize) -> Result<Device> {
     // The CUDA library panics where a library that it wants is missing; that is told as any other trouble.
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| {}));
-    let opened = std::panic::catch_unwind(|| Device::new_cuda(ordinal));
+    let opened = std::panic::catch_unwind(|| ops::cuda::open(ordinal));
     std::panic::set_hook(hook);
     match opened {
         Ok(Ok(device)) => {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdarg>
+#include <cstdlib>
 #include <deque>
 #include <exception>
 #include <memory>
@@ -30,16 +31,14 @@ struct Thread {
   Block* block = nullptr;
   int index = 0;
   Coordinates place;
-  std::unique_ptr<Fibre> own_fibre;  // from a pile that launches share
-  Fibre& fibre;
+  Fibre* fibre = nullptr;  // from a pile that launches share, while the thread has one
   const char* waits_for = nullptr;  // null while it can run
   int waits_line = 0;
   bool exited = false;
-  std::deque<Copy> copies;     // cp.async in flight, in order
+  std::vector<Copy> copies;    // cp.async in flight, in order
   bool wgmma_fenced = false;
   int registers = 0;           // after setmaxnreg
 
-  explicit Thread(std::unique_ptr<Fibre> fibre) : own_fibre(std::move(fibre)), fibre(*own_fibre) {}
   int lane() const { return index % LANES; }
 };
 
@@ -57,6 +56,7 @@ struct Wgmma {
 };
 
 struct Warp {
+  int lanes = LANES;  // fewer in a block's last warp
   int arrived = 0, exited = 0;
   const char* what = nullptr;
   void* arguments[LANES];
@@ -108,12 +108,13 @@ struct Block {
 
   std::vector<Thread*> ready;  // a ring for `up`, else a pile
   size_t ready_first = 0, ready_count = 0;
+  int exited = 0;  // threads
   uint64_t random = 0;
   Fibre main;
   std::exception_ptr error;
   char start_object = 0, end_object = 0;
 
-  ~Block();
+  ~Block() { free(shared); }
   void run(dim3 index);
   void wake(Thread& thread);
   void wait(Thread& thread, const char* what, int line = 0);  // until woken
@@ -128,6 +129,8 @@ struct Block {
 
  private:
   Thread* take();
+  void switch_to(Thread& from, Thread& next);
+  void end();
   void fail_stuck();
 };
 
@@ -137,8 +140,9 @@ Thread& self();
 // Throws a KernelError at this thread.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
-// A collective of a warp: `run(arguments)` once all 32 lanes have come to it.
-void warp_meet(const char* what, void* argument, void (*run)(Warp&, void** arguments));
+// A collective of a warp: `run(warp, arguments)` once all its lanes have come to it.
+// `whole`: there must be 32.
+void warp_meet(const char* what, void* argument, void (*run)(Warp&, void** arguments), bool whole = true);
 
 // Ends of a thread and of a block: nothing may be left in flight.
 void check_thread_end(Thread& thread);

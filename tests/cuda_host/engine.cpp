@@ -1,6 +1,8 @@
 // Threads as fibres, their schedule, blocks over OS threads.
 #include "engine.h"
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -13,7 +15,35 @@
 namespace cuda_host {
 
 static thread_local Thread* current = nullptr;
-static thread_local std::vector<std::unique_ptr<Fibre>> spare_fibres;
+
+// ThreadSanitizer sees a fibre as a thread: there each thread has its own from the block's start to its end. Elsewhere a
+// thread has one from its first instruction to its last, and hands it on: those that never wait share one.
+#ifdef CUDA_HOST_TSAN
+constexpr bool fibres_handed_on = false;
+#else
+constexpr bool fibres_handed_on = true;
+#endif
+
+static thread_local std::vector<std::unique_ptr<Fibre>> fibres;  // all of this OS thread's
+static thread_local std::vector<Fibre*> spare_fibres;
+
+static void thread_main(Fibre& fibre);
+
+static void give_fibre(Thread& thread) {
+  if (spare_fibres.empty()) {
+    fibres.push_back(std::make_unique<Fibre>());
+    fibre_create(*fibres.back(), thread_main);
+    spare_fibres.push_back(fibres.back().get());
+  }
+  thread.fibre = spare_fibres.back();
+  thread.fibre->work = &thread;
+  spare_fibres.pop_back();
+}
+
+static void take_fibre(Thread& thread) {
+  spare_fibres.push_back(thread.fibre);
+  thread.fibre = nullptr;
+}
 
 Thread& self() { return *current; }
 const Coordinates& here() { return current->place; }
@@ -63,16 +93,29 @@ void Block::go_on(Thread& from) {
   for (;;) {
     if (Thread* next = take()) {
       current = next;
-      if (next != &from) fibre_switch(from.fibre, next->fibre);
+      if (next != &from) switch_to(from, *next);
       return;
     }
     if (land_something()) continue;
-    bool all_exited = true;
-    for (auto& thread : threads) all_exited &= thread->exited;
-    if (!all_exited) fail_stuck();
-    fibre_switch(from.fibre, main);
+    if (exited < int(threads.size())) fail_stuck();
+    Fibre& own = *from.fibre;
+    if (fibres_handed_on) take_fibre(from);
+    fibre_switch(own, main);
     return;
   }
+}
+
+// Returns when `from` goes on, or, on its fibre after its end, another thread begins.
+void Block::switch_to(Thread& from, Thread& next) {
+  Fibre& own = *from.fibre;
+  if (from.exited && fibres_handed_on) {
+    take_fibre(from);
+    if (!next.fibre) give_fibre(next);  // the one just taken
+    if (next.fibre == &own) return;
+  } else if (!next.fibre) {
+    give_fibre(next);
+  }
+  fibre_switch(own, *next.fibre);
 }
 
 void Block::wait(Thread& thread, const char* what, int line) {
@@ -121,12 +164,6 @@ static void thread_main(Fibre& fibre) {
   }
 }
 
-Block::~Block() {
-  free(shared);
-  if (error) return;
-  for (auto& thread : threads) spare_fibres.push_back(std::move(thread->own_fibre));
-}
-
 void Block::run(dim3 index) {
   const Coordinates& place = threads[0]->place;
   const uint64_t number = index.x + uint64_t(place.grid_size.x) * (index.y + uint64_t(place.grid_size.y) * index.z);
@@ -134,7 +171,10 @@ void Block::run(dim3 index) {
   memset(shared, 0xff, shared_bytes);  // NaN, as f32 and as bf16
   in_flight.assign(in_flight.size(), 0);
   unfenced.assign(unfenced.size(), 0);
-  for (Warp& warp : warps) warp = Warp();
+  for (size_t i = 0; i < warps.size(); i++) {
+    warps[i] = Warp();
+    warps[i].lanes = int(std::min(size_t(LANES), threads.size() - i * LANES));
+  }
   for (NamedBarrier& barrier : barriers) {
     barrier = NamedBarrier();
     barrier.waiting.reserve(threads.size());
@@ -142,37 +182,52 @@ void Block::run(dim3 index) {
   mbarriers.clear();
   wgmma_log.assign((warps.size() + 3) / 4, {});
   ready_first = ready_count = 0;
+  exited = 0;
   for (auto& thread : threads) {
     thread->place.block = index;
     thread->exited = false;
     thread->wgmma_fenced = false;
     thread->registers = 0;
+    if (!fibres_handed_on) give_fibre(*thread);
     wake(*thread);
   }
   race_release(main, &start_object);
   current = take();
-  fibre_switch(main, current->fibre);
-  // Those that a failed block leaves behind count as ended too.
-  for (auto& thread : threads) race_release(thread->fibre, &end_object);
-  race_acquire(main, &end_object);
-  if (!error) {
-    try {
-      check_block_end(*this);
-    } catch (...) {
-      error = std::current_exception();
-    }
+  if (!current->fibre) give_fibre(*current);
+  fibre_switch(main, *current->fibre);
+  end();
+}
+
+void Block::end() {
+  if (!fibres_handed_on) {
+    // Those that a failed block leaves behind count as ended too.
+    for (auto& thread : threads) race_release(*thread->fibre, &end_object);
+    race_acquire(main, &end_object);
+  }
+  if (error) {  // its fibres are dropped where they stand
+    for (auto& thread : threads)
+      if (thread->fibre) thread->fibre->work = nullptr;
+    const auto dropped = [](const std::unique_ptr<Fibre>& fibre) { return !fibre->work; };
+    fibres.erase(std::remove_if(fibres.begin(), fibres.end(), dropped), fibres.end());
+    return;
+  }
+  if (!fibres_handed_on)
+    for (auto& thread : threads) take_fibre(*thread);
+  try {
+    check_block_end(*this);
+  } catch (...) {
+    error = std::current_exception();
   }
 }
 
 // ---- All blocks -----------------------------------------------------------------------------------------------------
 
-static void prepare(Block& block, const Options& options, dim3 grid, dim3 block_size, size_t shared_bytes,
-                    const std::function<void()>& body) {
+static std::unique_ptr<Block> make_block(dim3 block_size, size_t shared_bytes) {
+  auto made = std::make_unique<Block>();
+  Block& block = *made;
   const int count = int(block_size.x * block_size.y * block_size.z);
-  block.options = options;
-  block.body = &body;
   block.ready.resize(count);
-  block.warps.resize(count / LANES);
+  block.warps.resize((count + LANES - 1) / LANES);
   // Exactly as long as asked for, so that AddressSanitizer sees what lies beyond.
   block.shared_bytes = shared_bytes;
   if (posix_memalign(reinterpret_cast<void**>(&block.shared), 1024, shared_bytes ? shared_bytes : 1)) abort();
@@ -180,31 +235,25 @@ static void prepare(Block& block, const Options& options, dim3 grid, dim3 block_
   block.unfenced.resize((shared_bytes + 15) / 16);
   fibre_adopt(block.main);
   for (int i = 0; i < count; i++) {
-    std::unique_ptr<Fibre> fibre;
-    if (spare_fibres.empty()) {
-      fibre = std::make_unique<Fibre>();
-      fibre_create(*fibre, thread_main);
-    } else {
-      fibre = std::move(spare_fibres.back());
-      spare_fibres.pop_back();
-    }
-    auto thread = std::make_unique<Thread>(std::move(fibre));
-    thread->fibre.work = thread.get();
+    auto thread = std::make_unique<Thread>();
     thread->block = &block;
     thread->index = i;
-    thread->place.grid_size = grid;
     thread->place.block_size = block_size;
     thread->place.thread = dim3(i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y);
     block.threads.push_back(std::move(thread));
   }
+  return made;
 }
+
+// Blocks are kept from launch to launch by their shape: a launch of few threads would mostly make them.
+static thread_local std::map<std::array<size_t, 4>, std::unique_ptr<Block>> kept;
 
 void launch(const Options& options, dim3 grid, dim3 block_size, size_t shared_bytes,
             const std::function<void()>& body) {
   const uint64_t threads = uint64_t(block_size.x) * block_size.y * block_size.z;
   const uint64_t blocks = uint64_t(grid.x) * grid.y * grid.z;
-  if (threads == 0 || threads > 1024 || threads % LANES)
-    throw KernelError("launch: a block has " + std::to_string(threads) + " threads: whole warps, at most 1024");
+  if (threads == 0 || threads > 1024)
+    throw KernelError("launch: a block has " + std::to_string(threads) + " threads: 1 to 1024");
   if (shared_bytes > SHARED_BYTES_MAX)
     throw KernelError("launch: " + std::to_string(shared_bytes) + " bytes of shared memory, the limit is " +
                       std::to_string(SHARED_BYTES_MAX));
@@ -214,8 +263,13 @@ void launch(const Options& options, dim3 grid, dim3 block_size, size_t shared_by
   std::mutex mutex;
   std::exception_ptr error;
   auto work = [&] {
-    Block block;
-    prepare(block, options, grid, block_size, shared_bytes, body);
+    std::unique_ptr<Block>& place = kept[{block_size.x, block_size.y, block_size.z, shared_bytes}];
+    if (!place) place = make_block(block_size, shared_bytes);
+    Block& block = *place;
+    block.options = options;
+    block.body = &body;
+    fibre_adopt(block.main);
+    for (auto& thread : block.threads) thread->place.grid_size = grid;
     for (uint64_t taken; !block.error && (taken = next++) < blocks;) {
       uint64_t number = taken;
       if (options.schedule == Schedule::newest_first) number = blocks - 1 - taken;
@@ -225,6 +279,7 @@ void launch(const Options& options, dim3 grid, dim3 block_size, size_t shared_by
       next = blocks;
       std::lock_guard<std::mutex> lock(mutex);
       error = block.error;
+      place.reset();
     }
   };
   std::vector<std::thread> pool;

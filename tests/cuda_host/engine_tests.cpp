@@ -210,6 +210,27 @@ static void test_barriers() {
   });
 }
 
+// A block's last warp may be a part of one: its barrier and its shuffles are those of the threads that it has.
+static void test_part_warps() {
+  accepted("40 threads", 40, [] {
+    float* box = static_cast<float*>(at(0));
+    box[tid()] = tid();
+    warp_barrier();
+    const int neighbour = tid() ^ 1, other = tid() + 4;
+    check(box[neighbour] == neighbour, "a part warp's barrier");
+    check(cuda_host::shuffle_bits_xor(uint64_t(tid()), 1) == uint64_t(neighbour), "a part warp's shuffle");
+    const uint64_t down = cuda_host::shuffle_bits_down(uint64_t(tid()), 4);
+    if (tid() < 28 || (tid() >= 32 && tid() < 36)) check(down == uint64_t(other), "a part warp's shuffle down");
+    if (tid() >= 36) check(down == ~uint64_t(0), "a shuffle from a lane that does not exist");
+    block_barrier();
+  });
+  refused("mma_bf16_16x8x16 in a warp of 8 threads", 40, [] {
+    float d[4] = {};
+    uint32_t a[4] = {}, b[2] = {};
+    mma_bf16_16x8x16(d, a, b);
+  });
+}
+
 // The tensor-core modes agree to f32's last places, differ in bits, and do not see zero products.
 static void test_modes() {
   float results[3][2][4];
@@ -238,7 +259,7 @@ static void test_modes() {
 // ---- What is refused ------------------------------------------------------------------------------------------------
 
 static void test_refused_threads() {
-  refused("whole warps", 40, [] {});
+  refused("1 to 1024", 1025, [] {});
   refused("the limit is 232448", 32, [] {}, (227 << 10) + 1);
   refused("warp divergence", 32, [] { tid() < 16 ? (void)shuffle_xor(1, 1) : warp_barrier(); });
   refused("exit", 32, [] {
@@ -376,6 +397,7 @@ int main(int count, char** arguments) {
   test_wgmma<Major::K, Major::K, true>();
   test_copies();
   test_barriers();
+  test_part_warps();
   test_modes();
   test_refused_threads();
   test_refused_copies();

@@ -46,6 +46,7 @@ const Check CHECKS[] = {
     CHECK(check_wgmma_registers_mn, 1, 256, 4, "exact"),
     CHECK(check_mbarriers, 1, 96, 7, "exact"),
     CHECK(check_setmaxnreg, 1, 384, 1, "exact"),
+    CHECK(check_shared_alignment, 1, 32, 1, "exact"),
 };
 
 void write_words(std::ostream& out, const std::vector<uint32_t>& words) {

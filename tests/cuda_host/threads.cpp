@@ -3,52 +3,63 @@
 
 namespace cuda_host {
 
-void warp_meet(const char* what, void* argument, void (*run)(Warp&, void** arguments)) {
+void warp_meet(const char* what, void* argument, void (*run)(Warp&, void** arguments), bool whole) {
   Thread& thread = self();
   Block& block = *thread.block;
   Warp& warp = block.warps[thread.index / LANES];
+  if (whole && warp.lanes < LANES) fail("%s in a warp of %d threads", what, warp.lanes);
   if (warp.exited) fail("%s: %d lanes of the warp have exited", what, warp.exited);
   if (warp.arrived && warp.what != what)
     fail("warp divergence: this lane is at %s, others at %s", what, warp.what);
   warp.what = what;
   warp.arguments[thread.lane()] = argument;
-  if (++warp.arrived < LANES) return block.wait(thread, what);
+  if (++warp.arrived < warp.lanes) return block.wait(thread, what);
   warp.arrived = 0;
   run(warp, warp.arguments);
   const int first = thread.index - thread.lane();
-  for (int lane = 0; lane < LANES; lane++)
+  for (int lane = 0; lane < warp.lanes; lane++)
     if (lane != thread.lane()) block.wake(*block.threads[first + lane]);
   block.yield(thread);
 }
 
 struct Shuffle {
-  float value, result;
+  uint64_t value, result;
   int source;
 };
 
-static float shuffle(const char* what, float x, int source) {
+static uint64_t shuffle(const char* what, uint64_t x, int source, bool whole) {
   InEngine engine;
   if (source < 0 || source >= LANES) fail("%s: lane %d", what, source);
   Shuffle own{x, 0, source};
-  warp_meet(what, &own, [](Warp&, void** lanes) {
-    for (int lane = 0; lane < LANES; lane++) {
+  warp_meet(what, &own, [](Warp& warp, void** lanes) {
+    for (int lane = 0; lane < warp.lanes; lane++) {
       Shuffle& to = *static_cast<Shuffle*>(lanes[lane]);
-      to.result = static_cast<Shuffle*>(lanes[to.source])->value;
+      // A lane that does not exist gives no number.
+      to.result = to.source < warp.lanes ? static_cast<Shuffle*>(lanes[to.source])->value : ~uint64_t(0);
     }
-  });
+  }, whole);
   return own.result;
 }
 
+static float shuffle(const char* what, float x, int source) {
+  return __uint_as_float(uint32_t(shuffle(what, __float_as_uint(x), source, true)));
+}
 float shuffle_xor(float x, int mask) { return shuffle("shuffle_xor", x, self().lane() ^ mask); }
 float shuffle_index(float x, int lane) { return shuffle("shuffle_index", x, lane); }
+
+uint64_t shuffle_bits_xor(uint64_t x, int mask) { return shuffle("__shfl_xor_sync", x, self().lane() ^ mask, false); }
+uint64_t shuffle_bits_down(uint64_t x, int lanes) {
+  const int lane = self().lane();
+  return shuffle("__shfl_down_sync", x, lane + lanes < LANES ? lane + lanes : lane, false);
+}
 
 void warp_barrier() {
   InEngine engine;
   Warp& warp = self().block->warps[self().index / LANES];
   char* object = &warp.barrier_object[warp.barrier_phase];
-  race_release(self().fibre, object);
-  warp_meet("warp_barrier", nullptr, [](Warp& warp, void**) { warp.barrier_phase ^= 1; });
-  race_acquire(self().fibre, object);
+  race_release(*self().fibre, object);
+  warp_meet("warp_barrier", nullptr, [](Warp& warp, void**) { warp.barrier_phase ^= 1; }, false);
+  race_acquire(*self().fibre, object);
 }
 
 static void barrier(int id, int threads, bool waits, int line) {
@@ -62,7 +73,7 @@ static void barrier(int id, int threads, bool waits, int line) {
   barrier.expected = threads;
   barrier.line = line;
   char* object = &barrier.object[barrier.phase];
-  race_release(thread.fibre, object);
+  race_release(*thread.fibre, object);
   barrier.arrived++;
   if (barrier.arrived < threads) {
     if (!waits) return;
@@ -76,14 +87,14 @@ static void barrier(int id, int threads, bool waits, int line) {
     block.yield(thread);
     if (!waits) return;
   }
-  race_acquire(self().fibre, object);
+  race_acquire(*self().fibre, object);
 }
 
 void block_barrier(int line) {
   InEngine engine;
   Block& block = *self().block;
   for (auto& thread : block.threads)
-    if (thread->exited) fail("block_barrier at line %d: thread %d has exited", line, thread->index);
+    if (block.exited && thread->exited) fail("block_barrier at line %d: thread %d has exited", line, thread->index);
   barrier(0, int(block.threads.size()), true, line);
 }
 
@@ -112,6 +123,7 @@ void check_thread_end(Thread& thread) {
   thread.copies.clear();
   if (!warp.wgmma.empty()) fail("exits with a wgmma in flight");
   warp.exited++;
+  block.exited++;
 }
 
 void check_block_end(Block& block) {

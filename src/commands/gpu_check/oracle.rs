@@ -50,7 +50,7 @@ fn cpu_reference(problem: &Problem, exact: &Values) -> Result<Result<Values, Str
     })
 }
 
-fn values(bits: Bits) -> Values {
+pub(super) fn values(bits: Bits) -> Values {
     let halves = |bits: Vec<u16>| bits.into_iter().map(|x| bf16::from_bits(x).to_f64()).collect();
     let words = |bits: Vec<u32>| bits.into_iter().map(|x| f32::from_bits(x).into()).collect();
     Values {
@@ -100,6 +100,13 @@ fn against_plain(seen: &Values, reference: &Values, plain: &Values) -> Result<St
     compare(seen, reference, bound)
 }
 
+/// How far a tensor's elements may be from `exact`, by plain bf16's. Of a handful of elements plain bf16 may have all right
+/// by luck: there its rounding step counts.
+pub(super) fn plain_bound(plain: &[f64], exact: &[f64]) -> f64 {
+    let floor = if exact.len() < 32 { 2f64.powi(-7) } else { FLOOR };
+    TIMES_PLAIN * distance(plain, exact).largest.max(floor * largest(exact))
+}
+
 /// Every tensor of `seen` within `bound(tensor, size of its largest value)` of `reference`'s, in maximum and RMS.
 fn compare(
     seen: &Values,
@@ -126,7 +133,7 @@ fn compare(
 }
 
 type Tensors = [(&'static str, fn(&Values) -> &[f64]); 5];
-const TENSORS: Tensors = [
+pub(super) const TENSORS: Tensors = [
     ("O", |v| &v.out),
     ("LSE", |v| &v.lse),
     ("dQ", |v| &v.dq),

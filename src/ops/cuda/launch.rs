@@ -1,33 +1,15 @@
-//! Loading and launching kernels; the device's address of what they read and write.
+//! Launching kernels; the device's address of what they read and write.
 
+use super::modules::function;
 use crate::ops::sink_attention::kernels::{KERNEL_SETS, Kernel, KernelSet};
 use crate::ops::sink_attention::plan::check_device;
-use candle_core::cuda_backend::cudarc::driver::sys::{CUevent_flags, CUfunction_attribute};
+use candle_core::Result;
+use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
 use candle_core::cuda_backend::cudarc::driver::{
     CudaEvent, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg, SyncOnDrop,
 };
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
-use candle_core::{Result, bail};
 use std::sync::Arc;
-
-mod ptx {
-    include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
-}
-
-/// Shared memory that a block gets without asking.
-const SHARED_BYTES_UNASKED: usize = 48 << 10;
-
-/// The PTX of a file of `kernels/`.
-fn ptx(file: &str) -> Result<&'static str> {
-    Ok(match file {
-        "sink_attention_forward" => ptx::SINK_ATTENTION_FORWARD,
-        "sink_attention_forward_hopper" => ptx::SINK_ATTENTION_FORWARD_HOPPER,
-        "sink_attention_backward_hopper" => ptx::SINK_ATTENTION_BACKWARD_HOPPER,
-        "sink_attention_backward" => ptx::SINK_ATTENTION_BACKWARD,
-        "primitive_checks" => ptx::PRIMITIVE_CHECKS,
-        _ => bail!("no kernel file {file}"),
-    })
-}
 
 /// The kernels of every forward and backward on this device: a function of the device alone, so that no run mixes two.
 ///
@@ -51,24 +33,22 @@ pub(super) unsafe fn launch<A: DeviceRepr>(
     argument: &A,
     blocks: usize,
 ) -> Result<()> {
-    let function = device.get_or_load_custom_func(kernel.function, kernel.file, ptx(kernel.file)?)?;
-    if kernel.shared_bytes > SHARED_BYTES_UNASKED {
-        let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        function.set_attribute(attribute, kernel.shared_bytes as i32).w()?;
-    }
+    let function = function(device, kernel)?;
+    let stream = device.cuda_stream();
     let config = LaunchConfig {
         grid_dim: (blocks as u32, 1, 1),
         block_dim: (kernel.threads as u32, 1, 1),
         shared_mem_bytes: kernel.shared_bytes as u32,
     };
-    let mut builder = function.builder();
+    let mut builder = stream.launch_builder(&function);
     builder.arg(argument);
     // SAFETY: the caller's promise.
     unsafe { builder.launch(config) }.w()?;
     Ok(())
 }
 
-/// Addresses for a launch. Dropped after it, it orders what other streams do with the memory behind it.
+/// Addresses for a launch. Dropped after it, it tells what other streams do with the memory behind it to wait for it, where
+/// the library keeps that order: on a device from [`super::open`].
 pub(super) struct Addresses<'a> {
     stream: &'a CudaStream,
     guards: Vec<SyncOnDrop<'a>>,

@@ -3,16 +3,22 @@
 //! A row's bits depend on the row alone here too, on one kind of GPU and with one set of kernels; they are not the CPU's.
 //! The kernels are `kernels/*.cu`; docs/KERNELS.md explains them.
 
+mod device;
 #[cfg(feature = "flash-attn")]
 mod flash_attention;
 mod launch;
+mod modules;
+#[cfg(test)]
+mod on_device;
 mod paged;
 mod primitive_checks;
 mod sink_attention;
 
+pub use device::open;
 #[cfg(feature = "flash-attn")]
 pub use flash_attention::fa2_without_the_fix;
 pub use launch::{Timer, kernel_set};
+pub use modules::unload_kernels;
 pub use paged::{PagedKv, sink_attention_paged};
 pub use primitive_checks::run_primitive_check;
 pub use sink_attention::{DeviceLse, Gradients, Inputs, Outputs, Prepared};

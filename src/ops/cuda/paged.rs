@@ -1,12 +1,13 @@
 //! Attention over a key-value cache in pages on the GPU: prefill in chunks and decode, by the forward that trains.
 
+use super::launch::{Addresses, launch};
 use super::sink_attention::{DeviceLse, Inputs, Outputs, Prepared, on_gpu, tensor, view};
 use crate::ops::pages::{PagedSequence, Pages, page_table};
 use crate::ops::sink_attention::Attention;
-use crate::ops::sink_attention::kernels::{BLOCK_KEYS, HEAD_DIM, KernelSet};
+use crate::ops::sink_attention::kernels::{BLOCK_KEYS, HEAD_DIM, Kernel, KernelSet};
 use crate::ops::sink_attention::plan::{Sequences, check_attention};
 use candle_core::cuda_backend::CudaDevice;
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DeviceRepr};
 use candle_core::{DType, Result, Tensor, bail};
 use half::bf16;
 
@@ -30,25 +31,63 @@ impl PagedKv {
         Ok(Self { device: device.clone(), memory, kv_heads, pages: Pages::new(pages) })
     }
 
-    /// Makes room in `sequences` and copies the new rows of `kv` there, a copy a page that they touch.
-    fn append(
+    /// Makes room in `sequences` and copies the new rows of `kv` `[T, 2, M, 64]` there, `counts[i]` to `sequences[i]`.
+    ///
+    /// # Errors
+    /// When the numbers of rows disagree, or the cache is too small: then nothing has changed.
+    pub fn append(
         &mut self,
         kv: &CudaView<bf16>,
         sequences: &mut [&mut PagedSequence],
         counts: &[usize],
     ) -> Result<()> {
         let width = 2 * self.kv_heads * HEAD_DIM;
-        for run in self.pages.extend(sequences, counts)? {
-            let from = kv.try_slice(run.token * width..(run.token + run.rows) * width);
-            let to = self.memory.try_slice_mut(run.row * width..(run.row + run.rows) * width);
-            let (Some(from), Some(mut to)) = (from, to) else {
-                bail!("key-value cache: {run:?} lies outside the new tokens or the cache");
-            };
-            self.device.memcpy_dtod(&from, &mut to)?;
+        let tokens: usize = counts.iter().sum();
+        if kv.len() != tokens * width {
+            bail!("key-value cache: {} elements for {tokens} rows of {width}", kv.len());
         }
-        Ok(())
+        let runs = self.pages.extend(sequences, counts)?;
+        if tokens == 0 {
+            return Ok(());
+        }
+        // Below the cache's length: `pages` counts no more of them than there is memory for.
+        let places: Vec<i32> =
+            runs.iter().flat_map(|r| r.row..r.row + r.rows).map(|row| row as i32).collect();
+        let places = self.device.clone_htod(&places)?;
+        let stream = self.device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let params = KvAppendParams {
+            rows: at.read(kv),
+            cache: at.write(&mut self.memory),
+            places: at.read(&places),
+            row_vectors: (width / VECTOR) as i32,
+        };
+        // SAFETY: all three live past the launch, `kv` and `places` have `tokens` rows, and every place is in the cache.
+        unsafe { launch(&self.device, &KV_APPEND, &params, tokens) }
+    }
+
+    /// All pages, `[pages · 64, 2, M, 64]`.
+    pub fn memory(&self) -> &CudaSlice<bf16> {
+        &self.memory
     }
 }
+
+/// `KvAppend` of `kernels/kv_append.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct KvAppendParams {
+    rows: u64,
+    cache: u64,
+    places: u64,
+    row_vectors: i32,
+}
+
+// SAFETY: plain numbers, laid out as the kernel's struct.
+unsafe impl DeviceRepr for KvAppendParams {}
+
+const KV_APPEND: Kernel = Kernel { function: "kv_append", file: "kv_append", threads: 128, shared_bytes: 0 };
+/// Elements of 16 bytes, what a thread moves at a time.
+const VECTOR: usize = 8;
 
 /// Attention of new tokens over cached keys, which they extend: `counts[i]` rows of `q [T, N, 64]` and `kv [T, 2, M, 64]`,
 /// both bf16, belong to `sequences[i]`. `kernels` are those of [`super::kernel_set`]. Not differentiable. Returns
@@ -69,20 +108,25 @@ pub fn sink_attention_paged(
 ) -> Result<(Tensor, Tensor)> {
     let Attention { heads, kv_heads, .. } = *attention;
     let lengths: Vec<usize> = sequences.iter().map(|s| s.len()).collect();
-    let launch = Sequences::cached(counts, &lengths)?;
-    let tokens = launch.tokens();
+    let batch = Sequences::cached(counts, &lengths)?;
+    let tokens = batch.tokens();
     check_attention(attention)?;
     if kv_heads != cache.kv_heads {
         bail!("sink_attention: a cache of {} key-value heads for {attention:?}", cache.kv_heads);
     }
+    let device = q.device();
     let opened = [q, kv, sinks].map(Tensor::storage_and_layout);
     let q = on_gpu("q", &opened[0], DType::BF16, &[tokens, heads, HEAD_DIM])?;
     let kv = on_gpu("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
     let sinks = on_gpu("sinks", &opened[2], DType::F32, &[heads])?;
     let (q, kv, sinks) = (view(q.0, q.1)?, view(kv.0, kv.1)?, view(sinks.0, sinks.1)?);
     cache.append(&kv, sequences, counts)?;
+    if tokens == 0 {
+        let empty = |width, dtype| Tensor::zeros((0, width), dtype, device);
+        return Ok((empty(heads * HEAD_DIM, DType::BF16)?, empty(heads, DType::F32)?));
+    }
     let (table, pages_max) = page_table(sequences);
-    let prepared = Prepared::new(&cache.device, kernels, attention, &launch, Some((&table, pages_max)))?;
+    let prepared = Prepared::new(&cache.device, kernels, attention, &batch, Some((&table, pages_max)))?;
     let mut outputs = prepared.outputs()?;
     let pool = cache.memory.as_view();
     prepared.forward(&Inputs { q: &q, kv: &pool, sinks: &sinks }, &mut outputs)?;

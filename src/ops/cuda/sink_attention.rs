@@ -113,7 +113,7 @@ impl Prepared {
             pages.map_or(vec![], |(table, _)| table.to_vec()),
         ];
         for (start, part) in starts.iter_mut().zip(parts) {
-            // Tiles are read 8 bytes at a time.
+            // Each begins at a multiple of 8 bytes, a tile's size.
             arrays.resize(arrays.len().next_multiple_of(2), 0);
             *start = arrays.len();
             arrays.extend(part);
@@ -166,7 +166,12 @@ impl Prepared {
         }
     }
 
-    fn params<'a>(&'a self, inputs: &Inputs<'a>, at: &mut Addresses<'a>) -> Result<SinkAttentionParams> {
+    /// What every launch is given: the sizes, the inputs, the sequences.
+    pub(super) fn params<'a>(
+        &'a self,
+        inputs: &Inputs<'a>,
+        at: &mut Addresses<'a>,
+    ) -> Result<SinkAttentionParams> {
         let Attention { heads, kv_heads, window, .. } = self.attention;
         let arrays = at.read(&self.arrays);
         let array = |i: usize| arrays + 4 * self.starts[i] as u64;
@@ -347,6 +352,10 @@ pub(in crate::ops) fn sink_attention_forward(
     check("kv", kv, DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
     check("sinks", sinks, DType::F32, &[heads])?;
     let device = q.0.device();
+    if tokens == 0 {
+        let out = CudaStorage::wrap_cuda_slice(device.alloc_zeros::<bf16>(0)?, device.clone());
+        return Ok((out, Shape::from((0, heads * HEAD_DIM)), device.alloc_zeros(0)?));
+    }
     let prepared = Prepared::new(device, kernel_set(device)?, attention, &sequences, None)?;
     let mut outputs = prepared.outputs()?;
     let (q, kv, sinks) = (view(q.0, q.1)?, view(kv.0, kv.1)?, view(sinks.0, sinks.1)?);
@@ -372,6 +381,13 @@ pub(in crate::ops) fn sink_attention_backward(
     let out = on_gpu("the output", &opened[3], DType::BF16, &[tokens, heads * HEAD_DIM])?;
     let dout = on_gpu("the output's gradient", &opened[4], DType::BF16, &[tokens, heads * HEAD_DIM])?;
     let device = q.0.device();
+    if tokens == 0 {
+        return Ok([
+            tensor(device.alloc_zeros::<bf16>(0)?, device, tensors[0].shape()),
+            tensor(device.alloc_zeros::<bf16>(0)?, device, tensors[1].shape()),
+            tensor(device.alloc_zeros::<f32>(heads)?, device, tensors[2].shape()),
+        ]);
+    }
     let prepared = Prepared::new(device, kernel_set(device)?, attention, &sequences, None)?;
     let mut gradients = prepared.gradients()?;
     let (out, dout) = (view(out.0, out.1)?, view(dout.0, dout.1)?);

@@ -1,0 +1,93 @@
+//! The kernels' code: machine code where the driver takes it, else PTX, which the driver compiles anew.
+
+use crate::ops::sink_attention::kernels::Kernel;
+use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute;
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaFunction, CudaModule};
+use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{Result, bail};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
+
+/// Shared memory that a block gets without asking.
+const SHARED_BYTES_UNASKED: usize = 48 << 10;
+/// Percent of a multiprocessor's on-chip memory: what blocks that ask for much need to fit beside each other.
+const SHARED_CARVEOUT_PERCENT: i32 = 100;
+
+/// A context, by its address: the modules below keep it alive.
+type Context = usize;
+
+/// What was loaded so far, by file and by kernel.
+#[derive(Default)]
+struct Loaded {
+    modules: HashMap<(Context, &'static str), Arc<CudaModule>>,
+    functions: HashMap<(Context, &'static str), CudaFunction>,
+}
+
+static LOADED: Mutex<Option<Loaded>> = Mutex::new(None);
+
+fn loaded() -> MutexGuard<'static, Option<Loaded>> {
+    // A panic elsewhere leaves whole entries only.
+    LOADED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Unloads every kernel of the process. They are loaded anew when they are needed.
+pub fn unload_kernels() {
+    *loaded() = None;
+}
+
+/// `kernel` on this device, ready for a launch.
+///
+/// # Errors
+/// When there is no such file or kernel; the driver's.
+pub(super) fn function(device: &CudaDevice, kernel: &Kernel) -> Result<CudaFunction> {
+    let stream = device.cuda_stream();
+    let context = stream.context();
+    let key = context.cu_ctx() as Context;
+    let mut guard = loaded();
+    let Loaded { modules, functions } = guard.get_or_insert_default();
+    if let Some(function) = functions.get(&(key, kernel.function)) {
+        return Ok(function.clone());
+    }
+    let module = match modules.get(&(key, kernel.file)) {
+        Some(module) => module.clone(),
+        None => load(context, kernel.file)?,
+    };
+    modules.insert((key, kernel.file), module.clone());
+    let function = module.load_function(kernel.function).w()?;
+    if kernel.shared_bytes > SHARED_BYTES_UNASKED {
+        let attributes = [
+            (
+                CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                kernel.shared_bytes as i32,
+            ),
+            (
+                CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+                SHARED_CARVEOUT_PERCENT,
+            ),
+        ];
+        for (attribute, value) in attributes {
+            function.set_attribute(attribute, value).w()?;
+        }
+    }
+    functions.insert((key, kernel.function), function.clone());
+    Ok(function)
+}
+
+fn load(context: &Arc<CudaContext>, file: &str) -> Result<Arc<CudaModule>> {
+    let Some((_, code, ptx)) = IMAGES.iter().find(|(name, ..)| *name == file) else {
+        bail!("no kernel file {file}");
+    };
+    match context.load_module(Ptx::from_binary(code.to_vec())) {
+        Ok(module) => Ok(module),
+        Err(refusal) => {
+            // Other machine code than was audited: that is said.
+            eprintln!(
+                "note: {file}: the driver refuses its machine code ({refusal}) and compiles its PTX instead"
+            );
+            context.load_module(Ptx::from_src(*ptx)).w()
+        }
+    }
+}

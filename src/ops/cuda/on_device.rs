@@ -1,0 +1,199 @@
+//! Tests that need a GPU, or the emulated driver: `eval "$(tests/cuda_driver/setup.sh)"`.
+
+use super::launch::Addresses;
+use super::modules::function;
+use super::{
+    Inputs, PagedKv, Prepared, Timer, kernel_set, open, sink_attention_backward, sink_attention_paged,
+};
+use crate::ops::pages::{PagedSequence, Pages};
+use crate::ops::sink_attention;
+use crate::ops::sink_attention::kernels::HEAD_DIM;
+use crate::ops::sink_attention::plan::Sequences;
+use crate::ops::sink_attention::{Attention, NO_SINK};
+use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute;
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, CudaView, DevicePtr};
+use candle_core::{DType, Device, Tensor};
+use half::bf16;
+use std::sync::Arc;
+
+const ATTENTION: Attention =
+    Attention { heads: 4, kv_heads: 2, head_dim: 64, window: Some(20), sinks: true, sink_gradient: true };
+
+/// 0, 1, 2, … as bf16.
+fn counting(count: usize) -> Vec<bf16> {
+    (0..count).map(|i| bf16::from_f32((i % 251) as f32)).collect()
+}
+
+/// A tensor made here, used there, used here again; another that is dropped there while its work waits.
+fn cross_threads(device: &Device) -> candle_core::Result<Vec<f32>> {
+    let made = Tensor::arange(0f32, 1000f32, device)?.affine(2.0, 1.0)?;
+    let dropped = made.affine(0.0, 5.0)?;
+    let sum = (&made + &dropped)?;
+    let used = std::thread::spawn(move || {
+        drop(dropped);
+        sum.affine(0.5, 0.0)
+    });
+    used.join().unwrap()?.affine(1.0, -3.0)?.to_vec1()
+}
+
+#[test]
+fn a_tensor_may_cross_threads() {
+    let expected: Vec<f32> = (0..1000).map(|i| i as f32).collect();
+    assert_eq!(cross_threads(&open(0).unwrap()).unwrap(), expected);
+}
+
+#[test]
+#[ignore = "the arm of the test below"]
+fn crossing_with_a_stream_a_thread() {
+    let expected: Vec<f32> = (0..1000).map(|i| i as f32).collect();
+    assert_eq!(cross_threads(&Device::new_cuda(0).unwrap()).unwrap(), expected);
+}
+
+/// Without it, the test of `open` would pass by luck.
+#[test]
+fn a_stream_a_thread_loses_the_order() {
+    let late = std::env::var("CUDA_EMULATOR").is_ok_and(|mode| mode == "late");
+    if !late {
+        eprintln!("skipped: only the emulated driver in late mode shows it every time");
+        return;
+    }
+    let arm = "ops::cuda::on_device::crossing_with_a_stream_a_thread";
+    let ran = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", arm, "--ignored"])
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&ran.stdout).into_owned() + &String::from_utf8_lossy(&ran.stderr);
+    assert!(text.contains("running 1 test") && !ran.status.success(), "{text}");
+}
+
+#[test]
+fn attention_of_no_tokens_is_empty_as_on_the_cpu() {
+    let gpu = open(0).unwrap();
+    for (device, dtype) in [(&Device::Cpu, DType::F32), (&gpu, DType::BF16)] {
+        let q = Tensor::zeros((0, 4, 64), dtype, device).unwrap();
+        let kv = Tensor::zeros((0, 2, 2, 64), dtype, device).unwrap();
+        let sinks = Tensor::ones(4, DType::F32, device).unwrap();
+        let out = sink_attention(&q, &kv, &sinks, &Arc::new(vec![0, 0, 0]), ATTENTION).unwrap();
+        assert_eq!(out.dims(), [0, 256]);
+        if device.is_cuda() {
+            let lse = device.as_cuda_device().unwrap().alloc_zeros::<f32>(0).unwrap();
+            let [dq, dkv, dsinks] =
+                sink_attention_backward(&ATTENTION, &[0, 0, 0], &lse, [&q, &kv, &sinks, &out, &out]).unwrap();
+            assert_eq!((dq.dims(), dkv.dims()), (q.dims(), kv.dims()));
+            assert_eq!(dsinks.to_vec1::<f32>().unwrap(), [0.0; 4]);
+        }
+    }
+}
+
+#[test]
+fn a_call_without_rows_changes_nothing() {
+    let device = open(0).unwrap();
+    let gpu = device.as_cuda_device().unwrap();
+    let mut cache = PagedKv::new(gpu, 2, 3).unwrap();
+    let (mut a, mut b) = (PagedSequence::default(), PagedSequence::default());
+    let q = Tensor::zeros((0, 4, 64), DType::BF16, &device).unwrap();
+    let kv = Tensor::zeros((0, 2, 2, 64), DType::BF16, &device).unwrap();
+    let sinks = Tensor::ones(4, DType::F32, &device).unwrap();
+    let kernels = kernel_set(gpu).unwrap();
+    let both = &mut [&mut a, &mut b];
+    let (out, lse) =
+        sink_attention_paged(kernels, &q, &kv, &sinks, &mut cache, both, &[0, 0], &ATTENTION).unwrap();
+    assert_eq!((out.dims(), lse.dims()), (&[0, 256][..], &[0, 4][..]));
+    assert_eq!((a.len(), b.len(), cache.pages.free()), (0, 0, 3));
+}
+
+#[test]
+fn new_rows_go_to_their_pages_and_nowhere_else() {
+    let device = open(0).unwrap();
+    let gpu = device.as_cuda_device().unwrap();
+    let (kv_heads, pages) = (2, 5);
+    let width = 2 * kv_heads * HEAD_DIM;
+    let mut cache = PagedKv::new(gpu, kv_heads, pages).unwrap();
+    let mut expected = vec![bf16::ZERO; pages * 64 * width];
+    let mut places = Pages::new(pages);
+    let mut sequences: [PagedSequence; 3] = Default::default();
+    let mut twins: [PagedSequence; 3] = Default::default();
+    for counts in [[70, 0, 1], [2, 3, 63], [0, 0, 5]] {
+        let tokens: usize = counts.iter().sum();
+        let rows = counting(tokens * width);
+        let kv = gpu.clone_htod(&rows).unwrap();
+        cache.append(&kv.as_view(), &mut sequences.each_mut(), &counts).unwrap();
+        for run in places.extend(&mut twins.each_mut(), &counts).unwrap() {
+            let from = &rows[run.token * width..(run.token + run.rows) * width];
+            expected[run.row * width..][..from.len()].copy_from_slice(from);
+        }
+        assert!(gpu.clone_dtoh(cache.memory()).unwrap() == expected);
+    }
+    let kv = gpu.clone_htod(&counting(width)).unwrap();
+    let error = cache.append(&kv.as_view(), &mut sequences.each_mut(), &[0, 2, 0]).unwrap_err().to_string();
+    assert!(error.contains("256 elements for 2 rows of 256"), "{error}");
+}
+
+/// What a launch would read at an address.
+fn words_at(stream: &Arc<CudaStream>, address: u64, count: usize) -> Vec<i32> {
+    // SAFETY: a view of memory that lives longer; it is not freed with the view.
+    let view = unsafe { stream.upgrade_device_ptr::<i32>(address, count) };
+    let words = stream.clone_dtoh(&view).unwrap();
+    view.leak();
+    words
+}
+
+#[test]
+fn a_launch_is_given_sizes_inputs_and_sequences() {
+    let device = open(0).unwrap();
+    let gpu = device.as_cuda_device().unwrap();
+    let stream = gpu.cuda_stream();
+    let set = kernel_set(gpu).unwrap();
+    let up = |count| gpu.clone_htod(&counting(count)).unwrap();
+    let (q, kv) = (up(3 * 4 * 64), up(4 * 64 * 2 * 2 * 64));
+    let sinks = gpu.clone_htod(&[1f32, 2.0, 3.0, 4.0]).unwrap();
+    let (q, kv, sinks) = (q.as_view(), kv.as_view(), sinks.as_view());
+    let inputs = Inputs { q: &q, kv: &kv, sinks: &sinks };
+    let address = |memory: &CudaView<bf16>| memory.device_ptr(&stream).0;
+
+    let cached = Sequences::cached(&[2, 0, 1], &[70, 0, 5]).unwrap();
+    let table = [3, 1, 0, 0, 2, 0];
+    let prepared = Prepared::new(gpu, set, &ATTENTION, &cached, Some((&table, 2))).unwrap();
+    let mut at = Addresses::new(&stream);
+    let p = prepared.params(&inputs, &mut at).unwrap();
+    assert_eq!((p.q, p.k, p.v), (address(&q), address(&kv), address(&kv) + 2 * 2 * 64));
+    assert_eq!(p.sinks, sinks.device_ptr(&stream).0);
+    assert_eq!(words_at(&stream, p.cu_seqlens_q, 4), [0, 2, 2, 3]);
+    assert_eq!(words_at(&stream, p.cu_seqlens_k, 4), [0, 72, 72, 78]);
+    assert_eq!(words_at(&stream, p.page_table, 6), table);
+    assert_eq!((p.tokens, p.heads, p.kv_heads, p.pages_max, p.window), (3, 4, 2, 2, 20));
+    assert_eq!((p.kv_token_stride, p.kv_head_stride, p.scale), (256, 64, 0.125));
+
+    let packed = Sequences::packed(&[0, 3]).unwrap();
+    let plain = Attention { window: Some(usize::MAX), sinks: false, ..ATTENTION };
+    let prepared = Prepared::new(gpu, set, &plain, &packed, None).unwrap();
+    let mut at = Addresses::new(&stream);
+    let p = prepared.params(&inputs, &mut at).unwrap();
+    assert_eq!((p.page_table, p.pages_max, p.window), (0, 0, 0));
+    assert_eq!(words_at(&stream, p.sinks, 4), [NO_SINK.to_bits() as i32; 4]);
+}
+
+#[test]
+fn kernels_get_the_shared_memory_that_they_are_launched_with() {
+    let device = open(0).unwrap();
+    let gpu = device.as_cuda_device().unwrap();
+    let forward = &kernel_set(gpu).unwrap().forward;
+    let function = function(gpu, forward).unwrap();
+    let asked = function
+        .get_attribute(CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)
+        .unwrap();
+    assert_eq!(asked as usize, forward.shared_bytes);
+    let carveout =
+        function.get_attribute(CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT);
+    assert_eq!(carveout.unwrap(), 100);
+}
+
+#[test]
+fn a_timer_waits_for_the_work_it_times() {
+    let device = open(0).unwrap();
+    let timer = Timer::start(device.as_cuda_device().unwrap()).unwrap();
+    let ones = Tensor::zeros(1000, DType::F32, &device).unwrap().affine(1.0, 1.0).unwrap();
+    let milliseconds = timer.milliseconds().unwrap();
+    assert!(milliseconds > 0.0 && milliseconds.is_finite(), "{milliseconds}");
+    assert_eq!(ones.to_vec1::<f32>().unwrap(), [1.0; 1000]);
+}

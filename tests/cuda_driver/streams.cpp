@@ -1,0 +1,276 @@
+// Streams and events. Work runs as late as the rules allow, so that a missing synchronisation shows; or at once.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "driver.h"
+
+namespace cuda_driver {
+
+struct Work {
+  std::string what;
+  std::function<void()> run;
+};
+
+struct Stream {
+  std::deque<Work> queue;
+  uint64_t done = 0;
+  bool blocking = false;  // waits for the legacy default stream, and it for this one
+  bool at_once = false;
+  uint64_t end() const { return done + queue.size(); }
+};
+
+struct Event {
+  bool timing;
+  Place place;  // the record's
+  std::shared_ptr<std::chrono::steady_clock::time_point> time = std::make_shared<std::chrono::steady_clock::time_point>();
+};
+
+namespace {
+
+enum class Mode { late, first_late, at_once };
+
+Mode mode() {
+  static const Mode mode = [] {
+    const char* text = getenv("CUDA_EMULATOR");
+    const std::string name = text ? text : "late";
+    if (name == "late") return Mode::late;
+    if (name == "first-late") return Mode::first_late;
+    if (name == "at-once") return Mode::at_once;
+    fprintf(stderr, "cuda-emulator: CUDA_EMULATOR is late, first-late or at-once, not %s\n", text);
+    exit(2);
+  }();
+  return mode;
+}
+
+// Longer queues only cost memory.
+constexpr size_t QUEUE_MAX = 20000;
+
+auto& streams = lasting<std::map<void*, std::shared_ptr<Stream>>>();
+auto& events = lasting<std::map<Event*, std::unique_ptr<Event>>>();
+const bool trace = getenv("CUDA_EMULATOR_TRACE");
+
+std::shared_ptr<Stream> make_stream(bool blocking) {
+  static int made = 0;
+  auto stream = std::make_shared<Stream>();
+  stream->blocking = blocking;
+  stream->at_once = mode() == Mode::at_once || (mode() == Mode::first_late && made > 0);
+  made++;
+  return stream;
+}
+
+std::shared_ptr<Stream>& legacy_stream() {
+  static auto& stream = *new auto(make_stream(false));
+  return stream;
+}
+
+std::shared_ptr<Stream>& thread_stream() {
+  thread_local std::shared_ptr<Stream> stream;
+  if (!stream) {
+    stream = make_stream(true);
+    streams[stream.get()] = stream;
+  }
+  return stream;
+}
+
+void run_until(const Place& place) {
+  Stream& stream = *place.stream;
+  while (stream.done < place.count && !stream.queue.empty()) {
+    Work work = std::move(stream.queue.front());
+    stream.queue.pop_front();
+    if (!stuck()) {
+      std::string before = std::move(running);
+      running = std::move(work.what);
+      work.run();
+      running = std::move(before);
+    }
+    stream.done++;
+  }
+}
+
+Place end_of(const std::shared_ptr<Stream>& stream) { return {stream, stream->end()}; }
+
+void add(const std::shared_ptr<Stream>& stream, std::string what, std::function<void()> run) {
+  stream->queue.push_back({std::move(what), std::move(run)});
+}
+
+// What the legacy default stream and those that block on it owe each other.
+void add_implicit_waits(const std::shared_ptr<Stream>& stream) {
+  std::vector<Place> places;
+  if (stream == legacy_stream()) {
+    for (auto& [_, other] : streams)
+      if (other->blocking && !other->queue.empty()) places.push_back(end_of(other));
+  } else if (stream->blocking && !legacy_stream()->queue.empty()) {
+    places.push_back(end_of(legacy_stream()));
+  }
+  if (places.empty()) return;
+  add(stream, "the default stream's order", [places] {
+    for (const Place& place : places) run_until(place);
+  });
+}
+
+}  // namespace
+
+std::string& running = lasting<std::string>();
+
+std::shared_ptr<Stream> stream_of(void* handle, const char* call) {
+  const uintptr_t number = reinterpret_cast<uintptr_t>(handle);
+  if (number <= 2) {
+    if (need_context(call)) return nullptr;
+    return number == 2 ? thread_stream() : legacy_stream();
+  }
+  auto found = streams.find(handle);
+  if (found != streams.end()) return found->second;
+  complain(INVALID_HANDLE, "%s: no such stream, or it was destroyed", call);
+  return nullptr;
+}
+
+void enqueue(const std::shared_ptr<Stream>& stream, std::string what, std::function<void()> run) {
+  if (trace) fprintf(stderr, "cuda-emulator: stream %p: %s\n", static_cast<void*>(stream.get()), what.c_str());
+  add_implicit_waits(stream);
+  add(stream, std::move(what), std::move(run));
+  if (stream->at_once || stream->queue.size() > QUEUE_MAX) run_stream(stream);
+}
+
+void run_stream(const std::shared_ptr<Stream>& stream) { run_until(end_of(stream)); }
+
+void run_everything() {
+  run_stream(legacy_stream());
+  std::vector<std::shared_ptr<Stream>> all;
+  for (auto& [_, stream] : streams) all.push_back(stream);
+  for (auto& stream : all) run_stream(stream);
+}
+
+}  // namespace cuda_driver
+
+using namespace cuda_driver;
+
+#define STREAM(handle)                          \
+  Locked lock;                                  \
+  if (stuck()) return stuck();                  \
+  auto stream = stream_of(handle, __func__);    \
+  if (!stream) return INVALID_HANDLE
+
+static Event* event_of(void* handle, const char* call) {
+  auto found = events.find(static_cast<Event*>(handle));
+  if (found != events.end()) return found->second.get();
+  complain(INVALID_HANDLE, "%s: no such event, or it was destroyed", call);
+  return nullptr;
+}
+
+#define EVENT(handle)                        \
+  Event* event = event_of(handle, __func__); \
+  if (!event) return INVALID_HANDLE
+
+static bool happened(const Event& event) { return !event.place.stream || event.place.stream->done >= event.place.count; }
+
+API CUresult cuStreamCreate(void** handle, unsigned flags) {
+  Locked lock;
+  if (CUresult error = need_context(__func__)) return error;
+  constexpr unsigned NON_BLOCKING = 1;
+  auto stream = make_stream(!(flags & NON_BLOCKING));
+  streams[*handle = stream.get()] = stream;
+  return SUCCESS;
+}
+API CUresult cuStreamCreateWithPriority(void** handle, unsigned flags, int) { return cuStreamCreate(handle, flags); }
+
+API CUresult cuStreamDestroy_v2(void* handle) {
+  Locked lock;
+  auto stream = stream_of(handle, __func__);
+  if (!stream) return INVALID_HANDLE;
+  run_stream(stream);
+  streams.erase(handle);
+  return stuck();
+}
+
+API CUresult cuStreamSynchronize(void* handle) {
+  STREAM(handle);
+  run_stream(stream);
+  return stuck();
+}
+
+API CUresult cuStreamQuery(void* handle) {
+  STREAM(handle);
+  if (stream->queue.empty()) return SUCCESS;
+  run_stream(stream);  // not done this time, done the next
+  return NOT_READY;
+}
+
+API CUresult cuStreamIsCapturing(void*, int* status) { return *status = 0, SUCCESS; }
+API CUresult cuStreamGetCaptureInfo_v2(void*, int* status, void*, void*, void*, void*) { return *status = 0, SUCCESS; }
+
+API CUresult cuCtxSynchronize() {
+  Locked lock;
+  if (CUresult error = need_context(__func__)) return error;
+  run_everything();
+  return stuck();
+}
+
+API CUresult cuEventCreate(void** handle, unsigned flags) {
+  Locked lock;
+  if (CUresult error = need_context(__func__)) return error;
+  constexpr unsigned DISABLE_TIMING = 2;
+  auto event = std::make_unique<Event>();
+  event->timing = !(flags & DISABLE_TIMING);
+  Event* made = event.get();
+  events[made] = std::move(event);
+  *handle = made;
+  return SUCCESS;
+}
+
+API CUresult cuEventDestroy_v2(void* handle) {
+  Locked lock;
+  EVENT(handle);
+  events.erase(event);
+  return SUCCESS;
+}
+
+API CUresult cuEventRecord(void* handle, void* stream_handle) {
+  STREAM(stream_handle);
+  EVENT(handle);
+  if (event->timing) {
+    enqueue(stream, "cuEventRecord", [time = event->time] { *time = std::chrono::steady_clock::now(); });
+  } else {
+    add_implicit_waits(stream);
+  }
+  event->place = end_of(stream);
+  return SUCCESS;
+}
+
+API CUresult cuEventSynchronize(void* handle) {
+  Locked lock;
+  EVENT(handle);
+  if (event->place.stream) run_until(event->place);
+  return stuck();
+}
+
+API CUresult cuEventQuery(void* handle) {
+  Locked lock;
+  EVENT(handle);
+  if (happened(*event)) return stuck();
+  run_until(event->place);  // not done this time, done the next
+  return NOT_READY;
+}
+
+API CUresult cuEventElapsedTime_v2(float* milliseconds, void* from, void* to) {
+  Locked lock;
+  Event *start = event_of(from, __func__), *end = event_of(to, __func__);
+  if (!start || !end) return INVALID_HANDLE;
+  for (const Event* event : {start, end})
+    if (!event->timing || !event->place.stream)
+      return complain(INVALID_HANDLE, "cuEventElapsedTime: of an event without timing, or never recorded");
+  if (!happened(*start) || !happened(*end)) return NOT_READY;
+  *milliseconds = std::chrono::duration<float, std::milli>(*end->time - *start->time).count();
+  return stuck();
+}
+API CUresult cuEventElapsedTime(float* milliseconds, void* from, void* to) {
+  return cuEventElapsedTime_v2(milliseconds, from, to);
+}
+
+API CUresult cuStreamWaitEvent(void* stream_handle, void* handle, unsigned) {
+  STREAM(stream_handle);
+  EVENT(handle);
+  if (!event->place.stream || event->place.stream == stream) return SUCCESS;
+  enqueue(stream, "cuStreamWaitEvent", [place = event->place] { run_until(place); });
+  return SUCCESS;
+}
