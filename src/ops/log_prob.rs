@@ -4,7 +4,7 @@
 //! time, in forward and backward; the `[T, V]` matrix never does. Backward:
 //! `dz_j = dL·(1[j = t] − p_j) − dH·p_j (log p_j + H)`, then `dh = dz · Wᵀ / τ` and `dW = hᵀ · dz / τ`.
 //!
-//! The sampler takes its log-probability from the same [`RowStats`] of the same product ([`super::logits`]), so both agree to
+//! The sampler takes its log-probability from the same [`RowStats`] of the same product ([`mod@super::logits`]), so both agree to
 //! the last bit.
 
 use super::cpu::{buffer, edit, for_each_row, for_each_row_pair, host_values, values};
@@ -102,6 +102,9 @@ fn backward_row(z: &mut [f32], stats: RowStats, d_log_prob: f32, d_entropy: f32,
     }
 }
 
+/// Called with a chunk's gradient of the logits `[m, V]`, its rows of `h` and the first row's index.
+type UseChunk<'a> = &'a mut dyn FnMut(&[f32], &[f32], usize);
+
 impl CustomOp2 for Head {
     fn name(&self) -> &'static str {
         "log_prob_and_entropy"
@@ -153,7 +156,7 @@ impl CustomOp2 for Head {
         let chunk = chunk_rows(n);
         let mut z = buffer(chunk.min(rows) * n);
         // A chunk's gradient of the logits, in `z`; then what `use_it` makes of it.
-        let mut each_chunk = |use_it: &mut dyn FnMut(&[f32], &[f32], usize)| {
+        let mut each_chunk = |use_it: UseChunk| {
             for start in (0..rows).step_by(chunk) {
                 let m = chunk.min(rows - start);
                 let z = &mut z[..m * n];

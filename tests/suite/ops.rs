@@ -125,7 +125,7 @@ fn check_some(
     assert_close(&format!("{what}: value"), &out, &reference(&x));
     for (i, gradient) in gradients.iter().enumerate() {
         // Odd, so that it meets every column.
-        let step = x[i].len() / places | 1;
+        let step = (x[i].len() / places) | 1;
         let (gradient, differences): (Vec<f32>, Vec<f64>) = (0..x[i].len())
             .step_by(step)
             .map(|j| {

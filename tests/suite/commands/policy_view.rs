@@ -50,7 +50,7 @@ fn check_mismatch_of_a_run_takes_the_model_that_a_set_names() {
     let check = |set: Option<String>| {
         let mut command = rloss();
         command.arg("check-mismatch").arg(&run).arg("--out").arg(folder.path().join("checked"));
-        for set in &set {
+        if let Some(set) = &set {
             command.args(["--set", set]);
         }
         output(&mut command)
