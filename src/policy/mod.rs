@@ -23,4 +23,4 @@ pub use aggregation::{Aggregation, Normalizer};
 pub use sequences::Sequences;
 
 /// Figures of a whole batch by name, in name order.
-pub type Metrics = std::collections::BTreeMap<String, f64>;
+pub type Figures = std::collections::BTreeMap<String, f64>;

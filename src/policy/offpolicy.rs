@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use super::Metrics;
+use super::Figures;
 use super::ratio::clamped_ratio;
 use super::sequences::{Sequences, mean};
 use crate::bad_input;
@@ -20,10 +20,10 @@ pub fn offpolicy_metrics(
     sequences: &Sequences,
     log_prob: &[f32],
     rollout_log_prob: Option<&[f32]>,
-) -> Result<Metrics> {
+) -> Result<Figures> {
     sequences.check("log_prob", log_prob)?;
     check_any_valid(sequences)?;
-    let mut metrics = Metrics::new();
+    let mut metrics = Figures::new();
     let train = sequences.row_means(|t| f64::from(log_prob[t]));
     metrics.insert("training_ppl".into(), mean(train.iter().map(|m| (-m).exp())));
     metrics.insert("training_log_ppl".into(), mean(train.iter().map(|m| -m)));
@@ -60,14 +60,14 @@ pub fn agreement_metrics(
     sequences: &Sequences,
     log_prob: &[f32],
     rollout_log_prob: &[f32],
-) -> Result<Metrics> {
+) -> Result<Figures> {
     sequences.check("log_prob", log_prob)?;
     sequences.check("rollout_log_prob", rollout_log_prob)?;
     check_any_valid(sequences)?;
     let same = |t: usize| f64::from(log_prob[t].to_bits() == rollout_log_prob[t].to_bits());
     let log_ratio = |t: usize| f64::from(log_prob[t]) - f64::from(rollout_log_prob[t]);
     let largest = |gaps: &mut dyn Iterator<Item = f64>| gaps.fold(0.0, |max: f64, gap| max.max(gap.abs()));
-    Ok(Metrics::from([
+    Ok(Figures::from([
         ("mismatch/bit_equal_fraction".into(), sequences.mean(same)),
         ("mismatch/logprob_abs_diff_max".into(), largest(&mut sequences.all_valid().map(log_ratio))),
         ("mismatch/log_ppl_abs_diff_max".into(), largest(&mut sequences.row_means(log_ratio).into_iter())),
@@ -82,7 +82,7 @@ pub fn probs_diff_metrics(
     sequences: &Sequences,
     log_prob: &[f32],
     rollout_log_prob: &[f32],
-) -> Result<Metrics> {
+) -> Result<Figures> {
     sequences.check("log_prob", log_prob)?;
     sequences.check("rollout_log_prob", rollout_log_prob)?;
     let probability = |log_prob: &[f32]| -> Vec<f64> {
@@ -93,7 +93,7 @@ pub fn probs_diff_metrics(
     let valid = !gaps.is_empty();
     let or_nan = |value: f64| if valid { value } else { f64::NAN };
     let variance = centred_product(&gaps, &gaps) / (gaps.len() as f64 - 1.0);
-    Ok(Metrics::from([
+    Ok(Figures::from([
         ("training/rollout_probs_diff_valid".into(), f64::from(valid)),
         ("training/rollout_probs_diff_max".into(), gaps.iter().copied().fold(f64::NAN, f64::max)),
         ("training/rollout_probs_diff_mean".into(), or_nan(mean(gaps.iter().copied()))),

@@ -53,7 +53,7 @@ pub struct Rollout<'a> {
 
 /// How far a rollout is.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Progress {
+pub struct RolloutProgress {
     /// Trajectories that ended, and all of them.
     pub finished: usize,
     pub trajectories: usize,
@@ -137,7 +137,7 @@ impl Rollout<'_> {
         &self,
         prompts: &[Prompt],
         samples: usize,
-        progress: &(dyn Fn(Progress) + Sync),
+        progress: &(dyn Fn(RolloutProgress) + Sync),
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Rollouts>> {
         self.groups_from(&self.settings.sampling, prompts, samples, progress, stop)
@@ -151,7 +151,7 @@ impl Rollout<'_> {
         &self,
         prompts: &[Prompt],
         samples: usize,
-        progress: &(dyn Fn(Progress) + Sync),
+        progress: &(dyn Fn(RolloutProgress) + Sync),
         finished: &Observer<'_>,
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Rollouts>> {
@@ -167,7 +167,7 @@ impl Rollout<'_> {
         source: &dyn TokenSource,
         prompts: &[Prompt],
         samples: usize,
-        progress: &(dyn Fn(Progress) + Sync),
+        progress: &(dyn Fn(RolloutProgress) + Sync),
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Rollouts>> {
         self.run(source, prompts, samples, Hooks { progress, finished: &|_, _| (), stop })

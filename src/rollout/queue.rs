@@ -3,7 +3,7 @@
 use super::conversation::{Next, Rules};
 use super::engine::{PromptWork, SampleWork, Work};
 use super::prompt::Rendered;
-use super::{Progress, Rollout, Rollouts};
+use super::{Rollout, RolloutProgress, Rollouts};
 use crate::harmony::Message;
 use crate::interpreter::{Interpreter, SessionId};
 use crate::model::config::Config;
@@ -24,7 +24,7 @@ pub type Observer<'a> = dyn Fn(&Trajectory, &[Message]) + Sync + 'a;
 /// What the caller of a rollout hears of it, and how it ends it early.
 #[derive(Clone, Copy)]
 pub(super) struct Hooks<'a> {
-    pub progress: &'a (dyn Fn(Progress) + Sync),
+    pub progress: &'a (dyn Fn(RolloutProgress) + Sync),
     pub finished: &'a Observer<'a>,
     pub stop: &'a (dyn Fn() -> bool + Sync),
 }
@@ -55,7 +55,7 @@ struct State<'a> {
     /// `[prompts × samples]`.
     finished: Vec<Option<(Trajectory, Vec<Message>)>>,
     unfinished: usize,
-    progress: Progress,
+    progress: RolloutProgress,
     failure: Option<Error>,
     stopped: bool,
 }
@@ -84,7 +84,7 @@ impl<'a> Queue<'a> {
             tool_threads_idle: 0,
             finished: (0..trajectories).map(|_| None).collect(),
             unfinished: trajectories,
-            progress: Progress { trajectories, ..Progress::default() },
+            progress: RolloutProgress { trajectories, ..RolloutProgress::default() },
             failure: None,
             stopped: false,
         };

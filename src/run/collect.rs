@@ -13,7 +13,7 @@ use crate::bad_input;
 use crate::metrics::{Console, Phase};
 use crate::model::policy_view::PolicyView;
 use crate::recipe::{Entry, Plan, RecipeSource, resolve, set_key};
-use crate::rollout::{Progress, Prompt, RolloutSettings, stored};
+use crate::rollout::{Prompt, RolloutProgress, RolloutSettings, stored};
 use crate::train::checkpoint;
 use crate::trajectory::TrajectoryRow;
 use anyhow::{Context, Result};
@@ -190,8 +190,8 @@ impl<'a> Collection<'a> {
         if prompts.is_empty() {
             return Ok(Some(vec![]));
         }
-        let shown = Mutex::new(Progress::default());
-        let progress = |now: Progress| {
+        let shown = Mutex::new(RolloutProgress::default());
+        let progress = |now: RolloutProgress| {
             let mut before = shown.lock().unwrap_or_else(PoisonError::into_inner);
             let ended = now.finished.saturating_sub(before.finished);
             if ended > 0 {

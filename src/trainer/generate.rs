@@ -97,7 +97,7 @@ impl Trainer {
         let policy = bench.rollout_policy()?;
         let rollouts = self.timings.time(stage, || {
             let seen = AtomicU64::new(0);
-            let report = |p: rollout::Progress| {
+            let report = |p: rollout::RolloutProgress| {
                 let before = seen.fetch_max(p.finished as u64, Ordering::Relaxed);
                 inner.advance((p.finished as u64).saturating_sub(before), 0, &[]);
             };

@@ -6,7 +6,7 @@ use super::problem::{Problem, Shape};
 use crate::ops::cuda::{Inputs, PagedKv, Prepared, sink_attention_paged};
 use crate::ops::pages::PagedSequence;
 use crate::ops::sink_attention::kernels::{KERNEL_SETS, KernelSet};
-use crate::ops::sink_attention::plan::Sequences;
+use crate::ops::sink_attention::plan::LaunchSequences;
 use crate::random::{Purpose, stream};
 use anyhow::Result;
 use candle_core::{Device, Tensor};
@@ -81,7 +81,7 @@ fn words(values: Vec<f32>) -> Vec<u32> {
 /// Training's forward and backward.
 pub(super) fn training(problem: &Problem, device: &Device, kernels: &'static KernelSet) -> Result<Bits> {
     let gpu = device.as_cuda_device()?;
-    let sequences = Sequences::packed(&problem.shape.cu_seqlens())?;
+    let sequences = LaunchSequences::packed(&problem.shape.cu_seqlens())?;
     let prepared = Prepared::new(gpu, kernels, &problem.shape.attention(), &sequences, None)?;
     let up = |values: &[f32]| gpu.clone_htod(&bits(values));
     let (q, kv, dout) = (up(&problem.q)?, up(&problem.kv)?, up(&problem.dout)?);

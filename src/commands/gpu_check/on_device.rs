@@ -1,7 +1,7 @@
 //! The checks themselves, where there is a GPU or the emulated driver.
 
 use super::{GpuCheckArgs, Part, run};
-use crate::cli::EXIT_DONE;
+use crate::error::EXIT_DONE;
 
 #[test]
 fn small_checks_pass() {

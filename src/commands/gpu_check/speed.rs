@@ -8,7 +8,7 @@ use super::peers::{Peers, Timed};
 use super::problem::{Problem, Shape};
 use crate::ops::cuda::{Inputs, Prepared, Timer};
 use crate::ops::sink_attention::kernels::{KERNEL_SETS, KernelSet};
-use crate::ops::sink_attention::plan::Sequences;
+use crate::ops::sink_attention::plan::LaunchSequences;
 use anyhow::Result;
 use candle_core::cuda_backend::CudaDevice;
 use half::bf16;
@@ -103,7 +103,7 @@ fn time(
     length: usize,
 ) -> Result<[f32; 2]> {
     let shape = Shape::new("speed", heads, window, &vec![length; TOKENS / length]);
-    let sequences = Sequences::packed(&shape.cu_seqlens())?;
+    let sequences = LaunchSequences::packed(&shape.cu_seqlens())?;
     let prepared = Prepared::new(gpu, kernels, &shape.attention(), &sequences, None)?;
     let up = |heads: usize, seed: u64| gpu.clone_htod(&numbers(TOKENS * heads * 64, seed));
     let (q, kv, dout) = (up(heads.0, 1)?, up(2 * heads.1, 2)?, up(heads.0, 3)?);

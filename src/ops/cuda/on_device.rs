@@ -8,7 +8,7 @@ use super::{
 use crate::ops::pages::{PagedSequence, Pages};
 use crate::ops::sink_attention;
 use crate::ops::sink_attention::kernels::HEAD_DIM;
-use crate::ops::sink_attention::plan::Sequences;
+use crate::ops::sink_attention::plan::LaunchSequences;
 use crate::ops::sink_attention::{Attention, NO_SINK};
 use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, CudaView, DevicePtr};
@@ -151,7 +151,7 @@ fn a_launch_is_given_sizes_inputs_and_sequences() {
     let inputs = Inputs { q: &q, kv: &kv, sinks: &sinks };
     let address = |memory: &CudaView<bf16>| memory.device_ptr(&stream).0;
 
-    let cached = Sequences::cached(&[2, 0, 1], &[70, 0, 5]).unwrap();
+    let cached = LaunchSequences::cached(&[2, 0, 1], &[70, 0, 5]).unwrap();
     let table = [3, 1, 0, 0, 2, 0];
     let prepared = Prepared::new(gpu, set, &ATTENTION, &cached, Some((&table, 2))).unwrap();
     let mut at = Addresses::new(&stream);
@@ -164,7 +164,7 @@ fn a_launch_is_given_sizes_inputs_and_sequences() {
     assert_eq!((p.tokens, p.heads, p.kv_heads, p.pages_max, p.window), (3, 4, 2, 2, 20));
     assert_eq!((p.kv_token_stride, p.kv_head_stride, p.scale), (256, 64, 0.125));
 
-    let packed = Sequences::packed(&[0, 3]).unwrap();
+    let packed = LaunchSequences::packed(&[0, 3]).unwrap();
     let plain = Attention { window: Some(usize::MAX), sinks: false, ..ATTENTION };
     let prepared = Prepared::new(gpu, set, &plain, &packed, None).unwrap();
     let mut at = Addresses::new(&stream);

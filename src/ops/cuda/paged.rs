@@ -5,7 +5,7 @@ use super::sink_attention::{DeviceLse, Inputs, Outputs, Prepared, on_gpu, tensor
 use crate::ops::pages::{PagedSequence, Pages, page_table};
 use crate::ops::sink_attention::Attention;
 use crate::ops::sink_attention::kernels::{BLOCK_KEYS, HEAD_DIM, Kernel, KernelSet};
-use crate::ops::sink_attention::plan::{Sequences, check_attention};
+use crate::ops::sink_attention::plan::{LaunchSequences, check_attention};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DeviceRepr};
 use candle_core::{DType, Result, Tensor, bail};
@@ -108,7 +108,7 @@ pub fn sink_attention_paged(
 ) -> Result<(Tensor, Tensor)> {
     let Attention { heads, kv_heads, .. } = *attention;
     let lengths: Vec<usize> = sequences.iter().map(|s| s.len()).collect();
-    let batch = Sequences::cached(counts, &lengths)?;
+    let batch = LaunchSequences::cached(counts, &lengths)?;
     let tokens = batch.tokens();
     check_attention(attention)?;
     if kv_heads != cache.kv_heads {

@@ -4,7 +4,7 @@ use super::launch::{Addresses, kernel_set, launch};
 use crate::ops::sink_attention::kernels::{
     BLOCK_KEYS, DELTA_ROWS, HEAD_DIM, KernelSet, PART_OUT, PART_SUMS, SinkAttentionParams, Tile,
 };
-use crate::ops::sink_attention::plan::{Argument, Sequences, check_attention};
+use crate::ops::sink_attention::plan::{Argument, LaunchSequences, check_attention};
 use crate::ops::sink_attention::{Attention, NO_SINK};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DeviceRepr};
@@ -82,7 +82,7 @@ impl Prepared {
         device: &CudaDevice,
         kernels: &'static KernelSet,
         attention: &Attention,
-        sequences: &Sequences,
+        sequences: &LaunchSequences,
         pages: Option<(&[i32], usize)>,
     ) -> Result<Self> {
         check_attention(attention)?;
@@ -345,7 +345,7 @@ pub(in crate::ops) fn sink_attention_forward(
     [q, kv, sinks]: [(&CudaStorage, &Layout); 3],
 ) -> Result<(CudaStorage, Shape, DeviceLse)> {
     let Attention { heads, kv_heads, .. } = *attention;
-    let sequences = Sequences::packed(cu_seqlens)?;
+    let sequences = LaunchSequences::packed(cu_seqlens)?;
     let tokens = sequences.tokens();
     check_attention(attention)?;
     check("q", q, DType::BF16, &[tokens, heads, HEAD_DIM])?;
@@ -372,7 +372,7 @@ pub(in crate::ops) fn sink_attention_backward(
     tensors: [&Tensor; 5],
 ) -> Result<[Tensor; 3]> {
     let Attention { heads, kv_heads, .. } = *attention;
-    let sequences = Sequences::packed(cu_seqlens)?;
+    let sequences = LaunchSequences::packed(cu_seqlens)?;
     let tokens = sequences.tokens();
     let opened = tensors.map(Tensor::storage_and_layout);
     let q = on_gpu("q", &opened[0], DType::BF16, &[tokens, heads, HEAD_DIM])?;

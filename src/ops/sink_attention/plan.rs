@@ -99,12 +99,12 @@ impl Argument<'_> {
 
 /// The sequences of a launch: `queries[s]` new tokens at the end of `keys[s]` positions.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Sequences {
+pub struct LaunchSequences {
     queries: Vec<usize>,
     keys: Vec<usize>,
 }
 
-impl Sequences {
+impl LaunchSequences {
     /// Whole sequences, each query beside its key: training and prefill. `cu_seqlens` as in [`super::sink_attention`].
     ///
     /// # Errors

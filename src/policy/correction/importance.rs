@@ -5,7 +5,7 @@ use anyhow::Result;
 use super::{max, min, share};
 use crate::bad_input;
 use crate::choice::choice;
-use crate::policy::Metrics;
+use crate::policy::Figures;
 use crate::policy::offpolicy::check_any_valid;
 use crate::policy::ratio::{LOG_RATIO_MAX, clamped_ratio};
 use crate::policy::sequences::{Sequences, mean, sample_std};
@@ -115,7 +115,7 @@ pub struct ImportanceConfig {
 pub struct ImportanceWeights {
     /// One a token; 0 where the mask is false.
     pub weights: Vec<f32>,
-    pub metrics: Metrics,
+    pub metrics: Figures,
 }
 
 /// The weight of every token from `log_ratio` = T − R, over a whole batch.
@@ -167,7 +167,7 @@ struct Batch<'a> {
 }
 
 impl Batch<'_> {
-    fn token_metrics(&self) -> Metrics {
+    fn token_metrics(&self) -> Figures {
         let tokens = || self.sequences.all_valid();
         let weights = || tokens().map(|t| self.weights[t]);
         let average = mean(weights());
@@ -189,7 +189,7 @@ impl Batch<'_> {
                 share(logs(), |log| log > high.ln()),
             ),
         };
-        let mut metrics = Metrics::from([
+        let mut metrics = Figures::from([
             ("rollout_is_mean".into(), average),
             ("rollout_is_std".into(), variance.sqrt()),
             ("rollout_is_min".into(), smallest),
@@ -206,11 +206,11 @@ impl Batch<'_> {
         metrics
     }
 
-    fn sequence_metrics(&self) -> Metrics {
+    fn sequence_metrics(&self) -> Figures {
         let means = self.sequences.row_means(|t| self.weights[t]);
         let raw = self.sequences.row_means(|t| self.raw[t]);
         let (low, high) = self.settings.bound.levels();
-        Metrics::from([
+        Figures::from([
             ("rollout_is_seq_mean".into(), mean(means.iter().copied())),
             ("rollout_is_seq_std".into(), sample_std(&means)),
             ("rollout_is_seq_max".into(), max(means.iter().copied())),

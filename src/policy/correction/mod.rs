@@ -15,7 +15,7 @@ pub use rule::{RejectOption, RejectionRule};
 
 use anyhow::Result;
 
-use super::Metrics;
+use super::Figures;
 use super::offpolicy::offpolicy_metrics;
 use super::sequences::Sequences;
 
@@ -34,7 +34,7 @@ pub struct Correction {
     /// The mask without the rejected tokens: they leave the loss's numerator and its denominators.
     pub mask: Vec<bool>,
     /// `rollout_corr/…`, all over the mask before rejection.
-    pub metrics: Metrics,
+    pub metrics: Figures,
 }
 
 /// The weights, the thinned mask and the mismatch metrics of a whole batch.

@@ -4,7 +4,7 @@ use anyhow::Result;
 
 use super::rule::{RejectionRule, Scope, Statistic};
 use super::{max, min, share};
-use crate::policy::Metrics;
+use crate::policy::Figures;
 use crate::policy::offpolicy::check_any_valid;
 use crate::policy::ratio::LOG_RATIO_MAX;
 use crate::policy::sequences::{Sequences, mean, sample_std};
@@ -14,7 +14,7 @@ use crate::policy::sequences::{Sequences, mean, sample_std};
 pub struct Rejection {
     /// True where the token was valid and every rule accepts it.
     pub mask: Vec<bool>,
-    pub metrics: Metrics,
+    pub metrics: Figures,
 }
 
 /// Applies `rules` to `log_ratio` = T − R, each to the original mask; a token stays when all accept it.
@@ -29,7 +29,7 @@ pub fn reject(sequences: &Sequences, log_ratio: &[f32], rules: &[RejectionRule])
     sequences.check("log_ratio", log_ratio)?;
     check_any_valid(sequences)?;
     let mut mask = sequences.mask().to_vec();
-    let mut metrics = Metrics::new();
+    let mut metrics = Figures::new();
     for rule in rules {
         let statistic = per_token(sequences, log_ratio, rule);
         metrics.extend(rule_metrics(sequences, rule, &statistic));
@@ -64,7 +64,7 @@ fn per_token(sequences: &Sequences, log_ratio: &[f32], rule: &RejectionRule) -> 
     statistic
 }
 
-fn rule_metrics(sequences: &Sequences, rule: &RejectionRule, statistic: &[f64]) -> Metrics {
+fn rule_metrics(sequences: &Sequences, rule: &RejectionRule, statistic: &[f64]) -> Figures {
     let tokens = || sequences.all_valid().map(|t| statistic[t]);
     let bounded = || tokens().map(|s| s.clamp(rule.low, rule.high));
     let centre = mean(bounded());

@@ -3,7 +3,7 @@
 use anyhow::Result;
 
 use super::{LossInput, PolicyLoss, PpoClip, ppo, reinforce};
-use crate::policy::Metrics;
+use crate::policy::Figures;
 use crate::policy::aggregation::{Aggregation, Normalizer};
 use crate::policy::correction::{CorrectionConfig, correct};
 use crate::policy::sequences::Sequences;
@@ -29,7 +29,7 @@ pub fn bypass(
     correction: &CorrectionConfig,
     loss: &BypassLoss,
     aggregation: Aggregation,
-) -> Result<(PolicyLoss, Metrics)> {
+) -> Result<(PolicyLoss, Figures)> {
     let corrected = correct(sequences, log_prob, rollout_log_prob, correction)?;
     let kept = sequences.with_mask(&corrected.mask)?;
     let normalizer = Normalizer::local(aggregation, &kept, 1)?;

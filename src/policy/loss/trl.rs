@@ -4,7 +4,7 @@ use anyhow::Result;
 
 use super::{ClipRange, LossInput, PolicyLoss, TokenMean};
 use crate::bad_input;
-use crate::policy::Metrics;
+use crate::policy::Figures;
 use crate::policy::aggregation::Normalizer;
 use crate::policy::sequences::mean;
 
@@ -43,7 +43,7 @@ pub struct TrlConfig<'a> {
 /// Metrics: `clip_ratio/{low,high,region}_mean` (or `cispo_clip_ratio`) and `kl` per token; the map holds
 /// `clip_ratio/low_min` and `clip_ratio/high_max` over sequences. Refused unless `delta` exceeds 1 + high and
 /// `ratio_max` is positive.
-pub fn trl(input: &LossInput, config: &TrlConfig, normalizer: &Normalizer) -> Result<(PolicyLoss, Metrics)> {
+pub fn trl(input: &LossInput, config: &TrlConfig, normalizer: &Normalizer) -> Result<(PolicyLoss, Figures)> {
     input.check()?;
     check_objective(&config.objective)?;
     if let Some((_, reference)) = config.kl {
@@ -132,11 +132,11 @@ fn token_mean(input: &LossInput, name: &'static str, value: impl Fn(usize) -> f6
     TokenMean { name, sum: valid.clone().map(value).sum(), tokens: valid.count() as f64 }
 }
 
-fn clip_metrics(input: &LossInput, config: &TrlConfig, terms: &[TrlTerm]) -> (Vec<TokenMean>, Metrics) {
+fn clip_metrics(input: &LossInput, config: &TrlConfig, terms: &[TrlTerm]) -> (Vec<TokenMean>, Figures) {
     let low = |t: usize| f64::from(terms[t].low);
     let high = |t: usize| f64::from(terms[t].high);
     if matches!(config.objective, TrlObjective::Cispo { .. }) {
-        return (vec![token_mean(input, "cispo_clip_ratio", high)], Metrics::new());
+        return (vec![token_mean(input, "cispo_clip_ratio", high)], Figures::new());
     }
     let smallest = input.sequences.row_means(low).into_iter().fold(f64::INFINITY, f64::min);
     let largest = input.sequences.row_means(high).into_iter().fold(f64::NEG_INFINITY, f64::max);
@@ -146,6 +146,6 @@ fn clip_metrics(input: &LossInput, config: &TrlConfig, terms: &[TrlTerm]) -> (Ve
         token_mean(input, "clip_ratio/region_mean", |t| low(t) + high(t)),
     ];
     let extremes =
-        Metrics::from([("clip_ratio/low_min".into(), smallest), ("clip_ratio/high_max".into(), largest)]);
+        Figures::from([("clip_ratio/low_min".into(), smallest), ("clip_ratio/high_max".into(), largest)]);
     (means, extremes)
 }

@@ -7,7 +7,7 @@ use rloss::policy::correction::{
 };
 use rloss::policy::loss::{BypassLoss, ClipRange, PpoClip, bypass};
 use rloss::policy::offpolicy::{offpolicy_metrics, probs_diff_metrics};
-use rloss::policy::{Aggregation, Metrics};
+use rloss::policy::{Aggregation, Figures};
 use serde_json::Value;
 
 use super::super::vectors::{Actual, Batch, Outcome, Row, floats};
@@ -113,7 +113,7 @@ pub fn bypass_row(row: &Row) -> Outcome {
     Ok(actual)
 }
 
-pub fn add_metrics(actual: &mut [(&'static str, Actual)], more: Metrics) {
+pub fn add_metrics(actual: &mut [(&'static str, Actual)], more: Figures) {
     for (_, value) in actual {
         if let Actual::Metrics(metrics) = value {
             metrics.extend(more.clone());

@@ -5,7 +5,7 @@ use rloss::policy::entropy::entropy;
 use rloss::policy::kl_in_reward::{KlController, kl_in_reward};
 use rloss::policy::loss::{ClipRange, LossInput, TrlConfig, TrlObjective, trl};
 use rloss::policy::value::value_loss;
-use rloss::policy::{Aggregation, Metrics, Normalizer};
+use rloss::policy::{Aggregation, Figures, Normalizer};
 
 use super::super::vectors::{Actual, Batch, Outcome, Row, floats};
 use super::super::verl;
@@ -67,7 +67,7 @@ pub fn kl_in_reward_row(row: &Row) -> Outcome {
         coefficient,
     )?;
     controller.update(result.kl, batch.sequences().len());
-    let metrics = Metrics::from([
+    let metrics = Figures::from([
         ("actor/reward_kl_penalty".into(), result.kl),
         ("actor/reward_kl_penalty_coeff".into(), coefficient),
     ]);
