@@ -192,7 +192,9 @@ std::string wrong_place() {
   };
   for (int group = 1; group <= 16; group++) {
     const int tokens = int((int64_t(1) << 31) / (group * group)) - 1;
-    const int32_t cu_q[] = {tokens / 2, tokens / 2 + tokens}, cu_k[] = {7, 7 + tokens};
+    // The last of all tokens that a 32-bit count holds.
+    const int first = 0x7fffffff - tokens;
+    const int32_t cu_q[] = {first, 0x7fffffff}, cu_k[] = {first, 0x7fffffff};
     SinkAttention p{};
     p.heads = 4 * group;
     p.kv_heads = 4;
@@ -207,7 +209,7 @@ std::string wrong_place() {
           const int row = token * group + member;
           expect(s.token(row), token, "the token of row", row);
           expect(s.head(row), 3 * group + member, "the head of row", row);
-          expect(s.place(p, row), int64_t(tokens / 2 + token) * p.heads + 3 * group + member, "the place of row", row);
+          expect(s.place(p, row), (int64_t(first) + token) * p.heads + 3 * group + member, "the place of row", row);
         }
     expect(op::key_place(p, 1 << 26, 3), (int64_t(1) << 46) + (int64_t(3) << 30), "the place of key", 1 << 26);
   }

@@ -199,8 +199,9 @@ const std::vector<Shape>& chunk_shapes() {
 
 const std::vector<Shape>& small_chunk_shapes() {
   static const std::vector<Shape> all = {
-      {"window 520, first chunk hidden from some", {3}, {1032}, 1, 3, 520},
-      {"three chunks, the last hidden from some", {4}, {1027}, 1, 5, 0, 1, {0.5f, -1e9f, 2}},
+      // Many rows: what is off by a rounding shows in few of them.
+      {"window 520, first chunk hidden from some", {20}, {1043}, 1, 5, 520},
+      {"three chunks, the last hidden from some", {4, 24}, {600, 1036}, 1, 5, 0, 1, {0.5f, -1e9f, 2}},
   };
   return all;
 }
@@ -210,6 +211,8 @@ const std::vector<Shape>& small_shapes() {
     std::vector<Shape> list;
     list.push_back({"small", {1, 40, 0, 65}, {}, 2, 3, 0, 1, {0.5f, -2, 3, 0, 1.5f}});
     list.push_back({"small, window 20", {130, 7}, {150, 7}, 1, 8, 20});
+    // The last query of tokens 64 to 79 just misses key 0: a block begins at the window's edge.
+    list.push_back({"small, window 79", {80}, {}, 1, 8, 79});
     list.push_back({"small, window 100, padded", {150}, {}, 1, 2, 100, 1, {0.5f, -1}, 8});
     list.push_back({"small, extreme", {70}, {}, 1, 4, 0, 20, {50, -50, -1e9f, 0}});
     list.push_back({"small, many keys", {20, 2}, {470, 523}, 1, 2});
