@@ -81,3 +81,15 @@ fn broken_configs_are_refused_by_key() {
     std::fs::write(folder.path().join("config.json"), "{\n  \"hidden_size\": NaN\n}").unwrap();
     refused(Config::read(folder.path()), &["config.json", "line 2"]);
 }
+
+/// A file of another family once got a list of every key that this one has and that one lacks.
+#[test]
+fn an_unknown_family_is_refused_by_name_before_any_missing_key() {
+    for (file, word) in
+        [(json!({ "model_type": "qwen7" }), "\"qwen7\""), (json!({}), "`model_type` is missing")]
+    {
+        let error = Config::from_json(&file).err().unwrap().to_string();
+        assert!(error.contains(word) && error.contains("known: \"gpt_oss\""), "{error}");
+        assert!(!error.contains("hidden_size"), "{error}");
+    }
+}
