@@ -303,7 +303,7 @@ fn public_item(line: &str) -> Option<String> {
 
 /// The text without its unit tests, which stand at its end.
 fn product(text: &str) -> &str {
-    text.split("\n#[cfg(test)]\nmod ").next().unwrap_or(text)
+    text.split("\n#[cfg(test)]\nmod tests").next().unwrap_or(text)
 }
 
 /// Without `mod x;` and `pub use x;`, which name what they do not use.
