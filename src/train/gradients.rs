@@ -8,8 +8,7 @@ use crate::model::parameters::Parameters;
 use crate::ops::optimizer::{scale, sum_of_squares};
 use crate::ops::parameter::GradientSink;
 use anyhow::Result;
-use candle_core::Tensor;
-use candle_core::bail;
+use candle_core::{Tensor, bail};
 use rayon::prelude::*;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
@@ -82,6 +81,15 @@ impl GradientSink for PassTurn {
         turns.lock().unwrap_or_else(PoisonError::into_inner).adds[parameter] += 1;
         changed.notify_all();
         Ok(())
+    }
+}
+
+/// A pass that unwinds has failed too: the passes after it would wait for ever.
+impl Drop for PassTurn {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.sum.fail(self.pass);
+        }
     }
 }
 
