@@ -1,7 +1,7 @@
 //! The command line: what the user may type, one error printer and the exit code.
 
 use crate::commands;
-use crate::commands::arguments::RunArgs;
+use crate::commands::arguments::{RecipeArgs, RunArgs};
 use crate::error::{BadInput, EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED};
 use crate::metrics::sanitize_terminal;
 use clap::{Parser, Subcommand};
@@ -23,6 +23,8 @@ struct Cli {
 enum Command {
     /// Train as the recipe says: cold start, reinforcement learning, evaluations, checkpoints
     Train(commands::train::TrainArgs),
+    /// Show what a recipe comes to: every key, the first prompt, the plan of memory; trains nothing
+    Check(RecipeArgs),
     /// Sample one step's prompts and write the trajectories with their log-probabilities
     Rollout(RunArgs),
     /// Measure success on held-out problems: mean@k, pass@k, majority@k with 95% intervals
@@ -54,6 +56,7 @@ pub fn run() -> u8 {
     };
     let result = match cli.command {
         Command::Train(args) => commands::train::run(&args),
+        Command::Check(args) => commands::check::run(&args),
         Command::Rollout(args) => commands::rollout::run(&args),
         Command::Eval(args) => commands::eval::run(&args),
         Command::CheckMismatch(args) => commands::check_mismatch::run(&args),

@@ -10,6 +10,7 @@ use crate::mismatch::{against, arms, explain::Reference};
 use crate::recipe::{Arms, Plan, RecipeSource, locate, resolve};
 use crate::rollout::{Prompt, RolloutSettings};
 use crate::run::collect::pin_model;
+use crate::run::memory::Purpose;
 use crate::run::workbench::Workbench;
 use crate::train::accumulate::Learner;
 use crate::trajectory::Trajectory;
@@ -80,7 +81,7 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
         .into_iter()
         .map(|row| Ok((row.name, args.plan(&row.sets)?.recipe.arms)))
         .collect::<Result<_>>()?;
-    let bench = Workbench::open(plan)?;
+    let bench = Workbench::open(plan, Purpose::CheckMismatch)?;
     let (lines, verdict, code) = match &args.against {
         Some(file) => check_against(&bench, file)?,
         None => check_arms(&bench, &arms)?,

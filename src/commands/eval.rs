@@ -9,6 +9,7 @@ use crate::recipe::locate;
 use crate::rollout::{RolloutSettings, accuracy};
 use crate::run::collect::{Collection, default_out, pin_model, show};
 use crate::run::evaluation::{Evaluation, ProblemResult, SetResult, prompts};
+use crate::run::memory::Purpose;
 use crate::run::signals::Stop;
 use crate::run::workbench::Workbench;
 use crate::trajectory::{CallOutcome, Outcome, TrajectoryRow};
@@ -29,7 +30,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let mut plan = source.resolve(&args.sets)?;
     let step = pin_model(&mut plan, &source, &args.sets)?;
     let out = args.out.clone().unwrap_or_else(|| default_out(&plan, &source, "eval"));
-    let bench = Workbench::open(plan)?;
+    let bench = Workbench::open(plan, Purpose::Eval)?;
     let sets = prompts(&bench);
     if sets.iter().all(|(_, prompts)| prompts.is_empty()) {
         return Err(bad_input!(

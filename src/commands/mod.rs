@@ -1,6 +1,7 @@
 //! One file a subcommand: it composes and computes nothing.
 
 pub mod arguments;
+pub mod check;
 pub mod check_mismatch;
 pub mod eval;
 #[cfg(feature = "cuda")]

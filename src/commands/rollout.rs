@@ -7,6 +7,7 @@ use crate::metrics::{Console, Phase, Row, Table, format_number};
 use crate::recipe::locate;
 use crate::rollout::RolloutSettings;
 use crate::run::collect::{Collection, default_out, pin_model, show};
+use crate::run::memory::Purpose;
 use crate::run::signals::Stop;
 use crate::run::workbench::Workbench;
 use crate::trajectory::Group;
@@ -23,7 +24,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let mut plan = source.resolve(&args.sets)?;
     let step = pin_model(&mut plan, &source, &args.sets)? + 1;
     let out = args.out.clone().unwrap_or_else(|| default_out(&plan, &source, "rollout"));
-    let bench = Workbench::open(plan)?;
+    let bench = Workbench::open(plan, Purpose::Rollout)?;
     let collection = Collection::open(&bench, &out, "rollout", step)?;
     let console = Console::stderr(Duration::from_secs(2), bench.recipe().logging.console_every_steps);
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));

@@ -4,6 +4,7 @@ use crate::commands::arguments::RunArgs;
 use crate::error::{EXIT_DONE, EXIT_STOPPED};
 use crate::metrics::Console;
 use crate::recipe::locate;
+use crate::run::memory::Purpose;
 use crate::run::run_folder::RunFolder;
 use crate::run::signals::Stop;
 use crate::run::workbench::Workbench;
@@ -34,7 +35,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     if !args.resume {
         RunFolder::refuse_existing(&out)?;
     }
-    let bench = Workbench::open(plan)?;
+    let bench = Workbench::open(plan, Purpose::Train)?;
     let data = TrainingData::open(&bench)?;
     // From here on a signal finds a run to save.
     let stop = Stop::listen()?;

@@ -4,10 +4,10 @@
 //! then read one at a time, when they are asked for ([`TensorFile`]).
 
 use super::config::{Config, Form};
-use super::mxfp4;
 use super::names::{Layout, ParameterSpec, StoredTensor, parameter_specs};
 use super::tensor_file::{TensorFile, f32_values};
 use crate::bad_input;
+use crate::ops::mxfp4;
 use anyhow::Result;
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
@@ -41,11 +41,7 @@ pub fn load(
     folder: &Path,
     config: &Config,
 ) -> Result<impl Iterator<Item = Result<(ParameterSpec, Vec<f32>)>> + use<>> {
-    let folder = ModelFolder::open(folder, config)?;
-    Ok(parameter_specs(config).into_iter().map(move |spec| {
-        let values = folder.values(&spec)?;
-        Ok((spec, values))
-    }))
+    Ok(ModelFolder::open(folder, config)?.into_values(config))
 }
 
 /// An opened folder whose headers agree with the config; tensors are read when asked for.
@@ -128,8 +124,19 @@ impl ModelFolder {
         self.files.get(*self.places.get(name)?)?.metadata.info(name)
     }
 
+    /// What [`load`] gives.
+    pub fn into_values(
+        self,
+        config: &Config,
+    ) -> impl Iterator<Item = Result<(ParameterSpec, Vec<f32>)>> + use<> {
+        parameter_specs(config).into_iter().map(move |spec| {
+            let values = self.values(&spec)?;
+            Ok((spec, values))
+        })
+    }
+
     /// MXFP4 where a half of the packed pair is there, else a plain form.
-    fn form_of(&self, spec: &ParameterSpec) -> Form {
+    pub fn form_of(&self, spec: &ParameterSpec) -> Form {
         let is_packed = spec.is_expert_matrix()
             && spec.stored_tensors(Form::Mxfp4).iter().any(|t| self.places.contains_key(&t.name));
         if is_packed { Form::Mxfp4 } else { Form::F32 }

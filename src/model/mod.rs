@@ -10,7 +10,6 @@ mod gpt_oss;
 pub mod init;
 pub mod layer;
 pub mod load;
-pub mod mxfp4;
 pub mod names;
 pub mod parameters;
 pub mod policy_view;

@@ -75,6 +75,12 @@ impl ParameterSpec {
         if self.role == Role::Bias || shape.len() < 2 { 1 } else { shape[shape.len() - 2] }
     }
 
+    /// Bytes of the tensor in memory where it lies on disk in `form` and does not learn.
+    pub fn resident_bytes(&self, form: Form) -> u64 {
+        let _ = form;
+        self.element_count() as u64 * size_of::<f32>() as u64
+    }
+
     /// Expert matrices, the only rank-3 tensors, are what MXFP4 quantises.
     pub fn is_expert_matrix(&self) -> bool {
         self.stored_shape.len() == 3
@@ -92,9 +98,9 @@ impl ParameterSpec {
         };
         match (form, self.stored_shape.as_slice()) {
             (Form::Mxfp4, &[experts, input, output]) => {
-                let blocks = input / super::mxfp4::BLOCK;
+                let blocks = input / crate::ops::mxfp4::BLOCK;
                 vec![
-                    stored("_blocks", Dtype::U8, vec![experts, output, blocks, super::mxfp4::BLOCK / 2]),
+                    stored("_blocks", Dtype::U8, vec![experts, output, blocks, crate::ops::mxfp4::BLOCK / 2]),
                     stored("_scales", Dtype::U8, vec![experts, output, blocks]),
                 ]
             }

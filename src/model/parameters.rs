@@ -91,6 +91,11 @@ impl Parameters {
         self.specs.iter().map(ParameterSpec::element_count).sum()
     }
 
+    /// Bytes of all values.
+    pub fn bytes(&self) -> u64 {
+        self.element_count() as u64 * size_of::<f32>() as u64
+    }
+
     /// Place of the tensor named `name`.
     pub fn position(&self, name: &str) -> Option<usize> {
         self.index.get(name).copied()
@@ -185,6 +190,6 @@ impl Parameters {
 
     fn resident(&self, parameter: &dyn Fn(usize) -> Result<Parameter>) -> Result<Resident> {
         let find = |name: &str| parameter(self.position(name).with_context(|| format!("no tensor {name}"))?);
-        Resident::new(&self.config, self.index.contains_key(VALUE_HEAD), &find)
+        Resident::new(&self.config, self.index.contains_key(VALUE_HEAD), self.bytes(), &find)
     }
 }

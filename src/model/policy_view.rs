@@ -2,12 +2,12 @@
 //! half of it.
 
 use super::forward::{ForwardOptions, Model};
-use super::mxfp4;
 use super::names::ParameterSpec;
 use super::parameters::Parameters;
 use super::trunk::Trunk;
 use super::weights::WeightSource;
 use crate::bad_input;
+use crate::ops::mxfp4;
 use crate::ops::round_mantissa;
 use crate::ops::router_noise::{NoisyPass, RouterNoise};
 use crate::recipe::Arms;

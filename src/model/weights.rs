@@ -15,6 +15,8 @@ pub trait WeightSource: Send + Sync {
     fn final_norm(&self) -> Result<Parameter>;
     /// What reads the trunk's last hidden states.
     fn head(&self) -> Result<Head>;
+    /// Bytes that a walk over all of it reads: what decides how work is shared out.
+    fn bytes(&self) -> u64;
 }
 
 /// What reads the trunk's last hidden states.
@@ -36,6 +38,7 @@ pub struct Resident {
     layers: Vec<Layer>,
     final_norm: Parameter,
     head: Head,
+    bytes: u64,
 }
 
 impl Resident {
@@ -46,6 +49,7 @@ impl Resident {
     pub(super) fn new(
         config: &Config,
         is_critic: bool,
+        bytes: u64,
         find: &dyn Fn(&str) -> Result<Parameter>,
     ) -> Result<Self> {
         let layer = |index| config.family.layer(index, find);
@@ -58,6 +62,7 @@ impl Resident {
             } else {
                 Head::LanguageModel(find("lm_head.weight")?)
             },
+            bytes,
         })
     }
 }
@@ -77,6 +82,10 @@ impl WeightSource for Resident {
 
     fn head(&self) -> Result<Head> {
         Ok(self.head.clone())
+    }
+
+    fn bytes(&self) -> u64 {
+        self.bytes
     }
 }
 
@@ -101,5 +110,9 @@ impl WeightSource for Frozen<'_> {
             Head::LanguageModel(weight) => Head::LanguageModel(weight.without_gradient()),
             Head::Value(head) => Head::Value(head.without_gradient()),
         })
+    }
+
+    fn bytes(&self) -> u64 {
+        self.0.bytes()
     }
 }

@@ -18,6 +18,7 @@ pub mod load_balance;
 pub mod log_prob;
 pub mod logits;
 pub mod math;
+pub mod mxfp4;
 pub mod optimizer;
 pub mod pages;
 pub mod parameter;

@@ -3,6 +3,8 @@
 pub mod collect;
 pub mod evaluation;
 mod freeze;
+pub mod memory;
+pub mod preflight;
 pub mod run_folder;
 pub mod signals;
 pub mod workbench;

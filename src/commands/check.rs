@@ -1,0 +1,58 @@
+//! `rloss check RECIPE|RUN`: what a recipe comes to, before anything is done.
+
+use crate::commands::arguments::RecipeArgs;
+use crate::error::EXIT_DONE;
+use crate::metrics::sanitize_terminal;
+use crate::recipe::{Plan, locate};
+use crate::run::collect::{pin_model, show};
+use crate::run::memory::{MemoryPlan, Purpose, available, gigabytes};
+use crate::run::preflight::Preflight;
+use anyhow::Result;
+
+/// Prints the recipe as resolved, its warnings, the first prompt as rendered and the plan of memory of each command.
+/// Nothing is trained, sampled or written, and no weights are read.
+///
+/// # Errors
+/// [`crate::error::BadInput`] with every mistake of the recipe, its model and its task, and when training would not fit
+/// into memory.
+pub fn run(args: &RecipeArgs) -> Result<u8> {
+    let source = locate(&args.recipe)?;
+    let mut plan = source.resolve(&args.sets)?;
+    pin_model(&mut plan, &source, &args.sets)?;
+    let preflight = Preflight::open(plan, Purpose::Train)?;
+    show(&sanitize_terminal(&resolved(&preflight.plan)));
+    show(&sanitize_terminal(&first_prompt(&preflight)?));
+    memory(&preflight)
+}
+
+/// The recipe, and what is likely not meant.
+fn resolved(plan: &Plan) -> String {
+    let warnings: String = plan.warnings.iter().map(|warning| format!("\nwarning: {warning}\n")).collect();
+    format!("{}{warnings}", plan.to_toml())
+}
+
+fn first_prompt(preflight: &Preflight) -> Result<String> {
+    let (text, tokens) = preflight.first_prompt()?;
+    Ok(format!("\nFirst prompt of {}, {tokens} tokens:\n\n{text}\n", preflight.task.name()))
+}
+
+/// The plan of training in full and the peaks of the other commands.
+fn memory(preflight: &Preflight) -> Result<u8> {
+    let training = preflight.subject();
+    let plan = MemoryPlan::new(&training);
+    show(&format!("\nMemory that `rloss train` takes at most:\n\n{plan}\n"));
+    for (command, purpose) in
+        [("eval", Purpose::Eval), ("rollout", Purpose::Rollout), ("check-mismatch", Purpose::CheckMismatch)]
+    {
+        let peak = MemoryPlan::new(&preflight.subject_of(purpose)).peak_bytes();
+        show(&format!("`rloss {command}`: {}\n", gigabytes(peak)));
+    }
+    let available = available();
+    if let Some(found) = &available {
+        show(&format!("There are {} {}.\n", gigabytes(found.bytes), found.bound));
+    }
+    if let Some(warning) = plan.admit(available.as_ref(), &training.remedies())? {
+        show(&format!("warning: {warning}\n"));
+    }
+    Ok(EXIT_DONE)
+}

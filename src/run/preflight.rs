@@ -1,0 +1,360 @@
+//! What a command needs, opened and checked before any work: everything but the weights.
+
+use super::freeze::{critic_trainable, trainable};
+use super::memory::{MemoryPlan, Purpose, Subject, available};
+use super::workbench::Workbench;
+use crate::bad_input;
+use crate::error::BadInput;
+use crate::harmony::{HarmonyTokenizer, Message, RenderOptions, Role};
+use crate::interpreter::{self, CPython, Embedded, Interpreter};
+use crate::model::config::{Config, Form, LayerType, Rope, Yarn};
+use crate::model::family::Family;
+use crate::model::forward::Model;
+use crate::model::init::{InitSettings, init};
+use crate::model::load::{ModelFolder, weights_present};
+use crate::model::names::{ParameterSpec, parameter_specs};
+use crate::model::parameters::Parameters;
+use crate::model::save::Companions;
+use crate::ops::mxfp4;
+use crate::ops::threads::Threads;
+use crate::recipe::model::Tokenizer;
+use crate::recipe::{Architecture, Dtype, InterpreterKind, Plan, Recipe, SavedDtype};
+use crate::rollout::preamble;
+use crate::tasks::{Task, TaskSettings};
+use crate::train::checkpoint;
+use anyhow::{Result, bail};
+use half::bf16;
+use std::path::{Path, PathBuf};
+
+/// Everything that a plan names, opened and checked; of the weights only the headers are read.
+pub struct Preflight {
+    pub plan: Plan,
+    purpose: Purpose,
+    threads: Threads,
+    source: ModelSource,
+    trainable: Vec<bool>,
+    critic_trainable: Option<Vec<bool>>,
+    pub task: Box<dyn Task>,
+    interpreter: Option<Box<dyn Interpreter>>,
+    preamble: Vec<Message>,
+}
+
+impl Preflight {
+    /// Opens everything the plan names. Nothing is written, and no weights are read.
+    ///
+    /// # Errors
+    /// [`BadInput`] with every mistake found, each with its place and remedy.
+    pub fn open(mut plan: Plan, purpose: Purpose) -> Result<Self> {
+        let threads = Threads::new(plan.recipe.parallel.threads)?;
+        let mut mistakes = Mistakes(vec![]);
+        let source = mistakes.note(ModelSource::open(&plan.recipe));
+        let task = mistakes.note(crate::tasks::build(&task_settings(&plan.recipe)));
+        let trainable = source.as_ref().and_then(|s| mistakes.note(trainable(&plan, &s.specs())));
+        let critic_trainable =
+            source.as_ref().and_then(|s| mistakes.note(critic_trainable(&plan, &s.config)));
+        let interpreter = match &task {
+            Some(task) if task.uses_python() => {
+                mistakes.note(open_interpreter(&plan.recipe, threads.count()).map(Some))
+            }
+            _ => Some(None),
+        };
+        if let Some(source) = &source {
+            mistakes.note(check_budgets(&plan, &source.config));
+        }
+        let (Some(source), Some(task), Some(trainable), Some(critic_trainable), Some(interpreter), true) =
+            (source, task, trainable, critic_trainable, interpreter, mistakes.0.is_empty())
+        else {
+            return Err(mistakes.into_error());
+        };
+        if let Some(folder) = &source.lacks_weights {
+            plan.warnings.push(format!("{} holds no weights; they are drawn at random", folder.display()));
+        }
+        let preamble = preamble(&plan.recipe.harmony, task.uses_python());
+        Ok(Self { plan, purpose, threads, source, trainable, critic_trainable, task, interpreter, preamble })
+    }
+
+    /// The architecture.
+    pub fn config(&self) -> &Config {
+        &self.source.config
+    }
+
+    /// The vocabulary.
+    pub fn tokenizer(&self) -> &HarmonyTokenizer {
+        &self.source.tokenizer
+    }
+
+    /// The first training prompt as the model reads it, and its length in tokens.
+    ///
+    /// # Errors
+    /// When the tokenizer cannot write it.
+    pub fn first_prompt(&self) -> Result<(String, usize)> {
+        let problem = self.task.training_problem(self.plan.recipe.train.seed, 0);
+        let messages = [self.preamble.clone(), problem.messages].concat();
+        let (role, options) = (Role::Assistant, RenderOptions::default());
+        let tokens = self.tokenizer().render_conversation_for_completion(&messages, role, options)?;
+        Ok((self.tokenizer().decode(&tokens), tokens.len()))
+    }
+
+    /// What memory is planned from.
+    pub fn subject(&self) -> Subject<'_> {
+        self.subject_of(self.purpose)
+    }
+
+    /// The same for another command.
+    pub fn subject_of(&self, purpose: Purpose) -> Subject<'_> {
+        Subject {
+            purpose,
+            recipe: &self.plan.recipe,
+            config: &self.source.config,
+            forms: &self.source.forms,
+            trainable: self.trainable.clone(),
+            critic_trainable: self.critic_trainable.clone(),
+            uses_python: self.interpreter.is_some(),
+            threads: self.threads.count(),
+        }
+    }
+
+    /// Refuses what does not fit into memory, and warns of what hardly does.
+    ///
+    /// # Errors
+    /// [`BadInput`] that names the keys which would help.
+    pub fn admit(&mut self) -> Result<()> {
+        let subject = self.subject();
+        let warning = MemoryPlan::new(&subject).admit(available().as_ref(), &subject.remedies())?;
+        self.plan.warnings.extend(warning);
+        Ok(())
+    }
+
+    /// Reads or draws the weights.
+    ///
+    /// # Errors
+    /// [`BadInput`] when a file is damaged.
+    pub fn load(self) -> Result<Workbench> {
+        let source = self.source;
+        let parameters = ModelSource::parameters(source.weights, &source.config, &self.plan.recipe)?;
+        let context = source.config.max_position_embeddings;
+        Ok(Workbench {
+            model: Model::new(source.config, context),
+            tokenizer: source.tokenizer,
+            companions: source.companions,
+            plan: self.plan,
+            threads: self.threads,
+            parameters,
+            trainable: self.trainable,
+            critic_trainable: self.critic_trainable,
+            task: self.task,
+            interpreter: self.interpreter,
+            preamble: self.preamble,
+        })
+    }
+}
+
+/// Collects [`BadInput`]; any other error is one too, but keeps its own words.
+struct Mistakes(Vec<String>);
+
+impl Mistakes {
+    fn note<T>(&mut self, result: Result<T>) -> Option<T> {
+        result.map_err(|error| self.0.push(format!("{error:#}"))).ok()
+    }
+
+    /// All of them in one, in the form of a recipe's mistakes.
+    fn into_error(self) -> anyhow::Error {
+        match self.0.as_slice() {
+            [only] => bad_input!("{only}"),
+            all => bad_input!("{} mistakes:\n  {}", all.len(), all.join("\n  ")),
+        }
+    }
+}
+
+/// Where the model comes from: a folder, or the recipe's own architecture.
+struct ModelSource {
+    config: Config,
+    tokenizer: HarmonyTokenizer,
+    companions: Companions,
+    /// The files of weights; `None` for random ones.
+    weights: Option<ModelFolder>,
+    /// A folder that lacks weights, which is worth a warning.
+    lacks_weights: Option<PathBuf>,
+    /// The form in which each tensor lies there; all in f32 for random ones.
+    forms: Vec<Form>,
+}
+
+impl ModelSource {
+    fn open(recipe: &Recipe) -> Result<Self> {
+        match (&recipe.model.path, &recipe.model.architecture) {
+            (Some(path), _) => Self::from_folder(&model_folder(path)?),
+            (None, Some(architecture)) => {
+                let tokenizer = match recipe.model.tokenizer.as_ref().unwrap_or(&Tokenizer::Embedded) {
+                    Tokenizer::Embedded => HarmonyTokenizer::embedded()?,
+                    Tokenizer::Path(path) if path.is_dir() => {
+                        HarmonyTokenizer::from_file(&path.join("tokenizer.json"))?
+                    }
+                    Tokenizer::Path(path) => HarmonyTokenizer::from_file(path)?,
+                };
+                let config = config_of(architecture, &tokenizer);
+                config.check()?;
+                let companions = Companions::with_tokenizer(tokenizer.json_bytes());
+                let forms = vec![Form::F32; parameter_specs(&config).len()];
+                Ok(Self { config, tokenizer, companions, weights: None, lacks_weights: None, forms })
+            }
+            (None, None) => bail!("neither model.path nor model.architecture"),
+        }
+    }
+
+    fn from_folder(folder: &Path) -> Result<Self> {
+        let config = Config::read(folder)?;
+        let file = folder.join("tokenizer.json");
+        let tokenizer = config.family.tokenizer(&file)?;
+        if tokenizer.vocab_size() > config.vocab_size {
+            return Err(bad_input!(
+                "{}: the tokenizer has {} tokens but config.json says vocab_size = {}; use the tokenizer that belongs to this model",
+                file.display(),
+                tokenizer.vocab_size(),
+                config.vocab_size
+            ));
+        }
+        let companions = Companions::read(folder)?;
+        let specs = parameter_specs(&config);
+        let (weights, lacks_weights, forms) = if weights_present(folder) {
+            let weights = ModelFolder::open(folder, &config)?;
+            let forms = specs.iter().map(|spec| weights.form_of(spec)).collect();
+            (Some(weights), None, forms)
+        } else {
+            (None, Some(folder.to_owned()), vec![Form::F32; specs.len()])
+        };
+        Ok(Self { config, tokenizer, companions, weights, lacks_weights, forms })
+    }
+
+    fn specs(&self) -> Vec<ParameterSpec> {
+        parameter_specs(&self.config)
+    }
+
+    fn parameters(weights: Option<ModelFolder>, config: &Config, recipe: &Recipe) -> Result<Parameters> {
+        // What `model.dtype` makes of a tensor.
+        let working = |found: Result<(ParameterSpec, Vec<f32>)>| {
+            let (spec, mut values) = found?;
+            if recipe.model.dtype == Dtype::Bf16 {
+                values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32());
+            }
+            Ok((spec, values))
+        };
+        if let Some(folder) = weights {
+            return Parameters::new(config, folder.into_values(config).map(working));
+        }
+        let settings = InitSettings {
+            embedding_std: recipe.model.init.embedding_std,
+            head_scale: recipe.model.init.head_scale,
+            sink: recipe.model.init.sink,
+        };
+        let drawn = init(config, &settings, recipe.train.seed)?;
+        Parameters::new(config, drawn.into_iter().map(Ok).map(working))
+    }
+}
+
+/// The folder that holds the model: `path` itself, or the last checkpoint of the run folder it is.
+fn model_folder(path: &Path) -> Result<PathBuf> {
+    if path.join("config.json").is_file() {
+        return Ok(path.to_owned());
+    }
+    match checkpoint::latest(path)? {
+        Some(folder) => Ok(folder),
+        None => Err(bad_input!(
+            "{}: holds neither config.json nor a run's checkpoints; set model.path to a Hugging Face folder, a checkpoint or a run folder",
+            path.display()
+        )),
+    }
+}
+
+fn config_of(a: &Architecture, tokenizer: &HarmonyTokenizer) -> Config {
+    let yarn = a.yarn.as_ref().map(|y| Yarn {
+        factor: y.factor,
+        original_max_position_embeddings: y.original_max_position_embeddings,
+        beta_fast: y.beta_fast,
+        beta_slow: y.beta_slow,
+        truncate: y.truncate,
+    });
+    let control = tokenizer.control();
+    Config {
+        family: Family::GptOss,
+        vocab_size: tokenizer.vocab_size(),
+        hidden_size: a.hidden_size,
+        num_hidden_layers: a.num_hidden_layers,
+        num_attention_heads: a.num_attention_heads,
+        num_key_value_heads: a.num_key_value_heads,
+        head_dim: a.head_dim,
+        intermediate_size: a.intermediate_size,
+        num_local_experts: a.num_local_experts,
+        num_experts_per_tok: a.num_experts_per_tok,
+        sliding_window: a.sliding_window,
+        layer_types: LayerType::alternating(a.num_hidden_layers),
+        rope: Rope { theta: a.rope_theta, yarn },
+        rms_norm_eps: a.rms_norm_eps,
+        swiglu_limit: a.swiglu_limit,
+        max_position_embeddings: a.max_position_embeddings,
+        bos_token_id: None,
+        eos_token_ids: vec![control.ret, control.call],
+        pad_token_id: tokenizer.pad(),
+    }
+}
+
+/// The recipe's budgets against what the model can hold.
+fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
+    let context = config.max_position_embeddings;
+    let response = plan.recipe.rollout.response_tokens_max;
+    if response >= context {
+        let what = format!("{response} sampled tokens do not fit the model's context of {context}; lower it");
+        return Err(BadInput(plan.mistake("rollout.response_tokens_max", what).to_string()).into());
+    }
+    let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
+    let blocks = hidden % mxfp4::BLOCK == 0 && intermediate % mxfp4::BLOCK == 0;
+    if plan.recipe.checkpoint.dtype == SavedDtype::Mxfp4 && !blocks {
+        let what = format!(
+            "MXFP4 holds blocks of {}, but hidden_size = {hidden} and intermediate_size = {intermediate}; save \"bf16\"",
+            mxfp4::BLOCK
+        );
+        return Err(BadInput(plan.mistake("checkpoint.dtype", what).to_string()).into());
+    }
+    Ok(())
+}
+
+fn task_settings(recipe: &Recipe) -> TaskSettings {
+    let task = &recipe.task;
+    let defaults = TaskSettings::default();
+    TaskSettings {
+        name: task.name,
+        train_file: task.train_file.clone(),
+        validation_file: task.validation_file.clone(),
+        validation_files: task.validation_files.clone(),
+        train_rows_max: task.train_rows_max,
+        validation_rows_max: task.validation_rows_max,
+        extraction: task.extraction.unwrap_or_default(),
+        answer: task.answer.unwrap_or_default(),
+        prompt: task.prompt.unwrap_or_default(),
+        grading: task.grading.unwrap_or_default(),
+        command: task.command.clone(),
+        command_timeout_s: task.command_timeout_s.unwrap_or(defaults.command_timeout_s),
+        command_processes: task.command_processes.unwrap_or(defaults.command_processes),
+        validation_problems: recipe.eval.problems_max,
+    }
+}
+
+fn open_interpreter(recipe: &Recipe, threads: usize) -> Result<Box<dyn Interpreter>> {
+    let i = &recipe.interpreter;
+    let settings = interpreter::Settings {
+        state: i.state,
+        time_limit_s: i.time_limit_s,
+        wall_clock_s: i.wall_clock_s,
+        memory_mib: i.memory_mib as u64,
+        output_chars_max: i.output_chars_max,
+        workers: if i.workers == 0 { threads } else { i.workers },
+        dangerously_allow_unsandboxed: i.dangerously_allow_unsandboxed,
+        program: None,
+        python: i.python.clone().into(),
+        preload: i.preload.clone(),
+        idle_s_max: i.idle_s_max,
+    };
+    Ok(match i.kind {
+        InterpreterKind::Embedded => Box::new(Embedded::new(settings)?),
+        InterpreterKind::CPython => Box::new(CPython::new(settings)?),
+    })
+}
