@@ -82,6 +82,9 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
         .map(|row| Ok((row.name, args.plan(&row.sets)?.recipe.arms)))
         .collect::<Result<_>>()?;
     let bench = Workbench::open(plan, Purpose::CheckMismatch)?;
+    for warning in &bench.plan.warnings {
+        eprintln!("warning: {}", sanitize_terminal(warning));
+    }
     let (lines, verdict, code) = match &args.against {
         Some(file) => check_against(&bench, file)?,
         None => check_arms(&bench, &arms)?,

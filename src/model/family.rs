@@ -2,10 +2,10 @@
 
 use super::config::Config;
 use super::gpt_oss;
+use super::held::Weight;
 use super::layer::Layer;
 use super::names::ParameterSpec;
 use crate::harmony::HarmonyTokenizer;
-use crate::ops::Parameter;
 use anyhow::Result;
 use std::path::Path;
 
@@ -50,7 +50,7 @@ impl Family {
     }
 
     /// Layer `layer` of the tensors that `find` knows by name.
-    pub(super) fn layer(self, layer: usize, find: &dyn Fn(&str) -> Result<Parameter>) -> Result<Layer> {
+    pub(super) fn layer(self, layer: usize, find: &dyn Fn(&str) -> Result<Weight>) -> Result<Layer> {
         match self {
             Family::GptOss => gpt_oss::layer(layer, find),
         }

@@ -75,12 +75,6 @@ impl ParameterSpec {
         if self.role == Role::Bias || shape.len() < 2 { 1 } else { shape[shape.len() - 2] }
     }
 
-    /// Bytes of the tensor in memory where it lies on disk in `form` and does not learn.
-    pub fn resident_bytes(&self, form: Form) -> u64 {
-        let _ = form;
-        self.element_count() as u64 * size_of::<f32>() as u64
-    }
-
     /// Expert matrices, the only rank-3 tensors, are what MXFP4 quantises.
     pub fn is_expert_matrix(&self) -> bool {
         self.stored_shape.len() == 3

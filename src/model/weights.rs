@@ -1,14 +1,17 @@
-//! How the forward asks for weights, and weights that lie in this process's memory.
+//! How the forward asks for weights, and the weights of a whole model: in this process's memory, or read from disk a layer
+//! at a time.
 
 use super::config::Config;
+use super::held::{Embedding, Weight};
 use super::layer::{Layer, Projection};
+use super::stored_layers::StoredLayers;
 use crate::ops::Parameter;
 use anyhow::{Context, Result};
 
-/// Where the forward takes weights from, a layer at a time. Resident weights answer from memory; a sharded source gathers.
+/// Where the forward takes weights from, a layer at a time. Weights weights answer from memory; a sharded source gathers.
 pub trait WeightSource: Send + Sync {
     /// `[V, H]`.
-    fn embedding(&self) -> Result<Parameter>;
+    fn embedding(&self) -> Result<Embedding>;
     /// The weights of layer `index`.
     fn layer(&self, index: usize) -> Result<Layer>;
     /// `[H]`.
@@ -23,7 +26,7 @@ pub trait WeightSource: Send + Sync {
 #[derive(Clone)]
 pub enum Head {
     /// `[H, V]`: scores of the next token.
-    LanguageModel(Parameter),
+    LanguageModel(Projection),
     /// `[H, 1]` and `[1]`: one value a token.
     Value(Projection),
 }
@@ -31,18 +34,26 @@ pub enum Head {
 /// The name of the value head's matrix; a model with a tensor of this name is a critic.
 pub(super) const VALUE_HEAD: &str = "score.weight";
 
-/// Weights that all lie in this process's memory.
+/// A model's weights in this process.
 #[derive(Clone)]
-pub struct Resident {
-    embedding: Parameter,
-    layers: Vec<Layer>,
+pub struct Weights {
+    embedding: Embedding,
+    layers: Layers,
     final_norm: Parameter,
     head: Head,
     bytes: u64,
 }
 
-impl Resident {
-    /// The weights of `config` that `find` knows by name; with a value head in place of the language model's for a critic.
+/// Where the layers are; what is outside of them is in memory.
+#[derive(Clone)]
+enum Layers {
+    Resident(Vec<Layer>),
+    Stored(StoredLayers),
+}
+
+impl Weights {
+    /// The weights of `config` that `find` knows by name, `bytes` in all, but for layers that are `stored`; with a value head in
+    /// place of the language model's for a critic.
     ///
     /// # Errors
     /// Those of `find`, which is asked for each tensor once.
@@ -50,30 +61,41 @@ impl Resident {
         config: &Config,
         is_critic: bool,
         bytes: u64,
-        find: &dyn Fn(&str) -> Result<Parameter>,
+        stored: Option<StoredLayers>,
+        find: &dyn Fn(&str) -> Result<Weight>,
     ) -> Result<Self> {
         let layer = |index| config.family.layer(index, find);
+        let layers = match stored {
+            Some(stored) => Layers::Stored(stored),
+            None => Layers::Resident((0..config.num_hidden_layers).map(layer).collect::<Result<_>>()?),
+        };
         Ok(Self {
-            embedding: find("model.embed_tokens.weight")?,
-            layers: (0..config.num_hidden_layers).map(layer).collect::<Result<_>>()?,
-            final_norm: find("model.norm.weight")?,
+            embedding: find("model.embed_tokens.weight")?.embedding()?,
+            layers,
+            final_norm: find("model.norm.weight")?.parameter()?,
             head: if is_critic {
-                Head::Value(Projection::Dense { weight: find(VALUE_HEAD)?, bias: Some(find("score.bias")?) })
+                let bias = find("score.bias")?.parameter()?;
+                Head::Value(find(VALUE_HEAD)?.projection(Some(bias))?)
             } else {
-                Head::LanguageModel(find("lm_head.weight")?)
+                Head::LanguageModel(find("lm_head.weight")?.projection(None)?)
             },
             bytes,
         })
     }
 }
 
-impl WeightSource for Resident {
-    fn embedding(&self) -> Result<Parameter> {
+impl WeightSource for Weights {
+    fn embedding(&self) -> Result<Embedding> {
         Ok(self.embedding.clone())
     }
 
     fn layer(&self, index: usize) -> Result<Layer> {
-        self.layers.get(index).cloned().with_context(|| format!("no layer {index}"))
+        match &self.layers {
+            Layers::Resident(layers) => {
+                layers.get(index).cloned().with_context(|| format!("no layer {index}"))
+            }
+            Layers::Stored(stored) => stored.layer(index),
+        }
     }
 
     fn final_norm(&self) -> Result<Parameter> {
@@ -93,7 +115,7 @@ impl WeightSource for Resident {
 pub struct Frozen<'a>(pub &'a dyn WeightSource);
 
 impl WeightSource for Frozen<'_> {
-    fn embedding(&self) -> Result<Parameter> {
+    fn embedding(&self) -> Result<Embedding> {
         Ok(self.0.embedding()?.without_gradient())
     }
 

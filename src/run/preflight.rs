@@ -1,20 +1,24 @@
 //! What a command needs, opened and checked before any work: everything but the weights.
 
 use super::freeze::{critic_trainable, trainable};
-use super::memory::{MemoryPlan, Purpose, Subject, available};
+use super::memory::{Available, MemoryPlan, Purpose, Subject, gigabytes};
 use super::workbench::Workbench;
 use crate::bad_input;
 use crate::error::BadInput;
 use crate::harmony::{HarmonyTokenizer, Message, RenderOptions, Role};
 use crate::interpreter::{self, CPython, Embedded, Interpreter};
+use crate::metrics::Console;
 use crate::model::config::{Config, Form, LayerType, Rope, Yarn};
 use crate::model::family::Family;
 use crate::model::forward::Model;
+use crate::model::held::Loaded;
 use crate::model::init::{InitSettings, init};
 use crate::model::load::{ModelFolder, weights_present};
 use crate::model::names::{ParameterSpec, parameter_specs};
 use crate::model::parameters::Parameters;
+use crate::model::rounding::WeightRounding;
 use crate::model::save::Companions;
+use crate::model::stored_layers::StoredLayers;
 use crate::ops::mxfp4;
 use crate::ops::threads::Threads;
 use crate::recipe::model::Tokenizer;
@@ -25,6 +29,11 @@ use crate::train::checkpoint;
 use anyhow::{Result, bail};
 use half::bf16;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Reading less than this takes no time worth showing.
+const SHOWN_MEGABYTES: u64 = 256;
 
 /// Everything that a plan names, opened and checked; of the weights only the headers are read.
 pub struct Preflight {
@@ -37,6 +46,8 @@ pub struct Preflight {
     pub task: Box<dyn Task>,
     interpreter: Option<Box<dyn Interpreter>>,
     preamble: Vec<Message>,
+    /// Whether the layers stay on disk.
+    streamed: bool,
 }
 
 impl Preflight {
@@ -70,7 +81,19 @@ impl Preflight {
             plan.warnings.push(format!("{} holds no weights; they are drawn at random", folder.display()));
         }
         let preamble = preamble(&plan.recipe.harmony, task.uses_python());
-        Ok(Self { plan, purpose, threads, source, trainable, critic_trainable, task, interpreter, preamble })
+        let streamed = false;
+        Ok(Self {
+            plan,
+            purpose,
+            threads,
+            source,
+            trainable,
+            critic_trainable,
+            task,
+            interpreter,
+            preamble,
+            streamed,
+        })
     }
 
     /// The architecture.
@@ -111,16 +134,26 @@ impl Preflight {
             critic_trainable: self.critic_trainable.clone(),
             uses_python: self.interpreter.is_some(),
             threads: self.threads.count(),
+            streamed: self.streamed,
         }
     }
 
-    /// Refuses what does not fit into memory, and warns of what hardly does.
+    /// Refuses what does not fit into `available` memory, and warns of what hardly does. Where the command can do with a layer at
+    /// a time, a model that is too large stays on disk, which is said with what it costs.
     ///
     /// # Errors
     /// [`BadInput`] that names the keys which would help.
-    pub fn admit(&mut self) -> Result<()> {
+    pub fn admit(&mut self, available: Option<&Available>) -> Result<()> {
+        let whole = MemoryPlan::new(&self.subject()).peak_bytes();
+        if available.is_some_and(|available| whole > available.bytes)
+            && self.purpose.streams()
+            && let Some(files) = &self.source.weights
+        {
+            self.streamed = true;
+            self.plan.warnings.push(said_of_streaming(whole, files, &self.source.config)?);
+        }
         let subject = self.subject();
-        let warning = MemoryPlan::new(&subject).admit(available().as_ref(), &subject.remedies())?;
+        let warning = MemoryPlan::new(&subject).admit(available, &subject.remedies())?;
         self.plan.warnings.extend(warning);
         Ok(())
     }
@@ -131,7 +164,9 @@ impl Preflight {
     /// [`BadInput`] when a file is damaged.
     pub fn load(self) -> Result<Workbench> {
         let source = self.source;
-        let parameters = ModelSource::parameters(source.weights, &source.config, &self.plan.recipe)?;
+        let parameters = self
+            .threads
+            .wide(|| source.parameters(&self.plan.recipe, &self.trainable, self.purpose, self.streamed))?;
         let context = source.config.max_position_embeddings;
         Ok(Workbench {
             model: Model::new(source.config, context),
@@ -147,6 +182,19 @@ impl Preflight {
             preamble: self.preamble,
         })
     }
+}
+
+/// What a model that stays on disk costs, from the time that its first layer takes.
+fn said_of_streaming(needed: u64, files: &Arc<ModelFolder>, config: &Config) -> Result<String> {
+    let stored = StoredLayers { files: files.clone(), config: config.clone(), roundings: vec![] };
+    let begun = Instant::now();
+    stored.layer(0)?;
+    let seconds = begun.elapsed().as_secs_f64() * config.num_hidden_layers as f64;
+    Ok(format!(
+        "{} of memory are needed with all weights; each layer is read from disk whenever it is its turn, about \
+         {seconds:.1} s a forward",
+        gigabytes(needed)
+    ))
 }
 
 /// Collects [`BadInput`]; any other error is one too, but keeps its own words.
@@ -172,7 +220,7 @@ struct ModelSource {
     tokenizer: HarmonyTokenizer,
     companions: Companions,
     /// The files of weights; `None` for random ones.
-    weights: Option<ModelFolder>,
+    weights: Option<Arc<ModelFolder>>,
     /// A folder that lacks weights, which is worth a warning.
     lacks_weights: Option<PathBuf>,
     /// The form in which each tensor lies there; all in f32 for random ones.
@@ -218,7 +266,7 @@ impl ModelSource {
         let (weights, lacks_weights, forms) = if weights_present(folder) {
             let weights = ModelFolder::open(folder, &config)?;
             let forms = specs.iter().map(|spec| weights.form_of(spec)).collect();
-            (Some(weights), None, forms)
+            (Some(Arc::new(weights)), None, forms)
         } else {
             (None, Some(folder.to_owned()), vec![Form::F32; specs.len()])
         };
@@ -229,25 +277,60 @@ impl ModelSource {
         parameter_specs(&self.config)
     }
 
-    fn parameters(weights: Option<ModelFolder>, config: &Config, recipe: &Recipe) -> Result<Parameters> {
-        // What `model.dtype` makes of a tensor.
-        let working = |found: Result<(ParameterSpec, Vec<f32>)>| {
-            let (spec, mut values) = found?;
-            if recipe.model.dtype == Dtype::Bf16 {
+    /// Reads or draws the weights; of those that do not learn, what lies packed on disk stays so.
+    fn parameters(
+        &self,
+        recipe: &Recipe,
+        trainable: &[bool],
+        purpose: Purpose,
+        streamed: bool,
+    ) -> Result<Parameters> {
+        // What `model.dtype` makes of a tensor; packed ones have no more digits than that.
+        let working = |found: Loaded| match found {
+            Loaded::Values(mut values) if recipe.model.dtype == Dtype::Bf16 => {
                 values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32());
+                Loaded::Values(values)
             }
-            Ok((spec, values))
+            found => found,
         };
-        if let Some(folder) = weights {
-            return Parameters::new(config, folder.into_values(config).map(working));
+        let Some(folder) = &self.weights else {
+            let settings = InitSettings {
+                embedding_std: recipe.model.init.embedding_std,
+                head_scale: recipe.model.init.head_scale,
+                sink: recipe.model.init.sink,
+            };
+            let drawn = init(&self.config, &settings, recipe.train.seed)?;
+            let drawn = drawn.into_iter().map(|(spec, values)| Ok((spec, working(Loaded::Values(values)))));
+            return Parameters::loaded(&self.config, drawn);
+        };
+        if streamed {
+            let to_bf16 = WeightRounding { mxfp4: false, bits: Some(7) };
+            let roundings = if recipe.model.dtype == Dtype::Bf16 { vec![to_bf16] } else { vec![] };
+            let stored = StoredLayers { files: folder.clone(), config: self.config.clone(), roundings };
+            return Parameters::with_stored_layers(&self.config, stored);
         }
-        let settings = InitSettings {
-            embedding_std: recipe.model.init.embedding_std,
-            head_scale: recipe.model.init.head_scale,
-            sink: recipe.model.init.sink,
+        let megabytes = |bytes: u64| bytes / 1_000_000;
+        let specs = self.specs();
+        let bytes: Vec<u64> =
+            specs.iter().zip(&self.forms).map(|(spec, form)| spec.resident_bytes(*form)).collect();
+        let all = megabytes(bytes.iter().sum());
+        let console = Console::stderr(Duration::from_secs(2), recipe.logging.console_every_steps);
+        let shown = if all >= SHOWN_MEGABYTES {
+            console.stage("MB read", all, 0)
+        } else {
+            console.inner_stage("MB read", all)
         };
-        let drawn = init(config, &settings, recipe.train.seed)?;
-        Parameters::new(config, drawn.into_iter().map(Ok).map(working))
+        let mut read = 0;
+        let found = specs.into_iter().enumerate().map(|(index, spec)| {
+            let values = folder.loaded(&spec, purpose.learns() && trainable[index])?;
+            let before = megabytes(read);
+            read += bytes[index];
+            shown.advance(megabytes(read) - before, 0, &[]);
+            Ok((spec, working(values)))
+        });
+        let parameters = Parameters::loaded(&self.config, found)?;
+        shown.finish();
+        Ok(parameters)
     }
 }
 

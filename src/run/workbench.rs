@@ -1,6 +1,6 @@
 //! What every command that runs a model works with.
 
-use super::memory::Purpose;
+use super::memory::{Purpose, available};
 use super::preflight::Preflight;
 use crate::harmony::{HarmonyTokenizer, Message};
 use crate::interpreter::Interpreter;
@@ -42,7 +42,7 @@ impl Workbench {
     /// [`BadInput`](crate::error::BadInput) with every mistake found, each with its place and remedy.
     pub fn open(plan: Plan, purpose: Purpose) -> Result<Self> {
         let mut preflight = Preflight::open(plan, purpose)?;
-        preflight.admit()?;
+        preflight.admit(available().as_ref())?;
         preflight.load()
     }
 

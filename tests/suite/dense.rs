@@ -22,7 +22,7 @@ type Values = Vec<f32>;
 
 /// Every tensor, in the order of the specs.
 fn tensors(parameters: &Parameters) -> Vec<Values> {
-    (0..parameters.len()).map(|i| tiny::values(parameters.values(i))).collect()
+    (0..parameters.len()).map(|i| tiny::values(parameters.values(i).unwrap())).collect()
 }
 
 fn parameters(config: &Config, values: Vec<Values>) -> Parameters {

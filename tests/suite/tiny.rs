@@ -67,7 +67,7 @@ pub fn values(tensor: &Tensor) -> Vec<f32> {
 
 /// Gives tensor `index` other values.
 pub fn set(parameters: &Parameters, index: usize, values: &[f32]) {
-    edit(parameters.values(index), |w| {
+    edit(parameters.values(index).unwrap(), |w| {
         w.copy_from_slice(values);
         Ok(())
     })

@@ -20,6 +20,7 @@ use crate::recipe::{Dtype, KlPlace, OptimizerKind, Recipe};
 use crate::rollout::{FORWARD_TOKENS_MAX, engines};
 use crate::train::accumulate::side_by_side;
 use anyhow::Result;
+use std::collections::BTreeMap;
 
 /// What the program itself takes: code, tokenizer, task data, threads.
 const PROGRAM_BYTES: u64 = 64 << 20;
@@ -42,6 +43,11 @@ impl Purpose {
     pub fn learns(self) -> bool {
         self == Purpose::Train
     }
+
+    /// Whether the command goes on with a model that is larger than memory: few walks over many tokens are worth it.
+    pub fn streams(self) -> bool {
+        matches!(self, Purpose::Eval | Purpose::CheckMismatch)
+    }
 }
 
 /// All that a plan is made from.
@@ -58,6 +64,8 @@ pub struct Subject<'a> {
     pub critic_trainable: Option<Vec<bool>>,
     pub uses_python: bool,
     pub threads: usize,
+    /// Whether the layers stay on disk and are read one after the other.
+    pub streamed: bool,
 }
 
 /// One line of a plan.
@@ -152,6 +160,17 @@ impl Subject<'_> {
         (all, learning)
     }
 
+    /// Bytes of what lies outside the layers, and of the largest layer.
+    fn streamed_weights(&self) -> u64 {
+        let specs = parameter_specs(self.config);
+        let mut places: BTreeMap<Option<usize>, u64> = BTreeMap::new();
+        for (spec, form) in specs.iter().zip(self.forms) {
+            *places.entry(spec.layer).or_default() += spec.resident_bytes(*form);
+        }
+        let outside = places.remove(&None).unwrap_or(0);
+        outside + places.into_values().max().unwrap_or(0)
+    }
+
     /// What an optimizer keeps of `learning` bytes of weights.
     fn optimizer(&self, kind: OptimizerKind, learning: u64) -> u64 {
         let moments = if kind == OptimizerKind::AdamW { 2 } else { 0 };
@@ -162,8 +181,11 @@ impl Subject<'_> {
     fn resident(&self) -> Vec<Part> {
         let recipe = self.recipe;
         let (weights, learning) = self.weights();
-        let mut parts =
-            vec![Part { name: "program", bytes: PROGRAM_BYTES }, Part { name: "weights", bytes: weights }];
+        let weights = match self.streamed {
+            true => Part { name: "weights, a layer at a time", bytes: self.streamed_weights() },
+            false => Part { name: "weights", bytes: weights },
+        };
+        let mut parts = vec![Part { name: "program", bytes: PROGRAM_BYTES }, weights];
         let mut part = |name, bytes| parts.push(Part { name, bytes });
         if self.purpose.learns() {
             part("gradients", learning);
@@ -180,8 +202,7 @@ impl Subject<'_> {
                 part("critic's optimizer", self.optimizer(critic.optimizer.kind, learning));
             }
             if recipe.policy.kl.place != KlPlace::None {
-                // What does not learn is shared with the policy.
-                part("reference", learning);
+                part("reference", self.plain_weights());
             }
         }
         if self.purpose == Purpose::CheckMismatch {
@@ -190,13 +211,25 @@ impl Subject<'_> {
         parts
     }
 
-    /// Bytes of the critic's own weights, and of those that learn: a frozen tensor of the trunk is the policy's where that
-    /// does not learn either.
+    /// Whether the policy's tensor `index` stays packed.
+    fn is_packed(&self, spec: &ParameterSpec, index: usize) -> bool {
+        let learns = self.purpose.learns() && self.trainable[index];
+        !learns && spec.packed_form(self.forms[index]).is_some()
+    }
+
+    /// Bytes of the policy's weights that are not packed, which a reference copies.
+    fn plain_weights(&self) -> u64 {
+        let specs = parameter_specs(self.config).into_iter().enumerate();
+        let plain = specs.filter(|(index, spec)| !self.is_packed(spec, *index));
+        plain.map(|(_, spec)| spec.resident_bytes(Form::F32)).sum()
+    }
+
+    /// Bytes of the critic's own weights, and of those that learn: what is packed is the policy's.
     fn critic_weights(&self, trainable: &[bool]) -> (u64, u64) {
         let policy = parameter_specs(self.config);
         let shared = |spec: &ParameterSpec| {
             let at = policy.iter().position(|other| other.name == spec.name);
-            at.is_some_and(|at| !self.trainable[at])
+            at.is_some_and(|at| self.is_packed(spec, at))
         };
         let (mut all, mut learning) = (0, 0);
         for (spec, learns) in value_model_specs(self.config).iter().zip(trainable) {
@@ -213,7 +246,9 @@ impl Subject<'_> {
         let specs = parameter_specs(self.config);
         let coarse = |form: &Form, spec: &ParameterSpec| *form == Form::Mxfp4 && spec.is_expert_matrix();
         let of = |(spec, form): (&ParameterSpec, &Form)| {
-            if coarse(form, spec) { 0 } else { spec.resident_bytes(*form) }
+            // A layer that is read anew is rounded as it is read.
+            let none = coarse(form, spec) || (self.streamed && spec.layer.is_some());
+            if none { 0 } else { spec.resident_bytes(*form) }
         };
         specs.iter().zip(self.forms).map(of).sum()
     }

@@ -14,7 +14,7 @@ fn it_shows_recipe_prompt_and_memory_and_does_nothing() {
         "[model.architecture]",
         "seed = 3",
         "First prompt of arithmetic",
-        "<|start|>system<|message|>",
+        "<|start|>user<|message|>",
         "<|start|>assistant",
         "weights",
         "optimizer",
@@ -40,7 +40,9 @@ fn what_does_not_fit_is_refused_before_any_work_with_what_would_help() {
     for name in ["train", "rollout", "eval"] {
         let mut command = rloss();
         command.arg(name).arg(quickstart()).arg("--out").arg(&out);
-        large.iter().for_each(|set| drop(command.args(["--set", set])));
+        for set in large {
+            command.args(["--set", set]);
+        }
         let output = output(&mut command);
         let text = stderr(&output);
         assert_eq!(output.status.code(), Some(2), "{text}");
@@ -49,7 +51,9 @@ fn what_does_not_fit_is_refused_before_any_work_with_what_would_help() {
     }
     let mut training = rloss();
     training.arg("check").arg(quickstart());
-    large.iter().for_each(|set| drop(training.args(["--set", set])));
+    for set in large {
+        training.args(["--set", set]);
+    }
     let output = output(&mut training);
     assert_eq!(output.status.code(), Some(2));
     assert!(stderr(&output).contains("train.freeze = [\"*.mlp.experts.*\"]"), "{}", stderr(&output));

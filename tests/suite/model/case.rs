@@ -154,7 +154,7 @@ impl Case {
         let loss = -output.log_probs.iter().map(|&l| l as f64).sum::<f64>() / output.log_probs.len() as f64;
         figures.loss.note((loss - self.rows.loss).abs() / self.rows.loss.abs(), "loss");
         let before: Vec<Vec<f32>> =
-            (0..self.parameters.len()).map(|i| floats(self.parameters.values(i))).collect();
+            (0..self.parameters.len()).map(|i| floats(self.parameters.values(i).unwrap())).collect();
         self.step();
         for (index, spec) in self.parameters.specs.iter().enumerate() {
             let gradient = output.gradients.values[index].as_ref().unwrap();
@@ -164,7 +164,7 @@ impl Case {
                 after.iter().zip(&before[index]).map(|(a, b)| a - b).collect()
             };
             let (after, after_torch) =
-                (floats(self.parameters.values(index)), self.expected_values("sgd", index));
+                (floats(self.parameters.values(index).unwrap()), self.expected_values("sgd", index));
             figures.sgd.note(relative(&change(&after), &change(&after_torch)), &spec.name);
         }
         figures
@@ -262,6 +262,6 @@ impl Case {
 /// Logits of the rows of `x`, plain.
 fn head(trunk: &Trunk, x: &Tensor) -> Vec<f32> {
     let rows = Arc::new((0..x.dim(0).unwrap() as u32).collect());
-    let Head::LanguageModel(weight) = trunk.weights.head().unwrap() else { panic!("a critic") };
-    floats(&ops::linear(&trunk.normed(x, &rows).unwrap(), &weight, None).unwrap())
+    let Head::LanguageModel(head) = trunk.weights.head().unwrap() else { panic!("a critic") };
+    floats(&head.apply(&trunk.normed(x, &rows).unwrap()).unwrap())
 }
