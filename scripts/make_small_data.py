@@ -72,7 +72,7 @@ class Vocabulary:
             if pair[0] + pair[1] not in tokens:
                 tokens.append(pair[0] + pair[1])
         self.ids = {token: i for i, token in enumerate(tokens)}
-        self.special = {f"<|{name}|>": 1000 + i for i, name in enumerate(SPECIAL)}
+        self.special = {f"<|{name}|>": len(tokens) + i for i, name in enumerate(SPECIAL)}
 
     def spell(self, text):
         return [self.letters[byte] for byte in text.encode()]
@@ -310,7 +310,7 @@ FOLLOWED = [
     ("detectable_format:json_format", {}, '{"colour": "green"}', "colour: green"),
     ("detectable_format:multiple_sections", {"section_spliter": "Section", "num_sections": 2},
      "Section 1\nOne.\nSection 2\nTwo.", "Section 1\nOne."),
-    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* one\n* two", "* one\n* two\n* three"),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* one\n* two", "* one"),
     ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*one* and *two*", "*one* and two"),
     ("detectable_format:title", {}, "<<On colours>>\nGreen.", "On colours\nGreen."),
     ("keywords:existence", {"keywords": ["river", "bridge"]}, "The bridge spans the river.", "The bridge is old."),
