@@ -85,6 +85,22 @@ impl Prepared {
         sequences: &LaunchSequences,
         pages: Option<(&[i32], usize)>,
     ) -> Result<Self> {
+        Self::spread_or_serial(device, kernels, attention, sequences, pages, sequences.spreads(attention))
+    }
+
+    /// [`Prepared::new`] with the forward spread over chunks of keys, or walked by one block a tile, whatever the load: for
+    /// the check that both give the same bits.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn spread_or_serial(
+        device: &CudaDevice,
+        kernels: &'static KernelSet,
+        attention: &Attention,
+        sequences: &LaunchSequences,
+        pages: Option<(&[i32], usize)>,
+        spread: bool,
+    ) -> Result<Self> {
         check_attention(attention)?;
         sequences.check_rows(attention)?;
         if let Some((table, pages_max)) = pages {
@@ -96,7 +112,6 @@ impl Prepared {
         }
         let query_tiles = sequences.query_tiles(attention);
         let key_tiles = sequences.key_tiles(attention, kernels.dkv_keys);
-        let spread = sequences.spreads(attention);
         // Only a spread forward reads them.
         let chunk_tiles = if spread { sequences.chunk_tiles(attention) } else { vec![] };
         let part_starts = if spread { sequences.part_starts() } else { vec![0] };
