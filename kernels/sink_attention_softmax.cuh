@@ -151,8 +151,8 @@ struct Softmax {
   }
 };
 
-// Multiplies the output of the blocks before by `shrink`. Most often no row's maximum has moved, all factors are exactly 1,
-// and the warp goes on without.
+// Multiplies the output of the blocks before by `shrink`. Where no maximum of the warp's rows has moved, all factors are
+// exactly 1 and it goes on without: the same bits.
 PRIMITIVE void shrink_rows(Fragment& out, const float (&shrink)[2]) {
   if (any_lane(shrink[0] != 1.0f || shrink[1] != 1.0f)) multiply_rows(out, shrink);
 }

@@ -128,13 +128,9 @@ impl Prepared {
             pages.map_or(vec![], |(table, _)| table.to_vec()),
         ];
         for (start, part) in starts.iter_mut().zip(parts) {
-            // Each begins at a multiple of 8 bytes, a tile's size.
-            arrays.resize(arrays.len().next_multiple_of(2), 0);
             *start = arrays.len();
             arrays.extend(part);
         }
-        // A page table may be empty, and an address past the end is none.
-        arrays.push(0);
         let no_sinks = if attention.sinks { None } else { Some(vec![NO_SINK; attention.heads]) };
         Ok(Self {
             device: device.clone(),
