@@ -45,7 +45,7 @@ pub use policy::{
     Advantage, Aggregation, Kl, KlEstimator, KlPlace, Loss, OldLogprob, Overlong, Policy, RouterReplay,
 };
 pub use rollout::Rollout;
-pub use source::{RecipeSource, locate};
+pub use source::{BUILT_IN, RecipeSource, locate};
 pub use table::Entry;
 pub use task::{AnswerEquality, Extraction, Grading, PromptForm, Task, TaskName};
 pub use train::Train;
