@@ -48,13 +48,7 @@ pub fn run(args: &InitArgs) -> Result<u8> {
         files.iter().zip(["the recipe", "the task: problems and rewards", "demonstrations"])
     {
         write(Path::new(file), text)?;
-        said += &format!("{file:<24} {what}\n");
-    }
-    said += &format!(
-        "\nnext:  {}\n       {}\n",
-        command_line(&["check", &recipe]),
-        command_line(&["train", &recipe])
-    );
+        said += &format!("\nnext: {}\n", command_line(&["train", &recipe]));
     // The files are there whether or not somebody listens.
     let _ = std::io::stdout().write_all(said.as_bytes());
     Ok(EXIT_DONE)

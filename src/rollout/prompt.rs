@@ -15,13 +15,6 @@ pub struct Prompt {
     pub problem: Problem,
 }
 
-impl Prompt {
-    /// Problems numbered from 0.
-    pub fn numbered(problems: impl IntoIterator<Item = Problem>) -> Vec<Prompt> {
-        (0..).zip(problems).map(|(index, problem)| Prompt { index, problem }).collect()
-    }
-}
-
 /// The system and developer messages that the recipe asks for; the Python tool is described when the task has it.
 pub fn preamble(harmony: &recipe::Harmony, uses_python: bool) -> Vec<Message> {
     let mut messages = Vec::new();

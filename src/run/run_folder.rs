@@ -4,7 +4,7 @@ use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::error::BadInput;
 use crate::metrics::{MetricsFile, Phase, Row, TensorBoard, read_rows};
-use crate::recipe::{Optimizer, Plan, Schedule, resolve, resume_differences};
+use crate::recipe::{OptimizerConfig, Plan, Schedule, resolve, resume_differences};
 use crate::train::checkpoint::{self, TrainerState};
 use crate::trajectory::TrajectoryRow;
 use anyhow::{Context, Result};
@@ -267,8 +267,8 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<Vec<String>> {
 /// Makes the schedule end where it did, unless the user moved its end.
 fn keep_course(
     table: &str,
-    old: &Optimizer,
-    new: &mut Optimizer,
+    old: &OptimizerConfig,
+    new: &mut OptimizerConfig,
     (old_steps, steps): (u64, u64),
 ) -> Option<String> {
     if new.schedule == Schedule::Constant {

@@ -1,7 +1,6 @@
 //! `docs/recipes.md`, from the declaration.
 
-use super::table::Entry;
-use super::{Architecture, Critic, Recipe, Yarn};
+use rloss::recipe::{Architecture, CriticConfig, Entry, Recipe, Tokenizer, Yarn};
 
 const HEAD: &str = "\
 # Recipes
@@ -29,8 +28,8 @@ This page is written from the types in `src/recipe/`, and a test compares the tw
 pub fn document() -> String {
     let mut recipe = Recipe::default();
     recipe.model.architecture = Some(Architecture { yarn: Some(Yarn::default()), ..Architecture::default() });
-    recipe.model.tokenizer = Some(super::Tokenizer::Embedded);
-    recipe.critic = Some(Critic::default());
+    recipe.model.tokenizer = Some(Tokenizer::Embedded);
+    recipe.critic = Some(CriticConfig::default());
     let mut text = HEAD.to_owned();
     for entry in recipe.entries() {
         match entry {
