@@ -48,7 +48,9 @@ pub fn run(args: &InitArgs) -> Result<u8> {
         files.iter().zip(["the recipe", "the task: problems and rewards", "demonstrations"])
     {
         write(Path::new(file), text)?;
-        said += &format!("\nnext: {}\n", command_line(&["train", &recipe]));
+        said += &format!("{file:<24} {what}\n");
+    }
+    said += &format!("\nnext: {}\n", command_line(&["train", &recipe]));
     // The files are there whether or not somebody listens.
     let _ = std::io::stdout().write_all(said.as_bytes());
     Ok(EXIT_DONE)
