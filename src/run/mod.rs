@@ -3,6 +3,7 @@
 pub mod collect;
 pub mod evaluation;
 mod freeze;
+pub mod header;
 pub mod run_folder;
 pub mod signals;
 pub mod workbench;
