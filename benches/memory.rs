@@ -10,8 +10,8 @@ use models::{Shape, TINY, model, sequences};
 use rand::Rng;
 use rloss::model::config::Form;
 use rloss::model::forward::ForwardOptions;
-use rloss::model::load::load;
-use rloss::model::names::ParameterSpec;
+use rloss::model::load::ModelFolder;
+use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::Parameters;
 use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::random::{Purpose, stream};
@@ -94,8 +94,8 @@ fn planned(seed: u64, recompute_layers: bool) {
     let (model, mut parameters) = model(shape);
     // Drawing the weights side by side takes more than what follows.
     PEAK.store(NOW.load(Ordering::Relaxed), Ordering::Relaxed);
-    let optimizer =
-        Optimizer::new(&rloss::recipe::Optimizer::default(), &mut parameters, false).expect("optimizer");
+    let optimizer = Optimizer::new(&rloss::recipe::OptimizerConfig::default(), &mut parameters, false)
+        .expect("optimizer");
     let batch = &MicroBatch::split(&sequences(shape.vocabulary, tokens / 64, 65), usize::MAX)[0];
     let settings = PassSettings {
         recompute_layers,
@@ -111,7 +111,7 @@ fn planned(seed: u64, recompute_layers: bool) {
     })
     .expect("pass");
     let measured = PEAK.load(Ordering::Relaxed) - before;
-    drop(optimizer);
+    assert_eq!(optimizer.updates, 0);
 
     let mut recipe = Recipe::default();
     recipe.cold_start.steps = 0;
@@ -122,7 +122,7 @@ fn planned(seed: u64, recompute_layers: bool) {
     (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt) = (1, 1);
     let forms = vec![Form::F32; parameters.len()];
     let subject = Subject {
-        purpose: memory::Purpose::Train,
+        intent: memory::Intent::Train,
         recipe: &recipe,
         config: &model.config,
         forms: &forms,
@@ -165,10 +165,17 @@ fn files(name: &str, shape: Shape, form: Form) {
     let write =
         || save(&folder, config, form, &Companions::default(), SHARD_BYTES_MAX, tensor).expect("saved");
     let ((), saving) = peak_of(0, write);
-    let bytes = 4 * parameters.element_count();
+    let bytes = parameters.bytes() as usize;
     let largest = 4 * parameters.specs.iter().map(ParameterSpec::element_count).max().unwrap_or(0);
     drop(parameters);
-    let read = || Parameters::new(config, load(&folder, config).expect("opened")).expect("loaded");
+    let read = || {
+        let files = ModelFolder::open(&folder, config).expect("opened");
+        let values = parameter_specs(config).into_iter().map(|spec| {
+            let values = files.values(&spec)?;
+            Ok((spec, values))
+        });
+        Parameters::new(config, values).expect("loaded")
+    };
     let (_again, loading) = peak_of(bytes, read);
     std::fs::remove_dir_all(&folder).expect("removed");
     let mib = |bytes: usize| bytes as f64 / (1 << 20) as f64;

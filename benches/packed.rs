@@ -3,7 +3,7 @@
 //! `cargo bench --bench packed`.
 
 use rayon::prelude::*;
-use rloss::ops::packed::{Form, PackedMatrix, StoredRows};
+use rloss::ops::packed::{PackedForm, PackedMatrix, StoredRows};
 use std::convert::Infallible;
 use std::hint::black_box;
 use std::ops::Range;
@@ -42,10 +42,10 @@ fn read_rate() -> f64 {
         })
 }
 
-fn matrix(form: Form, shape: [usize; 3]) -> PackedMatrix {
+fn matrix(form: PackedForm, shape: [usize; 3]) -> PackedMatrix {
     let fill = |rows: StoredRows| {
         // bf16 of small magnitude, or nibbles at a scale near 2^-7.
-        let pattern = if form == Form::Bf16 { [0x12, 0x3c] } else { [0x5a, 0xc3] };
+        let pattern = if form == PackedForm::Bf16 { [0x12, 0x3c] } else { [0x5a, 0xc3] };
         rows.values.iter_mut().enumerate().for_each(|(i, byte)| *byte = pattern[i % 2]);
         rows.scales.fill(120);
         Ok::<_, Infallible>(())
@@ -115,10 +115,10 @@ fn prefill(name: &str, matrix: &PackedMatrix, m: usize, library: f64) {
 
 fn main() {
     let (h, v) = (2880, 201_088);
-    let gate_up = matrix(Form::Mxfp4, [8, h, 2 * h]);
-    let down = matrix(Form::Mxfp4, [8, h, h]);
-    let (q, o) = (matrix(Form::Bf16, [1, h, 4096]), matrix(Form::Bf16, [1, 4096, h]));
-    let head = matrix(Form::Bf16, [1, h, v]);
+    let gate_up = matrix(PackedForm::Mxfp4, [8, h, 2 * h]);
+    let down = matrix(PackedForm::Mxfp4, [8, h, h]);
+    let (q, o) = (matrix(PackedForm::Bf16, [1, h, 4096]), matrix(PackedForm::Bf16, [1, 4096, h]));
+    let head = matrix(PackedForm::Bf16, [1, h, v]);
     let read = read_rate();
     println!("memory is read at {:.2} GB/s by {} threads", read / 1e9, rayon::current_num_threads());
     println!("{:<34} {:>5} {:>10} {:>9} {:>12}", "decode", "rows", "MB", "GB/s", "of the read");

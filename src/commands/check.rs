@@ -2,10 +2,10 @@
 
 use crate::commands::arguments::RecipeArgs;
 use crate::error::EXIT_DONE;
-use crate::metrics::sanitize_terminal;
+use crate::metrics::{Console, sanitize_terminal};
 use crate::recipe::{Plan, locate};
 use crate::run::collect::{pin_model, show};
-use crate::run::memory::{MemoryPlan, Purpose, available, gigabytes};
+use crate::run::memory::{Intent, MemoryPlan, available, gigabytes};
 use crate::run::preflight::Preflight;
 use anyhow::Result;
 
@@ -19,7 +19,8 @@ pub fn run(args: &RecipeArgs) -> Result<u8> {
     let source = locate(&args.recipe)?;
     let mut plan = source.resolve(&args.sets)?;
     pin_model(&mut plan, &source, &args.sets)?;
-    let preflight = Preflight::open(plan, Purpose::Train)?;
+    let console = Console::stderr(plan.recipe.logging.console_every_steps);
+    let preflight = Preflight::open(plan, Intent::Train, &console)?;
     show(&sanitize_terminal(&resolved(&preflight.plan)));
     show(&sanitize_terminal(&first_prompt(&preflight)?));
     memory(&preflight)
@@ -41,10 +42,10 @@ fn memory(preflight: &Preflight) -> Result<u8> {
     let training = preflight.subject();
     let plan = MemoryPlan::new(&training);
     show(&format!("\nMemory that `rloss train` takes at most:\n\n{plan}\n"));
-    for (command, purpose) in
-        [("eval", Purpose::Eval), ("rollout", Purpose::Rollout), ("check-mismatch", Purpose::CheckMismatch)]
+    for (command, intent) in
+        [("eval", Intent::Eval), ("rollout", Intent::Rollout), ("check-mismatch", Intent::CheckMismatch)]
     {
-        let peak = MemoryPlan::new(&preflight.subject_of(purpose)).peak_bytes();
+        let peak = MemoryPlan::new(&preflight.subject_of(intent)).peak_bytes();
         show(&format!("`rloss {command}`: {}\n", gigabytes(peak)));
     }
     let available = available();

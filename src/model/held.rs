@@ -2,7 +2,7 @@
 
 use super::config::Form;
 use super::layer::Projection;
-use super::names::{ParameterSpec, Role};
+use super::names::{ParameterSpec, TensorRole};
 use crate::ops::packed::{self, PackedMatrix, PackedTable};
 use crate::ops::{self, Parameter};
 use anyhow::{Result, bail};
@@ -59,22 +59,22 @@ pub enum Embedding {
 
 impl ParameterSpec {
     /// How the tensor is packed where it lies on disk in `form` and does not learn; `None` for what stays f32.
-    pub fn packed_form(&self, form: Form) -> Option<packed::Form> {
-        let is_matrix = !matches!(self.role, Role::Bias | Role::Norm | Role::Sinks);
+    pub fn packed_form(&self, form: Form) -> Option<packed::PackedForm> {
+        let is_matrix = !matches!(self.role, TensorRole::Bias | TensorRole::Norm | TensorRole::Sinks);
         // A single column is multiplied another way.
         let wide = self.working_shape().last().is_some_and(|&columns| columns > 1);
         match form {
             Form::F32 => None,
-            Form::Mxfp4 if self.is_expert_matrix() => Some(packed::Form::Mxfp4),
-            _ => (is_matrix && wide).then_some(packed::Form::Bf16),
+            Form::Mxfp4 if self.is_expert_matrix() => Some(packed::PackedForm::Mxfp4),
+            _ => (is_matrix && wide).then_some(packed::PackedForm::Bf16),
         }
     }
 
     /// `[E, in, out]` of a matrix, with one "expert" where it has none.
     pub fn matrix_shape(&self) -> Option<[usize; 3]> {
-        match self.working_shape().as_slice() {
-            &[input, output] => Some([1, input, output]),
-            &[experts, input, output] => Some([experts, input, output]),
+        match *self.working_shape() {
+            [input, output] => Some([1, input, output]),
+            [experts, input, output] => Some([experts, input, output]),
             _ => None,
         }
     }
@@ -84,7 +84,7 @@ impl ParameterSpec {
         let plain = self.element_count() as u64 * size_of::<f32>() as u64;
         match (self.packed_form(form), self.matrix_shape()) {
             // The embedding's rows are not arranged in panels.
-            (Some(_), _) if self.role == Role::Embedding => plain / 2,
+            (Some(_), _) if self.role == TensorRole::Embedding => plain / 2,
             (Some(form), Some(shape)) => form.bytes(shape) as u64,
             _ => plain,
         }

@@ -5,7 +5,7 @@
 
 use super::config::{Config, Form};
 use super::held::{Held, Loaded};
-use super::names::{Layout, ParameterSpec, Role, StoredTensor, parameter_specs};
+use super::names::{Layout, ParameterSpec, StoredTensor, TensorRole, parameter_specs};
 use super::tensor_file::{TensorFile, f32_values};
 use crate::bad_input;
 use crate::ops::mxfp4::{self, BLOCK};
@@ -33,18 +33,6 @@ pub fn weights_present(folder: &Path) -> bool {
     };
     std::fs::read_dir(folder)
         .is_ok_and(|entries| entries.flatten().any(|e| is_weights(&e.file_name().to_string_lossy())))
-}
-
-/// Every parameter of `config` from `folder`, in [`parameter_specs`] order: f32 values in working layout, each read when it is
-/// asked for.
-///
-/// # Errors
-/// As [`ModelFolder::open`].
-pub fn load(
-    folder: &Path,
-    config: &Config,
-) -> Result<impl Iterator<Item = Result<(ParameterSpec, Vec<f32>)>> + use<>> {
-    Ok(ModelFolder::open(folder, config)?.into_values(config))
 }
 
 /// An opened folder whose headers agree with the config; tensors are read when asked for.
@@ -127,17 +115,6 @@ impl ModelFolder {
         self.files.get(*self.places.get(name)?)?.metadata.info(name)
     }
 
-    /// What [`load`] gives.
-    pub fn into_values(
-        self,
-        config: &Config,
-    ) -> impl Iterator<Item = Result<(ParameterSpec, Vec<f32>)>> + use<> {
-        parameter_specs(config).into_iter().map(move |spec| {
-            let values = self.values(&spec)?;
-            Ok((spec, values))
-        })
-    }
-
     /// MXFP4 where a half of the packed pair is there, else a plain form; f16 counts as f32, which it is read as.
     pub fn form_of(&self, spec: &ParameterSpec) -> Form {
         let is_packed = spec.is_expert_matrix()
@@ -160,12 +137,12 @@ impl ModelFolder {
         };
         let [_, input, output] = shape;
         Ok(Loaded::Packed(match (form, spec.layout) {
-            (packed::Form::Bf16, _) if spec.role == Role::Embedding => {
+            (packed::PackedForm::Bf16, _) if spec.role == TensorRole::Embedding => {
                 let table = PackedTable::new(self.bytes(&spec.name)?.0, output);
                 table.first_not_finite().map_or(Ok(()), |at| Err(self.not_finite(spec, at)))?;
                 Held::Table(Arc::new(table))
             }
-            (packed::Form::Bf16, Layout::Transposed) => {
+            (packed::PackedForm::Bf16, Layout::Transposed) => {
                 let stored = self.stored(&spec.name)?;
                 let read = |rows: StoredRows| {
                     let first = rows.columns.start * input;
@@ -175,7 +152,7 @@ impl ModelFolder {
                 };
                 Held::Matrix(Arc::new(PackedMatrix::read(form, shape, read)?))
             }
-            (packed::Form::Bf16, Layout::AsStored) => {
+            (packed::PackedForm::Bf16, Layout::AsStored) => {
                 let stored = self.stored(&spec.name)?;
                 let read = |expert: usize, values: &mut [u8]| {
                     let first = expert * input * output;
@@ -185,7 +162,7 @@ impl ModelFolder {
                 };
                 Held::Matrix(Arc::new(PackedMatrix::read_columns(shape, read)?))
             }
-            (packed::Form::Mxfp4, _) => {
+            (packed::PackedForm::Mxfp4, _) => {
                 let [blocks, scales] =
                     ["_blocks", "_scales"].map(|half| self.stored(&format!("{}{half}", spec.name)));
                 let (blocks, scales) = (blocks?, scales?);

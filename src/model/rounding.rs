@@ -35,7 +35,7 @@ impl WeightRounding {
         Ok(match held {
             Held::Plain(values) => Held::Plain(round_mantissa(&values, bits)?),
             Held::Matrix(matrix) if keeps(&matrix, bits) => Held::Matrix(matrix),
-            Held::Matrix(matrix) if matrix.form() == packed::Form::Bf16 => {
+            Held::Matrix(matrix) if matrix.form() == packed::PackedForm::Bf16 => {
                 Held::Matrix(Arc::new(matrix.mapped(round)))
             }
             Held::Table(table) if bits < BF16_BITS => Held::Table(Arc::new(table.mapped(round))),
@@ -48,15 +48,15 @@ impl WeightRounding {
 /// Whether every value of the matrix has so few bits already.
 fn keeps(matrix: &PackedMatrix, bits: u32) -> bool {
     match matrix.form() {
-        packed::Form::Bf16 => bits >= BF16_BITS,
-        packed::Form::Mxfp4 => bits >= MXFP4_BITS,
+        packed::PackedForm::Bf16 => bits >= BF16_BITS,
+        packed::PackedForm::Mxfp4 => bits >= MXFP4_BITS,
     }
 }
 
 /// An expert matrix as MXFP4 holds it.
 fn to_mxfp4(spec: &ParameterSpec, held: Held) -> Result<Held> {
     if let Held::Matrix(matrix) = &held
-        && matrix.form() == packed::Form::Mxfp4
+        && matrix.form() == packed::PackedForm::Mxfp4
     {
         return Ok(held);
     }

@@ -48,7 +48,7 @@ pub struct Weights {
 #[derive(Clone)]
 enum Layers {
     Resident(Vec<Layer>),
-    Stored(StoredLayers),
+    Stored(Box<StoredLayers>),
 }
 
 impl Weights {
@@ -66,7 +66,7 @@ impl Weights {
     ) -> Result<Self> {
         let layer = |index| config.family.layer(index, find);
         let layers = match stored {
-            Some(stored) => Layers::Stored(stored),
+            Some(stored) => Layers::Stored(Box::new(stored)),
             None => Layers::Resident((0..config.num_hidden_layers).map(layer).collect::<Result<_>>()?),
         };
         Ok(Self {

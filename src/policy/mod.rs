@@ -9,9 +9,7 @@ pub mod aggregation;
 pub mod alarm;
 pub mod correction;
 pub mod divergence;
-pub mod entropy;
 pub mod kl_in_reward;
-pub mod load_balance;
 pub mod loss;
 pub mod offpolicy;
 pub mod ratio;
@@ -19,7 +17,7 @@ mod sequences;
 pub mod shaping;
 pub mod value;
 
-pub use aggregation::{Aggregation, Normalizer};
+pub use aggregation::{Aggregation, BatchSize, Normalizer};
 pub use sequences::Sequences;
 
 /// Figures of a whole batch by name, in name order.

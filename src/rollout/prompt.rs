@@ -15,17 +15,10 @@ pub struct Prompt {
     pub problem: Problem,
 }
 
-impl Prompt {
-    /// Problems numbered from 0.
-    pub fn numbered(problems: impl IntoIterator<Item = Problem>) -> Vec<Prompt> {
-        (0..).zip(problems).map(|(index, problem)| Prompt { index, problem }).collect()
-    }
-}
-
 /// The system and developer messages that the recipe asks for; the Python tool is described when the task has it.
 pub fn preamble(harmony: &recipe::Harmony, uses_python: bool) -> Vec<Message> {
     let mut messages = Vec::new();
-    if harmony.system_message {
+    if harmony.system_message.unwrap_or(true) {
         let settings = SystemSettings {
             model_identity: Some(harmony.model_identity.clone()),
             knowledge_cutoff: Some(harmony.knowledge_cutoff.clone()),
@@ -61,19 +54,32 @@ impl Rollout<'_> {
             .render_conversation_for_completion(&messages, Role::Assistant, RenderOptions::default())
             .with_context(|| format!("problem {}", problem.id))?;
         let (n, allowed) = (tokens.len(), self.settings.prompt_tokens_max);
+        // What the recipe puts in front may be what is too much.
+        let preamble = || {
+            let messages = &self.settings.preamble;
+            let tokens = self.tokenizer.render_conversation(messages, RenderOptions::default());
+            match tokens.map_or(0, |tokens| tokens.len()) {
+                0 => String::new(),
+                n => format!(
+                    ", {n} of them in front of the problem; [harmony] says what stands there, and system_message = false takes it away"
+                ),
+            }
+        };
         if n > allowed {
             return Err(bad_input!(
-                "problem {}: its prompt has {n} tokens, more than rollout.prompt_tokens_max = {allowed}; raise the key or \
+                "problem {}: its prompt has {n} tokens{}; more than rollout.prompt_tokens_max = {allowed}: raise the key or \
                  leave the problem out",
-                problem.id
+                problem.id,
+                preamble()
             ));
         }
         let context = self.policy.model.context_tokens_max();
         if n >= context {
             return Err(bad_input!(
-                "problem {}: its prompt has {n} tokens and leaves no room in the model's context of {context}; leave the \
-                 problem out or take a model with a longer context",
-                problem.id
+                "problem {}: its prompt has {n} tokens{}; no room is left in the model's context of {context}: leave the problem \
+                 out or take a model with a longer context",
+                problem.id,
+                preamble()
             ));
         }
         Ok(Rendered { index: prompt.index, problem, tokens })
@@ -95,7 +101,7 @@ mod tests {
         }
         assert!(!text.contains("Current date"));
         assert!(!preamble(&harmony, false)[0].content.contains("python"));
-        harmony.system_message = false;
+        harmony.system_message = Some(false);
         harmony.developer_instructions = Some("Be brief.".into());
         let messages = preamble(&harmony, true);
         assert_eq!(messages, [Message::new(Role::Developer, "# Instructions\n\nBe brief.")]);

@@ -3,6 +3,7 @@
 pub mod collect;
 pub mod evaluation;
 mod freeze;
+pub mod header;
 pub mod memory;
 pub mod preflight;
 pub mod run_folder;

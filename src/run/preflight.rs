@@ -1,14 +1,14 @@
 //! What a command needs, opened and checked before any work: everything but the weights.
 
 use super::freeze::{critic_trainable, trainable};
-use super::memory::{Available, MemoryPlan, Purpose, Subject, gigabytes};
+use super::memory::{Available, Intent, MemoryPlan, Subject, gigabytes};
 use super::workbench::Workbench;
 use crate::bad_input;
 use crate::error::BadInput;
 use crate::harmony::{HarmonyTokenizer, Message, RenderOptions, Role};
 use crate::interpreter::{self, CPython, Embedded, Interpreter};
 use crate::metrics::Console;
-use crate::model::config::{Config, Form, LayerType, Rope, Yarn};
+use crate::model::config::{Config, Form, LayerType, Rope};
 use crate::model::family::Family;
 use crate::model::forward::Model;
 use crate::model::held::Loaded;
@@ -30,7 +30,7 @@ use anyhow::{Result, bail};
 use half::bf16;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Reading less than this takes no time worth showing.
 const SHOWN_MEGABYTES: u64 = 256;
@@ -38,7 +38,7 @@ const SHOWN_MEGABYTES: u64 = 256;
 /// Everything that a plan names, opened and checked; of the weights only the headers are read.
 pub struct Preflight {
     pub plan: Plan,
-    purpose: Purpose,
+    intent: Intent,
     threads: Threads,
     source: ModelSource,
     trainable: Vec<bool>,
@@ -55,11 +55,11 @@ impl Preflight {
     ///
     /// # Errors
     /// [`BadInput`] with every mistake found, each with its place and remedy.
-    pub fn open(mut plan: Plan, purpose: Purpose) -> Result<Self> {
+    pub fn open(mut plan: Plan, intent: Intent, console: &Console) -> Result<Self> {
         let threads = Threads::new(plan.recipe.parallel.threads)?;
         let mut mistakes = Mistakes(vec![]);
         let source = mistakes.note(ModelSource::open(&plan.recipe));
-        let task = mistakes.note(crate::tasks::build(&task_settings(&plan.recipe)));
+        let task = mistakes.note(crate::tasks::build(&task_settings(&plan.recipe, console)));
         let trainable = source.as_ref().and_then(|s| mistakes.note(trainable(&plan, &s.specs())));
         let critic_trainable =
             source.as_ref().and_then(|s| mistakes.note(critic_trainable(&plan, &s.config)));
@@ -84,7 +84,7 @@ impl Preflight {
         let streamed = false;
         Ok(Self {
             plan,
-            purpose,
+            intent,
             threads,
             source,
             trainable,
@@ -96,13 +96,8 @@ impl Preflight {
         })
     }
 
-    /// The architecture.
-    pub fn config(&self) -> &Config {
-        &self.source.config
-    }
-
     /// The vocabulary.
-    pub fn tokenizer(&self) -> &HarmonyTokenizer {
+    fn tokenizer(&self) -> &HarmonyTokenizer {
         &self.source.tokenizer
     }
 
@@ -120,13 +115,13 @@ impl Preflight {
 
     /// What memory is planned from.
     pub fn subject(&self) -> Subject<'_> {
-        self.subject_of(self.purpose)
+        self.subject_of(self.intent)
     }
 
     /// The same for another command.
-    pub fn subject_of(&self, purpose: Purpose) -> Subject<'_> {
+    pub fn subject_of(&self, intent: Intent) -> Subject<'_> {
         Subject {
-            purpose,
+            intent,
             recipe: &self.plan.recipe,
             config: &self.source.config,
             forms: &self.source.forms,
@@ -146,7 +141,7 @@ impl Preflight {
     pub fn admit(&mut self, available: Option<&Available>) -> Result<()> {
         let whole = MemoryPlan::new(&self.subject()).peak_bytes();
         if available.is_some_and(|available| whole > available.bytes)
-            && self.purpose.streams()
+            && self.intent.streams()
             && let Some(files) = &self.source.weights
         {
             self.streamed = true;
@@ -162,11 +157,11 @@ impl Preflight {
     ///
     /// # Errors
     /// [`BadInput`] when a file is damaged.
-    pub fn load(self) -> Result<Workbench> {
+    pub fn load(self, console: &Console) -> Result<Workbench> {
         let source = self.source;
-        let parameters = self
-            .threads
-            .wide(|| source.parameters(&self.plan.recipe, &self.trainable, self.purpose, self.streamed))?;
+        let (recipe, trainable) = (&self.plan.recipe, &self.trainable);
+        let read = || source.parameters(recipe, trainable, self.intent, self.streamed, console);
+        let parameters = self.threads.wide(read)?;
         let context = source.config.max_position_embeddings;
         Ok(Workbench {
             model: Model::new(source.config, context),
@@ -282,16 +277,16 @@ impl ModelSource {
         &self,
         recipe: &Recipe,
         trainable: &[bool],
-        purpose: Purpose,
+        intent: Intent,
         streamed: bool,
+        console: &Console,
     ) -> Result<Parameters> {
         // What `model.dtype` makes of a tensor; packed ones have no more digits than that.
-        let working = |found: Loaded| match found {
-            Loaded::Values(mut values) if recipe.model.dtype == Dtype::Bf16 => {
+        let rounded = |mut values: Vec<f32>| {
+            if recipe.model.dtype == Dtype::Bf16 {
                 values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32());
-                Loaded::Values(values)
             }
-            found => found,
+            values
         };
         let Some(folder) = &self.weights else {
             let settings = InitSettings {
@@ -300,8 +295,8 @@ impl ModelSource {
                 sink: recipe.model.init.sink,
             };
             let drawn = init(&self.config, &settings, recipe.train.seed)?;
-            let drawn = drawn.into_iter().map(|(spec, values)| Ok((spec, working(Loaded::Values(values)))));
-            return Parameters::loaded(&self.config, drawn);
+            let drawn = drawn.into_iter().map(|(spec, values)| Ok((spec, rounded(values))));
+            return Parameters::new(&self.config, drawn);
         };
         if streamed {
             let to_bf16 = WeightRounding { mxfp4: false, bits: Some(7) };
@@ -314,7 +309,6 @@ impl ModelSource {
         let bytes: Vec<u64> =
             specs.iter().zip(&self.forms).map(|(spec, form)| spec.resident_bytes(*form)).collect();
         let all = megabytes(bytes.iter().sum());
-        let console = Console::stderr(Duration::from_secs(2), recipe.logging.console_every_steps);
         let shown = if all >= SHOWN_MEGABYTES {
             console.stage("MB read", all, 0)
         } else {
@@ -322,11 +316,17 @@ impl ModelSource {
         };
         let mut read = 0;
         let found = specs.into_iter().enumerate().map(|(index, spec)| {
-            let values = folder.loaded(&spec, purpose.learns() && trainable[index])?;
+            let values = folder.loaded(&spec, intent.learns() && trainable[index])?;
             let before = megabytes(read);
             read += bytes[index];
             shown.advance(megabytes(read) - before, 0, &[]);
-            Ok((spec, working(values)))
+            Ok((
+                spec,
+                match values {
+                    Loaded::Values(values) => Loaded::Values(rounded(values)),
+                    packed => packed,
+                },
+            ))
         });
         let parameters = Parameters::loaded(&self.config, found)?;
         shown.finish();
@@ -349,13 +349,6 @@ fn model_folder(path: &Path) -> Result<PathBuf> {
 }
 
 fn config_of(a: &Architecture, tokenizer: &HarmonyTokenizer) -> Config {
-    let yarn = a.yarn.as_ref().map(|y| Yarn {
-        factor: y.factor,
-        original_max_position_embeddings: y.original_max_position_embeddings,
-        beta_fast: y.beta_fast,
-        beta_slow: y.beta_slow,
-        truncate: y.truncate,
-    });
     let control = tokenizer.control();
     Config {
         family: Family::GptOss,
@@ -370,7 +363,7 @@ fn config_of(a: &Architecture, tokenizer: &HarmonyTokenizer) -> Config {
         num_experts_per_tok: a.num_experts_per_tok,
         sliding_window: a.sliding_window,
         layer_types: LayerType::alternating(a.num_hidden_layers),
-        rope: Rope { theta: a.rope_theta, yarn },
+        rope: Rope { theta: a.rope_theta, yarn: a.yarn.clone() },
         rms_norm_eps: a.rms_norm_eps,
         swiglu_limit: a.swiglu_limit,
         max_position_embeddings: a.max_position_embeddings,
@@ -400,7 +393,7 @@ fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
     Ok(())
 }
 
-fn task_settings(recipe: &Recipe) -> TaskSettings {
+fn task_settings(recipe: &Recipe, console: &Console) -> TaskSettings {
     let task = &recipe.task;
     let defaults = TaskSettings::default();
     TaskSettings {
@@ -418,6 +411,7 @@ fn task_settings(recipe: &Recipe) -> TaskSettings {
         command_timeout_s: task.command_timeout_s.unwrap_or(defaults.command_timeout_s),
         command_processes: task.command_processes.unwrap_or(defaults.command_processes),
         validation_problems: recipe.eval.problems_max,
+        console: console.clone(),
     }
 }
 

@@ -1,9 +1,10 @@
 //! What every command that runs a model works with.
 
-use super::memory::{Purpose, available};
+use super::memory::{Intent, available};
 use super::preflight::Preflight;
 use crate::harmony::{HarmonyTokenizer, Message};
 use crate::interpreter::Interpreter;
+use crate::metrics::Console;
 use crate::model::forward::{ForwardOptions, Model};
 use crate::model::parameters::Parameters;
 use crate::model::policy_view::PolicyView;
@@ -36,14 +37,15 @@ pub struct Workbench {
 }
 
 impl Workbench {
-    /// Opens everything the plan names, once its memory is known to suffice. Nothing is written.
+    /// Opens everything the plan names, once its memory is known to suffice. Nothing is written; reading the weights, and what a
+    /// task's own program fails at later, is told on `console`.
     ///
     /// # Errors
     /// [`BadInput`](crate::error::BadInput) with every mistake found, each with its place and remedy.
-    pub fn open(plan: Plan, purpose: Purpose) -> Result<Self> {
-        let mut preflight = Preflight::open(plan, purpose)?;
+    pub fn open(plan: Plan, intent: Intent, console: &Console) -> Result<Self> {
+        let mut preflight = Preflight::open(plan, intent, console)?;
         preflight.admit(available().as_ref())?;
-        preflight.load()
+        preflight.load(console)
     }
 
     /// The recipe, resolved.

@@ -1,7 +1,8 @@
 //! `config.json`: both dialects are read, mistakes are told by key.
 
 use crate::model_files::{config, refused};
-use rloss::model::config::{Config, Form, Yarn};
+use rloss::model::config::{Config, Form};
+use rloss::recipe::Yarn;
 use serde_json::{Value, json};
 
 /// A config.json with `changes` made: a null removes the key.
@@ -56,10 +57,13 @@ fn broken_configs_are_refused_by_key() {
             json!({ "hidden_size": 1 << 20, "vocab_size": 1 << 20, "num_local_experts": 1 << 20 }),
             &["parameters"],
         ),
-        (json!({ "num_attention_heads": 5 }), &["num_attention_heads = 5", "num_key_value_heads"]),
+        (json!({ "num_attention_heads": 5 }), &["num_key_value_heads = 2", "5 query heads"]),
         (json!({ "head_dim": 15 }), &["head_dim = 15"]),
         (json!({ "experts_per_token": 3 }), &["experts_per_token = 3 contradicts num_experts_per_tok = 2"]),
-        (json!({ "num_experts_per_tok": 9, "experts_per_token": 9 }), &["num_local_experts = 4"]),
+        (
+            json!({ "num_experts_per_tok": 9, "experts_per_token": 9 }),
+            &["num_experts_per_tok = 9", "4 experts"],
+        ),
         (json!({ "layer_types": ["full_attention"] }), &["layer_types has 1", "num_hidden_layers = 2"]),
         (json!({ "layer_types": ["full_attention", "round"] }), &["layer_types", "sliding_attention"]),
         (json!({ "rope_scaling": null }), &["neither rope_scaling nor rope_parameters"]),

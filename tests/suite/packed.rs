@@ -1,13 +1,13 @@
 //! A model that is held packed computes as the decoded one, to the last bit, whatever asks it.
 
 use crate::model_files;
-use crate::tiny::{self, Gradients, learned};
+use crate::tiny::{self, Gradients, learned, load};
 use rloss::error::BadInput;
 use rloss::model::config::{Config, Form};
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::held::Loaded;
 use rloss::model::init::{InitSettings, init};
-use rloss::model::load::{ModelFolder, load};
+use rloss::model::load::ModelFolder;
 use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;

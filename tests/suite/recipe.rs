@@ -1,10 +1,11 @@
 //! Recipes: what is read, what is refused and how, and that the documentation says the same as the types.
 
+mod page;
 mod refused;
 
 use rloss::error::BadInput;
 use rloss::recipe::{
-    Aggregation, Critic, Dtype, Entry, Place, Plan, Recipe, RecipeSource, Tokenizer, Yarn, docs, locate,
+    Aggregation, CriticConfig, Dtype, Entry, Place, Plan, Recipe, RecipeSource, Tokenizer, Yarn, locate,
     resolve, resume_differences,
 };
 use std::path::{Path, PathBuf};
@@ -35,12 +36,12 @@ fn an_empty_recipe_is_the_defaults_with_the_embedded_model() {
 fn recipes_page_is_what_the_types_say() {
     let file = root().join("docs/recipes.md");
     if std::env::var_os("UPDATE_EXPECT").is_some() {
-        std::fs::write(&file, docs::document()).expect("write docs/recipes.md");
+        std::fs::write(&file, page::document()).expect("write docs/recipes.md");
     }
     let page = std::fs::read_to_string(&file).expect("docs/recipes.md");
-    let first_difference = page.lines().zip(docs::document().lines()).position(|(page, types)| page != types);
+    let first_difference = page.lines().zip(page::document().lines()).position(|(page, types)| page != types);
     assert!(
-        page == docs::document(),
+        page == page::document(),
         "docs/recipes.md differs from line {:?}: run UPDATE_EXPECT=1 cargo test --release recipes_page",
         first_difference.map(|line| line + 1)
     );
@@ -51,7 +52,7 @@ fn every_key_and_every_table_is_documented() {
     for entry in Recipe::default().entries() {
         let (Entry::Table { path, doc, .. } | Entry::Key { path, doc, .. }) = &entry;
         assert!(doc.len() > 10 && doc.ends_with('.'), "{path}: {doc:?}");
-        assert!(docs::document().contains(doc.split('|').next().unwrap()), "{path} is not in the page");
+        assert!(page::document().contains(doc.split('|').next().unwrap()), "{path} is not in the page");
     }
 }
 
@@ -126,7 +127,7 @@ fn no_key_of_the_full_recipe_is_lost_in_reading() {
     .map(|key| ["cold_start", "critic"].map(|table| format!("{table}.optimizer.{key}")))
     .concat();
     let mut defaults = read("", &[]).recipe;
-    defaults.critic = Some(Critic::default());
+    defaults.critic = Some(CriticConfig::default());
     defaults.model.architecture.as_mut().expect("filled in").yarn = Some(Yarn::default());
     for (full, default) in read(EVERYTHING, &[]).recipe.entries().iter().zip(defaults.entries()) {
         let same = matches!(full, Entry::Key { .. }) && *full == default;
@@ -184,7 +185,7 @@ fn sets_read_strings_numbers_arrays_and_tables_over_the_file() {
 
 #[test]
 fn gae_brings_a_critic_and_no_other_advantage_does() {
-    assert_eq!(read("policy.advantage = \"gae\"", &[]).recipe.critic, Some(Critic::default()));
+    assert_eq!(read("policy.advantage = \"gae\"", &[]).recipe.critic, Some(CriticConfig::default()));
     assert_eq!(read("policy.advantage = \"grpo\"", &[]).recipe.critic, None);
 }
 

@@ -5,6 +5,7 @@ mod exact;
 mod message_loop;
 mod tools;
 
+use crate::harmony::encode_with_special;
 use crate::tiny;
 use anyhow::{Context, Result};
 use rloss::harmony::{HarmonyTokenizer, Message};
@@ -15,7 +16,7 @@ use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
 use rloss::random::Purpose;
-use rloss::rollout::{Place, Prompt, Rollout, RolloutSettings, Rollouts, Sampling, TokenSource};
+use rloss::rollout::{Prompt, Rollout, RolloutSettings, Rollouts, SampledPlace, Sampling, TokenSource};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trajectory::{CallOutcome, Outcome};
 
@@ -83,7 +84,7 @@ impl Questions {
     }
 
     fn prompts(n: usize) -> Vec<Prompt> {
-        Prompt::numbered((0..n).map(|i| Problem {
+        numbered((0..n).map(|i| Problem {
             id: format!("questions/{i}"),
             messages: vec![Message::user(format!("What is {}?", "1+".repeat(i % 7) + "1"))],
             answer: serde_json::Value::Null,
@@ -147,7 +148,7 @@ struct Script(Vec<Vec<u32>>);
 
 impl Script {
     fn new(world: &World, turns: &[&str]) -> Self {
-        Self(turns.iter().map(|turn| world.tokenizer.encode_with_special(turn).unwrap()).collect())
+        Self(turns.iter().map(|turn| encode_with_special(&world.tokenizer, turn)).collect())
     }
 }
 
@@ -156,7 +157,7 @@ impl TokenSource for Script {
         Sampling::whole(1.0)
     }
 
-    fn choose(&self, place: Place, _: u32) -> Result<u32> {
+    fn choose(&self, place: SampledPlace, _: u32) -> Result<u32> {
         let turn = self.0.get(place.turn as usize).context("more turns than scripted")?;
         turn.get(place.token).copied().context("more tokens than scripted")
     }
@@ -164,4 +165,9 @@ impl TokenSource for Script {
 
 fn play(rollout: Rollout, script: &Script, prompts: &[Prompt], samples: usize) -> Result<Rollouts> {
     Ok(rollout.groups_from(script, prompts, samples, &|_| (), &|| false)?.expect("nobody stopped it"))
+}
+
+/// Problems numbered from 0.
+fn numbered(problems: impl IntoIterator<Item = Problem>) -> Vec<Prompt> {
+    (0..).zip(problems).map(|(index, problem)| Prompt { index, problem }).collect()
 }

@@ -2,13 +2,16 @@
 
 use candle_core::Tensor;
 use rand::Rng;
-use rloss::model::config::{Config, LayerType, Rope, Yarn};
+use rloss::model::config::{Config, LayerType, Rope};
 use rloss::model::family::Family;
 use rloss::model::forward::Model;
 use rloss::model::init::{InitSettings, init};
+use rloss::model::load::ModelFolder;
+use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::Parameters;
 use rloss::ops::cpu::edit;
 use rloss::random::{Purpose, stream};
+use rloss::recipe::Yarn;
 use rloss::train::batch::{MicroBatch, Sequence};
 use rloss::train::forward_backward::{Pass, PassSettings};
 use rloss::train::gradients::GradientSum;
@@ -58,6 +61,18 @@ pub fn model(config: Config, seed: u64) -> (Model, Parameters) {
     parameters.learn(&vec![true; parameters.len()]).unwrap();
     let context = config.max_position_embeddings;
     (Model::new(config, context), parameters)
+}
+
+/// Every parameter of `config` from `folder`, decoded.
+pub fn load(
+    folder: &std::path::Path,
+    config: &Config,
+) -> anyhow::Result<impl Iterator<Item = anyhow::Result<(ParameterSpec, Vec<f32>)>>> {
+    let files = ModelFolder::open(folder, config)?;
+    Ok(parameter_specs(config).into_iter().map(move |spec| {
+        let values = files.values(&spec)?;
+        Ok((spec, values))
+    }))
 }
 
 /// A tensor's values.

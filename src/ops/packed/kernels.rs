@@ -3,7 +3,7 @@
 //! Every element of a product is one chain of fused multiply-adds over a chunk of k, as the `gemm` crate makes it, and a
 //! weight is decoded to the very f32 that the decoded matrix would hold. So both give the same bits.
 
-use super::{COLUMNS, Form};
+use super::{COLUMNS, PackedForm};
 use crate::ops::mxfp4::{BLOCK, MAGNITUDES, scale};
 use crate::ops::product::K_CHUNK;
 use std::ops::Range;
@@ -14,7 +14,7 @@ const VECTORS: usize = 4;
 /// One panel of a packed matrix, and what of it is asked for.
 #[derive(Clone, Copy)]
 pub(super) struct Panel<'a> {
-    pub form: Form,
+    pub form: PackedForm,
     /// `[in]` rows of [`COLUMNS`], as the form holds them.
     pub bytes: &'a [u8],
     /// Columns that exist.
@@ -49,7 +49,7 @@ impl Stripes {
     }
 
     /// The rows from `row` on.
-    pub fn from_row(&self, row: usize) -> Self {
+    pub fn starting_at(&self, row: usize) -> Self {
         let start = row * self.stride;
         assert!(start <= self.len, "packed product: output");
         // SAFETY: just checked.
@@ -141,6 +141,8 @@ trait Lanes {
     unsafe fn nibbles(from: *const u8) -> [Self::Vector; 2];
 }
 
+// Each block is intrinsics alone; what they need is what the trait asks of its callers.
+#[allow(clippy::undocumented_unsafe_blocks)]
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::{Lanes, MAGNITUDES};
@@ -305,7 +307,7 @@ unsafe fn walk<L: Lanes>(
 ) {
     let base = panel.bytes.as_ptr();
     match panel.form {
-        Form::Bf16 => {
+        PackedForm::Bf16 => {
             for k in rows {
                 // SAFETY: row k of the panel, COLUMNS halves long, lies in it.
                 unsafe {
@@ -318,11 +320,11 @@ unsafe fn walk<L: Lanes>(
                 }
             }
         }
-        Form::Mxfp4 => {
+        PackedForm::Mxfp4 => {
             for block in rows.start / BLOCK..rows.end / BLOCK {
                 // SAFETY: the block, COLUMNS scales and BLOCK / 2 rows of COLUMNS bytes, lies in the panel.
                 unsafe {
-                    let start = base.add(block * Form::MXFP4_BLOCK_BYTES + column);
+                    let start = base.add(block * PackedForm::MXFP4_BLOCK_BYTES + column);
                     let mut scales = [L::zero(); VECTORS];
                     for (v, s) in scales.iter_mut().enumerate() {
                         *s = L::scales(start.add(v * L::LANES));
@@ -539,7 +541,8 @@ impl Vectors {
 impl Panel<'_> {
     /// Panics where `rows` are not in the panel, or cut one of its blocks.
     fn check(&self, rows: Range<usize>) {
-        let whole = self.form != Form::Mxfp4 || (rows.start % BLOCK == 0 && rows.end % BLOCK == 0);
+        let whole = self.form != PackedForm::Mxfp4
+            || (rows.start.is_multiple_of(BLOCK) && rows.end.is_multiple_of(BLOCK));
         assert!(whole && self.columns <= COLUMNS, "packed product: rows {rows:?} cut a block");
         assert!(self.form.panel_bytes(rows.end) <= self.bytes.len(), "packed product: rows {rows:?}");
     }
@@ -547,12 +550,12 @@ impl Panel<'_> {
     /// One weight.
     pub fn value(&self, k: usize, column: usize) -> f32 {
         match self.form {
-            Form::Bf16 => {
+            PackedForm::Bf16 => {
                 let at = (k * COLUMNS + column) * 2;
                 half::bf16::from_le_bytes([self.bytes[at], self.bytes[at + 1]]).to_f32()
             }
-            Form::Mxfp4 => {
-                let block = &self.bytes[k / BLOCK * Form::MXFP4_BLOCK_BYTES..];
+            PackedForm::Mxfp4 => {
+                let block = &self.bytes[k / BLOCK * PackedForm::MXFP4_BLOCK_BYTES..];
                 let byte = block[(1 + k % BLOCK / 2) * COLUMNS + column];
                 let nibble = if k.is_multiple_of(2) { byte & 15 } else { byte >> 4 };
                 let magnitude = MAGNITUDES[usize::from(nibble & 7)];

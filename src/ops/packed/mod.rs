@@ -31,20 +31,20 @@ const FEW_ROWS_MAX: usize = 16;
 
 /// How weights are packed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Form {
+pub enum PackedForm {
     Bf16,
     Mxfp4,
 }
 
-impl Form {
+impl PackedForm {
     /// A block of [`BLOCK`] k in a panel: scales, and two k a byte.
     const MXFP4_BLOCK_BYTES: usize = COLUMNS * (1 + BLOCK / 2);
 
     /// Bytes of `rows` rows of a panel.
     const fn panel_bytes(self, rows: usize) -> usize {
         match self {
-            Form::Bf16 => rows * COLUMNS * 2,
-            Form::Mxfp4 => rows.div_ceil(BLOCK) * Self::MXFP4_BLOCK_BYTES,
+            PackedForm::Bf16 => rows * COLUMNS * 2,
+            PackedForm::Mxfp4 => rows.div_ceil(BLOCK) * Self::MXFP4_BLOCK_BYTES,
         }
     }
 
@@ -56,7 +56,7 @@ impl Form {
 
 /// A packed matrix `[in, out]`, or one of each of `E` experts.
 pub struct PackedMatrix {
-    form: Form,
+    form: PackedForm,
     experts: usize,
     input: usize,
     output: usize,
@@ -80,16 +80,16 @@ impl PackedMatrix {
     /// # Errors
     /// Those of `read`.
     pub fn read<E: Send>(
-        form: Form,
+        form: PackedForm,
         [experts, input, output]: [usize; 3],
         read: impl Fn(StoredRows) -> Result<(), E> + Sync,
     ) -> Result<Self, E> {
-        assert!(form == Form::Bf16 || input.is_multiple_of(BLOCK), "MXFP4: {input} inputs");
+        assert!(form == PackedForm::Bf16 || input.is_multiple_of(BLOCK), "MXFP4: {input} inputs");
         let mut bytes = vec![0u8; form.bytes([experts, input, output])];
         let panels = output.div_ceil(COLUMNS);
         let (width, scales) = match form {
-            Form::Bf16 => (2 * input, 0),
-            Form::Mxfp4 => (input / 2, input / BLOCK),
+            PackedForm::Bf16 => (2 * input, 0),
+            PackedForm::Mxfp4 => (input / 2, input / BLOCK),
         };
         bytes.par_chunks_exact_mut(form.panel_bytes(input).max(1)).enumerate().try_for_each_init(
             || (vec![0u8; COLUMNS * width], vec![0u8; COLUMNS * scales]),
@@ -100,8 +100,8 @@ impl PackedMatrix {
                     (&mut values[..columns.len() * width], &mut of_scales[..columns.len() * scales]);
                 read(StoredRows { expert, columns, values, scales: of_scales })?;
                 match form {
-                    Form::Bf16 => transpose::<2>(panel, values, width),
-                    Form::Mxfp4 => arrange_blocks(panel, values, of_scales),
+                    PackedForm::Bf16 => transpose::<2>(panel, values, width),
+                    PackedForm::Mxfp4 => arrange_blocks(panel, values, of_scales),
                 }
                 Ok(())
             },
@@ -122,7 +122,7 @@ impl PackedMatrix {
             part(scales, &rows, input / BLOCK, of_scales);
             Ok::<_, Infallible>(())
         };
-        let Ok(matrix) = Self::read(Form::Mxfp4, shape, read);
+        let Ok(matrix) = Self::read(PackedForm::Mxfp4, shape, read);
         matrix
     }
 
@@ -134,7 +134,7 @@ impl PackedMatrix {
         [experts, input, output]: [usize; 3],
         mut read: impl FnMut(usize, &mut [u8]) -> Result<(), E>,
     ) -> Result<Self, E> {
-        let form = Form::Bf16;
+        let form = PackedForm::Bf16;
         let mut bytes = vec![0u8; form.bytes([experts, input, output])];
         let mut stored = vec![0u8; input * output * 2];
         for (expert, packed) in bytes.chunks_exact_mut(form.bytes([1, input, output]).max(1)).enumerate() {
@@ -155,7 +155,7 @@ impl PackedMatrix {
     }
 
     /// How it is packed.
-    pub fn form(&self) -> Form {
+    pub fn form(&self) -> PackedForm {
         self.form
     }
 
@@ -166,7 +166,7 @@ impl PackedMatrix {
 
     /// The same in bf16 with each value replaced by `map` of it, which must be a bf16 again.
     pub fn mapped(&self, map: impl Fn(f32) -> f32) -> Self {
-        assert!(self.form == Form::Bf16, "only bf16 is mapped value by value");
+        assert!(self.form == PackedForm::Bf16, "only bf16 is mapped value by value");
         Self { bytes: table::map_bf16(&self.bytes, map), ..*self }
     }
 
@@ -258,7 +258,7 @@ impl PackedMatrix {
         let Task { expert, rows, panels, few } = task;
         let (k, m) = (self.input, rows.len());
         let x = &x[rows.start * k..rows.end * k];
-        let out = out.from_row(rows.start);
+        let out = out.starting_at(rows.start);
         let vectors = Vectors::here();
         if *few {
             for index in panels.clone() {
@@ -345,9 +345,9 @@ fn transpose<const N: usize>(panel: &mut [u8], rows: &[u8], width: usize) {
 
 /// Stored blocks `[columns][in / 32][16]` and scales `[columns][in / 32]` to a panel.
 fn arrange_blocks(panel: &mut [u8], values: &[u8], scales: &[u8]) {
-    let blocks = panel.len() / Form::MXFP4_BLOCK_BYTES;
+    let blocks = panel.len() / PackedForm::MXFP4_BLOCK_BYTES;
     let (values, _) = values.as_chunks::<{ BLOCK / 2 }>();
-    for (block, panel) in panel.chunks_exact_mut(Form::MXFP4_BLOCK_BYTES).enumerate() {
+    for (block, panel) in panel.chunks_exact_mut(PackedForm::MXFP4_BLOCK_BYTES).enumerate() {
         let (of_scales, pairs) = panel.split_at_mut(COLUMNS);
         for column in 0..scales.len() / blocks {
             of_scales[column] = scales[column * blocks + block];
@@ -376,18 +376,21 @@ mod tests {
     use rand::{Rng, RngCore};
 
     /// A random matrix of `input × output` in `form`, scales of 2^-127 and below f32's normal range among them.
-    fn matrix(form: Form, input: usize, output: usize) -> PackedMatrix {
+    fn matrix(form: PackedForm, input: usize, output: usize) -> PackedMatrix {
         let mut rng = stream(7, Purpose::Initialisation, &[input as u64, output as u64]);
         let shape = [1, input, output];
         match form {
-            Form::Bf16 => {
+            PackedForm::Bf16 => {
                 let mut value = || half::bf16::from_f32(rng.random_range(-1.0f32..1.0)).to_le_bytes();
                 let stored: Vec<u8> = (0..input * output).flat_map(|_| value()).collect();
-                let fill = |_, to: &mut [u8]| Ok::<_, Infallible>(to.copy_from_slice(&stored));
+                let fill = |_, to: &mut [u8]| {
+                    to.copy_from_slice(&stored);
+                    Ok::<_, Infallible>(())
+                };
                 let Ok(packed) = PackedMatrix::read_columns(shape, fill);
                 packed
             }
-            Form::Mxfp4 => {
+            PackedForm::Mxfp4 => {
                 let mut blocks = vec![0u8; input * output / 2];
                 rng.fill_bytes(&mut blocks);
                 let scale = |_| {
@@ -406,7 +409,12 @@ mod tests {
             Vectors::Avx2 => vec![Vectors::Avx2, Vectors::Plain],
             Vectors::Plain => vec![Vectors::Plain],
         };
-        for (form, input) in [(Form::Bf16, 37), (Form::Bf16, 700), (Form::Mxfp4, 64), (Form::Mxfp4, 608)] {
+        for (form, input) in [
+            (PackedForm::Bf16, 37),
+            (PackedForm::Bf16, 700),
+            (PackedForm::Mxfp4, 64),
+            (PackedForm::Mxfp4, 608),
+        ] {
             let packed = matrix(form, input, 100);
             let x: Vec<f32> = (0..7 * input).map(|i| (i % 13) as f32 * 0.25 - 1.0).collect();
             for index in 0..2 {
@@ -440,7 +448,7 @@ mod tests {
     #[test]
     fn no_tile_is_a_single_column() {
         for output in 2..1200 {
-            let packed = PackedMatrix { form: Form::Bf16, experts: 1, input: 1, output, bytes: vec![] };
+            let packed = PackedMatrix { form: PackedForm::Bf16, experts: 1, input: 1, output, bytes: vec![] };
             for count in [1, 3, TILE_PANELS] {
                 let tiles: Vec<Range<usize>> = packed.tiles(count).collect();
                 assert_eq!((tiles[0].start, tiles[tiles.len() - 1].end), (0, packed.panels()));

@@ -31,29 +31,29 @@ const REPLY_FRAME_TOKENS: usize = 32;
 
 /// What a command does with the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Purpose {
+pub enum Intent {
     Train,
     Rollout,
     Eval,
     CheckMismatch,
 }
 
-impl Purpose {
+impl Intent {
     /// Whether anything learns.
     pub fn learns(self) -> bool {
-        self == Purpose::Train
+        self == Intent::Train
     }
 
     /// Whether the command goes on with a model that is larger than memory: few walks over many tokens are worth it.
     pub fn streams(self) -> bool {
-        matches!(self, Purpose::Eval | Purpose::CheckMismatch)
+        matches!(self, Intent::Eval | Intent::CheckMismatch)
     }
 }
 
 /// All that a plan is made from.
 #[derive(Clone)]
 pub struct Subject<'a> {
-    pub purpose: Purpose,
+    pub intent: Intent,
     pub recipe: &'a Recipe,
     pub config: &'a Config,
     /// The form that each of the policy's tensors has where it does not learn.
@@ -70,7 +70,7 @@ pub struct Subject<'a> {
 
 /// One line of a plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Part {
+pub struct MemoryPart {
     pub name: &'static str,
     pub bytes: u64,
 }
@@ -79,12 +79,12 @@ pub struct Part {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryPlan {
     /// What stays.
-    pub resident: Vec<Part>,
+    pub resident: Vec<MemoryPart>,
     /// What comes and goes: the parts of each phase, one phase at a time.
-    pub phases: Vec<(&'static str, Vec<Part>)>,
+    pub phases: Vec<(&'static str, Vec<MemoryPart>)>,
 }
 
-fn sum(parts: &[Part]) -> u64 {
+fn sum(parts: &[MemoryPart]) -> u64 {
     parts.iter().map(|part| part.bytes).sum()
 }
 
@@ -150,7 +150,7 @@ fn plain_gigabytes(bytes: u64) -> String {
 impl Subject<'_> {
     /// Bytes of the policy's weights as they lie in memory, and of the values that learn.
     fn weights(&self) -> (u64, u64) {
-        let learns = |index: usize| self.purpose.learns() && self.trainable[index];
+        let learns = |index: usize| self.intent.learns() && self.trainable[index];
         let (mut all, mut learning) = (0, 0);
         for (index, (spec, form)) in parameter_specs(self.config).iter().zip(self.forms).enumerate() {
             let form = if learns(index) { Form::F32 } else { *form };
@@ -178,16 +178,16 @@ impl Subject<'_> {
         (moments + master) * learning
     }
 
-    fn resident(&self) -> Vec<Part> {
+    fn resident(&self) -> Vec<MemoryPart> {
         let recipe = self.recipe;
         let (weights, learning) = self.weights();
         let weights = match self.streamed {
-            true => Part { name: "weights, a layer at a time", bytes: self.streamed_weights() },
-            false => Part { name: "weights", bytes: weights },
+            true => MemoryPart { name: "weights, a layer at a time", bytes: self.streamed_weights() },
+            false => MemoryPart { name: "weights", bytes: weights },
         };
-        let mut parts = vec![Part { name: "program", bytes: PROGRAM_BYTES }, weights];
-        let mut part = |name, bytes| parts.push(Part { name, bytes });
-        if self.purpose.learns() {
+        let mut parts = vec![MemoryPart { name: "program", bytes: PROGRAM_BYTES }, weights];
+        let mut part = |name, bytes| parts.push(MemoryPart { name, bytes });
+        if self.intent.learns() {
             part("gradients", learning);
             let stages = [
                 (recipe.cold_start.steps > 0).then_some(recipe.cold_start.optimizer.kind),
@@ -205,7 +205,7 @@ impl Subject<'_> {
                 part("reference", self.plain_weights());
             }
         }
-        if self.purpose == Purpose::CheckMismatch {
+        if self.intent == Intent::CheckMismatch {
             part("rounded weights", self.rounded_weights());
         }
         parts
@@ -213,7 +213,7 @@ impl Subject<'_> {
 
     /// Whether the policy's tensor `index` stays packed.
     fn is_packed(&self, spec: &ParameterSpec, index: usize) -> bool {
-        let learns = self.purpose.learns() && self.trainable[index];
+        let learns = self.intent.learns() && self.trainable[index];
         !learns && spec.packed_form(self.forms[index]).is_some()
     }
 
@@ -267,36 +267,36 @@ impl Subject<'_> {
         tokens.min(self.config.max_position_embeddings)
     }
 
-    fn phases(&self) -> Vec<(&'static str, Vec<Part>)> {
+    fn phases(&self) -> Vec<(&'static str, Vec<MemoryPart>)> {
         let recipe = self.recipe;
         let mut phases = vec![];
-        let steps = if self.purpose.learns() { recipe.train.steps } else { 1 };
+        let steps = if self.intent.learns() { recipe.train.steps } else { 1 };
         if steps > 0 {
             phases.push(("sampling", self.sampling()));
         }
-        let trajectories = match self.purpose {
-            Purpose::Eval | Purpose::Rollout => return phases,
+        let trajectories = match self.intent {
+            Intent::Eval | Intent::Rollout => return phases,
             _ => recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt,
         };
         let tokens = recipe.train.micro_batch_tokens.max(self.longest()).min(trajectories * self.longest());
         let pass = PassShape { config: self.config, tokens, targets: tokens };
         let at_once = if side_by_side(self.weight_bytes()) { self.threads as u64 } else { 1 };
-        if self.purpose == Purpose::CheckMismatch {
-            phases.push(("comparison", vec![Part { name: "activations", bytes: pass.forward() }]));
+        if self.intent == Intent::CheckMismatch {
+            phases.push(("comparison", vec![MemoryPart { name: "activations", bytes: pass.forward() }]));
             return phases;
         }
         let bytes = at_once * pass.both_ways(recipe.train.recompute_layers);
         let name =
             if recipe.train.recompute_layers { "activations, recomputed" } else { "activations, all kept" };
-        phases.push(("update", vec![Part { name, bytes }]));
+        phases.push(("update", vec![MemoryPart { name, bytes }]));
         phases
     }
 
     /// Caches of all sequences at their longest, one forward of new tokens, and the logits drawn from.
-    fn sampling(&self) -> Vec<Part> {
+    fn sampling(&self) -> Vec<MemoryPart> {
         let (recipe, config) = (self.recipe, self.config);
-        let (prompts, samples) = match self.purpose {
-            Purpose::Eval => (recipe.eval.problems_max, recipe.eval.samples),
+        let (prompts, samples) = match self.intent {
+            Intent::Eval => (recipe.eval.problems_max, recipe.eval.samples),
             _ => (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt),
         };
         let engines = engines(self.weight_bytes(), self.threads);
@@ -307,11 +307,11 @@ impl Subject<'_> {
         let targets = sequences.div_ceil(engines);
         let forward = PassShape { config, tokens, targets }.forward();
         vec![
-            Part {
+            MemoryPart {
                 name: "keys and values",
                 bytes: sequences as u64 * SequenceCache::bytes(config, self.longest()),
             },
-            Part { name: "one forward and its logits", bytes: engines as u64 * forward + drawn },
+            MemoryPart { name: "one forward and its logits", bytes: engines as u64 * forward + drawn },
         ]
     }
 }

@@ -1,6 +1,6 @@
 //! Keys that would make a plan smaller, each with what it saves: the plan is made again with the key changed.
 
-use super::{MemoryPlan, Purpose, Subject, gigabytes};
+use super::{Intent, MemoryPlan, Subject, gigabytes};
 use crate::recipe::{OptimizerKind, Recipe};
 
 /// What a key would save.
@@ -55,11 +55,11 @@ impl Subject<'_> {
         });
         let prompt = half(recipe.rollout.prompt_tokens_max);
         with(format!("rollout.prompt_tokens_max = {prompt}"), &|r| r.rollout.prompt_tokens_max = prompt);
-        if self.purpose != Purpose::Eval {
+        if self.intent != Intent::Eval {
             let tokens = half(recipe.train.micro_batch_tokens);
             with(format!("train.micro_batch_tokens = {tokens}"), &|r| r.train.micro_batch_tokens = tokens);
         }
-        if self.purpose.learns() {
+        if self.intent.learns() {
             with("train.recompute_layers = true".into(), &|r| r.train.recompute_layers = true);
             with("train.optimizer.kind = \"sgd\"".into(), &|r| r.train.optimizer.kind = OptimizerKind::Sgd);
             if let Some(frozen) = self.with_frozen_experts() {

@@ -1,7 +1,7 @@
 //! The 25 instructions of IFEval (Zhou et al. 2023, arXiv:2311.07911) as pure functions of a response.
 //!
 //! A row of an IFEval file names instructions by id and gives each its `kwargs`. [`Instruction::parse`] reads one;
-//! [`Instruction::follows`], [`strict`] and [`loose`] grade a response by the rules of the reference
+//! [`Instruction::follows`] and [`strict`] grade a response by the rules of the reference
 //! implementation, its quirks included. [`compose`] draws instructions for training prompts.
 //!
 //! Known differences from the reference: a kwarg that it would replace by a random value is refused (a letter that is
@@ -17,7 +17,7 @@ mod pattern;
 mod python;
 mod sentences;
 
-pub use follow::{loose, loose_variants, strict};
+pub use follow::strict;
 pub use language::LANGUAGES;
 
 use crate::bad_input;
@@ -28,7 +28,7 @@ use serde_json::Value;
 
 /// How a count is compared with its bound.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Relation {
+pub enum CountRelation {
     AtLeast,
     LessThan,
 }
@@ -36,7 +36,7 @@ pub enum Relation {
 /// A bound on a count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bound {
-    pub relation: Relation,
+    pub relation: CountRelation,
     pub count: u64,
 }
 
@@ -44,8 +44,8 @@ impl Bound {
     /// Whether `count` is within the bound.
     pub fn holds(self, count: u64) -> bool {
         match self.relation {
-            Relation::AtLeast => count >= self.count,
-            Relation::LessThan => count < self.count,
+            CountRelation::AtLeast => count >= self.count,
+            CountRelation::LessThan => count < self.count,
         }
     }
 }

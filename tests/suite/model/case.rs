@@ -2,13 +2,13 @@
 //!
 //! `scripts/make_fixtures.py` says what such a folder holds.
 
+use crate::tiny::load;
 use crate::tiny::{Learned, learned, values as floats};
 use candle_core::{Device, Tensor};
 use rloss::model::attend::PackedAttention;
 use rloss::model::cache::SequenceCache;
 use rloss::model::config::{Config, Form};
 use rloss::model::forward::{ForwardOptions, Model};
-use rloss::model::load::load;
 use rloss::model::names::{Layout, ParameterSpec};
 use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
@@ -16,7 +16,7 @@ use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::model::trunk::{self, Trunk};
 use rloss::model::weights::Head;
 use rloss::ops;
-use rloss::recipe::{Optimizer as OptimizerSettings, OptimizerKind};
+use rloss::recipe::{OptimizerConfig as OptimizerSettings, OptimizerKind};
 use rloss::train::batch::{MicroBatch, Sequence};
 use rloss::train::forward_backward::{HeadGradient, PassOutput, PassSettings};
 use rloss::train::optimizer::Optimizer;

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, ensure};
 use rloss::harmony::{HarmonyTokenizer, Message};
 use rloss::interpreter::{Interpreter, Reply, SessionId};
 use rloss::mismatch::links::{Link, Proof};
-use rloss::model::config::{Config, LayerType, Rope, Yarn};
+use rloss::model::config::{Config, LayerType, Rope};
 use rloss::model::family::Family;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::init::{InitSettings, init};
@@ -12,7 +12,8 @@ use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
 use rloss::random::Purpose;
-use rloss::rollout::{Place, Prompt, Rollout, RolloutSettings, Sampling, TokenSource};
+use rloss::recipe::Yarn;
+use rloss::rollout::{Prompt, Rollout, RolloutSettings, SampledPlace, Sampling, TokenSource};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::train::accumulate::Learner;
 use rloss::train::batch::{MicroBatch, Sequence};
@@ -180,7 +181,7 @@ impl Case {
             if links.is_empty() {
                 links = found;
             } else {
-                links.iter_mut().zip(&found).for_each(|(link, found)| link.merge(found));
+                links.iter_mut().zip(&found).for_each(|(link, found)| add(link, found));
             }
             step += 1;
         }
@@ -224,7 +225,9 @@ impl Case {
             interpreter: Some(&Repeat),
             settings: &settings,
         };
-        let prompts = Prompt::numbered((0..4).map(|i| Questions.training_problem(step, i)));
+        let prompts = (0..4)
+            .map(|i| Prompt { index: i, problem: Questions.training_problem(step, i) })
+            .collect::<Vec<_>>();
         let source = Talk { sampling: self.sampling, turns: self.turns, tokens_max: self.turn_tokens_max };
         let source: &dyn TokenSource = if self.sampling.top_p < 1.0 { &self.sampling } else { &source };
         let rollouts = rollout.groups_from(source, &prompts, self.samples, &|_| (), &|| false)?;
@@ -244,7 +247,7 @@ impl Case {
         }
         let stored = trajectories.iter().flat_map(|t| t.logprobs.iter().zip(&t.mask).skip(1));
         let stored: Vec<f32> = stored.filter(|(_, sampled)| **sampled).map(|(l, _)| *l).collect();
-        Ok(Link::between("rollout_equals_training", &stored, &computed))
+        Ok(between("rollout_equals_training", &stored, &computed))
     }
 }
 
@@ -268,7 +271,7 @@ impl TokenSource for Talk {
         self.sampling
     }
 
-    fn choose(&self, place: Place, drawn: u32) -> Result<u32> {
+    fn choose(&self, place: SampledPlace, drawn: u32) -> Result<u32> {
         let last = place.turn + 1 == self.turns;
         let (opening, closing) = if last { (&FINAL[..], RETURN) } else { (&TO_PYTHON_CALL[..], CALL) };
         let hash = (place.prompt * 31 + place.sample * 17 + place.turn * 7 + 3).wrapping_mul(0x9e37_79b9);
@@ -324,4 +327,26 @@ impl Task for Questions {
     fn reward(&self, _: &Problem, _: &Transcript) -> Result<Reward> {
         Ok(Reward { value: 0.0, success: false })
     }
+}
+
+/// The link between two computations of the same log-probabilities.
+fn between(name: &'static str, a: &[f32], b: &[f32]) -> Link {
+    assert_eq!(a.len(), b.len(), "{name}");
+    let pairs = || a.iter().zip(b);
+    let gap = |(a, b): (&f32, &f32)| (f64::from(*a) - f64::from(*b)).abs();
+    Link {
+        name,
+        tokens: a.len(),
+        bit_equal: pairs().filter(|(a, b)| a.to_bits() == b.to_bits()).count(),
+        logprob_abs_diff_max: pairs()
+            .map(gap)
+            .fold(0.0, |max, gap| if gap > max || gap.is_nan() { gap } else { max }),
+    }
+}
+
+/// Adds what the same link came to elsewhere.
+fn add(link: &mut Link, other: &Link) {
+    link.tokens += other.tokens;
+    link.bit_equal += other.bit_equal;
+    link.logprob_abs_diff_max = link.logprob_abs_diff_max.max(other.logprob_abs_diff_max);
 }

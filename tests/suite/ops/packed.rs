@@ -3,7 +3,7 @@
 use half::bf16;
 use rand::{Rng, RngCore};
 use rloss::ops::mxfp4::BLOCK;
-use rloss::ops::packed::{Form, PackedMatrix, StoredRows};
+use rloss::ops::packed::{PackedForm, PackedMatrix, StoredRows};
 use rloss::ops::product::{Matrix, forward_product, product};
 use rloss::random::{Purpose, stream};
 use std::convert::Infallible;
@@ -13,11 +13,11 @@ fn noise(len: usize, seed: u64) -> Vec<f32> {
     (0..len).map(|_| rng.random_range(-1.0f32..1.0)).collect()
 }
 
-fn packed(form: Form, shape: [usize; 3], seed: u64) -> PackedMatrix {
+fn packed(form: PackedForm, shape: [usize; 3], seed: u64) -> PackedMatrix {
     let [experts, input, output] = shape;
     let mut rng = stream(seed, Purpose::Initialisation, &[]);
     match form {
-        Form::Bf16 => {
+        PackedForm::Bf16 => {
             // As a linear layer is stored: [out, in].
             let stored: Vec<bf16> =
                 noise(experts * input * output, seed).into_iter().map(bf16::from_f32).collect();
@@ -35,7 +35,7 @@ fn packed(form: Form, shape: [usize; 3], seed: u64) -> PackedMatrix {
             }
             packed
         }
-        Form::Mxfp4 => {
+        PackedForm::Mxfp4 => {
             let mut blocks = vec![0u8; experts * input * output / 2];
             rng.fill_bytes(&mut blocks);
             let scales: Vec<u8> =
@@ -52,14 +52,14 @@ fn same(a: &[f32], b: &[f32]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits())
 }
 
-fn shapes() -> Vec<(Form, usize, usize)> {
+fn shapes() -> Vec<(PackedForm, usize, usize)> {
     let mut shapes = vec![];
     for n in [2, 3, 17, 63, 64, 65, 100, 129, 513, 600] {
         for k in [1, 2, 3, 36, 64, 511, 512, 513, 514, 515, 1030] {
-            shapes.push((Form::Bf16, k, n));
+            shapes.push((PackedForm::Bf16, k, n));
         }
         for k in [32, 64, 512, 544, 1056] {
-            shapes.push((Form::Mxfp4, k, n));
+            shapes.push((PackedForm::Mxfp4, k, n));
         }
     }
     shapes
@@ -118,7 +118,7 @@ fn the_gradient_to_the_input_has_the_bits_of_the_decoded_matrix() {
 
 #[test]
 fn experts_multiply_their_own_rows() {
-    for form in [Form::Bf16, Form::Mxfp4] {
+    for form in [PackedForm::Bf16, PackedForm::Mxfp4] {
         let (k, n) = (64, 100);
         let matrix = packed(form, [5, k, n], 1);
         let decoded = matrix.decoded();
@@ -138,7 +138,9 @@ fn experts_multiply_their_own_rows() {
 /// The released widths: hidden 2880, whose last chunk of k is 320, and the router's 32 columns.
 #[test]
 fn the_released_widths() {
-    for (form, k, n) in [(Form::Mxfp4, 2880, 1152), (Form::Bf16, 2880, 32), (Form::Bf16, 2880, 512)] {
+    for (form, k, n) in
+        [(PackedForm::Mxfp4, 2880, 1152), (PackedForm::Bf16, 2880, 32), (PackedForm::Bf16, 2880, 512)]
+    {
         let matrix = packed(form, [1, k, n], 9);
         let decoded = matrix.decoded();
         for m in [1, 4, 16, 70] {

@@ -145,7 +145,7 @@ fn turns_run_out() {
 #[test]
 fn sampled_tokens_run_out_within_a_message_a_header_and_at_a_call() {
     let mut world = World::roomy();
-    let length = |turn: &str| world.tokenizer.encode_with_special(turn).unwrap().len();
+    let length = |turn: &str| encode_with_special(&world.tokenizer, turn).len();
     let (call, end) = (length(CALL), length(FINAL));
     for budget in [1, call - 1, call, call + 1, call + end - 1] {
         world.settings.response_tokens_max = budget;
@@ -229,6 +229,7 @@ fn a_task_that_fails_is_an_outcome() {
     let rollouts = Rollouts {
         groups: vec![rloss::trajectory::Group { trajectories: vec![t], greedy: None }],
         messages: vec![vec![vec![]]],
+        answers: vec![serde_json::Value::Null],
     };
     let metrics = rloss::rollout::metrics(&rollouts.groups).finish().unwrap();
     assert_eq!(metrics.get("outcome/task_failed"), Some(1.0));

@@ -3,13 +3,14 @@
 use anyhow::Result;
 use rloss::choice::Choice;
 use rloss::policy::correction::{
-    CorrectionConfig, ImportanceConfig, RejectionRule, correct, importance_weights, reject,
+    CorrectionRules, ImportanceConfig, RejectionRule, correct, importance_weights, reject,
 };
-use rloss::policy::loss::{BypassLoss, ClipRange, PpoClip, bypass};
+use rloss::policy::loss::{ClipRange, PpoClip};
 use rloss::policy::offpolicy::{offpolicy_metrics, probs_diff_metrics};
 use rloss::policy::{Aggregation, Figures};
 use serde_json::Value;
 
+use super::super::bypass::{BypassLoss, bypass};
 use super::super::vectors::{Actual, Batch, Outcome, Row, floats};
 use super::super::verl;
 use super::{loss_actual, widen};
@@ -42,10 +43,13 @@ fn rules(params: &Value) -> Result<Vec<RejectionRule>> {
     for (option, bounds) in params["k1_bounds_on_train_over_rollout"].as_object().into_iter().flatten() {
         let bounds = floats(bounds);
         let native = verl::rules(option, Some(&format!("{}_{}", bounds[0], bounds[1])))?;
-        let same = rules.iter().find(|rule| rule.option().name() == option).expect("the option");
+        let same = rules.iter().find(|rule| rule.option.name() == option).expect("the option");
         let differ = |a: f64, b: f64| (a - b).abs() > 1e-6;
-        let ((low, high), (low_native, high_native)) = (same.bounds(), native[0].bounds());
-        assert!(!differ(low, low_native) && !differ(high, high_native), "{options}: {same:?}, {native:?}");
+        let other = &native[0];
+        assert!(
+            !differ(same.low, other.low) && !differ(same.high, other.high),
+            "{options}: {same:?}, {native:?}"
+        );
     }
     Ok(rules)
 }
@@ -68,7 +72,7 @@ pub fn rejection(row: &Row) -> Outcome {
 
 pub fn both(row: &Row) -> Outcome {
     let batch = Batch::new(row, "response_mask");
-    let config = CorrectionConfig { importance: importance(&row.params)?, reject: rules(&row.params)? };
+    let config = CorrectionRules { importance: importance(&row.params)?, reject: rules(&row.params)? };
     let train = floats(&row.inputs["old_log_prob"]);
     let rollout = floats(&row.inputs["rollout_log_prob"]);
     let result = correct(&batch.sequences(), &train, &rollout, &config)?;
@@ -83,7 +87,7 @@ pub fn both(row: &Row) -> Outcome {
 pub fn bypass_row(row: &Row) -> Outcome {
     let batch = Batch::new(row, "response_mask");
     let settings = &row.params["rollout_correction"];
-    let config = CorrectionConfig { importance: importance(settings)?, reject: rules(settings)? };
+    let config = CorrectionRules { importance: importance(settings)?, reject: rules(settings)? };
     let param = |key: &str| row.params[key].as_f64().expect("a number");
     let loss = match settings["loss_type"].as_str() {
         Some("reinforce") => BypassLoss::Reinforce,
