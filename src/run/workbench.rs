@@ -110,6 +110,25 @@ impl Workbench {
         }
     }
 
+    /// Other weights of the same architecture: a Hugging Face folder, a checkpoint, or a run's last one.
+    ///
+    /// # Errors
+    /// [`BadInput`] when there are none, or of another architecture.
+    pub fn weights_of(&self, folder: &Path) -> Result<Parameters> {
+        let source = ModelSource::from_folder(&model_folder(folder)?)?;
+        let same = Config {
+            max_position_embeddings: self.model.config.max_position_embeddings,
+            ..source.config.clone()
+        };
+        if source.weights.is_none() || same != self.model.config {
+            return Err(bad_input!(
+                "{}: holds no weights of this architecture; name a folder of the same model at another step",
+                folder.display()
+            ));
+        }
+        source.parameters(self.recipe())
+    }
+
     /// What the arms change in the training forward.
     pub fn training_forward(&self) -> ForwardOptions {
         ForwardOptions::training(&self.recipe().arms, self.recipe().train.seed)
