@@ -52,3 +52,9 @@ figures:
 # Writes docs/recipes.md anew from the types.
 recipes-page:
     UPDATE_EXPECT=1 cargo test --release recipes_page
+
+# 400 random models with random mistakes, made by transformers: how often the cause is named. Hours; CI runs a small sample.
+mismatch-campaign:
+    cargo build --release
+    mkdir -p runs
+    scripts/mismatch_campaign.py --out runs/mismatch-campaign.jsonl

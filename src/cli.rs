@@ -30,7 +30,7 @@ enum Command {
     /// Talk in the terminal with a trained model and its tool
     Chat(commands::chat::ChatArgs),
     /// Sample one step's prompts and write the trajectories with their log-probabilities
-    Rollout(RunArgs),
+    Rollout(commands::rollout::RolloutArgs),
     /// Measure success on held-out problems: mean@k, pass@k, majority@k with 95% intervals
     Eval(RunArgs),
     /// Compare rollout and training log-probs on the same tokens: every gap, and its likely cause

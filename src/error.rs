@@ -6,6 +6,8 @@ pub const EXIT_DONE: u8 = 0;
 pub const EXIT_FAILED: u8 = 1;
 /// Bad input: a recipe, data, a checkpoint, the command line.
 pub const EXIT_BAD_INPUT: u8 = 2;
+/// Done, and what was compared differs.
+pub const EXIT_DIFFERS: u8 = 3;
 /// Stopped by a signal, after a checkpoint.
 pub const EXIT_STOPPED: u8 = 130;
 

@@ -128,6 +128,15 @@ impl HarmonyTokenizer {
             .unwrap_or_else(|_| text.bytes().map(|b| self.0.byte_ids[usize::from(b)]).collect())
     }
 
+    /// The ids of `text` with special tokens recognised: for texts whose author is trusted, such as an engine's prompt.
+    ///
+    /// # Errors
+    /// When the tokenizer's pattern fails on the text.
+    pub fn encode_with_special(&self, text: &str) -> Result<Vec<u32>> {
+        let encoding = self.0.inner.encode_fast(text, false).map_err(|e| anyhow!("cannot tokenise: {e}"))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
     /// The ids of one part of a header, such as a role or ` to=python`.
     ///
     /// A part that is one entry of the vocabulary is that token; for a vocabulary with merges this is what

@@ -4,7 +4,7 @@
 //! cache in rollout. Everything else does not know which it is. The walk over the layers is [`super::trunk`].
 
 use super::attend::Attend;
-use super::config::{Config, LayerType};
+use super::config::{Config, LayerType, SWIGLU_ALPHA};
 use super::layer::{self, Layer};
 use crate::ops::router_noise::RouterNoise;
 use crate::ops::{self, Dispatch, Parameter, rope::Rotation, sink_attention::Attention};
@@ -23,11 +23,22 @@ pub struct ForwardOptions {
     pub router_noise: Option<RouterNoise>,
     /// Mantissa bits kept of the residual stream and of what the norms give; without gradient. `None`: all.
     pub mantissa_bits: Option<u32>,
+    /// The sigmoid's gain in the experts: another one is a mistake to recognise others by.
+    pub swiglu_alpha: f64,
+    /// True weighs the chosen experts by a softmax over all of them, not made to sum to 1: a mistake likewise.
+    pub softmax_before_top_k: bool,
 }
 
 impl Default for ForwardOptions {
     fn default() -> Self {
-        Self { sinks: true, sink_gradient: true, router_noise: None, mantissa_bits: None }
+        Self {
+            sinks: true,
+            sink_gradient: true,
+            router_noise: None,
+            mantissa_bits: None,
+            swiglu_alpha: SWIGLU_ALPHA,
+            softmax_before_top_k: false,
+        }
     }
 }
 
@@ -74,10 +85,10 @@ impl Model {
         Self { config, table }
     }
 
-    /// The same with YaRN's frequencies but without its factor on cosine and sine: a mistake to recognise others by.
-    pub fn without_attention_factor(config: Config, context_tokens_max: usize) -> Self {
-        let frequencies = super::rope::frequencies(&config.rope, config.head_dim);
-        let table = Arc::new(ops::rope::RopeTable::new(&frequencies, context_tokens_max, 1.0));
+    /// The same with another table of RoPE, a mistake to recognise others by: radians a position of each pair of
+    /// dimensions, `[D / 2]`, and the factor on cosine and sine.
+    pub fn with_rope(config: Config, context_tokens_max: usize, frequencies: &[f32], factor: f64) -> Self {
+        let table = Arc::new(ops::rope::RopeTable::new(frequencies, context_tokens_max, factor));
         Self { config, table }
     }
 
@@ -115,8 +126,11 @@ impl Model {
             None => ops::route(&router_logits, self.config.num_experts_per_tok)?,
         };
         let plan = Dispatch::new(&routes, self.config.num_local_experts)?;
-        let shares = ops::top_k_softmax(&router_logits, &routes)?;
-        let mixed = self.experts(experts, &h, &shares, &plan)?;
+        let shares = match options.softmax_before_top_k {
+            true => shares_of_all(&router_logits, &routes)?,
+            false => ops::top_k_softmax(&router_logits, &routes)?,
+        };
+        let mixed = self.experts(experts, &h, &shares, &plan, options)?;
         Ok(LayerOutput { hidden: options.round((x + mixed)?)?, routes, plan, router_logits })
     }
 
@@ -150,9 +164,10 @@ impl Model {
         h: &Tensor,
         shares: &Tensor,
         plan: &Dispatch,
+        options: &ForwardOptions,
     ) -> Result<Tensor> {
         let gated = weights.gate_up.apply_grouped(&ops::dispatch(h, plan)?, plan)?;
-        let active = ops::swiglu(&gated, self.config.swiglu_limit)?;
+        let active = ops::swiglu(&gated, self.config.swiglu_limit, options.swiglu_alpha)?;
         Ok(ops::combine(&weights.down.apply_grouped(&active, plan)?, shares, plan)?)
     }
 
@@ -160,4 +175,11 @@ impl Model {
     pub(super) fn norm(&self, x: &Tensor, weight: &Parameter) -> Result<Tensor> {
         Ok(ops::rms_norm(x, &weight.tracked()?, self.config.rms_norm_eps)?)
     }
+}
+
+/// What `routes [T, K]` get of a softmax over all of `logits [T, E]`.
+fn shares_of_all(logits: &Tensor, routes: &Tensor) -> Result<Tensor> {
+    let (tokens, experts) = logits.dims2()?;
+    let all = Tensor::arange(0, experts as u32, logits.device())?.broadcast_as((tokens, experts))?;
+    Ok(ops::top_k_softmax(logits, &all)?.gather(routes, 1)?)
 }

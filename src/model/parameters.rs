@@ -3,9 +3,10 @@
 
 use super::config::Config;
 use super::held::{Held, Loaded, Weight};
+use super::layers_in_turn::{LayersInTurn, TensorStore, WeightChange};
+use super::load::ModelFolder;
 use super::names::{ParameterSpec, parameter_specs, value_model_specs};
 use super::rounding::WeightRounding;
-use super::stored_layers::StoredLayers;
 use super::weights::{VALUE_HEAD, Weights};
 use crate::ops::Parameter;
 use crate::ops::parameter::GradientSink;
@@ -27,7 +28,7 @@ pub struct Parameters {
     entries: Vec<Entry>,
     index: HashMap<String, usize>,
     /// Where the layers are, for a model that is too large to hold them.
-    stored: Option<StoredLayers>,
+    stored: Option<LayersInTurn>,
 }
 
 /// One tensor.
@@ -70,20 +71,21 @@ impl Parameters {
         Self::of(config, parameter_specs(config), values)
     }
 
-    /// The same with the layers left on disk, where `stored` reads them; nothing of it can learn.
+    /// The same with the layers left on disk in `files`, `changes` made of every tensor as it is read; nothing of it can learn.
     ///
     /// # Errors
     /// As [`Self::new`], and those of reading what lies outside the layers.
-    pub fn with_stored_layers(config: &Config, stored: StoredLayers) -> Result<Self> {
+    pub fn with_stored_layers(
+        config: &Config,
+        files: Arc<ModelFolder>,
+        changes: Vec<WeightChange>,
+    ) -> Result<Self> {
+        let store = TensorStore::Folder(files.clone());
+        let stored = LayersInTurn { store, config: config.clone(), changes };
         let loaded = parameter_specs(config).into_iter().map(|spec| {
-            let files = &stored.files;
             let values = match spec.layer {
                 Some(_) => Loaded::Stored(spec.resident_bytes(files.form_of(&spec))),
-                None => {
-                    let held = files.loaded(&spec, false)?.held(&spec)?;
-                    let rounded = |held, rounding: &WeightRounding| rounding.apply(&spec, held);
-                    Loaded::Packed(stored.roundings.iter().try_fold(held, rounded)?)
-                }
+                None => Loaded::Packed(stored.tensor(&spec)?),
             };
             Ok((spec, values))
         });
@@ -171,6 +173,18 @@ impl Parameters {
         }
     }
 
+    /// Those of the tensor of `spec`, wherever they are: in memory or on disk.
+    ///
+    /// # Errors
+    /// When there is none, and [`crate::error::BadInput`] when a file was changed meanwhile.
+    pub fn found(&self, spec: &ParameterSpec) -> Result<Held> {
+        let index = self.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
+        match (&self.entries[index].values, &self.stored) {
+            (Values::Stored(_), Some(stored)) => stored.tensor(spec),
+            _ => self.of_place(index),
+        }
+    }
+
     /// Those of the tensor named `name`.
     ///
     /// # Errors
@@ -244,10 +258,29 @@ impl Parameters {
     /// Those of [`WeightRounding::apply`].
     pub fn rounded(&self, rounding: &WeightRounding) -> Result<Weights> {
         let stored = self.stored.clone().map(|mut stored| {
-            stored.roundings.push(*rounding);
+            stored.changes.push(rounding.change());
             stored
         });
         self.weights(stored, &|index| Ok(rounding.apply(&self.specs[index], self.of_place(index)?)?.frozen()))
+    }
+
+    /// The weights after `change`, without gradients. Layers are changed as a walk takes them: decoded to be changed, all of
+    /// them at once would be many times the packed model.
+    ///
+    /// # Errors
+    /// Those of `change`, of what lies outside the layers.
+    pub fn changed(&self, change: WeightChange) -> Result<Weights> {
+        let mut layers = match &self.stored {
+            Some(stored) => stored.clone(),
+            None => {
+                let of_layers = self.specs.iter().enumerate().filter(|(_, spec)| spec.layer.is_some());
+                let held = of_layers.map(|(index, spec)| Ok((spec.name.clone(), self.of_place(index)?)));
+                let store = TensorStore::Memory(Arc::new(held.collect::<Result<_>>()?));
+                LayersInTurn { store, config: self.config.clone(), changes: vec![] }
+            }
+        };
+        layers.changes.push(change.clone());
+        self.weights(Some(layers), &|index| Ok(change(&self.specs[index], self.of_place(index)?)?.frozen()))
     }
 
     /// The weights whose gradients go to `sink`, for those that learn.
@@ -265,11 +298,11 @@ impl Parameters {
 
     fn weights(
         &self,
-        stored: Option<StoredLayers>,
+        in_turn: Option<LayersInTurn>,
         weight: &dyn Fn(usize) -> Result<Weight>,
     ) -> Result<Weights> {
         let find = |name: &str| weight(self.position(name).with_context(|| format!("no tensor {name}"))?);
-        Weights::new(&self.config, self.index.contains_key(VALUE_HEAD), self.bytes(), stored, &find)
+        Weights::new(&self.config, self.index.contains_key(VALUE_HEAD), self.bytes(), in_turn, &find)
     }
 }
 

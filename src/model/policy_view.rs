@@ -68,7 +68,7 @@ impl ForwardOptions {
             sinks: !arms.no_train_sinks,
             sink_gradient: !arms.no_sink_gradient,
             router_noise: noise(arms.train_noise(), seed, NoisyPass::Training),
-            mantissa_bits: None,
+            ..Self::default()
         }
     }
 

@@ -1,6 +1,7 @@
 //! Arms that round weights: what sampling then computes with.
 
 use super::held::Held;
+use super::layers_in_turn::WeightChange;
 use super::names::ParameterSpec;
 use crate::bad_input;
 use crate::ops::packed::{self, PackedMatrix};
@@ -24,6 +25,11 @@ pub struct WeightRounding {
 }
 
 impl WeightRounding {
+    /// Itself as a change.
+    pub fn change(self) -> WeightChange {
+        Arc::new(move |spec, held| self.apply(spec, held))
+    }
+
     /// The tensor after rounding; one that rounding leaves alone is shared.
     ///
     /// # Errors

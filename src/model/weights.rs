@@ -1,10 +1,10 @@
-//! How the forward asks for weights, and the weights of a whole model: in this process's memory, or read from disk a layer
-//! at a time.
+//! How the forward asks for weights, and the weights of a whole model: in this process's memory, or made a layer at a
+//! time.
 
 use super::config::Config;
 use super::held::{Embedding, Weight};
 use super::layer::{Layer, Projection};
-use super::stored_layers::StoredLayers;
+use super::layers_in_turn::LayersInTurn;
 use crate::ops::Parameter;
 use anyhow::{Context, Result};
 
@@ -48,11 +48,11 @@ pub struct Weights {
 #[derive(Clone)]
 enum Layers {
     Resident(Vec<Layer>),
-    Stored(Box<StoredLayers>),
+    InTurn(Box<LayersInTurn>),
 }
 
 impl Weights {
-    /// The weights of `config` that `find` knows by name, `bytes` in all, but for layers that are `stored`; with a value head in
+    /// The weights of `config` that `find` knows by name, `bytes` in all, but for layers made `in_turn`; with a value head in
     /// place of the language model's for a critic.
     ///
     /// # Errors
@@ -61,12 +61,12 @@ impl Weights {
         config: &Config,
         is_critic: bool,
         bytes: u64,
-        stored: Option<StoredLayers>,
+        in_turn: Option<LayersInTurn>,
         find: &dyn Fn(&str) -> Result<Weight>,
     ) -> Result<Self> {
         let layer = |index| config.family.layer(index, find);
-        let layers = match stored {
-            Some(stored) => Layers::Stored(Box::new(stored)),
+        let layers = match in_turn {
+            Some(layers) => Layers::InTurn(Box::new(layers)),
             None => Layers::Resident((0..config.num_hidden_layers).map(layer).collect::<Result<_>>()?),
         };
         Ok(Self {
@@ -94,7 +94,7 @@ impl WeightSource for Weights {
             Layers::Resident(layers) => {
                 layers.get(index).cloned().with_context(|| format!("no layer {index}"))
             }
-            Layers::Stored(stored) => stored.layer(index),
+            Layers::InTurn(layers) => layers.layer(index),
         }
     }
 

@@ -13,12 +13,12 @@ use crate::model::family::Family;
 use crate::model::forward::Model;
 use crate::model::held::Loaded;
 use crate::model::init::{InitSettings, init};
+use crate::model::layers_in_turn::{LayersInTurn, TensorStore};
 use crate::model::load::{ModelFolder, weights_present};
 use crate::model::names::{ParameterSpec, parameter_specs};
 use crate::model::parameters::Parameters;
 use crate::model::rounding::WeightRounding;
 use crate::model::save::Companions;
-use crate::model::stored_layers::StoredLayers;
 use crate::ops::mxfp4;
 use crate::ops::threads::Threads;
 use crate::recipe::model::Tokenizer;
@@ -181,7 +181,8 @@ impl Preflight {
 
 /// What a model that stays on disk costs, from the time that its first layer takes.
 fn said_of_streaming(needed: u64, files: &Arc<ModelFolder>, config: &Config) -> Result<String> {
-    let stored = StoredLayers { files: files.clone(), config: config.clone(), roundings: vec![] };
+    let store = TensorStore::Folder(files.clone());
+    let stored = LayersInTurn { store, config: config.clone(), changes: vec![] };
     let begun = Instant::now();
     stored.layer(0)?;
     let seconds = begun.elapsed().as_secs_f64() * config.num_hidden_layers as f64;
@@ -210,12 +211,12 @@ impl Mistakes {
 }
 
 /// Where the model comes from: a folder, or the recipe's own architecture.
-struct ModelSource {
-    config: Config,
+pub(super) struct ModelSource {
+    pub(super) config: Config,
     tokenizer: HarmonyTokenizer,
     companions: Companions,
     /// The files of weights; `None` for random ones.
-    weights: Option<Arc<ModelFolder>>,
+    pub(super) weights: Option<Arc<ModelFolder>>,
     /// A folder that lacks weights, which is worth a warning.
     lacks_weights: Option<PathBuf>,
     /// The form in which each tensor lies there; all in f32 for random ones.
@@ -244,7 +245,7 @@ impl ModelSource {
         }
     }
 
-    fn from_folder(folder: &Path) -> Result<Self> {
+    pub(super) fn from_folder(folder: &Path) -> Result<Self> {
         let config = Config::read(folder)?;
         let file = folder.join("tokenizer.json");
         let tokenizer = config.family.tokenizer(&file)?;
@@ -272,8 +273,13 @@ impl ModelSource {
         parameter_specs(&self.config)
     }
 
+    /// Bytes of all weights in memory when none learns.
+    pub(super) fn resident_bytes(&self) -> u64 {
+        self.specs().iter().zip(&self.forms).map(|(spec, form)| spec.resident_bytes(*form)).sum()
+    }
+
     /// Reads or draws the weights; of those that do not learn, what lies packed on disk stays so.
-    fn parameters(
+    pub(super) fn parameters(
         &self,
         recipe: &Recipe,
         trainable: &[bool],
@@ -300,9 +306,8 @@ impl ModelSource {
         };
         if streamed {
             let to_bf16 = WeightRounding { mxfp4: false, bits: Some(7) };
-            let roundings = if recipe.model.dtype == Dtype::Bf16 { vec![to_bf16] } else { vec![] };
-            let stored = StoredLayers { files: folder.clone(), config: self.config.clone(), roundings };
-            return Parameters::with_stored_layers(&self.config, stored);
+            let changes = if recipe.model.dtype == Dtype::Bf16 { vec![to_bf16.change()] } else { vec![] };
+            return Parameters::with_stored_layers(&self.config, folder.clone(), changes);
         }
         let megabytes = |bytes: u64| bytes / 1_000_000;
         let specs = self.specs();
@@ -335,7 +340,7 @@ impl ModelSource {
 }
 
 /// The folder that holds the model: `path` itself, or the last checkpoint of the run folder it is.
-fn model_folder(path: &Path) -> Result<PathBuf> {
+pub(super) fn model_folder(path: &Path) -> Result<PathBuf> {
     if path.join("config.json").is_file() {
         return Ok(path.to_owned());
     }

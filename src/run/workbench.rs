@@ -1,10 +1,12 @@
 //! What every command that runs a model works with.
 
 use super::memory::{Intent, available};
-use super::preflight::Preflight;
+use super::preflight::{ModelSource, Preflight, model_folder};
+use crate::bad_input;
 use crate::harmony::{HarmonyTokenizer, Message};
 use crate::interpreter::Interpreter;
 use crate::metrics::Console;
+use crate::model::config::Config;
 use crate::model::forward::{ForwardOptions, Model};
 use crate::model::parameters::Parameters;
 use crate::model::policy_view::PolicyView;
@@ -15,6 +17,7 @@ use crate::rollout::{Prompt, Rollout, RolloutSettings};
 use crate::tasks::Task;
 use crate::train::supervised::Rendering;
 use anyhow::Result;
+use std::path::Path;
 
 /// A model with its tokenizer, task and tool, ready to run.
 pub struct Workbench {
@@ -61,6 +64,32 @@ impl Workbench {
             context_tokens_max: self.model.context_tokens_max(),
             vocabulary: self.model.config.vocab_size,
         }
+    }
+
+    /// Other weights of the same architecture, none of which learns: a Hugging Face folder, a checkpoint, or a run's last one.
+    /// They stay on disk where they do not fit beside the model's own, which is told on `console`.
+    ///
+    /// # Errors
+    /// [`BadInput`](crate::error::BadInput) when there are none, or of another architecture.
+    pub fn weights_of(&self, folder: &Path, console: &Console) -> Result<Parameters> {
+        let source = ModelSource::from_folder(&model_folder(folder)?)?;
+        let same = Config {
+            max_position_embeddings: self.model.config.max_position_embeddings,
+            ..source.config.clone()
+        };
+        if source.weights.is_none() || same != self.model.config {
+            return Err(bad_input!(
+                "{}: holds no weights of this architecture; name a folder of the same model at another step",
+                folder.display()
+            ));
+        }
+        let streamed = available().is_some_and(|available| source.resident_bytes() > available.bytes);
+        if streamed {
+            console
+                .print(&format!("warning: {}: each layer is read whenever it is its turn", folder.display()));
+        }
+        let none_learns = vec![false; self.trainable.len()];
+        source.parameters(self.recipe(), &none_learns, Intent::CheckMismatch, streamed, console)
     }
 
     /// What the arms change in the training forward.

@@ -131,7 +131,9 @@ impl Watch {
         if share >= best / 2.0 || best - share <= FALL_ERRORS_MIN * error {
             return None;
         }
-        self.best = Some((share, all, step));
+        // What comes after is measured against itself, once this fall has left the window.
+        self.window.clear();
+        self.best = None;
         Some(format!(
             "the success fell from {} (the {WINDOW_STEPS} steps to {best_step}) to {}; look at actor/grad_norm, actor/entropy, \
              response_length/mean and mismatch/log_ppl_abs_diff_max since then, and try a lower train.optimizer.lr",

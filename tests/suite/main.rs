@@ -1,5 +1,6 @@
 //! The integration tests: one binary, one module a room.
 
+mod against;
 mod answer_texts;
 mod commands;
 mod commands_eval;

@@ -12,7 +12,6 @@ use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
 use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
-use rloss::model::stored_layers::StoredLayers;
 use rloss::recipe::Arms;
 use rloss::train::batch::MicroBatch;
 use rloss::train::forward_backward::{HeadGradient, Pass, PassSettings};
@@ -20,10 +19,14 @@ use std::path::Path;
 use std::sync::Arc;
 use tempfile::TempDir;
 
-const SETTINGS: PassSettings =
-    PassSettings { recompute_layers: true, temperature: 0.8, load_balance: 0.0, forward: PLAIN };
-const PLAIN: ForwardOptions =
-    ForwardOptions { sinks: true, sink_gradient: true, router_noise: None, mantissa_bits: None };
+fn settings() -> PassSettings {
+    PassSettings {
+        recompute_layers: true,
+        temperature: 0.8,
+        load_balance: 0.0,
+        forward: ForwardOptions::default(),
+    }
+}
 
 /// A folder of a random model in `form`, in shards of up to `shard_bytes`.
 fn folder(config: &Config, form: Form, shard_bytes: u64) -> TempDir {
@@ -73,7 +76,7 @@ fn forward_prefill_and_decode_have_the_bits_of_the_decoded_model() {
             let batch = &MicroBatch::split(&sequences, usize::MAX)[0];
             let results = [&plain, &packed].map(|parameters| {
                 let weights = &parameters.frozen().unwrap();
-                let pass = Pass { model: &model, weights, batch, settings: SETTINGS };
+                let pass = Pass { model: &model, weights, batch, settings: settings() };
                 let policy = PolicyView::plain(&model, parameters).unwrap();
                 let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
                 (
@@ -111,7 +114,7 @@ fn gradients_through_packed_weights_have_the_bits_of_the_decoded_model() {
             Ok(HeadGradient { log_probs: vec![-1.0 / n as f32; n], entropies: vec![0.01; n] })
         };
         for recompute_layers in [false, true] {
-            let settings = PassSettings { recompute_layers, ..SETTINGS };
+            let settings = PassSettings { recompute_layers, ..settings() };
             let [expected, found]: [Gradients; 2] = [&mut plain, &mut packed].map(|parameters| {
                 parameters.learn(&marks).unwrap();
                 learned(parameters, (&model, batch, settings), |pass| pass.forward_backward(&objective))
@@ -136,8 +139,7 @@ fn layers_that_stay_on_disk_compute_the_same_bits() {
         let folder = folder(&config, form, SHARD_BYTES_MAX);
         let resident = held(folder.path(), &config, &|_| false).unwrap();
         let files = Arc::new(ModelFolder::open(folder.path(), &config).unwrap());
-        let layers = StoredLayers { files, config: config.clone(), roundings: vec![] };
-        let stored = Parameters::with_stored_layers(&config, layers).unwrap();
+        let stored = Parameters::with_stored_layers(&config, files, vec![]).unwrap();
         assert_eq!(stored.bytes(), resident.bytes());
         assert!(stored.of_place(1).is_err(), "a layer's tensor is not in memory");
         let model = Model::new(config.clone(), config.max_position_embeddings);

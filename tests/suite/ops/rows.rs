@@ -90,7 +90,7 @@ fn swiglu_clamps_gate_above_and_up_on_both_sides() {
     check(
         "swiglu",
         &[&x],
-        |v| ops::swiglu(v[0], limit).unwrap(),
+        |v| ops::swiglu(v[0], limit, 1.702).unwrap(),
         |v| {
             let pairs = v[0].chunks_exact(2);
             pairs
