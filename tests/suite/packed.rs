@@ -3,6 +3,7 @@
 use crate::model_files;
 use crate::tiny::{self, Gradients, learned, load};
 use rloss::error::BadInput;
+use rloss::mismatch::causes::{Cause, list::causes, variant::Variant};
 use rloss::model::config::{Config, Form};
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::held::Loaded;
@@ -175,6 +176,36 @@ fn arms_round_packed_weights_as_they_round_decoded_ones() {
             });
             assert_eq!(expected, found, "{form:?}, {arms:?}");
         }
+    }
+}
+
+/// What `check-mismatch --against` computes to name a mistake that lies in the weights.
+#[test]
+fn mistakes_in_weights_are_the_same_of_packed_and_of_stored_ones() {
+    for (config, form) in cases() {
+        let folder = folder(&config, form, SHARD_BYTES_MAX);
+        let plain = Parameters::new(&config, load(folder.path(), &config).unwrap()).unwrap();
+        let packed = held(folder.path(), &config, &|_| false).unwrap();
+        let files = Arc::new(ModelFolder::open(folder.path(), &config).unwrap());
+        let stored = Parameters::with_stored_layers(&config, files, vec![]).unwrap();
+        let sequences = tiny::sequences(config.vocab_size, &[40], 4);
+        let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
+        let of = |parameters: &Parameters, causes: &[Cause]| {
+            let variant = Variant::of(&config, causes);
+            let model = variant.model(config.max_position_embeddings);
+            variant.policy(&model, parameters, None).unwrap().prefill(&tokens, 1.0).unwrap()
+        };
+        let right = of(&plain, &[]);
+        let in_weights = |cause: &Cause| !Variant::of(&config, &[*cause]).weights.is_empty();
+        let mut moved = 0;
+        for cause in causes(&config, false).into_iter().filter(in_weights) {
+            let expected = of(&plain, &[cause]);
+            moved += usize::from(expected != right);
+            for parameters in [&packed, &stored] {
+                assert_eq!(expected, of(parameters, &[cause]), "{form:?}, {}", cause.words());
+            }
+        }
+        assert!(moved > 15, "{moved} mistakes show");
     }
 }
 
