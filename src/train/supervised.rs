@@ -39,7 +39,13 @@ impl Rendering<'_> {
     /// When a message cannot be rendered or the whole is longer than the context.
     pub fn demonstration(&self, demonstration: &Demonstration) -> Result<Sequence> {
         let messages: Vec<Message> = self.preamble.iter().chain(&demonstration.messages).cloned().collect();
-        self.conversation(&messages, "a demonstration")
+        let place = match self.preamble.is_empty() {
+            true => "a demonstration",
+            false => {
+                "a demonstration after the messages of [harmony], which system_message = false takes away"
+            }
+        };
+        self.conversation(&messages, place)
     }
 
     fn conversation(&self, messages: &[Message], place: &str) -> Result<Sequence> {
