@@ -43,6 +43,7 @@ pub fn model(shape: Shape) -> (Model, Parameters) {
         rope: Rope { theta: 10_000.0, yarn: None },
         rms_norm_eps: 1e-5,
         swiglu_limit: 7.0,
+        tie_word_embeddings: false,
         max_position_embeddings: 4096,
         bos_token_id: None,
         eos_token_ids: vec![6],

@@ -10,8 +10,9 @@ eager experts: the default expert path refuses sizes that are no multiple of 16 
 Each model folder in tests/fixtures/ holds what save_pretrained writes and
     rows.json             rows {"tokens", "mask"}; mask 1 = the token is predicted from those before it and counts
                           in the loss; loss = mean cross-entropy over all counted tokens of all rows;
-                          logprobs, one a token (0 for the first); sgd_lr
-    expected.safetensors  logits.N [tokens, vocabulary] of row N; grad.NAME; sgd.NAME, the weight after one step
+                          logprobs, one a token (0 for the first); sgd_lr; in parity.py's cases also adamw
+    expected.safetensors  logits.N [tokens, vocabulary] of row N; grad.NAME; sgd.NAME and, if asked for, adamw.NAME, the
+                          weight after one step
 """
 
 import argparse
@@ -23,10 +24,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import GptOssConfig, GptOssForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen2Config
 
 FIXTURES = Path(__file__).resolve().parent.parent / "tests" / "fixtures"
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+CONFIGS = {"gpt_oss": GptOssConfig, "qwen2": Qwen2Config}
 ROUTER_MARGIN_MIN = 1e-5
 # The gradient jumps where a gate or up value meets its clamp.
 CLAMP_MARGIN_MIN = 3e-6
@@ -52,11 +54,11 @@ MODELS = {
 ROW_LENGTHS = [2, 17, 45]
 
 
-def random_model(sizes, generator):
+def random_model(sizes, generator, family="gpt_oss"):
     """A model whose every tensor is random and matters."""
     # No pad token: nn.Embedding gives that row no gradient.
-    config = GptOssConfig(**sizes, tie_word_embeddings=False, eos_token_id=2)
-    model = GptOssForCausalLM._from_config(config, dtype=torch.float32, **EAGER)
+    config = CONFIGS[family](**({"tie_word_embeddings": False} | sizes), eos_token_id=2)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **EAGER)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             tensor.normal_(generator=generator)
@@ -68,7 +70,7 @@ def random_model(sizes, generator):
                 tensor.mul_(0.2)
             elif "experts" in name:  # [experts, in, out]
                 tensor.mul_(tensor.shape[1] ** -0.5)
-            elif "embed" not in name:  # [out, in]
+            elif "embed" not in name or config.tie_word_embeddings:  # [out, in]
                 tensor.mul_(tensor.shape[1] ** -0.5)
     return model.eval()
 
@@ -77,6 +79,8 @@ def margins(model, tokens):
     """The smallest gap, over tokens and layers, between the last expert chosen and the first one left out; and the
     smallest distance of a gate or up value from its clamp."""
     clamp = float("inf")
+    if model.config.model_type != "gpt_oss":
+        return clamp, clamp
 
     def watch(experts):
         def apply_gate(gate_up):
@@ -127,9 +131,9 @@ def masked_loss(model, rows):
     return logits, logprobs, loss
 
 
-def write_model(folder, sizes, row_lengths, sgd_lr, generator):
+def write_model(folder, sizes, row_lengths, sgd_lr, generator, family="gpt_oss", adamw=None):
     """A random model and what PyTorch computes on it; returns how many rows were drawn again, by reason."""
-    model = random_model(sizes, generator)
+    model = random_model(sizes, generator, family)
     model.save_pretrained(folder)
 
     redrawn = Counter()
@@ -139,8 +143,15 @@ def write_model(folder, sizes, row_lengths, sgd_lr, generator):
 
     expected = {f"logits.{i}": row.detach().contiguous() for i, row in enumerate(logits)}
     expected |= {f"grad.{key}": tensor.grad.clone() for key, tensor in model.named_parameters()}
+    before = {key: tensor.detach().clone() for key, tensor in model.named_parameters()}
     torch.optim.SGD(model.parameters(), lr=sgd_lr).step()
-    expected |= {f"sgd.{key}": tensor.detach() for key, tensor in model.named_parameters()}
+    expected |= {f"sgd.{key}": tensor.detach().clone() for key, tensor in model.named_parameters()}
+    if adamw:
+        with torch.no_grad():
+            for key, tensor in model.named_parameters():
+                tensor.copy_(before[key])
+        torch.optim.AdamW(model.parameters(), **adamw).step()
+        expected |= {f"adamw.{key}": tensor.detach() for key, tensor in model.named_parameters()}
     save_file(expected, folder / "expected.safetensors")
     content = {
         "rows": [{"tokens": tokens.tolist(), "mask": mask.tolist()} for tokens, mask in rows],
@@ -148,6 +159,8 @@ def write_model(folder, sizes, row_lengths, sgd_lr, generator):
         "loss": loss.item(),
         "sgd_lr": sgd_lr,
     }
+    if adamw:
+        content["adamw"] = adamw
     (folder / "rows.json").write_text(json.dumps(content) + "\n")
     return redrawn
 
@@ -198,7 +211,7 @@ def write_mxfp4(generator):
 
 def check(folder, rows):
     """Logits of each row of `rows` by transformers from `folder`, and the names it missed or did not expect."""
-    model, report = GptOssForCausalLM.from_pretrained(
+    model, report = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True, **EAGER
     )
     model.eval()
@@ -212,7 +225,7 @@ def check(folder, rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", metavar="FOLDER", type=Path, help="load FOLDER in GptOssForCausalLM, print logits")
+    parser.add_argument("--check", metavar="FOLDER", type=Path, help="load FOLDER in transformers, print logits")
     parser.add_argument("--rows", type=Path, help='JSON lines {"tokens": [...]} for --check; default: a short row')
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -13,6 +13,7 @@
 #![warn(clippy::unimplemented, clippy::unwrap_used)]
 
 pub mod atomic_file;
+pub mod chat;
 pub mod choice;
 pub mod cli;
 pub mod commands;
@@ -33,3 +34,4 @@ pub mod tasks;
 pub mod train;
 pub mod trainer;
 pub mod trajectory;
+pub mod vocabulary;

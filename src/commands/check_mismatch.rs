@@ -76,11 +76,11 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     let plan = args.plan(&[])?;
     let rows = arms::rows(args.arms.as_deref().unwrap_or_default(), &plan.recipe.arms);
     let rows = if args.arms.is_some() { rows } else { vec![] };
-    let arms: Vec<(String, Arms)> = rows
-        .into_iter()
-        .map(|row| Ok((row.name, args.plan(&row.sets)?.recipe.arms)))
-        .collect::<Result<_>>()?;
+    let arms: Vec<(String, Plan)> =
+        rows.into_iter().map(|row| Ok((row.name, args.plan(&row.sets)?))).collect::<Result<_>>()?;
     let bench = Workbench::open(plan)?;
+    arms.iter().try_for_each(|(_, plan)| bench.check_family(plan))?;
+    let arms: Vec<(String, Arms)> = arms.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();
     let (lines, verdict, code) = match &args.against {
         Some(file) => check_against(&bench, file)?,
         None => check_arms(&bench, &arms)?,
@@ -100,7 +100,7 @@ fn check_against(bench: &Workbench, file: &Path) -> Result<(Vec<Line>, String, u
         eprintln!("error: {}", sanitize_terminal(bad));
     }
     let tokens = bench.recipe().train.micro_batch_tokens;
-    let compared = against::compare(reference(bench), &bench.tokenizer, &found.rows, tokens, clip(bench))?;
+    let compared = against::compare(reference(bench), &bench.chat, &found.rows, tokens, clip(bench))?;
     println!("{}", gaps_table("link", &compared.lines));
     let code = if found.bad.is_empty() { EXIT_DONE } else { EXIT_BAD_INPUT };
     Ok((compared.lines, compared.verdict, code))

@@ -4,7 +4,8 @@ use super::compare::Gap;
 use super::explain::{Explanation, Observed, Reference};
 use super::output::Line;
 use crate::bad_input;
-use crate::harmony::{HarmonyTokenizer, ParseMode, StreamParser};
+use crate::chat::Chat;
+use crate::model::config::LayerType;
 use crate::train::batch::{MicroBatch, Sequence};
 use anyhow::Result;
 use serde::Deserialize;
@@ -129,7 +130,7 @@ pub struct Comparison {
 /// [`crate::error::BadInput`] when no row holds a log-prob after its first token.
 pub fn compare(
     reference: Reference,
-    tokenizer: &HarmonyTokenizer,
+    chat: &Chat,
     rows: &[Row],
     micro_batch_tokens: usize,
     clip: (f64, f64),
@@ -142,19 +143,22 @@ pub fn compare(
     }
     let explanation = reference.explain(&observed)?;
     let targets = targets(&observed);
-    let window = reference.model.config.sliding_window;
+    let config = &reference.model.config;
+    let window = config.sliding_window;
     let mut lines = vec![];
-    for (name, keep) in [
-        ("rollout_equals_training", Box::new(|_| true) as Box<dyn Fn(usize) -> bool>),
-        ("… positions within the window", Box::new(|position| position <= window)),
-        ("… positions past the window", Box::new(|position| position > window)),
-    ] {
-        lines.extend(line(name, &*keep, &targets, &observed, &explanation, clip)?);
+    let parts: [(_, &dyn Fn(usize) -> bool); 3] = [
+        ("rollout_equals_training", &|_| true),
+        ("… positions within the window", &|position| position <= window),
+        ("… positions past the window", &|position| position > window),
+    ];
+    let slides = config.layer_types.contains(&LayerType::Sliding);
+    for (name, keep) in parts.into_iter().take(if slides { 3 } else { 1 }) {
+        lines.extend(line(name, keep, &targets, &observed, &explanation, clip)?);
     }
     if let Some(first) = lines.first_mut() {
         first.cause = Some(explanation.cause.words());
     }
-    let verdict = verdict(&explanation, &ill_formed(tokenizer, rows_of_batches));
+    let verdict = verdict(&explanation, chat.name(), &ill_formed(chat, rows_of_batches));
     Ok(Comparison { lines, verdict, explanation })
 }
 
@@ -221,21 +225,16 @@ fn line(
     Ok(Some(Line { name: name.to_owned(), metrics, cause: None }))
 }
 
-/// Rows that are no well-formed Harmony conversation, with the reason. A row of one token says nothing.
-fn ill_formed(tokenizer: &HarmonyTokenizer, rows: Vec<&Row>) -> Vec<(usize, String)> {
-    let check = |row: &Row| -> Result<()> {
-        let mut parser = StreamParser::new(tokenizer, None, ParseMode::Strict);
-        row.tokens.iter().try_for_each(|&token| parser.push(token))?;
-        parser.finish().map(drop)
-    };
+/// Rows that are no well-formed conversation, with the reason. A row of one token says nothing.
+fn ill_formed(chat: &Chat, rows: Vec<&Row>) -> Vec<(usize, String)> {
     let longer = rows.into_iter().filter(|row| row.tokens.len() > 1);
     let mut found: Vec<_> =
-        longer.filter_map(|row| Some((row.line, format!("{:#}", check(row).err()?)))).collect();
+        longer.filter_map(|row| Some((row.line, format!("{:#}", chat.check(&row.tokens).err()?)))).collect();
     found.sort();
     found
 }
 
-fn verdict(explanation: &Explanation, ill_formed: &[(usize, String)]) -> String {
+fn verdict(explanation: &Explanation, template: &str, ill_formed: &[(usize, String)]) -> String {
     let Explanation { cause, gap, left, bf16_gap, .. } = explanation;
     let mut text = format!("{}. Median |Δlogp| {gap:.2e}", cause.words());
     if left < gap {
@@ -245,7 +244,7 @@ fn verdict(explanation: &Explanation, ill_formed: &[(usize, String)]) -> String 
     if let Some((row, what)) = ill_formed.first() {
         let count = ill_formed.len();
         text.push_str(&format!(
-            " Rows that are no well-formed Harmony conversation: {count} (the first is row {row}: {what})."
+            " Rows that are no well-formed {template} conversation: {count} (the first is row {row}: {what})."
         ));
     }
     text

@@ -120,8 +120,10 @@ impl Reference<'_> {
         let mut weigh = |cause, log_probs: Vec<f32>| {
             hypotheses.push((cause, median_gap(&observed.log_probs, &log_probs)));
         };
-        let no_sinks = ForwardOptions { sinks: false, ..plain };
-        weigh(Cause::NoSinks, self.computed(self.model, &arms, no_sinks, observed)?);
+        if self.model.config.family.has_sinks() {
+            let no_sinks = ForwardOptions { sinks: false, ..plain };
+            weigh(Cause::NoSinks, self.computed(self.model, &arms, no_sinks, observed)?);
+        }
         for (cause, model) in self.other_models() {
             weigh(cause, self.computed(&model, &arms, plain, observed)?);
         }
@@ -132,7 +134,8 @@ impl Reference<'_> {
         }
         weigh(Cause::Bf16, rounded);
         let config = &self.model.config;
-        if config.hidden_size.is_multiple_of(32) && config.intermediate_size.is_multiple_of(32) {
+        let blocks = config.hidden_size.is_multiple_of(32) && config.intermediate_size.is_multiple_of(32);
+        if config.family.has_experts() && blocks {
             let mxfp4 = Arms { rollout_mxfp4: true, ..arms.clone() };
             weigh(Cause::Mxfp4, self.computed(self.model, &mxfp4, plain, observed)?);
         }

@@ -37,7 +37,7 @@ pub use harmony::{Harmony, ReasoningEffort};
 pub use interpreter::{Interpreter, InterpreterKind, InterpreterState};
 pub use logging::Logging;
 pub use mistake::{Mistake, Mistakes, Place};
-pub use model::{Architecture, Dtype, Init, Model, Tokenizer, Yarn};
+pub use model::{Architecture, Dtype, Family, Init, Model, Tokenizer, Yarn};
 pub use optimizer::{Optimizer, OptimizerKind, Schedule};
 pub use parallel::Parallel;
 pub use plan::{Plan, resolve, resume_differences, set_key};

@@ -2,11 +2,11 @@
 
 use crate::tiny;
 use rloss::choice::Choice;
-use rloss::harmony::HarmonyTokenizer;
 use rloss::mismatch::against::{self, Row};
 use rloss::mismatch::explain::{Cause, Observed, Reference};
 use rloss::mismatch::measure::Measure;
 use rloss::mismatch::output::Line;
+use rloss::model::family::Family;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
@@ -47,7 +47,7 @@ impl World {
         let rollout = Rollout {
             threads: &self.threads,
             policy: &PolicyView::rollout(&self.model, &self.parameters, arms, recipe.train.seed).unwrap(),
-            tokenizer: &HarmonyTokenizer::embedded().unwrap(),
+            chat: &Family::GptOss.embedded_chat().unwrap(),
             task: task.as_ref(),
             interpreter: None,
             settings: &settings,
@@ -198,12 +198,12 @@ fn bad_rows_are_named_and_the_others_are_compared() {
     assert_eq!(found.bad.len(), 8);
 
     let world = World::new();
-    let tokenizer = HarmonyTokenizer::embedded().unwrap();
-    let compared = against::compare(world.reference(), &tokenizer, &found.rows, 1000, (0.2, 0.2)).unwrap();
+    let chat = Family::GptOss.embedded_chat().unwrap();
+    let compared = against::compare(world.reference(), &chat, &found.rows, 1000, (0.2, 0.2)).unwrap();
     assert_eq!(value(&compared.lines[0], "mismatch/tokens"), 3.0);
     assert!(!compared.verdict.contains("Harmony"), "{}", compared.verdict);
     let noise = Row { line: 4, tokens: vec![40, 41], log_probs: vec![None, Some(-1.0)], temperature: 1.0 };
-    let compared = against::compare(world.reference(), &tokenizer, &[noise], 1000, (0.2, 0.2)).unwrap();
+    let compared = against::compare(world.reference(), &chat, &[noise], 1000, (0.2, 0.2)).unwrap();
     assert!(compared.verdict.contains("no well-formed Harmony conversation: 1 (the first is row 4"));
 
     std::fs::write(&file, "{}\n").unwrap();

@@ -7,6 +7,7 @@ mod tools;
 
 use crate::tiny;
 use anyhow::{Context, Result};
+use rloss::chat::Chat;
 use rloss::harmony::{HarmonyTokenizer, Message};
 use rloss::interpreter::{Interpreter, Reply, SessionId};
 use rloss::model::config::Config;
@@ -24,6 +25,7 @@ struct World {
     parameters: Parameters,
     policy: PolicyView<'static>,
     tokenizer: HarmonyTokenizer,
+    chat: Chat,
     threads: Threads,
     settings: RolloutSettings,
 }
@@ -47,7 +49,8 @@ impl World {
             step: 3,
             preamble: vec![],
         };
-        Self { parameters, policy, tokenizer, threads: Threads::new(threads).unwrap(), settings }
+        let chat = Chat::Harmony(tokenizer.clone());
+        Self { parameters, policy, tokenizer, chat, threads: Threads::new(threads).unwrap(), settings }
     }
 
     /// The quickstart's model, with room for long conversations.
@@ -59,7 +62,7 @@ impl World {
         Rollout {
             threads: &self.threads,
             policy: &self.policy,
-            tokenizer: &self.tokenizer,
+            chat: &self.chat,
             task,
             interpreter,
             settings: &self.settings,

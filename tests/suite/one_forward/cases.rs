@@ -62,6 +62,7 @@ fn base() -> Case {
             rope: Rope { theta: 10_000.0, yarn: Some(yarn) },
             rms_norm_eps: 1e-5,
             swiglu_limit: 7.0,
+            tie_word_embeddings: false,
             max_position_embeddings: 2048,
             bos_token_id: None,
             eos_token_ids: vec![6],
