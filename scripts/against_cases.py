@@ -24,7 +24,7 @@ import torch
 from transformers import GptOssForCausalLM, logging
 
 from make_fixtures import EAGER, random_model
-from parity import random_sizes
+from parity import random_gpt_oss
 
 ROOT = Path(__file__).resolve().parent.parent
 SPECIAL = ["<|pad|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>", "<|return|>"]
@@ -59,7 +59,7 @@ def tokenizer_json():
 
 def sizes_of(rng):
     """A configuration in which every mistake can show."""
-    sizes = random_sizes(rng) | dict(
+    sizes = random_gpt_oss(rng) | dict(
         vocab_size=272, hidden_size=rng.choice([36, 64, 100, 129]), head_dim=rng.choice([8, 16, 32]),
         num_hidden_layers=rng.randint(2, 4), max_position_embeddings=256, sliding_window=rng.choice([16, 31, 128]),
     )

@@ -51,7 +51,22 @@ MODELS = {
         rope_parameters=dict(rope_type="default", rope_theta=10000.0),
     ),
 }
+DENSE_MODELS = {
+    "qwen2": dict(
+        vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=24, max_position_embeddings=64, rms_norm_eps=1e-6,
+        rope_parameters=dict(rope_type="default", rope_theta=1000000.0),
+    ),
+    # Five query heads a KV head, a head_dim of its own, odd sizes.
+    "qwen2_tied": dict(
+        vocab_size=37, hidden_size=36, num_hidden_layers=3, num_attention_heads=10, num_key_value_heads=2, head_dim=6,
+        intermediate_size=51, max_position_embeddings=64, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+    ),
+}
 ROW_LENGTHS = [2, 17, 45]
+# A long step too; its eps is not small beside gradients, so that a step of one near 0 is no matter of its rounded sign.
+ADAMW = dict(lr=10.0, betas=(0.9, 0.99), eps=0.1, weight_decay=0.01)
 
 
 def random_model(sizes, generator, family="gpt_oss"):
@@ -165,6 +180,11 @@ def write_model(folder, sizes, row_lengths, sgd_lr, generator, family="gpt_oss",
     return redrawn
 
 
+def write_dense_models(generator):
+    for name, sizes in DENSE_MODELS.items():
+        write_model(FIXTURES / name, sizes, ROW_LENGTHS, SGD_LR, generator, "qwen2", ADAMW)
+
+
 def write_adamw(generator):
     """Ten steps of torch.optim.AdamW on given gradients of many magnitudes."""
     cases = []
@@ -232,13 +252,15 @@ def main():
     if arguments.check:
         lines = arguments.rows.read_text().splitlines() if arguments.rows else ['{"tokens": [1, 2, 3, 4, 5, 6, 7]}']
         return check(arguments.check, [json.loads(line) for line in lines if line.strip()])
-    shutil.rmtree(FIXTURES, ignore_errors=True)
-    FIXTURES.mkdir(parents=True)
+    for name in MODELS | DENSE_MODELS:
+        shutil.rmtree(FIXTURES / name, ignore_errors=True)
+    FIXTURES.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
     for name, sizes in MODELS.items():
         write_model(FIXTURES / name, sizes, ROW_LENGTHS, SGD_LR, generator)
     write_adamw(generator)
     write_mxfp4(generator)
+    write_dense_models(torch.Generator().manual_seed(1))
     return 0
 
 

@@ -33,7 +33,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, logging
 
-from make_fixtures import CLAMP_MARGIN_MIN, EAGER, ROUTER_MARGIN_MIN, masked_loss, write_model
+from make_fixtures import ADAMW, CLAMP_MARGIN_MIN, EAGER, ROUTER_MARGIN_MIN, masked_loss, write_model
 
 ROOT = Path(__file__).resolve().parent.parent
 TEST = "model::random_models_agree_with_transformers"
@@ -42,8 +42,6 @@ SAVED_BAR = 1e-5
 CANCELLATION_MAX = 2e-5
 # A step so long that the rounding of the weights is small beside it.
 SGD_LR = 10.0
-# The same; and an eps that is not small beside gradients, so that a step of one near 0 is no matter of its rounded sign.
-ADAMW = dict(lr=10.0, betas=(0.9, 0.99), eps=0.1, weight_decay=0.01)
 
 
 def random_rope(rng):

@@ -82,7 +82,10 @@ mod tests {
             mask: (0..n).map(|i| i >= 3).collect(),
             logprobs: vec![0.0; n],
             routes: vec![],
-            turns: calls.iter().map(|&call| Turn { start: 3, end: n, call }).collect(),
+            turns: calls
+                .iter()
+                .map(|call| Turn { start: 3, end: n, calls: call.iter().copied().collect() })
+                .collect(),
             outcome,
             reward,
             success: reward > 0.0,

@@ -6,7 +6,7 @@ use serde_json::ser::{Formatter, Serializer};
 use std::io::{self, Write};
 
 /// `value` on one line, with a blank after each comma and colon.
-pub(super) fn to_text(value: &Value) -> String {
+pub fn to_text(value: &Value) -> String {
     let mut bytes = Vec::new();
     // Writing to a vector cannot fail, and what is written is UTF-8.
     let _ = value.serialize(&mut Serializer::with_formatter(&mut bytes, Spaced));

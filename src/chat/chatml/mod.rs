@@ -11,6 +11,7 @@ mod system;
 mod turn;
 
 pub use file::messages_from_json;
+pub use json::to_text as json_text;
 pub use system::{PYTHON_DESCRIPTION, QWEN_IDENTITY, python_function, system_text};
 pub use turn::TurnParser;
 
