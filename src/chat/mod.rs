@@ -7,8 +7,8 @@
 pub mod chatml;
 
 use crate::harmony::{
-    self, HarmonyTokenizer, MaskedTokens, Message, ParseMode, ParsedCompletion, Problem, RenderOptions, Role,
-    StreamParser, TurnStep,
+    self, HarmonyTokenizer, MaskedTokens, Message, ParseMode, ParsedCompletion, RenderOptions, Role,
+    StreamParser, TurnProblem, TurnStep,
 };
 use crate::vocabulary::Vocabulary;
 use anyhow::Result;
@@ -110,10 +110,10 @@ impl Chat {
     }
 
     /// A reader of the tokens sampled after an opening.
-    pub fn turn_parser(&self) -> TurnParser {
+    pub fn turn_parser(&self) -> TurnReader {
         match self {
-            Chat::Harmony(tokenizer) => TurnParser::Harmony(harmony::TurnParser::new(tokenizer)),
-            Chat::ChatMl(chatml) => TurnParser::ChatMl(chatml.turn_parser()),
+            Chat::Harmony(tokenizer) => TurnReader::Harmony(harmony::TurnParser::new(tokenizer)),
+            Chat::ChatMl(chatml) => TurnReader::ChatMl(chatml.turn_parser()),
         }
     }
 
@@ -142,17 +142,17 @@ impl Chat {
 }
 
 /// Reads the tokens sampled after an opening, one by one. It never fails.
-pub enum TurnParser {
+pub enum TurnReader {
     Harmony(harmony::TurnParser),
-    ChatMl(chatml::TurnParser),
+    ChatMl(chatml::ChatMlTurn),
 }
 
-impl TurnParser {
+impl TurnReader {
     /// Reads the next token.
     pub fn push(&mut self, token: u32) -> TurnStep {
         match self {
-            TurnParser::Harmony(parser) => parser.push(token),
-            TurnParser::ChatMl(parser) => parser.push(token),
+            TurnReader::Harmony(parser) => parser.push(token),
+            TurnReader::ChatMl(parser) => parser.push(token),
         }
     }
 
@@ -161,13 +161,13 @@ impl TurnParser {
     /// the first at least one is [`Call::Ready`], after the second none.
     pub fn calls(&self) -> Vec<Call> {
         match self {
-            TurnParser::Harmony(parser) => match (parser.call(), parser.problem()) {
+            TurnReader::Harmony(parser) => match (parser.call(), parser.problem()) {
                 (Some(call), _) => vec![Call::Ready(call.clone())],
                 (None, problem) => {
-                    let problem = problem.cloned().unwrap_or(Problem::Truncated);
+                    let problem = problem.cloned().unwrap_or(TurnProblem::Truncated);
                     let reply = problem.reply();
                     let recipient = match problem {
-                        Problem::CallNotClosed { recipient } | Problem::EmptyCall { recipient } => {
+                        TurnProblem::CallNotClosed { recipient } | TurnProblem::EmptyCall { recipient } => {
                             Some(recipient)
                         }
                         _ => None,
@@ -175,18 +175,18 @@ impl TurnParser {
                     vec![Call::Malformed { recipient, reply }]
                 }
             },
-            TurnParser::ChatMl(parser) => parser.calls().to_vec(),
+            TurnReader::ChatMl(parser) => parser.calls().to_vec(),
         }
     }
 
     /// The turn's messages as far as it was read, all of role assistant.
     pub fn finish(self) -> Vec<Message> {
         match self {
-            TurnParser::Harmony(parser) => {
+            TurnReader::Harmony(parser) => {
                 let ParsedCompletion { messages, .. } = parser.finish();
                 messages
             }
-            TurnParser::ChatMl(parser) => parser.finish(),
+            TurnReader::ChatMl(parser) => parser.finish(),
         }
     }
 }

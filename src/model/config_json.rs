@@ -4,10 +4,11 @@
 //! `experts_per_token`) and the newer one (`rope_parameters`, `dtype`, `num_experts_per_tok`). Where a
 //! file speaks both, they must agree. What is written loads under both. Keys that only one family has are read for it alone.
 
-use super::config::{Config, Form, LayerType, Rope, SIZE_MAX, SWIGLU_ALPHA, Yarn};
+use super::config::{Config, Form, LayerType, Rope, SIZE_MAX, SWIGLU_ALPHA};
 use super::family::Family;
 use crate::bad_input;
 use crate::choice::Choice;
+use crate::recipe::Yarn;
 use anyhow::Result;
 use serde_json::{Map, Value, json};
 

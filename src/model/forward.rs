@@ -132,7 +132,7 @@ impl Model {
     fn attention(
         &self,
         index: usize,
-        weights: &layer::Attention,
+        weights: &layer::AttentionWeights,
         h: &Tensor,
         rows: &mut Rows,
         options: &ForwardOptions,

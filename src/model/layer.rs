@@ -48,7 +48,7 @@ impl Projection {
 
 /// Attention's tensors.
 #[derive(Clone)]
-pub struct Attention {
+pub struct AttentionWeights {
     pub q: Projection,
     pub k: Projection,
     pub v: Projection,
@@ -85,7 +85,7 @@ pub enum FeedForward {
 #[derive(Clone)]
 pub struct Layer {
     pub input_norm: Parameter,
-    pub attention: Attention,
+    pub attention: AttentionWeights,
     pub post_attention_norm: Parameter,
     pub feed_forward: FeedForward,
 }
@@ -93,10 +93,10 @@ pub struct Layer {
 impl Layer {
     /// The same, not learning.
     pub fn without_gradient(&self) -> Self {
-        let Attention { q, k, v, o, sinks } = &self.attention;
+        let AttentionWeights { q, k, v, o, sinks } = &self.attention;
         Self {
             input_norm: self.input_norm.without_gradient(),
-            attention: Attention {
+            attention: AttentionWeights {
                 q: q.without_gradient(),
                 k: k.without_gradient(),
                 v: v.without_gradient(),

@@ -1,8 +1,8 @@
 //! Dense Qwen2 and Qwen2.5: the names and shapes of a layer's tensors, and the layer made of them.
 
 use super::config::Config;
-use super::layer::{Attention, FeedForward, Gated, Layer, Projection};
-use super::names::{LayerSpecs, ParameterSpec, Role};
+use super::layer::{AttentionWeights, FeedForward, Gated, Layer, Projection};
+use super::names::{LayerSpecs, ParameterSpec, TensorRole};
 use crate::ops::Parameter;
 use anyhow::Result;
 
@@ -14,16 +14,16 @@ pub(super) fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
     let i = config.intermediate_size;
     let mut specs = LayerSpecs::new(layer);
     let mut push = |name: &str, role, shape: &[usize]| specs.push(name, role, shape);
-    push("input_layernorm.weight", Role::Norm, &[h]);
+    push("input_layernorm.weight", TensorRole::Norm, &[h]);
     for (name, out) in [("q_proj", q), ("k_proj", k), ("v_proj", k)] {
-        push(&format!("self_attn.{name}.weight"), Role::InputProjection, &[out, h]);
-        push(&format!("self_attn.{name}.bias"), Role::Bias, &[out]);
+        push(&format!("self_attn.{name}.weight"), TensorRole::InputProjection, &[out, h]);
+        push(&format!("self_attn.{name}.bias"), TensorRole::Bias, &[out]);
     }
-    push("self_attn.o_proj.weight", Role::OutputProjection, &[h, q]);
-    push("post_attention_layernorm.weight", Role::Norm, &[h]);
-    push("mlp.gate_proj.weight", Role::InputProjection, &[i, h]);
-    push("mlp.up_proj.weight", Role::InputProjection, &[i, h]);
-    push("mlp.down_proj.weight", Role::OutputProjection, &[h, i]);
+    push("self_attn.o_proj.weight", TensorRole::OutputProjection, &[h, q]);
+    push("post_attention_layernorm.weight", TensorRole::Norm, &[h]);
+    push("mlp.gate_proj.weight", TensorRole::InputProjection, &[i, h]);
+    push("mlp.up_proj.weight", TensorRole::InputProjection, &[i, h]);
+    push("mlp.down_proj.weight", TensorRole::OutputProjection, &[h, i]);
     specs.into_vec()
 }
 
@@ -39,7 +39,7 @@ pub(super) fn layer(layer: usize, find: &dyn Fn(&str) -> Result<Parameter>) -> R
     };
     Ok(Layer {
         input_norm: tensor("input_layernorm.weight")?,
-        attention: Attention {
+        attention: AttentionWeights {
             q: biased("self_attn.q_proj")?,
             k: biased("self_attn.k_proj")?,
             v: biased("self_attn.v_proj")?,

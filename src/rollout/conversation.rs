@@ -14,8 +14,8 @@
 
 use super::Rollout;
 use super::prompt::Rendered;
-use super::sampler::Place;
-use crate::chat::{Call, Chat, PYTHON, TurnParser};
+use super::sampler::SampledPlace;
+use crate::chat::{Call, Chat, PYTHON, TurnReader};
 use crate::harmony::{Message, TurnEnd, TurnStep};
 use crate::interpreter::{Interpreter, SessionId};
 use crate::ops::logits::Drawn;
@@ -90,7 +90,7 @@ pub(super) struct Conversation<'a> {
     turns: Vec<Turn>,
     turn_start: usize,
     sampled: usize,
-    parser: TurnParser,
+    parser: TurnReader,
     rng: ChaCha8Rng,
     /// Messages after the prompt.
     messages: Vec<Message>,
@@ -147,8 +147,8 @@ impl<'a> Conversation<'a> {
     }
 
     /// Where the next token stands.
-    pub(super) fn place(&self) -> Place {
-        Place {
+    pub(super) fn place(&self) -> SampledPlace {
+        SampledPlace {
             prompt: self.prompt,
             sample: self.sample,
             turn: self.turns.len() as u64,

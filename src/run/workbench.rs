@@ -7,7 +7,7 @@ use crate::chat::Chat;
 use crate::error::BadInput;
 use crate::harmony::Message;
 use crate::interpreter::{self, CPython, Embedded, Interpreter};
-use crate::model::config::{Config, Rope, Yarn};
+use crate::model::config::{Config, Rope};
 use crate::model::forward::{ForwardOptions, Model};
 use crate::model::init::{InitSettings, init};
 use crate::model::load::{load, weights_present};
@@ -282,13 +282,6 @@ fn model_folder(path: &Path) -> Result<PathBuf> {
 
 /// What the recipe's architecture says; keys of another family are left out.
 fn config_of(a: &Architecture, chat: &Chat) -> Config {
-    let yarn = a.yarn.as_ref().map(|y| Yarn {
-        factor: y.factor,
-        original_max_position_embeddings: y.original_max_position_embeddings,
-        beta_fast: y.beta_fast,
-        beta_slow: y.beta_slow,
-        truncate: y.truncate,
-    });
     let (family, experts) = (a.model_type, a.model_type.has_experts());
     Config {
         family,
@@ -303,7 +296,7 @@ fn config_of(a: &Architecture, chat: &Chat) -> Config {
         num_experts_per_tok: if experts { a.num_experts_per_tok } else { 0 },
         sliding_window: if experts { a.sliding_window } else { 0 },
         layer_types: family.layer_types(a.num_hidden_layers),
-        rope: Rope { theta: a.rope_theta, yarn },
+        rope: Rope { theta: a.rope_theta, yarn: a.yarn.clone() },
         rms_norm_eps: a.rms_norm_eps,
         swiglu_limit: if experts { a.swiglu_limit } else { 0.0 },
         tie_word_embeddings: a.tie_word_embeddings,

@@ -40,7 +40,7 @@ impl Trainer {
         critic: &mut Critic,
     ) -> Result<Metrics> {
         let train = &self.bench.plan.recipe.train;
-        let recipe::Critic { minibatches, epochs, .. } = critic.settings;
+        let recipe::CriticConfig { minibatches, epochs, .. } = critic.settings;
         let mut means = Accumulator::new();
         for epoch in 0..epochs as u64 {
             for indices in experience.minibatches(minibatches, train.seed, step, epoch) {

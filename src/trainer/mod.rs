@@ -101,7 +101,11 @@ impl Trainer {
     }
 
     /// A fresh optimizer, or the one of the checkpoint, whose weights it writes into the model.
-    fn optimizer(&mut self, settings: &recipe::Optimizer, point: Option<&ResumePoint>) -> Result<Optimizer> {
+    fn optimizer(
+        &mut self,
+        settings: &recipe::OptimizerConfig,
+        point: Option<&ResumePoint>,
+    ) -> Result<Optimizer> {
         let bench = &mut self.bench;
         let round = bench.plan.recipe.model.dtype == Dtype::Bf16;
         let mut optimizer = Optimizer::new(settings, &mut bench.parameters, round)?;

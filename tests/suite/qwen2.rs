@@ -3,7 +3,7 @@
 use crate::data;
 use crate::model_files::refused;
 use crate::tiny::{self, Gradients, values};
-use rloss::model::config::{Config, Form, LayerType, Yarn};
+use rloss::model::config::{Config, Form, LayerType};
 use rloss::model::family::Family;
 use rloss::model::forward::ForwardOptions;
 use rloss::model::load::{ModelFolder, load};
@@ -11,6 +11,7 @@ use rloss::model::names::{ParameterSpec, parameter_count, parameter_specs, value
 use rloss::model::parameters::Parameters;
 use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::ops::threads::Threads;
+use rloss::recipe::Yarn;
 use rloss::train::accumulate::Learner;
 use rloss::train::batch::MicroBatch;
 use rloss::train::forward_backward::{HeadGradient, PassSettings};

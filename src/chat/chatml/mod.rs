@@ -13,7 +13,7 @@ mod turn;
 pub use file::messages_from_json;
 pub use json::to_text as json_text;
 pub use system::{PYTHON_DESCRIPTION, QWEN_IDENTITY, python_function, system_text};
-pub use turn::TurnParser;
+pub use turn::ChatMlTurn;
 
 use crate::harmony::Role;
 use crate::vocabulary::{Vocabulary, embedded_json};
@@ -89,8 +89,8 @@ impl ChatMl {
     }
 
     /// A reader of the tokens sampled after `<|im_start|>assistant` and its line break.
-    pub fn turn_parser(&self) -> TurnParser {
-        TurnParser::new(self)
+    pub fn turn_parser(&self) -> ChatMlTurn {
+        ChatMlTurn::new(self)
     }
 
     /// Whether `tokens` are turns, each of a role that there is; the last one may be unfinished.

@@ -12,7 +12,7 @@ use serde_json::Value;
 const COMMENTARY: &str = "commentary";
 
 /// Reads the tokens sampled after `<|im_start|>assistant` and its line break.
-pub struct TurnParser {
+pub struct ChatMlTurn {
     chat: ChatMl,
     bytes: Vec<u8>,
     /// What keeps the turn's calls from being run, whatever they say.
@@ -22,7 +22,7 @@ pub struct TurnParser {
     over: Option<TurnEnd>,
 }
 
-impl TurnParser {
+impl ChatMlTurn {
     pub(super) fn new(chat: &ChatMl) -> Self {
         let (bytes, messages, calls) = (vec![], vec![], vec![]);
         Self { chat: chat.clone(), bytes, flaw: None, messages, calls, over: None }
