@@ -11,6 +11,8 @@
     clippy::undocumented_unsafe_blocks
 )]
 #![warn(clippy::unimplemented, clippy::unwrap_used)]
+// An item that no command uses is refused, so a length does not bring its `is_empty`.
+#![allow(clippy::len_without_is_empty)]
 
 pub mod atomic_file;
 pub mod chat;

@@ -1,5 +1,12 @@
 use std::process::ExitCode;
 
+// As a part of the binary, an item that no command uses is dead code to the compiler; in a library it may have users.
+#[cfg(feature = "whole")]
+#[path = "lib.rs"]
+mod rloss;
+#[cfg(feature = "whole")]
+use rloss::*;
+
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 

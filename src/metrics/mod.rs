@@ -18,7 +18,7 @@ mod timings;
 pub use accumulator::Accumulator;
 pub use console::{Console, Progress};
 pub use jsonl::{MetricsFile, read_rows};
-pub use row::{Metrics, Phase, Row, is_wall_clock};
+pub use row::{Metrics, Phase, Row};
 pub use table::{Table, format_number};
 pub use tensorboard::TensorBoard;
 pub use terminal::{sanitize_line, sanitize_terminal};

@@ -121,7 +121,6 @@ pub struct Comparison {
     /// The failing link over all tokens, then by position.
     pub lines: Vec<Line>,
     pub verdict: String,
-    pub explanation: Explanation,
 }
 
 /// Compares `rows` with the model.
@@ -159,7 +158,7 @@ pub fn compare(
         first.cause = Some(explanation.cause.words());
     }
     let verdict = verdict(&explanation, chat.name(), &ill_formed(chat, rows_of_batches));
-    Ok(Comparison { lines, verdict, explanation })
+    Ok(Comparison { lines, verdict })
 }
 
 /// Packs the rows, those of one temperature together.

@@ -81,11 +81,6 @@ impl Parameters {
         self.entries.len()
     }
 
-    /// True for a model without tensors, which there is none of.
-    pub fn is_empty(&self) -> bool {
-        self.entries.is_empty()
-    }
-
     /// Number of values over all tensors.
     pub fn element_count(&self) -> usize {
         self.specs.iter().map(ParameterSpec::element_count).sum()

@@ -6,7 +6,6 @@ pub mod checkpoint;
 pub mod cold_start;
 pub mod correction;
 pub mod critic;
-pub mod docs;
 pub mod eval;
 pub mod harmony;
 pub mod interpreter;

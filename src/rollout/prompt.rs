@@ -16,13 +16,6 @@ pub struct Prompt {
     pub problem: Problem,
 }
 
-impl Prompt {
-    /// Problems numbered from 0.
-    pub fn numbered(problems: impl IntoIterator<Item = Problem>) -> Vec<Prompt> {
-        (0..).zip(problems).map(|(index, problem)| Prompt { index, problem }).collect()
-    }
-}
-
 /// What GPT-OSS's system message says where the recipe says nothing else.
 const OPENAI_IDENTITY: &str = "You are ChatGPT, a large language model trained by OpenAI.";
 const KNOWLEDGE_CUTOFF: &str = "2024-06";

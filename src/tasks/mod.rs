@@ -1,19 +1,12 @@
 //! A task: prompts, environment turns, reward.
 
 pub mod answer;
-mod arithmetic;
-mod arithmetic_single;
 pub mod boxed;
-mod command;
-mod format_rules;
-pub mod gsm8k;
 pub mod instructions;
 mod made_up;
 pub mod number;
 mod process;
-pub mod retool;
 pub mod rows;
-pub mod verify_if;
 
 pub use arithmetic::{Arithmetic, VALIDATION_PROBLEMS};
 pub use arithmetic_single::ArithmeticSingle;
@@ -160,26 +153,16 @@ pub struct TaskEntry {
     pub make: fn(&TaskSettings) -> Result<Box<dyn Task>>,
 }
 
-/// Every task that a recipe can name, in the order of its page. A new task is a file of this folder and its name here.
-const TASKS: &[&TaskEntry] = &[
-    &arithmetic::ENTRY,
-    &arithmetic_single::ENTRY,
-    &format_rules::ENTRY,
-    &gsm8k::ENTRY,
-    &retool::ENTRY,
-    &verify_if::ENTRY,
-    &command::ENTRY,
-];
-
 registered! {
-    /// The tasks.
-    pub struct TaskName(TaskEntry) of TASKS;
-}
-
-impl Default for TaskName {
-    fn default() -> Self {
-        Self(&arithmetic::ENTRY)
-    }
+    /// The tasks, in the order of the recipe's page. A new one is a file of this folder and its line here.
+    pub struct TaskName(TaskEntry) default arithmetic;
+    mod arithmetic;
+    mod arithmetic_single;
+    mod format_rules;
+    pub mod gsm8k;
+    pub mod retool;
+    pub mod verify_if;
+    mod command;
 }
 
 /// What a recipe says about its task; each task reads what concerns it.

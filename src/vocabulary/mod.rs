@@ -120,15 +120,6 @@ impl Vocabulary {
             .unwrap_or_else(|_| text.bytes().map(|b| self.0.byte_ids[usize::from(b)]).collect())
     }
 
-    /// The ids of `text` with special tokens recognised: for texts whose author is trusted, such as tests.
-    ///
-    /// # Errors
-    /// When the tokenizer's pattern fails on the text.
-    pub fn encode_with_special(&self, text: &str) -> Result<Vec<u32>> {
-        let encoding = self.0.inner.encode_fast(text, false).map_err(|e| anyhow!("cannot tokenise: {e}"))?;
-        Ok(encoding.get_ids().to_vec())
-    }
-
     /// The ordinary entry of the vocabulary that is `text` as a whole, reached by merges or not. Embedded vocabularies hold
     /// words of a template's frame that no merge reaches.
     pub fn entry(&self, text: &str) -> Option<u32> {

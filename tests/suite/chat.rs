@@ -1,5 +1,6 @@
 //! Conversations in ChatML, and the chat templates of checkpoints.
 
+use crate::harmony::encode_with_special;
 use crate::model_files::refused;
 use minijinja::value::Kwargs;
 use minijinja::{Environment, Value as Jinja};
@@ -23,11 +24,20 @@ fn conversations() -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-fn rendered(chat: &ChatMl, row: &Value, messages: &[Message]) -> Vec<u32> {
-    match row["add_generation_prompt"] == true {
-        true => chat.prompt(messages),
-        false => chat.conversation(messages),
-    }
+/// The conversation's tokens and text; a closed one is rendered to learn from, without the line break behind it.
+fn rendered(chat: &ChatMl, row: &Value, messages: &[Message]) -> (Vec<u32>, String) {
+    let open = row["add_generation_prompt"] == true;
+    let tokens = if open { chat.prompt(messages) } else { chat.training(messages).tokens };
+    let text = chat.vocabulary().decode(&tokens);
+    (
+        tokens,
+        if open {
+            text
+        } else {
+            text + "
+"
+        },
+    )
 }
 
 #[test]
@@ -36,8 +46,8 @@ fn fifty_conversations_are_rendered_as_qwens_template_does() {
     assert_eq!(rows.len(), 50);
     for (i, row) in rows.iter().enumerate() {
         let messages = messages_from_json(row, Some(QWEN_IDENTITY), "row").unwrap();
-        let tokens = rendered(&chat, row, &messages);
-        assert_eq!(chat.vocabulary().decode(&tokens), row["text"].as_str().unwrap(), "conversation {i}");
+        let (tokens, text) = rendered(&chat, row, &messages);
+        assert_eq!(text, row["text"].as_str().unwrap(), "conversation {i}");
         // Control tokens that a text spells are ordinary text.
         let starts = tokens.iter().filter(|&&token| token == 1).count();
         let ends = tokens.iter().filter(|&&token| token == 2).count();
@@ -68,9 +78,8 @@ fn our_chatml_template_gives_our_rendering() {
     let chat = chatml();
     for (i, row) in conversations().iter().enumerate() {
         let messages = messages_from_json(row, None, "row").unwrap();
-        let tokens = rendered(&chat, row, &messages);
-        let text = by_template(&Chat::ChatMl(chat.clone()), row);
-        assert_eq!(chat.vocabulary().decode(&tokens), text, "conversation {i}");
+        let (_, text) = rendered(&chat, row, &messages);
+        assert_eq!(text, by_template(&Chat::ChatMl(chat.clone()), row), "conversation {i}");
     }
 }
 
@@ -116,7 +125,7 @@ fn sampled(text: &str) -> (TurnStep, Vec<Call>, Vec<Message>) {
     let chat = chatml();
     let mut parser = chat.turn_parser();
     let mut step = TurnStep::Within;
-    for token in chat.vocabulary().encode_with_special(text).unwrap() {
+    for token in encode_with_special(chat.vocabulary(), text) {
         step = parser.push(token);
     }
     let calls = parser.calls().to_vec();
@@ -204,7 +213,7 @@ fn what_follows_a_turn_continues_the_conversation() {
 #[test]
 fn rows_that_are_no_conversation_are_told() {
     let chat = chatml();
-    let encode = |text: &str| chat.vocabulary().encode_with_special(text).unwrap();
+    let encode = |text: &str| encode_with_special(chat.vocabulary(), text);
     for (text, word) in [
         ("x", "start token"),
         ("<|im_start|>narrator\nx<|im_end|>\n", "no role"),

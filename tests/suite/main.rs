@@ -1,5 +1,6 @@
 //! The integration tests: one binary, one module a room.
 
+mod answer_texts;
 mod chat;
 mod commands;
 mod commands_eval;

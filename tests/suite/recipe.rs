@@ -1,11 +1,12 @@
 //! Recipes: what is read, what is refused and how, and that the documentation says the same as the types.
 
+mod page;
 mod refused;
 
 use rloss::error::BadInput;
 use rloss::recipe::{
-    Aggregation, CriticConfig, Dtype, Entry, Place, Plan, Recipe, RecipeSource, Tokenizer, Yarn, docs,
-    locate, resolve, resume_differences,
+    Aggregation, CriticConfig, Dtype, Entry, Place, Plan, Recipe, RecipeSource, Tokenizer, Yarn, locate,
+    resolve, resume_differences,
 };
 use std::path::{Path, PathBuf};
 
@@ -35,12 +36,12 @@ fn an_empty_recipe_is_the_defaults_with_the_embedded_model() {
 fn recipes_page_is_what_the_types_say() {
     let file = root().join("docs/recipes.md");
     if std::env::var_os("UPDATE_EXPECT").is_some() {
-        std::fs::write(&file, docs::document()).expect("write docs/recipes.md");
+        std::fs::write(&file, page::document()).expect("write docs/recipes.md");
     }
     let page = std::fs::read_to_string(&file).expect("docs/recipes.md");
-    let first_difference = page.lines().zip(docs::document().lines()).position(|(page, types)| page != types);
+    let first_difference = page.lines().zip(page::document().lines()).position(|(page, types)| page != types);
     assert!(
-        page == docs::document(),
+        page == page::document(),
         "docs/recipes.md differs from line {:?}: run UPDATE_EXPECT=1 cargo test --release recipes_page",
         first_difference.map(|line| line + 1)
     );
@@ -51,7 +52,7 @@ fn every_key_and_every_table_is_documented() {
     for entry in Recipe::default().entries() {
         let (Entry::Table { path, doc, .. } | Entry::Key { path, doc, .. }) = &entry;
         assert!(doc.len() > 10 && doc.ends_with('.'), "{path}: {doc:?}");
-        assert!(docs::document().contains(doc.split('|').next().unwrap()), "{path} is not in the page");
+        assert!(page::document().contains(doc.split('|').next().unwrap()), "{path} is not in the page");
     }
 }
 

@@ -5,6 +5,7 @@ mod exact;
 mod message_loop;
 mod tools;
 
+use crate::harmony::encode_with_special;
 use crate::tiny;
 use anyhow::{Context, Result};
 use rloss::chat::Chat;
@@ -86,7 +87,7 @@ impl Questions {
     }
 
     fn prompts(n: usize) -> Vec<Prompt> {
-        Prompt::numbered((0..n).map(|i| Problem {
+        numbered((0..n).map(|i| Problem {
             id: format!("questions/{i}"),
             messages: vec![Message::user(format!("What is {}?", "1+".repeat(i % 7) + "1"))],
             answer: serde_json::Value::Null,
@@ -150,7 +151,7 @@ struct Script(Vec<Vec<u32>>);
 
 impl Script {
     fn new(world: &World, turns: &[&str]) -> Self {
-        Self(turns.iter().map(|turn| world.tokenizer.encode_with_special(turn).unwrap()).collect())
+        Self(turns.iter().map(|turn| encode_with_special(&world.tokenizer, turn)).collect())
     }
 }
 
@@ -167,4 +168,9 @@ impl TokenSource for Script {
 
 fn play(rollout: Rollout, script: &Script, prompts: &[Prompt], samples: usize) -> Result<Rollouts> {
     Ok(rollout.groups_from(script, prompts, samples, &|_| (), &|| false)?.expect("nobody stopped it"))
+}
+
+/// Problems numbered from 0.
+fn numbered(problems: impl IntoIterator<Item = Problem>) -> Vec<Prompt> {
+    (0..).zip(problems).map(|(index, problem)| Prompt { index, problem }).collect()
 }

@@ -12,7 +12,7 @@ mod turn;
 
 pub use file::messages_from_json;
 pub use json::to_text as json_text;
-pub use system::{PYTHON_DESCRIPTION, QWEN_IDENTITY, python_function, system_text};
+pub use system::{QWEN_IDENTITY, python_function, system_text};
 pub use turn::ChatMlTurn;
 
 use crate::harmony::Role;

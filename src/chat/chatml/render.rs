@@ -22,13 +22,6 @@ impl ChatMl {
         out.finish().tokens
     }
 
-    /// A whole conversation, every turn closed.
-    pub fn conversation(&self, messages: &[Message]) -> Vec<u32> {
-        let mut out = Writer::new(self);
-        turns(messages).for_each(|turn| out.turn(turn));
-        out.finish().tokens
-    }
-
     /// A conversation to learn from: what the assistant wrote and the `<|im_end|>` that closes it count as sampled.
     pub fn training(&self, messages: &[Message]) -> MaskedTokens {
         let mut out = Writer::new(self);

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 pub const QWEN_IDENTITY: &str = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.";
 
 /// What the Python tool is said to do.
-pub const PYTHON_DESCRIPTION: &str = "Runs Python code and answers with its output. Use it to compute and to check \
+const PYTHON_DESCRIPTION: &str = "Runs Python code and answers with its output. Use it to compute and to check \
     your reasoning. The user sees neither code nor output.";
 
 /// The Python tool: a function of one text.

@@ -204,7 +204,7 @@ impl Case {
             if links.is_empty() {
                 links = found;
             } else {
-                links.iter_mut().zip(&found).for_each(|(link, found)| link.merge(found));
+                links.iter_mut().zip(&found).for_each(|(link, found)| add(link, found));
             }
             step += 1;
         }
@@ -248,7 +248,9 @@ impl Case {
             interpreter: Some(&Repeat),
             settings: &settings,
         };
-        let prompts = Prompt::numbered((0..4).map(|i| Questions.training_problem(step, i)));
+        let prompts = (0..4)
+            .map(|i| Prompt { index: i, problem: Questions.training_problem(step, i) })
+            .collect::<Vec<_>>();
         let (sampling, turns, tokens_max) = (self.sampling, self.turns, self.turn_tokens_max);
         let source = Talk { family: self.config.family, sampling, turns, tokens_max };
         let source: &dyn TokenSource = if self.sampling.top_p < 1.0 { &self.sampling } else { &source };
@@ -269,7 +271,7 @@ impl Case {
         }
         let stored = trajectories.iter().flat_map(|t| t.logprobs.iter().zip(&t.mask).skip(1));
         let stored: Vec<f32> = stored.filter(|(_, sampled)| **sampled).map(|(l, _)| *l).collect();
-        Ok(Link::between("rollout_equals_training", &stored, &computed))
+        Ok(between("rollout_equals_training", &stored, &computed))
     }
 }
 
@@ -368,4 +370,26 @@ impl Task for Questions {
     fn reward(&self, _: &Problem, _: &Transcript) -> Result<Reward> {
         Ok(Reward { value: 0.0, success: false })
     }
+}
+
+/// The link between two computations of the same log-probabilities.
+fn between(name: &'static str, a: &[f32], b: &[f32]) -> Link {
+    assert_eq!(a.len(), b.len(), "{name}");
+    let pairs = || a.iter().zip(b);
+    let gap = |(a, b): (&f32, &f32)| (f64::from(*a) - f64::from(*b)).abs();
+    Link {
+        name,
+        tokens: a.len(),
+        bit_equal: pairs().filter(|(a, b)| a.to_bits() == b.to_bits()).count(),
+        logprob_abs_diff_max: pairs()
+            .map(gap)
+            .fold(0.0, |max, gap| if gap > max || gap.is_nan() { gap } else { max }),
+    }
+}
+
+/// Adds what the same link came to elsewhere.
+fn add(link: &mut Link, other: &Link) {
+    link.tokens += other.tokens;
+    link.bit_equal += other.bit_equal;
+    link.logprob_abs_diff_max = link.logprob_abs_diff_max.max(other.logprob_abs_diff_max);
 }

@@ -120,11 +120,10 @@ fn every_trajectory_is_accounted_for_whatever_fails() {
         0 => &slow[prompt / SLOW_EVERY % slow.len()],
         _ => &quick[prompt % quick.len()],
     };
-    let tokens = |turns: &[String]| {
-        turns.iter().map(|turn| world.tokenizer.encode_with_special(turn).unwrap()).collect()
-    };
+    let tokens =
+        |turns: &[String]| turns.iter().map(|turn| encode_with_special(&world.tokenizer, turn)).collect();
     let source = Kinds((0..TRAJECTORIES).map(|prompt| tokens(&of(prompt).turns)).collect());
-    let prompts = Prompt::numbered((0..TRAJECTORIES).map(|i| task.training_problem(0, i as u64)));
+    let prompts = numbered((0..TRAJECTORIES).map(|i| task.training_problem(0, i as u64)));
     let over = AtomicBool::new(false);
     let rollouts = std::thread::scope(|scope| {
         scope.spawn(|| {

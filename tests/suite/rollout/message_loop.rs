@@ -152,7 +152,7 @@ fn turns_run_out() {
 #[test]
 fn sampled_tokens_run_out_within_a_message_a_header_and_at_a_call() {
     let mut world = World::roomy();
-    let length = |turn: &str| world.tokenizer.encode_with_special(turn).unwrap().len();
+    let length = |turn: &str| encode_with_special(&world.tokenizer, turn).len();
     let (call, end) = (length(CALL), length(FINAL));
     for budget in [1, call - 1, call, call + 1, call + end - 1] {
         world.settings.response_tokens_max = budget;

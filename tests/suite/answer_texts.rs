@@ -1,6 +1,28 @@
-//! Finds the answer in running text.
+//! Finds the answer in running text, as the published vectors of answers need it: they hold whole texts.
 
-use crate::tasks::boxed::last_boxed_at;
+use rloss::tasks::answer::{ANSWER_BYTES_MAX, Options, equivalent};
+use rloss::tasks::boxed::last_boxed_at;
+
+/// Longer texts are searched for an answer only at their end, in bytes.
+const TEXT_BYTES_MAX: usize = 20_000;
+
+/// Whether the answers that two running texts give are mathematically equal; false when either gives none.
+pub fn equivalent_texts(gold: &str, text: &str, sources: Sources, options: &Options) -> bool {
+    match (answer(end_of(gold), sources), answer(end_of(text), sources)) {
+        (Some(gold), Some(answer)) => equivalent(&gold, &answer, options),
+        _ => false,
+    }
+}
+
+/// The last [`TEXT_BYTES_MAX`] bytes of `text`, from a character's start.
+fn end_of(text: &str) -> &str {
+    &text[text.ceil_char_boundary(text.len().saturating_sub(TEXT_BYTES_MAX))..]
+}
+
+/// Whether `text` as a whole reads as an answer: then it is the same in brackets, which no string is.
+fn is_answer(text: &str) -> bool {
+    equivalent(text, &format!("({text})"), &Options::default())
+}
 
 /// What may hold the answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,7 +45,7 @@ const GAP_MAX: usize = 40;
 /// The answer that `text` gives: announced by “final answer is”, else boxed, else the last formula or number.
 ///
 /// Boxes or formulas joined by `and`, `or` or commas make up one list.
-pub fn answer(text: &str, sources: Sources) -> Option<String> {
+fn answer(text: &str, sources: Sources) -> Option<String> {
     let announced = find_last_ignoring_case(text, ANNOUNCEMENT).and_then(|at| {
         let sentence = text.get(at..text.ceil_char_boundary(at + ANNOUNCED_WITHIN))?;
         let found = candidates(sentence, sources);
@@ -33,7 +55,7 @@ pub fn answer(text: &str, sources: Sources) -> Option<String> {
         let found = candidates(text, sources);
         // `\frac{10}{9}` alone is a formula without its dollar signs.
         let bare = sources.formulas && text.contains('\\') && !found.iter().any(|c| c.formula);
-        if bare && super::parse::parse(&super::normalise::clean(text), true).is_some() {
+        if bare && is_answer(text) {
             return Some(text.to_owned());
         }
         let mut first = found.len().checked_sub(1)?;
@@ -94,7 +116,7 @@ fn joined(text: &str, found: &[Candidate], first: usize) -> Option<String> {
         }
         list = format!("{list}, {}", right.content);
     }
-    Some(crate::tasks::boxed::last_boxed(&list).map_or(list.clone(), str::to_owned))
+    Some(last_boxed_at(&list).map_or(list.clone(), |(_, content)| content.to_owned()))
 }
 
 /// The formulas and numbers of `text` in document order.
@@ -121,7 +143,7 @@ fn formula(rest: &str) -> Option<(&str, usize)> {
         [("$$", "$$", true), ("\\[", "\\]", true), ("$", "$", false), ("\\(", "\\)", false)]
     {
         let Some(inside) = rest.strip_prefix(open) else { continue };
-        let inside = &inside[..inside.floor_char_boundary(super::ANSWER_BYTES_MAX)];
+        let inside = &inside[..inside.floor_char_boundary(ANSWER_BYTES_MAX)];
         let end = find_unescaped(inside, close)?;
         let content = inside.get(..end)?;
         // A formula within a line stays on it: a lone dollar sign is money.

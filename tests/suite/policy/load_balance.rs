@@ -1,4 +1,4 @@
-//! The router's auxiliary loss.
+//! The router's auxiliary loss by its definition. The product's is an op.
 
 use anyhow::{Result, ensure};
 

@@ -1,7 +1,6 @@
 //! `docs/recipes.md`, from the declaration.
 
-use super::table::Entry;
-use super::{Architecture, CriticConfig, Recipe, Yarn};
+use rloss::recipe::{Architecture, CriticConfig, Entry, Recipe, Tokenizer, Yarn};
 
 const HEAD: &str = "\
 # Recipes
@@ -27,7 +26,7 @@ This page is written from the types in `src/recipe/`, and a test compares the tw
 pub fn document() -> String {
     let mut recipe = Recipe::default();
     recipe.model.architecture = Some(Architecture { yarn: Some(Yarn::default()), ..Architecture::default() });
-    recipe.model.tokenizer = Some(super::Tokenizer::Embedded);
+    recipe.model.tokenizer = Some(Tokenizer::Embedded);
     recipe.critic = Some(CriticConfig::default());
     let mut text = HEAD.to_owned();
     for entry in recipe.entries() {

@@ -1,9 +1,9 @@
-//! The entropy of the policy's next-token distribution.
+//! The entropy of the policy's next-token distribution from logits, as the published vectors have it. The product takes it
+//! from its ops.
 
 use anyhow::{Result, ensure};
 
-use super::aggregation::Normalizer;
-use super::sequences::Sequences;
+use rloss::policy::{Normalizer, Sequences};
 
 /// A micro-batch's share of the mean entropy. Shares add up.
 #[derive(Debug, Clone, PartialEq)]
