@@ -126,3 +126,13 @@ macro_rules! registered {
 }
 
 pub(crate) use {choice, registered};
+
+/// The nearest of `known`, if it is near enough to be what was meant.
+pub fn closest<'k>(written: &str, known: impl Iterator<Item = &'k str>) -> Option<&'k str> {
+    let slips_max = (written.chars().count() / 3).max(1);
+    known
+        .map(|known| (strsim::damerau_levenshtein(written, known), known))
+        .filter(|(slips, _)| *slips <= slips_max)
+        .min()
+        .map(|(_, known)| known)
+}

@@ -12,6 +12,7 @@
 use crate::harmony::Message;
 use crate::metrics::Phase;
 use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::Value;
 
 /// How a trajectory ended. Counted in the metrics as `outcome/<snake_case name>`; nothing is skipped in silence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -164,6 +165,12 @@ impl Trajectory {
     pub fn sampled_tokens(&self) -> usize {
         self.mask.iter().filter(|&&m| m).count()
     }
+
+    /// Whether something other than the policy spoiled it: the task's program failed, or a worker of the tool died.
+    pub fn failed(&self) -> bool {
+        let died = |turn: &Turn| turn.calls.contains(&CallOutcome::WorkerDied);
+        self.outcome == Outcome::TaskFailed || self.turns.iter().any(died)
+    }
 }
 
 /// The samples of one prompt: what group advantages are computed over.
@@ -184,4 +191,19 @@ pub struct TrajectoryRow {
     pub trajectory: Trajectory,
     /// The whole conversation, the prompt included.
     pub messages: Vec<Message>,
+    /// The right answer in the task's own form, where it gives one.
+    #[serde(default, skip_serializing_if = "Value::is_null")]
+    pub answer: Value,
+    /// What the step learned from its tokens, where it did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub learned: Option<TokenFigures>,
+}
+
+/// What a training step knows of a trajectory's tokens: one value a token in each, 0 where the mask is false.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct TokenFigures {
+    pub advantages: Vec<f32>,
+    /// Log-probability in training, before the first update, less that at sampling; absent where none was computed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gaps: Option<Vec<f32>>,
 }

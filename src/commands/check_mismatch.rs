@@ -2,12 +2,12 @@
 
 use crate::atomic_file::write_file;
 use crate::error::{EXIT_BAD_INPUT, EXIT_DONE};
-use crate::metrics::sanitize_terminal;
+use crate::metrics::{Console, sanitize_terminal};
 use crate::mismatch::links::Proof;
 use crate::mismatch::measure::Measure;
 use crate::mismatch::output::{Line, gaps_table, links_table, to_json};
 use crate::mismatch::{against, arms, explain::Reference};
-use crate::recipe::{Arms, Plan, RecipeSource, locate, resolve};
+use crate::recipe::{Arms, Plan, RecipeSource, locate};
 use crate::rollout::{Prompt, RolloutSettings};
 use crate::run::collect::pin_model;
 use crate::run::workbench::Workbench;
@@ -16,8 +16,6 @@ use crate::trajectory::Trajectory;
 use anyhow::{Context, Result};
 use clap::Args;
 use std::path::{Path, PathBuf};
-
-const QUICKSTART: &str = include_str!("../../recipes/quickstart.toml");
 
 /// What `rloss check-mismatch` takes.
 #[derive(Args, Debug, Clone)]
@@ -42,10 +40,7 @@ pub struct CheckMismatchArgs {
 impl CheckMismatchArgs {
     fn plan(&self, more: &[String]) -> Result<Plan> {
         let sets: Vec<String> = self.sets.iter().chain(more).cloned().collect();
-        let Some(argument) = &self.recipe else {
-            return Ok(resolve(Path::new("quickstart.toml"), QUICKSTART, &sets)?);
-        };
-        let source = locate(argument)?;
+        let source = locate(self.recipe.as_deref().unwrap_or(Path::new("quickstart")))?;
         let mut plan = source.resolve(&sets)?;
         // A model that a --set names is the one that is checked.
         pin_model(&mut plan, &source, &sets)?;
@@ -60,7 +55,7 @@ impl CheckMismatchArgs {
         Ok(match &self.recipe {
             None => named("quickstart"),
             Some(argument) => match locate(argument)? {
-                RecipeSource::Run(folder) => folder,
+                RecipeSource::Run(folder) | RecipeSource::Checkpoint { run: folder, .. } => folder,
                 source => named(&source.stem()),
             },
         })
@@ -78,7 +73,8 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     let rows = if args.arms.is_some() { rows } else { vec![] };
     let arms: Vec<(String, Plan)> =
         rows.into_iter().map(|row| Ok((row.name, args.plan(&row.sets)?))).collect::<Result<_>>()?;
-    let bench = Workbench::open(plan)?;
+    let console = Console::stderr(plan.recipe.logging.console_every_steps);
+    let bench = Workbench::open(plan, &console)?;
     arms.iter().try_for_each(|(_, plan)| bench.check_family(plan))?;
     let arms: Vec<(String, Arms)> = arms.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();
     let (lines, verdict, code) = match &args.against {

@@ -6,12 +6,12 @@ use crate::error::{EXIT_DONE, EXIT_STOPPED};
 use crate::metrics::{Console, Phase, Row, Table, format_number};
 use crate::recipe::locate;
 use crate::rollout::RolloutSettings;
-use crate::run::collect::{Collection, default_out, pin_model, show};
+use crate::run::collect::{Collection, heed_failures, pin_model, show};
+use crate::run::header;
 use crate::run::signals::Stop;
 use crate::run::workbench::Workbench;
 use crate::trajectory::Group;
 use anyhow::Result;
-use std::time::Duration;
 
 /// Samples `rollout.prompts_per_step` prompts, `rollout.samples_per_prompt` times each: those of step 1, or of the step
 /// after a checkpoint's. Exit code 130 when a signal stopped it; the same command then goes on.
@@ -22,12 +22,15 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let source = locate(&args.recipe)?;
     let mut plan = source.resolve(&args.sets)?;
     let step = pin_model(&mut plan, &source, &args.sets)? + 1;
-    let out = args.out.clone().unwrap_or_else(|| default_out(&plan, &source, "rollout"));
-    let bench = Workbench::open(plan)?;
-    let collection = Collection::open(&bench, &out, "rollout", step)?;
-    let console = Console::stderr(Duration::from_secs(2), bench.recipe().logging.console_every_steps);
+    let console = Console::stderr(plan.recipe.logging.console_every_steps);
+    let bench = Workbench::open(plan, &console)?;
+    let collection = Collection::open(&bench, &source, args.out.as_deref(), ("rollout", step))?;
+    let out = &collection.path;
+    header::lines(&bench, out).iter().for_each(|line| console.print(line));
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     let stop = Stop::listen()?;
+    let teller = console.clone();
+    stop.tell(move || teller.print("stopping: what has ended is kept; again to stop at once"))?;
     let recipe = bench.recipe();
     let prompts = bench.training_prompts(step, 0, recipe.rollout.prompts_per_step);
     let settings = RolloutSettings::training(recipe, bench.preamble.clone(), step);
@@ -39,6 +42,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
         console.print(&format!("stopped: {}; the same command goes on", out.display()));
         return Ok(EXIT_STOPPED);
     };
+    let failures = heed_failures(rows.iter().flatten(), &console);
     let group = |rows: Vec<_>| Group {
         trajectories: rows.into_iter().map(|row: crate::trajectory::TrajectoryRow| row.trajectory).collect(),
         greedy: None,
@@ -50,5 +54,5 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     write_file(&out.join("metrics.jsonl"), &(Row { step, phase: Phase::Rl, metrics }.to_json() + "\n"))?;
     show(&table.to_string());
     console.print(&format!("done: {}", collection.file(&name).display()));
-    Ok(EXIT_DONE)
+    failures.map(|()| EXIT_DONE)
 }

@@ -8,6 +8,7 @@
 
 mod accumulator;
 mod console;
+mod eta;
 mod jsonl;
 mod row;
 mod table;

@@ -7,7 +7,8 @@ table! {
     /// The system and developer messages put before every prompt. Nothing here depends on the day of the run.
     pub struct Harmony {
         /// Whether prompts begin with a system message; without one the other keys of this table but the last have no effect.
-        pub system_message: bool = true,
+        /// Default true, but false with the embedded vocabulary, where a byte is a token.
+        pub system_message: Option<bool> = None,
         /// First line of the system message; absent means the family's own: `You are ChatGPT, a large language model trained by
         /// OpenAI.` of GPT-OSS, `You are Qwen, created by Alibaba Cloud. You are a helpful assistant.` of Qwen2.
         pub model_identity: Option<String> = None,

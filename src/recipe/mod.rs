@@ -44,7 +44,7 @@ pub use policy::{
     Advantage, Aggregation, Kl, KlEstimator, KlPlace, Loss, OldLogprob, OverlongConfig, Policy, RouterReplay,
 };
 pub use rollout::RolloutConfig;
-pub use source::{RecipeSource, locate};
+pub use source::{BUILT_IN, RecipeSource, locate};
 pub use table::Entry;
 pub use task::{AnswerEquality, Extraction, Grading, PromptForm, TaskConfig, TaskName};
 pub use train::Train;

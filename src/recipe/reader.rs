@@ -3,6 +3,7 @@
 use super::base;
 use super::mistake::{Mistake, Mistakes, Place, Places};
 use super::table::{Table, join};
+use crate::choice::closest;
 use std::ops::Range;
 use std::path::Path;
 use toml::Spanned;
@@ -163,14 +164,4 @@ fn shown(name: &str) -> String {
 /// A path's table and name.
 fn split(path: &str) -> (&str, &str) {
     path.rsplit_once('.').unwrap_or(("", path))
-}
-
-/// The nearest of `known`, if it is near enough to be what was meant.
-pub(crate) fn closest<'k>(written: &str, known: impl Iterator<Item = &'k str>) -> Option<&'k str> {
-    let slips_max = (written.chars().count() / 3).max(1);
-    known
-        .map(|known| (strsim::damerau_levenshtein(written, known), known))
-        .filter(|(slips, _)| *slips <= slips_max)
-        .min()
-        .map(|(_, known)| known)
 }

@@ -212,11 +212,12 @@ impl Rules<'_> {
     /// A file that must be there.
     fn file(&mut self, key: &str, file: &Path) {
         if !file.is_file() {
+            let data = self.recipe.task.name.data;
             let remedy = match key {
-                "task.train_file" | "task.validation_file" | "task.validation_files" => {
-                    "fetch the data with scripts/fetch_data.sh, or name another file"
+                "task.train_file" | "task.validation_file" | "task.validation_files" if !data.is_empty() => {
+                    format!("fetch the data with scripts/fetch_data.sh {data}, or name another file")
                 }
-                _ => "name a file that is there",
+                _ => "name a file that is there".to_owned(),
             };
             self.refuse(&[key], format!("no file at {}; {remedy}", file.display()));
         }

@@ -34,6 +34,7 @@ use anyhow::{Context, Result};
 use conversation::Rules;
 use engine::Engine;
 use queue::{Hooks, Queue};
+use serde_json::Value;
 
 /// Models up to this size decode in one engine a thread; larger ones in one engine whose ops share the threads, so that
 /// weights are read once for the whole batch. Bytes of all weights, times the threads.
@@ -80,6 +81,8 @@ pub struct Rollouts {
     pub groups: Vec<Group>,
     /// The whole conversation of each trajectory, the prompt included, in the shape of `groups`.
     pub messages: Vec<Vec<Vec<Message>>>,
+    /// The right answer to each group's problem, null where the task gives none.
+    pub answers: Vec<Value>,
 }
 
 impl Rollouts {
@@ -90,11 +93,20 @@ impl Rollouts {
 
     /// One row a trajectory for `trajectories/*.jsonl`.
     pub fn rows(&self, phase: Phase) -> impl Iterator<Item = TrajectoryRow> {
-        let messages = self.messages.iter().flatten();
-        self.trajectories().zip(messages).map(move |(trajectory, messages)| TrajectoryRow {
+        let groups = self.groups.iter().zip(&self.messages).zip(&self.answers);
+        let conversations = groups.flat_map(|((group, messages), answer)| {
+            group
+                .trajectories
+                .iter()
+                .zip(messages)
+                .map(move |(trajectory, messages)| (trajectory, messages, answer))
+        });
+        conversations.map(move |(trajectory, messages, answer)| TrajectoryRow {
             phase,
             trajectory: trajectory.clone(),
             messages: messages.clone(),
+            answer: answer.clone(),
+            learned: None,
         })
     }
 
@@ -129,6 +141,14 @@ fn reached_tool(call: CallOutcome) -> bool {
 }
 
 impl Rollout<'_> {
+    /// Whether `prompts` can be sampled at all.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem.
+    pub fn check(&self, prompts: &[Prompt]) -> Result<()> {
+        prompts.iter().try_for_each(|prompt| self.render(prompt).map(drop))
+    }
+
     /// Samples `samples` conversations of each prompt. `progress` is told after every forward; `stop` is asked before
     /// each, and once it says true the rollout ends with `None`.
     ///

@@ -24,7 +24,7 @@ const KNOWLEDGE_CUTOFF: &str = "2024-06";
 pub fn preamble(chat: &Chat, harmony: &recipe::Harmony, uses_python: bool) -> Vec<Message> {
     match chat {
         Chat::Harmony(_) => harmony_preamble(harmony, uses_python),
-        Chat::ChatMl(_) if !harmony.system_message => vec![],
+        Chat::ChatMl(_) if !harmony.system_message.unwrap_or(true) => vec![],
         Chat::ChatMl(_) => {
             let identity = harmony.model_identity.as_deref().unwrap_or(chatml::QWEN_IDENTITY);
             let functions = if uses_python { vec![chatml::python_function()] } else { vec![] };
@@ -36,7 +36,7 @@ pub fn preamble(chat: &Chat, harmony: &recipe::Harmony, uses_python: bool) -> Ve
 
 fn harmony_preamble(harmony: &recipe::Harmony, uses_python: bool) -> Vec<Message> {
     let mut messages = Vec::new();
-    if harmony.system_message {
+    if harmony.system_message.unwrap_or(true) {
         let or = |text: &Option<String>, default: &str| Some(text.clone().unwrap_or_else(|| default.into()));
         let settings = SystemSettings {
             model_identity: or(&harmony.model_identity, OPENAI_IDENTITY),
@@ -70,19 +70,31 @@ impl Rollout<'_> {
         messages.extend_from_slice(&problem.messages);
         let tokens = self.chat.prompt(&messages).with_context(|| format!("problem {}", problem.id))?;
         let (n, allowed) = (tokens.len(), self.settings.prompt_tokens_max);
+        // What the recipe puts in front may be what is too much.
+        let preamble = || {
+            let messages = &self.settings.preamble;
+            match self.chat.training(messages).map_or(0, |rendered| rendered.tokens.len()) {
+                0 => String::new(),
+                n => format!(
+                    ", {n} of them in front of the problem; [harmony] says what stands there, and system_message = false takes it away"
+                ),
+            }
+        };
         if n > allowed {
             return Err(bad_input!(
-                "problem {}: its prompt has {n} tokens, more than rollout.prompt_tokens_max = {allowed}; raise the key or \
+                "problem {}: its prompt has {n} tokens{}; more than rollout.prompt_tokens_max = {allowed}: raise the key or \
                  leave the problem out",
-                problem.id
+                problem.id,
+                preamble()
             ));
         }
         let context = self.policy.model.context_tokens_max();
         if n >= context {
             return Err(bad_input!(
-                "problem {}: its prompt has {n} tokens and leaves no room in the model's context of {context}; leave the \
-                 problem out or take a model with a longer context",
-                problem.id
+                "problem {}: its prompt has {n} tokens{}; no room is left in the model's context of {context}: leave the problem \
+                 out or take a model with a longer context",
+                problem.id,
+                preamble()
             ));
         }
         Ok(Rendered { index: prompt.index, problem, tokens })
@@ -108,7 +120,7 @@ mod tests {
         }
         assert!(!text.contains("Current date"));
         assert!(!preamble(&harmony, false)[0].content.contains("python"));
-        harmony.system_message = false;
+        harmony.system_message = Some(false);
         harmony.developer_instructions = Some("Be brief.".into());
         let messages = preamble(&harmony, true);
         assert_eq!(messages, [Message::new(Role::Developer, "# Instructions\n\nBe brief.")]);
@@ -125,7 +137,7 @@ mod tests {
         harmony.model_identity = Some("Compute.".into());
         let [message] = &preamble(&chat, &harmony, true)[..] else { panic!("one message") };
         assert!(message.content.starts_with("Compute.\n\n# Tools") && message.content.contains("\"code\""));
-        harmony.system_message = false;
+        harmony.system_message = Some(false);
         assert!(preamble(&chat, &harmony, true).is_empty());
     }
 }

@@ -2,8 +2,9 @@
 
 use crate::atomic_file::write_file;
 use crate::bad_input;
-use crate::metrics::{MetricsFile, Row, TensorBoard, read_rows};
-use crate::recipe::{Plan, resolve, resume_differences};
+use crate::error::BadInput;
+use crate::metrics::{MetricsFile, Phase, Row, TensorBoard, read_rows};
+use crate::recipe::{OptimizerConfig, Plan, Schedule, resolve, resume_differences};
 use crate::train::checkpoint::{self, TrainerState};
 use crate::trajectory::TrajectoryRow;
 use anyhow::{Context, Result};
@@ -52,8 +53,11 @@ impl RunFolder {
         let lock = lock(path)?;
         // Another process may have made and ended a run here in the meantime.
         Self::refuse_existing(path)?;
-        write_recipe(path, plan)?;
-        let metrics = MetricsFile::create(&path.join("metrics.jsonl"))?;
+        let begin = || {
+            write_recipe(path, plan)?;
+            MetricsFile::create(&path.join("metrics.jsonl"))
+        };
+        let metrics = begin().inspect_err(|_| Self::clear_unused(path))?;
         let tensorboard =
             plan.recipe.logging.tensorboard.then(|| TensorBoard::create(&path.join("tensorboard")));
         Ok(Self { path: path.to_owned(), metrics, tensorboard, _lock: lock })
@@ -69,7 +73,7 @@ impl RunFolder {
             return Err(bad_input!("{}: holds no run to resume; start it without --resume", path.display()));
         }
         let lock = lock(path)?;
-        check_recipe(path, plan)?;
+        stored_plan(path, plan)?;
         checkpoint::clear_partial(path)?;
         let point = match checkpoint::latest(path)? {
             Some(checkpoint) => Some(ResumePoint { state: checkpoint::read_state(&checkpoint)?, checkpoint }),
@@ -87,6 +91,23 @@ impl RunFolder {
         };
         write_recipe(path, plan)?;
         Ok((Self { path: path.to_owned(), metrics, tensorboard, _lock: lock }, point))
+    }
+
+    /// Removes what [`Self::create`] made in `path`, after a start that failed before anything was measured: the next start
+    /// finds the place free. A folder with more in it stays.
+    pub fn clear_unused(path: &Path) {
+        let measured = fs::metadata(path.join("metrics.jsonl")).is_ok_and(|about| about.len() > 0);
+        if measured || ["checkpoints", "trajectories"].iter().any(|name| path.join(name).exists()) {
+            return;
+        }
+        // What cannot be removed is as it was before: in the way, and named by the next start.
+        let _ = fs::remove_dir_all(path.join("tensorboard"));
+        for name in
+            ["recipe.toml", "metrics.jsonl", "model.json", "sandbox.txt", "reference.safetensors", ".lock"]
+        {
+            let _ = fs::remove_file(path.join(name));
+        }
+        let _ = fs::remove_dir(path);
     }
 
     /// Appends a row of metrics.
@@ -115,6 +136,14 @@ impl RunFolder {
     /// When the disk refuses.
     pub fn write_trajectories(&self, name: &str, rows: impl Iterator<Item = TrajectoryRow>) -> Result<()> {
         write_trajectories(&self.path.join("trajectories"), name, rows)
+    }
+
+    /// Records the model's name and size.
+    ///
+    /// # Errors
+    /// When the disk refuses.
+    pub fn write_model(&self, model: &serde_json::Value) -> Result<()> {
+        write_file(&self.path.join("model.json"), &format!("{model}\n"))
     }
 
     /// Records what confines the Python tool.
@@ -168,23 +197,97 @@ pub fn lock(path: &Path) -> Result<File> {
     }
 }
 
-/// The stored recipe may differ only in keys that leave the run what it is.
-fn check_recipe(path: &Path, plan: &Plan) -> Result<()> {
+/// The recipe that the run was started with; `plan` may differ from it only in keys that leave the run what it is.
+fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
     let file = path.join("recipe.toml");
     let text = match fs::read_to_string(&file) {
         Ok(text) => text,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(bad_input!("{}: cannot be read: {e}", file.display())),
     };
     let stored = resolve(&file, &text, &[])?;
     let differences = resume_differences(&stored, plan);
     if differences.is_empty() {
-        return Ok(());
+        return Ok(Some(stored));
     }
     Err(bad_input!(
-        "{}: the run was started with other values of {}; --resume may change only train.steps, eval, checkpoint, logging and parallel keys",
+        "{}: the run was started with other values of {}; --resume may change only train.steps, schedule_steps, eval, checkpoint, logging and parallel keys",
         file.display(),
         differences.join(", ")
+    ))
+}
+
+/// Fits `plan` to the run in `path` that is to go on with it, and says in a line each what that means: from where it goes
+/// on, and the course of the learning rate, which another `train.steps` does not bend.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when there is no run, its recipe differs in a key that may not change, or more steps are done
+/// than `plan` has.
+pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<Vec<String>> {
+    if !holds_run(path) {
+        return Err(bad_input!("{}: holds no run to resume; start it without --resume", path.display()));
+    }
+    let stored = stored_plan(path, plan)?;
+    let steps = plan.recipe.train.steps;
+    let Some(folder) = checkpoint::latest(path)? else {
+        return Ok(vec![format!("resuming {}: it has no checkpoint yet, so from the start", path.display())]);
+    };
+    let TrainerState { phase, step: done, .. } = checkpoint::read_state(&folder)?;
+    if phase != Phase::Rl {
+        let of = plan.recipe.cold_start.steps;
+        return Ok(vec![format!("resuming {} after step {done} of {of} of the cold start", path.display())]);
+    }
+    if steps < done {
+        let what = format!(
+            "{steps} is less than the {done} steps that {} has done; give {done} or more, or start another run with --out",
+            path.display()
+        );
+        return Err(BadInput(plan.mistake("train.steps", what).to_string()).into());
+    }
+    let mut lines = vec![match done == steps {
+        true => {
+            format!("resuming {}: all {steps} steps are done; for more, --set train.steps=N", path.display())
+        }
+        false => format!("resuming {} after step {done} of {steps}", path.display()),
+    }];
+    let Some(stored) = stored else { return Ok(lines) };
+    let old_steps = stored.recipe.train.steps;
+    lines.extend(keep_course(
+        "train",
+        &stored.recipe.train.optimizer,
+        &mut plan.recipe.train.optimizer,
+        (old_steps, steps),
+    ));
+    if let (Some(old), Some(new)) = (&stored.recipe.critic, &mut plan.recipe.critic) {
+        lines.extend(keep_course("critic", &old.optimizer, &mut new.optimizer, (old_steps, steps)));
+    }
+    Ok(lines)
+}
+
+/// Makes the schedule end where it did, unless the user moved its end.
+fn keep_course(
+    table: &str,
+    old: &OptimizerConfig,
+    new: &mut OptimizerConfig,
+    (old_steps, steps): (u64, u64),
+) -> Option<String> {
+    if new.schedule == Schedule::Constant {
+        return None;
+    }
+    let end = old.schedule_steps.unwrap_or(old_steps);
+    if new.schedule_steps.is_some_and(|asked| asked != end) {
+        let asked = new.schedule_steps.unwrap_or(end);
+        return Some(format!(
+            "the learning rate jumps onto another course: {table}.optimizer.schedule_steps is {asked} now and was {end}"
+        ));
+    }
+    if end == steps {
+        return None;
+    }
+    new.schedule_steps = Some(end);
+    Some(format!(
+        "the learning rate keeps its course, whose {} schedule ends at step {end}: {table}.optimizer.schedule_steps = {end}",
+        new.schedule
     ))
 }
 

@@ -7,6 +7,7 @@ use crate::chat::Chat;
 use crate::error::BadInput;
 use crate::harmony::Message;
 use crate::interpreter::{self, CPython, Embedded, Interpreter};
+use crate::metrics::Console;
 use crate::model::config::{Config, Rope};
 use crate::model::forward::{ForwardOptions, Model};
 use crate::model::init::{InitSettings, init};
@@ -49,15 +50,15 @@ pub struct Workbench {
 }
 
 impl Workbench {
-    /// Opens everything the plan names. Nothing is written.
+    /// Opens everything the plan names. Nothing is written; what a task's own program fails at later is told on `console`.
     ///
     /// # Errors
     /// [`BadInput`] with every mistake found, each with its place and remedy.
-    pub fn open(mut plan: Plan) -> Result<Self> {
+    pub fn open(mut plan: Plan, console: &Console) -> Result<Self> {
         let threads = Threads::new(plan.recipe.parallel.threads)?;
         let mut mistakes = Mistakes(vec![]);
         let source = mistakes.note(ModelSource::open(&plan.recipe));
-        let task = mistakes.note(crate::tasks::build(&task_settings(&plan.recipe)));
+        let task = mistakes.note(crate::tasks::build(&task_settings(&plan.recipe, console)));
         let trainable = source.as_ref().and_then(|s| mistakes.note(trainable(&plan, &s.specs())));
         let critic_trainable =
             source.as_ref().and_then(|s| mistakes.note(critic_trainable(&plan, &s.config)));
@@ -327,7 +328,7 @@ fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
     Ok(())
 }
 
-fn task_settings(recipe: &Recipe) -> TaskSettings {
+fn task_settings(recipe: &Recipe, console: &Console) -> TaskSettings {
     let task = &recipe.task;
     let defaults = TaskSettings::default();
     TaskSettings {
@@ -345,6 +346,7 @@ fn task_settings(recipe: &Recipe) -> TaskSettings {
         command_timeout_s: task.command_timeout_s.unwrap_or(defaults.command_timeout_s),
         command_processes: task.command_processes.unwrap_or(defaults.command_processes),
         validation_problems: recipe.eval.problems_max,
+        console: console.clone(),
     }
 }
 

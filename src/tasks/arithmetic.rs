@@ -16,6 +16,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     name: "arithmetic",
     meaning: "Three-number word problems, answered with the Python tool.",
     reads_files: false,
+    data: "",
     keys: &[],
     make: |settings| Ok(Box::new(Arithmetic::new(settings.made_up_problems()))),
 };

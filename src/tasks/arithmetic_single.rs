@@ -11,6 +11,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     name: "arithmetic_single",
     meaning: "Small additions and subtractions, worked without a tool.",
     reads_files: false,
+    data: "",
     keys: &[],
     make: |settings| Ok(Box::new(ArithmeticSingle::new(settings.made_up_problems()))),
 };

@@ -19,6 +19,7 @@ pub use verify_if::VerifyIf;
 use crate::bad_input;
 use crate::choice::registered;
 use crate::harmony::Message;
+use crate::metrics::Console;
 use crate::trajectory::Outcome;
 use anyhow::Result;
 use std::path::{Path, PathBuf};
@@ -147,6 +148,8 @@ pub struct TaskEntry {
     pub meaning: &'static str,
     /// Whether its problems come from `task.train_file` and `task.validation_file`.
     pub reads_files: bool,
+    /// What `scripts/fetch_data.sh` is asked for to have the files of its recipe; empty without files.
+    pub data: &'static str,
     /// The keys of `[task]` that it reads beside those; under a task that does not read a key, the key is refused.
     pub keys: &'static [&'static str],
     /// Reads and checks its files, and starts what it runs.
@@ -193,6 +196,8 @@ pub struct TaskSettings {
     pub command_processes: usize,
     /// Held-out problems asked of `command` at most.
     pub validation_problems: usize,
+    /// Where `command` tells of what fails.
+    pub console: Console,
 }
 
 impl Default for TaskSettings {
@@ -212,6 +217,7 @@ impl Default for TaskSettings {
             command_timeout_s: 60.0,
             command_processes: 4,
             validation_problems: VALIDATION_PROBLEMS,
+            console: Console::plain(),
         }
     }
 }

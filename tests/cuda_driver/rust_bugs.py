@@ -170,7 +170,7 @@ def main():
     program = build(copy)
     if not program or (seen := caught(program)):
         sys.exit(f"the sources without a bug do not pass: {seen if program else 'they do not compile'}")
-    tried, survivors, unexplained, last = 0, 0, 0, start
+    tried, survivors, unexplained, last = 0, 0, 0, time.monotonic()
     for name, file, number, line in drawn():
         if tried == count:
             break

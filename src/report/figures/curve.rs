@@ -94,6 +94,10 @@ mod tests {
     fn curve(seeds: &[&[(u64, f64)]]) -> Curve {
         let run = |values: &&[(u64, f64)]| Run {
             label: String::new(),
+            folder: Default::default(),
+            curve: 0,
+            seeds: String::new(),
+            model: None,
             rows: values
                 .iter()
                 .map(|&(step, value)| Row {

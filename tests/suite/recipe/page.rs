@@ -6,7 +6,8 @@ const HEAD: &str = "\
 # Recipes
 
 A recipe is a TOML file. Every key has a default, so a recipe holds only what differs from it. `recipe.toml` in a run
-folder is the recipe as resolved, with every default written out; running it again is the same run.
+folder is the recipe as resolved, with every default written out; running it again is the same run, unless a resumed run
+changed `[eval]` or `[checkpoint]` on its way.
 
 - `base = \"FILE\"`, before any table, takes another recipe as the ground: what is written here counts over it. The path
   counts from this recipe's folder, and a base has no base of its own. The resolved recipe holds both.
@@ -15,8 +16,9 @@ folder is the recipe as resolved, with every default written out; running it aga
 - `--set model.path=FOLDER` replaces the file's `model.architecture` and `model.tokenizer` as well: the folder has its own.
 - Relative paths count from the working directory. The resolved recipe holds absolute ones.
 - All mistakes are reported together before any work: `file:line: key: what is wrong; what to do`.
-- A run that goes on with `--resume` may differ in `train.steps`, `[eval]`, `[logging]`, `[parallel]` and
-  `[checkpoint]`, and in nothing else.
+- A run that goes on with `--resume` may differ in `train.steps`, `schedule_steps`, `[eval]`, `[logging]`, `[parallel]`
+  and `[checkpoint]`, and in nothing else. Another `train.steps` does not bend the learning rate's course: it ends where it
+  did, and `schedule_steps` in the run's recipe then says where.
 
 This page is written from the types in `src/recipe/`, and a test compares the two. After a change there:
 `UPDATE_EXPECT=1 cargo test --release recipes_page`.

@@ -236,6 +236,7 @@ fn a_task_that_fails_is_an_outcome() {
     let rollouts = Rollouts {
         groups: vec![rloss::trajectory::Group { trajectories: vec![t], greedy: None }],
         messages: vec![vec![vec![]]],
+        answers: vec![serde_json::Value::Null],
     };
     let metrics = rloss::rollout::metrics(&rollouts.groups).finish().unwrap();
     assert_eq!(metrics.get("outcome/task_failed"), Some(1.0));
