@@ -132,7 +132,7 @@ fn render(mut runs: Vec<Run>, served: bool) -> Result<String> {
         outcomes => tables::outcomes(curves),
         mismatches => tables::mismatches(runs),
         conversations => conversation::view(runs),
-        browser => browser.as_ref().map(|browser| serde_json::to_value(browser)).transpose()?.map(|value| {
+        browser => browser.as_ref().map(serde_json::to_value).transpose()?.map(|value| {
             Value::from_safe_string(script_json(&value))
         }),
         left_out => browser.as_ref().and_then(|browser| browser.left_out.clone()),

@@ -140,7 +140,7 @@ impl Trainer {
             Some((_, step)) => (step, 0),
             None => (0, 0),
         };
-        let until = |step: u64| if every == 0 { 0 } else { step / every };
+        let until = |step: u64| step.checked_div(every).unwrap_or(0);
         let last = u64::from(every > 0 && steps > rl_done && !steps.is_multiple_of(every.max(1)));
         let first = u64::from(recipe.eval.before_training && rl_done == 0 && steps > 0);
         let evaluations = until(steps).saturating_sub(until(rl_done)) + last + first;

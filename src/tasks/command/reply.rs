@@ -31,7 +31,7 @@ impl Reply {
             bail!("the program says: {}", error.as_str().map_or_else(|| error.to_string(), str::to_owned));
         }
         let known = KEYS.iter().find(|(name, _)| *name == request).map_or(&[][..], |(_, keys)| keys);
-        for key in answer.keys().filter(|key| !known.contains(&key.as_str())) {
+        if let Some(key) = answer.keys().find(|key| !known.contains(&key.as_str())) {
             match closest(key, known.iter().copied()) {
                 Some(near) => bail!("unknown key `{key}` in the answer; did you mean `{near}`?"),
                 None => bail!("unknown key `{key}` in the answer; it may hold {}", known.join(", ")),
