@@ -79,12 +79,12 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     let plan = args.plan(&[])?;
     let rows = arms::rows(args.arms.as_deref().unwrap_or_default(), &plan.recipe.arms);
     let rows = if args.arms.is_some() { rows } else { vec![] };
-    let arms: Vec<(String, Arms)> = rows
-        .into_iter()
-        .map(|row| Ok((row.name, args.plan(&row.sets)?.recipe.arms)))
-        .collect::<Result<_>>()?;
+    let arms: Vec<(String, Plan)> =
+        rows.into_iter().map(|row| Ok((row.name, args.plan(&row.sets)?))).collect::<Result<_>>()?;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
     let bench = Workbench::open(plan, &console)?;
+    arms.iter().try_for_each(|(_, plan)| bench.check_family(plan))?;
+    let arms: Vec<(String, Arms)> = arms.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();
     let found = match args.against.as_slice() {
         [] => check_arms(&bench, &arms)?,
         _ => check_against(&bench, args)?,
@@ -113,7 +113,8 @@ struct Checked {
 
 fn check_against(bench: &Workbench, args: &CheckMismatchArgs) -> Result<Checked> {
     let (config, context) = (&bench.model.config, bench.model.context_tokens_max());
-    let found = Reader::new(config, context, &bench.tokenizer, args.temperature).read(&args.against)?;
+    let found =
+        Reader::new(config, context, bench.chat.vocabulary(), args.temperature).read(&args.against)?;
     found.seen.iter().for_each(|seen| eprintln!("{}", sanitize_terminal(seen)));
     for bad in &found.bad {
         eprintln!("error: {}", sanitize_terminal(bad));
@@ -127,7 +128,7 @@ fn check_against(bench: &Workbench, args: &CheckMismatchArgs) -> Result<Checked>
     let sides = against::sides(found.rows);
     let several = sides.len() > 1;
     for (side, rows) in &sides {
-        let compared = against::compare(reference, &bench.tokenizer, rows, tokens, clip(bench))?;
+        let compared = against::compare(reference, &bench.chat, rows, tokens, clip(bench))?;
         differs |= compared.diagnosis.verdict.differs();
         answers.push(if several { format!("{side}: {}", compared.answer) } else { compared.answer.clone() });
         diagnoses.insert((*side).to_owned(), compared.to_json());

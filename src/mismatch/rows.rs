@@ -2,8 +2,8 @@
 
 use super::formats::{EXAMPLE, RawRow, Shape, TORCH_FILE, TokenTexts};
 use crate::bad_input;
-use crate::harmony::HarmonyTokenizer;
 use crate::model::config::Config;
+use crate::vocabulary::Vocabulary;
 use anyhow::Result;
 use flate2::read::MultiGzDecoder;
 use serde::de::{Deserializer as _, SeqAccess, Visitor};
@@ -62,7 +62,7 @@ pub struct TokenRows {
 pub struct Reader<'a> {
     config: &'a Config,
     context_tokens_max: usize,
-    tokenizer: &'a HarmonyTokenizer,
+    tokenizer: &'a Vocabulary,
     texts: TokenTexts,
     /// Of rows that state none.
     temperature: f64,
@@ -73,7 +73,7 @@ impl<'a> Reader<'a> {
     pub fn new(
         config: &'a Config,
         context_tokens_max: usize,
-        tokenizer: &'a HarmonyTokenizer,
+        tokenizer: &'a Vocabulary,
         temperature: f64,
     ) -> Self {
         Self { config, context_tokens_max, tokenizer, texts: TokenTexts::new(tokenizer.clone()), temperature }

@@ -1,12 +1,14 @@
 //! `check-mismatch --against`: every engine's shape is read as the same rows, bad rows are named, reference cases made with
 //! transformers get the verdict that they should, and the exit code says it.
 
+use rloss::chat::Chat;
 use rloss::harmony::HarmonyTokenizer;
 use rloss::mismatch::against;
 use rloss::mismatch::causes::list::causes;
 use rloss::mismatch::diagnose::{Reference, Verdict};
 use rloss::mismatch::rows::{Reader, TokenRow, TokenRows};
 use rloss::model::config::Config;
+use rloss::model::family::Family;
 use rloss::model::forward::Model;
 use rloss::model::load::load;
 use rloss::model::parameters::Parameters;
@@ -42,7 +44,7 @@ struct Fixture {
     threads: Threads,
     model: Model,
     parameters: Parameters,
-    tokenizer: HarmonyTokenizer,
+    chat: Chat,
 }
 
 impl Fixture {
@@ -53,14 +55,14 @@ impl Fixture {
             threads: Threads::new(2).unwrap(),
             model: Model::new(config, 256),
             parameters,
-            tokenizer: HarmonyTokenizer::embedded().unwrap(),
+            chat: Family::GptOss.embedded_chat().unwrap(),
         }
     }
 
     fn compare(&self, rows: &[TokenRow]) -> against::Comparison {
-        let Self { threads, model, parameters, tokenizer } = self;
+        let Self { threads, model, parameters, chat } = self;
         let reference = Reference { threads, model, parameters, earlier: None };
-        against::compare(reference, tokenizer, rows, 1000, (0.2, 0.2)).unwrap()
+        against::compare(reference, chat, rows, 1000, (0.2, 0.2)).unwrap()
     }
 }
 

@@ -177,7 +177,7 @@ fn sets_read_strings_numbers_arrays_and_tables_over_the_file() {
     assert_eq!(recipe.train.optimizer.lr, 1e-3);
     assert_eq!(recipe.task.name.name, "arithmetic_single");
     assert_eq!(recipe.harmony.current_date.as_deref(), Some("2025-06-28"));
-    assert_eq!(recipe.harmony.model_identity, "You are 3.5, a = b # model.");
+    assert_eq!(recipe.harmony.model_identity.as_deref(), Some("You are 3.5, a = b # model."));
     assert_eq!(recipe.harmony.developer_instructions.as_deref(), Some("12"));
     assert_eq!(recipe.train.freeze, ["a*", "b"]);
     assert_eq!(recipe.eval.pass_at, [1, 2]);
