@@ -289,7 +289,7 @@ fn the_dense_quickstart_trains_saves_and_goes_on() {
         let (run, out) = (second.to_str().unwrap(), folder.path().join("checked"));
         let out = out.to_str().unwrap();
         let output = rloss(&["check-mismatch", run, "--against", file.to_str().unwrap(), "--out", out]);
-        done(&output);
+        assert_eq!(output.status.code(), Some(3), "{}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8_lossy(&output.stdout).into_owned()
     };
     let at_start = first.join("trajectories/step-000001.jsonl");
