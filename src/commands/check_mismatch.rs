@@ -116,8 +116,8 @@ fn check_against(bench: &Workbench, args: &CheckMismatchArgs) -> Result<Checked>
     let found =
         Reader::new(config, context, bench.chat.vocabulary(), args.temperature).read(&args.against)?;
     found.seen.iter().for_each(|seen| eprintln!("{}", sanitize_terminal(seen)));
-    for bad in &found.bad {
-        eprintln!("error: {}", sanitize_terminal(bad));
+    for bad in found.bad_told() {
+        eprintln!("error: {}", sanitize_terminal(&bad));
     }
     let tokens = bench.recipe().train.micro_batch_tokens;
     let earlier = args.earlier.as_deref().map(|folder| bench.weights_of(folder)).transpose()?;

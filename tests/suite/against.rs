@@ -151,6 +151,16 @@ fn bad_rows_are_named_and_the_others_are_compared() {
 }
 
 #[test]
+fn of_many_bad_rows_the_first_are_told_and_the_rest_counted() {
+    let refused = read_text(&"nonsense\n".repeat(30)).unwrap_err().to_string();
+    assert_eq!(refused.matches("not a row").count(), 10, "{refused}");
+    assert!(refused.contains("\n20 more rows are bad\n"), "{refused}");
+    let good = "{\"tokens\": [1, 7], \"logprobs\": [null, -1]}\n";
+    let found = read_text(&(good.to_owned() + &"nonsense\n".repeat(10))).unwrap();
+    assert_eq!((found.bad.len(), found.bad_told()), (10, found.bad));
+}
+
+#[test]
 fn another_tokenizer_and_a_missing_prompt_are_named() {
     let choice = |token: &str, more: &str| {
         format!(
