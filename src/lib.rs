@@ -15,6 +15,7 @@
 #![allow(clippy::len_without_is_empty)]
 
 pub mod atomic_file;
+pub mod chat;
 pub mod choice;
 pub mod cli;
 pub mod commands;
@@ -35,3 +36,4 @@ pub mod tasks;
 pub mod train;
 pub mod trainer;
 pub mod trajectory;
+pub mod vocabulary;

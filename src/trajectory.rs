@@ -11,14 +11,14 @@
 
 use crate::harmony::Message;
 use crate::metrics::Phase;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
 /// How a trajectory ended. Counted in the metrics as `outcome/<snake_case name>`; nothing is skipped in silence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    /// The policy ended its answer with `<|return|>`.
+    /// The policy ended its answer with a stop token.
     Finished,
     /// The sampled-token budget or the context ran out.
     TruncatedLength,
@@ -100,16 +100,31 @@ impl CallOutcome {
     }
 }
 
-/// One stretch of sampled tokens, and what its tool call, if any, came to.
+/// One stretch of sampled tokens, and what its tool calls, if any, came to.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Turn {
     /// First sampled token's index in [`Trajectory::tokens`].
     pub start: usize,
     /// One past the last sampled token.
     pub end: usize,
-    /// Present when the turn ended in a tool call (or a malformed one); a call that was not run, for want of turns or
-    /// tokens to answer it in, is none.
-    pub call: Option<CallOutcome>,
+    /// What became of the tool calls that the turn ended in, malformed ones included, in their order; a call that was not run,
+    /// for want of turns or tokens to answer it in, is none.
+    #[serde(default, alias = "call", deserialize_with = "one_or_several")]
+    pub calls: Vec<CallOutcome>,
+}
+
+/// Trajectories once held one call a turn, or null.
+fn one_or_several<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<CallOutcome>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Calls {
+        Several(Vec<CallOutcome>),
+        One(Option<CallOutcome>),
+    }
+    Ok(match Calls::deserialize(deserializer)? {
+        Calls::Several(calls) => calls,
+        Calls::One(call) => call.into_iter().collect(),
+    })
 }
 
 /// One sampled conversation. All per-token vectors have the length of `tokens`.
@@ -153,7 +168,7 @@ impl Trajectory {
 
     /// Whether something other than the policy spoiled it: the task's program failed, or a worker of the tool died.
     pub fn failed(&self) -> bool {
-        let died = |turn: &Turn| turn.call == Some(CallOutcome::WorkerDied);
+        let died = |turn: &Turn| turn.calls.contains(&CallOutcome::WorkerDied);
         self.outcome == Outcome::TaskFailed || self.turns.iter().any(died)
     }
 }

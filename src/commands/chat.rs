@@ -140,7 +140,8 @@ impl Talk<'_> {
         };
         let whole = self
             .bench
-            .tokenizer
+            .chat
+            .vocabulary()
             .decode(trajectory.tokens.get(trajectory.prompt_tokens..).unwrap_or_default());
         format!("({why}; as written: {})\n", sanitize_line(&whole))
     }

@@ -80,13 +80,13 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     let plan = args.plan(&[])?;
     let rows = arms::rows(args.arms.as_deref().unwrap_or_default(), &plan.recipe.arms);
     let rows = if args.arms.is_some() { rows } else { vec![] };
-    let arms: Vec<(String, Arms)> = rows
-        .into_iter()
-        .map(|row| Ok((row.name, args.plan(&row.sets)?.recipe.arms)))
-        .collect::<Result<_>>()?;
+    let arms: Vec<(String, Plan)> =
+        rows.into_iter().map(|row| Ok((row.name, args.plan(&row.sets)?))).collect::<Result<_>>()?;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
     let bench = Workbench::open(plan, Intent::CheckMismatch, &console)?;
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+    arms.iter().try_for_each(|(_, plan)| bench.check_family(plan))?;
+    let arms: Vec<(String, Arms)> = arms.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();
     let found = match args.against.as_slice() {
         [] => check_arms(&bench, &arms)?,
         _ => check_against(&bench, args, &console)?,
@@ -115,10 +115,11 @@ struct Checked {
 
 fn check_against(bench: &Workbench, args: &CheckMismatchArgs, console: &Console) -> Result<Checked> {
     let (config, context) = (&bench.model.config, bench.model.context_tokens_max());
-    let found = Reader::new(config, context, &bench.tokenizer, args.temperature).read(&args.against)?;
+    let found =
+        Reader::new(config, context, bench.chat.vocabulary(), args.temperature).read(&args.against)?;
     found.seen.iter().for_each(|seen| eprintln!("{}", sanitize_terminal(seen)));
-    for bad in &found.bad {
-        eprintln!("error: {}", sanitize_terminal(bad));
+    for bad in found.bad_told() {
+        eprintln!("error: {}", sanitize_terminal(&bad));
     }
     let tokens = bench.recipe().train.micro_batch_tokens;
     let earlier = args.earlier.as_deref().map(|folder| bench.weights_of(folder, console)).transpose()?;
@@ -129,7 +130,7 @@ fn check_against(bench: &Workbench, args: &CheckMismatchArgs, console: &Console)
     let sides = against::sides(found.rows);
     let several = sides.len() > 1;
     for (side, rows) in &sides {
-        let compared = against::compare(reference, &bench.tokenizer, rows, tokens, clip(bench))?;
+        let compared = against::compare(reference, &bench.chat, rows, tokens, clip(bench))?;
         differs |= compared.diagnosis.verdict.differs();
         answers.push(if several { format!("{side}: {}", compared.answer) } else { compared.answer.clone() });
         diagnoses.insert((*side).to_owned(), compared.to_json());

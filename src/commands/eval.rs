@@ -94,8 +94,8 @@ fn counted<K: Ord>(set: &SetResult, key: impl Fn(&TrajectoryRow) -> K) -> BTreeM
 /// Calls by what became of them.
 fn calls(set: &SetResult) -> BTreeMap<CallOutcome, usize> {
     let mut counts = BTreeMap::new();
-    for call in set.rows().flat_map(|row| &row.trajectory.turns).filter_map(|turn| turn.call) {
-        *counts.entry(call).or_default() += 1;
+    for call in set.rows().flat_map(|row| &row.trajectory.turns).flat_map(|turn| &turn.calls) {
+        *counts.entry(*call).or_default() += 1;
     }
     counts
 }

@@ -8,8 +8,9 @@ use super::output::Line;
 use super::routes::RouteComparison;
 use super::rows::TokenRow;
 use crate::bad_input;
-use crate::harmony::{HarmonyTokenizer, ParseMode, StreamParser};
+use crate::chat::Chat;
 use crate::metrics::format_number;
+use crate::model::config::LayerType;
 use crate::train::batch::{MicroBatch, Sequence};
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -68,7 +69,7 @@ impl Comparison {
 /// [`crate::error::BadInput`] when no row holds a log-prob after its first token.
 pub fn compare(
     reference: Reference,
-    tokenizer: &HarmonyTokenizer,
+    chat: &Chat,
     rows: &[TokenRow],
     micro_batch_tokens: usize,
     clip: (f64, f64),
@@ -83,14 +84,17 @@ pub fn compare(
     let names = rows.iter().map(|row| row.name.clone()).collect();
     let places = Places::of(&reference, &observed, names, row_of_target)?;
     let located = locate(&places, &diagnosis.gaps, threshold(&diagnosis));
-    let window = reference.model.config.sliding_window;
+    let config = &reference.model.config;
+    let window = config.sliding_window;
     let mut lines = vec![];
-    for (name, keep) in [
-        ("rollout_equals_training", Box::new(|_| true) as Box<dyn Fn(usize) -> bool>),
-        ("… positions within the window", Box::new(|position| position <= window)),
-        ("… positions past the window", Box::new(|position| position > window)),
-    ] {
-        lines.extend(line(name, &*keep, &places, &observed, &diagnosis, clip)?);
+    let parts: [(_, &dyn Fn(usize) -> bool); 3] = [
+        ("rollout_equals_training", &|_| true),
+        ("… positions within the window", &|position| position <= window),
+        ("… positions past the window", &|position| position > window),
+    ];
+    let slides = config.layer_types.contains(&LayerType::Sliding);
+    for (name, keep) in parts.into_iter().take(if slides { 3 } else { 1 }) {
+        lines.extend(line(name, keep, &places, &observed, &diagnosis, clip)?);
     }
     if let Some(first) = lines.first_mut() {
         first.cause = Some(diagnosis.verdict.words());
@@ -100,11 +104,12 @@ pub fn compare(
     if let Some(routes) = &routes {
         answer.push_str(&routes.words());
     }
-    let ill_formed = ill_formed(tokenizer, rows);
+    let ill_formed = ill_formed(chat, rows);
     if let Some((row, what)) = ill_formed.first() {
         let count = ill_formed.len();
         answer.push_str(&format!(
-            " Rows that are no well-formed Harmony conversation: {count} (the first is row {row}: {what})."
+            " Rows that are no well-formed {} conversation: {count} (the first is row {row}: {what}).",
+            chat.name()
         ));
     }
     Ok(Comparison { lines, answer, diagnosis, located, places, routes })
@@ -209,15 +214,12 @@ fn named(gap: &Gap) -> Result<Vec<(String, Option<f64>)>> {
     Ok(metrics)
 }
 
-/// Rows that are no well-formed Harmony conversation, with the reason. A row of one token says nothing.
-fn ill_formed(tokenizer: &HarmonyTokenizer, rows: &[TokenRow]) -> Vec<(String, String)> {
-    let check = |row: &TokenRow| -> Result<()> {
-        let mut parser = StreamParser::new(tokenizer, None, ParseMode::Strict);
-        row.tokens.iter().try_for_each(|&token| parser.push(token))?;
-        parser.finish().map(drop)
-    };
+/// Rows that are no well-formed conversation, with the reason. A row of one token says nothing.
+fn ill_formed(chat: &Chat, rows: &[TokenRow]) -> Vec<(String, String)> {
     let longer = rows.iter().filter(|row| row.tokens.len() > 1);
-    longer.filter_map(|row| Some((row.name.clone(), format!("{:#}", check(row).err()?)))).collect()
+    longer
+        .filter_map(|row| Some((row.name.clone(), format!("{:#}", chat.check(&row.tokens).err()?))))
+        .collect()
 }
 
 /// How far, where and why, in one paragraph.

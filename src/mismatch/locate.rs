@@ -219,6 +219,6 @@ mod tests {
         assert_eq!(place(found(&|t| t * 7 % 11 == 4)), "targets of token 4");
         let scattered = found(&|t| t * 31 % 97 == 5);
         assert_eq!(scattered.location, None);
-        assert_eq!((scattered.moved, scattered.first.len()), (9, 5));
+        assert_eq!((scattered.moved, scattered.first.len()), (8, 5));
     }
 }

@@ -2,8 +2,8 @@
 
 use super::formats::{EXAMPLE, RawRow, Shape, TORCH_FILE, TokenTexts};
 use crate::bad_input;
-use crate::harmony::HarmonyTokenizer;
 use crate::model::config::Config;
+use crate::vocabulary::Vocabulary;
 use anyhow::Result;
 use flate2::read::MultiGzDecoder;
 use serde::de::{Deserializer as _, SeqAccess, Visitor};
@@ -17,6 +17,8 @@ const ABOVE_ZERO_MAX: f64 = 1e-3;
 /// A record of text, and a file of it, bytes.
 const RECORD_BYTES_MAX: u64 = 64 << 20;
 const FILE_BYTES_MAX: u64 = 2 << 30;
+/// Bad rows that are each told; `mismatch.json` has all.
+const BAD_TOLD_MAX: usize = 10;
 
 /// One row that can be compared.
 #[derive(Debug, Clone, PartialEq)]
@@ -54,15 +56,24 @@ pub struct TokenRows {
     pub rows: Vec<TokenRow>,
     /// Whose shapes were seen, in words, with what was done to read them.
     pub seen: Vec<String>,
-    /// TokenRows that cannot be compared, each named with its reason.
+    /// Rows that cannot be compared, each named with its reason.
     pub bad: Vec<String>,
+}
+
+impl TokenRows {
+    /// What is told of [`Self::bad`]: the first ones, and how many there are besides.
+    pub fn bad_told(&self) -> Vec<String> {
+        let more = self.bad.len().saturating_sub(BAD_TOLD_MAX);
+        let rest = (more > 0).then(|| format!("{more} more rows are bad"));
+        self.bad.iter().take(BAD_TOLD_MAX).cloned().chain(rest).collect()
+    }
 }
 
 /// What rows are read for.
 pub struct Reader<'a> {
     config: &'a Config,
     context_tokens_max: usize,
-    tokenizer: &'a HarmonyTokenizer,
+    tokenizer: &'a Vocabulary,
     texts: TokenTexts,
     /// Of rows that state none.
     temperature: f64,
@@ -73,7 +84,7 @@ impl<'a> Reader<'a> {
     pub fn new(
         config: &'a Config,
         context_tokens_max: usize,
-        tokenizer: &'a HarmonyTokenizer,
+        tokenizer: &'a Vocabulary,
         temperature: f64,
     ) -> Self {
         Self { config, context_tokens_max, tokenizer, texts: TokenTexts::new(tokenizer.clone()), temperature }
@@ -101,8 +112,10 @@ impl<'a> Reader<'a> {
         }
         if found.rows.is_empty() {
             let shown = files.iter().map(|f| f.display().to_string()).collect::<Vec<_>>().join(", ");
-            let what =
-                if found.bad.is_empty() { format!("{shown}: holds no rows") } else { found.bad.join("\n") };
+            let what = match found.bad.is_empty() {
+                true => format!("{shown}: holds no rows"),
+                false => found.bad_told().join("\n"),
+            };
             return Err(bad_input!(
                 "{what}\nnothing can be compared; docs/MISMATCH.md lists what is read, the simplest is a row a line: {EXAMPLE}"
             ));

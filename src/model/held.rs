@@ -2,7 +2,7 @@
 
 use super::config::Form;
 use super::layer::Projection;
-use super::names::{ParameterSpec, TensorRole};
+use super::names::{Layout, ParameterSpec, TensorRole};
 use crate::ops::packed::{self, PackedMatrix, PackedTable};
 use crate::ops::{self, Parameter};
 use anyhow::{Result, bail};
@@ -50,11 +50,15 @@ pub enum Weight {
     Table(Arc<PackedTable>),
 }
 
-/// What token ids are looked up in, `[V, H]`.
+/// What token ids are looked up in.
 #[derive(Clone)]
 pub enum Embedding {
+    /// `[V, H]`.
     Plain(Parameter),
+    /// `[V, H]`.
     Packed(Arc<PackedTable>),
+    /// The head, `[H, V]`, whose columns are looked up.
+    Tied(Projection),
 }
 
 impl ParameterSpec {
@@ -70,6 +74,11 @@ impl ParameterSpec {
         }
     }
 
+    /// Whether rows are looked up and nothing multiplies by it: an embedding that is not the head too.
+    pub(super) fn is_table(&self) -> bool {
+        self.role == TensorRole::Embedding && self.layout == Layout::AsStored
+    }
+
     /// `[E, in, out]` of a matrix, with one "expert" where it has none.
     pub fn matrix_shape(&self) -> Option<[usize; 3]> {
         match *self.working_shape() {
@@ -83,8 +92,8 @@ impl ParameterSpec {
     pub fn resident_bytes(&self, form: Form) -> u64 {
         let plain = self.element_count() as u64 * size_of::<f32>() as u64;
         match (self.packed_form(form), self.matrix_shape()) {
-            // The embedding's rows are not arranged in panels.
-            (Some(_), _) if self.role == TensorRole::Embedding => plain / 2,
+            // Rows that are only looked up are not arranged in panels.
+            (Some(_), _) if self.is_table() => plain / 2,
             (Some(form), Some(shape)) => form.bytes(shape) as u64,
             _ => plain,
         }
@@ -147,12 +156,13 @@ impl Weight {
         }
     }
 
-    /// What ids are looked up in.
+    /// What ids are looked up in; `tied` where it is the head too.
     ///
     /// # Errors
-    /// When it is arranged to be multiplied by.
-    pub fn embedding(self) -> Result<Embedding> {
+    /// When it is arranged to be multiplied by, and only looked up, or the other way round.
+    pub fn embedding(self, tied: bool) -> Result<Embedding> {
         match self {
+            weight if tied => Ok(Embedding::Tied(weight.projection(None)?)),
             Weight::Plain(parameter) => Ok(Embedding::Plain(parameter)),
             Weight::Table(table) => Ok(Embedding::Packed(table)),
             Weight::Matrix(_) => bail!("a matrix where a table belongs"),
@@ -169,6 +179,8 @@ impl Embedding {
         Ok(match self {
             Embedding::Plain(parameter) => ops::embedding(parameter, ids)?,
             Embedding::Packed(table) => ops::packed::packed_rows(table, ids)?,
+            Embedding::Tied(Projection::Dense { weight, .. }) => ops::tied_embedding(weight, ids)?,
+            Embedding::Tied(Projection::Packed { weight, .. }) => ops::packed::packed_columns(weight, ids)?,
         })
     }
 
@@ -177,6 +189,7 @@ impl Embedding {
         match self {
             Embedding::Plain(parameter) => Embedding::Plain(parameter.without_gradient()),
             Embedding::Packed(table) => Embedding::Packed(table.clone()),
+            Embedding::Tied(head) => Embedding::Tied(head.without_gradient()),
         }
     }
 }

@@ -5,7 +5,7 @@
 
 use super::config::{Config, Form};
 use super::held::{Held, Loaded};
-use super::names::{Layout, ParameterSpec, StoredTensor, TensorRole, parameter_specs};
+use super::names::{Layout, ParameterSpec, StoredTensor, parameter_specs};
 use super::tensor_file::{TensorFile, f32_values};
 use crate::bad_input;
 use crate::ops::mxfp4::{self, BLOCK};
@@ -137,7 +137,7 @@ impl ModelFolder {
         };
         let [_, input, output] = shape;
         Ok(Loaded::Packed(match (form, spec.layout) {
-            (packed::PackedForm::Bf16, _) if spec.role == TensorRole::Embedding => {
+            (packed::PackedForm::Bf16, _) if spec.is_table() => {
                 let table = PackedTable::new(self.bytes(&spec.name)?.0, output);
                 table.first_not_finite().map_or(Ok(()), |at| Err(self.not_finite(spec, at)))?;
                 Held::Table(Arc::new(table))

@@ -15,6 +15,7 @@ pub mod load;
 pub mod names;
 pub mod parameters;
 pub mod policy_view;
+mod qwen2;
 pub mod rope;
 pub mod rounding;
 pub mod save;

@@ -5,7 +5,7 @@ use super::config::Config;
 use super::held::{Held, Loaded, Weight};
 use super::layers_in_turn::{LayersInTurn, TensorStore, WeightChange};
 use super::load::ModelFolder;
-use super::names::{ParameterSpec, parameter_specs, value_model_specs};
+use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use super::rounding::WeightRounding;
 use super::weights::{VALUE_HEAD, Weights};
 use crate::ops::Parameter;
@@ -217,6 +217,12 @@ impl Parameters {
             entry.state.clear();
         }
         Ok(())
+    }
+
+    /// How often a pass uses tensor `index`: twice for an embedding that is the head too.
+    pub fn uses(&self, index: usize) -> usize {
+        let is_head_too = self.config.tie_word_embeddings && !self.index.contains_key(VALUE_HEAD);
+        if is_head_too && self.specs[index].role == TensorRole::Embedding { 2 } else { 1 }
     }
 
     /// Whether tensor `index` learns.

@@ -5,12 +5,13 @@ use super::config::Config;
 use super::held::{Embedding, Weight};
 use super::layer::{Layer, Projection};
 use super::layers_in_turn::LayersInTurn;
+use super::names::EMBEDDING;
 use crate::ops::Parameter;
 use anyhow::{Context, Result};
 
-/// Where the forward takes weights from, a layer at a time. Weights weights answer from memory; a sharded source gathers.
+/// Where the forward takes weights from, a layer at a time: from memory, from disk, or gathered from shards.
 pub trait WeightSource: Send + Sync {
-    /// `[V, H]`.
+    /// `[V, H]`, or `[H, V]` where it is the head too.
     fn embedding(&self) -> Result<Embedding>;
     /// The weights of layer `index`.
     fn layer(&self, index: usize) -> Result<Layer>;
@@ -69,13 +70,17 @@ impl Weights {
             Some(layers) => Layers::InTurn(Box::new(layers)),
             None => Layers::Resident((0..config.num_hidden_layers).map(layer).collect::<Result<_>>()?),
         };
+        let tied = config.tie_word_embeddings;
+        let embedding = find(EMBEDDING)?;
         Ok(Self {
-            embedding: find("model.embed_tokens.weight")?.embedding()?,
+            embedding: embedding.clone().embedding(tied)?,
             layers,
             final_norm: find("model.norm.weight")?.parameter()?,
             head: if is_critic {
                 let bias = find("score.bias")?.parameter()?;
                 Head::Value(find(VALUE_HEAD)?.projection(Some(bias))?)
+            } else if tied {
+                Head::LanguageModel(embedding.projection(None)?)
             } else {
                 Head::LanguageModel(find("lm_head.weight")?.projection(None)?)
             },

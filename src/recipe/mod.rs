@@ -36,7 +36,7 @@ pub use harmony::{Harmony, ReasoningEffort};
 pub use interpreter::{InterpreterConfig, InterpreterKind, InterpreterState};
 pub use logging::Logging;
 pub use mistake::{Mistake, Mistakes, Place};
-pub use model::{Architecture, Contradiction, Dtype, Init, ModelConfig, Sizes, Tokenizer, Yarn};
+pub use model::{Architecture, Contradiction, Dtype, Family, Init, ModelConfig, Sizes, Tokenizer, Yarn};
 pub use optimizer::{OptimizerConfig, OptimizerKind, Schedule};
 pub use parallel::Parallel;
 pub use plan::{Plan, resolve, resume_differences, set_key};

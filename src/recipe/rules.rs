@@ -128,11 +128,8 @@ impl Rules<'_> {
 
     fn harmony(&mut self) {
         let harmony = &self.recipe.harmony;
-        if !is_date(&harmony.knowledge_cutoff, 2) {
-            let what = format!(
-                "{:?} is not a month; write it as YYYY-MM, such as \"2024-06\"",
-                harmony.knowledge_cutoff
-            );
+        if let Some(month) = harmony.knowledge_cutoff.as_ref().filter(|month| !is_date(month, 2)) {
+            let what = format!("{month:?} is not a month; write it as YYYY-MM, such as \"2024-06\"");
             self.refuse(&["harmony.knowledge_cutoff"], what);
         }
         if let Some(date) = &harmony.current_date

@@ -7,13 +7,16 @@ use anyhow::Result;
 use std::path::{Path, PathBuf};
 
 /// The recipes inside the binary, by name.
-pub const BUILT_IN: [(&str, &str); 7] = [
+pub const BUILT_IN: [(&str, &str); 10] = [
     ("quickstart", include_str!("../../recipes/quickstart.toml")),
+    ("quickstart_dense", include_str!("../../recipes/quickstart_dense.toml")),
     ("quickstart_ppo", include_str!("../../recipes/quickstart_ppo.toml")),
     ("format_rules", include_str!("../../recipes/format_rules.toml")),
     ("gsm8k", include_str!("../../recipes/gsm8k.toml")),
+    ("gsm8k_qwen", include_str!("../../recipes/gsm8k_qwen.toml")),
     ("retool", include_str!("../../recipes/retool.toml")),
     ("retool_ppo", include_str!("../../recipes/retool_ppo.toml")),
+    ("retool_qwen", include_str!("../../recipes/retool_qwen.toml")),
     ("verify_if", include_str!("../../recipes/verify_if.toml")),
 ];
 

@@ -191,7 +191,7 @@ fn trajectory_view(picked: &Picked) -> View<'_> {
     trajectory
         .turns
         .iter()
-        .filter_map(|turn| turn.call)
+        .flat_map(|turn| &turn.calls)
         .for_each(|call| *calls.entry(call).or_default() += 1);
     facts
         .extend(calls.iter().map(|(call, count)| format!("call {} ×{count}", call.name().replace('_', " "))));

@@ -4,9 +4,12 @@
 //! and its figures bytes, both in base64, so that ten thousand trajectories fit in a page.
 
 use super::run::Run;
-use crate::harmony::{HarmonyTokenizer, Role};
+use crate::choice::Choice;
+use crate::harmony::Role;
 use crate::metrics::{Phase, sanitize_terminal};
+use crate::model::family::Family;
 use crate::trajectory::{Outcome, Trajectory, TrajectoryRow};
+use crate::vocabulary::Vocabulary;
 use anyhow::Result;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -125,7 +128,7 @@ pub(super) fn pack(runs: &[Run]) -> Result<Option<Browser>> {
 }
 
 /// The run's own, from its last checkpoint, or the one inside the binary where the recipe says so.
-fn tokenizer(run: &Run) -> Option<HarmonyTokenizer> {
+fn tokenizer(run: &Run) -> Option<Vocabulary> {
     let mut folders: Vec<PathBuf> = std::fs::read_dir(run.folder.join("checkpoints"))
         .into_iter()
         .flatten()
@@ -136,9 +139,11 @@ fn tokenizer(run: &Run) -> Option<HarmonyTokenizer> {
     let file =
         folders.into_iter().rev().map(|folder| folder.join("tokenizer.json")).find(|file| file.is_file());
     match file {
-        Some(file) => HarmonyTokenizer::from_file(&file).ok(),
+        Some(file) => Vocabulary::from_file(&file).ok(),
         None if run.setting("model.tokenizer").as_deref() == Some("embedded") => {
-            HarmonyTokenizer::embedded().ok()
+            let family = run.setting("model.architecture.model_type");
+            let family = family.and_then(|word| Family::named(&word)).unwrap_or(Family::GptOss);
+            Some(family.embedded_chat().ok()?.vocabulary().clone())
         }
         None => None,
     }
@@ -147,7 +152,7 @@ fn tokenizer(run: &Run) -> Option<HarmonyTokenizer> {
 #[derive(Default)]
 struct Packer {
     run: usize,
-    tokenizer: Option<HarmonyTokenizer>,
+    tokenizer: Option<Vocabulary>,
     vocabulary: Vec<String>,
     special: BTreeSet<usize>,
     places: BTreeMap<(usize, u32), usize>,
@@ -162,7 +167,7 @@ struct Packer {
 }
 
 impl Packer {
-    fn begin(&mut self, run: usize, tokenizer: Option<HarmonyTokenizer>) {
+    fn begin(&mut self, run: usize, tokenizer: Option<Vocabulary>) {
         (self.run, self.tokenizer) = (run, tokenizer);
     }
 
@@ -265,7 +270,7 @@ impl Packer {
 }
 
 /// A token as it is read; bytes that are no text by themselves in hexadecimal.
-fn spelling(tokenizer: &HarmonyTokenizer, token: u32) -> String {
+fn spelling(tokenizer: &Vocabulary, token: u32) -> String {
     match tokenizer.token_bytes(token) {
         None => format!("[{token}]"),
         Some(bytes) => match std::str::from_utf8(bytes) {

@@ -47,7 +47,7 @@ pub fn metrics(groups: &[Group]) -> Accumulator {
             metrics.mean("critic/success/mean", f64::from(u8::from(trajectory.success)), 1.0);
             metrics.mean("trajectory/failed_fraction", f64::from(u8::from(trajectory.failed())), 1.0);
             metrics.sum(&format!("outcome/{}", trajectory.outcome.name()), 1.0);
-            for call in trajectory.turns.iter().filter_map(|turn| turn.call) {
+            for call in trajectory.turns.iter().flat_map(|turn| &turn.calls) {
                 metrics.sum(&format!("tool/{}", call.name()), 1.0);
             }
         }
@@ -84,7 +84,10 @@ mod tests {
             mask: (0..n).map(|i| i >= 3).collect(),
             logprobs: vec![0.0; n],
             routes: vec![],
-            turns: calls.iter().map(|&call| Turn { start: 3, end: n, call }).collect(),
+            turns: calls
+                .iter()
+                .map(|call| Turn { start: 3, end: n, calls: call.iter().copied().collect() })
+                .collect(),
             outcome,
             reward,
             success: reward > 0.0,

@@ -22,7 +22,8 @@ pub use queue::Observer;
 pub use sampler::{SampledPlace, TokenSource};
 pub use settings::RolloutSettings;
 
-use crate::harmony::{HarmonyTokenizer, Message};
+use crate::chat::Chat;
+use crate::harmony::Message;
 use crate::interpreter::Interpreter;
 use crate::metrics::Phase;
 use crate::model::policy_view::PolicyView;
@@ -50,7 +51,7 @@ pub struct Rollout<'a> {
     pub threads: &'a Threads,
     /// What samples: model, weights and forward.
     pub policy: &'a PolicyView<'a>,
-    pub tokenizer: &'a HarmonyTokenizer,
+    pub chat: &'a Chat,
     pub task: &'a dyn Task,
     /// The Python tool, of one rollout at a time; `None` for tasks without one.
     pub interpreter: Option<&'a dyn Interpreter>,
@@ -125,7 +126,8 @@ impl Rollouts {
                 let sampled = trajectory.sampled_tokens();
                 counts.sampled_tokens += sampled;
                 counts.prefilled_tokens += trajectory.tokens.len() - trajectory.prompt_tokens - sampled;
-                counts.tool_calls += trajectory.turns.iter().filter(|turn| reached_tool(turn.call)).count();
+                let calls = trajectory.turns.iter().flat_map(|turn| &turn.calls);
+                counts.tool_calls += calls.filter(|call| reached_tool(**call)).count();
             }
         }
         counts
@@ -135,12 +137,12 @@ impl Rollouts {
     pub fn tool_timed_out(&self) -> bool {
         let greedy = self.groups.iter().filter_map(|group| group.greedy.as_ref());
         let mut turns = self.trajectories().chain(greedy).flat_map(|t| &t.turns);
-        turns.any(|turn| turn.call == Some(CallOutcome::ToolTimeout))
+        turns.any(|turn| turn.calls.contains(&CallOutcome::ToolTimeout))
     }
 }
 
-fn reached_tool(call: Option<CallOutcome>) -> bool {
-    !matches!(call, None | Some(CallOutcome::MalformedCall | CallOutcome::UnknownRecipient))
+fn reached_tool(call: CallOutcome) -> bool {
+    !matches!(call, CallOutcome::MalformedCall | CallOutcome::UnknownRecipient)
 }
 
 impl Rollout<'_> {

@@ -204,7 +204,7 @@ impl<'a> Queue<'a> {
             state.tool_threads_idle -= 1;
             drop(state);
             let mut sample = sample;
-            match catch_unwind(AssertUnwindSafe(|| sample.conversation.run_call())) {
+            match catch_unwind(AssertUnwindSafe(|| sample.conversation.run_calls())) {
                 Ok(next) => self.hand_on(scope, sample, next),
                 Err(_) => return self.fail(anyhow!("the interpreter panicked; this is a bug")),
             }

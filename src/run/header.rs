@@ -1,6 +1,7 @@
 //! What a run is, in a few lines: the head of the console, and `model.json` for its page.
 
 use super::workbench::Workbench;
+use crate::choice::Choice;
 use crate::interpreter::InterpreterKind;
 use crate::metrics::format_number;
 use serde_json::{Value, json};
@@ -20,7 +21,7 @@ pub fn model(bench: &Workbench) -> Value {
     let folder = path.and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
     json!({
         "name": folder,
-        "model_type": config.family.model_type(),
+        "model_type": config.family.name(),
         "layers": config.num_hidden_layers,
         "parameters": count(false),
         "learning": count(true),

@@ -2,6 +2,7 @@
 
 pub mod collect;
 pub mod evaluation;
+mod family;
 mod freeze;
 pub mod header;
 pub mod memory;

@@ -1,15 +1,16 @@
 //! What a command needs, opened and checked before any work: everything but the weights.
 
+use super::family::foreign_keys;
 use super::freeze::{critic_trainable, trainable};
 use super::memory::{Available, Intent, MemoryPlan, Subject, gigabytes};
 use super::workbench::Workbench;
 use crate::bad_input;
+use crate::chat::Chat;
 use crate::error::BadInput;
-use crate::harmony::{HarmonyTokenizer, Message, RenderOptions, Role};
+use crate::harmony::Message;
 use crate::interpreter::{self, CPython, Embedded, Interpreter};
 use crate::metrics::Console;
-use crate::model::config::{Config, Form, LayerType, Rope};
-use crate::model::family::Family;
+use crate::model::config::{Config, Form, Rope};
 use crate::model::forward::Model;
 use crate::model::held::Loaded;
 use crate::model::init::{InitSettings, init};
@@ -71,6 +72,7 @@ impl Preflight {
         };
         if let Some(source) = &source {
             mistakes.note(check_budgets(&plan, &source.config));
+            mistakes.0.extend(foreign_keys(&plan, source.config.family));
         }
         let (Some(source), Some(task), Some(trainable), Some(critic_trainable), Some(interpreter), true) =
             (source, task, trainable, critic_trainable, interpreter, mistakes.0.is_empty())
@@ -80,7 +82,7 @@ impl Preflight {
         if let Some(folder) = &source.lacks_weights {
             plan.warnings.push(format!("{} holds no weights; they are drawn at random", folder.display()));
         }
-        let preamble = preamble(&plan.recipe.harmony, task.uses_python());
+        let preamble = preamble(&source.chat, &plan.recipe.harmony, task.uses_python());
         let streamed = false;
         Ok(Self {
             plan,
@@ -96,11 +98,6 @@ impl Preflight {
         })
     }
 
-    /// The vocabulary.
-    fn tokenizer(&self) -> &HarmonyTokenizer {
-        &self.source.tokenizer
-    }
-
     /// The first training prompt as the model reads it, and its length in tokens.
     ///
     /// # Errors
@@ -108,9 +105,8 @@ impl Preflight {
     pub fn first_prompt(&self) -> Result<(String, usize)> {
         let problem = self.task.training_problem(self.plan.recipe.train.seed, 0);
         let messages = [self.preamble.clone(), problem.messages].concat();
-        let (role, options) = (Role::Assistant, RenderOptions::default());
-        let tokens = self.tokenizer().render_conversation_for_completion(&messages, role, options)?;
-        Ok((self.tokenizer().decode(&tokens), tokens.len()))
+        let tokens = self.source.chat.prompt(&messages)?;
+        Ok((self.source.chat.vocabulary().decode(&tokens), tokens.len()))
     }
 
     /// What memory is planned from.
@@ -165,7 +161,7 @@ impl Preflight {
         let context = source.config.max_position_embeddings;
         Ok(Workbench {
             model: Model::new(source.config, context),
-            tokenizer: source.tokenizer,
+            chat: source.chat,
             companions: source.companions,
             plan: self.plan,
             threads: self.threads,
@@ -194,7 +190,7 @@ fn said_of_streaming(needed: u64, files: &Arc<ModelFolder>, config: &Config) -> 
 }
 
 /// Collects [`BadInput`]; any other error is one too, but keeps its own words.
-struct Mistakes(Vec<String>);
+pub(super) struct Mistakes(pub(super) Vec<String>);
 
 impl Mistakes {
     fn note<T>(&mut self, result: Result<T>) -> Option<T> {
@@ -202,7 +198,7 @@ impl Mistakes {
     }
 
     /// All of them in one, in the form of a recipe's mistakes.
-    fn into_error(self) -> anyhow::Error {
+    pub(super) fn into_error(self) -> anyhow::Error {
         match self.0.as_slice() {
             [only] => bad_input!("{only}"),
             all => bad_input!("{} mistakes:\n  {}", all.len(), all.join("\n  ")),
@@ -213,7 +209,7 @@ impl Mistakes {
 /// Where the model comes from: a folder, or the recipe's own architecture.
 pub(super) struct ModelSource {
     pub(super) config: Config,
-    tokenizer: HarmonyTokenizer,
+    chat: Chat,
     companions: Companions,
     /// The files of weights; `None` for random ones.
     pub(super) weights: Option<Arc<ModelFolder>>,
@@ -228,18 +224,17 @@ impl ModelSource {
         match (&recipe.model.path, &recipe.model.architecture) {
             (Some(path), _) => Self::from_folder(&model_folder(path)?),
             (None, Some(architecture)) => {
-                let tokenizer = match recipe.model.tokenizer.as_ref().unwrap_or(&Tokenizer::Embedded) {
-                    Tokenizer::Embedded => HarmonyTokenizer::embedded()?,
-                    Tokenizer::Path(path) if path.is_dir() => {
-                        HarmonyTokenizer::from_file(&path.join("tokenizer.json"))?
-                    }
-                    Tokenizer::Path(path) => HarmonyTokenizer::from_file(path)?,
+                let family = architecture.model_type;
+                let chat = match recipe.model.tokenizer.as_ref().unwrap_or(&Tokenizer::Embedded) {
+                    Tokenizer::Embedded => family.embedded_chat()?,
+                    Tokenizer::Path(path) if path.is_dir() => family.chat(&path.join("tokenizer.json"))?,
+                    Tokenizer::Path(path) => family.chat(path)?,
                 };
-                let config = config_of(architecture, &tokenizer);
+                let config = config_of(architecture, &chat);
                 config.check()?;
-                let companions = Companions::with_tokenizer(tokenizer.json_bytes());
+                let companions = Companions::of(&chat);
                 let forms = vec![Form::F32; parameter_specs(&config).len()];
-                Ok(Self { config, tokenizer, companions, weights: None, lacks_weights: None, forms })
+                Ok(Self { config, chat, companions, weights: None, lacks_weights: None, forms })
             }
             (None, None) => bail!("neither model.path nor model.architecture"),
         }
@@ -248,16 +243,16 @@ impl ModelSource {
     pub(super) fn from_folder(folder: &Path) -> Result<Self> {
         let config = Config::read(folder)?;
         let file = folder.join("tokenizer.json");
-        let tokenizer = config.family.tokenizer(&file)?;
-        if tokenizer.vocab_size() > config.vocab_size {
+        let chat = config.family.chat(&file)?;
+        let tokens = chat.vocabulary().vocab_size();
+        if tokens > config.vocab_size {
             return Err(bad_input!(
-                "{}: the tokenizer has {} tokens but config.json says vocab_size = {}; use the tokenizer that belongs to this model",
+                "{}: the tokenizer has {tokens} tokens but config.json says vocab_size = {}; use the tokenizer that belongs to this model",
                 file.display(),
-                tokenizer.vocab_size(),
                 config.vocab_size
             ));
         }
-        let companions = Companions::read(folder)?;
+        let companions = Companions::read(folder, &chat)?;
         let specs = parameter_specs(&config);
         let (weights, lacks_weights, forms) = if weights_present(folder) {
             let weights = ModelFolder::open(folder, &config)?;
@@ -266,7 +261,7 @@ impl ModelSource {
         } else {
             (None, Some(folder.to_owned()), vec![Form::F32; specs.len()])
         };
-        Ok(Self { config, tokenizer, companions, weights, lacks_weights, forms })
+        Ok(Self { config, chat, companions, weights, lacks_weights, forms })
     }
 
     fn specs(&self) -> Vec<ParameterSpec> {
@@ -353,28 +348,30 @@ pub(super) fn model_folder(path: &Path) -> Result<PathBuf> {
     }
 }
 
-fn config_of(a: &Architecture, tokenizer: &HarmonyTokenizer) -> Config {
-    let control = tokenizer.control();
+/// What the recipe's architecture says; keys of another family are left out.
+fn config_of(a: &Architecture, chat: &Chat) -> Config {
+    let (family, experts) = (a.model_type, a.model_type.has_experts());
     Config {
-        family: Family::GptOss,
-        vocab_size: tokenizer.vocab_size(),
+        family,
+        vocab_size: chat.vocabulary().vocab_size(),
         hidden_size: a.hidden_size,
         num_hidden_layers: a.num_hidden_layers,
         num_attention_heads: a.num_attention_heads,
         num_key_value_heads: a.num_key_value_heads,
         head_dim: a.head_dim,
         intermediate_size: a.intermediate_size,
-        num_local_experts: a.num_local_experts,
-        num_experts_per_tok: a.num_experts_per_tok,
-        sliding_window: a.sliding_window,
-        layer_types: LayerType::alternating(a.num_hidden_layers),
+        num_local_experts: if experts { a.num_local_experts } else { 0 },
+        num_experts_per_tok: if experts { a.num_experts_per_tok } else { 0 },
+        sliding_window: if experts { a.sliding_window } else { 0 },
+        layer_types: family.layer_types(a.num_hidden_layers),
         rope: Rope { theta: a.rope_theta, yarn: a.yarn.clone() },
         rms_norm_eps: a.rms_norm_eps,
-        swiglu_limit: a.swiglu_limit,
+        swiglu_limit: if experts { a.swiglu_limit } else { 0.0 },
+        tie_word_embeddings: a.tie_word_embeddings,
         max_position_embeddings: a.max_position_embeddings,
         bos_token_id: None,
-        eos_token_ids: vec![control.ret, control.call],
-        pad_token_id: tokenizer.pad(),
+        eos_token_ids: chat.stop_tokens(),
+        pad_token_id: chat.vocabulary().pad(),
     }
 }
 

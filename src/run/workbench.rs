@@ -1,9 +1,11 @@
 //! What every command that runs a model works with.
 
 use super::memory::{Intent, available};
-use super::preflight::{ModelSource, Preflight, model_folder};
+use super::preflight::{Mistakes, ModelSource, Preflight, model_folder};
+use super::family::foreign_keys;
 use crate::bad_input;
-use crate::harmony::{HarmonyTokenizer, Message};
+use crate::chat::Chat;
+use crate::harmony::Message;
 use crate::interpreter::Interpreter;
 use crate::metrics::Console;
 use crate::model::config::Config;
@@ -19,11 +21,12 @@ use crate::train::supervised::Rendering;
 use anyhow::Result;
 use std::path::Path;
 
-/// A model with its tokenizer, task and tool, ready to run.
+/// A model with its conversations, task and tool, ready to run.
 pub struct Workbench {
     pub plan: Plan,
     pub threads: Threads,
-    pub tokenizer: HarmonyTokenizer,
+    /// Its tokenizer, and how its conversations are written.
+    pub chat: Chat,
     /// Tokenizer files and the like that travel with a checkpoint.
     pub companions: Companions,
     pub model: Model,
@@ -51,6 +54,15 @@ impl Workbench {
         preflight.load(console)
     }
 
+    /// Refuses a plan, of the same model, with keys that mean nothing to its family.
+    ///
+    /// # Errors
+    /// [`BadInput`](crate::error::BadInput) with every such key.
+    pub fn check_family(&self, plan: &Plan) -> Result<()> {
+        let mistakes = Mistakes(foreign_keys(plan, self.model.config.family));
+        if mistakes.0.is_empty() { Ok(()) } else { Err(mistakes.into_error()) }
+    }
+
     /// The recipe, resolved.
     pub fn recipe(&self) -> &Recipe {
         &self.plan.recipe
@@ -59,7 +71,7 @@ impl Workbench {
     /// How conversations become supervised examples.
     pub fn rendering(&self) -> Rendering<'_> {
         Rendering {
-            tokenizer: &self.tokenizer,
+            chat: &self.chat,
             preamble: &self.preamble,
             context_tokens_max: self.model.context_tokens_max(),
             vocabulary: self.model.config.vocab_size,
@@ -110,7 +122,7 @@ impl Workbench {
     /// The policy that samples for training, as the arms leave it.
     ///
     /// # Errors
-    /// [`BadInput`] when an arm does not fit the model.
+    /// [`BadInput`](crate::error::BadInput) when an arm does not fit the model.
     pub fn rollout_policy(&self) -> Result<PolicyView<'_>> {
         PolicyView::rollout(&self.model, &self.parameters, &self.recipe().arms, self.recipe().train.seed)
     }
@@ -128,7 +140,7 @@ impl Workbench {
         Rollout {
             threads: &self.threads,
             policy,
-            tokenizer: &self.tokenizer,
+            chat: &self.chat,
             task: self.task.as_ref(),
             interpreter: self.interpreter.as_deref(),
             settings,

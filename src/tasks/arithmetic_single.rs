@@ -87,8 +87,10 @@ impl MadeUp for Steps {
         Demonstration { messages }
     }
 
+    /// The last line counts: in ChatML the steps stand above it.
     fn reward(problem: &Problem, transcript: &Transcript) -> Result<Reward> {
-        Ok(exact_reward(problem, transcript))
+        let answer = transcript.final_text().map(|text| text.rsplit('\n').next().unwrap_or(text));
+        Ok(exact_reward(problem, transcript, answer))
     }
 
     fn validation(count: usize) -> Vec<Problem> {

@@ -2,12 +2,14 @@
 //! transformers get the verdict that they should, and the exit code says it.
 
 use crate::tiny::load;
+use rloss::chat::Chat;
 use rloss::harmony::HarmonyTokenizer;
 use rloss::mismatch::against;
 use rloss::mismatch::causes::list::causes;
 use rloss::mismatch::diagnose::{Reference, Verdict};
 use rloss::mismatch::rows::{Reader, TokenRow, TokenRows};
 use rloss::model::config::Config;
+use rloss::model::family::Family;
 use rloss::model::forward::Model;
 use rloss::model::parameters::Parameters;
 use rloss::ops::threads::Threads;
@@ -42,7 +44,7 @@ struct Fixture {
     threads: Threads,
     model: Model,
     parameters: Parameters,
-    tokenizer: HarmonyTokenizer,
+    chat: Chat,
 }
 
 impl Fixture {
@@ -53,14 +55,14 @@ impl Fixture {
             threads: Threads::new(2).unwrap(),
             model: Model::new(config, 256),
             parameters,
-            tokenizer: HarmonyTokenizer::embedded().unwrap(),
+            chat: Family::GptOss.embedded_chat().unwrap(),
         }
     }
 
     fn compare(&self, rows: &[TokenRow]) -> against::Comparison {
-        let Self { threads, model, parameters, tokenizer } = self;
+        let Self { threads, model, parameters, chat } = self;
         let reference = Reference { threads, model, parameters, earlier: None };
-        against::compare(reference, tokenizer, rows, 1000, (0.2, 0.2)).unwrap()
+        against::compare(reference, chat, rows, 1000, (0.2, 0.2)).unwrap()
     }
 }
 
@@ -146,6 +148,16 @@ fn bad_rows_are_named_and_the_others_are_compared() {
     }
     let error = read_text("{}\n").unwrap_err();
     assert!(error.is::<rloss::error::BadInput>() && error.to_string().contains("row 1"), "{error}");
+}
+
+#[test]
+fn of_many_bad_rows_the_first_are_told_and_the_rest_counted() {
+    let refused = read_text(&"nonsense\n".repeat(30)).unwrap_err().to_string();
+    assert_eq!(refused.matches("not a row").count(), 10, "{refused}");
+    assert!(refused.contains("\n20 more rows are bad\n"), "{refused}");
+    let good = "{\"tokens\": [1, 7], \"logprobs\": [null, -1]}\n";
+    let found = read_text(&(good.to_owned() + &"nonsense\n".repeat(10))).unwrap();
+    assert_eq!((found.bad.len(), found.bad_told()), (10, found.bad));
 }
 
 #[test]

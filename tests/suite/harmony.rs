@@ -2,6 +2,7 @@
 
 use crate::data;
 use rloss::harmony::*;
+use rloss::vocabulary::Vocabulary;
 use std::io::Read;
 use std::sync::OnceLock;
 
@@ -36,7 +37,7 @@ fn vocabularies() -> Vec<(data::Folder, HarmonyTokenizer)> {
 }
 
 /// The ids of `text` with special tokens recognised, as only a text of the tests' own may be read.
-pub fn encode_with_special(tokenizer: &HarmonyTokenizer, text: &str) -> Vec<u32> {
+pub fn encode_with_special(tokenizer: &Vocabulary, text: &str) -> Vec<u32> {
     let is_special = |id: &u32| tokenizer.is_special(*id);
     let special: std::collections::BTreeMap<&[u8], u32> = (0..tokenizer.vocab_size() as u32)
         .filter(is_special)

@@ -2,6 +2,7 @@
 
 mod against;
 mod answer_texts;
+mod chat;
 mod commands;
 mod commands_eval;
 mod critic;
@@ -21,6 +22,7 @@ mod ops;
 mod packed;
 mod policy;
 mod policy_step;
+mod qwen2;
 mod recipe;
 mod report;
 mod rollout;

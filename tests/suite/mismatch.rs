@@ -2,11 +2,11 @@
 
 use crate::tiny;
 use rloss::choice::Choice;
-use rloss::harmony::HarmonyTokenizer;
 use rloss::mismatch::causes::Cause;
 use rloss::mismatch::diagnose::{Observed, Reference, Verdict};
 use rloss::mismatch::measure::Measure;
 use rloss::mismatch::output::Line;
+use rloss::model::family::Family;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
@@ -47,7 +47,7 @@ impl World {
         let rollout = Rollout {
             threads: &self.threads,
             policy: &PolicyView::rollout(&self.model, &self.parameters, arms, recipe.train.seed).unwrap(),
-            tokenizer: &HarmonyTokenizer::embedded().unwrap(),
+            chat: &Family::GptOss.embedded_chat().unwrap(),
             task: task.as_ref(),
             interpreter: None,
             settings: &settings,

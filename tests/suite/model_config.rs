@@ -93,7 +93,7 @@ fn an_unknown_family_is_refused_by_name_before_any_missing_key() {
         [(json!({ "model_type": "qwen7" }), "\"qwen7\""), (json!({}), "`model_type` is missing")]
     {
         let error = Config::from_json(&file).err().unwrap().to_string();
-        assert!(error.contains(word) && error.contains("known: \"gpt_oss\""), "{error}");
+        assert!(error.contains(word) && error.contains("known: \"gpt_oss\", \"qwen2\""), "{error}");
         assert!(!error.contains("hidden_size"), "{error}");
     }
 }

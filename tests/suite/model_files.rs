@@ -36,6 +36,7 @@ pub fn config() -> Config {
         rope: Rope { theta: 10_000.0, yarn: None },
         rms_norm_eps: 1e-5,
         swiglu_limit: 7.0,
+        tie_word_embeddings: false,
         max_position_embeddings: 160,
         bos_token_id: None,
         eos_token_ids: vec![6],
@@ -288,8 +289,7 @@ fn a_folder_without_weights_is_told_from_one_with_unreadable_weights() {
 
 #[test]
 fn companions_travel_unchanged_and_missing_ones_are_derived() {
-    let tokenizer =
-        br#"{"added_tokens": [{"id": 0, "content": "<|pad|>"}, {"id": 6, "content": "<|return|>"}]}"#;
+    let chat = Family::GptOss.embedded_chat().unwrap();
     let config = config();
     let parameters: BTreeMap<String, Tensor> =
         init(&config, &INIT, 1).unwrap().into_iter().map(|(s, t)| (s.name, t)).collect();
@@ -301,7 +301,7 @@ fn companions_travel_unchanged_and_missing_ones_are_derived() {
         .unwrap();
         folder
     };
-    let first = save_with(&Companions::with_tokenizer(tokenizer));
+    let first = save_with(&Companions::of(&chat));
     let json = |name: &str| -> Value {
         serde_json::from_slice(&std::fs::read(first.path().join(name)).unwrap()).unwrap()
     };
@@ -309,9 +309,18 @@ fn companions_travel_unchanged_and_missing_ones_are_derived() {
     assert_eq!(json("tokenizer_config.json")["pad_token"], "<|pad|>");
     assert_eq!(json("generation_config.json")["eos_token_id"], json!([6]));
     std::fs::write(first.path().join("generation_config.json"), r#"{"eos_token_id":[6,5]}"#).unwrap();
-    let companions = Companions::read(first.path()).unwrap();
+    let companions = Companions::read(first.path(), &chat).unwrap();
     let second = save_with(&companions);
-    assert_eq!(Companions::read(second.path()).unwrap(), companions);
+    assert_eq!(Companions::read(second.path(), &chat).unwrap(), companions);
+    let template = |folder: &Path| std::fs::read_to_string(folder.join("chat_template.jinja"));
+    assert_eq!(template(second.path()).unwrap(), chat.jinja(), "where the source brought none, it is ours");
+    std::fs::write(first.path().join("chat_template.jinja"), "theirs").unwrap();
+    let theirs = save_with(&Companions::read(first.path(), &chat).unwrap());
+    assert_eq!(template(theirs.path()).unwrap(), "theirs");
+    std::fs::remove_file(first.path().join("chat_template.jinja")).unwrap();
+    std::fs::write(first.path().join("tokenizer_config.json"), r#"{"chat_template": "theirs"}"#).unwrap();
+    let inside = save_with(&Companions::read(first.path(), &chat).unwrap());
+    assert!(template(inside.path()).is_err(), "a template inside the tokenizer's settings is not overridden");
     // Nothing is overwritten.
     let again = save(second.path(), &config, Form::Bf16, &companions, SHARD_BYTES_MAX, |s| {
         Ok(parameters[&s.name].clone())

@@ -53,7 +53,7 @@ fn trajectory(phase: Phase, step: u64, sample: u64, reward: f32, answer: &str) -
         mask: vec![false, true, true],
         logprobs: vec![0.0, -0.1, -1.0 / 3.0],
         routes: Vec::new(),
-        turns: vec![Turn { start: 1, end: 3, call: Some(CallOutcome::MalformedCall) }],
+        turns: vec![Turn { start: 1, end: 3, calls: vec![CallOutcome::MalformedCall] }],
         outcome: Outcome::Finished,
         reward,
         success: reward > 0.0,

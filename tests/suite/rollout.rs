@@ -8,6 +8,7 @@ mod tools;
 use crate::harmony::encode_with_special;
 use crate::tiny;
 use anyhow::{Context, Result};
+use rloss::chat::Chat;
 use rloss::harmony::{HarmonyTokenizer, Message};
 use rloss::interpreter::{Interpreter, Reply, SessionId};
 use rloss::model::config::Config;
@@ -25,6 +26,7 @@ struct World {
     parameters: Parameters,
     policy: PolicyView<'static>,
     tokenizer: HarmonyTokenizer,
+    chat: Chat,
     threads: Threads,
     settings: RolloutSettings,
 }
@@ -48,7 +50,8 @@ impl World {
             step: 3,
             preamble: vec![],
         };
-        Self { parameters, policy, tokenizer, threads: Threads::new(threads).unwrap(), settings }
+        let chat = Chat::Harmony(tokenizer.clone());
+        Self { parameters, policy, tokenizer, chat, threads: Threads::new(threads).unwrap(), settings }
     }
 
     /// The quickstart's model, with room for long conversations.
@@ -60,7 +63,7 @@ impl World {
         Rollout {
             threads: &self.threads,
             policy: &self.policy,
-            tokenizer: &self.tokenizer,
+            chat: &self.chat,
             task,
             interpreter,
             settings: &self.settings,

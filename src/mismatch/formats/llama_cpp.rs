@@ -1,7 +1,7 @@
 //! llama.cpp's `/completion` with `n_probs`: sampled tokens with their ids; the prompt as text.
 
 use super::{RawRow, parsed, prompt_and_response};
-use crate::harmony::HarmonyTokenizer;
+use crate::vocabulary::Vocabulary;
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -31,7 +31,7 @@ struct Settings {
     temperature: Option<f64>,
 }
 
-pub(super) fn row(value: Value, tokenizer: &HarmonyTokenizer) -> Result<RawRow, String> {
+pub(super) fn row(value: Value, tokenizer: &Vocabulary) -> Result<RawRow, String> {
     let response: Response = parsed(value, "a response of llama.cpp")?;
     let (prompt, from_texts) = match response.prompt {
         Some(Value::String(text)) => (ids_of(&text, response.tokens_evaluated, tokenizer)?, true),
@@ -60,7 +60,7 @@ pub(super) fn row(value: Value, tokenizer: &HarmonyTokenizer) -> Result<RawRow, 
 }
 
 /// The prompt's ids, if they are beyond doubt: they spell the text, and are as many as the server counted.
-fn ids_of(text: &str, count: Option<usize>, tokenizer: &HarmonyTokenizer) -> Result<Vec<u64>, String> {
+fn ids_of(text: &str, count: Option<usize>, tokenizer: &Vocabulary) -> Result<Vec<u64>, String> {
     let ids = tokenizer.encode_with_special(text).map_err(|e| format!("{e:#}"))?;
     let counted = count.is_none_or(|count| count == ids.len());
     if tokenizer.decode(&ids) != text || !counted {

@@ -10,7 +10,7 @@ mod texts;
 mod verifiers;
 mod verl;
 
-use crate::harmony::HarmonyTokenizer;
+use crate::vocabulary::Vocabulary;
 use serde_json::Value;
 pub use texts::TokenTexts;
 
@@ -105,7 +105,7 @@ impl Shape {
     pub fn rows(
         self,
         value: Value,
-        tokenizer: &HarmonyTokenizer,
+        tokenizer: &Vocabulary,
         texts: &TokenTexts,
     ) -> Result<Vec<RawRow>, String> {
         match self {

@@ -1,18 +1,18 @@
 //! Tokens known by their text alone: an id only where the vocabulary leaves no choice.
 
-use crate::harmony::HarmonyTokenizer;
+use crate::vocabulary::Vocabulary;
 use std::collections::HashMap;
 use std::sync::OnceLock;
 
 /// Which id has a text. The table is made when it is first asked.
 pub struct TokenTexts {
-    tokenizer: HarmonyTokenizer,
+    tokenizer: Vocabulary,
     /// `None` where several ids have the same bytes.
     ids: OnceLock<HashMap<Vec<u8>, Option<u32>>>,
 }
 
 impl TokenTexts {
-    pub fn new(tokenizer: HarmonyTokenizer) -> Self {
+    pub fn new(tokenizer: Vocabulary) -> Self {
         Self { tokenizer, ids: OnceLock::new() }
     }
 

@@ -12,7 +12,7 @@ mod linear;
 mod table;
 
 pub use linear::{packed_grouped_linear, packed_linear};
-pub use table::{PackedTable, packed_rows};
+pub use table::{PackedTable, packed_columns, packed_rows};
 
 use super::cpu::in_parallel;
 use super::mxfp4::{self, BLOCK};
@@ -183,6 +183,12 @@ impl PackedMatrix {
             });
         }
         values
+    }
+
+    /// Column `index` of the first expert decoded, `[in]`.
+    fn column(&self, index: usize) -> impl Iterator<Item = f32> {
+        let panel = self.panel(0, index / COLUMNS);
+        (0..self.input).map(move |k| panel.value(k, index % COLUMNS))
     }
 
     fn panels(&self) -> usize {

@@ -1,6 +1,7 @@
-//! A table of rows in bf16: the embedding of a model that does not learn it.
+//! A table of rows in bf16, the embedding of a model that does not learn it; and columns of a packed head that is the embedding
+//! too.
 
-use super::bf16_is_finite;
+use super::{PackedMatrix, bf16_is_finite};
 use candle_core::{Device, Result, Tensor, bail};
 
 /// `[V, H]` in bf16, as stored.
@@ -66,5 +67,19 @@ pub fn packed_rows(table: &PackedTable, ids: &[u32]) -> Result<Tensor> {
     }
     let mut out = Vec::with_capacity(ids.len() * width);
     ids.iter().for_each(|&id| out.extend(table.row(id as usize)));
+    Tensor::from_vec(out, (ids.len(), width), &Device::Cpu)
+}
+
+/// Columns `ids` of `matrix [H, V]`, as rows: `[T, H]`. No gradient flows.
+///
+/// # Errors
+/// When an id is not below `V`.
+pub fn packed_columns(matrix: &PackedMatrix, ids: &[u32]) -> Result<Tensor> {
+    let [_, width, columns] = matrix.shape();
+    if let Some(id) = ids.iter().find(|&&id| id as usize >= columns) {
+        bail!("tied_embedding: token {id} in a vocabulary of {columns}");
+    }
+    let mut out = Vec::with_capacity(ids.len() * width);
+    ids.iter().for_each(|&id| out.extend(matrix.column(id as usize)));
     Tensor::from_vec(out, (ids.len(), width), &Device::Cpu)
 }

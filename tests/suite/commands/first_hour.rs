@@ -154,7 +154,7 @@ fn a_trained_model_answers_with_its_tool_and_stops_at_the_limit() {
     let shown = text(&cut.stdout);
     assert!(shown.contains("cut off after 4 tokens, by rollout.response_tokens_max = 4"), "{shown}");
     // What does not fit is said, and the conversation goes on.
-    let long = chat(&[&run], &format!("{}\n{question}\n{question}\n{question}\n", "x".repeat(500)));
+    let long = chat(&[&run], &format!("{}\n{}", "x".repeat(500), format!("{question}\n").repeat(6)));
     let shown = text(&long.stdout);
     assert_eq!(long.status.code(), Some(0));
     assert!(shown.contains("no room is left in the model's context of 160"), "{shown}");

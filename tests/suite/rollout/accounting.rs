@@ -147,8 +147,9 @@ fn every_trajectory_is_accounted_for_whatever_fails() {
         let kind = of(prompt);
         assert_eq!((t.prompt, &*t.problem_id), (prompt as u64, &*format!("many/train/{prompt}")));
         assert_eq!(t.outcome, kind.outcome, "{prompt}: {:?}", kind.turns);
-        let killed = t.turns[0].call == Some(CallOutcome::WorkerDied);
-        assert!(t.turns[0].call == kind.call || killed, "{prompt}: {:?}", t.turns[0].call);
+        let calls = &t.turns[0].calls;
+        let killed = *calls == [CallOutcome::WorkerDied];
+        assert!(*calls == Vec::from_iter(kind.call) || killed, "{prompt}: {calls:?}");
         let (reward, success) = match kind.outcome {
             Outcome::Finished => (1.0, true),
             Outcome::TaskFailed => (0.0, false),
@@ -156,7 +157,7 @@ fn every_trajectory_is_accounted_for_whatever_fails() {
         };
         assert_eq!((t.reward, t.success), (reward, success), "{prompt}");
         *counts.entry(format!("outcome/{}", t.outcome.name())).or_default() += 1.0;
-        for call in t.turns.iter().filter_map(|turn| turn.call) {
+        for call in t.turns.iter().flat_map(|turn| &turn.calls) {
             *counts.entry(format!("tool/{}", call.name())).or_default() += 1.0;
         }
     }
