@@ -1,8 +1,8 @@
 //! What every command that runs a model works with.
 
+use super::family::foreign_keys;
 use super::memory::{Intent, available};
 use super::preflight::{Mistakes, ModelSource, Preflight, model_folder};
-use super::family::foreign_keys;
 use crate::bad_input;
 use crate::chat::Chat;
 use crate::harmony::Message;
