@@ -13,8 +13,8 @@ use anyhow::Result;
 /// Nothing is trained, sampled or written, and no weights are read.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] with every mistake of the recipe, its model and its task, and when training would not fit
-/// into memory.
+/// [`crate::error::BadInput`] with every mistake of the recipe, its model and its task, and when training, or sampling where
+/// nothing is trained, would not fit into memory.
 pub fn run(args: &RecipeArgs) -> Result<u8> {
     let source = locate(&args.recipe)?;
     let mut plan = source.resolve(&args.sets)?;
@@ -37,22 +37,21 @@ fn first_prompt(preflight: &Preflight) -> Result<String> {
     Ok(format!("\nFirst prompt of {}, {tokens} tokens:\n\n{text}\n", preflight.task.name()))
 }
 
-/// The plan of training in full and the peaks of the other commands.
+/// The plan of training in full, or of sampling where nothing is trained, and the peaks of the other commands.
 fn memory(preflight: &Preflight) -> Result<u8> {
-    let training = preflight.subject();
-    let plan = MemoryPlan::new(&training);
-    show(&format!("\nMemory that `rloss train` takes at most:\n\n{plan}\n"));
-    for (command, intent) in
-        [("eval", Intent::Eval), ("rollout", Intent::Rollout), ("check-mismatch", Intent::CheckMismatch)]
-    {
+    let first = if preflight.plan.recipe.trains() { Intent::Train } else { Intent::Rollout };
+    let subject = preflight.subject_of(first);
+    let plan = MemoryPlan::new(&subject);
+    show(&format!("\nMemory that `rloss {}` takes at most:\n\n{plan}\n", first.name()));
+    for intent in [Intent::Eval, Intent::Rollout, Intent::CheckMismatch] {
         let peak = MemoryPlan::new(&preflight.subject_of(intent)).peak_bytes();
-        show(&format!("`rloss {command}`: {}\n", gigabytes(peak)));
+        show(&format!("`rloss {}`: {}\n", intent.name(), gigabytes(peak)));
     }
     let available = available();
     if let Some(found) = &available {
         show(&format!("There are {} {}.\n", gigabytes(found.bytes), found.bound));
     }
-    if let Some(warning) = plan.admit(available.as_ref(), &training.remedies())? {
+    if let Some(warning) = plan.admit(available.as_ref(), &subject.remedies())? {
         show(&format!("warning: {warning}\n"));
     }
     Ok(EXIT_DONE)

@@ -39,6 +39,16 @@ pub enum Intent {
 }
 
 impl Intent {
+    /// The command's name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Intent::Train => "train",
+            Intent::Rollout => "rollout",
+            Intent::Eval => "eval",
+            Intent::CheckMismatch => "check-mismatch",
+        }
+    }
+
     /// Whether anything learns.
     pub fn learns(self) -> bool {
         self == Intent::Train

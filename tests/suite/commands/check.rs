@@ -71,3 +71,12 @@ fn an_address_space_that_is_too_small_is_named() {
     assert_eq!(output.status.code(), Some(2), "{text}");
     assert!(text.contains("left under ulimit -v"), "{text}");
 }
+
+#[test]
+fn a_recipe_that_trains_nothing_is_not_measured_by_what_training_it_would_take() {
+    let folder = TempDir::new().unwrap();
+    let sets = ["train.steps=0", "cold_start.steps=0"].map(|set| ["--set", set]).concat();
+    let output = done(rloss().current_dir(folder.path()).arg("check").arg(quickstart()).args(sets));
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains("`rloss rollout` takes at most") && !text.contains("optimizer "), "{text}");
+}
