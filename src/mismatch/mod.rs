@@ -16,6 +16,7 @@ pub mod head;
 pub mod links;
 pub mod locate;
 pub mod measure;
+pub mod observed;
 pub mod output;
 pub mod page;
 pub mod passes;
