@@ -8,6 +8,7 @@ use super::causes::{self, Cause};
 use super::distance::{Fit, GapFigures, slope};
 use super::observed::Observed;
 use super::search::{Candidate, Search};
+use super::ties::{TIE_BITS, without_ties};
 use crate::model::forward::Model;
 use crate::model::parameters::Parameters;
 use crate::ops::threads::Threads;
@@ -22,10 +23,6 @@ const F32_FLOOR: f64 = 2e-5;
 /// Mantissa bits of the two yardsticks.
 pub(super) const F32_BITS: u32 = 21;
 pub(super) const BF16_BITS: u32 = 7;
-/// Where two experts' scores are equal but for rounding of f32, either may be chosen. Forwards of so many bits try both.
-const TIE_BITS: [u32; 5] = [22, 21, 20, 19, 18];
-/// A gap is that of a tie when such a forward leaves at most this share of it.
-const TIE_LEFT_MAX: f64 = 0.1;
 /// A candidate that leaves more than so many times what could be rounding, and this share of the spread, is not looked at
 /// closely.
 const HOPELESS: (f64, f64) = (4.0, 0.5);
@@ -288,14 +285,9 @@ impl Reference<'_> {
             && !within_f32(&candidate.figures, &f32_yard);
         if may_have_ties {
             let forwards = TIE_BITS.map(rounded).into_iter().collect::<Result<Vec<_>>>()?;
-            let mut gaps = candidate.gaps.clone();
-            for (target, gap) in gaps.iter_mut().enumerate().filter(|(_, gap)| gap.abs() > F32_FLOOR) {
-                let theirs = f64::from(search.observed().log_probs[target]);
-                let left = |forward: &Vec<f32>| (theirs - f64::from(forward[target])).abs();
-                if forwards.iter().any(|forward| left(forward) <= TIE_LEFT_MAX * gap.abs()) {
-                    (*gap, ties) = (0.0, ties + 1);
-                }
-            }
+            let (theirs, rows) = (&search.observed().log_probs, search.observed().rows());
+            let gaps;
+            (gaps, ties) = without_ties(&candidate.gaps, theirs, &rows, &forwards, F32_FLOOR);
             settled = GapFigures::of(&gaps);
         }
         Ok(Close { fit, settled, ties, f32_yard, bf16_yard, candidate })

@@ -36,12 +36,7 @@ impl HeadSettings {
     ///
     /// # Errors
     /// When shapes disagree.
-    pub fn log_probs(
-        &self,
-        policy: &PolicyView,
-        normed: &Tensor,
-        batch: &ObservedBatch,
-    ) -> Result<Vec<f32>> {
+    pub fn log_probs(&self, policy: &PolicyView, normed: &Tensor, batch: &ObservedBatch) -> Result<Vec<f32>> {
         let temperature = batch.temperature * self.temperature_factor;
         let mut found = self.of_all(policy, normed, batch, temperature)?;
         if (temperature != 1.0 || self.filter.is_some()) && batch.sampled.contains(&false) {
@@ -204,7 +199,8 @@ impl FitRows {
                     continue;
                 }
                 each_row(policy, normed, row..row + 1, &mut |row, z| {
-                    let (target, theirs) = (batch.tokens.targets[row] as usize, f64::from(theirs[first + row]));
+                    let (target, theirs) =
+                        (batch.tokens.targets[row] as usize, f64::from(theirs[first + row]));
                     rows.push((z.to_vec(), target, batch.temperature, theirs));
                 })?;
             }

@@ -63,7 +63,8 @@ impl<'a> Measure<'a> {
         let Reference { threads, model, parameters, .. } = self.reference;
         let rollout = PolicyView::rollout(model, parameters, arms, self.seed)?;
         let training = PolicyView::training(model, parameters, arms, self.seed)?;
-        let batches: Vec<MicroBatch> = self.observed.batches.iter().map(|batch| batch.tokens.clone()).collect();
+        let batches: Vec<MicroBatch> =
+            self.observed.batches.iter().map(|batch| batch.tokens.clone()).collect();
         let ([mut stored, computed], divergence) =
             both(threads, [&rollout, &training], &batches, self.temperature)?;
         if self.samples_alike(arms) {

@@ -23,3 +23,4 @@ pub mod passes;
 pub mod routes;
 pub mod rows;
 mod search;
+mod ties;

@@ -1,6 +1,7 @@
 //! Tokens with the log-probabilities that someone computed for them.
 
 use crate::train::batch::MicroBatch;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Sequences that are computed together.
@@ -29,6 +30,18 @@ impl Observed {
             ObservedBatch { tokens, temperature, sampled }
         };
         Self { batches: batches.into_iter().map(batch).collect(), log_probs }
+    }
+
+    /// Places of each sequence's targets.
+    pub fn rows(&self) -> Vec<Range<usize>> {
+        let counts =
+            self.batches.iter().flat_map(|batch| batch.tokens.cu_targets.windows(2).map(|w| w[1] - w[0]));
+        let mut end = 0;
+        let mut row = |count| {
+            end += count;
+            end - count..end
+        };
+        counts.map(&mut row).collect()
     }
 
     /// Evenly spaced sequences with up to about `targets_max` targets, the last one cut short; and the places of their
@@ -65,9 +78,12 @@ impl ObservedBatch {
         let (mut rows, mut targets, mut cu_targets) = (vec![], vec![], vec![0]);
         let mut sampled = vec![];
         for &(index, count) in kept {
-            let (start, own) = (whole.cu_seqlens[index], whole.cu_targets[index]..whole.cu_targets[index] + count);
+            let (start, own) =
+                (whole.cu_seqlens[index], whole.cu_targets[index]..whole.cu_targets[index] + count);
             let end = whole.rows[own.clone()].last().map_or(start, |&row| row as usize + 1);
-            rows.extend(whole.rows[own.clone()].iter().map(|&row| (tokens.len() + row as usize - start) as u32));
+            rows.extend(
+                whole.rows[own.clone()].iter().map(|&row| (tokens.len() + row as usize - start) as u32),
+            );
             targets.extend_from_slice(&whole.targets[own.clone()]);
             sampled.extend_from_slice(&self.sampled[own]);
             tokens.extend_from_slice(&whole.tokens[start..end]);
@@ -105,6 +121,7 @@ mod tests {
         let count: usize = batches.iter().map(|batch| batch.targets.len()).sum();
         let whole = Observed::sampled(batches, 1.0, (0..count).map(|i| i as f32).collect());
         let (part, places) = whole.part(8);
+        assert_eq!(whole.rows(), [0..4, 4..7, 7..13, 13..15]);
         // Every other sequence; the first has 4 targets, so 4 of the third's 6 remain.
         assert_eq!(places, [0, 1, 2, 3, 7, 8, 9, 10]);
         assert_eq!(part.log_probs, [0.0, 1.0, 2.0, 3.0, 7.0, 8.0, 9.0, 10.0]);

@@ -204,7 +204,12 @@ impl<'a> Search<'a> {
             let causes: Vec<Cause> = before.iter().copied().chain([cause]).collect();
             let variant = Variant::of(config, &causes);
             let of = |walk: &Walk| -> Result<Candidate> {
-                Ok(Candidate::of(&observed.log_probs, causes, walk.log_probs(&variant)?, Some(&walk.has_value)))
+                Ok(Candidate::of(
+                    &observed.log_probs,
+                    causes,
+                    walk.log_probs(&variant)?,
+                    Some(&walk.has_value),
+                ))
             };
             match variant.trunk() == start.trunk() {
                 true => of(base),
