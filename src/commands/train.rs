@@ -6,6 +6,7 @@ use crate::error::{EXIT_DONE, EXIT_STOPPED};
 use crate::metrics::Console;
 use crate::recipe::{RecipeSource, locate};
 use crate::run::header::{self, command_line};
+use crate::run::memory::Intent;
 use crate::run::run_folder::{RunFolder, prepare_resume};
 use crate::run::signals::Stop;
 use crate::run::workbench::Workbench;
@@ -48,7 +49,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
         true => prepare_resume(&out, &mut plan)?,
         false => RunFolder::refuse_existing(&out).map(|()| vec![])?,
     };
-    let bench = Workbench::open(plan, &console)?;
+    let bench = Workbench::open(plan, Intent::Train, &console)?;
     let data = TrainingData::open(&bench)?;
     // From here on a signal finds a run to save.
     let stop = Stop::listen()?;

@@ -5,12 +5,12 @@
 
 use super::config::{Config, Form};
 use super::load::{INDEX_FILE, WEIGHTS_FILE};
-use super::mxfp4;
 use super::names::{Layout, ParameterSpec, StoredTensor, parameter_specs};
 use super::tensor_file::{write_bf16, write_f32, write_tensors};
 use crate::bad_input;
 use crate::chat::Chat;
 use crate::ops::cpu::host_values;
+use crate::ops::mxfp4;
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
 use serde_json::{Map, Value, json};

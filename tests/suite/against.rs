@@ -1,6 +1,7 @@
 //! `check-mismatch --against`: every engine's shape is read as the same rows, bad rows are named, reference cases made with
 //! transformers get the verdict that they should, and the exit code says it.
 
+use crate::tiny::load;
 use rloss::chat::Chat;
 use rloss::harmony::HarmonyTokenizer;
 use rloss::mismatch::against;
@@ -11,7 +12,6 @@ use rloss::mismatch::rows::{Reader, TokenRow, TokenRows};
 use rloss::model::config::Config;
 use rloss::model::family::Family;
 use rloss::model::forward::Model;
-use rloss::model::load::load;
 use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
@@ -58,7 +58,8 @@ impl Fixture {
     /// With the values of each tensor changed, by its name.
     fn with(change: &dyn Fn(&str, &mut Vec<f32>)) -> Self {
         let config = config();
-        let values = load(&fixtures().join("model"), &config).unwrap().map(|tensor| -> anyhow::Result<_> {
+        let folder = fixtures().join("model");
+        let values = load(&folder, &config).unwrap().map(|tensor| -> anyhow::Result<_> {
             let (spec, mut values) = tensor?;
             change(&spec.name, &mut values);
             Ok((spec, values))
