@@ -25,7 +25,7 @@ import numpy
 import torch
 
 import mismatch_campaign
-from mismatch_campaign import World, update
+from mismatch_campaign import World
 from mismatch_faults import FAULTS, logits
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "engines"

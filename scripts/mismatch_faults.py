@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from random import Random
 
 import torch
-from transformers import GptOssForCausalLM
+from transformers import PreTrainedModel
 from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.qwen2 import modeling_qwen2
 
 from make_fixtures import EAGER
 
 LINEAR = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+GATED = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 # Ties go to the even one of these.
 TIE = 1e-6 * (torch.arange(8) % 2)
@@ -37,10 +39,14 @@ class Case:
 
     rng: Random
     sizes: dict
-    model: GptOssForCausalLM
+    model: PreTrainedModel
     dtype: torch.dtype
     # Weights of an update before, made by `earlier`; the healthy model is then the later one.
-    earlier: GptOssForCausalLM | None = None
+    earlier: PreTrainedModel | None = None
+
+    @property
+    def family(self):
+        return self.model.config.model_type
 
     def ready(self, model=None):
         """The model in the case's precision."""
@@ -48,9 +54,8 @@ class Case:
 
     def rebuilt(self, **sizes):
         """The same weights under another configuration."""
-        config = type(self.model.config)(
-            **{**self.sizes, **sizes}, tie_word_embeddings=False, eos_token_id=2)
-        model = GptOssForCausalLM._from_config(config, dtype=torch.float32, **EAGER)
+        config = type(self.model.config)(**({"tie_word_embeddings": False} | self.sizes | sizes), eos_token_id=2)
+        model = type(self.model)._from_config(config, dtype=torch.float32, **EAGER)
         model.load_state_dict(self.model.state_dict())
         return model
 
@@ -138,19 +143,24 @@ def interleaved(case):
     def rotate(x, cos, sin):
         even, odd = x[..., ::2], x[..., 1::2]
         return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
-    return patched("_apply_rotary_emb", rotate)(case)
+    if case.family == "gpt_oss":
+        return patched(modeling_gpt_oss, "_apply_rotary_emb", rotate)(case)
+    def both(q, k, cos, sin):  # [batch, tokens, dimensions], each angle twice
+        cos, sin = (table.chunk(2, -1)[0].unsqueeze(1) for table in (cos, sin))
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+    return patched(modeling_qwen2, "apply_rotary_pos_emb", both)(case)
 
 
-def patched(name, function):
-    """A maker that replaces a function of transformers' module while the log-probs are computed."""
+def patched(module, name, function):
+    """A maker that replaces a function of a module of transformers' while the log-probs are computed."""
     def make(case):
         def read(model, tokens):
-            old = getattr(modeling_gpt_oss, name)
-            setattr(modeling_gpt_oss, name, function)
+            old = getattr(module, name)
+            setattr(module, name, function)
             try:
                 return plain(model, tokens)
             finally:
-                setattr(modeling_gpt_oss, name, old)
+                setattr(module, name, old)
         return case.ready(), read
     return make
 
@@ -251,6 +261,8 @@ def bf16_logits(model, tokens):
 
 def matrices(case):
     """Which matrices a quantiser takes."""
+    if case.family == "qwen2":
+        return LINEAR + GATED
     return case.rng.choice([EXPERTS, LINEAR + EXPERTS])
 
 
@@ -335,6 +347,11 @@ FAULTS = {
     "MXFP4 weights": weights(mxfp4),
     "weights one update old": earlier,
 }
+
+# What only GPT-OSS has a place for.
+GPT_OSS_ONLY = {
+    name for name in FAULTS if name.startswith(("sinks", "full attention", "window", "sliding", "SwiGLU", "softmax"))
+} | {"router bias missing", "expert biases missing", "MXFP4 weights"}
 
 
 def healthy(case):

@@ -97,7 +97,7 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     }
     let file = out.join("mismatch.json");
     write_file(&file, &to_json(&found.lines, &found.verdict, found.diagnosis, &found.bad))?;
-    println!("{}", file.display());
+    show(&format!("{}\n", file.display()));
     Ok(found.code)
 }
 
@@ -175,7 +175,7 @@ fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<Checked> {
     };
     let links = proof.links(&trajectories)?;
     let mut lines: Vec<Line> = links.iter().map(Line::of_link).collect();
-    println!("{}", links_table(&lines));
+    show(&format!("{}\n", links_table(&lines)));
 
     let measure = Measure::new(
         reference(bench),
@@ -190,7 +190,7 @@ fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<Checked> {
     for (name, arms) in rows {
         gaps.push(measure.line(name, arms)?);
     }
-    println!("{}", gaps_table("arm", &gaps));
+    show(&format!("{}\n", gaps_table("arm", &gaps)));
     let broken: Vec<&str> = links.iter().filter(|link| !link.holds()).map(|link| link.name).collect();
     let tokens = links.last().map_or(0, |link| link.tokens);
     let verdict = if broken.is_empty() {
@@ -199,7 +199,7 @@ fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<Checked> {
         format!("rollout and training differ; links that fail: {}", broken.join(", "))
     };
     lines.extend(gaps);
-    println!("{}", sanitize_terminal(&verdict));
+    show(&format!("{}\n", sanitize_terminal(&verdict)));
     Ok(Checked { lines, verdict, diagnosis: None, bad: vec![], files: vec![], code: EXIT_DONE })
 }
 

@@ -1,9 +1,10 @@
 //! Another engine's rows compared with this model: the verdict, where the gap lives, and both in words.
 
 use super::compare::Gap;
-use super::diagnose::{Diagnosis, Observed, Reference, Verdict, within_f32};
+use super::diagnose::{Diagnosis, Reference, Verdict, within_f32};
 use super::distance::GapFigures;
 use super::locate::{Located, Places, locate};
+use super::observed::{Observed, ObservedBatch};
 use super::output::Line;
 use super::routes::RouteComparison;
 use super::rows::TokenRow;
@@ -52,6 +53,7 @@ impl Comparison {
             "f32_rounding": of(f32_yard),
             "bf16_rounding": of(bf16_yard),
             "within_bf16_rounding": within_bf16,
+            "ties_of_routing": self.diagnosis.ties,
             "causes_without_effect_on_these_rows": without_effect,
             "moved": {
                 "tokens": self.located.moved,
@@ -154,7 +156,7 @@ pub fn between_sides(rows: &[TokenRow], clip: (f64, f64)) -> Result<Option<Line>
 fn observe(rows: &[TokenRow], micro_batch_tokens: usize) -> (Observed, Vec<usize>) {
     let mut order: Vec<usize> = (0..rows.len()).collect();
     order.sort_by(|&a, &b| rows[a].temperature.total_cmp(&rows[b].temperature));
-    let (mut observed, mut row_of_target) = (Observed { batches: vec![], log_probs: vec![] }, vec![]);
+    let (mut observed, mut row_of_target) = (Observed::default(), vec![]);
     for alike in order.chunk_by(|&a, &b| rows[a].temperature == rows[b].temperature) {
         let sequence = |row: &TokenRow| Sequence {
             tokens: row.tokens.clone(),
@@ -162,12 +164,20 @@ fn observe(rows: &[TokenRow], micro_batch_tokens: usize) -> (Observed, Vec<usize
         };
         let sequences: Vec<Sequence> =
             alike.iter().map(|&row| sequence(&rows[row])).filter(|s| s.mask.contains(&true)).collect();
-        let batches = MicroBatch::split(&sequences, micro_batch_tokens);
-        observed.batches.extend(batches.into_iter().map(|batch| (batch, rows[alike[0]].temperature)));
+        let mut sampled = vec![];
         for &row in alike {
-            let before = observed.log_probs.len();
-            observed.log_probs.extend(rows[row].log_probs.iter().skip(1).flatten());
-            row_of_target.resize(row_of_target.len() + observed.log_probs.len() - before, row);
+            let values = rows[row].log_probs.iter().enumerate().skip(1);
+            for (at, value) in values.filter_map(|(at, value)| Some((at, (*value)?))) {
+                observed.log_probs.push(value);
+                sampled.push(at >= rows[row].raw_tokens);
+                row_of_target.push(row);
+            }
+        }
+        let mut sampled = sampled.into_iter();
+        let temperature = rows[alike[0]].temperature;
+        for tokens in MicroBatch::split(&sequences, micro_batch_tokens) {
+            let sampled = sampled.by_ref().take(tokens.targets.len()).collect();
+            observed.batches.push(ObservedBatch { tokens, temperature, sampled });
         }
     }
     (observed, row_of_target)
@@ -229,7 +239,12 @@ fn answer(found: &Diagnosis, located: &Located, lines: &[Line]) -> String {
     let (tokens, max) = (located.targets, number(figures.max));
     let mut text = match &found.verdict {
         Verdict::Agrees => {
-            format!("Agrees: {tokens} tokens are equal within {max} nats, as rounding of f32 leaves them.")
+            let equal = found.left.map_or(figures.max, |left| left.max);
+            format!(
+                "Agrees: {} tokens are equal within {} nats, as rounding of f32 leaves them.",
+                tokens - found.ties,
+                number(equal)
+            )
         }
         Verdict::Rounding => format!(
             "No mistake found: the gap cannot be told from rounding. Over {tokens} tokens it is no larger than what bf16 makes of this model."
@@ -265,12 +280,18 @@ fn answer(found: &Diagnosis, located: &Located, lines: &[Line]) -> String {
         number(found.bf16_yard.max),
     ));
     if let Some(left) = &found.left
-        && !matches!(found.verdict, Verdict::Unknown(_))
+        && matches!(found.verdict, Verdict::Named(_) | Verdict::OneOf(_))
     {
         text.push_str(&format!(
             " With it taken into account {} (median) and {} (maximum) are left.",
             number(left.median),
             number(left.max)
+        ));
+    }
+    if found.ties > 0 {
+        text.push_str(&format!(
+            " {} of the tokens moved because two experts score alike: rounding of f32 decides between them.",
+            found.ties
         ));
     }
     if found.verdict.differs() && found.within_bf16 {

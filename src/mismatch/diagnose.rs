@@ -6,11 +6,12 @@
 
 use super::causes::{self, Cause};
 use super::distance::{Fit, GapFigures, slope};
+use super::observed::Observed;
 use super::search::{Candidate, Search};
+use super::ties::{TIE_BITS, without_ties};
 use crate::model::forward::Model;
 use crate::model::parameters::Parameters;
 use crate::ops::threads::Threads;
-use crate::train::batch::MicroBatch;
 use anyhow::Result;
 
 /// Multiples of the yardstick that count as rounding: of the body's figures and of the tail's. An engine in bf16 rounds at
@@ -22,6 +23,9 @@ const F32_FLOOR: f64 = 2e-5;
 /// Mantissa bits of the two yardsticks.
 pub(super) const F32_BITS: u32 = 21;
 pub(super) const BF16_BITS: u32 = 7;
+/// A candidate that leaves more than so many times what could be rounding, and this share of the spread, is not looked at
+/// closely.
+const HOPELESS: (f64, f64) = (4.0, 0.5);
 /// A cause must be so many nats of log-likelihood better than none, and leave at most this share of the spread.
 const EVIDENCE_MIN: f64 = 25.0;
 const SPREAD_SHARE_MAX: f64 = 0.95;
@@ -35,14 +39,6 @@ const CLOSE_MAX: usize = 8;
 const PAIR_FIRST_MAX: usize = 3;
 /// Of more causes than this that are not told apart, none is named.
 const SET_MAX: usize = 3;
-
-/// Tokens with the log-probabilities that someone computed for them.
-pub struct Observed {
-    /// Each with the temperature that its log-probs are said to be at.
-    pub batches: Vec<(MicroBatch, f64)>,
-    /// Of all targets, batch after batch.
-    pub log_probs: Vec<f32>,
-}
 
 /// The model as it should be.
 #[derive(Clone, Copy)]
@@ -116,7 +112,7 @@ pub struct Diagnosis {
     /// Of `theirs − ours`, all targets.
     pub gaps: Vec<f64>,
     pub figures: GapFigures,
-    /// What the verdict's first explanation leaves.
+    /// What the verdict's first explanation leaves, or where they agree the model as it is; without [`Self::ties`].
     pub left: Option<GapFigures>,
     /// This model in slightly shortened f32 against itself.
     pub f32_yard: GapFigures,
@@ -128,6 +124,8 @@ pub struct Diagnosis {
     pub without_effect: Vec<&'static str>,
     /// This model's own log-probs of the same targets.
     pub computed: Vec<f32>,
+    /// Targets that moved because rounding of f32 decides which of two experts is chosen.
+    pub ties: usize,
 }
 
 /// Whether `figures` are what rounding of f32 leaves, by `yard`.
@@ -140,9 +138,18 @@ pub fn within_bf16(figures: &GapFigures, yard: &GapFigures) -> bool {
     figures.within(yard, BF16_FACTORS, F32_FLOOR)
 }
 
+/// Whether most of `figures` are what f32 leaves where bf16 would leave more: such a file was not computed in bf16.
+fn is_of_f32(figures: &GapFigures, f32_yard: &GapFigures, bf16_yard: &GapFigures) -> bool {
+    let most = (F32_FACTORS.0 * f32_yard.median).max(F32_FLOOR);
+    figures.median <= most && bf16_yard.median > 4.0 * most
+}
+
 /// A candidate looked at closely.
 struct Close {
     candidate: Candidate,
+    /// What it leaves, without the targets whose choice of experts is a tie; and how many these are.
+    settled: GapFigures,
+    ties: usize,
     /// Under its causes and bf16, or f32, whichever fits better.
     fit: Fit,
     f32_yard: GapFigures,
@@ -150,12 +157,23 @@ struct Close {
 }
 
 impl Close {
+    /// One whose rounding is not computed.
+    fn hopeless(candidate: Candidate) -> Self {
+        let nothing = GapFigures::of(&[]);
+        let (fit, settled) = (candidate.fit, candidate.figures);
+        Self { candidate, settled, ties: 0, fit, f32_yard: nothing, bf16_yard: nothing }
+    }
+
     fn leaves_f32(&self) -> bool {
-        within_f32(&self.candidate.figures, &self.f32_yard)
+        within_f32(&self.settled, &self.f32_yard)
     }
 
     fn leaves_bf16(&self) -> bool {
         within_bf16(&self.candidate.figures, &self.bf16_yard)
+    }
+
+    fn is_of_f32(&self) -> bool {
+        is_of_f32(&self.settled, &self.f32_yard, &self.bf16_yard)
     }
 
     /// Rounding as a cause is named only when it is computed to the last digits: else any noise would do.
@@ -177,7 +195,8 @@ impl Reference<'_> {
     /// When a forward fails.
     pub fn diagnose(&self, observed: &Observed) -> Result<Diagnosis> {
         let search = Search::new(*self, observed)?;
-        let null = self.close(&search, Candidate::of(&search, vec![], search.computed().to_vec(), None))?;
+        let unchanged = Candidate::of(&observed.log_probs, vec![], search.computed().to_vec(), None);
+        let null = self.close(&search, unchanged)?;
         let mut found = Diagnosis {
             verdict: Verdict::Agrees,
             gaps: null.candidate.gaps.clone(),
@@ -188,8 +207,10 @@ impl Reference<'_> {
             within_bf16: null.leaves_bf16(),
             without_effect: vec![],
             computed: search.computed().to_vec(),
+            ties: null.ties,
         };
         if null.leaves_f32() {
+            found.left = Some(null.settled);
             return Ok(found);
         }
         let (singles, without_effect) = search.on_top_of(&[])?;
@@ -198,12 +219,13 @@ impl Reference<'_> {
         if let Some(verdict) = decide(&null, &close, &[]) {
             return Ok(found.with(verdict, &close));
         }
-        if found.within_bf16 {
+        // bf16 moves every token: few that moved in a file of f32 are something else.
+        if found.within_bf16 && !null.is_of_f32() {
             found.verdict = Verdict::Rounding;
             return Ok(found);
         }
         let mut pairs = vec![];
-        for first in firsts(&close) {
+        for first in firsts(&null, &close) {
             pairs.extend(search.on_top_of(first)?.0);
         }
         let pairs = self.nearest(&search, pairs, &null)?;
@@ -220,21 +242,17 @@ impl Reference<'_> {
     }
 
     /// The best of `candidates` by their fit, each by the better of its fits in f32 and in bf16; best first.
-    fn nearest(&self, search: &Search, mut candidates: Vec<Candidate>, null: &Close) -> Result<Vec<Close>> {
-        let better = |a: &Candidate, b: &Candidate| b.fit.log_likelihood.total_cmp(&a.fit.log_likelihood);
-        candidates.sort_by(better);
-        // Of one mistake's variants the best two suffice, and a pair is the same whichever came first.
-        let mut seen: Vec<Vec<&str>> = vec![];
-        candidates.retain(|candidate| {
-            let names = candidate.names();
-            let before = seen.iter().filter(|other| **other == names).count();
-            seen.push(names);
-            before < 2
-        });
-        candidates.truncate(CLOSE_MAX);
-        let mut close = candidates
+    fn nearest(&self, search: &Search, candidates: Vec<Candidate>, null: &Close) -> Result<Vec<Close>> {
+        let could_be = null.bf16_yard.scaled(HOPELESS.0);
+        let hopeless = |candidate: &Candidate| {
+            candidate.fit.spread > HOPELESS.1 * null.fit.spread && !within_bf16(&candidate.figures, &could_be)
+        };
+        let mut close = Candidate::best(candidates, CLOSE_MAX)
             .into_iter()
-            .map(|candidate| self.close(search, candidate))
+            .map(|candidate| match hopeless(&candidate) {
+                true => Ok(Close::hopeless(candidate)),
+                false => self.close(search, candidate),
+            })
             .collect::<Result<Vec<_>>>()?;
         // A yardstick never shrinks below that of the model as it is.
         for close in &mut close {
@@ -248,8 +266,7 @@ impl Reference<'_> {
     fn close(&self, search: &Search, candidate: Candidate) -> Result<Close> {
         // Rounded once more it would be another explanation: the model's own yardsticks hold.
         if is_rounding(&candidate.causes) {
-            let (fit, nothing) = (candidate.fit, GapFigures::of(&[]));
-            return Ok(Close { candidate, fit, f32_yard: nothing, bf16_yard: nothing });
+            return Ok(Close::hopeless(candidate));
         }
         let rounded = |bits| -> Result<Vec<f32>> {
             let mut causes = candidate.causes.clone();
@@ -261,12 +278,19 @@ impl Reference<'_> {
             |other: &[f32]| GapFigures::of(&search.gaps_between(other, &candidate.log_probs));
         let in_bf16 = Fit::of(&search.gaps_between(&search.observed().log_probs, &bf16_rounded));
         let fit = if in_bf16.log_likelihood > candidate.fit.log_likelihood { in_bf16 } else { candidate.fit };
-        Ok(Close {
-            fit,
-            f32_yard: against_itself(&f32_rounded),
-            bf16_yard: against_itself(&bf16_rounded),
-            candidate,
-        })
+        let (f32_yard, bf16_yard) = (against_itself(&f32_rounded), against_itself(&bf16_rounded));
+        let (mut settled, mut ties) = (candidate.figures, 0);
+        let may_have_ties = self.model.config.family.has_experts()
+            && is_of_f32(&candidate.figures, &f32_yard, &bf16_yard)
+            && !within_f32(&candidate.figures, &f32_yard);
+        if may_have_ties {
+            let forwards = TIE_BITS.map(rounded).into_iter().collect::<Result<Vec<_>>>()?;
+            let (theirs, rows) = (&search.observed().log_probs, search.observed().rows());
+            let gaps;
+            (gaps, ties) = without_ties(&candidate.gaps, theirs, &rows, &forwards, F32_FLOOR);
+            settled = GapFigures::of(&gaps);
+        }
+        Ok(Close { fit, settled, ties, f32_yard, bf16_yard, candidate })
     }
 }
 
@@ -274,7 +298,9 @@ impl Diagnosis {
     fn with(mut self, verdict: Verdict, close: &[Close]) -> Self {
         let first = verdict.explanations().into_iter().next();
         let of = |causes| close.iter().find(|close| close.candidate.causes == causes);
-        self.left = first.and_then(of).map(|close| close.candidate.figures);
+        if let Some(close) = first.and_then(of) {
+            (self.left, self.ties) = (Some(close.settled), close.ties);
+        }
         self.verdict = verdict;
         self
     }
@@ -284,10 +310,10 @@ fn is_rounding(causes: &[Cause]) -> bool {
     causes.iter().any(|cause| matches!(cause, Cause::Mantissa(_)))
 }
 
-/// Causes that a second one is tried on top of: the best, no two of one name.
-fn firsts(close: &[Close]) -> Vec<&[Cause]> {
+/// Causes that a second one is tried on top of: the best of those that explain something, no two of one name.
+fn firsts<'a>(null: &Close, close: &'a [Close]) -> Vec<&'a [Cause]> {
     let mut firsts: Vec<&Candidate> = vec![];
-    for Close { candidate, .. } in close.iter().filter(|close| !close.is_rounding()) {
+    for Close { candidate, .. } in close.iter().filter(|close| !close.is_rounding() && evident(null, close)) {
         if firsts.len() < PAIR_FIRST_MAX && firsts.iter().all(|other| other.names() != candidate.names()) {
             firsts.push(candidate);
         }

@@ -71,6 +71,19 @@ impl GapFigures {
         ]
     }
 
+    /// Gaps so many times as large; of the effective sample the loss.
+    pub fn scaled(&self, times: f64) -> Self {
+        Self {
+            median: times * self.median,
+            p90: times * self.p90,
+            p99: times * self.p99,
+            p999: times * self.p999,
+            max: times * self.max,
+            mean: times * self.mean,
+            effective_sample_share: 1.0 - times * times * (1.0 - self.effective_sample_share),
+        }
+    }
+
     /// Figure by figure the larger one; of the effective sample the smaller.
     pub fn larger(&self, other: &GapFigures) -> Self {
         Self {

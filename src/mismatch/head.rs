@@ -1,12 +1,11 @@
 //! Log-probabilities as engines may report them: at another temperature, after a filter, of rounded logits.
 
+use super::observed::ObservedBatch;
 use crate::model::policy_view::PolicyView;
 use crate::ops::logits::{Sampling, logits_rows_max};
-use crate::train::batch::MicroBatch;
 use anyhow::Result;
 use candle_core::Tensor;
 use half::bf16;
-use std::sync::Arc;
 
 /// What a sampler kept before it took the log-probability.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -32,33 +31,41 @@ impl Default for HeadSettings {
 }
 
 impl HeadSettings {
-    fn is_plain(&self) -> bool {
-        self.filter.is_none() && !self.bf16_logits
-    }
-
-    /// Log-probabilities of `batch`'s targets from `normed [R, H]`, at `temperature` as stated; −∞ where the filter keeps
-    /// none.
+    /// Log-probabilities of `batch`'s targets from `normed [R, H]`; −∞ where the filter keeps none. Those that were not
+    /// sampled are at temperature 1, over all tokens.
     ///
     /// # Errors
     /// When shapes disagree.
-    pub fn log_probs(
+    pub fn log_probs(&self, policy: &PolicyView, normed: &Tensor, batch: &ObservedBatch) -> Result<Vec<f32>> {
+        let temperature = batch.temperature * self.temperature_factor;
+        let mut found = self.of_all(policy, normed, batch, temperature)?;
+        if (temperature != 1.0 || self.filter.is_some()) && batch.sampled.contains(&false) {
+            let raw = Self { filter: None, ..*self }.of_all(policy, normed, batch, 1.0)?;
+            let of_prompt = found.iter_mut().zip(raw).zip(&batch.sampled).filter(|(_, sampled)| !**sampled);
+            of_prompt.for_each(|((log_prob, raw), _)| *log_prob = raw);
+        }
+        Ok(found)
+    }
+
+    /// As if all targets were sampled.
+    fn of_all(
         &self,
         policy: &PolicyView,
         normed: &Tensor,
-        batch: &MicroBatch,
+        batch: &ObservedBatch,
         temperature: f64,
     ) -> Result<Vec<f32>> {
-        let temperature = temperature * self.temperature_factor;
-        if self.is_plain() {
-            return policy.log_probs(normed, batch, temperature);
+        if self.filter.is_none() && !self.bf16_logits {
+            return policy.log_probs(normed, &batch.tokens, temperature);
         }
-        let mut found = Vec::with_capacity(batch.targets.len());
-        each_row(policy, normed, 0..batch.targets.len(), &mut |row, z| {
+        let targets = &batch.tokens.targets;
+        let mut found = Vec::with_capacity(targets.len());
+        each_row(policy, normed, 0..targets.len(), &mut |row, z| {
             let mut z = z.to_vec();
             if self.bf16_logits {
                 z.iter_mut().for_each(|z| *z = bf16::from_f32(*z).to_f32());
             }
-            found.push(log_prob(&z, batch.targets[row] as usize, temperature, self.filter) as f32);
+            found.push(log_prob(&z, targets[row] as usize, temperature, self.filter) as f32);
         })?;
         Ok(found)
     }
@@ -90,6 +97,9 @@ fn log_prob(z: &[f32], target: usize, temperature: f64, filter: Option<Filter>) 
         Some(filter) => Sorted::new(z, target, temperature).log_prob(filter),
     }
 }
+
+/// A token of at least this share of the probability of the last one kept may be kept in its place.
+const EDGE: f64 = 0.7;
 
 /// One row's distribution, likeliest first.
 struct Sorted {
@@ -144,9 +154,15 @@ impl Sorted {
         }
     }
 
+    /// The engine has a log-prob for the target, so it kept it: one at the edge counts as kept, for rounding moves the edge.
     fn log_prob(&self, filter: Filter) -> f64 {
         let kept = self.kept(filter);
-        if self.place >= kept { f64::NEG_INFINITY } else { self.log_prob - self.cumulative[kept - 1].ln() }
+        let at_edge =
+            || self.place == kept || self.probabilities[self.place] >= EDGE * self.probabilities[kept - 1];
+        match self.place < kept || self.place < self.probabilities.len() && at_edge() {
+            true => self.log_prob - self.cumulative[kept - 1].ln(),
+            false => f64::NEG_INFINITY,
+        }
     }
 }
 
@@ -162,32 +178,39 @@ const FIT_ROWS_MAX: usize = 384;
 const FIT_VALUES_MAX: usize = 1 << 24;
 
 impl FitRows {
-    /// Evenly spaced targets of `batches`, each with its `normed` rows and stated temperature.
+    /// Evenly spaced sampled targets of `batches`, whose `normed` rows are given.
     ///
     /// # Errors
     /// When shapes disagree.
     pub fn draw(
         policy: &PolicyView,
-        batches: &[(Tensor, Arc<Vec<u32>>, f64)],
+        batches: &[ObservedBatch],
+        normed: &[Tensor],
         theirs: &[f32],
     ) -> Result<Self> {
         let most = FIT_ROWS_MAX.min(FIT_VALUES_MAX / policy.model.config.vocab_size).max(16);
-        let stride = theirs.len().div_ceil(most).max(1);
-        let (mut rows, mut first) = (vec![], 0);
-        for (normed, targets, temperature) in batches {
-            for row in (0..targets.len()).filter(|row| (first + row).is_multiple_of(stride)) {
+        let sampled: usize = batches.iter().flat_map(|batch| &batch.sampled).map(|s| usize::from(*s)).sum();
+        let stride = sampled.div_ceil(most).max(1);
+        let (mut rows, mut first, mut seen) = (vec![], 0, 0);
+        for (batch, normed) in batches.iter().zip(normed) {
+            for row in (0..batch.sampled.len()).filter(|&row| batch.sampled[row]) {
+                seen += 1;
+                if seen % stride != 0 {
+                    continue;
+                }
                 each_row(policy, normed, row..row + 1, &mut |row, z| {
-                    rows.push((
-                        z.to_vec(),
-                        targets[row] as usize,
-                        *temperature,
-                        f64::from(theirs[first + row]),
-                    ));
+                    let (target, theirs) =
+                        (batch.tokens.targets[row] as usize, f64::from(theirs[first + row]));
+                    rows.push((z.to_vec(), target, batch.temperature, theirs));
                 })?;
             }
-            first += targets.len();
+            first += batch.sampled.len();
         }
         Ok(Self { rows })
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.rows.is_empty()
     }
 
     /// The multiple of the stated temperature that fits best: a grid over 0.1 to 10, then golden-section search.
@@ -261,7 +284,9 @@ mod tests {
         assert!((of(0, Filter::TopK(2)) - 0.5 / 0.75).abs() < 1e-6);
         assert!((of(1, Filter::TopP(0.6)) - 0.25 / 0.75).abs() < 1e-6);
         assert!((of(2, Filter::MinP(0.29)) - 0.15 / 0.9).abs() < 1e-6);
-        assert_eq!(of(3, Filter::MinP(0.29)), 0.0);
+        assert_eq!(of(3, Filter::TopK(2)), 0.0);
+        // The first that is left out is at the edge.
+        assert!((of(3, Filter::MinP(0.29)) - 0.1 / 0.9).abs() < 1e-6);
         assert!((log_prob(&z, 3, 0.5, None).exp() - 0.01 / 0.345).abs() < 1e-6);
     }
 }

@@ -1,6 +1,7 @@
 //! Where a gap lives: the positions, rows, tokens or experts that hold the tokens that moved.
 
-use super::diagnose::{Observed, Reference};
+use super::diagnose::Reference;
+use super::observed::Observed;
 use crate::model::policy_view::PolicyView;
 use crate::ops::cpu::host_ids;
 use anyhow::Result;
@@ -43,7 +44,7 @@ impl Places {
         let mut found =
             Self { names, rows, positions: vec![], experts: vec![vec![]; layers], tokens: vec![] };
         let policy = PolicyView::plain(reference.model, reference.parameters)?;
-        for (batch, _) in &observed.batches {
+        for batch in observed.batches.iter().map(|batch| &batch.tokens) {
             let trace = reference.threads.wide(|| policy.trace(batch))?;
             for (layer, routes) in trace.routes.iter().enumerate() {
                 let routes = host_ids(routes)?;

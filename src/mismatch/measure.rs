@@ -4,7 +4,8 @@
 //! again on these tokens as that rollout would have stored them: every perturbation works on a row alone.
 
 use super::compare::{Divergence, Gap, both};
-use super::diagnose::{Observed, Reference, Verdict};
+use super::diagnose::{Reference, Verdict};
+use super::observed::Observed;
 use super::output::Line;
 use crate::model::forward::ForwardOptions;
 use crate::model::policy_view::PolicyView;
@@ -49,8 +50,7 @@ impl<'a> Measure<'a> {
         let batches = MicroBatch::split(&sequences, micro_batch_tokens);
         let policy = PolicyView::plain(reference.model, reference.parameters)?;
         let plain = policy.all_log_probs(reference.threads, &batches, temperature)?;
-        let batches = batches.into_iter().map(|batch| (batch, temperature)).collect();
-        let observed = Observed { batches, log_probs };
+        let observed = Observed::sampled(batches, temperature, log_probs);
         let sampled_under = arms.clone();
         Ok(Self { reference, seed, temperature, clip, sampled_under, observed, cu_seqlens, plain })
     }
@@ -63,7 +63,8 @@ impl<'a> Measure<'a> {
         let Reference { threads, model, parameters, .. } = self.reference;
         let rollout = PolicyView::rollout(model, parameters, arms, self.seed)?;
         let training = PolicyView::training(model, parameters, arms, self.seed)?;
-        let batches: Vec<MicroBatch> = self.observed.batches.iter().map(|(b, _)| b.clone()).collect();
+        let batches: Vec<MicroBatch> =
+            self.observed.batches.iter().map(|batch| batch.tokens.clone()).collect();
         let ([mut stored, computed], divergence) =
             both(threads, [&rollout, &training], &batches, self.temperature)?;
         if self.samples_alike(arms) {

@@ -31,7 +31,10 @@ pub struct TokenRow {
     pub log_probs: Vec<Option<f32>>,
     /// What a trainer computed, where the file has both.
     pub trainer_log_probs: Option<Vec<Option<f32>>>,
+    /// Of the sampled tokens' log-probs.
     pub temperature: f64,
+    /// Tokens at the start whose log-probs are raw: a prompt's, at temperature 1 and over all tokens.
+    pub raw_tokens: usize,
     pub routes: Option<ChosenExperts>,
 }
 
@@ -253,7 +256,8 @@ impl<'a> Reader<'a> {
             return Err("all log-probs after the first are null; ask the engine for them".into());
         }
         let routes = raw.routes.map(|routes| self.routes(routes.experts, routes.shape, count)).transpose()?;
-        Ok(TokenRow { name, tokens, log_probs, trainer_log_probs: trainer.transpose()?, temperature, routes })
+        let (trainer_log_probs, raw_tokens) = (trainer.transpose()?, raw.raw_tokens);
+        Ok(TokenRow { name, tokens, log_probs, trainer_log_probs, temperature, raw_tokens, routes })
     }
 
     /// Whether ids and texts are of one tokenizer. Texts that lost bytes, and special tokens left blank, say nothing.

@@ -3,14 +3,14 @@
 use super::causes::list::causes;
 use super::causes::variant::Variant;
 use super::causes::{Cause, words};
-use super::diagnose::{Observed, Reference};
+use super::diagnose::Reference;
 use super::distance::{Fit, GapFigures, gaps};
 use super::head::FitRows;
+use super::observed::{Observed, ObservedBatch};
 use crate::model::forward::{ForwardOptions, Model};
 use crate::model::names::parameter_count;
 use crate::model::policy_view::PolicyView;
 use crate::model::weights::WeightSource;
-use crate::train::batch::MicroBatch;
 use anyhow::{Context, Result};
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -21,6 +21,13 @@ const SIDE_BY_SIDE_PARAMETERS_MAX: u128 = 1 << 24;
 const TEMPERATURE_ALIKE: f64 = 0.005;
 /// A cause has no effect where it moves no log-prob by more, nats.
 const NO_EFFECT: f64 = 1e-6;
+
+/// Causes are first computed on about so many targets. Twice as many, and so on, until the mean gap there is at least this
+/// share of the whole's: a fault may live on few rows, or far into them.
+const PART_TARGETS: usize = 256;
+const PART_GAP_SHARE_MIN: f64 = 0.5;
+/// Of the causes computed on a part, so many of the best are computed on all targets.
+const COMPUTED_MAX: usize = 12;
 
 /// One explanation.
 pub struct Candidate {
@@ -34,9 +41,9 @@ pub struct Candidate {
 
 impl Candidate {
     /// From what the causes give; a token without a value in `has_value` is not looked at.
-    pub fn of(search: &Search, causes: Vec<Cause>, log_probs: Vec<f32>, has_value: Option<&[bool]>) -> Self {
+    pub fn of(theirs: &[f32], causes: Vec<Cause>, log_probs: Vec<f32>, has_value: Option<&[bool]>) -> Self {
         let all = vec![true; log_probs.len()];
-        let gaps = gaps(&search.observed.log_probs, &log_probs, has_value.unwrap_or(&all));
+        let gaps = gaps(theirs, &log_probs, has_value.unwrap_or(&all));
         Self { figures: GapFigures::of(&gaps), fit: Fit::of(&gaps), causes, log_probs, gaps }
     }
 
@@ -46,6 +53,21 @@ impl Candidate {
         names.sort_unstable();
         names
     }
+
+    /// The best `count` by their fit, best first. Of one mistake's variants two suffice, and a pair is the same whichever
+    /// came first.
+    pub fn best(mut candidates: Vec<Self>, count: usize) -> Vec<Self> {
+        candidates.sort_by(|a, b| b.fit.log_likelihood.total_cmp(&a.fit.log_likelihood));
+        let mut seen: Vec<Vec<&str>> = vec![];
+        candidates.retain(|candidate| {
+            let names = candidate.names();
+            let before = seen.iter().filter(|other| **other == names).count();
+            seen.push(names);
+            before < 2
+        });
+        candidates.truncate(count);
+        candidates
+    }
 }
 
 /// A forward up to the head, from which any head's log-probs follow.
@@ -53,8 +75,8 @@ struct Walk {
     model: Model,
     weights: Arc<dyn WeightSource>,
     forward: ForwardOptions,
-    /// As fed, with the stated temperature.
-    batches: Vec<(MicroBatch, f64)>,
+    /// As fed.
+    batches: Vec<ObservedBatch>,
     normed: Vec<Tensor>,
     has_value: Vec<bool>,
 }
@@ -66,21 +88,18 @@ impl Walk {
 
     fn log_probs(&self, variant: &Variant) -> Result<Vec<f32>> {
         let mut found = vec![];
-        for ((batch, temperature), normed) in self.batches.iter().zip(&self.normed) {
-            found.extend(variant.head.log_probs(&self.policy(), normed, batch, *temperature)?);
+        for (batch, normed) in self.batches.iter().zip(&self.normed) {
+            found.extend(variant.head.log_probs(&self.policy(), normed, batch)?);
         }
         Ok(found)
     }
 
     /// The temperature, and the filters, that fit `theirs` best.
     fn fitted(&self, theirs: &[f32]) -> Result<Vec<Cause>> {
-        let rows: Vec<_> = self
-            .batches
-            .iter()
-            .zip(&self.normed)
-            .map(|((batch, temperature), normed)| (normed.clone(), batch.targets.clone(), *temperature))
-            .collect();
-        let sample = FitRows::draw(&self.policy(), &rows, theirs)?;
+        let sample = FitRows::draw(&self.policy(), &self.batches, &self.normed, theirs)?;
+        if sample.is_empty() {
+            return Ok(vec![]);
+        }
         let mut found: Vec<Cause> = sample.filters().map(Cause::Filtered).to_vec();
         let factor = sample.temperature_factor();
         if (factor.ln()).abs() > TEMPERATURE_ALIKE {
@@ -94,6 +113,8 @@ impl Walk {
 pub struct Search<'a> {
     reference: Reference<'a>,
     observed: &'a Observed,
+    /// On which causes are computed first, where that saves something.
+    part: Option<Observed>,
     causes: Vec<Cause>,
     computed: Vec<f32>,
 }
@@ -105,8 +126,9 @@ impl<'a> Search<'a> {
     /// When a forward fails.
     pub fn new(reference: Reference<'a>, observed: &'a Observed) -> Result<Self> {
         let causes = causes(&reference.model.config, reference.earlier.is_some());
-        let mut search = Self { reference, observed, causes, computed: vec![] };
+        let mut search = Self { reference, observed, part: None, causes, computed: vec![] };
         search.computed = search.log_probs(&[])?;
+        search.part = search.telling_part();
         Ok(search)
     }
 
@@ -131,45 +153,33 @@ impl<'a> Search<'a> {
     pub fn log_probs(&self, causes: &[Cause]) -> Result<Vec<f32>> {
         let variant = Variant::of(&self.reference.model.config, causes);
         let named = || if causes.is_empty() { "the model as it is".to_owned() } else { words(causes) };
-        self.reference.threads.wide(|| self.walk(&variant)?.log_probs(&variant)).with_context(named)
+        let threads = self.reference.threads;
+        threads.wide(|| self.walk(&variant, self.observed)?.log_probs(&variant)).with_context(named)
     }
 
-    /// Every cause on top of `before`, and the names of those without any effect on these rows.
+    /// Every cause on top of `before`, the hopeless left out, and the names of those without any effect on these rows.
     ///
     /// # Errors
     /// When a forward fails.
     pub fn on_top_of(&self, before: &[Cause]) -> Result<(Vec<Candidate>, Vec<&'static str>)> {
-        let config = &self.reference.model.config;
-        let theirs = &self.observed.log_probs;
-        let base = Variant::of(config, before);
-        let walk = self.reference.threads.wide(|| self.walk(&base))?;
-        let fitted = self.reference.threads.wide(|| walk.fitted(theirs))?;
-        let known = self.causes.iter().copied();
-        let asked: Vec<Cause> = known
-            .chain(fitted)
-            .filter(|cause| before.iter().all(|other| other.name() != cause.name()))
-            .collect();
-        let one = |cause: Cause| -> Result<Candidate> {
-            let causes: Vec<Cause> = before.iter().copied().chain([cause]).collect();
-            let variant = Variant::of(config, &causes);
-            if variant.trunk() == base.trunk() {
-                let log_probs = walk.log_probs(&variant)?;
-                return Ok(Candidate::of(self, causes, log_probs, Some(&walk.has_value)));
-            }
-            let walk = self.walk(&variant).with_context(|| cause.words())?;
-            let log_probs = walk.log_probs(&variant)?;
-            Ok(Candidate::of(self, causes, log_probs, Some(&walk.has_value)))
-        };
         let threads = self.reference.threads;
-        let found: Vec<Candidate> = if parameter_count(config) <= SIDE_BY_SIDE_PARAMETERS_MAX {
-            threads.map(asked.len(), |index| one(asked[index]))?
-        } else {
-            threads.wide(|| asked.iter().map(|cause| one(*cause)).collect::<Result<_>>())?
-        };
-        let start = walk.log_probs(&base)?;
-        let (shown, hidden): (Vec<_>, Vec<_>) = found.into_iter().partition(|candidate| {
-            self.gaps_between(&candidate.log_probs, &start).iter().any(|step| step.abs() > NO_EFFECT)
-        });
+        let base = Variant::of(&self.reference.model.config, before);
+        let walk = threads.wide(|| self.walk(&base, self.observed))?;
+        let fitted = threads.wide(|| walk.fitted(&self.observed.log_probs))?;
+        let known = self.causes.iter().copied().chain(fitted);
+        let mut asked: Vec<Cause> =
+            known.filter(|cause| before.iter().all(|other| other.name() != cause.name())).collect();
+        if let Some(part) = &self.part {
+            let walk = threads.wide(|| self.walk(&base, part))?;
+            let (shown, hidden) = self.computed_on(part, &walk, before, &asked)?;
+            let of = |candidate: Candidate| candidate.causes.last().copied();
+            asked = Candidate::best(shown, COMPUTED_MAX).into_iter().filter_map(of).collect();
+            // A cause that the part does not show may show in the whole.
+            if before.is_empty() {
+                asked.extend(hidden.into_iter().filter_map(of));
+            }
+        }
+        let (shown, hidden) = self.computed_on(self.observed, &walk, before, &asked)?;
         let mut without_effect: Vec<&'static str> = hidden
             .iter()
             .filter_map(|candidate| candidate.causes.last())
@@ -180,15 +190,70 @@ impl<'a> Search<'a> {
         Ok((shown, without_effect))
     }
 
-    fn walk(&self, variant: &Variant) -> Result<Walk> {
+    /// Each of `asked` on top of `before`, whose own walk over `observed` is `base`: those that change a log-prob, and those
+    /// that change none.
+    fn computed_on(
+        &self,
+        observed: &Observed,
+        base: &Walk,
+        before: &[Cause],
+        asked: &[Cause],
+    ) -> Result<(Vec<Candidate>, Vec<Candidate>)> {
+        let config = &self.reference.model.config;
+        let start = Variant::of(config, before);
+        let one = |cause: Cause| -> Result<Candidate> {
+            let causes: Vec<Cause> = before.iter().copied().chain([cause]).collect();
+            let variant = Variant::of(config, &causes);
+            let of = |walk: &Walk| -> Result<Candidate> {
+                Ok(Candidate::of(
+                    &observed.log_probs,
+                    causes,
+                    walk.log_probs(&variant)?,
+                    Some(&walk.has_value),
+                ))
+            };
+            match variant.trunk() == start.trunk() {
+                true => of(base),
+                false => of(&self.walk(&variant, observed).with_context(|| cause.words())?),
+            }
+        };
+        let threads = self.reference.threads;
+        let found: Vec<Candidate> = if parameter_count(config) <= SIDE_BY_SIDE_PARAMETERS_MAX {
+            threads.map(asked.len(), |index| one(asked[index]))?
+        } else {
+            threads.wide(|| asked.iter().map(|cause| one(*cause)).collect::<Result<_>>())?
+        };
+        let unchanged = base.log_probs(&start)?;
+        Ok(found.into_iter().partition(|candidate| {
+            self.gaps_between(&candidate.log_probs, &unchanged).iter().any(|step| step.abs() > NO_EFFECT)
+        }))
+    }
+
+    /// The smallest part whose gaps are like the whole's; `None` where that is the whole.
+    fn telling_part(&self) -> Option<Observed> {
+        let gaps = self.gaps_between(&self.observed.log_probs, &self.computed);
+        let mean = GapFigures::of(&gaps).mean;
+        let mut targets = PART_TARGETS;
+        while targets < gaps.len() {
+            let (part, places) = self.observed.part(targets);
+            let of_part: Vec<f64> = places.iter().map(|&place| gaps[place]).collect();
+            if GapFigures::of(&of_part).mean >= PART_GAP_SHARE_MIN * mean {
+                return Some(part);
+            }
+            targets *= 2;
+        }
+        None
+    }
+
+    fn walk(&self, variant: &Variant, observed: &Observed) -> Result<Walk> {
         let Reference { model, parameters, earlier, .. } = self.reference;
         let model = variant.model(model.context_tokens_max());
         let (mut batches, mut has_value, mut normed) = (vec![], vec![], vec![]);
         let policy = variant.policy(&model, parameters, earlier)?;
-        for (batch, temperature) in &self.observed.batches {
-            let (fed, valued) = variant.batch(batch);
+        for batch in &observed.batches {
+            let (fed, valued) = variant.batch(&batch.tokens);
             normed.push(policy.normed(&fed)?);
-            batches.push((fed, *temperature));
+            batches.push(ObservedBatch { tokens: fed, ..batch.clone() });
             has_value.extend(valued);
         }
         let (weights, forward) = (policy.weights, policy.forward);

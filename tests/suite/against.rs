@@ -5,6 +5,7 @@ use crate::tiny::load;
 use rloss::chat::Chat;
 use rloss::harmony::HarmonyTokenizer;
 use rloss::mismatch::against;
+use rloss::mismatch::causes::Cause;
 use rloss::mismatch::causes::list::causes;
 use rloss::mismatch::diagnose::{Reference, Verdict};
 use rloss::mismatch::rows::{Reader, TokenRow, TokenRows};
@@ -12,11 +13,13 @@ use rloss::model::config::Config;
 use rloss::model::family::Family;
 use rloss::model::forward::Model;
 use rloss::model::parameters::Parameters;
+use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
+use rloss::train::batch::{MicroBatch, Sequence};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/engines")
@@ -49,14 +52,49 @@ struct Fixture {
 
 impl Fixture {
     fn new() -> Self {
+        Self::with(&|_, _| ())
+    }
+
+    /// With the values of each tensor changed, by its name.
+    fn with(change: &dyn Fn(&str, &mut Vec<f32>)) -> Self {
         let config = config();
-        let parameters = Parameters::new(&config, load(&fixtures().join("model"), &config).unwrap()).unwrap();
+        let folder = fixtures().join("model");
+        let values = load(&folder, &config).unwrap().map(|tensor| -> anyhow::Result<_> {
+            let (spec, mut values) = tensor?;
+            change(&spec.name, &mut values);
+            Ok((spec, values))
+        });
+        let parameters = Parameters::new(&config, values).unwrap();
         Self {
             threads: Threads::new(2).unwrap(),
             model: Model::new(config, 256),
             parameters,
             chat: Family::GptOss.embedded_chat().unwrap(),
         }
+    }
+
+    fn policy(&self) -> PolicyView<'_> {
+        PolicyView::plain(&self.model, &self.parameters).unwrap()
+    }
+
+    /// Its own log-probs of `row`'s tokens.
+    fn log_probs(&self, row: &TokenRow, temperature: f64) -> Vec<Option<f32>> {
+        let found = self.policy().prefill(&[&row.tokens], temperature).unwrap().remove(0);
+        [None].into_iter().chain(found.into_iter().map(Some)).collect()
+    }
+
+    /// Experts of layer 0, a token.
+    fn routes(&self, row: &TokenRow) -> Vec<u32> {
+        let mask = vec![true; row.tokens.len()];
+        let batches = MicroBatch::split(&[Sequence { tokens: row.tokens.clone(), mask }], 1000);
+        let routes = self.policy().trace(&batches[0]).unwrap().routes[0].to_vec2::<u32>().unwrap();
+        routes
+            .into_iter()
+            .flat_map(|mut experts| {
+                experts.sort_unstable();
+                experts
+            })
+            .collect()
     }
 
     fn compare(&self, rows: &[TokenRow]) -> against::Comparison {
@@ -187,6 +225,22 @@ fn another_tokenizer_and_a_missing_prompt_are_named() {
     assert!(read(&[file]).unwrap_err().to_string().contains("torch.load"));
 }
 
+/// As llama.cpp's server does: bytes of a token that ends within a character go to the next entry.
+#[test]
+fn a_token_without_an_entry_of_llama_cpp_has_no_log_prob() {
+    let row = |tokens: &str| {
+        let entries = r#"[{"id": 113, "token": "a", "bytes": [97], "logprob": -1},
+            {"id": 185, "token": "é", "bytes": [195, 169], "logprob": -2}]"#;
+        let more = r#""prompt": [1, 5], "tokens_evaluated": 2"#;
+        format!(r#"{{"completion_probabilities": {entries}, "tokens": {tokens}, {more}}}"#).replace('\n', "")
+    };
+    let found = read_text(&row("[113, 211, 185]")).unwrap();
+    assert_eq!(found.rows[0].tokens, [1, 5, 113, 211, 185]);
+    assert_eq!(found.rows[0].log_probs, [None, None, Some(-1.0), None, Some(-2.0)]);
+    let error = read_text(&row("[]")).unwrap_err().to_string();
+    assert!(error.contains("return_tokens"), "{error}");
+}
+
 #[test]
 fn zero_log_probs_of_tokens_that_were_not_sampled_are_not_compared() {
     let row =
@@ -234,17 +288,101 @@ fn reference_cases_get_their_verdict() {
     assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), cases.len(), wrong.join("\n"));
 }
 
+/// vLLM and SGLang give a prompt's log-probs at temperature 1 whatever the response was sampled at.
 #[test]
-fn the_exit_code_says_whether_they_differ() {
+fn a_prompts_log_probs_are_raw_whatever_the_sampler_did() {
+    let fixture = Fixture::new();
+    for file in ["vllm_completions.jsonl", "sglang.json"] {
+        let mut rows = read(&[fixtures().join(file)]).unwrap().rows;
+        for row in &mut rows {
+            assert_eq!(row.raw_tokens, 4, "{file}");
+            let processed = fixture.log_probs(row, 0.7);
+            row.log_probs[4..].copy_from_slice(&processed[4..]);
+        }
+        let found = fixture.compare(&rows).diagnosis.verdict;
+        let Verdict::Named(causes) = &found else { panic!("{file}: {found:?}") };
+        assert!(
+            matches!(causes[..], [Cause::Temperature(t)] if (t - 0.7).abs() < 1e-3),
+            "{file}: {causes:?}"
+        );
+        rows.iter_mut().for_each(|row| row.temperature = 0.7);
+        assert_eq!(fixture.compare(&rows).diagnosis.verdict, Verdict::Agrees, "{file}");
+    }
+}
+
+/// A gap that bf16 could make, on tokens of a file that bf16 did not make.
+#[test]
+fn a_few_tokens_moved_in_a_file_of_f32_are_not_called_rounding() {
+    let fixture = Fixture::new();
+    let mut rows = read(&[fixtures().join("rows.jsonl")]).unwrap().rows;
+    let yard = fixture.compare(&rows).diagnosis.bf16_yard;
+    let every_tenth = rows.iter_mut().flat_map(|row| row.log_probs.iter_mut().skip(1).step_by(10));
+    every_tenth.for_each(|log_prob| *log_prob = log_prob.map(|l| l - yard.p90 as f32));
+    let found = fixture.compare(&rows);
+    assert!(found.diagnosis.within_bf16);
+    assert_eq!(found.diagnosis.verdict, Verdict::Unknown(vec![]));
+    assert_eq!(found.located.moved, 22);
+}
+
+/// Two experts score alike to the last bit but one, and the engine's rounding takes the other.
+#[test]
+fn a_tie_between_two_experts_is_no_mistake() {
+    let row = read(&[fixtures().join("rows.jsonl")]).unwrap().rows.remove(0);
+    let with_bias = |bits: u32| {
+        Fixture::with(&move |name, values| {
+            if name == "model.layers.0.mlp.router.bias" {
+                values[0] = f32::from_bits(bits);
+            }
+        })
+    };
+    // Between no bias and a large one some token's choice changes: halve until it does from one number to the next.
+    let (mut low, mut high) = (0f32.to_bits(), 4f32.to_bits());
+    let chosen = with_bias(low).routes(&row);
+    while high - low > 1 {
+        let middle = low + (high - low) / 2;
+        if with_bias(middle).routes(&row) == chosen { low = middle } else { high = middle }
+    }
+    let (ours, engine) = (with_bias(low), with_bias(high));
+    let theirs = TokenRow { log_probs: engine.log_probs(&row, 1.0), ..row.clone() };
+    let found = ours.compare(&[theirs]);
+    assert!(found.diagnosis.figures.max > 1e-3, "{:?}", found.diagnosis.figures);
+    assert_eq!(found.diagnosis.verdict, Verdict::Agrees);
+    assert!(found.diagnosis.ties > 0 && found.answer.contains("two experts score alike"), "{}", found.answer);
+}
+
+#[test]
+fn a_reader_that_leaves_early_is_no_panic() {
     let folder = tempfile::tempdir().unwrap();
-    let model = folder.path().join("model");
+    let recipe = recipe_of_fixture(folder.path());
+    let out = folder.path().join("out");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rloss"));
+    command.arg("check-mismatch").arg(&recipe).arg("--out").arg(&out);
+    command.arg("--against").arg(fixtures().join("rows.jsonl"));
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{stderr}");
+    assert!(!stderr.contains("panicked") && out.join("mismatch.json").exists(), "{stderr}");
+}
+
+/// A recipe in `folder` whose model is the fixtures'.
+fn recipe_of_fixture(folder: &Path) -> PathBuf {
+    let model = folder.join("model");
     std::fs::create_dir(&model).unwrap();
     for name in ["config.json", "model.safetensors"] {
         std::fs::copy(fixtures().join("model").join(name), model.join(name)).unwrap();
     }
     std::fs::write(model.join("tokenizer.json"), HarmonyTokenizer::embedded().unwrap().json_bytes()).unwrap();
-    let recipe = folder.path().join("recipe.toml");
+    let recipe = folder.join("recipe.toml");
     std::fs::write(&recipe, format!("[model]\npath = {:?}\n", model.display().to_string())).unwrap();
+    recipe
+}
+
+#[test]
+fn the_exit_code_says_whether_they_differ() {
+    let folder = tempfile::tempdir().unwrap();
+    let recipe = recipe_of_fixture(folder.path());
     let out = folder.path().join("out");
     let code = |file: &Path| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_rloss"));

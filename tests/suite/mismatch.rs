@@ -3,8 +3,9 @@
 use crate::tiny;
 use rloss::choice::Choice;
 use rloss::mismatch::causes::Cause;
-use rloss::mismatch::diagnose::{Observed, Reference, Verdict};
+use rloss::mismatch::diagnose::{Reference, Verdict};
 use rloss::mismatch::measure::Measure;
+use rloss::mismatch::observed::Observed;
 use rloss::mismatch::output::Line;
 use rloss::model::family::Family;
 use rloss::model::forward::{ForwardOptions, Model};
@@ -144,7 +145,7 @@ fn observed(world: &World, model: &Model, forward: ForwardOptions, temperature: 
     let batches = MicroBatch::split(&sequences, 200);
     let policy = PolicyView { forward, ..PolicyView::plain(model, &world.parameters).unwrap() };
     let log_probs = policy.all_log_probs(&world.threads, &batches, temperature).unwrap();
-    Observed { batches: batches.into_iter().map(|batch| (batch, 1.0)).collect(), log_probs }
+    Observed::sampled(batches, 1.0, log_probs)
 }
 
 #[test]

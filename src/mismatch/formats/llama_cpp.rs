@@ -11,6 +11,9 @@ pub(super) const NO_LOG_PROBS: &str =
 #[derive(Deserialize)]
 struct Response {
     completion_probabilities: Vec<Entry>,
+    /// Ids sampled; empty unless they were asked for.
+    #[serde(default)]
+    tokens: Vec<u64>,
     /// Text, or ids where ids were sent.
     prompt: Option<Value>,
     tokens_evaluated: Option<usize>,
@@ -21,6 +24,7 @@ struct Response {
 struct Entry {
     id: Option<u64>,
     token: Option<String>,
+    bytes: Option<Vec<u8>>,
     logprob: Option<f64>,
     /// With `post_sampling_probs`: the probability after temperature and filters.
     prob: Option<f64>,
@@ -29,6 +33,20 @@ struct Entry {
 #[derive(Deserialize)]
 struct Settings {
     temperature: Option<f64>,
+}
+
+const LEFT_OUT: &str = "completion_probabilities lacks tokens: llama.cpp writes none for one that ends within a character; \
+    ask with \"return_tokens\": true, which gives all ids";
+
+/// Where among `ids`, from `start` on, the token `id` of an entry stands: `bytes` are its own and those of the tokens
+/// before it that have no entry, because their text ended within a character.
+fn place(ids: &[u64], start: usize, id: u64, bytes: Option<&[u8]>, tokenizer: &Vocabulary) -> Option<usize> {
+    let own_bytes = |id: &u64| tokenizer.token_bytes(u32::try_from(*id).ok()?).map(<[u8]>::len);
+    (start..ids.len()).filter(|&at| ids[at] == id).find(|&at| {
+        // A control token may be written as no text.
+        let written: Option<usize> = ids[start..=at].iter().map(own_bytes).sum();
+        bytes.zip(written).is_none_or(|(bytes, written)| bytes.len() == written)
+    })
 }
 
 pub(super) fn row(value: Value, tokenizer: &Vocabulary) -> Result<RawRow, String> {
@@ -43,13 +61,22 @@ pub(super) fn row(value: Value, tokenizer: &Vocabulary) -> Result<RawRow, String
         }
     };
     let after_sampling = response.completion_probabilities.iter().any(|entry| entry.prob.is_some());
-    let mut ids = vec![];
-    let (mut log_probs, mut texts) = (vec![], vec![]);
-    for (at, entry) in response.completion_probabilities.into_iter().enumerate() {
-        ids.push(entry.id.ok_or("an entry has no id; this llama.cpp is too old to be read")?);
+    let asked_for_ids = !response.tokens.is_empty();
+    let (mut ids, mut log_probs, mut texts) = (response.tokens, vec![], vec![]);
+    for entry in response.completion_probabilities {
+        let id = entry.id.ok_or("an entry has no id; this llama.cpp is too old to be read")?;
+        let before = log_probs.len();
+        if !asked_for_ids {
+            ids.push(id);
+        }
+        let at = place(&ids, before, id, entry.bytes.as_deref(), tokenizer).ok_or(LEFT_OUT)?;
+        log_probs.resize(at, None);
         log_probs.push(entry.logprob.or(entry.prob.map(f64::ln)));
-        texts.extend(entry.token.map(|text| (prompt.len() + at, text)));
+        if at == before {
+            texts.extend(entry.token.map(|text| (prompt.len() + at, text)));
+        }
     }
+    log_probs.resize(ids.len(), None);
     let stated = response.generation_settings.and_then(|settings| settings.temperature);
     Ok(RawRow {
         temperature: stated.filter(|_| after_sampling),

@@ -23,6 +23,8 @@ pub struct RawRow {
     /// What a trainer computed for the same tokens, where the file has it.
     pub trainer_log_probs: Option<Vec<Option<f64>>>,
     pub temperature: Option<f64>,
+    /// Tokens at the start that were not sampled, where their log-probs are there too and so are raw.
+    pub raw_tokens: usize,
     pub routes: Option<RawRoutes>,
     /// Text of tokens, by place, where the file gives it beside the id.
     pub texts: Vec<(usize, String)>,

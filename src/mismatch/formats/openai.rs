@@ -153,6 +153,8 @@ fn sequence(
     if values.len() != response.len() {
         return Err(format!("{} token ids but {} log-probs of the response", response.len(), values.len()));
     }
+    // With `echo` alone nothing says where the prompt ends.
+    let raw_tokens = prompt_ids.len();
     let first = if spelled.len() == response.len() { prompt_ids.len() } else { 0 };
     let spelled = spelled.into_iter().filter(|_| !from_texts).enumerate();
     Ok(RawRow {
@@ -162,6 +164,7 @@ fn sequence(
             .collect(),
         tokens: [prompt_ids, response].concat(),
         log_probs: [log_probs, values].concat(),
+        raw_tokens,
         routes,
         from_texts,
         ..RawRow::default()

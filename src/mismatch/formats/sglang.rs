@@ -34,7 +34,7 @@ pub(super) fn row(value: Value) -> Result<RawRow, String> {
             meta.prompt_tokens.map_or("the".into(), |count| count.to_string())
         ));
     }
-    let mut row = RawRow::default();
+    let mut row = RawRow { raw_tokens: input.len(), ..RawRow::default() };
     for (at, entry) in input.into_iter().chain(output).enumerate() {
         let (log_prob, id, text) = entry_of(entry)?;
         row.tokens.push(id);

@@ -1,0 +1,141 @@
+//! Tokens with the log-probabilities that someone computed for them.
+
+use crate::train::batch::MicroBatch;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Sequences that are computed together.
+#[derive(Debug, Clone)]
+pub struct ObservedBatch {
+    pub tokens: MicroBatch,
+    /// What the log-probs are said to be at.
+    pub temperature: f64,
+    /// Of each target, whether it was sampled. Engines give a prompt's log-probs raw: at temperature 1, over all tokens.
+    pub sampled: Vec<bool>,
+}
+
+/// What is compared with the model.
+#[derive(Debug, Clone, Default)]
+pub struct Observed {
+    pub batches: Vec<ObservedBatch>,
+    /// Of all targets, batch after batch.
+    pub log_probs: Vec<f32>,
+}
+
+impl Observed {
+    /// Targets that were all sampled at one temperature.
+    pub fn sampled(batches: Vec<MicroBatch>, temperature: f64, log_probs: Vec<f32>) -> Self {
+        let batch = |tokens: MicroBatch| {
+            let sampled = vec![true; tokens.targets.len()];
+            ObservedBatch { tokens, temperature, sampled }
+        };
+        Self { batches: batches.into_iter().map(batch).collect(), log_probs }
+    }
+
+    /// Places of each sequence's targets.
+    pub fn rows(&self) -> Vec<Range<usize>> {
+        let counts =
+            self.batches.iter().flat_map(|batch| batch.tokens.cu_targets.windows(2).map(|w| w[1] - w[0]));
+        let mut end = 0;
+        let mut row = |count| {
+            end += count;
+            end - count..end
+        };
+        counts.map(&mut row).collect()
+    }
+
+    /// Evenly spaced sequences with up to about `targets_max` targets, the last one cut short; and the places of their
+    /// targets among all.
+    pub fn part(&self, targets_max: usize) -> (Self, Vec<usize>) {
+        let stride = self.log_probs.len().div_ceil(targets_max.max(1)).max(1);
+        let (mut part, mut places) = (Self::default(), vec![]);
+        let (mut sequence, mut first) = (0, 0);
+        for batch in &self.batches {
+            let mut kept = vec![];
+            for (index, w) in batch.tokens.cu_targets.windows(2).enumerate() {
+                let count = (w[1] - w[0]).min(targets_max.saturating_sub(places.len()));
+                if sequence % stride == 0 && count > 0 {
+                    kept.push((index, count));
+                    places.extend((first + w[0]..).take(count));
+                }
+                sequence += 1;
+            }
+            first += batch.sampled.len();
+            if !kept.is_empty() {
+                part.batches.push(batch.cut(&kept));
+            }
+        }
+        part.log_probs = places.iter().map(|&place| self.log_probs[place]).collect();
+        (part, places)
+    }
+}
+
+impl ObservedBatch {
+    /// The sequences `kept`, each by its index, up to its so many first targets.
+    fn cut(&self, kept: &[(usize, usize)]) -> Self {
+        let whole = &self.tokens;
+        let (mut tokens, mut positions, mut cu_seqlens) = (vec![], vec![], vec![0]);
+        let (mut rows, mut targets, mut cu_targets) = (vec![], vec![], vec![0]);
+        let mut sampled = vec![];
+        for &(index, count) in kept {
+            let (start, own) =
+                (whole.cu_seqlens[index], whole.cu_targets[index]..whole.cu_targets[index] + count);
+            let end = whole.rows[own.clone()].last().map_or(start, |&row| row as usize + 1);
+            rows.extend(
+                whole.rows[own.clone()].iter().map(|&row| (tokens.len() + row as usize - start) as u32),
+            );
+            targets.extend_from_slice(&whole.targets[own.clone()]);
+            sampled.extend_from_slice(&self.sampled[own]);
+            tokens.extend_from_slice(&whole.tokens[start..end]);
+            positions.extend_from_slice(&whole.positions[start..end]);
+            cu_seqlens.push(tokens.len());
+            cu_targets.push(rows.len());
+        }
+        let tokens = MicroBatch {
+            sequences: 0..kept.len(),
+            tokens: Arc::new(tokens),
+            positions,
+            cu_seqlens: Arc::new(cu_seqlens),
+            rows: Arc::new(rows),
+            targets: Arc::new(targets),
+            cu_targets,
+            replay: None,
+        };
+        Self { tokens, temperature: self.temperature, sampled }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::train::batch::Sequence;
+
+    #[test]
+    fn a_part_holds_whole_sequences_and_the_last_cut_short() {
+        let sequence = |from: u32, n: u32| Sequence {
+            tokens: (from..from + n).collect(),
+            mask: (0..n).map(|i| i > 1).collect(),
+        };
+        let sequences = [sequence(0, 6), sequence(10, 5), sequence(20, 8), sequence(30, 4)];
+        let batches = MicroBatch::split(&sequences, 12);
+        let count: usize = batches.iter().map(|batch| batch.targets.len()).sum();
+        let whole = Observed::sampled(batches, 1.0, (0..count).map(|i| i as f32).collect());
+        let (part, places) = whole.part(8);
+        assert_eq!(whole.rows(), [0..4, 4..7, 7..13, 13..15]);
+        // Every other sequence; the first has 4 targets, so 4 of the third's 6 remain.
+        assert_eq!(places, [0, 1, 2, 3, 7, 8, 9, 10]);
+        assert_eq!(part.log_probs, [0.0, 1.0, 2.0, 3.0, 7.0, 8.0, 9.0, 10.0]);
+        let all = |of: &dyn Fn(&MicroBatch) -> Vec<u32>| -> Vec<u32> {
+            part.batches.iter().flat_map(|batch| of(&batch.tokens)).collect()
+        };
+        assert_eq!(all(&|b| b.tokens.to_vec()), [0, 1, 2, 3, 4, 20, 21, 22, 23, 24]);
+        assert_eq!(all(&|b| b.targets.to_vec()), [2, 3, 4, 5, 22, 23, 24, 25]);
+        for batch in &part.batches {
+            for (row, target) in batch.tokens.rows.iter().zip(batch.tokens.targets.iter()) {
+                assert_eq!(batch.tokens.tokens[*row as usize] + 1, *target);
+            }
+            assert_eq!(batch.sampled.len(), batch.tokens.targets.len());
+        }
+        assert_eq!(whole.part(100).0.log_probs.len(), count);
+    }
+}
