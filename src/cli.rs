@@ -35,6 +35,8 @@ enum Command {
         #[arg(required = true)]
         runs: Vec<PathBuf>,
     },
+    /// Check that a run or a model still holds what was written; exit code 2 when it does not
+    Verify(commands::verify::VerifyArgs),
     /// Check the CUDA kernels on this machine's GPU
     #[cfg(feature = "cuda")]
     #[command(hide = true)]
@@ -46,10 +48,12 @@ pub fn run() -> u8 {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {
-            let code = if error.use_stderr() { EXIT_BAD_INPUT } else { EXIT_DONE };
-            // A closed pipe is nobody to report to.
-            let _ = error.print();
-            return code;
+            return match error.print() {
+                // A closed pipe is nobody to report to.
+                Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => EXIT_FAILED,
+                _ if error.use_stderr() => EXIT_BAD_INPUT,
+                _ => EXIT_DONE,
+            };
         }
     };
     let result = match cli.command {
@@ -58,6 +62,7 @@ pub fn run() -> u8 {
         Command::Eval(args) => commands::eval::run(&args),
         Command::CheckMismatch(args) => commands::check_mismatch::run(&args),
         Command::Report { runs } => commands::report::run(&runs),
+        Command::Verify(args) => commands::verify::run(&args),
         #[cfg(feature = "cuda")]
         Command::GpuCheck(args) => commands::gpu_check::run(&args),
     };

@@ -9,12 +9,13 @@ use crate::mismatch::output::{Line, gaps_table, links_table, to_json};
 use crate::mismatch::{against, arms, explain::Reference};
 use crate::recipe::{Arms, Plan, RecipeSource, locate, resolve};
 use crate::rollout::{Prompt, RolloutSettings};
-use crate::run::collect::pin_model;
+use crate::run::collect::{pin_model, show};
 use crate::run::workbench::Workbench;
 use crate::train::accumulate::Learner;
 use crate::trajectory::Trajectory;
 use anyhow::{Context, Result};
 use clap::Args;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 const QUICKSTART: &str = include_str!("../../recipes/quickstart.toml");
@@ -85,11 +86,11 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
         Some(file) => check_against(&bench, file)?,
         None => check_arms(&bench, &arms)?,
     };
-    println!("{}", sanitize_terminal(&verdict));
+    show(&format!("{}\n", sanitize_terminal(&verdict)))?;
     std::fs::create_dir_all(&out).with_context(|| format!("creating {}", out.display()))?;
     let file = out.join("mismatch.json");
     write_file(&file, &to_json(&lines, &verdict))?;
-    println!("{}", file.display());
+    show(&format!("{}\n", file.display()))?;
     Ok(code)
 }
 
@@ -97,11 +98,12 @@ fn check_against(bench: &Workbench, file: &Path) -> Result<(Vec<Line>, String, u
     let config = &bench.model.config;
     let found = against::read(file, config.vocab_size, bench.model.context_tokens_max())?;
     for bad in &found.bad {
-        eprintln!("error: {}", sanitize_terminal(bad));
+        // A closed stderr is nobody to report to.
+        let _ = writeln!(std::io::stderr(), "error: {}", sanitize_terminal(bad));
     }
     let tokens = bench.recipe().train.micro_batch_tokens;
     let compared = against::compare(reference(bench), &bench.tokenizer, &found.rows, tokens, clip(bench))?;
-    println!("{}", gaps_table("link", &compared.lines));
+    show(&format!("{}\n", gaps_table("link", &compared.lines)))?;
     let code = if found.bad.is_empty() { EXIT_DONE } else { EXIT_BAD_INPUT };
     Ok((compared.lines, compared.verdict, code))
 }
@@ -120,7 +122,7 @@ fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<(Vec<Line>, 
     };
     let links = proof.links(&trajectories)?;
     let mut lines: Vec<Line> = links.iter().map(Line::of_link).collect();
-    println!("{}", links_table(&lines));
+    show(&format!("{}\n", links_table(&lines)))?;
 
     let measure = Measure::new(
         reference(bench),
@@ -135,7 +137,7 @@ fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<(Vec<Line>, 
     for (name, arms) in rows {
         gaps.push(measure.line(name, arms)?);
     }
-    println!("{}", gaps_table("arm", &gaps));
+    show(&format!("{}\n", gaps_table("arm", &gaps)))?;
     let broken: Vec<&str> = links.iter().filter(|link| !link.holds()).map(|link| link.name).collect();
     let tokens = links.last().map_or(0, |link| link.tokens);
     let verdict = if broken.is_empty() {

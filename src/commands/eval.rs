@@ -39,6 +39,9 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     }
     let collection = Collection::open(&bench, &out, "eval", step)?;
     let console = Console::stderr(Duration::from_secs(2), bench.recipe().logging.console_every_steps);
+    if let Some(confinement) = bench.confinement() {
+        console.print(&format!("python tool: {confinement}"));
+    }
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     let stop = Stop::listen()?;
     let settings = RolloutSettings::evaluation(bench.recipe(), bench.preamble.clone(), step);
@@ -71,7 +74,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     write_file(&out.join("metrics.jsonl"), &(row.to_json() + "\n"))?;
     let text = serde_json::to_string_pretty(&document(&bench, step, &evaluation))?;
     write_file(&out.join("eval.json"), &(text + "\n"))?;
-    show(&evaluation.sets.iter().map(tables).collect::<String>());
+    show(&evaluation.sets.iter().map(tables).collect::<String>())?;
     console.print(&format!("done: {}", out.display()));
     Ok(EXIT_DONE)
 }

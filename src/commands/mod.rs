@@ -8,3 +8,4 @@ pub mod gpu_check;
 pub mod report;
 pub mod rollout;
 pub mod train;
+pub mod verify;

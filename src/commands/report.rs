@@ -2,8 +2,8 @@
 
 use crate::error::EXIT_DONE;
 use crate::report::write_report;
+use crate::run::collect::show;
 use anyhow::Result;
-use std::io::Write;
 use std::path::PathBuf;
 
 /// Writes the page and says where it is.
@@ -12,7 +12,6 @@ use std::path::PathBuf;
 /// Those of [`write_report`].
 pub fn run(runs: &[PathBuf]) -> Result<u8> {
     let page = write_report(runs)?;
-    // The page is there whether or not somebody listens.
-    let _ = writeln!(std::io::stdout(), "{}", page.display());
+    show(&format!("{}\n", page.display()))?;
     Ok(EXIT_DONE)
 }

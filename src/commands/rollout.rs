@@ -26,6 +26,9 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let bench = Workbench::open(plan)?;
     let collection = Collection::open(&bench, &out, "rollout", step)?;
     let console = Console::stderr(Duration::from_secs(2), bench.recipe().logging.console_every_steps);
+    if let Some(confinement) = bench.confinement() {
+        console.print(&format!("python tool: {confinement}"));
+    }
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     let stop = Stop::listen()?;
     let recipe = bench.recipe();
@@ -48,7 +51,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let mut table = Table::new(["metric", "value"]);
     metrics.iter().for_each(|(name, value)| table.row([name.to_owned(), format_number(value)]));
     write_file(&out.join("metrics.jsonl"), &(Row { step, phase: Phase::Rl, metrics }.to_json() + "\n"))?;
-    show(&table.to_string());
+    show(&table.to_string())?;
     console.print(&format!("done: {}", collection.file(&name).display()));
     Ok(EXIT_DONE)
 }

@@ -6,7 +6,7 @@ use crate::metrics::Console;
 use crate::recipe::locate;
 use crate::run::run_folder::RunFolder;
 use crate::run::signals::Stop;
-use crate::run::workbench::Workbench;
+use crate::run::workbench::{Workbench, unverified};
 use crate::trainer::{Trainer, TrainingData};
 use anyhow::Result;
 use clap::Args;
@@ -43,7 +43,13 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
         false => (RunFolder::create(&out, &bench.plan)?, None),
     };
     let console = Console::stderr(Duration::from_secs(2), bench.recipe().logging.console_every_steps);
+    if let Some(confinement) = bench.confinement() {
+        console.print(&format!("python tool: {confinement}"));
+    }
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+    if let Some(point) = point.as_ref().filter(|point| !point.verified) {
+        console.print(&format!("warning: {}", unverified(&point.folder)));
+    }
     if let Some(confinement) = bench.confinement() {
         folder.write_confinement(&confinement)?;
     }

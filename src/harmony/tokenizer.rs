@@ -3,6 +3,8 @@
 use super::byte_level::{Decoder, alphabet, spell};
 use super::embedded;
 use crate::bad_input;
+use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};
+use crate::panics::caught;
 use anyhow::{Result, anyhow};
 use std::path::Path;
 use std::sync::Arc;
@@ -48,6 +50,8 @@ struct Tables {
     special: Vec<bool>,
     /// The id of each single byte.
     byte_ids: Vec<u32>,
+    /// Bytes of the longest token.
+    token_bytes_max: usize,
 }
 
 impl HarmonyTokenizer {
@@ -58,7 +62,7 @@ impl HarmonyTokenizer {
     /// tokenizer, lacks control tokens, or would let ordinary text become a special token.
     pub fn from_file(path: &Path) -> Result<Self> {
         let place = path.display().to_string();
-        let json = std::fs::read(path).map_err(|e| {
+        let json = bounded_file::read(path, TOKENIZER_BYTES_MAX).map_err(|e| {
             bad_input!("{place}: {e}; a checkpoint folder needs the tokenizer.json that came with the model")
         })?;
         Self::from_bytes(json, &place)
@@ -66,9 +70,11 @@ impl HarmonyTokenizer {
 
     /// Reads the bytes of a `tokenizer.json`; `place` names it in errors. Errors as [`Self::from_file`].
     pub fn from_bytes(json: Vec<u8>, place: &str) -> Result<Self> {
-        let mut inner = Tokenizer::from_bytes(&json).map_err(|e| {
-            bad_input!("{place}: not a Hugging Face tokenizer.json: {e}; take the model's own")
-        })?;
+        let refused =
+            |why: &str| bad_input!("{place}: not a Hugging Face tokenizer.json: {why}; take the model's own");
+        // A file that is cut, or holds nonsense where the crate expects none, makes it panic.
+        let parsed = caught(|| Tokenizer::from_bytes(&json)).map_err(|why| refused(&why))?;
+        let mut inner = parsed.map_err(|e| refused(&e.to_string()))?;
         // A file may ask for padding or truncation; here a text's tokens are all of them and nothing else.
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|e| anyhow!("{place}: {e}"))?;
@@ -83,7 +89,10 @@ impl HarmonyTokenizer {
         let pad = ["<|pad|>", "<|endoftext|>"].iter().find_map(|name| added_id(&inner, name));
         let byte_ids = find_bytes(&inner, place)?;
         let (bytes, ends, special) = token_table(&inner, place)?;
-        let tokenizer = Self(Arc::new(Tables { inner, json, control, pad, bytes, ends, special, byte_ids }));
+        let starts = std::iter::once(0).chain(ends.iter().copied());
+        let token_bytes_max = ends.iter().zip(starts).map(|(end, start)| end - start).max().unwrap_or(0);
+        let tables = Tables { inner, json, control, pad, bytes, ends, special, byte_ids, token_bytes_max };
+        let tokenizer = Self(Arc::new(tables));
         tokenizer.refuse_forgeable(place)?;
         Ok(tokenizer)
     }
@@ -119,6 +128,11 @@ impl HarmonyTokenizer {
     /// Whether `id` is a special token: a control token, padding, or a reserved one.
     pub fn is_special(&self, id: u32) -> bool {
         self.0.special.get(id as usize).copied().unwrap_or(false)
+    }
+
+    /// Whether a text of `bytes` may fit `tokens`: false says, without tokenising it, that it cannot.
+    pub fn may_fit(&self, bytes: usize, tokens: usize) -> bool {
+        bytes <= tokens.saturating_mul(self.0.token_bytes_max)
     }
 
     /// The ids of `text` as ordinary text: a special token spelled in it is encoded letter by letter.

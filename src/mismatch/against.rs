@@ -4,6 +4,7 @@ use super::compare::Gap;
 use super::explain::{Explanation, Observed, Reference};
 use super::output::Line;
 use crate::bad_input;
+use crate::bounded_file::{self, ROWS_BYTES_MAX};
 use crate::harmony::{HarmonyTokenizer, ParseMode, StreamParser};
 use crate::train::batch::{MicroBatch, Sequence};
 use anyhow::Result;
@@ -48,7 +49,7 @@ struct RawRow {
 /// [`crate::error::BadInput`] when the file cannot be read or holds no row that can be compared.
 pub fn read(path: &Path, vocab_size: usize, context_tokens_max: usize) -> Result<Rows> {
     let shown = path.display();
-    let text = std::fs::read_to_string(path)
+    let text = bounded_file::read_text(path, ROWS_BYTES_MAX)
         .map_err(|e| bad_input!("{shown}: cannot be read: {e}; name a JSONL file"))?;
     let (mut rows, mut bad) = (vec![], vec![]);
     for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {

@@ -3,7 +3,7 @@
 use super::base;
 use super::mistake::{Mistake, Mistakes, Place, Places};
 use super::model::{Architecture, Tokenizer};
-use super::reader::{Origin, Reader};
+use super::reader::{MISTAKES_MAX, Origin, Reader};
 use super::rules::{self, Findings};
 use super::table::{Entry, Table};
 use super::{Advantage, Recipe};
@@ -30,6 +30,7 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
     let known: Vec<String> = recipe.entries().iter().map(|entry| entry.path().to_owned()).collect();
     let (mut places, mut mistakes, mut unsure) = (Places::new(path), Mistakes::default(), Vec::new());
     let mut read = |origin: Origin, text: &str, base_fault: Option<&str>| {
+        let line_ends: Vec<usize> = text.match_indices('\n').map(|(at, _)| at).collect();
         let mut reader = Reader {
             places: &mut places,
             mistakes: &mut mistakes,
@@ -37,6 +38,7 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
             known: &known,
             origin,
             text,
+            line_ends: &line_ends,
             base_fault,
         };
         read_text(&mut recipe, &mut reader);
@@ -99,9 +101,13 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader) {
     if errors.is_empty() {
         return reader.read_document(recipe, document.get_ref());
     }
-    for error in errors {
+    let is_hopeless = errors.len() > MISTAKES_MAX;
+    for error in errors.into_iter().take(MISTAKES_MAX) {
         let at = error.span().map_or(0, |span| span.start);
         reader.refuse_syntax(at, format!("not TOML: {}", error.message()));
+    }
+    if is_hopeless {
+        return;
     }
     let broken: Vec<_> = reader.mistakes.0.iter().map(|mistake| mistake.place.clone()).collect();
     let before = reader.mistakes.0.len();

@@ -68,6 +68,13 @@ impl<'a> Rules<'a> {
     }
 }
 
+impl Rules<'_> {
+    /// Whether the end of a conversation is graded beside decoding.
+    pub(super) fn grading_may_take_long(&self) -> bool {
+        self.task.may_take_long()
+    }
+}
+
 /// What a conversation needs next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Next {
@@ -75,6 +82,8 @@ pub(super) enum Next {
     Sample,
     /// Its tool call run.
     Call,
+    /// Its task asked for a further user message, which may take long.
+    Turn,
     /// Nothing: it is over.
     End,
 }
@@ -286,6 +295,11 @@ impl<'a> Conversation<'a> {
 
     fn returned(&mut self) -> Next {
         self.close_turn(None);
+        if self.rules.task.may_take_long() { Next::Turn } else { self.ask_for_turn() }
+    }
+
+    /// Asks the task for the next user message; blocks until it answers. Called on a tool thread where that may take long.
+    pub(super) fn ask_for_turn(&mut self) -> Next {
         let next = self.rules.task.next_user_message(self.problem, &self.transcript(Outcome::Finished));
         match next {
             Err(_) => self.end(Outcome::TaskFailed),
@@ -307,6 +321,10 @@ impl<'a> Conversation<'a> {
     /// Appends a message and the assistant's next opening, masked; `refused` is the outcome when the message cannot be
     /// written.
     fn insert(&mut self, message: Message, refused: Outcome) -> Next {
+        let room = self.rules.context_tokens_max.saturating_sub(self.tokens.len());
+        if !self.rules.tokenizer.may_fit(message.content.len(), room) {
+            return self.end(Outcome::TruncatedLength);
+        }
         let Ok(rendered) = self.rules.tokenizer.render_message(&message) else {
             return self.end(refused);
         };

@@ -10,9 +10,11 @@ use super::run_folder::{holds_run, lock};
 use super::workbench::Workbench;
 use crate::atomic_file::{replace_file, write_file};
 use crate::bad_input;
+use crate::bounded_file::{self, JSON_BYTES_MAX};
+use crate::integrity::sealed;
 use crate::metrics::{Console, Phase};
 use crate::model::policy_view::PolicyView;
-use crate::recipe::{Entry, Plan, RecipeSource, resolve, set_key};
+use crate::recipe::{Entry, Plan, RecipeSource, set_key};
 use crate::rollout::{Prompt, RolloutProgress, RolloutSettings, stored};
 use crate::train::checkpoint;
 use crate::trajectory::TrajectoryRow;
@@ -32,8 +34,16 @@ use std::sync::{Mutex, PoisonError};
 pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Result<u64> {
     let named = sets.iter().any(|set| set_key(set) == Some("model.path"));
     let model = &mut plan.recipe.model;
+    if let RecipeSource::Run(run) = source
+        && std::path::absolute(run).is_ok_and(|full| full.to_str().is_none())
+    {
+        return Err(bad_input!(
+            "{}: a recipe can name only paths in UTF-8; rename the folder",
+            run.display()
+        ));
+    }
     if let (RecipeSource::Run(run), false) = (source, named) {
-        let Some(folder) = checkpoint::latest(run)? else {
+        let Some(folder) = checkpoint::newest_folder(run)? else {
             return Err(bad_input!(
                 "{}: the run has no checkpoint yet; train on with --resume, or name its recipe.toml for the model that it started from",
                 run.display()
@@ -43,7 +53,7 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
     }
     let Some(path) = &mut model.path else { return Ok(0) };
     if !path.join("config.json").is_file()
-        && let Some(folder) = checkpoint::latest(path)?
+        && let Some(folder) = checkpoint::newest_folder(path)?
     {
         *path = folder;
     }
@@ -102,13 +112,19 @@ impl<'a> Collection<'a> {
         let marker =
             Marker { kind: kind.to_owned(), step, model_files: model.map(model_files).unwrap_or_default() };
         let recipe_file = path.join("recipe.toml");
-        match fs::read_to_string(&marker_file) {
+        match bounded_file::read_text(&marker_file, JSON_BYTES_MAX) {
             Ok(text) => check(&marker_file, &text, &marker)?,
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+                return Err(bad_input!(
+                    "{}: cannot be read: {e}; name another folder with --out",
+                    marker_file.display()
+                ));
+            }
             Err(_) => write_file(&marker_file, &(serde_json::to_string_pretty(&marker)? + "\n"))?,
         }
-        match fs::read_to_string(&recipe_file) {
-            Ok(text) => check_recipe(&recipe_file, &text, &bench.plan)?,
-            Err(_) => write_file(&recipe_file, &bench.plan.to_toml())?,
+        match recipe_file.exists() {
+            true => check_recipe(path, &bench.plan)?,
+            false => write_file(&recipe_file, &sealed(&bench.plan.to_toml()))?,
         }
         if let Some(confinement) = bench.confinement() {
             write_file(&path.join("sandbox.txt"), &format!("{confinement}\n"))?;
@@ -170,6 +186,9 @@ impl<'a> Collection<'a> {
             kept.iter_mut().filter(|kept| kept.is_none()).for_each(|kept| *kept = new.next());
         }
         stage.finish();
+        if let Some(deaths) = self.bench.dead_workers() {
+            console.print(&format!("warning: {deaths}"));
+        }
         let Some(rows) = kept.into_iter().collect::<Option<Vec<_>>>() else { return Ok(None) };
         self.finish(&done, &partial, &rows)?;
         Ok(Some(rows))
@@ -238,8 +257,15 @@ impl<'a> Collection<'a> {
 }
 
 /// Prints what was asked for; a closed pipe is nobody to report to.
-pub fn show(text: &str) {
-    let _ = std::io::stdout().write_all(text.as_bytes());
+///
+/// # Errors
+/// When standard output takes no more, such as a file on a full disk.
+pub fn show(text: &str) -> Result<()> {
+    let mut out = std::io::stdout();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(e).context("writing to standard output"),
+        _ => Ok(()),
+    }
 }
 
 /// A whole line with one write, so that a kill tears at most the last.
@@ -307,12 +333,12 @@ fn check(file: &Path, text: &str, marker: &Marker) -> Result<()> {
 }
 
 /// Only keys that no sample depends on may differ.
-fn check_recipe(file: &Path, text: &str, plan: &Plan) -> Result<()> {
+fn check_recipe(folder: &Path, plan: &Plan) -> Result<()> {
     let free = |key: &str| {
         ["parallel.", "logging.", "checkpoint."].iter().any(|table| key.starts_with(table))
             || ["eval.pass_at", "eval.every_steps", "eval.before_training", "train.steps"].contains(&key)
     };
-    let stored = resolve(file, text, &[])?;
+    let stored = RecipeSource::Run(folder.to_owned()).resolve(&[])?;
     let pairs = stored.recipe.entries().into_iter().zip(plan.recipe.entries());
     let differ: Vec<String> = pairs
         .filter(|(old, new)| matches!(old, Entry::Key { .. }) && old != new && !free(old.path()))
@@ -323,7 +349,7 @@ fn check_recipe(file: &Path, text: &str, plan: &Plan) -> Result<()> {
     }
     Err(bad_input!(
         "{}: the folder holds results with other values of {}; name another folder with --out",
-        file.display(),
+        folder.join("recipe.toml").display(),
         differ.join(", ")
     ))
 }

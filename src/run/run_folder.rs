@@ -2,9 +2,10 @@
 
 use crate::atomic_file::write_file;
 use crate::bad_input;
+use crate::integrity::sealed;
 use crate::metrics::{MetricsFile, Row, TensorBoard, read_rows};
-use crate::recipe::{Plan, resolve, resume_differences};
-use crate::train::checkpoint::{self, TrainerState};
+use crate::recipe::{Plan, RecipeSource, resume_differences};
+use crate::train::checkpoint::{self, Checkpoint};
 use crate::trajectory::TrajectoryRow;
 use anyhow::{Context, Result};
 use std::fs::{self, File, TryLockError};
@@ -17,12 +18,6 @@ pub struct RunFolder {
     metrics: MetricsFile,
     tensorboard: Option<TensorBoard>,
     _lock: File,
-}
-
-/// Where a resumed run goes on.
-pub struct ResumePoint {
-    pub checkpoint: PathBuf,
-    pub state: TrainerState,
 }
 
 impl RunFolder {
@@ -63,18 +58,16 @@ impl RunFolder {
     /// what lies after that point is cut away.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when there is no run, it is in use, or its recipe differs in a key that may not change.
-    pub fn resume(path: &Path, plan: &Plan) -> Result<(Self, Option<ResumePoint>)> {
+    /// [`crate::error::BadInput`] when there is no run, it is in use or damaged, or its recipe differs in a key that may not
+    /// change.
+    pub fn resume(path: &Path, plan: &Plan) -> Result<(Self, Option<Checkpoint>)> {
         if !holds_run(path) {
             return Err(bad_input!("{}: holds no run to resume; start it without --resume", path.display()));
         }
         let lock = lock(path)?;
         check_recipe(path, plan)?;
         checkpoint::clear_partial(path)?;
-        let point = match checkpoint::latest(path)? {
-            Some(checkpoint) => Some(ResumePoint { state: checkpoint::read_state(&checkpoint)?, checkpoint }),
-            None => None,
-        };
+        let point = checkpoint::newest(path)?;
         let file = path.join("metrics.jsonl");
         let metrics = match (&point, file.exists()) {
             (Some(point), _) => MetricsFile::resume(&file, point.state.metrics_bytes)?,
@@ -101,12 +94,12 @@ impl RunFolder {
         Ok(())
     }
 
-    /// Makes the metrics durable and returns their length, bytes: a checkpoint keeps it.
+    /// Makes the metrics durable and returns their length, bytes, and digest: a checkpoint keeps both.
     ///
     /// # Errors
     /// When the disk refuses.
-    pub fn sync_metrics(&mut self) -> Result<u64> {
-        self.metrics.sync()
+    pub fn sync_metrics(&mut self) -> Result<(u64, blake3::Hash)> {
+        Ok((self.metrics.sync()?, self.metrics.digest()))
     }
 
     /// Writes `trajectories/<name>.jsonl`.
@@ -114,7 +107,23 @@ impl RunFolder {
     /// # Errors
     /// When the disk refuses.
     pub fn write_trajectories(&self, name: &str, rows: impl Iterator<Item = TrajectoryRow>) -> Result<()> {
+        self.metrics.check_in_place()?;
         write_trajectories(&self.path.join("trajectories"), name, rows)
+    }
+
+    /// What to say when two checkpoints of `bytes` do not fit what is free; one is written before another is removed.
+    pub fn lacks_space(&self, bytes: u64) -> Option<String> {
+        let about = rustix::fs::statvfs(&self.path).ok()?;
+        let free = about.f_bavail.saturating_mul(about.f_frsize);
+        let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
+        (free < 2 * bytes).then(|| {
+            format!(
+                "{}: {} are free and a checkpoint takes about {}; make room, or save with checkpoint.dtype = \"bf16\"",
+                self.path.display(),
+                mib(free),
+                mib(bytes)
+            )
+        })
     }
 
     /// Records what confines the Python tool.
@@ -171,12 +180,10 @@ pub fn lock(path: &Path) -> Result<File> {
 /// The stored recipe may differ only in keys that leave the run what it is.
 fn check_recipe(path: &Path, plan: &Plan) -> Result<()> {
     let file = path.join("recipe.toml");
-    let text = match fs::read_to_string(&file) {
-        Ok(text) => text,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(e) => return Err(bad_input!("{}: cannot be read: {e}", file.display())),
-    };
-    let stored = resolve(&file, &text, &[])?;
+    if !file.exists() {
+        return Ok(());
+    }
+    let stored = RecipeSource::Run(path.to_owned()).resolve(&[])?;
     let differences = resume_differences(&stored, plan);
     if differences.is_empty() {
         return Ok(());
@@ -189,5 +196,5 @@ fn check_recipe(path: &Path, plan: &Plan) -> Result<()> {
 }
 
 fn write_recipe(path: &Path, plan: &Plan) -> Result<()> {
-    write_file(&path.join("recipe.toml"), &plan.to_toml())
+    write_file(&path.join("recipe.toml"), &sealed(&plan.to_toml()))
 }

@@ -76,6 +76,15 @@ impl Workbench {
         if let Some(folder) = &source.lacks_weights {
             plan.warnings.push(format!("{} holds no weights; they are drawn at random", folder.display()));
         }
+        if let Some(folder) = &source.unverified {
+            plan.warnings.push(unverified(folder));
+        }
+        if let Some(confinement) = interpreter.as_ref().map(|i| i.confinement())
+            && confinement.contains("NOT SANDBOXED")
+        {
+            plan.warnings
+                .push(format!("THE PYTHON TOOL IS {confinement}: code from the model has your own rights"));
+        }
         let preamble = preamble(&plan.recipe.harmony, task.uses_python());
         let parameters = source.parameters(&plan.recipe)?;
         let context = source.config.max_position_embeddings;
@@ -152,6 +161,11 @@ impl Workbench {
         }
     }
 
+    /// What the user has to hear of dead workers of the Python tool, if anything.
+    pub fn dead_workers(&self) -> Option<String> {
+        self.interpreter.as_ref()?.dead_workers()
+    }
+
     /// What confines the Python tool, for the run folder; `None` without a tool.
     pub fn confinement(&self) -> Option<String> {
         self.interpreter.as_ref().map(|i| i.confinement())
@@ -184,6 +198,8 @@ struct ModelSource {
     weights: Option<PathBuf>,
     /// A folder that lacks weights, which is worth a warning.
     lacks_weights: Option<PathBuf>,
+    /// A folder without a manifest, which is worth one too.
+    unverified: Option<PathBuf>,
 }
 
 impl ModelSource {
@@ -201,13 +217,21 @@ impl ModelSource {
                 let config = config_of(architecture, &tokenizer);
                 config.check()?;
                 let companions = Companions::with_tokenizer(tokenizer.json_bytes());
-                Ok(Self { config, tokenizer, companions, weights: None, lacks_weights: None })
+                Ok(Self {
+                    config,
+                    tokenizer,
+                    companions,
+                    weights: None,
+                    lacks_weights: None,
+                    unverified: None,
+                })
             }
             (None, None) => bail!("neither model.path nor model.architecture"),
         }
     }
 
     fn from_folder(folder: &Path) -> Result<Self> {
+        let unverified = (!checkpoint::sound(folder)?).then(|| folder.to_owned());
         let config = Config::read(folder)?;
         let file = folder.join("tokenizer.json");
         let tokenizer = config.family.tokenizer(&file)?;
@@ -226,7 +250,7 @@ impl ModelSource {
             None => Companions::default(),
         };
         let (weights, lacks_weights) = if present { (folder, None) } else { (None, folder) };
-        Ok(Self { config, tokenizer, companions, weights, lacks_weights })
+        Ok(Self { config, tokenizer, companions, weights, lacks_weights, unverified })
     }
 
     fn specs(&self) -> Vec<ParameterSpec> {
@@ -255,12 +279,20 @@ impl ModelSource {
     }
 }
 
+/// The warning about a folder without a manifest.
+pub fn unverified(folder: &Path) -> String {
+    let shown = folder.display();
+    format!(
+        "{shown} has no manifest, so nobody can say whether its files are whole; rloss verify --accept {shown} writes one"
+    )
+}
+
 /// The folder that holds the model: `path` itself, or the last checkpoint of the run folder it is.
 fn model_folder(path: &Path) -> Result<PathBuf> {
     if path.join("config.json").is_file() {
         return Ok(path.to_owned());
     }
-    match checkpoint::latest(path)? {
+    match checkpoint::newest_folder(path)? {
         Some(folder) => Ok(folder),
         None => Err(bad_input!(
             "{}: holds neither config.json nor a run's checkpoints; set model.path to a Hugging Face folder, a checkpoint or a run folder",
@@ -356,6 +388,8 @@ fn open_interpreter(recipe: &Recipe, threads: usize) -> Result<Box<dyn Interpret
         python: i.python.clone().into(),
         preload: i.preload.clone(),
         idle_s_max: i.idle_s_max,
+        sessions_max: (recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt)
+            .max(recipe.eval.problems_max.saturating_mul(recipe.eval.samples)),
     };
     Ok(match i.kind {
         InterpreterKind::Embedded => Box::new(Embedded::new(settings)?),

@@ -4,10 +4,9 @@ use super::{Trainer, apply};
 use crate::metrics::{Accumulator, Metrics};
 use crate::model::forward::ForwardOptions;
 use crate::recipe::{self, Dtype};
-use crate::run::run_folder::ResumePoint;
 use crate::run::workbench::Workbench;
 use crate::train::accumulate::Learner;
-use crate::train::checkpoint;
+use crate::train::checkpoint::{self, Checkpoint};
 use crate::train::critic::{Critic, CriticStep};
 use crate::train::experience::Experience;
 use crate::train::forward_backward::PassSettings;
@@ -16,7 +15,7 @@ use anyhow::Result;
 
 impl Trainer {
     /// The critic that the recipe asks for: from the policy's weights as they are, or that of the checkpoint.
-    pub(super) fn critic(&self, point: Option<&ResumePoint>) -> Result<Option<Critic>> {
+    pub(super) fn critic(&self, point: Option<&Checkpoint>) -> Result<Option<Critic>> {
         let bench = &self.bench;
         let recipe = &bench.plan.recipe;
         let (Some(settings), Some(trainable)) = (&recipe.critic, &bench.critic_trainable) else {
@@ -27,7 +26,7 @@ impl Trainer {
         let mut critic = Critic::new(config, &bench.parameters, trainable, settings, seed, round)?;
         if let Some(point) = point {
             critic.optimizer.updates = point.state.critic_updates;
-            checkpoint::restore_critic(&point.checkpoint, &mut critic)?;
+            checkpoint::restore_critic(&point.folder, &mut critic)?;
         }
         Ok(Some(critic))
     }

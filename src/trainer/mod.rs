@@ -17,12 +17,12 @@ use crate::policy::kl_in_reward::KlController;
 use crate::recipe::{self, Dtype};
 use crate::rollout::Rollouts;
 use crate::run::evaluation::evaluate;
-use crate::run::run_folder::{ResumePoint, RunFolder};
+use crate::run::run_folder::RunFolder;
 use crate::run::signals::Stop;
 use crate::run::workbench::Workbench;
 use crate::train::accumulate::Learner;
 use crate::train::batch::Sequence;
-use crate::train::checkpoint;
+use crate::train::checkpoint::{self, Checkpoint};
 use crate::train::critic::Critic;
 use crate::train::forward_backward::PassSettings;
 use crate::train::gradients::clip;
@@ -49,6 +49,8 @@ pub struct Trainer {
     timed_out: bool,
     /// The frozen reference, where the recipe asks for one.
     reference: Option<Parameters>,
+    /// The digest of its file.
+    reference_digest: Option<blake3::Hash>,
     /// The coefficient of the divergence from it, which a target may steer.
     kl: KlController,
 }
@@ -64,20 +66,31 @@ impl Trainer {
         folder: RunFolder,
         console: Console,
         stop: Stop,
-        point: Option<&ResumePoint>,
+        point: Option<&Checkpoint>,
     ) -> Result<Self> {
         bench.parameters.learn(&bench.trainable)?;
         let steered = point.and_then(|point| point.state.kl_coefficient);
         let kl = Self::kl_controller(&bench.recipe().policy.kl, steered)?;
         let timings = Timings::new();
-        Ok(Self { bench, data, folder, console, stop, timings, timed_out: false, reference: None, kl })
+        Ok(Self {
+            bench,
+            data,
+            folder,
+            console,
+            stop,
+            timings,
+            timed_out: false,
+            reference: None,
+            reference_digest: None,
+            kl,
+        })
     }
 
     /// Both stages. Returns whether a signal stopped the run.
     ///
     /// # Errors
     /// Any; the last checkpoint is intact then.
-    pub fn run(&mut self, point: Option<ResumePoint>) -> Result<bool> {
+    pub fn run(&mut self, point: Option<Checkpoint>) -> Result<bool> {
         let recipe = self.bench.plan.recipe.clone();
         let done = point.as_ref().map(|p| (p.state.phase, p.state.step));
         let (mut rl_start, mut resumed) = (0, None);
@@ -93,7 +106,7 @@ impl Trainer {
         }
         let optimizer = self.optimizer(&recipe.train.optimizer, resumed.as_ref())?;
         let critic = self.critic(resumed.as_ref())?;
-        self.set_reference(resumed.is_some())?;
+        self.set_reference(resumed.as_ref())?;
         if resumed.is_none() && recipe.eval.before_training && recipe.train.steps > 0 {
             self.evaluate(0)?;
         }
@@ -101,14 +114,15 @@ impl Trainer {
     }
 
     /// A fresh optimizer, or the one of the checkpoint, whose weights it writes into the model.
-    fn optimizer(&mut self, settings: &recipe::Optimizer, point: Option<&ResumePoint>) -> Result<Optimizer> {
+    fn optimizer(&mut self, settings: &recipe::Optimizer, point: Option<&Checkpoint>) -> Result<Optimizer> {
         let bench = &mut self.bench;
         let round = bench.plan.recipe.model.dtype == Dtype::Bf16;
         let mut optimizer = Optimizer::new(settings, &mut bench.parameters, round)?;
         if let Some(point) = point {
             optimizer.updates = point.state.updates;
-            checkpoint::restore(&point.checkpoint, &mut bench.parameters, &optimizer)?;
+            checkpoint::restore(&point.folder, &mut bench.parameters, &optimizer)?;
         }
+        self.watch_space();
         Ok(optimizer)
     }
 
@@ -194,6 +208,7 @@ impl Trainer {
             metrics.set("perf/throughput", tokens as f64 / seconds);
             metrics.set("perf/sampled_tokens_per_s", counts.sampled_tokens as f64 / seconds);
             self.watch(step, &rollouts, &metrics);
+            self.watch_workers(step);
             let shown: Vec<(&str, f64)> = SHOWN
                 .iter()
                 .filter_map(|&(name, metric)| metrics.get(metric).map(|value| (name, value)))
@@ -228,6 +243,7 @@ impl Trainer {
         self.timings.add("testing", begun.elapsed().as_secs_f64());
         self.timings.add("step", begun.elapsed().as_secs_f64());
         inner.finish();
+        self.watch_workers(step);
         self.console.print(&format!("step {step}: {}", evaluation.summary()));
         self.write_row(step, Phase::Eval, evaluation.metrics())?;
         let kept = evaluation.rows().take(self.bench.plan.recipe.logging.trajectories_per_step);
@@ -251,6 +267,13 @@ impl Trainer {
             temperature,
             load_balance: 0.0,
             forward: self.bench.training_forward(),
+        }
+    }
+
+    /// Says when the Python tool's workers die.
+    fn watch_workers(&self, step: u64) {
+        if let Some(deaths) = self.bench.dead_workers() {
+            self.console.print(&format!("warning: step {step}: {deaths}"));
         }
     }
 

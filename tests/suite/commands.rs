@@ -3,6 +3,8 @@
 mod console;
 mod critic;
 mod ended;
+mod integrity;
+mod limits;
 mod policy;
 mod policy_view;
 mod refused;

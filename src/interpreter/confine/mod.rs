@@ -158,6 +158,12 @@ fn argument(index: u8, width: SeccompCmpArgLen, is: SeccompCmpOp, value: u64) ->
     Ok(SeccompRule::new(vec![SeccompCondition::new(index, width, is, value)?])?)
 }
 
+/// The rule for advice about memory: pages are not merged with others', whose time to be written would tell what they hold.
+fn advice() -> Result<Vec<SeccompRule>> {
+    let mergeable = u64::from(libc::MADV_MERGEABLE.cast_unsigned());
+    Ok(vec![argument(2, SeccompCmpArgLen::Dword, SeccompCmpOp::Ne, mergeable)?])
+}
+
 fn check(rc: i32, name: &str) -> Result<()> {
     if rc < 0 {
         bail!("{name}: {}", io::Error::last_os_error());

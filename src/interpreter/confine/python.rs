@@ -80,7 +80,6 @@ const SNIPPET_CALLS: &[libc::c_long] = &[
     libc::SYS_getdents64,
     libc::SYS_getcwd,
     libc::SYS_lseek,
-    libc::SYS_fadvise64,
     libc::SYS_dup,
     libc::SYS_dup3,
     libc::SYS_pipe2,
@@ -90,10 +89,8 @@ const SNIPPET_CALLS: &[libc::c_long] = &[
     libc::SYS_mprotect,
     libc::SYS_munmap,
     libc::SYS_mremap,
-    libc::SYS_madvise,
     libc::SYS_mincore,
     libc::SYS_brk,
-    libc::SYS_futex,
     libc::SYS_set_tid_address,
     libc::SYS_set_robust_list,
     libc::SYS_get_robust_list,
@@ -172,6 +169,11 @@ fn snippet_calls() -> Result<Allowed> {
     let fcntl =
         [libc::F_DUPFD, libc::F_GETFD, libc::F_SETFD, libc::F_GETFL, libc::F_SETFL, libc::F_DUPFD_CLOEXEC];
     allowed.insert(libc::SYS_fcntl, one_of(1, fcntl.map(|c| u64::from(c.cast_unsigned())))?);
+    // Futexes shared with other processes would pass messages by the pages that all of a server's snippets have in common.
+    let private = SeccompCmpOp::MaskedEq(u64::from(libc::FUTEX_PRIVATE_FLAG.cast_unsigned()));
+    let flag = u64::from(libc::FUTEX_PRIVATE_FLAG.cast_unsigned());
+    allowed.insert(libc::SYS_futex, vec![super::argument(1, SeccompCmpArgLen::Dword, private, flag)?]);
+    allowed.insert(libc::SYS_madvise, super::advice()?);
     // isatty(), and the flag that keeps a descriptor from a new program.
     allowed.insert(libc::SYS_ioctl, one_of(1, [libc::TCGETS, libc::FIOCLEX, libc::FIONCLEX])?);
     Ok(allowed)

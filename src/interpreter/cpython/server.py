@@ -184,6 +184,10 @@ def become_snippet(control, descriptors, server_id, setup, snippet_filter, memor
         if os.getppid() != server_id:
             os._exit(SETUP_FAILED)
         code_from, output_to, result_to = descriptors
+        # A file of its own: the flags and offset of one that is shared would pass messages between trajectories.
+        null = os.open("/dev/null", os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
         os.dup2(output_to, 1)
         os.dup2(output_to, 2)
         os.close(output_to)

@@ -6,7 +6,7 @@ use crate::bad_input;
 use crate::interpreter::embedded_worker::Welcome;
 use crate::interpreter::frames::{self, Timed};
 use crate::interpreter::process::{Group, Spawner, set_nonblocking};
-use crate::interpreter::{CONFINEMENT_REMEDY, InterpreterState, Settings, WORKER_ARGUMENT, confine, lock};
+use crate::interpreter::{InterpreterState, Settings, WORKER_ARGUMENT, confine, lock};
 use anyhow::{Context, Result};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde::Serialize;
@@ -82,9 +82,7 @@ impl Server {
         let active = match serde_json::from_slice(&frames::read(&mut timed, WELCOME_BYTES_MAX)?)? {
             Welcome::Ready(active) => active,
             Welcome::Refused(why) => {
-                return Err(bad_input!(
-                    "this machine cannot confine the Python tool: {why}. {CONFINEMENT_REMEDY}"
-                ));
+                return Err(bad_input!("this machine cannot confine the Python tool: {why}"));
             }
         };
         let filter = confine::snippet_filter()?;

@@ -4,7 +4,7 @@
 
 use super::host::Host;
 use crate::interpreter::embedded_worker::Welcome;
-use crate::interpreter::{confine, frames};
+use crate::interpreter::{confine, frames, refusal};
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -51,7 +51,7 @@ fn become_server() -> Result<()> {
     let welcome = match confined {
         Ok(active) => Welcome::Ready(active),
         Err(e) if hello.dangerously_allow_unsandboxed => Welcome::Ready(format!("NOT SANDBOXED ({e:#})")),
-        Err(e) => Welcome::Refused(format!("{e:#}")),
+        Err(e) => Welcome::Refused(refusal(&e)),
     };
     frames::write(&mut control, &serde_json::to_vec(&welcome)?)?;
     if matches!(welcome, Welcome::Refused(_)) {

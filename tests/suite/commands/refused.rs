@@ -240,9 +240,9 @@ fn a_damaged_checkpoint_names_itself() {
     let tensors = checkpoint.join("trainer.safetensors");
     let bytes = std::fs::read(&tensors).unwrap();
     std::fs::write(&tensors, &bytes[..bytes.len() / 2]).unwrap();
-    refused(&mut resumed(&out, &[]), &["step-000002/trainer.safetensors", "remove this checkpoint"]);
+    refused(&mut resumed(&out, &[]), &["step-000002/trainer.safetensors", "newest sound"]);
     std::fs::write(checkpoint.join("trainer.json"), "{").unwrap();
-    refused(&mut resumed(&out, &[]), &["step-000002/trainer.json", "remove this checkpoint"]);
+    refused(&mut resumed(&out, &[]), &["step-000002/trainer.json", "cold-start-000004"]);
     // The remedy works.
     std::fs::remove_dir_all(&checkpoint).unwrap();
     super::done(&mut resumed(&out, &[]));

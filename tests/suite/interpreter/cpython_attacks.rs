@@ -5,7 +5,7 @@
 
 use super::attacks::victim;
 use super::call;
-use super::cpython;
+use super::{cpython, own_process};
 use rloss::interpreter::{CPython, InterpreterState, SessionId};
 use rloss::trajectory::CallOutcome::*;
 use std::process::Command;
@@ -36,7 +36,7 @@ print(verdict)
 ";
 
 /// Attacks whose control needs root or a kernel that offers the call.
-const DEPENDS: [&str; 3] = ["trace", "parent memory", "raise a limit"];
+const DEPENDS: [&str; 4] = ["trace", "parent memory", "raise a limit", "merge pages"];
 
 const ATTACKS: &[(&str, &str)] = &[
     ("passwd", "open('/etc/passwd').read()"),
@@ -98,6 +98,12 @@ const ATTACKS: &[(&str, &str)] = &[
     ("semaphore", "import multiprocessing; multiprocessing.Lock()"),
     ("shared memory", "if libc.shmget(0, 4096, 0o600) < 0: raise OSError(ctypes.get_errno(), 'shmget')"),
     ("message queue", "if libc.msgget(0, 0o600) < 0: raise OSError(ctypes.get_errno(), 'msgget')"),
+    (
+        "shared futex",
+        "w = ctypes.c_int(1)\nraw(202 if os.uname().machine == 'x86_64' else 98, ctypes.addressof(w), 1, 1)",
+    ),
+    ("advice about a file", "os.posix_fadvise(os.open(sys.executable, os.O_RDONLY), 0, 0, 0)"),
+    ("merge pages", "import mmap; mmap.mmap(-1, 4096).madvise(12)"),
     ("more filters", "if libc.prctl(38, 1, 0, 0, 0) < 0: raise OSError(ctypes.get_errno(), 'prctl')"),
 ];
 
@@ -179,4 +185,52 @@ fn a_snippet_finds_nothing_of_an_earlier_one() {
     assert_eq!(scanned(&keeping, SessionId(1)), "False", "another trajectory");
     let Some(python) = cpython::cpython(|s| s.workers = 1) else { return };
     assert_eq!(scanned(&python, SessionId(0)), "False", "the next call");
+}
+
+/// The flags of an open file are all its holders': one that is shared passes messages.
+#[test]
+fn trajectories_share_no_open_file() {
+    use rloss::interpreter::Interpreter;
+    let kept =
+        |s: &mut rloss::interpreter::Settings| (s.state, s.workers) = (InterpreterState::Trajectory, 1);
+    let Some(python) = cpython::cpython(kept) else { return };
+    let flags = "import fcntl\n[fcntl.fcntl(fd, fcntl.F_GETFL) for fd in range(3)]";
+    let before = python.call(SessionId(1), flags).text;
+    let set =
+        "import fcntl, os\nfor fd in range(3): fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND | os.O_NONBLOCK)";
+    assert_eq!(python.call(SessionId(2), set).outcome, Answered);
+    assert_eq!(python.call(SessionId(1), flags).text, before);
+    assert_eq!(python.call(SessionId(3), flags).text, before);
+}
+
+/// What is preloaded into this process is no part of the sandbox, and its folder no folder of the interpreter.
+#[test]
+fn a_preloaded_library_opens_no_folder() {
+    if !cpython::there() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (source, library) = (folder.path().join("x.c"), folder.path().join("x.so"));
+    std::fs::write(&source, "int nothing_at_all;").unwrap();
+    let built = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status();
+    if !built.is_ok_and(|status| status.success()) {
+        return eprintln!("skipped: no C compiler");
+    }
+    let secret = folder.path().join("secret");
+    std::fs::write(&secret, "secret").unwrap();
+    let mut command =
+        own_process("cpython_attacks::alone_with_a_preloaded_library", secret.to_str().unwrap());
+    let output = command.env("LD_PRELOAD", &library).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+}
+
+#[test]
+#[ignore = "run by a_preloaded_library_opens_no_folder in a process of its own"]
+fn alone_with_a_preloaded_library() {
+    use rloss::interpreter::Interpreter;
+    let Ok(secret) = std::env::var("RLOSS_TEST_CHILD") else { return };
+    let python = cpython::cpython(|_| {}).unwrap();
+    let reply = python.call(SessionId(0), &format!("open({secret:?}).read()"));
+    assert!(reply.text.contains("PermissionError"), "{}", reply.text);
 }
