@@ -17,6 +17,10 @@ kernels:
     scripts/check_kernels.sh
     tests/cuda_host/run.sh
 
+# Every seeded bug in the kernels, and what catches it.
+kernel-bugs:
+    tests/cuda_host/run.sh bugs
+
 # Feature `cuda` on the emulated driver: no GPU and no toolkit.
 cuda-emulated:
     .ci/cuda emulated

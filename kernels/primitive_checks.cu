@@ -94,10 +94,11 @@ extern "C" __global__ void check_shuffles(const __grid_constant__ CheckBuffers b
   const int i = thread_of_grid(), lane = threadIdx.x % 32;
   const float x = unit_float(get(b, i));
 #pragma unroll
-  for (int s = 0; s < 5; s++) put(b, 8 * i + s, __float_as_uint(shuffle_xor(x, 1 << s)));
-  put(b, 8 * i + 5, __float_as_uint(shuffle_index(x, 0)));
-  put(b, 8 * i + 6, __float_as_uint(shuffle_index(x, 31)));
-  put(b, 8 * i + 7, __float_as_uint(shuffle_index(x, (lane * 7 + 3) % 32)));
+  for (int s = 0; s < 5; s++) put(b, 9 * i + s, __float_as_uint(shuffle_xor(x, 1 << s)));
+  put(b, 9 * i + 5, __float_as_uint(shuffle_index(x, 0)));
+  put(b, 9 * i + 6, __float_as_uint(shuffle_index(x, 31)));
+  put(b, 9 * i + 7, __float_as_uint(shuffle_index(x, (lane * 7 + 3) % 32)));
+  put(b, 9 * i + 8, any_lane(i == 37));  // in one warp of two
 }
 
 extern "C" __global__ void check_barriers(const __grid_constant__ CheckBuffers b) {

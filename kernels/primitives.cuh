@@ -112,6 +112,12 @@ PRIMITIVE float shuffle_index(float x, int lane) {
   ON_HOST(return cuda_host::shuffle_index(x, lane);)
 }
 
+// Whether it holds in at least one lane. All 32 lanes take part.
+PRIMITIVE bool any_lane(bool holds) {
+  ON_DEVICE(return __any_sync(0xffffffffu, holds);)
+  ON_HOST(return cuda_host::any_lane(holds);)
+}
+
 PRIMITIVE void warp_barrier() {
   ON_DEVICE(__syncwarp();)
   ON_HOST(cuda_host::warp_barrier();)

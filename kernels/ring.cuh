@@ -4,10 +4,10 @@
 
 #include "primitives.cuh"
 
-// Stage i % stages holds the i-th pair of tiles.
-template <int stages, int warps, int tile_bytes>
+// Stage i % stages holds the i-th pair of tiles; `copies_ahead` pairs are in flight at most.
+template <int stages_, int copies_ahead_, int warps, int tile_bytes>
 struct Ring {
-  static constexpr int copies_ahead = 2;  // pairs in flight
+  static constexpr int stages = stages_, copies_ahead = copies_ahead_;
   static constexpr int bytes = stages * (2 * tile_bytes + 2 * static_cast<int>(sizeof(uint64_t)));
   static_assert(stages > copies_ahead, "a warp must not wait for a stage that it holds itself");
 

@@ -85,16 +85,20 @@ constexpr int dsinks_shared_bytes = dsinks_threads * sizeof(float);
 
 // The kernels for Hopper's own tensor cores: two warpgroups a block.
 constexpr int hopper_threads = 256;
-using HopperRing = Ring<4, hopper_threads / 32, block_bytes>;
+template <int stages, int copies_ahead>
+using HopperRing = Ring<stages, copies_ahead, hopper_threads / 32, block_bytes>;
 constexpr int forward_hopper_threads = hopper_threads;
-constexpr int forward_hopper_shared_bytes = tile_rows / 16 * rows_bytes + HopperRing::bytes;
+using ForwardRing = HopperRing<4, 2>;  // two blocks share a multiprocessor's memory
+constexpr int forward_hopper_shared_bytes = tile_rows / 16 * rows_bytes + ForwardRing::bytes;
 constexpr int chunk_hopper_threads = hopper_threads;
 constexpr int chunk_hopper_shared_bytes = forward_hopper_shared_bytes;
 constexpr int dkv_hopper_threads = hopper_threads;
 constexpr int dkv_hopper_keys = 128;  // keys of a block, so tiles of its own
-constexpr int dkv_hopper_shared_bytes = 4 * block_bytes + HopperRing::bytes + 4 * 3 * 64 * sizeof(float);
+using DkvRing = HopperRing<4, 2>;  // a row's numbers travel in registers: one step ahead, no more
+constexpr int dkv_hopper_shared_bytes = 4 * block_bytes + DkvRing::bytes + DkvRing::stages * 3 * 64 * sizeof(float);
 constexpr int dq_hopper_threads = hopper_threads;
-constexpr int dq_hopper_shared_bytes = 2 * tile_bytes + HopperRing::bytes;
+using DqRing = HopperRing<8, 3>;  // a block has a multiprocessor's memory for itself
+constexpr int dq_hopper_shared_bytes = 2 * tile_bytes + DqRing::bytes;
 
 constexpr float log2_e = 1.44269504f;
 constexpr float ln_2 = 0.69314718f;

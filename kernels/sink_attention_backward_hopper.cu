@@ -105,7 +105,7 @@ struct WarpQueries {
 
 // All key blocks of a warpgroup's rows, the first at `block`; `start` starts a copy.
 template <class Start>
-PRIMITIVE void sum_dq(WarpQueries& w, const SinkAttention& p, const Sequence& s, const HopperRing& ring, int block,
+PRIMITIVE void sum_dq(WarpQueries& w, const SinkAttention& p, const Sequence& s, const DqRing& ring, int block,
                       int thread, const Start& start) {
   const int lane = thread % 32, last = ring.count - 1;
   ring.pass(0, thread, start);
@@ -147,8 +147,8 @@ sink_attention_dkv_hopper(const __grid_constant__ SinkAttention p) {
   const Tile tile = p.tiles[blockIdx.x / p.kv_heads];
   const Sequence s(p, tile.sequence, blockIdx.x % p.kv_heads);
   const Range rows = rows_seeing(s, tile.first, min(tile.first + dkv_hopper_keys, s.keys) - 1);
-  const HopperRing ring = {key_tiles + 4 * block_bytes, (rows.end - rows.first + step_rows - 1) / step_rows};
-  RowNumbers* numbers = reinterpret_cast<RowNumbers*>(ring.tiles + HopperRing::bytes);
+  const DkvRing ring = {key_tiles + 4 * block_bytes, (rows.end - rows.first + step_rows - 1) / step_rows};
+  RowNumbers* numbers = reinterpret_cast<RowNumbers*>(ring.tiles + DkvRing::bytes);
   RowInFlight next;  // of the step that is handed over next
   const auto start = [&](int i) {
     const int row = rows.first + i * step_rows;
@@ -156,7 +156,7 @@ sink_attention_dkv_hopper(const __grid_constant__ SinkAttention p) {
     if (thread < step_rows) next.load(p, s, row + thread, rows.end);
   };
   const auto pass = [&](int i) {
-    if (thread < step_rows) next.put(numbers[HopperRing::stage(i)], thread);
+    if (thread < step_rows) next.put(numbers[DkvRing::stage(i)], thread);
     ring.pass(i, thread, start);
     ring.wait(i);
   };
@@ -166,7 +166,7 @@ sink_attention_dkv_hopper(const __grid_constant__ SinkAttention p) {
     copy_keys<hopper_threads>(p, s, key_tiles + i * 2 * block_bytes, tile.first / block_keys + i, thread);
   copy_async_commit();
   ring.begin(start);
-  copy_async_wait<HopperRing::copies_ahead - 1>();
+  copy_async_wait<DkvRing::copies_ahead - 1>();
   block_barrier();
 
   // The steps whose rows see this warpgroup's keys: the others pass by unread.
@@ -195,20 +195,20 @@ sink_attention_dkv_hopper(const __grid_constant__ SinkAttention p) {
     w.start_scores(ring.first(step_first));
     w.start_dprobs(ring.second(step_first));
     wgmma_wait<0>();
-    w.normalise(p, s, numbers[HopperRing::stage(step_first)], some_hidden(step_first), lane);
+    w.normalise(p, s, numbers[DkvRing::stage(step_first)], some_hidden(step_first), lane);
     for (int i = step_first + 1; i < step_end; i++) {
       wgmma_wait<0>();
-      w.differentiate(numbers[HopperRing::stage(i - 1)], lane);
+      w.differentiate(numbers[DkvRing::stage(i - 1)], lane);
       if (i > step_first + 1) ring.release(i - 2, thread);
       pass(i);
       w.start_scores(ring.first(i));
       w.start_sums(ring.first(i - 1), ring.second(i - 1));
       w.start_dprobs(ring.second(i));
       wgmma_wait<2>();
-      w.normalise(p, s, numbers[HopperRing::stage(i)], some_hidden(i), lane);
+      w.normalise(p, s, numbers[DkvRing::stage(i)], some_hidden(i), lane);
     }
     wgmma_wait<0>();
-    w.differentiate(numbers[HopperRing::stage(step_end - 1)], lane);
+    w.differentiate(numbers[DkvRing::stage(step_end - 1)], lane);
     if (step_end - step_first > 1) ring.release(step_end - 2, thread);
     w.start_sums(ring.first(step_end - 1), ring.second(step_end - 1));
     wgmma_wait<0>();
@@ -236,14 +236,14 @@ sink_attention_dq_hopper(const __grid_constant__ SinkAttention p) {
   const Sequence s(p, tile.sequence, blockIdx.x % p.kv_heads);
   const int row_last = min(tile.first + tile_rows, s.rows) - 1;
   const Range blocks = blocks_seen(s, s.position(tile.first), s.position(row_last));
-  const HopperRing ring = {dout_tile + tile_bytes, blocks.end - blocks.first};
+  const DqRing ring = {dout_tile + tile_bytes, blocks.end - blocks.first};
   const auto start = [&](int i) { copy_keys<hopper_threads>(p, s, ring.first(i), blocks.first + i, thread); };
 
   if (thread == 0) ring.init(hopper_threads / 32);
   copy_rows<tile_rows, hopper_threads, true>(p, s, q_tile, tile.first, s.rows, thread);
   copy_async_commit();
   ring.begin(start);
-  copy_async_wait<HopperRing::copies_ahead - 1>();
+  copy_async_wait<DqRing::copies_ahead - 1>();
   block_barrier();
 
   const int first = tile.first + 16 * warp;

@@ -44,7 +44,7 @@ struct WarpRows {
     for (int i = 0; i < 2; i++) {
       float shrink[2];
       softmax[i].step(p, scores[i], shrink);
-      multiply_rows(out[i], shrink);
+      shrink_rows(out[i], shrink);
       to_operand(operand[i], scores[i]);
     }
     add_product(out, operand, v_tile, lane);

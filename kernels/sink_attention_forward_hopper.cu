@@ -64,14 +64,14 @@ struct WarpRows {
 // Blocks `blocks` of the ring, all in one chunk, over a warpgroup's rows. The ring's first is key block `ring_first`;
 // `start` starts a copy.
 template <class Start>
-PRIMITIVE void attend(WarpRows& w, const SinkAttention& p, const HopperRing& ring, Range blocks, int ring_first,
+PRIMITIVE void attend(WarpRows& w, const SinkAttention& p, const ForwardRing& ring, Range blocks, int ring_first,
                       int thread, const Start& start) {
   const int lane = thread % 32, last = blocks.end - 1;
   float shrink[2];
   const auto finish_step = [&] {
     wgmma_wait<0>();
     wgmma_hold(w.out);
-    multiply_rows(w.out, shrink);
+    shrink_rows(w.out, shrink);
     to_operand(w.probabilities, w.scores);
   };
   ring.pass(blocks.first, thread, start);
@@ -111,14 +111,14 @@ PRIMITIVE void forward(const SinkAttention& p, Tile tile, int chunk) {
   const int position_first = s.position(tile.first), position_last = s.position(row_last);
   const Range seen = blocks_seen(s, position_first, position_last);
   const Range blocks = all_chunks ? seen : blocks_of(seen, chunk);
-  const HopperRing ring = {ring_tiles, blocks.end - blocks.first};
+  const ForwardRing ring = {ring_tiles, blocks.end - blocks.first};
   const auto start = [&](int i) { copy_keys<hopper_threads>(p, s, ring.first(i), blocks.first + i, thread); };
 
   if (thread == 0) ring.init(4 * warpgroups);
   copy_rows<tile_rows, hopper_threads, false>(p, s, q_tile, tile.first, s.rows, thread);
   copy_async_commit();
   ring.begin(start);
-  copy_async_wait<HopperRing::copies_ahead - 1>();
+  copy_async_wait<ForwardRing::copies_ahead - 1>();
   block_barrier();
   WarpRows w(KeptRows(q_tile + warp * rows_bytes, lane));
   load_operand(w.q, q_tile + warp * 16 * 128, 0, lane);

@@ -151,6 +151,12 @@ struct Softmax {
   }
 };
 
+// Multiplies the output of the blocks before by `shrink`. Where no maximum of the warp's rows has moved, all factors are
+// exactly 1 and it goes on without: the same bits.
+PRIMITIVE void shrink_rows(Fragment& out, const float (&shrink)[2]) {
+  if (any_lane(shrink[0] != 1.0f || shrink[1] != 1.0f)) multiply_rows(out, shrink);
+}
+
 // The end of all chunks: O of a fragment's rows in `out`, and LSE to memory.
 PRIMITIVE void finish(Fragment& out, const KeptRows& kept, const SinkAttention& p, const Sequence& s, int first_row,
                       int lane) {

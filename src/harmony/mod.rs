@@ -24,4 +24,4 @@ pub use message::{Message, Role};
 pub use parser::{ParseMode, StreamParser};
 pub use render::{MaskedTokens, RenderOptions};
 pub use tokenizer::{Control, HarmonyTokenizer};
-pub use turn::{ParsedCompletion, Problem, TurnEnd, TurnParser, TurnStep, parse_completion};
+pub use turn::{ParsedCompletion, TurnEnd, TurnParser, TurnProblem, TurnStep, parse_completion};

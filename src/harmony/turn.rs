@@ -1,6 +1,6 @@
 //! The tolerant parser: one sampled turn of the assistant, whatever the model wrote.
 //!
-//! It never fails. What cannot be acted on ends the turn as a [`Problem`] with a reply the model can read;
+//! It never fails. What cannot be acted on ends the turn as a [`TurnProblem`] with a reply the model can read;
 //! its message is kept as text, always with the assistant as author.
 
 use super::header::{self, Header};
@@ -9,7 +9,7 @@ use super::tokenizer::HarmonyTokenizer;
 
 /// What is wrong with a turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Problem {
+pub enum TurnProblem {
     /// The header has words that are no recipient and no content type, or a field twice, empty or impossible.
     MalformedHeader { leftover: String },
     /// The message closed before `<|message|>`.
@@ -32,40 +32,42 @@ pub enum Problem {
     Truncated,
 }
 
-impl Problem {
+impl TurnProblem {
     /// The name used in metrics and files.
     pub fn name(&self) -> &'static str {
         match self {
-            Problem::MalformedHeader { .. } => "malformed_header",
-            Problem::UnfinishedHeader => "unfinished_header",
-            Problem::WrongAuthor { .. } => "wrong_author",
-            Problem::TextAfterEnd => "text_after_end",
-            Problem::CallWithoutRecipient => "call_without_recipient",
-            Problem::CallNotClosed { .. } => "call_not_closed",
-            Problem::EmptyCall { .. } => "empty_call",
-            Problem::SpecialTokenInContent => "special_token_in_content",
-            Problem::InvalidUtf8 => "invalid_utf8",
-            Problem::Truncated => "truncated",
+            TurnProblem::MalformedHeader { .. } => "malformed_header",
+            TurnProblem::UnfinishedHeader => "unfinished_header",
+            TurnProblem::WrongAuthor { .. } => "wrong_author",
+            TurnProblem::TextAfterEnd => "text_after_end",
+            TurnProblem::CallWithoutRecipient => "call_without_recipient",
+            TurnProblem::CallNotClosed { .. } => "call_not_closed",
+            TurnProblem::EmptyCall { .. } => "empty_call",
+            TurnProblem::SpecialTokenInContent => "special_token_in_content",
+            TurnProblem::InvalidUtf8 => "invalid_utf8",
+            TurnProblem::Truncated => "truncated",
         }
     }
 
     /// What to tell the model; short, since it counts against the context.
     pub fn reply(&self) -> String {
         match self {
-            Problem::MalformedHeader { leftover } => {
+            TurnProblem::MalformedHeader { leftover } => {
                 format!("Error: malformed message header near {:?}.", excerpt(leftover))
             }
-            Problem::UnfinishedHeader => "Error: the message had a header but no content.".into(),
-            Problem::WrongAuthor { author } => {
+            TurnProblem::UnfinishedHeader => "Error: the message had a header but no content.".into(),
+            TurnProblem::WrongAuthor { author } => {
                 format!("Error: you cannot write messages as {:?}.", excerpt(author))
             }
-            Problem::TextAfterEnd => "Error: text outside of a message.".into(),
-            Problem::CallWithoutRecipient => "Error: the call names no recipient.".into(),
-            Problem::CallNotClosed { .. } => "Error: the message to a tool was not ended as a call.".into(),
-            Problem::EmptyCall { .. } => "Error: the call is empty.".into(),
-            Problem::SpecialTokenInContent => "Error: the call contains special tokens.".into(),
-            Problem::InvalidUtf8 => "Error: the call is not valid UTF-8.".into(),
-            Problem::Truncated => "Error: the message was cut off.".into(),
+            TurnProblem::TextAfterEnd => "Error: text outside of a message.".into(),
+            TurnProblem::CallWithoutRecipient => "Error: the call names no recipient.".into(),
+            TurnProblem::CallNotClosed { .. } => {
+                "Error: the message to a tool was not ended as a call.".into()
+            }
+            TurnProblem::EmptyCall { .. } => "Error: the call is empty.".into(),
+            TurnProblem::SpecialTokenInContent => "Error: the call contains special tokens.".into(),
+            TurnProblem::InvalidUtf8 => "Error: the call is not valid UTF-8.".into(),
+            TurnProblem::Truncated => "Error: the message was cut off.".into(),
         }
     }
 }
@@ -106,7 +108,7 @@ pub struct ParsedCompletion {
     pub messages: Vec<Message>,
     pub end: TurnEnd,
     /// The problem that ended the turn; otherwise the first blemish of a text that is no call, if any.
-    pub problem: Option<Problem>,
+    pub problem: Option<TurnProblem>,
 }
 
 enum State {
@@ -120,12 +122,12 @@ enum State {
     Content {
         header: Header,
         bytes: Vec<u8>,
-        problem: Option<Problem>,
+        problem: Option<TurnProblem>,
     },
     /// Content under a header that could not be read.
     Unreadable {
         bytes: Vec<u8>,
-        problem: Problem,
+        problem: TurnProblem,
     },
     Between,
     Over(TurnEnd),
@@ -139,7 +141,7 @@ pub struct TurnParser {
     tokenizer: HarmonyTokenizer,
     state: State,
     messages: Vec<Message>,
-    problem: Option<Problem>,
+    problem: Option<TurnProblem>,
 }
 
 impl TurnParser {
@@ -154,7 +156,7 @@ impl TurnParser {
     }
 
     /// The problem so far, as in [`ParsedCompletion::problem`].
-    pub fn problem(&self) -> Option<&Problem> {
+    pub fn problem(&self) -> Option<&TurnProblem> {
         self.problem.as_ref()
     }
 
@@ -166,18 +168,18 @@ impl TurnParser {
         }
     }
 
-    /// Reads the next token. After the turn's end every token is [`Problem::TextAfterEnd`].
+    /// Reads the next token. After the turn's end every token is [`TurnProblem::TextAfterEnd`].
     pub fn push(&mut self, token: u32) -> TurnStep {
         let control = self.tokenizer.control();
         match std::mem::replace(&mut self.state, State::Between) {
             State::Over(TurnEnd::Malformed) => self.over(TurnEnd::Malformed),
-            State::Over(_) => self.malformed(Problem::TextAfterEnd),
+            State::Over(_) => self.malformed(TurnProblem::TextAfterEnd),
             State::Between if token == control.start => {
                 self.within(State::Header { opened: true, bytes: Vec::new(), foreign: false })
             }
             State::Between => {
                 self.keep_text(self.tokenizer.decode(&[token]).as_bytes());
-                self.malformed(Problem::TextAfterEnd)
+                self.malformed(TurnProblem::TextAfterEnd)
             }
             State::Header { opened: false, bytes, foreign: false }
                 if token == control.start && bytes.is_empty() =>
@@ -192,7 +194,7 @@ impl TurnParser {
             }
             State::Header { bytes, .. } if control.closes(token) => {
                 self.keep_text(&bytes);
-                self.malformed(Problem::UnfinishedHeader)
+                self.malformed(TurnProblem::UnfinishedHeader)
             }
             State::Unreadable { bytes, problem } if control.closes(token) => {
                 self.keep_text(&bytes);
@@ -221,9 +223,9 @@ impl TurnParser {
             }
             State::Content { bytes, problem, .. } => {
                 if special {
-                    *problem = Some(Problem::SpecialTokenInContent);
+                    *problem = Some(TurnProblem::SpecialTokenInContent);
                 } else if text.is_none() {
-                    problem.get_or_insert(Problem::InvalidUtf8);
+                    problem.get_or_insert(TurnProblem::InvalidUtf8);
                 }
                 bytes
             }
@@ -247,7 +249,7 @@ impl TurnParser {
                 };
                 let message = |(header, bytes): (Header, Vec<u8>)| header.message(lossy(&bytes));
                 self.messages.extend(unfinished.map(message));
-                self.problem = Some(Problem::Truncated);
+                self.problem = Some(TurnProblem::Truncated);
                 TurnEnd::Truncated
             }
         };
@@ -255,22 +257,24 @@ impl TurnParser {
     }
 
     /// Closes a message whose header was read.
-    fn close(&mut self, token: u32, header: Header, bytes: &[u8], problem: Option<Problem>) -> TurnStep {
+    fn close(&mut self, token: u32, header: Header, bytes: &[u8], problem: Option<TurnProblem>) -> TurnStep {
         let control = self.tokenizer.control();
-        let invalid = std::str::from_utf8(bytes).is_err().then_some(Problem::InvalidUtf8);
+        let invalid = std::str::from_utf8(bytes).is_err().then_some(TurnProblem::InvalidUtf8);
         let blemish = problem.or(invalid);
         let content = lossy(bytes);
         let blank = content.trim().is_empty();
         let recipient = header.recipient.clone();
         self.messages.push(header.message(content));
         match recipient {
-            Some(recipient) if token != control.call => self.malformed(Problem::CallNotClosed { recipient }),
-            Some(recipient) if blank => self.malformed(Problem::EmptyCall { recipient }),
+            Some(recipient) if token != control.call => {
+                self.malformed(TurnProblem::CallNotClosed { recipient })
+            }
+            Some(recipient) if blank => self.malformed(TurnProblem::EmptyCall { recipient }),
             Some(_) => match blemish {
                 Some(problem) => self.malformed(problem),
                 None => self.over(TurnEnd::Called),
             },
-            None if token == control.call => self.malformed(Problem::CallWithoutRecipient),
+            None if token == control.call => self.malformed(TurnProblem::CallWithoutRecipient),
             None => {
                 self.problem = self.problem.take().or(blemish);
                 if token == control.ret { self.over(TurnEnd::Returned) } else { TurnStep::MessageEnded }
@@ -287,7 +291,7 @@ impl TurnParser {
         TurnStep::Within
     }
 
-    fn malformed(&mut self, problem: Problem) -> TurnStep {
+    fn malformed(&mut self, problem: TurnProblem) -> TurnStep {
         self.problem = Some(problem);
         self.over(TurnEnd::Malformed)
     }
@@ -312,9 +316,9 @@ fn lossy(bytes: &[u8]) -> String {
 }
 
 /// One optional `to=NAME` and one optional content type, in any order around the channel.
-fn read_header(opened: bool, bytes: &[u8], foreign: bool) -> Result<Header, Problem> {
+fn read_header(opened: bool, bytes: &[u8], foreign: bool) -> Result<Header, TurnProblem> {
     let text = lossy(bytes);
-    let malformed = |leftover: &str| Problem::MalformedHeader { leftover: leftover.trim().to_string() };
+    let malformed = |leftover: &str| TurnProblem::MalformedHeader { leftover: leftover.trim().to_string() };
     if foreign || std::str::from_utf8(bytes).is_err() {
         return Err(malformed(&text));
     }
@@ -324,7 +328,7 @@ fn read_header(opened: bool, bytes: &[u8], foreign: bool) -> Result<Header, Prob
     if opened {
         let author = rest.next().unwrap_or_default();
         if author != Role::Assistant.name() {
-            return Err(Problem::WrongAuthor { author });
+            return Err(TurnProblem::WrongAuthor { author });
         }
     }
     for word in rest {

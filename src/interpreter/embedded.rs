@@ -1,7 +1,7 @@
 //! The embedded interpreter: a pool of worker processes, each running a small Python written in Rust.
 
 use super::deaths::{self, Deaths};
-use super::embedded_worker::{Hello, Kept, Welcome, undone};
+use super::embedded_worker::{Kept, Welcome, WorkerHello, undone};
 use super::pool::Pool;
 use super::process::{Process, Spawner};
 use super::{Interpreter, InterpreterState, Reply, SessionId, Settings, code_to_run, lock};
@@ -174,7 +174,7 @@ fn start(settings: &Settings, program: &PathBuf, spawner: &Spawner) -> Result<(P
     command.arg(super::WORKER_ARGUMENT);
     let place = || format!("starting {} as an interpreter worker", program.display());
     let mut worker = Process::start(spawner, command).with_context(place)?;
-    let hello = Hello {
+    let hello = WorkerHello {
         parent_id: std::process::id(),
         memory_bytes: settings.memory_mib << 20,
         time_limit_s: settings.time_limit_s,

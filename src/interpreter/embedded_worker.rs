@@ -20,7 +20,7 @@ use std::time::Duration;
 
 /// The first frame a worker reads.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Hello {
+pub struct WorkerHello {
     pub parent_id: u32,
     pub memory_bytes: u64,
     pub time_limit_s: f64,
@@ -84,7 +84,7 @@ fn take_pipes() -> Result<(File, File)> {
 }
 
 fn serve(mut input: File, mut output: File) -> Result<()> {
-    let hello: Hello = serde_json::from_slice(&frames::read(&mut input, HELLO_BYTES_MAX)?)?;
+    let hello: WorkerHello = serde_json::from_slice(&frames::read(&mut input, HELLO_BYTES_MAX)?)?;
     let first_unused = 1 + output.as_raw_fd().max(input.as_raw_fd());
     let confined = confine::computing_process(hello.parent_id, hello.memory_bytes, first_unused);
     let welcome = match confined {
@@ -121,7 +121,7 @@ struct Answer {
 }
 
 /// Runs one snippet after `state`, a stored session or nothing.
-fn run(code: &str, state: &[u8], hello: &Hello) -> Answer {
+fn run(code: &str, state: &[u8], hello: &WorkerHello) -> Answer {
     let mut clip = Clip::new(hello.output_chars_max);
     let Ok(mut session) = load(state) else {
         return Answer {

@@ -26,9 +26,9 @@ pub struct Spawner {
 type Request = (Command, mpsc::Sender<io::Result<Child>>);
 
 /// A child process and its group. Dropping it kills them and reaps the child.
-pub struct Group(Child);
+pub struct ProcessGroup(Child);
 
-impl Group {
+impl ProcessGroup {
     pub fn id(&self) -> u32 {
         self.0.id()
     }
@@ -69,7 +69,7 @@ impl Group {
     }
 }
 
-impl Drop for Group {
+impl Drop for ProcessGroup {
     fn drop(&mut self) {
         self.kill();
     }
@@ -88,13 +88,13 @@ impl Spawner {
     }
 
     /// Starts `command` in `/` with no environment but [`ALLOCATOR`].
-    pub fn spawn(&self, mut command: Command) -> io::Result<Group> {
+    pub fn spawn(&self, mut command: Command) -> io::Result<ProcessGroup> {
         command.env_clear().env(ALLOCATOR.0, ALLOCATOR.1).current_dir("/");
         let (answer, child) = mpsc::channel();
         let gone = || io::Error::other("the spawner thread has ended");
         let requests = self.requests.as_ref().ok_or_else(gone)?;
         requests.send((command, answer)).map_err(|_| gone())?;
-        Ok(Group(child.recv().map_err(|_| gone())??))
+        Ok(ProcessGroup(child.recv().map_err(|_| gone())??))
     }
 }
 
@@ -110,7 +110,7 @@ impl Drop for Spawner {
 
 /// A running worker with piped standard streams. Dropping it kills its whole group and reaps it.
 pub struct Process {
-    group: Group,
+    group: ProcessGroup,
     to: File,
     from: File,
     errors: File,

@@ -16,7 +16,7 @@ const ABOVE_ZERO_MAX: f32 = 1e-3;
 
 /// One row that can be compared.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Row {
+pub struct TokenRow {
     /// Line in the file, from 1.
     pub line: usize,
     pub tokens: Vec<u32>,
@@ -27,8 +27,8 @@ pub struct Row {
 
 /// What a file holds.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Rows {
-    pub rows: Vec<Row>,
+pub struct TokenRows {
+    pub rows: Vec<TokenRow>,
     /// Rows that cannot be compared, each named with its reason.
     pub bad: Vec<String>,
 }
@@ -47,7 +47,7 @@ struct RawRow {
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the file cannot be read or holds no row that can be compared.
-pub fn read(path: &Path, vocab_size: usize, context_tokens_max: usize) -> Result<Rows> {
+pub fn read(path: &Path, vocab_size: usize, context_tokens_max: usize) -> Result<TokenRows> {
     let shown = path.display();
     let text = bounded_file::read_text(path, ROWS_BYTES_MAX)
         .map_err(|e| bad_input!("{shown}: cannot be read: {e}; name a JSONL file"))?;
@@ -55,7 +55,7 @@ pub fn read(path: &Path, vocab_size: usize, context_tokens_max: usize) -> Result
     for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
         match read_row(line, vocab_size, context_tokens_max) {
             Ok((tokens, log_probs, temperature)) => {
-                rows.push(Row { line: index + 1, tokens, log_probs, temperature });
+                rows.push(TokenRow { line: index + 1, tokens, log_probs, temperature });
             }
             Err(what) => bad.push(format!("{shown}: row {}: {what}", index + 1)),
         }
@@ -64,7 +64,7 @@ pub fn read(path: &Path, vocab_size: usize, context_tokens_max: usize) -> Result
         let what = if bad.is_empty() { format!("{shown}: holds no rows") } else { bad.join("\n") };
         return Err(bad_input!("{what}\nnothing can be compared; write one row a line: {EXAMPLE}"));
     }
-    Ok(Rows { rows, bad })
+    Ok(TokenRows { rows, bad })
 }
 
 const EXAMPLE: &str = r#"{"tokens": [1, 5], "logprobs": [null, -0.7], "temperature": 1.0}"#;
@@ -131,7 +131,7 @@ pub struct Comparison {
 pub fn compare(
     reference: Reference,
     tokenizer: &HarmonyTokenizer,
-    rows: &[Row],
+    rows: &[TokenRow],
     micro_batch_tokens: usize,
     clip: (f64, f64),
 ) -> Result<Comparison> {
@@ -160,12 +160,12 @@ pub fn compare(
 }
 
 /// Packs the rows, those of one temperature together.
-fn observe(rows: &[Row], micro_batch_tokens: usize) -> (Observed, Vec<&Row>) {
-    let mut order: Vec<&Row> = rows.iter().collect();
+fn observe(rows: &[TokenRow], micro_batch_tokens: usize) -> (Observed, Vec<&TokenRow>) {
+    let mut order: Vec<&TokenRow> = rows.iter().collect();
     order.sort_by(|a, b| a.temperature.total_cmp(&b.temperature));
     let mut observed = Observed { batches: vec![], log_probs: vec![] };
     for rows in order.chunk_by(|a, b| a.temperature == b.temperature) {
-        let sequence = |row: &&Row| Sequence {
+        let sequence = |row: &&TokenRow| Sequence {
             tokens: row.tokens.clone(),
             mask: row.log_probs.iter().enumerate().map(|(i, l)| i > 0 && l.is_some()).collect(),
         };
@@ -223,8 +223,8 @@ fn line(
 }
 
 /// Rows that are no well-formed Harmony conversation, with the reason. A row of one token says nothing.
-fn ill_formed(tokenizer: &HarmonyTokenizer, rows: Vec<&Row>) -> Vec<(usize, String)> {
-    let check = |row: &Row| -> Result<()> {
+fn ill_formed(tokenizer: &HarmonyTokenizer, rows: Vec<&TokenRow>) -> Vec<(usize, String)> {
+    let check = |row: &TokenRow| -> Result<()> {
         let mut parser = StreamParser::new(tokenizer, None, ParseMode::Strict);
         row.tokens.iter().try_for_each(|&token| parser.push(token))?;
         parser.finish().map(drop)

@@ -4,6 +4,7 @@ use super::family::Family;
 use super::names::parameter_count;
 use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX};
+use crate::recipe::{Contradiction, Sizes, Yarn};
 use anyhow::Result;
 use serde_json::Value;
 use std::path::Path;
@@ -40,17 +41,6 @@ impl LayerType {
     pub fn alternating(num_hidden_layers: usize) -> Vec<LayerType> {
         [LayerType::Sliding, LayerType::Full].into_iter().cycle().take(num_hidden_layers).collect()
     }
-}
-
-/// YaRN's parameters (Peng et al. 2023), under the names of `config.json`.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Yarn {
-    pub factor: f64,
-    pub original_max_position_embeddings: usize,
-    pub beta_fast: f64,
-    pub beta_slow: f64,
-    /// Whether the bounds of the ramp are rounded to whole dimensions. GPT-OSS: false.
-    pub truncate: bool,
 }
 
 /// Rotary position embedding over the whole head, half-split.
@@ -118,23 +108,22 @@ impl Config {
 
     pub(super) fn mistakes(&self) -> Vec<String> {
         let mut mistakes = self.values_out_of_range();
+        let sizes = Sizes {
+            num_attention_heads: self.num_attention_heads,
+            num_key_value_heads: self.num_key_value_heads,
+            head_dim: self.head_dim,
+            num_local_experts: self.num_local_experts,
+            num_experts_per_tok: self.num_experts_per_tok,
+            yarn: self.rope.yarn.as_ref(),
+        };
+        for Contradiction { keys: [key, _], value, what } in sizes.contradictions() {
+            mistakes.push(format!("{} = {value} {what}", key.replace("yarn.", "rope_scaling.")));
+        }
         let mut unless = |holds: bool, mistake: String| {
             if !holds {
                 mistakes.push(mistake);
             }
         };
-        let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
-        unless(
-            kv_heads > 0 && heads.is_multiple_of(kv_heads),
-            format!("num_attention_heads = {heads} must be a multiple of num_key_value_heads = {kv_heads}"),
-        );
-        let head_dim = self.head_dim;
-        unless(head_dim.is_multiple_of(2), format!("head_dim = {head_dim} must be even: RoPE turns pairs"));
-        let (chosen, experts) = (self.num_experts_per_tok, self.num_local_experts);
-        unless(
-            chosen <= experts,
-            format!("num_experts_per_tok = {chosen} must not exceed num_local_experts = {experts}"),
-        );
         let (types, layers) = (self.layer_types.len(), self.num_hidden_layers);
         unless(
             types == layers,

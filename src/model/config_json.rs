@@ -4,9 +4,10 @@
 //! `experts_per_token`) and the newer one (`rope_parameters`, `dtype`, `num_experts_per_tok`). Where a
 //! file speaks both, they must agree. What is written loads under both.
 
-use super::config::{Config, Form, LayerType, Rope, SIZE_MAX, SWIGLU_ALPHA, Yarn};
+use super::config::{Config, Form, LayerType, Rope, SIZE_MAX, SWIGLU_ALPHA};
 use super::family::Family;
 use crate::bad_input;
+use crate::recipe::Yarn;
 use anyhow::Result;
 use serde_json::{Map, Value, json};
 

@@ -123,7 +123,7 @@ impl Model {
     fn attention(
         &self,
         index: usize,
-        weights: &layer::Attention,
+        weights: &layer::AttentionWeights,
         h: &Tensor,
         rows: &mut Rows,
         options: &ForwardOptions,

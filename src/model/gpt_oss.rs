@@ -1,8 +1,8 @@
 //! GPT-OSS: the names and shapes of a layer's tensors, and the layer made of them.
 
 use super::config::Config;
-use super::layer::{Attention, Experts, Layer, Projection};
-use super::names::{Layout, ParameterSpec, Role};
+use super::layer::{AttentionWeights, Experts, Layer, Projection};
+use super::names::{Layout, ParameterSpec, TensorRole};
 use crate::ops::Parameter;
 use anyhow::Result;
 
@@ -23,21 +23,21 @@ pub(super) fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
             layout: if is_linear { Layout::Transposed } else { Layout::AsStored },
         });
     };
-    push("input_layernorm.weight", Role::Norm, &[h]);
+    push("input_layernorm.weight", TensorRole::Norm, &[h]);
     for (name, out) in [("q_proj", q), ("k_proj", k), ("v_proj", k)] {
-        push(&format!("self_attn.{name}.weight"), Role::InputProjection, &[out, h]);
-        push(&format!("self_attn.{name}.bias"), Role::Bias, &[out]);
+        push(&format!("self_attn.{name}.weight"), TensorRole::InputProjection, &[out, h]);
+        push(&format!("self_attn.{name}.bias"), TensorRole::Bias, &[out]);
     }
-    push("self_attn.sinks", Role::Sinks, &[config.num_attention_heads]);
-    push("self_attn.o_proj.weight", Role::OutputProjection, &[h, q]);
-    push("self_attn.o_proj.bias", Role::Bias, &[h]);
-    push("post_attention_layernorm.weight", Role::Norm, &[h]);
-    push("mlp.router.weight", Role::InputProjection, &[e, h]);
-    push("mlp.router.bias", Role::Bias, &[e]);
-    push("mlp.experts.gate_up_proj", Role::InputProjection, &[e, h, 2 * i]);
-    push("mlp.experts.gate_up_proj_bias", Role::Bias, &[e, 2 * i]);
-    push("mlp.experts.down_proj", Role::OutputProjection, &[e, i, h]);
-    push("mlp.experts.down_proj_bias", Role::Bias, &[e, h]);
+    push("self_attn.sinks", TensorRole::Sinks, &[config.num_attention_heads]);
+    push("self_attn.o_proj.weight", TensorRole::OutputProjection, &[h, q]);
+    push("self_attn.o_proj.bias", TensorRole::Bias, &[h]);
+    push("post_attention_layernorm.weight", TensorRole::Norm, &[h]);
+    push("mlp.router.weight", TensorRole::InputProjection, &[e, h]);
+    push("mlp.router.bias", TensorRole::Bias, &[e]);
+    push("mlp.experts.gate_up_proj", TensorRole::InputProjection, &[e, h, 2 * i]);
+    push("mlp.experts.gate_up_proj_bias", TensorRole::Bias, &[e, 2 * i]);
+    push("mlp.experts.down_proj", TensorRole::OutputProjection, &[e, i, h]);
+    push("mlp.experts.down_proj_bias", TensorRole::Bias, &[e, h]);
     specs
 }
 
@@ -51,7 +51,7 @@ pub(super) fn layer(layer: usize, find: &dyn Fn(&str) -> Result<Parameter>) -> R
     let experts = |stem: &str| pair(&format!("mlp.experts.{stem}"), &format!("mlp.experts.{stem}_bias"));
     Ok(Layer {
         input_norm: tensor("input_layernorm.weight")?,
-        attention: Attention {
+        attention: AttentionWeights {
             q: linear("self_attn.q_proj")?,
             k: linear("self_attn.k_proj")?,
             v: linear("self_attn.v_proj")?,

@@ -1,7 +1,7 @@
 //! Random initialisation: a function of the config, the settings and the seed, on every machine.
 
 use super::config::Config;
-use super::names::{ParameterSpec, Role, parameter_specs, value_model_specs};
+use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::random::{Purpose, stream};
 use anyhow::Result;
 use rand::RngCore;
@@ -29,13 +29,15 @@ pub fn init(config: &Config, settings: &InitSettings, seed: u64) -> Result<Vec<(
         let count = spec.element_count();
         let normals = |std: f64| normals(seed, index as u64, std, count);
         let values = match spec.role {
-            Role::Embedding => normals(settings.embedding_std),
-            Role::InputProjection => normals(matrix_std),
-            Role::OutputProjection => normals(matrix_std / (2.0 * config.num_hidden_layers as f64).sqrt()),
-            Role::Head => normals(settings.head_scale * matrix_std),
-            Role::Bias => vec![0.0; count],
-            Role::Norm => vec![1.0; count],
-            Role::Sinks => vec![settings.sink as f32; count],
+            TensorRole::Embedding => normals(settings.embedding_std),
+            TensorRole::InputProjection => normals(matrix_std),
+            TensorRole::OutputProjection => {
+                normals(matrix_std / (2.0 * config.num_hidden_layers as f64).sqrt())
+            }
+            TensorRole::Head => normals(settings.head_scale * matrix_std),
+            TensorRole::Bias => vec![0.0; count],
+            TensorRole::Norm => vec![1.0; count],
+            TensorRole::Sinks => vec![settings.sink as f32; count],
         };
         (spec, values)
     };

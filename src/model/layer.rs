@@ -48,7 +48,7 @@ impl Projection {
 
 /// Attention's tensors.
 #[derive(Clone)]
-pub struct Attention {
+pub struct AttentionWeights {
     pub q: Projection,
     pub k: Projection,
     pub v: Projection,
@@ -70,7 +70,7 @@ pub struct Experts {
 #[derive(Clone)]
 pub struct Layer {
     pub input_norm: Parameter,
-    pub attention: Attention,
+    pub attention: AttentionWeights,
     pub post_attention_norm: Parameter,
     pub experts: Experts,
 }
@@ -78,11 +78,11 @@ pub struct Layer {
 impl Layer {
     /// The same, not learning.
     pub fn without_gradient(&self) -> Self {
-        let Attention { q, k, v, o, sinks } = &self.attention;
+        let AttentionWeights { q, k, v, o, sinks } = &self.attention;
         let Experts { router, gate_up, down } = &self.experts;
         Self {
             input_norm: self.input_norm.without_gradient(),
-            attention: Attention {
+            attention: AttentionWeights {
                 q: q.without_gradient(),
                 k: k.without_gradient(),
                 v: v.without_gradient(),

@@ -16,7 +16,7 @@ pub enum Layout {
 
 /// What a tensor is for; initialisation and weight decay go by it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Role {
+pub enum TensorRole {
     Embedding,
     /// A matrix that reads the residual stream: q, k, v, router, gate_up.
     InputProjection,
@@ -35,7 +35,7 @@ pub struct ParameterSpec {
     pub name: String,
     /// The layer it belongs to; `None` for embedding, final norm and head.
     pub layer: Option<usize>,
-    pub role: Role,
+    pub role: TensorRole,
     /// The shape in an unquantised Hugging Face folder.
     pub stored_shape: Vec<usize>,
     pub layout: Layout,
@@ -72,7 +72,7 @@ impl ParameterSpec {
     /// The length of the axis that a product with this matrix sums over; 1 for vectors.
     pub fn fan_in(&self) -> usize {
         let shape = self.working_shape();
-        if self.role == Role::Bias || shape.len() < 2 { 1 } else { shape[shape.len() - 2] }
+        if self.role == TensorRole::Bias || shape.len() < 2 { 1 } else { shape[shape.len() - 2] }
     }
 
     /// Expert matrices, the only rank-3 tensors, are what MXFP4 quantises.
@@ -116,7 +116,7 @@ pub fn parameter_count(config: &Config) -> u128 {
 pub fn parameter_specs(config: &Config) -> Vec<ParameterSpec> {
     let mut specs = trunk_specs(config);
     let shape = [config.vocab_size, config.hidden_size];
-    specs.push(whole("lm_head.weight", Role::Head, &shape, Layout::Transposed));
+    specs.push(whole("lm_head.weight", TensorRole::Head, &shape, Layout::Transposed));
     specs
 }
 
@@ -124,23 +124,24 @@ pub fn parameter_specs(config: &Config) -> Vec<ParameterSpec> {
 /// Hugging Face's token classification.
 pub fn value_model_specs(config: &Config) -> Vec<ParameterSpec> {
     let mut specs = trunk_specs(config);
-    specs.push(whole("score.weight", Role::Head, &[1, config.hidden_size], Layout::Transposed));
-    specs.push(whole("score.bias", Role::Bias, &[1], Layout::AsStored));
+    specs.push(whole("score.weight", TensorRole::Head, &[1, config.hidden_size], Layout::Transposed));
+    specs.push(whole("score.bias", TensorRole::Bias, &[1], Layout::AsStored));
     specs
 }
 
 /// Embedding, layers and final norm.
 fn trunk_specs(config: &Config) -> Vec<ParameterSpec> {
     let (h, v) = (config.hidden_size, config.vocab_size);
-    let mut specs = vec![whole("model.embed_tokens.weight", Role::Embedding, &[v, h], Layout::AsStored)];
+    let mut specs =
+        vec![whole("model.embed_tokens.weight", TensorRole::Embedding, &[v, h], Layout::AsStored)];
     for layer in 0..config.num_hidden_layers {
         specs.extend(config.family.layer_specs(config, layer));
     }
-    specs.push(whole("model.norm.weight", Role::Norm, &[h], Layout::AsStored));
+    specs.push(whole("model.norm.weight", TensorRole::Norm, &[h], Layout::AsStored));
     specs
 }
 
 /// A tensor outside the layers.
-fn whole(name: &str, role: Role, shape: &[usize], layout: Layout) -> ParameterSpec {
+fn whole(name: &str, role: TensorRole, shape: &[usize], layout: Layout) -> ParameterSpec {
     ParameterSpec { name: name.into(), layer: None, role, stored_shape: shape.to_vec(), layout }
 }

@@ -4,24 +4,46 @@ use anyhow::{Result, ensure};
 
 use super::sequences::Sequences;
 use crate::bad_input;
+use crate::choice::choice;
 
-/// How per-token losses `l[s][t]` become one loss. Sums run over valid tokens; N is the number of valid tokens of
-/// the whole batch and S the number of its sequences that have any.
-///
-/// Names in brackets are verl's.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Aggregation {
-    /// Σ l / N (`token-mean`): every token weighs the same, so long answers weigh more.
-    TokenMean,
-    /// Σ l (`token-sum`).
-    TokenSum,
-    /// Σ_s (mean_t l) / S (`seq-mean-token-mean`): every sequence weighs the same.
-    SequenceMeanTokenMean,
-    /// Σ_s (Σ_t l) / S (`seq-mean-token-sum`).
-    SequenceMeanTokenSum,
-    /// Σ_s (Σ_t l) / (S · `tokens`) (`seq-mean-token-sum-norm`): Dr. GRPO's constant length, which does not depend
-    /// on how long the sampled answers are.
-    Constant { tokens: usize },
+choice! {
+    /// How per-token losses `l[s][t]` become one loss. Sums run over valid tokens; N is the number of valid tokens of
+    /// the whole batch and S the number of its sequences that have any. verl calls them `token-mean`, `token-sum`,
+    /// `seq-mean-token-mean`, `seq-mean-token-sum` and `seq-mean-token-sum-norm`.
+    pub enum Aggregation {
+        /// Sum over the tokens of the whole batch, divided by their count.
+        TokenMean = "token_mean",
+        /// Sum over the tokens of the whole batch.
+        TokenSum = "token_sum",
+        /// Mean over sequences of the mean over tokens.
+        SequenceMeanTokenMean = "sequence_mean_token_mean",
+        /// Mean over sequences of the sum over tokens.
+        SequenceMeanTokenSum = "sequence_mean_token_sum",
+        /// Sum over tokens divided by sequences times `rollout.response_tokens_max`.
+        Constant = "constant",
+    }
+}
+
+/// What the denominators of a batch are made of, counted over all of its micro-batches and replicas, after any rejection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BatchSize {
+    /// N, valid tokens.
+    pub tokens: usize,
+    /// S, sequences with at least one.
+    pub sequences: usize,
+    /// The fixed number of tokens by which [`Aggregation::Constant`] divides (Dr. GRPO): it does not depend on how long the
+    /// sampled answers are.
+    pub response_tokens_max: usize,
+    /// Data replicas whose gradients are afterwards **averaged**; 1 when they are summed, or when there is one.
+    pub replicas: usize,
+}
+
+impl BatchSize {
+    /// Of `sequences`, which must be the whole batch.
+    pub fn of(sequences: &Sequences, response_tokens_max: usize) -> Self {
+        let (tokens, with_tokens) = (sequences.valid_tokens(), sequences.valid_sequences());
+        Self { tokens, sequences: with_tokens, response_tokens_max, replicas: 1 }
+    }
 }
 
 /// An [`Aggregation`] with the denominators of one batch.
@@ -37,45 +59,28 @@ pub struct Normalizer {
 }
 
 impl Normalizer {
-    /// Denominators of the whole batch, counted over all micro-batches and all `replicas`, after any rejection.
+    /// The denominators of a batch of this `size`: Σ l / N, Σ l, Σ_s (mean_t l) / S, Σ_s (Σ_t l) / S, Σ_s (Σ_t l) / (S · tokens).
     ///
-    /// `tokens` counts valid tokens, `sequences` the sequences with at least one. `replicas` is the number of data
-    /// replicas whose gradients are afterwards **averaged**; pass 1 when they are summed, or when there is one.
-    pub fn global(
-        aggregation: Aggregation,
-        tokens: usize,
-        sequences: usize,
-        replicas: usize,
-    ) -> Result<Self> {
-        ensure!(replicas > 0, "the number of replicas must be at least 1");
+    /// # Errors
+    /// When [`Aggregation::Constant`] has nothing to divide by.
+    pub fn new(aggregation: Aggregation, size: BatchSize) -> Result<Self> {
+        ensure!(size.replicas > 0, "the number of replicas must be at least 1");
+        let (tokens, sequences) = (size.tokens as f64, size.sequences as f64);
         let denominator = match aggregation {
-            Aggregation::TokenMean => tokens as f64,
+            Aggregation::TokenMean => tokens,
             Aggregation::TokenSum => 1.0,
-            Aggregation::SequenceMeanTokenMean | Aggregation::SequenceMeanTokenSum => sequences as f64,
-            Aggregation::Constant { tokens: 0 } => {
+            Aggregation::SequenceMeanTokenMean | Aggregation::SequenceMeanTokenSum => sequences,
+            Aggregation::Constant if size.response_tokens_max == 0 => {
                 return Err(bad_input!(
                     "aggregation `constant` divides by a fixed number of tokens: give one of at least 1"
                 ));
             }
-            Aggregation::Constant { tokens } => sequences as f64 * tokens as f64,
+            Aggregation::Constant => sequences * size.response_tokens_max as f64,
         };
         Ok(Self {
             token_mean_in_sequence: aggregation == Aggregation::SequenceMeanTokenMean,
-            scale: replicas as f64 / denominator,
+            scale: size.replicas as f64 / denominator,
         })
-    }
-
-    /// Denominators counted from `sequences`, which must be the whole batch.
-    ///
-    /// Refused for several `replicas`: one replica cannot know what the others hold.
-    pub fn local(aggregation: Aggregation, sequences: &Sequences, replicas: usize) -> Result<Self> {
-        if replicas > 1 {
-            return Err(bad_input!(
-                "{replicas} replicas share the batch, but only one replica's tokens were counted: count the \
-                 valid tokens and sequences over all replicas and use those"
-            ));
-        }
-        Self::global(aggregation, sequences.valid_tokens(), sequences.valid_sequences(), 1)
     }
 
     /// The loss `Σ weight · l` of `sequences` and its gradient with respect to every per-token quantity x.

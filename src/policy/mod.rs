@@ -19,7 +19,7 @@ mod sequences;
 pub mod shaping;
 pub mod value;
 
-pub use aggregation::{Aggregation, Normalizer};
+pub use aggregation::{Aggregation, BatchSize, Normalizer};
 pub use sequences::Sequences;
 
 /// Figures of a whole batch by name, in name order.

@@ -1,7 +1,7 @@
 //! `[cold_start]`: the supervised stage before reinforcement learning.
 
 use super::limits::from;
-use super::optimizer::Optimizer;
+use super::optimizer::OptimizerConfig;
 use super::table::table;
 use std::path::PathBuf;
 
@@ -23,6 +23,6 @@ table! {
         /// Weight of the load-balancing loss over experts; 0 means none.
         pub load_balance_coefficient: f64 = 0.0 => from(0.0).to(1000.0),
         /// Optimizer of this stage.
-        pub optimizer: Optimizer = Optimizer { lr: 1e-5, ..Optimizer::default() },
+        pub optimizer: OptimizerConfig = OptimizerConfig { lr: 1e-5, ..OptimizerConfig::default() },
     }
 }

@@ -5,7 +5,7 @@ pub use crate::policy::correction::{ImportanceSampling, RejectOption};
 
 table! {
     /// Rollout correction: with ρ = π_train/π_rollout before the step's first update, weigh tokens by ρ or reject them.
-    pub struct Correction {
+    pub struct CorrectionConfig {
         /// Importance weights of the loss.
         pub is: ImportanceSampling = ImportanceSampling::None,
         /// Bounds of the weights: one number truncates above it, a low and a high one give weight 0 outside.
@@ -19,7 +19,7 @@ table! {
     }
 }
 
-impl Correction {
+impl CorrectionConfig {
     /// Whether weights or rejection are asked for.
     pub fn active(&self) -> bool {
         self.is != ImportanceSampling::None || !self.reject.is_empty()

@@ -1,12 +1,12 @@
 //! `[critic]`: the critic of `policy.advantage = "gae"`.
 
 use super::limits::from;
-use super::optimizer::Optimizer;
+use super::optimizer::OptimizerConfig;
 use super::table::table;
 
 table! {
     /// The critic and how it learns.
-    pub struct Critic {
+    pub struct CriticConfig {
         /// Discount of later rewards, a token.
         pub gamma: f64 = 1.0 => from(0.0).to(1.0),
         /// Weight of later errors of the critic: 1 trusts the returns, 0 the next value.
@@ -23,6 +23,6 @@ table! {
         /// `score.weight` and `score.bias`.
         pub freeze: Vec<String> = Vec::new(),
         /// Optimizer of the critic.
-        pub optimizer: Optimizer = Optimizer { lr: 1e-5, ..Optimizer::default() },
+        pub optimizer: OptimizerConfig = OptimizerConfig { lr: 1e-5, ..OptimizerConfig::default() },
     }
 }

@@ -1,7 +1,7 @@
 //! `docs/recipes.md`, from the declaration.
 
 use super::table::Entry;
-use super::{Architecture, Critic, Recipe, Yarn};
+use super::{Architecture, CriticConfig, Recipe, Yarn};
 
 const HEAD: &str = "\
 # Recipes
@@ -28,7 +28,7 @@ pub fn document() -> String {
     let mut recipe = Recipe::default();
     recipe.model.architecture = Some(Architecture { yarn: Some(Yarn::default()), ..Architecture::default() });
     recipe.model.tokenizer = Some(super::Tokenizer::Embedded);
-    recipe.critic = Some(Critic::default());
+    recipe.critic = Some(CriticConfig::default());
     let mut text = HEAD.to_owned();
     for entry in recipe.entries() {
         match entry {

@@ -6,7 +6,7 @@ pub use crate::interpreter::{InterpreterKind, InterpreterState};
 
 table! {
     /// The Python tool, run in confined worker processes.
-    pub struct Interpreter {
+    pub struct InterpreterConfig {
         /// Which interpreter runs the code.
         pub kind: InterpreterKind = InterpreterKind::Embedded,
         /// What a call remembers of the calls before it.

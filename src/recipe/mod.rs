@@ -30,24 +30,24 @@ pub mod train;
 pub use arms::Arms;
 pub use checkpoint::{Checkpoint, SavedDtype};
 pub use cold_start::ColdStart;
-pub use correction::{Correction, ImportanceSampling, RejectOption};
-pub use critic::Critic;
+pub use correction::{CorrectionConfig, ImportanceSampling, RejectOption};
+pub use critic::CriticConfig;
 pub use eval::Eval;
 pub use harmony::{Harmony, ReasoningEffort};
-pub use interpreter::{Interpreter, InterpreterKind, InterpreterState};
+pub use interpreter::{InterpreterConfig, InterpreterKind, InterpreterState};
 pub use logging::Logging;
 pub use mistake::{Mistake, Mistakes, Place};
-pub use model::{Architecture, Dtype, Init, Model, Tokenizer, Yarn};
-pub use optimizer::{Optimizer, OptimizerKind, Schedule};
+pub use model::{Architecture, Contradiction, Dtype, Init, ModelConfig, Sizes, Tokenizer, Yarn};
+pub use optimizer::{OptimizerConfig, OptimizerKind, Schedule};
 pub use parallel::Parallel;
 pub use plan::{Plan, resolve, resume_differences, set_key};
 pub use policy::{
-    Advantage, Aggregation, Kl, KlEstimator, KlPlace, Loss, OldLogprob, Overlong, Policy, RouterReplay,
+    Advantage, Aggregation, Kl, KlEstimator, KlPlace, Loss, OldLogprob, OverlongConfig, Policy, RouterReplay,
 };
-pub use rollout::Rollout;
+pub use rollout::RolloutConfig;
 pub use source::{RecipeSource, locate};
 pub use table::Entry;
-pub use task::{AnswerEquality, Extraction, Grading, PromptForm, Task, TaskName};
+pub use task::{AnswerEquality, Extraction, Grading, PromptForm, TaskConfig, TaskName};
 pub use train::Train;
 
 use table::table;
@@ -57,15 +57,15 @@ table! {
     /// the keys that only some tasks read.
     pub struct Recipe {
         /// The model and its tokenizer: a folder, or an architecture with random weights.
-        pub model: Model = Model::default(),
+        pub model: ModelConfig = ModelConfig::default(),
         /// The system and developer messages put before every prompt. Nothing here depends on the day of the run.
         pub harmony: Harmony = Harmony::default(),
         /// What is learned: problems, environment and reward.
-        pub task: Task = Task::default(),
+        pub task: TaskConfig = TaskConfig::default(),
         /// The Python tool, run in confined worker processes.
-        pub interpreter: Interpreter = Interpreter::default(),
+        pub interpreter: InterpreterConfig = InterpreterConfig::default(),
         /// How trajectories are sampled for training.
-        pub rollout: Rollout = Rollout::default(),
+        pub rollout: RolloutConfig = RolloutConfig::default(),
         /// The supervised stage before reinforcement learning, on assistant tokens only.
         pub cold_start: ColdStart = ColdStart::default(),
         /// The reinforcement-learning stage.
@@ -75,7 +75,7 @@ table! {
         /// The critic of `policy.advantage = "gae"`: a second model of the policy's architecture, which starts from the policy's
         /// weights at the start of reinforcement learning, with a head that gives each token one value. Every step it learns the
         /// returns before the policy is updated.
-        pub critic: Option<Critic> = None,
+        pub critic: Option<CriticConfig> = None,
         /// Failures that can be switched on to be measured. All off in a healthy run.
         pub arms: Arms = Arms::default(),
         /// Success on held-out problems.

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 table! {
     /// The model and its tokenizer: a folder, or an architecture with random weights.
-    pub struct Model {
+    pub struct ModelConfig {
         /// Folder of a model in Hugging Face form, a checkpoint folder or a run folder (its last checkpoint).
         /// A folder with `config.json` but no weights gives random weights.
         pub path: Option<PathBuf> = None,
@@ -71,6 +71,79 @@ table! {
         pub beta_slow: f64 = 1.0 => above(0.0).to(1e6),
         /// Whether the bounds of the ramp are rounded to whole dimensions.
         pub truncate: bool = false,
+    }
+}
+
+impl Architecture {
+    pub(super) fn sizes(&self) -> Sizes<'_> {
+        Sizes {
+            num_attention_heads: self.num_attention_heads,
+            num_key_value_heads: self.num_key_value_heads,
+            head_dim: self.head_dim,
+            num_local_experts: self.num_local_experts,
+            num_experts_per_tok: self.num_experts_per_tok,
+            yarn: self.yarn.as_ref(),
+        }
+    }
+}
+
+/// The sizes of an architecture that can contradict each other, whether a recipe says them or a `config.json`.
+pub struct Sizes<'a> {
+    pub num_attention_heads: usize,
+    pub num_key_value_heads: usize,
+    pub head_dim: usize,
+    pub num_local_experts: usize,
+    pub num_experts_per_tok: usize,
+    pub yarn: Option<&'a Yarn>,
+}
+
+/// Two keys of an architecture that cannot both be as they are.
+pub struct Contradiction {
+    /// Below `model.architecture`; the first is the one to change.
+    pub keys: [&'static str; 2],
+    /// Of the first.
+    pub value: String,
+    /// What is wrong with the value, and the remedy.
+    pub what: String,
+}
+
+impl Sizes<'_> {
+    /// Everything that is wrong.
+    pub fn contradictions(&self) -> Vec<Contradiction> {
+        let mut found = Vec::new();
+        let mut unless = |holds: bool, keys, value: &dyn std::fmt::Display, what| {
+            if !holds {
+                found.push(Contradiction { keys, value: value.to_string(), what });
+            }
+        };
+        let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
+        unless(
+            kv_heads > 0 && heads.is_multiple_of(kv_heads),
+            ["num_key_value_heads", "num_attention_heads"],
+            &kv_heads,
+            format!("does not divide the {heads} query heads; give a divisor"),
+        );
+        unless(
+            self.head_dim.is_multiple_of(2),
+            ["head_dim", "head_dim"],
+            &self.head_dim,
+            "is odd, and the rotary embedding turns pairs; give an even number".to_owned(),
+        );
+        unless(
+            self.num_experts_per_tok <= self.num_local_experts,
+            ["num_experts_per_tok", "num_local_experts"],
+            &self.num_experts_per_tok,
+            format!("is more than the {} experts of a layer; give at most that many", self.num_local_experts),
+        );
+        if let Some(Yarn { beta_fast, beta_slow, .. }) = self.yarn {
+            unless(
+                beta_fast > beta_slow,
+                ["yarn.beta_fast", "yarn.beta_slow"],
+                beta_fast,
+                format!("must be above beta_slow, {beta_slow}; GPT-OSS has 32 and 1"),
+            );
+        }
+        found
     }
 }
 

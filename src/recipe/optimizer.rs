@@ -6,7 +6,7 @@ use crate::choice::choice;
 
 table! {
     /// Optimizer and learning-rate schedule. Masters and moments are f32.
-    pub struct Optimizer {
+    pub struct OptimizerConfig {
         /// Update rule.
         pub kind: OptimizerKind = OptimizerKind::AdamW,
         /// Learning rate after the warm-up.

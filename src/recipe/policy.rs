@@ -1,9 +1,11 @@
 //! `[policy]`: advantage, ratio and loss.
 
-use super::correction::Correction;
+use super::correction::CorrectionConfig;
 use super::limits::{above, from};
 use super::table::table;
 use crate::choice::choice;
+pub use crate::policy::advantage::Advantage;
+pub use crate::policy::aggregation::Aggregation;
 pub use crate::policy::divergence::KlEstimator;
 pub use crate::policy::loss::Loss;
 pub use crate::policy::ratio::OldLogprob;
@@ -30,11 +32,11 @@ table! {
         /// Whose experts the training forward uses; gradients still flow through the router's weights of them.
         pub router_replay: RouterReplay = RouterReplay::None,
         /// What is done about tokens whose training and rollout log-probabilities differ.
-        pub correction: Correction = Correction::default(),
+        pub correction: CorrectionConfig = CorrectionConfig::default(),
         /// Divergence from a frozen reference: the model at the start of reinforcement learning.
         pub kl: Kl = Kl::default(),
         /// Soft punishment of responses that near the length limit (DAPO). It shapes the advantage, not the reported reward.
-        pub overlong: Overlong = Overlong::default(),
+        pub overlong: OverlongConfig = OverlongConfig::default(),
     }
 }
 
@@ -58,7 +60,7 @@ table! {
 
 table! {
     /// Soft punishment of long responses.
-    pub struct Overlong {
+    pub struct OverlongConfig {
         /// The punishment grows over this many tokens before `rollout.response_tokens_max`; 0 means none.
         pub buffer_tokens: usize = 0 => from(0.0).to(16777216.0),
         /// What a response at the limit loses.
@@ -87,43 +89,5 @@ choice! {
         Rollout = "rollout",
         /// Those chosen by the forward of `old_logprob = "recompute"`, in every update of the step.
         Recompute = "recompute",
-    }
-}
-
-choice! {
-    /// How rewards become advantages.
-    pub enum Advantage {
-        /// Reward minus the group's mean, divided by the group's standard deviation.
-        Grpo = "grpo",
-        /// Reward minus the group's mean.
-        DrGrpo = "dr_grpo",
-        /// Reward minus the group's mean, divided by the standard deviation of all the batch's rewards.
-        GrpoBatchStd = "grpo_batch_std",
-        /// Reward minus the mean of the group's other rewards.
-        Rloo = "rloo",
-        /// Rewards to go, normalised over the whole batch.
-        ReinforcePlusPlus = "reinforce_plus_plus",
-        /// Reward minus the group's mean, normalised over the tokens of the whole batch.
-        ReinforcePlusPlusBaseline = "reinforce_plus_plus_baseline",
-        /// Reward to go minus the reward of one more, greedy sample of the prompt, which is not trained on.
-        Remax = "remax",
-        /// What a token turned out better than the critic of `[critic]` expected (GAE), normalised over the whole batch.
-        Gae = "gae",
-    }
-}
-
-choice! {
-    /// How token losses become one number.
-    pub enum Aggregation {
-        /// Sum over the tokens of the whole batch, divided by their count.
-        TokenMean = "token_mean",
-        /// Sum over the tokens of the whole batch.
-        TokenSum = "token_sum",
-        /// Mean over sequences of the mean over tokens.
-        SequenceMeanTokenMean = "sequence_mean_token_mean",
-        /// Mean over sequences of the sum over tokens.
-        SequenceMeanTokenSum = "sequence_mean_token_sum",
-        /// Sum over tokens divided by sequences times `rollout.response_tokens_max`.
-        Constant = "constant",
     }
 }

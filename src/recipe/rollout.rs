@@ -5,7 +5,7 @@ use super::table::table;
 
 table! {
     /// How trajectories are sampled for training.
-    pub struct Rollout {
+    pub struct RolloutConfig {
         /// Prompts of a training step.
         pub prompts_per_step: usize = 8 => from(1.0).to(1e6),
         /// Samples of a prompt: the group over which advantages are computed.

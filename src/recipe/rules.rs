@@ -6,7 +6,7 @@ mod policy;
 use super::arms::ARMS;
 use super::mistake::{Mistake, Places};
 use super::table::Table;
-use super::{Advantage, Architecture, Optimizer, Recipe, TaskName, Tokenizer};
+use super::{Advantage, Architecture, OptimizerConfig, Recipe, TaskName, Tokenizer};
 use crate::choice::Choice;
 use std::path::Path;
 
@@ -109,37 +109,9 @@ impl Rules<'_> {
 
     fn architecture(&mut self, architecture: &Architecture) {
         let a = architecture;
-        if !a.num_attention_heads.is_multiple_of(a.num_key_value_heads) {
-            self.refuse(
-                &["model.architecture.num_key_value_heads", "model.architecture.num_attention_heads"],
-                format!(
-                    "{} does not divide the {} query heads; give a divisor",
-                    a.num_key_value_heads, a.num_attention_heads
-                ),
-            );
-        }
-        if !a.head_dim.is_multiple_of(2) {
-            self.refuse(
-                &["model.architecture.head_dim"],
-                format!("{} is odd, and the rotary embedding turns pairs; give an even number", a.head_dim),
-            );
-        }
-        if a.num_experts_per_tok > a.num_local_experts {
-            self.refuse(
-                &["model.architecture.num_experts_per_tok", "model.architecture.num_local_experts"],
-                format!("a layer has only {} experts; give at most that many", a.num_local_experts),
-            );
-        }
-        if let Some(yarn) = &a.yarn
-            && yarn.beta_fast <= yarn.beta_slow
-        {
-            self.refuse(
-                &["model.architecture.yarn.beta_fast", "model.architecture.yarn.beta_slow"],
-                format!(
-                    "{} must be above beta_slow, {}; GPT-OSS has 32 and 1",
-                    yarn.beta_fast, yarn.beta_slow
-                ),
-            );
+        for found in a.sizes().contradictions() {
+            let keys = found.keys.map(|key| format!("model.architecture.{key}"));
+            self.refuse(&keys.each_ref().map(String::as_str), format!("{} {}", found.value, found.what));
         }
         let response = self.recipe.rollout.response_tokens_max;
         if response >= a.max_position_embeddings {
@@ -218,7 +190,7 @@ impl Rules<'_> {
         let task = &self.recipe.task;
         let (mut written, mut absent) = (Vec::new(), Vec::new());
         task.list_keys("task", true, &mut written);
-        super::Task::default().list_keys("task", true, &mut absent);
+        super::TaskConfig::default().list_keys("task", true, &mut absent);
         for (entry, _) in written.iter().zip(&absent).filter(|(written, absent)| written != absent) {
             let key = entry.path().trim_start_matches("task.");
             let readers = TaskName::all().into_iter().filter(|task| task.keys.contains(&key));
@@ -336,7 +308,7 @@ impl Rules<'_> {
         }
     }
 
-    fn optimizer(&mut self, table: &str, optimizer: &Optimizer, steps_key: &str, steps: u64) {
+    fn optimizer(&mut self, table: &str, optimizer: &OptimizerConfig, steps_key: &str, steps: u64) {
         let warmup = optimizer.warmup_steps;
         if steps > 0 && warmup >= steps {
             self.warn(

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 
 table! {
     /// What is learned: problems, environment and reward.
-    pub struct Task {
+    pub struct TaskConfig {
         /// Which task.
         pub name: TaskName = TaskName::default(),
         /// Training problems, for tasks that read files.
@@ -41,7 +41,7 @@ table! {
     }
 }
 
-impl Task {
+impl TaskConfig {
     /// Fills in the defaults of the keys that the task reads; the keys of other tasks stay absent.
     pub(crate) fn fill_in(&mut self) {
         let keys = self.name.keys;

@@ -1,7 +1,7 @@
 //! `[train]`: the update.
 
 use super::limits::from;
-use super::optimizer::Optimizer;
+use super::optimizer::OptimizerConfig;
 use super::table::table;
 use std::path::PathBuf;
 
@@ -30,6 +30,6 @@ table! {
         /// `rollout.temperature` the value they were sampled at. Absent means sampling.
         pub trajectories: Option<PathBuf> = None,
         /// Optimizer of this stage.
-        pub optimizer: Optimizer = Optimizer::default(),
+        pub optimizer: OptimizerConfig = OptimizerConfig::default(),
     }
 }

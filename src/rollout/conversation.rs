@@ -13,8 +13,8 @@
 
 use super::Rollout;
 use super::prompt::Rendered;
-use super::sampler::Place;
-use crate::harmony::{HarmonyTokenizer, Message, ParsedCompletion, Problem as Flaw, Role};
+use super::sampler::SampledPlace;
+use crate::harmony::{HarmonyTokenizer, Message, ParsedCompletion, Role, TurnProblem};
 use crate::harmony::{TurnEnd, TurnParser, TurnStep};
 use crate::interpreter::{Interpreter, SessionId};
 use crate::ops::logits::Drawn;
@@ -161,8 +161,8 @@ impl<'a> Conversation<'a> {
     }
 
     /// Where the next token stands.
-    pub(super) fn place(&self) -> Place {
-        Place {
+    pub(super) fn place(&self) -> SampledPlace {
+        SampledPlace {
             prompt: self.prompt,
             sample: self.sample,
             turn: self.turns.len() as u64,
@@ -267,14 +267,16 @@ impl<'a> Conversation<'a> {
     }
 
     fn malformed(&mut self) -> Next {
-        let flaw = self.parser.problem().cloned().unwrap_or(Flaw::Truncated);
+        let flaw = self.parser.problem().cloned().unwrap_or(TurnProblem::Truncated);
         if self.last_turn() || self.exhausted() {
             let outcome = if self.last_turn() { Outcome::Malformed } else { Outcome::TruncatedLength };
             self.close_turn(Some(CallOutcome::MalformedCall));
             return self.end(outcome);
         }
         let author = match &flaw {
-            Flaw::CallNotClosed { recipient } | Flaw::EmptyCall { recipient } => Some(recipient.clone()),
+            TurnProblem::CallNotClosed { recipient } | TurnProblem::EmptyCall { recipient } => {
+                Some(recipient.clone())
+            }
             _ => self.rules.interpreter.map(|_| PYTHON.to_string()),
         };
         match author {

@@ -18,7 +18,7 @@ pub use crate::ops::logits::Sampling;
 pub use metrics::metrics;
 pub use prompt::{Prompt, preamble};
 pub use queue::Observer;
-pub use sampler::{Place, TokenSource};
+pub use sampler::{SampledPlace, TokenSource};
 pub use settings::RolloutSettings;
 
 use crate::harmony::{HarmonyTokenizer, Message};

@@ -5,7 +5,7 @@ use anyhow::Result;
 
 /// Where in a rollout a token stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
+pub struct SampledPlace {
     pub prompt: u64,
     pub sample: u64,
     pub turn: u64,
@@ -22,7 +22,7 @@ pub trait TokenSource: Sync {
     ///
     /// # Errors
     /// When there is none to take.
-    fn choose(&self, place: Place, drawn: u32) -> Result<u32> {
+    fn choose(&self, place: SampledPlace, drawn: u32) -> Result<u32> {
         let _ = place;
         Ok(drawn)
     }

@@ -18,7 +18,7 @@ pub(super) fn trainable(plan: &Plan, specs: &[ParameterSpec]) -> Result<Vec<bool
 
 /// The same of the critic, if there is one, and `critic.freeze`.
 pub(super) fn critic_trainable(plan: &Plan, config: &Config) -> Result<Option<Vec<bool>>> {
-    let of = |critic: &recipe::Critic| {
+    let of = |critic: &recipe::CriticConfig| {
         not_frozen(plan, "critic.freeze", &critic.freeze, None, &value_model_specs(config))
     };
     plan.recipe.critic.as_ref().map(of).transpose()

@@ -5,7 +5,7 @@ use crate::bad_input;
 use crate::integrity::sealed;
 use crate::metrics::{MetricsFile, Row, TensorBoard, read_rows};
 use crate::recipe::{Plan, RecipeSource, resume_differences};
-use crate::train::checkpoint::{self, Checkpoint};
+use crate::train::checkpoint::{self, ResumePoint};
 use crate::trajectory::TrajectoryRow;
 use anyhow::{Context, Result};
 use std::fs::{self, File, TryLockError};
@@ -60,7 +60,7 @@ impl RunFolder {
     /// # Errors
     /// [`crate::error::BadInput`] when there is no run, it is in use or damaged, or its recipe differs in a key that may not
     /// change.
-    pub fn resume(path: &Path, plan: &Plan) -> Result<(Self, Option<Checkpoint>)> {
+    pub fn resume(path: &Path, plan: &Plan) -> Result<(Self, Option<ResumePoint>)> {
         if !holds_run(path) {
             return Err(bad_input!("{}: holds no run to resume; start it without --resume", path.display()));
         }

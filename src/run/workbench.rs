@@ -5,7 +5,7 @@ use crate::bad_input;
 use crate::error::BadInput;
 use crate::harmony::{HarmonyTokenizer, Message};
 use crate::interpreter::{self, CPython, Embedded, Interpreter};
-use crate::model::config::{Config, LayerType, Rope, Yarn};
+use crate::model::config::{Config, LayerType, Rope};
 use crate::model::family::Family;
 use crate::model::forward::{ForwardOptions, Model};
 use crate::model::init::{InitSettings, init};
@@ -302,13 +302,6 @@ fn model_folder(path: &Path) -> Result<PathBuf> {
 }
 
 fn config_of(a: &Architecture, tokenizer: &HarmonyTokenizer) -> Config {
-    let yarn = a.yarn.as_ref().map(|y| Yarn {
-        factor: y.factor,
-        original_max_position_embeddings: y.original_max_position_embeddings,
-        beta_fast: y.beta_fast,
-        beta_slow: y.beta_slow,
-        truncate: y.truncate,
-    });
     let control = tokenizer.control();
     Config {
         family: Family::GptOss,
@@ -323,7 +316,7 @@ fn config_of(a: &Architecture, tokenizer: &HarmonyTokenizer) -> Config {
         num_experts_per_tok: a.num_experts_per_tok,
         sliding_window: a.sliding_window,
         layer_types: LayerType::alternating(a.num_hidden_layers),
-        rope: Rope { theta: a.rope_theta, yarn },
+        rope: Rope { theta: a.rope_theta, yarn: a.yarn.clone() },
         rms_norm_eps: a.rms_norm_eps,
         swiglu_limit: a.swiglu_limit,
         max_position_embeddings: a.max_position_embeddings,

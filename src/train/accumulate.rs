@@ -21,7 +21,7 @@ pub struct Learner<'a> {
     pub parameters: &'a Parameters,
 }
 
-/// An objective of every micro-batch: its index, and what [`super::forward_backward::Objective`] sees.
+/// An objective of every micro-batch: its index, and what [`super::forward_backward::HeadObjective`] sees.
 pub type BatchObjective<'a> = &'a (dyn Fn(usize, &[f32], &[f32]) -> Result<HeadGradient> + Sync);
 
 /// A critic's objective of every micro-batch: its index, and what [`super::forward_backward::ValueObjective`] sees.

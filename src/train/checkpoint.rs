@@ -9,7 +9,7 @@
 mod list;
 
 pub use list::{
-    Checkpoint, clear_partial, each, folder_name, holds_state, newest, newest_folder, read_state, sound,
+    ResumePoint, clear_partial, each, folder_name, holds_state, newest, newest_folder, read_state, sound,
 };
 
 use super::critic::Critic;

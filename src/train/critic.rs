@@ -6,7 +6,6 @@ use super::accumulate::Learner;
 use super::batch::{MicroBatch, Sequence};
 use super::experience::{Experience, spans};
 use super::forward_backward::PassSettings;
-use super::objective;
 use super::optimizer::Optimizer;
 use crate::metrics::Metrics;
 use crate::model::config::Config;
@@ -14,14 +13,14 @@ use crate::model::init::value_model;
 use crate::model::parameters::Parameters;
 use crate::policy::advantage::{gae, whiten};
 use crate::policy::value::{ValueLoss, explained_variance, value_loss};
-use crate::policy::{Normalizer, Sequences};
+use crate::policy::{Aggregation, BatchSize, Normalizer, Sequences};
 use crate::recipe;
 use anyhow::{Context, Result};
 use std::sync::{Mutex, PoisonError};
 
 /// A critic and what moves it.
 pub struct Critic {
-    pub settings: recipe::Critic,
+    pub settings: recipe::CriticConfig,
     pub parameters: Parameters,
     pub optimizer: Optimizer,
 }
@@ -36,7 +35,7 @@ impl Critic {
         config: &Config,
         policy: &Parameters,
         trainable: &[bool],
-        settings: &recipe::Critic,
+        settings: &recipe::CriticConfig,
         seed: u64,
         round_to_bf16: bool,
     ) -> Result<Self> {
@@ -54,16 +53,16 @@ impl Critic {
 pub struct CriticStep<'a> {
     /// Over the critic's parameters.
     pub learner: Learner<'a>,
-    pub settings: &'a recipe::Critic,
+    pub settings: &'a recipe::CriticConfig,
     /// That of the policy loss, with the constant that it may need.
-    pub aggregation: recipe::Aggregation,
+    pub aggregation: Aggregation,
     pub response_tokens_max: usize,
     pub pass: PassSettings,
     pub micro_batch_tokens: usize,
 }
 
 /// What the values make of the rewards, one a token.
-pub struct Estimate {
+pub struct ValueEstimate {
     /// Normalised over the batch.
     pub advantages: Vec<f32>,
     pub returns: Vec<f32>,
@@ -83,7 +82,7 @@ impl CriticStep<'_> {
     ///
     /// # Errors
     /// When a value is no number, or the batch has too few tokens to be normalised.
-    pub fn estimate(&self, sequences: &Sequences, rewards: &[f32], values: &[f32]) -> Result<Estimate> {
+    pub fn estimate(&self, sequences: &Sequences, rewards: &[f32], values: &[f32]) -> Result<ValueEstimate> {
         let found = gae(sequences, rewards, values, self.settings.gamma, self.settings.lambda)?;
         let advantages = whiten(sequences, &found.advantages)?;
         let mut metrics = Metrics::new();
@@ -96,7 +95,7 @@ impl CriticStep<'_> {
         if let Some(explained) = explained_variance(sequences, values, &found.returns)? {
             metrics.set("critic/vf_explained_var", explained);
         }
-        Ok(Estimate { advantages, returns: found.returns, metrics })
+        Ok(ValueEstimate { advantages, returns: found.returns, metrics })
     }
 
     /// Gradients of the value loss over `experience`, or the part of it that one update takes: they are in the critic's
@@ -111,8 +110,7 @@ impl CriticStep<'_> {
         }
         let (old_values, returns) =
             experience.values.as_ref().zip(experience.returns.as_ref()).context("no values to learn from")?;
-        let aggregation = objective::aggregation(self.aggregation, self.response_tokens_max);
-        let normalizer = Normalizer::global(aggregation, tokens.valid_tokens(), tokens.valid_sequences(), 1)?;
+        let normalizer = Normalizer::new(self.aggregation, BatchSize::of(&tokens, self.response_tokens_max))?;
         let clip = if self.settings.value_clip > 0.0 { self.settings.value_clip } else { f64::INFINITY };
         let batches = MicroBatch::split(&experience.sequences, self.micro_batch_tokens);
         let spans = spans(&batches);

@@ -31,7 +31,7 @@ pub struct HeadGradient {
 }
 
 /// From the log-probabilities and entropies of the head, `[R]` each, to their gradients.
-pub type Objective<'a> = &'a dyn Fn(&[f32], &[f32]) -> Result<HeadGradient>;
+pub type HeadObjective<'a> = &'a dyn Fn(&[f32], &[f32]) -> Result<HeadGradient>;
 
 /// From the values that a critic's head gives, `[R]`, to the gradient of its loss with respect to them.
 pub type ValueObjective<'a> = &'a dyn Fn(&[f32]) -> Result<Vec<f32>>;
@@ -96,7 +96,7 @@ impl Pass<'_> {
     ///
     /// # Errors
     /// When the batch does not fit the model or the objective fails.
-    pub fn forward_backward(&self, objective: Objective<'_>) -> Result<PassOutput> {
+    pub fn forward_backward(&self, objective: HeadObjective<'_>) -> Result<PassOutput> {
         let Walked { head, routes, load_balance } = self.both_ways(&|head| apply(head, objective))?;
         let [log_probs, entropies] = split_head(&head)?;
         Ok(PassOutput { log_probs, entropies, routes, load_balance })
@@ -226,7 +226,7 @@ fn read_values(head: &Tensor) -> Result<Vec<f32>> {
 }
 
 /// The objective's gradient as a tensor of the head's shape.
-fn apply(head: &Tensor, objective: Objective<'_>) -> Result<Tensor> {
+fn apply(head: &Tensor, objective: HeadObjective<'_>) -> Result<Tensor> {
     let [log_probs, entropies] = split_head(head)?;
     let HeadGradient { log_probs: mut gradient, entropies: entropy_gradient } =
         objective(&log_probs, &entropies)?;

@@ -1,33 +1,23 @@
 //! The recipe's choice of loss, its terms beside the policy's, and their sum over micro-batches.
 
 use crate::metrics::Metrics;
-use crate::policy::correction::{CorrectionConfig, ImportanceConfig, RejectionRule, WeightBound};
+use crate::policy::Normalizer;
+use crate::policy::correction::{CorrectionRules, ImportanceConfig, RejectionRule, WeightBound};
 use crate::policy::divergence::kl_loss;
-use crate::policy::loss::{LossInput, LossSettings, Objective, PolicyLoss};
-use crate::policy::{Aggregation, Normalizer};
+use crate::policy::loss::{LossFunction, LossInput, LossSettings, PolicyLoss};
 use crate::recipe::{self, KlPlace};
 use anyhow::Result;
 use std::collections::BTreeMap;
 
 /// The recipe's policy loss.
-pub(super) fn objective(policy: &recipe::Policy) -> Result<Box<dyn Objective>> {
+pub(super) fn objective(policy: &recipe::Policy) -> Result<Box<dyn LossFunction>> {
     let &recipe::Policy { clip_low, clip_high, dual_clip, .. } = policy;
     let dual_clip = (dual_clip > 0.0).then_some(dual_clip);
     (policy.loss.make)(&LossSettings { clip_low, clip_high, dual_clip })
 }
 
-pub(super) fn aggregation(aggregation: recipe::Aggregation, response_tokens_max: usize) -> Aggregation {
-    match aggregation {
-        recipe::Aggregation::TokenMean => Aggregation::TokenMean,
-        recipe::Aggregation::TokenSum => Aggregation::TokenSum,
-        recipe::Aggregation::SequenceMeanTokenMean => Aggregation::SequenceMeanTokenMean,
-        recipe::Aggregation::SequenceMeanTokenSum => Aggregation::SequenceMeanTokenSum,
-        recipe::Aggregation::Constant => Aggregation::Constant { tokens: response_tokens_max },
-    }
-}
-
 /// The recipe's rollout correction.
-pub(super) fn correction(correction: &recipe::Correction) -> Result<CorrectionConfig> {
+pub(super) fn correction(correction: &recipe::CorrectionConfig) -> Result<CorrectionRules> {
     let importance = match correction.is.level() {
         Some(level) => {
             let bound = WeightBound::new(&correction.threshold)?;
@@ -37,7 +27,7 @@ pub(super) fn correction(correction: &recipe::Correction) -> Result<CorrectionCo
     };
     let rules = correction.reject.iter().zip(&correction.reject_bounds);
     let reject = rules.map(|(&option, bounds)| RejectionRule::new(option, bounds)).collect::<Result<_>>()?;
-    Ok(CorrectionConfig { importance, reject })
+    Ok(CorrectionRules { importance, reject })
 }
 
 /// A micro-batch's share of an update's loss. Shares add up.

@@ -2,7 +2,7 @@
 
 use crate::model::parameters::{MASTER, OptimizerState, Parameters};
 use crate::ops::optimizer::{AdamW, adamw, round_to_bf16, sgd};
-use crate::recipe::{Optimizer as Settings, OptimizerKind, Schedule};
+use crate::recipe::{OptimizerConfig as Settings, OptimizerKind, Schedule};
 use anyhow::{Context, Result};
 
 /// Learning rate of update number `step` (from 0) of `steps`: linear warm-up, then the schedule down to the last update.

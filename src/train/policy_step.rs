@@ -11,13 +11,13 @@ use crate::metrics::Metrics;
 use crate::model::forward::ForwardOptions;
 use crate::model::parameters::Parameters;
 use crate::policy::advantage::{
-    GroupEstimator, group_advantages, reinforce_plus_plus, reinforce_plus_plus_baseline, remax,
+    dr_grpo, grpo, grpo_batch_std, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo,
 };
 use crate::policy::correction::correct;
 use crate::policy::kl_in_reward::kl_in_reward;
 use crate::policy::loss::LossInput;
 use crate::policy::shaping::Overlong;
-use crate::policy::{Normalizer, Sequences};
+use crate::policy::{BatchSize, Normalizer, Sequences};
 use crate::recipe::{self, Advantage, KlPlace, OldLogprob, RouterReplay};
 use crate::trajectory::{Group, Trajectory};
 use anyhow::{Context, Result};
@@ -39,7 +39,7 @@ pub struct PolicyStep<'a> {
     pub micro_batch_tokens: usize,
     /// Updates that the step makes.
     pub updates: usize,
-    /// The constant of [`recipe::Aggregation::Constant`], and the limit of overlong shaping.
+    /// The constant of [`crate::policy::Aggregation::Constant`], and the limit of overlong shaping.
     pub response_tokens_max: usize,
 }
 
@@ -242,12 +242,13 @@ impl PolicyStep<'_> {
             let penalties = sequences.scores(&penalties)?;
             Ok(rewards.iter().zip(&penalties).map(|(reward, penalty)| reward + penalty).collect())
         };
-        let of_group = |estimator| sequences.broadcast(&group_advantages(estimator, &whole()?, &sizes)?);
+        type OfGroups = fn(&[f32], &[usize]) -> Result<Vec<f32>>;
+        let of_groups = |estimate: OfGroups| sequences.broadcast(&estimate(&whole()?, &sizes)?);
         let advantages = match self.policy.advantage {
-            Advantage::Grpo => of_group(GroupEstimator::Grpo)?,
-            Advantage::DrGrpo => of_group(GroupEstimator::DrGrpo)?,
-            Advantage::GrpoBatchStd => of_group(GroupEstimator::GrpoBatchStd)?,
-            Advantage::Rloo => of_group(GroupEstimator::Rloo)?,
+            Advantage::Grpo => of_groups(grpo)?,
+            Advantage::DrGrpo => of_groups(dr_grpo)?,
+            Advantage::GrpoBatchStd => of_groups(grpo_batch_std)?,
+            Advantage::Rloo => of_groups(rloo)?,
             Advantage::ReinforcePlusPlus => reinforce_plus_plus(&sequences, &per_token(), 1.0)?.advantages,
             Advantage::ReinforcePlusPlusBaseline => {
                 reinforce_plus_plus_baseline(&sequences, &whole()?, &sizes)?
@@ -298,8 +299,7 @@ impl PolicyStep<'_> {
 
     /// Denominators of one update, after any rejection.
     fn normalizer(&self, tokens: &Sequences) -> Result<Normalizer> {
-        let aggregation = objective::aggregation(self.policy.aggregation, self.response_tokens_max);
-        Normalizer::global(aggregation, tokens.valid_tokens(), tokens.valid_sequences(), 1)
+        Normalizer::new(self.policy.aggregation, BatchSize::of(tokens, self.response_tokens_max))
     }
 
     fn note(

@@ -6,7 +6,7 @@ use crate::model::forward::ForwardOptions;
 use crate::recipe::{self, Dtype};
 use crate::run::workbench::Workbench;
 use crate::train::accumulate::Learner;
-use crate::train::checkpoint::{self, Checkpoint};
+use crate::train::checkpoint::{self, ResumePoint};
 use crate::train::critic::{Critic, CriticStep};
 use crate::train::experience::Experience;
 use crate::train::forward_backward::PassSettings;
@@ -15,7 +15,7 @@ use anyhow::Result;
 
 impl Trainer {
     /// The critic that the recipe asks for: from the policy's weights as they are, or that of the checkpoint.
-    pub(super) fn critic(&self, point: Option<&Checkpoint>) -> Result<Option<Critic>> {
+    pub(super) fn critic(&self, point: Option<&ResumePoint>) -> Result<Option<Critic>> {
         let bench = &self.bench;
         let recipe = &bench.plan.recipe;
         let (Some(settings), Some(trainable)) = (&recipe.critic, &bench.critic_trainable) else {
@@ -39,7 +39,7 @@ impl Trainer {
         critic: &mut Critic,
     ) -> Result<Metrics> {
         let train = &self.bench.plan.recipe.train;
-        let recipe::Critic { minibatches, epochs, .. } = critic.settings;
+        let recipe::CriticConfig { minibatches, epochs, .. } = critic.settings;
         let mut means = Accumulator::new();
         for epoch in 0..epochs as u64 {
             for indices in experience.minibatches(minibatches, train.seed, step, epoch) {

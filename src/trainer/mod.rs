@@ -22,7 +22,7 @@ use crate::run::signals::Stop;
 use crate::run::workbench::Workbench;
 use crate::train::accumulate::Learner;
 use crate::train::batch::Sequence;
-use crate::train::checkpoint::{self, Checkpoint};
+use crate::train::checkpoint::{self, ResumePoint};
 use crate::train::critic::Critic;
 use crate::train::forward_backward::PassSettings;
 use crate::train::gradients::clip;
@@ -66,7 +66,7 @@ impl Trainer {
         folder: RunFolder,
         console: Console,
         stop: Stop,
-        point: Option<&Checkpoint>,
+        point: Option<&ResumePoint>,
     ) -> Result<Self> {
         bench.parameters.learn(&bench.trainable)?;
         let steered = point.and_then(|point| point.state.kl_coefficient);
@@ -90,7 +90,7 @@ impl Trainer {
     ///
     /// # Errors
     /// Any; the last checkpoint is intact then.
-    pub fn run(&mut self, point: Option<Checkpoint>) -> Result<bool> {
+    pub fn run(&mut self, point: Option<ResumePoint>) -> Result<bool> {
         let recipe = self.bench.plan.recipe.clone();
         let done = point.as_ref().map(|p| (p.state.phase, p.state.step));
         let (mut rl_start, mut resumed) = (0, None);
@@ -114,7 +114,11 @@ impl Trainer {
     }
 
     /// A fresh optimizer, or the one of the checkpoint, whose weights it writes into the model.
-    fn optimizer(&mut self, settings: &recipe::Optimizer, point: Option<&Checkpoint>) -> Result<Optimizer> {
+    fn optimizer(
+        &mut self,
+        settings: &recipe::OptimizerConfig,
+        point: Option<&ResumePoint>,
+    ) -> Result<Optimizer> {
         let bench = &mut self.bench;
         let round = bench.plan.recipe.model.dtype == Dtype::Bf16;
         let mut optimizer = Optimizer::new(settings, &mut bench.parameters, round)?;

@@ -75,7 +75,7 @@ impl Trainer {
     }
 
     /// Fixes the reference: the weights as they are, or those that the run which goes on from `point` began with.
-    pub(super) fn set_reference(&mut self, point: Option<&Checkpoint>) -> Result<()> {
+    pub(super) fn set_reference(&mut self, point: Option<&ResumePoint>) -> Result<()> {
         let bench = &self.bench;
         let (config, parameters) = (&bench.model.config, &bench.parameters);
         if bench.plan.recipe.policy.kl.place == KlPlace::None {

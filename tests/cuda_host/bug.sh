@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# bug.sh NUMBER: seeds one bug of bugs.txt, builds and runs the small suite of its kernels, plain, then with each sanitizer, until a
-# check catches it. Prints one line. Exits 1 when nothing catches it or it cannot be seeded.
+# bug.sh NUMBER: seeds one bug of bugs.txt, builds and runs the small suite of its kernels until a check catches it: what
+# bugs.txt says to try first, then all checks plain and with each sanitizer. Prints one line. Exits 1 when nothing catches
+# it or it cannot be seeded.
 set -u
 cd "$(dirname "$0")" || exit 1
 number=$1
@@ -11,38 +12,46 @@ if ! seeded=$($out/seed bugs.txt "$number" ../../kernels "$work/kernels" 2>&1); 
   echo "  $seeded"
   exit 1
 fi
-IFS=$'\t' read -r file kind name <<<"$seeded"
+IFS=$'\t' read -r file kind name first <<<"$seeded"
+read -r first_mode first_check first_sources <<<"${first:-plain}"
 # The family whose kernels the file is part of; shared files are tried in the first.
 case $file in
   *hopper* | ring.cuh | warpgroup_*) family=hopper sources=$(cd ../../kernels && echo *_hopper.cu) ;;
   *) family=mma sources="sink_attention_forward.cu sink_attention_backward.cu" ;;
 esac
+# What is compiled anew. `attention`, the host's part, takes as long as the kernels and seldom tells more.
 case $file in
-  *.cu) changed=$file ;;
-  *_softmax.cuh) changed=sink_attention_forward.cu ;;
-  *_gradients.cuh) changed="sink_attention_backward.cu attention" ;;
-  *) changed="$sources attention" ;;
+  *.cu) sources=$file also="" ;;
+  *_softmax.cuh) sources=sink_attention_forward.cu also="" ;;
+  *_gradients.cuh) sources=sink_attention_backward.cu also=attention ;;
+  *) also=attention ;;
 esac
 
 caught=""
-for mode in plain asan tsan; do
-  build=$work/$mode
+# attempt MODE CHECK SOURCES...: sets `caught` when a check notices; 1 when nothing more is to be tried.
+attempt() {
+  local mode=$1 check=$2 build=$work/$1 status words
+  shift 2
   mkdir -p "$build"
-  if ! make -s bug MODE=$mode KERNELS="$work/kernels" BUILD="$build" CHANGED="$changed" >"$build/log" 2>&1; then
+  if ! make -s bug MODE="$mode" KERNELS="$work/kernels" BUILD="$build" CHANGED="$*" >"$build/log" 2>&1; then
     [ "$kind" = refused ] && caught="the compiler: $(grep -m1 -o 'error: .*' "$build/log")"
     [ "$kind" = refused ] || name="$name (does not build)"
-    break
+    return 1
   fi
   # In a shell of its own, so that nobody remarks on a signal.
-  bash -c 'TSAN_OPTIONS=halt_on_error=1 timeout 120 "$1/suite" small "$2" >"$1/log" 2>&1; exit $?' - "$build" $family 2>/dev/null
+  # shellcheck disable=SC2016,SC2086 # no check is all checks
+  bash -c 'TSAN_OPTIONS=halt_on_error=1 timeout 120 "$0/suite" small "$@" >"$0/log" 2>&1; exit $?' "$build" $family $check 2>/dev/null
   status=$?
-  [ $status = 0 ] && continue
+  [ $status = 0 ] && return
   caught="$mode: ended with status $status"
   if words=$(grep -m1 -oE 'caught by .*|SUMMARY: .*' "$build/log"); then
     caught="$mode: ${words#caught by }"
-    break
+    return 1
   fi  # else a crash, of which a sanitizer says more
-done
+}
+# shellcheck disable=SC2086 # several words
+attempt "$first_mode" "$first_check" $sources $first_sources && attempt plain "" $sources $also &&
+  attempt asan "" $sources $also && attempt tsan "" $sources $also
 rm -rf "$work"
 printf '  %-52s %s\n' "$name" "${caught:-NOT CAUGHT}" | cut -c1-190
 [ -n "$caught" ]

@@ -98,6 +98,7 @@ static void test_mma() {
     }
     check(shuffle_xor(float(lane), 5) == float(lane ^ 5), "shuffle_xor");
     check(shuffle_index(float(lane), (lane + 3) % 32) == float((lane + 3) % 32), "shuffle_index");
+    check(any_lane(lane == 9) && !any_lane(lane == 32), "any_lane");
   });
 }
 
@@ -262,6 +263,7 @@ static void test_refused_threads() {
   refused("1 to 1024", 1025, [] {});
   refused("the limit is 232448", 32, [] {}, (227 << 10) + 1);
   refused("warp divergence", 32, [] { tid() < 16 ? (void)shuffle_xor(1, 1) : warp_barrier(); });
+  refused("any_lane in a warp of 8 threads", 40, [] { any_lane(true); });
   refused("exit", 32, [] {
     if (tid() != 7) shuffle_xor(1, 1);
   });

@@ -83,6 +83,7 @@ inline float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 
 float shuffle_xor(float x, int mask);
 float shuffle_index(float x, int lane);
+bool any_lane(bool holds);
 // Any bits, in part warps too: for kernels that are not ours.
 uint64_t shuffle_bits_xor(uint64_t x, int mask);
 uint64_t shuffle_bits_down(uint64_t x, int lanes);

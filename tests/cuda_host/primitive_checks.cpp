@@ -32,7 +32,7 @@ const Check CHECKS[] = {
     CHECK(check_arithmetic, 2, 64, 6, "exact"),
     CHECK(check_exp2, 1, 128, 4, "relative"),
     CHECK(check_log2, 1, 128, 2, "absolute"),
-    CHECK(check_shuffles, 1, 64, 8, "exact"),
+    CHECK(check_shuffles, 1, 64, 9, "exact"),
     CHECK(check_barriers, 1, 128, 4, "exact"),
     CHECK(check_copies, 1, 96, 8, "exact"),
     CHECK(check_ldmatrix, 1, 64, 8, "exact"),

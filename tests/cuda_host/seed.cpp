@@ -1,7 +1,7 @@
 // Seeds one bug of bugs.txt in a copy of the kernels.
 //   seed BUGS                          prints how many there are
 //   seed BUGS NUMBER KERNELS TARGET    copies KERNELS to TARGET with bug NUMBER (from 1); prints its file, `runs` or
-//                                      `refused` (by the compiler), and its name, with tabs between
+//                                      `refused` (by the compiler), its name, and what to try first, with tabs between
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -13,7 +13,7 @@
 namespace files = std::filesystem;
 
 struct Bug {
-  std::string name, file, find, put;
+  std::string name, file, first, find, put;
   bool refused = false;
 };
 
@@ -41,8 +41,9 @@ static std::vector<Bug> read_bugs(const char* path) {
     if (line[0] != '=' && bugs.empty()) stop("bugs.txt starts without a name");
     const auto add = [&](std::string& text) { text += (text.empty() ? "" : "\n") + rest; };
     switch (line[0]) {
-      case '=': bugs.push_back({rest, "", "", ""}); break;
+      case '=': bugs.push_back({rest, "", "", "", ""}); break;
       case '@': bugs.back().file = rest; break;
+      case '~': bugs.back().first = rest; break;
       case '!': bugs.back().refused = true; break;
       case '-': add(bugs.back().find); break;
       case '+': add(bugs.back().put); break;
@@ -70,5 +71,5 @@ int main(int count, char** arguments) {
   if (text.find(bug.find, at + 1) != std::string::npos) stop("'" + bug.name + "': its text is in " + bug.file + " twice");
   text.replace(at, bug.find.size(), bug.put);
   std::ofstream(target / bug.file, std::ios::binary) << text;
-  printf("%s\t%s\t%s\n", bug.file.c_str(), bug.refused ? "refused" : "runs", bug.name.c_str());
+  printf("%s\t%s\t%s\t%s\n", bug.file.c_str(), bug.refused ? "refused" : "runs", bug.name.c_str(), bug.first.c_str());
 }

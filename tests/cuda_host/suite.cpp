@@ -1,5 +1,5 @@
 // The kernels' tests on the CPU: errors against f64, row bits, bits from run to run. README.md lists them.
-//   suite [small] [forward] [mma | hopper]
+//   suite [small] [forward] [mma | hopper] [errors | limits | rows | chunks | repeats]
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -240,8 +240,10 @@ void test_limits(const Family& family) {
   expect_all(near, run(problem, {}, nullptr), "window of 2^31 - 1");
 }
 
+// Runs a check of a family, unless another was asked for.
 template <class Run>
-void timed(const char* what, const char* family, Run run) {
+void timed(const char* what, const std::string& asked, const char* family, Run run) {
+  if (!asked.empty() && asked != what) return;
   const auto start = std::chrono::steady_clock::now();
   try {
     run();
@@ -255,7 +257,7 @@ void timed(const char* what, const char* family, Run run) {
 
 }  // namespace
 
-void run(bool small, bool with_backward, const std::string& only) {
+void run(bool small, bool with_backward, const std::string& only, const std::string& asked) {
   const std::vector<Shape>& error_shapes = small ? small_shapes() : shapes();
   std::vector<Shape> row_shapes, repeat_shapes;
   if (small) {
@@ -271,10 +273,10 @@ void run(bool small, bool with_backward, const std::string& only) {
   const std::vector<int> pieces = small ? std::vector<int>{1, 33} : std::vector<int>{1, 7, 64, 100};
   for (const Family& family : families()) {
     if (!only.empty() && only != family.name) continue;
-    timed("errors", family.name, [&] { test_errors(family, error_shapes, with_backward); });
-    timed("limits", family.name, [&] { test_limits(family); });
-    timed("row bits", family.name, [&] { test_rows(family, row_shapes, WAYS, pieces, {}); });
-    timed("chunks", family.name, [&] {
+    timed("errors", asked, family.name, [&] { test_errors(family, error_shapes, with_backward); });
+    timed("limits", asked, family.name, [&] { test_limits(family); });
+    timed("rows", asked, family.name, [&] { test_rows(family, row_shapes, WAYS, pieces, {}); });
+    timed("chunks", asked, family.name, [&] {
       if (small) {
         test_rows(family, small_chunk_shapes(), {WAYS[2]}, {1}, {1 << 20});
         test_rows(family, {chunk_shapes().back()}, {WAYS[0]}, {1}, {1 << 20});  // a hashed 0 is none
@@ -282,7 +284,7 @@ void run(bool small, bool with_backward, const std::string& only) {
         test_rows(family, chunk_shapes(), WAYS, {1, 2, 5}, {1, 2, 1 << 20});
       }
     });
-    if (with_backward) timed("repeats", family.name, [&] { test_repeats(family, repeat_shapes); });
+    if (with_backward) timed("repeats", asked, family.name, [&] { test_repeats(family, repeat_shapes); });
   }
   for (const auto& [what, largest] : worst)
     printf("  largest error of %-12s %.3g of plain bf16's (%s)\n", what.c_str(), largest.ratio, largest.where.c_str());
@@ -293,7 +295,7 @@ void run(bool small, bool with_backward, const std::string& only) {
 
 int main(int count, char** arguments) {
   bool small = false, with_backward = true;
-  std::string only;  // family
+  std::string only, asked;  // family, check
   for (int i = 1; i < count; i++) {
     const std::string argument = arguments[i];
     if (argument == "small") {
@@ -302,10 +304,13 @@ int main(int count, char** arguments) {
       with_backward = false;
     } else if (argument == "mma" || argument == "hopper") {
       only = argument;
+    } else if (argument == "errors" || argument == "limits" || argument == "rows" || argument == "chunks" ||
+               argument == "repeats") {
+      asked = argument;
     } else {
-      fprintf(stderr, "usage: suite [small] [forward] [mma | hopper]\n");
+      fprintf(stderr, "usage: suite [small] [forward] [mma | hopper] [errors | limits | rows | chunks | repeats]\n");
       return 2;
     }
   }
-  suite::run(small, with_backward, only);
+  suite::run(small, with_backward, only, asked);
 }

@@ -53,6 +53,16 @@ uint64_t shuffle_bits_down(uint64_t x, int lanes) {
   return shuffle("__shfl_down_sync", x, lane + lanes < LANES ? lane + lanes : lane, false);
 }
 
+bool any_lane(bool holds) {
+  InEngine engine;
+  warp_meet("any_lane", &holds, [](Warp& warp, void** lanes) {
+    bool any = false;
+    for (int lane = 0; lane < warp.lanes; lane++) any |= *static_cast<bool*>(lanes[lane]);
+    for (int lane = 0; lane < warp.lanes; lane++) *static_cast<bool*>(lanes[lane]) = any;
+  }, true);
+  return holds;
+}
+
 void warp_barrier() {
   InEngine engine;
   Warp& warp = self().block->warps[self().index / LANES];

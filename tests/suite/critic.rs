@@ -9,7 +9,7 @@ use rloss::ops::threads::Threads;
 use rloss::policy::Sequences;
 use rloss::policy::advantage::{gae, whiten};
 use rloss::policy::value::explained_variance;
-use rloss::recipe::{self, Aggregation, Kl, KlEstimator, KlPlace, Optimizer, Policy};
+use rloss::recipe::{self, Aggregation, Kl, KlEstimator, KlPlace, OptimizerConfig, Policy};
 use rloss::train::accumulate::Learner;
 use rloss::train::batch::{MicroBatch, Sequence};
 use rloss::train::critic::{Critic, CriticStep};
@@ -34,7 +34,7 @@ fn pass(recompute_layers: bool) -> PassSettings {
 }
 
 impl Fixture {
-    fn new(settings: recipe::Critic) -> Self {
+    fn new(settings: recipe::CriticConfig) -> Self {
         let (model, policy) = tiny::model(tiny::config(true), 3);
         let trainable = vec![true; policy.len() + 1];
         let critic = Critic::new(&model.config, &policy, &trainable, &settings, 7, false).unwrap();
@@ -113,7 +113,7 @@ fn targets_of(fixture: &Fixture) -> Vec<f32> {
 
 #[test]
 fn a_new_critic_is_the_policys_trunk_with_a_small_head_of_its_own() {
-    let fixture = Fixture::new(recipe::Critic::default());
+    let fixture = Fixture::new(recipe::CriticConfig::default());
     let (critic, policy) = (&fixture.critic.parameters, &fixture.policy);
     for (index, spec) in policy.specs.iter().enumerate().filter(|(_, spec)| spec.name != "lm_head.weight") {
         let position = critic.position(&spec.name).unwrap();
@@ -131,7 +131,7 @@ fn a_new_critic_is_the_policys_trunk_with_a_small_head_of_its_own() {
 
 #[test]
 fn the_heads_gradient_is_the_hand_form() {
-    let fixture = Fixture::new(recipe::Critic::default());
+    let fixture = Fixture::new(recipe::CriticConfig::default());
     let targets = targets_of(&fixture);
     let values = fixture.step().values(&fixture.sequences).unwrap();
     let (_, gradients) = fixture.squared(&targets, true);
@@ -149,7 +149,7 @@ fn the_heads_gradient_is_the_hand_form() {
 
 #[test]
 fn the_gradient_through_the_whole_trunk_is_that_of_differences() {
-    let fixture = Fixture::new(recipe::Critic::default());
+    let fixture = Fixture::new(recipe::CriticConfig::default());
     let targets = targets_of(&fixture);
     let parameters = &fixture.critic.parameters;
     let (loss, gradients) = fixture.squared(&targets, false);
@@ -181,7 +181,7 @@ fn the_gradient_through_the_whole_trunk_is_that_of_differences() {
 
 #[test]
 fn recomputed_layers_give_the_same_bits_as_the_whole_graph() {
-    let fixture = Fixture::new(recipe::Critic::default());
+    let fixture = Fixture::new(recipe::CriticConfig::default());
     let targets = targets_of(&fixture);
     let (whole, recomputed) = (fixture.squared(&targets, false), fixture.squared(&targets, true));
     assert_eq!(whole.0.to_bits(), recomputed.0.to_bits());
@@ -190,7 +190,7 @@ fn recomputed_layers_give_the_same_bits_as_the_whole_graph() {
 
 #[test]
 fn a_language_model_has_no_values() {
-    let fixture = Fixture::new(recipe::Critic::default());
+    let fixture = Fixture::new(recipe::CriticConfig::default());
     let Fixture { threads, model, policy, .. } = &fixture;
     let learner = Learner { threads, model, parameters: policy };
     let batches = MicroBatch::split(&fixture.sequences, 64);
@@ -200,7 +200,7 @@ fn a_language_model_has_no_values() {
 
 #[test]
 fn the_loss_does_not_depend_on_the_split_and_rejected_tokens_leave_it() {
-    let fixture = Fixture::new(recipe::Critic::default());
+    let fixture = Fixture::new(recipe::CriticConfig::default());
     let mut experience = fixture.experience();
     let step = fixture.step();
     let flat = |g: &Gradients| g.values.iter().flatten().flatten().copied().collect::<Vec<f32>>();
@@ -222,7 +222,8 @@ fn the_loss_does_not_depend_on_the_split_and_rejected_tokens_leave_it() {
 
 #[test]
 fn a_value_that_came_nearer_by_more_than_the_clip_learns_no_more() {
-    let with = |value_clip| Fixture::new(recipe::Critic { value_clip, ..recipe::Critic::default() });
+    let with =
+        |value_clip| Fixture::new(recipe::CriticConfig { value_clip, ..recipe::CriticConfig::default() });
     let update = |fixture: &Fixture, moved: f32| {
         let mut experience = fixture.experience();
         // The step began `moved` away, and the return lies further the same way.
@@ -279,7 +280,7 @@ fn groups(fixture: &Fixture) -> Vec<Group> {
 
 #[test]
 fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
-    let settings = recipe::Critic { gamma: 0.9, lambda: 0.8, ..recipe::Critic::default() };
+    let settings = recipe::CriticConfig { gamma: 0.9, lambda: 0.8, ..recipe::CriticConfig::default() };
     let fixture = Fixture::new(settings);
     let groups = groups(&fixture);
     let groups: Vec<&Group> = groups.iter().collect();
@@ -332,9 +333,9 @@ fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
 
 #[test]
 fn a_critic_learns_its_returns() {
-    let optimizer = Optimizer { lr: 3e-3, ..Optimizer::default() };
+    let optimizer = OptimizerConfig { lr: 3e-3, ..OptimizerConfig::default() };
     let mut fixture =
-        Fixture::new(recipe::Critic { value_clip: 0.0, optimizer, ..recipe::Critic::default() });
+        Fixture::new(recipe::CriticConfig { value_clip: 0.0, optimizer, ..recipe::CriticConfig::default() });
     let mut experience = fixture.experience();
     let count = experience.mask.len();
     experience.returns = Some((0..count).map(|i| if i < count / 2 { 1.0 } else { -1.0 }).collect());

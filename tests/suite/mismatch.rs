@@ -3,7 +3,7 @@
 use crate::tiny;
 use rloss::choice::Choice;
 use rloss::harmony::HarmonyTokenizer;
-use rloss::mismatch::against::{self, Row};
+use rloss::mismatch::against::{self, TokenRow};
 use rloss::mismatch::explain::{Cause, Observed, Reference};
 use rloss::mismatch::measure::Measure;
 use rloss::mismatch::output::Line;
@@ -202,7 +202,8 @@ fn bad_rows_are_named_and_the_others_are_compared() {
     let compared = against::compare(world.reference(), &tokenizer, &found.rows, 1000, (0.2, 0.2)).unwrap();
     assert_eq!(value(&compared.lines[0], "mismatch/tokens"), 3.0);
     assert!(!compared.verdict.contains("Harmony"), "{}", compared.verdict);
-    let noise = Row { line: 4, tokens: vec![40, 41], log_probs: vec![None, Some(-1.0)], temperature: 1.0 };
+    let noise =
+        TokenRow { line: 4, tokens: vec![40, 41], log_probs: vec![None, Some(-1.0)], temperature: 1.0 };
     let compared = against::compare(world.reference(), &tokenizer, &[noise], 1000, (0.2, 0.2)).unwrap();
     assert!(compared.verdict.contains("no well-formed Harmony conversation: 1 (the first is row 4"));
 

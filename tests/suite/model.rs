@@ -7,11 +7,11 @@ use rloss::model::config::{Config, Form};
 use rloss::model::forward::ForwardOptions;
 use rloss::model::init::{InitSettings, init};
 use rloss::model::load::load;
-use rloss::model::names::Role;
+use rloss::model::names::TensorRole;
 use rloss::model::parameters::Parameters;
 use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::ops::cpu::edit;
-use rloss::recipe::Optimizer as Settings;
+use rloss::recipe::OptimizerConfig as Settings;
 use rloss::train::batch::MicroBatch;
 use rloss::train::forward_backward::{Pass, PassSettings};
 use rloss::train::optimizer::Optimizer;
@@ -73,7 +73,7 @@ fn arms_break_what_their_names_say() {
     for (index, spec) in case.parameters.specs.iter().enumerate() {
         let [plain, no_gradient, no_sinks] =
             [&plain, &no_gradient, &no_sinks].map(|o| o.gradients.values[index].as_ref().unwrap());
-        if spec.role == Role::Sinks {
+        if spec.role == TensorRole::Sinks {
             assert!(plain.iter().all(|&g| g != 0.0), "{}", spec.name);
             assert!(no_gradient.iter().chain(no_sinks).all(|&g| g == 0.0), "{}", spec.name);
         } else {

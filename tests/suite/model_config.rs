@@ -1,7 +1,8 @@
 //! `config.json`: both dialects are read, mistakes are told by key.
 
 use crate::model_files::{config, refused};
-use rloss::model::config::{Config, Form, Yarn};
+use rloss::model::config::{Config, Form};
+use rloss::recipe::Yarn;
 use serde_json::{Value, json};
 
 /// A config.json with `changes` made: a null removes the key.

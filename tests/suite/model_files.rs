@@ -3,12 +3,13 @@
 use crate::data;
 use candle_core::{Device, Tensor};
 use rloss::error::BadInput;
-use rloss::model::config::{Config, Form, LayerType, Rope, Yarn};
+use rloss::model::config::{Config, Form, LayerType, Rope};
 use rloss::model::family::Family;
 use rloss::model::init::InitSettings;
 use rloss::model::load::weights_present;
-use rloss::model::names::{ParameterSpec, Role, parameter_count, parameter_specs};
+use rloss::model::names::{ParameterSpec, TensorRole, parameter_count, parameter_specs};
 use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
+use rloss::recipe::Yarn;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -238,12 +239,12 @@ fn initialisation_has_the_stated_spread_and_depends_only_on_the_seed() {
         let mean = values.iter().map(|v| f64::from(*v)).sum::<f64>() / n;
         let std = (values.iter().map(|v| (f64::from(*v) - mean).powi(2)).sum::<f64>() / n).sqrt();
         let expected = match spec.role {
-            Role::Embedding => 0.5,
-            Role::Head => 0.5 / 8.0,
-            Role::InputProjection => 1.0 / 8.0,
-            Role::OutputProjection if spec.is_expert_matrix() => 32f64.powf(-0.5) / 2.0,
-            Role::OutputProjection => 1.0 / 8.0 / 2.0,
-            Role::Bias | Role::Norm | Role::Sinks => 0.0,
+            TensorRole::Embedding => 0.5,
+            TensorRole::Head => 0.5 / 8.0,
+            TensorRole::InputProjection => 1.0 / 8.0,
+            TensorRole::OutputProjection if spec.is_expert_matrix() => 32f64.powf(-0.5) / 2.0,
+            TensorRole::OutputProjection => 1.0 / 8.0 / 2.0,
+            TensorRole::Bias | TensorRole::Norm | TensorRole::Sinks => 0.0,
         };
         // Six standard errors.
         let tolerance = 6.0 * expected / n.sqrt();
@@ -252,7 +253,7 @@ fn initialisation_has_the_stated_spread_and_depends_only_on_the_seed() {
             assert!(mean.abs() <= tolerance, "{}: mean {mean}", spec.name);
             assert!(bits(tensor) != bits(other), "{} does not depend on the seed", spec.name);
         } else {
-            let constant = [(Role::Bias, 0.0), (Role::Norm, 1.0), (Role::Sinks, 4.0)];
+            let constant = [(TensorRole::Bias, 0.0), (TensorRole::Norm, 1.0), (TensorRole::Sinks, 4.0)];
             assert!(constant.contains(&(spec.role, mean)), "{}: {mean}", spec.name);
         }
     }

@@ -1,10 +1,12 @@
 //! The policy mathematics: reference vectors, gradients against finite differences, properties, refusals.
 
 mod bad_input;
+pub mod bypass;
 mod families;
 mod fixture;
 mod gradients;
 mod properties;
+mod trl;
 mod variants;
 mod vectors;
 pub mod verl;

@@ -8,8 +8,8 @@ use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::parameters::Parameters;
 use rloss::ops::threads::Threads;
 use rloss::recipe::{
-    Advantage, Aggregation, Correction, ImportanceSampling, Kl, KlEstimator, KlPlace, Loss, OldLogprob,
-    Overlong, Policy, RejectOption, RouterReplay,
+    Advantage, Aggregation, CorrectionConfig, ImportanceSampling, Kl, KlEstimator, KlPlace, Loss, OldLogprob,
+    OverlongConfig, Policy, RejectOption, RouterReplay,
 };
 use rloss::train::accumulate::Learner;
 use rloss::train::batch::{MicroBatch, Sequence};
@@ -135,7 +135,7 @@ fn on_fresh_data_every_anchor_and_correction_gives_the_same_bits() {
     for loss in ["ppo", "gspo", "cispo", "geo_mean"].map(loss) {
         let plain = fixture.update(&Policy { loss, ..Policy::default() });
         assert_eq!(plain.metrics.get("actor/pg_clipfrac"), Some(0.0));
-        let correction = Correction {
+        let correction = CorrectionConfig {
             is: ImportanceSampling::Token,
             threshold: vec![0.5, 2.0],
             normalize: true,
@@ -168,7 +168,7 @@ fn weights_are_bounded_and_rejected_tokens_leave_the_denominator() {
     let first = fixture.trajectories().next().unwrap();
     first.logprobs.iter_mut().for_each(|l| *l -= 3f32.ln());
     let base = Policy { loss: loss("reinforce"), ..Policy::default() };
-    let weighed = Correction { is: ImportanceSampling::Token, ..Correction::default() };
+    let weighed = CorrectionConfig { is: ImportanceSampling::Token, ..CorrectionConfig::default() };
     let weighed = Policy { correction: weighed, ..base.clone() };
     let experience = fixture.step(&weighed, None).prepare(&fixture.groups()).unwrap();
     let tokens = experience.cu_seqlens[1];
@@ -177,10 +177,10 @@ fn weights_are_bounded_and_rejected_tokens_leave_the_denominator() {
     let high = experience.metrics.get("rollout_corr/rollout_is_ratio_fraction_high").unwrap();
     assert!((high - tokens as f64 / weights.len() as f64).abs() < 1e-12);
 
-    let reject = |bound| Correction {
+    let reject = |bound| CorrectionConfig {
         reject: vec![RejectOption::SeqMeanK1],
         reject_bounds: vec![vec![bound]],
-        ..Correction::default()
+        ..CorrectionConfig::default()
     };
     let rejecting = Policy { correction: reject(2.0), ..base.clone() };
     let step = fixture.step(&rejecting, None);
@@ -338,7 +338,7 @@ fn long_responses_lose_reward() {
     let fixture = Fixture::new();
     let policy = |buffer_tokens| Policy {
         advantage: Advantage::DrGrpo,
-        overlong: Overlong { buffer_tokens, penalty: 1.0 },
+        overlong: OverlongConfig { buffer_tokens, penalty: 1.0 },
         ..Policy::default()
     };
     let (without, with) = (policy(0), policy(70));

@@ -4,8 +4,8 @@ mod refused;
 
 use rloss::error::BadInput;
 use rloss::recipe::{
-    Aggregation, Critic, Dtype, Entry, Place, Plan, Recipe, RecipeSource, Tokenizer, Yarn, docs, locate,
-    resolve, resume_differences,
+    Aggregation, CriticConfig, Dtype, Entry, Place, Plan, Recipe, RecipeSource, Tokenizer, Yarn, docs,
+    locate, resolve, resume_differences,
 };
 use std::path::{Path, PathBuf};
 
@@ -126,7 +126,7 @@ fn no_key_of_the_full_recipe_is_lost_in_reading() {
     .map(|key| ["cold_start", "critic"].map(|table| format!("{table}.optimizer.{key}")))
     .concat();
     let mut defaults = read("", &[]).recipe;
-    defaults.critic = Some(Critic::default());
+    defaults.critic = Some(CriticConfig::default());
     defaults.model.architecture.as_mut().expect("filled in").yarn = Some(Yarn::default());
     for (full, default) in read(EVERYTHING, &[]).recipe.entries().iter().zip(defaults.entries()) {
         let same = matches!(full, Entry::Key { .. }) && *full == default;
@@ -184,7 +184,7 @@ fn sets_read_strings_numbers_arrays_and_tables_over_the_file() {
 
 #[test]
 fn gae_brings_a_critic_and_no_other_advantage_does() {
-    assert_eq!(read("policy.advantage = \"gae\"", &[]).recipe.critic, Some(Critic::default()));
+    assert_eq!(read("policy.advantage = \"gae\"", &[]).recipe.critic, Some(CriticConfig::default()));
     assert_eq!(read("policy.advantage = \"grpo\"", &[]).recipe.critic, None);
 }
 

@@ -15,7 +15,7 @@ use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
 use rloss::random::Purpose;
-use rloss::rollout::{Place, Prompt, Rollout, RolloutSettings, Rollouts, Sampling, TokenSource};
+use rloss::rollout::{Prompt, Rollout, RolloutSettings, Rollouts, SampledPlace, Sampling, TokenSource};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trajectory::{CallOutcome, Outcome};
 
@@ -156,7 +156,7 @@ impl TokenSource for Script {
         Sampling::whole(1.0)
     }
 
-    fn choose(&self, place: Place, _: u32) -> Result<u32> {
+    fn choose(&self, place: SampledPlace, _: u32) -> Result<u32> {
         let turn = self.0.get(place.turn as usize).context("more turns than scripted")?;
         turn.get(place.token).copied().context("more tokens than scripted")
     }

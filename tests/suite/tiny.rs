@@ -2,13 +2,14 @@
 
 use candle_core::Tensor;
 use rand::Rng;
-use rloss::model::config::{Config, LayerType, Rope, Yarn};
+use rloss::model::config::{Config, LayerType, Rope};
 use rloss::model::family::Family;
 use rloss::model::forward::Model;
 use rloss::model::init::{InitSettings, init};
 use rloss::model::parameters::Parameters;
 use rloss::ops::cpu::edit;
 use rloss::random::{Purpose, stream};
+use rloss::recipe::Yarn;
 use rloss::train::batch::{MicroBatch, Sequence};
 use rloss::train::forward_backward::{Pass, PassSettings};
 use rloss::train::gradients::GradientSum;

@@ -23,6 +23,13 @@ enum Pace {
 
 pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
     for (shape, kernels) in
+        long_shapes(small).iter().flat_map(|shape| KERNEL_SETS.iter().map(move |set| (shape, set)))
+    {
+        let problem = Problem::new(shape, 19);
+        let what = format!("links: decode spread over blocks = serial, {}, {}", shape.name, kernels.name);
+        verdicts.check(&what, || spread_against_serial(&problem, device, kernels));
+    }
+    for (shape, kernels) in
         shapes(small).iter().flat_map(|shape| KERNEL_SETS.iter().map(move |set| (shape, set)))
     {
         let problem = Problem::new(shape, 11);
@@ -57,6 +64,18 @@ fn shapes(small: bool) -> Vec<Shape> {
         shape("64 heads of 8", (64, 8), None, &[257, 1, 130, 64, 400]),
         shape("64 heads of 8, window 128", (64, 8), Some(128), &[257, 1, 130, 64, 400]),
         shape("3 heads of 1, window 20", (3, 1), Some(20), &[65, 200, 2]),
+    ]
+}
+
+/// Several chunks of keys a sequence; a window that begins within one.
+fn long_shapes(small: bool) -> Vec<Shape> {
+    let shape = Shape::new;
+    if small {
+        return vec![shape("small", (6, 2), Some(600), &[1030, 515, 4])];
+    }
+    vec![
+        shape("64 heads of 8", (64, 8), None, &[9000, 513, 1, 1500]),
+        shape("3 heads of 1, window 600", (3, 1), Some(600), &[1030, 600]),
     ]
 }
 
@@ -190,6 +209,58 @@ fn rollout_against_training(
         Ok(format!("{rows} of {rows} rows in {calls} calls"))
     } else {
         Err(format!("{wrong} of {rows} rows differ in {calls} calls"))
+    })
+}
+
+/// New tokens of every sequence in the check below, where it has them.
+const DECODED: usize = 3;
+
+/// A decode over pages by a block a chunk of keys, whose parts are merged, and by one block that walks all chunks.
+fn spread_against_serial(
+    problem: &Problem,
+    device: &Device,
+    kernels: &'static KernelSet,
+) -> Result<Result<String, String>> {
+    let gpu = device.as_cuda_device()?;
+    let Shape { heads, kv_heads, ref lengths, .. } = problem.shape;
+    let (attention, starts) = (problem.shape.attention(), problem.shape.cu_seqlens());
+    let (q_row, kv_row) = (heads * 64, 2 * kv_heads * 64);
+    let counts: Vec<usize> = lengths.iter().map(|&length| length.min(DECODED)).collect();
+    let before: Vec<usize> = lengths.iter().zip(&counts).map(|(length, count)| length - count).collect();
+    let batch = LaunchSequences::cached(&counts, &before)?;
+
+    let pages_max = lengths.iter().map(|length| length.div_ceil(64)).max().unwrap_or(0);
+    // A sequence's pages lie backwards, and hold numbers that are none past its end.
+    let mut pool = vec![bf16::NAN; lengths.len() * pages_max * 64 * kv_row];
+    let mut table = vec![];
+    let mut q = vec![];
+    for (s, (&length, &count)) in lengths.iter().zip(&counts).enumerate() {
+        let pages = (0..pages_max).rev().map(|page| s * pages_max + page);
+        table.extend(pages.clone().map(|page| page as i32));
+        let rows = bits(&problem.kv[starts[s] * kv_row..(starts[s] + length) * kv_row]);
+        for (rows, page) in rows.chunks(64 * kv_row).zip(pages) {
+            pool[page * 64 * kv_row..][..rows.len()].copy_from_slice(rows);
+        }
+        let end = starts[s] + length;
+        q.extend(bits(&problem.q[(end - count) * q_row..end * q_row]));
+    }
+    let (q, kv, sinks) = (gpu.clone_htod(&q)?, gpu.clone_htod(&pool)?, gpu.clone_htod(&problem.sinks)?);
+    let (q, kv, sinks) = (q.as_view(), kv.as_view(), sinks.as_view());
+    let forward = |spread| -> Result<Bits> {
+        let pages = Some((&table[..], pages_max));
+        let prepared = Prepared::spread_or_serial(gpu, kernels, &attention, &batch, pages, spread)?;
+        let mut outputs = prepared.outputs()?;
+        prepared.forward(&Inputs { q: &q, kv: &kv, sinks: &sinks }, &mut outputs)?;
+        let (out, lse) = (gpu.clone_dtoh(&outputs.out)?, gpu.clone_dtoh(&outputs.lse)?);
+        Ok(Bits { out: halves(out), lse: words(lse), ..Bits::default() })
+    };
+    let (blocks, chunks) = (batch.query_tiles(&attention).len(), batch.chunk_tiles(&attention).len());
+    Ok(if chunks < 2 * blocks {
+        Err(format!("{chunks} chunks of keys for {blocks} tiles: nothing is spread"))
+    } else if forward(true)? == forward(false)? {
+        Ok(format!("{} rows over {chunks} chunks of keys", batch.tokens() * heads))
+    } else {
+        Err("they differ".into())
     })
 }
 

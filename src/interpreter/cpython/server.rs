@@ -1,11 +1,11 @@
 //! The fork server seen from its parent: started confined, told to fork and to reap.
 
 use super::host::Host;
-use super::stage::Hello;
+use super::stage::StageHello;
 use crate::bad_input;
 use crate::interpreter::embedded_worker::Welcome;
 use crate::interpreter::frames::{self, Timed};
-use crate::interpreter::process::{Group, Spawner, set_nonblocking};
+use crate::interpreter::process::{ProcessGroup, Spawner, set_nonblocking};
 use crate::interpreter::{InterpreterState, Settings, WORKER_ARGUMENT, confine, lock};
 use anyhow::{Context, Result};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -42,7 +42,7 @@ struct Setup<'a> {
 /// A running fork server. Dropping it kills its group, and by their parent-death signal its snippets.
 pub struct Server {
     control: Mutex<File>,
-    group: Group,
+    group: ProcessGroup,
 }
 
 impl Server {
@@ -73,7 +73,7 @@ impl Server {
         let control = lock(&self.control);
         let mut timed = Timed { pipe: &control, deadline: Instant::now() + Duration::from_secs(START_S_MAX) };
         let unsandboxed = settings.dangerously_allow_unsandboxed;
-        let hello = Hello {
+        let hello = StageHello {
             parent_id: std::process::id(),
             host: host.clone(),
             dangerously_allow_unsandboxed: unsandboxed,

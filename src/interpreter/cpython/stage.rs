@@ -14,7 +14,7 @@ use std::process::Command;
 
 /// The first frame that the stage reads.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Hello {
+pub struct StageHello {
     pub parent_id: u32,
     pub host: Host,
     pub dangerously_allow_unsandboxed: bool,
@@ -46,7 +46,7 @@ pub fn main() -> i32 {
 
 fn become_server() -> Result<()> {
     let mut control = take_control()?;
-    let hello: Hello = serde_json::from_slice(&frames::read(&mut control, HELLO_BYTES_MAX)?)?;
+    let hello: StageHello = serde_json::from_slice(&frames::read(&mut control, HELLO_BYTES_MAX)?)?;
     let confined = confine::python_server(hello.parent_id, &hello.host.files, CONTROL + 1);
     let welcome = match confined {
         Ok(active) => Welcome::Ready(active),

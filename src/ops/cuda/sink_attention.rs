@@ -85,6 +85,22 @@ impl Prepared {
         sequences: &LaunchSequences,
         pages: Option<(&[i32], usize)>,
     ) -> Result<Self> {
+        Self::spread_or_serial(device, kernels, attention, sequences, pages, sequences.spreads(attention))
+    }
+
+    /// [`Prepared::new`] with the forward spread over chunks of keys, or walked by one block a tile, whatever the load: for
+    /// the check that both give the same bits.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn spread_or_serial(
+        device: &CudaDevice,
+        kernels: &'static KernelSet,
+        attention: &Attention,
+        sequences: &LaunchSequences,
+        pages: Option<(&[i32], usize)>,
+        spread: bool,
+    ) -> Result<Self> {
         check_attention(attention)?;
         sequences.check_rows(attention)?;
         if let Some((table, pages_max)) = pages {
@@ -96,7 +112,6 @@ impl Prepared {
         }
         let query_tiles = sequences.query_tiles(attention);
         let key_tiles = sequences.key_tiles(attention, kernels.dkv_keys);
-        let spread = sequences.spreads(attention);
         // Only a spread forward reads them.
         let chunk_tiles = if spread { sequences.chunk_tiles(attention) } else { vec![] };
         let part_starts = if spread { sequences.part_starts() } else { vec![0] };
@@ -113,13 +128,9 @@ impl Prepared {
             pages.map_or(vec![], |(table, _)| table.to_vec()),
         ];
         for (start, part) in starts.iter_mut().zip(parts) {
-            // Each begins at a multiple of 8 bytes, a tile's size.
-            arrays.resize(arrays.len().next_multiple_of(2), 0);
             *start = arrays.len();
             arrays.extend(part);
         }
-        // A page table may be empty, and an address past the end is none.
-        arrays.push(0);
         let no_sinks = if attention.sinks { None } else { Some(vec![NO_SINK; attention.heads]) };
         Ok(Self {
             device: device.clone(),

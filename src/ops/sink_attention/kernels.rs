@@ -169,26 +169,26 @@ pub const WGMMA: KernelSet = KernelSet {
         "sink_attention_forward_hopper",
         "sink_attention_forward_hopper",
         256,
-        KEPT_BYTES + RING_BYTES,
+        KEPT_BYTES + ring_bytes(4),
     ),
     chunk: kernel(
         "sink_attention_chunk_hopper",
         "sink_attention_forward_hopper",
         256,
-        KEPT_BYTES + RING_BYTES,
+        KEPT_BYTES + ring_bytes(4),
     ),
     dkv: kernel(
         "sink_attention_dkv_hopper",
         "sink_attention_backward_hopper",
         256,
-        4 * BLOCK_BYTES + RING_BYTES + 4 * 3 * 64 * 4,
+        4 * BLOCK_BYTES + ring_bytes(4) + 4 * 3 * 64 * 4,
     ),
     dkv_keys: 128,
     dq: kernel(
         "sink_attention_dq_hopper",
         "sink_attention_backward_hopper",
         256,
-        2 * TILE_BYTES + RING_BYTES,
+        2 * TILE_BYTES + ring_bytes(8),
     ),
     ..MMA
 };
@@ -196,5 +196,8 @@ pub const WGMMA: KernelSet = KernelSet {
 /// What the rows of a tile keep: eleven times 16 bytes for each lane of the warp that has 16 of them.
 const KEPT_BYTES: usize = TILE_ROWS / 16 * 32 * 11 * 16;
 const FORWARD_BYTES: usize = TILE_BYTES + 4 * BLOCK_BYTES + KEPT_BYTES;
-/// Four stages of a block of keys and of values, two barriers each.
-const RING_BYTES: usize = 4 * (2 * BLOCK_BYTES + 2 * 8);
+
+/// Stages of a block of keys and of values, two barriers each.
+const fn ring_bytes(stages: usize) -> usize {
+    stages * (2 * BLOCK_BYTES + 2 * 8)
+}

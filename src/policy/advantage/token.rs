@@ -5,7 +5,7 @@
 
 use anyhow::Result;
 
-use super::group::{GroupEstimator, group_advantages};
+use super::group::dr_grpo;
 use crate::bad_input;
 use crate::policy::sequences::Sequences;
 
@@ -52,13 +52,13 @@ pub fn reinforce_plus_plus(sequences: &Sequences, rewards: &[f32], gamma: f64) -
 
 /// REINFORCE++ with the group's mean as baseline: r − mean on every token of a response, whitened over the batch.
 ///
-/// `rewards` has one value a sequence; groups as in [`group_advantages`], and a group of one has baseline 0.
+/// `rewards` has one value a sequence; groups as in [`super::grpo`], and a group of one has baseline 0.
 pub fn reinforce_plus_plus_baseline(
     sequences: &Sequences,
     rewards: &[f32],
     group_sizes: &[usize],
 ) -> Result<Vec<f32>> {
-    let centred = group_advantages(GroupEstimator::DrGrpo, rewards, group_sizes)?;
+    let centred = dr_grpo(rewards, group_sizes)?;
     whiten(sequences, &sequences.broadcast(&centred)?)
 }
 

@@ -21,7 +21,7 @@ use super::sequences::Sequences;
 
 /// Importance sampling, rejection, both, or neither (metrics only).
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct CorrectionConfig {
+pub struct CorrectionRules {
     pub importance: Option<ImportanceConfig>,
     pub reject: Vec<RejectionRule>,
 }
@@ -45,7 +45,7 @@ pub fn correct(
     sequences: &Sequences,
     log_prob: &[f32],
     rollout_log_prob: &[f32],
-    config: &CorrectionConfig,
+    config: &CorrectionRules,
 ) -> Result<Correction> {
     let mut metrics = offpolicy_metrics(sequences, log_prob, Some(rollout_log_prob))?;
     let log_ratio: Vec<f32> = log_prob.iter().zip(rollout_log_prob).map(|(t, r)| t - r).collect();

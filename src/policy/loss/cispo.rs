@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use super::{LossEntry, LossInput, Objective, PolicyLoss, Term, token_loss};
+use super::{LossEntry, LossFunction, LossInput, PolicyLoss, Term, token_loss};
 use crate::bad_input;
 use crate::policy::aggregation::Normalizer;
 use crate::policy::ratio::{LOG_RATIO_MAX, clamped_ratio};
@@ -15,7 +15,7 @@ pub(super) const ENTRY: LossEntry = LossEntry {
     ..LossEntry::USUAL
 };
 
-impl Objective for CispoClip {
+impl LossFunction for CispoClip {
     fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
         cispo(input, self, normalizer)
     }

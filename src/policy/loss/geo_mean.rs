@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 
-use super::{ClipCounts, ClipRange, LossEntry, LossInput, Objective, PolicyLoss, Term, TokenWeights};
+use super::{ClipCounts, ClipRange, LossEntry, LossFunction, LossInput, PolicyLoss, Term, TokenWeights};
 use crate::policy::aggregation::Normalizer;
 use crate::policy::sequences::mean;
 
@@ -24,7 +24,7 @@ pub(super) const ENTRY: LossEntry = LossEntry {
 #[derive(Debug)]
 struct GeoMean(ClipRange);
 
-impl Objective for GeoMean {
+impl LossFunction for GeoMean {
     fn loss(&self, input: &LossInput, _: &Normalizer, batch_sequences: usize) -> Result<PolicyLoss> {
         geo_mean(input, &self.0, batch_sequences)
     }

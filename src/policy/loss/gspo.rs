@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use super::{ClipRange, LossEntry, LossInput, Objective, PolicyLoss, Term, TokenWeights, token_loss};
+use super::{ClipRange, LossEntry, LossFunction, LossInput, PolicyLoss, Term, TokenWeights, token_loss};
 use crate::policy::aggregation::Normalizer;
 
 pub(super) const ENTRY: LossEntry = LossEntry {
@@ -20,7 +20,7 @@ pub(super) const ENTRY: LossEntry = LossEntry {
 #[derive(Debug)]
 struct Gspo(ClipRange);
 
-impl Objective for Gspo {
+impl LossFunction for Gspo {
     fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
         gspo(input, &self.0, normalizer)
     }

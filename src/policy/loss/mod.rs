@@ -5,23 +5,19 @@
 //! sum of per-token terms l(T), so `∂loss/∂T_t = weight_t · w_t · l'(T_t)` with the weights of
 //! [`Normalizer::reduce`]; the derivations beside the functions give l and l'.
 
-mod bypass;
 mod cispo;
+mod entry;
 mod geo_mean;
 mod gspo;
-mod objective;
 mod ppo;
 mod reinforce;
-mod trl;
 
-pub use bypass::{BypassLoss, bypass};
 pub use cispo::{CispoClip, cispo};
+pub use entry::{LossEntry, LossFunction, LossSettings, TokenWeights};
 pub use geo_mean::geo_mean;
 pub use gspo::gspo;
-pub use objective::{LossEntry, LossSettings, Objective, TokenWeights};
 pub use ppo::{PpoClip, ppo};
 pub use reinforce::reinforce;
-pub use trl::{TrlConfig, TrlObjective, trl};
 
 use anyhow::Result;
 

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use super::{ClipRange, LossEntry, LossInput, Objective, PolicyLoss, Term, token_loss};
+use super::{ClipRange, LossEntry, LossFunction, LossInput, PolicyLoss, Term, token_loss};
 use crate::bad_input;
 use crate::policy::aggregation::Normalizer;
 use crate::policy::ratio::{LOG_RATIO_MAX, clamped_ratio};
@@ -14,7 +14,7 @@ pub(super) const ENTRY: LossEntry = LossEntry {
     ..LossEntry::USUAL
 };
 
-impl Objective for PpoClip {
+impl LossFunction for PpoClip {
     fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
         ppo(input, self, normalizer)
     }

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use super::{LossEntry, LossInput, Objective, PolicyLoss, Term, token_loss};
+use super::{LossEntry, LossFunction, LossInput, PolicyLoss, Term, token_loss};
 use crate::policy::aggregation::Normalizer;
 
 pub(super) const ENTRY: LossEntry = LossEntry {
@@ -17,7 +17,7 @@ pub(super) const ENTRY: LossEntry = LossEntry {
 #[derive(Debug)]
 struct Reinforce;
 
-impl Objective for Reinforce {
+impl LossFunction for Reinforce {
     fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
         reinforce(input, normalizer)
     }

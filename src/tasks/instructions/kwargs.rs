@@ -1,6 +1,6 @@
 //! An instruction's arguments, read strictly: every error names the instruction and the key.
 
-use super::Relation;
+use super::CountRelation;
 use crate::bad_input;
 use anyhow::Result;
 use serde_json::Value;
@@ -56,10 +56,10 @@ impl<'a> Kwargs<'a> {
         }
     }
 
-    pub(super) fn relation(&self, key: &str) -> Result<Relation> {
+    pub(super) fn relation(&self, key: &str) -> Result<CountRelation> {
         match self.get(key)? {
-            Value::String(name) if name == "at least" => Ok(Relation::AtLeast),
-            Value::String(name) if name == "less than" => Ok(Relation::LessThan),
+            Value::String(name) if name == "at least" => Ok(CountRelation::AtLeast),
+            Value::String(name) if name == "less than" => Ok(CountRelation::LessThan),
             value => self.refuse(key, value, "\"at least\" or \"less than\""),
         }
     }

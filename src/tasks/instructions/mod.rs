@@ -28,7 +28,7 @@ use serde_json::Value;
 
 /// How a count is compared with its bound.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Relation {
+pub enum CountRelation {
     AtLeast,
     LessThan,
 }
@@ -36,7 +36,7 @@ pub enum Relation {
 /// A bound on a count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bound {
-    pub relation: Relation,
+    pub relation: CountRelation,
     pub count: u64,
 }
 
@@ -44,8 +44,8 @@ impl Bound {
     /// Whether `count` is within the bound.
     pub fn holds(self, count: u64) -> bool {
         match self.relation {
-            Relation::AtLeast => count >= self.count,
-            Relation::LessThan => count < self.count,
+            CountRelation::AtLeast => count >= self.count,
+            CountRelation::LessThan => count < self.count,
         }
     }
 }

@@ -77,7 +77,7 @@ pub fn newest_folder(run: &Path) -> Result<Option<PathBuf>> {
 
 /// A checkpoint that is sound.
 #[derive(Debug, Clone)]
-pub struct Checkpoint {
+pub struct ResumePoint {
     pub folder: PathBuf,
     pub state: TrainerState,
     /// False for one without a manifest, of which nobody can say whether it is what was written.
@@ -89,7 +89,7 @@ pub struct Checkpoint {
 ///
 /// # Errors
 /// [`BadInput`] when they are not: it names the newest checkpoint that is sound, and how to go on from it.
-pub fn newest(run: &Path) -> Result<Option<Checkpoint>> {
+pub fn newest(run: &Path) -> Result<Option<ResumePoint>> {
     let folders = all(run)?;
     let Some((newest, older)) = folders.split_last() else { return Ok(None) };
     let flaw = match sound_in(run, newest) {
@@ -112,7 +112,7 @@ pub fn newest(run: &Path) -> Result<Option<Checkpoint>> {
 ///
 /// # Errors
 /// When the folder cannot be read.
-pub fn each(run: &Path) -> Result<Vec<(PathBuf, Result<Checkpoint>)>> {
+pub fn each(run: &Path) -> Result<Vec<(PathBuf, Result<ResumePoint>)>> {
     Ok(all(run)?.into_iter().map(|folder| (folder.clone(), sound_in(run, &folder))).collect())
 }
 
@@ -162,14 +162,14 @@ fn alone(folder: &Path) -> Result<bool> {
 }
 
 /// The checkpoint `folder` of `run`, with what it counts on.
-fn sound_in(run: &Path, folder: &Path) -> Result<Checkpoint> {
+fn sound_in(run: &Path, folder: &Path) -> Result<ResumePoint> {
     let verified = alone(folder)?;
     let state = read_state(folder)?;
     check_metrics(&run.join(METRICS_FILE), folder, &state)?;
     if let Some(digest) = state.reference_digest {
         reference::check(run, digest)?;
     }
-    Ok(Checkpoint { folder: folder.to_owned(), state, verified })
+    Ok(ResumePoint { folder: folder.to_owned(), state, verified })
 }
 
 /// Whether the metrics up to the checkpoint are those that it was written after.

@@ -16,7 +16,7 @@ use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::model::trunk::{self, Trunk};
 use rloss::model::weights::Head;
 use rloss::ops;
-use rloss::recipe::{Optimizer as OptimizerSettings, OptimizerKind};
+use rloss::recipe::{OptimizerConfig as OptimizerSettings, OptimizerKind};
 use rloss::train::batch::{MicroBatch, Sequence};
 use rloss::train::forward_backward::{HeadGradient, PassOutput, PassSettings};
 use rloss::train::optimizer::Optimizer;

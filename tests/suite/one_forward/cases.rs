@@ -4,7 +4,7 @@ use anyhow::{Context, Result, ensure};
 use rloss::harmony::{HarmonyTokenizer, Message};
 use rloss::interpreter::{Interpreter, Reply, SessionId};
 use rloss::mismatch::links::{Link, Proof};
-use rloss::model::config::{Config, LayerType, Rope, Yarn};
+use rloss::model::config::{Config, LayerType, Rope};
 use rloss::model::family::Family;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::init::{InitSettings, init};
@@ -12,7 +12,8 @@ use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
 use rloss::random::Purpose;
-use rloss::rollout::{Place, Prompt, Rollout, RolloutSettings, Sampling, TokenSource};
+use rloss::recipe::Yarn;
+use rloss::rollout::{Prompt, Rollout, RolloutSettings, SampledPlace, Sampling, TokenSource};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::train::accumulate::Learner;
 use rloss::train::batch::{MicroBatch, Sequence};
@@ -268,7 +269,7 @@ impl TokenSource for Talk {
         self.sampling
     }
 
-    fn choose(&self, place: Place, drawn: u32) -> Result<u32> {
+    fn choose(&self, place: SampledPlace, drawn: u32) -> Result<u32> {
         let last = place.turn + 1 == self.turns;
         let (opening, closing) = if last { (&FINAL[..], RETURN) } else { (&TO_PYTHON_CALL[..], CALL) };
         let hash = (place.prompt * 31 + place.sample * 17 + place.turn * 7 + 3).wrapping_mul(0x9e37_79b9);

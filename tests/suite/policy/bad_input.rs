@@ -5,13 +5,14 @@ use rloss::error::BadInput;
 use rloss::policy::advantage::{gae, reinforce_plus_plus, whiten};
 use rloss::policy::correction::{RejectOption, RejectionRule, WeightBound};
 use rloss::policy::kl_in_reward::KlController;
-use rloss::policy::loss::{CispoClip, ClipRange, PpoClip, TrlConfig, TrlObjective, trl};
+use rloss::policy::loss::{CispoClip, ClipRange, PpoClip};
 use rloss::policy::ratio::OldLogprob;
 use rloss::policy::shaping::Overlong;
 use rloss::policy::value::value_loss;
-use rloss::policy::{Aggregation, Normalizer, Sequences};
+use rloss::policy::{Aggregation, BatchSize, Normalizer, Sequences};
 
-use super::fixture::Fixture;
+use super::fixture::{Fixture, whole_batch};
+use super::trl::{TrlConfig, TrlObjective, trl};
 use super::verl::verl_rules;
 
 fn refused<T: std::fmt::Debug>(result: anyhow::Result<T>, reason: &str) {
@@ -39,7 +40,7 @@ fn clip_ranges_outside_their_interval_are_refused() {
     refused(CispoClip::new(1.5, 0.28), "low");
     refused(CispoClip::new(0.2, 0.0), "high");
     let batch = Fixture::new(0);
-    let normalizer = Normalizer::local(Aggregation::TokenMean, &batch.sequences(), 1).unwrap();
+    let normalizer = whole_batch(Aggregation::TokenMean, &batch.sequences());
     for (objective, reason) in [
         (TrlObjective::Clip { range, delta: Some(1.2) }, "delta"),
         (TrlObjective::Cispo { ratio_max: 0.0 }, "positive"),
@@ -82,8 +83,7 @@ fn other_settings_are_checked() {
     let mask = [true, true, false];
     let sequences = Sequences::new(&[0, 3], &mask).unwrap();
     let values = [0.0; 3];
-    refused(Normalizer::global(Aggregation::Constant { tokens: 0 }, 1, 1, 1), "at least 1");
-    refused(Normalizer::local(Aggregation::TokenMean, &sequences, 2), "replicas");
+    refused(Normalizer::new(Aggregation::Constant, BatchSize::of(&sequences, 0)), "at least 1");
     refused(gae(&sequences, &values, &values, 1.5, 1.0), "gamma");
     refused(gae(&sequences, &values, &values, 1.0, -0.1), "lambda");
     refused(reinforce_plus_plus(&sequences, &values, f64::NAN), "gamma");
@@ -93,7 +93,7 @@ fn other_settings_are_checked() {
     refused(Overlong::new(100, 0, 1.0), "buffer");
     refused(Overlong::new(100, 200, 1.0), "buffer");
     refused(Overlong::new(100, 20, -1.0), "penalty");
-    let normalizer = Normalizer::local(Aggregation::TokenMean, &sequences, 1).unwrap();
+    let normalizer = whole_batch(Aggregation::TokenMean, &sequences);
     refused(value_loss(&sequences, &values, &values, &values, 0.0, &normalizer), "value clip");
     refused(OldLogprob::Detach.select(&values, &values, None, 4), "detach");
     refused(OldLogprob::Recompute.select(&values, &values, None, 1), "recompute");

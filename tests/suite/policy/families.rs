@@ -3,14 +3,14 @@
 mod correction;
 mod divergence;
 
-use anyhow::{Result, anyhow};
+use anyhow::{Result, anyhow, bail};
 use rloss::policy::advantage::{
-    GroupEstimator, gae, group_advantages, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, whiten,
+    dr_grpo, gae, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo, whiten,
 };
 use rloss::policy::loss::{
     CispoClip, ClipRange, LossInput, PolicyLoss, PpoClip, cispo, geo_mean, gspo, ppo, reinforce,
 };
-use rloss::policy::{Aggregation, Normalizer, Sequences};
+use rloss::policy::{Aggregation, BatchSize, Normalizer, Sequences};
 use serde_json::Value;
 
 use super::vectors::{Actual, Batch, Outcome, Row, floats, numbers};
@@ -93,9 +93,9 @@ fn group_based(row: &Row, sequences: &Sequences, rewards: &[f32]) -> Outcome {
     let scores = sequences.scores(rewards)?;
     let (order, sizes) = grouped(&numbers(&row.inputs["index"]));
     let ordered: Vec<f32> = order.iter().map(|&row| scores[row]).collect();
-    let by_group = |estimator| -> Result<Vec<f32>> {
+    let by_group = |estimate: fn(&[f32], &[usize]) -> Result<Vec<f32>>| -> Result<Vec<f32>> {
         let mut per_sequence = vec![0.0; order.len()];
-        for (&row, advantage) in order.iter().zip(group_advantages(estimator, &ordered, &sizes)?) {
+        for (&row, advantage) in order.iter().zip(estimate(&ordered, &sizes)?) {
             per_sequence[row] = advantage;
         }
         sequences.broadcast(&per_sequence)
@@ -103,14 +103,15 @@ fn group_based(row: &Row, sequences: &Sequences, rewards: &[f32]) -> Outcome {
     if let Some(epsilon) = row.params.get("epsilon") {
         assert_eq!(epsilon.as_f64(), Some(1e-6), "{}", row.name);
     }
-    let estimator = match (row.family(), row.params.get("norm_adv_by_std_in_grpo").and_then(Value::as_bool)) {
-        ("grpo" | "grpo_vectorized", Some(true)) => GroupEstimator::Grpo,
-        ("dr_grpo" | "grpo_vectorized", Some(false)) => GroupEstimator::DrGrpo,
-        ("rloo" | "rloo_vectorized", None) => GroupEstimator::Rloo,
-        ("reinforce_plus_plus_baseline", None) => return whitened_by_group(row, sequences, &scores),
-        other => panic!("{}: unknown family {other:?}", row.name),
-    };
-    Ok(vec![("advantages", widen(&by_group(estimator)?))])
+    let estimate: fn(&[f32], &[usize]) -> Result<Vec<f32>> =
+        match (row.family(), row.params.get("norm_adv_by_std_in_grpo").and_then(Value::as_bool)) {
+            ("grpo" | "grpo_vectorized", Some(true)) => grpo,
+            ("dr_grpo" | "grpo_vectorized", Some(false)) => dr_grpo,
+            ("rloo" | "rloo_vectorized", None) => rloo,
+            ("reinforce_plus_plus_baseline", None) => return whitened_by_group(row, sequences, &scores),
+            other => panic!("{}: unknown family {other:?}", row.name),
+        };
+    Ok(vec![("advantages", widen(&by_group(estimate)?))])
 }
 
 /// The function takes sequences group by group, so the batch itself is reordered, and its result put back.
@@ -128,7 +129,7 @@ fn whitened_by_group(row: &Row, sequences: &Sequences, scores: &[f32]) -> Outcom
         }
         restored
     };
-    let centred = group_advantages(GroupEstimator::DrGrpo, &ordered, &sizes)?;
+    let centred = dr_grpo(&ordered, &sizes)?;
     let whitened = reinforce_plus_plus_baseline(&moved, &ordered, &sizes)?;
     Ok(vec![
         ("advantages_unwhitened", widen(&back(moved.broadcast(&centred)?))),
@@ -144,17 +145,18 @@ pub fn normalizer(mode: &str, info: &Value, sequences: &Sequences, width: usize)
         "token-sum" => Aggregation::TokenSum,
         "seq-mean-token-mean" => Aggregation::SequenceMeanTokenMean,
         "seq-mean-token-sum" => Aggregation::SequenceMeanTokenSum,
-        "seq-mean-token-sum-norm" => {
-            Aggregation::Constant { tokens: count("loss_scale_factor").unwrap_or(width) }
-        }
+        "seq-mean-token-sum-norm" => Aggregation::Constant,
         other => return Err(anyhow!("unknown aggregation {other}")),
     };
+    let response_tokens_max = count("loss_scale_factor").unwrap_or(width);
     let replicas = count("dp_size").unwrap_or(1);
-    match (count("batch_num_tokens"), count("global_batch_size")) {
-        (Some(tokens), Some(batch)) => Normalizer::global(aggregation, tokens, batch, replicas),
-        (None, None) => Normalizer::local(aggregation, sequences, replicas),
+    let size = match (count("batch_num_tokens"), count("global_batch_size")) {
+        (Some(tokens), Some(sequences)) => BatchSize { tokens, sequences, response_tokens_max, replicas },
+        (None, None) if replicas == 1 => BatchSize::of(sequences, response_tokens_max),
+        (None, None) => bail!("one replica's counts are not those of {replicas}"),
         mixed => panic!("global counts {mixed:?}"),
-    }
+    };
+    Normalizer::new(aggregation, size)
 }
 
 fn aggregation(row: &Row) -> Outcome {

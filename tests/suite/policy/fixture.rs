@@ -3,8 +3,8 @@
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use rloss::choice::Choice;
-use rloss::policy::loss::{Loss, LossInput, LossSettings, Objective};
-use rloss::policy::{Aggregation, Sequences};
+use rloss::policy::loss::{Loss, LossFunction, LossInput, LossSettings};
+use rloss::policy::{Aggregation, BatchSize, Normalizer, Sequences};
 use rloss::random::{Purpose, stream};
 
 #[derive(Clone)]
@@ -85,7 +85,7 @@ impl Fixture {
 }
 
 /// Every loss that a recipe can name, with its name.
-pub fn objectives() -> Vec<(&'static str, Box<dyn Objective>)> {
+pub fn objectives() -> Vec<(&'static str, Box<dyn LossFunction>)> {
     let settings = LossSettings { clip_low: 0.2, clip_high: 0.28, dual_clip: Some(3.0) };
     Loss::all().into_iter().map(|loss| (loss.name(), (loss.make)(&settings).expect("settings"))).collect()
 }
@@ -95,5 +95,13 @@ pub const AGGREGATIONS: [Aggregation; 5] = [
     Aggregation::TokenSum,
     Aggregation::SequenceMeanTokenMean,
     Aggregation::SequenceMeanTokenSum,
-    Aggregation::Constant { tokens: 16 },
+    Aggregation::Constant,
 ];
+
+/// The fixed length by which `Aggregation::Constant` divides here.
+pub const CONSTANT_TOKENS: usize = 16;
+
+/// The normalizer of `sequences`, which are the whole batch.
+pub fn whole_batch(aggregation: Aggregation, sequences: &Sequences) -> Normalizer {
+    Normalizer::new(aggregation, BatchSize::of(sequences, CONSTANT_TOKENS)).expect("a normalizer")
+}

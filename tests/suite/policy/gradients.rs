@@ -1,14 +1,15 @@
 //! Every hand-derived gradient against central differences of its value.
 
 use rand::Rng;
+use rloss::policy::Aggregation;
 use rloss::policy::divergence::{KlEstimator, kl_loss};
 use rloss::policy::entropy::entropy;
 use rloss::policy::load_balance::load_balance;
-use rloss::policy::loss::{ClipRange, LossInput, TrlConfig, TrlObjective, trl};
+use rloss::policy::loss::{ClipRange, LossInput};
 use rloss::policy::value::value_loss;
-use rloss::policy::{Aggregation, Normalizer};
 
-use super::fixture::{AGGREGATIONS, Fixture, objectives, rng};
+use super::fixture::{AGGREGATIONS, Fixture, objectives, rng, whole_batch};
+use super::trl::{TrlConfig, TrlObjective, trl};
 
 /// Exact in f32 on the fixture's grid; the truncation error of a central difference is of the order of its square.
 const STEP: f32 = 1.0 / 1024.0;
@@ -34,7 +35,7 @@ fn policy_losses_have_the_gradient_of_their_value() {
     for seed in 0..20 {
         let batch = Fixture::new(seed);
         for aggregation in AGGREGATIONS {
-            let normalizer = Normalizer::local(aggregation, &batch.sequences(), 1).unwrap();
+            let normalizer = whole_batch(aggregation, &batch.sequences());
             for (name, objective) in objectives() {
                 // GSPO's token form is the derivative of the sequence's loss when its tokens weigh the same.
                 let weighted = name != "gspo";
@@ -67,8 +68,7 @@ fn trl_losses_have_the_gradient_of_their_value() {
     for seed in 0..20 {
         let batch = Fixture::new(seed);
         let reference: Vec<f32> = batch.old_log_prob.iter().map(|o| o - 0.25).collect();
-        let normalizer =
-            Normalizer::local(Aggregation::SequenceMeanTokenMean, &batch.sequences(), 1).unwrap();
+        let normalizer = whole_batch(Aggregation::SequenceMeanTokenMean, &batch.sequences());
         for (objective, sequence_level) in [
             (TrlObjective::Clip { range, delta: None }, false),
             (TrlObjective::Clip { range, delta: Some(2.0) }, false),
@@ -97,7 +97,7 @@ fn trl_losses_have_the_gradient_of_their_value() {
 fn divergences_have_the_gradient_of_their_value_or_of_k2() {
     let batch = Fixture::new(3);
     let sequences = batch.sequences();
-    let normalizer = Normalizer::local(Aggregation::TokenMean, &sequences, 1).unwrap();
+    let normalizer = whole_batch(Aggregation::TokenMean, &sequences);
     // A gap of 0 is a kink of the absolute value.
     let reference: Vec<f32> = batch.old_log_prob.iter().map(|o| o - 0.03125).collect();
     for (estimator, straight) in [
@@ -126,7 +126,7 @@ fn divergences_have_the_gradient_of_their_value_or_of_k2() {
 fn the_value_loss_has_the_gradient_of_its_value() {
     let batch = Fixture::new(4);
     let sequences = batch.sequences();
-    let normalizer = Normalizer::local(Aggregation::TokenMean, &sequences, 1).unwrap();
+    let normalizer = whole_batch(Aggregation::TokenMean, &sequences);
     let returns: Vec<f32> = batch.advantages.iter().map(|a| a - 1.0).collect();
     let loss = |values: &[f32]| {
         value_loss(&sequences, values, &batch.old_log_prob, &returns, 0.25, &normalizer).unwrap()
@@ -145,7 +145,7 @@ fn the_entropy_has_the_gradient_of_its_value() {
     const VOCABULARY: usize = 7;
     let batch = Fixture::new(5);
     let sequences = batch.sequences();
-    let normalizer = Normalizer::local(Aggregation::SequenceMeanTokenMean, &sequences, 1).unwrap();
+    let normalizer = whole_batch(Aggregation::SequenceMeanTokenMean, &sequences);
     let rng = &mut rng(6);
     let logits: Vec<f32> =
         (0..sequences.tokens() * VOCABULARY).map(|_| rng.random_range(-3.0..3.0)).collect();

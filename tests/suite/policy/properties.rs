@@ -3,30 +3,34 @@
 use rand::Rng;
 use rand::seq::SliceRandom;
 use rloss::policy::advantage::{
-    GroupEstimator, gae, group_advantages, informative_groups, reinforce_plus_plus,
-    reinforce_plus_plus_baseline, remax, whiten,
+    dr_grpo, gae, grpo, grpo_batch_std, informative_groups, reinforce_plus_plus,
+    reinforce_plus_plus_baseline, remax, rloo, whiten,
 };
 use rloss::policy::alarm::alarm;
-use rloss::policy::correction::{CorrectionConfig, correct};
+use rloss::policy::correction::{CorrectionRules, correct};
 use rloss::policy::loss::{LossInput, PolicyLoss};
 use rloss::policy::offpolicy::agreement_metrics;
 use rloss::policy::ratio::OldLogprob;
 use rloss::policy::shaping::Overlong;
-use rloss::policy::{Aggregation, Normalizer, Sequences};
+use rloss::policy::{Aggregation, BatchSize, Normalizer, Sequences};
 
-use super::fixture::{AGGREGATIONS, Fixture, objectives, rng};
+use super::fixture::{AGGREGATIONS, Fixture, objectives, rng, whole_batch};
 use super::verl;
 
+type OfGroups = fn(&[f32], &[usize]) -> anyhow::Result<Vec<f32>>;
+
 /// Those under which a group of one keeps its reward.
-const ESTIMATORS: [GroupEstimator; 3] = [GroupEstimator::Grpo, GroupEstimator::DrGrpo, GroupEstimator::Rloo];
+const ESTIMATORS: [(&str, OfGroups); 3] = [("grpo", grpo), ("dr_grpo", dr_grpo), ("rloo", rloo)];
+
+const BATCH_STD: (&str, OfGroups) = ("grpo_batch_std", grpo_batch_std);
 
 #[test]
 fn equal_rewards_give_exactly_zero() {
-    for estimator in ESTIMATORS.into_iter().chain([GroupEstimator::GrpoBatchStd]) {
+    for (name, estimate) in ESTIMATORS.into_iter().chain([BATCH_STD]) {
         for reward in [0.9, 0.6, 1.0 / 3.0, -0.1, 1e-30, 3e30, 0.0] {
             for size in 2..70 {
-                let advantages = group_advantages(estimator, &vec![reward; size], &[size]).unwrap();
-                assert!(advantages.iter().all(|&a| a == 0.0), "{estimator:?} {reward} × {size}");
+                let advantages = estimate(&vec![reward; size], &[size]).unwrap();
+                assert!(advantages.iter().all(|&a| a == 0.0), "{name} {reward} × {size}");
             }
         }
     }
@@ -35,24 +39,23 @@ fn equal_rewards_give_exactly_zero() {
 #[test]
 fn permuting_samples_permutes_advantages() {
     let rng = &mut rng(1);
-    for estimator in ESTIMATORS.into_iter().chain([GroupEstimator::GrpoBatchStd]) {
+    for (name, estimate) in ESTIMATORS.into_iter().chain([BATCH_STD]) {
         for size in 2..17 {
             let rewards: Vec<f32> = (0..size).map(|_| rng.random_range(-1.0..1.0)).collect();
             let mut order: Vec<usize> = (0..size).collect();
             order.shuffle(rng);
             let shuffled: Vec<f32> = order.iter().map(|&i| rewards[i]).collect();
-            let advantages = |rewards: &[f32]| {
-                group_advantages(estimator, &[rewards, &[5.0, 7.0]].concat(), &[size, 2]).unwrap()
-            };
+            let advantages =
+                |rewards: &[f32]| estimate(&[rewards, &[5.0, 7.0]].concat(), &[size, 2]).unwrap();
             let plain = advantages(&rewards);
             let mut moved = advantages(&shuffled);
             moved.truncate(size);
-            if estimator != GroupEstimator::GrpoBatchStd {
+            if name != BATCH_STD.0 {
                 // The second group does not matter.
-                assert_eq!(moved, group_advantages(estimator, &shuffled, &[size]).unwrap());
+                assert_eq!(moved, estimate(&shuffled, &[size]).unwrap());
             }
             for (&from, moved) in order.iter().zip(moved) {
-                assert!((plain[from] - moved).abs() <= 1e-6, "{estimator:?}: {} and {moved}", plain[from]);
+                assert!((plain[from] - moved).abs() <= 1e-6, "{name}: {} and {moved}", plain[from]);
             }
         }
     }
@@ -98,7 +101,7 @@ fn permuting_rows_permutes_advantages_of_tokens() {
 fn the_standard_deviation_of_the_batch_scales_every_group_alike() {
     // Groups {1, 3} and {0, 8}: means 2 and 4, the batch's standard deviation is that of 1, 3, 0, 8.
     let std = (38f64 / 3.0).sqrt();
-    let advantages = group_advantages(GroupEstimator::GrpoBatchStd, &[1.0, 3.0, 0.0, 8.0], &[2, 2]).unwrap();
+    let advantages = grpo_batch_std(&[1.0, 3.0, 0.0, 8.0], &[2, 2]).unwrap();
     for (advantage, centred) in advantages.iter().zip([-1.0, 1.0, -4.0, 4.0]) {
         assert!((f64::from(*advantage) - centred / (std + 1e-6)).abs() < 1e-6, "{advantages:?}");
     }
@@ -106,8 +109,8 @@ fn the_standard_deviation_of_the_batch_scales_every_group_alike() {
 
 #[test]
 fn a_group_of_one_keeps_its_reward_and_informative_groups_are_found() {
-    for estimator in ESTIMATORS {
-        let advantage = group_advantages(estimator, &[0.5], &[1]).unwrap()[0];
+    for (_, estimate) in ESTIMATORS {
+        let advantage = estimate(&[0.5], &[1]).unwrap()[0];
         assert!((advantage - 0.5).abs() < 1e-6);
     }
     let rewards = [1.0, 1.0, 0.0, 1.0, 0.5, 0.0];
@@ -137,7 +140,7 @@ fn a_fully_masked_row_changes_nothing() {
         for aggregation in AGGREGATIONS {
             for (name, objective) in objectives() {
                 let loss = |batch: &Fixture| {
-                    let normalizer = Normalizer::local(aggregation, &batch.sequences(), 1).unwrap();
+                    let normalizer = whole_batch(aggregation, &batch.sequences());
                     objective.loss(&batch.input(), &normalizer, 8).unwrap()
                 };
                 let (with, without) = (loss(&whole), loss(&without));
@@ -164,7 +167,7 @@ fn micro_batches_add_up_to_the_batch() {
         let batch = Fixture::new(seed);
         let cut = 1 + rng(seed).random_range(0..7);
         for aggregation in AGGREGATIONS {
-            let normalizer = Normalizer::local(aggregation, &batch.sequences(), 1).unwrap();
+            let normalizer = whole_batch(aggregation, &batch.sequences());
             for (name, objective) in objectives() {
                 let loss = |b: &Fixture| objective.loss(&b.input(), &normalizer, 8).unwrap();
                 let (whole, first, second) =
@@ -186,7 +189,8 @@ fn averaging_replicas_gives_the_loss_of_the_whole_batch() {
     let (tokens, sequences) = (batch.sequences().valid_tokens(), batch.sequences().valid_sequences());
     for aggregation in AGGREGATIONS {
         let loss = |batch: &Fixture, replicas| {
-            let normalizer = Normalizer::global(aggregation, tokens, sequences, replicas).unwrap();
+            let size = BatchSize { tokens, sequences, response_tokens_max: 16, replicas };
+            let normalizer = Normalizer::new(aggregation, size).unwrap();
             objectives()[0].1.loss(&batch.input(), &normalizer, 8).unwrap().loss
         };
         let mean = (loss(&batch.part(0..4), 2) + loss(&batch.part(4..8), 2)) / 2.0;
@@ -194,8 +198,8 @@ fn averaging_replicas_gives_the_loss_of_the_whole_batch() {
     }
 }
 
-fn correction(is: &str) -> CorrectionConfig {
-    CorrectionConfig {
+fn correction(is: &str) -> CorrectionRules {
+    CorrectionRules {
         importance: verl::importance(is, "0.5_2.0", true).unwrap(),
         reject: verl::rules("token_k1,seq_mean_k3", Some("0.5_2.0,0.1")).unwrap(),
     }
@@ -220,7 +224,7 @@ fn on_fresh_data_every_anchor_gives_the_same_gradient_and_nothing_is_clipped() {
         }
         let agreement = agreement_metrics(&sequences, &fresh.log_prob, &rollout).unwrap();
         assert!(agreement.iter().all(|(name, &value)| value == f64::from(name.ends_with("fraction"))));
-        let normalizer = Normalizer::local(Aggregation::TokenMean, &sequences, 1).unwrap();
+        let normalizer = whole_batch(Aggregation::TokenMean, &sequences);
         for (name, objective) in objectives() {
             let losses: Vec<PolicyLoss> = [OldLogprob::Detach, OldLogprob::Rollout, OldLogprob::Recompute]
                 .map(|mode| {
@@ -262,12 +266,12 @@ fn gae_with_gamma_and_lambda_one_is_reward_to_go_minus_value() {
 fn rejected_tokens_leave_numerator_and_denominator() {
     let mut batch = Fixture::new(8);
     let rules = verl::rules("token_k1", Some("0.8_1.25")).unwrap();
-    let config = CorrectionConfig { importance: None, reject: rules };
+    let config = CorrectionRules { importance: None, reject: rules };
     let kept = correct(&batch.sequences(), &batch.log_prob, &batch.old_log_prob, &config).unwrap().mask;
     let rejected = batch.mask.iter().zip(&kept).filter(|(before, after)| *before != *after).count();
     assert!(rejected > 0 && kept.contains(&true));
     batch.mask = kept;
-    let normalizer = Normalizer::local(Aggregation::TokenMean, &batch.sequences(), 1).unwrap();
+    let normalizer = whole_batch(Aggregation::TokenMean, &batch.sequences());
     let (mean, gradient) = normalizer.reduce(&batch.sequences(), |_, _| (1.0, 1.0));
     assert!((mean - 1.0).abs() < 1e-12, "a mean of ones over the tokens that stayed");
     assert!(gradient.iter().zip(&batch.mask).all(|(&g, &kept)| (g != 0.0) == kept));
@@ -291,7 +295,7 @@ fn alarms_ring_beyond_their_levels_only() {
 #[test]
 fn tokens_outside_the_mask_may_hold_anything_but_valid_ones_must_be_finite() {
     let mut batch = Fixture::new(9);
-    let normalizer = Normalizer::local(Aggregation::TokenMean, &batch.sequences(), 1).unwrap();
+    let normalizer = whole_batch(Aggregation::TokenMean, &batch.sequences());
     for (_, objective) in objectives() {
         let loss = objective.loss(&batch.input(), &normalizer, 8).unwrap();
         assert!(loss.loss.is_finite() && loss.grad_log_prob.iter().all(|g| g.is_finite()));

@@ -1,10 +1,11 @@
 //! What other tools offer under a name of their own and the recipe's keys already say: docs/POLICY.md lists it.
 
-use rloss::policy::loss::{CispoClip, ClipRange, LossInput, PolicyLoss, PpoClip, TrlConfig, TrlObjective};
-use rloss::policy::loss::{cispo, gspo, ppo, trl};
+use rloss::policy::loss::{CispoClip, ClipRange, LossInput, PolicyLoss, PpoClip};
+use rloss::policy::loss::{cispo, gspo, ppo};
 use rloss::policy::{Aggregation, Normalizer};
 
-use super::fixture::{AGGREGATIONS, Fixture};
+use super::fixture::{AGGREGATIONS, Fixture, whole_batch};
+use super::trl::{TrlConfig, TrlObjective, trl};
 
 /// Compares a loss of ours with one of TRL's, weights of single tokens included where `weighted`.
 fn same(
@@ -15,7 +16,7 @@ fn same(
 ) {
     for (seed, aggregation) in (0..10).flat_map(|seed| AGGREGATIONS.map(|a| (seed, a))) {
         let batch = Fixture::new(seed);
-        let normalizer = Normalizer::local(aggregation, &batch.sequences(), 1).unwrap();
+        let normalizer = whole_batch(aggregation, &batch.sequences());
         let input = LossInput { weights: weighted.then_some(&batch.weights), ..batch.input() };
         let config = TrlConfig { objective, sequence_level, kl: None };
         let (theirs, _) = trl(&input, &config, &normalizer).unwrap();
@@ -71,9 +72,9 @@ fn loss_types_are_aggregations() {
     for (aggregation, expected) in [
         (Aggregation::SequenceMeanTokenMean, means / with_tokens),
         (Aggregation::TokenMean, total / tokens),
-        (Aggregation::Constant { tokens: 16 }, total / (with_tokens * 16.0)),
+        (Aggregation::Constant, total / (with_tokens * 16.0)),
     ] {
-        let normalizer = Normalizer::local(aggregation, &sequences, 1).unwrap();
+        let normalizer = whole_batch(aggregation, &sequences);
         let (found, _) = normalizer.reduce(&sequences, |_, token| (value(token), 0.0));
         assert!((found - expected).abs() < 1e-9, "{aggregation:?}: {found} for {expected}");
     }

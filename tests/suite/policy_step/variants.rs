@@ -1,14 +1,15 @@
 //! The greedy baseline, the steered divergence, bypass, and what is measured over a whole batch.
 
 use super::{Fixture, distance, learned, loss, pass, values};
+use crate::policy::bypass::{BypassLoss, bypass};
 use crate::policy::verl;
 use rloss::metrics::Metrics;
 use rloss::policy::Aggregation;
-use rloss::policy::correction::CorrectionConfig;
-use rloss::policy::loss::{BypassLoss, ClipRange, PpoClip, bypass};
+use rloss::policy::correction::CorrectionRules;
+use rloss::policy::loss::{ClipRange, PpoClip};
 use rloss::recipe::{
-    Advantage, Correction, ImportanceSampling, Kl, KlEstimator, KlPlace, OldLogprob, Overlong, Policy,
-    RejectOption,
+    Advantage, CorrectionConfig, ImportanceSampling, Kl, KlEstimator, KlPlace, OldLogprob, OverlongConfig,
+    Policy, RejectOption,
 };
 use rloss::train::policy_step::PolicyStep;
 
@@ -24,7 +25,7 @@ fn remax_measures_each_response_against_its_prompts_greedy_one() {
         greedy.reward = 0.25;
         group.greedy = Some(greedy);
     }
-    for overlong in [Overlong::default(), Overlong { buffer_tokens: 72, penalty: 1.0 }] {
+    for overlong in [OverlongConfig::default(), OverlongConfig { buffer_tokens: 72, penalty: 1.0 }] {
         let policy = Policy { advantage: Advantage::Remax, overlong: overlong.clone(), ..Policy::default() };
         let experience = fixture.step(&policy, None).prepare(&fixture.groups()).unwrap();
         let shaped =
@@ -58,10 +59,10 @@ fn the_divergence_in_the_reward_is_the_anchors_and_has_the_steps_weight() {
         old_logprob,
         kl: Kl { place: KlPlace::Reward, estimator: KlEstimator::K1, ..Kl::default() },
         // A forward before the update, which must not become the anchor of "rollout".
-        correction: Correction {
+        correction: CorrectionConfig {
             reject: vec![RejectOption::TokenK2],
             reject_bounds: vec![vec![100.0]],
-            ..Correction::default()
+            ..CorrectionConfig::default()
         },
         ..Policy::default()
     };
@@ -91,14 +92,14 @@ fn bypass_is_the_anchor_rollout_with_a_correction() {
         let bend = |(t, l): (usize, &mut f32)| *l += shift * [1.0, -0.5, 0.25][t % 3];
         trajectory.logprobs.iter_mut().enumerate().for_each(bend);
     }
-    let rejecting = Correction {
+    let rejecting = CorrectionConfig {
         reject: vec![RejectOption::SeqMeanK2, RejectOption::TokenK1],
         reject_bounds: vec![vec![0.02], vec![0.8, 1.25]],
-        ..Correction::default()
+        ..CorrectionConfig::default()
     };
     let rules = verl::rules("seq_mean_k2,token_k1", Some("0.02,0.8_1.25")).unwrap();
     let clip = PpoClip::new(ClipRange::new(0.2, 0.2).unwrap(), Some(3.0)).unwrap();
-    let weighing = Correction { is: ImportanceSampling::Sequence, ..rejecting.clone() };
+    let weighing = CorrectionConfig { is: ImportanceSampling::Sequence, ..rejecting.clone() };
     for (loss, correction, is, theirs) in [
         (loss("ppo"), rejecting, "none", BypassLoss::PpoClip(clip)),
         (loss("reinforce"), weighing, "sequence", BypassLoss::Reinforce),
@@ -111,7 +112,7 @@ fn bypass_is_the_anchor_rollout_with_a_correction() {
         let update = learned(&step, &experience).unwrap().unwrap();
         let whole = vec![true; experience.mask.len()];
         let sequences = rloss::policy::Sequences::new(&experience.cu_seqlens, &whole).unwrap();
-        let config = CorrectionConfig {
+        let config = CorrectionRules {
             importance: verl::importance(is, "2.0", false).unwrap(),
             reject: rules.clone(),
         };

@@ -163,7 +163,7 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "[model.architecture]\nnum_experts_per_tok = 8",
-            "r.toml:2: model.architecture.num_experts_per_tok: a layer has only 4 experts; give at most that many",
+            "r.toml:2: model.architecture.num_experts_per_tok: 8 is more than the 4 experts of a layer; give at most that many",
         ),
         (
             "[model.architecture.yarn]\nbeta_slow = 64",

@@ -91,7 +91,7 @@ impl TokenSource for Kinds {
         Sampling::whole(1.0)
     }
 
-    fn choose(&self, place: Place, _: u32) -> Result<u32> {
+    fn choose(&self, place: SampledPlace, _: u32) -> Result<u32> {
         let turn = self.0[place.prompt as usize].get(place.turn as usize).context("an unscripted turn")?;
         turn.get(place.token).copied().context("an unscripted token")
     }

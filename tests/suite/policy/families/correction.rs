@@ -3,13 +3,14 @@
 use anyhow::Result;
 use rloss::choice::Choice;
 use rloss::policy::correction::{
-    CorrectionConfig, ImportanceConfig, RejectionRule, correct, importance_weights, reject,
+    CorrectionRules, ImportanceConfig, RejectionRule, correct, importance_weights, reject,
 };
-use rloss::policy::loss::{BypassLoss, ClipRange, PpoClip, bypass};
+use rloss::policy::loss::{ClipRange, PpoClip};
 use rloss::policy::offpolicy::{offpolicy_metrics, probs_diff_metrics};
 use rloss::policy::{Aggregation, Figures};
 use serde_json::Value;
 
+use super::super::bypass::{BypassLoss, bypass};
 use super::super::vectors::{Actual, Batch, Outcome, Row, floats};
 use super::super::verl;
 use super::{loss_actual, widen};
@@ -68,7 +69,7 @@ pub fn rejection(row: &Row) -> Outcome {
 
 pub fn both(row: &Row) -> Outcome {
     let batch = Batch::new(row, "response_mask");
-    let config = CorrectionConfig { importance: importance(&row.params)?, reject: rules(&row.params)? };
+    let config = CorrectionRules { importance: importance(&row.params)?, reject: rules(&row.params)? };
     let train = floats(&row.inputs["old_log_prob"]);
     let rollout = floats(&row.inputs["rollout_log_prob"]);
     let result = correct(&batch.sequences(), &train, &rollout, &config)?;
@@ -83,7 +84,7 @@ pub fn both(row: &Row) -> Outcome {
 pub fn bypass_row(row: &Row) -> Outcome {
     let batch = Batch::new(row, "response_mask");
     let settings = &row.params["rollout_correction"];
-    let config = CorrectionConfig { importance: importance(settings)?, reject: rules(settings)? };
+    let config = CorrectionRules { importance: importance(settings)?, reject: rules(settings)? };
     let param = |key: &str| row.params[key].as_f64().expect("a number");
     let loss = match settings["loss_type"].as_str() {
         Some("reinforce") => BypassLoss::Reinforce,

@@ -3,10 +3,11 @@
 use rloss::policy::divergence::kl_loss;
 use rloss::policy::entropy::entropy;
 use rloss::policy::kl_in_reward::{KlController, kl_in_reward};
-use rloss::policy::loss::{ClipRange, LossInput, TrlConfig, TrlObjective, trl};
+use rloss::policy::loss::{ClipRange, LossInput};
 use rloss::policy::value::value_loss;
-use rloss::policy::{Aggregation, Figures, Normalizer};
+use rloss::policy::{Aggregation, BatchSize, Figures, Normalizer};
 
+use super::super::trl::{TrlConfig, TrlObjective, trl};
 use super::super::vectors::{Actual, Batch, Outcome, Row, floats};
 use super::super::verl;
 use super::correction::add_metrics;
@@ -139,12 +140,16 @@ pub fn trl_row(row: &Row) -> Outcome {
     let kl = reference.as_deref().map(|reference| (number(row, "beta"), reference));
     let aggregation = match loss_type {
         "grpo" => Aggregation::SequenceMeanTokenMean,
-        "dr_grpo" => Aggregation::Constant { tokens: number(row, "max_completion_length") as usize },
+        "dr_grpo" => Aggregation::Constant,
         "bnpo" | "dapo" | "cispo" => Aggregation::TokenMean,
         other => panic!("{}: unknown loss {other}", row.name),
     };
     // TRL counts every sequence, those without a valid token included.
-    let normalizer = Normalizer::global(aggregation, sequences.valid_tokens(), sequences.len(), 1)?;
+    let size = BatchSize {
+        sequences: sequences.len(),
+        ..BatchSize::of(&sequences, row.params["max_completion_length"].as_u64().unwrap_or(0) as usize)
+    };
+    let normalizer = Normalizer::new(aggregation, size)?;
     let (result, extremes) = trl(&input, &TrlConfig { objective, sequence_level, kl }, &normalizer)?;
     let mut actual = loss_actual(result);
     actual[1].0 = "grad_per_token_logps";

@@ -1,12 +1,10 @@
-//! Bypass: the rollout itself is the anchor, and the correction follows the current log-probs.
+//! verl's bypass mode, to which the step's own way is compared: the rollout itself is the anchor, and the correction follows the current log-probs.
 
 use anyhow::Result;
 
-use super::{LossInput, PolicyLoss, PpoClip, ppo, reinforce};
-use crate::policy::Figures;
-use crate::policy::aggregation::{Aggregation, Normalizer};
-use crate::policy::correction::{CorrectionConfig, correct};
-use crate::policy::sequences::Sequences;
+use rloss::policy::correction::{CorrectionRules, correct};
+use rloss::policy::loss::{LossInput, PolicyLoss, PpoClip, ppo, reinforce};
+use rloss::policy::{Aggregation, BatchSize, Figures, Normalizer, Sequences};
 
 /// The loss under the correction.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -26,13 +24,13 @@ pub fn bypass(
     log_prob: &[f32],
     rollout_log_prob: &[f32],
     advantages: &[f32],
-    correction: &CorrectionConfig,
+    correction: &CorrectionRules,
     loss: &BypassLoss,
     aggregation: Aggregation,
 ) -> Result<(PolicyLoss, Figures)> {
     let corrected = correct(sequences, log_prob, rollout_log_prob, correction)?;
     let kept = sequences.with_mask(&corrected.mask)?;
-    let normalizer = Normalizer::local(aggregation, &kept, 1)?;
+    let normalizer = Normalizer::new(aggregation, BatchSize::of(&kept, 0))?;
     let input = |weights| LossInput {
         sequences: kept,
         log_prob,

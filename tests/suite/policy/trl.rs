@@ -1,12 +1,9 @@
-//! TRL's objectives where they differ from verl's: no ±20 clamp, a two-sided clip, CISPO bounded above only.
+//! TRL's objectives, to which ours are compared, where they differ from verl's: no ±20 clamp, a two-sided clip, CISPO bounded above only.
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 
-use super::{ClipRange, LossInput, PolicyLoss, TokenMean};
-use crate::bad_input;
-use crate::policy::Figures;
-use crate::policy::aggregation::Normalizer;
-use crate::policy::sequences::mean;
+use rloss::policy::loss::{ClipRange, LossInput, PolicyLoss, TokenMean};
+use rloss::policy::{Figures, Normalizer, Sequences};
 
 /// What becomes of the ratio.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -49,11 +46,11 @@ pub fn trl(input: &LossInput, config: &TrlConfig, normalizer: &Normalizer) -> Re
     if let Some((_, reference)) = config.kl {
         input.sequences.check("reference log_prob", reference)?;
     }
-    let row_means = input.sequences.row_means(|t| input.log_ratio(t));
+    let row_means = row_means(&input.sequences, |t| log_ratio(input, t));
     let mut terms = vec![TrlTerm::default(); input.sequences.tokens()];
     for (row, &row_mean) in input.sequences.rows().zip(&row_means) {
         for t in input.sequences.valid(row.clone()) {
-            let log_ratio = if config.sequence_level { row_mean } else { input.log_ratio(t) };
+            let log_ratio = if config.sequence_level { row_mean } else { log_ratio(input, t) };
             terms[t] = config.objective.term(log_ratio.exp(), input, t);
         }
         let through_ratio = matches!(config.objective, TrlObjective::Clip { .. });
@@ -89,11 +86,15 @@ struct TrlTerm {
 impl TrlObjective {
     /// One token's term, importance weight included.
     fn term(&self, ratio: f64, input: &LossInput, t: usize) -> TrlTerm {
-        let (advantage, weight) = (input.advantage(t), input.weight(t));
+        let advantage = f64::from(input.advantages[t]);
+        let weight = input.weights.map_or(1.0, |w| f64::from(w[t]));
         match *self {
             TrlObjective::Clip { range, delta } => {
                 let cap = delta.unwrap_or(f64::INFINITY);
-                let (free, bound) = (-advantage * ratio.min(cap), -advantage * range.clip(ratio));
+                let (free, bound) = (
+                    -advantage * ratio.min(cap),
+                    -advantage * ratio.clamp(1.0 - range.low(), 1.0 + range.high()),
+                );
                 let flat = bound > free || ratio > cap;
                 TrlTerm {
                     loss: weight * free.max(bound),
@@ -118,13 +119,28 @@ impl TrlObjective {
 fn check_objective(objective: &TrlObjective) -> Result<()> {
     match *objective {
         TrlObjective::Clip { range, delta: Some(delta) } if delta.is_nan() || delta <= 1.0 + range.high() => {
-            Err(bad_input!("delta is {delta}: it caps the unclipped ratio, so it must exceed 1 + clip high"))
+            bail!("delta is {delta}: it caps the unclipped ratio, so it must exceed 1 + clip high")
         }
         TrlObjective::Cispo { ratio_max } if ratio_max.is_nan() || ratio_max <= 0.0 => {
-            Err(bad_input!("the largest cispo weight is {ratio_max}: it must be positive"))
+            bail!("the largest cispo weight is {ratio_max}: it must be positive")
         }
         _ => Ok(()),
     }
+}
+
+/// T − O.
+fn log_ratio(input: &LossInput, t: usize) -> f64 {
+    f64::from(input.log_prob[t]) - f64::from(input.old_log_prob[t])
+}
+
+fn mean(values: impl Iterator<Item = f64>) -> f64 {
+    let (sum, count) = values.fold((0.0, 0.0), |(sum, count), value| (sum + value, count + 1.0));
+    if count == 0.0 { 0.0 } else { sum / count }
+}
+
+/// The mean of `value` over each row's valid tokens.
+fn row_means(sequences: &Sequences, value: impl Fn(usize) -> f64) -> Vec<f64> {
+    sequences.rows().map(|row| mean(sequences.valid(row).map(&value))).collect()
 }
 
 fn token_mean(input: &LossInput, name: &'static str, value: impl Fn(usize) -> f64) -> TokenMean {
@@ -138,8 +154,8 @@ fn clip_metrics(input: &LossInput, config: &TrlConfig, terms: &[TrlTerm]) -> (Ve
     if matches!(config.objective, TrlObjective::Cispo { .. }) {
         return (vec![token_mean(input, "cispo_clip_ratio", high)], Figures::new());
     }
-    let smallest = input.sequences.row_means(low).into_iter().fold(f64::INFINITY, f64::min);
-    let largest = input.sequences.row_means(high).into_iter().fold(f64::NEG_INFINITY, f64::max);
+    let smallest = row_means(&input.sequences, low).into_iter().fold(f64::INFINITY, f64::min);
+    let largest = row_means(&input.sequences, high).into_iter().fold(f64::NEG_INFINITY, f64::max);
     let means = vec![
         token_mean(input, "clip_ratio/low_mean", low),
         token_mean(input, "clip_ratio/high_mean", high),

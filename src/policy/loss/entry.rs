@@ -6,7 +6,7 @@ use super::{ClipRange, LossInput, PolicyLoss};
 use crate::policy::aggregation::Normalizer;
 
 /// A policy loss with its settings.
-pub trait Objective: std::fmt::Debug + Send + Sync {
+pub trait LossFunction: std::fmt::Debug + Send + Sync {
     /// A micro-batch's share of the loss. A loss reads either `normalizer` or `batch_sequences`, the number of sequences of
     /// the whole batch.
     ///
@@ -37,7 +37,7 @@ pub struct LossEntry {
     pub name: &'static str,
     /// For the recipe's page.
     pub meaning: &'static str,
-    pub make: fn(&LossSettings) -> Result<Box<dyn Objective>>,
+    pub make: fn(&LossSettings) -> Result<Box<dyn LossFunction>>,
     /// Whether the loss has a ratio against the anchor, beside which importance weights against the rollout would count
     /// the gap twice.
     pub has_ratio: bool,
