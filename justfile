@@ -40,6 +40,7 @@ faults count="50" inputs="100000" seconds="60":
     tests/faults/faults.py errors --count {{count}}
     tests/faults/faults.py bits --count {{count}}
     tests/faults/faults.py soak --seconds {{seconds}}
+    cargo test --release --test soak -- --seconds {{seconds}}
     cargo test --release --test fuzz -- --inputs {{inputs}} --seed 1
 
 bench:

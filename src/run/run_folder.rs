@@ -198,3 +198,19 @@ fn check_recipe(path: &Path, plan: &Plan) -> Result<()> {
 fn write_recipe(path: &Path, plan: &Plan) -> Result<()> {
     write_file(&path.join("recipe.toml"), &sealed(&plan.to_toml()))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe::resolve;
+
+    #[test]
+    fn a_disk_without_room_for_two_checkpoints_is_said() {
+        let place = tempfile::tempdir().unwrap();
+        let plan = resolve(Path::new("a.toml"), "[logging]\ntensorboard = false\n", &[]).unwrap();
+        let run = RunFolder::create(&place.path().join("run"), &plan).unwrap();
+        assert_eq!(run.lacks_space(0), None);
+        let lack = run.lacks_space(u64::MAX / 2).expect("no disk has as much");
+        assert!(lack.contains("MiB are free") && lack.contains("make room"), "{lack}");
+    }
+}

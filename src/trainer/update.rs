@@ -5,7 +5,7 @@ use crate::metrics::{Accumulator, Metrics};
 use crate::model::forward::ForwardOptions;
 use crate::policy::kl_in_reward::KlController;
 use crate::recipe::{self, KlPlace};
-use crate::train::checkpoint::Checkpoint;
+use crate::train::checkpoint::ResumePoint;
 use crate::train::critic::{Critic, CriticStep};
 use crate::train::forward_backward::PassSettings;
 use crate::train::optimizer::Optimizer;

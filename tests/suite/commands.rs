@@ -210,6 +210,14 @@ fn line_count(file: &Path) -> usize {
     std::fs::read(file).map_or(0, |bytes| bytes.iter().filter(|&&b| b == b'\n').count())
 }
 
+/// The model of a checkpoint as one from elsewhere: without manifest, and without what only a run reads.
+fn copy_model(from: &Path, to: &Path) {
+    copy_folder(from, to);
+    for name in ["manifest.b3", "trainer.json", "trainer.safetensors", "trainer.toml"] {
+        std::fs::remove_file(to.join(name)).unwrap();
+    }
+}
+
 /// A copy of a flat folder, such as a checkpoint.
 fn copy_folder(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).unwrap();

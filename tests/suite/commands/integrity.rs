@@ -1,7 +1,8 @@
 //! Damage is found where it matters, named, and led away from: flipped bits, cut and edited files of runs and models.
 
 use super::{
-    assert_same_results, baseline, copy_folder, done, first_checkpoint, output, resumed, rloss, small, stderr,
+    assert_same_results, baseline, copy_folder, copy_model, done, first_checkpoint, output, resumed, rloss,
+    small, stderr,
 };
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -184,10 +185,7 @@ fn a_changed_reference_is_found() {
 fn a_model_from_elsewhere_is_said_to_be_unverified_once_and_can_be_given_a_manifest() {
     let folder = TempDir::new().unwrap();
     let model = folder.path().join("model");
-    copy_folder(&first_checkpoint(baseline()), &model);
-    for name in ["trainer.json", "trainer.safetensors", "trainer.toml", "manifest.b3"] {
-        fs::remove_file(model.join(name)).unwrap();
-    }
+    copy_model(&first_checkpoint(baseline()), &model);
     let path = format!("model.path={}", model.display());
     let sets = [path.as_str(), "cold_start.steps=1", "train.steps=0"];
     let said = stderr(&done(&mut small(&folder.path().join("a"), &sets)));
@@ -214,6 +212,17 @@ fn a_number_that_is_none_in_the_optimizers_state_is_refused() {
     // Accepted, so that only the value itself can tell.
     done(&mut verify(&[Path::new("--accept"), &checkpoint]));
     refused(&mut resumed(&out, &[]), &["step-000002/trainer.safetensors", "NaN"]);
+}
+
+#[test]
+fn what_a_removal_left_is_cleared_and_counts_as_nothing() {
+    let run = Run::new();
+    let old = run.path().join("checkpoints/.step-000003.old.partial");
+    copy_folder(&run.path().join("checkpoints/step-000002"), &old);
+    fs::remove_file(old.join("model.safetensors")).unwrap();
+    done(&mut verify(&[&run.path()]));
+    done(&mut run.resume());
+    assert!(!old.exists());
 }
 
 #[test]
