@@ -73,7 +73,7 @@ fn main() -> ExitCode {
         Err(error) => {
             let _ = writeln!(
                 std::io::stderr(),
-                "error: no thread can be started: {error}; raise the limit of processes (ulimit -u)"
+                "error: no thread can be started: {error}; raise the limits of processes and memory (ulimit -u, -v)"
             );
             EXIT_FAILED
         }

@@ -4,7 +4,7 @@ use super::deaths::{self, Deaths};
 use super::embedded_worker::{Kept, Welcome, WorkerHello, undone};
 use super::pool::Pool;
 use super::process::{Process, Spawner};
-use super::{Interpreter, InterpreterState, Reply, SessionId, Settings, code_to_run, lock};
+use super::{Interpreter, InterpreterState, Reply, SessionId, Settings, code_to_run, lock, not_started};
 use crate::bad_input;
 use crate::trajectory::CallOutcome;
 use anyhow::{Context, Result};
@@ -48,7 +48,7 @@ impl Embedded {
         settings.check()?;
         let program = settings.worker_program()?;
         let spawner = Spawner::new().context("starting the thread that starts interpreter workers")?;
-        let (first, confinement) = start(&settings, &program, &spawner)?;
+        let (first, confinement) = start(&settings, &program, &spawner).map_err(not_started)?;
         Ok(Self {
             pool: Pool::new(first, settings.workers),
             settings,

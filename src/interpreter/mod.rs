@@ -169,12 +169,20 @@ const SHORTAGE_REMEDY: &str = "The system is short of descriptors, processes or 
 
 /// Why a worker was not confined, and what to do. A shortage is no reason to run without a sandbox.
 fn refusal(error: &anyhow::Error) -> String {
+    format!("{error:#}. {}", if is_shortage(error) { SHORTAGE_REMEDY } else { CONFINEMENT_REMEDY })
+}
+
+/// The error of a worker that could not be started, with what to do where the system is short of something.
+fn not_started(error: anyhow::Error) -> anyhow::Error {
+    if is_shortage(&error) { bad_input!("{error:#}. {SHORTAGE_REMEDY}") } else { error }
+}
+
+fn is_shortage(error: &anyhow::Error) -> bool {
     let short = [libc::EMFILE, libc::ENFILE, libc::EAGAIN, libc::ENOMEM];
-    let is_shortage = error.chain().any(|cause| {
+    error.chain().any(|cause| {
         let code = cause.downcast_ref::<std::io::Error>().and_then(std::io::Error::raw_os_error);
         code.is_some_and(|code| short.contains(&code))
-    });
-    format!("{error:#}. {}", if is_shortage { SHORTAGE_REMEDY } else { CONFINEMENT_REMEDY })
+    })
 }
 
 /// Longest code or stored state a worker reads.

@@ -11,7 +11,7 @@ use std::sync::{Mutex, PoisonError};
 const STACK_BYTES: usize = 64 << 20;
 /// Said when the system refuses a thread.
 const TOO_MANY: &str =
-    "starting threads; lower parallel.threads, or raise the limit of processes (ulimit -u)";
+    "starting threads; lower parallel.threads, or raise the limits of processes and memory (ulimit -u, -v)";
 
 /// The thread pools of one run.
 pub struct Threads {

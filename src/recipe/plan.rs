@@ -102,6 +102,7 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader) {
         return reader.read_document(recipe, document.get_ref());
     }
     let is_hopeless = errors.len() > MISTAKES_MAX;
+    reader.mistakes.1 += errors.len().saturating_sub(MISTAKES_MAX);
     for error in errors.into_iter().take(MISTAKES_MAX) {
         let at = error.span().map_or(0, |span| span.start);
         reader.refuse_syntax(at, format!("not TOML: {}", error.message()));

@@ -68,6 +68,8 @@ impl RunFolder {
         check_recipe(path, plan)?;
         checkpoint::clear_partial(path)?;
         let point = checkpoint::newest(path)?;
+        // A kill may have come between the newest checkpoint and the end of an old one.
+        checkpoint::prune(path, plan.recipe.checkpoint.keep)?;
         let file = path.join("metrics.jsonl");
         let metrics = match (&point, file.exists()) {
             (Some(point), _) => MetricsFile::resume(&file, point.state.metrics_bytes)?,

@@ -64,6 +64,16 @@ pub struct TrainerState {
     pub kl_coefficient: Option<f64>,
 }
 
+/// Removes all but the `keep` newest checkpoints of `run`.
+///
+/// # Errors
+/// When the disk refuses.
+pub fn prune(run: &Path, keep: usize) -> Result<()> {
+    let mut old = list::all(run)?;
+    old.truncate(old.len().saturating_sub(keep.max(1)));
+    old.iter().try_for_each(|folder| remove_folder(folder))
+}
+
 /// What a checkpoint holds.
 pub struct Snapshot<'a> {
     pub config: &'a Config,
@@ -87,9 +97,7 @@ impl Snapshot<'_> {
         let target = checkpoints.join(&name);
         fs::create_dir_all(&checkpoints).with_context(|| format!("writing {}", target.display()))?;
         replace_folder(&target, |aside| self.fill(aside))?;
-        let mut old = list::all(run)?;
-        old.truncate(old.len().saturating_sub(keep.max(1)));
-        old.iter().try_for_each(|folder| remove_folder(folder))?;
+        prune(run, keep)?;
         Ok(target)
     }
 

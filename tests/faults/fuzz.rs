@@ -56,6 +56,8 @@ fn main() {
             _ => {}
         }
     }
+    // Those that are caught where they belong are silent, others are told.
+    rloss::panics::tell_in_one_line();
     let scratch = tempfile::tempdir().expect("a folder");
     let mut targets = targets(scratch.path());
     if let Some(only) = &only {

@@ -68,6 +68,11 @@ fn limit_resources() -> Result<()> {
 }
 
 fn set_limit(name: &str, resource: libc::__rlimit_resource_t, limit: u64) -> Result<()> {
+    let mut now = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: a valid structure that outlives the call.
+    check(unsafe { libc::getrlimit(resource, &mut now) }, name)?;
+    // A hard limit that is lower already cannot be raised, nor need it be.
+    let limit = limit.min(now.rlim_max);
     let limit = libc::rlimit { rlim_cur: limit, rlim_max: limit };
     // SAFETY: a valid structure that outlives the call.
     check(unsafe { libc::setrlimit(resource, &limit) }, name)

@@ -9,7 +9,9 @@ mod stage;
 use super::deaths::{self, Deaths};
 use super::pool::Pool;
 use super::process::Spawner;
-use super::{Interpreter, InterpreterState, Reply, SessionId, Settings, code_to_run, lock, output};
+use super::{
+    Interpreter, InterpreterState, Reply, SessionId, Settings, code_to_run, lock, not_started, output,
+};
 use crate::trajectory::CallOutcome;
 use anyhow::{Context, Result};
 use host::Host;
@@ -63,7 +65,8 @@ impl CPython {
         let program = settings.worker_program()?;
         let host = Host::find(&settings.python)?;
         let spawner = Spawner::new().context("starting the thread that starts interpreter workers")?;
-        let (first, confinement) = Server::start(&settings, &host, &program, &spawner)?;
+        let (first, confinement) =
+            Server::start(&settings, &host, &program, &spawner).map_err(not_started)?;
         let python = Self {
             pool: Pool::new(Arc::new(first), settings.workers),
             settings,
