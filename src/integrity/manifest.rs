@@ -27,11 +27,6 @@ impl Manifest {
         self.0.insert(name.to_owned(), digest);
     }
 
-    /// Takes over what another one lists.
-    pub fn extend(&mut self, other: Manifest) {
-        self.0.extend(other.0);
-    }
-
     /// Writes a new, synced file `name` into `folder`, and notes it.
     ///
     /// # Errors
