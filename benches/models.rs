@@ -15,6 +15,7 @@ pub struct Shape {
     pub hidden: usize,
     pub layers: usize,
     pub heads: usize,
+    /// 0 for the dense family, with a tied head.
     pub experts: usize,
     pub vocabulary: usize,
 }
@@ -27,22 +28,28 @@ pub const SMALL: Shape = Shape { hidden: 512, layers: 8, heads: 8, experts: 16, 
 
 /// A model of this shape with random weights.
 pub fn model(shape: Shape) -> (Model, Parameters) {
+    let dense = shape.experts == 0;
     let config = Config {
-        family: Family::GptOss,
+        family: if dense { Family::Qwen2 } else { Family::GptOss },
         vocab_size: shape.vocabulary,
         hidden_size: shape.hidden,
         num_hidden_layers: shape.layers,
         num_attention_heads: shape.heads,
         num_key_value_heads: shape.heads / 2,
         head_dim: if shape.hidden < 512 { 16 } else { 64 },
-        intermediate_size: shape.hidden,
+        intermediate_size: if dense { 4 * shape.hidden } else { shape.hidden },
         num_local_experts: shape.experts,
-        num_experts_per_tok: 2,
+        num_experts_per_tok: shape.experts.min(2),
         sliding_window: if shape.hidden < 512 { 16 } else { 128 },
-        layer_types: LayerType::alternating(shape.layers),
+        layer_types: if dense {
+            vec![LayerType::Full; shape.layers]
+        } else {
+            LayerType::alternating(shape.layers)
+        },
         rope: Rope { theta: 10_000.0, yarn: None },
         rms_norm_eps: 1e-5,
         swiglu_limit: 7.0,
+        tie_word_embeddings: dense,
         max_position_embeddings: 4096,
         bos_token_id: None,
         eos_token_ids: vec![6],

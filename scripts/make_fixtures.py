@@ -10,8 +10,9 @@ eager experts: the default expert path refuses sizes that are no multiple of 16 
 Each model folder in tests/fixtures/ holds what save_pretrained writes and
     rows.json             rows {"tokens", "mask"}; mask 1 = the token is predicted from those before it and counts
                           in the loss; loss = mean cross-entropy over all counted tokens of all rows;
-                          logprobs, one a token (0 for the first); sgd_lr
-    expected.safetensors  logits.N [tokens, vocabulary] of row N; grad.NAME; sgd.NAME, the weight after one step
+                          logprobs, one a token (0 for the first); sgd_lr; in parity.py's cases also adamw
+    expected.safetensors  logits.N [tokens, vocabulary] of row N; grad.NAME; sgd.NAME and, if asked for, adamw.NAME, the
+                          weight after one step
 """
 
 import argparse
@@ -23,10 +24,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import GptOssConfig, GptOssForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen2Config
 
 FIXTURES = Path(__file__).resolve().parent.parent / "tests" / "fixtures"
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+CONFIGS = {"gpt_oss": GptOssConfig, "qwen2": Qwen2Config}
 ROUTER_MARGIN_MIN = 1e-5
 # The gradient jumps where a gate or up value meets its clamp.
 CLAMP_MARGIN_MIN = 3e-6
@@ -49,14 +51,29 @@ MODELS = {
         rope_parameters=dict(rope_type="default", rope_theta=10000.0),
     ),
 }
+DENSE_MODELS = {
+    "qwen2": dict(
+        vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=24, max_position_embeddings=64, rms_norm_eps=1e-6,
+        rope_parameters=dict(rope_type="default", rope_theta=1000000.0),
+    ),
+    # Five query heads a KV head, a head_dim of its own, odd sizes.
+    "qwen2_tied": dict(
+        vocab_size=37, hidden_size=36, num_hidden_layers=3, num_attention_heads=10, num_key_value_heads=2, head_dim=6,
+        intermediate_size=51, max_position_embeddings=64, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+    ),
+}
 ROW_LENGTHS = [2, 17, 45]
+# A long step too; its eps is not small beside gradients, so that a step of one near 0 is no matter of its rounded sign.
+ADAMW = dict(lr=10.0, betas=(0.9, 0.99), eps=0.1, weight_decay=0.01)
 
 
-def random_model(sizes, generator):
+def random_model(sizes, generator, family="gpt_oss"):
     """A model whose every tensor is random and matters."""
     # No pad token: nn.Embedding gives that row no gradient.
-    config = GptOssConfig(**sizes, tie_word_embeddings=False, eos_token_id=2)
-    model = GptOssForCausalLM._from_config(config, dtype=torch.float32, **EAGER)
+    config = CONFIGS[family](**({"tie_word_embeddings": False} | sizes), eos_token_id=2)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **EAGER)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             tensor.normal_(generator=generator)
@@ -68,7 +85,7 @@ def random_model(sizes, generator):
                 tensor.mul_(0.2)
             elif "experts" in name:  # [experts, in, out]
                 tensor.mul_(tensor.shape[1] ** -0.5)
-            elif "embed" not in name:  # [out, in]
+            elif "embed" not in name or config.tie_word_embeddings:  # [out, in]
                 tensor.mul_(tensor.shape[1] ** -0.5)
     return model.eval()
 
@@ -77,6 +94,8 @@ def margins(model, tokens):
     """The smallest gap, over tokens and layers, between the last expert chosen and the first one left out; and the
     smallest distance of a gate or up value from its clamp."""
     clamp = float("inf")
+    if model.config.model_type != "gpt_oss":
+        return clamp, clamp
 
     def watch(experts):
         def apply_gate(gate_up):
@@ -127,9 +146,9 @@ def masked_loss(model, rows):
     return logits, logprobs, loss
 
 
-def write_model(folder, sizes, row_lengths, sgd_lr, generator):
+def write_model(folder, sizes, row_lengths, sgd_lr, generator, family="gpt_oss", adamw=None):
     """A random model and what PyTorch computes on it; returns how many rows were drawn again, by reason."""
-    model = random_model(sizes, generator)
+    model = random_model(sizes, generator, family)
     model.save_pretrained(folder)
 
     redrawn = Counter()
@@ -139,8 +158,15 @@ def write_model(folder, sizes, row_lengths, sgd_lr, generator):
 
     expected = {f"logits.{i}": row.detach().contiguous() for i, row in enumerate(logits)}
     expected |= {f"grad.{key}": tensor.grad.clone() for key, tensor in model.named_parameters()}
+    before = {key: tensor.detach().clone() for key, tensor in model.named_parameters()}
     torch.optim.SGD(model.parameters(), lr=sgd_lr).step()
-    expected |= {f"sgd.{key}": tensor.detach() for key, tensor in model.named_parameters()}
+    expected |= {f"sgd.{key}": tensor.detach().clone() for key, tensor in model.named_parameters()}
+    if adamw:
+        with torch.no_grad():
+            for key, tensor in model.named_parameters():
+                tensor.copy_(before[key])
+        torch.optim.AdamW(model.parameters(), **adamw).step()
+        expected |= {f"adamw.{key}": tensor.detach() for key, tensor in model.named_parameters()}
     save_file(expected, folder / "expected.safetensors")
     content = {
         "rows": [{"tokens": tokens.tolist(), "mask": mask.tolist()} for tokens, mask in rows],
@@ -148,8 +174,15 @@ def write_model(folder, sizes, row_lengths, sgd_lr, generator):
         "loss": loss.item(),
         "sgd_lr": sgd_lr,
     }
+    if adamw:
+        content["adamw"] = adamw
     (folder / "rows.json").write_text(json.dumps(content) + "\n")
     return redrawn
+
+
+def write_dense_models(generator):
+    for name, sizes in DENSE_MODELS.items():
+        write_model(FIXTURES / name, sizes, ROW_LENGTHS, SGD_LR, generator, "qwen2", ADAMW)
 
 
 def write_adamw(generator):
@@ -198,7 +231,7 @@ def write_mxfp4(generator):
 
 def check(folder, rows):
     """Logits of each row of `rows` by transformers from `folder`, and the names it missed or did not expect."""
-    model, report = GptOssForCausalLM.from_pretrained(
+    model, report = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True, **EAGER
     )
     model.eval()
@@ -212,20 +245,22 @@ def check(folder, rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", metavar="FOLDER", type=Path, help="load FOLDER in GptOssForCausalLM, print logits")
+    parser.add_argument("--check", metavar="FOLDER", type=Path, help="load FOLDER in transformers, print logits")
     parser.add_argument("--rows", type=Path, help='JSON lines {"tokens": [...]} for --check; default: a short row')
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.check:
         lines = arguments.rows.read_text().splitlines() if arguments.rows else ['{"tokens": [1, 2, 3, 4, 5, 6, 7]}']
         return check(arguments.check, [json.loads(line) for line in lines if line.strip()])
-    shutil.rmtree(FIXTURES, ignore_errors=True)
-    FIXTURES.mkdir(parents=True)
+    for name in MODELS | DENSE_MODELS:
+        shutil.rmtree(FIXTURES / name, ignore_errors=True)
+    FIXTURES.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
     for name, sizes in MODELS.items():
         write_model(FIXTURES / name, sizes, ROW_LENGTHS, SGD_LR, generator)
     write_adamw(generator)
     write_mxfp4(generator)
+    write_dense_models(torch.Generator().manual_seed(1))
     return 0
 
 

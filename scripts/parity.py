@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Random GPT-OSS models, computed by transformers and by rloss, compared.
+"""Random models of a family, computed by transformers and by rloss, compared.
 
-    scripts/parity.py [--cases N] [--seed S] [--keep FOLDER]
+    scripts/parity.py [--family gpt_oss|qwen2] [--cases N] [--seed S] [--keep FOLDER]
 
-Draws N configurations (heads, KV heads, head_dim, experts, top-k, windows, layer types, YaRN or plain RoPE, sizes that
-are multiples of nothing), makes a random model of each with PyTorch, and takes logits, the gradient of the mean
-cross-entropy over masked rows, and one SGD step, in f32 with eager attention and experts. Rows with a token whose
+Draws N configurations (heads, KV heads, head_dim, experts, top-k, windows, layer types, YaRN or plain RoPE, tied heads,
+sizes that are multiples of nothing), makes a random model of each with PyTorch, and takes logits, the gradient of the mean
+cross-entropy over masked rows, one SGD step and one AdamW step, in f32 with eager attention and experts. Rows with a token whose
 router margin is under 1e-5 are drawn again, and those with a value so near its clamp that rounding decides on which
 side its gradient lies, and models with a gradient that all but cancels, so that PyTorch's own moves by over 2e-5 in
 double precision. All are counted. Then runs the test `random_models_agree_with_transformers` on them, which compares and saves
@@ -31,9 +31,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import GptOssForCausalLM, logging
+from transformers import AutoModelForCausalLM, logging
 
-from make_fixtures import CLAMP_MARGIN_MIN, EAGER, ROUTER_MARGIN_MIN, masked_loss, write_model
+from make_fixtures import ADAMW, CLAMP_MARGIN_MIN, EAGER, ROUTER_MARGIN_MIN, masked_loss, write_model
 
 ROOT = Path(__file__).resolve().parent.parent
 TEST = "model::random_models_agree_with_transformers"
@@ -44,7 +44,18 @@ CANCELLATION_MAX = 2e-5
 SGD_LR = 10.0
 
 
-def random_sizes(rng):
+def random_rope(rng):
+    theta = rng.choice([100.0, 10000.0, 150000.0])
+    if rng.random() < 0.6:
+        return dict(
+            rope_type="yarn", rope_theta=theta, factor=rng.choice([1.5, 4.0, 32.0]), truncate=rng.random() < 0.3,
+            beta_fast=rng.choice([32.0, 8.0]), beta_slow=rng.choice([1.0, 2.0]),
+            original_max_position_embeddings=rng.choice([16, 64, 4096]),
+        )
+    return dict(rope_type="default", rope_theta=theta)
+
+
+def random_gpt_oss(rng):
     """The configuration of one case."""
     kv_heads = rng.randint(1, 4)
     experts = rng.choice([1, 2, 3, 4, 5, 8, 13, 32])
@@ -66,16 +77,34 @@ def random_sizes(rng):
     )
     if rng.random() < 0.5:  # else alternating, as released
         sizes["layer_types"] = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
-    theta = rng.choice([100.0, 10000.0, 150000.0])
-    if rng.random() < 0.6:
-        sizes["rope_parameters"] = dict(
-            rope_type="yarn", rope_theta=theta, factor=rng.choice([1.5, 4.0, 32.0]), truncate=rng.random() < 0.3,
-            beta_fast=rng.choice([32.0, 8.0]), beta_slow=rng.choice([1.0, 2.0]),
-            original_max_position_embeddings=rng.choice([16, 64, 4096]),
-        )
-    else:
-        sizes["rope_parameters"] = dict(rope_type="default", rope_theta=theta)
+    sizes["rope_parameters"] = random_rope(rng)
     return sizes
+
+
+def random_qwen2(rng):
+    """The configuration of one case: 1 to 8 query heads a KV head, half of the heads tied."""
+    kv_heads = rng.randint(1, 4)
+    heads = kv_heads * rng.randint(1, 8)
+    sizes = dict(
+        vocab_size=rng.choice([11, 37, 64, 101, 272, 513]),
+        hidden_size=rng.choice([5, 17, 36, 48, 64, 100, 129, 600]),
+        num_hidden_layers=rng.randint(1, 5),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=rng.choice([2, 6, 8, 16, 18, 32, 64]),
+        intermediate_size=rng.choice([1, 7, 16, 33, 51, 64, 300]),
+        max_position_embeddings=256,
+        rms_norm_eps=rng.choice([1e-5, 1e-6, 1e-3]),
+        tie_word_embeddings=rng.random() < 0.5,
+    )
+    if rng.random() < 0.3:  # as released: heads that share out the width, and no key for it
+        del sizes["head_dim"]
+        sizes["hidden_size"] = heads * rng.choice([2, 6, 8, 16])
+    sizes["rope_parameters"] = random_rope(rng)
+    return sizes
+
+
+FAMILIES = {"gpt_oss": random_gpt_oss, "qwen2": random_qwen2}
 
 
 def read_rows(folder):
@@ -85,7 +114,7 @@ def read_rows(folder):
 
 def cancellation(folder):
     """How far PyTorch's f32 gradients are from its f64 ones (norms and angles stay f32), of the largest of a tensor."""
-    model = GptOssForCausalLM.from_pretrained(folder, dtype=torch.float64, **EAGER).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **EAGER).eval()
     masked_loss(model, read_rows(folder))[2].backward()
     expected = load_file(folder / "expected.safetensors")
     worst = 0.0
@@ -95,12 +124,12 @@ def cancellation(folder):
     return worst
 
 
-def write_case(folder, sizes, lengths, generator):
+def write_case(folder, family, sizes, lengths, generator):
     """Draws one case until no gradient cancels; returns what was drawn again, by reason."""
     redrawn = Counter()
     while True:
         folder.mkdir(parents=True)
-        redrawn += write_model(folder, sizes, lengths, SGD_LR, generator)
+        redrawn += write_model(folder, sizes, lengths, SGD_LR, generator, family, ADAMW)
         if cancellation(folder) <= CANCELLATION_MAX:
             return redrawn
         shutil.rmtree(folder)
@@ -109,11 +138,12 @@ def write_case(folder, sizes, lengths, generator):
 
 def describe(s):
     rope = "yarn" if s["rope_parameters"]["rope_type"] == "yarn" else "plain"
-    return (
-        f"L{s['num_hidden_layers']} H{s['hidden_size']} N{s['num_attention_heads']}/{s['num_key_value_heads']}"
-        f"x{s['head_dim']} E{s['num_local_experts']}/{s['num_experts_per_tok']} I{s['intermediate_size']}"
-        f" V{s['vocab_size']} w{s['sliding_window']} {rope}"
-    )
+    heads, kv_heads = s["num_attention_heads"], s["num_key_value_heads"]
+    text = f"L{s['num_hidden_layers']} H{s['hidden_size']} N{heads}/{kv_heads}x{s.get('head_dim', s['hidden_size'] // heads)}"
+    if "num_local_experts" in s:
+        text += f" E{s['num_local_experts']}/{s['num_experts_per_tok']} w{s['sliding_window']}"
+    tied = " tied" if s.get("tie_word_embeddings") else ""
+    return f"{text} I{s['intermediate_size']} V{s['vocab_size']} {rope}{tied}"
 
 
 def compare(folder):
@@ -134,7 +164,13 @@ def compare(folder):
 
 def saved_difference(folder):
     """Logits that transformers computes from the folder rloss saved, against the original's."""
-    model = GptOssForCausalLM.from_pretrained(folder / "saved", dtype=torch.float32, **EAGER).eval()
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder / "saved", dtype=torch.float32, output_loading_info=True, **EAGER
+    )
+    wrong = [key for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in report[kind]]
+    if wrong:
+        sys.exit(f"parity.py: {folder}/saved: {wrong}")
+    model.eval()
     expected = load_file(folder / "expected.safetensors")
     worst = 0.0
     for i, (tokens, _) in enumerate(read_rows(folder)):
@@ -147,6 +183,7 @@ def saved_difference(folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=FAMILIES, default="gpt_oss", help="of the models (default gpt_oss)")
     parser.add_argument("--cases", type=int, default=20, help="configurations to draw (default 20)")
     parser.add_argument("--seed", type=int, default=0, help="of configurations, weights and rows (default 0)")
     parser.add_argument("--keep", type=Path, help="leave the cases in this folder, which must be new")
@@ -164,9 +201,9 @@ def main():
         sizes, redrawn, rows = {}, Counter(), 0
         for case in range(arguments.cases):
             name = f"case{case:03}"
-            sizes[name] = random_sizes(rng)
+            sizes[name] = FAMILIES[arguments.family](rng)
             lengths = [rng.randint(2, rng.choice([70, 70, 200])) for _ in range(rng.randint(1, 4))]
-            redrawn += write_case(folder / name, sizes[name], lengths, generator)
+            redrawn += write_case(folder / name, arguments.family, sizes[name], lengths, generator)
             rows += len(lengths)
         figures, passed = compare(folder)
         for name in figures:

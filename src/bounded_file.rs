@@ -15,7 +15,7 @@ pub const TOKENIZER_BYTES_MAX: u64 = 64 << 20;
 pub const LINE_BYTES_MAX: u64 = 16 << 20;
 /// A data file, unpacked.
 pub const DATA_BYTES_MAX: u64 = 4 << 30;
-/// The file of `check-mismatch --against`, metrics and trajectories of a run, whose lines have no limit of their own.
+/// Metrics and trajectories of a run, whose lines have no limit of their own.
 pub const ROWS_BYTES_MAX: u64 = 1 << 30;
 
 /// Opens a regular file of at most `bytes_max`.

@@ -60,17 +60,30 @@ macro_rules! choice {
     };
 }
 
-/// Declares a value that is chosen by the name of an entry of `$list`, whose entries say `name` and `meaning`: a list that
-/// grows by a file and its line, where an enum would grow in every place that matches it.
+/// Declares a value that is chosen by the name of an entry, and the modules that hold the entries: each has an `ENTRY`, which
+/// says `name` and `meaning`. The list grows by a file and its line, where an enum would grow in every place that matches it.
+/// `cargo fmt` finds no module that a macro declares: `just format` names their files.
 macro_rules! registered {
-    ($(#[doc = $doc:literal])* pub struct $name:ident($entry:ty) of $list:ident;) => {
+    (
+        $(#[doc = $doc:literal])*
+        pub struct $name:ident($entry:ty) default $default:ident;
+        $($visible:vis mod $module:ident;)*
+    ) => {
+        $($visible mod $module;)*
+
         $(#[doc = $doc])*
         #[derive(Clone, Copy)]
         pub struct $name(&'static $entry);
 
+        impl Default for $name {
+            fn default() -> Self {
+                $name(&$default::ENTRY)
+            }
+        }
+
         impl $crate::choice::Choice for $name {
             fn all() -> Vec<Self> {
-                $list.iter().copied().map($name).collect()
+                vec![$($name(&$module::ENTRY),)*]
             }
 
             fn name(self) -> &'static str {
@@ -113,3 +126,13 @@ macro_rules! registered {
 }
 
 pub(crate) use {choice, registered};
+
+/// The nearest of `known`, if it is near enough to be what was meant.
+pub fn closest<'k>(written: &str, known: impl Iterator<Item = &'k str>) -> Option<&'k str> {
+    let slips_max = (written.chars().count() / 3).max(1);
+    known
+        .map(|known| (strsim::damerau_levenshtein(written, known), known))
+        .filter(|(slips, _)| *slips <= slips_max)
+        .min()
+        .map(|(_, known)| known)
+}

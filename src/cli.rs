@@ -4,14 +4,14 @@ use crate::commands;
 use crate::commands::arguments::RunArgs;
 use crate::error::{BadInput, EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED};
 use crate::metrics::sanitize_terminal;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use std::io::Write;
-use std::path::PathBuf;
+use std::sync::LazyLock;
 
 #[derive(Parser)]
 #[command(
     name = "rloss",
-    version,
+    version = VERSION.as_str(),
     about = "Reinforcement learning for GPT-OSS: one forward for rollout and training"
 )]
 struct Cli {
@@ -21,27 +21,41 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Write a commented recipe and a task program to begin with; they run as they are
+    Init(commands::init::InitArgs),
     /// Train as the recipe says: cold start, reinforcement learning, evaluations, checkpoints
     Train(commands::train::TrainArgs),
+    /// Talk in the terminal with a trained model and its tool
+    Chat(commands::chat::ChatArgs),
     /// Sample one step's prompts and write the trajectories with their log-probabilities
-    Rollout(RunArgs),
+    Rollout(commands::rollout::RolloutArgs),
     /// Measure success on held-out problems: mean@k, pass@k, majority@k with 95% intervals
     Eval(RunArgs),
     /// Compare rollout and training log-probs on the same tokens: every gap, and its likely cause
     CheckMismatch(commands::check_mismatch::CheckMismatchArgs),
     /// Write one self-contained HTML page with the curves of runs
-    Report {
-        /// Run folders, and the page goes into the first; or one folder of figures, see docs/FIGURES.md
-        #[arg(required = true)]
-        runs: Vec<PathBuf>,
-    },
+    Report(commands::report::ReportArgs),
     /// Check that a run or a model still holds what was written; exit code 2 when it does not
     Verify(commands::verify::VerifyArgs),
+    /// Print what makes a shell complete these commands
+    Completions(commands::completions::CompletionsArgs),
     /// Check the CUDA kernels on this machine's GPU
     #[cfg(feature = "cuda")]
     #[command(hide = true)]
     GpuCheck(commands::gpu_check::GpuCheckArgs),
 }
+
+/// The version, what it was built with, and in a packaged build its commit. A build of every day does not know its commit, or
+/// each would compile the crate anew.
+static VERSION: LazyLock<String> = LazyLock::new(|| {
+    let features = match (cfg!(feature = "cuda"), cfg!(feature = "flash-attn")) {
+        (_, true) => "cuda, flash-attn",
+        (true, false) => "cuda",
+        (false, false) => "none",
+    };
+    let commit = option_env!("RLOSS_COMMIT").map(|commit| format!("; commit {commit}")).unwrap_or_default();
+    format!("{} (features: {features}{commit})", env!("CARGO_PKG_VERSION"))
+});
 
 /// Runs the command line of this process and returns its exit code.
 pub fn run() -> u8 {
@@ -57,12 +71,15 @@ pub fn run() -> u8 {
         }
     };
     let result = match cli.command {
+        Command::Init(args) => commands::init::run(&args),
         Command::Train(args) => commands::train::run(&args),
+        Command::Chat(args) => commands::chat::run(&args),
         Command::Rollout(args) => commands::rollout::run(&args),
         Command::Eval(args) => commands::eval::run(&args),
         Command::CheckMismatch(args) => commands::check_mismatch::run(&args),
-        Command::Report { runs } => commands::report::run(&runs),
+        Command::Report(args) => commands::report::run(&args),
         Command::Verify(args) => commands::verify::run(&args),
+        Command::Completions(args) => commands::completions::run(&args, Cli::command()),
         #[cfg(feature = "cuda")]
         Command::GpuCheck(args) => commands::gpu_check::run(&args),
     };
@@ -70,7 +87,8 @@ pub fn run() -> u8 {
         // Text from files may carry control characters.
         let text = sanitize_terminal(&format!("{error:#}")).into_owned();
         // A closed stderr is nobody to report to.
-        let _ = writeln!(std::io::stderr(), "error: {text}");
+        let word = console::style("error:").for_stderr().red().bold();
+        let _ = writeln!(std::io::stderr(), "{word} {text}");
         if error.chain().any(|cause| cause.is::<BadInput>()) { EXIT_BAD_INPUT } else { EXIT_FAILED }
     })
 }

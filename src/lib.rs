@@ -11,9 +11,12 @@
     clippy::undocumented_unsafe_blocks
 )]
 #![warn(clippy::unimplemented, clippy::unwrap_used)]
+// An item that no command uses is refused, so a length does not bring its `is_empty`.
+#![allow(clippy::len_without_is_empty)]
 
 pub mod atomic_file;
 pub mod bounded_file;
+pub mod chat;
 pub mod choice;
 pub mod cli;
 pub mod commands;
@@ -36,3 +39,4 @@ pub mod tasks;
 pub mod train;
 pub mod trainer;
 pub mod trajectory;
+pub mod vocabulary;

@@ -1,7 +1,15 @@
-use rloss::error::EXIT_FAILED;
 use std::alloc::{GlobalAlloc, Layout};
 use std::io::Write;
 use std::process::ExitCode;
+
+// As a part of the binary, an item that no command uses is dead code to the compiler; in a library it may have users.
+#[cfg(feature = "whole")]
+#[path = "lib.rs"]
+mod rloss;
+#[cfg(feature = "whole")]
+use rloss::*;
+
+use rloss::error::EXIT_FAILED;
 
 /// The allocator, which ends the process in one line where it would abort: no caller gets on without its memory.
 struct Refusing(mimalloc::MiMalloc);

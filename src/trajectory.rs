@@ -11,13 +11,14 @@
 
 use crate::harmony::Message;
 use crate::metrics::Phase;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::Value;
 
 /// How a trajectory ended. Counted in the metrics as `outcome/<snake_case name>`; nothing is skipped in silence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    /// The policy ended its answer with `<|return|>`.
+    /// The policy ended its answer with a stop token.
     Finished,
     /// The sampled-token budget or the context ran out.
     TruncatedLength,
@@ -99,16 +100,31 @@ impl CallOutcome {
     }
 }
 
-/// One stretch of sampled tokens, and what its tool call, if any, came to.
+/// One stretch of sampled tokens, and what its tool calls, if any, came to.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Turn {
     /// First sampled token's index in [`Trajectory::tokens`].
     pub start: usize,
     /// One past the last sampled token.
     pub end: usize,
-    /// Present when the turn ended in a tool call (or a malformed one); a call that was not run, for want of turns or
-    /// tokens to answer it in, is none.
-    pub call: Option<CallOutcome>,
+    /// What became of the tool calls that the turn ended in, malformed ones included, in their order; a call that was not run,
+    /// for want of turns or tokens to answer it in, is none.
+    #[serde(default, alias = "call", deserialize_with = "one_or_several")]
+    pub calls: Vec<CallOutcome>,
+}
+
+/// Trajectories once held one call a turn, or null.
+fn one_or_several<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<CallOutcome>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Calls {
+        Several(Vec<CallOutcome>),
+        One(Option<CallOutcome>),
+    }
+    Ok(match Calls::deserialize(deserializer)? {
+        Calls::Several(calls) => calls,
+        Calls::One(call) => call.into_iter().collect(),
+    })
 }
 
 /// One sampled conversation. All per-token vectors have the length of `tokens`.
@@ -149,6 +165,12 @@ impl Trajectory {
     pub fn sampled_tokens(&self) -> usize {
         self.mask.iter().filter(|&&m| m).count()
     }
+
+    /// Whether something other than the policy spoiled it: the task's program failed, or a worker of the tool died.
+    pub fn failed(&self) -> bool {
+        let died = |turn: &Turn| turn.calls.contains(&CallOutcome::WorkerDied);
+        self.outcome == Outcome::TaskFailed || self.turns.iter().any(died)
+    }
 }
 
 /// The samples of one prompt: what group advantages are computed over.
@@ -169,4 +191,19 @@ pub struct TrajectoryRow {
     pub trajectory: Trajectory,
     /// The whole conversation, the prompt included.
     pub messages: Vec<Message>,
+    /// The right answer in the task's own form, where it gives one.
+    #[serde(default, skip_serializing_if = "Value::is_null")]
+    pub answer: Value,
+    /// What the step learned from its tokens, where it did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub learned: Option<TokenFigures>,
+}
+
+/// What a training step knows of a trajectory's tokens: one value a token in each, 0 where the mask is false.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct TokenFigures {
+    pub advantages: Vec<f32>,
+    /// Log-probability in training, before the first update, less that at sampling; absent where none was computed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gaps: Option<Vec<f32>>,
 }

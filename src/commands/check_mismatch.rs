@@ -1,13 +1,13 @@
 //! `rloss check-mismatch [RECIPE]`: the same tokens by two paths, every gap, and its likely cause.
 
 use crate::atomic_file::write_file;
-use crate::error::{EXIT_BAD_INPUT, EXIT_DONE};
-use crate::metrics::sanitize_terminal;
+use crate::error::{EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_DONE};
+use crate::metrics::{Console, sanitize_terminal};
 use crate::mismatch::links::Proof;
 use crate::mismatch::measure::Measure;
 use crate::mismatch::output::{Line, gaps_table, links_table, to_json};
-use crate::mismatch::{against, arms, explain::Reference};
-use crate::recipe::{Arms, Plan, RecipeSource, locate, resolve};
+use crate::mismatch::{against, arms, diagnose::Reference, page, rows::Reader};
+use crate::recipe::{Arms, Plan, RecipeSource, locate};
 use crate::rollout::{Prompt, RolloutSettings};
 use crate::run::collect::{pin_model, show};
 use crate::run::workbench::Workbench;
@@ -17,8 +17,6 @@ use anyhow::{Context, Result};
 use clap::Args;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-
-const QUICKSTART: &str = include_str!("../../recipes/quickstart.toml");
 
 /// What `rloss check-mismatch` takes.
 #[derive(Args, Debug, Clone)]
@@ -35,18 +33,23 @@ pub struct CheckMismatchArgs {
     /// Arms to measure: a comma starts another row, a plus combines in one
     #[arg(long, value_name = "A,B+C")]
     arms: Option<String>,
-    /// Compare another engine's rows: {"tokens": [...], "logprobs": [null or number a token], "temperature": 1.0}
-    #[arg(long, value_name = "FILE", conflicts_with = "arms")]
-    against: Option<PathBuf>,
+    /// Compare what another engine wrote, recognised by its shape (docs/MISMATCH.md lists them); the simplest is a row a
+    /// line: {"tokens": [...], "logprobs": [null or number a token], "temperature": 1.0}. Exit code 2 when a row was bad,
+    /// else 3 when the sides differ, else 0
+    #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with = "arms")]
+    against: Vec<PathBuf>,
+    /// Temperature that the file's log-probs are said to be at, where the file states none
+    #[arg(long, value_name = "T", default_value_t = 1.0, requires = "against")]
+    temperature: f64,
+    /// Weights of an update before, a folder: is the file from those?
+    #[arg(long, value_name = "FOLDER", requires = "against")]
+    earlier: Option<PathBuf>,
 }
 
 impl CheckMismatchArgs {
     fn plan(&self, more: &[String]) -> Result<Plan> {
         let sets: Vec<String> = self.sets.iter().chain(more).cloned().collect();
-        let Some(argument) = &self.recipe else {
-            return Ok(resolve(Path::new("quickstart.toml"), QUICKSTART, &sets)?);
-        };
-        let source = locate(argument)?;
+        let source = locate(self.recipe.as_deref().unwrap_or(Path::new("quickstart")))?;
         let mut plan = source.resolve(&sets)?;
         // A model that a --set names is the one that is checked.
         pin_model(&mut plan, &source, &sets)?;
@@ -61,7 +64,7 @@ impl CheckMismatchArgs {
         Ok(match &self.recipe {
             None => named("quickstart"),
             Some(argument) => match locate(argument)? {
-                RecipeSource::Run(folder) => folder,
+                RecipeSource::Run(folder) | RecipeSource::Checkpoint { run: folder, .. } => folder,
                 source => named(&source.stem()),
             },
         })
@@ -77,38 +80,92 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     let plan = args.plan(&[])?;
     let rows = arms::rows(args.arms.as_deref().unwrap_or_default(), &plan.recipe.arms);
     let rows = if args.arms.is_some() { rows } else { vec![] };
-    let arms: Vec<(String, Arms)> = rows
-        .into_iter()
-        .map(|row| Ok((row.name, args.plan(&row.sets)?.recipe.arms)))
-        .collect::<Result<_>>()?;
-    let bench = Workbench::open(plan)?;
-    let (lines, verdict, code) = match &args.against {
-        Some(file) => check_against(&bench, file)?,
-        None => check_arms(&bench, &arms)?,
+    let arms: Vec<(String, Plan)> =
+        rows.into_iter().map(|row| Ok((row.name, args.plan(&row.sets)?))).collect::<Result<_>>()?;
+    let console = Console::stderr(plan.recipe.logging.console_every_steps);
+    let bench = Workbench::open(plan, &console)?;
+    arms.iter().try_for_each(|(_, plan)| bench.check_family(plan))?;
+    let arms: Vec<(String, Arms)> = arms.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();
+    let found = match args.against.as_slice() {
+        [] => check_arms(&bench, &arms)?,
+        _ => check_against(&bench, args)?,
     };
-    show(&format!("{}\n", sanitize_terminal(&verdict)))?;
     std::fs::create_dir_all(&out).with_context(|| format!("creating {}", out.display()))?;
+    for (name, text) in &found.files {
+        write_file(&out.join(name), text)?;
+    }
     let file = out.join("mismatch.json");
-    write_file(&file, &to_json(&lines, &verdict))?;
+    write_file(&file, &to_json(&found.lines, &found.verdict, found.diagnosis, &found.bad))?;
     show(&format!("{}\n", file.display()))?;
-    Ok(code)
+    Ok(found.code)
 }
 
-fn check_against(bench: &Workbench, file: &Path) -> Result<(Vec<Line>, String, u8)> {
-    let config = &bench.model.config;
-    let found = against::read(file, config.vocab_size, bench.model.context_tokens_max())?;
-    for bad in &found.bad {
-        // A closed stderr is nobody to report to.
-        let _ = writeln!(std::io::stderr(), "error: {}", sanitize_terminal(bad));
+/// What is printed and written, and the exit code.
+struct Checked {
+    lines: Vec<Line>,
+    verdict: String,
+    diagnosis: Option<serde_json::Value>,
+    /// Rows that could not be compared.
+    bad: Vec<String>,
+    /// Further files for the folder, name and text.
+    files: Vec<(String, String)>,
+    code: u8,
+}
+
+fn check_against(bench: &Workbench, args: &CheckMismatchArgs) -> Result<Checked> {
+    let (config, context) = (&bench.model.config, bench.model.context_tokens_max());
+    let found =
+        Reader::new(config, context, bench.chat.vocabulary(), args.temperature).read(&args.against)?;
+    found.seen.iter().for_each(|seen| note(seen));
+    for bad in found.bad_told() {
+        note(&format!("error: {bad}"));
     }
     let tokens = bench.recipe().train.micro_batch_tokens;
-    let compared = against::compare(reference(bench), &bench.tokenizer, &found.rows, tokens, clip(bench))?;
-    show(&format!("{}\n", gaps_table("link", &compared.lines)))?;
-    let code = if found.bad.is_empty() { EXIT_DONE } else { EXIT_BAD_INPUT };
-    Ok((compared.lines, compared.verdict, code))
+    let earlier = args.earlier.as_deref().map(|folder| bench.weights_of(folder)).transpose()?;
+    let reference = Reference { earlier: earlier.as_ref(), ..reference(bench) };
+    let between = against::between_sides(&found.rows, clip(bench))?;
+    let (mut lines, mut answers, mut diagnoses) = (vec![], vec![], serde_json::Map::new());
+    let (mut differs, mut pictures) = (false, vec![]);
+    let sides = against::sides(found.rows);
+    let several = sides.len() > 1;
+    for (side, rows) in &sides {
+        let compared = against::compare(reference, &bench.chat, rows, tokens, clip(bench))?;
+        differs |= compared.diagnosis.verdict.differs();
+        answers.push(if several { format!("{side}: {}", compared.answer) } else { compared.answer.clone() });
+        diagnoses.insert((*side).to_owned(), compared.to_json());
+        let name = if several { format!("mismatch-{side}.svg") } else { "mismatch.svg".to_owned() };
+        pictures.push((name, page::picture(&compared)));
+        lines.extend(compared.lines.into_iter().map(|line| match several {
+            true => Line { name: format!("{side}: {}", line.name), ..line },
+            false => line,
+        }));
+    }
+    lines.extend(between);
+    let answer = answers.join("\n\n");
+    let table = gaps_table("link", &lines);
+    show(&format!("{}\n\n{table}\n", sanitize_terminal(&answer)))?;
+    let mut files = pictures;
+    if args.out.is_some() {
+        files.push(("mismatch.md".to_owned(), page::page(&answer, &table, &found.seen)));
+    }
+    let code = match (found.bad.is_empty(), differs) {
+        (false, _) => EXIT_BAD_INPUT,
+        (true, true) => EXIT_DIFFERS,
+        (true, false) => EXIT_DONE,
+    };
+    let diagnosis = match several {
+        true => Some(serde_json::Value::Object(diagnoses)),
+        false => diagnoses.into_iter().next().map(|(_, diagnosis)| diagnosis),
+    };
+    Ok(Checked { lines, verdict: answer, diagnosis, bad: found.bad, files, code })
 }
 
-fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<(Vec<Line>, String, u8)> {
+/// A line on stderr; a closed one is nobody to report to.
+fn note(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{}", sanitize_terminal(line));
+}
+
+fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<Checked> {
     let trajectories = sample(bench)?;
     let trajectories: Vec<&Trajectory> = trajectories.iter().collect();
     let recipe = bench.recipe();
@@ -146,7 +203,8 @@ fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<(Vec<Line>, 
         format!("rollout and training differ; links that fail: {}", broken.join(", "))
     };
     lines.extend(gaps);
-    Ok((lines, verdict, EXIT_DONE))
+    show(&format!("{}\n", sanitize_terminal(&verdict)))?;
+    Ok(Checked { lines, verdict, diagnosis: None, bad: vec![], files: vec![], code: EXIT_DONE })
 }
 
 /// One training step's rollouts.
@@ -165,7 +223,7 @@ fn sample(bench: &Workbench) -> Result<Vec<Trajectory>> {
 
 fn reference(bench: &Workbench) -> Reference<'_> {
     let Workbench { threads, model, parameters, .. } = bench;
-    Reference { threads, model, parameters }
+    Reference { threads, model, parameters, earlier: None }
 }
 
 fn clip(bench: &Workbench) -> (f64, f64) {

@@ -7,15 +7,15 @@ use crate::error::{EXIT_DONE, EXIT_STOPPED};
 use crate::metrics::{Console, Phase, Row, Table, format_number};
 use crate::recipe::locate;
 use crate::rollout::{RolloutSettings, accuracy};
-use crate::run::collect::{Collection, default_out, pin_model, show};
+use crate::run::collect::{Collection, heed_failures, pin_model, show};
 use crate::run::evaluation::{Evaluation, ProblemResult, SetResult, prompts};
+use crate::run::header;
 use crate::run::signals::Stop;
 use crate::run::workbench::Workbench;
 use crate::trajectory::{CallOutcome, Outcome, TrajectoryRow};
 use anyhow::Result;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 /// Evaluates; exit code 130 when a signal stopped it. The same command then goes on, problem by problem; on a finished
 /// evaluation it only shows the tables again.
@@ -28,8 +28,8 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let source = locate(&args.recipe)?;
     let mut plan = source.resolve(&args.sets)?;
     let step = pin_model(&mut plan, &source, &args.sets)?;
-    let out = args.out.clone().unwrap_or_else(|| default_out(&plan, &source, "eval"));
-    let bench = Workbench::open(plan)?;
+    let console = Console::stderr(plan.recipe.logging.console_every_steps);
+    let bench = Workbench::open(plan, &console)?;
     let sets = prompts(&bench);
     if sets.iter().all(|(_, prompts)| prompts.is_empty()) {
         return Err(bad_input!(
@@ -37,13 +37,13 @@ pub fn run(args: &RunArgs) -> Result<u8> {
             bench.task.name()
         ));
     }
-    let collection = Collection::open(&bench, &out, "eval", step)?;
-    let console = Console::stderr(Duration::from_secs(2), bench.recipe().logging.console_every_steps);
-    if let Some(confinement) = bench.confinement() {
-        console.print(&format!("python tool: {confinement}"));
-    }
+    let collection = Collection::open(&bench, &source, args.out.as_deref(), ("eval", step))?;
+    let out = &collection.path;
+    header::lines(&bench, out).iter().for_each(|line| console.print(line));
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     let stop = Stop::listen()?;
+    let teller = console.clone();
+    stop.tell(move || teller.print("stopping: what has ended is kept; again to stop at once"))?;
     let settings = RolloutSettings::evaluation(bench.recipe(), bench.preamble.clone(), step);
     let samples = bench.recipe().eval.samples;
     let policy = bench.plain_policy()?;
@@ -76,7 +76,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     write_file(&out.join("eval.json"), &(text + "\n"))?;
     show(&evaluation.sets.iter().map(tables).collect::<String>())?;
     console.print(&format!("done: {}", out.display()));
-    Ok(EXIT_DONE)
+    heed_failures(evaluation.sets.iter().flat_map(SetResult::rows), &console).map(|()| EXIT_DONE)
 }
 
 /// Trajectories and successes by some property of theirs.
@@ -93,8 +93,8 @@ fn counted<K: Ord>(set: &SetResult, key: impl Fn(&TrajectoryRow) -> K) -> BTreeM
 /// Calls by what became of them.
 fn calls(set: &SetResult) -> BTreeMap<CallOutcome, usize> {
     let mut counts = BTreeMap::new();
-    for call in set.rows().flat_map(|row| &row.trajectory.turns).filter_map(|turn| turn.call) {
-        *counts.entry(call).or_default() += 1;
+    for call in set.rows().flat_map(|row| &row.trajectory.turns).flat_map(|turn| &turn.calls) {
+        *counts.entry(*call).or_default() += 1;
     }
     counts
 }

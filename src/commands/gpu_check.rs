@@ -55,7 +55,7 @@ pub enum Part {
     Facts,
     /// Values and gradients against the CPU's
     Oracle,
-    /// Decode = prefill in chunks = training; backward from run to run
+    /// Decode = prefill in chunks = training; spread over blocks = serial; backward from run to run
     Links,
     /// TFLOP/s
     Speed,

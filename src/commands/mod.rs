@@ -1,10 +1,14 @@
 //! One file a subcommand: it composes and computes nothing.
 
 pub mod arguments;
+pub mod chat;
 pub mod check_mismatch;
+pub mod completions;
 pub mod eval;
+pub mod follow;
 #[cfg(feature = "cuda")]
 pub mod gpu_check;
+pub mod init;
 pub mod report;
 pub mod rollout;
 pub mod train;

@@ -1,17 +1,39 @@
 //! `rloss report RUN...`
 
+use crate::commands::follow;
 use crate::error::EXIT_DONE;
 use crate::report::write_report;
 use crate::run::collect::show;
 use anyhow::Result;
+use clap::Args;
 use std::path::PathBuf;
 
-/// Writes the page and says where it is.
+/// What `rloss report` takes.
+#[derive(Args, Debug, Clone)]
+pub struct ReportArgs {
+    /// Run folders; or one folder of figures, see docs/FIGURES.md
+    #[arg(required = true)]
+    runs: Vec<PathBuf>,
+    /// The page's file, or a folder for it [default: report.html in the run folder; of several runs report-N-runs.html in the first]
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Serve the page to a browser on this machine while the runs go on
+    #[arg(long, conflicts_with = "out")]
+    follow: bool,
+    /// Port of the served page
+    #[arg(long, default_value_t = 8642, requires = "follow")]
+    port: u16,
+}
+
+/// Writes the page and says where it is, or serves it.
 ///
 /// # Errors
-/// Those of [`write_report`].
-pub fn run(runs: &[PathBuf]) -> Result<u8> {
-    let page = write_report(runs)?;
+/// Those of [`write_report`] and of [`follow::run`].
+pub fn run(args: &ReportArgs) -> Result<u8> {
+    if args.follow {
+        return follow::run(&args.runs, args.port);
+    }
+    let page = write_report(&args.runs, args.out.as_deref())?;
     show(&format!("{}\n", page.display()))?;
     Ok(EXIT_DONE)
 }

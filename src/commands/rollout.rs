@@ -1,36 +1,57 @@
 //! `rloss rollout RECIPE|RUN`: the trajectories of one training step, written and not trained on.
 
 use crate::atomic_file::write_file;
+use crate::choice::Choice;
 use crate::commands::arguments::RunArgs;
 use crate::error::{EXIT_DONE, EXIT_STOPPED};
 use crate::metrics::{Console, Phase, Row, Table, format_number};
+use crate::mismatch::export;
+use crate::model::policy_view::PolicyView;
 use crate::recipe::locate;
 use crate::rollout::RolloutSettings;
-use crate::run::collect::{Collection, default_out, pin_model, show};
+use crate::run::collect::{Collection, heed_failures, pin_model, show};
+use crate::run::header;
 use crate::run::signals::Stop;
 use crate::run::workbench::Workbench;
 use crate::trajectory::Group;
-use anyhow::Result;
-use std::time::Duration;
+use anyhow::{Context, Result};
+use clap::{Args, ValueEnum};
+
+/// What `rloss rollout` takes.
+#[derive(Args, Debug, Clone)]
+pub struct RolloutArgs {
+    #[command(flatten)]
+    run: RunArgs,
+    /// Write the trajectories in another trainer's form, too: prime-rl's token_exports/step_N/rank_0.jsonl
+    #[arg(long)]
+    format: Option<Format>,
+}
+
+/// A form beside our own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Format {
+    PrimeRl,
+}
 
 /// Samples `rollout.prompts_per_step` prompts, `rollout.samples_per_prompt` times each: those of step 1, or of the step
 /// after a checkpoint's. Exit code 130 when a signal stopped it; the same command then goes on.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] before any work; the rollout's and the disk's leave what was sampled.
-pub fn run(args: &RunArgs) -> Result<u8> {
+pub fn run(args: &RolloutArgs) -> Result<u8> {
+    let RolloutArgs { run: args, format } = args;
     let source = locate(&args.recipe)?;
     let mut plan = source.resolve(&args.sets)?;
     let step = pin_model(&mut plan, &source, &args.sets)? + 1;
-    let out = args.out.clone().unwrap_or_else(|| default_out(&plan, &source, "rollout"));
-    let bench = Workbench::open(plan)?;
-    let collection = Collection::open(&bench, &out, "rollout", step)?;
-    let console = Console::stderr(Duration::from_secs(2), bench.recipe().logging.console_every_steps);
-    if let Some(confinement) = bench.confinement() {
-        console.print(&format!("python tool: {confinement}"));
-    }
+    let console = Console::stderr(plan.recipe.logging.console_every_steps);
+    let bench = Workbench::open(plan, &console)?;
+    let collection = Collection::open(&bench, &source, args.out.as_deref(), ("rollout", step))?;
+    let out = &collection.path;
+    header::lines(&bench, out).iter().for_each(|line| console.print(line));
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     let stop = Stop::listen()?;
+    let teller = console.clone();
+    stop.tell(move || teller.print("stopping: what has ended is kept; again to stop at once"))?;
     let recipe = bench.recipe();
     let prompts = bench.training_prompts(step, 0, recipe.rollout.prompts_per_step);
     let settings = RolloutSettings::training(recipe, bench.preamble.clone(), step);
@@ -42,16 +63,29 @@ pub fn run(args: &RunArgs) -> Result<u8> {
         console.print(&format!("stopped: {}; the same command goes on", out.display()));
         return Ok(EXIT_STOPPED);
     };
+    let failures = heed_failures(rows.iter().flatten(), &console);
     let group = |rows: Vec<_>| Group {
         trajectories: rows.into_iter().map(|row: crate::trajectory::TrajectoryRow| row.trajectory).collect(),
         greedy: None,
     };
     let groups: Vec<Group> = rows.into_iter().map(group).collect();
+    if *format == Some(Format::PrimeRl) {
+        let arms = &recipe.arms;
+        let training = PolicyView::training(&bench.model, &bench.parameters, arms, recipe.train.seed)?;
+        let trajectories: Vec<_> = groups.iter().flat_map(|group| &group.trajectories).collect();
+        let settings = (recipe.rollout.temperature, recipe.train.micro_batch_tokens);
+        let named = (step, Choice::name(recipe.task.name));
+        let text = export::prime_rl(&bench.threads, &training, &trajectories, named, settings)?;
+        let folder = out.join(format!("token_exports/step_{step}"));
+        std::fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+        write_file(&folder.join("rank_0.jsonl"), &text)?;
+        console.print(&format!("prime-rl: {}", folder.join("rank_0.jsonl").display()));
+    }
     let metrics = crate::rollout::metrics(&groups).finish()?;
     let mut table = Table::new(["metric", "value"]);
     metrics.iter().for_each(|(name, value)| table.row([name.to_owned(), format_number(value)]));
     write_file(&out.join("metrics.jsonl"), &(Row { step, phase: Phase::Rl, metrics }.to_json() + "\n"))?;
     show(&table.to_string())?;
     console.print(&format!("done: {}", collection.file(&name).display()));
-    Ok(EXIT_DONE)
+    failures.map(|()| EXIT_DONE)
 }

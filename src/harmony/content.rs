@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 
 choice! {
     /// How long the model is asked to think.
-    pub enum ReasoningEffort {
+    pub enum ReasoningEffort default Medium {
         Low = "low",
         Medium = "medium",
         High = "high",

@@ -1,11 +1,10 @@
 //! The Harmony dialogue format: messages, special tokens, rendering, streaming parse.
 //!
-//! Everything is generic over the vocabulary: a Hugging Face `tokenizer.json` of the byte-level BPE
-//! kind that has the control tokens, or the small [`embedded`](HarmonyTokenizer::embedded) one.
+//! Everything is generic over the vocabulary: any that has the control tokens, or the small
+//! [`embedded`](HarmonyTokenizer::embedded) one.
 //! Rendering and [`StreamParser`] agree with openai-harmony 0.0.8, "the reference"; [`TurnParser`] is for rollouts.
 //! Text is always ordinary text: what a user, a tool or a model wrote can never become a control token.
 
-mod byte_level;
 mod content;
 mod embedded;
 mod header;
@@ -24,4 +23,4 @@ pub use message::{Message, Role};
 pub use parser::{ParseMode, StreamParser};
 pub use render::{MaskedTokens, RenderOptions};
 pub use tokenizer::{Control, HarmonyTokenizer};
-pub use turn::{ParsedCompletion, TurnEnd, TurnParser, TurnProblem, TurnStep, parse_completion};
+pub use turn::{ParsedCompletion, TurnEnd, TurnParser, TurnProblem, TurnStep};

@@ -74,11 +74,6 @@ impl StreamParser {
         Ok(())
     }
 
-    /// The messages read so far.
-    pub fn messages(&self) -> &[Message] {
-        &self.messages
-    }
-
     /// All messages; one whose content has begun counts although it was not closed.
     ///
     /// # Errors

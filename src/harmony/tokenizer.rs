@@ -1,17 +1,10 @@
-//! A vocabulary with the Harmony control tokens: text to ids and back.
+//! A vocabulary with the Harmony control tokens.
 
-use super::byte_level::{Decoder, alphabet, spell};
 use super::embedded;
-use crate::bad_input;
-use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};
-use crate::panics::caught;
-use anyhow::{Result, anyhow};
+use crate::vocabulary::Vocabulary;
+use anyhow::Result;
+use std::ops::Deref;
 use std::path::Path;
-use std::sync::Arc;
-use tokenizers::{
-    Model, ModelWrapper, NormalizedString, Normalizer, OffsetType, PreTokenizedString, PreTokenizer,
-    Tokenizer,
-};
 
 /// Ids of the control tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,66 +28,25 @@ impl Control {
 }
 
 /// A byte-level BPE vocabulary with Harmony's control tokens. A clone shares the tables.
-#[derive(Clone)]
-pub struct HarmonyTokenizer(Arc<Tables>);
-
-struct Tables {
-    inner: Tokenizer,
-    json: Vec<u8>,
+#[derive(Debug, Clone)]
+pub struct HarmonyTokenizer {
+    vocabulary: Vocabulary,
     control: Control,
-    pad: Option<u32>,
-    /// Bytes of all tokens, one after the other; token `id` is `bytes[ends[id - 1]..ends[id]]`.
-    bytes: Vec<u8>,
-    ends: Vec<usize>,
-    /// Whether the id is a special token.
-    special: Vec<bool>,
-    /// The id of each single byte.
-    byte_ids: Vec<u32>,
-    /// Bytes of the longest token.
-    token_bytes_max: usize,
 }
 
 impl HarmonyTokenizer {
     /// Reads a `tokenizer.json`.
     ///
     /// # Errors
-    /// [`BadInput`](crate::error::BadInput), naming the file, when it cannot be read, is no byte-level BPE
-    /// tokenizer, lacks control tokens, or would let ordinary text become a special token.
+    /// [`BadInput`](crate::error::BadInput), naming the file: those of [`Vocabulary::from_file`], and when it lacks control
+    /// tokens.
     pub fn from_file(path: &Path) -> Result<Self> {
-        let place = path.display().to_string();
-        let json = bounded_file::read(path, TOKENIZER_BYTES_MAX).map_err(|e| {
-            bad_input!("{place}: {e}; a checkpoint folder needs the tokenizer.json that came with the model")
-        })?;
-        Self::from_bytes(json, &place)
+        Self::new(Vocabulary::from_file(path)?, &path.display().to_string())
     }
 
     /// Reads the bytes of a `tokenizer.json`; `place` names it in errors. Errors as [`Self::from_file`].
     pub fn from_bytes(json: Vec<u8>, place: &str) -> Result<Self> {
-        let refused =
-            |why: &str| bad_input!("{place}: not a Hugging Face tokenizer.json: {why}; take the model's own");
-        // A file that is cut, or holds nonsense where the crate expects none, makes it panic.
-        let parsed = caught(|| Tokenizer::from_bytes(&json)).map_err(|why| refused(&why))?;
-        let mut inner = parsed.map_err(|e| refused(&e.to_string()))?;
-        // A file may ask for padding or truncation; here a text's tokens are all of them and nothing else.
-        inner.with_padding(None);
-        inner.with_truncation(None).map_err(|e| anyhow!("{place}: {e}"))?;
-        match inner.get_model() {
-            ModelWrapper::BPE(bpe) if bpe.dropout.is_none_or(|p| p == 0.0) => {}
-            ModelWrapper::BPE(_) => {
-                return Err(bad_input!("{place}: model.dropout makes ids random; set it to null"));
-            }
-            _ => return Err(bad_input!("{place}: model.type must be BPE, as in GPT-OSS checkpoints")),
-        }
-        let control = find_control(&inner, place)?;
-        let pad = ["<|pad|>", "<|endoftext|>"].iter().find_map(|name| added_id(&inner, name));
-        let byte_ids = find_bytes(&inner, place)?;
-        let (bytes, ends, special) = token_table(&inner, place)?;
-        let starts = std::iter::once(0).chain(ends.iter().copied());
-        let token_bytes_max = ends.iter().zip(starts).map(|(end, start)| end - start).max().unwrap_or(0);
-        let tables = Tables { inner, json, control, pad, bytes, ends, special, byte_ids, token_bytes_max };
-        let tokenizer = Self(Arc::new(tables));
-        tokenizer.refuse_forgeable(place)?;
-        Ok(tokenizer)
+        Self::new(Vocabulary::from_bytes(json, place)?, place)
     }
 
     /// The embedded vocabulary of 272 tokens: control tokens, header words, bytes.
@@ -105,50 +57,18 @@ impl HarmonyTokenizer {
         Self::from_bytes(embedded::tokenizer_json(), "the embedded tokenizer")
     }
 
-    /// The `tokenizer.json` this was read from, to be written into a checkpoint folder.
-    pub fn json_bytes(&self) -> &[u8] {
-        &self.0.json
-    }
-
-    /// Number of ids, added tokens included: the highest id plus one.
-    pub fn vocab_size(&self) -> usize {
-        self.0.ends.len()
+    fn new(vocabulary: Vocabulary, place: &str) -> Result<Self> {
+        let names = ["<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>", "<|return|>"];
+        let remedy = "Harmony dialogues need them: take the tokenizer.json of a GPT-OSS checkpoint";
+        let [start, message, channel, end, call, ret] = vocabulary.added_ids(names, place, remedy)?;
+        let constrain = vocabulary.added_id("<|constrain|>");
+        let control = Control { start, message, channel, end, call, ret, constrain };
+        Ok(Self { vocabulary, control })
     }
 
     /// Ids of the control tokens.
     pub fn control(&self) -> Control {
-        self.0.control
-    }
-
-    /// `<|pad|>`, or else `<|endoftext|>`, if the vocabulary has one.
-    pub fn pad(&self) -> Option<u32> {
-        self.0.pad
-    }
-
-    /// Whether `id` is a special token: a control token, padding, or a reserved one.
-    pub fn is_special(&self, id: u32) -> bool {
-        self.0.special.get(id as usize).copied().unwrap_or(false)
-    }
-
-    /// Whether a text of `bytes` may fit `tokens`: false says, without tokenising it, that it cannot.
-    pub fn may_fit(&self, bytes: usize, tokens: usize) -> bool {
-        bytes <= tokens.saturating_mul(self.0.token_bytes_max)
-    }
-
-    /// The ids of `text` as ordinary text: a special token spelled in it is encoded letter by letter.
-    pub fn encode_text(&self, text: &str) -> Vec<u32> {
-        // Every byte has a token, so no step has a reason to fail; bytes would still be a true encoding.
-        self.encode_ordinary(text)
-            .unwrap_or_else(|_| text.bytes().map(|b| self.0.byte_ids[usize::from(b)]).collect())
-    }
-
-    /// The ids of `text` with special tokens recognised: for texts whose author is trusted, such as tests.
-    ///
-    /// # Errors
-    /// When the tokenizer's pattern fails on the text.
-    pub fn encode_with_special(&self, text: &str) -> Result<Vec<u32>> {
-        let encoding = self.0.inner.encode_fast(text, false).map_err(|e| anyhow!("cannot tokenise: {e}"))?;
-        Ok(encoding.get_ids().to_vec())
+        self.control
     }
 
     /// The ids of one part of a header, such as a role or ` to=python`.
@@ -156,144 +76,17 @@ impl HarmonyTokenizer {
     /// A part that is one entry of the vocabulary is that token; for a vocabulary with merges this is what
     /// BPE gives anyway, and in the embedded one it is how header words are used.
     pub(super) fn encode_header(&self, part: &str) -> Vec<u32> {
-        match self.0.inner.get_model().token_to_id(&spell(part)) {
-            Some(id) if !self.is_special(id) => vec![id],
-            _ => self.encode_text(part),
+        match self.entry(part) {
+            Some(id) => vec![id],
+            None => self.encode_text(part),
         }
-    }
-
-    /// The bytes of a token (a special token's are its spelling); `None` for an id without a token.
-    ///
-    /// A character may span tokens: join the bytes of several tokens before reading them as UTF-8.
-    pub fn token_bytes(&self, id: u32) -> Option<&[u8]> {
-        let id = id as usize;
-        let end = *self.0.ends.get(id)?;
-        let start = if id == 0 { 0 } else { *self.0.ends.get(id - 1)? };
-        self.0.bytes.get(start..end).filter(|bytes| !bytes.is_empty())
-    }
-
-    /// The text of `ids`, special tokens spelled out; bytes that are not UTF-8 and ids without a token become U+FFFD.
-    pub fn decode(&self, ids: &[u32]) -> String {
-        let mut bytes = Vec::with_capacity(4 * ids.len());
-        for &id in ids {
-            bytes.extend_from_slice(self.token_bytes(id).unwrap_or("\u{fffd}".as_bytes()));
-        }
-        String::from_utf8_lossy(&bytes).into_owned()
-    }
-
-    /// Normalise, split and merge, without the search for added tokens that [`Tokenizer::encode`] begins with.
-    fn encode_ordinary(&self, text: &str) -> tokenizers::Result<Vec<u32>> {
-        let inner = &self.0.inner;
-        let mut normalized = NormalizedString::from(text);
-        if let Some(normalizer) = inner.get_normalizer() {
-            normalizer.normalize(&mut normalized)?;
-        }
-        let mut pieces = PreTokenizedString::from(normalized);
-        if let Some(pre_tokenizer) = inner.get_pre_tokenizer() {
-            pre_tokenizer.pre_tokenize(&mut pieces)?;
-        }
-        let model = inner.get_model();
-        pieces.tokenize(|piece| model.tokenize(piece.get()))?;
-        Ok(pieces.into_encoding(None, 0, OffsetType::None)?.get_ids().to_vec())
-    }
-
-    /// A vocabulary may hold special tokens where merges reach them; ordinary text could then forge them.
-    fn refuse_forgeable(&self, place: &str) -> Result<()> {
-        for token in self.0.inner.get_added_tokens_decoder().values() {
-            if self.encode_text(&token.content).iter().any(|&id| self.is_special(id)) {
-                return Err(bad_input!(
-                    "{place}: the ordinary text {:?} is encoded as the special token itself, so that any text could \
-                     forge it; take special tokens out of model.vocab and model.merges",
-                    token.content
-                ));
-            }
-        }
-        Ok(())
     }
 }
 
-impl std::fmt::Debug for HarmonyTokenizer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("HarmonyTokenizer").field("vocab_size", &self.vocab_size()).finish_non_exhaustive()
+impl Deref for HarmonyTokenizer {
+    type Target = Vocabulary;
+
+    fn deref(&self) -> &Vocabulary {
+        &self.vocabulary
     }
-}
-
-fn added_id(inner: &Tokenizer, name: &str) -> Option<u32> {
-    inner.get_added_vocabulary().get_vocab().get(name).copied()
-}
-
-fn find_control(inner: &Tokenizer, place: &str) -> Result<Control> {
-    let mut missing = Vec::new();
-    let mut find = |name: &'static str| {
-        added_id(inner, name).unwrap_or_else(|| {
-            missing.push(name);
-            0
-        })
-    };
-    let control = Control {
-        start: find("<|start|>"),
-        message: find("<|message|>"),
-        channel: find("<|channel|>"),
-        end: find("<|end|>"),
-        call: find("<|call|>"),
-        ret: find("<|return|>"),
-        constrain: added_id(inner, "<|constrain|>"),
-    };
-    if missing.is_empty() {
-        return Ok(control);
-    }
-    Err(bad_input!(
-        "{place}: no added token {}; Harmony dialogues need them: take the tokenizer.json of a GPT-OSS checkpoint",
-        missing.join(", ")
-    ))
-}
-
-fn find_bytes(inner: &Tokenizer, place: &str) -> Result<Vec<u32>> {
-    let model = inner.get_model();
-    let find = |c: char| model.token_to_id(c.encode_utf8(&mut [0; 4]));
-    let ids: Vec<u32> = alphabet().into_iter().filter_map(find).collect();
-    if ids.len() == 256 {
-        return Ok(ids);
-    }
-    Err(bad_input!(
-        "{place}: {} of the 256 bytes have no token of their own; only byte-level BPE vocabularies can be used",
-        256 - ids.len()
-    ))
-}
-
-/// Ids are indices into tables; no real vocabulary comes near this many.
-const VOCABULARY_TOKENS_MAX: usize = 1 << 23;
-
-/// Bytes of all tokens, where each ends, and whether it is special.
-fn token_table(inner: &Tokenizer, place: &str) -> Result<(Vec<u8>, Vec<usize>, Vec<bool>)> {
-    let added = inner.get_added_tokens_decoder();
-    let mut entries: Vec<(String, u32)> = inner.get_vocab(true).into_iter().collect();
-    entries.sort_unstable_by_key(|(_, id)| *id);
-    let size = entries.last().map_or(0, |(_, id)| *id as usize + 1);
-    if size > VOCABULARY_TOKENS_MAX {
-        return Err(bad_input!(
-            "{place}: the highest id is {}; ids must be below {VOCABULARY_TOKENS_MAX}",
-            size - 1
-        ));
-    }
-    let decoder = Decoder::new();
-    let (mut bytes, mut ends, mut special) = (Vec::new(), Vec::with_capacity(size), vec![false; size]);
-    for (entry, id) in entries {
-        let id = id as usize;
-        ends.resize(id.max(ends.len()), bytes.len());
-        match added.get(&(id as u32)) {
-            Some(token) => {
-                bytes.extend_from_slice(token.content.as_bytes());
-                special[id] = token.special || is_control_spelling(&token.content);
-            }
-            None => decoder.decode_into(&entry, &mut bytes),
-        }
-        ends.resize(id + 1, bytes.len());
-    }
-    Ok((bytes, ends, special))
-}
-
-/// Control tokens are special whatever the file's flag says.
-fn is_control_spelling(content: &str) -> bool {
-    content.starts_with("<|") && content.ends_with("|>")
 }

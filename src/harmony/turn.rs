@@ -33,22 +33,6 @@ pub enum TurnProblem {
 }
 
 impl TurnProblem {
-    /// The name used in metrics and files.
-    pub fn name(&self) -> &'static str {
-        match self {
-            TurnProblem::MalformedHeader { .. } => "malformed_header",
-            TurnProblem::UnfinishedHeader => "unfinished_header",
-            TurnProblem::WrongAuthor { .. } => "wrong_author",
-            TurnProblem::TextAfterEnd => "text_after_end",
-            TurnProblem::CallWithoutRecipient => "call_without_recipient",
-            TurnProblem::CallNotClosed { .. } => "call_not_closed",
-            TurnProblem::EmptyCall { .. } => "empty_call",
-            TurnProblem::SpecialTokenInContent => "special_token_in_content",
-            TurnProblem::InvalidUtf8 => "invalid_utf8",
-            TurnProblem::Truncated => "truncated",
-        }
-    }
-
     /// What to tell the model; short, since it counts against the context.
     pub fn reply(&self) -> String {
         match self {
@@ -148,11 +132,6 @@ impl TurnParser {
     pub fn new(tokenizer: &HarmonyTokenizer) -> Self {
         let state = State::Header { opened: false, bytes: Vec::new(), foreign: false };
         Self { tokenizer: tokenizer.clone(), state, messages: Vec::new(), problem: None }
-    }
-
-    /// The messages closed so far.
-    pub fn messages(&self) -> &[Message] {
-        &self.messages
     }
 
     /// The problem so far, as in [`ParsedCompletion::problem`].
@@ -300,15 +279,6 @@ impl TurnParser {
         self.state = State::Over(end);
         TurnStep::Over(end)
     }
-}
-
-/// Reads a whole turn: the tokens sampled after `<|start|>assistant`.
-pub fn parse_completion(tokenizer: &HarmonyTokenizer, tokens: &[u32]) -> ParsedCompletion {
-    let mut parser = TurnParser::new(tokenizer);
-    for &token in tokens {
-        parser.push(token);
-    }
-    parser.finish()
 }
 
 fn lossy(bytes: &[u8]) -> String {

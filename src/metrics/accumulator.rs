@@ -81,14 +81,6 @@ impl Accumulator {
         self.offer(name, Cell::Min(value));
     }
 
-    /// Adds what another worker or micro-batch gathered. Sums of floats depend on the order of the calls.
-    pub fn merge(&mut self, other: Accumulator) {
-        self.conflicting.extend(other.conflicting);
-        for (name, cell) in other.cells {
-            self.offer(&name, cell);
-        }
-    }
-
     /// The reduced values.
     ///
     /// # Errors

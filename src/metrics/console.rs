@@ -1,15 +1,25 @@
 //! Progress on stderr: bars on a terminal, plain lines elsewhere.
 
+use super::eta::Eta;
 use super::table::format_number;
 use super::terminal::{sanitize_line, sanitize_terminal};
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use std::io::{IsTerminal, Write};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+/// Least time between two plain lines of one stage.
+const LINES_APART: Duration = Duration::from_secs(2);
 
 /// Where progress is shown. Clones show in the same place.
 #[derive(Clone)]
-pub struct Console(Arc<Place>);
+pub struct Console(Arc<Shown>);
+
+struct Shown {
+    place: Place,
+    /// The time left over the stages of a plan, where there is one.
+    eta: Mutex<Option<Eta>>,
+}
 
 enum Place {
     Bars(MultiProgress),
@@ -24,17 +34,31 @@ enum Place {
 
 impl Console {
     /// Bars when stderr is a terminal; otherwise a plain line every `every_steps` steps and after the last, at most
-    /// one per `interval` and stage. No progress is shown when `every_steps` is 0.
-    pub fn stderr(interval: Duration, every_steps: u64) -> Self {
+    /// one per [`LINES_APART`] and stage. No progress is shown when `every_steps` is 0.
+    pub fn stderr(every_steps: u64) -> Self {
         if every_steps > 0 && std::io::stderr().is_terminal() {
-            return Self(Arc::new(Place::Bars(MultiProgress::new())));
+            return Self::at(Place::Bars(MultiProgress::new()));
         }
-        Self::lines(std::io::stderr(), interval, every_steps)
+        Self::lines(std::io::stderr(), LINES_APART, every_steps)
+    }
+
+    /// Text to stderr and no progress.
+    pub fn plain() -> Self {
+        Self::lines(std::io::stderr(), Duration::ZERO, 0)
     }
 
     /// Plain lines to `out`.
     pub fn lines(out: impl Write + Send + 'static, interval: Duration, every_steps: u64) -> Self {
-        Self(Arc::new(Place::Lines { out: Mutex::new(Box::new(out)), interval, every_steps }))
+        Self::at(Place::Lines { out: Mutex::new(Box::new(out)), interval, every_steps })
+    }
+
+    fn at(place: Place) -> Self {
+        Self(Arc::new(Shown { place, eta: Mutex::new(None) }))
+    }
+
+    /// Shows one time left over `stages` that take turns: name, steps left, and a step's work in a unit that all share.
+    pub fn plan(&self, stages: &[(&str, u64, f64)]) {
+        *lock(&self.0.eta) = Some(Eta::new(stages));
     }
 
     /// A stage that makes `total` steps and starts after `done` of them (a resumed run's).
@@ -50,19 +74,21 @@ impl Console {
     /// Prints text above the bars; control characters in it are shown, not obeyed.
     pub fn print(&self, text: &str) {
         let text = sanitize_terminal(text);
-        match &*self.0 {
+        match &self.0.place {
             // A terminal that is gone must not end the run.
-            Place::Bars(bars) => drop(bars.println(&text)),
+            Place::Bars(bars) => drop(bars.println(coloured(&text))),
             Place::Lines { out, .. } => {
-                let mut out = out.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut out = lock(out);
                 let _ = writeln!(out, "{}", text.trim_end_matches('\n')).and_then(|()| out.flush());
             }
         }
     }
 
     fn progress(&self, name: &str, total: u64, done: u64, outer: bool) -> Progress {
-        let bar = match &*self.0 {
-            Place::Bars(bars) => bars.add(ProgressBar::new(total).with_style(style()).with_position(done)),
+        let bar = match &self.0.place {
+            Place::Bars(bars) => {
+                bars.add(ProgressBar::new(total).with_style(style(outer)).with_position(done))
+            }
             Place::Lines { .. } => ProgressBar::hidden(),
         };
         let name = sanitize_line(name).into_owned();
@@ -73,9 +99,39 @@ impl Console {
     }
 }
 
-fn style() -> ProgressStyle {
-    let template = ProgressStyle::with_template("{prefix:>10} {bar:10} {pos}/{len}  {wide_msg}");
+impl std::fmt::Debug for Console {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Console")
+    }
+}
+
+/// `text` with its first word in colour where it says what kind of line this is, and the terminal has colours.
+fn coloured(text: &str) -> String {
+    let word = |word: &str, style: console::Style| {
+        let rest = text.strip_prefix(word)?;
+        Some(format!("{}{rest}", style.for_stderr().apply_to(word)))
+    };
+    let style = console::Style::new;
+    let kinds = [
+        word("warning:", style().yellow().bold()),
+        word("stopped:", style().yellow().bold()),
+        word("done:", style().green().bold()),
+    ];
+    kinds.into_iter().flatten().next().unwrap_or_else(|| text.to_owned())
+}
+
+/// A bar takes what the other parts leave of the terminal's width; an outer stage's figures stand below it.
+fn style(outer: bool) -> ProgressStyle {
+    let template = match outer {
+        true => "{prefix:>10} {wide_bar:.cyan/dim} {pos}/{len}\n           {wide_msg}",
+        false => "{prefix:>10} {wide_bar:.dim} {pos}/{len}  {msg}",
+    };
+    let template = ProgressStyle::with_template(template);
     template.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("━╸─")
+}
+
+fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// One stage's progress; clones advance the same stage, from any thread.
@@ -104,11 +160,11 @@ impl Progress {
     /// `steps` more are done, `tokens` more were processed; `values` are shown beside, such as `("reward", 0.5)`.
     pub fn advance(&self, steps: u64, tokens: u64, values: &[(&str, f64)]) {
         let stage = &*self.0;
-        let mut pace = stage.pace.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pace = lock(&stage.pace);
         pace.done += steps;
         pace.tokens += tokens;
-        let message = message(&pace, stage.total, values);
-        match &*stage.console.0 {
+        let message = stage.message(&pace, steps, values);
+        match &stage.console.0.place {
             Place::Bars(_) => {
                 stage.bar.set_message(message);
                 stage.bar.set_position(pace.done);
@@ -128,28 +184,38 @@ impl Progress {
     pub fn finish(&self) {
         let stage = &*self.0;
         stage.bar.finish_and_clear();
-        if stage.outer && matches!(&*stage.console.0, Place::Bars(_)) {
+        if stage.outer && matches!(stage.console.0.place, Place::Bars(_)) {
             let done = stage.bar.position();
             stage.console.print(&format!("{} {done}/{}  {}", stage.name, stage.total, stage.bar.message()));
         }
     }
 }
 
-/// `reward 0.5  1,204 tokens/s  1:20 left`
-fn message(pace: &Pace, total: u64, values: &[(&str, f64)]) -> String {
-    let mut parts: Vec<String> = values
-        .iter()
-        .map(|(name, value)| format!("{} {}", sanitize_line(name), format_number(*value)))
-        .collect();
-    let elapsed = pace.start.elapsed().as_secs_f64();
-    if pace.tokens > 0 && elapsed > 0.0 {
-        parts.push(format!("{} tokens/s", format_number((pace.tokens as f64 / elapsed).round())));
+impl Stage {
+    /// `reward 0.5  1,204 tokens/s  1:20 left`: the time left is that of all stages where the console knows them.
+    fn message(&self, pace: &Pace, steps: u64, values: &[(&str, f64)]) -> String {
+        let mut parts: Vec<String> = values
+            .iter()
+            .map(|(name, value)| format!("{} {}", sanitize_line(name), format_number(*value)))
+            .collect();
+        let elapsed = pace.start.elapsed().as_secs_f64();
+        if pace.tokens > 0 && elapsed > 0.0 {
+            parts.push(format!("{} tokens/s", format_number((pace.tokens as f64 / elapsed).round())));
+        }
+        let made = pace.done.saturating_sub(pace.first);
+        let left = match &mut *lock(&self.console.0.eta) {
+            Some(eta) => {
+                eta.advance(&self.name, steps);
+                eta.seconds().filter(|_| self.outer)
+            }
+            None => {
+                let step = elapsed / made.max(1) as f64;
+                (made > 0 && pace.done < self.total).then(|| step * (self.total - pace.done) as f64)
+            }
+        };
+        parts.extend(left.map(|seconds| format!("{} left", clock(seconds))));
+        parts.join("  ")
     }
-    let made = pace.done.saturating_sub(pace.first);
-    if made > 0 && pace.done < total {
-        parts.push(format!("{} left", clock(elapsed / made as f64 * (total - pace.done) as f64)));
-    }
-    parts.join("  ")
 }
 
 /// `m:ss` or `h:mm:ss`.
@@ -223,6 +289,19 @@ mod tests {
         console.print("two\nlines \u{1b}]0;title\u{7}");
         let text = out.lines().join("|");
         assert_eq!(text, "a␛[2J␊ 1/1  b␇ 1|two|lines ␛]0;title␇");
+    }
+
+    #[test]
+    fn one_time_left_stands_for_all_stages() {
+        let out = Shared::default();
+        let console = Console::lines(out.clone(), Duration::ZERO, 1);
+        console.plan(&[("cold start", 1, 1.0), ("rl", 1, 1.0)]);
+        let (first, second) = (console.stage("cold start", 1, 0), console.stage("rl", 1, 0));
+        first.advance(1, 0, &[]);
+        second.advance(1, 0, &[]);
+        let lines = out.lines();
+        assert!(lines[0].ends_with(" left"), "reinforcement learning is yet to come: {}", lines[0]);
+        assert_eq!(lines[1].trim_end(), "rl 1/1");
     }
 
     #[test]

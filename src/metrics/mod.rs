@@ -8,6 +8,7 @@
 
 mod accumulator;
 mod console;
+mod eta;
 mod jsonl;
 mod row;
 mod table;
@@ -18,7 +19,7 @@ mod timings;
 pub use accumulator::Accumulator;
 pub use console::{Console, Progress};
 pub use jsonl::{MetricsFile, read_rows};
-pub use row::{Metrics, Phase, Row, is_wall_clock};
+pub use row::{Metrics, Phase, Row};
 pub use table::{Table, format_number};
 pub use tensorboard::TensorBoard;
 pub use terminal::{sanitize_line, sanitize_terminal};

@@ -57,26 +57,12 @@ impl Metrics {
     pub fn len(&self) -> usize {
         self.0.len()
     }
-
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
-    /// Without the metrics that hold wall-clock time: what two runs of one recipe must agree on.
-    pub fn reproducible(&self) -> Metrics {
-        Metrics(self.0.iter().filter(|(n, _)| !is_wall_clock(n)).map(|(n, &v)| (n.clone(), v)).collect())
-    }
 }
 
 impl<N: Into<String>> FromIterator<(N, f64)> for Metrics {
     fn from_iter<I: IntoIterator<Item = (N, f64)>>(pairs: I) -> Self {
         Metrics(pairs.into_iter().map(|(name, value)| (name.into(), value)).collect())
     }
-}
-
-/// Whether `name` measures wall-clock time or speed, and so differs between two runs of one recipe.
-pub fn is_wall_clock(name: &str) -> bool {
-    name.starts_with("timing_s/") || name.starts_with("perf/")
 }
 
 /// One line of `metrics.jsonl`.

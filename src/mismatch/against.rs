@@ -1,127 +1,66 @@
-//! Another engine's rows: `{"tokens": [u32], "logprobs": [null or f32, one a token], "temperature": f32}`, one a line.
+//! Another engine's rows compared with this model: the verdict, where the gap lives, and both in words.
 
 use super::compare::Gap;
-use super::explain::{Explanation, Observed, Reference};
+use super::diagnose::{Diagnosis, Observed, Reference, Verdict, within_f32};
+use super::distance::GapFigures;
+use super::locate::{Located, Places, locate};
 use super::output::Line;
+use super::routes::RouteComparison;
+use super::rows::TokenRow;
 use crate::bad_input;
-use crate::bounded_file::{self, ROWS_BYTES_MAX};
-use crate::harmony::{HarmonyTokenizer, ParseMode, StreamParser};
+use crate::chat::Chat;
+use crate::metrics::format_number;
+use crate::model::config::LayerType;
 use crate::train::batch::{MicroBatch, Sequence};
 use anyhow::Result;
-use serde::Deserialize;
-use std::path::Path;
-
-/// A log-prob may lie so far above 0 by rounding.
-const ABOVE_ZERO_MAX: f32 = 1e-3;
-
-/// One row that can be compared.
-#[derive(Debug, Clone, PartialEq)]
-pub struct TokenRow {
-    /// Line in the file, from 1.
-    pub line: usize,
-    pub tokens: Vec<u32>,
-    /// `None` where the engine gave none. The first token's is not looked at: nothing predicts it.
-    pub log_probs: Vec<Option<f32>>,
-    pub temperature: f64,
-}
-
-/// What a file holds.
-#[derive(Debug, Clone, PartialEq)]
-pub struct TokenRows {
-    pub rows: Vec<TokenRow>,
-    /// Rows that cannot be compared, each named with its reason.
-    pub bad: Vec<String>,
-}
-
-/// Other keys, which some exports carry, are not read.
-#[derive(Deserialize)]
-struct RawRow {
-    tokens: Vec<u64>,
-    logprobs: Vec<Option<f64>>,
-    temperature: Option<f64>,
-    /// In this project's own trajectories: false where the token was not sampled and its log-prob stands for none.
-    mask: Option<Vec<bool>>,
-}
-
-/// Reads `path` for a model of `vocab_size` tokens and contexts of `context_tokens_max`.
-///
-/// # Errors
-/// [`crate::error::BadInput`] when the file cannot be read or holds no row that can be compared.
-pub fn read(path: &Path, vocab_size: usize, context_tokens_max: usize) -> Result<TokenRows> {
-    let shown = path.display();
-    let text = bounded_file::read_text(path, ROWS_BYTES_MAX)
-        .map_err(|e| bad_input!("{shown}: cannot be read: {e}; name a JSONL file"))?;
-    let (mut rows, mut bad) = (vec![], vec![]);
-    for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
-        match read_row(line, vocab_size, context_tokens_max) {
-            Ok((tokens, log_probs, temperature)) => {
-                rows.push(TokenRow { line: index + 1, tokens, log_probs, temperature });
-            }
-            Err(what) => bad.push(format!("{shown}: row {}: {what}", index + 1)),
-        }
-    }
-    if rows.is_empty() {
-        let what = if bad.is_empty() { format!("{shown}: holds no rows") } else { bad.join("\n") };
-        return Err(bad_input!("{what}\nnothing can be compared; write one row a line: {EXAMPLE}"));
-    }
-    Ok(TokenRows { rows, bad })
-}
-
-const EXAMPLE: &str = r#"{"tokens": [1, 5], "logprobs": [null, -0.7], "temperature": 1.0}"#;
-
-type Values = (Vec<u32>, Vec<Option<f32>>, f64);
-
-fn read_row(line: &str, vocab_size: usize, context_tokens_max: usize) -> Result<Values, String> {
-    let raw: RawRow = serde_json::from_str(line).map_err(|e| {
-        // Not JSON, but what some writers make of a number that is none.
-        match ["NaN", "Infinity"].iter().any(|word| line.contains(word)) {
-            true => "a log-prob is NaN or infinite; write null where there is none".to_owned(),
-            false => format!("not a row: {e}; write it like {EXAMPLE}"),
-        }
-    })?;
-    let count = raw.tokens.len();
-    if count == 0 {
-        return Err("no tokens; leave the row out".into());
-    }
-    if raw.logprobs.len() != count {
-        let given = raw.logprobs.len();
-        return Err(format!(
-            "{count} tokens but {given} logprobs; give one a token, null where there is none"
-        ));
-    }
-    if count > context_tokens_max + 1 {
-        return Err(format!("{count} tokens are more than the model's context of {context_tokens_max}"));
-    }
-    if let Some((at, token)) = raw.tokens.iter().enumerate().find(|(_, token)| **token >= vocab_size as u64) {
-        return Err(format!(
-            "token {at} is {token}, but vocab_size = {vocab_size}; was another tokenizer used?"
-        ));
-    }
-    let mask = raw.mask.unwrap_or_else(|| vec![true; count]);
-    if mask.len() != count {
-        return Err(format!("{count} tokens but a mask of {}; give one value a token", mask.len()));
-    }
-    let given = raw.logprobs.iter().zip(&mask);
-    let log_probs: Vec<Option<f32>> =
-        given.map(|(l, &sampled)| l.filter(|_| sampled).map(|l| l as f32)).collect();
-    let impossible = |l: f32| !l.is_finite() || l > ABOVE_ZERO_MAX;
-    if let Some(at) = (1..count).find(|&i| log_probs[i].is_some_and(impossible)) {
-        let value = log_probs[at].unwrap_or(f32::NAN);
-        return Err(format!("the log-prob of token {at} is {value}, which no probability has"));
-    }
-    let temperature = raw.temperature.unwrap_or(1.0);
-    if !(temperature.is_finite() && temperature > 0.0) {
-        return Err(format!("temperature = {temperature}; it must be above 0"));
-    }
-    Ok((raw.tokens.iter().map(|&token| token as u32).collect(), log_probs, temperature))
-}
+use serde_json::{Value, json};
 
 /// What a comparison with the rows found.
 pub struct Comparison {
     /// The failing link over all tokens, then by position.
     pub lines: Vec<Line>,
-    pub verdict: String,
-    pub explanation: Explanation,
+    /// One paragraph: the answer.
+    pub answer: String,
+    pub diagnosis: Diagnosis,
+    pub located: Located,
+    pub places: Places,
+    /// Where rows carry the experts chosen.
+    pub routes: Option<RouteComparison>,
+}
+
+impl Comparison {
+    /// What `mismatch.json` holds of it.
+    pub fn to_json(&self) -> Value {
+        let Diagnosis { verdict, figures, left, f32_yard, bf16_yard, within_bf16, without_effect, .. } =
+            &self.diagnosis;
+        let of = |figures: &GapFigures| {
+            Value::Object(figures.named().map(|(k, v)| (k.to_owned(), json!(v))).into_iter().collect())
+        };
+        let sets = verdict.explanations();
+        let explanations = sets.iter().map(|causes| {
+            json!({
+                "causes": causes.iter().map(|cause| cause.name()).collect::<Vec<_>>(),
+                "words": super::causes::words(causes),
+            })
+        });
+        json!({
+            "verdict": verdict.kind(),
+            "differs": verdict.differs(),
+            "explanations": explanations.collect::<Vec<_>>(),
+            "logprob_abs_diff": of(figures),
+            "left": left.as_ref().map(of),
+            "f32_rounding": of(f32_yard),
+            "bf16_rounding": of(bf16_yard),
+            "within_bf16_rounding": within_bf16,
+            "causes_without_effect_on_these_rows": without_effect,
+            "moved": {
+                "tokens": self.located.moved,
+                "of": self.located.targets,
+                "place": self.located.location.as_ref().map(|location| &location.place),
+            },
+            "routes": self.routes.as_ref().map(RouteComparison::to_json),
+        })
+    }
 }
 
 /// Compares `rows` with the model.
@@ -130,123 +69,248 @@ pub struct Comparison {
 /// [`crate::error::BadInput`] when no row holds a log-prob after its first token.
 pub fn compare(
     reference: Reference,
-    tokenizer: &HarmonyTokenizer,
+    chat: &Chat,
     rows: &[TokenRow],
     micro_batch_tokens: usize,
     clip: (f64, f64),
 ) -> Result<Comparison> {
-    let (observed, rows_of_batches) = observe(rows, micro_batch_tokens);
+    let (observed, row_of_target) = observe(rows, micro_batch_tokens);
     if observed.log_probs.is_empty() {
         return Err(bad_input!(
             "no row holds a log-prob after its first token, so there is nothing to compare"
         ));
     }
-    let explanation = reference.explain(&observed)?;
-    let targets = targets(&observed);
-    let window = reference.model.config.sliding_window;
+    let diagnosis = reference.diagnose(&observed)?;
+    let names = rows.iter().map(|row| row.name.clone()).collect();
+    let places = Places::of(&reference, &observed, names, row_of_target)?;
+    let located = locate(&places, &diagnosis.gaps, threshold(&diagnosis));
+    let config = &reference.model.config;
+    let window = config.sliding_window;
     let mut lines = vec![];
-    for (name, keep) in [
-        ("rollout_equals_training", Box::new(|_| true) as Box<dyn Fn(usize) -> bool>),
-        ("… positions within the window", Box::new(|position| position <= window)),
-        ("… positions past the window", Box::new(|position| position > window)),
-    ] {
-        lines.extend(line(name, &*keep, &targets, &observed, &explanation, clip)?);
+    let parts: [(_, &dyn Fn(usize) -> bool); 3] = [
+        ("rollout_equals_training", &|_| true),
+        ("… positions within the window", &|position| position <= window),
+        ("… positions past the window", &|position| position > window),
+    ];
+    let slides = config.layer_types.contains(&LayerType::Sliding);
+    for (name, keep) in parts.into_iter().take(if slides { 3 } else { 1 }) {
+        lines.extend(line(name, keep, &places, &observed, &diagnosis, clip)?);
     }
     if let Some(first) = lines.first_mut() {
-        first.cause = Some(explanation.cause.words());
+        first.cause = Some(diagnosis.verdict.words());
     }
-    let verdict = verdict(&explanation, &ill_formed(tokenizer, rows_of_batches));
-    Ok(Comparison { lines, verdict, explanation })
+    let routes = RouteComparison::of(rows, &places, &diagnosis.gaps);
+    let mut answer = answer(&diagnosis, &located, &lines);
+    if let Some(routes) = &routes {
+        answer.push_str(&routes.words());
+    }
+    let ill_formed = ill_formed(chat, rows);
+    if let Some((row, what)) = ill_formed.first() {
+        let count = ill_formed.len();
+        answer.push_str(&format!(
+            " Rows that are no well-formed {} conversation: {count} (the first is row {row}: {what}).",
+            chat.name()
+        ));
+    }
+    Ok(Comparison { lines, answer, diagnosis, located, places, routes })
 }
 
-/// Packs the rows, those of one temperature together.
-fn observe(rows: &[TokenRow], micro_batch_tokens: usize) -> (Observed, Vec<&TokenRow>) {
-    let mut order: Vec<&TokenRow> = rows.iter().collect();
-    order.sort_by(|a, b| a.temperature.total_cmp(&b.temperature));
-    let mut observed = Observed { batches: vec![], log_probs: vec![] };
-    for rows in order.chunk_by(|a, b| a.temperature == b.temperature) {
-        let sequence = |row: &&TokenRow| Sequence {
+/// The sides that `rows` carry: the engine's, and a trainer's where the file has both.
+pub fn sides(rows: Vec<TokenRow>) -> Vec<(&'static str, Vec<TokenRow>)> {
+    if rows.iter().all(|row| row.trainer_log_probs.is_none()) {
+        return vec![("rollout", rows)];
+    }
+    let of_trainer =
+        |row: &TokenRow| row.trainer_log_probs.clone().map(|log_probs| TokenRow { log_probs, ..row.clone() });
+    let trainer = rows.iter().filter_map(of_trainer).collect();
+    vec![("inference", rows), ("trainer", trainer)]
+}
+
+/// What the file's two sides are from each other; `None` where it has one.
+///
+/// # Errors
+/// When a log-prob is no number.
+pub fn between_sides(rows: &[TokenRow], clip: (f64, f64)) -> Result<Option<Line>> {
+    let (mut inference, mut trainer, mut cu_seqlens) = (vec![], vec![], vec![0]);
+    for row in rows {
+        let Some(of_trainer) = &row.trainer_log_probs else { continue };
+        let pairs = row.log_probs.iter().zip(of_trainer).skip(1);
+        for (theirs, ours) in pairs.filter_map(|(i, t)| Some(((*i)?, (*t)?))) {
+            inference.push(theirs);
+            trainer.push(ours);
+        }
+        if cu_seqlens.last() != Some(&inference.len()) {
+            cu_seqlens.push(inference.len());
+        }
+    }
+    if inference.is_empty() {
+        return Ok(None);
+    }
+    let gap = Gap { cu_seqlens: &cu_seqlens, training: &trainer, rollout: &inference, old: &inference, clip };
+    Ok(Some(Line { name: "inference against trainer".to_owned(), metrics: named(&gap)?, cause: None }))
+}
+
+/// Packs the rows, those of one temperature together; and the place in `rows` of every target's row.
+fn observe(rows: &[TokenRow], micro_batch_tokens: usize) -> (Observed, Vec<usize>) {
+    let mut order: Vec<usize> = (0..rows.len()).collect();
+    order.sort_by(|&a, &b| rows[a].temperature.total_cmp(&rows[b].temperature));
+    let (mut observed, mut row_of_target) = (Observed { batches: vec![], log_probs: vec![] }, vec![]);
+    for alike in order.chunk_by(|&a, &b| rows[a].temperature == rows[b].temperature) {
+        let sequence = |row: &TokenRow| Sequence {
             tokens: row.tokens.clone(),
             mask: row.log_probs.iter().enumerate().map(|(i, l)| i > 0 && l.is_some()).collect(),
         };
-        let sequences: Vec<Sequence> = rows.iter().map(sequence).filter(|s| s.mask.contains(&true)).collect();
+        let sequences: Vec<Sequence> =
+            alike.iter().map(|&row| sequence(&rows[row])).filter(|s| s.mask.contains(&true)).collect();
         let batches = MicroBatch::split(&sequences, micro_batch_tokens);
-        observed.batches.extend(batches.into_iter().map(|batch| (batch, rows[0].temperature)));
-        let given = rows.iter().flat_map(|row| row.log_probs.iter().skip(1));
-        observed.log_probs.extend(given.flatten());
+        observed.batches.extend(batches.into_iter().map(|batch| (batch, rows[alike[0]].temperature)));
+        for &row in alike {
+            let before = observed.log_probs.len();
+            observed.log_probs.extend(rows[row].log_probs.iter().skip(1).flatten());
+            row_of_target.resize(row_of_target.len() + observed.log_probs.len() - before, row);
+        }
     }
-    (observed, order)
+    (observed, row_of_target)
 }
 
-/// Position of every target in its row, and the start of every row's targets.
-struct Targets {
-    positions: Vec<usize>,
-    cu_seqlens: Vec<usize>,
-}
-
-fn targets(observed: &Observed) -> Targets {
-    let mut found = Targets { positions: vec![], cu_seqlens: vec![0] };
-    for (batch, _) in &observed.batches {
-        let before = found.positions.len();
-        found.positions.extend(batch.rows.iter().map(|&row| batch.positions[row as usize] as usize + 1));
-        found.cu_seqlens.extend(batch.cu_targets.iter().skip(1).map(|end| before + end));
-    }
-    found
+/// A target moved when its gap is beyond what rounding makes: of f32 where most targets agree so far, else of bf16.
+fn threshold(diagnosis: &Diagnosis) -> f64 {
+    let f32_like = diagnosis.figures.median <= 4.0 * diagnosis.f32_yard.median.max(1e-6);
+    let yard = if f32_like { &diagnosis.f32_yard } else { &diagnosis.bf16_yard };
+    (4.0 * yard.p90).max(1e-4)
 }
 
 /// The figures over the targets at the positions that `keep` says; `None` when there are none.
 fn line(
     name: &str,
     keep: &dyn Fn(usize) -> bool,
-    targets: &Targets,
+    places: &Places,
     observed: &Observed,
-    explanation: &Explanation,
+    diagnosis: &Diagnosis,
     clip: (f64, f64),
 ) -> Result<Option<Line>> {
-    let (mut theirs, mut ours, mut cu_seqlens) = (vec![], vec![], vec![0]);
-    for row in targets.cu_seqlens.windows(2) {
-        for target in (row[0]..row[1]).filter(|&target| keep(targets.positions[target])) {
-            theirs.push(observed.log_probs[target]);
-            ours.push(explanation.computed[target]);
-        }
-        if cu_seqlens.last() != Some(&theirs.len()) {
+    let (mut theirs, mut ours, mut cu_seqlens, mut of_row) = (vec![], vec![], vec![0], None);
+    let floor = |log_prob: f32| log_prob.max(-1e4);
+    for target in (0..places.positions.len()).filter(|&target| keep(places.positions[target])) {
+        if of_row.is_some_and(|row| row != places.rows[target]) {
             cu_seqlens.push(theirs.len());
         }
+        of_row = Some(places.rows[target]);
+        theirs.push(floor(observed.log_probs[target]));
+        ours.push(floor(diagnosis.computed[target]));
     }
     if theirs.is_empty() {
         return Ok(None);
     }
+    cu_seqlens.push(theirs.len());
     let gap = Gap { cu_seqlens: &cu_seqlens, training: &ours, rollout: &theirs, old: &theirs, clip };
-    let mut metrics = vec![("mismatch/tokens".to_owned(), Some(theirs.len() as f64))];
+    Ok(Some(Line { name: name.to_owned(), metrics: named(&gap)?, cause: None }))
+}
+
+/// A line's figures.
+fn named(gap: &Gap) -> Result<Vec<(String, Option<f64>)>> {
+    let mut metrics = vec![("mismatch/tokens".to_owned(), Some(gap.rollout.len() as f64))];
     metrics.extend(gap.metrics()?.into_iter().map(|(name, value)| (name, Some(value))));
-    Ok(Some(Line { name: name.to_owned(), metrics, cause: None }))
+    Ok(metrics)
 }
 
-/// Rows that are no well-formed Harmony conversation, with the reason. A row of one token says nothing.
-fn ill_formed(tokenizer: &HarmonyTokenizer, rows: Vec<&TokenRow>) -> Vec<(usize, String)> {
-    let check = |row: &TokenRow| -> Result<()> {
-        let mut parser = StreamParser::new(tokenizer, None, ParseMode::Strict);
-        row.tokens.iter().try_for_each(|&token| parser.push(token))?;
-        parser.finish().map(drop)
+/// Rows that are no well-formed conversation, with the reason. A row of one token says nothing.
+fn ill_formed(chat: &Chat, rows: &[TokenRow]) -> Vec<(String, String)> {
+    let longer = rows.iter().filter(|row| row.tokens.len() > 1);
+    longer
+        .filter_map(|row| Some((row.name.clone(), format!("{:#}", chat.check(&row.tokens).err()?))))
+        .collect()
+}
+
+/// How far, where and why, in one paragraph.
+fn answer(found: &Diagnosis, located: &Located, lines: &[Line]) -> String {
+    let number = |value: f64| format_number(value);
+    let figures = &found.figures;
+    let (tokens, max) = (located.targets, number(figures.max));
+    let mut text = match &found.verdict {
+        Verdict::Agrees => {
+            format!("Agrees: {tokens} tokens are equal within {max} nats, as rounding of f32 leaves them.")
+        }
+        Verdict::Rounding => format!(
+            "No mistake found: the gap cannot be told from rounding. Over {tokens} tokens it is no larger than what bf16 makes of this model."
+        ),
+        Verdict::Named(causes) => format!("Differs: {}.", super::causes::words(causes)),
+        Verdict::OneOf(sets) => {
+            let list: Vec<String> = sets.iter().map(|causes| super::causes::words(causes)).collect();
+            format!(
+                "Differs, and each of these alone leaves only rounding: {}. To decide: {}.",
+                list.join("; or "),
+                sets[0].first().map_or("more rows", |cause| cause.decides())
+            )
+        }
+        Verdict::Unknown(guesses) => {
+            let mut text = "Differs, and the cause is unknown: no known one leaves only rounding.".to_owned();
+            if let [first, rest @ ..] = guesses.as_slice() {
+                text.push_str(&format!(" Nearest: {}", super::causes::words(first)));
+                if let Some(second) = rest.first() {
+                    text.push_str(&format!("; then: {}", super::causes::words(second)));
+                }
+                let decides = first.first().map_or("more rows", |cause| cause.decides());
+                text.push_str(&format!(". To decide: {decides}."));
+            }
+            text
+        }
     };
-    let longer = rows.into_iter().filter(|row| row.tokens.len() > 1);
-    let mut found: Vec<_> =
-        longer.filter_map(|row| Some((row.line, format!("{:#}", check(row).err()?)))).collect();
-    found.sort();
-    found
+    text.push_str(&format!(
+        " |Δlogp| has median {}, mean {}, 99% {}, maximum {max}; this model in bf16 is {} (median) and {} (maximum) from itself.",
+        number(figures.median),
+        number(figures.mean),
+        number(figures.p99),
+        number(found.bf16_yard.median),
+        number(found.bf16_yard.max),
+    ));
+    if let Some(left) = &found.left
+        && !matches!(found.verdict, Verdict::Unknown(_))
+    {
+        text.push_str(&format!(
+            " With it taken into account {} (median) and {} (maximum) are left.",
+            number(left.median),
+            number(left.max)
+        ));
+    }
+    if found.verdict.differs() && found.within_bf16 {
+        text.push_str(" By its size alone the gap cannot be told from rounding in bf16.");
+    }
+    if found.verdict != Verdict::Agrees {
+        text.push_str(&place(found, located, lines));
+    }
+    text
 }
 
-fn verdict(explanation: &Explanation, ill_formed: &[(usize, String)]) -> String {
-    let Explanation { cause, gap, left, bf16_gap, .. } = explanation;
-    let mut text = format!("{}. Median |Δlogp| {gap:.2e}", cause.words());
-    if left < gap {
-        text.push_str(&format!(", {left:.2e} with this cause taken into account"));
-    }
-    text.push_str(&format!("; this model in bf16 is {bf16_gap:.2e} from itself."));
-    if let Some((row, what)) = ill_formed.first() {
-        let count = ill_formed.len();
+/// Which tokens moved.
+fn place(found: &Diagnosis, located: &Located, lines: &[Line]) -> String {
+    let share = 100.0 * located.moved as f64 / located.targets as f64;
+    let mut text = format!(" {:.3}% of the tokens moved beyond rounding", share);
+    if let Some(location) = &located.location {
         text.push_str(&format!(
-            " Rows that are no well-formed Harmony conversation: {count} (the first is row {row}: {what})."
+            ": {} ({:.0}% of these {} moved, {:.1}% of the others)",
+            location.place,
+            100.0 * location.moved_inside,
+            location.targets,
+            100.0 * location.moved_outside
+        ));
+    } else if located.moved > 0 && share < 50.0 {
+        let first: Vec<String> =
+            located.first.iter().map(|(row, at, gap)| format!("row {row} token {at} ({gap:+.3})")).collect();
+        text.push_str(&format!(", scattered: {}", first.join(", ")));
+    }
+    text.push('.');
+    let mean = |name: &str| {
+        let line = lines.iter().find(|line| line.name.contains(name))?;
+        line.metrics.iter().find(|(key, _)| key == "mismatch/logprob_abs_diff_mean").and_then(|(_, v)| *v)
+    };
+    if let (Some(within), Some(past), false) =
+        (mean("within"), mean("past"), within_f32(&found.figures, &found.f32_yard))
+    {
+        text.push_str(&format!(
+            " Mean |Δlogp| within the window {}, past it {}.",
+            format_number(within),
+            format_number(past)
         ));
     }
     text

@@ -49,20 +49,6 @@ impl Link {
         }
     }
 
-    /// The link between two computations of the same log-probabilities.
-    pub fn between(name: &'static str, a: &[f32], b: &[f32]) -> Self {
-        let mut link = Self::new(name);
-        link.add(a, b);
-        link
-    }
-
-    /// Adds what the same link came to elsewhere.
-    pub fn merge(&mut self, other: &Link) {
-        self.tokens += other.tokens;
-        self.bit_equal += other.bit_equal;
-        self.logprob_abs_diff_max = self.logprob_abs_diff_max.max(other.logprob_abs_diff_max);
-    }
-
     /// Share of tokens with the same bits; 1 of nothing.
     pub fn bit_equal_fraction(&self) -> f64 {
         if self.tokens == 0 { 1.0 } else { self.bit_equal as f64 / self.tokens as f64 }

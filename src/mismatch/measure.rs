@@ -4,7 +4,7 @@
 //! again on these tokens as that rollout would have stored them: every perturbation works on a row alone.
 
 use super::compare::{Divergence, Gap, both};
-use super::explain::{Cause, Observed, Reference};
+use super::diagnose::{Observed, Reference, Verdict};
 use super::output::Line;
 use crate::model::forward::ForwardOptions;
 use crate::model::policy_view::PolicyView;
@@ -60,7 +60,7 @@ impl<'a> Measure<'a> {
     /// # Errors
     /// When an arm does not fit the model, or a forward fails.
     pub fn line(&self, name: &str, arms: &Arms) -> Result<Line> {
-        let Reference { threads, model, parameters } = self.reference;
+        let Reference { threads, model, parameters, .. } = self.reference;
         let rollout = PolicyView::rollout(model, parameters, arms, self.seed)?;
         let training = PolicyView::training(model, parameters, arms, self.seed)?;
         let batches: Vec<MicroBatch> = self.observed.batches.iter().map(|(b, _)| b.clone()).collect();
@@ -108,13 +108,13 @@ impl<'a> Measure<'a> {
                 continue;
             }
             let observed = Observed { batches: self.observed.batches.clone(), log_probs: log_probs.clone() };
-            let found = self.reference.explain(&observed)?;
-            words.push(match found.cause {
-                Cause::Unexplained if divergence.routing_agreement < 1.0 => format!(
+            let found = self.reference.diagnose(&observed)?;
+            words.push(match found.verdict {
+                Verdict::Unknown(_) if divergence.routing_agreement < 1.0 => format!(
                     "{side}: the router chooses other experts (agreement {:.3}) and no rounding explains it: router noise",
                     divergence.routing_agreement
                 ),
-                cause => format!("{side}: {}", cause.words()),
+                verdict => format!("{side}: {}", verdict.words()),
             });
         }
         if words.is_empty() {

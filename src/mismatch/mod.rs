@@ -1,14 +1,24 @@
 //! How far two ways to compute the same log-probabilities are apart, and why.
 //!
 //! [`links`] is the proof that rollout and training are one forward, link by link. [`compare`] puts figures on a gap,
-//! [`explain`] finds its likely cause, [`against`] reads another engine's rows, [`arms`] says what is to
+//! [`diagnose`] finds its likely cause among [`causes`], [`against`] reads another engine's rows, [`arms`] says what is to
 //! be broken on purpose, [`measure`] breaks it, [`output`] shows what was found.
 
 pub mod against;
 pub mod arms;
+pub mod causes;
 pub mod compare;
-pub mod explain;
+pub mod diagnose;
+pub mod distance;
+pub mod export;
+pub mod formats;
+pub mod head;
 pub mod links;
+pub mod locate;
 pub mod measure;
 pub mod output;
+pub mod page;
 pub mod passes;
+pub mod routes;
+pub mod rows;
+mod search;

@@ -70,8 +70,8 @@ fn shown(value: Option<f64>) -> String {
     })
 }
 
-/// `mismatch.json`: `{"rows": [{"name", metric: value, …, "cause"}], "verdict"}`. What is no number is null.
-pub fn to_json(lines: &[Line], verdict: &str) -> String {
+/// `mismatch.json`: `{"rows": [{"name", metric: value, …, "cause"}], "verdict", "diagnosis"?, "bad_rows"?}`. What is no number is null.
+pub fn to_json(lines: &[Line], verdict: &str, diagnosis: Option<Value>, bad_rows: &[String]) -> String {
     let row = |line: &Line| {
         let mut row = Map::new();
         row.insert("name".into(), json!(line.name));
@@ -84,5 +84,10 @@ pub fn to_json(lines: &[Line], verdict: &str) -> String {
         Value::Object(row)
     };
     let rows: Vec<Value> = lines.iter().map(row).collect();
-    format!("{:#}\n", json!({"rows": rows, "verdict": verdict}))
+    let mut whole = json!({"rows": rows, "verdict": verdict});
+    if let (Some(diagnosis), Some(object)) = (diagnosis, whole.as_object_mut()) {
+        object.insert("diagnosis".into(), diagnosis);
+        object.insert("bad_rows".into(), json!(bad_rows));
+    }
+    format!("{whole:#}\n")
 }

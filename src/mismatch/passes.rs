@@ -16,7 +16,7 @@ use std::sync::Arc;
 pub struct Trace {
     /// After the last norm, of the rows that predict a target, `[R, H]`.
     pub normed: Tensor,
-    /// Experts chosen, u32 `[T, K]` a layer.
+    /// Experts chosen, u32 `[T, K]` a layer; none in a model without experts.
     pub routes: Vec<Tensor>,
     /// Output of each layer, `[T, H]`.
     pub hidden: Vec<Tensor>,
@@ -31,7 +31,7 @@ impl PolicyView<'_> {
     pub fn trace(&self, batch: &MicroBatch) -> Result<Trace> {
         let (mut routes, mut hidden) = (vec![], vec![]);
         let last = packed(self, batch, &mut |_, _, output| {
-            routes.push(output.routes.clone());
+            routes.extend(output.routes());
             hidden.push(output.hidden.clone());
             Ok(())
         })?;

@@ -21,11 +21,6 @@ impl SequenceCache {
         self.layers.first().map_or(0, KvSequence::len)
     }
 
-    /// True before the first position.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
     /// The keys and values of layer `index`.
     pub fn layer(&mut self, index: usize) -> &mut KvSequence {
         &mut self.layers[index]

@@ -63,14 +63,19 @@ pub struct Config {
     pub num_key_value_heads: usize,
     pub head_dim: usize,
     pub intermediate_size: usize,
+    /// Of a family without experts: 0, as the next.
     pub num_local_experts: usize,
     pub num_experts_per_tok: usize,
+    /// Where no layer slides, of no meaning.
     pub sliding_window: usize,
     /// One entry a layer.
     pub layer_types: Vec<LayerType>,
     pub rope: Rope,
     pub rms_norm_eps: f64,
+    /// The clamp of the experts' gated unit; of a family without experts 0.
     pub swiglu_limit: f64,
+    /// Whether the embedding is the head too.
+    pub tie_word_embeddings: bool,
     pub max_position_embeddings: usize,
     pub bos_token_id: Option<u32>,
     /// Empty where the file names none.
@@ -163,8 +168,8 @@ impl Config {
         mistakes
     }
 
-    fn sizes(&self) -> [(&'static str, usize); 10] {
-        [
+    fn sizes(&self) -> Vec<(&'static str, usize)> {
+        let mut sizes = vec![
             ("vocab_size", self.vocab_size),
             ("hidden_size", self.hidden_size),
             ("num_hidden_layers", self.num_hidden_layers),
@@ -172,18 +177,25 @@ impl Config {
             ("num_key_value_heads", self.num_key_value_heads),
             ("head_dim", self.head_dim),
             ("intermediate_size", self.intermediate_size),
-            ("num_local_experts", self.num_local_experts),
-            ("num_experts_per_tok", self.num_experts_per_tok),
-            ("sliding_window", self.sliding_window),
-        ]
+        ];
+        if self.family.has_experts() {
+            sizes.push(("num_local_experts", self.num_local_experts));
+            sizes.push(("num_experts_per_tok", self.num_experts_per_tok));
+        }
+        if self.layer_types.contains(&LayerType::Sliding) {
+            sizes.push(("sliding_window", self.sliding_window));
+        }
+        sizes
     }
 
     fn positive_numbers(&self) -> Vec<(&'static str, f64)> {
         let mut numbers = vec![
             ("rms_norm_eps", self.rms_norm_eps),
-            ("swiglu_limit", self.swiglu_limit),
             ("max_position_embeddings", self.max_position_embeddings as f64),
         ];
+        if self.family.has_experts() {
+            numbers.push(("swiglu_limit", self.swiglu_limit));
+        }
         if let Some(yarn) = &self.rope.yarn {
             numbers.extend([
                 ("rope_scaling.factor", yarn.factor),

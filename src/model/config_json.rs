@@ -2,11 +2,12 @@
 //!
 //! Two dialects are read: the released one (`rope_theta` with `rope_scaling`, `torch_dtype`,
 //! `experts_per_token`) and the newer one (`rope_parameters`, `dtype`, `num_experts_per_tok`). Where a
-//! file speaks both, they must agree. What is written loads under both.
+//! file speaks both, they must agree. What is written loads under both. Keys that only one family has are read for it alone.
 
 use super::config::{Config, Form, LayerType, Rope, SIZE_MAX, SWIGLU_ALPHA};
 use super::family::Family;
 use crate::bad_input;
+use crate::choice::Choice;
 use crate::recipe::Yarn;
 use anyhow::Result;
 use serde_json::{Map, Value, json};
@@ -25,21 +26,26 @@ impl Config {
             num_hidden_layers: keys.size("num_hidden_layers"),
             num_attention_heads: keys.size("num_attention_heads"),
             num_key_value_heads: keys.size("num_key_value_heads"),
-            head_dim: keys.size("head_dim"),
+            head_dim: keys.head_dim(family),
             intermediate_size: keys.size("intermediate_size"),
-            num_local_experts: keys.size("num_local_experts"),
-            num_experts_per_tok: keys.size_of_either("num_experts_per_tok", "experts_per_token"),
-            sliding_window: keys.size("sliding_window"),
-            layer_types: keys.layer_types(),
-            rope: keys.rope(),
+            num_local_experts: if family.has_experts() { keys.size("num_local_experts") } else { 0 },
+            num_experts_per_tok: if family.has_experts() {
+                keys.size_of_either("num_experts_per_tok", "experts_per_token")
+            } else {
+                0
+            },
+            sliding_window: keys.sliding_window(family),
+            layer_types: keys.layer_types(family),
+            rope: keys.rope(family),
             rms_norm_eps: keys.number("rms_norm_eps"),
-            swiglu_limit: keys.number("swiglu_limit"),
+            swiglu_limit: if family.has_experts() { keys.number("swiglu_limit") } else { 0.0 },
+            tie_word_embeddings: keys.tie_word_embeddings(family),
             max_position_embeddings: keys.count("max_position_embeddings", u64::from(u32::MAX)),
             bos_token_id: keys.token_ids("bos_token_id").first().copied(),
             eos_token_ids: keys.token_ids("eos_token_id"),
             pad_token_id: keys.token_ids("pad_token_id").first().copied(),
         };
-        keys.check_fixed();
+        keys.check_fixed(family);
         let mut mistakes = keys.mistakes;
         if mistakes.is_empty() {
             mistakes = config.mistakes();
@@ -50,8 +56,9 @@ impl Config {
     /// The content of `config.json` for weights saved in `form`, for readers of either dialect.
     pub fn to_json(&self, form: Form) -> Value {
         let rope_scaling = match &self.rope.yarn {
-            // Newer readers take an absent or null entry for YaRN, so plain RoPE is said aloud.
-            None => json!({ "rope_type": "default" }),
+            // Newer readers take an absent or null entry for YaRN in GPT-OSS, so plain RoPE is said aloud there.
+            None if self.family == Family::GptOss => json!({ "rope_type": "default" }),
+            None => Value::Null,
             Some(yarn) => json!({
                 "rope_type": "yarn",
                 "factor": yarn.factor,
@@ -66,9 +73,25 @@ impl Config {
             [one] => json!(one),
             several => json!(several),
         };
+        let own = match self.family {
+            Family::GptOss => json!({
+                "num_local_experts": self.num_local_experts,
+                "num_experts_per_tok": self.num_experts_per_tok,
+                "experts_per_token": self.num_experts_per_tok,
+                "sliding_window": self.sliding_window,
+                "layer_types": self.layer_types.iter().map(|t| t.name()).collect::<Vec<_>>(),
+                "swiglu_limit": self.swiglu_limit,
+                "attention_bias": true,
+            }),
+            Family::Qwen2 => json!({
+                "sliding_window": Value::Null,
+                "use_sliding_window": false,
+                "max_window_layers": self.num_hidden_layers,
+            }),
+        };
         let mut json = json!({
             "architectures": [self.family.architecture()],
-            "model_type": self.family.model_type(),
+            "model_type": self.family.name(),
             "torch_dtype": if form == Form::F32 { "float32" } else { "bfloat16" },
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -77,25 +100,21 @@ impl Config {
             "num_key_value_heads": self.num_key_value_heads,
             "head_dim": self.head_dim,
             "intermediate_size": self.intermediate_size,
-            "num_local_experts": self.num_local_experts,
-            "num_experts_per_tok": self.num_experts_per_tok,
-            "experts_per_token": self.num_experts_per_tok,
-            "sliding_window": self.sliding_window,
-            "layer_types": self.layer_types.iter().map(|t| t.name()).collect::<Vec<_>>(),
             "rope_theta": self.rope.theta,
             "rope_scaling": rope_scaling,
             "rms_norm_eps": self.rms_norm_eps,
-            "swiglu_limit": self.swiglu_limit,
             "max_position_embeddings": self.max_position_embeddings,
-            "attention_bias": true,
             "attention_dropout": 0.0,
             "hidden_act": "silu",
-            "tie_word_embeddings": false,
+            "tie_word_embeddings": self.tie_word_embeddings,
             "use_cache": true,
             "bos_token_id": self.bos_token_id,
             "eos_token_id": eos,
             "pad_token_id": self.pad_token_id,
         });
+        if let (Value::Object(json), Value::Object(own)) = (&mut json, own) {
+            json.extend(own);
+        }
         if form == Form::Mxfp4 {
             json["quantization_config"] = json!({
                 "quant_method": "mxfp4",
@@ -124,7 +143,7 @@ impl<'a> Keys<'a> {
         let Some(value) = self.value("model_type") else {
             return Err(bad_input!("key `model_type` is missing; {}", Family::known()));
         };
-        let family = value.as_str().and_then(Family::of);
+        let family = value.as_str().and_then(Family::named);
         family.ok_or_else(|| bad_input!("model_type = {value} is not supported; {}", Family::known()))
     }
 
@@ -179,9 +198,69 @@ impl<'a> Keys<'a> {
         })
     }
 
-    fn layer_types(&mut self) -> Vec<LayerType> {
+    /// Qwen2 may leave it out.
+    fn head_dim(&mut self, family: Family) -> usize {
+        let size = |key| self.value(key).and_then(Value::as_u64).filter(|&n| n > 0);
+        match (size("hidden_size"), size("num_attention_heads")) {
+            (Some(hidden), Some(heads)) if family == Family::Qwen2 && self.value("head_dim").is_none() => {
+                if hidden % heads != 0 {
+                    self.mistakes.push(format!(
+                        "head_dim is absent, and hidden_size = {hidden} is no multiple of num_attention_heads = {heads}"
+                    ));
+                }
+                (hidden / heads) as usize
+            }
+            _ => self.size("head_dim"),
+        }
+    }
+
+    /// True or false; `default` where the key is absent.
+    fn flag(&mut self, key: &str, default: bool) -> bool {
+        let Some(value) = self.value(key) else { return default };
+        value.as_bool().unwrap_or_else(|| {
+            self.mistakes.push(format!("{key} = {value} must be true or false"));
+            default
+        })
+    }
+
+    fn tie_word_embeddings(&mut self, family: Family) -> bool {
+        let tied = self.flag("tie_word_embeddings", false);
+        if tied && family == Family::GptOss {
+            self.mistakes.push("tie_word_embeddings = true is not supported; it must be false".into());
+        }
+        tied
+    }
+
+    /// Qwen2 says a window's width whether or not there is one.
+    fn sliding_window(&mut self, family: Family) -> usize {
+        match family {
+            Family::GptOss => self.size("sliding_window"),
+            Family::Qwen2 => {
+                if self.flag("use_sliding_window", false) {
+                    self.mistakes.push(
+                        "use_sliding_window = true is not built: every layer of this family attends to all before it; \
+                         take a model without windows"
+                            .into(),
+                    );
+                }
+                0
+            }
+        }
+    }
+
+    fn layer_types(&mut self, family: Family) -> Vec<LayerType> {
+        let types = self.listed_layer_types(family);
+        if family == Family::Qwen2 && types.contains(&LayerType::Sliding) {
+            self.mistakes
+                .push("layer_types has \"sliding_attention\", which is not built for this family".into());
+        }
+        types
+    }
+
+    fn listed_layer_types(&mut self, family: Family) -> Vec<LayerType> {
         let layers = self.value("num_hidden_layers").and_then(Value::as_u64).unwrap_or(0).min(SIZE_MAX);
-        let Some(value) = self.value("layer_types") else { return LayerType::alternating(layers as usize) };
+        let usual = family.layer_types(layers as usize);
+        let Some(value) = self.value("layer_types") else { return usual };
         let types = value.as_array().and_then(|names| {
             names.iter().map(|name| LayerType::from_name(name.as_str()?)).collect::<Option<Vec<_>>>()
         });
@@ -189,12 +268,12 @@ impl<'a> Keys<'a> {
             self.mistakes.push(format!(
                 "layer_types must list one of \"sliding_attention\", \"full_attention\" a layer, not {value}"
             ));
-            LayerType::alternating(layers as usize)
+            usual
         })
     }
 
     /// Both dialects of RoPE; where the file has both, they must agree.
-    fn rope(&mut self) -> Rope {
+    fn rope(&mut self, family: Family) -> Rope {
         let outer_theta = self.value("rope_theta").is_some().then(|| self.number("rope_theta"));
         let mut found: Option<Rope> = None;
         for key in ["rope_parameters", "rope_scaling"] {
@@ -210,6 +289,10 @@ impl<'a> Keys<'a> {
                 self.mistakes.push("rope_parameters and rope_scaling contradict each other".into());
             }
             found = Some(rope);
+        }
+        if let (None, Family::Qwen2) = (&found, family) {
+            let theta = outer_theta.unwrap_or_else(|| self.number("rope_theta"));
+            return Rope { theta, yarn: None };
         }
         found.unwrap_or_else(|| {
             self.mistakes.push(
@@ -291,12 +374,12 @@ impl<'a> Keys<'a> {
     }
 
     /// Keys that the architecture fixes: absent, or at the one value that is implemented.
-    fn check_fixed(&mut self) {
-        let fixed = [
-            ("hidden_act", json!("silu")),
-            ("attention_bias", json!(true)),
-            ("tie_word_embeddings", json!(false)),
-        ];
+    fn check_fixed(&mut self, family: Family) {
+        let own = match family {
+            Family::GptOss => ("attention_bias", json!(true)),
+            Family::Qwen2 => ("use_mrope", json!(false)),
+        };
+        let fixed = [("hidden_act", json!("silu")), own];
         for (key, wanted) in fixed {
             if let Some(value) = self.value(key).filter(|v| **v != wanted) {
                 self.mistakes.push(format!("{key} = {value} is not supported; it must be {wanted}"));
@@ -308,10 +391,12 @@ impl<'a> Keys<'a> {
             }
         }
         let method = self.value("quantization_config").and_then(|q| q.get("quant_method"));
-        if let Some(method) = method.filter(|m| **m != json!("mxfp4")) {
-            self.mistakes.push(format!(
-                "quantization_config.quant_method = {method} is not supported; \"mxfp4\" is, or bf16 weights"
-            ));
+        let known = |method: &Value| family.has_experts() && *method == json!("mxfp4");
+        if let Some(method) = method.filter(|m| !known(m)) {
+            let instead =
+                if family.has_experts() { "\"mxfp4\" is, or bf16 weights" } else { "bf16 weights are" };
+            self.mistakes
+                .push(format!("quantization_config.quant_method = {method} is not supported; {instead}"));
         }
     }
 }

@@ -1,51 +1,64 @@
 //! The model families: what one value, chosen by `model_type`, decides.
 
-use super::config::Config;
+use super::config::{Config, LayerType};
 use super::gpt_oss;
 use super::layer::Layer;
 use super::names::ParameterSpec;
+use super::qwen2;
+use crate::chat::Chat;
+use crate::chat::chatml::ChatMl;
+use crate::choice::Choice;
 use crate::harmony::HarmonyTokenizer;
 use crate::ops::Parameter;
+pub use crate::recipe::Family;
 use anyhow::Result;
 use std::path::Path;
 
-/// A family of models.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Family {
-    GptOss,
-}
-
 impl Family {
-    const ALL: [Family; 1] = [Family::GptOss];
-
-    /// Its name in `config.json`.
-    pub fn model_type(self) -> &'static str {
-        match self {
-            Family::GptOss => "gpt_oss",
-        }
-    }
-
     /// The name of its causal language model in transformers.
     pub fn architecture(self) -> &'static str {
         match self {
             Family::GptOss => "GptOssForCausalLM",
+            Family::Qwen2 => "Qwen2ForCausalLM",
         }
-    }
-
-    /// The family called `model_type`.
-    pub fn of(model_type: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|family| family.model_type() == model_type)
     }
 
     /// A half-sentence that lists those there are.
     pub(super) fn known() -> String {
-        format!("known: {}", Self::ALL.map(|family| format!("{:?}", family.model_type())).join(", "))
+        let words: Vec<String> =
+            Self::all().into_iter().map(|family| format!("{:?}", family.name())).collect();
+        format!("known: {}", words.join(", "))
+    }
+
+    /// Whether a token chooses experts.
+    pub fn has_experts(self) -> bool {
+        match self {
+            Family::GptOss => true,
+            Family::Qwen2 => false,
+        }
+    }
+
+    /// Its layers' attention, where `config.json` does not list it.
+    pub fn layer_types(self, num_hidden_layers: usize) -> Vec<LayerType> {
+        match self {
+            Family::GptOss => LayerType::alternating(num_hidden_layers),
+            Family::Qwen2 => vec![LayerType::Full; num_hidden_layers],
+        }
+    }
+
+    /// Whether attention has sinks.
+    pub fn has_sinks(self) -> bool {
+        match self {
+            Family::GptOss => true,
+            Family::Qwen2 => false,
+        }
     }
 
     /// The tensors of layer `layer`, in file order.
     pub(super) fn layer_specs(self, config: &Config, layer: usize) -> Vec<ParameterSpec> {
         match self {
             Family::GptOss => gpt_oss::layer_specs(config, layer),
+            Family::Qwen2 => qwen2::layer_specs(config, layer),
         }
     }
 
@@ -53,16 +66,29 @@ impl Family {
     pub(super) fn layer(self, layer: usize, find: &dyn Fn(&str) -> Result<Parameter>) -> Result<Layer> {
         match self {
             Family::GptOss => gpt_oss::layer(layer, find),
+            Family::Qwen2 => qwen2::layer(layer, find),
         }
     }
 
-    /// The tokenizer of its conversations.
+    /// Its conversations, over the vocabulary in a `tokenizer.json`.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the file lacks the template's control tokens.
-    pub fn tokenizer(self, file: &Path) -> Result<HarmonyTokenizer> {
-        match self {
-            Family::GptOss => HarmonyTokenizer::from_file(file),
-        }
+    /// [`crate::error::BadInput`] when the file cannot be read or lacks the template's control tokens.
+    pub fn chat(self, file: &Path) -> Result<Chat> {
+        Ok(match self {
+            Family::GptOss => Chat::Harmony(HarmonyTokenizer::from_file(file)?),
+            Family::Qwen2 => Chat::ChatMl(ChatMl::from_file(file)?),
+        })
+    }
+
+    /// Its conversations, over the vocabulary inside the binary.
+    ///
+    /// # Errors
+    /// None in practice: tests read both.
+    pub fn embedded_chat(self) -> Result<Chat> {
+        Ok(match self {
+            Family::GptOss => Chat::Harmony(HarmonyTokenizer::embedded()?),
+            Family::Qwen2 => Chat::ChatMl(ChatMl::embedded()?),
+        })
     }
 }

@@ -1,15 +1,15 @@
 //! One layer of the forward pass: the same code for rollout and training, whatever is in the batch.
 //!
-//! `x += attention(norm(x)); x += experts(norm(x))`. How keys are found is an [`Attend`]: packed sequences in training, a KV
+//! `x += attention(norm(x)); x += feed_forward(norm(x))`. How keys are found is an [`Attend`]: packed sequences in training, a KV
 //! cache in rollout. Everything else does not know which it is. The walk over the layers is [`super::trunk`].
 
 use super::attend::Attend;
-use super::config::{Config, LayerType};
-use super::layer::{self, Layer};
+use super::config::{Config, LayerType, SWIGLU_ALPHA};
+use super::layer::{self, FeedForward, Gated, Layer};
 use crate::ops::router_noise::RouterNoise;
 use crate::ops::{self, Dispatch, Parameter, rope::Rotation, sink_attention::Attention};
 use anyhow::Result;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use std::sync::Arc;
 
 /// What an arm changes in a forward. The default changes nothing.
@@ -23,11 +23,22 @@ pub struct ForwardOptions {
     pub router_noise: Option<RouterNoise>,
     /// Mantissa bits kept of the residual stream and of what the norms give; without gradient. `None`: all.
     pub mantissa_bits: Option<u32>,
+    /// The sigmoid's gain in the experts: another one is a mistake to recognise others by.
+    pub swiglu_alpha: f64,
+    /// True weighs the chosen experts by a softmax over all of them, not made to sum to 1: a mistake likewise.
+    pub softmax_before_top_k: bool,
 }
 
 impl Default for ForwardOptions {
     fn default() -> Self {
-        Self { sinks: true, sink_gradient: true, router_noise: None, mantissa_bits: None }
+        Self {
+            sinks: true,
+            sink_gradient: true,
+            router_noise: None,
+            mantissa_bits: None,
+            swiglu_alpha: SWIGLU_ALPHA,
+            softmax_before_top_k: false,
+        }
     }
 }
 
@@ -59,12 +70,25 @@ pub struct Rows<'a> {
 pub struct LayerOutput {
     /// `[T, H]`.
     pub hidden: Tensor,
+    /// Present where the layer has experts.
+    pub routing: Option<Routing>,
+}
+
+/// What a layer's router decided.
+pub struct Routing {
     /// The chosen experts, u32 `[T, K]`.
     pub routes: Tensor,
     /// The rows of each expert.
     pub plan: Dispatch,
     /// `[T, E]`.
     pub router_logits: Tensor,
+}
+
+impl LayerOutput {
+    /// The chosen experts, u32 `[T, K]`, where the layer has experts.
+    pub fn routes(&self) -> Option<Tensor> {
+        self.routing.as_ref().map(|routing| routing.routes.clone())
+    }
 }
 
 impl Model {
@@ -74,10 +98,10 @@ impl Model {
         Self { config, table }
     }
 
-    /// The same with YaRN's frequencies but without its factor on cosine and sine: a mistake to recognise others by.
-    pub fn without_attention_factor(config: Config, context_tokens_max: usize) -> Self {
-        let frequencies = super::rope::frequencies(&config.rope, config.head_dim);
-        let table = Arc::new(ops::rope::RopeTable::new(&frequencies, context_tokens_max, 1.0));
+    /// The same with another table of RoPE, a mistake to recognise others by: radians a position of each pair of
+    /// dimensions, `[D / 2]`, and the factor on cosine and sine.
+    pub fn with_rope(config: Config, context_tokens_max: usize, frequencies: &[f32], factor: f64) -> Self {
+        let table = Arc::new(ops::rope::RopeTable::new(frequencies, context_tokens_max, factor));
         Self { config, table }
     }
 
@@ -104,20 +128,16 @@ impl Model {
         let mixed = self.attention(index, &layer.attention, &h, rows, options)?;
         let x = options.round((x + mixed)?)?;
         let h = options.round(self.norm(&x, &layer.post_attention_norm)?)?;
-
-        let experts = &layer.experts;
-        let mut router_logits = experts.router.apply(&h)?;
-        if let Some(noise) = options.router_noise {
-            router_logits = ops::router_noise(&router_logits, noise, index, &rows.rotation.positions)?;
-        }
-        let routes = match rows.replay.and_then(|layers| layers.get(index)) {
-            Some(routes) => routes.clone(),
-            None => ops::route(&router_logits, self.config.num_experts_per_tok)?,
+        let (mixed, routing) = match &layer.feed_forward {
+            FeedForward::Experts(experts) => {
+                let (mixed, routing) = self.experts(index, experts, &h, rows, options)?;
+                (mixed, Some(routing))
+            }
+            FeedForward::Gated(Gated { gate, up, down }) => {
+                (down.apply(&ops::silu_gated(&gate.apply(&h)?, &up.apply(&h)?)?)?, None)
+            }
         };
-        let plan = Dispatch::new(&routes, self.config.num_local_experts)?;
-        let shares = ops::top_k_softmax(&router_logits, &routes)?;
-        let mixed = self.experts(experts, &h, &shares, &plan)?;
-        Ok(LayerOutput { hidden: options.round((x + mixed)?)?, routes, plan, router_logits })
+        Ok(LayerOutput { hidden: options.round((x + mixed)?)?, routing })
     }
 
     fn attention(
@@ -134,30 +154,57 @@ impl Model {
             kv_heads: c.num_key_value_heads,
             head_dim: c.head_dim,
             window: (c.layer_types[index] == LayerType::Sliding).then_some(c.sliding_window),
-            sinks: options.sinks,
+            sinks: options.sinks && weights.sinks.is_some(),
             sink_gradient: options.sink_gradient,
         };
         let q = ops::rope(&weights.q.apply(h)?, attention.heads, &rows.rotation)?;
         let (k, v) = (weights.k.apply(h)?, weights.v.apply(h)?);
         let kv = ops::rope_keys_with_values(&k, &v, attention.kv_heads, &rows.rotation)?;
-        let mixed = rows.attend.attend(index, &q, &kv, &weights.sinks.tracked()?, attention)?;
+        let sinks = match &weights.sinks {
+            Some(sinks) => sinks.tracked()?,
+            // Not looked at.
+            None => Tensor::zeros(attention.heads, DType::F32, q.device())?,
+        };
+        let mixed = rows.attend.attend(index, &q, &kv, &sinks, attention)?;
         weights.o.apply(&mixed)
     }
 
     fn experts(
         &self,
+        index: usize,
         weights: &layer::Experts,
         h: &Tensor,
-        shares: &Tensor,
-        plan: &Dispatch,
-    ) -> Result<Tensor> {
-        let gated = weights.gate_up.apply_grouped(&ops::dispatch(h, plan)?, plan)?;
-        let active = ops::swiglu(&gated, self.config.swiglu_limit)?;
-        Ok(ops::combine(&weights.down.apply_grouped(&active, plan)?, shares, plan)?)
+        rows: &Rows,
+        options: &ForwardOptions,
+    ) -> Result<(Tensor, Routing)> {
+        let mut router_logits = weights.router.apply(h)?;
+        if let Some(noise) = options.router_noise {
+            router_logits = ops::router_noise(&router_logits, noise, index, &rows.rotation.positions)?;
+        }
+        let routes = match rows.replay.and_then(|layers| layers.get(index)) {
+            Some(routes) => routes.clone(),
+            None => ops::route(&router_logits, self.config.num_experts_per_tok)?,
+        };
+        let plan = Dispatch::new(&routes, self.config.num_local_experts)?;
+        let shares = match options.softmax_before_top_k {
+            true => shares_of_all(&router_logits, &routes)?,
+            false => ops::top_k_softmax(&router_logits, &routes)?,
+        };
+        let gated = weights.gate_up.apply_grouped(&ops::dispatch(h, &plan)?, &plan)?;
+        let active = ops::swiglu(&gated, self.config.swiglu_limit, options.swiglu_alpha)?;
+        let mixed = ops::combine(&weights.down.apply_grouped(&active, &plan)?, &shares, &plan)?;
+        Ok((mixed, Routing { routes, plan, router_logits }))
     }
 
     /// A norm of rows `x [R, H]`.
     pub(super) fn norm(&self, x: &Tensor, weight: &Parameter) -> Result<Tensor> {
         Ok(ops::rms_norm(x, &weight.tracked()?, self.config.rms_norm_eps)?)
     }
+}
+
+/// What `routes [T, K]` get of a softmax over all of `logits [T, E]`.
+fn shares_of_all(logits: &Tensor, routes: &Tensor) -> Result<Tensor> {
+    let (tokens, experts) = logits.dims2()?;
+    let all = Tensor::arange(0, experts as u32, logits.device())?.broadcast_as((tokens, experts))?;
+    Ok(ops::top_k_softmax(logits, &all)?.gather(routes, 1)?)
 }

@@ -1,8 +1,8 @@
 //! GPT-OSS: the names and shapes of a layer's tensors, and the layer made of them.
 
 use super::config::Config;
-use super::layer::{AttentionWeights, Experts, Layer, Projection};
-use super::names::{Layout, ParameterSpec, TensorRole};
+use super::layer::{AttentionWeights, Experts, FeedForward, Layer, Projection};
+use super::names::{LayerSpecs, ParameterSpec, TensorRole};
 use crate::ops::Parameter;
 use anyhow::Result;
 
@@ -12,17 +12,8 @@ pub(super) fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
     let q = config.num_attention_heads * config.head_dim;
     let k = config.num_key_value_heads * config.head_dim;
     let (e, i) = (config.num_local_experts, config.intermediate_size);
-    let mut specs = Vec::with_capacity(17);
-    let mut push = |name: &str, role, shape: &[usize]| {
-        let is_linear = shape.len() == 2 && name.ends_with(".weight");
-        specs.push(ParameterSpec {
-            name: format!("model.layers.{layer}.{name}"),
-            layer: Some(layer),
-            role,
-            stored_shape: shape.to_vec(),
-            layout: if is_linear { Layout::Transposed } else { Layout::AsStored },
-        });
-    };
+    let mut specs = LayerSpecs::new(layer);
+    let mut push = |name: &str, role, shape: &[usize]| specs.push(name, role, shape);
     push("input_layernorm.weight", TensorRole::Norm, &[h]);
     for (name, out) in [("q_proj", q), ("k_proj", k), ("v_proj", k)] {
         push(&format!("self_attn.{name}.weight"), TensorRole::InputProjection, &[out, h]);
@@ -38,7 +29,7 @@ pub(super) fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
     push("mlp.experts.gate_up_proj_bias", TensorRole::Bias, &[e, 2 * i]);
     push("mlp.experts.down_proj", TensorRole::OutputProjection, &[e, i, h]);
     push("mlp.experts.down_proj_bias", TensorRole::Bias, &[e, h]);
-    specs
+    specs.into_vec()
 }
 
 /// Layer `layer` of the tensors that `find` knows by name.
@@ -56,13 +47,13 @@ pub(super) fn layer(layer: usize, find: &dyn Fn(&str) -> Result<Parameter>) -> R
             k: linear("self_attn.k_proj")?,
             v: linear("self_attn.v_proj")?,
             o: linear("self_attn.o_proj")?,
-            sinks: tensor("self_attn.sinks")?,
+            sinks: Some(tensor("self_attn.sinks")?),
         },
         post_attention_norm: tensor("post_attention_layernorm.weight")?,
-        experts: Experts {
+        feed_forward: FeedForward::Experts(Experts {
             router: linear("mlp.router")?,
             gate_up: experts("gate_up_proj")?,
             down: experts("down_proj")?,
-        },
+        }),
     })
 }

@@ -10,9 +10,9 @@ use rayon::prelude::*;
 /// What initialisation leaves open.
 #[derive(Debug, Clone, PartialEq)]
 pub struct InitSettings {
-    /// Standard deviation of the embedding.
+    /// Standard deviation of the embedding, where it is not the head too.
     pub embedding_std: f64,
-    /// Factor on the head's fan-in^-1/2.
+    /// Factor on H^-1/2, the standard deviation of the head, or of the embedding that is the head too.
     pub head_scale: f64,
     /// The value of every attention sink. Near 0 sinks carry hardly any mass.
     pub sink: f64,
@@ -29,6 +29,7 @@ pub fn init(config: &Config, settings: &InitSettings, seed: u64) -> Result<Vec<(
         let count = spec.element_count();
         let normals = |std: f64| normals(seed, index as u64, std, count);
         let values = match spec.role {
+            TensorRole::Embedding if config.tie_word_embeddings => normals(settings.head_scale * matrix_std),
             TensorRole::Embedding => normals(settings.embedding_std),
             TensorRole::InputProjection => normals(matrix_std),
             TensorRole::OutputProjection => {

@@ -53,8 +53,8 @@ pub struct AttentionWeights {
     pub k: Projection,
     pub v: Projection,
     pub o: Projection,
-    /// `[N]`.
-    pub sinks: Parameter,
+    /// `[N]`; none in a family without sinks.
+    pub sinks: Option<Parameter>,
 }
 
 /// The experts' tensors.
@@ -66,20 +66,34 @@ pub struct Experts {
     pub down: Projection,
 }
 
+/// The plain gated unit's tensors: `down(silu(gate(x)) · up(x))`.
+#[derive(Clone)]
+pub struct Gated {
+    pub gate: Projection,
+    pub up: Projection,
+    pub down: Projection,
+}
+
+/// What follows attention.
+#[derive(Clone)]
+pub enum FeedForward {
+    Experts(Experts),
+    Gated(Gated),
+}
+
 /// The tensors of one layer, in working layout.
 #[derive(Clone)]
 pub struct Layer {
     pub input_norm: Parameter,
     pub attention: AttentionWeights,
     pub post_attention_norm: Parameter,
-    pub experts: Experts,
+    pub feed_forward: FeedForward,
 }
 
 impl Layer {
     /// The same, not learning.
     pub fn without_gradient(&self) -> Self {
         let AttentionWeights { q, k, v, o, sinks } = &self.attention;
-        let Experts { router, gate_up, down } = &self.experts;
         Self {
             input_norm: self.input_norm.without_gradient(),
             attention: AttentionWeights {
@@ -87,13 +101,20 @@ impl Layer {
                 k: k.without_gradient(),
                 v: v.without_gradient(),
                 o: o.without_gradient(),
-                sinks: sinks.without_gradient(),
+                sinks: sinks.as_ref().map(Parameter::without_gradient),
             },
             post_attention_norm: self.post_attention_norm.without_gradient(),
-            experts: Experts {
-                router: router.without_gradient(),
-                gate_up: gate_up.without_gradient(),
-                down: down.without_gradient(),
+            feed_forward: match &self.feed_forward {
+                FeedForward::Experts(Experts { router, gate_up, down }) => FeedForward::Experts(Experts {
+                    router: router.without_gradient(),
+                    gate_up: gate_up.without_gradient(),
+                    down: down.without_gradient(),
+                }),
+                FeedForward::Gated(Gated { gate, up, down }) => FeedForward::Gated(Gated {
+                    gate: gate.without_gradient(),
+                    up: up.without_gradient(),
+                    down: down.without_gradient(),
+                }),
             },
         }
     }

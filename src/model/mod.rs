@@ -14,6 +14,7 @@ pub mod mxfp4;
 pub mod names;
 pub mod parameters;
 pub mod policy_view;
+mod qwen2;
 pub mod rope;
 pub mod save;
 pub mod tensor_file;

@@ -6,17 +6,22 @@
 use super::config::{Config, Form};
 use safetensors::Dtype;
 
+/// The embedding's name.
+pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
+
 /// How a tensor's memory relates to its stored form.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {
     AsStored,
-    /// Stored [out, in], held as contiguous [in, out]: the K × N form that products read row by row.
+    /// Stored [out, in], held as contiguous [in, out]: the K × N form that products read row by row. So lies an embedding
+    /// that is the head too.
     Transposed,
 }
 
 /// What a tensor is for; initialisation and weight decay go by it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TensorRole {
+    /// With a tied head it is both.
     Embedding,
     /// A matrix that reads the residual stream: q, k, v, router, gate_up.
     InputProjection,
@@ -104,6 +109,34 @@ impl ParameterSpec {
     }
 }
 
+/// The tensors of one layer, gathered in file order.
+pub(super) struct LayerSpecs {
+    layer: usize,
+    specs: Vec<ParameterSpec>,
+}
+
+impl LayerSpecs {
+    pub(super) fn new(layer: usize) -> Self {
+        Self { layer, specs: Vec::new() }
+    }
+
+    /// Tensor `name` of the layer; a matrix of two dimensions is transposed in memory.
+    pub(super) fn push(&mut self, name: &str, role: TensorRole, stored_shape: &[usize]) {
+        let is_linear = stored_shape.len() == 2 && name.ends_with(".weight");
+        self.specs.push(ParameterSpec {
+            name: format!("model.layers.{}.{name}", self.layer),
+            layer: Some(self.layer),
+            role,
+            stored_shape: stored_shape.to_vec(),
+            layout: if is_linear { Layout::Transposed } else { Layout::AsStored },
+        });
+    }
+
+    pub(super) fn into_vec(self) -> Vec<ParameterSpec> {
+        self.specs
+    }
+}
+
 /// The number of trainable parameters of `config`.
 pub fn parameter_count(config: &Config) -> u128 {
     let count = |specs: &[ParameterSpec]| specs.iter().map(|s| s.element_count() as u128).sum::<u128>();
@@ -112,11 +145,13 @@ pub fn parameter_count(config: &Config) -> u128 {
 }
 
 /// Every trainable tensor of `config`, in the one order that files, optimizer state and seeds go by:
-/// embedding, layers (attention, then experts), final norm, head.
+/// embedding, layers (attention, then what follows it), final norm, head where it is not the embedding.
 pub fn parameter_specs(config: &Config) -> Vec<ParameterSpec> {
     let mut specs = trunk_specs(config);
-    let shape = [config.vocab_size, config.hidden_size];
-    specs.push(whole("lm_head.weight", TensorRole::Head, &shape, Layout::Transposed));
+    if !config.tie_word_embeddings {
+        let shape = [config.vocab_size, config.hidden_size];
+        specs.push(whole("lm_head.weight", TensorRole::Head, &shape, Layout::Transposed));
+    }
     specs
 }
 
@@ -132,8 +167,8 @@ pub fn value_model_specs(config: &Config) -> Vec<ParameterSpec> {
 /// Embedding, layers and final norm.
 fn trunk_specs(config: &Config) -> Vec<ParameterSpec> {
     let (h, v) = (config.hidden_size, config.vocab_size);
-    let mut specs =
-        vec![whole("model.embed_tokens.weight", TensorRole::Embedding, &[v, h], Layout::AsStored)];
+    let layout = if config.tie_word_embeddings { Layout::Transposed } else { Layout::AsStored };
+    let mut specs = vec![whole(EMBEDDING, TensorRole::Embedding, &[v, h], layout)];
     for layer in 0..config.num_hidden_layers {
         specs.extend(config.family.layer_specs(config, layer));
     }

@@ -2,7 +2,7 @@
 //! its gradient and what its optimizer keeps.
 
 use super::config::Config;
-use super::names::{ParameterSpec, parameter_specs, value_model_specs};
+use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use super::weights::{Resident, VALUE_HEAD};
 use crate::ops::Parameter;
 use crate::ops::parameter::GradientSink;
@@ -81,11 +81,6 @@ impl Parameters {
         self.entries.len()
     }
 
-    /// True for a model without tensors, which there is none of.
-    pub fn is_empty(&self) -> bool {
-        self.entries.is_empty()
-    }
-
     /// Number of values over all tensors.
     pub fn element_count(&self) -> usize {
         self.specs.iter().map(ParameterSpec::element_count).sum()
@@ -126,6 +121,12 @@ impl Parameters {
             entry.state.clear();
         }
         Ok(())
+    }
+
+    /// How often a pass uses tensor `index`: twice for an embedding that is the head too.
+    pub fn uses(&self, index: usize) -> usize {
+        let is_head_too = self.config.tie_word_embeddings && !self.index.contains_key(VALUE_HEAD);
+        if is_head_too && self.specs[index].role == TensorRole::Embedding { 2 } else { 1 }
     }
 
     /// Whether tensor `index` learns.

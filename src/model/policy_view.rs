@@ -82,7 +82,7 @@ impl ForwardOptions {
             sinks: !arms.no_train_sinks,
             sink_gradient: !arms.no_sink_gradient,
             router_noise: noise(arms.train_noise(), seed, NoisyPass::Training),
-            mantissa_bits: None,
+            ..Self::default()
         }
     }
 
@@ -98,7 +98,7 @@ fn noise(std: f64, seed: u64, pass: NoisyPass) -> Option<RouterNoise> {
 }
 
 /// An expert matrix as MXFP4 holds it; any other tensor as it is.
-fn to_mxfp4(spec: &ParameterSpec, tensor: &Tensor) -> Result<Tensor> {
+pub(crate) fn to_mxfp4(spec: &ParameterSpec, tensor: &Tensor) -> Result<Tensor> {
     if !spec.is_expert_matrix() {
         return Ok(tensor.clone());
     }

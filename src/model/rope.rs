@@ -6,13 +6,17 @@ use crate::recipe::Yarn;
 
 /// The table of `positions` positions for heads of `head_dim`.
 pub fn table(rope: &Rope, head_dim: usize, positions: usize) -> RopeTable {
+    RopeTable::new(&frequencies(rope, head_dim), positions, attention_factor(rope))
+}
+
+/// What cosine and sine are multiplied with.
+pub fn attention_factor(rope: &Rope) -> f64 {
     let factor = rope.yarn.as_ref().map_or(1.0, |yarn| yarn.factor);
-    let attention_factor = if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 };
-    RopeTable::new(&frequencies(rope, head_dim), positions, attention_factor)
+    if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 }
 }
 
 /// Radians a position of each pair of dimensions.
-pub(super) fn frequencies(rope: &Rope, head_dim: usize) -> Vec<f32> {
+pub fn frequencies(rope: &Rope, head_dim: usize) -> Vec<f32> {
     let half = head_dim / 2;
     let period = |i: usize| rope.theta.powf(2.0 * i as f64 / head_dim as f64);
     let Some(yarn) = &rope.yarn else {

@@ -10,6 +10,7 @@ use super::names::{Layout, ParameterSpec, StoredTensor, parameter_specs};
 use super::tensor_file::{write_bf16, write_f32, write_tensors};
 use crate::bad_input;
 use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};
+use crate::chat::Chat;
 use crate::integrity::Manifest;
 use crate::ops::cpu::host_values;
 use anyhow::{Context, Result, ensure};
@@ -22,12 +23,13 @@ use std::path::Path;
 
 /// The size above which weights are split, in bytes; the customary limit of the hub.
 pub const SHARD_BYTES_MAX: u64 = 5_000_000_000;
+const CHAT_TEMPLATE: &str = "chat_template.jinja";
 /// Files that travel from the folder a model came from to every folder it is saved in.
 const COMPANION_FILES: [&str; 5] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "generation_config.json",
 ];
 
@@ -36,8 +38,8 @@ const COMPANION_FILES: [&str; 5] = [
 pub struct Companions(BTreeMap<String, Vec<u8>>);
 
 impl Companions {
-    /// Those of the known files that `folder` has.
-    pub fn read(folder: &Path) -> Result<Self> {
+    /// Those of the known files that `folder` has, and a chat template where it brings none.
+    pub fn read(folder: &Path, chat: &Chat) -> Result<Self> {
         let mut files = BTreeMap::new();
         for name in COMPANION_FILES {
             let path = folder.join(name);
@@ -47,12 +49,26 @@ impl Companions {
                 files.insert(name.into(), bytes);
             }
         }
-        Ok(Self(files))
+        let mut found = Self(files);
+        if !found.has_chat_template() {
+            found.0.insert(CHAT_TEMPLATE.into(), chat.jinja().into());
+        }
+        Ok(found)
     }
 
-    /// Only a tokenizer; what else a reader needs is made from it and the config.
-    pub fn with_tokenizer(tokenizer_json: &[u8]) -> Self {
-        Self(BTreeMap::from([("tokenizer.json".into(), tokenizer_json.to_vec())]))
+    /// The tokenizer and the template of `chat`; what else a reader needs is made from them and the config.
+    pub fn of(chat: &Chat) -> Self {
+        Self(BTreeMap::from([
+            ("tokenizer.json".into(), chat.vocabulary().json_bytes().to_vec()),
+            (CHAT_TEMPLATE.into(), chat.jinja().into()),
+        ]))
+    }
+
+    /// Whether transformers finds a template: in a file of its own or, as it once was, beside the tokenizer's settings.
+    fn has_chat_template(&self) -> bool {
+        let settings = self.0.get("tokenizer_config.json").map_or(&[][..], Vec::as_slice);
+        let settings: Value = serde_json::from_slice(settings).unwrap_or(Value::Null);
+        self.0.contains_key(CHAT_TEMPLATE) || !settings["chat_template"].is_null()
     }
 
     /// The files to write: these, and the ones that can be derived where they are absent.
@@ -88,6 +104,9 @@ pub fn save(
 ) -> Result<Manifest> {
     config.check()?;
     let mut specs = parameter_specs(config);
+    if form == Form::Mxfp4 && !config.family.has_experts() {
+        return Err(bad_input!("MXFP4 holds experts, which this family has none of: save in bf16"));
+    }
     if form == Form::Mxfp4 {
         check_blocks(&specs)?;
         // Bytes after floats, so that every tensor begins at a multiple of its element's size.

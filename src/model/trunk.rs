@@ -49,7 +49,9 @@ impl Trunk<'_> {
     /// # Errors
     /// When a token is not below `V`.
     pub fn embed(&self, tokens: &Arc<Vec<u32>>) -> Result<Tensor> {
-        Ok(ops::embedding(&self.weights.embedding()?, tokens)?)
+        let embedding = self.weights.embedding()?;
+        let tied = self.model.config.tie_word_embeddings;
+        Ok(if tied { ops::tied_embedding(&embedding, tokens)? } else { ops::embedding(&embedding, tokens)? })
     }
 
     /// Layer `index` alone.

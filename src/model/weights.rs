@@ -2,12 +2,13 @@
 
 use super::config::Config;
 use super::layer::{Layer, Projection};
+use super::names::EMBEDDING;
 use crate::ops::Parameter;
 use anyhow::{Context, Result};
 
 /// Where the forward takes weights from, a layer at a time. Resident weights answer from memory; a sharded source gathers.
 pub trait WeightSource: Send + Sync {
-    /// `[V, H]`.
+    /// `[V, H]`, or `[H, V]` where it is the head too.
     fn embedding(&self) -> Result<Parameter>;
     /// The weights of layer `index`.
     fn layer(&self, index: usize) -> Result<Layer>;
@@ -49,15 +50,18 @@ impl Resident {
         find: &dyn Fn(&str) -> Result<Parameter>,
     ) -> Result<Self> {
         let layer = |index| config.family.layer(index, find);
+        let embedding = find(EMBEDDING)?;
         Ok(Self {
-            embedding: find("model.embed_tokens.weight")?,
             layers: (0..config.num_hidden_layers).map(layer).collect::<Result<_>>()?,
             final_norm: find("model.norm.weight")?,
             head: if is_critic {
                 Head::Value(Projection::Dense { weight: find(VALUE_HEAD)?, bias: Some(find("score.bias")?) })
+            } else if config.tie_word_embeddings {
+                Head::LanguageModel(embedding.clone())
             } else {
                 Head::LanguageModel(find("lm_head.weight")?)
             },
+            embedding,
         })
     }
 }

@@ -41,11 +41,6 @@ impl KvSequence {
         self.len
     }
 
-    /// True before the first position.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
     /// The block that holds position `index · BLOCK`.
     pub fn block(&self, index: usize) -> &KvBlock {
         &self.blocks[index]

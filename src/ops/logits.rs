@@ -68,6 +68,11 @@ pub fn logits(h: &Tensor, weight: &Tensor, sampling: &Sampling) -> Result<Logits
 }
 
 impl Logits {
+    /// The values themselves, over the temperature, `[R, V]`.
+    pub fn scores(&self) -> &Tensor {
+        &self.z
+    }
+
     /// A token for each of `draws`: a row, and a number from [0, 1) that picks.
     ///
     /// # Errors

@@ -19,6 +19,8 @@ pub mod log_prob;
 pub mod logits;
 pub mod math;
 pub mod optimizer;
+// Plain Rust in every build, for the tests; used on a GPU alone.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub mod pages;
 pub mod parameter;
 pub mod product;
@@ -27,12 +29,13 @@ pub mod rope;
 pub mod round_mantissa;
 pub mod router;
 pub mod router_noise;
+pub mod silu_gated;
 pub mod sink_attention;
 pub mod swiglu;
 pub mod threads;
 pub mod upstream;
 
-pub use embedding::{embedding, select_rows};
+pub use embedding::{embedding, select_rows, tied_embedding};
 pub use experts::{Dispatch, combine, dispatch, grouped_linear};
 pub use linear::linear;
 pub use load_balance::load_balance;
@@ -44,6 +47,7 @@ pub use rope::{rope, rope_keys_with_values};
 pub use round_mantissa::round_mantissa;
 pub use router::{route, top_k_softmax};
 pub use router_noise::router_noise;
+pub use silu_gated::silu_gated;
 pub use sink_attention::{sink_attention, sink_attention_cached};
 pub use swiglu::swiglu;
 pub use upstream::upstream;

@@ -16,7 +16,10 @@ mod backward;
 mod cached;
 mod chunks;
 mod forward;
+// Plain Rust in every build, for the tests; used on a GPU alone.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub mod kernels;
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub mod plan;
 mod rows;
 

@@ -1,6 +1,6 @@
 //! GPT-OSS's gated unit on interleaved columns `x = [g0, u0, g1, u1, …]`, `[R, 2I]` → `[R, I]`:
 //!
-//! `g' = min(g, c)`, `u' = clamp(u, −c, c)`, `y = (u' + 1) · g' · σ(α g')` with `α = 1.702`.
+//! `g' = min(g, c)`, `u' = clamp(u, −c, c)`, `y = (u' + 1) · g' · σ(α g')`; GPT-OSS has `α = 1.702`.
 //!
 //! Backward: `dg = dy (u' + 1) (σ + α g' σ (1 − σ))` where `g ≤ c`, `du = dy g' σ` where `|u| ≤ c`, 0 beyond.
 
@@ -9,34 +9,33 @@ use super::math::sigmoid;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 use multiversion::multiversion;
 
-const ALPHA: f32 = 1.702;
-
-/// The gated unit with clamp `limit`.
+/// The gated unit with clamp `limit` and gain `alpha`.
 ///
 /// # Errors
 /// When `x` has not two dimensions.
-pub fn swiglu(x: &Tensor, limit: f64) -> Result<Tensor> {
-    x.contiguous()?.apply_op1(Swiglu { limit: limit as f32 })
+pub fn swiglu(x: &Tensor, limit: f64, alpha: f64) -> Result<Tensor> {
+    x.contiguous()?.apply_op1(Swiglu { limit: limit as f32, alpha: alpha as f32 })
 }
 
 struct Swiglu {
     limit: f32,
+    alpha: f32,
 }
 
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
-fn forward_row(x: &[f32], limit: f32, out: &mut [f32]) {
+fn forward_row(x: &[f32], limit: f32, alpha: f32, out: &mut [f32]) {
     for (o, pair) in out.iter_mut().zip(x.chunks_exact(2)) {
         let (gate, up) = (pair[0].min(limit), pair[1].clamp(-limit, limit));
-        *o = (up + 1.0) * (gate * sigmoid(ALPHA * gate));
+        *o = (up + 1.0) * (gate * sigmoid(alpha * gate));
     }
 }
 
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
-fn backward_row(x: &[f32], dy: &[f32], limit: f32, dx: &mut [f32]) {
+fn backward_row(x: &[f32], dy: &[f32], limit: f32, alpha: f32, dx: &mut [f32]) {
     for ((pair, &dy), dx) in x.chunks_exact(2).zip(dy).zip(dx.chunks_exact_mut(2)) {
         let (gate, up) = (pair[0].min(limit), pair[1].clamp(-limit, limit));
-        let s = sigmoid(ALPHA * gate);
-        let dgate = dy * (up + 1.0) * (s + ALPHA * gate * s * (1.0 - s));
+        let s = sigmoid(alpha * gate);
+        let dgate = dy * (up + 1.0) * (s + alpha * gate * s * (1.0 - s));
         let dup = dy * gate * s;
         dx[0] = if pair[0] <= limit { dgate } else { 0.0 };
         dx[1] = if pair[1].abs() <= limit { dup } else { 0.0 };
@@ -54,7 +53,7 @@ impl CustomOp1 for Swiglu {
         let half = width / 2;
         let mut out = buffer(rows * half);
         for_each_row(&mut out, half, 8 * half, |row, out| {
-            forward_row(&x[row * width..(row + 1) * width], self.limit, out);
+            forward_row(&x[row * width..(row + 1) * width], self.limit, self.alpha, out);
         });
         Ok((CpuStorage::F32(out), Shape::from((rows, half))))
     }
@@ -70,6 +69,7 @@ impl CustomOp1 for Swiglu {
                 &xs[row * width..(row + 1) * width],
                 &dy[row * half..(row + 1) * half],
                 self.limit,
+                self.alpha,
                 dx,
             );
         });

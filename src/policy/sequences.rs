@@ -30,21 +30,9 @@ impl<'a> Sequences<'a> {
         Ok(Self { cu_seqlens, mask })
     }
 
-    /// The same sequences under another mask, such as one that a rejection has thinned.
-    pub fn with_mask<'b>(&self, mask: &'b [bool]) -> Result<Sequences<'b>>
-    where
-        'a: 'b,
-    {
-        Sequences::new(self.cu_seqlens, mask)
-    }
-
     /// Number of sequences, empty ones included.
     pub fn len(&self) -> usize {
         self.cu_seqlens.len() - 1
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 
     /// Number of tokens, masked ones included: the length of every per-token slice.

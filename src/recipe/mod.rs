@@ -6,7 +6,6 @@ pub mod checkpoint;
 pub mod cold_start;
 pub mod correction;
 pub mod critic;
-pub mod docs;
 pub mod eval;
 pub mod harmony;
 pub mod interpreter;
@@ -37,7 +36,7 @@ pub use harmony::{Harmony, ReasoningEffort};
 pub use interpreter::{InterpreterConfig, InterpreterKind, InterpreterState};
 pub use logging::Logging;
 pub use mistake::{Mistake, Mistakes, Place};
-pub use model::{Architecture, Contradiction, Dtype, Init, ModelConfig, Sizes, Tokenizer, Yarn};
+pub use model::{Architecture, Contradiction, Dtype, Family, Init, ModelConfig, Sizes, Tokenizer, Yarn};
 pub use optimizer::{OptimizerConfig, OptimizerKind, Schedule};
 pub use parallel::Parallel;
 pub use plan::{Plan, resolve, resume_differences, set_key};
@@ -45,7 +44,7 @@ pub use policy::{
     Advantage, Aggregation, Kl, KlEstimator, KlPlace, Loss, OldLogprob, OverlongConfig, Policy, RouterReplay,
 };
 pub use rollout::RolloutConfig;
-pub use source::{RecipeSource, locate};
+pub use source::{BUILT_IN, RecipeSource, locate};
 pub use table::Entry;
 pub use task::{AnswerEquality, Extraction, Grading, PromptForm, TaskConfig, TaskName};
 pub use train::Train;

@@ -12,7 +12,8 @@ table! {
         /// Folder of a model in Hugging Face form, a checkpoint folder or a run folder (its last checkpoint).
         /// A folder with `config.json` but no weights gives random weights.
         pub path: Option<PathBuf> = None,
-        /// Vocabulary of a model without `path`: `"embedded"` (272 tokens, bytes and Harmony) or the path of a
+        /// Vocabulary of a model without `path`: `"embedded"` (272 tokens: bytes, and the family's Harmony or
+        /// ChatML) or the path of a
         /// `tokenizer.json` or of its folder. Default `"embedded"`; refused beside `path`, whose folder has its own.
         pub tokenizer: Option<Tokenizer> = None,
         /// Type of the weights in the forward pass; `"bf16"` rounds them there, and the optimizer keeps f32 masters.
@@ -25,8 +26,11 @@ table! {
 }
 
 table! {
-    /// Shape of the model, under the names of `config.json`. Even layers have a sliding window, odd layers are full.
+    /// Shape of the model, under the names of `config.json`. In GPT-OSS even layers have a sliding window, odd layers are full;
+    /// in Qwen2 all are full, and there are no experts.
     pub struct Architecture {
+        /// The family: what a layer consists of, and how its conversations are written.
+        pub model_type: Family = Family::GptOss,
         /// Width of the residual stream.
         pub hidden_size: usize = 64 => from(1.0).to(65536.0),
         /// Decoder layers.
@@ -37,21 +41,23 @@ table! {
         pub num_key_value_heads: usize = 2 => from(1.0).to(1024.0),
         /// Width of a head; even.
         pub head_dim: usize = 16 => from(2.0).to(1024.0),
-        /// Width of an expert.
+        /// Width of an expert, or of the layer's one gated unit.
         pub intermediate_size: usize = 64 => from(1.0).to(1048576.0),
-        /// Experts of a layer.
+        /// Experts of a layer. GPT-OSS only, as the next two.
         pub num_local_experts: usize = 4 => from(1.0).to(65535.0),
         /// Experts that a token uses.
         pub num_experts_per_tok: usize = 2 => from(1.0).to(1024.0),
         /// Keys that a query of a sliding layer sees, itself included.
         pub sliding_window: usize = 16 => from(1.0).to(16777216.0),
+        /// Whether the embedding is the head too. Qwen2 only.
+        pub tie_word_embeddings: bool = false,
         /// Longest sequence, in tokens.
         pub max_position_embeddings: usize = 160 => from(2.0).to(16777216.0),
         /// Base of the rotary embedding.
         pub rope_theta: f64 = 10_000.0 => above(1.0).to(1e12),
         /// Added to the mean square in every RMSNorm.
         pub rms_norm_eps: f64 = 1e-5 => from(1e-12).to(0.1),
-        /// Clamp of the expert's gate (above) and up (both sides).
+        /// Clamp of the expert's gate (above) and up (both sides). GPT-OSS only.
         pub swiglu_limit: f64 = 7.0 => above(0.0).to(1e6),
         /// YaRN context extension; absent means plain rotary embedding.
         pub yarn: Option<Yarn> = None,
@@ -150,12 +156,22 @@ impl Sizes<'_> {
 table! {
     /// Random weights: matrices d^-1/2 (output projections further divided by the square root of twice the layers), biases 0.
     pub struct Init {
-        /// Standard deviation of the embedding.
+        /// Standard deviation of the embedding, where it is not the head too.
         pub embedding_std: f64 = 0.5 => above(0.0).to(100.0),
-        /// Factor on the output head's d^-1/2.
+        /// Factor on d^-1/2, the standard deviation of the output head.
         pub head_scale: f64 = 0.5 => above(0.0).to(100.0),
-        /// Value of every attention sink; at 4 they carry real mass, near 0 hardly any.
+        /// Value of every attention sink, in GPT-OSS; at 4 they carry real mass, near 0 hardly any.
         pub sink: f64 = 4.0 => from(-20.0).to(20.0),
+    }
+}
+
+choice! {
+    /// Families of models, under the names that `model_type` has in `config.json`.
+    pub enum Family {
+        /// Experts, attention sinks, windows in every other layer; conversations in Harmony.
+        GptOss = "gpt_oss",
+        /// Dense Qwen2 and Qwen2.5; conversations in ChatML.
+        Qwen2 = "qwen2",
     }
 }
 

@@ -13,6 +13,9 @@ table! {
         pub lr: f64 = 1e-6 => above(0.0).to(10.0),
         /// Course of the learning rate between warm-up and last step.
         pub schedule: Schedule = Schedule::Constant,
+        /// Step at which the course ends, after which the learning rate stays; absent means the stage's last one. A run resumed
+        /// with another `train.steps` keeps its course by it.
+        pub schedule_steps: Option<u64> = None => from(1.0).to(1e9),
         /// Learning rate of the last step, as a fraction of `lr`; for `linear` and `cosine`.
         pub lr_final_fraction: f64 = 0.0 => from(0.0).to(1.0),
         /// Steps over which the learning rate rises linearly to `lr`.

@@ -3,7 +3,7 @@
 use super::base;
 use super::mistake::{Mistake, Mistakes, Place, Places};
 use super::model::{Architecture, Tokenizer};
-use super::reader::{MISTAKES_MAX, Origin, Reader};
+use super::reader::{Origin, Reader};
 use super::rules::{self, Findings};
 use super::table::{Entry, Table};
 use super::{Advantage, Recipe};
@@ -74,6 +74,8 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
         recipe.model.architecture.get_or_insert_with(Architecture::default);
         recipe.model.tokenizer.get_or_insert(Tokenizer::Embedded);
     }
+    let embedded = recipe.model.tokenizer == Some(Tokenizer::Embedded);
+    recipe.harmony.system_message.get_or_insert(!embedded);
     recipe.task.fill_in();
     if recipe.policy.advantage == Advantage::Gae {
         recipe.critic.get_or_insert_default();
@@ -94,6 +96,9 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
     Err(mistakes)
 }
 
+/// Mistakes of syntax that are each told.
+const SLIPS_MAX: usize = 10;
+
 /// Reads what can be read of a text; keys on a line with a mistake of syntax are left out of account.
 fn read_text(recipe: &mut Recipe, reader: &mut Reader) {
     let text = reader.text;
@@ -101,14 +106,24 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader) {
     if errors.is_empty() {
         return reader.read_document(recipe, document.get_ref());
     }
-    let is_hopeless = errors.len() > MISTAKES_MAX;
-    reader.mistakes.1 += errors.len().saturating_sub(MISTAKES_MAX);
-    for error in errors.into_iter().take(MISTAKES_MAX) {
-        let at = error.span().map_or(0, |span| span.start);
-        reader.refuse_syntax(at, format!("not TOML: {}", error.message()));
+    let start = |error: &toml::de::Error| error.span().map_or(0, |span| span.start);
+    let tables: Vec<&str> =
+        reader.known.iter().filter(|key| !key.contains('.')).map(String::as_str).collect();
+    let recipe_like = document.get_ref().keys().any(|name| tables.contains(&name.get_ref().as_ref()));
+    // Slips in a recipe are each told; a text of another kind is one mistake.
+    if let [first, rest @ ..] = errors.as_slice()
+        && (rest.len() >= SLIPS_MAX || (!rest.is_empty() && !recipe_like))
+    {
+        let what = format!(
+            "not TOML: {}, and {} more: is this a recipe? One holds tables such as [{}]",
+            first.message(),
+            rest.len(),
+            tables.join("], [")
+        );
+        return reader.refuse_syntax(start(first), what);
     }
-    if is_hopeless {
-        return;
+    for error in &errors {
+        reader.refuse_syntax(start(error), format!("not TOML: {}", error.message()));
     }
     let broken: Vec<_> = reader.mistakes.0.iter().map(|mistake| mistake.place.clone()).collect();
     let before = reader.mistakes.0.len();
@@ -182,10 +197,10 @@ impl Recipe {
 }
 
 /// The keys that differ between a run and what it is asked to go on with, but for those that may:
-/// `train.steps`, evaluation, logging, parallelism and checkpoints.
+/// `train.steps` and the ends of schedules, evaluation, logging, parallelism and checkpoints.
 pub fn resume_differences(old: &Plan, new: &Plan) -> Vec<String> {
     let may_differ = |key: &str| {
-        key == "train.steps"
+        ["train.steps", "train.optimizer.schedule_steps", "critic.optimizer.schedule_steps"].contains(&key)
             || ["eval.", "logging.", "parallel.", "checkpoint."].iter().any(|table| key.starts_with(table))
     };
     let pairs = old.recipe.entries().into_iter().zip(new.recipe.entries());

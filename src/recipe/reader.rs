@@ -3,6 +3,7 @@
 use super::base;
 use super::mistake::{Mistake, Mistakes, Place, Places};
 use super::table::{Table, join};
+use crate::choice::closest;
 use std::ops::Range;
 use std::path::Path;
 use toml::Spanned;
@@ -23,7 +24,7 @@ pub(crate) enum Origin<'a> {
 }
 
 /// Mistakes that are looked into; of a text that is no recipe at all the first ones say enough.
-pub(crate) const MISTAKES_MAX: usize = 100;
+const MISTAKES_MAX: usize = 100;
 
 /// Reads texts into a recipe, one after the other.
 pub(crate) struct Reader<'a> {
@@ -174,14 +175,4 @@ fn shown(name: &str) -> String {
 /// A path's table and name.
 fn split(path: &str) -> (&str, &str) {
     path.rsplit_once('.').unwrap_or(("", path))
-}
-
-/// The nearest of `known`, if it is near enough to be what was meant.
-pub(crate) fn closest<'k>(written: &str, known: impl Iterator<Item = &'k str>) -> Option<&'k str> {
-    let slips_max = (written.chars().count() / 3).max(1);
-    known
-        .map(|known| (strsim::damerau_levenshtein(written, known), known))
-        .filter(|(slips, _)| *slips <= slips_max)
-        .min()
-        .map(|(_, known)| known)
 }

@@ -128,11 +128,8 @@ impl Rules<'_> {
 
     fn harmony(&mut self) {
         let harmony = &self.recipe.harmony;
-        if !is_date(&harmony.knowledge_cutoff, 2) {
-            let what = format!(
-                "{:?} is not a month; write it as YYYY-MM, such as \"2024-06\"",
-                harmony.knowledge_cutoff
-            );
+        if let Some(month) = harmony.knowledge_cutoff.as_ref().filter(|month| !is_date(month, 2)) {
+            let what = format!("{month:?} is not a month; write it as YYYY-MM, such as \"2024-06\"");
             self.refuse(&["harmony.knowledge_cutoff"], what);
         }
         if let Some(date) = &harmony.current_date
@@ -215,11 +212,12 @@ impl Rules<'_> {
     /// A file that must be there.
     fn file(&mut self, key: &str, file: &Path) {
         if !file.is_file() {
+            let data = self.recipe.task.name.data;
             let remedy = match key {
-                "task.train_file" | "task.validation_file" | "task.validation_files" => {
-                    "fetch the data with scripts/fetch_data.sh, or name another file"
+                "task.train_file" | "task.validation_file" | "task.validation_files" if !data.is_empty() => {
+                    format!("fetch the data with scripts/fetch_data.sh {data}, or name another file")
                 }
-                _ => "name a file that is there",
+                _ => "name a file that is there".to_owned(),
             };
             self.refuse(&[key], format!("no file at {}; {remedy}", file.display()));
         }

@@ -1,9 +1,9 @@
 //! Values of one key: how each type is read, refused, written and described.
 
 use super::limits::{Limits, from};
-use super::reader::{Reader, Written, closest};
+use super::reader::{Reader, Written};
 use super::table::{Entry, Field, Note};
-use crate::choice::Choice;
+use crate::choice::{Choice, closest};
 use std::path::PathBuf;
 use toml::Value;
 use toml::de::DeValue;

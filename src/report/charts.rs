@@ -16,6 +16,8 @@ pub(super) struct Section {
     /// Shown closed.
     folded: bool,
     charts: Vec<Chart>,
+    /// Charts of which every line is exactly 0 at every step: one line stands for them, and they are shown closed.
+    zeros: Vec<Chart>,
     /// Titles of charts that no run has values for.
     absent: Vec<&'static str>,
 }
@@ -99,6 +101,7 @@ pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
                 title: spec.section,
                 folded: false,
                 charts: Vec::new(),
+                zeros: Vec::new(),
                 absent: Vec::new(),
             });
         }
@@ -118,10 +121,19 @@ pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
         let title = if *phase == Phase::Rl { metric.clone() } else { format!("{metric} ({})", phase.name()) };
         chart(runs, &title, &[metric.as_str()], "", *phase, Scale::LogWhenWide)
     });
-    let others =
-        Section { title: "All other metrics", folded: true, charts: charts.collect(), absent: Vec::new() };
+    let others = Section {
+        title: "All other metrics",
+        folded: true,
+        charts: charts.collect(),
+        zeros: Vec::new(),
+        absent: Vec::new(),
+    };
     sections.push(others);
     sections.retain(|section| !section.charts.is_empty());
+    for section in &mut sections {
+        let (zeros, charts) = std::mem::take(&mut section.charts).into_iter().partition(|c| c.plot.is_zero());
+        (section.zeros, section.charts) = (zeros, charts);
+    }
     let data = number(&mut sections);
     (sections, data)
 }
@@ -194,7 +206,7 @@ fn chart(
 /// Numbers the charts and collects their data: numbers only, no text of any run.
 fn number(sections: &mut [Section]) -> Value {
     let mut data = Vec::new();
-    for chart in sections.iter_mut().flat_map(|section| &mut section.charts) {
+    for chart in sections.iter_mut().flat_map(|section| section.charts.iter_mut().chain(&mut section.zeros)) {
         chart.id = data.len();
         data.push(chart.plot.data());
     }

@@ -13,6 +13,7 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
 /// A trajectory chosen for reading, and why.
+#[derive(Clone)]
 pub(super) struct Picked {
     pub row: TrajectoryRow,
     pub why: &'static str,
@@ -72,31 +73,43 @@ pub(super) fn pick(folder: &Path) -> Result<Vec<Picked>> {
     Ok(picked)
 }
 
-/// Files are grouped by name up to the number in it (`step-000001`, `eval-000080`); a long run's
-/// middle is not read.
+/// Of each kind of file, by its name up to the number in it (`step-000001`, `eval-000080`), the first and the last.
 fn first_and_last_files(folder: &Path) -> Result<Vec<PathBuf>> {
-    let mut groups: BTreeMap<String, BTreeMap<(u64, String), PathBuf>> = BTreeMap::new();
-    let entries =
-        std::fs::read_dir(folder).with_context(|| format!("{}: cannot be listed", folder.display()))?;
-    for entry in entries {
-        let path = entry.with_context(|| format!("{}: cannot be listed", folder.display()))?.path();
-        if path.extension().is_none_or(|extension| extension != "jsonl") {
-            continue;
-        }
-        let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-        let group = stem.trim_end_matches(|c: char| c.is_ascii_digit()).to_owned();
-        let number = stem[group.len()..].parse().unwrap_or(0);
-        groups.entry(group).or_default().insert((number, stem), path);
+    let mut groups: BTreeMap<String, Vec<PathBuf>> = BTreeMap::new();
+    for path in files(folder)? {
+        groups.entry(kind_and_number(&path).0).or_default().push(path);
     }
-    let mut files = Vec::new();
-    for mut group in groups.into_values() {
-        files.extend(group.pop_first().map(|(_, path)| path));
-        files.extend(group.pop_last().map(|(_, path)| path));
+    Ok(groups
+        .into_values()
+        .flat_map(|group| match group.as_slice() {
+            [first, .., last] => vec![first.clone(), last.clone()],
+            few => few.to_vec(),
+        })
+        .collect())
+}
+
+fn kind_and_number(path: &Path) -> (String, u64) {
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    let kind = stem.trim_end_matches(|c: char| c.is_ascii_digit()).to_owned();
+    let number = stem[kind.len()..].parse().unwrap_or(0);
+    (kind, number)
+}
+
+/// The `*.jsonl` of `folder`, by kind and number; none when there is no such folder.
+pub(super) fn files(folder: &Path) -> Result<Vec<PathBuf>> {
+    if !folder.is_dir() {
+        return Ok(vec![]);
     }
+    let list = || -> std::io::Result<Vec<PathBuf>> {
+        std::fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect()
+    };
+    let mut files = list().with_context(|| format!("{}: cannot be listed", folder.display()))?;
+    files.retain(|path| path.extension().is_some_and(|extension| extension == "jsonl"));
+    files.sort_by_cached_key(|path| (kind_and_number(path), path.clone()));
     Ok(files)
 }
 
-fn read_file(path: &Path, mut each: impl FnMut(TrajectoryRow)) -> Result<()> {
+pub(super) fn read_file(path: &Path, mut each: impl FnMut(TrajectoryRow)) -> Result<()> {
     let shown = path.display();
     let file =
         bounded_file::open(path, u64::MAX).map_err(|e| bad_input!("{shown}: cannot be read ({e})."))?;
@@ -154,9 +167,9 @@ struct MessageView<'a> {
 }
 
 pub(super) fn view(runs: &[Run]) -> Vec<RunView<'_>> {
-    let all = runs.iter().enumerate().filter(|(_, run)| !run.picked.is_empty());
-    all.map(|(i, run)| RunView {
-        run: i,
+    let all = runs.iter().filter(|run| !run.picked.is_empty());
+    all.map(|run| RunView {
+        run: run.curve,
         label: &run.label,
         trajectories: run.picked.iter().map(trajectory_view).collect(),
     })
@@ -164,7 +177,7 @@ pub(super) fn view(runs: &[Run]) -> Vec<RunView<'_>> {
 }
 
 fn trajectory_view(picked: &Picked) -> View<'_> {
-    let TrajectoryRow { phase, trajectory, messages } = &picked.row;
+    let TrajectoryRow { phase, trajectory, messages, .. } = &picked.row;
     let phase = match phase {
         Phase::ColdStart => "Cold start",
         Phase::Rl => "Step",
@@ -179,7 +192,7 @@ fn trajectory_view(picked: &Picked) -> View<'_> {
     trajectory
         .turns
         .iter()
-        .filter_map(|turn| turn.call)
+        .flat_map(|turn| &turn.calls)
         .for_each(|call| *calls.entry(call).or_default() += 1);
     facts
         .extend(calls.iter().map(|(call, count)| format!("call {} ×{count}", call.name().replace('_', " "))));

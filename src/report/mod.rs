@@ -5,8 +5,11 @@
 //!                             ├─ alarms.rs: alarm levels beside the values ──────────────────────────────┤
 //!                             ├─ tables.rs: summary, outcomes, mismatch ─────────────────────────────────┼─> page.html
 //!                             │  └─ mismatch_chart.rs: the bars beside the mismatch table ───────────────┤
-//!                             └─ conversation.rs: which trajectories to read ────────────────────────────┘
+//!                             ├─ conversation.rs: which trajectories to read ────────────────────────────┤
+//!                             └─ trajectories.rs: all of them, packed for the page's browser ────────────┘
 //! ```
+//!
+//! Runs that differ in their seed alone share a curve (`seeds.rs`).
 //!
 //! `figures/` draws curves of several seeds instead. The template escapes every value it is given, so geometry is computed here and markup stands there.
 
@@ -17,40 +20,76 @@ mod figures;
 mod mismatch_chart;
 mod plot;
 mod run;
+mod seeds;
 mod tables;
+mod trajectories;
 
 use crate::atomic_file::write_file;
 use crate::metrics::sanitize_terminal;
 use anyhow::Result;
 use minijinja::{AutoEscape, Environment, Value, context, escape_formatter};
 use run::Run;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-/// Writes `report.html` into the first of `runs`, all of them overlaid, and returns its path.
-/// The page holds everything it shows: it asks nothing of a network.
+/// Writes the page of `runs`, all of them overlaid, and returns its path: `out`, or `report.html` in the run's folder; that of
+/// several runs is `report-N-runs.html` in the first one's, beside its own page. The page holds everything it shows: it
+/// asks nothing of a network.
 ///
 /// A folder with a `figures.toml` is a set of figures in place of a run: see `docs/FIGURES.md`.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when a folder is missing, has no `metrics.jsonl`, holds a line that
 /// cannot be read, or is a set of figures beside other folders.
-pub fn write_report(runs: &[PathBuf]) -> Result<PathBuf> {
+pub fn write_report(runs: &[PathBuf], out: Option<&Path>) -> Result<PathBuf> {
     let first = runs.first().ok_or_else(|| crate::bad_input!("report: name at least one run folder."))?;
     if let Some(set) = runs.iter().find(|folder| folder.join(figures::FILE).is_file()) {
-        if runs.len() > 1 {
+        if runs.len() > 1 || out.is_some() {
             return Err(crate::bad_input!(
-                "{}: holds {}, so it is a set of figures; report it by itself.",
+                "{}: holds {}, so it is a set of figures; report it by itself, without --out.",
                 set.display(),
                 figures::FILE
             ));
         }
         return figures::write(set, &mut environment());
     }
-    let runs = Run::load_all(runs)?;
-    let page = render(&runs)?;
-    let path = first.join("report.html");
-    write_file(&path, &page)?;
+    let page = page(runs, false)?;
+    let path = match (out, runs.len()) {
+        (Some(folder), _) if folder.is_dir() => folder.join("report.html"),
+        (Some(file), _) => file.to_owned(),
+        (None, 1) => first.join("report.html"),
+        (None, several) => first.join(format!("report-{several}-runs.html")),
+    };
+    write_file(&path, &page).map_err(|e| match out {
+        Some(_) => {
+            crate::bad_input!("{}: cannot be written: {e:#}; name another file with --out", path.display())
+        }
+        None => e,
+    })?;
     Ok(path)
+}
+
+/// The page of `runs`. One that is `served` asks its server for news, and no one else for anything.
+///
+/// # Errors
+/// Those of [`write_report`].
+pub fn page(runs: &[PathBuf], served: bool) -> Result<String> {
+    render(Run::load_all(runs)?, served)
+}
+
+/// What changes when the page of `runs` would: names, lengths and times of the files that it reads.
+pub fn state(runs: &[PathBuf]) -> String {
+    let mut hash = crc32fast::Hasher::new();
+    for run in runs {
+        let mut files = vec![run.join("metrics.jsonl"), run.join("mismatch.json"), run.join("trajectories")];
+        // A folder's time changes with each file that comes.
+        files.push(run.join("recipe.toml"));
+        for file in files {
+            let about = std::fs::metadata(&file).ok();
+            let changed = about.as_ref().and_then(|about| about.modified().ok());
+            hash.update(format!("{:?} {:?}", about.map(|about| about.len()), changed).as_bytes());
+        }
+    }
+    format!("{:08x}", hash.finalize())
 }
 
 /// Escapes every value that a template shows.
@@ -67,22 +106,36 @@ fn environment() -> Environment<'static> {
     environment
 }
 
-fn render(runs: &[Run]) -> Result<String> {
+fn render(mut runs: Vec<Run>, served: bool) -> Result<String> {
+    let curves = seeds::curves(&mut runs);
+    let (runs, curves) = (runs.as_slice(), curves.as_slice());
+    let browser = trajectories::pack(runs)?;
     let mut environment = environment();
     environment.add_template("page.html", include_str!("page.html"))?;
-    let (sections, data) = charts::sections(runs);
+    let (sections, data) = charts::sections(curves);
     let page = environment.get_template("page.html")?.render(context! {
         style => Value::from_safe_string(include_str!("page.css").to_owned()),
-        script => Value::from_safe_string(include_str!("page.js").to_owned()),
+        script => Value::from_safe_string(format!(
+            "{}{}{}",
+            include_str!("page.js"),
+            include_str!("browser.js"),
+            if served { include_str!("follow.js") } else { "" }
+        )),
         data => Value::from_safe_string(script_json(&data)),
+        served,
         title => title(runs),
-        runs => runs.iter().map(|run| &run.label).collect::<Vec<_>>(),
-        summary => tables::summary(runs),
+        runs => curves.iter().map(|run| &run.label).collect::<Vec<_>>(),
+        empty => runs.iter().filter(|run| run.rows.is_empty()).map(|run| &run.label).collect::<Vec<_>>(),
+        summary => tables::summary(curves),
         sections,
-        alarms => alarms::table(runs),
-        outcomes => tables::outcomes(runs),
+        alarms => alarms::table(curves),
+        outcomes => tables::outcomes(curves),
         mismatches => tables::mismatches(runs),
         conversations => conversation::view(runs),
+        browser => browser.as_ref().map(serde_json::to_value).transpose()?.map(|value| {
+            Value::from_safe_string(script_json(&value))
+        }),
+        left_out => browser.as_ref().and_then(|browser| browser.left_out.clone()),
     })?;
     Ok(page)
 }

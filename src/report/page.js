@@ -1,17 +1,21 @@
 "use strict";
-const charts = JSON.parse(document.getElementById("data").textContent);
+let charts = JSON.parse(document.getElementById("data").textContent);
 const off = new Set();
 
+const hideRuns = () => {
+  for (const button of document.querySelectorAll("[data-toggle]")) {
+    button.setAttribute("aria-pressed", String(!off.has(button.dataset.toggle)));
+  }
+  for (const part of document.querySelectorAll("[data-run]")) part.toggleAttribute("hidden", off.has(part.dataset.run));
+};
+
 // A run's button hides everything that belongs to the run.
-for (const button of document.querySelectorAll("[data-toggle]")) {
-  button.addEventListener("click", () => {
-    const run = button.dataset.toggle;
-    const hide = !off.delete(run);
-    if (hide) off.add(run);
-    button.setAttribute("aria-pressed", String(!hide));
-    for (const part of document.querySelectorAll(`[data-run="${run}"]`)) part.toggleAttribute("hidden", hide);
-  });
-}
+document.querySelector("nav").addEventListener("click", event => {
+  const run = event.target.closest("[data-toggle]")?.dataset.toggle;
+  if (run === undefined) return;
+  if (!off.delete(run)) off.add(run);
+  hideRuns();
+});
 
 const place = ([low, high, from, to], value, log) => {
   const scale = v => (log ? Math.log10(v) : v);
@@ -41,38 +45,59 @@ const draw = (name, attributes, parent) => {
   return parent.appendChild(node);
 };
 
-for (const figure of document.querySelectorAll("[data-chart]")) {
+// Values under the pointer, or at the step that the arrow keys went to.
+const startCharts = () => {
+  for (const figure of document.querySelectorAll("[data-chart]")) startChart(figure);
+};
+
+const startChart = figure => {
   const { x, y, log, series } = charts[figure.dataset.chart];
   const svg = figure.querySelector("svg");
   const cells = [...figure.querySelectorAll(".readout > span")].map(span => [span.querySelector("b"), span.querySelector("small")]);
   const rest = cells.map(([value, where]) => [value.textContent, where.textContent]);
-  let marks = null;
+  const steps = [...new Set(series.flatMap(s => s.x))].sort((a, b) => a - b);
+  let marks = null, at = null;
 
   const clear = () => {
     marks?.remove();
-    marks = null;
+    marks = at = null;
     cells.forEach(([value, where], i) => [value.textContent, where.textContent] = rest[i]);
+  };
+
+  const mark = step => {
+    clear();
+    at = step;
+    marks = draw("g", {}, svg);
+    series.forEach((s, i) => {
+      if (off.has(String(s.run))) return;
+      const nth = nearest(s.x, step), value = s.y[nth], left = place(x, s.x[nth], false);
+      const [cell, where] = cells[i];
+      cell.textContent = show(value);
+      where.textContent = `at ${s.x[nth]}`;
+      draw("path", { class: "cursor", d: `M${left} ${y[3]}V${y[2]}` }, marks);
+      if (typeof value === "number") draw("circle", { class: `spot r${s.run % 8}`, r: 3.4, cx: left, cy: place(y, value, log) }, marks);
+    });
   };
 
   const point = event => {
     const matrix = svg.getScreenCTM();
     if (!matrix) return;
     const across = new DOMPoint(event.clientX, event.clientY).matrixTransform(matrix.inverse()).x;
-    const step = x[0] + Math.min(1, Math.max(0, (across - x[2]) / (x[3] - x[2]))) * (x[1] - x[0]);
-    clear();
-    marks = draw("g", {}, svg);
-    series.forEach((s, i) => {
-      if (off.has(String(s.run))) return;
-      const at = nearest(s.x, step), value = s.y[at], left = place(x, s.x[at], false);
-      const [cell, where] = cells[i];
-      cell.textContent = show(value);
-      where.textContent = `at ${s.x[at]}`;
-      draw("path", { class: "cursor", d: `M${left} ${y[3]}V${y[2]}` }, marks);
-      if (typeof value === "number") draw("circle", { class: `spot r${s.run % 8}`, r: 3.4, cx: left, cy: place(y, value, log) }, marks);
-    });
+    mark(x[0] + Math.min(1, Math.max(0, (across - x[2]) / (x[3] - x[2]))) * (x[1] - x[0]));
   };
 
   svg.addEventListener("pointermove", point);
   svg.addEventListener("pointerdown", point);
   svg.addEventListener("pointerleave", clear);
-}
+  svg.addEventListener("blur", clear);
+  svg.addEventListener("keydown", event => {
+    const last = steps.length - 1, now = at === null ? -1 : nearest(steps, at);
+    const stride = event.shiftKey ? 10 : 1;
+    const to = { ArrowRight: now + stride, ArrowLeft: now < 0 ? last : now - stride, Home: 0, End: last }[event.key];
+    if (event.key === "Escape") clear();
+    if (to === undefined || last < 0) return;
+    event.preventDefault();
+    mark(steps[Math.min(last, Math.max(0, to))]);
+  });
+};
+startCharts();

@@ -156,6 +156,12 @@ impl Plot {
         })
     }
 
+    /// Whether every line is exactly 0 at more than one step and at all of them.
+    pub fn is_zero(&self) -> bool {
+        let zero = |line: &Line| line.points.len() > 1 && line.points.iter().all(|point| point.1 == 0.0);
+        self.lines.iter().all(zero)
+    }
+
     /// Draws those of `levels` that are within the y-axis.
     pub fn mark(&mut self, levels: &[f64]) {
         let y = &self.y;

@@ -3,15 +3,23 @@
 use super::conversation::{self, Picked};
 use super::plot::Points;
 use crate::bad_input;
-use crate::bounded_file::{self, TOKENIZER_BYTES_MAX, TOML_BYTES_MAX};
+use crate::bounded_file::{self, JSON_BYTES_MAX, TOKENIZER_BYTES_MAX, TOML_BYTES_MAX};
 use crate::metrics::{Phase, Row, read_rows};
 use anyhow::Result;
 use std::path::{Path, PathBuf};
 
 /// One run folder, read.
+#[derive(Clone, Default)]
 pub(super) struct Run {
     /// The folder's name, or as much of its path as tells it from the others.
     pub label: String,
+    pub folder: PathBuf,
+    /// Place among the page's curves: seeds of one recipe share one.
+    pub curve: usize,
+    /// Of several runs that share a curve.
+    pub seeds: String,
+    /// `model.json`, when there is one.
+    pub model: Option<serde_json::Value>,
     pub rows: Vec<Row>,
     /// The resolved recipe; empty when the folder has none.
     pub recipe: toml::Table,
@@ -30,6 +38,10 @@ impl Run {
     pub fn load_metrics(label: String, folder: &Path) -> Result<Run> {
         Ok(Run {
             label,
+            folder: folder.to_owned(),
+            curve: 0,
+            seeds: String::new(),
+            model: None,
             rows: read_rows(&folder.join("metrics.jsonl"))?,
             recipe: read_recipe(&folder.join("recipe.toml"))?,
             picked: Vec::new(),
@@ -51,6 +63,9 @@ impl Run {
             ));
         }
         Ok(Run {
+            model: bounded_file::read(&folder.join("model.json"), JSON_BYTES_MAX)
+                .ok()
+                .and_then(|text| serde_json::from_slice(&text).ok()),
             picked: conversation::pick(&folder.join("trajectories"))?,
             mismatch: read_mismatch(&folder.join("mismatch.json"))?,
             ..Self::load_metrics(label, folder)?

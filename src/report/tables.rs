@@ -58,13 +58,28 @@ fn summarise(i: usize, run: &Run) -> Summary<'_> {
         run: i,
         label: &run.label,
         task: setting("task.name"),
-        model: setting("model.path"),
-        seed: setting("train.seed"),
+        model: model(run).unwrap_or_else(|| setting("model.path")),
+        seed: if run.seeds.is_empty() { setting("train.seed") } else { run.seeds.clone() },
         steps,
         success: success.collect(),
         reward: Change::of(run, Phase::Rl, "critic/rewards/mean"),
         time: wall_time(&run.rows),
     }
+}
+
+/// `gpt-oss-20b: gpt_oss, 24 layers, 20,914,757,184 parameters`, from the run's `model.json`.
+fn model(run: &Run) -> Option<String> {
+    let facts = run.model.as_ref()?;
+    let number = |key: &str| facts.get(key).and_then(Value::as_f64);
+    let (all, learning) = (number("parameters")?, number("learning")?);
+    let name = facts.get("name").and_then(Value::as_str).map(|name| format!("{name}: ")).unwrap_or_default();
+    let frozen = if learning < all { format!(", {} learn", format_number(learning)) } else { String::new() };
+    Some(format!(
+        "{name}{}, {} layers, {} parameters{frozen}",
+        facts.get("model_type").and_then(Value::as_str)?,
+        format_number(number("layers")?),
+        format_number(all)
+    ))
 }
 
 /// A held-out success metric; the ends of its confidence interval are drawn with it, not by themselves.
@@ -163,9 +178,9 @@ struct Cell {
 }
 
 pub(super) fn mismatches(runs: &[Run]) -> Vec<Mismatch<'_>> {
-    let with_file = runs.iter().enumerate().filter_map(|(i, run)| Some((i, run, run.mismatch.as_ref()?)));
+    let with_file = runs.iter().filter_map(|run| Some((run, run.mismatch.as_ref()?)));
     with_file
-        .map(|(i, run, file)| {
+        .map(|(run, file)| {
             let rows: Vec<_> =
                 file["rows"].as_array().into_iter().flatten().filter_map(Value::as_object).collect();
             let mut header: Vec<String> = Vec::new();
@@ -177,7 +192,7 @@ pub(super) fn mismatches(runs: &[Run]) -> Vec<Mismatch<'_>> {
             let chart = mismatch_chart::chart(&rows);
             let rows = rows.iter().map(|row| header.iter().map(|key| cell(row.get(key))).collect()).collect();
             let verdict = file.get("verdict").map(|verdict| cell(Some(verdict)).text);
-            Mismatch { run: i, label: &run.label, verdict, chart, header, rows }
+            Mismatch { run: run.curve, label: &run.label, verdict, chart, header, rows }
         })
         .collect()
 }

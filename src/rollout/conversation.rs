@@ -1,21 +1,22 @@
 //! The message loop of one trajectory: sampled tokens in, tool replies and user messages inserted, budgets kept.
 //!
 //! Rules, in the order they are asked:
-//! - Only `<|return|>` ends an answer. A `final` message closed by `<|end|>` is a message like any other: the policy
-//!   samples on.
+//! - Only a stop token ends an answer. In Harmony a `final` message closed by `<|end|>` is a message like any other: the
+//!   policy samples on.
 //! - A turn is a stretch of sampled tokens between insertions. A call on the last turn is not run
 //!   ([`Outcome::TurnsExhausted`]); a malformed last turn ends as [`Outcome::Malformed`].
 //! - A trajectory out of tokens or context is [`Outcome::TruncatedLength`]; so is one whose next insertion would leave no
 //!   room for a token after it, and then nothing is inserted. A call that could no longer be answered is not run.
 //! - A call to anybody but `python` and the task's own tools is answered in the recipient's name, a malformed one in the Python tool's; without a
 //!   tool there is nobody to say what is wrong, and the trajectory ends as malformed.
-//! - What was sampled stays as it was, the `<|return|>` before a further user message included.
+//! - Where a turn ends in several calls, all are answered, in their order, and their replies are inserted together.
+//! - What was sampled stays as it was, the stop token before a further user message included.
 
 use super::Rollout;
 use super::prompt::Rendered;
 use super::sampler::SampledPlace;
-use crate::harmony::{HarmonyTokenizer, Message, ParsedCompletion, Role, TurnProblem};
-use crate::harmony::{TurnEnd, TurnParser, TurnStep};
+use crate::chat::{Call, Chat, PYTHON, TurnReader};
+use crate::harmony::{Message, TurnEnd, TurnStep};
 use crate::interpreter::{Interpreter, SessionId};
 use crate::ops::logits::Drawn;
 use crate::random::{Purpose, stream};
@@ -25,19 +26,14 @@ use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use std::time::Instant;
 
-/// The recipient of calls to the Python tool.
-const PYTHON: &str = "python";
-
 /// The reward of a trajectory whose task failed.
 const FAILED: Reward = Reward { value: 0.0, success: false };
 
 /// What all conversations of a rollout share.
 pub(super) struct Rules<'a> {
-    tokenizer: &'a HarmonyTokenizer,
+    chat: &'a Chat,
     task: &'a dyn Task,
     interpreter: Option<&'a dyn Interpreter>,
-    /// `<|start|>assistant`.
-    opening: Vec<u32>,
     preamble: &'a [Message],
     turns_max: usize,
     response_tokens_max: usize,
@@ -52,10 +48,9 @@ impl<'a> Rules<'a> {
     pub(super) fn new(rollout: &Rollout<'a>) -> Self {
         let settings = rollout.settings;
         Self {
-            tokenizer: rollout.tokenizer,
+            chat: rollout.chat,
             task: rollout.task,
             interpreter: rollout.interpreter,
-            opening: rollout.tokenizer.opening(Role::Assistant),
             preamble: &settings.preamble,
             turns_max: settings.turns_max,
             response_tokens_max: settings.response_tokens_max,
@@ -80,7 +75,7 @@ impl Rules<'_> {
 pub(super) enum Next {
     /// Another token.
     Sample,
-    /// Its tool call run.
+    /// Its tool calls run.
     Call,
     /// Its task asked for a further user message, which may take long.
     Turn,
@@ -104,7 +99,7 @@ pub(super) struct Conversation<'a> {
     turns: Vec<Turn>,
     turn_start: usize,
     sampled: usize,
-    parser: TurnParser,
+    parser: TurnReader,
     rng: ChaCha8Rng,
     /// Messages after the prompt.
     messages: Vec<Message>,
@@ -137,7 +132,7 @@ impl<'a> Conversation<'a> {
             turns: Vec::new(),
             turn_start: prompt_tokens,
             sampled: 0,
-            parser: TurnParser::new(rules.tokenizer),
+            parser: rules.chat.turn_parser(),
             rng: stream(0, rules.purpose, &[]),
             messages: Vec::new(),
             calls_answered: 0,
@@ -150,7 +145,7 @@ impl<'a> Conversation<'a> {
 
     fn open_turn(&mut self) {
         self.turn_start = self.tokens.len();
-        self.parser = TurnParser::new(self.rules.tokenizer);
+        self.parser = self.rules.chat.turn_parser();
         let place = [self.rules.step, self.prompt, self.sample, self.turns.len() as u64];
         self.rng = stream(self.rules.seed, self.rules.purpose, &place);
     }
@@ -183,7 +178,7 @@ impl<'a> Conversation<'a> {
         self.sampled += 1;
         match self.parser.push(drawn.token) {
             TurnStep::Within | TurnStep::MessageEnded if self.exhausted() => {
-                self.close_turn(None);
+                self.close_turn(vec![]);
                 self.end(Outcome::TruncatedLength)
             }
             TurnStep::Within | TurnStep::MessageEnded => Next::Sample,
@@ -203,100 +198,106 @@ impl<'a> Conversation<'a> {
 
     fn turn_over(&mut self, end: TurnEnd) -> Next {
         match end {
-            TurnEnd::Called => self.called(),
             TurnEnd::Returned => self.returned(),
-            TurnEnd::Malformed | TurnEnd::Truncated => self.malformed(),
+            TurnEnd::Called | TurnEnd::Malformed | TurnEnd::Truncated => self.called(end),
         }
     }
 
-    fn called(&mut self) -> Next {
-        let recipient = self.parser.call().and_then(|call| call.recipient.clone());
+    fn called(&mut self, end: TurnEnd) -> Next {
         if self.last_turn() || self.exhausted() {
-            let outcome = if self.last_turn() { Outcome::TurnsExhausted } else { Outcome::TruncatedLength };
-            self.close_turn(None);
+            let (calls, outcome) = match end {
+                TurnEnd::Called => (vec![], Outcome::TurnsExhausted),
+                _ => (vec![CallOutcome::MalformedCall], Outcome::Malformed),
+            };
+            let outcome = if self.last_turn() { outcome } else { Outcome::TruncatedLength };
+            self.close_turn(calls);
             return self.end(outcome);
         }
-        match recipient {
-            Some(name) if name == PYTHON && self.rules.interpreter.is_some() => Next::Call,
-            Some(_) if self.rules.task.answers_calls() => Next::Call,
-            name => self.unknown(&name.unwrap_or_default()),
-        }
-    }
-
-    fn unknown(&mut self, name: &str) -> Next {
-        let text = format!("Error: there is no tool named {name:?}.");
-        self.answer(CallOutcome::UnknownRecipient, name, &text)
-    }
-
-    /// Runs the pending call; blocks until the reply. Called on a tool thread.
-    pub(super) fn run_call(&mut self) -> Next {
-        let Some(call) = self.parser.call() else {
-            return self.end(Outcome::Malformed);
+        let asks = |call: &Call| match call {
+            Call::Ready(message) => self.runs(message) || self.rules.task.answers_calls(),
+            Call::Malformed { .. } => false,
         };
-        let name = call.recipient.clone().unwrap_or_default();
-        let Some(interpreter) = self.rules.interpreter.filter(|_| name == PYTHON) else {
-            return self.ask_task(&name);
-        };
-        let reply = interpreter.call(self.session, &call.content);
-        self.tool_s += reply.seconds;
-        self.calls_answered += 1;
-        self.answer(reply.outcome, PYTHON, &reply.text)
+        if self.parser.calls().iter().any(asks) { Next::Call } else { self.run_calls() }
     }
 
-    /// Has the task answer the pending call to its tool `name`.
-    fn ask_task(&mut self, name: &str) -> Next {
-        let started = Instant::now();
-        let call = self.parser.call().cloned();
+    /// Whether a call goes to the Python tool.
+    fn runs(&self, call: &Message) -> bool {
+        self.rules.interpreter.is_some() && call.recipient.as_deref() == Some(PYTHON)
+    }
+
+    /// Answers the pending calls; blocks until the last reply. Called on a tool thread where one of them runs something.
+    pub(super) fn run_calls(&mut self) -> Next {
+        let (mut outcomes, mut replies) = (vec![], vec![]);
+        // A task reads the conversation up to its call; the turn's other messages are taken when it closes.
         let before = self.messages.len();
-        // The task reads the conversation up to its call; the turn's other messages are taken when it closes.
-        self.messages.extend(call);
-        let reply = self.rules.task.tool_reply(self.problem, &self.transcript(Outcome::Finished));
+        let mut ended = None;
+        for call in self.parser.calls() {
+            let answer = match call {
+                Call::Ready(call) => {
+                    let name = call.recipient.clone().unwrap_or_default();
+                    self.messages.push(call);
+                    self.reply(&name).map(|(outcome, text)| (outcome, name, text))
+                }
+                Call::Malformed { recipient, reply } => {
+                    let author = recipient.or_else(|| self.rules.interpreter.map(|_| PYTHON.to_string()));
+                    let author = author.ok_or(Outcome::Malformed);
+                    author.map(|author| (CallOutcome::MalformedCall, author, reply))
+                }
+            };
+            match answer {
+                Ok((outcome, author, text)) => {
+                    outcomes.push(outcome);
+                    let reply = Message::tool(&author, None, text);
+                    self.messages.push(reply.clone());
+                    replies.push(reply);
+                }
+                Err(outcome) => {
+                    if outcome == Outcome::Malformed {
+                        outcomes.push(CallOutcome::MalformedCall);
+                    }
+                    ended = Some(outcome);
+                    break;
+                }
+            }
+        }
         self.messages.truncate(before);
+        self.close_turn(outcomes);
+        if let Some(outcome) = ended {
+            return self.end(outcome);
+        }
+        let channel = self.messages.last().and_then(|message| message.channel.clone());
+        replies.iter_mut().for_each(|reply| reply.channel.clone_from(&channel));
+        self.insert(replies, Outcome::Malformed)
+    }
+
+    /// The answer to the call to `name`, the conversation's last message; or the outcome that ends the trajectory.
+    fn reply(&mut self, name: &str) -> Result<(CallOutcome, String), Outcome> {
+        let unknown = || (CallOutcome::UnknownRecipient, format!("Error: there is no tool named {name:?}."));
+        let Some(call) = self.messages.last() else { return Ok(unknown()) };
+        if let Some(interpreter) = self.rules.interpreter.filter(|_| name == PYTHON) {
+            let reply = interpreter.call(self.session, &call.content);
+            self.tool_s += reply.seconds;
+            self.calls_answered += 1;
+            return Ok((reply.outcome, reply.text));
+        }
+        if !self.rules.task.answers_calls() {
+            return Ok(unknown());
+        }
+        let started = Instant::now();
+        let reply = self.rules.task.tool_reply(self.problem, &self.transcript(Outcome::Finished));
         self.tool_s += started.elapsed().as_secs_f64();
         match reply {
             Ok(Some(text)) => {
                 self.calls_answered += 1;
-                self.answer(CallOutcome::Answered, name, &text)
+                Ok((CallOutcome::Answered, text))
             }
-            Ok(None) => self.unknown(name),
-            Err(_) => {
-                self.close_turn(None);
-                self.end(Outcome::TaskFailed)
-            }
+            Ok(None) => Ok(unknown()),
+            Err(_) => Err(Outcome::TaskFailed),
         }
-    }
-
-    fn malformed(&mut self) -> Next {
-        let flaw = self.parser.problem().cloned().unwrap_or(TurnProblem::Truncated);
-        if self.last_turn() || self.exhausted() {
-            let outcome = if self.last_turn() { Outcome::Malformed } else { Outcome::TruncatedLength };
-            self.close_turn(Some(CallOutcome::MalformedCall));
-            return self.end(outcome);
-        }
-        let author = match &flaw {
-            TurnProblem::CallNotClosed { recipient } | TurnProblem::EmptyCall { recipient } => {
-                Some(recipient.clone())
-            }
-            _ => self.rules.interpreter.map(|_| PYTHON.to_string()),
-        };
-        match author {
-            Some(author) => self.answer(CallOutcome::MalformedCall, &author, &flaw.reply()),
-            None => {
-                self.close_turn(Some(CallOutcome::MalformedCall));
-                self.end(Outcome::Malformed)
-            }
-        }
-    }
-
-    /// Ends the turn with a tool's reply, on the channel of the turn's last message.
-    fn answer(&mut self, call: CallOutcome, author: &str, text: &str) -> Next {
-        self.close_turn(Some(call));
-        let channel = self.messages.last().and_then(|message| message.channel.clone());
-        self.insert(Message::tool(author, channel.as_deref(), text), Outcome::Malformed)
     }
 
     fn returned(&mut self) -> Next {
-        self.close_turn(None);
+        self.close_turn(vec![]);
         if self.rules.task.may_take_long() { Next::Turn } else { self.ask_for_turn() }
     }
 
@@ -308,37 +309,35 @@ impl<'a> Conversation<'a> {
             Ok(None) => self.end(Outcome::Finished),
             Ok(Some(_)) if self.turns.len() >= self.rules.turns_max => self.end(Outcome::TurnsExhausted),
             Ok(Some(_)) if self.exhausted() => self.end(Outcome::TruncatedLength),
-            Ok(Some(message)) => self.insert(message, Outcome::TaskFailed),
+            Ok(Some(message)) => self.insert(vec![message], Outcome::TaskFailed),
         }
     }
 
     /// Notes the turn and takes its messages from the parser.
-    fn close_turn(&mut self, call: Option<CallOutcome>) {
-        self.turns.push(Turn { start: self.turn_start, end: self.tokens.len(), call });
-        let parser = std::mem::replace(&mut self.parser, TurnParser::new(self.rules.tokenizer));
-        let ParsedCompletion { messages, .. } = parser.finish();
-        self.messages.extend(messages);
+    fn close_turn(&mut self, calls: Vec<CallOutcome>) {
+        self.turns.push(Turn { start: self.turn_start, end: self.tokens.len(), calls });
+        let parser = std::mem::replace(&mut self.parser, self.rules.chat.turn_parser());
+        self.messages.extend(parser.finish());
     }
 
-    /// Appends a message and the assistant's next opening, masked; `refused` is the outcome when the message cannot be
-    /// written.
-    fn insert(&mut self, message: Message, refused: Outcome) -> Next {
+    /// Appends messages and the assistant's next opening, masked; `refused` is the outcome when a message cannot be written.
+    fn insert(&mut self, messages: Vec<Message>, refused: Outcome) -> Next {
         let room = self.rules.context_tokens_max.saturating_sub(self.tokens.len());
-        if !self.rules.tokenizer.may_fit(message.content.len(), room) {
+        let bytes = messages.iter().map(|message| message.content.len()).sum();
+        if !self.rules.chat.vocabulary().may_fit(bytes, room) {
             return self.end(Outcome::TruncatedLength);
         }
-        let Ok(rendered) = self.rules.tokenizer.render_message(&message) else {
+        let Ok(rendered) = self.rules.chat.continuation(&messages) else {
             return self.end(refused);
         };
-        let tokens = self.tokens.len() + rendered.len() + self.rules.opening.len();
+        let tokens = self.tokens.len() + rendered.len();
         if tokens >= self.rules.context_tokens_max {
             return self.end(Outcome::TruncatedLength);
         }
         self.tokens.extend(rendered);
-        self.tokens.extend_from_slice(&self.rules.opening);
         self.mask.resize(tokens, false);
         self.log_probs.resize(tokens, 0.0);
-        self.messages.push(message);
+        self.messages.extend(messages);
         self.open_turn();
         Next::Sample
     }

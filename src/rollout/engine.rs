@@ -167,8 +167,8 @@ impl<'e, 'a> Engine<'e, 'a> {
         let tokens = std::mem::take(&mut feed.tokens);
         let mut routes: Vec<Vec<u32>> = vec![];
         let hidden = policy.trunk().feed(tokens, &mut caches, &counts, &mut |_, _, output| {
-            if settings.keep_routes {
-                routes.push(output.routes.flatten_all()?.to_vec1()?);
+            if let (true, Some(layer)) = (settings.keep_routes, output.routes()) {
+                routes.push(layer.flatten_all()?.to_vec1()?);
             }
             Ok(())
         })?;

@@ -13,6 +13,7 @@ use crate::trajectory::{CallOutcome, Group, Outcome};
 /// | `num_turns/{mean,max,min}` | stretches of sampled tokens of a trajectory |
 /// | `outcome/<name>` | number of trajectories that ended so; every outcome, 0 included |
 /// | `tool/<name>` | number of calls that came to this; every one, 0 included |
+/// | `trajectory/failed_fraction` | share of trajectories that something other than the policy spoiled: `task_failed`, or `worker_died` |
 /// | `group/zero_signal_fraction` | share of groups whose rewards, the greedy sample's included, are all equal: they teach nothing |
 /// | `critic/reward_baselines/{mean,max,min}` | rewards of the greedy samples, where there are any |
 /// | `group/greedy_samples`, `group/greedy_tokens` | number of greedy samples and of their sampled tokens; no other count has them |
@@ -44,8 +45,9 @@ pub fn metrics(groups: &[Group]) -> Accumulator {
                 spread(&mut metrics, name, value);
             }
             metrics.mean("critic/success/mean", f64::from(u8::from(trajectory.success)), 1.0);
+            metrics.mean("trajectory/failed_fraction", f64::from(u8::from(trajectory.failed())), 1.0);
             metrics.sum(&format!("outcome/{}", trajectory.outcome.name()), 1.0);
-            for call in trajectory.turns.iter().filter_map(|turn| turn.call) {
+            for call in trajectory.turns.iter().flat_map(|turn| &turn.calls) {
                 metrics.sum(&format!("tool/{}", call.name()), 1.0);
             }
         }
@@ -82,7 +84,10 @@ mod tests {
             mask: (0..n).map(|i| i >= 3).collect(),
             logprobs: vec![0.0; n],
             routes: vec![],
-            turns: calls.iter().map(|&call| Turn { start: 3, end: n, call }).collect(),
+            turns: calls
+                .iter()
+                .map(|call| Turn { start: 3, end: n, calls: call.iter().copied().collect() })
+                .collect(),
             outcome,
             reward,
             success: reward > 0.0,
@@ -130,11 +135,12 @@ mod tests {
             ("tool/malformed_call", 1.0),
             ("tool/tool_timeout", 0.0),
             ("group/zero_signal_fraction", 0.5),
+            ("trajectory/failed_fraction", 0.0),
         ];
         for (name, value) in expected {
             assert_eq!(metrics.get(name), Some(value), "{name}");
         }
-        assert_eq!(metrics.len(), 14 + Outcome::ALL.len() + CallOutcome::ALL.len());
+        assert_eq!(metrics.len(), 15 + Outcome::ALL.len() + CallOutcome::ALL.len());
     }
 
     #[test]
@@ -164,5 +170,15 @@ mod tests {
         for (name, value) in expected {
             assert_eq!(metrics.get(name), Some(value), "{name}");
         }
+    }
+
+    #[test]
+    fn failed_is_what_the_policy_did_not_do() {
+        let of = |trajectories| metrics(&[Group { trajectories, greedy: None }]).finish().unwrap();
+        let died = trajectory(-1.0, 2, &[Some(CallOutcome::WorkerDied), None], Outcome::Finished);
+        let failed = trajectory(0.0, 2, &[None], Outcome::TaskFailed);
+        let slow = trajectory(-1.0, 2, &[Some(CallOutcome::ToolTimeout)], Outcome::TurnsExhausted);
+        let wrong = trajectory(-1.0, 2, &[Some(CallOutcome::MemoryLimit)], Outcome::Malformed);
+        assert_eq!(of(vec![died, failed, slow, wrong]).get("trajectory/failed_fraction"), Some(0.5));
     }
 }

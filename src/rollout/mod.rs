@@ -21,7 +21,8 @@ pub use queue::Observer;
 pub use sampler::{SampledPlace, TokenSource};
 pub use settings::RolloutSettings;
 
-use crate::harmony::{HarmonyTokenizer, Message};
+use crate::chat::Chat;
+use crate::harmony::Message;
 use crate::interpreter::Interpreter;
 use crate::metrics::Phase;
 use crate::model::names::parameter_count;
@@ -33,6 +34,7 @@ use anyhow::{Context, Result};
 use conversation::Rules;
 use engine::Engine;
 use queue::{Hooks, Queue};
+use serde_json::Value;
 
 /// Models up to this size decode in one engine a thread; larger ones in one engine whose ops share the threads, so that
 /// weights are read once for the whole batch. Bytes of all weights, times the threads.
@@ -44,7 +46,7 @@ pub struct Rollout<'a> {
     pub threads: &'a Threads,
     /// What samples: model, weights and forward.
     pub policy: &'a PolicyView<'a>,
-    pub tokenizer: &'a HarmonyTokenizer,
+    pub chat: &'a Chat,
     pub task: &'a dyn Task,
     /// The Python tool, of one rollout at a time; `None` for tasks without one.
     pub interpreter: Option<&'a dyn Interpreter>,
@@ -79,6 +81,8 @@ pub struct Rollouts {
     pub groups: Vec<Group>,
     /// The whole conversation of each trajectory, the prompt included, in the shape of `groups`.
     pub messages: Vec<Vec<Vec<Message>>>,
+    /// The right answer to each group's problem, null where the task gives none.
+    pub answers: Vec<Value>,
 }
 
 impl Rollouts {
@@ -89,11 +93,20 @@ impl Rollouts {
 
     /// One row a trajectory for `trajectories/*.jsonl`.
     pub fn rows(&self, phase: Phase) -> impl Iterator<Item = TrajectoryRow> {
-        let messages = self.messages.iter().flatten();
-        self.trajectories().zip(messages).map(move |(trajectory, messages)| TrajectoryRow {
+        let groups = self.groups.iter().zip(&self.messages).zip(&self.answers);
+        let conversations = groups.flat_map(|((group, messages), answer)| {
+            group
+                .trajectories
+                .iter()
+                .zip(messages)
+                .map(move |(trajectory, messages)| (trajectory, messages, answer))
+        });
+        conversations.map(move |(trajectory, messages, answer)| TrajectoryRow {
             phase,
             trajectory: trajectory.clone(),
             messages: messages.clone(),
+            answer: answer.clone(),
+            learned: None,
         })
     }
 
@@ -108,7 +121,8 @@ impl Rollouts {
                 let sampled = trajectory.sampled_tokens();
                 counts.sampled_tokens += sampled;
                 counts.prefilled_tokens += trajectory.tokens.len() - trajectory.prompt_tokens - sampled;
-                counts.tool_calls += trajectory.turns.iter().filter(|turn| reached_tool(turn.call)).count();
+                let calls = trajectory.turns.iter().flat_map(|turn| &turn.calls);
+                counts.tool_calls += calls.filter(|call| reached_tool(**call)).count();
             }
         }
         counts
@@ -118,15 +132,23 @@ impl Rollouts {
     pub fn tool_timed_out(&self) -> bool {
         let greedy = self.groups.iter().filter_map(|group| group.greedy.as_ref());
         let mut turns = self.trajectories().chain(greedy).flat_map(|t| &t.turns);
-        turns.any(|turn| turn.call == Some(CallOutcome::ToolTimeout))
+        turns.any(|turn| turn.calls.contains(&CallOutcome::ToolTimeout))
     }
 }
 
-fn reached_tool(call: Option<CallOutcome>) -> bool {
-    !matches!(call, None | Some(CallOutcome::MalformedCall | CallOutcome::UnknownRecipient))
+fn reached_tool(call: CallOutcome) -> bool {
+    !matches!(call, CallOutcome::MalformedCall | CallOutcome::UnknownRecipient)
 }
 
 impl Rollout<'_> {
+    /// Whether `prompts` can be sampled at all.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem.
+    pub fn check(&self, prompts: &[Prompt]) -> Result<()> {
+        prompts.iter().try_for_each(|prompt| self.render(prompt).map(drop))
+    }
+
     /// Samples `samples` conversations of each prompt. `progress` is told after every forward; `stop` is asked before
     /// each, and once it says true the rollout ends with `None`.
     ///

@@ -2,7 +2,8 @@
 
 use super::Rollout;
 use crate::bad_input;
-use crate::harmony::{DeveloperContent, Message, PYTHON_DESCRIPTION, RenderOptions, Role, SystemSettings};
+use crate::chat::{Chat, chatml};
+use crate::harmony::{DeveloperContent, Message, PYTHON_DESCRIPTION, Role, SystemSettings};
 use crate::recipe;
 use crate::tasks::Problem;
 use anyhow::{Context, Result};
@@ -15,22 +16,33 @@ pub struct Prompt {
     pub problem: Problem,
 }
 
-impl Prompt {
-    /// Problems numbered from 0.
-    pub fn numbered(problems: impl IntoIterator<Item = Problem>) -> Vec<Prompt> {
-        (0..).zip(problems).map(|(index, problem)| Prompt { index, problem }).collect()
+/// What GPT-OSS's system message says where the recipe says nothing else.
+const OPENAI_IDENTITY: &str = "You are ChatGPT, a large language model trained by OpenAI.";
+const KNOWLEDGE_CUTOFF: &str = "2024-06";
+
+/// The system and developer messages that the recipe asks for; the Python tool is described when the task has it.
+pub fn preamble(chat: &Chat, harmony: &recipe::Harmony, uses_python: bool) -> Vec<Message> {
+    match chat {
+        Chat::Harmony(_) => harmony_preamble(harmony, uses_python),
+        Chat::ChatMl(_) if !harmony.system_message.unwrap_or(true) => vec![],
+        Chat::ChatMl(_) => {
+            let identity = harmony.model_identity.as_deref().unwrap_or(chatml::QWEN_IDENTITY);
+            let functions = if uses_python { vec![chatml::python_function()] } else { vec![] };
+            let text = chatml::system_text(Some(identity), &functions);
+            text.map(|text| Message::new(Role::System, text)).into_iter().collect()
+        }
     }
 }
 
-/// The system and developer messages that the recipe asks for; the Python tool is described when the task has it.
-pub fn preamble(harmony: &recipe::Harmony, uses_python: bool) -> Vec<Message> {
+fn harmony_preamble(harmony: &recipe::Harmony, uses_python: bool) -> Vec<Message> {
     let mut messages = Vec::new();
-    if harmony.system_message {
+    if harmony.system_message.unwrap_or(true) {
+        let or = |text: &Option<String>, default: &str| Some(text.clone().unwrap_or_else(|| default.into()));
         let settings = SystemSettings {
-            model_identity: Some(harmony.model_identity.clone()),
-            knowledge_cutoff: Some(harmony.knowledge_cutoff.clone()),
+            model_identity: or(&harmony.model_identity, OPENAI_IDENTITY),
+            knowledge_cutoff: or(&harmony.knowledge_cutoff, KNOWLEDGE_CUTOFF),
             current_date: harmony.current_date.clone(),
-            reasoning_effort: Some(harmony.reasoning_effort),
+            reasoning_effort: Some(harmony.reasoning_effort.unwrap_or_default()),
             python_tool: uses_python.then(|| PYTHON_DESCRIPTION.to_string()),
             function_tools: false,
         };
@@ -59,31 +71,40 @@ impl Rollout<'_> {
         let bytes: usize = messages.iter().map(|message| message.content.len()).sum();
         let allowed = self.settings.prompt_tokens_max;
         // A text of megabytes would take seconds to tokenise, only to be refused.
-        if !self.tokenizer.may_fit(bytes, allowed) {
+        if !self.chat.vocabulary().may_fit(bytes, allowed) {
             return Err(bad_input!(
                 "problem {}: its prompt has {bytes} bytes, more than rollout.prompt_tokens_max = {allowed} tokens can hold; \
                  leave the problem out",
                 problem.id
             ));
         }
-        let tokens = self
-            .tokenizer
-            .render_conversation_for_completion(&messages, Role::Assistant, RenderOptions::default())
-            .with_context(|| format!("problem {}", problem.id))?;
+        let tokens = self.chat.prompt(&messages).with_context(|| format!("problem {}", problem.id))?;
         let n = tokens.len();
+        // What the recipe puts in front may be what is too much.
+        let preamble = || {
+            let messages = &self.settings.preamble;
+            match self.chat.training(messages).map_or(0, |rendered| rendered.tokens.len()) {
+                0 => String::new(),
+                n => format!(
+                    ", {n} of them in front of the problem; [harmony] says what stands there, and system_message = false takes it away"
+                ),
+            }
+        };
         if n > allowed {
             return Err(bad_input!(
-                "problem {}: its prompt has {n} tokens, more than rollout.prompt_tokens_max = {allowed}; raise the key or \
+                "problem {}: its prompt has {n} tokens{}; more than rollout.prompt_tokens_max = {allowed}: raise the key or \
                  leave the problem out",
-                problem.id
+                problem.id,
+                preamble()
             ));
         }
         let context = self.policy.model.context_tokens_max();
         if n >= context {
             return Err(bad_input!(
-                "problem {}: its prompt has {n} tokens and leaves no room in the model's context of {context}; leave the \
-                 problem out or take a model with a longer context",
-                problem.id
+                "problem {}: its prompt has {n} tokens{}; no room is left in the model's context of {context}: leave the problem \
+                 out or take a model with a longer context",
+                problem.id,
+                preamble()
             ));
         }
         Ok(Rendered { index: prompt.index, problem, tokens })
@@ -93,23 +114,40 @@ impl Rollout<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::chat::chatml::ChatMl;
+    use crate::harmony::HarmonyTokenizer;
 
     #[test]
     fn the_preamble_is_what_the_recipe_asks_for() {
+        let chat = Chat::Harmony(HarmonyTokenizer::embedded().unwrap());
+        let preamble = |harmony: &recipe::Harmony, python| preamble(&chat, harmony, python);
         let mut harmony = recipe::Harmony::default();
         let messages = preamble(&harmony, true);
         assert_eq!(messages.len(), 1);
         let text = &messages[0].content;
-        for part in [&harmony.model_identity, "Knowledge cutoff: 2024-06", "Reasoning: medium", "## python"] {
+        for part in [OPENAI_IDENTITY, "Knowledge cutoff: 2024-06", "Reasoning: medium", "## python"] {
             assert!(text.contains(part), "{part} in {text}");
         }
         assert!(!text.contains("Current date"));
         assert!(!preamble(&harmony, false)[0].content.contains("python"));
-        harmony.system_message = false;
+        harmony.system_message = Some(false);
         harmony.developer_instructions = Some("Be brief.".into());
         let messages = preamble(&harmony, true);
         assert_eq!(messages, [Message::new(Role::Developer, "# Instructions\n\nBe brief.")]);
         harmony.developer_instructions = None;
         assert!(preamble(&harmony, true).is_empty());
+    }
+
+    #[test]
+    fn chatml_has_a_system_message_or_none() {
+        let chat = Chat::ChatMl(ChatMl::embedded().unwrap());
+        let mut harmony = recipe::Harmony::default();
+        let [message] = &preamble(&chat, &harmony, false)[..] else { panic!("one message") };
+        assert_eq!(*message, Message::new(Role::System, chatml::QWEN_IDENTITY));
+        harmony.model_identity = Some("Compute.".into());
+        let [message] = &preamble(&chat, &harmony, true)[..] else { panic!("one message") };
+        assert!(message.content.starts_with("Compute.\n\n# Tools") && message.content.contains("\"code\""));
+        harmony.system_message = Some(false);
+        assert!(preamble(&chat, &harmony, true).is_empty());
     }
 }

@@ -209,7 +209,7 @@ impl<'a> Queue<'a> {
             let answer = || {
                 let mut sample = sample;
                 let next = match asked {
-                    Next::Call => sample.conversation.run_call(),
+                    Next::Call => sample.conversation.run_calls(),
                     Next::Turn => sample.conversation.ask_for_turn(),
                     Next::Sample | Next::End => asked,
                 };
@@ -272,8 +272,9 @@ impl<'a> Queue<'a> {
             return Ok(None);
         }
         let mut finished = state.finished.into_iter().flatten();
-        let mut rollouts = Rollouts { groups: Vec::new(), messages: Vec::new() };
-        for _ in &self.prompts {
+        let mut rollouts = Rollouts { groups: Vec::new(), messages: Vec::new(), answers: Vec::new() };
+        for prompt in &self.prompts {
+            rollouts.answers.push(prompt.problem.answer.clone());
             let (trajectories, messages) = finished.by_ref().take(self.samples).unzip();
             rollouts.groups.push(Group { trajectories, greedy: None });
             rollouts.messages.push(messages);

@@ -134,7 +134,7 @@ impl Stored {
     /// Groups of training step `step` (from 1), `count` of them; after the file's last one comes the first again.
     /// Log-probabilities and rewards stay as they were stored.
     pub fn step(&self, step: u64, count: u64) -> Rollouts {
-        let mut rollouts = Rollouts { groups: vec![], messages: vec![] };
+        let mut rollouts = Rollouts { groups: vec![], messages: vec![], answers: vec![] };
         let total = self.groups.len().max(1) as u64;
         let first = (step - 1).saturating_mul(count);
         for index in first..first.saturating_add(count) {
@@ -145,6 +145,7 @@ impl Stored {
                 .unzip();
             rollouts.groups.push(Group { trajectories, greedy: None });
             rollouts.messages.push(messages);
+            rollouts.answers.push(group.first().map(|row| row.answer.clone()).unwrap_or_default());
         }
         rollouts
     }

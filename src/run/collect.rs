@@ -17,8 +17,8 @@ use crate::model::policy_view::PolicyView;
 use crate::recipe::{Entry, Plan, RecipeSource, set_key};
 use crate::rollout::{Prompt, RolloutProgress, RolloutSettings, stored};
 use crate::train::checkpoint;
-use crate::trajectory::TrajectoryRow;
-use anyhow::{Context, Result};
+use crate::trajectory::{Trajectory, TrajectoryRow};
+use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -27,14 +27,15 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 /// Sets the plan's model to the folder that holds it, and says after which step it was saved: for a run folder its last
-/// checkpoint, unless a `--set` names another model. A model that comes from no checkpoint is of step 0.
+/// checkpoint, for a checkpoint itself, unless a `--set` names another model. A model that comes from no checkpoint is of
+/// step 0.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] for a run without a checkpoint.
 pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Result<u64> {
     let named = sets.iter().any(|set| set_key(set) == Some("model.path"));
     let model = &mut plan.recipe.model;
-    if let RecipeSource::Run(run) = source
+    if let RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } = source
         && std::path::absolute(run).is_ok_and(|full| full.to_str().is_none())
     {
         return Err(bad_input!(
@@ -42,14 +43,19 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
             run.display()
         ));
     }
-    if let (RecipeSource::Run(run), false) = (source, named) {
-        let Some(folder) = checkpoint::newest_folder(run)? else {
-            return Err(bad_input!(
+    let folder = match source {
+        _ if named => None,
+        RecipeSource::Run(run) => Some(checkpoint::newest_folder(run)?.ok_or_else(|| {
+            bad_input!(
                 "{}: the run has no checkpoint yet; train on with --resume, or name its recipe.toml for the model that it started from",
                 run.display()
-            ));
-        };
-        (model.path, model.architecture, model.tokenizer) = (Some(folder), None, None);
+            )
+        })?),
+        RecipeSource::Checkpoint { folder, .. } => Some(folder.clone()),
+        RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,
+    };
+    if folder.is_some() {
+        (model.path, model.architecture, model.tokenizer) = (folder, None, None);
     }
     let Some(path) = &mut model.path else { return Ok(0) };
     if !path.join("config.json").is_file()
@@ -65,14 +71,19 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
     Ok(if state.phase == Phase::Rl { state.step } else { 0 })
 }
 
-/// Where results go without `--out`: beside a run's checkpoints, by checkpoint; else `runs/<recipe>-<kind>`.
-pub fn default_out(plan: &Plan, source: &RecipeSource, kind: &str) -> PathBuf {
+/// Where results go without `--out`: beside a run's checkpoints, by checkpoint; else `runs/<recipe>-<kind>`. What is sampled
+/// with other settings goes beside that, in a folder with the next number.
+fn default_out(plan: &Plan, source: &RecipeSource, kind: &str) -> PathBuf {
     let checkpoint = plan.recipe.model.path.as_deref().and_then(Path::file_name);
     match (source, checkpoint) {
-        (RecipeSource::Run(run), Some(checkpoint)) => run.join(kind).join(checkpoint),
+        (RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. }, Some(checkpoint)) => {
+            run.join(kind).join(checkpoint)
+        }
         _ => PathBuf::from("runs").join(format!("{}-{kind}", source.stem())),
     }
 }
+
+const MARKER_FILE: &str = "sampling.json";
 
 /// `sampling.json`.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
@@ -92,39 +103,46 @@ pub struct Collection<'a> {
 }
 
 impl<'a> Collection<'a> {
-    /// Starts a sampling in `path`, or goes on with the same one.
+    /// Starts a sampling of `kind` (`eval` or `rollout`) after `step` in `out`, or goes on with the same one. Without `out`
+    /// in the folder that the source of the recipe gives it, numbered where others are taken.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the folder holds something else; nothing of it is touched.
-    pub fn open(bench: &'a Workbench, path: &Path, kind: &str, step: u64) -> Result<Self> {
-        let marker_file = path.join("sampling.json");
-        if !marker_file.is_file() && holds_run(path) {
-            return Err(bad_input!(
-                "{}: already holds a run; name another folder with --out",
-                path.display()
-            ));
+    pub fn open(
+        bench: &'a Workbench,
+        source: &RecipeSource,
+        out: Option<&Path>,
+        (kind, step): (&str, u64),
+    ) -> Result<Self> {
+        let model = bench.recipe().model.path.as_deref();
+        let marker =
+            Marker { kind: kind.to_owned(), step, model_files: model.map(model_files).unwrap_or_default() };
+        if let Some(out) = out {
+            return Self::open_at(bench, out, &marker);
         }
+        let first = default_out(&bench.plan, source, kind);
+        let numbered = (2..).map(|n| PathBuf::from(format!("{}-{n}", first.display())));
+        for path in std::iter::once(first.clone()).chain(numbered) {
+            if !path.exists() || check(&path, &marker, &bench.plan).is_ok() {
+                return Self::open_at(bench, &path, &marker);
+            }
+        }
+        Err(bad_input!("{}: no number is free; name another folder with --out", first.display()))
+    }
+
+    fn open_at(bench: &'a Workbench, path: &Path, marker: &Marker) -> Result<Self> {
+        check(path, marker, &bench.plan)?;
         fs::create_dir_all(path).map_err(|e| {
             bad_input!("{}: cannot make the folder: {e}; name another with --out", path.display())
         })?;
         let lock = lock(path)?;
-        let model = bench.recipe().model.path.as_deref();
-        let marker =
-            Marker { kind: kind.to_owned(), step, model_files: model.map(model_files).unwrap_or_default() };
-        let recipe_file = path.join("recipe.toml");
-        match bounded_file::read_text(&marker_file, JSON_BYTES_MAX) {
-            Ok(text) => check(&marker_file, &text, &marker)?,
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-                return Err(bad_input!(
-                    "{}: cannot be read: {e}; name another folder with --out",
-                    marker_file.display()
-                ));
-            }
-            Err(_) => write_file(&marker_file, &(serde_json::to_string_pretty(&marker)? + "\n"))?,
+        // Another process may have begun here in the meantime.
+        check(path, marker, &bench.plan)?;
+        if !path.join(MARKER_FILE).is_file() {
+            write_file(&path.join(MARKER_FILE), &(serde_json::to_string_pretty(marker)? + "\n"))?;
         }
-        match recipe_file.exists() {
-            true => check_recipe(path, &bench.plan)?,
-            false => write_file(&recipe_file, &sealed(&bench.plan.to_toml()))?,
+        if !path.join("recipe.toml").is_file() {
+            write_file(&path.join("recipe.toml"), &sealed(&bench.plan.to_toml()))?;
         }
         if let Some(confinement) = bench.confinement() {
             write_file(&path.join("sandbox.txt"), &format!("{confinement}\n"))?;
@@ -221,9 +239,15 @@ impl<'a> Collection<'a> {
             }
         };
         let failure = Mutex::new(None);
-        let finished = |trajectory: &_, messages: &[_]| {
-            let row =
-                TrajectoryRow { phase, trajectory: Clone::clone(trajectory), messages: messages.to_vec() };
+        let finished = |trajectory: &Trajectory, messages: &[_]| {
+            let problem = prompts.iter().find(|prompt| prompt.index == trajectory.prompt);
+            let row = TrajectoryRow {
+                phase,
+                trajectory: trajectory.clone(),
+                messages: messages.to_vec(),
+                answer: problem.map(|prompt| prompt.problem.answer.clone()).unwrap_or_default(),
+                learned: None,
+            };
             let mut failure = failure.lock().unwrap_or_else(PoisonError::into_inner);
             if failure.is_none() {
                 *failure = append(file, &row).err();
@@ -254,6 +278,24 @@ impl<'a> Collection<'a> {
         })?;
         fs::remove_file(partial).with_context(|| format!("removing {}", partial.display()))
     }
+}
+
+/// Says on `console` when most of `rows` failed, whatever the policy did.
+///
+/// # Errors
+/// When all of them did: what was sampled says nothing.
+pub fn heed_failures<'r>(rows: impl Iterator<Item = &'r TrajectoryRow>, console: &Console) -> Result<()> {
+    let failed: Vec<bool> = rows.map(|row| row.trajectory.failed()).collect();
+    let (count, all) = (failed.iter().filter(|failed| **failed).count(), failed.len());
+    if count > 0 && count == all {
+        bail!(
+            "all {all} trajectories failed: the task's program or the tool's workers failed each time; the first failures are told above"
+        );
+    }
+    if count * 2 > all {
+        console.print(&format!("warning: {count} of {all} trajectories failed, whatever the policy did; the first failures are told above"));
+    }
+    Ok(())
 }
 
 /// Prints what was asked for; a closed pipe is nobody to report to.
@@ -318,9 +360,24 @@ fn model_files(folder: &Path) -> Vec<(String, u64, u128)> {
     files
 }
 
-fn check(file: &Path, text: &str, marker: &Marker) -> Result<()> {
+/// Refuses a folder that holds something other than this sampling.
+fn check(path: &Path, marker: &Marker, plan: &Plan) -> Result<()> {
+    let file = path.join(MARKER_FILE);
     let shown = file.display();
-    let stored: Marker = serde_json::from_str(text)
+    let text = match bounded_file::read_text(&file, JSON_BYTES_MAX) {
+        Ok(text) => text,
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+            return Err(bad_input!("{shown}: cannot be read: {e}; name another folder with --out"));
+        }
+        Err(_) if holds_run(path) => {
+            return Err(bad_input!(
+                "{}: already holds a run; name another folder with --out",
+                path.display()
+            ));
+        }
+        Err(_) => return Ok(()),
+    };
+    let stored: Marker = serde_json::from_str(&text)
         .map_err(|e| bad_input!("{shown}: damaged: {e}; remove the folder, or name another with --out"))?;
     let differs = |what: &str| bad_input!("{shown}: the folder holds {what}; name another folder with --out");
     if stored.kind != marker.kind {
@@ -329,7 +386,7 @@ fn check(file: &Path, text: &str, marker: &Marker) -> Result<()> {
     if stored.step != marker.step || stored.model_files != marker.model_files {
         return Err(differs("results of another model, or the model's files were changed since"));
     }
-    Ok(())
+    if path.join("recipe.toml").exists() { check_recipe(path, plan) } else { Ok(()) }
 }
 
 /// Only keys that no sample depends on may differ.

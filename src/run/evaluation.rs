@@ -120,11 +120,11 @@ impl SetResult {
 fn sample(bench: &Workbench, row: &TrajectoryRow, given: usize) -> Sample {
     let trajectory = &row.trajectory;
     let answered =
-        |call: CallOutcome| call != CallOutcome::MalformedCall && call != CallOutcome::UnknownRecipient;
+        |call: &&CallOutcome| !matches!(call, CallOutcome::MalformedCall | CallOutcome::UnknownRecipient);
     let transcript = Transcript {
         messages: row.messages.get(given..).unwrap_or_default(),
         outcome: trajectory.outcome,
-        calls_answered: trajectory.turns.iter().filter(|turn| turn.call.is_some_and(answered)).count(),
+        calls_answered: trajectory.turns.iter().flat_map(|turn| &turn.calls).filter(answered).count(),
     };
     Sample { success: trajectory.success, answer: bench.task.answer_text(&transcript) }
 }

@@ -2,7 +2,9 @@
 
 pub mod collect;
 pub mod evaluation;
+mod family;
 mod freeze;
+pub mod header;
 pub mod run_folder;
 pub mod signals;
 pub mod workbench;

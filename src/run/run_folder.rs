@@ -2,10 +2,11 @@
 
 use crate::atomic_file::write_file;
 use crate::bad_input;
+use crate::error::BadInput;
 use crate::integrity::sealed;
-use crate::metrics::{MetricsFile, Row, TensorBoard, read_rows};
-use crate::recipe::{Plan, RecipeSource, resume_differences};
-use crate::train::checkpoint::{self, ResumePoint};
+use crate::metrics::{MetricsFile, Phase, Row, TensorBoard, read_rows};
+use crate::recipe::{OptimizerConfig, Plan, RecipeSource, Schedule, resume_differences};
+use crate::train::checkpoint::{self, ResumePoint, TrainerState};
 use crate::trajectory::TrajectoryRow;
 use anyhow::{Context, Result};
 use std::fs::{self, File, TryLockError};
@@ -47,31 +48,34 @@ impl RunFolder {
         let lock = lock(path)?;
         // Another process may have made and ended a run here in the meantime.
         Self::refuse_existing(path)?;
-        write_recipe(path, plan)?;
-        let metrics = MetricsFile::create(&path.join("metrics.jsonl"))?;
+        let begin = || {
+            write_recipe(path, plan)?;
+            MetricsFile::create(&path.join("metrics.jsonl"))
+        };
+        let metrics = begin().inspect_err(|_| Self::clear_unused(path))?;
         let tensorboard =
             plan.recipe.logging.tensorboard.then(|| TensorBoard::create(&path.join("tensorboard")));
         Ok(Self { path: path.to_owned(), metrics, tensorboard, _lock: lock })
     }
 
-    /// Goes on with the run in `path` from its last checkpoint, or from the start when it has none yet:
-    /// what lies after that point is cut away.
+    /// Goes on with the run in `path` from `point`, which [`prepare_resume`] found, or from the start when it has no checkpoint
+    /// yet: what lies after that point is cut away.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when there is no run, it is in use or damaged, or its recipe differs in a key that may not
-    /// change.
-    pub fn resume(path: &Path, plan: &Plan) -> Result<(Self, Option<ResumePoint>)> {
-        if !holds_run(path) {
-            return Err(bad_input!("{}: holds no run to resume; start it without --resume", path.display()));
-        }
+    /// [`crate::error::BadInput`] when the run is in use, or went on since it was looked at.
+    pub fn resume(path: &Path, plan: &Plan, point: Option<&ResumePoint>) -> Result<Self> {
         let lock = lock(path)?;
-        check_recipe(path, plan)?;
+        if checkpoint::newest_folder(path)?.as_ref() != point.map(|point| &point.folder) {
+            return Err(bad_input!(
+                "{}: another process went on with the run; give the command again",
+                path.display()
+            ));
+        }
         checkpoint::clear_partial(path)?;
-        let point = checkpoint::newest(path)?;
         // A kill may have come between the newest checkpoint and the end of an old one.
         checkpoint::prune(path, plan.recipe.checkpoint.keep)?;
         let file = path.join("metrics.jsonl");
-        let metrics = match (&point, file.exists()) {
+        let metrics = match (point, file.exists()) {
             (Some(point), _) => MetricsFile::resume(&file, point.state.metrics_bytes)?,
             (None, true) => MetricsFile::resume(&file, 0)?,
             (None, false) => MetricsFile::create(&file)?,
@@ -81,7 +85,24 @@ impl RunFolder {
             false => None,
         };
         write_recipe(path, plan)?;
-        Ok((Self { path: path.to_owned(), metrics, tensorboard, _lock: lock }, point))
+        Ok(Self { path: path.to_owned(), metrics, tensorboard, _lock: lock })
+    }
+
+    /// Removes what [`Self::create`] made in `path`, after a start that failed before anything was measured: the next start
+    /// finds the place free. A folder with more in it stays.
+    pub fn clear_unused(path: &Path) {
+        let measured = fs::metadata(path.join("metrics.jsonl")).is_ok_and(|about| about.len() > 0);
+        if measured || ["checkpoints", "trajectories"].iter().any(|name| path.join(name).exists()) {
+            return;
+        }
+        // What cannot be removed is as it was before: in the way, and named by the next start.
+        let _ = fs::remove_dir_all(path.join("tensorboard"));
+        for name in
+            ["recipe.toml", "metrics.jsonl", "model.json", "sandbox.txt", "reference.safetensors", ".lock"]
+        {
+            let _ = fs::remove_file(path.join(name));
+        }
+        let _ = fs::remove_dir(path);
     }
 
     /// Appends a row of metrics.
@@ -126,6 +147,14 @@ impl RunFolder {
                 mib(bytes)
             )
         })
+    }
+
+    /// Records the model's name and size.
+    ///
+    /// # Errors
+    /// When the disk refuses.
+    pub fn write_model(&self, model: &serde_json::Value) -> Result<()> {
+        write_file(&self.path.join("model.json"), &format!("{model}\n"))
     }
 
     /// Records what confines the Python tool.
@@ -179,21 +208,98 @@ pub fn lock(path: &Path) -> Result<File> {
     }
 }
 
-/// The stored recipe may differ only in keys that leave the run what it is.
-fn check_recipe(path: &Path, plan: &Plan) -> Result<()> {
+/// The recipe that the run was started with; `plan` may differ from it only in keys that leave the run what it is.
+fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
     let file = path.join("recipe.toml");
     if !file.exists() {
-        return Ok(());
+        return Ok(None);
     }
     let stored = RecipeSource::Run(path.to_owned()).resolve(&[])?;
     let differences = resume_differences(&stored, plan);
     if differences.is_empty() {
-        return Ok(());
+        return Ok(Some(stored));
     }
     Err(bad_input!(
-        "{}: the run was started with other values of {}; --resume may change only train.steps, eval, checkpoint, logging and parallel keys",
+        "{}: the run was started with other values of {}; --resume may change only train.steps, schedule_steps, eval, checkpoint, logging and parallel keys",
         file.display(),
         differences.join(", ")
+    ))
+}
+
+/// Fits `plan` to the run in `path` that is to go on with it, and says in a line each what that means: from where it goes
+/// on, and the course of the learning rate, which another `train.steps` does not bend. Returns also the checkpoint to go on
+/// from.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when there is no run, it is damaged, its recipe differs in a key that may not change, or more
+/// steps are done than `plan` has.
+pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Option<ResumePoint>)> {
+    if !holds_run(path) {
+        return Err(bad_input!("{}: holds no run to resume; start it without --resume", path.display()));
+    }
+    let stored = stored_plan(path, plan)?;
+    let steps = plan.recipe.train.steps;
+    let Some(point) = checkpoint::newest(path)? else {
+        let line = format!("resuming {}: it has no checkpoint yet, so from the start", path.display());
+        return Ok((vec![line], None));
+    };
+    let TrainerState { phase, step: done, .. } = point.state;
+    if phase != Phase::Rl {
+        let of = plan.recipe.cold_start.steps;
+        let line = format!("resuming {} after step {done} of {of} of the cold start", path.display());
+        return Ok((vec![line], Some(point)));
+    }
+    if steps < done {
+        let what = format!(
+            "{steps} is less than the {done} steps that {} has done; give {done} or more, or start another run with --out",
+            path.display()
+        );
+        return Err(BadInput(plan.mistake("train.steps", what).to_string()).into());
+    }
+    let mut lines = vec![match done == steps {
+        true => {
+            format!("resuming {}: all {steps} steps are done; for more, --set train.steps=N", path.display())
+        }
+        false => format!("resuming {} after step {done} of {steps}", path.display()),
+    }];
+    let Some(stored) = stored else { return Ok((lines, Some(point))) };
+    let old_steps = stored.recipe.train.steps;
+    lines.extend(keep_course(
+        "train",
+        &stored.recipe.train.optimizer,
+        &mut plan.recipe.train.optimizer,
+        (old_steps, steps),
+    ));
+    if let (Some(old), Some(new)) = (&stored.recipe.critic, &mut plan.recipe.critic) {
+        lines.extend(keep_course("critic", &old.optimizer, &mut new.optimizer, (old_steps, steps)));
+    }
+    Ok((lines, Some(point)))
+}
+
+/// Makes the schedule end where it did, unless the user moved its end.
+fn keep_course(
+    table: &str,
+    old: &OptimizerConfig,
+    new: &mut OptimizerConfig,
+    (old_steps, steps): (u64, u64),
+) -> Option<String> {
+    if new.schedule == Schedule::Constant {
+        return None;
+    }
+    let end = old.schedule_steps.unwrap_or(old_steps);
+    if new.schedule_steps.is_some_and(|asked| asked != end) {
+        let asked = new.schedule_steps.unwrap_or(end);
+        return Some(format!(
+            "the learning rate jumps onto another course: {table}.optimizer.schedule_steps is {asked} now and was {end}"
+        ));
+    }
+    if end == steps {
+        return None;
+    }
+    new.schedule_steps = Some(end);
+    Some(format!(
+        "the learning rate keeps its course, whose {} schedule ends at step {end}: {table}.optimizer.schedule_steps = {end}",
+        new.schedule
     ))
 }
 

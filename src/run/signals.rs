@@ -5,6 +5,10 @@ use anyhow::{Context, Result};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// How often a signal is looked for to be told of.
+const POLL: Duration = Duration::from_millis(50);
 
 /// Whether a stop was asked for.
 #[derive(Clone)]
@@ -28,6 +32,22 @@ impl Stop {
             signal_hook::flag::register(SIGHUP, asked.clone()).context("listening for signals")?;
         }
         Ok(Self(asked))
+    }
+
+    /// Has `say` called once, as soon as a stop is asked for: the step under way may take long.
+    ///
+    /// # Errors
+    /// When the system refuses a thread.
+    pub fn tell(&self, say: impl FnOnce() + Send + 'static) -> Result<()> {
+        let asked = self.0.clone();
+        let wait = move || {
+            while !asked.load(Ordering::Relaxed) {
+                std::thread::sleep(POLL);
+            }
+            say();
+        };
+        // It ends with the process.
+        std::thread::Builder::new().name("signals".into()).spawn(wait).map(drop).context("starting a thread")
     }
 
     /// True after the first signal.

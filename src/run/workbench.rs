@@ -1,12 +1,14 @@
 //! What every command that runs a model needs, opened and checked before any work: the preflight.
 
+use super::family::foreign_keys;
 use super::freeze::{critic_trainable, trainable};
 use crate::bad_input;
+use crate::chat::Chat;
 use crate::error::BadInput;
-use crate::harmony::{HarmonyTokenizer, Message};
+use crate::harmony::Message;
 use crate::interpreter::{self, CPython, Embedded, Interpreter};
-use crate::model::config::{Config, LayerType, Rope};
-use crate::model::family::Family;
+use crate::metrics::Console;
+use crate::model::config::{Config, Rope};
 use crate::model::forward::{ForwardOptions, Model};
 use crate::model::init::{InitSettings, init};
 use crate::model::load::{load, weights_present};
@@ -26,11 +28,12 @@ use anyhow::{Result, bail};
 use half::bf16;
 use std::path::{Path, PathBuf};
 
-/// A model with its tokenizer, task and tool, ready to run.
+/// A model with its conversations, task and tool, ready to run.
 pub struct Workbench {
     pub plan: Plan,
     pub threads: Threads,
-    pub tokenizer: HarmonyTokenizer,
+    /// Its tokenizer, and how its conversations are written.
+    pub chat: Chat,
     /// Tokenizer files and the like that travel with a checkpoint.
     pub companions: Companions,
     pub model: Model,
@@ -47,15 +50,15 @@ pub struct Workbench {
 }
 
 impl Workbench {
-    /// Opens everything the plan names. Nothing is written.
+    /// Opens everything the plan names. Nothing is written; what a task's own program fails at later is told on `console`.
     ///
     /// # Errors
     /// [`BadInput`] with every mistake found, each with its place and remedy.
-    pub fn open(mut plan: Plan) -> Result<Self> {
+    pub fn open(mut plan: Plan, console: &Console) -> Result<Self> {
         let threads = Threads::new(plan.recipe.parallel.threads)?;
         let mut mistakes = Mistakes(vec![]);
         let source = mistakes.note(ModelSource::open(&plan.recipe));
-        let task = mistakes.note(crate::tasks::build(&task_settings(&plan.recipe)));
+        let task = mistakes.note(crate::tasks::build(&task_settings(&plan.recipe, console)));
         let trainable = source.as_ref().and_then(|s| mistakes.note(trainable(&plan, &s.specs())));
         let critic_trainable =
             source.as_ref().and_then(|s| mistakes.note(critic_trainable(&plan, &s.config)));
@@ -67,6 +70,7 @@ impl Workbench {
         };
         if let Some(source) = &source {
             mistakes.note(check_budgets(&plan, &source.config));
+            mistakes.0.extend(foreign_keys(&plan, source.config.family));
         }
         let (Some(source), Some(task), Some(trainable), Some(critic_trainable), Some(interpreter), true) =
             (source, task, trainable, critic_trainable, interpreter, mistakes.0.is_empty())
@@ -85,12 +89,12 @@ impl Workbench {
             plan.warnings
                 .push(format!("THE PYTHON TOOL IS {confinement}: code from the model has your own rights"));
         }
-        let preamble = preamble(&plan.recipe.harmony, task.uses_python());
+        let preamble = preamble(&source.chat, &plan.recipe.harmony, task.uses_python());
         let parameters = source.parameters(&plan.recipe)?;
         let context = source.config.max_position_embeddings;
         Ok(Self {
             model: Model::new(source.config, context),
-            tokenizer: source.tokenizer,
+            chat: source.chat,
             companions: source.companions,
             plan,
             threads,
@@ -103,6 +107,15 @@ impl Workbench {
         })
     }
 
+    /// Refuses a plan, of the same model, with keys that mean nothing to its family.
+    ///
+    /// # Errors
+    /// [`BadInput`] with every such key.
+    pub fn check_family(&self, plan: &Plan) -> Result<()> {
+        let mistakes = Mistakes(foreign_keys(plan, self.model.config.family));
+        if mistakes.0.is_empty() { Ok(()) } else { Err(mistakes.into_error()) }
+    }
+
     /// The recipe, resolved.
     pub fn recipe(&self) -> &Recipe {
         &self.plan.recipe
@@ -111,11 +124,30 @@ impl Workbench {
     /// How conversations become supervised examples.
     pub fn rendering(&self) -> Rendering<'_> {
         Rendering {
-            tokenizer: &self.tokenizer,
+            chat: &self.chat,
             preamble: &self.preamble,
             context_tokens_max: self.model.context_tokens_max(),
             vocabulary: self.model.config.vocab_size,
         }
+    }
+
+    /// Other weights of the same architecture: a Hugging Face folder, a checkpoint, or a run's last one.
+    ///
+    /// # Errors
+    /// [`BadInput`] when there are none, or of another architecture.
+    pub fn weights_of(&self, folder: &Path) -> Result<Parameters> {
+        let source = ModelSource::from_folder(&model_folder(folder)?)?;
+        let same = Config {
+            max_position_embeddings: self.model.config.max_position_embeddings,
+            ..source.config.clone()
+        };
+        if source.weights.is_none() || same != self.model.config {
+            return Err(bad_input!(
+                "{}: holds no weights of this architecture; name a folder of the same model at another step",
+                folder.display()
+            ));
+        }
+        source.parameters(self.recipe())
     }
 
     /// What the arms change in the training forward.
@@ -154,7 +186,7 @@ impl Workbench {
         Rollout {
             threads: &self.threads,
             policy,
-            tokenizer: &self.tokenizer,
+            chat: &self.chat,
             task: self.task.as_ref(),
             interpreter: self.interpreter.as_deref(),
             settings,
@@ -192,7 +224,7 @@ impl Mistakes {
 /// Where the model comes from: a folder, or the recipe's own architecture.
 struct ModelSource {
     config: Config,
-    tokenizer: HarmonyTokenizer,
+    chat: Chat,
     companions: Companions,
     /// Folder with weights; `None` for random ones.
     weights: Option<PathBuf>,
@@ -207,24 +239,16 @@ impl ModelSource {
         match (&recipe.model.path, &recipe.model.architecture) {
             (Some(path), _) => Self::from_folder(&model_folder(path)?),
             (None, Some(architecture)) => {
-                let tokenizer = match recipe.model.tokenizer.as_ref().unwrap_or(&Tokenizer::Embedded) {
-                    Tokenizer::Embedded => HarmonyTokenizer::embedded()?,
-                    Tokenizer::Path(path) if path.is_dir() => {
-                        HarmonyTokenizer::from_file(&path.join("tokenizer.json"))?
-                    }
-                    Tokenizer::Path(path) => HarmonyTokenizer::from_file(path)?,
+                let family = architecture.model_type;
+                let chat = match recipe.model.tokenizer.as_ref().unwrap_or(&Tokenizer::Embedded) {
+                    Tokenizer::Embedded => family.embedded_chat()?,
+                    Tokenizer::Path(path) if path.is_dir() => family.chat(&path.join("tokenizer.json"))?,
+                    Tokenizer::Path(path) => family.chat(path)?,
                 };
-                let config = config_of(architecture, &tokenizer);
+                let config = config_of(architecture, &chat);
                 config.check()?;
-                let companions = Companions::with_tokenizer(tokenizer.json_bytes());
-                Ok(Self {
-                    config,
-                    tokenizer,
-                    companions,
-                    weights: None,
-                    lacks_weights: None,
-                    unverified: None,
-                })
+                let companions = Companions::of(&chat);
+                Ok(Self { config, chat, companions, weights: None, lacks_weights: None, unverified: None })
             }
             (None, None) => bail!("neither model.path nor model.architecture"),
         }
@@ -234,23 +258,23 @@ impl ModelSource {
         let unverified = (!checkpoint::sound(folder)?).then(|| folder.to_owned());
         let config = Config::read(folder)?;
         let file = folder.join("tokenizer.json");
-        let tokenizer = config.family.tokenizer(&file)?;
-        if tokenizer.vocab_size() > config.vocab_size {
+        let chat = config.family.chat(&file)?;
+        let tokens = chat.vocabulary().vocab_size();
+        if tokens > config.vocab_size {
             return Err(bad_input!(
-                "{}: the tokenizer has {} tokens but config.json says vocab_size = {}; use the tokenizer that belongs to this model",
+                "{}: the tokenizer has {tokens} tokens but config.json says vocab_size = {}; use the tokenizer that belongs to this model",
                 file.display(),
-                tokenizer.vocab_size(),
                 config.vocab_size
             ));
         }
         let present = weights_present(folder);
         let folder = Some(folder.to_owned());
         let companions = match &folder {
-            Some(folder) => Companions::read(folder)?,
+            Some(folder) => Companions::read(folder, &chat)?,
             None => Companions::default(),
         };
         let (weights, lacks_weights) = if present { (folder, None) } else { (None, folder) };
-        Ok(Self { config, tokenizer, companions, weights, lacks_weights, unverified })
+        Ok(Self { config, chat, companions, weights, lacks_weights, unverified })
     }
 
     fn specs(&self) -> Vec<ParameterSpec> {
@@ -301,28 +325,30 @@ fn model_folder(path: &Path) -> Result<PathBuf> {
     }
 }
 
-fn config_of(a: &Architecture, tokenizer: &HarmonyTokenizer) -> Config {
-    let control = tokenizer.control();
+/// What the recipe's architecture says; keys of another family are left out.
+fn config_of(a: &Architecture, chat: &Chat) -> Config {
+    let (family, experts) = (a.model_type, a.model_type.has_experts());
     Config {
-        family: Family::GptOss,
-        vocab_size: tokenizer.vocab_size(),
+        family,
+        vocab_size: chat.vocabulary().vocab_size(),
         hidden_size: a.hidden_size,
         num_hidden_layers: a.num_hidden_layers,
         num_attention_heads: a.num_attention_heads,
         num_key_value_heads: a.num_key_value_heads,
         head_dim: a.head_dim,
         intermediate_size: a.intermediate_size,
-        num_local_experts: a.num_local_experts,
-        num_experts_per_tok: a.num_experts_per_tok,
-        sliding_window: a.sliding_window,
-        layer_types: LayerType::alternating(a.num_hidden_layers),
+        num_local_experts: if experts { a.num_local_experts } else { 0 },
+        num_experts_per_tok: if experts { a.num_experts_per_tok } else { 0 },
+        sliding_window: if experts { a.sliding_window } else { 0 },
+        layer_types: family.layer_types(a.num_hidden_layers),
         rope: Rope { theta: a.rope_theta, yarn: a.yarn.clone() },
         rms_norm_eps: a.rms_norm_eps,
-        swiglu_limit: a.swiglu_limit,
+        swiglu_limit: if experts { a.swiglu_limit } else { 0.0 },
+        tie_word_embeddings: a.tie_word_embeddings,
         max_position_embeddings: a.max_position_embeddings,
         bos_token_id: None,
-        eos_token_ids: vec![control.ret, control.call],
-        pad_token_id: tokenizer.pad(),
+        eos_token_ids: chat.stop_tokens(),
+        pad_token_id: chat.vocabulary().pad(),
     }
 }
 
@@ -346,7 +372,7 @@ fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
     Ok(())
 }
 
-fn task_settings(recipe: &Recipe) -> TaskSettings {
+fn task_settings(recipe: &Recipe, console: &Console) -> TaskSettings {
     let task = &recipe.task;
     let defaults = TaskSettings::default();
     TaskSettings {
@@ -364,6 +390,7 @@ fn task_settings(recipe: &Recipe) -> TaskSettings {
         command_timeout_s: task.command_timeout_s.unwrap_or(defaults.command_timeout_s),
         command_processes: task.command_processes.unwrap_or(defaults.command_processes),
         validation_problems: recipe.eval.problems_max,
+        console: console.clone(),
     }
 }
 

@@ -16,6 +16,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     name: "arithmetic",
     meaning: "Three-number word problems, answered with the Python tool.",
     reads_files: false,
+    data: "",
     keys: &[],
     make: |settings| Ok(Box::new(Arithmetic::new(settings.made_up_problems()))),
 };
@@ -157,7 +158,7 @@ impl MadeUp for Sum {
     }
 
     fn reward(problem: &Problem, transcript: &Transcript) -> Result<Reward> {
-        Ok(exact_reward(problem, transcript))
+        Ok(exact_reward(problem, transcript, transcript.final_text()))
     }
 }
 
@@ -194,9 +195,9 @@ pub(super) fn copy(value: i64, rng: &mut impl Rng) -> String {
     text.char_indices().map(|(i, c)| if i == place { digit } else { c }).collect()
 }
 
-/// +1 for exactly the number in a finished `final` message, else −1.
-pub(super) fn exact_reward(problem: &Problem, transcript: &Transcript) -> Reward {
-    let right = transcript.final_text().is_some_and(|text| problem.answer.as_str() == Some(text));
+/// +1 for exactly the number as the `answer` of a finished conversation, else −1.
+pub(super) fn exact_reward(problem: &Problem, transcript: &Transcript, answer: Option<&str>) -> Reward {
+    let right = answer.is_some_and(|text| problem.answer.as_str() == Some(text));
     let success = right && transcript.outcome == Outcome::Finished;
     Reward { value: if success { 1.0 } else { -1.0 }, success }
 }

@@ -11,6 +11,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     name: "arithmetic_single",
     meaning: "Small additions and subtractions, worked without a tool.",
     reads_files: false,
+    data: "",
     keys: &[],
     make: |settings| Ok(Box::new(ArithmeticSingle::new(settings.made_up_problems()))),
 };
@@ -86,8 +87,10 @@ impl MadeUp for Steps {
         Demonstration { messages }
     }
 
+    /// The last line counts: in ChatML the steps stand above it.
     fn reward(problem: &Problem, transcript: &Transcript) -> Result<Reward> {
-        Ok(exact_reward(problem, transcript))
+        let answer = transcript.final_text().map(|text| text.rsplit('\n').next().unwrap_or(text));
+        Ok(exact_reward(problem, transcript, answer))
     }
 
     fn validation(count: usize) -> Vec<Problem> {

@@ -3,14 +3,9 @@
 /// A longer content is no answer, in bytes.
 const CONTENT_BYTES_MAX: usize = 4_000;
 
-/// The content of the last complete `\boxed{…}` of `text`, nested braces included.
+/// The content of the last complete `\boxed{…}` of `text`, nested braces included, and the byte at which its command starts.
 ///
 /// `\fbox{…}` and `\boxed 7` (one token without braces) count too. Escaped braces do not nest.
-pub fn last_boxed(text: &str) -> Option<&str> {
-    last_boxed_at(text).map(|(_, content)| content)
-}
-
-/// [`last_boxed`], with the byte at which its command starts.
 pub fn last_boxed_at(text: &str) -> Option<(usize, &str)> {
     let mut before = text;
     loop {
@@ -58,6 +53,7 @@ mod tests {
 
     #[test]
     fn the_last_complete_box_wins() {
+        let last_boxed = |text| last_boxed_at(text).map(|(_, content)| content);
         assert_eq!(last_boxed(r"\boxed{1} and \boxed{\frac{1}{2}}."), Some(r"\frac{1}{2}"));
         assert_eq!(last_boxed(r"\boxed{12} then \boxed{13"), Some("12"));
         assert_eq!(last_boxed(r"\boxed{\{1, 2\}}"), Some(r"\{1, 2\}"));

@@ -3,11 +3,15 @@
 //! docs/TASKS.md is the protocol. What the program does with one request may not depend on the requests before it:
 //! several processes run, in any order, and are started again after a failure.
 
+mod reply;
+
 use super::process::ProcessPool;
 use super::{Problem, Reward, Task, TaskEntry, Transcript, ValidationSet};
 use crate::bad_input;
 use crate::harmony::Message;
+use crate::metrics::{Console, sanitize_line};
 use anyhow::{Context, Result, bail};
+use reply::{Reply, with_request};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -16,6 +20,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     name: "command",
     meaning: "Your own task: a program that gives problems and rewards over JSON lines, see TASKS.md.",
     reads_files: false,
+    data: "",
     keys: &["command", "command_timeout_s", "command_processes"],
     make: |settings| {
         Ok(Box::new(CommandTask::start(
@@ -24,13 +29,14 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
             Duration::try_from_secs_f64(settings.command_timeout_s)
                 .map_err(|e| bad_input!("task.command_timeout_s: {e}; give seconds above 0"))?,
             settings.validation_problems,
+            settings.console.clone(),
         )?))
     },
 };
 
 /// How often a problem is asked for before it counts as failed.
 const PROBLEM_ATTEMPTS: usize = 3;
-/// Failures that are told on standard error; all are counted in the metrics.
+/// Failures that are told on the console; all are counted in the metrics.
 const WARNINGS_MAX: usize = 10;
 /// Key of the answer of a problem that could not be had.
 const FAILED: &str = "task_failed";
@@ -44,10 +50,12 @@ pub struct CommandTask {
     validation: Vec<ValidationSet>,
     pool: ProcessPool,
     warnings: AtomicUsize,
+    console: Console,
 }
 
 impl CommandTask {
-    /// Starts `command`, asks what it offers and for at most `validation_max` held-out problems.
+    /// Starts `command`, asks what it offers and for at most `validation_max` held-out problems. What
+    /// fails later is told on `console`.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the program does not start or does not speak the protocol.
@@ -56,6 +64,7 @@ impl CommandTask {
         processes: usize,
         timeout: Duration,
         validation_max: usize,
+        console: Console,
     ) -> Result<Self> {
         let wrong = |what: anyhow::Error| {
             bad_input!(
@@ -64,30 +73,22 @@ impl CommandTask {
             )
         };
         let pool = ProcessPool::new(command.clone(), processes, timeout);
-        let described = ask(&pool, &json!({ "request": "describe" })).map_err(wrong)?;
-        let flag = |key: &str| match described.get(key) {
-            None | Some(Value::Null) => Ok(false),
-            Some(Value::Bool(flag)) => Ok(*flag),
-            Some(other) => {
-                Err(wrong(anyhow::anyhow!("`{key}` of the description is {other}, not a boolean")))
+        let (mut task, count) = ask(&pool, &json!({ "request": "describe" }), |described| {
+            let name = described.text("name")?.unwrap_or_else(|| "command".to_owned());
+            if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
+                bail!("`name` of the answer is {name:?}; write letters, digits and _ only");
             }
-        };
-        let name = described["name"].as_str().unwrap_or("command").to_owned();
-        if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
-            return Err(wrong(anyhow::anyhow!(
-                "`name` of the description is {name:?}; write letters, digits and _ only"
-            )));
-        }
-        let count = described["validation_problems"].as_u64().unwrap_or(0);
-        let mut task = Self {
-            python: flag("python")?,
-            functions: flag("functions")?,
-            turns: flag("turns")?,
-            validation: vec![],
-            pool,
-            warnings: AtomicUsize::new(0),
-            name,
-        };
+            let flag = |key| Ok::<_, anyhow::Error>(described.flag(key)?.unwrap_or(false));
+            Ok((
+                (name, flag("python")?, flag("functions")?, flag("turns")?),
+                described.count("validation_problems")?,
+            ))
+        })
+        .map(|((name, python, functions, turns), count)| {
+            let (validation, warnings) = (vec![], AtomicUsize::new(0));
+            (Self { name, python, functions, turns, validation, pool, warnings, console }, count.unwrap_or(0))
+        })
+        .map_err(wrong)?;
         let count = count.min(validation_max as u64);
         let problems = (0..count).map(|index| task.problem("validation", 0, index));
         let problems = problems.collect::<Result<Vec<_>>>().map_err(wrong)?;
@@ -100,28 +101,35 @@ impl CommandTask {
 
     fn problem(&self, split: &str, seed: u64, index: u64) -> Result<Problem> {
         let request = json!({ "request": "problem", "split": split, "seed": seed, "index": index });
-        let mut answer = ask(&self.pool, &request);
+        let read = |mut reply: Reply| {
+            let messages = match (reply.take("messages"), reply.text("prompt")?) {
+                (None, Some(prompt)) => vec![Message::user(prompt)],
+                (None, None) => bail!("a problem has neither `prompt`, a text, nor `messages`"),
+                (Some(messages), _) => {
+                    serde_json::from_value(messages).context("`messages` of the answer")?
+                }
+            };
+            let id = reply.text("id")?.unwrap_or_else(|| format!("{}/{split}/{index}", self.name));
+            Ok(Problem { id, messages, answer: reply.take("answer").unwrap_or(Value::Null) })
+        };
+        let mut problem = ask(&self.pool, &request, read);
         for _ in 1..PROBLEM_ATTEMPTS {
-            if answer.is_ok() {
+            if problem.is_ok() {
                 break;
             }
-            answer = ask(&self.pool, &request);
+            problem = ask(&self.pool, &request, read);
         }
-        let mut answer = answer?;
-        let messages = match (answer["messages"].take(), answer["prompt"].as_str()) {
-            (Value::Null, Some(prompt)) => vec![Message::user(prompt)],
-            (Value::Null, None) => bail!("a problem has neither `prompt`, a text, nor `messages`"),
-            (messages, _) => serde_json::from_value(messages).context("`messages` of a problem")?,
-        };
-        let id = match answer["id"].as_str() {
-            Some(id) => id.to_owned(),
-            None => format!("{}/{split}/{index}", self.name),
-        };
-        Ok(Problem { id, messages, answer: answer["answer"].take() })
+        problem
     }
 
-    /// A request about a conversation; the first failures are told to the user.
-    fn ask_about(&self, request: &str, problem: &Problem, transcript: &Transcript) -> Result<Value> {
+    /// A request about a conversation, and what `read` makes of the answer; the first failures are told to the user.
+    fn ask_about<T>(
+        &self,
+        request: &str,
+        problem: &Problem,
+        transcript: &Transcript,
+        read: impl Fn(Reply) -> Result<T>,
+    ) -> Result<T> {
         if let Some(why) = problem.answer.get(FAILED) {
             bail!("the problem could not be had: {why}");
         }
@@ -134,37 +142,31 @@ impl CommandTask {
             "outcome": transcript.outcome.name(),
             "calls_answered": transcript.calls_answered,
         });
-        ask(&self.pool, &request).inspect_err(|error| self.warn(&problem.id, error))
+        ask(&self.pool, &request, read).inspect_err(|error| self.warn(&problem.id, error))
     }
 
     fn warn(&self, id: &str, error: &anyhow::Error) {
         let told = self.warnings.fetch_add(1, Ordering::Relaxed);
         if told < WARNINGS_MAX {
-            let text = format!("warning: task.command: problem {id}: {error:#}");
-            eprintln!("{}", text.escape_debug());
+            self.console.print(&sanitize_line(&format!("warning: task.command: problem {id}: {error:#}")));
         }
         if told + 1 == WARNINGS_MAX {
-            eprintln!("warning: task.command: further failures are only counted, as outcome/task_failed");
+            self.console
+                .print("warning: task.command: further failures are only counted, as outcome/task_failed");
         }
     }
 
     /// The text or nothing under `content` of the answer to `request`.
     fn content(&self, request: &str, problem: &Problem, transcript: &Transcript) -> Result<Option<String>> {
-        match self.ask_about(request, problem, transcript)?.get("content") {
-            None | Some(Value::Null) => Ok(None),
-            Some(Value::String(text)) => Ok(Some(text.clone())),
-            Some(other) => bail!("`content` of the answer to `{request}` is {other}, not a text"),
-        }
+        self.ask_about(request, problem, transcript, |reply| reply.text("content"))
     }
 }
 
-/// The program's answer, which may say `error` itself.
-fn ask(pool: &ProcessPool, request: &Value) -> Result<Value> {
-    let answer = pool.ask(request)?;
-    match answer.get("error") {
-        None | Some(Value::Null) => Ok(answer),
-        Some(error) => bail!("the program says: {error}"),
-    }
+/// What `read` makes of the program's answer; what is wrong with it comes with the request.
+fn ask<T>(pool: &ProcessPool, request: &Value, read: impl Fn(Reply) -> Result<T>) -> Result<T> {
+    let name = request["request"].as_str().unwrap_or_default();
+    let answer = pool.ask(request).and_then(|answer| Reply::new(name, answer)).and_then(read);
+    answer.map_err(|error| with_request(error, request))
 }
 
 impl Task for CommandTask {
@@ -209,13 +211,9 @@ impl Task for CommandTask {
     }
 
     fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {
-        let answer = self.ask_about("reward", problem, transcript)?;
-        let value = answer["reward"].as_f64().map(|value| value as f32).filter(|value| value.is_finite());
-        let value = value.context("`reward` of an answer is not a number")?;
-        let success = match answer.get("success") {
-            None => value > 0.0,
-            Some(success) => success.as_bool().context("`success` of an answer is not a boolean")?,
-        };
-        Ok(Reward { value, success })
+        self.ask_about("reward", problem, transcript, |reply| {
+            let value = reply.number("reward")?;
+            Ok(Reward { value, success: reply.flag("success")?.unwrap_or(value > 0.0) })
+        })
     }
 }

@@ -19,6 +19,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     name: "format_rules",
     meaning: "A line in capitals, of so many words, with a given prefix: made up and checked by rule, without a tool.",
     reads_files: false,
+    data: "",
     keys: &[],
     make: |settings| Ok(Box::new(FormatRules::new(settings.made_up_problems()))),
 };

@@ -21,6 +21,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     name: "gsm8k",
     meaning: "Grade-school word problems from GSM8K's JSONL files, without a tool.",
     reads_files: true,
+    data: "gsm8k",
     keys: &["extraction"],
     make: |settings| {
         Ok(Box::new(Gsm8k::load(settings.train()?, settings.validation()?, settings.extraction)?))

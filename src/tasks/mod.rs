@@ -1,19 +1,12 @@
 //! A task: prompts, environment turns, reward.
 
 pub mod answer;
-mod arithmetic;
-mod arithmetic_single;
 pub mod boxed;
-mod command;
-mod format_rules;
-pub mod gsm8k;
 pub mod instructions;
 mod made_up;
 pub mod number;
 mod process;
-pub mod retool;
 pub mod rows;
-pub mod verify_if;
 
 pub use arithmetic::{Arithmetic, VALIDATION_PROBLEMS};
 pub use arithmetic_single::ArithmeticSingle;
@@ -26,6 +19,7 @@ pub use verify_if::VerifyIf;
 use crate::bad_input;
 use crate::choice::registered;
 use crate::harmony::Message;
+use crate::metrics::Console;
 use crate::trajectory::Outcome;
 use anyhow::Result;
 use std::path::{Path, PathBuf};
@@ -160,32 +154,24 @@ pub struct TaskEntry {
     pub meaning: &'static str,
     /// Whether its problems come from `task.train_file` and `task.validation_file`.
     pub reads_files: bool,
+    /// What `scripts/fetch_data.sh` is asked for to have the files of its recipe; empty without files.
+    pub data: &'static str,
     /// The keys of `[task]` that it reads beside those; under a task that does not read a key, the key is refused.
     pub keys: &'static [&'static str],
     /// Reads and checks its files, and starts what it runs.
     pub make: fn(&TaskSettings) -> Result<Box<dyn Task>>,
 }
 
-/// Every task that a recipe can name, in the order of its page. A new task is a file of this folder and its name here.
-const TASKS: &[&TaskEntry] = &[
-    &arithmetic::ENTRY,
-    &arithmetic_single::ENTRY,
-    &format_rules::ENTRY,
-    &gsm8k::ENTRY,
-    &retool::ENTRY,
-    &verify_if::ENTRY,
-    &command::ENTRY,
-];
-
 registered! {
-    /// The tasks.
-    pub struct TaskName(TaskEntry) of TASKS;
-}
-
-impl Default for TaskName {
-    fn default() -> Self {
-        Self(&arithmetic::ENTRY)
-    }
+    /// The tasks, in the order of the recipe's page. A new one is a file of this folder and its line here.
+    pub struct TaskName(TaskEntry) default arithmetic;
+    mod arithmetic;
+    mod arithmetic_single;
+    mod format_rules;
+    pub mod gsm8k;
+    pub mod retool;
+    pub mod verify_if;
+    mod command;
 }
 
 /// What a recipe says about its task; each task reads what concerns it.
@@ -216,6 +202,8 @@ pub struct TaskSettings {
     pub command_processes: usize,
     /// Held-out problems asked of `command` at most.
     pub validation_problems: usize,
+    /// Where `command` tells of what fails.
+    pub console: Console,
 }
 
 impl Default for TaskSettings {
@@ -235,6 +223,7 @@ impl Default for TaskSettings {
             command_timeout_s: 60.0,
             command_processes: 4,
             validation_problems: VALIDATION_PROBLEMS,
+            console: Console::plain(),
         }
     }
 }

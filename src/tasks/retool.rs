@@ -25,6 +25,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     name: "retool",
     meaning: "Competition mathematics with the Python tool, after ReTool.",
     reads_files: true,
+    data: "dapo-math aime",
     keys: &["validation_files", "answer", "prompt"],
     make: |settings| {
         let files = settings.validation_file.iter().chain(&settings.validation_files);

@@ -22,6 +22,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     name: "verify_if",
     meaning: "Checkable instructions of IFEval's form, without a tool.",
     reads_files: true,
+    data: "gsm8k ifeval",
     keys: &["grading"],
     make: |settings| {
         Ok(Box::new(VerifyIf::load(settings.train()?, settings.validation()?, settings.grading)?))

@@ -7,7 +7,7 @@ use crate::metrics::Metrics;
 use crate::policy::Sequences;
 use crate::policy::offpolicy::{agreement_metrics, offpolicy_metrics, probs_diff_metrics};
 use crate::random::{Purpose, stream};
-use crate::trajectory::Trajectory;
+use crate::trajectory::{TokenFigures, Trajectory};
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 use rand::seq::SliceRandom;
@@ -96,6 +96,26 @@ impl Experience {
     /// When the columns disagree.
     pub fn tokens(&self) -> Result<Sequences<'_>> {
         Sequences::new(&self.cu_seqlens, &self.mask)
+    }
+
+    /// Advantages and, with the log-probabilities `training` of the forward before the first update, gaps, spread over all
+    /// tokens of each sequence.
+    pub fn token_figures(&self, training: Option<&[f32]>) -> Vec<TokenFigures> {
+        let of_sequence = |(sequence, span): (&Sequence, &[usize])| {
+            let spread = |value: &dyn Fn(usize) -> f32| -> Vec<f32> {
+                let mut at = span[0]..span[1];
+                let token = |(i, &mask): (usize, &bool)| match mask && i > 0 {
+                    true => at.next().map_or(0.0, value),
+                    false => 0.0,
+                };
+                sequence.mask.iter().enumerate().map(token).collect()
+            };
+            TokenFigures {
+                advantages: spread(&|t| self.advantages[t]),
+                gaps: training.map(|training| spread(&|t| training[t] - self.rollout[t])),
+            }
+        };
+        self.sequences.iter().zip(self.cu_seqlens.windows(2)).map(of_sequence).collect()
     }
 
     /// The sequences `indices`, in that order, without metrics.

@@ -46,7 +46,7 @@ pub struct PassOutput {
     pub log_probs: Vec<f32>,
     /// Entropy of each target's distribution in nats, `[R]`.
     pub entropies: Vec<f32>,
-    /// The experts chosen, u32 `[T, K]` a layer.
+    /// The experts chosen, u32 `[T, K]` a layer; none in a model without experts.
     pub routes: Vec<Tensor>,
     /// Load-balancing loss, mean over layers, before its coefficient; 0 when not asked for.
     pub load_balance: f64,
@@ -77,7 +77,7 @@ impl Pass<'_> {
     pub fn forward(&self) -> Result<PassOutput> {
         let mut routes = vec![];
         let head = self.head_alone(&mut |_, _, output| {
-            routes.push(output.routes.clone());
+            routes.extend(output.routes());
             Ok(())
         })?;
         let [log_probs, entropies] = split_head(&head)?;
@@ -153,7 +153,7 @@ impl Pass<'_> {
                 });
                 balance_sum += value;
             }
-            routes.push(output.routes.clone());
+            routes.extend(output.routes());
             Ok(())
         })?;
         let head = self.head(&hidden)?;
@@ -172,7 +172,7 @@ impl Pass<'_> {
         let frozen = Frozen(self.weights);
         let hidden = self.walk(&Trunk { weights: &frozen, ..self.trunk() }, &mut |_, input, output| {
             inputs.push(input.clone());
-            routes.push(output.routes.clone());
+            routes.extend(output.routes());
             Ok(())
         })?;
         let top = Var::from_tensor(&hidden)?;
@@ -206,10 +206,10 @@ impl Pass<'_> {
 
     /// The layer's share of the load-balancing loss, times its coefficient, and its plain value.
     fn load_balance(&self, output: &LayerOutput) -> Result<Option<(Tensor, f64)>> {
-        if self.settings.load_balance == 0.0 {
+        let (true, Some(routing)) = (self.settings.load_balance != 0.0, &output.routing) else {
             return Ok(None);
-        }
-        let loss = ops::load_balance(&output.router_logits, &output.plan)?;
+        };
+        let loss = ops::load_balance(&routing.router_logits, &routing.plan)?;
         let value = loss.to_scalar::<f32>()? as f64;
         let layers = self.model.config.num_hidden_layers as f64;
         Ok(Some(((loss * (self.settings.load_balance / layers))?, value)))

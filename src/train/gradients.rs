@@ -15,6 +15,8 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 /// The buffers of one batch's sum, and whose turn it is.
 pub struct GradientSum {
     buffers: Vec<Option<Tensor>>,
+    /// How often a pass adds to each: twice where an embedding is the head too, the head's part first.
+    uses: Vec<usize>,
     turns: Mutex<Turns>,
     changed: Condvar,
 }
@@ -41,10 +43,11 @@ impl GradientSum {
         let buffers: Vec<Option<Tensor>> = parameters.gradients().map(Option::<&Tensor>::cloned).collect();
         buffers.iter().flatten().try_for_each(|buffer| scale(buffer, 0.0))?;
         let turns = Mutex::new(Turns { adds: vec![0; buffers.len()], failed: None });
-        Ok(Arc::new(Self { buffers, turns, changed: Condvar::new() }))
+        let uses = (0..buffers.len()).map(|index| parameters.uses(index)).collect();
+        Ok(Arc::new(Self { buffers, uses, turns, changed: Condvar::new() }))
     }
 
-    /// Where pass `pass` of the batch, from 0, adds its gradients: each parameter's once.
+    /// Where pass `pass` of the batch, from 0, adds its gradients: each parameter's once for each of its uses.
     pub fn of_pass(self: &Arc<Self>, pass: usize) -> Arc<dyn GradientSink> {
         Arc::new(PassTurn { sum: self.clone(), pass })
     }
@@ -64,17 +67,18 @@ impl GradientSink for PassTurn {
         parameter: usize,
         add: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>,
     ) -> candle_core::Result<()> {
-        let GradientSum { buffers, turns, changed } = &*self.sum;
+        let GradientSum { buffers, uses, turns, changed } = &*self.sum;
         let Some(buffer) = &buffers[parameter] else { bail!("parameter {parameter} does not learn") };
         let lock = turns.lock().unwrap_or_else(PoisonError::into_inner);
         let in_vain = |turns: &Turns| turns.failed.is_some_and(|failed| failed < self.pass);
-        let early = |turns: &mut Turns| turns.adds[parameter] < self.pass && !in_vain(turns);
+        let uses = uses[parameter];
+        let early = |turns: &mut Turns| turns.adds[parameter] / uses < self.pass && !in_vain(turns);
         let lock = changed.wait_while(lock, early).unwrap_or_else(PoisonError::into_inner);
         if in_vain(&lock) {
             bail!("a micro-batch before this one failed");
         }
-        if lock.adds[parameter] > self.pass {
-            bail!("parameter {parameter} was added to twice in one pass");
+        if lock.adds[parameter] / uses > self.pass {
+            bail!("parameter {parameter} was added to more than {uses} times in one pass");
         }
         drop(lock);
         add(buffer)?;

@@ -4,7 +4,7 @@ use crate::metrics::Metrics;
 use crate::policy::Normalizer;
 use crate::policy::correction::{CorrectionRules, ImportanceConfig, RejectionRule, WeightBound};
 use crate::policy::divergence::kl_loss;
-use crate::policy::loss::{LossFunction, LossInput, LossSettings, PolicyLoss};
+use crate::policy::loss::{LossFunction, LossInput, LossSettings, PolicyLoss, TokenMean};
 use crate::recipe::{self, KlPlace};
 use anyhow::Result;
 use std::collections::BTreeMap;
@@ -77,14 +77,13 @@ impl Share {
 /// An update's figures from its shares.
 pub(super) fn metrics(policy: &recipe::Policy, shares: Vec<Share>) -> Metrics {
     let mut metrics = Metrics::new();
-    let mut means: BTreeMap<&str, (f64, f64)> = BTreeMap::new();
+    let mut means: BTreeMap<&str, TokenMean> = BTreeMap::new();
     for mean in shares.iter().flat_map(|s| &s.policy.metrics) {
-        let cell = means.entry(mean.name).or_default();
-        *cell = (cell.0 + mean.sum, cell.1 + mean.tokens);
+        let whole = means.entry(mean.name).or_insert(TokenMean { sum: 0.0, tokens: 0.0, ..*mean });
+        whole.sum += mean.sum;
+        whole.tokens += mean.tokens;
     }
-    for (name, (sum, tokens)) in means {
-        metrics.set(name, if tokens == 0.0 { 0.0 } else { sum / tokens });
-    }
+    means.into_iter().for_each(|(name, mean)| metrics.set(name, mean.value()));
     metrics.set("actor/pg_loss", shares.iter().map(|s| s.policy.loss).sum::<f64>());
     if policy.kl.place == KlPlace::Loss {
         metrics.set("actor/kl_loss", shares.iter().map(|s| s.kl).sum::<f64>());

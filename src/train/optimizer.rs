@@ -5,11 +5,13 @@ use crate::ops::optimizer::{AdamW, adamw, round_to_bf16, sgd};
 use crate::recipe::{OptimizerConfig as Settings, OptimizerKind, Schedule};
 use anyhow::{Context, Result};
 
-/// Learning rate of update number `step` (from 0) of `steps`: linear warm-up, then the schedule down to the last update.
+/// Learning rate of update number `step` (from 0) of `steps`: linear warm-up, then the schedule down to the last update, or
+/// to that of `schedule_steps`.
 pub fn learning_rate(settings: &Settings, step: u64, steps: u64) -> f64 {
     if step < settings.warmup_steps {
         return settings.lr * (step + 1) as f64 / settings.warmup_steps as f64;
     }
+    let steps = settings.schedule_steps.unwrap_or(steps);
     let span = steps.saturating_sub(settings.warmup_steps).saturating_sub(1).max(1) as f64;
     let progress = ((step - settings.warmup_steps) as f64 / span).min(1.0);
     let last = settings.lr_final_fraction;

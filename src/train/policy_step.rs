@@ -154,14 +154,15 @@ impl PolicyStep<'_> {
     }
 
     /// The gap between training and rollout over all of `experience`, from a forward of its own. Needed where the first
-    /// update takes only a part of the batch and nothing else asked for a forward before it.
+    /// update takes only a part of the batch and nothing else asked for a forward before it. Also that forward's
+    /// log-probabilities.
     ///
     /// # Errors
     /// As [`Self::prepare`].
-    pub fn gap(&self, experience: &Experience) -> Result<Metrics> {
+    pub fn gap(&self, experience: &Experience) -> Result<(Metrics, Vec<f32>)> {
         let batches = self.batches(experience)?;
         let outputs = self.learner.forward(&batches, self.pass)?;
-        self.compare(experience, &batches, &outputs)
+        Ok((self.compare(experience, &batches, &outputs)?, joined(&outputs)))
     }
 
     /// The gap between rollout and the forward of `update`, which must be the step's first, over the tokens it took.

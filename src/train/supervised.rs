@@ -4,7 +4,8 @@ use super::accumulate::Learner;
 use super::batch::{MicroBatch, Sequence};
 use super::forward_backward::{HeadGradient, PassSettings};
 use crate::bad_input;
-use crate::harmony::{HarmonyTokenizer, Message, RenderOptions, messages_from_json};
+use crate::chat::Chat;
+use crate::harmony::Message;
 use crate::random::Purpose;
 use crate::tasks::rows::{self, Order};
 use crate::tasks::{Demonstration, Task};
@@ -23,7 +24,7 @@ pub enum Examples {
 /// How conversations become tokens.
 #[derive(Clone, Copy)]
 pub struct Rendering<'a> {
-    pub tokenizer: &'a HarmonyTokenizer,
+    pub chat: &'a Chat,
     /// System and developer messages in front of a demonstration.
     pub preamble: &'a [Message],
     /// Longest sequence that the model takes, tokens.
@@ -39,11 +40,17 @@ impl Rendering<'_> {
     /// When a message cannot be rendered or the whole is longer than the context.
     pub fn demonstration(&self, demonstration: &Demonstration) -> Result<Sequence> {
         let messages: Vec<Message> = self.preamble.iter().chain(&demonstration.messages).cloned().collect();
-        self.conversation(&messages, "a demonstration")
+        let place = match self.preamble.is_empty() {
+            true => "a demonstration",
+            false => {
+                "a demonstration after the messages of [harmony], which system_message = false takes away"
+            }
+        };
+        self.conversation(&messages, place)
     }
 
     fn conversation(&self, messages: &[Message], place: &str) -> Result<Sequence> {
-        let rendered = self.tokenizer.render_conversation_for_training(messages, RenderOptions::default())?;
+        let rendered = self.chat.training(messages)?;
         self.checked(rendered.tokens, rendered.mask, place)
     }
 
@@ -73,8 +80,8 @@ impl Rendering<'_> {
     }
 
     fn row(&self, row: &Value) -> Result<Sequence> {
-        if let Some(messages) = row.get("messages") {
-            return self.conversation(&messages_from_json(messages, "row")?, "row");
+        if row.get("messages").is_some() {
+            return self.conversation(&self.chat.read_messages(row, "row")?, "row");
         }
         let wrong = || {
             bad_input!(

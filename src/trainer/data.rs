@@ -1,7 +1,9 @@
 //! What a run trains on beside its own samples: supervised examples, held-out ones, stored trajectories.
 
 use crate::recipe::RouterReplay;
+use crate::rollout::RolloutSettings;
 use crate::rollout::stored::{RouteShape, Stored};
+use crate::run::evaluation::prompts;
 use crate::run::workbench::Workbench;
 use crate::train::batch::Sequence;
 use crate::train::supervised::Examples;
@@ -18,16 +20,36 @@ pub struct TrainingData {
 }
 
 impl TrainingData {
-    /// Opens what the recipe names.
+    /// Opens what the recipe names, and renders the first prompts.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] naming file and row.
+    /// [`crate::error::BadInput`] naming file and row, or a problem whose prompt is too long.
     pub fn open(bench: &Workbench) -> Result<Self> {
         let file = bench.recipe().cold_start.train_file.as_deref();
         let examples = Examples::open(file, &bench.rendering())?;
         let held_out = held_out(bench, &examples)?;
-        Ok(Self { examples, held_out, stored: stored(bench)? })
+        let stored = stored(bench)?;
+        check_prompts(bench, stored.is_none())?;
+        Ok(Self { examples, held_out, stored })
     }
+}
+
+/// Refuses problems that do not fit, before any work: those of the first step, where steps `sample`, and the held-out ones.
+fn check_prompts(bench: &Workbench, sample: bool) -> Result<()> {
+    let recipe = bench.recipe();
+    if recipe.train.steps == 0 {
+        return Ok(());
+    }
+    let policy = bench.plain_policy()?;
+    let settings = RolloutSettings::training(recipe, bench.preamble.clone(), 1);
+    let rollout = bench.rollout(&policy, &settings);
+    if sample {
+        rollout.check(&bench.training_prompts(1, 0, recipe.rollout.prompts_per_step))?;
+    }
+    if recipe.eval.every_steps > 0 || recipe.eval.before_training {
+        prompts(bench).iter().try_for_each(|(_, held_out)| rollout.check(held_out))?;
+    }
+    Ok(())
 }
 
 /// The trajectories that take the place of sampling, if the recipe names any.

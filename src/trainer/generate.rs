@@ -1,11 +1,11 @@
 //! A step's rollouts, with dynamic sampling where the recipe asks for it.
 
 use super::Trainer;
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, Phase};
 use crate::policy::advantage::informative_groups;
 use crate::recipe::Advantage;
 use crate::rollout::{self, Prompt, RolloutSettings, Rollouts};
-use crate::trajectory::Group;
+use crate::trajectory::{Group, TokenFigures, TrajectoryRow};
 use anyhow::{Context, Result};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -22,6 +22,20 @@ pub(super) struct Generated {
 impl Generated {
     pub fn trained(&self) -> Vec<&Group> {
         self.trained.iter().map(|&index| &self.drawn.groups[index]).collect()
+    }
+
+    /// The first `count` rows of the step, with what was learned from the trained ones: `learned` in their order.
+    pub fn rows(&self, count: usize, learned: &[TokenFigures]) -> Vec<TrajectoryRow> {
+        let mut rows: Vec<TrajectoryRow> = self.drawn.rows(Phase::Rl).take(count).collect();
+        let sizes: Vec<usize> = self.drawn.groups.iter().map(|group| group.trajectories.len()).collect();
+        let start = |group: usize| -> usize { sizes[..group].iter().sum() };
+        let places = self.trained.iter().flat_map(|&group| start(group)..start(group) + sizes[group]);
+        for (place, figures) in places.zip(learned) {
+            if let Some(row) = rows.get_mut(place) {
+                row.learned = Some(figures.clone());
+            }
+        }
+        rows
     }
 
     /// The rollout's figures.
@@ -46,7 +60,7 @@ impl Trainer {
             let trained = (0..drawn.groups.len()).collect();
             return Ok(Generated { drawn, trained, rounds: None });
         }
-        let mut drawn = Rollouts { groups: vec![], messages: vec![] };
+        let mut drawn = Rollouts { groups: vec![], messages: vec![], answers: vec![] };
         let (mut informative, mut flat, mut round) = (vec![], vec![], 0);
         loop {
             let prompts = self.bench.training_prompts(step, round, count - informative.len());
@@ -59,6 +73,7 @@ impl Trainer {
             }
             drawn.groups.extend(draw.groups);
             drawn.messages.extend(draw.messages);
+            drawn.answers.extend(draw.answers);
             if informative.len() >= count || round == rounds_max {
                 break;
             }

@@ -7,16 +7,16 @@ mod data;
 mod generate;
 mod save;
 mod update;
+mod watch;
 
 pub use data::TrainingData;
 
-use crate::metrics::{Console, Metrics, Phase, Row, Timings};
+use crate::metrics::{Console, Metrics, Phase, Row, Timings, read_rows};
 use crate::model::parameters::Parameters;
-use crate::policy::alarm::alarm;
 use crate::policy::kl_in_reward::KlController;
 use crate::recipe::{self, Dtype};
 use crate::rollout::Rollouts;
-use crate::run::evaluation::evaluate;
+use crate::run::evaluation::{evaluate, prompts};
 use crate::run::run_folder::RunFolder;
 use crate::run::signals::Stop;
 use crate::run::workbench::Workbench;
@@ -29,6 +29,8 @@ use crate::train::gradients::clip;
 use crate::train::optimizer::{Optimizer, learning_rate};
 use crate::train::supervised;
 use anyhow::{Result, ensure};
+use std::sync::{Arc, Mutex, PoisonError};
+use watch::Watch;
 
 /// What the console shows of a step, where the step has it.
 const SHOWN: [(&str, &str); 3] = [
@@ -47,6 +49,9 @@ pub struct Trainer {
     timings: Timings,
     /// A tool call was ended by the wall clock: the run is no longer reproducible, which is said once.
     timed_out: bool,
+    /// What is under way.
+    at: Arc<Mutex<String>>,
+    watch: Watch,
     /// The frozen reference, where the recipe asks for one.
     reference: Option<Parameters>,
     /// The digest of its file.
@@ -59,7 +64,7 @@ impl Trainer {
     /// A run in `folder` that is yet to start, or to go on from the checkpoint `point`.
     ///
     /// # Errors
-    /// When memory runs out.
+    /// When memory runs out, or the metrics of the run that goes on cannot be read.
     pub fn new(
         mut bench: Workbench,
         data: TrainingData,
@@ -71,6 +76,14 @@ impl Trainer {
         bench.parameters.learn(&bench.trainable)?;
         let steered = point.and_then(|point| point.state.kl_coefficient);
         let kl = Self::kl_controller(&bench.recipe().policy.kl, steered)?;
+        let mut watch = Watch::new(bench.recipe());
+        if point.is_some() {
+            let before = read_rows(&folder.path.join("metrics.jsonl"))?;
+            before.iter().filter(|row| row.phase == Phase::Rl).for_each(|row| {
+                // What was told then is not told again.
+                let _ = watch.note(row.step, &row.metrics);
+            });
+        }
         let timings = Timings::new();
         Ok(Self {
             bench,
@@ -80,6 +93,8 @@ impl Trainer {
             stop,
             timings,
             timed_out: false,
+            at: Arc::default(),
+            watch,
             reference: None,
             reference_digest: None,
             kl,
@@ -93,6 +108,12 @@ impl Trainer {
     pub fn run(&mut self, point: Option<ResumePoint>) -> Result<bool> {
         let recipe = self.bench.plan.recipe.clone();
         let done = point.as_ref().map(|p| (p.state.phase, p.state.step));
+        self.plan_time(done);
+        let (console, at) = (self.console.clone(), self.at.clone());
+        self.stop.tell(move || {
+            let at = at.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            console.print(&format!("finishing {at}, then saving; again to stop at once"));
+        })?;
         let (mut rl_start, mut resumed) = (0, None);
         match done {
             Some((Phase::Rl, step)) => (rl_start, resumed) = (step, point),
@@ -111,6 +132,38 @@ impl Trainer {
             self.evaluate(0)?;
         }
         self.reinforcement_learning(optimizer, critic, rl_start)
+    }
+
+    /// Tells the console what is left to do after `done`, so that it shows one time for all of it.
+    fn plan_time(&self, done: Option<(Phase, u64)>) {
+        let recipe = self.bench.recipe();
+        let (steps, every) = (recipe.train.steps, recipe.eval.every_steps);
+        let (cold_done, rl_done) = match done {
+            Some((Phase::Rl, step)) => (recipe.cold_start.steps, step),
+            Some((_, step)) => (step, 0),
+            None => (0, 0),
+        };
+        let until = |step: u64| step.checked_div(every).unwrap_or(0);
+        let last = u64::from(every > 0 && steps > rl_done && !steps.is_multiple_of(every.max(1)));
+        let first = u64::from(recipe.eval.before_training && rl_done == 0 && steps > 0);
+        let evaluations = until(steps).saturating_sub(until(rl_done)) + last + first;
+        let problems: usize = prompts(&self.bench).iter().map(|(_, problems)| problems.len()).sum();
+        let sampled = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt;
+        self.console.plan(&[
+            (
+                "cold start",
+                recipe.cold_start.steps.saturating_sub(cold_done),
+                recipe.cold_start.batch_size as f64,
+            ),
+            // Sampling and training on a conversation take the work of several demonstrations.
+            ("rl", steps.saturating_sub(rl_done), 3.0 * sampled as f64),
+            ("evaluation", evaluations, (problems * recipe.eval.samples) as f64),
+        ]);
+    }
+
+    /// Notes what is under way, for who asks it to stop.
+    fn now(&self, at: String) {
+        *self.at.lock().unwrap_or_else(PoisonError::into_inner) = at;
     }
 
     /// A fresh optimizer, or the one of the checkpoint, whose weights it writes into the model.
@@ -141,6 +194,7 @@ impl Trainer {
             self.write_row(0, Phase::ColdStart, metrics)?;
         }
         for step in start + 1..=cold_start.steps {
+            self.now(format!("step {step} of the cold start"));
             let begun = std::time::Instant::now();
             let first = (step - 1) * cold_start.batch_size as u64;
             let batch = self.timings.time("demonstrations", || {
@@ -197,29 +251,30 @@ impl Trainer {
         let steps = recipe.train.steps;
         let progress = self.console.stage("rl", steps, start);
         for step in start + 1..=steps {
+            self.now(format!("step {step}"));
             let begun = std::time::Instant::now();
             let rollouts = self.generate(step)?;
             let lr = learning_rate(&recipe.train.optimizer, step - 1, steps);
-            let update = self.update(step, &rollouts.trained(), &mut optimizer, critic.as_mut(), lr)?;
+            let (update, learned) =
+                self.update(step, &rollouts.trained(), &mut optimizer, critic.as_mut(), lr)?;
 
             let mut metrics = rollouts.metrics()?;
             metrics.extend(update);
             let seconds = begun.elapsed().as_secs_f64();
             self.timings.add("step", seconds);
-            let rollouts = rollouts.drawn;
-            let counts = rollouts.counts();
+            let counts = rollouts.drawn.counts();
             let tokens = counts.prefilled_tokens + counts.sampled_tokens;
             metrics.set("perf/throughput", tokens as f64 / seconds);
             metrics.set("perf/sampled_tokens_per_s", counts.sampled_tokens as f64 / seconds);
-            self.watch(step, &rollouts, &metrics);
+            self.watch(step, &rollouts.drawn, &metrics);
             self.watch_workers(step);
             let shown: Vec<(&str, f64)> = SHOWN
                 .iter()
                 .filter_map(|&(name, metric)| metrics.get(metric).map(|value| (name, value)))
                 .collect();
             self.write_row(step, Phase::Rl, metrics)?;
-            let kept = rollouts.rows(Phase::Rl).take(recipe.logging.trajectories_per_step);
-            self.folder.write_trajectories(&format!("step-{step:06}"), kept)?;
+            let kept = rollouts.rows(recipe.logging.trajectories_per_step, &learned);
+            self.folder.write_trajectories(&format!("step-{step:06}"), kept.into_iter())?;
             progress.advance(1, counts.sampled_tokens as u64, &shown);
 
             let last = step == steps;
@@ -231,25 +286,40 @@ impl Trainer {
             }
         }
         progress.finish();
+        ensure!(
+            !self.watch.all_failed(),
+            "every trajectory of the run failed, so nothing was learned: the task's program or the tool's workers failed each \
+             time; the first failures are told above"
+        );
         Ok(false)
     }
 
-    /// Prints a line on the console.
-    pub fn say(&self, line: &str) {
-        self.console.print(line);
-    }
-
     fn evaluate(&mut self, step: u64) -> Result<()> {
+        if prompts(&self.bench).iter().all(|(_, held_out)| held_out.is_empty()) {
+            return Ok(());
+        }
         let inner = self.console.inner_stage("evaluation", 1);
+        self.now(match step {
+            0 => "the first evaluation and step 1".to_owned(),
+            _ => format!("the evaluation after step {step}"),
+        });
         let begun = std::time::Instant::now();
         let evaluation = evaluate(&self.bench, step, &|| false)?
             .ok_or_else(|| anyhow::anyhow!("the evaluation ended early"))?;
         self.timings.add("testing", begun.elapsed().as_secs_f64());
         self.timings.add("step", begun.elapsed().as_secs_f64());
+        inner.advance(1, 0, &[]);
         inner.finish();
         self.watch_workers(step);
         self.console.print(&format!("step {step}: {}", evaluation.summary()));
         self.write_row(step, Phase::Eval, evaluation.metrics())?;
+        let failed = evaluation.rows().filter(|row| row.trajectory.failed()).count();
+        let all = evaluation.rows().count();
+        if failed * 2 > all {
+            self.console.print(&format!(
+                "warning: evaluation after step {step}: {failed} of {all} trajectories failed, whatever the policy did: it measured little"
+            ));
+        }
         let kept = evaluation.rows().take(self.bench.plan.recipe.logging.trajectories_per_step);
         self.folder.write_trajectories(&format!("eval-{step:06}"), kept)
     }
@@ -289,10 +359,8 @@ impl Trainer {
                 "warning: step {step}: a tool call was ended by the wall clock (interpreter.wall_clock_s); from here on another run of this recipe may differ"
             ));
         }
-        for (name, value) in metrics.iter() {
-            if let Some(alarm) = alarm(name, value) {
-                self.console.print(&format!("warning: step {step}: {name} = {value:.4}: {}", alarm.meaning));
-            }
+        for warning in self.watch.note(step, metrics) {
+            self.console.print(&format!("warning: step {step}: {warning}"));
         }
     }
 

@@ -50,7 +50,7 @@ impl Trainer {
             .as_ref()
             .map_or(0, |_| checkpoint::bytes(Form::F32, &self.bench.parameters));
         if let Some(lack) = self.folder.lacks_space(policy + critic) {
-            self.say(&format!("warning: {lack}"));
+            self.console.print(&format!("warning: {lack}"));
         }
     }
 

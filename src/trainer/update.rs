@@ -11,12 +11,12 @@ use crate::train::forward_backward::PassSettings;
 use crate::train::optimizer::Optimizer;
 use crate::train::policy_step::PolicyStep;
 use crate::train::reference;
-use crate::trajectory::Group;
+use crate::trajectory::{Group, TokenFigures};
 use anyhow::Result;
 
 impl Trainer {
     /// Makes the updates of step `step` and returns their figures: means over updates, and the gap between training
-    /// and rollout over the whole batch as it was before the first. While a critic warms up it alone learns.
+    /// and rollout over the whole batch as it was before the first, also token by token. While a critic warms up it alone learns.
     pub(super) fn update(
         &mut self,
         step: u64,
@@ -24,11 +24,12 @@ impl Trainer {
         optimizer: &mut Optimizer,
         critic: Option<&mut Critic>,
         lr: f64,
-    ) -> Result<Metrics> {
+    ) -> Result<(Metrics, Vec<TokenFigures>)> {
         let train = self.bench.plan.recipe.train.clone();
         let view = critic.as_deref().map(|critic| self.critic_step(critic));
         let experience = self.timings.time("old_log_prob", || self.policy_step(view).prepare(groups))?;
         let mut metrics = experience.metrics.clone();
+        let mut training = experience.training.clone();
         if let Some(kl) = metrics.get("actor/reward_kl_penalty") {
             self.kl.update(kl, experience.sequences.len());
         }
@@ -38,10 +39,13 @@ impl Trainer {
             warming_up = step <= critic.settings.warmup_steps;
         }
         if (train.minibatches > 1 || warming_up) && experience.training.is_none() {
-            metrics.extend(self.timings.time("old_log_prob", || self.policy_step(None).gap(&experience))?);
+            let (gap, forward) =
+                self.timings.time("old_log_prob", || self.policy_step(None).gap(&experience))?;
+            metrics.extend(gap);
+            training = Some(forward);
         }
         if warming_up {
-            return Ok(metrics);
+            return Ok((metrics, experience.token_figures(training.as_deref())));
         }
         metrics.set("actor/lr", lr);
         let mut means = Accumulator::new();
@@ -58,6 +62,7 @@ impl Trainer {
                 // A whole batch shows its own gap, whatever an arm does to the forward before it.
                 if updates == 0 && train.minibatches == 1 {
                     metrics.extend(self.policy_step(None).gap_of(&part, &update)?);
+                    training.get_or_insert_with(|| update.log_probs.clone());
                 }
                 let (parameters, norm_max) = (&mut self.bench.parameters, train.optimizer.grad_norm_max);
                 let norm = apply(&self.timings, parameters, optimizer, norm_max, lr)?;
@@ -71,7 +76,7 @@ impl Trainer {
             metrics.set("actor/updates", f64::from(updates));
             metrics.set("actor/updates_skipped", f64::from(skipped));
         }
-        Ok(metrics)
+        Ok((metrics, experience.token_figures(training.as_deref())))
     }
 
     /// Fixes the reference: the weights as they are, or those that the run which goes on from `point` began with.

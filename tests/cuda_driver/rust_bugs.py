@@ -36,7 +36,7 @@ RULES = [
     ("size", r"\b(\w+) \* HEAD_DIM\b", r"(\1 * HEAD_DIM - 8)"),
     ("size", r"\b(self\.tokens|self\.\w+_tiles|heads|kv_heads|width|input\.len\(\)|output_words) as i32", r"(\1 + 1) as i32"),
     ("size", r"alloc\((rows|\w+)\)", r"alloc(\1 - 1)"),
-    ("size", r"\btokens \* ", "(tokens - 1) * "),
+    ("size", r"(self\.)?\btokens \* ", r"(\1tokens - 1) * "),
     ("stride", r"\b([24]) \* \(", lambda m: f"{int(m[1]) // 2} * ("),
     ("stride", r"\b4 \* (?=self|starts)", "8 * "),
     ("stride", r"_(token|head)_stride: \(?", lambda m: m[0] + "2 * "),
@@ -170,7 +170,7 @@ def main():
     program = build(copy)
     if not program or (seen := caught(program)):
         sys.exit(f"the sources without a bug do not pass: {seen if program else 'they do not compile'}")
-    tried, survivors, unexplained, last = 0, 0, 0, start
+    tried, survivors, unexplained, last = 0, 0, 0, time.monotonic()
     for name, file, number, line in drawn():
         if tried == count:
             break

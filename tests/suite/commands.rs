@@ -3,12 +3,14 @@
 mod console;
 mod critic;
 mod ended;
+mod first_hour;
 mod integrity;
 mod limits;
 mod policy;
 mod policy_view;
 mod refused;
 mod same_run;
+mod truth;
 
 use rloss::choice::Choice;
 use rloss::tasks::{TaskName, TaskSettings, build};

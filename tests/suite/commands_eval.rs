@@ -83,9 +83,11 @@ fn rows(path: &Path) -> Vec<TrajectoryRow> {
     text.lines().map(|line| serde_json::from_str(line).expect("a trajectory")).collect()
 }
 
-/// Rows without the time that tool calls took.
+/// Rows as they were sampled: without the time that tool calls took, and what a step learned from them.
 fn timeless(mut rows: Vec<TrajectoryRow>) -> Vec<TrajectoryRow> {
-    rows.iter_mut().for_each(|row| row.trajectory.tool_s = 0.0);
+    for row in &mut rows {
+        (row.trajectory.tool_s, row.learned) = (0.0, None);
+    }
     rows
 }
 
@@ -138,9 +140,19 @@ fn an_evaluated_run_repeats_its_own_last_evaluation_and_goes_on_where_it_was_cut
     assert_eq!(fs::read_to_string(&file).expect("rows").lines().nth(5), Some(lines[5]));
     assert_eq!(place.json("run/eval/step-000002/eval.json"), document);
 
+    // Other settings are another evaluation, with rows of its own; the first stays, and either goes on as it was.
+    let fewer = ["eval", "run", "--set", "eval.samples=2", "--set", "eval.pass_at=[]"];
+    let second = place.done(&fewer);
+    assert!(second.contains("mean@2"), "{second}");
+    assert_eq!(rows(&place.path("run/eval/step-000002-2/trajectories/eval-000002.jsonl")).len(), 5 * 2);
+    assert_eq!((place.done(&fewer), place.done(&["eval", "run"])), (second, shown.clone()));
+    assert!(!place.path("run/eval/step-000002-3").exists());
+    place.refused(&[&fewer[..], &["--out", "run/eval/step-000002"]].concat(), &["eval.samples", "--out"]);
+    // A checkpoint's folder names its run's recipe and itself.
+    assert_eq!(place.done(&["eval", "run/checkpoints/step-000002"]), shown);
     place.refused(
-        &["eval", "run", "--set", "eval.samples=2", "--set", "eval.pass_at=[]"],
-        &["eval.samples", "--out"],
+        &["train", "run/checkpoints/step-000002"],
+        &["is a checkpoint", "--resume", "--set model.path="],
     );
     place.refused(&["eval", "run", "--out", "run"], &["already holds a run", "--out"]);
     place.refused(&["rollout", "run", "--out", "run/eval/step-000002"], &["rloss eval", "--out"]);

@@ -46,13 +46,13 @@ fn set() -> tempfile::TempDir {
 }
 
 fn refused(folders: &[PathBuf]) -> String {
-    write_report(folders).expect_err("bad input").downcast::<BadInput>().expect("bad input").0
+    write_report(folders, None).expect_err("bad input").downcast::<BadInput>().expect("bad input").0
 }
 
 #[test]
 fn a_set_of_figures_becomes_a_page_and_an_svg_each() {
     let set = set();
-    let page = write_report(&[set.path().to_owned()]).unwrap();
+    let page = write_report(&[set.path().to_owned()], None).unwrap();
     assert_eq!(page, set.path().join("report.html"));
     let page = std::fs::read_to_string(page).unwrap();
     let svg = std::fs::read_to_string(set.path().join("one.svg")).unwrap();

@@ -4,12 +4,34 @@ use crate::data;
 use rloss::error::BadInput;
 use rloss::random::{Purpose, stream};
 use rloss::tasks::instructions::compose::{Composed, INSTRUCTIONS_MAX, compose};
-use rloss::tasks::instructions::{IDS, Instruction, loose, loose_variants, strict};
+use rloss::tasks::instructions::{IDS, Instruction, strict};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
 /// Agreement that each file and all files together must reach.
 const BAR: f64 = 0.995;
+
+/// The published loose verdict: one of the eight [`loose_variants`] that follows is enough.
+fn loose(instructions: &[Instruction], response: &str) -> Vec<bool> {
+    let variants = loose_variants(response);
+    let follows = |instruction| variants.iter().any(|v| strict(std::slice::from_ref(instruction), v)[0]);
+    instructions.iter().map(follows).collect()
+}
+
+/// The response; without its first line, its last line, both; and these four without asterisks. It forgives
+/// introductions, closing remarks and Markdown emphasis.
+fn loose_variants(response: &str) -> [String; 8] {
+    // What Python's `str.strip` takes off.
+    let strip = |text: &str| {
+        text.trim_matches(|c: char| c.is_whitespace() || ('\x1c'..='\x1f').contains(&c)).to_owned()
+    };
+    let after_first = response.split_once('\n').map_or("", |(_, rest)| rest);
+    let without_last = |text: &str| text.rsplit_once('\n').map_or(String::new(), |(rest, _)| strip(rest));
+    let cut = [response.to_owned(), strip(after_first), without_last(response), without_last(after_first)];
+    let plain = cut.clone().map(|text| text.replace('*', ""));
+    let ([a, b, c, d], [e, f, g, h]) = (cut, plain);
+    [a, b, c, d, e, f, g, h]
+}
 
 #[derive(Default)]
 struct Tally {
@@ -40,7 +62,9 @@ fn instructions(row: &Value) -> Vec<Instruction> {
 
 #[test]
 fn ifeval_vectors_agree() {
-    let Some(rows) = data::jsonl_rows("ifeval") else { return };
+    let folders = data::folders("ifeval");
+    let outside = folders.iter().any(|folder| !folder.own);
+    let rows: Vec<_> = folders.iter().flat_map(|folder| data::rows_of(&folder.path)).collect();
     let (mut files, mut ids) = (BTreeMap::<(String, &str), Tally>::new(), BTreeMap::<String, usize>::new());
     for (file, row) in rows.iter().filter(|(file, _)| file.starts_with("verdicts-")) {
         let parsed = instructions(row);
@@ -72,29 +96,31 @@ fn ifeval_vectors_agree() {
         total.compared += tally.compared;
     }
     println!("all: {} of {}, {:.4}", total.agreed, total.compared, total.share());
-    assert_eq!(files.len(), 4, "two files, two modes");
-    assert!(total.compared > 3000 && total.share() >= BAR);
+    assert_eq!(files.len(), if outside { 6 } else { 2 }, "two outside files and our own, two modes");
+    assert!(total.compared > if outside { 3000 } else { 100 } && total.share() >= BAR);
 }
 
 #[test]
 fn every_row_of_the_validation_vectors_parses() {
-    let Some(rows) = data::jsonl_rows("ifeval") else { return };
-    let mut seen = std::collections::BTreeSet::new();
-    for (_, row) in rows.iter().filter(|(file, _)| file == "input_data") {
-        seen.extend(
-            row["instruction_id_list"].as_array().unwrap().iter().map(|id| id.as_str().unwrap().to_owned()),
-        );
-        instructions(row);
-    }
-    assert_eq!(seen.iter().map(String::as_str).collect::<Vec<_>>(), IDS);
-    let mut turns = 0;
-    for (_, row) in data::jsonl_rows("multi-if").unwrap() {
-        for turn in row["turns"].as_array().expect("turns") {
-            instructions(turn);
-            turns += 1;
+    for folder in data::folders("ifeval") {
+        let mut seen = std::collections::BTreeSet::new();
+        for (_, row) in data::rows_of(&folder.path).iter().filter(|(file, _)| file == "input_data") {
+            let ids = row["instruction_id_list"].as_array().unwrap();
+            seen.extend(ids.iter().map(|id| id.as_str().unwrap().to_owned()));
+            instructions(row);
         }
+        assert_eq!(seen.iter().map(String::as_str).collect::<Vec<_>>(), IDS);
     }
-    assert_eq!(turns, 896 * 3 + 13 * 2);
+    for folder in data::folders("multi-if") {
+        let mut turns = 0;
+        for (_, row) in data::rows_of(&folder.path) {
+            for turn in row["turns"].as_array().expect("turns") {
+                instructions(turn);
+                turns += 1;
+            }
+        }
+        assert_eq!(turns, if folder.own { 4 * 3 } else { 896 * 3 + 13 * 2 });
+    }
 }
 
 /// A clause of ordinary English without commas, capitals, rare letters or the composer's words.

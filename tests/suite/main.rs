@@ -1,5 +1,8 @@
 //! The integration tests: one binary, one module a room.
 
+mod against;
+mod answer_texts;
+mod chat;
 mod commands;
 mod commands_eval;
 mod critic;
@@ -18,6 +21,7 @@ mod one_forward;
 mod ops;
 mod policy;
 mod policy_step;
+mod qwen2;
 mod recipe;
 mod report;
 mod rollout;

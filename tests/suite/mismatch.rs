@@ -2,11 +2,11 @@
 
 use crate::tiny;
 use rloss::choice::Choice;
-use rloss::harmony::HarmonyTokenizer;
-use rloss::mismatch::against::{self, TokenRow};
-use rloss::mismatch::explain::{Cause, Observed, Reference};
+use rloss::mismatch::causes::Cause;
+use rloss::mismatch::diagnose::{Observed, Reference, Verdict};
 use rloss::mismatch::measure::Measure;
 use rloss::mismatch::output::Line;
+use rloss::model::family::Family;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
@@ -30,7 +30,7 @@ impl World {
     }
 
     fn reference(&self) -> Reference<'_> {
-        Reference { threads: &self.threads, model: &self.model, parameters: &self.parameters }
+        Reference { threads: &self.threads, model: &self.model, parameters: &self.parameters, earlier: None }
     }
 
     /// Rollouts of the arithmetic task under `arms`.
@@ -47,7 +47,7 @@ impl World {
         let rollout = Rollout {
             threads: &self.threads,
             policy: &PolicyView::rollout(&self.model, &self.parameters, arms, recipe.train.seed).unwrap(),
-            tokenizer: &HarmonyTokenizer::embedded().unwrap(),
+            chat: &Family::GptOss.embedded_chat().unwrap(),
             task: task.as_ref(),
             interpreter: None,
             settings: &settings,
@@ -98,12 +98,15 @@ fn every_arm_opens_the_gap_that_its_name_says() {
         assert_eq!(line.cause.as_deref(), Some(words), "{arm:?}");
     }
     for (arm, words) in [
-        (arms(|a| a.no_train_sinks = true), "training: missing sinks"),
+        (arms(|a| a.no_train_sinks = true), "training: sinks missing"),
         (arms(|a| a.router_noise_rollout = 0.5), "rollout: "),
         (arms(|a| a.router_noise_train = 0.5), "training: "),
-        (arms(|a| a.rollout_bf16 = true), "rollout: rounding: of the size that bf16 makes"),
-        (arms(|a| a.rollout_mxfp4 = true), "rollout: rounding: expert matrices in MXFP4"),
-        (arms(|a| a.rollout_mantissa_bits = 3), "rollout: rounding: a mantissa of about 3 bits"),
+        (arms(|a| a.rollout_bf16 = true), "rollout: short mantissas: weights and activations of 7 bits"),
+        (arms(|a| a.rollout_mxfp4 = true), "rollout: MXFP4 weights: expert matrices in blocks of 32"),
+        (
+            arms(|a| a.rollout_mantissa_bits = 3),
+            "rollout: short mantissas: weights and activations of 3 bits",
+        ),
     ] {
         let line = world.line(&trajectories, &clean, &arm);
         assert!(value(&line, "mismatch/logprob_abs_diff_max") > 1e-4, "{arm:?}");
@@ -148,77 +151,17 @@ fn observed(world: &World, model: &Model, forward: ForwardOptions, temperature: 
 fn causes_are_recognised_and_a_temperature_is_estimated() {
     let world = World::new();
     let plain = ForwardOptions::default();
-    let found = |observed: Observed| world.reference().explain(&observed).unwrap().cause;
-    assert_eq!(found(observed(&world, &world.model, plain, 1.0)), Cause::Agrees);
+    let found = |observed: Observed| world.reference().diagnose(&observed).unwrap().verdict;
+    let named = |cause: Cause| Verdict::Named(vec![cause]);
+    assert_eq!(found(observed(&world, &world.model, plain, 1.0)), Verdict::Agrees);
     let no_sinks = ForwardOptions { sinks: false, ..plain };
-    assert_eq!(found(observed(&world, &world.model, no_sinks, 1.0)), Cause::NoSinks);
-    let config = &world.model.config;
-    let no_factor = Model::without_attention_factor(config.clone(), 160);
-    assert_eq!(found(observed(&world, &no_factor, plain, 1.0)), Cause::NoYarnFactor);
-    let mut no_yarn = config.clone();
+    assert_eq!(found(observed(&world, &world.model, no_sinks, 1.0)), named(Cause::NoSinks));
+    let mut no_yarn = world.model.config.clone();
     no_yarn.rope.yarn = None;
-    assert_eq!(found(observed(&world, &Model::new(no_yarn, 160), plain, 1.0)), Cause::PlainRope);
-    let Cause::Temperature(factor) = found(observed(&world, &world.model, plain, 0.7)) else {
+    assert_eq!(found(observed(&world, &Model::new(no_yarn, 160), plain, 1.0)), named(Cause::PlainRope));
+    let Verdict::Named(causes) = found(observed(&world, &world.model, plain, 0.7)) else {
         panic!("a temperature of 0.7 is recognised")
     };
+    let [Cause::Temperature(factor)] = causes[..] else { panic!("{causes:?}") };
     assert!((factor - 0.7).abs() < 1e-3, "{factor}");
-}
-
-#[test]
-fn bad_rows_are_named_and_the_others_are_compared() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("rows.jsonl");
-    let rows = [
-        r#"{"tokens": [1], "logprobs": [null]}"#,
-        r#"{"tokens": [1, 272], "logprobs": [null, -1]}"#,
-        r#"{"tokens": [1, 2, 3], "logprobs": [null, -1]}"#,
-        r#"{"tokens": [1, 2], "logprobs": [null, NaN]}"#,
-        r#"{"tokens": [], "logprobs": []}"#,
-        r#"{"tokens": [1, -2], "logprobs": [null, -1]}"#,
-        r#"{"tokens": [1, 2], "logprobs": [null, 0.5]}"#,
-        r#"{"tokens": [1, 2], "logprobs": [null, -1], "temperature": 0}"#,
-        "nonsense",
-        r#"{"tokens": [1, 7, 2, 40, 4], "logprobs": [0, -1, -2, null, -3], "temperature": 0.5}"#,
-    ];
-    std::fs::write(&file, rows.join("\n")).unwrap();
-    let found = against::read(&file, 272, 160).unwrap();
-    assert_eq!(found.rows.iter().map(|row| row.line).collect::<Vec<_>>(), [1, 10]);
-    for (bad, (row, what)) in found.bad.iter().zip([
-        (2, "token 1 is 272, but vocab_size = 272"),
-        (3, "3 tokens but 2 logprobs"),
-        (4, "NaN"),
-        (5, "no tokens"),
-        (6, "not a row"),
-        (7, "which no probability has"),
-        (8, "temperature = 0"),
-        (9, "not a row"),
-    ]) {
-        assert!(bad.contains(&format!("row {row}: ")) && bad.contains(what), "{bad}");
-    }
-    assert_eq!(found.bad.len(), 8);
-
-    let world = World::new();
-    let tokenizer = HarmonyTokenizer::embedded().unwrap();
-    let compared = against::compare(world.reference(), &tokenizer, &found.rows, 1000, (0.2, 0.2)).unwrap();
-    assert_eq!(value(&compared.lines[0], "mismatch/tokens"), 3.0);
-    assert!(!compared.verdict.contains("Harmony"), "{}", compared.verdict);
-    let noise =
-        TokenRow { line: 4, tokens: vec![40, 41], log_probs: vec![None, Some(-1.0)], temperature: 1.0 };
-    let compared = against::compare(world.reference(), &tokenizer, &[noise], 1000, (0.2, 0.2)).unwrap();
-    assert!(compared.verdict.contains("no well-formed Harmony conversation: 1 (the first is row 4"));
-
-    std::fs::write(&file, "{}\n").unwrap();
-    let error = against::read(&file, 272, 160).unwrap_err();
-    assert!(error.is::<rloss::error::BadInput>() && error.to_string().contains("row 1"), "{error}");
-}
-
-#[test]
-fn zero_log_probs_of_tokens_that_were_not_sampled_are_not_compared() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("rows.jsonl");
-    let row =
-        r#"{"tokens": [1, 7, 2], "logprobs": [0, 0, -2], "mask": [false, false, true], "messages": ["NaN"]}"#;
-    std::fs::write(&file, row).unwrap();
-    let found = against::read(&file, 272, 160).unwrap();
-    assert_eq!(found.rows[0].log_probs, [None, None, Some(-2.0)]);
 }

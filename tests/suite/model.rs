@@ -38,6 +38,15 @@ fn fixtures_agree_with_transformers_with_plain_rope_and_odd_sizes() {
     compare(Case::read(&fixture("gpt_oss_plain")), "plain").check("plain");
 }
 
+#[test]
+fn fixtures_of_the_dense_family_agree_with_transformers() {
+    for name in ["qwen2", "qwen2_tied"] {
+        let figures = compare(Case::read(&fixture(name)), name);
+        assert!(figures.adamw.difference > 0.0, "{name}: an AdamW step is compared");
+        figures.check(name);
+    }
+}
+
 /// The cases that `scripts/parity.py` makes, in the folder that `RLOSS_PARITY` names. Each model is saved again, in
 /// `saved/`, for the script to load in transformers.
 #[test]

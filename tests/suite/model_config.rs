@@ -57,10 +57,13 @@ fn broken_configs_are_refused_by_key() {
             json!({ "hidden_size": 1 << 20, "vocab_size": 1 << 20, "num_local_experts": 1 << 20 }),
             &["parameters"],
         ),
-        (json!({ "num_attention_heads": 5 }), &["num_attention_heads = 5", "num_key_value_heads"]),
+        (json!({ "num_attention_heads": 5 }), &["num_key_value_heads = 2", "5 query heads"]),
         (json!({ "head_dim": 15 }), &["head_dim = 15"]),
         (json!({ "experts_per_token": 3 }), &["experts_per_token = 3 contradicts num_experts_per_tok = 2"]),
-        (json!({ "num_experts_per_tok": 9, "experts_per_token": 9 }), &["num_local_experts = 4"]),
+        (
+            json!({ "num_experts_per_tok": 9, "experts_per_token": 9 }),
+            &["num_experts_per_tok = 9", "4 experts"],
+        ),
         (json!({ "layer_types": ["full_attention"] }), &["layer_types has 1", "num_hidden_layers = 2"]),
         (json!({ "layer_types": ["full_attention", "round"] }), &["layer_types", "sliding_attention"]),
         (json!({ "rope_scaling": null }), &["neither rope_scaling nor rope_parameters"]),
@@ -90,7 +93,7 @@ fn an_unknown_family_is_refused_by_name_before_any_missing_key() {
         [(json!({ "model_type": "qwen7" }), "\"qwen7\""), (json!({}), "`model_type` is missing")]
     {
         let error = Config::from_json(&file).err().unwrap().to_string();
-        assert!(error.contains(word) && error.contains("known: \"gpt_oss\""), "{error}");
+        assert!(error.contains(word) && error.contains("known: \"gpt_oss\", \"qwen2\""), "{error}");
         assert!(!error.contains("hidden_size"), "{error}");
     }
 }

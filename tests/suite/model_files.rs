@@ -36,6 +36,7 @@ pub fn config() -> Config {
         rope: Rope { theta: 10_000.0, yarn: None },
         rms_norm_eps: 1e-5,
         swiglu_limit: 7.0,
+        tie_word_embeddings: false,
         max_position_embeddings: 160,
         bos_token_id: None,
         eos_token_ids: vec![6],
@@ -203,11 +204,23 @@ fn folders_saved_by_transformers_load_and_their_copies_are_the_same() {
 
 #[test]
 fn names_dtypes_and_shapes_match_the_released_vectors() {
-    let Some(folder) = data::folder("gpt-oss") else { return };
+    for data::Folder { path, own } in data::folders("gpt-oss") {
+        // The published totals: 20.9 B and 116.8 B.
+        let published = [("20b", 20_914_757_184), ("120b", 116_829_156_672)];
+        let our_own = || std::fs::read_to_string(path.join("parameters-own.json")).expect("read");
+        if own {
+            names_dtypes_and_shapes_match(&path, "own", our_own().trim().parse().expect("a number"));
+        } else {
+            published.into_iter().for_each(|(size, n)| names_dtypes_and_shapes_match(&path, size, n));
+        }
+    }
+}
+
+fn names_dtypes_and_shapes_match(folder: &Path, size: &str, parameters: u128) {
     let read = |name: &str| -> Value {
         serde_json::from_str(&std::fs::read_to_string(folder.join(name)).expect("read")).expect("JSON")
     };
-    for size in ["20b", "120b"] {
+    {
         let config = Config::from_json(&read(&format!("config-{size}.json"))).unwrap();
         assert_eq!(Config::from_json(&config.to_json(Form::Mxfp4)).unwrap(), config);
         let ours: serde_json::Map<String, Value> = parameter_specs(&config)
@@ -218,8 +231,6 @@ fn names_dtypes_and_shapes_match_the_released_vectors() {
         let released = read(&format!("tensors-{size}.json"));
         let released = released.as_object().unwrap();
         assert_eq!(ours.len(), released.len(), "{size}");
-        // The published totals: 20.9 B and 116.8 B.
-        let parameters = if size == "20b" { 20_914_757_184 } else { 116_829_156_672 };
         assert_eq!(parameter_count(&config), parameters, "{size}");
         for (name, entry) in released {
             assert_eq!(ours.get(name), Some(entry), "{size}: {name}");
@@ -278,8 +289,7 @@ fn a_folder_without_weights_is_told_from_one_with_unreadable_weights() {
 
 #[test]
 fn companions_travel_unchanged_and_missing_ones_are_derived() {
-    let tokenizer =
-        br#"{"added_tokens": [{"id": 0, "content": "<|pad|>"}, {"id": 6, "content": "<|return|>"}]}"#;
+    let chat = Family::GptOss.embedded_chat().unwrap();
     let config = config();
     let parameters: BTreeMap<String, Tensor> =
         init(&config, &INIT, 1).unwrap().into_iter().map(|(s, t)| (s.name, t)).collect();
@@ -291,7 +301,7 @@ fn companions_travel_unchanged_and_missing_ones_are_derived() {
         .unwrap();
         folder
     };
-    let first = save_with(&Companions::with_tokenizer(tokenizer));
+    let first = save_with(&Companions::of(&chat));
     let json = |name: &str| -> Value {
         serde_json::from_slice(&std::fs::read(first.path().join(name)).unwrap()).unwrap()
     };
@@ -299,9 +309,18 @@ fn companions_travel_unchanged_and_missing_ones_are_derived() {
     assert_eq!(json("tokenizer_config.json")["pad_token"], "<|pad|>");
     assert_eq!(json("generation_config.json")["eos_token_id"], json!([6]));
     std::fs::write(first.path().join("generation_config.json"), r#"{"eos_token_id":[6,5]}"#).unwrap();
-    let companions = Companions::read(first.path()).unwrap();
+    let companions = Companions::read(first.path(), &chat).unwrap();
     let second = save_with(&companions);
-    assert_eq!(Companions::read(second.path()).unwrap(), companions);
+    assert_eq!(Companions::read(second.path(), &chat).unwrap(), companions);
+    let template = |folder: &Path| std::fs::read_to_string(folder.join("chat_template.jinja"));
+    assert_eq!(template(second.path()).unwrap(), chat.jinja(), "where the source brought none, it is ours");
+    std::fs::write(first.path().join("chat_template.jinja"), "theirs").unwrap();
+    let theirs = save_with(&Companions::read(first.path(), &chat).unwrap());
+    assert_eq!(template(theirs.path()).unwrap(), "theirs");
+    std::fs::remove_file(first.path().join("chat_template.jinja")).unwrap();
+    std::fs::write(first.path().join("tokenizer_config.json"), r#"{"chat_template": "theirs"}"#).unwrap();
+    let inside = save_with(&Companions::read(first.path(), &chat).unwrap());
+    assert!(template(inside.path()).is_err(), "a template inside the tokenizer's settings is not overridden");
     // Nothing is overwritten.
     let again = save(second.path(), &config, Form::Bf16, &companions, SHARD_BYTES_MAX, |s| {
         Ok(parameters[&s.name].clone())

@@ -48,6 +48,8 @@ links_hold! {
     weights_rounded_to_bf16: "weights rounded to bf16",
     hidden_size_2880: "hidden size 2880",
     small_model: "small model",
+    dense_family: "dense family",
+    dense_family_tied: "dense family, tied, odd sizes",
 }
 
 #[test]

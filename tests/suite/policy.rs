@@ -2,9 +2,11 @@
 
 mod bad_input;
 pub mod bypass;
+mod entropy;
 mod families;
 mod fixture;
 mod gradients;
+mod load_balance;
 mod properties;
 mod trl;
 mod variants;

@@ -29,8 +29,10 @@ fn rising(slope: f64) -> Vec<Row> {
 }
 
 fn page(runs: &[PathBuf]) -> String {
-    let path = write_report(runs).unwrap();
-    assert_eq!(path, runs[0].join("report.html"));
+    let path = write_report(runs, None).unwrap();
+    let name =
+        if runs.len() == 1 { "report.html".to_owned() } else { format!("report-{}-runs.html", runs.len()) };
+    assert_eq!(path, runs[0].join(name));
     std::fs::read_to_string(path).unwrap()
 }
 
@@ -51,7 +53,7 @@ fn trajectory(phase: Phase, step: u64, sample: u64, reward: f32, answer: &str) -
         mask: vec![false, true, true],
         logprobs: vec![0.0, -0.1, -1.0 / 3.0],
         routes: Vec::new(),
-        turns: vec![Turn { start: 1, end: 3, call: Some(CallOutcome::MalformedCall) }],
+        turns: vec![Turn { start: 1, end: 3, calls: vec![CallOutcome::MalformedCall] }],
         outcome: Outcome::Finished,
         reward,
         success: reward > 0.0,
@@ -64,7 +66,7 @@ fn trajectory(phase: Phase, step: u64, sample: u64, reward: f32, answer: &str) -
         Message::tool("python", Some("commentary"), "79"),
         Message::assistant("final", answer),
     ];
-    TrajectoryRow { phase, trajectory, messages }
+    TrajectoryRow { phase, trajectory, messages, answer: "79".into(), learned: None }
 }
 
 fn write_trajectories(run: &Path, file: &str, rows: &[TrajectoryRow]) {
@@ -142,8 +144,8 @@ fn no_text_of_a_run_becomes_markup() {
     write_trajectories(&path, "step-000001.jsonl", &[trajectory(Phase::Rl, 1, 0, -1.0, &answer)]);
     let page = page(&[path]);
 
-    assert_eq!(page.matches("<script").count(), 2, "the data and the script");
-    assert_eq!(page.matches("</script>").count(), 2);
+    assert_eq!(page.matches("<script").count(), 3, "the data, the trajectories and the script");
+    assert_eq!(page.matches("</script>").count(), 3);
     for markup in ["<img", "<i>", "<u>", "<em>", "<s>", "<b>bold", "<b>7", "\" onload", "onerror=alert(3)>"] {
         assert!(!page.contains(markup), "{markup}");
     }
@@ -215,6 +217,8 @@ fn the_best_and_the_worst_of_the_first_and_the_last_step_are_shown() {
     }
     write_trajectories(&path, "eval-40.jsonl", &[trajectory(Phase::Eval, 40, 0, 1.0, "held out")]);
     let page = page(&[path]);
+    // The browser's data holds all of them.
+    let page = page.split("<script").next().unwrap();
     let shown: Vec<&str> =
         page.match_indices("answer ").map(|(i, _)| page[i..].split('<').next().unwrap()).collect();
     assert_eq!(shown, ["answer 1.1.", "answer 1.2.", "answer 40.1.", "answer 40.2."]);
@@ -248,9 +252,29 @@ fn a_run_that_has_only_begun_is_shown() {
     let folder = tempfile::tempdir().unwrap();
     let empty = run(folder.path(), "empty", &[]);
     std::fs::write(empty.join("metrics.jsonl"), r#"{"step":1,"ph"#).unwrap();
-    assert!(page(std::slice::from_ref(&empty)).contains("<h1>empty</h1>"));
+    let nothing = page(std::slice::from_ref(&empty));
+    assert!(nothing.contains("<h1>empty</h1>") && nothing.contains("empty has measured nothing yet"));
     let one = run(folder.path(), "one", &rising(0.1)[..1]);
     assert!(page(&[one, empty]).contains("<b>-1</b>"));
+}
+
+#[test]
+fn the_page_goes_where_it_is_asked_to_and_that_of_two_runs_leaves_the_first_ones() {
+    let folder = tempfile::tempdir().unwrap();
+    let runs = [run(folder.path(), "a", &rising(0.01)), run(folder.path(), "b", &rising(0.02))];
+    let alone = page(&runs[..1]);
+    page(&runs);
+    assert_eq!(std::fs::read_to_string(runs[0].join("report.html")).unwrap(), alone);
+    assert!(!alone.contains("measured nothing yet"));
+    let file = folder.path().join("page.html");
+    assert_eq!(write_report(&runs, Some(&file)).unwrap(), file);
+    assert_eq!(write_report(&runs, Some(folder.path())).unwrap(), folder.path().join("report.html"));
+    let nowhere = folder.path().join("no/page.html");
+    let error = write_report(&runs, Some(&nowhere)).unwrap_err();
+    assert!(
+        error.downcast_ref::<BadInput>().is_some() && error.to_string().contains("no/page.html"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -282,11 +306,11 @@ fn bad_input_names_the_place() {
         (mismatch, "mismatch.json: `rows` is not a list of objects"),
         (talk, "step-1.jsonl: line 2: not a trajectory"),
     ] {
-        let error = write_report(std::slice::from_ref(&path)).unwrap_err();
+        let error = write_report(std::slice::from_ref(&path), None).unwrap_err();
         assert!(error.downcast_ref::<BadInput>().is_some() && error.to_string().contains(place), "{error}");
         assert!(!path.join("report.html").exists());
     }
-    assert!(write_report(&[]).unwrap_err().downcast_ref::<BadInput>().is_some());
+    assert!(write_report(&[], None).unwrap_err().downcast_ref::<BadInput>().is_some());
     std::fs::write(&file, good.clone() + &good[..50]).unwrap();
     assert!(
         page(&[folder.path().join("talk")]).contains("first of the step"),

@@ -5,8 +5,10 @@ mod exact;
 mod message_loop;
 mod tools;
 
+use crate::harmony::encode_with_special;
 use crate::tiny;
 use anyhow::{Context, Result};
+use rloss::chat::Chat;
 use rloss::harmony::{HarmonyTokenizer, Message};
 use rloss::interpreter::{Interpreter, Reply, SessionId};
 use rloss::model::config::Config;
@@ -24,6 +26,7 @@ struct World {
     parameters: Parameters,
     policy: PolicyView<'static>,
     tokenizer: HarmonyTokenizer,
+    chat: Chat,
     threads: Threads,
     settings: RolloutSettings,
 }
@@ -47,7 +50,8 @@ impl World {
             step: 3,
             preamble: vec![],
         };
-        Self { parameters, policy, tokenizer, threads: Threads::new(threads).unwrap(), settings }
+        let chat = Chat::Harmony(tokenizer.clone());
+        Self { parameters, policy, tokenizer, chat, threads: Threads::new(threads).unwrap(), settings }
     }
 
     /// The quickstart's model, with room for long conversations.
@@ -59,7 +63,7 @@ impl World {
         Rollout {
             threads: &self.threads,
             policy: &self.policy,
-            tokenizer: &self.tokenizer,
+            chat: &self.chat,
             task,
             interpreter,
             settings: &self.settings,
@@ -83,7 +87,7 @@ impl Questions {
     }
 
     fn prompts(n: usize) -> Vec<Prompt> {
-        Prompt::numbered((0..n).map(|i| Problem {
+        numbered((0..n).map(|i| Problem {
             id: format!("questions/{i}"),
             messages: vec![Message::user(format!("What is {}?", "1+".repeat(i % 7) + "1"))],
             answer: serde_json::Value::Null,
@@ -147,7 +151,7 @@ struct Script(Vec<Vec<u32>>);
 
 impl Script {
     fn new(world: &World, turns: &[&str]) -> Self {
-        Self(turns.iter().map(|turn| world.tokenizer.encode_with_special(turn).unwrap()).collect())
+        Self(turns.iter().map(|turn| encode_with_special(&world.tokenizer, turn)).collect())
     }
 }
 
@@ -164,4 +168,9 @@ impl TokenSource for Script {
 
 fn play(rollout: Rollout, script: &Script, prompts: &[Prompt], samples: usize) -> Result<Rollouts> {
     Ok(rollout.groups_from(script, prompts, samples, &|_| (), &|| false)?.expect("nobody stopped it"))
+}
+
+/// Problems numbered from 0.
+fn numbered(problems: impl IntoIterator<Item = Problem>) -> Vec<Prompt> {
+    (0..).zip(problems).map(|(index, problem)| Prompt { index, problem }).collect()
 }

@@ -9,6 +9,7 @@ use rloss::harmony::{HarmonyTokenizer, Message, ParseMode, RenderOptions, Role, 
 use rloss::tasks::{Task, TaskName, TaskSettings, Transcript, build};
 use rloss::trajectory::Outcome;
 use std::io::Write;
+use std::path::{Path, PathBuf};
 
 #[test]
 fn every_made_up_demonstration_fits_the_quickstart_limits_and_reads_back() {
@@ -48,7 +49,7 @@ fn demonstrated_tool_replies_are_what_the_interpreter_answers() {
     }
 }
 
-fn gsm8k(train: &std::path::Path, validation: &std::path::Path) -> anyhow::Result<Box<dyn Task>> {
+fn gsm8k(train: &Path, validation: &Path) -> anyhow::Result<Box<dyn Task>> {
     build(&TaskSettings {
         name: TaskName::named("gsm8k").unwrap(),
         train_file: Some(train.into()),
@@ -59,10 +60,17 @@ fn gsm8k(train: &std::path::Path, validation: &std::path::Path) -> anyhow::Resul
 
 #[test]
 fn gsm8k_vectors_every_gold_solution_earns_the_reward() {
-    let Some(folder) = data::folder("gsm8k") else { return };
+    for data::Folder { path, own } in data::folders("gsm8k") {
+        let sizes = if own { (40, 12) } else { (7_473, 1_319) };
+        every_gold_solution_earns_the_reward(&path, sizes);
+    }
+}
+
+/// `sizes`: rows to train on and held-out ones.
+fn every_gold_solution_earns_the_reward(folder: &Path, sizes: (u64, usize)) {
     let task = gsm8k(&folder.join("train.jsonl"), &folder.join("test.jsonl")).unwrap();
     let problems = &task.validation_sets()[0].problems;
-    assert_eq!(problems.len(), 1_319);
+    assert_eq!(problems.len(), sizes.1);
     for (i, problem) in problems.iter().enumerate() {
         let demonstration = task.held_out_demonstration(i as u64).unwrap();
         assert_eq!(demonstration.messages[0], problem.messages[0]);
@@ -81,9 +89,9 @@ fn gsm8k_vectors_every_gold_solution_earns_the_reward() {
         let transcript = Transcript { messages: &wrong, outcome: Outcome::Finished, calls_answered: 0 };
         assert_eq!(task.reward(problem, &transcript).unwrap().value, 0.0);
     }
-    assert!(task.held_out_demonstration(1_319).is_none());
-    let epoch: std::collections::HashSet<_> = (0..7_473).map(|i| task.training_problem(0, i).id).collect();
-    assert_eq!(epoch.len(), 7_473);
+    assert!(task.held_out_demonstration(sizes.1 as u64).is_none());
+    let epoch: std::collections::HashSet<_> = (0..sizes.0).map(|i| task.training_problem(0, i).id).collect();
+    assert_eq!(epoch.len() as u64, sizes.0);
 }
 
 #[test]
@@ -128,7 +136,7 @@ fn retool_files_are_checked_when_read() {
         path
     };
     let good = file("good.jsonl", r#"{"problem": "1+1?", "answer": 2}"#);
-    let load = |train: Option<std::path::PathBuf>, validation: Vec<std::path::PathBuf>| {
+    let load = |train: Option<PathBuf>, validation: Vec<PathBuf>| {
         let settings = TaskSettings {
             name: TaskName::named("retool").unwrap(),
             train_file: train,
@@ -159,8 +167,9 @@ fn retool_files_are_checked_when_read() {
 
 #[test]
 fn math_equiv_vectors_meet_the_targets() {
-    use rloss::tasks::answer::{AnswerEquality, Options, Sources, equivalent_texts};
-    let Some(rows) = data::jsonl_rows("math-equiv") else { return };
+    use crate::answer_texts::{Sources, equivalent_texts};
+    use rloss::tasks::answer::{AnswerEquality, Options};
+    let rows = data::jsonl_rows("math-equiv");
     let mut counts = [(0, 0); 2];
     let mut misses = Vec::new();
     for (file, row) in &rows {
@@ -195,17 +204,24 @@ fn math_equiv_vectors_meet_the_targets() {
 
 #[test]
 fn retool_vectors_every_gold_answer_earns_the_reward() {
+    let [dapo, aime, math] = ["dapo-math", "aime", "math"].map(data::folders);
+    for ((dapo, aime), math) in dapo.iter().zip(&aime).zip(&math) {
+        let (train, sizes) = if dapo.own {
+            ("integer-answer-prompts.jsonl", [5, 5, 5])
+        } else {
+            ("integer-answer-prompts.jsonl.gz", [30, 30, 500])
+        };
+        every_gold_answer_earns_the_reward(&dapo.path.join(train), &aime.path, &math.path, sizes);
+    }
+}
+
+fn every_gold_answer_earns_the_reward(train: &Path, aime: &Path, math: &Path, sizes: [usize; 3]) {
     use rloss::tasks::answer::AnswerEquality;
-    let (Some(dapo), Some(aime), Some(math)) =
-        (data::folder("dapo-math"), data::folder("aime"), data::folder("math"))
-    else {
-        return;
-    };
     let files = [aime.join("aime-2025.jsonl"), aime.join("aime-2024.jsonl"), math.join("math-500.jsonl")];
     for answer in [AnswerEquality::Exact, AnswerEquality::Equivalent] {
         let task = build(&TaskSettings {
             name: TaskName::named("retool").unwrap(),
-            train_file: Some(dapo.join("integer-answer-prompts.jsonl.gz")),
+            train_file: Some(train.into()),
             // The rows after these are AIME's, of which MATH-500 has some.
             train_rows_max: Some(4_701),
             validation_file: Some(files[0].clone()),
@@ -215,8 +231,8 @@ fn retool_vectors_every_gold_answer_earns_the_reward() {
         })
         .unwrap();
         let sets = task.validation_sets();
-        let sizes: Vec<_> = sets.iter().map(|set| (set.name.as_str(), set.problems.len())).collect();
-        assert_eq!(sizes, [("aime_2025", 30), ("aime_2024", 30), ("math_500", 500)]);
+        let found: Vec<_> = sets.iter().map(|set| (set.name.as_str(), set.problems.len())).collect();
+        assert_eq!(found, [("aime_2025", sizes[0]), ("aime_2024", sizes[1]), ("math_500", sizes[2])]);
         let training = (0..200).map(|i| task.training_problem(0, i));
         for problem in sets.iter().flat_map(|set| set.problems.clone()).chain(training) {
             assert!(problem.messages[0].content.ends_with("\\boxed{'The final answer goes here.'}"));

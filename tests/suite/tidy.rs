@@ -272,87 +272,26 @@ fn every_source_file_is_a_module_of_another() {
     assert!(all.is_empty(), "no one declares {all:?}");
 }
 
-/// Public items that nothing in the crate's own code names, each with its reason.
-const USED_FROM_OUTSIDE: &[(&str, &str)] = &[
-    // The published vectors are compared with these; they wait to become the tests' own.
-    ("bypass", "verl's bypass mode, to which the step's own way is compared"),
-    ("trl", "TRL's losses, to which ours are compared"),
-    ("loose", "IFEval's loose verdicts are part of its published vectors"),
-    ("equivalent_texts", "the published vectors of answers hold whole texts"),
-    ("parse_completion", "a whole turn at once, for who has no stream"),
-    ("encode_with_special", "renders a conversation that is written as text"),
-    ("reproducible", "what two runs of one recipe must agree on"),
-    ("FIELDS", "the kernels' parameters, compared with the header"),
-];
+/// What two files may call the same: twins, of which a build compiles one.
+const TWINS: [&str; 2] = ["_unsupported.rs", "/cuda/"];
 
-/// The public item that a line declares: functions, types, traits, constants.
-fn public_item(line: &str) -> Option<String> {
-    let mut rest = line.trim_start();
-    rest = rest
-        .strip_prefix("pub ")
-        .or_else(|| rest.strip_prefix("pub(super) "))
-        .or_else(|| rest.strip_prefix("pub(crate) "))?;
-    for word in ["const fn ", "unsafe fn ", "fn ", "struct ", "enum ", "trait ", "type ", "const ", "static "]
-    {
-        if let Some(name) = rest.strip_prefix(word) {
-            return Some(identifier(name)).filter(|name| !name.is_empty() && name != "fn");
-        }
-    }
-    None
-}
-
-/// The text without its unit tests, which stand at its end.
-fn product(text: &str) -> &str {
-    text.split("\n#[cfg(test)]\nmod tests").next().unwrap_or(text)
-}
-
-/// Without `mod x;` and `pub use x;`, which name what they do not use.
-fn without_names_alone(code: &str) -> String {
-    let kept = code.split_inclusive(';').filter(|statement| {
-        let last = statement.trim_start();
-        let module =
-            last.rsplit('\n').next().is_some_and(|line| line.split_whitespace().any(|word| word == "mod"));
-        !(last.starts_with("pub use ") || last.starts_with("pub(crate) use ") || module)
-    });
-    kept.collect()
-}
-
-fn words(text: &str) -> Vec<&str> {
-    text.split(|c: char| !(c.is_alphanumeric() || c == '_')).filter(|word| !word.is_empty()).collect()
-}
-
-/// What only tests use belongs to the tests, and what nobody uses to nobody. By names alone: a common name hides an unused
-/// item, and no used one is ever reported.
+/// A reader who searches a type's name finds one thing. (What no command uses, the compiler says: feature `whole`.)
 #[test]
-fn every_public_item_is_used_by_the_product() {
-    let sources = rust("src");
-    let codes: Vec<String> =
-        sources.iter().map(|(_, text)| without_names_alone(&code(product(text)))).collect();
-    let mut uses: BTreeMap<&str, u32> = BTreeMap::new();
-    for word in codes.iter().flat_map(|text| words(text)) {
-        *uses.entry(word).or_default() += 1;
-    }
-    let tests: Vec<(String, String)> =
-        ["tests/suite", "benches", "examples"].iter().flat_map(|f| rust(f)).collect();
-    let tests: Vec<String> = tests
-        .iter()
-        .map(|(_, text)| code(text))
-        .chain(sources.iter().map(|(_, text)| code(&text[product(text).len()..])))
-        .collect();
-    let tested: std::collections::BTreeSet<&str> = tests.iter().flat_map(|text| words(text)).collect();
-    let (mut unused, mut listed) = (vec![], vec![]);
-    for ((path, _), text) in sources.iter().zip(&codes) {
-        for name in text.lines().filter_map(public_item).filter(|name| uses.get(name.as_str()) == Some(&1)) {
-            if USED_FROM_OUTSIDE.iter().any(|(item, _)| *item == name) {
-                listed.push(name);
-            } else {
-                let by = if tested.contains(name.as_str()) { "only tests use" } else { "no one uses" };
-                unused.push(format!("{path}: {by} {name}"));
+fn no_two_public_types_share_a_name() {
+    let mut places: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for (path, text) in
+        rust("src").into_iter().filter(|(path, _)| !TWINS.iter().any(|twin| path.contains(twin)))
+    {
+        for line in code(&text).lines() {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            // A macro's `$name` is none yet.
+            if let ["pub", "struct" | "enum" | "trait" | "type", name, ..] = words[..]
+                && !name.starts_with('$')
+            {
+                places.entry(identifier(name)).or_default().push(path.clone());
             }
         }
     }
-    assert!(unused.is_empty(), "{} items:\n{}", unused.len(), unused.join("\n"));
-    for (item, _) in USED_FROM_OUTSIDE {
-        assert!(listed.iter().any(|name| name == item), "{item} is used now, or gone: take it off the list");
-    }
+    places.retain(|_, files| files.len() > 1);
+    assert!(places.is_empty(), "one name, one thing: {places:#?}");
 }

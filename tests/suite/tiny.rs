@@ -39,6 +39,7 @@ pub fn config(yarn: bool) -> Config {
         rope: Rope { theta: 10_000.0, yarn },
         rms_norm_eps: 1e-5,
         swiglu_limit: 7.0,
+        tie_word_embeddings: false,
         max_position_embeddings: 160,
         bos_token_id: None,
         eos_token_ids: vec![6],

@@ -137,13 +137,23 @@ fn broken_rows_are_refused_by_row_and_reason() {
 
 #[test]
 fn the_published_validation_vectors_load_and_never_train() {
-    let Some(ifeval) = data::folder("ifeval") else { return };
-    let (multi, gsm8k) = (data::folder("multi-if").unwrap(), data::folder("gsm8k").unwrap());
+    let [ifeval, multi, gsm8k] = ["ifeval", "multi-if", "gsm8k"].map(data::folders);
+    for ((ifeval, multi), gsm8k) in ifeval.iter().zip(&multi).zip(&gsm8k) {
+        let sizes = if ifeval.own { (25, 4) } else { (541, 909) };
+        validation_loads_and_never_trains(&ifeval.path, &multi.path, &gsm8k.path, sizes);
+    }
+}
+
+/// `sizes`: IFEval's prompts and Multi-IF's conversations.
+fn validation_loads_and_never_trains(ifeval: &Path, multi: &Path, gsm8k: &Path, sizes: (usize, usize)) {
     let (ifeval, multi) = (ifeval.join("input_data.jsonl"), multi.join("multi-if-english.jsonl"));
     let task = VerifyIf::load((&gsm8k.join("train.jsonl"), None), (&multi, None), Grading::Share).unwrap();
-    assert_eq!(task.validation_sets()[0].problems.len(), 909);
+    assert_eq!(task.validation_sets()[0].problems.len(), sizes.1);
     let task = VerifyIf::load((&gsm8k.join("train.jsonl"), None), (&ifeval, None), Grading::All).unwrap();
-    assert_eq!((&*task.validation_sets()[0].name, task.validation_sets()[0].problems.len()), ("ifeval", 541));
+    assert_eq!(
+        (&*task.validation_sets()[0].name, task.validation_sets()[0].problems.len()),
+        ("ifeval", sizes.0)
+    );
     // IFEval's prompts are Multi-IF's first turns.
     let error = VerifyIf::load((&ifeval, None), (&multi, None), Grading::Share).err().expect("refused");
     assert!(error.to_string().contains("row"), "{error}");

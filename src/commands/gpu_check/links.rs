@@ -1,4 +1,5 @@
-//! The links that must be equal to the bit: rollout's calls against training's, and the backward against itself.
+//! The links that must be equal to the bit: rollout's calls against training's, a decode spread over blocks against one
+//! serial walk, and the backward against itself.
 
 use super::Verdicts;
 use super::oracle::bits;

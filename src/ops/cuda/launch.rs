@@ -16,8 +16,7 @@ use std::sync::Arc;
 /// # Errors
 /// When the kernels do not run on it.
 pub fn kernel_set(device: &CudaDevice) -> Result<&'static KernelSet> {
-    let stream = device.cuda_stream();
-    let context = stream.context();
+    let context = device.cuda_stream().context().clone();
     check_device(&context.name().w()?, context.compute_capability().w()?)?;
     Ok(&KERNEL_SETS[0])
 }

@@ -43,8 +43,7 @@ pub fn unload_kernels() {
 /// # Errors
 /// When there is no such file or kernel; the driver's.
 pub(super) fn function(device: &CudaDevice, kernel: &Kernel) -> Result<CudaFunction> {
-    let stream = device.cuda_stream();
-    let context = stream.context();
+    let context = device.cuda_stream().context().clone();
     let key = context.cu_ctx() as Context;
     let mut guard = loaded();
     let Loaded { modules, functions } = guard.get_or_insert_default();
@@ -53,7 +52,7 @@ pub(super) fn function(device: &CudaDevice, kernel: &Kernel) -> Result<CudaFunct
     }
     let module = match modules.get(&(key, kernel.file)) {
         Some(module) => module.clone(),
-        None => load(context, kernel.file)?,
+        None => load(&context, kernel.file)?,
     };
     modules.insert((key, kernel.file), module.clone());
     let function = module.load_function(kernel.function).w()?;

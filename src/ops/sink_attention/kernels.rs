@@ -62,31 +62,6 @@ const _: () = assert!(size_of::<SinkAttentionParams>() == 200 && align_of::<Sink
 const _: () = assert!(size_of::<Tile>() == 8 && align_of::<Tile>() == 4);
 const _: () = assert!(size_of::<ChunkTile>() == 12 && align_of::<ChunkTile>() == 4);
 
-/// A C type of the header.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CType {
-    /// Any pointer.
-    Pointer,
-    /// `int32_t`.
-    Int,
-    /// `float`.
-    Float,
-}
-
-macro_rules! fields {
-    ($($ctype:ident: $($name:ident)*;)*) => {
-        [$($((stringify!($name), CType::$ctype, std::mem::offset_of!(SinkAttentionParams, $name))),*),*]
-    };
-}
-
-/// Name, C type and offset in bytes of every field, in order.
-pub const FIELDS: [(&str, CType, usize); 29] = fields! {
-    Pointer: q k v sinks cu_seqlens_q cu_seqlens_k page_table tiles chunk_tiles part_starts part_out
-        part_sums out lse dout delta dq dk dv dsinks;
-    Int: tokens heads kv_heads kv_token_stride kv_head_stride pages_max window;
-    Float: scale scale_log2;
-};
-
 /// The head size that the kernels are written for.
 pub const HEAD_DIM: usize = 64;
 /// Packed query rows of a block of the forward and of dQ.
@@ -200,4 +175,66 @@ const FORWARD_BYTES: usize = TILE_BYTES + 4 * BLOCK_BYTES + KEPT_BYTES;
 /// Stages of a block of keys and of values, two barriers each.
 const fn ring_bytes(stages: usize) -> usize {
     stages * (2 * BLOCK_BYTES + 2 * 8)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A C type of the header.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    enum CType {
+        /// Any pointer.
+        Pointer,
+        /// `int32_t`.
+        Int,
+        /// `float`.
+        Float,
+    }
+
+    macro_rules! fields {
+        ($($ctype:ident: $($name:ident)*;)*) => {
+            [$($((stringify!($name), CType::$ctype, std::mem::offset_of!(SinkAttentionParams, $name))),*),*]
+        };
+    }
+
+    /// Name, C type and offset in bytes of every field, in order.
+    const FIELDS: [(&str, CType, usize); 29] = fields! {
+        Pointer: q k v sinks cu_seqlens_q cu_seqlens_k page_table tiles chunk_tiles part_starts part_out
+            part_sums out lse dout delta dq dk dv dsinks;
+        Int: tokens heads kv_heads kv_token_stride kv_head_stride pages_max window;
+        Float: scale scale_log2;
+    };
+
+    /// The lines between `start` and the next `};`, without comments.
+    fn body(start: &str) -> Vec<String> {
+        let header = include_str!("../../../kernels/sink_attention.cuh");
+        let inside = header.split(start).nth(1).expect("in the header").split("};").next().unwrap();
+        let code = inside.lines().map(|line| line.split("//").next().unwrap().trim().to_owned());
+        code.filter(|line| !line.is_empty()).collect()
+    }
+
+    #[test]
+    fn the_parameters_are_the_headers_field_by_field() {
+        let lines = body("struct SinkAttention {");
+        let mut offset = 0;
+        let mut fields = vec![];
+        for line in &lines {
+            let (ctype, name) = line.trim_end_matches(';').rsplit_once(' ').expect("a type and a name");
+            let (ctype, size) = match ctype.trim() {
+                pointer if pointer.ends_with('*') => (CType::Pointer, 8),
+                "int32_t" => (CType::Int, 4),
+                "float" => (CType::Float, 4),
+                other => panic!("{other} {name}: the mirror knows no such type"),
+            };
+            offset = usize::next_multiple_of(offset, size);
+            fields.push((name.to_owned(), ctype, offset));
+            offset += size;
+        }
+        let mirror: Vec<_> = FIELDS.iter().map(|&(name, ctype, at)| (name.to_owned(), ctype, at)).collect();
+        assert_eq!(fields, mirror);
+        assert_eq!(offset.next_multiple_of(8), size_of::<SinkAttentionParams>());
+        assert_eq!(body("struct Tile {"), ["int32_t sequence;", "int32_t first;"]);
+        assert_eq!(body("struct ChunkTile {"), ["Tile tile;", "int32_t chunk;"]);
+    }
 }

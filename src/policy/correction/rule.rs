@@ -106,10 +106,10 @@ impl RejectOption {
 /// One condition that a token, or a response, must meet.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RejectionRule {
-    pub(super) option: RejectOption,
-    /// Bounds on the statistic, both inclusive.
-    pub(super) low: f64,
-    pub(super) high: f64,
+    pub option: RejectOption,
+    /// Bounds on the statistic, both inclusive: logs of the ratio's for k1, [0, limit] for k2 and k3.
+    pub low: f64,
+    pub high: f64,
 }
 
 impl RejectionRule {
@@ -129,15 +129,6 @@ impl RejectionRule {
             _ => return Err(bad_input!("the bounds of {option}: {} are too many or too few", bounds.len())),
         };
         Ok(Self { option, low, high })
-    }
-
-    pub fn option(&self) -> RejectOption {
-        self.option
-    }
-
-    /// The bounds on the statistic, both inclusive: logs of the ratio's for k1, [0, limit] for k2 and k3.
-    pub fn bounds(&self) -> (f64, f64) {
-        (self.low, self.high)
     }
 
     pub(super) fn accepts(&self, statistic: f64) -> bool {

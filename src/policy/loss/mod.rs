@@ -5,12 +5,7 @@
 //! sum of per-token terms l(T), so `∂loss/∂T_t = weight_t · w_t · l'(T_t)` with the weights of
 //! [`Normalizer::reduce`]; the derivations beside the functions give l and l'.
 
-mod cispo;
 mod entry;
-mod geo_mean;
-mod gspo;
-mod ppo;
-mod reinforce;
 
 pub use cispo::{CispoClip, cispo};
 pub use entry::{LossEntry, LossFunction, LossSettings, TokenWeights};
@@ -26,19 +21,14 @@ use super::sequences::Sequences;
 use crate::bad_input;
 use crate::choice::registered;
 
-/// Every loss that a recipe can name, in the order of its page. A new loss is a file of this folder and its name here.
-const LOSSES: &[&LossEntry] =
-    &[&ppo::ENTRY, &gspo::ENTRY, &cispo::ENTRY, &reinforce::ENTRY, &geo_mean::ENTRY];
-
 registered! {
-    /// Policy losses.
-    pub struct Loss(LossEntry) of LOSSES;
-}
-
-impl Default for Loss {
-    fn default() -> Self {
-        Self(&ppo::ENTRY)
-    }
+    /// Policy losses, in the order of the recipe's page. A new one is a file of this folder and its line here.
+    pub struct Loss(LossEntry) default ppo;
+    mod ppo;
+    mod gspo;
+    mod cispo;
+    mod reinforce;
+    mod geo_mean;
 }
 
 /// What every policy loss reads: one value a token in each slice.

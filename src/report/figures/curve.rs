@@ -93,7 +93,6 @@ mod tests {
 
     fn curve(seeds: &[&[(u64, f64)]]) -> Curve {
         let run = |values: &&[(u64, f64)]| Run {
-            label: String::new(),
             rows: values
                 .iter()
                 .map(|&(step, value)| Row {
@@ -102,9 +101,7 @@ mod tests {
                     metrics: [("x", value)].into_iter().collect(),
                 })
                 .collect(),
-            recipe: toml::Table::new(),
-            picked: Vec::new(),
-            mismatch: None,
+            ..Run::default()
         };
         Curve { label: "c".into(), seeds: (0..).zip(seeds.iter().map(run)).collect() }
     }

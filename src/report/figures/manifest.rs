@@ -7,7 +7,7 @@ use serde::Deserialize;
 use std::path::Path;
 
 /// The file whose presence makes a folder a set of figures.
-pub(in crate::report) const FILE: &str = "figures.toml";
+pub(crate) const FILE: &str = "figures.toml";
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -10,19 +10,15 @@ mod compare;
 mod evaluate;
 mod exact;
 mod expr;
-mod extract;
 mod normalise;
 mod parse;
 
 pub use exact::exact_form;
-pub use extract::Sources;
+
+use crate::choice::choice;
 
 /// Longer answers are only compared as strings, in bytes.
 pub const ANSWER_BYTES_MAX: usize = 4_000;
-use crate::choice::choice;
-
-/// Longer texts are searched for an answer only at their end, in bytes.
-pub const TEXT_BYTES_MAX: usize = 20_000;
 
 choice! {
     /// How answers are compared.
@@ -76,19 +72,6 @@ pub fn equivalent(gold: &str, answer: &str, options: &Options) -> bool {
             _ => false,
         }
     })
-}
-
-/// Whether the answers that two running texts give are mathematically equal; false when either gives none.
-pub fn equivalent_texts(gold: &str, answer: &str, sources: Sources, options: &Options) -> bool {
-    match (extract::answer(end_of(gold), sources), extract::answer(end_of(answer), sources)) {
-        (Some(gold), Some(answer)) => equivalent(&gold, &answer, options),
-        _ => false,
-    }
-}
-
-/// The last [`TEXT_BYTES_MAX`] bytes of `text`, from a character's start.
-fn end_of(text: &str) -> &str {
-    &text[text.ceil_char_boundary(text.len().saturating_sub(TEXT_BYTES_MAX))..]
 }
 
 #[cfg(test)]
@@ -247,7 +230,6 @@ mod tests {
         for answer in towers.iter().chain(&deep).chain(&closed).chain(&pairs) {
             assert!(!equal("7", answer), "{answer:.40}");
             assert!(!equal(&format!("1, {answer}"), "1, 7"), "{answer:.40}");
-            equivalent_texts(answer, answer, Sources { formulas: true, numbers: true }, &Options::default());
             AnswerEquality::Exact.holds("7", answer);
         }
     }
@@ -323,7 +305,6 @@ mod tests {
     /// No text makes the reader panic, and every text equals itself when it says anything.
     #[test]
     fn any_text_can_be_compared() {
-        let sources = Sources { formulas: true, numbers: true };
         let mut rng = stream(11, Purpose::Evaluation, &[]);
         for _ in 0..60_000 {
             let length = rng.random_range(1..14);
@@ -331,7 +312,6 @@ mod tests {
             assert!(equal(&text, &text) || normalise::plain_form(&text).is_empty(), "{text}");
             equal("\\frac{1}{2}", &text);
             equal(&text, "x=1");
-            extract::answer(&text, sources);
             AnswerEquality::Exact.holds(&text, "1");
             crate::tasks::gsm8k::extract(&text, Default::default());
             crate::tasks::retool::PromptForm::Boxed.extract(&text);
@@ -341,7 +321,6 @@ mod tests {
             let length = rng.random_range(0..24);
             let text: String = (0..length).map(|_| rng.random::<char>()).collect();
             equal("1", &text);
-            extract::answer(&text, sources);
             crate::tasks::gsm8k::extract(&text, Default::default());
         }
     }

@@ -1,4 +1,4 @@
-//! Whether a response follows an instruction, strictly and loosely.
+//! Whether a response follows an instruction.
 
 use super::capitals::count_capital_words;
 use super::pattern::constant;
@@ -10,38 +10,12 @@ use std::sync::LazyLock;
 
 /// The instructions of `instructions` that `response` follows; a blank response follows none.
 pub fn strict(instructions: &[Instruction], response: &str) -> Vec<bool> {
-    instructions.iter().map(|instruction| passes(instruction, response)).collect()
-}
-
-/// Like [`strict`], where one of the eight [`loose_variants`] that follows is enough.
-pub fn loose(instructions: &[Instruction], response: &str) -> Vec<bool> {
-    let variants = loose_variants(response);
-    instructions.iter().map(|instruction| variants.iter().any(|v| passes(instruction, v))).collect()
-}
-
-/// The response; without its first line, its last line, both; and these four without asterisks. It forgives
-/// introductions, closing remarks and Markdown emphasis.
-pub fn loose_variants(response: &str) -> [String; 8] {
-    let after_first = response.split_once('\n').map_or("", |(_, rest)| rest);
-    let without_last =
-        |text: &str| text.rsplit_once('\n').map_or(String::new(), |(rest, _)| strip(rest).to_owned());
-    let cut = [
-        response.to_owned(),
-        strip(after_first).to_owned(),
-        without_last(response),
-        without_last(after_first),
-    ];
-    let plain = cut.clone().map(|text| text.replace('*', ""));
-    let ([a, b, c, d], [e, f, g, h]) = (cut, plain);
-    [a, b, c, d, e, f, g, h]
-}
-
-fn passes(instruction: &Instruction, response: &str) -> bool {
-    !strip(response).is_empty() && instruction.follows(response)
+    let follows = |instruction: &Instruction| !strip(response).is_empty() && instruction.follows(response);
+    instructions.iter().map(follows).collect()
 }
 
 impl Instruction {
-    /// Whether `response` follows the instruction. [`strict`] and [`loose`] also refuse blank responses.
+    /// Whether `response` follows the instruction. [`strict`] also refuses blank responses.
     pub fn follows(&self, response: &str) -> bool {
         match self {
             Self::CapitalWords(bound) => bound.holds(count_capital_words(response)),

@@ -1,7 +1,7 @@
 //! The 25 instructions of IFEval (Zhou et al. 2023, arXiv:2311.07911) as pure functions of a response.
 //!
 //! A row of an IFEval file names instructions by id and gives each its `kwargs`. [`Instruction::parse`] reads one;
-//! [`Instruction::follows`], [`strict`] and [`loose`] grade a response by the rules of the reference
+//! [`Instruction::follows`] and [`strict`] grade a response by the rules of the reference
 //! implementation, its quirks included. [`compose`] draws instructions for training prompts.
 //!
 //! Known differences from the reference: a kwarg that it would replace by a random value is refused (a letter that is
@@ -17,7 +17,7 @@ mod pattern;
 mod python;
 mod sentences;
 
-pub use follow::{loose, loose_variants, strict};
+pub use follow::strict;
 pub use language::LANGUAGES;
 
 use crate::bad_input;

@@ -4,7 +4,7 @@ use super::{STATE_FILE, TrainerState};
 use crate::atomic_file::is_partial;
 use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX};
-use crate::error::BadInput;
+use crate::error::{BadInput, quoted};
 use crate::integrity::{MANIFEST_FILE, Manifest, digest_of};
 use crate::metrics::Phase;
 use crate::train::reference;
@@ -205,23 +205,17 @@ fn check_metrics(file: &Path, folder: &Path, state: &TrainerState) -> Result<()>
 
 /// The error that leads from a flaw to the newest sound checkpoint.
 fn way_back(flaw: anyhow::Error, run: &Path, damaged: &[&PathBuf], sound: &Path) -> anyhow::Error {
+    let shell = |path: &Path| quoted(&path.display().to_string());
     let aside = run.join("damaged");
-    let folders: Vec<String> = damaged.iter().rev().map(|folder| quoted(folder)).collect();
+    let folders: Vec<String> = damaged.iter().rev().map(|folder| shell(folder)).collect();
     let name = sound.file_name().unwrap_or_default().to_string_lossy();
-    let place = quoted(&aside);
+    let place = shell(&aside);
     BadInput(format!(
         "{flaw:#}. The newest sound checkpoint is {name}; to go on from it, move what is newer away and give the same command \
          again: mkdir -p {place} && mv {} {place}/",
         folders.join(" ")
     ))
     .into()
-}
-
-/// A path as a shell reads it.
-fn quoted(path: &Path) -> String {
-    let text = path.display().to_string();
-    let plain = |c: char| c.is_alphanumeric() || "/._-+=:@%".contains(c);
-    if text.chars().all(plain) { text } else { format!("'{}'", text.replace('\'', r"'\''")) }
 }
 
 /// Removes what a kill left half written in the run folder `run`.

@@ -15,7 +15,16 @@ fn plain_lines_name_both_stages_and_the_end() {
     assert!(text.contains("cold start 4/4  loss "), "{text}");
     assert!(text.contains("rl 4/4  reward "), "{text}");
     assert!(text.contains("step 4: val-core/arithmetic/acc/mean@1 "), "{text}");
-    assert_eq!(last.last(), Some(&format!("done: {}", out.display()).as_str()));
+    for part in [
+        "model    ",
+        "gpt_oss, 4 layers, 286,048 parameters, all learn",
+        "task     arithmetic, with the embedded Python tool",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in: {text}");
+    }
+    assert!(text.contains(&format!("folder   {}\n", out.display())), "{text}");
+    let report = format!("to see it: {} report {}", env!("CARGO_BIN_EXE_rloss"), out.display());
+    assert_eq!(last[last.len() - 2..], [format!("done: {}", out.display()), report]);
     assert!(text.chars().all(|c| c == '\n' || !c.is_control()), "{text:?}");
 }
 
@@ -52,7 +61,7 @@ fn a_report_of_two_runs_names_both() {
     done(&mut small(&first, &["train.steps=2"]));
     done(&mut small(&second, &["train.steps=2", "train.seed=1"]));
     let printed = done(rloss().arg("report").args([&first, &second]));
-    let page = first.join("report.html");
+    let page = first.join("report-2-runs.html");
     assert_eq!(String::from_utf8(printed.stdout).unwrap().trim(), page.display().to_string());
     let html = std::fs::read_to_string(page).unwrap();
     assert!(html.contains("first-run") && html.contains("second-run"));

@@ -1,6 +1,6 @@
 //! Sampled turns: well formed, malformed, random.
 
-use super::{embedded, parse};
+use super::{embedded, encode_with_special, parse, parse_completion};
 use rand::Rng;
 use rand::seq::IndexedRandom;
 use rloss::harmony::*;
@@ -9,7 +9,7 @@ use rloss::random::{Purpose, stream};
 /// A turn written with special tokens spelled out.
 fn turn(text: &str) -> ParsedCompletion {
     let tokenizer = embedded();
-    parse_completion(&tokenizer, &tokenizer.encode_with_special(text).unwrap())
+    parse_completion(&tokenizer, &encode_with_special(&tokenizer, text))
 }
 
 #[test]
@@ -121,7 +121,7 @@ fn a_repeated_opening_is_the_turns_own_header() {
 #[test]
 fn a_malformed_turn_stays_what_it_was() {
     let tokenizer = embedded();
-    let tokens = tokenizer.encode_with_special("<|channel|>final<|message|>7<|call|>more").unwrap();
+    let tokens = encode_with_special(&tokenizer, "<|channel|>final<|message|>7<|call|>more");
     let parsed = parse_completion(&tokenizer, &tokens);
     assert_eq!((parsed.end, parsed.problem), (TurnEnd::Malformed, Some(TurnProblem::CallWithoutRecipient)));
 }
@@ -129,7 +129,7 @@ fn a_malformed_turn_stays_what_it_was() {
 #[test]
 fn characters_may_span_tokens_and_bad_bytes_stay_visible() {
     let tokenizer = embedded();
-    let mut tokens = tokenizer.encode_with_special("<|channel|>final<|message|>é😀<|return|>").unwrap();
+    let mut tokens = encode_with_special(&tokenizer, "<|channel|>final<|message|>é😀<|return|>");
     assert_eq!(parse_completion(&tokenizer, &tokens).messages[0].content, "é😀");
     // Without its last byte the emoji is one replacement character, in all parsers.
     tokens.remove(tokens.len() - 2);
@@ -138,7 +138,7 @@ fn characters_may_span_tokens_and_bad_bytes_stay_visible() {
     assert_eq!(parsed.messages[0].content, "é\u{fffd}");
     let strict = parse(&tokenizer, Role::Assistant, ParseMode::Strict, &tokens).unwrap();
     assert_eq!(strict, parsed.messages);
-    let mut call = tokenizer.encode_with_special(" to=python<|message|>1<|call|>").unwrap();
+    let mut call = encode_with_special(&tokenizer, " to=python<|message|>1<|call|>");
     call.insert(call.len() - 1, 16 + 0xff);
     let parsed = parse_completion(&tokenizer, &call);
     assert_eq!((parsed.end, parsed.problem), (TurnEnd::Malformed, Some(TurnProblem::InvalidUtf8)));
@@ -147,13 +147,13 @@ fn characters_may_span_tokens_and_bad_bytes_stay_visible() {
 #[test]
 fn lenient_parsing_saves_a_message_closed_in_its_header() {
     let tokenizer = embedded();
-    let tokens = tokenizer.encode_with_special("<|channel|>final the answer<|return|>").unwrap();
+    let tokens = encode_with_special(&tokenizer, "<|channel|>final the answer<|return|>");
     assert!(parse(&tokenizer, Role::Assistant, ParseMode::Strict, &tokens).is_err());
     let saved = parse(&tokenizer, Role::Assistant, ParseMode::Lenient, &tokens).unwrap();
     assert_eq!(saved, [Message::assistant("final", "the answer")]);
     // The author being given, a repeated opening is taken for a recipient, as the reference does.
     let repeated =
-        tokenizer.encode_with_special("<|start|>assistant<|channel|>final<|message|>x<|return|>").unwrap();
+        encode_with_special(&tokenizer, "<|start|>assistant<|channel|>final<|message|>x<|return|>");
     let parsed = parse(&tokenizer, Role::Assistant, ParseMode::Strict, &repeated).unwrap();
     assert_eq!(parsed, [Message::call("<|start|>assistant", "final", "x")]);
 }
@@ -175,7 +175,7 @@ fn random_turns_end_in_a_defined_state() {
         "<|start|>assistant",
     ]
     .iter()
-    .map(|text| tokenizer.encode_with_special(text).unwrap())
+    .map(|text| encode_with_special(&tokenizer, text))
     .collect();
     for _ in 0..30_000 {
         let mut tokens: Vec<u32> = Vec::new();

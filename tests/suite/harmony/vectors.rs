@@ -1,21 +1,22 @@
-//! Outside vectors: every text, rendering and parse of the Harmony data, token by token.
+//! Vectors, our own and outside ones: every text, rendering and parse of the Harmony data, token by token.
 
 use super::vocabulary::forgeries;
-use super::{o200k, parse};
+use super::{encode_with_special, o200k, parse, parse_completion, vocabularies};
 use crate::data;
 use rand::Rng;
 use rloss::harmony::*;
 use rloss::random::{Purpose, stream};
 use serde_json::{Value, json};
 
-fn rows(stem: &str) -> Option<Vec<Value>> {
-    let rows: Vec<Value> = data::jsonl_rows("harmony")?
-        .into_iter()
-        .filter(|(file, _)| file == stem)
-        .map(|(_, row)| row)
-        .collect();
-    assert!(!rows.is_empty(), "no rows in {stem}.jsonl");
-    Some(rows)
+/// The rows of one kind with the vocabulary that their ids are of: our own, and the outside ones where they are there.
+fn sets(stem: &str) -> Vec<(data::Folder, HarmonyTokenizer, Vec<Value>)> {
+    let sets = data::folders("harmony").into_iter().zip(vocabularies()).map(|(folder, (_, tokenizer))| {
+        let rows = data::rows_of(&folder.path).into_iter().filter(|(file, _)| file == stem);
+        let rows: Vec<Value> = rows.map(|(_, row)| row).collect();
+        assert!(!rows.is_empty(), "no rows in {stem}.jsonl");
+        (folder, tokenizer, rows)
+    });
+    sets.collect()
 }
 
 fn ids(value: &Value) -> Vec<u32> {
@@ -29,8 +30,7 @@ fn text_of(file: &str) -> Option<String> {
 
 #[test]
 fn every_kind_of_row_is_known_to_the_vectors() {
-    let Some(rows) = data::jsonl_rows("harmony") else { return };
-    for (stem, _) in rows {
+    for (stem, _) in data::jsonl_rows("harmony") {
         assert!(
             ["text-tokens", "render-vectors", "parse-vectors"].contains(&stem.as_str()),
             "no test reads {stem}.jsonl"
@@ -40,31 +40,32 @@ fn every_kind_of_row_is_known_to_the_vectors() {
 
 #[test]
 fn text_vectors_encode_and_decode() {
-    let (Some(rows), Some(tokenizer)) = (rows("text-tokens"), o200k()) else { return };
-    let mut files: Vec<String> = std::fs::read_dir(data::folder("harmony").unwrap().join("test-data"))
-        .unwrap()
-        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .collect();
-    for row in &rows {
-        let (name, text) = (row["name"].as_str().unwrap(), row["text"].as_str().unwrap());
-        let file = if name.ends_with(".txt") { name.to_string() } else { format!("{name}.txt") };
-        assert_eq!(text_of(&file).unwrap(), text, "{name}");
-        files.retain(|f| *f != file);
-        let tokens = tokenizer.encode_with_special(text).unwrap();
-        assert_eq!(tokens, ids(&row["tokens"]), "{name}");
-        assert_eq!(tokenizer.decode(&tokens), text, "{name}");
+    for (folder, tokenizer, rows) in sets("text-tokens") {
+        let texts = folder.path.join("test-data");
+        let names = std::fs::read_dir(&texts).unwrap().map(|entry| entry.unwrap().file_name());
+        let mut files: Vec<String> = names.map(|name| name.into_string().unwrap()).collect();
+        for row in &rows {
+            let (name, text) = (row["name"].as_str().unwrap(), row["text"].as_str().unwrap());
+            let file = if name.ends_with(".txt") { name.to_string() } else { format!("{name}.txt") };
+            assert_eq!(std::fs::read_to_string(texts.join(&file)).unwrap(), text, "{name}");
+            files.retain(|f| *f != file);
+            let tokens = encode_with_special(&tokenizer, text);
+            assert_eq!(tokens, ids(&row["tokens"]), "{name}");
+            assert_eq!(tokenizer.decode(&tokens), text, "{name}");
+        }
+        assert!(files.is_empty(), "test-data without tokens: {files:?}");
+        let sizes = (tokenizer.vocab_size(), tokenizer.control().constrain, tokenizer.pad());
+        let expected = if folder.own { (439, 433, 431) } else { (201_088, 200_003, 199_999) };
+        assert_eq!(sizes, (expected.0, Some(expected.1), Some(expected.2)));
     }
-    assert!(files.is_empty(), "test-data without tokens: {files:?}");
-    assert_eq!(tokenizer.vocab_size(), 201_088);
-    assert_eq!(tokenizer.control().constrain, Some(200_003));
-    assert_eq!(tokenizer.pad(), Some(199_999));
 }
 
 #[test]
 fn render_vectors_give_the_same_tokens() {
-    let (Some(rows), Some(tokenizer)) = (rows("render-vectors"), o200k()) else { return };
     let options = RenderOptions::default();
-    for row in rows {
+    for (tokenizer, row) in
+        sets("render-vectors").iter().flat_map(|(_, t, rows)| rows.iter().map(move |r| (t, r)))
+    {
         let name = format!("{} {}", row["name"], row["mode"]);
         let messages = messages_from_json(&row["messages"], &name).unwrap();
         let tokens = match row["mode"].as_str().unwrap() {
@@ -86,8 +87,9 @@ fn render_vectors_give_the_same_tokens() {
 
 #[test]
 fn parse_vectors_give_the_same_messages_and_errors() {
-    let (Some(rows), Some(tokenizer)) = (rows("parse-vectors"), o200k()) else { return };
-    for row in rows {
+    for (tokenizer, row) in
+        sets("parse-vectors").iter().flat_map(|(_, t, rows)| rows.iter().map(move |r| (t, r)))
+    {
         let tokens = ids(&row["tokens"]);
         let role = Role::from_name(row["role"].as_str().unwrap()).unwrap();
         for (key, mode) in [("strict", ParseMode::Strict), ("lenient", ParseMode::Lenient)] {
@@ -106,11 +108,11 @@ fn parse_vectors_give_the_same_messages_and_errors() {
 /// Where the reference reads a well-formed turn, the tolerant parser reads the same.
 #[test]
 fn parse_vectors_read_tolerantly() {
-    let (Some(rows), Some(tokenizer)) = (rows("parse-vectors"), o200k()) else { return };
     // The reference takes a lone content type for a recipient; here `final json` is a final answer of type json.
     let lone_type = ["<|constrain|>json", "json"];
     let (mut agreed, mut malformed) = (0, 0);
-    for row in rows {
+    let sets = sets("parse-vectors");
+    for (tokenizer, row) in sets.iter().flat_map(|(_, t, rows)| rows.iter().map(move |r| (t, r))) {
         let parsed = parse_completion(tokenizer, &ids(&row["tokens"]));
         let Some(expected) = row["strict"].get("messages") else {
             assert!(parsed.problem.is_some(), "{}", row["text"]);
@@ -126,7 +128,8 @@ fn parse_vectors_read_tolerantly() {
         assert_eq!(parsed.messages, expected, "{}", row["text"]);
         agreed += 1;
     }
-    assert!(agreed >= 13 && malformed >= 5, "{agreed} {malformed}");
+    let (agreed_min, malformed_min) = if sets.len() > 1 { (19, 10) } else { (6, 5) };
+    assert!(agreed >= agreed_min && malformed >= malformed_min, "{agreed} {malformed}");
 }
 
 /// The token lists among the test data: what a model sampled, parsed strictly.
@@ -150,7 +153,7 @@ fn sampled_token_vectors_parse() {
 fn tool_reply_vectors_parse() {
     let Some(tokenizer) = o200k() else { return };
     let Some(text) = text_of("test_streamable_parser.txt") else { return };
-    let tokens = tokenizer.encode_with_special(&text).unwrap();
+    let tokens = encode_with_special(tokenizer, &text);
     let messages = parse(tokenizer, Role::Assistant, ParseMode::Strict, &tokens).unwrap();
     let query = "{\"query\": \"current US president July 2025\", \"topn\": 10, \"source\": \"news\"}";
     let call =
@@ -164,7 +167,7 @@ fn tool_reply_vectors_parse() {
     assert_eq!(parser.call(), Some(&call));
     assert_eq!(tokens[over], tokenizer.control().call);
 
-    let tokens = tokenizer.encode_with_special(&text_of("test_tool_response_parsing.txt").unwrap()).unwrap();
+    let tokens = encode_with_special(tokenizer, &text_of("test_tool_response_parsing.txt").unwrap());
     let mut parser = StreamParser::new(tokenizer, None, ParseMode::Strict);
     tokens.iter().for_each(|&token| parser.push(token).unwrap());
     let parsed = parser.finish().unwrap();
@@ -270,23 +273,22 @@ fn dropped_analysis_vectors() {
 
 #[test]
 fn text_cannot_forge_control_tokens_of_the_o200k_vectors() {
-    if let Some(tokenizer) = o200k() {
-        forgeries(tokenizer);
-    }
+    vocabularies().iter().for_each(|(_, tokenizer)| forgeries(tokenizer));
 }
 
 #[test]
 fn o200k_vectors_round_trip_any_text() {
-    let Some(tokenizer) = o200k() else { return };
-    let mut random = stream(7, Purpose::Demonstration, &[2]);
-    for _ in 0..200 {
-        let length = random.random_range(0..200);
-        let text: String = (0..length).map(|_| random.random::<char>()).collect();
-        let tokens = tokenizer.encode_text(&text);
-        assert_eq!(tokenizer.decode(&tokens), text);
-        assert!(tokens.iter().all(|&id| !tokenizer.is_special(id)));
+    for (_, tokenizer) in vocabularies() {
+        let mut random = stream(7, Purpose::Demonstration, &[2]);
+        for _ in 0..200 {
+            let length = random.random_range(0..200);
+            let text: String = (0..length).map(|_| random.random::<char>()).collect();
+            let tokens = tokenizer.encode_text(&text);
+            assert_eq!(tokenizer.decode(&tokens), text);
+            assert!(tokens.iter().all(|&id| !tokenizer.is_special(id)));
+        }
+        // A run of spaces on which a backtracking pattern may give up.
+        let spaces = format!("{}x", " ".repeat(3_000_000));
+        assert_eq!(tokenizer.decode(&tokenizer.encode_text(&spaces)), spaces);
     }
-    // A run of spaces on which a backtracking pattern may give up.
-    let spaces = format!("{}x", " ".repeat(3_000_000));
-    assert_eq!(tokenizer.decode(&tokenizer.encode_text(&spaces)), spaces);
 }

@@ -2,7 +2,7 @@
 //!
 //! `scripts/make_fixtures.py` says what such a folder holds.
 
-use crate::tiny::{Learned, learned, values as floats};
+use crate::tiny::{self, Gradients, Learned, learned, values as floats};
 use candle_core::{Device, Tensor};
 use rloss::model::attend::PackedAttention;
 use rloss::model::cache::SequenceCache;
@@ -44,6 +44,15 @@ struct Rows {
     logprobs: Vec<Vec<f32>>,
     loss: f64,
     sgd_lr: f64,
+    adamw: Option<AdamW>,
+}
+
+#[derive(Clone, Copy, Deserialize)]
+struct AdamW {
+    lr: f64,
+    betas: [f64; 2],
+    eps: f64,
+    weight_decay: f64,
 }
 
 pub struct Case {
@@ -83,10 +92,12 @@ pub struct Figures {
     pub gradients: Worst,
     /// Over the largest change of the tensor.
     pub sgd: Worst,
+    /// The same; 0 where there is nothing to compare with.
+    pub adamw: Worst,
 }
 
 impl Figures {
-    fn bars(&self) -> [(&'static str, &Worst, f64); 6] {
+    fn bars(&self) -> [(&'static str, &Worst, f64); 7] {
         [
             ("logits", &self.logits, LOGITS_BAR),
             ("decode", &self.decode, LOGITS_BAR),
@@ -94,6 +105,7 @@ impl Figures {
             ("loss", &self.loss, LOG_PROB_BAR),
             ("gradients", &self.gradients, GRADIENT_BAR),
             ("SGD step", &self.sgd, GRADIENT_BAR),
+            ("AdamW step", &self.adamw, GRADIENT_BAR),
         ]
     }
 
@@ -153,21 +165,38 @@ impl Case {
         let output = self.forward_backward(true, ForwardOptions::default());
         let loss = -output.log_probs.iter().map(|&l| l as f64).sum::<f64>() / output.log_probs.len() as f64;
         figures.loss.note((loss - self.rows.loss).abs() / self.rows.loss.abs(), "loss");
-        let before: Vec<Vec<f32>> =
-            (0..self.parameters.len()).map(|i| floats(self.parameters.values(i))).collect();
-        self.step();
         for (index, spec) in self.parameters.specs.iter().enumerate() {
             let gradient = output.gradients.values[index].as_ref().unwrap();
-            let expected = self.expected_values("grad", index);
-            figures.gradients.note(relative(gradient, &expected), &spec.name);
-            let change = |after: &[f32]| -> Vec<f32> {
-                after.iter().zip(&before[index]).map(|(a, b)| a - b).collect()
-            };
-            let (after, after_torch) =
-                (floats(self.parameters.values(index)), self.expected_values("sgd", index));
-            figures.sgd.note(relative(&change(&after), &change(&after_torch)), &spec.name);
+            figures.gradients.note(relative(gradient, &self.expected_values("grad", index)), &spec.name);
+        }
+        let sgd = OptimizerSettings { kind: OptimizerKind::Sgd, ..OptimizerSettings::default() };
+        figures.sgd = self.compare_step("sgd", &sgd, self.rows.sgd_lr);
+        if let Some(AdamW { lr, betas: [beta1, beta2], eps, weight_decay }) = self.rows.adamw {
+            let adamw = OptimizerSettings { lr, beta1, beta2, eps, weight_decay, ..Default::default() };
+            figures.adamw = self.compare_step("adamw", &adamw, lr);
         }
         figures
+    }
+
+    /// What one step changes against what it changed in PyTorch; the weights are put back.
+    fn compare_step(&mut self, kind: &str, settings: &OptimizerSettings, lr: f64) -> Worst {
+        let before: Vec<Vec<f32>> =
+            (0..self.parameters.len()).map(|i| floats(self.parameters.values(i))).collect();
+        let gradients = Gradients::of(&self.parameters);
+        let mut optimizer = Optimizer::new(settings, &mut self.parameters, false).unwrap();
+        assert_eq!(gradients, Gradients::of(&self.parameters), "a fresh optimizer leaves gradients alone");
+        optimizer.update(&mut self.parameters, lr).unwrap();
+        let mut worst = Worst::default();
+        for (index, before) in before.iter().enumerate() {
+            let change =
+                |after: &[f32]| -> Vec<f32> { after.iter().zip(before).map(|(a, b)| a - b).collect() };
+            let (after, after_torch) =
+                (floats(self.parameters.values(index)), self.expected_values(kind, index));
+            let name = &self.parameters.specs[index].name;
+            worst.note(relative(&change(&after), &change(&after_torch)), name);
+            tiny::set(&self.parameters, index, before);
+        }
+        worst
     }
 
     /// Tensor `kind.NAME` of what PyTorch computed, in working layout.
@@ -249,13 +278,6 @@ impl Case {
             })
         };
         learned(&self.parameters, of, |pass| pass.forward_backward(&objective))
-    }
-
-    /// One step of plain gradient descent.
-    fn step(&mut self) {
-        let settings = OptimizerSettings { kind: OptimizerKind::Sgd, ..OptimizerSettings::default() };
-        let mut optimizer = Optimizer::new(&settings, &mut self.parameters, false).unwrap();
-        optimizer.update(&mut self.parameters, self.rows.sgd_lr).unwrap();
     }
 }
 

@@ -1,7 +1,7 @@
 //! The proof's cases: random models and rollouts in which something could tell rollout and training apart.
 
 use anyhow::{Context, Result, ensure};
-use rloss::harmony::{HarmonyTokenizer, Message};
+use rloss::harmony::Message;
 use rloss::interpreter::{Interpreter, Reply, SessionId};
 use rloss::mismatch::links::{Link, Proof};
 use rloss::model::config::{Config, LayerType, Rope};
@@ -63,6 +63,7 @@ fn base() -> Case {
             rope: Rope { theta: 10_000.0, yarn: Some(yarn) },
             rms_norm_eps: 1e-5,
             swiglu_limit: 7.0,
+            tie_word_embeddings: false,
             max_position_embeddings: 2048,
             bos_token_id: None,
             eos_token_ids: vec![6],
@@ -119,7 +120,29 @@ pub fn cases() -> Vec<Case> {
         sliding_window: 300,
         ..base().config
     };
+    let dense = Config {
+        family: Family::Qwen2,
+        num_local_experts: 0,
+        num_experts_per_tok: 0,
+        intermediate_size: 200,
+        layer_types: vec![LayerType::Full; 4],
+        swiglu_limit: 0.0,
+        eos_token_ids: vec![IM_END],
+        ..base().config
+    };
+    let dense_odd = Config {
+        hidden_size: 100,
+        num_attention_heads: 21,
+        num_key_value_heads: 3,
+        head_dim: 18,
+        intermediate_size: 51,
+        tie_word_embeddings: true,
+        rope: Rope { theta: 1_000_000.0, yarn: None },
+        ..dense.clone()
+    };
     vec![
+        Case { name: "dense family", config: dense, turns: 3, share: 5, ..base() },
+        Case { name: "dense family, tied, odd sizes", config: dense_odd, turns: 3, share: 5, ..base() },
         Case { name: "windows crossed many times", turns: 1, turn_tokens_max: 700, share: 14, ..base() },
         Case {
             name: "chunks of keys crossed",
@@ -134,8 +157,8 @@ pub fn cases() -> Vec<Case> {
         Case { name: "tool output inserted", turns: 5, share: 8, ..base() },
         Case { name: "groups share a prefill", samples: 16, share: 8, ..base() },
         Case { name: "sequences leave and enter", sequences_max: 3, samples: 2, share: 8, ..base() },
-        Case { name: "temperature 0.6", sampling: Sampling::whole(0.6), ..base() },
-        Case { name: "temperature 1.7", sampling: Sampling::whole(1.7), ..base() },
+        Case { name: "temperature 0.6", sampling: Sampling::whole(0.6), share: 5, ..base() },
+        Case { name: "temperature 1.7", sampling: Sampling::whole(1.7), share: 5, ..base() },
         Case { name: "top-p 0.8", sampling: Sampling { top_p: 0.8, ..Sampling::whole(1.0) }, ..base() },
         Case { name: "odd sizes", config: odd, ..base() },
         Case { name: "weights rounded to bf16", bf16_weights: true, share: 4, ..base() },
@@ -181,7 +204,7 @@ impl Case {
             if links.is_empty() {
                 links = found;
             } else {
-                links.iter_mut().zip(&found).for_each(|(link, found)| link.merge(found));
+                links.iter_mut().zip(&found).for_each(|(link, found)| add(link, found));
             }
             step += 1;
         }
@@ -216,17 +239,20 @@ impl Case {
             step,
             preamble: vec![],
         };
-        let tokenizer = HarmonyTokenizer::embedded()?;
+        let chat = self.config.family.embedded_chat()?;
         let rollout = Rollout {
             threads,
             policy,
-            tokenizer: &tokenizer,
+            chat: &chat,
             task: &Questions,
             interpreter: Some(&Repeat),
             settings: &settings,
         };
-        let prompts = Prompt::numbered((0..4).map(|i| Questions.training_problem(step, i)));
-        let source = Talk { sampling: self.sampling, turns: self.turns, tokens_max: self.turn_tokens_max };
+        let prompts = (0..4)
+            .map(|i| Prompt { index: i, problem: Questions.training_problem(step, i) })
+            .collect::<Vec<_>>();
+        let (sampling, turns, tokens_max) = (self.sampling, self.turns, self.turn_tokens_max);
+        let source = Talk { family: self.config.family, sampling, turns, tokens_max };
         let source: &dyn TokenSource = if self.sampling.top_p < 1.0 { &self.sampling } else { &source };
         let rollouts = rollout.groups_from(source, &prompts, self.samples, &|_| (), &|| false)?;
         let rollouts = rollouts.context("nobody stopped it")?;
@@ -245,24 +271,41 @@ impl Case {
         }
         let stored = trajectories.iter().flat_map(|t| t.logprobs.iter().zip(&t.mask).skip(1));
         let stored: Vec<f32> = stored.filter(|(_, sampled)| **sampled).map(|(l, _)| *l).collect();
-        Ok(Link::between("rollout_equals_training", &stored, &computed))
+        Ok(between("rollout_equals_training", &stored, &computed))
     }
 }
 
 /// Samples as the model likes, but for the tokens that make conversations: every turn but the last calls the tool, the
 /// last one answers, each at a length of its own; control tokens in between become text. Log-probs are the model's.
 struct Talk {
+    family: Family,
     sampling: Sampling,
     turns: u64,
     tokens_max: usize,
 }
 
-// Ids of the embedded vocabulary.
+// Ids of the embedded vocabularies.
 const TO_PYTHON_CALL: [u32; 4] = [13, 3, 10, 2];
 const FINAL: [u32; 3] = [3, 12, 2];
 const CALL: u32 = 5;
 const RETURN: u32 = 6;
 const BYTES: u32 = 16;
+const TOOL_CALL: u32 = 3;
+const PYTHON_CODE: u32 = 8;
+const CODE_END: u32 = 9;
+const IM_END: u32 = 2;
+
+impl Talk {
+    /// What a turn begins with and what it ends in.
+    fn frame(&self, last: bool) -> (&[u32], &[u32]) {
+        match (self.family, last) {
+            (Family::GptOss, true) => (&FINAL, &[RETURN]),
+            (Family::GptOss, false) => (&TO_PYTHON_CALL, &[CALL]),
+            (Family::Qwen2, true) => (&[], &[IM_END]),
+            (Family::Qwen2, false) => (&[TOOL_CALL, PYTHON_CODE], &[CODE_END, IM_END]),
+        }
+    }
+}
 
 impl TokenSource for Talk {
     fn sampling(&self) -> Sampling {
@@ -271,12 +314,14 @@ impl TokenSource for Talk {
 
     fn choose(&self, place: SampledPlace, drawn: u32) -> Result<u32> {
         let last = place.turn + 1 == self.turns;
-        let (opening, closing) = if last { (&FINAL[..], RETURN) } else { (&TO_PYTHON_CALL[..], CALL) };
+        let (opening, closing) = self.frame(last);
         let hash = (place.prompt * 31 + place.sample * 17 + place.turn * 7 + 3).wrapping_mul(0x9e37_79b9);
         let length = 6 + hash as usize % self.tokens_max;
         Ok(match opening.get(place.token) {
             Some(&token) => token,
-            None if place.token >= length => closing,
+            None if place.token >= length => closing[(place.token - length).min(closing.len() - 1)],
+            // Digits: nothing that would end the text of a call or have to be escaped in it.
+            None if self.family == Family::Qwen2 => BYTES + 48 + drawn % 10,
             None if drawn < BYTES => BYTES + 32 + drawn,
             None => drawn,
         })
@@ -325,4 +370,26 @@ impl Task for Questions {
     fn reward(&self, _: &Problem, _: &Transcript) -> Result<Reward> {
         Ok(Reward { value: 0.0, success: false })
     }
+}
+
+/// The link between two computations of the same log-probabilities.
+fn between(name: &'static str, a: &[f32], b: &[f32]) -> Link {
+    assert_eq!(a.len(), b.len(), "{name}");
+    let pairs = || a.iter().zip(b);
+    let gap = |(a, b): (&f32, &f32)| (f64::from(*a) - f64::from(*b)).abs();
+    Link {
+        name,
+        tokens: a.len(),
+        bit_equal: pairs().filter(|(a, b)| a.to_bits() == b.to_bits()).count(),
+        logprob_abs_diff_max: pairs()
+            .map(gap)
+            .fold(0.0, |max, gap| if gap > max || gap.is_nan() { gap } else { max }),
+    }
+}
+
+/// Adds what the same link came to elsewhere.
+fn add(link: &mut Link, other: &Link) {
+    link.tokens += other.tokens;
+    link.bit_equal += other.bit_equal;
+    link.logprob_abs_diff_max = link.logprob_abs_diff_max.max(other.logprob_abs_diff_max);
 }

@@ -2,43 +2,12 @@
 //! No GPU is needed for any of it.
 
 use candle_core::{DType, Device, Tensor};
-use rloss::ops::sink_attention::kernels::{self, CType, ChunkTile, FIELDS, SinkAttentionParams, Tile};
+use rloss::ops::sink_attention::kernels::{self, ChunkTile, Tile};
 use rloss::ops::sink_attention::plan::{Argument, LaunchSequences, check_attention, check_device};
 use rloss::ops::sink_attention::{Attention, sink_attention};
 
 fn header() -> String {
     std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/kernels/sink_attention.cuh")).unwrap()
-}
-
-/// The lines between `start` and the next `};`, without comments.
-fn body(text: &str, start: &str) -> Vec<String> {
-    let inside = text.split(start).nth(1).expect("in the header").split("};").next().unwrap();
-    let code = inside.lines().map(|line| line.split("//").next().unwrap().trim().to_owned());
-    code.filter(|line| !line.is_empty()).collect()
-}
-
-#[test]
-fn the_parameters_are_the_headers_field_by_field() {
-    let lines = body(&header(), "struct SinkAttention {");
-    let mut offset = 0;
-    let mut fields = vec![];
-    for line in &lines {
-        let (ctype, name) = line.trim_end_matches(';').rsplit_once(' ').expect("a type and a name");
-        let (ctype, size) = match ctype.trim() {
-            pointer if pointer.ends_with('*') => (CType::Pointer, 8),
-            "int32_t" => (CType::Int, 4),
-            "float" => (CType::Float, 4),
-            other => panic!("{other} {name}: the mirror knows no such type"),
-        };
-        offset = usize::next_multiple_of(offset, size);
-        fields.push((name.to_owned(), ctype, offset));
-        offset += size;
-    }
-    let mirror: Vec<_> = FIELDS.iter().map(|&(name, ctype, at)| (name.to_owned(), ctype, at)).collect();
-    assert_eq!(fields, mirror);
-    assert_eq!(offset.next_multiple_of(8), size_of::<SinkAttentionParams>());
-    assert_eq!(body(&header(), "struct Tile {"), ["int32_t sequence;", "int32_t first;"]);
-    assert_eq!(body(&header(), "struct ChunkTile {"), ["Tile tile;", "int32_t chunk;"]);
 }
 
 /// A number that the header gives.

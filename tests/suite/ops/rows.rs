@@ -90,7 +90,7 @@ fn swiglu_clamps_gate_above_and_up_on_both_sides() {
     check(
         "swiglu",
         &[&x],
-        |v| ops::swiglu(v[0], limit).unwrap(),
+        |v| ops::swiglu(v[0], limit, 1.702).unwrap(),
         |v| {
             let pairs = v[0].chunks_exact(2);
             pairs
@@ -104,6 +104,18 @@ fn swiglu_clamps_gate_above_and_up_on_both_sides() {
 }
 
 #[test]
+fn silu_gated_has_the_values_and_gradients_of_its_formula() {
+    let (gate, up) = (input(&[5, 19], 3.0, 13), input(&[5, 19], 2.0, 14));
+    check(
+        "silu_gated",
+        &[&gate, &up],
+        |v| ops::silu_gated(v[0], v[1]).unwrap(),
+        |v| v[0].iter().zip(&v[1]).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect(),
+    );
+    assert!(ops::silu_gated(&gate, &up.t().unwrap()).is_err(), "shapes must agree");
+}
+
+#[test]
 fn repeated_ids_add_their_gradients_and_absent_ones_get_none() {
     let (rows, h) = (5, 3);
     let ids = Arc::new(vec![4u32, 1, 4, 4, 0, 1]);
@@ -111,6 +123,11 @@ fn repeated_ids_add_their_gradients_and_absent_ones_get_none() {
     let w = input(&[rows, h], 1.0, 10);
     check("embedding", &[&w], |v| ops::embedding(&v[0].0, &ids).unwrap(), |v| pick(&v[0]));
     check("select_rows", &[&w], |v| select_rows(v[0], &ids).unwrap(), |v| pick(&v[0]));
+    let tied = input(&[h, rows], 1.0, 15);
+    let columns =
+        |w: &[f64]| ids.iter().flat_map(|&id| (0..h).map(move |i| w[i * rows + id as usize])).collect();
+    check("tied_embedding", &[&tied], |v| ops::tied_embedding(&v[0].0, &ids).unwrap(), |v| columns(&v[0]));
+    assert!(ops::tied_embedding(&rloss::ops::Parameter::frozen(&tied), &Arc::new(vec![5])).is_err());
     let (gradients, _, _) = gradients(&[&w], |v| ops::embedding(&v[0].0, &ids).unwrap());
     assert_eq!(gradients[0][2 * h..4 * h], [0.0; 6], "rows 2 and 3 are not looked up");
     assert!(ops::embedding(&rloss::ops::Parameter::frozen(&w), &Arc::new(vec![5])).is_err(), "5 is no row");

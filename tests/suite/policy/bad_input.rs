@@ -66,7 +66,7 @@ fn bounds_of_the_correction_are_checked() {
     refused(RejectionRule::new(SeqSumK2, &[0.5, 2.0]), "one upper bound");
     refused(RejectionRule::new(TokenK3, &[0.0]), "positive");
     for option in RejectOption::all() {
-        assert_eq!(RejectionRule::new(option, &[2.0]).unwrap().option(), option);
+        assert_eq!(RejectionRule::new(option, &[2.0]).unwrap().option, option);
     }
 }
 
@@ -88,7 +88,7 @@ fn other_settings_are_checked() {
     refused(gae(&sequences, &values, &values, 1.0, -0.1), "lambda");
     refused(reinforce_plus_plus(&sequences, &values, f64::NAN), "gamma");
     let single = [true, false, false];
-    refused(whiten(&sequences.with_mask(&single).unwrap(), &values), "at least two");
+    refused(whiten(&Sequences::new(&[0, 3], &single).unwrap(), &values), "at least two");
     refused(KlController::adaptive(0.1, 0.0, 100.0), "target");
     refused(Overlong::new(100, 0, 1.0), "buffer");
     refused(Overlong::new(100, 200, 1.0), "buffer");

@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 
+use super::fixture::starts;
 use rloss::policy::correction::{CorrectionRules, correct};
 use rloss::policy::loss::{LossInput, PolicyLoss, PpoClip, ppo, reinforce};
 use rloss::policy::{Aggregation, BatchSize, Figures, Normalizer, Sequences};
@@ -29,7 +30,8 @@ pub fn bypass(
     aggregation: Aggregation,
 ) -> Result<(PolicyLoss, Figures)> {
     let corrected = correct(sequences, log_prob, rollout_log_prob, correction)?;
-    let kept = sequences.with_mask(&corrected.mask)?;
+    let starts = starts(sequences);
+    let kept = Sequences::new(&starts, &corrected.mask)?;
     let normalizer = Normalizer::new(aggregation, BatchSize::of(&kept, 0))?;
     let input = |weights| LossInput {
         sequences: kept,

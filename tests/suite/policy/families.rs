@@ -13,6 +13,7 @@ use rloss::policy::loss::{
 use rloss::policy::{Aggregation, BatchSize, Normalizer, Sequences};
 use serde_json::Value;
 
+use super::fixture::starts;
 use super::vectors::{Actual, Batch, Outcome, Row, floats, numbers};
 
 /// What the library gives for `row`. An unknown function fails the test.
@@ -120,7 +121,8 @@ fn whitened_by_group(row: &Row, sequences: &Sequences, scores: &[f32]) -> Outcom
     let width = sequences.tokens() / sequences.len();
     let moved_mask: Vec<bool> =
         order.iter().flat_map(|&r| sequences.mask()[r * width..(r + 1) * width].to_vec()).collect();
-    let moved = sequences.with_mask(&moved_mask)?;
+    let starts = starts(sequences);
+    let moved = Sequences::new(&starts, &moved_mask)?;
     let ordered: Vec<f32> = order.iter().map(|&row| scores[row]).collect();
     let back = |values: Vec<f32>| {
         let mut restored = vec![0.0; values.len()];

@@ -105,3 +105,8 @@ pub const CONSTANT_TOKENS: usize = 16;
 pub fn whole_batch(aggregation: Aggregation, sequences: &Sequences) -> Normalizer {
     Normalizer::new(aggregation, BatchSize::of(sequences, CONSTANT_TOKENS)).expect("a normalizer")
 }
+
+/// Where the sequences start, and where the last one ends.
+pub fn starts(sequences: &Sequences) -> Vec<usize> {
+    std::iter::once(0).chain(sequences.rows().map(|row| row.end)).collect()
+}

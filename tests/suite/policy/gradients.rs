@@ -3,12 +3,12 @@
 use rand::Rng;
 use rloss::policy::Aggregation;
 use rloss::policy::divergence::{KlEstimator, kl_loss};
-use rloss::policy::entropy::entropy;
-use rloss::policy::load_balance::load_balance;
 use rloss::policy::loss::{ClipRange, LossInput};
 use rloss::policy::value::value_loss;
 
+use super::entropy::entropy;
 use super::fixture::{AGGREGATIONS, Fixture, objectives, rng, whole_batch};
+use super::load_balance::load_balance;
 use super::trl::{TrlConfig, TrlObjective, trl};
 
 /// Exact in f32 on the fixture's grid; the truncation error of a central difference is of the order of its square.

@@ -1,7 +1,8 @@
 //! TRL's objectives, to which ours are compared, where they differ from verl's: no ±20 clamp, a two-sided clip, CISPO bounded above only.
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 
+use rloss::bad_input;
 use rloss::policy::loss::{ClipRange, LossInput, PolicyLoss, TokenMean};
 use rloss::policy::{Figures, Normalizer, Sequences};
 
@@ -119,10 +120,10 @@ impl TrlObjective {
 fn check_objective(objective: &TrlObjective) -> Result<()> {
     match *objective {
         TrlObjective::Clip { range, delta: Some(delta) } if delta.is_nan() || delta <= 1.0 + range.high() => {
-            bail!("delta is {delta}: it caps the unclipped ratio, so it must exceed 1 + clip high")
+            Err(bad_input!("delta is {delta}: it caps the unclipped ratio, so it must exceed 1 + clip high"))
         }
         TrlObjective::Cispo { ratio_max } if ratio_max.is_nan() || ratio_max <= 0.0 => {
-            bail!("the largest cispo weight is {ratio_max}: it must be positive")
+            Err(bad_input!("the largest cispo weight is {ratio_max}: it must be positive"))
         }
         _ => Ok(()),
     }

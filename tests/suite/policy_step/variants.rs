@@ -146,7 +146,7 @@ fn the_gap_is_that_of_the_whole_batch_when_updates_take_parts() {
     let step = PolicyStep { updates: 6, ..fixture.step(&policy, None) };
     let experience = step.prepare(&fixture.groups()).unwrap();
     assert!(experience.training.is_none());
-    let gap = step.gap(&experience).unwrap();
+    let (gap, _) = step.gap(&experience).unwrap();
     let first = experience.select(&[0]);
     let of_first = step.gap_of(&first, &learned(&step, &first).unwrap().unwrap()).unwrap();
     assert_eq!(get(&of_first, "mismatch/bit_equal_fraction"), 1.0);

@@ -120,11 +120,10 @@ fn every_trajectory_is_accounted_for_whatever_fails() {
         0 => &slow[prompt / SLOW_EVERY % slow.len()],
         _ => &quick[prompt % quick.len()],
     };
-    let tokens = |turns: &[String]| {
-        turns.iter().map(|turn| world.tokenizer.encode_with_special(turn).unwrap()).collect()
-    };
+    let tokens =
+        |turns: &[String]| turns.iter().map(|turn| encode_with_special(&world.tokenizer, turn)).collect();
     let source = Kinds((0..TRAJECTORIES).map(|prompt| tokens(&of(prompt).turns)).collect());
-    let prompts = Prompt::numbered((0..TRAJECTORIES).map(|i| task.training_problem(0, i as u64)));
+    let prompts = numbered((0..TRAJECTORIES).map(|i| task.training_problem(0, i as u64)));
     let over = AtomicBool::new(false);
     let rollouts = std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -148,8 +147,9 @@ fn every_trajectory_is_accounted_for_whatever_fails() {
         let kind = of(prompt);
         assert_eq!((t.prompt, &*t.problem_id), (prompt as u64, &*format!("many/train/{prompt}")));
         assert_eq!(t.outcome, kind.outcome, "{prompt}: {:?}", kind.turns);
-        let killed = t.turns[0].call == Some(CallOutcome::WorkerDied);
-        assert!(t.turns[0].call == kind.call || killed, "{prompt}: {:?}", t.turns[0].call);
+        let calls = &t.turns[0].calls;
+        let killed = *calls == [CallOutcome::WorkerDied];
+        assert!(*calls == Vec::from_iter(kind.call) || killed, "{prompt}: {calls:?}");
         let (reward, success) = match kind.outcome {
             Outcome::Finished => (1.0, true),
             Outcome::TaskFailed => (0.0, false),
@@ -157,7 +157,7 @@ fn every_trajectory_is_accounted_for_whatever_fails() {
         };
         assert_eq!((t.reward, t.success), (reward, success), "{prompt}");
         *counts.entry(format!("outcome/{}", t.outcome.name())).or_default() += 1.0;
-        for call in t.turns.iter().filter_map(|turn| turn.call) {
+        for call in t.turns.iter().flat_map(|turn| &turn.calls) {
             *counts.entry(format!("tool/{}", call.name())).or_default() += 1.0;
         }
     }

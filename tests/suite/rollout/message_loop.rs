@@ -25,8 +25,15 @@ fn with_echo(world: &World, turns: &[&str]) -> (Trajectory, Vec<Message>) {
     play_once(world, &Questions::new(), Some(&echo()), turns)
 }
 
+/// In Harmony a turn has one call at most.
+fn one(calls: &[CallOutcome]) -> Option<CallOutcome> {
+    assert!(calls.len() < 2);
+    calls.first().copied()
+}
+
+/// What became of each turn's call.
 fn calls(t: &Trajectory) -> Vec<Option<CallOutcome>> {
-    t.turns.iter().map(|turn| turn.call).collect()
+    t.turns.iter().map(|turn| one(&turn.calls)).collect()
 }
 
 /// The text of a trajectory after its prompt.
@@ -47,8 +54,8 @@ fn a_call_is_answered_and_what_is_inserted_is_masked() {
     assert_eq!(world.tokenizer.decode(&of(false)), inserted);
     assert_eq!(world.tokenizer.decode(&of(true)), format!("{CALL}{FINAL}"));
     assert_eq!((t.outcome, t.success, t.reward, t.tool_s), (Outcome::Finished, true, 1.0, 0.25));
-    let first = Turn { start: t.prompt_tokens, end: t.turns[0].end, call: Some(CallOutcome::Answered) };
-    let second = Turn { start: t.turns[1].start, end: t.tokens.len(), call: None };
+    let first = Turn { start: t.prompt_tokens, end: t.turns[0].end, calls: vec![CallOutcome::Answered] };
+    let second = Turn { start: t.turns[1].start, end: t.tokens.len(), calls: vec![] };
     assert_eq!(t.turns, [first, second]);
     let reply = Message::tool("python", Some("analysis"), "<7*12>");
     let expected = [Message::call("python", "analysis", "7*12"), reply, Message::assistant("final", "ok")];
@@ -145,14 +152,14 @@ fn turns_run_out() {
 #[test]
 fn sampled_tokens_run_out_within_a_message_a_header_and_at_a_call() {
     let mut world = World::roomy();
-    let length = |turn: &str| world.tokenizer.encode_with_special(turn).unwrap().len();
+    let length = |turn: &str| encode_with_special(&world.tokenizer, turn).len();
     let (call, end) = (length(CALL), length(FINAL));
     for budget in [1, call - 1, call, call + 1, call + end - 1] {
         world.settings.response_tokens_max = budget;
         let (t, _) = with_echo(&world, &[CALL, FINAL]);
         assert_eq!((t.outcome, t.sampled_tokens()), (Outcome::TruncatedLength, budget));
         let called = if budget > call { Some(CallOutcome::Answered) } else { None };
-        assert_eq!(t.turns[0].call, called, "a call that cannot be answered is not run");
+        assert_eq!(one(&t.turns[0].calls), called, "a call that cannot be answered is not run");
         assert!(t.mask.last().unwrap(), "nothing is inserted where nothing can follow");
     }
     world.settings.response_tokens_max = call + end;
@@ -209,7 +216,7 @@ fn a_prompt_of_megabytes_is_refused_by_its_size() {
         messages: vec![Message::user("1+".repeat(6 << 20))],
         answer: serde_json::Value::Null,
     };
-    let prompts = Prompt::numbered([problem]);
+    let prompts = [Prompt { index: 0, problem }];
     let error = world
         .rollout(&Questions::new(), None)
         .groups(&prompts, 1, &|_| (), &|| false)
@@ -246,6 +253,7 @@ fn a_task_that_fails_is_an_outcome() {
     let rollouts = Rollouts {
         groups: vec![rloss::trajectory::Group { trajectories: vec![t], greedy: None }],
         messages: vec![vec![vec![]]],
+        answers: vec![serde_json::Value::Null],
     };
     let metrics = rloss::rollout::metrics(&rollouts.groups).finish().unwrap();
     assert_eq!(metrics.get("outcome/task_failed"), Some(1.0));

@@ -94,7 +94,7 @@ fn outcome_of(world: &World, tool: &dyn Interpreter, code: &str) -> (CallOutcome
         play(world.rollout(&Questions::new(), Some(tool)), &script, &Questions::prompts(1), 1).unwrap();
     let t = &rollouts.groups[0].trajectories[0];
     assert_eq!((t.outcome, t.success), (Outcome::Finished, true), "{code}: the episode goes on");
-    let call = t.turns[0].call.expect("the turn was a call");
+    let call = t.turns[0].calls[0];
     let metrics = rloss::rollout::metrics(&rollouts.groups).finish().unwrap();
     assert_eq!(metrics.get(&format!("tool/{}", call.name())), Some(1.0));
     (call, rollouts.messages[0][0][2].content.clone(), rollouts)

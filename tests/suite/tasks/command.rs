@@ -3,9 +3,11 @@
 use rloss::choice::Choice;
 use rloss::error::BadInput;
 use rloss::harmony::Message;
+use rloss::metrics::Console;
 use rloss::tasks::{Reward, Task, TaskName, TaskSettings, Transcript, build};
 use rloss::trajectory::Outcome;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Answers by `answer(ask)`; `started` counts the processes in a file, a byte each.
@@ -30,6 +32,9 @@ def answer(ask):
         return {"reward": "high"}
     if ask["answer"] == 5:
         return {"error": "no grade for this"}
+    wrong = {6: {"rewrd": 1.0}, 7: {"reward": 1.0, "sucess": True}, 8: {}, 9: {"reward": 1.0, "success": "yes"}}
+    if ask["answer"] in wrong:
+        return wrong[ask["answer"]]
     return {"reward": 0.25 * len(ask["messages"]), "success": ask["outcome"] == "finished"}
 open("started", "a").write("x")
 for line in sys.stdin:
@@ -63,15 +68,19 @@ impl Script {
     }
 }
 
-fn open(command: &[String]) -> anyhow::Result<Box<dyn Task>> {
-    build(&TaskSettings {
+fn settings(command: &[String]) -> TaskSettings {
+    TaskSettings {
         name: TaskName::named("command").unwrap(),
         command: command.to_vec(),
         command_timeout_s: 4.0,
         command_processes: 2,
         validation_problems: 2,
         ..Default::default()
-    })
+    }
+}
+
+fn open(command: &[String]) -> anyhow::Result<Box<dyn Task>> {
+    build(&settings(command))
 }
 
 fn transcript(messages: &[Message]) -> Transcript<'_> {
@@ -112,15 +121,23 @@ fn a_program_that_crashes_hangs_or_speaks_garbage_fails_one_trajectory_and_goes_
         (1, "ended without an answer", true),
         (2, "no answer within 4 s", true),
         (3, "is not JSON", true),
-        (4, "`reward` of an answer is not a number", false),
-        (5, "no grade for this", false),
+        (4, "`reward` of the answer is \"high\", not a number", false),
+        (5, "the program says: no grade for this", false),
+        (6, "unknown key `rewrd` in the answer; did you mean `reward`?", false),
+        (7, "unknown key `sucess` in the answer; did you mean `success`?", false),
+        (8, "the answer has no `reward`", false),
+        (9, "`success` of the answer is \"yes\", not a boolean", false),
     ];
     let messages = [Message::assistant("final", "x")];
     for (index, reason, restarts) in cases {
         let started = script.started();
         let problem = task.training_problem(0, index);
-        let error = task.reward(&problem, &transcript(&messages)).unwrap_err();
-        assert!(format!("{error:#}").contains(reason), "{index}: {error:#}");
+        let error = format!("{:#}", task.reward(&problem, &transcript(&messages)).unwrap_err());
+        assert!(error.contains(reason), "{index}: {error}");
+        assert!(
+            error.contains("the request was {\"request\":\"reward\",\"id\":\"mine/train/"),
+            "{index}: {error}"
+        );
         let good = task.training_problem(0, 0);
         assert!(task.reward(&good, &transcript(&messages)).unwrap().success, "after {index}");
         assert_eq!(script.started() - started, usize::from(restarts), "after {index}");
@@ -143,7 +160,7 @@ fn requests_from_many_threads_are_each_answered_with_their_own() {
                     let messages = vec![Message::user("x"); (index % 4) as usize];
                     match task.reward(&problem, &transcript(&messages)) {
                         Ok(reward) => assert_eq!(reward.value, 0.25 * (index % 4) as f32),
-                        Err(error) => assert!(crashes || (2..=5).contains(&index), "{index}: {error:#}"),
+                        Err(error) => assert!(crashes || (2..=9).contains(&index), "{index}: {error:#}"),
                     }
                 }
             });
@@ -180,8 +197,14 @@ fn a_program_that_cannot_do_the_task_is_refused_before_any_work() {
         ("import time; time.sleep(1000)", "no answer within 4 s"),
         ("raise ValueError", "the process"),
         ("import sys; sys.stdout.buffer.write(b'\\xff\\n')", "not UTF-8"),
-        ("print('{\"name\": \"a b\"}')", "`name` of the description"),
-        ("print('{\"python\": 1}')", "`python` of the description is 1"),
+        ("print('{\"name\": \"a b\"}')", "`name` of the answer"),
+        ("print('{\"python\": 1}')", "`python` of the answer is 1, not a boolean"),
+        (
+            "print('{\"functoins\": true}')",
+            "unknown key `functoins` in the answer; did you mean `functions`?",
+        ),
+        ("print('{\"rows\": 1}')", "unknown key `rows` in the answer; it may hold name, validation_problems"),
+        ("print('{\"validation_problems\": \"64\"}')", "`validation_problems` of the answer is \"64\""),
         ("print('{}\\n{}', flush=True)\nfor line in __import__('sys').stdin: pass", "neither `prompt`"),
     ];
     for (text, reason) in cases {
@@ -193,6 +216,43 @@ fn a_program_that_cannot_do_the_task_is_refused_before_any_work() {
     let missing = open(&["no-such-program-here".into()]).err().expect("refused").to_string();
     assert!(missing.contains("cannot start \"no-such-program-here\""), "{missing}");
     assert!(open(&[]).err().expect("refused").is::<BadInput>());
+}
+
+/// What is written to it, for who looks later.
+#[derive(Clone, Default)]
+struct Written(Arc<Mutex<Vec<u8>>>);
+
+impl std::io::Write for Written {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().extend(bytes);
+        Ok(bytes.len())
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn the_first_ten_failures_are_told_as_they_are_and_the_rest_counted() {
+    let script = Script::new(FRAME);
+    let written = Written::default();
+    let task = build(&TaskSettings {
+        console: Console::lines(written.clone(), Duration::ZERO, 0),
+        ..settings(&["python3".into(), script.path.display().to_string()])
+    })
+    .unwrap();
+    let problem = task.training_problem(0, 4);
+    for _ in 0..12 {
+        task.reward(&problem, &transcript(&[Message::assistant("final", "a \"quote\"\u{1b}[2J")]))
+            .unwrap_err();
+    }
+    let text = String::from_utf8(written.0.lock().unwrap().clone()).unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(lines.len(), 11, "{text}");
+    let told = "warning: task.command: problem mine/train/4: `reward` of the answer is \"high\", not a number; the request was {";
+    assert!(lines[0].starts_with(told), "not escaped a second time: {}", lines[0]);
+    assert!(lines[10].contains("further failures are only counted"), "{}", lines[10]);
+    assert!(!text.contains('\u{1b}'));
 }
 
 /// Whether a process runs in whose command line `text` stands.
@@ -238,5 +298,26 @@ fn the_documented_example_works() {
         let messages = [Message::assistant("analysis", "so"), Message::assistant("final", text)];
         let value = f32::from(u8::from(success));
         assert_eq!(task.reward(&problem, &transcript(&messages)).unwrap(), Reward { value, success });
+    }
+}
+
+#[test]
+fn the_documented_example_with_a_tool_works() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/TASKS.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    let example = page.split("```python\n").nth(2).and_then(|rest| rest.split("```").next()).unwrap();
+    let task = Script::new(example).build().unwrap();
+    assert!(task.answers_calls() && !task.uses_python());
+    let problem = task.training_problem(0, 1);
+    assert_eq!(problem.messages[0].role, rloss::harmony::Role::Developer);
+    let call = |to: &str, text: &str| {
+        task.tool_reply(&problem, &transcript(&[Message::call(to, "commentary", text)])).unwrap()
+    };
+    assert_eq!(call("functions.price", "{\"fruit\": \"pear\"}").as_deref(), Some("4"));
+    assert!(call("functions.price", "pear").unwrap().starts_with("Error: "));
+    assert_eq!(call("functions.weight", "{}"), None);
+    for (text, success) in [(problem.answer.to_string(), true), ("0".into(), false)] {
+        let messages = [Message::assistant("final", text)];
+        assert_eq!(task.reward(&problem, &transcript(&messages)).unwrap().success, success);
     }
 }

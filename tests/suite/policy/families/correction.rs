@@ -43,10 +43,13 @@ fn rules(params: &Value) -> Result<Vec<RejectionRule>> {
     for (option, bounds) in params["k1_bounds_on_train_over_rollout"].as_object().into_iter().flatten() {
         let bounds = floats(bounds);
         let native = verl::rules(option, Some(&format!("{}_{}", bounds[0], bounds[1])))?;
-        let same = rules.iter().find(|rule| rule.option().name() == option).expect("the option");
+        let same = rules.iter().find(|rule| rule.option.name() == option).expect("the option");
         let differ = |a: f64, b: f64| (a - b).abs() > 1e-6;
-        let ((low, high), (low_native, high_native)) = (same.bounds(), native[0].bounds());
-        assert!(!differ(low, low_native) && !differ(high, high_native), "{options}: {same:?}, {native:?}");
+        let other = &native[0];
+        assert!(
+            !differ(same.low, other.low) && !differ(same.high, other.high),
+            "{options}: {same:?}, {native:?}"
+        );
     }
     Ok(rules)
 }

@@ -1,12 +1,12 @@
 //! Families of the divergences, the value loss, the entropy and TRL's losses.
 
 use rloss::policy::divergence::kl_loss;
-use rloss::policy::entropy::entropy;
 use rloss::policy::kl_in_reward::{KlController, kl_in_reward};
 use rloss::policy::loss::{ClipRange, LossInput};
 use rloss::policy::value::value_loss;
 use rloss::policy::{Aggregation, BatchSize, Figures, Normalizer};
 
+use super::super::entropy::entropy;
 use super::super::trl::{TrlConfig, TrlObjective, trl};
 use super::super::vectors::{Actual, Batch, Outcome, Row, floats};
 use super::super::verl;

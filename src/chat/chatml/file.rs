@@ -1,0 +1,105 @@
+//! Conversations of files, in the form that chat templates take: `role`, `content`, `tool_calls`.
+
+use super::{json, system_text};
+use crate::bad_input;
+use crate::chat::PYTHON;
+use crate::harmony::{Message, Role};
+use anyhow::Result;
+use serde::Deserialize;
+use serde_json::Value;
+
+/// A message as files hold it. `name`, `id` and `tool_call_id`, which the template does not write, are allowed.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FileMessage {
+    role: Role,
+    #[serde(default)]
+    content: Option<String>,
+    #[serde(default)]
+    tool_calls: Vec<FileCall>,
+    #[serde(default)]
+    name: Option<String>,
+    #[serde(default, rename = "tool_call_id")]
+    _tool_call_id: Option<String>,
+}
+
+/// `{"type": "function", "function": {...}}`, or the function alone.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum FileCall {
+    Wrapped { function: Function },
+    Bare(Function),
+}
+
+#[derive(Deserialize)]
+struct Function {
+    name: String,
+    /// An object, or a text that spells one.
+    arguments: Value,
+}
+
+/// The messages of `row`: `{"messages": [...], "tools": [...]}`. The tools are told in the system message; where there is
+/// none, it begins with `identity`.
+///
+/// # Errors
+/// [`BadInput`](crate::error::BadInput): `place`, the message's number (from 1) and what is wrong with it.
+pub fn messages_from_json(row: &Value, identity: Option<&str>, place: &str) -> Result<Vec<Message>> {
+    let list = row["messages"]
+        .as_array()
+        .ok_or_else(|| bad_input!("{place}: \"messages\" must be a list of messages"))?;
+    let tools = match &row["tools"] {
+        Value::Null => &[],
+        Value::Array(tools) => tools.as_slice(),
+        other => return Err(bad_input!("{place}: \"tools\" must be a list of functions, not {other}")),
+    };
+    let mut messages = vec![];
+    for (i, value) in list.iter().enumerate() {
+        let read = read_message(value).map_err(|e| bad_input!("{place}: message {}: {e}", i + 1))?;
+        messages.extend(read);
+    }
+    let text = match messages.first() {
+        Some(first) if first.role == Role::System => Some(messages.remove(0).content),
+        _ => identity.map(str::to_owned),
+    };
+    let system = system_text(text.as_deref(), tools).map(|text| Message::new(Role::System, text));
+    Ok(system.into_iter().chain(messages).collect())
+}
+
+fn read_message(value: &Value) -> Result<Vec<Message>, String> {
+    let message = FileMessage::deserialize(value).map_err(|e| e.to_string())?;
+    let content = message.content.unwrap_or_default();
+    if message.role != Role::Assistant && !message.tool_calls.is_empty() {
+        return Err(format!("\"tool_calls\" in a message of role {}", message.role.name()));
+    }
+    Ok(match message.role {
+        Role::Tool => {
+            vec![Message::tool(message.name.as_deref().unwrap_or("tool"), Some("commentary"), content)]
+        }
+        Role::Assistant if message.tool_calls.is_empty() => vec![Message::assistant("final", content)],
+        Role::Assistant => {
+            let text = (!content.is_empty()).then(|| Message::assistant("commentary", content));
+            let calls = message.tool_calls.into_iter().map(read_call).collect::<Result<Vec<_>, _>>()?;
+            text.into_iter().chain(calls).collect()
+        }
+        role => vec![Message::new(role, content)],
+    })
+}
+
+fn read_call(call: FileCall) -> Result<Message, String> {
+    let (FileCall::Wrapped { function } | FileCall::Bare(function)) = call;
+    let Function { name, arguments } = function;
+    let arguments = match arguments {
+        Value::String(text) => serde_json::from_str(&text)
+            .map_err(|e| format!("the arguments of the call to {name:?} are not JSON: {e}"))?,
+        arguments => arguments,
+    };
+    let code = arguments.as_object().filter(|a| a.len() == 1).and_then(|a| a.get("code")?.as_str());
+    let content = match code.filter(|_| name == PYTHON) {
+        Some(code) => code.to_owned(),
+        None if name == PYTHON => {
+            return Err("a call to \"python\" takes one argument, the text \"code\"".into());
+        }
+        None => json::to_text(&arguments),
+    };
+    Ok(Message::call(&name, "commentary", content))
+}

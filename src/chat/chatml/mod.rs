@@ -1,0 +1,126 @@
+//! ChatML as Qwen2.5 speaks it: `<|im_start|>role`, the text, `<|im_end|>`; calls are JSON between `<tool_call>` and
+//! `</tool_call>`, replies stand in the user's turn between `<tool_response>` and `</tool_response>`.
+//!
+//! The rendering agrees with the template of Qwen2.5-Instruct on conversations of one system message, users' texts, calls and
+//! replies. No message is made up here: the system message that Qwen's template adds where there is none is the recipe's.
+
+mod file;
+mod json;
+mod render;
+mod system;
+mod turn;
+
+pub use file::messages_from_json;
+pub use json::to_text as json_text;
+pub use system::{QWEN_IDENTITY, python_function, system_text};
+pub use turn::ChatMlTurn;
+
+use crate::harmony::Role;
+use crate::vocabulary::{Vocabulary, embedded_json};
+use anyhow::{Result, ensure};
+use std::path::Path;
+
+/// The start of a call to the Python tool and its end: words of the embedded vocabulary.
+const PYTHON_CALL: &str = "{\"name\": \"python\", \"arguments\": {\"code\": \"";
+const CALL_END: &str = "\"}}";
+
+/// What stands around a call and a reply; in Qwen's vocabulary the first two are tokens.
+const TOOL_CALL: [&str; 2] = ["<tool_call>", "</tool_call>"];
+const TOOL_RESPONSE: [&str; 2] = ["<tool_response>", "</tool_response>"];
+
+/// Control tokens of the embedded vocabulary, ids from 0; [`TOOL_CALL`] is 3 and 4.
+const SPECIAL: [&str; 3] = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"];
+/// Words of the frame in the embedded vocabulary, ids from 5. In content every byte is one token.
+const WORDS: [&str; 7] =
+    ["system", "user", "assistant", PYTHON_CALL, CALL_END, TOOL_RESPONSE[0], TOOL_RESPONSE[1]];
+
+/// A vocabulary with ChatML's control tokens. A clone shares the tables.
+#[derive(Debug, Clone)]
+pub struct ChatMl {
+    vocabulary: Vocabulary,
+    im_start: u32,
+    im_end: u32,
+    /// `<|endoftext|>`, which ends a turn too.
+    end_of_text: Option<u32>,
+}
+
+impl ChatMl {
+    /// Reads a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// [`BadInput`](crate::error::BadInput), naming the file: those of [`Vocabulary::from_file`], and when it lacks control
+    /// tokens.
+    pub fn from_file(path: &Path) -> Result<Self> {
+        Self::new(Vocabulary::from_file(path)?, &path.display().to_string())
+    }
+
+    /// Reads the bytes of a `tokenizer.json`; `place` names it in errors. Errors as [`Self::from_file`].
+    pub fn from_bytes(json: Vec<u8>, place: &str) -> Result<Self> {
+        Self::new(Vocabulary::from_bytes(json, place)?, place)
+    }
+
+    /// The embedded vocabulary of 272 tokens: control tokens, words of the frame, bytes.
+    ///
+    /// # Errors
+    /// None in practice: a test reads it.
+    pub fn embedded() -> Result<Self> {
+        Self::from_bytes(embedded_json(&SPECIAL, &TOOL_CALL, &WORDS), "the embedded ChatML tokenizer")
+    }
+
+    fn new(vocabulary: Vocabulary, place: &str) -> Result<Self> {
+        let remedy = "ChatML dialogues need them: take the tokenizer.json of a Qwen2.5 checkpoint";
+        let [im_start, im_end] = vocabulary.added_ids(["<|im_start|>", "<|im_end|>"], place, remedy)?;
+        let end_of_text = vocabulary.added_id("<|endoftext|>");
+        Ok(Self { vocabulary, im_start, im_end, end_of_text })
+    }
+
+    /// The ids of text and of control tokens.
+    pub fn vocabulary(&self) -> &Vocabulary {
+        &self.vocabulary
+    }
+
+    /// `<|im_end|>`, and `<|endoftext|>` where there is one.
+    pub fn stop_tokens(&self) -> Vec<u32> {
+        std::iter::once(self.im_end).chain(self.end_of_text).collect()
+    }
+
+    fn stops(&self, token: u32) -> bool {
+        token == self.im_end || Some(token) == self.end_of_text
+    }
+
+    /// A reader of the tokens sampled after `<|im_start|>assistant` and its line break.
+    pub fn turn_parser(&self) -> ChatMlTurn {
+        ChatMlTurn::new(self)
+    }
+
+    /// Whether `tokens` are turns, each of a role that there is; the last one may be unfinished.
+    ///
+    /// # Errors
+    /// Where they are none.
+    pub fn check(&self, tokens: &[u32]) -> Result<()> {
+        let mut rest = tokens;
+        while let [first, after @ ..] = rest {
+            ensure!(
+                *first == self.im_start,
+                "unexpected token {first} where only the start token {} can stand",
+                self.im_start
+            );
+            let end = after.iter().position(|&token| self.stops(token));
+            let turn = &after[..end.unwrap_or(after.len())];
+            ensure!(!turn.contains(&self.im_start), "a turn begins within another");
+            let text = self.vocabulary.decode(turn);
+            let role = text.split('\n').next().unwrap_or_default();
+            let known = Role::from_name(role).is_some_and(|role| role != Role::Developer);
+            let begun = end.is_none() && !text.contains('\n');
+            ensure!(known || begun, "a turn of {role:?}, which is no role");
+            let Some(end) = end else { return Ok(()) };
+            rest = &after[end + 1..];
+            // The line break between two turns.
+            let next = rest.iter().position(|&token| token == self.im_start).unwrap_or(rest.len());
+            let between = self.vocabulary.decode(&rest[..next]);
+            ensure!(between.trim().is_empty(), "text between two turns: {between:?}");
+            rest = &rest[next..];
+        }
+        Ok(())
+    }
+}

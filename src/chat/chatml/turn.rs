@@ -1,0 +1,179 @@
+//! The tolerant parser: one sampled turn of the assistant, whatever the model wrote. It never fails.
+//!
+//! Calls are looked for in the text, so a model that spells `<tool_call>` letter by letter is understood. A call that its
+//! model forgot to close ends with the turn or where the next one begins.
+
+use super::{ChatMl, TOOL_CALL, json};
+use crate::chat::{Call, PYTHON};
+use crate::harmony::{Message, TurnEnd, TurnStep};
+use serde_json::Value;
+
+/// The channel of a text before calls, and of the calls.
+const COMMENTARY: &str = "commentary";
+
+/// Reads the tokens sampled after `<|im_start|>assistant` and its line break.
+pub struct ChatMlTurn {
+    chat: ChatMl,
+    bytes: Vec<u8>,
+    /// What keeps the turn's calls from being run, whatever they say.
+    flaw: Option<&'static str>,
+    messages: Vec<Message>,
+    calls: Vec<Call>,
+    over: Option<TurnEnd>,
+}
+
+impl ChatMlTurn {
+    pub(super) fn new(chat: &ChatMl) -> Self {
+        let (bytes, messages, calls) = (vec![], vec![], vec![]);
+        Self { chat: chat.clone(), bytes, flaw: None, messages, calls, over: None }
+    }
+
+    /// Reads the next token. After the turn's end nothing is read.
+    pub fn push(&mut self, token: u32) -> TurnStep {
+        if let Some(end) = self.over {
+            return TurnStep::Over(end);
+        }
+        let vocabulary = self.chat.vocabulary();
+        if self.chat.stops(token) {
+            if std::str::from_utf8(&self.bytes).is_err() {
+                self.flaw = Some("Error: the call is not valid UTF-8.");
+            }
+            self.read();
+            return TurnStep::Over(self.end());
+        }
+        if vocabulary.is_special(token) {
+            self.flaw = Some("Error: the call contains special tokens.");
+        }
+        self.bytes.extend_from_slice(vocabulary.token_bytes(token).unwrap_or("\u{fffd}".as_bytes()));
+        TurnStep::Within
+    }
+
+    /// The calls of a turn that is over, in order.
+    pub fn calls(&self) -> &[Call] {
+        &self.calls
+    }
+
+    /// The turn as far as it was read: its text, then what could be read of its calls.
+    pub fn finish(mut self) -> Vec<Message> {
+        if self.over.is_none() && !self.bytes.is_empty() {
+            self.read();
+        }
+        self.messages
+    }
+
+    fn end(&mut self) -> TurnEnd {
+        let end = match self.calls.iter().any(|call| matches!(call, Call::Ready(_))) {
+            true => TurnEnd::Called,
+            false if self.calls.is_empty() => TurnEnd::Returned,
+            false => TurnEnd::Malformed,
+        };
+        *self.over.insert(end)
+    }
+
+    /// Takes the text apart.
+    fn read(&mut self) {
+        let text = String::from_utf8_lossy(&self.bytes).into_owned();
+        let (said, written) = split(&text);
+        if written.is_empty() {
+            self.messages.push(Message::assistant("final", text));
+            return;
+        }
+        if !said.trim().is_empty() {
+            self.messages.push(Message::assistant(COMMENTARY, said));
+        }
+        for text in written {
+            let call = read_call(text);
+            let call = match (call, self.flaw) {
+                (Call::Ready(message), Some(flaw)) => {
+                    Call::Malformed { recipient: message.recipient, reply: flaw.into() }
+                }
+                (call, _) => call,
+            };
+            self.messages.push(match &call {
+                Call::Ready(message) => message.clone(),
+                Call::Malformed { .. } => Message::assistant(COMMENTARY, text),
+            });
+            self.calls.push(call);
+        }
+    }
+}
+
+/// The text outside of calls, and what stands in each.
+fn split(text: &str) -> (String, Vec<&str>) {
+    let [open, close] = TOOL_CALL;
+    let mut parts = text.split(open);
+    let mut said = vec![parts.next().unwrap_or_default().trim_end_matches('\n')];
+    let mut calls = vec![];
+    for part in parts {
+        let (call, after) = part.split_once(close).unwrap_or((part, ""));
+        calls.push(call.trim());
+        said.push(after.trim_matches('\n'));
+    }
+    said.retain(|text| !text.is_empty());
+    (said.join("\n"), calls)
+}
+
+/// `{"name": …, "arguments": {…}}`; arguments may also be written as a text that spells the object.
+fn read_call(text: &str) -> Call {
+    let malformed = |recipient: Option<&str>, what: String| Call::Malformed {
+        recipient: recipient.map(str::to_owned),
+        reply: format!("Error: {what}."),
+    };
+    let value: Value = match serde_json::from_str(text) {
+        Ok(value) => value,
+        Err(error) => return malformed(None, format!("the call is not valid JSON: {error}")),
+    };
+    let Some(name) = value["name"].as_str().filter(|name| !name.is_empty()) else {
+        return malformed(None, "the call names no function".into());
+    };
+    let arguments = match &value["arguments"] {
+        Value::String(text) => serde_json::from_str(text).unwrap_or(Value::Null),
+        arguments => arguments.clone(),
+    };
+    if !arguments.is_object() {
+        return malformed(Some(name), "the call's \"arguments\" are no JSON object".into());
+    }
+    if name != PYTHON {
+        return Call::Ready(Message::call(name, COMMENTARY, json::to_text(&arguments)));
+    }
+    match arguments["code"].as_str() {
+        Some(code) if !code.trim().is_empty() => Call::Ready(Message::call(name, COMMENTARY, code)),
+        Some(_) => malformed(Some(name), "the call is empty".into()),
+        None => malformed(Some(name), "the function takes one text, \"code\"".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_turn_is_taken_apart() {
+        assert_eq!(split("just text\n"), ("just text".into(), vec![]));
+        assert_eq!(split("a\n<tool_call>\n1\n</tool_call>\n<tool_call>2"), ("a".into(), vec!["1", "2"]));
+        assert_eq!(split("<tool_call>1<tool_call>2</tool_call>\nb"), ("b".into(), vec!["1", "2"]));
+    }
+
+    #[test]
+    fn calls_are_read_or_told_what_is_wrong() {
+        let ready = |name: &str, content: &str| Call::Ready(Message::call(name, COMMENTARY, content));
+        let code = r#"{"name": "python", "arguments": {"code": "print(\"1\")\n"}}"#;
+        assert_eq!(read_call(code), ready("python", "print(\"1\")\n"));
+        let spelled = r#"{"arguments": "{\"city\":\"Ulm\"}", "name": "weather"}"#;
+        assert_eq!(read_call(spelled), ready("weather", r#"{"city": "Ulm"}"#));
+        for (text, recipient, word) in [
+            (r#"{"name": "python", "arguments": {"code": "1"}"#, None, "not valid JSON"),
+            ("", None, "not valid JSON"),
+            ("[1]", None, "names no function"),
+            (r#"{"arguments": {}}"#, None, "names no function"),
+            (r#"{"name": "python"}"#, Some("python"), "no JSON object"),
+            (r#"{"name": "python", "arguments": "code"}"#, Some("python"), "no JSON object"),
+            (r#"{"name": "python", "arguments": {"code": 1}}"#, Some("python"), "one text"),
+            (r#"{"name": "python", "arguments": {"code": " "}}"#, Some("python"), "empty"),
+        ] {
+            let Call::Malformed { recipient: found, reply } = read_call(text) else { panic!("{text}") };
+            assert_eq!(found.as_deref(), recipient, "{text}");
+            assert!(reply.starts_with("Error: ") && reply.contains(word), "{text}: {reply}");
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! `rloss chat RUN`: a conversation in the terminal with a trained model and its tool.
+
+use crate::bounded_file;
+use crate::error::EXIT_DONE;
+use crate::harmony::{Message, Role};
+use crate::metrics::{Console, sanitize_line, sanitize_terminal};
+use crate::model::policy_view::PolicyView;
+use crate::recipe::locate;
+use crate::rollout::{Prompt, Rollout, RolloutSettings};
+use crate::run::collect::{pin_model, show};
+use crate::run::workbench::Workbench;
+use crate::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
+use crate::trajectory::{Outcome, Trajectory};
+use anyhow::{Context, Result};
+use clap::Args;
+use std::io::IsTerminal;
+use std::path::PathBuf;
+
+/// What `rloss chat` takes.
+#[derive(Args, Debug, Clone)]
+pub struct ChatArgs {
+    /// A run folder (its last checkpoint), a checkpoint, or a recipe
+    recipe: PathBuf,
+    /// Replace a recipe's value, such as --set eval.temperature=0
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    sets: Vec<String>,
+}
+
+const HELP: &str = "A line is a message; /new forgets the conversation, /quit or Ctrl-D ends.\n";
+
+/// Reads lines and answers each, until the input ends. The tool runs in the recipe's sandbox, and an answer keeps to the
+/// recipe's `turns_max` and `response_tokens_max`.
+///
+/// # Errors
+/// [`crate::error::BadInput`] before the first line; those of the rollout.
+pub fn run(args: &ChatArgs) -> Result<u8> {
+    let source = locate(&args.recipe)?;
+    let mut plan = source.resolve(&args.sets)?;
+    pin_model(&mut plan, &source, &args.sets)?;
+    let console = Console::plain();
+    let bench = Workbench::open(plan, &console)?;
+    bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+    if let Some(confinement) = bench.confinement() {
+        console.print(&format!("the Python tool: {confinement}"));
+    }
+    let at_terminal = std::io::stdin().is_terminal();
+    if at_terminal {
+        console.print(HELP.trim_end());
+    }
+    let policy = bench.plain_policy()?;
+    let mut talk = Talk { bench: &bench, policy, messages: vec![], answers: 0 };
+    let ask = || if at_terminal { show("\n> ") } else { Ok(()) };
+    ask()?;
+    for line in bounded_file::lines(std::io::stdin().lock()) {
+        match String::from_utf8_lossy(&line.context("reading what was typed")?).trim() {
+            "" => {}
+            "/quit" => return Ok(EXIT_DONE),
+            "/new" => talk.messages.clear(),
+            text => show(&talk.answer(text)?)?,
+        }
+        ask()?;
+    }
+    Ok(EXIT_DONE)
+}
+
+/// A conversation so far.
+struct Talk<'a> {
+    bench: &'a Workbench,
+    policy: PolicyView<'a>,
+    /// Without the preamble.
+    messages: Vec<Message>,
+    /// Answers given: each draws random numbers of its own.
+    answers: u64,
+}
+
+impl Talk<'_> {
+    /// The model's answer to `text`, as it is shown. A conversation that no longer fits the context begins anew with `text`.
+    fn answer(&mut self, text: &str) -> Result<String> {
+        let mut shown = String::new();
+        self.messages.push(Message::user(text));
+        let mut prompt = self.prompt();
+        if self.messages.len() > 1 && self.sampler(&self.settings()).check(&prompt).is_err() {
+            self.messages.drain(..self.messages.len() - 1);
+            prompt = self.prompt();
+            shown += "(the conversation no longer fits the model's context: it begins anew)\n";
+        }
+        self.answers += 1;
+        let settings = self.settings();
+        if let Err(error) = self.sampler(&settings).check(&prompt) {
+            self.messages.clear();
+            return Ok(format!("{shown}({})\n", sanitize_line(&format!("{error:#}"))));
+        }
+        let rollouts =
+            self.sampler(&settings).groups(&prompt, 1, &|_| (), &|| false)?.context("no answer")?;
+        let given = self.bench.preamble.len() + self.messages.len();
+        let trajectory = rollouts.trajectories().next().context("no answer")?;
+        let all = rollouts.messages.iter().flatten().next().context("no answer")?;
+        let new = all.get(given..).unwrap_or_default();
+        new.iter().for_each(|message| shown += &text_of(message));
+        shown += &self.ending(trajectory);
+        self.messages.extend_from_slice(new);
+        Ok(shown)
+    }
+
+    fn prompt(&self) -> [Prompt; 1] {
+        let (id, answer) = ("chat".to_owned(), serde_json::Value::Null);
+        [Prompt { index: 0, problem: Problem { id, messages: self.messages.clone(), answer } }]
+    }
+
+    fn settings(&self) -> RolloutSettings {
+        RolloutSettings::evaluation(self.bench.recipe(), self.bench.preamble.clone(), self.answers)
+    }
+
+    fn sampler<'s>(&'s self, settings: &'s RolloutSettings) -> Rollout<'s> {
+        Rollout { task: self, ..self.bench.rollout(&self.policy, settings) }
+    }
+
+    /// Why the answer ended, where it did not end by itself.
+    fn ending(&self, trajectory: &Trajectory) -> String {
+        let rollout = &self.bench.recipe().rollout;
+        let why = match trajectory.outcome {
+            Outcome::Finished => return String::new(),
+            Outcome::TruncatedLength => format!(
+                "cut off after {} tokens, by rollout.response_tokens_max = {} or the model's context of {}",
+                trajectory.sampled_tokens(),
+                rollout.response_tokens_max,
+                self.bench.model.context_tokens_max()
+            ),
+            Outcome::TurnsExhausted => {
+                format!("one more tool call than rollout.turns_max = {} allows", rollout.turns_max)
+            }
+            Outcome::Malformed => "what the model wrote last cannot be read".to_owned(),
+            Outcome::TaskFailed => "the task's program failed".to_owned(),
+        };
+        let whole = self
+            .bench
+            .chat
+            .vocabulary()
+            .decode(trajectory.tokens.get(trajectory.prompt_tokens..).unwrap_or_default());
+        format!("({why}; as written: {})\n", sanitize_line(&whole))
+    }
+}
+
+/// A message under its head, no control sequence in either.
+fn text_of(message: &Message) -> String {
+    let role = match message.role {
+        Role::Assistant => "assistant",
+        Role::Tool => message.name.as_deref().unwrap_or("tool"),
+        Role::User => "user",
+        Role::System | Role::Developer => "system",
+    };
+    let channel = message.channel.as_deref().filter(|channel| *channel != "final");
+    let to = message.recipient.as_deref().filter(|to| *to != "assistant").map(|to| format!("to {to}"));
+    let notes: Vec<&str> = channel.into_iter().chain(to.as_deref()).collect();
+    let head = [&[role][..], &notes].concat().join(", ");
+    let body: Vec<String> =
+        sanitize_terminal(&message.content).lines().map(|line| format!("  {line}\n")).collect();
+    format!("{}\n{}", console::style(sanitize_line(&head)).bold(), body.concat())
+}
+
+/// The run's task, but for its problems and rewards: the user's lines take their place.
+impl Task for Talk<'_> {
+    fn name(&self) -> &str {
+        "chat"
+    }
+
+    fn training_problem(&self, _seed: u64, _index: u64) -> Problem {
+        let [Prompt { problem, .. }] = self.prompt();
+        problem
+    }
+
+    fn validation_sets(&self) -> &[ValidationSet] {
+        &[]
+    }
+
+    fn uses_python(&self) -> bool {
+        self.bench.task.uses_python()
+    }
+
+    fn answers_calls(&self) -> bool {
+        self.bench.task.answers_calls()
+    }
+
+    fn tool_reply(&self, problem: &Problem, transcript: &Transcript) -> Result<Option<String>> {
+        self.bench.task.tool_reply(problem, transcript)
+    }
+
+    fn reward(&self, _problem: &Problem, _transcript: &Transcript) -> Result<Reward> {
+        Ok(Reward { value: 0.0, success: false })
+    }
+}

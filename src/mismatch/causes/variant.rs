@@ -1,0 +1,198 @@
+//! A computation that differs from the right one as causes say, and its log-probabilities.
+
+use super::Cause;
+use super::weights::{WeightEdit, edited};
+use crate::mismatch::head::HeadSettings;
+use crate::model::config::Config;
+use crate::model::forward::{ForwardOptions, Model};
+use crate::model::parameters::Parameters;
+use crate::model::policy_view::PolicyView;
+use crate::model::rope;
+use crate::train::batch::MicroBatch;
+use anyhow::{Context, Result};
+use std::sync::Arc;
+
+/// How the table of RoPE departs from its configuration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RopeChange {
+    AsConfigured,
+    NoFactor,
+    NoRamp,
+}
+
+/// Everything that a cause may change.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Variant {
+    pub config: Config,
+    pub rope: RopeChange,
+    pub forward: ForwardOptions,
+    pub weights: Vec<WeightEdit>,
+    pub earlier: bool,
+    pub double_start: bool,
+    /// Rows later, and whether the target moves too.
+    pub shift: Option<(i32, bool)>,
+    pub head: HeadSettings,
+}
+
+impl Variant {
+    /// The right computation with all of `causes`.
+    pub fn of(config: &Config, causes: &[Cause]) -> Self {
+        let mut variant = Self {
+            config: config.clone(),
+            rope: RopeChange::AsConfigured,
+            forward: ForwardOptions::default(),
+            weights: vec![],
+            earlier: false,
+            double_start: false,
+            shift: None,
+            head: HeadSettings::default(),
+        };
+        causes.iter().for_each(|cause| cause.apply(&mut variant));
+        variant
+    }
+
+    /// The same up to the head.
+    pub fn trunk(&self) -> Self {
+        Self { head: HeadSettings::default(), ..self.clone() }
+    }
+
+    /// The model that computes it, for sequences one token longer than asked: a start token may stand twice.
+    pub fn model(&self, context_tokens_max: usize) -> Model {
+        let (config, positions) = (self.config.clone(), context_tokens_max + 1);
+        let (rope, head_dim) = (&config.rope, config.head_dim);
+        let factor = rope::attention_factor(rope);
+        match self.rope {
+            RopeChange::AsConfigured => Model::new(config, positions),
+            RopeChange::NoFactor => {
+                let frequencies = rope::frequencies(rope, head_dim);
+                Model::with_rope(config, positions, &frequencies, 1.0)
+            }
+            RopeChange::NoRamp => {
+                let plain = crate::model::config::Rope { yarn: None, ..rope.clone() };
+                let stretch = rope.yarn.as_ref().map_or(1.0, |yarn| yarn.factor) as f32;
+                let frequencies: Vec<f32> =
+                    rope::frequencies(&plain, head_dim).into_iter().map(|f| f / stretch).collect();
+                Model::with_rope(config, positions, &frequencies, factor)
+            }
+        }
+    }
+
+    /// `model` with the weights that it computes with.
+    ///
+    /// # Errors
+    /// When a tensor is missing or an edit does not fit.
+    pub fn policy<'a>(
+        &self,
+        model: &'a Model,
+        parameters: &Parameters,
+        earlier: Option<&Parameters>,
+    ) -> Result<PolicyView<'a>> {
+        let parameters = match self.earlier {
+            true => earlier.context("no earlier weights were given")?,
+            false => parameters,
+        };
+        let weights = if self.weights.is_empty() {
+            parameters.frozen()?
+        } else {
+            parameters.mapped(&|spec, tensor| {
+                let one = |tensor, edit: &WeightEdit| edited(*edit, &self.config, parameters, spec, tensor);
+                self.weights.iter().try_fold(tensor.clone(), one)
+            })?
+        };
+        Ok(PolicyView { model, weights: Arc::new(weights), forward: self.forward })
+    }
+
+    /// `batch` as it was fed, and for each target whether it has a value at all: a shift has none at a row's end.
+    pub fn batch(&self, batch: &MicroBatch) -> (MicroBatch, Vec<bool>) {
+        let mut batch = if self.double_start { doubled(batch) } else { batch.clone() };
+        match self.shift {
+            Some(shift) => {
+                let has_value = shifted(&mut batch, shift);
+                (batch, has_value)
+            }
+            None => {
+                let all = vec![true; batch.targets.len()];
+                (batch, all)
+            }
+        }
+    }
+}
+
+/// The first token of every sequence twice.
+fn doubled(batch: &MicroBatch) -> MicroBatch {
+    let (mut tokens, mut positions, mut cu_seqlens) = (vec![], vec![], vec![0]);
+    let mut rows = Vec::with_capacity(batch.rows.len());
+    for (i, w) in batch.cu_seqlens.windows(2).enumerate() {
+        let before = i as u32 + 1;
+        rows.extend(batch.rows.iter().filter(|&&r| (w[0]..w[1]).contains(&(r as usize))).map(|r| r + before));
+        tokens.extend(batch.tokens.get(w[0]));
+        tokens.extend_from_slice(&batch.tokens[w[0]..w[1]]);
+        positions.extend(0..=(w[1] - w[0]) as u32);
+        cu_seqlens.push(tokens.len());
+    }
+    MicroBatch {
+        tokens: Arc::new(tokens),
+        positions,
+        cu_seqlens: Arc::new(cu_seqlens),
+        rows: Arc::new(rows),
+        ..batch.clone()
+    }
+}
+
+/// Reads the row `by` later for each target, of its own token or of the one that follows that row.
+fn shifted(batch: &mut MicroBatch, (by, with_target): (i32, bool)) -> Vec<bool> {
+    let (mut rows, mut targets) = (batch.rows.to_vec(), batch.targets.to_vec());
+    let mut has_value = vec![false; rows.len()];
+    for w in batch.cu_seqlens.windows(2) {
+        // The last token of a sequence is a target only: it is known where it is one.
+        let last = batch.rows.iter().position(|&r| r as usize + 1 == w[1]).map(|i| batch.targets[i]);
+        for i in (0..rows.len()).filter(|&i| (w[0]..w[1]).contains(&(batch.rows[i] as usize))) {
+            let row = i64::from(batch.rows[i]) + i64::from(by);
+            if row < w[0] as i64 || row >= w[1] as i64 {
+                continue;
+            }
+            let next = row as usize + 1;
+            let follows = if next < w[1] { batch.tokens.get(next).copied() } else { last };
+            match (with_target, follows) {
+                (false, _) => rows[i] = row as u32,
+                (true, Some(token)) => (rows[i], targets[i]) = (row as u32, token),
+                (true, None) => continue,
+            }
+            has_value[i] = true;
+        }
+    }
+    (batch.rows, batch.targets) = (Arc::new(rows), Arc::new(targets));
+    has_value
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::train::batch::Sequence;
+
+    fn batch() -> MicroBatch {
+        let sequence =
+            |from: u32| Sequence { tokens: (from..from + 4).collect(), mask: vec![false, true, true, true] };
+        MicroBatch::split(&[sequence(10), sequence(20)], 100).remove(0)
+    }
+
+    #[test]
+    fn a_doubled_start_moves_rows_and_leaves_targets() {
+        let found = doubled(&batch());
+        assert_eq!(*found.tokens, [10, 10, 11, 12, 20, 20, 21, 22]);
+        assert_eq!(found.positions, [0, 1, 2, 3, 0, 1, 2, 3]);
+        assert_eq!(*found.rows, [1, 2, 3, 5, 6, 7]);
+        assert_eq!(found.targets, batch().targets);
+    }
+
+    #[test]
+    fn a_shift_reads_the_row_beside_and_has_no_value_past_the_end() {
+        let mut found = batch();
+        assert_eq!(shifted(&mut found, (1, true)), [true, true, false, true, true, false]);
+        assert_eq!((found.rows[0], found.targets[0]), (1, 12));
+        assert_eq!((found.rows[1], found.targets[1]), (2, 13));
+        let mut found = batch();
+        assert_eq!(shifted(&mut found, (-1, false)), [false, true, true, false, true, true]);
+        assert_eq!((found.rows[1], found.targets[1]), (0, 12));
+    }
+}

@@ -1,0 +1,178 @@
+//! How far two lists of log-probabilities are apart: figures that cannot be fooled by a majority that agrees, and a score
+//! that ranks explanations.
+
+/// A gap counts as at most this many nats: −∞ against a number.
+const GAP_MAX: f64 = 50.0;
+/// Log-probs below this stand for "impossible": engines write −9999 and the like where JSON has no −∞.
+const IMPOSSIBLE: f32 = -1000.0;
+/// No spread is taken to be smaller: f32's own digits.
+const SPREAD_MIN: f64 = 2e-7;
+
+/// The gaps `theirs − ours`; none (0) where `has_value` is false.
+pub fn gaps(theirs: &[f32], ours: &[f32], has_value: &[bool]) -> Vec<f64> {
+    let gap = |(&t, &o): (&f32, &f32)| match (t < IMPOSSIBLE, o < IMPOSSIBLE) {
+        (true, true) => 0.0,
+        (false, false) if t.is_finite() && o.is_finite() => {
+            (f64::from(t) - f64::from(o)).clamp(-GAP_MAX, GAP_MAX)
+        }
+        (true, _) => -GAP_MAX,
+        _ => GAP_MAX,
+    };
+    let pairs = theirs.iter().zip(ours).zip(has_value);
+    pairs.map(|(pair, has_value)| if *has_value { gap(pair) } else { 0.0 }).collect()
+}
+
+/// GapFigures of |Δlogp|, each of which can veto "agrees".
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GapFigures {
+    pub median: f64,
+    pub p90: f64,
+    pub p99: f64,
+    pub p999: f64,
+    pub max: f64,
+    pub mean: f64,
+    /// Of weights e^Δ, over their number.
+    pub effective_sample_share: f64,
+}
+
+impl GapFigures {
+    pub fn of(gaps: &[f64]) -> Self {
+        let mut sorted: Vec<f64> = gaps.iter().map(|gap| gap.abs()).collect();
+        sorted.sort_unstable_by(f64::total_cmp);
+        let count = sorted.len();
+        // The smallest value that at least this share does not exceed.
+        let quantile = |share: f64| match ((share * count as f64).ceil() as usize).clamp(1, count.max(1)) {
+            _ if count == 0 => 0.0,
+            rank => sorted[rank - 1],
+        };
+        let weights = gaps.iter().map(|gap| gap.exp());
+        let (sum, squares) = weights.fold((0.0, 0.0), |(sum, squares), w| (sum + w, squares + w * w));
+        Self {
+            median: quantile(0.5),
+            p90: quantile(0.9),
+            p99: quantile(0.99),
+            p999: quantile(0.999),
+            max: quantile(1.0),
+            mean: sorted.iter().sum::<f64>() / count.max(1) as f64,
+            effective_sample_share: if squares > 0.0 { sum * sum / squares / count as f64 } else { 1.0 },
+        }
+    }
+
+    /// The figures by name, as `mismatch.json` has them.
+    pub fn named(&self) -> [(&'static str, f64); 7] {
+        [
+            ("median", self.median),
+            ("p90", self.p90),
+            ("p99", self.p99),
+            ("p99.9", self.p999),
+            ("max", self.max),
+            ("mean", self.mean),
+            ("effective_sample_share", self.effective_sample_share),
+        ]
+    }
+
+    /// Figure by figure the larger one; of the effective sample the smaller.
+    pub fn larger(&self, other: &GapFigures) -> Self {
+        Self {
+            median: self.median.max(other.median),
+            p90: self.p90.max(other.p90),
+            p99: self.p99.max(other.p99),
+            p999: self.p999.max(other.p999),
+            max: self.max.max(other.max),
+            mean: self.mean.max(other.mean),
+            effective_sample_share: self.effective_sample_share.min(other.effective_sample_share),
+        }
+    }
+
+    /// Every figure at most `body` (of median, p90 and mean) or `tail` (of the rest) times `other`'s, or `floor`.
+    pub fn within(&self, other: &GapFigures, (body, tail): (f64, f64), floor: f64) -> bool {
+        let at_most = |mine: f64, theirs: f64, factor: f64| mine <= (factor * theirs).max(floor);
+        at_most(self.median, other.median, body)
+            && at_most(self.p90, other.p90, body)
+            && at_most(self.mean, other.mean, body)
+            // Of few tokens a flip of routing, which belongs to the maximum, may be the last hundredth.
+            && at_most(self.p99, other.p99.max(other.p999 / tail), tail)
+            && at_most(self.p999, other.p999, tail)
+            && at_most(self.max, other.max, tail)
+            && at_most(1.0 - self.effective_sample_share, 1.0 - other.effective_sample_share, tail * tail)
+    }
+}
+
+/// Spread of gaps under Student's t with 3 degrees of freedom, which a few flips of routing do not move, and their
+/// log-likelihood under it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Fit {
+    pub spread: f64,
+    pub log_likelihood: f64,
+}
+
+impl Fit {
+    pub fn of(gaps: &[f64]) -> Self {
+        let count = gaps.len().max(1) as f64;
+        let mut sorted: Vec<f64> = gaps.iter().map(|gap| gap.abs()).collect();
+        let middle = sorted.len() / 2;
+        let start =
+            if sorted.is_empty() { 0.0 } else { *sorted.select_nth_unstable_by(middle, f64::total_cmp).1 };
+        let mut spread = start.max(SPREAD_MIN);
+        for _ in 0..30 {
+            // The expectation step weighs outliers down, the maximisation step takes the weighted variance.
+            let weighted: f64 = gaps.iter().map(|gap| gap * gap * weight(*gap, spread)).sum();
+            spread = (weighted / count).sqrt().max(SPREAD_MIN);
+        }
+        let log_density =
+            |gap: &f64| -spread.ln() - 2.0 * (gap / spread).powi(2).mul_add(1.0 / 3.0, 1.0).ln();
+        Self { spread, log_likelihood: gaps.iter().map(log_density).sum() }
+    }
+}
+
+fn weight(gap: f64, spread: f64) -> f64 {
+    4.0 / (3.0 + (gap / spread).powi(2))
+}
+
+/// How much of the step from one explanation to another the data takes: the slope of `before` on `step`, outliers weighed
+/// down, and its standard error. 1 where the step is right, 0 where it is beside the point.
+pub fn slope(before: &[f64], after: &[f64]) -> (f64, f64) {
+    let spread = Fit::of(after).spread;
+    let (mut xy, mut xx) = (0.0, 0.0);
+    for (b, a) in before.iter().zip(after) {
+        let (step, w) = (b - a, weight(*a, spread));
+        xy += w * step * b;
+        xx += w * step * step;
+    }
+    if xx == 0.0 { (0.0, f64::INFINITY) } else { (xy / xx, spread / xx.sqrt()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_figure_alone_can_veto() {
+        let rounding: Vec<f64> = (0..1000).map(|i| f64::from(i % 10) * 1e-3).collect();
+        let yard = GapFigures::of(&rounding);
+        let within = |gaps: &[f64]| GapFigures::of(gaps).within(&yard, (2.0, 3.0), 0.0);
+        assert!(within(&rounding));
+        for share in [1, 10, 200, 450] {
+            let mut broken = rounding.clone();
+            broken.iter_mut().step_by(1000 / share).take(share).for_each(|gap| *gap = 5.0);
+            assert!(!within(&broken), "{share} of 1000");
+        }
+    }
+
+    #[test]
+    fn impossible_tokens_are_alike_however_they_are_written() {
+        let found = gaps(&[-9999.0, -1.0, -1e30], &[f32::NEG_INFINITY, f32::NEG_INFINITY, -2.0], &[true; 3]);
+        assert_eq!(found, [0.0, 50.0, -50.0]);
+        assert_eq!(gaps(&[-1.0], &[-3.0], &[false]), [0.0]);
+    }
+
+    #[test]
+    fn a_right_step_has_slope_one() {
+        let noise: Vec<f64> = (0..500).map(|i| (f64::from(i) * 0.7).sin() * 0.01).collect();
+        let step = |i: usize| (i as f64 * 1.3).cos() * 0.1;
+        let before: Vec<f64> = noise.iter().enumerate().map(|(i, n)| n + step(i)).collect();
+        let (found, error) = slope(&before, &noise);
+        assert!((found - 1.0).abs() < 4.0 * error && error < 0.02, "{found} ± {error}");
+        assert!(Fit::of(&noise).log_likelihood > Fit::of(&before).log_likelihood);
+    }
+}

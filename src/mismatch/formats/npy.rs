@@ -1,0 +1,52 @@
+//! NumPy's `.npy` in base64, as vLLM sends the experts that it chose.
+
+use super::RawRoutes;
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
+
+/// The bytes that `text` spells.
+pub(super) fn base64_bytes(text: &str) -> Result<Vec<u8>, String> {
+    BASE64_STANDARD.decode(text.trim()).map_err(|e| format!("routed_experts is no base64: {e}"))
+}
+
+/// Small unsigned integers of three axes.
+pub(super) fn routes(text: &str) -> Result<RawRoutes, String> {
+    let bytes = base64_bytes(text)?;
+    let wrong = || "routed_experts is no .npy of small integers with three axes".to_owned();
+    if bytes.len() < 10 || bytes[..6] != *b"\x93NUMPY" {
+        return Err(wrong());
+    }
+    // Version 1 has two bytes of length, later ones four.
+    let (length, start) = match bytes[6] {
+        1 => (usize::from(u16::from_le_bytes([bytes[8], bytes[9]])), 10usize),
+        _ => {
+            let four = bytes.get(8..12).ok_or_else(wrong)?;
+            (u32::from_le_bytes([four[0], four[1], four[2], four[3]]) as usize, 12)
+        }
+    };
+    let header = bytes.get(start..start.saturating_add(length)).ok_or_else(wrong)?;
+    let header = String::from_utf8_lossy(header);
+    if header.contains("True") {
+        return Err("routed_experts is in Fortran's order; write it in C's".into());
+    }
+    let after = |key: &str| {
+        header.split_once(key).map(|(_, rest)| rest.trim_start_matches([':', ' ', '\'', '('].as_slice()))
+    };
+    let width = match after("'descr'").ok_or_else(wrong)?.get(..3) {
+        Some("|u1") => 1,
+        Some("<u2" | "<i2") => 2,
+        Some("<i4" | "<u4") => 4,
+        _ => return Err(wrong()),
+    };
+    let shape = after("'shape'").and_then(|rest| rest.split(')').next()).ok_or_else(wrong)?;
+    let axes: Vec<usize> = shape.split(',').filter_map(|axis| axis.trim().parse().ok()).collect();
+    let shape: [usize; 3] = axes.try_into().map_err(|_| wrong())?;
+    let values = &bytes[start + length..];
+    let count =
+        shape.iter().try_fold(1usize, |product, axis| product.checked_mul(*axis)).ok_or_else(wrong)?;
+    if Some(values.len()) != count.checked_mul(width) {
+        return Err(wrong());
+    }
+    let value = |b: &[u8]| b.iter().rev().fold(0u32, |sum, byte| sum << 8 | u32::from(*byte));
+    Ok(RawRoutes { experts: values.chunks_exact(width).map(value).collect(), shape: Some(shape) })
+}

@@ -1,0 +1,184 @@
+//! `/v1/completions` and `/v1/chat/completions`: vLLM's with ids, llama-cpp-python's with the tokens' text.
+
+use super::{RawRow, Shape, TokenTexts, npy, parsed};
+use serde::Deserialize;
+use serde_json::Value;
+use std::collections::HashMap;
+
+/// What a prompt token's entry holds, by id in text: the token itself and the likeliest ones.
+type PromptLogProbs = Vec<Option<HashMap<String, PromptEntry>>>;
+
+#[derive(Deserialize)]
+struct PromptEntry {
+    logprob: Option<f64>,
+}
+
+#[derive(Deserialize)]
+struct Response {
+    choices: Vec<Choice>,
+    /// Of a chat, whose choices share it.
+    prompt_token_ids: Option<Vec<u64>>,
+    prompt_logprobs: Option<PromptLogProbs>,
+}
+
+#[derive(Deserialize)]
+struct Choice {
+    logprobs: Option<LogProbs>,
+    token_ids: Option<Vec<u64>>,
+    prompt_token_ids: Option<Vec<u64>>,
+    prompt_logprobs: Option<PromptLogProbs>,
+    routed_experts: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct LogProbs {
+    tokens: Option<Vec<String>>,
+    token_logprobs: Option<Vec<Option<f64>>>,
+    content: Option<Vec<Content>>,
+}
+
+#[derive(Deserialize)]
+struct Content {
+    token: String,
+    logprob: Option<f64>,
+    bytes: Option<Vec<u8>>,
+}
+
+const NO_PROMPT: &str = "the prompt is missing, and a log-prob depends on it; ask vLLM with \"return_token_ids\": true, \
+                         llama-cpp-python with echo=True";
+
+/// Which of the two the response is.
+pub(super) fn shape(value: &Value) -> Result<Shape, String> {
+    let choice = &value["choices"][0];
+    let log_probs = &choice["logprobs"];
+    match () {
+        () if log_probs.get("content").is_some() => Ok(Shape::Chat),
+        () if log_probs.get("token_logprobs").is_some() => Ok(Shape::Completions),
+        () if choice.get("message").is_some() => {
+            Err("choices have no logprobs; ask with \"logprobs\": true".into())
+        }
+        () => {
+            Err("choices have no logprobs; ask with \"logprobs\": 0 (and \"return_token_ids\": true)".into())
+        }
+    }
+}
+
+/// A row a choice.
+pub(super) fn completions(value: Value, texts: &TokenTexts) -> Result<Vec<RawRow>, String> {
+    let response: Response = parsed(value, "a response of /v1/completions")?;
+    let row = |choice: Choice| {
+        let log_probs = choice.logprobs.ok_or("a choice has no logprobs")?;
+        let (spelled, values) =
+            (log_probs.tokens.unwrap_or_default(), log_probs.token_logprobs.unwrap_or_default());
+        sequence(
+            Prompt { ids: choice.prompt_token_ids, log_probs: choice.prompt_logprobs },
+            choice.token_ids,
+            spelled,
+            values,
+            choice.routed_experts,
+            texts,
+        )
+    };
+    response.choices.into_iter().map(row).collect()
+}
+
+/// A row a choice.
+pub(super) fn chat(value: Value, texts: &TokenTexts) -> Result<Vec<RawRow>, String> {
+    let response: Response = parsed(value, "a response of /v1/chat/completions")?;
+    let mut prompts = vec![(response.prompt_token_ids, response.prompt_logprobs)];
+    let mut rows = vec![];
+    let count = response.choices.len();
+    for (index, choice) in response.choices.into_iter().enumerate() {
+        let content = choice.logprobs.and_then(|l| l.content).ok_or("a choice has no logprobs.content")?;
+        let values = content.iter().map(|c| c.logprob).collect();
+        let spelled = content.into_iter().map(|c| match c.bytes {
+            Some(bytes) => String::from_utf8(bytes).unwrap_or(c.token),
+            None => c.token,
+        });
+        let shared = if index + 1 == count {
+            prompts.pop()
+        } else {
+            prompts.last().map(|(ids, _)| (ids.clone(), None))
+        };
+        let (ids, log_probs) = shared.unwrap_or_default();
+        let prompt =
+            Prompt { ids: choice.prompt_token_ids.or(ids), log_probs: choice.prompt_logprobs.or(log_probs) };
+        rows.push(sequence(
+            prompt,
+            choice.token_ids,
+            spelled.collect(),
+            values,
+            choice.routed_experts,
+            texts,
+        )?);
+    }
+    Ok(rows)
+}
+
+struct Prompt {
+    ids: Option<Vec<u64>>,
+    log_probs: Option<PromptLogProbs>,
+}
+
+/// Prompt and response in one. With `echo` the response's values begin with the prompt's.
+fn sequence(
+    prompt: Prompt,
+    ids: Option<Vec<u64>>,
+    spelled: Vec<String>,
+    mut values: Vec<Option<f64>>,
+    routes: Option<String>,
+    texts: &TokenTexts,
+) -> Result<RawRow, String> {
+    let from_texts = ids.is_none();
+    let echoed = values.first().is_some_and(Option::is_none);
+    let response = match ids {
+        Some(ids) => ids,
+        None => spelled.iter().map(|text| texts.id(text)).collect::<Result<_, _>>()?,
+    };
+    let routes = routes.map(|text| npy::routes(&text)).transpose()?;
+    let prompt_ids = match (prompt.ids, echoed) {
+        // Without ids of its own an echoed response is the whole; with them, only the values are.
+        (_, true) if from_texts || values.len() == response.len() => vec![],
+        (Some(ids), _) => ids,
+        (None, _) => return Err(NO_PROMPT.into()),
+    };
+    let mut log_probs = match prompt.log_probs {
+        Some(entries) if !prompt_ids.is_empty() => of_prompt(&prompt_ids, entries)?,
+        _ => vec![None; prompt_ids.len()],
+    };
+    if values.len() == prompt_ids.len() + response.len() {
+        let rest = values.split_off(prompt_ids.len());
+        log_probs = std::mem::replace(&mut values, rest);
+    }
+    if values.len() != response.len() {
+        return Err(format!("{} token ids but {} log-probs of the response", response.len(), values.len()));
+    }
+    let first = if spelled.len() == response.len() { prompt_ids.len() } else { 0 };
+    let spelled = spelled.into_iter().filter(|_| !from_texts).enumerate();
+    Ok(RawRow {
+        texts: spelled
+            .filter(|(_, text)| !text.starts_with("token_id:"))
+            .map(|(i, t)| (first + i, t))
+            .collect(),
+        tokens: [prompt_ids, response].concat(),
+        log_probs: [log_probs, values].concat(),
+        routes,
+        from_texts,
+        ..RawRow::default()
+    })
+}
+
+/// The value of each prompt token: the entry of its own id.
+fn of_prompt(ids: &[u64], entries: PromptLogProbs) -> Result<Vec<Option<f64>>, String> {
+    if ids.len() != entries.len() {
+        return Err(format!("{} prompt_token_ids but {} prompt_logprobs", ids.len(), entries.len()));
+    }
+    let value = |(id, entry): (&u64, Option<HashMap<String, PromptEntry>>)| match entry {
+        None => Ok(None),
+        Some(entry) => match entry.get(&id.to_string()) {
+            Some(entry) => Ok(entry.logprob),
+            None => Err(format!("prompt_logprobs has no entry for the prompt's token {id}")),
+        },
+    };
+    ids.iter().zip(entries).map(value).collect()
+}

@@ -1,0 +1,31 @@
+//! This project's rows: `{"tokens", "logprobs", "temperature"?, "mask"?}`, its trajectories among them.
+
+use super::{RawRow, parsed};
+use serde::Deserialize;
+use serde_json::Value;
+
+/// Other keys, which some exports carry, are not read.
+#[derive(Deserialize)]
+struct Own {
+    tokens: Vec<u64>,
+    logprobs: Vec<Option<f64>>,
+    temperature: Option<f64>,
+    /// False where the token was not sampled and its log-prob stands for none.
+    mask: Option<Vec<bool>>,
+}
+
+pub(super) fn row(value: Value) -> Result<RawRow, String> {
+    let own: Own = parsed(value, "a row")?;
+    let mut log_probs = own.logprobs;
+    if let Some(mask) = own.mask {
+        if mask.len() != own.tokens.len() {
+            return Err(format!(
+                "{} tokens but a mask of {}; give one value a token",
+                own.tokens.len(),
+                mask.len()
+            ));
+        }
+        log_probs.iter_mut().zip(mask).filter(|(_, sampled)| !sampled).for_each(|(l, _)| *l = None);
+    }
+    Ok(RawRow { tokens: own.tokens, log_probs, temperature: own.temperature, ..RawRow::default() })
+}

@@ -1,0 +1,63 @@
+//! SGLang's `/generate` with `return_logprob`: `[log-prob, id, text]` a token in `meta_info`.
+
+use super::npy::base64_bytes;
+use super::{RawRoutes, RawRow, parsed};
+use serde::Deserialize;
+use serde_json::Value;
+
+type Entry = (Option<f64>, u64, Option<String>);
+
+#[derive(Deserialize)]
+struct Response {
+    meta_info: MetaInfo,
+}
+
+#[derive(Deserialize)]
+struct MetaInfo {
+    input_token_logprobs: Option<Vec<Value>>,
+    output_token_logprobs: Option<Vec<Value>>,
+    prompt_tokens: Option<usize>,
+    /// base64 of int32, `[tokens, layers, slots]`.
+    routed_experts: Option<Value>,
+}
+
+pub(super) fn row(value: Value) -> Result<RawRow, String> {
+    let meta = parsed::<Response>(value, "a response of SGLang")?.meta_info;
+    let Some(output) = meta.output_token_logprobs else {
+        return Err("meta_info has no output_token_logprobs; ask with \"return_logprob\": true".into());
+    };
+    let input = meta.input_token_logprobs.unwrap_or_default();
+    if input.is_empty() || meta.prompt_tokens.is_some_and(|count| count != input.len()) {
+        return Err(format!(
+            "{} of {} prompt tokens are there, and a log-prob depends on all; ask with \"logprob_start_len\": 0",
+            input.len(),
+            meta.prompt_tokens.map_or("the".into(), |count| count.to_string())
+        ));
+    }
+    let mut row = RawRow::default();
+    for (at, entry) in input.into_iter().chain(output).enumerate() {
+        let (log_prob, id, text) = entry_of(entry)?;
+        row.tokens.push(id);
+        row.log_probs.push(log_prob);
+        row.texts.extend(text.map(|text| (at, text)));
+    }
+    row.routes = match meta.routed_experts {
+        Some(Value::String(text)) => Some(RawRoutes { experts: int32(&base64_bytes(&text)?), shape: None }),
+        _ => None,
+    };
+    Ok(row)
+}
+
+/// The text may be left out.
+fn entry_of(entry: Value) -> Result<Entry, String> {
+    match entry.as_array().map(Vec::len) {
+        Some(2) => {
+            parsed::<(Option<f64>, u64)>(entry, "an entry [log-prob, id]").map(|(l, id)| (l, id, None))
+        }
+        _ => parsed(entry, "an entry [log-prob, id, text]"),
+    }
+}
+
+fn int32(bytes: &[u8]) -> Vec<u32> {
+    bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+}

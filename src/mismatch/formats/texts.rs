@@ -1,0 +1,47 @@
+//! Tokens known by their text alone: an id only where the vocabulary leaves no choice.
+
+use crate::vocabulary::Vocabulary;
+use std::collections::HashMap;
+use std::sync::OnceLock;
+
+/// Which id has a text. The table is made when it is first asked.
+pub struct TokenTexts {
+    tokenizer: Vocabulary,
+    /// `None` where several ids have the same bytes.
+    ids: OnceLock<HashMap<Vec<u8>, Option<u32>>>,
+}
+
+impl TokenTexts {
+    pub fn new(tokenizer: Vocabulary) -> Self {
+        Self { tokenizer, ids: OnceLock::new() }
+    }
+
+    /// The one id whose bytes are those of `text`; `token_id:N`, as vLLM writes on request, is N.
+    ///
+    /// # Errors
+    /// When none or several have them, or the text lost bytes on the way.
+    pub(super) fn id(&self, text: &str) -> Result<u64, String> {
+        if let Some(id) = text.strip_prefix("token_id:").and_then(|id| id.parse().ok()) {
+            return Ok(id);
+        }
+        let found = self.ids().get(text.as_bytes());
+        match found {
+            Some(Some(id)) => Ok(u64::from(*id)),
+            Some(None) => Err(format!("{text:?} is the text of several tokens; have the engine write ids")),
+            None => Err(format!(
+                "{text:?} is the text of no token of this model's tokenizer; have the engine write ids"
+            )),
+        }
+    }
+
+    fn ids(&self) -> &HashMap<Vec<u8>, Option<u32>> {
+        self.ids.get_or_init(|| {
+            let mut ids = HashMap::new();
+            for id in 0..self.tokenizer.vocab_size() as u32 {
+                let Some(bytes) = self.tokenizer.token_bytes(id) else { continue };
+                ids.entry(bytes.to_vec()).and_modify(|other| *other = None).or_insert(Some(id));
+            }
+            ids
+        })
+    }
+}

@@ -1,0 +1,73 @@
+//! verl's rows where they carry tokens, and slime's samples; both refuse what is text alone.
+
+use super::{RawRoutes, RawRow, parsed, prompt_and_response};
+use serde::Deserialize;
+use serde_json::Value;
+
+pub(super) const TEXT_ALONE: &str = "verl's dump of input and output holds text alone: no token ids, no log-probs; write \
+    prompt_ids, response_ids, response_mask and response_logprobs of the agent loop's output instead \
+    (rollout.calculate_log_probs=True)";
+pub(super) const TRL_TEXT_ALONE: &str = "TRL's table of completions holds text alone: no token ids, no log-probs; write \
+    prompt_ids, completion ids and sampling_per_token_logps of the trainer's batch as rows of tokens and logprobs instead";
+
+#[derive(Deserialize)]
+struct Verl {
+    #[serde(alias = "prompts")]
+    prompt_ids: Vec<u64>,
+    #[serde(alias = "responses")]
+    response_ids: Vec<u64>,
+    response_mask: Option<Vec<u8>>,
+    #[serde(alias = "rollout_log_probs")]
+    response_logprobs: Vec<Option<f64>>,
+}
+
+pub(super) fn row(value: Value) -> Result<RawRow, String> {
+    let verl: Verl = parsed(value, "a row of verl with prompt_ids, response_ids and response_logprobs")?;
+    let count = verl.response_ids.len();
+    let mask = verl.response_mask.unwrap_or_else(|| vec![1; count]);
+    if mask.len() != count || verl.response_logprobs.len() != count {
+        return Err(format!(
+            "{count} response_ids, a response_mask of {}, {} response_logprobs; they must agree",
+            mask.len(),
+            verl.response_logprobs.len()
+        ));
+    }
+    let kept = verl.response_logprobs.into_iter().zip(mask).map(|(l, m)| l.filter(|_| m != 0));
+    Ok(prompt_and_response(verl.prompt_ids, verl.response_ids, kept.collect()))
+}
+
+#[derive(Deserialize)]
+struct Slime {
+    tokens: Vec<u64>,
+    response_length: usize,
+    loss_mask: Option<Vec<u8>>,
+    rollout_log_probs: Vec<Option<f64>>,
+    /// `[tokens − 1, layers, slots]`.
+    rollout_routed_experts: Option<Vec<Vec<Vec<u32>>>>,
+}
+
+/// slime's sample as JSON: log-probs of the response alone.
+pub(super) fn slime(value: Value) -> Result<RawRow, String> {
+    let slime: Slime = parsed(value, "a sample of slime")?;
+    let (count, response) = (slime.tokens.len(), slime.response_length);
+    let mask = slime.loss_mask.unwrap_or_else(|| vec![1; response]);
+    if response > count || mask.len() != response || slime.rollout_log_probs.len() != response {
+        return Err(format!(
+            "{count} tokens, response_length {response}, a loss_mask of {}, {} rollout_log_probs; they must agree",
+            mask.len(),
+            slime.rollout_log_probs.len()
+        ));
+    }
+    let mut tokens = slime.tokens;
+    let answer = tokens.split_off(count - response);
+    let kept = slime.rollout_log_probs.into_iter().zip(mask).map(|(l, m)| l.filter(|_| m != 0));
+    let routes = slime.rollout_routed_experts.map(|routes| {
+        let (layers, slots) =
+            (routes.first().map_or(0, Vec::len), routes.first().and_then(|t| t.first()).map_or(0, Vec::len));
+        RawRoutes {
+            shape: Some([routes.len(), layers, slots]),
+            experts: routes.into_iter().flatten().flatten().collect(),
+        }
+    });
+    Ok(RawRow { routes, ..prompt_and_response(tokens, answer, kept.collect()) })
+}

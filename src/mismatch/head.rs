@@ -1,0 +1,267 @@
+//! Log-probabilities as engines may report them: at another temperature, after a filter, of rounded logits.
+
+use crate::model::policy_view::PolicyView;
+use crate::ops::logits::{Sampling, logits_rows_max};
+use crate::train::batch::MicroBatch;
+use anyhow::Result;
+use candle_core::Tensor;
+use half::bf16;
+use std::sync::Arc;
+
+/// What a sampler kept before it took the log-probability.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Filter {
+    TopP(f64),
+    TopK(usize),
+    MinP(f64),
+}
+
+/// How logits become log-probabilities.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct HeadSettings {
+    /// Multiple of the temperature that the log-probs are said to be at.
+    pub temperature_factor: f64,
+    pub filter: Option<Filter>,
+    pub bf16_logits: bool,
+}
+
+impl Default for HeadSettings {
+    fn default() -> Self {
+        Self { temperature_factor: 1.0, filter: None, bf16_logits: false }
+    }
+}
+
+impl HeadSettings {
+    fn is_plain(&self) -> bool {
+        self.filter.is_none() && !self.bf16_logits
+    }
+
+    /// Log-probabilities of `batch`'s targets from `normed [R, H]`, at `temperature` as stated; −∞ where the filter keeps
+    /// none.
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    pub fn log_probs(
+        &self,
+        policy: &PolicyView,
+        normed: &Tensor,
+        batch: &MicroBatch,
+        temperature: f64,
+    ) -> Result<Vec<f32>> {
+        let temperature = temperature * self.temperature_factor;
+        if self.is_plain() {
+            return policy.log_probs(normed, batch, temperature);
+        }
+        let mut found = Vec::with_capacity(batch.targets.len());
+        each_row(policy, normed, 0..batch.targets.len(), &mut |row, z| {
+            let mut z = z.to_vec();
+            if self.bf16_logits {
+                z.iter_mut().for_each(|z| *z = bf16::from_f32(*z).to_f32());
+            }
+            found.push(log_prob(&z, batch.targets[row] as usize, temperature, self.filter) as f32);
+        })?;
+        Ok(found)
+    }
+}
+
+/// Calls `use_row` with each of the asked rows' index and raw logits `[V]`.
+fn each_row(
+    policy: &PolicyView,
+    normed: &Tensor,
+    rows: std::ops::Range<usize>,
+    use_row: &mut dyn FnMut(usize, &[f32]),
+) -> Result<()> {
+    let vocabulary = policy.model.config.vocab_size;
+    let chunk = logits_rows_max(vocabulary);
+    let (start, end) = (rows.start, rows.end);
+    for start in (start..end).step_by(chunk) {
+        let count = chunk.min(end - start);
+        let logits = policy.trunk().logits(&normed.narrow(0, start, count)?, &Sampling::whole(1.0))?;
+        let z = logits.scores().flatten_all()?.to_vec1::<f32>()?;
+        z.chunks_exact(vocabulary).enumerate().for_each(|(i, z)| use_row(start + i, z));
+    }
+    Ok(())
+}
+
+/// The log-probability of `target` under `softmax(z / τ)` after `filter`.
+fn log_prob(z: &[f32], target: usize, temperature: f64, filter: Option<Filter>) -> f64 {
+    match filter {
+        None => Sorted::unsorted_log_prob(z, target, temperature),
+        Some(filter) => Sorted::new(z, target, temperature).log_prob(filter),
+    }
+}
+
+/// One row's distribution, likeliest first.
+struct Sorted {
+    /// Place of the target.
+    place: usize,
+    log_prob: f64,
+    probabilities: Vec<f64>,
+    /// Up to each place, it included.
+    cumulative: Vec<f64>,
+}
+
+impl Sorted {
+    fn log_sum_exp(z: &[f32], temperature: f64) -> f64 {
+        let highest = z.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let sum: f64 = z.iter().map(|&z| (f64::from(z - highest) / temperature).exp()).sum();
+        f64::from(highest) / temperature + sum.ln()
+    }
+
+    fn unsorted_log_prob(z: &[f32], target: usize, temperature: f64) -> f64 {
+        f64::from(z[target]) / temperature - Self::log_sum_exp(z, temperature)
+    }
+
+    fn new(z: &[f32], target: usize, temperature: f64) -> Self {
+        let sum = Self::log_sum_exp(z, temperature);
+        let mut order: Vec<usize> = (0..z.len()).collect();
+        order.sort_unstable_by(|&a, &b| z[b].total_cmp(&z[a]).then(a.cmp(&b)));
+        let probabilities: Vec<f64> =
+            order.iter().map(|&i| (f64::from(z[i]) / temperature - sum).exp()).collect();
+        let mut total = 0.0;
+        let cumulative = probabilities.iter().map(|p| {
+            total += p;
+            total
+        });
+        Self {
+            place: order.iter().position(|&i| i == target).unwrap_or(z.len()),
+            log_prob: f64::from(z[target]) / temperature - sum,
+            cumulative: cumulative.collect(),
+            probabilities,
+        }
+    }
+
+    /// Tokens kept.
+    fn kept(&self, filter: Filter) -> usize {
+        let count = self.probabilities.len();
+        match filter {
+            Filter::TopK(k) => k.clamp(1, count),
+            Filter::TopP(p) => (self.cumulative.partition_point(|&sum| sum < p) + 1).min(count),
+            Filter::MinP(p) => {
+                let lowest = p * self.probabilities.first().copied().unwrap_or(0.0);
+                self.probabilities.partition_point(|&q| q >= lowest).max(1)
+            }
+        }
+    }
+
+    fn log_prob(&self, filter: Filter) -> f64 {
+        let kept = self.kept(filter);
+        if self.place >= kept { f64::NEG_INFINITY } else { self.log_prob - self.cumulative[kept - 1].ln() }
+    }
+}
+
+/// Rows of logits kept in memory, to fit what no list of causes can hold.
+pub struct FitRows {
+    /// Raw logits, target, stated temperature and what the engine says, a row.
+    rows: Vec<(Vec<f32>, usize, f64, f64)>,
+}
+
+/// Rows that a parameter is fitted on.
+const FIT_ROWS_MAX: usize = 384;
+/// Values of logits kept for it.
+const FIT_VALUES_MAX: usize = 1 << 24;
+
+impl FitRows {
+    /// Evenly spaced targets of `batches`, each with its `normed` rows and stated temperature.
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    pub fn draw(
+        policy: &PolicyView,
+        batches: &[(Tensor, Arc<Vec<u32>>, f64)],
+        theirs: &[f32],
+    ) -> Result<Self> {
+        let most = FIT_ROWS_MAX.min(FIT_VALUES_MAX / policy.model.config.vocab_size).max(16);
+        let stride = theirs.len().div_ceil(most).max(1);
+        let (mut rows, mut first) = (vec![], 0);
+        for (normed, targets, temperature) in batches {
+            for row in (0..targets.len()).filter(|row| (first + row).is_multiple_of(stride)) {
+                each_row(policy, normed, row..row + 1, &mut |row, z| {
+                    rows.push((
+                        z.to_vec(),
+                        targets[row] as usize,
+                        *temperature,
+                        f64::from(theirs[first + row]),
+                    ));
+                })?;
+            }
+            first += targets.len();
+        }
+        Ok(Self { rows })
+    }
+
+    /// The multiple of the stated temperature that fits best: a grid over 0.1 to 10, then golden-section search.
+    pub fn temperature_factor(&self) -> f64 {
+        let gap = |log: f64| {
+            spread(self.rows.iter().map(|(z, target, temperature, theirs)| {
+                Sorted::unsorted_log_prob(z, *target, temperature * log.exp()) - theirs
+            }))
+        };
+        let step = 10f64.ln() / 24.0;
+        let nearest = (-24..=24).map(|i| f64::from(i) * step).min_by(|a, b| gap(*a).total_cmp(&gap(*b)));
+        let (mut low, mut high) = (nearest.unwrap_or(0.0) - step, nearest.unwrap_or(0.0) + step);
+        let golden = (5f64.sqrt() - 1.0) / 2.0;
+        for _ in 0..30 {
+            let (a, b) = (high - golden * (high - low), low + golden * (high - low));
+            if gap(a) < gap(b) { high = b } else { low = a }
+        }
+        ((low + high) / 2.0).exp()
+    }
+
+    /// The best filter of each kind.
+    pub fn filters(&self) -> [Filter; 3] {
+        let sorted: Vec<(Sorted, f64)> = self
+            .rows
+            .iter()
+            .map(|(z, target, temperature, theirs)| (Sorted::new(z, *target, *temperature), *theirs))
+            .collect();
+        let vocabulary = self.rows.first().map_or(1, |(z, ..)| z.len());
+        let best = |filters: Vec<Filter>| {
+            let gap = |filter: Filter| {
+                spread(sorted.iter().map(|(row, theirs)| match row.log_prob(filter) {
+                    f64::NEG_INFINITY => 50.0,
+                    log_prob => log_prob - theirs,
+                }))
+            };
+            let gaps = filters.into_iter().map(|filter| (filter, gap(filter)));
+            // Filters that keep the same are one: the middle of them is named.
+            let gaps: Vec<(Filter, f64)> = gaps.collect();
+            let least = gaps.iter().map(|(_, gap)| *gap).fold(f64::INFINITY, f64::min);
+            let equal: Vec<Filter> =
+                gaps.iter().filter(|(_, gap)| *gap <= least * 1.000_001).map(|(filter, _)| *filter).collect();
+            equal.get(equal.len() / 2).copied().unwrap_or(Filter::TopK(vocabulary))
+        };
+        let steps = |from: f64, count: usize| (1..count).map(move |i| from * i as f64);
+        [
+            best(steps(0.005, 200).chain([0.999]).map(Filter::TopP).collect()),
+            best((1..=vocabulary.min(1000)).map(Filter::TopK).collect()),
+            best(steps(0.0025, 240).map(Filter::MinP).collect()),
+        ]
+    }
+}
+
+/// Mean of √|x|: large where many are, little moved by a few.
+fn spread(values: impl Iterator<Item = f64>) -> f64 {
+    let (mut sum, mut count) = (0.0, 0.0);
+    for value in values {
+        sum += value.abs().min(50.0).sqrt();
+        count += 1.0;
+    }
+    if count == 0.0 { 0.0 } else { sum / count }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_filter_renormalises_what_it_keeps() {
+        let z: Vec<f32> = [0.5f32, 0.25, 0.15, 0.1].iter().map(|p| p.ln()).collect();
+        let of = |target, filter| log_prob(&z, target, 1.0, Some(filter)).exp();
+        assert!((of(0, Filter::TopK(2)) - 0.5 / 0.75).abs() < 1e-6);
+        assert!((of(1, Filter::TopP(0.6)) - 0.25 / 0.75).abs() < 1e-6);
+        assert!((of(2, Filter::MinP(0.29)) - 0.15 / 0.9).abs() < 1e-6);
+        assert_eq!(of(3, Filter::MinP(0.29)), 0.0);
+        assert!((log_prob(&z, 3, 0.5, None).exp() - 0.01 / 0.345).abs() < 1e-6);
+    }
+}

@@ -1,0 +1,224 @@
+//! Where a gap lives: the positions, rows, tokens or experts that hold the tokens that moved.
+
+use super::diagnose::{Observed, Reference};
+use crate::model::policy_view::PolicyView;
+use crate::ops::cpu::host_ids;
+use anyhow::Result;
+use std::collections::BTreeMap;
+
+/// A group is where the gap lives when at least this share of what moved lies in it, and this share of it moved.
+const CAUGHT_MIN: f64 = 0.8;
+const MOVED_MIN: f64 = 0.5;
+/// And tokens outside move at most this often, relative to those inside.
+const OUTSIDE_MAX: f64 = 0.25;
+/// Groups of fewer targets are not looked at.
+const GROUP_TARGETS_MIN: usize = 3;
+
+/// What is known of each target.
+pub struct Places {
+    /// Names of the rows.
+    pub names: Vec<String>,
+    /// Place of its row among the names.
+    pub rows: Vec<usize>,
+    /// Position in its row.
+    pub positions: Vec<usize>,
+    /// Experts of each layer that the row which predicts it goes through, `[layer][target]`.
+    experts: Vec<Vec<Vec<u32>>>,
+    tokens: Vec<u32>,
+}
+
+impl Places {
+    /// Of the targets of `observed`, which are of the rows `rows`, one a target, of those called `names`.
+    ///
+    /// # Errors
+    /// When a forward fails.
+    pub fn of(
+        reference: &Reference,
+        observed: &Observed,
+        names: Vec<String>,
+        rows: Vec<usize>,
+    ) -> Result<Self> {
+        let layers = reference.model.config.num_hidden_layers;
+        let top_k = reference.model.config.num_experts_per_tok;
+        let mut found =
+            Self { names, rows, positions: vec![], experts: vec![vec![]; layers], tokens: vec![] };
+        let policy = PolicyView::plain(reference.model, reference.parameters)?;
+        for (batch, _) in &observed.batches {
+            let trace = reference.threads.wide(|| policy.trace(batch))?;
+            for (layer, routes) in trace.routes.iter().enumerate() {
+                let routes = host_ids(routes)?;
+                let of_row = |&row: &u32| routes[row as usize * top_k..][..top_k].to_vec();
+                found.experts[layer].extend(batch.rows.iter().map(of_row));
+            }
+            found.positions.extend(batch.rows.iter().map(|&row| batch.positions[row as usize] as usize + 1));
+            found.tokens.extend_from_slice(&batch.targets);
+        }
+        Ok(found)
+    }
+
+    /// Experts of target `target` at `layer`.
+    pub fn experts(&self, layer: usize, target: usize) -> Option<&[u32]> {
+        self.experts.get(layer)?.get(target).map(Vec::as_slice)
+    }
+}
+
+/// Where the gap lives.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Location {
+    /// In words: "positions from 513 on".
+    pub place: String,
+    /// Shares of the targets that moved, inside and outside.
+    pub moved_inside: f64,
+    pub moved_outside: f64,
+    pub targets: usize,
+}
+
+/// What of the targets moved by more than `threshold`, and the one place that holds it, if there is one.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Located {
+    pub moved: usize,
+    pub targets: usize,
+    pub location: Option<Location>,
+    /// The first few that moved: name of the row, position, gap.
+    pub first: Vec<(String, usize, f64)>,
+}
+
+/// Finds the place of the gaps beyond `threshold`.
+pub fn locate(places: &Places, gaps: &[f64], threshold: f64) -> Located {
+    let moved: Vec<bool> = gaps.iter().map(|gap| gap.abs() > threshold).collect();
+    let total = moved.iter().filter(|m| **m).count();
+    let mut best: Option<(f64, Location)> = None;
+    let mut weigh = |place: &dyn Fn() -> String, inside: &[usize]| {
+        if inside.len() < GROUP_TARGETS_MIN || inside.len() == gaps.len() || total == 0 {
+            return;
+        }
+        let caught = inside.iter().filter(|&&t| moved[t]).count();
+        let outside = gaps.len() - inside.len();
+        let (share, rest) = (caught as f64 / inside.len() as f64, (total - caught) as f64 / outside as f64);
+        let covered = caught as f64 / total as f64;
+        if covered < CAUGHT_MIN || share < MOVED_MIN || rest > OUTSIDE_MAX * share {
+            return;
+        }
+        // Precision and recall, alike.
+        let score = 2.0 * share * covered / (share + covered);
+        if best.as_ref().is_none_or(|(other, _)| score > *other) {
+            let location =
+                Location { place: place(), moved_inside: share, moved_outside: rest, targets: inside.len() };
+            best = Some((score, location));
+        }
+    };
+    let groups = |keys: &mut dyn Iterator<Item = usize>| -> BTreeMap<usize, Vec<usize>> {
+        let mut groups: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+        keys.enumerate().for_each(|(target, key)| groups.entry(key).or_default().push(target));
+        groups
+    };
+    // A cut by position: where the tokens that moved begin, or end.
+    let longest = places.positions.iter().copied().max().unwrap_or(0);
+    for cut in cuts(places, &moved, longest) {
+        let side = |keep: &dyn Fn(usize) -> bool| -> Vec<usize> {
+            (0..gaps.len()).filter(|&t| keep(places.positions[t])).collect()
+        };
+        weigh(&|| format!("positions from {cut} on"), &side(&|p| p >= cut));
+        weigh(&|| format!("positions before {cut}"), &side(&|p| p < cut));
+    }
+    let rows = groups(&mut places.rows.iter().copied());
+    let (mut broken, mut members): (Vec<usize>, Vec<usize>) = (vec![], vec![]);
+    for (row, targets) in &rows {
+        if targets.iter().filter(|&&t| moved[t]).count() as f64 >= MOVED_MIN * targets.len() as f64 {
+            broken.push(*row);
+            members.extend(targets);
+        }
+    }
+    if broken.len() < rows.len() {
+        weigh(
+            &|| format!("row{} {}", if broken.len() == 1 { "" } else { "s" }, listed(&broken, &places.names)),
+            &members,
+        );
+    }
+    for (token, targets) in groups(&mut places.tokens.iter().map(|&token| token as usize)) {
+        weigh(&|| format!("targets of token {token}"), &targets);
+    }
+    for (layer, of_layer) in places.experts.iter().enumerate() {
+        let mut groups: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+        for (target, experts) in of_layer.iter().enumerate() {
+            experts.iter().for_each(|&expert| groups.entry(expert).or_default().push(target));
+        }
+        for (expert, targets) in groups {
+            weigh(&|| format!("tokens that go through expert {expert} of layer {layer}"), &targets);
+        }
+    }
+    let first = (0..gaps.len()).filter(|&t| moved[t]).take(5);
+    Located {
+        moved: total,
+        targets: gaps.len(),
+        location: best.map(|(_, location)| location),
+        first: first.map(|t| (places.names[places.rows[t]].clone(), places.positions[t], gaps[t])).collect(),
+    }
+}
+
+/// Positions at which what moved may begin or end: the first that moved of each row, and one past the last.
+fn cuts(places: &Places, moved: &[bool], longest: usize) -> Vec<usize> {
+    let mut share = vec![(0usize, 0usize); longest + 2];
+    for (position, moved) in places.positions.iter().zip(moved) {
+        share[*position].0 += usize::from(*moved);
+        share[*position].1 += 1;
+    }
+    let total: usize = share.iter().map(|s| s.0).sum();
+    let count: usize = share.iter().map(|s| s.1).sum();
+    // The cut that parts the most: the largest gap between what moved so far and what would have, spread evenly.
+    let (mut before, mut seen, mut best) = (0usize, 0usize, (0.0f64, 0usize, 0.0f64, 0usize));
+    for (position, (m, n)) in share.iter().enumerate() {
+        let excess = before as f64 / total.max(1) as f64 - seen as f64 / count.max(1) as f64;
+        if excess < best.0 {
+            (best.0, best.1) = (excess, position);
+        }
+        if excess > best.2 {
+            (best.2, best.3) = (excess, position);
+        }
+        before += m;
+        seen += n;
+    }
+    vec![best.1, best.3].into_iter().filter(|&cut| cut > 1).collect()
+}
+
+fn listed(rows: &[usize], names: &[String]) -> String {
+    let shown: Vec<&str> = rows.iter().take(8).map(|&row| names[row].as_str()).collect();
+    let rest = rows.len().saturating_sub(shown.len());
+    if rest == 0 { shown.join(", ") } else { format!("{} and {rest} more", shown.join(", ")) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn places() -> Places {
+        let rows = 8;
+        let length = 100;
+        let targets = rows * length;
+        Places {
+            names: (1..=rows).map(|row| row.to_string()).collect(),
+            rows: (0..targets).map(|t| t / length).collect(),
+            positions: (0..targets).map(|t| t % length + 1).collect(),
+            experts: vec![(0..targets).map(|t| vec![(t % 5) as u32, 5 + (t % 3) as u32]).collect()],
+            tokens: (0..targets).map(|t| (t * 7 % 11) as u32).collect(),
+        }
+    }
+
+    #[test]
+    fn a_gap_is_found_where_it_was_put() {
+        let places = places();
+        let found = |moved: &dyn Fn(usize) -> bool| {
+            let gaps: Vec<f64> = (0..800).map(|t| if moved(t) { -0.5 } else { 1e-5 }).collect();
+            locate(&places, &gaps, 1e-3)
+        };
+        let place = |located: Located| located.location.map(|l| l.place).unwrap_or_default();
+        assert_eq!(place(found(&|t| t % 100 >= 59)), "positions from 60 on");
+        assert_eq!(place(found(&|t| t % 100 < 20)), "positions before 21");
+        assert_eq!(place(found(&|t| t / 100 == 2 || t / 100 == 6)), "rows 3, 7");
+        assert_eq!(place(found(&|t| t % 5 == 3)), "tokens that go through expert 3 of layer 0");
+        assert_eq!(place(found(&|t| t * 7 % 11 == 4)), "targets of token 4");
+        let scattered = found(&|t| t * 31 % 97 == 5);
+        assert_eq!(scattered.location, None);
+        assert_eq!((scattered.moved, scattered.first.len()), (8, 5));
+    }
+}

@@ -1,0 +1,84 @@
+//! A page to paste into an issue, and the picture beside it: |Δlogp| by position.
+
+use super::against::Comparison;
+use super::distance::GapFigures;
+use std::fmt::Write;
+
+/// Lengths are in SVG user units.
+const WIDTH: f64 = 640.0;
+const HEIGHT: f64 = 260.0;
+const LEFT: f64 = 56.0;
+const TOP: f64 = 14.0;
+const FOOT: f64 = 36.0;
+/// Stretches of positions, each of which shows its median and its maximum.
+const STRETCHES_MAX: usize = 80;
+/// The axis begins here: what is smaller is drawn at its foot.
+const GAP_MIN: f64 = 1e-7;
+
+/// `mismatch.md`: the answer, the table, the yardsticks. `table` is that of the terminal, `seen` says what was read.
+pub fn page(answer: &str, table: &str, seen: &[String]) -> String {
+    let read: String = seen.iter().map(|line| format!("- {line}\n")).collect();
+    format!(
+        "## rloss check-mismatch --against\n\n{answer}\n\n```text\n{}\n```\n\nRead:\n{read}\nrloss {}; |Δlogp| by position is drawn in mismatch.svg, all figures are in mismatch.json.\n",
+        table.trim_end(),
+        env!("CARGO_PKG_VERSION")
+    )
+}
+
+/// `mismatch.svg`: median and maximum of |Δlogp| over stretches of positions, on a logarithmic axis, with bf16's own.
+pub fn picture(found: &Comparison) -> String {
+    let (positions, gaps) = (&found.places.positions, &found.diagnosis.gaps);
+    let longest = positions.iter().copied().max().unwrap_or(1);
+    let width = longest.div_ceil(STRETCHES_MAX).max(1);
+    let mut stretches: Vec<Vec<f64>> = vec![vec![]; longest / width + 1];
+    positions.iter().zip(gaps).for_each(|(position, gap)| stretches[position / width].push(*gap));
+    let highest = found.diagnosis.figures.max.max(found.diagnosis.bf16_yard.max).max(10.0 * GAP_MIN);
+    let decades = (highest / GAP_MIN).log10().ceil().max(1.0);
+    let y = |gap: f64| {
+        let share = (gap.max(GAP_MIN) / GAP_MIN).log10() / decades;
+        HEIGHT - FOOT - share * (HEIGHT - FOOT - TOP)
+    };
+    let x = |position: f64| LEFT + position / longest as f64 * (WIDTH - LEFT - 10.0);
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" font-family=\"sans-serif\" font-size=\"11\">\n\
+         <rect width=\"{WIDTH}\" height=\"{HEIGHT}\" fill=\"#fff\"/>\n"
+    );
+    // Writing to a String cannot fail.
+    for decade in 0..=decades as i32 {
+        let at = y(GAP_MIN * 10f64.powi(decade));
+        let label = -7 + decade;
+        let right = WIDTH - 10.0;
+        let _ = writeln!(
+            svg,
+            "<path d=\"M{LEFT} {at:.1}H{right}\" stroke=\"#ddd\"/><text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">1e{label}</text>",
+            LEFT - 6.0,
+            at + 4.0
+        );
+    }
+    for (name, value) in
+        [("bf16 median", found.diagnosis.bf16_yard.median), ("bf16 99%", found.diagnosis.bf16_yard.p99)]
+    {
+        let (at, right) = (y(value), WIDTH - 10.0);
+        let _ = writeln!(
+            svg,
+            "<path d=\"M{LEFT} {at:.1}H{right}\" stroke=\"#888\" stroke-dasharray=\"4 3\"/><text x=\"{right}\" y=\"{:.1}\" text-anchor=\"end\" fill=\"#666\">{name}</text>",
+            at - 3.0
+        );
+    }
+    for (stretch, gaps) in stretches.iter().enumerate().filter(|(_, gaps)| !gaps.is_empty()) {
+        let figures = GapFigures::of(gaps);
+        let at = x((stretch as f64 + 0.5) * width as f64);
+        let _ = writeln!(
+            svg,
+            "<circle cx=\"{at:.1}\" cy=\"{:.1}\" r=\"2.2\" fill=\"#c33\"/><circle cx=\"{at:.1}\" cy=\"{:.1}\" r=\"2.2\" fill=\"#236\"/>",
+            y(figures.max),
+            y(figures.median)
+        );
+    }
+    let _ = write!(
+        svg,
+        "<text x=\"{LEFT}\" y=\"{:.1}\">position 1 to {longest}: median (blue) and maximum (red) of |Δlogp|, nats</text>\n</svg>\n",
+        HEIGHT - 10.0
+    );
+    svg
+}

@@ -1,0 +1,393 @@
+//! Another engine's rows, read from files as they lie: JSON, JSONL, gzip, a record at a time.
+
+use super::formats::{EXAMPLE, RawRow, Shape, TORCH_FILE, TokenTexts};
+use crate::bad_input;
+use crate::bounded_file;
+use crate::model::config::Config;
+use crate::vocabulary::Vocabulary;
+use anyhow::Result;
+use flate2::read::MultiGzDecoder;
+use serde::de::{Deserializer as _, Error as _, SeqAccess, Visitor};
+use serde_json::Value;
+use std::cell::Cell;
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+/// A log-prob may lie so far above 0 by rounding.
+const ABOVE_ZERO_MAX: f64 = 1e-3;
+/// A record of text, and a file of it, bytes.
+const RECORD_BYTES_MAX: u64 = 64 << 20;
+const FILE_BYTES_MAX: u64 = 2 << 30;
+/// Bad rows that are remembered: a file with more holds something else.
+const BAD_ROWS_MAX: usize = 100_000;
+/// Bad rows that are each told; `mismatch.json` has all.
+const BAD_TOLD_MAX: usize = 10;
+
+/// One row that can be compared.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TokenRow {
+    /// Line or element in the file, from 1, and the choice where a record has several; before it the file's name where
+    /// there are several.
+    pub name: String,
+    pub tokens: Vec<u32>,
+    /// `None` where the engine gave none. The first token's is not looked at: nothing predicts it.
+    pub log_probs: Vec<Option<f32>>,
+    /// What a trainer computed, where the file has both.
+    pub trainer_log_probs: Option<Vec<Option<f32>>>,
+    pub temperature: f64,
+    pub routes: Option<ChosenExperts>,
+}
+
+/// Experts that the engine chose: `[token][layer × slot]`, for the tokens that were fed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ChosenExperts {
+    pub layers: usize,
+    pub slots: usize,
+    pub experts: Vec<u32>,
+}
+
+impl ChosenExperts {
+    /// Those of the token at `position`, at `layer`.
+    pub fn of(&self, position: usize, layer: usize) -> Option<&[u32]> {
+        self.experts.get((position * self.layers + layer) * self.slots..)?.get(..self.slots)
+    }
+}
+
+/// What the files hold.
+#[derive(Debug, Default)]
+pub struct TokenRows {
+    pub rows: Vec<TokenRow>,
+    /// Whose shapes were seen, in words, with what was done to read them.
+    pub seen: Vec<String>,
+    /// Rows that cannot be compared, each named with its reason.
+    pub bad: Vec<String>,
+}
+
+impl TokenRows {
+    /// What is told of [`Self::bad`]: the first ones, and how many there are besides.
+    pub fn bad_told(&self) -> Vec<String> {
+        let more = self.bad.len().saturating_sub(BAD_TOLD_MAX);
+        let rest = (more > 0).then(|| format!("{more} more rows are bad"));
+        self.bad.iter().take(BAD_TOLD_MAX).cloned().chain(rest).collect()
+    }
+}
+
+/// What rows are read for.
+pub struct Reader<'a> {
+    config: &'a Config,
+    context_tokens_max: usize,
+    tokenizer: &'a Vocabulary,
+    texts: TokenTexts,
+    /// Of rows that state none.
+    temperature: f64,
+}
+
+impl<'a> Reader<'a> {
+    /// For a model of `config` and contexts of `context_tokens_max`; rows that state no temperature are at `temperature`.
+    pub fn new(
+        config: &'a Config,
+        context_tokens_max: usize,
+        tokenizer: &'a Vocabulary,
+        temperature: f64,
+    ) -> Self {
+        Self { config, context_tokens_max, tokenizer, texts: TokenTexts::new(tokenizer.clone()), temperature }
+    }
+
+    /// Reads all of `files`.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when a file cannot be read, or none holds a row that can be compared.
+    pub fn read(&self, files: &[PathBuf]) -> Result<TokenRows> {
+        let mut found = TokenRows::default();
+        for path in files {
+            let several = files.len() > 1;
+            let mut of = OfFile { shape: None, from_texts: 0, several, path, found: &mut found };
+            self.read_file(&mut of)?;
+            let (shape, from_texts) = (of.shape, of.from_texts);
+            if let Some(shape) = shape {
+                let mut seen = format!("{}: {}", path.display(), shape.name());
+                if from_texts > 0 {
+                    let how = "each id was found from its text, which leaves no doubt";
+                    seen.push_str(&format!("; text without ids in {from_texts} rows: {how}"));
+                }
+                found.seen.push(seen);
+            }
+        }
+        if found.rows.is_empty() {
+            let shown = files.iter().map(|f| f.display().to_string()).collect::<Vec<_>>().join(", ");
+            let what = match found.bad.is_empty() {
+                true => format!("{shown}: holds no rows"),
+                false => found.bad_told().join("\n"),
+            };
+            return Err(bad_input!(
+                "{what}\nnothing can be compared; docs/MISMATCH.md lists what is read, the simplest is a row a line: {EXAMPLE}"
+            ));
+        }
+        Ok(found)
+    }
+
+    fn read_file(&self, of: &mut OfFile) -> Result<()> {
+        let shown = of.path.display().to_string();
+        let failed = |e: io::Error| bad_input!("{shown}: cannot be read: {e}; name a file of JSON or JSONL");
+        let mut start = BufReader::new(bounded_file::open(of.path, FILE_BYTES_MAX).map_err(failed)?);
+        let magic = start.fill_buf().map_err(failed)?;
+        let compressed = magic.starts_with(&[0x1f, 0x8b]);
+        if magic.starts_with(b"PK") || magic.starts_with(&[0x80]) {
+            return Err(bad_input!("{shown}: {TORCH_FILE}"));
+        }
+        let text: Box<dyn Read> =
+            if compressed { Box::new(MultiGzDecoder::new(start)) } else { Box::new(start) };
+        let mut text = BufReader::new(text.take(FILE_BYTES_MAX + 1));
+        if text.fill_buf().map_err(failed)?.iter().find(|b| !b.is_ascii_whitespace()) == Some(&b'[') {
+            let (mut at, left) = (0, Cell::new(RECORD_BYTES_MAX));
+            let mut each = |value: Value| {
+                at += 1;
+                left.set(RECORD_BYTES_MAX);
+                self.take(of, at, value);
+                of.sane()
+            };
+            let records = Records { text: &mut text, left: &left };
+            let read = serde_json::Deserializer::from_reader(records).deserialize_seq(Elements(&mut each));
+            if let Err(e) = read {
+                of.bad(at + 1, format!("not JSON from here on: {e}"));
+            }
+        } else {
+            self.read_lines(of, &mut text).map_err(failed)?;
+        }
+        if text.get_ref().limit() == 0 {
+            return Err(bad_input!(
+                "{shown}: more than {} GiB of text; name a part of it",
+                FILE_BYTES_MAX >> 30
+            ));
+        }
+        Ok(())
+    }
+
+    /// A record a line; or one record over all lines.
+    fn read_lines(&self, of: &mut OfFile, text: &mut impl BufRead) -> io::Result<()> {
+        let mut line = vec![];
+        for number in 1.. {
+            line.clear();
+            if text.take(RECORD_BYTES_MAX + 1).read_until(b'\n', &mut line)? == 0 {
+                break;
+            }
+            if line.len() as u64 > RECORD_BYTES_MAX {
+                text.skip_until(b'\n')?;
+                of.bad(number, format!("longer than {} MiB; split it", RECORD_BYTES_MAX >> 20));
+                continue;
+            }
+            if line.iter().all(u8::is_ascii_whitespace) {
+                continue;
+            }
+            let mut parsed = serde_json::from_slice::<Value>(&line);
+            // A record of many lines begins with an unfinished one.
+            let first = of.shape.is_none() && of.found.bad.is_empty();
+            if first && parsed.as_ref().is_err_and(serde_json::Error::is_eof) {
+                text.take(RECORD_BYTES_MAX).read_to_end(&mut line)?;
+                parsed = serde_json::from_slice(&line);
+            }
+            match parsed {
+                Ok(value) => self.take(of, number, value),
+                Err(e) => of.bad(number, not_json(&line, &e)),
+            }
+            of.sane().map_err(io::Error::other)?;
+        }
+        Ok(())
+    }
+
+    /// The rows of one record, or why there are none.
+    fn take(&self, of: &mut OfFile, number: usize, value: Value) {
+        let shape = match (Shape::of(&value), of.shape) {
+            (Ok(shape), Some(first)) if shape != first => {
+                let (shape, first) = (shape.name(), first.name());
+                of.bad(
+                    number,
+                    format!("one of the {shape}, where the file began with {first}; one shape a file"),
+                );
+                return;
+            }
+            (Ok(shape), _) => shape,
+            (Err(what), _) => {
+                of.bad(number, what);
+                return;
+            }
+        };
+        of.shape = Some(shape);
+        let raws = match shape.rows(value, self.tokenizer, &self.texts) {
+            Ok(raws) => raws,
+            Err(what) => {
+                of.bad(number, what);
+                return;
+            }
+        };
+        let several = raws.len() > 1;
+        for (index, raw) in raws.into_iter().enumerate() {
+            let name = of.name(number, several.then_some(index));
+            of.from_texts += usize::from(raw.from_texts);
+            match self.row(raw, name.clone()) {
+                Ok(row) => of.found.rows.push(row),
+                Err(what) => of.found.bad.push(format!("{}: row {name}: {what}", of.path.display())),
+            }
+        }
+    }
+
+    /// `raw`, if it can be compared with this model.
+    fn row(&self, raw: RawRow, name: String) -> Result<TokenRow, String> {
+        let (count, vocab_size) = (raw.tokens.len(), self.config.vocab_size);
+        if count == 0 {
+            return Err("no tokens; leave the row out".into());
+        }
+        if count > self.context_tokens_max + 1 {
+            let most = self.context_tokens_max;
+            return Err(format!("{count} tokens are more than the model's context of {most}"));
+        }
+        let beyond = |(_, token): &(usize, &u64)| **token >= vocab_size as u64;
+        if let Some((at, token)) = raw.tokens.iter().enumerate().find(beyond) {
+            return Err(format!(
+                "token {at} is {token}, but vocab_size = {vocab_size}; was another tokenizer used?"
+            ));
+        }
+        let temperature = raw.temperature.unwrap_or(self.temperature);
+        if !(temperature.is_finite() && temperature > 0.0) {
+            return Err(format!("temperature = {temperature}; it must be above 0"));
+        }
+        let tokens: Vec<u32> = raw.tokens.iter().map(|&token| token as u32).collect();
+        self.check_texts(&tokens, &raw.texts)?;
+        let log_probs = checked(&raw.log_probs, count, "logprobs")?;
+        let trainer = raw.trainer_log_probs.map(|values| checked(&values, count, "trainer_logprobs"));
+        if count > 1 && log_probs.iter().skip(1).all(Option::is_none) {
+            return Err("all log-probs after the first are null; ask the engine for them".into());
+        }
+        let routes = raw.routes.map(|routes| self.routes(routes.experts, routes.shape, count)).transpose()?;
+        Ok(TokenRow { name, tokens, log_probs, trainer_log_probs: trainer.transpose()?, temperature, routes })
+    }
+
+    /// Whether ids and texts are of one tokenizer. Texts that lost bytes, and special tokens left blank, say nothing.
+    fn check_texts(&self, tokens: &[u32], texts: &[(usize, String)]) -> Result<(), String> {
+        for (at, text) in texts {
+            let bytes = tokens.get(*at).and_then(|&token| self.tokenizer.token_bytes(token));
+            let Some(bytes) = bytes else { continue };
+            let blurred = text.is_empty() || text.contains('\u{fffd}') || text.starts_with("bytes:");
+            if std::str::from_utf8(bytes).is_ok() && !blurred && bytes != text.as_bytes() {
+                return Err(format!(
+                    "token {at} is {}, which is {:?} here and {text:?} in the file; it comes from another tokenizer",
+                    tokens[*at],
+                    String::from_utf8_lossy(bytes)
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn routes(
+        &self,
+        experts: Vec<u32>,
+        shape: Option<[usize; 3]>,
+        count: usize,
+    ) -> Result<ChosenExperts, String> {
+        let (layers, slots) = (self.config.num_hidden_layers, self.config.num_experts_per_tok);
+        let tokens = experts.len() / (layers * slots);
+        let fits = tokens * layers * slots == experts.len() && (tokens + 1 == count || tokens == count);
+        if !fits || shape.is_some_and(|shape| shape != [tokens, layers, slots]) {
+            return Err(format!(
+                "routed experts of shape {}, where {} tokens × {layers} layers × {slots} were expected",
+                shape.map_or(format!("[{}]", experts.len()), |shape| format!("{shape:?}")),
+                count - 1
+            ));
+        }
+        let most = self.config.num_local_experts;
+        match experts.iter().find(|&&expert| expert as usize >= most) {
+            Some(expert) => Err(format!("routed expert {expert}, but the model has {most}")),
+            None => Ok(ChosenExperts { layers, slots, experts }),
+        }
+    }
+}
+
+/// `values` as numbers that a log-prob can be.
+fn checked(values: &[Option<f64>], count: usize, what: &str) -> Result<Vec<Option<f32>>, String> {
+    if values.len() != count {
+        let given = values.len();
+        return Err(format!("{count} tokens but {given} {what}; give one a token, null where there is none"));
+    }
+    let impossible = |l: f64| !l.is_finite() || l > ABOVE_ZERO_MAX;
+    let found = values.iter().enumerate().skip(1).find(|(_, l)| l.is_some_and(impossible));
+    if let Some((at, Some(value))) = found {
+        return Err(format!("the log-prob of token {at} is {value}, which no probability has"));
+    }
+    Ok(values.iter().map(|l| l.map(|l| l as f32)).collect())
+}
+
+/// A file while it is read.
+struct OfFile<'a> {
+    shape: Option<Shape>,
+    from_texts: usize,
+    several: bool,
+    path: &'a Path,
+    found: &'a mut TokenRows,
+}
+
+impl OfFile<'_> {
+    fn name(&self, number: usize, choice: Option<usize>) -> String {
+        let number = choice.map_or(number.to_string(), |choice| format!("{number}.{choice}"));
+        match self.path.file_name().filter(|_| self.several) {
+            Some(file) => format!("{}:{number}", file.to_string_lossy()),
+            None => number,
+        }
+    }
+
+    fn bad(&mut self, number: usize, what: String) {
+        self.found.bad.push(format!("{}: row {number}: {what}", self.path.display()));
+    }
+
+    fn sane(&self) -> Result<(), String> {
+        match self.found.bad.len() > BAD_ROWS_MAX {
+            true => Err(format!("more than {BAD_ROWS_MAX} rows are bad")),
+            false => Ok(()),
+        }
+    }
+}
+
+/// What is wrong with a line.
+fn not_json(line: &[u8], error: &serde_json::Error) -> String {
+    // Not JSON, but what some writers make of a number that is none.
+    let text = String::from_utf8_lossy(line);
+    match ["NaN", "Infinity"].iter().any(|word| text.contains(word)) {
+        true => "a log-prob is NaN or infinite; write null where there is none".to_owned(),
+        false => format!("not a row: {error}; write it like {EXAMPLE}"),
+    }
+}
+
+/// A text of records, none of which may be longer than what is `left`; who takes one sets it anew.
+struct Records<'a, R> {
+    text: R,
+    left: &'a Cell<u64>,
+}
+
+impl<R: Read> Read for Records<'_, R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let count = self.text.read(buffer)?;
+        let left = self.left.get().checked_sub(count as u64);
+        self.left.set(left.ok_or_else(|| {
+            io::Error::other(format!("a record longer than {} MiB; split it", RECORD_BYTES_MAX >> 20))
+        })?);
+        Ok(count)
+    }
+}
+
+/// The elements of an array, one after the other, until one is refused.
+struct Elements<'a>(&'a mut dyn FnMut(Value) -> Result<(), String>);
+
+impl<'de> Visitor<'de> for Elements<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.write_str("an array of records")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut elements: A) -> Result<(), A::Error> {
+        while let Some(value) = elements.next_element()? {
+            (self.0)(value).map_err(A::Error::custom)?;
+        }
+        Ok(())
+    }
+}

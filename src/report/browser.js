@@ -1,0 +1,139 @@
+
+// Every written trajectory: filtered, listed, and read token by token. Text becomes text nodes alone.
+const startBrowser = () => {
+  const source = document.getElementById("trajectories"), place = document.getElementById("browser");
+  if (!source || !place) return null;
+  const form = place.querySelector("form"), list = document.getElementById("list"), more = document.getElementById("more");
+  const reader = document.getElementById("reader"), found = document.getElementById("found");
+  const PAGE = 100;
+  let data = null, hits = [], shown = 0, open = null;
+
+  const node = (name, text, className) => {
+    const made = document.createElement(name);
+    if (text !== undefined) made.textContent = text;
+    if (className) made.className = className;
+    return made;
+  };
+
+  const fill = (name, entries) => {
+    const select = form.elements[name], kept = select.value;
+    select.replaceChildren(...entries.map(([value, text]) => { const option = node("option", text); option.value = value; return option; }));
+    if (entries.some(([value]) => value === kept)) select.value = kept;
+  };
+
+  const load = text => {
+    data = JSON.parse(text);
+    data.special = new Set(data.special);
+    fill("run", [["", "all"], ...data.runs.map((run, i) => [String(i), run])]);
+    fill("phase", [["", "training and evaluation"], ...data.phases.map((phase, i) => [String(i), phase])
+      .filter(([i]) => data.rows.some(row => row.h === Number(i)))]);
+    fill("step", [["", "all"], ...[...new Set(data.rows.map(row => row.t))].sort((a, b) => a - b).map(step => [String(step), String(step)])]);
+    fill("outcome", [["", "all"], ...data.outcomes.map((outcome, i) => [String(i), outcome])]);
+    form.elements.run.parentElement.hidden = data.runs.length < 2;
+    filter();
+  };
+
+  const filter = () => {
+    const value = name => form.elements[name].value;
+    const same = { r: value("run"), h: value("phase"), t: value("step"), o: value("outcome"), success: value("success") };
+    const wanted = Object.entries(same).filter(([, text]) => text !== "").map(([key, text]) => [key, JSON.parse(text)]);
+    const low = value("low") === "" ? -Infinity : Number(value("low")), high = value("high") === "" ? Infinity : Number(value("high"));
+    hits = data.rows.filter(row => row.reward >= low && row.reward <= high && wanted.every(([key, text]) => row[key] === text));
+    found.textContent = `${hits.length.toLocaleString("en")} of ${data.rows.length.toLocaleString("en")} trajectories`;
+    list.replaceChildren();
+    shown = 0;
+    extend();
+  };
+
+  const extend = () => {
+    const next = hits.slice(shown, shown + PAGE);
+    list.append(...next.map(row => {
+      const [problem, answer] = data.problems[row.q];
+      const line = node("tr");
+      line.tabIndex = 0;
+      line.setAttribute("aria-selected", String(row === open));
+      line.append(node("td", row.success ? "✓ right" : "✗ wrong", row.success ? "good" : "bad"), node("td", data.phases[row.h]),
+        ...[row.t, row.p, row.s, show(row.reward)].map(text => node("td", text, "n")), node("td", data.outcomes[row.o]),
+        node("td", row.n, "n"), node("td", problem, "path"), node("td", answer ?? "–", "path"));
+      line.addEventListener("click", () => read(row, line));
+      line.addEventListener("keydown", event => { if (event.key === "Enter") read(row, line); });
+      return line;
+    }));
+    shown += next.length;
+    more.hidden = shown >= hits.length;
+  };
+
+  const bytes = text => Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
+  const signed = text => new Int8Array(bytes(text).buffer);
+
+  // One value a sampled token: what is shown, and the weight of its colour in [-1, 1].
+  const figures = (row, kind) => {
+    if (kind === "logprob") {
+      return Array.from(bytes(row.l), byte => {
+        const value = data.log_prob_min * (byte / 255) ** 2;
+        return [`log-prob ≈ ${show(value)}`, value / -6, "low"];
+      });
+    }
+    if (kind === "advantage" && row.a !== undefined) {
+      const of = value => [`advantage ${show(value)}`, Math.abs(value) / 2, value < 0 ? "down" : "up"];
+      return row.b === undefined ? Array(row.n).fill(of(row.a)) : Array.from(signed(row.b), byte => of(row.a * byte / 127));
+    }
+    if (kind === "gap" && row.g !== undefined) {
+      const of = byte => {
+        const size = byte === 0 ? 0 : data.gap_min * 10 ** ((Math.abs(byte) - 1) / data.gap_steps);
+        return [byte === 0 ? "gap 0: same bits" : `gap ≈ ${show(Math.sign(byte) * size)}`, Math.abs(byte) / 127, byte < 0 ? "down" : "up"];
+      };
+      return row.g === "" ? Array(row.n).fill(of(0)) : Array.from(signed(row.g), of);
+    }
+    return null;
+  };
+
+  const read = (row, line) => {
+    open = row;
+    for (const other of list.children) other.setAttribute("aria-selected", String(other === line));
+    const [problem, answer] = data.problems[row.q];
+    const kind = form.elements.colour.value, of = kind ? figures(row, kind) : null;
+    const head = node("p");
+    head.append(node("b", `${data.runs[row.r]}: ${data.phases[row.h]}, step ${row.t}, prompt ${row.p}, sample ${row.s}`), " ",
+      node("span", row.success ? "✓ right" : "✗ wrong", row.success ? "good" : "bad"), " ", node("code", data.outcomes[row.o]));
+    const about = node("p", `${problem} · reward ${show(row.reward)} · right answer ${answer ?? "not recorded"}`, "note");
+    const text = node("pre");
+    if (row.k === undefined) {
+      text.append(...(row.m ?? []).map(([role, content]) => `${role}: ${content}\n\n`));
+      about.append(" · no tokenizer.json in the run's checkpoints: the messages, without colours");
+    } else {
+      const ids = bytes(row.k);
+      let nth = 0, turn = 0;
+      for (let i = 0; i * 3 < ids.length; i++) {
+        while (turn < row.turns.length && i >= row.turns[turn][1]) turn++;
+        const sampled = turn < row.turns.length && i >= row.turns[turn][0];
+        const id = ids[3 * i] | ids[3 * i + 1] << 8 | ids[3 * i + 2] << 16;
+        const token = node("span", data.vocabulary[id], `token ${sampled ? "sampled" : "given"}${data.special.has(id) ? " special" : ""}`);
+        if (sampled) {
+          const figure = of?.[nth++];
+          if (figure) {
+            token.title = figure[0];
+            token.classList.add(figure[2]);
+            token.style.setProperty("--weight", String(Math.min(1, Math.max(0, figure[1])).toFixed(2)));
+          }
+        }
+        text.append(token);
+      }
+      if (kind && !of) about.append(` · the ${kind} of this trajectory was not recorded`);
+      about.append(" · grey: given, not sampled; a token's figure is under the pointer");
+    }
+    reader.replaceChildren(head, about, text);
+    reader.hidden = false;
+  };
+
+  form.addEventListener("input", event => {
+    if (event.target.name !== "colour") return filter();
+    if (open) read(open, [...list.children].find(line => line.getAttribute("aria-selected") === "true"));
+  });
+  form.addEventListener("submit", event => event.preventDefault());
+  more.addEventListener("click", extend);
+  place.hidden = false;
+  load(source.textContent);
+  return load;
+};
+const loadBrowser = startBrowser();

@@ -1,0 +1,128 @@
+//! Runs of one recipe that differ in their seed alone, as one curve: the mean, and a band from the lowest to the highest.
+
+use super::run::Run;
+use crate::metrics::{Metrics, Phase, Row};
+use std::collections::BTreeMap;
+
+/// Keys and tables in which runs of one recipe may differ; no result depends on the tables.
+const FREE: [(&str, Option<&str>); 4] =
+    [("train", Some("seed")), ("parallel", None), ("logging", None), ("checkpoint", None)];
+
+/// One curve a recipe: a run by itself, or its seeds together. Sets each run's `curve` to its place among them.
+pub(super) fn curves(runs: &mut [Run]) -> Vec<Run> {
+    let mut groups: Vec<(Option<toml::Table>, Vec<usize>)> = Vec::new();
+    for (i, run) in runs.iter().enumerate() {
+        let recipe = (!run.recipe.is_empty()).then(|| without_seed(&run.recipe));
+        let known = groups.iter_mut().find(|(of, _)| recipe.is_some() && *of == recipe);
+        match known {
+            Some((_, members)) => members.push(i),
+            None => groups.push((recipe, vec![i])),
+        }
+    }
+    let mut curves = Vec::new();
+    for (_, members) in groups {
+        members.iter().for_each(|&i| runs[i].curve = curves.len());
+        let of: Vec<&Run> = members.iter().map(|&i| &runs[i]).collect();
+        curves.push(together(&of));
+    }
+    curves
+}
+
+fn without_seed(recipe: &toml::Table) -> toml::Table {
+    let mut recipe = recipe.clone();
+    for (table, key) in FREE {
+        match (key, recipe.get_mut(table).and_then(toml::Value::as_table_mut)) {
+            (Some(key), Some(table)) => drop(table.remove(key)),
+            (None, Some(_)) => drop(recipe.remove(table)),
+            (_, None) => {}
+        }
+    }
+    recipe
+}
+
+/// The runs as one: the mean of each metric over those that have it at a step, and its lowest and highest value where the
+/// charts look for the ends of an interval.
+fn together(runs: &[&Run]) -> Run {
+    let [only] = runs else {
+        let labels: Vec<&str> = runs.iter().map(|run| run.label.as_str()).collect();
+        let (first, rows) = (runs[0], mean_rows(runs));
+        let seeds: Vec<String> = runs.iter().filter_map(|run| run.setting("train.seed")).collect();
+        return Run {
+            label: format!("{} ({} seeds)", labels.join(", "), runs.len()),
+            rows,
+            seeds: seeds.join(", "),
+            picked: vec![],
+            mismatch: None,
+            ..first.clone()
+        };
+    };
+    Run { picked: vec![], mismatch: None, ..(*only).clone() }
+}
+
+fn mean_rows(runs: &[&Run]) -> Vec<Row> {
+    let mut values: BTreeMap<(Phase, u64), BTreeMap<&str, Vec<f64>>> = BTreeMap::new();
+    for row in runs.iter().flat_map(|run| &run.rows) {
+        let at = values.entry((row.phase, row.step)).or_default();
+        for (name, value) in row.metrics.iter().filter(|(name, _)| !super::tables::is_interval_end(name)) {
+            at.entry(name).or_default().push(value);
+        }
+    }
+    let row = |((phase, step), metrics): ((Phase, u64), BTreeMap<&str, Vec<f64>>)| {
+        let mut of_all = Metrics::new();
+        for (name, values) in metrics {
+            of_all.set(name, values.iter().sum::<f64>() / values.len() as f64);
+            if values.len() > 1 {
+                of_all.set(format!("{name}/ci95_low"), values.iter().copied().fold(f64::INFINITY, f64::min));
+                of_all.set(
+                    format!("{name}/ci95_high"),
+                    values.iter().copied().fold(f64::NEG_INFINITY, f64::max),
+                );
+            }
+        }
+        Row { step, phase, metrics: of_all }
+    };
+    let mut rows: Vec<Row> = values.into_iter().map(row).collect();
+    rows.sort_by_key(|row| (row.step, row.phase));
+    rows
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(label: &str, recipe: &str, rewards: &[f64]) -> Run {
+        let row = |(step, &reward): (u64, &f64)| Row {
+            step,
+            phase: Phase::Rl,
+            metrics: Metrics::from_iter([("critic/rewards/mean", reward)]),
+        };
+        Run {
+            label: label.to_owned(),
+            rows: (1..).zip(rewards).map(row).collect(),
+            recipe: recipe.parse().unwrap(),
+            ..Run::default()
+        }
+    }
+
+    #[test]
+    fn runs_that_differ_in_their_seed_alone_are_one_curve() {
+        let recipe =
+            |seed: u64, lr: f64| format!("[train]\nseed = {seed}\nlr = {lr}\n[parallel]\nthreads = {seed}\n");
+        let mut runs = [
+            run("a", &recipe(1, 0.5), &[0.0, 1.0]),
+            run("b", &recipe(1, 0.25), &[9.0, 9.0]),
+            run("c", &recipe(2, 0.5), &[1.0, 2.0, 3.0]),
+            run("no recipe", "", &[5.0]),
+            run("none either", "", &[5.0]),
+        ];
+        let curves = curves(&mut runs);
+        assert_eq!(runs.map(|run| run.curve), [0, 1, 0, 2, 3]);
+        let labels: Vec<&str> = curves.iter().map(|run| run.label.as_str()).collect();
+        assert_eq!(labels, ["a, c (2 seeds)", "b", "no recipe", "none either"]);
+        assert_eq!(curves[0].seeds, "1, 2");
+        assert_eq!(curves[0].series(Phase::Rl, "critic/rewards/mean"), [(1, 0.5), (2, 1.5), (3, 3.0)]);
+        let end = |end: &str| curves[0].series(Phase::Rl, &format!("critic/rewards/mean/{end}"));
+        assert_eq!((end("ci95_low"), end("ci95_high")), (vec![(1, 0.0), (2, 1.0)], vec![(1, 1.0), (2, 2.0)]));
+        assert!(curves[1].series(Phase::Rl, "critic/rewards/mean/ci95_low").is_empty());
+    }
+}

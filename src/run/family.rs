@@ -1,0 +1,91 @@
+//! Keys of a recipe that mean nothing to the model's family: they are refused by name, not ignored.
+
+use crate::choice::Choice;
+use crate::model::family::Family;
+use crate::recipe::{Architecture, Harmony, Init, Plan, RouterReplay, SavedDtype};
+
+/// The mistakes, one a key, each with its place and remedy.
+pub(super) fn foreign_keys(plan: &Plan, family: Family) -> Vec<String> {
+    let recipe = &plan.recipe;
+    let mut found = vec![];
+    if !family.has_sinks() {
+        found.extend(sinks(plan));
+    }
+    if !family.has_experts() {
+        found.extend(experts(plan));
+    }
+    match family {
+        Family::Qwen2 => found.extend(harmony(&recipe.harmony)),
+        Family::GptOss => {
+            let tied = recipe.model.architecture.as_ref().is_some_and(|a| a.tie_word_embeddings);
+            found.extend(tied.then_some(("model.architecture.tie_word_embeddings", "its head is its own")));
+        }
+    }
+    let told = |(key, why): (&str, &str)| {
+        let what = format!("means nothing to the family {:?}: {why}; remove the key", family.name());
+        plan.mistake(key, what).to_string()
+    };
+    found.into_iter().map(told).collect()
+}
+
+/// A key, and what the family has not.
+type Foreign = (&'static str, &'static str);
+
+fn set(keys: impl IntoIterator<Item = (&'static str, bool)>, why: &'static str) -> Vec<Foreign> {
+    keys.into_iter().filter(|(_, set)| *set).map(|(key, _)| (key, why)).collect()
+}
+
+fn sinks(plan: &Plan) -> Vec<Foreign> {
+    let (arms, init) = (&plan.recipe.arms, &plan.recipe.model.init);
+    set(
+        [
+            ("arms.no_train_sinks", arms.no_train_sinks),
+            ("arms.no_sink_gradient", arms.no_sink_gradient),
+            ("model.init.sink", init.sink != Init::default().sink),
+        ],
+        "its attention has no sinks",
+    )
+}
+
+fn experts(plan: &Plan) -> Vec<Foreign> {
+    let recipe = &plan.recipe;
+    let (arms, usual) = (&recipe.arms, Architecture::default());
+    let shape = recipe.model.architecture.as_ref().unwrap_or(&usual);
+    let mut found = set(
+        [
+            ("model.architecture.num_local_experts", shape.num_local_experts != usual.num_local_experts),
+            (
+                "model.architecture.num_experts_per_tok",
+                shape.num_experts_per_tok != usual.num_experts_per_tok,
+            ),
+            ("model.architecture.swiglu_limit", shape.swiglu_limit != usual.swiglu_limit),
+            ("arms.router_noise", arms.router_noise > 0.0),
+            ("arms.router_noise_rollout", arms.router_noise_rollout > 0.0),
+            ("arms.router_noise_train", arms.router_noise_train > 0.0),
+            ("arms.rollout_mxfp4", arms.rollout_mxfp4),
+            ("cold_start.load_balance_coefficient", recipe.cold_start.load_balance_coefficient > 0.0),
+            ("train.load_balance_coefficient", recipe.train.load_balance_coefficient > 0.0),
+            ("rollout.keep_routes", recipe.rollout.keep_routes),
+            ("policy.router_replay", recipe.policy.router_replay != RouterReplay::None),
+            ("checkpoint.dtype", recipe.checkpoint.dtype == SavedDtype::Mxfp4),
+        ],
+        "it has no experts and no router",
+    );
+    let window = ("model.architecture.sliding_window", shape.sliding_window != usual.sliding_window);
+    found.extend(set([window], "every layer attends to all before it"));
+    found
+}
+
+fn harmony(harmony: &Harmony) -> Vec<Foreign> {
+    let mut found = set(
+        [
+            ("harmony.knowledge_cutoff", harmony.knowledge_cutoff.is_some()),
+            ("harmony.current_date", harmony.current_date.is_some()),
+            ("harmony.reasoning_effort", harmony.reasoning_effort.is_some()),
+        ],
+        "its system message has no such line",
+    );
+    let developer = ("harmony.developer_instructions", harmony.developer_instructions.is_some());
+    found.extend(set([developer], "ChatML has no developer; say it in harmony.model_identity"));
+    found
+}

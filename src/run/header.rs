@@ -1,0 +1,70 @@
+//! What a run is, in a few lines: the head of the console, and `model.json` for its page.
+
+use super::workbench::Workbench;
+use crate::choice::Choice;
+use crate::error::quoted;
+use crate::interpreter::InterpreterKind;
+use crate::metrics::format_number;
+use serde_json::{Value, json};
+use std::path::Path;
+
+/// `model.json`: the model's name and size.
+pub fn model(bench: &Workbench) -> Value {
+    let parameters = &bench.parameters;
+    let count = |learning: bool| -> usize {
+        (0..parameters.len())
+            .filter(|&index| !learning || bench.trainable.get(index).copied().unwrap_or(true))
+            .map(|index| parameters.values(index).elem_count())
+            .sum()
+    };
+    let config = &bench.model.config;
+    let path = bench.recipe().model.path.as_deref();
+    let folder = path.and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
+    json!({
+        "name": folder,
+        "model_type": config.family.name(),
+        "layers": config.num_hidden_layers,
+        "parameters": count(false),
+        "learning": count(true),
+    })
+}
+
+/// The head of a command's console: model, task, steps, threads and where results go, a line each.
+pub fn lines(bench: &Workbench, folder: &Path) -> Vec<String> {
+    let (recipe, facts) = (bench.recipe(), model(bench));
+    let number = |key: &str| facts[key].as_f64().unwrap_or(0.0);
+    let name = facts["name"].as_str().map(|name| format!("{name}, ")).unwrap_or_default();
+    let learning = match number("learning") {
+        all if all == number("parameters") => "all learn".to_owned(),
+        some => format!("{} learn", format_number(some)),
+    };
+    let kind = facts["model_type"].as_str().unwrap_or_default();
+    let (layers, parameters) = (format_number(number("layers")), format_number(number("parameters")));
+    let tool = match (&bench.interpreter, recipe.interpreter.kind) {
+        (None, _) => "",
+        (Some(_), InterpreterKind::Embedded) => ", with the embedded Python tool",
+        (Some(_), InterpreterKind::CPython) => ", with the machine's Python as its tool",
+    };
+    let (cold, train) = (recipe.cold_start.steps, recipe.train.steps);
+    let samples =
+        format!("{} × {} samples", recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt);
+    let cold =
+        if cold > 0 { format!("{} of cold start, then ", format_number(cold as f64)) } else { String::new() };
+    let head = [
+        ("model", format!("{name}{kind}, {layers} layers, {parameters} parameters, {learning}")),
+        ("task", format!("{}{tool}", bench.task.name())),
+        ("steps", format!("{cold}{} of reinforcement learning, {samples} each", format_number(train as f64))),
+        ("threads", bench.threads.count().to_string()),
+        ("folder", folder.display().to_string()),
+    ];
+    // What holds the code that a model writes is said wherever some may run.
+    let confinement = bench.confinement().map(|confinement| ("sandbox", confinement));
+    head.into_iter().chain(confinement).map(|(what, text)| format!("{what:<8} {text}")).collect()
+}
+
+/// A command line of this program, as it was called.
+pub fn command_line(arguments: &[&str]) -> String {
+    let program = std::env::args().next().unwrap_or_else(|| "rloss".to_owned());
+    let words = std::iter::once(program.as_str()).chain(arguments.iter().copied());
+    words.map(quoted).collect::<Vec<_>>().join(" ")
+}

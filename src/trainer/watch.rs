@@ -1,0 +1,237 @@
+//! What of a step deserves a second look: failures, rewards without signal, a success that collapses, alarm levels.
+
+use crate::metrics::{Metrics, format_number};
+use crate::policy::alarm::alarm;
+use crate::recipe::{Advantage, Recipe};
+use crate::trajectory::Outcome;
+use std::collections::VecDeque;
+
+/// Steps over which the success is averaged before it is compared with its best.
+const WINDOW_STEPS: usize = 5;
+/// Standard errors that a fall of the success must exceed, so that chance alone does not warn.
+const FALL_ERRORS_MIN: f64 = 3.0;
+
+/// Follows a run's steps.
+pub(super) struct Watch {
+    /// Whether advantages compare the rewards of a group, so that equal ones teach nothing.
+    groups_compared: bool,
+    /// Of all steps so far.
+    trajectories: f64,
+    failed: f64,
+    /// Steps in a row most of whose trajectories failed, and steps in a row none of whose groups had a signal.
+    failing: u64,
+    flat: u64,
+    /// Successes and trajectories of the last steps.
+    window: VecDeque<(f64, f64)>,
+    /// The best window: its share of successes, its trajectories, its last step.
+    best: Option<(f64, f64, u64)>,
+}
+
+impl Watch {
+    pub fn new(recipe: &Recipe) -> Self {
+        let several = recipe.rollout.samples_per_prompt > 1;
+        let groups_compared = match recipe.policy.advantage {
+            Advantage::Gae | Advantage::ReinforcePlusPlus => false,
+            Advantage::Remax => true,
+            _ => several,
+        };
+        Self {
+            groups_compared,
+            trajectories: 0.0,
+            failed: 0.0,
+            failing: 0,
+            flat: 0,
+            window: VecDeque::new(),
+            best: None,
+        }
+    }
+
+    /// Takes in the figures of step `step`, and says what is wrong with it.
+    pub fn note(&mut self, step: u64, metrics: &Metrics) -> Vec<String> {
+        let mut warnings = vec![];
+        warnings.extend(self.failures(step, metrics));
+        let flat = self.signal(metrics);
+        // Trajectories that failed are reason enough.
+        warnings.extend(flat.filter(|_| self.failing == 0));
+        warnings.extend(self.success(step, metrics));
+        if metrics.get("rollout_corr/rollout_is_mean") == Some(0.0) {
+            warnings.push(
+                "every weight of the rollout correction is 0, so the step taught nothing; look at rollout_corr/kl and \
+                 mismatch/, and at policy.correction.threshold"
+                    .to_owned(),
+            );
+        }
+        for (name, value) in metrics.iter() {
+            if let Some(alarm) = alarm(name, value) {
+                warnings.push(format!("{name} = {value:.4}: {}", alarm.meaning));
+            }
+        }
+        warnings
+    }
+
+    /// Whether there were trajectories and every one of them failed.
+    pub fn all_failed(&self) -> bool {
+        self.trajectories > 0.0 && self.failed >= self.trajectories
+    }
+
+    fn failures(&mut self, step: u64, metrics: &Metrics) -> Option<String> {
+        let get = |name: &str| metrics.get(name).unwrap_or(0.0);
+        let count = trajectories(metrics);
+        let failed = (get("trajectory/failed_fraction") * count).round();
+        (self.trajectories, self.failed) = (self.trajectories + count, self.failed + failed);
+        self.failing = if failed * 2.0 > count { self.failing + 1 } else { 0 };
+        told(self.failing).then(|| {
+            format!(
+                "{} of {} trajectories failed, whatever the policy did: outcome/task_failed = {}, tool/worker_died = {}; \
+                 look at the failures told above, at \"When it fails\" in docs/TASKS.md and at trajectories/step-{step:06}.jsonl",
+                format_number(failed),
+                format_number(count),
+                format_number(get("outcome/task_failed")),
+                format_number(get("tool/worker_died"))
+            )
+        })
+    }
+
+    fn signal(&mut self, metrics: &Metrics) -> Option<String> {
+        let flat = self.groups_compared && metrics.get("group/zero_signal_fraction") == Some(1.0);
+        self.flat = if flat { self.flat + 1 } else { 0 };
+        if !told(self.flat) {
+            return None;
+        }
+        let span = if self.flat == 1 { String::new() } else { format!(", for {} steps now", self.flat) };
+        let range = ["min", "max"]
+            .map(|end| metrics.get(&format!("critic/rewards/{end}")).map_or("?".to_owned(), format_number));
+        Some(format!(
+            "no group has two different rewards{span} (rewards from {} to {}), so the step taught nothing; look at what is \
+             rewarded in trajectories/, and try easier or harder problems, more rollout.samples_per_prompt or \
+             rollout.resample_rounds_max",
+            range[0], range[1]
+        ))
+    }
+
+    /// A fall to less than half of the best, told once.
+    fn success(&mut self, step: u64, metrics: &Metrics) -> Option<String> {
+        let count = trajectories(metrics);
+        self.window.push_back((metrics.get("critic/success/mean")? * count, count));
+        if self.window.len() > WINDOW_STEPS {
+            self.window.pop_front();
+        }
+        if self.window.len() < WINDOW_STEPS {
+            return None;
+        }
+        let (right, all) = self.window.iter().fold((0.0, 0.0), |(r, n), (right, all)| (r + right, n + all));
+        let share = right / all.max(1.0);
+        let (best, best_all, best_step) = *self.best.get_or_insert((share, all, step));
+        if share >= best {
+            self.best = Some((share, all, step));
+            return None;
+        }
+        let pooled = (best * best_all + right) / (best_all + all);
+        let error = (pooled * (1.0 - pooled) * (1.0 / best_all + 1.0 / all)).sqrt();
+        if share >= best / 2.0 || best - share <= FALL_ERRORS_MIN * error {
+            return None;
+        }
+        // What comes after is measured against itself, once this fall has left the window.
+        self.window.clear();
+        self.best = None;
+        Some(format!(
+            "the success fell from {} (the {WINDOW_STEPS} steps to {best_step}) to {}; look at actor/grad_norm, actor/entropy, \
+             response_length/mean and mismatch/log_ppl_abs_diff_max since then, and try a lower train.optimizer.lr",
+            format_number(best),
+            format_number(share)
+        ))
+    }
+}
+
+/// The step's trajectories, by their outcomes.
+fn trajectories(metrics: &Metrics) -> f64 {
+    Outcome::ALL.iter().filter_map(|outcome| metrics.get(&format!("outcome/{}", outcome.name()))).sum()
+}
+
+/// Whether the `streak`th step in a row of the same trouble is told: ever more seldom.
+fn told(streak: u64) -> bool {
+    matches!(streak, 1 | 3) || (streak > 0 && streak.is_multiple_of(10))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe;
+
+    fn step(failed: f64, flat: f64, success: f64) -> Metrics {
+        Metrics::from_iter([
+            ("outcome/finished", 64.0 * (1.0 - failed)),
+            ("outcome/task_failed", 64.0 * failed),
+            ("trajectory/failed_fraction", failed),
+            ("group/zero_signal_fraction", flat),
+            ("critic/rewards/min", 0.0),
+            ("critic/rewards/max", 1.0),
+            ("critic/success/mean", success),
+        ])
+    }
+
+    fn watch() -> Watch {
+        Watch::new(&Recipe::default())
+    }
+
+    #[test]
+    fn most_failed_is_told_and_all_failed_ends_badly() {
+        let mut watch = watch();
+        let told = watch.note(1, &step(0.75, 0.0, 0.1));
+        assert_eq!(told.len(), 1);
+        for part in
+            ["48 of 64 trajectories failed", "outcome/task_failed = 48", "docs/TASKS.md", "step-000001"]
+        {
+            assert!(told[0].contains(part), "{part} in {told:?}");
+        }
+        assert!(!watch.all_failed());
+        assert!(watch.note(2, &step(0.5, 0.0, 0.1)).is_empty(), "half is not most");
+        let mut watch = self::watch();
+        assert!(!watch.all_failed(), "a run without trajectories did not fail");
+        let lines: usize = (1..=10).map(|at| watch.note(at, &step(1.0, 1.0, 0.0)).len()).sum();
+        assert_eq!(lines, 3, "steps 1, 3 and 10 of the same trouble");
+        assert!(watch.all_failed());
+    }
+
+    #[test]
+    fn groups_without_signal_are_told_where_groups_are_compared() {
+        let mut watch = watch();
+        assert!(watch.note(1, &step(0.0, 0.9, 0.5)).is_empty());
+        let first = watch.note(2, &step(0.0, 1.0, 0.5));
+        assert!(first[0].contains("no group has two different rewards (rewards from 0 to 1)"), "{first:?}");
+        assert!(watch.note(3, &step(0.0, 1.0, 0.5)).is_empty());
+        let third = watch.note(4, &step(0.0, 1.0, 0.5));
+        assert!(third[0].contains("for 3 steps now") && third[0].contains("samples_per_prompt"), "{third:?}");
+        let policy = recipe::Policy { advantage: Advantage::Gae, ..recipe::Policy::default() };
+        let mut critic = Watch::new(&Recipe { policy, ..Recipe::default() });
+        assert!(critic.note(1, &step(0.0, 1.0, 0.5)).is_empty(), "a critic compares no groups");
+    }
+
+    #[test]
+    fn a_collapse_is_told_once_and_chance_is_not() {
+        let mut watch = watch();
+        let mut told = vec![];
+        for at in 1..=30 {
+            let success = if at <= 15 { 0.6 } else { 0.05 };
+            told.extend(watch.note(at, &step(0.0, 0.0, success)).into_iter().map(|line| (at, line)));
+        }
+        assert_eq!(told.len(), 1, "{told:?}");
+        assert!(told[0].0 > 15 && told[0].1.contains("the success fell from 0.6"), "{told:?}");
+        let mut noisy = self::watch();
+        for at in 1..=30 {
+            let success = if at % 2 == 0 { 0.03 } else { 0.015 };
+            assert!(noisy.note(at, &step(0.0, 0.0, success)).is_empty(), "step {at}");
+        }
+    }
+
+    #[test]
+    fn weights_that_are_all_0_are_told() {
+        let mut metrics = step(0.0, 0.0, 0.5);
+        metrics.set("rollout_corr/rollout_is_mean", 0.0);
+        let told = watch().note(1, &metrics);
+        assert!(
+            told.iter().any(|line| line.starts_with("every weight of the rollout correction is 0")),
+            "{told:?}"
+        );
+    }
+}

@@ -1,0 +1,42 @@
+//! Vocabularies that are made here: a template's own tokens, and the bytes. No merges, no download.
+
+use super::byte_level::{alphabet, spell};
+use serde_json::{Map, Value, json};
+
+/// The id of byte 0; what is below is the template's.
+const FIRST_BYTE: usize = 16;
+
+/// A `tokenizer.json` of 272 tokens: `special` from id 0, then `added`, which are recognised in text but are none of those
+/// that decoders leave out, then `words`, which no merge reaches; reserved ids up to 15, never produced; the bytes from 16.
+pub fn embedded_json(special: &[&str], added: &[&str], words: &[&str]) -> Vec<u8> {
+    let mut entries: Vec<String> = special.iter().chain(added).map(|token| token.to_string()).collect();
+    let added_end = entries.len();
+    entries.extend(words.iter().map(|word| spell(word)));
+    entries.extend((entries.len()..FIRST_BYTE).map(|id| format!("<|reserved_{id}|>")));
+    let words_end = added_end + words.len();
+    let tokens: Vec<Value> = entries
+        .iter()
+        .enumerate()
+        .filter(|(id, _)| !(added_end..words_end).contains(id))
+        .map(|(id, content)| {
+            let special = !(special.len()..added_end).contains(&id);
+            json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+                   "normalized": false, "special": special})
+        })
+        .collect();
+    entries.extend(alphabet().map(String::from));
+    let vocab: Map<String, Value> =
+        entries.into_iter().enumerate().map(|(id, entry)| (entry, json!(id))).collect();
+    let byte_level =
+        json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": tokens, "normalizer": null,
+        "pre_tokenizer": byte_level, "post_processor": null, "decoder": byte_level,
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+            "vocab": vocab, "merges": []
+        }
+    });
+    tokenizer.to_string().into_bytes()
+}

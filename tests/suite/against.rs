@@ -1,0 +1,292 @@
+//! `check-mismatch --against`: every engine's shape is read as the same rows, bad rows are named, reference cases made with
+//! transformers get the verdict that they should, and the exit code says it.
+
+use rloss::chat::Chat;
+use rloss::harmony::HarmonyTokenizer;
+use rloss::mismatch::against;
+use rloss::mismatch::causes::list::causes;
+use rloss::mismatch::diagnose::{Reference, Verdict};
+use rloss::mismatch::rows::{Reader, TokenRow, TokenRows};
+use rloss::model::config::Config;
+use rloss::model::family::Family;
+use rloss::model::forward::Model;
+use rloss::model::load::load;
+use rloss::model::parameters::Parameters;
+use rloss::ops::threads::Threads;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/engines")
+}
+
+fn config() -> Config {
+    Config::read(&fixtures().join("model")).unwrap()
+}
+
+fn read(files: &[PathBuf]) -> anyhow::Result<TokenRows> {
+    let (config, tokenizer) = (config(), HarmonyTokenizer::embedded().unwrap());
+    Reader::new(&config, 256, &tokenizer, 1.0).read(files)
+}
+
+/// Writes `text` and reads it.
+fn read_text(text: &str) -> anyhow::Result<TokenRows> {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("rows.jsonl");
+    std::fs::write(&file, text).unwrap();
+    read(&[file])
+}
+
+/// The tiny model of the fixtures.
+struct Fixture {
+    threads: Threads,
+    model: Model,
+    parameters: Parameters,
+    chat: Chat,
+}
+
+impl Fixture {
+    fn new() -> Self {
+        let config = config();
+        let parameters = Parameters::new(&config, load(&fixtures().join("model"), &config).unwrap()).unwrap();
+        Self {
+            threads: Threads::new(2).unwrap(),
+            model: Model::new(config, 256),
+            parameters,
+            chat: Family::GptOss.embedded_chat().unwrap(),
+        }
+    }
+
+    fn compare(&self, rows: &[TokenRow]) -> against::Comparison {
+        let Self { threads, model, parameters, chat } = self;
+        let reference = Reference { threads, model, parameters, earlier: None };
+        against::compare(reference, chat, rows, 1000, (0.2, 0.2)).unwrap()
+    }
+}
+
+#[test]
+fn every_engines_shape_is_read_as_the_same_rows() {
+    let own = read(&[fixtures().join("rows.jsonl")]).unwrap();
+    assert_eq!((own.rows.len(), own.bad.len()), (3, 0));
+    // With the prompt's log-probs, or without them: the first four tokens are the prompt.
+    for (file, with_prompt, routes) in [
+        ("vllm_completions.jsonl", true, true),
+        ("vllm_chat.json", true, false),
+        ("llama_cpp_python.jsonl", true, false),
+        ("sglang.json", true, true),
+        ("llama_cpp.jsonl", false, false),
+        ("prime_rl.jsonl", false, false),
+        ("verifiers.jsonl.gz", false, false),
+        ("slime.jsonl", false, true),
+        ("verl.jsonl", false, false),
+    ] {
+        let found = read(&[fixtures().join(file)]).unwrap();
+        assert_eq!(found.bad, [] as [&str; 0], "{file}");
+        assert_eq!(found.rows.len(), own.rows.len(), "{file}");
+        for (row, own) in found.rows.iter().zip(&own.rows) {
+            assert_eq!(row.tokens, own.tokens, "{file}");
+            let first = if with_prompt { 1 } else { 4 };
+            assert_eq!(row.log_probs[first..], own.log_probs[first..], "{file}");
+            assert!(row.log_probs[..first].iter().all(Option::is_none), "{file}");
+            assert_eq!(row.routes.is_some(), routes, "{file}");
+            assert_eq!(row.trainer_log_probs.is_some(), file.starts_with("prime_rl"), "{file}");
+        }
+    }
+    let seen = read(&[fixtures().join("llama_cpp_python.jsonl")]).unwrap().seen;
+    assert!(seen[0].contains("text without ids in 3 rows"), "{seen:?}");
+}
+
+#[test]
+fn routes_are_compared_with_ours() {
+    let fixture = Fixture::new();
+    let mut rows = read(&[fixtures().join("sglang.json")]).unwrap().rows;
+    let routes = fixture.compare(&rows).routes.unwrap();
+    assert_eq!((routes.targets, routes.differ), (220, 0.0));
+    for expert in rows[0].routes.as_mut().unwrap().experts.iter_mut().step_by(2) {
+        *expert = (*expert + 1) % 4;
+    }
+    let routes = fixture.compare(&rows).routes.unwrap();
+    assert!(routes.differ > 0.1 && routes.differ_by_layer.iter().all(|share| *share > 0.0), "{routes:?}");
+}
+
+#[test]
+fn bad_rows_are_named_and_the_others_are_compared() {
+    let rows = [
+        r#"{"tokens": [1, 5], "logprobs": [null, -1]}"#,
+        r#"{"tokens": [1, 272], "logprobs": [null, -1]}"#,
+        r#"{"tokens": [1, 2, 3], "logprobs": [null, -1]}"#,
+        r#"{"tokens": [1, 2], "logprobs": [null, NaN]}"#,
+        r#"{"tokens": [], "logprobs": []}"#,
+        r#"{"tokens": [1, -2], "logprobs": [null, -1]}"#,
+        r#"{"tokens": [1, 2], "logprobs": [null, 0.5]}"#,
+        r#"{"tokens": [1, 2], "logprobs": [null, -1], "temperature": 0}"#,
+        "nonsense",
+        r#"{"tokens": [1, 2], "logprobs": [null, null]}"#,
+        r#"{"prompt_ids": [1], "response_ids": [5], "response_logprobs": [-1]}"#,
+        r#"{"input": "a", "output": "b", "score": 1}"#,
+        r#"{"tokens": [1, 7, 2, 40, 4], "logprobs": [0, -1, -2, null, -3], "temperature": 0.5}"#,
+    ];
+    let found = read_text(&rows.join("\n")).unwrap();
+    assert_eq!(found.rows.iter().map(|row| row.name.as_str()).collect::<Vec<_>>(), ["1", "13"]);
+    assert_eq!(found.bad.len(), 11);
+    for (bad, (row, what)) in found.bad.iter().zip([
+        (2, "token 1 is 272, but vocab_size = 272"),
+        (3, "3 tokens but 2 logprobs"),
+        (4, "NaN"),
+        (5, "no tokens"),
+        (6, "not a row"),
+        (7, "which no probability has"),
+        (8, "temperature = 0"),
+        (9, "not a row"),
+        (10, "all log-probs after the first are null"),
+        (11, "one of the verl's agent-loop rows, where the file began with rows of tokens and logprobs"),
+        (12, "text alone"),
+    ]) {
+        assert!(bad.contains(&format!("row {row}: ")) && bad.contains(what), "{bad}");
+    }
+    let error = read_text("{}\n").unwrap_err();
+    assert!(error.is::<rloss::error::BadInput>() && error.to_string().contains("row 1"), "{error}");
+}
+
+#[test]
+fn of_many_bad_rows_the_first_are_told_and_the_rest_counted() {
+    let refused = read_text(&"nonsense\n".repeat(30)).unwrap_err().to_string();
+    assert_eq!(refused.matches("not a row").count(), 10, "{refused}");
+    assert!(refused.contains("\n20 more rows are bad\n"), "{refused}");
+    let good = "{\"tokens\": [1, 7], \"logprobs\": [null, -1]}\n";
+    let found = read_text(&(good.to_owned() + &"nonsense\n".repeat(10))).unwrap();
+    assert_eq!((found.bad.len(), found.bad_told()), (10, found.bad));
+}
+
+#[test]
+fn another_tokenizer_and_a_missing_prompt_are_named() {
+    let choice = |token: &str, more: &str| {
+        format!(
+            r#"{{"choices": [{{"logprobs": {{"tokens": ["a", "{token}"], "token_logprobs": [-1, -1]}}, "token_ids": [113, 114]{more}}}]}}"#
+        )
+    };
+    let prompt = r#", "prompt_token_ids": [1, 2]"#;
+    assert_eq!(read_text(&choice("b", prompt)).unwrap().rows.len(), 1);
+    for (text, what) in [
+        (choice("x", prompt), "another tokenizer"),
+        (choice("b", ""), "return_token_ids"),
+        (
+            r#"{"text": "a", "meta_info": {"output_token_logprobs": [[-1, 5, null]]}}"#.into(),
+            "logprob_start_len",
+        ),
+        (r#"{"prompt": "a", "completion": "b", "advantage": 1}"#.into(), "text alone"),
+    ] {
+        let error = read_text(&text).unwrap_err().to_string();
+        assert!(error.contains(what), "{error}");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("rollout.pt");
+    std::fs::write(&file, b"PK\x03\x04").unwrap();
+    assert!(read(&[file]).unwrap_err().to_string().contains("torch.load"));
+}
+
+#[test]
+fn zero_log_probs_of_tokens_that_were_not_sampled_are_not_compared() {
+    let row =
+        r#"{"tokens": [1, 7, 2], "logprobs": [0, 0, -2], "mask": [false, false, true], "messages": ["NaN"]}"#;
+    assert_eq!(read_text(row).unwrap().rows[0].log_probs, [None, None, Some(-2.0)]);
+}
+
+/// What transformers computed under a mistake, and what is said of it: the campaign's sample.
+#[test]
+fn reference_cases_get_their_verdict() {
+    let fixture = Fixture::new();
+    let text = std::fs::read_to_string(fixtures().join("cases.jsonl")).unwrap();
+    let mut cases: Vec<(String, Vec<&str>)> = vec![];
+    for line in text.lines() {
+        let value: Value = serde_json::from_str(line).unwrap();
+        let name = format!("{}, {}", value["kind"].as_str().unwrap(), value["dtype"].as_str().unwrap());
+        match cases.last_mut() {
+            Some((last, lines)) if *last == name => lines.push(line),
+            _ => cases.push((name, vec![line])),
+        }
+    }
+    assert_eq!(cases.len(), 24);
+    let mut wrong = vec![];
+    for (name, lines) in &cases {
+        let rows = read_text(&lines.join("\n")).unwrap().rows;
+        let found = fixture.compare(&rows).diagnosis;
+        let kind = name.split(", ").next().unwrap();
+        let names = |verdict: &Verdict| -> Vec<&str> {
+            verdict.explanations().iter().flatten().map(|cause| cause.name()).collect()
+        };
+        let right = match (kind, &found.verdict) {
+            ("none", verdict) => !verdict.differs(),
+            (partial, verdict) if partial.contains("of the") || partial == "one expert" => {
+                matches!(verdict, Verdict::Unknown(_))
+            }
+            (_, verdict @ (Verdict::Named(_) | Verdict::OneOf(_))) => names(verdict).contains(&kind),
+            // Too small to be told from rounding: never another cause.
+            (_, Verdict::Rounding) => true,
+            _ => false,
+        };
+        if !right {
+            wrong.push(format!("{name}: {} {:?}", found.verdict.words(), names(&found.verdict)));
+        }
+    }
+    assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), cases.len(), wrong.join("\n"));
+}
+
+#[test]
+fn the_exit_code_says_whether_they_differ() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model");
+    std::fs::create_dir(&model).unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(fixtures().join("model").join(name), model.join(name)).unwrap();
+    }
+    std::fs::write(model.join("tokenizer.json"), HarmonyTokenizer::embedded().unwrap().json_bytes()).unwrap();
+    let recipe = folder.path().join("recipe.toml");
+    std::fs::write(&recipe, format!("[model]\npath = {:?}\n", model.display().to_string())).unwrap();
+    let out = folder.path().join("out");
+    let code = |file: &Path| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rloss"));
+        command.arg("check-mismatch").arg(&recipe).arg("--out").arg(&out).arg("--against").arg(file);
+        let output = command.output().unwrap();
+        let file = std::fs::read_to_string(out.join("mismatch.json")).unwrap();
+        let found: Value = serde_json::from_str(&file).unwrap();
+        (output.status.code().unwrap(), found["diagnosis"].clone())
+    };
+    let (status, found) = code(&fixtures().join("rows.jsonl"));
+    assert_eq!((status, found["verdict"].as_str()), (0, Some("agrees")));
+    let page = std::fs::read_to_string(out.join("mismatch.md")).unwrap();
+    assert!(page.contains("Agrees: 220 tokens"), "{page}");
+    assert!(std::fs::read_to_string(out.join("mismatch.svg")).unwrap().ends_with("</svg>\n"));
+
+    let (status, found) = code(&fixtures().join("prime_rl.jsonl"));
+    assert_eq!((status, found["trainer"]["verdict"].as_str()), (0, Some("agrees")));
+
+    let text = std::fs::read_to_string(fixtures().join("cases.jsonl")).unwrap();
+    let of = |kind: &str| -> Vec<&str> {
+        text.lines()
+            .filter(|line| line.contains(&format!("\"kind\":\"{kind}\",\"dtype\":\"float32\"")))
+            .collect()
+    };
+    let file = folder.path().join("case.jsonl");
+    std::fs::write(&file, of("sinks missing").join("\n")).unwrap();
+    assert_eq!(code(&file).0, 3);
+    std::fs::write(&file, [of("sinks missing"), vec!["nonsense"]].concat().join("\n")).unwrap();
+    assert_eq!(code(&file).0, 2);
+}
+
+/// The page for users lists every cause under its name.
+#[test]
+fn every_cause_is_in_the_table() {
+    let page =
+        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/MISMATCH.md")).unwrap();
+    let mut names: BTreeMap<&str, bool> = BTreeMap::new();
+    for cause in causes(&config(), true) {
+        names.insert(
+            cause.name(),
+            page.lines().any(|line| line.starts_with('|') && line.contains(cause.name())),
+        );
+    }
+    assert!(names.len() > 25 && names.values().all(|listed| *listed), "{names:?}");
+}

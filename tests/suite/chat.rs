@@ -1,0 +1,275 @@
+//! Conversations in ChatML, and the chat templates of checkpoints.
+
+use crate::harmony::encode_with_special;
+use crate::model_files::refused;
+use minijinja::value::Kwargs;
+use minijinja::{Environment, Value as Jinja};
+use rloss::chat::chatml::{
+    ChatMl, QWEN_IDENTITY, json_text, messages_from_json, python_function, system_text,
+};
+use rloss::chat::{Call, Chat};
+use rloss::harmony::{HarmonyTokenizer, Message, Role, TurnEnd, TurnStep};
+use rloss::model::family::Family;
+use serde_json::{Value, json};
+use std::path::Path;
+
+fn chatml() -> ChatMl {
+    ChatMl::embedded().unwrap()
+}
+
+/// The conversations that `scripts/make_chat_fixtures.py` made, with the texts that Qwen2.5-Instruct's template gave.
+fn conversations() -> Vec<Value> {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/chatml.jsonl");
+    let text = std::fs::read_to_string(file).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// The conversation's tokens and text; a closed one is rendered to learn from, without the line break behind it.
+fn rendered(chat: &ChatMl, row: &Value, messages: &[Message]) -> (Vec<u32>, String) {
+    let open = row["add_generation_prompt"] == true;
+    let tokens = if open { chat.prompt(messages) } else { chat.training(messages).tokens };
+    let text = chat.vocabulary().decode(&tokens);
+    (
+        tokens,
+        if open {
+            text
+        } else {
+            text + "
+"
+        },
+    )
+}
+
+#[test]
+fn fifty_conversations_are_rendered_as_qwens_template_does() {
+    let (chat, rows) = (chatml(), conversations());
+    assert_eq!(rows.len(), 50);
+    for (i, row) in rows.iter().enumerate() {
+        let messages = messages_from_json(row, Some(QWEN_IDENTITY), "row").unwrap();
+        let (tokens, text) = rendered(&chat, row, &messages);
+        assert_eq!(text, row["text"].as_str().unwrap(), "conversation {i}");
+        // Control tokens that a text spells are ordinary text.
+        let starts = tokens.iter().filter(|&&token| token == 1).count();
+        let ends = tokens.iter().filter(|&&token| token == 2).count();
+        assert_eq!(starts - ends, usize::from(row["add_generation_prompt"] == true), "conversation {i}");
+        chat.check(&tokens).unwrap();
+    }
+    let count = |what: fn(&Value) -> bool| rows.iter().filter(|row| what(row)).count();
+    assert!(
+        count(|row| row["text"].as_str().unwrap().contains("</tool_call>\n<tool_call>")) > 9,
+        "several calls"
+    );
+    assert!(count(|row| row["messages"][0]["role"] != "system") > 9, "no system message");
+    assert!(count(|row| !row["tools"].as_array().unwrap().is_empty()) > 24, "tools");
+}
+
+/// The template as transformers would apply it.
+fn by_template(chat: &Chat, context: &Value) -> String {
+    let mut environment = Environment::new();
+    environment.set_trim_blocks(true);
+    environment.set_lstrip_blocks(true);
+    environment
+        .add_filter("tojson", |value: Jinja, _: Kwargs| json_text(&serde_json::to_value(value).unwrap()));
+    environment.render_str(chat.jinja(), context).unwrap()
+}
+
+#[test]
+fn our_chatml_template_gives_our_rendering() {
+    let chat = chatml();
+    for (i, row) in conversations().iter().enumerate() {
+        let messages = messages_from_json(row, None, "row").unwrap();
+        let (_, text) = rendered(&chat, row, &messages);
+        assert_eq!(text, by_template(&Chat::ChatMl(chat.clone()), row), "conversation {i}");
+    }
+}
+
+#[test]
+fn our_harmony_template_gives_our_rendering() {
+    let tokenizer = HarmonyTokenizer::embedded().unwrap();
+    let chat = Chat::Harmony(tokenizer.clone());
+    let messages = [
+        Message::new(Role::System, "You are a test.\n\nReasoning: low"),
+        Message::new(Role::Developer, "# Instructions"),
+        Message::user("How <|end|>?"),
+        Message::call("python", "analysis", "7*12"),
+        Message::tool("python", Some("analysis"), "84"),
+        Message { content_type: Some("json".into()), ..Message::call("functions.f", "commentary", "{}") },
+        Message::tool("functions.f", None, ""),
+        Message::assistant("final", "84"),
+    ];
+    let text = by_template(&chat, &json!({"messages": messages, "add_generation_prompt": true}));
+    let tokens = chat.prompt(&messages).unwrap();
+    assert_eq!(tokenizer.decode(&tokens), text);
+}
+
+#[test]
+fn the_embedded_chatml_vocabulary_is_fixed_and_harmonys_ids_stay() {
+    let chat = chatml();
+    let ids: Vec<u32> = chat.prompt(&[Message::user("7?")]);
+    assert_eq!(ids, [1, 6, 26, 71, 79, 2, 26, 1, 7, 26]);
+    assert_eq!(chat.stop_tokens(), [2, 0]);
+    assert_eq!((chat.vocabulary().vocab_size(), chat.vocabulary().pad()), (272, Some(0)));
+    let call = chat.training(&[Message::call("python", "commentary", "\"")]);
+    assert_eq!(call.tokens, [1, 7, 26, 3, 26, 8, 108, 50, 9, 26, 4, 2]);
+    assert_eq!(call.mask.iter().filter(|&&sampled| sampled).count(), 9);
+    // What is read back from a checkpoint is the same vocabulary.
+    let again = ChatMl::from_bytes(chat.vocabulary().json_bytes().to_vec(), "again").unwrap();
+    assert_eq!(again.training(&[Message::call("python", "commentary", "\"")]), call);
+    let harmony = HarmonyTokenizer::embedded().unwrap();
+    assert_eq!(harmony.opening(Role::Assistant), [1, 8]);
+    assert_eq!(harmony.encode_text("7"), [71]);
+}
+
+/// The turn that `text` samples, control tokens recognised.
+fn sampled(text: &str) -> (TurnStep, Vec<Call>, Vec<Message>) {
+    let chat = chatml();
+    let mut parser = chat.turn_parser();
+    let mut step = TurnStep::Within;
+    for token in encode_with_special(chat.vocabulary(), text) {
+        step = parser.push(token);
+    }
+    let calls = parser.calls().to_vec();
+    (step, calls, parser.finish())
+}
+
+#[test]
+fn turns_are_read_whatever_the_model_wrote() {
+    let call = |code: &str| Message::call("python", "commentary", code);
+    let text = |code: &str| {
+        format!(
+            "<tool_call>\n{{\"name\": \"python\", \"arguments\": {{\"code\": \"{code}\"}}}}\n</tool_call>"
+        )
+    };
+    let over = TurnStep::Over;
+
+    let answer = sampled("84\n<|im_end|>");
+    assert_eq!(answer, (over(TurnEnd::Returned), vec![], vec![Message::assistant("final", "84\n")]));
+    assert_eq!(sampled("84<|endoftext|>").0, over(TurnEnd::Returned), "the other stop token");
+    assert_eq!(sampled("8").2, [Message::assistant("final", "8")], "cut off");
+    assert_eq!(sampled("").2, []);
+
+    let one = sampled(&format!("Let me see.\n{}<|im_end|>", text("7*12")));
+    assert_eq!(one.0, over(TurnEnd::Called));
+    assert_eq!(one.1, [Call::Ready(call("7*12"))]);
+    assert_eq!(one.2, [Message::assistant("commentary", "Let me see."), call("7*12")]);
+
+    let (step, calls, messages) =
+        sampled(&format!("{}\n<tool_call>{{oops\n{}<|im_end|>", text("1"), text("2")));
+    assert_eq!(step, over(TurnEnd::Called), "one that can be read is answered beside one that cannot");
+    assert!(
+        matches!(&calls[..], [Call::Ready(_), Call::Malformed { recipient: None, .. }, Call::Ready(_)]),
+        "{calls:?}"
+    );
+    assert_eq!(messages[1], Message::assistant("commentary", "{oops"));
+
+    let broken = sampled("<tool_call>{\"name\": \"python\"}</tool_call><|im_end|>");
+    assert_eq!(broken.0, over(TurnEnd::Malformed));
+    // A role that begins inside a call is no call to run.
+    let begun = sampled(&format!("<|im_start|>{}<|im_end|>", text("1")));
+    assert_eq!(begun.0, over(TurnEnd::Malformed));
+    let Call::Malformed { recipient, reply } = &begun.1[0] else { panic!("{begun:?}") };
+    assert_eq!(
+        (recipient.as_deref(), &**reply),
+        (Some("python"), "Error: the call contains special tokens.")
+    );
+}
+
+#[test]
+fn what_was_rendered_is_read_back() {
+    let chat = chatml();
+    let turn = [
+        Message::assistant("commentary", "First:"),
+        Message::call("python", "commentary", "print(\"é\\n\")\n\t# <tool_response>"),
+        Message::call("weather", "commentary", "{\"city\": \"Ulm\", \"days\": 2}"),
+    ];
+    let written = chat.training(&turn);
+    let mut parser = chat.turn_parser();
+    let sampled = written.tokens.iter().zip(&written.mask).filter(|(_, sampled)| **sampled);
+    let steps: Vec<TurnStep> = sampled.map(|(&token, _)| parser.push(token)).collect();
+    assert_eq!(steps.last(), Some(&TurnStep::Over(TurnEnd::Called)));
+    assert_eq!(parser.finish(), turn);
+}
+
+#[test]
+fn what_follows_a_turn_continues_the_conversation() {
+    let chat = chatml();
+    let messages = |end: usize| {
+        let all = [
+            Message::user("7*12?"),
+            Message::call("python", "commentary", "7*12"),
+            Message::call("python", "commentary", "oops"),
+            Message::tool("python", Some("commentary"), "84"),
+            Message::tool("python", Some("commentary"), "NameError"),
+        ];
+        all[..end].to_vec()
+    };
+    let whole = chat.prompt(&messages(5));
+    // The turn as sampled ends with its stop token; the line break behind it is inserted.
+    let sampled = chat.training(&messages(3)).tokens;
+    let inserted = chat.continuation(&messages(5)[3..]);
+    assert_eq!([sampled, inserted].concat(), whole);
+}
+
+#[test]
+fn rows_that_are_no_conversation_are_told() {
+    let chat = chatml();
+    let encode = |text: &str| encode_with_special(chat.vocabulary(), text);
+    for (text, word) in [
+        ("x", "start token"),
+        ("<|im_start|>narrator\nx<|im_end|>\n", "no role"),
+        ("<|im_start|>user\nx<|im_start|>assistant\n", "within another"),
+        ("<|im_start|>user\nx<|im_end|>between<|im_start|>assistant\n", "between two turns"),
+    ] {
+        let error = chat.check(&encode(text)).unwrap_err().to_string();
+        assert!(error.contains(word), "{text}: {error}");
+    }
+    for text in ["", "<|im_start|>", "<|im_start|>ass", "<|im_start|>system\n<|im_end|>\n<|im_start|>user\nx"]
+    {
+        chat.check(&encode(text)).unwrap();
+    }
+}
+
+#[test]
+fn broken_rows_and_tokenizers_are_refused() {
+    let read = |row: Value| messages_from_json(&row, None, "rows.jsonl: row 3");
+    for (row, words) in [
+        (json!({"messages": 3}), &["row 3", "\"messages\""][..]),
+        (json!({"messages": [{"role": "narrator"}]}), &["message 1", "narrator"]),
+        (json!({"messages": [{"role": "user", "channel": "final"}]}), &["message 1", "channel"]),
+        (
+            json!({"messages": [{"role": "user", "tool_calls": [{"name": "f", "arguments": {}}]}]}),
+            &["tool_calls", "user"],
+        ),
+        (
+            json!({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}),
+            &["\"f\"", "not JSON"],
+        ),
+        (
+            json!({"messages": [{"role": "assistant", "tool_calls": [{"name": "python", "arguments": {"x": 1}}]}]}),
+            &["code"],
+        ),
+        (json!({"messages": [], "tools": {}}), &["row 3", "tools"]),
+    ] {
+        refused(read(row), words);
+    }
+    let harmony = HarmonyTokenizer::embedded().unwrap().json_bytes().to_vec();
+    refused(
+        ChatMl::from_bytes(harmony, "model/tokenizer.json"),
+        &["model/tokenizer.json", "<|im_start|>, <|im_end|>", "Qwen2.5"],
+    );
+    let chatml = chatml().vocabulary().json_bytes().to_vec();
+    refused(HarmonyTokenizer::from_bytes(chatml, "model/tokenizer.json"), &["<|message|>", "GPT-OSS"]);
+}
+
+#[test]
+fn functions_are_listed_after_the_system_text() {
+    assert_eq!(system_text(None, &[]), None);
+    assert_eq!(system_text(Some("Be brief."), &[]).unwrap(), "Be brief.");
+    let text = system_text(Some("Be brief."), &[python_function()]).unwrap();
+    assert!(text.starts_with("Be brief.\n\n# Tools\n\nYou may call"), "{text}");
+    assert!(
+        text.contains("\n<tools>\n{\"type\": \"function\", \"function\": {\"name\": \"python\", "),
+        "{text}"
+    );
+    assert_eq!(Family::Qwen2.embedded_chat().unwrap().stop_tokens(), [2, 0]);
+}

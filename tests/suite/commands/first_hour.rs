@@ -1,0 +1,286 @@
+//! What a new user types first: `init`, recipes inside the binary, `chat`, completions, a page that follows a run.
+
+use super::{baseline, done, output, phase, rloss, rows, stderr};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::{Child, Output, Stdio};
+use tempfile::TempDir;
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[test]
+fn what_init_writes_runs_as_it_is_and_stays() {
+    let folder = TempDir::new().unwrap();
+    let init = |name: &str| output(rloss().current_dir(&folder).args(["init", name]));
+    let said = init("first");
+    assert_eq!(said.status.code(), Some(0), "{}", stderr(&said));
+    assert!(text(&said.stdout).contains("train first.toml"), "{}", text(&said.stdout));
+    let mut train = rloss();
+    train.current_dir(&folder).args(["train", "first.toml"]);
+    for set in ["cold_start.steps=2", "train.steps=2", "eval.problems_max=8"] {
+        train.args(["--set", set]);
+    }
+    let lines = stderr(&done(&mut train));
+    assert!(lines.contains("task     doubling"), "{lines}");
+    assert_eq!(phase(&rows(&folder.path().join("runs/first")), "rl").count(), 2);
+    // A file that is there stays, and then none is written.
+    std::fs::remove_file(folder.path().join("first.py")).unwrap();
+    let again = init("first");
+    assert_eq!(again.status.code(), Some(2));
+    assert!(stderr(&again).contains("first.toml is there already"), "{}", stderr(&again));
+    assert!(!folder.path().join("first.py").exists());
+    for name in ["", "a b", "../x", "-x", "ä"] {
+        let refused = output(rloss().current_dir(&folder).args(["init", "--", name]));
+        assert_eq!(refused.status.code(), Some(2), "{name:?}");
+        assert!(stderr(&refused).contains("is no name"), "{}", stderr(&refused));
+    }
+}
+
+#[test]
+fn the_program_that_init_writes_grades_as_it_says() {
+    let folder = TempDir::new().unwrap();
+    done(rloss().current_dir(&folder).args(["init", "mine"]));
+    let asks = [
+        r#"{"request": "describe"}"#,
+        r#"{"request": "problem", "split": "train", "seed": 0, "index": 3}"#,
+        r#"{"request": "reward", "answer": 8, "messages": [{"role": "assistant", "channel": "final", "content": " 8"}]}"#,
+        r#"{"request": "reward", "answer": 8, "messages": [{"role": "assistant", "channel": "analysis", "content": "8"}]}"#,
+        r#"{"request": "reward", "answer": 8, "messages": []}"#,
+    ];
+    let mut child = std::process::Command::new("python3")
+        .current_dir(&folder)
+        .arg("mine.py")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all((asks.join("\n") + "\n").as_bytes()).unwrap();
+    let replies = text(&child.wait_with_output().unwrap().stdout);
+    let rewards: Vec<bool> = replies.lines().skip(2).map(|line| line.contains("\"reward\": 1.0")).collect();
+    assert_eq!(rewards, [true, false, false], "{replies}");
+    // Its demonstrations: one answer in three is right.
+    let rows = std::fs::read_to_string(folder.path().join("mine.jsonl")).unwrap();
+    let right = rows.lines().filter(|line| {
+        let row: serde_json::Value = serde_json::from_str(line).unwrap();
+        let number = |text: &serde_json::Value| {
+            text.as_str()
+                .unwrap()
+                .trim_matches(|c| "?".contains(c))
+                .trim_start_matches("2*")
+                .parse::<u64>()
+                .unwrap()
+        };
+        2 * number(&row["messages"][0]["content"]) == number(&row["messages"][1]["content"])
+    });
+    let (right, all) = (right.count(), rows.lines().count());
+    assert!(all == 300 && (100..=102).contains(&right), "{right} of {all}");
+}
+
+#[test]
+fn recipes_are_inside_the_binary_and_a_name_that_is_none_lists_them() {
+    let folder = TempDir::new().unwrap();
+    let sets =
+        ["cold_start.steps=1", "train.steps=1", "eval.problems_max=4"].map(|set| ["--set", set]).concat();
+    let lines = stderr(&done(rloss().current_dir(&folder).args(["train", "quickstart"]).args(&sets)));
+    assert!(lines.contains("done: runs/quickstart\n"), "{lines}");
+    let refused = output(rloss().current_dir(&folder).args(["train", "quikstart"]));
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(stderr(&refused).contains("did you mean quickstart?"), "{}", stderr(&refused));
+    // The data set is named that the recipe needs.
+    let refused = stderr(&output(rloss().current_dir(&folder).args(["train", "retool"])));
+    assert!(refused.contains("scripts/fetch_data.sh dapo-math aime"), "{refused}");
+}
+
+#[test]
+fn every_recipe_of_the_tree_is_inside_the_binary() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes");
+    let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let mut names: Vec<String> = files
+        .filter(|path| path.extension().is_some_and(|extension| extension == "toml"))
+        .map(|path| path.file_stem().unwrap().to_str().unwrap().to_owned())
+        .collect();
+    let mut built_in = rloss::recipe::BUILT_IN.map(|(name, _)| name.to_owned()).to_vec();
+    names.sort();
+    built_in.sort();
+    assert_eq!(names, built_in);
+}
+
+#[test]
+fn a_text_that_is_no_recipe_is_one_mistake() {
+    for page in ["README.md", "docs/TASKS.md"] {
+        let page = Path::new(env!("CARGO_MANIFEST_DIR")).join(page);
+        let refused = output(rloss().arg("train").arg(&page));
+        let text = stderr(&refused);
+        assert_eq!((refused.status.code(), text.lines().count()), (Some(2), 1), "{text}");
+        assert!(text.contains("is this a recipe?") && text.contains("[model]"), "{text}");
+    }
+}
+
+/// What `rloss chat` says to `lines`.
+fn chat(arguments: &[&str], lines: &str) -> Output {
+    let mut child = rloss()
+        .arg("chat")
+        .args(arguments)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // One that was refused reads none of it.
+    let _ = child.stdin.take().unwrap().write_all(lines.as_bytes());
+    child.wait_with_output().unwrap()
+}
+
+#[test]
+fn a_trained_model_answers_with_its_tool_and_stops_at_the_limit() {
+    let run = super::warm_model().display().to_string();
+    let task = rloss::tasks::build(&rloss::tasks::TaskSettings::default()).unwrap();
+    let problem = task.training_problem(0, 0);
+    let (question, answer) = (&problem.messages[0].content, problem.answer.as_str().unwrap());
+    // The warm model knows one conversation with the tool by heart, and one without: one of several samples has each.
+    let asked = format!("{question}\n/new\n").repeat(12);
+    let said = chat(&[&run], &asked);
+    assert_eq!(said.status.code(), Some(0), "{}", stderr(&said));
+    let shown = text(&said.stdout);
+    assert!(stderr(&said).contains("the Python tool: "), "{}", stderr(&said));
+    assert!(shown.contains("to python") && shown.contains("\npython, "), "{shown}");
+    assert!(shown.contains(&format!("\n  {answer}\n")), "{shown}");
+    // A model that never ends its turn.
+    let cut = chat(&[&run, "--set", "rollout.response_tokens_max=4"], &format!("{question}\n"));
+    assert_eq!(cut.status.code(), Some(0));
+    let shown = text(&cut.stdout);
+    assert!(shown.contains("cut off after 4 tokens, by rollout.response_tokens_max = 4"), "{shown}");
+    // What does not fit is said, and the conversation goes on.
+    let long = chat(&[&run], &format!("{}\n{}", "x".repeat(500), format!("{question}\n").repeat(6)));
+    let shown = text(&long.stdout);
+    assert_eq!(long.status.code(), Some(0));
+    assert!(shown.contains("no room is left in the model's context of 160"), "{shown}");
+    assert!(shown.contains("it begins anew"), "{shown}");
+    assert!(shown.chars().all(|c| c == '\n' || !c.is_control()), "{shown:?}");
+}
+
+#[test]
+fn chat_shows_no_control_sequence_and_refuses_what_it_cannot_open() {
+    let run = super::warm_model().display().to_string();
+    let said = chat(&[&run, "--set", "eval.temperature=2"], "\u{1b}[2J\u{7}\n/quit\nnot read\n");
+    assert_eq!(said.status.code(), Some(0));
+    assert!(!said.stdout.contains(&0x1b) && !said.stderr.contains(&0x1b));
+    let refused = chat(&["nowhere"], "hello\n");
+    assert_eq!(refused.status.code(), Some(2));
+}
+
+#[test]
+fn completions_and_version() {
+    for (shell, part) in
+        [("bash", "complete -F _rloss"), ("zsh", "#compdef rloss"), ("fish", "complete -c rloss")]
+    {
+        let said = done(rloss().args(["completions", shell]));
+        let script = text(&said.stdout);
+        assert!(script.contains(part) && script.contains("check-mismatch"), "{shell}");
+    }
+    let version = text(&done(rloss().arg("--version")).stdout);
+    assert!(version.starts_with(concat!("rloss ", env!("CARGO_PKG_VERSION"), " (features: ")), "{version}");
+    assert!(!version.contains("commit"), "a build of every day does not know its commit: {version}");
+}
+
+/// A follower of the baseline's page, and its address.
+struct Follower(Child, String);
+
+impl Follower {
+    fn start(port: &str) -> Self {
+        let mut child = rloss()
+            .args(["report", "--follow", "--port", port])
+            .arg(baseline())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stderr.take().unwrap()).read_line(&mut line).unwrap();
+        Self(child, line.trim().to_owned())
+    }
+
+    /// `127.0.0.1:PORT` and the path below it.
+    fn place(&self) -> (&str, String) {
+        let (host, path) = self.1.strip_prefix("http://").unwrap().split_once('/').unwrap();
+        (host, format!("/{path}"))
+    }
+
+    fn ask(&self, request: &str) -> String {
+        let mut stream = TcpStream::connect(self.place().0).unwrap();
+        stream.write_all(format!("{request}\r\nConnection: close\r\n\r\n").as_bytes()).unwrap();
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).unwrap();
+        text(&answer)
+    }
+}
+
+impl Drop for Follower {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_followed_page_is_served_to_its_own_address_alone() {
+    let follower = Follower::start("0");
+    let (host, path) = follower.place();
+    let get = |path: &str, host: &str| follower.ask(&format!("GET {path} HTTP/1.1\r\nHost: {host}"));
+    let page = get(&path, host);
+    assert!(page.starts_with("HTTP/1.1 200"), "{page}");
+    assert!(page.contains("<html lang=\"en\" data-served>"));
+    let policy = |page: &str| {
+        page.split("Content-Security-Policy\" content=\"")
+            .nth(1)
+            .unwrap()
+            .split('"')
+            .next()
+            .unwrap()
+            .to_owned()
+    };
+    let written = rloss::report::page(&[baseline().to_owned()], false).unwrap();
+    assert_eq!(policy(&page), format!("{}; connect-src 'self'", policy(&written)), "and nothing else");
+    assert!(!written.contains("data-served") && !written.contains("fetch("));
+    let state = get(&format!("{path}state"), host);
+    assert!(state.starts_with("HTTP/1.1 200") && state.trim().len() > 8, "{state}");
+    let port = host.rsplit(':').next().unwrap();
+    assert!(get(&path, &format!("localhost:{port}")).starts_with("HTTP/1.1 200"));
+    for (path, host, code) in [
+        (path.as_str(), "evil.example", 403),
+        (path.as_str(), "127.0.0.1", 403),
+        ("/", host, 404),
+        ("/0123456789abcdef0123456789abcdef/", host, 404),
+        (&format!("{path}../../../etc/passwd"), host, 404),
+        (&format!("{path}metrics.jsonl"), host, 404),
+        (&format!("{path}?x"), host, 404),
+    ] {
+        let answer = get(path, host);
+        assert!(answer.starts_with(&format!("HTTP/1.1 {code}")), "{path} {host}: {answer}");
+        assert!(!answer.contains("critic/rewards"), "{answer}");
+    }
+    let post = follower.ask(&format!("POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 0"));
+    assert!(post.starts_with("HTTP/1.1 405"), "{post}");
+    // Another one's port is refused, and a free one named.
+    let refused = output(rloss().args(["report", "--follow", "--port", port]).arg(baseline()));
+    let text = stderr(&refused);
+    assert_eq!(refused.status.code(), Some(2), "{text}");
+    assert!(text.contains(&format!("port {port} cannot be had")) && text.contains("--port "), "{text}");
+    // Two followers do not share a token.
+    assert_ne!(Follower::start("0").place().1, path);
+}
+
+#[test]
+fn a_followed_page_tells_when_the_run_went_on() {
+    let folder = TempDir::new().unwrap();
+    let run = folder.path().join("run");
+    std::fs::create_dir(&run).unwrap();
+    let row = |step: u64| format!("{{\"step\":{step},\"phase\":\"rl\",\"critic/rewards/mean\":0.5}}\n");
+    std::fs::write(run.join("metrics.jsonl"), row(1)).unwrap();
+    let before = rloss::report::state(std::slice::from_ref(&run));
+    assert_eq!(before, rloss::report::state(std::slice::from_ref(&run)));
+    std::fs::write(run.join("metrics.jsonl"), row(1) + &row(2)).unwrap();
+    assert_ne!(before, rloss::report::state(&[run]));
+}

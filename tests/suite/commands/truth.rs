@@ -1,0 +1,180 @@
+//! A run that tells the truth: failures that are heard, a resumed run that says what it does, starts that leave nothing.
+
+use super::{done, output, phase, resumed, rloss, rows, small, stderr, train};
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+
+/// A task program whose reward is `reward`, a Python dictionary.
+fn program(folder: &Path, reward: &str) -> PathBuf {
+    let path = folder.join("task.py");
+    let text = r#"
+import json, sys
+for line in sys.stdin:
+    ask = json.loads(line)
+    if ask["request"] == "describe":
+        reply = {"name": "mine"}
+    elif ask["request"] == "problem":
+        reply = {"prompt": "2 * 3?", "answer": 6}
+    else:
+        reply = REWARD
+    print(json.dumps(reply), flush=True)
+"#;
+    std::fs::write(&path, text.replace("REWARD", reward)).unwrap();
+    path
+}
+
+/// The settings of a run on the program at `path`.
+fn on_program(path: &Path) -> Vec<String> {
+    let command = format!("task.command=[\"python3\", \"{}\"]", path.display());
+    ["task.name=command", &command, "cold_start.steps=0", "train.steps=2"].map(str::to_owned).to_vec()
+}
+
+#[test]
+fn a_program_that_answers_wrongly_is_heard_and_a_run_that_failed_whole_exits_1() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    let sets = on_program(&program(folder.path(), "{\"rewrd\": 1.0}"));
+    let sets: Vec<&str> = sets.iter().map(String::as_str).collect();
+    let output = output(&mut small(&out, &sets));
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    for part in [
+        "unknown key `rewrd` in the answer; did you mean `reward`?; the request was {\"request\":\"reward\"",
+        "warning: step 1: 8 of 8 trajectories failed, whatever the policy did: outcome/task_failed = 8",
+        "docs/TASKS.md",
+        "error: every trajectory of the run failed",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in: {text}");
+    }
+    assert!(!text.contains("step 0: "), "nothing was held out, so nothing was evaluated: {text}");
+    assert_eq!(phase(&rows(&out), "rl").filter(|row| row["trajectory/failed_fraction"] == 1).count(), 2);
+}
+
+#[test]
+fn what_the_policy_does_is_no_failure() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    let sets = on_program(&program(folder.path(), "{\"reward\": 0.0}"));
+    let sets: Vec<&str> = sets.iter().map(String::as_str).collect();
+    let text = stderr(&done(&mut small(&out, &sets)));
+    assert!(!text.contains("trajectories failed"), "{text}");
+    assert!(text.contains("no group has two different rewards (rewards from 0 to 0)"), "{text}");
+}
+
+#[test]
+fn an_evaluation_that_failed_whole_exits_1() {
+    let folder = TempDir::new().unwrap();
+    let mut sets = on_program(&program(folder.path(), "{\"reward\": \"high\"}"));
+    sets.push("rollout.response_tokens_max=8".to_owned());
+    let mut command = rloss();
+    command.current_dir(&folder).args(["rollout", "quickstart", "--out", "out"]);
+    for set in &sets {
+        command.args(["--set", set]);
+    }
+    let output = output(&mut command);
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    assert!(stderr(&output).contains("all 64 trajectories failed"), "{}", stderr(&output));
+    assert!(folder.path().join("out/metrics.jsonl").exists(), "what was sampled is kept");
+}
+
+fn rates(run: &Path) -> Vec<f64> {
+    phase(&rows(run), "rl").map(|row| row["actor/lr"].as_f64().unwrap()).collect()
+}
+
+#[test]
+fn a_resumed_run_says_from_where_and_keeps_the_course_of_its_learning_rate() {
+    let folder = TempDir::new().unwrap();
+    let (out, again) = (folder.path().join("run"), folder.path().join("again"));
+    done(&mut small(&out, &[]));
+    let before = rates(&out);
+    let text = stderr(&done(&mut resumed(&out, &["train.steps=6"])));
+    assert!(text.contains(&format!("resuming {} after step 4 of 6", out.display())), "{text}");
+    assert!(text.contains("keeps its course, whose linear schedule ends at step 4"), "{text}");
+    let after = rates(&out);
+    assert_eq!(after[..4], before);
+    // The recipe asks for a tenth of 7e-4 at the end of its course, and the rate stays there.
+    assert!((after[3] - 7e-5).abs() < 1e-12 && after[4..] == [after[3]; 2], "{after:?}");
+    // The recipe it now has is this run, begun anew.
+    done(rloss().arg("train").arg(out.join("recipe.toml")).arg("--out").arg(&again));
+    assert_eq!(rates(&again), after);
+    // Nothing left to do is said; a course that is moved by hand jumps, and is said to.
+    let text = stderr(&done(&mut resumed(&out, &["train.steps=6"])));
+    assert!(text.contains("all 6 steps are done; for more, --set train.steps=N"), "{text}");
+    let moved = ["train.steps=8", "train.optimizer.schedule_steps=8"];
+    let text = stderr(&done(&mut resumed(&out, &moved)));
+    assert!(
+        text.contains("jumps onto another course: train.optimizer.schedule_steps is 8 now and was 4"),
+        "{text}"
+    );
+    assert!(rates(&out)[6] > after[5]);
+}
+
+#[test]
+fn fewer_steps_than_are_done_are_refused_and_a_run_resumes_by_its_folder_alone() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    done(&mut small(&out, &[]));
+    let refused = output(&mut resumed(&out, &["train.steps=3"]));
+    let text = stderr(&refused);
+    assert_eq!(refused.status.code(), Some(2), "{text}");
+    assert!(text.contains("train.steps: 3 is less than the 4 steps that"), "{text}");
+    let before = std::fs::read(out.join("metrics.jsonl")).unwrap();
+    let text = stderr(&done(rloss().current_dir(&folder).args(["train", "run", "--resume"])));
+    assert!(text.contains("all 4 steps are done"), "{text}");
+    assert_eq!(std::fs::read(out.join("metrics.jsonl")).unwrap(), before);
+}
+
+#[test]
+fn a_start_that_fails_leaves_no_folder() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    // A disk that is full at once, and one that is when the frozen reference is written.
+    for (kib, sets) in
+        [(1, &[][..]), (64, &["policy.kl.place=loss", "policy.kl.coefficient=0.1", "cold_start.steps=0"][..])]
+    {
+        let command = small(&out, sets);
+        let mut shell = std::process::Command::new("sh");
+        shell.args(["-c", &format!("trap '' XFSZ; ulimit -f {}; exec \"$@\"", kib * 2), "sh"]);
+        let failed = output(shell.arg(command.get_program()).args(command.get_args()));
+        assert_eq!(failed.status.code(), Some(1), "{}", stderr(&failed));
+        assert!(stderr(&failed).contains("error: writing "), "{}", stderr(&failed));
+        assert!(!out.exists(), "{kib}");
+    }
+    // What the task itself raises comes before the folder.
+    let sets = on_program(&program(folder.path(), "{\"reward\": 0.0}"));
+    let text = std::fs::read_to_string(folder.path().join("task.py")).unwrap();
+    let later = text.replace("\"2 * 3?\"", "\"2 * 3?\" + \"x\" * 500 * (ask[\"index\"] >= 2)");
+    std::fs::write(folder.path().join("task.py"), later).unwrap();
+    let mut sets: Vec<&str> = sets.iter().map(String::as_str).collect();
+    sets.push("rollout.prompts_per_step=4");
+    let refused = output(&mut small(&out, &sets));
+    let text = stderr(&refused);
+    assert_eq!(refused.status.code(), Some(2), "{text}");
+    assert!(
+        text.contains("problem mine/train/2: its prompt has") && text.contains("no room is left"),
+        "{text}"
+    );
+    assert!(!out.exists(), "a prompt that is too long is found before the folder is made");
+}
+
+#[test]
+fn a_recipe_with_nothing_but_steps_runs() {
+    let folder = TempDir::new().unwrap();
+    std::fs::write(folder.path().join("two.toml"), "[train]\nsteps = 2\n").unwrap();
+    let text = stderr(&done(rloss().current_dir(&folder).args([
+        "train",
+        "two.toml",
+        "--set",
+        "eval.problems_max=8",
+    ])));
+    assert!(text.contains("done: "), "{text}");
+    assert_eq!(phase(&rows(&folder.path().join("runs/two")), "rl").count(), 2);
+    let recipe: toml::Table =
+        std::fs::read_to_string(folder.path().join("runs/two/recipe.toml")).unwrap().parse().unwrap();
+    assert_eq!(recipe["harmony"]["system_message"].as_bool(), Some(false));
+    // Where a preamble is asked for that does not fit, the remedy named is the one that helps.
+    let refused = output(&mut train(&folder.path().join("no"), &["harmony.system_message=true"]));
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(stderr(&refused).contains("system_message = false"), "{}", stderr(&refused));
+    assert!(!folder.path().join("no").exists());
+}

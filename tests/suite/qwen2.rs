@@ -1,0 +1,382 @@
+//! The dense family: its tensors and config, the tied head's gradient, whole runs, and what of a recipe means nothing to it.
+
+use crate::data;
+use crate::model_files::refused;
+use crate::tiny::{self, Gradients, values};
+use rloss::model::config::{Config, Form, LayerType};
+use rloss::model::family::Family;
+use rloss::model::forward::ForwardOptions;
+use rloss::model::load::{ModelFolder, load};
+use rloss::model::names::{ParameterSpec, parameter_count, parameter_specs, value_model_specs};
+use rloss::model::parameters::Parameters;
+use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
+use rloss::ops::threads::Threads;
+use rloss::recipe::Yarn;
+use rloss::train::accumulate::Learner;
+use rloss::train::batch::MicroBatch;
+use rloss::train::forward_backward::{HeadGradient, PassSettings};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use tempfile::TempDir;
+
+/// The model of `recipes/quickstart_dense.toml`, or the same with a tied head.
+fn config(tied: bool) -> Config {
+    Config {
+        family: Family::Qwen2,
+        intermediate_size: 256,
+        num_local_experts: 0,
+        num_experts_per_tok: 0,
+        sliding_window: 0,
+        layer_types: vec![LayerType::Full; 4],
+        swiglu_limit: 0.0,
+        tie_word_embeddings: tied,
+        max_position_embeddings: 192,
+        eos_token_ids: vec![2, 0],
+        ..tiny::config(false)
+    }
+}
+
+#[test]
+fn names_and_shapes_match_the_lists_of_released_models() {
+    let Some(folder) = data::folder("qwen2.5") else { return };
+    let read = |name: &str| -> Value {
+        serde_json::from_str(&std::fs::read_to_string(folder.join(name)).expect("read")).expect("JSON")
+    };
+    for (size, parameters) in [("0.5b", 494_032_768), ("32b", 32_763_876_352)] {
+        let config = Config::from_json(&read(&format!("config-{size}.json"))).unwrap();
+        assert_eq!(Config::from_json(&config.to_json(Form::Bf16)).unwrap(), config);
+        assert_eq!((config.rope.theta, config.tie_word_embeddings), (1e6, size == "0.5b"));
+        let ours: serde_json::Map<String, Value> = parameter_specs(&config)
+            .iter()
+            .flat_map(|spec| spec.stored_tensors(Form::Bf16))
+            .map(|t| (t.name, json!({ "dtype": format!("{:?}", t.dtype), "shape": t.shape })))
+            .collect();
+        let released = read(&format!("tensors-{size}.json"));
+        assert_eq!(ours, *released.as_object().unwrap(), "{size}");
+        assert_eq!(parameter_count(&config), parameters, "{size}");
+    }
+    let instruct = Config::from_json(&read("config-32b-instruct.json")).unwrap();
+    assert_eq!((instruct.rms_norm_eps, &*instruct.eos_token_ids), (1e-6, &[151_645][..]));
+}
+
+#[test]
+fn both_dialects_of_config_are_read_and_what_is_not_built_is_refused() {
+    let changed = |changes: Value| {
+        let mut json = config(false).to_json(Form::Bf16);
+        json.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        Config::from_json(&json)
+    };
+    assert_eq!(changed(json!({})).unwrap(), config(false));
+    let newer = json!({
+        "rope_theta": null, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "head_dim": null,
+        "layer_types": vec!["full_attention"; 4], "sliding_window": 4096, "tie_word_embeddings": null,
+    });
+    assert_eq!(changed(newer).unwrap(), config(false));
+    let longer = json!({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768});
+    let yarn = changed(json!({ "rope_scaling": longer })).unwrap().rope.yarn;
+    assert!(matches!(yarn, Some(Yarn { truncate: true, .. })), "{yarn:?}");
+    for (changes, parts) in [
+        (json!({ "use_sliding_window": true }), &["use_sliding_window = true", "not built"][..]),
+        (json!({ "layer_types": vec!["sliding_attention"; 4] }), &["sliding_attention", "not built"]),
+        (
+            json!({ "head_dim": null, "num_attention_heads": 6, "num_key_value_heads": 6 }),
+            &["head_dim", "multiple"],
+        ),
+        (json!({ "rope_theta": null }), &["`rope_theta` is missing"]),
+        (json!({ "hidden_act": "gelu" }), &["hidden_act"]),
+        (json!({ "use_mrope": true }), &["use_mrope"]),
+        (json!({ "tie_word_embeddings": 1 }), &["tie_word_embeddings = 1"]),
+        (json!({ "quantization_config": {"quant_method": "mxfp4"} }), &["mxfp4", "bf16 weights"]),
+        (json!({ "model_type": "qwen3" }), &["\"qwen3\"", "known: \"gpt_oss\", \"qwen2\""]),
+    ] {
+        refused(changed(changes), parts);
+    }
+}
+
+fn saved(config: &Config, parameters: &Parameters) -> TempDir {
+    let folder = TempDir::new().unwrap();
+    let tensor = |spec: &ParameterSpec| Ok(parameters.named(&spec.name).unwrap().clone());
+    save(folder.path(), config, Form::F32, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
+    folder
+}
+
+#[test]
+fn folders_give_back_every_bit_and_a_tied_head_is_saved_once() {
+    for tied in [false, true] {
+        let config = config(tied);
+        let (_, before) = tiny::model(config.clone(), 3);
+        let folder = saved(&config, &before);
+        assert_eq!(Config::read(folder.path()).unwrap(), config);
+        let after = Parameters::new(&config, load(folder.path(), &config).unwrap()).unwrap();
+        assert_eq!(after.position("lm_head.weight").is_none(), tied);
+        for index in 0..before.len() {
+            assert_eq!(
+                values(before.values(index)),
+                values(after.values(index)),
+                "{}",
+                before.specs[index].name
+            );
+        }
+        // Tensors that the config contradicts.
+        let contradicted = Config { tie_word_embeddings: !tied, ..config.clone() };
+        let word = if tied {
+            "`lm_head.weight` is missing"
+        } else {
+            "\"lm_head.weight\" is not a tensor of this model"
+        };
+        refused(ModelFolder::open(folder.path(), &contradicted).map(drop), &[word]);
+        let wide = Config { intermediate_size: 255, ..config.clone() };
+        refused(ModelFolder::open(folder.path(), &wide).map(drop), &["mlp.gate_proj.weight", "[255, 64]"]);
+        let never = |_: &ParameterSpec| panic!("nothing is asked for");
+        let fresh = TempDir::new().unwrap();
+        let result = save(fresh.path(), &config, Form::Mxfp4, &Companions::default(), SHARD_BYTES_MAX, never);
+        refused(result, &["MXFP4", "bf16"]);
+    }
+}
+
+/// Gradients of seven micro-batches.
+fn gradients(tied: bool, threads: usize, recompute_layers: bool) -> Gradients {
+    let (model, parameters) = tiny::model(config(tied), 5);
+    let threads = Threads::new(threads).unwrap();
+    let learner = Learner { threads: &threads, model: &model, parameters: &parameters };
+    let batches = MicroBatch::split(&tiny::sequences(272, &[30, 7, 41, 12, 25, 33, 18], 6), 40);
+    let forward = ForwardOptions::default();
+    let settings = PassSettings { recompute_layers, temperature: 1.0, load_balance: 0.5, forward };
+    let objective = |_: usize, log_probs: &[f32], entropies: &[f32]| {
+        Ok(HeadGradient { log_probs: vec![-0.1; log_probs.len()], entropies: vec![0.0; entropies.len()] })
+    };
+    let outputs = learner.accumulate(&batches, settings, &objective).unwrap();
+    assert!(batches.len() > 4 && outputs.iter().all(|o| o.routes.is_empty() && o.load_balance == 0.0));
+    Gradients::of(&parameters)
+}
+
+/// The head's part of an embedding's gradient and the rows' own go to one buffer, in one order.
+#[test]
+fn a_tied_heads_gradient_is_the_same_bits_on_any_number_of_threads() {
+    for tied in [true, false] {
+        let one = gradients(tied, 1, true);
+        assert!(
+            one.values.iter().all(|g| g.as_ref().unwrap().iter().any(|&g| g != 0.0)),
+            "every tensor learns"
+        );
+        for threads in [2, 3, 4] {
+            assert_eq!(gradients(tied, threads, true), one, "{threads} threads");
+        }
+        assert_eq!(gradients(tied, 2, false), one, "one graph");
+    }
+}
+
+/// With head and embedding apart but of the same values, the two gradients add up to the tied one.
+#[test]
+fn a_tied_heads_gradient_is_the_sum_of_both_uses() {
+    let (tied_model, tied) = tiny::model(config(true), 5);
+    let (untied_model, untied) = tiny::model(config(false), 5);
+    let (v, h) = (272, 64);
+    for (index, spec) in untied.specs.iter().enumerate() {
+        let from = if spec.name == "lm_head.weight" { "model.embed_tokens.weight" } else { &spec.name };
+        let mut shared = values(tied.named(from).unwrap());
+        if spec.name == "model.embed_tokens.weight" {
+            // There it lies as the head reads it.
+            shared = (0..v * h).map(|i| shared[i % h * v + i / h]).collect();
+        }
+        tiny::set(&untied, index, &shared);
+    }
+    let batch = &MicroBatch::split(&tiny::sequences(v, &[40, 20], 6), usize::MAX)[0];
+    let settings = PassSettings {
+        recompute_layers: true,
+        temperature: 1.0,
+        load_balance: 0.0,
+        forward: Default::default(),
+    };
+    let objective = |log_probs: &[f32], entropies: &[f32]| {
+        Ok(HeadGradient { log_probs: vec![-0.1; log_probs.len()], entropies: vec![0.0; entropies.len()] })
+    };
+    let [a, b] = [(&tied_model, &tied), (&untied_model, &untied)].map(|(model, parameters)| {
+        tiny::learned(parameters, (model, batch, settings), |pass| pass.forward_backward(&objective))
+    });
+    assert_eq!(a.log_probs, b.log_probs, "the same forward");
+    let of = |g: &Gradients, p: &Parameters, name: &str| g.values[p.position(name).unwrap()].clone().unwrap();
+    let both = of(&a.gradients, &tied, "model.embed_tokens.weight");
+    let (rows, head) =
+        (of(&b.gradients, &untied, "model.embed_tokens.weight"), of(&b.gradients, &untied, "lm_head.weight"));
+    for (i, both) in both.iter().enumerate() {
+        assert_eq!(*both, head[i] + rows[i % v * h + i / v], "{i}");
+    }
+}
+
+#[test]
+fn a_critic_of_the_family_uses_the_embedding_once() {
+    let config = config(true);
+    let specs = value_model_specs(&config);
+    assert_eq!(specs.len(), parameter_specs(&config).len() + 2);
+    let values = specs.into_iter().map(|spec| {
+        let count = spec.element_count();
+        Ok((spec, vec![0.1; count]))
+    });
+    let critic = Parameters::with_value_head(&config, values).unwrap();
+    assert!((0..critic.len()).all(|index| critic.uses(index) == 1));
+    let (_, policy) = tiny::model(config, 1);
+    assert_eq!(policy.uses(policy.position("model.embed_tokens.weight").unwrap()), 2);
+}
+
+fn rloss(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_rloss")).args(arguments).output().unwrap()
+}
+
+fn recipe() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes/quickstart_dense.toml")
+}
+
+const SMALL: [&str; 9] = [
+    "cold_start.steps=60",
+    "cold_start.optimizer.warmup_steps=5",
+    "train.steps=2",
+    "rollout.prompts_per_step=2",
+    "eval.every_steps=0",
+    "eval.before_training=false",
+    "eval.problems_max=8",
+    "checkpoint.every_steps=1",
+    "parallel.threads=2",
+];
+
+fn train(out: &Path, sets: &[&str]) -> Output {
+    let recipe = recipe();
+    let mut arguments = vec!["train", recipe.to_str().unwrap(), "--out", out.to_str().unwrap()];
+    SMALL.iter().chain(sets).for_each(|set| arguments.extend(["--set", set]));
+    rloss(&arguments)
+}
+
+fn done(output: &Output) {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+fn rows(run: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap();
+    let rows = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    rows.filter(|row| row["phase"] == "rl").collect()
+}
+
+/// A run whose checkpoint another goes on from, tied or not, with a critic or without; all links hold.
+#[test]
+fn the_dense_quickstart_trains_saves_and_goes_on() {
+    let folder = TempDir::new().unwrap();
+    let (first, second) = (folder.path().join("first"), folder.path().join("second"));
+    done(&train(
+        &first,
+        &["model.architecture.tie_word_embeddings=true", "train.freeze=[\"*.self_attn.*\"]"],
+    ));
+    let again = format!("model.path={}", first.display());
+    let gae = ["policy.advantage=gae", "policy.old_logprob=rollout", "train.recompute_layers=true"];
+    done(&train(&second, &[&[again.as_str(), "cold_start.steps=0"], &gae[..]].concat()));
+    for run in [&first, &second] {
+        let rows = rows(run);
+        assert_eq!(rows.len(), 2);
+        assert!(rows.iter().all(|row| row["mismatch/logprob_abs_diff_max"] == 0.0), "{rows:?}");
+    }
+    let checkpoint = second.join("checkpoints/step-000002");
+    let read = |name: &str| std::fs::read_to_string(checkpoint.join(name)).unwrap();
+    let config: Value = serde_json::from_str(&read("config.json")).unwrap();
+    assert_eq!((&config["model_type"], &config["tie_word_embeddings"]), (&json!("qwen2"), &json!(true)));
+    assert_eq!(config["eos_token_id"], json!([2, 0]));
+    assert_eq!(read("chat_template.jinja"), Family::Qwen2.embedded_chat().unwrap().jinja());
+    let text = std::fs::read_to_string(second.join("trajectories/step-000001.jsonl")).unwrap();
+    assert!(text.contains("\"tokens\":[1,6,26,"), "the prompt is ChatML: {}", &text[..200]);
+
+    // What it sampled, as another engine's rows: they agree; at a temperature that nobody said, they do not.
+    let rows = second.join("trajectories/step-000002.jsonl");
+    let check = |file: &Path| {
+        let (run, out) = (second.to_str().unwrap(), folder.path().join("checked"));
+        let out = out.to_str().unwrap();
+        let output = rloss(&["check-mismatch", run, "--against", file.to_str().unwrap(), "--out", out]);
+        assert_eq!(output.status.code(), Some(3), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    let at_start = first.join("trajectories/step-000001.jsonl");
+    assert!(at_start.exists() && rows.exists());
+    let text = std::fs::read_to_string(&rows).unwrap();
+    let hotter = folder.path().join("hotter.jsonl");
+    let tempered: Vec<String> = text
+        .lines()
+        .map(|line| {
+            let mut row: Value = serde_json::from_str(line).unwrap();
+            row["temperature"] = json!(0.7);
+            row.to_string()
+        })
+        .collect();
+    std::fs::write(&hotter, tempered.join("\n")).unwrap();
+    let verdict = check(&hotter);
+    assert!(verdict.contains("another temperature") && !verdict.contains("window"), "{verdict}");
+    let ill = folder.path().join("ill.jsonl");
+    std::fs::write(&ill, "{\"tokens\": [6, 71, 72], \"logprobs\": [null, -5.0, -5.0]}\n").unwrap();
+    assert!(check(&ill).contains("no well-formed ChatML conversation: 1"), "{}", check(&ill));
+}
+
+/// Every task with either format: here those without a tool.
+#[test]
+fn tasks_without_a_tool_run_too() {
+    for task in ["task.name=arithmetic_single", "task.name=format_rules"] {
+        let folder = TempDir::new().unwrap();
+        let run = folder.path().join("run");
+        done(&train(&run, &[task, "model.architecture.intermediate_size=64", "rollout.turns_max=1"]));
+        assert_eq!(rows(&run).len(), 2, "{task}");
+    }
+}
+
+#[test]
+fn keys_that_mean_nothing_to_the_family_are_refused_by_name() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    for (set, words) in [
+        ("arms.no_train_sinks=true", &["arms.no_train_sinks", "no sinks"][..]),
+        ("arms.no_sink_gradient=true", &["arms.no_sink_gradient", "no sinks"]),
+        ("arms.router_noise=0.3", &["arms.router_noise", "no experts"]),
+        ("arms.router_noise_rollout=0.3", &["arms.router_noise_rollout", "no experts"]),
+        ("arms.router_noise_train=0.3", &["arms.router_noise_train", "no experts"]),
+        ("arms.rollout_mxfp4=true", &["arms.rollout_mxfp4", "no experts"]),
+        ("cold_start.load_balance_coefficient=0.01", &["cold_start.load_balance_coefficient"]),
+        ("train.load_balance_coefficient=0.01", &["train.load_balance_coefficient"]),
+        ("rollout.keep_routes=true", &["rollout.keep_routes"]),
+        ("checkpoint.dtype=mxfp4", &["checkpoint.dtype"]),
+        ("model.init.sink=1.0", &["model.init.sink"]),
+        ("model.architecture.num_local_experts=8", &["model.architecture.num_local_experts"]),
+        ("model.architecture.sliding_window=8", &["model.architecture.sliding_window", "all before it"]),
+        ("harmony.reasoning_effort=low", &["harmony.reasoning_effort", "qwen2"]),
+        ("harmony.knowledge_cutoff=2024-06", &["harmony.knowledge_cutoff"]),
+        ("harmony.current_date=2025-06-28", &["harmony.current_date"]),
+        (
+            "harmony.developer_instructions=Be brief.",
+            &["harmony.developer_instructions", "harmony.model_identity"],
+        ),
+    ] {
+        let output = train(&out, &[set]);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{set}: {text}");
+        assert!(words.iter().all(|word| text.contains(word)), "{set}: {text}");
+        assert!(!out.exists());
+    }
+    let recipe = recipe();
+    let output =
+        rloss(&["check-mismatch", recipe.to_str().unwrap(), "--arms", "rollout_bf16,no_train_sinks"]);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{text}");
+    assert!(text.contains("arms.no_train_sinks") && !text.contains("rollout_bf16"), "{text}");
+    let quickstart = recipe.with_file_name("quickstart.toml");
+    let tied = ["--set", "model.architecture.tie_word_embeddings=true", "--out", out.to_str().unwrap()];
+    let output = rloss(&[&["train", quickstart.to_str().unwrap()], &tied[..]].concat());
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(2) && text.contains("tie_word_embeddings"), "{text}");
+}
+
+#[test]
+fn a_folder_without_chatml_tokens_is_refused() {
+    let folder = saved(&config(false), &tiny::model(config(false), 1).1);
+    let harmony = Family::GptOss.embedded_chat().unwrap();
+    std::fs::write(folder.path().join("tokenizer.json"), harmony.vocabulary().json_bytes()).unwrap();
+    let out = TempDir::new().unwrap();
+    let path = format!("model.path={}", folder.path().display());
+    let output = train(&out.path().join("run"), &[&path]);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{text}");
+    assert!(text.contains("tokenizer.json") && text.contains("<|im_start|>, <|im_end|>"), "{text}");
+}
