@@ -84,8 +84,8 @@ mod tests {
     fn a_run_whose_checkpoints_have_manifests_has_a_sealed_recipe() {
         let run = tempfile::tempdir().unwrap();
         std::fs::create_dir_all(run.path().join("checkpoints/step-000001")).unwrap();
-        assert_eq!(Seal::of("[train]\n", run.path()), Seal::None);
+        assert_eq!(Seal::of("[train]\nsteps = 3\n", run.path()), Seal::None);
         std::fs::write(run.path().join("checkpoints/step-000001").join(MANIFEST_FILE), "").unwrap();
-        assert_eq!(Seal::of("[train]\n", run.path()), Seal::Broken);
+        assert_eq!(Seal::of("[train]\nsteps = 3\n", run.path()), Seal::Broken);
     }
 }

@@ -101,6 +101,8 @@ pub struct Settings {
     pub preload: Vec<String>,
     /// A trajectory's CPython process is ended when no call came for this long.
     pub idle_s_max: f64,
+    /// Files that CPython's code may write in a file system of its own, which is gone with its process, in MiB; 0 for none.
+    pub scratch_mib: u64,
     /// Trajectories that may be live at once.
     pub sessions_max: usize,
     /// Go on when the kernel cannot confine the workers.
@@ -121,6 +123,7 @@ impl Default for Settings {
             python: "python3".into(),
             preload: Vec::new(),
             idle_s_max: 600.0,
+            scratch_mib: 0,
             sessions_max: 64,
             dangerously_allow_unsandboxed: false,
             program: None,

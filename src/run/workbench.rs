@@ -408,6 +408,7 @@ fn open_interpreter(recipe: &Recipe, threads: usize) -> Result<Box<dyn Interpret
         python: i.python.clone().into(),
         preload: i.preload.clone(),
         idle_s_max: i.idle_s_max,
+        scratch_mib: i.scratch_mib as u64,
         sessions_max: (recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt)
             .max(recipe.eval.problems_max.saturating_mul(recipe.eval.samples)),
     };

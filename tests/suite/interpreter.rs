@@ -3,6 +3,7 @@
 mod attacks;
 mod cpython;
 mod cpython_attacks;
+mod cpython_scratch;
 
 use rloss::interpreter::{Embedded, Interpreter, InterpreterState, Reply, SessionId, Settings};
 use rloss::trajectory::CallOutcome::{self, *};

@@ -11,8 +11,8 @@ use seccompiler::{SeccompCmpArgLen, SeccompCmpOp};
 /// threads only the system calls are, so they must do nothing but wait.
 pub fn computing_process(parent_id: u32, memory_bytes: u64, first_unused: i32) -> Result<String> {
     let left = super::detach(parent_id).and_then(|()| super::close_from(first_unused));
-    let limited = limit_memory(memory_bytes).and_then(|()| super::limit_resources());
-    let powerless = super::drop_capabilities();
+    let limited = limit_memory(memory_bytes).and_then(|()| super::limit_resources(0));
+    let powerless = super::drop_capabilities(None);
     let landlock = super::deny_files(&Files::default());
     let seccomp = allow_only_computation();
     left?;

@@ -140,6 +140,28 @@ fn a_short_environment_is_told_in_one_line() {
 }
 
 #[test]
+fn a_scratch_is_refused_where_user_namespaces_are_forbidden() {
+    let folder = TempDir::new().unwrap();
+    let plain = train(&folder.path().join("run"), &["interpreter.kind=cpython", "interpreter.scratch_mib=1"]);
+    // None may be made below a namespace that says so.
+    let forbid = "echo 0 > /proc/sys/user/max_user_namespaces && exec \"$0\" \"$@\"";
+    let nested = |command: &mut Command| -> Output {
+        output(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()))
+    };
+    let able = nested(Command::new("unshare").args(["-Ur", "sh", "-c", forbid, "python3", "--version"]));
+    if !able.status.success() {
+        return eprintln!("skipped: no namespace to forbid others in, or no python3");
+    }
+    let mut command = Command::new("unshare");
+    command.args(["-Ur", "sh", "-c", forbid]).arg(plain.get_program()).args(plain.get_args());
+    refused(&mut command, &["interpreter.scratch_mib", "user namespaces", "set interpreter.scratch_mib = 0"]);
+    refused(
+        &mut train(&folder.path().join("run"), &["interpreter.scratch_mib=1"]),
+        &["interpreter.scratch_mib", "cpython"],
+    );
+}
+
+#[test]
 fn what_is_no_file_or_too_long_is_refused_at_once() {
     let folder = TempDir::new().unwrap();
     let path = |name: &str| folder.path().join(name);

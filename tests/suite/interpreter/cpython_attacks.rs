@@ -36,7 +36,7 @@ print(verdict)
 ";
 
 /// Attacks whose control needs root or a kernel that offers the call.
-const DEPENDS: [&str; 4] = ["trace", "parent memory", "raise a limit", "merge pages"];
+const DEPENDS: [&str; 5] = ["trace", "parent memory", "raise a limit", "merge pages", "new namespaces"];
 
 const ATTACKS: &[(&str, &str)] = &[
     ("passwd", "open('/etc/passwd').read()"),
@@ -103,6 +103,8 @@ const ATTACKS: &[(&str, &str)] = &[
         "w = ctypes.c_int(1)\nraw(202 if os.uname().machine == 'x86_64' else 98, ctypes.addressof(w), 1, 1)",
     ),
     ("advice about a file", "os.posix_fadvise(os.open(sys.executable, os.O_RDONLY), 0, 0, 0)"),
+    ("cut", "os.open('/dev/null', os.O_RDONLY | os.O_TRUNC)"),
+    ("new namespaces", "if libc.unshare(0x10020000): raise OSError(ctypes.get_errno(), 'unshare')"),
     ("merge pages", "import mmap; mmap.mmap(-1, 4096).madvise(12)"),
     ("more filters", "if libc.prctl(38, 1, 0, 0, 0) < 0: raise OSError(ctypes.get_errno(), 'prctl')"),
 ];
@@ -123,11 +125,24 @@ fn verdict(text: &str) -> String {
 #[test]
 fn hostile_python_is_denied_what_a_free_one_may_do() {
     let Some(python) = cpython::cpython(|_| {}) else { return };
-    for (name, body) in ATTACKS {
+    all_denied(&python, &[]);
+}
+
+/// A scratch is there to be written, and calls that cut files with it; outside all is as without.
+#[test]
+fn hostile_python_with_a_scratch_is_denied_the_same() {
+    let Some(python) = cpython::cpython(|s| s.scratch_mib = 1) else { return };
+    all_denied(&python, &["write in tmp", "cut"]);
+}
+
+/// Runs every attack but those `left_out`.
+fn all_denied(python: &CPython, left_out: &[&str]) {
+    for (name, body) in ATTACKS.iter().filter(|(name, _)| !left_out.contains(name)) {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         let attempt = |run: &dyn Fn(&str) -> String| {
-            let folder = tempfile::tempdir().unwrap();
+            // Not in /tmp, which a scratch hides.
+            let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
             let mut victim = victim(folder.path());
             std::fs::write(folder.path().join("planted.py"), "").unwrap();
             let found = run(&program(body, folder.path().to_str().unwrap(), victim.id(), port));
@@ -146,7 +161,7 @@ fn hostile_python_is_denied_what_a_free_one_may_do() {
             _ if DEPENDS.contains(name) => eprintln!("{name}: not offered by this machine ({free})"),
             other => panic!("{name}: the control ended with {other}"),
         }
-        let (confined, untouched) = attempt(&|code| call(&python, code).text);
+        let (confined, untouched) = attempt(&|code| call(python, code).text);
         assert_eq!(confined, "DENIED", "{name}: as a snippet");
         assert!(untouched, "{name}: the victim's folder was changed");
     }
