@@ -7,15 +7,20 @@
 mod models;
 
 use models::{Shape, TINY, model, sequences};
+use rand::Rng;
 use rloss::model::config::Form;
 use rloss::model::forward::ForwardOptions;
-use rloss::model::load::load;
-use rloss::model::names::ParameterSpec;
+use rloss::model::load::ModelFolder;
+use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::Parameters;
 use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
+use rloss::random::{Purpose, stream};
+use rloss::recipe::Recipe;
+use rloss::run::memory::{self, MemoryPlan, Subject};
 use rloss::train::batch::MicroBatch;
 use rloss::train::forward_backward::{HeadGradient, Pass, PassSettings};
 use rloss::train::gradients::GradientSum;
+use rloss::train::optimizer::Optimizer;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -72,6 +77,77 @@ fn measure(shape: Shape, tokens: usize) {
     );
 }
 
+/// The planned and the measured peak of an update of a model drawn by `seed`: weights, gradients, optimizer and one pass.
+fn planned(seed: u64, recompute_layers: bool) {
+    let mut rng = stream(seed, Purpose::Problem, &[]);
+    let heads = 2 * rng.random_range(1..6usize);
+    let shape = Shape {
+        hidden: 64 * rng.random_range(2..7usize),
+        layers: rng.random_range(2..7),
+        heads,
+        experts: rng.random_range(4..24),
+        vocabulary: rng.random_range(500..30_000),
+    };
+    let tokens = 64 * rng.random_range(8..40usize);
+    let before = NOW.load(Ordering::Relaxed);
+    PEAK.store(before, Ordering::Relaxed);
+    let (model, mut parameters) = model(shape);
+    // Drawing the weights side by side takes more than what follows.
+    PEAK.store(NOW.load(Ordering::Relaxed), Ordering::Relaxed);
+    let optimizer = Optimizer::new(&rloss::recipe::OptimizerConfig::default(), &mut parameters, false)
+        .expect("optimizer");
+    let batch = &MicroBatch::split(&sequences(shape.vocabulary, tokens / 64, 65), usize::MAX)[0];
+    let settings = PassSettings {
+        recompute_layers,
+        temperature: 1.0,
+        load_balance: 0.0,
+        forward: ForwardOptions::default(),
+    };
+    let sum = GradientSum::begin(&parameters).expect("gradients");
+    let weights = &parameters.learning(&sum.of_pass(0)).expect("weights");
+    let pass = Pass { model: &model, weights, batch, settings };
+    pass.forward_backward(&|log_probs, _| {
+        Ok(HeadGradient { log_probs: vec![-1.0; log_probs.len()], entropies: vec![0.0; log_probs.len()] })
+    })
+    .expect("pass");
+    let measured = PEAK.load(Ordering::Relaxed) - before;
+    assert_eq!(optimizer.updates, 0);
+
+    let mut recipe = Recipe::default();
+    recipe.cold_start.steps = 0;
+    recipe.train.recompute_layers = recompute_layers;
+    recipe.train.micro_batch_tokens = tokens;
+    // One sequence, so that sampling takes less than the update.
+    (recipe.rollout.prompt_tokens_max, recipe.rollout.response_tokens_max) = (8, tokens - 8);
+    (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt) = (1, 1);
+    let forms = vec![Form::F32; parameters.len()];
+    let subject = Subject {
+        intent: memory::Intent::Train,
+        recipe: &recipe,
+        config: &model.config,
+        forms: &forms,
+        trainable: vec![true; parameters.len()],
+        critic_trainable: None,
+        uses_python: false,
+        threads: 1,
+        streamed: false,
+    };
+    let plan = MemoryPlan::new(&subject);
+    let program = plan.resident.iter().find(|part| part.name == "program").map_or(0, |part| part.bytes);
+    let planned = plan.peak_bytes() - program;
+    let Shape { hidden, layers, heads, experts, vocabulary } = shape;
+    println!(
+        "{:<52} {:>9} {:>14.1} {:>14.1} {:>7.3}",
+        format!(
+            "{hidden} wide, {layers} layers, {heads} heads, {experts} experts, {vocabulary} words, {tokens} tokens"
+        ),
+        if recompute_layers { "again" } else { "kept" },
+        planned as f64 / (1 << 20) as f64,
+        measured as f64 / (1 << 20) as f64,
+        measured as f64 / planned as f64
+    );
+}
+
 /// The peak above what is there before and, after, `kept` bytes of what `f` gives.
 fn peak_of<T>(kept: usize, f: impl FnOnce() -> T) -> (T, usize) {
     let before = NOW.load(Ordering::Relaxed);
@@ -89,10 +165,17 @@ fn files(name: &str, shape: Shape, form: Form) {
     let write =
         || save(&folder, config, form, &Companions::default(), SHARD_BYTES_MAX, tensor).expect("saved");
     let (_, saving) = peak_of(0, write);
-    let bytes = 4 * parameters.element_count();
+    let bytes = parameters.bytes() as usize;
     let largest = 4 * parameters.specs.iter().map(ParameterSpec::element_count).max().unwrap_or(0);
     drop(parameters);
-    let read = || Parameters::new(config, load(&folder, config).expect("opened")).expect("loaded");
+    let read = || {
+        let files = ModelFolder::open(&folder, config).expect("opened");
+        let values = parameter_specs(config).into_iter().map(|spec| {
+            let values = files.values(&spec)?;
+            Ok((spec, values))
+        });
+        Parameters::new(config, values).expect("loaded")
+    };
     let (_again, loading) = peak_of(bytes, read);
     std::fs::remove_dir_all(&folder).expect("removed");
     let mib = |bytes: usize| bytes as f64 / (1 << 20) as f64;
@@ -122,6 +205,14 @@ fn main() {
         }
         for tokens in [1024, 2048, 4096, 8192] {
             measure(TINY, tokens);
+        }
+        println!(
+            "{:<52} {:>9} {:>14} {:>14} {:>7}",
+            "plan of an update", "layers", "planned (MiB)", "measured (MiB)", "ratio"
+        );
+        for seed in 0..6 {
+            planned(seed, true);
+            planned(seed, false);
         }
         println!(
             "{:<22} {:>11} {:>20} {:>20} {:>20}",

@@ -1,7 +1,7 @@
 //! The command line: what the user may type, one error printer and the exit code.
 
 use crate::commands;
-use crate::commands::arguments::RunArgs;
+use crate::commands::arguments::{RecipeArgs, RunArgs};
 use crate::error::{BadInput, EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED};
 use crate::metrics::sanitize_terminal;
 use clap::{CommandFactory, Parser, Subcommand};
@@ -25,6 +25,8 @@ enum Command {
     Init(commands::init::InitArgs),
     /// Train as the recipe says: cold start, reinforcement learning, evaluations, checkpoints
     Train(commands::train::TrainArgs),
+    /// Show what a recipe comes to: every key, the first prompt, the plan of memory; trains nothing
+    Check(RecipeArgs),
     /// Talk in the terminal with a trained model and its tool
     Chat(commands::chat::ChatArgs),
     /// Sample one step's prompts and write the trajectories with their log-probabilities
@@ -73,6 +75,7 @@ pub fn run() -> u8 {
     let result = match cli.command {
         Command::Init(args) => commands::init::run(&args),
         Command::Train(args) => commands::train::run(&args),
+        Command::Check(args) => commands::check::run(&args),
         Command::Chat(args) => commands::chat::run(&args),
         Command::Rollout(args) => commands::rollout::run(&args),
         Command::Eval(args) => commands::eval::run(&args),

@@ -3,6 +3,16 @@
 use clap::Args;
 use std::path::PathBuf;
 
+/// A recipe.
+#[derive(Args, Debug, Clone)]
+pub struct RecipeArgs {
+    /// A recipe file, or a run folder (its resolved recipe and last checkpoint)
+    pub recipe: PathBuf,
+    /// Replace a recipe's value, such as --set train.steps=10
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    pub sets: Vec<String>,
+}
+
 /// A recipe and where its results go.
 #[derive(Args, Debug, Clone)]
 pub struct RunArgs {

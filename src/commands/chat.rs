@@ -8,6 +8,7 @@ use crate::model::policy_view::PolicyView;
 use crate::recipe::locate;
 use crate::rollout::{Prompt, Rollout, RolloutSettings};
 use crate::run::collect::{pin_model, show};
+use crate::run::memory::Intent;
 use crate::run::workbench::Workbench;
 use crate::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use crate::trajectory::{Outcome, Trajectory};
@@ -38,7 +39,7 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
     let mut plan = source.resolve(&args.sets)?;
     pin_model(&mut plan, &source, &args.sets)?;
     let console = Console::plain();
-    let bench = Workbench::open(plan, &console)?;
+    let bench = Workbench::open(plan, Intent::Rollout, &console)?;
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     if let Some(confinement) = bench.confinement() {
         console.print(&format!("the Python tool: {confinement}"));

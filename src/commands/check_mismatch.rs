@@ -10,6 +10,7 @@ use crate::mismatch::{against, arms, diagnose::Reference, page, rows::Reader};
 use crate::recipe::{Arms, Plan, RecipeSource, locate};
 use crate::rollout::{Prompt, RolloutSettings};
 use crate::run::collect::{pin_model, show};
+use crate::run::memory::Intent;
 use crate::run::workbench::Workbench;
 use crate::train::accumulate::Learner;
 use crate::trajectory::Trajectory;
@@ -83,12 +84,13 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     let arms: Vec<(String, Plan)> =
         rows.into_iter().map(|row| Ok((row.name, args.plan(&row.sets)?))).collect::<Result<_>>()?;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
-    let bench = Workbench::open(plan, &console)?;
+    let bench = Workbench::open(plan, Intent::CheckMismatch, &console)?;
+    bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     arms.iter().try_for_each(|(_, plan)| bench.check_family(plan))?;
     let arms: Vec<(String, Arms)> = arms.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();
     let found = match args.against.as_slice() {
         [] => check_arms(&bench, &arms)?,
-        _ => check_against(&bench, args)?,
+        _ => check_against(&bench, args, &console)?,
     };
     std::fs::create_dir_all(&out).with_context(|| format!("creating {}", out.display()))?;
     for (name, text) in &found.files {
@@ -112,7 +114,7 @@ struct Checked {
     code: u8,
 }
 
-fn check_against(bench: &Workbench, args: &CheckMismatchArgs) -> Result<Checked> {
+fn check_against(bench: &Workbench, args: &CheckMismatchArgs, console: &Console) -> Result<Checked> {
     let (config, context) = (&bench.model.config, bench.model.context_tokens_max());
     let found =
         Reader::new(config, context, bench.chat.vocabulary(), args.temperature).read(&args.against)?;
@@ -121,7 +123,7 @@ fn check_against(bench: &Workbench, args: &CheckMismatchArgs) -> Result<Checked>
         note(&format!("error: {bad}"));
     }
     let tokens = bench.recipe().train.micro_batch_tokens;
-    let earlier = args.earlier.as_deref().map(|folder| bench.weights_of(folder)).transpose()?;
+    let earlier = args.earlier.as_deref().map(|folder| bench.weights_of(folder, console)).transpose()?;
     let reference = Reference { earlier: earlier.as_ref(), ..reference(bench) };
     let between = against::between_sides(&found.rows, clip(bench))?;
     let (mut lines, mut answers, mut diagnoses) = (vec![], vec![], serde_json::Map::new());

@@ -10,6 +10,7 @@ use crate::rollout::{RolloutSettings, accuracy};
 use crate::run::collect::{Collection, heed_failures, pin_model, show};
 use crate::run::evaluation::{Evaluation, ProblemResult, SetResult, prompts};
 use crate::run::header;
+use crate::run::memory::Intent;
 use crate::run::signals::Stop;
 use crate::run::workbench::Workbench;
 use crate::trajectory::{CallOutcome, Outcome, TrajectoryRow};
@@ -29,7 +30,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let mut plan = source.resolve(&args.sets)?;
     let step = pin_model(&mut plan, &source, &args.sets)?;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
-    let bench = Workbench::open(plan, &console)?;
+    let bench = Workbench::open(plan, Intent::Eval, &console)?;
     let sets = prompts(&bench);
     if sets.iter().all(|(_, prompts)| prompts.is_empty()) {
         return Err(bad_input!(

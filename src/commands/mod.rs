@@ -2,6 +2,7 @@
 
 pub mod arguments;
 pub mod chat;
+pub mod check;
 pub mod check_mismatch;
 pub mod completions;
 pub mod eval;

@@ -11,6 +11,7 @@ use crate::recipe::locate;
 use crate::rollout::RolloutSettings;
 use crate::run::collect::{Collection, heed_failures, pin_model, show};
 use crate::run::header;
+use crate::run::memory::Intent;
 use crate::run::signals::Stop;
 use crate::run::workbench::Workbench;
 use crate::trajectory::Group;
@@ -44,7 +45,7 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     let mut plan = source.resolve(&args.sets)?;
     let step = pin_model(&mut plan, &source, &args.sets)? + 1;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
-    let bench = Workbench::open(plan, &console)?;
+    let bench = Workbench::open(plan, Intent::Rollout, &console)?;
     let collection = Collection::open(&bench, &source, args.out.as_deref(), ("rollout", step))?;
     let out = &collection.path;
     header::lines(&bench, out).iter().for_each(|line| console.print(line));

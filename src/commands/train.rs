@@ -6,9 +6,11 @@ use crate::error::{EXIT_DONE, EXIT_STOPPED};
 use crate::metrics::Console;
 use crate::recipe::{RecipeSource, locate};
 use crate::run::header::{self, command_line};
+use crate::run::memory::Intent;
+use crate::run::preflight::unverified;
 use crate::run::run_folder::{RunFolder, prepare_resume};
 use crate::run::signals::Stop;
-use crate::run::workbench::{Workbench, unverified};
+use crate::run::workbench::Workbench;
 use crate::trainer::{Trainer, TrainingData};
 use anyhow::Result;
 use clap::Args;
@@ -48,7 +50,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
         true => prepare_resume(&out, &mut plan)?,
         false => RunFolder::refuse_existing(&out).map(|()| (vec![], None))?,
     };
-    let bench = Workbench::open(plan, &console)?;
+    let bench = Workbench::open(plan, Intent::Train, &console)?;
     let data = TrainingData::open(&bench)?;
     // From here on a signal finds a run to save.
     let stop = Stop::listen()?;

@@ -7,6 +7,7 @@ use super::diagnose::{Observed, Reference};
 use super::distance::{Fit, GapFigures, gaps};
 use super::head::FitRows;
 use crate::model::forward::{ForwardOptions, Model};
+use crate::model::names::parameter_count;
 use crate::model::policy_view::PolicyView;
 use crate::model::weights::WeightSource;
 use crate::train::batch::MicroBatch;
@@ -15,7 +16,7 @@ use candle_core::Tensor;
 use std::sync::Arc;
 
 /// Models up to so many parameters are computed side by side, a cause a thread: copies of weights are then cheap.
-const SIDE_BY_SIDE_PARAMETERS_MAX: usize = 1 << 24;
+const SIDE_BY_SIDE_PARAMETERS_MAX: u128 = 1 << 24;
 /// A fitted temperature this near the stated one is the stated one.
 const TEMPERATURE_ALIKE: f64 = 0.005;
 /// A cause has no effect where it moves no log-prob by more, nats.
@@ -160,12 +161,11 @@ impl<'a> Search<'a> {
             Ok(Candidate::of(self, causes, log_probs, Some(&walk.has_value)))
         };
         let threads = self.reference.threads;
-        let found: Vec<Candidate> =
-            if self.reference.parameters.element_count() <= SIDE_BY_SIDE_PARAMETERS_MAX {
-                threads.map(asked.len(), |index| one(asked[index]))?
-            } else {
-                threads.wide(|| asked.iter().map(|cause| one(*cause)).collect::<Result<_>>())?
-            };
+        let found: Vec<Candidate> = if parameter_count(config) <= SIDE_BY_SIDE_PARAMETERS_MAX {
+            threads.map(asked.len(), |index| one(asked[index]))?
+        } else {
+            threads.wide(|| asked.iter().map(|cause| one(*cause)).collect::<Result<_>>())?
+        };
         let start = walk.log_probs(&base)?;
         let (shown, hidden): (Vec<_>, Vec<_>) = found.into_iter().partition(|candidate| {
             self.gaps_between(&candidate.log_probs, &start).iter().any(|step| step.abs() > NO_EFFECT)

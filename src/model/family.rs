@@ -2,6 +2,7 @@
 
 use super::config::{Config, LayerType};
 use super::gpt_oss;
+use super::held::Weight;
 use super::layer::Layer;
 use super::names::ParameterSpec;
 use super::qwen2;
@@ -9,7 +10,6 @@ use crate::chat::Chat;
 use crate::chat::chatml::ChatMl;
 use crate::choice::Choice;
 use crate::harmony::HarmonyTokenizer;
-use crate::ops::Parameter;
 pub use crate::recipe::Family;
 use anyhow::Result;
 use std::path::Path;
@@ -63,7 +63,7 @@ impl Family {
     }
 
     /// Layer `layer` of the tensors that `find` knows by name.
-    pub(super) fn layer(self, layer: usize, find: &dyn Fn(&str) -> Result<Parameter>) -> Result<Layer> {
+    pub(super) fn layer(self, layer: usize, find: &dyn Fn(&str) -> Result<Weight>) -> Result<Layer> {
         match self {
             Family::GptOss => gpt_oss::layer(layer, find),
             Family::Qwen2 => qwen2::layer(layer, find),

@@ -1,9 +1,9 @@
 //! GPT-OSS: the names and shapes of a layer's tensors, and the layer made of them.
 
 use super::config::Config;
-use super::layer::{AttentionWeights, Experts, FeedForward, Layer, Projection};
+use super::held::Weight;
+use super::layer::{AttentionWeights, Experts, FeedForward, Layer};
 use super::names::{LayerSpecs, ParameterSpec, TensorRole};
-use crate::ops::Parameter;
 use anyhow::Result;
 
 /// The tensors of layer `layer`: attention, then experts. Letters as in [`super::names`].
@@ -33,23 +33,22 @@ pub(super) fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
 }
 
 /// Layer `layer` of the tensors that `find` knows by name.
-pub(super) fn layer(layer: usize, find: &dyn Fn(&str) -> Result<Parameter>) -> Result<Layer> {
+pub(super) fn layer(layer: usize, find: &dyn Fn(&str) -> Result<Weight>) -> Result<Layer> {
     let tensor = |rest: &str| find(&format!("model.layers.{layer}.{rest}"));
-    let pair = |weight: &str, bias: &str| {
-        Ok::<_, anyhow::Error>(Projection::Dense { weight: tensor(weight)?, bias: Some(tensor(bias)?) })
-    };
+    let vector = |rest: &str| tensor(rest)?.parameter();
+    let pair = |weight: &str, bias: &str| tensor(weight)?.projection(Some(vector(bias)?));
     let linear = |stem: &str| pair(&format!("{stem}.weight"), &format!("{stem}.bias"));
     let experts = |stem: &str| pair(&format!("mlp.experts.{stem}"), &format!("mlp.experts.{stem}_bias"));
     Ok(Layer {
-        input_norm: tensor("input_layernorm.weight")?,
+        input_norm: vector("input_layernorm.weight")?,
         attention: AttentionWeights {
             q: linear("self_attn.q_proj")?,
             k: linear("self_attn.k_proj")?,
             v: linear("self_attn.v_proj")?,
             o: linear("self_attn.o_proj")?,
-            sinks: Some(tensor("self_attn.sinks")?),
+            sinks: Some(vector("self_attn.sinks")?),
         },
-        post_attention_norm: tensor("post_attention_layernorm.weight")?,
+        post_attention_norm: vector("post_attention_layernorm.weight")?,
         feed_forward: FeedForward::Experts(Experts {
             router: linear("mlp.router")?,
             gate_up: experts("gate_up_proj")?,

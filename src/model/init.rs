@@ -1,6 +1,7 @@
 //! Random initialisation: a function of the config, the settings and the seed, on every machine.
 
 use super::config::Config;
+use super::held::Loaded;
 use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::random::{Purpose, stream};
 use anyhow::Result;
@@ -51,15 +52,15 @@ pub fn init(config: &Config, settings: &InitSettings, seed: u64) -> Result<Vec<(
 pub fn value_model(
     config: &Config,
     seed: u64,
-    trunk: impl Fn(&ParameterSpec) -> Result<Vec<f32>>,
-) -> impl Iterator<Item = Result<(ParameterSpec, Vec<f32>)>> {
+    trunk: impl Fn(&ParameterSpec) -> Result<Loaded>,
+) -> impl Iterator<Item = Result<(ParameterSpec, Loaded)>> {
     // The first index that no tensor of the policy draws from.
     let place = parameter_specs(config).len() as u64;
     let hidden = config.hidden_size;
     value_model_specs(config).into_iter().map(move |spec| {
         let values = match spec.name.as_str() {
-            "score.weight" => normals(seed, place, 1.0 / (hidden + 1) as f64, hidden),
-            "score.bias" => vec![0.0],
+            "score.weight" => Loaded::Values(normals(seed, place, 1.0 / (hidden + 1) as f64, hidden)),
+            "score.bias" => Loaded::Values(vec![0.0]),
             _ => trunk(&spec)?,
         };
         Ok((spec, values))

@@ -1,14 +1,20 @@
 //! One layer's tensors by what they do. A projection multiplies; whether it is dense, packed or adapted is its own business.
 
+use crate::ops::head_matrix::HeadMatrix;
+use crate::ops::logits::{Logits, Sampling};
+use crate::ops::packed::{PackedMatrix, packed_grouped_linear, packed_linear};
 use crate::ops::{self, Dispatch, Parameter};
 use anyhow::{Context, Result};
 use candle_core::Tensor;
+use std::sync::Arc;
 
 /// A matrix that the forward multiplies by.
 #[derive(Clone)]
 pub enum Projection {
     /// `[in, out]` and a bias `[out]`, or one of each an expert: `[E, in, out]` and `[E, out]`.
     Dense { weight: Parameter, bias: Option<Parameter> },
+    /// The same shapes, packed: the products' bits are those of the decoded matrix.
+    Packed { weight: Arc<PackedMatrix>, bias: Option<Parameter> },
 }
 
 impl Projection {
@@ -17,6 +23,10 @@ impl Projection {
         match self {
             Projection::Dense { weight, bias } => Projection::Dense {
                 weight: weight.without_gradient(),
+                bias: bias.as_ref().map(Parameter::without_gradient),
+            },
+            Projection::Packed { weight, bias } => Projection::Packed {
+                weight: weight.clone(),
                 bias: bias.as_ref().map(Parameter::without_gradient),
             },
         }
@@ -29,6 +39,7 @@ impl Projection {
     pub fn apply(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Projection::Dense { weight, bias } => Ok(ops::linear(x, weight, bias.as_ref())?),
+            Projection::Packed { weight, bias } => Ok(packed_linear(x, weight, bias.as_ref())?),
         }
     }
 
@@ -42,6 +53,39 @@ impl Projection {
                 let bias = bias.as_ref().context("experts have biases")?;
                 Ok(ops::grouped_linear(x, weight, bias, plan)?)
             }
+            Projection::Packed { weight, bias } => {
+                let bias = bias.as_ref().context("experts have biases")?;
+                Ok(packed_grouped_linear(x, weight, bias, plan)?)
+            }
+        }
+    }
+
+    /// As the language model's head: log-probabilities and entropies of `targets` after `h [R, H]`, `[2, R]`.
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    pub fn log_prob_and_entropy(
+        &self,
+        h: &Tensor,
+        targets: &Arc<Vec<u32>>,
+        temperature: f64,
+    ) -> Result<Tensor> {
+        Ok(ops::log_prob_and_entropy(h, &self.head_matrix(), targets, temperature)?)
+    }
+
+    /// As the language model's head: the logits of `h [R, H]`, as a sampler reads them.
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    pub fn logits(&self, h: &Tensor, sampling: &Sampling) -> Result<Logits> {
+        Ok(ops::logits(h, &self.head_matrix(), sampling)?)
+    }
+
+    /// The matrix alone: the language model's head has no bias.
+    fn head_matrix(&self) -> HeadMatrix {
+        match self {
+            Projection::Dense { weight, .. } => HeadMatrix::Plain(weight.clone()),
+            Projection::Packed { weight, .. } => HeadMatrix::Packed(weight.clone()),
         }
     }
 }

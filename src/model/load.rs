@@ -4,16 +4,19 @@
 //! then read one at a time, when they are asked for ([`TensorFile`]).
 
 use super::config::{Config, Form};
-use super::mxfp4;
+use super::held::{Held, Loaded};
 use super::names::{Layout, ParameterSpec, StoredTensor, parameter_specs};
 use super::tensor_file::{TensorFile, f32_values};
 use crate::bad_input;
 use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};
+use crate::ops::mxfp4::{self, BLOCK};
+use crate::ops::packed::{self, PackedMatrix, PackedTable, StoredRows, bf16_is_finite, block_is_finite};
 use anyhow::Result;
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 pub const WEIGHTS_FILE: &str = "model.safetensors";
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
@@ -31,22 +34,6 @@ pub fn weights_present(folder: &Path) -> bool {
     };
     std::fs::read_dir(folder)
         .is_ok_and(|entries| entries.flatten().any(|e| is_weights(&e.file_name().to_string_lossy())))
-}
-
-/// Every parameter of `config` from `folder`, in [`parameter_specs`] order: f32 values in working layout, each read when it is
-/// asked for.
-///
-/// # Errors
-/// As [`ModelFolder::open`].
-pub fn load(
-    folder: &Path,
-    config: &Config,
-) -> Result<impl Iterator<Item = Result<(ParameterSpec, Vec<f32>)>> + use<>> {
-    let folder = ModelFolder::open(folder, config)?;
-    Ok(parameter_specs(config).into_iter().map(move |spec| {
-        let values = folder.values(&spec)?;
-        Ok((spec, values))
-    }))
 }
 
 /// An opened folder whose headers agree with the config; tensors are read when asked for.
@@ -129,11 +116,83 @@ impl ModelFolder {
         self.files.get(*self.places.get(name)?)?.metadata.info(name)
     }
 
-    /// MXFP4 where a half of the packed pair is there, else a plain form.
-    fn form_of(&self, spec: &ParameterSpec) -> Form {
+    /// MXFP4 where a half of the packed pair is there, else a plain form; f16 counts as f32, which it is read as.
+    pub fn form_of(&self, spec: &ParameterSpec) -> Form {
         let is_packed = spec.is_expert_matrix()
             && spec.stored_tensors(Form::Mxfp4).iter().any(|t| self.places.contains_key(&t.name));
-        if is_packed { Form::Mxfp4 } else { Form::F32 }
+        match self.info(&spec.name).map(|info| info.dtype) {
+            _ if is_packed => Form::Mxfp4,
+            Some(Dtype::BF16) => Form::Bf16,
+            _ => Form::F32,
+        }
+    }
+
+    /// Reads one parameter as it is held: packed where it `learns` not and is stored so, else as [`Self::values`].
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] where a value is NaN or infinite, or the file cannot be read.
+    pub fn loaded(&self, spec: &ParameterSpec, learns: bool) -> Result<Loaded> {
+        let form = if learns { None } else { spec.packed_form(self.form_of(spec)) };
+        let (Some(form), Some(shape)) = (form, spec.matrix_shape()) else {
+            return Ok(Loaded::Values(self.values(spec)?));
+        };
+        let [_, input, output] = shape;
+        Ok(Loaded::Packed(match (form, spec.layout) {
+            (packed::PackedForm::Bf16, _) if spec.is_table() => {
+                let table = PackedTable::new(self.bytes(&spec.name)?.0, output);
+                table.first_not_finite().map_or(Ok(()), |at| Err(self.not_finite(spec, at)))?;
+                Held::Table(Arc::new(table))
+            }
+            (packed::PackedForm::Bf16, Layout::Transposed) => {
+                let stored = self.stored(&spec.name)?;
+                let read = |rows: StoredRows| {
+                    let first = rows.columns.start * input;
+                    stored.read_at(2 * first, rows.values)?;
+                    let bad = rows.values.as_chunks().0.iter().position(|value| !bf16_is_finite(*value));
+                    bad.map_or(Ok(()), |at| Err(self.not_finite(spec, first + at)))
+                };
+                Held::Matrix(Arc::new(PackedMatrix::read(form, shape, read)?))
+            }
+            (packed::PackedForm::Bf16, Layout::AsStored) => {
+                let stored = self.stored(&spec.name)?;
+                let read = |expert: usize, values: &mut [u8]| {
+                    let first = expert * input * output;
+                    stored.read_at(2 * first, values)?;
+                    let bad = values.as_chunks().0.iter().position(|value| !bf16_is_finite(*value));
+                    bad.map_or(Ok(()), |at| Err(self.not_finite(spec, first + at)))
+                };
+                Held::Matrix(Arc::new(PackedMatrix::read_columns(shape, read)?))
+            }
+            (packed::PackedForm::Mxfp4, _) => {
+                let [blocks, scales] =
+                    ["_blocks", "_scales"].map(|half| self.stored(&format!("{}{half}", spec.name)));
+                let (blocks, scales) = (blocks?, scales?);
+                let read = |rows: StoredRows| {
+                    let first = (rows.expert * output + rows.columns.start) * (input / BLOCK);
+                    blocks.read_at(first * (BLOCK / 2), rows.values)?;
+                    scales.read_at(first, rows.scales)?;
+                    let mut pairs = rows.values.as_chunks().0.iter().zip(&*rows.scales);
+                    let bad = pairs.position(|(block, scale)| !block_is_finite(block, *scale));
+                    bad.map_or(Ok(()), |at| Err(self.not_finite(spec, (first + at) * BLOCK)))
+                };
+                Held::Matrix(Arc::new(PackedMatrix::read(form, shape, read)?))
+            }
+        }))
+    }
+
+    fn not_finite(&self, spec: &ParameterSpec, element: usize) -> anyhow::Error {
+        bad_input!(
+            "{}: `{}` holds NaN or an infinite value at element {element}: the checkpoint is damaged or comes from a run \
+             that diverged; use an earlier one",
+            self.folder.display(),
+            spec.name,
+        )
+    }
+
+    fn stored(&self, name: &str) -> Result<Stored<'_>> {
+        let file = self.places.get(name).and_then(|&place| self.files.get(place));
+        file.and_then(|file| Some(Stored { file, info: file.metadata.info(name)? }))
+            .ok_or_else(|| bad_input!("{}: `{name}` is missing", self.folder.display()))
     }
 
     /// Reads one parameter as f32 in its working layout. MXFP4 is decoded exactly. Beside the values only the stored bytes of
@@ -166,23 +225,27 @@ impl ModelFolder {
             }
         };
         if let Some(at) = values.iter().position(|v| !v.is_finite()) {
-            return Err(bad_input!(
-                "{}: `{}` holds {} at element {}: the checkpoint is damaged or comes from a run that diverged; use \
-                 an earlier one",
-                self.folder.display(),
-                spec.name,
-                values[at],
-                stored_place(spec, at)
-            ));
+            return Err(self.not_finite(spec, stored_place(spec, at)));
         }
         Ok(values)
     }
 
     fn bytes(&self, name: &str) -> Result<(Vec<u8>, Dtype)> {
-        let file = self.places.get(name).and_then(|&place| self.files.get(place));
-        file.and_then(|f| Some((f, f.metadata.info(name)?)))
-            .ok_or_else(|| bad_input!("{}: `{name}` is missing", self.folder.display()))
-            .and_then(|(file, info)| Ok((file.read(info)?, info.dtype)))
+        let Stored { file, info } = self.stored(name)?;
+        Ok((file.read(info)?, info.dtype))
+    }
+}
+
+/// A tensor's place in a file.
+struct Stored<'a> {
+    file: &'a TensorFile,
+    info: &'a TensorInfo,
+}
+
+impl Stored<'_> {
+    /// Its bytes from `start` on.
+    fn read_at(&self, start: usize, to: &mut [u8]) -> Result<()> {
+        self.file.read_at(self.info, start, to)
     }
 }
 

@@ -97,9 +97,9 @@ impl ParameterSpec {
         };
         match (form, self.stored_shape.as_slice()) {
             (Form::Mxfp4, &[experts, input, output]) => {
-                let blocks = input / super::mxfp4::BLOCK;
+                let blocks = input / crate::ops::mxfp4::BLOCK;
                 vec![
-                    stored("_blocks", Dtype::U8, vec![experts, output, blocks, super::mxfp4::BLOCK / 2]),
+                    stored("_blocks", Dtype::U8, vec![experts, output, blocks, crate::ops::mxfp4::BLOCK / 2]),
                     stored("_scales", Dtype::U8, vec![experts, output, blocks]),
                 ]
             }

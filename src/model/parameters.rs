@@ -2,11 +2,15 @@
 //! its gradient and what its optimizer keeps.
 
 use super::config::Config;
+use super::held::{Held, Loaded, Weight};
+use super::layers_in_turn::{LayersInTurn, TensorStore, WeightChange};
+use super::load::ModelFolder;
 use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
-use super::weights::{Resident, VALUE_HEAD};
+use super::rounding::WeightRounding;
+use super::weights::{VALUE_HEAD, Weights};
 use crate::ops::Parameter;
 use crate::ops::parameter::GradientSink;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor, Var};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -23,14 +27,25 @@ pub struct Parameters {
     pub specs: Vec<ParameterSpec>,
     entries: Vec<Entry>,
     index: HashMap<String, usize>,
+    /// Where the layers are, for a model that is too large to hold them.
+    stored: Option<LayersInTurn>,
 }
 
 /// One tensor.
 struct Entry {
-    values: Var,
+    values: Values,
     /// Present where it learns.
     gradient: Option<Tensor>,
     state: OptimizerState,
+}
+
+/// A tensor's values.
+enum Values {
+    Plain(Var),
+    /// Packed values never learn.
+    Packed(Held),
+    /// Part of a layer that stays on disk, bytes.
+    Stored(u64),
 }
 
 impl Parameters {
@@ -42,7 +57,40 @@ impl Parameters {
         config: &Config,
         values: impl IntoIterator<Item = Result<(ParameterSpec, Vec<f32>)>>,
     ) -> Result<Self> {
+        Self::of(config, parameter_specs(config), plain(values))
+    }
+
+    /// The same of tensors that may be packed.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn loaded(
+        config: &Config,
+        values: impl IntoIterator<Item = Result<(ParameterSpec, Loaded)>>,
+    ) -> Result<Self> {
         Self::of(config, parameter_specs(config), values)
+    }
+
+    /// The same with the layers left on disk in `files`, `changes` made of every tensor as it is read; nothing of it can learn.
+    ///
+    /// # Errors
+    /// As [`Self::new`], and those of reading what lies outside the layers.
+    pub fn with_stored_layers(
+        config: &Config,
+        files: Arc<ModelFolder>,
+        changes: Vec<WeightChange>,
+    ) -> Result<Self> {
+        let store = TensorStore::Folder(files.clone());
+        let stored = LayersInTurn { store, config: config.clone(), changes };
+        let loaded = parameter_specs(config).into_iter().map(|spec| {
+            let values = match spec.layer {
+                Some(_) => Loaded::Stored(spec.resident_bytes(files.form_of(&spec))),
+                None => Loaded::Packed(stored.tensor(&spec)?),
+            };
+            Ok((spec, values))
+        });
+        let parameters = Self::loaded(config, loaded)?;
+        Ok(Self { stored: Some(stored), ..parameters })
     }
 
     /// The same for a model with a value head.
@@ -51,7 +99,7 @@ impl Parameters {
     /// As [`Self::new`].
     pub fn with_value_head(
         config: &Config,
-        values: impl IntoIterator<Item = Result<(ParameterSpec, Vec<f32>)>>,
+        values: impl IntoIterator<Item = Result<(ParameterSpec, Loaded)>>,
     ) -> Result<Self> {
         Self::of(config, value_model_specs(config), values)
     }
@@ -59,7 +107,7 @@ impl Parameters {
     fn of(
         config: &Config,
         specs: Vec<ParameterSpec>,
-        values: impl IntoIterator<Item = Result<(ParameterSpec, Vec<f32>)>>,
+        values: impl IntoIterator<Item = Result<(ParameterSpec, Loaded)>>,
     ) -> Result<Self> {
         let mut entries = Vec::with_capacity(specs.len());
         for found in values {
@@ -67,13 +115,19 @@ impl Parameters {
             let expected =
                 specs.get(entries.len()).with_context(|| format!("{} is one too many", spec.name))?;
             ensure!(spec == *expected, "tensor {} where {} was expected", spec.name, expected.name);
-            ensure!(values.len() == spec.element_count(), "{}: {} values", spec.name, values.len());
-            let values = Var::from_vec(values, spec.working_shape(), &Device::Cpu)?;
+            let values = match values {
+                Loaded::Values(values) => {
+                    ensure!(values.len() == spec.element_count(), "{}: {} values", spec.name, values.len());
+                    Values::Plain(Var::from_vec(values, spec.working_shape(), &Device::Cpu)?)
+                }
+                Loaded::Packed(held) => Values::Packed(held),
+                Loaded::Stored(bytes) => Values::Stored(bytes),
+            };
             entries.push(Entry { values, gradient: None, state: OptimizerState::new() });
         }
         ensure!(entries.len() == specs.len(), "{} tensors, expected {}", entries.len(), specs.len());
         let index = specs.iter().enumerate().map(|(i, s)| (s.name.clone(), i)).collect();
-        Ok(Self { config: config.clone(), specs, entries, index })
+        Ok(Self { config: config.clone(), specs, entries, index, stored: None })
     }
 
     /// Number of tensors.
@@ -81,9 +135,14 @@ impl Parameters {
         self.entries.len()
     }
 
-    /// Number of values over all tensors.
-    pub fn element_count(&self) -> usize {
-        self.specs.iter().map(ParameterSpec::element_count).sum()
+    /// Bytes of all values as they lie in memory, or would.
+    pub fn bytes(&self) -> u64 {
+        let of = |entry: &Entry| match &entry.values {
+            Values::Plain(values) => (values.elem_count() * size_of::<f32>()) as u64,
+            Values::Packed(held) => held.bytes(),
+            Values::Stored(bytes) => *bytes,
+        };
+        self.entries.iter().map(of).sum()
     }
 
     /// Place of the tensor named `name`.
@@ -92,22 +151,57 @@ impl Parameters {
     }
 
     /// The values of tensor `index` as the model computes with them.
-    pub fn values(&self, index: usize) -> &Tensor {
-        self.entries[index].values.as_tensor()
+    ///
+    /// # Errors
+    /// When they are packed.
+    pub fn values(&self, index: usize) -> Result<&Tensor> {
+        match &self.entries[index].values {
+            Values::Plain(values) => Ok(values.as_tensor()),
+            Values::Packed(_) | Values::Stored(_) => bail!("{} is packed", self.specs[index].name),
+        }
+    }
+
+    /// The values of tensor `index`, however they are held.
+    ///
+    /// # Errors
+    /// When they are on disk.
+    pub fn of_place(&self, index: usize) -> Result<Held> {
+        match &self.entries[index].values {
+            Values::Plain(values) => Ok(Held::Plain(values.as_tensor().clone())),
+            Values::Packed(held) => Ok(held.clone()),
+            Values::Stored(_) => bail!("{} is on disk", self.specs[index].name),
+        }
+    }
+
+    /// Those of the tensor of `spec`, wherever they are: in memory or on disk.
+    ///
+    /// # Errors
+    /// When there is none, and [`crate::error::BadInput`] when a file was changed meanwhile.
+    pub fn found(&self, spec: &ParameterSpec) -> Result<Held> {
+        let index = self.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
+        match (&self.entries[index].values, &self.stored) {
+            (Values::Stored(_), Some(stored)) => stored.tensor(spec),
+            _ => self.of_place(index),
+        }
     }
 
     /// Those of the tensor named `name`.
     ///
     /// # Errors
-    /// When there is none.
+    /// When there is none, or it is packed.
     pub fn named(&self, name: &str) -> Result<&Tensor> {
-        let index = self.position(name).with_context(|| format!("no tensor {name}"))?;
-        Ok(self.values(index))
+        self.values(self.position(name).with_context(|| format!("no tensor {name}"))?)
     }
 
     /// The values with all their digits: what an optimizer keeps of them, or they themselves.
-    pub fn master(&self, index: usize) -> &Tensor {
-        self.entries[index].state.get(MASTER).unwrap_or_else(|| self.values(index))
+    ///
+    /// # Errors
+    /// When they are packed.
+    pub fn master(&self, index: usize) -> Result<&Tensor> {
+        match self.entries[index].state.get(MASTER) {
+            Some(master) => Ok(master),
+            None => self.values(index),
+        }
     }
 
     /// Makes those tensors learn that `trainable` marks (all of [`Self::len`]); their gradients are 0.
@@ -116,8 +210,10 @@ impl Parameters {
     /// When memory runs out.
     pub fn learn(&mut self, trainable: &[bool]) -> Result<()> {
         ensure!(trainable.len() == self.len(), "{} marks for {} tensors", trainable.len(), self.len());
-        for (entry, &learns) in self.entries.iter_mut().zip(trainable) {
-            entry.gradient = learns.then(|| entry.values.as_detached_tensor().zeros_like()).transpose()?;
+        for (index, &learns) in trainable.iter().enumerate() {
+            let gradient = if learns { Some(self.values(index)?.detach().zeros_like()?) } else { None };
+            let entry = &mut self.entries[index];
+            entry.gradient = gradient;
             entry.state.clear();
         }
         Ok(())
@@ -158,34 +254,70 @@ impl Parameters {
     ///
     /// # Errors
     /// When a tensor of the architecture is missing.
-    pub fn frozen(&self) -> Result<Resident> {
-        self.resident(&|index| Ok(Parameter::frozen(self.values(index))))
+    pub fn frozen(&self) -> Result<Weights> {
+        self.weights(self.stored.clone(), &|index| Ok(self.of_place(index)?.frozen()))
     }
 
-    /// The weights after `map`, without gradients.
+    /// The weights after `rounding`, without gradients.
     ///
     /// # Errors
-    /// Those of `map`.
-    pub fn mapped(&self, map: &dyn Fn(&ParameterSpec, &Tensor) -> Result<Tensor>) -> Result<Resident> {
-        self.resident(&|index| Ok(Parameter::frozen(&map(&self.specs[index], &self.values(index).detach())?)))
+    /// Those of [`WeightRounding::apply`].
+    pub fn rounded(&self, rounding: &WeightRounding) -> Result<Weights> {
+        let stored = self.stored.clone().map(|mut stored| {
+            stored.changes.push(rounding.change());
+            stored
+        });
+        self.weights(stored, &|index| Ok(rounding.apply(&self.specs[index], self.of_place(index)?)?.frozen()))
+    }
+
+    /// The weights after `change`, without gradients. Layers are changed as a walk takes them: decoded to be changed, all of
+    /// them at once would be many times the packed model.
+    ///
+    /// # Errors
+    /// Those of `change`, of what lies outside the layers.
+    pub fn changed(&self, change: WeightChange) -> Result<Weights> {
+        let mut layers = match &self.stored {
+            Some(stored) => stored.clone(),
+            None => {
+                let of_layers = self.specs.iter().enumerate().filter(|(_, spec)| spec.layer.is_some());
+                let held = of_layers.map(|(index, spec)| Ok((spec.name.clone(), self.of_place(index)?)));
+                let store = TensorStore::Memory(Arc::new(held.collect::<Result<_>>()?));
+                LayersInTurn { store, config: self.config.clone(), changes: vec![] }
+            }
+        };
+        layers.changes.push(change.clone());
+        self.weights(Some(layers), &|index| Ok(change(&self.specs[index], self.of_place(index)?)?.frozen()))
     }
 
     /// The weights whose gradients go to `sink`, for those that learn.
     ///
     /// # Errors
     /// When a tensor of the architecture is missing.
-    pub fn learning(&self, sink: &Arc<dyn GradientSink>) -> Result<Resident> {
-        self.resident(&|index| {
-            let values = self.values(index);
+    pub fn learning(&self, sink: &Arc<dyn GradientSink>) -> Result<Weights> {
+        self.weights(self.stored.clone(), &|index| {
             Ok(match self.learns(index) {
-                true => Parameter::learning(values, sink.clone(), index),
-                false => Parameter::frozen(values),
+                true => Weight::Plain(Parameter::learning(self.values(index)?, sink.clone(), index)),
+                false => self.of_place(index)?.frozen(),
             })
         })
     }
 
-    fn resident(&self, parameter: &dyn Fn(usize) -> Result<Parameter>) -> Result<Resident> {
-        let find = |name: &str| parameter(self.position(name).with_context(|| format!("no tensor {name}"))?);
-        Resident::new(&self.config, self.index.contains_key(VALUE_HEAD), &find)
+    fn weights(
+        &self,
+        in_turn: Option<LayersInTurn>,
+        weight: &dyn Fn(usize) -> Result<Weight>,
+    ) -> Result<Weights> {
+        let find = |name: &str| weight(self.position(name).with_context(|| format!("no tensor {name}"))?);
+        Weights::new(&self.config, self.index.contains_key(VALUE_HEAD), self.bytes(), in_turn, &find)
     }
+}
+
+/// Values that may learn.
+fn plain(
+    values: impl IntoIterator<Item = Result<(ParameterSpec, Vec<f32>)>>,
+) -> impl Iterator<Item = Result<(ParameterSpec, Loaded)>> {
+    values.into_iter().map(|found| {
+        let (spec, values) = found?;
+        Ok((spec, Loaded::Values(values)))
+    })
 }

@@ -2,17 +2,13 @@
 //! half of it.
 
 use super::forward::{ForwardOptions, Model};
-use super::mxfp4;
-use super::names::ParameterSpec;
 use super::parameters::Parameters;
+use super::rounding::WeightRounding;
 use super::trunk::Trunk;
 use super::weights::WeightSource;
-use crate::bad_input;
-use crate::ops::round_mantissa;
 use crate::ops::router_noise::{NoisyPass, RouterNoise};
 use crate::recipe::Arms;
 use anyhow::Result;
-use candle_core::Tensor;
 use std::sync::Arc;
 
 /// A policy as a pass without gradients sees it.
@@ -37,18 +33,8 @@ impl<'a> PolicyView<'a> {
     /// # Errors
     /// [`crate::error::BadInput`] when `rollout_mxfp4` meets expert matrices that do not divide into its blocks.
     pub fn rollout(model: &'a Model, parameters: &Parameters, arms: &Arms, seed: u64) -> Result<Self> {
-        let bits = arms.rollout_bits();
-        let weights = if bits.is_none() && !arms.rollout_mxfp4 {
-            parameters.frozen()?
-        } else {
-            parameters.mapped(&|spec, tensor| {
-                let tensor = if arms.rollout_mxfp4 { to_mxfp4(spec, tensor)? } else { tensor.clone() };
-                Ok(match bits {
-                    Some(bits) => round_mantissa(&tensor, bits)?,
-                    None => tensor,
-                })
-            })?
-        };
+        let rounding = WeightRounding { mxfp4: arms.rollout_mxfp4, bits: arms.rollout_bits() };
+        let weights = parameters.rounded(&rounding)?;
         Ok(Self { model, weights: Arc::new(weights), forward: ForwardOptions::rollout(arms, seed) })
     }
 
@@ -95,22 +81,4 @@ impl ForwardOptions {
 
 fn noise(std: f64, seed: u64, pass: NoisyPass) -> Option<RouterNoise> {
     (std > 0.0).then_some(RouterNoise { std, seed, pass })
-}
-
-/// An expert matrix as MXFP4 holds it; any other tensor as it is.
-pub(crate) fn to_mxfp4(spec: &ParameterSpec, tensor: &Tensor) -> Result<Tensor> {
-    if !spec.is_expert_matrix() {
-        return Ok(tensor.clone());
-    }
-    let shape: [usize; 3] = tensor.dims3()?.into();
-    if !shape[1].is_multiple_of(mxfp4::BLOCK) {
-        return Err(bad_input!(
-            "arms.rollout_mxfp4: {} has {} inputs, which MXFP4's blocks of {} do not divide; leave the arm off",
-            spec.name,
-            shape[1],
-            mxfp4::BLOCK
-        ));
-    }
-    let (blocks, scales) = mxfp4::encode(&tensor.flatten_all()?.to_vec1::<f32>()?, shape);
-    Ok(Tensor::from_vec(mxfp4::decode(&blocks, &scales, shape), tensor.shape(), tensor.device())?)
 }

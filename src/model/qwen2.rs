@@ -1,9 +1,9 @@
 //! Dense Qwen2 and Qwen2.5: the names and shapes of a layer's tensors, and the layer made of them.
 
 use super::config::Config;
-use super::layer::{AttentionWeights, FeedForward, Gated, Layer, Projection};
+use super::held::Weight;
+use super::layer::{AttentionWeights, FeedForward, Gated, Layer};
 use super::names::{LayerSpecs, ParameterSpec, TensorRole};
-use crate::ops::Parameter;
 use anyhow::Result;
 
 /// The tensors of layer `layer`: attention, then the gated unit. Letters as in [`super::names`]. Only q, k and v have biases.
@@ -28,17 +28,16 @@ pub(super) fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
 }
 
 /// Layer `layer` of the tensors that `find` knows by name.
-pub(super) fn layer(layer: usize, find: &dyn Fn(&str) -> Result<Parameter>) -> Result<Layer> {
+pub(super) fn layer(layer: usize, find: &dyn Fn(&str) -> Result<Weight>) -> Result<Layer> {
     let tensor = |rest: &str| find(&format!("model.layers.{layer}.{rest}"));
-    let bare = |stem: &str| -> Result<_> {
-        Ok(Projection::Dense { weight: tensor(&format!("{stem}.weight"))?, bias: None })
-    };
-    let biased = |stem: &str| -> Result<_> {
-        let (weight, bias) = (tensor(&format!("{stem}.weight"))?, tensor(&format!("{stem}.bias"))?);
-        Ok(Projection::Dense { weight, bias: Some(bias) })
+    let vector = |rest: &str| tensor(rest)?.parameter();
+    let bare = |stem: &str| tensor(&format!("{stem}.weight"))?.projection(None);
+    let biased = |stem: &str| {
+        let bias = vector(&format!("{stem}.bias"))?;
+        tensor(&format!("{stem}.weight"))?.projection(Some(bias))
     };
     Ok(Layer {
-        input_norm: tensor("input_layernorm.weight")?,
+        input_norm: vector("input_layernorm.weight")?,
         attention: AttentionWeights {
             q: biased("self_attn.q_proj")?,
             k: biased("self_attn.k_proj")?,
@@ -46,7 +45,7 @@ pub(super) fn layer(layer: usize, find: &dyn Fn(&str) -> Result<Parameter>) -> R
             o: bare("self_attn.o_proj")?,
             sinks: None,
         },
-        post_attention_norm: tensor("post_attention_layernorm.weight")?,
+        post_attention_norm: vector("post_attention_layernorm.weight")?,
         feed_forward: FeedForward::Gated(Gated {
             gate: bare("mlp.gate_proj")?,
             up: bare("mlp.up_proj")?,

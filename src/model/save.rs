@@ -5,7 +5,6 @@
 
 use super::config::{Config, Form};
 use super::load::{INDEX_FILE, WEIGHTS_FILE};
-use super::mxfp4;
 use super::names::{Layout, ParameterSpec, StoredTensor, parameter_specs};
 use super::tensor_file::{write_bf16, write_f32, write_tensors};
 use crate::bad_input;
@@ -13,6 +12,7 @@ use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};
 use crate::chat::Chat;
 use crate::integrity::Manifest;
 use crate::ops::cpu::host_values;
+use crate::ops::mxfp4;
 use anyhow::{Context, Result, ensure};
 use blake3::Hash;
 use candle_core::{DType, Device, Tensor};

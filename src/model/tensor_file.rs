@@ -10,7 +10,8 @@ use blake3::Hash;
 use safetensors::tensor::{Metadata, TensorInfo};
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
+use std::io::{BufWriter, Read, Write};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 /// The longest header that safetensors readers accept, in bytes.
@@ -81,11 +82,22 @@ impl TensorFile {
     pub fn read(&self, info: &TensorInfo) -> Result<Vec<u8>> {
         let (start, end) = info.data_offsets;
         let mut bytes = vec![0; end - start];
-        let mut file = &self.file;
-        file.seek(SeekFrom::Start(self.data_start + start as u64))
-            .and_then(|_| file.read_exact(&mut bytes))
-            .map_err(|e| bad_input!("{}: cannot be read: {e}", self.path.display()))?;
+        self.read_at(info, 0, &mut bytes)?;
         Ok(bytes)
+    }
+
+    /// Fills `to` with the bytes of one tensor from `start` on; from any number of threads.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub fn read_at(&self, info: &TensorInfo, start: usize, to: &mut [u8]) -> Result<()> {
+        let place = self.data_start + (info.data_offsets.0 + start) as u64;
+        self.file.read_exact_at(to, place).map_err(|e| {
+            bad_input!(
+                "{}: cannot be read: {e}; it was changed since it was opened, or the disk fails: fetch it again",
+                self.path.display()
+            )
+        })
     }
 }
 

@@ -49,9 +49,7 @@ impl Trunk<'_> {
     /// # Errors
     /// When a token is not below `V`.
     pub fn embed(&self, tokens: &Arc<Vec<u32>>) -> Result<Tensor> {
-        let embedding = self.weights.embedding()?;
-        let tied = self.model.config.tie_word_embeddings;
-        Ok(if tied { ops::tied_embedding(&embedding, tokens)? } else { ops::embedding(&embedding, tokens)? })
+        self.weights.embedding()?.rows(tokens)
     }
 
     /// Layer `index` alone.
@@ -98,7 +96,7 @@ impl Trunk<'_> {
     /// When shapes disagree.
     pub fn head(&self, normed: &Tensor, targets: &Arc<Vec<u32>>, temperature: f64) -> Result<Tensor> {
         Ok(match self.weights.head()? {
-            Head::LanguageModel(weight) => ops::log_prob_and_entropy(normed, &weight, targets, temperature)?,
+            Head::LanguageModel(head) => head.log_prob_and_entropy(normed, targets, temperature)?,
             Head::Value(head) => head.apply(normed)?.reshape((1, targets.len()))?,
         })
     }
@@ -109,7 +107,7 @@ impl Trunk<'_> {
     /// When the model has no head over a vocabulary.
     pub fn logits(&self, normed: &Tensor, sampling: &Sampling) -> Result<Logits> {
         match self.weights.head()? {
-            Head::LanguageModel(weight) => Ok(ops::logits(normed, weight.values(), sampling)?),
+            Head::LanguageModel(head) => head.logits(normed, sampling),
             Head::Value(_) => bail!("a critic has no head over the vocabulary"),
         }
     }

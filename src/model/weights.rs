@@ -1,28 +1,33 @@
-//! How the forward asks for weights, and weights that lie in this process's memory.
+//! How the forward asks for weights, and the weights of a whole model: in this process's memory, or made a layer at a
+//! time.
 
 use super::config::Config;
+use super::held::{Embedding, Weight};
 use super::layer::{Layer, Projection};
+use super::layers_in_turn::LayersInTurn;
 use super::names::EMBEDDING;
 use crate::ops::Parameter;
 use anyhow::{Context, Result};
 
-/// Where the forward takes weights from, a layer at a time. Resident weights answer from memory; a sharded source gathers.
+/// Where the forward takes weights from, a layer at a time: from memory, from disk, or gathered from shards.
 pub trait WeightSource: Send + Sync {
     /// `[V, H]`, or `[H, V]` where it is the head too.
-    fn embedding(&self) -> Result<Parameter>;
+    fn embedding(&self) -> Result<Embedding>;
     /// The weights of layer `index`.
     fn layer(&self, index: usize) -> Result<Layer>;
     /// `[H]`.
     fn final_norm(&self) -> Result<Parameter>;
     /// What reads the trunk's last hidden states.
     fn head(&self) -> Result<Head>;
+    /// Bytes that a walk over all of it reads: what decides how work is shared out.
+    fn bytes(&self) -> u64;
 }
 
 /// What reads the trunk's last hidden states.
 #[derive(Clone)]
 pub enum Head {
     /// `[H, V]`: scores of the next token.
-    LanguageModel(Parameter),
+    LanguageModel(Projection),
     /// `[H, 1]` and `[1]`: one value a token.
     Value(Projection),
 }
@@ -30,49 +35,72 @@ pub enum Head {
 /// The name of the value head's matrix; a model with a tensor of this name is a critic.
 pub(super) const VALUE_HEAD: &str = "score.weight";
 
-/// Weights that all lie in this process's memory.
+/// A model's weights in this process.
 #[derive(Clone)]
-pub struct Resident {
-    embedding: Parameter,
-    layers: Vec<Layer>,
+pub struct Weights {
+    embedding: Embedding,
+    layers: Layers,
     final_norm: Parameter,
     head: Head,
+    bytes: u64,
 }
 
-impl Resident {
-    /// The weights of `config` that `find` knows by name; with a value head in place of the language model's for a critic.
+/// Where the layers are; what is outside of them is in memory.
+#[derive(Clone)]
+enum Layers {
+    Resident(Vec<Layer>),
+    InTurn(Box<LayersInTurn>),
+}
+
+impl Weights {
+    /// The weights of `config` that `find` knows by name, `bytes` in all, but for layers made `in_turn`; with a value head in
+    /// place of the language model's for a critic.
     ///
     /// # Errors
     /// Those of `find`, which is asked for each tensor once.
     pub(super) fn new(
         config: &Config,
         is_critic: bool,
-        find: &dyn Fn(&str) -> Result<Parameter>,
+        bytes: u64,
+        in_turn: Option<LayersInTurn>,
+        find: &dyn Fn(&str) -> Result<Weight>,
     ) -> Result<Self> {
         let layer = |index| config.family.layer(index, find);
+        let layers = match in_turn {
+            Some(layers) => Layers::InTurn(Box::new(layers)),
+            None => Layers::Resident((0..config.num_hidden_layers).map(layer).collect::<Result<_>>()?),
+        };
+        let tied = config.tie_word_embeddings;
         let embedding = find(EMBEDDING)?;
         Ok(Self {
-            layers: (0..config.num_hidden_layers).map(layer).collect::<Result<_>>()?,
-            final_norm: find("model.norm.weight")?,
+            embedding: embedding.clone().embedding(tied)?,
+            layers,
+            final_norm: find("model.norm.weight")?.parameter()?,
             head: if is_critic {
-                Head::Value(Projection::Dense { weight: find(VALUE_HEAD)?, bias: Some(find("score.bias")?) })
-            } else if config.tie_word_embeddings {
-                Head::LanguageModel(embedding.clone())
+                let bias = find("score.bias")?.parameter()?;
+                Head::Value(find(VALUE_HEAD)?.projection(Some(bias))?)
+            } else if tied {
+                Head::LanguageModel(embedding.projection(None)?)
             } else {
-                Head::LanguageModel(find("lm_head.weight")?)
+                Head::LanguageModel(find("lm_head.weight")?.projection(None)?)
             },
-            embedding,
+            bytes,
         })
     }
 }
 
-impl WeightSource for Resident {
-    fn embedding(&self) -> Result<Parameter> {
+impl WeightSource for Weights {
+    fn embedding(&self) -> Result<Embedding> {
         Ok(self.embedding.clone())
     }
 
     fn layer(&self, index: usize) -> Result<Layer> {
-        self.layers.get(index).cloned().with_context(|| format!("no layer {index}"))
+        match &self.layers {
+            Layers::Resident(layers) => {
+                layers.get(index).cloned().with_context(|| format!("no layer {index}"))
+            }
+            Layers::InTurn(layers) => layers.layer(index),
+        }
     }
 
     fn final_norm(&self) -> Result<Parameter> {
@@ -82,13 +110,17 @@ impl WeightSource for Resident {
     fn head(&self) -> Result<Head> {
         Ok(self.head.clone())
     }
+
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
 }
 
 /// The same weights, not learning: the first walk of a pass that recomputes its layers.
 pub struct Frozen<'a>(pub &'a dyn WeightSource);
 
 impl WeightSource for Frozen<'_> {
-    fn embedding(&self) -> Result<Parameter> {
+    fn embedding(&self) -> Result<Embedding> {
         Ok(self.0.embedding()?.without_gradient())
     }
 
@@ -105,5 +137,9 @@ impl WeightSource for Frozen<'_> {
             Head::LanguageModel(weight) => Head::LanguageModel(weight.without_gradient()),
             Head::Value(head) => Head::Value(head.without_gradient()),
         })
+    }
+
+    fn bytes(&self) -> u64 {
+        self.0.bytes()
     }
 }

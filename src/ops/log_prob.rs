@@ -8,10 +8,11 @@
 //! the last bit.
 
 use super::cpu::{buffer, edit, for_each_row, for_each_row_pair, host_values, values};
+use super::head_matrix::HeadMatrix;
 use super::math::{LANES, add_lanes, exp, max_lanes};
-use super::parameter::{Gradient, Parameter};
-use super::product::{Matrix, forward_product, product};
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use super::parameter::Gradient;
+use super::product::{Matrix, product};
+use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 use std::sync::Arc;
 
@@ -63,17 +64,25 @@ pub fn row_stats(row: &mut [f32], inverse_temperature: f32) -> RowStats {
 /// When shapes disagree or a target is not below `V`.
 pub fn log_prob_and_entropy(
     h: &Tensor,
-    weight: &Parameter,
+    weight: &HeadMatrix,
     targets: &Arc<Vec<u32>>,
     temperature: f64,
 ) -> Result<Tensor> {
-    let w = weight.values();
-    let ((rows, k), (w_k, vocabulary)) = (h.dims2()?, w.dims2()?);
+    let ((rows, k), (w_k, vocabulary)) = (h.dims2()?, weight.shape()?);
     if k != w_k || targets.len() != rows || targets.iter().any(|&t| t as usize >= vocabulary) {
-        bail!("log_prob: h {:?}, weight {:?}, {} targets", h.dims(), w.dims(), targets.len());
+        bail!("log_prob: h {:?}, weight [{w_k}, {vocabulary}], {} targets", h.dims(), targets.len());
     }
-    let (inverse_temperature, gradient) = (inverse(temperature), weight.gradient());
-    h.contiguous()?.apply_op2(w, Head { targets: targets.clone(), inverse_temperature, weight: gradient })
+    let gradient = match weight {
+        HeadMatrix::Plain(weight) => weight.gradient(),
+        HeadMatrix::Packed(_) => None,
+    };
+    let inverse_temperature = inverse(temperature);
+    let head = Head { targets: targets.clone(), inverse_temperature, weight: weight.clone(), gradient };
+    let h = h.contiguous()?;
+    match weight.plain() {
+        Some(weight) => h.apply_op2(weight, head),
+        None => h.apply_op1(head),
+    }
 }
 
 /// `1/τ` as both the sampler and the head use it.
@@ -84,7 +93,9 @@ pub fn inverse(temperature: f64) -> f32 {
 struct Head {
     targets: Arc<Vec<u32>>,
     inverse_temperature: f32,
-    weight: Option<Gradient>,
+    weight: HeadMatrix,
+    /// Where the weight's gradient goes.
+    gradient: Option<Gradient>,
 }
 
 /// Rows whose logits are computed at a time.
@@ -103,30 +114,19 @@ fn backward_row(z: &mut [f32], stats: RowStats, d_log_prob: f32, d_entropy: f32,
 }
 
 /// Called with a chunk's gradient of the logits `[m, V]`, its rows of `h` and the first row's index.
-type UseChunk<'a> = &'a mut dyn FnMut(&[f32], &[f32], usize);
+type UseChunk<'a> = &'a mut dyn FnMut(&[f32], &[f32], usize) -> Result<()>;
 
-impl CustomOp2 for Head {
-    fn name(&self) -> &'static str {
-        "log_prob_and_entropy"
-    }
-
-    fn cpu_fwd(
-        &self,
-        h: &CpuStorage,
-        h_layout: &Layout,
-        w: &CpuStorage,
-        w_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let (rows, k) = h_layout.shape().dims2()?;
-        let n = w_layout.shape().dims2()?.1;
-        let (h, w) = (values(h, h_layout)?, values(w, w_layout)?);
+impl Head {
+    fn forward(&self, h: &[f32]) -> Result<(CpuStorage, Shape)> {
+        let (k, n) = self.weight.shape()?;
+        let rows = h.len() / k;
         let mut pairs = buffer(2 * rows);
         let chunk = chunk_rows(n);
         let mut z = buffer(chunk.min(rows) * n);
         for start in (0..rows).step_by(chunk) {
             let m = chunk.min(rows - start);
             let z = &mut z[..m * n];
-            forward_product(z, &h[start * k..(start + m) * k], w, (m, k, n), false);
+            self.weight.product(z, &h[start * k..(start + m) * k])?;
             let pairs = &mut pairs[2 * start..2 * (start + m)];
             for_each_row_pair((z, n), (pairs, 2), 4 * n, |row, z, pair| {
                 let stats = row_stats(z, self.inverse_temperature);
@@ -142,16 +142,11 @@ impl CustomOp2 for Head {
         Ok((CpuStorage::F32(out), Shape::from((2, rows))))
     }
 
-    fn bwd(
-        &self,
-        h: &Tensor,
-        w: &Tensor,
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let ((rows, k), (_, n)) = (h.dims2()?, w.dims2()?);
+    /// Adds the weight's gradient where it learns, and returns that of `h` where something below does.
+    fn backward(&self, h: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        let ((rows, k), (_, n)) = (h.dims2()?, self.weight.shape()?);
         let grad = grad.contiguous()?;
-        let (hs, ws, g) = (host_values(h)?, host_values(w)?, host_values(&grad)?);
+        let (hs, g) = (host_values(h)?, host_values(&grad)?);
         let mut dh = h.track_op().then(|| buffer(rows * k));
         let chunk = chunk_rows(n);
         let mut z = buffer(chunk.min(rows) * n);
@@ -161,34 +156,74 @@ impl CustomOp2 for Head {
                 let m = chunk.min(rows - start);
                 let z = &mut z[..m * n];
                 let h = &hs[start * k..(start + m) * k];
-                forward_product(z, h, &ws, (m, k, n), false);
+                self.weight.product(z, h)?;
                 for_each_row(z, n, 8 * n, |row, z| {
                     let (d_log_prob, d_entropy) = (g[start + row], g[rows + start + row]);
                     let stats = row_stats(z, self.inverse_temperature);
                     backward_row(z, stats, d_log_prob, d_entropy, self.inverse_temperature);
                     z[self.targets[start + row] as usize] += d_log_prob * self.inverse_temperature;
                 });
-                use_it(z, h, start);
+                use_it(z, h, start)?;
             }
+            Ok(())
         };
         let mut add_dh = |z: &[f32], h: &[f32], start: usize| {
-            let (m, Some(dh)) = (h.len() / k, &mut dh) else { return };
-            let dh = &mut dh[start * k..(start + m) * k];
-            product(dh, Matrix::rows(z, n), Matrix::transposed(&ws, n), (m, n, k), false);
+            let (m, Some(dh)) = (h.len() / k, &mut dh) else { return Ok(()) };
+            self.weight.input_gradient(&mut dh[start * k..(start + m) * k], z)
         };
-        match &self.weight {
-            None => each_chunk(&mut add_dh),
+        match &self.gradient {
+            None => each_chunk(&mut add_dh)?,
             Some(weight) => weight.add(|dw| {
                 edit(dw, |dw| {
                     each_chunk(&mut |z, h, start| {
-                        add_dh(z, h, start);
+                        add_dh(z, h, start)?;
                         let shape = (k, h.len() / k, n);
                         product(dw, Matrix::transposed(h, k), Matrix::rows(z, n), shape, true);
-                    });
-                    Ok(())
+                        Ok(())
+                    })
                 })
             })?,
         }
-        Ok((dh.map(|dh| Tensor::from_vec(dh, (rows, k), h.device())).transpose()?, None))
+        dh.map(|dh| Tensor::from_vec(dh, (rows, k), h.device())).transpose()
+    }
+}
+
+impl CustomOp2 for Head {
+    fn name(&self) -> &'static str {
+        "log_prob_and_entropy"
+    }
+
+    fn cpu_fwd(
+        &self,
+        h: &CpuStorage,
+        h_layout: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        self.forward(values(h, h_layout)?)
+    }
+
+    fn bwd(
+        &self,
+        h: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        Ok((self.backward(h, grad)?, None))
+    }
+}
+
+impl CustomOp1 for Head {
+    fn name(&self) -> &'static str {
+        "log_prob_and_entropy, packed"
+    }
+
+    fn cpu_fwd(&self, h: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        self.forward(values(h, layout)?)
+    }
+
+    fn bwd(&self, h: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        self.backward(h, grad)
     }
 }

@@ -5,9 +5,9 @@
 //! log-probabilities reach the host.
 
 use super::cpu::{buffer, for_each_row_pair, host_values, in_parallel};
+use super::head_matrix::HeadMatrix;
 use super::log_prob::{chunk_rows, inverse, row_stats};
 use super::math::exp;
-use super::product::forward_product;
 use candle_core::{Result, Tensor, bail};
 use multiversion::multiversion;
 use rayon::prelude::*;
@@ -49,13 +49,13 @@ pub fn logits_rows_max(vocabulary: usize) -> usize {
 ///
 /// # Errors
 /// When shapes disagree.
-pub fn logits(h: &Tensor, weight: &Tensor, sampling: &Sampling) -> Result<Logits> {
-    let ((rows, k), (w_k, n)) = (h.dims2()?, weight.dims2()?);
+pub fn logits(h: &Tensor, weight: &HeadMatrix, sampling: &Sampling) -> Result<Logits> {
+    let ((rows, k), (w_k, n)) = (h.dims2()?, weight.shape()?);
     if k != w_k {
-        bail!("logits: h {:?}, weight {:?}", h.dims(), weight.dims());
+        bail!("logits: h {:?}, weight [{w_k}, {n}]", h.dims());
     }
     let (mut z, mut log_sum_exp) = (buffer(rows * n), buffer(rows));
-    forward_product(&mut z, &host_values(&h.contiguous()?)?, &host_values(weight)?, (rows, k, n), false);
+    weight.product(&mut z, &host_values(&h.contiguous()?)?)?;
     let inverse_temperature = sampling.inverse_temperature();
     for_each_row_pair((&mut z, n), (&mut log_sum_exp, 1), 4 * n, |_, z, sum| {
         sum[0] = row_stats(z, inverse_temperature).log_sum_exp;
@@ -257,6 +257,7 @@ fn highest(row: &[f32]) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ops::Parameter;
     use crate::random::{Purpose, stream};
     use candle_core::Device;
     use rand::Rng;
@@ -264,6 +265,7 @@ mod tests {
     /// A row of the given logits: 1 times each is exact.
     fn row(values: &[f32], sampling: &Sampling) -> Logits {
         let weight = Tensor::from_slice(values, (1, values.len()), &Device::Cpu).unwrap();
+        let weight = HeadMatrix::Plain(Parameter::frozen(&weight));
         logits(&Tensor::new(&[[1f32]], &Device::Cpu).unwrap(), &weight, sampling).unwrap()
     }
 

@@ -12,13 +12,16 @@ pub mod cpu;
 pub mod cuda;
 pub mod embedding;
 pub mod experts;
+pub mod head_matrix;
 pub mod kv_cache;
 pub mod linear;
 pub mod load_balance;
 pub mod log_prob;
 pub mod logits;
 pub mod math;
+pub mod mxfp4;
 pub mod optimizer;
+pub mod packed;
 // Plain Rust in every build, for the tests; used on a GPU alone.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub mod pages;

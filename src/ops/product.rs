@@ -8,7 +8,7 @@
 use gemm::Parallelism;
 
 /// The crate's own blocking over k never goes below this, so a chunk is always one chain.
-const K_CHUNK: usize = 512;
+pub(super) const K_CHUNK: usize = 512;
 
 /// A matrix operand: values with a row and a column stride, in elements.
 #[derive(Clone, Copy)]

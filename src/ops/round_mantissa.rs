@@ -28,7 +28,8 @@ impl CustomOp1 for RoundMantissa {
     }
 }
 
-fn round_value(value: f32, bits: u32) -> f32 {
+/// One value with `bits` mantissa bits.
+pub fn round_value(value: f32, bits: u32) -> f32 {
     let dropped = 23 - bits.min(23);
     if dropped == 0 || !value.is_finite() {
         return value;

@@ -169,6 +169,11 @@ impl Plan {
 }
 
 impl Recipe {
+    /// Whether anything is trained, by cold start or by reinforcement learning.
+    pub fn trains(&self) -> bool {
+        self.train.steps > 0 || self.cold_start.steps > 0
+    }
+
     /// Every table and key in the order of their declaration, with this recipe's values.
     pub fn entries(&self) -> Vec<Entry> {
         let mut entries = Vec::new();

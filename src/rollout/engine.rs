@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::thread::Scope;
 
 /// Tokens of a forward. Decode goes first; long prompts take what is left, so they arrive in pieces.
-const FORWARD_TOKENS_MAX: usize = 1024;
+pub const FORWARD_TOKENS_MAX: usize = 1024;
 
 /// A prompt on its way into the cache, for its whole group.
 pub(super) struct PromptWork {

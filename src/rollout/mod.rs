@@ -15,6 +15,7 @@ mod settings;
 pub mod stored;
 
 pub use crate::ops::logits::Sampling;
+pub use engine::FORWARD_TOKENS_MAX;
 pub use metrics::metrics;
 pub use prompt::{Prompt, preamble};
 pub use queue::Observer;
@@ -25,7 +26,6 @@ use crate::chat::Chat;
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
 use crate::metrics::Phase;
-use crate::model::names::parameter_count;
 use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
 use crate::tasks::Task;
@@ -38,7 +38,12 @@ use serde_json::Value;
 
 /// Models up to this size decode in one engine a thread; larger ones in one engine whose ops share the threads, so that
 /// weights are read once for the whole batch. Bytes of all weights, times the threads.
-const SIDE_BY_SIDE_BYTES_MAX: u128 = 512 << 20;
+const SIDE_BY_SIDE_BYTES_MAX: u64 = 512 << 20;
+
+/// How many engines decode side by side a model of `weight_bytes`, given so many threads.
+pub fn engines(weight_bytes: u64, threads: usize) -> usize {
+    if weight_bytes.saturating_mul(threads as u64) <= SIDE_BY_SIDE_BYTES_MAX { threads } else { 1 }
+}
 
 /// Everything a rollout reads.
 #[derive(Clone, Copy)]
@@ -204,13 +209,11 @@ impl Rollout<'_> {
     ) -> Result<Option<Rollouts>> {
         let rules = Rules::new(self);
         let rendered = prompts.iter().map(|p| self.render(p)).collect::<Result<Vec<_>>>()?;
-        let bytes = parameter_count(&self.policy.model.config) * size_of::<f32>() as u128;
-        let side_by_side = bytes * self.threads.count() as u128 <= SIDE_BY_SIDE_BYTES_MAX;
-        let engines = if side_by_side { self.threads.count() } else { 1 };
+        let engines = engines(self.policy.weights.bytes(), self.threads.count());
         let queue = Queue::new(self, &rules, rendered, samples, engines, hooks);
         std::thread::scope(|scope| {
             let run = || Engine::new(self, source, &queue).run(scope);
-            if side_by_side {
+            if engines > 1 {
                 self.threads.each(|_| run()).map(drop)
             } else {
                 self.threads.wide(run);

@@ -14,7 +14,7 @@ pub fn model(bench: &Workbench) -> Value {
     let count = |learning: bool| -> usize {
         (0..parameters.len())
             .filter(|&index| !learning || bench.trainable.get(index).copied().unwrap_or(true))
-            .map(|index| parameters.values(index).elem_count())
+            .map(|index| parameters.specs[index].element_count())
             .sum()
     };
     let config = &bench.model.config;
@@ -35,6 +35,7 @@ pub fn lines(bench: &Workbench, folder: &Path) -> Vec<String> {
     let number = |key: &str| facts[key].as_f64().unwrap_or(0.0);
     let name = facts["name"].as_str().map(|name| format!("{name}, ")).unwrap_or_default();
     let learning = match number("learning") {
+        _ if !recipe.trains() => "none learns".to_owned(),
         all if all == number("parameters") => "all learn".to_owned(),
         some => format!("{} learn", format_number(some)),
     };

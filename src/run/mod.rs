@@ -5,6 +5,8 @@ pub mod evaluation;
 mod family;
 mod freeze;
 pub mod header;
+pub mod memory;
+pub mod preflight;
 pub mod run_folder;
 pub mod signals;
 pub mod workbench;

@@ -11,7 +11,12 @@ use anyhow::Result;
 
 /// Weights up to this size, bytes, run their micro-batches side by side, each on a thread of its own; larger models take one
 /// micro-batch at a time and share out each op instead.
-const SIDE_BY_SIDE_BYTES_MAX: usize = 256 << 20;
+const SIDE_BY_SIDE_BYTES_MAX: u64 = 256 << 20;
+
+/// Whether micro-batches of a model of `weight_bytes` run side by side.
+pub fn side_by_side(weight_bytes: u64) -> bool {
+    weight_bytes <= SIDE_BY_SIDE_BYTES_MAX
+}
 
 /// The model that a batch runs through. Gradients gather in the parameters.
 #[derive(Clone, Copy)]
@@ -105,7 +110,7 @@ impl Learner<'_> {
 
     /// `run(index)` of every index below `count`, in order. The choice changes no result.
     fn each<T: Send>(&self, count: usize, run: impl Fn(usize) -> Result<T> + Sync) -> Result<Vec<T>> {
-        if self.parameters.element_count() * size_of::<f32>() <= SIDE_BY_SIDE_BYTES_MAX {
+        if side_by_side(self.parameters.bytes()) {
             self.threads.map(count, run)
         } else {
             self.threads.wide(|| (0..count).map(&run).collect())

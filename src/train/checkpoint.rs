@@ -19,12 +19,13 @@ use crate::bad_input;
 use crate::integrity::sealed;
 use crate::metrics::Phase;
 use crate::model::config::{Config, Form};
-use crate::model::mxfp4;
+use crate::model::held::Held;
 use crate::model::names::{ParameterSpec, StoredTensor};
 use crate::model::parameters::{MASTER, Parameters};
 use crate::model::save::{Companions, SHARD_BYTES_MAX, save};
 use crate::model::tensor_file::{TensorFile, f32_values, write_f32, write_tensors};
 use crate::ops::cpu::{edit, host_values};
+use crate::ops::mxfp4;
 use anyhow::{Context, Result};
 use blake3::Hash;
 use candle_core::Tensor;
@@ -105,7 +106,10 @@ impl Snapshot<'_> {
         let mut manifest = save(aside, self.config, self.form, self.companions, SHARD_BYTES_MAX, |spec| {
             let index =
                 self.parameters.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
-            Ok(self.parameters.master(index).clone())
+            match self.parameters.of_place(index)? {
+                Held::Plain(_) => Ok(self.parameters.master(index)?.clone()),
+                packed => packed.decoded(spec),
+            }
         })?;
         // A frozen tensor is in the model's own files; only where those round it is it kept beside them too.
         let rounded = |spec: &ParameterSpec, values: &[f32]| !self.form_keeps(spec, values);
@@ -153,8 +157,10 @@ fn write_state(
 ) -> Result<Hash> {
     let mut kept: BTreeMap<String, &Tensor> = BTreeMap::new();
     for (index, spec) in parameters.specs.iter().enumerate() {
-        if parameters.learns(index) || keep(spec, &host_values(parameters.values(index))?) {
-            kept.insert(format!("{MASTER}.{}", spec.name), parameters.master(index));
+        // What is packed is in the files that the model was read from.
+        let Ok(values) = parameters.values(index) else { continue };
+        if parameters.learns(index) || keep(spec, &host_values(values)?) {
+            kept.insert(format!("{MASTER}.{}", spec.name), parameters.master(index)?);
         }
         for (name, tensor) in parameters.state(index) {
             kept.insert(format!("{name}.{}", spec.name), tensor);
@@ -192,6 +198,9 @@ fn restore_state(path: &Path, parameters: &mut Parameters, optimizer: &Optimizer
     let names = file.metadata.offset_keys();
     let mut unread: BTreeSet<&str> = names.iter().map(String::as_str).collect();
     for (index, spec) in parameters.specs.iter().enumerate() {
+        if parameters.values(index).is_err() {
+            continue;
+        }
         let kinds = parameters.state(index).keys().copied().chain([MASTER]).collect::<BTreeSet<_>>();
         for kind in kinds {
             let name = format!("{kind}.{}", spec.name);
@@ -210,7 +219,7 @@ fn restore_state(path: &Path, parameters: &mut Parameters, optimizer: &Optimizer
                 return Err(damaged(format!("{name} holds {value}")));
             }
             let target =
-                if kind == MASTER { parameters.master(index) } else { &parameters.state(index)[kind] };
+                if kind == MASTER { parameters.master(index)? } else { &parameters.state(index)[kind] };
             edit(target, |target| {
                 target.iter_mut().zip(f32_values(&values)).for_each(|(t, v)| *t = v);
                 Ok(())

@@ -9,13 +9,16 @@ use super::forward_backward::PassSettings;
 use super::optimizer::Optimizer;
 use crate::metrics::Metrics;
 use crate::model::config::Config;
+use crate::model::held::{Held, Loaded};
 use crate::model::init::value_model;
+use crate::model::names::value_model_specs;
 use crate::model::parameters::Parameters;
 use crate::policy::advantage::{gae, whiten};
 use crate::policy::value::{ValueLoss, explained_variance, value_loss};
 use crate::policy::{Aggregation, BatchSize, Normalizer, Sequences};
 use crate::recipe;
 use anyhow::{Context, Result};
+use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
 
 /// A critic and what moves it.
@@ -39,8 +42,21 @@ impl Critic {
         seed: u64,
         round_to_bf16: bool,
     ) -> Result<Self> {
-        let values =
-            value_model(config, seed, |spec| Ok(policy.named(&spec.name)?.flatten_all()?.to_vec1()?));
+        let learns: HashSet<String> = value_model_specs(config)
+            .into_iter()
+            .zip(trainable)
+            .filter(|(_, learns)| **learns)
+            .map(|(s, _)| s.name)
+            .collect();
+        let values = value_model(config, seed, |spec| {
+            let index = policy.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
+            let held = policy.of_place(index)?;
+            Ok(match held {
+                // What neither learns is one and the same.
+                Held::Matrix(_) | Held::Table(_) if !learns.contains(&spec.name) => Loaded::Packed(held),
+                held => Loaded::Values(held.decoded(spec)?.flatten_all()?.to_vec1()?),
+            })
+        });
         let mut parameters = Parameters::with_value_head(config, values)?;
         parameters.learn(trainable)?;
         let optimizer = Optimizer::new(&settings.optimizer, &mut parameters, round_to_bf16)?;

@@ -45,9 +45,9 @@ impl Optimizer {
         for index in 0..parameters.len() {
             let mut state = OptimizerState::new();
             if parameters.learns(index) {
-                let values = parameters.values(index).detach();
+                let values = parameters.values(index)?.detach();
                 if round_to_bf16 {
-                    state.insert(MASTER, parameters.master(index).copy()?);
+                    state.insert(MASTER, parameters.master(index)?.copy()?);
                 }
                 if settings.kind == OptimizerKind::AdamW {
                     for moment in MOMENTS {
@@ -81,7 +81,7 @@ impl Optimizer {
         };
         for index in 0..parameters.len() {
             let Some(gradient) = parameters.gradient(index) else { continue };
-            let (master, state) = (parameters.master(index), parameters.state(index));
+            let (master, state) = (parameters.master(index)?, parameters.state(index));
             let moment = |name: &str| state.get(name).with_context(|| format!("no {name} moment"));
             match s.kind {
                 OptimizerKind::AdamW => {
@@ -97,7 +97,7 @@ impl Optimizer {
     /// Writes the master of tensor `index`, if there is one, as the model computes with it.
     fn write_working_weights(&self, parameters: &Parameters, index: usize) -> Result<()> {
         match parameters.state(index).get(MASTER) {
-            Some(master) => Ok(round_to_bf16(parameters.values(index), master)?),
+            Some(master) => Ok(round_to_bf16(parameters.values(index)?, master)?),
             None => Ok(()),
         }
     }

@@ -6,45 +6,55 @@ use crate::atomic_file::replace_file;
 use crate::bad_input;
 use crate::integrity::digest_of;
 use crate::model::config::Config;
+use crate::model::held::{Held, Loaded};
 use crate::model::names::{ParameterSpec, StoredTensor};
 use crate::model::parameters::Parameters;
 use crate::model::tensor_file::{TensorFile, f32_values, write_f32, write_tensors};
 use crate::ops::cpu::host_values;
 use anyhow::{Context, Result};
 use blake3::Hash;
+use candle_core::Tensor;
 use safetensors::Dtype;
 use std::path::Path;
 
 const FILE: &str = "reference.safetensors";
 
-/// A copy of `parameters` that later updates do not reach.
+/// A copy of `parameters` that later updates do not reach. What is packed never learns, and is shared.
 ///
 /// # Errors
 /// When memory runs out.
 pub fn copy(config: &Config, parameters: &Parameters) -> Result<Parameters> {
     let values = parameters.specs.iter().enumerate().map(|(index, spec)| {
-        let values = parameters.values(index).flatten_all()?.to_vec1()?;
+        let values = match parameters.of_place(index)? {
+            Held::Plain(values) => Loaded::Values(values.flatten_all()?.to_vec1()?),
+            packed => Loaded::Packed(packed),
+        };
         Ok((spec.clone(), values))
     });
-    Parameters::new(config, values)
+    Parameters::loaded(config, values)
 }
 
 /// Writes the reference into the run folder `run`, in working layout and precision, a tensor at a time, and returns its
-/// digest, which every checkpoint keeps.
+/// digest, which every checkpoint keeps; what is packed is the model's own and is left out.
 ///
 /// # Errors
 /// When the disk refuses; a reference that was there stays whole.
 pub fn write(run: &Path, reference: &Parameters) -> Result<Hash> {
-    let stored = |spec: &ParameterSpec| StoredTensor {
+    let kept: Vec<(&ParameterSpec, Tensor)> = reference
+        .specs
+        .iter()
+        .enumerate()
+        .filter_map(|(index, spec)| Some((spec, reference.values(index).ok()?.detach())))
+        .collect();
+    let stored = |(spec, _): &(&ParameterSpec, Tensor)| StoredTensor {
         name: spec.name.clone(),
         dtype: Dtype::F32,
         shape: spec.working_shape(),
     };
     let mut digest = None;
     replace_file(&run.join(FILE), |aside| {
-        let tensors = reference.specs.iter().map(stored).collect();
-        digest = Some(write_tensors(aside, tensors, |index, out| {
-            write_f32(out, &host_values(reference.values(index))?)
+        digest = Some(write_tensors(aside, kept.iter().map(stored).collect(), |index, out| {
+            write_f32(out, &host_values(&kept[index].1)?)
         })?);
         Ok(())
     })?;
@@ -78,12 +88,15 @@ pub fn read(run: &Path, config: &Config, parameters: &Parameters) -> Result<Para
         )
     };
     let file = TensorFile::open(&path).map_err(|e| damaged(format!("cannot be used: {e:#}")))?;
-    let found = parameters.specs.iter().map(|spec| {
+    let found = parameters.specs.iter().enumerate().map(|(index, spec)| {
+        if let packed @ (Held::Matrix(_) | Held::Table(_)) = parameters.of_place(index)? {
+            return Ok((spec.clone(), Loaded::Packed(packed)));
+        }
         let info = file.metadata.info(&spec.name).ok_or_else(|| damaged(format!("lacks {}", spec.name)))?;
         if info.dtype != Dtype::F32 || info.shape != spec.working_shape() {
             return Err(damaged(format!("does not fit the model: {} has another shape", spec.name)));
         }
-        Ok((spec.clone(), f32_values(&file.read(info)?).collect()))
+        Ok((spec.clone(), Loaded::Values(f32_values(&file.read(info)?).collect())))
     });
-    Parameters::new(config, found)
+    Parameters::loaded(config, found)
 }

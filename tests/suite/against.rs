@@ -1,6 +1,7 @@
 //! `check-mismatch --against`: every engine's shape is read as the same rows, bad rows are named, reference cases made with
 //! transformers get the verdict that they should, and the exit code says it.
 
+use crate::tiny::load;
 use rloss::chat::Chat;
 use rloss::harmony::HarmonyTokenizer;
 use rloss::mismatch::against;
@@ -10,7 +11,6 @@ use rloss::mismatch::rows::{Reader, TokenRow, TokenRows};
 use rloss::model::config::Config;
 use rloss::model::family::Family;
 use rloss::model::forward::Model;
-use rloss::model::load::load;
 use rloss::model::parameters::Parameters;
 use rloss::ops::threads::Threads;
 use serde_json::Value;

@@ -117,16 +117,16 @@ fn a_new_critic_is_the_policys_trunk_with_a_small_head_of_its_own() {
     let (critic, policy) = (&fixture.critic.parameters, &fixture.policy);
     for (index, spec) in policy.specs.iter().enumerate().filter(|(_, spec)| spec.name != "lm_head.weight") {
         let position = critic.position(&spec.name).unwrap();
-        let read = |p: &Parameters, i: usize| tiny::values(p.values(i));
+        let read = |p: &Parameters, i: usize| tiny::values(p.values(i).unwrap());
         assert_eq!(read(critic, position), read(policy, index), "{}", spec.name);
     }
     let head = tiny::values(critic.named("score.weight").unwrap());
     let std = (head.iter().map(|w| w * w).sum::<f32>() / 64.0).sqrt();
     assert!(head.len() == 64 && (0.01..0.022).contains(&std), "{std} of 1/65");
     // Its own memory: what moves the critic leaves the policy as it is.
-    let before = tiny::values(policy.values(0));
+    let before = tiny::values(policy.values(0).unwrap());
     tiny::set(critic, 0, &vec![0.0; before.len()]);
-    assert_eq!(tiny::values(policy.values(0)), before);
+    assert_eq!(tiny::values(policy.values(0).unwrap()), before);
 }
 
 #[test]
@@ -140,7 +140,7 @@ fn the_heads_gradient_is_the_hand_form() {
     assert!((f64::from(gradients.values[bias].as_ref().unwrap()[0]) - sum).abs() < 1e-4 * sum.abs().max(1.0));
     // V is linear in the head: its gradient times the weights, plus the bias's, is Σ (V − R)·V.
     let weight = fixture.critic.parameters.position("score.weight").unwrap();
-    let weights = tiny::values(fixture.critic.parameters.values(weight));
+    let weights = tiny::values(fixture.critic.parameters.values(weight).unwrap());
     let product = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(x, y)| f64::from(x * y)).sum::<f64>();
     let errors: Vec<f32> = values.iter().zip(&targets).map(|(v, t)| v - t).collect();
     let along = product(gradients.values[weight].as_ref().unwrap(), &weights);
@@ -158,7 +158,7 @@ fn the_gradient_through_the_whole_trunk_is_that_of_differences() {
         let gradient = gradients.values[index].as_ref().unwrap();
         let norm = gradient.iter().map(|&g| f64::from(g).powi(2)).sum::<f64>().sqrt();
         assert!(norm > 0.0, "{}: no gradient", spec.name);
-        let original = tiny::values(parameters.values(index));
+        let original = tiny::values(parameters.values(index).unwrap());
         let loss_at = |distance: f64| {
             let moved: Vec<f32> = original
                 .iter()

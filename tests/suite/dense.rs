@@ -1,9 +1,9 @@
 //! One expert as wide as the two that a token uses elsewhere: the dense control of the mixture.
 
+use crate::tiny::load;
 use crate::tiny::{self, Learned, learned};
 use rloss::model::config::{Config, Form};
 use rloss::model::forward::{ForwardOptions, Model};
-use rloss::model::load::load;
 use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::Parameters;
 use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
@@ -22,7 +22,7 @@ type Values = Vec<f32>;
 
 /// Every tensor, in the order of the specs.
 fn tensors(parameters: &Parameters) -> Vec<Values> {
-    (0..parameters.len()).map(|i| tiny::values(parameters.values(i))).collect()
+    (0..parameters.len()).map(|i| tiny::values(parameters.values(i).unwrap())).collect()
 }
 
 fn parameters(config: &Config, values: Vec<Values>) -> Parameters {

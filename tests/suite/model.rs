@@ -2,11 +2,11 @@
 
 mod case;
 
+use crate::tiny::load;
 use case::{Case, Figures};
 use rloss::model::config::{Config, Form};
 use rloss::model::forward::ForwardOptions;
 use rloss::model::init::{InitSettings, init};
-use rloss::model::load::load;
 use rloss::model::names::TensorRole;
 use rloss::model::parameters::Parameters;
 use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
@@ -132,7 +132,7 @@ fn adamw_follows_pytorch_over_ten_steps() {
             })
             .unwrap();
             optimizer.update(&mut parameters, lr).unwrap();
-            let weights = crate::tiny::values(parameters.values(index));
+            let weights = crate::tiny::values(parameters.values(index).unwrap());
             worst = worst.max(case::relative(&weights, &expected));
         }
         println!("AdamW, beta2 {beta2}, weight decay {weight_decay}: worst relative difference {worst:.2e}");

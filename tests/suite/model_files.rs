@@ -61,7 +61,7 @@ fn init(config: &Config, settings: &InitSettings, seed: u64) -> anyhow::Result<P
 }
 
 fn load(folder: &Path, config: &Config) -> anyhow::Result<Parameters> {
-    tensors(rloss::model::load::load(folder, config)?)
+    tensors(crate::tiny::load(folder, config)?)
 }
 
 fn fixture(name: &str) -> PathBuf {
@@ -159,11 +159,11 @@ fn mxfp4_weights_survive_saving_in_mxfp4_to_the_bit() {
 fn mxfp4_blocks_decode_to_the_values_of_the_definition() {
     let tensors = candle_core::safetensors::load(fixture("mxfp4.safetensors"), &Device::Cpu).unwrap();
     let bytes = |name: &str| tensors[name].flatten_all().unwrap().to_vec1::<u8>().unwrap();
-    let values = rloss::model::mxfp4::decode(&bytes("blocks"), &bytes("scales"), [2, 64, 6]);
+    let values = rloss::ops::mxfp4::decode(&bytes("blocks"), &bytes("scales"), [2, 64, 6]);
     let expected = bits(&tensors["values"]);
     assert_eq!(tensors["values"].dims(), [2, 64, 6]);
     assert!(values.iter().map(|v| v.to_bits()).eq(expected));
-    let (blocks, scales) = rloss::model::mxfp4::encode(&values, [2, 64, 6]);
+    let (blocks, scales) = rloss::ops::mxfp4::encode(&values, [2, 64, 6]);
     assert!(blocks == bytes("blocks") && scales == bytes("scales"));
 }
 

@@ -8,6 +8,7 @@ mod attention_chunks;
 mod experts;
 mod gpu_launch;
 mod head;
+mod packed;
 mod rows;
 mod stock;
 

@@ -278,7 +278,7 @@ fn the_reference_reads_back_bit_for_bit_and_stays_when_the_model_moves() {
 }
 
 fn all_values(parameters: &Parameters) -> Vec<Vec<f32>> {
-    (0..parameters.len()).map(|i| tiny::values(parameters.values(i))).collect()
+    (0..parameters.len()).map(|i| tiny::values(parameters.values(i).unwrap())).collect()
 }
 
 #[test]
@@ -302,7 +302,7 @@ fn the_entropy_bonus_raises_the_entropy() {
     let entropy_at = |scale: f64| {
         for (index, direction) in direction.iter().enumerate() {
             let Some(direction) = direction else { continue };
-            let moved = tiny::values(fixture.parameters.values(index));
+            let moved = tiny::values(fixture.parameters.values(index).unwrap());
             let moved: Vec<f32> =
                 moved.iter().zip(direction).map(|(w, d)| w + (scale * f64::from(*d)) as f32).collect();
             tiny::set(&fixture.parameters, index, &moved);

@@ -2,11 +2,12 @@
 
 use crate::data;
 use crate::model_files::refused;
-use crate::tiny::{self, Gradients, values};
+use crate::tiny::{self, Gradients, load, values};
 use rloss::model::config::{Config, Form, LayerType};
 use rloss::model::family::Family;
 use rloss::model::forward::ForwardOptions;
-use rloss::model::load::{ModelFolder, load};
+use rloss::model::held::Loaded;
+use rloss::model::load::ModelFolder;
 use rloss::model::names::{ParameterSpec, parameter_count, parameter_specs, value_model_specs};
 use rloss::model::parameters::Parameters;
 use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
@@ -21,7 +22,7 @@ use std::process::{Command, Output};
 use tempfile::TempDir;
 
 /// The model of `recipes/quickstart_dense.toml`, or the same with a tied head.
-fn config(tied: bool) -> Config {
+pub fn config(tied: bool) -> Config {
     Config {
         family: Family::Qwen2,
         intermediate_size: 256,
@@ -112,8 +113,8 @@ fn folders_give_back_every_bit_and_a_tied_head_is_saved_once() {
         assert_eq!(after.position("lm_head.weight").is_none(), tied);
         for index in 0..before.len() {
             assert_eq!(
-                values(before.values(index)),
-                values(after.values(index)),
+                values(before.values(index).unwrap()),
+                values(after.values(index).unwrap()),
                 "{}",
                 before.specs[index].name
             );
@@ -212,7 +213,7 @@ fn a_critic_of_the_family_uses_the_embedding_once() {
     assert_eq!(specs.len(), parameter_specs(&config).len() + 2);
     let values = specs.into_iter().map(|spec| {
         let count = spec.element_count();
-        Ok((spec, vec![0.1; count]))
+        Ok((spec, Loaded::Values(vec![0.1; count])))
     });
     let critic = Parameters::with_value_head(&config, values).unwrap();
     assert!((0..critic.len()).all(|index| critic.uses(index) == 1));

@@ -6,6 +6,8 @@ use rloss::model::config::{Config, LayerType, Rope};
 use rloss::model::family::Family;
 use rloss::model::forward::Model;
 use rloss::model::init::{InitSettings, init};
+use rloss::model::load::ModelFolder;
+use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::Parameters;
 use rloss::ops::cpu::edit;
 use rloss::random::{Purpose, stream};
@@ -62,6 +64,18 @@ pub fn model(config: Config, seed: u64) -> (Model, Parameters) {
     (Model::new(config, context), parameters)
 }
 
+/// Every parameter of `config` from `folder`, decoded.
+pub fn load(
+    folder: &std::path::Path,
+    config: &Config,
+) -> anyhow::Result<impl Iterator<Item = anyhow::Result<(ParameterSpec, Vec<f32>)>>> {
+    let files = ModelFolder::open(folder, config)?;
+    Ok(parameter_specs(config).into_iter().map(move |spec| {
+        let values = files.values(&spec)?;
+        Ok((spec, values))
+    }))
+}
+
 /// A tensor's values.
 pub fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.flatten_all().unwrap().to_vec1().unwrap()
@@ -69,7 +83,7 @@ pub fn values(tensor: &Tensor) -> Vec<f32> {
 
 /// Gives tensor `index` other values.
 pub fn set(parameters: &Parameters, index: usize, values: &[f32]) {
-    edit(parameters.values(index), |w| {
+    edit(parameters.values(index).unwrap(), |w| {
         w.copy_from_slice(values);
         Ok(())
     })

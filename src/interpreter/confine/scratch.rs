@@ -10,9 +10,12 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 
-/// Where the scratch lies. Nothing else is there in the server's namespace.
-pub const PLACE: &str = "/tmp";
-const PLACE_C: &CStr = c"/tmp";
+/// Where the scratch lies, a folder of its own in [`AROUND`]: landlock asks the folders around what is mounted, but not the one
+/// that a mount covers.
+pub const PLACE: &str = "/tmp/scratch";
+/// In the server's namespace nothing else is there, and nothing can be written there.
+const AROUND: &str = "/tmp";
+const AROUND_C: &CStr = c"/tmp";
 /// Files and folders a MiB of scratch may hold: their names take memory of the kernel beside it.
 pub const INODES_PER_MIB: u64 = 256;
 /// The capability to mount.
@@ -46,13 +49,13 @@ pub(super) const CALLS: &[libc::c_long] = &[
     libc::SYS_rename,
 ];
 
-/// Puts this process, of one thread, into namespaces of its own, in which it may mount and [`PLACE`] is empty.
+/// Puts this process, of one thread, into namespaces of its own, in which it may mount and [`PLACE`] is an empty folder.
 pub(super) fn enter(files: &Files) -> Result<()> {
     const REMEDY: &str = "allow them, or set interpreter.scratch_mib = 0";
-    let hidden = files.read.iter().chain(&files.execute).find(|path| path.starts_with(PLACE));
+    let hidden = files.read.iter().chain(&files.execute).find(|path| path.starts_with(AROUND));
     if let Some(path) = hidden {
         anyhow::bail!(
-            "interpreter.scratch_mib: the scratch in {PLACE} would hide Python's {}",
+            "interpreter.scratch_mib: the scratch in {AROUND} would hide Python's {}",
             path.display()
         );
     }
@@ -74,7 +77,11 @@ pub(super) fn enter(files: &Files) -> Result<()> {
     // What is mounted here shall not be seen outside.
     mount(c"none", c"/", None, libc::MS_REC | libc::MS_PRIVATE, c"").with_context(forbidden)?;
     let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
-    mount(c"none", PLACE_C, Some(c"tmpfs"), flags, c"size=4k,nr_inodes=2,mode=755").with_context(forbidden)
+    let options = c"size=4k,nr_inodes=3,mode=755";
+    mount(c"none", AROUND_C, Some(c"tmpfs"), flags, options).with_context(forbidden)?;
+    std::fs::create_dir(PLACE).context(PLACE)?;
+    let flags = flags | libc::MS_REMOUNT | libc::MS_RDONLY;
+    mount(c"none", AROUND_C, Some(c"tmpfs"), flags, options).with_context(forbidden)
 }
 
 fn mount(what: &CStr, place: &CStr, kind: Option<&CStr>, flags: libc::c_ulong, options: &CStr) -> Result<()> {
@@ -91,8 +98,7 @@ pub(super) fn leave_rules(files: &Files, descriptor: i32) -> Result<i32> {
         abi >= ABI_MIN,
         "interpreter.scratch_mib needs landlock ABI {ABI_MIN} (Linux 6.2), here it is {abi}; set it to 0"
     );
-    // A snippet mounts over this folder: what lies on it there is below it.
-    let rules: Option<OwnedFd> = rules(files, Some(Path::new(PLACE)))?.into();
+    let rules: Option<OwnedFd> = rules(files, Some(Path::new(AROUND)))?.into();
     let rules = rules.context("landlock rules without a descriptor")?;
     // SAFETY: calls on descriptors that this process owns; the copy is left to the program that this process becomes.
     let moved = unsafe {

@@ -190,6 +190,7 @@ def take_scratch(scratch):
     if libc.syscall(ctypes.c_long(LANDLOCK_RESTRICT_SELF), ctypes.c_long(scratch["rules"]), ctypes.c_long(0)):
         return False
     os.close(scratch["rules"])
+    os.environ["TMPDIR"] = scratch["place"]
     try:
         os.open("/", os.O_RDONLY)
     except PermissionError:

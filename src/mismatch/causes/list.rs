@@ -3,7 +3,7 @@
 use super::Cause;
 use super::weights::{BIASES, Quantised, SINK_RULES, Scope, SharedScale};
 use crate::model::config::{Config, LayerType};
-use crate::model::mxfp4::BLOCK;
+use crate::ops::mxfp4::BLOCK;
 
 const ROPE_BASES: [f64; 6] = [100.0, 10_000.0, 150_000.0, 500_000.0, 1e6, 1e7];
 const RMS_EPSILONS: [f64; 8] = [0.0, 1e-8, 1e-6, 5e-6, 1e-5, 5e-5, 1e-4, 1e-3];

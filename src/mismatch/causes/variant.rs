@@ -1,7 +1,7 @@
 //! A computation that differs from the right one as causes say, and its log-probabilities.
 
 use super::Cause;
-use super::weights::{WeightEdit, edited};
+use super::weights::{WeightEdit, WeightEdits};
 use crate::mismatch::head::HeadSettings;
 use crate::model::config::Config;
 use crate::model::forward::{ForwardOptions, Model};
@@ -94,10 +94,8 @@ impl Variant {
         let weights = if self.weights.is_empty() {
             parameters.frozen()?
         } else {
-            parameters.mapped(&|spec, tensor| {
-                let one = |tensor, edit: &WeightEdit| edited(*edit, &self.config, parameters, spec, tensor);
-                self.weights.iter().try_fold(tensor.clone(), one)
-            })?
+            let edits = WeightEdits::new(&self.weights, &self.config, parameters)?;
+            parameters.changed(Arc::new(move |spec, held| edits.apply(spec, held)))?
         };
         Ok(PolicyView { model, weights: Arc::new(weights), forward: self.forward })
     }

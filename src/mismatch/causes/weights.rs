@@ -1,13 +1,14 @@
 //! Mistakes that lie in the weights.
 
 use crate::model::config::Config;
-use crate::model::mxfp4::{BLOCK, MAGNITUDES};
+use crate::model::held::Held;
 use crate::model::names::{ParameterSpec, TensorRole};
 use crate::model::parameters::Parameters;
-use crate::model::policy_view::to_mxfp4;
-use crate::ops::round_mantissa;
-use anyhow::Result;
+use crate::model::rounding::WeightRounding;
+use crate::ops::mxfp4::{BLOCK, MAGNITUDES};
+use anyhow::{Context, Result};
 use candle_core::Tensor;
+use std::collections::HashMap;
 
 /// A change of every tensor that it concerns.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -136,67 +137,114 @@ impl Quantised {
     }
 }
 
-/// Tensor `spec` of `parameters` after `edit`, given its values so far.
-pub fn edited(
-    edit: WeightEdit,
-    config: &Config,
-    parameters: &Parameters,
-    spec: &ParameterSpec,
-    tensor: Tensor,
-) -> Result<Tensor> {
-    Ok(match edit {
-        WeightEdit::ZeroSinks if spec.role == TensorRole::Sinks => tensor.zeros_like()?,
-        WeightEdit::SinksPerKvHead(rule) if spec.role == TensorRole::Sinks => {
-            let (heads, kv) = (config.num_attention_heads, config.num_key_value_heads);
-            let sink = |h| (SINK_RULES[rule].sink)(h, (heads, kv)) as u32;
-            let order: Vec<u32> = (0..heads).map(sink).collect();
-            tensor.index_select(&Tensor::new(order, tensor.device())?, 0)?
-        }
-        WeightEdit::SinksOfLayer(by) if spec.role == TensorRole::Sinks => {
-            let layer = spec.layer.unwrap_or(0);
-            let other = (layer + by) % config.num_hidden_layers;
-            let name = spec.name.replace(&format!("layers.{layer}."), &format!("layers.{other}."));
-            parameters.named(&name)?.detach()
-        }
-        WeightEdit::NoBias(group) if BIASES[group].parts.iter().any(|part| spec.name.ends_with(part)) => {
-            tensor.zeros_like()?
-        }
-        WeightEdit::TiedHead if spec.role == TensorRole::Head => {
-            parameters.named("model.embed_tokens.weight")?.detach().t()?.contiguous()?
-        }
-        WeightEdit::InterleavedHeads if ["q_proj", "k_proj"].iter().any(|p| spec.name.contains(p)) => {
-            let half = config.head_dim / 2;
-            let outputs = tensor.dim(candle_core::D::Minus1)?;
-            // Half-split RoPE turns place i with i + half; there the neighbours 2i and 2i + 1 must lie.
-            let place = |o: usize| {
-                let (head, i) = (o / config.head_dim * config.head_dim, o % config.head_dim);
-                (head + if i < half { 2 * i } else { 2 * (i - half) + 1 }) as u32
-            };
-            let order: Vec<u32> = (0..outputs).map(place).collect();
-            tensor.index_select(&Tensor::new(order, tensor.device())?, tensor.rank() - 1)?
-        }
-        WeightEdit::Mantissa(bits) => round_mantissa(&tensor, bits)?,
-        WeightEdit::Quantised(quantised) => quantise(quantised, spec, tensor)?,
-        _ => tensor,
-    })
+/// Edits with what they read of other tensors.
+pub struct WeightEdits {
+    edits: Vec<WeightEdit>,
+    config: Config,
+    /// Sinks and embedding as they are, where an edit puts them elsewhere.
+    others: HashMap<String, (ParameterSpec, Held)>,
 }
 
-fn quantise(quantised: Quantised, spec: &ParameterSpec, tensor: Tensor) -> Result<Tensor> {
+impl WeightEdits {
+    /// `edits` of `parameters`, a model of `config`.
+    ///
+    /// # Errors
+    /// When a tensor that an edit reads is missing.
+    pub fn new(edits: &[WeightEdit], config: &Config, parameters: &Parameters) -> Result<Self> {
+        let reads = |spec: &&ParameterSpec| {
+            edits.iter().any(|edit| match edit {
+                WeightEdit::SinksOfLayer(_) => spec.role == TensorRole::Sinks,
+                WeightEdit::TiedHead => spec.role == TensorRole::Embedding,
+                _ => false,
+            })
+        };
+        let found = |spec: &ParameterSpec| Ok((spec.name.clone(), (spec.clone(), parameters.found(spec)?)));
+        let others = parameters.specs.iter().filter(reads).map(found).collect::<Result<_>>()?;
+        Ok(Self { edits: edits.to_vec(), config: config.clone(), others })
+    }
+
+    /// Tensor `spec` after all edits; one that none concerns is shared.
+    ///
+    /// # Errors
+    /// When an edit does not fit.
+    pub fn apply(&self, spec: &ParameterSpec, held: Held) -> Result<Held> {
+        self.edits.iter().try_fold(held, |held, edit| self.edited(*edit, spec, held))
+    }
+
+    fn other(&self, name: &str) -> Result<Tensor> {
+        let (spec, held) = self.others.get(name).with_context(|| format!("no tensor {name}"))?;
+        held.decoded(spec)
+    }
+
+    fn edited(&self, edit: WeightEdit, spec: &ParameterSpec, held: Held) -> Result<Held> {
+        let config = &self.config;
+        Ok(Held::Plain(match edit {
+            WeightEdit::ZeroSinks if spec.role == TensorRole::Sinks => held.decoded(spec)?.zeros_like()?,
+            WeightEdit::SinksPerKvHead(rule) if spec.role == TensorRole::Sinks => {
+                let (heads, kv) = (config.num_attention_heads, config.num_key_value_heads);
+                let sink = |h| (SINK_RULES[rule].sink)(h, (heads, kv)) as u32;
+                let order: Vec<u32> = (0..heads).map(sink).collect();
+                taken(&held.decoded(spec)?, order)?
+            }
+            WeightEdit::SinksOfLayer(by) if spec.role == TensorRole::Sinks => {
+                let layer = spec.layer.unwrap_or(0);
+                let other = (layer + by) % config.num_hidden_layers;
+                self.other(&spec.name.replace(&format!("layers.{layer}."), &format!("layers.{other}.")))?
+            }
+            WeightEdit::NoBias(group) if BIASES[group].parts.iter().any(|part| spec.name.ends_with(part)) => {
+                held.decoded(spec)?.zeros_like()?
+            }
+            WeightEdit::TiedHead if spec.role == TensorRole::Head => {
+                self.other("model.embed_tokens.weight")?.t()?.contiguous()?
+            }
+            WeightEdit::InterleavedHeads if ["q_proj", "k_proj"].iter().any(|p| spec.name.contains(p)) => {
+                let values = held.decoded(spec)?;
+                let half = config.head_dim / 2;
+                let outputs = values.dim(candle_core::D::Minus1)?;
+                // Half-split RoPE turns place i with i + half; there the neighbours 2i and 2i + 1 must lie.
+                let place = |o: usize| {
+                    let (head, i) = (o / config.head_dim * config.head_dim, o % config.head_dim);
+                    (head + if i < half { 2 * i } else { 2 * (i - half) + 1 }) as u32
+                };
+                taken(&values, (0..outputs).map(place).collect())?
+            }
+            WeightEdit::Mantissa(bits) => return to_bits(bits).apply(spec, held),
+            WeightEdit::Quantised(quantised) => return quantise(quantised, spec, held),
+            _ => return Ok(held),
+        }))
+    }
+}
+
+/// Places `order` of the last axis.
+fn taken(values: &Tensor, order: Vec<u32>) -> Result<Tensor> {
+    Ok(values.index_select(&Tensor::new(order, values.device())?, values.rank() - 1)?)
+}
+
+fn to_bits(bits: u32) -> WeightRounding {
+    WeightRounding { mxfp4: false, bits: Some(bits) }
+}
+
+fn quantise(quantised: Quantised, spec: &ParameterSpec, held: Held) -> Result<Held> {
     let linear = spec.is_expert_matrix() || spec.name.contains("_proj.weight");
     let concerns = |scope| match scope {
         Scope::Linear => linear,
         Scope::Experts => spec.is_expert_matrix(),
     };
-    match quantised {
-        Quantised::Bf16 => Ok(round_mantissa(&tensor, 7)?),
-        Quantised::Mxfp4 { cuts_off: false } => to_mxfp4(spec, &tensor),
-        Quantised::Mxfp4 { cuts_off: true } if spec.is_expert_matrix() => mxfp4_cut_off(&tensor),
-        Quantised::Fp8(scope, scale) if concerns(scope) => scaled(&tensor, scale, FP8_MAX, fp8),
-        Quantised::Int8(scope, scale) if concerns(scope) => {
-            scaled(&tensor, scale, 127.0, |x| x.round_ties_even().clamp(-128.0, 127.0))
+    Ok(Held::Plain(match quantised {
+        Quantised::Bf16 => return to_bits(7).apply(spec, held),
+        Quantised::Mxfp4 { cuts_off: false } => {
+            return WeightRounding { mxfp4: true, bits: None }.apply(spec, held);
         }
-        _ => Ok(tensor),
-    }
+        Quantised::Mxfp4 { cuts_off: true } if spec.is_expert_matrix() => {
+            mxfp4_cut_off(&held.decoded(spec)?)?
+        }
+        Quantised::Fp8(scope, scale) if concerns(scope) => scaled(&held.decoded(spec)?, scale, FP8_MAX, fp8)?,
+        Quantised::Int8(scope, scale) if concerns(scope) => {
+            let round = |x: f32| x.round_ties_even().clamp(-128.0, 127.0);
+            scaled(&held.decoded(spec)?, scale, 127.0, round)?
+        }
+        _ => return Ok(held),
+    }))
 }
 
 /// Blocks of 32 inputs at the power of two that puts the largest magnitude in 4..8; magnitudes round to the nearest of the

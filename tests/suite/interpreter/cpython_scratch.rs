@@ -14,18 +14,18 @@ fn with_scratch(state: InterpreterState) -> Option<CPython> {
 fn files_live_as_long_as_their_trajectory_and_no_other_sees_them() {
     let Some(python) = with_scratch(InterpreterState::Trajectory) else { return };
     eprintln!("{}", python.confinement());
-    assert!(python.confinement().contains("4 MiB of scratch in /tmp"), "{}", python.confinement());
+    assert!(python.confinement().contains("4 MiB of scratch in /tmp/scratch"), "{}", python.confinement());
     let (a, b) = (SessionId(1), SessionId(2));
     let said = |session, code: &str| python.call(session, code).text;
     let write = "import os
 os.mkdir('d')
 print(open('x', 'w').write('mine'))
 os.rename('x', 'd/rloss-scratch-test')
-os.getcwd(), os.listdir('/tmp')";
-    assert_eq!(said(a, write), "4\n('/tmp', ['d'])");
-    assert_eq!(said(b, "import os\nos.listdir('/tmp')"), "[]", "another trajectory");
-    assert_eq!(said(a, "open('/tmp/d/rloss-scratch-test').read()"), "'mine'", "the next call");
-    assert!(!Path::new("/tmp/d/rloss-scratch-test").exists(), "nothing is written outside");
+os.getcwd(), os.listdir('/tmp/scratch')";
+    assert_eq!(said(a, write), "4\n('/tmp/scratch', ['d'])");
+    assert_eq!(said(b, "import os\nos.listdir('/tmp/scratch')"), "[]", "another trajectory");
+    assert_eq!(said(a, "open('/tmp/scratch/d/rloss-scratch-test').read()"), "'mine'", "the next call");
+    assert!(!Path::new("/tmp/scratch/d/rloss-scratch-test").exists(), "nothing is written outside");
     let usual = "import shutil, tempfile
 with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as file:
     file.write(b'12')
@@ -37,7 +37,7 @@ os.listdir()";
     assert_eq!(said(a, usual), "b'12' mine\n[]");
     assert_eq!(said(a, "open('y', 'w').write('2')"), "1");
     python.close(a);
-    assert_eq!(said(a, "import os\nos.listdir('/tmp')"), "[]", "gone with the trajectory");
+    assert_eq!(said(a, "import os\nos.listdir('/tmp/scratch')"), "[]", "gone with the trajectory");
 }
 
 #[test]
@@ -77,8 +77,9 @@ fn modes_owners_and_links_stay_out_of_reach() {
         "os.symlink('/etc/passwd', 'y')",
         "os.link('x', 'y')",
         "os.mkfifo('y')",
+        "os.listdir('/proc')",
         "os.truncate('x', 0)",
-        "os.execv('/tmp/x', ['x'])",
+        "os.execv('/tmp/scratch/x', ['x'])",
     ] {
         let reply = call(&python, &format!("import os\nopen('x', 'w').close()\n{code}"));
         assert!(reply.text.contains("PermissionError"), "{code}: {}", reply.text);

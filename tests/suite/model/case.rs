@@ -2,13 +2,13 @@
 //!
 //! `scripts/make_fixtures.py` says what such a folder holds.
 
+use crate::tiny::load;
 use crate::tiny::{self, Gradients, Learned, learned, values as floats};
 use candle_core::{Device, Tensor};
 use rloss::model::attend::PackedAttention;
 use rloss::model::cache::SequenceCache;
 use rloss::model::config::{Config, Form};
 use rloss::model::forward::{ForwardOptions, Model};
-use rloss::model::load::load;
 use rloss::model::names::{Layout, ParameterSpec};
 use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
@@ -181,7 +181,7 @@ impl Case {
     /// What one step changes against what it changed in PyTorch; the weights are put back.
     fn compare_step(&mut self, kind: &str, settings: &OptimizerSettings, lr: f64) -> Worst {
         let before: Vec<Vec<f32>> =
-            (0..self.parameters.len()).map(|i| floats(self.parameters.values(i))).collect();
+            (0..self.parameters.len()).map(|i| floats(self.parameters.values(i).unwrap())).collect();
         let gradients = Gradients::of(&self.parameters);
         let mut optimizer = Optimizer::new(settings, &mut self.parameters, false).unwrap();
         assert_eq!(gradients, Gradients::of(&self.parameters), "a fresh optimizer leaves gradients alone");
@@ -191,7 +191,7 @@ impl Case {
             let change =
                 |after: &[f32]| -> Vec<f32> { after.iter().zip(before).map(|(a, b)| a - b).collect() };
             let (after, after_torch) =
-                (floats(self.parameters.values(index)), self.expected_values(kind, index));
+                (floats(self.parameters.values(index).unwrap()), self.expected_values(kind, index));
             let name = &self.parameters.specs[index].name;
             worst.note(relative(&change(&after), &change(&after_torch)), name);
             tiny::set(&self.parameters, index, before);
@@ -284,6 +284,6 @@ impl Case {
 /// Logits of the rows of `x`, plain.
 fn head(trunk: &Trunk, x: &Tensor) -> Vec<f32> {
     let rows = Arc::new((0..x.dim(0).unwrap() as u32).collect());
-    let Head::LanguageModel(weight) = trunk.weights.head().unwrap() else { panic!("a critic") };
-    floats(&ops::linear(&trunk.normed(x, &rows).unwrap(), &weight, None).unwrap())
+    let Head::LanguageModel(head) = trunk.weights.head().unwrap() else { panic!("a critic") };
+    floats(&head.apply(&trunk.normed(x, &rows).unwrap()).unwrap())
 }

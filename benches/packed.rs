@@ -1,0 +1,144 @@
+//! Products with packed weights at the released width, against what the machine can do in the same run: bytes a second of
+//! one row's and sixteen rows' products against a plain read of memory, and prefill against the `gemm` crate's best rate.
+//! `cargo bench --bench packed`.
+
+use rayon::prelude::*;
+use rloss::ops::packed::{PackedForm, PackedMatrix, StoredRows};
+use std::convert::Infallible;
+use std::hint::black_box;
+use std::ops::Range;
+use std::time::Instant;
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// Larger than any cache, bytes.
+const STREAMED: usize = 1 << 30;
+
+/// The least seconds of `rounds` runs.
+fn least(rounds: usize, mut run: impl FnMut()) -> f64 {
+    run();
+    (0..rounds)
+        .map(|_| {
+            let start = Instant::now();
+            run();
+            start.elapsed().as_secs_f64()
+        })
+        .fold(f64::INFINITY, f64::min)
+}
+
+/// Bytes a second that all threads read together.
+fn read_rate() -> f64 {
+    let words = vec![1u64; STREAMED / 8];
+    let sum = || {
+        words
+            .par_chunks(1 << 16)
+            .map(|part| part.iter().fold(0u64, |sum, word| sum ^ word))
+            .reduce(|| 0, |a, b| a ^ b)
+    };
+    STREAMED as f64
+        / least(5, || {
+            black_box(sum());
+        })
+}
+
+fn matrix(form: PackedForm, shape: [usize; 3]) -> PackedMatrix {
+    let fill = |rows: StoredRows| {
+        // bf16 of small magnitude, or nibbles at a scale near 2^-7.
+        let pattern = if form == PackedForm::Bf16 { [0x12, 0x3c] } else { [0x5a, 0xc3] };
+        rows.values.iter_mut().enumerate().for_each(|(i, byte)| *byte = pattern[i % 2]);
+        rows.scales.fill(120);
+        Ok::<_, Infallible>(())
+    };
+    let Ok(matrix) = PackedMatrix::read(form, shape, fill);
+    matrix
+}
+
+/// One decoding step's products with `m` rows: as many of the experts as are asked for.
+fn decode(name: &str, matrix: &PackedMatrix, experts: &[usize], m: usize, read: f64) {
+    let [all, k, n] = matrix.shape();
+    let bytes = matrix.size_bytes() / all * experts.len();
+    let groups: Vec<(usize, Range<usize>)> =
+        experts.iter().enumerate().map(|(at, expert)| (*expert, at * m..(at + 1) * m)).collect();
+    let x = vec![0.5f32; experts.len() * m * k];
+    let mut out = vec![0f32; experts.len() * m * n];
+    // Other memory between the rounds, so that caches hold nothing of the matrix.
+    let seconds = (0..7)
+        .map(|_| {
+            let other = vec![1u8; 256 << 20];
+            black_box(other.par_iter().map(|byte| u64::from(*byte)).sum::<u64>());
+            let start = Instant::now();
+            matrix.forward_grouped(black_box(&mut out), &x, &groups, false);
+            start.elapsed().as_secs_f64()
+        })
+        .fold(f64::INFINITY, f64::min);
+    let rate = bytes as f64 / seconds;
+    println!("{name:<34} {m:>5} {:>10.1} {:>9.2} {:>12.2}", bytes as f64 / 1e6, rate / 1e9, rate / read);
+}
+
+/// The library's best rate over some shapes, multiply-adds a second.
+fn library_rate() -> f64 {
+    let threads = rayon::current_num_threads();
+    [1024usize, 1536, 2048]
+        .into_iter()
+        .map(|size| {
+            let (a, b) = (vec![0.5f32; size * size], vec![0.25f32; size * size]);
+            let mut out = vec![0f32; size * size];
+            let seconds = least(4, || {
+                // SAFETY: three square matrices of this size.
+                unsafe {
+                    let n = size as isize;
+                    let parallel = gemm::Parallelism::Rayon(threads);
+                    let (a, b) = (a.as_ptr(), b.as_ptr());
+                    let out = out.as_mut_ptr();
+                    gemm::gemm(
+                        size, size, size, out, 1, n, false, a, 1, n, b, 1, n, 1.0, 1.0, false, false, false,
+                        parallel,
+                    );
+                }
+            });
+            (size * size * size) as f64 / seconds
+        })
+        .fold(0.0, f64::max)
+}
+
+fn prefill(name: &str, matrix: &PackedMatrix, m: usize, library: f64) {
+    let [experts, k, n] = matrix.shape();
+    let groups: Vec<(usize, Range<usize>)> =
+        (0..experts).map(|expert| (expert, expert * m..(expert + 1) * m)).collect();
+    let x = vec![0.5f32; experts * m * k];
+    let mut out = vec![0f32; experts * m * n];
+    let seconds = least(3, || matrix.forward_grouped(black_box(&mut out), &x, &groups, false));
+    let rate = (experts * m * k * n) as f64 / seconds;
+    println!("{name:<34} {m:>5} {:>10} {:>9.1} {:>12.2}", "", 2.0 * rate / 1e9, rate / library);
+}
+
+fn main() {
+    let (h, v) = (2880, 201_088);
+    let gate_up = matrix(PackedForm::Mxfp4, [8, h, 2 * h]);
+    let down = matrix(PackedForm::Mxfp4, [8, h, h]);
+    let (q, o) = (matrix(PackedForm::Bf16, [1, h, 4096]), matrix(PackedForm::Bf16, [1, 4096, h]));
+    let head = matrix(PackedForm::Bf16, [1, h, v]);
+    let read = read_rate();
+    println!("memory is read at {:.2} GB/s by {} threads", read / 1e9, rayon::current_num_threads());
+    println!("{:<34} {:>5} {:>10} {:>9} {:>12}", "decode", "rows", "MB", "GB/s", "of the read");
+    for m in [1, 4, 16] {
+        decode("experts' gate_up, 4 of them", &gate_up, &[0, 2, 5, 7], m, read);
+        decode("experts' down, 4 of them", &down, &[0, 2, 5, 7], m, read);
+        decode("attention's q", &q, &[0], m, read);
+        decode("attention's o", &o, &[0], m, read);
+        decode("head", &head, &[0], m, read);
+    }
+    let library = library_rate();
+    println!("the library's best rate: {:.1} GFLOP/s", 2.0 * library / 1e9);
+    println!(
+        "{:<34} {:>5} {:>10} {:>9} {:>12}",
+        "prefill of 512 tokens", "rows", "", "GFLOP/s", "of the best"
+    );
+    prefill("experts' gate_up, 8 by 64 rows", &gate_up, 64, library);
+    prefill("experts' down, 8 by 64 rows", &down, 64, library);
+    prefill("attention's q", &q, 512, library);
+    prefill("attention's o", &o, 512, library);
+    drop((gate_up, down, q, o));
+    prefill("head, 83 rows a chunk", &head, 83, library);
+}

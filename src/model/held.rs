@@ -1,0 +1,195 @@
+//! A tensor as a model holds it: plain f32 values, which may learn, or packed ones, which do not.
+
+use super::config::Form;
+use super::layer::Projection;
+use super::names::{Layout, ParameterSpec, TensorRole};
+use crate::ops::packed::{self, PackedMatrix, PackedTable};
+use crate::ops::{self, Parameter};
+use anyhow::{Result, bail};
+use candle_core::{Device, Tensor};
+use std::sync::Arc;
+
+/// A tensor without gradients, packed or not.
+#[derive(Clone)]
+pub enum Held {
+    Plain(Tensor),
+    Matrix(Arc<PackedMatrix>),
+    /// Rows that are looked up: the embedding.
+    Table(Arc<PackedTable>),
+}
+
+/// A tensor on its way into a model: values that may learn, or what is shared as it is.
+pub enum Loaded {
+    Values(Vec<f32>),
+    Packed(Held),
+    /// So many bytes that stay on disk.
+    Stored(u64),
+}
+
+impl Loaded {
+    /// The values of `spec`, which are in memory.
+    ///
+    /// # Errors
+    /// When they are not.
+    pub fn held(self, spec: &ParameterSpec) -> Result<Held> {
+        match self {
+            Loaded::Values(values) => {
+                Ok(Held::Plain(Tensor::from_vec(values, spec.working_shape(), &Device::Cpu)?))
+            }
+            Loaded::Packed(held) => Ok(held),
+            Loaded::Stored(_) => bail!("{} is on disk", spec.name),
+        }
+    }
+}
+
+/// A tensor as a layer is made of it.
+#[derive(Clone)]
+pub enum Weight {
+    Plain(Parameter),
+    Matrix(Arc<PackedMatrix>),
+    Table(Arc<PackedTable>),
+}
+
+/// What token ids are looked up in.
+#[derive(Clone)]
+pub enum Embedding {
+    /// `[V, H]`.
+    Plain(Parameter),
+    /// `[V, H]`.
+    Packed(Arc<PackedTable>),
+    /// The head, `[H, V]`, whose columns are looked up.
+    Tied(Projection),
+}
+
+impl ParameterSpec {
+    /// How the tensor is packed where it lies on disk in `form` and does not learn; `None` for what stays f32.
+    pub fn packed_form(&self, form: Form) -> Option<packed::PackedForm> {
+        let is_matrix = !matches!(self.role, TensorRole::Bias | TensorRole::Norm | TensorRole::Sinks);
+        // A single column is multiplied another way.
+        let wide = self.working_shape().last().is_some_and(|&columns| columns > 1);
+        match form {
+            Form::F32 => None,
+            Form::Mxfp4 if self.is_expert_matrix() => Some(packed::PackedForm::Mxfp4),
+            _ => (is_matrix && wide).then_some(packed::PackedForm::Bf16),
+        }
+    }
+
+    /// Whether rows are looked up and nothing multiplies by it: an embedding that is not the head too.
+    pub(super) fn is_table(&self) -> bool {
+        self.role == TensorRole::Embedding && self.layout == Layout::AsStored
+    }
+
+    /// `[E, in, out]` of a matrix, with one "expert" where it has none.
+    pub fn matrix_shape(&self) -> Option<[usize; 3]> {
+        match *self.working_shape() {
+            [input, output] => Some([1, input, output]),
+            [experts, input, output] => Some([experts, input, output]),
+            _ => None,
+        }
+    }
+
+    /// Bytes of the tensor in memory where it lies on disk in `form` and does not learn.
+    pub fn resident_bytes(&self, form: Form) -> u64 {
+        let plain = self.element_count() as u64 * size_of::<f32>() as u64;
+        match (self.packed_form(form), self.matrix_shape()) {
+            // Rows that are only looked up are not arranged in panels.
+            (Some(_), _) if self.is_table() => plain / 2,
+            (Some(form), Some(shape)) => form.bytes(shape) as u64,
+            _ => plain,
+        }
+    }
+}
+
+impl Held {
+    /// Its size in memory, bytes.
+    pub fn bytes(&self) -> u64 {
+        match self {
+            Held::Plain(values) => (values.elem_count() * size_of::<f32>()) as u64,
+            Held::Matrix(matrix) => matrix.size_bytes() as u64,
+            Held::Table(table) => table.size_bytes() as u64,
+        }
+    }
+
+    /// Its f32 values, in the shape of `spec`.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn decoded(&self, spec: &ParameterSpec) -> Result<Tensor> {
+        Ok(match self {
+            Held::Plain(values) => values.clone(),
+            Held::Matrix(matrix) => Tensor::from_vec(matrix.decoded(), spec.working_shape(), &Device::Cpu)?,
+            Held::Table(table) => Tensor::from_vec(table.decoded(), spec.working_shape(), &Device::Cpu)?,
+        })
+    }
+
+    /// For a layer, not learning.
+    pub fn frozen(&self) -> Weight {
+        match self {
+            Held::Plain(values) => Weight::Plain(Parameter::frozen(values)),
+            Held::Matrix(matrix) => Weight::Matrix(matrix.clone()),
+            Held::Table(table) => Weight::Table(table.clone()),
+        }
+    }
+}
+
+impl Weight {
+    /// A vector, or a small tensor, which is never packed.
+    ///
+    /// # Errors
+    /// When it is.
+    pub fn parameter(self) -> Result<Parameter> {
+        match self {
+            Weight::Plain(parameter) => Ok(parameter),
+            Weight::Matrix(_) | Weight::Table(_) => bail!("a packed tensor where a plain one belongs"),
+        }
+    }
+
+    /// A matrix that multiplies.
+    ///
+    /// # Errors
+    /// When it is a table.
+    pub fn projection(self, bias: Option<Parameter>) -> Result<Projection> {
+        match self {
+            Weight::Plain(weight) => Ok(Projection::Dense { weight, bias }),
+            Weight::Matrix(weight) => Ok(Projection::Packed { weight, bias }),
+            Weight::Table(_) => bail!("a table where a matrix belongs"),
+        }
+    }
+
+    /// What ids are looked up in; `tied` where it is the head too.
+    ///
+    /// # Errors
+    /// When it is arranged to be multiplied by, and only looked up, or the other way round.
+    pub fn embedding(self, tied: bool) -> Result<Embedding> {
+        match self {
+            weight if tied => Ok(Embedding::Tied(weight.projection(None)?)),
+            Weight::Plain(parameter) => Ok(Embedding::Plain(parameter)),
+            Weight::Table(table) => Ok(Embedding::Packed(table)),
+            Weight::Matrix(_) => bail!("a matrix where a table belongs"),
+        }
+    }
+}
+
+impl Embedding {
+    /// Rows `ids`, `[T, H]`.
+    ///
+    /// # Errors
+    /// When an id is not below `V`.
+    pub fn rows(&self, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
+        Ok(match self {
+            Embedding::Plain(parameter) => ops::embedding(parameter, ids)?,
+            Embedding::Packed(table) => ops::packed::packed_rows(table, ids)?,
+            Embedding::Tied(Projection::Dense { weight, .. }) => ops::tied_embedding(weight, ids)?,
+            Embedding::Tied(Projection::Packed { weight, .. }) => ops::packed::packed_columns(weight, ids)?,
+        })
+    }
+
+    /// The same, not learning.
+    pub fn without_gradient(&self) -> Self {
+        match self {
+            Embedding::Plain(parameter) => Embedding::Plain(parameter.without_gradient()),
+            Embedding::Packed(table) => Embedding::Packed(table.clone()),
+            Embedding::Tied(head) => Embedding::Tied(head.without_gradient()),
+        }
+    }
+}

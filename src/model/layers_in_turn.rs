@@ -1,0 +1,61 @@
+//! Layers that are made anew whenever a walk passes, so that one at a time is in memory: those of a model larger than memory,
+//! read from disk, and those whose changed tensors would take more memory than what they are made of.
+
+use super::config::Config;
+use super::held::Held;
+use super::layer::Layer;
+use super::load::ModelFolder;
+use super::names::ParameterSpec;
+use anyhow::{Context, Result};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// What is made of each tensor before a model computes with it.
+pub type WeightChange = Arc<dyn Fn(&ParameterSpec, Held) -> Result<Held> + Send + Sync>;
+
+/// Where the layers' tensors lie.
+#[derive(Clone)]
+pub enum TensorStore {
+    Folder(Arc<ModelFolder>),
+    /// By name.
+    Memory(Arc<HashMap<String, Held>>),
+}
+
+/// The layers of a model, and what is made of their weights as they are taken.
+#[derive(Clone)]
+pub struct LayersInTurn {
+    pub store: TensorStore,
+    pub config: Config,
+    /// What `model.dtype` asks for, then the arms or a mistake to recognise others by.
+    pub changes: Vec<WeightChange>,
+}
+
+impl LayersInTurn {
+    /// Layer `index`, made anew.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when a file was changed meanwhile, and those of the changes.
+    pub fn layer(&self, index: usize) -> Result<Layer> {
+        let family = self.config.family;
+        let specs = family.layer_specs(&self.config, index);
+        family.layer(index, &|name| {
+            let spec: &ParameterSpec =
+                specs.iter().find(|spec| spec.name == name).with_context(|| format!("no tensor {name}"))?;
+            Ok(self.tensor(spec)?.frozen())
+        })
+    }
+
+    /// One tensor after all changes.
+    ///
+    /// # Errors
+    /// As [`Self::layer`].
+    pub fn tensor(&self, spec: &ParameterSpec) -> Result<Held> {
+        let held = match &self.store {
+            TensorStore::Folder(files) => files.loaded(spec, false)?.held(spec)?,
+            TensorStore::Memory(held) => {
+                held.get(&spec.name).with_context(|| format!("no tensor {}", spec.name))?.clone()
+            }
+        };
+        self.changes.iter().try_fold(held, |held, change| change(spec, held))
+    }
+}

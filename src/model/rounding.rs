@@ -1,0 +1,85 @@
+//! Arms that round weights: what sampling then computes with.
+
+use super::held::Held;
+use super::layers_in_turn::WeightChange;
+use super::names::ParameterSpec;
+use crate::bad_input;
+use crate::ops::packed::{self, PackedMatrix};
+use crate::ops::{mxfp4, round_mantissa, round_mantissa::round_value};
+use anyhow::Result;
+use candle_core::Tensor;
+use std::sync::Arc;
+
+/// Stored mantissa bits of bf16.
+const BF16_BITS: u32 = 7;
+/// Mantissa bits that hold every value of MXFP4, those below f32's normal range included.
+const MXFP4_BITS: u32 = 2;
+
+/// How weights are rounded.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct WeightRounding {
+    /// Experts' matrices to MXFP4, first.
+    pub mxfp4: bool,
+    /// Everything to so many mantissa bits.
+    pub bits: Option<u32>,
+}
+
+impl WeightRounding {
+    /// Itself as a change.
+    pub fn change(self) -> WeightChange {
+        Arc::new(move |spec, held| self.apply(spec, held))
+    }
+
+    /// The tensor after rounding; one that rounding leaves alone is shared.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when `rollout_mxfp4` meets expert matrices that do not divide into its blocks.
+    pub fn apply(&self, spec: &ParameterSpec, held: Held) -> Result<Held> {
+        let held = if self.mxfp4 && spec.is_expert_matrix() { to_mxfp4(spec, held)? } else { held };
+        let Some(bits) = self.bits else { return Ok(held) };
+        let round = |value| round_value(value, bits);
+        Ok(match held {
+            Held::Plain(values) => Held::Plain(round_mantissa(&values, bits)?),
+            Held::Matrix(matrix) if keeps(&matrix, bits) => Held::Matrix(matrix),
+            Held::Matrix(matrix) if matrix.form() == packed::PackedForm::Bf16 => {
+                Held::Matrix(Arc::new(matrix.mapped(round)))
+            }
+            Held::Table(table) if bits < BF16_BITS => Held::Table(Arc::new(table.mapped(round))),
+            Held::Table(table) => Held::Table(table),
+            matrix => Held::Plain(round_mantissa(&matrix.decoded(spec)?, bits)?),
+        })
+    }
+}
+
+/// Whether every value of the matrix has so few bits already.
+fn keeps(matrix: &PackedMatrix, bits: u32) -> bool {
+    match matrix.form() {
+        packed::PackedForm::Bf16 => bits >= BF16_BITS,
+        packed::PackedForm::Mxfp4 => bits >= MXFP4_BITS,
+    }
+}
+
+/// An expert matrix as MXFP4 holds it.
+fn to_mxfp4(spec: &ParameterSpec, held: Held) -> Result<Held> {
+    if let Held::Matrix(matrix) = &held
+        && matrix.form() == packed::PackedForm::Mxfp4
+    {
+        return Ok(held);
+    }
+    let values = held.decoded(spec)?;
+    let shape: [usize; 3] = values.dims3()?.into();
+    let [_, input, _] = shape;
+    if !input.is_multiple_of(mxfp4::BLOCK) {
+        return Err(bad_input!(
+            "arms.rollout_mxfp4: {} has {input} inputs, which MXFP4's blocks of {} do not divide; leave the arm off",
+            spec.name,
+            mxfp4::BLOCK
+        ));
+    }
+    let (blocks, scales) = mxfp4::encode(&values.flatten_all()?.to_vec1::<f32>()?, shape);
+    if matches!(held, Held::Plain(_)) {
+        let decoded = mxfp4::decode(&blocks, &scales, shape);
+        return Ok(Held::Plain(Tensor::from_vec(decoded, shape.to_vec(), values.device())?));
+    }
+    Ok(Held::Matrix(Arc::new(PackedMatrix::of_mxfp4(&blocks, &scales, shape))))
+}

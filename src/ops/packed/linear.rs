@@ -1,0 +1,148 @@
+//! `y = x · W + b` with a packed `W`, and the same by expert. Backward: `dx = dy · Wᵀ`, and `db` where the bias learns.
+
+use super::PackedMatrix;
+use crate::ops::cpu::{add_values, buffer, host_values, values};
+use crate::ops::experts::Dispatch;
+use crate::ops::linear::{repeat_row, sum_rows};
+use crate::ops::parameter::{Gradient, Parameter};
+use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The linear layer: `x [T, in]`, `bias [out]` if any → `[T, out]`.
+///
+/// # Errors
+/// When shapes disagree.
+pub fn packed_linear(x: &Tensor, weight: &Arc<PackedMatrix>, bias: Option<&Parameter>) -> Result<Tensor> {
+    let ((_, k), [experts, input, output]) = (x.dims2()?, weight.shape());
+    if experts != 1 || k != input || bias.is_some_and(|b| b.values().dims() != [output]) {
+        bail!("packed_linear: x {:?}, weight {:?}", x.dims(), weight.shape());
+    }
+    match bias {
+        Some(bias) => apply(x, weight, bias, None),
+        None => x.contiguous()?.apply_op1(Packed { weight: weight.clone(), bias: None, plan: None }),
+    }
+}
+
+/// Each row by its expert's matrix: `x [T·K, in]` sorted by `plan`, `bias [E, out]` → `[T·K, out]`.
+///
+/// # Errors
+/// When shapes disagree.
+pub fn packed_grouped_linear(
+    x: &Tensor,
+    weight: &Arc<PackedMatrix>,
+    bias: &Parameter,
+    plan: &Dispatch,
+) -> Result<Tensor> {
+    let ((_, k), [experts, input, output]) = (x.dims2()?, weight.shape());
+    if k != input || bias.values().dims() != [experts, output] {
+        bail!("packed_grouped_linear: x {:?}, weight {:?}", x.dims(), weight.shape());
+    }
+    apply(x, weight, bias, Some(plan.clone()))
+}
+
+fn apply(x: &Tensor, weight: &Arc<PackedMatrix>, bias: &Parameter, plan: Option<Dispatch>) -> Result<Tensor> {
+    let op = Packed { weight: weight.clone(), bias: bias.gradient(), plan };
+    x.contiguous()?.apply_op2(bias.values(), op)
+}
+
+struct Packed {
+    weight: Arc<PackedMatrix>,
+    /// Where the bias's gradient goes.
+    bias: Option<Gradient>,
+    /// Which rows are which expert's; without it all are of the only one.
+    plan: Option<Dispatch>,
+}
+
+impl Packed {
+    /// Each expert that has rows.
+    fn groups(&self, rows: usize) -> Result<Vec<(usize, Range<usize>)>> {
+        let Some(plan) = &self.plan else { return Ok(vec![(0, 0..rows)]) };
+        let (mut groups, mut start) = (vec![], 0);
+        for (expert, count) in plan.counts()?.into_iter().enumerate().filter(|(_, count)| *count > 0) {
+            groups.push((expert, start..start + count));
+            start += count;
+        }
+        if start != rows || groups.last().is_some_and(|(expert, _)| *expert >= self.weight.shape()[0]) {
+            bail!("packed_grouped_linear: {rows} rows, a plan of {start}");
+        }
+        Ok(groups)
+    }
+}
+
+impl CustomOp2 for Packed {
+    fn name(&self) -> &'static str {
+        "packed linear"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        b: &CpuStorage,
+        b_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (rows, n) = (x_layout.shape().dims2()?.0, self.weight.shape()[2]);
+        let (x, b) = (values(x, x_layout)?, values(b, b_layout)?);
+        let groups = self.groups(rows)?;
+        let mut out = Vec::with_capacity(rows * n);
+        for (expert, rows) in &groups {
+            out.extend(repeat_row(&b[expert * n..(expert + 1) * n], rows.len()));
+        }
+        self.weight.forward_grouped(&mut out, x, &groups, true);
+        Ok((CpuStorage::F32(out), Shape::from((rows, n))))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        b: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let grad = grad.contiguous()?;
+        if let Some(bias) = &self.bias {
+            let (dy, n) = (host_values(&grad)?, self.weight.shape()[2]);
+            let mut sums = buffer(b.elem_count());
+            for (expert, rows) in self.groups(x.dim(0)?)? {
+                let sum = sum_rows(&dy[rows.start * n..rows.end * n], n);
+                sums[expert * n..(expert + 1) * n].copy_from_slice(&sum);
+            }
+            bias.add(|db| add_values(db, &sums))?;
+        }
+        Ok((self.input_gradient(x, &grad)?, None))
+    }
+}
+
+impl CustomOp1 for Packed {
+    fn name(&self) -> &'static str {
+        "packed linear without bias"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let (rows, n) = (layout.shape().dims2()?.0, self.weight.shape()[2]);
+        let mut out = buffer(rows * n);
+        self.weight.forward_grouped(&mut out, values(x, layout)?, &self.groups(rows)?, false);
+        Ok((CpuStorage::F32(out), Shape::from((rows, n))))
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        self.input_gradient(x, &grad.contiguous()?)
+    }
+}
+
+impl Packed {
+    /// `dx`, where something below learns.
+    fn input_gradient(&self, x: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        if !x.track_op() {
+            return Ok(None);
+        }
+        let ((rows, k), n) = (x.dims2()?, self.weight.shape()[2]);
+        let (dy, mut dx) = (host_values(grad)?, buffer(rows * k));
+        for (expert, rows) in self.groups(rows)? {
+            let dy = &dy[rows.start * n..rows.end * n];
+            self.weight.input_gradient(expert, &mut dx[rows.start * k..rows.end * k], dy);
+        }
+        Ok(Some(Tensor::from_vec(dx, (rows, k), x.device())?))
+    }
+}

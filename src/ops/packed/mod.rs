@@ -1,0 +1,467 @@
+//! Matrices that stay packed: bf16, or MXFP4 as [`super::mxfp4`] has it, in as many bytes as on disk.
+//!
+//! A product decodes what it needs on the way, in the order of additions of [`super::product`]: **its bits are those of the
+//! product with the decoded matrix**, forward and in the gradient to the input. Nothing here learns.
+//!
+//! A matrix lies in panels of [`COLUMNS`] columns, each from its first k to its last, so that a product reads memory in one
+//! stream and a vector holds neighbouring columns. In MXFP4 a panel goes block by block: [`COLUMNS`] scales, then the
+//! block's bytes, those of a pair of k side by side.
+
+mod kernels;
+mod linear;
+mod table;
+
+pub use linear::{packed_grouped_linear, packed_linear};
+pub use table::{PackedTable, packed_columns, packed_rows};
+
+use super::cpu::in_parallel;
+use super::mxfp4::{self, BLOCK};
+use super::product::{K_CHUNK, Matrix, product};
+use kernels::{Panel, Stripes, Vectors};
+use rayon::prelude::*;
+use std::convert::Infallible;
+use std::ops::Range;
+
+/// Columns of a panel.
+pub const COLUMNS: usize = 64;
+/// Panels whose weights are decoded together when there are many rows.
+const TILE_PANELS: usize = 8;
+/// Up to so many rows each weight is decoded in registers; more share one decoded tile.
+const FEW_ROWS_MAX: usize = 16;
+
+/// How weights are packed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PackedForm {
+    Bf16,
+    Mxfp4,
+}
+
+impl PackedForm {
+    /// A block of [`BLOCK`] k in a panel: scales, and two k a byte.
+    const MXFP4_BLOCK_BYTES: usize = COLUMNS * (1 + BLOCK / 2);
+
+    /// Bytes of `rows` rows of a panel.
+    const fn panel_bytes(self, rows: usize) -> usize {
+        match self {
+            PackedForm::Bf16 => rows * COLUMNS * 2,
+            PackedForm::Mxfp4 => rows.div_ceil(BLOCK) * Self::MXFP4_BLOCK_BYTES,
+        }
+    }
+
+    /// Bytes of a packed `[experts, input, output]`.
+    pub const fn bytes(self, [experts, input, output]: [usize; 3]) -> usize {
+        experts * output.div_ceil(COLUMNS) * self.panel_bytes(input)
+    }
+}
+
+/// A packed matrix `[in, out]`, or one of each of `E` experts.
+pub struct PackedMatrix {
+    form: PackedForm,
+    experts: usize,
+    input: usize,
+    output: usize,
+    bytes: Vec<u8>,
+}
+
+/// What a reader of stored weights fills for one panel: `[columns]` rows of the stored matrix `[out, in]`.
+pub struct StoredRows<'a> {
+    pub expert: usize,
+    pub columns: Range<usize>,
+    /// Little-endian bf16 `[columns][in]`, or MXFP4's blocks `[columns][in / 32][16]`.
+    pub values: &'a mut [u8],
+    /// `[columns][in / 32]`; empty for bf16.
+    pub scales: &'a mut [u8],
+}
+
+impl PackedMatrix {
+    /// Packs what `read` fills in, a panel at a time and several side by side; beside the matrix a panel a thread is in
+    /// memory.
+    ///
+    /// # Errors
+    /// Those of `read`.
+    pub fn read<E: Send>(
+        form: PackedForm,
+        [experts, input, output]: [usize; 3],
+        read: impl Fn(StoredRows) -> Result<(), E> + Sync,
+    ) -> Result<Self, E> {
+        assert!(form == PackedForm::Bf16 || input.is_multiple_of(BLOCK), "MXFP4: {input} inputs");
+        let mut bytes = vec![0u8; form.bytes([experts, input, output])];
+        let panels = output.div_ceil(COLUMNS);
+        let (width, scales) = match form {
+            PackedForm::Bf16 => (2 * input, 0),
+            PackedForm::Mxfp4 => (input / 2, input / BLOCK),
+        };
+        bytes.par_chunks_exact_mut(form.panel_bytes(input).max(1)).enumerate().try_for_each_init(
+            || (vec![0u8; COLUMNS * width], vec![0u8; COLUMNS * scales]),
+            |(values, of_scales), (index, panel)| {
+                let (expert, first) = (index / panels, index % panels * COLUMNS);
+                let columns = first..(first + COLUMNS).min(output);
+                let (values, of_scales) =
+                    (&mut values[..columns.len() * width], &mut of_scales[..columns.len() * scales]);
+                read(StoredRows { expert, columns, values, scales: of_scales })?;
+                match form {
+                    PackedForm::Bf16 => transpose::<2>(panel, values, width),
+                    PackedForm::Mxfp4 => arrange_blocks(panel, values, of_scales),
+                }
+                Ok(())
+            },
+        )?;
+        Ok(Self { form, experts, input, output, bytes })
+    }
+
+    /// Packs what [`mxfp4::encode`] gives.
+    pub fn of_mxfp4(blocks: &[u8], scales: &[u8], shape: [usize; 3]) -> Self {
+        let [_, input, output] = shape;
+        let part = |of: &[u8], rows: &StoredRows, width: usize, to: &mut [u8]| {
+            let start = (rows.expert * output + rows.columns.start) * width;
+            to.copy_from_slice(&of[start..start + to.len()]);
+        };
+        let read = |mut rows: StoredRows| {
+            let (values, of_scales) = (std::mem::take(&mut rows.values), std::mem::take(&mut rows.scales));
+            part(blocks, &rows, input / 2, values);
+            part(scales, &rows, input / BLOCK, of_scales);
+            Ok::<_, Infallible>(())
+        };
+        let Ok(matrix) = Self::read(PackedForm::Mxfp4, shape, read);
+        matrix
+    }
+
+    /// Packs bf16 values stored `[E, in, out]`: `read` fills one expert's bytes.
+    ///
+    /// # Errors
+    /// Those of `read`.
+    pub fn read_columns<E>(
+        [experts, input, output]: [usize; 3],
+        mut read: impl FnMut(usize, &mut [u8]) -> Result<(), E>,
+    ) -> Result<Self, E> {
+        let form = PackedForm::Bf16;
+        let mut bytes = vec![0u8; form.bytes([experts, input, output])];
+        let mut stored = vec![0u8; input * output * 2];
+        for (expert, packed) in bytes.chunks_exact_mut(form.bytes([1, input, output]).max(1)).enumerate() {
+            read(expert, &mut stored)?;
+            packed.par_chunks_exact_mut(form.panel_bytes(input)).enumerate().for_each(|(index, panel)| {
+                let columns = index * COLUMNS..((index + 1) * COLUMNS).min(output);
+                for (row, to) in stored.chunks_exact(2 * output).zip(panel.chunks_exact_mut(2 * COLUMNS)) {
+                    to[..2 * columns.len()].copy_from_slice(&row[2 * columns.start..2 * columns.end]);
+                }
+            });
+        }
+        Ok(Self { form, experts, input, output, bytes })
+    }
+
+    /// `[experts, in, out]`.
+    pub fn shape(&self) -> [usize; 3] {
+        [self.experts, self.input, self.output]
+    }
+
+    /// How it is packed.
+    pub fn form(&self) -> PackedForm {
+        self.form
+    }
+
+    /// Its size in memory.
+    pub fn size_bytes(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// The same in bf16 with each value replaced by `map` of it, which must be a bf16 again.
+    pub fn mapped(&self, map: impl Fn(f32) -> f32) -> Self {
+        assert!(self.form == PackedForm::Bf16, "only bf16 is mapped value by value");
+        Self { bytes: table::map_bf16(&self.bytes, map), ..*self }
+    }
+
+    /// All weights decoded, `[E, in, out]`.
+    pub fn decoded(&self) -> Vec<f32> {
+        let mut values = vec![0f32; self.experts * self.input * self.output];
+        let one = self.input * self.output;
+        for (expert, values) in values.chunks_exact_mut(one.max(1)).enumerate() {
+            values.par_chunks_exact_mut(self.output).enumerate().for_each(|(k, row)| {
+                for (index, part) in row.chunks_mut(COLUMNS).enumerate() {
+                    let panel = self.panel(expert, index);
+                    part.iter_mut().enumerate().for_each(|(c, value)| *value = panel.value(k, c));
+                }
+            });
+        }
+        values
+    }
+
+    /// Column `index` of the first expert decoded, `[in]`.
+    fn column(&self, index: usize) -> impl Iterator<Item = f32> {
+        let panel = self.panel(0, index / COLUMNS);
+        (0..self.input).map(move |k| panel.value(k, index % COLUMNS))
+    }
+
+    fn panels(&self) -> usize {
+        self.output.div_ceil(COLUMNS)
+    }
+
+    fn panel(&self, expert: usize, index: usize) -> Panel<'_> {
+        let size = self.form.panel_bytes(self.input);
+        let start = (expert * self.panels() + index) * size;
+        let columns = (self.output - index * COLUMNS).min(COLUMNS);
+        Panel { form: self.form, bytes: &self.bytes[start..start + size], columns }
+    }
+
+    /// Whether rows may be multiplied without the library, which takes another path for a last chunk of one or two k.
+    fn chains(&self) -> bool {
+        !matches!(self.input % K_CHUNK, 1 | 2)
+    }
+
+    /// `out (+)= x · W` of one expert: what [`super::product::forward_product`] gives with the decoded matrix, to the bit.
+    pub fn forward(&self, expert: usize, out: &mut [f32], x: &[f32], accumulate: bool) {
+        self.forward_grouped(out, x, &[(expert, 0..x.len() / self.input.max(1))], accumulate);
+    }
+
+    /// The same for rows that belong to several experts: `groups` names the rows of each, which do not overlap.
+    pub fn forward_grouped(
+        &self,
+        out: &mut [f32],
+        x: &[f32],
+        groups: &[(usize, Range<usize>)],
+        accumulate: bool,
+    ) {
+        let (k, n) = (self.input, self.output);
+        assert!(k > 0 && n > 1, "packed product: {k} x {n}");
+        let mut end = 0;
+        for (expert, rows) in groups {
+            assert!(
+                *expert < self.experts && rows.start >= end && rows.end >= rows.start,
+                "packed product: groups"
+            );
+            end = rows.end;
+        }
+        assert!(x.len() >= end * k && out.len() >= end * n, "packed product: shapes");
+        let groups = groups.iter().filter(|(_, rows)| !rows.is_empty());
+        // Columns of `tasks` do not overlap, nor do groups' rows: each place of `out` is one task's.
+        let tasks: Vec<Task> = groups
+            .flat_map(|(expert, rows)| {
+                let few = rows.len() <= FEW_ROWS_MAX && self.chains() && Vectors::here() != Vectors::Plain;
+                let tile = if few { 1 } else { TILE_PANELS };
+                self.tiles(tile).map(move |panels| Task { expert: *expert, rows: rows.clone(), panels, few })
+            })
+            .collect();
+        let stripes = Stripes::new(out, n);
+        let run = |tile: &mut Vec<f32>, task: &Task| self.run(task, x, stripes, tile, accumulate);
+        if in_parallel(tasks.iter().map(|task| task.rows.len() * k * task.panels.len() * COLUMNS).sum()) {
+            tasks.par_iter().for_each_init(Vec::new, run);
+        } else {
+            let mut tile = Vec::new();
+            tasks.iter().for_each(|task| run(&mut tile, task));
+        }
+    }
+
+    /// Ranges of up to `count` panels, none of them a single column: the library takes another path for one.
+    fn tiles(&self, count: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        let panels = self.panels();
+        let lone = panels > 1 && self.output % COLUMNS == 1;
+        let ends = (count..panels).step_by(count).filter(move |&end| !(lone && end == panels - 1));
+        let ends: Vec<usize> = ends.chain([panels]).collect();
+        let starts: Vec<usize> = std::iter::once(0).chain(ends.iter().copied()).collect();
+        starts.into_iter().zip(ends).map(|(start, end)| start..end)
+    }
+
+    fn run(&self, task: &Task, x: &[f32], out: Stripes, tile: &mut Vec<f32>, accumulate: bool) {
+        let Task { expert, rows, panels, few } = task;
+        let (k, m) = (self.input, rows.len());
+        let x = &x[rows.start * k..rows.end * k];
+        let out = out.starting_at(rows.start);
+        let vectors = Vectors::here();
+        if *few {
+            for index in panels.clone() {
+                vectors.few_rows(self.panel(*expert, index), (x, k), (out, index * COLUMNS), accumulate);
+            }
+            return;
+        }
+        // One row as two, as every forward has it.
+        let doubled = (m == 1).then(|| [x, x].concat());
+        let first = panels.start * COLUMNS;
+        let columns = (panels.end * COLUMNS).min(self.output) - first;
+        let stride = panels.len() * COLUMNS;
+        tile.resize(K_CHUNK.min(k) * stride, 0.0);
+        let mut both = vec![0f32; if doubled.is_some() { 2 * columns } else { 0 }];
+        if doubled.is_some() && accumulate {
+            out.read(first, &mut both[..columns]);
+        }
+        for start in (0..k).step_by(K_CHUNK) {
+            let chunk = start..(start + K_CHUNK).min(k);
+            for (at, index) in panels.clone().enumerate() {
+                vectors.decode(self.panel(*expert, index), chunk.clone(), tile, at * COLUMNS, stride);
+            }
+            let add = accumulate || start > 0;
+            let w = (&tile[..chunk.len() * stride], stride);
+            match &doubled {
+                Some(x) => {
+                    let both = Stripes::new(&mut both, columns);
+                    both.library_product(0, (&x[start..], k), w, (2, chunk.len(), columns), add);
+                }
+                None => out.library_product(first, (&x[start..], k), w, (m, chunk.len(), columns), add),
+            }
+        }
+        if doubled.is_some() {
+            out.put(0, first, &both[..columns], false);
+        }
+    }
+
+    /// `dx = dy · Wᵀ` of one expert: what [`product`] gives with the decoded matrix, to the bit.
+    pub fn input_gradient(&self, expert: usize, dx: &mut [f32], dy: &[f32]) {
+        let (k, n) = (self.input, self.output);
+        let m = dy.len() / n;
+        let vectors = Vectors::here();
+        let panels_a_chunk = K_CHUNK / COLUMNS;
+        let mut tile = vec![0f32; k * K_CHUNK.min(self.panels() * COLUMNS)];
+        for first in (0..self.panels()).step_by(panels_a_chunk) {
+            let panels = first..(first + panels_a_chunk).min(self.panels());
+            let stride = panels.len() * COLUMNS;
+            let tile = &mut tile[..k * stride];
+            tile.par_chunks_mut(ROWS_A_TIME * stride).enumerate().for_each(|(part, tile)| {
+                let rows = part * ROWS_A_TIME..(part * ROWS_A_TIME + tile.len() / stride);
+                for (at, index) in panels.clone().enumerate() {
+                    vectors.decode(self.panel(expert, index), rows.clone(), tile, at * COLUMNS, stride);
+                }
+            });
+            let start = first * COLUMNS;
+            let chunk = (n - start).min(K_CHUNK);
+            let dy = Matrix { values: &dy[start..], row_stride: n, column_stride: 1 };
+            let weight = Matrix { values: tile, row_stride: 1, column_stride: stride };
+            product(dx, dy, weight, (m, chunk, k), first > 0);
+        }
+    }
+}
+
+/// Rows of a matrix that a thread decodes at a time for the gradient; whole blocks of MXFP4.
+const ROWS_A_TIME: usize = 8 * BLOCK;
+
+/// Some panels of one expert, for its rows.
+struct Task {
+    expert: usize,
+    rows: Range<usize>,
+    panels: Range<usize>,
+    few: bool,
+}
+
+/// Rows of `width` bytes, elements of `N` bytes, to columns of a panel.
+fn transpose<const N: usize>(panel: &mut [u8], rows: &[u8], width: usize) {
+    for (column, row) in rows.chunks_exact(width).enumerate() {
+        for (k, element) in row.as_chunks::<N>().0.iter().enumerate() {
+            let at = (k * COLUMNS + column) * N;
+            panel[at..at + N].copy_from_slice(element);
+        }
+    }
+}
+
+/// Stored blocks `[columns][in / 32][16]` and scales `[columns][in / 32]` to a panel.
+fn arrange_blocks(panel: &mut [u8], values: &[u8], scales: &[u8]) {
+    let blocks = panel.len() / PackedForm::MXFP4_BLOCK_BYTES;
+    let (values, _) = values.as_chunks::<{ BLOCK / 2 }>();
+    for (block, panel) in panel.chunks_exact_mut(PackedForm::MXFP4_BLOCK_BYTES).enumerate() {
+        let (of_scales, pairs) = panel.split_at_mut(COLUMNS);
+        for column in 0..scales.len() / blocks {
+            of_scales[column] = scales[column * blocks + block];
+            for (pair, &byte) in values[column * blocks + block].iter().enumerate() {
+                pairs[pair * COLUMNS + column] = byte;
+            }
+        }
+    }
+}
+
+/// Whether a stored bf16 is NaN or infinite.
+pub fn bf16_is_finite(bytes: [u8; 2]) -> bool {
+    u16::from_le_bytes(bytes) & 0x7f80 != 0x7f80
+}
+
+/// Whether all of a stored block's values are finite.
+pub fn block_is_finite(bytes: &[u8; BLOCK / 2], scale: u8) -> bool {
+    // Only from 2^126 on can a magnitude of 4 or 6 overflow.
+    scale < 253 || mxfp4::decode_block(bytes, scale).iter().all(|v| v.is_finite())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::{Purpose, stream};
+    use rand::{Rng, RngCore};
+
+    /// A random matrix of `input × output` in `form`, scales of 2^-127 and below f32's normal range among them.
+    fn matrix(form: PackedForm, input: usize, output: usize) -> PackedMatrix {
+        let mut rng = stream(7, Purpose::Initialisation, &[input as u64, output as u64]);
+        let shape = [1, input, output];
+        match form {
+            PackedForm::Bf16 => {
+                let mut value = || half::bf16::from_f32(rng.random_range(-1.0f32..1.0)).to_le_bytes();
+                let stored: Vec<u8> = (0..input * output).flat_map(|_| value()).collect();
+                let fill = |_, to: &mut [u8]| {
+                    to.copy_from_slice(&stored);
+                    Ok::<_, Infallible>(())
+                };
+                let Ok(packed) = PackedMatrix::read_columns(shape, fill);
+                packed
+            }
+            PackedForm::Mxfp4 => {
+                let mut blocks = vec![0u8; input * output / 2];
+                rng.fill_bytes(&mut blocks);
+                let scale = |_| {
+                    if rng.random_bool(0.1) { rng.random_range(0..3) } else { rng.random_range(118..128) }
+                };
+                let scales: Vec<u8> = (0..input / BLOCK * output).map(scale).collect();
+                PackedMatrix::of_mxfp4(&blocks, &scales, shape)
+            }
+        }
+    }
+
+    #[test]
+    fn every_kind_of_vectors_decodes_and_multiplies_alike() {
+        let kinds = match Vectors::here() {
+            Vectors::Avx512 => vec![Vectors::Avx512, Vectors::Avx2, Vectors::Plain],
+            Vectors::Avx2 => vec![Vectors::Avx2, Vectors::Plain],
+            Vectors::Plain => vec![Vectors::Plain],
+        };
+        for (form, input) in [
+            (PackedForm::Bf16, 37),
+            (PackedForm::Bf16, 700),
+            (PackedForm::Mxfp4, 64),
+            (PackedForm::Mxfp4, 608),
+        ] {
+            let packed = matrix(form, input, 100);
+            let x: Vec<f32> = (0..7 * input).map(|i| (i % 13) as f32 * 0.25 - 1.0).collect();
+            for index in 0..2 {
+                let panel = packed.panel(0, index);
+                let expected: Vec<u32> = (0..input)
+                    .flat_map(|k| (0..panel.columns).map(move |c| panel.value(k, c).to_bits()))
+                    .collect();
+                let mut products: Vec<Vec<u32>> = vec![];
+                for vectors in &kinds {
+                    let mut tile = vec![0f32; input * COLUMNS];
+                    vectors.decode(panel, 0..input, &mut tile, 0, COLUMNS);
+                    let found: Vec<u32> = tile
+                        .chunks(COLUMNS)
+                        .flat_map(|row| row[..panel.columns].iter().map(|value| value.to_bits()))
+                        .collect();
+                    assert!(found == expected, "{vectors:?} {form:?} {input}, panel {index}");
+                    let mut out = vec![0.5f32; 7 * 100];
+                    let place = (Stripes::new(&mut out, 100), index * COLUMNS);
+                    if vectors.few_rows(panel, (&x, input), place, true) {
+                        products.push(out.iter().map(|value| value.to_bits()).collect());
+                    }
+                }
+                assert!(
+                    products.windows(2).all(|pair| pair[0] == pair[1]),
+                    "{form:?} {input}, panel {index}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn no_tile_is_a_single_column() {
+        for output in 2..1200 {
+            let packed = PackedMatrix { form: PackedForm::Bf16, experts: 1, input: 1, output, bytes: vec![] };
+            for count in [1, 3, TILE_PANELS] {
+                let tiles: Vec<Range<usize>> = packed.tiles(count).collect();
+                assert_eq!((tiles[0].start, tiles[tiles.len() - 1].end), (0, packed.panels()));
+                assert!(tiles.windows(2).all(|pair| pair[0].end == pair[1].start));
+                let columns = |tile: &Range<usize>| (tile.end * COLUMNS).min(output) - tile.start * COLUMNS;
+                assert!(tiles.iter().all(|tile| columns(tile) > 1), "{output} columns by {count}");
+            }
+        }
+    }
+}

@@ -1,0 +1,327 @@
+//! The plan of memory: what a command will take at most, from recipe and config alone, before any work.
+//!
+//! What stays for the whole run (weights, gradients, optimizer, critic, reference) lies beside the largest of the phases
+//! that follow one another: sampling, the policy's update, the critic's. [`MemoryPlan::admit`] compares it with what there is.
+
+mod machine;
+mod passes;
+mod remedies;
+
+pub use machine::{Available, available};
+pub use passes::PassShape;
+pub use remedies::Remedy;
+
+use crate::bad_input;
+use crate::metrics::Table;
+use crate::model::cache::SequenceCache;
+use crate::model::config::{Config, Form};
+use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
+use crate::recipe::{Dtype, KlPlace, OptimizerKind, Recipe};
+use crate::rollout::{FORWARD_TOKENS_MAX, engines};
+use crate::train::accumulate::side_by_side;
+use anyhow::Result;
+use std::collections::BTreeMap;
+
+/// What the program itself takes: code, tokenizer, task data, threads.
+const PROGRAM_BYTES: u64 = 64 << 20;
+/// A plan above this share of what there is is worth a warning.
+const WARNED_SHARE: f64 = 0.9;
+/// Tokens that frame a tool's reply.
+const REPLY_FRAME_TOKENS: usize = 32;
+
+/// What a command does with the model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Intent {
+    Train,
+    Rollout,
+    Eval,
+    CheckMismatch,
+}
+
+impl Intent {
+    /// The command's name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Intent::Train => "train",
+            Intent::Rollout => "rollout",
+            Intent::Eval => "eval",
+            Intent::CheckMismatch => "check-mismatch",
+        }
+    }
+
+    /// Whether anything learns.
+    pub fn learns(self) -> bool {
+        self == Intent::Train
+    }
+
+    /// Whether the command goes on with a model that is larger than memory: few walks over many tokens are worth it.
+    pub fn streams(self) -> bool {
+        matches!(self, Intent::Eval | Intent::CheckMismatch)
+    }
+}
+
+/// All that a plan is made from.
+#[derive(Clone)]
+pub struct Subject<'a> {
+    pub intent: Intent,
+    pub recipe: &'a Recipe,
+    pub config: &'a Config,
+    /// The form that each of the policy's tensors has where it does not learn.
+    pub forms: &'a [Form],
+    /// Which of the policy's tensors the recipe lets learn.
+    pub trainable: Vec<bool>,
+    /// The same of the critic's, where there is one.
+    pub critic_trainable: Option<Vec<bool>>,
+    pub uses_python: bool,
+    pub threads: usize,
+    /// Whether the layers stay on disk and are read one after the other.
+    pub streamed: bool,
+}
+
+/// One line of a plan.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MemoryPart {
+    pub name: &'static str,
+    pub bytes: u64,
+}
+
+/// What a command takes at most.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MemoryPlan {
+    /// What stays.
+    pub resident: Vec<MemoryPart>,
+    /// What comes and goes: the parts of each phase, one phase at a time.
+    pub phases: Vec<(&'static str, Vec<MemoryPart>)>,
+}
+
+fn sum(parts: &[MemoryPart]) -> u64 {
+    parts.iter().map(|part| part.bytes).sum()
+}
+
+impl MemoryPlan {
+    /// The plan of `subject`.
+    pub fn new(subject: &Subject) -> Self {
+        Self { resident: subject.resident(), phases: subject.phases() }
+    }
+
+    /// What stays for the whole run.
+    pub fn resident_bytes(&self) -> u64 {
+        sum(&self.resident)
+    }
+
+    /// The most at any time.
+    pub fn peak_bytes(&self) -> u64 {
+        self.resident_bytes() + self.phases.iter().map(|(_, parts)| sum(parts)).max().unwrap_or(0)
+    }
+
+    /// Refuses a plan of more than `available`, naming what would help and by how much; returns a warning for one that nearly
+    /// fills it.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when there is not enough.
+    pub fn admit(&self, available: Option<&Available>, remedies: &[Remedy]) -> Result<Option<String>> {
+        let Some(Available { bytes, bound }) = available else { return Ok(None) };
+        let peak = self.peak_bytes();
+        let compared = format!("{} of memory are needed, {} are {bound}", gigabytes(peak), gigabytes(*bytes));
+        if peak > *bytes {
+            let help: Vec<String> = remedies.iter().map(Remedy::to_string).collect();
+            let help = if help.is_empty() { "take a larger machine".to_owned() } else { help.join("; ") };
+            return Err(bad_input!("{compared}; what would help: {help}. `rloss check` prints the plan"));
+        }
+        Ok((peak as f64 > WARNED_SHARE * *bytes as f64).then(|| format!("{compared}; it may not suffice")))
+    }
+}
+
+impl std::fmt::Display for MemoryPlan {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut table = Table::new(["memory", "what", "GB"]);
+        let stays = [("stays", &self.resident)];
+        let phases = self.phases.iter().map(|(name, parts)| (*name, parts));
+        for (name, parts) in stays.into_iter().chain(phases) {
+            for part in parts.iter().filter(|part| part.bytes > 0) {
+                table.row([name.to_owned(), part.name.to_owned(), plain_gigabytes(part.bytes)]);
+            }
+            table.row([name.to_owned(), "together".to_owned(), plain_gigabytes(sum(parts))]);
+        }
+        table.row(["peak".to_owned(), String::new(), plain_gigabytes(self.peak_bytes())]);
+        write!(f, "{table}")
+    }
+}
+
+/// `1.50 GB`.
+pub fn gigabytes(bytes: u64) -> String {
+    format!("{} GB", plain_gigabytes(bytes))
+}
+
+fn plain_gigabytes(bytes: u64) -> String {
+    format!("{:.2}", bytes as f64 / 1e9)
+}
+
+impl Subject<'_> {
+    /// Bytes of the policy's weights as they lie in memory, and of the values that learn.
+    fn weights(&self) -> (u64, u64) {
+        let learns = |index: usize| self.intent.learns() && self.trainable[index];
+        let (mut all, mut learning) = (0, 0);
+        for (index, (spec, form)) in parameter_specs(self.config).iter().zip(self.forms).enumerate() {
+            let form = if learns(index) { Form::F32 } else { *form };
+            all += spec.resident_bytes(form);
+            learning += if learns(index) { spec.resident_bytes(Form::F32) } else { 0 };
+        }
+        (all, learning)
+    }
+
+    /// Bytes of what lies outside the layers, and of the largest layer.
+    fn streamed_weights(&self) -> u64 {
+        let specs = parameter_specs(self.config);
+        let mut places: BTreeMap<Option<usize>, u64> = BTreeMap::new();
+        for (spec, form) in specs.iter().zip(self.forms) {
+            *places.entry(spec.layer).or_default() += spec.resident_bytes(*form);
+        }
+        let outside = places.remove(&None).unwrap_or(0);
+        outside + places.into_values().max().unwrap_or(0)
+    }
+
+    /// What an optimizer keeps of `learning` bytes of weights.
+    fn optimizer(&self, kind: OptimizerKind, learning: u64) -> u64 {
+        let moments = if kind == OptimizerKind::AdamW { 2 } else { 0 };
+        let master = u64::from(self.recipe.model.dtype == Dtype::Bf16);
+        (moments + master) * learning
+    }
+
+    fn resident(&self) -> Vec<MemoryPart> {
+        let recipe = self.recipe;
+        let (weights, learning) = self.weights();
+        let weights = match self.streamed {
+            true => MemoryPart { name: "weights, a layer at a time", bytes: self.streamed_weights() },
+            false => MemoryPart { name: "weights", bytes: weights },
+        };
+        let mut parts = vec![MemoryPart { name: "program", bytes: PROGRAM_BYTES }, weights];
+        let mut part = |name, bytes| parts.push(MemoryPart { name, bytes });
+        if self.intent.learns() {
+            part("gradients", learning);
+            let stages = [
+                (recipe.cold_start.steps > 0).then_some(recipe.cold_start.optimizer.kind),
+                (recipe.train.steps > 0).then_some(recipe.train.optimizer.kind),
+            ];
+            let kept = stages.into_iter().flatten().map(|kind| self.optimizer(kind, learning));
+            part("optimizer", kept.max().unwrap_or(0));
+            if let (Some(critic), Some(trainable)) = (&recipe.critic, &self.critic_trainable) {
+                let (values, learning) = self.critic_weights(trainable);
+                part("critic's weights", values);
+                part("critic's gradients", learning);
+                part("critic's optimizer", self.optimizer(critic.optimizer.kind, learning));
+            }
+            if recipe.policy.kl.place != KlPlace::None {
+                part("reference", self.plain_weights());
+            }
+        }
+        if self.intent == Intent::CheckMismatch {
+            part("rounded weights", self.rounded_weights());
+        }
+        parts
+    }
+
+    /// Whether the policy's tensor `index` stays packed.
+    fn is_packed(&self, spec: &ParameterSpec, index: usize) -> bool {
+        let learns = self.intent.learns() && self.trainable[index];
+        !learns && spec.packed_form(self.forms[index]).is_some()
+    }
+
+    /// Bytes of the policy's weights that are not packed, which a reference copies.
+    fn plain_weights(&self) -> u64 {
+        let specs = parameter_specs(self.config).into_iter().enumerate();
+        let plain = specs.filter(|(index, spec)| !self.is_packed(spec, *index));
+        plain.map(|(_, spec)| spec.resident_bytes(Form::F32)).sum()
+    }
+
+    /// Bytes of the critic's own weights, and of those that learn: what is packed is the policy's.
+    fn critic_weights(&self, trainable: &[bool]) -> (u64, u64) {
+        let policy = parameter_specs(self.config);
+        let shared = |spec: &ParameterSpec| {
+            let at = policy.iter().position(|other| other.name == spec.name);
+            at.is_some_and(|at| self.is_packed(spec, at))
+        };
+        let (mut all, mut learning) = (0, 0);
+        for (spec, learns) in value_model_specs(self.config).iter().zip(trainable) {
+            let bytes = spec.resident_bytes(Form::F32);
+            all += if *learns || !shared(spec) { bytes } else { 0 };
+            learning += if *learns { bytes } else { 0 };
+        }
+        (all, learning)
+    }
+
+    /// The second set of weights of `check-mismatch`, which rounds them to see what that explains: nothing of a tensor in
+    /// MXFP4, which is coarser already.
+    fn rounded_weights(&self) -> u64 {
+        let specs = parameter_specs(self.config);
+        let coarse = |form: &Form, spec: &ParameterSpec| *form == Form::Mxfp4 && spec.is_expert_matrix();
+        let of = |(spec, form): (&ParameterSpec, &Form)| {
+            // A layer that is read anew is rounded as it is read.
+            let none = coarse(form, spec) || (self.streamed && spec.layer.is_some());
+            if none { 0 } else { spec.resident_bytes(*form) }
+        };
+        specs.iter().zip(self.forms).map(of).sum()
+    }
+
+    /// Bytes of the policy's weights, by which work is shared out.
+    fn weight_bytes(&self) -> u64 {
+        self.weights().0
+    }
+
+    /// Tokens of the longest sequence: prompt, samples and tool replies, within the context.
+    fn longest(&self) -> usize {
+        let rollout = &self.recipe.rollout;
+        let replies = if self.uses_python { rollout.turns_max.saturating_sub(1) } else { 0 };
+        let reply = self.recipe.interpreter.output_chars_max + REPLY_FRAME_TOKENS;
+        let tokens = rollout.prompt_tokens_max + rollout.response_tokens_max + replies * reply;
+        tokens.min(self.config.max_position_embeddings)
+    }
+
+    fn phases(&self) -> Vec<(&'static str, Vec<MemoryPart>)> {
+        let recipe = self.recipe;
+        let mut phases = vec![];
+        let steps = if self.intent.learns() { recipe.train.steps } else { 1 };
+        if steps > 0 {
+            phases.push(("sampling", self.sampling()));
+        }
+        let trajectories = match self.intent {
+            Intent::Eval | Intent::Rollout => return phases,
+            _ => recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt,
+        };
+        let tokens = recipe.train.micro_batch_tokens.max(self.longest()).min(trajectories * self.longest());
+        let pass = PassShape { config: self.config, tokens, targets: tokens };
+        let at_once = if side_by_side(self.weight_bytes()) { self.threads as u64 } else { 1 };
+        if self.intent == Intent::CheckMismatch {
+            phases.push(("comparison", vec![MemoryPart { name: "activations", bytes: pass.forward() }]));
+            return phases;
+        }
+        let bytes = at_once * pass.both_ways(recipe.train.recompute_layers);
+        let name =
+            if recipe.train.recompute_layers { "activations, recomputed" } else { "activations, all kept" };
+        phases.push(("update", vec![MemoryPart { name, bytes }]));
+        phases
+    }
+
+    /// Caches of all sequences at their longest, one forward of new tokens, and the logits drawn from.
+    fn sampling(&self) -> Vec<MemoryPart> {
+        let (recipe, config) = (self.recipe, self.config);
+        let (prompts, samples) = match self.intent {
+            Intent::Eval => (recipe.eval.problems_max, recipe.eval.samples),
+            _ => (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt),
+        };
+        let engines = engines(self.weight_bytes(), self.threads);
+        let sequences = (recipe.rollout.sequences_max * engines).min(prompts.saturating_mul(samples));
+        let tokens = FORWARD_TOKENS_MAX.min(sequences * self.longest());
+        // Each row drawn from is copied once by the thread that draws.
+        let drawn = (self.threads * config.vocab_size * size_of::<f32>()) as u64;
+        let targets = sequences.div_ceil(engines);
+        let forward = PassShape { config, tokens, targets }.forward();
+        vec![
+            MemoryPart {
+                name: "keys and values",
+                bytes: sequences as u64 * SequenceCache::bytes(config, self.longest()),
+            },
+            MemoryPart { name: "one forward and its logits", bytes: engines as u64 * forward + drawn },
+        ]
+    }
+}

@@ -1,0 +1,100 @@
+//! What a forward or a pass in both directions takes beside weights and gradients, bytes. Letters as in [`crate::ops`].
+
+use crate::model::config::Config;
+use crate::ops::logits::logits_rows_max;
+
+const F32: u64 = 4;
+
+/// A pass over packed sequences.
+#[derive(Debug, Clone, Copy)]
+pub struct PassShape<'a> {
+    pub config: &'a Config,
+    /// Tokens fed.
+    pub tokens: usize,
+    /// Rows that the head reads.
+    pub targets: usize,
+}
+
+impl PassShape<'_> {
+    /// `rows × width` values.
+    fn values(rows: usize, width: usize) -> u64 {
+        rows as u64 * width as u64 * F32
+    }
+
+    fn hidden(&self) -> u64 {
+        Self::values(self.tokens, self.config.hidden_size)
+    }
+
+    fn queries(&self) -> u64 {
+        Self::values(self.tokens, self.config.num_attention_heads * self.config.head_dim)
+    }
+
+    fn keys(&self) -> u64 {
+        Self::values(self.tokens, self.config.num_key_value_heads * self.config.head_dim)
+    }
+
+    /// Rows of the experts, `T·K`, times `width`.
+    fn routed(&self, width: usize) -> u64 {
+        Self::values(self.tokens * self.config.num_experts_per_tok, width)
+    }
+
+    /// Log-sum-exps, router logits, shares, routes and the plan of one layer.
+    fn small(&self) -> u64 {
+        let c = self.config;
+        Self::values(self.tokens, c.num_attention_heads + c.num_local_experts + 4 * c.num_experts_per_tok)
+    }
+
+    /// What the graph of one layer holds until its backward.
+    fn layer_kept(&self) -> u64 {
+        let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
+        // Both norms, o, both sums, the experts' mix; q twice and its mix; k, v and their pair.
+        6 * self.hidden() + 3 * self.queries() + 4 * self.keys() + self.small() + self.routed(2 * h + 3 * i)
+    }
+
+    /// The most that one layer's forward holds when nothing is kept of it, its input not counted.
+    fn layer_forward(&self) -> u64 {
+        let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
+        let attention = 2 * self.hidden() + 2 * self.queries() + 6 * self.keys();
+        let experts = 4 * self.hidden() + self.routed(3 * i + h);
+        attention.max(experts) + self.small()
+    }
+
+    /// The most that one layer's backward holds beside the graph.
+    ///
+    /// Each gradient that an op hands down is met by a zero of its size and their sum: at the activation that is three
+    /// times its input's `2I` beside its output's `I`.
+    fn layer_backward(&self) -> u64 {
+        2 * self.hidden() + self.routed(7 * self.config.intermediate_size)
+    }
+
+    /// Logits, a chunk of rows at a time.
+    fn logits(&self) -> u64 {
+        let vocabulary = self.config.vocab_size;
+        Self::values(self.targets.min(logits_rows_max(vocabulary)), vocabulary)
+    }
+
+    /// The rows that the head reads, before and after the last norm.
+    fn head_rows(&self) -> u64 {
+        2 * Self::values(self.targets, self.config.hidden_size)
+    }
+
+    /// Log-probabilities alone.
+    pub fn forward(&self) -> u64 {
+        self.hidden() + self.layer_forward().max(self.head_rows() + self.logits())
+    }
+
+    /// Forward and backward: all layers' graphs, or, with `recompute_layers`, all layers' inputs and one layer's graph.
+    pub fn both_ways(&self, recompute_layers: bool) -> u64 {
+        let layers = self.config.num_hidden_layers as u64;
+        // Of the head's rows and of the last hidden states: their gradient, a zero of its size and their sum.
+        let head = self.head_rows() + (self.logits() + self.head_rows()).max(3 * self.hidden());
+        if recompute_layers {
+            let inputs = layers * self.hidden();
+            let layer = 2 * self.hidden() + self.layer_kept() + self.layer_backward();
+            inputs + (self.hidden() + head).max(layer).max(self.layer_forward())
+        } else {
+            let graph = self.hidden() + layers * self.layer_kept() + self.head_rows();
+            graph + (self.logits() + self.head_rows()).max(3 * self.hidden()).max(self.layer_backward())
+        }
+    }
+}

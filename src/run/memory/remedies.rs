@@ -1,0 +1,84 @@
+//! Keys that would make a plan smaller, each with what it saves: the plan is made again with the key changed.
+
+use super::{Intent, MemoryPlan, Subject, gigabytes};
+use crate::recipe::{OptimizerKind, Recipe};
+
+/// What a key would save.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Remedy {
+    /// Such as `train.micro_batch_tokens = 512`.
+    pub change: String,
+    pub saved_bytes: u64,
+}
+
+impl std::fmt::Display for Remedy {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} ({} less)", self.change, gigabytes(self.saved_bytes))
+    }
+}
+
+/// Experts hold most of the weights.
+const FROZEN_EXPERTS: &str = "*.mlp.experts.*";
+
+impl Subject<'_> {
+    /// Every single change of a key that would lower the peak, the largest saving first.
+    pub fn remedies(&self) -> Vec<Remedy> {
+        let peak = MemoryPlan::new(self).peak_bytes();
+        let mut found: Vec<Remedy> = self
+            .changes()
+            .into_iter()
+            .map(|(change, subject)| {
+                let saved_bytes = peak.saturating_sub(subject);
+                Remedy { change, saved_bytes }
+            })
+            .filter(|remedy| remedy.saved_bytes > 0)
+            .collect();
+        found.sort_by_key(|remedy| std::cmp::Reverse(remedy.saved_bytes));
+        found
+    }
+
+    /// Each change and the peak with it.
+    fn changes(&self) -> Vec<(String, u64)> {
+        let mut changes = vec![];
+        let mut with = |what: String, change: &dyn Fn(&mut Recipe)| {
+            let mut recipe = self.recipe.clone();
+            change(&mut recipe);
+            changes.push((what, MemoryPlan::new(&Subject { recipe: &recipe, ..self.clone() }).peak_bytes()));
+        };
+        let recipe = self.recipe;
+        let half = |value: usize| (value / 2).max(1);
+        let sequences = half(recipe.rollout.sequences_max);
+        with(format!("rollout.sequences_max = {sequences}"), &|r| r.rollout.sequences_max = sequences);
+        let response = half(recipe.rollout.response_tokens_max);
+        with(format!("rollout.response_tokens_max = {response}"), &|r| {
+            r.rollout.response_tokens_max = response
+        });
+        let prompt = half(recipe.rollout.prompt_tokens_max);
+        with(format!("rollout.prompt_tokens_max = {prompt}"), &|r| r.rollout.prompt_tokens_max = prompt);
+        if self.intent != Intent::Eval {
+            let tokens = half(recipe.train.micro_batch_tokens);
+            with(format!("train.micro_batch_tokens = {tokens}"), &|r| r.train.micro_batch_tokens = tokens);
+        }
+        if self.intent.learns() {
+            with("train.recompute_layers = true".into(), &|r| r.train.recompute_layers = true);
+            with("train.optimizer.kind = \"sgd\"".into(), &|r| r.train.optimizer.kind = OptimizerKind::Sgd);
+            if let Some(frozen) = self.with_frozen_experts() {
+                changes.push((format!("train.freeze = [{FROZEN_EXPERTS:?}]"), frozen));
+            }
+        }
+        changes
+    }
+
+    /// The peak with every expert frozen, in policy and critic alike.
+    fn with_frozen_experts(&self) -> Option<u64> {
+        let specs = crate::model::names::parameter_specs(self.config);
+        let trainable: Vec<bool> = specs
+            .iter()
+            .zip(&self.trainable)
+            .map(|(spec, learns)| *learns && !spec.name.contains(".mlp.experts."))
+            .collect();
+        trainable
+            .contains(&true)
+            .then(|| MemoryPlan::new(&Subject { trainable, ..self.clone() }).peak_bytes())
+    }
+}

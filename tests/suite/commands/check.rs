@@ -1,0 +1,82 @@
+//! `rloss check`: what a recipe comes to, and memory that does not suffice.
+
+use super::{done, output, quickstart, rloss, stderr};
+use tempfile::TempDir;
+
+#[test]
+fn it_shows_recipe_prompt_and_memory_and_does_nothing() {
+    let folder = TempDir::new().unwrap();
+    let output = done(
+        rloss().current_dir(folder.path()).arg("check").arg(quickstart()).args(["--set", "train.seed=3"]),
+    );
+    let text = String::from_utf8(output.stdout).unwrap();
+    for part in [
+        "[model.architecture]",
+        "seed = 3",
+        "First prompt of arithmetic",
+        "<|start|>user<|message|>",
+        "<|start|>assistant",
+        "weights",
+        "optimizer",
+        "keys and values",
+        "peak",
+        "`rloss check-mismatch`: ",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in: {text}");
+    }
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "nothing is written");
+}
+
+#[test]
+fn what_does_not_fit_is_refused_before_any_work_with_what_would_help() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    let large = [
+        "model.architecture.hidden_size=4096",
+        "model.architecture.intermediate_size=8192",
+        "model.architecture.num_hidden_layers=64",
+        "model.architecture.num_local_experts=128",
+    ];
+    for name in ["train", "rollout", "eval"] {
+        let mut command = rloss();
+        command.arg(name).arg(quickstart()).arg("--out").arg(&out);
+        for set in large {
+            command.args(["--set", set]);
+        }
+        let output = output(&mut command);
+        let text = stderr(&output);
+        assert_eq!(output.status.code(), Some(2), "{text}");
+        assert!(text.contains("of memory are needed") && text.contains("what would help"), "{text}");
+        assert!(!out.exists());
+    }
+    let mut training = rloss();
+    training.arg("check").arg(quickstart());
+    for set in large {
+        training.args(["--set", set]);
+    }
+    let output = output(&mut training);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(stderr(&output).contains("train.freeze = [\"*.mlp.experts.*\"]"), "{}", stderr(&output));
+    assert!(String::from_utf8_lossy(&output.stdout).contains("optimizer"), "the plan is shown");
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn an_address_space_that_is_too_small_is_named() {
+    let script =
+        format!("ulimit -v 600000; exec {} check {}", env!("CARGO_BIN_EXE_rloss"), quickstart().display());
+    let large = " --set model.architecture.hidden_size=512 --set model.architecture.num_hidden_layers=32";
+    let output = output(std::process::Command::new("sh").arg("-c").arg(script + large));
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(2), "{text}");
+    assert!(text.contains("left under ulimit -v"), "{text}");
+}
+
+#[test]
+fn a_recipe_that_trains_nothing_is_not_measured_by_what_training_it_would_take() {
+    let folder = TempDir::new().unwrap();
+    let sets = ["train.steps=0", "cold_start.steps=0"].map(|set| ["--set", set]).concat();
+    let output = done(rloss().current_dir(folder.path()).arg("check").arg(quickstart()).args(sets));
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains("`rloss rollout` takes at most") && !text.contains("optimizer "), "{text}");
+}
