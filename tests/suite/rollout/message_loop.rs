@@ -277,7 +277,7 @@ fn a_panicking_tool_ends_the_rollout_instead_of_waiting_for_ever() {
     let script = Script::new(&world, &[CALL, FINAL]);
     let error =
         play(world.rollout(&Questions::new(), Some(&tool)), &script, &Questions::prompts(3), 2).unwrap_err();
-    assert!(format!("{error:#}").contains("the interpreter panicked"), "{error:#}");
+    assert!(format!("{error:#}").contains("a tool or task panicked"), "{error:#}");
 }
 
 #[test]
