@@ -17,6 +17,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -279,7 +280,9 @@ def soak(world, seconds, log):
     early, late = samples[third : 2 * third], samples[2 * third :]
     figures = {}
     for place, name in enumerate(("resident KiB", "descriptors", "children", "threads")):
-        a, b = max(s[place] for s in early), max(s[place] for s in late)
+        # A file that is being written is open for a moment: what stays open moves the median.
+        of = max if place == 0 else statistics.median_high
+        a, b = of([s[place] for s in early]), of([s[place] for s in late])
         figures[name] = (a, b)
         if b > a * (1.1 if place == 0 else 1.0) + (2048 if place == 0 else 0):
             raise Failed(f"{name} grew: {a} in the middle third, {b} in the last")
