@@ -38,6 +38,16 @@ cuda-rust-bugs:
 seeded-outputs:
     eval "$(tests/cuda_driver/setup.sh)" && cargo run --profile emulated --features cuda -- gpu-check --write-seeded kernels/seeded_outputs.txt
 
+# Kills, failing calls, flipped bits, damaged inputs and a long run, docs/RELIABILITY.md; more of each for a longer wait.
+faults count="50" inputs="100000" seconds="60":
+    cargo build --release
+    tests/faults/faults.py kills --count {{count}}
+    tests/faults/faults.py errors --count {{count}}
+    tests/faults/faults.py bits --count {{count}}
+    tests/faults/faults.py soak --seconds {{seconds}}
+    cargo test --release --test soak -- --seconds {{seconds}}
+    cargo test --release --test fuzz -- --inputs {{inputs}} --seed 1
+
 bench:
     cargo bench --features bench
 

@@ -164,7 +164,7 @@ fn files(name: &str, shape: Shape, form: Form) {
     let tensor = |spec: &ParameterSpec| Ok(parameters.named(&spec.name)?.clone());
     let write =
         || save(&folder, config, form, &Companions::default(), SHARD_BYTES_MAX, tensor).expect("saved");
-    let ((), saving) = peak_of(0, write);
+    let (_, saving) = peak_of(0, write);
     let bytes = parameters.bytes() as usize;
     let largest = 4 * parameters.specs.iter().map(ParameterSpec::element_count).max().unwrap_or(0);
     drop(parameters);

@@ -41,11 +41,28 @@ pub fn replace_folder(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> R
         write(aside)?;
         sync(aside)?;
         if path.exists() {
-            fs::remove_dir_all(path)?;
+            remove_folder(path)?;
         }
         Ok(fs::rename(aside, path)?)
     };
     replace_by(path, replace, |aside| fs::remove_dir_all(aside))
+}
+
+/// Removes the folder `path`. A process that is killed meanwhile leaves what counts as partial, and never half of it at `path`.
+///
+/// # Errors
+/// When the disk refuses.
+pub fn remove_folder(path: &Path) -> Result<()> {
+    let remove = || -> Result<()> {
+        let mut old = path.as_os_str().to_owned();
+        old.push(".old");
+        let old = PathBuf::from(old);
+        let (_, aside) = beside(&old)?;
+        let _ = fs::remove_dir_all(&aside);
+        fs::rename(path, &aside)?;
+        Ok(fs::remove_dir_all(&aside)?)
+    };
+    remove().with_context(|| format!("removing {}", path.display()))
 }
 
 /// Whether `name` is that of a file or folder which is still being written, or was when its process was killed.

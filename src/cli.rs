@@ -37,6 +37,8 @@ enum Command {
     CheckMismatch(commands::check_mismatch::CheckMismatchArgs),
     /// Write one self-contained HTML page with the curves of runs
     Report(commands::report::ReportArgs),
+    /// Check that a run or a model still holds what was written; exit code 2 when it does not
+    Verify(commands::verify::VerifyArgs),
     /// Print what makes a shell complete these commands
     Completions(commands::completions::CompletionsArgs),
     /// Check the CUDA kernels on this machine's GPU
@@ -62,10 +64,12 @@ pub fn run() -> u8 {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {
-            let code = if error.use_stderr() { EXIT_BAD_INPUT } else { EXIT_DONE };
-            // A closed pipe is nobody to report to.
-            let _ = error.print();
-            return code;
+            return match error.print() {
+                // A closed pipe is nobody to report to.
+                Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => EXIT_FAILED,
+                _ if error.use_stderr() => EXIT_BAD_INPUT,
+                _ => EXIT_DONE,
+            };
         }
     };
     let result = match cli.command {
@@ -77,6 +81,7 @@ pub fn run() -> u8 {
         Command::Eval(args) => commands::eval::run(&args),
         Command::CheckMismatch(args) => commands::check_mismatch::run(&args),
         Command::Report(args) => commands::report::run(&args),
+        Command::Verify(args) => commands::verify::run(&args),
         Command::Completions(args) => commands::completions::run(&args, Cli::command()),
         #[cfg(feature = "cuda")]
         Command::GpuCheck(args) => commands::gpu_check::run(&args),

@@ -1,4 +1,4 @@
-//! Bad input: what the user gave is wrong, and the message says where and what to do. And the exit codes.
+//! Bad input: what the user gave is wrong, and the message says where and what to do, often a command. And the exit codes.
 
 /// Done.
 pub const EXIT_DONE: u8 = 0;
@@ -26,8 +26,30 @@ impl std::fmt::Display for BadInput {
 
 impl std::error::Error for BadInput {}
 
+/// `word` as a shell takes it.
+pub fn quoted(word: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=+:,@%".contains(c);
+    if !word.is_empty() && word.chars().all(plain) {
+        return word.to_owned();
+    }
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
 /// `bad_input!("{}: row {}: …", …)`: an [`anyhow::Error`] that carries [`BadInput`].
 #[macro_export]
 macro_rules! bad_input {
     ($($arg:tt)*) => { ::anyhow::Error::new($crate::error::BadInput(format!($($arg)*))) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::quoted;
+
+    #[test]
+    fn a_word_is_quoted_where_a_shell_would_part_or_expand_it() {
+        assert_eq!(quoted("runs/a-1"), "runs/a-1");
+        assert_eq!(quoted("my run"), "'my run'");
+        assert_eq!(quoted("it's $HOME"), r"'it'\''s $HOME'");
+        assert_eq!(quoted(""), "''");
+    }
 }

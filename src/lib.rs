@@ -15,17 +15,20 @@
 #![allow(clippy::len_without_is_empty)]
 
 pub mod atomic_file;
+pub mod bounded_file;
 pub mod chat;
 pub mod choice;
 pub mod cli;
 pub mod commands;
 pub mod error;
 pub mod harmony;
+pub mod integrity;
 pub mod interpreter;
 pub mod metrics;
 pub mod mismatch;
 pub mod model;
 pub mod ops;
+pub mod panics;
 pub mod policy;
 pub mod random;
 pub mod recipe;

@@ -1,5 +1,6 @@
 //! `rloss chat RUN`: a conversation in the terminal with a trained model and its tool.
 
+use crate::bounded_file;
 use crate::error::EXIT_DONE;
 use crate::harmony::{Message, Role};
 use crate::metrics::{Console, sanitize_line, sanitize_terminal};
@@ -13,7 +14,7 @@ use crate::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use crate::trajectory::{Outcome, Trajectory};
 use anyhow::{Context, Result};
 use clap::Args;
-use std::io::{BufRead, IsTerminal};
+use std::io::IsTerminal;
 use std::path::PathBuf;
 
 /// What `rloss chat` takes.
@@ -49,24 +50,18 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
     }
     let policy = bench.plain_policy()?;
     let mut talk = Talk { bench: &bench, policy, messages: vec![], answers: 0 };
-    let mut lines = std::io::stdin().lock();
-    loop {
-        if at_terminal {
-            show("\n> ");
-            // What is shown must not wait for a line's end.
-            let _ = std::io::Write::flush(&mut std::io::stdout());
-        }
-        let mut line = Vec::new();
-        if lines.read_until(b'\n', &mut line).context("reading what was typed")? == 0 {
-            return Ok(EXIT_DONE);
-        }
-        match String::from_utf8_lossy(&line).trim() {
+    let ask = || if at_terminal { show("\n> ") } else { Ok(()) };
+    ask()?;
+    for line in bounded_file::lines(std::io::stdin().lock()) {
+        match String::from_utf8_lossy(&line.context("reading what was typed")?).trim() {
             "" => {}
             "/quit" => return Ok(EXIT_DONE),
             "/new" => talk.messages.clear(),
-            text => show(&talk.answer(text)?),
+            text => show(&talk.answer(text)?)?,
         }
+        ask()?;
     }
+    Ok(EXIT_DONE)
 }
 
 /// A conversation so far.

@@ -29,10 +29,10 @@ pub fn run(args: &RecipeArgs) -> Result<u8> {
     pin_model(&mut plan, &source, &args.sets)?;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
     let preflight = Preflight::open(plan, Intent::Train, &console)?;
-    show(&sanitize_terminal(&resolved(&preflight.plan)));
+    show(&sanitize_terminal(&resolved(&preflight.plan)))?;
     let problem = preflight.first_problem();
-    show(&sanitize_terminal(&first_prompt(&preflight, &problem)?));
-    show(&sanitize_terminal(&dialogue(preflight.task.as_ref(), &problem)?));
+    show(&sanitize_terminal(&first_prompt(&preflight, &problem)?))?;
+    show(&sanitize_terminal(&dialogue(preflight.task.as_ref(), &problem)?))?;
     memory(&preflight)
 }
 
@@ -76,17 +76,17 @@ fn memory(preflight: &Preflight) -> Result<u8> {
     let first = if preflight.plan.recipe.trains() { Intent::Train } else { Intent::Rollout };
     let subject = preflight.subject_of(first);
     let plan = MemoryPlan::new(&subject);
-    show(&format!("\nMemory that `rloss {}` takes at most:\n\n{plan}\n", first.name()));
+    show(&format!("\nMemory that `rloss {}` takes at most:\n\n{plan}\n", first.name()))?;
     for intent in [Intent::Eval, Intent::Rollout, Intent::CheckMismatch] {
         let peak = MemoryPlan::new(&preflight.subject_of(intent)).peak_bytes();
-        show(&format!("`rloss {}`: {}\n", intent.name(), gigabytes(peak)));
+        show(&format!("`rloss {}`: {}\n", intent.name(), gigabytes(peak)))?;
     }
     let available = available();
     if let Some(found) = &available {
-        show(&format!("There are {} {}.\n", gigabytes(found.bytes), found.bound));
+        show(&format!("There are {} {}.\n", gigabytes(found.bytes), found.bound))?;
     }
     if let Some(warning) = plan.admit(available.as_ref(), &subject.remedies())? {
-        show(&format!("warning: {warning}\n"));
+        show(&format!("warning: {warning}\n"))?;
     }
     Ok(EXIT_DONE)
 }

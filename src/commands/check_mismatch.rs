@@ -16,6 +16,7 @@ use crate::train::accumulate::Learner;
 use crate::trajectory::Trajectory;
 use anyhow::{Context, Result};
 use clap::Args;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 /// What `rloss check-mismatch` takes.
@@ -97,7 +98,7 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     }
     let file = out.join("mismatch.json");
     write_file(&file, &to_json(&found.lines, &found.verdict, found.diagnosis, &found.bad))?;
-    show(&format!("{}\n", file.display()));
+    show(&format!("{}\n", file.display()))?;
     Ok(found.code)
 }
 
@@ -117,9 +118,9 @@ fn check_against(bench: &Workbench, args: &CheckMismatchArgs, console: &Console)
     let (config, context) = (&bench.model.config, bench.model.context_tokens_max());
     let found =
         Reader::new(config, context, bench.chat.vocabulary(), args.temperature).read(&args.against)?;
-    found.seen.iter().for_each(|seen| eprintln!("{}", sanitize_terminal(seen)));
+    found.seen.iter().for_each(|seen| note(seen));
     for bad in found.bad_told() {
-        eprintln!("error: {}", sanitize_terminal(&bad));
+        note(&format!("error: {bad}"));
     }
     let tokens = bench.recipe().train.micro_batch_tokens;
     let earlier = args.earlier.as_deref().map(|folder| bench.weights_of(folder, console)).transpose()?;
@@ -144,7 +145,7 @@ fn check_against(bench: &Workbench, args: &CheckMismatchArgs, console: &Console)
     lines.extend(between);
     let answer = answers.join("\n\n");
     let table = gaps_table("link", &lines);
-    show(&format!("{}\n\n{table}\n", sanitize_terminal(&answer)));
+    show(&format!("{}\n\n{table}\n", sanitize_terminal(&answer)))?;
     let mut files = pictures;
     if args.out.is_some() {
         files.push(("mismatch.md".to_owned(), page::page(&answer, &table, &found.seen)));
@@ -161,6 +162,11 @@ fn check_against(bench: &Workbench, args: &CheckMismatchArgs, console: &Console)
     Ok(Checked { lines, verdict: answer, diagnosis, bad: found.bad, files, code })
 }
 
+/// A line on stderr; a closed one is nobody to report to.
+fn note(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{}", sanitize_terminal(line));
+}
+
 fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<Checked> {
     let trajectories = sample(bench)?;
     let trajectories: Vec<&Trajectory> = trajectories.iter().collect();
@@ -175,7 +181,7 @@ fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<Checked> {
     };
     let links = proof.links(&trajectories)?;
     let mut lines: Vec<Line> = links.iter().map(Line::of_link).collect();
-    show(&format!("{}\n", links_table(&lines)));
+    show(&format!("{}\n", links_table(&lines)))?;
 
     let measure = Measure::new(
         reference(bench),
@@ -190,7 +196,7 @@ fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<Checked> {
     for (name, arms) in rows {
         gaps.push(measure.line(name, arms)?);
     }
-    show(&format!("{}\n", gaps_table("arm", &gaps)));
+    show(&format!("{}\n", gaps_table("arm", &gaps)))?;
     let broken: Vec<&str> = links.iter().filter(|link| !link.holds()).map(|link| link.name).collect();
     let tokens = links.last().map_or(0, |link| link.tokens);
     let verdict = if broken.is_empty() {
@@ -199,7 +205,7 @@ fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<Checked> {
         format!("rollout and training differ; links that fail: {}", broken.join(", "))
     };
     lines.extend(gaps);
-    show(&format!("{}\n", sanitize_terminal(&verdict)));
+    show(&format!("{}\n", sanitize_terminal(&verdict)))?;
     Ok(Checked { lines, verdict, diagnosis: None, bad: vec![], files: vec![], code: EXIT_DONE })
 }
 

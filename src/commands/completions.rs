@@ -1,10 +1,10 @@
 //! `rloss completions SHELL`: what makes a shell complete this program's commands.
 
 use crate::error::EXIT_DONE;
+use crate::run::collect::show;
 use anyhow::Result;
 use clap::Args;
 use clap_complete::Shell;
-use std::io::Write;
 
 /// What `rloss completions` takes.
 #[derive(Args, Debug, Clone)]
@@ -16,10 +16,10 @@ pub struct CompletionsArgs {
 /// Prints the completions of `command`.
 ///
 /// # Errors
-/// None: a closed pipe is nobody to report to.
+/// When standard output takes no more.
 pub fn run(args: &CompletionsArgs, mut command: clap::Command) -> Result<u8> {
     let mut text = Vec::new();
     clap_complete::generate(args.shell, &mut command, "rloss", &mut text);
-    let _ = std::io::stdout().write_all(&text);
+    show(&String::from_utf8_lossy(&text))?;
     Ok(EXIT_DONE)
 }

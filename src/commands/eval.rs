@@ -75,7 +75,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     write_file(&out.join("metrics.jsonl"), &(row.to_json() + "\n"))?;
     let text = serde_json::to_string_pretty(&document(&bench, step, &evaluation))?;
     write_file(&out.join("eval.json"), &(text + "\n"))?;
-    show(&evaluation.sets.iter().map(tables).collect::<String>());
+    show(&evaluation.sets.iter().map(tables).collect::<String>())?;
     console.print(&format!("done: {}", out.display()));
     heed_failures(evaluation.sets.iter().flat_map(SetResult::rows), &console).map(|()| EXIT_DONE)
 }

@@ -2,6 +2,7 @@
 
 use crate::bad_input;
 use crate::error::EXIT_DONE;
+use crate::run::collect::show;
 use crate::run::header::command_line;
 use anyhow::Result;
 use clap::Args;
@@ -51,8 +52,7 @@ pub fn run(args: &InitArgs) -> Result<u8> {
         said += &format!("{file:<24} {what}\n");
     }
     said += &format!("\nnext: {}\n", command_line(&["train", &recipe]));
-    // The files are there whether or not somebody listens.
-    let _ = std::io::stdout().write_all(said.as_bytes());
+    show(&said)?;
     Ok(EXIT_DONE)
 }
 

@@ -13,3 +13,4 @@ pub mod init;
 pub mod report;
 pub mod rollout;
 pub mod train;
+pub mod verify;

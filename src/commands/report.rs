@@ -3,9 +3,9 @@
 use crate::commands::follow;
 use crate::error::EXIT_DONE;
 use crate::report::write_report;
+use crate::run::collect::show;
 use anyhow::Result;
 use clap::Args;
-use std::io::Write;
 use std::path::PathBuf;
 
 /// What `rloss report` takes.
@@ -34,7 +34,6 @@ pub fn run(args: &ReportArgs) -> Result<u8> {
         return follow::run(&args.runs, args.port);
     }
     let page = write_report(&args.runs, args.out.as_deref())?;
-    // The page is there whether or not somebody listens.
-    let _ = writeln!(std::io::stdout(), "{}", page.display());
+    show(&format!("{}\n", page.display()))?;
     Ok(EXIT_DONE)
 }

@@ -86,7 +86,7 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     let mut table = Table::new(["metric", "value"]);
     metrics.iter().for_each(|(name, value)| table.row([name.to_owned(), format_number(value)]));
     write_file(&out.join("metrics.jsonl"), &(Row { step, phase: Phase::Rl, metrics }.to_json() + "\n"))?;
-    show(&table.to_string());
+    show(&table.to_string())?;
     console.print(&format!("done: {}", collection.file(&name).display()));
     failures.map(|()| EXIT_DONE)
 }

@@ -7,6 +7,7 @@ use crate::metrics::Console;
 use crate::recipe::{RecipeSource, locate};
 use crate::run::header::{self, command_line};
 use crate::run::memory::Intent;
+use crate::run::preflight::unverified;
 use crate::run::run_folder::{RunFolder, prepare_resume};
 use crate::run::signals::Stop;
 use crate::run::workbench::Workbench;
@@ -45,20 +46,23 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     };
     let mut plan = source.resolve(&args.run.sets)?;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
-    let resumed = match args.resume {
+    let (resumed, point) = match args.resume {
         true => prepare_resume(&out, &mut plan)?,
-        false => RunFolder::refuse_existing(&out).map(|()| vec![])?,
+        false => RunFolder::refuse_existing(&out).map(|()| (vec![], None))?,
     };
     let bench = Workbench::open(plan, Intent::Train, &console)?;
     let data = TrainingData::open(&bench)?;
     // From here on a signal finds a run to save.
     let stop = Stop::listen()?;
-    let (folder, point) = match args.resume {
-        true => RunFolder::resume(&out, &bench.plan)?,
-        false => (RunFolder::create(&out, &bench.plan)?, None),
+    let folder = match args.resume {
+        true => RunFolder::resume(&out, &bench.plan, point.as_ref())?,
+        false => RunFolder::create(&out, &bench.plan)?,
     };
     header::lines(&bench, &out).iter().for_each(|line| console.print(line));
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+    if let Some(point) = point.as_ref().filter(|point| !point.verified) {
+        console.print(&format!("warning: {}", unverified(&point.folder)));
+    }
     resumed.iter().for_each(|line| console.print(line));
     let run = || {
         folder.write_model(&header::model(&bench))?;

@@ -1,11 +1,10 @@
 //! The embedded interpreter: a pool of worker processes, each running a small Python written in Rust.
 
+use super::deaths::{self, Deaths};
 use super::embedded_worker::{Kept, Welcome, WorkerHello, undone};
 use super::pool::Pool;
 use super::process::{Process, Spawner};
-use super::{
-    CONFINEMENT_REMEDY, Interpreter, InterpreterState, Reply, SessionId, Settings, code_to_run, lock,
-};
+use super::{Interpreter, InterpreterState, Reply, SessionId, Settings, code_to_run, lock, not_started};
 use crate::bad_input;
 use crate::trajectory::CallOutcome;
 use anyhow::{Context, Result};
@@ -35,6 +34,7 @@ pub struct Embedded {
     pool: Pool<Process>,
     /// Stored sessions, opaque here: only confined workers read them.
     sessions: Mutex<HashMap<SessionId, Vec<u8>>>,
+    deaths: Deaths,
     spawner: Spawner,
 }
 
@@ -48,13 +48,14 @@ impl Embedded {
         settings.check()?;
         let program = settings.worker_program()?;
         let spawner = Spawner::new().context("starting the thread that starts interpreter workers")?;
-        let (first, confinement) = start(&settings, &program, &spawner)?;
+        let (first, confinement) = start(&settings, &program, &spawner).map_err(not_started)?;
         Ok(Self {
             pool: Pool::new(first, settings.workers),
             settings,
             program,
             confinement,
             sessions: Mutex::default(),
+            deaths: Deaths::default(),
             spawner,
         })
     }
@@ -64,7 +65,10 @@ impl Embedded {
         let new = || start(&self.settings, &self.program, &self.spawner).map(|(worker, _)| worker);
         let mut worker = match self.pool.acquire(new) {
             Ok(worker) => worker,
-            Err(_) => return (CallOutcome::WorkerDied, self.explain(CallOutcome::WorkerDied)),
+            Err(error) => {
+                self.deaths.note(format!("{error:#}"));
+                return (CallOutcome::WorkerDied, self.explain(CallOutcome::WorkerDied));
+            }
         };
         let state = lock(&self.sessions).get(&session).cloned().unwrap_or_default();
         match self.exchange(&mut worker, code, &state) {
@@ -81,14 +85,22 @@ impl Embedded {
                 (outcome, text)
             }
             Err(error) => {
-                let last_words = worker.kill();
+                let (last_words, ended) = worker.kill();
                 drop(worker);
                 self.pool.forget();
                 let outcome = match error.kind() {
                     io::ErrorKind::TimedOut => CallOutcome::ToolTimeout,
-                    // Rust's own words when an allocation is refused, right before it aborts.
-                    _ if last_words.contains("memory allocation of") => CallOutcome::MemoryLimit,
-                    _ => CallOutcome::WorkerDied,
+                    // The program's words when an allocation is refused, and Rust's when none so large can be.
+                    _ if ["memory allocation of", "capacity overflow"]
+                        .iter()
+                        .any(|w| last_words.contains(w)) =>
+                    {
+                        CallOutcome::MemoryLimit
+                    }
+                    _ => {
+                        self.deaths.note(deaths::cause(ended, &last_words));
+                        CallOutcome::WorkerDied
+                    }
                 };
                 (outcome, self.explain(outcome))
             }
@@ -149,6 +161,10 @@ impl Interpreter for Embedded {
     fn confinement(&self) -> String {
         self.confinement.clone()
     }
+
+    fn dead_workers(&self) -> Option<String> {
+        self.deaths.to_tell()
+    }
 }
 
 /// Starts a worker and waits until it has confined itself; also returns what confines it.
@@ -171,8 +187,6 @@ fn start(settings: &Settings, program: &PathBuf, spawner: &Spawner) -> Result<(P
     let welcome = worker.receive(WELCOME_BYTES_MAX, deadline).with_context(place)?;
     match serde_json::from_slice(&welcome).with_context(place)? {
         Welcome::Ready(active) => Ok((worker, active)),
-        Welcome::Refused(why) => {
-            Err(bad_input!("this machine cannot confine the Python tool: {why}. {CONFINEMENT_REMEDY}"))
-        }
+        Welcome::Refused(why) => Err(bad_input!("this machine cannot confine the Python tool: {why}")),
     }
 }

@@ -5,7 +5,7 @@
 
 use super::FRAME_BYTES_MAX;
 use super::output::Clip;
-use super::{confine, frames};
+use super::{confine, frames, refusal};
 use crate::trajectory::CallOutcome;
 use anyhow::{Context, Result, ensure};
 use monty::{Dump, MontyRepl, Session, SessionRef};
@@ -14,6 +14,7 @@ use monty_types::{ResourceLimits, ResourceTracker};
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 use std::fs::File;
+use std::io::Write;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::Duration;
 
@@ -55,8 +56,8 @@ const HELLO_BYTES_MAX: usize = 4096;
 
 /// A worker's whole life; returns the exit code.
 pub fn main() -> i32 {
-    // A panic is a bug of the interpreter, which the parent sees as a death; its words go nowhere.
-    std::panic::set_hook(Box::new(|_| {}));
+    // A panic is a bug of the interpreter, or a size that no memory has; the parent sees a death and its last words.
+    std::panic::set_hook(Box::new(|panic| drop(writeln!(std::io::stderr(), "{panic}"))));
     let Ok((input, output)) = take_pipes() else { return 1 };
     let served = std::thread::Builder::new()
         .stack_size(STACK_BYTES)
@@ -89,7 +90,7 @@ fn serve(mut input: File, mut output: File) -> Result<()> {
     let welcome = match confined {
         Ok(active) => Welcome::Ready(active),
         Err(e) if hello.dangerously_allow_unsandboxed => Welcome::Ready(format!("NOT SANDBOXED ({e:#})")),
-        Err(e) => Welcome::Refused(format!("{e:#}")),
+        Err(e) => Welcome::Refused(refusal(&e)),
     };
     frames::write(&mut output, &serde_json::to_vec(&welcome)?)?;
     if matches!(welcome, Welcome::Refused(_)) {

@@ -15,6 +15,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub mod confine;
 #[cfg_attr(not(target_os = "linux"), path = "cpython_unsupported.rs")]
 mod cpython;
+mod deaths;
 mod embedded;
 mod embedded_worker;
 mod frames;
@@ -53,6 +54,11 @@ pub trait Interpreter: Send + Sync {
 
     /// What confines the code on this machine, for the run folder and the console.
     fn confinement(&self) -> String;
+
+    /// What the user has to hear of dead workers since it was asked last, if anything.
+    fn dead_workers(&self) -> Option<String> {
+        None
+    }
 }
 
 choice! {
@@ -95,6 +101,10 @@ pub struct Settings {
     pub preload: Vec<String>,
     /// A trajectory's CPython process is ended when no call came for this long.
     pub idle_s_max: f64,
+    /// Files that CPython's code may write in a file system of its own, which is gone with its process, in MiB; 0 for none.
+    pub scratch_mib: u64,
+    /// Trajectories that may be live at once.
+    pub sessions_max: usize,
     /// Go on when the kernel cannot confine the workers.
     pub dangerously_allow_unsandboxed: bool,
     /// The binary to start as a worker; `None` is the running one.
@@ -113,6 +123,8 @@ impl Default for Settings {
             python: "python3".into(),
             preload: Vec::new(),
             idle_s_max: 600.0,
+            scratch_mib: 0,
+            sessions_max: 64,
             dangerously_allow_unsandboxed: false,
             program: None,
         }
@@ -154,6 +166,27 @@ impl Settings {
 /// What to do where the kernel cannot confine.
 const CONFINEMENT_REMEDY: &str = "Model-written code would run with your own rights; use a kernel with landlock and \
     seccomp (Linux 5.13 or newer), or accept the risk with `interpreter.dangerously_allow_unsandboxed = true`";
+/// What to do where it could, and had no room to.
+const SHORTAGE_REMEDY: &str = "The system is short of descriptors, processes or memory for the Python tool's workers; raise \
+    the limits (ulimit -n, -u, -v), or lower `interpreter.workers`";
+
+/// Why a worker was not confined, and what to do. A shortage is no reason to run without a sandbox.
+fn refusal(error: &anyhow::Error) -> String {
+    format!("{error:#}. {}", if is_shortage(error) { SHORTAGE_REMEDY } else { CONFINEMENT_REMEDY })
+}
+
+/// The error of a worker that could not be started, with what to do where the system is short of something.
+fn not_started(error: anyhow::Error) -> anyhow::Error {
+    if is_shortage(&error) { bad_input!("{error:#}. {SHORTAGE_REMEDY}") } else { error }
+}
+
+fn is_shortage(error: &anyhow::Error) -> bool {
+    let short = [libc::EMFILE, libc::ENFILE, libc::EAGAIN, libc::ENOMEM];
+    error.chain().any(|cause| {
+        let code = cause.downcast_ref::<std::io::Error>().and_then(std::io::Error::raw_os_error);
+        code.is_some_and(|code| short.contains(&code))
+    })
+}
 
 /// Longest code or stored state a worker reads.
 const FRAME_BYTES_MAX: usize = 64 << 20;

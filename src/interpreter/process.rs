@@ -4,10 +4,11 @@ use super::frames::{self, Timed};
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::process::{Child, Command, Stdio};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc;
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// mimalloc takes address space a gibibyte at a time, so that a limit of it would mean nothing; told this, it takes
 /// what is asked for.
@@ -35,6 +36,26 @@ impl ProcessGroup {
     /// The child's standard error, where it is piped.
     pub fn take_errors(&mut self) -> Option<File> {
         self.0.stderr.take().map(|pipe| OwnedFd::from(pipe).into())
+    }
+
+    /// How the child ended by itself, which leaves it to be reaped; a closed pipe may be seen a moment before its end.
+    fn ended(&self) -> Option<ExitStatus> {
+        for _ in 0..20 {
+            // SAFETY: zeroes are a valid siginfo_t, and the structure outlives the call.
+            let (rc, info) = unsafe {
+                let mut info: libc::siginfo_t = std::mem::zeroed();
+                let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+                (libc::waitid(libc::P_PID, self.0.id(), &mut info, options), info)
+            };
+            // SAFETY: waitid has filled in a child's fields, or left zeroes.
+            let (id, status) = unsafe { (info.si_pid(), info.si_status()) };
+            if rc == 0 && id != 0 {
+                let raw = if info.si_code == libc::CLD_EXITED { status << 8 } else { status };
+                return Some(ExitStatus::from_raw(raw));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        None
     }
 
     fn kill(&mut self) {
@@ -119,13 +140,14 @@ impl Process {
         frames::read(&mut Timed { pipe: &self.from, deadline }, bytes_max)
     }
 
-    /// Kills the worker and its group, and returns what it had written to its standard error.
-    pub fn kill(&mut self) -> String {
+    /// Kills the worker and its group, and returns what it had written to its standard error, and how it had ended if it had.
+    pub fn kill(&mut self) -> (String, Option<ExitStatus>) {
+        let ended = self.group.ended();
         self.group.kill();
         let mut text = Vec::new();
         // Non-blocking, and bounded: a worker's last words only classify its death.
         let _ = (&mut self.errors).take(4096).read_to_end(&mut text);
-        String::from_utf8_lossy(&text).into_owned()
+        (String::from_utf8_lossy(&text).into_owned(), ended)
     }
 }
 

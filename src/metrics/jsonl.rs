@@ -2,9 +2,12 @@
 
 use super::Row;
 use crate::bad_input;
-use anyhow::{Context, Result};
+use crate::bounded_file::{self, ROWS_BYTES_MAX};
+use anyhow::{Context, Result, ensure};
+use blake3::{Hash, Hasher};
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// The writer. A checkpoint stores [`MetricsFile::sync`]'s length; a resumed run is opened with it.
@@ -13,6 +16,7 @@ pub struct MetricsFile {
     file: File,
     path: PathBuf,
     bytes: u64,
+    hasher: Hasher,
 }
 
 impl MetricsFile {
@@ -32,7 +36,7 @@ impl MetricsFile {
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let synced = File::open(folder).and_then(|folder| folder.sync_all());
         synced.with_context(|| format!("{}: cannot be synced", folder.display()))?;
-        Ok(Self { file, path: path.to_owned(), bytes: 0 })
+        Ok(Self { file, path: path.to_owned(), bytes: 0, hasher: Hasher::new() })
     }
 
     /// Opens the file of a resumed run and cuts it to the `bytes` that the checkpoint recorded, which
@@ -61,23 +65,51 @@ impl MetricsFile {
                 ));
             }
         }
+        let mut hasher = Hasher::new();
         file.set_len(bytes)
-            .and_then(|()| file.seek(SeekFrom::Start(bytes)))
+            .and_then(|()| file.rewind())
+            .and_then(|()| hasher.update_reader(&file).map(drop))
             .with_context(|| format!("{shown}: cannot be cut back"))?;
-        Ok(Self { file, path: path.to_owned(), bytes })
+        Ok(Self { file, path: path.to_owned(), bytes, hasher })
     }
 
     /// Appends a row with one write, so that a reader sees whole lines, and a kill tears at most the last.
     pub fn write(&mut self, row: &Row) -> Result<()> {
+        self.check_in_place()?;
         let line = row.to_json() + "\n";
         let written = self.file.write_all(line.as_bytes());
         written.with_context(|| format!("{}: cannot be written", self.path.display()))?;
         self.bytes += line.len() as u64;
+        self.hasher.update(line.as_bytes());
         Ok(())
+    }
+
+    /// Whether the file is still where it was opened, and so the run's folder: what is written to one that was moved or
+    /// removed is seen by nobody.
+    ///
+    /// # Errors
+    /// When it is not.
+    pub fn check_in_place(&self) -> Result<()> {
+        let ours = self.file.metadata().map(|about| (about.dev(), about.ino()));
+        let there = std::fs::metadata(&self.path).map(|about| (about.dev(), about.ino()));
+        let same = matches!((&ours, &there), (Ok(ours), Ok(there)) if ours == there);
+        ensure!(
+            same,
+            "{}: the run's folder was moved, replaced or removed while the run was working. Put it back and go on with \
+             --resume from its last checkpoint",
+            self.path.display()
+        );
+        Ok(())
+    }
+
+    /// The digest of everything written.
+    pub fn digest(&self) -> Hash {
+        self.hasher.finalize()
     }
 
     /// Puts everything written on the disk and returns the file's length, for the checkpoint.
     pub fn sync(&mut self) -> Result<u64> {
+        self.check_in_place()?;
         self.file.sync_data().with_context(|| format!("{}: cannot be synced", self.path.display()))?;
         Ok(self.bytes)
     }
@@ -88,7 +120,8 @@ impl MetricsFile {
 /// # Errors
 /// [`crate::error::BadInput`] when the file cannot be read or a line is no row: names file and line.
 pub fn read_rows(path: &Path) -> Result<Vec<Row>> {
-    let text = std::fs::read(path).map_err(|e| bad_input!("{}: cannot be read ({e}).", path.display()))?;
+    let text = bounded_file::read(path, ROWS_BYTES_MAX)
+        .map_err(|e| bad_input!("{}: cannot be read ({e}).", path.display()))?;
     let mut rows = Vec::new();
     for (i, line) in text.split_inclusive(|&b| b == b'\n').enumerate() {
         let row = std::str::from_utf8(line).map_err(|e| e.to_string()).and_then(Row::from_json);

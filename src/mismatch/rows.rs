@@ -2,14 +2,15 @@
 
 use super::formats::{EXAMPLE, RawRow, Shape, TORCH_FILE, TokenTexts};
 use crate::bad_input;
+use crate::bounded_file;
 use crate::model::config::Config;
 use crate::vocabulary::Vocabulary;
 use anyhow::Result;
 use flate2::read::MultiGzDecoder;
-use serde::de::{Deserializer as _, SeqAccess, Visitor};
+use serde::de::{Deserializer as _, Error as _, SeqAccess, Visitor};
 use serde_json::Value;
-use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::cell::Cell;
+use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 /// A log-prob may lie so far above 0 by rounding.
@@ -17,6 +18,8 @@ const ABOVE_ZERO_MAX: f64 = 1e-3;
 /// A record of text, and a file of it, bytes.
 const RECORD_BYTES_MAX: u64 = 64 << 20;
 const FILE_BYTES_MAX: u64 = 2 << 30;
+/// Bad rows that are remembered: a file with more holds something else.
+const BAD_ROWS_MAX: usize = 100_000;
 /// Bad rows that are each told; `mismatch.json` has all.
 const BAD_TOLD_MAX: usize = 10;
 
@@ -128,9 +131,8 @@ impl<'a> Reader<'a> {
 
     fn read_file(&self, of: &mut OfFile) -> Result<()> {
         let shown = of.path.display().to_string();
-        let failed =
-            |e: std::io::Error| bad_input!("{shown}: cannot be read: {e}; name a file of JSON or JSONL");
-        let mut start = BufReader::new(File::open(of.path).map_err(failed)?);
+        let failed = |e: io::Error| bad_input!("{shown}: cannot be read: {e}; name a file of JSON or JSONL");
+        let mut start = BufReader::new(bounded_file::open(of.path, FILE_BYTES_MAX).map_err(failed)?);
         let magic = start.fill_buf().map_err(failed)?;
         let compressed = magic.starts_with(&[0x1f, 0x8b]);
         if magic.starts_with(b"PK") || magic.starts_with(&[0x80]) {
@@ -140,12 +142,15 @@ impl<'a> Reader<'a> {
             if compressed { Box::new(MultiGzDecoder::new(start)) } else { Box::new(start) };
         let mut text = BufReader::new(text.take(FILE_BYTES_MAX + 1));
         if text.fill_buf().map_err(failed)?.iter().find(|b| !b.is_ascii_whitespace()) == Some(&b'[') {
-            let mut at = 0;
+            let (mut at, left) = (0, Cell::new(RECORD_BYTES_MAX));
             let mut each = |value: Value| {
                 at += 1;
+                left.set(RECORD_BYTES_MAX);
                 self.take(of, at, value);
+                of.sane()
             };
-            let read = serde_json::Deserializer::from_reader(&mut text).deserialize_seq(Elements(&mut each));
+            let records = Records { text: &mut text, left: &left };
+            let read = serde_json::Deserializer::from_reader(records).deserialize_seq(Elements(&mut each));
             if let Err(e) = read {
                 of.bad(at + 1, format!("not JSON from here on: {e}"));
             }
@@ -162,7 +167,7 @@ impl<'a> Reader<'a> {
     }
 
     /// A record a line; or one record over all lines.
-    fn read_lines(&self, of: &mut OfFile, text: &mut impl BufRead) -> std::io::Result<()> {
+    fn read_lines(&self, of: &mut OfFile, text: &mut impl BufRead) -> io::Result<()> {
         let mut line = vec![];
         for number in 1.. {
             line.clear();
@@ -188,6 +193,7 @@ impl<'a> Reader<'a> {
                 Ok(value) => self.take(of, number, value),
                 Err(e) => of.bad(number, not_json(&line, &e)),
             }
+            of.sane().map_err(io::Error::other)?;
         }
         Ok(())
     }
@@ -336,6 +342,13 @@ impl OfFile<'_> {
     fn bad(&mut self, number: usize, what: String) {
         self.found.bad.push(format!("{}: row {number}: {what}", self.path.display()));
     }
+
+    fn sane(&self) -> Result<(), String> {
+        match self.found.bad.len() > BAD_ROWS_MAX {
+            true => Err(format!("more than {BAD_ROWS_MAX} rows are bad")),
+            false => Ok(()),
+        }
+    }
 }
 
 /// What is wrong with a line.
@@ -348,8 +361,25 @@ fn not_json(line: &[u8], error: &serde_json::Error) -> String {
     }
 }
 
-/// The elements of an array, one after the other.
-struct Elements<'a>(&'a mut dyn FnMut(Value));
+/// A text of records, none of which may be longer than what is `left`; who takes one sets it anew.
+struct Records<'a, R> {
+    text: R,
+    left: &'a Cell<u64>,
+}
+
+impl<R: Read> Read for Records<'_, R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let count = self.text.read(buffer)?;
+        let left = self.left.get().checked_sub(count as u64);
+        self.left.set(left.ok_or_else(|| {
+            io::Error::other(format!("a record longer than {} MiB; split it", RECORD_BYTES_MAX >> 20))
+        })?);
+        Ok(count)
+    }
+}
+
+/// The elements of an array, one after the other, until one is refused.
+struct Elements<'a>(&'a mut dyn FnMut(Value) -> Result<(), String>);
 
 impl<'de> Visitor<'de> for Elements<'_> {
     type Value = ();
@@ -360,7 +390,7 @@ impl<'de> Visitor<'de> for Elements<'_> {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut elements: A) -> Result<(), A::Error> {
         while let Some(value) = elements.next_element()? {
-            (self.0)(value);
+            (self.0)(value).map_err(A::Error::custom)?;
         }
         Ok(())
     }

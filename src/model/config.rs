@@ -3,6 +3,7 @@
 use super::family::Family;
 use super::names::parameter_count;
 use crate::bad_input;
+use crate::bounded_file::{self, JSON_BYTES_MAX};
 use crate::recipe::{Contradiction, Sizes, Yarn};
 use anyhow::Result;
 use serde_json::Value;
@@ -95,7 +96,7 @@ impl Config {
     /// Reads `config.json` in `folder`. Every mistake in the file is told in one `BadInput`, by key.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join("config.json");
-        let text = std::fs::read_to_string(&path).map_err(|e| {
+        let text = bounded_file::read_text(&path, JSON_BYTES_MAX).map_err(|e| {
             bad_input!("{}: cannot be read ({e}); model.path must name a Hugging Face folder", path.display())
         })?;
         let value: Value = serde_json::from_str(&text).map_err(|e| {

@@ -8,6 +8,7 @@ use super::held::{Held, Loaded};
 use super::names::{Layout, ParameterSpec, StoredTensor, parameter_specs};
 use super::tensor_file::{TensorFile, f32_values};
 use crate::bad_input;
+use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};
 use crate::ops::mxfp4::{self, BLOCK};
 use crate::ops::packed::{self, PackedMatrix, PackedTable, StoredRows, bf16_is_finite, block_is_finite};
 use anyhow::Result;
@@ -292,9 +293,9 @@ fn listed_files(folder: &Path) -> Result<Vec<(String, Option<BTreeSet<String>>)>
         return Ok(vec![(WEIGHTS_FILE.into(), None)]);
     }
     let path = folder.join(INDEX_FILE);
-    let text = std::fs::read_to_string(&path).map_err(|_| {
+    let text = bounded_file::read_text(&path, TOKENIZER_BYTES_MAX).map_err(|e| {
         bad_input!(
-            "{}: no {WEIGHTS_FILE} and no readable {INDEX_FILE}; only safetensors is read",
+            "{}: no {WEIGHTS_FILE} and no readable {INDEX_FILE} ({e}); only safetensors is read",
             folder.display()
         )
     })?;

@@ -8,15 +8,17 @@ use super::load::{INDEX_FILE, WEIGHTS_FILE};
 use super::names::{Layout, ParameterSpec, StoredTensor, parameter_specs};
 use super::tensor_file::{write_bf16, write_f32, write_tensors};
 use crate::bad_input;
+use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};
 use crate::chat::Chat;
+use crate::integrity::Manifest;
 use crate::ops::cpu::host_values;
 use crate::ops::mxfp4;
 use anyhow::{Context, Result, ensure};
+use blake3::Hash;
 use candle_core::{DType, Device, Tensor};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::Write;
 use std::path::Path;
 
 /// The size above which weights are split, in bytes; the customary limit of the hub.
@@ -42,7 +44,7 @@ impl Companions {
         for name in COMPANION_FILES {
             let path = folder.join(name);
             if path.is_file() {
-                let bytes = std::fs::read(&path)
+                let bytes = bounded_file::read(&path, TOKENIZER_BYTES_MAX)
                     .map_err(|e| bad_input!("{}: cannot be read: {e}", path.display()))?;
                 files.insert(name.into(), bytes);
             }
@@ -90,6 +92,8 @@ impl Companions {
 /// `tensor` is asked for each parameter once, in file order, and answers with its working tensor (any float
 /// dtype and device). Weights lie in files of at most `shard_bytes_max` bytes, or one parameter. Fails on a
 /// wrong shape, on NaN and infinity, on a file that exists; `BadInput` where MXFP4 cannot hold the sizes.
+///
+/// Returns the digests of what was written.
 pub fn save(
     folder: &Path,
     config: &Config,
@@ -97,7 +101,7 @@ pub fn save(
     companions: &Companions,
     shard_bytes_max: u64,
     mut tensor: impl FnMut(&ParameterSpec) -> Result<Tensor>,
-) -> Result<()> {
+) -> Result<Manifest> {
     config.check()?;
     let mut specs = parameter_specs(config);
     if form == Form::Mxfp4 && !config.family.has_experts() {
@@ -109,19 +113,22 @@ pub fn save(
         specs.sort_by_key(ParameterSpec::is_expert_matrix);
     }
     let shards = shards(&specs, form, shard_bytes_max);
+    let mut manifest = Manifest::default();
     for (index, shard) in shards.iter().enumerate() {
-        write_shard(&folder.join(shard_name(index, shards.len())), shard, form, &mut tensor)?;
+        let name = shard_name(index, shards.len());
+        manifest.note(&name, write_shard(&folder.join(&name), shard, form, &mut tensor)?);
     }
     if shards.len() > 1 {
-        write_file(&folder.join(INDEX_FILE), &pretty(&index_json(&shards, form)))?;
+        manifest.write_file(folder, INDEX_FILE, &pretty(&index_json(&shards, form)))?;
     }
     for (name, content) in companions.complete(config) {
-        write_file(&folder.join(name), &content)?;
+        manifest.write_file(folder, &name, &content)?;
     }
-    write_file(&folder.join("config.json"), &pretty(&config.to_json(form)))?;
+    manifest.write_file(folder, "config.json", &pretty(&config.to_json(form)))?;
     File::open(folder)
         .and_then(|f| f.sync_all())
-        .with_context(|| format!("{}: cannot be synced", folder.display()))
+        .with_context(|| format!("{}: cannot be synced", folder.display()))?;
+    Ok(manifest)
 }
 
 fn check_blocks(specs: &[ParameterSpec]) -> Result<()> {
@@ -178,7 +185,7 @@ fn write_shard(
     specs: &[ParameterSpec],
     form: Form,
     tensor: &mut impl FnMut(&ParameterSpec) -> Result<Tensor>,
-) -> Result<()> {
+) -> Result<Hash> {
     // The halves of a packed matrix are two stored tensors.
     let parts = |spec: &ParameterSpec| spec.stored_tensors(form).len();
     let owner: Vec<&ParameterSpec> =
@@ -283,13 +290,4 @@ fn tokenizer_config(config: &Config, tokenizer_json: &[u8]) -> Value {
 
 fn pretty(json: &Value) -> Vec<u8> {
     format!("{json:#}\n").into_bytes()
-}
-
-fn write_file(path: &Path, content: &[u8]) -> Result<()> {
-    File::create_new(path)
-        .and_then(|mut file| {
-            file.write_all(content)?;
-            file.sync_all()
-        })
-        .with_context(|| format!("{}: cannot be written", path.display()))
 }

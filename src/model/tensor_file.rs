@@ -3,7 +3,10 @@
 
 use super::names::StoredTensor;
 use crate::bad_input;
+use crate::bounded_file;
+use crate::integrity::Digesting;
 use anyhow::{Context, Result};
+use blake3::Hash;
 use safetensors::tensor::{Metadata, TensorInfo};
 use std::collections::HashMap;
 use std::fs::File;
@@ -33,7 +36,7 @@ impl TensorFile {
     pub fn open(path: &Path) -> Result<Self> {
         let shown = path.display();
         let unreadable = |e: std::io::Error| bad_input!("{shown}: cannot be read: {e}");
-        let mut file = File::open(path).map_err(unreadable)?;
+        let mut file = bounded_file::open(path, u64::MAX).map_err(unreadable)?;
         let length = file.metadata().map_err(unreadable)?.len();
         let truncated = |wanted: u64| {
             bad_input!(
@@ -98,7 +101,8 @@ impl TensorFile {
     }
 }
 
-/// Writes a new, synced file of `tensors` in their order. `write` is asked for each tensor's bytes once, by its index.
+/// Writes a new, synced file of `tensors` in their order, and returns its digest. `write` is asked for each tensor's bytes
+/// once, by its index.
 ///
 /// # Errors
 /// When the file exists or the disk refuses, and those of `write`.
@@ -106,16 +110,15 @@ pub fn write_tensors(
     path: &Path,
     tensors: Vec<StoredTensor>,
     mut write: impl FnMut(usize, &mut dyn Write) -> Result<()>,
-) -> Result<()> {
+) -> Result<Hash> {
     let place = || format!("{}: cannot be written", path.display());
-    let mut out = BufWriter::new(File::create_new(path).with_context(place)?);
+    let mut out = BufWriter::new(Digesting::new(File::create_new(path).with_context(place)?));
     let count = tensors.len();
     out.write_all(&header(tensors)?).with_context(place)?;
     (0..count).try_for_each(|index| write(index, &mut out))?;
-    out.into_inner()
-        .map_err(std::io::IntoInnerError::into_error)
-        .and_then(|file| file.sync_all())
-        .with_context(place)
+    let file = out.into_inner().map_err(std::io::IntoInnerError::into_error).with_context(place)?;
+    file.inner.sync_all().with_context(place)?;
+    Ok(file.digest())
 }
 
 /// A header, padded to 8 bytes, for `tensors` in order.

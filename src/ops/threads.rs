@@ -9,6 +9,9 @@ use std::sync::{Mutex, PoisonError};
 
 /// Stack of a pool's thread, bytes: candle walks and drops graphs recursively.
 const STACK_BYTES: usize = 64 << 20;
+/// Said when the system refuses a thread.
+const TOO_MANY: &str =
+    "starting threads; lower parallel.threads, or raise the limits of processes and memory (ulimit -u, -v)";
 
 /// The thread pools of one run.
 pub struct Threads {
@@ -25,11 +28,7 @@ impl Threads {
         let available = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = if threads == 0 { available } else { threads };
         let pool = |n: usize| {
-            ThreadPoolBuilder::new()
-                .num_threads(n)
-                .stack_size(STACK_BYTES)
-                .build()
-                .context("starting threads; lower parallel.threads")
+            ThreadPoolBuilder::new().num_threads(n).stack_size(STACK_BYTES).build().context(TOO_MANY)
         };
         let singles = (0..threads).map(|_| pool(1)).collect::<Result<_>>()?;
         Ok(Self { wide: pool(threads)?, singles })
@@ -48,17 +47,13 @@ impl Threads {
     /// `f(worker)` once on every single-thread pool at the same time, in worker order.
     pub fn each<R: Send>(&self, f: impl Fn(usize) -> R + Sync) -> Result<Vec<R>> {
         std::thread::scope(|scope| {
-            let handles: Vec<_> = self
-                .singles
-                .iter()
-                .enumerate()
-                .map(|(worker, pool)| {
-                    scope.spawn({
-                        let f = &f;
-                        move || pool.install(|| f(worker))
-                    })
-                })
-                .collect();
+            let mut handles = Vec::with_capacity(self.singles.len());
+            for (worker, pool) in self.singles.iter().enumerate() {
+                let f = &f;
+                let work = move || pool.install(|| f(worker));
+                let started = std::thread::Builder::new().spawn_scoped(scope, work);
+                handles.push(started.context(TOO_MANY)?);
+            }
             let mut results = Vec::with_capacity(handles.len());
             for handle in handles {
                 match handle.join() {

@@ -1,5 +1,6 @@
 //! `base = "FILE"`: a recipe that holds only what differs from another.
 
+use crate::bounded_file::{self, TOML_BYTES_MAX};
 use std::path::{Path, PathBuf};
 use toml::de::{DeTable, DeValue};
 
@@ -23,7 +24,7 @@ pub(crate) fn read(path: &Path, text: &str) -> Result<Option<Base>, String> {
         return Err("found no string; give the path of a recipe, counted from this one's folder".to_owned());
     };
     let file = path.parent().unwrap_or(Path::new("")).join(name.as_ref());
-    match std::fs::read_to_string(&file) {
+    match bounded_file::read_text(&file, TOML_BYTES_MAX) {
         Ok(text) => Ok(Some(Base { file, text })),
         Err(e) => Err(format!(
             "cannot read {}: {e}; give the path of a recipe, counted from this one's folder",

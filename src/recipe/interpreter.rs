@@ -28,6 +28,9 @@ table! {
         pub preload: Vec<String> = Vec::new(),
         /// With `"cpython"` and `state = "trajectory"`: seconds without a call after which a trajectory's process ends.
         pub idle_s_max: f64 = 600.0 => from(0.0).to(86400.0),
+        /// With `"cpython"`: files that a call may write in `/tmp/scratch`, in MiB, in memory; 0 means none. Each call, or with
+        /// `state = "trajectory"` each trajectory, has its own, gone with it. Needs user namespaces.
+        pub scratch_mib: usize = 0 => from(0.0).to(1048576.0),
         /// Run without the operating system's sandbox where it has none. Code from the model can then harm the machine.
         pub dangerously_allow_unsandboxed: bool = false,
     }

@@ -44,17 +44,18 @@ impl fmt::Display for Mistake {
     }
 }
 
-/// Everything that is wrong with a recipe; never empty as an error.
+/// Everything that is wrong with a recipe; never empty as an error. Of very many the rest is only counted.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Mistakes(pub Vec<Mistake>);
+pub struct Mistakes(pub Vec<Mistake>, pub usize);
 
 impl fmt::Display for Mistakes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0.as_slice() {
             [only] => write!(f, "{only}"),
             all => {
-                write!(f, "{} mistakes in the recipe:", all.len())?;
-                all.iter().try_for_each(|mistake| write!(f, "\n  {mistake}"))
+                write!(f, "{} mistakes in the recipe:", all.len() + self.1)?;
+                all.iter().try_for_each(|mistake| write!(f, "\n  {mistake}"))?;
+                if self.1 > 0 { write!(f, "\n  and {} more", self.1) } else { Ok(()) }
             }
         }
     }

@@ -30,6 +30,7 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
     let known: Vec<String> = recipe.entries().iter().map(|entry| entry.path().to_owned()).collect();
     let (mut places, mut mistakes, mut unsure) = (Places::new(path), Mistakes::default(), Vec::new());
     let mut read = |origin: Origin, text: &str, base_fault: Option<&str>| {
+        let line_ends: Vec<usize> = text.match_indices('\n').map(|(at, _)| at).collect();
         let mut reader = Reader {
             places: &mut places,
             mistakes: &mut mistakes,
@@ -37,6 +38,7 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
             known: &known,
             origin,
             text,
+            line_ends: &line_ends,
             base_fault,
         };
         read_text(&mut recipe, &mut reader);

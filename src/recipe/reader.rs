@@ -23,6 +23,9 @@ pub(crate) enum Origin<'a> {
     Set(usize),
 }
 
+/// Mistakes that are looked into; of a text that is no recipe at all the first ones say enough.
+const MISTAKES_MAX: usize = 100;
+
 /// Reads texts into a recipe, one after the other.
 pub(crate) struct Reader<'a> {
     pub places: &'a mut Places,
@@ -33,6 +36,8 @@ pub(crate) struct Reader<'a> {
     pub known: &'a [String],
     pub origin: Origin<'a>,
     pub text: &'a str,
+    /// Where each line of the text ends, in bytes.
+    pub line_ends: &'a [usize],
     /// What is wrong with the key `base` of this text, if it is there.
     pub base_fault: Option<&'a str>,
 }
@@ -82,6 +87,10 @@ impl Reader<'_> {
 
     /// Notes a mistake at a key.
     pub fn refuse(&mut self, written: &Written, what: String) {
+        if self.mistakes.0.len() >= MISTAKES_MAX {
+            self.mistakes.1 += 1;
+            return;
+        }
         let place = self.place(written.name.start);
         self.places.note(&written.path, place.clone());
         self.unsure.push(written.path.clone());
@@ -95,6 +104,9 @@ impl Reader<'_> {
     }
 
     fn refuse_unknown(&mut self, table: &str, name: &str, written: &Written) {
+        if self.mistakes.0.len() >= MISTAKES_MAX {
+            return self.refuse(written, String::new());
+        }
         let what = match self.suggest(table, name) {
             Some(known) => {
                 self.unsure.push(known.clone());
@@ -147,8 +159,7 @@ impl Reader<'_> {
         match self.origin {
             Origin::Set(index) => Place::Set(index),
             Origin::File(path) => {
-                let before = self.text.as_bytes().iter().take(at);
-                let line = 1 + before.filter(|&&byte| byte == b'\n').count();
+                let line = 1 + self.line_ends.partition_point(|&end| end < at);
                 Place::File { path: path.to_owned(), line: Some(line) }
             }
         }

@@ -6,7 +6,7 @@ mod policy;
 use super::arms::ARMS;
 use super::mistake::{Mistake, Places};
 use super::table::Table;
-use super::{Advantage, Architecture, OptimizerConfig, Recipe, TaskName, Tokenizer};
+use super::{Advantage, Architecture, InterpreterKind, OptimizerConfig, Recipe, TaskName, Tokenizer};
 use crate::choice::Choice;
 use std::path::Path;
 
@@ -232,6 +232,12 @@ impl Rules<'_> {
                     "{} must be above interpreter.time_limit_s, {}: the kill is the backstop of the interpreter's own limit; raise it",
                     interpreter.wall_clock_s, interpreter.time_limit_s
                 ),
+            );
+        }
+        if interpreter.scratch_mib > 0 && interpreter.kind == InterpreterKind::Embedded {
+            self.refuse(
+                &["interpreter.scratch_mib"],
+                "only kind = \"cpython\" can write files; set it to 0".to_owned(),
             );
         }
         if interpreter.dangerously_allow_unsandboxed {

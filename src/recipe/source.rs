@@ -2,7 +2,9 @@
 
 use super::plan::{Plan, resolve};
 use crate::bad_input;
+use crate::bounded_file::{self, TOML_BYTES_MAX};
 use crate::choice::closest;
+use crate::integrity::Seal;
 use anyhow::Result;
 use std::path::{Path, PathBuf};
 
@@ -109,14 +111,32 @@ impl RecipeSource {
         if let RecipeSource::BuiltIn { text, .. } = self {
             return Ok(resolve(&file, text, sets)?);
         }
-        let bytes = std::fs::read(&file).map_err(|e| {
-            bad_input!("{}: cannot read the recipe: {e}; name a file that can be read", file.display())
+        let text = bounded_file::read_text(&file, TOML_BYTES_MAX).map_err(|e| {
+            bad_input!(
+                "{}: cannot read the recipe: {e}; a recipe is a file of TOML, saved as UTF-8",
+                file.display()
+            )
         })?;
-        let text = String::from_utf8(bytes).map_err(|e| {
-            let before = &e.as_bytes()[..e.utf8_error().valid_up_to()];
-            let line = 1 + before.iter().filter(|&&byte| byte == b'\n').count();
-            bad_input!("{}:{line}: not UTF-8 text; a recipe is TOML, saved as UTF-8", file.display())
-        })?;
-        Ok(resolve(&file, &text, sets)?)
+        let plan = resolve(&file, &text, sets);
+        let folder = match self {
+            RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } => run,
+            RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => return Ok(plan?),
+        };
+        // A changed text may hold mistakes: that it was changed comes first.
+        match Seal::of(&text, folder) {
+            Seal::Whole => Ok(plan?),
+            Seal::None => {
+                let mut plan = plan?;
+                plan.warnings
+                    .push(format!("{} has no seal, so nobody can say whether it is whole", file.display()));
+                Ok(plan)
+            }
+            Seal::Broken => Err(bad_input!(
+                "{}: is not what the run wrote: it was cut or changed. Restore it (each checkpoint has a copy, trainer.toml); \
+                 after a deliberate edit: rloss verify --accept {}",
+                file.display(),
+                folder.display()
+            )),
+        }
     }
 }

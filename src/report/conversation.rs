@@ -2,13 +2,13 @@
 
 use super::run::Run;
 use crate::bad_input;
+use crate::bounded_file;
 use crate::harmony::{Message, Role};
 use crate::metrics::{Phase, format_number};
 use crate::trajectory::TrajectoryRow;
 use anyhow::{Context, Result};
 use serde::Serialize;
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
@@ -111,7 +111,8 @@ pub(super) fn files(folder: &Path) -> Result<Vec<PathBuf>> {
 
 pub(super) fn read_file(path: &Path, mut each: impl FnMut(TrajectoryRow)) -> Result<()> {
     let shown = path.display();
-    let file = File::open(path).map_err(|e| bad_input!("{shown}: cannot be read ({e})."))?;
+    let file =
+        bounded_file::open(path, u64::MAX).map_err(|e| bad_input!("{shown}: cannot be read ({e})."))?;
     let mut reader = BufReader::new(file);
     let mut line = Vec::new();
     for number in 1.. {

@@ -3,6 +3,7 @@
 use super::conversation::{self, Picked};
 use super::plot::Points;
 use crate::bad_input;
+use crate::bounded_file::{self, JSON_BYTES_MAX, TOKENIZER_BYTES_MAX, TOML_BYTES_MAX};
 use crate::metrics::{Phase, Row, read_rows};
 use anyhow::Result;
 use std::path::{Path, PathBuf};
@@ -62,7 +63,7 @@ impl Run {
             ));
         }
         Ok(Run {
-            model: std::fs::read(folder.join("model.json"))
+            model: bounded_file::read(&folder.join("model.json"), JSON_BYTES_MAX)
                 .ok()
                 .and_then(|text| serde_json::from_slice(&text).ok()),
             picked: conversation::pick(&folder.join("trajectories"))?,
@@ -109,7 +110,8 @@ fn read_recipe(path: &Path) -> Result<toml::Table> {
         return Ok(toml::Table::new());
     }
     let shown = path.display();
-    let text = std::fs::read_to_string(path).map_err(|e| bad_input!("{shown}: cannot be read ({e})."))?;
+    let text = bounded_file::read_text(path, TOML_BYTES_MAX)
+        .map_err(|e| bad_input!("{shown}: cannot be read ({e})."))?;
     text.parse().map_err(|e: toml::de::Error| {
         let line = e.span().map_or(1, |span| text.get(..span.start).unwrap_or("").matches('\n').count() + 1);
         bad_input!("{shown}: line {line}: {}. Restore the run's recipe, or remove the file.", e.message())
@@ -121,7 +123,8 @@ fn read_mismatch(path: &Path) -> Result<Option<serde_json::Value>> {
         return Ok(None);
     }
     let shown = path.display();
-    let text = std::fs::read_to_string(path).map_err(|e| bad_input!("{shown}: cannot be read ({e})."))?;
+    let text = bounded_file::read_text(path, TOKENIZER_BYTES_MAX)
+        .map_err(|e| bad_input!("{shown}: cannot be read ({e})."))?;
     let value: serde_json::Value = serde_json::from_str(&text).map_err(|e| {
         bad_input!("{shown}: line {}: {e}. Run check-mismatch again, or remove the file.", e.line())
     })?;

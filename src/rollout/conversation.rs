@@ -63,6 +63,13 @@ impl<'a> Rules<'a> {
     }
 }
 
+impl Rules<'_> {
+    /// Whether the end of a conversation is graded beside decoding.
+    pub(super) fn grading_may_take_long(&self) -> bool {
+        self.task.may_take_long()
+    }
+}
+
 /// What a conversation needs next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Next {
@@ -70,6 +77,8 @@ pub(super) enum Next {
     Sample,
     /// Its tool calls run.
     Call,
+    /// Its task asked for a further user message, which may take long.
+    Turn,
     /// Nothing: it is over.
     End,
 }
@@ -289,6 +298,11 @@ impl<'a> Conversation<'a> {
 
     fn returned(&mut self) -> Next {
         self.close_turn(vec![]);
+        if self.rules.task.may_take_long() { Next::Turn } else { self.ask_for_turn() }
+    }
+
+    /// Asks the task for the next user message; blocks until it answers. Called on a tool thread where that may take long.
+    pub(super) fn ask_for_turn(&mut self) -> Next {
         let next = self.rules.task.next_user_message(self.problem, &self.transcript(Outcome::Finished));
         match next {
             Err(_) => self.end(Outcome::TaskFailed),
@@ -308,6 +322,11 @@ impl<'a> Conversation<'a> {
 
     /// Appends messages and the assistant's next opening, masked; `refused` is the outcome when a message cannot be written.
     fn insert(&mut self, messages: Vec<Message>, refused: Outcome) -> Next {
+        let room = self.rules.context_tokens_max.saturating_sub(self.tokens.len());
+        let bytes = messages.iter().map(|message| message.content.len()).sum();
+        if !self.rules.chat.vocabulary().may_fit(bytes, room) {
+            return self.end(Outcome::TruncatedLength);
+        }
         let Ok(rendered) = self.rules.chat.continuation(&messages) else {
             return self.end(refused);
         };

@@ -68,8 +68,18 @@ impl Rollout<'_> {
         let problem = &prompt.problem;
         let mut messages = self.settings.preamble.clone();
         messages.extend_from_slice(&problem.messages);
+        let bytes: usize = messages.iter().map(|message| message.content.len()).sum();
+        let allowed = self.settings.prompt_tokens_max;
+        // A text of megabytes would take seconds to tokenise, only to be refused.
+        if !self.chat.vocabulary().may_fit(bytes, allowed) {
+            return Err(bad_input!(
+                "problem {}: its prompt has {bytes} bytes, more than rollout.prompt_tokens_max = {allowed} tokens can hold; \
+                 leave the problem out",
+                problem.id
+            ));
+        }
         let tokens = self.chat.prompt(&messages).with_context(|| format!("problem {}", problem.id))?;
-        let (n, allowed) = (tokens.len(), self.settings.prompt_tokens_max);
+        let n = tokens.len();
         // What the recipe puts in front may be what is too much.
         let preamble = || {
             let messages = &self.settings.preamble;

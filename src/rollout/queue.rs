@@ -49,7 +49,8 @@ pub(super) struct Queue<'a> {
 struct State<'a> {
     next_prompt: usize,
     ready: VecDeque<Box<SampleWork<'a>>>,
-    pending_calls: VecDeque<Box<SampleWork<'a>>>,
+    /// What waits for a tool or its task, and for what.
+    pending_calls: VecDeque<(Box<SampleWork<'a>>, Next)>,
     tool_threads: usize,
     tool_threads_idle: usize,
     /// `[prompts × samples]`.
@@ -153,18 +154,20 @@ impl<'a> Queue<'a> {
                 self.lock().ready.push_back(sample);
                 self.work.notify_one();
             }
-            Next::Call => self.call(scope, sample),
+            Next::Call | Next::Turn => self.call(scope, sample, next),
+            Next::End if self.rules.grading_may_take_long() => self.call(scope, sample, next),
             Next::End => self.finish(*sample),
         }
     }
 
-    /// Queues a tool call and starts a thread for it unless one waits or there are as many as allowed.
-    fn call<'s>(&'s self, scope: &'s Scope<'s, '_>, sample: Box<SampleWork<'a>>)
+    /// Queues a tool call, or a question to the task, and starts a thread for it unless one waits or there are as many as
+    /// allowed.
+    fn call<'s>(&'s self, scope: &'s Scope<'s, '_>, sample: Box<SampleWork<'a>>, next: Next)
     where
         'a: 's,
     {
         let mut state = self.lock();
-        state.pending_calls.push_back(sample);
+        state.pending_calls.push_back((sample, next));
         let spawn =
             state.pending_calls.len() > state.tool_threads_idle && state.tool_threads < self.tool_calls_max;
         if spawn {
@@ -192,21 +195,31 @@ impl<'a> Queue<'a> {
         loop {
             let mut state = self.lock();
             state.tool_threads_idle += 1;
-            let sample = loop {
+            let (sample, asked) = loop {
                 if state.over() {
                     return;
                 }
                 match state.pending_calls.pop_front() {
-                    Some(sample) => break sample,
+                    Some(pending) => break pending,
                     None => state = self.calls.wait(state).unwrap_or_else(PoisonError::into_inner),
                 }
             };
             state.tool_threads_idle -= 1;
             drop(state);
-            let mut sample = sample;
-            match catch_unwind(AssertUnwindSafe(|| sample.conversation.run_calls())) {
-                Ok(next) => self.hand_on(scope, sample, next),
-                Err(_) => return self.fail(anyhow!("the interpreter panicked; this is a bug")),
+            let answer = || {
+                let mut sample = sample;
+                let next = match asked {
+                    Next::Call => sample.conversation.run_calls(),
+                    Next::Turn => sample.conversation.ask_for_turn(),
+                    Next::Sample | Next::End => asked,
+                };
+                match next {
+                    Next::End => self.finish(*sample),
+                    next => self.hand_on(scope, sample, next),
+                }
+            };
+            if catch_unwind(AssertUnwindSafe(answer)).is_err() {
+                return self.fail(anyhow!("a tool or task panicked; this is a bug"));
             }
         }
     }

@@ -2,6 +2,7 @@
 
 use super::Rollouts;
 use crate::bad_input;
+use crate::bounded_file::{self, ROWS_BYTES_MAX};
 use crate::trajectory::{Group, Trajectory, TrajectoryRow};
 use anyhow::Result;
 use std::collections::BTreeMap;
@@ -14,7 +15,7 @@ use std::path::Path;
 /// [`crate::error::BadInput`] naming file and line.
 pub fn read(path: &Path, torn: bool) -> Result<(Vec<TrajectoryRow>, u64)> {
     let shown = path.display();
-    let text = std::fs::read(path).map_err(|e| {
+    let text = bounded_file::read(path, ROWS_BYTES_MAX).map_err(|e| {
         bad_input!("{shown}: cannot be read: {e}; name a file of `rloss rollout` or of a run")
     })?;
     let (mut rows, mut bytes) = (vec![], 0);

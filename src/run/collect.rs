@@ -10,9 +10,11 @@ use super::run_folder::{holds_run, lock};
 use super::workbench::Workbench;
 use crate::atomic_file::{replace_file, write_file};
 use crate::bad_input;
+use crate::bounded_file::{self, JSON_BYTES_MAX};
+use crate::integrity::sealed;
 use crate::metrics::{Console, Phase};
 use crate::model::policy_view::PolicyView;
-use crate::recipe::{Entry, Plan, RecipeSource, resolve, set_key};
+use crate::recipe::{Entry, Plan, RecipeSource, set_key};
 use crate::rollout::{Prompt, RolloutProgress, RolloutSettings, stored};
 use crate::train::checkpoint;
 use crate::trajectory::{Trajectory, TrajectoryRow};
@@ -33,9 +35,17 @@ use std::sync::{Mutex, PoisonError};
 pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Result<u64> {
     let named = sets.iter().any(|set| set_key(set) == Some("model.path"));
     let model = &mut plan.recipe.model;
+    if let RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } = source
+        && std::path::absolute(run).is_ok_and(|full| full.to_str().is_none())
+    {
+        return Err(bad_input!(
+            "{}: a recipe can name only paths in UTF-8; rename the folder",
+            run.display()
+        ));
+    }
     let folder = match source {
         _ if named => None,
-        RecipeSource::Run(run) => Some(checkpoint::latest(run)?.ok_or_else(|| {
+        RecipeSource::Run(run) => Some(checkpoint::newest_folder(run)?.ok_or_else(|| {
             bad_input!(
                 "{}: the run has no checkpoint yet; train on with --resume, or name its recipe.toml for the model that it started from",
                 run.display()
@@ -49,7 +59,7 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
     }
     let Some(path) = &mut model.path else { return Ok(0) };
     if !path.join("config.json").is_file()
-        && let Some(folder) = checkpoint::latest(path)?
+        && let Some(folder) = checkpoint::newest_folder(path)?
     {
         *path = folder;
     }
@@ -132,7 +142,7 @@ impl<'a> Collection<'a> {
             write_file(&path.join(MARKER_FILE), &(serde_json::to_string_pretty(marker)? + "\n"))?;
         }
         if !path.join("recipe.toml").is_file() {
-            write_file(&path.join("recipe.toml"), &bench.plan.to_toml())?;
+            write_file(&path.join("recipe.toml"), &sealed(&bench.plan.to_toml()))?;
         }
         if let Some(confinement) = bench.confinement() {
             write_file(&path.join("sandbox.txt"), &format!("{confinement}\n"))?;
@@ -194,6 +204,9 @@ impl<'a> Collection<'a> {
             kept.iter_mut().filter(|kept| kept.is_none()).for_each(|kept| *kept = new.next());
         }
         stage.finish();
+        if let Some(deaths) = self.bench.dead_workers() {
+            console.print(&format!("warning: {deaths}"));
+        }
         let Some(rows) = kept.into_iter().collect::<Option<Vec<_>>>() else { return Ok(None) };
         self.finish(&done, &partial, &rows)?;
         Ok(Some(rows))
@@ -286,8 +299,15 @@ pub fn heed_failures<'r>(rows: impl Iterator<Item = &'r TrajectoryRow>, console:
 }
 
 /// Prints what was asked for; a closed pipe is nobody to report to.
-pub fn show(text: &str) {
-    let _ = std::io::stdout().write_all(text.as_bytes());
+///
+/// # Errors
+/// When standard output takes no more, such as a file on a full disk.
+pub fn show(text: &str) -> Result<()> {
+    let mut out = std::io::stdout();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(e).context("writing to standard output"),
+        _ => Ok(()),
+    }
 }
 
 /// A whole line with one write, so that a kill tears at most the last.
@@ -342,16 +362,21 @@ fn model_files(folder: &Path) -> Vec<(String, u64, u128)> {
 
 /// Refuses a folder that holds something other than this sampling.
 fn check(path: &Path, marker: &Marker, plan: &Plan) -> Result<()> {
-    let (file, recipe) = (path.join(MARKER_FILE), path.join("recipe.toml"));
-    let Ok(text) = fs::read_to_string(&file) else {
-        return match holds_run(path) {
-            true => {
-                Err(bad_input!("{}: already holds a run; name another folder with --out", path.display()))
-            }
-            false => Ok(()),
-        };
-    };
+    let file = path.join(MARKER_FILE);
     let shown = file.display();
+    let text = match bounded_file::read_text(&file, JSON_BYTES_MAX) {
+        Ok(text) => text,
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+            return Err(bad_input!("{shown}: cannot be read: {e}; name another folder with --out"));
+        }
+        Err(_) if holds_run(path) => {
+            return Err(bad_input!(
+                "{}: already holds a run; name another folder with --out",
+                path.display()
+            ));
+        }
+        Err(_) => return Ok(()),
+    };
     let stored: Marker = serde_json::from_str(&text)
         .map_err(|e| bad_input!("{shown}: damaged: {e}; remove the folder, or name another with --out"))?;
     let differs = |what: &str| bad_input!("{shown}: the folder holds {what}; name another folder with --out");
@@ -361,19 +386,16 @@ fn check(path: &Path, marker: &Marker, plan: &Plan) -> Result<()> {
     if stored.step != marker.step || stored.model_files != marker.model_files {
         return Err(differs("results of another model, or the model's files were changed since"));
     }
-    match fs::read_to_string(&recipe) {
-        Ok(text) => check_recipe(&recipe, &text, plan),
-        Err(_) => Ok(()),
-    }
+    if path.join("recipe.toml").exists() { check_recipe(path, plan) } else { Ok(()) }
 }
 
 /// Only keys that no sample depends on may differ.
-fn check_recipe(file: &Path, text: &str, plan: &Plan) -> Result<()> {
+fn check_recipe(folder: &Path, plan: &Plan) -> Result<()> {
     let free = |key: &str| {
         ["parallel.", "logging.", "checkpoint."].iter().any(|table| key.starts_with(table))
             || ["eval.pass_at", "eval.every_steps", "eval.before_training", "train.steps"].contains(&key)
     };
-    let stored = resolve(file, text, &[])?;
+    let stored = RecipeSource::Run(folder.to_owned()).resolve(&[])?;
     let pairs = stored.recipe.entries().into_iter().zip(plan.recipe.entries());
     let differ: Vec<String> = pairs
         .filter(|(old, new)| matches!(old, Entry::Key { .. }) && old != new && !free(old.path()))
@@ -384,7 +406,7 @@ fn check_recipe(file: &Path, text: &str, plan: &Plan) -> Result<()> {
     }
     Err(bad_input!(
         "{}: the folder holds results with other values of {}; name another folder with --out",
-        file.display(),
+        folder.join("recipe.toml").display(),
         differ.join(", ")
     ))
 }

@@ -2,6 +2,7 @@
 
 use super::workbench::Workbench;
 use crate::choice::Choice;
+use crate::error::quoted;
 use crate::interpreter::InterpreterKind;
 use crate::metrics::format_number;
 use serde_json::{Value, json};
@@ -50,24 +51,16 @@ pub fn lines(bench: &Workbench, folder: &Path) -> Vec<String> {
         format!("{} × {} samples", recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt);
     let cold =
         if cold > 0 { format!("{} of cold start, then ", format_number(cold as f64)) } else { String::new() };
-    [
+    let head = [
         ("model", format!("{name}{kind}, {layers} layers, {parameters} parameters, {learning}")),
         ("task", format!("{}{tool}", bench.task.name())),
         ("steps", format!("{cold}{} of reinforcement learning, {samples} each", format_number(train as f64))),
         ("threads", bench.threads.count().to_string()),
         ("folder", folder.display().to_string()),
-    ]
-    .map(|(what, text)| format!("{what:<8} {text}"))
-    .to_vec()
-}
-
-/// `word` as a shell takes it.
-pub fn quoted(word: &str) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=+:,@%".contains(c);
-    if !word.is_empty() && word.chars().all(plain) {
-        return word.to_owned();
-    }
-    format!("'{}'", word.replace('\'', r"'\''"))
+    ];
+    // What holds the code that a model writes is said wherever some may run.
+    let confinement = bench.confinement().map(|confinement| ("sandbox", confinement));
+    head.into_iter().chain(confinement).map(|(what, text)| format!("{what:<8} {text}")).collect()
 }
 
 /// A command line of this program, as it was called.
@@ -75,17 +68,4 @@ pub fn command_line(arguments: &[&str]) -> String {
     let program = std::env::args().next().unwrap_or_else(|| "rloss".to_owned());
     let words = std::iter::once(program.as_str()).chain(arguments.iter().copied());
     words.map(quoted).collect::<Vec<_>>().join(" ")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::quoted;
-
-    #[test]
-    fn a_word_is_quoted_where_a_shell_would_part_or_expand_it() {
-        assert_eq!(quoted("runs/a-1"), "runs/a-1");
-        assert_eq!(quoted("my run"), "'my run'");
-        assert_eq!(quoted("it's $HOME"), r"'it'\''s $HOME'");
-        assert_eq!(quoted(""), "''");
-    }
 }

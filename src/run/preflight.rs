@@ -82,6 +82,15 @@ impl Preflight {
         if let Some(folder) = &source.lacks_weights {
             plan.warnings.push(format!("{} holds no weights; they are drawn at random", folder.display()));
         }
+        if let Some(folder) = &source.unverified {
+            plan.warnings.push(unverified(folder));
+        }
+        if let Some(confinement) = interpreter.as_ref().map(|i| i.confinement())
+            && confinement.contains("NOT SANDBOXED")
+        {
+            plan.warnings
+                .push(format!("THE PYTHON TOOL IS {confinement}: code from the model has your own rights"));
+        }
         let preamble = preamble(&source.chat, &plan.recipe.harmony, task.uses_python());
         let streamed = false;
         Ok(Self {
@@ -219,6 +228,8 @@ pub(super) struct ModelSource {
     pub(super) weights: Option<Arc<ModelFolder>>,
     /// A folder that lacks weights, which is worth a warning.
     lacks_weights: Option<PathBuf>,
+    /// A folder without a manifest, which is worth one too.
+    unverified: Option<PathBuf>,
     /// The form in which each tensor lies there; all in f32 for random ones.
     forms: Vec<Form>,
 }
@@ -238,13 +249,22 @@ impl ModelSource {
                 config.check()?;
                 let companions = Companions::of(&chat);
                 let forms = vec![Form::F32; parameter_specs(&config).len()];
-                Ok(Self { config, chat, companions, weights: None, lacks_weights: None, forms })
+                Ok(Self {
+                    config,
+                    chat,
+                    companions,
+                    weights: None,
+                    lacks_weights: None,
+                    unverified: None,
+                    forms,
+                })
             }
             (None, None) => bail!("neither model.path nor model.architecture"),
         }
     }
 
     pub(super) fn from_folder(folder: &Path) -> Result<Self> {
+        let unverified = (!checkpoint::sound(folder)?).then(|| folder.to_owned());
         let config = Config::read(folder)?;
         let file = folder.join("tokenizer.json");
         let chat = config.family.chat(&file)?;
@@ -265,7 +285,7 @@ impl ModelSource {
         } else {
             (None, Some(folder.to_owned()), vec![Form::F32; specs.len()])
         };
-        Ok(Self { config, chat, companions, weights, lacks_weights, forms })
+        Ok(Self { config, chat, companions, weights, lacks_weights, unverified, forms })
     }
 
     fn specs(&self) -> Vec<ParameterSpec> {
@@ -338,12 +358,20 @@ impl ModelSource {
     }
 }
 
+/// The warning about a folder without a manifest.
+pub fn unverified(folder: &Path) -> String {
+    let shown = folder.display();
+    format!(
+        "{shown} has no manifest, so nobody can say whether its files are whole; rloss verify --accept {shown} writes one"
+    )
+}
+
 /// The folder that holds the model: `path` itself, or the last checkpoint of the run folder it is.
 pub(super) fn model_folder(path: &Path) -> Result<PathBuf> {
     if path.join("config.json").is_file() {
         return Ok(path.to_owned());
     }
-    match checkpoint::latest(path)? {
+    match checkpoint::newest_folder(path)? {
         Some(folder) => Ok(folder),
         None => Err(bad_input!(
             "{}: holds neither config.json nor a run's checkpoints; set model.path to a Hugging Face folder, a checkpoint or a run folder",
@@ -435,6 +463,9 @@ fn open_interpreter(recipe: &Recipe, threads: usize) -> Result<Box<dyn Interpret
         python: i.python.clone().into(),
         preload: i.preload.clone(),
         idle_s_max: i.idle_s_max,
+        scratch_mib: i.scratch_mib as u64,
+        sessions_max: (recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt)
+            .max(recipe.eval.problems_max.saturating_mul(recipe.eval.samples)),
     };
     Ok(match i.kind {
         InterpreterKind::Embedded => Box::new(Embedded::new(settings)?),

@@ -3,9 +3,10 @@
 use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::error::BadInput;
+use crate::integrity::sealed;
 use crate::metrics::{MetricsFile, Phase, Row, TensorBoard, read_rows};
-use crate::recipe::{OptimizerConfig, Plan, Schedule, resolve, resume_differences};
-use crate::train::checkpoint::{self, TrainerState};
+use crate::recipe::{OptimizerConfig, Plan, RecipeSource, Schedule, resume_differences};
+use crate::train::checkpoint::{self, ResumePoint, TrainerState};
 use crate::trajectory::TrajectoryRow;
 use anyhow::{Context, Result};
 use std::fs::{self, File, TryLockError};
@@ -18,12 +19,6 @@ pub struct RunFolder {
     metrics: MetricsFile,
     tensorboard: Option<TensorBoard>,
     _lock: File,
-}
-
-/// Where a resumed run goes on.
-pub struct ResumePoint {
-    pub checkpoint: PathBuf,
-    pub state: TrainerState,
 }
 
 impl RunFolder {
@@ -63,24 +58,24 @@ impl RunFolder {
         Ok(Self { path: path.to_owned(), metrics, tensorboard, _lock: lock })
     }
 
-    /// Goes on with the run in `path` from its last checkpoint, or from the start when it has none yet:
-    /// what lies after that point is cut away.
+    /// Goes on with the run in `path` from `point`, which [`prepare_resume`] found, or from the start when it has no checkpoint
+    /// yet: what lies after that point is cut away.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when there is no run, it is in use, or its recipe differs in a key that may not change.
-    pub fn resume(path: &Path, plan: &Plan) -> Result<(Self, Option<ResumePoint>)> {
-        if !holds_run(path) {
-            return Err(bad_input!("{}: holds no run to resume; start it without --resume", path.display()));
-        }
+    /// [`crate::error::BadInput`] when the run is in use, or went on since it was looked at.
+    pub fn resume(path: &Path, plan: &Plan, point: Option<&ResumePoint>) -> Result<Self> {
         let lock = lock(path)?;
-        stored_plan(path, plan)?;
+        if checkpoint::newest_folder(path)?.as_ref() != point.map(|point| &point.folder) {
+            return Err(bad_input!(
+                "{}: another process went on with the run; give the command again",
+                path.display()
+            ));
+        }
         checkpoint::clear_partial(path)?;
-        let point = match checkpoint::latest(path)? {
-            Some(checkpoint) => Some(ResumePoint { state: checkpoint::read_state(&checkpoint)?, checkpoint }),
-            None => None,
-        };
+        // A kill may have come between the newest checkpoint and the end of an old one.
+        checkpoint::prune(path, plan.recipe.checkpoint.keep)?;
         let file = path.join("metrics.jsonl");
-        let metrics = match (&point, file.exists()) {
+        let metrics = match (point, file.exists()) {
             (Some(point), _) => MetricsFile::resume(&file, point.state.metrics_bytes)?,
             (None, true) => MetricsFile::resume(&file, 0)?,
             (None, false) => MetricsFile::create(&file)?,
@@ -90,7 +85,7 @@ impl RunFolder {
             false => None,
         };
         write_recipe(path, plan)?;
-        Ok((Self { path: path.to_owned(), metrics, tensorboard, _lock: lock }, point))
+        Ok(Self { path: path.to_owned(), metrics, tensorboard, _lock: lock })
     }
 
     /// Removes what [`Self::create`] made in `path`, after a start that failed before anything was measured: the next start
@@ -122,12 +117,12 @@ impl RunFolder {
         Ok(())
     }
 
-    /// Makes the metrics durable and returns their length, bytes: a checkpoint keeps it.
+    /// Makes the metrics durable and returns their length, bytes, and digest: a checkpoint keeps both.
     ///
     /// # Errors
     /// When the disk refuses.
-    pub fn sync_metrics(&mut self) -> Result<u64> {
-        self.metrics.sync()
+    pub fn sync_metrics(&mut self) -> Result<(u64, blake3::Hash)> {
+        Ok((self.metrics.sync()?, self.metrics.digest()))
     }
 
     /// Writes `trajectories/<name>.jsonl`.
@@ -135,7 +130,23 @@ impl RunFolder {
     /// # Errors
     /// When the disk refuses.
     pub fn write_trajectories(&self, name: &str, rows: impl Iterator<Item = TrajectoryRow>) -> Result<()> {
+        self.metrics.check_in_place()?;
         write_trajectories(&self.path.join("trajectories"), name, rows)
+    }
+
+    /// What to say when two checkpoints of `bytes` do not fit what is free; one is written before another is removed.
+    pub fn lacks_space(&self, bytes: u64) -> Option<String> {
+        let about = rustix::fs::statvfs(&self.path).ok()?;
+        let free = about.f_bavail.saturating_mul(about.f_frsize);
+        let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
+        (free < 2 * bytes).then(|| {
+            format!(
+                "{}: {} are free and a checkpoint takes about {}; make room, or save with checkpoint.dtype = \"bf16\"",
+                self.path.display(),
+                mib(free),
+                mib(bytes)
+            )
+        })
     }
 
     /// Records the model's name and size.
@@ -200,12 +211,10 @@ pub fn lock(path: &Path) -> Result<File> {
 /// The recipe that the run was started with; `plan` may differ from it only in keys that leave the run what it is.
 fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
     let file = path.join("recipe.toml");
-    let text = match fs::read_to_string(&file) {
-        Ok(text) => text,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(bad_input!("{}: cannot be read: {e}", file.display())),
-    };
-    let stored = resolve(&file, &text, &[])?;
+    if !file.exists() {
+        return Ok(None);
+    }
+    let stored = RecipeSource::Run(path.to_owned()).resolve(&[])?;
     let differences = resume_differences(&stored, plan);
     if differences.is_empty() {
         return Ok(Some(stored));
@@ -218,24 +227,27 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
 }
 
 /// Fits `plan` to the run in `path` that is to go on with it, and says in a line each what that means: from where it goes
-/// on, and the course of the learning rate, which another `train.steps` does not bend.
+/// on, and the course of the learning rate, which another `train.steps` does not bend. Returns also the checkpoint to go on
+/// from.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when there is no run, its recipe differs in a key that may not change, or more steps are done
-/// than `plan` has.
-pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<Vec<String>> {
+/// [`crate::error::BadInput`] when there is no run, it is damaged, its recipe differs in a key that may not change, or more
+/// steps are done than `plan` has.
+pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Option<ResumePoint>)> {
     if !holds_run(path) {
         return Err(bad_input!("{}: holds no run to resume; start it without --resume", path.display()));
     }
     let stored = stored_plan(path, plan)?;
     let steps = plan.recipe.train.steps;
-    let Some(folder) = checkpoint::latest(path)? else {
-        return Ok(vec![format!("resuming {}: it has no checkpoint yet, so from the start", path.display())]);
+    let Some(point) = checkpoint::newest(path)? else {
+        let line = format!("resuming {}: it has no checkpoint yet, so from the start", path.display());
+        return Ok((vec![line], None));
     };
-    let TrainerState { phase, step: done, .. } = checkpoint::read_state(&folder)?;
+    let TrainerState { phase, step: done, .. } = point.state;
     if phase != Phase::Rl {
         let of = plan.recipe.cold_start.steps;
-        return Ok(vec![format!("resuming {} after step {done} of {of} of the cold start", path.display())]);
+        let line = format!("resuming {} after step {done} of {of} of the cold start", path.display());
+        return Ok((vec![line], Some(point)));
     }
     if steps < done {
         let what = format!(
@@ -250,7 +262,7 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<Vec<String>> {
         }
         false => format!("resuming {} after step {done} of {steps}", path.display()),
     }];
-    let Some(stored) = stored else { return Ok(lines) };
+    let Some(stored) = stored else { return Ok((lines, Some(point))) };
     let old_steps = stored.recipe.train.steps;
     lines.extend(keep_course(
         "train",
@@ -261,7 +273,7 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<Vec<String>> {
     if let (Some(old), Some(new)) = (&stored.recipe.critic, &mut plan.recipe.critic) {
         lines.extend(keep_course("critic", &old.optimizer, &mut new.optimizer, (old_steps, steps)));
     }
-    Ok(lines)
+    Ok((lines, Some(point)))
 }
 
 /// Makes the schedule end where it did, unless the user moved its end.
@@ -292,5 +304,21 @@ fn keep_course(
 }
 
 fn write_recipe(path: &Path, plan: &Plan) -> Result<()> {
-    write_file(&path.join("recipe.toml"), &plan.to_toml())
+    write_file(&path.join("recipe.toml"), &sealed(&plan.to_toml()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe::resolve;
+
+    #[test]
+    fn a_disk_without_room_for_two_checkpoints_is_said() {
+        let place = tempfile::tempdir().unwrap();
+        let plan = resolve(Path::new("a.toml"), "[logging]\ntensorboard = false\n", &[]).unwrap();
+        let run = RunFolder::create(&place.path().join("run"), &plan).unwrap();
+        assert_eq!(run.lacks_space(0), None);
+        let lack = run.lacks_space(u64::MAX / 2).expect("no disk has as much");
+        assert!(lack.contains("MiB are free") && lack.contains("make room"), "{lack}");
+    }
 }

@@ -1,8 +1,8 @@
-//! SIGINT and SIGTERM: the first asks for a stop, the second exits at once.
+//! SIGINT, SIGTERM and SIGHUP ask for a stop; a second SIGINT or SIGTERM exits at once.
 
 use crate::error::EXIT_STOPPED;
 use anyhow::{Context, Result};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -27,6 +27,10 @@ impl Stop {
                 .and_then(|_| signal_hook::flag::register(signal, asked.clone()))
                 .context("listening for signals")?;
         }
+        // A terminal that closes sends several, so that a second one says nothing. Under `nohup` none is meant.
+        if !is_ignored(SIGHUP) {
+            signal_hook::flag::register(SIGHUP, asked.clone()).context("listening for signals")?;
+        }
         Ok(Self(asked))
     }
 
@@ -50,4 +54,12 @@ impl Stop {
     pub fn asked(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
+}
+
+/// Whether this process was started with `signal` ignored, where the system tells.
+fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|digits| u64::from_str_radix(digits.trim(), 16).ok());
+    mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
 }

@@ -147,6 +147,11 @@ impl Workbench {
         }
     }
 
+    /// What the user has to hear of dead workers of the Python tool, if anything.
+    pub fn dead_workers(&self) -> Option<String> {
+        self.interpreter.as_ref()?.dead_workers()
+    }
+
     /// What confines the Python tool, for the run folder; `None` without a tool.
     pub fn confinement(&self) -> Option<String> {
         self.interpreter.as_ref().map(|i| i.confinement())

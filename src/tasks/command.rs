@@ -192,6 +192,10 @@ impl Task for CommandTask {
         self.python
     }
 
+    fn may_take_long(&self) -> bool {
+        true
+    }
+
     fn answers_calls(&self) -> bool {
         self.functions
     }

@@ -133,6 +133,12 @@ pub trait Task: Send + Sync {
         a == b
     }
 
+    /// Whether [`Self::next_user_message`] and [`Self::reward`] may take long, as a process's answers do: they are then asked
+    /// for beside decoding.
+    fn may_take_long(&self) -> bool {
+        false
+    }
+
     /// Grades a finished conversation.
     ///
     /// # Errors

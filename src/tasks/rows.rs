@@ -1,13 +1,14 @@
 //! Rows of a user's JSON-lines file, and their order in training.
 
 use crate::bad_input;
+use crate::bounded_file::{self, DATA_BYTES_MAX};
 use crate::random::{Purpose, stream};
 use anyhow::Result;
 use flate2::read::MultiGzDecoder;
 use rand::seq::SliceRandom;
 use serde_json::Value;
 use std::collections::HashMap;
-use std::io::Read;
+use std::io::{self, BufRead, BufReader};
 use std::path::Path;
 use std::sync::Mutex;
 
@@ -29,22 +30,30 @@ pub fn read<T>(
     parse: impl Fn(&Value) -> Result<T, String>,
 ) -> Result<Vec<T>> {
     let place = path.display();
-    let bytes = bytes(path).map_err(|e| {
+    let unreadable = |e: io::Error| {
         bad_input!("{place}: cannot read the rows: {e}; name an existing JSON-lines file, one {form} a line")
-    })?;
-    let lines = bytes.split(|&b| b == b'\n').enumerate();
-    let lines = lines.filter(|(_, line)| !line.trim_ascii().is_empty());
-    let (mut rows, mut broken) = (Vec::new(), Vec::new());
-    for (i, line) in lines.take(rows_max.unwrap_or(usize::MAX)) {
-        let row = serde_json::from_slice(line).map_err(|e| format!("not JSON: {e}"));
+    };
+    let (mut rows, mut broken, mut more) = (Vec::new(), Vec::new(), 0);
+    let mut left = rows_max.unwrap_or(usize::MAX);
+    for (line, i) in bounded_file::lines(open(path).map_err(unreadable)?).zip(0..) {
+        let line = line.map_err(unreadable)?;
+        if line.trim_ascii().is_empty() {
+            continue;
+        }
+        if left == 0 {
+            break;
+        }
+        left -= 1;
+        let row = serde_json::from_slice(&line).map_err(|e| format!("not JSON: {e}"));
         match row.and_then(|row| parse(&row)) {
             Ok(row) => rows.push(row),
-            Err(reason) => broken.push(format!("row {}: {reason}", i + 1)),
+            Err(reason) if broken.len() < BROKEN_ROWS_SHOWN => {
+                broken.push(format!("row {}: {reason}", i + 1));
+            }
+            Err(_) => more += 1,
         }
     }
     if !broken.is_empty() {
-        let more = broken.len().saturating_sub(BROKEN_ROWS_SHOWN);
-        broken.truncate(BROKEN_ROWS_SHOWN);
         let tail = if more > 0 { format!("; and {more} more") } else { String::new() };
         let list = broken.join("; ");
         return Err(bad_input!("{place}: {list}{tail}. Correct or delete these lines; a row is {form}"));
@@ -56,14 +65,13 @@ pub fn read<T>(
 }
 
 /// The file's content, unpacked.
-fn bytes(path: &Path) -> std::io::Result<Vec<u8>> {
-    let packed = std::fs::read(path)?;
-    if path.extension().is_none_or(|e| e != "gz") {
-        return Ok(packed);
-    }
-    let mut plain = Vec::new();
-    MultiGzDecoder::new(packed.as_slice()).read_to_end(&mut plain)?;
-    Ok(plain)
+fn open(path: &Path) -> io::Result<Box<dyn BufRead>> {
+    let file = BufReader::new(bounded_file::open(path, DATA_BYTES_MAX)?);
+    Ok(if path.extension().is_some_and(|e| e == "gz") {
+        Box::new(BufReader::new(MultiGzDecoder::new(file)))
+    } else {
+        Box::new(file)
+    })
 }
 
 /// Refuses to train on what validation measures: no prompt of one file may stand in the other, white space aside.

@@ -3,12 +3,20 @@
 //! A checkpoint is a Hugging Face folder (`config.json`, safetensors, tokenizer) with two files more:
 //! `trainer.json` says where the run stood, `trainer.safetensors` holds the optimizer's f32 state. A critic adds a third,
 //! `critic.safetensors`: its weights and its optimizer's state, f32.
+//! `trainer.toml` is the recipe as resolved. `manifest.b3`, written last, holds the digest of every other file.
 //! Random numbers need no state: they are functions of the seed and the step.
+
+mod list;
+
+pub use list::{
+    ResumePoint, clear_partial, each, folder_name, holds_state, newest, newest_folder, read_state, sound,
+};
 
 use super::critic::Critic;
 use super::optimizer::Optimizer;
-use crate::atomic_file::{is_partial, replace_folder};
+use crate::atomic_file::{remove_folder, replace_folder};
 use crate::bad_input;
+use crate::integrity::sealed;
 use crate::metrics::Phase;
 use crate::model::config::{Config, Form};
 use crate::model::held::Held;
@@ -19,16 +27,18 @@ use crate::model::tensor_file::{TensorFile, f32_values, write_f32, write_tensors
 use crate::ops::cpu::{edit, host_values};
 use crate::ops::mxfp4;
 use anyhow::{Context, Result};
+use blake3::Hash;
 use candle_core::Tensor;
 use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 
 const STATE_FILE: &str = "trainer.json";
 const TENSORS_FILE: &str = "trainer.safetensors";
 const CRITIC_FILE: &str = "critic.safetensors";
+const RECIPE_FILE: &str = "trainer.toml";
 
 /// Where a run stood.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -44,71 +54,25 @@ pub struct TrainerState {
     pub critic_updates: u64,
     /// Length of `metrics.jsonl` at this point, bytes.
     pub metrics_bytes: u64,
+    /// The digest of that much of it; none in a checkpoint without a manifest.
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "list::hexadecimal")]
+    pub metrics_digest: Option<Hash>,
+    /// The digest of the run's frozen reference, where it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "list::hexadecimal")]
+    pub reference_digest: Option<Hash>,
     /// What the coefficient of `policy.kl` was steered to, where it is steered.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kl_coefficient: Option<f64>,
 }
 
-/// The name of a checkpoint's folder: `step-NNNNNN`, or `cold-start-NNNNNN` before reinforcement learning.
-pub fn folder_name(phase: Phase, step: u64) -> String {
-    let stem = if phase == Phase::ColdStart { "cold-start" } else { "step" };
-    format!("{stem}-{step:06}")
-}
-
-/// The last whole checkpoint of the run folder `run`, if it has any.
+/// Removes all but the `keep` newest checkpoints of `run`.
 ///
 /// # Errors
-/// When a checkpoint's `trainer.json` cannot be read.
-pub fn latest(run: &Path) -> Result<Option<PathBuf>> {
-    Ok(all(run)?.pop().map(|(_, folder)| folder))
-}
-
-/// Every whole checkpoint of `run`, oldest first.
-fn all(run: &Path) -> Result<Vec<(TrainerState, PathBuf)>> {
-    let mut found = vec![];
-    let Ok(entries) = fs::read_dir(run.join("checkpoints")) else { return Ok(found) };
-    for entry in entries {
-        let folder = entry.with_context(|| format!("{}", run.display()))?.path();
-        let hidden = folder.file_name().is_some_and(|name| name.to_string_lossy().starts_with('.'));
-        if !hidden && folder.join(STATE_FILE).is_file() {
-            found.push((read_state(&folder)?, folder));
-        }
-    }
-    found.sort_by_key(|(state, _)| (state.phase != Phase::ColdStart, state.step));
-    Ok(found)
-}
-
-/// Whether `folder` is a checkpoint of a run, and not just a model.
-pub fn holds_state(folder: &Path) -> bool {
-    folder.join(STATE_FILE).is_file()
-}
-
-/// Removes what a kill left half written in the run folder `run`.
-///
-/// # Errors
-/// When a folder cannot be removed.
-pub fn clear_partial(run: &Path) -> Result<()> {
-    let Ok(entries) = fs::read_dir(run.join("checkpoints")) else { return Ok(()) };
-    for entry in entries {
-        let folder = entry.with_context(|| format!("{}", run.display()))?.path();
-        if folder.file_name().is_some_and(is_partial) {
-            fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
-        }
-    }
-    Ok(())
-}
-
-/// Reads where the run stood at the checkpoint `folder`.
-///
-/// # Errors
-/// [`crate::error::BadInput`] when the file is missing or damaged.
-pub fn read_state(folder: &Path) -> Result<TrainerState> {
-    let path = folder.join(STATE_FILE);
-    let text =
-        fs::read_to_string(&path).map_err(|e| bad_input!("{}: cannot be read: {e}", path.display()))?;
-    serde_json::from_str(&text).map_err(|e| {
-        bad_input!("{}: damaged: {e}; remove this checkpoint to go on from the one before", path.display())
-    })
+/// When the disk refuses.
+pub fn prune(run: &Path, keep: usize) -> Result<()> {
+    let mut old = list::all(run)?;
+    old.truncate(old.len().saturating_sub(keep.max(1)));
+    old.iter().try_for_each(|folder| remove_folder(folder))
 }
 
 /// What a checkpoint holds.
@@ -118,6 +82,8 @@ pub struct Snapshot<'a> {
     pub companions: &'a Companions,
     pub parameters: &'a Parameters,
     pub critic: Option<&'a Critic>,
+    /// The recipe as resolved.
+    pub recipe: &'a str,
     pub state: TrainerState,
 }
 
@@ -132,16 +98,12 @@ impl Snapshot<'_> {
         let target = checkpoints.join(&name);
         fs::create_dir_all(&checkpoints).with_context(|| format!("writing {}", target.display()))?;
         replace_folder(&target, |aside| self.fill(aside))?;
-        let mut old = all(run)?;
-        old.truncate(old.len().saturating_sub(keep.max(1)));
-        for (_, folder) in old {
-            fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
-        }
+        prune(run, keep)?;
         Ok(target)
     }
 
     fn fill(&self, aside: &Path) -> Result<()> {
-        save(aside, self.config, self.form, self.companions, SHARD_BYTES_MAX, |spec| {
+        let mut manifest = save(aside, self.config, self.form, self.companions, SHARD_BYTES_MAX, |spec| {
             let index =
                 self.parameters.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
             match self.parameters.of_place(index)? {
@@ -151,13 +113,15 @@ impl Snapshot<'_> {
         })?;
         // A frozen tensor is in the model's own files; only where those round it is it kept beside them too.
         let rounded = |spec: &ParameterSpec, values: &[f32]| !self.form_keeps(spec, values);
-        write_state(&aside.join(TENSORS_FILE), self.parameters, &rounded)?;
+        manifest.note(TENSORS_FILE, write_state(&aside.join(TENSORS_FILE), self.parameters, &rounded)?);
         if let Some(critic) = self.critic {
-            write_state(&aside.join(CRITIC_FILE), &critic.parameters, &|_, _| true)?;
+            let digest = write_state(&aside.join(CRITIC_FILE), &critic.parameters, &|_, _| true)?;
+            manifest.note(CRITIC_FILE, digest);
         }
-        let state = aside.join(STATE_FILE);
-        fs::write(&state, serde_json::to_string_pretty(&self.state)? + "\n")?;
-        Ok(File::open(&state)?.sync_all()?)
+        manifest.write_file(aside, RECIPE_FILE, sealed(self.recipe).as_bytes())?;
+        let state = serde_json::to_string_pretty(&self.state)? + "\n";
+        manifest.write_file(aside, STATE_FILE, state.as_bytes())?;
+        manifest.write(aside)
     }
 
     /// Whether the saved weights hold `values` of a tensor to the bit.
@@ -174,13 +138,23 @@ impl Snapshot<'_> {
     }
 }
 
+/// About how many bytes a checkpoint of `parameters`, with their optimizer's state, takes; the small files left out.
+pub fn bytes(form: Form, parameters: &Parameters) -> u64 {
+    let of = |(index, spec): (usize, &ParameterSpec)| {
+        let stored: u64 = spec.stored_tensors(form).iter().map(StoredTensor::bytes).sum();
+        let kept = if parameters.learns(index) { 1 + parameters.state(index).len() } else { 0 };
+        stored + (kept * spec.element_count() * size_of::<f32>()) as u64
+    };
+    parameters.specs.iter().enumerate().map(of).sum()
+}
+
 /// Writes into the file `path`, a tensor at a time, what the optimizer keeps of each tensor that learns, its master among it,
 /// and those frozen tensors that `keep` asks for.
 fn write_state(
     path: &Path,
     parameters: &Parameters,
     keep: &dyn Fn(&ParameterSpec, &[f32]) -> bool,
-) -> Result<()> {
+) -> Result<Hash> {
     let mut kept: BTreeMap<String, &Tensor> = BTreeMap::new();
     for (index, spec) in parameters.specs.iter().enumerate() {
         // What is packed is in the files that the model was read from.
@@ -219,9 +193,7 @@ pub fn restore_critic(folder: &Path, critic: &mut Critic) -> Result<()> {
 
 /// Reads what [`write_state`] wrote, a tensor at a time. With `whole` every frozen tensor must be there too.
 fn restore_state(path: &Path, parameters: &mut Parameters, optimizer: &Optimizer, whole: bool) -> Result<()> {
-    let damaged = |what: String| {
-        bad_input!("{}: {what}; remove this checkpoint to go on from the one before", path.display())
-    };
+    let damaged = |what: String| bad_input!("{}: {what}; {}", path.display(), list::REMEDY);
     let file = TensorFile::open(path).map_err(|e| damaged(format!("{e:#}")))?;
     let names = file.metadata.offset_keys();
     let mut unread: BTreeSet<&str> = names.iter().map(String::as_str).collect();
@@ -242,6 +214,9 @@ fn restore_state(path: &Path, parameters: &mut Parameters, optimizer: &Optimizer
             let values = file.read(info)?;
             if info.dtype != Dtype::F32 || values.len() != spec.element_count() * size_of::<f32>() {
                 return Err(damaged(format!("{} has another size or optimizer", spec.name)));
+            }
+            if let Some(value) = f32_values(&values).find(|value| !value.is_finite()) {
+                return Err(damaged(format!("{name} holds {value}")));
             }
             let target =
                 if kind == MASTER { parameters.master(index)? } else { &parameters.state(index)[kind] };

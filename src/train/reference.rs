@@ -4,13 +4,15 @@
 
 use crate::atomic_file::replace_file;
 use crate::bad_input;
+use crate::integrity::digest_of;
 use crate::model::config::Config;
 use crate::model::held::{Held, Loaded};
 use crate::model::names::{ParameterSpec, StoredTensor};
 use crate::model::parameters::Parameters;
 use crate::model::tensor_file::{TensorFile, f32_values, write_f32, write_tensors};
 use crate::ops::cpu::host_values;
-use anyhow::Result;
+use anyhow::{Context, Result};
+use blake3::Hash;
 use candle_core::Tensor;
 use safetensors::Dtype;
 use std::path::Path;
@@ -32,12 +34,12 @@ pub fn copy(config: &Config, parameters: &Parameters) -> Result<Parameters> {
     Parameters::loaded(config, values)
 }
 
-/// Writes the reference into the run folder `run`, in working layout and precision, a tensor at a time; what is packed is the
-/// model's own and is left out.
+/// Writes the reference into the run folder `run`, in working layout and precision, a tensor at a time, and returns its
+/// digest, which every checkpoint keeps; what is packed is the model's own and is left out.
 ///
 /// # Errors
 /// When the disk refuses; a reference that was there stays whole.
-pub fn write(run: &Path, reference: &Parameters) -> Result<()> {
+pub fn write(run: &Path, reference: &Parameters) -> Result<Hash> {
     let kept: Vec<(&ParameterSpec, Tensor)> = reference
         .specs
         .iter()
@@ -49,11 +51,28 @@ pub fn write(run: &Path, reference: &Parameters) -> Result<()> {
         dtype: Dtype::F32,
         shape: spec.working_shape(),
     };
+    let mut digest = None;
     replace_file(&run.join(FILE), |aside| {
-        write_tensors(aside, kept.iter().map(stored).collect(), |index, out| {
+        digest = Some(write_tensors(aside, kept.iter().map(stored).collect(), |index, out| {
             write_f32(out, &host_values(&kept[index].1)?)
-        })
-    })
+        })?);
+        Ok(())
+    })?;
+    digest.context("the reference was not written")
+}
+
+/// Compares the reference of the run folder `run` with the digest that a checkpoint keeps of it.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when it is missing or not what was written.
+pub fn check(run: &Path, digest: Hash) -> Result<()> {
+    let path = run.join(FILE);
+    let remedy = "restore it, or start the run again in another folder";
+    match digest_of(&path, None) {
+        Ok(found) if found == digest => Ok(()),
+        Ok(_) => Err(bad_input!("{}: damaged: it is not what was written; {remedy}", path.display())),
+        Err(e) => Err(bad_input!("{}: cannot be read: {e}; {remedy}", path.display())),
+    }
 }
 
 /// Reads the reference of the run folder `run` back, a tensor at a time.

@@ -4,10 +4,9 @@ use super::{Trainer, apply};
 use crate::metrics::{Accumulator, Metrics};
 use crate::model::forward::ForwardOptions;
 use crate::recipe::{self, Dtype};
-use crate::run::run_folder::ResumePoint;
 use crate::run::workbench::Workbench;
 use crate::train::accumulate::Learner;
-use crate::train::checkpoint;
+use crate::train::checkpoint::{self, ResumePoint};
 use crate::train::critic::{Critic, CriticStep};
 use crate::train::experience::Experience;
 use crate::train::forward_backward::PassSettings;
@@ -27,7 +26,7 @@ impl Trainer {
         let mut critic = Critic::new(config, &bench.parameters, trainable, settings, seed, round)?;
         if let Some(point) = point {
             critic.optimizer.updates = point.state.critic_updates;
-            checkpoint::restore_critic(&point.checkpoint, &mut critic)?;
+            checkpoint::restore_critic(&point.folder, &mut critic)?;
         }
         Ok(Some(critic))
     }

@@ -17,12 +17,12 @@ use crate::policy::kl_in_reward::KlController;
 use crate::recipe::{self, Dtype};
 use crate::rollout::Rollouts;
 use crate::run::evaluation::{evaluate, prompts};
-use crate::run::run_folder::{ResumePoint, RunFolder};
+use crate::run::run_folder::RunFolder;
 use crate::run::signals::Stop;
 use crate::run::workbench::Workbench;
 use crate::train::accumulate::Learner;
 use crate::train::batch::Sequence;
-use crate::train::checkpoint;
+use crate::train::checkpoint::{self, ResumePoint};
 use crate::train::critic::Critic;
 use crate::train::forward_backward::PassSettings;
 use crate::train::gradients::clip;
@@ -54,6 +54,8 @@ pub struct Trainer {
     watch: Watch,
     /// The frozen reference, where the recipe asks for one.
     reference: Option<Parameters>,
+    /// The digest of its file.
+    reference_digest: Option<blake3::Hash>,
     /// The coefficient of the divergence from it, which a target may steer.
     kl: KlController,
 }
@@ -94,6 +96,7 @@ impl Trainer {
             at: Arc::default(),
             watch,
             reference: None,
+            reference_digest: None,
             kl,
         })
     }
@@ -124,7 +127,7 @@ impl Trainer {
         }
         let optimizer = self.optimizer(&recipe.train.optimizer, resumed.as_ref())?;
         let critic = self.critic(resumed.as_ref())?;
-        self.set_reference(resumed.is_some())?;
+        self.set_reference(resumed.as_ref())?;
         if resumed.is_none() && recipe.eval.before_training && recipe.train.steps > 0 {
             self.evaluate(0)?;
         }
@@ -174,8 +177,9 @@ impl Trainer {
         let mut optimizer = Optimizer::new(settings, &mut bench.parameters, round)?;
         if let Some(point) = point {
             optimizer.updates = point.state.updates;
-            checkpoint::restore(&point.checkpoint, &mut bench.parameters, &optimizer)?;
+            checkpoint::restore(&point.folder, &mut bench.parameters, &optimizer)?;
         }
+        self.watch_space();
         Ok(optimizer)
     }
 
@@ -263,6 +267,7 @@ impl Trainer {
             metrics.set("perf/throughput", tokens as f64 / seconds);
             metrics.set("perf/sampled_tokens_per_s", counts.sampled_tokens as f64 / seconds);
             self.watch(step, &rollouts.drawn, &metrics);
+            self.watch_workers(step);
             let shown: Vec<(&str, f64)> = SHOWN
                 .iter()
                 .filter_map(|&(name, metric)| metrics.get(metric).map(|value| (name, value)))
@@ -305,6 +310,7 @@ impl Trainer {
         self.timings.add("step", begun.elapsed().as_secs_f64());
         inner.advance(1, 0, &[]);
         inner.finish();
+        self.watch_workers(step);
         self.console.print(&format!("step {step}: {}", evaluation.summary()));
         self.write_row(step, Phase::Eval, evaluation.metrics())?;
         let failed = evaluation.rows().filter(|row| row.trajectory.failed()).count();
@@ -335,6 +341,13 @@ impl Trainer {
             temperature,
             load_balance: 0.0,
             forward: self.bench.training_forward(),
+        }
+    }
+
+    /// Says when the Python tool's workers die.
+    fn watch_workers(&self, step: u64) {
+        if let Some(deaths) = self.bench.dead_workers() {
+            self.console.print(&format!("warning: step {step}: {deaths}"));
         }
     }
 

@@ -4,7 +4,7 @@ use super::Trainer;
 use crate::metrics::Phase;
 use crate::model::config::Form;
 use crate::recipe::SavedDtype;
-use crate::train::checkpoint::{Snapshot, TrainerState};
+use crate::train::checkpoint::{self, Snapshot, TrainerState};
 use crate::train::critic::Critic;
 use crate::train::optimizer::Optimizer;
 use anyhow::Result;
@@ -29,6 +29,31 @@ impl Trainer {
         Ok(asked)
     }
 
+    /// The form of the weights that are saved.
+    fn form(&self) -> Form {
+        match self.bench.plan.recipe.checkpoint.dtype {
+            SavedDtype::F32 => Form::F32,
+            SavedDtype::Bf16 => Form::Bf16,
+            SavedDtype::Mxfp4 => Form::Mxfp4,
+        }
+    }
+
+    /// Says when the disk has no room for the checkpoints to come.
+    pub(super) fn watch_space(&self) {
+        let policy = checkpoint::bytes(self.form(), &self.bench.parameters);
+        // A critic is the policy again, in f32 with its optimizer's state.
+        let critic = self
+            .bench
+            .plan
+            .recipe
+            .critic
+            .as_ref()
+            .map_or(0, |_| checkpoint::bytes(Form::F32, &self.bench.parameters));
+        if let Some(lack) = self.folder.lacks_space(policy + critic) {
+            self.console.print(&format!("warning: {lack}"));
+        }
+    }
+
     fn save(
         &mut self,
         phase: Phase,
@@ -38,24 +63,24 @@ impl Trainer {
     ) -> Result<()> {
         let bench = &self.bench;
         let checkpoint = &bench.plan.recipe.checkpoint;
+        let (metrics_bytes, metrics_digest) = self.folder.sync_metrics()?;
         let state = TrainerState {
             phase,
             step,
             updates: optimizer.updates,
             critic_updates: critic.map_or(0, |critic| critic.optimizer.updates),
-            metrics_bytes: self.folder.sync_metrics()?,
+            metrics_bytes,
+            metrics_digest: Some(metrics_digest),
+            reference_digest: self.reference_digest.filter(|_| phase == Phase::Rl),
             kl_coefficient: self.kl.steered(),
         };
         let snapshot = Snapshot {
             config: &bench.model.config,
-            form: match checkpoint.dtype {
-                SavedDtype::F32 => Form::F32,
-                SavedDtype::Bf16 => Form::Bf16,
-                SavedDtype::Mxfp4 => Form::Mxfp4,
-            },
+            form: self.form(),
             companions: &bench.companions,
             parameters: &bench.parameters,
             critic,
+            recipe: &bench.plan.to_toml(),
             state,
         };
         snapshot.write(&self.folder.path, checkpoint.keep)?;

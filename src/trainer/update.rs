@@ -5,6 +5,7 @@ use crate::metrics::{Accumulator, Metrics};
 use crate::model::forward::ForwardOptions;
 use crate::policy::kl_in_reward::KlController;
 use crate::recipe::{self, KlPlace};
+use crate::train::checkpoint::ResumePoint;
 use crate::train::critic::{Critic, CriticStep};
 use crate::train::forward_backward::PassSettings;
 use crate::train::optimizer::Optimizer;
@@ -78,20 +79,23 @@ impl Trainer {
         Ok((metrics, experience.token_figures(training.as_deref())))
     }
 
-    /// Fixes the reference: the weights as they are, or those that a resumed run began with.
-    pub(super) fn set_reference(&mut self, resumed: bool) -> Result<()> {
+    /// Fixes the reference: the weights as they are, or those that the run which goes on from `point` began with.
+    pub(super) fn set_reference(&mut self, point: Option<&ResumePoint>) -> Result<()> {
         let bench = &self.bench;
         let (config, parameters) = (&bench.model.config, &bench.parameters);
         if bench.plan.recipe.policy.kl.place == KlPlace::None {
             return Ok(());
         }
-        self.reference = Some(if resumed {
-            reference::read(&self.folder.path, config, parameters)?
-        } else {
-            let reference = reference::copy(config, parameters)?;
-            reference::write(&self.folder.path, &reference)?;
-            reference
-        });
+        let run = &self.folder.path;
+        let (reference, digest) = match point {
+            Some(point) => (reference::read(run, config, parameters)?, point.state.reference_digest),
+            None => {
+                let reference = reference::copy(config, parameters)?;
+                let digest = reference::write(run, &reference)?;
+                (reference, Some(digest))
+            }
+        };
+        (self.reference, self.reference_digest) = (Some(reference), digest);
         Ok(())
     }
 

@@ -8,6 +8,8 @@ mod embedded;
 pub use embedded::embedded_json;
 
 use crate::bad_input;
+use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};
+use crate::panics::caught;
 use anyhow::{Result, anyhow};
 use byte_level::{Decoder, alphabet, spell};
 use std::path::Path;
@@ -32,6 +34,8 @@ struct Tables {
     special: Vec<bool>,
     /// The id of each single byte.
     byte_ids: Vec<u32>,
+    /// Bytes of the longest token.
+    token_bytes_max: usize,
 }
 
 impl Vocabulary {
@@ -42,7 +46,7 @@ impl Vocabulary {
     /// tokenizer, or would let ordinary text become a special token.
     pub fn from_file(path: &Path) -> Result<Self> {
         let place = path.display().to_string();
-        let json = std::fs::read(path).map_err(|e| {
+        let json = bounded_file::read(path, TOKENIZER_BYTES_MAX).map_err(|e| {
             bad_input!("{place}: {e}; a checkpoint folder needs the tokenizer.json that came with the model")
         })?;
         Self::from_bytes(json, &place)
@@ -50,9 +54,11 @@ impl Vocabulary {
 
     /// Reads the bytes of a `tokenizer.json`; `place` names it in errors. Errors as [`Self::from_file`].
     pub fn from_bytes(json: Vec<u8>, place: &str) -> Result<Self> {
-        let mut inner = Tokenizer::from_bytes(&json).map_err(|e| {
-            bad_input!("{place}: not a Hugging Face tokenizer.json: {e}; take the model's own")
-        })?;
+        let refused =
+            |why: &str| bad_input!("{place}: not a Hugging Face tokenizer.json: {why}; take the model's own");
+        // A file that is cut, or holds nonsense where the crate expects none, makes it panic.
+        let parsed = caught(|| Tokenizer::from_bytes(&json)).map_err(|why| refused(&why))?;
+        let mut inner = parsed.map_err(|e| refused(&e.to_string()))?;
         // A file may ask for padding or truncation; here a text's tokens are all of them and nothing else.
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|e| anyhow!("{place}: {e}"))?;
@@ -66,7 +72,10 @@ impl Vocabulary {
         let pad = ["<|pad|>", "<|endoftext|>"].iter().find_map(|name| added_id(&inner, name));
         let byte_ids = find_bytes(&inner, place)?;
         let (bytes, ends, special) = token_table(&inner, place)?;
-        let tokenizer = Self(Arc::new(Tables { inner, json, pad, bytes, ends, special, byte_ids }));
+        let starts = std::iter::once(0).chain(ends.iter().copied());
+        let token_bytes_max = ends.iter().zip(starts).map(|(end, start)| end - start).max().unwrap_or(0);
+        let tables = Tables { inner, json, pad, bytes, ends, special, byte_ids, token_bytes_max };
+        let tokenizer = Self(Arc::new(tables));
         tokenizer.refuse_forgeable(place)?;
         Ok(tokenizer)
     }
@@ -111,6 +120,11 @@ impl Vocabulary {
     /// Whether `id` is a special token: a control token, padding, or a reserved one.
     pub fn is_special(&self, id: u32) -> bool {
         self.0.special.get(id as usize).copied().unwrap_or(false)
+    }
+
+    /// Whether a text of `bytes` may fit `tokens`: false says, without tokenising it, that it cannot.
+    pub fn may_fit(&self, bytes: usize, tokens: usize) -> bool {
+        bytes <= tokens.saturating_mul(self.0.token_bytes_max)
     }
 
     /// The ids of `text` with special tokens recognised: for texts whose author is trusted, such as an engine's prompt.

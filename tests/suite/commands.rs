@@ -5,6 +5,8 @@ mod console;
 mod critic;
 mod ended;
 mod first_hour;
+mod integrity;
+mod limits;
 mod policy;
 mod policy_view;
 mod refused;
@@ -209,6 +211,14 @@ fn wait_until(child: &mut Child, reached: impl Fn() -> bool) -> bool {
 
 fn line_count(file: &Path) -> usize {
     std::fs::read(file).map_or(0, |bytes| bytes.iter().filter(|&&b| b == b'\n').count())
+}
+
+/// The model of a checkpoint as one from elsewhere: without manifest, and without what only a run reads.
+fn copy_model(from: &Path, to: &Path) {
+    copy_folder(from, to);
+    for name in ["manifest.b3", "trainer.json", "trainer.safetensors", "trainer.toml"] {
+        std::fs::remove_file(to.join(name)).unwrap();
+    }
 }
 
 /// A copy of a flat folder, such as a checkpoint.

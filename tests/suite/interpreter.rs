@@ -3,6 +3,7 @@
 mod attacks;
 mod cpython;
 mod cpython_attacks;
+mod cpython_scratch;
 
 use rloss::interpreter::{Embedded, Interpreter, InterpreterState, Reply, SessionId, Settings};
 use rloss::trajectory::CallOutcome::{self, *};
@@ -168,6 +169,8 @@ fn hungry_and_endless_code_is_stopped_and_counted() {
         ("while True: print(1)", TimeLimit, time),
         ("try:\n  while True: pass\nexcept BaseException:\n  print('caught')", TimeLimit, time),
         ("10**10**8", ToolTimeout, wall),
+        // Each comparison doubles at every level, inside the interpreter's own code.
+        ("x, y = [1], [1]\nfor i in range(60): x, y = [x, x], [y, y]\nx == y", ToolTimeout, wall),
     ] {
         expect(&python, code, outcome, text);
         expect(&python, "1 + 1", Answered, "2");
@@ -181,6 +184,8 @@ fn hungry_and_endless_code_is_stopped_and_counted() {
     for code in [
         "x = 'a' * 10**9",
         "x = [0] * 10**9",
+        // More than any memory has.
+        "x = [0] * 10**19",
         "x = []\nwhile True: x.append('ab' * 100000)",
         "x = 'ab'\nwhile True: x += x",
         "print('x' * 10**9)",
@@ -194,6 +199,23 @@ fn hungry_and_endless_code_is_stopped_and_counted() {
     for _ in 0..30 {
         expect(&python, "x = 'a' * (60 << 20)\nlen(x)", Answered, "62914560");
     }
+}
+
+#[test]
+fn a_huge_separator_ends_by_a_limit_with_a_reply_that_says_so() {
+    let python = embedded(|s| {
+        s.time_limit_s = 0.5;
+        s.wall_clock_s = 6.0;
+    });
+    let reply = call(&python, "print(*range(10**6), sep='x' * 10**6)");
+    assert!(
+        matches!(reply.outcome, TimeLimit | ToolTimeout | MemoryLimit),
+        "{:?}: {}",
+        reply.outcome,
+        reply.text
+    );
+    assert!(reply.text.contains("Error: "), "{}", reply.text);
+    expect(&python, "1 + 1", Answered, "2");
 }
 
 #[test]
@@ -389,12 +411,18 @@ fn alone_workers_come_and_go() {
     expect(&python, "2 + 2", Answered, "4");
 
     // Killed while idle: the next call says so, the one after it works.
-    for id in workers_of(own_id) {
-        // SAFETY: as above.
-        unsafe { libc::kill(id.cast_signed(), libc::SIGKILL) };
+    for _ in 0..5 {
+        assert_eq!(python.dead_workers(), None, "a handful is not told");
+        for id in workers_of(own_id) {
+            // SAFETY: as above.
+            unsafe { libc::kill(id.cast_signed(), libc::SIGKILL) };
+        }
+        assert_eq!(call(&python, "2 + 2").outcome, WorkerDied);
+        expect(&python, "2 + 2", Answered, "4");
     }
-    assert_eq!(call(&python, "2 + 2").outcome, WorkerDied);
-    expect(&python, "2 + 2", Answered, "4");
+    let told = python.dead_workers().expect("six are more than a handful");
+    assert!(told.starts_with("6 calls") && told.contains("killed from outside"), "{told}");
+    assert_eq!(python.dead_workers(), None, "told once");
 
     let start = Instant::now();
     let answered = AtomicUsize::new(0);

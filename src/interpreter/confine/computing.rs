@@ -11,8 +11,8 @@ use seccompiler::{SeccompCmpArgLen, SeccompCmpOp};
 /// threads only the system calls are, so they must do nothing but wait.
 pub fn computing_process(parent_id: u32, memory_bytes: u64, first_unused: i32) -> Result<String> {
     let left = super::detach(parent_id).and_then(|()| super::close_from(first_unused));
-    let limited = limit_memory(memory_bytes).and_then(|()| super::limit_resources());
-    let powerless = super::drop_capabilities();
+    let limited = limit_memory(memory_bytes).and_then(|()| super::limit_resources(0));
+    let powerless = super::drop_capabilities(None);
     let landlock = super::deny_files(&Files::default());
     let seccomp = allow_only_computation();
     left?;
@@ -24,14 +24,13 @@ pub fn computing_process(parent_id: u32, memory_bytes: u64, first_unused: i32) -
 }
 
 /// Calls a thread of computation needs: its pipes, memory without execution, clocks, its own signals and end.
-const COMPUTE_CALLS: [libc::c_long; 21] = [
+const COMPUTE_CALLS: [libc::c_long; 20] = [
     libc::SYS_read,
     libc::SYS_write,
     libc::SYS_writev,
     libc::SYS_close,
     libc::SYS_munmap,
     libc::SYS_mremap,
-    libc::SYS_madvise,
     libc::SYS_brk,
     libc::SYS_futex,
     libc::SYS_sched_yield,
@@ -57,6 +56,7 @@ fn allow_only_computation() -> Result<()> {
         let exec_bit = SeccompCmpOp::MaskedEq(u64::from(libc::PROT_EXEC.cast_unsigned()));
         allowed.insert(call, vec![super::argument(2, SeccompCmpArgLen::Dword, exec_bit, 0)?]);
     }
+    allowed.insert(libc::SYS_madvise, super::advice()?);
     // abort() signals its own process.
     let own_id = u64::from(std::process::id());
     let to_itself = super::argument(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, own_id)?;

@@ -5,7 +5,7 @@
 use anyhow::{Context, Result, bail, ensure};
 use landlock::{
     ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, PathBeneath, PathFd, Ruleset, RulesetAttr,
-    RulesetCreatedAttr, RulesetStatus, Scope,
+    RulesetCreated, RulesetCreatedAttr, RulesetStatus, Scope,
 };
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
@@ -13,13 +13,15 @@ use seccompiler::{
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 mod computing;
 mod python;
+mod scratch;
 
 pub use computing::computing_process;
 pub use python::{python_server, snippet_filter};
+pub use scratch::{INODES_PER_MIB, PLACE as SCRATCH_PLACE};
 
 /// Leaves the parent's session and terminal, and dies with the parent `parent_id`.
 fn detach(parent_id: u32) -> Result<()> {
@@ -53,11 +55,11 @@ pub fn address_space_bytes(id: &str) -> Result<u64> {
     Ok(pages * page)
 }
 
-/// Forbids core dumps, files, locked memory and message queues.
-fn limit_resources() -> Result<()> {
+/// Forbids core dumps, files longer than `file_bytes_max`, locked memory and message queues.
+fn limit_resources(file_bytes_max: u64) -> Result<()> {
     for (name, resource, limit) in [
         ("RLIMIT_CORE", libc::RLIMIT_CORE, 0),
-        ("RLIMIT_FSIZE", libc::RLIMIT_FSIZE, 0),
+        ("RLIMIT_FSIZE", libc::RLIMIT_FSIZE, file_bytes_max),
         ("RLIMIT_MEMLOCK", libc::RLIMIT_MEMLOCK, 0),
         ("RLIMIT_MSGQUEUE", libc::RLIMIT_MSGQUEUE, 0),
         ("RLIMIT_NOFILE", libc::RLIMIT_NOFILE, 64),
@@ -68,24 +70,35 @@ fn limit_resources() -> Result<()> {
 }
 
 fn set_limit(name: &str, resource: libc::__rlimit_resource_t, limit: u64) -> Result<()> {
+    let mut now = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: a valid structure that outlives the call.
+    check(unsafe { libc::getrlimit(resource, &mut now) }, name)?;
+    // A hard limit that is lower already cannot be raised, nor need it be.
+    let limit = limit.min(now.rlim_max);
     let limit = libc::rlimit { rlim_cur: limit, rlim_max: limit };
     // SAFETY: a valid structure that outlives the call.
     check(unsafe { libc::setrlimit(resource, &limit) }, name)
 }
 
-/// Gives up every capability, for this thread and those it starts.
-fn drop_capabilities() -> Result<()> {
-    for capability in 0..64 {
+/// Gives up every capability but `kept`, for this thread, those it starts and the program it becomes.
+fn drop_capabilities(kept: Option<u32>) -> Result<()> {
+    for capability in (0..64).filter(|capability| Some(*capability) != kept) {
         // SAFETY: a plain system call. It fails for a process without the capability to do so: such a one, with
         // no new privileges, gets none from executing a program either.
         unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
     }
     // `struct __user_cap_header_struct` and `__user_cap_data_struct` of capset(2), version 3.
     let header: [u32; 2] = [0x2008_0522, 0];
-    let none = [[0u32; 3]; 2];
+    // Effective, permitted and inheritable, of the capabilities from 0 and of those from 32.
+    let sets = [kept.map_or(0, |kept| 1u32 << kept), 0].map(|set| [set; 3]);
     // SAFETY: both arrays have the layout and size that version 3 of capset(2) reads.
-    let rc = unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) };
+    let rc = unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), sets.as_ptr()) };
     ensure!(rc == 0, "capset: {}", io::Error::last_os_error());
+    if let Some(kept) = kept {
+        // SAFETY: a plain system call with integer arguments.
+        let rc = unsafe { libc::prctl(libc::PR_CAP_AMBIENT, libc::PR_CAP_AMBIENT_RAISE, kept, 0, 0) };
+        check(rc, "PR_CAP_AMBIENT_RAISE")?;
+    }
     Ok(())
 }
 
@@ -102,9 +115,23 @@ pub struct Files {
 ///
 /// Returns the kernel's landlock ABI.
 fn deny_files(files: &Files) -> Result<i32> {
+    let status = rules(files, None)?.restrict_self()?;
+    ensure!(status.ruleset != RulesetStatus::NotEnforced && status.no_new_privs, "landlock is not enforced");
+    // A rule set that was accepted but does nothing is found here.
+    ensure!(std::fs::File::open("/").is_err(), "landlock does nothing: files can still be opened");
+    landlock_abi()
+}
+
+fn landlock_abi() -> Result<i32> {
     // SAFETY: landlock_create_ruleset(NULL, 0, LANDLOCK_CREATE_RULESET_VERSION) only reports the ABI.
     let abi = unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, std::ptr::null::<u8>(), 0, 1) };
     ensure!(abi >= 1, "the kernel has no landlock ({})", io::Error::last_os_error());
+    Ok(i32::try_from(abi)?)
+}
+
+/// The landlock rules that leave `files`, and plain files and folders below `writable`.
+fn rules(files: &Files, writable: Option<&Path>) -> Result<RulesetCreated> {
+    landlock_abi()?;
     let newest = ABI::V7;
     let mut rules = Ruleset::default()
         .set_compatibility(CompatLevel::HardRequirement)
@@ -126,11 +153,19 @@ fn deny_files(files: &Files) -> Result<i32> {
         let access = AccessFs::ReadFile | AccessFs::Execute;
         rules = rules.add_rule(PathBeneath::new(PathFd::new(path)?, access))?;
     }
-    let status = rules.restrict_self()?;
-    ensure!(status.ruleset != RulesetStatus::NotEnforced && status.no_new_privs, "landlock is not enforced");
-    // A rule set that was accepted but does nothing is found here.
-    ensure!(std::fs::File::open("/").is_err(), "landlock does nothing: files can still be opened");
-    Ok(i32::try_from(abi)?)
+    if let Some(path) = writable {
+        let access = AccessFs::ReadFile
+            | AccessFs::ReadDir
+            | AccessFs::WriteFile
+            | AccessFs::Truncate
+            | AccessFs::MakeReg
+            | AccessFs::MakeDir
+            | AccessFs::RemoveFile
+            | AccessFs::RemoveDir
+            | AccessFs::Refer;
+        rules = rules.add_rule(PathBeneath::new(PathFd::new(path)?, access))?;
+    }
+    Ok(rules)
 }
 
 /// Calls with the conditions under which they are allowed, one of each inner list's; none means always.
@@ -156,6 +191,12 @@ fn ensure_filtered() -> Result<()> {
 /// A rule with a condition on one argument of a system call.
 fn argument(index: u8, width: SeccompCmpArgLen, is: SeccompCmpOp, value: u64) -> Result<SeccompRule> {
     Ok(SeccompRule::new(vec![SeccompCondition::new(index, width, is, value)?])?)
+}
+
+/// The rule for advice about memory: pages are not merged with others', whose time to be written would tell what they hold.
+fn advice() -> Result<Vec<SeccompRule>> {
+    let mergeable = u64::from(libc::MADV_MERGEABLE.cast_unsigned());
+    Ok(vec![argument(2, SeccompCmpArgLen::Dword, SeccompCmpOp::Ne, mergeable)?])
 }
 
 fn check(rc: i32, name: &str) -> Result<()> {

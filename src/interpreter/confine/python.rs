@@ -1,6 +1,6 @@
 //! The confinement of CPython: of the fork server before it is executed, and of each snippet's process after the fork.
 
-use super::{Allowed, Files};
+use super::{Allowed, Files, scratch};
 use anyhow::{Context, Result};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
@@ -12,19 +12,36 @@ const STACK_BYTES: u64 = 16 << 20;
 /// Confines this process for the fork server that it will execute: every step is tried, and the first failure is
 /// returned. Descriptors from `first_unused` on are closed. The process must have one thread.
 ///
+/// With a scratch of `scratch_mib` MiB for each snippet's process the server has a namespace in which it can mount one, and
+/// landlock is put on by each snippet's process after that, with the rules in descriptor `first_unused`.
+///
 /// Returns what is active.
-pub fn python_server(parent_id: u32, files: &Files, first_unused: i32) -> Result<String> {
+pub fn python_server(parent_id: u32, files: &Files, first_unused: i32, scratch_mib: u64) -> Result<String> {
     fix_addresses();
+    let with_scratch = scratch_mib > 0;
+    if with_scratch {
+        scratch::enter(files)?;
+    }
     let left = super::detach(parent_id).and_then(|()| super::close_from(first_unused));
-    let limited = super::limit_resources().and_then(|()| limit_stack());
-    let powerless = super::drop_capabilities();
-    let landlock = super::deny_files(files);
-    let seccomp = allow_only_serving();
+    let limited = super::limit_resources(scratch_mib << 20).and_then(|()| limit_stack());
+    let powerless = super::drop_capabilities(with_scratch.then_some(scratch::CAP_SYS_ADMIN));
+    let landlock = match with_scratch {
+        true => scratch::leave_rules(files, first_unused),
+        false => super::deny_files(files),
+    };
+    let seccomp = allow_only_serving(with_scratch);
     left?;
     limited?;
     powerless?;
     let abi = landlock?;
     seccomp?;
+    if with_scratch {
+        return Ok(format!(
+            "landlock ABI {abi} with the interpreter's folders read-only and {scratch_mib} MiB of scratch in {}, seccomp \
+             allow-list, no capabilities, resource limits",
+            scratch::PLACE
+        ));
+    }
     Ok(format!(
         "landlock ABI {abi} with the interpreter's folders read-only, seccomp allow-list, no capabilities, \
          resource limits"
@@ -32,8 +49,8 @@ pub fn python_server(parent_id: u32, files: &Files, first_unused: i32) -> Result
 }
 
 /// The filter that a snippet's process puts on itself, as the array of `struct sock_filter` that the kernel reads.
-pub fn snippet_filter() -> Result<Vec<u8>> {
-    let mut allowed = snippet_calls()?;
+pub fn snippet_filter(with_scratch: bool) -> Result<Vec<u8>> {
+    let mut allowed = snippet_calls(with_scratch)?;
     // Limits can be read, and only the process's own: no other's number, no new limit.
     let zero = |index| SeccompCondition::new(index, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0);
     allowed.insert(libc::SYS_prlimit64, vec![SeccompRule::new(vec![zero(0)?, zero(2)?])?]);
@@ -54,10 +71,7 @@ fn fix_addresses() {
 }
 
 fn limit_stack() -> Result<()> {
-    let mut now = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: a valid structure that outlives the call.
-    super::check(unsafe { libc::getrlimit(libc::RLIMIT_STACK, &mut now) }, "RLIMIT_STACK")?;
-    super::set_limit("RLIMIT_STACK", libc::RLIMIT_STACK, STACK_BYTES.min(now.rlim_max))
+    super::set_limit("RLIMIT_STACK", libc::RLIMIT_STACK, STACK_BYTES)
 }
 
 /// Calls a snippet needs: computing, and reading the files that landlock leaves.
@@ -80,7 +94,6 @@ const SNIPPET_CALLS: &[libc::c_long] = &[
     libc::SYS_getdents64,
     libc::SYS_getcwd,
     libc::SYS_lseek,
-    libc::SYS_fadvise64,
     libc::SYS_dup,
     libc::SYS_dup3,
     libc::SYS_pipe2,
@@ -90,10 +103,8 @@ const SNIPPET_CALLS: &[libc::c_long] = &[
     libc::SYS_mprotect,
     libc::SYS_munmap,
     libc::SYS_mremap,
-    libc::SYS_madvise,
     libc::SYS_mincore,
     libc::SYS_brk,
-    libc::SYS_futex,
     libc::SYS_set_tid_address,
     libc::SYS_set_robust_list,
     libc::SYS_get_robust_list,
@@ -165,13 +176,31 @@ const OLDER_CALLS: &[libc::c_long] = &[
 #[cfg(not(target_arch = "x86_64"))]
 const OLDER_CALLS: &[libc::c_long] = &[];
 
-fn snippet_calls() -> Result<Allowed> {
+fn snippet_calls(with_scratch: bool) -> Result<Allowed> {
     let calls = SNIPPET_CALLS.iter().chain(OLDER_CALLS);
     let mut allowed: Allowed = calls.map(|&call| (call, Vec::new())).collect();
+    match with_scratch {
+        true => allowed.extend(scratch::CALLS.iter().map(|&call| (call, Vec::new()))),
+        // Without the right to write, a file could still be cut where landlock knows no truncation (before Linux 6.2).
+        false => {
+            let uncut = |index| {
+                let flag = u64::from(libc::O_TRUNC.cast_unsigned());
+                super::argument(index, SeccompCmpArgLen::Dword, SeccompCmpOp::MaskedEq(flag), 0)
+            };
+            allowed.insert(libc::SYS_openat, vec![uncut(2)?]);
+            #[cfg(target_arch = "x86_64")]
+            allowed.insert(libc::SYS_open, vec![uncut(1)?]);
+        }
+    }
     // Descriptors can be duplicated and their flags changed; a signal cannot be bound to them (F_SETOWN).
     let fcntl =
         [libc::F_DUPFD, libc::F_GETFD, libc::F_SETFD, libc::F_GETFL, libc::F_SETFL, libc::F_DUPFD_CLOEXEC];
     allowed.insert(libc::SYS_fcntl, one_of(1, fcntl.map(|c| u64::from(c.cast_unsigned())))?);
+    // Futexes shared with other processes would pass messages by the pages that all of a server's snippets have in common.
+    let private = SeccompCmpOp::MaskedEq(u64::from(libc::FUTEX_PRIVATE_FLAG.cast_unsigned()));
+    let flag = u64::from(libc::FUTEX_PRIVATE_FLAG.cast_unsigned());
+    allowed.insert(libc::SYS_futex, vec![super::argument(1, SeccompCmpArgLen::Dword, private, flag)?]);
+    allowed.insert(libc::SYS_madvise, super::advice()?);
     // isatty(), and the flag that keeps a descriptor from a new program.
     allowed.insert(libc::SYS_ioctl, one_of(1, [libc::TCGETS, libc::FIOCLEX, libc::FIONCLEX])?);
     Ok(allowed)
@@ -184,14 +213,14 @@ fn one_of<const N: usize>(index: u8, values: [u64; N]) -> Result<Vec<SeccompRule
 
 /// Allows the server what its snippets may do and what starts them. It comes last: setting it up takes calls
 /// that it denies.
-fn allow_only_serving() -> Result<()> {
+fn allow_only_serving(with_scratch: bool) -> Result<()> {
     let arch = std::env::consts::ARCH.try_into()?;
     let missing = SeccompAction::Errno(libc::ENOSYS.cast_unsigned());
     // The flags of clone3 lie in memory, where no filter sees them: libc falls back to clone.
     let clone3 = [(libc::SYS_clone3, Vec::new())].into();
     let no_clone3: BpfProgram =
         SeccompFilter::new(clone3, SeccompAction::Allow, missing, arch)?.try_into()?;
-    let mut allowed = snippet_calls()?;
+    let mut allowed = snippet_calls(with_scratch)?;
     for call in [
         libc::SYS_execve,
         libc::SYS_wait4,
@@ -206,6 +235,15 @@ fn allow_only_serving() -> Result<()> {
     let plain = libc::CLONE_CHILD_SETTID | libc::CLONE_CHILD_CLEARTID | libc::SIGCHLD;
     let others = SeccompCmpOp::MaskedEq(!u64::from(plain.cast_unsigned()));
     allowed.insert(libc::SYS_clone, vec![super::argument(0, SeccompCmpArgLen::Qword, others, 0)?]);
+    if with_scratch {
+        // What a snippet's process does before it puts its own filter on.
+        for call in [libc::SYS_mount, libc::SYS_capset, libc::SYS_landlock_restrict_self] {
+            allowed.insert(call, Vec::new());
+        }
+        let mounts = u64::from(libc::CLONE_NEWNS.cast_unsigned());
+        let only_mounts = super::argument(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, mounts)?;
+        allowed.insert(libc::SYS_unshare, vec![only_mounts]);
+    }
     let own = [libc::PR_SET_PDEATHSIG, libc::PR_SET_DUMPABLE, libc::PR_SET_SECCOMP];
     allowed.insert(libc::SYS_prctl, one_of(0, own.map(|c| u64::from(c.cast_unsigned())))?);
     let serving = super::allow_list(allowed)?;

@@ -12,7 +12,12 @@ loaders = [path for path in libraries if os.path.basename(path).startswith(("ld-
 roots = sorted({sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, "/usr"})
 # A folder that the user linked in (an editable install) may be the project itself: it stays out of reach.
 folders = [path for path in sys.path if any(path.startswith(root + "/") for root in roots)]
-read = folders + [os.path.dirname(path) for path in libraries]
+# A library elsewhere is opened alone: the folder around it may be anybody's.
+libraries_roots = (*roots, "/lib", "/lib64")
+read = list(folders)
+for path in libraries:
+    inside = any(path.startswith(root + "/") for root in libraries_roots)
+    read.append(os.path.dirname(path) if inside else path)
 read += [os.path.join(sys.prefix, "pyvenv.cfg"), "/etc/ld.so.cache", "/usr/share/zoneinfo", "/dev/null"]
 print(
     json.dumps(

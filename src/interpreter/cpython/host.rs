@@ -29,6 +29,10 @@ impl Host {
         let named = python.display();
         let remedy = "install Python 3.9 or newer, or name one with `interpreter.python`";
         let mut command = Command::new(python);
+        // What is preloaded here would not be there in the sandbox, and the folder it lies in would be opened to snippets.
+        for (name, _) in std::env::vars_os().filter(|(name, _)| name.as_encoded_bytes().starts_with(b"LD_")) {
+            command.env_remove(name);
+        }
         let asked = command.args(["-I", "-B", "-c", HOST_PROGRAM]).stdin(Stdio::null()).output();
         let output =
             asked.map_err(|e| bad_input!("interpreter.python: {named} cannot be run ({e}): {remedy}"))?;

@@ -1,13 +1,17 @@
 //! The machine's own Python behind fork servers: each call, or each trajectory, runs in a confined process of its own.
 
 mod host;
+mod resources;
 mod server;
 mod snippet;
 mod stage;
 
+use super::deaths::{self, Deaths};
 use super::pool::Pool;
 use super::process::Spawner;
-use super::{Interpreter, InterpreterState, Reply, SessionId, Settings, code_to_run, lock, output};
+use super::{
+    Interpreter, InterpreterState, Reply, SessionId, Settings, code_to_run, lock, not_started, output,
+};
 use crate::trajectory::CallOutcome;
 use anyhow::{Context, Result};
 use host::Host;
@@ -32,6 +36,7 @@ pub struct CPython {
     confinement: String,
     /// Live trajectories, of [`InterpreterState::Trajectory`] only.
     sessions: Mutex<HashMap<SessionId, Live>>,
+    deaths: Deaths,
     // Ahead of the spawner, whose thread's end would kill them too.
     pool: Pool<Arc<Server>>,
     spawner: Spawner,
@@ -53,10 +58,15 @@ impl CPython {
     /// other error when the server cannot be started.
     pub fn new(settings: Settings) -> Result<Self> {
         settings.check()?;
+        resources::probe_descriptors_of_processes()?;
+        if settings.state == InterpreterState::Trajectory {
+            resources::make_room(settings.sessions_max)?;
+        }
         let program = settings.worker_program()?;
         let host = Host::find(&settings.python)?;
         let spawner = Spawner::new().context("starting the thread that starts interpreter workers")?;
-        let (first, confinement) = Server::start(&settings, &host, &program, &spawner)?;
+        let (first, confinement) =
+            Server::start(&settings, &host, &program, &spawner).map_err(not_started)?;
         let python = Self {
             pool: Pool::new(Arc::new(first), settings.workers),
             settings,
@@ -64,6 +74,7 @@ impl CPython {
             host,
             confinement,
             sessions: Mutex::default(),
+            deaths: Deaths::default(),
             spawner,
         };
         let reply = python.call(SessionId(u64::MAX), "1 + 1");
@@ -85,8 +96,9 @@ impl CPython {
             let (server, _) = Server::start(&self.settings, &self.host, &self.program, &self.spawner)?;
             Ok(Arc::new(server))
         };
-        let Ok(server) = self.pool.acquire(new) else {
-            return (CallOutcome::WorkerDied, self.explain(CallOutcome::WorkerDied));
+        let server = match self.pool.acquire(new) {
+            Ok(server) => server,
+            Err(error) => return self.died(format!("{error:#}")),
         };
         self.end_idle();
         let live = lock(&self.sessions).remove(&session);
@@ -95,10 +107,13 @@ impl CPython {
             Some(snippet) => Ok(snippet),
             None => Snippet::start(&server),
         };
-        let Ok(snippet) = snippet else {
-            drop(server);
-            self.pool.forget();
-            return (CallOutcome::WorkerDied, self.explain(CallOutcome::WorkerDied));
+        let snippet = match snippet {
+            Ok(snippet) => snippet,
+            Err(error) => {
+                drop(server);
+                self.pool.forget();
+                return self.died(format!("starting a snippet's process: {error}"));
+            }
         };
         let (outcome, mut text) = self.follow(session, snippet, code);
         self.pool.release(server);
@@ -130,11 +145,20 @@ impl CPython {
                 self.keep(session, snippet);
                 (outcome, self.hungry())
             }
-            CallOutcome::WorkerDied if snippet.ran_out_of_memory() => {
-                (CallOutcome::MemoryLimit, self.explain(CallOutcome::MemoryLimit))
-            }
+            CallOutcome::WorkerDied => match snippet.ended() {
+                Some(status) if status.code() == Some(snippet::OUT_OF_MEMORY) => {
+                    (CallOutcome::MemoryLimit, self.explain(CallOutcome::MemoryLimit))
+                }
+                status => self.died(deaths::cause(status, "")),
+            },
             _ => (outcome, self.explain(outcome)),
         }
+    }
+
+    /// A call whose process ended early, or was never there.
+    fn died(&self, cause: String) -> (CallOutcome, String) {
+        self.deaths.note(cause);
+        (CallOutcome::WorkerDied, self.explain(CallOutcome::WorkerDied))
     }
 
     fn keep(&self, session: SessionId, snippet: Snippet) {
@@ -198,5 +222,9 @@ impl Interpreter for CPython {
 
     fn confinement(&self) -> String {
         self.confinement.clone()
+    }
+
+    fn dead_workers(&self) -> Option<String> {
+        self.deaths.to_tell()
     }
 }

@@ -26,6 +26,8 @@ import types
 
 CONTROL = 3
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 1, 4, 22, 2
+CLONE_NEWNS, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x20000, 2, 4, 8
+LANDLOCK_RESTRICT_SELF = 446
 # What the parent reads: one byte after each call. Keep in step with snippet.rs.
 ANSWERED, RAISED, MEMORY = b"A", b"R", b"M"
 # The exit codes, for a child that can say no more.
@@ -174,6 +176,28 @@ def serve_snippets(code_from, result_to, paths, keep):
             os._exit(0)
 
 
+def take_scratch(scratch):
+    """Mounts a file system of this process's own; then nothing more can be mounted, and only there can be written."""
+    place = scratch["place"].encode()
+    options = "size={bytes},nr_inodes={inodes},mode=700".format(**scratch).encode()
+    flags = ctypes.c_ulong(MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    if libc.unshare(CLONE_NEWNS) or libc.mount(b"scratch", place, b"tmpfs", flags, options):
+        return False
+    os.chdir(place)
+    # Version 3 of capset(2): no capability is left, the ambient ones included.
+    if libc.capset(struct.pack("=II", 0x20080522, 0), bytes(24)):
+        return False
+    if libc.syscall(ctypes.c_long(LANDLOCK_RESTRICT_SELF), ctypes.c_long(scratch["rules"]), ctypes.c_long(0)):
+        return False
+    os.close(scratch["rules"])
+    os.environ["TMPDIR"] = scratch["place"]
+    try:
+        os.open("/", os.O_RDONLY)
+    except PermissionError:
+        return True
+    return False
+
+
 def become_snippet(control, descriptors, server_id, setup, snippet_filter, memory_limit):
     """A child's whole life."""
     try:
@@ -184,9 +208,15 @@ def become_snippet(control, descriptors, server_id, setup, snippet_filter, memor
         if os.getppid() != server_id:
             os._exit(SETUP_FAILED)
         code_from, output_to, result_to = descriptors
+        # A file of its own: the flags and offset of one that is shared would pass messages between trajectories.
+        null = os.open("/dev/null", os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
         os.dup2(output_to, 1)
         os.dup2(output_to, 2)
         os.close(output_to)
+        if setup["scratch"] and not take_scratch(setup["scratch"]):
+            os._exit(SETUP_FAILED)
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
         if not snippet_filter.apply() and not setup["dangerously_allow_unsandboxed"]:
             os._exit(SETUP_FAILED)

@@ -1,12 +1,12 @@
 //! The fork server seen from its parent: started confined, told to fork and to reap.
 
 use super::host::Host;
-use super::stage::StageHello;
+use super::stage::{RULES, StageHello};
 use crate::bad_input;
 use crate::interpreter::embedded_worker::Welcome;
 use crate::interpreter::frames::{self, Timed};
 use crate::interpreter::process::{ProcessGroup, Spawner, set_nonblocking};
-use crate::interpreter::{CONFINEMENT_REMEDY, InterpreterState, Settings, WORKER_ARGUMENT, confine, lock};
+use crate::interpreter::{InterpreterState, Settings, WORKER_ARGUMENT, confine, lock};
 use anyhow::{Context, Result};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde::Serialize;
@@ -36,7 +36,18 @@ struct Setup<'a> {
     /// The snippets' seccomp filter, in hexadecimal digits.
     filter: String,
     keep: bool,
+    scratch: Option<Scratch>,
     dangerously_allow_unsandboxed: bool,
+}
+
+/// The file system that each snippet's process mounts for itself.
+#[derive(Serialize)]
+struct Scratch {
+    place: &'static str,
+    bytes: u64,
+    inodes: u64,
+    /// The descriptor of the landlock rules.
+    rules: i32,
 }
 
 /// A running fork server. Dropping it kills its group, and by their parent-death signal its snippets.
@@ -76,23 +87,29 @@ impl Server {
         let hello = StageHello {
             parent_id: std::process::id(),
             host: host.clone(),
+            scratch_mib: settings.scratch_mib,
             dangerously_allow_unsandboxed: unsandboxed,
         };
         frames::write(&mut timed, &serde_json::to_vec(&hello)?)?;
         let active = match serde_json::from_slice(&frames::read(&mut timed, WELCOME_BYTES_MAX)?)? {
             Welcome::Ready(active) => active,
             Welcome::Refused(why) => {
-                return Err(bad_input!(
-                    "this machine cannot confine the Python tool: {why}. {CONFINEMENT_REMEDY}"
-                ));
+                return Err(bad_input!("this machine cannot confine the Python tool: {why}"));
             }
         };
-        let filter = confine::snippet_filter()?;
+        let with_scratch = settings.scratch_mib > 0;
+        let filter = confine::snippet_filter(with_scratch)?;
         let setup = Setup {
             preload: &settings.preload,
             paths: &host.paths,
             filter: filter.iter().map(|byte| format!("{byte:02x}")).collect(),
             keep: settings.state == InterpreterState::Trajectory,
+            scratch: with_scratch.then(|| Scratch {
+                place: confine::SCRATCH_PLACE,
+                bytes: settings.scratch_mib << 20,
+                inodes: settings.scratch_mib * confine::INODES_PER_MIB,
+                rules: RULES,
+            }),
             dangerously_allow_unsandboxed: unsandboxed,
         };
         frames::write(&mut timed, &serde_json::to_vec(&setup)?)?;

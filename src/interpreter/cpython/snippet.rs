@@ -8,11 +8,13 @@ use crate::trajectory::CallOutcome;
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::process::ExitStatusExt;
+use std::process::ExitStatus;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The exit code of a process without memory to say so; keep in step with server.py.
-const OUT_OF_MEMORY: i32 = 72;
+pub const OUT_OF_MEMORY: i32 = 72;
 
 /// A process that runs the code of one call or one trajectory. Dropping it kills and reaps it.
 pub struct Snippet {
@@ -172,10 +174,10 @@ impl Snippet {
         known.then(|| Duration::new(seconds, nanos))
     }
 
-    /// Ends the process; whether it had died for want of memory.
-    pub fn ran_out_of_memory(mut self) -> bool {
+    /// Ends the process; how it had ended by itself.
+    pub fn ended(mut self) -> Option<ExitStatus> {
         // A process that has ended keeps its exit code from the kill that comes with reaping.
-        self.end().is_ok_and(|s| libc::WIFEXITED(s) && libc::WEXITSTATUS(s) == OUT_OF_MEMORY)
+        self.end().ok().map(ExitStatus::from_raw)
     }
 
     fn end(&mut self) -> io::Result<i32> {

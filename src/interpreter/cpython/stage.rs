@@ -4,7 +4,7 @@
 
 use super::host::Host;
 use crate::interpreter::embedded_worker::Welcome;
-use crate::interpreter::{confine, frames};
+use crate::interpreter::{confine, frames, refusal};
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -17,6 +17,7 @@ use std::process::Command;
 pub struct StageHello {
     pub parent_id: u32,
     pub host: Host,
+    pub scratch_mib: u64,
     pub dangerously_allow_unsandboxed: bool,
 }
 
@@ -24,6 +25,8 @@ pub struct StageHello {
 const SERVER_PROGRAM: &str = include_str!("server.py");
 /// The descriptor on which `server.py` expects its parent.
 const CONTROL: i32 = 3;
+/// The descriptor of the snippets' landlock rules, where they have a scratch.
+pub const RULES: i32 = CONTROL + 1;
 const HELLO_BYTES_MAX: usize = 1 << 20;
 
 /// All that the server's environment holds: fixed hashes (the order of a set is then a function of the code), one
@@ -47,11 +50,13 @@ pub fn main() -> i32 {
 fn become_server() -> Result<()> {
     let mut control = take_control()?;
     let hello: StageHello = serde_json::from_slice(&frames::read(&mut control, HELLO_BYTES_MAX)?)?;
-    let confined = confine::python_server(hello.parent_id, &hello.host.files, CONTROL + 1);
+    let confined = confine::python_server(hello.parent_id, &hello.host.files, CONTROL + 1, hello.scratch_mib);
     let welcome = match confined {
         Ok(active) => Welcome::Ready(active),
+        // A scratch is set up by what confines.
+        Err(e) if hello.scratch_mib > 0 => Welcome::Refused(format!("{e:#}")),
         Err(e) if hello.dangerously_allow_unsandboxed => Welcome::Ready(format!("NOT SANDBOXED ({e:#})")),
-        Err(e) => Welcome::Refused(format!("{e:#}")),
+        Err(e) => Welcome::Refused(refusal(&e)),
     };
     frames::write(&mut control, &serde_json::to_vec(&welcome)?)?;
     if matches!(welcome, Welcome::Refused(_)) {

@@ -1,6 +1,7 @@
 //! `figures.toml`: which curves make which figure.
 
 use crate::bad_input;
+use crate::bounded_file::{self, TOML_BYTES_MAX};
 use anyhow::Result;
 use serde::Deserialize;
 use std::path::Path;
@@ -44,7 +45,8 @@ pub(super) struct Curve {
 pub(super) fn read(folder: &Path) -> Result<Vec<Figure>> {
     let file = folder.join(FILE);
     let shown = file.display();
-    let text = std::fs::read_to_string(&file).map_err(|e| bad_input!("{shown}: cannot be read ({e})."))?;
+    let text = bounded_file::read_text(&file, TOML_BYTES_MAX)
+        .map_err(|e| bad_input!("{shown}: cannot be read ({e})."))?;
     let manifest: Manifest = toml::from_str(&text).map_err(|e| {
         let line = e.span().map_or(1, |span| text.get(..span.start).unwrap_or("").matches('\n').count() + 1);
         bad_input!("{shown}: line {line}: {}. recipes/figures/figures.toml is a sound one.", e.message())

@@ -66,7 +66,8 @@ fn what_does_not_fit_is_refused_before_any_work_with_what_would_help() {
 fn an_address_space_that_is_too_small_is_named() {
     let script =
         format!("ulimit -v 600000; exec {} check {}", env!("CARGO_BIN_EXE_rloss"), quickstart().display());
-    let large = " --set model.architecture.hidden_size=512 --set model.architecture.num_hidden_layers=32";
+    // One thread: the stacks of more may be all that fits.
+    let large = " --set parallel.threads=1 --set model.architecture.hidden_size=512 --set model.architecture.num_hidden_layers=32";
     let output = output(std::process::Command::new("sh").arg("-c").arg(script + large));
     let text = stderr(&output);
     assert_eq!(output.status.code(), Some(2), "{text}");

@@ -99,8 +99,8 @@ fn a_checkpoint_without_its_critic_is_refused() {
     let output = output(&mut resumed(&out, &constant));
     assert_eq!(output.status.code(), Some(2));
     let text = stderr(&output);
-    assert!(text.contains("critic.safetensors: cannot be read"), "{text}");
-    assert!(text.contains("remove this checkpoint"), "{text}");
+    assert!(text.contains("critic.safetensors: damaged: cannot be read"), "{text}");
+    assert!(text.contains("cold-start-000004; to go on from it"), "{text}");
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Bad input: one paragraph that names the place and the remedy, exit code 2, nothing written.
 
-use super::{baseline, copy_folder, output, quickstart, resumed, rloss, small, stderr, train, warm_model};
+use super::{baseline, copy_model, output, quickstart, resumed, rloss, small, stderr, train, warm_model};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -96,7 +96,7 @@ fn broken_command_lines() {
 /// A copy of the warm model, for damage.
 fn model_copy(folder: &Path) -> PathBuf {
     let copy = folder.join("model");
-    copy_folder(&super::first_checkpoint(warm_model()), &copy);
+    copy_model(&super::first_checkpoint(warm_model()), &copy);
     copy
 }
 
@@ -240,9 +240,9 @@ fn a_damaged_checkpoint_names_itself() {
     let tensors = checkpoint.join("trainer.safetensors");
     let bytes = std::fs::read(&tensors).unwrap();
     std::fs::write(&tensors, &bytes[..bytes.len() / 2]).unwrap();
-    refused(&mut resumed(&out, &[]), &["step-000002/trainer.safetensors", "remove this checkpoint"]);
+    refused(&mut resumed(&out, &[]), &["step-000002/trainer.safetensors", "newest sound"]);
     std::fs::write(checkpoint.join("trainer.json"), "{").unwrap();
-    refused(&mut resumed(&out, &[]), &["step-000002/trainer.json", "remove this checkpoint"]);
+    refused(&mut resumed(&out, &[]), &["step-000002/trainer.json", "cold-start-000004"]);
     // The remedy works.
     std::fs::remove_dir_all(&checkpoint).unwrap();
     super::done(&mut resumed(&out, &[]));

@@ -1,6 +1,6 @@
 //! What must not change a run's results: time, threads, which log-probabilities the ratio is taken against.
 
-use super::{assert_same_results, baseline, copy_folder, done, phase, results, resumed, rloss, rows, small};
+use super::{assert_same_results, baseline, copy_model, done, phase, results, resumed, rloss, rows, small};
 use serde_json::Value;
 use std::path::Path;
 use tempfile::TempDir;
@@ -92,10 +92,7 @@ fn a_checkpoint_loads_as_the_model_that_went_on() {
         (folder.path().join("run"), folder.path().join("copy"), folder.path().join("again"));
     done(&mut small(&run, &["checkpoint.dtype=f32", "checkpoint.keep=9"]));
     // The model alone: the files of a resumable checkpoint stay behind.
-    copy_folder(&run.join("checkpoints/cold-start-000004"), &copy);
-    for name in ["trainer.json", "trainer.safetensors"] {
-        std::fs::remove_file(copy.join(name)).unwrap();
-    }
+    copy_model(&run.join("checkpoints/cold-start-000004"), &copy);
     let model = format!("model.path={}", copy.display());
     done(&mut small(&again, &[&model, "cold_start.steps=0"]));
     let without_cold_start =

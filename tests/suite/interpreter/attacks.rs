@@ -240,8 +240,8 @@ fn alone_attack() {
         "Computing" => confine::computing_process(parent_id, 256 << 20, 3).map(drop),
         "Python" => {
             let files = Files { read: vec!["/usr/lib".into()], execute: vec!["/usr/bin/env".into()] };
-            confine::python_server(parent_id, &files, 3)
-                .and_then(|_| confine::snippet_filter())
+            confine::python_server(parent_id, &files, 3, 0)
+                .and_then(|_| confine::snippet_filter(false))
                 .and_then(|filter| apply(&filter))
         }
         _ => exit(SETUP_FAILED),

@@ -234,7 +234,8 @@ fn hungry_and_endless_code_is_stopped_and_counted() {
 
 #[test]
 fn odd_code_gets_an_answer() {
-    let python = cpython_or_skip!(|_| {});
+    // A million calls deep is seconds of work.
+    let python = cpython_or_skip!(|s| (s.time_limit_s, s.wall_clock_s) = (60.0, 240.0));
     let nested = |open: &str, close: &str, n: usize| format!("{}1{}", open.repeat(n), close.repeat(n));
     for (code, outcome) in [
         (nested("[", "]", 100_000), Raised),

@@ -5,7 +5,7 @@
 
 use super::attacks::victim;
 use super::call;
-use super::cpython;
+use super::{cpython, own_process};
 use rloss::interpreter::{CPython, InterpreterState, SessionId};
 use rloss::trajectory::CallOutcome::*;
 use std::process::Command;
@@ -36,7 +36,7 @@ print(verdict)
 ";
 
 /// Attacks whose control needs root or a kernel that offers the call.
-const DEPENDS: [&str; 3] = ["trace", "parent memory", "raise a limit"];
+const DEPENDS: [&str; 5] = ["trace", "parent memory", "raise a limit", "merge pages", "new namespaces"];
 
 const ATTACKS: &[(&str, &str)] = &[
     ("passwd", "open('/etc/passwd').read()"),
@@ -98,6 +98,14 @@ const ATTACKS: &[(&str, &str)] = &[
     ("semaphore", "import multiprocessing; multiprocessing.Lock()"),
     ("shared memory", "if libc.shmget(0, 4096, 0o600) < 0: raise OSError(ctypes.get_errno(), 'shmget')"),
     ("message queue", "if libc.msgget(0, 0o600) < 0: raise OSError(ctypes.get_errno(), 'msgget')"),
+    (
+        "shared futex",
+        "w = ctypes.c_int(1)\nraw(202 if os.uname().machine == 'x86_64' else 98, ctypes.addressof(w), 1, 1)",
+    ),
+    ("advice about a file", "os.posix_fadvise(os.open(sys.executable, os.O_RDONLY), 0, 0, 0)"),
+    ("cut", "os.open('/dev/null', os.O_RDONLY | os.O_TRUNC)"),
+    ("new namespaces", "if libc.unshare(0x10020000): raise OSError(ctypes.get_errno(), 'unshare')"),
+    ("merge pages", "import mmap; mmap.mmap(-1, 4096).madvise(12)"),
     ("more filters", "if libc.prctl(38, 1, 0, 0, 0) < 0: raise OSError(ctypes.get_errno(), 'prctl')"),
 ];
 
@@ -117,11 +125,24 @@ fn verdict(text: &str) -> String {
 #[test]
 fn hostile_python_is_denied_what_a_free_one_may_do() {
     let Some(python) = cpython::cpython(|_| {}) else { return };
-    for (name, body) in ATTACKS {
+    all_denied(&python, &[]);
+}
+
+/// A scratch is there to be written, and calls that cut files with it; outside all is as without.
+#[test]
+fn hostile_python_with_a_scratch_is_denied_the_same() {
+    let Some(python) = cpython::cpython(|s| s.scratch_mib = 1) else { return };
+    all_denied(&python, &["write in tmp", "cut"]);
+}
+
+/// Runs every attack but those `left_out`.
+fn all_denied(python: &CPython, left_out: &[&str]) {
+    for (name, body) in ATTACKS.iter().filter(|(name, _)| !left_out.contains(name)) {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         let attempt = |run: &dyn Fn(&str) -> String| {
-            let folder = tempfile::tempdir().unwrap();
+            // Not in /tmp, which a scratch hides.
+            let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
             let mut victim = victim(folder.path());
             std::fs::write(folder.path().join("planted.py"), "").unwrap();
             let found = run(&program(body, folder.path().to_str().unwrap(), victim.id(), port));
@@ -140,7 +161,7 @@ fn hostile_python_is_denied_what_a_free_one_may_do() {
             _ if DEPENDS.contains(name) => eprintln!("{name}: not offered by this machine ({free})"),
             other => panic!("{name}: the control ended with {other}"),
         }
-        let (confined, untouched) = attempt(&|code| call(&python, code).text);
+        let (confined, untouched) = attempt(&|code| call(python, code).text);
         assert_eq!(confined, "DENIED", "{name}: as a snippet");
         assert!(untouched, "{name}: the victim's folder was changed");
     }
@@ -179,4 +200,52 @@ fn a_snippet_finds_nothing_of_an_earlier_one() {
     assert_eq!(scanned(&keeping, SessionId(1)), "False", "another trajectory");
     let Some(python) = cpython::cpython(|s| s.workers = 1) else { return };
     assert_eq!(scanned(&python, SessionId(0)), "False", "the next call");
+}
+
+/// The flags of an open file are all its holders': one that is shared passes messages.
+#[test]
+fn trajectories_share_no_open_file() {
+    use rloss::interpreter::Interpreter;
+    let kept =
+        |s: &mut rloss::interpreter::Settings| (s.state, s.workers) = (InterpreterState::Trajectory, 1);
+    let Some(python) = cpython::cpython(kept) else { return };
+    let flags = "import fcntl\n[fcntl.fcntl(fd, fcntl.F_GETFL) for fd in range(3)]";
+    let before = python.call(SessionId(1), flags).text;
+    let set =
+        "import fcntl, os\nfor fd in range(3): fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND | os.O_NONBLOCK)";
+    assert_eq!(python.call(SessionId(2), set).outcome, Answered);
+    assert_eq!(python.call(SessionId(1), flags).text, before);
+    assert_eq!(python.call(SessionId(3), flags).text, before);
+}
+
+/// What is preloaded into this process is no part of the sandbox, and its folder no folder of the interpreter.
+#[test]
+fn a_preloaded_library_opens_no_folder() {
+    if !cpython::there() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (source, library) = (folder.path().join("x.c"), folder.path().join("x.so"));
+    std::fs::write(&source, "int nothing_at_all;").unwrap();
+    let built = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status();
+    if !built.is_ok_and(|status| status.success()) {
+        return eprintln!("skipped: no C compiler");
+    }
+    let secret = folder.path().join("secret");
+    std::fs::write(&secret, "secret").unwrap();
+    let mut command =
+        own_process("cpython_attacks::alone_with_a_preloaded_library", secret.to_str().unwrap());
+    let output = command.env("LD_PRELOAD", &library).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+}
+
+#[test]
+#[ignore = "run by a_preloaded_library_opens_no_folder in a process of its own"]
+fn alone_with_a_preloaded_library() {
+    use rloss::interpreter::Interpreter;
+    let Ok(secret) = std::env::var("RLOSS_TEST_CHILD") else { return };
+    let python = cpython::cpython(|_| {}).unwrap();
+    let reply = python.call(SessionId(0), &format!("open({secret:?}).read()"));
+    assert!(reply.text.contains("PermissionError"), "{}", reply.text);
 }

@@ -209,6 +209,23 @@ fn a_prompt_that_is_too_long_is_refused_by_name() {
 }
 
 #[test]
+fn a_prompt_of_megabytes_is_refused_by_its_size() {
+    let world = World::roomy();
+    let problem = Problem {
+        id: "huge/0".into(),
+        messages: vec![Message::user("1+".repeat(6 << 20))],
+        answer: serde_json::Value::Null,
+    };
+    let prompts = [Prompt { index: 0, problem }];
+    let error = world
+        .rollout(&Questions::new(), None)
+        .groups(&prompts, 1, &|_| (), &|| false)
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("huge/0") && error.contains("12582912 bytes"), "{error}");
+}
+
+#[test]
 fn further_user_messages_go_on_with_the_conversation() {
     let mut world = World::roomy();
     let task = Questions { follow_ups: vec!["<|end|>Sure?".into(), "Really?".into()] };
@@ -260,7 +277,7 @@ fn a_panicking_tool_ends_the_rollout_instead_of_waiting_for_ever() {
     let script = Script::new(&world, &[CALL, FINAL]);
     let error =
         play(world.rollout(&Questions::new(), Some(&tool)), &script, &Questions::prompts(3), 2).unwrap_err();
-    assert!(format!("{error:#}").contains("the interpreter panicked"), "{error:#}");
+    assert!(format!("{error:#}").contains("a tool or task panicked"), "{error:#}");
 }
 
 #[test]

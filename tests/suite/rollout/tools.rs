@@ -191,3 +191,56 @@ fn a_stopped_rollout_closes_the_sessions_it_leaves_unfinished() {
     assert!(stopped.unwrap().is_none());
     assert_eq!(tool.1.load(Ordering::SeqCst), 6);
 }
+
+/// A task like [`Questions`] whose answers come from elsewhere and take a while.
+struct Slow {
+    questions: Questions,
+    /// Requests under way, and the most of them.
+    running: [AtomicUsize; 2],
+}
+
+impl Slow {
+    fn wait<T>(&self, answer: impl FnOnce() -> T) -> T {
+        let now = self.running[0].fetch_add(1, Ordering::SeqCst) + 1;
+        self.running[1].fetch_max(now, Ordering::SeqCst);
+        std::thread::sleep(Duration::from_millis(100));
+        self.running[0].fetch_sub(1, Ordering::SeqCst);
+        answer()
+    }
+}
+
+impl Task for Slow {
+    fn name(&self) -> &str {
+        "slow"
+    }
+    fn training_problem(&self, seed: u64, index: u64) -> Problem {
+        self.questions.training_problem(seed, index)
+    }
+    fn validation_sets(&self) -> &[ValidationSet] {
+        &[]
+    }
+    fn uses_python(&self) -> bool {
+        false
+    }
+    fn may_take_long(&self) -> bool {
+        true
+    }
+    fn next_user_message(&self, problem: &Problem, transcript: &Transcript) -> Result<Option<Message>> {
+        self.wait(|| self.questions.next_user_message(problem, transcript))
+    }
+    fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {
+        self.wait(|| self.questions.reward(problem, transcript))
+    }
+}
+
+#[test]
+fn turns_and_rewards_of_a_slow_task_run_beside_decoding_and_change_no_result() {
+    let world = World::roomy();
+    let (plain, slow) = (Questions::new(), Slow { questions: Questions::new(), running: Default::default() });
+    let script = Script::new(&world, &[FINAL, FINAL, FINAL]);
+    let expected = play(world.rollout(&plain, None), &script, &Questions::prompts(4), 4).unwrap();
+    let found = play(world.rollout(&slow, None), &script, &Questions::prompts(4), 4).unwrap();
+    assert_eq!(found, expected);
+    // Asked by the engines, no more than one an engine would be under way.
+    assert!(slow.running[1].load(Ordering::SeqCst) > 4, "{:?}", slow.running);
+}

@@ -1,0 +1,130 @@
+//! Files that are read whole, up to a size by kind, so that no input decides how long the program reads or how much memory
+//! that takes. Devices, pipes and folders are none.
+
+use std::fs::{self, File};
+use std::io::{self, BufRead, ErrorKind, Read};
+use std::path::Path;
+
+/// A recipe, its base, a manifest of figures.
+pub const TOML_BYTES_MAX: u64 = 1 << 20;
+/// `config.json`, `trainer.json`, `sampling.json`, `manifest.b3`.
+pub const JSON_BYTES_MAX: u64 = 4 << 20;
+/// `tokenizer.json`, a chat template, an index of shards: GPT-OSS's tokenizer has 28 MB.
+pub const TOKENIZER_BYTES_MAX: u64 = 64 << 20;
+/// One line of a data file: a conversation, a trajectory.
+pub const LINE_BYTES_MAX: u64 = 16 << 20;
+/// A data file, unpacked.
+pub const DATA_BYTES_MAX: u64 = 4 << 30;
+/// Metrics and trajectories of a run, whose lines have no limit of their own.
+pub const ROWS_BYTES_MAX: u64 = 1 << 30;
+
+/// Opens a regular file of at most `bytes_max`.
+///
+/// # Errors
+/// When it cannot be opened, is longer, or is a folder, a pipe or a device: nothing of it is read then.
+pub fn open(path: &Path, bytes_max: u64) -> io::Result<File> {
+    // Asked before it is opened: opening a pipe waits for its writer.
+    let about = fs::metadata(path)?;
+    if about.is_dir() {
+        return Err(ErrorKind::IsADirectory.into());
+    }
+    if !about.is_file() {
+        return Err(io::Error::other("a pipe or a device; give a regular file"));
+    }
+    if about.len() > bytes_max {
+        return Err(too_long(bytes_max));
+    }
+    File::open(path)
+}
+
+/// The bytes of a file.
+///
+/// # Errors
+/// Those of [`open`], and when it cannot be read.
+pub fn read(path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![];
+    // A file may grow meanwhile, and some under /proc have no length.
+    open(path, bytes_max)?.take(bytes_max + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > bytes_max { Err(too_long(bytes_max)) } else { Ok(bytes) }
+}
+
+/// The text of a file.
+///
+/// # Errors
+/// Those of [`read`], and for bytes that are not UTF-8, with their line.
+pub fn read_text(path: &Path, bytes_max: u64) -> io::Result<String> {
+    String::from_utf8(read(path, bytes_max)?).map_err(|e| {
+        let before = e.as_bytes().get(..e.utf8_error().valid_up_to()).unwrap_or_default();
+        let line = 1 + before.iter().filter(|&&byte| byte == b'\n').count();
+        io::Error::new(ErrorKind::InvalidData, format!("line {line} is not UTF-8 text"))
+    })
+}
+
+/// Lines of at most [`LINE_BYTES_MAX`], [`DATA_BYTES_MAX`] together, without their line feeds.
+pub fn lines(mut from: impl BufRead) -> impl Iterator<Item = io::Result<Vec<u8>>> {
+    let (mut left, mut number, mut over) = (DATA_BYTES_MAX, 0u64, false);
+    std::iter::from_fn(move || {
+        if over {
+            return None;
+        }
+        number += 1;
+        let mut line = vec![];
+        let found = match from.by_ref().take(LINE_BYTES_MAX + 1).read_until(b'\n', &mut line) {
+            Ok(0) => return None,
+            Ok(length) if length as u64 > LINE_BYTES_MAX => {
+                Err(io::Error::other(format!("line {number} is longer than {} MiB", LINE_BYTES_MAX >> 20)))
+            }
+            Ok(length) if length as u64 > left => Err(too_long(DATA_BYTES_MAX)),
+            Ok(length) => {
+                left -= length as u64;
+                line.pop_if(|last| *last == b'\n');
+                Ok(line)
+            }
+            Err(e) => Err(e),
+        };
+        over = found.is_err();
+        Some(found)
+    })
+}
+
+fn too_long(bytes_max: u64) -> io::Error {
+    let shown = if bytes_max < 1 << 30 {
+        format!("{} MiB", bytes_max >> 20)
+    } else {
+        format!("{} GiB", bytes_max >> 30)
+    };
+    io::Error::new(ErrorKind::FileTooLarge, format!("longer than {shown}, the limit of its kind"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_read_up_to_its_limit_and_nothing_else_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("a");
+        fs::write(&file, "a\nb").unwrap();
+        assert_eq!(read(&file, 3).unwrap().len(), 3);
+        assert_eq!(read(&file, 2).unwrap_err().kind(), ErrorKind::FileTooLarge);
+        fs::write(&file, b"a\nb\xff").unwrap();
+        assert!(read_text(&file, 9).unwrap_err().to_string().contains("line 2"));
+        assert_eq!(read(folder.path(), 9).unwrap_err().kind(), ErrorKind::IsADirectory);
+        for device in ["/dev/zero", "/dev/tty"] {
+            assert!(read(Path::new(device), 9).is_err(), "{device}");
+        }
+        let pipe = folder.path().join("pipe");
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        assert!(read(&pipe, 9).unwrap_err().to_string().contains("a pipe"));
+    }
+
+    #[test]
+    fn a_line_without_end_ends_the_reading() {
+        let whole: Vec<_> = lines(&b"a\n\nb"[..]).map(Result::unwrap).collect();
+        assert_eq!(whole, [&b"a"[..], b"", b"b"]);
+        let endless = io::BufReader::new(io::repeat(b'x'));
+        let found: Vec<_> = lines(endless).collect();
+        assert_eq!(found.len(), 1);
+        assert!(found[0].as_ref().unwrap_err().to_string().contains("line 1 is longer"));
+    }
+}

@@ -1,0 +1,120 @@
+//! `rloss verify FOLDER`: whether a run or a model still holds what was written.
+
+use crate::atomic_file::write_file;
+use crate::bad_input;
+use crate::bounded_file::{self, TOML_BYTES_MAX};
+use crate::error::{EXIT_BAD_INPUT, EXIT_DONE};
+use crate::integrity::{MANIFEST_FILE, Manifest, Seal, sealed, unsealed};
+use crate::metrics::{read_rows, sanitize_terminal};
+use crate::recipe::resolve;
+use crate::run::collect::show;
+use crate::run::run_folder::lock;
+use crate::train::checkpoint;
+use anyhow::Result;
+use clap::Args;
+use std::path::{Path, PathBuf};
+
+/// What `rloss verify` takes.
+#[derive(Args, Debug, Clone)]
+pub struct VerifyArgs {
+    /// A run folder, a checkpoint or a model folder
+    folder: PathBuf,
+    /// Take what is there as meant: seal a run's edited recipe.toml, write a model's or checkpoint's manifest anew
+    #[arg(long)]
+    accept: bool,
+}
+
+/// Prints a line for each thing that was checked; exit code 2 when one is damaged. Nothing is changed but by `--accept`.
+///
+/// # Errors
+/// [`crate::error::BadInput`] for a folder that is neither a run nor a model.
+pub fn run(args: &VerifyArgs) -> Result<u8> {
+    let folder = &args.folder;
+    let is_run = folder.join("recipe.toml").exists() || folder.join("checkpoints").is_dir();
+    if !is_run && !folder.join("config.json").exists() && !folder.join(MANIFEST_FILE).exists() {
+        return Err(bad_input!(
+            "{}: neither a run folder nor a model; name a folder with a recipe.toml or a config.json",
+            folder.display()
+        ));
+    }
+    let findings = match (is_run, args.accept) {
+        (true, true) => vec![accept_recipe(folder)?],
+        (false, true) => vec![accept_files(folder)?],
+        (true, false) => check_run(folder)?,
+        (false, false) => vec![model_finding(folder)],
+    };
+    let lines = findings.iter().map(|finding| match finding {
+        Ok(text) => format!("{text}\n"),
+        Err(text) => format!("DAMAGED: {text}\n"),
+    });
+    show(&sanitize_terminal(&lines.collect::<String>()))?;
+    Ok(if findings.iter().any(Result::is_err) { EXIT_BAD_INPUT } else { EXIT_DONE })
+}
+
+/// What was found: sound or said to be unverified, or damaged.
+type Finding = Result<String, String>;
+
+fn check_run(run: &Path) -> Result<Vec<Finding>> {
+    let recipe = run.join("recipe.toml");
+    let text = bounded_file::read_text(&recipe, TOML_BYTES_MAX);
+    let shown = recipe.display();
+    let mut findings = vec![match text.map(|text| Seal::of(&text, run)) {
+        Ok(Seal::Whole) => Ok(format!("{shown}: sound")),
+        Ok(Seal::None) => Ok(format!("{shown}: unverified: it has no seal")),
+        Ok(Seal::Broken) => Err(format!(
+            "{shown}: it was cut or changed; restore it (each checkpoint has a copy, trainer.toml), or after a deliberate edit: \
+             rloss verify --accept {}",
+            run.display()
+        )),
+        Err(e) => Err(format!("{shown}: cannot be read: {e}")),
+    }];
+    let checkpoints = checkpoint::each(run)?;
+    for (folder, found) in &checkpoints {
+        let shown = folder.display();
+        findings.push(match found {
+            Ok(sound) if sound.verified => Ok(format!("{shown}: sound, with the metrics before it")),
+            Ok(_) => Ok(format!("{shown}: unverified: it has no manifest")),
+            Err(flaw) => Err(format!("{flaw:#}")),
+        });
+    }
+    let metrics = run.join("metrics.jsonl");
+    if metrics.exists() {
+        let shown = metrics.display();
+        findings.push(match read_rows(&metrics) {
+            Ok(rows) => Ok(format!("{shown}: {} rows can be read", rows.len())),
+            Err(flaw) => Err(format!("{flaw:#}")),
+        });
+    }
+    let newest = checkpoints.iter().rev().find(|(_, found)| found.is_ok());
+    if let (Some((newest, _)), true) = (newest, checkpoints.last().is_some_and(|(_, found)| found.is_err())) {
+        findings.push(Ok(format!("{}: the newest sound checkpoint", newest.display())));
+    }
+    Ok(findings)
+}
+
+fn model_finding(folder: &Path) -> Finding {
+    let shown = folder.display();
+    match checkpoint::sound(folder) {
+        Ok(true) => Ok(format!("{shown}: sound")),
+        Ok(false) => Ok(format!("{shown}: unverified: it has no {MANIFEST_FILE}; --accept writes one")),
+        Err(flaw) => Err(format!("{flaw:#}")),
+    }
+}
+
+fn accept_recipe(run: &Path) -> Result<Finding> {
+    let _lock = lock(run)?;
+    let file = run.join("recipe.toml");
+    let text = bounded_file::read_text(&file, TOML_BYTES_MAX)
+        .map_err(|e| bad_input!("{}: cannot be read: {e}; restore it", file.display()))?;
+    let text = unsealed(&text);
+    resolve(&file, &text, &[])?;
+    write_file(&file, &sealed(&text))?;
+    Ok(Ok(format!("{}: sealed as it is now", file.display())))
+}
+
+fn accept_files(folder: &Path) -> Result<Finding> {
+    let manifest = Manifest::of_folder(folder)?;
+    manifest.write(folder)?;
+    let file = folder.join(MANIFEST_FILE);
+    Ok(Ok(format!("{}: written for the files as they are now", file.display())))
+}

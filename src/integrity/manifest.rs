@@ -1,0 +1,255 @@
+//! A folder's manifest: a line `DIGEST  NAME` for each of its files, and a last one for the lines above.
+//!
+//! `head -n -1 manifest.b3 | b3sum --check` checks the files without this program.
+
+use super::digest_of;
+use crate::atomic_file;
+use crate::bad_input;
+use crate::bounded_file::{self, JSON_BYTES_MAX};
+use anyhow::{Context, Result};
+use blake3::{Hash, Hasher};
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Write};
+use std::path::Path;
+
+pub const MANIFEST_FILE: &str = "manifest.b3";
+/// Flaws that are told.
+const FLAWS_SHOWN_MAX: usize = 8;
+
+/// Digests of a folder's files by name.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Manifest(BTreeMap<String, Hash>);
+
+impl Manifest {
+    /// Notes a file that was written.
+    pub fn note(&mut self, name: &str, digest: Hash) {
+        self.0.insert(name.to_owned(), digest);
+    }
+
+    /// Writes a new, synced file `name` into `folder`, and notes it.
+    ///
+    /// # Errors
+    /// When the file exists or the disk refuses.
+    pub fn write_file(&mut self, folder: &Path, name: &str, content: &[u8]) -> Result<()> {
+        let path = folder.join(name);
+        File::create_new(&path)
+            .and_then(|mut file| {
+                file.write_all(content)?;
+                file.sync_all()
+            })
+            .with_context(|| format!("{}: cannot be written", path.display()))?;
+        self.note(name, blake3::hash(content));
+        Ok(())
+    }
+
+    /// Writes the manifest into `folder`, in place of one that is there; the last step of writing a folder.
+    ///
+    /// # Errors
+    /// When the disk refuses.
+    pub fn write(&self, folder: &Path) -> Result<()> {
+        atomic_file::write_file(&folder.join(MANIFEST_FILE), &self.text())
+    }
+
+    fn text(&self) -> String {
+        let lines: String = self.0.iter().map(|(name, digest)| format!("{digest}  {name}\n")).collect();
+        let own = blake3::hash(lines.as_bytes());
+        format!("{lines}{own}  {MANIFEST_FILE}\n")
+    }
+
+    /// The files of `folder` as they are now.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when one cannot be read or has a name that no line can hold.
+    pub fn of_folder(folder: &Path) -> Result<Self> {
+        let mut manifest = Self::default();
+        for name in file_names(folder)? {
+            let path = folder.join(&name);
+            if name.contains(['\n', '\r', '\\']) {
+                return Err(bad_input!(
+                    "{}: a manifest cannot hold this name; give it another",
+                    path.display()
+                ));
+            }
+            let digest = digest_of(&path, None);
+            let digest = digest.map_err(|e| bad_input!("{}: cannot be read: {e}", path.display()))?;
+            manifest.note(&name, digest);
+        }
+        Ok(manifest)
+    }
+
+    /// The manifest of `folder`; `None` when it has none.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when it is damaged itself.
+    pub fn read(folder: &Path) -> Result<Option<Self>> {
+        let path = folder.join(MANIFEST_FILE);
+        let damaged = |what: &str| bad_input!("{}: damaged: {what}", path.display());
+        let text = match bounded_file::read_text(&path, JSON_BYTES_MAX) {
+            Ok(text) => text,
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(damaged(&e.to_string())),
+        };
+        Ok(Some(Self::parse(&text).map_err(|what| damaged(&what))?))
+    }
+
+    fn parse(text: &str) -> Result<Self, String> {
+        let body = text.strip_suffix('\n').unwrap_or(text);
+        let (lines, last) = text.split_at(body.rfind('\n').map_or(0, |at| at + 1));
+        if last != format!("{}  {MANIFEST_FILE}\n", blake3::hash(lines.as_bytes())) {
+            return Err("its last line does not fit the lines above".to_owned());
+        }
+        let mut manifest = Self::default();
+        for (line, number) in lines.lines().zip(1..) {
+            let entry = line.split_once("  ").and_then(|(hex, name)| Some((Hash::from_hex(hex).ok()?, name)));
+            match entry {
+                Some((digest, name)) if Path::new(name).file_name().is_some_and(|plain| plain == name) => {
+                    manifest.note(name, digest);
+                }
+                _ => return Err(format!("line {number} is no digest and name of a file beside it")),
+            }
+        }
+        Ok(manifest)
+    }
+
+    /// Compares every file of `folder` with its manifest. False when it has none.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] that names the files which are missing, changed or not listed.
+    pub fn check(folder: &Path) -> Result<bool> {
+        let Some(manifest) = Self::read(folder)? else { return Ok(false) };
+        let mut flaws = vec![];
+        for (name, digest) in &manifest.0 {
+            let shown = folder.join(name).display().to_string();
+            match digest_of(&folder.join(name), None) {
+                Ok(found) if found == *digest => {}
+                Ok(_) => flaws.push(format!("{shown}: damaged: it is not what was written")),
+                Err(e) => flaws.push(format!("{shown}: damaged: cannot be read: {e}")),
+            }
+        }
+        // What would be read beside the listed files counts as a change too.
+        let read = |name: &String| [".safetensors", ".json", ".jinja"].iter().any(|end| name.ends_with(end));
+        for name in file_names(folder)?.iter().filter(|name| read(name) && !manifest.0.contains_key(*name)) {
+            flaws.push(format!("{}: is not in {MANIFEST_FILE}", folder.join(name).display()));
+        }
+        if flaws.is_empty() {
+            return Ok(true);
+        }
+        let more = flaws.len().saturating_sub(FLAWS_SHOWN_MAX);
+        flaws.truncate(FLAWS_SHOWN_MAX);
+        let more = if more > 0 { format!("; and {more} more") } else { String::new() };
+        Err(bad_input!("{}{more}", flaws.join("; ")))
+    }
+}
+
+/// Names of the files in `folder` that are not hidden, but for the manifest, in order.
+fn file_names(folder: &Path) -> Result<Vec<String>> {
+    let unreadable = |e: io::Error| bad_input!("{}: cannot be read: {e}", folder.display());
+    let mut names = vec![];
+    for entry in fs::read_dir(folder).map_err(unreadable)? {
+        let entry = entry.map_err(unreadable)?;
+        let is_file = fs::metadata(entry.path()).is_ok_and(|about| about.is_file());
+        if let (Ok(name), true) = (entry.file_name().into_string(), is_file)
+            && !name.starts_with('.')
+            && name != MANIFEST_FILE
+        {
+            names.push(name);
+        }
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// A writer that digests what it passes on.
+pub struct Digesting<W> {
+    pub inner: W,
+    hasher: Hasher,
+}
+
+impl<W> Digesting<W> {
+    pub fn new(inner: W) -> Self {
+        Self { inner, hasher: Hasher::new() }
+    }
+
+    /// The digest of what was written so far.
+    pub fn digest(&self) -> Hash {
+        self.hasher.finalize()
+    }
+}
+
+impl<W: Write> Write for Digesting<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = self.inner.write(bytes)?;
+        self.hasher.update(bytes.get(..written).unwrap_or_default());
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.inner.flush()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn folder() -> (tempfile::TempDir, Manifest) {
+        let folder = tempfile::tempdir().unwrap();
+        let mut manifest = Manifest::default();
+        for name in ["a.json", "b.safetensors", "notes.txt"] {
+            manifest.write_file(folder.path(), name, name.repeat(100).as_bytes()).unwrap();
+        }
+        manifest.write(folder.path()).unwrap();
+        (folder, manifest)
+    }
+
+    #[test]
+    fn a_folder_is_checked_against_its_manifest() {
+        let (folder, manifest) = folder();
+        assert!(Manifest::check(folder.path()).unwrap());
+        assert_eq!(Manifest::read(folder.path()).unwrap(), Some(manifest.clone()));
+        assert_eq!(Manifest::of_folder(folder.path()).unwrap(), manifest);
+        let error = |what: &str| {
+            let text = format!("{:#}", Manifest::check(folder.path()).unwrap_err());
+            assert!(text.contains(what), "{text}");
+        };
+        fs::write(folder.path().join("more.safetensors"), "x").unwrap();
+        error("more.safetensors: is not in manifest.b3");
+        fs::remove_file(folder.path().join("more.safetensors")).unwrap();
+        fs::write(folder.path().join("readme.md"), "nobody reads it").unwrap();
+        assert!(Manifest::check(folder.path()).unwrap());
+        fs::remove_file(folder.path().join("a.json")).unwrap();
+        error("a.json: damaged: cannot be read");
+        fs::remove_file(folder.path().join(MANIFEST_FILE)).unwrap();
+        assert!(!Manifest::check(folder.path()).unwrap());
+    }
+
+    #[test]
+    fn every_flipped_bit_is_found() {
+        let (folder, _) = folder();
+        for name in ["a.json", MANIFEST_FILE] {
+            let path = folder.path().join(name);
+            let sound = fs::read(&path).unwrap();
+            for bit in 0..sound.len() * 8 {
+                let mut bytes = sound.clone();
+                bytes[bit / 8] ^= 1 << (bit % 8);
+                fs::write(&path, &bytes).unwrap();
+                assert!(Manifest::check(folder.path()).is_err(), "{name}: bit {bit}");
+            }
+            // Cut anywhere, too.
+            for length in 0..sound.len() {
+                fs::write(&path, &sound[..length]).unwrap();
+                assert!(Manifest::check(folder.path()).is_err(), "{name}: {length} bytes");
+            }
+            fs::write(&path, &sound).unwrap();
+        }
+        assert!(Manifest::check(folder.path()).unwrap());
+    }
+
+    #[test]
+    fn no_line_names_a_file_elsewhere() {
+        let lines = format!("{}  ../other.json\n", blake3::hash(b""));
+        let text = format!("{lines}{}  {MANIFEST_FILE}\n", blake3::hash(lines.as_bytes()));
+        assert!(Manifest::parse(&text).unwrap_err().contains("line 1"));
+    }
+}

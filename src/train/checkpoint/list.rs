@@ -1,0 +1,249 @@
+//! The checkpoints of a run: which there are, where each stood, and which of them are sound.
+
+use super::{STATE_FILE, TrainerState};
+use crate::atomic_file::is_partial;
+use crate::bad_input;
+use crate::bounded_file::{self, JSON_BYTES_MAX};
+use crate::error::{BadInput, quoted};
+use crate::integrity::{MANIFEST_FILE, Manifest, digest_of};
+use crate::metrics::Phase;
+use crate::train::reference;
+use anyhow::{Context, Result};
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+/// What to do about a checkpoint that is damaged.
+pub(super) const REMEDY: &str = "remove this checkpoint to go on from the one before";
+/// Where a run's metrics lie.
+const METRICS_FILE: &str = "metrics.jsonl";
+
+/// The name of a checkpoint's folder: `step-NNNNNN`, or `cold-start-NNNNNN` before reinforcement learning.
+pub fn folder_name(phase: Phase, step: u64) -> String {
+    let stem = if phase == Phase::ColdStart { "cold-start" } else { "step" };
+    format!("{stem}-{step:06}")
+}
+
+/// Where in a run the checkpoint called `name` stands: reinforcement learning comes last.
+fn place_of(name: &str) -> Option<(bool, u64)> {
+    let (stem, step) = name.rsplit_once('-')?;
+    let phase = match stem {
+        "cold-start" => Phase::ColdStart,
+        "step" => Phase::Rl,
+        _ => return None,
+    };
+    let step = step.parse().ok()?;
+    (folder_name(phase, step) == name).then_some((phase == Phase::Rl, step))
+}
+
+/// Reads where the run stood at the checkpoint `folder`.
+///
+/// # Errors
+/// [`BadInput`] when the file is missing or damaged.
+pub fn read_state(folder: &Path) -> Result<TrainerState> {
+    let path = folder.join(STATE_FILE);
+    let text = bounded_file::read_text(&path, JSON_BYTES_MAX)
+        .map_err(|e| bad_input!("{}: cannot be read: {e}", path.display()))?;
+    serde_json::from_str(&text).map_err(|e| bad_input!("{}: damaged: {e}; {REMEDY}", path.display()))
+}
+
+/// Every whole checkpoint of `run`, oldest first. Names tell them, which damage inside does not change.
+pub(super) fn all(run: &Path) -> Result<Vec<PathBuf>> {
+    let mut found = vec![];
+    let Ok(entries) = fs::read_dir(run.join("checkpoints")) else { return Ok(vec![]) };
+    for entry in entries {
+        let folder = entry.with_context(|| format!("{}", run.display()))?.path();
+        let place = folder.file_name().and_then(|name| place_of(name.to_str()?));
+        if let (Some(place), true) = (place, holds_state(&folder)) {
+            found.push((place, folder));
+        }
+    }
+    found.sort();
+    Ok(found.into_iter().map(|(_, folder)| folder).collect())
+}
+
+/// Whether `folder` is a checkpoint of a run, and not just a model.
+pub fn holds_state(folder: &Path) -> bool {
+    [STATE_FILE, super::RECIPE_FILE].iter().any(|name| folder.join(name).is_file())
+}
+
+/// The last whole checkpoint of the run folder `run`, if it has any; unchecked.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn newest_folder(run: &Path) -> Result<Option<PathBuf>> {
+    Ok(all(run)?.pop())
+}
+
+/// A checkpoint that is sound.
+#[derive(Debug, Clone)]
+pub struct ResumePoint {
+    pub folder: PathBuf,
+    pub state: TrainerState,
+    /// False for one without a manifest, of which nobody can say whether it is what was written.
+    pub verified: bool,
+}
+
+/// The last checkpoint of the run folder `run`, if it has any, to go on from: its files, the reference, and the metrics up to
+/// its length are what was written.
+///
+/// # Errors
+/// [`BadInput`] when they are not: it names the newest checkpoint that is sound, and how to go on from it.
+pub fn newest(run: &Path) -> Result<Option<ResumePoint>> {
+    let folders = all(run)?;
+    let Some((newest, older)) = folders.split_last() else { return Ok(None) };
+    let flaw = match sound_in(run, newest) {
+        Ok(checkpoint) => return Ok(Some(checkpoint)),
+        Err(flaw) => flaw,
+    };
+    let mut damaged = vec![newest];
+    for folder in older.iter().rev() {
+        if let Ok(sound) = sound_in(run, folder) {
+            return Err(way_back(flaw, run, &damaged, &sound.folder));
+        }
+        damaged.push(folder);
+    }
+    Err(bad_input!(
+        "{flaw:#}. No checkpoint of the run is sound; restore the files, or start it again in another folder"
+    ))
+}
+
+/// Every whole checkpoint of `run`, oldest first, each checked with what it counts on.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn each(run: &Path) -> Result<Vec<(PathBuf, Result<ResumePoint>)>> {
+    Ok(all(run)?.into_iter().map(|folder| (folder.clone(), sound_in(run, &folder))).collect())
+}
+
+/// Checks the checkpoint or model `folder`; whether it has a manifest.
+///
+/// # Errors
+/// [`BadInput`] when a file is not what was written; of a run's checkpoint with the newest one that is sound, and how to go
+/// on from it.
+pub fn sound(folder: &Path) -> Result<bool> {
+    let flaw = match alone(folder) {
+        Ok(verified) => return Ok(verified),
+        Err(flaw) => flaw,
+    };
+    let full = std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
+    let Some(run) = full.parent().and_then(Path::parent) else { return Err(flaw) };
+    let folders = all(run)?;
+    let older: Vec<&PathBuf> = folders.iter().take_while(|other| **other != full).collect();
+    if older.len() == folders.len() {
+        return Err(flaw);
+    }
+    match older.into_iter().rev().find(|folder| alone(folder).is_ok()) {
+        Some(sound) => {
+            let damaged: Vec<&PathBuf> = folders.iter().skip_while(|other| *other != sound).skip(1).collect();
+            Err(way_back(flaw, run, &damaged, sound))
+        }
+        None => Err(bad_input!("{flaw:#}. No older checkpoint of the run is sound")),
+    }
+}
+
+/// Whether the files of `folder` fit its manifest and its name; false without a manifest.
+fn alone(folder: &Path) -> Result<bool> {
+    let verified = Manifest::check(folder)?;
+    if !folder.join(STATE_FILE).is_file() {
+        return Ok(verified);
+    }
+    let state = read_state(folder)?;
+    if !verified && state.metrics_digest.is_some() {
+        return Err(bad_input!("{}: is gone", folder.join(MANIFEST_FILE).display()));
+    }
+    let name = folder.file_name().unwrap_or_default().to_string_lossy();
+    let written = folder_name(state.phase, state.step);
+    if place_of(&name).is_some() && name != written {
+        let file = folder.join(STATE_FILE);
+        return Err(bad_input!("{}: damaged: it is the state of {written}", file.display()));
+    }
+    Ok(verified)
+}
+
+/// The checkpoint `folder` of `run`, with what it counts on.
+fn sound_in(run: &Path, folder: &Path) -> Result<ResumePoint> {
+    let verified = alone(folder)?;
+    let state = read_state(folder)?;
+    check_metrics(&run.join(METRICS_FILE), folder, &state)?;
+    if let Some(digest) = state.reference_digest {
+        reference::check(run, digest)?;
+    }
+    Ok(ResumePoint { folder: folder.to_owned(), state, verified })
+}
+
+/// Whether the metrics up to the checkpoint are those that it was written after.
+fn check_metrics(file: &Path, folder: &Path, state: &TrainerState) -> Result<()> {
+    let (shown, bytes) = (file.display(), state.metrics_bytes);
+    let length = match fs::metadata(file) {
+        Ok(about) => about.len(),
+        Err(e) if e.kind() == ErrorKind::NotFound && bytes > 0 => {
+            let model = std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
+            return Err(bad_input!(
+                "{shown}: is gone, and the checkpoint was written after {bytes} bytes of it. Restore it; or begin a new run \
+                 from the weights: --out ANOTHER_FOLDER --set model.path={} --set cold_start.steps=0, without --resume",
+                model.display()
+            ));
+        }
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(bad_input!("{shown}: cannot be read: {e}")),
+    };
+    if length < bytes {
+        return Err(bad_input!(
+            "{shown}: has {length} bytes, but the checkpoint was written after {bytes}. The file was changed since: restore it"
+        ));
+    }
+    let Some(digest) = state.metrics_digest else { return Ok(()) };
+    let found = digest_of(file, Some(bytes)).map_err(|e| bad_input!("{shown}: cannot be read: {e}"))?;
+    if found != digest {
+        return Err(bad_input!(
+            "{shown}: damaged: its first {bytes} bytes are not those that the checkpoint was written after. Restore it"
+        ));
+    }
+    Ok(())
+}
+
+/// The error that leads from a flaw to the newest sound checkpoint.
+fn way_back(flaw: anyhow::Error, run: &Path, damaged: &[&PathBuf], sound: &Path) -> anyhow::Error {
+    let shell = |path: &Path| quoted(&path.display().to_string());
+    let aside = run.join("damaged");
+    let folders: Vec<String> = damaged.iter().rev().map(|folder| shell(folder)).collect();
+    let name = sound.file_name().unwrap_or_default().to_string_lossy();
+    let place = shell(&aside);
+    BadInput(format!(
+        "{flaw:#}. The newest sound checkpoint is {name}; to go on from it, move what is newer away and give the same command \
+         again: mkdir -p {place} && mv {} {place}/",
+        folders.join(" ")
+    ))
+    .into()
+}
+
+/// Removes what a kill left half written in the run folder `run`.
+///
+/// # Errors
+/// When a folder cannot be removed.
+pub fn clear_partial(run: &Path) -> Result<()> {
+    let Ok(entries) = fs::read_dir(run.join("checkpoints")) else { return Ok(()) };
+    for entry in entries {
+        let folder = entry.with_context(|| format!("{}", run.display()))?.path();
+        if folder.file_name().is_some_and(is_partial) {
+            fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
+        }
+    }
+    Ok(())
+}
+
+/// A digest in `trainer.json`, as hexadecimal digits.
+pub(super) mod hexadecimal {
+    use blake3::Hash;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
+
+    pub fn serialize<S: Serializer>(digest: &Option<Hash>, to: S) -> Result<S::Ok, S::Error> {
+        digest.map(|digest| digest.to_hex().to_string()).serialize(to)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Hash>, D::Error> {
+        let text: Option<String> = Option::deserialize(from)?;
+        text.map(|hex| Hash::from_hex(hex).map_err(D::Error::custom)).transpose()
+    }
+}

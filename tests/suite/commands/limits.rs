@@ -1,0 +1,243 @@
+//! Odd inputs and a short environment: one line, exit code 1 or 2, within bounded time and memory; never a panic or an abort.
+
+use super::{
+    done, first_checkpoint, output, quickstart, rloss, small, stderr, train, wait_until, warm_model,
+};
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::Write;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use tempfile::TempDir;
+
+/// `rloss` with `arguments`, under the shell's `limits`.
+fn limited(limits: &str, arguments: &[&str]) -> Command {
+    let mut command = Command::new("sh");
+    command
+        .args(["-c", &format!("{limits}; exec \"$0\" \"$@\""), env!("CARGO_BIN_EXE_rloss")])
+        .args(arguments);
+    command.stdin(Stdio::null());
+    command
+}
+
+/// Expects an end that was meant: done, or one line that says why not.
+fn ended_well(what: &str, output: &Output) -> String {
+    let said = stderr(output);
+    let code = output.status.code();
+    assert!(matches!(code, Some(0 | 1 | 2 | 127)), "{what}: {code:?}: {said}");
+    for word in ["panicked", "internal error", "RUST_BACKTRACE", "overflowed its stack"] {
+        assert!(!said.contains(word), "{what}: {said}");
+    }
+    if let Some(1 | 2) = code {
+        assert_eq!(said.matches("error: ").count(), 1, "{what}: {said}");
+    }
+    said
+}
+
+fn refused(command: &mut Command, words: &[&str]) {
+    let output = output(command);
+    let said = ended_well(&words.join(" "), &output);
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    for word in words {
+        assert!(said.contains(word), "{word:?} is not in: {said}");
+    }
+}
+
+#[test]
+fn a_folder_that_moves_or_vanishes_ends_the_run() {
+    for vanish in [false, true] {
+        let folder = TempDir::new().unwrap();
+        let (out, elsewhere) = (folder.path().join("run"), folder.path().join("elsewhere"));
+        let mut command =
+            small(&out, &["train.steps=100000", "checkpoint.every_steps=1", "eval.every_steps=0"]);
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        assert!(wait_until(&mut child, || out.join("checkpoints/step-000001").exists()));
+        fs::rename(&out, &elsewhere).unwrap();
+        if vanish {
+            let _ = fs::remove_dir_all(&elsewhere);
+        }
+        let output = child.wait_with_output().unwrap();
+        let said = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains("error: ") && !said.contains("done:"), "{said}");
+        assert!(!out.exists(), "nothing is begun at the old place");
+        if !vanish {
+            assert!(said.contains("moved, replaced or removed"), "{said}");
+            let mut verify = rloss();
+            done(verify.arg("verify").arg(&elsewhere));
+        }
+    }
+}
+
+#[test]
+fn a_tokenizer_that_is_cut_anywhere_is_refused() {
+    let folder = TempDir::new().unwrap();
+    let whole = fs::read(first_checkpoint(warm_model()).join("tokenizer.json")).unwrap();
+    let text = String::from_utf8(whole.clone()).unwrap();
+    let decoder = text.find("\"decoder\"").expect("a decoder");
+    for cut in (decoder..whole.len()).step_by(7).chain((0..decoder).step_by(211)) {
+        let found = rloss::harmony::HarmonyTokenizer::from_bytes(whole[..cut].to_vec(), "cut.json");
+        let error = found.err().map(|e| e.to_string()).unwrap_or_default();
+        assert!(error.contains("cut.json"), "cut at {cut}: {error}");
+    }
+    // And nonsense in place of the decoder, which the crate does not expect.
+    let file = folder.path().join("torn.json");
+    fs::write(&file, text.replace("\"decoder\"", "\"decoder\": {\"type\": \"Sequence\"}, \"was\"")).unwrap();
+    let set = format!("model.tokenizer={}", file.display());
+    refused(&mut train(&folder.path().join("run"), &[&set]), &["torn.json", "tokenizer.json"]);
+}
+
+#[test]
+fn paths_that_are_not_utf8_work_or_are_refused() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join(OsStr::from_bytes(b"r\xffn"));
+    done(&mut small(&out, &["train.steps=1"]));
+    for command in ["eval", "rollout", "check-mismatch"] {
+        refused(rloss().arg(command).arg(&out), &["UTF-8"]);
+    }
+    done(rloss().arg("verify").arg(&out));
+    done(rloss().arg("report").arg(&out));
+    let set = OsStr::from_bytes(b"model.path=r\xffn").to_owned();
+    let output = output(rloss().arg("train").arg(quickstart()).arg("--set").arg(set));
+    assert_eq!(output.status.code(), Some(2));
+}
+
+#[test]
+fn a_short_environment_is_told_in_one_line() {
+    let folder = TempDir::new().unwrap();
+    let (recipe, out) = (quickstart(), folder.path().join("run"));
+    let (recipe, out) = (recipe.to_str().unwrap(), out.to_str().unwrap());
+    let steps =
+        ["--set", "cold_start.steps=1", "--set", "train.steps=0", "--set", "eval.before_training=false"];
+    let arguments = |more: &[&'static str]| {
+        let mut all = vec!["train", recipe, "--out", out];
+        all.extend(steps);
+        all.extend(more);
+        all
+    };
+    for files in [3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24] {
+        let _ = fs::remove_dir_all(out);
+        let output = output(&mut limited(&format!("ulimit -n {files}"), &arguments(&[])));
+        let said = ended_well(&format!("{files} files"), &output);
+        assert!(!said.contains("unsandboxed"), "{files} files: {said}");
+    }
+    for mib in [40, 100, 150, 200, 300, 500, 1000] {
+        let _ = fs::remove_dir_all(out);
+        let output = output(&mut limited(&format!("ulimit -v {}", mib << 10), &arguments(&[])));
+        ended_well(&format!("{mib} MiB"), &output);
+    }
+    for kib in [64, 256, 1024] {
+        let _ = fs::remove_dir_all(out);
+        let output = output(&mut limited(&format!("ulimit -s {kib}"), &arguments(&[])));
+        ended_well(&format!("a stack of {kib} KiB"), &output);
+    }
+    let _ = fs::remove_dir_all(out);
+    let threads = ["--set", "parallel.threads=4096"];
+    let output = output(&mut limited("ulimit -v 4000000", &arguments(&threads)));
+    let said = ended_well("4096 threads", &output);
+    assert!(said.contains("parallel.threads") || said.contains("memory"), "{said}");
+}
+
+#[test]
+fn a_scratch_is_refused_where_user_namespaces_are_forbidden() {
+    let folder = TempDir::new().unwrap();
+    let plain = train(&folder.path().join("run"), &["interpreter.kind=cpython", "interpreter.scratch_mib=1"]);
+    // None may be made below a namespace that says so.
+    let forbid = "echo 0 > /proc/sys/user/max_user_namespaces && exec \"$0\" \"$@\"";
+    let nested = |command: &mut Command| -> Output {
+        output(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()))
+    };
+    let able = nested(Command::new("unshare").args(["-Ur", "sh", "-c", forbid, "python3", "--version"]));
+    if !able.status.success() {
+        return eprintln!("skipped: no namespace to forbid others in, or no python3");
+    }
+    let mut command = Command::new("unshare");
+    command.args(["-Ur", "sh", "-c", forbid]).arg(plain.get_program()).args(plain.get_args());
+    refused(&mut command, &["interpreter.scratch_mib", "user namespaces", "set interpreter.scratch_mib = 0"]);
+    refused(
+        &mut train(&folder.path().join("run"), &["interpreter.scratch_mib=1"]),
+        &["interpreter.scratch_mib", "cpython"],
+    );
+}
+
+#[test]
+fn what_is_no_file_or_too_long_is_refused_at_once() {
+    let folder = TempDir::new().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    assert!(Command::new("mkfifo").arg(path("pipe")).status().unwrap().success());
+    let keys: String = (0..400_000).map(|i| format!("key{i} = 1\n")).collect();
+    fs::write(path("keys.toml"), &keys).unwrap();
+    fs::write(path("some.toml"), &keys[..1_000_000]).unwrap();
+    fs::write(path("deep.toml"), format!("{}a = 1\n", "a.".repeat(300_000))).unwrap();
+    fs::write(path("latin.toml"), b"[train]\n# caf\xe9\n").unwrap();
+    let mut long = File::create(path("long.jsonl")).unwrap();
+    let piece = vec![b'x'; 1 << 20];
+    (0..100).for_each(|_| long.write_all(&piece).unwrap());
+    let long = path("long.jsonl");
+    let out = path("run");
+    let bounded = |arguments: &[&str]| {
+        let output = output(&mut limited("ulimit -v 4000000", arguments));
+        let said = ended_well(&arguments.join(" "), &output);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {said}");
+        said
+    };
+    let out = out.to_str().unwrap();
+    for recipe in [Path::new("/dev/zero"), &path("pipe"), folder.path(), &path("keys.toml"), &long] {
+        bounded(&["train", recipe.to_str().unwrap(), "--out", out]);
+        let based = path("based.toml");
+        fs::write(&based, format!("base = {:?}\n", recipe.display().to_string())).unwrap();
+        let said = bounded(&["train", based.to_str().unwrap(), "--out", out]);
+        assert!(said.contains("based.toml:1"), "{said}");
+        let recipe = recipe.display();
+        for key in ["model.tokenizer", "cold_start.train_file", "train.trajectories", "model.path"] {
+            let quick = quickstart();
+            bounded(&["train", quick.to_str().unwrap(), "--out", out, "--set", &format!("{key}={recipe}")]);
+        }
+    }
+    let said = bounded(&["train", path("some.toml").to_str().unwrap(), "--out", out]);
+    assert!(said.contains("more") && said.len() < 20_000, "{} characters", said.len());
+    bounded(&["train", path("deep.toml").to_str().unwrap(), "--out", out]);
+    let said = bounded(&["train", path("latin.toml").to_str().unwrap(), "--out", out]);
+    assert!(said.contains("line 2 is not UTF-8"), "{said}");
+    assert!(!Path::new(out).exists());
+}
+
+#[test]
+fn a_closed_terminal_stops_a_run_unless_it_was_told_not_to() {
+    for ignored in [false, true] {
+        let folder = TempDir::new().unwrap();
+        let out = folder.path().join("run");
+        let plain = small(&out, &["train.steps=6", "checkpoint.every_steps=0"]);
+        let mut command = Command::new("sh");
+        let trap = if ignored { "trap '' HUP; " } else { "" };
+        command
+            .args(["-c", &format!("{trap}exec \"$0\" \"$@\"")])
+            .arg(plain.get_program())
+            .args(plain.get_args());
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        // The first checkpoint ends the cold start.
+        assert!(wait_until(&mut child, || out.join("checkpoints/cold-start-000004").exists()));
+        for _ in 0..2 {
+            // SAFETY: kill takes two numbers and touches no memory of this process.
+            unsafe { libc::kill(child.id() as i32, libc::SIGHUP) };
+        }
+        let code = child.wait().unwrap().code();
+        assert_eq!(code, Some(if ignored { 0 } else { 130 }));
+        done(rloss().arg("verify").arg(&out));
+    }
+}
+
+#[test]
+fn a_standard_output_that_takes_no_more_is_an_error() {
+    if !Path::new("/dev/full").exists() {
+        return;
+    }
+    let full = || Stdio::from(File::options().write(true).open("/dev/full").unwrap());
+    let out = first_checkpoint(warm_model());
+    for arguments in [&["--help"][..], &["verify", out.to_str().unwrap()]] {
+        let mut command = rloss();
+        let output = output(command.args(arguments).stdout(full()).stderr(Stdio::piped()));
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {}", stderr(&output));
+    }
+}
