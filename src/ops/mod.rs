@@ -12,6 +12,7 @@ pub mod cpu;
 pub mod cuda;
 pub mod embedding;
 pub mod experts;
+mod few_rows;
 pub mod head_matrix;
 pub mod kv_cache;
 pub mod linear;
