@@ -40,13 +40,17 @@ impl Dispatch {
         self.tokens * self.top_k
     }
 
-    /// Rows of each expert, `[E]`, on the host.
+    /// Rows of each expert, `[E]`, on the host, each as often as `holders [T]` says of its token; `None`: once.
     ///
     /// # Errors
     /// When the plan cannot be read.
-    pub fn counts(&self) -> Result<Vec<usize>> {
+    pub fn counts(&self, holders: Option<&[u32]>) -> Result<Vec<usize>> {
         let host = self.host()?;
-        Ok(host.offsets().windows(2).map(|w| (w[1] - w[0]) as usize).collect())
+        let count = |at: Range<usize>| match holders {
+            None => at.len(),
+            Some(holders) => host.token_of()[at].iter().map(|&token| holders[token as usize] as usize).sum(),
+        };
+        Ok(host.experts().map(|(_, at)| count(at)).collect())
     }
 
     fn host(&self) -> Result<HostPlan<'_>> {
