@@ -1,15 +1,23 @@
 //! `rloss check RECIPE|RUN`: what a recipe comes to, before anything is done.
 
+use crate::bad_input;
 use crate::commands::arguments::RecipeArgs;
 use crate::error::EXIT_DONE;
+use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_terminal};
 use crate::recipe::{Plan, locate};
 use crate::run::collect::{pin_model, show};
 use crate::run::memory::{Intent, MemoryPlan, available, gigabytes};
 use crate::run::preflight::Preflight;
+use crate::tasks::{Problem, Reward, Task, Transcript};
+use crate::trajectory::Outcome;
 use anyhow::Result;
 
-/// Prints the recipe as resolved, its warnings, the first prompt as rendered and the plan of memory of each command.
+/// What the model is taken to answer: nothing has been loaded that could.
+const ANSWER: &str = "I do not know.";
+
+/// Prints the recipe as resolved, its warnings, the first prompt as rendered, a dialogue with the task and the plan of memory
+/// of each command.
 /// Nothing is trained, sampled or written, and no weights are read.
 ///
 /// # Errors
@@ -22,7 +30,9 @@ pub fn run(args: &RecipeArgs) -> Result<u8> {
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
     let preflight = Preflight::open(plan, Intent::Train, &console)?;
     show(&sanitize_terminal(&resolved(&preflight.plan)));
-    show(&sanitize_terminal(&first_prompt(&preflight)?));
+    let problem = preflight.first_problem();
+    show(&sanitize_terminal(&first_prompt(&preflight, &problem)?));
+    show(&sanitize_terminal(&dialogue(preflight.task.as_ref(), &problem)?));
     memory(&preflight)
 }
 
@@ -32,9 +42,33 @@ fn resolved(plan: &Plan) -> String {
     format!("{}{warnings}", plan.to_toml())
 }
 
-fn first_prompt(preflight: &Preflight) -> Result<String> {
-    let (text, tokens) = preflight.first_prompt()?;
+fn first_prompt(preflight: &Preflight, problem: &Problem) -> Result<String> {
+    let (text, tokens) = preflight.prompt(problem)?;
     Ok(format!("\nFirst prompt of {}, {tokens} tokens:\n\n{text}\n", preflight.task.name()))
+}
+
+/// The task's part of a short conversation: what it says to an answer of no use, and the reward for it.
+fn dialogue(task: &dyn Task, problem: &Problem) -> Result<String> {
+    let failed =
+        |error: anyhow::Error| bad_input!("the task {}, problem {}: {error:#}", task.name(), problem.id);
+    let mut messages = vec![Message::assistant("final", ANSWER)];
+    fn transcript(messages: &[Message]) -> Transcript<'_> {
+        Transcript { messages, outcome: Outcome::Finished, calls_answered: 0 }
+    }
+    let mut lines = vec![("model", ANSWER.to_owned())];
+    if let Some(next) = task.next_user_message(problem, &transcript(&messages)).map_err(failed)? {
+        lines.extend([("user", next.content.clone()), ("model", ANSWER.to_owned())]);
+        messages.extend([next, Message::assistant("final", ANSWER)]);
+    }
+    let Reward { value, success } = task.reward(problem, &transcript(&messages)).map_err(failed)?;
+    let success = if success { "a success" } else { "no success" };
+    lines.push(("reward", format!("{value}, {success}")));
+    lines.push(("answer", problem.answer.to_string()));
+    let lines: String = lines.iter().map(|(who, text)| format!("{who:<8}{text}\n")).collect();
+    Ok(format!(
+        "\nHow {} goes on after an answer of no use; what it keeps as the right one stands last:\n\n{lines}",
+        task.name()
+    ))
 }
 
 /// The plan of training in full, or of sampling where nothing is trained, and the peaks of the other commands.

@@ -25,7 +25,7 @@ use crate::ops::threads::Threads;
 use crate::recipe::model::Tokenizer;
 use crate::recipe::{Architecture, Dtype, InterpreterKind, Plan, Recipe, SavedDtype};
 use crate::rollout::preamble;
-use crate::tasks::{Task, TaskSettings};
+use crate::tasks::{Problem, Task, TaskSettings};
 use crate::train::checkpoint;
 use anyhow::{Result, bail};
 use half::bf16;
@@ -98,13 +98,17 @@ impl Preflight {
         })
     }
 
-    /// The first training prompt as the model reads it, and its length in tokens.
+    /// The first training problem.
+    pub fn first_problem(&self) -> Problem {
+        self.task.training_problem(self.plan.recipe.train.seed, 0)
+    }
+
+    /// The prompt of `problem` as the model reads it, and its length in tokens.
     ///
     /// # Errors
     /// When the tokenizer cannot write it.
-    pub fn first_prompt(&self) -> Result<(String, usize)> {
-        let problem = self.task.training_problem(self.plan.recipe.train.seed, 0);
-        let messages = [self.preamble.clone(), problem.messages].concat();
+    pub fn prompt(&self, problem: &Problem) -> Result<(String, usize)> {
+        let messages = [&self.preamble[..], &problem.messages].concat();
         let tokens = self.source.chat.prompt(&messages)?;
         Ok((self.source.chat.vocabulary().decode(&tokens), tokens.len()))
     }

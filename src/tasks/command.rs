@@ -34,7 +34,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     },
 };
 
-/// How often a problem is asked for before it counts as failed.
+/// How often a problem of a run is asked for before it counts as failed; the first ones, before any work, once.
 const PROBLEM_ATTEMPTS: usize = 3;
 /// Failures that are told on the console; all are counted in the metrics.
 const WARNINGS_MAX: usize = 10;
@@ -90,16 +90,17 @@ impl CommandTask {
         })
         .map_err(wrong)?;
         let count = count.min(validation_max as u64);
-        let problems = (0..count).map(|index| task.problem("validation", 0, index));
+        let problems = (0..count).map(|index| task.problem(("validation", 0, index), 1));
         let problems = problems.collect::<Result<Vec<_>>>().map_err(wrong)?;
         if !problems.is_empty() {
             task.validation = vec![ValidationSet { name: task.name.clone(), problems }];
         }
-        task.problem("train", 0, 0).map_err(wrong)?;
+        task.problem(("train", 0, 0), 1).map_err(wrong)?;
         Ok(task)
     }
 
-    fn problem(&self, split: &str, seed: u64, index: u64) -> Result<Problem> {
+    /// Asked for up to `attempts` times.
+    fn problem(&self, (split, seed, index): (&str, u64, u64), attempts: usize) -> Result<Problem> {
         let request = json!({ "request": "problem", "split": split, "seed": seed, "index": index });
         let read = |mut reply: Reply| {
             let messages = match (reply.take("messages"), reply.text("prompt")?) {
@@ -113,7 +114,7 @@ impl CommandTask {
             Ok(Problem { id, messages, answer: reply.take("answer").unwrap_or(Value::Null) })
         };
         let mut problem = ask(&self.pool, &request, read);
-        for _ in 1..PROBLEM_ATTEMPTS {
+        for _ in 1..attempts {
             if problem.is_ok() {
                 break;
             }
@@ -176,7 +177,7 @@ impl Task for CommandTask {
 
     /// A problem that the program fails to give becomes one whose trajectories count as failed.
     fn training_problem(&self, seed: u64, index: u64) -> Problem {
-        self.problem("train", seed, index).unwrap_or_else(|error| {
+        self.problem(("train", seed, index), PROBLEM_ATTEMPTS).unwrap_or_else(|error| {
             let id = format!("{}/train/{index}", self.name);
             self.warn(&id, &error);
             Problem { id, messages: vec![Message::user("")], answer: json!({ FAILED: format!("{error:#}") }) }

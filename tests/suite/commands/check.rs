@@ -16,6 +16,7 @@ fn it_shows_recipe_prompt_and_memory_and_does_nothing() {
         "First prompt of arithmetic",
         "<|start|>user<|message|>",
         "<|start|>assistant",
+        "reward  -1, no success",
         "weights",
         "optimizer",
         "keys and values",
@@ -79,4 +80,58 @@ fn a_recipe_that_trains_nothing_is_not_measured_by_what_training_it_would_take()
     let output = done(rloss().current_dir(folder.path()).arg("check").arg(quickstart()).args(sets));
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.contains("`rloss rollout` takes at most") && !text.contains("optimizer "), "{text}");
+}
+
+/// A recipe of a task program, written in `folder`: it answers until `ill`, which it then does `instead`.
+fn task_program(folder: &TempDir, ill: &str, instead: &str) -> std::path::PathBuf {
+    let program = format!(
+        r#"
+import json, sys, time
+for line in sys.stdin:
+    ask = json.loads(line)["request"]
+    if ask == "{ill}":
+        {instead}
+    reply = {{
+        "describe": {{"name": "echo", "turns": True}},
+        "problem": {{"prompt": "Say it.", "answer": "it"}},
+        "turn": {{"content": "Say it again."}},
+        "reward": {{"reward": 0.25, "success": False}},
+    }}[ask]
+    print(json.dumps(reply), flush=True)
+"#
+    );
+    std::fs::write(folder.path().join("program.py"), program).unwrap();
+    let recipe = folder.path().join("recipe.toml");
+    let text = "[task]\nname = \"command\"\ncommand = [\"python3\", \"program.py\"]\ncommand_timeout_s = 2\n";
+    std::fs::write(&recipe, text).unwrap();
+    recipe
+}
+
+#[test]
+fn it_shows_a_dialogue_with_a_task_program() {
+    let folder = TempDir::new().unwrap();
+    let recipe = task_program(&folder, "nothing", "pass");
+    let output = done(rloss().current_dir(folder.path()).arg("check").arg(recipe));
+    let text = String::from_utf8(output.stdout).unwrap();
+    for part in ["Say it.", "user    Say it again.", "reward  0.25, no success", "answer  \"it\""] {
+        assert!(text.contains(part), "{part:?} is not in: {text}");
+    }
+}
+
+#[test]
+fn a_task_program_that_hangs_dies_or_prints_garbage_is_named_at_whatever_it_was_asked() {
+    for ask in ["describe", "problem", "turn", "reward"] {
+        for (instead, told) in [
+            ("time.sleep(1000)", "no answer within 2 s"),
+            ("sys.exit(3)", "the process ended without an answer"),
+            ("print('garbage', flush=True)", "is not JSON"),
+        ] {
+            let folder = TempDir::new().unwrap();
+            let recipe = task_program(&folder, ask, instead);
+            let output = output(rloss().current_dir(folder.path()).arg("check").arg(recipe));
+            let text = stderr(&output);
+            assert_eq!(output.status.code(), Some(2), "{ask}, {instead}: {text}");
+            assert!(text.contains(told) && text.contains(ask), "{ask}, {instead}: {text}");
+        }
+    }
 }
