@@ -26,10 +26,10 @@ pub const TINY: Shape = Shape { hidden: 64, layers: 4, heads: 4, experts: 4, voc
 #[allow(dead_code)]
 pub const SMALL: Shape = Shape { hidden: 512, layers: 8, heads: 8, experts: 16, vocabulary: 4096 };
 
-/// A model of this shape with random weights.
-pub fn model(shape: Shape) -> (Model, Parameters) {
+/// The architecture of this shape.
+pub fn config(shape: Shape) -> Config {
     let dense = shape.experts == 0;
-    let config = Config {
+    Config {
         family: if dense { Family::Qwen2 } else { Family::GptOss },
         vocab_size: shape.vocabulary,
         hidden_size: shape.hidden,
@@ -54,7 +54,17 @@ pub fn model(shape: Shape) -> (Model, Parameters) {
         bos_token_id: None,
         eos_token_ids: vec![6],
         pad_token_id: None,
-    };
+    }
+}
+
+/// A model of this shape with random weights.
+#[allow(dead_code)]
+pub fn model(shape: Shape) -> (Model, Parameters) {
+    random(config(shape))
+}
+
+/// A model of this architecture with random weights, all of which learn.
+pub fn random(config: Config) -> (Model, Parameters) {
     let settings = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 4.0 };
     let tensors = init(&config, &settings, 0).expect("initialisation");
     let mut parameters = Parameters::new(&config, tensors.into_iter().map(Ok)).expect("parameters");
@@ -63,6 +73,7 @@ pub fn model(shape: Shape) -> (Model, Parameters) {
 }
 
 /// `count` random sequences of `length` tokens, every token but the first trained on.
+#[allow(dead_code)]
 pub fn sequences(vocabulary: usize, count: usize, length: usize) -> Vec<Sequence> {
     let mut rng = stream(0, Purpose::Problem, &[]);
     (0..count)

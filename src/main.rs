@@ -1,4 +1,5 @@
-use std::alloc::{GlobalAlloc, Layout};
+mod allocator;
+
 use std::io::Write;
 use std::process::ExitCode;
 
@@ -11,54 +12,6 @@ use rloss::*;
 
 use rloss::error::EXIT_FAILED;
 
-/// The allocator, which ends the process in one line where it would abort: no caller gets on without its memory.
-struct Refusing(mimalloc::MiMalloc);
-
-#[global_allocator]
-static ALLOCATOR: Refusing = Refusing(mimalloc::MiMalloc);
-
-// SAFETY: every call is passed on as it came, and what comes back is passed back, or the process ends.
-unsafe impl GlobalAlloc for Refusing {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promise.
-        or_end(unsafe { self.0.alloc(layout) }, layout.size())
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promise.
-        or_end(unsafe { self.0.alloc_zeroed(layout) }, layout.size())
-    }
-
-    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        // SAFETY: the caller's promise.
-        or_end(unsafe { self.0.realloc(pointer, layout, size) }, size)
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
-        unsafe { self.0.dealloc(pointer, layout) }
-    }
-}
-
-/// `pointer`, or the end of the process when the system refused it `bytes`. The interpreter's parent knows the first words.
-fn or_end(pointer: *mut u8, bytes: usize) -> *mut u8 {
-    if pointer.is_null() {
-        let mut line = [0; 160];
-        let mut rest = &mut line[..];
-        let _ = writeln!(
-            rest,
-            "error: memory allocation of {bytes} bytes was refused; free memory, raise its limit (ulimit -v), or make the model or batches smaller"
-        );
-        let length = 160 - rest.len();
-        // SAFETY: the buffer outlives the call; no destructor, which might allocate, runs any more.
-        unsafe {
-            libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), length);
-            libc::_exit(i32::from(EXIT_FAILED));
-        }
-    }
-    pointer
-}
-
 /// Stack of the thread that does the work, bytes: input decides how deep some parsers recurse, within limits of their own,
 /// and the shell's limit (ulimit -s) shall not decide whether that fits.
 const STACK_BYTES: usize = 64 << 20;
@@ -68,6 +21,7 @@ fn main() -> ExitCode {
     if std::env::args_os().nth(1).is_some_and(|a| a == rloss::interpreter::WORKER_ARGUMENT) {
         std::process::exit(rloss::interpreter::worker_main());
     }
+    allocator::keep_memory();
     // candle's own elementwise ops would spread over a pool of threads that spin while they wait, beside the run's own
     // threads. Its results do not depend on the number; one thread keeps it out of the way.
     // SAFETY: no other thread has been started yet.

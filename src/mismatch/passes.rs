@@ -117,7 +117,7 @@ impl PolicyView<'_> {
 
 /// Hidden states after the last layer of whole sequences: the training forward's ops in its order.
 fn packed(policy: &PolicyView, batch: &MicroBatch, keep: trunk::Keep) -> Result<Tensor> {
-    let attend = &mut PackedAttention { cu_seqlens: batch.cu_seqlens.clone() };
+    let attend = &mut PackedAttention { sequence_rows: batch.sequence_rows.clone() };
     let rotation = policy.model.rotation(batch.positions.clone());
     policy.trunk().walk(&batch.tokens, &mut Rows { rotation, attend, replay: None }, keep)
 }

@@ -1,7 +1,7 @@
 //! How queries find their keys: packed sequences, or new tokens of cached ones.
 
 use super::cache::SequenceCache;
-use crate::ops::{self, sink_attention::Attention};
+use crate::ops::{self, SequenceRows, sink_attention::Attention};
 use anyhow::Result;
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -21,8 +21,7 @@ pub trait Attend {
 
 /// Whole sequences, packed: training, and any forward without a cache. Differentiable.
 pub struct PackedAttention {
-    /// Start of each sequence, and `T`.
-    pub cu_seqlens: Arc<Vec<usize>>,
+    pub sequence_rows: Arc<SequenceRows>,
 }
 
 impl Attend for PackedAttention {
@@ -34,7 +33,7 @@ impl Attend for PackedAttention {
         sinks: &Tensor,
         attention: Attention,
     ) -> Result<Tensor> {
-        Ok(ops::sink_attention(q, kv, sinks, &self.cu_seqlens, attention)?)
+        Ok(ops::sink_attention_sharing(q, kv, sinks, &self.sequence_rows, attention)?)
     }
 }
 

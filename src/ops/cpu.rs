@@ -167,6 +167,20 @@ pub fn for_each_row(out: &mut [f32], width: usize, work: usize, f: impl Fn(usize
     }
 }
 
+/// Rows `rows` of `values`, `width` long, one after the other.
+pub fn gathered_rows(values: &[f32], rows: &[u32], width: usize) -> Vec<f32> {
+    let row = |row: u32| &values[row as usize * width..(row as usize + 1) * width];
+    let len = rows.len() * width;
+    if in_parallel(len) {
+        let mut out = buffer(len);
+        for_each_row(&mut out, width, width, |i, out| out.copy_from_slice(row(rows[i])));
+        return out;
+    }
+    let mut out = Vec::with_capacity(len);
+    rows.iter().for_each(|&r| out.extend_from_slice(row(r)));
+    out
+}
+
 /// As [`for_each_row`] over two buffers at once: `f(row, values of a, values of b)`.
 pub fn for_each_row_pair(
     (a, a_width): (&mut [f32], usize),

@@ -2,7 +2,7 @@
 //!
 //! An embedding that is the head too lies as the head reads it, `[H, V]`; its columns are then what rows are here.
 
-use super::cpu::{buffer, edit, host_values, values};
+use super::cpu::{buffer, edit, gathered_rows, host_values, values};
 use super::parameter::{Gradient, Parameter};
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use std::sync::Arc;
@@ -56,11 +56,7 @@ impl CustomOp1 for Rows {
 
     fn cpu_fwd(&self, weight: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let width = layout.shape().dims2()?.1;
-        let weight = values(weight, layout)?;
-        let mut out = Vec::with_capacity(self.ids.len() * width);
-        for &id in self.ids.iter() {
-            out.extend_from_slice(&weight[id as usize * width..(id as usize + 1) * width]);
-        }
+        let out = gathered_rows(values(weight, layout)?, &self.ids, width);
         Ok((CpuStorage::F32(out), Shape::from((self.ids.len(), width))))
     }
 

@@ -3,11 +3,16 @@
 //! Nothing repeats hidden states by the number of experts: `T·K` rows exist, whatever `E`. Outputs are
 //! added in slot order, not in arrival order, so a token's sum does not depend on the batch.
 
-use super::cpu::{HostIds, add_values, buffer, edit, host_ids, host_values, ids, values};
+use super::cpu::{
+    HostIds, add_values, buffer, edit, for_each_row, for_each_row_pair, gathered_rows, host_ids, host_values,
+    ids, in_parallel, values,
+};
 use super::linear::sum_rows;
 use super::parameter::{Gradient, Parameter};
-use super::product::{Matrix, forward_product, product};
+use super::product::{Matrix, Spread, backward_product, forward_product_on, product_on};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use rayon::prelude::*;
+use std::ops::Range;
 
 /// Where every (token, slot) goes once rows are sorted by expert. Lies where the routes do.
 #[derive(Debug, Clone)]
@@ -35,13 +40,17 @@ impl Dispatch {
         self.tokens * self.top_k
     }
 
-    /// Rows of each expert, `[E]`, on the host.
+    /// Rows of each expert, `[E]`, on the host, each as often as `holders [T]` says of its token; `None`: once.
     ///
     /// # Errors
     /// When the plan cannot be read.
-    pub fn counts(&self) -> Result<Vec<usize>> {
+    pub fn counts(&self, holders: Option<&[u32]>) -> Result<Vec<usize>> {
         let host = self.host()?;
-        Ok(host.offsets().windows(2).map(|w| (w[1] - w[0]) as usize).collect())
+        let count = |at: Range<usize>| match holders {
+            None => at.len(),
+            Some(holders) => host.token_of()[at].iter().map(|&token| holders[token as usize] as usize).sum(),
+        };
+        Ok(host.experts().map(|(_, at)| count(at)).collect())
     }
 
     fn host(&self) -> Result<HostPlan<'_>> {
@@ -70,8 +79,32 @@ impl HostPlan<'_> {
     }
 
     /// Every expert with its sorted rows.
-    fn experts(&self) -> impl Iterator<Item = (usize, std::ops::Range<usize>)> {
+    fn experts(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
         self.offsets().windows(2).map(|w| w[0] as usize..w[1] as usize).enumerate()
+    }
+
+    /// Every expert that has rows, with these and its stretch of `values`: `len` of their number long.
+    fn occupied<'v>(&self, mut values: &'v mut [f32], len: impl Fn(usize) -> usize) -> Vec<OfExpert<'v>> {
+        let mut tasks = vec![];
+        for (e, at) in self.experts().filter(|(_, at)| !at.is_empty()) {
+            let (own, rest) = values.split_at_mut(len(at.len()));
+            values = rest;
+            tasks.push((e, at, own));
+        }
+        tasks
+    }
+}
+
+/// An expert, its sorted rows, and what belongs to it of a buffer.
+type OfExpert<'v> = (usize, Range<usize>, &'v mut [f32]);
+
+/// Runs every expert's task: side by side, each on a thread of its own, where there are enough to keep all threads busy;
+/// else one after the other, and each may take them all. The choice changes no bit.
+fn side_by_side<T: Send>(tasks: Vec<T>, work: usize, run: impl Fn(Spread, T) + Sync) {
+    if in_parallel(work) && tasks.len() >= rayon::current_num_threads() {
+        tasks.into_par_iter().with_max_len(1).for_each(|task| run(Spread::Alone, task));
+    } else {
+        tasks.into_iter().for_each(|task| run(Spread::Pool, task));
     }
 }
 
@@ -134,13 +167,9 @@ impl CustomOp1 for DispatchRows {
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let width = layout.shape().dims2()?.1;
-        let x = values(x, layout)?;
         let plan = self.plan.host()?;
         let rows = plan.token_of();
-        let mut out = Vec::with_capacity(rows.len() * width);
-        for &t in rows {
-            out.extend_from_slice(&x[t as usize * width..(t as usize + 1) * width]);
-        }
+        let out = gathered_rows(values(x, layout)?, rows, width);
         Ok((CpuStorage::F32(out), Shape::from((rows.len(), width))))
     }
 
@@ -149,13 +178,14 @@ impl CustomOp1 for DispatchRows {
         let grad = grad.contiguous()?;
         let g = host_values(&grad)?;
         let plan = self.plan.host()?;
+        let (g, row_of): (&[f32], _) = (&g, plan.row_of());
         let mut dx = buffer(tokens * width);
-        for (dx, rows) in dx.chunks_exact_mut(width).zip(plan.row_of().chunks_exact(plan.top_k)) {
-            for &row in rows {
+        for_each_row(&mut dx, width, plan.top_k * width, |t, dx| {
+            for &row in &row_of[t * plan.top_k..(t + 1) * plan.top_k] {
                 let g = &g[row as usize * width..(row as usize + 1) * width];
                 dx.iter_mut().zip(g).for_each(|(d, &g)| *d += g);
             }
-        }
+        });
         Ok(Some(Tensor::from_vec(dx, (tokens, width), x.device())?))
     }
 }
@@ -198,23 +228,13 @@ impl CustomOp3 for GroupedLinear {
         let (_, _, n) = w_layout.shape().dims3()?;
         let (x, w, b) = (values(x, x_layout)?, values(w, w_layout)?, values(b, b_layout)?);
         let plan = self.plan.host()?;
-        let mut out = Vec::with_capacity(rows * n);
-        for (e, at) in plan.experts() {
-            for _ in at {
-                out.extend_from_slice(&b[e * n..(e + 1) * n]);
-            }
-        }
-        for (e, at) in plan.experts() {
-            let weight = &w[e * k * n..(e + 1) * k * n];
-            let shape = (at.len(), k, n);
-            forward_product(
-                &mut out[at.start * n..at.end * n],
-                &x[at.start * k..at.end * k],
-                weight,
-                shape,
-                true,
-            );
-        }
+        let mut out = buffer(rows * n);
+        let tasks = plan.occupied(&mut out, |rows| rows * n);
+        side_by_side(tasks, rows * k * n, |spread, (e, at, out)| {
+            out.chunks_exact_mut(n).for_each(|out| out.copy_from_slice(&b[e * n..(e + 1) * n]));
+            let (x, w) = (&x[at.start * k..at.end * k], &w[e * k * n..(e + 1) * k * n]);
+            forward_product_on(spread, out, x, w, (at.len(), k, n), true);
+        });
         Ok((CpuStorage::F32(out), Shape::from((rows, n))))
     }
 
@@ -230,30 +250,33 @@ impl CustomOp3 for GroupedLinear {
         let grad = grad.contiguous()?;
         let (xs, ws, dy) = (host_values(x)?, host_values(w)?, host_values(&grad)?);
         let plan = self.plan.host()?;
-        let occupied = || plan.experts().filter(|(_, at)| !at.is_empty());
+        let (xs, ws, dy): (&[f32], &[f32], &[f32]) = (&xs, &ws, &dy);
+        let work = rows * k * n;
         let mut dx = buffer(rows * k);
-        for (e, at) in occupied() {
-            let dy = Matrix::rows(&dy[at.start * n..at.end * n], n);
-            let weight = Matrix::transposed(&ws[e * k * n..(e + 1) * k * n], n);
-            product(&mut dx[at.start * k..at.end * k], dy, weight, (at.len(), n, k), false);
-        }
+        side_by_side(plan.occupied(&mut dx, |rows| rows * k), work, |spread, (e, at, dx)| {
+            let (dy, w) = (&dy[at.start * n..at.end * n], &ws[e * k * n..(e + 1) * k * n]);
+            backward_product(spread, dx, dy, w, (at.len(), n, k));
+        });
         if let Some(weight) = &self.weight {
             weight.add(|dw| {
                 edit(dw, |dw| {
-                    for (e, at) in occupied() {
+                    let tasks = plan.experts().zip(dw.chunks_exact_mut(k * n));
+                    let tasks = tasks.filter(|((_, at), _)| !at.is_empty()).collect();
+                    side_by_side(tasks, work, |spread, ((_, at), dw)| {
                         let x = Matrix::transposed(&xs[at.start * k..at.end * k], k);
                         let dy = Matrix::rows(&dy[at.start * n..at.end * n], n);
-                        product(&mut dw[e * k * n..(e + 1) * k * n], x, dy, (k, at.len(), n), true);
-                    }
+                        product_on(spread, dw, x, dy, (k, at.len(), n), true);
+                    });
                     Ok(())
                 })
             })?;
         }
         if let Some(bias) = &self.bias {
             let mut sums = buffer(experts * n);
-            for (e, at) in occupied() {
-                sums[e * n..(e + 1) * n].copy_from_slice(&sum_rows(&dy[at.start * n..at.end * n], n));
-            }
+            let tasks = plan.experts().zip(sums.chunks_exact_mut(n));
+            side_by_side(tasks.collect(), rows * n, |_, ((_, at), sums)| {
+                sums.copy_from_slice(&sum_rows(&dy[at.start * n..at.end * n], n));
+            });
             bias.add(|db| add_values(db, &sums))?;
         }
         Ok((Some(Tensor::from_vec(dx, (rows, k), x.device())?), None, None))
@@ -291,15 +314,16 @@ impl CustomOp2 for Combine {
         let (x, w) = (values(x, x_layout)?, values(w, w_layout)?);
         let (tokens, top_k) = (self.plan.tokens, self.plan.top_k);
         let plan = self.plan.host()?;
+        let row_of = plan.row_of();
         let mut out = buffer(tokens * width);
-        for (t, out) in out.chunks_exact_mut(width).enumerate() {
+        for_each_row(&mut out, width, top_k * width, |t, out| {
             let slots = t * top_k..(t + 1) * top_k;
-            for (&row, &weight) in plan.row_of()[slots.clone()].iter().zip(&w[slots]) {
+            for (&row, &weight) in row_of[slots.clone()].iter().zip(&w[slots]) {
                 let row = row as usize;
                 let x = &x[row * width..(row + 1) * width];
                 out.iter_mut().zip(x).for_each(|(o, &x)| *o += weight * x);
             }
-        }
+        });
         Ok((CpuStorage::F32(out), Shape::from((tokens, width))))
     }
 
@@ -315,14 +339,17 @@ impl CustomOp2 for Combine {
         let grad = grad.contiguous()?;
         let (xs, ws, g) = (host_values(x)?, host_values(w)?, host_values(&grad)?);
         let plan = self.plan.host()?;
-        let (mut dx, mut dw) = (buffer(rows * width), buffer(rows));
-        for (slot, &row) in plan.row_of().iter().enumerate() {
-            let (row, t) = (row as usize, slot / top_k);
-            let (g, at) = (&g[t * width..(t + 1) * width], row * width..(row + 1) * width);
-            let x = &xs[at.clone()];
-            dw[slot] = super::math::sum_lanes(width, |i| g[i] * x[i]);
-            dx[at].iter_mut().zip(g).for_each(|(d, &g)| *d = ws[slot] * g);
-        }
+        let (xs, ws, g): (&[f32], &[f32], &[f32]) = (&xs, &ws, &g);
+        let mut slot_of = vec![0; rows];
+        plan.row_of().iter().enumerate().for_each(|(slot, &row)| slot_of[row as usize] = slot);
+        let (mut dx, mut dw_of_row) = (buffer(rows * width), buffer(rows));
+        for_each_row_pair((&mut dx, width), (&mut dw_of_row, 1), 2 * width, |row, dx, dw| {
+            let (slot, x) = (slot_of[row], &xs[row * width..(row + 1) * width]);
+            let g = &g[slot / top_k * width..(slot / top_k + 1) * width];
+            dw[0] = super::math::sum_lanes(width, |i| g[i] * x[i]);
+            dx.iter_mut().zip(g).for_each(|(d, &g)| *d = ws[slot] * g);
+        });
+        let dw: Vec<f32> = plan.row_of().iter().map(|&row| dw_of_row[row as usize]).collect();
         let device = x.device();
         Ok((
             Some(Tensor::from_vec(dx, (rows, width), device)?),

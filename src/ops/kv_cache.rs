@@ -72,6 +72,18 @@ impl KvSequence {
         }
     }
 
+    /// The first `len` positions, in the same blocks but for one that is cut.
+    pub fn beginning(&self, len: usize) -> Self {
+        let mut blocks = self.blocks[..len.div_ceil(BLOCK)].to_vec();
+        if let (Some(last), cut @ 1..) = (blocks.last_mut(), len % BLOCK) {
+            let block = Arc::make_mut(last);
+            block.keys.chunks_exact_mut(BLOCK).for_each(|keys| keys[cut..].fill(0.0));
+            let d = self.head_dim;
+            block.values.chunks_exact_mut(BLOCK * d).for_each(|values| values[cut * d..].fill(0.0));
+        }
+        Self { len, blocks, ..*self }
+    }
+
     /// Frees blocks that no query at or after `position` can see through `window`.
     pub fn forget_before(&mut self, position: usize, window: usize) {
         let first_seen = (position + 1).saturating_sub(window) / BLOCK;

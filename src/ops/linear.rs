@@ -4,7 +4,7 @@
 
 use super::cpu::{add_values, buffer, edit, host_values, values};
 use super::parameter::{Gradient, Parameter};
-use super::product::{Matrix, forward_product, product};
+use super::product::{Matrix, Spread, backward_product, forward_product, product};
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
 
 /// The linear layer, differentiable in all; what does not learn gets no gradient computed.
@@ -103,7 +103,7 @@ impl Linear {
         let dy = host_values(&grad)?;
         let dx = if x.track_op() {
             let mut dx = buffer(m * k);
-            product(&mut dx, Matrix::rows(&dy, n), Matrix::transposed(&host_values(w)?, n), (m, n, k), false);
+            backward_product(Spread::Pool, &mut dx, &dy, &host_values(w)?, (m, n, k));
             Some(Tensor::from_vec(dx, (m, k), x.device())?)
         } else {
             None

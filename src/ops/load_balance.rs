@@ -2,23 +2,31 @@
 //!
 //! `L = E · Σ_e f_e · P_e`, with `f_e` the (token, slot) pairs sent to `e` over the tokens and `P_e` the mean full-softmax
 //! probability of `e`. Balanced routing gives `K`. `f` is a constant: `dz_te = (E/T) p_te (f_e − Σ_j f_j p_tj)`.
+//!
+//! A row that several sequences hold is as many tokens: it counts that often in `f`, `P` and `T`.
 
 use super::cpu::{buffer, host_values, values};
 use super::experts::Dispatch;
 use super::math::exp;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
+use std::sync::Arc;
 
-/// The loss of one layer's router logits `[T, E]` whose tokens are dispatched by `plan`; a scalar.
+/// The loss of one layer's router logits `[T, E]` whose tokens are dispatched by `plan`; a scalar. `holders [T]` says how many
+/// sequences hold each row; `None`: one each.
 ///
 /// # Errors
-/// When `logits` and `plan` have other sizes.
-pub fn load_balance(logits: &Tensor, plan: &Dispatch) -> Result<Tensor> {
-    logits.contiguous()?.apply_op1(LoadBalance { plan: plan.clone() })
+/// When `logits`, `plan` and `holders` have other sizes.
+pub fn load_balance(logits: &Tensor, plan: &Dispatch, holders: Option<&Arc<Vec<u32>>>) -> Result<Tensor> {
+    if holders.is_some_and(|holders| Ok(holders.len()) != logits.dim(0).map_err(drop)) {
+        bail!("load_balance: router logits {:?} for other rows than those held", logits.dims());
+    }
+    logits.contiguous()?.apply_op1(LoadBalance { plan: plan.clone(), holders: holders.cloned() })
 }
 
 struct LoadBalance {
     plan: Dispatch,
+    holders: Option<Arc<Vec<u32>>>,
 }
 
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
@@ -32,12 +40,22 @@ fn softmax(row: &[f32]) -> Vec<f32> {
 
 impl LoadBalance {
     /// `f`, `[E]`.
-    fn fractions(&self, (tokens, experts): (usize, usize)) -> Result<Vec<f32>> {
-        let counts = self.plan.counts()?;
+    fn fractions(&self, (rows, experts): (usize, usize)) -> Result<Vec<f32>> {
+        let counts = self.plan.counts(self.holders.as_ref().map(|holders| &holders[..]))?;
         if counts.len() != experts {
             bail!("load_balance: {experts} router logits for {} experts", counts.len());
         }
-        Ok(counts.iter().map(|&c| c as f32 / tokens.max(1) as f32).collect())
+        Ok(counts.iter().map(|&c| c as f32 / self.tokens(rows).max(1) as f32).collect())
+    }
+
+    /// `T`.
+    fn tokens(&self, rows: usize) -> usize {
+        self.holders.as_ref().map_or(rows, |holders| holders.iter().map(|&h| h as usize).sum())
+    }
+
+    /// As how many tokens `row` counts.
+    fn weight(&self, row: usize) -> f32 {
+        self.holders.as_ref().map_or(1.0, |holders| holders[row] as f32)
     }
 }
 
@@ -52,27 +70,29 @@ impl CustomOp1 for LoadBalance {
     }
 
     fn cpu_fwd(&self, logits: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (tokens, experts) = layout.shape().dims2()?;
-        let fractions = self.fractions((tokens, experts))?;
-        let rows = values(logits, layout)?.chunks_exact(experts);
-        let sum: f64 = rows.map(|row| weighted(&softmax(row), &fractions) as f64).sum();
-        let loss = sum * experts as f64 / tokens.max(1) as f64;
+        let (rows, experts) = layout.shape().dims2()?;
+        let fractions = self.fractions((rows, experts))?;
+        let of_rows = values(logits, layout)?.chunks_exact(experts).enumerate();
+        let of_rows = of_rows.map(|(i, row)| (self.weight(i) * weighted(&softmax(row), &fractions)) as f64);
+        let loss = of_rows.sum::<f64>() * experts as f64 / self.tokens(rows).max(1) as f64;
         Ok((CpuStorage::F32(vec![loss as f32]), Shape::from(())))
     }
 
     fn bwd(&self, logits: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let (tokens, experts) = logits.dims2()?;
-        let scale = grad.to_scalar::<f32>()? * experts as f32 / tokens.max(1) as f32;
-        let fractions = self.fractions((tokens, experts))?;
+        let (rows, experts) = logits.dims2()?;
+        let scale = grad.to_scalar::<f32>()? * experts as f32 / self.tokens(rows).max(1) as f32;
+        let fractions = self.fractions((rows, experts))?;
         let logits_values = host_values(logits)?;
-        let mut dz = buffer(tokens * experts);
-        for (row, dz) in logits_values.chunks_exact(experts).zip(dz.chunks_exact_mut(experts)) {
+        let mut dz = buffer(rows * experts);
+        let of_rows = logits_values.chunks_exact(experts).zip(dz.chunks_exact_mut(experts));
+        for (i, (row, dz)) in of_rows.enumerate() {
+            let scale = scale * self.weight(i);
             let p = softmax(row);
             let mean = weighted(&p, &fractions);
             for ((dz, p), f) in dz.iter_mut().zip(&p).zip(&fractions) {
                 *dz = scale * p * (f - mean);
             }
         }
-        Ok(Some(Tensor::from_vec(dz, (tokens, experts), logits.device())?))
+        Ok(Some(Tensor::from_vec(dz, (rows, experts), logits.device())?))
     }
 }

@@ -105,11 +105,15 @@ pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
 /// # Errors
 /// When `x` cannot be changed.
 pub fn scale(x: &Tensor, factor: f32) -> Result<()> {
+    let part = |x: &mut [f32]| match factor {
+        0.0 => x.fill(0.0),
+        _ => x.iter_mut().for_each(|x| *x *= factor),
+    };
     edit(x, |x| {
-        if factor == 0.0 {
-            x.fill(0.0);
+        if in_parallel(x.len()) {
+            x.par_chunks_mut(PART).for_each(part)
         } else {
-            x.iter_mut().for_each(|x| *x *= factor);
+            part(x)
         }
         Ok(())
     })

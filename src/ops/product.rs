@@ -2,10 +2,13 @@
 //!
 //! The `gemm` crate adds over k in one chain an element when the weights are contiguous K×N, when k is
 //! walked in chunks that fit its own blocking, and when a single row does not fall into its
-//! matrix-vector path. So: k in chunks of [`K_CHUNK`], one row padded to two, one column by [`dot_column`].
+//! matrix-vector path. So: k in chunks of [`K_CHUNK`], one row padded to two, one column by [`dot_column`], and few
+//! rows by [`few_rows`], which adds in the same chains.
 //! A row's result then depends on nothing but the row and the weights.
 
+use super::few_rows::{few_rows, fits};
 use gemm::Parallelism;
+use rayon::prelude::*;
 
 /// The crate's own blocking over k never goes below this, so a chunk is always one chain.
 pub(super) const K_CHUNK: usize = 512;
@@ -30,10 +33,37 @@ impl<'a> Matrix<'a> {
     }
 }
 
+/// Which threads a product may take. The choice changes no bit.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Spread {
+    /// All of the current pool, when the work is worth it.
+    Pool,
+    /// The calling one: its neighbours have products of their own.
+    Alone,
+}
+
+impl Spread {
+    fn threads(self, work: usize) -> usize {
+        if self == Spread::Pool && super::cpu::in_parallel(work) { rayon::current_num_threads() } else { 1 }
+    }
+}
+
 /// `out[m, n] (+)= x[m, k] · w[k, n]` for the forward pass: contiguous rows, bits of a row independent of `m`.
 ///
 /// With `accumulate` the product is added to what `out` holds (a bias, say).
 pub fn forward_product(
+    out: &mut [f32],
+    x: &[f32],
+    w: &[f32],
+    shape: (usize, usize, usize),
+    accumulate: bool,
+) {
+    forward_product_on(Spread::Pool, out, x, w, shape, accumulate);
+}
+
+/// [`forward_product`] on the threads that `spread` allows.
+pub fn forward_product_on(
+    spread: Spread,
     out: &mut [f32],
     x: &[f32],
     w: &[f32],
@@ -50,21 +80,36 @@ pub fn forward_product(
     }
     if n == 1 {
         dot_column(out, x, w, k, accumulate);
+    } else if fits(m, k) {
+        few_rows(spread.threads(m * n * k), out, x, w, (k, n), accumulate);
     } else if m == 1 {
         let mut padded_x = vec![0f32; 2 * k];
         padded_x[..k].copy_from_slice(x);
         let mut padded_out = vec![0f32; 2 * n];
         padded_out[..n].copy_from_slice(out);
-        product(&mut padded_out, Matrix::rows(&padded_x, k), Matrix::rows(w, n), (2, k, n), accumulate);
+        let (x, w) = (Matrix::rows(&padded_x, k), Matrix::rows(w, n));
+        product_on(spread, &mut padded_out, x, w, (2, k, n), accumulate);
         out.copy_from_slice(&padded_out[..n]);
     } else {
-        product(out, Matrix::rows(x, k), Matrix::rows(w, n), (m, k, n), accumulate);
+        product_on(spread, out, Matrix::rows(x, k), Matrix::rows(w, n), (m, k, n), accumulate);
     }
 }
 
 /// `out[m, n] (+)= a[m, k] · b[k, n]` with any strides: for backward passes, where rows need not be invariant
 /// but runs and thread counts still give equal bits.
-pub fn product(out: &mut [f32], a: Matrix, b: Matrix, (m, k, n): (usize, usize, usize), accumulate: bool) {
+pub fn product(out: &mut [f32], a: Matrix, b: Matrix, shape: (usize, usize, usize), accumulate: bool) {
+    product_on(Spread::Pool, out, a, b, shape, accumulate);
+}
+
+/// [`product`] on the threads that `spread` allows.
+pub fn product_on(
+    spread: Spread,
+    out: &mut [f32],
+    a: Matrix,
+    b: Matrix,
+    (m, k, n): (usize, usize, usize),
+    accumulate: bool,
+) {
     assert_eq!(out.len(), m * n, "product: output");
     if m == 0 || n == 0 {
         return;
@@ -78,11 +123,9 @@ pub fn product(out: &mut [f32], a: Matrix, b: Matrix, (m, k, n): (usize, usize, 
     let last =
         |x: &Matrix, rows: usize, columns: usize| (rows - 1) * x.row_stride + (columns - 1) * x.column_stride;
     assert!(last(&a, m, k) < a.values.len() && last(&b, k, n) < b.values.len(), "product: operands");
-    let threads = rayon::current_num_threads();
-    let parallelism = if threads > 1 && super::cpu::in_parallel(m * n * k) {
-        Parallelism::Rayon(threads)
-    } else {
-        Parallelism::None
+    let parallelism = match spread.threads(m * n * k) {
+        1 => Parallelism::None,
+        threads => Parallelism::Rayon(threads),
     };
     for start in (0..k).step_by(K_CHUNK) {
         let chunk = K_CHUNK.min(k - start);
@@ -112,6 +155,48 @@ pub fn product(out: &mut [f32], a: Matrix, b: Matrix, (m, k, n): (usize, usize, 
             );
         }
     }
+}
+
+/// Rows from which [`backward_product`] copies the weights: a copy costs as much as the product of a few dozen.
+const TRANSPOSE_ROWS_MIN: usize = 64;
+
+/// `out[m, k] = dy[m, n] · wᵀ` for contiguous `w [k, n]`: what a forward product by `w` gives back. With many rows `w` is copied
+/// transposed first, which the crate packs faster by more than the copy costs.
+pub fn backward_product(
+    spread: Spread,
+    out: &mut [f32],
+    dy: &[f32],
+    w: &[f32],
+    (m, n, k): (usize, usize, usize),
+) {
+    let dy = Matrix::rows(dy, n);
+    if m < TRANSPOSE_ROWS_MIN {
+        return product_on(spread, out, dy, Matrix::transposed(w, n), (m, n, k), false);
+    }
+    let transposed = transpose(spread, w, (k, n));
+    product_on(spread, out, dy, Matrix::rows(&transposed, k), (m, n, k), false);
+}
+
+/// `w [k, n]` as `[n, k]`.
+fn transpose(spread: Spread, w: &[f32], (k, n): (usize, usize)) -> Vec<f32> {
+    /// Side of the squares that are copied one after the other: lines of the cache are read and written whole.
+    const SIDE: usize = 16;
+    let mut transposed = super::cpu::buffer(k * n);
+    let strip = |(strip, rows): (usize, &mut [f32])| {
+        let first = strip * SIDE;
+        for column in (0..k).step_by(SIDE) {
+            for i in column..k.min(column + SIDE) {
+                let from = &w[i * n + first..][..rows.len() / k];
+                from.iter().enumerate().for_each(|(j, &x)| rows[j * k + i] = x);
+            }
+        }
+    };
+    if spread.threads(k * n) > 1 {
+        transposed.par_chunks_mut(SIDE * k).enumerate().for_each(strip);
+    } else {
+        transposed.chunks_mut(SIDE * k).enumerate().for_each(strip);
+    }
+    transposed
 }
 
 /// The library's default product, to measure what invariance costs. Only benchmarks are built with it.
@@ -215,6 +300,24 @@ mod tests {
                             "k {k} n {n} m {m} first {first}: rows differ"
                         );
                     }
+                }
+            }
+        }
+    }
+    #[test]
+    fn a_transposed_copy_changes_no_bit_of_a_backward_product() {
+        for (m, n, k) in
+            [(64, 17, 5), (64, 1, 3), (70, 64, 64), (131, 513, 100), (256, 1024, 512), (300, 272, 64)]
+        {
+            let (dy, w) = (noise(m * n, 1), noise(k * n, 2));
+            let mut direct = vec![0.0; m * k];
+            product(&mut direct, Matrix::rows(&dy, n), Matrix::transposed(&w, n), (m, n, k), false);
+            for threads in [1, 3] {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                for spread in [Spread::Pool, Spread::Alone] {
+                    let mut copied = vec![0.0; m * k];
+                    pool.install(|| backward_product(spread, &mut copied, &dy, &w, (m, n, k)));
+                    assert!(copied == direct, "m {m} n {n} k {k} threads {threads}");
                 }
             }
         }

@@ -26,12 +26,14 @@ mod rows;
 use super::cpu::{buffer, host_values, in_parallel, values};
 use super::cuda::{DeviceLse, sink_attention_backward, sink_attention_forward};
 use super::kv_cache::KvSequence;
+use super::sequence_rows::SequenceRows;
 use backward::{Upstream, attend_backward};
 pub use cached::sink_attention_cached;
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use forward::attend;
 use rayon::prelude::*;
 use rows::Rows;
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 /// Stands for "no sink": finite, and its exponential is exactly 0 beside any real score.
@@ -83,6 +85,20 @@ pub fn sink_attention(
     cu_seqlens: &Arc<Vec<usize>>,
     attention: Attention,
 ) -> Result<Tensor> {
+    sink_attention_sharing(q, kv, sinks, &Arc::new(SequenceRows::separate(cu_seqlens)), attention)
+}
+
+/// The same where sequences may share what they begin with, as `sequence_rows` says: on the CPU alone.
+///
+/// # Errors
+/// When shapes disagree with `attention` or `sequence_rows`; on a GPU, rows that are shared.
+pub fn sink_attention_sharing(
+    q: &Tensor,
+    kv: &Tensor,
+    sinks: &Tensor,
+    sequence_rows: &Arc<SequenceRows>,
+    attention: Attention,
+) -> Result<Tensor> {
     let tokens = q.dim(0)?;
     let Attention { heads, kv_heads, head_dim, .. } = attention;
     if q.dims() != [tokens, heads, head_dim]
@@ -90,17 +106,17 @@ pub fn sink_attention(
         || sinks.dims() != [heads]
         || kv_heads == 0
         || heads % kv_heads != 0
-        || cu_seqlens.last() != Some(&tokens)
+        || sequence_rows.rows() != tokens
     {
         bail!(
-            "sink_attention: q {:?}, kv {:?}, sinks {:?}, sequences end at {:?} do not fit {attention:?}",
+            "sink_attention: q {:?}, kv {:?}, sinks {:?}, sequences of {} rows do not fit {attention:?}",
             q.dims(),
             kv.dims(),
             sinks.dims(),
-            cu_seqlens.last()
+            sequence_rows.rows()
         );
     }
-    let op = Packed { attention, cu_seqlens: cu_seqlens.clone(), lse: OnceLock::new() };
+    let op = Packed { attention, sequence_rows: sequence_rows.clone(), lse: OnceLock::new() };
     if q.device().is_cuda() {
         // No hidden copies there: what is not contiguous is refused.
         return q.apply_op3(kv, sinks, op);
@@ -110,7 +126,7 @@ pub fn sink_attention(
 
 struct Packed {
     attention: Attention,
-    cu_seqlens: Arc<Vec<usize>>,
+    sequence_rows: Arc<SequenceRows>,
     /// Kept by the forward for the backward.
     lse: OnceLock<Lse>,
 }
@@ -124,34 +140,43 @@ enum Lse {
 impl Packed {
     /// Every (sequence, key-value head), the unit of work of both passes.
     fn tasks(&self) -> Vec<(usize, usize)> {
-        let sequences = self.cu_seqlens.len().saturating_sub(1);
+        let sequences = self.sequence_rows.sequences();
         (0..sequences).flat_map(|s| (0..self.attention.kv_heads).map(move |h| (s, h))).collect()
     }
 
     /// Runs `f` on every task, over the thread pool when the work is worth it; results in task order.
-    fn run<R: Send>(&self, f: impl Fn(usize, usize) -> R + Sync + Send) -> Vec<R> {
-        let longest = self.cu_seqlens.windows(2).map(|w| w[1] - w[0]).max().unwrap_or(0);
+    fn run<R: Send>(&self, caches: &[KvSequence], f: impl Fn(usize, usize) -> R + Sync + Send) -> Vec<R> {
+        let longest = caches.iter().map(KvSequence::len).max().unwrap_or(0);
         let seen = self.attention.window.unwrap_or(longest).min(longest);
-        let tokens = self.cu_seqlens.last().copied().unwrap_or(0);
         let tasks = self.tasks();
-        if in_parallel(tokens * seen * self.attention.heads * self.attention.head_dim) {
+        if in_parallel(self.sequence_rows.rows() * seen * self.attention.heads * self.attention.head_dim) {
             tasks.into_par_iter().map(|(s, h)| f(s, h)).collect()
         } else {
             tasks.into_iter().map(|(s, h)| f(s, h)).collect()
         }
     }
 
+    /// The keys of each sequence; blocks that are shared whole exist once.
     fn caches(&self, kv: &[f32]) -> Vec<KvSequence> {
         let Attention { kv_heads, head_dim, .. } = self.attention;
         let width = 2 * kv_heads * head_dim;
-        self.cu_seqlens
-            .windows(2)
-            .map(|w| {
-                let mut cache = KvSequence::new(kv_heads, head_dim);
-                cache.append(&kv[w[0] * width..w[1] * width]);
-                cache
-            })
-            .collect()
+        let mut caches: Vec<KvSequence> = Vec::with_capacity(self.sequence_rows.sequences());
+        for s in 0..self.sequence_rows.sequences() {
+            let own = self.sequence_rows.own_rows(s);
+            let mut cache = match (caches.last(), self.sequence_rows.shared(s)) {
+                (Some(before), shared @ 1..) => before.beginning(shared),
+                _ => KvSequence::new(kv_heads, head_dim),
+            };
+            cache.append(&kv[own.start * width..own.end * width]);
+            caches.push(cache);
+        }
+        caches
+    }
+
+    fn cu_seqlens(&self) -> Result<Vec<usize>> {
+        self.sequence_rows.cu_seqlens().ok_or_else(|| {
+            candle_core::Error::Msg("sink_attention: the kernels take sequences that share no rows".into())
+        })
     }
 }
 
@@ -175,8 +200,8 @@ impl CustomOp3 for Packed {
         let mut out = buffer(q.len());
         let mut lse = buffer(q.len() / d);
         let (out_rows, lse_rows) = (Rows::new(&mut out), Rows::new(&mut lse));
-        self.run(|s, kv_head| {
-            let (start, end) = (self.cu_seqlens[s], self.cu_seqlens[s + 1]);
+        self.run(&caches, |s, kv_head| {
+            let Range { start, end } = self.sequence_rows.own_rows(s);
             let (rows, width) = (end - start, heads * d);
             let out = out_rows.part(start * width, rows * width);
             let lse = lse_rows.part(start * heads, rows * heads);
@@ -184,7 +209,7 @@ impl CustomOp3 for Packed {
                 &self.attention,
                 kv_head,
                 &caches[s],
-                0,
+                self.sequence_rows.shared(s),
                 &q[start * width..end * width],
                 sinks,
                 &out,
@@ -206,7 +231,7 @@ impl CustomOp3 for Packed {
         sinks_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         let arguments = [(q, q_layout), (kv, kv_layout), (sinks, sinks_layout)];
-        let (out, shape, lse) = sink_attention_forward(&self.attention, &self.cu_seqlens, arguments)?;
+        let (out, shape, lse) = sink_attention_forward(&self.attention, &self.cu_seqlens()?, arguments)?;
         let _ = self.lse.set(Lse::Device(lse));
         Ok((out, shape))
     }
@@ -224,7 +249,7 @@ impl CustomOp3 for Packed {
             Some(Lse::Host(lse)) => self.host_backward(lse, [q, kv, sinks, out, &grad])?,
             Some(Lse::Device(lse)) => {
                 let tensors = [q, kv, sinks, out, &grad];
-                sink_attention_backward(&self.attention, &self.cu_seqlens, lse, tensors)?
+                sink_attention_backward(&self.attention, &self.cu_seqlens()?, lse, tensors)?
             }
             None => bail!("sink_attention: backward before forward"),
         };
@@ -241,10 +266,16 @@ impl Packed {
         let (q_values, kv_values, sinks) = (host_values(q)?, host_values(kv)?, host_values(sinks)?);
         let (out, grad) = (host_values(out)?, host_values(grad)?);
         let caches = self.caches(&kv_values);
+        let kv_width = 2 * kv_heads * d;
+        // What each sequence's own queries give the keys that it shares, to be added in the order of the sequences.
+        let sequences = 0..self.sequence_rows.sequences();
+        let mut shared: Vec<Vec<f32>> =
+            sequences.clone().map(|s| buffer(self.sequence_rows.shared(s) * kv_width)).collect();
         let (dq_rows, dkv_rows) = (Rows::new(&mut dq), Rows::new(&mut dkv));
-        let parts = self.run(|s, kv_head| {
-            let (start, end) = (self.cu_seqlens[s], self.cu_seqlens[s + 1]);
-            let (rows, width, kv_width) = (end - start, heads * d, 2 * kv_heads * d);
+        let shared_rows: Vec<Rows> = shared.iter_mut().map(|shared| Rows::new(shared)).collect();
+        let parts = self.run(&caches, |s, kv_head| {
+            let Range { start, end } = self.sequence_rows.own_rows(s);
+            let (rows, width) = (end - start, heads * d);
             let up = Upstream {
                 q: &q_values[start * width..end * width],
                 out: &out[start * width..end * width],
@@ -254,8 +285,16 @@ impl Packed {
             };
             let dq = dq_rows.part(start * width, rows * width);
             let dkv = dkv_rows.part(start * kv_width, rows * kv_width);
-            attend_backward(&self.attention, kv_head, &caches[s], &up, &dq, &dkv)
+            attend_backward(&self.attention, kv_head, &caches[s], &up, &dq, &dkv, &shared_rows[s])
         });
+        for s in sequences.filter(|&s| !shared[s].is_empty()) {
+            for (row, gradient) in
+                self.sequence_rows.path(s).into_iter().zip(shared[s].chunks_exact(kv_width))
+            {
+                let sum = &mut dkv[row * kv_width..(row + 1) * kv_width];
+                sum.iter_mut().zip(gradient).for_each(|(sum, &x)| *sum += x);
+            }
+        }
         let mut dsinks = vec![0f32; heads];
         for ((_, kv_head), part) in self.tasks().into_iter().zip(parts) {
             for (g, x) in part.into_iter().enumerate() {

@@ -21,8 +21,9 @@ table! {
         pub epochs: usize = 1 => from(1.0).to(1e6),
         /// Weight of the load-balancing loss over experts in reinforcement learning; 0 means none.
         pub load_balance_coefficient: f64 = 0.0 => from(0.0).to(1000.0),
-        /// Keep only each layer's input and compute the layer again in the backward: less memory, more work, same bits.
-        pub recompute_layers: bool = true,
+        /// Keep only each layer's input and compute the layer again in the backward: less memory, more work, same bits. Absent
+        /// means: where the micro-batches that run side by side would keep more than 1 GiB.
+        pub recompute_layers: Option<bool> = None,
         /// Parameters that stay as they are, as patterns over their names in which `*` stands for any characters.
         pub freeze: Vec<String> = Vec::new(),
         /// Train on these trajectories, as `rloss rollout` writes them, instead of sampling: `rollout.prompts_per_step` of

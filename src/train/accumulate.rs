@@ -45,10 +45,10 @@ impl Learner<'_> {
         settings: PassSettings,
         objective: BatchObjective<'_>,
     ) -> Result<Vec<PassOutput>> {
-        let tokens: usize = batches.iter().map(|b| b.tokens.len()).sum();
+        let tokens: usize = batches.iter().map(|b| b.sequence_rows.positions_count()).sum();
         self.sum(batches.len(), |index, weights| {
             let batch = &batches[index];
-            let share = batch.tokens.len() as f64 / tokens.max(1) as f64;
+            let share = batch.sequence_rows.positions_count() as f64 / tokens.max(1) as f64;
             let settings = PassSettings { load_balance: settings.load_balance * share, ..settings };
             let pass = Pass { model: self.model, weights, batch, settings };
             pass.forward_backward(&|log_probs, entropies| objective(index, log_probs, entropies))

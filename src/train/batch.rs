@@ -1,5 +1,7 @@
-//! Sequences packed without padding, in micro-batches of a bounded number of tokens.
+//! Sequences packed without padding, in micro-batches of a bounded number of rows. Where it is asked for, sequences that begin
+//! alike, as the samples of a group with their prompt, share the rows of what they have in common.
 
+use crate::ops::SequenceRows;
 use candle_core::Tensor;
 use std::ops::Range;
 use std::sync::Arc;
@@ -21,9 +23,11 @@ pub struct MicroBatch {
     pub tokens: Arc<Vec<u32>>,
     /// Position of each within its sequence, `[T]`.
     pub positions: Vec<u32>,
-    /// Start of each sequence in `tokens`, and `T`.
-    pub cu_seqlens: Arc<Vec<usize>>,
-    /// Rows that predict a trained token, `[R]`.
+    /// The rows of each sequence in `tokens`.
+    pub sequence_rows: Arc<SequenceRows>,
+    /// How many sequences hold each row, `[T]`; `None` where nothing is shared.
+    pub holders: Option<Arc<Vec<u32>>>,
+    /// Rows that predict a trained token, `[R]`. One that predicts the next token of several sequences is there as often.
     pub rows: Arc<Vec<u32>>,
     /// The tokens they predict, `[R]`.
     pub targets: Arc<Vec<u32>>,
@@ -34,17 +38,16 @@ pub struct MicroBatch {
 }
 
 impl MicroBatch {
-    fn new(sequences: &[Sequence], range: Range<usize>) -> Self {
-        let (mut tokens, mut positions, mut cu_seqlens) = (vec![], vec![], vec![0]);
-        let (mut rows, mut targets, mut cu_targets) = (vec![], vec![], vec![0]);
-        for sequence in &sequences[range.clone()] {
-            let start = tokens.len();
-            let inputs = sequence.tokens.len().saturating_sub(1);
-            tokens.extend_from_slice(&sequence.tokens[..inputs]);
-            positions.extend(0..inputs as u32);
-            cu_seqlens.push(tokens.len());
+    /// The sequences `range`, each of which shares with the one before it the positions that `shared` says.
+    fn new(sequences: &[Sequence], range: Range<usize>, shared: &[usize]) -> Self {
+        let (mut tokens, mut rows, mut targets, mut cu_targets) = (vec![], vec![], vec![], vec![0]);
+        let mut sequence_rows = SequenceRows::default();
+        for (i, sequence) in sequences[range.clone()].iter().enumerate() {
+            sequence_rows.push(sequence.inputs().len(), if i == 0 { 0 } else { shared[range.start + i] });
+            tokens.extend_from_slice(&sequence.inputs()[sequence_rows.shared(i)..]);
+            let path = sequence_rows.path(i);
             for i in (1..sequence.tokens.len()).filter(|&i| sequence.mask[i]) {
-                rows.push((start + i - 1) as u32);
+                rows.push(path[i - 1] as u32);
                 targets.push(sequence.tokens[i]);
             }
             cu_targets.push(rows.len());
@@ -52,8 +55,9 @@ impl MicroBatch {
         Self {
             sequences: range,
             tokens: Arc::new(tokens),
-            positions,
-            cu_seqlens: Arc::new(cu_seqlens),
+            positions: sequence_rows.positions(),
+            holders: sequence_rows.holders().map(Arc::new),
+            sequence_rows: Arc::new(sequence_rows),
             rows: Arc::new(rows),
             targets: Arc::new(targets),
             cu_targets,
@@ -64,26 +68,58 @@ impl MicroBatch {
     /// Splits `sequences`, in order, into micro-batches of up to `tokens_max` input tokens and about equal size;
     /// a longer sequence makes one of its own.
     pub fn split(sequences: &[Sequence], tokens_max: usize) -> Vec<Self> {
-        let lengths: Vec<usize> = sequences.iter().map(|s| s.tokens.len().saturating_sub(1)).collect();
-        let total: usize = lengths.iter().sum();
+        Self::cut(sequences, &vec![0; sequences.len()], tokens_max)
+    }
+
+    /// The same, where a sequence shares with the one before it the input tokens that both begin with, up to
+    /// `shared_max(index)`: they are there once. `tokens_max` bounds the rows that are there, and what they predict.
+    pub fn split_sharing(
+        sequences: &[Sequence],
+        tokens_max: usize,
+        shared_max: impl Fn(usize) -> usize,
+    ) -> Vec<Self> {
+        let mut shared = vec![0; sequences.len()];
+        for (i, pair) in sequences.windows(2).enumerate() {
+            let tokens = pair[0].inputs().iter().zip(pair[1].inputs());
+            shared[i + 1] = tokens.take_while(|(a, b)| a == b).count().min(shared_max(i + 1));
+        }
+        Self::cut(sequences, &shared, tokens_max)
+    }
+
+    fn cut(sequences: &[Sequence], shared: &[usize], tokens_max: usize) -> Vec<Self> {
+        let lengths: Vec<usize> = sequences.iter().map(|s| s.inputs().len()).collect();
+        // Sequences may share all their rows, but what they predict counts for each.
+        let own = |(i, s): (usize, &Sequence)| {
+            (lengths[i] - shared[i]).max(s.mask.iter().skip(1).filter(|m| **m).count())
+        };
+        let own: Vec<usize> = sequences.iter().enumerate().map(own).collect();
+        let total: usize = own.iter().sum();
         let parts = total.div_ceil(tokens_max.max(1));
         let mut batches = vec![];
         let (mut start, mut tokens, mut part, mut before) = (0, 0, 0, 0);
-        for (i, &length) in lengths.iter().enumerate() {
+        for (i, &length) in own.iter().enumerate() {
             // The part in which the sequence's middle lies, when the whole is cut into equal parts.
-            let own = (2 * before + length) * parts / (2 * total).max(1);
-            if i > start && (own > part || tokens + length > tokens_max) {
-                batches.push(Self::new(sequences, start..i));
+            let own_part = (2 * before + length) * parts / (2 * total).max(1);
+            if i > start && (own_part > part || tokens + length > tokens_max) {
+                batches.push(Self::new(sequences, start..i, shared));
                 (start, tokens) = (i, 0);
             }
-            part = own;
-            tokens += length;
+            part = own_part;
+            // The first of a micro-batch has nobody to share with.
+            tokens += if i == start { lengths[i] } else { length };
             before += length;
         }
         if start < sequences.len() {
-            batches.push(Self::new(sequences, start..sequences.len()));
+            batches.push(Self::new(sequences, start..sequences.len(), shared));
         }
         batches
+    }
+}
+
+impl Sequence {
+    /// What the forward takes: the last token is a target only.
+    fn inputs(&self) -> &[u32] {
+        &self.tokens[..self.tokens.len().saturating_sub(1)]
     }
 }
 
@@ -100,9 +136,35 @@ mod tests {
         let first = &batches[0];
         assert_eq!(*first.tokens, [0, 1, 2, 0, 1]);
         assert_eq!(first.positions, [0, 1, 2, 0, 1]);
-        assert_eq!(*first.cu_seqlens, [0, 3, 5]);
+        assert_eq!(first.sequence_rows.cu_seqlens().unwrap(), [0, 3, 5]);
         assert_eq!(*first.rows, [1, 2, 4]);
         assert_eq!(*first.targets, [2, 3, 2]);
         assert_eq!(first.cu_targets, [0, 2, 3]);
+    }
+
+    #[test]
+    fn samples_of_a_prompt_share_its_rows_within_a_micro_batch() {
+        let sample = |prompt: u32, response: &[u32]| {
+            let tokens: Vec<u32> = (0..4).map(|i| prompt + i).chain(response.iter().copied()).collect();
+            Sequence { mask: (0..tokens.len()).map(|i| i >= 4).collect(), tokens }
+        };
+        let sequences = [sample(10, &[7, 8]), sample(10, &[7, 9]), sample(10, &[1]), sample(20, &[1, 2, 3])];
+        let batches = MicroBatch::split_sharing(&sequences, 100, |_| usize::MAX);
+        let [batch] = &batches[..] else { panic!("{} micro-batches", batches.len()) };
+        assert_eq!(*batch.tokens, [10, 11, 12, 13, 7, 20, 21, 22, 23, 1, 2]);
+        assert_eq!(batch.positions, [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]);
+        // The prompt's last row predicts three first tokens.
+        assert_eq!(*batch.rows, [3, 4, 3, 4, 3, 8, 9, 10]);
+        assert_eq!(*batch.targets, [7, 8, 7, 9, 1, 1, 2, 3]);
+        assert_eq!(batch.cu_targets, [0, 2, 4, 5, 8]);
+        assert_eq!(**batch.holders.as_ref().unwrap(), [3, 3, 3, 3, 2, 1, 1, 1, 1, 1, 1]);
+        // What is cut off from its group brings the prompt along.
+        let batches = MicroBatch::split_sharing(&sequences, 6, |_| usize::MAX);
+        assert_eq!(batches.iter().map(|b| b.sequences.clone()).collect::<Vec<_>>(), [0..1, 1..3, 3..4]);
+        assert_eq!(*batches[1].tokens, [10, 11, 12, 13, 7]);
+        let same = vec![sample(10, &[7, 8]); 4];
+        assert_eq!(MicroBatch::split_sharing(&same, 9, |_| usize::MAX).len(), 2);
+        let batches = MicroBatch::split_sharing(&sequences[..3], 100, |i| 5 - i);
+        assert_eq!(*batches[0].tokens, [10, 11, 12, 13, 7, 7, 13]);
     }
 }

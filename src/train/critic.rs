@@ -91,7 +91,8 @@ impl CriticStep<'_> {
     /// # Errors
     /// Those of the passes.
     pub fn values(&self, sequences: &[Sequence]) -> Result<Vec<f32>> {
-        self.learner.values(&MicroBatch::split(sequences, self.micro_batch_tokens), self.pass)
+        self.learner
+            .values(&MicroBatch::split_sharing(sequences, self.micro_batch_tokens, |_| usize::MAX), self.pass)
     }
 
     /// Advantages and returns from `rewards` and `values`, one a token.
@@ -128,7 +129,8 @@ impl CriticStep<'_> {
             experience.values.as_ref().zip(experience.returns.as_ref()).context("no values to learn from")?;
         let normalizer = Normalizer::new(self.aggregation, BatchSize::of(&tokens, self.response_tokens_max))?;
         let clip = if self.settings.value_clip > 0.0 { self.settings.value_clip } else { f64::INFINITY };
-        let batches = MicroBatch::split(&experience.sequences, self.micro_batch_tokens);
+        let batches =
+            MicroBatch::split_sharing(&experience.sequences, self.micro_batch_tokens, |_| usize::MAX);
         let spans = spans(&batches);
         let shares: Vec<Mutex<Option<ValueLoss>>> = batches.iter().map(|_| Mutex::new(None)).collect();
         self.learner.accumulate_values(&batches, self.pass, &|index, values| {

@@ -4,6 +4,7 @@ use super::batch::{MicroBatch, Sequence};
 use super::forward_backward::PassOutput;
 use crate::bad_input;
 use crate::metrics::Metrics;
+use crate::ops::SequenceRows;
 use crate::policy::Sequences;
 use crate::policy::offpolicy::{agreement_metrics, offpolicy_metrics, probs_diff_metrics};
 use crate::random::{Purpose, stream};
@@ -169,11 +170,13 @@ impl Experience {
 impl Measured {
     /// Packed micro-batches, with the experts to replay, `top_k` a token.
     pub(super) fn batches(&self, tokens_max: usize, top_k: usize) -> Result<Vec<MicroBatch>> {
-        let mut batches = MicroBatch::split(&self.sequences, tokens_max);
-        if let Some(routes) = &self.replay {
-            for batch in &mut batches {
-                batch.replay = joined_routes(&routes[batch.sequences.clone()], top_k)?;
-            }
+        let Some(routes) = &self.replay else {
+            return Ok(MicroBatch::split_sharing(&self.sequences, tokens_max, |_| usize::MAX));
+        };
+        let alike = |i: usize| routed_alike(&routes[i - 1], &routes[i], top_k);
+        let mut batches = MicroBatch::split_sharing(&self.sequences, tokens_max, alike);
+        for batch in &mut batches {
+            batch.replay = own_routes(&routes[batch.sequences.clone()], &batch.sequence_rows, top_k)?;
         }
         Ok(batches)
     }
@@ -244,8 +247,11 @@ pub(super) fn chosen_routes(batches: &[MicroBatch], outputs: &[PassOutput]) -> R
     let mut routes = vec![];
     for (batch, output) in batches.iter().zip(outputs) {
         let layers = output.routes.iter().map(experts_of).collect::<Result<Vec<_>>>()?;
-        for span in batch.cu_seqlens.windows(2) {
-            let part = |(layer, top_k): &(Vec<u16>, usize)| layer[span[0] * top_k..span[1] * top_k].to_vec();
+        for sequence in 0..batch.sequence_rows.sequences() {
+            let path = batch.sequence_rows.path(sequence);
+            let part = |(layer, top_k): &(Vec<u16>, usize)| -> Vec<u16> {
+                path.iter().flat_map(|row| &layer[row * top_k..(row + 1) * top_k]).copied().collect()
+            };
             routes.push(layers.iter().map(part).collect());
         }
     }
@@ -258,11 +264,22 @@ fn experts_of(routes: &Tensor) -> Result<(Vec<u16>, usize)> {
     Ok((experts.collect(), routes.dim(1)?))
 }
 
-/// Sequences' experts side by side, u32 `[T, K]` a layer.
-fn joined_routes(sequences: &[Routes], top_k: usize) -> Result<Option<Vec<Tensor>>> {
+/// Positions from the first on at which two sequences have the same experts in all layers, `top_k` a token.
+fn routed_alike(a: &Routes, b: &Routes, top_k: usize) -> usize {
+    let layers = a.iter().zip(b).map(|(a, b)| a.iter().zip(b).take_while(|(a, b)| a == b).count());
+    layers.min().unwrap_or(0) / top_k.max(1)
+}
+
+/// The experts of the rows of sequences, as `sequence_rows` has them: u32 `[T, K]` a layer.
+fn own_routes(
+    sequences: &[Routes],
+    sequence_rows: &SequenceRows,
+    top_k: usize,
+) -> Result<Option<Vec<Tensor>>> {
     let Some(first) = sequences.first() else { return Ok(None) };
     let layer = |l: usize| {
-        let experts: Vec<u32> = sequences.iter().flat_map(|s| s[l].iter().map(|&e| u32::from(e))).collect();
+        let own = |(i, s): (usize, &Routes)| s[l][sequence_rows.shared(i) * top_k..].to_vec();
+        let experts: Vec<u32> = sequences.iter().enumerate().flat_map(own).map(u32::from).collect();
         let tokens = experts.len() / top_k.max(1);
         Ok(Tensor::from_vec(experts, (tokens, top_k), &Device::Cpu)?)
     };

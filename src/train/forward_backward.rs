@@ -124,7 +124,7 @@ impl Pass<'_> {
 
     /// Calls `f` with the batch's rows, which use the experts `replay`.
     fn with_rows<R>(&self, replay: Option<&[Tensor]>, f: impl FnOnce(&mut Rows) -> R) -> R {
-        let attend = &mut PackedAttention { cu_seqlens: self.batch.cu_seqlens.clone() };
+        let attend = &mut PackedAttention { sequence_rows: self.batch.sequence_rows.clone() };
         let rotation = self.model.rotation(self.batch.positions.clone());
         f(&mut Rows { rotation, attend, replay })
     }
@@ -209,7 +209,7 @@ impl Pass<'_> {
         let (true, Some(routing)) = (self.settings.load_balance != 0.0, &output.routing) else {
             return Ok(None);
         };
-        let loss = ops::load_balance(&routing.router_logits, &routing.plan)?;
+        let loss = ops::load_balance(&routing.router_logits, &routing.plan, self.batch.holders.as_ref())?;
         let value = loss.to_scalar::<f32>()? as f64;
         let layers = self.model.config.num_hidden_layers as f64;
         Ok(Some(((loss * (self.settings.load_balance / layers))?, value)))

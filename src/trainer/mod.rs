@@ -17,6 +17,7 @@ use crate::policy::kl_in_reward::KlController;
 use crate::recipe::{self, Dtype};
 use crate::rollout::Rollouts;
 use crate::run::evaluation::{evaluate, prompts};
+use crate::run::memory::recomputes_layers;
 use crate::run::run_folder::RunFolder;
 use crate::run::signals::Stop;
 use crate::run::workbench::Workbench;
@@ -335,9 +336,11 @@ impl Trainer {
     }
 
     fn pass(&self, temperature: f64) -> PassSettings {
-        let recipe = &self.bench.plan.recipe;
+        let Workbench { plan, threads, model, parameters, .. } = &self.bench;
+        let recompute_layers =
+            recomputes_layers(&plan.recipe, &model.config, parameters.bytes(), threads.count());
         PassSettings {
-            recompute_layers: recipe.train.recompute_layers,
+            recompute_layers,
             temperature,
             load_balance: 0.0,
             forward: self.bench.training_forward(),

@@ -26,6 +26,7 @@ mod qwen2;
 mod recipe;
 mod report;
 mod rollout;
+mod shared_prompts;
 mod tasks;
 mod tidy;
 mod tiny;

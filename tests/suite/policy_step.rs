@@ -1,5 +1,6 @@
 //! The policy's updates through the training pass: anchors, correction, reference, entropy, replay, minibatches.
 
+mod shared;
 mod variants;
 
 use crate::tiny::{self, Gradients, Learned};
@@ -44,8 +45,12 @@ fn pass() -> PassSettings {
 
 impl Fixture {
     fn new() -> Self {
+        Self::of(&tiny::sequences(272, &LENGTHS, 4))
+    }
+
+    /// Groups of three of `sequences`.
+    fn of(sequences: &[Sequence]) -> Self {
         let (model, parameters) = tiny::model(tiny::config(false), 3);
-        let sequences = tiny::sequences(272, &LENGTHS, 4);
         let threads = Threads::new(2).unwrap();
         let learner = Learner { threads: &threads, model: &model, parameters: &parameters };
         let trajectories: Vec<Trajectory> =

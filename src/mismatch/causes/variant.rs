@@ -8,6 +8,7 @@ use crate::model::forward::{ForwardOptions, Model};
 use crate::model::parameters::Parameters;
 use crate::model::policy_view::PolicyView;
 use crate::model::rope;
+use crate::ops::SequenceRows;
 use crate::train::batch::MicroBatch;
 use anyhow::{Context, Result};
 use std::sync::Arc;
@@ -116,22 +117,23 @@ impl Variant {
     }
 }
 
-/// The first token of every sequence twice.
+/// The first token of every sequence twice. No rows are shared here.
 fn doubled(batch: &MicroBatch) -> MicroBatch {
     let (mut tokens, mut positions, mut cu_seqlens) = (vec![], vec![], vec![0]);
     let mut rows = Vec::with_capacity(batch.rows.len());
-    for (i, w) in batch.cu_seqlens.windows(2).enumerate() {
+    for i in 0..batch.sequence_rows.sequences() {
+        let own = batch.sequence_rows.own_rows(i);
         let before = i as u32 + 1;
-        rows.extend(batch.rows.iter().filter(|&&r| (w[0]..w[1]).contains(&(r as usize))).map(|r| r + before));
-        tokens.extend(batch.tokens.get(w[0]));
-        tokens.extend_from_slice(&batch.tokens[w[0]..w[1]]);
-        positions.extend(0..=(w[1] - w[0]) as u32);
+        rows.extend(batch.rows.iter().filter(|&&r| own.contains(&(r as usize))).map(|r| r + before));
+        tokens.extend(batch.tokens.get(own.start));
+        tokens.extend_from_slice(&batch.tokens[own.clone()]);
+        positions.extend(0..=own.len() as u32);
         cu_seqlens.push(tokens.len());
     }
     MicroBatch {
         tokens: Arc::new(tokens),
         positions,
-        cu_seqlens: Arc::new(cu_seqlens),
+        sequence_rows: Arc::new(SequenceRows::separate(&cu_seqlens)),
         rows: Arc::new(rows),
         ..batch.clone()
     }
@@ -141,16 +143,16 @@ fn doubled(batch: &MicroBatch) -> MicroBatch {
 fn shifted(batch: &mut MicroBatch, (by, with_target): (i32, bool)) -> Vec<bool> {
     let (mut rows, mut targets) = (batch.rows.to_vec(), batch.targets.to_vec());
     let mut has_value = vec![false; rows.len()];
-    for w in batch.cu_seqlens.windows(2) {
+    for own in (0..batch.sequence_rows.sequences()).map(|i| batch.sequence_rows.own_rows(i)) {
         // The last token of a sequence is a target only: it is known where it is one.
-        let last = batch.rows.iter().position(|&r| r as usize + 1 == w[1]).map(|i| batch.targets[i]);
-        for i in (0..rows.len()).filter(|&i| (w[0]..w[1]).contains(&(batch.rows[i] as usize))) {
+        let last = batch.rows.iter().position(|&r| r as usize + 1 == own.end).map(|i| batch.targets[i]);
+        for i in (0..rows.len()).filter(|&i| own.contains(&(batch.rows[i] as usize))) {
             let row = i64::from(batch.rows[i]) + i64::from(by);
-            if row < w[0] as i64 || row >= w[1] as i64 {
+            if row < own.start as i64 || row >= own.end as i64 {
                 continue;
             }
             let next = row as usize + 1;
-            let follows = if next < w[1] { batch.tokens.get(next).copied() } else { last };
+            let follows = if next < own.end { batch.tokens.get(next).copied() } else { last };
             match (with_target, follows) {
                 (false, _) => rows[i] = row as u32,
                 (true, Some(token)) => (rows[i], targets[i]) = (row as u32, token),

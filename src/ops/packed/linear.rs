@@ -59,7 +59,7 @@ impl Packed {
     fn groups(&self, rows: usize) -> Result<Vec<(usize, Range<usize>)>> {
         let Some(plan) = &self.plan else { return Ok(vec![(0, 0..rows)]) };
         let (mut groups, mut start) = (vec![], 0);
-        for (expert, count) in plan.counts()?.into_iter().enumerate().filter(|(_, count)| *count > 0) {
+        for (expert, count) in plan.counts(None)?.into_iter().enumerate().filter(|(_, count)| *count > 0) {
             groups.push((expert, start..start + count));
             start += count;
         }

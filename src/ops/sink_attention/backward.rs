@@ -11,7 +11,7 @@ use multiversion::multiversion;
 /// Query rows whose share of a block is added in one go.
 const TILE: usize = 8;
 
-/// What [`attend_backward`] reads: one sequence's rows.
+/// What [`attend_backward`] reads: one sequence's own rows, the last of its cache.
 pub(super) struct Upstream<'a> {
     pub q: &'a [f32],
     pub out: &'a [f32],
@@ -29,8 +29,9 @@ struct Tile {
     ds: [[f32; BLOCK]; TILE],
 }
 
-/// Gradients of one key-value head's group in one sequence: writes `dq` `[rows][N][D]` and `dkv` `[rows][2][M][D]`
-/// at this group's places, returns the sinks' gradient `[group]`.
+/// Gradients of one key-value head's group from one sequence's own rows: writes `dq` `[rows][N][D]`, and into `dkv`
+/// `[rows][2][M][D]` and `dkv_shared` `[positions before][2][M][D]`, which are cleared, at this group's places; returns the
+/// sinks' gradient `[group]`.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub(super) fn attend_backward(
     attention: &Attention,
@@ -39,24 +40,34 @@ pub(super) fn attend_backward(
     up: &Upstream,
     dq: &Rows,
     dkv: &Rows,
+    dkv_shared: &Rows,
 ) -> Vec<f32> {
     let Attention { heads, kv_heads, head_dim: d, .. } = *attention;
     let group = heads / kv_heads;
     let length = cache.len();
-    let mut deltas = buffer(length * group);
+    let own = up.lse.len() / heads;
+    let first = length - own;
+    let mut deltas = buffer(own * group);
     let mut dsinks = vec![0f32; group];
-    for position in 0..length {
+    for row in 0..own {
         for head in 0..group {
-            let place = position * heads + kv_head * group + head;
+            let place = row * heads + kv_head * group + head;
             let (grad, output) = (&up.grad[place * d..(place + 1) * d], &up.out[place * d..(place + 1) * d]);
             let delta = sum_lanes(d, |c| grad[c] * output[c]);
-            deltas[position * group + head] = delta;
+            deltas[row * group + head] = delta;
             let sink = attention.sink(up.sinks, kv_head * group + head);
             dsinks[head] -= exp(sink - up.lse[place]) * delta;
         }
     }
     let (mut keys, mut values_t) = (buffer(BLOCK * d), buffer(BLOCK * d));
     for b in 0..length.div_ceil(BLOCK) {
+        let last_key = ((b + 1) * BLOCK).min(length) - 1;
+        // A window hides the block from queries far behind it.
+        let end = attention.window.map_or(length, |w| length.min(last_key + w));
+        let begin = first.max(b * BLOCK);
+        if begin >= end {
+            continue;
+        }
         let block = cache.block(b);
         let keys_t = &block.keys[kv_head * d * BLOCK..(kv_head + 1) * d * BLOCK];
         let values = &block.values[kv_head * d * BLOCK..(kv_head + 1) * d * BLOCK];
@@ -67,11 +78,8 @@ pub(super) fn attend_backward(
             }
         }
         let (mut dk, mut dv) = (buffer(BLOCK * d), buffer(BLOCK * d));
-        let last_key = ((b + 1) * BLOCK).min(length) - 1;
-        // A window hides the block from queries far behind it.
-        let end = attention.window.map_or(length, |w| length.min(last_key + w));
-        let first_row = b * BLOCK * group;
-        let rows = end * group - first_row;
+        let first_row = (begin - first) * group;
+        let rows = (end - begin) * group;
         for start in (0..rows).step_by(TILE) {
             let mut tile = Tile {
                 rows: TILE.min(rows - start),
@@ -81,10 +89,10 @@ pub(super) fn attend_backward(
             };
             for r in 0..tile.rows {
                 let row = first_row + start + r;
-                let (position, head) = (row / group, row % group);
-                let place = position * heads + kv_head * group + head;
+                let (own, head) = (row / group, row % group);
+                let place = own * heads + kv_head * group + head;
                 tile.places[r] = place;
-                let (low, high) = visible(attention, position, b);
+                let (low, high) = visible(attention, first + own, b);
                 let scale = attention.scale();
                 let query = &up.q[place * d..(place + 1) * d];
                 let scores = block_scores(query, keys_t, scale, low, high);
@@ -104,7 +112,10 @@ pub(super) fn attend_backward(
             }
         }
         for position in b * BLOCK..=last_key {
-            let row = position * 2 * kv_heads * d;
+            let (dkv, row) = match position.checked_sub(first) {
+                Some(own) => (dkv, own * 2 * kv_heads * d),
+                None => (dkv_shared, position * 2 * kv_heads * d),
+            };
             let at = (position - b * BLOCK) * d..(position - b * BLOCK + 1) * d;
             dkv.at(row + kv_head * d, d).copy_from_slice(&dk[at.clone()]);
             dkv.at(row + (kv_heads + kv_head) * d, d).copy_from_slice(&dv[at]);

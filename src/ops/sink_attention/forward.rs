@@ -29,30 +29,42 @@ pub(super) fn block_scores(q: &[f32], keys: &[f32], scale: f32, low: usize, high
     scores
 }
 
-/// `o ← o · shrink + Σ_j p_j v_j`, in the order of the keys.
+/// `o ← o · shrink + Σ_j p_j v_j` for `G` heads side by side, in the order of the keys: `o [G][D]`, keys `low..high` of the block.
 #[inline(always)]
-pub(super) fn add_values(o: &mut [f32], p: &[f32], values: &[f32], shrink: f32) {
-    let d = o.len();
+fn add_values<const G: usize>(
+    o: &mut [f32],
+    p: &[[f32; BLOCK]; G],
+    values: &[f32],
+    (low, high): (usize, usize),
+    shrink: &[f32; G],
+) {
+    let d = o.len() / G;
     let mut start = 0;
-    // A vector's width at a time, so that sums stay in a register.
+    // A vector's width at a time, so that sums stay in a register; the heads' chains of additions run side by side.
     while start + LANES <= d {
-        let mut sums = [0f32; LANES];
-        sums.copy_from_slice(&o[start..start + LANES]);
-        for x in &mut sums {
-            *x *= shrink;
+        let mut sums = [[0f32; LANES]; G];
+        for (g, sums) in sums.iter_mut().enumerate() {
+            sums.copy_from_slice(&o[g * d + start..g * d + start + LANES]);
+            sums.iter_mut().for_each(|x| *x *= shrink[g]);
         }
-        for (&p, value) in p.iter().zip(values.chunks_exact(d)) {
-            let value = &value[start..start + LANES];
-            for c in 0..LANES {
-                sums[c] = p.mul_add(value[c], sums[c]);
+        for j in low..high {
+            let value = &values[j * d + start..j * d + start + LANES];
+            for (sums, p) in sums.iter_mut().zip(p) {
+                for (sum, &value) in sums.iter_mut().zip(value) {
+                    *sum = p[j].mul_add(value, *sum);
+                }
             }
         }
-        o[start..start + LANES].copy_from_slice(&sums);
+        for (g, sums) in sums.iter().enumerate() {
+            o[g * d + start..g * d + start + LANES].copy_from_slice(sums);
+        }
         start += LANES;
     }
-    for (c, x) in o.iter_mut().enumerate().skip(start) {
-        let shrunk = *x * shrink;
-        *x = p.iter().zip(values.chunks_exact(d)).fold(shrunk, |sum, (&p, value)| p.mul_add(value[c], sum));
+    for (g, p) in p.iter().enumerate() {
+        for c in start..d {
+            let x = &mut o[g * d + c];
+            *x = (low..high).fold(*x * shrink[g], |sum, j| p[j].mul_add(values[j * d + c], sum));
+        }
     }
 }
 
@@ -63,46 +75,98 @@ pub(super) fn visible(attention: &Attention, position: usize, b: usize) -> (usiz
     (low, (position + 1 - b * BLOCK).min(BLOCK))
 }
 
-/// One query, and where its keys are.
+/// The queries of `G` heads of one group at one position, and where their keys are.
 #[derive(Clone, Copy)]
-struct Query<'a> {
+struct Queries<'a, const G: usize> {
     attention: &'a Attention,
     cache: &'a KvSequence,
     kv_head: usize,
     position: usize,
+    /// `[G][D]`.
     q: &'a [f32],
-    sink: f32,
+    sinks: [f32; G],
 }
 
-impl Query<'_> {
-    /// Walks the keys of one chunk in ascending order; `o` becomes its `O`.
+impl<const G: usize> Queries<'_, G> {
+    /// Walks the keys of one chunk in ascending order; `o [G][D]` becomes their `O`.
     #[inline(always)]
-    fn walk(&self, chunk: usize, o: &mut [f32]) -> Softmax {
-        let Self { attention, cache, kv_head, position, q, sink } = *self;
+    fn walk(&self, chunk: usize, o: &mut [f32]) -> [Softmax; G] {
+        let Self { attention, cache, kv_head, position, q, sinks } = *self;
         let d = attention.head_dim;
         let part = kv_head * d * BLOCK..(kv_head + 1) * d * BLOCK;
         let scale = attention.scale();
-        let Softmax { mut maximum, mut total } = Softmax::new(sink);
+        let mut softmaxes = sinks.map(Softmax::new);
         o.fill(0.0);
         let blocks = blocks(attention, position, chunk);
         let first = *blocks.start();
         for b in blocks {
             let block = cache.block(b);
             let (low, high) = visible(attention, position, b);
-            let mut p = block_scores(q, &block.keys[part.clone()], scale, low, high);
-            let of_block = max_lanes(&p);
-            let highest = if of_block > maximum { of_block } else { maximum };
-            for x in &mut p {
-                *x = exp(*x - highest);
+            let (mut p, mut shrink) = ([[0f32; BLOCK]; G], [0f32; G]);
+            for (g, p) in p.iter_mut().enumerate() {
+                *p = block_scores(&q[g * d..(g + 1) * d], &block.keys[part.clone()], scale, low, high);
             }
-            // Before the first block there are only zeros to shrink.
-            let shrink = if b == first { 0.0 } else { exp(maximum - highest) };
-            maximum = highest;
-            total = total * shrink + sum_lanes(BLOCK, |j| p[j]);
-            add_values(o, &p[low..high], &block.values[part.clone()][low * d..high * d], shrink);
+            for (g, p) in p.iter_mut().enumerate() {
+                let Softmax { maximum, total } = &mut softmaxes[g];
+                let of_block = max_lanes(p);
+                let highest = if of_block > *maximum { of_block } else { *maximum };
+                for x in p.iter_mut() {
+                    *x = exp(*x - highest);
+                }
+                // Before the first block there are only zeros to shrink.
+                shrink[g] = if b == first { 0.0 } else { exp(*maximum - highest) };
+                *maximum = highest;
+                *total = *total * shrink[g] + sum_lanes(BLOCK, |j| p[j]);
+            }
+            add_values(o, &p, &block.values[part.clone()], (low, high), &shrink);
         }
-        Softmax { maximum, total }
+        softmaxes
     }
+
+    /// Walks all keys: output and log-sum-exp. `chunk_o` is scratch.
+    #[inline(always)]
+    fn attend(&self, o: &mut [f32], lse: &mut [f32], chunk_o: &mut Vec<f32>) {
+        let d = self.attention.head_dim;
+        let mut chunks = chunks(self.attention, self.position);
+        // The first is taken as it is: to merge it into nothing would change nothing.
+        let mut softmaxes = chunks.next().map_or(self.sinks.map(Softmax::new), |chunk| self.walk(chunk, o));
+        for chunk in chunks {
+            chunk_o.resize(G * d, 0.0);
+            let of_chunk = self.walk(chunk, chunk_o);
+            for (g, softmax) in softmaxes.iter_mut().enumerate() {
+                softmax.merge(&mut o[g * d..(g + 1) * d], of_chunk[g], &chunk_o[g * d..(g + 1) * d]);
+            }
+        }
+        for (g, softmax) in softmaxes.into_iter().enumerate() {
+            lse[g] = softmax.finish(&mut o[g * d..(g + 1) * d], self.sinks[g]);
+        }
+    }
+}
+
+/// Calls the body with `G` and the first head of every set of heads that are walked side by side: 4, 2 or 1.
+macro_rules! each_set_of_heads {
+    ($heads:expr, |$G:ident, $head:ident| $body:block) => {{
+        let std::ops::Range { start: mut $head, end } = $heads;
+        while $head < end {
+            match end - $head {
+                4.. => {
+                    const $G: usize = 4;
+                    $body
+                    $head += $G;
+                }
+                2.. => {
+                    const $G: usize = 2;
+                    $body
+                    $head += $G;
+                }
+                _ => {
+                    const $G: usize = 1;
+                    $body
+                    $head += $G;
+                }
+            }
+        }
+    }};
 }
 
 /// Output and log-sum-exp of the queries of one key-value head's group, for rows at positions `first..`.
@@ -125,22 +189,13 @@ pub(super) fn attend(
     let mut chunk_o = vec![];
     for row in 0..q.len() / (heads * d) {
         let position = first + row;
-        for head in kv_head * group..(kv_head + 1) * group {
+        each_set_of_heads!(kv_head * group..(kv_head + 1) * group, |G, head| {
             let place = row * heads + head;
-            let sink = attention.sink(sinks, head);
-            let q = &q[place * d..(place + 1) * d];
-            let query = Query { attention, cache, kv_head, position, q, sink };
-            let o = out.at(place * d, d);
-            let mut chunks = chunks(attention, position);
-            // The first is taken as it is: to merge it into nothing would change nothing.
-            let mut softmax = chunks.next().map_or(Softmax::new(sink), |chunk| query.walk(chunk, o));
-            for chunk in chunks {
-                chunk_o.resize(d, 0.0);
-                let of_chunk = query.walk(chunk, &mut chunk_o);
-                softmax.merge(o, of_chunk, &chunk_o);
-            }
-            lse.at(place, 1)[0] = softmax.finish(o, sink);
-        }
+            let sinks: [f32; G] = std::array::from_fn(|g| attention.sink(sinks, head + g));
+            let q = &q[place * d..(place + G) * d];
+            let queries = Queries { attention, cache, kv_head, position, q, sinks };
+            queries.attend(out.at(place * d, G * d), lse.at(place, G), &mut chunk_o);
+        });
     }
 }
 
@@ -164,13 +219,14 @@ pub(super) fn attend_chunk(
     let Attention { heads, kv_heads, head_dim: d, .. } = *attention;
     let group = heads / kv_heads;
     let mut o = buffer(group * d);
-    let softmaxes = (0..group).zip(o.chunks_exact_mut(d)).map(|(g, o)| {
-        let head = kv_head * group + g;
-        let sink = attention.sink(sinks, head);
-        let q = &q[head * d..(head + 1) * d];
-        Query { attention, cache, kv_head, position, q, sink }.walk(chunk, o)
+    let mut softmaxes = Vec::with_capacity(group);
+    each_set_of_heads!(kv_head * group..(kv_head + 1) * group, |G, head| {
+        let sinks: [f32; G] = std::array::from_fn(|g| attention.sink(sinks, head + g));
+        let q = &q[head * d..(head + G) * d];
+        let own = softmaxes.len() * d;
+        let queries = Queries { attention, cache, kv_head, position, q, sinks };
+        softmaxes.extend(queries.walk(chunk, &mut o[own..own + G * d]));
     });
-    let softmaxes = softmaxes.collect();
     ChunkState { softmaxes, o }
 }
 

@@ -29,6 +29,23 @@ const WARNED_SHARE: f64 = 0.9;
 /// Tokens that frame a tool's reply.
 const REPLY_FRAME_TOKENS: usize = 32;
 
+/// What passes that run side by side may keep of their layers for the backward, unless the recipe says whether they do.
+const KEPT_BYTES_MAX: u64 = 1 << 30;
+
+/// Whether a pass computes its layers again in the backward: as the recipe says, or as `weight_bytes` of weights and so many
+/// threads make it worth. It changes no bit.
+pub fn recomputes_layers(recipe: &Recipe, config: &Config, weight_bytes: u64, threads: usize) -> bool {
+    recipe.train.recompute_layers.unwrap_or_else(|| {
+        let tokens = recipe.train.micro_batch_tokens;
+        let pass = PassShape { config, tokens, targets: tokens };
+        passes_at_once(weight_bytes, threads).saturating_mul(pass.both_ways(false)) > KEPT_BYTES_MAX
+    })
+}
+
+fn passes_at_once(weight_bytes: u64, threads: usize) -> u64 {
+    if side_by_side(weight_bytes) { threads as u64 } else { 1 }
+}
+
 /// What a command does with the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Intent {
@@ -290,14 +307,14 @@ impl Subject<'_> {
         };
         let tokens = recipe.train.micro_batch_tokens.max(self.longest()).min(trajectories * self.longest());
         let pass = PassShape { config: self.config, tokens, targets: tokens };
-        let at_once = if side_by_side(self.weight_bytes()) { self.threads as u64 } else { 1 };
+        let at_once = passes_at_once(self.weight_bytes(), self.threads);
         if self.intent == Intent::CheckMismatch {
             phases.push(("comparison", vec![MemoryPart { name: "activations", bytes: pass.forward() }]));
             return phases;
         }
-        let bytes = at_once * pass.both_ways(recipe.train.recompute_layers);
-        let name =
-            if recipe.train.recompute_layers { "activations, recomputed" } else { "activations, all kept" };
+        let recomputes = recomputes_layers(recipe, self.config, self.weight_bytes(), self.threads);
+        let bytes = at_once * pass.both_ways(recomputes);
+        let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
         phases.push(("update", vec![MemoryPart { name, bytes }]));
         phases
     }

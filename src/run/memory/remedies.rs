@@ -60,7 +60,7 @@ impl Subject<'_> {
             with(format!("train.micro_batch_tokens = {tokens}"), &|r| r.train.micro_batch_tokens = tokens);
         }
         if self.intent.learns() {
-            with("train.recompute_layers = true".into(), &|r| r.train.recompute_layers = true);
+            with("train.recompute_layers = true".into(), &|r| r.train.recompute_layers = Some(true));
             with("train.optimizer.kind = \"sgd\"".into(), &|r| r.train.optimizer.kind = OptimizerKind::Sgd);
             if let Some(frozen) = self.with_frozen_experts() {
                 changes.push((format!("train.freeze = [{FROZEN_EXPERTS:?}]"), frozen));

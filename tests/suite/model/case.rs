@@ -15,7 +15,7 @@ use rloss::model::policy_view::PolicyView;
 use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::model::trunk::{self, Trunk};
 use rloss::model::weights::Head;
-use rloss::ops;
+use rloss::ops::{self, SequenceRows};
 use rloss::recipe::{OptimizerConfig as OptimizerSettings, OptimizerKind};
 use rloss::train::batch::{MicroBatch, Sequence};
 use rloss::train::forward_backward::{HeadGradient, PassOutput, PassSettings};
@@ -244,7 +244,7 @@ impl Case {
             .iter()
             .for_each(|r| cu_seqlens.push(cu_seqlens[cu_seqlens.len() - 1] + r.tokens.len()));
         let rotation = self.model.rotation(positions);
-        let attend = &mut PackedAttention { cu_seqlens: Arc::new(cu_seqlens) };
+        let attend = &mut PackedAttention { sequence_rows: Arc::new(SequenceRows::separate(&cu_seqlens)) };
         let rows = &mut rloss::model::forward::Rows { rotation, attend, replay: None };
         let x = policy.trunk().walk(&Arc::new(tokens), rows, &mut trunk::nothing).unwrap();
         head(&policy.trunk(), &x)

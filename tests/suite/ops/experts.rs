@@ -68,7 +68,7 @@ fn dispatch_grouped_product_and_combine_equal_plain_loops() {
         let (plan, sorted) = (case.plan(), case.sorted());
         let Case { tokens, top_k, experts, .. } = case;
         let (k, n) = (1 + seed as usize % 5, 1 + seed as usize % 7);
-        let counts = plan.counts().unwrap();
+        let counts = plan.counts(None).unwrap();
         assert_eq!(counts.len(), experts);
         for (e, &count) in counts.iter().enumerate() {
             assert_eq!(count, case.routes.iter().filter(|&&r| r as usize == e).count());
@@ -216,7 +216,7 @@ fn load_balance_is_the_switch_loss_with_constant_fractions() {
     check(
         "load_balance",
         &[&logits],
-        |v| ops::load_balance(v[0], &dispatched).unwrap(),
+        |v| ops::load_balance(v[0], &dispatched, None).unwrap(),
         |v| {
             let mut loss = 0.0;
             for z in v[0].chunks_exact(experts) {
@@ -232,7 +232,7 @@ fn load_balance_is_the_switch_loss_with_constant_fractions() {
     let even = Var::zeros((6, 3), candle_core::DType::F32, &Device::Cpu).unwrap();
     assert_close(
         "balanced",
-        &floats(&ops::load_balance(&even, &plan(&[0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2], 2, 3)).unwrap()),
+        &floats(&ops::load_balance(&even, &plan(&[0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2], 2, 3), None).unwrap()),
         &[2.0],
     );
 }

@@ -14,7 +14,7 @@ fn training_forward(
     let sequence = |t: &&Trajectory| Sequence { tokens: t.tokens.clone(), mask: t.mask.clone() };
     let sequences: Vec<_> = trajectories.iter().map(sequence).collect();
     let mut results = vec![];
-    for batch in &MicroBatch::split(&sequences, 1000) {
+    for batch in &MicroBatch::split_sharing(&sequences, 1000, |_| usize::MAX) {
         let settings = PassSettings {
             recompute_layers: true,
             temperature,
@@ -25,11 +25,11 @@ fn training_forward(
         let pass = Pass { model, weights, batch, settings }.forward().unwrap();
         let layers: Vec<Vec<Vec<u32>>> = pass.routes.iter().map(|layer| layer.to_vec2().unwrap()).collect();
         for i in 0..batch.sequences.len() {
-            let (rows, inputs) = (&batch.cu_targets[i..i + 2], &batch.cu_seqlens[i..i + 2]);
+            let rows = &batch.cu_targets[i..i + 2];
             let experts = |t: usize| layers.iter().flat_map(|layer| &layer[t]).map(|&e| e as u16).collect();
             results.push((
                 pass.log_probs[rows[0]..rows[1]].to_vec(),
-                (inputs[0]..inputs[1]).map(experts).collect(),
+                batch.sequence_rows.path(i).into_iter().map(experts).collect(),
             ));
         }
     }

@@ -1,0 +1,273 @@
+//! One GRPO step from end to end: rollout, loss, gradients, update. `cargo bench --bench step -- --hidden 512 ...`
+//!
+//! Prints one JSON line: seconds and processor seconds of each step, apart for rollout and update. Everything but shapes is at
+//! the recipe's defaults. Responses have a fixed length: tokens that would end one are replaced, as any peer is told not to stop.
+
+#[path = "../src/allocator.rs"]
+mod allocator;
+mod models;
+
+use anyhow::{Context, Result, ensure};
+use clap::Parser;
+use models::{TINY, config, random};
+use rloss::harmony::Message;
+use rloss::model::config::{Config, LayerType};
+use rloss::model::forward::ForwardOptions;
+use rloss::model::policy_view::PolicyView;
+use rloss::ops::threads::Threads;
+use rloss::recipe::Recipe;
+use rloss::rollout::{Prompt, Rollout, RolloutSettings, SampledPlace, Sampling, TokenSource};
+use rloss::run::memory::recomputes_layers;
+use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
+use rloss::train::accumulate::Learner;
+use rloss::train::forward_backward::PassSettings;
+use rloss::train::gradients::clip;
+use rloss::train::optimizer::Optimizer;
+use rloss::train::policy_step::PolicyStep;
+use rloss::trajectory::Group;
+use serde_json::json;
+use std::time::Instant;
+
+/// The shapes; the defaults are "tiny" of docs/BENCHMARKS.md.
+#[derive(Parser)]
+struct Shapes {
+    #[arg(long, default_value_t = 64)]
+    hidden: usize,
+    #[arg(long, default_value_t = 4)]
+    layers: usize,
+    #[arg(long, default_value_t = 4)]
+    heads: usize,
+    #[arg(long, default_value_t = 2)]
+    kv: usize,
+    #[arg(long, default_value_t = 16)]
+    head_dim: usize,
+    #[arg(long, default_value_t = 64)]
+    inter: usize,
+    #[arg(long, default_value_t = 8)]
+    experts: usize,
+    #[arg(long, default_value_t = 2)]
+    topk: usize,
+    #[arg(long, default_value_t = 320)]
+    vocab: usize,
+    #[arg(long, default_value_t = 8)]
+    prompts: u64,
+    #[arg(long, default_value_t = 8)]
+    samples: usize,
+    #[arg(long, default_value_t = 64)]
+    prompt_tokens: usize,
+    #[arg(long, default_value_t = 64)]
+    response_tokens: usize,
+    #[arg(long, default_value_t = 4)]
+    steps: u64,
+    #[arg(long, default_value_t = 2)]
+    threads: usize,
+    /// What cargo tells every benchmark.
+    #[arg(long)]
+    bench: bool,
+}
+
+impl Shapes {
+    fn config(&self) -> Config {
+        Config {
+            vocab_size: self.vocab,
+            hidden_size: self.hidden,
+            num_hidden_layers: self.layers,
+            num_attention_heads: self.heads,
+            num_key_value_heads: self.kv,
+            head_dim: self.head_dim,
+            intermediate_size: self.inter,
+            num_local_experts: self.experts,
+            num_experts_per_tok: self.topk,
+            sliding_window: 16,
+            layer_types: LayerType::alternating(self.layers),
+            ..config(TINY)
+        }
+    }
+}
+
+/// Ids below are control tokens of the embedded vocabulary, those from [`TEXT_END`] on are none of its.
+const TEXT: u32 = 16;
+const TEXT_END: u32 = 272;
+
+/// Samples from the model; what is no text becomes text, so that nothing ends a response early.
+struct TextOnly;
+
+impl TokenSource for TextOnly {
+    fn sampling(&self) -> Sampling {
+        Sampling::whole(1.0)
+    }
+
+    fn choose(&self, _: SampledPlace, drawn: u32) -> Result<u32> {
+        let text = TEXT..TEXT_END;
+        Ok(if text.contains(&drawn) { drawn } else { TEXT + drawn % (TEXT_END - TEXT) })
+    }
+}
+
+/// Prompts of one length.
+struct Numbers {
+    characters: usize,
+}
+
+impl Task for Numbers {
+    fn name(&self) -> &str {
+        "numbers"
+    }
+
+    fn training_problem(&self, _: u64, index: u64) -> Problem {
+        Problem {
+            id: format!("numbers/{index}"),
+            messages: vec![Message::user(format!("{index:0width$}", width = self.characters))],
+            answer: serde_json::Value::Null,
+        }
+    }
+
+    fn validation_sets(&self) -> &[ValidationSet] {
+        &[]
+    }
+
+    fn uses_python(&self) -> bool {
+        false
+    }
+
+    fn reward(&self, _: &Problem, _: &Transcript) -> Result<Reward> {
+        Ok(Reward { value: 0.0, success: false })
+    }
+}
+
+/// What the system counts of this process.
+fn usage() -> libc::rusage {
+    // SAFETY: the struct is plain numbers, and the call fills all of it.
+    unsafe {
+        let mut usage: libc::rusage = std::mem::zeroed();
+        libc::getrusage(libc::RUSAGE_SELF, &mut usage);
+        usage
+    }
+}
+
+/// Processor seconds of this process so far, and its page faults that needed no disk.
+fn processor_and_faults() -> (f64, i64) {
+    let usage = usage();
+    let seconds = |t: libc::timeval| t.tv_sec as f64 + t.tv_usec as f64 * 1e-6;
+    (seconds(usage.ru_utime) + seconds(usage.ru_stime), usage.ru_minflt)
+}
+
+/// What a stage of a step took.
+#[derive(Clone, Copy)]
+struct Spent {
+    seconds: f64,
+    processor: f64,
+    faults: i64,
+}
+
+fn time<R>(run: impl FnOnce() -> Result<R>) -> Result<(R, Spent)> {
+    let (start, (processor, faults)) = (Instant::now(), processor_and_faults());
+    let result = run()?;
+    let seconds = start.elapsed().as_secs_f64();
+    let (processor_end, faults_end) = processor_and_faults();
+    Ok((result, Spent { seconds, processor: processor_end - processor, faults: faults_end - faults }))
+}
+
+fn main() -> Result<()> {
+    allocator::keep_memory();
+    // As in src/main.rs.
+    // SAFETY: no other thread has been started yet.
+    unsafe { std::env::set_var("CANDLE_NUM_THREADS", "1") };
+    let shapes = Shapes::parse();
+    let config = shapes.config();
+    let threads = Threads::new(shapes.threads)?;
+    let chat = config.family.embedded_chat()?;
+    let (model, mut parameters) = random(config);
+    let recipe = Recipe::default();
+    let (policy, train, optimizer_settings) = (&recipe.policy, &recipe.train, &recipe.train.optimizer);
+    let recompute_layers = recomputes_layers(&recipe, &model.config, parameters.bytes(), threads.count());
+    let mut optimizer = Optimizer::new(optimizer_settings, &mut parameters, false)?;
+    let around = chat.prompt(&[Message::user(String::new())])?.len();
+    let characters = shapes.prompt_tokens.checked_sub(around).context("--prompt-tokens is too small")?;
+    let task = Numbers { characters };
+    let (mut rollouts, mut updates) = (vec![], vec![]);
+    // The first step is not counted: on either side it is the one that meets fresh memory.
+    for step in 0..=shapes.steps {
+        let settings = RolloutSettings {
+            sampling: Sampling::whole(1.0),
+            turns_max: 1,
+            response_tokens_max: shapes.response_tokens,
+            prompt_tokens_max: shapes.prompt_tokens,
+            sequences_max: 64,
+            tool_calls_concurrent_max: 1,
+            keep_routes: false,
+            seed: 0,
+            purpose: rloss::random::Purpose::Sampling,
+            step,
+            preamble: vec![],
+        };
+        let prompts: Vec<Prompt> = (0..shapes.prompts)
+            .map(|i| step * shapes.prompts + i)
+            .map(|index| Prompt { index, problem: task.training_problem(0, index) })
+            .collect();
+        let (mut groups, rollout): (Vec<Group>, _) = time(|| {
+            let policy = &PolicyView::plain(&model, &parameters)?;
+            let settings = &settings;
+            let rollout =
+                Rollout { threads: &threads, policy, chat: &chat, task: &task, interpreter: None, settings };
+            let drawn = rollout.groups_from(&TextOnly, &prompts, shapes.samples, &|_| (), &|| false)?;
+            Ok(drawn.context("nobody stopped it")?.groups)
+        })?;
+        for (sample, trajectory) in groups.iter_mut().flat_map(|g| g.trajectories.iter_mut().enumerate()) {
+            trajectory.reward = (sample % 2) as f32;
+            let tokens = shapes.prompt_tokens + shapes.response_tokens;
+            ensure!(trajectory.tokens.len() == tokens, "a response of another length");
+        }
+        let (_, update) = time(|| {
+            let step = PolicyStep {
+                learner: Learner { threads: &threads, model: &model, parameters: &parameters },
+                reference: None,
+                critic: None,
+                policy,
+                kl_coefficient: 0.0,
+                pass: PassSettings {
+                    recompute_layers,
+                    temperature: 1.0,
+                    load_balance: 0.0,
+                    forward: ForwardOptions::default(),
+                },
+                second_forward: None,
+                micro_batch_tokens: train.micro_batch_tokens,
+                updates: 1,
+                response_tokens_max: shapes.response_tokens,
+            };
+            let experience = step.prepare(&groups.iter().collect::<Vec<_>>())?;
+            let update = step.gradients(&experience)?.context("no token counts")?;
+            let gap = step.gap_of(&experience, &update)?.get("mismatch/log_ppl_abs_diff_max");
+            ensure!(gap == Some(0.0), "rollout and training differ: {gap:?}");
+            clip(&mut parameters, optimizer_settings.grad_norm_max)?;
+            optimizer.update(&mut parameters, optimizer_settings.lr)
+        })?;
+        if step > 0 {
+            rollouts.push(rollout);
+            updates.push(update);
+        }
+    }
+    let rounded = |x: f64| (x * 1e4).round() / 1e4;
+    let each = |of: &dyn Fn(&Spent) -> f64, spent: &[Spent]| -> Vec<f64> {
+        spent.iter().map(|s| rounded(of(s))).collect()
+    };
+    let steps: Vec<f64> =
+        rollouts.iter().zip(&updates).map(|(r, u)| rounded(r.seconds + u.seconds)).collect();
+    let (seconds, processor): (&dyn Fn(&Spent) -> f64, &dyn Fn(&Spent) -> f64) =
+        (&|s| s.seconds, &|s| s.processor);
+    println!(
+        "{}",
+        json!({
+            "peer": "rloss",
+            "step_s": steps,
+            "rollout_s": each(seconds, &rollouts),
+            "update_s": each(seconds, &updates),
+            "rollout_processor_s": each(processor, &rollouts),
+            "update_processor_s": each(processor, &updates),
+            "page_faults": rollouts.iter().zip(&updates).map(|(r, u)| r.faults + u.faults).collect::<Vec<_>>(),
+            "peak_bytes": usage().ru_maxrss * 1024,
+            "generated_tokens": shapes.prompts * (shapes.samples * shapes.response_tokens) as u64,
+        })
+    );
+    Ok(())
+}

@@ -1,0 +1,131 @@
+#!/usr/bin/env python3
+"""Times one GRPO step of a random GPT-OSS model in PyTorch and transformers, the shapes of `cargo bench --bench step`.
+
+    scripts/peer_grpo_step.py [--hidden N ...] [--experts-implementation eager|batched_mm|grouped_mm] [--threads N]
+
+A step: `generate` with the KV cache, responses of a fixed length; one forward and backward over all tokens of all
+samples, padding there is none; the gradient's norm clipped; AdamW. This is less than a trainer around it does: no second
+forward for old log-probabilities, no decoding of texts, no logging. Attention is eager, as sinks want it.
+
+Prints one JSON line: seconds of each step but the first, of its rollout and its update, processor seconds, peak memory.
+"""
+
+import argparse
+import json
+import os
+import resource
+import time
+
+SHAPES = dict(
+    hidden=64, layers=4, heads=4, kv=2, head_dim=16, inter=64, experts=8, topk=2, vocab=320,
+    prompts=8, samples=8, prompt_tokens=64, response_tokens=64, steps=4, threads=2,
+)  # fmt: skip
+CLIP = 0.2
+LEARNING_RATE = 1e-6
+GRADIENT_NORM_MAX = 1.0
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in SHAPES.items():
+        parser.add_argument("--" + name.replace("_", "-"), type=int, default=default)
+    parser.add_argument("--experts-implementation", default=None, help="transformers' own choice where it is absent")
+    return parser.parse_args()
+
+
+def model_of(transformers, a):
+    config = transformers.GptOssConfig(
+        vocab_size=a.vocab,
+        hidden_size=a.hidden,
+        num_hidden_layers=a.layers,
+        num_attention_heads=a.heads,
+        num_key_value_heads=a.kv,
+        head_dim=a.head_dim,
+        intermediate_size=a.inter,
+        num_local_experts=a.experts,
+        num_experts_per_tok=a.topk,
+        sliding_window=16,
+        layer_types=["full_attention" if i % 2 else "sliding_attention" for i in range(a.layers)],
+        max_position_embeddings=4096,
+        attn_implementation="eager",
+        pad_token_id=0,
+    )
+    if a.experts_implementation:
+        config._experts_implementation = a.experts_implementation
+    model = transformers.GptOssForCausalLM(config)
+    # Nothing ends a response early: the same work on both sides.
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def rollout(torch, model, prompts, a):
+    model.eval()
+    with torch.no_grad():
+        return model.generate(
+            prompts.repeat_interleave(a.samples, 0),
+            attention_mask=torch.ones(len(prompts) * a.samples, a.prompt_tokens, dtype=torch.long),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=a.response_tokens,
+            min_new_tokens=a.response_tokens,
+        )
+
+
+def update(torch, model, optimizer, tokens, a):
+    """One update on fresh data: the ratio is 1, its gradient is not."""
+    model.train()
+    rewards = torch.tensor([[i % 2 for i in range(a.samples)]] * a.prompts, dtype=torch.float32)
+    centred = rewards - rewards.mean(1, keepdim=True)
+    advantages = (centred / (rewards.std(1, keepdim=True) + 1e-6)).reshape(-1, 1)
+    logits = model(tokens[:, :-1], logits_to_keep=a.response_tokens, use_cache=False).logits
+    targets = tokens[:, -a.response_tokens :, None]
+    log_probs = torch.log_softmax(logits.float(), -1).gather(-1, targets).squeeze(-1)
+    ratio = (log_probs - log_probs.detach()).exp()
+    clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+    loss = -torch.minimum(ratio * advantages, clipped * advantages).mean()
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM_MAX)
+    optimizer.step()
+
+
+def main():
+    a = arguments()
+    os.environ["OMP_NUM_THREADS"] = str(a.threads)
+    import torch
+    import transformers
+
+    torch.set_num_threads(a.threads)
+    torch.manual_seed(0)
+    transformers.logging.set_verbosity_error()
+    model = model_of(transformers, a)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    found = {name: [] for name in ["step_s", "rollout_s", "update_s", "rollout_processor_s", "update_processor_s"]}
+    for step in range(a.steps + 1):
+        prompts = torch.randint(1, a.vocab, (a.prompts, a.prompt_tokens))
+        stamps = [(time.perf_counter(), time.process_time())]
+        tokens = rollout(torch, model, prompts, a)
+        stamps.append((time.perf_counter(), time.process_time()))
+        assert tokens.shape == (a.prompts * a.samples, a.prompt_tokens + a.response_tokens)
+        update(torch, model, optimizer, tokens, a)
+        stamps.append((time.perf_counter(), time.process_time()))
+        if step == 0:  # the one that meets fresh memory
+            continue
+        (start, work), (middle, half), (end, done) = stamps
+        row = [end - start, middle - start, end - middle, half - work, done - half]
+        for values, value in zip(found.values(), row):
+            values.append(round(value, 4))
+    found = {
+        "peer": "transformers",
+        "experts": model.config._experts_implementation,
+        **found,
+        "generated_tokens": a.prompts * a.samples * a.response_tokens,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
