@@ -115,7 +115,7 @@ fn planned(seed: u64, recompute_layers: bool) {
 
     let mut recipe = Recipe::default();
     recipe.cold_start.steps = 0;
-    recipe.train.recompute_layers = recompute_layers;
+    recipe.train.recompute_layers = Some(recompute_layers);
     recipe.train.micro_batch_tokens = tokens;
     // One sequence, so that sampling takes less than the update.
     (recipe.rollout.prompt_tokens_max, recipe.rollout.response_tokens_max) = (8, tokens - 8);

@@ -1,8 +1,7 @@
 //! Tokens with the log-probabilities that someone computed for them.
 
-use crate::train::batch::MicroBatch;
+use crate::train::batch::{MicroBatch, Sequence};
 use std::ops::Range;
-use std::sync::Arc;
 
 /// Sequences that are computed together.
 #[derive(Debug, Clone)]
@@ -74,33 +73,22 @@ impl ObservedBatch {
     /// The sequences `kept`, each by its index, up to its so many first targets.
     fn cut(&self, kept: &[(usize, usize)]) -> Self {
         let whole = &self.tokens;
-        let (mut tokens, mut positions, mut cu_seqlens) = (vec![], vec![], vec![0]);
-        let (mut rows, mut targets, mut cu_targets) = (vec![], vec![], vec![0]);
-        let mut sampled = vec![];
+        let (mut sequences, mut sampled) = (vec![], vec![]);
         for &(index, count) in kept {
-            let (start, own) =
-                (whole.cu_seqlens[index], whole.cu_targets[index]..whole.cu_targets[index] + count);
-            let end = whole.rows[own.clone()].last().map_or(start, |&row| row as usize + 1);
-            rows.extend(
-                whole.rows[own.clone()].iter().map(|&row| (tokens.len() + row as usize - start) as u32),
-            );
-            targets.extend_from_slice(&whole.targets[own.clone()]);
+            let own = whole.cu_targets[index]..whole.cu_targets[index] + count;
+            let path = whole.sequence_rows.path(index);
+            let places = whole.rows[own.clone()].iter().filter_map(|&row| path.binary_search(&(row as usize)).ok());
+            let places: Vec<usize> = places.collect();
+            let length = places.last().map_or(0, |&place| place + 1);
+            let inputs = path[..length].iter().map(|&row| whole.tokens[row]);
+            let tokens: Vec<u32> = inputs.chain(whole.targets[own.clone()].last().copied()).collect();
+            let mut mask = vec![false; tokens.len()];
+            places.iter().for_each(|&place| mask[place + 1] = true);
+            sequences.push(Sequence { tokens, mask });
             sampled.extend_from_slice(&self.sampled[own]);
-            tokens.extend_from_slice(&whole.tokens[start..end]);
-            positions.extend_from_slice(&whole.positions[start..end]);
-            cu_seqlens.push(tokens.len());
-            cu_targets.push(rows.len());
         }
-        let tokens = MicroBatch {
-            sequences: 0..kept.len(),
-            tokens: Arc::new(tokens),
-            positions,
-            cu_seqlens: Arc::new(cu_seqlens),
-            rows: Arc::new(rows),
-            targets: Arc::new(targets),
-            cu_targets,
-            replay: None,
-        };
+        // One micro-batch: nothing is too long for it.
+        let tokens = MicroBatch::split(&sequences, usize::MAX).swap_remove(0);
         Self { tokens, temperature: self.temperature, sampled }
     }
 }
@@ -108,7 +96,6 @@ impl ObservedBatch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::train::batch::Sequence;
 
     #[test]
     fn a_part_holds_whole_sequences_and_the_last_cut_short() {

@@ -116,8 +116,9 @@ mod tests {
         let mut sequence_rows = SequenceRows::default();
         // The third shares more with the second than the second with the first; the fourth is a beginning of the third; the
         // fifth shares with the fourth alone; the sixth begins anew.
-        [(5, 0), (6, 3), (7, 5), (4, 9), (6, 2), (2, 0)]
-            .map(|(length, shared)| sequence_rows.push(length, shared));
+        for (length, shared) in [(5, 0), (6, 3), (7, 5), (4, 9), (6, 2), (2, 0)] {
+            sequence_rows.push(length, shared);
+        }
         let paths: Vec<Vec<usize>> = (0..sequence_rows.sequences()).map(|i| sequence_rows.path(i)).collect();
         assert_eq!(
             paths,
