@@ -253,17 +253,17 @@ fn main() -> Result<()> {
     };
     let steps: Vec<f64> =
         rollouts.iter().zip(&updates).map(|(r, u)| rounded(r.seconds + u.seconds)).collect();
-    let (seconds, processor): (&dyn Fn(&Spent) -> f64, &dyn Fn(&Spent) -> f64) =
-        (&|s| s.seconds, &|s| s.processor);
+    let seconds = |s: &Spent| s.seconds;
+    let processor = |s: &Spent| s.processor;
     println!(
         "{}",
         json!({
             "peer": "rloss",
             "step_s": steps,
-            "rollout_s": each(seconds, &rollouts),
-            "update_s": each(seconds, &updates),
-            "rollout_processor_s": each(processor, &rollouts),
-            "update_processor_s": each(processor, &updates),
+            "rollout_s": each(&seconds, &rollouts),
+            "update_s": each(&seconds, &updates),
+            "rollout_processor_s": each(&processor, &rollouts),
+            "update_processor_s": each(&processor, &updates),
             "page_faults": rollouts.iter().zip(&updates).map(|(r, u)| r.faults + u.faults).collect::<Vec<_>>(),
             "peak_bytes": usage().ru_maxrss * 1024,
             "generated_tokens": shapes.prompts * (shapes.samples * shapes.response_tokens) as u64,

@@ -79,9 +79,9 @@ def tensors(model, sinks=None):
             yield names_of(name), values
 
 
-def write_gguf(path, model, sizes, sinks=None, freq_base=None, window=None):
+def add_metadata(writer, sizes, entries, kinds, eos, bos):
+    """What llama.cpp reads beside the tensors, of transformers' configuration and the vocabulary's entries by id."""
     rope = sizes["rope_parameters"]
-    writer = gguf.GGUFWriter(str(path), "gpt-oss")
     writer.add_block_count(sizes["num_hidden_layers"])
     writer.add_context_length(sizes["max_position_embeddings"])
     writer.add_embedding_length(sizes["hidden_size"])
@@ -92,26 +92,35 @@ def write_gguf(path, model, sizes, sinks=None, freq_base=None, window=None):
     writer.add_key_length(sizes["head_dim"])
     writer.add_value_length(sizes["head_dim"])
     writer.add_layer_norm_rms_eps(sizes["rms_norm_eps"])
-    writer.add_sliding_window(window or sizes["sliding_window"])
+    writer.add_sliding_window(sizes["sliding_window"])
     writer.add_expert_count(sizes["num_local_experts"])
     writer.add_expert_used_count(sizes["num_experts_per_tok"])
     writer.add_rope_dimension_count(sizes["head_dim"])
-    writer.add_rope_freq_base(freq_base or rope["rope_theta"])
+    writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
     writer.add_rope_scaling_factor(rope["factor"])
     writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    entries = list(tokenizer_json("gpt_oss")["model"]["vocab"])
-    special = VOCABULARY["gpt_oss"][0]
-    kinds = [gguf.TokenType.CONTROL if entry in special else gguf.TokenType.NORMAL for entry in entries]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-4o")
     writer.add_token_list(entries)
     writer.add_token_types(kinds)
     # The list must not be empty; nothing asks for this pair, prompts are sent as ids.
     writer.add_token_merges(["\u0100 \u0100"])
-    writer.add_eos_token_id(special.index("<|return|>"))
-    writer.add_bos_token_id(special.index("<|start|>"))
+    writer.add_eos_token_id(eos)
+    writer.add_bos_token_id(bos)
     writer.add_add_bos_token(False)
+
+
+def write_gguf(path, model, sizes, sinks=None, freq_base=None, window=None):
+    rope = sizes["rope_parameters"]
+    written = sizes | dict(
+        sliding_window=window or sizes["sliding_window"],
+        rope_parameters=rope | dict(rope_theta=freq_base or rope["rope_theta"]))
+    entries = list(tokenizer_json("gpt_oss")["model"]["vocab"])
+    special = VOCABULARY["gpt_oss"][0]
+    kinds = [gguf.TokenType.CONTROL if entry in special else gguf.TokenType.NORMAL for entry in entries]
+    writer = gguf.GGUFWriter(str(path), "gpt-oss")
+    add_metadata(writer, written, entries, kinds, eos=special.index("<|return|>"), bos=special.index("<|start|>"))
     for name, values in tensors(model, sinks):
         writer.add_tensor(name, numpy.ascontiguousarray(values, dtype=numpy.float32))
     writer.write_header_to_file()
