@@ -77,7 +77,8 @@ impl ObservedBatch {
         for &(index, count) in kept {
             let own = whole.cu_targets[index]..whole.cu_targets[index] + count;
             let path = whole.sequence_rows.path(index);
-            let places = whole.rows[own.clone()].iter().filter_map(|&row| path.binary_search(&(row as usize)).ok());
+            let places =
+                whole.rows[own.clone()].iter().filter_map(|&row| path.binary_search(&(row as usize)).ok());
             let places: Vec<usize> = places.collect();
             let length = places.last().map_or(0, |&place| place + 1);
             let inputs = path[..length].iter().map(|&row| whole.tokens[row]);

@@ -191,7 +191,12 @@ fn a_full_disk_ends_the_run_with_the_last_checkpoint_intact() {
     assert!(killed(&out, &[], reached));
     let kept = checkpoints(&out);
     assert_eq!(bounded(&resumed(&out, &[]), 200).code(), Some(1));
-    assert_eq!(checkpoints(&out), kept);
+    // The kill may have come before the oldest of them was cleared, which the resume makes up for.
+    let left = checkpoints(&out);
+    assert!(
+        left.ends_with(&["step-000002".into()]) && left.iter().all(|name| kept.contains(name)),
+        "{left:?}"
+    );
     done(&mut resumed(&out, &[]));
     assert_same_results(&out, baseline());
 }
