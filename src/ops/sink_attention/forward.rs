@@ -129,7 +129,10 @@ impl<const G: usize> Queries<'_, G> {
         let d = self.attention.head_dim;
         let mut chunks = chunks(self.attention, self.position);
         // The first is taken as it is: to merge it into nothing would change nothing.
-        let mut softmaxes = chunks.next().map_or(self.sinks.map(Softmax::new), |chunk| self.walk(chunk, o));
+        let mut softmaxes = match chunks.next() {
+            Some(chunk) => self.walk(chunk, o),
+            None => self.sinks.map(Softmax::new),
+        };
         for chunk in chunks {
             chunk_o.resize(G * d, 0.0);
             let of_chunk = self.walk(chunk, chunk_o);
