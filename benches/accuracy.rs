@@ -5,6 +5,7 @@
 use candle_core::{Device, Tensor, Var};
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
+use rloss::ops::SequenceRows;
 use rloss::ops::sink_attention::{Attention, sink_attention};
 use rloss::random::{Purpose, stream};
 use std::sync::Arc;
@@ -90,7 +91,13 @@ fn draw(seed: u64, tokens: usize, window: usize, width: f32) -> candle_core::Res
         sinks: true,
         sink_gradient: true,
     };
-    let o = sink_attention(&q_var, &kv_var, &sinks_var, &Arc::new(vec![0, tokens]), attention)?;
+    let o = sink_attention(
+        &q_var,
+        &kv_var,
+        &sinks_var,
+        &Arc::new(SequenceRows::separate(&[0, tokens])),
+        attention,
+    )?;
     let gradients = (&o * Tensor::from_vec(g.clone(), (tokens, HEADS * DIM), cpu)?)?.sum_all()?.backward()?;
     let flat = |t: &Tensor| t.flatten_all()?.to_vec1::<f32>();
     let of = |v: &Var| flat(gradients.get(v).expect("a gradient"));

@@ -161,7 +161,9 @@ fn files(name: &str, shape: Shape, form: Form) {
     let config = &model.config;
     let folder = std::env::temp_dir().join(format!("rloss-memory-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("a folder");
-    let tensor = |spec: &ParameterSpec| Ok(parameters.named(&spec.name)?.clone());
+    let tensor = |spec: &ParameterSpec| {
+        Ok(parameters.values(parameters.position(&spec.name).unwrap_or_default())?.clone())
+    };
     let write =
         || save(&folder, config, form, &Companions::default(), SHARD_BYTES_MAX, tensor).expect("saved");
     let (_, saving) = peak_of(0, write);

@@ -33,7 +33,7 @@ impl Attend for PackedAttention {
         sinks: &Tensor,
         attention: Attention,
     ) -> Result<Tensor> {
-        Ok(ops::sink_attention_sharing(q, kv, sinks, &self.sequence_rows, attention)?)
+        Ok(ops::sink_attention(q, kv, sinks, &self.sequence_rows, attention)?)
     }
 }
 

@@ -185,14 +185,6 @@ impl Parameters {
         }
     }
 
-    /// Those of the tensor named `name`.
-    ///
-    /// # Errors
-    /// When there is none, or it is packed.
-    pub fn named(&self, name: &str) -> Result<&Tensor> {
-        self.values(self.position(name).with_context(|| format!("no tensor {name}"))?)
-    }
-
     /// The values with all their digits: what an optimizer keeps of them, or they themselves.
     ///
     /// # Errors

@@ -54,6 +54,6 @@ pub use router::{route, top_k_softmax};
 pub use router_noise::router_noise;
 pub use sequence_rows::SequenceRows;
 pub use silu_gated::silu_gated;
-pub use sink_attention::{sink_attention, sink_attention_cached, sink_attention_sharing};
+pub use sink_attention::{sink_attention, sink_attention_cached};
 pub use swiglu::swiglu;
 pub use upstream::upstream;

@@ -73,26 +73,12 @@ impl Attention {
 
 /// Attention of packed sequences: `q [T, N, D]`, `kv [T, 2, M, D]`, `sinks [N]` → `[T, N·D]`, differentiable in all three.
 ///
-/// `cu_seqlens` holds the start of each sequence and `T` at the end; positions count from each start. On the CPU all is
-/// f32; on a GPU `q` and `kv` are bf16, `sinks` f32, `D` is 64, and all are contiguous.
+/// `sequence_rows` says which rows are whose; on the CPU sequences may share what they begin with. There all is f32; on a GPU
+/// `q` and `kv` are bf16, `sinks` f32, `D` is 64, and all are contiguous.
 ///
 /// # Errors
-/// When shapes disagree with `attention` or `cu_seqlens`; on a GPU, what [`plan`] refuses.
+/// When shapes disagree with `attention` or `sequence_rows`; on a GPU, what [`plan`] refuses, and rows that are shared.
 pub fn sink_attention(
-    q: &Tensor,
-    kv: &Tensor,
-    sinks: &Tensor,
-    cu_seqlens: &Arc<Vec<usize>>,
-    attention: Attention,
-) -> Result<Tensor> {
-    sink_attention_sharing(q, kv, sinks, &Arc::new(SequenceRows::separate(cu_seqlens)), attention)
-}
-
-/// The same where sequences may share what they begin with, as `sequence_rows` says: on the CPU alone.
-///
-/// # Errors
-/// When shapes disagree with `attention` or `sequence_rows`; on a GPU, rows that are shared.
-pub fn sink_attention_sharing(
     q: &Tensor,
     kv: &Tensor,
     sinks: &Tensor,

@@ -120,7 +120,7 @@ fn a_new_critic_is_the_policys_trunk_with_a_small_head_of_its_own() {
         let read = |p: &Parameters, i: usize| tiny::values(p.values(i).unwrap());
         assert_eq!(read(critic, position), read(policy, index), "{}", spec.name);
     }
-    let head = tiny::values(critic.named("score.weight").unwrap());
+    let head = tiny::values(tiny::named(critic, "score.weight"));
     let std = (head.iter().map(|w| w * w).sum::<f32>() / 64.0).sqrt();
     assert!(head.len() == 64 && (0.01..0.022).contains(&std), "{std} of 1/65");
     // Its own memory: what moves the critic leaves the policy as it is.

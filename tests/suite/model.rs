@@ -2,7 +2,7 @@
 
 mod case;
 
-use crate::tiny::load;
+use crate::tiny::{self, load};
 use case::{Case, Figures};
 use rloss::model::config::{Config, Form};
 use rloss::model::forward::ForwardOptions;
@@ -163,7 +163,7 @@ fn an_mxfp4_folder_computes_as_its_dequantised_weights_to_the_bit() {
     let write = |parameters: &Parameters, form| {
         let folder = tempfile::tempdir().unwrap();
         let tensor =
-            |spec: &rloss::model::names::ParameterSpec| Ok(parameters.named(&spec.name).unwrap().clone());
+            |spec: &rloss::model::names::ParameterSpec| Ok(tiny::named(parameters, &spec.name).clone());
         save(folder.path(), &config, form, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
         Parameters::new(&config, load(folder.path(), &config).unwrap()).unwrap()
     };

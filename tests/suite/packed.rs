@@ -36,7 +36,7 @@ fn folder(config: &Config, form: Form, shard_bytes: u64) -> TempDir {
     let tensors = init(config, &settings, 8).unwrap();
     let parameters = Parameters::new(config, tensors.into_iter().map(Ok)).unwrap();
     let folder = TempDir::new().unwrap();
-    let tensor = |spec: &ParameterSpec| Ok(parameters.named(&spec.name).unwrap().clone());
+    let tensor = |spec: &ParameterSpec| Ok(tiny::named(&parameters, &spec.name).clone());
     save(folder.path(), config, form, &Companions::default(), shard_bytes, tensor).unwrap();
     folder
 }

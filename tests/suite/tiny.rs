@@ -76,6 +76,11 @@ pub fn load(
     }))
 }
 
+/// The tensor named `name`.
+pub fn named<'a>(parameters: &'a Parameters, name: &str) -> &'a Tensor {
+    parameters.values(parameters.position(name).unwrap()).unwrap()
+}
+
 /// A tensor's values.
 pub fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.flatten_all().unwrap().to_vec1().unwrap()

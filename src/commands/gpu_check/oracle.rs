@@ -4,8 +4,8 @@ use super::Verdicts;
 use super::links::{Bits, training};
 use super::problem::{Problem, Shape, Values, attention};
 use crate::ops::cuda::kernel_set;
-use crate::ops::sink_attention;
 use crate::ops::sink_attention::kernels::KERNEL_SETS;
+use crate::ops::{SequenceRows, sink_attention};
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use half::bf16;
@@ -145,8 +145,8 @@ pub(super) const TENSORS: Tensors = [
 fn through_the_op(problem: &Problem, device: &Device) -> Result<Values> {
     let [q, kv, sinks, dout] = problem.tensors(device)?;
     let (q, kv, sinks) = (Var::from_tensor(&q)?, Var::from_tensor(&kv)?, Var::from_tensor(&sinks)?);
-    let cu_seqlens = Arc::new(problem.shape.cu_seqlens());
-    let out = sink_attention(&q, &kv, &sinks, &cu_seqlens, problem.shape.attention())?;
+    let rows = Arc::new(SequenceRows::separate(&problem.shape.cu_seqlens()));
+    let out = sink_attention(&q, &kv, &sinks, &rows, problem.shape.attention())?;
     let gradients = (&out * &dout)?.sum_all()?.backward()?;
     let of = |var: &Var| floats(gradients.get(var).context("an input without a gradient")?);
     Ok(Values { out: floats(&out)?, lse: vec![], dq: of(&q)?, dkv: of(&kv)?, dsinks: of(&sinks)? })

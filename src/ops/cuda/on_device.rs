@@ -7,10 +7,10 @@ use super::{
 };
 use crate::ops;
 use crate::ops::pages::{PagedSequence, Pages};
-use crate::ops::sink_attention;
 use crate::ops::sink_attention::kernels::HEAD_DIM;
 use crate::ops::sink_attention::plan::LaunchSequences;
 use crate::ops::sink_attention::{Attention, NO_SINK};
+use crate::ops::{SequenceRows, sink_attention};
 use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, CudaView, DevicePtr};
 use candle_core::{DType, Device, Tensor, Var};
@@ -74,7 +74,8 @@ fn attention_of_no_tokens_is_empty_as_on_the_cpu() {
         let q = Tensor::zeros((0, 4, 64), dtype, device).unwrap();
         let kv = Tensor::zeros((0, 2, 2, 64), dtype, device).unwrap();
         let sinks = Tensor::ones(4, DType::F32, device).unwrap();
-        let out = sink_attention(&q, &kv, &sinks, &Arc::new(vec![0, 0, 0]), ATTENTION).unwrap();
+        let out = sink_attention(&q, &kv, &sinks, &Arc::new(SequenceRows::separate(&[0, 0, 0])), ATTENTION)
+            .unwrap();
         assert_eq!(out.dims(), [0, 256]);
         if device.is_cuda() {
             let lse = device.as_cuda_device().unwrap().alloc_zeros::<f32>(0).unwrap();
@@ -103,8 +104,8 @@ fn differentiated(
 ) -> (Vec<f32>, Option<Vec<usize>>) {
     let sinks = numbers(&[4], DType::F32, device);
     let attend = |q: &Tensor, kv: &Tensor| {
-        let ends = Arc::new(vec![0, q.dim(0).unwrap()]);
-        sink_attention(q, kv, &sinks, &ends, attention).unwrap()
+        let ends = [0, q.dim(0).unwrap()];
+        sink_attention(q, kv, &sinks, &Arc::new(SequenceRows::separate(&ends)), attention).unwrap()
     };
     let none = Var::from_tensor(&Tensor::zeros((0, 4, 64), dtype, device).unwrap()).unwrap();
     let empty = attend(&none, &Tensor::zeros((0, 2, 2, 64), dtype, device).unwrap());

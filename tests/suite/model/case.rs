@@ -153,7 +153,7 @@ impl Case {
 
     /// Saves the model in f32, for transformers to load.
     pub fn save(&self, folder: &Path) {
-        let tensor = |spec: &ParameterSpec| Ok(self.parameters.named(&spec.name).unwrap().clone());
+        let tensor = |spec: &ParameterSpec| Ok(tiny::named(&self.parameters, &spec.name).clone());
         std::fs::create_dir_all(folder).unwrap();
         save(folder, &self.model.config, Form::F32, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
     }

@@ -2,6 +2,7 @@
 
 use super::{check, floats, gradients, input, tensors};
 use candle_core::{Tensor, Var};
+use rloss::ops::SequenceRows;
 use rloss::ops::sink_attention::{Attention, sink_attention};
 use std::sync::Arc;
 
@@ -37,7 +38,8 @@ impl Case {
         for length in &self.lengths {
             cu_seqlens.push(cu_seqlens[cu_seqlens.len() - 1] + length);
         }
-        sink_attention(v[0], v[1], v[2], &Arc::new(cu_seqlens), self.attention).unwrap()
+        sink_attention(v[0], v[1], v[2], &Arc::new(SequenceRows::separate(&cu_seqlens)), self.attention)
+            .unwrap()
     }
 
     /// A softmax over the scores and one more logit, which is then dropped.

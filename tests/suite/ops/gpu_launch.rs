@@ -2,6 +2,7 @@
 //! No GPU is needed for any of it.
 
 use candle_core::{DType, Device, Tensor};
+use rloss::ops::SequenceRows;
 use rloss::ops::sink_attention::kernels::{self, ChunkTile, Tile};
 use rloss::ops::sink_attention::plan::{Argument, LaunchSequences, check_attention, check_device};
 use rloss::ops::sink_attention::{Attention, sink_attention};
@@ -226,7 +227,7 @@ fn a_page_table_that_is_too_small_is_refused() {
 fn the_cpu_op_takes_f32_alone() {
     let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, &Device::Cpu).unwrap();
     let (q, kv) = (zeros(&[2, 1, 64], DType::BF16), zeros(&[2, 2, 1, 64], DType::BF16));
-    let bounds = std::sync::Arc::new(vec![0, 2]);
-    let result = sink_attention(&q, &kv, &zeros(&[1], DType::F32), &bounds, attention(1, 1, None));
+    let rows = std::sync::Arc::new(SequenceRows::separate(&[0, 2]));
+    let result = sink_attention(&q, &kv, &zeros(&[1], DType::F32), &rows, attention(1, 1, None));
     assert_says(&message(result), &["BF16", "expected F32"]);
 }
