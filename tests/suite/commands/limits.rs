@@ -7,6 +7,7 @@ use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::Write;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use tempfile::TempDir;
@@ -209,13 +210,18 @@ fn a_closed_terminal_stops_a_run_unless_it_was_told_not_to() {
         let folder = TempDir::new().unwrap();
         let out = folder.path().join("run");
         let plain = small(&out, &["train.steps=6", "checkpoint.every_steps=0"]);
-        let mut command = Command::new("sh");
-        let trap = if ignored { "trap '' HUP; " } else { "" };
-        command
-            .args(["-c", &format!("{trap}exec \"$0\" \"$@\"")])
-            .arg(plain.get_program())
-            .args(plain.get_args());
-        let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        let mut command = Command::new(plain.get_program());
+        command.args(plain.get_args()).stdout(Stdio::null()).stderr(Stdio::null());
+        // This process may itself be told to ignore the signal, which a child inherits.
+        let action = if ignored { libc::SIG_IGN } else { libc::SIG_DFL };
+        // SAFETY: the child sets the action of one signal, which touches no memory.
+        unsafe {
+            command.pre_exec(move || {
+                libc::signal(libc::SIGHUP, action);
+                Ok(())
+            })
+        };
+        let mut child = command.spawn().unwrap();
         // The first checkpoint ends the cold start.
         assert!(wait_until(&mut child, || out.join("checkpoints/cold-start-000004").exists()));
         for _ in 0..2 {
