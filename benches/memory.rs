@@ -9,7 +9,7 @@ mod models;
 use models::{Shape, TINY, model, sequences};
 use rand::Rng;
 use rloss::model::config::Form;
-use rloss::model::forward::ForwardOptions;
+use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::load::ModelFolder;
 use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::Parameters;
@@ -46,24 +46,38 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-fn measure(shape: Shape, tokens: usize) {
-    let (model, parameters) = model(shape);
-    let batch = &MicroBatch::split(&sequences(shape.vocabulary, tokens / 64, 65), usize::MAX)[0];
+/// Forward and backward of `batch`; `begin` is called when all but the pass itself is there.
+fn run_pass(
+    model: &Model,
+    parameters: &Parameters,
+    batch: &MicroBatch,
+    recompute_layers: bool,
+    begin: impl FnOnce(),
+) {
     let settings = PassSettings {
-        recompute_layers: true,
+        recompute_layers,
         temperature: 1.0,
         load_balance: 0.0,
         forward: ForwardOptions::default(),
     };
-    let sum = GradientSum::begin(&parameters).expect("gradients");
+    let sum = GradientSum::begin(parameters).expect("gradients");
     let weights = &parameters.learning(&sum.of_pass(0)).expect("weights");
-    let pass = Pass { model: &model, weights, batch, settings };
-    let before = NOW.load(Ordering::Relaxed);
-    PEAK.store(before, Ordering::Relaxed);
+    let pass = Pass { model, weights, batch, settings };
+    begin();
     pass.forward_backward(&|log_probs, _| {
         Ok(HeadGradient { log_probs: vec![-1.0; log_probs.len()], entropies: vec![0.0; log_probs.len()] })
     })
     .expect("pass");
+}
+
+fn measure(shape: Shape, tokens: usize) {
+    let (model, parameters) = model(shape);
+    let batch = &MicroBatch::split(&sequences(shape.vocabulary, tokens / 64, 65), usize::MAX)[0];
+    let mut before = 0;
+    run_pass(&model, &parameters, batch, true, || {
+        before = NOW.load(Ordering::Relaxed);
+        PEAK.store(before, Ordering::Relaxed);
+    });
     let mib = |bytes: usize| bytes as f64 / (1 << 20) as f64;
     let whole = PEAK.load(Ordering::Relaxed) - before;
     let logits = 4 * tokens * shape.vocabulary;
@@ -97,19 +111,7 @@ fn planned(seed: u64, recompute_layers: bool) {
     let optimizer = Optimizer::new(&rloss::recipe::OptimizerConfig::default(), &mut parameters, false)
         .expect("optimizer");
     let batch = &MicroBatch::split(&sequences(shape.vocabulary, tokens / 64, 65), usize::MAX)[0];
-    let settings = PassSettings {
-        recompute_layers,
-        temperature: 1.0,
-        load_balance: 0.0,
-        forward: ForwardOptions::default(),
-    };
-    let sum = GradientSum::begin(&parameters).expect("gradients");
-    let weights = &parameters.learning(&sum.of_pass(0)).expect("weights");
-    let pass = Pass { model: &model, weights, batch, settings };
-    pass.forward_backward(&|log_probs, _| {
-        Ok(HeadGradient { log_probs: vec![-1.0; log_probs.len()], entropies: vec![0.0; log_probs.len()] })
-    })
-    .expect("pass");
+    run_pass(&model, &parameters, batch, recompute_layers, || ());
     let measured = PEAK.load(Ordering::Relaxed) - before;
     assert_eq!(optimizer.updates, 0);
 

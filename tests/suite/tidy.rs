@@ -17,7 +17,7 @@ const UNSAFE_PLACES: [&str; 8] = [
     "src/interpreter/",
     "src/main.rs",
     "src/ops/cuda/",
-    "src/ops/packed/kernels.rs",
+    "src/ops/packed/kernels",
     "src/ops/product.rs",
     "src/ops/sink_attention/rows.rs",
     "src/tasks/process.rs",
