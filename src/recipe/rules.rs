@@ -1,5 +1,6 @@
 //! What one key alone cannot tell: contradictions, files that are not there, and what is likely not meant.
 
+mod adapter;
 mod critic;
 mod policy;
 
@@ -21,6 +22,7 @@ pub(crate) struct Findings {
 pub(crate) fn check(recipe: &Recipe, places: &Places, unsure: &[String]) -> Findings {
     let mut rules = Rules { recipe, places, unsure, findings: Findings::default() };
     rules.model();
+    rules.adapter();
     rules.harmony();
     rules.task();
     rules.interpreter();

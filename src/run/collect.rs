@@ -56,6 +56,8 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
     };
     if folder.is_some() {
         (model.path, model.architecture, model.tokenizer) = (folder, None, None);
+        // A checkpoint with an adapter has it in it.
+        model.adapter = None;
     }
     let Some(path) = &mut model.path else { return Ok(0) };
     if !path.join("config.json").is_file()

@@ -16,13 +16,14 @@ use super::critic::Critic;
 use super::optimizer::Optimizer;
 use crate::atomic_file::{remove_folder, replace_folder};
 use crate::bad_input;
-use crate::integrity::sealed;
+use crate::integrity::{Manifest, sealed};
 use crate::metrics::Phase;
+use crate::model::adapter::{Base, Lora, peft};
 use crate::model::config::{Config, Form};
 use crate::model::held::Held;
-use crate::model::names::{ParameterSpec, StoredTensor};
+use crate::model::names::{ParameterSpec, StoredTensor, TensorRole, parameter_specs};
 use crate::model::parameters::{MASTER, Parameters};
-use crate::model::save::{Companions, SHARD_BYTES_MAX, save};
+use crate::model::save::{Companions, SHARD_BYTES_MAX, save, save_without_weights};
 use crate::model::tensor_file::{TensorFile, f32_values, write_f32, write_tensors};
 use crate::ops::cpu::{edit, host_values};
 use crate::ops::mxfp4;
@@ -81,6 +82,8 @@ pub struct Snapshot<'a> {
     pub form: Form,
     pub companions: &'a Companions,
     pub parameters: &'a Parameters,
+    /// What an adapter among them stands on.
+    pub base: Option<&'a Base>,
     pub critic: Option<&'a Critic>,
     /// The recipe as resolved.
     pub recipe: &'a str,
@@ -103,16 +106,23 @@ impl Snapshot<'_> {
     }
 
     fn fill(&self, aside: &Path) -> Result<()> {
-        let mut manifest = save(aside, self.config, self.form, self.companions, SHARD_BYTES_MAX, |spec| {
-            let index =
-                self.parameters.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
-            match self.parameters.of_place(index)? {
-                Held::Plain(_) => Ok(self.parameters.master(index)?.clone()),
-                packed => packed.decoded(spec),
-            }
-        })?;
-        // A frozen tensor is in the model's own files; only where those round it is it kept beside them too.
-        let rounded = |spec: &ParameterSpec, values: &[f32]| !self.form_keeps(spec, values);
+        let mut manifest = match self.parameters.adapter() {
+            Some(lora) => self.save_adapter(aside, lora)?,
+            None => save(aside, self.config, self.form, self.companions, SHARD_BYTES_MAX, |spec| {
+                let index = self
+                    .parameters
+                    .position(&spec.name)
+                    .with_context(|| format!("no tensor {}", spec.name))?;
+                match self.parameters.of_place(index)? {
+                    Held::Plain(_) => Ok(self.parameters.master(index)?.clone()),
+                    packed => packed.decoded(spec),
+                }
+            })?,
+        };
+        // A frozen tensor is in the model's own files; only where those round it is it kept beside them too. An adapter's base is
+        // in its own folder.
+        let adapted = self.parameters.adapter().is_some();
+        let rounded = |spec: &ParameterSpec, values: &[f32]| !adapted && !self.form_keeps(spec, values);
         manifest.note(TENSORS_FILE, write_state(&aside.join(TENSORS_FILE), self.parameters, &rounded)?);
         if let Some(critic) = self.critic {
             let digest = write_state(&aside.join(CRITIC_FILE), &critic.parameters, &|_, _| true)?;
@@ -122,6 +132,18 @@ impl Snapshot<'_> {
         let state = serde_json::to_string_pretty(&self.state)? + "\n";
         manifest.write_file(aside, STATE_FILE, state.as_bytes())?;
         manifest.write(aside)
+    }
+
+    /// An adapter's folder, with the config and the tokenizer of its base.
+    fn save_adapter(&self, aside: &Path, lora: &Lora) -> Result<Manifest> {
+        let base = self.base.context("an adapter without a base")?;
+        let mut manifest = Manifest::default();
+        peft::write(aside, &mut manifest, (lora, &parameter_specs(self.config)), base, |name| {
+            let index = self.parameters.position(name).with_context(|| format!("no tensor {name}"))?;
+            Ok(self.parameters.master(index)?.flatten_all()?.to_vec1()?)
+        })?;
+        save_without_weights(aside, self.config, self.form, self.companions, &mut manifest)?;
+        Ok(manifest)
     }
 
     /// Whether the saved weights hold `values` of a tensor to the bit.
@@ -141,7 +163,12 @@ impl Snapshot<'_> {
 /// About how many bytes a checkpoint of `parameters`, with their optimizer's state, takes; the small files left out.
 pub fn bytes(form: Form, parameters: &Parameters) -> u64 {
     let of = |(index, spec): (usize, &ParameterSpec)| {
-        let stored: u64 = spec.stored_tensors(form).iter().map(StoredTensor::bytes).sum();
+        let stored: u64 = match (parameters.adapter(), spec.role) {
+            // The base stays where it is.
+            (Some(_), role) if role != TensorRole::AdapterFactor => 0,
+            (Some(_), _) => (spec.element_count() * size_of::<f32>()) as u64,
+            (None, _) => spec.stored_tensors(form).iter().map(StoredTensor::bytes).sum(),
+        };
         let kept = if parameters.learns(index) { 1 + parameters.state(index).len() } else { 0 };
         stored + (kept * spec.element_count() * size_of::<f32>()) as u64
     };

@@ -1,5 +1,6 @@
 //! AdamW and SGD: what they keep of each tensor that learns, and their updates.
 
+use crate::model::names::TensorRole;
 use crate::model::parameters::{MASTER, OptimizerState, Parameters};
 use crate::ops::optimizer::{AdamW, adamw, round_to_bf16, sgd};
 use crate::recipe::{OptimizerConfig as Settings, OptimizerKind, Schedule};
@@ -46,7 +47,8 @@ impl Optimizer {
             let mut state = OptimizerState::new();
             if parameters.learns(index) {
                 let values = parameters.values(index)?.detach();
-                if round_to_bf16 {
+                // An adapter stays in f32.
+                if round_to_bf16 && parameters.specs[index].role != TensorRole::AdapterFactor {
                     state.insert(MASTER, parameters.master(index)?.copy()?);
                 }
                 if settings.kind == OptimizerKind::AdamW {
