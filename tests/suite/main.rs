@@ -1,5 +1,6 @@
 //! The integration tests: one binary, one module a room.
 
+mod adapter;
 mod against;
 mod answer_texts;
 mod chat;

@@ -1,6 +1,6 @@
 //! The model against PyTorch and transformers: logits, log-probabilities, gradients, optimizer steps.
 
-mod case;
+pub mod case;
 
 use crate::tiny::{self, load};
 use case::{Case, Figures};

@@ -306,17 +306,20 @@ fn foreign(json: &Value) -> Vec<String> {
     }
     let merge = "merge it into its base with PEFT (merge_and_unload), and name the merged folder";
     let unknown = [
-        "use_dora",
-        "use_qalora",
         "lora_bias",
         "fan_in_fan_out",
         "modules_to_save",
         "trainable_token_indices",
+        "alora_invocation_tokens",
         "rank_pattern",
         "alpha_pattern",
         "layer_replication",
-        "megatron_config",
     ];
+    // DoRA and others, those to come among them.
+    let is_unknown = |key: &str| {
+        let variant = key.starts_with("use_") && key != "use_rslora";
+        unknown.contains(&key) || variant || key.ends_with("_config")
+    };
     let is_set = |value: &Value| match value {
         Value::Null => false,
         Value::Bool(on) => *on,
@@ -324,9 +327,8 @@ fn foreign(json: &Value) -> Vec<String> {
         Value::Object(items) => !items.is_empty(),
         _ => true,
     };
-    for key in unknown.into_iter().filter(|key| is_set(&json[*key])) {
-        found.push(format!("{key} is {}, which is not supported; {merge}", json[key]));
-    }
+    let set = json.as_object().into_iter().flatten().filter(|(key, value)| is_unknown(key) && is_set(value));
+    found.extend(set.map(|(key, value)| format!("{key} is {value}, which is not supported; {merge}")));
     // Such a start changes the base's weights too.
     if let Some(start) =
         json["init_lora_weights"].as_str().filter(|start| !["gaussian", "true"].contains(start))
