@@ -3,9 +3,10 @@
 use crate::error::EXIT_DONE;
 use crate::metrics::Console;
 use crate::recipe::{RecipeSource, locate};
-use crate::run::collect::{pin_model, show};
+use crate::run::collect::show;
 use crate::run::export;
 use crate::run::memory::Intent;
+use crate::run::source::pin_model;
 use crate::run::workbench::Workbench;
 use anyhow::{Context, Result};
 use clap::Args;

@@ -5,6 +5,7 @@ use crate::bad_input;
 use crate::chat::Chat;
 use crate::error::quoted;
 use crate::metrics::Console;
+use crate::metrics::Phase;
 use crate::model::adapter::Base;
 use crate::model::adapter::peft::{AdapterFolder, base_of, holds_adapter};
 use crate::model::config::{Config, Form, Rope};
@@ -16,7 +17,7 @@ use crate::model::parameters::Parameters;
 use crate::model::rounding::WeightRounding;
 use crate::model::save::Companions;
 use crate::recipe::model::Tokenizer;
-use crate::recipe::{Architecture, Dtype, Recipe};
+use crate::recipe::{Architecture, Dtype, ModelConfig, Plan, Recipe, RecipeSource, set_key};
 use crate::train::checkpoint;
 use anyhow::{Result, bail};
 use half::bf16;
@@ -264,6 +265,72 @@ impl ModelSource {
         shown.finish();
         Ok(parameters)
     }
+}
+
+/// Sets the plan's model to the folder that holds it, and says after which step it was saved: for a run folder its last
+/// checkpoint, for a checkpoint itself, unless a `--set` names another model. A model that comes from no checkpoint is of
+/// step 0. For a run with an adapter a `--set` may name the base, which moved, and the adapter is the run's.
+///
+/// # Errors
+/// [`crate::error::BadInput`] for a run without a checkpoint.
+pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Result<u64> {
+    let named = sets.iter().any(|set| set_key(set) == Some("model.path"));
+    let model = &mut plan.recipe.model;
+    if let RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } = source
+        && std::path::absolute(run).is_ok_and(|full| full.to_str().is_none())
+    {
+        return Err(bad_input!(
+            "{}: a recipe can name only paths in UTF-8; rename the folder",
+            run.display()
+        ));
+    }
+    if named && let Some(adapter) = adapter_of(source, model)? {
+        // What the user names is where its base is now.
+        let step = checkpoint::read_state(&adapter)?;
+        model.adapter = Some(adapter);
+        return Ok(if step.phase == Phase::Rl { step.step } else { 0 });
+    }
+    let folder = match source {
+        _ if named => None,
+        RecipeSource::Run(run) => Some(checkpoint::newest_folder(run)?.ok_or_else(|| {
+            bad_input!(
+                "{}: the run has no checkpoint yet; train on with --resume, or name its recipe.toml for the model that it started from",
+                run.display()
+            )
+        })?),
+        RecipeSource::Checkpoint { folder, .. } => Some(folder.clone()),
+        RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,
+    };
+    if folder.is_some() {
+        (model.path, model.architecture, model.tokenizer) = (folder, None, None);
+        // A checkpoint with an adapter has it in it.
+        model.adapter = None;
+    }
+    let Some(path) = &mut model.path else { return Ok(0) };
+    if !path.join("config.json").is_file()
+        && let Some(folder) = checkpoint::newest_folder(path)?
+    {
+        *path = folder;
+    }
+    *path = std::path::absolute(&*path).unwrap_or_else(|_| path.clone());
+    if !checkpoint::holds_state(path) {
+        return Ok(0);
+    }
+    let state = checkpoint::read_state(path)?;
+    Ok(if state.phase == Phase::Rl { state.step } else { 0 })
+}
+
+/// The checkpoint that `source` names, where it holds an adapter and `model.path` a model without one.
+fn adapter_of(source: &RecipeSource, model: &ModelConfig) -> Result<Option<PathBuf>> {
+    let folder = match source {
+        _ if model.adapter.is_some() => None,
+        RecipeSource::Run(run) => checkpoint::newest_folder(run)?,
+        RecipeSource::Checkpoint { folder, .. } => Some(folder.clone()),
+        RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,
+    };
+    let is_base = |path: &Path| path.join("config.json").is_file() && !holds_adapter(path);
+    let adapted = folder.filter(|folder| holds_adapter(folder) && model.path.as_deref().is_some_and(is_base));
+    Ok(adapted.map(|folder| std::path::absolute(&folder).unwrap_or(folder)))
 }
 
 /// The warning about a folder without a manifest.

@@ -101,63 +101,78 @@ impl AdapterFolder {
         if mistakes.is_empty() { Ok(opened) } else { Err(refused(&path.join(TENSORS_FILE), mistakes)) }
     }
 
-    /// Finds every tensor's factor. Returns what does not fit.
+    /// Finds every module's matrix and its factors. Returns what does not fit.
     fn place_tensors(&mut self, specs: &[ParameterSpec]) -> Vec<String> {
-        let mut mistakes = vec![];
-        let mut found: BTreeSet<&str> = BTreeSet::new();
+        let (mut mistakes, mut modules) = (vec![], BTreeMap::<String, [Option<String>; 2]>::new());
         for name in self.file.metadata.offset_keys() {
-            let Some((stem, factor)) = parsed(&name) else {
-                mistakes.push(format!("{name:?} is no factor of an adapter"));
-                continue;
-            };
-            let shape = self.file.metadata.info(&name).map(|info| info.shape.clone()).unwrap_or_default();
-            let fits =
-                |spec: &&ParameterSpec| factor_shape(spec, self.lora.rank, factor) == Some(shape.clone());
-            let candidates: Vec<&ParameterSpec> = specs
-                .iter()
-                .filter(|spec| is_adaptable(spec))
-                .filter(|spec| match spec.is_expert_matrix() {
-                    // Which of the two it is, its shape says.
-                    true => {
-                        let module = stem.strip_suffix(".base_layer").unwrap_or(stem);
-                        module.ends_with(EXPERTS) && spec.name.starts_with(&format!("{module}."))
-                    }
-                    false => spec.name.strip_suffix(".weight") == Some(stem),
-                })
-                .collect();
-            match (candidates.iter().find(|spec| fits(spec)), candidates.first()) {
-                (Some(spec), _) => {
-                    let place = Lora::factors(&spec.name)[factor].clone();
-                    if self.stored.insert(place, name.clone()).is_some() {
-                        mistakes.push(format!("{name:?} is a second factor of {}", spec.name));
-                    }
-                    found.insert(&spec.name);
+            match parsed(&name) {
+                Some((module, factor)) => {
+                    modules.entry(module.to_owned()).or_default()[factor] = Some(name.clone());
                 }
-                (None, Some(spec)) => mistakes.push(format!(
-                    "{name:?} has shape {shape:?}, but rank {} of {} asks for {:?}",
-                    self.lora.rank,
-                    spec.name,
-                    factor_shape(spec, self.lora.rank, factor).unwrap_or_default()
-                )),
-                (None, None) => mistakes.push(format!(
-                    "{name:?} adapts what this model has not, or what cannot be adapted: only the matrices of attention, experts \
-                     and MLP can"
-                )),
+                None => mistakes.push(format!("{name:?} is no factor of an adapter")),
             }
         }
-        for target in &found {
-            for factor in Lora::factors(target) {
-                if !self.stored.contains_key(&factor) {
-                    mistakes.push(format!("{factor} is missing"));
+        let mut found = BTreeSet::new();
+        for (module, names) in &modules {
+            match self.matrix_of(module, names, specs) {
+                Ok(spec) if !found.insert(&spec.name) => {
+                    mistakes.push(format!("{module} is a second adapter of {}", spec.name));
                 }
+                Ok(spec) => {
+                    let factors = Lora::factors(&spec.name);
+                    self.stored.extend(factors.into_iter().zip(names.iter().flatten().cloned()));
+                }
+                Err(mistake) => mistakes.push(mistake),
             }
         }
-        if found.is_empty() && mistakes.is_empty() {
+        if modules.is_empty() && mistakes.is_empty() {
             mistakes.push("it holds no tensor".to_owned());
         }
-        let in_order = specs.iter().filter(|spec| found.contains(spec.name.as_str()));
+        let in_order = specs.iter().filter(|spec| found.contains(&spec.name));
         self.lora.targets = in_order.map(|spec| spec.name.clone()).collect();
         mistakes
+    }
+
+    /// The matrix that the tensors `names` of `module` adapt: of the two that an experts' module has, the one that both fit.
+    fn matrix_of<'s>(
+        &self,
+        module: &str,
+        names: &[Option<String>; 2],
+        specs: &'s [ParameterSpec],
+    ) -> Result<&'s ParameterSpec, String> {
+        let [Some(a), Some(b)] = names else {
+            return Err(format!("{module} has one factor of two"));
+        };
+        let outer = module.strip_suffix(".base_layer").unwrap_or(module);
+        let named = |spec: &&ParameterSpec| match spec.is_expert_matrix() {
+            true => outer.ends_with(EXPERTS) && spec.name.starts_with(&format!("{outer}.")),
+            false => spec.name.strip_suffix(".weight") == Some(module),
+        };
+        let candidates: Vec<&ParameterSpec> =
+            specs.iter().filter(|spec| is_adaptable(spec)).filter(named).collect();
+        let shape = |name: &str| self.file.metadata.info(name).map(|info| info.shape.clone());
+        let wanted = |spec: &ParameterSpec, factor| factor_shape(spec, self.lora.rank, factor);
+        let misfit = |spec: &ParameterSpec| {
+            let of = |(factor, name): (usize, &String)| {
+                (shape(name) != wanted(spec, factor)).then(|| (factor, name.clone()))
+            };
+            [a, b].into_iter().enumerate().find_map(of)
+        };
+        let Some(first) = candidates.first() else {
+            return Err(format!(
+                "{module} is adapted, which this model has not or which cannot be: only the matrices of attention, experts and MLP can"
+            ));
+        };
+        candidates.iter().find(|spec| misfit(spec).is_none()).copied().ok_or_else(|| {
+            let (factor, name) = misfit(first).unwrap_or_default();
+            format!(
+                "{name:?} has shape {:?}, but rank {} of {} asks for {:?}",
+                shape(&name).unwrap_or_default(),
+                self.lora.rank,
+                first.name,
+                wanted(first, factor).unwrap_or_default()
+            )
+        })
     }
 
     /// The factors' values in working layout, in the order of [`Lora::specs`].

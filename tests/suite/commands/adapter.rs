@@ -1,7 +1,8 @@
 //! Runs with an adapter: what a checkpoint holds, how it goes on, what its base must be, and what is exported.
 
 use super::{
-    assert_same_results, done, output, phase, resumed, rloss, rows, small, stderr, train, warm_model,
+    assert_same_results, copy_folder, copy_model, done, output, phase, resumed, rloss, rows, small, stderr,
+    train, warm_model,
 };
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -52,17 +53,6 @@ fn stdout(command: &mut Command) -> String {
     String::from_utf8_lossy(&done(command).stdout).into_owned()
 }
 
-fn copy_tree(from: &Path, to: &Path) {
-    fs::create_dir_all(to).unwrap();
-    for entry in fs::read_dir(from).unwrap() {
-        let entry = entry.unwrap();
-        match entry.path().is_dir() {
-            true => copy_tree(&entry.path(), &to.join(entry.file_name())),
-            false => fs::copy(entry.path(), to.join(entry.file_name())).map(drop).unwrap(),
-        }
-    }
-}
-
 /// The base of the runs, by itself.
 fn base() -> PathBuf {
     let checkpoints = warm_model().join("checkpoints");
@@ -76,8 +66,8 @@ fn a_checkpoint_holds_the_adapter_and_never_the_base() {
     assert_eq!(steps.len(), 4);
     for row in &steps {
         assert_eq!(row["mismatch/log_ppl_abs_diff_max"], 0.0);
-        assert!(row["actor/grad_norm"].as_f64().unwrap() > 0.0);
     }
+    assert!(steps.iter().any(|row| row["actor/grad_norm"].as_f64().unwrap() > 0.0));
     let names: Vec<String> = fs::read_dir(newest(straight()))
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
@@ -150,6 +140,7 @@ fn a_cold_start_of_the_whole_model_leaves_the_base_in_the_run() {
         "adapter.cold_start=false",
         "train.steps=2",
         "eval.problems_max=8",
+        "eval.every_steps=1",
         "checkpoint.every_steps=1",
         "rollout.prompts_per_step=2",
         "rollout.samples_per_prompt=2",
@@ -179,9 +170,7 @@ fn a_cold_start_of_the_whole_model_leaves_the_base_in_the_run() {
 fn a_base_is_known_by_its_files_and_found_where_model_path_says() {
     let folder = TempDir::new().unwrap();
     let (first, out) = (folder.path().join("base"), folder.path().join("run"));
-    copy_tree(&base(), &first);
-    // A model from elsewhere has no manifest.
-    fs::remove_file(first.join("manifest.b3")).unwrap();
+    copy_model(&base(), &first);
     let named = |at: &Path| format!("model.path={}", at.display());
     let path = named(&first);
     let half = with(&[&path, "train.steps=2"]);
@@ -189,11 +178,11 @@ fn a_base_is_known_by_its_files_and_found_where_model_path_says() {
     done(&mut small(&out, &half));
     let moved = folder.path().join("moved");
     fs::rename(&first, &moved).unwrap();
-    refused(&mut resumed(&out, &sets), &["is gone", "--set model.path=BASE --set model.adapter="]);
-    refused(rloss().arg("eval").arg(&out), &["is gone", "model.path=BASE"]);
+    refused(&mut resumed(&out, &sets), &["model.path: no folder at", "--set model.path=FOLDER"]);
+    refused(rloss().arg("eval").arg(&out), &["model.path: no folder at", "--set model.path=FOLDER"]);
     // Another one of the same shape.
     let other = folder.path().join("other");
-    copy_tree(&moved, &other);
+    copy_folder(&moved, &other);
     let weights = other.join("model.safetensors");
     let mut bytes = fs::read(&weights).unwrap();
     let last = bytes.len() - 3;
@@ -204,22 +193,17 @@ fn a_base_is_known_by_its_files_and_found_where_model_path_says() {
         &mut resumed(&out, &with(&[&path])),
         &["its base was changed", "are not those that the adapter was trained on"],
     );
-    let adapter = format!("model.adapter={}", out.display());
     let eval = |model: &str| {
         let mut command = rloss();
-        command.arg("eval").arg(&out).args([
-            "--set",
-            model,
-            "--set",
-            &adapter,
-            "--set",
-            "eval.problems_max=4",
-        ]);
+        command.arg("eval").arg(&out).args(["--set", model, "--set", "eval.problems_max=4"]);
         command
     };
     refused(&mut eval(&path), &["was trained on another base"]);
     let path = named(&moved);
     done(&mut eval(&path));
+    // It is the run's adapter that was evaluated.
+    let sampled = fs::read_to_string(out.join("eval/step-000002/sampling.json")).unwrap();
+    assert!(sampled.contains("adapter_model.safetensors"), "{sampled}");
     done(&mut resumed(&out, &with(&[&path])));
     assert_same_results(&out, straight());
 }
