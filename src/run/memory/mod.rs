@@ -16,9 +16,10 @@ use crate::metrics::Table;
 use crate::model::cache::SequenceCache;
 use crate::model::config::{Config, Form};
 use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
-use crate::recipe::{Dtype, KlPlace, OptimizerKind, Recipe};
+use crate::recipe::{Dtype, KlPlace, OptimizerConfig, Recipe};
 use crate::rollout::{FORWARD_TOKENS_MAX, engines};
 use crate::train::accumulate::side_by_side;
+use crate::train::optimizer::state_bytes;
 use anyhow::Result;
 use std::collections::BTreeMap;
 
@@ -198,11 +199,14 @@ impl Subject<'_> {
         outside + places.into_values().max().unwrap_or(0)
     }
 
-    /// What an optimizer keeps of `learning` bytes of weights.
-    fn optimizer(&self, kind: OptimizerKind, learning: u64) -> u64 {
-        let moments = if kind == OptimizerKind::AdamW { 2 } else { 0 };
-        let master = u64::from(self.recipe.model.dtype == Dtype::Bf16);
-        (moments + master) * learning
+    /// What an optimizer keeps of the tensors of `specs` that learn.
+    fn optimizer(&self, settings: &OptimizerConfig, specs: &[ParameterSpec], trainable: &[bool]) -> u64 {
+        let rounds_weights = self.recipe.model.dtype == Dtype::Bf16;
+        let of = |(spec, _): (&ParameterSpec, &bool)| {
+            let master = if rounds_weights { spec.resident_bytes(Form::F32) } else { 0 };
+            master + state_bytes(settings, spec.element_count())
+        };
+        specs.iter().zip(trainable).filter(|(_, learns)| **learns).map(of).sum()
     }
 
     fn resident(&self) -> Vec<MemoryPart> {
@@ -217,16 +221,21 @@ impl Subject<'_> {
         if self.intent.learns() {
             part("gradients", learning);
             let stages = [
-                (recipe.cold_start.steps > 0).then_some(recipe.cold_start.optimizer.kind),
-                (recipe.train.steps > 0).then_some(recipe.train.optimizer.kind),
+                (recipe.cold_start.steps > 0).then_some(&recipe.cold_start.optimizer),
+                (recipe.train.steps > 0).then_some(&recipe.train.optimizer),
             ];
-            let kept = stages.into_iter().flatten().map(|kind| self.optimizer(kind, learning));
+            let specs = parameter_specs(self.config);
+            let kept = stages
+                .into_iter()
+                .flatten()
+                .map(|settings| self.optimizer(settings, &specs, &self.trainable));
             part("optimizer", kept.max().unwrap_or(0));
             if let (Some(critic), Some(trainable)) = (&recipe.critic, &self.critic_trainable) {
                 let (values, learning) = self.critic_weights(trainable);
                 part("critic's weights", values);
                 part("critic's gradients", learning);
-                part("critic's optimizer", self.optimizer(critic.optimizer.kind, learning));
+                let specs = value_model_specs(self.config);
+                part("critic's optimizer", self.optimizer(&critic.optimizer, &specs, trainable));
             }
             if recipe.policy.kl.place != KlPlace::None {
                 part("reference", self.plain_weights());
