@@ -7,6 +7,7 @@ use rand::Rng;
 use rloss::error::BadInput;
 use rloss::metrics::Phase;
 use rloss::model::config::{Config, Form};
+use rloss::model::names::value_model_specs;
 use rloss::model::parameters::{OptimizerState, Parameters};
 use rloss::model::save::Companions;
 use rloss::ops::cpu::{edit, edit_codes};
@@ -296,12 +297,14 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
         let config = tiny::config(false);
         let (_, mut parameters) = tiny::model(config.clone(), 0);
         // Some of each size are frozen.
-        let trainable: Vec<bool> = (0..parameters.len()).map(|i| i % 3 > 0).collect();
+        let mark = |tensors: usize| -> Vec<bool> { (0..tensors).map(|i| i % 3 > 0).collect() };
+        let (trainable, critic_trainable) = (mark(parameters.len()), mark(value_model_specs(&config).len()));
         parameters.learn(&trainable).unwrap();
         let rounds = dtype == Dtype::Bf16;
         Optimizer::new(&settings, &mut parameters, rounds).unwrap();
         let critic_settings = CriticConfig { optimizer: settings.clone(), ..CriticConfig::default() };
-        let critic = Critic::new(&config, &parameters, &trainable, &critic_settings, 0, rounds).unwrap();
+        let critic =
+            Critic::new(&config, &parameters, &critic_trainable, &critic_settings, 0, rounds).unwrap();
 
         let mut recipe = Recipe { critic: Some(critic_settings), ..Recipe::default() };
         recipe.model.dtype = dtype;
@@ -312,8 +315,8 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
             recipe: &recipe,
             config: &config,
             forms: &vec![Form::F32; parameters.len()],
-            trainable: trainable.clone(),
-            critic_trainable: Some(trainable),
+            trainable,
+            critic_trainable: Some(critic_trainable),
             uses_python: false,
             threads: 1,
             streamed: false,
