@@ -17,7 +17,7 @@ use candle_core::{Device, Tensor, Var};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-/// What an optimizer keeps of a tensor, by name, each in the tensor's shape.
+/// What an optimizer keeps of a tensor, by name: f32, or codes of 8 bits with their scales.
 pub type OptimizerState = BTreeMap<&'static str, Tensor>;
 
 /// The state under which an optimizer keeps the digits that the working weights do not have.

@@ -7,6 +7,7 @@
 //! `T` tokens, `H` hidden size, `N` query heads, `M` key-value heads, `D` head size, `E` experts, `K` experts
 //! per token, `I` intermediate size, `V` vocabulary.
 
+pub mod adamw_8bit;
 pub mod cpu;
 #[cfg_attr(not(feature = "cuda"), path = "cuda_unsupported.rs")]
 pub mod cuda;

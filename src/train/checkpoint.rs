@@ -1,8 +1,8 @@
 //! Checkpoints: written aside, synced and renamed, so that a kill at any moment leaves whole ones only.
 //!
 //! A checkpoint is a Hugging Face folder (`config.json`, safetensors, tokenizer) with two files more:
-//! `trainer.json` says where the run stood, `trainer.safetensors` holds the optimizer's f32 state. A critic adds a third,
-//! `critic.safetensors`: its weights and its optimizer's state, f32.
+//! `trainer.json` says where the run stood, `trainer.safetensors` holds the optimizer's state: f32, and codes of 8 bits.
+//! A critic adds a third, `critic.safetensors`: its weights and its optimizer's state.
 //! `trainer.toml` is the recipe as resolved. `manifest.b3`, written last, holds the digest of every other file.
 //! Random numbers need no state: they are functions of the seed and the step.
 
@@ -25,11 +25,11 @@ use crate::model::names::{ParameterSpec, StoredTensor, TensorRole, parameter_spe
 use crate::model::parameters::{MASTER, Parameters};
 use crate::model::save::{Companions, SHARD_BYTES_MAX, save, save_without_weights};
 use crate::model::tensor_file::{TensorFile, f32_values, write_f32, write_tensors};
-use crate::ops::cpu::{edit, host_values};
+use crate::ops::cpu::{edit, edit_codes, host_codes, host_values};
 use crate::ops::mxfp4;
 use anyhow::{Context, Result};
 use blake3::Hash;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -169,10 +169,22 @@ pub fn bytes(form: Form, parameters: &Parameters) -> u64 {
             (Some(_), _) => (spec.element_count() * size_of::<f32>()) as u64,
             (None, _) => spec.stored_tensors(form).iter().map(StoredTensor::bytes).sum(),
         };
-        let kept = if parameters.learns(index) { 1 + parameters.state(index).len() } else { 0 };
-        stored + (kept * spec.element_count() * size_of::<f32>()) as u64
+        let state = parameters.state(index);
+        // What learns is kept with all its digits; under bf16 the optimizer's state has them.
+        let is_kept_too = parameters.learns(index) && !state.contains_key(MASTER);
+        let master = if is_kept_too { spec.element_count() * size_of::<f32>() } else { 0 };
+        stored + (master + state.values().map(tensor_bytes).sum::<usize>()) as u64
     };
     parameters.specs.iter().enumerate().map(of).sum()
+}
+
+fn tensor_bytes(tensor: &Tensor) -> usize {
+    tensor.elem_count() * tensor.dtype().size_in_bytes()
+}
+
+/// The type in a file of what an optimizer keeps.
+fn stored_dtype(tensor: &Tensor) -> Dtype {
+    if tensor.dtype() == DType::U8 { Dtype::U8 } else { Dtype::F32 }
 }
 
 /// Writes into the file `path`, a tensor at a time, what the optimizer keeps of each tensor that learns, its master among it,
@@ -196,10 +208,13 @@ fn write_state(
     let (names, tensors): (Vec<String>, Vec<&Tensor>) = kept.into_iter().unzip();
     let stored = names.into_iter().zip(&tensors).map(|(name, tensor)| StoredTensor {
         name,
-        dtype: Dtype::F32,
+        dtype: stored_dtype(tensor),
         shape: vec![tensor.elem_count()],
     });
-    write_tensors(path, stored.collect(), |index, out| write_f32(out, &host_values(tensors[index])?))
+    write_tensors(path, stored.collect(), |index, out| match stored_dtype(tensors[index]) {
+        Dtype::U8 => Ok(out.write_all(&host_codes(tensors[index])?)?),
+        _ => write_f32(out, &host_values(tensors[index])?),
+    })
 }
 
 /// Restores weights and optimizer from the checkpoint `folder`, bit for bit.
@@ -238,17 +253,24 @@ fn restore_state(path: &Path, parameters: &mut Parameters, optimizer: &Optimizer
                 continue;
             };
             unread.remove(name.as_str());
-            let values = file.read(info)?;
-            if info.dtype != Dtype::F32 || values.len() != spec.element_count() * size_of::<f32>() {
-                return Err(damaged(format!("{} has another size or optimizer", spec.name)));
-            }
-            if let Some(value) = f32_values(&values).find(|value| !value.is_finite()) {
-                return Err(damaged(format!("{name} holds {value}")));
-            }
+            let bytes = file.read(info)?;
             let target =
                 if kind == MASTER { parameters.master(index)? } else { &parameters.state(index)[kind] };
+            if info.dtype != stored_dtype(target) || bytes.len() != tensor_bytes(target) {
+                return Err(damaged(format!("{} has another size or optimizer", spec.name)));
+            }
+            if info.dtype == Dtype::U8 {
+                edit_codes(target, |target| {
+                    target.copy_from_slice(&bytes);
+                    Ok(())
+                })?;
+                continue;
+            }
+            if let Some(value) = f32_values(&bytes).find(|value| !value.is_finite()) {
+                return Err(damaged(format!("{name} holds {value}")));
+            }
             edit(target, |target| {
-                target.iter_mut().zip(f32_values(&values)).for_each(|(t, v)| *t = v);
+                target.iter_mut().zip(f32_values(&bytes)).for_each(|(t, v)| *t = v);
                 Ok(())
             })?;
         }

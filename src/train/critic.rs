@@ -44,7 +44,7 @@ impl Critic {
         round_to_bf16: bool,
     ) -> Result<Self> {
         if let Some(lora) = policy.adapter() {
-            return Self::adapted((config, policy, lora), trainable, settings, seed);
+            return Self::adapted((config, policy, lora), trainable, settings, seed, round_to_bf16);
         }
         let learns: HashSet<String> = value_model_specs(config)
             .into_iter()
@@ -73,6 +73,7 @@ impl Critic {
         trainable: &[bool],
         settings: &recipe::CriticConfig,
         seed: u64,
+        round_to_bf16: bool,
     ) -> Result<Self> {
         let values = value_model(config, seed, |spec| {
             let index = policy.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
@@ -82,8 +83,7 @@ impl Critic {
         let start = lora.start(&parameters.specs, seed, Owner::Critic)?;
         parameters.adapt(lora.clone(), start)?;
         parameters.learn(trainable)?;
-        // Its head is f32 as its adapter is.
-        let optimizer = Optimizer::new(&settings.optimizer, &mut parameters, false)?;
+        let optimizer = Optimizer::new(&settings.optimizer, &mut parameters, round_to_bf16)?;
         Ok(Self { settings: settings.clone(), parameters, optimizer })
     }
 }

@@ -20,6 +20,7 @@ mod model_config;
 mod model_files;
 mod one_forward;
 mod ops;
+mod optimizer;
 mod packed;
 mod policy;
 mod policy_step;

@@ -138,6 +138,7 @@ fn no_key_of_the_full_recipe_is_lost_in_reading() {
         "beta1",
         "beta2",
         "eps",
+        "momentum",
         "weight_decay",
         "grad_norm_max",
     ]

@@ -15,10 +15,11 @@ use crate::bad_input;
 use crate::metrics::Table;
 use crate::model::cache::SequenceCache;
 use crate::model::config::{Config, Form};
-use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
-use crate::recipe::{Dtype, KlPlace, OptimizerKind, Recipe};
+use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
+use crate::recipe::{Dtype, KlPlace, OptimizerConfig, Recipe};
 use crate::rollout::{FORWARD_TOKENS_MAX, engines};
 use crate::train::accumulate::side_by_side;
+use crate::train::optimizer::state_bytes;
 use anyhow::Result;
 use std::collections::BTreeMap;
 
@@ -115,13 +116,18 @@ pub struct AdapterPart {
 
 impl AdapterPart {
     fn bytes(&self) -> u64 {
-        self.specs.iter().map(|spec| spec.resident_bytes(Form::F32)).sum()
+        plain_bytes(&self.specs)
     }
+}
 
-    fn learning_bytes(&self) -> u64 {
-        let learning = self.specs.iter().zip(&self.trainable).filter(|(_, learns)| **learns);
-        learning.map(|(spec, _)| spec.resident_bytes(Form::F32)).sum()
-    }
+/// Those of `specs` that `trainable` marks.
+fn marked(specs: impl IntoIterator<Item = ParameterSpec>, trainable: &[bool]) -> Vec<ParameterSpec> {
+    specs.into_iter().zip(trainable).filter(|(_, learns)| **learns).map(|(spec, _)| spec).collect()
+}
+
+/// Bytes of `specs` in f32.
+fn plain_bytes(specs: &[ParameterSpec]) -> u64 {
+    specs.iter().map(|spec| spec.resident_bytes(Form::F32)).sum()
 }
 
 /// The stages of training.
@@ -221,17 +227,13 @@ impl Subject<'_> {
         specs.map(of).sum::<u64>() + self.adapter.as_ref().map_or(0, AdapterPart::bytes)
     }
 
-    /// Bytes of the values that learn in `stage`.
-    fn learning_bytes(&self, stage: Stage) -> u64 {
+    /// What of the policy learns in `stage`.
+    fn learning(&self, stage: Stage) -> Vec<ParameterSpec> {
         match &self.adapter {
             Some(adapter) if stage == Stage::Reinforcement || !adapter.after_cold_start => {
-                adapter.learning_bytes()
+                marked(adapter.specs.clone(), &adapter.trainable)
             }
-            _ => {
-                let specs = parameter_specs(self.config).into_iter().zip(&self.trainable);
-                let learning = specs.filter(|(_, learns)| **learns);
-                learning.map(|(spec, _)| spec.resident_bytes(Form::F32)).sum()
-            }
+            _ => marked(parameter_specs(self.config), &self.trainable),
         }
     }
 
@@ -246,11 +248,16 @@ impl Subject<'_> {
         outside + places.into_values().max().unwrap_or(0)
     }
 
-    /// What an optimizer keeps of `learning` bytes of weights.
-    fn optimizer(&self, kind: OptimizerKind, learning: u64) -> u64 {
-        let moments = if kind == OptimizerKind::AdamW { 2 } else { 0 };
-        let master = u64::from(self.recipe.model.dtype == Dtype::Bf16);
-        (moments + master) * learning
+    /// What an optimizer keeps of the tensors `learning`.
+    fn optimizer(&self, settings: &OptimizerConfig, learning: &[ParameterSpec]) -> u64 {
+        let rounds_weights = self.recipe.model.dtype == Dtype::Bf16;
+        let of = |spec: &ParameterSpec| {
+            // An adapter stays in f32.
+            let has_master = rounds_weights && spec.role != TensorRole::AdapterFactor;
+            let master = if has_master { spec.resident_bytes(Form::F32) } else { 0 };
+            master + state_bytes(settings, spec.element_count())
+        };
+        learning.iter().map(of).sum()
     }
 
     fn resident(&self) -> Vec<MemoryPart> {
@@ -268,17 +275,17 @@ impl Subject<'_> {
                 (Stage::Reinforcement, recipe.train.steps, &recipe.train.optimizer),
             ];
             let kept = stages.into_iter().filter(|(_, steps, _)| *steps > 0).map(|(stage, _, optimizer)| {
-                let learning = self.learning_bytes(stage);
-                (learning, self.optimizer(optimizer.kind, learning))
+                let learning = self.learning(stage);
+                (plain_bytes(&learning), self.optimizer(optimizer, &learning))
             });
             let (gradients, optimizer) = kept.max_by_key(|(a, b)| a + b).unwrap_or_default();
             part("gradients", gradients);
             part("optimizer", optimizer);
             if let (Some(critic), Some(trainable)) = (&recipe.critic, &self.critic_trainable) {
-                let (values, learning) = self.critic_weights(trainable);
-                part("critic's weights", values);
-                part("critic's gradients", learning);
-                part("critic's optimizer", self.optimizer(critic.optimizer.kind, learning));
+                let learning = self.critic_learning(trainable);
+                part("critic's weights", self.critic_weights(trainable));
+                part("critic's gradients", plain_bytes(&learning));
+                part("critic's optimizer", self.optimizer(&critic.optimizer, &learning));
             }
             // Without its adapter the model itself is the reference.
             if recipe.policy.kl.place != KlPlace::None && self.adapter.is_none() {
@@ -304,28 +311,27 @@ impl Subject<'_> {
         plain.map(|(_, spec)| spec.resident_bytes(Form::F32)).sum()
     }
 
-    /// Bytes of the critic's own weights, and of those that learn: what is packed is the policy's.
-    fn critic_weights(&self, trainable: &[bool]) -> (u64, u64) {
+    /// What of the critic learns: its tensors, or its head and its adapter's factors.
+    fn critic_learning(&self, trainable: &[bool]) -> Vec<ParameterSpec> {
+        let factors = self.adapter.iter().flat_map(|adapter| adapter.specs.iter().cloned());
+        marked(value_model_specs(self.config).into_iter().chain(factors), trainable)
+    }
+
+    /// Bytes of the critic's own weights: what is packed, and an adapter's base, is the policy's.
+    fn critic_weights(&self, trainable: &[bool]) -> u64 {
         let own = value_model_specs(self.config);
         if let Some(adapter) = &self.adapter {
-            // A second adapter and a head, on the policy's base.
-            let head = own.iter().filter(|spec| spec.layer.is_none() && spec.name.starts_with("score."));
-            let head: u64 = head.map(|spec| spec.resident_bytes(Form::F32)).sum();
-            let specs = own.iter().chain(&adapter.specs).zip(trainable).filter(|(_, learns)| **learns);
-            return (head + adapter.bytes(), specs.map(|(spec, _)| spec.resident_bytes(Form::F32)).sum());
+            let head: Vec<ParameterSpec> =
+                own.into_iter().filter(|spec| spec.name.starts_with("score.")).collect();
+            return plain_bytes(&head) + adapter.bytes();
         }
         let policy = parameter_specs(self.config);
         let shared = |spec: &ParameterSpec| {
             let at = policy.iter().position(|other| other.name == spec.name);
             at.is_some_and(|at| self.is_packed(spec, at))
         };
-        let (mut all, mut learning) = (0, 0);
-        for (spec, learns) in own.iter().zip(trainable) {
-            let bytes = spec.resident_bytes(Form::F32);
-            all += if *learns || !shared(spec) { bytes } else { 0 };
-            learning += if *learns { bytes } else { 0 };
-        }
-        (all, learning)
+        let held = own.into_iter().zip(trainable).filter(|(spec, learns)| **learns || !shared(spec));
+        held.map(|(spec, _)| spec.resident_bytes(Form::F32)).sum()
     }
 
     /// The second set of weights of `check-mismatch`, which rounds them to see what that explains: nothing of a tensor in

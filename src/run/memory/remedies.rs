@@ -63,7 +63,13 @@ impl Subject<'_> {
         }
         if self.intent.learns() {
             with("train.recompute_layers = true".into(), &|r| r.train.recompute_layers = Some(true));
-            with("train.optimizer.kind = \"sgd\"".into(), &|r| r.train.optimizer.kind = OptimizerKind::Sgd);
+            if recipe.train.optimizer.kind == OptimizerKind::Sgd {
+                with("train.optimizer.momentum = 0".into(), &|r| r.train.optimizer.momentum = 0.0);
+            } else {
+                for kind in [OptimizerKind::AdamW8Bit, OptimizerKind::Sgd] {
+                    with(format!("train.optimizer.kind = \"{kind}\""), &|r| r.train.optimizer.kind = kind);
+                }
+            }
             if self.adapter.is_none() {
                 changes.push((
                     format!("[adapter] with rank = {}", AdapterConfig::default().rank),

@@ -136,6 +136,25 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
             "r.toml:2: train.optimizer.beta2: 1 is out of range; give a number, 0 or more and below 1",
         ),
         (
+            "[train.optimizer]\nmomentum = 0.9",
+            "r.toml:2: train.optimizer.momentum: only kind = \"sgd\" has a momentum, and train.optimizer.kind is \"adamw\", \
+             whose first moment decays by beta1; remove one of the two",
+        ),
+        (
+            "[cold_start]\noptimizer = { kind = \"adamw_8bit\", momentum = 0.9 }",
+            "r.toml:2: cold_start.optimizer.momentum: only kind = \"sgd\" has a momentum, and cold_start.optimizer.kind is \
+             \"adamw_8bit\", whose first moment decays by beta1; remove one of the two",
+        ),
+        (
+            "[train.optimizer]\nkind = \"sgd\"\nmomentum = 1",
+            "r.toml:3: train.optimizer.momentum: 1 is out of range; give a number, 0 or more and below 1",
+        ),
+        (
+            "[train.optimizer]\nkind = \"adam\"",
+            "r.toml:2: train.optimizer.kind: no such value \"adam\", did you mean \"adamw\"? Give \"adamw\", \"adamw_8bit\" or \
+             \"sgd\"",
+        ),
+        (
             "[train.optimizer]\nlr = 0",
             "r.toml:2: train.optimizer.lr: 0 is out of range; give a number, above 0 and at most 10",
         ),
