@@ -281,3 +281,37 @@ fn check_mismatch_and_rollout_take_the_adapter_of_a_run() {
     let told = stdout(rloss().arg("check").arg(straight()));
     assert!(told.contains("[adapter]"), "{told}");
 }
+
+#[test]
+fn fifty_updates_with_8_bit_moments_beside_a_packed_base_leave_the_gap_at_0() {
+    let folder = TempDir::new().unwrap();
+    let (packed, out) = (folder.path().join("packed"), folder.path().join("run"));
+    done(&mut small(&packed, &["train.steps=0", "checkpoint.dtype=mxfp4", "checkpoint.keep=1"]));
+    let base = packed.join("checkpoints/cold-start-000004");
+    let header = fs::read(base.join("model.safetensors")).unwrap();
+    assert!(String::from_utf8_lossy(&header[..65536]).contains("gate_up_proj_blocks"));
+    let path = format!("model.path={}", base.display());
+    let sets = [
+        path.as_str(),
+        "adapter.rank=16",
+        "train.optimizer.kind=adamw_8bit",
+        "train.steps=13",
+        "train.minibatches=2",
+        "train.epochs=2",
+        "policy.old_logprob=rollout",
+        "policy.advantage=gae",
+        "policy.kl.place=loss",
+        "critic.optimizer.kind=adamw_8bit",
+        "critic.optimizer.lr=1e-2",
+        "eval.every_steps=0",
+    ];
+    done(&mut small(&out, &with(&sets)));
+    let rows = rows(&out);
+    let updates: f64 = phase(&rows, "rl").map(|row| row["actor/updates"].as_f64().unwrap()).sum();
+    assert!(updates >= 50.0, "{updates}");
+    for row in phase(&rows, "rl") {
+        assert_eq!(row["mismatch/log_ppl_abs_diff_max"], 0.0);
+    }
+    let state = fs::read(out.join("checkpoints/step-000013/trainer.safetensors")).unwrap();
+    assert!(String::from_utf8_lossy(&state[..65536.min(state.len())]).contains("\"U8\""));
+}
