@@ -37,13 +37,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, logging
 
 from make_fixtures import ADAMW, DENSE_MODELS, EAGER, FIXTURES, MODELS, masked_loss, random_model, random_row
-from parity import CANCELLATION_MAX, ROOT, SAVED_BAR, SGD_LR, random_gpt_oss, random_qwen2
+from parity import CANCELLATION_MAX, ROOT, SAVED_BAR, random_gpt_oss, random_qwen2
 
 TEST = "adapter::random_adapters_agree_with_peft"
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 LOGITS_BAR = 2e-5
+# So long a step that the rounding of the factors is small beside it, where a gradient is small too.
+SGD_LR = 1000.0
 
 
 def random_targets(rng, family, layers):
@@ -78,7 +80,9 @@ def adapted(model, config, generator):
             if "lora_A" in name:
                 tensor.normal_(generator=generator).mul_(tensor.shape[1] ** -0.5)
             elif "lora_B" in name:
-                tensor.normal_(generator=generator).mul_(0.5 * config.r**-0.5)
+                # A correction of about half the base, whatever rank and alpha.
+                scale = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
+                tensor.normal_(generator=generator).mul_(0.5 * config.r**-0.5 / scale)
     return wrapped.eval()
 
 
