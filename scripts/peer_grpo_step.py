@@ -118,8 +118,8 @@ def main():
     start_bytes = resident_bytes()
     model = model_of(transformers, a)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    names = ["step_s", "rollout_s", "update_s", "forward_backward_s", "decode_step_s", "rollout_processor_s", "update_processor_s"]
-    found = {name: [] for name in names}
+    seconds = ["step_s", "rollout_s", "update_s", "forward_backward_s", "decode_step_s"]
+    found = {name: [] for name in [*seconds, "rollout_processor_s", "update_processor_s"]}
     for step in range(a.steps + 1):
         prompts = torch.randint(1, a.vocab, (a.prompts, a.prompt_tokens))
         start, work, stamps = time.perf_counter(), time.process_time(), []
