@@ -214,7 +214,8 @@ fn main() -> Result<()> {
     let (model, mut parameters) = random(config);
     let recipe = Recipe::default();
     let (policy, train, optimizer_settings) = (&recipe.policy, &recipe.train, &recipe.train.optimizer);
-    let recompute_layers = recomputes_layers(&recipe, &model.config, parameters.bytes(), threads.count());
+    let recompute_layers =
+        recomputes_layers(&recipe, &model.config, (parameters.bytes(), false), threads.count());
     let mut optimizer = Optimizer::new(optimizer_settings, &mut parameters, false)?;
     let around = chat.prompt(&[Message::user(String::new())])?.len();
     let characters = shapes.prompt_tokens.checked_sub(around).context("--prompt-tokens is too small")?;
