@@ -129,6 +129,7 @@ fn planned(seed: u64, recompute_layers: bool) {
         config: &model.config,
         forms: &forms,
         trainable: vec![true; parameters.len()],
+        adapter: None,
         critic_trainable: None,
         uses_python: false,
         threads: 1,

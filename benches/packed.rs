@@ -2,6 +2,9 @@
 //! one row's and sixteen rows' products against a plain read of memory, and prefill against the `gemm` crate's best rate.
 //! `cargo bench --bench packed`.
 
+mod machine;
+
+use machine::{least, product_rate, read_rate};
 use rayon::prelude::*;
 use rloss::ops::packed::{PackedForm, PackedMatrix, StoredRows};
 use std::convert::Infallible;
@@ -11,36 +14,6 @@ use std::time::Instant;
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
-
-/// Larger than any cache, bytes.
-const STREAMED: usize = 1 << 30;
-
-/// The least seconds of `rounds` runs.
-fn least(rounds: usize, mut run: impl FnMut()) -> f64 {
-    run();
-    (0..rounds)
-        .map(|_| {
-            let start = Instant::now();
-            run();
-            start.elapsed().as_secs_f64()
-        })
-        .fold(f64::INFINITY, f64::min)
-}
-
-/// Bytes a second that all threads read together.
-fn read_rate() -> f64 {
-    let words = vec![1u64; STREAMED / 8];
-    let sum = || {
-        words
-            .par_chunks(1 << 16)
-            .map(|part| part.iter().fold(0u64, |sum, word| sum ^ word))
-            .reduce(|| 0, |a, b| a ^ b)
-    };
-    STREAMED as f64
-        / least(5, || {
-            black_box(sum());
-        })
-}
 
 fn matrix(form: PackedForm, shape: [usize; 3]) -> PackedMatrix {
     let fill = |rows: StoredRows| {
@@ -76,32 +49,6 @@ fn decode(name: &str, matrix: &PackedMatrix, experts: &[usize], m: usize, read: 
     println!("{name:<34} {m:>5} {:>10.1} {:>9.2} {:>12.2}", bytes as f64 / 1e6, rate / 1e9, rate / read);
 }
 
-/// The library's best rate over some shapes, multiply-adds a second.
-fn library_rate() -> f64 {
-    let threads = rayon::current_num_threads();
-    [1024usize, 1536, 2048]
-        .into_iter()
-        .map(|size| {
-            let (a, b) = (vec![0.5f32; size * size], vec![0.25f32; size * size]);
-            let mut out = vec![0f32; size * size];
-            let seconds = least(4, || {
-                // SAFETY: three square matrices of this size.
-                unsafe {
-                    let n = size as isize;
-                    let parallel = gemm::Parallelism::Rayon(threads);
-                    let (a, b) = (a.as_ptr(), b.as_ptr());
-                    let out = out.as_mut_ptr();
-                    gemm::gemm(
-                        size, size, size, out, 1, n, false, a, 1, n, b, 1, n, 1.0, 1.0, false, false, false,
-                        parallel,
-                    );
-                }
-            });
-            (size * size * size) as f64 / seconds
-        })
-        .fold(0.0, f64::max)
-}
-
 fn prefill(name: &str, matrix: &PackedMatrix, m: usize, library: f64) {
     let [experts, k, n] = matrix.shape();
     let groups: Vec<(usize, Range<usize>)> =
@@ -129,7 +76,7 @@ fn main() {
         decode("attention's o", &o, &[0], m, read);
         decode("head", &head, &[0], m, read);
     }
-    let library = library_rate();
+    let library = product_rate();
     println!("the library's best rate: {:.1} GFLOP/s", 2.0 * library / 1e9);
     println!(
         "{:<34} {:>5} {:>10} {:>9} {:>12}",

@@ -1,10 +1,11 @@
 //! One GRPO step from end to end: rollout, loss, gradients, update. `cargo bench --bench step -- --hidden 512 ...`
 //!
-//! Prints one JSON line: seconds and processor seconds of each step, apart for rollout and update. Everything but shapes is at
-//! the recipe's defaults. Responses have a fixed length: tokens that would end one are replaced, as any peer is told not to stop.
+//! Prints one JSON line: seconds and processor seconds of each step, apart for rollout and update, what the machine can do at
+//! best in the same run, and how much of that was used. Everything but shapes is at the recipe's defaults. Responses have a fixed length: tokens that would end one are replaced, as any peer is told not to stop.
 
 #[path = "../src/allocator.rs"]
 mod allocator;
+mod machine;
 mod models;
 
 use anyhow::{Context, Result, ensure};
@@ -16,16 +17,20 @@ use rloss::model::forward::ForwardOptions;
 use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
 use rloss::recipe::Recipe;
-use rloss::rollout::{Prompt, Rollout, RolloutSettings, SampledPlace, Sampling, TokenSource};
+use rloss::rollout::{
+    Prompt, Rollout, RolloutProgress, RolloutSettings, SampledPlace, Sampling, TokenSource,
+};
 use rloss::run::memory::recomputes_layers;
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::train::accumulate::Learner;
+use rloss::train::batch::{MicroBatch, Sequence};
 use rloss::train::forward_backward::PassSettings;
 use rloss::train::gradients::clip;
 use rloss::train::optimizer::Optimizer;
 use rloss::train::policy_step::PolicyStep;
 use rloss::trajectory::Group;
 use serde_json::json;
+use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 /// The shapes; the defaults are "tiny" of docs/BENCHMARKS.md.
@@ -67,6 +72,22 @@ struct Shapes {
 }
 
 impl Shapes {
+    /// Multiply-adds of a row's products through the layers, and of one through the head.
+    fn multiply_adds(&self) -> (usize, usize) {
+        let attention = 2 * self.hidden * (self.heads + self.kv) * self.head_dim;
+        let experts = self.hidden * self.experts + 3 * self.topk * self.hidden * self.inter;
+        (self.layers * (attention + experts), self.hidden * self.vocab)
+    }
+
+    /// Multiply-adds of the products of forward and backward, each once: what is computed again does not count, nor does
+    /// attention. The backward has two products for one of the forward.
+    fn useful(&self, sequences: &[Sequence], micro_batch_tokens: usize) -> usize {
+        let (of_row, of_target) = self.multiply_adds();
+        let batches = MicroBatch::split_sharing(sequences, micro_batch_tokens, |_| usize::MAX);
+        let each = |b: &MicroBatch| b.tokens.len() * of_row + b.targets.len() * of_target;
+        3 * batches.iter().map(each).sum::<usize>()
+    }
+
     fn config(&self) -> Config {
         Config {
             vocab_size: self.vocab,
@@ -88,6 +109,9 @@ impl Shapes {
 /// Ids below are control tokens of the embedded vocabulary, those from [`TEXT_END`] on are none of its.
 const TEXT: u32 = 16;
 const TEXT_END: u32 = 272;
+
+/// Sequences that decode together at most.
+const SEQUENCES_MAX: usize = 64;
 
 /// Samples from the model; what is no text becomes text, so that nothing ends a response early.
 struct TextOnly;
@@ -167,24 +191,38 @@ fn time<R>(run: impl FnOnce() -> Result<R>) -> Result<(R, Spent)> {
     Ok((result, Spent { seconds, processor: processor_end - processor, faults: faults_end - faults }))
 }
 
+/// Seconds for a token of each of `batch` sequences, between the first forward that sampled for all and the last.
+fn decode_step(stamps: &[(Instant, u64)], batch: usize) -> Result<f64> {
+    let full = |&&(_, sampled): &&(Instant, u64)| sampled >= batch as u64;
+    let (first, last) = (stamps.iter().find(full), stamps.last());
+    let ((begun, before), (ended, after)) =
+        first.copied().zip(last.copied()).context("nothing was sampled")?;
+    let steps = after.saturating_sub(before) as f64 / batch as f64;
+    Ok(ended.duration_since(begun).as_secs_f64() / steps)
+}
+
 fn main() -> Result<()> {
     allocator::keep_memory();
     // As in src/main.rs.
     // SAFETY: no other thread has been started yet.
     unsafe { std::env::set_var("CANDLE_NUM_THREADS", "1") };
     let shapes = Shapes::parse();
+    let start_bytes = usage().ru_maxrss * 1024;
     let config = shapes.config();
     let threads = Threads::new(shapes.threads)?;
     let chat = config.family.embedded_chat()?;
     let (model, mut parameters) = random(config);
     let recipe = Recipe::default();
     let (policy, train, optimizer_settings) = (&recipe.policy, &recipe.train, &recipe.train.optimizer);
-    let recompute_layers = recomputes_layers(&recipe, &model.config, parameters.bytes(), threads.count());
+    let recompute_layers =
+        recomputes_layers(&recipe, &model.config, (parameters.bytes(), false), threads.count());
     let mut optimizer = Optimizer::new(optimizer_settings, &mut parameters, false)?;
     let around = chat.prompt(&[Message::user(String::new())])?.len();
     let characters = shapes.prompt_tokens.checked_sub(around).context("--prompt-tokens is too small")?;
     let task = Numbers { characters };
-    let (mut rollouts, mut updates) = (vec![], vec![]);
+    let (mut rollouts, mut updates, mut both_ways, mut decodes) = (vec![], vec![], vec![], vec![]);
+    let mut useful = 0;
+    let batch = SEQUENCES_MAX.min(shapes.prompts as usize * shapes.samples);
     // The first step is not counted: on either side it is the one that meets fresh memory.
     for step in 0..=shapes.steps {
         let settings = RolloutSettings {
@@ -192,7 +230,7 @@ fn main() -> Result<()> {
             turns_max: 1,
             response_tokens_max: shapes.response_tokens,
             prompt_tokens_max: shapes.prompt_tokens,
-            sequences_max: 64,
+            sequences_max: SEQUENCES_MAX,
             tool_calls_concurrent_max: 1,
             keep_routes: false,
             seed: 0,
@@ -204,12 +242,17 @@ fn main() -> Result<()> {
             .map(|i| step * shapes.prompts + i)
             .map(|index| Prompt { index, problem: task.training_problem(0, index) })
             .collect();
+        let stamps = Mutex::new(vec![]);
         let (mut groups, rollout): (Vec<Group>, _) = time(|| {
             let policy = &PolicyView::plain(&model, &parameters)?;
             let settings = &settings;
             let rollout =
                 Rollout { threads: &threads, policy, chat: &chat, task: &task, interpreter: None, settings };
-            let drawn = rollout.groups_from(&TextOnly, &prompts, shapes.samples, &|_| (), &|| false)?;
+            let note = |progress: RolloutProgress| {
+                let mut stamps = stamps.lock().unwrap_or_else(PoisonError::into_inner);
+                stamps.push((Instant::now(), progress.sampled_tokens));
+            };
+            let drawn = rollout.groups_from(&TextOnly, &prompts, shapes.samples, &note, &|| false)?;
             Ok(drawn.context("nobody stopped it")?.groups)
         })?;
         for (sample, trajectory) in groups.iter_mut().flat_map(|g| g.trajectories.iter_mut().enumerate()) {
@@ -217,7 +260,7 @@ fn main() -> Result<()> {
             let tokens = shapes.prompt_tokens + shapes.response_tokens;
             ensure!(trajectory.tokens.len() == tokens, "a response of another length");
         }
-        let (_, update) = time(|| {
+        let ((update_gradients, sequences), update) = time(|| {
             let step = PolicyStep {
                 learner: Learner { threads: &threads, model: &model, parameters: &parameters },
                 reference: None,
@@ -236,17 +279,27 @@ fn main() -> Result<()> {
                 response_tokens_max: shapes.response_tokens,
             };
             let experience = step.prepare(&groups.iter().collect::<Vec<_>>())?;
-            let update = step.gradients(&experience)?.context("no token counts")?;
+            let (update, gradients) = time(|| step.gradients(&experience)?.context("no token counts"))?;
             let gap = step.gap_of(&experience, &update)?.get("mismatch/log_ppl_abs_diff_max");
             ensure!(gap == Some(0.0), "rollout and training differ: {gap:?}");
             clip(&mut parameters, optimizer_settings.grad_norm_max)?;
-            optimizer.update(&mut parameters, optimizer_settings.lr)
+            optimizer.update(&mut parameters, optimizer_settings.lr)?;
+            Ok((gradients, experience.measured.sampled.sequences))
         })?;
+        useful = shapes.useful(&sequences, train.micro_batch_tokens);
         if step > 0 {
             rollouts.push(rollout);
             updates.push(update);
+            both_ways.push(update_gradients);
+            decodes.push(decode_step(&stamps.into_inner().unwrap_or_else(PoisonError::into_inner), batch)?);
         }
     }
+    let peak_bytes = usage().ru_maxrss * 1024;
+    let (read_rate, product_rate) = threads.wide(|| (machine::read_rate(), machine::product_rate()));
+    let (of_row, of_head) = shapes.multiply_adds();
+    let of_step = (batch * (of_row + of_head)) as f64 / product_rate;
+    // Of the embedding a step reads a few rows.
+    let read = parameters.bytes() as f64 - 4.0 * (shapes.vocab * shapes.hidden) as f64;
     let rounded = |x: f64| (x * 1e4).round() / 1e4;
     let each = |of: &dyn Fn(&Spent) -> f64, spent: &[Spent]| -> Vec<f64> {
         spent.iter().map(|s| rounded(of(s))).collect()
@@ -265,7 +318,16 @@ fn main() -> Result<()> {
             "rollout_processor_s": each(&processor, &rollouts),
             "update_processor_s": each(&processor, &updates),
             "page_faults": rollouts.iter().zip(&updates).map(|(r, u)| r.faults + u.faults).collect::<Vec<_>>(),
-            "peak_bytes": usage().ru_maxrss * 1024,
+            "forward_backward_s": each(&seconds, &both_ways),
+            "decode_step_s": decodes,
+            "decode_batch": batch,
+            "decode_bound_s": of_step.max(read / read_rate),
+            "read_gb_s": rounded(read_rate / 1e9),
+            "product_gflop_s": rounded(2.0 * product_rate / 1e9),
+            "product_share": each(&|spent| useful as f64 / spent.seconds / product_rate, &both_ways),
+            "start_bytes": start_bytes,
+            "parameter_bytes": parameters.bytes(),
+            "peak_bytes": peak_bytes,
             "generated_tokens": shapes.prompts * (shapes.samples * shapes.response_tokens) as u64,
         })
     );

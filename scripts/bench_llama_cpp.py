@@ -32,6 +32,13 @@ MXFP4, BF16 = gguf.GGMLQuantizationType.MXFP4, gguf.GGMLQuantizationType.BF16
 SEQUENCES = [1, 4, 16]
 FEW, MANY = 4, 20
 PROMPT, LONG_PROMPT = 128, 640
+# The task, in a file of its own: it starts at once, without this one's imports.
+TASK = """
+import json, sys
+replies = {"describe": {"name": "bench"}, "problem": {"prompt": "x" * int(sys.argv[1])}, "reward": {"reward": 0.0}}
+for line in sys.stdin:
+    print(json.dumps(replies[json.loads(line)["request"]]), flush=True)
+"""
 
 
 def stored(folder):
@@ -104,7 +111,7 @@ def write_gguf(folder, path):
 
 def rloss_seconds(arguments, folder, sequences, prompt, tokens):
     """Of a whole rollout, loading included."""
-    task = [sys.executable, str(Path(__file__).absolute()), "--task", str(prompt)]
+    task = [sys.executable, str(folder / "task.py"), str(prompt)]
     recipe = folder / "recipe.toml"
     recipe.write_text(
         f"[task]\nname = \"command\"\ncommand = {json.dumps(task)}\n[model]\npath = {json.dumps(str(arguments.folder))}\n"
@@ -141,23 +148,13 @@ def serve(path, threads):
     return xllamacpp.Server(params)
 
 
-def task(prompt):
-    for line in sys.stdin:
-        ask = json.loads(line)["request"]
-        reply = {"describe": {"name": "bench"}, "problem": {"prompt": "x" * prompt}, "reward": {"reward": 0.0}}[ask]
-        print(json.dumps(reply), flush=True)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--rloss", type=Path, default=ROOT / "target" / "release" / "rloss", help="the binary")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--task", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.task:
-        return task(arguments.task)
     arguments.folder = arguments.folder.absolute()
     path = arguments.folder / "model.gguf"
     if not path.exists():
@@ -165,6 +162,7 @@ def main():
     rows = {}
     note = lambda row, side, value: rows.setdefault(row, {}).setdefault(side, []).append(value)
     with tempfile.TemporaryDirectory() as temporary:
+        (Path(temporary) / "task.py").write_text(TASK)
         for _ in range(arguments.rounds):
             seconds = lambda *what: rloss_seconds(arguments, Path(temporary), *what)
             for n in SEQUENCES:

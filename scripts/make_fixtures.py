@@ -185,26 +185,40 @@ def write_dense_models(generator):
         write_model(FIXTURES / name, sizes, ROW_LENGTHS, SGD_LR, generator, "qwen2", ADAMW)
 
 
-def write_adamw(generator):
-    """Ten steps of torch.optim.AdamW on given gradients of many magnitudes."""
+def write_traces(name, optimizer, starts_and_settings, generator):
+    """Ten steps of a torch.optim optimizer on given gradients of many magnitudes, for each start and settings."""
     cases = []
-    for start, settings in (
+    for start, settings in starts_and_settings:
+        weight = (torch.randn(16, generator=generator) * start).requires_grad_()
+        magnitudes = 10.0 ** torch.linspace(-6, 2, 16)
+        case = {"settings": settings, "initial": weight.tolist(), "gradients": [], "weights": []}
+        steps = optimizer([weight], **settings)
+        for _ in range(10):
+            weight.grad = torch.randn(16, generator=generator) * magnitudes
+            steps.step()
+            case["gradients"].append(weight.grad.tolist())
+            case["weights"].append(weight.tolist())
+        cases.append(case)
+    (FIXTURES / name).write_text(json.dumps(cases) + "\n")
+
+
+def write_adamw(generator):
+    cases = (
         (1.0, dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)),
         (1.0, dict(lr=4e-3, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1)),
         # From 0, where the updates alone make the weights.
         (0.0, dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)),
-    ):
-        weight = (torch.randn(16, generator=generator) * start).requires_grad_()
-        magnitudes = 10.0 ** torch.linspace(-6, 2, 16)
-        case = {"settings": settings, "initial": weight.tolist(), "gradients": [], "weights": []}
-        optimizer = torch.optim.AdamW([weight], **settings)
-        for _ in range(10):
-            weight.grad = torch.randn(16, generator=generator) * magnitudes
-            optimizer.step()
-            case["gradients"].append(weight.grad.tolist())
-            case["weights"].append(weight.tolist())
-        cases.append(case)
-    (FIXTURES / "adamw.json").write_text(json.dumps(cases) + "\n")
+    )
+    write_traces("adamw.json", torch.optim.AdamW, cases, generator)
+
+
+def write_sgd(generator):
+    cases = (
+        (1.0, dict(lr=0.1, momentum=0.0)),
+        (1.0, dict(lr=0.1, momentum=0.9)),
+        (0.0, dict(lr=0.003, momentum=0.99)),
+    )
+    write_traces("sgd.json", torch.optim.SGD, cases, generator)
 
 
 def write_mxfp4(generator):
@@ -261,6 +275,7 @@ def main():
     write_adamw(generator)
     write_mxfp4(generator)
     write_dense_models(torch.Generator().manual_seed(1))
+    write_sgd(torch.Generator().manual_seed(2))
     return 0
 
 

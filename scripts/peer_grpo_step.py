@@ -7,7 +7,8 @@ A step: `generate` with the KV cache, responses of a fixed length; one forward a
 samples, padding there is none; the gradient's norm clipped; AdamW. This is less than a trainer around it does: no second
 forward for old log-probabilities, no decoding of texts, no logging. Attention is eager, as sinks want it.
 
-Prints one JSON line: seconds of each step but the first, of its rollout and its update, processor seconds, peak memory.
+Prints one JSON line: seconds of each step but the first, of its rollout, of a token of all sequences within it, of forward
+and backward and of the whole update, processor seconds, peak memory and that before the model was made.
 """
 
 import argparse
@@ -58,8 +59,14 @@ def model_of(transformers, a):
     return model
 
 
-def rollout(torch, model, prompts, a):
+def rollout(torch, model, prompts, a, stamps):
+    """Sampled sequences; `stamps` gets the time of each of their tokens."""
     model.eval()
+
+    def stamp(tokens, _scores, **_):
+        stamps.append(time.perf_counter())
+        return torch.zeros(len(tokens), dtype=torch.bool)
+
     with torch.no_grad():
         return model.generate(
             prompts.repeat_interleave(a.samples, 0),
@@ -70,11 +77,12 @@ def rollout(torch, model, prompts, a):
             top_p=1.0,
             max_new_tokens=a.response_tokens,
             min_new_tokens=a.response_tokens,
+            stopping_criteria=[stamp],
         )
 
 
 def update(torch, model, optimizer, tokens, a):
-    """One update on fresh data: the ratio is 1, its gradient is not."""
+    """One update on fresh data: the ratio is 1, its gradient is not. Returns the time after forward and backward."""
     model.train()
     rewards = torch.tensor([[i % 2 for i in range(a.samples)]] * a.prompts, dtype=torch.float32)
     centred = rewards - rewards.mean(1, keepdim=True)
@@ -87,8 +95,15 @@ def update(torch, model, optimizer, tokens, a):
     loss = -torch.minimum(ratio * advantages, clipped * advantages).mean()
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
+    both_ways = time.perf_counter()
     torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM_MAX)
     optimizer.step()
+    return both_ways
+
+
+def resident_bytes():
+    """The most this process has held so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main():
@@ -100,29 +115,32 @@ def main():
     torch.set_num_threads(a.threads)
     torch.manual_seed(0)
     transformers.logging.set_verbosity_error()
+    start_bytes = resident_bytes()
     model = model_of(transformers, a)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    found = {name: [] for name in ["step_s", "rollout_s", "update_s", "rollout_processor_s", "update_processor_s"]}
+    seconds = ["step_s", "rollout_s", "update_s", "forward_backward_s", "decode_step_s"]
+    found = {name: [] for name in [*seconds, "rollout_processor_s", "update_processor_s"]}
     for step in range(a.steps + 1):
         prompts = torch.randint(1, a.vocab, (a.prompts, a.prompt_tokens))
-        stamps = [(time.perf_counter(), time.process_time())]
-        tokens = rollout(torch, model, prompts, a)
-        stamps.append((time.perf_counter(), time.process_time()))
+        start, work, stamps = time.perf_counter(), time.process_time(), []
+        tokens = rollout(torch, model, prompts, a, stamps)
+        middle, half = time.perf_counter(), time.process_time()
         assert tokens.shape == (a.prompts * a.samples, a.prompt_tokens + a.response_tokens)
-        update(torch, model, optimizer, tokens, a)
-        stamps.append((time.perf_counter(), time.process_time()))
+        both_ways = update(torch, model, optimizer, tokens, a)
+        end, done = time.perf_counter(), time.process_time()
         if step == 0:  # the one that meets fresh memory
             continue
-        (start, work), (middle, half), (end, done) = stamps
-        row = [end - start, middle - start, end - middle, half - work, done - half]
+        decode = (stamps[-1] - stamps[0]) / (len(stamps) - 1)
+        row = [end - start, middle - start, end - middle, both_ways - middle, decode, half - work, done - half]
         for values, value in zip(found.values(), row):
-            values.append(round(value, 4))
+            values.append(round(value, 6))
     found = {
-        "peer": "transformers",
-        "experts": model.config._experts_implementation,
+        "peer": f"transformers, {model.config._experts_implementation}",
         **found,
         "generated_tokens": a.prompts * a.samples * a.response_tokens,
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "parameter_bytes": 4 * sum(p.numel() for p in model.parameters()),
+        "start_bytes": start_bytes,
+        "peak_bytes": resident_bytes(),
     }
     print(json.dumps(found))
 

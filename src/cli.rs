@@ -35,6 +35,8 @@ enum Command {
     Eval(RunArgs),
     /// Compare rollout and training log-probs on the same tokens: every gap, and its likely cause
     CheckMismatch(commands::check_mismatch::CheckMismatchArgs),
+    /// Write a run's adapter in PEFT's form, or the model with the adapter merged in
+    Export(commands::export::ExportArgs),
     /// Write one self-contained HTML page with the curves of runs
     Report(commands::report::ReportArgs),
     /// Check that a run or a model still holds what was written; exit code 2 when it does not
@@ -80,6 +82,7 @@ pub fn run() -> u8 {
         Command::Rollout(args) => commands::rollout::run(&args),
         Command::Eval(args) => commands::eval::run(&args),
         Command::CheckMismatch(args) => commands::check_mismatch::run(&args),
+        Command::Export(args) => commands::export::run(&args),
         Command::Report(args) => commands::report::run(&args),
         Command::Verify(args) => commands::verify::run(&args),
         Command::Completions(args) => commands::completions::run(&args, Cli::command()),

@@ -13,6 +13,7 @@ pub enum Purpose {
     Shuffle = 5,
     Evaluation = 6,
     RouterNoise = 7,
+    Adapter = 8,
 }
 
 /// The stream of `purpose` at `place`, such as (step, prompt, sample, turn), in the run seeded with `seed`.

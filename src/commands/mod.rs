@@ -6,6 +6,7 @@ pub mod check;
 pub mod check_mismatch;
 pub mod completions;
 pub mod eval;
+pub mod export;
 pub mod follow;
 #[cfg(feature = "cuda")]
 pub mod gpu_check;

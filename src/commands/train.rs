@@ -7,9 +7,9 @@ use crate::metrics::Console;
 use crate::recipe::{RecipeSource, locate};
 use crate::run::header::{self, command_line};
 use crate::run::memory::Intent;
-use crate::run::preflight::unverified;
 use crate::run::run_folder::{RunFolder, prepare_resume};
 use crate::run::signals::Stop;
+use crate::run::source::unverified;
 use crate::run::workbench::Workbench;
 use crate::trainer::{Trainer, TrainingData};
 use anyhow::Result;
@@ -50,7 +50,8 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
         true => prepare_resume(&out, &mut plan)?,
         false => RunFolder::refuse_existing(&out).map(|()| (vec![], None))?,
     };
-    let bench = Workbench::open(plan, Intent::Train, &console)?;
+    let checkpoint = point.as_ref().map(|point| point.folder.as_path());
+    let bench = Workbench::open_at(plan, Intent::Train, checkpoint, &console)?;
     let data = TrainingData::open(&bench)?;
     // From here on a signal finds a run to save.
     let stop = Stop::listen()?;

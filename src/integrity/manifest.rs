@@ -27,6 +27,11 @@ impl Manifest {
         self.0.insert(name.to_owned(), digest);
     }
 
+    /// The digest of the file `name`, if it is listed.
+    pub fn get(&self, name: &str) -> Option<Hash> {
+        self.0.get(name).copied()
+    }
+
     /// Writes a new, synced file `name` into `folder`, and notes it.
     ///
     /// # Errors

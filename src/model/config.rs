@@ -4,7 +4,7 @@ use super::family::Family;
 use super::names::parameter_count;
 use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX};
-use crate::recipe::{Contradiction, Sizes, Yarn};
+use crate::recipe::{Contradiction, SavedDtype, Sizes, Yarn};
 use anyhow::Result;
 use serde_json::Value;
 use std::path::Path;
@@ -90,6 +90,17 @@ pub enum Form {
     Bf16,
     /// The released form: expert matrices in MXFP4, all else in bf16.
     Mxfp4,
+}
+
+impl SavedDtype {
+    /// The form that a recipe asks for.
+    pub fn form(self) -> Form {
+        match self {
+            SavedDtype::F32 => Form::F32,
+            SavedDtype::Bf16 => Form::Bf16,
+            SavedDtype::Mxfp4 => Form::Mxfp4,
+        }
+    }
 }
 
 impl Config {

@@ -1,7 +1,7 @@
 //! A tensor as a model holds it: plain f32 values, which may learn, or packed ones, which do not.
 
 use super::config::Form;
-use super::layer::Projection;
+use super::layer::{Adapter, Projection};
 use super::names::{Layout, ParameterSpec, TensorRole};
 use crate::ops::packed::{self, PackedMatrix, PackedTable};
 use crate::ops::{self, Parameter};
@@ -48,6 +48,8 @@ pub enum Weight {
     Plain(Parameter),
     Matrix(Arc<PackedMatrix>),
     Table(Arc<PackedTable>),
+    /// A matrix with an adapter beside it.
+    Adapted(Box<Weight>, Adapter),
 }
 
 /// What token ids are looked up in.
@@ -64,7 +66,10 @@ pub enum Embedding {
 impl ParameterSpec {
     /// How the tensor is packed where it lies on disk in `form` and does not learn; `None` for what stays f32.
     pub fn packed_form(&self, form: Form) -> Option<packed::PackedForm> {
-        let is_matrix = !matches!(self.role, TensorRole::Bias | TensorRole::Norm | TensorRole::Sinks);
+        let is_matrix = !matches!(
+            self.role,
+            TensorRole::Bias | TensorRole::Norm | TensorRole::Sinks | TensorRole::AdapterFactor
+        );
         // A single column is multiplied another way.
         let wide = self.working_shape().last().is_some_and(|&columns| columns > 1);
         match form {
@@ -140,7 +145,9 @@ impl Weight {
     pub fn parameter(self) -> Result<Parameter> {
         match self {
             Weight::Plain(parameter) => Ok(parameter),
-            Weight::Matrix(_) | Weight::Table(_) => bail!("a packed tensor where a plain one belongs"),
+            Weight::Matrix(_) | Weight::Table(_) | Weight::Adapted(..) => {
+                bail!("a packed or adapted tensor where a plain one belongs")
+            }
         }
     }
 
@@ -152,6 +159,9 @@ impl Weight {
         match self {
             Weight::Plain(weight) => Ok(Projection::Dense { weight, bias }),
             Weight::Matrix(weight) => Ok(Projection::Packed { weight, bias }),
+            Weight::Adapted(base, adapter) => {
+                Ok(Projection::Adapted { base: Box::new(base.projection(bias)?), adapter })
+            }
             Weight::Table(_) => bail!("a table where a matrix belongs"),
         }
     }
@@ -165,7 +175,7 @@ impl Weight {
             weight if tied => Ok(Embedding::Tied(weight.projection(None)?)),
             Weight::Plain(parameter) => Ok(Embedding::Plain(parameter)),
             Weight::Table(table) => Ok(Embedding::Packed(table)),
-            Weight::Matrix(_) => bail!("a matrix where a table belongs"),
+            Weight::Matrix(_) | Weight::Adapted(..) => bail!("a matrix where a table belongs"),
         }
     }
 }
@@ -181,6 +191,7 @@ impl Embedding {
             Embedding::Packed(table) => ops::packed::packed_rows(table, ids)?,
             Embedding::Tied(Projection::Dense { weight, .. }) => ops::tied_embedding(weight, ids)?,
             Embedding::Tied(Projection::Packed { weight, .. }) => ops::packed::packed_columns(weight, ids)?,
+            Embedding::Tied(Projection::Adapted { .. }) => bail!("no adapter reaches the embedding"),
         })
     }
 

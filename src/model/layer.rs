@@ -4,7 +4,7 @@ use crate::ops::head_matrix::HeadMatrix;
 use crate::ops::logits::{Logits, Sampling};
 use crate::ops::packed::{PackedMatrix, packed_grouped_linear, packed_linear};
 use crate::ops::{self, Dispatch, Parameter};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use candle_core::Tensor;
 use std::sync::Arc;
 
@@ -15,6 +15,25 @@ pub enum Projection {
     Dense { weight: Parameter, bias: Option<Parameter> },
     /// The same shapes, packed: the products' bits are those of the decoded matrix.
     Packed { weight: Arc<PackedMatrix>, bias: Option<Parameter> },
+    /// Any of them with an adapter beside it; the two are never merged.
+    Adapted { base: Box<Projection>, adapter: Adapter },
+}
+
+/// The two factors of a matrix's low-rank correction: `scale · A · B`.
+#[derive(Clone)]
+pub struct Adapter {
+    /// `[in, r]`, or `[E, in, r]`.
+    pub a: Parameter,
+    /// `[r, out]`, or `[E, r, out]`.
+    pub b: Parameter,
+    pub scale: f32,
+}
+
+impl Adapter {
+    /// `y` with the correction of what gave it from `x` added.
+    fn add_to(&self, y: &Tensor, x: &Tensor, plan: Option<&Dispatch>) -> Result<Tensor> {
+        Ok(ops::add_low_rank(y, x, [&self.a, &self.b], self.scale, plan)?)
+    }
 }
 
 impl Projection {
@@ -29,6 +48,10 @@ impl Projection {
                 weight: weight.clone(),
                 bias: bias.as_ref().map(Parameter::without_gradient),
             },
+            Projection::Adapted { base, adapter: Adapter { a, b, scale } } => Projection::Adapted {
+                base: Box::new(base.without_gradient()),
+                adapter: Adapter { a: a.without_gradient(), b: b.without_gradient(), scale: *scale },
+            },
         }
     }
 
@@ -40,6 +63,7 @@ impl Projection {
         match self {
             Projection::Dense { weight, bias } => Ok(ops::linear(x, weight, bias.as_ref())?),
             Projection::Packed { weight, bias } => Ok(packed_linear(x, weight, bias.as_ref())?),
+            Projection::Adapted { base, adapter } => adapter.add_to(&base.apply(x)?, x, None),
         }
     }
 
@@ -57,6 +81,9 @@ impl Projection {
                 let bias = bias.as_ref().context("experts have biases")?;
                 Ok(packed_grouped_linear(x, weight, bias, plan)?)
             }
+            Projection::Adapted { base, adapter } => {
+                adapter.add_to(&base.apply_grouped(x, plan)?, x, Some(plan))
+            }
         }
     }
 
@@ -70,7 +97,7 @@ impl Projection {
         targets: &Arc<Vec<u32>>,
         temperature: f64,
     ) -> Result<Tensor> {
-        Ok(ops::log_prob_and_entropy(h, &self.head_matrix(), targets, temperature)?)
+        Ok(ops::log_prob_and_entropy(h, &self.head_matrix()?, targets, temperature)?)
     }
 
     /// As the language model's head: the logits of `h [R, H]`, as a sampler reads them.
@@ -78,15 +105,16 @@ impl Projection {
     /// # Errors
     /// When shapes disagree.
     pub fn logits(&self, h: &Tensor, sampling: &Sampling) -> Result<Logits> {
-        Ok(ops::logits(h, &self.head_matrix(), sampling)?)
+        Ok(ops::logits(h, &self.head_matrix()?, sampling)?)
     }
 
     /// The matrix alone: the language model's head has no bias.
-    fn head_matrix(&self) -> HeadMatrix {
-        match self {
+    fn head_matrix(&self) -> Result<HeadMatrix> {
+        Ok(match self {
             Projection::Dense { weight, .. } => HeadMatrix::Plain(weight.clone()),
             Projection::Packed { weight, .. } => HeadMatrix::Packed(weight.clone()),
-        }
+            Projection::Adapted { .. } => bail!("no adapter reaches the head"),
+        })
     }
 }
 

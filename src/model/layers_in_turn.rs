@@ -2,8 +2,8 @@
 //! read from disk, and those whose changed tensors would take more memory than what they are made of.
 
 use super::config::Config;
-use super::held::Held;
-use super::layer::Layer;
+use super::held::{Held, Weight};
+use super::layer::{Adapter, Layer};
 use super::load::ModelFolder;
 use super::names::ParameterSpec;
 use anyhow::{Context, Result};
@@ -28,6 +28,8 @@ pub struct LayersInTurn {
     pub config: Config,
     /// What `model.dtype` asks for, then the arms or a mistake to recognise others by.
     pub changes: Vec<WeightChange>,
+    /// By the name of the matrix.
+    pub adapters: HashMap<String, Adapter>,
 }
 
 impl LayersInTurn {
@@ -41,7 +43,7 @@ impl LayersInTurn {
         family.layer(index, &|name| {
             let spec: &ParameterSpec =
                 specs.iter().find(|spec| spec.name == name).with_context(|| format!("no tensor {name}"))?;
-            Ok(self.tensor(spec)?.frozen())
+            Ok(adapted(self.tensor(spec)?.frozen(), self.adapters.get(name)))
         })
     }
 
@@ -57,5 +59,13 @@ impl LayersInTurn {
             }
         };
         self.changes.iter().try_fold(held, |held, change| change(spec, held))
+    }
+}
+
+/// `weight` with its adapter beside it, if it has one.
+pub(super) fn adapted(weight: Weight, adapter: Option<&Adapter>) -> Weight {
+    match adapter {
+        Some(adapter) => Weight::Adapted(Box::new(weight), adapter.clone()),
+        None => weight,
     }
 }

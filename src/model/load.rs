@@ -287,6 +287,16 @@ fn stored_place(spec: &ParameterSpec, at: usize) -> usize {
     }
 }
 
+/// The names of the weight files of `folder`, in order, its index included.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when there are none, or some are absent.
+pub fn weight_files(folder: &Path) -> Result<Vec<String>> {
+    let files = listed_files(folder)?;
+    let index = files.iter().any(|(_, promised)| promised.is_some()).then(|| INDEX_FILE.to_owned());
+    Ok(files.into_iter().map(|(name, _)| name).chain(index).collect())
+}
+
 /// The weight files by name; with an index, each with the tensors that it promises there.
 fn listed_files(folder: &Path) -> Result<Vec<(String, Option<BTreeSet<String>>)>> {
     if folder.join(WEIGHTS_FILE).exists() {

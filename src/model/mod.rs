@@ -1,5 +1,6 @@
 //! Models as pure maths over `ops`: configuration, weights, forward, KV cache.
 
+pub mod adapter;
 pub mod attend;
 pub mod cache;
 pub mod config;

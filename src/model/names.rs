@@ -31,6 +31,8 @@ pub enum TensorRole {
     Bias,
     Norm,
     Sinks,
+    /// One of the two factors of a matrix's adapter; always f32.
+    AdapterFactor,
 }
 
 /// One trainable tensor.
@@ -80,9 +82,9 @@ impl ParameterSpec {
         if self.role == TensorRole::Bias || shape.len() < 2 { 1 } else { shape[shape.len() - 2] }
     }
 
-    /// Expert matrices, the only rank-3 tensors, are what MXFP4 quantises.
+    /// Expert matrices, the only rank-3 tensors of a model without adapters, are what MXFP4 quantises.
     pub fn is_expert_matrix(&self) -> bool {
-        self.stored_shape.len() == 3
+        self.stored_shape.len() == 3 && self.role != TensorRole::AdapterFactor
     }
 
     /// The one or two tensors that hold this parameter in `form`.

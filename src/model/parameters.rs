@@ -1,9 +1,11 @@
 //! The one store of what a model consists of: every tensor under one name and one index, with its values, whether it learns,
 //! its gradient and what its optimizer keeps.
 
+use super::adapter::Lora;
 use super::config::Config;
 use super::held::{Held, Loaded, Weight};
-use super::layers_in_turn::{LayersInTurn, TensorStore, WeightChange};
+use super::layer::Adapter;
+use super::layers_in_turn::{LayersInTurn, TensorStore, WeightChange, adapted};
 use super::load::ModelFolder;
 use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use super::rounding::WeightRounding;
@@ -15,7 +17,7 @@ use candle_core::{Device, Tensor, Var};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-/// What an optimizer keeps of a tensor, by name, each in the tensor's shape.
+/// What an optimizer keeps of a tensor, by name: f32, or codes of 8 bits with their scales.
 pub type OptimizerState = BTreeMap<&'static str, Tensor>;
 
 /// The state under which an optimizer keeps the digits that the working weights do not have.
@@ -29,6 +31,8 @@ pub struct Parameters {
     index: HashMap<String, usize>,
     /// Where the layers are, for a model that is too large to hold them.
     stored: Option<LayersInTurn>,
+    /// Which matrices have an adapter beside them, whose factors are the last tensors.
+    adapter: Option<Lora>,
 }
 
 /// One tensor.
@@ -40,6 +44,7 @@ struct Entry {
 }
 
 /// A tensor's values.
+#[derive(Clone)]
 enum Values {
     Plain(Var),
     /// Packed values never learn.
@@ -81,7 +86,7 @@ impl Parameters {
         changes: Vec<WeightChange>,
     ) -> Result<Self> {
         let store = TensorStore::Folder(files.clone());
-        let stored = LayersInTurn { store, config: config.clone(), changes };
+        let stored = LayersInTurn { store, config: config.clone(), changes, adapters: HashMap::new() };
         let loaded = parameter_specs(config).into_iter().map(|spec| {
             let values = match spec.layer {
                 Some(_) => Loaded::Stored(spec.resident_bytes(files.form_of(&spec))),
@@ -127,7 +132,54 @@ impl Parameters {
         }
         ensure!(entries.len() == specs.len(), "{} tensors, expected {}", entries.len(), specs.len());
         let index = specs.iter().enumerate().map(|(i, s)| (s.name.clone(), i)).collect();
-        Ok(Self { config: config.clone(), specs, entries, index, stored: None })
+        Ok(Self { config: config.clone(), specs, entries, index, stored: None, adapter: None })
+    }
+
+    /// Puts an adapter beside its matrices: the values of its factors, in the order of [`Lora::specs`]. Nothing learns until
+    /// [`Self::learn`] says so.
+    ///
+    /// # Errors
+    /// When there is an adapter already, or the values are not its factors'.
+    pub fn adapt(&mut self, lora: Lora, values: Vec<Vec<f32>>) -> Result<()> {
+        ensure!(self.adapter.is_none(), "the model has an adapter already");
+        let specs = lora.specs(&self.specs)?;
+        ensure!(specs.len() == values.len(), "{} factors, expected {}", values.len(), specs.len());
+        for (spec, values) in specs.iter().zip(values) {
+            ensure!(values.len() == spec.element_count(), "{}: {} values", spec.name, values.len());
+            self.index.insert(spec.name.clone(), self.entries.len());
+            let values = Values::Plain(Var::from_vec(values, spec.working_shape(), &Device::Cpu)?);
+            self.entries.push(Entry { values, gradient: None, state: OptimizerState::new() });
+        }
+        self.specs.extend(specs);
+        for entry in &mut self.entries {
+            (entry.gradient, entry.state) = (None, OptimizerState::new());
+        }
+        self.adapter = Some(lora);
+        Ok(())
+    }
+
+    /// The adapter beside the model's matrices, if there is one.
+    pub fn adapter(&self) -> Option<&Lora> {
+        self.adapter.as_ref()
+    }
+
+    /// The model without its adapter; no value is copied, and none learns.
+    pub fn without_adapter(&self) -> Self {
+        let base = self.specs.iter().position(|spec| spec.role == TensorRole::AdapterFactor);
+        let specs = self.specs[..base.unwrap_or(self.len())].to_vec();
+        let same = |entry: &Entry| Entry {
+            values: entry.values.clone(),
+            gradient: None,
+            state: OptimizerState::new(),
+        };
+        Self {
+            config: self.config.clone(),
+            entries: self.entries[..specs.len()].iter().map(same).collect(),
+            index: specs.iter().enumerate().map(|(index, spec)| (spec.name.clone(), index)).collect(),
+            specs,
+            stored: self.stored.clone(),
+            adapter: None,
+        }
     }
 
     /// Number of tensors.
@@ -274,7 +326,7 @@ impl Parameters {
                 let of_layers = self.specs.iter().enumerate().filter(|(_, spec)| spec.layer.is_some());
                 let held = of_layers.map(|(index, spec)| Ok((spec.name.clone(), self.of_place(index)?)));
                 let store = TensorStore::Memory(Arc::new(held.collect::<Result<_>>()?));
-                LayersInTurn { store, config: self.config.clone(), changes: vec![] }
+                LayersInTurn { store, config: self.config.clone(), changes: vec![], adapters: HashMap::new() }
             }
         };
         layers.changes.push(change.clone());
@@ -299,7 +351,16 @@ impl Parameters {
         in_turn: Option<LayersInTurn>,
         weight: &dyn Fn(usize) -> Result<Weight>,
     ) -> Result<Weights> {
-        let find = |name: &str| weight(self.position(name).with_context(|| format!("no tensor {name}"))?);
+        let place = |name: &str| self.position(name).with_context(|| format!("no tensor {name}"));
+        let mut adapters = HashMap::new();
+        for (lora, target) in self.adapter.iter().flat_map(|lora| lora.targets.iter().map(move |t| (lora, t)))
+        {
+            let [a, b] = Lora::factors(target);
+            let factor = |name: &str| weight(place(name)?)?.parameter();
+            adapters.insert(target.clone(), Adapter { a: factor(&a)?, b: factor(&b)?, scale: lora.scale() });
+        }
+        let in_turn = in_turn.map(|layers| LayersInTurn { adapters: adapters.clone(), ..layers });
+        let find = |name: &str| Ok(adapted(weight(place(name)?)?, adapters.get(name)));
         Weights::new(&self.config, self.index.contains_key(VALUE_HEAD), self.bytes(), in_turn, &find)
     }
 }

@@ -121,14 +121,28 @@ pub fn save(
     if shards.len() > 1 {
         manifest.write_file(folder, INDEX_FILE, &pretty(&index_json(&shards, form)))?;
     }
+    save_without_weights(folder, config, form, companions, &mut manifest)?;
+    Ok(manifest)
+}
+
+/// Writes what a folder of a model in `form` holds beside the weights: config, tokenizer, template.
+///
+/// # Errors
+/// When a file exists or the disk refuses.
+pub fn save_without_weights(
+    folder: &Path,
+    config: &Config,
+    form: Form,
+    companions: &Companions,
+    manifest: &mut Manifest,
+) -> Result<()> {
     for (name, content) in companions.complete(config) {
         manifest.write_file(folder, &name, &content)?;
     }
     manifest.write_file(folder, "config.json", &pretty(&config.to_json(form)))?;
     File::open(folder)
         .and_then(|f| f.sync_all())
-        .with_context(|| format!("{}: cannot be synced", folder.display()))?;
-    Ok(manifest)
+        .with_context(|| format!("{}: cannot be synced", folder.display()))
 }
 
 fn check_blocks(specs: &[ParameterSpec]) -> Result<()> {

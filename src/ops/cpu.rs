@@ -3,6 +3,7 @@
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Storage, StorageRef, Tensor, bail};
 use rayon::prelude::*;
 use std::cell::Cell;
+use std::marker::PhantomData;
 use std::ops::Deref;
 
 /// The contiguous f32 values of an op's argument.
@@ -27,63 +28,87 @@ pub fn ids<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [u32]> {
     }
 }
 
-/// The contiguous f32 values of a CPU tensor, readable as a slice while held.
-pub struct HostValues<'a> {
+/// What a tensor that ops read or change in place is made of.
+pub trait Element: Copy + 'static {
+    const NAME: &'static str;
+
+    fn of(storage: &CpuStorage) -> Option<&[Self]>;
+
+    fn of_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
+}
+
+macro_rules! element {
+    ($type:ty, $variant:ident) => {
+        impl Element for $type {
+            const NAME: &'static str = stringify!($type);
+
+            fn of(storage: &CpuStorage) -> Option<&[Self]> {
+                if let CpuStorage::$variant(values) = storage { Some(values) } else { None }
+            }
+
+            fn of_mut(storage: &mut CpuStorage) -> Option<&mut [Self]> {
+                if let CpuStorage::$variant(values) = storage { Some(values) } else { None }
+            }
+        }
+    };
+}
+
+element!(f32, F32);
+element!(u32, U32);
+element!(u8, U8);
+
+/// The contiguous values of a CPU tensor, readable as a slice while held.
+pub struct HostSlice<'a, T> {
     storage: StorageRef<'a>,
     start: usize,
     end: usize,
+    element: PhantomData<T>,
 }
 
-/// Opens a CPU tensor for reading.
+pub type HostValues<'a> = HostSlice<'a, f32>;
+pub type HostIds<'a> = HostSlice<'a, u32>;
+
+fn host<T: Element>(tensor: &Tensor) -> Result<HostSlice<'_, T>> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let Some((start, end)) = layout.contiguous_offsets() else { bail!("tensor is not contiguous") };
+    match &*storage {
+        Storage::Cpu(cpu) if T::of(cpu).is_some() => {
+            Ok(HostSlice { storage, start, end, element: PhantomData })
+        }
+        _ => bail!("expected a tensor of {} on the CPU", T::NAME),
+    }
+}
+
+/// Opens a CPU tensor of f32 for reading.
 ///
 /// # Errors
 /// When the tensor is not contiguous, not f32 or not on the CPU.
 pub fn host_values(tensor: &Tensor) -> Result<HostValues<'_>> {
-    let (storage, layout) = tensor.storage_and_layout();
-    let Some((start, end)) = layout.contiguous_offsets() else { bail!("tensor is not contiguous") };
-    match &*storage {
-        Storage::Cpu(CpuStorage::F32(_)) => Ok(HostValues { storage, start, end }),
-        _ => bail!("expected an f32 tensor on the CPU"),
-    }
+    host(tensor)
 }
 
-impl Deref for HostValues<'_> {
-    type Target = [f32];
-
-    fn deref(&self) -> &[f32] {
-        match &*self.storage {
-            Storage::Cpu(CpuStorage::F32(values)) => &values[self.start..self.end],
-            _ => &[],
-        }
-    }
-}
-
-/// The contiguous u32 values of a CPU tensor, readable as a slice while held.
-pub struct HostIds<'a> {
-    storage: StorageRef<'a>,
-    start: usize,
-    end: usize,
-}
-
-/// Opens a CPU tensor of ids for reading.
+/// Opens a CPU tensor of ids, u32, for reading.
 ///
 /// # Errors
 /// When the tensor is not contiguous, not u32 or not on the CPU.
 pub fn host_ids(tensor: &Tensor) -> Result<HostIds<'_>> {
-    let (storage, layout) = tensor.storage_and_layout();
-    let Some((start, end)) = layout.contiguous_offsets() else { bail!("tensor is not contiguous") };
-    match &*storage {
-        Storage::Cpu(CpuStorage::U32(_)) => Ok(HostIds { storage, start, end }),
-        _ => bail!("expected a u32 tensor on the CPU"),
-    }
+    host(tensor)
 }
 
-impl Deref for HostIds<'_> {
-    type Target = [u32];
+/// Opens a CPU tensor of 8-bit codes for reading.
+///
+/// # Errors
+/// When the tensor is not contiguous, not u8 or not on the CPU.
+pub fn host_codes(tensor: &Tensor) -> Result<HostSlice<'_, u8>> {
+    host(tensor)
+}
 
-    fn deref(&self) -> &[u32] {
+impl<T: Element> Deref for HostSlice<'_, T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
         match &*self.storage {
-            Storage::Cpu(CpuStorage::U32(values)) => &values[self.start..self.end],
+            Storage::Cpu(cpu) => T::of(cpu).map_or(&[], |values| &values[self.start..self.end]),
             _ => &[],
         }
     }
@@ -94,26 +119,39 @@ impl Deref for HostIds<'_> {
 /// # Errors
 /// Those of `f`, and when the tensor is not contiguous, not f32 or not on the CPU.
 pub fn edit<R>(tensor: &Tensor, f: impl FnOnce(&mut [f32]) -> Result<R>) -> Result<R> {
-    let edit = Edit { f: Cell::new(Some(f)), result: Cell::new(None) };
+    edit_elements(tensor, f)
+}
+
+/// The same of a tensor of 8-bit codes.
+///
+/// # Errors
+/// Those of `f`, and when the tensor is not contiguous, not u8 or not on the CPU.
+pub fn edit_codes<R>(tensor: &Tensor, f: impl FnOnce(&mut [u8]) -> Result<R>) -> Result<R> {
+    edit_elements(tensor, f)
+}
+
+fn edit_elements<T: Element, R>(tensor: &Tensor, f: impl FnOnce(&mut [T]) -> Result<R>) -> Result<R> {
+    let edit = Edit { f: Cell::new(Some(f)), result: Cell::new(None), element: PhantomData };
     tensor.inplace_op1(&edit)?;
     edit.result.into_inner().ok_or_else(|| candle_core::Error::Msg("edit: nothing was edited".into()))
 }
 
 /// A closure as an op, for candle lends a storage to ops alone.
-struct Edit<F, R> {
+struct Edit<T, F, R> {
     f: Cell<Option<F>>,
     result: Cell<Option<R>>,
+    element: PhantomData<T>,
 }
 
-impl<F: FnOnce(&mut [f32]) -> Result<R>, R> InplaceOp1 for Edit<F, R> {
+impl<T: Element, F: FnOnce(&mut [T]) -> Result<R>, R> InplaceOp1 for Edit<T, F, R> {
     fn name(&self) -> &'static str {
         "edit"
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
         let Some((start, end)) = layout.contiguous_offsets() else { bail!("tensor is not contiguous") };
-        let (CpuStorage::F32(values), Some(f)) = (storage, self.f.take()) else {
-            bail!("expected an f32 tensor on the CPU")
+        let (Some(values), Some(f)) = (T::of_mut(storage), self.f.take()) else {
+            bail!("expected a tensor of {} on the CPU", T::NAME)
         };
         self.result.set(Some(f(&mut values[start..end])?));
         Ok(())

@@ -40,6 +40,19 @@ impl Dispatch {
         self.tokens * self.top_k
     }
 
+    /// `E`.
+    pub(super) fn expert_count(&self) -> usize {
+        self.experts
+    }
+
+    /// Each expert that has rows, with these, of `rows` in all.
+    pub(super) fn groups(&self, rows: usize) -> Result<Vec<(usize, Range<usize>)>> {
+        if rows != self.rows() {
+            bail!("{rows} rows, a plan of {}", self.rows());
+        }
+        Ok(self.host()?.experts().filter(|(_, at)| !at.is_empty()).collect())
+    }
+
     /// Rows of each expert, `[E]`, on the host, each as often as `holders [T]` says of its token; `None`: once.
     ///
     /// # Errors
@@ -100,7 +113,7 @@ type OfExpert<'v> = (usize, Range<usize>, &'v mut [f32]);
 
 /// Runs every expert's task: side by side, each on a thread of its own, where there are enough to keep all threads busy;
 /// else one after the other, and each may take them all. The choice changes no bit.
-fn side_by_side<T: Send>(tasks: Vec<T>, work: usize, run: impl Fn(Spread, T) + Sync) {
+pub(super) fn side_by_side<T: Send>(tasks: Vec<T>, work: usize, run: impl Fn(Spread, T) + Sync) {
     if in_parallel(work) && tasks.len() >= rayon::current_num_threads() {
         tasks.into_par_iter().with_max_len(1).for_each(|task| run(Spread::Alone, task));
     } else {

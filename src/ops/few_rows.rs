@@ -1,4 +1,5 @@
 //! The product of few rows, as decoding makes them, without packing the weights: each is read once, in the order in memory.
+//! The crate reads them in strips of 64 columns, a few rows of `x` at a time, and again for the next few.
 //!
 //! The bits are those of the `gemm` crate's kernels on these shapes, which the tests of [`super::product`] compare: over a
 //! chunk of k one chain of fused multiply-adds an element, from 0, and then one addition to what was there.
@@ -8,10 +9,16 @@ use multiversion::multiversion;
 use rayon::prelude::*;
 
 /// Above so many rows the crate's packing pays.
-const ROWS_MAX: usize = 8;
+const ROWS_MAX: usize = 48;
 
-/// Columns that a thread takes at least.
-const COLUMNS_MIN: usize = 64;
+/// Smaller matrices stay in the caches, where the crate is faster.
+const WEIGHTS_MIN: usize = 1 << 17;
+
+/// Columns that a thread takes at least, and that the crate is slower with.
+const COLUMNS_MIN: usize = 256;
+
+/// Sums that are kept close, of all rows together.
+const SUMS_MAX: usize = 48 << 10;
 
 /// Rows of the weights that go into the sums between a load of them and a store.
 const DEPTH: usize = 8;
@@ -19,10 +26,10 @@ const DEPTH: usize = 8;
 /// Columns whose sums stay in a register.
 const LANES: usize = 16;
 
-/// Whether [`few_rows`] takes `m` rows of `k` values: where it is faster, and has the bits of the crate. That takes another
-/// path for chunks of one or two, and on a processor without the fused multiply-add.
-pub(super) fn fits(m: usize, k: usize) -> bool {
-    m <= ROWS_MAX && !matches!(k % K_CHUNK, 1 | 2) && is_fused()
+/// Whether [`few_rows`] takes a product of this shape: where it is faster, and has the bits of the crate. That takes another
+/// path for chunks of k of one or two, and on a processor without the fused multiply-add.
+pub(super) fn fits((m, k, n): (usize, usize, usize)) -> bool {
+    m <= ROWS_MAX && n >= COLUMNS_MIN && k * n >= WEIGHTS_MIN && !matches!(k % K_CHUNK, 1 | 2) && is_fused()
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -83,54 +90,95 @@ pub(super) fn few_rows(
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 fn add_columns(operands: &Operands, start: usize, out: &mut [f32], width: usize) {
     let &Operands { x, w, k, n, accumulate } = operands;
-    let mut sums = vec![0f32; out.len()];
-    for chunk in (0..k).step_by(K_CHUNK) {
-        let end = k.min(chunk + K_CHUNK);
-        sums.fill(0.0);
-        let mut at = chunk;
-        while at < end {
-            let w = &w[at * n + start..];
-            if at + DEPTH <= end {
-                add_rows::<DEPTH>(&mut sums, width, &x[at..], k, w, n);
-                at += DEPTH;
-            } else {
-                add_rows::<1>(&mut sums, width, &x[at..], k, w, n);
-                at += 1;
+    let rows = out.len() / width;
+    let strip_max = (SUMS_MAX / rows / LANES).max(1) * LANES;
+    // Rows of sums a power of two apart would fall on the same places of the cache.
+    let stride = strip_max.min(width).next_multiple_of(2 * LANES) + LANES;
+    let mut sums = vec![0f32; rows * stride];
+    for first in (0..width).step_by(strip_max) {
+        let strip = strip_max.min(width - first);
+        for chunk in (0..k).step_by(K_CHUNK) {
+            let end = k.min(chunk + K_CHUNK);
+            sums.fill(0.0);
+            let mut at = chunk;
+            while at < end {
+                let weights = Weights { rows: &w[at * n + start + first..], n, columns: strip };
+                if at + DEPTH <= end {
+                    add_rows::<DEPTH>(&mut sums, stride, &x[at..], k, weights);
+                    at += DEPTH;
+                } else {
+                    add_rows::<1>(&mut sums, stride, &x[at..], k, weights);
+                    at += 1;
+                }
             }
-        }
-        if accumulate || chunk > 0 {
-            out.iter_mut().zip(&sums).for_each(|(o, s)| *o += s);
-        } else {
-            out.copy_from_slice(&sums);
+            for (out, sums) in out.chunks_exact_mut(width).zip(sums.chunks_exact(stride)) {
+                let (out, sums) = (&mut out[first..first + strip], &sums[..strip]);
+                if accumulate || chunk > 0 {
+                    out.iter_mut().zip(sums).for_each(|(o, s)| *o += s);
+                } else {
+                    out.copy_from_slice(sums);
+                }
+            }
         }
     }
 }
 
-/// Adds to `sums [m, width]` the products of `R` values of each row of `x`, `k` apart, with `R` rows of `w`, `n` apart.
+/// Some rows of the weights, `n` apart, of which the first `columns` values are taken.
+#[derive(Clone, Copy)]
+struct Weights<'a> {
+    rows: &'a [f32],
+    n: usize,
+    columns: usize,
+}
+
+/// Adds to each row of `sums`, `stride` apart, the products of `R` values of its row of `x`, `k` apart, with `R` rows of weights.
 #[inline(always)]
-fn add_rows<const R: usize>(sums: &mut [f32], width: usize, x: &[f32], k: usize, w: &[f32], n: usize) {
-    let whole = width / LANES * LANES;
-    for column in (0..whole).step_by(LANES) {
-        let mut weights = [[0f32; LANES]; R];
-        for (i, weights) in weights.iter_mut().enumerate() {
-            weights.copy_from_slice(&w[i * n + column..i * n + column + LANES]);
+fn add_rows<const R: usize>(sums: &mut [f32], stride: usize, x: &[f32], k: usize, weights: Weights) {
+    let Weights { rows, n, columns } = weights;
+    let mut column = 0;
+    while column + 2 * LANES <= columns {
+        add_vectors::<R, 2>(sums, stride, x, k, weights, column);
+        column += 2 * LANES;
+    }
+    if column + LANES <= columns {
+        add_vectors::<R, 1>(sums, stride, x, k, weights, column);
+        column += LANES;
+    }
+    for column in column..columns {
+        for (row, sums) in sums.chunks_exact_mut(stride).enumerate() {
+            let x = x[row * k..row * k + R].iter().enumerate();
+            sums[column] = x.fold(sums[column], |sum, (i, &x)| x.mul_add(rows[i * n + column], sum));
         }
-        for (row, sums) in sums.chunks_exact_mut(width).enumerate() {
-            let sums = &mut sums[column..column + LANES];
-            let mut sum = [0f32; LANES];
-            sum.copy_from_slice(sums);
-            for (&x, weights) in x[row * k..row * k + R].iter().zip(&weights) {
+    }
+}
+
+/// [`add_rows`] for `V` vectors of columns from `column`: their weights are loaded once for all rows of `sums`.
+#[inline(always)]
+fn add_vectors<const R: usize, const V: usize>(
+    sums: &mut [f32],
+    stride: usize,
+    x: &[f32],
+    k: usize,
+    Weights { rows, n, .. }: Weights,
+    column: usize,
+) {
+    let mut weights = [[[0f32; LANES]; V]; R];
+    for (i, weights) in weights.iter_mut().enumerate() {
+        let row = &rows[i * n + column..i * n + column + V * LANES];
+        weights.iter_mut().zip(row.chunks_exact(LANES)).for_each(|(w, row)| w.copy_from_slice(row));
+    }
+    for (row, sums) in sums.chunks_exact_mut(stride).enumerate() {
+        let sums = &mut sums[column..column + V * LANES];
+        let mut sum = [[0f32; LANES]; V];
+        sum.iter_mut().zip(sums.chunks_exact(LANES)).for_each(|(sum, row)| sum.copy_from_slice(row));
+        let x = &x[row * k..row * k + R];
+        for (&x, weights) in x.iter().zip(&weights) {
+            for (sum, weights) in sum.iter_mut().zip(weights) {
                 for (sum, &weight) in sum.iter_mut().zip(weights) {
                     *sum = x.mul_add(weight, *sum);
                 }
             }
-            sums.copy_from_slice(&sum);
         }
-    }
-    for column in whole..width {
-        for (row, sums) in sums.chunks_exact_mut(width).enumerate() {
-            let x = x[row * k..row * k + R].iter().enumerate();
-            sums[column] = x.fold(sums[column], |sum, (i, &x)| x.mul_add(w[i * n + column], sum));
-        }
+        sums.chunks_exact_mut(LANES).zip(&sum).for_each(|(row, sum)| row.copy_from_slice(sum));
     }
 }

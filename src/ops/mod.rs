@@ -7,6 +7,7 @@
 //! `T` tokens, `H` hidden size, `N` query heads, `M` key-value heads, `D` head size, `E` experts, `K` experts
 //! per token, `I` intermediate size, `V` vocabulary.
 
+pub mod adamw_8bit;
 pub mod cpu;
 #[cfg_attr(not(feature = "cuda"), path = "cuda_unsupported.rs")]
 pub mod cuda;
@@ -19,6 +20,7 @@ pub mod linear;
 pub mod load_balance;
 pub mod log_prob;
 pub mod logits;
+pub mod low_rank;
 pub mod math;
 pub mod mxfp4;
 pub mod optimizer;
@@ -46,6 +48,7 @@ pub use linear::linear;
 pub use load_balance::load_balance;
 pub use log_prob::log_prob_and_entropy;
 pub use logits::logits;
+pub use low_rank::add_low_rank;
 pub use parameter::Parameter;
 pub use rms_norm::rms_norm;
 pub use rope::{rope, rope_keys_with_values};

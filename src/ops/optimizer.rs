@@ -1,4 +1,5 @@
 //! Elementwise updates of weights, in place: AdamW and SGD, and what comes before them, the gradient's norm and its scaling.
+//! AdamW with moments of 8 bits is [`super::adamw_8bit`].
 
 use super::cpu::{edit, host_values, in_parallel};
 use candle_core::{Result, Tensor, bail};
@@ -23,7 +24,7 @@ pub struct AdamW {
 }
 
 /// Values of a tensor that one thread updates at a time.
-const PART: usize = 1 << 14;
+pub(super) const PART: usize = 1 << 14;
 
 /// AdamW (Loshchilov, Hutter 2019): `w ← w (1 − lr λ)`, `m ← β₁m + (1−β₁)g`, `v ← β₂v + (1−β₂)g²`,
 /// `w ← w − lr/(1−β₁ᵗ) · m / (√v / √(1−β₂ᵗ) + ε)`. All four have one shape.
@@ -50,7 +51,9 @@ pub fn adamw(weights: &Tensor, [first, second]: [&Tensor; 2], gradient: &Tensor,
 }
 
 impl AdamW {
-    fn apply(&self, w: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32]) {
+    /// One update of `w`, and of its moments `m` and `v`.
+    #[inline(always)]
+    pub(super) fn apply(&self, w: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32]) {
         for ((w, (m, v)), &g) in w.iter_mut().zip(m.iter_mut().zip(v)).zip(g) {
             *m += (g - *m) * self.one_minus_beta1;
             *v = *v * self.beta2 + g * g * self.one_minus_beta2;
@@ -77,6 +80,19 @@ fn descend(weights: &mut [f32], gradient: &[f32], shrink: f32, rate: f32) {
     for (w, &g) in weights.iter_mut().zip(gradient) {
         *w = (-rate).mul_add(g, *w * shrink);
     }
+}
+
+/// A moving sum of gradients, which [`sgd`] follows in their place: `b ← momentum · b + g`, as PyTorch has it; from 0, the first is g.
+///
+/// # Errors
+/// When shapes differ.
+pub fn accumulate(buffer: &Tensor, gradient: &Tensor, momentum: f32) -> Result<()> {
+    same_shape(buffer, &[gradient])?;
+    let gradient = host_values(gradient)?;
+    edit(buffer, |buffer| {
+        buffer.iter_mut().zip(gradient.iter()).for_each(|(b, &g)| *b = *b * momentum + g);
+        Ok(())
+    })
 }
 
 /// `w ← bf16(x)`, held in f32: what a model computes with whose masters are `x`.
@@ -119,7 +135,7 @@ pub fn scale(x: &Tensor, factor: f32) -> Result<()> {
     })
 }
 
-fn same_shape(weights: &Tensor, others: &[&Tensor]) -> Result<()> {
+pub(super) fn same_shape(weights: &Tensor, others: &[&Tensor]) -> Result<()> {
     match others.iter().find(|other| other.dims() != weights.dims()) {
         Some(other) => bail!("optimizer: weights {:?}, another tensor {:?}", weights.dims(), other.dims()),
         None => Ok(()),

@@ -1,5 +1,6 @@
 //! The recipe: what the user asks for, as pure data. One file a TOML table, each a plain struct with defaults.
 
+pub mod adapter;
 pub mod arms;
 mod base;
 pub mod checkpoint;
@@ -26,6 +27,7 @@ mod table;
 pub mod task;
 pub mod train;
 
+pub use adapter::AdapterConfig;
 pub use arms::Arms;
 pub use checkpoint::{Checkpoint, SavedDtype};
 pub use cold_start::ColdStart;
@@ -57,6 +59,10 @@ table! {
     pub struct Recipe {
         /// The model and its tokenizer: a folder, or an architecture with random weights.
         pub model: ModelConfig = ModelConfig::default(),
+        /// A low-rank adapter (LoRA) that learns in place of the model's own weights, which stay as they are, packed or not. The
+        /// reference of `policy.kl` is then the model without it, and the critic a second adapter with a head. Learning rates are
+        /// about ten times those of full training.
+        pub adapter: Option<AdapterConfig> = None,
         /// The system and developer messages put before every prompt. Nothing here depends on the day of the run.
         pub harmony: Harmony = Harmony::default(),
         /// What is learned: problems, environment and reward.

@@ -12,6 +12,9 @@ table! {
         /// Folder of a model in Hugging Face form, a checkpoint folder or a run folder (its last checkpoint).
         /// A folder with `config.json` but no weights gives random weights.
         pub path: Option<PathBuf> = None,
+        /// Folder of an adapter in PEFT's form (LoRA), a checkpoint or a run folder with one, to begin with; its base is `path`.
+        /// Not needed where `path` is such a checkpoint or run itself.
+        pub adapter: Option<PathBuf> = None,
         /// Vocabulary of a model without `path`: `"embedded"` (272 tokens: bytes, and the family's Harmony or
         /// ChatML) or the path of a
         /// `tokenizer.json` or of its folder. Default `"embedded"`; refused beside `path`, whose folder has its own.

@@ -5,7 +5,7 @@ use super::table::table;
 use crate::choice::choice;
 
 table! {
-    /// Optimizer and learning-rate schedule. Masters and moments are f32.
+    /// Optimizer and learning-rate schedule. Masters are f32, and moments but for those of `adamw_8bit`.
     pub struct OptimizerConfig {
         /// Update rule.
         pub kind: OptimizerKind = OptimizerKind::AdamW,
@@ -26,6 +26,8 @@ table! {
         pub beta2: f64 = 0.999 => from(0.0).below(1.0),
         /// Added to the root of AdamW's second moment.
         pub eps: f64 = 1e-8 => from(1e-20).to(1.0),
+        /// Decay of SGD's moving sum of gradients; 0 keeps none.
+        pub momentum: f64 = 0.0 => from(0.0).below(1.0),
         /// Decoupled weight decay, multiplied by the learning rate.
         pub weight_decay: f64 = 0.0 => from(0.0).to(100.0),
         /// Gradients are scaled down to this global norm; 0 means no clipping.
@@ -38,7 +40,9 @@ choice! {
     pub enum OptimizerKind {
         /// Adam with decoupled weight decay (Loshchilov, Hutter 2019).
         AdamW = "adamw",
-        /// Plain gradient descent.
+        /// The same with moments of 8 bits, block by block (Dettmers et al. 2022): 2.03 bytes a value instead of 8.
+        AdamW8Bit = "adamw_8bit",
+        /// Gradient descent, plain or with `momentum`.
         Sgd = "sgd",
     }
 }

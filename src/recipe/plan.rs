@@ -69,6 +69,9 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
     if is_set("model.path") && !is_set("model.architecture") && !is_set("model.tokenizer") {
         // A folder named over a recipe, such as another checkpoint of a run, stands for the model as a whole.
         (recipe.model.architecture, recipe.model.tokenizer) = (None, None);
+        if !is_set("model.adapter") {
+            recipe.model.adapter = None;
+        }
     }
     if recipe.model.path.is_none() {
         recipe.model.architecture.get_or_insert_with(Architecture::default);

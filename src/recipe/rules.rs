@@ -1,12 +1,15 @@
 //! What one key alone cannot tell: contradictions, files that are not there, and what is likely not meant.
 
+mod adapter;
 mod critic;
 mod policy;
 
 use super::arms::ARMS;
 use super::mistake::{Mistake, Places};
 use super::table::Table;
-use super::{Advantage, Architecture, InterpreterKind, OptimizerConfig, Recipe, TaskName, Tokenizer};
+use super::{
+    Advantage, Architecture, InterpreterKind, OptimizerConfig, OptimizerKind, Recipe, TaskName, Tokenizer,
+};
 use crate::choice::Choice;
 use std::path::Path;
 
@@ -21,6 +24,7 @@ pub(crate) struct Findings {
 pub(crate) fn check(recipe: &Recipe, places: &Places, unsure: &[String]) -> Findings {
     let mut rules = Rules { recipe, places, unsure, findings: Findings::default() };
     rules.model();
+    rules.adapter();
     rules.harmony();
     rules.task();
     rules.interpreter();
@@ -313,6 +317,14 @@ impl Rules<'_> {
     }
 
     fn optimizer(&mut self, table: &str, optimizer: &OptimizerConfig, steps_key: &str, steps: u64) {
+        if optimizer.momentum > 0.0 && optimizer.kind != OptimizerKind::Sgd {
+            let what = format!(
+                "only kind = \"sgd\" has a momentum, and {table}.kind is \"{}\", whose first moment decays by beta1; remove \
+                 one of the two",
+                optimizer.kind
+            );
+            self.refuse(&[&format!("{table}.momentum"), &format!("{table}.kind")], what);
+        }
         let warmup = optimizer.warmup_steps;
         if steps > 0 && warmup >= steps {
             self.warn(

@@ -9,11 +9,13 @@ use anyhow::Result;
 use std::path::{Path, PathBuf};
 
 /// The recipes inside the binary, by name.
-pub const BUILT_IN: [(&str, &str); 10] = [
+pub const BUILT_IN: [(&str, &str); 12] = [
     ("quickstart", include_str!("../../recipes/quickstart.toml")),
     ("quickstart_dense", include_str!("../../recipes/quickstart_dense.toml")),
+    ("quickstart_lora", include_str!("../../recipes/quickstart_lora.toml")),
     ("quickstart_ppo", include_str!("../../recipes/quickstart_ppo.toml")),
     ("format_rules", include_str!("../../recipes/format_rules.toml")),
+    ("gpt_oss_20b_lora", include_str!("../../recipes/gpt_oss_20b_lora.toml")),
     ("gsm8k", include_str!("../../recipes/gsm8k.toml")),
     ("gsm8k_qwen", include_str!("../../recipes/gsm8k_qwen.toml")),
     ("retool", include_str!("../../recipes/retool.toml")),

@@ -14,9 +14,8 @@ use crate::bounded_file::{self, JSON_BYTES_MAX};
 use crate::integrity::sealed;
 use crate::metrics::{Console, Phase};
 use crate::model::policy_view::PolicyView;
-use crate::recipe::{Entry, Plan, RecipeSource, set_key};
+use crate::recipe::{Entry, Plan, RecipeSource};
 use crate::rollout::{Prompt, RolloutProgress, RolloutSettings, stored};
-use crate::train::checkpoint;
 use crate::trajectory::{Trajectory, TrajectoryRow};
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
@@ -26,55 +25,11 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-/// Sets the plan's model to the folder that holds it, and says after which step it was saved: for a run folder its last
-/// checkpoint, for a checkpoint itself, unless a `--set` names another model. A model that comes from no checkpoint is of
-/// step 0.
-///
-/// # Errors
-/// [`crate::error::BadInput`] for a run without a checkpoint.
-pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Result<u64> {
-    let named = sets.iter().any(|set| set_key(set) == Some("model.path"));
-    let model = &mut plan.recipe.model;
-    if let RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } = source
-        && std::path::absolute(run).is_ok_and(|full| full.to_str().is_none())
-    {
-        return Err(bad_input!(
-            "{}: a recipe can name only paths in UTF-8; rename the folder",
-            run.display()
-        ));
-    }
-    let folder = match source {
-        _ if named => None,
-        RecipeSource::Run(run) => Some(checkpoint::newest_folder(run)?.ok_or_else(|| {
-            bad_input!(
-                "{}: the run has no checkpoint yet; train on with --resume, or name its recipe.toml for the model that it started from",
-                run.display()
-            )
-        })?),
-        RecipeSource::Checkpoint { folder, .. } => Some(folder.clone()),
-        RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,
-    };
-    if folder.is_some() {
-        (model.path, model.architecture, model.tokenizer) = (folder, None, None);
-    }
-    let Some(path) = &mut model.path else { return Ok(0) };
-    if !path.join("config.json").is_file()
-        && let Some(folder) = checkpoint::newest_folder(path)?
-    {
-        *path = folder;
-    }
-    *path = std::path::absolute(&*path).unwrap_or_else(|_| path.clone());
-    if !checkpoint::holds_state(path) {
-        return Ok(0);
-    }
-    let state = checkpoint::read_state(path)?;
-    Ok(if state.phase == Phase::Rl { state.step } else { 0 })
-}
-
 /// Where results go without `--out`: beside a run's checkpoints, by checkpoint; else `runs/<recipe>-<kind>`. What is sampled
 /// with other settings goes beside that, in a folder with the next number.
 fn default_out(plan: &Plan, source: &RecipeSource, kind: &str) -> PathBuf {
-    let checkpoint = plan.recipe.model.path.as_deref().and_then(Path::file_name);
+    let model = &plan.recipe.model;
+    let checkpoint = model.adapter.as_deref().or(model.path.as_deref()).and_then(Path::file_name);
     match (source, checkpoint) {
         (RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. }, Some(checkpoint)) => {
             run.join(kind).join(checkpoint)
@@ -114,9 +69,13 @@ impl<'a> Collection<'a> {
         out: Option<&Path>,
         (kind, step): (&str, u64),
     ) -> Result<Self> {
-        let model = bench.recipe().model.path.as_deref();
-        let marker =
-            Marker { kind: kind.to_owned(), step, model_files: model.map(model_files).unwrap_or_default() };
+        let model = &bench.recipe().model;
+        let folders = model.path.iter().chain(&model.adapter);
+        let marker = Marker {
+            kind: kind.to_owned(),
+            step,
+            model_files: folders.flat_map(|folder| model_files(folder)).collect(),
+        };
         if let Some(out) = out {
             return Self::open_at(bench, out, &marker);
         }

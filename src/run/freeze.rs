@@ -3,37 +3,61 @@
 use crate::error::BadInput;
 use crate::model::config::Config;
 use crate::model::names::{ParameterSpec, value_model_specs};
-use crate::recipe::{self, Plan};
+use crate::recipe::Plan;
 use anyhow::Result;
 use wildmatch::WildMatchPattern;
 
 /// What `arms.freeze_attention` freezes.
 const ATTENTION: &str = "model.layers.*.self_attn.*";
 
-/// Which parameters learn: all but those that a `train.freeze` pattern or the arm names.
+/// Which parameters learn: all but those that a `train.freeze` pattern or the arm names. Under an adapter its own are named so too.
 pub(super) fn trainable(plan: &Plan, specs: &[ParameterSpec]) -> Result<Vec<bool>> {
-    let arm = plan.recipe.arms.freeze_attention.then_some(ATTENTION);
-    not_frozen(plan, "train.freeze", &plan.recipe.train.freeze, arm, specs)
+    frozen_by(plan, "train.freeze", &plan.recipe.train.freeze, arm(plan), specs, &[])
 }
 
-/// The same of the critic, if there is one, and `critic.freeze`.
-pub(super) fn critic_trainable(plan: &Plan, config: &Config) -> Result<Option<Vec<bool>>> {
-    let of = |critic: &recipe::CriticConfig| {
-        not_frozen(plan, "critic.freeze", &critic.freeze, None, &value_model_specs(config))
-    };
-    plan.recipe.critic.as_ref().map(of).transpose()
+/// Which of an adapter's factors learn; a pattern may name one of the `others`, too.
+pub(super) fn not_frozen(
+    plan: &Plan,
+    factors: &[ParameterSpec],
+    others: &[ParameterSpec],
+) -> Result<Vec<bool>> {
+    frozen_by(plan, "train.freeze", &plan.recipe.train.freeze, arm(plan), factors, others)
 }
 
-/// The parameters of `specs` that neither a pattern of the key `key` nor the `arm`'s names.
-fn not_frozen(
+/// The same of the critic, if there is one, and `critic.freeze`: of its own tensors, or of its head and its adapter's factors where
+/// the policy has an adapter.
+pub(super) fn critic_trainable(
+    plan: &Plan,
+    config: &Config,
+    factors: Option<&[ParameterSpec]>,
+) -> Result<Option<Vec<bool>>> {
+    let Some(critic) = &plan.recipe.critic else { return Ok(None) };
+    let own = value_model_specs(config);
+    let specs = [&own[..], factors.unwrap_or_default()].concat();
+    let mut trainable = frozen_by(plan, "critic.freeze", &critic.freeze, None, &specs, &[])?;
+    if factors.is_some() {
+        let is_head = |spec: &ParameterSpec| spec.name.starts_with("score.");
+        trainable.iter_mut().zip(&own).for_each(|(learns, spec)| *learns &= is_head(spec));
+    }
+    Ok(Some(trainable))
+}
+
+fn arm(plan: &Plan) -> Option<&'static str> {
+    plan.recipe.arms.freeze_attention.then_some(ATTENTION)
+}
+
+/// The parameters of `specs` that neither a pattern of the key `key` nor the `arm`'s names. A pattern must name one of them or of
+/// the `others`.
+fn frozen_by(
     plan: &Plan,
     key: &str,
     patterns: &[String],
     arm: Option<&str>,
     specs: &[ParameterSpec],
+    others: &[ParameterSpec],
 ) -> Result<Vec<bool>> {
     for pattern in patterns {
-        if !specs.iter().any(|spec| matches(pattern, &spec.name)) {
+        if !specs.iter().chain(others).any(|spec| matches(pattern, &spec.name)) {
             let what = format!(
                 "the pattern {pattern:?} matches no parameter; names look like {}",
                 specs.get(1).map_or("", |spec| &spec.name)
@@ -53,7 +77,7 @@ fn not_frozen(
 
 /// Whether `pattern` names `name` as a whole: `*` stands for any characters, dots included, every other character for
 /// itself. There is no wildcard of a single character, which the crate asks for: no name holds U+0000.
-fn matches(pattern: &str, name: &str) -> bool {
+pub(super) fn matches(pattern: &str, name: &str) -> bool {
     WildMatchPattern::<'*', '\0'>::new(pattern).matches(name)
 }
 

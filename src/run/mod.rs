@@ -1,7 +1,9 @@
 //! What every command that runs a model needs: the preflight, the folder, evaluation, sampling into a folder, signals.
 
+pub mod adapter;
 pub mod collect;
 pub mod evaluation;
+pub mod export;
 mod family;
 mod freeze;
 pub mod header;
@@ -9,4 +11,5 @@ pub mod memory;
 pub mod preflight;
 pub mod run_folder;
 pub mod signals;
+pub mod source;
 pub mod workbench;

@@ -1,40 +1,31 @@
 //! What a command needs, opened and checked before any work: everything but the weights.
 
+use super::adapter::RunAdapter;
 use super::family::foreign_keys;
 use super::freeze::{critic_trainable, trainable};
 use super::memory::{Available, Intent, MemoryPlan, Subject, gigabytes};
+use super::source::{ModelSource, unverified};
 use super::workbench::Workbench;
 use crate::bad_input;
-use crate::chat::Chat;
 use crate::error::BadInput;
 use crate::harmony::Message;
 use crate::interpreter::{self, CPython, Embedded, Interpreter};
 use crate::metrics::Console;
-use crate::model::config::{Config, Form, Rope};
+use crate::model::adapter::peft::holds_adapter;
+use crate::model::config::Config;
 use crate::model::forward::Model;
-use crate::model::held::Loaded;
-use crate::model::init::{InitSettings, init};
 use crate::model::layers_in_turn::{LayersInTurn, TensorStore};
-use crate::model::load::{ModelFolder, weights_present};
-use crate::model::names::{ParameterSpec, parameter_specs};
-use crate::model::parameters::Parameters;
-use crate::model::rounding::WeightRounding;
-use crate::model::save::Companions;
+use crate::model::load::ModelFolder;
 use crate::ops::mxfp4;
 use crate::ops::threads::Threads;
-use crate::recipe::model::Tokenizer;
-use crate::recipe::{Architecture, Dtype, InterpreterKind, Plan, Recipe, SavedDtype};
+use crate::recipe::{InterpreterKind, Plan, Recipe, SavedDtype};
 use crate::rollout::preamble;
 use crate::tasks::{Problem, Task, TaskSettings};
-use crate::train::checkpoint;
-use anyhow::{Result, bail};
-use half::bf16;
-use std::path::{Path, PathBuf};
+use anyhow::Result;
+use std::collections::HashMap;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
-
-/// Reading less than this takes no time worth showing.
-const SHOWN_MEGABYTES: u64 = 256;
 
 /// Everything that a plan names, opened and checked; of the weights only the headers are read.
 pub struct Preflight {
@@ -42,8 +33,10 @@ pub struct Preflight {
     intent: Intent,
     threads: Threads,
     source: ModelSource,
+    /// Which of the model's own tensors learn, in the first stage.
     trainable: Vec<bool>,
     critic_trainable: Option<Vec<bool>>,
+    adapter: Option<RunAdapter>,
     pub task: Box<dyn Task>,
     interpreter: Option<Box<dyn Interpreter>>,
     preamble: Vec<Message>,
@@ -56,14 +49,43 @@ impl Preflight {
     ///
     /// # Errors
     /// [`BadInput`] with every mistake found, each with its place and remedy.
-    pub fn open(mut plan: Plan, intent: Intent, console: &Console) -> Result<Self> {
+    pub fn open(plan: Plan, intent: Intent, console: &Console) -> Result<Self> {
+        Self::open_at(plan, intent, None, console)
+    }
+
+    /// The same for a run that goes on from `checkpoint`, which says where an adapter's base is.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_at(
+        mut plan: Plan,
+        intent: Intent,
+        checkpoint: Option<&Path>,
+        console: &Console,
+    ) -> Result<Self> {
         let threads = Threads::new(plan.recipe.parallel.threads)?;
         let mut mistakes = Mistakes(vec![]);
-        let source = mistakes.note(ModelSource::open(&plan.recipe));
+        let source = mistakes.note(match checkpoint.filter(|folder| holds_adapter(folder)) {
+            Some(folder) => ModelSource::from_adapter(folder, plan.recipe.model.path.as_deref()),
+            None => ModelSource::open(&plan.recipe),
+        });
         let task = mistakes.note(crate::tasks::build(&task_settings(&plan.recipe, console)));
-        let trainable = source.as_ref().and_then(|s| mistakes.note(trainable(&plan, &s.specs())));
-        let critic_trainable =
-            source.as_ref().and_then(|s| mistakes.note(critic_trainable(&plan, &s.config)));
+        let adapter = source.as_ref().and_then(|s| {
+            let found = s.adapter.as_ref().map(|adapter| &adapter.lora);
+            mistakes.note(RunAdapter::of(&plan, &s.config, found, intent.learns()))
+        });
+        let trainable = source.as_ref().zip(adapter.as_ref()).and_then(|(s, adapter)| match adapter {
+            Some(adapter) if !adapter.after_cold_start => Some(vec![false; s.specs().len()]),
+            Some(adapter) => {
+                let all = [&s.specs()[..], &adapter.specs].concat();
+                mistakes.note(trainable(&plan, &all)).map(|all| all[..s.specs().len()].to_vec())
+            }
+            None => mistakes.note(trainable(&plan, &s.specs())),
+        });
+        let critic_trainable = source.as_ref().zip(adapter.as_ref()).and_then(|(s, adapter)| {
+            let factors = adapter.as_ref().map(|adapter| &adapter.specs[..]);
+            mistakes.note(critic_trainable(&plan, &s.config, factors))
+        });
         let interpreter = match &task {
             Some(task) if task.uses_python() => {
                 mistakes.note(open_interpreter(&plan.recipe, threads.count()).map(Some))
@@ -100,6 +122,7 @@ impl Preflight {
             source,
             trainable,
             critic_trainable,
+            adapter: adapter.flatten(),
             task,
             interpreter,
             preamble,
@@ -136,6 +159,7 @@ impl Preflight {
             forms: &self.source.forms,
             trainable: self.trainable.clone(),
             critic_trainable: self.critic_trainable.clone(),
+            adapter: self.adapter.as_ref().map(RunAdapter::part),
             uses_python: self.interpreter.is_some(),
             threads: self.threads.count(),
             streamed: self.streamed,
@@ -170,7 +194,17 @@ impl Preflight {
         let source = self.source;
         let (recipe, trainable) = (&self.plan.recipe, &self.trainable);
         let read = || source.parameters(recipe, trainable, self.intent, self.streamed, console);
-        let parameters = self.threads.wide(read)?;
+        let mut parameters = self.threads.wide(read)?;
+        let (mut trainable, mut base) = (self.trainable.clone(), None);
+        if let Some(adapter) = self.adapter.as_ref().filter(|adapter| !adapter.after_cold_start) {
+            trainable = adapter.trainable_of_all(trainable.len());
+            if parameters.adapter().is_none() {
+                adapter.attach(&mut parameters, recipe.train.seed)?;
+            }
+            if self.intent.learns() {
+                base = source.base()?;
+            }
+        }
         let context = source.config.max_position_embeddings;
         Ok(Workbench {
             model: Model::new(source.config, context),
@@ -179,8 +213,10 @@ impl Preflight {
             plan: self.plan,
             threads: self.threads,
             parameters,
-            trainable: self.trainable,
+            trainable,
             critic_trainable: self.critic_trainable,
+            adapter: self.adapter,
+            base,
             task: self.task,
             interpreter: self.interpreter,
             preamble: self.preamble,
@@ -191,7 +227,7 @@ impl Preflight {
 /// What a model that stays on disk costs, from the time that its first layer takes.
 fn said_of_streaming(needed: u64, files: &Arc<ModelFolder>, config: &Config) -> Result<String> {
     let store = TensorStore::Folder(files.clone());
-    let stored = LayersInTurn { store, config: config.clone(), changes: vec![] };
+    let stored = LayersInTurn { store, config: config.clone(), changes: vec![], adapters: HashMap::new() };
     let begun = Instant::now();
     stored.layer(0)?;
     let seconds = begun.elapsed().as_secs_f64() * config.num_hidden_layers as f64;
@@ -216,194 +252,6 @@ impl Mistakes {
             [only] => bad_input!("{only}"),
             all => bad_input!("{} mistakes:\n  {}", all.len(), all.join("\n  ")),
         }
-    }
-}
-
-/// Where the model comes from: a folder, or the recipe's own architecture.
-pub(super) struct ModelSource {
-    pub(super) config: Config,
-    chat: Chat,
-    companions: Companions,
-    /// The files of weights; `None` for random ones.
-    pub(super) weights: Option<Arc<ModelFolder>>,
-    /// A folder that lacks weights, which is worth a warning.
-    lacks_weights: Option<PathBuf>,
-    /// A folder without a manifest, which is worth one too.
-    unverified: Option<PathBuf>,
-    /// The form in which each tensor lies there; all in f32 for random ones.
-    forms: Vec<Form>,
-}
-
-impl ModelSource {
-    fn open(recipe: &Recipe) -> Result<Self> {
-        match (&recipe.model.path, &recipe.model.architecture) {
-            (Some(path), _) => Self::from_folder(&model_folder(path)?),
-            (None, Some(architecture)) => {
-                let family = architecture.model_type;
-                let chat = match recipe.model.tokenizer.as_ref().unwrap_or(&Tokenizer::Embedded) {
-                    Tokenizer::Embedded => family.embedded_chat()?,
-                    Tokenizer::Path(path) if path.is_dir() => family.chat(&path.join("tokenizer.json"))?,
-                    Tokenizer::Path(path) => family.chat(path)?,
-                };
-                let config = config_of(architecture, &chat);
-                config.check()?;
-                let companions = Companions::of(&chat);
-                let forms = vec![Form::F32; parameter_specs(&config).len()];
-                Ok(Self {
-                    config,
-                    chat,
-                    companions,
-                    weights: None,
-                    lacks_weights: None,
-                    unverified: None,
-                    forms,
-                })
-            }
-            (None, None) => bail!("neither model.path nor model.architecture"),
-        }
-    }
-
-    pub(super) fn from_folder(folder: &Path) -> Result<Self> {
-        let unverified = (!checkpoint::sound(folder)?).then(|| folder.to_owned());
-        let config = Config::read(folder)?;
-        let file = folder.join("tokenizer.json");
-        let chat = config.family.chat(&file)?;
-        let tokens = chat.vocabulary().vocab_size();
-        if tokens > config.vocab_size {
-            return Err(bad_input!(
-                "{}: the tokenizer has {tokens} tokens but config.json says vocab_size = {}; use the tokenizer that belongs to this model",
-                file.display(),
-                config.vocab_size
-            ));
-        }
-        let companions = Companions::read(folder, &chat)?;
-        let specs = parameter_specs(&config);
-        let (weights, lacks_weights, forms) = if weights_present(folder) {
-            let weights = ModelFolder::open(folder, &config)?;
-            let forms = specs.iter().map(|spec| weights.form_of(spec)).collect();
-            (Some(Arc::new(weights)), None, forms)
-        } else {
-            (None, Some(folder.to_owned()), vec![Form::F32; specs.len()])
-        };
-        Ok(Self { config, chat, companions, weights, lacks_weights, unverified, forms })
-    }
-
-    fn specs(&self) -> Vec<ParameterSpec> {
-        parameter_specs(&self.config)
-    }
-
-    /// Bytes of all weights in memory when none learns.
-    pub(super) fn resident_bytes(&self) -> u64 {
-        self.specs().iter().zip(&self.forms).map(|(spec, form)| spec.resident_bytes(*form)).sum()
-    }
-
-    /// Reads or draws the weights; of those that do not learn, what lies packed on disk stays so.
-    pub(super) fn parameters(
-        &self,
-        recipe: &Recipe,
-        trainable: &[bool],
-        intent: Intent,
-        streamed: bool,
-        console: &Console,
-    ) -> Result<Parameters> {
-        // What `model.dtype` makes of a tensor; packed ones have no more digits than that.
-        let rounded = |mut values: Vec<f32>| {
-            if recipe.model.dtype == Dtype::Bf16 {
-                values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32());
-            }
-            values
-        };
-        let Some(folder) = &self.weights else {
-            let settings = InitSettings {
-                embedding_std: recipe.model.init.embedding_std,
-                head_scale: recipe.model.init.head_scale,
-                sink: recipe.model.init.sink,
-            };
-            let drawn = init(&self.config, &settings, recipe.train.seed)?;
-            let drawn = drawn.into_iter().map(|(spec, values)| Ok((spec, rounded(values))));
-            return Parameters::new(&self.config, drawn);
-        };
-        if streamed {
-            let to_bf16 = WeightRounding { mxfp4: false, bits: Some(7) };
-            let changes = if recipe.model.dtype == Dtype::Bf16 { vec![to_bf16.change()] } else { vec![] };
-            return Parameters::with_stored_layers(&self.config, folder.clone(), changes);
-        }
-        let megabytes = |bytes: u64| bytes / 1_000_000;
-        let specs = self.specs();
-        let bytes: Vec<u64> =
-            specs.iter().zip(&self.forms).map(|(spec, form)| spec.resident_bytes(*form)).collect();
-        let all = megabytes(bytes.iter().sum());
-        let shown = if all >= SHOWN_MEGABYTES {
-            console.stage("MB read", all, 0)
-        } else {
-            console.inner_stage("MB read", all)
-        };
-        let mut read = 0;
-        let found = specs.into_iter().enumerate().map(|(index, spec)| {
-            let values = folder.loaded(&spec, intent.learns() && trainable[index])?;
-            let before = megabytes(read);
-            read += bytes[index];
-            shown.advance(megabytes(read) - before, 0, &[]);
-            Ok((
-                spec,
-                match values {
-                    Loaded::Values(values) => Loaded::Values(rounded(values)),
-                    packed => packed,
-                },
-            ))
-        });
-        let parameters = Parameters::loaded(&self.config, found)?;
-        shown.finish();
-        Ok(parameters)
-    }
-}
-
-/// The warning about a folder without a manifest.
-pub fn unverified(folder: &Path) -> String {
-    let shown = folder.display();
-    format!(
-        "{shown} has no manifest, so nobody can say whether its files are whole; rloss verify --accept {shown} writes one"
-    )
-}
-
-/// The folder that holds the model: `path` itself, or the last checkpoint of the run folder it is.
-pub(super) fn model_folder(path: &Path) -> Result<PathBuf> {
-    if path.join("config.json").is_file() {
-        return Ok(path.to_owned());
-    }
-    match checkpoint::newest_folder(path)? {
-        Some(folder) => Ok(folder),
-        None => Err(bad_input!(
-            "{}: holds neither config.json nor a run's checkpoints; set model.path to a Hugging Face folder, a checkpoint or a run folder",
-            path.display()
-        )),
-    }
-}
-
-/// What the recipe's architecture says; keys of another family are left out.
-fn config_of(a: &Architecture, chat: &Chat) -> Config {
-    let (family, experts) = (a.model_type, a.model_type.has_experts());
-    Config {
-        family,
-        vocab_size: chat.vocabulary().vocab_size(),
-        hidden_size: a.hidden_size,
-        num_hidden_layers: a.num_hidden_layers,
-        num_attention_heads: a.num_attention_heads,
-        num_key_value_heads: a.num_key_value_heads,
-        head_dim: a.head_dim,
-        intermediate_size: a.intermediate_size,
-        num_local_experts: if experts { a.num_local_experts } else { 0 },
-        num_experts_per_tok: if experts { a.num_experts_per_tok } else { 0 },
-        sliding_window: if experts { a.sliding_window } else { 0 },
-        layer_types: family.layer_types(a.num_hidden_layers),
-        rope: Rope { theta: a.rope_theta, yarn: a.yarn.clone() },
-        rms_norm_eps: a.rms_norm_eps,
-        swiglu_limit: if experts { a.swiglu_limit } else { 0.0 },
-        tie_word_embeddings: a.tie_word_embeddings,
-        max_position_embeddings: a.max_position_embeddings,
-        bos_token_id: None,
-        eos_token_ids: chat.stop_tokens(),
-        pad_token_id: chat.vocabulary().pad(),
     }
 }
 

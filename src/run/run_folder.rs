@@ -5,6 +5,7 @@ use crate::bad_input;
 use crate::error::BadInput;
 use crate::integrity::sealed;
 use crate::metrics::{MetricsFile, Phase, Row, TensorBoard, read_rows};
+use crate::model::adapter::peft::holds_adapter;
 use crate::recipe::{OptimizerConfig, Plan, RecipeSource, Schedule, resume_differences};
 use crate::train::checkpoint::{self, ResumePoint, TrainerState};
 use crate::trajectory::TrajectoryRow;
@@ -214,7 +215,11 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
     if !file.exists() {
         return Ok(None);
     }
-    let stored = RecipeSource::Run(path.to_owned()).resolve(&[])?;
+    // An adapter's base may have moved; its digest says whether it is the same.
+    let adapted = checkpoint::newest_folder(path)?.is_some_and(|newest| holds_adapter(&newest));
+    let base = plan.recipe.model.path.as_ref().filter(|_| adapted);
+    let moved: Vec<String> = base.map(|base| format!("model.path={}", base.display())).into_iter().collect();
+    let stored = RecipeSource::Run(path.to_owned()).resolve(&moved)?;
     let differences = resume_differences(&stored, plan);
     if differences.is_empty() {
         return Ok(Some(stored));

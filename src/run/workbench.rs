@@ -1,13 +1,16 @@
 //! What every command that runs a model works with.
 
+use super::adapter::RunAdapter;
 use super::family::foreign_keys;
 use super::memory::{Intent, available};
-use super::preflight::{Mistakes, ModelSource, Preflight, model_folder};
+use super::preflight::{Mistakes, Preflight};
+use super::source::{ModelSource, model_folder};
 use crate::bad_input;
 use crate::chat::Chat;
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
 use crate::metrics::Console;
+use crate::model::adapter::Base;
 use crate::model::config::Config;
 use crate::model::forward::{ForwardOptions, Model};
 use crate::model::parameters::Parameters;
@@ -35,6 +38,10 @@ pub struct Workbench {
     pub trainable: Vec<bool>,
     /// Which parameters `critic.freeze` leaves learning; present where the recipe has a critic.
     pub critic_trainable: Option<Vec<bool>>,
+    /// Present where an adapter learns, or came with the model.
+    pub adapter: Option<RunAdapter>,
+    /// The adapter's base as checkpoints name it; `None` until a folder holds it.
+    pub base: Option<Base>,
     pub task: Box<dyn Task>,
     /// Present for tasks that use it.
     pub interpreter: Option<Box<dyn Interpreter>>,
@@ -49,7 +56,15 @@ impl Workbench {
     /// # Errors
     /// [`BadInput`](crate::error::BadInput) with every mistake found, each with its place and remedy.
     pub fn open(plan: Plan, intent: Intent, console: &Console) -> Result<Self> {
-        let mut preflight = Preflight::open(plan, intent, console)?;
+        Self::open_at(plan, intent, None, console)
+    }
+
+    /// The same for a run that goes on from `checkpoint`.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_at(plan: Plan, intent: Intent, checkpoint: Option<&Path>, console: &Console) -> Result<Self> {
+        let mut preflight = Preflight::open_at(plan, intent, checkpoint, console)?;
         preflight.admit(available().as_ref())?;
         preflight.load(console)
     }

@@ -1,8 +1,8 @@
 //! Checkpoints: written aside, synced and renamed, so that a kill at any moment leaves whole ones only.
 //!
 //! A checkpoint is a Hugging Face folder (`config.json`, safetensors, tokenizer) with two files more:
-//! `trainer.json` says where the run stood, `trainer.safetensors` holds the optimizer's f32 state. A critic adds a third,
-//! `critic.safetensors`: its weights and its optimizer's state, f32.
+//! `trainer.json` says where the run stood, `trainer.safetensors` holds the optimizer's state: f32, and codes of 8 bits.
+//! A critic adds a third, `critic.safetensors`: its weights and its optimizer's state.
 //! `trainer.toml` is the recipe as resolved. `manifest.b3`, written last, holds the digest of every other file.
 //! Random numbers need no state: they are functions of the seed and the step.
 
@@ -16,19 +16,20 @@ use super::critic::Critic;
 use super::optimizer::Optimizer;
 use crate::atomic_file::{remove_folder, replace_folder};
 use crate::bad_input;
-use crate::integrity::sealed;
+use crate::integrity::{Manifest, sealed};
 use crate::metrics::Phase;
+use crate::model::adapter::{Base, Lora, peft};
 use crate::model::config::{Config, Form};
 use crate::model::held::Held;
-use crate::model::names::{ParameterSpec, StoredTensor};
+use crate::model::names::{ParameterSpec, StoredTensor, TensorRole, parameter_specs};
 use crate::model::parameters::{MASTER, Parameters};
-use crate::model::save::{Companions, SHARD_BYTES_MAX, save};
+use crate::model::save::{Companions, SHARD_BYTES_MAX, save, save_without_weights};
 use crate::model::tensor_file::{TensorFile, f32_values, write_f32, write_tensors};
-use crate::ops::cpu::{edit, host_values};
+use crate::ops::cpu::{edit, edit_codes, host_codes, host_values};
 use crate::ops::mxfp4;
 use anyhow::{Context, Result};
 use blake3::Hash;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -81,6 +82,8 @@ pub struct Snapshot<'a> {
     pub form: Form,
     pub companions: &'a Companions,
     pub parameters: &'a Parameters,
+    /// What an adapter among them stands on.
+    pub base: Option<&'a Base>,
     pub critic: Option<&'a Critic>,
     /// The recipe as resolved.
     pub recipe: &'a str,
@@ -103,16 +106,23 @@ impl Snapshot<'_> {
     }
 
     fn fill(&self, aside: &Path) -> Result<()> {
-        let mut manifest = save(aside, self.config, self.form, self.companions, SHARD_BYTES_MAX, |spec| {
-            let index =
-                self.parameters.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
-            match self.parameters.of_place(index)? {
-                Held::Plain(_) => Ok(self.parameters.master(index)?.clone()),
-                packed => packed.decoded(spec),
-            }
-        })?;
-        // A frozen tensor is in the model's own files; only where those round it is it kept beside them too.
-        let rounded = |spec: &ParameterSpec, values: &[f32]| !self.form_keeps(spec, values);
+        let mut manifest = match self.parameters.adapter() {
+            Some(lora) => self.save_adapter(aside, lora)?,
+            None => save(aside, self.config, self.form, self.companions, SHARD_BYTES_MAX, |spec| {
+                let index = self
+                    .parameters
+                    .position(&spec.name)
+                    .with_context(|| format!("no tensor {}", spec.name))?;
+                match self.parameters.of_place(index)? {
+                    Held::Plain(_) => Ok(self.parameters.master(index)?.clone()),
+                    packed => packed.decoded(spec),
+                }
+            })?,
+        };
+        // A frozen tensor is in the model's own files; only where those round it is it kept beside them too. An adapter's base is
+        // in its own folder.
+        let adapted = self.parameters.adapter().is_some();
+        let rounded = |spec: &ParameterSpec, values: &[f32]| !adapted && !self.form_keeps(spec, values);
         manifest.note(TENSORS_FILE, write_state(&aside.join(TENSORS_FILE), self.parameters, &rounded)?);
         if let Some(critic) = self.critic {
             let digest = write_state(&aside.join(CRITIC_FILE), &critic.parameters, &|_, _| true)?;
@@ -122,6 +132,18 @@ impl Snapshot<'_> {
         let state = serde_json::to_string_pretty(&self.state)? + "\n";
         manifest.write_file(aside, STATE_FILE, state.as_bytes())?;
         manifest.write(aside)
+    }
+
+    /// An adapter's folder, with the config and the tokenizer of its base.
+    fn save_adapter(&self, aside: &Path, lora: &Lora) -> Result<Manifest> {
+        let base = self.base.context("an adapter without a base")?;
+        let mut manifest = Manifest::default();
+        peft::write(aside, &mut manifest, (lora, &parameter_specs(self.config)), base, |name| {
+            let index = self.parameters.position(name).with_context(|| format!("no tensor {name}"))?;
+            Ok(self.parameters.master(index)?.flatten_all()?.to_vec1()?)
+        })?;
+        save_without_weights(aside, self.config, self.form, self.companions, &mut manifest)?;
+        Ok(manifest)
     }
 
     /// Whether the saved weights hold `values` of a tensor to the bit.
@@ -141,11 +163,28 @@ impl Snapshot<'_> {
 /// About how many bytes a checkpoint of `parameters`, with their optimizer's state, takes; the small files left out.
 pub fn bytes(form: Form, parameters: &Parameters) -> u64 {
     let of = |(index, spec): (usize, &ParameterSpec)| {
-        let stored: u64 = spec.stored_tensors(form).iter().map(StoredTensor::bytes).sum();
-        let kept = if parameters.learns(index) { 1 + parameters.state(index).len() } else { 0 };
-        stored + (kept * spec.element_count() * size_of::<f32>()) as u64
+        let stored: u64 = match (parameters.adapter(), spec.role) {
+            // The base stays where it is.
+            (Some(_), role) if role != TensorRole::AdapterFactor => 0,
+            (Some(_), _) => (spec.element_count() * size_of::<f32>()) as u64,
+            (None, _) => spec.stored_tensors(form).iter().map(StoredTensor::bytes).sum(),
+        };
+        let state = parameters.state(index);
+        // What learns is kept with all its digits; under bf16 the optimizer's state has them.
+        let is_kept_too = parameters.learns(index) && !state.contains_key(MASTER);
+        let master = if is_kept_too { spec.element_count() * size_of::<f32>() } else { 0 };
+        stored + (master + state.values().map(tensor_bytes).sum::<usize>()) as u64
     };
     parameters.specs.iter().enumerate().map(of).sum()
+}
+
+fn tensor_bytes(tensor: &Tensor) -> usize {
+    tensor.elem_count() * tensor.dtype().size_in_bytes()
+}
+
+/// The type in a file of what an optimizer keeps.
+fn stored_dtype(tensor: &Tensor) -> Dtype {
+    if tensor.dtype() == DType::U8 { Dtype::U8 } else { Dtype::F32 }
 }
 
 /// Writes into the file `path`, a tensor at a time, what the optimizer keeps of each tensor that learns, its master among it,
@@ -169,10 +208,13 @@ fn write_state(
     let (names, tensors): (Vec<String>, Vec<&Tensor>) = kept.into_iter().unzip();
     let stored = names.into_iter().zip(&tensors).map(|(name, tensor)| StoredTensor {
         name,
-        dtype: Dtype::F32,
+        dtype: stored_dtype(tensor),
         shape: vec![tensor.elem_count()],
     });
-    write_tensors(path, stored.collect(), |index, out| write_f32(out, &host_values(tensors[index])?))
+    write_tensors(path, stored.collect(), |index, out| match stored_dtype(tensors[index]) {
+        Dtype::U8 => Ok(out.write_all(&host_codes(tensors[index])?)?),
+        _ => write_f32(out, &host_values(tensors[index])?),
+    })
 }
 
 /// Restores weights and optimizer from the checkpoint `folder`, bit for bit.
@@ -211,17 +253,24 @@ fn restore_state(path: &Path, parameters: &mut Parameters, optimizer: &Optimizer
                 continue;
             };
             unread.remove(name.as_str());
-            let values = file.read(info)?;
-            if info.dtype != Dtype::F32 || values.len() != spec.element_count() * size_of::<f32>() {
-                return Err(damaged(format!("{} has another size or optimizer", spec.name)));
-            }
-            if let Some(value) = f32_values(&values).find(|value| !value.is_finite()) {
-                return Err(damaged(format!("{name} holds {value}")));
-            }
+            let bytes = file.read(info)?;
             let target =
                 if kind == MASTER { parameters.master(index)? } else { &parameters.state(index)[kind] };
+            if info.dtype != stored_dtype(target) || bytes.len() != tensor_bytes(target) {
+                return Err(damaged(format!("{} has another size or optimizer", spec.name)));
+            }
+            if info.dtype == Dtype::U8 {
+                edit_codes(target, |target| {
+                    target.copy_from_slice(&bytes);
+                    Ok(())
+                })?;
+                continue;
+            }
+            if let Some(value) = f32_values(&bytes).find(|value| !value.is_finite()) {
+                return Err(damaged(format!("{name} holds {value}")));
+            }
             edit(target, |target| {
-                target.iter_mut().zip(f32_values(&values)).for_each(|(t, v)| *t = v);
+                target.iter_mut().zip(f32_values(&bytes)).for_each(|(t, v)| *t = v);
                 Ok(())
             })?;
         }

@@ -8,6 +8,7 @@ use super::experience::{Experience, spans};
 use super::forward_backward::PassSettings;
 use super::optimizer::Optimizer;
 use crate::metrics::Metrics;
+use crate::model::adapter::{Lora, Owner};
 use crate::model::config::Config;
 use crate::model::held::{Held, Loaded};
 use crate::model::init::value_model;
@@ -29,8 +30,8 @@ pub struct Critic {
 }
 
 impl Critic {
-    /// A critic that starts from a copy of the `policy`'s trunk, with a head drawn from the run's `seed`. Of its tensors those
-    /// learn that `trainable` marks.
+    /// A critic that starts from a copy of the `policy`'s trunk, with a head drawn from the run's `seed`; where the policy has an
+    /// adapter, a second one on the same base. Of its tensors those learn that `trainable` marks.
     ///
     /// # Errors
     /// When memory runs out.
@@ -42,6 +43,9 @@ impl Critic {
         seed: u64,
         round_to_bf16: bool,
     ) -> Result<Self> {
+        if let Some(lora) = policy.adapter() {
+            return Self::adapted((config, policy, lora), trainable, settings, seed, round_to_bf16);
+        }
         let learns: HashSet<String> = value_model_specs(config)
             .into_iter()
             .zip(trainable)
@@ -58,6 +62,26 @@ impl Critic {
             })
         });
         let mut parameters = Parameters::with_value_head(config, values)?;
+        parameters.learn(trainable)?;
+        let optimizer = Optimizer::new(&settings.optimizer, &mut parameters, round_to_bf16)?;
+        Ok(Self { settings: settings.clone(), parameters, optimizer })
+    }
+
+    /// A second adapter with a head on the policy's base, none of which is copied.
+    fn adapted(
+        (config, policy, lora): (&Config, &Parameters, &Lora),
+        trainable: &[bool],
+        settings: &recipe::CriticConfig,
+        seed: u64,
+        round_to_bf16: bool,
+    ) -> Result<Self> {
+        let values = value_model(config, seed, |spec| {
+            let index = policy.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
+            Ok(Loaded::Packed(policy.of_place(index)?))
+        });
+        let mut parameters = Parameters::with_value_head(config, values)?;
+        let start = lora.start(&parameters.specs, seed, Owner::Critic)?;
+        parameters.adapt(lora.clone(), start)?;
         parameters.learn(trainable)?;
         let optimizer = Optimizer::new(&settings.optimizer, &mut parameters, round_to_bf16)?;
         Ok(Self { settings: settings.clone(), parameters, optimizer })

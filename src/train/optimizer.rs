@@ -1,9 +1,12 @@
-//! AdamW and SGD: what they keep of each tensor that learns, and their updates.
+//! AdamW, also with 8-bit moments, and SGD: what they keep of each tensor that learns, and their updates.
 
+use crate::model::names::TensorRole;
 use crate::model::parameters::{MASTER, OptimizerState, Parameters};
-use crate::ops::optimizer::{AdamW, adamw, round_to_bf16, sgd};
+use crate::ops::adamw_8bit::{self, Moment, adamw_8bit};
+use crate::ops::optimizer::{AdamW, accumulate, adamw, round_to_bf16, sgd};
 use crate::recipe::{OptimizerConfig as Settings, OptimizerKind, Schedule};
 use anyhow::{Context, Result};
+use candle_core::{DType, Device, Shape, Tensor};
 
 /// Learning rate of update number `step` (from 0) of `steps`: linear warm-up, then the schedule down to the last update, or
 /// to that of `schedule_steps`.
@@ -25,6 +28,35 @@ pub fn learning_rate(settings: &Settings, step: u64, steps: u64) -> f64 {
 
 /// AdamW's first and second moment.
 const MOMENTS: [&str; 2] = ["first", "second"];
+/// The same in 8 bits.
+const CODES: [&str; 2] = ["first_codes", "second_codes"];
+const SCALES: [&str; 2] = ["first_scales", "second_scales"];
+/// SGD's moving sum of gradients.
+const MOMENTUM: &str = "momentum";
+
+/// What the update rule keeps of a tensor of `shape`.
+fn buffers(settings: &Settings, shape: &Shape) -> Vec<(&'static str, DType, Shape)> {
+    let values = shape.elem_count();
+    match settings.kind {
+        OptimizerKind::AdamW8Bit if values >= adamw_8bit::VALUES_MIN => {
+            let blocks = Shape::from(values.div_ceil(adamw_8bit::BLOCK));
+            let codes = CODES.map(|name| (name, DType::U8, shape.clone()));
+            let scales = SCALES.map(|name| (name, DType::F32, blocks.clone()));
+            codes.into_iter().chain(scales).collect()
+        }
+        OptimizerKind::AdamW | OptimizerKind::AdamW8Bit => {
+            MOMENTS.map(|name| (name, DType::F32, shape.clone())).into()
+        }
+        OptimizerKind::Sgd if settings.momentum > 0.0 => vec![(MOMENTUM, DType::F32, shape.clone())],
+        OptimizerKind::Sgd => vec![],
+    }
+}
+
+/// Bytes of what the update rule keeps of a tensor of `values` values.
+pub fn state_bytes(settings: &Settings, values: usize) -> u64 {
+    let bytes = |(_, dtype, shape): (_, DType, Shape)| (dtype.size_in_bytes() * shape.elem_count()) as u64;
+    buffers(settings, &Shape::from(values)).into_iter().map(bytes).sum()
+}
 
 /// An optimizer over the tensors that learn. What it keeps of them lies beside them, in [`Parameters`].
 #[derive(Debug, Clone)]
@@ -45,14 +77,13 @@ impl Optimizer {
         for index in 0..parameters.len() {
             let mut state = OptimizerState::new();
             if parameters.learns(index) {
-                let values = parameters.values(index)?.detach();
-                if round_to_bf16 {
+                let values = parameters.values(index)?;
+                // An adapter stays in f32.
+                if round_to_bf16 && parameters.specs[index].role != TensorRole::AdapterFactor {
                     state.insert(MASTER, parameters.master(index)?.copy()?);
                 }
-                if settings.kind == OptimizerKind::AdamW {
-                    for moment in MOMENTS {
-                        state.insert(moment, values.zeros_like()?);
-                    }
+                for (name, dtype, shape) in buffers(settings, values.shape()) {
+                    state.insert(name, Tensor::zeros(shape, dtype, &Device::Cpu)?);
                 }
             }
             parameters.set_state(index, state);
@@ -82,10 +113,21 @@ impl Optimizer {
         for index in 0..parameters.len() {
             let Some(gradient) = parameters.gradient(index) else { continue };
             let (master, state) = (parameters.master(index)?, parameters.state(index));
-            let moment = |name: &str| state.get(name).with_context(|| format!("no {name} moment"));
+            let kept = |name: &str| state.get(name).with_context(|| format!("the optimizer has no {name}"));
+            let moment = |i: usize| {
+                Ok::<_, anyhow::Error>(Moment { codes: kept(CODES[i])?, scales: kept(SCALES[i])? })
+            };
             match s.kind {
-                OptimizerKind::AdamW => {
-                    adamw(master, [moment(MOMENTS[0])?, moment(MOMENTS[1])?], gradient, &step)?;
+                OptimizerKind::AdamW8Bit if state.contains_key(CODES[0]) => {
+                    adamw_8bit(master, [moment(0)?, moment(1)?], gradient, &step)?;
+                }
+                OptimizerKind::AdamW | OptimizerKind::AdamW8Bit => {
+                    adamw(master, [kept(MOMENTS[0])?, kept(MOMENTS[1])?], gradient, &step)?;
+                }
+                OptimizerKind::Sgd if s.momentum > 0.0 => {
+                    let buffer = kept(MOMENTUM)?;
+                    accumulate(buffer, gradient, s.momentum as f32)?;
+                    sgd(master, buffer, shrink, lr as f32)?;
                 }
                 OptimizerKind::Sgd => sgd(master, gradient, shrink, lr as f32)?,
             }

@@ -2,6 +2,7 @@
 //!
 //! A step reads top to bottom in [`Trainer::reinforcement_learning`]: sample, update, note, evaluate, save.
 
+mod adapter;
 mod critic;
 mod data;
 mod generate;
@@ -115,6 +116,7 @@ impl Trainer {
             let at = at.lock().unwrap_or_else(PoisonError::into_inner).clone();
             console.print(&format!("finishing {at}, then saving; again to stop at once"));
         })?;
+        self.keep_base()?;
         let (mut rl_start, mut resumed) = (0, None);
         match done {
             Some((Phase::Rl, step)) => (rl_start, resumed) = (step, point),
@@ -126,6 +128,7 @@ impl Trainer {
             }
             _ => {}
         }
+        self.begin_adapter()?;
         let optimizer = self.optimizer(&recipe.train.optimizer, resumed.as_ref())?;
         let critic = self.critic(resumed.as_ref())?;
         self.set_reference(resumed.as_ref())?;
@@ -337,8 +340,12 @@ impl Trainer {
 
     fn pass(&self, temperature: f64) -> PassSettings {
         let Workbench { plan, threads, model, parameters, .. } = &self.bench;
-        let recompute_layers =
-            recomputes_layers(&plan.recipe, &model.config, parameters.bytes(), threads.count());
+        let recompute_layers = recomputes_layers(
+            &plan.recipe,
+            &model.config,
+            (parameters.bytes(), parameters.adapter().is_some()),
+            threads.count(),
+        );
         PassSettings {
             recompute_layers,
             temperature,

@@ -3,7 +3,6 @@
 use super::Trainer;
 use crate::metrics::Phase;
 use crate::model::config::Form;
-use crate::recipe::SavedDtype;
 use crate::train::checkpoint::{self, Snapshot, TrainerState};
 use crate::train::critic::Critic;
 use crate::train::optimizer::Optimizer;
@@ -31,17 +30,13 @@ impl Trainer {
 
     /// The form of the weights that are saved.
     fn form(&self) -> Form {
-        match self.bench.plan.recipe.checkpoint.dtype {
-            SavedDtype::F32 => Form::F32,
-            SavedDtype::Bf16 => Form::Bf16,
-            SavedDtype::Mxfp4 => Form::Mxfp4,
-        }
+        self.bench.plan.recipe.checkpoint.dtype.form()
     }
 
     /// Says when the disk has no room for the checkpoints to come.
     pub(super) fn watch_space(&self) {
         let policy = checkpoint::bytes(self.form(), &self.bench.parameters);
-        // A critic is the policy again, in f32 with its optimizer's state.
+        // A critic is the policy again, or its adapter, in f32 with its optimizer's state.
         let critic = self
             .bench
             .plan
@@ -79,6 +74,7 @@ impl Trainer {
             form: self.form(),
             companions: &bench.companions,
             parameters: &bench.parameters,
+            base: bench.base.as_ref(),
             critic,
             recipe: &bench.plan.to_toml(),
             state,

@@ -79,11 +79,16 @@ impl Trainer {
         Ok((metrics, experience.token_figures(training.as_deref())))
     }
 
-    /// Fixes the reference: the weights as they are, or those that the run which goes on from `point` began with.
+    /// Fixes the reference: the weights as they are, or those that the run which goes on from `point` began with; under an adapter
+    /// the model without it.
     pub(super) fn set_reference(&mut self, point: Option<&ResumePoint>) -> Result<()> {
         let bench = &self.bench;
         let (config, parameters) = (&bench.model.config, &bench.parameters);
         if bench.plan.recipe.policy.kl.place == KlPlace::None {
+            return Ok(());
+        }
+        if parameters.adapter().is_some() {
+            self.reference = Some(parameters.without_adapter());
             return Ok(());
         }
         let run = &self.folder.path;

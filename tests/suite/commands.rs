@@ -1,5 +1,6 @@
 //! The binary as a user runs it: whole small runs, ended and resumed in every way, and refused ones.
 
+mod adapter;
 mod check;
 mod console;
 mod critic;

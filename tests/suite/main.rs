@@ -1,5 +1,6 @@
 //! The integration tests: one binary, one module a room.
 
+mod adapter;
 mod against;
 mod answer_texts;
 mod chat;
@@ -19,6 +20,7 @@ mod model_config;
 mod model_files;
 mod one_forward;
 mod ops;
+mod optimizer;
 mod packed;
 mod policy;
 mod policy_step;

@@ -255,7 +255,7 @@ fn initialisation_has_the_stated_spread_and_depends_only_on_the_seed() {
             TensorRole::InputProjection => 1.0 / 8.0,
             TensorRole::OutputProjection if spec.is_expert_matrix() => 32f64.powf(-0.5) / 2.0,
             TensorRole::OutputProjection => 1.0 / 8.0 / 2.0,
-            TensorRole::Bias | TensorRole::Norm | TensorRole::Sinks => 0.0,
+            TensorRole::Bias | TensorRole::Norm | TensorRole::Sinks | TensorRole::AdapterFactor => 0.0,
         };
         // Six standard errors.
         let tolerance = 6.0 * expected / n.sqrt();

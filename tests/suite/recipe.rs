@@ -5,8 +5,8 @@ mod refused;
 
 use rloss::error::BadInput;
 use rloss::recipe::{
-    Aggregation, CriticConfig, Dtype, Entry, Place, Plan, Recipe, RecipeSource, Tokenizer, Yarn, locate,
-    resolve, resume_differences,
+    AdapterConfig, Aggregation, CriticConfig, Dtype, Entry, Place, Plan, Recipe, RecipeSource, Tokenizer,
+    Yarn, locate, resolve, resume_differences,
 };
 use std::path::{Path, PathBuf};
 
@@ -101,8 +101,13 @@ fn the_resolved_recipe_holds_every_key_that_applies() {
             .try_fold(&toml::Value::Table(written.clone()), |table, key| table.get(key))
             .is_some();
         // An empty list is written out, whatever the task.
-        let absent = ["model.path", "cold_start.optimizer.schedule_steps", "critic.optimizer.schedule_steps"]
-            .contains(&&*path)
+        let absent = [
+            "model.path",
+            "model.adapter",
+            "cold_start.optimizer.schedule_steps",
+            "critic.optimizer.schedule_steps",
+        ]
+        .contains(&&*path)
             || OTHER_TASKS.contains(&&*path) && path != "task.command";
         assert_eq!(found, !absent, "{path}");
     }
@@ -116,8 +121,15 @@ fn the_resolved_recipe_holds_every_key_that_applies() {
 #[test]
 fn no_key_of_the_full_recipe_is_lost_in_reading() {
     // Equal to the default there means: not read.
-    let only_one_value =
-        ["model.path", "rollout.top_p", "rollout.top_k", "rollout.min_p", "parallel.sequence"];
+    let only_one_value = [
+        "model.path",
+        "model.adapter",
+        "adapter.dropout",
+        "rollout.top_p",
+        "rollout.top_k",
+        "rollout.min_p",
+        "parallel.sequence",
+    ];
     let not_set = [
         "schedule",
         "schedule_steps",
@@ -126,6 +138,7 @@ fn no_key_of_the_full_recipe_is_lost_in_reading() {
         "beta1",
         "beta2",
         "eps",
+        "momentum",
         "weight_decay",
         "grad_norm_max",
     ]
@@ -133,6 +146,7 @@ fn no_key_of_the_full_recipe_is_lost_in_reading() {
     .concat();
     let mut defaults = read("", &[]).recipe;
     defaults.critic = Some(CriticConfig::default());
+    defaults.adapter = Some(AdapterConfig::default());
     defaults.model.architecture.as_mut().expect("filled in").yarn = Some(Yarn::default());
     for (full, default) in read(EVERYTHING, &[]).recipe.entries().iter().zip(defaults.entries()) {
         let same = matches!(full, Entry::Key { .. }) && *full == default;

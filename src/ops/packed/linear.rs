@@ -57,16 +57,11 @@ struct Packed {
 impl Packed {
     /// Each expert that has rows.
     fn groups(&self, rows: usize) -> Result<Vec<(usize, Range<usize>)>> {
-        let Some(plan) = &self.plan else { return Ok(vec![(0, 0..rows)]) };
-        let (mut groups, mut start) = (vec![], 0);
-        for (expert, count) in plan.counts(None)?.into_iter().enumerate().filter(|(_, count)| *count > 0) {
-            groups.push((expert, start..start + count));
-            start += count;
+        match &self.plan {
+            None => Ok(vec![(0, 0..rows)]),
+            Some(plan) if plan.expert_count() == self.weight.shape()[0] => plan.groups(rows),
+            Some(plan) => bail!("packed_grouped_linear: a plan of {} experts", plan.expert_count()),
         }
-        if start != rows || groups.last().is_some_and(|(expert, _)| *expert >= self.weight.shape()[0]) {
-            bail!("packed_grouped_linear: {rows} rows, a plan of {start}");
-        }
-        Ok(groups)
     }
 }
 

@@ -15,10 +15,11 @@ use crate::bad_input;
 use crate::metrics::Table;
 use crate::model::cache::SequenceCache;
 use crate::model::config::{Config, Form};
-use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
-use crate::recipe::{Dtype, KlPlace, OptimizerKind, Recipe};
+use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
+use crate::recipe::{Dtype, KlPlace, OptimizerConfig, Recipe};
 use crate::rollout::{FORWARD_TOKENS_MAX, engines};
 use crate::train::accumulate::side_by_side;
+use crate::train::optimizer::state_bytes;
 use anyhow::Result;
 use std::collections::BTreeMap;
 
@@ -32,12 +33,17 @@ const REPLY_FRAME_TOKENS: usize = 32;
 /// What passes that run side by side may keep of their layers for the backward, unless the recipe says whether they do.
 const KEPT_BYTES_MAX: u64 = 1 << 30;
 
-/// Whether a pass computes its layers again in the backward: as the recipe says, or as `weight_bytes` of weights and so many
+/// Whether a pass computes its layers again in the backward: as the recipe says, or as `weight_bytes` of weights, `adapted` or not, and so many
 /// threads make it worth. It changes no bit.
-pub fn recomputes_layers(recipe: &Recipe, config: &Config, weight_bytes: u64, threads: usize) -> bool {
+pub fn recomputes_layers(
+    recipe: &Recipe,
+    config: &Config,
+    (weight_bytes, adapted): (u64, bool),
+    threads: usize,
+) -> bool {
     recipe.train.recompute_layers.unwrap_or_else(|| {
         let tokens = recipe.train.micro_batch_tokens;
-        let pass = PassShape { config, tokens, targets: tokens };
+        let pass = PassShape { config, tokens, targets: tokens, adapted };
         passes_at_once(weight_bytes, threads).saturating_mul(pass.both_ways(false)) > KEPT_BYTES_MAX
     })
 }
@@ -89,10 +95,46 @@ pub struct Subject<'a> {
     pub trainable: Vec<bool>,
     /// The same of the critic's, where there is one.
     pub critic_trainable: Option<Vec<bool>>,
+    /// Where an adapter learns, or came with the model.
+    pub adapter: Option<AdapterPart>,
     pub uses_python: bool,
     pub threads: usize,
     /// Whether the layers stay on disk and are read one after the other.
     pub streamed: bool,
+}
+
+/// What an adapter adds.
+#[derive(Debug, Clone)]
+pub struct AdapterPart {
+    /// Its factors.
+    pub specs: Vec<ParameterSpec>,
+    /// Which of them learn.
+    pub trainable: Vec<bool>,
+    /// Whether a cold start trains the whole model before.
+    pub after_cold_start: bool,
+}
+
+impl AdapterPart {
+    fn bytes(&self) -> u64 {
+        plain_bytes(&self.specs)
+    }
+}
+
+/// Those of `specs` that `trainable` marks.
+fn marked(specs: impl IntoIterator<Item = ParameterSpec>, trainable: &[bool]) -> Vec<ParameterSpec> {
+    specs.into_iter().zip(trainable).filter(|(_, learns)| **learns).map(|(spec, _)| spec).collect()
+}
+
+/// Bytes of `specs` in f32.
+fn plain_bytes(specs: &[ParameterSpec]) -> u64 {
+    specs.iter().map(|spec| spec.resident_bytes(Form::F32)).sum()
+}
+
+/// The stages of training.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    ColdStart,
+    Reinforcement,
 }
 
 /// One line of a plan.
@@ -175,16 +217,24 @@ fn plain_gigabytes(bytes: u64) -> String {
 }
 
 impl Subject<'_> {
-    /// Bytes of the policy's weights as they lie in memory, and of the values that learn.
-    fn weights(&self) -> (u64, u64) {
+    /// Bytes of the policy's weights as they lie in memory, its adapter's among them.
+    fn weight_bytes(&self) -> u64 {
         let learns = |index: usize| self.intent.learns() && self.trainable[index];
-        let (mut all, mut learning) = (0, 0);
-        for (index, (spec, form)) in parameter_specs(self.config).iter().zip(self.forms).enumerate() {
-            let form = if learns(index) { Form::F32 } else { *form };
-            all += spec.resident_bytes(form);
-            learning += if learns(index) { spec.resident_bytes(Form::F32) } else { 0 };
+        let specs = parameter_specs(self.config).into_iter().zip(self.forms).enumerate();
+        let of = |(index, (spec, form)): (usize, (ParameterSpec, &Form))| {
+            spec.resident_bytes(if learns(index) { Form::F32 } else { *form })
+        };
+        specs.map(of).sum::<u64>() + self.adapter.as_ref().map_or(0, AdapterPart::bytes)
+    }
+
+    /// What of the policy learns in `stage`.
+    fn learning(&self, stage: Stage) -> Vec<ParameterSpec> {
+        match &self.adapter {
+            Some(adapter) if stage == Stage::Reinforcement || !adapter.after_cold_start => {
+                marked(adapter.specs.clone(), &adapter.trainable)
+            }
+            _ => marked(parameter_specs(self.config), &self.trainable),
         }
-        (all, learning)
     }
 
     /// Bytes of what lies outside the layers, and of the largest layer.
@@ -198,37 +248,47 @@ impl Subject<'_> {
         outside + places.into_values().max().unwrap_or(0)
     }
 
-    /// What an optimizer keeps of `learning` bytes of weights.
-    fn optimizer(&self, kind: OptimizerKind, learning: u64) -> u64 {
-        let moments = if kind == OptimizerKind::AdamW { 2 } else { 0 };
-        let master = u64::from(self.recipe.model.dtype == Dtype::Bf16);
-        (moments + master) * learning
+    /// What an optimizer keeps of the tensors `learning`.
+    fn optimizer(&self, settings: &OptimizerConfig, learning: &[ParameterSpec]) -> u64 {
+        let rounds_weights = self.recipe.model.dtype == Dtype::Bf16;
+        let of = |spec: &ParameterSpec| {
+            // An adapter stays in f32.
+            let has_master = rounds_weights && spec.role != TensorRole::AdapterFactor;
+            let master = if has_master { spec.resident_bytes(Form::F32) } else { 0 };
+            master + state_bytes(settings, spec.element_count())
+        };
+        learning.iter().map(of).sum()
     }
 
     fn resident(&self) -> Vec<MemoryPart> {
         let recipe = self.recipe;
-        let (weights, learning) = self.weights();
         let weights = match self.streamed {
             true => MemoryPart { name: "weights, a layer at a time", bytes: self.streamed_weights() },
-            false => MemoryPart { name: "weights", bytes: weights },
+            false => MemoryPart { name: "weights", bytes: self.weight_bytes() },
         };
         let mut parts = vec![MemoryPart { name: "program", bytes: PROGRAM_BYTES }, weights];
         let mut part = |name, bytes| parts.push(MemoryPart { name, bytes });
         if self.intent.learns() {
-            part("gradients", learning);
+            // Gradients and optimizer of the stage that takes more of them.
             let stages = [
-                (recipe.cold_start.steps > 0).then_some(recipe.cold_start.optimizer.kind),
-                (recipe.train.steps > 0).then_some(recipe.train.optimizer.kind),
+                (Stage::ColdStart, recipe.cold_start.steps, &recipe.cold_start.optimizer),
+                (Stage::Reinforcement, recipe.train.steps, &recipe.train.optimizer),
             ];
-            let kept = stages.into_iter().flatten().map(|kind| self.optimizer(kind, learning));
-            part("optimizer", kept.max().unwrap_or(0));
+            let kept = stages.into_iter().filter(|(_, steps, _)| *steps > 0).map(|(stage, _, optimizer)| {
+                let learning = self.learning(stage);
+                (plain_bytes(&learning), self.optimizer(optimizer, &learning))
+            });
+            let (gradients, optimizer) = kept.max_by_key(|(a, b)| a + b).unwrap_or_default();
+            part("gradients", gradients);
+            part("optimizer", optimizer);
             if let (Some(critic), Some(trainable)) = (&recipe.critic, &self.critic_trainable) {
-                let (values, learning) = self.critic_weights(trainable);
-                part("critic's weights", values);
-                part("critic's gradients", learning);
-                part("critic's optimizer", self.optimizer(critic.optimizer.kind, learning));
+                let learning = self.critic_learning(trainable);
+                part("critic's weights", self.critic_weights(trainable));
+                part("critic's gradients", plain_bytes(&learning));
+                part("critic's optimizer", self.optimizer(&critic.optimizer, &learning));
             }
-            if recipe.policy.kl.place != KlPlace::None {
+            // Without its adapter the model itself is the reference.
+            if recipe.policy.kl.place != KlPlace::None && self.adapter.is_none() {
                 part("reference", self.plain_weights());
             }
         }
@@ -251,20 +311,27 @@ impl Subject<'_> {
         plain.map(|(_, spec)| spec.resident_bytes(Form::F32)).sum()
     }
 
-    /// Bytes of the critic's own weights, and of those that learn: what is packed is the policy's.
-    fn critic_weights(&self, trainable: &[bool]) -> (u64, u64) {
+    /// What of the critic learns: its tensors, or its head and its adapter's factors.
+    fn critic_learning(&self, trainable: &[bool]) -> Vec<ParameterSpec> {
+        let factors = self.adapter.iter().flat_map(|adapter| adapter.specs.iter().cloned());
+        marked(value_model_specs(self.config).into_iter().chain(factors), trainable)
+    }
+
+    /// Bytes of the critic's own weights: what is packed, and an adapter's base, is the policy's.
+    fn critic_weights(&self, trainable: &[bool]) -> u64 {
+        let own = value_model_specs(self.config);
+        if let Some(adapter) = &self.adapter {
+            let head: Vec<ParameterSpec> =
+                own.into_iter().filter(|spec| spec.name.starts_with("score.")).collect();
+            return plain_bytes(&head) + adapter.bytes();
+        }
         let policy = parameter_specs(self.config);
         let shared = |spec: &ParameterSpec| {
             let at = policy.iter().position(|other| other.name == spec.name);
             at.is_some_and(|at| self.is_packed(spec, at))
         };
-        let (mut all, mut learning) = (0, 0);
-        for (spec, learns) in value_model_specs(self.config).iter().zip(trainable) {
-            let bytes = spec.resident_bytes(Form::F32);
-            all += if *learns || !shared(spec) { bytes } else { 0 };
-            learning += if *learns { bytes } else { 0 };
-        }
-        (all, learning)
+        let held = own.into_iter().zip(trainable).filter(|(spec, learns)| **learns || !shared(spec));
+        held.map(|(spec, _)| spec.resident_bytes(Form::F32)).sum()
     }
 
     /// The second set of weights of `check-mismatch`, which rounds them to see what that explains: nothing of a tensor in
@@ -278,11 +345,6 @@ impl Subject<'_> {
             if none { 0 } else { spec.resident_bytes(*form) }
         };
         specs.iter().zip(self.forms).map(of).sum()
-    }
-
-    /// Bytes of the policy's weights, by which work is shared out.
-    fn weight_bytes(&self) -> u64 {
-        self.weights().0
     }
 
     /// Tokens of the longest sequence: prompt, samples and tool replies, within the context.
@@ -306,13 +368,19 @@ impl Subject<'_> {
             _ => recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt,
         };
         let tokens = recipe.train.micro_batch_tokens.max(self.longest()).min(trajectories * self.longest());
-        let pass = PassShape { config: self.config, tokens, targets: tokens };
+        let pass =
+            PassShape { config: self.config, tokens, targets: tokens, adapted: self.adapter.is_some() };
         let at_once = passes_at_once(self.weight_bytes(), self.threads);
         if self.intent == Intent::CheckMismatch {
             phases.push(("comparison", vec![MemoryPart { name: "activations", bytes: pass.forward() }]));
             return phases;
         }
-        let recomputes = recomputes_layers(recipe, self.config, self.weight_bytes(), self.threads);
+        let recomputes = recomputes_layers(
+            recipe,
+            self.config,
+            (self.weight_bytes(), self.adapter.is_some()),
+            self.threads,
+        );
         let bytes = at_once * pass.both_ways(recomputes);
         let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
         phases.push(("update", vec![MemoryPart { name, bytes }]));
@@ -332,7 +400,7 @@ impl Subject<'_> {
         // Each row drawn from is copied once by the thread that draws.
         let drawn = (self.threads * config.vocab_size * size_of::<f32>()) as u64;
         let targets = sequences.div_ceil(engines);
-        let forward = PassShape { config, tokens, targets }.forward();
+        let forward = PassShape { config, tokens, targets, adapted: self.adapter.is_some() }.forward();
         vec![
             MemoryPart {
                 name: "keys and values",

@@ -13,6 +13,8 @@ pub struct PassShape<'a> {
     pub tokens: usize,
     /// Rows that the head reads.
     pub targets: usize,
+    /// Whether matrices have adapters, which give each product's result a second time.
+    pub adapted: bool,
 }
 
 impl PassShape<'_> {
@@ -46,6 +48,19 @@ impl PassShape<'_> {
 
     /// What the graph of one layer holds until its backward.
     fn layer_kept(&self) -> u64 {
+        self.plain_layer_kept() + self.adapted_products()
+    }
+
+    /// What adapters add: q, k, v, o, gate_up or gate and up, and down, without the correction.
+    fn adapted_products(&self) -> u64 {
+        let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
+        match self.adapted {
+            true => self.queries() + 2 * self.keys() + self.hidden() + self.routed(2 * i + h),
+            false => 0,
+        }
+    }
+
+    fn plain_layer_kept(&self) -> u64 {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
         // Both norms, o, both sums, the experts' mix; q twice and its mix; k, v and their pair.
         6 * self.hidden() + 3 * self.queries() + 4 * self.keys() + self.small() + self.routed(2 * h + 3 * i)
@@ -56,7 +71,9 @@ impl PassShape<'_> {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
         let attention = 2 * self.hidden() + 2 * self.queries() + 6 * self.keys();
         let experts = 4 * self.hidden() + self.routed(3 * i + h);
-        attention.max(experts) + self.small()
+        // An adapter's product lies beside the base's.
+        let adapted = if self.adapted { self.routed(2 * i).max(self.queries()) } else { 0 };
+        attention.max(experts) + self.small() + adapted
     }
 
     /// The most that one layer's backward holds beside the graph.

@@ -1,7 +1,9 @@
 //! Keys that would make a plan smaller, each with what it saves: the plan is made again with the key changed.
 
-use super::{Intent, MemoryPlan, Subject, gigabytes};
-use crate::recipe::{OptimizerKind, Recipe};
+use super::{AdapterPart, Intent, MemoryPlan, Subject, gigabytes};
+use crate::model::adapter::{Lora, default_targets};
+use crate::model::names::{parameter_specs, value_model_specs};
+use crate::recipe::{AdapterConfig, OptimizerKind, Recipe};
 
 /// What a key would save.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -61,17 +63,50 @@ impl Subject<'_> {
         }
         if self.intent.learns() {
             with("train.recompute_layers = true".into(), &|r| r.train.recompute_layers = Some(true));
-            with("train.optimizer.kind = \"sgd\"".into(), &|r| r.train.optimizer.kind = OptimizerKind::Sgd);
-            if let Some(frozen) = self.with_frozen_experts() {
+            if recipe.train.optimizer.kind == OptimizerKind::Sgd {
+                with("train.optimizer.momentum = 0".into(), &|r| r.train.optimizer.momentum = 0.0);
+            } else {
+                for kind in [OptimizerKind::AdamW8Bit, OptimizerKind::Sgd] {
+                    with(format!("train.optimizer.kind = \"{kind}\""), &|r| r.train.optimizer.kind = kind);
+                }
+            }
+            if self.adapter.is_none() {
+                changes.push((
+                    format!("[adapter] with rank = {}", AdapterConfig::default().rank),
+                    self.with_adapter(),
+                ));
+            }
+            if let Some(frozen) = self.with_frozen_experts().filter(|_| self.adapter.is_none()) {
                 changes.push((format!("train.freeze = [{FROZEN_EXPERTS:?}]"), frozen));
             }
         }
         changes
     }
 
+    /// The peak with an adapter of the usual rank in place of the weights that learn.
+    fn with_adapter(&self) -> u64 {
+        let base = parameter_specs(self.config);
+        let AdapterConfig { rank, alpha, rslora, .. } = AdapterConfig::default();
+        let lora = Lora { rank, alpha, rslora, targets: default_targets(self.config) };
+        let specs = lora.specs(&base).unwrap_or_default();
+        let adapter = AdapterPart { trainable: vec![true; specs.len()], specs, after_cold_start: false };
+        let critic_trainable = self.critic_trainable.as_ref().map(|_| {
+            let own = value_model_specs(self.config);
+            let head = own.iter().map(|spec| spec.name.starts_with("score."));
+            head.chain(adapter.trainable.iter().copied()).collect()
+        });
+        let subject = Subject {
+            trainable: vec![false; base.len()],
+            critic_trainable,
+            adapter: Some(adapter),
+            ..self.clone()
+        };
+        MemoryPlan::new(&subject).peak_bytes()
+    }
+
     /// The peak with every expert frozen, in policy and critic alike.
     fn with_frozen_experts(&self) -> Option<u64> {
-        let specs = crate::model::names::parameter_specs(self.config);
+        let specs = parameter_specs(self.config);
         let trainable: Vec<bool> = specs
             .iter()
             .zip(&self.trainable)

@@ -7,6 +7,7 @@ use crate::bounded_file::{self, JSON_BYTES_MAX};
 use crate::error::{BadInput, quoted};
 use crate::integrity::{MANIFEST_FILE, Manifest, digest_of};
 use crate::metrics::Phase;
+use crate::model::adapter::{BASE_FOLDER, peft};
 use crate::train::reference;
 use anyhow::{Context, Result};
 use std::fs;
@@ -166,6 +167,10 @@ fn sound_in(run: &Path, folder: &Path) -> Result<ResumePoint> {
     let verified = alone(folder)?;
     let state = read_state(folder)?;
     check_metrics(&run.join(METRICS_FILE), folder, &state)?;
+    let base = run.join(BASE_FOLDER);
+    if peft::holds_adapter(folder) && base.is_dir() {
+        Manifest::check(&base)?;
+    }
     if let Some(digest) = state.reference_digest {
         reference::check(run, digest)?;
     }

@@ -1,8 +1,8 @@
 //! Runs that were killed, stopped by a signal or ran out of disk, and are resumed.
 
 use super::{
-    assert_same_results, baseline, checkpoints, done, line_count, output, phase, resumed, rows, small,
-    stderr, wait_until,
+    assert_same_results, baseline, checkpoints, done, line_count, output, phase, results, resumed, rows,
+    small, stderr, wait_until,
 };
 use rloss::recipe::Recipe;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -32,6 +32,11 @@ fn killed(out: &Path, sets: &[&str], reached: impl Fn() -> bool) -> bool {
 fn killed_after_rows(count: usize, delay: Duration) {
     let folder = TempDir::new().unwrap();
     let out = folder.path().join("run");
+    killed_and_resumed(&out, &[], (count, delay));
+    assert_same_results(&out, baseline());
+}
+
+fn killed_and_resumed(out: &Path, sets: &[&str], (count, delay): (usize, Duration)) {
     let file = out.join("metrics.jsonl");
     let reached = || {
         let reached = file.exists() && line_count(&file) >= count;
@@ -40,9 +45,36 @@ fn killed_after_rows(count: usize, delay: Duration) {
         }
         reached
     };
-    assert!(killed(&out, &[], reached), "the run ended before it was killed");
-    done(&mut resumed(&out, &[]));
-    assert_same_results(&out, baseline());
+    assert!(killed(out, sets, reached), "the run ended before it was killed");
+    done(&mut resumed(out, sets));
+}
+
+/// The baseline is the one with AdamW.
+#[test]
+fn killed_with_the_other_optimizers() {
+    let folder = TempDir::new().unwrap();
+    let both = |keys: &[&str]| -> Vec<String> {
+        let tables = ["cold_start", "train"].into_iter();
+        tables.flat_map(|table| keys.iter().map(move |key| format!("{table}.optimizer.{key}"))).collect()
+    };
+    for (name, keys) in
+        [("8_bit", &["kind=adamw_8bit"][..]), ("sgd", &["kind=sgd", "momentum=0.9", "lr=0.05"])]
+    {
+        let sets = both(keys);
+        let sets: Vec<&str> = sets.iter().map(String::as_str).collect();
+        let straight = folder.path().join(name);
+        done(&mut small(&straight, &sets));
+        assert_ne!(results(&straight), results(baseline()));
+        // In the cold start after its first checkpoint, and in reinforcement learning.
+        for (count, delay) in [(4, 3), (9, 1)] {
+            let out = folder.path().join(format!("{name}-{count}"));
+            killed_and_resumed(&out, &sets, (count, Duration::from_millis(delay)));
+            assert_same_results(&out, &straight);
+            let state =
+                |run: &Path| std::fs::read(run.join("checkpoints/step-000004/trainer.safetensors")).unwrap();
+            assert!(state(&out) == state(&straight), "{name}: weights and what the optimizer keeps of them");
+        }
+    }
 }
 
 #[test]

@@ -5,6 +5,7 @@
 use crate::tiny::load;
 use crate::tiny::{self, Gradients, Learned, learned, values as floats};
 use candle_core::{Device, Tensor};
+use rloss::model::adapter::peft::AdapterFolder;
 use rloss::model::attend::PackedAttention;
 use rloss::model::cache::SequenceCache;
 use rloss::model::config::{Config, Form};
@@ -60,6 +61,8 @@ pub struct Case {
     pub parameters: Parameters,
     rows: Rows,
     expected: HashMap<String, Tensor>,
+    /// Adapters in PEFT's form that hold gradients and values after a step; by kind.
+    adapters: HashMap<&'static str, HashMap<String, Vec<f32>>>,
 }
 
 /// The worst of a kind of difference, relative as its bar says, and the tensor it was met in.
@@ -140,6 +143,34 @@ impl Case {
         let config = Config::read(folder).unwrap();
         let mut parameters = Parameters::new(&config, load(folder, &config).unwrap()).unwrap();
         parameters.learn(&vec![true; parameters.len()]).unwrap();
+        Self::of(folder, config, parameters, HashMap::new())
+    }
+
+    /// A case of `scripts/adapter_parity.py` in `folder` on the model in `base`: the adapter alone learns.
+    pub fn adapted(base: &Path, folder: &Path) -> Self {
+        let config = Config::read(base).unwrap();
+        let mut parameters = Parameters::new(&config, load(base, &config).unwrap()).unwrap();
+        let specs = parameters.specs.clone();
+        let open = |kind: &str| AdapterFolder::open(&folder.join(kind), &specs).unwrap();
+        let named = |kind: &'static str| {
+            let adapter = open(kind);
+            let names = adapter.lora.specs(&specs).unwrap().into_iter().map(|spec| spec.name);
+            (kind, names.zip(adapter.values(&specs).unwrap()).collect())
+        };
+        let adapters = ["grad", "sgd", "adamw"].map(named).into();
+        let adapter = open("adapter");
+        parameters.adapt(adapter.lora.clone(), adapter.values(&specs).unwrap()).unwrap();
+        let learns: Vec<bool> = (0..parameters.len()).map(|index| index >= specs.len()).collect();
+        parameters.learn(&learns).unwrap();
+        Self::of(folder, config, parameters, adapters)
+    }
+
+    fn of(
+        folder: &Path,
+        config: Config,
+        parameters: Parameters,
+        adapters: HashMap<&'static str, HashMap<String, Vec<f32>>>,
+    ) -> Self {
         let text = std::fs::read_to_string(folder.join("rows.json")).unwrap();
         let context = config.max_position_embeddings;
         Self {
@@ -148,6 +179,7 @@ impl Case {
             rows: serde_json::from_str(&text).unwrap(),
             expected: candle_core::safetensors::load(folder.join("expected.safetensors"), &Device::Cpu)
                 .unwrap(),
+            adapters,
         }
     }
 
@@ -165,7 +197,8 @@ impl Case {
         let output = self.forward_backward(true, ForwardOptions::default());
         let loss = -output.log_probs.iter().map(|&l| l as f64).sum::<f64>() / output.log_probs.len() as f64;
         figures.loss.note((loss - self.rows.loss).abs() / self.rows.loss.abs(), "loss");
-        for (index, spec) in self.parameters.specs.iter().enumerate() {
+        let learning = |(index, _): &(usize, &ParameterSpec)| self.parameters.learns(*index);
+        for (index, spec) in self.parameters.specs.iter().enumerate().filter(learning) {
             let gradient = output.gradients.values[index].as_ref().unwrap();
             figures.gradients.note(relative(gradient, &self.expected_values("grad", index)), &spec.name);
         }
@@ -187,7 +220,8 @@ impl Case {
         assert_eq!(gradients, Gradients::of(&self.parameters), "a fresh optimizer leaves gradients alone");
         optimizer.update(&mut self.parameters, lr).unwrap();
         let mut worst = Worst::default();
-        for (index, before) in before.iter().enumerate() {
+        let learns: Vec<bool> = (0..before.len()).map(|index| self.parameters.learns(index)).collect();
+        for (index, before) in before.iter().enumerate().filter(|(index, _)| learns[*index]) {
             let change =
                 |after: &[f32]| -> Vec<f32> { after.iter().zip(before).map(|(a, b)| a - b).collect() };
             let (after, after_torch) =
@@ -202,6 +236,9 @@ impl Case {
     /// Tensor `kind.NAME` of what PyTorch computed, in working layout.
     fn expected_values(&self, kind: &str, index: usize) -> Vec<f32> {
         let spec = &self.parameters.specs[index];
+        if let Some(adapter) = self.adapters.get(kind) {
+            return adapter[&spec.name].clone();
+        }
         let tensor = &self.expected[&format!("{kind}.{}", spec.name)];
         assert_eq!(tensor.dims(), spec.stored_shape, "{}", spec.name);
         match spec.layout {

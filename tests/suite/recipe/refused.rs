@@ -42,7 +42,7 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "\"\\u001b[2J\" = 1",
-            "r.toml:1: \"\\u{1b}[2J\": unknown key; a recipe has model, harmony, task, interpreter, rollout, cold_start, train, policy, critic, arms, eval, checkpoint, parallel, logging",
+            "r.toml:1: \"\\u{1b}[2J\": unknown key; a recipe has model, adapter, harmony, task, interpreter, rollout, cold_start, train, policy, critic, arms, eval, checkpoint, parallel, logging",
         ),
         ("[trian]\nsteps = 80", "r.toml:1: trian: unknown key; did you mean train?"),
         ("[train]\nlr = 1e-3", "r.toml:2: train.lr: unknown key; did you mean train.optimizer.lr?"),
@@ -57,7 +57,7 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "[whatever]\nx = 1",
-            "r.toml:1: whatever: unknown key; a recipe has model, harmony, task, interpreter, rollout, cold_start, train, \
+            "r.toml:1: whatever: unknown key; a recipe has model, adapter, harmony, task, interpreter, rollout, cold_start, train, \
              policy, critic, arms, eval, checkpoint, parallel, logging",
         ),
         (
@@ -134,6 +134,25 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         (
             "[train.optimizer]\nbeta2 = 1",
             "r.toml:2: train.optimizer.beta2: 1 is out of range; give a number, 0 or more and below 1",
+        ),
+        (
+            "[train.optimizer]\nmomentum = 0.9",
+            "r.toml:2: train.optimizer.momentum: only kind = \"sgd\" has a momentum, and train.optimizer.kind is \"adamw\", \
+             whose first moment decays by beta1; remove one of the two",
+        ),
+        (
+            "[cold_start]\noptimizer = { kind = \"adamw_8bit\", momentum = 0.9 }",
+            "r.toml:2: cold_start.optimizer.momentum: only kind = \"sgd\" has a momentum, and cold_start.optimizer.kind is \
+             \"adamw_8bit\", whose first moment decays by beta1; remove one of the two",
+        ),
+        (
+            "[train.optimizer]\nkind = \"sgd\"\nmomentum = 1",
+            "r.toml:3: train.optimizer.momentum: 1 is out of range; give a number, 0 or more and below 1",
+        ),
+        (
+            "[train.optimizer]\nkind = \"adam\"",
+            "r.toml:2: train.optimizer.kind: no such value \"adam\", did you mean \"adamw\"? Give \"adamw\", \"adamw_8bit\" or \
+             \"sgd\"",
         ),
         (
             "[train.optimizer]\nlr = 0",

@@ -1,0 +1,38 @@
+//! An adapter added into its matrices: for a folder that programs without adapters read. Nothing here computes with such a sum.
+
+use super::Lora;
+use crate::model::names::ParameterSpec;
+use crate::model::parameters::Parameters;
+use crate::ops::cpu::host_values;
+use crate::ops::product::forward_product;
+use anyhow::{Context, Result};
+use candle_core::{Device, Tensor};
+
+/// The tensor of `spec` in f32, with its adapter's correction in it: `W + s · A · B`.
+///
+/// # Errors
+/// When there is no such tensor.
+pub fn merged(parameters: &Parameters, spec: &ParameterSpec) -> Result<Tensor> {
+    let base = parameters.found(spec)?.decoded(spec)?;
+    let Some(lora) = parameters.adapter().filter(|lora| lora.targets.contains(&spec.name)) else {
+        return Ok(base.detach());
+    };
+    let factor = |name: &str| -> Result<&Tensor> {
+        parameters.values(parameters.position(name).with_context(|| format!("no tensor {name}"))?)
+    };
+    let [a, b] = Lora::factors(&spec.name);
+    let (a, b) = (factor(&a)?, factor(&b)?);
+    let (rank, output) = (lora.rank, *spec.working_shape().last().context("no columns")?);
+    let scaled: Vec<f32> = host_values(a)?.iter().map(|value| value * lora.scale()).collect();
+    let b = host_values(b)?;
+    let mut values = base.flatten_all()?.to_vec1::<f32>()?;
+    drop(base);
+    let matrices = b.len() / (rank * output).max(1);
+    let (rows, size) = (scaled.len() / matrices / rank, values.len() / matrices);
+    for (index, values) in values.chunks_exact_mut(size).enumerate() {
+        let a = &scaled[index * rows * rank..(index + 1) * rows * rank];
+        let b = &b[index * rank * output..(index + 1) * rank * output];
+        forward_product(values, a, b, (rows, rank, output), true);
+    }
+    Ok(Tensor::from_vec(values, spec.working_shape(), &Device::Cpu)?)
+}

@@ -1,0 +1,428 @@
+//! An adapter as a folder of PEFT's: `adapter_config.json` and `adapter_model.safetensors`; and `base.json`, which is our own: where
+//! the base lies, and its digest.
+//!
+//! | tensor, after `base_model.model.` | shape |
+//! | --- | --- |
+//! | `…q_proj.lora_A.weight`, `…lora_B.weight` | `[r, in]`, `[out, r]` |
+//! | `…mlp.experts.base_layer.lora_A.weight`, `…lora_B.weight`: `gate_up_proj` | `[E·r, H]`, `[2I, r·E]` |
+//! | `…mlp.experts.lora_A.weight`, `…lora_B.weight`: `down_proj` | `[E·r, I]`, `[H, r·E]` |
+//!
+//! Rows of an experts' `A` go by expert, columns of its `B` by rank: `e·r + j` and `j·E + e`. PEFT wraps one parameter in the other;
+//! where one of the two has an adapter alone, there is no `base_layer` in its name.
+
+use super::{Base, Lora, is_adaptable};
+use crate::bad_input;
+use crate::bounded_file::{self, JSON_BYTES_MAX};
+use crate::integrity::Manifest;
+use crate::model::names::{ParameterSpec, StoredTensor};
+use crate::model::tensor_file::{TensorFile, f32_values, write_f32, write_tensors};
+use anyhow::{Context, Result, ensure};
+use blake3::Hash;
+use safetensors::Dtype;
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+/// What makes a folder an adapter's.
+pub const CONFIG_FILE: &str = "adapter_config.json";
+const TENSORS_FILE: &str = "adapter_model.safetensors";
+const BASE_FILE: &str = "base.json";
+const PREFIX: &str = "base_model.model.";
+const EXPERTS: &str = ".mlp.experts";
+
+/// An adapter's folder whose config and headers fit a model; values are read when asked for.
+pub struct AdapterFolder {
+    pub path: PathBuf,
+    pub lora: Lora,
+    /// What it was trained on, where this program wrote it.
+    pub base: Option<Base>,
+    file: TensorFile,
+    /// By factor's name: the stored tensor.
+    stored: BTreeMap<String, String>,
+}
+
+/// Whether `folder` holds an adapter.
+pub fn holds_adapter(folder: &Path) -> bool {
+    folder.join(CONFIG_FILE).is_file()
+}
+
+/// What an adapter's folder says of its base, unchecked; `None` where another program wrote it.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when the file is damaged.
+pub fn base_of(folder: &Path) -> Result<Option<Base>> {
+    let path = folder.join(BASE_FILE);
+    if !path.is_file() {
+        return Ok(None);
+    }
+    let text = bounded_file::read_text(&path, JSON_BYTES_MAX)
+        .map_err(|e| bad_input!("{}: cannot be read: {e}", path.display()))?;
+    let base: Base = serde_json::from_str(&text).map_err(|e| {
+        bad_input!("{}: damaged: {e}; restore it, or remove it to skip the check of the base", path.display())
+    })?;
+    Ok(Some(base))
+}
+
+impl AdapterFolder {
+    /// Opens the adapter in `path` for a model of the tensors `specs`.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] with every mistake: what the config asks for and we do not have, tensors that are missing, of
+    /// another shape or of no matrix of the model.
+    pub fn open(path: &Path, specs: &[ParameterSpec]) -> Result<Self> {
+        let config = path.join(CONFIG_FILE);
+        let text = bounded_file::read_text(&config, JSON_BYTES_MAX).map_err(|e| {
+            bad_input!("{}: cannot be read: {e}; name a folder in PEFT's form", config.display())
+        })?;
+        let json: Value = serde_json::from_str(&text)
+            .map_err(|e| bad_input!("{}: not valid JSON: {e}", config.display()))?;
+        let mut mistakes = foreign(&json);
+        let rank = json["r"].as_u64().filter(|r| (1..=u64::from(u16::MAX)).contains(r));
+        if rank.is_none() {
+            mistakes.push(format!("r is {}; it must be a rank of 1 or more", json["r"]));
+        }
+        let alpha = json["lora_alpha"].as_f64().filter(|alpha| alpha.is_finite() && *alpha > 0.0);
+        if alpha.is_none() {
+            mistakes.push(format!("lora_alpha is {}; it must be a number above 0", json["lora_alpha"]));
+        }
+        let (Some(rank), Some(alpha), true) = (rank, alpha, mistakes.is_empty()) else {
+            return Err(refused(&config, mistakes));
+        };
+        let file = TensorFile::open(&path.join(TENSORS_FILE))?;
+        let lora = Lora {
+            rank: rank as usize,
+            alpha,
+            rslora: json["use_rslora"].as_bool().unwrap_or(false),
+            targets: vec![],
+        };
+        let mut opened =
+            Self { path: path.to_owned(), lora, base: base_of(path)?, file, stored: BTreeMap::new() };
+        let mistakes = opened.place_tensors(specs);
+        if mistakes.is_empty() { Ok(opened) } else { Err(refused(&path.join(TENSORS_FILE), mistakes)) }
+    }
+
+    /// Finds every module's matrix and its factors. Returns what does not fit.
+    fn place_tensors(&mut self, specs: &[ParameterSpec]) -> Vec<String> {
+        let (mut mistakes, mut modules) = (vec![], BTreeMap::<String, [Option<String>; 2]>::new());
+        for name in self.file.metadata.offset_keys() {
+            match parsed(&name) {
+                Some((module, factor)) => {
+                    modules.entry(module.to_owned()).or_default()[factor] = Some(name.clone());
+                }
+                None => mistakes.push(format!("{name:?} is no factor of an adapter")),
+            }
+        }
+        let mut found = BTreeSet::new();
+        for (module, names) in &modules {
+            match self.matrix_of(module, names, specs) {
+                Ok(spec) if !found.insert(&spec.name) => {
+                    mistakes.push(format!("{module} is a second adapter of {}", spec.name));
+                }
+                Ok(spec) => {
+                    let factors = Lora::factors(&spec.name);
+                    self.stored.extend(factors.into_iter().zip(names.iter().flatten().cloned()));
+                }
+                Err(mistake) => mistakes.push(mistake),
+            }
+        }
+        if modules.is_empty() && mistakes.is_empty() {
+            mistakes.push("it holds no tensor".to_owned());
+        }
+        let in_order = specs.iter().filter(|spec| found.contains(&spec.name));
+        self.lora.targets = in_order.map(|spec| spec.name.clone()).collect();
+        mistakes
+    }
+
+    /// The matrix that the tensors `names` of `module` adapt: of the two that an experts' module has, the one that both fit.
+    fn matrix_of<'s>(
+        &self,
+        module: &str,
+        names: &[Option<String>; 2],
+        specs: &'s [ParameterSpec],
+    ) -> Result<&'s ParameterSpec, String> {
+        let [Some(a), Some(b)] = names else {
+            return Err(format!("{module} has one factor of two"));
+        };
+        let outer = module.strip_suffix(".base_layer").unwrap_or(module);
+        let named = |spec: &&ParameterSpec| match spec.is_expert_matrix() {
+            true => outer.ends_with(EXPERTS) && spec.name.starts_with(&format!("{outer}.")),
+            false => spec.name.strip_suffix(".weight") == Some(module),
+        };
+        let candidates: Vec<&ParameterSpec> =
+            specs.iter().filter(|spec| is_adaptable(spec)).filter(named).collect();
+        let shape = |name: &str| self.file.metadata.info(name).map(|info| info.shape.clone());
+        let wanted = |spec: &ParameterSpec, factor| factor_shape(spec, self.lora.rank, factor);
+        let misfit = |spec: &ParameterSpec| {
+            let of = |(factor, name): (usize, &String)| {
+                (shape(name) != wanted(spec, factor)).then(|| (factor, name.clone()))
+            };
+            [a, b].into_iter().enumerate().find_map(of)
+        };
+        let Some(first) = candidates.first() else {
+            return Err(format!(
+                "{module} is adapted, which this model has not or which cannot be: only the matrices of attention, experts and MLP can"
+            ));
+        };
+        candidates.iter().find(|spec| misfit(spec).is_none()).copied().ok_or_else(|| {
+            let (factor, name) = misfit(first).unwrap_or_default();
+            format!(
+                "{name:?} has shape {:?}, but rank {} of {} asks for {:?}",
+                shape(&name).unwrap_or_default(),
+                self.lora.rank,
+                first.name,
+                wanted(first, factor).unwrap_or_default()
+            )
+        })
+    }
+
+    /// The factors' values in working layout, in the order of [`Lora::specs`].
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when a value is NaN or infinite, or the file cannot be read.
+    pub fn values(&self, base: &[ParameterSpec]) -> Result<Vec<Vec<f32>>> {
+        self.lora.specs(base)?.iter().map(|spec| self.factor(spec)).collect()
+    }
+
+    fn factor(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
+        let name = self.stored.get(&spec.name).with_context(|| format!("no factor {}", spec.name))?;
+        let info = self.file.metadata.info(name).with_context(|| format!("no tensor {name}"))?;
+        let bytes = self.file.read(info)?;
+        let stored: Vec<f32> = match info.dtype {
+            Dtype::F32 => f32_values(&bytes).collect(),
+            Dtype::F16 => bytes.as_chunks().0.iter().map(|b| half::f16::from_le_bytes(*b).to_f32()).collect(),
+            Dtype::BF16 => {
+                bytes.as_chunks().0.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32()).collect()
+            }
+            other => {
+                let file = self.path.join(TENSORS_FILE);
+                return Err(bad_input!(
+                    "{}: {name:?} is {other:?}; it must be F32, BF16 or F16",
+                    file.display()
+                ));
+            }
+        };
+        if let Some(value) = stored.iter().find(|value| !value.is_finite()) {
+            let file = self.path.join(TENSORS_FILE);
+            return Err(bad_input!("{}: {name:?} holds {value}; use an earlier adapter", file.display()));
+        }
+        let mut values = vec![0.0; stored.len()];
+        let place = Places::of(spec);
+        stored.into_iter().enumerate().for_each(|(at, value)| values[place.working(at)] = value);
+        Ok(values)
+    }
+}
+
+/// Writes the adapter `lora` into `folder`, which must exist, and notes its files. `specs` are the model's own tensors, `factor`
+/// gives the values of each factor by name, in working layout.
+///
+/// # Errors
+/// When a file exists or the disk refuses, and those of `factor`.
+pub fn write(
+    folder: &Path,
+    manifest: &mut Manifest,
+    (lora, specs): (&Lora, &[ParameterSpec]),
+    base: &Base,
+    mut factor: impl FnMut(&str) -> Result<Vec<f32>>,
+) -> Result<Hash> {
+    let factors = lora.specs(specs)?;
+    let of_target = |index: usize| specs.iter().find(|spec| spec.name == lora.targets[index / 2]);
+    let mut stored = vec![];
+    for (index, spec) in factors.iter().enumerate() {
+        let target = of_target(index).context("a target is missing")?;
+        let shape = factor_shape(target, lora.rank, index % 2).context("a target is no matrix")?;
+        let name = stored_name(lora, &target.name, index % 2);
+        stored.push((name, shape, spec));
+    }
+    stored.sort_by(|a, b| a.0.cmp(&b.0));
+    let tensors = stored.iter().map(|(name, shape, _)| StoredTensor {
+        name: name.clone(),
+        dtype: Dtype::F32,
+        shape: shape.clone(),
+    });
+    let digest = write_tensors(&folder.join(TENSORS_FILE), tensors.collect(), |index, out| {
+        let spec = stored[index].2;
+        let working = factor(&spec.name)?;
+        ensure!(working.len() == spec.element_count(), "{}: {} values", spec.name, working.len());
+        ensure!(
+            working.iter().all(|value| value.is_finite()),
+            "{} is no number: the model diverged, nothing is saved",
+            spec.name
+        );
+        let place = Places::of(spec);
+        let values: Vec<f32> = (0..working.len()).map(|at| working[place.working(at)]).collect();
+        write_f32(out, &values)
+    })?;
+    manifest.note(TENSORS_FILE, digest);
+    let pretty = |json: &Value| format!("{json:#}\n").into_bytes();
+    manifest.write_file(folder, CONFIG_FILE, &pretty(&config_json(lora, specs, base)))?;
+    manifest.write_file(folder, BASE_FILE, &pretty(&serde_json::to_value(base)?))?;
+    Ok(digest)
+}
+
+/// `adapter_config.json`.
+fn config_json(lora: &Lora, specs: &[ParameterSpec], base: &Base) -> Value {
+    let adapted: BTreeSet<&str> = lora.targets.iter().map(String::as_str).collect();
+    let (mut modules, mut parameters) = (BTreeSet::new(), BTreeSet::new());
+    for spec in specs.iter().filter(|spec| adapted.contains(spec.name.as_str())) {
+        let module = spec.name.strip_suffix(".weight").unwrap_or(&spec.name);
+        // Without the layer, where every layer's is adapted: so the names are told everywhere.
+        let of_layers = |name: &str| -> Option<String> {
+            let rest = name.strip_prefix("model.layers.")?.split_once('.')?.1;
+            let alike = |other: &&ParameterSpec| other.name.ends_with(&format!(".{rest}"));
+            specs
+                .iter()
+                .filter(alike)
+                .all(|other| adapted.contains(other.name.as_str()))
+                .then(|| rest.to_owned())
+        };
+        let short = of_layers(&spec.name);
+        if spec.is_expert_matrix() {
+            parameters.insert(short.unwrap_or_else(|| spec.name.clone()));
+        } else {
+            let last =
+                short.and_then(|rest| Some(rest.strip_suffix(".weight")?.rsplit('.').next()?.to_owned()));
+            modules.insert(last.unwrap_or_else(|| module.to_owned()));
+        }
+    }
+    // The first is wrapped first and lies inside: gate_up.
+    let parameters: Vec<String> = parameters.into_iter().rev().collect();
+    json!({
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.path,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.rslora,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": false,
+        "use_dora": false,
+        "inference_mode": true,
+        "target_modules": modules,
+        "target_parameters": parameters,
+    })
+}
+
+/// What a config asks for that we do not have, each with its remedy.
+fn foreign(json: &Value) -> Vec<String> {
+    let mut found = vec![];
+    if json["peft_type"].as_str() != Some("LORA") {
+        found.push(format!("peft_type is {}; only \"LORA\" is read", json["peft_type"]));
+    }
+    if json["lora_dropout"].as_f64().unwrap_or(0.0) != 0.0 {
+        found.push(format!(
+            "lora_dropout is {}: dropout would make training's forward another one than the rollout's; set it to 0, which \
+             changes nothing of what was trained",
+            json["lora_dropout"]
+        ));
+    }
+    if json["bias"].as_str().unwrap_or("none") != "none" {
+        found.push(format!("bias is {}: biases stay the base's; train it with bias \"none\"", json["bias"]));
+    }
+    let merge = "merge it into its base with PEFT (merge_and_unload), and name the merged folder";
+    let unknown = [
+        "lora_bias",
+        "fan_in_fan_out",
+        "modules_to_save",
+        "trainable_token_indices",
+        "alora_invocation_tokens",
+        "rank_pattern",
+        "alpha_pattern",
+        "layer_replication",
+    ];
+    // DoRA and others, those to come among them.
+    let is_unknown = |key: &str| {
+        let variant = key.starts_with("use_") && key != "use_rslora";
+        unknown.contains(&key) || variant || key.ends_with("_config")
+    };
+    let is_set = |value: &Value| match value {
+        Value::Null => false,
+        Value::Bool(on) => *on,
+        Value::Array(items) => !items.is_empty(),
+        Value::Object(items) => !items.is_empty(),
+        _ => true,
+    };
+    let set = json.as_object().into_iter().flatten().filter(|(key, value)| is_unknown(key) && is_set(value));
+    found.extend(set.map(|(key, value)| format!("{key} is {value}, which is not supported; {merge}")));
+    // Such a start changes the base's weights too.
+    if let Some(start) =
+        json["init_lora_weights"].as_str().filter(|start| !["gaussian", "true"].contains(start))
+    {
+        found.push(format!("init_lora_weights is {start:?}, which changes the base too; {merge}"));
+    }
+    found
+}
+
+fn refused(file: &Path, mistakes: Vec<String>) -> anyhow::Error {
+    const SHOWN_MAX: usize = 8;
+    let more = mistakes.len().saturating_sub(SHOWN_MAX);
+    let more = if more > 0 { format!("; and {more} more") } else { String::new() };
+    let shown: Vec<String> = mistakes.into_iter().take(SHOWN_MAX).collect();
+    bad_input!("{}: the adapter does not fit: {}{more}", file.display(), shown.join("; "))
+}
+
+/// The module of a stored tensor, and which factor it is: 0 for A, 1 for B.
+fn parsed(name: &str) -> Option<(&str, usize)> {
+    let name = name.strip_prefix(PREFIX)?;
+    let factor = |word: &str| name.strip_suffix(word);
+    factor(".lora_A.weight").map(|stem| (stem, 0)).or_else(|| factor(".lora_B.weight").map(|stem| (stem, 1)))
+}
+
+/// The stored shape of a factor of `spec`.
+fn factor_shape(spec: &ParameterSpec, rank: usize, factor: usize) -> Option<Vec<usize>> {
+    Some(match (spec.working_shape().as_slice(), factor) {
+        (&[input, _], 0) => vec![rank, input],
+        (&[_, output], _) => vec![output, rank],
+        (&[experts, input, _], 0) => vec![experts * rank, input],
+        (&[experts, _, output], _) => vec![output, rank * experts],
+        _ => return None,
+    })
+}
+
+/// The name of a factor in the file.
+fn stored_name(lora: &Lora, target: &str, factor: usize) -> String {
+    let letter = ["A", "B"][factor];
+    let Some((layer, inner)) = target.split_once(".mlp.experts.") else {
+        let module = target.strip_suffix(".weight").unwrap_or(target);
+        return format!("{PREFIX}{module}.lora_{letter}.weight");
+    };
+    let both = lora.targets.iter().any(|other| *other == format!("{layer}.mlp.experts.down_proj"));
+    let inside = if both && inner == "gate_up_proj" { ".base_layer" } else { "" };
+    format!("{PREFIX}{layer}{EXPERTS}{inside}.lora_{letter}.weight")
+}
+
+/// How the values of a factor lie in the file.
+struct Places {
+    /// Of the working shape.
+    experts: Option<usize>,
+    rows: usize,
+    columns: usize,
+    is_a: bool,
+}
+
+impl Places {
+    fn of(spec: &ParameterSpec) -> Self {
+        let (experts, rows, columns) = match *spec.working_shape() {
+            [experts, rows, columns] => (Some(experts), rows, columns),
+            [rows, columns] => (None, rows, columns),
+            _ => (None, 1, 1),
+        };
+        Self { experts, rows, columns, is_a: spec.name.ends_with("lora_A") }
+    }
+
+    /// Where the value stored at `at` lies in memory.
+    fn working(&self, at: usize) -> usize {
+        let Self { experts, rows, columns, is_a } = *self;
+        let experts = experts.unwrap_or(1);
+        let (expert, row, column) = if is_a {
+            // [E·r, in]: memory [E, in, r].
+            let (line, input) = (at / rows, at % rows);
+            (line / columns, input, line % columns)
+        } else {
+            // [out, r·E], the expert fastest: memory [E, r, out].
+            let (output, column) = (at / (rows * experts), at % (rows * experts));
+            (column % experts, column / experts, output)
+        };
+        (expert * rows + row) * columns + column
+    }
+}

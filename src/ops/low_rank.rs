@@ -1,0 +1,195 @@
+//! The low-rank correction of a product: `y + s · (x · A) · B`, with `x [T, in]`, `A [in, r]`, `B [r, out]` (LoRA, Hu et al. 2021);
+//! by expert with `A [E, in, r]`, `B [E, r, out]` and rows sorted by expert.
+//!
+//! Backward: `du = s · dy · Bᵀ`, `dx = du · Aᵀ`, `dA = xᵀ · du`, `dB = (s · x · A)ᵀ · dy`; `dy` goes on to `y` as it is.
+
+use super::cpu::{buffer, edit, host_values, values};
+use super::experts::{Dispatch, side_by_side};
+use super::parameter::{Gradient, Parameter};
+use super::product::{Matrix, Spread, backward_product, forward_product_on, product_on};
+use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use std::ops::Range;
+
+/// `y + scale · (x · a) · b`, differentiable in all; each row by its expert's pair where there is a `plan`.
+///
+/// # Errors
+/// When shapes disagree.
+pub fn add_low_rank(
+    y: &Tensor,
+    x: &Tensor,
+    [a, b]: [&Parameter; 2],
+    scale: f32,
+    plan: Option<&Dispatch>,
+) -> Result<Tensor> {
+    let (rows, input) = x.dims2()?;
+    let (y_rows, output) = y.dims2()?;
+    let (a_shape, b_shape) = (a.values().dims(), b.values().dims());
+    let rank = a_shape.last().copied().unwrap_or(0);
+    let experts = plan.map(Dispatch::expert_count);
+    let wanted =
+        |first: usize, second: usize| -> Vec<usize> { experts.into_iter().chain([first, second]).collect() };
+    if rows != y_rows || a_shape != wanted(input, rank) || b_shape != wanted(rank, output) {
+        bail!("add_low_rank: y {:?}, x {:?}, a {a_shape:?}, b {b_shape:?}", y.dims(), x.dims());
+    }
+    let op = LowRank {
+        values: [a.values().detach(), b.values().detach()],
+        gradients: [a.gradient(), b.gradient()],
+        shape: [input, rank, output],
+        scale,
+        plan: plan.cloned(),
+    };
+    // The factor that learns, so that candle records the op where nothing before it learns.
+    let tracked = if b.values().track_op() { b } else { a };
+    y.contiguous()?.apply_op3(&x.contiguous()?, tracked.values(), op)
+}
+
+struct LowRank {
+    /// A and B.
+    values: [Tensor; 2],
+    gradients: [Option<Gradient>; 2],
+    /// in, r, out.
+    shape: [usize; 3],
+    scale: f32,
+    plan: Option<Dispatch>,
+}
+
+/// Stretch `at` of rows of `width` values.
+fn rows<'v>(values: &'v [f32], at: &Range<usize>, width: usize) -> &'v [f32] {
+    &values[at.start * width..at.end * width]
+}
+
+/// Matrix `index` of `of` values.
+fn nth(values: &[f32], index: usize, of: usize) -> &[f32] {
+    &values[index * of..(index + 1) * of]
+}
+
+impl LowRank {
+    /// Each expert that has rows, with these; all rows are the only one's without a plan.
+    fn groups(&self, rows: usize) -> Result<Vec<(usize, Range<usize>)>> {
+        match &self.plan {
+            Some(plan) => plan.groups(rows),
+            None => Ok(vec![(0, 0..rows)]),
+        }
+    }
+
+    /// Calls `run` for every group with its stretch of `out`, `width` a row.
+    fn each(
+        &self,
+        out: &mut [f32],
+        width: usize,
+        groups: &[(usize, Range<usize>)],
+        work: usize,
+        run: impl Fn(Spread, usize, &Range<usize>, &mut [f32]) + Sync,
+    ) {
+        let (mut tasks, mut rest) = (Vec::with_capacity(groups.len()), out);
+        for (expert, at) in groups {
+            let (own, others) = rest.split_at_mut(at.len() * width);
+            tasks.push((*expert, at, own));
+            rest = others;
+        }
+        side_by_side(tasks, work, |spread, (expert, at, own)| run(spread, expert, at, own));
+    }
+
+    /// `s · x · A`, `[T, r]`.
+    fn reduced(&self, x: &[f32], a: &[f32], groups: &[(usize, Range<usize>)]) -> Vec<f32> {
+        let [input, rank, _] = self.shape;
+        let mut u = buffer(x.len() / input.max(1) * rank);
+        self.each(&mut u, rank, groups, x.len() * rank, |spread, expert, at, u| {
+            let (x, a) = (rows(x, at, input), nth(a, expert, input * rank));
+            forward_product_on(spread, u, x, a, (at.len(), input, rank), false);
+            u.iter_mut().for_each(|u| *u *= self.scale);
+        });
+        u
+    }
+}
+
+impl CustomOp3 for LowRank {
+    fn name(&self) -> &'static str {
+        "low rank"
+    }
+
+    fn cpu_fwd(
+        &self,
+        y: &CpuStorage,
+        y_layout: &Layout,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let [_, rank, output] = self.shape;
+        let count = x_layout.shape().dims2()?.0;
+        let (a, b) = (host_values(&self.values[0])?, host_values(&self.values[1])?);
+        let groups = self.groups(count)?;
+        let u = self.reduced(values(x, x_layout)?, &a, &groups);
+        let mut out = values(y, y_layout)?.to_vec();
+        let (u, b): (&[f32], &[f32]) = (&u, &b);
+        self.each(&mut out, output, &groups, count * rank * output, |spread, expert, at, out| {
+            let (u, b) = (rows(u, at, rank), nth(b, expert, rank * output));
+            forward_product_on(spread, out, u, b, (at.len(), rank, output), true);
+        });
+        Ok((CpuStorage::F32(out), Shape::from((count, output))))
+    }
+
+    fn bwd(
+        &self,
+        y: &Tensor,
+        x: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let [input, rank, output] = self.shape;
+        let count = x.dim(0)?;
+        let grad = grad.contiguous()?;
+        let (xs, dy) = (host_values(x)?, host_values(&grad)?);
+        let (a, b) = (host_values(&self.values[0])?, host_values(&self.values[1])?);
+        let (xs, dy, a, b): (&[f32], &[f32], &[f32], &[f32]) = (&xs, &dy, &a, &b);
+        let groups = self.groups(count)?;
+        let mut du = buffer(count * rank);
+        self.each(&mut du, rank, &groups, count * rank * output, |spread, expert, at, du| {
+            let (dy, b) = (rows(dy, at, output), nth(b, expert, rank * output));
+            backward_product(spread, du, dy, b, (at.len(), output, rank));
+            du.iter_mut().for_each(|du| *du *= self.scale);
+        });
+        let du = &du;
+        let dx = if x.track_op() {
+            let mut dx = buffer(count * input);
+            self.each(&mut dx, input, &groups, count * rank * input, |spread, expert, at, dx| {
+                let (du, a) = (rows(du, at, rank), nth(a, expert, input * rank));
+                backward_product(spread, dx, du, a, (at.len(), rank, input));
+            });
+            Some(Tensor::from_vec(dx, (count, input), x.device())?)
+        } else {
+            None
+        };
+        // What is added to the sum of matrix `expert`: leftᵀ · right over its rows.
+        let add = |gradient: &Gradient, (left, k): (&[f32], usize), (right, n): (&[f32], usize)| {
+            gradient.add(|sum| {
+                edit(sum, |sum| {
+                    let mut tasks: Vec<_> = vec![];
+                    let mut groups = groups.iter().peekable();
+                    for (expert, sum) in sum.chunks_exact_mut(k * n).enumerate() {
+                        if let Some((_, at)) = groups.next_if(|(own, _)| *own == expert) {
+                            tasks.push((at, sum));
+                        }
+                    }
+                    side_by_side(tasks, count * k * n, |spread, (at, sum)| {
+                        let left = Matrix::transposed(rows(left, at, k), k);
+                        let right = Matrix::rows(rows(right, at, n), n);
+                        product_on(spread, sum, left, right, (k, at.len(), n), true);
+                    });
+                    Ok(())
+                })
+            })
+        };
+        if let Some(gradient) = &self.gradients[0] {
+            add(gradient, (xs, input), (du, rank))?;
+        }
+        if let Some(gradient) = &self.gradients[1] {
+            let u = self.reduced(xs, a, &groups);
+            add(gradient, (&u, rank), (dy, output))?;
+        }
+        Ok((y.track_op().then(|| grad.clone()), dx, None))
+    }
+}

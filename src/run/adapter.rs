@@ -1,0 +1,118 @@
+//! The adapter of a run: that of the model's folder, or a fresh one as the recipe asks.
+
+use super::freeze::{matches, not_frozen};
+use super::memory::AdapterPart;
+use crate::error::BadInput;
+use crate::model::adapter::{Lora, Owner, default_targets, is_adaptable};
+use crate::model::config::Config;
+use crate::model::names::{ParameterSpec, parameter_specs};
+use crate::model::parameters::Parameters;
+use crate::recipe::{AdapterConfig, Plan};
+use anyhow::Result;
+
+/// An adapter that is to learn, or that a model came with.
+#[derive(Debug, Clone)]
+pub struct RunAdapter {
+    pub lora: Lora,
+    /// Its factors.
+    pub specs: Vec<ParameterSpec>,
+    /// Which of them learn.
+    pub trainable: Vec<bool>,
+    /// Whether a cold start trains the whole model before.
+    pub after_cold_start: bool,
+}
+
+impl RunAdapter {
+    /// The adapter that `found` came with the model, or the one that the recipe asks for where anything `learns`.
+    ///
+    /// # Errors
+    /// [`BadInput`] when both are there and differ, a pattern of `adapter.targets` matches nothing that can have an adapter, or
+    /// nothing of it would learn.
+    pub(super) fn of(
+        plan: &Plan,
+        config: &Config,
+        found: Option<&Lora>,
+        learns: bool,
+    ) -> Result<Option<Self>> {
+        let base = parameter_specs(config);
+        let asked = plan.recipe.adapter.as_ref().map(|asked| lora(plan, asked, config, &base)).transpose()?;
+        if let (Some(found), Some(asked)) = (found, &asked)
+            && found != asked
+        {
+            let what = format!(
+                "the model comes with an adapter of {}, and the recipe asks for {}; remove [adapter], or make them equal",
+                told(found),
+                told(asked)
+            );
+            return Err(BadInput(plan.mistake("adapter", what).to_string()).into());
+        }
+        let Some(lora) = found.cloned().or(asked.filter(|_| learns)) else { return Ok(None) };
+        let specs = lora.specs(&base)?;
+        let trains_base_first = plan.recipe.adapter.as_ref().is_some_and(|asked| !asked.cold_start);
+        let after_cold_start = found.is_none() && trains_base_first && plan.recipe.cold_start.steps > 0;
+        let trainable = not_frozen(plan, &specs, if after_cold_start { &base } else { &[] })?;
+        Ok(Some(Self { lora, specs, trainable, after_cold_start }))
+    }
+
+    /// Fresh values beside the matrices of `parameters`.
+    ///
+    /// # Errors
+    /// When there is an adapter already.
+    pub fn attach(&self, parameters: &mut Parameters, seed: u64) -> Result<()> {
+        let start = self.lora.start(&parameters.specs, seed, Owner::Policy)?;
+        parameters.adapt(self.lora.clone(), start)
+    }
+
+    /// Which tensors of the adapted model learn.
+    pub fn trainable_of_all(&self, base_tensors: usize) -> Vec<bool> {
+        [&vec![false; base_tensors][..], &self.trainable].concat()
+    }
+
+    /// What a plan of memory has to know of it.
+    pub(super) fn part(&self) -> AdapterPart {
+        AdapterPart {
+            specs: self.specs.clone(),
+            trainable: self.trainable.clone(),
+            after_cold_start: self.after_cold_start,
+        }
+    }
+}
+
+/// The adapter that the recipe asks for.
+fn lora(plan: &Plan, asked: &AdapterConfig, config: &Config, base: &[ParameterSpec]) -> Result<Lora> {
+    let mistake = |what: String| BadInput(plan.mistake("adapter.targets", what).to_string());
+    for pattern in &asked.targets {
+        let mut named = base.iter().filter(|spec| matches(pattern, &spec.name)).peekable();
+        if named.peek().is_none() {
+            let known = default_targets(config);
+            let like = known.first().map_or("", String::as_str);
+            let what = format!("the pattern {pattern:?} matches no parameter; names look like {like}");
+            return Err(mistake(what).into());
+        }
+        if !named.any(is_adaptable) {
+            let what = format!(
+                "the pattern {pattern:?} names nothing that can have an adapter: the matrices of attention, of experts and of \
+                 the MLP can"
+            );
+            return Err(mistake(what).into());
+        }
+    }
+    let targets = match asked.targets.as_slice() {
+        [] => default_targets(config),
+        patterns => {
+            let named = |spec: &&ParameterSpec| patterns.iter().any(|pattern| matches(pattern, &spec.name));
+            base.iter()
+                .filter(|spec| is_adaptable(spec))
+                .filter(named)
+                .map(|spec| spec.name.clone())
+                .collect()
+        }
+    };
+    Ok(Lora { rank: asked.rank, alpha: asked.alpha, rslora: asked.rslora, targets })
+}
+
+fn told(lora: &Lora) -> String {
+    let Lora { rank, alpha, rslora, targets } = lora;
+    let scaled = if *rslora { ", rslora" } else { "" };
+    format!("rank {rank}, alpha {alpha}{scaled} on {} matrices", targets.len())
+}

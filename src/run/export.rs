@@ -1,0 +1,138 @@
+//! What a run with an adapter learned, as folders that other programs read: the adapter alone, or the model with it merged in.
+
+use super::source::{ModelSource, model_folder};
+use super::workbench::Workbench;
+use crate::atomic_file::replace_folder;
+use crate::bad_input;
+use crate::integrity::Manifest;
+use crate::metrics::Console;
+use crate::model::adapter::merge::merged;
+use crate::model::adapter::peft;
+use crate::model::parameters::Parameters;
+use crate::model::save::{SHARD_BYTES_MAX, save};
+use crate::rollout::stored;
+use crate::train::accumulate::Learner;
+use crate::train::batch::{MicroBatch, Sequence};
+use crate::train::forward_backward::PassSettings;
+use anyhow::{Context, Result};
+use std::path::{Path, PathBuf};
+
+/// What rounding to the saved numbers changed.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RoundingCost {
+    /// Sampled tokens compared.
+    pub tokens: usize,
+    /// The largest and the mean change of a log-probability.
+    pub largest: f64,
+    pub mean: f64,
+}
+
+/// Refuses an export to a place that is taken.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when it is.
+pub fn refuse_existing(out: &Path) -> Result<()> {
+    match out.exists() {
+        true => {
+            Err(bad_input!("{}: is there already, and is left as it is; name another folder", out.display()))
+        }
+        false => Ok(()),
+    }
+}
+
+fn without_adapter(folder: &Path) -> anyhow::Error {
+    bad_input!(
+        "{}: has no adapter; a checkpoint of full training is a folder that other programs read as it is",
+        folder.display()
+    )
+}
+
+/// Writes the adapter of the checkpoint `folder` to `out`, in PEFT's form.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when there is none, or its base is not what it was trained on.
+pub fn adapter(folder: &Path, out: &Path) -> Result<()> {
+    let folder = model_folder(folder)?;
+    let source = ModelSource::from_folder(&folder)?;
+    let Some(adapter) = &source.adapter else { return Err(without_adapter(&folder)) };
+    let base = source.base()?.context("an adapter without a base")?;
+    let specs = source.specs();
+    let names = adapter.lora.specs(&specs)?.into_iter().map(|spec| spec.name);
+    let mut values: std::collections::HashMap<String, Vec<f32>> =
+        names.zip(adapter.values(&specs)?).collect();
+    replace_folder(out, |aside| {
+        let mut manifest = Manifest::default();
+        peft::write(aside, &mut manifest, (&adapter.lora, &specs), &base, |name| {
+            values.remove(name).with_context(|| format!("no factor {name}"))
+        })?;
+        manifest.write(aside)
+    })
+}
+
+/// Writes the model of `bench` with its adapter merged in to `out`, in the numbers of `checkpoint.dtype`, and says what rounding
+/// to them cost on the last `trajectories`; `None` where there are none.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when there is no adapter, or the form cannot hold the model.
+pub fn merged_model(
+    bench: &Workbench,
+    trajectories: Option<&Path>,
+    out: &Path,
+    console: &Console,
+) -> Result<Option<RoundingCost>> {
+    let recipe = bench.recipe();
+    let parameters = &bench.parameters;
+    if parameters.adapter().is_none() {
+        let path = recipe.model.path.clone().unwrap_or_default();
+        return Err(without_adapter(&path));
+    }
+    let form = recipe.checkpoint.dtype.form();
+    replace_folder(out, |aside| {
+        let config = &bench.model.config;
+        let manifest =
+            save(aside, config, form, &bench.companions, SHARD_BYTES_MAX, |spec| merged(parameters, spec))?;
+        manifest.write(aside)
+    })?;
+    let Some(file) = trajectories else { return Ok(None) };
+    let sequences: Vec<Sequence> = stored::read(file, false)?
+        .0
+        .into_iter()
+        .map(|row| Sequence { tokens: row.trajectory.tokens, mask: row.trajectory.mask })
+        .collect();
+    let batches = MicroBatch::split(&sequences, recipe.train.micro_batch_tokens);
+    let log_probs = |parameters: &Parameters| -> Result<Vec<f32>> {
+        let Workbench { threads, model, .. } = bench;
+        let settings = PassSettings {
+            recompute_layers: true,
+            temperature: recipe.rollout.temperature,
+            load_balance: 0.0,
+            forward: Default::default(),
+        };
+        let found = Learner { threads, model, parameters }.forward(&batches, settings)?;
+        Ok(found.into_iter().flat_map(|output| output.log_probs).collect())
+    };
+    let before = log_probs(parameters)?;
+    let after = log_probs(&bench.weights_of(out, console)?)?;
+    let changes = before.iter().zip(&after).map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs());
+    let (sum, largest) =
+        changes.fold((0.0, 0f64), |(sum, largest), change| (sum + change, largest.max(change)));
+    Ok(Some(RoundingCost { tokens: before.len(), largest, mean: sum / before.len().max(1) as f64 }))
+}
+
+/// The trajectories that a run wrote last, of training steps before those of evaluations.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn last_trajectories(run: &Path) -> Result<Option<PathBuf>> {
+    let Ok(entries) = std::fs::read_dir(run.join("trajectories")) else { return Ok(None) };
+    let mut files = vec![];
+    for entry in entries {
+        let path = entry.with_context(|| format!("{}", run.display()))?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if name.ends_with(".jsonl") {
+            files.push((name.starts_with("step-"), name, path));
+        }
+    }
+    files.sort();
+    Ok(files.pop().map(|(_, _, path)| path))
+}

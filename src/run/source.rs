@@ -1,0 +1,395 @@
+//! Where a model comes from: a folder, an adapter with its base, or the recipe's own architecture. Opening reads headers only.
+
+use super::memory::Intent;
+use crate::bad_input;
+use crate::chat::Chat;
+use crate::error::quoted;
+use crate::metrics::Console;
+use crate::metrics::Phase;
+use crate::model::adapter::Base;
+use crate::model::adapter::peft::{AdapterFolder, base_of, holds_adapter};
+use crate::model::config::{Config, Form, Rope};
+use crate::model::held::Loaded;
+use crate::model::init::{InitSettings, init};
+use crate::model::load::{ModelFolder, weights_present};
+use crate::model::names::{ParameterSpec, parameter_specs};
+use crate::model::parameters::Parameters;
+use crate::model::rounding::WeightRounding;
+use crate::model::save::Companions;
+use crate::recipe::model::Tokenizer;
+use crate::recipe::{Architecture, Dtype, ModelConfig, Plan, Recipe, RecipeSource, set_key};
+use crate::train::checkpoint;
+use anyhow::{Result, bail};
+use half::bf16;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Reading less than this takes no time worth showing.
+const SHOWN_MEGABYTES: u64 = 256;
+
+/// Where the model comes from: a folder, or the recipe's own architecture.
+pub(super) struct ModelSource {
+    pub(super) config: Config,
+    pub(super) chat: Chat,
+    pub(super) companions: Companions,
+    /// The files of weights; `None` for random ones.
+    pub(super) weights: Option<Arc<ModelFolder>>,
+    /// A folder that lacks weights, which is worth a warning.
+    pub(super) lacks_weights: Option<PathBuf>,
+    /// A folder without a manifest, which is worth one too.
+    pub(super) unverified: Option<PathBuf>,
+    /// The form in which each tensor lies there; all in f32 for random ones.
+    pub(super) forms: Vec<Form>,
+    /// The folder of the weights.
+    pub(super) folder: Option<PathBuf>,
+    /// What adds to the weights, and is read with them.
+    pub(super) adapter: Option<AdapterFolder>,
+}
+
+impl ModelSource {
+    pub(super) fn open(recipe: &Recipe) -> Result<Self> {
+        match (&recipe.model.path, &recipe.model.architecture) {
+            (Some(path), _) => match &recipe.model.adapter {
+                Some(adapter) => {
+                    Self::from_base(&model_folder(path)?)?.with_adapter(&adapter_folder(adapter)?)
+                }
+                None => Self::from_folder(&model_folder(path)?),
+            },
+            (None, Some(architecture)) => {
+                let family = architecture.model_type;
+                let chat = match recipe.model.tokenizer.as_ref().unwrap_or(&Tokenizer::Embedded) {
+                    Tokenizer::Embedded => family.embedded_chat()?,
+                    Tokenizer::Path(path) if path.is_dir() => family.chat(&path.join("tokenizer.json"))?,
+                    Tokenizer::Path(path) => family.chat(path)?,
+                };
+                let config = config_of(architecture, &chat);
+                config.check()?;
+                let companions = Companions::of(&chat);
+                let forms = vec![Form::F32; parameter_specs(&config).len()];
+                Ok(Self {
+                    config,
+                    chat,
+                    companions,
+                    weights: None,
+                    lacks_weights: None,
+                    unverified: None,
+                    forms,
+                    folder: None,
+                    adapter: None,
+                })
+            }
+            (None, None) => bail!("neither model.path nor model.architecture"),
+        }
+    }
+
+    /// The model in `folder`, which may be a base, or an adapter that says where its base is.
+    pub(super) fn from_folder(folder: &Path) -> Result<Self> {
+        match holds_adapter(folder) {
+            true => Self::from_adapter(folder, None),
+            false => Self::from_base(folder),
+        }
+    }
+
+    /// The adapter in `folder` on its base, which may also be where `named` says.
+    pub(super) fn from_adapter(folder: &Path, named: Option<&Path>) -> Result<Self> {
+        let Some(base) = base_of(folder)? else {
+            return Err(bad_input!(
+                "{}: this adapter does not say which base it was trained on; name both: --set model.path=BASE --set model.adapter={}",
+                folder.display(),
+                quoted(&folder.display().to_string())
+            ));
+        };
+        let mut source = Self::from_base(&base.find(folder, named)?)?;
+        if !checkpoint::sound(folder)? {
+            source.unverified = Some(folder.to_owned());
+        }
+        source.adapter = Some(AdapterFolder::open(folder, &source.specs())?);
+        Ok(source)
+    }
+
+    /// The same with the adapter in `folder`, which must fit: by shapes and, where it has one, by its base's digest.
+    fn with_adapter(mut self, folder: &Path) -> Result<Self> {
+        if !checkpoint::sound(folder)? {
+            self.unverified.get_or_insert_with(|| folder.to_owned());
+        }
+        let adapter = AdapterFolder::open(folder, &self.specs())?;
+        if let (Some(wanted), Some(own)) = (&adapter.base, &self.folder)
+            && Base::of(own)?.digest != wanted.digest
+        {
+            return Err(bad_input!(
+                "model.adapter: {} was trained on another base than {}: their weights or configs differ; name the base that it \
+                 was trained on, {} then",
+                folder.display(),
+                own.display(),
+                wanted.path.display()
+            ));
+        }
+        self.adapter = Some(adapter);
+        Ok(self)
+    }
+
+    /// The base as a checkpoint names it; none where no folder holds it.
+    pub(super) fn base(&self) -> Result<Option<Base>> {
+        match (&self.adapter, &self.folder, &self.weights) {
+            (Some(AdapterFolder { base: Some(base), .. }), Some(folder), _) => {
+                Ok(Some(Base { path: folder.clone(), digest: base.digest.clone() }))
+            }
+            (_, Some(folder), Some(_)) => Base::of(folder).map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    fn from_base(folder: &Path) -> Result<Self> {
+        if holds_adapter(folder) {
+            return Err(bad_input!(
+                "{}: is an adapter itself, and no base for another; name its base, or leave model.adapter out",
+                folder.display()
+            ));
+        }
+        let unverified = (!checkpoint::sound(folder)?).then(|| folder.to_owned());
+        let config = Config::read(folder)?;
+        let file = folder.join("tokenizer.json");
+        let chat = config.family.chat(&file)?;
+        let tokens = chat.vocabulary().vocab_size();
+        if tokens > config.vocab_size {
+            return Err(bad_input!(
+                "{}: the tokenizer has {tokens} tokens but config.json says vocab_size = {}; use the tokenizer that belongs to this model",
+                file.display(),
+                config.vocab_size
+            ));
+        }
+        let companions = Companions::read(folder, &chat)?;
+        let specs = parameter_specs(&config);
+        let (weights, lacks_weights, forms) = if weights_present(folder) {
+            let weights = ModelFolder::open(folder, &config)?;
+            let forms = specs.iter().map(|spec| weights.form_of(spec)).collect();
+            (Some(Arc::new(weights)), None, forms)
+        } else {
+            (None, Some(folder.to_owned()), vec![Form::F32; specs.len()])
+        };
+        let folder = Some(std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned()));
+        Ok(Self {
+            config,
+            chat,
+            companions,
+            weights,
+            lacks_weights,
+            unverified,
+            forms,
+            folder,
+            adapter: None,
+        })
+    }
+
+    pub(super) fn specs(&self) -> Vec<ParameterSpec> {
+        parameter_specs(&self.config)
+    }
+
+    /// Bytes of all weights in memory when none learns.
+    pub(super) fn resident_bytes(&self) -> u64 {
+        self.specs().iter().zip(&self.forms).map(|(spec, form)| spec.resident_bytes(*form)).sum()
+    }
+
+    /// Reads or draws the weights, and reads the adapter that comes with them.
+    pub(super) fn parameters(
+        &self,
+        recipe: &Recipe,
+        trainable: &[bool],
+        intent: Intent,
+        streamed: bool,
+        console: &Console,
+    ) -> Result<Parameters> {
+        let mut parameters = self.base_parameters(recipe, trainable, intent, streamed, console)?;
+        if let Some(adapter) = &self.adapter {
+            parameters.adapt(adapter.lora.clone(), adapter.values(&self.specs())?)?;
+        }
+        Ok(parameters)
+    }
+
+    /// The weights; of those that do not learn, what lies packed on disk stays so.
+    fn base_parameters(
+        &self,
+        recipe: &Recipe,
+        trainable: &[bool],
+        intent: Intent,
+        streamed: bool,
+        console: &Console,
+    ) -> Result<Parameters> {
+        // What `model.dtype` makes of a tensor; packed ones have no more digits than that.
+        let rounded = |mut values: Vec<f32>| {
+            if recipe.model.dtype == Dtype::Bf16 {
+                values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32());
+            }
+            values
+        };
+        let Some(folder) = &self.weights else {
+            let settings = InitSettings {
+                embedding_std: recipe.model.init.embedding_std,
+                head_scale: recipe.model.init.head_scale,
+                sink: recipe.model.init.sink,
+            };
+            let drawn = init(&self.config, &settings, recipe.train.seed)?;
+            let drawn = drawn.into_iter().map(|(spec, values)| Ok((spec, rounded(values))));
+            return Parameters::new(&self.config, drawn);
+        };
+        if streamed {
+            let to_bf16 = WeightRounding { mxfp4: false, bits: Some(7) };
+            let changes = if recipe.model.dtype == Dtype::Bf16 { vec![to_bf16.change()] } else { vec![] };
+            return Parameters::with_stored_layers(&self.config, folder.clone(), changes);
+        }
+        let megabytes = |bytes: u64| bytes / 1_000_000;
+        let specs = self.specs();
+        let bytes: Vec<u64> =
+            specs.iter().zip(&self.forms).map(|(spec, form)| spec.resident_bytes(*form)).collect();
+        let all = megabytes(bytes.iter().sum());
+        let shown = if all >= SHOWN_MEGABYTES {
+            console.stage("MB read", all, 0)
+        } else {
+            console.inner_stage("MB read", all)
+        };
+        let mut read = 0;
+        let found = specs.into_iter().enumerate().map(|(index, spec)| {
+            let values = folder.loaded(&spec, intent.learns() && trainable[index])?;
+            let before = megabytes(read);
+            read += bytes[index];
+            shown.advance(megabytes(read) - before, 0, &[]);
+            Ok((
+                spec,
+                match values {
+                    Loaded::Values(values) => Loaded::Values(rounded(values)),
+                    packed => packed,
+                },
+            ))
+        });
+        let parameters = Parameters::loaded(&self.config, found)?;
+        shown.finish();
+        Ok(parameters)
+    }
+}
+
+/// Sets the plan's model to the folder that holds it, and says after which step it was saved: for a run folder its last
+/// checkpoint, for a checkpoint itself, unless a `--set` names another model. A model that comes from no checkpoint is of
+/// step 0. For a run with an adapter a `--set` may name the base, which moved, and the adapter is the run's.
+///
+/// # Errors
+/// [`crate::error::BadInput`] for a run without a checkpoint.
+pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Result<u64> {
+    let named = sets.iter().any(|set| set_key(set) == Some("model.path"));
+    let model = &mut plan.recipe.model;
+    if let RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } = source
+        && std::path::absolute(run).is_ok_and(|full| full.to_str().is_none())
+    {
+        return Err(bad_input!(
+            "{}: a recipe can name only paths in UTF-8; rename the folder",
+            run.display()
+        ));
+    }
+    if named && let Some(adapter) = adapter_of(source, model)? {
+        // What the user names is where its base is now.
+        let step = checkpoint::read_state(&adapter)?;
+        model.adapter = Some(adapter);
+        return Ok(if step.phase == Phase::Rl { step.step } else { 0 });
+    }
+    let folder = match source {
+        _ if named => None,
+        RecipeSource::Run(run) => Some(checkpoint::newest_folder(run)?.ok_or_else(|| {
+            bad_input!(
+                "{}: the run has no checkpoint yet; train on with --resume, or name its recipe.toml for the model that it started from",
+                run.display()
+            )
+        })?),
+        RecipeSource::Checkpoint { folder, .. } => Some(folder.clone()),
+        RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,
+    };
+    if folder.is_some() {
+        (model.path, model.architecture, model.tokenizer) = (folder, None, None);
+        // A checkpoint with an adapter has it in it.
+        model.adapter = None;
+    }
+    let Some(path) = &mut model.path else { return Ok(0) };
+    if !path.join("config.json").is_file()
+        && let Some(folder) = checkpoint::newest_folder(path)?
+    {
+        *path = folder;
+    }
+    *path = std::path::absolute(&*path).unwrap_or_else(|_| path.clone());
+    if !checkpoint::holds_state(path) {
+        return Ok(0);
+    }
+    let state = checkpoint::read_state(path)?;
+    Ok(if state.phase == Phase::Rl { state.step } else { 0 })
+}
+
+/// The checkpoint that `source` names, where it holds an adapter and `model.path` a model without one.
+fn adapter_of(source: &RecipeSource, model: &ModelConfig) -> Result<Option<PathBuf>> {
+    let folder = match source {
+        _ if model.adapter.is_some() => None,
+        RecipeSource::Run(run) => checkpoint::newest_folder(run)?,
+        RecipeSource::Checkpoint { folder, .. } => Some(folder.clone()),
+        RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,
+    };
+    let is_base = |path: &Path| path.join("config.json").is_file() && !holds_adapter(path);
+    let adapted = folder.filter(|folder| holds_adapter(folder) && model.path.as_deref().is_some_and(is_base));
+    Ok(adapted.map(|folder| std::path::absolute(&folder).unwrap_or(folder)))
+}
+
+/// The warning about a folder without a manifest.
+pub fn unverified(folder: &Path) -> String {
+    let shown = folder.display();
+    format!(
+        "{shown} has no manifest, so nobody can say whether its files are whole; rloss verify --accept {shown} writes one"
+    )
+}
+
+/// The folder that holds the model: `path` itself, or the last checkpoint of the run folder it is.
+pub(super) fn model_folder(path: &Path) -> Result<PathBuf> {
+    if path.join("config.json").is_file() {
+        return Ok(path.to_owned());
+    }
+    match checkpoint::newest_folder(path)? {
+        Some(folder) => Ok(folder),
+        None => Err(bad_input!(
+            "{}: holds neither config.json nor a run's checkpoints; set model.path to a Hugging Face folder, a checkpoint or a run folder",
+            path.display()
+        )),
+    }
+}
+
+/// The folder that holds the adapter: `path` itself, or the last checkpoint of the run folder it is.
+fn adapter_folder(path: &Path) -> Result<PathBuf> {
+    let newest = if holds_adapter(path) { Some(path.to_owned()) } else { checkpoint::newest_folder(path)? };
+    newest.filter(|folder| holds_adapter(folder)).ok_or_else(|| {
+        bad_input!(
+            "{}: holds no adapter_config.json and no run with an adapter; set model.adapter to a folder in PEFT's form, a \
+             checkpoint or a run folder",
+            path.display()
+        )
+    })
+}
+
+/// What the recipe's architecture says; keys of another family are left out.
+fn config_of(a: &Architecture, chat: &Chat) -> Config {
+    let (family, experts) = (a.model_type, a.model_type.has_experts());
+    Config {
+        family,
+        vocab_size: chat.vocabulary().vocab_size(),
+        hidden_size: a.hidden_size,
+        num_hidden_layers: a.num_hidden_layers,
+        num_attention_heads: a.num_attention_heads,
+        num_key_value_heads: a.num_key_value_heads,
+        head_dim: a.head_dim,
+        intermediate_size: a.intermediate_size,
+        num_local_experts: if experts { a.num_local_experts } else { 0 },
+        num_experts_per_tok: if experts { a.num_experts_per_tok } else { 0 },
+        sliding_window: if experts { a.sliding_window } else { 0 },
+        layer_types: family.layer_types(a.num_hidden_layers),
+        rope: Rope { theta: a.rope_theta, yarn: a.yarn.clone() },
+        rms_norm_eps: a.rms_norm_eps,
+        swiglu_limit: if experts { a.swiglu_limit } else { 0.0 },
+        tie_word_embeddings: a.tie_word_embeddings,
+        max_position_embeddings: a.max_position_embeddings,
+        bos_token_id: None,
+        eos_token_ids: chat.stop_tokens(),
+        pad_token_id: chat.vocabulary().pad(),
+    }
+}

@@ -1,0 +1,317 @@
+//! Runs with an adapter: what a checkpoint holds, how it goes on, what its base must be, and what is exported.
+
+use super::{
+    assert_same_results, copy_folder, copy_model, done, output, phase, resumed, rloss, rows, small, stderr,
+    train, warm_model,
+};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+use tempfile::TempDir;
+
+/// Reinforcement learning alone, of an adapter that learns fast enough to be seen.
+const LORA: [&str; 6] = [
+    "cold_start.steps=0",
+    "adapter.rank=3",
+    "adapter.alpha=12.0",
+    "train.optimizer.lr=2e-2",
+    "train.optimizer.schedule=constant",
+    "logging.trajectories_per_step=4",
+];
+
+fn with<'a>(sets: &[&'a str]) -> Vec<&'a str> {
+    LORA.iter().chain(sets).copied().collect()
+}
+
+/// The run that others are compared with.
+fn straight() -> &'static Path {
+    static STRAIGHT: OnceLock<(TempDir, PathBuf)> = OnceLock::new();
+    let (_, path) = STRAIGHT.get_or_init(|| {
+        let folder = TempDir::new().unwrap();
+        let out = folder.path().join("straight");
+        done(&mut small(&out, &LORA));
+        (folder, out)
+    });
+    path
+}
+
+fn newest(run: &Path) -> PathBuf {
+    run.join("checkpoints/step-000004")
+}
+
+fn refused(command: &mut Command, words: &[&str]) {
+    let output = output(command);
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(2), "{text}");
+    for word in words {
+        assert!(text.contains(word), "{word:?} is not in: {text}");
+    }
+}
+
+fn stdout(command: &mut Command) -> String {
+    String::from_utf8_lossy(&done(command).stdout).into_owned()
+}
+
+/// The base of the runs, by itself.
+fn base() -> PathBuf {
+    let checkpoints = warm_model().join("checkpoints");
+    fs::read_dir(checkpoints).unwrap().next().unwrap().unwrap().path()
+}
+
+#[test]
+fn a_checkpoint_holds_the_adapter_and_never_the_base() {
+    let rows = rows(straight());
+    let steps: Vec<_> = phase(&rows, "rl").collect();
+    assert_eq!(steps.len(), 4);
+    for row in &steps {
+        assert_eq!(row["mismatch/log_ppl_abs_diff_max"], 0.0);
+    }
+    assert!(steps.iter().any(|row| row["actor/grad_norm"].as_f64().unwrap() > 0.0));
+    let names: Vec<String> = fs::read_dir(newest(straight()))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    for name in ["adapter_config.json", "adapter_model.safetensors", "base.json", "trainer.safetensors"] {
+        assert!(names.iter().any(|found| found == name), "{name} is not in {names:?}");
+    }
+    assert!(!names.iter().any(|name| name.starts_with("model")), "{names:?}");
+    let bytes = |folder: &Path, name: &str| fs::metadata(folder.join(name)).unwrap().len();
+    let weights = bytes(&base(), "model.safetensors");
+    assert!(bytes(&newest(straight()), "trainer.safetensors") < weights);
+    assert!(!straight().join("base").exists(), "the base is where the recipe says");
+}
+
+#[test]
+fn a_resumed_run_is_the_same_to_the_last_bit() {
+    for sets in [&[][..], &["model.dtype=bf16"], &["policy.kl.place=loss"]] {
+        let folder = TempDir::new().unwrap();
+        let (whole, broken) = (folder.path().join("whole"), folder.path().join("broken"));
+        done(&mut small(&whole, &with(sets)));
+        done(&mut small(&broken, &[&with(sets)[..], &["train.steps=2"]].concat()));
+        done(&mut resumed(&broken, &with(sets)));
+        assert_same_results(&broken, &whole);
+        for file in ["adapter_model.safetensors", "trainer.safetensors"] {
+            let read = |run: &Path| fs::read(newest(run).join(file)).unwrap();
+            assert!(read(&broken) == read(&whole), "{sets:?}: {file}");
+        }
+    }
+}
+
+#[test]
+fn a_critic_and_a_reference_beside_the_adapter_keep_the_gap_at_0_and_resume() {
+    let folder = TempDir::new().unwrap();
+    let sets = with(&[
+        "policy.advantage=gae",
+        "policy.kl.place=loss",
+        "policy.kl.estimator=k3",
+        "critic.optimizer.lr=1e-2",
+        "critic.optimizer.schedule=constant",
+    ]);
+    let (whole, broken) = (folder.path().join("whole"), folder.path().join("broken"));
+    done(&mut small(&whole, &sets));
+    done(&mut small(&broken, &[&sets[..], &["train.steps=2"]].concat()));
+    done(&mut resumed(&broken, &sets));
+    assert_same_results(&broken, &whole);
+    let rows = rows(&whole);
+    let steps: Vec<_> = phase(&rows, "rl").collect();
+    assert!(steps.iter().all(|row| row["mismatch/log_ppl_abs_diff_max"] == 0.0));
+    // At the first step the adapter is 0, and the model is its own reference.
+    assert_eq!(steps[0]["actor/kl_loss"], 0.0);
+    assert!(steps[3]["actor/kl_loss"].as_f64().unwrap() > 0.0);
+    assert!(steps.iter().all(|row| row["critic/grad_norm"].as_f64().unwrap() > 0.0));
+    let bytes = |name: &str| fs::metadata(newest(&whole).join(name)).unwrap().len();
+    assert!(
+        bytes("critic.safetensors") < 2 * bytes("trainer.safetensors"),
+        "the critic's trunk is not in it"
+    );
+}
+
+#[test]
+fn a_cold_start_of_the_whole_model_leaves_the_base_in_the_run() {
+    let folder = TempDir::new().unwrap();
+    let (whole, broken) = (folder.path().join("whole"), folder.path().join("broken"));
+    // From random weights.
+    let sets = [
+        "cold_start.steps=4",
+        "cold_start.batch_size=4",
+        "cold_start.optimizer.warmup_steps=1",
+        "adapter.rank=2",
+        "adapter.cold_start=false",
+        "train.steps=2",
+        "eval.problems_max=8",
+        "eval.every_steps=1",
+        "checkpoint.every_steps=1",
+        "rollout.prompts_per_step=2",
+        "rollout.samples_per_prompt=2",
+        "train.optimizer.schedule=constant",
+    ];
+    done(&mut train(&whole, &sets));
+    let half = [&sets[..], &["train.steps=1"]].concat();
+    done(&mut train(&broken, &half));
+    // Moved with all that is in it.
+    let moved = folder.path().join("moved");
+    fs::rename(&broken, &moved).unwrap();
+    done(train(&moved, &sets).arg("--resume"));
+    assert_same_results(&moved, &whole);
+    let eval = |run: &Path| stdout(rloss().args(["eval", "--set", "eval.problems_max=4"]).arg(run));
+    assert!(eval(&moved).contains("4 problems"));
+    done(rloss().arg("verify").arg(&moved));
+    let weights = moved.join("base/model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    fs::write(&weights, bytes).unwrap();
+    assert_eq!(output(rloss().arg("verify").arg(&moved)).status.code(), Some(2));
+    refused(train(&moved, &sets).arg("--resume"), &["model.safetensors", "damaged"]);
+}
+
+#[test]
+fn a_base_is_known_by_its_files_and_found_where_model_path_says() {
+    let folder = TempDir::new().unwrap();
+    let (first, out) = (folder.path().join("base"), folder.path().join("run"));
+    copy_model(&base(), &first);
+    let named = |at: &Path| format!("model.path={}", at.display());
+    let path = named(&first);
+    let half = with(&[&path, "train.steps=2"]);
+    let sets = with(&[&path]);
+    done(&mut small(&out, &half));
+    let moved = folder.path().join("moved");
+    fs::rename(&first, &moved).unwrap();
+    refused(&mut resumed(&out, &sets), &["model.path: no folder at", "--set model.path=FOLDER"]);
+    refused(rloss().arg("eval").arg(&out), &["model.path: no folder at", "--set model.path=FOLDER"]);
+    // Another one of the same shape.
+    let other = folder.path().join("other");
+    copy_folder(&moved, &other);
+    let weights = other.join("model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    let last = bytes.len() - 3;
+    bytes[last] ^= 1;
+    fs::write(&weights, bytes).unwrap();
+    let path = named(&other);
+    refused(
+        &mut resumed(&out, &with(&[&path])),
+        &["its base was changed", "are not those that the adapter was trained on"],
+    );
+    let eval = |model: &str| {
+        let mut command = rloss();
+        command.arg("eval").arg(&out).args(["--set", model, "--set", "eval.problems_max=4"]);
+        command
+    };
+    refused(&mut eval(&path), &["was trained on another base"]);
+    let path = named(&moved);
+    done(&mut eval(&path));
+    // It is the run's adapter that was evaluated.
+    let sampled = fs::read_to_string(out.join("eval/step-000002/sampling.json")).unwrap();
+    assert!(sampled.contains("adapter_model.safetensors"), "{sampled}");
+    done(&mut resumed(&out, &with(&[&path])));
+    assert_same_results(&out, straight());
+}
+
+#[test]
+fn an_exported_adapter_is_the_checkpoints_and_a_merged_model_computes_the_same() {
+    let folder = TempDir::new().unwrap();
+    let (alone, merged) = (folder.path().join("adapter"), folder.path().join("merged"));
+    let export = |out: &Path, more: &[&str]| {
+        let mut command = rloss();
+        command.arg("export").arg(straight()).arg("--out").arg(out).args(more);
+        command
+    };
+    assert!(stdout(&mut export(&alone, &[])).contains("in PEFT's form"));
+    for file in ["adapter_model.safetensors", "adapter_config.json", "base.json"] {
+        assert!(
+            fs::read(alone.join(file)).unwrap() == fs::read(newest(straight()).join(file)).unwrap(),
+            "{file}"
+        );
+    }
+    let told = stdout(&mut export(&merged, &["--merged", "--set", "checkpoint.dtype=f32"]));
+    let number = |text: &str, after: &str| -> f64 {
+        let rest = text.split(after).nth(1).unwrap();
+        rest.split_whitespace().next().unwrap().parse().unwrap()
+    };
+    let in_f32 = number(&told, "change by ");
+    assert!(in_f32 > 0.0 && in_f32 < 1e-4, "{told}");
+    let rounded = folder.path().join("rounded");
+    let told = stdout(&mut export(&rounded, &["--merged"]));
+    assert!(told.contains("bf16") && number(&told, "change by ") > in_f32, "{told}");
+    assert!(!merged.join("adapter_config.json").exists());
+    done(rloss().arg("verify").arg(&merged));
+    refused(&mut export(&merged, &[]), &["is there already"]);
+    refused(
+        rloss().arg("export").arg(warm_model()).arg("--out").arg(folder.path().join("none")),
+        &["has no adapter"],
+    );
+    assert!(!folder.path().join("none").exists());
+    // The exported folder begins another run, on the same base.
+    let (model, adapter) =
+        (format!("model.path={}", base().display()), format!("model.adapter={}", alone.display()));
+    let out = folder.path().join("again");
+    done(&mut small(&out, &with(&[&model, &adapter, "train.steps=1"])));
+    assert_eq!(phase(&rows(&out), "rl").next().unwrap()["mismatch/log_ppl_abs_diff_max"], 0.0);
+}
+
+#[test]
+fn what_does_not_fit_is_refused_before_any_work() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    let run = format!("model.path={}", straight().display());
+    let nothing = format!("model.adapter={}", folder.path().display());
+    for (sets, words) in [
+        (&["adapter.targets=[\"*.conv\"]"][..], &["adapter.targets", "matches no parameter"][..]),
+        (&["adapter.targets=[\"*.router.weight\"]"], &["names nothing that can have an adapter"]),
+        (&["adapter.dropout=0.1"], &["adapter.dropout", "importance ratio"]),
+        (&["adapter.rank=0"], &["adapter.rank"]),
+        (&["train.freeze=[\"*.nothing\"]"], &["train.freeze", "lora_"]),
+        (&["train.freeze=[\"*\"]"], &["every parameter is frozen"]),
+        (&[run.as_str(), "adapter.rank=5"], &["comes with an adapter of rank 3", "asks for rank 5"]),
+        (&[nothing.as_str()], &["holds no adapter_config.json"]),
+    ] {
+        refused(&mut small(&out, &with(sets)), words);
+        assert!(!out.exists(), "{sets:?}");
+    }
+}
+
+#[test]
+fn check_mismatch_and_rollout_take_the_adapter_of_a_run() {
+    let folder = TempDir::new().unwrap();
+    let told =
+        stdout(rloss().arg("check-mismatch").arg(straight()).arg("--out").arg(folder.path().join("m")));
+    assert!(told.contains("agree to the last bit"), "{told}");
+    done(rloss().arg("rollout").arg(straight()).arg("--out").arg(folder.path().join("r")));
+    let told = stdout(rloss().arg("check").arg(straight()));
+    assert!(told.contains("[adapter]"), "{told}");
+}
+
+#[test]
+fn fifty_updates_with_8_bit_moments_beside_a_packed_base_leave_the_gap_at_0() {
+    let folder = TempDir::new().unwrap();
+    let (packed, out) = (folder.path().join("packed"), folder.path().join("run"));
+    done(&mut small(&packed, &["train.steps=0", "checkpoint.dtype=mxfp4", "checkpoint.keep=1"]));
+    let base = packed.join("checkpoints/cold-start-000004");
+    let header = fs::read(base.join("model.safetensors")).unwrap();
+    assert!(String::from_utf8_lossy(&header[..65536]).contains("gate_up_proj_blocks"));
+    let path = format!("model.path={}", base.display());
+    let sets = [
+        path.as_str(),
+        "adapter.rank=16",
+        "train.optimizer.kind=adamw_8bit",
+        "train.steps=13",
+        "train.minibatches=2",
+        "train.epochs=2",
+        "policy.old_logprob=rollout",
+        "policy.advantage=gae",
+        "policy.kl.place=loss",
+        "critic.optimizer.kind=adamw_8bit",
+        "critic.optimizer.lr=1e-2",
+        "eval.every_steps=0",
+    ];
+    done(&mut small(&out, &with(&sets)));
+    let rows = rows(&out);
+    let updates: f64 = phase(&rows, "rl").map(|row| row["actor/updates"].as_f64().unwrap()).sum();
+    assert!(updates >= 50.0, "{updates}");
+    for row in phase(&rows, "rl") {
+        assert_eq!(row["mismatch/log_ppl_abs_diff_max"], 0.0);
+    }
+    let state = fs::read(out.join("checkpoints/step-000013/trainer.safetensors")).unwrap();
+    assert!(String::from_utf8_lossy(&state[..65536.min(state.len())]).contains("\"U8\""));
+}
