@@ -1,7 +1,8 @@
 //! One GRPO step from end to end: rollout, loss, gradients, update. `cargo bench --bench step -- --hidden 512 ...`
 //!
 //! Prints one JSON line: seconds and processor seconds of each step, apart for rollout and update, what the machine can do at
-//! best in the same run, and how much of that was used. Everything but shapes is at the recipe's defaults. Responses have a fixed length: tokens that would end one are replaced, as any peer is told not to stop.
+//! best in the same run, and how much of that was used. Everything but shapes is at the recipe's defaults. Responses have a
+//! fixed length: tokens that would end one are replaced, as any peer is told not to stop.
 
 #[path = "../src/allocator.rs"]
 mod allocator;

@@ -8,7 +8,7 @@ use crate::run::export;
 use crate::run::memory::Intent;
 use crate::run::source::pin_model;
 use crate::run::workbench::Workbench;
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Args;
 use std::path::PathBuf;
 
@@ -39,8 +39,7 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
     pin_model(&mut plan, &source, &args.sets)?;
     let shown = args.out.display();
     if !args.merged {
-        let folder = plan.recipe.model.path.clone().context("the recipe names no model")?;
-        export::adapter(&folder, &args.out)?;
+        export::adapter(&plan.recipe, &args.out)?;
         show(&format!("{shown}: the adapter, in PEFT's form\n"))?;
         return Ok(EXIT_DONE);
     }

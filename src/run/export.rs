@@ -1,6 +1,6 @@
 //! What a run with an adapter learned, as folders that other programs read: the adapter alone, or the model with it merged in.
 
-use super::source::{ModelSource, model_folder};
+use super::source::ModelSource;
 use super::workbench::Workbench;
 use crate::atomic_file::replace_folder;
 use crate::bad_input;
@@ -10,11 +10,13 @@ use crate::model::adapter::merge::merged;
 use crate::model::adapter::peft;
 use crate::model::parameters::Parameters;
 use crate::model::save::{SHARD_BYTES_MAX, save};
+use crate::recipe::Recipe;
 use crate::rollout::stored;
 use crate::train::accumulate::Learner;
 use crate::train::batch::{MicroBatch, Sequence};
 use crate::train::forward_backward::PassSettings;
 use anyhow::{Context, Result};
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 /// What rounding to the saved numbers changed.
@@ -40,27 +42,35 @@ pub fn refuse_existing(out: &Path) -> Result<()> {
     }
 }
 
-fn without_adapter(folder: &Path) -> anyhow::Error {
+fn without_adapter(recipe: &Recipe) -> anyhow::Error {
+    let model =
+        recipe.model.path.as_ref().map_or("the recipe's model".to_owned(), |path| path.display().to_string());
     bad_input!(
-        "{}: has no adapter; a checkpoint of full training is a folder that other programs read as it is",
-        folder.display()
+        "{model}: has no adapter; a checkpoint of full training is a folder that other programs read as it is"
     )
 }
 
-/// Writes the adapter of the checkpoint `folder` to `out`, in PEFT's form.
+/// The new folder `out`, whole or not there, and those above it.
+fn write_folder(out: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    if let Some(above) = out.parent() {
+        std::fs::create_dir_all(above)
+            .map_err(|e| bad_input!("{}: cannot make the folder: {e}; name another", above.display()))?;
+    }
+    replace_folder(out, fill)
+}
+
+/// Writes the adapter of the recipe's model to `out`, in PEFT's form.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when there is none, or its base is not what it was trained on.
-pub fn adapter(folder: &Path, out: &Path) -> Result<()> {
-    let folder = model_folder(folder)?;
-    let source = ModelSource::from_folder(&folder)?;
-    let Some(adapter) = &source.adapter else { return Err(without_adapter(&folder)) };
+pub fn adapter(recipe: &Recipe, out: &Path) -> Result<()> {
+    let source = ModelSource::open(recipe)?;
+    let Some(adapter) = &source.adapter else { return Err(without_adapter(recipe)) };
     let base = source.base()?.context("an adapter without a base")?;
     let specs = source.specs();
     let names = adapter.lora.specs(&specs)?.into_iter().map(|spec| spec.name);
-    let mut values: std::collections::HashMap<String, Vec<f32>> =
-        names.zip(adapter.values(&specs)?).collect();
-    replace_folder(out, |aside| {
+    let mut values: HashMap<String, Vec<f32>> = names.zip(adapter.values(&specs)?).collect();
+    write_folder(out, |aside| {
         let mut manifest = Manifest::default();
         peft::write(aside, &mut manifest, (&adapter.lora, &specs), &base, |name| {
             values.remove(name).with_context(|| format!("no factor {name}"))
@@ -83,11 +93,10 @@ pub fn merged_model(
     let recipe = bench.recipe();
     let parameters = &bench.parameters;
     if parameters.adapter().is_none() {
-        let path = recipe.model.path.clone().unwrap_or_default();
-        return Err(without_adapter(&path));
+        return Err(without_adapter(recipe));
     }
     let form = recipe.checkpoint.dtype.form();
-    replace_folder(out, |aside| {
+    write_folder(out, |aside| {
         let config = &bench.model.config;
         let manifest =
             save(aside, config, form, &bench.companions, SHARD_BYTES_MAX, |spec| merged(parameters, spec))?;

@@ -17,7 +17,6 @@ use crate::integrity::Manifest;
 use crate::model::names::{ParameterSpec, StoredTensor};
 use crate::model::tensor_file::{TensorFile, f32_values, write_f32, write_tensors};
 use anyhow::{Context, Result, ensure};
-use blake3::Hash;
 use safetensors::Dtype;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -223,7 +222,7 @@ pub fn write(
     (lora, specs): (&Lora, &[ParameterSpec]),
     base: &Base,
     mut factor: impl FnMut(&str) -> Result<Vec<f32>>,
-) -> Result<Hash> {
+) -> Result<()> {
     let factors = lora.specs(specs)?;
     let of_target = |index: usize| specs.iter().find(|spec| spec.name == lora.targets[index / 2]);
     let mut stored = vec![];
@@ -255,8 +254,7 @@ pub fn write(
     manifest.note(TENSORS_FILE, digest);
     let pretty = |json: &Value| format!("{json:#}\n").into_bytes();
     manifest.write_file(folder, CONFIG_FILE, &pretty(&config_json(lora, specs, base)))?;
-    manifest.write_file(folder, BASE_FILE, &pretty(&serde_json::to_value(base)?))?;
-    Ok(digest)
+    manifest.write_file(folder, BASE_FILE, &pretty(&serde_json::to_value(base)?))
 }
 
 /// `adapter_config.json`.

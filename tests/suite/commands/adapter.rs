@@ -241,7 +241,14 @@ fn an_exported_adapter_is_the_checkpoints_and_a_merged_model_computes_the_same()
         rloss().arg("export").arg(warm_model()).arg("--out").arg(folder.path().join("none")),
         &["has no adapter"],
     );
-    assert!(!folder.path().join("none").exists());
+    let (none, deep) = (folder.path().join("none"), folder.path().join("not/there/yet"));
+    refused(rloss().args(["export", "quickstart"]).arg("--out").arg(&none), &["has no adapter"]);
+    assert!(!none.exists());
+    // A base that moved is named, as for every other command.
+    let moved = format!("model.path={}", base().display());
+    done(&mut export(&deep, &["--set", &moved]));
+    let read = |folder: &Path| fs::read(folder.join("adapter_model.safetensors")).unwrap();
+    assert!(read(&deep) == read(&alone));
     // The exported folder begins another run, on the same base.
     let (model, adapter) =
         (format!("model.path={}", base().display()), format!("model.adapter={}", alone.display()));
