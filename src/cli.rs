@@ -2,7 +2,8 @@
 
 use crate::commands;
 use crate::commands::arguments::{RecipeArgs, RunArgs};
-use crate::error::{BadInput, EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED};
+use crate::dist::launch::refuse_several;
+use crate::error::{BadInput, EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ToldElsewhere};
 use crate::metrics::sanitize_terminal;
 use clap::{CommandFactory, Parser, Subcommand};
 use std::io::Write;
@@ -52,11 +53,13 @@ enum Command {
 /// The version, what it was built with, and in a packaged build its commit. A build of every day does not know its commit, or
 /// each would compile the crate anew.
 static VERSION: LazyLock<String> = LazyLock::new(|| {
-    let features = match (cfg!(feature = "cuda"), cfg!(feature = "flash-attn")) {
-        (_, true) => "cuda, flash-attn",
-        (true, false) => "cuda",
-        (false, false) => "none",
-    };
+    let has = [
+        ("cuda", cfg!(feature = "cuda")),
+        ("flash-attn", cfg!(feature = "flash-attn")),
+        ("mpi", cfg!(feature = "mpi")),
+    ];
+    let features: Vec<&str> = has.iter().filter(|(_, has)| *has).map(|(name, _)| *name).collect();
+    let features = if features.is_empty() { "none".to_owned() } else { features.join(", ") };
     let commit = option_env!("RLOSS_COMMIT").map(|commit| format!("; commit {commit}")).unwrap_or_default();
     format!("{} (features: {features}{commit})", env!("CARGO_PKG_VERSION"))
 });
@@ -74,7 +77,13 @@ pub fn run() -> u8 {
             };
         }
     };
-    let result = match cli.command {
+    let one_process = match &cli.command {
+        Command::Train(_) => Ok(()),
+        #[cfg(feature = "cuda")]
+        Command::GpuCheck(_) => Ok(()),
+        _ => refuse_several(&std::env::args().nth(1).unwrap_or_default()),
+    };
+    let result = one_process.and_then(|()| match cli.command {
         Command::Init(args) => commands::init::run(&args),
         Command::Train(args) => commands::train::run(&args),
         Command::Check(args) => commands::check::run(&args),
@@ -88,8 +97,11 @@ pub fn run() -> u8 {
         Command::Completions(args) => commands::completions::run(&args, Cli::command()),
         #[cfg(feature = "cuda")]
         Command::GpuCheck(args) => commands::gpu_check::run(&args),
-    };
+    });
     result.unwrap_or_else(|error| {
+        if let Some(told) = error.downcast_ref::<ToldElsewhere>() {
+            return if told.is_bad_input { EXIT_BAD_INPUT } else { EXIT_FAILED };
+        }
         // Text from files may carry control characters.
         let text = sanitize_terminal(&format!("{error:#}")).into_owned();
         // A closed stderr is nobody to report to.

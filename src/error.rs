@@ -26,6 +26,20 @@ impl std::fmt::Display for BadInput {
 
 impl std::error::Error for BadInput {}
 
+/// The failure of a process whose neighbour has told why: it ends with the same exit code and says nothing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ToldElsewhere {
+    pub is_bad_input: bool,
+}
+
+impl std::fmt::Display for ToldElsewhere {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("another rank has told why")
+    }
+}
+
+impl std::error::Error for ToldElsewhere {}
+
 /// `word` as a shell takes it.
 pub fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=+:,@%".contains(c);

@@ -20,6 +20,7 @@ pub mod chat;
 pub mod choice;
 pub mod cli;
 pub mod commands;
+pub mod dist;
 pub mod error;
 pub mod harmony;
 pub mod integrity;

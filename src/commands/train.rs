@@ -2,19 +2,23 @@
 
 use crate::bad_input;
 use crate::commands::arguments::RunArgs;
+use crate::dist::Mesh;
 use crate::error::{EXIT_DONE, EXIT_STOPPED};
+use crate::integrity::{MANIFEST_FILE, digest_of};
 use crate::metrics::Console;
-use crate::recipe::{RecipeSource, locate};
+use crate::recipe::{Plan, RecipeSource, locate};
 use crate::run::header::{self, command_line};
 use crate::run::memory::Intent;
 use crate::run::run_folder::{RunFolder, prepare_resume};
 use crate::run::signals::Stop;
 use crate::run::source::unverified;
 use crate::run::workbench::Workbench;
+use crate::train::checkpoint::ResumePoint;
 use crate::trainer::{Trainer, TrainingData};
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::Args;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// What `rloss train` takes.
 #[derive(Args, Debug, Clone)]
@@ -31,34 +35,21 @@ pub struct TrainArgs {
 /// # Errors
 /// [`crate::error::BadInput`] before any work; other errors leave the last checkpoint intact.
 pub fn run(args: &TrainArgs) -> Result<u8> {
-    let source = locate(&args.run.recipe)?;
-    let out = match (&args.run.out, &source) {
-        (Some(out), _) => out.clone(),
-        (None, RecipeSource::Run(run)) if args.resume => run.clone(),
-        (None, RecipeSource::Checkpoint { folder, .. }) => {
-            return Err(bad_input!(
-                "{}: is a checkpoint; go on with its run by --resume, or name a recipe and start from it with --set model.path={}",
-                folder.display(),
-                folder.display()
-            ));
-        }
-        _ => PathBuf::from("runs").join(source.stem()),
-    };
-    let mut plan = source.resolve(&args.run.sets)?;
-    let console = Console::stderr(plan.recipe.logging.console_every_steps);
-    let (resumed, point) = match args.resume {
-        true => prepare_resume(&out, &mut plan)?,
-        false => RunFolder::refuse_existing(&out).map(|()| (vec![], None))?,
-    };
+    let mesh = Mesh::connect()?;
+    let Prepared { out, plan, console, resumed, point } = mesh.agree("the recipe", prepare(args, &mesh))?;
     let checkpoint = point.as_ref().map(|point| point.folder.as_path());
-    let bench = Workbench::open_at(plan, Intent::Train, checkpoint, &console)?;
-    let data = TrainingData::open(&bench)?;
+    let bench = Workbench::open_at(plan, Intent::Train, &mesh, checkpoint, &console);
+    let bench = mesh.agree("the model", bench)?;
+    let data = mesh.agree("the data", TrainingData::open(&bench))?;
+    check_alike(&mesh, &bench, point.as_ref())?;
     // From here on a signal finds a run to save.
     let stop = Stop::listen()?;
     let folder = match args.resume {
-        true => RunFolder::resume(&out, &bench.plan, point.as_ref())?,
-        false => RunFolder::create(&out, &bench.plan)?,
+        _ if !mesh.is_leader() => Ok(RunFolder::follow(&out)),
+        true => RunFolder::resume(&out, &bench.plan, point.as_ref()),
+        false => RunFolder::create(&out, &bench.plan),
     };
+    let folder = mesh.agree("the run's folder", folder)?;
     header::lines(&bench, &out).iter().for_each(|line| console.print(line));
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     if let Some(point) = point.as_ref().filter(|point| !point.verified) {
@@ -74,10 +65,11 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
         trainer.run(point)
     };
     let stopped = run().inspect_err(|_| {
-        if !args.resume {
+        if !args.resume && mesh.is_leader() {
             RunFolder::clear_unused(&out);
         }
     })?;
+    mesh.leave();
     let shown = out.display().to_string();
     if stopped {
         console.print(&format!("stopped: {shown}"));
@@ -87,4 +79,68 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     console.print(&format!("done: {shown}"));
     console.print(&format!("to see it: {}", command_line(&["report", &shown])));
     Ok(EXIT_DONE)
+}
+
+/// What a run is to be.
+struct Prepared {
+    out: PathBuf,
+    plan: Plan,
+    console: Console,
+    /// What it means to go on, in a line each.
+    resumed: Vec<String>,
+    point: Option<ResumePoint>,
+}
+
+/// Reads the recipe, and the run that is to go on; nothing is written.
+fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
+    let source = locate(&args.run.recipe)?;
+    let out = match (&args.run.out, &source) {
+        (Some(out), _) => out.clone(),
+        (None, RecipeSource::Run(run)) if args.resume => run.clone(),
+        (None, RecipeSource::Checkpoint { folder, .. }) => {
+            return Err(bad_input!(
+                "{}: is a checkpoint; go on with its run by --resume, or name a recipe and start from it with --set model.path={}",
+                folder.display(),
+                folder.display()
+            ));
+        }
+        _ => PathBuf::from("runs").join(source.stem()),
+    };
+    let mut plan = source.resolve(&args.run.sets)?;
+    mesh.set_limit(Duration::from_secs_f64(plan.recipe.parallel.exchange_timeout_s));
+    let console = match mesh.is_leader() {
+        true => Console::stderr(plan.recipe.logging.console_every_steps),
+        false => Console::silent(),
+    };
+    let (resumed, point) = match args.resume {
+        true => prepare_resume(&out, &mut plan)?,
+        false => RunFolder::refuse_existing(&out).map(|()| (vec![], None))?,
+    };
+    Ok(Prepared { out, plan, console, resumed, point })
+}
+
+/// Refuses processes that would not make one run: of other recipes, other binaries, or going on from other checkpoints.
+fn check_alike(mesh: &Mesh, bench: &Workbench, point: Option<&ResumePoint>) -> Result<()> {
+    if mesh.ranks() == 1 {
+        return Ok(());
+    }
+    mesh.same("recipes", &bench.plan.to_toml(), "start all with the same file and the same --set")?;
+    let binary = std::env::current_exe().context("looking for this program")?;
+    let digest = digest_of(&binary, None).context("reading this program")?;
+    mesh.same("programs", digest.to_hex().as_str(), "install one build of rloss on every node")?;
+    let checkpoint = match point {
+        Some(point) => format!("{} {:?}", manifest_digest(&point.folder)?, point.state),
+        None => String::new(),
+    };
+    mesh.same("checkpoints", &checkpoint, "let all nodes see one run folder")
+}
+
+/// The digest of a checkpoint's manifest, which names those of its files.
+fn manifest_digest(folder: &Path) -> Result<String> {
+    match digest_of(&folder.join(MANIFEST_FILE), None) {
+        Ok(digest) => Ok(digest.to_hex().to_string()),
+        // A checkpoint of old has none.
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),
+        Err(error) => Err(error).with_context(|| format!("reading {}", folder.display())),
+    }
 }

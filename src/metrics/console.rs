@@ -47,6 +47,11 @@ impl Console {
         Self::lines(std::io::stderr(), Duration::ZERO, 0)
     }
 
+    /// Nothing at all: for a process whose leader says what there is to say.
+    pub fn silent() -> Self {
+        Self::lines(std::io::sink(), Duration::ZERO, 0)
+    }
+
     /// Plain lines to `out`.
     pub fn lines(out: impl Write + Send + 'static, interval: Duration, every_steps: u64) -> Self {
         Self::at(Place::Lines { out: Mutex::new(Box::new(out)), interval, every_steps })

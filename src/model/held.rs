@@ -3,6 +3,7 @@
 use super::config::Form;
 use super::layer::{Adapter, Projection};
 use super::names::{Layout, ParameterSpec, TensorRole};
+use crate::dist::{Mesh, piece};
 use crate::ops::packed::{self, PackedMatrix, PackedTable};
 use crate::ops::{self, Parameter};
 use anyhow::{Result, bail};
@@ -22,6 +23,8 @@ pub enum Held {
 pub enum Loaded {
     Values(Vec<f32>),
     Packed(Held),
+    /// This rank's piece of values that the ranks of a mesh share.
+    Piece(Arc<Mesh>, Vec<f32>),
     /// So many bytes that stay on disk.
     Stored(u64),
 }
@@ -37,7 +40,19 @@ impl Loaded {
                 Ok(Held::Plain(Tensor::from_vec(values, spec.working_shape(), &Device::Cpu)?))
             }
             Loaded::Packed(held) => Ok(held),
+            Loaded::Piece(..) => bail!("{} is in pieces", spec.name),
             Loaded::Stored(_) => bail!("{} is on disk", spec.name),
+        }
+    }
+
+    /// Of values that are all here, only what this rank holds of tensor `index`, where there are several.
+    pub fn cut(self, mesh: &Arc<Mesh>, index: usize) -> Self {
+        match self {
+            Loaded::Values(values) if mesh.ranks() > 1 => {
+                let piece = piece(values.len(), index, mesh.rank(), mesh.ranks());
+                Loaded::Piece(mesh.clone(), values[piece].to_vec())
+            }
+            whole => whole,
         }
     }
 }

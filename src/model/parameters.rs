@@ -8,13 +8,19 @@ use super::layer::Adapter;
 use super::layers_in_turn::{LayersInTurn, TensorStore, WeightChange, adapted};
 use super::load::ModelFolder;
 use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
+use super::pieces::{self, GatheredLayers, Part, PartHeld};
 use super::rounding::WeightRounding;
-use super::weights::{VALUE_HEAD, Weights};
+use super::weights::{Layers, VALUE_HEAD, Weights};
+use crate::dist::wire::{f32_bytes, f32_values};
+use crate::dist::{CUT, Mesh, piece};
 use crate::ops::Parameter;
+use crate::ops::cpu::{host_codes, host_values};
 use crate::ops::parameter::GradientSink;
 use anyhow::{Context, Result, bail, ensure};
-use candle_core::{Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor, Var};
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// What an optimizer keeps of a tensor, by name: f32, or codes of 8 bits with their scales.
@@ -22,6 +28,10 @@ pub type OptimizerState = BTreeMap<&'static str, Tensor>;
 
 /// The state under which an optimizer keeps the digits that the working weights do not have.
 pub const MASTER: &str = "master";
+/// The states that have one value a block of [`CUT`] of the tensor's: the scales of 8-bit moments.
+pub const BLOCK_STATES: [&str; 2] = ["first_scales", "second_scales"];
+/// Names the working values where [`Parameters::whole`] is asked for them.
+pub const VALUES: &str = "values";
 
 /// Every tensor of a model, in [`parameter_specs`] order, or in [`value_model_specs`] order for a critic.
 pub struct Parameters {
@@ -33,6 +43,8 @@ pub struct Parameters {
     stored: Option<LayersInTurn>,
     /// Which matrices have an adapter beside them, whose factors are the last tensors.
     adapter: Option<Lora>,
+    /// The processes among which what learns is cut.
+    mesh: Arc<Mesh>,
 }
 
 /// One tensor.
@@ -47,6 +59,8 @@ struct Entry {
 #[derive(Clone)]
 enum Values {
     Plain(Var),
+    /// This rank's piece of values that all ranks hold together, flat.
+    Piece(Var),
     /// Packed values never learn.
     Packed(Held),
     /// Part of a layer that stays on disk, bytes.
@@ -115,6 +129,7 @@ impl Parameters {
         values: impl IntoIterator<Item = Result<(ParameterSpec, Loaded)>>,
     ) -> Result<Self> {
         let mut entries = Vec::with_capacity(specs.len());
+        let mut mesh = Mesh::single();
         for found in values {
             let (spec, values) = found?;
             let expected =
@@ -125,6 +140,12 @@ impl Parameters {
                     ensure!(values.len() == spec.element_count(), "{}: {} values", spec.name, values.len());
                     Values::Plain(Var::from_vec(values, spec.working_shape(), &Device::Cpu)?)
                 }
+                Loaded::Piece(shared, values) => {
+                    let size = piece(spec.element_count(), entries.len(), shared.rank(), shared.ranks()).len();
+                    ensure!(values.len() == size, "{}: a piece of {} values", spec.name, values.len());
+                    mesh = shared;
+                    Values::Piece(Var::from_vec(values, size, &Device::Cpu)?)
+                }
                 Loaded::Packed(held) => Values::Packed(held),
                 Loaded::Stored(bytes) => Values::Stored(bytes),
             };
@@ -132,7 +153,17 @@ impl Parameters {
         }
         ensure!(entries.len() == specs.len(), "{} tensors, expected {}", entries.len(), specs.len());
         let index = specs.iter().enumerate().map(|(i, s)| (s.name.clone(), i)).collect();
-        Ok(Self { config: config.clone(), specs, entries, index, stored: None, adapter: None })
+        Ok(Self { config: config.clone(), specs, entries, index, stored: None, adapter: None, mesh })
+    }
+
+    /// The same, whose passes the processes of `mesh` make together: what learns will be cut among them.
+    pub fn shared_by(self, mesh: &Arc<Mesh>) -> Self {
+        Self { mesh: mesh.clone(), ..self }
+    }
+
+    /// The processes among which what learns is cut.
+    pub fn mesh(&self) -> &Arc<Mesh> {
+        &self.mesh
     }
 
     /// Puts an adapter beside its matrices: the values of its factors, in the order of [`Lora::specs`]. Nothing learns until
@@ -179,6 +210,7 @@ impl Parameters {
             specs,
             stored: self.stored.clone(),
             adapter: None,
+            mesh: self.mesh.clone(),
         }
     }
 
@@ -187,14 +219,14 @@ impl Parameters {
         self.entries.len()
     }
 
-    /// Bytes of all values as they lie in memory, or would.
+    /// Bytes of all values as they lie in memory, or would: also of what is in pieces.
     pub fn bytes(&self) -> u64 {
-        let of = |entry: &Entry| match &entry.values {
-            Values::Plain(values) => (values.elem_count() * size_of::<f32>()) as u64,
+        let of = |(entry, spec): (&Entry, &ParameterSpec)| match &entry.values {
+            Values::Plain(_) | Values::Piece(_) => (spec.element_count() * size_of::<f32>()) as u64,
             Values::Packed(held) => held.bytes(),
             Values::Stored(bytes) => *bytes,
         };
-        self.entries.iter().map(of).sum()
+        self.entries.iter().zip(&self.specs).map(of).sum()
     }
 
     /// Place of the tensor named `name`.
@@ -202,26 +234,40 @@ impl Parameters {
         self.index.get(name).copied()
     }
 
-    /// The values of tensor `index` as the model computes with them.
+    /// The values of tensor `index` as the model computes with them; of one that is cut, this rank's, flat.
     ///
     /// # Errors
     /// When they are packed.
     pub fn values(&self, index: usize) -> Result<&Tensor> {
         match &self.entries[index].values {
-            Values::Plain(values) => Ok(values.as_tensor()),
+            Values::Plain(values) | Values::Piece(values) => Ok(values.as_tensor()),
             Values::Packed(_) | Values::Stored(_) => bail!("{} is packed", self.specs[index].name),
         }
     }
 
-    /// The values of tensor `index`, however they are held.
+    /// Whether tensor `index` is cut over the ranks.
+    pub fn is_cut(&self, index: usize) -> bool {
+        matches!(self.entries[index].values, Values::Piece(_))
+    }
+
+    /// The values of tensor `index`, however they are held; one that is cut is gathered, for which every rank must ask.
     ///
     /// # Errors
-    /// When they are on disk.
+    /// When they are on disk, or a rank does not come in time.
     pub fn of_place(&self, index: usize) -> Result<Held> {
         match &self.entries[index].values {
             Values::Plain(values) => Ok(Held::Plain(values.as_tensor().clone())),
+            Values::Piece(_) => Ok(Held::Plain(self.whole(index, VALUES)?)),
             Values::Packed(held) => Ok(held.clone()),
             Values::Stored(_) => bail!("{} is on disk", self.specs[index].name),
+        }
+    }
+
+    /// The values of tensor `index` where they are packed.
+    pub fn packed(&self, index: usize) -> Option<Held> {
+        match &self.entries[index].values {
+            Values::Packed(held) => Some(held.clone()),
+            _ => None,
         }
     }
 
@@ -248,13 +294,19 @@ impl Parameters {
         }
     }
 
-    /// Makes those tensors learn that `trainable` marks (all of [`Self::len`]); their gradients are 0.
+    /// Makes those tensors learn that `trainable` marks (all of [`Self::len`]); their gradients are 0. Where several processes
+    /// share the work each keeps its piece of them from now on.
     ///
     /// # Errors
     /// When memory runs out.
     pub fn learn(&mut self, trainable: &[bool]) -> Result<()> {
         ensure!(trainable.len() == self.len(), "{} marks for {} tensors", trainable.len(), self.len());
         for (index, &learns) in trainable.iter().enumerate() {
+            if learns && self.mesh.ranks() > 1 && let Values::Plain(values) = &self.entries[index].values {
+                let own = piece(values.elem_count(), index, self.mesh.rank(), self.mesh.ranks());
+                let values = host_values(values.as_tensor())?[own.clone()].to_vec();
+                self.entries[index].values = Values::Piece(Var::from_vec(values, own.len(), &Device::Cpu)?);
+            }
             let gradient = if learns { Some(self.values(index)?.detach().zeros_like()?) } else { None };
             let entry = &mut self.entries[index];
             entry.gradient = gradient;
@@ -274,7 +326,8 @@ impl Parameters {
         self.entries[index].gradient.is_some()
     }
 
-    /// The gradient of tensor `index`, where it learns: the sum of the last batch that ran through [`crate::train`].
+    /// The gradient of tensor `index`, where it learns: the sum of the last batch that ran through [`crate::train`]; of one that
+    /// is cut, this rank's piece.
     pub fn gradient(&self, index: usize) -> Option<&Tensor> {
         self.entries[index].gradient.as_ref()
     }
@@ -333,11 +386,15 @@ impl Parameters {
         self.weights(Some(layers), &|index| Ok(change(&self.specs[index], self.of_place(index)?)?.frozen()))
     }
 
-    /// The weights whose gradients go to `sink`, for those that learn.
+    /// The weights whose gradients go to `sink`, for those that learn. Layers that are cut are gathered as a walk takes them, so
+    /// that every rank must make the same walks.
     ///
     /// # Errors
     /// When a tensor of the architecture is missing.
     pub fn learning(&self, sink: &Arc<dyn GradientSink>) -> Result<Weights> {
+        if self.entries.iter().any(|entry| matches!(entry.values, Values::Piece(_))) {
+            return self.gathered(Some(sink));
+        }
         self.weights(self.stored.clone(), &|index| {
             Ok(match self.learns(index) {
                 true => Weight::Plain(Parameter::learning(self.values(index)?, sink.clone(), index)),
@@ -346,23 +403,160 @@ impl Parameters {
         })
     }
 
+    /// The weights without gradients for passes that all ranks make together: as [`Self::frozen`], with layers that are cut
+    /// gathered as a walk takes them.
+    ///
+    /// # Errors
+    /// As [`Self::learning`].
+    pub fn passing(&self) -> Result<Weights> {
+        match self.entries.iter().any(|entry| matches!(entry.values, Values::Piece(_))) {
+            true => self.gathered(None),
+            false => self.frozen(),
+        }
+    }
+
     fn weights(
         &self,
         in_turn: Option<LayersInTurn>,
         weight: &dyn Fn(usize) -> Result<Weight>,
     ) -> Result<Weights> {
-        let place = |name: &str| self.position(name).with_context(|| format!("no tensor {name}"));
+        let adapters = self.adapters(weight)?;
+        let layers = in_turn
+            .map(|layers| Layers::InTurn(Box::new(LayersInTurn { adapters: adapters.clone(), ..layers })));
+        let find = |name: &str| Ok(adapted(weight(self.place(name)?)?, adapters.get(name)));
+        Weights::new(&self.config, self.index.contains_key(VALUE_HEAD), self.bytes(), layers, &find)
+    }
+
+    fn place(&self, name: &str) -> Result<usize> {
+        self.position(name).with_context(|| format!("no tensor {name}"))
+    }
+
+    /// The adapters of all matrices that have one, by the matrix's name.
+    fn adapters(&self, weight: &dyn Fn(usize) -> Result<Weight>) -> Result<HashMap<String, Adapter>> {
         let mut adapters = HashMap::new();
         for (lora, target) in self.adapter.iter().flat_map(|lora| lora.targets.iter().map(move |t| (lora, t)))
         {
             let [a, b] = Lora::factors(target);
-            let factor = |name: &str| weight(place(name)?)?.parameter();
+            let factor = |name: &str| weight(self.place(name)?)?.parameter();
             adapters.insert(target.clone(), Adapter { a: factor(&a)?, b: factor(&b)?, scale: lora.scale() });
         }
-        let in_turn = in_turn.map(|layers| LayersInTurn { adapters: adapters.clone(), ..layers });
-        let find = |name: &str| Ok(adapted(weight(place(name)?)?, adapters.get(name)));
-        Weights::new(&self.config, self.index.contains_key(VALUE_HEAD), self.bytes(), in_turn, &find)
+        Ok(adapters)
     }
+}
+
+/// What several processes hold together.
+impl Parameters {
+    /// Tensor `index` as a gathering sees it.
+    fn part(&self, index: usize) -> Result<Part> {
+        let held = match &self.entries[index].values {
+            Values::Piece(values) => PartHeld::Piece(values.as_tensor().clone()),
+            _ => PartHeld::Whole(self.of_place(index)?),
+        };
+        Ok(Part::new(index, &self.specs[index], held, self.learns(index)))
+    }
+
+    /// The weights with layers that are gathered in turn. What lies outside the layers, and the adapters, is gathered at once.
+    fn gathered(&self, sink: Option<&Arc<dyn GradientSink>>) -> Result<Weights> {
+        let is_factor = |spec: &ParameterSpec| spec.role == TensorRole::AdapterFactor;
+        let mut layers: Vec<Vec<Part>> = vec![vec![]; self.config.num_hidden_layers];
+        let mut outside = vec![];
+        for (index, spec) in self.specs.iter().enumerate() {
+            match spec.layer {
+                Some(layer) if !is_factor(spec) => layers[layer].push(self.part(index)?),
+                _ => outside.push(self.part(index)?),
+            }
+        }
+        let held = pieces::finish(&self.mesh, &outside, pieces::start(&self.mesh, "weights", &outside)?)?;
+        let found = outside.iter().zip(held).map(|(part, held)| Ok((part.index, pieces::weight(part, held, sink)?)));
+        let found: HashMap<usize, Weight> = found.collect::<Result<_>>()?;
+        let weight = |index: usize| {
+            found.get(&index).cloned().with_context(|| format!("{} is in a layer", self.specs[index].name))
+        };
+        let adapters = self.adapters(&weight)?;
+        let (mesh, sink) = (self.mesh.clone(), sink.cloned());
+        let layers = GatheredLayers::new(mesh, self.config.clone(), layers, adapters, sink);
+        let layers = Some(Layers::Gathered(Arc::new(layers)));
+        let find = |name: &str| weight(self.place(name)?);
+        Weights::new(&self.config, self.index.contains_key(VALUE_HEAD), self.bytes(), layers, &find)
+    }
+
+    /// What the optimizer keeps of tensor `index` under `kind`, its [`MASTER`] or its [`VALUES`]: all of it, gathered where it is
+    /// cut, and then flat but for the values. Every rank must ask, or the leader, while the others [`Self::answer`].
+    ///
+    /// # Errors
+    /// When there is no such thing, or a rank does not come in time.
+    pub fn whole(&self, index: usize, kind: &str) -> Result<Tensor> {
+        let own = self.own(index, kind)?;
+        if !self.is_cut(index) {
+            return Ok(own.clone());
+        }
+        self.mesh.ask(Asked { of_critic: self.index.contains_key(VALUE_HEAD), index, kind: kind.to_owned() })?;
+        let is_codes = own.dtype() == DType::U8;
+        let bytes = if is_codes { host_codes(own)?.to_vec() } else { f32_bytes(&host_values(own)?) };
+        let parts = self.mesh.all_gather(&format!("all of {}", self.specs[index].name), bytes)?;
+        let ranks = parts.len();
+        // The first piece is on the rank that the index says.
+        let bytes: Vec<u8> = (0..ranks).flat_map(|place| parts[(place + index) % ranks].iter().copied()).collect();
+        if is_codes {
+            let count = bytes.len();
+            return Ok(Tensor::from_vec(bytes, count, &Device::Cpu)?);
+        }
+        let values: Vec<f32> = f32_values(&bytes).collect();
+        Ok(match kind {
+            VALUES | MASTER => Tensor::from_vec(values, self.specs[index].working_shape(), &Device::Cpu)?,
+            _ => {
+                let count = values.len();
+                Tensor::from_vec(values, count, &Device::Cpu)?
+            }
+        })
+    }
+
+    /// The type of what is kept of tensor `index` under `kind`, and how many values it has for the whole tensor.
+    ///
+    /// # Errors
+    /// When there is no such thing.
+    pub fn kept(&self, index: usize, kind: &str) -> Result<(DType, usize)> {
+        let values = self.specs[index].element_count();
+        let length = if BLOCK_STATES.contains(&kind) { values.div_ceil(CUT) } else { values };
+        Ok((self.own(index, kind)?.dtype(), length))
+    }
+
+    /// What is here of it.
+    fn own(&self, index: usize, kind: &str) -> Result<&Tensor> {
+        match kind {
+            VALUES => self.values(index),
+            MASTER => self.master(index),
+            kind => self.state(index).get(kind).with_context(|| format!("the optimizer has no {kind}")),
+        }
+    }
+
+    /// Gives what the leader asked, of these or of the `critic`'s tensors.
+    ///
+    /// # Errors
+    /// As [`Self::whole`].
+    pub fn answer(&self, critic: Option<&Parameters>, asked: &Asked) -> Result<()> {
+        let of = if asked.of_critic { critic.unwrap_or(self) } else { self };
+        of.whole(asked.index, &asked.kind).map(drop)
+    }
+
+    /// Of the values that are kept of tensor `index` under `kind`, `length` for the whole tensor, those that this rank holds: all
+    /// where it is not cut.
+    pub fn own_part(&self, index: usize, kind: &str, length: usize) -> Range<usize> {
+        if !self.is_cut(index) {
+            return 0..length;
+        }
+        let own = piece(self.specs[index].element_count(), index, self.mesh.rank(), self.mesh.ranks());
+        let by = if BLOCK_STATES.contains(&kind) { CUT } else { 1 };
+        own.start.div_ceil(by)..own.end.div_ceil(by)
+    }
+}
+
+/// A tensor that the leader asks the other ranks for.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Asked {
+    of_critic: bool,
+    index: usize,
+    kind: String,
 }
 
 /// Values that may learn.

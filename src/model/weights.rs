@@ -6,8 +6,10 @@ use super::held::{Embedding, Weight};
 use super::layer::{Layer, Projection};
 use super::layers_in_turn::LayersInTurn;
 use super::names::EMBEDDING;
+use super::pieces::GatheredLayers;
 use crate::ops::Parameter;
 use anyhow::{Context, Result};
+use std::sync::Arc;
 
 /// Where the forward takes weights from, a layer at a time: from memory, from disk, or gathered from shards.
 pub trait WeightSource: Send + Sync {
@@ -47,13 +49,15 @@ pub struct Weights {
 
 /// Where the layers are; what is outside of them is in memory.
 #[derive(Clone)]
-enum Layers {
+pub(super) enum Layers {
     Resident(Vec<Layer>),
     InTurn(Box<LayersInTurn>),
+    /// In pieces over ranks.
+    Gathered(Arc<GatheredLayers>),
 }
 
 impl Weights {
-    /// The weights of `config` that `find` knows by name, `bytes` in all, but for layers made `in_turn`; with a value head in
+    /// The weights of `config` that `find` knows by name, `bytes` in all, but for `layers` that are made in turn; with a value head in
     /// place of the language model's for a critic.
     ///
     /// # Errors
@@ -62,12 +66,12 @@ impl Weights {
         config: &Config,
         is_critic: bool,
         bytes: u64,
-        in_turn: Option<LayersInTurn>,
+        layers: Option<Layers>,
         find: &dyn Fn(&str) -> Result<Weight>,
     ) -> Result<Self> {
         let layer = |index| config.family.layer(index, find);
-        let layers = match in_turn {
-            Some(layers) => Layers::InTurn(Box::new(layers)),
+        let layers = match layers {
+            Some(layers) => layers,
             None => Layers::Resident((0..config.num_hidden_layers).map(layer).collect::<Result<_>>()?),
         };
         let tied = config.tie_word_embeddings;
@@ -100,6 +104,7 @@ impl WeightSource for Weights {
                 layers.get(index).cloned().with_context(|| format!("no layer {index}"))
             }
             Layers::InTurn(layers) => layers.layer(index),
+            Layers::Gathered(layers) => layers.layer(index),
         }
     }
 

@@ -25,8 +25,16 @@ impl Threads {
     /// # Errors
     /// When the system refuses threads.
     pub fn new(threads: usize) -> Result<Self> {
+        Self::shared(threads, 1)
+    }
+
+    /// The same for one of `processes` that share this machine's cores: 0 means its share of them.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn shared(threads: usize, processes: usize) -> Result<Self> {
         let available = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = if threads == 0 { available } else { threads };
+        let threads = if threads == 0 { (available / processes).max(1) } else { threads };
         let pool = |n: usize| {
             ThreadPoolBuilder::new().num_threads(n).stack_size(STACK_BYTES).build().context(TOO_MANY)
         };

@@ -1,6 +1,6 @@
 //! `[parallel]`: threads and processes.
 
-use super::limits::from;
+use super::limits::{above, from};
 use super::table::table;
 
 table! {
@@ -10,5 +10,8 @@ table! {
         pub threads: usize = 0 => from(0.0).to(4096.0),
         /// Processes that share a sequence; only 1 in this build.
         pub sequence: usize = 1 => from(1.0),
+        /// Seconds that a process waits for the others in one exchange, their rollouts among it, before it gives up with an error
+        /// that names them. A process that ends is noticed at once.
+        pub exchange_timeout_s: f64 = 1800.0 => above(0.0).to(1e6),
     }
 }

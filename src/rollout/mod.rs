@@ -34,6 +34,7 @@ use anyhow::{Context, Result};
 use conversation::Rules;
 use engine::Engine;
 use queue::{Hooks, Queue};
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 /// Models up to this size decode in one engine a thread; larger ones in one engine whose ops share the threads, so that
@@ -81,7 +82,7 @@ pub struct Counts {
 }
 
 /// What a rollout gives: groups in prompt order, trajectories in sample order.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Rollouts {
     pub groups: Vec<Group>,
     /// The whole conversation of each trajectory, the prompt included, in the shape of `groups`.
@@ -91,6 +92,20 @@ pub struct Rollouts {
 }
 
 impl Rollouts {
+    /// Those of several stretches of prompts, one after the other.
+    pub fn joined(parts: Vec<Self>) -> Self {
+        let mut all = Self::default();
+        parts.into_iter().for_each(|part| all.extend(part));
+        all
+    }
+
+    /// Adds those of further prompts.
+    pub fn extend(&mut self, more: Self) {
+        self.groups.extend(more.groups);
+        self.messages.extend(more.messages);
+        self.answers.extend(more.answers);
+    }
+
     /// The trajectories of all groups, in order.
     pub fn trajectories(&self) -> impl Iterator<Item = &Trajectory> {
         self.groups.iter().flat_map(|group| &group.trajectories)

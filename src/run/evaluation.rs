@@ -45,8 +45,8 @@ pub fn evaluate(
     let policy = bench.plain_policy()?;
     let mut sets = vec![];
     for (set, prompts) in prompts(bench) {
-        let rollout = bench.rollout(&policy, &settings);
-        let Some(rollouts) = rollout.groups(&prompts, samples, &|_| (), stop)? else { return Ok(None) };
+        let rollouts = bench.groups(&policy, &settings, &prompts, samples, &|_| (), stop)?;
+        let Some(rollouts) = rollouts else { return Ok(None) };
         let mut rows = rollouts.rows(Phase::Eval);
         let groups = prompts.iter().map(|_| rows.by_ref().take(samples).collect()).collect();
         sets.push(SetResult::new(bench, set, &prompts, groups));

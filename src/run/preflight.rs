@@ -7,6 +7,7 @@ use super::memory::{Available, Intent, MemoryPlan, Subject, gigabytes};
 use super::source::{ModelSource, unverified};
 use super::workbench::Workbench;
 use crate::bad_input;
+use crate::dist::Mesh;
 use crate::error::BadInput;
 use crate::harmony::Message;
 use crate::interpreter::{self, CPython, Embedded, Interpreter};
@@ -31,6 +32,8 @@ use std::time::Instant;
 pub struct Preflight {
     pub plan: Plan,
     intent: Intent,
+    /// The processes that make the run together.
+    mesh: Arc<Mesh>,
     threads: Threads,
     source: ModelSource,
     /// Which of the model's own tensors learn, in the first stage.
@@ -50,20 +53,21 @@ impl Preflight {
     /// # Errors
     /// [`BadInput`] with every mistake found, each with its place and remedy.
     pub fn open(plan: Plan, intent: Intent, console: &Console) -> Result<Self> {
-        Self::open_at(plan, intent, None, console)
+        Self::open_at(plan, intent, &Mesh::single(), None, console)
     }
 
-    /// The same for a run that goes on from `checkpoint`, which says where an adapter's base is.
+    /// The same for a run of the processes of `mesh`, which may go on from `checkpoint`, that says where an adapter's base is.
     ///
     /// # Errors
     /// As [`Self::open`].
     pub fn open_at(
         mut plan: Plan,
         intent: Intent,
+        mesh: &Arc<Mesh>,
         checkpoint: Option<&Path>,
         console: &Console,
     ) -> Result<Self> {
-        let threads = Threads::new(plan.recipe.parallel.threads)?;
+        let threads = Threads::shared(plan.recipe.parallel.threads, mesh.on_cores())?;
         let mut mistakes = Mistakes(vec![]);
         let source = mistakes.note(match checkpoint.filter(|folder| holds_adapter(folder)) {
             Some(folder) => ModelSource::from_adapter(folder, plan.recipe.model.path.as_deref()),
@@ -88,7 +92,7 @@ impl Preflight {
         });
         let interpreter = match &task {
             Some(task) if task.uses_python() => {
-                mistakes.note(open_interpreter(&plan.recipe, threads.count()).map(Some))
+                mistakes.note(open_interpreter(&plan.recipe, threads.count(), mesh.on_host()).map(Some))
             }
             _ => Some(None),
         };
@@ -118,6 +122,7 @@ impl Preflight {
         Ok(Self {
             plan,
             intent,
+            mesh: mesh.clone(),
             threads,
             source,
             trainable,
@@ -193,7 +198,7 @@ impl Preflight {
     pub fn load(self, console: &Console) -> Result<Workbench> {
         let source = self.source;
         let (recipe, trainable) = (&self.plan.recipe, &self.trainable);
-        let read = || source.parameters(recipe, trainable, self.intent, self.streamed, console);
+        let read = || source.parameters(recipe, trainable, self.intent, &self.mesh, self.streamed, console);
         let mut parameters = self.threads.wide(read)?;
         let (mut trainable, mut base) = (self.trainable.clone(), None);
         if let Some(adapter) = self.adapter.as_ref().filter(|adapter| !adapter.after_cold_start) {
@@ -297,7 +302,8 @@ fn task_settings(recipe: &Recipe, console: &Console) -> TaskSettings {
     }
 }
 
-fn open_interpreter(recipe: &Recipe, threads: usize) -> Result<Box<dyn Interpreter>> {
+/// The tool, whose workers of one machine are divided among the `processes` on it.
+fn open_interpreter(recipe: &Recipe, threads: usize, processes: usize) -> Result<Box<dyn Interpreter>> {
     let i = &recipe.interpreter;
     let settings = interpreter::Settings {
         state: i.state,
@@ -305,7 +311,7 @@ fn open_interpreter(recipe: &Recipe, threads: usize) -> Result<Box<dyn Interpret
         wall_clock_s: i.wall_clock_s,
         memory_mib: i.memory_mib as u64,
         output_chars_max: i.output_chars_max,
-        workers: if i.workers == 0 { threads } else { i.workers },
+        workers: if i.workers == 0 { threads } else { i.workers.div_ceil(processes) },
         dangerously_allow_unsandboxed: i.dangerously_allow_unsandboxed,
         program: None,
         python: i.python.clone().into(),

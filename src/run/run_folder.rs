@@ -14,9 +14,15 @@ use std::fs::{self, File, TryLockError};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-/// A run folder that this process holds; others that try are refused until it ends.
+/// A run folder that this process holds, or that the leader of its processes does; others that try are refused until it ends.
 pub struct RunFolder {
     pub path: PathBuf,
+    /// `None` in a process that leaves the writing to the leader.
+    files: Option<Files>,
+}
+
+/// What is written from step to step.
+struct Files {
     metrics: MetricsFile,
     tensorboard: Option<TensorBoard>,
     _lock: File,
@@ -35,6 +41,11 @@ impl RunFolder {
             "{}: already holds a run; go on with --resume, or name another folder with --out",
             path.display()
         ))
+    }
+
+    /// The folder of a process that leaves the writing to the leader: it reads, and writes nothing.
+    pub fn follow(path: &Path) -> Self {
+        Self { path: path.to_owned(), files: None }
     }
 
     /// Starts a run in `path`.
@@ -56,7 +67,7 @@ impl RunFolder {
         let metrics = begin().inspect_err(|_| Self::clear_unused(path))?;
         let tensorboard =
             plan.recipe.logging.tensorboard.then(|| TensorBoard::create(&path.join("tensorboard")));
-        Ok(Self { path: path.to_owned(), metrics, tensorboard, _lock: lock })
+        Ok(Self { path: path.to_owned(), files: Some(Files { metrics, tensorboard, _lock: lock }) })
     }
 
     /// Goes on with the run in `path` from `point`, which [`prepare_resume`] found, or from the start when it has no checkpoint
@@ -86,7 +97,7 @@ impl RunFolder {
             false => None,
         };
         write_recipe(path, plan)?;
-        Ok(Self { path: path.to_owned(), metrics, tensorboard, _lock: lock })
+        Ok(Self { path: path.to_owned(), files: Some(Files { metrics, tensorboard, _lock: lock }) })
     }
 
     /// Removes what [`Self::create`] made in `path`, after a start that failed before anything was measured: the next start
@@ -111,8 +122,9 @@ impl RunFolder {
     /// # Errors
     /// When the disk refuses.
     pub fn write_metrics(&mut self, row: &Row) -> Result<()> {
-        self.metrics.write(row)?;
-        if let Some(tensorboard) = &mut self.tensorboard {
+        let Some(files) = &mut self.files else { return Ok(()) };
+        files.metrics.write(row)?;
+        if let Some(tensorboard) = &mut files.tensorboard {
             tensorboard.write(row)?;
         }
         Ok(())
@@ -121,9 +133,10 @@ impl RunFolder {
     /// Makes the metrics durable and returns their length, bytes, and digest: a checkpoint keeps both.
     ///
     /// # Errors
-    /// When the disk refuses.
+    /// When the disk refuses, or this process does not write.
     pub fn sync_metrics(&mut self) -> Result<(u64, blake3::Hash)> {
-        Ok((self.metrics.sync()?, self.metrics.digest()))
+        let files = self.files.as_mut().context("only the leader keeps metrics")?;
+        Ok((files.metrics.sync()?, files.metrics.digest()))
     }
 
     /// Writes `trajectories/<name>.jsonl`.
@@ -131,7 +144,8 @@ impl RunFolder {
     /// # Errors
     /// When the disk refuses.
     pub fn write_trajectories(&self, name: &str, rows: impl Iterator<Item = TrajectoryRow>) -> Result<()> {
-        self.metrics.check_in_place()?;
+        let Some(files) = &self.files else { return Ok(()) };
+        files.metrics.check_in_place()?;
         write_trajectories(&self.path.join("trajectories"), name, rows)
     }
 
@@ -155,6 +169,9 @@ impl RunFolder {
     /// # Errors
     /// When the disk refuses.
     pub fn write_model(&self, model: &serde_json::Value) -> Result<()> {
+        if self.files.is_none() {
+            return Ok(());
+        }
         write_file(&self.path.join("model.json"), &format!("{model}\n"))
     }
 
@@ -163,6 +180,9 @@ impl RunFolder {
     /// # Errors
     /// When the disk refuses.
     pub fn write_confinement(&self, confinement: &str) -> Result<()> {
+        if self.files.is_none() {
+            return Ok(());
+        }
         write_file(&self.path.join("sandbox.txt"), &format!("{confinement}\n"))
     }
 }

@@ -1,8 +1,8 @@
-//! SIGINT, SIGTERM and SIGHUP ask for a stop; a second SIGINT or SIGTERM exits at once.
+//! SIGINT, SIGTERM, SIGHUP and SIGUSR1 ask for a stop; a second SIGINT or SIGTERM exits at once.
 
 use crate::error::EXIT_STOPPED;
 use anyhow::{Context, Result};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -31,6 +31,8 @@ impl Stop {
         if !is_ignored(SIGHUP) {
             signal_hook::flag::register(SIGHUP, asked.clone()).context("listening for signals")?;
         }
+        // What mpirun passes on and Slurm sends before the end (`--signal`): of the others it kills within seconds.
+        signal_hook::flag::register(SIGUSR1, asked.clone()).context("listening for signals")?;
         Ok(Self(asked))
     }
 

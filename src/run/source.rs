@@ -3,6 +3,7 @@
 use super::memory::Intent;
 use crate::bad_input;
 use crate::chat::Chat;
+use crate::dist::Mesh;
 use crate::error::quoted;
 use crate::metrics::{Console, Phase};
 use crate::model::adapter::Base;
@@ -195,10 +196,12 @@ impl ModelSource {
         recipe: &Recipe,
         trainable: &[bool],
         intent: Intent,
+        mesh: &Arc<Mesh>,
         streamed: bool,
         console: &Console,
     ) -> Result<Parameters> {
-        let mut parameters = self.base_parameters(recipe, trainable, intent, streamed, console)?;
+        let parameters = self.base_parameters(recipe, trainable, intent, mesh, streamed, console)?;
+        let mut parameters = parameters.shared_by(mesh);
         if let Some(adapter) = &self.adapter {
             parameters.adapt(adapter.lora.clone(), adapter.values(&self.specs())?)?;
         }
@@ -211,6 +214,7 @@ impl ModelSource {
         recipe: &Recipe,
         trainable: &[bool],
         intent: Intent,
+        mesh: &Arc<Mesh>,
         streamed: bool,
         console: &Console,
     ) -> Result<Parameters> {
@@ -255,6 +259,9 @@ impl ModelSource {
             Ok((
                 spec,
                 match values {
+                    Loaded::Values(values) if trainable[index] => {
+                        Loaded::Values(rounded(values)).cut(mesh, index)
+                    }
                     Loaded::Values(values) => Loaded::Values(rounded(values)),
                     packed => packed,
                 },

@@ -7,6 +7,7 @@ use super::preflight::{Mistakes, Preflight};
 use super::source::{ModelSource, model_folder};
 use crate::bad_input;
 use crate::chat::Chat;
+use crate::dist::Mesh;
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
 use crate::metrics::Console;
@@ -18,11 +19,12 @@ use crate::model::policy_view::PolicyView;
 use crate::model::save::Companions;
 use crate::ops::threads::Threads;
 use crate::recipe::{Plan, Recipe};
-use crate::rollout::{Prompt, Rollout, RolloutSettings};
+use crate::rollout::{Prompt, Rollout, RolloutProgress, RolloutSettings, Rollouts};
 use crate::tasks::Task;
 use crate::train::supervised::Rendering;
 use anyhow::Result;
 use std::path::Path;
+use std::sync::Arc;
 
 /// A model with its conversations, task and tool, ready to run.
 pub struct Workbench {
@@ -56,15 +58,21 @@ impl Workbench {
     /// # Errors
     /// [`BadInput`](crate::error::BadInput) with every mistake found, each with its place and remedy.
     pub fn open(plan: Plan, intent: Intent, console: &Console) -> Result<Self> {
-        Self::open_at(plan, intent, None, console)
+        Self::open_at(plan, intent, &Mesh::single(), None, console)
     }
 
-    /// The same for a run that goes on from `checkpoint`.
+    /// The same for a run of the processes of `mesh`, which may go on from `checkpoint`.
     ///
     /// # Errors
     /// As [`Self::open`].
-    pub fn open_at(plan: Plan, intent: Intent, checkpoint: Option<&Path>, console: &Console) -> Result<Self> {
-        let mut preflight = Preflight::open_at(plan, intent, checkpoint, console)?;
+    pub fn open_at(
+        plan: Plan,
+        intent: Intent,
+        mesh: &Arc<Mesh>,
+        checkpoint: Option<&Path>,
+        console: &Console,
+    ) -> Result<Self> {
+        let mut preflight = Preflight::open_at(plan, intent, mesh, checkpoint, console)?;
         preflight.admit(available().as_ref())?;
         preflight.load(console)
     }
@@ -116,7 +124,7 @@ impl Workbench {
                 .print(&format!("warning: {}: each layer is read whenever it is its turn", folder.display()));
         }
         let none_learns = vec![false; self.trainable.len()];
-        source.parameters(self.recipe(), &none_learns, Intent::CheckMismatch, streamed, console)
+        source.parameters(self.recipe(), &none_learns, Intent::CheckMismatch, self.mesh(), streamed, console)
     }
 
     /// What the arms change in the training forward.
@@ -160,6 +168,36 @@ impl Workbench {
             interpreter: self.interpreter.as_deref(),
             settings,
         }
+    }
+
+    /// The processes that make this run together.
+    pub fn mesh(&self) -> &Arc<Mesh> {
+        self.parameters.mesh()
+    }
+
+    /// `samples` conversations of each of `prompts`: every process samples its share of the prompts, and all of them get all. `None`
+    /// when `stop` said so.
+    ///
+    /// # Errors
+    /// Those of [`Rollout::groups`], and when a rank does not come in time.
+    pub fn groups(
+        &self,
+        policy: &PolicyView,
+        settings: &RolloutSettings,
+        prompts: &[Prompt],
+        samples: usize,
+        progress: &(dyn Fn(RolloutProgress) + Sync),
+        stop: &(dyn Fn() -> bool + Sync),
+    ) -> Result<Option<Rollouts>> {
+        let (mesh, rollout) = (self.mesh(), self.rollout(policy, settings));
+        let (rank, ranks) = (mesh.rank(), mesh.ranks());
+        if ranks == 1 {
+            return rollout.groups(prompts, samples, progress, stop);
+        }
+        let own = &prompts[prompts.len() * rank / ranks..prompts.len() * (rank + 1) / ranks];
+        let sampled = rollout.groups(own, samples, progress, stop)?;
+        let all: Vec<Option<Rollouts>> = mesh.all_records("rollouts", &sampled)?;
+        Ok(all.into_iter().collect::<Option<Vec<_>>>().map(Rollouts::joined))
     }
 
     /// What the user has to hear of dead workers of the Python tool, if anything.

@@ -20,7 +20,6 @@ use crate::integrity::{Manifest, sealed};
 use crate::metrics::Phase;
 use crate::model::adapter::{Base, Lora, peft};
 use crate::model::config::{Config, Form};
-use crate::model::held::Held;
 use crate::model::names::{ParameterSpec, StoredTensor, TensorRole, parameter_specs};
 use crate::model::parameters::{MASTER, Parameters};
 use crate::model::save::{Companions, SHARD_BYTES_MAX, save, save_without_weights};
@@ -29,7 +28,7 @@ use crate::ops::cpu::{edit, edit_codes, host_codes, host_values};
 use crate::ops::mxfp4;
 use anyhow::{Context, Result};
 use blake3::Hash;
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -113,9 +112,9 @@ impl Snapshot<'_> {
                     .parameters
                     .position(&spec.name)
                     .with_context(|| format!("no tensor {}", spec.name))?;
-                match self.parameters.of_place(index)? {
-                    Held::Plain(_) => Ok(self.parameters.master(index)?.clone()),
-                    packed => packed.decoded(spec),
+                match self.parameters.packed(index) {
+                    None => self.parameters.whole(index, MASTER),
+                    Some(packed) => packed.decoded(spec),
                 }
             })?,
         };
@@ -140,7 +139,7 @@ impl Snapshot<'_> {
         let mut manifest = Manifest::default();
         peft::write(aside, &mut manifest, (lora, &parameter_specs(self.config)), base, |name| {
             let index = self.parameters.position(name).with_context(|| format!("no tensor {name}"))?;
-            Ok(self.parameters.master(index)?.flatten_all()?.to_vec1()?)
+            Ok(self.parameters.whole(index, MASTER)?.flatten_all()?.to_vec1()?)
         })?;
         save_without_weights(aside, self.config, self.form, self.companions, &mut manifest)?;
         Ok(manifest)
@@ -173,18 +172,17 @@ pub fn bytes(form: Form, parameters: &Parameters) -> u64 {
         // What learns is kept with all its digits; under bf16 the optimizer's state has them.
         let is_kept_too = parameters.learns(index) && !state.contains_key(MASTER);
         let master = if is_kept_too { spec.element_count() * size_of::<f32>() } else { 0 };
-        stored + (master + state.values().map(tensor_bytes).sum::<usize>()) as u64
+        let kept = |kind: &&str| {
+            parameters.kept(index, kind).map_or(0, |(dtype, length)| length * dtype.size_in_bytes())
+        };
+        stored + (master + state.keys().map(kept).sum::<usize>()) as u64
     };
     parameters.specs.iter().enumerate().map(of).sum()
 }
 
-fn tensor_bytes(tensor: &Tensor) -> usize {
-    tensor.elem_count() * tensor.dtype().size_in_bytes()
-}
-
 /// The type in a file of what an optimizer keeps.
-fn stored_dtype(tensor: &Tensor) -> Dtype {
-    if tensor.dtype() == DType::U8 { Dtype::U8 } else { Dtype::F32 }
+fn stored_dtype(dtype: DType) -> Dtype {
+    if dtype == DType::U8 { Dtype::U8 } else { Dtype::F32 }
 }
 
 /// Writes into the file `path`, a tensor at a time, what the optimizer keeps of each tensor that learns, its master among it,
@@ -194,26 +192,31 @@ fn write_state(
     parameters: &Parameters,
     keep: &dyn Fn(&ParameterSpec, &[f32]) -> bool,
 ) -> Result<Hash> {
-    let mut kept: BTreeMap<String, &Tensor> = BTreeMap::new();
+    // By name in the file: the tensor, and what is kept of it.
+    let mut kept: BTreeMap<String, (usize, &str)> = BTreeMap::new();
     for (index, spec) in parameters.specs.iter().enumerate() {
         // What is packed is in the files that the model was read from.
         let Ok(values) = parameters.values(index) else { continue };
         if parameters.learns(index) || keep(spec, &host_values(values)?) {
-            kept.insert(format!("{MASTER}.{}", spec.name), parameters.master(index)?);
+            kept.insert(format!("{MASTER}.{}", spec.name), (index, MASTER));
         }
-        for (name, tensor) in parameters.state(index) {
-            kept.insert(format!("{name}.{}", spec.name), tensor);
+        for name in parameters.state(index).keys() {
+            kept.insert(format!("{name}.{}", spec.name), (index, name));
         }
     }
-    let (names, tensors): (Vec<String>, Vec<&Tensor>) = kept.into_iter().unzip();
-    let stored = names.into_iter().zip(&tensors).map(|(name, tensor)| StoredTensor {
-        name,
-        dtype: stored_dtype(tensor),
-        shape: vec![tensor.elem_count()],
+    let stored = kept.iter().map(|(name, &(index, kind))| {
+        let (dtype, length) = parameters.kept(index, kind)?;
+        Ok(StoredTensor { name: name.clone(), dtype: stored_dtype(dtype), shape: vec![length] })
     });
-    write_tensors(path, stored.collect(), |index, out| match stored_dtype(tensors[index]) {
-        Dtype::U8 => Ok(out.write_all(&host_codes(tensors[index])?)?),
-        _ => write_f32(out, &host_values(tensors[index])?),
+    let stored = stored.collect::<Result<_>>()?;
+    let places: Vec<(usize, &str)> = kept.into_values().collect();
+    write_tensors(path, stored, |place, out| {
+        let (index, kind) = places[place];
+        let tensor = parameters.whole(index, kind)?;
+        match tensor.dtype() {
+            DType::U8 => Ok(out.write_all(&host_codes(&tensor)?)?),
+            _ => write_f32(out, &host_values(&tensor)?),
+        }
     })
 }
 
@@ -256,12 +259,14 @@ fn restore_state(path: &Path, parameters: &mut Parameters, optimizer: &Optimizer
             let bytes = file.read(info)?;
             let target =
                 if kind == MASTER { parameters.master(index)? } else { &parameters.state(index)[kind] };
-            if info.dtype != stored_dtype(target) || bytes.len() != tensor_bytes(target) {
+            let (dtype, length) = parameters.kept(index, kind)?;
+            if info.dtype != stored_dtype(dtype) || bytes.len() != length * dtype.size_in_bytes() {
                 return Err(damaged(format!("{} has another size or optimizer", spec.name)));
             }
+            let own = parameters.own_part(index, kind, length);
             if info.dtype == Dtype::U8 {
                 edit_codes(target, |target| {
-                    target.copy_from_slice(&bytes);
+                    target.copy_from_slice(&bytes[own]);
                     Ok(())
                 })?;
                 continue;
@@ -270,7 +275,7 @@ fn restore_state(path: &Path, parameters: &mut Parameters, optimizer: &Optimizer
                 return Err(damaged(format!("{name} holds {value}")));
             }
             edit(target, |target| {
-                target.iter_mut().zip(f32_values(&bytes)).for_each(|(t, v)| *t = v);
+                target.iter_mut().zip(f32_values(&bytes).skip(own.start)).for_each(|(t, v)| *t = v);
                 Ok(())
             })?;
         }

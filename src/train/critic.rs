@@ -61,7 +61,11 @@ impl Critic {
                 held => Loaded::Values(held.decoded(spec)?.flatten_all()?.to_vec1()?),
             })
         });
-        let mut parameters = Parameters::with_value_head(config, values)?;
+        let values = values.enumerate().map(|(index, found)| {
+            let (spec, values) = found?;
+            Ok((spec, if trainable[index] { values.cut(policy.mesh(), index) } else { values }))
+        });
+        let mut parameters = Parameters::with_value_head(config, values)?.shared_by(policy.mesh());
         parameters.learn(trainable)?;
         let optimizer = Optimizer::new(&settings.optimizer, &mut parameters, round_to_bf16)?;
         Ok(Self { settings: settings.clone(), parameters, optimizer })
@@ -79,7 +83,7 @@ impl Critic {
             let index = policy.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
             Ok(Loaded::Packed(policy.of_place(index)?))
         });
-        let mut parameters = Parameters::with_value_head(config, values)?;
+        let mut parameters = Parameters::with_value_head(config, values)?.shared_by(policy.mesh());
         let start = lora.start(&parameters.specs, seed, Owner::Critic)?;
         parameters.adapt(lora.clone(), start)?;
         parameters.learn(trainable)?;

@@ -30,6 +30,13 @@ pub struct HeadGradient {
     pub entropies: Vec<f32>,
 }
 
+impl HeadGradient {
+    /// That of an objective which `targets` targets do not move.
+    pub fn zero(targets: usize) -> Self {
+        Self { log_probs: vec![0.0; targets], entropies: vec![0.0; targets] }
+    }
+}
+
 /// From the log-probabilities and entropies of the head, `[R]` each, to their gradients.
 pub type HeadObjective<'a> = &'a dyn Fn(&[f32], &[f32]) -> Result<HeadGradient>;
 
@@ -102,16 +109,16 @@ impl Pass<'_> {
         Ok(PassOutput { log_probs, entropies, routes, load_balance })
     }
 
-    /// The same for a critic: `objective` on its values.
+    /// The same for a critic: `objective` on its values, which are returned.
     ///
     /// # Errors
     /// When the batch does not fit the model, it has no value head, or the objective fails.
-    pub fn values_backward(&self, objective: ValueObjective<'_>) -> Result<()> {
+    pub fn values_backward(&self, objective: ValueObjective<'_>) -> Result<Vec<f32>> {
         let on_head = |head: &Tensor| {
             let gradient = objective(&read_values(head)?)?;
             Ok(Tensor::from_vec(gradient, head.shape(), &Device::Cpu)?)
         };
-        self.both_ways(&on_head).map(drop)
+        read_values(&self.both_ways(&on_head)?.head)
     }
 
     fn both_ways(&self, objective: OnHead<'_>) -> Result<Walked> {

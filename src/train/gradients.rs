@@ -3,14 +3,25 @@
 //! Passes run side by side, but a parameter's buffer is lent to one at a time, and to pass `i + 1` only when pass `i` has
 //! added all that it has for it. Passes meet the parameters in one order, so the later ones follow the earlier a step behind.
 //! The sum has one order of additions on any number of threads, and there is no second copy of anything.
+//!
+//! Where several processes share the work, a pass adds to a whole tensor of zeros; the ranks exchange its pieces, and each adds
+//! what came to the piece it holds, in rank order. Ranks take the micro-batches in turn, so that is the order of the batch.
 
+use crate::dist::wire::{f32_bytes, f32_values};
+use crate::dist::{Mesh, Started, piece};
+use crate::model::names::ParameterSpec;
 use crate::model::parameters::Parameters;
+use crate::ops::cpu::{edit, host_values};
 use crate::ops::optimizer::{scale, sum_of_squares};
 use crate::ops::parameter::GradientSink;
 use anyhow::Result;
-use candle_core::{Tensor, bail};
+use candle_core::{DType, Device, Tensor, bail};
 use rayon::prelude::*;
+use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
+
+/// Exchanges of gradients that may be under way while a pass goes on; each holds a tensor twice.
+const EXCHANGES_MAX: usize = 4;
 
 /// The buffers of one batch's sum, and whose turn it is.
 pub struct GradientSum {
@@ -19,6 +30,16 @@ pub struct GradientSum {
     uses: Vec<usize>,
     turns: Mutex<Turns>,
     changed: Condvar,
+    /// Present where tensors are cut over ranks.
+    reduction: Option<Reduction>,
+}
+
+/// How gradients of tensors that are cut come together.
+struct Reduction {
+    mesh: Arc<Mesh>,
+    specs: Vec<ParameterSpec>,
+    /// Exchanges that have not been added yet, first come first.
+    under_way: Mutex<VecDeque<(usize, Started)>>,
 }
 
 struct Turns {
@@ -44,7 +65,20 @@ impl GradientSum {
         buffers.iter().flatten().try_for_each(|buffer| scale(buffer, 0.0))?;
         let turns = Mutex::new(Turns { adds: vec![0; buffers.len()], failed: None });
         let uses = (0..buffers.len()).map(|index| parameters.uses(index)).collect();
-        Ok(Arc::new(Self { buffers, uses, turns, changed: Condvar::new() }))
+        let reduction = (parameters.mesh().ranks() > 1).then(|| Reduction {
+            mesh: parameters.mesh().clone(),
+            specs: parameters.specs.clone(),
+            under_way: Mutex::default(),
+        });
+        Ok(Arc::new(Self { buffers, uses, turns, changed: Condvar::new(), reduction }))
+    }
+
+    /// Waits until every gradient has been added.
+    ///
+    /// # Errors
+    /// When a rank does not come in time.
+    pub fn finish(&self) -> candle_core::Result<()> {
+        self.reduction.as_ref().map_or(Ok(()), |reduction| reduction.settle(&self.buffers, 0))
     }
 
     /// Where pass `pass` of the batch, from 0, adds its gradients: each parameter's once for each of its uses.
@@ -67,7 +101,7 @@ impl GradientSink for PassTurn {
         parameter: usize,
         add: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>,
     ) -> candle_core::Result<()> {
-        let GradientSum { buffers, uses, turns, changed } = &*self.sum;
+        let GradientSum { buffers, uses, turns, changed, reduction } = &*self.sum;
         let Some(buffer) = &buffers[parameter] else { bail!("parameter {parameter} does not learn") };
         let lock = turns.lock().unwrap_or_else(PoisonError::into_inner);
         let in_vain = |turns: &Turns| turns.failed.is_some_and(|failed| failed < self.pass);
@@ -81,11 +115,56 @@ impl GradientSink for PassTurn {
             bail!("parameter {parameter} was added to more than {uses} times in one pass");
         }
         drop(lock);
-        add(buffer)?;
+        match reduction {
+            None => add(buffer)?,
+            Some(reduction) => reduction.add(parameter, buffers, add)?,
+        }
         turns.lock().unwrap_or_else(PoisonError::into_inner).adds[parameter] += 1;
         changed.notify_all();
         Ok(())
     }
+}
+
+impl Reduction {
+    /// Has `add` add to zeros, and sends the pieces on their way.
+    fn add(
+        &self,
+        parameter: usize,
+        buffers: &[Option<Tensor>],
+        add: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>,
+    ) -> candle_core::Result<()> {
+        let (spec, mesh) = (&self.specs[parameter], &self.mesh);
+        let whole = Tensor::zeros(spec.working_shape(), DType::F32, &Device::Cpu)?;
+        add(&whole)?;
+        let (values, ranks) = (host_values(&whole)?, mesh.ranks());
+        let of = |rank: usize| piece(values.len(), parameter, rank, ranks);
+        let parts = (0..ranks).map(|rank| Arc::new(f32_bytes(&values[of(rank)]))).collect();
+        let own_bytes = of(mesh.rank()).len() * size_of::<f32>();
+        let what = format!("gradient of {}", spec.name);
+        let started = mesh.start(&what, &mesh.everyone(), parts, &vec![own_bytes; ranks]).map_err(foreign)?;
+        self.under_way.lock().unwrap_or_else(PoisonError::into_inner).push_back((parameter, started));
+        self.settle(buffers, EXCHANGES_MAX)
+    }
+
+    /// Adds what came, in rank order, until no more than `left` exchanges are under way.
+    fn settle(&self, buffers: &[Option<Tensor>], left: usize) -> candle_core::Result<()> {
+        let mut under_way = self.under_way.lock().unwrap_or_else(PoisonError::into_inner);
+        while under_way.len() > left {
+            let Some((parameter, started)) = under_way.pop_front() else { break };
+            let Some(buffer) = &buffers[parameter] else { bail!("parameter {parameter} does not learn") };
+            for part in started.wait().map_err(foreign)? {
+                edit(buffer, |sum| {
+                    sum.iter_mut().zip(f32_values(&part)).for_each(|(sum, x)| *sum += x);
+                    Ok(())
+                })?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn foreign(error: anyhow::Error) -> candle_core::Error {
+    candle_core::Error::Msg(format!("{error:#}"))
 }
 
 /// A pass that unwinds has failed too: the passes after it would wait for ever.
@@ -104,7 +183,11 @@ impl Drop for PassTurn {
 pub fn global_norm(parameters: &Parameters) -> Result<f64> {
     let gradients: Vec<&Tensor> = parameters.gradients().flatten().collect();
     let squares = gradients.par_iter().map(|gradient| sum_of_squares(gradient));
-    Ok(squares.collect::<candle_core::Result<Vec<f64>>>()?.iter().sum::<f64>().sqrt())
+    let squares = squares.collect::<candle_core::Result<Vec<f64>>>()?;
+    // Each rank's share of each tensor, in rank order.
+    let ranks = parameters.mesh().all_records("the gradient's norm", &squares)?;
+    let of_tensor = |index: usize| ranks.iter().map(|squares| squares[index]).sum::<f64>();
+    Ok((0..squares.len()).map(of_tensor).sum::<f64>().sqrt())
 }
 
 /// Scales all gradients down to `norm_max` where they exceed it; 0 means no limit. Returns the norm before.

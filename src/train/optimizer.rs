@@ -1,7 +1,7 @@
 //! AdamW, also with 8-bit moments, and SGD: what they keep of each tensor that learns, and their updates.
 
 use crate::model::names::TensorRole;
-use crate::model::parameters::{MASTER, OptimizerState, Parameters};
+use crate::model::parameters::{BLOCK_STATES, MASTER, OptimizerState, Parameters};
 use crate::ops::adamw_8bit::{self, Moment, adamw_8bit};
 use crate::ops::optimizer::{AdamW, accumulate, adamw, round_to_bf16, sgd};
 use crate::recipe::{OptimizerConfig as Settings, OptimizerKind, Schedule};
@@ -28,20 +28,18 @@ pub fn learning_rate(settings: &Settings, step: u64, steps: u64) -> f64 {
 
 /// AdamW's first and second moment.
 const MOMENTS: [&str; 2] = ["first", "second"];
-/// The same in 8 bits.
+/// The same in 8 bits; their scales are [`BLOCK_STATES`].
 const CODES: [&str; 2] = ["first_codes", "second_codes"];
-const SCALES: [&str; 2] = ["first_scales", "second_scales"];
 /// SGD's moving sum of gradients.
 const MOMENTUM: &str = "momentum";
 
-/// What the update rule keeps of a tensor of `shape`.
-fn buffers(settings: &Settings, shape: &Shape) -> Vec<(&'static str, DType, Shape)> {
-    let values = shape.elem_count();
+/// What the update rule keeps of `shape`, which is a tensor of `values` values or the piece of it that is here.
+fn buffers(settings: &Settings, values: usize, shape: &Shape) -> Vec<(&'static str, DType, Shape)> {
     match settings.kind {
         OptimizerKind::AdamW8Bit if values >= adamw_8bit::VALUES_MIN => {
-            let blocks = Shape::from(values.div_ceil(adamw_8bit::BLOCK));
+            let blocks = Shape::from(shape.elem_count().div_ceil(adamw_8bit::BLOCK));
             let codes = CODES.map(|name| (name, DType::U8, shape.clone()));
-            let scales = SCALES.map(|name| (name, DType::F32, blocks.clone()));
+            let scales = BLOCK_STATES.map(|name| (name, DType::F32, blocks.clone()));
             codes.into_iter().chain(scales).collect()
         }
         OptimizerKind::AdamW | OptimizerKind::AdamW8Bit => {
@@ -55,7 +53,7 @@ fn buffers(settings: &Settings, shape: &Shape) -> Vec<(&'static str, DType, Shap
 /// Bytes of what the update rule keeps of a tensor of `values` values.
 pub fn state_bytes(settings: &Settings, values: usize) -> u64 {
     let bytes = |(_, dtype, shape): (_, DType, Shape)| (dtype.size_in_bytes() * shape.elem_count()) as u64;
-    buffers(settings, &Shape::from(values)).into_iter().map(bytes).sum()
+    buffers(settings, values, &Shape::from(values)).into_iter().map(bytes).sum()
 }
 
 /// An optimizer over the tensors that learn. What it keeps of them lies beside them, in [`Parameters`].
@@ -82,7 +80,8 @@ impl Optimizer {
                 if round_to_bf16 && parameters.specs[index].role != TensorRole::AdapterFactor {
                     state.insert(MASTER, parameters.master(index)?.copy()?);
                 }
-                for (name, dtype, shape) in buffers(settings, values.shape()) {
+                let count = parameters.specs[index].element_count();
+                for (name, dtype, shape) in buffers(settings, count, values.shape()) {
                     state.insert(name, Tensor::zeros(shape, dtype, &Device::Cpu)?);
                 }
             }
@@ -115,7 +114,7 @@ impl Optimizer {
             let (master, state) = (parameters.master(index)?, parameters.state(index));
             let kept = |name: &str| state.get(name).with_context(|| format!("the optimizer has no {name}"));
             let moment = |i: usize| {
-                Ok::<_, anyhow::Error>(Moment { codes: kept(CODES[i])?, scales: kept(SCALES[i])? })
+                Ok::<_, anyhow::Error>(Moment { codes: kept(CODES[i])?, scales: kept(BLOCK_STATES[i])? })
             };
             match s.kind {
                 OptimizerKind::AdamW8Bit if state.contains_key(CODES[0]) => {

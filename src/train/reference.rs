@@ -8,12 +8,11 @@ use crate::integrity::digest_of;
 use crate::model::config::Config;
 use crate::model::held::{Held, Loaded};
 use crate::model::names::{ParameterSpec, StoredTensor};
-use crate::model::parameters::Parameters;
+use crate::model::parameters::{Parameters, VALUES};
 use crate::model::tensor_file::{TensorFile, f32_values, write_f32, write_tensors};
 use crate::ops::cpu::host_values;
 use anyhow::{Context, Result};
 use blake3::Hash;
-use candle_core::Tensor;
 use safetensors::Dtype;
 use std::path::Path;
 
@@ -25,13 +24,17 @@ const FILE: &str = "reference.safetensors";
 /// When memory runs out.
 pub fn copy(config: &Config, parameters: &Parameters) -> Result<Parameters> {
     let values = parameters.specs.iter().enumerate().map(|(index, spec)| {
+        if parameters.is_cut(index) {
+            let piece = host_values(parameters.values(index)?)?.to_vec();
+            return Ok((spec.clone(), Loaded::Piece(parameters.mesh().clone(), piece)));
+        }
         let values = match parameters.of_place(index)? {
             Held::Plain(values) => Loaded::Values(values.flatten_all()?.to_vec1()?),
             packed => Loaded::Packed(packed),
         };
         Ok((spec.clone(), values))
     });
-    Parameters::loaded(config, values)
+    Ok(Parameters::loaded(config, values)?.shared_by(parameters.mesh()))
 }
 
 /// Writes the reference into the run folder `run`, in working layout and precision, a tensor at a time, and returns its
@@ -40,13 +43,10 @@ pub fn copy(config: &Config, parameters: &Parameters) -> Result<Parameters> {
 /// # Errors
 /// When the disk refuses; a reference that was there stays whole.
 pub fn write(run: &Path, reference: &Parameters) -> Result<Hash> {
-    let kept: Vec<(&ParameterSpec, Tensor)> = reference
-        .specs
-        .iter()
-        .enumerate()
-        .filter_map(|(index, spec)| Some((spec, reference.values(index).ok()?.detach())))
-        .collect();
-    let stored = |(spec, _): &(&ParameterSpec, Tensor)| StoredTensor {
+    let specs = reference.specs.iter().enumerate();
+    let kept: Vec<(usize, &ParameterSpec)> =
+        specs.filter(|(index, _)| reference.values(*index).is_ok()).collect();
+    let stored = |(_, spec): &(usize, &ParameterSpec)| StoredTensor {
         name: spec.name.clone(),
         dtype: Dtype::F32,
         shape: spec.working_shape(),
@@ -54,7 +54,7 @@ pub fn write(run: &Path, reference: &Parameters) -> Result<Hash> {
     let mut digest = None;
     replace_file(&run.join(FILE), |aside| {
         digest = Some(write_tensors(aside, kept.iter().map(stored).collect(), |index, out| {
-            write_f32(out, &host_values(&kept[index].1)?)
+            write_f32(out, &host_values(&reference.whole(kept[index].0, VALUES)?)?)
         })?);
         Ok(())
     })?;
@@ -89,14 +89,16 @@ pub fn read(run: &Path, config: &Config, parameters: &Parameters) -> Result<Para
     };
     let file = TensorFile::open(&path).map_err(|e| damaged(format!("cannot be used: {e:#}")))?;
     let found = parameters.specs.iter().enumerate().map(|(index, spec)| {
-        if let packed @ (Held::Matrix(_) | Held::Table(_)) = parameters.of_place(index)? {
+        if let Some(packed) = parameters.packed(index) {
             return Ok((spec.clone(), Loaded::Packed(packed)));
         }
         let info = file.metadata.info(&spec.name).ok_or_else(|| damaged(format!("lacks {}", spec.name)))?;
         if info.dtype != Dtype::F32 || info.shape != spec.working_shape() {
             return Err(damaged(format!("does not fit the model: {} has another shape", spec.name)));
         }
-        Ok((spec.clone(), Loaded::Values(f32_values(&file.read(info)?).collect())))
+        let values = Loaded::Values(f32_values(&file.read(info)?).collect());
+        let cut = parameters.is_cut(index);
+        Ok((spec.clone(), if cut { values.cut(parameters.mesh(), index) } else { values }))
     });
-    Parameters::loaded(config, found)
+    Ok(Parameters::loaded(config, found)?.shared_by(parameters.mesh()))
 }

@@ -4,7 +4,7 @@ use super::Trainer;
 use crate::atomic_file::replace_folder;
 use crate::model::adapter::{BASE_FOLDER, Base};
 use crate::model::config::Form;
-use crate::model::held::Held;
+use crate::model::parameters::VALUES;
 use crate::model::save::{SHARD_BYTES_MAX, save};
 use crate::recipe::Dtype;
 use anyhow::{Context, Result};
@@ -36,17 +36,21 @@ impl Trainer {
         };
         let folder = self.folder.path.join(BASE_FOLDER);
         let base = bench.parameters.without_adapter();
-        replace_folder(&folder, |aside| {
-            let config = &bench.model.config;
-            let manifest = save(aside, config, form, &bench.companions, SHARD_BYTES_MAX, |spec| {
-                let index = base.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
-                match base.of_place(index)? {
-                    Held::Plain(values) => Ok(values),
-                    packed => packed.decoded(spec),
-                }
-            })?;
-            manifest.write(aside)
-        })?;
+        let write = || {
+            replace_folder(&folder, |aside| {
+                let config = &bench.model.config;
+                let manifest = save(aside, config, form, &bench.companions, SHARD_BYTES_MAX, |spec| {
+                    let index =
+                        base.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
+                    match base.packed(index) {
+                        None => base.whole(index, VALUES),
+                        Some(packed) => packed.decoded(spec),
+                    }
+                })?;
+                manifest.write(aside)
+            })
+        };
+        bench.mesh().lead(write, |asked| base.answer(None, &asked))?;
         bench.base = Some(Base::of(&folder)?);
         Ok(())
     }

@@ -60,7 +60,7 @@ impl Trainer {
             let trained = (0..drawn.groups.len()).collect();
             return Ok(Generated { drawn, trained, rounds: None });
         }
-        let mut drawn = Rollouts { groups: vec![], messages: vec![], answers: vec![] };
+        let mut drawn = Rollouts::default();
         let (mut informative, mut flat, mut round) = (vec![], vec![], 0);
         loop {
             let prompts = self.bench.training_prompts(step, round, count - informative.len());
@@ -71,9 +71,7 @@ impl Trainer {
                 let teaches = rounds_max == 0 || informative_groups(&rewards, &[rewards.len()])?[0];
                 if teaches { informative.push(index) } else { flat.push(index) }
             }
-            drawn.groups.extend(draw.groups);
-            drawn.messages.extend(draw.messages);
-            drawn.answers.extend(draw.answers);
+            drawn.extend(draw);
             if informative.len() >= count || round == rounds_max {
                 break;
             }
@@ -116,7 +114,7 @@ impl Trainer {
                 let before = seen.fetch_max(p.finished as u64, Ordering::Relaxed);
                 inner.advance((p.finished as u64).saturating_sub(before), 0, &[]);
             };
-            bench.rollout(&policy, settings).groups(prompts, samples, &report, &|| false)
+            bench.groups(&policy, settings, prompts, samples, &report, &|| false)
         })?;
         inner.finish();
         rollouts.context("the rollout ended early")

@@ -340,12 +340,14 @@ impl Trainer {
 
     fn pass(&self, temperature: f64) -> PassSettings {
         let Workbench { plan, threads, model, parameters, .. } = &self.bench;
-        let recompute_layers = recomputes_layers(
-            &plan.recipe,
-            &model.config,
-            (parameters.bytes(), parameters.adapter().is_some()),
-            threads.count(),
-        );
+        // One graph of all layers would hold them all, gathered.
+        let recompute_layers = parameters.mesh().ranks() > 1
+            || recomputes_layers(
+                &plan.recipe,
+                &model.config,
+                (parameters.bytes(), parameters.adapter().is_some()),
+                threads.count(),
+            );
         PassSettings {
             recompute_layers,
             temperature,

@@ -18,7 +18,8 @@ impl Trainer {
         optimizer: &Optimizer,
         critic: Option<&Critic>,
     ) -> Result<bool> {
-        let asked = self.stop.asked();
+        // Some processes may have heard it and others not yet.
+        let asked = self.bench.mesh().any("whether to stop", self.stop.asked())?;
         let every = self.bench.plan.recipe.checkpoint.every_steps;
         if asked || last || (every > 0 && step.is_multiple_of(every)) {
             let begun = std::time::Instant::now();
@@ -56,30 +57,33 @@ impl Trainer {
         optimizer: &Optimizer,
         critic: Option<&Critic>,
     ) -> Result<()> {
-        let bench = &self.bench;
-        let checkpoint = &bench.plan.recipe.checkpoint;
-        let (metrics_bytes, metrics_digest) = self.folder.sync_metrics()?;
-        let state = TrainerState {
-            phase,
-            step,
-            updates: optimizer.updates,
-            critic_updates: critic.map_or(0, |critic| critic.optimizer.updates),
-            metrics_bytes,
-            metrics_digest: Some(metrics_digest),
-            reference_digest: self.reference_digest.filter(|_| phase == Phase::Rl),
-            kl_coefficient: self.kl.steered(),
+        let Self { bench, folder, reference_digest, kl, .. } = self;
+        let write = || {
+            let checkpoint = &bench.plan.recipe.checkpoint;
+            let (metrics_bytes, metrics_digest) = folder.sync_metrics()?;
+            let state = TrainerState {
+                phase,
+                step,
+                updates: optimizer.updates,
+                critic_updates: critic.map_or(0, |critic| critic.optimizer.updates),
+                metrics_bytes,
+                metrics_digest: Some(metrics_digest),
+                reference_digest: reference_digest.filter(|_| phase == Phase::Rl),
+                kl_coefficient: kl.steered(),
+            };
+            let snapshot = Snapshot {
+                config: &bench.model.config,
+                form: checkpoint.dtype.form(),
+                companions: &bench.companions,
+                parameters: &bench.parameters,
+                base: bench.base.as_ref(),
+                critic,
+                recipe: &bench.plan.to_toml(),
+                state,
+            };
+            snapshot.write(&folder.path, checkpoint.keep).map(drop)
         };
-        let snapshot = Snapshot {
-            config: &bench.model.config,
-            form: self.form(),
-            companions: &bench.companions,
-            parameters: &bench.parameters,
-            base: bench.base.as_ref(),
-            critic,
-            recipe: &bench.plan.to_toml(),
-            state,
-        };
-        snapshot.write(&self.folder.path, checkpoint.keep)?;
-        Ok(())
+        let critic = critic.map(|critic| &critic.parameters);
+        bench.mesh().lead(write, |asked| bench.parameters.answer(critic, &asked))
     }
 }

@@ -96,8 +96,13 @@ impl Trainer {
             Some(point) => (reference::read(run, config, parameters)?, point.state.reference_digest),
             None => {
                 let reference = reference::copy(config, parameters)?;
-                let digest = reference::write(run, &reference)?;
-                (reference, Some(digest))
+                let mut digest = None;
+                let write = || {
+                    digest = Some(reference::write(run, &reference)?);
+                    Ok(())
+                };
+                parameters.mesh().lead(write, |asked| reference.answer(None, &asked))?;
+                (reference, digest)
             }
         };
         (self.reference, self.reference_digest) = (Some(reference), digest);

@@ -1,0 +1,61 @@
+//! Processes that share a run: what started them, the one exchange by which they meet, and how a dead one is noticed.
+//!
+//! Every collective is an exchange of bytes: a rank hands over a part for each rank of a group and gets one from each. Sums
+//! are our own additions of what came, in rank order, never a library's reduction, whose order follows topology and size;
+//! so a run on N ranks is reproducible to the bit.
+
+mod cut;
+pub mod launch;
+mod mesh;
+#[cfg(feature = "mpi")]
+mod mpi;
+mod watch;
+pub mod wire;
+
+pub use cut::{CUT, piece};
+pub use mesh::{Mesh, Started};
+
+use anyhow::{Context, Result};
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+use std::time::Duration;
+
+/// What one rank gives to and expects from others.
+pub struct Exchange {
+    /// Says in messages what waits; the same on every rank.
+    pub what: String,
+    /// Rank, and what it is sent.
+    pub send: Vec<(usize, Arc<Vec<u8>>)>,
+    /// Rank, and how many bytes come from it.
+    pub receive: Vec<(usize, usize)>,
+}
+
+/// Carries parts between ranks. Every rank starts the same exchanges in the same order.
+pub trait Communicator: Send + Sync {
+    /// This process, below [`Self::ranks`].
+    fn rank(&self) -> usize;
+    /// How many processes there are.
+    fn ranks(&self) -> usize;
+    /// Begins `exchange` and returns at once.
+    ///
+    /// # Errors
+    /// When the exchange's thread has ended.
+    fn start(&self, exchange: Exchange) -> Result<Pending>;
+    /// From now on an exchange ends with an error after `limit`.
+    fn set_limit(&self, limit: Duration);
+    /// Ends the connection in order, once every rank has said that it is done.
+    fn leave(&self);
+}
+
+/// An exchange under way.
+pub struct Pending(Receiver<Result<Vec<Vec<u8>>>>);
+
+impl Pending {
+    /// What came, in the order of [`Exchange::receive`].
+    ///
+    /// # Errors
+    /// When nothing came in time: the message names this rank, what it waits for and from whom.
+    pub fn wait(self) -> Result<Vec<Vec<u8>>> {
+        self.0.recv().context("the thread that exchanges with other ranks has ended")?
+    }
+}

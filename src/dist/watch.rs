@@ -1,0 +1,142 @@
+//! Notices at once that another process is gone. A process that is killed says nothing, and MPI would wait for it; but the
+//! system closes its sockets. So every rank holds a connection to the leader, on which nothing is said but the end.
+
+use super::Mesh;
+use anyhow::{Context, Result, bail};
+use serde::{Deserialize, Serialize};
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// Said on a connection before it is closed in order.
+const END: u8 = 1;
+/// How long ranks may take to connect to each other.
+const CONNECT_LIMIT: Duration = Duration::from_secs(60);
+const POLL: Duration = Duration::from_millis(10);
+const TOKEN_BYTES: usize = 16;
+
+/// Where the leader listens, and the secret that its ranks show it.
+#[derive(Clone, Default, Serialize, Deserialize)]
+struct Address {
+    host: String,
+    port: u16,
+    token: [u8; TOKEN_BYTES],
+}
+
+/// This process's side: one connection for a rank, one a rank for the leader.
+pub(super) struct Watch {
+    streams: Vec<TcpStream>,
+    ended: Arc<AtomicBool>,
+}
+
+impl Watch {
+    /// Connects every rank of `mesh` to the leader, and watches from then on.
+    /// `hosts` is where each runs.
+    pub fn begin(mesh: &Mesh, hosts: &[String]) -> Result<Self> {
+        let host = hosts.get(mesh.rank()).cloned().context("this rank's host")?;
+        let streams = match mesh.is_leader() {
+            true => {
+                let alone = hosts.iter().all(|other| *other == host);
+                let place = if alone { Ipv4Addr::LOCALHOST } else { Ipv4Addr::UNSPECIFIED };
+                let listener = TcpListener::bind((place, 0)).context("listening for the other ranks")?;
+                let port = listener.local_addr().context("the port for the other ranks")?.port();
+                let address = Address { host, port, token: token()? };
+                mesh.leaders("the leader's address", &address)?;
+                accept(&listener, &address, mesh.ranks())?
+            }
+            false => {
+                let address: Address = mesh.leaders("the leader's address", &Address::default())?;
+                vec![(0, join(&address, &host, mesh.rank())?)]
+            }
+        };
+        let ended = Arc::new(AtomicBool::new(false));
+        let (rank, kept) = (mesh.rank(), streams.iter().map(|(_, stream)| stream.try_clone()));
+        let kept = kept.collect::<std::io::Result<Vec<_>>>().context("watching the other ranks")?;
+        for (other, stream) in streams {
+            let (ended, host) = (ended.clone(), hosts.get(other).cloned().unwrap_or_default());
+            let watch = move || watch(rank, other, &host, stream, &ended);
+            std::thread::Builder::new().name("ranks".into()).spawn(watch).context("starting a thread")?;
+        }
+        Ok(Self { streams: kept, ended })
+    }
+
+    /// From here on the others may go.
+    pub fn end(&self) {
+        self.ended.store(true, Ordering::Relaxed);
+        for stream in &self.streams {
+            let mut stream: &TcpStream = stream;
+            // One that is gone needs no word.
+            let _ = stream.write_all(&[END]);
+        }
+    }
+}
+
+/// Waits for `other`'s end. Where it comes without a word this process ends too, at once: what it works on cannot go on.
+fn watch(rank: usize, other: usize, host: &str, mut stream: TcpStream, ended: &AtomicBool) {
+    let mut word = [0];
+    let said = stream.read_exact(&mut word).is_ok() && word[0] == END;
+    if said || ended.load(Ordering::Relaxed) {
+        return;
+    }
+    let _ = writeln!(
+        std::io::stderr(),
+        "error: rank {rank}: rank {other} on {host} is gone, so this one stops; the last checkpoint is whole, go on with --resume"
+    );
+    std::process::exit(i32::from(crate::error::EXIT_FAILED));
+}
+
+/// Takes one connection of every other rank; whoever does not know the token is turned away.
+fn accept(listener: &TcpListener, address: &Address, ranks: usize) -> Result<Vec<(usize, TcpStream)>> {
+    let begun = Instant::now();
+    let mut streams: Vec<(usize, TcpStream)> = vec![];
+    listener.set_nonblocking(true).context("listening for the other ranks")?;
+    while streams.len() + 1 < ranks {
+        if begun.elapsed() > CONNECT_LIMIT {
+            bail!(
+                "{} of {} ranks did not connect to rank 0 on port {} within {} s",
+                ranks - 1 - streams.len(),
+                ranks - 1,
+                address.port,
+                CONNECT_LIMIT.as_secs()
+            );
+        }
+        let Ok((mut stream, _)) = listener.accept() else {
+            std::thread::sleep(POLL);
+            continue;
+        };
+        let mut greeting = [0; TOKEN_BYTES + 8];
+        let heard = stream
+            .set_nonblocking(false)
+            .and_then(|()| stream.set_read_timeout(Some(Duration::from_secs(5))))
+            .and_then(|()| stream.read_exact(&mut greeting))
+            .and_then(|()| stream.set_read_timeout(None));
+        let (token, rank) = greeting.split_at(TOKEN_BYTES);
+        let rank = rank.iter().rev().fold(0usize, |sum, &byte| sum << 8 | usize::from(byte));
+        let known = (1..ranks).contains(&rank) && streams.iter().all(|(other, _)| *other != rank);
+        if heard.is_ok() && token == address.token && known {
+            streams.push((rank, stream));
+        }
+    }
+    Ok(streams)
+}
+
+/// Connects rank `rank` on `host` to the leader.
+fn join(address: &Address, host: &str, rank: usize) -> Result<TcpStream> {
+    let place = if address.host == host { "127.0.0.1" } else { &address.host };
+    let connect = || -> std::io::Result<TcpStream> {
+        let mut stream = TcpStream::connect((place, address.port))?;
+        stream.write_all(&address.token)?;
+        stream.write_all(&(rank as u64).to_le_bytes())?;
+        Ok(stream)
+    };
+    connect().with_context(|| format!("connecting to rank 0 at {place}, port {}", address.port))
+}
+
+fn token() -> Result<[u8; TOKEN_BYTES]> {
+    let mut token = [0; TOKEN_BYTES];
+    let mut source = std::fs::File::open("/dev/urandom").context("a token for the ranks")?;
+    source.read_exact(&mut token).context("a token for the ranks")?;
+    Ok(token)
+}

@@ -1,0 +1,33 @@
+//! Values as bytes, between ranks of one binary on one kind of machine.
+
+use anyhow::{Context, Result};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// A record as bytes; floats keep their bits.
+///
+/// # Errors
+/// When it cannot be written.
+pub fn pack(record: &impl Serialize) -> Result<Vec<u8>> {
+    rmp_serde::to_vec_named(record).context("packing for other ranks")
+}
+
+/// The record that [`pack`] wrote.
+///
+/// # Errors
+/// When the bytes are not such a record.
+pub fn unpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
+    rmp_serde::from_slice(bytes).context("unpacking from another rank")
+}
+
+/// Values, little-endian.
+pub fn f32_bytes(values: &[f32]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(size_of_val(values));
+    values.iter().for_each(|value| bytes.extend_from_slice(&value.to_le_bytes()));
+    bytes
+}
+
+/// The values of [`f32_bytes`].
+pub fn f32_values(bytes: &[u8]) -> impl Iterator<Item = f32> + '_ {
+    bytes.chunks_exact(size_of::<f32>()).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+}

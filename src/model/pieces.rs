@@ -1,0 +1,157 @@
+//! Tensors of which each rank holds a piece, and the layers that are gathered when it is their turn.
+
+use super::config::Config;
+use super::held::{Held, Weight};
+use super::layer::{Adapter, Layer};
+use super::layers_in_turn::adapted;
+use super::names::ParameterSpec;
+use crate::dist::wire::{f32_bytes, f32_values};
+use crate::dist::{Mesh, Started, piece};
+use crate::ops::Parameter;
+use crate::ops::cpu::host_values;
+use crate::ops::parameter::GradientSink;
+use anyhow::{Context, Result};
+use candle_core::{Device, Tensor, Var};
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A tensor of the store as a gathering sees it.
+#[derive(Clone)]
+pub(super) struct Part {
+    /// Its place in the store.
+    pub index: usize,
+    pub name: String,
+    /// The shape of the whole.
+    pub shape: Vec<usize>,
+    pub held: PartHeld,
+    pub learns: bool,
+}
+
+/// What of it is here.
+#[derive(Clone)]
+pub(super) enum PartHeld {
+    /// This rank's values.
+    Piece(Tensor),
+    /// All of it, on every rank.
+    Whole(Held),
+}
+
+impl Part {
+    pub fn new(index: usize, spec: &ParameterSpec, held: PartHeld, learns: bool) -> Self {
+        Self { index, name: spec.name.clone(), shape: spec.working_shape(), held, learns }
+    }
+
+    fn range(&self, mesh: &Mesh, rank: usize) -> Range<usize> {
+        piece(self.shape.iter().product(), self.index, rank, mesh.ranks())
+    }
+}
+
+/// Begins to gather those of `parts` that lie in pieces, in one exchange.
+pub(super) fn start(mesh: &Mesh, what: &str, parts: &[Part]) -> Result<Started> {
+    let (mut own, mut lengths) = (vec![], vec![0; mesh.ranks()]);
+    for part in parts {
+        let PartHeld::Piece(values) = &part.held else { continue };
+        own.extend(f32_bytes(&host_values(values)?));
+        for (rank, length) in lengths.iter_mut().enumerate() {
+            *length += part.range(mesh, rank).len() * size_of::<f32>();
+        }
+    }
+    mesh.start(what, &mesh.everyone(), vec![Arc::new(own); mesh.ranks()], &lengths)
+}
+
+/// The tensors of `parts` from what came: those in pieces made whole, and the others as they are.
+pub(super) fn finish(mesh: &Mesh, parts: &[Part], started: Started) -> Result<Vec<Held>> {
+    let came = started.wait()?;
+    let mut read = vec![0; came.len()];
+    parts
+        .iter()
+        .map(|part| {
+            if let PartHeld::Whole(held) = &part.held {
+                return Ok(held.clone());
+            }
+            let mut values = vec![0f32; part.shape.iter().product()];
+            for (rank, bytes) in came.iter().enumerate() {
+                let range = part.range(mesh, rank);
+                let bytes = &bytes[read[rank]..read[rank] + range.len() * size_of::<f32>()];
+                values[range].iter_mut().zip(f32_values(bytes)).for_each(|(v, x)| *v = x);
+                read[rank] += bytes.len();
+            }
+            Ok(Held::Plain(Tensor::from_vec(values, part.shape.as_slice(), &Device::Cpu)?))
+        })
+        .collect()
+}
+
+/// `held`, gathered, as a layer takes it.
+pub(super) fn weight(part: &Part, held: Held, sink: Option<&Arc<dyn GradientSink>>) -> Result<Weight> {
+    Ok(match (sink, held) {
+        (Some(sink), Held::Plain(values)) if part.learns => {
+            // A variable, so that candle records what is computed from it.
+            let values = Var::from_tensor(&values)?;
+            Weight::Plain(Parameter::learning(values.as_tensor(), sink.clone(), part.index))
+        }
+        (_, held) => held.frozen(),
+    })
+}
+
+/// A model's layers in pieces, one of which is made whole for as long as a walk is at it; the one that comes next is on its way
+/// meanwhile. Every rank must take the same layers in the same order.
+pub(super) struct GatheredLayers {
+    mesh: Arc<Mesh>,
+    config: Config,
+    layers: Vec<Vec<Part>>,
+    adapters: HashMap<String, Adapter>,
+    sink: Option<Arc<dyn GradientSink>>,
+    walk: Mutex<Walk>,
+}
+
+/// Where a walk is.
+#[derive(Default)]
+struct Walk {
+    last: Option<usize>,
+    ahead: Option<(usize, Started)>,
+}
+
+impl GatheredLayers {
+    pub fn new(
+        mesh: Arc<Mesh>,
+        config: Config,
+        layers: Vec<Vec<Part>>,
+        adapters: HashMap<String, Adapter>,
+        sink: Option<Arc<dyn GradientSink>>,
+    ) -> Self {
+        Self { mesh, config, layers, adapters, sink, walk: Mutex::default() }
+    }
+
+    /// Layer `index`, gathered.
+    pub fn layer(&self, index: usize) -> Result<Layer> {
+        let parts = self.layers.get(index).with_context(|| format!("no layer {index}"))?;
+        let mut walk = self.walk.lock().unwrap_or_else(PoisonError::into_inner);
+        let started = match walk.ahead.take() {
+            Some((ahead, started)) if ahead == index => started,
+            _ => self.start(index)?,
+        };
+        // A walk goes up, and a backward one down from where the last ended.
+        let up = walk.last.is_none_or(|last| last < index);
+        let next = if up { index + 1 } else { index.wrapping_sub(1) };
+        walk.last = Some(index);
+        if next < self.layers.len() {
+            walk.ahead = Some((next, self.start(next)?));
+        }
+        drop(walk);
+        let held = finish(&self.mesh, parts, started)?;
+        let weights: HashMap<&str, Weight> = parts
+            .iter()
+            .zip(held)
+            .map(|(part, held)| Ok((part.name.as_str(), weight(part, held, self.sink.as_ref())?)))
+            .collect::<Result<_>>()?;
+        self.config.family.layer(index, &|name| {
+            let weight = weights.get(name).with_context(|| format!("no tensor {name}"))?;
+            Ok(adapted(weight.clone(), self.adapters.get(name)))
+        })
+    }
+
+    fn start(&self, index: usize) -> Result<Started> {
+        start(&self.mesh, &format!("weights of layer {index}"), &self.layers[index])
+    }
+}
