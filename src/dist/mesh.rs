@@ -7,7 +7,7 @@ use crate::error::{BadInput, ToldElsewhere};
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 /// Names the exchange by which the leader asks.
@@ -23,6 +23,8 @@ pub struct Mesh {
     leading: AtomicBool,
     on_host: usize,
     on_cores: usize,
+    /// How many ranks share a sequence.
+    sequence: AtomicUsize,
 }
 
 /// Where a rank runs.
@@ -74,7 +76,14 @@ impl Mesh {
     }
 
     fn alone() -> Self {
-        Self { communicator: None, watch: None, leading: AtomicBool::new(false), on_host: 1, on_cores: 1 }
+        Self {
+            communicator: None,
+            watch: None,
+            leading: AtomicBool::new(false),
+            on_host: 1,
+            on_cores: 1,
+            sequence: AtomicUsize::new(1),
+        }
     }
 
     /// How many of the processes run on this machine.
@@ -85,6 +94,37 @@ impl Mesh {
     /// How many of them share this one's cores: a launcher may have given each its own.
     pub fn on_cores(&self) -> usize {
         self.on_cores
+    }
+
+    /// Has each `ranks` neighbours share their sequences. They must divide all ranks.
+    pub fn share_sequences(&self, ranks: usize) {
+        self.sequence.store(ranks.max(1), Ordering::Relaxed);
+    }
+
+    /// How many ranks share a sequence.
+    pub fn sequence_ranks(&self) -> usize {
+        self.sequence.load(Ordering::Relaxed)
+    }
+
+    /// This rank's place among those that share its sequences.
+    pub fn sequence_place(&self) -> usize {
+        self.rank() % self.sequence_ranks()
+    }
+
+    /// The ranks that share this one's sequences, itself among them.
+    pub fn sequence_group(&self) -> Vec<usize> {
+        let first = self.rank() - self.sequence_place();
+        (first..first + self.sequence_ranks()).collect()
+    }
+
+    /// How many such groups there are, each with micro-batches of its own.
+    pub fn data_ranks(&self) -> usize {
+        self.ranks() / self.sequence_ranks()
+    }
+
+    /// The number of this rank's group.
+    pub fn data_rank(&self) -> usize {
+        self.rank() / self.sequence_ranks()
     }
 
     /// From now on an exchange ends with an error after `limit`.

@@ -21,6 +21,7 @@ mod qwen2;
 pub mod rope;
 pub mod rounding;
 pub mod save;
+pub mod split_rows;
 pub mod tensor_file;
 pub mod trunk;
 pub mod weights;

@@ -4,11 +4,12 @@ use super::limits::{above, from};
 use super::table::table;
 
 table! {
-    /// Threads and processes. No result depends on them.
+    /// Threads and processes. No log-probability depends on them, and no result on threads.
     pub struct Parallel {
         /// Threads; 0 means all that the machine offers.
         pub threads: usize = 0 => from(0.0).to(4096.0),
-        /// Processes that share a sequence; only 1 in this build.
+        /// Processes that share a sequence in training: its rows are split, and attention's heads exchanged. It divides the processes
+        /// and the model's heads.
         pub sequence: usize = 1 => from(1.0),
         /// Seconds that a process waits for the others in one exchange, their rollouts among it, before it gives up with an error
         /// that names them. A process that ends is noticed at once.

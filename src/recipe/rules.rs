@@ -35,7 +35,6 @@ pub(crate) fn check(recipe: &Recipe, places: &Places, unsure: &[String]) -> Find
     rules.critic();
     rules.arms();
     rules.eval();
-    rules.parallel();
     rules.findings
 }
 
@@ -361,18 +360,6 @@ impl Rules<'_> {
             self.refuse(
                 &["eval.samples", "eval.temperature"],
                 format!("at temperature 0 all {} samples of a problem are the same; write 1, or raise eval.temperature", eval.samples),
-            );
-        }
-    }
-
-    fn parallel(&mut self) {
-        let sequence = self.recipe.parallel.sequence;
-        if sequence != 1 {
-            self.refuse(
-                &["parallel.sequence"],
-                format!(
-                    "{sequence} needs the multi-process build, and this one runs a single process; write 1"
-                ),
             );
         }
     }

@@ -17,6 +17,7 @@ use crate::model::config::Config;
 use crate::model::forward::Model;
 use crate::model::layers_in_turn::{LayersInTurn, TensorStore};
 use crate::model::load::ModelFolder;
+use crate::model::split_rows::heads_split;
 use crate::ops::mxfp4;
 use crate::ops::threads::Threads;
 use crate::recipe::{InterpreterKind, Plan, Recipe, SavedDtype};
@@ -98,6 +99,7 @@ impl Preflight {
         };
         if let Some(source) = &source {
             mistakes.note(check_budgets(&plan, &source.config));
+            mistakes.note(check_heads(&plan, &source.config));
             mistakes.0.extend(foreign_keys(&plan, source.config.family));
         }
         let (Some(source), Some(task), Some(trainable), Some(critic_trainable), Some(interpreter), true) =
@@ -278,6 +280,18 @@ fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
         return Err(BadInput(plan.mistake("checkpoint.dtype", what).to_string()).into());
     }
     Ok(())
+}
+
+/// Whether attention's heads can be split over the processes that share a sequence.
+fn check_heads(plan: &Plan, config: &Config) -> Result<()> {
+    let sequence = plan.recipe.parallel.sequence;
+    match heads_split(config.num_attention_heads, config.num_key_value_heads, sequence) {
+        None => Ok(()),
+        Some(why) => {
+            let what = format!("{sequence} {why}; write a divisor, or 1");
+            Err(BadInput(plan.mistake("parallel.sequence", what).to_string()).into())
+        }
+    }
 }
 
 fn task_settings(recipe: &Recipe, console: &Console) -> TaskSettings {

@@ -3,14 +3,16 @@
 use super::batch::MicroBatch;
 use super::forward_backward::{HeadGradient, Pass, PassOutput, PassSettings};
 use super::gradients::GradientSum;
+use crate::dist::Mesh;
 use crate::model::forward::Model;
 use crate::model::parameters::Parameters;
 use crate::model::weights::WeightSource;
 use crate::ops::threads::Threads;
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 
 /// Weights up to this size, bytes, run their micro-batches side by side, each on a thread of its own; larger models take one
 /// micro-batch at a time and share out each op instead.
@@ -50,7 +52,7 @@ impl Learner<'_> {
     ) -> Result<Vec<PassOutput>> {
         let tokens: usize = batches.iter().map(|b| b.sequence_rows.positions_count()).sum();
         let pass = |turn: Turn, weights: &dyn WeightSource| {
-            let batch = &batches[turn.index];
+            let batch = &*batches[turn.index].part(self.parameters.mesh())?;
             let share = batch.sequence_rows.positions_count() as f64 / tokens.max(1) as f64;
             // A masked pass moves nothing.
             let share = if turn.masked { 0.0 } else { share };
@@ -61,7 +63,7 @@ impl Learner<'_> {
                 false => objective(turn.index, log_probs, entropies),
             })
         };
-        let outputs = self.sum(batches.len(), pass)?;
+        let outputs = self.sum(batches, pass)?;
         self.others(&outputs, |index, output| objective(index, &output.log_probs, &output.entropies).map(drop))?;
         Ok(outputs)
     }
@@ -77,24 +79,25 @@ impl Learner<'_> {
         objective: BatchValueObjective<'_>,
     ) -> Result<()> {
         let pass = |turn: Turn, weights: &dyn WeightSource| {
-            let pass = Pass { model: self.model, weights, batch: &batches[turn.index], settings };
+            let batch = &*batches[turn.index].part(self.parameters.mesh())?;
+            let pass = Pass { model: self.model, weights, batch, settings };
             pass.values_backward(&|values| match turn.masked {
                 true => Ok(vec![0.0; values.len()]),
                 false => objective(turn.index, values),
             })
         };
-        let values = self.sum(batches.len(), pass)?;
+        let values = self.sum(batches, pass)?;
         self.others(&values, |index, values| objective(index, values).map(drop))
     }
 
-    /// Runs `count` passes, each with weights whose gradients go to its place in the sum.
+    /// Runs a pass of each of `batches`, with weights whose gradients go to its place in the sum.
     fn sum<T: Shared>(
         &self,
-        count: usize,
+        batches: &[MicroBatch],
         run: impl Fn(Turn, &dyn WeightSource) -> Result<T> + Sync,
     ) -> Result<Vec<T>> {
         let sum = GradientSum::begin(self.parameters)?;
-        let results = self.each(count, |turn| {
+        let results = self.each(batches, |turn| {
             let weights = self.parameters.learning(&sum.of_pass(turn.round));
             // Passes after a failed one would wait for it.
             weights.and_then(|weights| run(turn, &weights)).inspect_err(|_| sum.fail(turn.round))
@@ -109,9 +112,10 @@ impl Learner<'_> {
     /// Those of the passes.
     pub fn forward(&self, batches: &[MicroBatch], settings: PassSettings) -> Result<Vec<PassOutput>> {
         let weights = self.parameters.passing()?;
-        let pass =
-            |index: usize| Pass { model: self.model, weights: &weights, batch: &batches[index], settings };
-        self.each(batches.len(), |turn| pass(turn.index).forward())
+        self.each(batches, |turn| {
+            let batch = &*batches[turn.index].part(self.parameters.mesh())?;
+            Pass { model: self.model, weights: &weights, batch, settings }.forward()
+        })
     }
 
     /// A critic's values, without gradients: one a target, micro-batch after micro-batch.
@@ -120,50 +124,62 @@ impl Learner<'_> {
     /// Those of the passes.
     pub fn values(&self, batches: &[MicroBatch], settings: PassSettings) -> Result<Vec<f32>> {
         let weights = self.parameters.passing()?;
-        let pass =
-            |index: usize| Pass { model: self.model, weights: &weights, batch: &batches[index], settings };
-        Ok(self.each(batches.len(), |turn| pass(turn.index).values())?.concat())
+        let values = self.each(batches, |turn| {
+            let batch = &*batches[turn.index].part(self.parameters.mesh())?;
+            Pass { model: self.model, weights: &weights, batch, settings }.values()
+        })?;
+        Ok(values.concat())
     }
 
-    /// `run` of every index below `count`, in order, wherever it runs. The choice changes no result.
-    fn each<T: Shared>(&self, count: usize, run: impl Fn(Turn) -> Result<T> + Sync) -> Result<Vec<T>> {
-        let mesh = self.parameters.mesh();
+    /// `run` of every one of `batches`, in order, wherever it runs. The choice changes no result.
+    fn each<T: Shared>(
+        &self,
+        batches: &[MicroBatch],
+        run: impl Fn(Turn) -> Result<T> + Sync,
+    ) -> Result<Vec<T>> {
+        let (mesh, count) = (self.parameters.mesh(), batches.len());
         let alone = |index: usize| run(Turn { index, round: index, masked: false });
         match mesh.ranks() {
             1 if side_by_side(self.parameters.bytes()) => self.threads.map(count, alone),
             1 => self.threads.wide(|| (0..count).map(alone).collect()),
-            ranks => self.threads.wide(|| self.in_turn(count, (mesh.rank(), ranks), &run)),
+            _ => self.threads.wide(|| self.in_turn(batches, &run)),
         }
     }
 
-    /// The same where `ranks` processes take the indices in turn. All make as many passes, since their passes meet: who has no
-    /// micro-batch left runs the last one masked.
+    /// The same where several processes, or groups of them, take the micro-batches in turn. All make as many passes, since their
+    /// passes meet: who has none left runs the last one masked.
     fn in_turn<T: Shared>(
         &self,
-        count: usize,
-        (rank, ranks): (usize, usize),
+        batches: &[MicroBatch],
         run: &(dyn Fn(Turn) -> Result<T> + Sync),
     ) -> Result<Vec<T>> {
+        let (mesh, count) = (self.parameters.mesh(), batches.len());
+        let (group, groups) = (mesh.data_rank(), mesh.data_ranks());
         let mut own = vec![];
-        for round in 0..count.div_ceil(ranks) {
-            let index = round * ranks + rank;
+        for round in 0..count.div_ceil(groups) {
+            let index = round * groups + group;
             let masked = index >= count;
             let result = run(Turn { index: index.min(count - 1), round, masked })?;
             if !masked {
                 own.push(result.shared()?);
             }
         }
-        let mut all = self.parameters.mesh().all_records("what passes gave", &own)?;
+        let mut all = mesh.all_records("what passes gave", &own)?;
         all.iter_mut().for_each(|results| results.reverse());
-        let next = |index: usize| all[index % ranks].pop().context("a rank made fewer passes");
-        (0..count).map(next).map(|found| T::from_shared(found?)).collect()
+        let sharing = mesh.sequence_ranks();
+        let of = |(index, batch): (usize, &MicroBatch)| {
+            let first = index % groups * sharing;
+            let parts = all[first..first + sharing].iter_mut().map(Vec::pop).collect::<Option<Vec<_>>>();
+            T::joined(parts.context("a rank made fewer passes")?, batch, mesh)
+        };
+        batches.iter().enumerate().map(of).collect()
     }
 
     /// Calls `see` with what other processes computed.
-    fn others<T>(&self, results: &[T], mut see: impl FnMut(usize, &T) -> Result<()>) -> Result<()> {
-        let (rank, ranks) = (self.parameters.mesh().rank(), self.parameters.mesh().ranks());
-        let foreign = results.iter().enumerate().filter(|(index, _)| index % ranks != rank);
-        foreign.map(|(index, result)| see(index, result)).collect()
+    fn others<T>(&self, results: &[T], see: impl Fn(usize, &T) -> Result<()>) -> Result<()> {
+        let mesh = self.parameters.mesh();
+        let foreign = results.iter().enumerate().filter(|(index, _)| index % mesh.data_ranks() != mesh.data_rank());
+        foreign.into_iter().try_for_each(|(index, result)| see(index, result))
     }
 }
 
@@ -183,7 +199,16 @@ trait Shared: Send + Sized {
     type Record: Serialize + DeserializeOwned;
 
     fn shared(self) -> Result<Self::Record>;
-    fn from_shared(record: Self::Record) -> Result<Self>;
+    /// Of the parts that the ranks of one group made of `batch`, the whole.
+    fn joined(parts: Vec<Self::Record>, batch: &MicroBatch, mesh: &Arc<Mesh>) -> Result<Self>;
+}
+
+/// The column of `batch`'s targets from each rank's part of it.
+fn column(mut parts: Vec<Vec<f32>>, batch: &MicroBatch, mesh: &Arc<Mesh>) -> Result<Vec<f32>> {
+    Ok(match &batch.part(mesh)?.split {
+        None => parts.pop().unwrap_or_default(),
+        Some(split) => split.column(&parts),
+    })
 }
 
 impl Shared for Vec<f32> {
@@ -193,27 +218,46 @@ impl Shared for Vec<f32> {
         Ok(self)
     }
 
-    fn from_shared(record: Self) -> Result<Self> {
-        Ok(record)
+    fn joined(parts: Vec<Self>, batch: &MicroBatch, mesh: &Arc<Mesh>) -> Result<Self> {
+        column(parts, batch, mesh)
     }
 }
 
-impl Shared for PassOutput {
-    /// Log-probabilities, entropies, each layer's experts with their number a token, and the load balance.
-    type Record = (Vec<f32>, Vec<f32>, Vec<(Vec<u32>, usize)>, f64);
+/// A [`PassOutput`] on its way.
+#[derive(Serialize, Deserialize)]
+struct SharedOutput {
+    log_probs: Vec<f32>,
+    entropies: Vec<f32>,
+    /// Each layer's experts.
+    routes: Vec<Vec<u32>>,
+    top_k: usize,
+    load_balance: f64,
+}
 
-    fn shared(self) -> Result<Self::Record> {
-        let experts = |routes: &Tensor| Ok((routes.flatten_all()?.to_vec1()?, routes.dim(1)?));
-        let routes = self.routes.iter().map(experts).collect::<Result<_>>()?;
-        Ok((self.log_probs, self.entropies, routes, self.load_balance))
+impl Shared for PassOutput {
+    type Record = SharedOutput;
+
+    fn shared(self) -> Result<SharedOutput> {
+        let Self { log_probs, entropies, routes, load_balance } = self;
+        let top_k = routes.first().map_or(Ok(1), |routes| routes.dim(1))?;
+        let experts = |routes: &Tensor| Ok(routes.flatten_all()?.to_vec1()?);
+        let routes = routes.iter().map(experts).collect::<Result<_>>()?;
+        Ok(SharedOutput { log_probs, entropies, routes, top_k, load_balance })
     }
 
-    fn from_shared((log_probs, entropies, routes, load_balance): Self::Record) -> Result<Self> {
-        let experts = |(routes, top_k): (Vec<u32>, usize)| {
-            let tokens = routes.len() / top_k.max(1);
-            Ok(Tensor::from_vec(routes, (tokens, top_k), &Device::Cpu)?)
+    fn joined(parts: Vec<SharedOutput>, batch: &MicroBatch, mesh: &Arc<Mesh>) -> Result<Self> {
+        let first = parts.first().context("a group without ranks")?;
+        let (layers, top_k, load_balance) = (first.routes.len(), first.top_k, first.load_balance);
+        let experts = |layer: usize| {
+            let experts: Vec<u32> =
+                parts.iter().flat_map(|part| part.routes[layer].iter().copied()).collect();
+            let tokens = experts.len() / top_k;
+            Ok(Tensor::from_vec(experts, (tokens, top_k), &Device::Cpu)?)
         };
-        let routes = routes.into_iter().map(experts).collect::<Result<_>>()?;
-        Ok(Self { log_probs, entropies, routes, load_balance })
+        let routes = (0..layers).map(experts).collect::<Result<_>>()?;
+        let (log_probs, entropies) =
+            parts.into_iter().map(|part| (part.log_probs, part.entropies)).unzip();
+        let column = |parts| column(parts, batch, mesh);
+        Ok(Self { log_probs: column(log_probs)?, entropies: column(entropies)?, routes, load_balance })
     }
 }

@@ -1,8 +1,12 @@
 //! Sequences packed without padding, in micro-batches of a bounded number of rows. Where it is asked for, sequences that begin
 //! alike, as the samples of a group with their prompt, share the rows of what they have in common.
 
+use crate::dist::Mesh;
+use crate::model::split_rows::SplitRows;
 use crate::ops::SequenceRows;
+use anyhow::Result;
 use candle_core::Tensor;
+use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -35,9 +39,69 @@ pub struct MicroBatch {
     pub cu_targets: Vec<usize>,
     /// Experts to use instead of the router's choice, u32 `[T, K]` a layer.
     pub replay: Option<Vec<Tensor>>,
+    /// Present in a part of a micro-batch: tokens, positions, rows, targets and experts are then this rank's, the rest the whole's.
+    pub split: Option<Arc<Split>>,
+}
+
+/// How a micro-batch lies over the ranks that share it.
+pub struct Split {
+    pub rows: Arc<SplitRows>,
+    /// For each rank the places in the whole's targets that its rows predict.
+    pub targets: Vec<Vec<usize>>,
+}
+
+impl std::fmt::Debug for Split {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Split").field("targets", &self.targets).finish_non_exhaustive()
+    }
+}
+
+impl Split {
+    /// The places of this rank's targets.
+    pub fn own_targets(&self) -> &[usize] {
+        &self.targets[self.rows.place()]
+    }
+
+    /// The whole's column of targets from each rank's.
+    pub fn column(&self, parts: &[Vec<f32>]) -> Vec<f32> {
+        let mut whole = vec![0.0; self.targets.iter().map(Vec::len).sum()];
+        for (places, part) in self.targets.iter().zip(parts) {
+            places.iter().zip(part).for_each(|(&place, &value)| whole[place] = value);
+        }
+        whole
+    }
 }
 
 impl MicroBatch {
+    /// This rank's part, where several share sequences; the whole elsewhere.
+    ///
+    /// # Errors
+    /// When there are fewer rows than ranks.
+    pub fn part(&self, mesh: &Arc<Mesh>) -> Result<Cow<'_, Self>> {
+        if mesh.sequence_ranks() == 1 {
+            return Ok(Cow::Borrowed(self));
+        }
+        let split_rows = SplitRows::new(mesh, self.tokens.len())?;
+        let own = split_rows.own();
+        let holds = |range: &Range<usize>, row: u32| range.contains(&(row as usize));
+        let places = |range: &Range<usize>| -> Vec<usize> {
+            (0..self.rows.len()).filter(|&place| holds(range, self.rows[place])).collect()
+        };
+        let targets: Vec<Vec<usize>> = split_rows.ranges().iter().map(places).collect();
+        let own_places = &targets[mesh.sequence_place()];
+        let cut = |routes: &Tensor| Ok(routes.narrow(0, own.start, own.len())?.contiguous()?);
+        let replay = self.replay.as_ref().map(|layers| layers.iter().map(cut).collect::<Result<_>>());
+        Ok(Cow::Owned(Self {
+            tokens: Arc::new(self.tokens[own.clone()].to_vec()),
+            positions: self.positions[own.clone()].to_vec(),
+            rows: Arc::new(own_places.iter().map(|&place| self.rows[place] - own.start as u32).collect()),
+            targets: Arc::new(own_places.iter().map(|&place| self.targets[place]).collect()),
+            replay: replay.transpose()?,
+            split: Some(Arc::new(Split { rows: Arc::new(split_rows), targets })),
+            ..self.clone()
+        }))
+    }
+
     /// The sequences `range`, each of which shares with the one before it the positions that `shared` says.
     fn new(sequences: &[Sequence], range: Range<usize>, shared: &[usize]) -> Self {
         let (mut tokens, mut rows, mut targets, mut cu_targets) = (vec![], vec![], vec![], vec![0]);
@@ -62,6 +126,7 @@ impl MicroBatch {
             targets: Arc::new(targets),
             cu_targets,
             replay: None,
+            split: None,
         }
     }
 

@@ -6,9 +6,10 @@
 use super::batch::MicroBatch;
 use crate::model::attend::PackedAttention;
 use crate::model::forward::{ForwardOptions, LayerOutput, Model, Rows};
+use crate::model::split_rows::SplitAttention;
 use crate::model::trunk::{self, Keep, Trunk};
 use crate::model::weights::{Frozen, WeightSource};
-use crate::ops;
+use crate::ops::{self, Dispatch};
 use anyhow::{Context, Result, ensure};
 use candle_core::{Device, Tensor, Var};
 
@@ -104,7 +105,7 @@ impl Pass<'_> {
     /// # Errors
     /// When the batch does not fit the model or the objective fails.
     pub fn forward_backward(&self, objective: HeadObjective<'_>) -> Result<PassOutput> {
-        let Walked { head, routes, load_balance } = self.both_ways(&|head| apply(head, objective))?;
+        let Walked { head, routes, load_balance } = self.both_ways(&|head| self.apply(head, objective))?;
         let [log_probs, entropies] = split_head(&head)?;
         Ok(PassOutput { log_probs, entropies, routes, load_balance })
     }
@@ -115,8 +116,8 @@ impl Pass<'_> {
     /// When the batch does not fit the model, it has no value head, or the objective fails.
     pub fn values_backward(&self, objective: ValueObjective<'_>) -> Result<Vec<f32>> {
         let on_head = |head: &Tensor| {
-            let gradient = objective(&read_values(head)?)?;
-            Ok(Tensor::from_vec(gradient, head.shape(), &Device::Cpu)?)
+            let gradient = objective(&self.of_all(&read_values(head)?)?)?;
+            Ok(Tensor::from_vec(self.of_own(gradient), head.shape(), &Device::Cpu)?)
         };
         read_values(&self.both_ways(&on_head)?.head)
     }
@@ -131,9 +132,15 @@ impl Pass<'_> {
 
     /// Calls `f` with the batch's rows, which use the experts `replay`.
     fn with_rows<R>(&self, replay: Option<&[Tensor]>, f: impl FnOnce(&mut Rows) -> R) -> R {
-        let attend = &mut PackedAttention { sequence_rows: self.batch.sequence_rows.clone() };
+        let sequence_rows = self.batch.sequence_rows.clone();
         let rotation = self.model.rotation(self.batch.positions.clone());
-        f(&mut Rows { rotation, attend, replay })
+        match &self.batch.split {
+            None => f(&mut Rows { rotation, attend: &mut PackedAttention { sequence_rows }, replay }),
+            Some(split) => {
+                let attend = &mut SplitAttention { split: split.rows.clone(), sequence_rows };
+                f(&mut Rows { rotation, attend, replay })
+            }
+        }
     }
 
     fn walk(&self, trunk: &Trunk, keep: Keep) -> Result<Tensor> {
@@ -216,10 +223,42 @@ impl Pass<'_> {
         let (true, Some(routing)) = (self.settings.load_balance != 0.0, &output.routing) else {
             return Ok(None);
         };
-        let loss = ops::load_balance(&routing.router_logits, &routing.plan, self.batch.holders.as_ref())?;
+        let holders = self.batch.holders.as_ref();
+        let loss = match &self.batch.split {
+            None => ops::load_balance(&routing.router_logits, &routing.plan, holders)?,
+            Some(split) => {
+                let routes = split.rows.all_routes(&routing.routes)?;
+                let plan = Dispatch::new(&routes, self.model.config.num_local_experts)?;
+                ops::load_balance(&split.rows.all_rows(&routing.router_logits)?, &plan, holders)?
+            }
+        };
         let value = loss.to_scalar::<f32>()? as f64;
         let layers = self.model.config.num_hidden_layers as f64;
         Ok(Some(((loss * (self.settings.load_balance / layers))?, value)))
+    }
+
+    /// The objective's gradient as a tensor of the head's shape.
+    fn apply(&self, head: &Tensor, objective: HeadObjective<'_>) -> Result<Tensor> {
+        let [log_probs, entropies] = split_head(head)?;
+        let HeadGradient { log_probs, entropies } =
+            objective(&self.of_all(&log_probs)?, &self.of_all(&entropies)?)?;
+        let gradient = [self.of_own(log_probs), self.of_own(entropies)].concat();
+        Ok(Tensor::from_vec(gradient, head.shape(), &Device::Cpu)?)
+    }
+
+    /// The column of all targets, of which this rank has `own`.
+    fn of_all(&self, own: &[f32]) -> Result<Vec<f32>> {
+        let Some(split) = &self.batch.split else { return Ok(own.to_vec()) };
+        let lengths: Vec<usize> = split.targets.iter().map(Vec::len).collect();
+        Ok(split.column(&split.rows.all("what the head gives", own, &lengths)?))
+    }
+
+    /// Of a column of all targets this rank's.
+    fn of_own(&self, all: Vec<f32>) -> Vec<f32> {
+        match &self.batch.split {
+            None => all,
+            Some(split) => split.own_targets().iter().map(|&place| all[place]).collect(),
+        }
     }
 }
 
@@ -230,13 +269,4 @@ fn split_head(head: &Tensor) -> Result<[Vec<f32>; 2]> {
 fn read_values(head: &Tensor) -> Result<Vec<f32>> {
     ensure!(head.dim(0)? == 1, "values of a model that has no value head");
     Ok(head.get(0)?.to_vec1()?)
-}
-
-/// The objective's gradient as a tensor of the head's shape.
-fn apply(head: &Tensor, objective: HeadObjective<'_>) -> Result<Tensor> {
-    let [log_probs, entropies] = split_head(head)?;
-    let HeadGradient { log_probs: mut gradient, entropies: entropy_gradient } =
-        objective(&log_probs, &entropies)?;
-    gradient.extend(entropy_gradient);
-    Ok(Tensor::from_vec(gradient, head.shape(), &Device::Cpu)?)
 }

@@ -247,10 +247,6 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
             "[train]\nfreeze = [\"\"]",
             "r.toml:2: train.freeze: an empty pattern matches no parameter; remove it, or write one such as \"*.self_attn.*\"",
         ),
-        (
-            "[parallel]\nsequence = 4",
-            "r.toml:2: parallel.sequence: 4 needs the multi-process build, and this one runs a single process; write 1",
-        ),
     ];
     for (text, message) in cases {
         assert_eq!(mistake(text, &[]), message, "{text}");

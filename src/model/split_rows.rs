@@ -1,0 +1,285 @@
+//! A micro-batch whose rows are split over several ranks: each has a stretch of them, and all of some heads where rows meet.
+//!
+//! All but attention works row by row. Around attention the ranks exchange: rank `j` gives its rows of everyone's heads and gets
+//! every row of its own heads, and afterwards the other way round. So attention runs as in one process, on fewer heads, and a
+//! row's bits are the same. Backward, the exchanges run in reverse; where key-value heads are fewer than ranks, a head is on
+//! several, and its gradient is the sum of theirs in rank order.
+
+use super::attend::Attend;
+use crate::dist::Mesh;
+use crate::dist::wire::{f32_bytes, f32_values};
+use crate::ops::cpu::{host_values, values};
+use crate::ops::{self, SequenceRows, sink_attention::Attention};
+use anyhow::{Context, Result, ensure};
+use candle_core::{CpuStorage, CustomOp1, Device, Layout, Shape, Tensor};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The rows of one micro-batch over the ranks that share it.
+pub struct SplitRows {
+    mesh: Arc<Mesh>,
+    /// The ranks that share it, in the order of their stretches.
+    group: Vec<usize>,
+    /// This rank's place among them.
+    place: usize,
+    /// Each rank's stretch.
+    ranges: Vec<Range<usize>>,
+}
+
+impl SplitRows {
+    /// `rows` rows over the ranks of `mesh` that share sequences with this one, in even stretches.
+    ///
+    /// # Errors
+    /// When there are fewer rows than ranks.
+    pub fn new(mesh: &Arc<Mesh>, rows: usize) -> Result<Self> {
+        let (group, place) = (mesh.sequence_group(), mesh.sequence_place());
+        let ranks = group.len();
+        ensure!(rows >= ranks, "a micro-batch of {rows} rows cannot be split over {ranks} processes");
+        let ranges = (0..ranks).map(|i| rows * i / ranks..rows * (i + 1) / ranks).collect();
+        Ok(Self { mesh: mesh.clone(), group, place, ranges })
+    }
+
+    /// Each rank's stretch of rows.
+    pub fn ranges(&self) -> &[Range<usize>] {
+        &self.ranges
+    }
+
+    /// This rank's place among those that share the rows.
+    pub fn place(&self) -> usize {
+        self.place
+    }
+
+    /// This rank's stretch.
+    pub fn own(&self) -> Range<usize> {
+        self.ranges[self.place].clone()
+    }
+
+    fn rows(&self) -> usize {
+        self.ranges.last().map_or(0, |range| range.end)
+    }
+
+    /// Sends `parts[i]` to the `i`th rank and gives what came from each, which has `lengths[i]` values.
+    fn exchange(&self, what: &str, parts: Vec<Vec<f32>>, lengths: &[usize]) -> Result<Vec<Vec<f32>>> {
+        let parts = parts.iter().map(|part| Arc::new(f32_bytes(part))).collect();
+        let bytes: Vec<usize> = lengths.iter().map(|length| length * size_of::<f32>()).collect();
+        let came = self.mesh.start(what, &self.group, parts, &bytes)?.wait()?;
+        Ok(came.iter().map(|bytes| f32_values(bytes).collect()).collect())
+    }
+
+    /// The values of all ranks, of which the `i`th has `lengths[i]`.
+    ///
+    /// # Errors
+    /// When a rank does not come in time.
+    pub fn all(&self, what: &str, own: &[f32], lengths: &[usize]) -> Result<Vec<Vec<f32>>> {
+        self.exchange(what, vec![own.to_vec(); self.group.len()], lengths)
+    }
+
+    /// Every row of `x [t, W]`, of which this rank has its stretch: `[T, W]`, differentiable.
+    ///
+    /// # Errors
+    /// When a rank does not come in time.
+    pub fn all_rows(self: &Arc<Self>, x: &Tensor) -> Result<Tensor> {
+        Ok(x.contiguous()?.apply_op1(AllRows { split: self.clone() })?)
+    }
+
+    /// Every row of the experts u32 `[t, K]`, of which this rank has its stretch: `[T, K]`.
+    ///
+    /// # Errors
+    /// When a rank does not come in time.
+    pub fn all_routes(&self, routes: &Tensor) -> Result<Tensor> {
+        let top_k = routes.dim(1)?;
+        let own: Vec<u8> = routes.flatten_all()?.to_vec1::<u32>()?.iter().flat_map(|e| e.to_le_bytes()).collect();
+        let lengths: Vec<usize> = self.ranges.iter().map(|r| r.len() * top_k * size_of::<u32>()).collect();
+        let parts = vec![Arc::new(own); self.group.len()];
+        let came = self.mesh.start("routes", &self.group, parts, &lengths)?.wait()?.concat();
+        let experts: Vec<u32> =
+            came.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+        Ok(Tensor::from_vec(experts, (self.rows(), top_k), &Device::Cpu)?)
+    }
+
+    /// From this rank's rows of all heads, `x [t, H, D]`, to all rows of the heads that `heads` gives this rank: `[T, h, D]`.
+    fn to_heads(&self, x: &[f32], heads: &Heads, dim: usize) -> Result<Vec<f32>> {
+        let part = |of: &Vec<usize>| -> Vec<f32> {
+            let rows = x.chunks_exact(heads.count * dim);
+            rows.flat_map(|row| of.iter().flat_map(|&h| row[h * dim..(h + 1) * dim].iter().copied())).collect()
+        };
+        let own = heads.of_rank[self.place].len();
+        let lengths: Vec<usize> = self.ranges.iter().map(|range| range.len() * own * dim).collect();
+        Ok(self.exchange("heads", heads.of_rank.iter().map(part).collect(), &lengths)?.concat())
+    }
+
+    /// The other way: from all rows of this rank's heads, `x [T, h, D]`, to its rows of all heads, `[t, H, D]`. A head that
+    /// several ranks have is their sum in rank order.
+    fn to_rows(&self, x: &[f32], heads: &Heads, dim: usize) -> Result<Vec<f32>> {
+        let own = heads.of_rank[self.place].len() * dim;
+        let parts = self.ranges.iter().map(|range| x[range.start * own..range.end * own].to_vec()).collect();
+        let rows = self.own().len();
+        let lengths: Vec<usize> = heads.of_rank.iter().map(|of| rows * of.len() * dim).collect();
+        let came = self.exchange("rows", parts, &lengths)?;
+        let mut out = vec![0f32; rows * heads.count * dim];
+        let mut written = vec![false; heads.count];
+        for (part, of) in came.iter().zip(&heads.of_rank) {
+            for (i, &head) in of.iter().enumerate() {
+                for row in 0..rows {
+                    let from = &part[(row * of.len() + i) * dim..][..dim];
+                    let to = &mut out[(row * heads.count + head) * dim..][..dim];
+                    match written[head] {
+                        false => to.copy_from_slice(from),
+                        true => to.iter_mut().zip(from).for_each(|(sum, x)| *sum += x),
+                    }
+                }
+                written[head] = true;
+            }
+        }
+        Ok(out)
+    }
+}
+
+/// Which heads each rank has.
+#[derive(Clone)]
+struct Heads {
+    /// All of them.
+    count: usize,
+    /// By rank.
+    of_rank: Vec<Vec<usize>>,
+}
+
+impl Heads {
+    /// Even stretches of `count` heads over `ranks`, which one of the two divides: of fewer heads than ranks each is on several.
+    fn even(count: usize, ranks: usize) -> Self {
+        let of = |rank: usize| match count >= ranks {
+            true => (rank * count / ranks..(rank + 1) * count / ranks).collect(),
+            false => vec![rank * count / ranks],
+        };
+        Self { count, of_rank: (0..ranks).map(of).collect() }
+    }
+
+    /// The same of keys and values, one after the other.
+    fn twice(self) -> Self {
+        let both = |of: Vec<usize>| of.iter().copied().chain(of.iter().map(|head| self.count + head)).collect();
+        Self { count: 2 * self.count, of_rank: self.of_rank.into_iter().map(both).collect() }
+    }
+}
+
+/// Whether heads of a model can be split over `ranks` processes; says why not.
+pub fn heads_split(heads: usize, kv_heads: usize, ranks: usize) -> Option<String> {
+    let divides = |a: usize, b: usize| b != 0 && a.is_multiple_of(b);
+    (!divides(heads, ranks)).then(|| format!("does not divide the {heads} heads of attention")).or_else(|| {
+        let fits = divides(kv_heads, ranks) || divides(ranks, kv_heads);
+        (!fits).then(|| format!("neither divides the {kv_heads} key-value heads nor is a multiple of them"))
+    })
+}
+
+/// Attention of rows that are split over ranks.
+pub struct SplitAttention {
+    pub split: Arc<SplitRows>,
+    /// All rows.
+    pub sequence_rows: Arc<SequenceRows>,
+}
+
+impl Attend for SplitAttention {
+    fn attend(
+        &mut self,
+        _: usize,
+        q: &Tensor,
+        kv: &Tensor,
+        sinks: &Tensor,
+        attention: Attention,
+    ) -> Result<Tensor> {
+        let Attention { heads, kv_heads, head_dim, .. } = attention;
+        let ranks = self.split.group.len();
+        let q_heads = Heads::even(heads, ranks);
+        let kv_of = Heads::even(kv_heads, ranks);
+        let of_rank = |heads: &Heads| heads.of_rank[self.split.place].clone();
+        let (own, own_kv) = (of_rank(&q_heads), of_rank(&kv_of));
+        let first = *own.first().context("a rank without heads")?;
+        let (all, t) = (self.split.rows(), self.split.own().len());
+        let op = |heads: &Heads, to_heads| MoveHeads { split: self.split.clone(), heads: heads.clone(), to_heads };
+        let q = q.contiguous()?.apply_op1(op(&q_heads, true))?;
+        let kv = kv.reshape((t, 2 * kv_heads, head_dim))?.contiguous()?.apply_op1(op(&kv_of.twice(), true))?;
+        let kv = kv.reshape((all, 2, own_kv.len(), head_dim))?;
+        let sinks = sinks.narrow(0, first, own.len())?;
+        let part = Attention { heads: own.len(), kv_heads: own_kv.len(), ..attention };
+        let mixed = ops::sink_attention(&q, &kv, &sinks, &self.sequence_rows, part)?;
+        let mixed = mixed.reshape((all, own.len(), head_dim))?.contiguous()?.apply_op1(op(&q_heads, false))?;
+        Ok(mixed.reshape((t, heads * head_dim))?)
+    }
+}
+
+/// Rows of all heads to all rows of some heads, or back; each is the other's backward.
+struct MoveHeads {
+    split: Arc<SplitRows>,
+    heads: Heads,
+    to_heads: bool,
+}
+
+impl MoveHeads {
+    fn moved(&self, x: &[f32], dim: usize, to_heads: bool) -> candle_core::Result<(Vec<f32>, Shape)> {
+        let (split, heads) = (&self.split, &self.heads);
+        let (values, shape) = match to_heads {
+            true => (split.to_heads(x, heads, dim), (split.rows(), heads.of_rank[split.place].len(), dim)),
+            false => (split.to_rows(x, heads, dim), (split.own().len(), heads.count, dim)),
+        };
+        Ok((values.map_err(foreign)?, Shape::from(shape)))
+    }
+}
+
+impl CustomOp1 for MoveHeads {
+    fn name(&self) -> &'static str {
+        "move_heads"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        let (_, _, dim) = layout.shape().dims3()?;
+        let (out, shape) = self.moved(values(x, layout)?, dim, self.to_heads)?;
+        Ok((CpuStorage::F32(out), shape))
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        let grad = grad.contiguous()?;
+        let (out, shape) = self.moved(&host_values(&grad)?, x.dim(2)?, !self.to_heads)?;
+        Ok(Some(Tensor::from_vec(out, shape, x.device())?))
+    }
+}
+
+/// Every rank's rows, on every rank. All of them compute the same from it, so backward each keeps its own rows' gradient.
+struct AllRows {
+    split: Arc<SplitRows>,
+}
+
+impl CustomOp1 for AllRows {
+    fn name(&self) -> &'static str {
+        "all_rows"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        let (_, width) = layout.shape().dims2()?;
+        let lengths: Vec<usize> = self.split.ranges.iter().map(|range| range.len() * width).collect();
+        let all = self.split.all("router logits", values(x, layout)?, &lengths).map_err(foreign)?;
+        Ok((CpuStorage::F32(all.concat()), Shape::from((self.split.rows(), width))))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        let own = self.split.own();
+        Ok(Some(grad.narrow(0, own.start, own.len())?.contiguous()?))
+    }
+}
+
+fn foreign(error: anyhow::Error) -> candle_core::Error {
+    candle_core::Error::Msg(format!("{error:#}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn heads_go_round_in_stretches_and_few_key_value_heads_are_on_several_ranks() {
+        assert_eq!(Heads::even(4, 2).of_rank, [[0, 1], [2, 3]]);
+        assert_eq!(Heads::even(2, 4).of_rank, [[0], [0], [1], [1]]);
+        assert_eq!(Heads::even(2, 4).twice().of_rank, [[0, 2], [0, 2], [1, 3], [1, 3]]);
+        assert_eq!(heads_split(64, 8, 16), None);
+        assert!(heads_split(12, 2, 8).unwrap().contains("12 heads"));
+        assert!(heads_split(12, 4, 6).unwrap().contains("4 key-value heads"));
+    }
+}
