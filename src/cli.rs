@@ -1,7 +1,7 @@
 //! The command line: what the user may type, one error printer and the exit code.
 
 use crate::commands;
-use crate::commands::arguments::{RecipeArgs, RunArgs};
+use crate::commands::arguments::RunArgs;
 use crate::dist::launch::refuse_several;
 use crate::error::{BadInput, EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ToldElsewhere};
 use crate::metrics::sanitize_terminal;
@@ -27,7 +27,7 @@ enum Command {
     /// Train as the recipe says: cold start, reinforcement learning, evaluations, checkpoints
     Train(commands::train::TrainArgs),
     /// Show what a recipe comes to: every key, the first prompt, the plan of memory; trains nothing
-    Check(RecipeArgs),
+    Check(commands::check::CheckArgs),
     /// Talk in the terminal with a trained model and its tool
     Chat(commands::chat::ChatArgs),
     /// Sample one step's prompts and write the trajectories with their log-probabilities
@@ -78,7 +78,7 @@ pub fn run() -> u8 {
         }
     };
     let one_process = match &cli.command {
-        Command::Train(_) => Ok(()),
+        Command::Train(_) | Command::CheckMismatch(_) => Ok(()),
         #[cfg(feature = "cuda")]
         Command::GpuCheck(_) => Ok(()),
         _ => refuse_several(&std::env::args().nth(1).unwrap_or_default()),

@@ -7,12 +7,23 @@ use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_terminal};
 use crate::recipe::{Plan, locate};
 use crate::run::collect::show;
-use crate::run::memory::{Intent, MemoryPlan, available, gigabytes};
+use crate::run::memory::{Intent, MemoryPlan, Subject, available, gigabytes};
 use crate::run::preflight::Preflight;
 use crate::run::source::pin_model;
 use crate::tasks::{Problem, Reward, Task, Transcript};
 use crate::trajectory::Outcome;
 use anyhow::Result;
+use clap::Args;
+
+/// What `rloss check` takes.
+#[derive(Args, Debug, Clone)]
+pub struct CheckArgs {
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    /// Plan the memory of one of so many processes that train together
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    processes: u32,
+}
 
 /// What the model is taken to answer: nothing has been loaded that could.
 const ANSWER: &str = "I do not know.";
@@ -24,12 +35,14 @@ const ANSWER: &str = "I do not know.";
 /// # Errors
 /// [`crate::error::BadInput`] with every mistake of the recipe, its model and its task, and when training, or sampling where
 /// nothing is trained, would not fit into memory.
-pub fn run(args: &RecipeArgs) -> Result<u8> {
+pub fn run(args: &CheckArgs) -> Result<u8> {
+    let CheckArgs { recipe: args, processes } = args;
     let source = locate(&args.recipe)?;
     let mut plan = source.resolve(&args.sets)?;
     pin_model(&mut plan, &source, &args.sets)?;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
-    let preflight = Preflight::open(plan, Intent::Train, &console)?;
+    let mut preflight = Preflight::open(plan, Intent::Train, &console)?;
+    preflight.processes = *processes as usize;
     show(&sanitize_terminal(&resolved(&preflight.plan)))?;
     let problem = preflight.first_problem();
     show(&sanitize_terminal(&first_prompt(&preflight, &problem)?))?;
@@ -77,9 +90,14 @@ fn memory(preflight: &Preflight) -> Result<u8> {
     let first = if preflight.plan.recipe.trains() { Intent::Train } else { Intent::Rollout };
     let subject = preflight.subject_of(first);
     let plan = MemoryPlan::new(&subject);
-    show(&format!("\nMemory that `rloss {}` takes at most:\n\n{plan}\n", first.name()))?;
+    let each = match preflight.processes {
+        1 => String::new(),
+        several => format!(" in each of {several} processes"),
+    };
+    show(&format!("\nMemory that `rloss {}` takes at most{each}:\n\n{plan}\n", first.name()))?;
     for intent in [Intent::Eval, Intent::Rollout, Intent::CheckMismatch] {
-        let peak = MemoryPlan::new(&preflight.subject_of(intent)).peak_bytes();
+        // These run in one process.
+        let peak = MemoryPlan::new(&Subject { processes: 1, ..preflight.subject_of(intent) }).peak_bytes();
         show(&format!("`rloss {}`: {}\n", intent.name(), gigabytes(peak)))?;
     }
     let available = available();

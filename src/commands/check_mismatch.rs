@@ -1,6 +1,8 @@
 //! `rloss check-mismatch [RECIPE]`: the same tokens by two paths, every gap, and its likely cause.
 
 use crate::atomic_file::write_file;
+use crate::dist::Mesh;
+use crate::dist::launch::refuse_several;
 use crate::error::{EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_DONE};
 use crate::metrics::{Console, sanitize_terminal};
 use crate::mismatch::links::Proof;
@@ -12,13 +14,14 @@ use crate::rollout::{Prompt, RolloutSettings};
 use crate::run::collect::show;
 use crate::run::memory::Intent;
 use crate::run::source::pin_model;
-use crate::run::workbench::Workbench;
+use crate::run::workbench::{Workbench, share_sequences};
 use crate::train::accumulate::Learner;
 use crate::trajectory::Trajectory;
 use anyhow::{Context, Result};
 use clap::Args;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// What `rloss check-mismatch` takes.
 #[derive(Args, Debug, Clone)]
@@ -78,21 +81,21 @@ impl CheckMismatchArgs {
 /// # Errors
 /// [`crate::error::BadInput`] before any work.
 pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
-    let out = args.out()?;
-    let plan = args.plan(&[])?;
-    let rows = arms::rows(args.arms.as_deref().unwrap_or_default(), &plan.recipe.arms);
-    let rows = if args.arms.is_some() { rows } else { vec![] };
-    let arms: Vec<(String, Plan)> =
-        rows.into_iter().map(|row| Ok((row.name, args.plan(&row.sets)?))).collect::<Result<_>>()?;
-    let console = Console::stderr(plan.recipe.logging.console_every_steps);
-    let bench = Workbench::open(plan, Intent::CheckMismatch, &console)?;
-    bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
-    arms.iter().try_for_each(|(_, plan)| bench.check_family(plan))?;
-    let arms: Vec<(String, Arms)> = arms.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();
+    if !args.against.is_empty() {
+        refuse_several("check-mismatch --against")?;
+    }
+    let mesh = Mesh::connect()?;
+    let (bench, arms) = mesh.agree("the recipe", open(args, &mesh))?;
+    let console = Console::stderr(bench.recipe().logging.console_every_steps);
     let found = match args.against.as_slice() {
         [] => check_arms(&bench, &arms)?,
         _ => check_against(&bench, args, &console)?,
     };
+    mesh.leave();
+    if !mesh.is_leader() {
+        return Ok(found.code);
+    }
+    let out = args.out()?;
     std::fs::create_dir_all(&out).with_context(|| format!("creating {}", out.display()))?;
     for (name, text) in &found.files {
         write_file(&out.join(name), text)?;
@@ -101,6 +104,26 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     write_file(&file, &to_json(&found.lines, &found.verdict, found.diagnosis, &found.bad))?;
     show(&format!("{}\n", file.display()))?;
     Ok(found.code)
+}
+
+/// The model, and the arms to measure by name.
+fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(Workbench, Vec<(String, Arms)>)> {
+    args.out()?;
+    let plan = args.plan(&[])?;
+    share_sequences(mesh, &plan)?;
+    let rows = arms::rows(args.arms.as_deref().unwrap_or_default(), &plan.recipe.arms);
+    let rows = if args.arms.is_some() { rows } else { vec![] };
+    let arms: Vec<(String, Plan)> =
+        rows.into_iter().map(|row| Ok((row.name, args.plan(&row.sets)?))).collect::<Result<_>>()?;
+    let console = match mesh.is_leader() {
+        true => Console::stderr(plan.recipe.logging.console_every_steps),
+        false => Console::silent(),
+    };
+    let bench = Workbench::open_at(plan, Intent::CheckMismatch, mesh, None, &console)?;
+    bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+    arms.iter().try_for_each(|(_, plan)| bench.check_family(plan))?;
+    let arms: Vec<(String, Arms)> = arms.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();
+    Ok((bench, arms))
 }
 
 /// What is printed and written, and the exit code.
@@ -169,6 +192,7 @@ fn note(line: &str) {
 }
 
 fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<Checked> {
+    let tell = |text: &str| if bench.mesh().is_leader() { show(text) } else { Ok(()) };
     let trajectories = sample(bench)?;
     let trajectories: Vec<&Trajectory> = trajectories.iter().collect();
     let recipe = bench.recipe();
@@ -182,7 +206,7 @@ fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<Checked> {
     };
     let links = proof.links(&trajectories)?;
     let mut lines: Vec<Line> = links.iter().map(Line::of_link).collect();
-    show(&format!("{}\n", links_table(&lines)))?;
+    tell(&format!("{}\n", links_table(&lines)))?;
 
     let measure = Measure::new(
         reference(bench),
@@ -197,7 +221,7 @@ fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<Checked> {
     for (name, arms) in rows {
         gaps.push(measure.line(name, arms)?);
     }
-    show(&format!("{}\n", gaps_table("arm", &gaps)))?;
+    tell(&format!("{}\n", gaps_table("arm", &gaps)))?;
     let broken: Vec<&str> = links.iter().filter(|link| !link.holds()).map(|link| link.name).collect();
     let tokens = links.last().map_or(0, |link| link.tokens);
     let verdict = if broken.is_empty() {
@@ -206,7 +230,7 @@ fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<Checked> {
         format!("rollout and training differ; links that fail: {}", broken.join(", "))
     };
     lines.extend(gaps);
-    show(&format!("{}\n", sanitize_terminal(&verdict)))?;
+    tell(&format!("{}\n", sanitize_terminal(&verdict)))?;
     Ok(Checked { lines, verdict, diagnosis: None, bad: vec![], files: vec![], code: EXIT_DONE })
 }
 
@@ -219,7 +243,7 @@ fn sample(bench: &Workbench) -> Result<Vec<Trajectory>> {
     let settings = RolloutSettings::training(recipe, bench.preamble.clone(), 0);
     let policy = bench.rollout_policy()?;
     let samples = recipe.rollout.samples_per_prompt;
-    let rollouts = bench.rollout(&policy, &settings).groups(&prompts, samples, &|_| (), &|| false)?;
+    let rollouts = bench.groups(&policy, &settings, &prompts, samples, &|_| (), &|| false)?;
     let rollouts = rollouts.context("the rollout ended early")?;
     Ok(rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect())
 }

@@ -3,7 +3,7 @@
 use crate::bad_input;
 use crate::commands::arguments::RunArgs;
 use crate::dist::Mesh;
-use crate::error::{BadInput, EXIT_DONE, EXIT_STOPPED};
+use crate::error::{EXIT_DONE, EXIT_STOPPED};
 use crate::integrity::{MANIFEST_FILE, digest_of};
 use crate::metrics::Console;
 use crate::recipe::{Plan, RecipeSource, locate};
@@ -12,7 +12,7 @@ use crate::run::memory::Intent;
 use crate::run::run_folder::{RunFolder, prepare_resume};
 use crate::run::signals::Stop;
 use crate::run::source::unverified;
-use crate::run::workbench::Workbench;
+use crate::run::workbench::{Workbench, share_sequences};
 use crate::train::checkpoint::ResumePoint;
 use crate::trainer::{Trainer, TrainingData};
 use anyhow::{Context, Result};
@@ -108,15 +108,7 @@ fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
     };
     let mut plan = source.resolve(&args.run.sets)?;
     mesh.set_limit(Duration::from_secs_f64(plan.recipe.parallel.exchange_timeout_s));
-    let sequence = plan.recipe.parallel.sequence;
-    if !mesh.ranks().is_multiple_of(sequence) {
-        let what = format!(
-            "{sequence} does not divide the {} of this run; start a multiple of {sequence} with mpirun -np, or write 1",
-            if mesh.ranks() == 1 { "one process".to_owned() } else { format!("{} processes", mesh.ranks()) }
-        );
-        return Err(BadInput(plan.mistake("parallel.sequence", what).to_string()).into());
-    }
-    mesh.share_sequences(sequence);
+    share_sequences(mesh, &plan)?;
     let console = match mesh.is_leader() {
         true => Console::stderr(plan.recipe.logging.console_every_steps),
         false => Console::silent(),

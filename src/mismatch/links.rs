@@ -14,7 +14,7 @@ use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
 use crate::train::accumulate::Learner;
 use crate::train::batch::{MicroBatch, Sequence};
-use crate::train::forward_backward::{Pass, PassSettings};
+use crate::train::forward_backward::{Pass, PassOutput, PassSettings};
 use crate::trajectory::Trajectory;
 use anyhow::Result;
 
@@ -83,7 +83,8 @@ impl Proof<'_> {
             mask: (0..t.tokens.len()).map(|i| i > 0).collect(),
         };
         let sequences: Vec<Sequence> = trajectories.iter().map(every).collect();
-        let training = self.training(&sequences, self.micro_batch_tokens, self.learner.threads)?;
+        // By all processes of the run, where there are several: they then stand for one of the packings.
+        let training = self.spread(&sequences)?;
 
         let mut invariance = Link::new("batch_invariance");
         let alone = self.training(&sequences, 1, &Threads::new(1)?)?;
@@ -116,7 +117,26 @@ impl Proof<'_> {
         Ok([invariance, prefill_link, decode_link, rollout])
     }
 
-    /// The training forward of `sequences`, packed up to `tokens_max`: log-probabilities a sequence.
+    /// The training forward of `sequences` as training makes it: log-probabilities a sequence.
+    fn spread(&self, sequences: &[Sequence]) -> Result<Vec<Vec<f32>>> {
+        let batches = MicroBatch::split(sequences, self.micro_batch_tokens);
+        let outputs = self.learner.forward(&batches, self.settings())?;
+        let of = |(batch, output): (&MicroBatch, &PassOutput)| -> Vec<Vec<f32>> {
+            batch.cu_targets.windows(2).map(|w| output.log_probs[w[0]..w[1]].to_vec()).collect()
+        };
+        Ok(batches.iter().zip(&outputs).flat_map(of).collect())
+    }
+
+    fn settings(&self) -> PassSettings {
+        PassSettings {
+            recompute_layers: true,
+            temperature: self.temperature,
+            load_balance: 0.0,
+            forward: self.training,
+        }
+    }
+
+    /// The training forward of `sequences` in this process, packed up to `tokens_max`: log-probabilities a sequence.
     fn training(
         &self,
         sequences: &[Sequence],
@@ -125,12 +145,7 @@ impl Proof<'_> {
     ) -> Result<Vec<Vec<f32>>> {
         let Learner { model, parameters, .. } = self.learner;
         let weights = &parameters.frozen()?;
-        let settings = PassSettings {
-            recompute_layers: true,
-            temperature: self.temperature,
-            load_balance: 0.0,
-            forward: self.training,
-        };
+        let settings = self.settings();
         let mut log_probs = Vec::with_capacity(sequences.len());
         for batch in &MicroBatch::split(sequences, tokens_max) {
             let pass = Pass { model, weights, batch, settings };

@@ -35,6 +35,8 @@ pub struct Preflight {
     intent: Intent,
     /// The processes that make the run together.
     mesh: Arc<Mesh>,
+    /// How many processes memory is planned for.
+    pub processes: usize,
     threads: Threads,
     source: ModelSource,
     /// Which of the model's own tensors learn, in the first stage.
@@ -125,6 +127,7 @@ impl Preflight {
             plan,
             intent,
             mesh: mesh.clone(),
+            processes: mesh.ranks(),
             threads,
             source,
             trainable,
@@ -170,6 +173,7 @@ impl Preflight {
             uses_python: self.interpreter.is_some(),
             threads: self.threads.count(),
             streamed: self.streamed,
+            processes: self.processes,
         }
     }
 

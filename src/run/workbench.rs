@@ -8,6 +8,7 @@ use super::source::{ModelSource, model_folder};
 use crate::bad_input;
 use crate::chat::Chat;
 use crate::dist::Mesh;
+use crate::error::BadInput;
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
 use crate::metrics::Console;
@@ -56,7 +57,7 @@ impl Workbench {
     /// task's own program fails at later, is told on `console`.
     ///
     /// # Errors
-    /// [`BadInput`](crate::error::BadInput) with every mistake found, each with its place and remedy.
+    /// [`BadInput`] with every mistake found, each with its place and remedy.
     pub fn open(plan: Plan, intent: Intent, console: &Console) -> Result<Self> {
         Self::open_at(plan, intent, &Mesh::single(), None, console)
     }
@@ -73,14 +74,14 @@ impl Workbench {
         console: &Console,
     ) -> Result<Self> {
         let mut preflight = Preflight::open_at(plan, intent, mesh, checkpoint, console)?;
-        preflight.admit(available().as_ref())?;
+        preflight.admit(available().map(|found| found.shared(mesh.on_host())).as_ref())?;
         preflight.load(console)
     }
 
     /// Refuses a plan, of the same model, with keys that mean nothing to its family.
     ///
     /// # Errors
-    /// [`BadInput`](crate::error::BadInput) with every such key.
+    /// [`BadInput`] with every such key.
     pub fn check_family(&self, plan: &Plan) -> Result<()> {
         let mistakes = Mistakes(foreign_keys(plan, self.model.config.family));
         if mistakes.0.is_empty() { Ok(()) } else { Err(mistakes.into_error()) }
@@ -105,7 +106,7 @@ impl Workbench {
     /// They stay on disk where they do not fit beside the model's own, which is told on `console`.
     ///
     /// # Errors
-    /// [`BadInput`](crate::error::BadInput) when there are none, or of another architecture.
+    /// [`BadInput`] when there are none, or of another architecture.
     pub fn weights_of(&self, folder: &Path, console: &Console) -> Result<Parameters> {
         let source = ModelSource::from_folder(&model_folder(folder)?)?;
         let same = Config {
@@ -145,7 +146,7 @@ impl Workbench {
     /// The policy that samples for training, as the arms leave it.
     ///
     /// # Errors
-    /// [`BadInput`](crate::error::BadInput) when an arm does not fit the model.
+    /// [`BadInput`] when an arm does not fit the model.
     pub fn rollout_policy(&self) -> Result<PolicyView<'_>> {
         PolicyView::rollout(&self.model, &self.parameters, &self.recipe().arms, self.recipe().train.seed)
     }
@@ -209,4 +210,24 @@ impl Workbench {
     pub fn confinement(&self) -> Option<String> {
         self.interpreter.as_ref().map(|i| i.confinement())
     }
+}
+
+/// Has the processes of `mesh` share sequences as `plan` says.
+///
+/// # Errors
+/// [`BadInput`] when there are not as many.
+pub fn share_sequences(mesh: &Mesh, plan: &Plan) -> Result<()> {
+    let sequence = plan.recipe.parallel.sequence;
+    if !mesh.ranks().is_multiple_of(sequence) {
+        let processes = match mesh.ranks() {
+            1 => "one process".to_owned(),
+            several => format!("{several} processes"),
+        };
+        let what = format!(
+            "{sequence} does not divide the {processes} of this run; start a multiple of {sequence} with mpirun -np, or write 1"
+        );
+        return Err(BadInput(plan.mistake("parallel.sequence", what).to_string()).into());
+    }
+    mesh.share_sequences(sequence);
+    Ok(())
 }

@@ -20,8 +20,8 @@ use rayon::prelude::*;
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-/// Exchanges of gradients that may be under way while a pass goes on; each holds a tensor twice.
-const EXCHANGES_MAX: usize = 4;
+/// Bytes of gradients that may be under way while a pass goes on, what is sent and what comes; a larger tensor goes alone.
+pub const EXCHANGE_BYTES_MAX: u64 = 256 << 20;
 
 /// The buffers of one batch's sum, and whose turn it is.
 pub struct GradientSum {
@@ -38,8 +38,8 @@ pub struct GradientSum {
 struct Reduction {
     mesh: Arc<Mesh>,
     specs: Vec<ParameterSpec>,
-    /// Exchanges that have not been added yet, first come first.
-    under_way: Mutex<VecDeque<(usize, Started)>>,
+    /// Exchanges that have not been added yet, first come first: the parameter and the bytes it takes.
+    under_way: Mutex<VecDeque<(usize, u64, Started)>>,
 }
 
 struct Turns {
@@ -137,20 +137,22 @@ impl Reduction {
         let whole = Tensor::zeros(spec.working_shape(), DType::F32, &Device::Cpu)?;
         add(&whole)?;
         let (values, ranks) = (host_values(&whole)?, mesh.ranks());
+        let bytes = 2 * size_of_val(&values[..]) as u64;
+        self.settle(buffers, EXCHANGE_BYTES_MAX.saturating_sub(bytes))?;
         let of = |rank: usize| piece(values.len(), parameter, rank, ranks);
         let parts = (0..ranks).map(|rank| Arc::new(f32_bytes(&values[of(rank)]))).collect();
         let own_bytes = of(mesh.rank()).len() * size_of::<f32>();
         let what = format!("gradient of {}", spec.name);
         let started = mesh.start(&what, &mesh.everyone(), parts, &vec![own_bytes; ranks]).map_err(foreign)?;
-        self.under_way.lock().unwrap_or_else(PoisonError::into_inner).push_back((parameter, started));
-        self.settle(buffers, EXCHANGES_MAX)
+        self.under_way.lock().unwrap_or_else(PoisonError::into_inner).push_back((parameter, bytes, started));
+        Ok(())
     }
 
-    /// Adds what came, in rank order, until no more than `left` exchanges are under way.
-    fn settle(&self, buffers: &[Option<Tensor>], left: usize) -> candle_core::Result<()> {
+    /// Adds what came, in rank order, until no more than `left` bytes are under way.
+    fn settle(&self, buffers: &[Option<Tensor>], left: u64) -> candle_core::Result<()> {
         let mut under_way = self.under_way.lock().unwrap_or_else(PoisonError::into_inner);
-        while under_way.len() > left {
-            let Some((parameter, started)) = under_way.pop_front() else { break };
+        while under_way.iter().map(|(_, bytes, _)| bytes).sum::<u64>() > left {
+            let Some((parameter, _, started)) = under_way.pop_front() else { break };
             let Some(buffer) = &buffers[parameter] else { bail!("parameter {parameter} does not learn") };
             for part in started.wait().map_err(foreign)? {
                 edit(buffer, |sum| {

@@ -50,10 +50,10 @@ fn buffers(settings: &Settings, values: usize, shape: &Shape) -> Vec<(&'static s
     }
 }
 
-/// Bytes of what the update rule keeps of a tensor of `values` values.
-pub fn state_bytes(settings: &Settings, values: usize) -> u64 {
+/// Bytes of what the update rule keeps of a tensor of `values` values, `here` of which are in this process.
+pub fn state_bytes(settings: &Settings, values: usize, here: usize) -> u64 {
     let bytes = |(_, dtype, shape): (_, DType, Shape)| (dtype.size_in_bytes() * shape.elem_count()) as u64;
-    buffers(settings, values, &Shape::from(values)).into_iter().map(bytes).sum()
+    buffers(settings, values, &Shape::from(here)).into_iter().map(bytes).sum()
 }
 
 /// An optimizer over the tensors that learn. What it keeps of them lies beside them, in [`Parameters`].

@@ -321,6 +321,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
             uses_python: false,
             threads: 1,
             streamed: false,
+            processes: 1,
         };
         let plan = MemoryPlan::new(&subject);
         let planned =

@@ -11,6 +11,19 @@ pub struct Available {
     pub bound: String,
 }
 
+impl Available {
+    /// The part of one of `processes` that share the machine.
+    pub fn shared(self, processes: usize) -> Self {
+        match processes {
+            1 => self,
+            several => Self {
+                bytes: self.bytes / several as u64,
+                bound: format!("each process's part of what is {}", self.bound),
+            },
+        }
+    }
+}
+
 /// The least of what the machine, the control groups and `ulimit -v` leave to this process; `None` where none says.
 pub fn available() -> Option<Available> {
     let bounds = [

@@ -12,6 +12,7 @@ pub use passes::PassShape;
 pub use remedies::Remedy;
 
 use crate::bad_input;
+use crate::dist::piece;
 use crate::metrics::Table;
 use crate::model::cache::SequenceCache;
 use crate::model::config::{Config, Form};
@@ -19,6 +20,7 @@ use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_mode
 use crate::recipe::{Dtype, KlPlace, OptimizerConfig, Recipe};
 use crate::rollout::{FORWARD_TOKENS_MAX, engines};
 use crate::train::accumulate::side_by_side;
+use crate::train::gradients::EXCHANGE_BYTES_MAX;
 use crate::train::optimizer::state_bytes;
 use anyhow::Result;
 use std::collections::BTreeMap;
@@ -101,6 +103,8 @@ pub struct Subject<'a> {
     pub threads: usize,
     /// Whether the layers stay on disk and are read one after the other.
     pub streamed: bool,
+    /// Processes that make the run together; the plan is that of one of them.
+    pub processes: usize,
 }
 
 /// What an adapter adds.
@@ -120,9 +124,21 @@ impl AdapterPart {
     }
 }
 
-/// Those of `specs` that `trainable` marks.
-fn marked(specs: impl IntoIterator<Item = ParameterSpec>, trainable: &[bool]) -> Vec<ParameterSpec> {
-    specs.into_iter().zip(trainable).filter(|(_, learns)| **learns).map(|(spec, _)| spec).collect()
+/// A tensor that learns, with its place in the store.
+type Learning = (usize, ParameterSpec);
+
+/// Those of `specs`, the first of which has the place `first`, that `trainable` marks.
+fn marked(
+    specs: impl IntoIterator<Item = ParameterSpec>,
+    trainable: &[bool],
+    first: usize,
+) -> Vec<Learning> {
+    (first..).zip(specs).zip(trainable).filter(|(_, learns)| **learns).map(|(found, _)| found).collect()
+}
+
+/// Bytes of `learning` in f32, all of it.
+fn gathered_bytes(learning: &[Learning]) -> u64 {
+    learning.iter().map(|(_, spec)| spec.resident_bytes(Form::F32)).sum()
 }
 
 /// Bytes of `specs` in f32.
@@ -228,13 +244,48 @@ impl Subject<'_> {
     }
 
     /// What of the policy learns in `stage`.
-    fn learning(&self, stage: Stage) -> Vec<ParameterSpec> {
+    fn learning(&self, stage: Stage) -> Vec<Learning> {
         match &self.adapter {
             Some(adapter) if stage == Stage::Reinforcement || !adapter.after_cold_start => {
-                marked(adapter.specs.clone(), &adapter.trainable)
+                marked(adapter.specs.clone(), &adapter.trainable, self.forms.len())
             }
-            _ => marked(parameter_specs(self.config), &self.trainable),
+            _ => marked(parameter_specs(self.config), &self.trainable, 0),
         }
+    }
+
+    /// What of the policy learns in any stage.
+    fn ever_learning(&self) -> Vec<Learning> {
+        let mut found = self.learning(Stage::Reinforcement);
+        if self.adapter.as_ref().is_some_and(|adapter| adapter.after_cold_start) {
+            found.extend(self.learning(Stage::ColdStart));
+        }
+        found
+    }
+
+    /// The sum of `bytes` over `learning`, given each tensor and how many of its values are here: those of the process that has
+    /// most.
+    fn share(&self, learning: &[Learning], bytes: impl Fn(&ParameterSpec, usize) -> u64) -> u64 {
+        let of = |rank: usize| -> u64 {
+            let here = |spec: &ParameterSpec, index: usize| {
+                piece(spec.element_count(), index, rank, self.processes).len()
+            };
+            learning.iter().map(|(index, spec)| bytes(spec, here(spec, *index))).sum()
+        };
+        (0..self.processes).map(of).max().unwrap_or(0)
+    }
+
+    /// Bytes in f32 of what is here of `learning`.
+    fn plain_share(&self, learning: &[Learning]) -> u64 {
+        self.share(learning, |_, here| here as u64 * size_of::<f32>() as u64)
+    }
+
+    /// Bytes of the policy's weights that stay in this process: of what learns its share.
+    fn own_weight_bytes(&self) -> u64 {
+        if self.processes == 1 || !self.intent.learns() {
+            return self.weight_bytes();
+        }
+        let learning = self.ever_learning();
+        self.weight_bytes() - gathered_bytes(&learning) + self.plain_share(&learning)
     }
 
     /// Bytes of what lies outside the layers, and of the largest layer.
@@ -248,23 +299,40 @@ impl Subject<'_> {
         outside + places.into_values().max().unwrap_or(0)
     }
 
-    /// What an optimizer keeps of the tensors `learning`.
-    fn optimizer(&self, settings: &OptimizerConfig, learning: &[ParameterSpec]) -> u64 {
+    /// What an optimizer keeps here of the tensors `learning`.
+    fn optimizer(&self, settings: &OptimizerConfig, learning: &[Learning]) -> u64 {
         let rounds_weights = self.recipe.model.dtype == Dtype::Bf16;
-        let of = |spec: &ParameterSpec| {
+        self.share(learning, |spec, here| {
             // An adapter stays in f32.
             let has_master = rounds_weights && spec.role != TensorRole::AdapterFactor;
-            let master = if has_master { spec.resident_bytes(Form::F32) } else { 0 };
-            master + state_bytes(settings, spec.element_count())
-        };
-        learning.iter().map(of).sum()
+            let master = if has_master { (here * size_of::<f32>()) as u64 } else { 0 };
+            master + state_bytes(settings, spec.element_count(), here)
+        })
+    }
+
+    /// What a process gathers of `learning` while a pass is at a layer: what is outside the layers, a layer twice as it comes and
+    /// the next on its way, and the gradients that are exchanged.
+    fn gathered(&self, learning: &[Learning]) -> u64 {
+        let (mut outside, mut layers, mut largest) = (0, BTreeMap::<usize, u64>::new(), 0);
+        for (_, spec) in learning {
+            let bytes = spec.resident_bytes(Form::F32);
+            largest = largest.max(bytes);
+            match spec.layer {
+                Some(layer) if spec.role != TensorRole::AdapterFactor => {
+                    *layers.entry(layer).or_default() += bytes;
+                }
+                _ => outside += bytes,
+            }
+        }
+        let layer = layers.into_values().max().unwrap_or(0);
+        outside + 3 * layer + largest + EXCHANGE_BYTES_MAX.min(2 * gathered_bytes(learning)).max(2 * largest)
     }
 
     fn resident(&self) -> Vec<MemoryPart> {
         let recipe = self.recipe;
         let weights = match self.streamed {
             true => MemoryPart { name: "weights, a layer at a time", bytes: self.streamed_weights() },
-            false => MemoryPart { name: "weights", bytes: self.weight_bytes() },
+            false => MemoryPart { name: "weights", bytes: self.own_weight_bytes() },
         };
         let mut parts = vec![MemoryPart { name: "program", bytes: PROGRAM_BYTES }, weights];
         let mut part = |name, bytes| parts.push(MemoryPart { name, bytes });
@@ -276,20 +344,24 @@ impl Subject<'_> {
             ];
             let kept = stages.into_iter().filter(|(_, steps, _)| *steps > 0).map(|(stage, _, optimizer)| {
                 let learning = self.learning(stage);
-                (plain_bytes(&learning), self.optimizer(optimizer, &learning))
+                (self.plain_share(&learning), self.optimizer(optimizer, &learning))
             });
             let (gradients, optimizer) = kept.max_by_key(|(a, b)| a + b).unwrap_or_default();
             part("gradients", gradients);
             part("optimizer", optimizer);
             if let (Some(critic), Some(trainable)) = (&recipe.critic, &self.critic_trainable) {
                 let learning = self.critic_learning(trainable);
-                part("critic's weights", self.critic_weights(trainable));
-                part("critic's gradients", plain_bytes(&learning));
+                let all = self.critic_weights(trainable).saturating_sub(gathered_bytes(&learning));
+                part("critic's weights", all + self.plain_share(&learning));
+                part("critic's gradients", self.plain_share(&learning));
                 part("critic's optimizer", self.optimizer(&critic.optimizer, &learning));
             }
             // Without its adapter the model itself is the reference.
             if recipe.policy.kl.place != KlPlace::None && self.adapter.is_none() {
-                part("reference", self.plain_weights());
+                // What learns is cut, in the reference too.
+                let learning = self.learning(Stage::Reinforcement);
+                let all = self.plain_weights().saturating_sub(gathered_bytes(&learning));
+                part("reference", all + self.plain_share(&learning));
             }
         }
         if self.intent == Intent::CheckMismatch {
@@ -312,9 +384,9 @@ impl Subject<'_> {
     }
 
     /// What of the critic learns: its tensors, or its head and its adapter's factors.
-    fn critic_learning(&self, trainable: &[bool]) -> Vec<ParameterSpec> {
+    fn critic_learning(&self, trainable: &[bool]) -> Vec<Learning> {
         let factors = self.adapter.iter().flat_map(|adapter| adapter.specs.iter().cloned());
-        marked(value_model_specs(self.config).into_iter().chain(factors), trainable)
+        marked(value_model_specs(self.config).into_iter().chain(factors), trainable, 0)
     }
 
     /// Bytes of the critic's own weights: what is packed, and an adapter's base, is the policy's.
@@ -368,22 +440,31 @@ impl Subject<'_> {
             _ => recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt,
         };
         let tokens = recipe.train.micro_batch_tokens.max(self.longest()).min(trajectories * self.longest());
+        let tokens = if self.processes > 1 { tokens.div_ceil(recipe.parallel.sequence) } else { tokens };
         let pass =
             PassShape { config: self.config, tokens, targets: tokens, adapted: self.adapter.is_some() };
-        let at_once = passes_at_once(self.weight_bytes(), self.threads);
+        // Processes whose passes meet make them one after the other, and gather a layer at a time.
+        let meets = self.processes > 1;
+        let at_once = if meets { 1 } else { passes_at_once(self.weight_bytes(), self.threads) };
         if self.intent == Intent::CheckMismatch {
             phases.push(("comparison", vec![MemoryPart { name: "activations", bytes: pass.forward() }]));
             return phases;
         }
-        let recomputes = recomputes_layers(
-            recipe,
-            self.config,
-            (self.weight_bytes(), self.adapter.is_some()),
-            self.threads,
-        );
+        let recomputes = meets
+            || recomputes_layers(
+                recipe,
+                self.config,
+                (self.weight_bytes(), self.adapter.is_some()),
+                self.threads,
+            );
         let bytes = at_once * pass.both_ways(recomputes);
         let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
-        phases.push(("update", vec![MemoryPart { name, bytes }]));
+        let critic = self.critic_trainable.as_ref().map(|trainable| self.critic_learning(trainable));
+        let learning = [self.ever_learning(), critic.unwrap_or_default()];
+        let gathered = learning.iter().map(|learning| self.gathered(learning)).max().unwrap_or(0);
+        let gathered = if meets { gathered } else { 0 };
+        let gathered = MemoryPart { name: "gathered, and gradients on their way", bytes: gathered };
+        phases.push(("update", vec![MemoryPart { name, bytes }, gathered]));
         phases
     }
 
@@ -394,6 +475,9 @@ impl Subject<'_> {
             Intent::Eval => (recipe.eval.problems_max, recipe.eval.samples),
             _ => (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt),
         };
+        let prompts = prompts.div_ceil(self.processes);
+        let cut = self.processes > 1 && self.intent.learns();
+        let gathered = if cut { gathered_bytes(&self.ever_learning()) } else { 0 };
         let engines = engines(self.weight_bytes(), self.threads);
         let sequences = (recipe.rollout.sequences_max * engines).min(prompts.saturating_mul(samples));
         let tokens = FORWARD_TOKENS_MAX.min(sequences * self.longest());
@@ -407,6 +491,7 @@ impl Subject<'_> {
                 bytes: sequences as u64 * SequenceCache::bytes(config, self.longest()),
             },
             MemoryPart { name: "one forward and its logits", bytes: engines as u64 * forward + drawn },
+            MemoryPart { name: "weights, gathered", bytes: gathered },
         ]
     }
 }

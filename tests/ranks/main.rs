@@ -1,0 +1,207 @@
+//! Several processes on this machine, started by mpirun: what they make is what one process makes.
+
+mod run;
+
+use run::{Launch, checkpoint_tensors, columns, metrics, rows_with};
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+/// A short run of everything: cold start, samples with the tool, an entropy bonus so that there is something to learn.
+const SHORT: [&str; 13] = [
+    "cold_start.steps=6",
+    "cold_start.eval_every_steps=3",
+    "cold_start.batch_size=7",
+    "train.steps=3",
+    "train.micro_batch_tokens=300",
+    "policy.entropy_coefficient=0.01",
+    "rollout.prompts_per_step=5",
+    "rollout.samples_per_prompt=3",
+    "rollout.response_tokens_max=24",
+    "eval.problems_max=8",
+    "eval.every_steps=2",
+    "checkpoint.every_steps=2",
+    "checkpoint.keep=9",
+];
+
+/// Metrics that a clock makes.
+fn is_timed(name: &str) -> bool {
+    name.starts_with("perf/") || name.starts_with("timing")
+}
+
+/// Every figure of two runs is the same, but for the norm of the gradient, whose squares are added rank by rank, in f64.
+fn assert_same_figures(one: &run::Done, other: &run::Done, name: &str) {
+    let (one, other) = (metrics(one), metrics(other));
+    assert_eq!(one.len(), other.len(), "{name}: rows");
+    for (a, b) in one.iter().zip(&other) {
+        assert_eq!(a.keys().collect::<Vec<_>>(), b.keys().collect::<Vec<_>>(), "{name}");
+        for (key, a) in a.iter().filter(|(key, _)| !is_timed(key)) {
+            let b = b[key];
+            let same = a.to_bits() == b.to_bits() || (key.contains("grad_norm") && (a - b).abs() <= 1e-12 * a.abs());
+            assert!(same, "{name}: {key}: {a} and {b}");
+        }
+    }
+}
+
+#[test]
+fn ranks_that_share_the_micro_batches_make_the_run_of_one_process_bit_for_bit() {
+    for (recipe, more) in [
+        ("quickstart", &["policy.kl.place=loss", "policy.kl.coefficient=0.1"][..]),
+        ("quickstart", &["train.optimizer.kind=adamw_8bit", "train.epochs=2", "train.minibatches=2", "model.dtype=bf16"]),
+        ("quickstart_lora", &["cold_start.eval_every_steps=0"]),
+        ("quickstart_ppo", &[]),
+        ("quickstart_dense", &[]),
+    ] {
+        let sets = [&SHORT[..], more].concat();
+        let one = Launch::new(recipe, &sets).alone();
+        for ranks in [2, 4] {
+            let several = Launch::new(recipe, &sets).ranks(ranks).run();
+            assert_same_figures(&one, &several, &format!("{recipe} {more:?} on {ranks}"));
+            let files = ["model.safetensors", "adapter_model.safetensors", "trainer.safetensors", "critic.safetensors"];
+            let mut compared = 0;
+            for checkpoint in one.checkpoints() {
+                for file in files {
+                    let read = |done: &run::Done| std::fs::read(done.folder.join("checkpoints").join(&checkpoint).join(file)).ok();
+                    // Values are the same to the bit, whichever number of processes wrote them.
+                    assert!(read(&one) == read(&several), "{recipe} on {ranks}: {checkpoint}/{file}");
+                    compared += usize::from(read(&one).is_some());
+                }
+            }
+            assert!(compared >= 4, "{recipe}: {compared} files");
+        }
+    }
+}
+
+#[test]
+fn split_sequences_give_the_log_probs_of_one_process_and_its_gradients_within_rounding() {
+    // One step whose update is the gradient itself.
+    let step = [
+        "cold_start.steps=1",
+        "cold_start.optimizer.kind=sgd",
+        "cold_start.optimizer.lr=1",
+        "cold_start.optimizer.warmup_steps=0",
+        "cold_start.optimizer.grad_norm_max=0",
+        "cold_start.optimizer.weight_decay=0",
+        "train.steps=2",
+        "policy.correction.threshold=2",
+        "policy.correction.is_level=token",
+    ];
+    let start = ["cold_start.steps=1", "cold_start.optimizer.lr=0", "train.steps=0"];
+    for recipe in ["quickstart", "quickstart_dense"] {
+        let start = Launch::new(recipe, &[&SHORT[..], &start].concat()).alone();
+        let start = checkpoint_tensors(&start, "cold-start-000001");
+        let sets = [&SHORT[..], &step].concat();
+        let one = Launch::new(recipe, &sets).alone();
+        let after = checkpoint_tensors(&one, "cold-start-000001");
+        for (ranks, sequence) in [(2, 2), (4, 4), (4, 2)] {
+            let name = format!("{recipe}: {sequence} of {ranks}");
+            let split = format!("parallel.sequence={sequence}");
+            let several = Launch::new(recipe, &[&sets[..], &[&split]].concat()).ranks(ranks).run();
+            let found = checkpoint_tensors(&several, "cold-start-000001");
+            for (tensor, start) in &start {
+                let moved = |of: &BTreeMap<String, Vec<f32>>| -> Vec<f64> {
+                    of[tensor].iter().zip(start).map(|(a, b)| f64::from(*a) - f64::from(*b)).collect()
+                };
+                let (one, several) = (moved(&after), moved(&found));
+                let largest = one.iter().fold(0.0f64, |m, x| m.max(x.abs()));
+                let apart = one.iter().zip(&several).fold(0.0f64, |m, (a, b)| m.max((a - b).abs()));
+                // The weights that both are added to have 24 bits.
+                let rounding = start.iter().fold(0.0f32, |m, x| m.max(x.abs())) as f64 * 1.2e-7;
+                assert!(apart <= 1e-5 * largest + rounding, "{name}: {tensor}: {apart} of {largest}");
+            }
+            for key in ["cold_start/loss", "cold_start/load_balance"] {
+                for (a, b) in columns(&one, key).iter().zip(columns(&several, key)) {
+                    assert!((a - b).abs() <= 1e-6 * a.abs(), "{name}: {key}: {a} and {b}");
+                }
+            }
+            let gaps = columns(&several, "mismatch/log_ppl_abs_diff_max");
+            assert_eq!(gaps, [0.0, 0.0], "{name}: what was sampled whole and trained split");
+            let drawn = columns(&several, "training/rollout_probs_diff_max");
+            assert!(drawn.iter().all(|gap| *gap == 0.0), "{name}: {drawn:?}");
+        }
+    }
+}
+
+#[test]
+fn check_mismatch_finds_no_gap_between_processes() {
+    for (ranks, sequence) in [(2, 1), (2, 2), (4, 2)] {
+        let split = format!("parallel.sequence={sequence}");
+        let sets = ["rollout.prompts_per_step=3", "rollout.samples_per_prompt=2", &split];
+        let found = Launch::command("check-mismatch", "quickstart", &sets).ranks(ranks).run();
+        assert!(found.stdout.contains("agree to the last bit"), "{}", found.stdout);
+        assert_eq!(found.stdout.matches("batch_invariance").count(), 1, "the leader alone prints\n{}", found.stdout);
+    }
+}
+
+#[test]
+fn a_run_goes_on_with_another_number_of_processes() {
+    let sets = [&SHORT[..], &["train.steps=4"]].concat();
+    let whole = Launch::new("quickstart", &sets).alone();
+    let half = [&sets[..], &["train.steps=2"]].concat();
+    let run = Launch::new("quickstart", &half).ranks(2).run();
+    let on = Launch::resume(&run, &["train.steps=4"]).ranks(3).run();
+    // The first evaluation of the shorter run is its last.
+    let rl = |done: &run::Done| rows_with(done, "critic/rewards/mean");
+    assert_eq!(rl(&whole).len(), 4);
+    for (a, b) in rl(&whole).iter().zip(rl(&on)) {
+        for key in ["actor/entropy", "critic/rewards/mean", "response_length/mean"] {
+            assert_eq!(a[key].to_bits(), b[key].to_bits(), "{key}");
+        }
+    }
+    let back = Launch::resume(&on, &["train.steps=5"]).alone();
+    assert_eq!(rl(&back).len(), 5);
+}
+
+#[test]
+fn a_killed_process_ends_the_others_at_once_and_the_run_goes_on() {
+    let sets = [&SHORT[..], &["train.steps=100000", "checkpoint.every_steps=1", "checkpoint.keep=2"]].concat();
+    for (seed, under_launcher) in [(1, true), (2, false)] {
+        let mut going = Launch::new("quickstart", &sets).ranks(3).survivors(!under_launcher).start();
+        going.wait_for_rows(9);
+        std::thread::sleep(Duration::from_millis(37 * seed));
+        let begun = Instant::now();
+        going.kill_rank(seed as usize);
+        let ended = going.wait(Duration::from_secs(30));
+        assert!(begun.elapsed() < Duration::from_secs(30), "took {:?}", begun.elapsed());
+        assert!(!ended.ok, "{}", ended.stderr);
+        let told = ended.stderr.contains("is gone, so this one stops") || ended.stderr.contains("signal 9");
+        assert!(told, "{}", ended.stderr);
+        let steps = rows_with(&ended, "critic/rewards/mean").len();
+        let on = Launch::resume(&ended, &[&format!("train.steps={}", steps + 2)]).ranks(2).run();
+        assert_eq!(rows_with(&on, "critic/rewards/mean").len(), steps + 2);
+    }
+}
+
+#[test]
+fn a_stop_is_agreed_on_and_saved() {
+    let sets = [&SHORT[..], &["train.steps=100000", "checkpoint.every_steps=0"]].concat();
+    let mut going = Launch::new("quickstart", &sets).ranks(2).start();
+    going.wait_for_rows(9);
+    going.signal_launcher("USR1");
+    let ended = going.wait(Duration::from_secs(60));
+    assert!(ended.stderr.contains("stopped:") && ended.stderr.contains("to go on:"), "{}", ended.stderr);
+    let steps = rows_with(&ended, "critic/rewards/mean").len();
+    assert_eq!(ended.checkpoints().last().unwrap(), &format!("step-{steps:06}"));
+}
+
+#[test]
+fn what_cannot_run_on_several_processes_is_refused_with_one_message() {
+    let cases: [(&str, &[&str], usize, &str); 3] = [
+        ("train", &["parallel.sequence=3"], 2, "parallel.sequence: 3 does not divide the 2 processes of this run"),
+        ("train", &["parallel.sequence=3"], 3, "parallel.sequence: 3 does not divide the 4 heads of attention"),
+        ("eval", &[], 2, "`eval` runs in one process, and this is one of 2"),
+    ];
+    for (command, sets, ranks, message) in cases {
+        let refused = Launch::command(command, "quickstart", sets).ranks(ranks).start().wait(Duration::from_secs(60));
+        assert_eq!(refused.stderr.matches(message).count(), 1, "{message}\n{}", refused.stderr);
+        assert!(refused.stderr.contains("exit code: 2") || refused.stderr.contains("Exit code:    2"), "{}", refused.stderr);
+        assert!(!refused.folder.join("metrics.jsonl").exists());
+    }
+    let differ = Launch::new("quickstart", &SHORT).ranks(2).last_differs("train.seed=5").start();
+    let differ = differ.wait(Duration::from_secs(60));
+    assert_eq!(differ.stderr.matches("ranks 0 and 1 have different recipes").count(), 1, "{}", differ.stderr);
+    assert!(!differ.folder.join("metrics.jsonl").exists());
+    let late = Launch::new("quickstart", &SHORT).ranks(2).last_differs("task.name=nothing").start();
+    let late = late.wait(Duration::from_secs(60));
+    assert_eq!(late.stderr.matches("error:").count(), 1, "{}", late.stderr);
+    assert!(late.stderr.contains("rank 1:") && late.stderr.contains("nothing"), "{}", late.stderr);
+}

@@ -1,0 +1,247 @@
+//! Starts the program under mpirun in a folder of its own, and reads what it wrote.
+
+use safetensors::SafeTensors;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// What to start.
+pub struct Launch {
+    command: String,
+    recipe: String,
+    sets: Vec<String>,
+    ranks: usize,
+    /// Whether the launcher leaves the others alone when one process dies.
+    survivors: bool,
+    /// A `--set` of the last process alone.
+    last: Option<String>,
+    place: Arc<TempDir>,
+    resume: bool,
+}
+
+/// A run under way.
+pub struct Going {
+    launcher: Child,
+    place: Arc<TempDir>,
+}
+
+/// A run that ended.
+pub struct Done {
+    pub folder: PathBuf,
+    pub stdout: String,
+    pub stderr: String,
+    pub ok: bool,
+    place: Arc<TempDir>,
+}
+
+fn program() -> &'static str {
+    env!("CARGO_BIN_EXE_rloss")
+}
+
+impl Launch {
+    /// `rloss train` of the built-in recipe `recipe`.
+    pub fn new(recipe: &str, sets: &[&str]) -> Self {
+        Self::command("train", recipe, sets)
+    }
+
+    /// Another command.
+    pub fn command(command: &str, recipe: &str, sets: &[&str]) -> Self {
+        Self {
+            command: command.to_owned(),
+            recipe: recipe.to_owned(),
+            sets: sets.iter().map(|set| (*set).to_owned()).collect(),
+            ranks: 1,
+            survivors: false,
+            last: None,
+            place: Arc::new(tempfile::tempdir().expect("a folder")),
+            resume: false,
+        }
+    }
+
+    /// Goes on with `done`.
+    pub fn resume(done: &Done, sets: &[&str]) -> Self {
+        let recipe = done.folder.to_str().expect("UTF-8");
+        Self { place: done.place.clone(), resume: true, ..Self::new(recipe, sets) }
+    }
+
+    pub fn ranks(self, ranks: usize) -> Self {
+        Self { ranks, ..self }
+    }
+
+    pub fn survivors(self, survivors: bool) -> Self {
+        Self { survivors, ..self }
+    }
+
+    pub fn last_differs(self, set: &str) -> Self {
+        Self { last: Some(set.to_owned()), ..self }
+    }
+
+    fn arguments(&self) -> Vec<String> {
+        let mut arguments = vec![program().to_owned(), self.command.clone(), self.recipe.clone()];
+        arguments.extend(["--out".to_owned(), self.place.path().join("run").display().to_string()]);
+        self.sets.iter().for_each(|set| arguments.extend(["--set".to_owned(), set.clone()]));
+        if self.resume {
+            arguments.push("--resume".to_owned());
+        }
+        arguments
+    }
+
+    /// In one process, without a launcher, to its good end.
+    pub fn alone(self) -> Done {
+        let arguments = self.arguments();
+        let mut command = Command::new(&arguments[0]);
+        command.args(&arguments[1..]);
+        let done = spawn(command, self.place).wait(Duration::from_secs(600));
+        assert!(done.ok, "{}", done.stderr);
+        done
+    }
+
+    /// Under mpirun, to its good end.
+    pub fn run(self) -> Done {
+        let done = self.start().wait(Duration::from_secs(600));
+        assert!(done.ok, "{}{}", done.stdout, done.stderr);
+        done
+    }
+
+    /// Under mpirun.
+    pub fn start(self) -> Going {
+        let mut command = Command::new("mpirun");
+        // More processes than cores, and root in a container.
+        command.args(["--oversubscribe", "--allow-run-as-root"]);
+        if self.survivors {
+            command.args(["--mca", "orte_enable_recovery", "1", "--mca", "orte_abort_on_non_zero_status", "0"]);
+        }
+        let arguments = self.arguments();
+        match &self.last {
+            None => command.args(["-np", &self.ranks.to_string()]).args(&arguments),
+            Some(set) => {
+                command.args(["-np", &(self.ranks - 1).to_string()]).args(&arguments).args([":", "-np", "1"]);
+                command.args(&arguments).args(["--set", set])
+            }
+        };
+        spawn(command, self.place)
+    }
+}
+
+fn spawn(mut command: Command, place: Arc<TempDir>) -> Going {
+    let file = |name: &str| fs::File::create(place.path().join(name)).expect("a file");
+    let launcher = command
+        .stdin(Stdio::null())
+        .stdout(file("stdout"))
+        .stderr(file("stderr"))
+        .spawn()
+        .unwrap_or_else(|e| panic!("{:?}: {e}", command.get_program()));
+    Going { launcher, place }
+}
+
+impl Going {
+    /// Until the run has written so many rows of metrics.
+    pub fn wait_for_rows(&mut self, rows: usize) {
+        let begun = Instant::now();
+        let file = self.place.path().join("run/metrics.jsonl");
+        while fs::read_to_string(&file).map_or(0, |text| text.lines().count()) < rows {
+            assert!(self.launcher.try_wait().expect("the launcher").is_none(), "{}", self.stderr());
+            assert!(begun.elapsed() < Duration::from_secs(300), "{}", self.stderr());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn stderr(&self) -> String {
+        fs::read_to_string(self.place.path().join("stderr")).unwrap_or_default()
+    }
+
+    /// SIGKILL to the process of that rank.
+    pub fn kill_rank(&self, rank: usize) {
+        let out = self.place.path().join("run").display().to_string();
+        for process in fs::read_dir("/proc").expect("/proc").flatten() {
+            let path = process.path();
+            let read = |name: &str| fs::read(path.join(name)).unwrap_or_default();
+            let line = String::from_utf8_lossy(&read("cmdline")).replace('\0', " ");
+            let environment = String::from_utf8_lossy(&read("environ")).into_owned();
+            let is_rank = environment.split('\0').any(|entry| entry == format!("OMPI_COMM_WORLD_RANK={rank}"));
+            if line.starts_with(program()) && line.contains(&out) && is_rank {
+                let pid = process.file_name().into_string().expect("a number");
+                assert!(Command::new("kill").args(["-KILL", &pid]).status().expect("kill").success());
+                return;
+            }
+        }
+        panic!("no process of rank {rank}");
+    }
+
+    pub fn signal_launcher(&self, signal: &str) {
+        let pid = self.launcher.id().to_string();
+        assert!(Command::new("kill").args([&format!("-{signal}"), &pid]).status().expect("kill").success());
+    }
+
+    pub fn wait(mut self, limit: Duration) -> Done {
+        let begun = Instant::now();
+        let status = loop {
+            if let Some(status) = self.launcher.try_wait().expect("the launcher") {
+                break status;
+            }
+            if begun.elapsed() > limit {
+                let _ = self.launcher.kill();
+                panic!("not ended after {limit:?}\n{}", self.stderr());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        };
+        let read = |name: &str| fs::read_to_string(self.place.path().join(name)).unwrap_or_default();
+        Done {
+            folder: self.place.path().join("run"),
+            stdout: read("stdout"),
+            stderr: read("stderr"),
+            ok: status.success(),
+            place: self.place.clone(),
+        }
+    }
+}
+
+impl Done {
+    /// The names of its checkpoints, in order.
+    pub fn checkpoints(&self) -> Vec<String> {
+        let folder = fs::read_dir(self.folder.join("checkpoints")).expect("checkpoints").flatten();
+        let mut names: Vec<String> =
+            folder.map(|entry| entry.file_name().into_string().expect("UTF-8")).collect();
+        names.sort();
+        names
+    }
+}
+
+/// Every row of metrics: its numbers by name.
+pub fn metrics(done: &Done) -> Vec<BTreeMap<String, f64>> {
+    let text = fs::read_to_string(done.folder.join("metrics.jsonl")).expect("metrics.jsonl");
+    let row = |line: &str| -> BTreeMap<String, f64> {
+        let row: serde_json::Value = serde_json::from_str(line).expect("a row");
+        let numbers = row.as_object().expect("an object").iter();
+        numbers.filter_map(|(key, value)| Some((key.clone(), value.as_f64()?))).collect()
+    };
+    text.lines().map(row).collect()
+}
+
+/// The rows that have `key`.
+pub fn rows_with(done: &Done, key: &str) -> Vec<BTreeMap<String, f64>> {
+    metrics(done).into_iter().filter(|row| row.contains_key(key)).collect()
+}
+
+/// The values of `key`, row by row.
+pub fn columns(done: &Done, key: &str) -> Vec<f64> {
+    let found: Vec<f64> = metrics(done).iter().filter_map(|row| row.get(key).copied()).collect();
+    assert!(!found.is_empty() || key.ends_with("load_balance"), "no {key}");
+    found
+}
+
+/// The f32 tensors of a checkpoint's state, by name.
+pub fn checkpoint_tensors(done: &Done, name: &str) -> BTreeMap<String, Vec<f32>> {
+    let file: &Path = &done.folder.join("checkpoints").join(name).join("trainer.safetensors");
+    let bytes = fs::read(file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
+    let tensors = SafeTensors::deserialize(&bytes).expect("safetensors");
+    let values = |view: safetensors::tensor::TensorView| -> Vec<f32> {
+        view.data().chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+    };
+    let masters = tensors.tensors().into_iter().filter(|(name, _)| name.starts_with("master."));
+    masters.map(|(name, view)| (name, values(view))).collect()
+}
