@@ -12,6 +12,7 @@ mod models;
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use models::{TINY, config, random};
+use rloss::dist::Mesh;
 use rloss::harmony::Message;
 use rloss::model::config::{Config, LayerType};
 use rloss::model::forward::ForwardOptions;
@@ -212,11 +213,15 @@ fn main() -> Result<()> {
     let config = shapes.config();
     let threads = Threads::new(shapes.threads)?;
     let chat = config.family.embedded_chat()?;
-    let (model, mut parameters) = random(config);
+    // Under mpirun the update is that of several processes, each of which samples everything.
+    let mesh = Mesh::connect()?;
+    let (model, parameters) = random(config);
+    let mut parameters = parameters.shared_by(&mesh);
+    parameters.learn(&vec![true; parameters.len()])?;
     let recipe = Recipe::default();
     let (policy, train, optimizer_settings) = (&recipe.policy, &recipe.train, &recipe.train.optimizer);
-    let recompute_layers =
-        recomputes_layers(&recipe, &model.config, (parameters.bytes(), false), threads.count());
+    let recompute_layers = mesh.ranks() > 1
+        || recomputes_layers(&recipe, &model.config, (parameters.bytes(), false), threads.count());
     let mut optimizer = Optimizer::new(optimizer_settings, &mut parameters, false)?;
     let around = chat.prompt(&[Message::user(String::new())])?.len();
     let characters = shapes.prompt_tokens.checked_sub(around).context("--prompt-tokens is too small")?;
@@ -296,6 +301,10 @@ fn main() -> Result<()> {
         }
     }
     let peak_bytes = usage().ru_maxrss * 1024;
+    mesh.leave();
+    if !mesh.is_leader() {
+        return Ok(());
+    }
     let (read_rate, product_rate) = threads.wide(|| (machine::read_rate(), machine::product_rate()));
     let (of_row, of_head) = shapes.multiply_adds();
     let of_step = (batch * (of_row + of_head)) as f64 / product_rate;
@@ -313,6 +322,7 @@ fn main() -> Result<()> {
         "{}",
         json!({
             "peer": "rloss",
+            "ranks": mesh.ranks(),
             "step_s": steps,
             "rollout_s": each(&seconds, &rollouts),
             "update_s": each(&seconds, &updates),

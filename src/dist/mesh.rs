@@ -237,6 +237,8 @@ impl Mesh {
         };
         let verdicts = self.all_records(what, &verdict)?;
         let Some(first) = verdicts.iter().position(|verdict| verdict.error.is_some()) else { return result };
+        // All end now, and none is missed.
+        self.leave();
         let Verdict { error, is_bad_input } = &verdicts[first];
         if first != self.rank() {
             return Err(ToldElsewhere { is_bad_input: *is_bad_input }.into());
@@ -257,8 +259,13 @@ impl Mesh {
     pub fn same(&self, what: &str, own: &str, remedy: &str) -> Result<()> {
         let all = self.all_records(what, &own.to_owned())?;
         let Some(other) = all.iter().position(|found| *found != all[0]) else { return Ok(()) };
+        self.leave();
         let told = format!("ranks 0 and {other} have different {what}; {remedy}");
-        if self.is_leader() { Err(BadInput(told).into()) } else { Err(ToldElsewhere { is_bad_input: true }.into()) }
+        if self.is_leader() {
+            Err(BadInput(told).into())
+        } else {
+            Err(ToldElsewhere { is_bad_input: true }.into())
+        }
     }
 
     /// Has the leader do `work` alone, as writing a file, while the others `answer` each request that it makes by [`Self::ask`].

@@ -113,7 +113,8 @@ fn check(call: &str, code: c_int) -> Result<()> {
 
 /// What tells one kind of exchange from another, so that ranks which disagree do not take each other's parts.
 fn tag(what: &str) -> c_int {
-    let hash = what.bytes().fold(0x811c_9dc5_u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
+    let hash =
+        what.bytes().fold(0x811c_9dc5_u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
     (hash & 0x7fff) as c_int
 }
 
@@ -124,7 +125,10 @@ impl World {
         // its call, and MPI takes null for the arguments.
         unsafe {
             let (none, nothing) = (std::ptr::null_mut(), std::ptr::null_mut());
-            check("MPI_Init_thread", ffi::MPI_Init_thread(none, nothing, ffi::RSMPI_THREAD_FUNNELED, &mut given))?;
+            check(
+                "MPI_Init_thread",
+                ffi::MPI_Init_thread(none, nothing, ffi::RSMPI_THREAD_FUNNELED, &mut given),
+            )?;
             let world = ffi::RSMPI_COMM_WORLD;
             check("MPI_Comm_set_errhandler", ffi::MPI_Comm_set_errhandler(world, ffi::RSMPI_ERRORS_RETURN))?;
             check("MPI_Comm_rank", ffi::MPI_Comm_rank(world, &mut rank))?;

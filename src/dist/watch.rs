@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 
 /// Said on a connection before it is closed in order.
 const END: u8 = 1;
+/// Said by the leader before it ends because of another rank, whose number follows in 8 bytes.
+const GONE: u8 = 2;
 /// How long ranks may take to connect to each other.
 const CONNECT_LIMIT: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(10);
@@ -26,9 +28,14 @@ struct Address {
 }
 
 /// This process's side: one connection for a rank, one a rank for the leader.
-pub(super) struct Watch {
+pub(super) struct Watch(Arc<Shared>);
+
+/// What its threads see too.
+struct Shared {
+    rank: usize,
+    hosts: Vec<String>,
     streams: Vec<TcpStream>,
-    ended: Arc<AtomicBool>,
+    ended: AtomicBool,
 }
 
 impl Watch {
@@ -51,40 +58,57 @@ impl Watch {
                 vec![(0, join(&address, &host, mesh.rank())?)]
             }
         };
-        let ended = Arc::new(AtomicBool::new(false));
-        let (rank, kept) = (mesh.rank(), streams.iter().map(|(_, stream)| stream.try_clone()));
-        let kept = kept.collect::<std::io::Result<Vec<_>>>().context("watching the other ranks")?;
+        let kept = streams.iter().map(|(_, stream)| stream.try_clone());
+        let shared = Arc::new(Shared {
+            rank: mesh.rank(),
+            hosts: hosts.to_vec(),
+            streams: kept.collect::<std::io::Result<_>>().context("watching the other ranks")?,
+            ended: AtomicBool::new(false),
+        });
         for (other, stream) in streams {
-            let (ended, host) = (ended.clone(), hosts.get(other).cloned().unwrap_or_default());
-            let watch = move || watch(rank, other, &host, stream, &ended);
+            let shared = shared.clone();
+            let watch = move || shared.watch(other, stream);
             std::thread::Builder::new().name("ranks".into()).spawn(watch).context("starting a thread")?;
         }
-        Ok(Self { streams: kept, ended })
+        Ok(Self(shared))
     }
 
     /// From here on the others may go.
     pub fn end(&self) {
-        self.ended.store(true, Ordering::Relaxed);
-        for stream in &self.streams {
-            let mut stream: &TcpStream = stream;
-            // One that is gone needs no word.
-            let _ = stream.write_all(&[END]);
-        }
+        self.0.ended.store(true, Ordering::Relaxed);
+        self.0.say(&[END]);
     }
 }
 
-/// Waits for `other`'s end. Where it comes without a word this process ends too, at once: what it works on cannot go on.
-fn watch(rank: usize, other: usize, host: &str, mut stream: TcpStream, ended: &AtomicBool) {
-    let mut word = [0];
-    let said = stream.read_exact(&mut word).is_ok() && word[0] == END;
-    if said || ended.load(Ordering::Relaxed) {
-        return;
+impl Shared {
+    fn say(&self, words: &[u8]) {
+        for mut stream in &self.streams {
+            // One that is gone needs no word.
+            let _ = stream.write_all(words);
+        }
     }
-    let _ = writeln!(
-        std::io::stderr(),
-        "error: rank {rank}: rank {other} on {host} is gone, so this one stops; the last checkpoint is whole, go on with --resume"
-    );
-    std::process::exit(i32::from(crate::error::EXIT_FAILED));
+
+    /// Waits for `other`'s end. Where it comes without a word this process ends too, at once: what it works on cannot go on.
+    fn watch(&self, other: usize, mut stream: TcpStream) {
+        let (mut word, mut number) = ([0], [0; 8]);
+        let heard = stream.read_exact(&mut word).is_ok();
+        if (heard && word[0] == END) || self.ended.load(Ordering::Relaxed) {
+            return;
+        }
+        let told = heard && word[0] == GONE && stream.read_exact(&mut number).is_ok();
+        let gone = if told { u64::from_le_bytes(number) as usize } else { other };
+        let mut words = vec![GONE];
+        words.extend((gone as u64).to_le_bytes());
+        self.say(&words);
+        let line = format!(
+            "error: rank {}: rank {gone} on {} is gone, so this one stops; the last checkpoint is whole, go on with --resume\n",
+            self.rank,
+            self.hosts.get(gone).map_or("?", String::as_str)
+        );
+        // In one piece: other ranks write to the same place.
+        let _ = std::io::stderr().write_all(line.as_bytes());
+        std::process::exit(i32::from(crate::error::EXIT_FAILED));
+    }
 }
 
 /// Takes one connection of every other rank; whoever does not know the token is turned away.

@@ -141,7 +141,8 @@ impl Parameters {
                     Values::Plain(Var::from_vec(values, spec.working_shape(), &Device::Cpu)?)
                 }
                 Loaded::Piece(shared, values) => {
-                    let size = piece(spec.element_count(), entries.len(), shared.rank(), shared.ranks()).len();
+                    let size =
+                        piece(spec.element_count(), entries.len(), shared.rank(), shared.ranks()).len();
                     ensure!(values.len() == size, "{}: a piece of {} values", spec.name, values.len());
                     mesh = shared;
                     Values::Piece(Var::from_vec(values, size, &Device::Cpu)?)
@@ -302,7 +303,10 @@ impl Parameters {
     pub fn learn(&mut self, trainable: &[bool]) -> Result<()> {
         ensure!(trainable.len() == self.len(), "{} marks for {} tensors", trainable.len(), self.len());
         for (index, &learns) in trainable.iter().enumerate() {
-            if learns && self.mesh.ranks() > 1 && let Values::Plain(values) = &self.entries[index].values {
+            if learns
+                && self.mesh.ranks() > 1
+                && let Values::Plain(values) = &self.entries[index].values
+            {
                 let own = piece(values.elem_count(), index, self.mesh.rank(), self.mesh.ranks());
                 let values = host_values(values.as_tensor())?[own.clone()].to_vec();
                 self.entries[index].values = Values::Piece(Var::from_vec(values, own.len(), &Device::Cpu)?);
@@ -467,7 +471,8 @@ impl Parameters {
             }
         }
         let held = pieces::finish(&self.mesh, &outside, pieces::start(&self.mesh, "weights", &outside)?)?;
-        let found = outside.iter().zip(held).map(|(part, held)| Ok((part.index, pieces::weight(part, held, sink)?)));
+        let found =
+            outside.iter().zip(held).map(|(part, held)| Ok((part.index, pieces::weight(part, held, sink)?)));
         let found: HashMap<usize, Weight> = found.collect::<Result<_>>()?;
         let weight = |index: usize| {
             found.get(&index).cloned().with_context(|| format!("{} is in a layer", self.specs[index].name))
@@ -490,13 +495,18 @@ impl Parameters {
         if !self.is_cut(index) {
             return Ok(own.clone());
         }
-        self.mesh.ask(Asked { of_critic: self.index.contains_key(VALUE_HEAD), index, kind: kind.to_owned() })?;
+        self.mesh.ask(Asked {
+            of_critic: self.index.contains_key(VALUE_HEAD),
+            index,
+            kind: kind.to_owned(),
+        })?;
         let is_codes = own.dtype() == DType::U8;
         let bytes = if is_codes { host_codes(own)?.to_vec() } else { f32_bytes(&host_values(own)?) };
         let parts = self.mesh.all_gather(&format!("all of {}", self.specs[index].name), bytes)?;
         let ranks = parts.len();
         // The first piece is on the rank that the index says.
-        let bytes: Vec<u8> = (0..ranks).flat_map(|place| parts[(place + index) % ranks].iter().copied()).collect();
+        let bytes: Vec<u8> =
+            (0..ranks).flat_map(|place| parts[(place + index) % ranks].iter().copied()).collect();
         if is_codes {
             let count = bytes.len();
             return Ok(Tensor::from_vec(bytes, count, &Device::Cpu)?);

@@ -88,7 +88,8 @@ impl SplitRows {
     /// When a rank does not come in time.
     pub fn all_routes(&self, routes: &Tensor) -> Result<Tensor> {
         let top_k = routes.dim(1)?;
-        let own: Vec<u8> = routes.flatten_all()?.to_vec1::<u32>()?.iter().flat_map(|e| e.to_le_bytes()).collect();
+        let own: Vec<u8> =
+            routes.flatten_all()?.to_vec1::<u32>()?.iter().flat_map(|e| e.to_le_bytes()).collect();
         let lengths: Vec<usize> = self.ranges.iter().map(|r| r.len() * top_k * size_of::<u32>()).collect();
         let parts = vec![Arc::new(own); self.group.len()];
         let came = self.mesh.start("routes", &self.group, parts, &lengths)?.wait()?.concat();
@@ -101,7 +102,8 @@ impl SplitRows {
     fn to_heads(&self, x: &[f32], heads: &Heads, dim: usize) -> Result<Vec<f32>> {
         let part = |of: &Vec<usize>| -> Vec<f32> {
             let rows = x.chunks_exact(heads.count * dim);
-            rows.flat_map(|row| of.iter().flat_map(|&h| row[h * dim..(h + 1) * dim].iter().copied())).collect()
+            rows.flat_map(|row| of.iter().flat_map(|&h| row[h * dim..(h + 1) * dim].iter().copied()))
+                .collect()
         };
         let own = heads.of_rank[self.place].len();
         let lengths: Vec<usize> = self.ranges.iter().map(|range| range.len() * own * dim).collect();
@@ -156,7 +158,8 @@ impl Heads {
 
     /// The same of keys and values, one after the other.
     fn twice(self) -> Self {
-        let both = |of: Vec<usize>| of.iter().copied().chain(of.iter().map(|head| self.count + head)).collect();
+        let both =
+            |of: Vec<usize>| of.iter().copied().chain(of.iter().map(|head| self.count + head)).collect();
         Self { count: 2 * self.count, of_rank: self.of_rank.into_iter().map(both).collect() }
     }
 }
@@ -164,10 +167,13 @@ impl Heads {
 /// Whether heads of a model can be split over `ranks` processes; says why not.
 pub fn heads_split(heads: usize, kv_heads: usize, ranks: usize) -> Option<String> {
     let divides = |a: usize, b: usize| b != 0 && a.is_multiple_of(b);
-    (!divides(heads, ranks)).then(|| format!("does not divide the {heads} heads of attention")).or_else(|| {
-        let fits = divides(kv_heads, ranks) || divides(ranks, kv_heads);
-        (!fits).then(|| format!("neither divides the {kv_heads} key-value heads nor is a multiple of them"))
-    })
+    (!divides(heads, ranks)).then(|| format!("does not divide the {heads} heads of attention")).or_else(
+        || {
+            let fits = divides(kv_heads, ranks) || divides(ranks, kv_heads);
+            (!fits)
+                .then(|| format!("neither divides the {kv_heads} key-value heads nor is a multiple of them"))
+        },
+    )
 }
 
 /// Attention of rows that are split over ranks.
@@ -194,14 +200,17 @@ impl Attend for SplitAttention {
         let (own, own_kv) = (of_rank(&q_heads), of_rank(&kv_of));
         let first = *own.first().context("a rank without heads")?;
         let (all, t) = (self.split.rows(), self.split.own().len());
-        let op = |heads: &Heads, to_heads| MoveHeads { split: self.split.clone(), heads: heads.clone(), to_heads };
+        let op =
+            |heads: &Heads, to_heads| MoveHeads { split: self.split.clone(), heads: heads.clone(), to_heads };
         let q = q.contiguous()?.apply_op1(op(&q_heads, true))?;
-        let kv = kv.reshape((t, 2 * kv_heads, head_dim))?.contiguous()?.apply_op1(op(&kv_of.twice(), true))?;
+        let kv =
+            kv.reshape((t, 2 * kv_heads, head_dim))?.contiguous()?.apply_op1(op(&kv_of.twice(), true))?;
         let kv = kv.reshape((all, 2, own_kv.len(), head_dim))?;
         let sinks = sinks.narrow(0, first, own.len())?;
         let part = Attention { heads: own.len(), kv_heads: own_kv.len(), ..attention };
         let mixed = ops::sink_attention(&q, &kv, &sinks, &self.sequence_rows, part)?;
-        let mixed = mixed.reshape((all, own.len(), head_dim))?.contiguous()?.apply_op1(op(&q_heads, false))?;
+        let mixed =
+            mixed.reshape((all, own.len(), head_dim))?.contiguous()?.apply_op1(op(&q_heads, false))?;
         Ok(mixed.reshape((t, heads * head_dim))?)
     }
 }

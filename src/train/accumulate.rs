@@ -64,7 +64,9 @@ impl Learner<'_> {
             })
         };
         let outputs = self.sum(batches, pass)?;
-        self.others(&outputs, |index, output| objective(index, &output.log_probs, &output.entropies).map(drop))?;
+        self.others(&outputs, |index, output| {
+            objective(index, &output.log_probs, &output.entropies).map(drop)
+        })?;
         Ok(outputs)
     }
 
@@ -178,7 +180,8 @@ impl Learner<'_> {
     /// Calls `see` with what other processes computed.
     fn others<T>(&self, results: &[T], see: impl Fn(usize, &T) -> Result<()>) -> Result<()> {
         let mesh = self.parameters.mesh();
-        let foreign = results.iter().enumerate().filter(|(index, _)| index % mesh.data_ranks() != mesh.data_rank());
+        let foreign =
+            results.iter().enumerate().filter(|(index, _)| index % mesh.data_ranks() != mesh.data_rank());
         foreign.into_iter().try_for_each(|(index, result)| see(index, result))
     }
 }
@@ -255,8 +258,7 @@ impl Shared for PassOutput {
             Ok(Tensor::from_vec(experts, (tokens, top_k), &Device::Cpu)?)
         };
         let routes = (0..layers).map(experts).collect::<Result<_>>()?;
-        let (log_probs, entropies) =
-            parts.into_iter().map(|part| (part.log_probs, part.entropies)).unzip();
+        let (log_probs, entropies) = parts.into_iter().map(|part| (part.log_probs, part.entropies)).unzip();
         let column = |parts| column(parts, batch, mesh);
         Ok(Self { log_probs: column(log_probs)?, entropies: column(entropies)?, routes, load_balance })
     }

@@ -20,6 +20,8 @@ use rayon::prelude::*;
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
+/// Bytes of gradients that make an exchange worth its wait: small tensors go together.
+const GROUP_BYTES: u64 = 4 << 20;
 /// Bytes of gradients that may be under way while a pass goes on, what is sent and what comes; a larger tensor goes alone.
 pub const EXCHANGE_BYTES_MAX: u64 = 256 << 20;
 
@@ -38,8 +40,16 @@ pub struct GradientSum {
 struct Reduction {
     mesh: Arc<Mesh>,
     specs: Vec<ParameterSpec>,
-    /// Exchanges that have not been added yet, first come first: the parameter and the bytes it takes.
-    under_way: Mutex<VecDeque<(usize, u64, Started)>>,
+    on_its_way: Mutex<OnItsWay>,
+}
+
+/// Gradients that have not been added yet, first come first.
+#[derive(Default)]
+struct OnItsWay {
+    /// Whole tensors that wait for enough others to go with, and their bytes.
+    waiting: (Vec<(usize, Tensor)>, u64),
+    /// Exchanges: their parameters, and the bytes they take.
+    started: VecDeque<(Vec<usize>, u64, Started)>,
 }
 
 struct Turns {
@@ -68,7 +78,7 @@ impl GradientSum {
         let reduction = (parameters.mesh().ranks() > 1).then(|| Reduction {
             mesh: parameters.mesh().clone(),
             specs: parameters.specs.clone(),
-            under_way: Mutex::default(),
+            on_its_way: Mutex::default(),
         });
         Ok(Arc::new(Self { buffers, uses, turns, changed: Condvar::new(), reduction }))
     }
@@ -78,7 +88,7 @@ impl GradientSum {
     /// # Errors
     /// When a rank does not come in time.
     pub fn finish(&self) -> candle_core::Result<()> {
-        self.reduction.as_ref().map_or(Ok(()), |reduction| reduction.settle(&self.buffers, 0))
+        self.reduction.as_ref().map_or(Ok(()), |reduction| reduction.finish(&self.buffers))
     }
 
     /// Where pass `pass` of the batch, from 0, adds its gradients: each parameter's once for each of its uses.
@@ -126,42 +136,73 @@ impl GradientSink for PassTurn {
 }
 
 impl Reduction {
-    /// Has `add` add to zeros, and sends the pieces on their way.
+    /// Has `add` add to zeros, and sends what there is on its way once it is enough.
     fn add(
         &self,
         parameter: usize,
         buffers: &[Option<Tensor>],
         add: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>,
     ) -> candle_core::Result<()> {
-        let (spec, mesh) = (&self.specs[parameter], &self.mesh);
-        let whole = Tensor::zeros(spec.working_shape(), DType::F32, &Device::Cpu)?;
+        let whole = Tensor::zeros(self.specs[parameter].working_shape(), DType::F32, &Device::Cpu)?;
         add(&whole)?;
-        let (values, ranks) = (host_values(&whole)?, mesh.ranks());
-        let bytes = 2 * size_of_val(&values[..]) as u64;
-        self.settle(buffers, EXCHANGE_BYTES_MAX.saturating_sub(bytes))?;
-        let of = |rank: usize| piece(values.len(), parameter, rank, ranks);
-        let parts = (0..ranks).map(|rank| Arc::new(f32_bytes(&values[of(rank)]))).collect();
-        let own_bytes = of(mesh.rank()).len() * size_of::<f32>();
-        let what = format!("gradient of {}", spec.name);
+        let mut state = self.on_its_way.lock().unwrap_or_else(PoisonError::into_inner);
+        state.waiting.1 += (whole.elem_count() * size_of::<f32>()) as u64;
+        state.waiting.0.push((parameter, whole));
+        if state.waiting.1 >= GROUP_BYTES { self.send(&mut state, buffers) } else { Ok(()) }
+    }
+
+    /// Sends the pieces of what waits, in one exchange.
+    fn send(&self, state: &mut OnItsWay, buffers: &[Option<Tensor>]) -> candle_core::Result<()> {
+        let (tensors, bytes) = std::mem::take(&mut state.waiting);
+        let Some((first, _)) = tensors.first() else { return Ok(()) };
+        self.settle(state, buffers, EXCHANGE_BYTES_MAX.saturating_sub(2 * bytes))?;
+        let what = format!("gradients from {} on", self.specs[*first].name);
+        let (mesh, ranks) = (&self.mesh, self.mesh.ranks());
+        let (mut parts, mut own_bytes) = (vec![vec![]; ranks], 0);
+        for (parameter, tensor) in &tensors {
+            let values = host_values(tensor)?;
+            for (rank, part) in parts.iter_mut().enumerate() {
+                part.extend(f32_bytes(&values[piece(values.len(), *parameter, rank, ranks)]));
+            }
+            own_bytes += self.own_values(*parameter) * size_of::<f32>();
+        }
+        let parts = parts.into_iter().map(Arc::new).collect();
         let started = mesh.start(&what, &mesh.everyone(), parts, &vec![own_bytes; ranks]).map_err(foreign)?;
-        self.under_way.lock().unwrap_or_else(PoisonError::into_inner).push_back((parameter, bytes, started));
+        let parameters = tensors.into_iter().map(|(parameter, _)| parameter).collect();
+        state.started.push_back((parameters, 2 * bytes, started));
         Ok(())
     }
 
+    /// How many values of a parameter's gradient this rank holds.
+    fn own_values(&self, parameter: usize) -> usize {
+        let values = self.specs[parameter].element_count();
+        piece(values, parameter, self.mesh.rank(), self.mesh.ranks()).len()
+    }
+
     /// Adds what came, in rank order, until no more than `left` bytes are under way.
-    fn settle(&self, buffers: &[Option<Tensor>], left: u64) -> candle_core::Result<()> {
-        let mut under_way = self.under_way.lock().unwrap_or_else(PoisonError::into_inner);
-        while under_way.iter().map(|(_, bytes, _)| bytes).sum::<u64>() > left {
-            let Some((parameter, _, started)) = under_way.pop_front() else { break };
-            let Some(buffer) = &buffers[parameter] else { bail!("parameter {parameter} does not learn") };
+    fn settle(&self, state: &mut OnItsWay, buffers: &[Option<Tensor>], left: u64) -> candle_core::Result<()> {
+        while state.started.iter().map(|(_, bytes, _)| bytes).sum::<u64>() > left {
+            let Some((parameters, _, started)) = state.started.pop_front() else { break };
             for part in started.wait().map_err(foreign)? {
-                edit(buffer, |sum| {
-                    sum.iter_mut().zip(f32_values(&part)).for_each(|(sum, x)| *sum += x);
-                    Ok(())
-                })?;
+                let mut values = f32_values(&part);
+                for &parameter in &parameters {
+                    let Some(buffer) = &buffers[parameter] else {
+                        bail!("parameter {parameter} does not learn")
+                    };
+                    edit(buffer, |sum| {
+                        sum.iter_mut().zip(&mut values).for_each(|(sum, x)| *sum += x);
+                        Ok(())
+                    })?;
+                }
             }
         }
         Ok(())
+    }
+
+    fn finish(&self, buffers: &[Option<Tensor>]) -> candle_core::Result<()> {
+        let mut state = self.on_its_way.lock().unwrap_or_else(PoisonError::into_inner);
+        self.send(&mut state, buffers)?;
+        self.settle(&mut state, buffers, 0)
     }
 }
 

@@ -36,7 +36,8 @@ fn assert_same_figures(one: &run::Done, other: &run::Done, name: &str) {
         assert_eq!(a.keys().collect::<Vec<_>>(), b.keys().collect::<Vec<_>>(), "{name}");
         for (key, a) in a.iter().filter(|(key, _)| !is_timed(key)) {
             let b = b[key];
-            let same = a.to_bits() == b.to_bits() || (key.contains("grad_norm") && (a - b).abs() <= 1e-12 * a.abs());
+            let same =
+                a.to_bits() == b.to_bits() || (key.contains("grad_norm") && (a - b).abs() <= 1e-12 * a.abs());
             assert!(same, "{name}: {key}: {a} and {b}");
         }
     }
@@ -46,7 +47,15 @@ fn assert_same_figures(one: &run::Done, other: &run::Done, name: &str) {
 fn ranks_that_share_the_micro_batches_make_the_run_of_one_process_bit_for_bit() {
     for (recipe, more) in [
         ("quickstart", &["policy.kl.place=loss", "policy.kl.coefficient=0.1"][..]),
-        ("quickstart", &["train.optimizer.kind=adamw_8bit", "train.epochs=2", "train.minibatches=2", "model.dtype=bf16"]),
+        (
+            "quickstart",
+            &[
+                "train.optimizer.kind=adamw_8bit",
+                "policy.old_logprob=recompute",
+                "train.minibatches=2",
+                "model.dtype=bf16",
+            ],
+        ),
         ("quickstart_lora", &["cold_start.eval_every_steps=0"]),
         ("quickstart_ppo", &[]),
         ("quickstart_dense", &[]),
@@ -56,11 +65,18 @@ fn ranks_that_share_the_micro_batches_make_the_run_of_one_process_bit_for_bit() 
         for ranks in [2, 4] {
             let several = Launch::new(recipe, &sets).ranks(ranks).run();
             assert_same_figures(&one, &several, &format!("{recipe} {more:?} on {ranks}"));
-            let files = ["model.safetensors", "adapter_model.safetensors", "trainer.safetensors", "critic.safetensors"];
+            let files = [
+                "model.safetensors",
+                "adapter_model.safetensors",
+                "trainer.safetensors",
+                "critic.safetensors",
+            ];
             let mut compared = 0;
             for checkpoint in one.checkpoints() {
                 for file in files {
-                    let read = |done: &run::Done| std::fs::read(done.folder.join("checkpoints").join(&checkpoint).join(file)).ok();
+                    let read = |done: &run::Done| {
+                        std::fs::read(done.folder.join("checkpoints").join(&checkpoint).join(file)).ok()
+                    };
                     // Values are the same to the bit, whichever number of processes wrote them.
                     assert!(read(&one) == read(&several), "{recipe} on {ranks}: {checkpoint}/{file}");
                     compared += usize::from(read(&one).is_some());
@@ -85,7 +101,7 @@ fn split_sequences_give_the_log_probs_of_one_process_and_its_gradients_within_ro
         "policy.correction.threshold=2",
         "policy.correction.is_level=token",
     ];
-    let start = ["cold_start.steps=1", "cold_start.optimizer.lr=0", "train.steps=0"];
+    let start = ["cold_start.steps=1", "cold_start.optimizer.lr=1e-30", "train.steps=0"];
     for recipe in ["quickstart", "quickstart_dense"] {
         let start = Launch::new(recipe, &[&SHORT[..], &start].concat()).alone();
         let start = checkpoint_tensors(&start, "cold-start-000001");
@@ -128,13 +144,18 @@ fn check_mismatch_finds_no_gap_between_processes() {
         let sets = ["rollout.prompts_per_step=3", "rollout.samples_per_prompt=2", &split];
         let found = Launch::command("check-mismatch", "quickstart", &sets).ranks(ranks).run();
         assert!(found.stdout.contains("agree to the last bit"), "{}", found.stdout);
-        assert_eq!(found.stdout.matches("batch_invariance").count(), 1, "the leader alone prints\n{}", found.stdout);
+        assert_eq!(
+            found.stdout.matches("batch_invariance").count(),
+            1,
+            "the leader alone prints\n{}",
+            found.stdout
+        );
     }
 }
 
 #[test]
 fn a_run_goes_on_with_another_number_of_processes() {
-    let sets = [&SHORT[..], &["train.steps=4"]].concat();
+    let sets = [&SHORT[..], &["train.steps=4", "train.optimizer.schedule=constant"]].concat();
     let whole = Launch::new("quickstart", &sets).alone();
     let half = [&sets[..], &["train.steps=2"]].concat();
     let run = Launch::new("quickstart", &half).ranks(2).run();
@@ -153,9 +174,10 @@ fn a_run_goes_on_with_another_number_of_processes() {
 
 #[test]
 fn a_killed_process_ends_the_others_at_once_and_the_run_goes_on() {
-    let sets = [&SHORT[..], &["train.steps=100000", "checkpoint.every_steps=1", "checkpoint.keep=2"]].concat();
-    for (seed, under_launcher) in [(1, true), (2, false)] {
-        let mut going = Launch::new("quickstart", &sets).ranks(3).survivors(!under_launcher).start();
+    let sets =
+        [&SHORT[..], &["train.steps=100000", "checkpoint.every_steps=1", "checkpoint.keep=2"]].concat();
+    for (seed, by_slurm) in [(1, false), (2, true)] {
+        let mut going = Launch::new("quickstart", &sets).ranks(3).survivors(by_slurm).start();
         going.wait_for_rows(9);
         std::thread::sleep(Duration::from_millis(37 * seed));
         let begun = Instant::now();
@@ -163,8 +185,9 @@ fn a_killed_process_ends_the_others_at_once_and_the_run_goes_on() {
         let ended = going.wait(Duration::from_secs(30));
         assert!(begun.elapsed() < Duration::from_secs(30), "took {:?}", begun.elapsed());
         assert!(!ended.ok, "{}", ended.stderr);
-        let told = ended.stderr.contains("is gone, so this one stops") || ended.stderr.contains("signal 9");
-        assert!(told, "{}", ended.stderr);
+        let survivor = ended.stderr.contains(&format!("rank {seed} on "))
+            && ended.stderr.contains("is gone, so this one stops");
+        assert!(survivor || (!by_slurm && ended.stderr.contains("signal 9")), "{}", ended.stderr);
         let steps = rows_with(&ended, "critic/rewards/mean").len();
         let on = Launch::resume(&ended, &[&format!("train.steps={}", steps + 2)]).ranks(2).run();
         assert_eq!(rows_with(&on, "critic/rewards/mean").len(), steps + 2);
@@ -186,14 +209,29 @@ fn a_stop_is_agreed_on_and_saved() {
 #[test]
 fn what_cannot_run_on_several_processes_is_refused_with_one_message() {
     let cases: [(&str, &[&str], usize, &str); 3] = [
-        ("train", &["parallel.sequence=3"], 2, "parallel.sequence: 3 does not divide the 2 processes of this run"),
-        ("train", &["parallel.sequence=3"], 3, "parallel.sequence: 3 does not divide the 4 heads of attention"),
+        (
+            "train",
+            &["parallel.sequence=3"],
+            2,
+            "parallel.sequence: 3 does not divide the 2 processes of this run",
+        ),
+        (
+            "train",
+            &["parallel.sequence=3"],
+            3,
+            "parallel.sequence: 3 does not divide the 4 heads of attention",
+        ),
         ("eval", &[], 2, "`eval` runs in one process, and this is one of 2"),
     ];
     for (command, sets, ranks, message) in cases {
-        let refused = Launch::command(command, "quickstart", sets).ranks(ranks).start().wait(Duration::from_secs(60));
+        let refused =
+            Launch::command(command, "quickstart", sets).ranks(ranks).start().wait(Duration::from_secs(60));
         assert_eq!(refused.stderr.matches(message).count(), 1, "{message}\n{}", refused.stderr);
-        assert!(refused.stderr.contains("exit code: 2") || refused.stderr.contains("Exit code:    2"), "{}", refused.stderr);
+        assert!(
+            refused.stderr.contains("exit code: 2") || refused.stderr.contains("Exit code:    2"),
+            "{}",
+            refused.stderr
+        );
         assert!(!refused.folder.join("metrics.jsonl").exists());
     }
     let differ = Launch::new("quickstart", &SHORT).ranks(2).last_differs("train.seed=5").start();

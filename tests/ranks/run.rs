@@ -15,7 +15,7 @@ pub struct Launch {
     recipe: String,
     sets: Vec<String>,
     ranks: usize,
-    /// Whether the launcher leaves the others alone when one process dies.
+    /// Whether to start it by the script for Slurm, with an `srun` that leaves the others alone when one process dies.
     survivors: bool,
     /// A `--set` of the last process alone.
     last: Option<String>,
@@ -109,13 +109,19 @@ impl Launch {
 
     /// Under mpirun.
     pub fn start(self) -> Going {
+        let arguments = self.arguments();
+        if self.survivors {
+            let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+            let mut command = Command::new(root.join("scripts/run_slurm.sh"));
+            let path = std::env::var("PATH").expect("PATH");
+            command.env("PATH", format!("{}:{path}", root.join("tests/ranks").display()));
+            command.env("RLOSS", program()).env("SLURM_NTASKS", self.ranks.to_string());
+            command.args(&arguments[1..]);
+            return spawn(command, self.place);
+        }
         let mut command = Command::new("mpirun");
         // More processes than cores, and root in a container.
         command.args(["--oversubscribe", "--allow-run-as-root"]);
-        if self.survivors {
-            command.args(["--mca", "orte_enable_recovery", "1", "--mca", "orte_abort_on_non_zero_status", "0"]);
-        }
-        let arguments = self.arguments();
         match &self.last {
             None => command.args(["-np", &self.ranks.to_string()]).args(&arguments),
             Some(set) => {
@@ -162,7 +168,8 @@ impl Going {
             let read = |name: &str| fs::read(path.join(name)).unwrap_or_default();
             let line = String::from_utf8_lossy(&read("cmdline")).replace('\0', " ");
             let environment = String::from_utf8_lossy(&read("environ")).into_owned();
-            let is_rank = environment.split('\0').any(|entry| entry == format!("OMPI_COMM_WORLD_RANK={rank}"));
+            let is_rank =
+                environment.split('\0').any(|entry| entry == format!("OMPI_COMM_WORLD_RANK={rank}"));
             if line.starts_with(program()) && line.contains(&out) && is_rank {
                 let pid = process.file_name().into_string().expect("a number");
                 assert!(Command::new("kill").args(["-KILL", &pid]).status().expect("kill").success());

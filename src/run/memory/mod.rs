@@ -128,11 +128,7 @@ impl AdapterPart {
 type Learning = (usize, ParameterSpec);
 
 /// Those of `specs`, the first of which has the place `first`, that `trainable` marks.
-fn marked(
-    specs: impl IntoIterator<Item = ParameterSpec>,
-    trainable: &[bool],
-    first: usize,
-) -> Vec<Learning> {
+fn marked(specs: impl IntoIterator<Item = ParameterSpec>, trainable: &[bool], first: usize) -> Vec<Learning> {
     (first..).zip(specs).zip(trainable).filter(|(_, learns)| **learns).map(|(found, _)| found).collect()
 }
 
