@@ -48,6 +48,10 @@ faults count="50" inputs="100000" seconds="60":
     cargo test --release --test soak -- --seconds {{seconds}}
     cargo test --release --test fuzz -- --inputs {{inputs}} --seed 1
 
+# Several processes on this machine: needs libopenmpi-dev, openmpi-bin and libclang-dev.
+ranks:
+    cargo test --release --features mpi --test ranks -- --test-threads=1
+
 bench:
     cargo bench --features bench
 

@@ -134,6 +134,7 @@ fn planned(seed: u64, recompute_layers: bool) {
         uses_python: false,
         threads: 1,
         streamed: false,
+        processes: 1,
     };
     let plan = MemoryPlan::new(&subject);
     let program = plan.resident.iter().find(|part| part.name == "program").map_or(0, |part| part.bytes);

@@ -8,6 +8,7 @@ use crate::metrics::sanitize_terminal;
 use clap::{CommandFactory, Parser, Subcommand};
 use std::io::Write;
 use std::sync::LazyLock;
+use std::time::Duration;
 
 #[derive(Parser)]
 #[command(
@@ -64,6 +65,9 @@ static VERSION: LazyLock<String> = LazyLock::new(|| {
     format!("{} (features: {features}{commit})", env!("CARGO_PKG_VERSION"))
 });
 
+/// How long a process waits for another one to tell why all of them end.
+const TELLER_FIRST: Duration = Duration::from_millis(500);
+
 /// Runs the command line of this process and returns its exit code.
 pub fn run() -> u8 {
     let cli = match Cli::try_parse() {
@@ -100,6 +104,8 @@ pub fn run() -> u8 {
     });
     result.unwrap_or_else(|error| {
         if let Some(told) = error.downcast_ref::<ToldElsewhere>() {
+            // A launcher ends all processes once one has failed: the one that tells why goes first.
+            std::thread::sleep(TELLER_FIRST);
             return if told.is_bad_input { EXIT_BAD_INPUT } else { EXIT_FAILED };
         }
         // Text from files may carry control characters.

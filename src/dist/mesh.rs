@@ -355,3 +355,25 @@ fn connected(processes: usize) -> Result<Box<dyn Communicator>> {
          one process"
     )))
 }
+
+#[cfg(test)]
+impl Mesh {
+    /// Rank `rank` of `ranks` that never meet: for what each holds.
+    pub fn apart(rank: usize, ranks: usize) -> Arc<Self> {
+        struct Apart(usize, usize);
+        impl Communicator for Apart {
+            fn rank(&self) -> usize {
+                self.0
+            }
+            fn ranks(&self) -> usize {
+                self.1
+            }
+            fn start(&self, exchange: Exchange) -> Result<Pending> {
+                anyhow::bail!("{}: these ranks never meet", exchange.what)
+            }
+            fn set_limit(&self, _: Duration) {}
+            fn leave(&self) {}
+        }
+        Arc::new(Self { communicator: Some(Box::new(Apart(rank, ranks))), ..Self::alone() })
+    }
+}

@@ -111,8 +111,15 @@ impl Linear {
         if let Some(weight) = &self.weight {
             let xs = host_values(x)?;
             weight.add(|dw| {
+                let (x, dy) = (Matrix::transposed(&xs, k), Matrix::rows(&dy, n));
+                if n == 1 {
+                    // The library adds a single column row by row to what is there, and the sum's bits would depend on that.
+                    let mut column = buffer(k);
+                    product(&mut column, x, dy, (k, m, n), false);
+                    return add_values(dw, &column);
+                }
                 edit(dw, |dw| {
-                    product(dw, Matrix::transposed(&xs, k), Matrix::rows(&dy, n), (k, m, n), true);
+                    product(dw, x, dy, (k, m, n), true);
                     Ok(())
                 })
             })?;

@@ -51,11 +51,19 @@ pub fn lines(bench: &Workbench, folder: &Path) -> Vec<String> {
         format!("{} × {} samples", recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt);
     let cold =
         if cold > 0 { format!("{} of cold start, then ", format_number(cold as f64)) } else { String::new() };
+    let (mesh, threads) = (bench.mesh(), bench.threads.count());
+    let threads = match (mesh.ranks(), mesh.sequence_ranks()) {
+        (1, _) => threads.to_string(),
+        (ranks, 1) => format!("{threads} in each of {ranks} processes"),
+        (ranks, sharing) => {
+            format!("{threads} in each of {ranks} processes, {sharing} of which share a sequence")
+        }
+    };
     let head = [
         ("model", format!("{name}{kind}, {layers} layers, {parameters} parameters, {learning}")),
         ("task", format!("{}{tool}", bench.task.name())),
         ("steps", format!("{cold}{} of reinforcement learning, {samples} each", format_number(train as f64))),
-        ("threads", bench.threads.count().to_string()),
+        ("threads", threads),
         ("folder", folder.display().to_string()),
     ];
     // What holds the code that a model writes is said wherever some may run.

@@ -48,6 +48,8 @@ struct Reduction {
 struct OnItsWay {
     /// Whole tensors that wait for enough others to go with, and their bytes.
     waiting: (Vec<(usize, Tensor)>, u64),
+    /// The pass that they are of: two passes in one exchange would be added rank by rank and not in the order of the batch.
+    pass: usize,
     /// Exchanges: their parameters, and the bytes they take.
     started: VecDeque<(Vec<usize>, u64, Started)>,
 }
@@ -127,7 +129,7 @@ impl GradientSink for PassTurn {
         drop(lock);
         match reduction {
             None => add(buffer)?,
-            Some(reduction) => reduction.add(parameter, buffers, add)?,
+            Some(reduction) => reduction.add(self.pass, parameter, buffers, add)?,
         }
         turns.lock().unwrap_or_else(PoisonError::into_inner).adds[parameter] += 1;
         changed.notify_all();
@@ -139,6 +141,7 @@ impl Reduction {
     /// Has `add` add to zeros, and sends what there is on its way once it is enough.
     fn add(
         &self,
+        pass: usize,
         parameter: usize,
         buffers: &[Option<Tensor>],
         add: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>,
@@ -146,6 +149,10 @@ impl Reduction {
         let whole = Tensor::zeros(self.specs[parameter].working_shape(), DType::F32, &Device::Cpu)?;
         add(&whole)?;
         let mut state = self.on_its_way.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.pass != pass {
+            self.send(&mut state, buffers)?;
+            state.pass = pass;
+        }
         state.waiting.1 += (whole.elem_count() * size_of::<f32>()) as u64;
         state.waiting.0.push((parameter, whole));
         if state.waiting.1 >= GROUP_BYTES { self.send(&mut state, buffers) } else { Ok(()) }

@@ -7,10 +7,11 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 /// A short run of everything: cold start, samples with the tool, an entropy bonus so that there is something to learn.
-const SHORT: [&str; 13] = [
+const SHORT: [&str; 14] = [
     "cold_start.steps=6",
     "cold_start.eval_every_steps=3",
     "cold_start.batch_size=7",
+    "cold_start.validation_rows_max=4",
     "train.steps=3",
     "train.micro_batch_tokens=300",
     "policy.entropy_coefficient=0.01",
@@ -98,8 +99,7 @@ fn split_sequences_give_the_log_probs_of_one_process_and_its_gradients_within_ro
         "cold_start.optimizer.grad_norm_max=0",
         "cold_start.optimizer.weight_decay=0",
         "train.steps=2",
-        "policy.correction.threshold=2",
-        "policy.correction.is_level=token",
+        "policy.old_logprob=recompute",
     ];
     let start = ["cold_start.steps=1", "cold_start.optimizer.lr=1e-30", "train.steps=0"];
     for recipe in ["quickstart", "quickstart_dense"] {
@@ -184,7 +184,8 @@ fn a_killed_process_ends_the_others_at_once_and_the_run_goes_on() {
         going.kill_rank(seed as usize);
         let ended = going.wait(Duration::from_secs(30));
         assert!(begun.elapsed() < Duration::from_secs(30), "took {:?}", begun.elapsed());
-        assert!(!ended.ok, "{}", ended.stderr);
+        // The stand-in for srun lets its processes fail.
+        assert!(by_slurm || !ended.ok, "{}", ended.stderr);
         let survivor = ended.stderr.contains(&format!("rank {seed} on "))
             && ended.stderr.contains("is gone, so this one stops");
         assert!(survivor || (!by_slurm && ended.stderr.contains("signal 9")), "{}", ended.stderr);

@@ -10,6 +10,7 @@ mod integrity;
 mod limits;
 mod policy;
 mod policy_view;
+mod processes;
 mod refused;
 mod same_run;
 mod truth;
