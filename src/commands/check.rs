@@ -7,7 +7,7 @@ use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_terminal};
 use crate::recipe::{Plan, locate};
 use crate::run::collect::show;
-use crate::run::memory::{Intent, MemoryPlan, Subject, available, gigabytes};
+use crate::run::memory::{Intent, MemoryPlan, Subject, Traffic, available, gigabytes};
 use crate::run::preflight::Preflight;
 use crate::run::source::pin_model;
 use crate::tasks::{Problem, Reward, Task, Transcript};
@@ -95,6 +95,13 @@ fn memory(preflight: &Preflight) -> Result<u8> {
         several => format!(" in each of {several} processes"),
     };
     show(&format!("\nMemory that `rloss {}` takes at most{each}:\n\n{plan}\n", first.name()))?;
+    if preflight.processes > 1 && first == Intent::Train {
+        let traffic = Traffic::new(&subject);
+        show(&format!(
+            "{} passes a step in each process, all sequences at their longest:\n\n{traffic}\n",
+            traffic.passes
+        ))?;
+    }
     for intent in [Intent::Eval, Intent::Rollout, Intent::CheckMismatch] {
         // These run in one process.
         let peak = MemoryPlan::new(&Subject { processes: 1, ..preflight.subject_of(intent) }).peak_bytes();

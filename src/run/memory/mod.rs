@@ -6,10 +6,12 @@
 mod machine;
 mod passes;
 mod remedies;
+mod traffic;
 
 pub use machine::{Available, available};
 pub use passes::PassShape;
 pub use remedies::Remedy;
+pub use traffic::Traffic;
 
 use crate::bad_input;
 use crate::dist::piece;
