@@ -343,12 +343,15 @@ fn decide(null: &Close, close: &[Close], parts: &[Close]) -> Option<Verdict> {
     }
 }
 
-/// Whether the data speaks for `close` rather than for `start`, which is no mistake or one of several.
+/// Whether the data speaks for `close` rather than for `start`, which is no mistake or one of several: as it is, and not only in
+/// a rounding that happens to fit.
 fn evident(start: &Close, close: &Close) -> bool {
     let may_be_rounding = start.leaves_bf16() && !start.is_of_f32();
     let share = if may_be_rounding { SPREAD_SHARE_OF_ROUNDING_MAX } else { SPREAD_SHARE_MAX };
-    close.fit.log_likelihood - start.fit.log_likelihood >= EVIDENCE_MIN
-        && close.fit.spread <= share * start.fit.spread
+    let speaks = |start: &Fit, close: &Fit| {
+        close.log_likelihood - start.log_likelihood >= EVIDENCE_MIN && close.spread <= share * start.spread
+    };
+    speaks(&start.fit, &close.fit) && speaks(&start.candidate.fit, &close.candidate.fit)
 }
 
 /// Whether both causes of a pair are needed.
