@@ -93,7 +93,10 @@ def weights(change):
 
 def configuration(change):
     """A maker that changes the configuration: `change(case)` gives the other sizes."""
-    return lambda case: (case.ready(case.rebuilt(**change(case))), plain)
+    def make(case):
+        return case.ready(case.rebuilt(**change(case))), plain
+    make.builds_anew = True
+    return make
 
 
 def reading(read):

@@ -1,11 +1,12 @@
 //! Another engine's rows compared with this model: the verdict, where the gap lives, and both in words.
 
 use super::compare::Gap;
-use super::diagnose::{Diagnosis, Reference, Verdict, within_f32};
+use super::diagnose::{Diagnosis, Reference, Verdict};
 use super::distance::GapFigures;
 use super::locate::{Located, Places, locate};
 use super::observed::{Observed, ObservedBatch};
 use super::output::Line;
+use super::rounding::within_f32;
 use super::routes::RouteComparison;
 use super::rows::TokenRow;
 use crate::bad_input;

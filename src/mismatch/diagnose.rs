@@ -1,12 +1,14 @@
 //! Which known mistake explains log-probabilities, if any: the decision.
 //!
-//! This model's log-probs of the same tokens are computed under each cause. Two yardsticks say what rounding makes: this
-//! model with mantissas a little shorter than f32's, and with bf16's, against itself. A cause is named when what is left after it is
-//! rounding by every figure of [`GapFigures`], the data takes the whole step to it, and no other cause does as well.
+//! This model's log-probs of the same tokens are computed under each cause. [`Yardsticks`] say what rounding makes of them. A
+//! cause is named when what is left after it is rounding by every figure of [`GapFigures`], the data takes the whole step to
+//! it, and no other cause does as well; alone, when no second one shows on top of it.
 
+use super::causes::weights::Quantised;
 use super::causes::{self, Cause};
 use super::distance::{Fit, GapFigures, slope};
 use super::observed::Observed;
+use super::rounding::{F32_FLOOR, Yardsticks, within_f32};
 use super::search::{Candidate, Search};
 use super::ties::{TIE_BITS, without_ties};
 use crate::model::forward::Model;
@@ -14,21 +16,14 @@ use crate::model::parameters::Parameters;
 use crate::ops::threads::Threads;
 use anyhow::Result;
 
-/// Multiples of the yardstick that count as rounding: of the body's figures and of the tail's. An engine in bf16 rounds at
-/// more places than the yardstick does: transformers' noise is 1.2 to 3 times it.
-const F32_FACTORS: (f64, f64) = (4.0, 8.0);
-const BF16_FACTORS: (f64, f64) = (4.0, 5.0);
-/// Never told from rounding of f32, nats.
-const F32_FLOOR: f64 = 2e-5;
-/// Mantissa bits of the two yardsticks.
-pub(super) const F32_BITS: u32 = 21;
-pub(super) const BF16_BITS: u32 = 7;
 /// A candidate that leaves more than so many times what could be rounding, and this share of the spread, is not looked at
 /// closely.
-const HOPELESS: (f64, f64) = (4.0, 0.5);
+const HOPELESS: (f64, f64) = (2.0, 0.5);
 /// A cause must be so many nats of log-likelihood better than none, and leave at most this share of the spread.
 const EVIDENCE_MIN: f64 = 25.0;
 const SPREAD_SHARE_MAX: f64 = 0.95;
+/// Where what it explains may be rounding: one flip of routing moves many tokens together, so likelihood proves little there.
+const SPREAD_SHARE_OF_ROUNDING_MAX: f64 = 0.75;
 /// Causes within so many nats of log-likelihood of the best, and this share of its spread, are not told apart.
 const TOLD_APART: f64 = 15.0;
 const SPREAD_TOLD_APART: f64 = 1.02;
@@ -128,22 +123,6 @@ pub struct Diagnosis {
     pub ties: usize,
 }
 
-/// Whether `figures` are what rounding of f32 leaves, by `yard`.
-pub fn within_f32(figures: &GapFigures, yard: &GapFigures) -> bool {
-    figures.within(yard, F32_FACTORS, F32_FLOOR)
-}
-
-/// Whether `figures` are what bf16 leaves, by `yard`.
-pub fn within_bf16(figures: &GapFigures, yard: &GapFigures) -> bool {
-    figures.within(yard, BF16_FACTORS, F32_FLOOR)
-}
-
-/// Whether most of `figures` are what f32 leaves where bf16 would leave more: such a file was not computed in bf16.
-fn is_of_f32(figures: &GapFigures, f32_yard: &GapFigures, bf16_yard: &GapFigures) -> bool {
-    let most = (F32_FACTORS.0 * f32_yard.median).max(F32_FLOOR);
-    figures.median <= most && bf16_yard.median > 4.0 * most
-}
-
 /// A candidate looked at closely.
 struct Close {
     candidate: Candidate,
@@ -152,33 +131,33 @@ struct Close {
     ties: usize,
     /// Under its causes and bf16, or f32, whichever fits better.
     fit: Fit,
-    f32_yard: GapFigures,
-    bf16_yard: GapFigures,
+    yardsticks: Yardsticks,
 }
 
 impl Close {
     /// One whose rounding is not computed.
     fn hopeless(candidate: Candidate) -> Self {
-        let nothing = GapFigures::of(&[]);
         let (fit, settled) = (candidate.fit, candidate.figures);
-        Self { candidate, settled, ties: 0, fit, f32_yard: nothing, bf16_yard: nothing }
+        Self { candidate, settled, ties: 0, fit, yardsticks: Yardsticks::none() }
     }
 
     fn leaves_f32(&self) -> bool {
-        within_f32(&self.settled, &self.f32_yard)
+        within_f32(&self.settled, &self.yardsticks.f32)
     }
 
     fn leaves_bf16(&self) -> bool {
-        within_bf16(&self.candidate.figures, &self.bf16_yard)
+        self.yardsticks.within_bf16(&self.candidate.gaps)
     }
 
     fn is_of_f32(&self) -> bool {
-        is_of_f32(&self.settled, &self.f32_yard, &self.bf16_yard)
+        self.yardsticks.is_of_f32(&self.settled)
     }
 
-    /// Rounding as a cause is named only when it is computed to the last digits: else any noise would do.
+    /// Rounding as a cause is named only when it is computed to the last digits: else any noise would do. bf16 weights are a
+    /// part of what computing in bf16 makes.
     fn is_rounding(&self) -> bool {
-        is_rounding(&self.candidate.causes)
+        let rounds = |cause: &Cause| matches!(cause, Cause::Mantissa(_) | Cause::Weights(Quantised::Bf16));
+        self.candidate.causes.iter().any(rounds)
     }
 
     /// Whether `other` explains as well as this, the best.
@@ -195,15 +174,16 @@ impl Reference<'_> {
     /// When a forward fails.
     pub fn diagnose(&self, observed: &Observed) -> Result<Diagnosis> {
         let search = Search::new(*self, observed)?;
-        let unchanged = Candidate::of(&observed.log_probs, vec![], search.computed().to_vec(), None);
+        let (computed, all) = (search.computed().to_vec(), vec![true; observed.log_probs.len()]);
+        let unchanged = Candidate::of(&observed.log_probs, vec![], computed, all);
         let null = self.close(&search, unchanged)?;
         let mut found = Diagnosis {
             verdict: Verdict::Agrees,
             gaps: null.candidate.gaps.clone(),
             figures: null.candidate.figures,
             left: None,
-            f32_yard: null.f32_yard,
-            bf16_yard: null.bf16_yard,
+            f32_yard: null.yardsticks.f32,
+            bf16_yard: null.yardsticks.bf16,
             within_bf16: null.leaves_bf16(),
             without_effect: vec![],
             computed: search.computed().to_vec(),
@@ -216,21 +196,30 @@ impl Reference<'_> {
         let (singles, without_effect) = search.on_top_of(&[])?;
         found.without_effect = without_effect;
         let close = self.nearest(&search, singles, &null)?;
-        if let Some(verdict) = decide(&null, &close, &[]) {
-            return Ok(found.with(verdict, &close));
+        let single = decide(&null, &close, &[]);
+        // What is left to the last digit has no second cause.
+        if let Some(verdict) = &single
+            && close.iter().any(Close::leaves_f32)
+        {
+            return Ok(found.with(verdict.clone(), &close));
         }
         // bf16 moves every token: few that moved in a file of f32 are something else.
-        if found.within_bf16 && !null.is_of_f32() {
+        if single.is_none() && found.within_bf16 && !null.is_of_f32() {
             found.verdict = Verdict::Rounding;
             return Ok(found);
         }
+        let named = single.as_ref().map(Verdict::explanations).unwrap_or_default();
         let mut pairs = vec![];
-        for first in firsts(&null, &close) {
-            pairs.extend(search.on_top_of(first)?.0);
+        for first in firsts(&null, &close, &named) {
+            let better = |pair: &Candidate| pair.fit.log_likelihood > first.fit.log_likelihood;
+            pairs.extend(search.on_top_of(&first.causes)?.0.into_iter().filter(better));
         }
         let pairs = self.nearest(&search, pairs, &null)?;
         if let Some(verdict) = decide(&null, &pairs, &close) {
             return Ok(found.with(verdict, &pairs));
+        }
+        if let Some(verdict) = single {
+            return Ok(found.with(verdict, &close));
         }
         let guesses = close
             .iter()
@@ -243,9 +232,9 @@ impl Reference<'_> {
 
     /// The best of `candidates` by their fit, each by the better of its fits in f32 and in bf16; best first.
     fn nearest(&self, search: &Search, candidates: Vec<Candidate>, null: &Close) -> Result<Vec<Close>> {
-        let could_be = null.bf16_yard.scaled(HOPELESS.0);
         let hopeless = |candidate: &Candidate| {
-            candidate.fit.spread > HOPELESS.1 * null.fit.spread && !within_bf16(&candidate.figures, &could_be)
+            candidate.fit.spread > HOPELESS.1 * null.fit.spread
+                && !null.yardsticks.near_bf16(&candidate.figures, HOPELESS.0)
         };
         let mut close = Candidate::best(candidates, CLOSE_MAX)
             .into_iter()
@@ -255,42 +244,35 @@ impl Reference<'_> {
             })
             .collect::<Result<Vec<_>>>()?;
         // A yardstick never shrinks below that of the model as it is.
-        for close in &mut close {
-            close.f32_yard = close.f32_yard.larger(&null.f32_yard);
-            close.bf16_yard = close.bf16_yard.larger(&null.bf16_yard);
-        }
+        close.iter_mut().for_each(|close| close.yardsticks.at_least(&null.yardsticks));
         close.sort_by(|a, b| b.fit.log_likelihood.total_cmp(&a.fit.log_likelihood));
         Ok(close)
     }
 
     fn close(&self, search: &Search, candidate: Candidate) -> Result<Close> {
         // Rounded once more it would be another explanation: the model's own yardsticks hold.
-        if is_rounding(&candidate.causes) {
+        if candidate.causes.iter().any(|cause| matches!(cause, Cause::Mantissa(_))) {
             return Ok(Close::hopeless(candidate));
         }
-        let rounded = |bits| -> Result<Vec<f32>> {
-            let mut causes = candidate.causes.clone();
-            causes.push(Cause::Mantissa(bits));
-            search.log_probs(&causes)
-        };
-        let (f32_rounded, bf16_rounded) = (rounded(F32_BITS)?, rounded(BF16_BITS)?);
-        let against_itself =
-            |other: &[f32]| GapFigures::of(&search.gaps_between(other, &candidate.log_probs));
-        let in_bf16 = Fit::of(&search.gaps_between(&search.observed().log_probs, &bf16_rounded));
-        let fit = if in_bf16.log_likelihood > candidate.fit.log_likelihood { in_bf16 } else { candidate.fit };
-        let (f32_yard, bf16_yard) = (against_itself(&f32_rounded), against_itself(&bf16_rounded));
+        let theirs = &search.observed().log_probs;
+        let yardsticks = Yardsticks::of(search, &candidate.causes, &candidate.log_probs)?;
+        let in_bf16 = yardsticks.in_bf16.iter().map(|rounded| candidate.fit_of(theirs, rounded));
+        let better = |a: Fit, b: Fit| if b.log_likelihood > a.log_likelihood { b } else { a };
+        let fit = in_bf16.fold(candidate.fit, better);
         let (mut settled, mut ties) = (candidate.figures, 0);
         let may_have_ties = self.model.config.family.has_experts()
-            && is_of_f32(&candidate.figures, &f32_yard, &bf16_yard)
-            && !within_f32(&candidate.figures, &f32_yard);
+            && yardsticks.is_of_f32(&candidate.figures)
+            && !within_f32(&candidate.figures, &yardsticks.f32);
         if may_have_ties {
+            let rounded =
+                |bits| search.log_probs(&[&candidate.causes[..], &[Cause::Mantissa(bits)]].concat());
             let forwards = TIE_BITS.map(rounded).into_iter().collect::<Result<Vec<_>>>()?;
-            let (theirs, rows) = (&search.observed().log_probs, search.observed().rows());
             let gaps;
-            (gaps, ties) = without_ties(&candidate.gaps, theirs, &rows, &forwards, F32_FLOOR);
+            (gaps, ties) =
+                without_ties(&candidate.gaps, theirs, &search.observed().rows(), &forwards, F32_FLOOR);
             settled = GapFigures::of(&gaps);
         }
-        Ok(Close { fit, settled, ties, f32_yard, bf16_yard, candidate })
+        Ok(Close { fit, settled, ties, yardsticks, candidate })
     }
 }
 
@@ -306,19 +288,19 @@ impl Diagnosis {
     }
 }
 
-fn is_rounding(causes: &[Cause]) -> bool {
-    causes.iter().any(|cause| matches!(cause, Cause::Mantissa(_)))
-}
-
-/// Causes that a second one is tried on top of: the best of those that explain something, no two of one name.
-fn firsts<'a>(null: &Close, close: &'a [Close]) -> Vec<&'a [Cause]> {
+/// What a second cause is tried on top of: what is `named`, or else the best of those that explain something, no two of one
+/// name.
+fn firsts<'a>(null: &Close, close: &'a [Close], named: &[Vec<Cause>]) -> Vec<&'a Candidate> {
     let mut firsts: Vec<&Candidate> = vec![];
-    for Close { candidate, .. } in close.iter().filter(|close| !close.is_rounding() && evident(null, close)) {
+    for Close { candidate, .. } in close.iter().filter(|close| match named {
+        [] => !close.is_rounding() && evident(null, close),
+        named => named.contains(&close.candidate.causes),
+    }) {
         if firsts.len() < PAIR_FIRST_MAX && firsts.iter().all(|other| other.names() != candidate.names()) {
             firsts.push(candidate);
         }
     }
-    firsts.into_iter().map(|candidate| candidate.causes.as_slice()).collect()
+    firsts
 }
 
 /// The verdict from explanations `close`, best first; `None` when none of them will do. `parts` are the single causes of
@@ -328,6 +310,8 @@ fn decide(null: &Close, close: &[Close], parts: &[Close]) -> Option<Verdict> {
     let explains = |close: &&Close| {
         !close.is_rounding()
             && close.leaves_bf16()
+            // Where most tokens are equal to f32's digits, what moves them is no explanation.
+            && (close.is_of_f32() || !null.is_of_f32())
             && evident(null, close)
             && parts_evident(close, parts)
             && steps_fit(null, close, parts)
@@ -359,10 +343,15 @@ fn decide(null: &Close, close: &[Close], parts: &[Close]) -> Option<Verdict> {
     }
 }
 
-/// Whether the data speaks for `close` rather than for no mistake.
-fn evident(null: &Close, close: &Close) -> bool {
-    close.fit.log_likelihood - null.fit.log_likelihood >= EVIDENCE_MIN
-        && close.fit.spread <= SPREAD_SHARE_MAX * null.fit.spread
+/// Whether the data speaks for `close` rather than for `start`, which is no mistake or one of several: as it is, and not only in
+/// a rounding that happens to fit.
+fn evident(start: &Close, close: &Close) -> bool {
+    let may_be_rounding = start.leaves_bf16() && !start.is_of_f32();
+    let share = if may_be_rounding { SPREAD_SHARE_OF_ROUNDING_MAX } else { SPREAD_SHARE_MAX };
+    let speaks = |start: &Fit, close: &Fit| {
+        close.log_likelihood - start.log_likelihood >= EVIDENCE_MIN && close.spread <= share * start.spread
+    };
+    speaks(&start.fit, &close.fit) && speaks(&start.candidate.fit, &close.candidate.fit)
 }
 
 /// Whether both causes of a pair are needed.

@@ -20,6 +20,7 @@ pub mod observed;
 pub mod output;
 pub mod page;
 pub mod passes;
+mod rounding;
 pub mod routes;
 pub mod rows;
 mod search;

@@ -5,6 +5,7 @@ use crate::model::cache::SequenceCache;
 use crate::model::forward::Rows;
 use crate::model::policy_view::PolicyView;
 use crate::model::trunk;
+use crate::ops;
 use crate::ops::logits::{Sampling, logits_rows_max};
 use crate::ops::threads::Threads;
 use crate::train::batch::MicroBatch;
@@ -44,6 +45,21 @@ impl PolicyView<'_> {
     /// When the batch does not fit the model.
     pub fn normed(&self, batch: &MicroBatch) -> Result<Tensor> {
         self.trunk().normed(&packed(self, batch, &mut trunk::nothing)?, &batch.rows)
+    }
+
+    /// The same, and every router's logits of those rows, `[R, E]` a layer that has experts.
+    ///
+    /// # Errors
+    /// When the batch does not fit the model.
+    pub fn normed_and_scores(&self, batch: &MicroBatch) -> Result<(Tensor, Vec<Tensor>)> {
+        let mut scores = vec![];
+        let last = packed(self, batch, &mut |_, _, output| {
+            if let Some(routing) = &output.routing {
+                scores.push(ops::select_rows(&routing.router_logits, &batch.rows)?);
+            }
+            Ok(())
+        })?;
+        Ok((self.trunk().normed(&last, &batch.rows)?, scores))
     }
 
     /// Log-probabilities of the batch's targets from `normed`, `[R]`.

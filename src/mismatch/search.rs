@@ -37,14 +37,27 @@ pub struct Candidate {
     pub gaps: Vec<f64>,
     pub figures: GapFigures,
     pub fit: Fit,
+    /// Of each target whether the explanation says something.
+    pub has_value: Vec<bool>,
+}
+
+/// Log-probs, and what routers said on the way.
+pub struct Traced {
+    pub log_probs: Vec<f32>,
+    /// Of each layer and target the experts' scores; no layers in a model without experts.
+    pub scores: Vec<Vec<Vec<f32>>>,
 }
 
 impl Candidate {
     /// From what the causes give; a token without a value in `has_value` is not looked at.
-    pub fn of(theirs: &[f32], causes: Vec<Cause>, log_probs: Vec<f32>, has_value: Option<&[bool]>) -> Self {
-        let all = vec![true; log_probs.len()];
-        let gaps = gaps(theirs, &log_probs, has_value.unwrap_or(&all));
-        Self { figures: GapFigures::of(&gaps), fit: Fit::of(&gaps), causes, log_probs, gaps }
+    pub fn of(theirs: &[f32], causes: Vec<Cause>, log_probs: Vec<f32>, has_value: Vec<bool>) -> Self {
+        let gaps = gaps(theirs, &log_probs, &has_value);
+        Self { figures: GapFigures::of(&gaps), fit: Fit::of(&gaps), causes, log_probs, gaps, has_value }
+    }
+
+    /// How well `rounded`, the same explanation computed in another precision, fits `theirs`.
+    pub fn fit_of(&self, theirs: &[f32], rounded: &[f32]) -> Fit {
+        Fit::of(&gaps(theirs, rounded, &self.has_value))
     }
 
     /// Names of its causes, in order of the alphabet.
@@ -157,6 +170,35 @@ impl<'a> Search<'a> {
         threads.wide(|| self.walk(&variant, self.observed)?.log_probs(&variant)).with_context(named)
     }
 
+    /// Experts that a token goes through; 0 in a model without.
+    pub fn experts_chosen(&self) -> usize {
+        let config = &self.reference.model.config;
+        if config.family.has_experts() { config.num_experts_per_tok } else { 0 }
+    }
+
+    /// The model's log-probs under `causes`, with the routers' scores.
+    ///
+    /// # Errors
+    /// When a forward fails.
+    pub fn traced(&self, causes: &[Cause]) -> Result<Traced> {
+        let Reference { model, parameters, earlier, threads } = self.reference;
+        let variant = Variant::of(&model.config, causes);
+        let model = variant.model(model.context_tokens_max());
+        let policy = variant.policy(&model, parameters, earlier)?;
+        let mut found = Traced { log_probs: vec![], scores: vec![] };
+        for batch in &self.observed.batches {
+            let (fed, _) = variant.batch(&batch.tokens);
+            let batch = ObservedBatch { tokens: fed, ..batch.clone() };
+            let (normed, scores) = threads.wide(|| policy.normed_and_scores(&batch.tokens))?;
+            found.scores.resize(scores.len(), vec![]);
+            for (all, scores) in found.scores.iter_mut().zip(scores) {
+                all.extend(scores.to_vec2::<f32>()?);
+            }
+            found.log_probs.extend(threads.wide(|| variant.head.log_probs(&policy, &normed, &batch))?);
+        }
+        Ok(found)
+    }
+
     /// Every cause on top of `before`, the hopeless left out, and the names of those without any effect on these rows.
     ///
     /// # Errors
@@ -205,12 +247,8 @@ impl<'a> Search<'a> {
             let causes: Vec<Cause> = before.iter().copied().chain([cause]).collect();
             let variant = Variant::of(config, &causes);
             let of = |walk: &Walk| -> Result<Candidate> {
-                Ok(Candidate::of(
-                    &observed.log_probs,
-                    causes,
-                    walk.log_probs(&variant)?,
-                    Some(&walk.has_value),
-                ))
+                let log_probs = walk.log_probs(&variant)?;
+                Ok(Candidate::of(&observed.log_probs, causes, log_probs, walk.has_value.clone()))
             };
             match variant.trunk() == start.trunk() {
                 true => of(base),

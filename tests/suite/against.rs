@@ -211,6 +211,9 @@ fn a_token_without_an_entry_of_llama_cpp_has_no_log_prob() {
     let found = read_text(&row("[113, 211, 185]")).unwrap();
     assert_eq!(found.rows[0].tokens, [1, 5, 113, 211, 185]);
     assert_eq!(found.rows[0].log_probs, [None, None, Some(-1.0), None, Some(-2.0)]);
+    // A special token in between is written as no text: such a row was refused.
+    let found = read_text(&row("[113, 211, 0, 185]")).unwrap();
+    assert_eq!(found.rows[0].log_probs, [None, None, Some(-1.0), None, None, Some(-2.0)]);
     let error = read_text(&row("[]")).unwrap_err().to_string();
     assert!(error.contains("return_tokens"), "{error}");
 }

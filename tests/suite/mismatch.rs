@@ -3,20 +3,24 @@
 use crate::tiny;
 use rloss::choice::Choice;
 use rloss::mismatch::causes::Cause;
+use rloss::mismatch::causes::weights::Quantised;
 use rloss::mismatch::diagnose::{Reference, Verdict};
 use rloss::mismatch::measure::Measure;
 use rloss::mismatch::observed::Observed;
 use rloss::mismatch::output::Line;
+use rloss::model::config::LayerType;
 use rloss::model::family::Family;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
+use rloss::model::rounding::WeightRounding;
 use rloss::ops::threads::Threads;
 use rloss::recipe::Arms;
 use rloss::rollout::{Prompt, Rollout, RolloutSettings};
 use rloss::tasks::{TaskName, TaskSettings};
 use rloss::train::batch::{MicroBatch, Sequence};
 use rloss::trajectory::Trajectory;
+use std::sync::Arc;
 
 struct World {
     threads: Threads,
@@ -165,4 +169,40 @@ fn causes_are_recognised_and_a_temperature_is_estimated() {
     };
     let [Cause::Temperature(factor)] = causes[..] else { panic!("{causes:?}") };
     assert!((factor - 0.7).abs() < 1e-3, "{factor}");
+}
+
+/// What is found when an engine in bf16, which keeps so many bits of activations, computes `model`.
+fn found_in_bf16(world: &World, model: &Model, activation_bits: u32, temperature: f64) -> Verdict {
+    let forward = ForwardOptions { mantissa_bits: Some(activation_bits), ..ForwardOptions::default() };
+    let rounding = WeightRounding { mxfp4: false, bits: Some(7) };
+    let weights = Arc::new(world.parameters.rounded(&rounding).unwrap());
+    let plain = observed(world, model, ForwardOptions::default(), 1.0);
+    let batches: Vec<MicroBatch> = plain.batches.into_iter().map(|batch| batch.tokens).collect();
+    let policy = PolicyView { model, weights, forward };
+    let log_probs = policy.all_log_probs(&world.threads, &batches, temperature).unwrap();
+    world.reference().diagnose(&Observed::sampled(batches, 1.0, log_probs)).unwrap().verdict
+}
+
+/// Weights of f32 that an engine in bf16 rounds: this was called "bf16 weights", as they make most of the gap.
+#[test]
+fn bf16_weights_are_no_mistake_of_an_engine_in_bf16() {
+    let world = World::new();
+    for activation_bits in [6, 8] {
+        assert_eq!(found_in_bf16(&world, &world.model, activation_bits, 1.0), Verdict::Rounding);
+    }
+    let in_f32 = found_in_bf16(&world, &world.model, 23, 1.0);
+    assert_eq!(in_f32, Verdict::Named(vec![Cause::Weights(Quantised::Bf16)]));
+}
+
+/// One cause that leaves no more than bf16 does may hide another.
+#[test]
+fn a_second_cause_as_small_as_rounding_is_found_beside_the_first() {
+    let world = World::new();
+    let mut config = world.model.config.clone();
+    config.layer_types.fill(LayerType::Full);
+    let found = found_in_bf16(&world, &Model::new(config, 160), 7, 0.97);
+    let Verdict::Named(causes) = &found else { panic!("{found:?}") };
+    let mut names: Vec<&str> = causes.iter().map(|cause| cause.name()).collect();
+    names.sort_unstable();
+    assert_eq!(names, ["another temperature", "full attention everywhere"]);
 }

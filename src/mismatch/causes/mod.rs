@@ -67,6 +67,8 @@ pub enum Cause {
     Earlier,
     /// Weights, residual stream and norms' outputs with a mantissa of so many bits.
     Mantissa(u32),
+    /// Residual stream and norms' outputs alone with a mantissa of so many bits.
+    ShortActivations(u32),
 }
 
 impl Cause {
@@ -100,7 +102,7 @@ impl Cause {
             Cause::Bf16Logits => "bf16 logits",
             Cause::Weights(quantised) => quantised.name(),
             Cause::Earlier => "weights one update old",
-            Cause::Mantissa(_) => "short mantissas",
+            Cause::Mantissa(_) | Cause::ShortActivations(_) => "short mantissas",
         }
     }
 
@@ -147,6 +149,7 @@ impl Cause {
             Cause::Weights(quantised) => quantised.words(),
             Cause::Earlier => "they are those of --earlier".into(),
             Cause::Mantissa(bits) => format!("weights and activations of {bits} bits"),
+            Cause::ShortActivations(bits) => format!("activations of {bits} bits"),
         };
         format!("{}: {detail}", self.name())
     }
@@ -223,6 +226,7 @@ impl Cause {
                 variant.weights.push(WeightEdit::Mantissa(bits));
                 variant.forward.mantissa_bits = Some(bits);
             }
+            Cause::ShortActivations(bits) => variant.forward.mantissa_bits = Some(bits),
         }
     }
 }

@@ -41,12 +41,19 @@ const LEFT_OUT: &str = "completion_probabilities lacks tokens: llama.cpp writes 
 /// Where among `ids`, from `start` on, the token `id` of an entry stands: `bytes` are its own and those of the tokens
 /// before it that have no entry, because their text ended within a character.
 fn place(ids: &[u64], start: usize, id: u64, bytes: Option<&[u8]>, tokenizer: &Vocabulary) -> Option<usize> {
-    let own_bytes = |id: &u64| tokenizer.token_bytes(u32::try_from(*id).ok()?).map(<[u8]>::len);
     (start..ids.len()).filter(|&at| ids[at] == id).find(|&at| {
-        // A control token may be written as no text.
-        let written: Option<usize> = ids[start..=at].iter().map(own_bytes).sum();
-        bytes.zip(written).is_none_or(|(bytes, written)| bytes.len() == written)
+        bytes.is_none_or(|bytes| {
+            let rest = ids[start..=at].iter().try_fold(bytes, |rest, &id| without(rest, id, tokenizer));
+            rest.is_some_and(<[u8]>::is_empty)
+        })
     })
+}
+
+/// `bytes` without those of token `id` at their start; a special token may be written as no text.
+fn without<'a>(bytes: &'a [u8], id: u64, tokenizer: &Vocabulary) -> Option<&'a [u8]> {
+    let id = u32::try_from(id).ok()?;
+    let own = tokenizer.token_bytes(id).unwrap_or_default();
+    bytes.strip_prefix(own).or_else(|| tokenizer.is_special(id).then_some(bytes))
 }
 
 pub(super) fn row(value: Value, tokenizer: &Vocabulary) -> Result<RawRow, String> {
