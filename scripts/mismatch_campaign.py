@@ -162,6 +162,8 @@ class World:
     def __init__(self, folder, rng, long, family="gpt_oss"):
         self.folder, self.rng, self.family = folder, rng, family
         self.sizes = sizes_of(rng) if family == "gpt_oss" else sizes_of_qwen2(rng)
+        # Mistakes of YaRN want a model that has it.
+        self.has_yarn = self.sizes["rope_parameters"]["rope_type"] == "yarn"
         generator = torch.Generator().manual_seed(rng.randrange(2**31))
         self.model = random_model(self.sizes, generator, family)
         with torch.no_grad():
@@ -265,7 +267,7 @@ def make(arguments, root):
             index, seed, dtype = index + 1, rng.randrange(2**31), rng.choice([torch.float32, torch.bfloat16])
             if number % shards != shard or arguments.only and arguments.only not in kind:
                 continue
-            while world is None or kind == "bf16 weights" and world.rounded:
+            while world is None or kind == "bf16 weights" and world.rounded or "YaRN" in kind and not world.has_yarn:
                 name = f"model{number:02}" if world is None else f"model{number:02}-{index:03}-{model_seed}"
                 world = World(root / name, random.Random(model_seed), long, family)
                 model_seed += 1

@@ -34,7 +34,8 @@ pub struct Done {
     pub folder: PathBuf,
     pub stdout: String,
     pub stderr: String,
-    pub ok: bool,
+    /// The launcher's exit code: that of a process that failed.
+    pub code: Option<i32>,
     place: Arc<TempDir>,
 }
 
@@ -96,14 +97,14 @@ impl Launch {
         let mut command = Command::new(&arguments[0]);
         command.args(&arguments[1..]);
         let done = spawn(command, self.place).wait(Duration::from_secs(600));
-        assert!(done.ok, "{}", done.stderr);
+        assert_eq!(done.code, Some(0), "{}", done.stderr);
         done
     }
 
     /// Under mpirun, to its good end.
     pub fn run(self) -> Done {
         let done = self.start().wait(Duration::from_secs(600));
-        assert!(done.ok, "{}{}", done.stdout, done.stderr);
+        assert_eq!(done.code, Some(0), "{}{}", done.stdout, done.stderr);
         done
     }
 
@@ -201,7 +202,7 @@ impl Going {
             folder: self.place.path().join("run"),
             stdout: read("stdout"),
             stderr: read("stderr"),
-            ok: status.success(),
+            code: status.code(),
             place: self.place.clone(),
         }
     }
