@@ -2,7 +2,7 @@
 
 use super::watch::Watch;
 use super::wire::{pack, unpack};
-use super::{Communicator, Exchange, Pending};
+use super::{Communicator, Exchange, Pending, to_each};
 use crate::error::{BadInput, ToldElsewhere};
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
@@ -187,11 +187,11 @@ impl Mesh {
         if self.communicator.is_none() {
             return Ok(vec![part]);
         }
-        let length = Arc::new((part.len() as u64).to_le_bytes().to_vec());
+        let length = (part.len() as u64).to_le_bytes().to_vec();
         let (ranks, everyone) = (self.ranks(), self.everyone());
-        let lengths = self.start(what, &everyone, vec![length; ranks], &vec![8; ranks])?.wait()?;
+        let lengths = self.start(what, &everyone, to_each(length, ranks), &vec![8; ranks])?.wait()?;
         let lengths = lengths.iter().map(|bytes| read_length(bytes)).collect::<Result<Vec<_>>>()?;
-        self.start(what, &everyone, vec![Arc::new(part); ranks], &lengths)?.wait()
+        self.start(what, &everyone, to_each(part, ranks), &lengths)?.wait()
     }
 
     /// What every rank's record is, in rank order.

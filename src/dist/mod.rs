@@ -21,6 +21,7 @@ use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 /// What one rank gives to and expects from others.
+#[cfg_attr(not(feature = "mpi"), allow(dead_code))]
 pub struct Exchange {
     /// Says in messages what waits; the same on every rank.
     pub what: String,
@@ -28,6 +29,11 @@ pub struct Exchange {
     pub send: Vec<(usize, Arc<Vec<u8>>)>,
     /// Rank, and how many bytes come from it.
     pub receive: Vec<(usize, usize)>,
+}
+
+/// One part for each of `ranks` ranks, the same.
+pub fn to_each(part: Vec<u8>, ranks: usize) -> Vec<Arc<Vec<u8>>> {
+    std::iter::repeat_n(Arc::new(part), ranks).collect()
 }
 
 /// Carries parts between ranks. Every rank starts the same exchanges in the same order.

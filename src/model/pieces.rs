@@ -6,7 +6,7 @@ use super::layer::{Adapter, Layer};
 use super::layers_in_turn::adapted;
 use super::names::ParameterSpec;
 use crate::dist::wire::{f32_bytes, f32_values};
-use crate::dist::{Mesh, Started, piece};
+use crate::dist::{Mesh, Started, piece, to_each};
 use crate::ops::Parameter;
 use crate::ops::cpu::host_values;
 use crate::ops::parameter::GradientSink;
@@ -57,7 +57,7 @@ pub(super) fn start(mesh: &Mesh, what: &str, parts: &[Part]) -> Result<Started> 
             *length += part.range(mesh, rank).len() * size_of::<f32>();
         }
     }
-    mesh.start(what, &mesh.everyone(), vec![Arc::new(own); mesh.ranks()], &lengths)
+    mesh.start(what, &mesh.everyone(), to_each(own, mesh.ranks()), &lengths)
 }
 
 /// The tensors of `parts` from what came: those in pieces made whole, and the others as they are.

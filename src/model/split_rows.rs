@@ -6,8 +6,8 @@
 //! several, and its gradient is the sum of theirs in rank order.
 
 use super::attend::Attend;
-use crate::dist::Mesh;
 use crate::dist::wire::{f32_bytes, f32_values};
+use crate::dist::{Mesh, to_each};
 use crate::ops::cpu::{host_values, values};
 use crate::ops::{self, SequenceRows, sink_attention::Attention};
 use anyhow::{Context, Result, ensure};
@@ -91,7 +91,7 @@ impl SplitRows {
         let own: Vec<u8> =
             routes.flatten_all()?.to_vec1::<u32>()?.iter().flat_map(|e| e.to_le_bytes()).collect();
         let lengths: Vec<usize> = self.ranges.iter().map(|r| r.len() * top_k * size_of::<u32>()).collect();
-        let parts = vec![Arc::new(own); self.group.len()];
+        let parts = to_each(own, self.group.len());
         let came = self.mesh.start("routes", &self.group, parts, &lengths)?.wait()?.concat();
         let experts: Vec<u32> =
             came.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
