@@ -21,10 +21,8 @@ Needs cargo, torch, transformers 5, peft and safetensors.
 import argparse
 import copy
 import json
-import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -37,7 +35,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, logging
 
 from make_fixtures import ADAMW, DENSE_MODELS, EAGER, FIXTURES, MODELS, masked_loss, random_model, random_row
-from parity import CANCELLATION_MAX, ROOT, SAVED_BAR, random_gpt_oss, random_qwen2
+from parity import CANCELLATION_MAX, SAVED_BAR, compare, random_gpt_oss, random_qwen2
 
 TEST = "adapter::random_adapters_agree_with_peft"
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -165,23 +163,6 @@ def write_case(folder, family, sizes, lora, lengths, generator, base=None):
     return redrawn
 
 
-def compare(folder):
-    """Runs the test on every case in `folder`: {case: {kind: (difference, place)}}, and whether it passed."""
-    command = ["cargo", "test", "--release", "--test", "suite", TEST, "--", "--exact", "--nocapture"]
-    environment = os.environ | {"RLOSS_ADAPTER_PARITY": str(folder)}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    lines = [line.split("|") for line in run.stdout.splitlines() if line.startswith("parity ")]
-    figures = {
-        fields[0].removeprefix("parity "): {
-            kind: (float(difference), place) for kind, difference, place in zip(*[iter(fields[1:])] * 3)
-        }
-        for fields in lines
-    }
-    if run.returncode != 0:
-        print(run.stdout[-2000:], run.stderr[-3000:], file=sys.stderr)
-    return figures, run.returncode == 0
-
-
 def logits_difference(model, folder):
     """Of the largest logit."""
     model.eval()
@@ -256,7 +237,7 @@ def main():
             redrawn += write_case(folder / name, family, sizes, lora, lengths, generator)
             adapted_names = ",".join(target.rsplit(".", 1)[-1].removesuffix("_proj") for target in modules + parameters)
             told[name] = f"{family} r{lora['r']}{' rs' if lora['use_rslora'] else ''} {adapted_names}"
-        figures, passed = compare(folder)
+        figures, passed = compare(folder, TEST, "RLOSS_ADAPTER_PARITY")
         for name, row in figures.items():
             saved, merged = saved_differences(folder / name)
             row |= {"saved": (saved, ""), "merged": (merged, "")}

@@ -146,10 +146,11 @@ def describe(s):
     return f"{text} I{s['intermediate_size']} V{s['vocab_size']} {rope}{tied}"
 
 
-def compare(folder):
-    """Runs the test on every case in `folder`: {case: {kind: (difference, place)}}, and whether it passed."""
-    command = ["cargo", "test", "--release", "--test", "suite", TEST, "--", "--exact", "--nocapture"]
-    run = subprocess.run(command, cwd=ROOT, env=os.environ | {"RLOSS_PARITY": str(folder)}, capture_output=True, text=True)
+def compare(folder, test=TEST, variable="RLOSS_PARITY"):
+    """Runs the test on every case in `folder`, which `variable` names to it: {case: {kind: (difference, place)}}, and whether
+    it passed."""
+    command = ["cargo", "test", "--release", "--test", "suite", test, "--", "--exact", "--nocapture"]
+    run = subprocess.run(command, cwd=ROOT, env=os.environ | {variable: str(folder)}, capture_output=True, text=True)
     lines = [line.split("|") for line in run.stdout.splitlines() if line.startswith("parity ")]
     figures = {
         fields[0].removeprefix("parity "): {

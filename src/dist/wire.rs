@@ -26,8 +26,3 @@ pub fn f32_bytes(values: &[f32]) -> Vec<u8> {
     values.iter().for_each(|value| bytes.extend_from_slice(&value.to_le_bytes()));
     bytes
 }
-
-/// The values of [`f32_bytes`].
-pub fn f32_values(bytes: &[u8]) -> impl Iterator<Item = f32> + '_ {
-    bytes.chunks_exact(size_of::<f32>()).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
-}

@@ -15,7 +15,7 @@ pub mod layers_in_turn;
 pub mod load;
 pub mod names;
 pub mod parameters;
-mod pieces;
+pub mod pieces;
 pub mod policy_view;
 mod qwen2;
 pub mod rope;

@@ -5,7 +5,8 @@ use super::held::{Held, Weight};
 use super::layer::{Adapter, Layer};
 use super::layers_in_turn::adapted;
 use super::names::ParameterSpec;
-use crate::dist::wire::{f32_bytes, f32_values};
+use super::tensor_file::f32_values;
+use crate::dist::wire::f32_bytes;
 use crate::dist::{Mesh, Started, piece, to_each};
 use crate::ops::Parameter;
 use crate::ops::cpu::host_values;
@@ -15,6 +16,11 @@ use candle_core::{Device, Tensor, Var};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
+
+/// What failed between processes, as an op says it.
+pub fn within_op(error: anyhow::Error) -> candle_core::Error {
+    candle_core::Error::Msg(format!("{error:#}"))
+}
 
 /// A tensor of the store as a gathering sees it.
 #[derive(Clone)]

@@ -6,7 +6,9 @@
 //! several, and its gradient is the sum of theirs in rank order.
 
 use super::attend::Attend;
-use crate::dist::wire::{f32_bytes, f32_values};
+use super::pieces::within_op;
+use super::tensor_file::f32_values;
+use crate::dist::wire::f32_bytes;
 use crate::dist::{Mesh, to_each};
 use crate::ops::cpu::{host_values, values};
 use crate::ops::{self, SequenceRows, sink_attention::Attention};
@@ -229,7 +231,7 @@ impl MoveHeads {
             true => (split.to_heads(x, heads, dim), (split.rows(), heads.of_rank[split.place].len(), dim)),
             false => (split.to_rows(x, heads, dim), (split.own().len(), heads.count, dim)),
         };
-        Ok((values.map_err(foreign)?, Shape::from(shape)))
+        Ok((values.map_err(within_op)?, Shape::from(shape)))
     }
 }
 
@@ -264,7 +266,7 @@ impl CustomOp1 for AllRows {
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
         let (_, width) = layout.shape().dims2()?;
         let lengths: Vec<usize> = self.split.ranges.iter().map(|range| range.len() * width).collect();
-        let all = self.split.all("router logits", values(x, layout)?, &lengths).map_err(foreign)?;
+        let all = self.split.all("router logits", values(x, layout)?, &lengths).map_err(within_op)?;
         Ok((CpuStorage::F32(all.concat()), Shape::from((self.split.rows(), width))))
     }
 
@@ -272,10 +274,6 @@ impl CustomOp1 for AllRows {
         let own = self.split.own();
         Ok(Some(grad.narrow(0, own.start, own.len())?.contiguous()?))
     }
-}
-
-fn foreign(error: anyhow::Error) -> candle_core::Error {
-    candle_core::Error::Msg(format!("{error:#}"))
 }
 
 #[cfg(test)]

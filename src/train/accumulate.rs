@@ -180,9 +180,9 @@ impl Learner<'_> {
     /// Calls `see` with what other processes computed.
     fn others<T>(&self, results: &[T], see: impl Fn(usize, &T) -> Result<()>) -> Result<()> {
         let mesh = self.parameters.mesh();
-        let foreign =
-            results.iter().enumerate().filter(|(index, _)| index % mesh.data_ranks() != mesh.data_rank());
-        foreign.into_iter().try_for_each(|(index, result)| see(index, result))
+        let is_foreign = |index: usize| index % mesh.data_ranks() != mesh.data_rank();
+        let mut foreign = results.iter().enumerate().filter(|(index, _)| is_foreign(*index));
+        foreign.try_for_each(|(index, result)| see(index, result))
     }
 }
 
@@ -208,7 +208,7 @@ trait Shared: Send + Sized {
 
 /// The column of `batch`'s targets from each rank's part of it.
 fn column(mut parts: Vec<Vec<f32>>, batch: &MicroBatch, mesh: &Arc<Mesh>) -> Result<Vec<f32>> {
-    Ok(match &batch.part(mesh)?.split {
+    Ok(match batch.split_over(mesh)? {
         None => parts.pop().unwrap_or_default(),
         Some(split) => split.column(&parts),
     })

@@ -73,31 +73,39 @@ impl Split {
 }
 
 impl MicroBatch {
+    /// How it lies over the ranks of `mesh` that share sequences; `None` where none do.
+    ///
+    /// # Errors
+    /// When there are fewer rows than ranks.
+    pub fn split_over(&self, mesh: &Arc<Mesh>) -> Result<Option<Split>> {
+        if mesh.sequence_ranks() == 1 {
+            return Ok(None);
+        }
+        let rows = SplitRows::new(mesh, self.tokens.len())?;
+        let holds = |range: &Range<usize>, row: u32| range.contains(&(row as usize));
+        let places = |range: &Range<usize>| -> Vec<usize> {
+            (0..self.rows.len()).filter(|&place| holds(range, self.rows[place])).collect()
+        };
+        let targets = rows.ranges().iter().map(places).collect();
+        Ok(Some(Split { rows: Arc::new(rows), targets }))
+    }
+
     /// This rank's part, where several share sequences; the whole elsewhere.
     ///
     /// # Errors
     /// When there are fewer rows than ranks.
     pub fn part(&self, mesh: &Arc<Mesh>) -> Result<Cow<'_, Self>> {
-        if mesh.sequence_ranks() == 1 {
-            return Ok(Cow::Borrowed(self));
-        }
-        let split_rows = SplitRows::new(mesh, self.tokens.len())?;
-        let own = split_rows.own();
-        let holds = |range: &Range<usize>, row: u32| range.contains(&(row as usize));
-        let places = |range: &Range<usize>| -> Vec<usize> {
-            (0..self.rows.len()).filter(|&place| holds(range, self.rows[place])).collect()
-        };
-        let targets: Vec<Vec<usize>> = split_rows.ranges().iter().map(places).collect();
-        let own_places = &targets[mesh.sequence_place()];
+        let Some(split) = self.split_over(mesh)? else { return Ok(Cow::Borrowed(self)) };
+        let (own, places) = (split.rows.own(), split.own_targets());
         let cut = |routes: &Tensor| Ok(routes.narrow(0, own.start, own.len())?.contiguous()?);
         let replay = self.replay.as_ref().map(|layers| layers.iter().map(cut).collect::<Result<_>>());
         Ok(Cow::Owned(Self {
             tokens: Arc::new(self.tokens[own.clone()].to_vec()),
             positions: self.positions[own.clone()].to_vec(),
-            rows: Arc::new(own_places.iter().map(|&place| self.rows[place] - own.start as u32).collect()),
-            targets: Arc::new(own_places.iter().map(|&place| self.targets[place]).collect()),
+            rows: Arc::new(places.iter().map(|&place| self.rows[place] - own.start as u32).collect()),
+            targets: Arc::new(places.iter().map(|&place| self.targets[place]).collect()),
             replay: replay.transpose()?,
-            split: Some(Arc::new(Split { rows: Arc::new(split_rows), targets })),
+            split: Some(Arc::new(split)),
             ..self.clone()
         }))
     }

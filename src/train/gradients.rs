@@ -7,10 +7,12 @@
 //! Where several processes share the work, a pass adds to a whole tensor of zeros; the ranks exchange its pieces, and each adds
 //! what came to the piece it holds, in rank order. Ranks take the micro-batches in turn, so that is the order of the batch.
 
-use crate::dist::wire::{f32_bytes, f32_values};
+use crate::dist::wire::f32_bytes;
 use crate::dist::{Mesh, Started, piece};
 use crate::model::names::ParameterSpec;
 use crate::model::parameters::Parameters;
+use crate::model::pieces::within_op;
+use crate::model::tensor_file::f32_values;
 use crate::ops::cpu::{edit, host_values};
 use crate::ops::optimizer::{scale, sum_of_squares};
 use crate::ops::parameter::GradientSink;
@@ -174,7 +176,8 @@ impl Reduction {
             own_bytes += self.own_values(*parameter) * size_of::<f32>();
         }
         let parts = parts.into_iter().map(Arc::new).collect();
-        let started = mesh.start(&what, &mesh.everyone(), parts, &vec![own_bytes; ranks]).map_err(foreign)?;
+        let started =
+            mesh.start(&what, &mesh.everyone(), parts, &vec![own_bytes; ranks]).map_err(within_op)?;
         let parameters = tensors.into_iter().map(|(parameter, _)| parameter).collect();
         state.started.push_back((parameters, 2 * bytes, started));
         Ok(())
@@ -190,7 +193,7 @@ impl Reduction {
     fn settle(&self, state: &mut OnItsWay, buffers: &[Option<Tensor>], left: u64) -> candle_core::Result<()> {
         while state.started.iter().map(|(_, bytes, _)| bytes).sum::<u64>() > left {
             let Some((parameters, _, started)) = state.started.pop_front() else { break };
-            for part in started.wait().map_err(foreign)? {
+            for part in started.wait().map_err(within_op)? {
                 let mut values = f32_values(&part);
                 for &parameter in &parameters {
                     let Some(buffer) = &buffers[parameter] else {
@@ -211,10 +214,6 @@ impl Reduction {
         self.send(&mut state, buffers)?;
         self.settle(&mut state, buffers, 0)
     }
-}
-
-fn foreign(error: anyhow::Error) -> candle_core::Error {
-    candle_core::Error::Msg(format!("{error:#}"))
 }
 
 /// A pass that unwinds has failed too: the passes after it would wait for ever.
