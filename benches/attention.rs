@@ -5,7 +5,7 @@ mod timing;
 
 use candle_core::{Device, Tensor};
 use rand::Rng;
-use rloss::ops::kv_cache::KvSequence;
+use rloss::ops::kv_cache::{KvBlocks, KvSequence};
 use rloss::ops::sink_attention::{Attention, sink_attention_cached};
 use rloss::random::{Purpose, stream};
 use std::hint::black_box;
@@ -29,9 +29,9 @@ fn measure(name: &str, attention: Attention, sequences: usize, held: usize, new:
     let held_kv =
         noise(&[held, 2 * kv_heads * head_dim]).flatten_all().and_then(|t| t.to_vec1()).expect("values");
     let cache = || {
-        let mut cache = KvSequence::new(kv_heads, head_dim);
+        let mut cache = KvBlocks::new(kv_heads, head_dim);
         cache.append(&held_kv);
-        cache
+        KvSequence::Host(cache)
     };
     let caches: Vec<KvSequence> = (0..sequences).map(|_| cache()).collect();
     let pools = [1, 2].map(|n| rayon::ThreadPoolBuilder::new().num_threads(n).build().expect("pool"));

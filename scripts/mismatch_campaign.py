@@ -265,7 +265,7 @@ def make(arguments, root):
         world, model_seed = None, rng.randrange(2**31)
         for kind in kinds:
             index, seed, dtype = index + 1, rng.randrange(2**31), rng.choice([torch.float32, torch.bfloat16])
-            if number % shards != shard or arguments.only and arguments.only not in kind:
+            if number % shards != shard or arguments.only and not any(text in kind for text in arguments.only):
                 continue
             while world is None or kind == "bf16 weights" and world.rounded or "YaRN" in kind and not world.has_yarn:
                 name = f"model{number:02}" if world is None else f"model{number:02}-{index:03}-{model_seed}"
@@ -399,7 +399,7 @@ def main():
     parser.add_argument("--seed", type=int, default=1, help="of models, rows, faults (default 1)")
     parser.add_argument("--shard", default="0/1", help="the I-th of N parts, for processes side by side (default 0/1)")
     parser.add_argument("--merge", type=Path, nargs="+", help="no cases: report on these files of --out")
-    parser.add_argument("--only", help="only kinds that contain this text")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="only kinds that contain one of these texts")
     parser.add_argument("--make", type=Path, metavar="FOLDER", help="make the cases in this folder, which must be new, and stop")
     parser.add_argument("--made", type=Path, metavar="FOLDER", help="diagnose the cases of this folder")
     parser.add_argument("--out", type=Path, help="a line a case, JSON")

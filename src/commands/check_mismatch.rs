@@ -13,8 +13,9 @@ use crate::recipe::{Arms, Plan, RecipeSource, locate};
 use crate::rollout::{Prompt, RolloutSettings};
 use crate::run::collect::show;
 use crate::run::memory::Intent;
+use crate::run::processes;
 use crate::run::source::pin_model;
-use crate::run::workbench::{Workbench, share_sequences};
+use crate::run::workbench::Workbench;
 use crate::train::accumulate::Learner;
 use crate::trajectory::Trajectory;
 use anyhow::{Context, Result};
@@ -86,6 +87,9 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     }
     let mesh = Mesh::connect()?;
     let (bench, arms) = mesh.agree("the recipe", open(args, &mesh))?;
+    let named: Vec<&str> = arms.iter().map(|(name, _)| name.as_str()).collect();
+    let weights = bench.recipe().model.path.as_deref();
+    processes::check_alike(&mesh, &bench.plan, weights, &named.join(" "))?;
     let console = Console::stderr(bench.recipe().logging.console_every_steps);
     let found = match args.against.as_slice() {
         [] => check_arms(&bench, &arms)?,
@@ -110,7 +114,7 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
 fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(Workbench, Vec<(String, Arms)>)> {
     args.out()?;
     let plan = args.plan(&[])?;
-    share_sequences(mesh, &plan)?;
+    processes::follow(mesh, &plan)?;
     let rows = arms::rows(args.arms.as_deref().unwrap_or_default(), &plan.recipe.arms);
     let rows = if args.arms.is_some() { rows } else { vec![] };
     let arms: Vec<(String, Plan)> =

@@ -4,21 +4,20 @@ use crate::bad_input;
 use crate::commands::arguments::RunArgs;
 use crate::dist::Mesh;
 use crate::error::{EXIT_DONE, EXIT_STOPPED};
-use crate::integrity::{MANIFEST_FILE, digest_of};
 use crate::metrics::Console;
 use crate::recipe::{Plan, RecipeSource, locate};
 use crate::run::header::{self, command_line};
 use crate::run::memory::Intent;
+use crate::run::processes;
 use crate::run::run_folder::{RunFolder, prepare_resume};
 use crate::run::signals::Stop;
 use crate::run::source::unverified;
-use crate::run::workbench::{Workbench, share_sequences};
+use crate::run::workbench::Workbench;
 use crate::train::checkpoint::ResumePoint;
 use crate::trainer::{Trainer, TrainingData};
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Args;
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::path::PathBuf;
 
 /// What `rloss train` takes.
 #[derive(Args, Debug, Clone)]
@@ -41,7 +40,9 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     let bench = Workbench::open_at(plan, Intent::Train, &mesh, checkpoint, &console);
     let bench = mesh.agree("the model", bench)?;
     let data = mesh.agree("the data", TrainingData::open(&bench))?;
-    check_alike(&mesh, &bench, point.as_ref())?;
+    let state = point.as_ref().map_or(String::new(), |point| format!("{:?}", point.state));
+    let weights = checkpoint.or(bench.recipe().model.path.as_deref());
+    processes::check_alike(&mesh, &bench.plan, weights, &state)?;
     // From here on a signal finds a run to save.
     let stop = Stop::listen()?;
     let folder = match args.resume {
@@ -107,8 +108,7 @@ fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
         _ => PathBuf::from("runs").join(source.stem()),
     };
     let mut plan = source.resolve(&args.run.sets)?;
-    mesh.set_limit(Duration::from_secs_f64(plan.recipe.parallel.exchange_timeout_s));
-    share_sequences(mesh, &plan)?;
+    processes::follow(mesh, &plan)?;
     let console = match mesh.is_leader() {
         true => Console::stderr(plan.recipe.logging.console_every_steps),
         false => Console::silent(),
@@ -118,30 +118,4 @@ fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
         false => RunFolder::refuse_existing(&out).map(|()| (vec![], None))?,
     };
     Ok(Prepared { out, plan, console, resumed, point })
-}
-
-/// Refuses processes that would not make one run: of other recipes, other binaries, or going on from other checkpoints.
-fn check_alike(mesh: &Mesh, bench: &Workbench, point: Option<&ResumePoint>) -> Result<()> {
-    if mesh.ranks() == 1 {
-        return Ok(());
-    }
-    mesh.same("recipes", &bench.plan.to_toml(), "start all with the same file and the same --set")?;
-    let binary = std::env::current_exe().context("looking for this program")?;
-    let digest = digest_of(&binary, None).context("reading this program")?;
-    mesh.same("programs", digest.to_hex().as_str(), "install one build of rloss on every node")?;
-    let checkpoint = match point {
-        Some(point) => format!("{} {:?}", manifest_digest(&point.folder)?, point.state),
-        None => String::new(),
-    };
-    mesh.same("checkpoints", &checkpoint, "let all nodes see one run folder")
-}
-
-/// The digest of a checkpoint's manifest, which names those of its files.
-fn manifest_digest(folder: &Path) -> Result<String> {
-    match digest_of(&folder.join(MANIFEST_FILE), None) {
-        Ok(digest) => Ok(digest.to_hex().to_string()),
-        // A checkpoint of old has none.
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),
-        Err(error) => Err(error).with_context(|| format!("reading {}", folder.display())),
-    }
 }

@@ -14,6 +14,11 @@ pub fn piece(values: usize, index: usize, rank: usize, ranks: usize) -> Range<us
     at(place)..at(place + 1)
 }
 
+/// The ranks in the order of their pieces of tensor `index`.
+pub fn in_order(index: usize, ranks: usize) -> impl Iterator<Item = usize> {
+    (0..ranks).map(move |place| (place + index) % ranks)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -22,8 +27,8 @@ mod tests {
     fn pieces_cover_a_tensor_once_and_small_tensors_go_round() {
         for (values, ranks) in [(1, 4), (256, 2), (257, 2), (5000, 3), (100_000, 8)] {
             for index in 0..2 * ranks {
-                let mut pieces: Vec<_> = (0..ranks).map(|rank| piece(values, index, rank, ranks)).collect();
-                pieces.sort_by_key(|piece| (piece.start, piece.end));
+                let pieces: Vec<_> =
+                    in_order(index, ranks).map(|rank| piece(values, index, rank, ranks)).collect();
                 assert_eq!((pieces[0].start, pieces[ranks - 1].end), (0, values));
                 assert!(pieces.windows(2).all(|two| two[0].end == two[1].start));
                 assert!(pieces.iter().all(|piece| piece.start % CUT == 0 || piece.start == values));

@@ -12,7 +12,7 @@ mod mpi;
 mod watch;
 pub mod wire;
 
-pub use cut::{CUT, piece};
+pub use cut::{CUT, in_order, piece};
 pub use mesh::{Mesh, Started};
 
 use anyhow::{Context, Result};

@@ -20,9 +20,10 @@ pub fn unpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
     rmp_serde::from_slice(bytes).context("unpacking from another rank")
 }
 
+// Values travel as they lie in memory.
+const _: () = assert!(cfg!(target_endian = "little"));
+
 /// Values, little-endian.
-pub fn f32_bytes(values: &[f32]) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(size_of_val(values));
-    values.iter().for_each(|value| bytes.extend_from_slice(&value.to_le_bytes()));
-    bytes
+pub fn f32_bytes(values: &[f32]) -> &[u8] {
+    bytemuck::cast_slice(values)
 }

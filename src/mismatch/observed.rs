@@ -31,6 +31,12 @@ impl Observed {
         Self { batches: batches.into_iter().map(batch).collect(), log_probs }
     }
 
+    /// Tokens fed of the longest sequence.
+    pub fn row_tokens_max(&self) -> usize {
+        let positions = self.batches.iter().flat_map(|batch| &batch.tokens.positions);
+        positions.max().map_or(0, |&last| last as usize + 1)
+    }
+
     /// Places of each sequence's targets.
     pub fn rows(&self) -> Vec<Range<usize>> {
         let counts =

@@ -129,6 +129,8 @@ pub struct Search<'a> {
     /// On which causes are computed first, where that saves something.
     part: Option<Observed>,
     causes: Vec<Cause>,
+    /// The model as it is, and its log-probs.
+    as_it_is: Walk,
     computed: Vec<f32>,
 }
 
@@ -139,10 +141,17 @@ impl<'a> Search<'a> {
     /// When a forward fails.
     pub fn new(reference: Reference<'a>, observed: &'a Observed) -> Result<Self> {
         let causes = causes(&reference.model.config, reference.earlier.is_some());
-        let mut search = Self { reference, observed, part: None, causes, computed: vec![] };
-        search.computed = search.log_probs(&[])?;
-        search.part = search.telling_part();
-        Ok(search)
+        let unchanged = Variant::of(&reference.model.config, &[]);
+        let (as_it_is, computed) = reference
+            .threads
+            .wide(|| -> Result<_> {
+                let walk = reference.walk(&unchanged, observed)?;
+                let log_probs = walk.log_probs(&unchanged)?;
+                Ok((walk, log_probs))
+            })
+            .context("the model as it is")?;
+        let part = telling_part(observed, &computed);
+        Ok(Self { reference, observed, part, causes, as_it_is, computed })
     }
 
     pub fn observed(&self) -> &Observed {
@@ -165,9 +174,9 @@ impl<'a> Search<'a> {
     /// When a forward fails.
     pub fn log_probs(&self, causes: &[Cause]) -> Result<Vec<f32>> {
         let variant = Variant::of(&self.reference.model.config, causes);
-        let named = || if causes.is_empty() { "the model as it is".to_owned() } else { words(causes) };
-        let threads = self.reference.threads;
-        threads.wide(|| self.walk(&variant, self.observed)?.log_probs(&variant)).with_context(named)
+        let Self { reference, observed, .. } = self;
+        let computed = || reference.walk(&variant, observed)?.log_probs(&variant);
+        reference.threads.wide(computed).with_context(|| words(causes))
     }
 
     /// Experts that a token goes through; 0 in a model without.
@@ -183,7 +192,7 @@ impl<'a> Search<'a> {
     pub fn traced(&self, causes: &[Cause]) -> Result<Traced> {
         let Reference { model, parameters, earlier, threads } = self.reference;
         let variant = Variant::of(&model.config, causes);
-        let model = variant.model(model.context_tokens_max());
+        let model = variant.model(self.observed.row_tokens_max());
         let policy = variant.policy(&model, parameters, earlier)?;
         let mut found = Traced { log_probs: vec![], scores: vec![] };
         for batch in &self.observed.batches {
@@ -206,13 +215,17 @@ impl<'a> Search<'a> {
     pub fn on_top_of(&self, before: &[Cause]) -> Result<(Vec<Candidate>, Vec<&'static str>)> {
         let threads = self.reference.threads;
         let base = Variant::of(&self.reference.model.config, before);
-        let walk = threads.wide(|| self.walk(&base, self.observed))?;
+        let computed = match before {
+            [] => None,
+            _ => Some(threads.wide(|| self.reference.walk(&base, self.observed))?),
+        };
+        let walk = computed.as_ref().unwrap_or(&self.as_it_is);
         let fitted = threads.wide(|| walk.fitted(&self.observed.log_probs))?;
         let known = self.causes.iter().copied().chain(fitted);
         let mut asked: Vec<Cause> =
             known.filter(|cause| before.iter().all(|other| other.name() != cause.name())).collect();
         if let Some(part) = &self.part {
-            let walk = threads.wide(|| self.walk(&base, part))?;
+            let walk = threads.wide(|| self.reference.walk(&base, part))?;
             let (shown, hidden) = self.computed_on(part, &walk, before, &asked)?;
             let of = |candidate: Candidate| candidate.causes.last().copied();
             asked = Candidate::best(shown, COMPUTED_MAX).into_iter().filter_map(of).collect();
@@ -221,7 +234,7 @@ impl<'a> Search<'a> {
                 asked.extend(hidden.into_iter().filter_map(of));
             }
         }
-        let (shown, hidden) = self.computed_on(self.observed, &walk, before, &asked)?;
+        let (shown, hidden) = self.computed_on(self.observed, walk, before, &asked)?;
         let mut without_effect: Vec<&'static str> = hidden
             .iter()
             .filter_map(|candidate| candidate.causes.last())
@@ -252,7 +265,7 @@ impl<'a> Search<'a> {
             };
             match variant.trunk() == start.trunk() {
                 true => of(base),
-                false => of(&self.walk(&variant, observed).with_context(|| cause.words())?),
+                false => of(&self.reference.walk(&variant, observed).with_context(|| cause.words())?),
             }
         };
         let threads = self.reference.threads;
@@ -266,28 +279,29 @@ impl<'a> Search<'a> {
             self.gaps_between(&candidate.log_probs, &unchanged).iter().any(|step| step.abs() > NO_EFFECT)
         }))
     }
+}
 
-    /// The smallest part whose gaps are like the whole's; `None` where that is the whole.
-    fn telling_part(&self) -> Option<Observed> {
-        let gaps = self.gaps_between(&self.observed.log_probs, &self.computed);
-        let mean = GapFigures::of(&gaps).mean;
-        let mut targets = PART_TARGETS;
-        while targets < gaps.len() {
-            let (part, places) = self.observed.part(targets);
-            let of_part: Vec<f64> = places.iter().map(|&place| gaps[place]).collect();
-            if GapFigures::of(&of_part).mean >= PART_GAP_SHARE_MIN * mean {
-                return Some(part);
-            }
-            targets *= 2;
+/// The smallest part of the rows whose gaps are like the whole's; `None` where that is the whole.
+fn telling_part(observed: &Observed, computed: &[f32]) -> Option<Observed> {
+    let gaps = gaps(&observed.log_probs, computed, &vec![true; computed.len()]);
+    let mean = GapFigures::of(&gaps).mean;
+    let mut targets = PART_TARGETS;
+    while targets < gaps.len() {
+        let (part, places) = observed.part(targets);
+        let of_part: Vec<f64> = places.iter().map(|&place| gaps[place]).collect();
+        if GapFigures::of(&of_part).mean >= PART_GAP_SHARE_MIN * mean {
+            return Some(part);
         }
-        None
+        targets *= 2;
     }
+    None
+}
 
+impl Reference<'_> {
     fn walk(&self, variant: &Variant, observed: &Observed) -> Result<Walk> {
-        let Reference { model, parameters, earlier, .. } = self.reference;
-        let model = variant.model(model.context_tokens_max());
+        let model = variant.model(observed.row_tokens_max());
         let (mut batches, mut has_value, mut normed) = (vec![], vec![], vec![]);
-        let policy = variant.policy(&model, parameters, earlier)?;
+        let policy = variant.policy(&model, self.parameters, self.earlier)?;
         for batch in &observed.batches {
             let (fed, valued) = variant.batch(&batch.tokens);
             normed.push(policy.normed(&fed)?);

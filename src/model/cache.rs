@@ -1,7 +1,7 @@
 //! The KV cache of one sequence: its keys and values at every layer.
 
 use super::config::{Config, LayerType};
-use crate::ops::kv_cache::{BLOCK, KvSequence};
+use crate::ops::kv_cache::{BLOCK, KvBlocks, KvSequence};
 
 /// One sequence's cache. Cloning shares full blocks, so the samples of a group share their prompt's.
 #[derive(Debug, Clone)]
@@ -12,7 +12,7 @@ pub struct SequenceCache {
 impl SequenceCache {
     /// An empty cache.
     pub fn new(config: &Config) -> Self {
-        let layer = KvSequence::new(config.num_key_value_heads, config.head_dim);
+        let layer = KvSequence::Host(KvBlocks::new(config.num_key_value_heads, config.head_dim));
         Self { layers: vec![layer; config.num_hidden_layers] }
     }
 

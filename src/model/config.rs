@@ -4,7 +4,7 @@ use super::family::Family;
 use super::names::parameter_count;
 use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX};
-use crate::recipe::{Contradiction, SavedDtype, Sizes, Yarn};
+use crate::recipe::{Contradiction, SavedDtype, Sizes, Yarn, architecture_limits};
 use anyhow::Result;
 use serde_json::Value;
 use std::path::Path;
@@ -145,8 +145,6 @@ impl Config {
             types == layers,
             format!("layer_types has {types} entries, but num_hidden_layers = {layers}: one entry a layer"),
         );
-        let theta = self.rope.theta;
-        unless(theta > 1.0, format!("rope_theta = {theta} must exceed 1: wavelengths are powers of it"));
         if mistakes.is_empty() && parameter_count(self) > PARAMETERS_MAX {
             let count = parameter_count(self);
             mistakes.push(format!("the sizes imply {count} parameters, more than {PARAMETERS_MAX}"));
@@ -156,14 +154,13 @@ impl Config {
 
     fn values_out_of_range(&self) -> Vec<String> {
         let mut mistakes = Vec::new();
-        for (key, size) in self.sizes() {
-            if !(1..=SIZE_MAX).contains(&(size as u64)) {
-                mistakes.push(format!("{key} = {size} must lie in 1..={SIZE_MAX}"));
-            }
+        if !(1..=SIZE_MAX).contains(&(self.vocab_size as u64)) {
+            mistakes.push(format!("vocab_size = {} must lie in 1..={SIZE_MAX}", self.vocab_size));
         }
-        for (key, value) in self.positive_numbers() {
-            if !(value.is_finite() && value > 0.0) {
-                mistakes.push(format!("{key} = {value} must be positive and finite"));
+        for (key, value) in self.numbers() {
+            if let Some(limits) = architecture_limits(key).filter(|limits| !limits.allow(value)) {
+                let key = key.replace("yarn.", "rope_scaling.");
+                mistakes.push(format!("{key} = {value} must be {limits}"));
             }
         }
         let token_ids = [
@@ -179,43 +176,35 @@ impl Config {
         mistakes
     }
 
-    fn sizes(&self) -> Vec<(&'static str, usize)> {
-        let mut sizes = vec![
-            ("vocab_size", self.vocab_size),
-            ("hidden_size", self.hidden_size),
-            ("num_hidden_layers", self.num_hidden_layers),
-            ("num_attention_heads", self.num_attention_heads),
-            ("num_key_value_heads", self.num_key_value_heads),
-            ("head_dim", self.head_dim),
-            ("intermediate_size", self.intermediate_size),
+    /// Every number that has limits of its own, under its key in a recipe.
+    fn numbers(&self) -> Vec<(&'static str, f64)> {
+        let mut numbers = vec![
+            ("hidden_size", self.hidden_size as f64),
+            ("num_hidden_layers", self.num_hidden_layers as f64),
+            ("num_attention_heads", self.num_attention_heads as f64),
+            ("num_key_value_heads", self.num_key_value_heads as f64),
+            ("head_dim", self.head_dim as f64),
+            ("intermediate_size", self.intermediate_size as f64),
+            ("max_position_embeddings", self.max_position_embeddings as f64),
+            ("rope_theta", self.rope.theta),
+            ("rms_norm_eps", self.rms_norm_eps),
         ];
         if self.family.has_experts() {
-            sizes.push(("num_local_experts", self.num_local_experts));
-            sizes.push(("num_experts_per_tok", self.num_experts_per_tok));
+            numbers.extend([
+                ("num_local_experts", self.num_local_experts as f64),
+                ("num_experts_per_tok", self.num_experts_per_tok as f64),
+                ("swiglu_limit", self.swiglu_limit),
+            ]);
         }
         if self.layer_types.contains(&LayerType::Sliding) {
-            sizes.push(("sliding_window", self.sliding_window));
-        }
-        sizes
-    }
-
-    fn positive_numbers(&self) -> Vec<(&'static str, f64)> {
-        let mut numbers = vec![
-            ("rms_norm_eps", self.rms_norm_eps),
-            ("max_position_embeddings", self.max_position_embeddings as f64),
-        ];
-        if self.family.has_experts() {
-            numbers.push(("swiglu_limit", self.swiglu_limit));
+            numbers.push(("sliding_window", self.sliding_window as f64));
         }
         if let Some(yarn) = &self.rope.yarn {
             numbers.extend([
-                ("rope_scaling.factor", yarn.factor),
-                ("rope_scaling.beta_fast", yarn.beta_fast),
-                ("rope_scaling.beta_slow", yarn.beta_slow),
-                (
-                    "rope_scaling.original_max_position_embeddings",
-                    yarn.original_max_position_embeddings as f64,
-                ),
+                ("yarn.factor", yarn.factor),
+                ("yarn.beta_fast", yarn.beta_fast),
+                ("yarn.beta_slow", yarn.beta_slow),
+                ("yarn.original_max_position_embeddings", yarn.original_max_position_embeddings as f64),
             ]);
         }
         numbers

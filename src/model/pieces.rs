@@ -7,7 +7,7 @@ use super::layers_in_turn::adapted;
 use super::names::ParameterSpec;
 use super::tensor_file::f32_values;
 use crate::dist::wire::f32_bytes;
-use crate::dist::{Mesh, Started, piece, to_each};
+use crate::dist::{Mesh, Started, in_order, piece, to_each};
 use crate::ops::Parameter;
 use crate::ops::cpu::host_values;
 use crate::ops::parameter::GradientSink;
@@ -58,7 +58,7 @@ pub(super) fn start(mesh: &Mesh, what: &str, parts: &[Part]) -> Result<Started> 
     let (mut own, mut lengths) = (vec![], vec![0; mesh.ranks()]);
     for part in parts {
         let PartHeld::Piece(values) = &part.held else { continue };
-        own.extend(f32_bytes(&host_values(values)?));
+        own.extend_from_slice(f32_bytes(&host_values(values)?));
         for (rank, length) in lengths.iter_mut().enumerate() {
             *length += part.range(mesh, rank).len() * size_of::<f32>();
         }
@@ -76,11 +76,11 @@ pub(super) fn finish(mesh: &Mesh, parts: &[Part], started: Started) -> Result<Ve
             if let PartHeld::Whole(held) = &part.held {
                 return Ok(held.clone());
             }
-            let mut values = vec![0f32; part.shape.iter().product()];
-            for (rank, bytes) in came.iter().enumerate() {
-                let range = part.range(mesh, rank);
-                let bytes = &bytes[read[rank]..read[rank] + range.len() * size_of::<f32>()];
-                values[range].iter_mut().zip(f32_values(bytes)).for_each(|(v, x)| *v = x);
+            let mut values: Vec<f32> = Vec::with_capacity(part.shape.iter().product());
+            for rank in in_order(part.index, came.len()) {
+                let bytes = &came[rank][read[rank]..];
+                let bytes = &bytes[..part.range(mesh, rank).len() * size_of::<f32>()];
+                values.extend(f32_values(bytes));
                 read[rank] += bytes.len();
             }
             Ok(Held::Plain(Tensor::from_vec(values, part.shape.as_slice(), &Device::Cpu)?))

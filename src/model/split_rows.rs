@@ -62,7 +62,7 @@ impl SplitRows {
 
     /// Sends `parts[i]` to the `i`th rank and gives what came from each, which has `lengths[i]` values.
     fn exchange(&self, what: &str, parts: Vec<Vec<f32>>, lengths: &[usize]) -> Result<Vec<Vec<f32>>> {
-        let parts = parts.iter().map(|part| Arc::new(f32_bytes(part))).collect();
+        let parts = parts.iter().map(|part| Arc::new(f32_bytes(part).to_vec())).collect();
         let bytes: Vec<usize> = lengths.iter().map(|length| length * size_of::<f32>()).collect();
         let came = self.mesh.start(what, &self.group, parts, &bytes)?.wait()?;
         Ok(came.iter().map(|bytes| f32_values(bytes).collect()).collect())

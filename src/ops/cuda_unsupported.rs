@@ -6,6 +6,20 @@ use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
 /// No value of it exists here.
 pub enum DeviceLse {}
 
+/// No value of it exists here.
+#[derive(Debug, Clone)]
+pub enum KvPages {}
+
+impl KvPages {
+    pub fn len(&self) -> usize {
+        match *self {}
+    }
+
+    pub fn forget_before(&mut self, _: usize, _: usize) {
+        match *self {}
+    }
+}
+
 fn refuse<T>() -> Result<T> {
     bail!("this build is for CPUs; for a GPU build with --features cuda, or put the tensors on Device::Cpu")
 }
@@ -24,5 +38,16 @@ pub(super) fn sink_attention_backward(
     _: &DeviceLse,
     _: [&Tensor; 5],
 ) -> Result<[Tensor; 3]> {
+    refuse()
+}
+
+pub(super) fn sink_attention_cached(
+    _: &Tensor,
+    _: &Tensor,
+    _: &Tensor,
+    _: &mut [&mut KvPages],
+    _: &[usize],
+    _: &Attention,
+) -> Result<Tensor> {
     refuse()
 }

@@ -1,5 +1,6 @@
 //! Keys and values in blocks at absolute positions: the form attention reads, in training and in decode.
 
+use super::cuda::KvPages;
 use std::sync::Arc;
 
 /// Keys a block. Blocks start at multiples of it, so a row meets the same blocks on every path.
@@ -21,16 +22,56 @@ impl KvBlock {
     }
 }
 
-/// One sequence's keys and values at one layer. Cloning shares full blocks: the samples of a group share their prompt.
+/// One sequence's keys and values at one layer, where the model is. Cloning shares them: the samples of a group share their
+/// prompt, and what is shared is copied before it is written.
 #[derive(Debug, Clone)]
-pub struct KvSequence {
+pub enum KvSequence {
+    Host(KvBlocks),
+    Device(KvPages),
+}
+
+impl KvSequence {
+    /// Positions held.
+    pub fn len(&self) -> usize {
+        match self {
+            KvSequence::Host(blocks) => blocks.len(),
+            KvSequence::Device(pages) => pages.len(),
+        }
+    }
+
+    /// Frees what no query at or after `position` can see through `window`.
+    pub fn forget_before(&mut self, position: usize, window: usize) {
+        match self {
+            KvSequence::Host(blocks) => blocks.forget_before(position, window),
+            KvSequence::Device(pages) => pages.forget_before(position, window),
+        }
+    }
+
+    pub(super) fn blocks_mut(&mut self) -> Option<&mut KvBlocks> {
+        match self {
+            KvSequence::Host(blocks) => Some(blocks),
+            KvSequence::Device(_) => None,
+        }
+    }
+
+    pub(super) fn pages_mut(&mut self) -> Option<&mut KvPages> {
+        match self {
+            KvSequence::Host(_) => None,
+            KvSequence::Device(pages) => Some(pages),
+        }
+    }
+}
+
+/// In host memory.
+#[derive(Debug, Clone)]
+pub struct KvBlocks {
     heads: usize,
     head_dim: usize,
     len: usize,
     blocks: Vec<Arc<KvBlock>>,
 }
 
-impl KvSequence {
+impl KvBlocks {
     /// An empty sequence for `heads` key-value heads of `head_dim`.
     pub fn new(heads: usize, head_dim: usize) -> Self {
         Self { heads, head_dim, len: 0, blocks: Vec::new() }

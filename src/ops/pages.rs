@@ -1,22 +1,39 @@
 //! Which pages of a device's key-value cache belong to which sequence: accounts on the host, no device needed.
 //!
-//! A page holds the keys and values of 64 consecutive positions, the blocks in which the attention kernels read them.
+//! A page holds the keys and values of 64 consecutive positions, the blocks in which the attention kernels read them. Sequences
+//! share pages as clones of one another do; a page that several hold is copied before it is written, and free when none holds it.
 
 use super::sink_attention::kernels::BLOCK_KEYS as PAGE;
 use candle_core::{Result, bail};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// The pages of one cache.
 #[derive(Debug)]
 pub struct Pages {
     /// Taken from the end.
-    free: Vec<u32>,
+    free: Mutex<Vec<u32>>,
     total: usize,
 }
 
-/// One sequence's pages, in the order of its positions.
-#[derive(Debug, Default)]
+/// A page in use.
+#[derive(Debug)]
+struct Page {
+    index: u32,
+    pages: Arc<Pages>,
+}
+
+impl Drop for Page {
+    fn drop(&mut self) {
+        self.pages.free.lock().unwrap_or_else(PoisonError::into_inner).push(self.index);
+    }
+}
+
+/// One sequence's pages, in the order of its positions. Cloning shares them.
+#[derive(Debug, Clone, Default)]
 pub struct PagedSequence {
-    pages: Vec<u32>,
+    /// None where no query sees the positions any more.
+    pages: Vec<Option<Arc<Page>>>,
     len: usize,
 }
 
@@ -31,15 +48,31 @@ pub struct Run {
     pub rows: usize,
 }
 
+/// Rows of a page that several sequences hold, for the one that is about to write there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CopiedRows {
+    /// First row in the cache, and where it goes.
+    pub from: usize,
+    pub to: usize,
+    pub rows: usize,
+}
+
+/// What a cache is to do for new tokens: first the copies, in their order, then the runs.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Growth {
+    pub copies: Vec<CopiedRows>,
+    pub runs: Vec<Run>,
+}
+
 impl Pages {
     /// `total` pages, all free.
-    pub fn new(total: usize) -> Self {
-        Self { free: (0..total as u32).rev().collect(), total }
+    pub fn new(total: usize) -> Arc<Self> {
+        Arc::new(Self { free: Mutex::new((0..total as u32).rev().collect()), total })
     }
 
     /// Pages that belong to no sequence.
     pub fn free(&self) -> usize {
-        self.free.len()
+        self.free.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 
     /// Makes room for `counts[i]` new tokens at the end of `sequences[i]`, for all or for none of them.
@@ -47,48 +80,74 @@ impl Pages {
     ///
     /// # Errors
     /// When the pages do not suffice; nothing has changed then.
-    pub fn extend(&mut self, sequences: &mut [&mut PagedSequence], counts: &[usize]) -> Result<Vec<Run>> {
+    pub fn extend(
+        self: &Arc<Self>,
+        sequences: &mut [&mut PagedSequence],
+        counts: &[usize],
+    ) -> Result<Growth> {
         if counts.len() != sequences.len() {
             let (a, b) = (counts.len(), sequences.len());
             bail!("key-value cache: new tokens for {a} sequences, {b} sequences; give one count a sequence");
         }
-        let missing = |(s, &count): (&&mut PagedSequence, &usize)| {
-            (s.len + count).div_ceil(PAGE).saturating_sub(s.pages.len())
-        };
-        let needed: usize = sequences.iter().zip(counts).map(missing).sum();
-        if needed > self.free.len() {
+        let mut taken = self.take(pages_needed(sequences, counts), counts)?.into_iter();
+        let mut growth = Growth::default();
+        let mut token = 0;
+        for (sequence, &count) in sequences.iter_mut().zip(counts) {
+            // Never none: counted above.
+            if let Some(last) = sequence.written_page(count).filter(|last| Arc::strong_count(last) > 1)
+                && let Some(own) = taken.next()
+            {
+                let rows = sequence.len % PAGE;
+                let (from, to) = (last.index as usize * PAGE, own.index as usize * PAGE);
+                growth.copies.push(CopiedRows { from, to, rows });
+                sequence.pages.pop();
+                sequence.pages.push(Some(Arc::new(own)));
+            }
+            let end = sequence.len + count;
+            let missing = end.div_ceil(PAGE) - sequence.pages.len();
+            sequence.pages.extend(taken.by_ref().take(missing).map(|page| Some(Arc::new(page))));
+            while sequence.len < end {
+                let place = sequence.len % PAGE;
+                let rows = (PAGE - place).min(end - sequence.len);
+                let row = sequence.index(sequence.len / PAGE) * PAGE + place;
+                growth.runs.push(Run { token, row, rows });
+                sequence.len += rows;
+                token += rows;
+            }
+        }
+        Ok(growth)
+    }
+
+    fn take(self: &Arc<Self>, needed: usize, counts: &[usize]) -> Result<Vec<Page>> {
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        if needed > free.len() {
             bail!(
                 "key-value cache too small: {} new tokens of {} sequences need {needed} more pages of {PAGE} positions, and \
                  {} of {} are free; make the cache larger, or run fewer sequences at a time",
                 counts.iter().sum::<usize>(),
                 counts.len(),
-                self.free.len(),
+                free.len(),
                 self.total
             );
         }
-        let (mut runs, mut token) = (vec![], 0);
-        for (sequence, &count) in sequences.iter_mut().zip(counts) {
-            let end = sequence.len + count;
-            while sequence.pages.len() * PAGE < end {
-                // Never none: counted above.
-                sequence.pages.extend(self.free.pop());
-            }
-            while sequence.len < end {
-                let place = sequence.len % PAGE;
-                let rows = (PAGE - place).min(end - sequence.len);
-                let row = sequence.pages[sequence.len / PAGE] as usize * PAGE + place;
-                runs.push(Run { token, row, rows });
-                sequence.len += rows;
-                token += rows;
-            }
-        }
-        Ok(runs)
+        let rest = free.len() - needed;
+        let indices = free.split_off(rest);
+        Ok(indices.into_iter().rev().map(|index| Page { index, pages: self.clone() }).collect())
     }
+}
 
-    /// Takes a sequence's pages back.
-    pub fn release(&mut self, sequence: PagedSequence) {
-        self.free.extend(sequence.pages.into_iter().rev());
+/// New pages, and copies of shared ones, for `counts[i]` new tokens of `sequences[i]`.
+fn pages_needed(sequences: &[&mut PagedSequence], counts: &[usize]) -> usize {
+    // How often each page that is about to be written is; the last of its holders keeps it.
+    let mut written: HashMap<*const Page, (usize, usize)> = HashMap::new();
+    let mut needed = 0;
+    for (sequence, &count) in sequences.iter().zip(counts) {
+        needed += (sequence.len + count).div_ceil(PAGE).saturating_sub(sequence.pages.len());
+        if let Some(page) = sequence.written_page(count) {
+            written.entry(Arc::as_ptr(page)).or_insert((0, Arc::strong_count(page))).0 += 1;
+        }
     }
+    needed + written.values().map(|&(writers, holders)| writers.min(holders - 1)).sum::<usize>()
 }
 
 impl PagedSequence {
@@ -101,32 +160,55 @@ impl PagedSequence {
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
+
+    /// Lets pages go that no query at or after `position` can see through `window`.
+    pub fn forget_before(&mut self, position: usize, window: usize) {
+        let first_seen = (position + 1).saturating_sub(window) / PAGE;
+        self.pages.iter_mut().take(first_seen).for_each(|page| *page = None);
+    }
+
+    /// The page that `count` new tokens begin in, where that one has others already.
+    fn written_page(&self, count: usize) -> Option<&Arc<Page>> {
+        if count == 0 || self.len.is_multiple_of(PAGE) { None } else { self.pages.last()?.as_ref() }
+    }
+
+    /// The place in the cache of page `page`; 0 for one that is forgotten, which nothing reads.
+    fn index(&self, page: usize) -> usize {
+        self.pages.get(page).and_then(Option::as_ref).map_or(0, |page| page.index as usize)
+    }
 }
 
-/// `page_table` of the kernels, `[sequences, pages_max]`, and `pages_max`. Places past a sequence's end hold 0.
+/// `page_table` of the kernels, `[sequences, pages_max]`, and `pages_max`. Places past a sequence's end hold 0, as do pages that
+/// are forgotten.
 pub fn page_table(sequences: &[&mut PagedSequence]) -> (Vec<i32>, usize) {
     let pages_max = sequences.iter().map(|s| s.pages.len()).max().unwrap_or(0);
-    let mut table = vec![0; sequences.len() * pages_max];
-    for (s, sequence) in sequences.iter().enumerate() {
-        for (p, &page) in sequence.pages.iter().enumerate() {
-            table[s * pages_max + p] = page as i32;
-        }
-    }
-    (table, pages_max)
+    let row = |sequence: &&mut PagedSequence| -> Vec<i32> {
+        (0..pages_max).map(|page| sequence.index(page) as i32).collect()
+    };
+    (sequences.iter().flat_map(row).collect(), pages_max)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn run(token: usize, row: usize, rows: usize) -> Run {
+        Run { token, row, rows }
+    }
+
+    fn runs(pages: &Arc<Pages>, sequences: &mut [&mut PagedSequence], counts: &[usize]) -> Vec<Run> {
+        let growth = pages.extend(sequences, counts).unwrap();
+        assert_eq!(growth.copies, []);
+        growth.runs
+    }
+
     #[test]
     fn tokens_go_to_pages_in_order_and_a_full_cache_is_refused_whole() {
-        let mut pages = Pages::new(4);
+        let pages = Pages::new(4);
         let (mut a, mut b) = (PagedSequence::default(), PagedSequence::default());
-        let runs = pages.extend(&mut [&mut a, &mut b], &[70, 1]).unwrap();
-        let run = |token, row, rows| Run { token, row, rows };
-        assert_eq!(runs, [run(0, 0, 64), run(64, 64, 6), run(70, 128, 1)]);
-        assert_eq!(pages.extend(&mut [&mut a, &mut b], &[2, 63]).unwrap(), [run(0, 70, 2), run(2, 129, 63)]);
+        let found = runs(&pages, &mut [&mut a, &mut b], &[70, 1]);
+        assert_eq!(found, [run(0, 0, 64), run(64, 64, 6), run(70, 128, 1)]);
+        assert_eq!(runs(&pages, &mut [&mut a, &mut b], &[2, 63]), [run(0, 70, 2), run(2, 129, 63)]);
         assert_eq!(page_table(&[&mut a, &mut b]), (vec![0, 1, 2, 0], 2));
 
         let error = pages.extend(&mut [&mut a, &mut b], &[57, 1]).unwrap_err().to_string();
@@ -134,17 +216,66 @@ mod tests {
         assert!(error.contains("1 of 4 are free"), "{error}");
         assert_eq!((a.len(), b.len(), pages.free()), (72, 64, 1));
 
-        pages.release(a);
+        drop(a);
         assert_eq!(pages.free(), 3);
-        assert_eq!(pages.extend(&mut [&mut b], &[1]).unwrap(), [run(0, 0, 1)]);
+        assert_eq!(runs(&pages, &mut [&mut b], &[1]).len(), 1);
         assert!(pages.extend(&mut [&mut b], &[]).unwrap_err().to_string().contains("one count a sequence"));
     }
 
     #[test]
     fn no_tokens_take_no_pages() {
-        let (mut pages, mut a) = (Pages::new(0), PagedSequence::default());
+        let (pages, mut a) = (Pages::new(0), PagedSequence::default());
         assert!(a.is_empty());
-        assert_eq!(pages.extend(&mut [&mut a], &[0]).unwrap(), []);
+        assert_eq!(runs(&pages, &mut [&mut a], &[0]), []);
         assert_eq!(page_table(&[&mut a]), (vec![], 0));
+    }
+
+    #[test]
+    fn samples_of_a_group_share_their_prompt_and_copy_the_page_they_write_in() {
+        let (pages, mut prompt) = (Pages::new(5), PagedSequence::default());
+        runs(&pages, &mut [&mut prompt], &[70]);
+        let (mut a, mut b) = (prompt.clone(), prompt.clone());
+        assert_eq!(pages.free(), 3, "clones take nothing");
+        // The prompt itself is kept, so both copy its six rows of the second page.
+        let growth = pages.extend(&mut [&mut a, &mut b], &[1, 2]).unwrap();
+        let copy = |to| CopiedRows { from: 64, to, rows: 6 };
+        assert_eq!(growth.copies, [copy(128), copy(192)]);
+        assert_eq!(growth.runs, [run(0, 134, 1), run(1, 198, 2)]);
+        assert_eq!(page_table(&[&mut prompt, &mut a, &mut b]), (vec![0, 1, 0, 2, 0, 3], 2));
+        assert_eq!(runs(&pages, &mut [&mut a], &[1]), [run(0, 135, 1)], "its own now");
+        drop((a, b));
+        assert_eq!(pages.free(), 3);
+
+        // The last that holds a page keeps it.
+        let mut only = prompt.clone();
+        let error = Pages::new(0).extend(&mut [&mut only], &[1]).unwrap_err().to_string();
+        assert!(error.contains("need 1 more pages"), "{error}");
+        let growth = pages.extend(&mut [&mut prompt, &mut only], &[1, 1]).unwrap();
+        assert_eq!((growth.copies.len(), growth.runs[1].row, pages.free()), (1, 70, 2));
+    }
+
+    #[test]
+    fn a_full_page_is_shared_for_good() {
+        let (pages, mut prompt) = (Pages::new(3), PagedSequence::default());
+        runs(&pages, &mut [&mut prompt], &[64]);
+        let mut a = prompt.clone();
+        assert_eq!(runs(&pages, &mut [&mut prompt, &mut a], &[1, 1]), [run(0, 64, 1), run(1, 128, 1)]);
+    }
+
+    #[test]
+    fn pages_behind_the_window_are_free_when_nobody_sees_them() {
+        let (pages, mut a) = (Pages::new(4), PagedSequence::default());
+        runs(&pages, &mut [&mut a], &[150]);
+        let b = a.clone();
+        a.forget_before(150, 20);
+        assert_eq!(pages.free(), 1, "the other still sees them");
+        drop(b);
+        assert_eq!(pages.free(), 3);
+        assert_eq!(page_table(&[&mut a]), (vec![0, 0, 2], 3));
+        // Keys 127 to 149 are seen at position 150 through 24: the page of 127 stays.
+        let mut c = PagedSequence::default();
+        runs(&pages, &mut [&mut c], &[150]);
+        c.forget_before(150, 24);
+        assert_eq!(pages.free(), 1);
     }
 }

@@ -25,7 +25,7 @@ mod rows;
 
 use super::cpu::{buffer, host_values, in_parallel, values};
 use super::cuda::{DeviceLse, sink_attention_backward, sink_attention_forward};
-use super::kv_cache::KvSequence;
+use super::kv_cache::KvBlocks;
 use super::sequence_rows::SequenceRows;
 use backward::{Upstream, attend_backward};
 pub use cached::sink_attention_cached;
@@ -131,8 +131,8 @@ impl Packed {
     }
 
     /// Runs `f` on every task, over the thread pool when the work is worth it; results in task order.
-    fn run<R: Send>(&self, caches: &[KvSequence], f: impl Fn(usize, usize) -> R + Sync + Send) -> Vec<R> {
-        let longest = caches.iter().map(KvSequence::len).max().unwrap_or(0);
+    fn run<R: Send>(&self, caches: &[KvBlocks], f: impl Fn(usize, usize) -> R + Sync + Send) -> Vec<R> {
+        let longest = caches.iter().map(KvBlocks::len).max().unwrap_or(0);
         let seen = self.attention.window.unwrap_or(longest).min(longest);
         let tasks = self.tasks();
         if in_parallel(self.sequence_rows.rows() * seen * self.attention.heads * self.attention.head_dim) {
@@ -143,15 +143,15 @@ impl Packed {
     }
 
     /// The keys of each sequence; blocks that are shared whole exist once.
-    fn caches(&self, kv: &[f32]) -> Vec<KvSequence> {
+    fn caches(&self, kv: &[f32]) -> Vec<KvBlocks> {
         let Attention { kv_heads, head_dim, .. } = self.attention;
         let width = 2 * kv_heads * head_dim;
-        let mut caches: Vec<KvSequence> = Vec::with_capacity(self.sequence_rows.sequences());
+        let mut caches: Vec<KvBlocks> = Vec::with_capacity(self.sequence_rows.sequences());
         for s in 0..self.sequence_rows.sequences() {
             let own = self.sequence_rows.own_rows(s);
             let mut cache = match (caches.last(), self.sequence_rows.shared(s)) {
                 (Some(before), shared @ 1..) => before.beginning(shared),
-                _ => KvSequence::new(kv_heads, head_dim),
+                _ => KvBlocks::new(kv_heads, head_dim),
             };
             cache.append(&kv[own.start * width..own.end * width]);
             caches.push(cache);

@@ -38,6 +38,7 @@ pub use harmony::{Harmony, ReasoningEffort};
 pub use interpreter::{InterpreterConfig, InterpreterKind, InterpreterState};
 pub use logging::Logging;
 pub use mistake::{Mistake, Mistakes, Place};
+pub(crate) use model::architecture_limits;
 pub use model::{Architecture, Contradiction, Dtype, Family, Init, ModelConfig, Sizes, Tokenizer, Yarn};
 pub use optimizer::{OptimizerConfig, OptimizerKind, Schedule};
 pub use parallel::Parallel;

@@ -2,7 +2,7 @@
 
 use super::limits::{Limits, above, from};
 use super::scalar::{Found, Scalar};
-use super::table::table;
+use super::table::{Table, table};
 use crate::choice::choice;
 use std::path::PathBuf;
 
@@ -93,6 +93,14 @@ impl Architecture {
             num_experts_per_tok: self.num_experts_per_tok,
             yarn: self.yarn.as_ref(),
         }
+    }
+}
+
+/// What a number of an architecture may be, whether a recipe says it or a `config.json`; those of YaRN as `yarn.KEY`.
+pub(crate) fn architecture_limits(key: &str) -> Option<Limits> {
+    match key.strip_prefix("yarn.") {
+        Some(key) => Yarn::limits_of(key),
+        None => Architecture::limits_of(key),
     }
 }
 

@@ -38,6 +38,14 @@ macro_rules! table {
                 true
             }
 
+            fn limits_of(key: &str) -> Option<$crate::recipe::limits::Limits> {
+                use $crate::recipe::table::limits;
+                match key {
+                    $(stringify!($key) => limits!($($limits)?),)*
+                    _ => None,
+                }
+            }
+
             fn list_keys(&self, path: &str, present: bool, entries: &mut Vec<$crate::recipe::table::Entry>) {
                 use $crate::recipe::table::{Field, Note, join, limits};
                 $(self.$key.list(
@@ -95,6 +103,9 @@ pub(crate) trait Field {
 pub(crate) trait Table: Field {
     /// Reads the key of this name; false when there is none.
     fn read_key(&mut self, key: &str, written: &Written, reader: &mut Reader) -> bool;
+
+    /// What the number of this name may be, where that is limited.
+    fn limits_of(key: &str) -> Option<Limits>;
 
     /// Lists the keys of this table, which is at `path` and itself `present` or not.
     fn list_keys(&self, path: &str, present: bool, entries: &mut Vec<Entry>);

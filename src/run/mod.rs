@@ -9,6 +9,7 @@ mod freeze;
 pub mod header;
 pub mod memory;
 pub mod preflight;
+pub mod processes;
 pub mod run_folder;
 pub mod signals;
 pub mod source;

@@ -8,7 +8,6 @@ use super::source::{ModelSource, model_folder};
 use crate::bad_input;
 use crate::chat::Chat;
 use crate::dist::Mesh;
-use crate::error::BadInput;
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
 use crate::metrics::Console;
@@ -210,24 +209,4 @@ impl Workbench {
     pub fn confinement(&self) -> Option<String> {
         self.interpreter.as_ref().map(|i| i.confinement())
     }
-}
-
-/// Has the processes of `mesh` share sequences as `plan` says.
-///
-/// # Errors
-/// [`BadInput`] when there are not as many.
-pub fn share_sequences(mesh: &Mesh, plan: &Plan) -> Result<()> {
-    let sequence = plan.recipe.parallel.sequence;
-    if !mesh.ranks().is_multiple_of(sequence) {
-        let processes = match mesh.ranks() {
-            1 => "one process".to_owned(),
-            several => format!("{several} processes"),
-        };
-        let what = format!(
-            "{sequence} does not divide the {processes} of this run; start a multiple of {sequence} with mpirun -np, or write 1"
-        );
-        return Err(BadInput(plan.mistake("parallel.sequence", what).to_string()).into());
-    }
-    mesh.share_sequences(sequence);
-    Ok(())
 }

@@ -171,7 +171,7 @@ impl Reduction {
         for (parameter, tensor) in &tensors {
             let values = host_values(tensor)?;
             for (rank, part) in parts.iter_mut().enumerate() {
-                part.extend(f32_bytes(&values[piece(values.len(), *parameter, rank, ranks)]));
+                part.extend_from_slice(f32_bytes(&values[piece(values.len(), *parameter, rank, ranks)]));
             }
             own_bytes += self.own_values(*parameter) * size_of::<f32>();
         }

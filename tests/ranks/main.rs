@@ -181,7 +181,7 @@ fn a_killed_process_ends_the_others_at_once_and_the_run_goes_on() {
         going.wait_for_rows(9);
         std::thread::sleep(Duration::from_millis(37 * seed));
         let begun = Instant::now();
-        going.kill_rank(seed as usize);
+        going.signal_rank(seed as usize, "KILL");
         let ended = going.wait(Duration::from_secs(30));
         assert!(begun.elapsed() < Duration::from_secs(30), "took {:?}", begun.elapsed());
         // The stand-in for srun lets its processes fail.
@@ -193,6 +193,18 @@ fn a_killed_process_ends_the_others_at_once_and_the_run_goes_on() {
         let on = Launch::resume(&ended, &[&format!("train.steps={}", steps + 2)]).ranks(2).run();
         assert_eq!(rows_with(&on, "critic/rewards/mean").len(), steps + 2);
     }
+}
+
+#[test]
+fn a_process_that_hangs_is_named_when_the_time_limit_is_over() {
+    let sets = [&SHORT[..], &["train.steps=100000", "parallel.exchange_timeout_s=3"]].concat();
+    let mut going = Launch::new("quickstart", &sets).ranks(3).start();
+    going.wait_for_rows(9);
+    going.signal_rank(2, "STOP");
+    let ended = going.wait(Duration::from_secs(60));
+    assert_ne!(ended.code, Some(0), "{}", ended.stderr);
+    let waits = |line: &&str| line.contains("has waited 3 s in \"") && line.contains("for ranks [2]");
+    assert!(ended.stderr.lines().any(|line| waits(&line)), "{}", ended.stderr);
 }
 
 #[test]
@@ -231,13 +243,47 @@ fn what_cannot_run_on_several_processes_is_refused_with_one_message() {
         assert_eq!(refused.code, Some(2), "{}", refused.stderr);
         assert!(!refused.folder.join("metrics.jsonl").exists());
     }
-    let differ = Launch::new("quickstart", &SHORT).ranks(2).last_differs("train.seed=5").start();
-    let differ = differ.wait(Duration::from_secs(60));
-    assert_eq!(differ.stderr.matches("ranks 0 and 1 have different recipes").count(), 1, "{}", differ.stderr);
-    assert_eq!(differ.code, Some(2), "{}", differ.stderr);
-    assert!(!differ.folder.join("metrics.jsonl").exists());
     let late = Launch::new("quickstart", &SHORT).ranks(2).last_differs("task.name=nothing").start();
     let late = late.wait(Duration::from_secs(60));
     assert_eq!(late.stderr.matches("error:").count(), 1, "{}", late.stderr);
     assert!(late.stderr.contains("rank 1:") && late.stderr.contains("nothing"), "{}", late.stderr);
+}
+
+#[test]
+fn processes_of_other_recipes_programs_or_checkpoints_are_refused_with_one_message() {
+    let refused = |launch: Launch, what: &str| {
+        let ended = launch.start().wait(Duration::from_secs(120));
+        let message = format!("ranks 0 and 1 have different {what}");
+        assert_eq!(ended.stderr.matches(&message).count(), 1, "{}", ended.stderr);
+        assert_eq!(ended.code, Some(2), "{}", ended.stderr);
+    };
+    let checked =
+        || Launch::command("check-mismatch", "quickstart", &["rollout.prompts_per_step=1"]).ranks(2);
+    refused(checked().last_differs("train.seed=5"), "recipes");
+    refused(Launch::new("quickstart", &SHORT).ranks(2).last_differs("train.seed=5"), "recipes");
+
+    let place = tempfile::tempdir().unwrap();
+    let other = place.path().join("rloss");
+    std::fs::copy(run::program(), &other).unwrap();
+    let mut bytes = std::fs::OpenOptions::new().append(true).open(&other).unwrap();
+    std::io::Write::write_all(&mut bytes, b"another build").unwrap();
+    drop(bytes);
+    refused(checked().last(|arguments| arguments[0] = other.display().to_string()), "programs");
+    let train = Launch::new("quickstart", &SHORT).ranks(2);
+    refused(train.last(|arguments| arguments[0] = other.display().to_string()), "programs");
+
+    // Two runs of one recipe, one of them a checkpoint behind.
+    let (run, behind) = (Launch::new("quickstart", &SHORT).alone(), place.path().join("behind"));
+    let copied = std::process::Command::new("cp").arg("-r").args([&run.folder, &behind]).status().unwrap();
+    assert!(copied.success());
+    let newest = run.checkpoints().pop().unwrap();
+    std::fs::remove_dir_all(behind.join("checkpoints").join(newest)).unwrap();
+    let on = Launch::resume(&run, &["train.steps=4"]).ranks(2);
+    refused(on.last(|arguments| arguments[2..5].clone_from_slice(&other_folder(&behind))), "checkpoints");
+}
+
+/// `rloss train FOLDER --out FOLDER`, the last three words.
+fn other_folder(folder: &std::path::Path) -> [String; 3] {
+    let folder = folder.display().to_string();
+    [folder.clone(), "--out".to_owned(), folder]
 }

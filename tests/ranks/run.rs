@@ -17,8 +17,8 @@ pub struct Launch {
     ranks: usize,
     /// Whether to start it by the script for Slurm, with an `srun` that leaves the others alone when one process dies.
     survivors: bool,
-    /// A `--set` of the last process alone.
-    last: Option<String>,
+    /// The command line of the last process, where it is another one.
+    last: Option<Vec<String>>,
     place: Arc<TempDir>,
     resume: bool,
 }
@@ -39,7 +39,7 @@ pub struct Done {
     place: Arc<TempDir>,
 }
 
-fn program() -> &'static str {
+pub fn program() -> &'static str {
     env!("CARGO_BIN_EXE_rloss")
 }
 
@@ -77,8 +77,15 @@ impl Launch {
         Self { survivors, ..self }
     }
 
+    /// The last rank is started with another command line; to be said when all else is.
+    pub fn last(self, change: impl FnOnce(&mut Vec<String>)) -> Self {
+        let mut arguments = self.arguments();
+        change(&mut arguments);
+        Self { last: Some(arguments), ..self }
+    }
+
     pub fn last_differs(self, set: &str) -> Self {
-        Self { last: Some(set.to_owned()), ..self }
+        self.last(|arguments| arguments.extend(["--set".to_owned(), set.to_owned()]))
     }
 
     fn arguments(&self) -> Vec<String> {
@@ -125,9 +132,9 @@ impl Launch {
         command.args(["--oversubscribe", "--allow-run-as-root"]);
         match &self.last {
             None => command.args(["-np", &self.ranks.to_string()]).args(&arguments),
-            Some(set) => {
-                command.args(["-np", &(self.ranks - 1).to_string()]).args(&arguments).args([":", "-np", "1"]);
-                command.args(&arguments).args(["--set", set])
+            Some(last) => {
+                command.args(["-np", &(self.ranks - 1).to_string()]).args(&arguments);
+                command.args([":", "-np", "1"]).args(last)
             }
         };
         spawn(command, self.place)
@@ -161,8 +168,8 @@ impl Going {
         fs::read_to_string(self.place.path().join("stderr")).unwrap_or_default()
     }
 
-    /// SIGKILL to the process of that rank.
-    pub fn kill_rank(&self, rank: usize) {
+    /// Sends `signal` to the process of that rank.
+    pub fn signal_rank(&self, rank: usize, signal: &str) {
         let out = self.place.path().join("run").display().to_string();
         for process in fs::read_dir("/proc").expect("/proc").flatten() {
             let path = process.path();
@@ -173,7 +180,13 @@ impl Going {
                 environment.split('\0').any(|entry| entry == format!("OMPI_COMM_WORLD_RANK={rank}"));
             if line.starts_with(program()) && line.contains(&out) && is_rank {
                 let pid = process.file_name().into_string().expect("a number");
-                assert!(Command::new("kill").args(["-KILL", &pid]).status().expect("kill").success());
+                assert!(
+                    Command::new("kill")
+                        .args([&format!("-{signal}"), &pid])
+                        .status()
+                        .expect("kill")
+                        .success()
+                );
                 return;
             }
         }

@@ -4,8 +4,7 @@
 use super::Verdicts;
 use super::oracle::bits;
 use super::problem::{Problem, Shape};
-use crate::ops::cuda::{Inputs, PagedKv, Prepared, sink_attention_paged};
-use crate::ops::pages::PagedSequence;
+use crate::ops::cuda::{Inputs, KvPages, KvPool, Prepared, sink_attention_paged};
 use crate::ops::sink_attention::kernels::{KERNEL_SETS, KernelSet};
 use crate::ops::sink_attention::plan::LaunchSequences;
 use crate::random::{Purpose, stream};
@@ -13,6 +12,7 @@ use anyhow::Result;
 use candle_core::{Device, Tensor};
 use half::bf16;
 use rand::Rng;
+use std::sync::Arc;
 
 /// New tokens a sequence and call.
 #[derive(Clone, Copy)]
@@ -121,10 +121,10 @@ pub(super) fn training(problem: &Problem, device: &Device, kernels: &'static Ker
 }
 
 /// A cache whose free pages hold what an earlier sequence left: numbers that are none.
-fn stale_cache(problem: &Problem, device: &Device, kernels: &'static KernelSet) -> Result<PagedKv> {
+fn stale_cache(problem: &Problem, device: &Device, kernels: &'static KernelSet) -> Result<Arc<KvPool>> {
     let Shape { heads, kv_heads, .. } = problem.shape;
     let pages: usize = problem.shape.lengths.iter().map(|length| length.div_ceil(64)).sum();
-    let mut cache = PagedKv::new(device.as_cuda_device()?, kv_heads, pages)?;
+    let cache = KvPool::new(device.as_cuda_device()?, kv_heads, pages)?;
     let rows = pages * 64;
     let nan = |shape: (usize, usize)| -> Result<Tensor> {
         let values = vec![bf16::NAN; shape.0 * shape.1];
@@ -133,10 +133,9 @@ fn stale_cache(problem: &Problem, device: &Device, kernels: &'static KernelSet) 
     let q = nan((rows, heads * 64))?.reshape((rows, heads, 64))?;
     let kv = nan((rows, 2 * kv_heads * 64))?.reshape((rows, 2, kv_heads, 64))?;
     let sinks = Tensor::from_slice(&problem.sinks, heads, device)?;
-    let mut earlier = PagedSequence::default();
+    let mut earlier = cache.sequence();
     let attention = problem.shape.attention();
-    sink_attention_paged(kernels, &q, &kv, &sinks, &mut cache, &mut [&mut earlier], &[rows], &attention)?;
-    cache.pages.release(earlier);
+    sink_attention_paged(kernels, &q, &kv, &sinks, &mut [&mut earlier], &[rows], &attention)?;
     Ok(cache)
 }
 
@@ -150,8 +149,8 @@ fn rollout_against_training(
     let shape = &problem.shape;
     let (heads, kv_heads) = (shape.heads, shape.kv_heads);
     let starts = shape.cu_seqlens();
-    let mut cache = stale_cache(problem, device, kernels)?;
-    let mut sequences: Vec<PagedSequence> = shape.lengths.iter().map(|_| PagedSequence::default()).collect();
+    let cache = stale_cache(problem, device, kernels)?;
+    let mut sequences: Vec<KvPages> = shape.lengths.iter().map(|_| cache.sequence()).collect();
     let sinks = Tensor::from_slice(&problem.sinks, heads, device)?;
     let mut rng = stream(13, Purpose::Evaluation, &[]);
     let (mut rows, mut wrong, mut calls) = (0, 0, 0);
@@ -182,17 +181,13 @@ fn rollout_against_training(
             &Device::Cpu,
         )?;
         let (q, kv) = (q.to_device(device)?, kv.to_device(device)?);
-        let mut held: Vec<&mut PagedSequence> = sequences.iter_mut().collect();
-        let (out, lse) = sink_attention_paged(
-            kernels,
-            &q,
-            &kv,
-            &sinks,
-            &mut cache,
-            &mut held,
-            &counts,
-            &shape.attention(),
-        )?;
+        let mut held: Vec<&mut KvPages> = sequences.iter_mut().collect();
+        let (out, lse) =
+            sink_attention_paged(kernels, &q, &kv, &sinks, &mut held, &counts, &shape.attention())?;
+        // As a rollout does; another sequence may then fill the page.
+        if let Some(window) = shape.attention().window {
+            sequences.iter_mut().for_each(|sequence| sequence.forget_before(sequence.len(), window));
+        }
         let out = halves(out.flatten_all()?.to_vec1()?);
         let lse = words(lse.flatten_all()?.to_vec1()?);
         for (row, &place) in places.iter().enumerate() {

@@ -7,8 +7,7 @@ use super::Verdicts;
 use super::links::training;
 use super::oracle::{TENSORS, plain_bound, values};
 use super::problem::{Problem, Shape, attention};
-use crate::ops::cuda::PagedKv;
-use crate::ops::pages::PagedSequence;
+use crate::ops::cuda::KvPool;
 use crate::ops::sink_attention::kernels::KERNEL_SETS;
 use anyhow::{Context, Result, bail};
 use candle_core::Device;
@@ -56,8 +55,8 @@ fn outputs(device: &Device) -> Result<Outputs> {
 fn appended(device: &Device) -> Result<Vec<u32>> {
     let gpu = device.as_cuda_device()?;
     let (width, pages) = (2 * 64, 3);
-    let mut cache = PagedKv::new(gpu, 1, pages)?;
-    let mut sequences: [PagedSequence; 2] = Default::default();
+    let cache = KvPool::new(gpu, 1, pages)?;
+    let mut sequences = [cache.sequence(), cache.sequence()];
     let mut row = 0;
     for counts in [[60, 1], [7, 0], [1, 3]] {
         let tokens: usize = counts.iter().sum();
@@ -67,7 +66,7 @@ fn appended(device: &Device) -> Result<Vec<u32>> {
         cache.append(&kv.as_view(), &mut sequences.each_mut(), &counts)?;
         row += tokens;
     }
-    let memory = gpu.clone_dtoh(cache.memory())?;
+    let memory = cache.values()?;
     memory
         .chunks(width)
         .map(|row| {

@@ -58,8 +58,8 @@ impl Variant {
     }
 
     /// The model that computes it, for sequences one token longer than asked: a start token may stand twice.
-    pub fn model(&self, context_tokens_max: usize) -> Model {
-        let (config, positions) = (self.config.clone(), context_tokens_max + 1);
+    pub fn model(&self, row_tokens_max: usize) -> Model {
+        let (config, positions) = (self.config.clone(), row_tokens_max + 1);
         let (rope, head_dim) = (&config.rope, config.head_dim);
         let factor = rope::attention_factor(rope);
         match self.rope {

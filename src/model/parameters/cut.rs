@@ -2,7 +2,7 @@
 
 use super::{BLOCK_STATES, MASTER, Parameters, VALUES, Values};
 use crate::dist::wire::f32_bytes;
-use crate::dist::{CUT, piece};
+use crate::dist::{CUT, in_order, piece};
 use crate::model::held::Weight;
 use crate::model::names::{ParameterSpec, TensorRole};
 use crate::model::pieces::{self, GatheredLayers, Part, PartHeld};
@@ -69,12 +69,9 @@ impl Parameters {
             kind: kind.to_owned(),
         })?;
         let is_codes = own.dtype() == DType::U8;
-        let bytes = if is_codes { host_codes(own)?.to_vec() } else { f32_bytes(&host_values(own)?) };
+        let bytes = if is_codes { host_codes(own)?.to_vec() } else { f32_bytes(&host_values(own)?).to_vec() };
         let parts = self.mesh.all_gather(&format!("all of {}", self.specs[index].name), bytes)?;
-        let ranks = parts.len();
-        // The first piece is on the rank that the index says.
-        let bytes: Vec<u8> =
-            (0..ranks).flat_map(|place| parts[(place + index) % ranks].iter().copied()).collect();
+        let bytes = in_order(index, parts.len()).map(|rank| &parts[rank][..]).collect::<Vec<_>>().concat();
         if is_codes {
             let count = bytes.len();
             return Ok(Tensor::from_vec(bytes, count, &Device::Cpu)?);

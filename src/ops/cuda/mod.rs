@@ -19,8 +19,9 @@ pub use device::open;
 pub use flash_attention::fa2_without_the_fix;
 pub use launch::{Timer, kernel_set};
 pub use modules::unload_kernels;
-pub use paged::{PagedKv, sink_attention_paged};
+pub use paged::{KvPages, KvPool, sink_attention_paged};
 pub use primitive_checks::run_primitive_check;
 pub use sink_attention::{DeviceLse, Gradients, Inputs, Outputs, Prepared};
 
+pub(super) use paged::sink_attention_cached;
 pub(super) use sink_attention::{sink_attention_backward, sink_attention_forward};

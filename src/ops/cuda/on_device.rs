@@ -3,9 +3,10 @@
 use super::launch::Addresses;
 use super::modules::function;
 use super::{
-    Inputs, PagedKv, Prepared, Timer, kernel_set, open, sink_attention_backward, sink_attention_paged,
+    Inputs, KvPages, KvPool, Prepared, Timer, kernel_set, open, sink_attention_backward, sink_attention_paged,
 };
 use crate::ops;
+use crate::ops::kv_cache::{KvBlocks, KvSequence};
 use crate::ops::pages::{PagedSequence, Pages};
 use crate::ops::sink_attention::kernels::HEAD_DIM;
 use crate::ops::sink_attention::plan::LaunchSequences;
@@ -168,17 +169,16 @@ fn ops_without_a_device_form_say_so() {
 fn a_call_without_rows_changes_nothing() {
     let device = open(0).unwrap();
     let gpu = device.as_cuda_device().unwrap();
-    let mut cache = PagedKv::new(gpu, 2, 3).unwrap();
-    let (mut a, mut b) = (PagedSequence::default(), PagedSequence::default());
+    let cache = KvPool::new(gpu, 2, 3).unwrap();
+    let (mut a, mut b) = (cache.sequence(), cache.sequence());
     let q = Tensor::zeros((0, 4, 64), DType::BF16, &device).unwrap();
     let kv = Tensor::zeros((0, 2, 2, 64), DType::BF16, &device).unwrap();
     let sinks = Tensor::ones(4, DType::F32, &device).unwrap();
     let kernels = kernel_set(gpu).unwrap();
     let both = &mut [&mut a, &mut b];
-    let (out, lse) =
-        sink_attention_paged(kernels, &q, &kv, &sinks, &mut cache, both, &[0, 0], &ATTENTION).unwrap();
+    let (out, lse) = sink_attention_paged(kernels, &q, &kv, &sinks, both, &[0, 0], &ATTENTION).unwrap();
     assert_eq!((out.dims(), lse.dims()), (&[0, 256][..], &[0, 4][..]));
-    assert_eq!((a.len(), b.len(), cache.pages.free()), (0, 0, 3));
+    assert_eq!((a.len(), b.len(), cache.free_pages()), (0, 0, 3));
 }
 
 #[test]
@@ -187,25 +187,70 @@ fn new_rows_go_to_their_pages_and_nowhere_else() {
     let gpu = device.as_cuda_device().unwrap();
     let (kv_heads, pages) = (2, 5);
     let width = 2 * kv_heads * HEAD_DIM;
-    let mut cache = PagedKv::new(gpu, kv_heads, pages).unwrap();
+    let cache = KvPool::new(gpu, kv_heads, pages).unwrap();
     let mut expected = vec![bf16::ZERO; pages * 64 * width];
-    let mut places = Pages::new(pages);
-    let mut sequences: [PagedSequence; 3] = Default::default();
+    let places = Pages::new(pages);
+    let mut sequences = [cache.sequence(), cache.sequence(), cache.sequence()];
     let mut twins: [PagedSequence; 3] = Default::default();
     for counts in [[70, 0, 1], [2, 3, 63], [0, 0, 5]] {
         let tokens: usize = counts.iter().sum();
         let rows = counting(tokens * width);
         let kv = gpu.clone_htod(&rows).unwrap();
         cache.append(&kv.as_view(), &mut sequences.each_mut(), &counts).unwrap();
-        for run in places.extend(&mut twins.each_mut(), &counts).unwrap() {
+        for run in places.extend(&mut twins.each_mut(), &counts).unwrap().runs {
             let from = &rows[run.token * width..(run.token + run.rows) * width];
             expected[run.row * width..][..from.len()].copy_from_slice(from);
         }
-        assert!(gpu.clone_dtoh(cache.memory()).unwrap() == expected);
+        assert!(cache.values().unwrap() == expected);
     }
     let kv = gpu.clone_htod(&counting(width)).unwrap();
     let error = cache.append(&kv.as_view(), &mut sequences.each_mut(), &[0, 2, 0]).unwrap_err().to_string();
     assert!(error.contains("256 elements for 2 rows of 256"), "{error}");
+    let mut elsewhere = KvPool::new(gpu, kv_heads, 1).unwrap().sequence();
+    let error = cache.append(&kv.as_view(), &mut [&mut elsewhere], &[1]).unwrap_err().to_string();
+    assert!(error.contains("a sequence of another cache"), "{error}");
+}
+
+#[test]
+fn samples_of_a_group_share_their_prompts_pages_and_write_in_their_own() {
+    let device = open(0).unwrap();
+    let gpu = device.as_cuda_device().unwrap();
+    let width = 2 * HEAD_DIM;
+    let cache = KvPool::new(gpu, 1, 4).unwrap();
+    let row = |x: f32| vec![bf16::from_f32(x); width];
+    let append = |sequences: &mut [&mut KvPages], counts: &[usize], values: &[f32]| {
+        let rows = gpu.clone_htod(&values.iter().flat_map(|&x| row(x)).collect::<Vec<_>>()).unwrap();
+        cache.append(&rows.as_view(), sequences, counts).unwrap();
+    };
+    let mut prompt = cache.sequence();
+    append(&mut [&mut prompt], &[66], &(0..66).map(|i| i as f32).collect::<Vec<_>>());
+    let (mut a, mut b) = (prompt.clone(), prompt.clone());
+    assert_eq!(cache.free_pages(), 2);
+    drop(prompt);
+    append(&mut [&mut a, &mut b], &[1, 1], &[100.0, 200.0]);
+    // One of the two copied the prompt's last rows: either page begins with them.
+    let seen = cache.values().unwrap();
+    let at = |row: usize| seen[row * width].to_f32();
+    assert_eq!((at(0), at(63), cache.free_pages()), (0.0, 63.0, 1));
+    assert_eq!([64, 65, 66].map(at), [64.0, 65.0, 200.0]);
+    assert_eq!([128, 129, 130].map(at), [64.0, 65.0, 100.0]);
+}
+
+#[test]
+fn the_forward_finds_its_keys_where_the_tensors_are() {
+    let device = open(0).unwrap();
+    let gpu = device.as_cuda_device().unwrap();
+    let cache = KvPool::new(gpu, 2, 1).unwrap();
+    let q = Tensor::ones((1, 4, 64), DType::BF16, &device).unwrap();
+    let kv = Tensor::ones((1, 2, 2, 64), DType::BF16, &device).unwrap();
+    let sinks = Tensor::full(f32::NEG_INFINITY, 4, &device).unwrap();
+    let mut held = KvSequence::Device(cache.sequence());
+    let out = ops::sink_attention_cached(&q, &kv, &sinks, &mut [&mut held], &[1], ATTENTION).unwrap();
+    assert_eq!(out.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap(), [[1.0; 256]]);
+    assert_eq!(held.len(), 1);
+    let mut elsewhere = KvSequence::Host(KvBlocks::new(2, 64));
+    let error = ops::sink_attention_cached(&q, &kv, &sinks, &mut [&mut elsewhere], &[1], ATTENTION);
+    assert!(error.unwrap_err().to_string().contains("a cache elsewhere"));
 }
 
 /// What a launch would read at an address.

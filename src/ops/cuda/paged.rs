@@ -1,34 +1,54 @@
 //! Attention over a key-value cache in pages on the GPU: prefill in chunks and decode, by the forward that trains.
 
-use super::launch::{Addresses, launch};
-use super::sink_attention::{DeviceLse, Inputs, Outputs, Prepared, on_gpu, tensor, view};
-use crate::ops::pages::{PagedSequence, Pages, page_table};
+use super::launch::{Addresses, kernel_set, launch};
+use super::sink_attention::{Inputs, Outputs, Prepared, on_gpu, tensor, view};
+use crate::ops::pages::{CopiedRows, PagedSequence, Pages, page_table};
 use crate::ops::sink_attention::Attention;
 use crate::ops::sink_attention::kernels::{BLOCK_KEYS, HEAD_DIM, Kernel, KernelSet};
 use crate::ops::sink_attention::plan::{LaunchSequences, check_attention};
-use candle_core::cuda_backend::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DeviceRepr};
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result, Tensor, bail};
 use half::bf16;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Keys and values of one layer: `[pages · 64, 2, M, 64]`.
-pub struct PagedKv {
+/// Keys and values of one layer on a GPU, for all its sequences: `[pages · 64, 2, M, 64]`.
+#[derive(Debug)]
+pub struct KvPool {
     device: CudaDevice,
-    memory: CudaSlice<bf16>,
+    memory: Mutex<CudaSlice<bf16>>,
     kv_heads: usize,
     /// Whose page is whose.
-    pub pages: Pages,
+    pages: Arc<Pages>,
 }
 
-impl PagedKv {
+/// One sequence's keys and values in a pool. Cloning shares its pages, and what is dropped frees them.
+#[derive(Debug, Clone)]
+pub struct KvPages {
+    pool: Arc<KvPool>,
+    sequence: PagedSequence,
+}
+
+impl KvPool {
     /// `pages` free pages for `kv_heads` heads.
     ///
     /// # Errors
     /// When the device's memory does not suffice.
-    pub fn new(device: &CudaDevice, kv_heads: usize, pages: usize) -> Result<Self> {
+    pub fn new(device: &CudaDevice, kv_heads: usize, pages: usize) -> Result<Arc<Self>> {
         // Never less than a page: an empty allocation has no address.
         let memory = device.alloc_zeros(pages.max(1) * BLOCK_KEYS * 2 * kv_heads * HEAD_DIM)?;
-        Ok(Self { device: device.clone(), memory, kv_heads, pages: Pages::new(pages) })
+        let (device, memory, pages) = (device.clone(), Mutex::new(memory), Pages::new(pages));
+        Ok(Arc::new(Self { device, memory, kv_heads, pages }))
+    }
+
+    /// A sequence without positions.
+    pub fn sequence(self: &Arc<Self>) -> KvPages {
+        KvPages { pool: self.clone(), sequence: PagedSequence::default() }
+    }
+
+    /// Pages that no sequence holds.
+    pub fn free_pages(&self) -> usize {
+        self.pages.free()
     }
 
     /// Makes room in `sequences` and copies the new rows of `kv` `[T, 2, M, 64]` there, `counts[i]` to `sequences[i]`.
@@ -36,29 +56,36 @@ impl PagedKv {
     /// # Errors
     /// When the numbers of rows disagree, or the cache is too small: then nothing has changed.
     pub fn append(
-        &mut self,
+        &self,
         kv: &CudaView<bf16>,
-        sequences: &mut [&mut PagedSequence],
+        sequences: &mut [&mut KvPages],
         counts: &[usize],
     ) -> Result<()> {
-        let width = 2 * self.kv_heads * HEAD_DIM;
+        let width = self.row_elements();
         let tokens: usize = counts.iter().sum();
         if kv.len() != tokens * width {
             bail!("key-value cache: {} elements for {tokens} rows of {width}", kv.len());
         }
-        let runs = self.pages.extend(sequences, counts)?;
+        if sequences.iter().any(|sequence| !std::ptr::eq(&*sequence.pool, self)) {
+            bail!("key-value cache: a sequence of another cache");
+        }
+        let growth = self.pages.extend(&mut accounts(sequences), counts)?;
         if tokens == 0 {
             return Ok(());
         }
+        let mut memory = self.memory();
+        for copy in &growth.copies {
+            self.copy(&mut memory, copy)?;
+        }
         // Below the cache's length: `pages` counts no more of them than there is memory for.
         let places: Vec<i32> =
-            runs.iter().flat_map(|r| r.row..r.row + r.rows).map(|row| row as i32).collect();
+            growth.runs.iter().flat_map(|r| r.row..r.row + r.rows).map(|row| row as i32).collect();
         let places = self.device.clone_htod(&places)?;
         let stream = self.device.cuda_stream();
         let mut at = Addresses::new(&stream);
         let params = KvAppendParams {
             rows: at.read(kv),
-            cache: at.write(&mut self.memory),
+            cache: at.write(&mut *memory),
             places: at.read(&places),
             row_vectors: (width / VECTOR) as i32,
         };
@@ -66,10 +93,49 @@ impl PagedKv {
         unsafe { launch(&self.device, &KV_APPEND, &params, tokens) }
     }
 
-    /// All pages, `[pages · 64, 2, M, 64]`.
-    pub fn memory(&self) -> &CudaSlice<bf16> {
-        &self.memory
+    /// What lies in all pages, `[pages · 64, 2, M, 64]`.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn values(&self) -> Result<Vec<bf16>> {
+        self.device.clone_dtoh(&*self.memory())
     }
+
+    /// Two pages never overlap, so the one that ends first can be split off.
+    fn copy(&self, memory: &mut CudaSlice<bf16>, copy: &CopiedRows) -> Result<()> {
+        let width = self.row_elements();
+        let (from, to, len) = (copy.from * width, copy.to * width, copy.rows * width);
+        let (mut below, mut above) = memory.split_at_mut(from.max(to));
+        let (source, mut target) = match from < to {
+            true => (below.slice(from..from + len), above.slice_mut(..len)),
+            false => (above.slice(..len), below.slice_mut(to..to + len)),
+        };
+        self.device.cuda_stream().memcpy_dtod(&source, &mut target).w()
+    }
+
+    fn row_elements(&self) -> usize {
+        2 * self.kv_heads * HEAD_DIM
+    }
+
+    fn memory(&self) -> MutexGuard<'_, CudaSlice<bf16>> {
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl KvPages {
+    /// Positions held.
+    pub fn len(&self) -> usize {
+        self.sequence.len()
+    }
+
+    /// Frees pages that no query at or after `position` can see through `window`, and no other sequence holds.
+    pub fn forget_before(&mut self, position: usize, window: usize) {
+        self.sequence.forget_before(position, window);
+    }
+}
+
+fn accounts<'a>(sequences: &'a mut [&mut KvPages]) -> Vec<&'a mut PagedSequence> {
+    sequences.iter_mut().map(|sequence| &mut sequence.sequence).collect()
 }
 
 /// `KvAppend` of `kernels/kv_append.cu`.
@@ -90,19 +156,17 @@ const KV_APPEND: Kernel = Kernel { function: "kv_append", file: "kv_append", thr
 const VECTOR: usize = 8;
 
 /// Attention of new tokens over cached keys, which they extend: `counts[i]` rows of `q [T, N, 64]` and `kv [T, 2, M, 64]`,
-/// both bf16, belong to `sequences[i]`. `kernels` are those of [`super::kernel_set`]. Not differentiable. Returns
-/// `[T, N·64]` and the log-sum-exps `[T, N]`.
+/// both bf16, belong to `sequences[i]`, all of one pool. `kernels` are those of [`super::kernel_set`]. Not differentiable.
+/// Returns `[T, N·64]` and the log-sum-exps `[T, N]`.
 ///
 /// # Errors
-/// When shapes disagree, or `cache` is too small for the new tokens: then nothing has changed.
-#[allow(clippy::too_many_arguments)]
+/// When shapes disagree, or the cache is too small for the new tokens: then nothing has changed.
 pub fn sink_attention_paged(
     kernels: &'static KernelSet,
     q: &Tensor,
     kv: &Tensor,
     sinks: &Tensor,
-    cache: &mut PagedKv,
-    sequences: &mut [&mut PagedSequence],
+    sequences: &mut [&mut KvPages],
     counts: &[usize],
     attention: &Attention,
 ) -> Result<(Tensor, Tensor)> {
@@ -111,26 +175,41 @@ pub fn sink_attention_paged(
     let batch = LaunchSequences::cached(counts, &lengths)?;
     let tokens = batch.tokens();
     check_attention(attention)?;
-    if kv_heads != cache.kv_heads {
-        bail!("sink_attention: a cache of {} key-value heads for {attention:?}", cache.kv_heads);
-    }
     let device = q.device();
     let opened = [q, kv, sinks].map(Tensor::storage_and_layout);
     let q = on_gpu("q", &opened[0], DType::BF16, &[tokens, heads, HEAD_DIM])?;
     let kv = on_gpu("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
     let sinks = on_gpu("sinks", &opened[2], DType::F32, &[heads])?;
     let (q, kv, sinks) = (view(q.0, q.1)?, view(kv.0, kv.1)?, view(sinks.0, sinks.1)?);
-    cache.append(&kv, sequences, counts)?;
-    if tokens == 0 {
+    let Some(pool) = sequences.first().map(|sequence| sequence.pool.clone()).filter(|_| tokens > 0) else {
         let empty = |width, dtype| Tensor::zeros((0, width), dtype, device);
         return Ok((empty(heads * HEAD_DIM, DType::BF16)?, empty(heads, DType::F32)?));
+    };
+    if kv_heads != pool.kv_heads {
+        bail!("sink_attention: a cache of {} key-value heads for {attention:?}", pool.kv_heads);
     }
-    let (table, pages_max) = page_table(sequences);
-    let prepared = Prepared::new(&cache.device, kernels, attention, &batch, Some((&table, pages_max)))?;
+    pool.append(&kv, sequences, counts)?;
+    let (table, pages_max) = page_table(&accounts(sequences));
+    let prepared = Prepared::new(&pool.device, kernels, attention, &batch, Some((&table, pages_max)))?;
     let mut outputs = prepared.outputs()?;
-    let pool = cache.memory.as_view();
-    prepared.forward(&Inputs { q: &q, kv: &pool, sinks: &sinks }, &mut outputs)?;
-    let Outputs { out, lse }: Outputs = outputs;
-    let lse: DeviceLse = lse;
-    Ok((tensor(out, &cache.device, (tokens, heads * HEAD_DIM)), tensor(lse, &cache.device, (tokens, heads))))
+    let memory = pool.memory();
+    prepared.forward(&Inputs { q: &q, kv: &memory.as_view(), sinks: &sinks }, &mut outputs)?;
+    let Outputs { out, lse } = outputs;
+    Ok((tensor(out, &pool.device, (tokens, heads * HEAD_DIM)), tensor(lse, &pool.device, (tokens, heads))))
+}
+
+/// The same with the device's kernels, `[T, N·64]`.
+///
+/// # Errors
+/// As there.
+pub(in crate::ops) fn sink_attention_cached(
+    q: &Tensor,
+    kv: &Tensor,
+    sinks: &Tensor,
+    sequences: &mut [&mut KvPages],
+    counts: &[usize],
+    attention: &Attention,
+) -> Result<Tensor> {
+    let kernels = kernel_set(q.device().as_cuda_device()?)?;
+    Ok(sink_attention_paged(kernels, q, kv, sinks, sequences, counts, attention)?.0)
 }

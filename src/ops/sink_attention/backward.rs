@@ -4,7 +4,7 @@ use super::Attention;
 use super::forward::{block_scores, visible};
 use super::rows::Rows;
 use crate::ops::cpu::buffer;
-use crate::ops::kv_cache::{BLOCK, KvSequence};
+use crate::ops::kv_cache::{BLOCK, KvBlocks};
 use crate::ops::math::{LANES, exp, sum_lanes};
 use multiversion::multiversion;
 
@@ -36,7 +36,7 @@ struct Tile {
 pub(super) fn attend_backward(
     attention: &Attention,
     kv_head: usize,
-    cache: &KvSequence,
+    cache: &KvBlocks,
     up: &Upstream,
     dq: &Rows,
     dkv: &Rows,

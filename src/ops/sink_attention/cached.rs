@@ -5,18 +5,19 @@ use super::chunks::chunks;
 use super::forward::{ChunkState, attend, attend_chunk, merge_chunks};
 use super::rows::Rows;
 use crate::ops::cpu::{buffer, host_values, in_parallel};
-use crate::ops::kv_cache::KvSequence;
-use candle_core::{Result, Tensor, bail};
+use crate::ops::cuda;
+use crate::ops::kv_cache::{KvBlocks, KvSequence};
+use candle_core::{Error, Result, Tensor, bail};
 use rayon::prelude::*;
 
 /// Rows that a thread takes at a time.
 const TILE: usize = 32;
 
 /// The same attention for new tokens of cached sequences: `counts[i]` rows of `q` and `kv` belong to `caches[i]`,
-/// whose keys they extend. Not differentiable. Returns `[T, N·D]`.
+/// whose keys they extend and which are where the tensors are. Not differentiable. Returns `[T, N·D]`.
 ///
 /// # Errors
-/// When shapes disagree with `attention` or `counts`.
+/// When shapes disagree with `attention` or `counts`, or a cache is elsewhere; on a GPU also when its pages do not suffice.
 pub fn sink_attention_cached(
     q: &Tensor,
     kv: &Tensor,
@@ -33,6 +34,12 @@ pub fn sink_attention_cached(
     {
         bail!("sink_attention_cached: q {:?}, kv {:?}, counts {counts:?}", q.dims(), kv.dims());
     }
+    let elsewhere = || Error::Msg(format!("sink_attention_cached: q on {:?}, a cache elsewhere", q.device()));
+    if q.device().is_cuda() {
+        let pages = caches.iter_mut().map(|cache| cache.pages_mut().ok_or_else(elsewhere));
+        let mut pages = pages.collect::<Result<Vec<_>>>()?;
+        return cuda::sink_attention_cached(q, kv, sinks, &mut pages, counts, &attention);
+    }
     let (width, kv_width) = (heads * head_dim, 2 * kv_heads * head_dim);
     let mut out = buffer(tokens * width);
     let mut lse = buffer(tokens * heads);
@@ -41,6 +48,7 @@ pub fn sink_attention_cached(
     let mut sequences = Vec::with_capacity(counts.len());
     let (mut start, mut work) = (0, 0);
     for (cache, &count) in caches.iter_mut().zip(counts) {
+        let cache = cache.blocks_mut().ok_or_else(elsewhere)?;
         let first = cache.len();
         cache.append(&kv_values[start * kv_width..(start + count) * kv_width]);
         sequences.push(NewRows {
@@ -69,7 +77,7 @@ pub fn sink_attention_cached(
 /// One sequence's new rows.
 struct NewRows<'a> {
     attention: Attention,
-    cache: &'a KvSequence,
+    cache: &'a KvBlocks,
     /// Position of the first of them.
     first: usize,
     q: &'a [f32],

@@ -4,7 +4,7 @@ use super::Attention;
 use super::chunks::{Softmax, blocks, chunks};
 use super::rows::Rows;
 use crate::ops::cpu::buffer;
-use crate::ops::kv_cache::{BLOCK, KvSequence};
+use crate::ops::kv_cache::{BLOCK, KvBlocks};
 use crate::ops::math::{LANES, exp, max_lanes, sum_lanes};
 use multiversion::multiversion;
 
@@ -79,7 +79,7 @@ pub(super) fn visible(attention: &Attention, position: usize, b: usize) -> (usiz
 #[derive(Clone, Copy)]
 struct Queries<'a, const G: usize> {
     attention: &'a Attention,
-    cache: &'a KvSequence,
+    cache: &'a KvBlocks,
     kv_head: usize,
     position: usize,
     /// `[G][D]`.
@@ -180,7 +180,7 @@ macro_rules! each_set_of_heads {
 pub(super) fn attend(
     attention: &Attention,
     kv_head: usize,
-    cache: &KvSequence,
+    cache: &KvBlocks,
     first: usize,
     q: &[f32],
     sinks: &[f32],
@@ -213,7 +213,7 @@ pub(super) struct ChunkState {
 pub(super) fn attend_chunk(
     attention: &Attention,
     kv_head: usize,
-    cache: &KvSequence,
+    cache: &KvBlocks,
     position: usize,
     q: &[f32],
     sinks: &[f32],

@@ -5,7 +5,7 @@ use super::attention::Case;
 use super::{assert_close, check_some, floats, gradients, noise, tensors};
 use candle_core::{Device, Tensor, Var};
 use rloss::ops::cpu::in_parallel;
-use rloss::ops::kv_cache::KvSequence;
+use rloss::ops::kv_cache::{KvBlocks, KvSequence};
 use rloss::ops::math::{exp, max_lanes, sum_lanes};
 use rloss::ops::sink_attention::{Attention, sink_attention_cached};
 
@@ -97,7 +97,7 @@ fn rows(tensor: &Tensor, start: usize, count: usize) -> Tensor {
 
 /// The rows of a sequence whose tokens come in `pieces`; keys behind the window are freed as the model frees them.
 fn cached(attention: &Attention, v: &[&Tensor], pieces: impl IntoIterator<Item = usize>) -> Vec<f32> {
-    let mut cache = KvSequence::new(attention.kv_heads, attention.head_dim);
+    let mut cache = KvSequence::Host(KvBlocks::new(attention.kv_heads, attention.head_dim));
     let mut out = vec![];
     for count in pieces {
         let [q, kv] = [rows(v[0], cache.len(), count), rows(v[1], cache.len(), count)];
@@ -156,9 +156,9 @@ fn sequences_side_by_side_give_what_each_gives_alone() {
     for threads in 1..=4 {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         let mut caches = starts.map(|start| {
-            let mut cache = KvSequence::new(case.attention.kv_heads, case.attention.head_dim);
+            let mut cache = KvBlocks::new(case.attention.kv_heads, case.attention.head_dim);
             cache.append(&floats(v[1])[..start * 2 * case.attention.kv_heads * case.attention.head_dim]);
-            cache
+            KvSequence::Host(cache)
         });
         let mut caches: Vec<_> = caches.iter_mut().collect();
         let run =

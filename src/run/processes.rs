@@ -1,0 +1,57 @@
+//! What the processes of one run agree on before any work.
+
+use crate::dist::Mesh;
+use crate::error::BadInput;
+use crate::integrity::{MANIFEST_FILE, digest_of};
+use crate::recipe::Plan;
+use anyhow::{Context, Result};
+use std::path::Path;
+use std::time::Duration;
+
+/// Has the processes of `mesh` share sequences, and wait for each other, as `plan` says.
+///
+/// # Errors
+/// [`BadInput`] when there are not as many.
+pub fn follow(mesh: &Mesh, plan: &Plan) -> Result<()> {
+    mesh.set_limit(Duration::from_secs_f64(plan.recipe.parallel.exchange_timeout_s));
+    let sequence = plan.recipe.parallel.sequence;
+    if !mesh.ranks().is_multiple_of(sequence) {
+        let processes = match mesh.ranks() {
+            1 => "one process".to_owned(),
+            several => format!("{several} processes"),
+        };
+        let what = format!(
+            "{sequence} does not divide the {processes} of this run; start a multiple of {sequence} with mpirun -np, or write 1"
+        );
+        return Err(BadInput(plan.mistake("parallel.sequence", what).to_string()).into());
+    }
+    mesh.share_sequences(sequence);
+    Ok(())
+}
+
+/// Refuses processes that would not make one run: of other recipes, other binaries, or that begin with other weights, those in
+/// the folder `weights` where there is one; `state` is what else they begin with.
+///
+/// # Errors
+/// [`BadInput`] on every process, with one message.
+pub fn check_alike(mesh: &Mesh, plan: &Plan, weights: Option<&Path>, state: &str) -> Result<()> {
+    if mesh.ranks() == 1 {
+        return Ok(());
+    }
+    mesh.same("recipes", &plan.to_toml(), "start all with the same file and the same --set")?;
+    let binary = std::env::current_exe().context("looking for this program")?;
+    let digest = digest_of(&binary, None).context("reading this program")?;
+    mesh.same("programs", digest.to_hex().as_str(), "install one build of rloss on every node")?;
+    let manifest = mesh.agree("the checkpoint", weights.map_or(Ok(String::new()), manifest_digest))?;
+    mesh.same("checkpoints", &format!("{manifest} {state}"), "let all nodes see one run folder")
+}
+
+/// The digest of a folder's manifest, which names those of its files.
+fn manifest_digest(folder: &Path) -> Result<String> {
+    match digest_of(&folder.join(MANIFEST_FILE), None) {
+        Ok(digest) => Ok(digest.to_hex().to_string()),
+        // A folder from elsewhere, or of old, has none.
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),
+        Err(error) => Err(error).with_context(|| format!("reading {}", folder.display())),
+    }
+}
