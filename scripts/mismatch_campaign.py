@@ -261,11 +261,11 @@ def make(arguments, root):
     root.mkdir(parents=True)
     listing = (root / "cases.jsonl").open("w")
     index = -1
-    for number, (family, long, kinds) in enumerate(worlds_of(rng, arguments.cases)):
+    for number, (family, long, kinds) in enumerate(worlds_of(rng, arguments.cases, arguments.only)):
         world, model_seed = None, rng.randrange(2**31)
         for kind in kinds:
             index, seed, dtype = index + 1, rng.randrange(2**31), rng.choice([torch.float32, torch.bfloat16])
-            if number % shards != shard or arguments.only and not any(text in kind for text in arguments.only):
+            if number % shards != shard:
                 continue
             while world is None or kind == "bf16 weights" and world.rounded or "YaRN" in kind and not world.has_yarn:
                 name = f"model{number:02}" if world is None else f"model{number:02}-{index:03}-{model_seed}"
@@ -332,14 +332,15 @@ def judge(case, found):
     return "right" if of["verdict"] == "named" else "set"
 
 
-def worlds_of(rng, count):
+def worlds_of(rng, count, only):
     """`count` cases in an order of which any part is like the whole: a model's family, whether its rows are long, what is
-    wrong in each of its cases. Every cause is alike often within a family."""
+    wrong in each of its cases. Every cause is alike often within a family. `only`: texts of which a kind contains one."""
     def of(family, count):
         faults = [name for name in FAULTS if family == "gpt_oss" or name not in GPT_OSS_ONLY]
         pair = lambda: " + ".join(rng.sample([name for name in PAIRED if name in faults], 2))
         partial = [kind for kind in PARTIAL if family == "gpt_oss" or kind != "one expert"]
         pool = [*faults, "none", "none", *partial, "pair"]
+        pool = [kind for kind in pool if not only or any(text in kind for text in only)]
         kinds = []
         while len(kinds) < count:
             kinds += rng.sample(pool, len(pool))

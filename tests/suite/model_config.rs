@@ -54,9 +54,12 @@ fn broken_configs_are_refused_by_key() {
         ),
         (json!({ "vocab_size": 1e300 }), &["vocab_size"]),
         (
-            json!({ "hidden_size": 1 << 20, "vocab_size": 1 << 20, "num_local_experts": 1 << 20 }),
+            json!({ "hidden_size": 1 << 16, "num_local_experts": 65535, "intermediate_size": 1 << 20 }),
             &["parameters"],
         ),
+        // The same limits as a recipe's.
+        (json!({ "hidden_size": 1 << 17 }), &["hidden_size = 131072 must be 1 to 65536"]),
+        (json!({ "rope_theta": 1.0 }), &["rope_theta = 1 must be above 1"]),
         (json!({ "num_attention_heads": 5 }), &["num_key_value_heads = 2", "5 query heads"]),
         (json!({ "head_dim": 15 }), &["head_dim = 15"]),
         (json!({ "experts_per_token": 3 }), &["experts_per_token = 3 contradicts num_experts_per_tok = 2"]),
