@@ -27,7 +27,7 @@ namespace {
 
 // Times the largest error that rounding to bf16 makes of a value; in f32 sums some roundings of f32.
 constexpr double WORSE_THAN_BF16_MAX = 2, SUM_ERROR_MAX = 2e-6;
-constexpr double BF16_ROUNDING = 1.0 / 512;
+constexpr double BF16_ROUNDING = 1.0 / 256;
 
 std::vector<bf16> numbers(size_t count, double size, unsigned seed) {
   std::mt19937 random(seed);

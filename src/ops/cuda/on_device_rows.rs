@@ -27,7 +27,7 @@ fn floats(x: &Tensor) -> Vec<f32> {
 fn assert_rounded(got: &Tensor, exact: &Tensor, floor: f32) {
     assert_eq!(got.dims(), exact.dims());
     for (i, (got, exact)) in floats(got).into_iter().zip(floats(exact)).enumerate() {
-        assert!((got - exact).abs() <= exact.abs() / 256.0 + floor, "element {i}: {got}, exactly {exact}");
+        assert!((got - exact).abs() <= exact.abs() / 128.0 + floor, "element {i}: {got}, exactly {exact}");
     }
 }
 
