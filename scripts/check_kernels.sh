@@ -88,7 +88,7 @@ while read -r kernel _ _ _ _ spills hmma hgmma _; do
         failed=1
     fi
     case $kernel in
-        *forward* | *_chunk* | *_dkv* | *_dq*)
+        sink_attention_*forward* | sink_attention_chunk* | sink_attention_dkv* | sink_attention_dq*)
             if [ $((hmma + hgmma)) = 0 ]; then
                 echo "check_kernels: $kernel has no tensor-core instruction" >&2
                 failed=1

@@ -11,6 +11,7 @@ mod oracle;
 mod peers;
 mod primitives;
 mod problem;
+mod row_ops;
 mod seeded;
 mod speed;
 
@@ -114,7 +115,10 @@ pub fn run(args: &GpuCheckArgs) -> Result<u8> {
             Part::Primitives => primitives::run(gpu, &mut verdicts)?,
             Part::Seeded => seeded::run(&device, &mut verdicts)?,
             Part::Facts => facts::run(gpu, &mut verdicts)?,
-            Part::Oracle => oracle::run(&device, args.small, &mut verdicts),
+            Part::Oracle => {
+                oracle::run(&device, args.small, &mut verdicts);
+                row_ops::run(&device, args.small, &mut verdicts);
+            }
             Part::Links => links::run(&device, args.small, &mut verdicts),
             Part::Speed => speed::run(gpu, args.small, peers.as_ref())?,
         }

@@ -24,6 +24,26 @@ fn refuse<T>() -> Result<T> {
     bail!("this build is for CPUs; for a GPU build with --features cuda, or put the tensors on Device::Cpu")
 }
 
+pub(super) fn swiglu_forward(_: (&CudaStorage, &Layout), _: f32, _: f32) -> Result<(CudaStorage, Shape)> {
+    refuse()
+}
+
+pub(super) fn swiglu_backward(_: &Tensor, _: &Tensor, _: f32, _: f32) -> Result<Tensor> {
+    refuse()
+}
+
+pub(super) fn rms_norm_forward(
+    _: (&CudaStorage, &Layout),
+    _: (&CudaStorage, &Layout),
+    _: f32,
+) -> Result<(CudaStorage, Shape)> {
+    refuse()
+}
+
+pub(super) fn rms_norm_backward(_: [&Tensor; 3], _: f32, _: bool) -> Result<(Tensor, Option<Tensor>)> {
+    refuse()
+}
+
 pub(super) fn sink_attention_forward(
     _: &Attention,
     _: &[usize],

@@ -8,6 +8,9 @@
 //! per token, `I` intermediate size, `V` vocabulary.
 
 pub mod adamw_8bit;
+// Plain Rust in every build, for the tests; used on a GPU alone.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub mod argument;
 pub mod cpu;
 #[cfg_attr(not(feature = "cuda"), path = "cuda_unsupported.rs")]
 pub mod cuda;
@@ -25,7 +28,7 @@ pub mod math;
 pub mod mxfp4;
 pub mod optimizer;
 pub mod packed;
-// Plain Rust in every build, for the tests; used on a GPU alone.
+// Likewise.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub mod pages;
 pub mod parameter;

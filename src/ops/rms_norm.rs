@@ -3,19 +3,21 @@
 //! With `r = 1/√(mean(x²) + ε)` and `g = dy ∘ w`: `dx = r·g − x · r³ · (g·x)/H`, `dw = Σ_t dy_t ∘ x_t · r_t`.
 
 use super::cpu::{buffer, for_each_row, host_values, values};
+use super::cuda::{rms_norm_backward, rms_norm_forward};
 use super::math::sum_lanes;
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 
-/// Root-mean-square normalisation, differentiable in both.
+/// Root-mean-square normalisation, differentiable in both. On a GPU `x` is bf16 and contiguous, `w` f32, `H` a multiple of 8.
 ///
 /// # Errors
-/// When shapes disagree.
+/// When shapes disagree, or what a GPU does not take.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     if weight.dims() != [x.dim(1)?] {
         bail!("rms_norm: x {:?}, weight {:?}", x.dims(), weight.dims());
     }
-    x.contiguous()?.apply_op2(weight, RmsNorm { eps: eps as f32 })
+    let op = RmsNorm { eps: eps as f32 };
+    if x.device().is_cuda() { x.apply_op2(weight, op) } else { x.contiguous()?.apply_op2(weight, op) }
 }
 
 struct RmsNorm {
@@ -70,6 +72,16 @@ impl CustomOp2 for RmsNorm {
         Ok((CpuStorage::F32(out), x_layout.shape().clone()))
     }
 
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        x_layout: &Layout,
+        w: &CudaStorage,
+        w_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        rms_norm_forward((x, x_layout), (w, w_layout), self.eps)
+    }
+
     fn bwd(
         &self,
         x: &Tensor,
@@ -79,6 +91,10 @@ impl CustomOp2 for RmsNorm {
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let (tokens, h) = x.dims2()?;
         let grad = grad.contiguous()?;
+        if x.device().is_cuda() {
+            let (dx, dw) = rms_norm_backward([x, w, &grad], self.eps, w.track_op())?;
+            return Ok((Some(dx), dw));
+        }
         let (xs, ws, dys) = (host_values(x)?, host_values(w)?, host_values(&grad)?);
         let mut dx = buffer(tokens * h);
         let mut dw = w.track_op().then(|| buffer(h));

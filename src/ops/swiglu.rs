@@ -5,16 +5,18 @@
 //! Backward: `dg = dy (u' + 1) (σ + α g' σ (1 − σ))` where `g ≤ c`, `du = dy g' σ` where `|u| ≤ c`, 0 beyond.
 
 use super::cpu::{buffer, for_each_row, host_values, values};
+use super::cuda::{swiglu_backward, swiglu_forward};
 use super::math::sigmoid;
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor};
 use multiversion::multiversion;
 
-/// The gated unit with clamp `limit` and gain `alpha`.
+/// The gated unit with clamp `limit` and gain `alpha`. On a GPU `x` is bf16 and contiguous.
 ///
 /// # Errors
-/// When `x` has not two dimensions.
+/// When `x` has not two dimensions, or what a GPU does not take.
 pub fn swiglu(x: &Tensor, limit: f64, alpha: f64) -> Result<Tensor> {
-    x.contiguous()?.apply_op1(Swiglu { limit: limit as f32, alpha: alpha as f32 })
+    let op = Swiglu { limit: limit as f32, alpha: alpha as f32 };
+    if x.device().is_cuda() { x.apply_op1(op) } else { x.contiguous()?.apply_op1(op) }
 }
 
 struct Swiglu {
@@ -58,10 +60,17 @@ impl CustomOp1 for Swiglu {
         Ok((CpuStorage::F32(out), Shape::from((rows, half))))
     }
 
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        swiglu_forward((x, layout), self.limit, self.alpha)
+    }
+
     fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let (rows, width) = x.dims2()?;
         let half = width / 2;
         let grad = grad.contiguous()?;
+        if x.device().is_cuda() {
+            return Ok(Some(swiglu_backward(x, &grad, self.limit, self.alpha)?));
+        }
         let (xs, dy) = (host_values(x)?, host_values(&grad)?);
         let mut dx = buffer(rows * width);
         for_each_row(&mut dx, width, 8 * half, |row, dx| {

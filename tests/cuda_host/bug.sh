@@ -16,6 +16,7 @@ IFS=$'\t' read -r file kind name first <<<"$seeded"
 read -r first_mode first_check first_sources <<<"${first:-plain}"
 # The family whose kernels the file is part of; shared files are tried in the first.
 case $file in
+  swiglu.cu | rms_norm.cu) family=row_ops sources=$file ;;
   *hopper* | ring.cuh | warpgroup_*) family=hopper sources=$(cd ../../kernels && echo *_hopper.cu) ;;
   *) family=mma sources="sink_attention_forward.cu sink_attention_backward.cu" ;;
 esac

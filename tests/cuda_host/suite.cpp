@@ -1,5 +1,5 @@
 // The kernels' tests on the CPU: errors against f64, row bits, bits from run to run. README.md lists them.
-//   suite [small] [forward] [mma | hopper] [errors | limits | rows | chunks | repeats]
+//   suite [small] [forward] [mma | hopper | row_ops] [errors | limits | rows | chunks | repeats]
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -8,6 +8,7 @@
 
 #include "cases.h"
 #include "oracle.h"
+#include "row_ops.h"
 
 using cuda_host::Options, cuda_host::Schedule, cuda_host::TensorCore;
 
@@ -286,6 +287,13 @@ void run(bool small, bool with_backward, const std::string& only, const std::str
     });
     if (with_backward) timed("repeats", asked, family.name, [&] { test_repeats(family, repeat_shapes); });
   }
+  if (only.empty() || only == "row_ops") {
+    timed("all", asked, "row_ops", [&] {
+      for (const Way& way : WAYS)
+        if (const std::string wrong = wrong_row_op(options_of(way), small); !wrong.empty()) miss(way.name, wrong);
+    });
+    if (!only.empty()) return;
+  }
   for (const auto& [what, largest] : worst)
     printf("  largest error of %-12s %.3g of plain bf16's (%s)\n", what.c_str(), largest.ratio, largest.where.c_str());
   printf("  largest error of LSE: %.3g (%s)\n", worst_lse.ratio, worst_lse.where.c_str());
@@ -302,13 +310,13 @@ int main(int count, char** arguments) {
       small = true;
     } else if (argument == "forward") {
       with_backward = false;
-    } else if (argument == "mma" || argument == "hopper") {
+    } else if (argument == "mma" || argument == "hopper" || argument == "row_ops") {
       only = argument;
     } else if (argument == "errors" || argument == "limits" || argument == "rows" || argument == "chunks" ||
                argument == "repeats") {
       asked = argument;
     } else {
-      fprintf(stderr, "usage: suite [small] [forward] [mma | hopper] [errors | limits | rows | chunks | repeats]\n");
+      fprintf(stderr, "usage: suite [small] [forward] [mma | hopper | row_ops] [errors | limits | rows | chunks | repeats]\n");
       return 2;
     }
   }

@@ -7,6 +7,7 @@ use super::Verdicts;
 use super::links::training;
 use super::oracle::{TENSORS, plain_bound, values};
 use super::problem::{Problem, Shape, attention};
+use super::row_ops;
 use crate::ops::cuda::KvPool;
 use crate::ops::sink_attention::kernels::KERNEL_SETS;
 use anyhow::{Context, Result, bail};
@@ -34,6 +35,8 @@ fn name(tensor: &str, shape: &Shape, kernels: &str) -> String {
     format!("{tensor}, {}, {kernels}", shape.name).replace(' ', "_")
 }
 
+/// How far values of an op of rows may be apart, of the largest: two steps of bf16.
+const ROUNDED: f64 = 1.0 / 64.0;
 const APPENDED: &str = "rows_in_a_cache";
 
 fn outputs(device: &Device) -> Result<Outputs> {
@@ -48,6 +51,9 @@ fn outputs(device: &Device) -> Result<Outputs> {
         }
     }
     outputs.insert(APPENDED.into(), appended(device)?);
+    for (name, values) in row_ops::seeded(device)? {
+        outputs.insert(name, values.into_iter().map(f32::to_bits).collect());
+    }
     Ok(outputs)
 }
 
@@ -144,6 +150,18 @@ pub(super) fn run(device: &Device, verdicts: &mut Verdicts) -> Result<()> {
             }
         }
     }
+    let seen = row_ops::seeded(device);
+    verdicts.check("seeded: ops of rows", || {
+        for (name, seen) in seen? {
+            let (seen, expected): (Vec<f64>, _) =
+                (seen.into_iter().map(f64::from).collect(), floats(of(&name)?));
+            let largest = expected.iter().fold(0f64, |size, x| size.max(x.abs()));
+            if let Err(error) = agree(&seen, &expected, ROUNDED * largest) {
+                return Ok(Err(format!("{name}: {error}")));
+            }
+        }
+        Ok(Ok("as by the emulator".into()))
+    });
     verdicts.check("seeded: rows in a cache", || {
         let seen = appended(device)?;
         let same = &seen == of(APPENDED)?;
@@ -175,7 +193,7 @@ mod tests {
     #[test]
     fn the_file_has_every_output_and_each_rule_bites() {
         let expected = parse(EXPECTED).unwrap();
-        assert_eq!(expected.len(), shapes().len() * KERNEL_SETS.len() * TENSORS.len() + 1);
+        assert_eq!(expected.len(), shapes().len() * KERNEL_SETS.len() * TENSORS.len() + 1 + 5);
         for shape in shapes() {
             let problem = Problem::new(&shape, 17);
             let exact = attention(&problem, false);

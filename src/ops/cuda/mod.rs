@@ -3,6 +3,7 @@
 //! A row's bits depend on the row alone here too, on one kind of GPU and with one set of kernels; they are not the CPU's.
 //! The kernels are `kernels/*.cu`; docs/KERNELS.md explains them.
 
+mod arguments;
 mod device;
 #[cfg(feature = "flash-attn")]
 mod flash_attention;
@@ -10,9 +11,13 @@ mod launch;
 mod modules;
 #[cfg(test)]
 mod on_device;
+#[cfg(test)]
+mod on_device_rows;
 mod paged;
 mod primitive_checks;
+mod rms_norm;
 mod sink_attention;
+mod swiglu;
 
 pub use device::open;
 #[cfg(feature = "flash-attn")]
@@ -24,4 +29,6 @@ pub use primitive_checks::run_primitive_check;
 pub use sink_attention::{DeviceLse, Gradients, Inputs, Outputs, Prepared};
 
 pub(super) use paged::sink_attention_cached;
+pub(super) use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub(super) use sink_attention::{sink_attention_backward, sink_attention_forward};
+pub(super) use swiglu::{swiglu_backward, swiglu_forward};

@@ -146,11 +146,8 @@ fn ops_without_a_device_form_say_so() {
     let gpu = open(0).unwrap();
     for rows in [0, 3] {
         let x = Tensor::zeros((rows, 8), DType::F32, &gpu).unwrap();
-        let weight = Tensor::zeros(8, DType::F32, &gpu).unwrap();
         let ids = Tensor::zeros((rows, 2), DType::U32, &gpu).unwrap();
         let refusals = [
-            ops::swiglu(&x, 7.0, 1.702).err(),
-            ops::rms_norm(&x, &weight, 1e-5).err(),
             ops::route(&x, 2).err(),
             ops::top_k_softmax(&x, &ids).err(),
             ops::Dispatch::new(&ids, 8).err(),

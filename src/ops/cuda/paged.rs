@@ -1,7 +1,8 @@
 //! Attention over a key-value cache in pages on the GPU: prefill in chunks and decode, by the forward that trains.
 
+use super::arguments::tensor;
 use super::launch::{Addresses, kernel_set, launch};
-use super::sink_attention::{Inputs, Outputs, Prepared, on_gpu, tensor, view};
+use super::sink_attention::{Inputs, OP, Outputs, Prepared};
 use crate::ops::pages::{CopiedRows, PagedSequence, Pages, page_table};
 use crate::ops::sink_attention::Attention;
 use crate::ops::sink_attention::kernels::{BLOCK_KEYS, HEAD_DIM, Kernel, KernelSet};
@@ -177,10 +178,10 @@ pub fn sink_attention_paged(
     check_attention(attention)?;
     let device = q.device();
     let opened = [q, kv, sinks].map(Tensor::storage_and_layout);
-    let q = on_gpu("q", &opened[0], DType::BF16, &[tokens, heads, HEAD_DIM])?;
-    let kv = on_gpu("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
-    let sinks = on_gpu("sinks", &opened[2], DType::F32, &[heads])?;
-    let (q, kv, sinks) = (view(q.0, q.1)?, view(kv.0, kv.1)?, view(sinks.0, sinks.1)?);
+    let q = OP.on_gpu("q", &opened[0], DType::BF16, &[tokens, heads, HEAD_DIM])?;
+    let kv = OP.on_gpu("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
+    let sinks = OP.on_gpu("sinks", &opened[2], DType::F32, &[heads])?;
+    let (q, kv, sinks) = (OP.view(q.0, q.1)?, OP.view(kv.0, kv.1)?, OP.view(sinks.0, sinks.1)?);
     let Some(pool) = sequences.first().map(|sequence| sequence.pool.clone()).filter(|_| tokens > 0) else {
         let empty = |width, dtype| Tensor::zeros((0, width), dtype, device);
         return Ok((empty(heads * HEAD_DIM, DType::BF16)?, empty(heads, DType::F32)?));

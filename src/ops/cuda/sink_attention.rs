@@ -1,20 +1,22 @@
 //! Attention with sinks on the GPU: arguments checked, the launch worked out, kernels started. Nothing waits for them.
 
+use super::arguments::{Op, tensor};
 use super::launch::{Addresses, kernel_set, launch};
 use crate::ops::sink_attention::kernels::{
     BLOCK_KEYS, DELTA_ROWS, HEAD_DIM, KernelSet, PART_OUT, PART_SUMS, SinkAttentionParams, Tile,
 };
-use crate::ops::sink_attention::plan::{Argument, LaunchSequences, check_attention};
+use crate::ops::sink_attention::plan::{LaunchSequences, check_attention};
 use crate::ops::sink_attention::{Attention, NO_SINK};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DeviceRepr};
-use candle_core::cuda_backend::{CudaDType, CudaDevice, CudaStorage};
-use candle_core::op::BackpropOp;
-use candle_core::{DType, Layout, Result, Shape, Storage, StorageRef, Tensor, bail};
+use candle_core::cuda_backend::{CudaDevice, CudaStorage};
+use candle_core::{DType, Layout, Result, Shape, Tensor, bail};
 use half::bf16;
 
 // SAFETY: plain numbers, laid out as the header's struct: `#[repr(C)]`, and a test compares every field.
 unsafe impl DeviceRepr for SinkAttentionParams {}
+
+pub(super) const OP: Op = Op("sink_attention");
 
 /// `[T, N]`, kept by the forward for the backward.
 pub type DeviceLse = CudaSlice<f32>;
@@ -330,25 +332,6 @@ impl Prepared {
     }
 }
 
-/// A storage's memory as its layout shows it. Contiguity was checked.
-pub(super) fn view<'a, T: CudaDType>(storage: &'a CudaStorage, layout: &Layout) -> Result<CudaView<'a, T>> {
-    let (start, end) = (layout.start_offset(), layout.start_offset() + layout.shape().elem_count());
-    let slice = storage.as_cuda_slice::<T>()?;
-    match slice.try_slice(start..end) {
-        Some(view) => Ok(view),
-        None => bail!("sink_attention: elements {start}..{end} of a storage of fewer"),
-    }
-}
-
-fn check(
-    name: &str,
-    (storage, layout): (&CudaStorage, &Layout),
-    dtype: DType,
-    shape: &[usize],
-) -> Result<()> {
-    Argument { name, dtype: storage.dtype(), layout }.check(dtype, shape)
-}
-
 /// The forward of the op: `q`, `kv`, `sinks` as [`crate::ops::sink_attention()`] takes them, in bf16, bf16 and f32.
 pub(in crate::ops) fn sink_attention_forward(
     attention: &Attention,
@@ -359,9 +342,9 @@ pub(in crate::ops) fn sink_attention_forward(
     let sequences = LaunchSequences::packed(cu_seqlens)?;
     let tokens = sequences.tokens();
     check_attention(attention)?;
-    check("q", q, DType::BF16, &[tokens, heads, HEAD_DIM])?;
-    check("kv", kv, DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
-    check("sinks", sinks, DType::F32, &[heads])?;
+    OP.check("q", q, DType::BF16, &[tokens, heads, HEAD_DIM])?;
+    OP.check("kv", kv, DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
+    OP.check("sinks", sinks, DType::F32, &[heads])?;
     let device = q.0.device();
     if tokens == 0 {
         let out = CudaStorage::wrap_cuda_slice(device.alloc_zeros::<bf16>(0)?, device.clone());
@@ -369,7 +352,7 @@ pub(in crate::ops) fn sink_attention_forward(
     }
     let prepared = Prepared::new(device, kernel_set(device)?, attention, &sequences, None)?;
     let mut outputs = prepared.outputs()?;
-    let (q, kv, sinks) = (view(q.0, q.1)?, view(kv.0, kv.1)?, view(sinks.0, sinks.1)?);
+    let (q, kv, sinks) = (OP.view(q.0, q.1)?, OP.view(kv.0, kv.1)?, OP.view(sinks.0, sinks.1)?);
     prepared.forward(&Inputs { q: &q, kv: &kv, sinks: &sinks }, &mut outputs)?;
     let out = CudaStorage::wrap_cuda_slice(outputs.out, device.clone());
     Ok((out, Shape::from((tokens, heads * HEAD_DIM)), outputs.lse))
@@ -386,11 +369,11 @@ pub(in crate::ops) fn sink_attention_backward(
     let sequences = LaunchSequences::packed(cu_seqlens)?;
     let tokens = sequences.tokens();
     let opened = tensors.map(Tensor::storage_and_layout);
-    let q = on_gpu("q", &opened[0], DType::BF16, &[tokens, heads, HEAD_DIM])?;
-    let kv = on_gpu("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
-    let sinks = on_gpu("sinks", &opened[2], DType::F32, &[heads])?;
-    let out = on_gpu("the output", &opened[3], DType::BF16, &[tokens, heads * HEAD_DIM])?;
-    let dout = on_gpu("the output's gradient", &opened[4], DType::BF16, &[tokens, heads * HEAD_DIM])?;
+    let q = OP.on_gpu("q", &opened[0], DType::BF16, &[tokens, heads, HEAD_DIM])?;
+    let kv = OP.on_gpu("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
+    let sinks = OP.on_gpu("sinks", &opened[2], DType::F32, &[heads])?;
+    let out = OP.on_gpu("the output", &opened[3], DType::BF16, &[tokens, heads * HEAD_DIM])?;
+    let dout = OP.on_gpu("the output's gradient", &opened[4], DType::BF16, &[tokens, heads * HEAD_DIM])?;
     let device = q.0.device();
     if tokens == 0 {
         return Ok([
@@ -401,8 +384,8 @@ pub(in crate::ops) fn sink_attention_backward(
     }
     let prepared = Prepared::new(device, kernel_set(device)?, attention, &sequences, None)?;
     let mut gradients = prepared.gradients()?;
-    let (out, dout) = (view(out.0, out.1)?, view(dout.0, dout.1)?);
-    let (q, kv, sinks) = (view(q.0, q.1)?, view(kv.0, kv.1)?, view(sinks.0, sinks.1)?);
+    let (out, dout) = (OP.view(out.0, out.1)?, OP.view(dout.0, dout.1)?);
+    let (q, kv, sinks) = (OP.view(q.0, q.1)?, OP.view(kv.0, kv.1)?, OP.view(sinks.0, sinks.1)?);
     prepared.backward(&Inputs { q: &q, kv: &kv, sinks: &sinks }, &out, lse, &dout, &mut gradients)?;
     let Gradients { dq, dkv, dsinks, .. } = gradients;
     Ok([
@@ -410,28 +393,4 @@ pub(in crate::ops) fn sink_attention_backward(
         tensor(dkv, device, tensors[1].shape()),
         tensor(dsinks, device, tensors[2].shape()),
     ])
-}
-
-/// A tensor's storage on the GPU, checked.
-pub(super) fn on_gpu<'a>(
-    name: &str,
-    (storage, layout): &'a (StorageRef<'_>, &Layout),
-    dtype: DType,
-    shape: &[usize],
-) -> Result<(&'a CudaStorage, &'a Layout)> {
-    let Storage::Cuda(storage) = &**storage else {
-        bail!("sink_attention: {name} {:?} is not on the GPU; call to_device first", layout.dims());
-    };
-    check(name, (storage, layout), dtype, shape)?;
-    Ok((storage, layout))
-}
-
-/// A tensor over a kernel's output.
-pub(super) fn tensor<T: CudaDType>(
-    slice: CudaSlice<T>,
-    device: &CudaDevice,
-    shape: impl Into<Shape>,
-) -> Tensor {
-    let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(slice, device.clone()));
-    Tensor::from_storage(storage, shape, BackpropOp::none(), false)
 }

@@ -4,7 +4,7 @@
 
 use super::Attention;
 use super::kernels::{BLOCK_KEYS, CHUNK_KEYS, ChunkTile, HEAD_DIM, PART_OUT, PART_SUMS, TILE_ROWS, Tile};
-use candle_core::{DType, Layout, Result, bail};
+use candle_core::{Result, bail};
 use std::cmp::Reverse;
 use std::ops::Range;
 
@@ -49,52 +49,6 @@ pub fn check_attention(attention: &Attention) -> Result<()> {
         bail!("sink_attention: a window of 0 keys hides every key; give 1 or more, or no window");
     }
     Ok(())
-}
-
-/// A tensor as a check sees it.
-#[derive(Debug, Clone, Copy)]
-pub struct Argument<'a> {
-    /// Its name in messages.
-    pub name: &'a str,
-    /// Its element type.
-    pub dtype: DType,
-    /// Its shape, strides and offset.
-    pub layout: &'a Layout,
-}
-
-impl Argument<'_> {
-    /// Refuses another element type or shape, or a layout that the kernels cannot walk.
-    ///
-    /// # Errors
-    /// As said, each with what it is, what it should be, and how to get there.
-    pub fn check(&self, dtype: DType, shape: &[usize]) -> Result<()> {
-        let Self { name, layout, .. } = *self;
-        let dims = layout.dims();
-        if dims != shape {
-            bail!("sink_attention: {name} has shape {dims:?}, expected {shape:?}; give tensors of one batch");
-        }
-        if self.dtype != dtype {
-            let was = self.dtype;
-            bail!(
-                "sink_attention: {name} {dims:?} is {was:?}, expected {dtype:?} on a GPU; call to_dtype first"
-            );
-        }
-        if !layout.is_contiguous() {
-            let strides = layout.stride();
-            bail!(
-                "sink_attention: {name} {dims:?} with strides {strides:?} is not contiguous; call contiguous() first"
-            );
-        }
-        // 16 bytes, what a copy moves; the kernels' f32 arguments are read one by one.
-        if dtype == DType::BF16 && layout.start_offset() % 8 != 0 {
-            let offset = layout.start_offset();
-            bail!(
-                "sink_attention: {name} {dims:?} starts {offset} elements into its storage, no multiple of 8; call copy() \
-                 first"
-            );
-        }
-        Ok(())
-    }
 }
 
 /// The sequences of a launch: `queries[s]` new tokens at the end of `keys[s]` positions.

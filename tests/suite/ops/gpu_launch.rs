@@ -3,8 +3,9 @@
 
 use candle_core::{DType, Device, Tensor};
 use rloss::ops::SequenceRows;
+use rloss::ops::argument::Argument;
 use rloss::ops::sink_attention::kernels::{self, ChunkTile, Tile};
-use rloss::ops::sink_attention::plan::{Argument, LaunchSequences, check_attention, check_device};
+use rloss::ops::sink_attention::plan::{LaunchSequences, check_attention, check_device};
 use rloss::ops::sink_attention::{Attention, sink_attention};
 
 fn header() -> String {
@@ -180,7 +181,8 @@ fn sizes_that_the_kernels_do_not_know_are_refused() {
 fn tensors_that_do_not_fit_are_refused_with_shape_and_remedy() {
     let tensor = Tensor::zeros((6, 4, 64), DType::BF16, &Device::Cpu).unwrap();
     let check = |tensor: &Tensor, dtype, shape: &[usize]| {
-        Argument { name: "q", dtype: tensor.dtype(), layout: tensor.layout() }.check(dtype, shape)
+        Argument { op: "sink_attention", name: "q", dtype: tensor.dtype(), layout: tensor.layout() }
+            .check(dtype, shape)
     };
     assert!(check(&tensor, DType::BF16, &[6, 4, 64]).is_ok());
     // A part of the rows begins 16-byte aligned.

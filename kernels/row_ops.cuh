@@ -1,0 +1,50 @@
+// Parameters of the ops whose rows do not meet, and what their kernels share. The formulas are in src/ops.
+#pragma once
+
+#include "primitives.cuh"
+
+// src/ops/swiglu.rs.
+struct Swiglu {
+  const bf16* x;   // [pairs, 2]: gate, up
+  const bf16* dy;  // [pairs]; null in the forward
+  bf16* out;       // y [pairs], or dx [pairs, 2]
+  int64_t pairs;
+  float limit;
+  float alpha;
+};
+
+// src/ops/rms_norm.rs; `width` is a multiple of 8.
+struct RmsNorm {
+  const bf16* x;        // [rows, width]
+  const float* weight;  // [width]
+  const bf16* dy;       // [rows, width]; null in the forward
+  bf16* out;            // y or dx, [rows, width]
+  float* inverse_rms;   // [rows], for the weight's gradient; null in the forward
+  int32_t width;
+  float eps;
+};
+
+// The weight's gradient: first over chunks of rows, then over the chunks.
+struct RmsNormWeight {
+  const bf16* x;             // [rows, width]
+  const bf16* dy;            // [rows, width]
+  const float* inverse_rms;  // [rows]
+  float* parts;              // [chunks, width]
+  float* dweight;            // [width]
+  int64_t rows;
+  int32_t width;
+};
+
+namespace row_ops {
+
+constexpr int vector = 8;                // bf16 in 16 bytes
+constexpr int swiglu_threads = 256;      // of eight pairs each
+constexpr int rms_norm_threads = 128;    // a row
+constexpr int rms_norm_shared_bytes = 2 * rms_norm_threads / 32 * 4;  // two sums a warp
+constexpr int weight_threads = 128;      // of two columns each
+constexpr int weight_rows = 64;          // a chunk
+
+PRIMITIVE float low(uint32_t pair) { return __uint_as_float(pair << 16); }
+PRIMITIVE float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+}  // namespace row_ops

@@ -1,0 +1,135 @@
+//! The ops whose rows do not meet, on a GPU or the emulated driver, against the CPU's on the same numbers.
+
+use super::{open, rms_norm_backward, swiglu_backward};
+use crate::ops;
+use candle_core::{DType, Device, Tensor, Var};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+/// Numbers that bf16 holds, f32 on the CPU.
+fn numbers(seed: u64, rows: usize, width: usize, size: f32) -> Tensor {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let values: Vec<f32> = (0..rows * width).map(|_| size * rng.random_range(-3.0f32..3.0)).collect();
+    let values = Tensor::from_vec(values, (rows, width), &Device::Cpu).unwrap();
+    values.to_dtype(DType::BF16).unwrap().to_dtype(DType::F32).unwrap()
+}
+
+fn up(x: &Tensor, gpu: &Device) -> Tensor {
+    x.to_dtype(DType::BF16).unwrap().to_device(gpu).unwrap()
+}
+
+fn floats(x: &Tensor) -> Vec<f32> {
+    let x = x.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
+    x.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Every value within twice what rounding to bf16 makes of it, and `floor`.
+fn assert_rounded(got: &Tensor, exact: &Tensor, floor: f32) {
+    assert_eq!(got.dims(), exact.dims());
+    for (i, (got, exact)) in floats(got).into_iter().zip(floats(exact)).enumerate() {
+        assert!((got - exact).abs() <= exact.abs() / 128.0 + floor, "element {i}: {got}, exactly {exact}");
+    }
+}
+
+/// What the CPU's op gives for `inputs`, and their gradients for `dy`.
+fn on_cpu(
+    inputs: &[&Tensor],
+    dy: &Tensor,
+    op: impl Fn(&[&Tensor]) -> candle_core::Result<Tensor>,
+) -> (Tensor, Vec<Tensor>) {
+    let vars: Vec<Var> = inputs.iter().map(|x| Var::from_tensor(x).unwrap()).collect();
+    let y = op(&vars.iter().map(Var::as_tensor).collect::<Vec<_>>()).unwrap();
+    let gradients = ops::upstream(&y, dy).unwrap().backward().unwrap();
+    (y.detach(), vars.iter().map(|var| gradients.get(var).unwrap().clone()).collect())
+}
+
+#[test]
+fn swiglu_gives_the_cpus_values_and_gradient() {
+    let gpu = open(0).unwrap();
+    for (rows, width) in [(1, 2), (3, 10), (67, 48)] {
+        let (x, dy) = (numbers(1, rows, width, 4.0), numbers(2, rows, width / 2, 1.0));
+        let (y, dx) = on_cpu(&[&x], &dy, |x| ops::swiglu(x[0], 7.0, 1.702));
+        let x = up(&x, &gpu);
+        assert_rounded(&ops::swiglu(&x, 7.0, 1.702).unwrap(), &y, 1e-6);
+        assert_rounded(&swiglu_backward(&x, &up(&dy, &gpu), 7.0, 1.702).unwrap(), &dx[0], 1e-6);
+    }
+}
+
+#[test]
+fn rms_norm_gives_the_cpus_values_and_gradients() {
+    let gpu = open(0).unwrap();
+    for (rows, width) in [(1, 8), (3, 64), (130, 264)] {
+        let (x, dy, weight) =
+            (numbers(3, rows, width, 1.0), numbers(4, rows, width, 1.0), numbers(5, 1, width, 1.0));
+        let weight = weight.flatten_all().unwrap();
+        let (y, gradients) = on_cpu(&[&x, &weight], &dy, |x| ops::rms_norm(x[0], x[1], 1e-5));
+        let (x, dy, weight) = (up(&x, &gpu), up(&dy, &gpu), weight.to_device(&gpu).unwrap());
+        assert_rounded(&ops::rms_norm(&x, &weight, 1e-5).unwrap(), &y, 1e-6);
+        let (dx, dweight) = rms_norm_backward([&x, &weight, &dy], 1e-5, true).unwrap();
+        assert_rounded(&dx, &gradients[0], 1e-5);
+        // The weight's gradient stays in f32.
+        let (dweight, exact) = (floats(&dweight.unwrap()), floats(&gradients[1]));
+        let size = exact.iter().fold(0f32, |size, x| size.max(x.abs()));
+        assert!(dweight.iter().zip(&exact).all(|(a, b)| (a - b).abs() <= 1e-5 * size), "{dweight:?}");
+        assert!(rms_norm_backward([&x, &weight, &dy], 1e-5, false).unwrap().1.is_none());
+    }
+}
+
+#[test]
+fn a_row_alone_has_the_bits_it_has_in_a_batch() {
+    let gpu = open(0).unwrap();
+    let weight = Tensor::ones(264, DType::F32, &gpu).unwrap();
+    let x = numbers(6, 9, 264, 1.0);
+    let of = |x: &Tensor| {
+        let x = up(x, &gpu);
+        [floats(&ops::rms_norm(&x, &weight, 1e-5).unwrap()), floats(&ops::swiglu(&x, 7.0, 1.702).unwrap())]
+    };
+    let all = of(&x);
+    for row in 0..9 {
+        for (all, alone) in all.iter().zip(of(&x.narrow(0, row, 1).unwrap())) {
+            assert_eq!(&all[row * alone.len()..(row + 1) * alone.len()], alone);
+        }
+    }
+}
+
+#[test]
+fn gradients_pass_through_a_graph() {
+    let gpu = open(0).unwrap();
+    let x = Var::from_tensor(&up(&numbers(7, 5, 16, 1.0), &gpu)).unwrap();
+    let weight = Var::from_tensor(&Tensor::ones(16, DType::F32, &gpu).unwrap()).unwrap();
+    let normed = ops::rms_norm(&x, &weight, 1e-5).unwrap();
+    let gradients = ops::swiglu(&normed, 7.0, 1.702).unwrap().backward().unwrap();
+    let ones = Tensor::ones((5, 8), DType::BF16, &gpu).unwrap();
+    let dnormed = swiglu_backward(&normed, &ones, 7.0, 1.702).unwrap();
+    let (dx, dweight) = rms_norm_backward([&x, &weight, &dnormed], 1e-5, true).unwrap();
+    assert_eq!(floats(gradients.get(&x).unwrap()), floats(&dx));
+    assert_eq!(floats(gradients.get(&weight).unwrap()), floats(&dweight.unwrap()));
+}
+
+#[test]
+fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
+    let gpu = open(0).unwrap();
+    let empty = Tensor::zeros((0, 16), DType::BF16, &gpu).unwrap();
+    let weight = Tensor::ones(16, DType::F32, &gpu).unwrap();
+    assert_eq!(ops::swiglu(&empty, 7.0, 1.702).unwrap().dims(), [0, 8]);
+    assert_eq!(ops::rms_norm(&empty, &weight, 1e-5).unwrap().dims(), [0, 16]);
+    let grad = Tensor::zeros((0, 8), DType::BF16, &gpu).unwrap();
+    assert_eq!(swiglu_backward(&empty, &grad, 7.0, 1.702).unwrap().dims(), [0, 16]);
+    let (dx, dweight) = rms_norm_backward([&empty, &weight, &empty], 1e-5, true).unwrap();
+    assert_eq!((dx.dims(), floats(&dweight.unwrap())), (&[0, 16][..], vec![0.0; 16]));
+
+    let refused = |error: candle_core::Result<Tensor>, text: &str| {
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains(text), "{error}");
+    };
+    let single = Tensor::zeros((2, 16), DType::F32, &gpu).unwrap();
+    refused(ops::swiglu(&single, 7.0, 1.702), "swiglu: x [2, 16] is F32, expected BF16 on a GPU");
+    let turned = Tensor::zeros((16, 4), DType::BF16, &gpu).unwrap().t().unwrap();
+    refused(ops::swiglu(&turned, 7.0, 1.702), "is not contiguous");
+    let odd = Tensor::zeros((2, 12), DType::BF16, &gpu).unwrap();
+    let weight = Tensor::ones(12, DType::F32, &gpu).unwrap();
+    refused(
+        ops::rms_norm(&odd, &weight, 1e-5),
+        "rows of 12 on a GPU; take a hidden size that is a multiple of 8",
+    );
+}

@@ -1,0 +1,150 @@
+//! Root-mean-square norm on the GPU: `x [T, H]` in bf16, `w [H]` in f32.
+
+use super::arguments::{Op, tensor};
+use super::launch::{Addresses, launch};
+use crate::ops::sink_attention::kernels::Kernel;
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::CudaStorage;
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
+use candle_core::{DType, Layout, Result, Shape, Tensor, bail};
+use half::bf16;
+
+const OP: Op = Op("rms_norm");
+/// Two sums a warp.
+const SHARED_BYTES: usize = 2 * 128 / 32 * size_of::<f32>();
+const FORWARD: Kernel =
+    Kernel { function: "rms_norm_forward", file: "rms_norm", threads: 128, shared_bytes: SHARED_BYTES };
+const BACKWARD: Kernel = Kernel { function: "rms_norm_backward", ..FORWARD };
+const WEIGHT: Kernel = Kernel { function: "rms_norm_weight", shared_bytes: 0, ..FORWARD };
+const WEIGHT_SUM: Kernel = Kernel { function: "rms_norm_weight_sum", ..WEIGHT };
+/// Elements that a thread takes at a time.
+const VECTOR: usize = 8;
+/// Rows whose part of the weight's gradient one block adds up.
+const CHUNK_ROWS: usize = 64;
+
+/// `RmsNorm` of `kernels/row_ops.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Params {
+    x: u64,
+    weight: u64,
+    dy: u64,
+    out: u64,
+    inverse_rms: u64,
+    width: i32,
+    eps: f32,
+}
+
+/// `RmsNormWeight` there.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct WeightParams {
+    x: u64,
+    dy: u64,
+    inverse_rms: u64,
+    parts: u64,
+    dweight: u64,
+    rows: i64,
+    width: i32,
+}
+
+// SAFETY: plain numbers, laid out as the kernels' structs.
+unsafe impl DeviceRepr for Params {}
+// SAFETY: likewise.
+unsafe impl DeviceRepr for WeightParams {}
+
+fn check_width(width: usize) -> Result<()> {
+    if width == 0 || !width.is_multiple_of(VECTOR) || width > i32::MAX as usize {
+        bail!("rms_norm: rows of {width} on a GPU; take a hidden size that is a multiple of {VECTOR}");
+    }
+    Ok(())
+}
+
+/// `y`.
+pub(in crate::ops) fn rms_norm_forward(
+    x: (&CudaStorage, &Layout),
+    weight: (&CudaStorage, &Layout),
+    eps: f32,
+) -> Result<(CudaStorage, Shape)> {
+    let (rows, width) = x.1.shape().dims2()?;
+    OP.check("x", x, DType::BF16, &[rows, width])?;
+    OP.check("the weight", weight, DType::F32, &[width])?;
+    check_width(width)?;
+    let device = x.0.device();
+    let (xs, weights) = (OP.view::<bf16>(x.0, x.1)?, OP.view::<f32>(weight.0, weight.1)?);
+    let mut out = device.alloc_zeros::<bf16>(rows * width)?;
+    if rows > 0 {
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let params = Params {
+            x: at.read(&xs),
+            weight: at.read(&weights),
+            dy: 0,
+            out: at.write(&mut out),
+            inverse_rms: 0,
+            width: width as i32,
+            eps,
+        };
+        // SAFETY: all live past the launch, and a block stays in its row.
+        unsafe { launch(device, &FORWARD, &params, rows)? };
+    }
+    Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((rows, width))))
+}
+
+/// The gradients of `x`, and of the weight where it learns, from that of `y`.
+pub(in crate::ops) fn rms_norm_backward(
+    [x, weight, dy]: [&Tensor; 3],
+    eps: f32,
+    weight_learns: bool,
+) -> Result<(Tensor, Option<Tensor>)> {
+    let (rows, width) = x.dims2()?;
+    let opened = [x, weight, dy].map(Tensor::storage_and_layout);
+    let x = OP.on_gpu("x", &opened[0], DType::BF16, &[rows, width])?;
+    let weight = OP.on_gpu("the weight", &opened[1], DType::F32, &[width])?;
+    let dy = OP.on_gpu("the output's gradient", &opened[2], DType::BF16, &[rows, width])?;
+    check_width(width)?;
+    let device = x.0.device();
+    let (x, dy) = (OP.view::<bf16>(x.0, x.1)?, OP.view::<bf16>(dy.0, dy.1)?);
+    let weight = OP.view::<f32>(weight.0, weight.1)?;
+    let mut dx = device.alloc_zeros::<bf16>(rows * width)?;
+    let mut dweight = device.alloc_zeros::<f32>(if weight_learns { width } else { 0 })?;
+    if rows > 0 {
+        let stream = device.cuda_stream();
+        let mut inverse_rms = device.alloc_zeros::<f32>(rows)?;
+        let mut at = Addresses::new(&stream);
+        let params = Params {
+            x: at.read(&x),
+            weight: at.read(&weight),
+            dy: at.read(&dy),
+            out: at.write(&mut dx),
+            inverse_rms: at.write(&mut inverse_rms),
+            width: width as i32,
+            eps,
+        };
+        // SAFETY: all live past the launch, and a block stays in its row.
+        unsafe { launch(device, &BACKWARD, &params, rows)? };
+        drop(at);
+        if weight_learns {
+            let chunks = rows.div_ceil(CHUNK_ROWS);
+            let mut parts = device.alloc_zeros::<f32>(chunks * width)?;
+            let mut at = Addresses::new(&stream);
+            let params = WeightParams {
+                x: at.read(&x),
+                dy: at.read(&dy),
+                inverse_rms: at.read(&inverse_rms),
+                parts: at.write(&mut parts),
+                dweight: at.write(&mut dweight),
+                rows: rows as i64,
+                width: width as i32,
+            };
+            let column_blocks = (width / 2).div_ceil(WEIGHT.threads);
+            // SAFETY: all live past both launches; the first fills `parts`, which the second reads.
+            unsafe {
+                launch(device, &WEIGHT, &params, chunks * column_blocks)?;
+                launch(device, &WEIGHT_SUM, &params, width.div_ceil(WEIGHT_SUM.threads))?;
+            }
+        }
+    }
+    let dweight = weight_learns.then(|| tensor(dweight, device, width));
+    Ok((tensor(dx, device, (rows, width)), dweight))
+}

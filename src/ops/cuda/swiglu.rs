@@ -1,0 +1,85 @@
+//! GPT-OSS's gated unit on the GPU: `x [R, 2I]` and `y [R, I]` in bf16.
+
+use super::arguments::{Op, tensor};
+use super::launch::{Addresses, launch};
+use crate::ops::sink_attention::kernels::Kernel;
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DeviceRepr};
+use candle_core::cuda_backend::{CudaDevice, CudaStorage};
+use candle_core::{DType, Layout, Result, Shape, Tensor};
+use half::bf16;
+
+const OP: Op = Op("swiglu");
+const FORWARD: Kernel = Kernel { function: "swiglu_forward", file: "swiglu", threads: 256, shared_bytes: 0 };
+const BACKWARD: Kernel = Kernel { function: "swiglu_backward", ..FORWARD };
+/// Pairs that a thread takes.
+const VECTOR: usize = 8;
+
+/// `Swiglu` of `kernels/row_ops.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Params {
+    x: u64,
+    dy: u64,
+    out: u64,
+    pairs: i64,
+    limit: f32,
+    alpha: f32,
+}
+
+// SAFETY: plain numbers, laid out as the kernel's struct.
+unsafe impl DeviceRepr for Params {}
+
+/// Runs `kernel` on all pairs; it writes `out_elements`.
+fn run(
+    kernel: &Kernel,
+    device: &CudaDevice,
+    x: &CudaView<bf16>,
+    dy: Option<&CudaView<bf16>>,
+    out_elements: usize,
+    (limit, alpha): (f32, f32),
+) -> Result<CudaSlice<bf16>> {
+    let mut out = device.alloc_zeros::<bf16>(out_elements)?;
+    let pairs = x.len() / 2;
+    if pairs > 0 {
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let params = Params {
+            x: at.read(x),
+            dy: dy.map_or(0, |dy| at.read(dy)),
+            out: at.write(&mut out),
+            pairs: pairs as i64,
+            limit,
+            alpha,
+        };
+        // SAFETY: all live past the launch; `x` holds the pairs, `dy` one number each, `out` one or two.
+        unsafe { launch(device, kernel, &params, pairs.div_ceil(kernel.threads * VECTOR))? };
+    }
+    Ok(out)
+}
+
+/// `y`.
+pub(in crate::ops) fn swiglu_forward(
+    x: (&CudaStorage, &Layout),
+    limit: f32,
+    alpha: f32,
+) -> Result<(CudaStorage, Shape)> {
+    let (rows, width) = x.1.shape().dims2()?;
+    OP.check("x", x, DType::BF16, &[rows, width])?;
+    let device = x.0.device();
+    let half = width / 2;
+    let out = run(&FORWARD, device, &OP.view(x.0, x.1)?, None, rows * half, (limit, alpha))?;
+    Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((rows, half))))
+}
+
+/// The gradient of `x` from that of `y`.
+pub(in crate::ops) fn swiglu_backward(x: &Tensor, dy: &Tensor, limit: f32, alpha: f32) -> Result<Tensor> {
+    let (rows, width) = x.dims2()?;
+    let opened = [x, dy].map(Tensor::storage_and_layout);
+    let x = OP.on_gpu("x", &opened[0], DType::BF16, &[rows, width])?;
+    let dy = OP.on_gpu("the output's gradient", &opened[1], DType::BF16, &[rows, width / 2])?;
+    let device = x.0.device();
+    let (x, dy) = (OP.view(x.0, x.1)?, OP.view(dy.0, dy.1)?);
+    let dx = run(&BACKWARD, device, &x, Some(&dy), rows * width, (limit, alpha))?;
+    Ok(tensor(dx, device, (rows, width)))
+}

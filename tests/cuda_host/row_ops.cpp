@@ -1,0 +1,193 @@
+#include "row_ops.h"
+
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <vector>
+
+#include "row_ops.cuh"
+
+// The kernels, each compiled from its own .cu.
+extern "C" {
+void swiglu_forward(Swiglu);
+void swiglu_backward(Swiglu);
+void rms_norm_forward(RmsNorm);
+void rms_norm_backward(RmsNorm);
+void rms_norm_weight(RmsNormWeight);
+void rms_norm_weight_sum(RmsNormWeight);
+}
+
+namespace suite {
+
+using cuda_host::launch, cuda_host::Options;
+namespace op = row_ops;
+
+namespace {
+
+// Times the largest error that rounding to bf16 makes of a value; in f32 sums some roundings of f32.
+constexpr double WORSE_THAN_BF16_MAX = 2, SUM_ERROR_MAX = 2e-6;
+constexpr double BF16_ROUNDING = 1.0 / 256;
+
+std::vector<bf16> numbers(size_t count, double size, unsigned seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<double> normal(0, size);
+  std::vector<bf16> x(count);
+  for (bf16& v : x) v = to_bf16(float(normal(random)));
+  return x;
+}
+
+std::string differs(const char* what, size_t at, double got, double exact) {
+  char text[160];
+  snprintf(text, sizeof text, "%s: element %zu is %.9g, exactly %.9g", what, at, got, exact);
+  return text;
+}
+
+// `got` is `exact` rounded to bf16, give or take; `floor`: what the terms of a sum may leave, of their size.
+std::string off(const char* what, const std::vector<bf16>& got, const std::vector<double>& exact, double floor = 1e-6) {
+  for (size_t i = 0; i < exact.size(); i++) {
+    const double error = std::fabs(to_float(got[i]) - exact[i]);
+    if (!(error <= WORSE_THAN_BF16_MAX * BF16_ROUNDING * std::fabs(exact[i]) + floor)) return differs(what, i, to_float(got[i]), exact[i]);
+  }
+  return "";
+}
+
+template <class T>
+std::string bits(const char* what, const T* got, const T* expected, size_t count) {
+  for (size_t i = 0; i < count; i++)
+    if (memcmp(&got[i], &expected[i], sizeof(T))) return std::string(what) + ": element " + std::to_string(i) + " has other bits";
+  return "";
+}
+
+double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
+
+struct Gated {
+  std::vector<bf16> y, dx;
+};
+
+Gated swiglu(const Options& options, const std::vector<bf16>& x, const std::vector<bf16>& dy, float limit, float alpha) {
+  const size_t pairs = dy.size();
+  Gated got = {std::vector<bf16>(pairs), std::vector<bf16>(2 * pairs)};
+  const unsigned blocks = unsigned((pairs + op::swiglu_threads * op::vector - 1) / (op::swiglu_threads * op::vector));
+  const auto run = [&](void (*kernel)(Swiglu), const bf16* dy, bf16* out) {
+    const Swiglu p = {x.data(), dy, out, int64_t(pairs), limit, alpha};
+    launch(options, blocks, op::swiglu_threads, 0, [=] { kernel(p); });
+  };
+  run(swiglu_forward, nullptr, got.y.data());
+  run(swiglu_backward, dy.data(), got.dx.data());
+  return got;
+}
+
+std::string wrong_swiglu(const Options& options, size_t pairs, double size) {
+  const float limit = 7, alpha = 1.702f;
+  std::vector<bf16> x = numbers(2 * pairs, size, 1), dy = numbers(pairs, 1, 2);
+  // On and beside the clamp, and far beyond it.
+  const float edges[] = {7, -7, 7.03125f, -7.03125f, 0, 100, -100, 3e38f, -3e38f};
+  for (size_t i = 0; i < 9 && i < pairs; i++) x[2 * i] = to_bf16(edges[i]), x[2 * (pairs - 1 - i) + 1] = to_bf16(edges[i]);
+  const Gated got = swiglu(options, x, dy, limit, alpha);
+  std::vector<double> y(pairs), dx(2 * pairs);
+  for (size_t i = 0; i < pairs; i++) {
+    const double gate = to_float(x[2 * i]), up = to_float(x[2 * i + 1]), grad = to_float(dy[i]);
+    const double g = std::fmin(gate, limit), u = std::fmax(std::fmin(up, limit), -limit), s = sigmoid(double(alpha) * g);
+    y[i] = (u + 1) * g * s;
+    dx[2 * i] = gate <= limit ? grad * (u + 1) * (s + alpha * g * s * (1 - s)) : 0;
+    dx[2 * i + 1] = std::fabs(up) <= limit ? grad * g * s : 0;
+  }
+  std::string wrong = off("swiglu, y", got.y, y);
+  if (wrong.empty()) wrong = off("swiglu, dx", got.dx, dx);
+  for (size_t i = 0; i < 2 * pairs && wrong.empty(); i++)
+    if (dx[i] == 0 && to_float(got.dx[i]) != 0) wrong = differs("swiglu, a clamped dx", i, to_float(got.dx[i]), 0);
+  // A part alone: other threads, the same bits.
+  if (wrong.empty() && pairs > 3) {
+    const Gated part = swiglu(options, {x.begin() + 6, x.end()}, {dy.begin() + 3, dy.end()}, limit, alpha);
+    wrong = bits("swiglu alone, y", part.y.data(), got.y.data() + 3, pairs - 3);
+    if (wrong.empty()) wrong = bits("swiglu alone, dx", part.dx.data(), got.dx.data() + 6, 2 * pairs - 6);
+  }
+  return wrong;
+}
+
+struct Normed {
+  std::vector<bf16> y, dx;
+  std::vector<float> dweight;
+};
+
+Normed rms_norm(const Options& options, const std::vector<bf16>& x, const std::vector<float>& weight,
+                const std::vector<bf16>& dy, float eps) {
+  const int width = int(weight.size());
+  const size_t rows = x.size() / width, chunks = (rows + op::weight_rows - 1) / op::weight_rows;
+  Normed got = {std::vector<bf16>(x.size()), std::vector<bf16>(x.size()), std::vector<float>(width)};
+  std::vector<float> inverse_rms(rows), parts(chunks * width);
+  const auto run = [&](void (*kernel)(RmsNorm), const bf16* dy, bf16* out, float* inverse) {
+    const RmsNorm p = {x.data(), weight.data(), dy, out, inverse, width, eps};
+    launch(options, unsigned(rows), op::rms_norm_threads, op::rms_norm_shared_bytes, [=] { kernel(p); });
+  };
+  run(rms_norm_forward, nullptr, got.y.data(), nullptr);
+  run(rms_norm_backward, dy.data(), got.dx.data(), inverse_rms.data());
+  const RmsNormWeight p = {x.data(), dy.data(), inverse_rms.data(), parts.data(), got.dweight.data(), int64_t(rows), width};
+  const unsigned columns = unsigned((width / 2 + op::weight_threads - 1) / op::weight_threads);
+  launch(options, unsigned(chunks) * columns, op::weight_threads, 0, [=] { rms_norm_weight(p); });
+  launch(options, unsigned((width + op::weight_threads - 1) / op::weight_threads), op::weight_threads, 0,
+         [=] { rms_norm_weight_sum(p); });
+  return got;
+}
+
+std::string wrong_rms_norm(const Options& options, size_t rows, int width, double size, float eps) {
+  const std::vector<bf16> x = numbers(rows * width, size, 3), dy = numbers(rows * width, 1, 4);
+  std::vector<float> weight(width);
+  for (int i = 0; i < width; i++) weight[i] = 0.5f + to_float(numbers(1, 1, 5 + i)[0]);
+  const Normed got = rms_norm(options, x, weight, dy, eps);
+  std::vector<double> y(x.size()), dx(x.size()), dweight(width), terms(width);
+  for (size_t row = 0; row < rows; row++) {
+    double squares = 0, dot = 0;
+    for (int i = 0; i < width; i++) {
+      const double v = to_float(x[row * width + i]);
+      squares += v * v;
+      dot += to_float(dy[row * width + i]) * weight[i] * v;
+    }
+    const double r = 1 / std::sqrt(squares / width + eps);
+    for (int i = 0; i < width; i++) {
+      const size_t at = row * width + i;
+      const double v = to_float(x[at]), grad = to_float(dy[at]);
+      y[at] = v * r * weight[i];
+      dx[at] = r * grad * weight[i] - v * r * r * r * dot / width;
+      dweight[i] += grad * v * r;
+      terms[i] += std::fabs(grad * v * r);
+    }
+  }
+  std::string wrong = off("rms_norm, y", got.y, y);
+  if (wrong.empty()) wrong = off("rms_norm, dx", got.dx, dx, 1e-5 / (size + std::sqrt(eps)));
+  for (int i = 0; i < width && wrong.empty(); i++)
+    if (!(std::fabs(got.dweight[i] - dweight[i]) <= SUM_ERROR_MAX * terms[i] + 1e-30))
+      wrong = differs("rms_norm, dweight", i, got.dweight[i], dweight[i]);
+  // The last row alone.
+  if (wrong.empty() && rows > 1) {
+    const size_t at = (rows - 1) * width;
+    const Normed one = rms_norm(options, {x.begin() + at, x.end()}, weight, {dy.begin() + at, dy.end()}, eps);
+    wrong = bits("rms_norm alone, y", one.y.data(), got.y.data() + at, width);
+    if (wrong.empty()) wrong = bits("rms_norm alone, dx", one.dx.data(), got.dx.data() + at, width);
+  }
+  // Another schedule: the same bits.
+  if (wrong.empty()) {
+    Options other = options;
+    other.schedule = cuda_host::Schedule::newest_first;
+    wrong = bits("rms_norm on another schedule, dweight", rms_norm(other, x, weight, dy, eps).dweight.data(), got.dweight.data(), width);
+  }
+  return wrong;
+}
+
+}  // namespace
+
+std::string wrong_row_op(const Options& options, bool small) {
+  std::string wrong;
+  for (const size_t pairs : {size_t(1), size_t(7), size_t(32), size_t(1003), size_t(small ? 2049 : 30000)})
+    for (const double size : {1.0, 6.0})
+      if (wrong.empty()) wrong = wrong_swiglu(options, pairs, size);
+  struct Case { size_t rows; int width; double size; float eps; };
+  const std::vector<Case> cases = {{1, 8, 1, 1e-5f},   {3, 64, 1, 1e-5f},      {67, 200, 1e-3, 1e-5f},
+                                   {130, 264, 10, 0},  {2, small ? 1032 : 2880, 1, 1e-6f}};
+  for (const Case& c : cases)
+    if (wrong.empty()) wrong = wrong_rms_norm(options, c.rows, c.width, c.size, c.eps);
+  return wrong;
+}
+
+}  // namespace suite
