@@ -55,6 +55,22 @@ fn harmony_preamble(harmony: &recipe::Harmony, uses_python: bool) -> Vec<Message
     messages
 }
 
+/// Refuses a prompt that cannot have as few as `tokens_max` tokens by its bytes alone: a text of megabytes would take seconds to
+/// tokenise, only to be refused.
+///
+/// # Errors
+/// [`crate::error::BadInput`] naming the problem.
+pub fn refuse_by_size(chat: &Chat, messages: &[Message], tokens_max: usize, problem: &str) -> Result<()> {
+    let bytes: usize = messages.iter().map(|message| message.content.len()).sum();
+    if !chat.vocabulary().may_fit(bytes, tokens_max) {
+        return Err(bad_input!(
+            "problem {problem}: its prompt has {bytes} bytes, more than rollout.prompt_tokens_max = {tokens_max} tokens can hold; \
+             leave the problem out"
+        ));
+    }
+    Ok(())
+}
+
 /// A prompt as the engine takes it.
 pub(super) struct Rendered<'a> {
     pub index: u64,
@@ -68,16 +84,8 @@ impl Rollout<'_> {
         let problem = &prompt.problem;
         let mut messages = self.settings.preamble.clone();
         messages.extend_from_slice(&problem.messages);
-        let bytes: usize = messages.iter().map(|message| message.content.len()).sum();
         let allowed = self.settings.prompt_tokens_max;
-        // A text of megabytes would take seconds to tokenise, only to be refused.
-        if !self.chat.vocabulary().may_fit(bytes, allowed) {
-            return Err(bad_input!(
-                "problem {}: its prompt has {bytes} bytes, more than rollout.prompt_tokens_max = {allowed} tokens can hold; \
-                 leave the problem out",
-                problem.id
-            ));
-        }
+        refuse_by_size(self.chat, &messages, allowed, &problem.id)?;
         let tokens = self.chat.prompt(&messages).with_context(|| format!("problem {}", problem.id))?;
         let n = tokens.len();
         // What the recipe puts in front may be what is too much.

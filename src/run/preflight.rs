@@ -21,7 +21,7 @@ use crate::model::split_rows::heads_split;
 use crate::ops::mxfp4;
 use crate::ops::threads::Threads;
 use crate::recipe::{InterpreterKind, Plan, Recipe, SavedDtype};
-use crate::rollout::preamble;
+use crate::rollout::{preamble, refuse_by_size};
 use crate::tasks::{Problem, Task, TaskSettings};
 use anyhow::Result;
 use std::collections::HashMap;
@@ -148,9 +148,11 @@ impl Preflight {
     /// The prompt of `problem` as the model reads it, and its length in tokens.
     ///
     /// # Errors
-    /// When the tokenizer cannot write it.
+    /// When the tokenizer cannot write it; [`crate::error::BadInput`] for one that is far too long.
     pub fn prompt(&self, problem: &Problem) -> Result<(String, usize)> {
         let messages = [&self.preamble[..], &problem.messages].concat();
+        let allowed = self.plan.recipe.rollout.prompt_tokens_max;
+        refuse_by_size(&self.source.chat, &messages, allowed, &problem.id)?;
         let tokens = self.source.chat.prompt(&messages)?;
         Ok((self.source.chat.vocabulary().decode(&tokens), tokens.len()))
     }

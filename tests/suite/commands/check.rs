@@ -136,3 +136,15 @@ fn a_task_program_that_hangs_dies_or_prints_garbage_is_named_at_whatever_it_was_
         }
     }
 }
+
+/// It was tokenised whole before it was refused.
+#[test]
+fn a_prompt_of_megabytes_is_refused_by_its_size() {
+    let folder = TempDir::new().unwrap();
+    let long = "print(json.dumps({'prompt': 'x' * 12_000_000, 'answer': 'it'}), flush=True); continue";
+    let recipe = task_program(&folder, "problem", long);
+    let output = output(rloss().current_dir(folder.path()).arg("check").arg(recipe));
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(2), "{text}");
+    assert!(text.contains("its prompt has 12000000 bytes"), "{text}");
+}
