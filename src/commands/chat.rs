@@ -42,6 +42,11 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
     let console = Console::plain();
     let bench = Workbench::open(plan, Intent::Rollout, &console)?;
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+    if bench.recipe().model.path.is_none() {
+        console.print(
+            "warning: this recipe's model is drawn at random and has learned nothing; name a run's folder",
+        );
+    }
     if let Some(confinement) = bench.confinement() {
         console.print(&format!("the Python tool: {confinement}"));
     }

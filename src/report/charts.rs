@@ -16,7 +16,8 @@ pub(super) struct Section {
     /// Shown closed.
     folded: bool,
     charts: Vec<Chart>,
-    /// Charts of which every line is exactly 0 at every step: one line stands for them, and they are shown closed.
+    /// Charts of which every line is exactly 0 at every step, where that is no alarm: one line stands for them, and they are shown
+    /// closed.
     zeros: Vec<Chart>,
     /// Titles of charts that no run has values for.
     absent: Vec<&'static str>,
@@ -91,6 +92,11 @@ const SPECS: [Spec; 20] = {
     ]
 };
 
+/// Whether a metric that is 0 at every step says that nothing was learned.
+fn is_alarm_at_zero(metric: &str) -> bool {
+    is_held_out(metric) || metric.ends_with("rewards/mean") || metric.ends_with("grad_norm")
+}
+
 /// The page's sections, and the numbers that its script reads values from under the pointer.
 pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
     let mut shown: BTreeSet<(Phase, String)> = BTreeSet::new();
@@ -131,7 +137,9 @@ pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
     sections.push(others);
     sections.retain(|section| !section.charts.is_empty());
     for section in &mut sections {
-        let (zeros, charts) = std::mem::take(&mut section.charts).into_iter().partition(|c| c.plot.is_zero());
+        let (zeros, charts) = std::mem::take(&mut section.charts)
+            .into_iter()
+            .partition(|c| c.plot.is_zero() && !is_alarm_at_zero(&c.metric));
         (section.zeros, section.charts) = (zeros, charts);
     }
     let data = number(&mut sections);

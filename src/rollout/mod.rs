@@ -17,7 +17,7 @@ pub mod stored;
 pub use crate::ops::logits::Sampling;
 pub use engine::FORWARD_TOKENS_MAX;
 pub use metrics::metrics;
-pub use prompt::{Prompt, preamble, refuse_by_size};
+pub use prompt::{Prompt, PromptLimits, preamble};
 pub use queue::Observer;
 pub use sampler::{SampledPlace, TokenSource};
 pub use settings::RolloutSettings;

@@ -55,20 +55,60 @@ fn harmony_preamble(harmony: &recipe::Harmony, uses_python: bool) -> Vec<Message
     messages
 }
 
-/// Refuses a prompt that cannot have as few as `tokens_max` tokens by its bytes alone: a text of megabytes would take seconds to
-/// tokenise, only to be refused.
-///
-/// # Errors
-/// [`crate::error::BadInput`] naming the problem.
-pub fn refuse_by_size(chat: &Chat, messages: &[Message], tokens_max: usize, problem: &str) -> Result<()> {
-    let bytes: usize = messages.iter().map(|message| message.content.len()).sum();
-    if !chat.vocabulary().may_fit(bytes, tokens_max) {
-        return Err(bad_input!(
-            "problem {problem}: its prompt has {bytes} bytes, more than rollout.prompt_tokens_max = {tokens_max} tokens can hold; \
-             leave the problem out"
-        ));
+/// What a prompt must keep to.
+pub struct PromptLimits<'a> {
+    pub chat: &'a Chat,
+    /// What stands in front of every problem.
+    pub preamble: &'a [Message],
+    /// `rollout.prompt_tokens_max`.
+    pub prompt_tokens_max: usize,
+    pub context_tokens_max: usize,
+}
+
+impl PromptLimits<'_> {
+    /// The conversation so far and the assistant's opening.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem; when the tokenizer cannot write it.
+    pub fn tokens(&self, problem: &Problem) -> Result<Vec<u32>> {
+        let messages = [self.preamble, &problem.messages].concat();
+        let bytes: usize = messages.iter().map(|message| message.content.len()).sum();
+        let (id, allowed, context) = (&problem.id, self.prompt_tokens_max, self.context_tokens_max);
+        // A text of megabytes would take seconds to tokenise, only to be refused.
+        if !self.chat.vocabulary().may_fit(bytes, allowed) {
+            return Err(bad_input!(
+                "problem {id}: its prompt has {bytes} bytes, more than rollout.prompt_tokens_max = {allowed} tokens can hold; \
+                 leave the problem out"
+            ));
+        }
+        let tokens = self.chat.prompt(&messages).with_context(|| format!("problem {id}"))?;
+        let n = tokens.len();
+        if n > allowed {
+            return Err(bad_input!(
+                "problem {id}: its prompt has {n} tokens{}; more than rollout.prompt_tokens_max = {allowed}: raise the key or \
+                 leave the problem out",
+                self.in_front()
+            ));
+        }
+        if n >= context {
+            return Err(bad_input!(
+                "problem {id}: its prompt has {n} tokens{}; no room is left in the model's context of {context}: leave the problem \
+                 out or take a model with a longer context",
+                self.in_front()
+            ));
+        }
+        Ok(tokens)
     }
-    Ok(())
+
+    /// What the recipe puts in front may be what is too much.
+    fn in_front(&self) -> String {
+        match self.chat.training(self.preamble).map_or(0, |rendered| rendered.tokens.len()) {
+            0 => String::new(),
+            n => format!(
+                ", {n} of them in front of the problem; [harmony] says what stands there, and system_message = false takes it away"
+            ),
+        }
+    }
 }
 
 /// A prompt as the engine takes it.
@@ -81,41 +121,14 @@ pub(super) struct Rendered<'a> {
 
 impl Rollout<'_> {
     pub(super) fn render<'p>(&self, prompt: &'p Prompt) -> Result<Rendered<'p>> {
-        let problem = &prompt.problem;
-        let mut messages = self.settings.preamble.clone();
-        messages.extend_from_slice(&problem.messages);
-        let allowed = self.settings.prompt_tokens_max;
-        refuse_by_size(self.chat, &messages, allowed, &problem.id)?;
-        let tokens = self.chat.prompt(&messages).with_context(|| format!("problem {}", problem.id))?;
-        let n = tokens.len();
-        // What the recipe puts in front may be what is too much.
-        let preamble = || {
-            let messages = &self.settings.preamble;
-            match self.chat.training(messages).map_or(0, |rendered| rendered.tokens.len()) {
-                0 => String::new(),
-                n => format!(
-                    ", {n} of them in front of the problem; [harmony] says what stands there, and system_message = false takes it away"
-                ),
-            }
+        let limits = PromptLimits {
+            chat: self.chat,
+            preamble: &self.settings.preamble,
+            prompt_tokens_max: self.settings.prompt_tokens_max,
+            context_tokens_max: self.policy.model.context_tokens_max(),
         };
-        if n > allowed {
-            return Err(bad_input!(
-                "problem {}: its prompt has {n} tokens{}; more than rollout.prompt_tokens_max = {allowed}: raise the key or \
-                 leave the problem out",
-                problem.id,
-                preamble()
-            ));
-        }
-        let context = self.policy.model.context_tokens_max();
-        if n >= context {
-            return Err(bad_input!(
-                "problem {}: its prompt has {n} tokens{}; no room is left in the model's context of {context}: leave the problem \
-                 out or take a model with a longer context",
-                problem.id,
-                preamble()
-            ));
-        }
-        Ok(Rendered { index: prompt.index, problem, tokens })
+        let problem = &prompt.problem;
+        Ok(Rendered { index: prompt.index, problem, tokens: limits.tokens(problem)? })
     }
 }
 

@@ -21,7 +21,7 @@ use crate::model::split_rows::heads_split;
 use crate::ops::mxfp4;
 use crate::ops::threads::Threads;
 use crate::recipe::{InterpreterKind, Plan, Recipe, SavedDtype};
-use crate::rollout::{preamble, refuse_by_size};
+use crate::rollout::{PromptLimits, preamble};
 use crate::tasks::{Problem, Task, TaskSettings};
 use anyhow::Result;
 use std::collections::HashMap;
@@ -148,12 +148,15 @@ impl Preflight {
     /// The prompt of `problem` as the model reads it, and its length in tokens.
     ///
     /// # Errors
-    /// When the tokenizer cannot write it; [`crate::error::BadInput`] for one that is far too long.
+    /// When the tokenizer cannot write it; [`crate::error::BadInput`] for one that is too long.
     pub fn prompt(&self, problem: &Problem) -> Result<(String, usize)> {
-        let messages = [&self.preamble[..], &problem.messages].concat();
-        let allowed = self.plan.recipe.rollout.prompt_tokens_max;
-        refuse_by_size(&self.source.chat, &messages, allowed, &problem.id)?;
-        let tokens = self.source.chat.prompt(&messages)?;
+        let limits = PromptLimits {
+            chat: &self.source.chat,
+            preamble: &self.preamble,
+            prompt_tokens_max: self.plan.recipe.rollout.prompt_tokens_max,
+            context_tokens_max: self.source.config.max_position_embeddings,
+        };
+        let tokens = limits.tokens(problem)?;
         Ok((self.source.chat.vocabulary().decode(&tokens), tokens.len()))
     }
 

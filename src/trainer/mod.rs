@@ -159,9 +159,10 @@ impl Trainer {
                 recipe.cold_start.steps.saturating_sub(cold_done),
                 recipe.cold_start.batch_size as f64,
             ),
-            // Sampling and training on a conversation take the work of several demonstrations.
-            ("rl", steps.saturating_sub(rl_done), 3.0 * sampled as f64),
-            ("evaluation", evaluations, (problems * recipe.eval.samples) as f64),
+            // To sample and train on a conversation takes the work of one and a half demonstrations, to sample it a quarter's:
+            // as the quickstart takes it, until the stages' own times are known.
+            ("rl", steps.saturating_sub(rl_done), 1.5 * sampled as f64),
+            ("evaluation", evaluations, 0.25 * (problems * recipe.eval.samples) as f64),
         ]);
     }
 
@@ -316,9 +317,15 @@ impl Trainer {
         inner.finish();
         self.watch_workers(step);
         self.console.print(&format!("step {step}: {}", evaluation.summary()));
-        self.write_row(step, Phase::Eval, evaluation.metrics())?;
         let failed = evaluation.rows().filter(|row| row.trajectory.failed()).count();
         let all = evaluation.rows().count();
+        // Before anything is learned: steps would fail the same way, each after its time limits.
+        ensure!(
+            step > 0 || failed < all,
+            "every trajectory of the first evaluation failed: the task's program or the tool's workers failed each time; the \
+             first failures are told above"
+        );
+        self.write_row(step, Phase::Eval, evaluation.metrics())?;
         if failed * 2 > all {
             self.console.print(&format!(
                 "warning: evaluation after step {step}: {failed} of {all} trajectories failed, whatever the policy did: it measured little"

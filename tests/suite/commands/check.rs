@@ -148,3 +148,23 @@ fn a_prompt_of_megabytes_is_refused_by_its_size() {
     assert_eq!(output.status.code(), Some(2), "{text}");
     assert!(text.contains("its prompt has 12000000 bytes"), "{text}");
 }
+
+/// `train` refused it, `check` did not.
+#[test]
+fn a_prompt_that_train_would_refuse_is_refused() {
+    let folder = TempDir::new().unwrap();
+    let short = ["model.architecture.max_position_embeddings=20", "rollout.response_tokens_max=4"];
+    for (sets, told) in [
+        (&["rollout.prompt_tokens_max=5"][..], "more than rollout.prompt_tokens_max = 5"),
+        (&short, "no room is left in the model's context of 20"),
+    ] {
+        let recipe = task_program(&folder, "nothing", "pass");
+        let mut command = rloss();
+        command.current_dir(folder.path()).args(["check", recipe.to_str().unwrap()]);
+        sets.iter().for_each(|set| drop(command.args(["--set", set])));
+        let output = output(&mut command);
+        let text = stderr(&output);
+        assert_eq!(output.status.code(), Some(2), "{text}");
+        assert!(text.contains(told), "{text}");
+    }
+}

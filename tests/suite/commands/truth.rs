@@ -50,6 +50,24 @@ fn a_program_that_answers_wrongly_is_heard_and_a_run_that_failed_whole_exits_1()
     assert_eq!(phase(&rows(&out), "rl").filter(|row| row["trajectory/failed_fraction"] == 1).count(), 2);
 }
 
+/// All steps were made, each failing after its time limits, and the folder stood in the way of the next start.
+#[test]
+fn a_run_whose_first_evaluation_failed_whole_ends_there_and_leaves_nothing() {
+    let folder = TempDir::new().unwrap();
+    let (out, path) = (folder.path().join("run"), program(folder.path(), "{\"rewrd\": 1.0}"));
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text.replace("\"mine\"", "\"mine\", \"validation_problems\": 4")).unwrap();
+    let mut sets = on_program(&path);
+    sets.push("eval.before_training=true".to_owned());
+    let sets: Vec<&str> = sets.iter().map(String::as_str).collect();
+    let output = output(&mut small(&out, &sets));
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("error: every trajectory of the first evaluation failed"), "{text}");
+    assert!(!text.contains("step 1: "), "{text}");
+    assert!(!out.exists(), "{text}");
+}
+
 #[test]
 fn what_the_policy_does_is_no_failure() {
     let folder = TempDir::new().unwrap();
