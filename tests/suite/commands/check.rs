@@ -161,7 +161,9 @@ fn a_prompt_that_train_would_refuse_is_refused() {
         let recipe = task_program(&folder, "nothing", "pass");
         let mut command = rloss();
         command.current_dir(folder.path()).args(["check", recipe.to_str().unwrap()]);
-        sets.iter().for_each(|set| drop(command.args(["--set", set])));
+        for set in sets {
+            command.args(["--set", set]);
+        }
         let output = output(&mut command);
         let text = stderr(&output);
         assert_eq!(output.status.code(), Some(2), "{text}");
