@@ -27,6 +27,8 @@ impl KvBlock {
 #[derive(Debug, Clone)]
 pub enum KvSequence {
     Host(KvBlocks),
+    // Without feature `cuda` there are none.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     Device(KvPages),
 }
 
