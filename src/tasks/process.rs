@@ -71,25 +71,24 @@ struct Process {
 
 impl Process {
     fn start(command: &[String]) -> Result<Self> {
-        let (program, arguments) = command.split_first().context("no program to run")?;
-        let mut child = Command::new(program)
-            .args(arguments)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            // A group of its own: killed whole, and spared the terminal's Ctrl-C, which lets a step finish.
-            .process_group(0)
-            .spawn()
-            .with_context(|| format!("cannot start {program:?}"))?;
-        let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
+        let command = command.to_vec();
+        let (tell, told) = mpsc::channel();
         let (requests, inbox) = mpsc::channel::<String>();
         let (outbox, answers) = mpsc::channel();
-        let process = Self { child, requests, answers };
-        let (stdin, stdout) = stdin.zip(stdout).context("no pipes to the process")?;
+        // The process dies with the thread that started it, so that is the one that lives as long.
         std::thread::Builder::new()
             .name("task-process".into())
-            .spawn(move || converse(stdin, stdout, &inbox, &outbox))
+            .spawn(move || match spawn(&command) {
+                Ok((child, stdin, stdout)) => {
+                    if tell.send(Ok(child)).is_ok() {
+                        converse(stdin, stdout, &inbox, &outbox);
+                    }
+                }
+                Err(error) => drop(tell.send(Err(error))),
+            })
             .context("cannot start a thread")?;
-        Ok(process)
+        let child = told.recv().context("the thread of the process has ended")??;
+        Ok(Self { child, requests, answers })
     }
 
     fn ask(&mut self, request: &Value, timeout: Duration) -> Result<Value> {
@@ -122,6 +121,31 @@ impl Drop for Process {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// Starts a program that ends with the calling thread, whatever ends that one.
+fn spawn(command: &[String]) -> Result<(Child, ChildStdin, ChildStdout)> {
+    let (program, arguments) = command.split_first().context("no program to run")?;
+    let mut command = Command::new(program);
+    command
+        .args(arguments)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        // A group of its own: killed whole, and spared the terminal's Ctrl-C, which lets a step finish.
+        .process_group(0);
+    let die_with_the_thread = || {
+        // SAFETY: a plain system call.
+        match unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0) } {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        }
+    };
+    // SAFETY: between fork and exec it makes that one call and allocates nothing.
+    unsafe { command.pre_exec(die_with_the_thread) };
+    let mut child = command.spawn().with_context(|| format!("cannot start {program:?}"))?;
+    let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
+    let (stdin, stdout) = stdin.zip(stdout).context("no pipes to the process")?;
+    Ok((child, stdin, stdout))
 }
 
 /// Passes each request on and each answer back, until either side ends.

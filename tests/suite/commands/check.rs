@@ -153,10 +153,10 @@ fn a_prompt_of_megabytes_is_refused_by_its_size() {
 #[test]
 fn a_prompt_that_train_would_refuse_is_refused() {
     let folder = TempDir::new().unwrap();
-    let short = ["model.architecture.max_position_embeddings=20", "rollout.response_tokens_max=4"];
+    let short = ["model.architecture.max_position_embeddings=8", "rollout.response_tokens_max=4"];
     for (sets, told) in [
         (&["rollout.prompt_tokens_max=5"][..], "more than rollout.prompt_tokens_max = 5"),
-        (&short, "no room is left in the model's context of 20"),
+        (&short, "no room is left in the model's context of 8"),
     ] {
         let recipe = task_program(&folder, "nothing", "pass");
         let mut command = rloss();

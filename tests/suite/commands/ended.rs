@@ -190,6 +190,44 @@ fn a_second_signal_exits_at_once() {
     }
 }
 
+/// It stayed, in a group of its own, and held the terminal open.
+#[test]
+fn a_hanging_task_program_ends_with_the_run() {
+    let folder = TempDir::new().unwrap();
+    let (out, told) = (folder.path().join("run"), folder.path().join("told"));
+    let program = r#"
+import json, os, sys, time
+for line in sys.stdin:
+    ask = json.loads(line)
+    if ask["request"] == "reward":
+        with open(sys.argv[1] + ".part", "w") as file: file.write(str(os.getpid()))
+        os.rename(sys.argv[1] + ".part", sys.argv[1])
+        time.sleep(1000)
+    reply = {"name": "mine"} if ask["request"] == "describe" else {"prompt": "2 * 3?", "answer": 6}
+    print(json.dumps(reply), flush=True)
+"#;
+    std::fs::write(folder.path().join("task.py"), program).unwrap();
+    let command = format!(
+        "task.command=[\"python3\", \"{}\", \"{}\"]",
+        folder.path().join("task.py").display(),
+        told.display()
+    );
+    let sets = ["task.name=command", &command, "cold_start.steps=0", "task.command_processes=1"];
+    assert!(killed(&out, &sets, || told.exists()));
+    let process = std::fs::read_to_string(&told).unwrap();
+    let place = Path::new("/proc").join(&process);
+    // Until its new parent has looked, a process that has ended is a zombie.
+    let ended = || match std::fs::read_to_string(place.join("stat")) {
+        Ok(stat) => stat.contains(") Z "),
+        Err(_) => true,
+    };
+    let begun = std::time::Instant::now();
+    while !ended() && begun.elapsed() < Duration::from_secs(10) {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(ended(), "process {process} is still there");
+}
+
 #[test]
 fn keep_bounds_the_checkpoints() {
     let folder = TempDir::new().unwrap();
