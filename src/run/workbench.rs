@@ -56,7 +56,7 @@ impl Workbench {
     /// task's own program fails at later, is told on `console`.
     ///
     /// # Errors
-    /// [`BadInput`] with every mistake found, each with its place and remedy.
+    /// [`crate::error::BadInput`] with every mistake found, each with its place and remedy.
     pub fn open(plan: Plan, intent: Intent, console: &Console) -> Result<Self> {
         Self::open_at(plan, intent, &Mesh::single(), None, console)
     }
@@ -80,7 +80,7 @@ impl Workbench {
     /// Refuses a plan, of the same model, with keys that mean nothing to its family.
     ///
     /// # Errors
-    /// [`BadInput`] with every such key.
+    /// [`crate::error::BadInput`] with every such key.
     pub fn check_family(&self, plan: &Plan) -> Result<()> {
         let mistakes = Mistakes(foreign_keys(plan, self.model.config.family));
         if mistakes.0.is_empty() { Ok(()) } else { Err(mistakes.into_error()) }
@@ -105,7 +105,7 @@ impl Workbench {
     /// They stay on disk where they do not fit beside the model's own, which is told on `console`.
     ///
     /// # Errors
-    /// [`BadInput`] when there are none, or of another architecture.
+    /// [`crate::error::BadInput`] when there are none, or of another architecture.
     pub fn weights_of(&self, folder: &Path, console: &Console) -> Result<Parameters> {
         let source = ModelSource::from_folder(&model_folder(folder)?)?;
         let same = Config {
@@ -145,7 +145,7 @@ impl Workbench {
     /// The policy that samples for training, as the arms leave it.
     ///
     /// # Errors
-    /// [`BadInput`] when an arm does not fit the model.
+    /// [`crate::error::BadInput`] when an arm does not fit the model.
     pub fn rollout_policy(&self) -> Result<PolicyView<'_>> {
         PolicyView::rollout(&self.model, &self.parameters, &self.recipe().arms, self.recipe().train.seed)
     }
