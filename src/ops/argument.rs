@@ -5,8 +5,9 @@ use candle_core::{DType, Layout, Result, bail};
 /// A tensor as a check sees it.
 #[derive(Debug, Clone, Copy)]
 pub struct Argument<'a> {
-    /// The op's name in messages, and its own.
+    /// The op, in messages.
     pub op: &'static str,
+    /// Its own name there.
     pub name: &'a str,
     /// Its element type.
     pub dtype: DType,

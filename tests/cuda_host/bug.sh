@@ -17,6 +17,7 @@ read -r first_mode first_check first_sources <<<"${first:-plain}"
 # The family whose kernels the file is part of; shared files are tried in the first.
 case $file in
   swiglu.cu | rms_norm.cu) family=row_ops sources=$file ;;
+  row_ops.cuh) family=row_ops sources="swiglu.cu rms_norm.cu" ;;
   *hopper* | ring.cuh | warpgroup_*) family=hopper sources=$(cd ../../kernels && echo *_hopper.cu) ;;
   *) family=mma sources="sink_attention_forward.cu sink_attention_backward.cu" ;;
 esac

@@ -256,11 +256,14 @@ fn processes_of_other_recipes_programs_or_checkpoints_are_refused_with_one_messa
         let message = format!("ranks 0 and 1 have different {what}");
         assert_eq!(ended.stderr.matches(&message).count(), 1, "{}", ended.stderr);
         assert_eq!(ended.code, Some(2), "{}", ended.stderr);
+        ended
     };
+    let nothing_written = |ended: run::Done| assert!(!ended.folder.join("metrics.jsonl").exists());
     let checked =
         || Launch::command("check-mismatch", "quickstart", &["rollout.prompts_per_step=1"]).ranks(2);
     refused(checked().last_differs("train.seed=5"), "recipes");
-    refused(Launch::new("quickstart", &SHORT).ranks(2).last_differs("train.seed=5"), "recipes");
+    let train = Launch::new("quickstart", &SHORT).ranks(2);
+    nothing_written(refused(train.last_differs("train.seed=5"), "recipes"));
 
     let place = tempfile::tempdir().unwrap();
     let other = place.path().join("rloss");
@@ -270,7 +273,7 @@ fn processes_of_other_recipes_programs_or_checkpoints_are_refused_with_one_messa
     drop(bytes);
     refused(checked().last(|arguments| arguments[0] = other.display().to_string()), "programs");
     let train = Launch::new("quickstart", &SHORT).ranks(2);
-    refused(train.last(|arguments| arguments[0] = other.display().to_string()), "programs");
+    nothing_written(refused(train.last(|arguments| arguments[0] = other.display().to_string()), "programs"));
 
     // Two runs of one recipe, one of them a checkpoint behind.
     let (run, behind) = (Launch::new("quickstart", &SHORT).alone(), place.path().join("behind"));
@@ -278,8 +281,10 @@ fn processes_of_other_recipes_programs_or_checkpoints_are_refused_with_one_messa
     assert!(copied.success());
     let newest = run.checkpoints().pop().unwrap();
     std::fs::remove_dir_all(behind.join("checkpoints").join(newest)).unwrap();
+    let before = rows_with(&run, "critic/rewards/mean");
     let on = Launch::resume(&run, &["train.steps=4"]).ranks(2);
-    refused(on.last(|arguments| arguments[2..5].clone_from_slice(&other_folder(&behind))), "checkpoints");
+    let on = on.last(|arguments| arguments[2..5].clone_from_slice(&other_folder(&behind)));
+    assert_eq!(rows_with(&refused(on, "checkpoints"), "critic/rewards/mean"), before);
 }
 
 /// `rloss train FOLDER --out FOLDER`, the last three words.

@@ -42,6 +42,26 @@ fn data(page: &str) -> serde_json::Value {
     serde_json::from_str(rest.split_once("</script>").unwrap().0).unwrap()
 }
 
+/// They were folded away beside a gap of 0: a run that learned nothing looked calm.
+#[test]
+fn a_success_reward_or_gradient_of_0_is_not_folded_away() {
+    let folder = tempfile::tempdir().unwrap();
+    let learning = |step| {
+        let names = ["critic/rewards/mean", "actor/grad_norm", "mismatch/log_ppl_abs_diff_max"];
+        row(step, Phase::Rl, &names.map(|name| (name, 0.0)))
+    };
+    let held_out = |step| row(step, Phase::Eval, &[("val-core/arithmetic/acc/mean@1", 0.0)]);
+    let rows: Vec<Row> = (1..=9).map(learning).chain([0, 9].map(held_out)).collect();
+    let page = page(&[run(folder.path(), "nothing", &rows)]);
+    let folded: Vec<&str> = page
+        .split("<summary>Exactly 0 at every step: ")
+        .skip(1)
+        .filter_map(|rest| rest.split_once("</summary>"))
+        .map(|(titles, _)| titles)
+        .collect();
+    assert_eq!(folded, ["Max log-ppl gap"]);
+}
+
 fn trajectory(phase: Phase, step: u64, sample: u64, reward: f32, answer: &str) -> TrajectoryRow {
     let trajectory = Trajectory {
         step,
