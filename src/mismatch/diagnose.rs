@@ -236,13 +236,14 @@ impl Reference<'_> {
             candidate.fit.spread > HOPELESS.1 * null.fit.spread
                 && !null.yardsticks.near_bf16(&candidate.figures, HOPELESS.0)
         };
-        let mut close = Candidate::best(candidates, CLOSE_MAX)
-            .into_iter()
-            .map(|candidate| match hopeless(&candidate) {
+        let candidates = Candidate::best(candidates, CLOSE_MAX);
+        let mut close = search.each(candidates.len(), |index| {
+            let candidate = candidates[index].clone();
+            match hopeless(&candidate) {
                 true => Ok(Close::hopeless(candidate)),
                 false => self.close(search, candidate),
-            })
-            .collect::<Result<Vec<_>>>()?;
+            }
+        })?;
         // A yardstick never shrinks below that of the model as it is.
         close.iter_mut().for_each(|close| close.yardsticks.at_least(&null.yardsticks));
         close.sort_by(|a, b| b.fit.log_likelihood.total_cmp(&a.fit.log_likelihood));
