@@ -32,6 +32,7 @@ pub mod packed;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub mod pages;
 pub mod parameter;
+mod prefetch;
 pub mod product;
 pub mod rms_norm;
 pub mod rope;

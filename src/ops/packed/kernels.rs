@@ -7,6 +7,7 @@ mod lanes;
 
 use super::{COLUMNS, PackedForm};
 use crate::ops::mxfp4::{BLOCK, MAGNITUDES, scale};
+use crate::ops::prefetch::prefetch;
 use crate::ops::product::K_CHUNK;
 use lanes::Lanes;
 #[cfg(target_arch = "x86_64")]
@@ -16,7 +17,7 @@ use std::ops::Range;
 /// Vectors of columns that one pass over a panel computes together.
 const VECTORS: usize = 4;
 
-/// How far ahead of its use a panel's next line is fetched, bytes: the processor's own look-ahead ends with a page.
+/// How far ahead of its use a panel's next line is fetched, bytes.
 const FETCHED_AHEAD: usize = 2048;
 
 /// Bytes of a line of the processor's cache.
@@ -148,8 +149,8 @@ unsafe fn walk<L: Lanes>(
                 // SAFETY: row k of the panel, COLUMNS halves long, lies in it.
                 unsafe {
                     let row = base.add((k * COLUMNS + column) * 2);
-                    L::fetch(row.wrapping_add(FETCHED_AHEAD));
-                    L::fetch(row.wrapping_add(FETCHED_AHEAD + LINE));
+                    prefetch(row.wrapping_add(FETCHED_AHEAD));
+                    prefetch(row.wrapping_add(FETCHED_AHEAD + LINE));
                     let mut weights = [L::zero(); VECTORS];
                     for (v, w) in weights.iter_mut().enumerate() {
                         *w = L::bf16(row.add(v * L::LANES * 2));
@@ -169,7 +170,7 @@ unsafe fn walk<L: Lanes>(
                     }
                     for pair in 0..BLOCK / 2 {
                         let row = start.add((1 + pair) * COLUMNS);
-                        L::fetch(row.wrapping_add(FETCHED_AHEAD));
+                        prefetch(row.wrapping_add(FETCHED_AHEAD));
                         let (mut low, mut high) = (scales, scales);
                         for v in 0..VECTORS {
                             let [l, h] = L::nibbles(row.add(v * L::LANES));

@@ -11,8 +11,6 @@ pub trait Lanes {
     const ROWS: usize;
     unsafe fn zero() -> Self::Vector;
     unsafe fn splat(x: f32) -> Self::Vector;
-    /// Has the line around `from`, which need not be good, brought near.
-    fn fetch(from: *const u8);
     unsafe fn store(to: *mut f32, x: Self::Vector);
     /// `a · b + c`, rounded once.
     unsafe fn fused(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
@@ -56,11 +54,6 @@ pub mod x86 {
         #[inline(always)]
         unsafe fn zero() -> __m512 {
             unsafe { _mm512_setzero_ps() }
-        }
-
-        #[inline(always)]
-        fn fetch(from: *const u8) {
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(from.cast()) }
         }
 
         #[inline(always)]
@@ -124,11 +117,6 @@ pub mod x86 {
         #[inline(always)]
         unsafe fn zero() -> __m256 {
             unsafe { _mm256_setzero_ps() }
-        }
-
-        #[inline(always)]
-        fn fetch(from: *const u8) {
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(from.cast()) }
         }
 
         #[inline(always)]
