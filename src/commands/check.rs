@@ -5,9 +5,10 @@ use crate::commands::arguments::RecipeArgs;
 use crate::error::EXIT_DONE;
 use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_terminal};
+use crate::model::rounding::WeightRounding;
 use crate::recipe::{Plan, locate};
 use crate::run::collect::show;
-use crate::run::memory::{Intent, MemoryPlan, Subject, Traffic, available, gigabytes};
+use crate::run::memory::{Comparison, Intent, MemoryPlan, Subject, Traffic, available, gigabytes};
 use crate::run::preflight::Preflight;
 use crate::run::source::pin_model;
 use crate::tasks::{Problem, Reward, Task, Transcript};
@@ -102,7 +103,8 @@ fn memory(preflight: &Preflight) -> Result<u8> {
             traffic.passes
         ))?;
     }
-    for intent in [Intent::Eval, Intent::Rollout, Intent::CheckMismatch] {
+    let arms = Comparison::Arms(WeightRounding::of(&preflight.plan.recipe.arms));
+    for intent in [Intent::Eval, Intent::Rollout, Intent::CheckMismatch(arms)] {
         // These run in one process.
         let peak = MemoryPlan::new(&Subject { processes: 1, ..preflight.subject_of(intent) }).peak_bytes();
         show(&format!("`rloss {}`: {}\n", intent.name(), gigabytes(peak)))?;

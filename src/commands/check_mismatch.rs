@@ -9,10 +9,11 @@ use crate::mismatch::links::Proof;
 use crate::mismatch::measure::Measure;
 use crate::mismatch::output::{Line, gaps_table, links_table, to_json};
 use crate::mismatch::{against, arms, diagnose::Reference, page, rows::Reader};
+use crate::model::rounding::WeightRounding;
 use crate::recipe::{Arms, Plan, RecipeSource, locate};
 use crate::rollout::{Prompt, RolloutSettings};
 use crate::run::collect::show;
-use crate::run::memory::Intent;
+use crate::run::memory::{Comparison, Intent};
 use crate::run::processes;
 use crate::run::source::pin_model;
 use crate::run::workbench::Workbench;
@@ -123,7 +124,15 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(Workbench, Vec<(S
         true => Console::stderr(plan.recipe.logging.console_every_steps),
         false => Console::silent(),
     };
-    let bench = Workbench::open_at(plan, Intent::CheckMismatch, mesh, None, &console)?;
+    let comparison = match args.against.as_slice() {
+        [] => {
+            let all = [&plan].into_iter().chain(arms.iter().map(|(_, plan)| plan));
+            let rounding = all.map(|plan| WeightRounding::of(&plan.recipe.arms));
+            Comparison::Arms(rounding.fold(WeightRounding::default(), WeightRounding::coarser))
+        }
+        _ => Comparison::Against,
+    };
+    let bench = Workbench::open_at(plan, Intent::CheckMismatch(comparison), mesh, None, &console)?;
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     arms.iter().try_for_each(|(_, plan)| bench.check_family(plan))?;
     let arms: Vec<(String, Arms)> = arms.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();

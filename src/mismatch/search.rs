@@ -30,6 +30,7 @@ const PART_GAP_SHARE_MIN: f64 = 0.5;
 const COMPUTED_MAX: usize = 12;
 
 /// One explanation.
+#[derive(Clone)]
 pub struct Candidate {
     pub causes: Vec<Cause>,
     pub log_probs: Vec<f32>,
@@ -208,6 +209,23 @@ impl<'a> Search<'a> {
         Ok(found)
     }
 
+    /// `f(index)` for every index below `count`, in order: side by side where the model is small, else one after the other
+    /// with all threads.
+    ///
+    /// # Errors
+    /// The first of `f`'s.
+    pub fn each<R: Send>(
+        &self,
+        count: usize,
+        f: impl Fn(usize) -> Result<R> + Sync + Send,
+    ) -> Result<Vec<R>> {
+        let threads = self.reference.threads;
+        match parameter_count(&self.reference.model.config) <= SIDE_BY_SIDE_PARAMETERS_MAX {
+            true => threads.map(count, f),
+            false => threads.wide(|| (0..count).map(f).collect()),
+        }
+    }
+
     /// Every cause on top of `before`, the hopeless left out, and the names of those without any effect on these rows.
     ///
     /// # Errors
@@ -268,12 +286,7 @@ impl<'a> Search<'a> {
                 false => of(&self.reference.walk(&variant, observed).with_context(|| cause.words())?),
             }
         };
-        let threads = self.reference.threads;
-        let found: Vec<Candidate> = if parameter_count(config) <= SIDE_BY_SIDE_PARAMETERS_MAX {
-            threads.map(asked.len(), |index| one(asked[index]))?
-        } else {
-            threads.wide(|| asked.iter().map(|cause| one(*cause)).collect::<Result<_>>())?
-        };
+        let found = self.each(asked.len(), |index| one(asked[index]))?;
         let unchanged = base.log_probs(&start)?;
         Ok(found.into_iter().partition(|candidate| {
             self.gaps_between(&candidate.log_probs, &unchanged).iter().any(|step| step.abs() > NO_EFFECT)

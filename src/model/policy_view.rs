@@ -33,8 +33,7 @@ impl<'a> PolicyView<'a> {
     /// # Errors
     /// [`crate::error::BadInput`] when `rollout_mxfp4` meets expert matrices that do not divide into its blocks.
     pub fn rollout(model: &'a Model, parameters: &Parameters, arms: &Arms, seed: u64) -> Result<Self> {
-        let rounding = WeightRounding { mxfp4: arms.rollout_mxfp4, bits: arms.rollout_bits() };
-        let weights = parameters.rounded(&rounding)?;
+        let weights = parameters.rounded(&WeightRounding::of(arms))?;
         Ok(Self { model, weights: Arc::new(weights), forward: ForwardOptions::rollout(arms, seed) })
     }
 

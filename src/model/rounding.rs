@@ -1,11 +1,13 @@
 //! Arms that round weights: what sampling then computes with.
 
+use super::config::Form;
 use super::held::Held;
 use super::layers_in_turn::WeightChange;
 use super::names::ParameterSpec;
 use crate::bad_input;
-use crate::ops::packed::{self, PackedMatrix};
+use crate::ops::packed::{PackedForm, PackedMatrix};
 use crate::ops::{mxfp4, round_mantissa, round_mantissa::round_value};
+use crate::recipe::Arms;
 use anyhow::Result;
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -16,7 +18,7 @@ const BF16_BITS: u32 = 7;
 const MXFP4_BITS: u32 = 2;
 
 /// How weights are rounded.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct WeightRounding {
     /// Experts' matrices to MXFP4, first.
     pub mxfp4: bool,
@@ -25,6 +27,28 @@ pub struct WeightRounding {
 }
 
 impl WeightRounding {
+    /// Of the policy that samples under `arms`.
+    pub fn of(arms: &Arms) -> Self {
+        Self { mxfp4: arms.rollout_mxfp4, bits: arms.rollout_bits() }
+    }
+
+    /// One that leaves no tensor alone which either of the two changes.
+    pub fn coarser(self, other: Self) -> Self {
+        let bits = self.bits.into_iter().chain(other.bits).min();
+        Self { mxfp4: self.mxfp4 || other.mxfp4, bits }
+    }
+
+    /// Bytes of the tensor that [`Self::apply`] makes of one held in `form`; 0 where it is shared.
+    pub fn copied_bytes(self, spec: &ParameterSpec, form: Form) -> u64 {
+        let packed = spec.packed_form(form);
+        let coarsened = self.mxfp4 && spec.is_expert_matrix() && packed != Some(PackedForm::Mxfp4);
+        let shortened =
+            self.bits.is_some_and(|bits| packed.is_none_or(|packed| bits < mantissa_bits(packed)));
+        // MXFP4 that is shortened further is decoded.
+        let form = if shortened && packed == Some(PackedForm::Mxfp4) { Form::F32 } else { form };
+        if coarsened || shortened { spec.resident_bytes(form) } else { 0 }
+    }
+
     /// Itself as a change.
     pub fn change(self) -> WeightChange {
         Arc::new(move |spec, held| self.apply(spec, held))
@@ -41,7 +65,7 @@ impl WeightRounding {
         Ok(match held {
             Held::Plain(values) => Held::Plain(round_mantissa(&values, bits)?),
             Held::Matrix(matrix) if keeps(&matrix, bits) => Held::Matrix(matrix),
-            Held::Matrix(matrix) if matrix.form() == packed::PackedForm::Bf16 => {
+            Held::Matrix(matrix) if matrix.form() == PackedForm::Bf16 => {
                 Held::Matrix(Arc::new(matrix.mapped(round)))
             }
             Held::Table(table) if bits < BF16_BITS => Held::Table(Arc::new(table.mapped(round))),
@@ -53,16 +77,21 @@ impl WeightRounding {
 
 /// Whether every value of the matrix has so few bits already.
 fn keeps(matrix: &PackedMatrix, bits: u32) -> bool {
-    match matrix.form() {
-        packed::PackedForm::Bf16 => bits >= BF16_BITS,
-        packed::PackedForm::Mxfp4 => bits >= MXFP4_BITS,
+    bits >= mantissa_bits(matrix.form())
+}
+
+/// Mantissa bits that hold every value of `form`.
+fn mantissa_bits(form: PackedForm) -> u32 {
+    match form {
+        PackedForm::Bf16 => BF16_BITS,
+        PackedForm::Mxfp4 => MXFP4_BITS,
     }
 }
 
 /// An expert matrix as MXFP4 holds it.
 fn to_mxfp4(spec: &ParameterSpec, held: Held) -> Result<Held> {
     if let Held::Matrix(matrix) = &held
-        && matrix.form() == packed::PackedForm::Mxfp4
+        && matrix.form() == PackedForm::Mxfp4
     {
         return Ok(held);
     }

@@ -124,7 +124,7 @@ impl Workbench {
                 .print(&format!("warning: {}: each layer is read whenever it is its turn", folder.display()));
         }
         let none_learns = vec![false; self.trainable.len()];
-        source.parameters(self.recipe(), &none_learns, Intent::CheckMismatch, self.mesh(), streamed, console)
+        source.parameters(self.recipe(), &none_learns, Intent::Eval, self.mesh(), streamed, console)
     }
 
     /// What the arms change in the training forward.

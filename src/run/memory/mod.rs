@@ -19,6 +19,7 @@ use crate::metrics::Table;
 use crate::model::cache::SequenceCache;
 use crate::model::config::{Config, Form};
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
+use crate::model::rounding::WeightRounding;
 use crate::recipe::{Dtype, KlPlace, OptimizerConfig, Recipe};
 use crate::rollout::{FORWARD_TOKENS_MAX, engines};
 use crate::train::accumulate::side_by_side;
@@ -62,7 +63,16 @@ pub enum Intent {
     Train,
     Rollout,
     Eval,
-    CheckMismatch,
+    CheckMismatch(Comparison),
+}
+
+/// What `check-mismatch` holds beside the model's own weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Comparison {
+    /// Those that the arms sample with.
+    Arms(WeightRounding),
+    /// With another engine's log-probs, which known mistakes may explain: a layer at a time, changed.
+    Against,
 }
 
 impl Intent {
@@ -72,7 +82,7 @@ impl Intent {
             Intent::Train => "train",
             Intent::Rollout => "rollout",
             Intent::Eval => "eval",
-            Intent::CheckMismatch => "check-mismatch",
+            Intent::CheckMismatch(_) => "check-mismatch",
         }
     }
 
@@ -83,7 +93,7 @@ impl Intent {
 
     /// Whether the command goes on with a model that is larger than memory: few walks over many tokens are worth it.
     pub fn streams(self) -> bool {
-        matches!(self, Intent::Eval | Intent::CheckMismatch)
+        matches!(self, Intent::Eval | Intent::CheckMismatch(_))
     }
 }
 
@@ -362,8 +372,13 @@ impl Subject<'_> {
                 part("reference", all + self.plain_share(&learning));
             }
         }
-        if self.intent == Intent::CheckMismatch {
-            part("rounded weights", self.rounded_weights());
+        match self.intent {
+            Intent::CheckMismatch(Comparison::Arms(rounding)) => {
+                part("weights, rounded", self.rounded_weights(rounding));
+            }
+            Intent::CheckMismatch(Comparison::Against) => part("weights, changed", self.changed_weights()),
+            // Arms round the weights of training's samples alone, while they are drawn.
+            Intent::Train | Intent::Rollout | Intent::Eval => {}
         }
         parts
     }
@@ -404,17 +419,33 @@ impl Subject<'_> {
         held.map(|(spec, _)| spec.resident_bytes(Form::F32)).sum()
     }
 
-    /// The second set of weights of `check-mismatch`, which rounds them to see what that explains: nothing of a tensor in
-    /// MXFP4, which is coarser already.
-    fn rounded_weights(&self) -> u64 {
-        let specs = parameter_specs(self.config);
-        let coarse = |form: &Form, spec: &ParameterSpec| *form == Form::Mxfp4 && spec.is_expert_matrix();
-        let of = |(spec, form): (&ParameterSpec, &Form)| {
-            // A layer that is read anew is rounded as it is read.
-            let none = coarse(form, spec) || (self.streamed && spec.layer.is_some());
-            if none { 0 } else { spec.resident_bytes(*form) }
+    /// The second set of weights, which arms sample with. A layer that is read anew is rounded as it is read.
+    fn rounded_weights(&self, rounding: WeightRounding) -> u64 {
+        let specs = parameter_specs(self.config).into_iter().enumerate();
+        let here = specs.filter(|(_, spec)| !self.streamed || spec.layer.is_none());
+        let of = |(index, spec): (usize, ParameterSpec)| {
+            let form = if self.is_packed(&spec, index) { self.forms[index] } else { Form::F32 };
+            rounding.copied_bytes(&spec, form)
         };
-        specs.iter().zip(self.forms).map(of).sum()
+        here.map(of).sum()
+    }
+
+    /// The most that a known mistake changes at once: a layer, decoded, and a copy of its largest tensor; or an embedding in
+    /// place of the head, and its transpose.
+    fn changed_weights(&self) -> u64 {
+        let mut layers = BTreeMap::<usize, (u64, u64)>::new();
+        let mut head = 0;
+        for spec in parameter_specs(self.config) {
+            let bytes = spec.resident_bytes(Form::F32);
+            match spec.layer {
+                Some(layer) => {
+                    let (sum, largest) = layers.entry(layer).or_default();
+                    (*sum, *largest) = (*sum + bytes, (*largest).max(bytes));
+                }
+                None => head = head.max(2 * bytes),
+            }
+        }
+        layers.into_values().map(|(sum, largest)| sum + largest).fold(head, u64::max)
     }
 
     /// Tokens of the longest sequence: prompt, samples and tool replies, within the context.
@@ -444,7 +475,7 @@ impl Subject<'_> {
         // Processes whose passes meet make them one after the other, and gather a layer at a time.
         let meets = self.processes > 1;
         let at_once = if meets { 1 } else { passes_at_once(self.weight_bytes(), self.threads) };
-        if self.intent == Intent::CheckMismatch {
+        if matches!(self.intent, Intent::CheckMismatch(_)) {
             phases.push(("comparison", vec![MemoryPart { name: "activations", bytes: pass.forward() }]));
             return phases;
         }
@@ -476,6 +507,10 @@ impl Subject<'_> {
         let prompts = prompts.div_ceil(self.processes);
         let cut = self.processes > 1 && self.intent.learns();
         let gathered = if cut { gathered_bytes(&self.ever_learning()) } else { 0 };
+        let rounded = match self.intent {
+            Intent::Train | Intent::Rollout => self.rounded_weights(WeightRounding::of(&recipe.arms)),
+            Intent::Eval | Intent::CheckMismatch(_) => 0,
+        };
         let engines = engines(self.weight_bytes(), self.threads);
         let sequences = (recipe.rollout.sequences_max * engines).min(prompts.saturating_mul(samples));
         let tokens = FORWARD_TOKENS_MAX.min(sequences * self.longest());
@@ -490,6 +525,7 @@ impl Subject<'_> {
             },
             MemoryPart { name: "one forward and its logits", bytes: engines as u64 * forward + drawn },
             MemoryPart { name: "weights, gathered", bytes: gathered },
+            MemoryPart { name: "weights, rounded", bytes: rounded },
         ]
     }
 }

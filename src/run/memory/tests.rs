@@ -2,12 +2,17 @@
 
 use super::*;
 use crate::dist::Mesh;
+use crate::model::held::Held;
 use crate::model::init::{InitSettings, init};
 use crate::model::parameters::Parameters;
+use crate::ops::packed::{PackedForm, PackedMatrix, PackedTable};
 use crate::recipe::{OptimizerKind, resolve};
 use crate::run::source::ModelSource;
 use crate::train::optimizer::Optimizer;
+use candle_core::{DType, Device, Tensor};
+use std::convert::Infallible;
 use std::path::Path;
+use std::sync::Arc;
 
 #[test]
 fn each_process_holds_what_is_planned_for_it_to_the_byte() {
@@ -63,4 +68,50 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
             assert!(all as f64 <= 1.05 * alone as f64 / processes as f64, "{all} of {alone} on {processes}");
         }
     }
+}
+
+/// Zeros, as a tensor that lies on disk in `form` is held.
+fn zeros(spec: &ParameterSpec, form: Form) -> Held {
+    let packed =
+        |packed: PackedForm, shape| PackedMatrix::read(packed, shape, |_| Ok::<_, Infallible>(())).unwrap();
+    match (spec.packed_form(form), spec.matrix_shape()) {
+        (Some(_), Some([_, rows, width])) if spec.role == TensorRole::Embedding => {
+            Held::Table(Arc::new(PackedTable::new(vec![0; 2 * rows * width], width)))
+        }
+        (Some(form), Some(shape)) => Held::Matrix(Arc::new(packed(form, shape))),
+        _ => Held::Plain(Tensor::zeros(spec.working_shape(), DType::F32, &Device::Cpu).unwrap()),
+    }
+}
+
+#[test]
+fn a_second_set_of_weights_is_planned_where_an_arm_makes_one() {
+    let plan = resolve(Path::new("a.toml"), "", &[]).unwrap();
+    let specs = parameter_specs(&ModelSource::open(&plan.recipe).unwrap().config);
+    let (mut copied, mut shared) = (0, 0);
+    for form in [Form::F32, Form::Bf16, Form::Mxfp4] {
+        for (mxfp4, bits) in
+            [(false, None), (true, None), (false, Some(7)), (true, Some(7)), (false, Some(1))]
+        {
+            for spec in &specs {
+                let held = zeros(spec, form);
+                let rounding = WeightRounding { mxfp4, bits };
+                let planned = rounding.copied_bytes(spec, form);
+                let made = match (&held, rounding.apply(spec, held.clone()).unwrap()) {
+                    (Held::Plain(a), Held::Plain(b)) if a.id() == b.id() => 0,
+                    (Held::Matrix(a), Held::Matrix(b)) if Arc::ptr_eq(a, &b) => 0,
+                    (Held::Table(a), Held::Table(b)) if Arc::ptr_eq(a, &b) => 0,
+                    (_, made) => made.bytes(),
+                };
+                // What becomes MXFP4 from bf16 is smaller than what it was.
+                let exact = !(mxfp4 && form == Form::Bf16 && spec.is_expert_matrix());
+                assert!(
+                    if exact { planned == made } else { planned >= made },
+                    "{} {rounding:?}: {planned}, {made}",
+                    spec.name
+                );
+                *(if made > 0 { &mut copied } else { &mut shared }) += 1;
+            }
+        }
+    }
+    assert!(copied > 50 && shared > 50, "{copied} copied, {shared} shared");
 }
