@@ -48,7 +48,7 @@ fn work(bench: &Workbench, intent: Intent) -> (&'static str, String) {
             let problems: usize = prompts(bench).iter().map(|(_, problems)| problems.len()).sum();
             ("sampled", format!("{problems} held-out problems × {}", recipe.eval.samples))
         }
-        Intent::Rollout | Intent::CheckMismatch => {
+        Intent::Rollout | Intent::CheckMismatch(_) => {
             ("sampled", format!("{sampled}, as in one step of training"))
         }
     }
