@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes a release archive: the stripped binary, the recipes, the docs and the licences of every crate in it.
+# Makes a release archive: the stripped binary, the recipes, the docs, the scripts that the program names, and the licences of
+# every crate in it.
 #
 #   scripts/package.sh [FEATURES]         dist/rloss-VERSION-TARGET.tar.gz; the binary's --version names the commit
 #
@@ -21,11 +22,12 @@ fi
 cargo build --release --locked ${features:+--features "$features"}
 
 rm -rf "$folder"
-mkdir -p "$folder/licences"
+mkdir -p "$folder/licences" "$folder/scripts"
 target_folder=$(cargo metadata --format-version 1 --no-deps | sed -n 's/.*"target_directory":"\([^"]*\)".*/\1/p')
 cp "$target_folder/release/rloss" "$folder/rloss"
 strip "$folder/rloss"
 cp -r recipes docs README.md LICENSE "$folder/"
+cp scripts/fetch_data.sh scripts/random_checkpoint.py "$folder/scripts/"
 
 # Each dependency's own licence files, by crate and version; a crate without any is named with its licence's name.
 cargo metadata --format-version 1 --locked ${features:+--features "$features"} --filter-platform "$target" |

@@ -17,7 +17,11 @@ import math
 import sys
 from pathlib import Path
 
-import numpy as np
+try:
+    import numpy as np
+except ImportError:
+    print("error: numpy is missing; install it: pip install numpy (Debian: python3-numpy)", file=sys.stderr)
+    sys.exit(2)
 
 # Values made and written at a time, bytes.
 PIECE = 64 << 20

@@ -17,9 +17,12 @@ command -v mpirun >/dev/null || {
     exit 2
 }
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-program=${RLOSS:-$root/target/release/rloss}
-if [ -z "${RLOSS:-}" ]; then
+program=${RLOSS:-}
+if [ -z "$program" ]; then
     cargo build --release --features mpi --manifest-path "$root/Cargo.toml"
+    target=$(cargo metadata --format-version 1 --no-deps --manifest-path "$root/Cargo.toml" |
+        sed -n 's/.*"target_directory":"\([^"]*\)".*/\1/p')
+    program=$target/release/rloss
 fi
 options=()
 if [ "$processes" -gt "$(nproc)" ]; then

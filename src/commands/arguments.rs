@@ -1,12 +1,22 @@
 //! What several commands take.
 
+use crate::recipe::BUILT_IN;
 use clap::Args;
 use std::path::PathBuf;
+
+/// What a RECIPE argument may name.
+pub fn recipe_help() -> String {
+    let names = BUILT_IN.map(|(name, _)| name).join(", ");
+    format!(
+        "A recipe file; a recipe of the program: {names}; a run folder (its resolved recipe and last checkpoint); or, but for \
+         train, one of a run's checkpoints"
+    )
+}
 
 /// A recipe.
 #[derive(Args, Debug, Clone)]
 pub struct RecipeArgs {
-    /// A recipe file, or a run folder (its resolved recipe and last checkpoint)
+    #[arg(help = recipe_help())]
     pub recipe: PathBuf,
     /// Replace a recipe's value, such as --set train.steps=10
     #[arg(long = "set", value_name = "KEY=VALUE")]
@@ -16,7 +26,7 @@ pub struct RecipeArgs {
 /// A recipe and where its results go.
 #[derive(Args, Debug, Clone)]
 pub struct RunArgs {
-    /// A recipe file, or a run folder (its resolved recipe and last checkpoint)
+    #[arg(help = recipe_help())]
     pub recipe: PathBuf,
     /// Replace a recipe's value, such as --set train.steps=10
     #[arg(long = "set", value_name = "KEY=VALUE")]

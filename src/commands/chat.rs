@@ -1,6 +1,7 @@
 //! `rloss chat RUN`: a conversation in the terminal with a trained model and its tool.
 
 use crate::bounded_file;
+use crate::commands::arguments::recipe_help;
 use crate::error::EXIT_DONE;
 use crate::harmony::{Message, Role};
 use crate::metrics::{Console, sanitize_line, sanitize_terminal};
@@ -21,7 +22,7 @@ use std::path::PathBuf;
 /// What `rloss chat` takes.
 #[derive(Args, Debug, Clone)]
 pub struct ChatArgs {
-    /// A run folder (its last checkpoint), a checkpoint, or a recipe
+    #[arg(help = recipe_help())]
     recipe: PathBuf,
     /// Replace a recipe's value, such as --set eval.temperature=0
     #[arg(long = "set", value_name = "KEY=VALUE")]

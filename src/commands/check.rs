@@ -41,8 +41,8 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
     let source = locate(&args.recipe)?;
     let mut plan = source.resolve(&args.sets)?;
     pin_model(&mut plan, &source, &args.sets)?;
-    let console = Console::stderr(plan.recipe.logging.console_every_steps);
-    let mut preflight = Preflight::open(plan, Intent::Train, &console)?;
+    // What the task fails at is the error that this ends in.
+    let mut preflight = Preflight::open(plan, Intent::Train, &Console::silent())?;
     preflight.processes = *processes as usize;
     show(&sanitize_terminal(&resolved(&preflight.plan)))?;
     let problem = preflight.first_problem();

@@ -181,11 +181,11 @@ fn check_against(bench: &Workbench, args: &CheckMismatchArgs, console: &Console)
     }
     lines.extend(between);
     let answer = answers.join("\n\n");
-    let table = gaps_table("link", &lines);
-    show(&format!("{}\n\n{table}\n", sanitize_terminal(&answer)))?;
+    let table = |columns| gaps_table("link", &lines, columns);
+    show(&format!("{}\n\n{}\n", sanitize_terminal(&answer), table(stdout_columns())))?;
     let mut files = pictures;
     if args.out.is_some() {
-        files.push(("mismatch.md".to_owned(), page::page(&answer, &table, &found.seen)));
+        files.push(("mismatch.md".to_owned(), page::page(&answer, &table(usize::MAX), &found.seen)));
     }
     let code = match (found.bad.is_empty(), differs) {
         (false, _) => EXIT_BAD_INPUT,
@@ -197,6 +197,11 @@ fn check_against(bench: &Workbench, args: &CheckMismatchArgs, console: &Console)
         false => diagnoses.into_iter().next().map(|(_, diagnosis)| diagnosis),
     };
     Ok(Checked { lines, verdict: answer, diagnosis, bad: found.bad, files, code })
+}
+
+/// The width of the terminal that standard output is; a file has room for any line.
+fn stdout_columns() -> usize {
+    console::Term::stdout().size_checked().map_or(usize::MAX, |(_, columns)| columns.into())
 }
 
 /// A line on stderr; a closed one is nobody to report to.
@@ -234,7 +239,7 @@ fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<Checked> {
     for (name, arms) in rows {
         gaps.push(measure.line(name, arms)?);
     }
-    tell(&format!("{}\n", gaps_table("arm", &gaps)))?;
+    tell(&format!("{}\n", gaps_table("arm", &gaps, stdout_columns())))?;
     let broken: Vec<&str> = links.iter().filter(|link| !link.holds()).map(|link| link.name).collect();
     let tokens = links.last().map_or(0, |link| link.tokens);
     let verdict = if broken.is_empty() {

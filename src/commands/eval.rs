@@ -41,7 +41,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     }
     let collection = Collection::open(&bench, &source, args.out.as_deref(), ("eval", step))?;
     let out = &collection.path;
-    header::lines(&bench, out).iter().for_each(|line| console.print(line));
+    header::lines(&bench, Intent::Eval, out).iter().for_each(|line| console.print(line));
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     let stop = Stop::listen()?;
     let teller = console.clone();

@@ -14,7 +14,7 @@ pub struct ReportArgs {
     /// Run folders; or one folder of figures, see docs/FIGURES.md
     #[arg(required = true)]
     runs: Vec<PathBuf>,
-    /// The page's file, or a folder for it [default: report.html in the run folder; of several runs report-N-runs.html in the first]
+    /// The page's file, or a folder for it, such as pages/ [default: report.html in the run folder; of several runs report-N-runs-DIGEST.html in the first]
     #[arg(long)]
     out: Option<PathBuf>,
     /// Serve the page to a browser on this machine while the runs go on

@@ -49,7 +49,7 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     let bench = Workbench::open(plan, Intent::Rollout, &console)?;
     let collection = Collection::open(&bench, &source, args.out.as_deref(), ("rollout", step))?;
     let out = &collection.path;
-    header::lines(&bench, out).iter().for_each(|line| console.print(line));
+    header::lines(&bench, Intent::Rollout, out).iter().for_each(|line| console.print(line));
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     let stop = Stop::listen()?;
     let teller = console.clone();

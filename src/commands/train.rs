@@ -51,7 +51,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
         false => RunFolder::create(&out, &bench.plan),
     };
     let folder = mesh.agree("the run's folder", folder)?;
-    header::lines(&bench, &out).iter().for_each(|line| console.print(line));
+    header::lines(&bench, Intent::Train, &out).iter().for_each(|line| console.print(line));
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     if let Some(point) = point.as_ref().filter(|point| !point.verified) {
         console.print(&format!("warning: {}", unverified(&point.folder)));

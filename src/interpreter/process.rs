@@ -1,10 +1,10 @@
 //! A worker process seen from its parent: started by a thread that outlives it, spoken to with deadlines, killed whole.
 
 use super::frames::{self, Timed};
+use crate::process_group::ProcessGroup;
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc;
 use std::thread::JoinHandle;
@@ -13,6 +13,9 @@ use std::time::{Duration, Instant};
 /// mimalloc takes address space a gibibyte at a time, so that a limit of it would mean nothing; told this, it takes
 /// what is asked for.
 const ALLOCATOR: (&str, &str) = ("MIMALLOC_DISALLOW_ARENA_ALLOC", "1");
+
+/// How long a worker whose answer cannot be had is given to have ended.
+const END_WAIT: Duration = Duration::from_millis(20);
 
 /// Starts processes from one thread that lives as long as the pool.
 ///
@@ -24,56 +27,6 @@ pub struct Spawner {
 }
 
 type Request = (Command, mpsc::Sender<io::Result<Child>>);
-
-/// A child process and its group. Dropping it kills them and reaps the child.
-pub struct ProcessGroup(Child);
-
-impl ProcessGroup {
-    pub fn id(&self) -> u32 {
-        self.0.id()
-    }
-
-    /// The child's standard error, where it is piped.
-    pub fn take_errors(&mut self) -> Option<File> {
-        self.0.stderr.take().map(|pipe| OwnedFd::from(pipe).into())
-    }
-
-    /// How the child ended by itself, which leaves it to be reaped; a closed pipe may be seen a moment before its end.
-    fn ended(&self) -> Option<ExitStatus> {
-        for _ in 0..20 {
-            // SAFETY: zeroes are a valid siginfo_t, and the structure outlives the call.
-            let (rc, info) = unsafe {
-                let mut info: libc::siginfo_t = std::mem::zeroed();
-                let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
-                (libc::waitid(libc::P_PID, self.0.id(), &mut info, options), info)
-            };
-            // SAFETY: waitid has filled in a child's fields, or left zeroes.
-            let (id, status) = unsafe { (info.si_pid(), info.si_status()) };
-            if rc == 0 && id != 0 {
-                let raw = if info.si_code == libc::CLD_EXITED { status << 8 } else { status };
-                return Some(ExitStatus::from_raw(raw));
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        None
-    }
-
-    fn kill(&mut self) {
-        if let Ok(pid) = i32::try_from(self.0.id()) {
-            // SAFETY: a plain system call. The child is not reaped yet, so its number is still its own.
-            unsafe { libc::kill(-pid, libc::SIGKILL) };
-        }
-        // Both fail only for a child that has ended, or was reaped: nothing is left to do then.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-impl Drop for ProcessGroup {
-    fn drop(&mut self) {
-        self.kill();
-    }
-}
 
 impl Spawner {
     pub fn new() -> io::Result<Self> {
@@ -94,7 +47,7 @@ impl Spawner {
         let gone = || io::Error::other("the spawner thread has ended");
         let requests = self.requests.as_ref().ok_or_else(gone)?;
         requests.send((command, answer)).map_err(|_| gone())?;
-        Ok(ProcessGroup(child.recv().map_err(|_| gone())??))
+        Ok(ProcessGroup { child: child.recv().map_err(|_| gone())?? })
     }
 }
 
@@ -121,9 +74,9 @@ impl Process {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut group = spawner.spawn(command)?;
         let piped = || io::Error::other("a standard stream is not piped");
-        let errors = group.take_errors().ok_or_else(piped)?;
-        let to = OwnedFd::from(group.0.stdin.take().ok_or_else(piped)?);
-        let from = OwnedFd::from(group.0.stdout.take().ok_or_else(piped)?);
+        let errors = OwnedFd::from(group.child.stderr.take().ok_or_else(piped)?).into();
+        let to = OwnedFd::from(group.child.stdin.take().ok_or_else(piped)?);
+        let from = OwnedFd::from(group.child.stdout.take().ok_or_else(piped)?);
         let process = Self { group, to: to.into(), from: from.into(), errors };
         set_nonblocking(&process.to)?;
         set_nonblocking(&process.errors)?;
@@ -142,7 +95,7 @@ impl Process {
 
     /// Kills the worker and its group, and returns what it had written to its standard error, and how it had ended if it had.
     pub fn kill(&mut self) -> (String, Option<ExitStatus>) {
-        let ended = self.group.ended();
+        let ended = self.group.ended(END_WAIT);
         self.group.kill();
         let mut text = Vec::new();
         // Non-blocking, and bounded: a worker's last words only classify its death.

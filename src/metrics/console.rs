@@ -2,7 +2,7 @@
 
 use super::eta::Eta;
 use super::table::format_number;
-use super::terminal::{sanitize_line, sanitize_terminal};
+use super::terminal::{sanitize_line, sanitize_terminal, wrapped};
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use std::io::{IsTerminal, Write};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -47,7 +47,7 @@ impl Console {
         Self::lines(std::io::stderr(), Duration::ZERO, 0)
     }
 
-    /// Nothing at all: for a process whose leader says what there is to say.
+    /// Nothing at all: where another one says what there is to say.
     pub fn silent() -> Self {
         Self::lines(std::io::sink(), Duration::ZERO, 0)
     }
@@ -81,7 +81,10 @@ impl Console {
         let text = sanitize_terminal(text);
         match &self.0.place {
             // A terminal that is gone must not end the run.
-            Place::Bars(bars) => drop(bars.println(coloured(&text))),
+            Place::Bars(bars) => {
+                let columns = console::Term::stderr().size().1;
+                drop(bars.println(coloured(&wrapped(&text, columns.into()))));
+            }
             Place::Lines { out, .. } => {
                 let mut out = lock(out);
                 let _ = writeln!(out, "{}", text.trim_end_matches('\n')).and_then(|()| out.flush());
@@ -125,10 +128,10 @@ fn coloured(text: &str) -> String {
     kinds.into_iter().flatten().next().unwrap_or_else(|| text.to_owned())
 }
 
-/// A bar takes what the other parts leave of the terminal's width; an outer stage's figures stand below it.
+/// A bar takes what the other parts leave of the terminal's width.
 fn style(outer: bool) -> ProgressStyle {
     let template = match outer {
-        true => "{prefix:>10} {wide_bar:.cyan/dim} {pos}/{len}\n           {wide_msg}",
+        true => "{prefix:>10} {wide_bar:.cyan/dim} {pos}/{len}  {msg}",
         false => "{prefix:>10} {wide_bar:.dim} {pos}/{len}  {msg}",
     };
     let template = ProgressStyle::with_template(template);

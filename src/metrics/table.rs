@@ -28,6 +28,35 @@ impl Table {
         row.resize(self.header.len(), String::new());
         self.rows.push(row);
     }
+
+    /// The table within so many columns of text: what has no room beside goes on below, after the first column again.
+    ///
+    /// ```
+    /// let mut table = rloss::metrics::Table::new(["arm", "largest gap", "mean"]);
+    /// table.row(["sinks", "0.25", "0.125"]);
+    /// assert_eq!(table.folded(18), "arm    largest gap\n─────  ───────────\nsinks         0.25\n\narm     mean\n─────  ─────\nsinks  0.125\n");
+    /// assert_eq!(table.folded(80), table.to_string());
+    /// ```
+    pub fn folded(&self, columns: usize) -> String {
+        let lines = || std::iter::once(&self.header).chain(&self.rows);
+        let width_of = |at: usize| lines().map(|line| line[at].width()).max().unwrap_or(0);
+        let (mut parts, mut part, mut width) = (vec![], vec![0], width_of(0));
+        for at in 1..self.header.len() {
+            if part.len() > 1 && width + 2 + width_of(at) > columns {
+                parts.push(std::mem::replace(&mut part, vec![0]));
+                width = width_of(0);
+            }
+            part.push(at);
+            width += 2 + width_of(at);
+        }
+        parts.push(part);
+        let only = |line: &Vec<String>, part: &[usize]| part.iter().map(|&at| line[at].clone()).collect();
+        let table = |part: Vec<usize>| Table {
+            header: only(&self.header, &part),
+            rows: self.rows.iter().map(|row| only(row, &part)).collect(),
+        };
+        parts.into_iter().map(|part| table(part).to_string()).collect::<Vec<_>>().join("\n")
+    }
 }
 
 impl std::fmt::Display for Table {

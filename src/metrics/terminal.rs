@@ -1,6 +1,7 @@
 //! Text from models, tools and files, made harmless for a terminal and a page.
 
 use std::borrow::Cow;
+use unicode_width::UnicodeWidthStr;
 
 /// `text` with every control character shown as a picture (`␛`, `␇`) or an escape (`\u{9b}`).
 ///
@@ -13,6 +14,29 @@ pub fn sanitize_terminal(text: &str) -> Cow<'_, str> {
 /// As [`sanitize_terminal`], for text that must stay on one line: line feed and tab become pictures too.
 pub fn sanitize_line(text: &str) -> Cow<'_, str> {
     sanitize(text, |_| false)
+}
+
+/// `text` with its lines broken between words at `columns`; what goes on stands below what follows the line's label, as in
+/// `folder   runs/quickstart`, or two columns in.
+pub(super) fn wrapped(text: &str, columns: usize) -> String {
+    const LABEL_MAX: usize = 16;
+    let mut lines = vec![];
+    for line in text.lines() {
+        let label = line.find("  ").map(|gap| line.len() - line[gap..].trim_start().len());
+        let indent = label.filter(|at| *at <= LABEL_MAX).unwrap_or(2);
+        let (mut broken, mut width) = (String::new(), 0);
+        for word in line.split_inclusive(' ') {
+            // A space at the end of a line is not seen.
+            if width + word.trim_end().width() > columns && width > indent {
+                broken = format!("{}\n{}", broken.trim_end(), " ".repeat(indent));
+                width = indent;
+            }
+            broken.push_str(word);
+            width += word.width();
+        }
+        lines.push(broken);
+    }
+    lines.join("\n")
 }
 
 fn sanitize(text: &str, keep: impl Fn(char) -> bool) -> Cow<'_, str> {
@@ -35,4 +59,18 @@ fn sanitize(text: &str, keep: impl Fn(char) -> bool) -> Cow<'_, str> {
 
 fn hides(c: char) -> bool {
     matches!(c, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_break_between_words_below_what_follows_their_label() {
+        let text = "steps    1,000 of cold start, then 80\nwarning: a word-that-is-longer-than-the-line";
+        let broken = "steps    1,000 of\n         cold start,\n         then 80\nwarning: a\n  word-that-is-longer-than-the-line";
+        assert_eq!(wrapped(text, 20), broken);
+        assert_eq!(wrapped(text, 200), text);
+        assert_eq!(wrapped("folder   a/path/that/is/too/long", 20), "folder   a/path/that/is/too/long");
+    }
 }

@@ -16,12 +16,12 @@ const WEIGHT_MAX: f64 = 1e6;
 /// Columns of the table: metric and its short name.
 pub const COLUMNS: [(&str, &str); 12] = [
     ("mismatch/logprob_abs_diff_max", "|Δlogp| max"),
-    ("mismatch/logprob_abs_diff_mean", "mean"),
+    ("mismatch/logprob_abs_diff_mean", "|Δlogp| mean"),
     ("mismatch/bit_equal_fraction", "bit-equal"),
-    ("rollout_corr/log_ppl_abs_diff", "log-ppl gap mean"),
-    ("mismatch/log_ppl_abs_diff_max", "max"),
+    ("rollout_corr/log_ppl_abs_diff", "|Δlog-ppl| mean"),
+    ("mismatch/log_ppl_abs_diff_max", "|Δlog-ppl| max"),
     ("rollout_corr/kl", "KL k1"),
-    ("rollout_corr/k3_kl", "k3"),
+    ("rollout_corr/k3_kl", "KL k3"),
     ("mismatch/clip_fraction", "clipped"),
     ("rollout_corr/rollout_is_std", "IS std"),
     ("rollout_corr/rollout_is_eff_sample_size", "ESS"),

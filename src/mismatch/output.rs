@@ -45,8 +45,8 @@ pub fn links_table(lines: &[Line]) -> String {
     table.to_string()
 }
 
-/// Gaps as a table, and under it the cause of each.
-pub fn gaps_table(title: &str, lines: &[Line]) -> String {
+/// Gaps as a table within so many columns of text, and under it the cause of each.
+pub fn gaps_table(title: &str, lines: &[Line], columns: usize) -> String {
     let used: Vec<_> = COLUMNS
         .iter()
         .filter(|(key, _)| lines.iter().any(|l| l.metrics.iter().any(|(k, _)| k == key)))
@@ -56,7 +56,7 @@ pub fn gaps_table(title: &str, lines: &[Line]) -> String {
     for line in lines {
         table.row(std::iter::once(line.name.clone()).chain(used.iter().map(|(key, _)| shown(line.get(key)))));
     }
-    let mut text = table.to_string();
+    let mut text = table.folded(columns);
     let caused = lines.iter().filter_map(|line| Some((&line.name, line.cause.as_ref()?)));
     caused.for_each(|(name, cause)| text.push_str(&format!("{name}: {cause}\n")));
     text

@@ -132,7 +132,15 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader) {
     let before = reader.mistakes.0.len();
     reader.read_document(recipe, document.get_ref());
     let read = reader.mistakes.0.split_off(before);
-    reader.mistakes.0.extend(read.into_iter().filter(|mistake| !broken.contains(&mistake.place)));
+    // Below a table's head that cannot be read, its keys seem to stand outside every table.
+    let in_a_head = |at: usize| {
+        let line = text.get(..at).map_or(0, |before| before.rfind('\n').map_or(0, |end| end + 1));
+        text.get(line..).is_some_and(|line| line.trim_start().starts_with('['))
+    };
+    let a_head_is_lost = errors.iter().map(start).any(in_a_head);
+    let follows =
+        |mistake: &Mistake| broken.contains(&mistake.place) || (a_head_is_lost && !mistake.key.contains('.'));
+    reader.mistakes.0.extend(read.into_iter().filter(|mistake| !follows(mistake)));
 }
 
 /// The key of `key=value`.

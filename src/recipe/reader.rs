@@ -97,10 +97,12 @@ impl Reader<'_> {
         self.mistakes.0.push(Mistake { place, key: written.path.clone(), what });
     }
 
-    /// Notes a mistake of syntax at a byte of the text.
+    /// Notes a mistake of syntax at a byte of the text; of a line the first one is told.
     pub fn refuse_syntax(&mut self, at: usize, what: String) {
-        let place = self.place(at);
-        self.mistakes.0.push(Mistake { place, key: String::new(), what });
+        let (place, key) = (self.place(at), String::new());
+        if !self.mistakes.0.iter().any(|mistake| mistake.place == place && mistake.key.is_empty()) {
+            self.mistakes.0.push(Mistake { place, key, what });
+        }
     }
 
     fn refuse_unknown(&mut self, table: &str, name: &str, written: &Written) {

@@ -1,5 +1,6 @@
 //! What a RECIPE argument names: a recipe file, a recipe inside the binary, a run folder or a checkpoint.
 
+use super::mistake::Mistakes;
 use super::plan::{Plan, resolve};
 use crate::bad_input;
 use crate::bounded_file::{self, TOML_BYTES_MAX};
@@ -9,7 +10,7 @@ use anyhow::Result;
 use std::path::{Path, PathBuf};
 
 /// The recipes inside the binary, by name.
-pub const BUILT_IN: [(&str, &str); 12] = [
+pub const BUILT_IN: [(&str, &str); 13] = [
     ("quickstart", include_str!("../../recipes/quickstart.toml")),
     ("quickstart_dense", include_str!("../../recipes/quickstart_dense.toml")),
     ("quickstart_lora", include_str!("../../recipes/quickstart_lora.toml")),
@@ -18,6 +19,7 @@ pub const BUILT_IN: [(&str, &str); 12] = [
     ("gpt_oss_20b_lora", include_str!("../../recipes/gpt_oss_20b_lora.toml")),
     ("gsm8k", include_str!("../../recipes/gsm8k.toml")),
     ("gsm8k_qwen", include_str!("../../recipes/gsm8k_qwen.toml")),
+    ("released", include_str!("../../recipes/released.toml")),
     ("retool", include_str!("../../recipes/retool.toml")),
     ("retool_ppo", include_str!("../../recipes/retool_ppo.toml")),
     ("retool_qwen", include_str!("../../recipes/retool_qwen.toml")),
@@ -69,7 +71,9 @@ pub fn locate(argument: &Path) -> Result<RecipeSource> {
     if let Some(&(name, text)) = BUILT_IN.iter().find(|(name, _)| *name == asked) {
         return Ok(RecipeSource::BuiltIn { name, text });
     }
-    let meant = closest(asked, names()).map(|near| format!(" did you mean {near}?")).unwrap_or_default();
+    // `recipes/quickstart.toml` too, where there is no such file.
+    let stem = argument.file_stem().and_then(std::ffi::OsStr::to_str).unwrap_or_default();
+    let meant = closest(stem, names()).map(|near| format!(" did you mean {near}?")).unwrap_or_default();
     Err(bad_input!(
         "{shown}: no such file or folder;{meant} name a recipe file, a run folder, or a recipe of the program: {}",
         names().collect::<Vec<_>>().join(", ")
@@ -110,8 +114,13 @@ impl RecipeSource {
     /// [`BadInput`](crate::error::BadInput) when the file cannot be read or the recipe has mistakes.
     pub fn resolve(&self, sets: &[String]) -> Result<Plan> {
         let file = self.recipe_file();
+        let pinned = |plan: Result<Plan, Mistakes>| -> Result<Plan> {
+            let mut plan = plan?;
+            plan.recipe.task.pin_command();
+            Ok(plan)
+        };
         if let RecipeSource::BuiltIn { text, .. } = self {
-            return Ok(resolve(&file, text, sets)?);
+            return pinned(resolve(&file, text, sets));
         }
         let text = bounded_file::read_text(&file, TOML_BYTES_MAX).map_err(|e| {
             bad_input!(
@@ -122,7 +131,7 @@ impl RecipeSource {
         let plan = resolve(&file, &text, sets);
         let folder = match self {
             RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } => run,
-            RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => return Ok(plan?),
+            RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => return pinned(plan),
         };
         // A changed text may hold mistakes: that it was changed comes first.
         match Seal::of(&text, folder) {

@@ -7,7 +7,7 @@ pub use crate::tasks::answer::AnswerEquality;
 pub use crate::tasks::gsm8k::Extraction;
 pub use crate::tasks::retool::PromptForm;
 pub use crate::tasks::verify_if::Grading;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 table! {
     /// What is learned: problems, environment and reward.
@@ -32,7 +32,8 @@ table! {
         pub extraction: Option<Extraction> = None,
         /// How `verify_if` makes a reward of the instructions that were followed.
         pub grading: Option<Grading> = None,
-        /// The program of the task `command` and its arguments. It runs with your own rights, outside any sandbox.
+        /// The program of the task `command` and its arguments. It runs with your own rights, outside any sandbox. A word that
+        /// names a file is a path: a run keeps it absolute.
         pub command: Vec<String> = Vec::new(),
         /// Seconds after which a program of the task `command` that has not answered is killed and started again.
         pub command_timeout_s: Option<f64> = None => above(0.0).to(86400.0),
@@ -42,6 +43,20 @@ table! {
 }
 
 impl TaskConfig {
+    /// Makes the words of `command` that name a file absolute, so that a run's program starts from wherever the run is used. The
+    /// program itself is a path where it has a slash, and else looked up by the system.
+    pub(crate) fn pin_command(&mut self) {
+        for (index, word) in self.command.iter_mut().enumerate() {
+            if (index > 0 || word.contains('/'))
+                && Path::new(word).is_file()
+                && let Ok(full) = std::path::absolute(&*word)
+                && let Some(full) = full.to_str()
+            {
+                *word = full.to_owned();
+            }
+        }
+    }
+
     /// Fills in the defaults of the keys that the task reads; the keys of other tasks stay absent.
     pub(crate) fn fill_in(&mut self) {
         let keys = self.name.keys;

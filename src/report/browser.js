@@ -27,7 +27,6 @@ const startBrowser = () => {
     fill("run", [["", "all"], ...data.runs.map((run, i) => [String(i), run])]);
     fill("phase", [["", "training and evaluation"], ...data.phases.map((phase, i) => [String(i), phase])
       .filter(([i]) => data.rows.some(row => row.h === Number(i)))]);
-    fill("step", [["", "all"], ...[...new Set(data.rows.map(row => row.t))].sort((a, b) => a - b).map(step => [String(step), String(step)])]);
     fill("outcome", [["", "all"], ...data.outcomes.map((outcome, i) => [String(i), outcome])]);
     form.elements.run.parentElement.hidden = data.runs.length < 2;
     filter();
@@ -35,6 +34,11 @@ const startBrowser = () => {
 
   const filter = () => {
     const value = name => form.elements[name].value;
+    // Steps of another run, or that were not evaluated, are none to choose.
+    const [run, phase] = ["run", "phase"].map(value);
+    const here = row => (run === "" || row.r === Number(run)) && (phase === "" || row.h === Number(phase));
+    const steps = [...new Set(data.rows.filter(here).map(row => row.t))].sort((a, b) => a - b);
+    fill("step", [["", "all"], ...steps.map(step => [String(step), String(step)])]);
     const same = { r: value("run"), h: value("phase"), t: value("step"), o: value("outcome"), success: value("success") };
     const wanted = Object.entries(same).filter(([, text]) => text !== "").map(([key, text]) => [key, JSON.parse(text)]);
     const low = value("low") === "" ? -Infinity : Number(value("low")), high = value("high") === "" ? Infinity : Number(value("high"));
@@ -66,26 +70,42 @@ const startBrowser = () => {
   const bytes = text => Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
   const signed = text => new Int8Array(bytes(text).buffer);
 
-  // One value a sampled token: what is shown, and the weight of its colour in [-1, 1].
+  // Where the colours end: darker is no farther.
+  const LOG_PROB_END = -6, ADVANTAGE_END = 2;
+  const gapSize = byte => data.gap_min * 10 ** ((Math.abs(byte) - 1) / data.gap_steps);
+
+  // One value a sampled token: what is shown, and the weight of its colour in [0, 1].
   const figures = (row, kind) => {
     if (kind === "logprob") {
       return Array.from(bytes(row.l), byte => {
         const value = data.log_prob_min * (byte / 255) ** 2;
-        return [`log-prob ≈ ${show(value)}`, value / -6, "low"];
+        return [`log-prob ≈ ${show(value)}`, value / LOG_PROB_END, "low"];
       });
     }
     if (kind === "advantage" && row.a !== undefined) {
-      const of = value => [`advantage ${show(value)}`, Math.abs(value) / 2, value < 0 ? "down" : "up"];
+      const of = value => [`advantage ${show(value)}`, Math.abs(value) / ADVANTAGE_END, value < 0 ? "down" : "up"];
       return row.b === undefined ? Array(row.n).fill(of(row.a)) : Array.from(signed(row.b), byte => of(row.a * byte / 127));
     }
     if (kind === "gap" && row.g !== undefined) {
       const of = byte => {
-        const size = byte === 0 ? 0 : data.gap_min * 10 ** ((Math.abs(byte) - 1) / data.gap_steps);
+        const size = byte === 0 ? 0 : gapSize(byte);
         return [byte === 0 ? "gap 0: same bits" : `gap ≈ ${show(Math.sign(byte) * size)}`, Math.abs(byte) / 127, byte < 0 ? "down" : "up"];
       };
       return row.g === "" ? Array(row.n).fill(of(0)) : Array.from(signed(row.g), of);
     }
     return null;
+  };
+
+  // The colours of `kind` beside the values at their ends.
+  const scale = kind => {
+    const bar = tone => node("i", "", tone), made = node("p", undefined, "note scale");
+    const end = Math.round(gapSize(127)), least = show(gapSize(1));
+    made.append(...{
+      logprob: ["log-prob 0", bar("low"), `${LOG_PROB_END} or less`],
+      advantage: [`advantage -${ADVANTAGE_END} or less`, bar("down"), "0", bar("up"), `${ADVANTAGE_END} or more`],
+      gap: [`gap -${end}`, bar("down"), `-${least} · 0 · ${least}`, bar("up"), `${end} nats, each decade as wide`],
+    }[kind]);
+    return made;
   };
 
   const read = (row, line) => {
@@ -120,9 +140,10 @@ const startBrowser = () => {
         text.append(token);
       }
       if (kind && !of) about.append(` · the ${kind} of this trajectory was not recorded`);
+      if (kind === "gap" && row.g === "") about.append(" · the gap is exactly 0 at every sampled token: same bits");
       about.append(" · grey: given, not sampled; a token's figure is under the pointer");
     }
-    reader.replaceChildren(head, about, text);
+    reader.replaceChildren(head, about, ...(of && row.k !== undefined ? [scale(kind)] : []), text);
     reader.hidden = false;
   };
 

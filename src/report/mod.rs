@@ -32,13 +32,13 @@ use run::Run;
 use std::path::{Path, PathBuf};
 
 /// Writes the page of `runs`, all of them overlaid, and returns its path: `out`, or `report.html` in the run's folder; that of
-/// several runs is `report-N-runs.html` in the first one's, beside its own page. The page holds everything it shows: it
+/// several runs is `report-N-runs-DIGEST.html` in the first one's, a page for each set of runs. The page holds everything it shows: it
 /// asks nothing of a network.
 ///
 /// A folder with a `figures.toml` is a set of figures in place of a run: see `docs/FIGURES.md`.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when a folder is missing, has no `metrics.jsonl`, holds a line that
+/// [`crate::error::BadInput`] when a folder is missing or given twice, has no `metrics.jsonl`, holds a line that
 /// cannot be read, or is a set of figures beside other folders.
 pub fn write_report(runs: &[PathBuf], out: Option<&Path>) -> Result<PathBuf> {
     let first = runs.first().ok_or_else(|| crate::bad_input!("report: name at least one run folder."))?;
@@ -53,19 +53,35 @@ pub fn write_report(runs: &[PathBuf], out: Option<&Path>) -> Result<PathBuf> {
         return figures::write(set, &mut environment());
     }
     let page = page(runs, false)?;
-    let path = match (out, runs.len()) {
-        (Some(folder), _) if folder.is_dir() => folder.join("report.html"),
-        (Some(file), _) => file.to_owned(),
-        (None, 1) => first.join("report.html"),
-        (None, several) => first.join(format!("report-{several}-runs.html")),
+    let Some(out) = out else {
+        let path = first.join(match runs.len() {
+            1 => "report.html".to_owned(),
+            several => format!("report-{several}-runs-{}.html", digest(runs)),
+        });
+        write_file(&path, &page)?;
+        return Ok(path);
     };
-    write_file(&path, &page).map_err(|e| match out {
-        Some(_) => {
+    let is_folder = out.is_dir() || out.as_os_str().as_encoded_bytes().ends_with(b"/");
+    let path = if is_folder { out.join("report.html") } else { out.to_owned() };
+    let folder = path.parent().unwrap_or(Path::new(""));
+    std::fs::create_dir_all(folder)
+        .map_err(anyhow::Error::from)
+        .and_then(|()| write_file(&path, &page))
+        .map_err(|e| {
             crate::bad_input!("{}: cannot be written: {e:#}; name another file with --out", path.display())
-        }
-        None => e,
-    })?;
+        })?;
     Ok(path)
+}
+
+/// Tells the page of these runs from that of others beside it.
+fn digest(runs: &[PathBuf]) -> String {
+    let mut hash = crc32fast::Hasher::new();
+    for run in runs {
+        let full = std::fs::canonicalize(run).unwrap_or_else(|_| run.clone());
+        hash.update(full.as_os_str().as_encoded_bytes());
+        hash.update(b"\n");
+    }
+    format!("{:08x}", hash.finalize())
 }
 
 /// The page of `runs`. One that is `served` asks its server for news, and no one else for anything.
@@ -126,6 +142,7 @@ fn render(mut runs: Vec<Run>, served: bool) -> Result<String> {
         title => title(runs),
         runs => curves.iter().map(|run| &run.label).collect::<Vec<_>>(),
         empty => runs.iter().filter(|run| run.rows.is_empty()).map(|run| &run.label).collect::<Vec<_>>(),
+        failed => runs.iter().filter_map(tables::failures).collect::<Vec<_>>(),
         summary => tables::summary(curves),
         sections,
         alarms => alarms::table(curves),

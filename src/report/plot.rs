@@ -5,10 +5,13 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use std::fmt::Write;
 
-/// The drawing area within the view box of `WIDTH × HEIGHT`.
+/// The view box, and the drawing area in it.
 pub(super) const WIDTH: f64 = 460.0;
 pub(super) const HEIGHT: f64 = 236.0;
+/// Where the drawing begins, unless the labels of its ticks and the unit beside them need more.
 const LEFT: f64 = 58.0;
+const UNIT_WIDTH: f64 = 23.0;
+const TICK_CHARACTER: f64 = 7.2;
 const RIGHT: f64 = WIDTH - 12.0;
 const TOP: f64 = 10.0;
 const BOTTOM: f64 = HEIGHT - 38.0;
@@ -134,20 +137,23 @@ impl Plot {
         let steps = || series.iter().flat_map(|s| &s.points).map(|&(step, _)| step as f64);
         let (first, last) = range(steps())?;
         let last = if first == last { first + 1.0 } else { last };
-        let x = Axis { low: first, high: last, from: LEFT, to: RIGHT, log: false };
         let y = y_axis(&series, scale);
+        let y_ticks = if y.log { log_ticks(&y) } else { linear_ticks(&y, 5.0) };
+        let longest = y_ticks.iter().map(|tick| tick.label.chars().count()).max().unwrap_or(0);
+        let left = LEFT.max(UNIT_WIDTH + TICK_CHARACTER * longest as f64);
+        let x = Axis { low: first, high: last, from: left, to: RIGHT, log: false };
         let lines: Vec<Line> = series.into_iter().map(|s| line(s, &x, &y)).collect();
         Some(Plot {
             width: WIDTH,
             height: HEIGHT,
-            left: LEFT,
+            left,
             right: RIGHT,
             top: TOP,
             bottom: BOTTOM,
             log: y.log,
             thinned: lines.iter().any(|line| line.points.len() > POINTS_MAX),
             x_ticks: linear_ticks(&x, f64::min(6.0, last - first)),
-            y_ticks: if y.log { log_ticks(&y) } else { linear_ticks(&y, 5.0) },
+            y_ticks,
             notes: notes(&lines),
             lines,
             levels: Vec::new(),

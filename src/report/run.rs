@@ -6,6 +6,7 @@ use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX, TOKENIZER_BYTES_MAX, TOML_BYTES_MAX};
 use crate::metrics::{Phase, Row, read_rows};
 use anyhow::Result;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// One run folder, read.
@@ -31,6 +32,11 @@ pub(super) struct Run {
 impl Run {
     /// Reads the folders, in order.
     pub fn load_all(folders: &[PathBuf]) -> Result<Vec<Run>> {
+        let full = |folder: &PathBuf| std::fs::canonicalize(folder).unwrap_or_else(|_| folder.clone());
+        let mut seen = BTreeSet::new();
+        if let Some(again) = folders.iter().find(|folder| !seen.insert(full(folder))) {
+            return Err(bad_input!("{}: this run is given twice. Name each run once.", again.display()));
+        }
         labels(folders).into_iter().zip(folders).map(|(label, folder)| Self::load(label, folder)).collect()
     }
 

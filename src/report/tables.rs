@@ -57,7 +57,7 @@ fn summarise(i: usize, run: &Run) -> Summary<'_> {
     Summary {
         run: i,
         label: &run.label,
-        task: setting("task.name"),
+        task: task(run).unwrap_or_else(|| setting("task.name")),
         model: model(run).unwrap_or_else(|| setting("model.path")),
         seed: if run.seeds.is_empty() { setting("train.seed") } else { run.seeds.clone() },
         steps,
@@ -65,6 +65,32 @@ fn summarise(i: usize, run: &Run) -> Summary<'_> {
         reward: Change::of(run, Phase::Rl, "critic/rewards/mean"),
         time: wall_time(&run.rows),
     }
+}
+
+/// A program that is the task, by the names of its files.
+fn task(run: &Run) -> Option<String> {
+    let words = run.recipe.get("task")?.get("command")?.as_array()?;
+    let name = |word: &toml::Value| {
+        let word = word.as_str().unwrap_or_default().trim();
+        let line = word.lines().next().unwrap_or_default();
+        let cut = if line.len() < word.len() { " …" } else { "" };
+        format!("{}{cut}", line.rsplit('/').next().unwrap_or_default())
+    };
+    (!words.is_empty()).then(|| words.iter().map(name).collect::<Vec<_>>().join(" "))
+}
+
+/// Says of a run most of whose trajectories failed that they did: their rewards tell nothing of the policy.
+pub(super) fn failures(run: &Run) -> Option<String> {
+    let shares = run.series(Phase::Rl, "trajectory/failed_fraction");
+    let share = shares.iter().map(|(_, share)| share).sum::<f64>() / shares.len() as f64;
+    (share > 0.5).then(|| {
+        format!(
+            "{}: {}% of the trajectories failed, whatever the policy did: the task's program or the tool's workers. The rewards \
+             say nothing of the model.",
+            run.label,
+            format_number(100.0 * share)
+        )
+    })
 }
 
 /// `gpt-oss-20b: gpt_oss, 24 layers, 20,914,757,184 parameters`, from the run's `model.json`.

@@ -6,7 +6,7 @@
 //! OUT/trajectories/NAME.jsonl.partial   a line a trajectory as it ends; NAME.jsonl, in order, when all have
 //! ```
 
-use super::run_folder::{holds_run, lock};
+use super::run_folder::{RunFolder, holds_run, lock};
 use super::workbench::Workbench;
 use crate::atomic_file::{replace_file, write_file};
 use crate::bad_input;
@@ -38,7 +38,7 @@ fn default_out(plan: &Plan, source: &RecipeSource, kind: &str) -> PathBuf {
     }
 }
 
-const MARKER_FILE: &str = "sampling.json";
+pub(super) const MARKER_FILE: &str = "sampling.json";
 
 /// `sampling.json`.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
@@ -50,7 +50,7 @@ struct Marker {
     model_files: Vec<(String, u64, u128)>,
 }
 
-/// A folder that takes one sampling; this process holds it.
+/// A folder that takes one sampling; this process holds it. One that took nothing is removed in the end.
 pub struct Collection<'a> {
     bench: &'a Workbench,
     pub path: PathBuf,
@@ -97,6 +97,7 @@ impl<'a> Collection<'a> {
         let lock = lock(path)?;
         // Another process may have begun here in the meantime.
         check(path, marker, &bench.plan)?;
+        let begun = Self { bench, path: path.to_owned(), _lock: lock };
         if !path.join(MARKER_FILE).is_file() {
             write_file(&path.join(MARKER_FILE), &(serde_json::to_string_pretty(marker)? + "\n"))?;
         }
@@ -106,7 +107,7 @@ impl<'a> Collection<'a> {
         if let Some(confinement) = bench.confinement() {
             write_file(&path.join("sandbox.txt"), &format!("{confinement}\n"))?;
         }
-        Ok(Self { bench, path: path.to_owned(), _lock: lock })
+        Ok(begun)
     }
 
     /// The file of the finished trajectories called `name`.
@@ -239,6 +240,12 @@ impl<'a> Collection<'a> {
     }
 }
 
+impl Drop for Collection<'_> {
+    fn drop(&mut self) {
+        RunFolder::clear_unused(&self.path);
+    }
+}
+
 /// Says on `console` when most of `rows` failed, whatever the policy did.
 ///
 /// # Errors
@@ -248,7 +255,7 @@ pub fn heed_failures<'r>(rows: impl Iterator<Item = &'r TrajectoryRow>, console:
     let (count, all) = (failed.iter().filter(|failed| **failed).count(), failed.len());
     if count > 0 && count == all {
         bail!(
-            "all {all} trajectories failed: the task's program or the tool's workers failed each time; the first failures are told above"
+            "all {all} trajectories failed: the task's program or the tool's workers failed each time, as was told then; rloss check RECIPE asks the program again"
         );
     }
     if count * 2 > all {

@@ -1,10 +1,13 @@
 //! What a run is, in a few lines: the head of the console, and `model.json` for its page.
 
+use super::evaluation::prompts;
+use super::memory::Intent;
 use super::workbench::Workbench;
 use crate::choice::Choice;
 use crate::error::quoted;
 use crate::interpreter::InterpreterKind;
 use crate::metrics::format_number;
+use crate::recipe::RolloutConfig;
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -29,15 +32,38 @@ pub fn model(bench: &Workbench) -> Value {
     })
 }
 
-/// The head of a command's console: model, task, steps, threads and where results go, a line each.
-pub fn lines(bench: &Workbench, folder: &Path) -> Vec<String> {
+/// What the command is to do.
+fn work(bench: &Workbench, intent: Intent) -> (&'static str, String) {
+    let recipe = bench.recipe();
+    let RolloutConfig { prompts_per_step, samples_per_prompt, .. } = &recipe.rollout;
+    let sampled = format!("{prompts_per_step} prompts × {samples_per_prompt}");
+    match intent {
+        Intent::Train => {
+            let (cold, train) = (recipe.cold_start.steps, recipe.train.steps);
+            let whole = |steps: u64| format_number(steps as f64);
+            let cold = if cold > 0 { format!("{} of cold start, then ", whole(cold)) } else { String::new() };
+            ("steps", format!("{cold}{} of reinforcement learning, {sampled} samples each", whole(train)))
+        }
+        Intent::Eval => {
+            let problems: usize = prompts(bench).iter().map(|(_, problems)| problems.len()).sum();
+            ("sampled", format!("{problems} held-out problems × {}", recipe.eval.samples))
+        }
+        Intent::Rollout | Intent::CheckMismatch(_) => {
+            ("sampled", format!("{sampled}, as in one step of training"))
+        }
+    }
+}
+
+/// The head of a command's console: model, task, what is to be done, threads and where results go, a line each.
+pub fn lines(bench: &Workbench, intent: Intent, folder: &Path) -> Vec<String> {
     let (recipe, facts) = (bench.recipe(), model(bench));
     let number = |key: &str| facts[key].as_f64().unwrap_or(0.0);
     let name = facts["name"].as_str().map(|name| format!("{name}, ")).unwrap_or_default();
     let learning = match number("learning") {
-        _ if !recipe.trains() => "none learns".to_owned(),
-        all if all == number("parameters") => "all learn".to_owned(),
-        some => format!("{} learn", format_number(some)),
+        _ if !intent.learns() => String::new(),
+        _ if !recipe.trains() => ", none learns".to_owned(),
+        all if all == number("parameters") => ", all learn".to_owned(),
+        some => format!(", {} learn", format_number(some)),
     };
     let kind = facts["model_type"].as_str().unwrap_or_default();
     let (layers, parameters) = (format_number(number("layers")), format_number(number("parameters")));
@@ -46,11 +72,6 @@ pub fn lines(bench: &Workbench, folder: &Path) -> Vec<String> {
         (Some(_), InterpreterKind::Embedded) => ", with the embedded Python tool",
         (Some(_), InterpreterKind::CPython) => ", with the machine's Python as its tool",
     };
-    let (cold, train) = (recipe.cold_start.steps, recipe.train.steps);
-    let samples =
-        format!("{} × {} samples", recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt);
-    let cold =
-        if cold > 0 { format!("{} of cold start, then ", format_number(cold as f64)) } else { String::new() };
     let (mesh, threads) = (bench.mesh(), bench.threads.count());
     let threads = match (mesh.ranks(), mesh.sequence_ranks()) {
         (1, _) => threads.to_string(),
@@ -60,9 +81,9 @@ pub fn lines(bench: &Workbench, folder: &Path) -> Vec<String> {
         }
     };
     let head = [
-        ("model", format!("{name}{kind}, {layers} layers, {parameters} parameters, {learning}")),
+        ("model", format!("{name}{kind}, {layers} layers, {parameters} parameters{learning}")),
         ("task", format!("{}{tool}", bench.task.name())),
-        ("steps", format!("{cold}{} of reinforcement learning, {samples} each", format_number(train as f64))),
+        work(bench, intent),
         ("threads", threads),
         ("folder", folder.display().to_string()),
     ];

@@ -1,5 +1,6 @@
 //! A run's folder: its recipe, metrics, trajectories and lock.
 
+use super::collect::MARKER_FILE;
 use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::error::BadInput;
@@ -13,6 +14,17 @@ use anyhow::{Context, Result};
 use std::fs::{self, File, TryLockError};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
+
+/// Files that a run or a sampling has before its first result.
+const STARTED: [&str; 7] = [
+    "recipe.toml",
+    "metrics.jsonl",
+    "model.json",
+    "sandbox.txt",
+    "reference.safetensors",
+    MARKER_FILE,
+    ".lock",
+];
 
 /// A run folder that this process holds, or that the leader of its processes does; others that try are refused until it ends.
 pub struct RunFolder {
@@ -100,18 +112,22 @@ impl RunFolder {
         Ok(Self { path: path.to_owned(), files: Some(Files { metrics, tensorboard, _lock: lock }) })
     }
 
-    /// Removes what [`Self::create`] made in `path`, after a start that failed before anything was measured: the next start
-    /// finds the place free. A folder with more in it stays.
+    /// Removes what a start made in `path` that failed before anything was measured or sampled: the next start finds the place
+    /// free. A folder with more in it stays.
     pub fn clear_unused(path: &Path) {
-        let measured = fs::metadata(path.join("metrics.jsonl")).is_ok_and(|about| about.len() > 0);
-        if measured || ["checkpoints", "trajectories"].iter().any(|name| path.join(name).exists()) {
+        let holds = |file: &Path| fs::metadata(file).is_ok_and(|about| about.len() > 0);
+        let sampled = fs::read_dir(path.join("trajectories")).into_iter().flatten().flatten();
+        if holds(&path.join("metrics.jsonl"))
+            || path.join("checkpoints").exists()
+            || sampled.into_iter().any(|entry| holds(&entry.path()))
+        {
             return;
         }
         // What cannot be removed is as it was before: in the way, and named by the next start.
-        let _ = fs::remove_dir_all(path.join("tensorboard"));
-        for name in
-            ["recipe.toml", "metrics.jsonl", "model.json", "sandbox.txt", "reference.safetensors", ".lock"]
-        {
+        for name in ["tensorboard", "trajectories"] {
+            let _ = fs::remove_dir_all(path.join(name));
+        }
+        for name in STARTED {
             let _ = fs::remove_file(path.join(name));
         }
         let _ = fs::remove_dir(path);

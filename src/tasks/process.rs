@@ -1,5 +1,6 @@
 //! Processes of a user's own program that answer JSON lines: a bounded pool with deadlines, restarts and kills.
 
+use crate::process_group::ProcessGroup;
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -10,6 +11,9 @@ use std::time::Duration;
 
 /// Longest line that is read as an answer, in bytes.
 const LINE_BYTES_MAX: u64 = 64 << 20;
+
+/// How long a process that has closed its output is given to have ended.
+const END_WAIT: Duration = Duration::from_secs(1);
 
 /// Up to so many processes of one program, started when first needed, each busy with one request at a time.
 pub struct ProcessPool {
@@ -62,9 +66,9 @@ impl ProcessPool {
     }
 }
 
-/// A process and the thread that writes to it and reads from it. Dropping it kills the process and its group.
+/// A process and the thread that writes to it and reads from it.
 struct Process {
-    child: Child,
+    group: ProcessGroup,
     requests: mpsc::Sender<String>,
     answers: mpsc::Receiver<Result<String>>,
 }
@@ -88,14 +92,14 @@ impl Process {
             })
             .context("cannot start a thread")?;
         let child = told.recv().context("the thread of the process has ended")??;
-        Ok(Self { child, requests, answers })
+        Ok(Self { group: ProcessGroup { child }, requests, answers })
     }
 
     fn ask(&mut self, request: &Value, timeout: Duration) -> Result<Value> {
         let ended = || anyhow!("the process has ended");
         self.requests.send(format!("{request}\n")).map_err(|_| ended())?;
         let line = match self.answers.recv_timeout(timeout) {
-            Ok(line) => line?,
+            Ok(line) => line.map_err(|error| self.with_end(error))?,
             Err(mpsc::RecvTimeoutError::Timeout) => {
                 bail!("no answer within {} s; the process was killed", timeout.as_secs_f64())
             }
@@ -103,23 +107,31 @@ impl Process {
         };
         let start = || line.chars().take(80).collect::<String>();
         let answer: Value = serde_json::from_str(&line)
-            .map_err(|e| anyhow!("the answer {:?} is not JSON: {e}; print nothing but answers", start()))?;
+            .map_err(|e| anyhow!("the answer {:?} is not JSON: {}", start(), why_no_json(&line, &e)))?;
         if !answer.is_object() {
             bail!("the answer {:?} is not a JSON object", start());
         }
         Ok(answer)
     }
+
+    /// `error` with how the process ended, if it did.
+    fn with_end(&self, error: anyhow::Error) -> anyhow::Error {
+        match self.group.ended(END_WAIT) {
+            Some(status) => anyhow!("{error:#} ({status})"),
+            None => error,
+        }
+    }
 }
 
-impl Drop for Process {
-    fn drop(&mut self) {
-        if let Ok(pid) = i32::try_from(self.child.id()) {
-            // SAFETY: a plain system call. The child is not reaped yet, so its number is still its own.
-            unsafe { libc::kill(-pid, libc::SIGKILL) };
+/// What keeps `line` from being JSON, and what to do.
+fn why_no_json(line: &str, error: &serde_json::Error) -> String {
+    // Where the reader stopped is at the number's first letter, or after its sign.
+    let rest = line.get(error.column().saturating_sub(1)..).unwrap_or_default();
+    match ["NaN", "Infinity"].iter().find(|word| rest.starts_with(**word)) {
+        Some(word) => {
+            format!("{word} is no number there; give a number, or say by \"error\" what went wrong")
         }
-        // Both fail only for a process that has ended: nothing is left to do then.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        None => format!("{error}; print nothing but answers"),
     }
 }
 

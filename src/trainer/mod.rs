@@ -294,7 +294,7 @@ impl Trainer {
         ensure!(
             !self.watch.all_failed(),
             "every trajectory of the run failed, so nothing was learned: the task's program or the tool's workers failed each \
-             time; the first failures are told above"
+             time, as was told then; rloss check RECIPE asks the program again"
         );
         Ok(false)
     }

@@ -282,6 +282,33 @@ fn stored_experts_are_replayed_only_if_the_model_could_have_chosen_them() {
     }
 }
 
+/// The folder of what failed before anything was sampled stood in the way of the next start with other settings.
+#[test]
+fn a_start_that_fails_leaves_no_folder() {
+    let place = Place::new();
+    for command in ["eval", "rollout"] {
+        let short = ["--set", "rollout.prompt_tokens_max=5"];
+        let arguments = [&[command, "small.toml", "--out", "out"][..], &short].concat();
+        place.refused(&arguments, &["more than rollout.prompt_tokens_max = 5"]);
+        assert!(!place.path("out").exists(), "{command}");
+    }
+    place.done(&["eval", "small.toml", "--out", "out"]);
+}
+
+/// Both told the steps of a training that they do not do.
+#[test]
+fn the_head_says_what_is_sampled() {
+    let place = Place::new();
+    for (command, sampled) in
+        [("eval", "5 held-out problems × 4"), ("rollout", "2 prompts × 3, as in one step of training")]
+    {
+        let output = place.run(&[command, "small.toml"]);
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(text.contains(&format!("sampled  {sampled}\n")) && !text.contains("steps    "), "{text}");
+        assert!(!text.contains("learn"), "{text}");
+    }
+}
+
 #[test]
 fn wrong_input_is_one_error() {
     let place = Place::new();

@@ -30,9 +30,9 @@ fn rising(slope: f64) -> Vec<Row> {
 
 fn page(runs: &[PathBuf]) -> String {
     let path = write_report(runs, None).unwrap();
-    let name =
-        if runs.len() == 1 { "report.html".to_owned() } else { format!("report-{}-runs.html", runs.len()) };
-    assert_eq!(path, runs[0].join(name));
+    let name = path.strip_prefix(&runs[0]).unwrap().to_str().unwrap();
+    let several = format!("report-{}-runs-", runs.len());
+    assert!(if runs.len() == 1 { name == "report.html" } else { name.starts_with(&several) }, "{name}");
     std::fs::read_to_string(path).unwrap()
 }
 
@@ -267,6 +267,41 @@ fn values_that_are_not_finite_and_long_runs_are_drawn_and_said() {
     assert!(page.contains(">log</i>"), "a range this wide is shown on a log axis");
 }
 
+/// Long labels lay over the unit beside them.
+#[test]
+fn long_labels_of_an_axis_make_room_for_its_unit() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |value: &dyn Fn(u64) -> f64| -> Vec<Row> {
+        (1..=9).map(|step| row(step, Phase::Rl, &[("actor/entropy", value(step))])).collect()
+    };
+    let left = |name: &str, rows: &[Row]| {
+        data(&page(&[run(folder.path(), name, rows)]))[0]["x"][2].as_f64().unwrap()
+    };
+    let short = left("short", &at(&|step| step as f64));
+    let long = left("long", &at(&|step| 1.0 + 1e-6 * step as f64));
+    assert!(short < 60.0 && long > short + 15.0, "{short} {long}");
+}
+
+/// A run that failed whole looked like one that learned nothing.
+#[test]
+fn a_run_most_of_which_failed_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let with = |share: f64| row(1, Phase::Rl, &[("trajectory/failed_fraction", share)]);
+    let failed = page(&[run(folder.path(), "failed", &[with(1.0)])]);
+    assert!(failed.contains("failed: 100% of the trajectories failed, whatever the policy did"));
+    assert!(!page(&[run(folder.path(), "fine", &[with(0.25)])]).contains("of the trajectories failed"));
+}
+
+/// Its task was called `command`.
+#[test]
+fn a_program_that_is_the_task_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = run(folder.path(), "mine", &rising(0.1));
+    let recipe = "[task]\nname = \"command\"\ncommand = [\"python3\", \"-c\", \"/somewhere/shop.py\", \"one\\ntwo\"]\n";
+    std::fs::write(path.join("recipe.toml"), recipe).unwrap();
+    assert!(page(&[path]).contains("<td class=\"path\">python3 -c shop.py one …<td"));
+}
+
 #[test]
 fn a_run_that_has_only_begun_is_shown() {
     let folder = tempfile::tempdir().unwrap();
@@ -289,10 +324,30 @@ fn the_page_goes_where_it_is_asked_to_and_that_of_two_runs_leaves_the_first_ones
     let file = folder.path().join("page.html");
     assert_eq!(write_report(&runs, Some(&file)).unwrap(), file);
     assert_eq!(write_report(&runs, Some(folder.path())).unwrap(), folder.path().join("report.html"));
-    let nowhere = folder.path().join("no/page.html");
-    let error = write_report(&runs, Some(&nowhere)).unwrap_err();
+    // Folders are made; what stands in the way is named.
+    for (asked, made) in [("new/", "new/report.html"), ("other/page.html", "other/page.html")] {
+        assert_eq!(write_report(&runs, Some(&folder.path().join(asked))).unwrap(), folder.path().join(made));
+    }
+    let error = write_report(&runs, Some(&file.join("page.html"))).unwrap_err();
     assert!(
-        error.downcast_ref::<BadInput>().is_some() && error.to_string().contains("no/page.html"),
+        error.downcast_ref::<BadInput>().is_some() && error.to_string().contains("page.html/page.html"),
+        "{error}"
+    );
+}
+
+/// The page of two runs took the place of another two's, and a run beside itself was drawn twice.
+#[test]
+fn each_set_of_runs_has_its_page_and_no_run_is_given_twice() {
+    let folder = tempfile::tempdir().unwrap();
+    let [a, b, c] = ["a", "b", "c"].map(|name| run(folder.path(), name, &rising(0.01)));
+    let path =
+        |runs: &[&PathBuf]| write_report(&runs.iter().map(|run| (*run).clone()).collect::<Vec<_>>(), None);
+    let first = path(&[&a, &b]).unwrap();
+    assert_ne!(first, path(&[&a, &c]).unwrap());
+    assert_eq!(first, path(&[&a, &b]).unwrap());
+    let error = path(&[&a, &b, &a.join("../b")]).unwrap_err();
+    assert!(
+        error.downcast_ref::<BadInput>().is_some() && error.to_string().contains("given twice"),
         "{error}"
     );
 }

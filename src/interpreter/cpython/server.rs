@@ -5,8 +5,9 @@ use super::stage::{RULES, StageHello};
 use crate::bad_input;
 use crate::interpreter::embedded_worker::Welcome;
 use crate::interpreter::frames::{self, Timed};
-use crate::interpreter::process::{ProcessGroup, Spawner, set_nonblocking};
+use crate::interpreter::process::{Spawner, set_nonblocking};
 use crate::interpreter::{InterpreterState, Settings, WORKER_ARGUMENT, confine, lock};
+use crate::process_group::ProcessGroup;
 use anyhow::{Context, Result};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde::Serialize;
@@ -70,7 +71,7 @@ impl Server {
         command.args([WORKER_ARGUMENT, STAGE_ARGUMENT]);
         command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).stderr(Stdio::piped());
         let mut group = spawner.spawn(command).with_context(place)?;
-        let errors = group.take_errors();
+        let errors = group.child.stderr.take().map(|pipe| File::from(OwnedFd::from(pipe)));
         let server = Self { control: Mutex::new(File::from(OwnedFd::from(control))), group };
         set_nonblocking(&*lock(&server.control)).with_context(place)?;
         match server.introduce(settings, host) {

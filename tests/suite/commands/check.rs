@@ -124,8 +124,13 @@ fn a_task_program_that_hangs_dies_or_prints_garbage_is_named_at_whatever_it_was_
     for ask in ["describe", "problem", "turn", "reward"] {
         for (instead, told) in [
             ("time.sleep(1000)", "no answer within 2 s"),
-            ("sys.exit(3)", "the process ended without an answer"),
-            ("print('garbage', flush=True)", "is not JSON"),
+            ("sys.exit(3)", "the process ended without an answer (exit status: 3)"),
+            ("print('garbage', flush=True)", "is not JSON: expected value"),
+            (
+                "print(json.dumps({'reward': float('nan')}), flush=True); continue",
+                "is not JSON: NaN is no number",
+            ),
+            ("print('{\"a\": [1, -Infinity]}', flush=True); continue", "is not JSON: Infinity is no number"),
         ] {
             let folder = TempDir::new().unwrap();
             let recipe = task_program(&folder, ask, instead);
@@ -133,6 +138,7 @@ fn a_task_program_that_hangs_dies_or_prints_garbage_is_named_at_whatever_it_was_
             let text = stderr(&output);
             assert_eq!(output.status.code(), Some(2), "{ask}, {instead}: {text}");
             assert!(text.contains(told) && text.contains(ask), "{ask}, {instead}: {text}");
+            assert_eq!(text.matches(told).count(), 1, "{ask}, {instead}: {text}");
         }
     }
 }

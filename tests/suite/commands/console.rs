@@ -61,8 +61,8 @@ fn a_report_of_two_runs_names_both() {
     done(&mut small(&first, &["train.steps=2"]));
     done(&mut small(&second, &["train.steps=2", "train.seed=1"]));
     let printed = done(rloss().arg("report").args([&first, &second]));
-    let page = first.join("report-2-runs.html");
-    assert_eq!(String::from_utf8(printed.stdout).unwrap().trim(), page.display().to_string());
+    let page = std::path::PathBuf::from(String::from_utf8(printed.stdout).unwrap().trim());
+    assert!(page.starts_with(&first), "{page:?}");
     let html = std::fs::read_to_string(page).unwrap();
     assert!(html.contains("first-run") && html.contains("second-run"));
     assert!(!second.join("report.html").exists());

@@ -25,7 +25,14 @@ fn what_init_writes_runs_as_it_is_and_stays() {
     }
     let lines = stderr(&done(&mut train));
     assert!(lines.contains("task     doubling"), "{lines}");
-    assert_eq!(phase(&rows(&folder.path().join("runs/first")), "rl").count(), 2);
+    let run = folder.path().join("runs/first");
+    assert_eq!(phase(&rows(&run), "rl").count(), 2);
+    // The run's program is found from any folder.
+    let elsewhere = TempDir::new().unwrap();
+    done(rloss().current_dir(&elsewhere).arg("eval").arg(&run));
+    done(rloss().current_dir(&elsewhere).arg("chat").arg(&run));
+    done(rloss().current_dir(&elsewhere).arg("train").arg(&run).args(["--resume", "--set", "train.steps=3"]));
+    assert_eq!(phase(&rows(&run), "rl").count(), 3);
     // A file that is there stays, and then none is written.
     std::fs::remove_file(folder.path().join("first.py")).unwrap();
     let again = init("first");
@@ -86,9 +93,21 @@ fn recipes_are_inside_the_binary_and_a_name_that_is_none_lists_them() {
         ["cold_start.steps=1", "train.steps=1", "eval.problems_max=4"].map(|set| ["--set", set]).concat();
     let lines = stderr(&done(rloss().current_dir(&folder).args(["train", "quickstart"]).args(&sets)));
     assert!(lines.contains("done: runs/quickstart\n"), "{lines}");
-    let refused = output(rloss().current_dir(&folder).args(["train", "quikstart"]));
-    assert_eq!(refused.status.code(), Some(2));
-    assert!(stderr(&refused).contains("did you mean quickstart?"), "{}", stderr(&refused));
+    for slip in ["quikstart", "recipes/quickstart.toml"] {
+        let refused = output(rloss().current_dir(&folder).args(["train", slip]));
+        assert_eq!(refused.status.code(), Some(2));
+        assert!(stderr(&refused).contains("did you mean quickstart?"), "{}", stderr(&refused));
+    }
+    for command in ["train", "eval", "rollout", "check", "chat"] {
+        let help = text(&done(rloss().args([command, "--help"])).stdout)
+            .split_whitespace()
+            .collect::<Vec<_>>()
+            .join(" ");
+        assert!(
+            help.contains("quickstart, quickstart_dense, ") && help.contains("one of a run's checkpoints"),
+            "{help}"
+        );
+    }
     // The data set is named that the recipe needs.
     let refused = stderr(&output(rloss().current_dir(&folder).args(["train", "retool"])));
     assert!(refused.contains("scripts/fetch_data.sh dapo-math aime"), "{refused}");
@@ -100,14 +119,22 @@ fn every_recipe_of_the_tree_is_inside_the_binary() {
     let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let mut names: Vec<String> = files
         .filter(|path| path.extension().is_some_and(|extension| extension == "toml"))
-        // One whose task is a program of the tree is of use only there.
-        .filter(|path| !std::fs::read_to_string(path).unwrap().contains("\"scripts/"))
         .map(|path| path.file_stem().unwrap().to_str().unwrap().to_owned())
         .collect();
     let mut built_in = rloss::recipe::BUILT_IN.map(|(name, _)| name.to_owned()).to_vec();
     names.sort();
     built_in.sort();
     assert_eq!(names, built_in);
+}
+
+#[test]
+fn a_script_without_numpy_says_what_to_install() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/random_checkpoint.py");
+    let alone = ["-E", "-S"];
+    let refused = output(std::process::Command::new("python3").args(alone).arg(script));
+    let text = stderr(&refused);
+    assert_eq!((refused.status.code(), text.lines().count()), (Some(2), 1), "{text}");
+    assert!(text.contains("pip install numpy"), "{text}");
 }
 
 #[test]

@@ -48,6 +48,10 @@ fn a_program_that_answers_wrongly_is_heard_and_a_run_that_failed_whole_exits_1()
     }
     assert!(!text.contains("step 0: "), "nothing was held out, so nothing was evaluated: {text}");
     assert_eq!(phase(&rows(&out), "rl").filter(|row| row["trajectory/failed_fraction"] == 1).count(), 2);
+    // Resumed, it has nothing left to do and tells no failure: it names what does.
+    let again = super::output(&mut resumed(&out, &sets));
+    assert_eq!(again.status.code(), Some(1), "{}", stderr(&again));
+    assert!(stderr(&again).contains("rloss check RECIPE asks the program again"), "{}", stderr(&again));
 }
 
 /// All steps were made, each failing after its time limits, and the folder stood in the way of the next start.

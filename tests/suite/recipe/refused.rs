@@ -340,6 +340,15 @@ fn mistakes_of_syntax_are_shown_with_those_of_meaning() {
 
 #[test]
 fn one_slip_is_one_mistake() {
+    // A slip of syntax is not also what the parser makes of the rest of its line, or of the keys below it.
+    for text in [
+        "[train\nsteps = 2",
+        "[train]\nsteps = 2\n[train.optimizer\nlr = 1",
+        "[train]\nlr == 2",
+        "[train]\nsteps: 3",
+    ] {
+        assert!(mistake(text, &[]).contains("not TOML: "), "{text}");
+    }
     // A misspelt train_file is not also a missing one, and a wrong task name brings no rule of another task.
     let gsm8k = "[task]\nname = \"gsm8k\"\nvalidation_file = \"Cargo.toml\"\n";
     assert_eq!(

@@ -1,0 +1,57 @@
+//! A child process that leads a group of its own: killed whole, with whatever it started, and asked how it ended.
+
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, ExitStatus};
+use std::time::{Duration, Instant};
+
+/// A child process and its group. Dropping it kills them and reaps the child.
+pub struct ProcessGroup {
+    pub child: Child,
+}
+
+impl ProcessGroup {
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// How the child ended by itself, which leaves it to be reaped; a closed pipe may be seen a moment before its end, for which
+    /// this waits so long.
+    pub fn ended(&self, wait: Duration) -> Option<ExitStatus> {
+        let begun = Instant::now();
+        loop {
+            // SAFETY: zeroes are a valid siginfo_t, and the structure outlives the call.
+            let (rc, info) = unsafe {
+                let mut info: libc::siginfo_t = std::mem::zeroed();
+                let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+                (libc::waitid(libc::P_PID, self.id(), &mut info, options), info)
+            };
+            // SAFETY: waitid has filled in a child's fields, or left zeroes.
+            let (id, status) = unsafe { (info.si_pid(), info.si_status()) };
+            if rc == 0 && id != 0 {
+                let raw = if info.si_code == libc::CLD_EXITED { status << 8 } else { status };
+                return Some(ExitStatus::from_raw(raw));
+            }
+            if begun.elapsed() >= wait {
+                return None;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Ends the child and its group, and reaps the child.
+    pub fn kill(&mut self) {
+        if let Ok(pid) = i32::try_from(self.id()) {
+            // SAFETY: a plain system call. The child is not reaped yet, so its number is still its own.
+            unsafe { libc::kill(-pid, libc::SIGKILL) };
+        }
+        // Both fail only for a child that has ended, or was reaped: nothing is left to do then.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for ProcessGroup {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
