@@ -31,7 +31,7 @@ pub mod model;
 pub mod ops;
 pub mod panics;
 pub mod policy;
-mod process_group;
+pub mod process_group;
 pub mod random;
 pub mod recipe;
 pub mod report;
