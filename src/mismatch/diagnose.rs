@@ -23,10 +23,7 @@ const HOPELESS: (f64, f64) = (2.0, 0.5);
 const EVIDENCE_MIN: f64 = 25.0;
 const SPREAD_SHARE_MAX: f64 = 0.95;
 /// Where what it explains may be rounding: one flip of routing moves many tokens together, so likelihood proves little there.
-/// Either much of the spread goes, or the likelihood is beyond what flips do.
 const SPREAD_SHARE_OF_ROUNDING_MAX: f64 = 0.75;
-const EVIDENCE_AMONG_ROUNDING_MIN: f64 = 60.0;
-const SPREAD_SHARE_AMONG_ROUNDING_MAX: f64 = 0.9;
 /// Causes within so many nats of log-likelihood of the best, and this share of its spread, are not told apart.
 const TOLD_APART: f64 = 15.0;
 const SPREAD_TOLD_APART: f64 = 1.02;
@@ -351,16 +348,9 @@ fn decide(null: &Close, close: &[Close], parts: &[Close]) -> Option<Verdict> {
 /// a rounding that happens to fit.
 fn evident(start: &Close, close: &Close) -> bool {
     let may_be_rounding = start.leaves_bf16() && !start.is_of_f32();
-    let enough: &[(f64, f64)] = match may_be_rounding {
-        true => &[
-            (EVIDENCE_MIN, SPREAD_SHARE_OF_ROUNDING_MAX),
-            (EVIDENCE_AMONG_ROUNDING_MIN, SPREAD_SHARE_AMONG_ROUNDING_MAX),
-        ],
-        false => &[(EVIDENCE_MIN, SPREAD_SHARE_MAX)],
-    };
+    let share = if may_be_rounding { SPREAD_SHARE_OF_ROUNDING_MAX } else { SPREAD_SHARE_MAX };
     let speaks = |start: &Fit, close: &Fit| {
-        let gained = close.log_likelihood - start.log_likelihood;
-        enough.iter().any(|(evidence, share)| gained >= *evidence && close.spread <= share * start.spread)
+        close.log_likelihood - start.log_likelihood >= EVIDENCE_MIN && close.spread <= share * start.spread
     };
     speaks(&start.fit, &close.fit) && speaks(&start.candidate.fit, &close.candidate.fit)
 }
