@@ -8,7 +8,7 @@ use crate::metrics::{Console, sanitize_terminal};
 use crate::model::rounding::WeightRounding;
 use crate::recipe::{Plan, locate};
 use crate::run::collect::show;
-use crate::run::memory::{Comparison, Intent, MemoryPlan, Subject, Traffic, available, gigabytes};
+use crate::run::memory::{Intent, MemoryPlan, OtherWeights, Subject, Traffic, available, gigabytes};
 use crate::run::preflight::Preflight;
 use crate::run::source::pin_model;
 use crate::tasks::{Problem, Reward, Task, Transcript};
@@ -103,7 +103,7 @@ fn memory(preflight: &Preflight) -> Result<u8> {
             traffic.passes
         ))?;
     }
-    let arms = Comparison::Arms(WeightRounding::of(&preflight.plan.recipe.arms));
+    let arms = OtherWeights::Rounded(WeightRounding::of(&preflight.plan.recipe.arms));
     for intent in [Intent::Eval, Intent::Rollout, Intent::CheckMismatch(arms)] {
         // These run in one process.
         let peak = MemoryPlan::new(&Subject { processes: 1, ..preflight.subject_of(intent) }).peak_bytes();

@@ -13,7 +13,7 @@ use crate::model::rounding::WeightRounding;
 use crate::recipe::{Arms, Plan, RecipeSource, locate};
 use crate::rollout::{Prompt, RolloutSettings};
 use crate::run::collect::show;
-use crate::run::memory::{Comparison, Intent};
+use crate::run::memory::{Intent, OtherWeights};
 use crate::run::processes;
 use crate::run::source::pin_model;
 use crate::run::workbench::Workbench;
@@ -124,15 +124,15 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(Workbench, Vec<(S
         true => Console::stderr(plan.recipe.logging.console_every_steps),
         false => Console::silent(),
     };
-    let comparison = match args.against.as_slice() {
+    let other_weights = match args.against.as_slice() {
         [] => {
             let all = [&plan].into_iter().chain(arms.iter().map(|(_, plan)| plan));
             let rounding = all.map(|plan| WeightRounding::of(&plan.recipe.arms));
-            Comparison::Arms(rounding.fold(WeightRounding::default(), WeightRounding::coarser))
+            OtherWeights::Rounded(rounding.fold(WeightRounding::default(), WeightRounding::coarser))
         }
-        _ => Comparison::Against,
+        _ => OtherWeights::Changed,
     };
-    let bench = Workbench::open_at(plan, Intent::CheckMismatch(comparison), mesh, None, &console)?;
+    let bench = Workbench::open_at(plan, Intent::CheckMismatch(other_weights), mesh, None, &console)?;
     bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     arms.iter().try_for_each(|(_, plan)| bench.check_family(plan))?;
     let arms: Vec<(String, Arms)> = arms.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();

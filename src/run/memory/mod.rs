@@ -63,16 +63,16 @@ pub enum Intent {
     Train,
     Rollout,
     Eval,
-    CheckMismatch(Comparison),
+    CheckMismatch(OtherWeights),
 }
 
 /// What `check-mismatch` holds beside the model's own weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Comparison {
+pub enum OtherWeights {
     /// Those that the arms sample with.
-    Arms(WeightRounding),
-    /// With another engine's log-probs, which known mistakes may explain: a layer at a time, changed.
-    Against,
+    Rounded(WeightRounding),
+    /// Those that a known mistake makes, which may explain another engine's log-probs: a layer at a time.
+    Changed,
 }
 
 impl Intent {
@@ -373,10 +373,10 @@ impl Subject<'_> {
             }
         }
         match self.intent {
-            Intent::CheckMismatch(Comparison::Arms(rounding)) => {
+            Intent::CheckMismatch(OtherWeights::Rounded(rounding)) => {
                 part("weights, rounded", self.rounded_weights(rounding));
             }
-            Intent::CheckMismatch(Comparison::Against) => part("weights, changed", self.changed_weights()),
+            Intent::CheckMismatch(OtherWeights::Changed) => part("weights, changed", self.changed_weights()),
             // Arms round the weights of training's samples alone, while they are drawn.
             Intent::Train | Intent::Rollout | Intent::Eval => {}
         }
