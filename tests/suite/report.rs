@@ -36,6 +36,12 @@ fn page(runs: &[PathBuf]) -> String {
     std::fs::read_to_string(path).unwrap()
 }
 
+/// Bad input is told, by an error with `text` in it.
+fn refused(written: anyhow::Result<PathBuf>, text: &str) {
+    let error = written.unwrap_err();
+    assert!(error.downcast_ref::<BadInput>().is_some() && error.to_string().contains(text), "{error}");
+}
+
 /// The numbers that the page's script reads.
 fn data(page: &str) -> serde_json::Value {
     let (_, rest) = page.split_once(r#"<script type="application/json" id="data">"#).unwrap();
@@ -328,11 +334,7 @@ fn the_page_goes_where_it_is_asked_to_and_that_of_two_runs_leaves_the_first_ones
     for (asked, made) in [("new/", "new/report.html"), ("other/page.html", "other/page.html")] {
         assert_eq!(write_report(&runs, Some(&folder.path().join(asked))).unwrap(), folder.path().join(made));
     }
-    let error = write_report(&runs, Some(&file.join("page.html"))).unwrap_err();
-    assert!(
-        error.downcast_ref::<BadInput>().is_some() && error.to_string().contains("page.html/page.html"),
-        "{error}"
-    );
+    refused(write_report(&runs, Some(&file.join("page.html"))), "page.html/page.html");
 }
 
 /// The page of two runs took the place of another two's, and a run beside itself was drawn twice.
@@ -345,11 +347,7 @@ fn each_set_of_runs_has_its_page_and_no_run_is_given_twice() {
     let first = path(&[&a, &b]).unwrap();
     assert_ne!(first, path(&[&a, &c]).unwrap());
     assert_eq!(first, path(&[&a, &b]).unwrap());
-    let error = path(&[&a, &b, &a.join("../b")]).unwrap_err();
-    assert!(
-        error.downcast_ref::<BadInput>().is_some() && error.to_string().contains("given twice"),
-        "{error}"
-    );
+    refused(path(&[&a, &b, &a.join("../b")]), "given twice");
 }
 
 #[test]

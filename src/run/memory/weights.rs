@@ -1,0 +1,98 @@
+//! The plan's weights: those that stay, those that are read a layer at a time, and second sets of them.
+
+use super::{AdapterPart, Subject, gathered_bytes, plain_bytes};
+use crate::model::config::Form;
+use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
+use crate::model::rounding::WeightRounding;
+use std::collections::BTreeMap;
+
+impl Subject<'_> {
+    /// Bytes of the policy's weights as they lie in memory, its adapter's among them.
+    pub(super) fn weight_bytes(&self) -> u64 {
+        let learns = |index: usize| self.intent.learns() && self.trainable[index];
+        let specs = parameter_specs(self.config).into_iter().zip(self.forms).enumerate();
+        let of = |(index, (spec, form)): (usize, (ParameterSpec, &Form))| {
+            spec.resident_bytes(if learns(index) { Form::F32 } else { *form })
+        };
+        specs.map(of).sum::<u64>() + self.adapter.as_ref().map_or(0, AdapterPart::bytes)
+    }
+
+    /// Bytes of the policy's weights that stay in this process: of what learns its share.
+    pub(super) fn own_weight_bytes(&self) -> u64 {
+        if self.processes == 1 || !self.intent.learns() {
+            return self.weight_bytes();
+        }
+        let learning = self.ever_learning();
+        self.weight_bytes() - gathered_bytes(&learning) + self.plain_share(&learning)
+    }
+
+    /// Bytes of what lies outside the layers, and of the largest layer.
+    pub(super) fn streamed_weights(&self) -> u64 {
+        let specs = parameter_specs(self.config);
+        let mut places: BTreeMap<Option<usize>, u64> = BTreeMap::new();
+        for (spec, form) in specs.iter().zip(self.forms) {
+            *places.entry(spec.layer).or_default() += spec.resident_bytes(*form);
+        }
+        let outside = places.remove(&None).unwrap_or(0);
+        outside + places.into_values().max().unwrap_or(0)
+    }
+
+    /// Whether the policy's tensor `index` stays packed.
+    pub(super) fn is_packed(&self, spec: &ParameterSpec, index: usize) -> bool {
+        let learns = self.intent.learns() && self.trainable[index];
+        !learns && spec.packed_form(self.forms[index]).is_some()
+    }
+
+    /// Bytes of the policy's weights that are not packed, which a reference copies.
+    pub(super) fn plain_weights(&self) -> u64 {
+        let specs = parameter_specs(self.config).into_iter().enumerate();
+        let plain = specs.filter(|(index, spec)| !self.is_packed(spec, *index));
+        plain.map(|(_, spec)| spec.resident_bytes(Form::F32)).sum()
+    }
+
+    /// Bytes of the critic's own weights: what is packed, and an adapter's base, is the policy's.
+    pub(super) fn critic_weights(&self, trainable: &[bool]) -> u64 {
+        let own = value_model_specs(self.config);
+        if let Some(adapter) = &self.adapter {
+            let head: Vec<ParameterSpec> =
+                own.into_iter().filter(|spec| spec.name.starts_with("score.")).collect();
+            return plain_bytes(&head) + adapter.bytes();
+        }
+        let policy = parameter_specs(self.config);
+        let shared = |spec: &ParameterSpec| {
+            let at = policy.iter().position(|other| other.name == spec.name);
+            at.is_some_and(|at| self.is_packed(spec, at))
+        };
+        let held = own.into_iter().zip(trainable).filter(|(spec, learns)| **learns || !shared(spec));
+        held.map(|(spec, _)| spec.resident_bytes(Form::F32)).sum()
+    }
+
+    /// The second set of weights, which arms sample with. A layer that is read anew is rounded as it is read.
+    pub(super) fn rounded_weights(&self, rounding: WeightRounding) -> u64 {
+        let specs = parameter_specs(self.config).into_iter().enumerate();
+        let here = specs.filter(|(_, spec)| !self.streamed || spec.layer.is_none());
+        let of = |(index, spec): (usize, ParameterSpec)| {
+            let form = if self.is_packed(&spec, index) { self.forms[index] } else { Form::F32 };
+            rounding.copied_bytes(&spec, form)
+        };
+        here.map(of).sum()
+    }
+
+    /// The most that a known mistake changes at once: a layer, decoded, and a copy of its largest tensor; or an embedding in
+    /// place of the head, and its transpose.
+    pub(super) fn changed_weights(&self) -> u64 {
+        let mut layers = BTreeMap::<usize, (u64, u64)>::new();
+        let mut head = 0;
+        for spec in parameter_specs(self.config) {
+            let bytes = spec.resident_bytes(Form::F32);
+            match spec.layer {
+                Some(layer) => {
+                    let (sum, largest) = layers.entry(layer).or_default();
+                    (*sum, *largest) = (*sum + bytes, (*largest).max(bytes));
+                }
+                None => head = head.max(2 * bytes),
+            }
+        }
+        layers.into_values().map(|(sum, largest)| sum + largest).fold(head, u64::max)
+    }
+}
