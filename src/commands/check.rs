@@ -6,9 +6,11 @@ use crate::error::EXIT_DONE;
 use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_terminal};
 use crate::model::rounding::WeightRounding;
-use crate::recipe::{Plan, locate};
+use crate::recipe::{Plan, RolloutWeights, locate};
 use crate::run::collect::show;
-use crate::run::memory::{Intent, MemoryPlan, OtherWeights, Subject, Traffic, available, gigabytes};
+use crate::run::memory::{
+    Available, Intent, MemoryPlan, OtherWeights, Subject, Traffic, available, gigabytes,
+};
 use crate::run::preflight::Preflight;
 use crate::run::source::pin_model;
 use crate::tasks::{Problem, Reward, Task, Transcript};
@@ -43,12 +45,13 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
     pin_model(&mut plan, &source, &args.sets)?;
     // What the task fails at is the error that this ends in.
     let mut preflight = Preflight::open(plan, Intent::Train, &Console::silent())?;
-    preflight.processes = *processes as usize;
+    let available = available();
+    preflight.plan_for(*processes as usize, available.as_ref());
     show(&sanitize_terminal(&resolved(&preflight.plan)))?;
     let problem = preflight.first_problem();
     show(&sanitize_terminal(&first_prompt(&preflight, &problem)?))?;
     show(&sanitize_terminal(&dialogue(preflight.task.as_ref(), &problem)?))?;
-    memory(&preflight)
+    memory(&preflight, *processes, available.as_ref())
 }
 
 /// The recipe, and what is likely not meant.
@@ -87,16 +90,16 @@ fn dialogue(task: &dyn Task, problem: &Problem) -> Result<String> {
 }
 
 /// The plan of training in full, or of sampling where nothing is trained, and the peaks of the other commands.
-fn memory(preflight: &Preflight) -> Result<u8> {
+fn memory(preflight: &Preflight, processes: u32, available: Option<&Available>) -> Result<u8> {
     let first = if preflight.plan.recipe.trains() { Intent::Train } else { Intent::Rollout };
     let subject = preflight.subject_of(first);
     let plan = MemoryPlan::new(&subject);
-    let each = match preflight.processes {
+    let each = match processes {
         1 => String::new(),
         several => format!(" in each of {several} processes"),
     };
     show(&format!("\nMemory that `rloss {}` takes at most{each}:\n\n{plan}\n", first.name()))?;
-    if preflight.processes > 1 && first == Intent::Train {
+    if processes > 1 && first == Intent::Train {
         let traffic = Traffic::new(&subject);
         show(&format!(
             "{} passes a step in each process, all sequences at their longest:\n\n{traffic}\n",
@@ -106,14 +109,18 @@ fn memory(preflight: &Preflight) -> Result<u8> {
     let arms = OtherWeights::Rounded(WeightRounding::of(&preflight.plan.recipe.arms));
     for intent in [Intent::Eval, Intent::Rollout, Intent::CheckMismatch(arms)] {
         // These run in one process.
-        let peak = MemoryPlan::new(&Subject { processes: 1, ..preflight.subject_of(intent) }).peak_bytes();
+        let peak = MemoryPlan::new(&Subject {
+            processes: 1,
+            rollout_weights: RolloutWeights::Whole,
+            ..preflight.subject_of(intent)
+        })
+        .peak_bytes();
         show(&format!("`rloss {}`: {}\n", intent.name(), gigabytes(peak)))?;
     }
-    let available = available();
-    if let Some(found) = &available {
+    if let Some(found) = available {
         show(&format!("There are {} {}.\n", gigabytes(found.bytes), found.bound))?;
     }
-    if let Some(warning) = plan.admit(available.as_ref(), &subject.remedies())? {
+    if let Some(warning) = plan.admit(available, &subject.remedies())? {
         show(&format!("warning: {warning}\n"))?;
     }
     Ok(EXIT_DONE)

@@ -9,6 +9,7 @@ use crate::mismatch::links::Proof;
 use crate::mismatch::measure::Measure;
 use crate::mismatch::output::{Line, gaps_table, links_table, to_json};
 use crate::mismatch::{against, arms, diagnose::Reference, page, rows::Reader};
+use crate::model::policy_view::PolicyView;
 use crate::model::rounding::WeightRounding;
 use crate::recipe::{Arms, Plan, RecipeSource, locate};
 use crate::rollout::{Prompt, RolloutSettings};
@@ -217,7 +218,8 @@ fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<Checked> {
     let Workbench { threads, model, parameters, .. } = bench;
     let proof = Proof {
         learner: Learner { threads, model, parameters },
-        rollout: &bench.rollout_policy()?,
+        // Its walks are made by every process on its own.
+        rollout: &PolicyView::rollout(model, parameters, &recipe.arms, recipe.train.seed)?,
         training: bench.training_forward(),
         temperature: recipe.rollout.temperature,
         micro_batch_tokens: recipe.train.micro_batch_tokens,

@@ -202,12 +202,22 @@ impl Mesh {
         self.all_gather(what, pack(own)?)?.iter().map(|bytes| unpack(bytes)).collect()
     }
 
+    /// Every rank's byte, in rank order, in one exchange.
+    ///
+    /// # Errors
+    /// As [`Self::all_gather`].
+    pub fn all_bytes(&self, what: &str, own: u8) -> Result<Vec<u8>> {
+        let ranks = self.ranks();
+        let came = self.start(what, &self.everyone(), to_each(vec![own], ranks), &vec![1; ranks])?.wait()?;
+        Ok(came.concat())
+    }
+
     /// Whether it is so on any rank.
     ///
     /// # Errors
     /// As [`Self::all_gather`].
     pub fn any(&self, what: &str, own: bool) -> Result<bool> {
-        Ok(self.all_gather(what, vec![u8::from(own)])?.iter().any(|said| said == &[1]))
+        Ok(self.all_bytes(what, u8::from(own))?.contains(&1))
     }
 
     /// The record of the leader, on every rank.

@@ -190,10 +190,38 @@ impl Model {
             true => shares_of_all(&router_logits, &routes)?,
             false => ops::top_k_softmax(&router_logits, &routes)?,
         };
-        let gated = weights.gate_up.apply_grouped(&ops::dispatch(h, &plan)?, &plan)?;
-        let active = ops::swiglu(&gated, self.config.swiglu_limit, options.swiglu_alpha)?;
-        let mixed = ops::combine(&weights.down.apply_grouped(&active, &plan)?, &shares, &plan)?;
+        let sorted = ops::dispatch(h, &plan)?;
+        let products = match &weights.ranks {
+            None => self.expert_products(weights, &sorted, &plan, options)?,
+            Some(ranks) => {
+                ranks.products(&sorted, &plan, &|x, plan| self.expert_products(weights, x, plan, options))?
+            }
+        };
+        let mixed = ops::combine(&products, &shares, &plan)?;
         Ok((mixed, Routing { routes, plan, router_logits }))
+    }
+
+    /// What the experts give for rows `x [T·K, H]`, sorted by `plan`.
+    fn expert_products(
+        &self,
+        weights: &layer::Experts,
+        x: &Tensor,
+        plan: &Dispatch,
+        options: &ForwardOptions,
+    ) -> Result<Tensor> {
+        let gated = weights.gate_up.apply_grouped(x, plan)?;
+        let active = ops::swiglu(&gated, self.config.swiglu_limit, options.swiglu_alpha)?;
+        weights.down.apply_grouped(&active, plan)
+    }
+
+    /// This rank's part of a layer for which only other ranks have rows.
+    pub(super) fn pass_by(&self, layer: &Layer, options: &ForwardOptions) -> Result<()> {
+        match &layer.feed_forward {
+            FeedForward::Experts(experts @ layer::Experts { ranks: Some(ranks), .. }) => {
+                ranks.answer(&|x, plan| self.expert_products(experts, x, plan, options))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// A norm of rows `x [R, H]`.

@@ -53,6 +53,7 @@ pub(super) fn layer(layer: usize, find: &dyn Fn(&str) -> Result<Weight>) -> Resu
             router: linear("mlp.router")?,
             gate_up: experts("gate_up_proj")?,
             down: experts("down_proj")?,
+            ranks: None,
         }),
     })
 }

@@ -1,5 +1,6 @@
 //! One layer's tensors by what they do. A projection multiplies; whether it is dense, packed or adapted is its own business.
 
+use super::expert_ranks::ExpertRanks;
 use crate::ops::head_matrix::HeadMatrix;
 use crate::ops::logits::{Logits, Sampling};
 use crate::ops::packed::{PackedMatrix, packed_grouped_linear, packed_linear};
@@ -136,6 +137,8 @@ pub struct Experts {
     /// To `2I`, gate and up interleaved.
     pub gate_up: Projection,
     pub down: Projection,
+    /// Where rows travel to the rank that holds their expert: `gate_up` and `down` are then those of this rank's experts.
+    pub ranks: Option<Arc<ExpertRanks>>,
 }
 
 /// The plain gated unit's tensors: `down(silu(gate(x)) · up(x))`.
@@ -177,11 +180,14 @@ impl Layer {
             },
             post_attention_norm: self.post_attention_norm.without_gradient(),
             feed_forward: match &self.feed_forward {
-                FeedForward::Experts(Experts { router, gate_up, down }) => FeedForward::Experts(Experts {
-                    router: router.without_gradient(),
-                    gate_up: gate_up.without_gradient(),
-                    down: down.without_gradient(),
-                }),
+                FeedForward::Experts(Experts { router, gate_up, down, ranks }) => {
+                    FeedForward::Experts(Experts {
+                        router: router.without_gradient(),
+                        gate_up: gate_up.without_gradient(),
+                        down: down.without_gradient(),
+                        ranks: ranks.clone(),
+                    })
+                }
                 FeedForward::Gated(Gated { gate, up, down }) => FeedForward::Gated(Gated {
                     gate: gate.without_gradient(),
                     up: up.without_gradient(),

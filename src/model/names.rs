@@ -87,6 +87,20 @@ impl ParameterSpec {
         self.stored_shape.len() == 3 && self.role != TensorRole::AdapterFactor
     }
 
+    /// Matrices and biases of experts, `[E, ..]`.
+    pub fn is_of_experts(&self) -> bool {
+        self.role != TensorRole::AdapterFactor && self.name.contains(".mlp.experts.")
+    }
+
+    /// The same of so many experts alone.
+    pub fn of_experts(&self, count: usize) -> Self {
+        let mut spec = self.clone();
+        if let Some(experts) = spec.stored_shape.first_mut() {
+            *experts = count;
+        }
+        spec
+    }
+
     /// The one or two tensors that hold this parameter in `form`.
     ///
     /// MXFP4 stores an expert matrix [E, in, out] as blocks [E, out, in/32, 16] and scales

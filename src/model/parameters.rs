@@ -12,6 +12,7 @@ use super::layer::Adapter;
 use super::layers_in_turn::{LayersInTurn, TensorStore, WeightChange, adapted};
 use super::load::ModelFolder;
 use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
+use super::pieces::Uses;
 use super::rounding::WeightRounding;
 use super::weights::{Layers, VALUE_HEAD, Weights};
 use crate::dist::{Mesh, piece};
@@ -397,7 +398,7 @@ impl Parameters {
     /// When a tensor of the architecture is missing.
     pub fn learning(&self, sink: &Arc<dyn GradientSink>) -> Result<Weights> {
         if self.entries.iter().any(|entry| matches!(entry.values, Values::Piece(_))) {
-            return self.gathered(Some(sink));
+            return self.gathered(Uses { sink: Some(sink.clone()), ..Uses::default() });
         }
         self.weights(self.stored.clone(), &|index| {
             Ok(match self.learns(index) {
@@ -414,7 +415,7 @@ impl Parameters {
     /// As [`Self::learning`].
     pub fn passing(&self) -> Result<Weights> {
         match self.entries.iter().any(|entry| matches!(entry.values, Values::Piece(_))) {
-            true => self.gathered(None),
+            true => self.gathered(Uses::default()),
             false => self.frozen(),
         }
     }

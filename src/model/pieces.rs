@@ -3,7 +3,7 @@
 use super::config::Config;
 use super::held::{Held, Weight};
 use super::layer::{Adapter, Layer};
-use super::layers_in_turn::adapted;
+use super::layers_in_turn::{WeightChange, adapted};
 use super::names::ParameterSpec;
 use super::tensor_file::f32_values;
 use crate::dist::wire::f32_bytes;
@@ -27,9 +27,8 @@ pub fn within_op(error: anyhow::Error) -> candle_core::Error {
 pub(super) struct Part {
     /// Its place in the store.
     pub index: usize,
-    pub name: String,
-    /// The shape of the whole.
-    pub shape: Vec<usize>,
+    /// Of the whole.
+    pub spec: ParameterSpec,
     pub held: PartHeld,
     pub learns: bool,
 }
@@ -44,12 +43,9 @@ pub(super) enum PartHeld {
 }
 
 impl Part {
-    pub fn new(index: usize, spec: &ParameterSpec, held: PartHeld, learns: bool) -> Self {
-        Self { index, name: spec.name.clone(), shape: spec.working_shape(), held, learns }
-    }
-
-    fn range(&self, mesh: &Mesh, rank: usize) -> Range<usize> {
-        piece(self.shape.iter().product(), self.index, rank, mesh.ranks())
+    /// The values of it that `rank` holds.
+    pub fn range(&self, mesh: &Mesh, rank: usize) -> Range<usize> {
+        piece(self.spec.element_count(), self.index, rank, mesh.ranks())
     }
 }
 
@@ -76,28 +72,16 @@ pub(super) fn finish(mesh: &Mesh, parts: &[Part], started: Started) -> Result<Ve
             if let PartHeld::Whole(held) = &part.held {
                 return Ok(held.clone());
             }
-            let mut values: Vec<f32> = Vec::with_capacity(part.shape.iter().product());
+            let mut values: Vec<f32> = Vec::with_capacity(part.spec.element_count());
             for rank in in_order(part.index, came.len()) {
                 let bytes = &came[rank][read[rank]..];
                 let bytes = &bytes[..part.range(mesh, rank).len() * size_of::<f32>()];
                 values.extend(f32_values(bytes));
                 read[rank] += bytes.len();
             }
-            Ok(Held::Plain(Tensor::from_vec(values, part.shape.as_slice(), &Device::Cpu)?))
+            Ok(Held::Plain(Tensor::from_vec(values, part.spec.working_shape(), &Device::Cpu)?))
         })
         .collect()
-}
-
-/// `held`, gathered, as a layer takes it.
-pub(super) fn weight(part: &Part, held: Held, sink: Option<&Arc<dyn GradientSink>>) -> Result<Weight> {
-    Ok(match (sink, held) {
-        (Some(sink), Held::Plain(values)) if part.learns => {
-            // A variable, so that candle records what is computed from it.
-            let values = Var::from_tensor(&values)?;
-            Weight::Plain(Parameter::learning(values.as_tensor(), sink.clone(), part.index))
-        }
-        (_, held) => held.frozen(),
-    })
 }
 
 /// A model's layers in pieces, one of which is made whole for as long as a walk is at it; the one that comes next is on its way
@@ -107,8 +91,38 @@ pub(super) struct GatheredLayers {
     config: Config,
     layers: Vec<Vec<Part>>,
     adapters: HashMap<String, Adapter>,
-    sink: Option<Arc<dyn GradientSink>>,
+    uses: Uses,
     walk: Mutex<Walk>,
+}
+
+/// What gathered layers are for.
+#[derive(Clone, Default)]
+pub(super) struct Uses {
+    /// Where gradients go, in passes that learn.
+    pub sink: Option<Arc<dyn GradientSink>>,
+    /// What is made of each tensor as it comes.
+    pub change: Option<WeightChange>,
+}
+
+impl Uses {
+    /// `held`, gathered, as a layer takes it.
+    ///
+    /// # Errors
+    /// Those of the change.
+    pub fn weight(&self, part: &Part, held: Held) -> Result<Weight> {
+        let held = match &self.change {
+            Some(change) => change(&part.spec, held)?,
+            None => held,
+        };
+        Ok(match (&self.sink, held) {
+            (Some(sink), Held::Plain(values)) if part.learns => {
+                // A variable, so that candle records what is computed from it.
+                let values = Var::from_tensor(&values)?;
+                Weight::Plain(Parameter::learning(values.as_tensor(), sink.clone(), part.index))
+            }
+            (_, held) => held.frozen(),
+        })
+    }
 }
 
 /// Where a walk is.
@@ -124,9 +138,14 @@ impl GatheredLayers {
         config: Config,
         layers: Vec<Vec<Part>>,
         adapters: HashMap<String, Adapter>,
-        sink: Option<Arc<dyn GradientSink>>,
+        uses: Uses,
     ) -> Self {
-        Self { mesh, config, layers, adapters, sink, walk: Mutex::default() }
+        Self { mesh, config, layers, adapters, uses, walk: Mutex::default() }
+    }
+
+    /// The ranks that must make every walk together.
+    pub fn mesh(&self) -> &Arc<Mesh> {
+        &self.mesh
     }
 
     /// Layer `index`, gathered.
@@ -137,8 +156,8 @@ impl GatheredLayers {
             Some((ahead, started)) if ahead == index => started,
             _ => self.start(index)?,
         };
-        // A walk goes up, and a backward one down from where the last ended.
-        let up = walk.last.is_none_or(|last| last < index);
+        // A walk goes up, and a backward one down from where the last ended; the next begins at 0.
+        let up = walk.last.is_none_or(|last| last < index || (index == 0 && last != 1));
         let next = if up { index + 1 } else { index.wrapping_sub(1) };
         walk.last = Some(index);
         if next < self.layers.len() {
@@ -149,7 +168,7 @@ impl GatheredLayers {
         let weights: HashMap<&str, Weight> = parts
             .iter()
             .zip(held)
-            .map(|(part, held)| Ok((part.name.as_str(), weight(part, held, self.sink.as_ref())?)))
+            .map(|(part, held)| Ok((part.spec.name.as_str(), self.uses.weight(part, held)?)))
             .collect::<Result<_>>()?;
         self.config.family.layer(index, &|name| {
             let weight = weights.get(name).with_context(|| format!("no tensor {name}"))?;

@@ -5,9 +5,9 @@ use super::forward::{ForwardOptions, Model};
 use super::parameters::Parameters;
 use super::rounding::WeightRounding;
 use super::trunk::Trunk;
-use super::weights::WeightSource;
+use super::weights::{WeightSource, Weights};
 use crate::ops::router_noise::{NoisyPass, RouterNoise};
-use crate::recipe::Arms;
+use crate::recipe::{Arms, RolloutWeights};
 use anyhow::Result;
 use std::sync::Arc;
 
@@ -35,6 +35,28 @@ impl<'a> PolicyView<'a> {
     pub fn rollout(model: &'a Model, parameters: &Parameters, arms: &Arms, seed: u64) -> Result<Self> {
         let weights = parameters.rounded(&WeightRounding::of(arms))?;
         Ok(Self { model, weights: Arc::new(weights), forward: ForwardOptions::rollout(arms, seed) })
+    }
+
+    /// The same weights, or the model's as they are without `arms`, as the processes of a run hold them together for sampling:
+    /// every process must make the same walks at the same time, unless `weights` says that each has them whole.
+    ///
+    /// # Errors
+    /// As [`Self::rollout`], and when a rank does not come in time.
+    pub fn of_processes(
+        model: &'a Model,
+        parameters: &Parameters,
+        arms: Option<&Arms>,
+        seed: u64,
+        weights: RolloutWeights,
+    ) -> Result<Self> {
+        let rounding = arms.map(WeightRounding::of).unwrap_or_default();
+        let weights: Weights = match weights {
+            RolloutWeights::Auto | RolloutWeights::Whole => parameters.rounded(&rounding)?,
+            RolloutWeights::ByLayer => parameters.by_layer(rounding)?,
+            RolloutWeights::ByExpert => parameters.by_expert(rounding)?,
+        };
+        let forward = arms.map(|arms| ForwardOptions::rollout(arms, seed)).unwrap_or_default();
+        Ok(Self { model, weights: Arc::new(weights), forward })
     }
 
     /// The policy as training under `arms` computes it.

@@ -44,6 +44,15 @@ impl Trunk<'_> {
         Ok(x)
     }
 
+    /// This rank's part of a walk that others make and it has no rows for, where [`WeightSource::walked_by`] several ranks.
+    ///
+    /// # Errors
+    /// When a rank does not come in time.
+    pub fn pass_by(&self) -> Result<()> {
+        (0..self.model.config.num_hidden_layers)
+            .try_for_each(|index| self.model.pass_by(&self.weights.layer(index)?, &self.forward))
+    }
+
     /// What enters the first layer, `[T, H]`.
     ///
     /// # Errors

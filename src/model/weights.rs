@@ -2,13 +2,15 @@
 //! time.
 
 use super::config::Config;
+use super::expert_ranks::ExpertRanks;
 use super::held::{Embedding, Weight};
-use super::layer::{Layer, Projection};
+use super::layer::{FeedForward, Layer, Projection};
 use super::layers_in_turn::LayersInTurn;
 use super::names::EMBEDDING;
 use super::pieces::GatheredLayers;
+use crate::dist::Mesh;
 use crate::ops::Parameter;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use std::sync::Arc;
 
 /// Where the forward takes weights from, a layer at a time: from memory, from disk, or gathered from shards.
@@ -23,6 +25,10 @@ pub trait WeightSource: Send + Sync {
     fn head(&self) -> Result<Head>;
     /// Bytes that a walk over all of it reads: what decides how work is shared out.
     fn bytes(&self) -> u64;
+    /// The ranks that must make every walk together, one walk at a time, where layers are gathered from them or rows travel.
+    fn walked_by(&self) -> Option<&Arc<Mesh>> {
+        None
+    }
 }
 
 /// What reads the trunk's last hidden states.
@@ -45,6 +51,8 @@ pub struct Weights {
     final_norm: Parameter,
     head: Head,
     bytes: u64,
+    /// Where rows travel to their experts.
+    expert_ranks: Option<Arc<ExpertRanks>>,
 }
 
 /// Where the layers are; what is outside of them is in memory.
@@ -89,7 +97,23 @@ impl Weights {
                 Head::LanguageModel(find("lm_head.weight")?.projection(None)?)
             },
             bytes,
+            expert_ranks: None,
         })
+    }
+
+    /// The same, whose experts are those of this rank alone: rows travel to the others'.
+    ///
+    /// # Errors
+    /// When the layers are not in memory.
+    pub(super) fn over_ranks(mut self, ranks: &Arc<ExpertRanks>) -> Result<Self> {
+        let Layers::Resident(layers) = &mut self.layers else { bail!("layers that are not in memory") };
+        for layer in layers {
+            if let FeedForward::Experts(experts) = &mut layer.feed_forward {
+                experts.ranks = Some(ranks.clone());
+            }
+        }
+        self.expert_ranks = Some(ranks.clone());
+        Ok(self)
     }
 }
 
@@ -119,6 +143,13 @@ impl WeightSource for Weights {
     fn bytes(&self) -> u64 {
         self.bytes
     }
+
+    fn walked_by(&self) -> Option<&Arc<Mesh>> {
+        match (&self.layers, &self.expert_ranks) {
+            (Layers::Gathered(layers), _) => Some(layers.mesh()),
+            (Layers::Resident(_) | Layers::InTurn(_), ranks) => ranks.as_ref().map(|ranks| ranks.mesh()),
+        }
+    }
 }
 
 /// The same weights, not learning: the first walk of a pass that recomputes its layers.
@@ -146,5 +177,9 @@ impl WeightSource for Frozen<'_> {
 
     fn bytes(&self) -> u64 {
         self.0.bytes()
+    }
+
+    fn walked_by(&self) -> Option<&Arc<Mesh>> {
+        self.0.walked_by()
     }
 }

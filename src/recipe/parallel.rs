@@ -2,6 +2,7 @@
 
 use super::limits::{above, from};
 use super::table::table;
+use crate::choice::choice;
 
 table! {
     /// Threads and processes. No log-probability depends on them, and no result on threads.
@@ -11,8 +12,25 @@ table! {
         /// Processes that share a sequence in training: its rows are split, and attention's heads exchanged. It divides the processes
         /// and the model's heads.
         pub sequence: usize = 1 => from(1.0),
+        /// What of the learning weights each of several processes holds while they sample.
+        pub rollout_weights: RolloutWeights = RolloutWeights::Auto,
         /// Seconds that a process waits for the others in one exchange, their rollouts among it, before it gives up with an error
         /// that names them. A process that ends is noticed at once.
         pub exchange_timeout_s: f64 = 1800.0 => above(0.0).to(1e6),
+    }
+}
+
+choice! {
+    /// What of the learning weights a process holds while it samples. It changes no bit.
+    pub enum RolloutWeights {
+        /// The first of these that memory allows.
+        Auto = "auto",
+        /// All of them, gathered once a rollout.
+        Whole = "whole",
+        /// All but the experts, gathered once a rollout; each process has its own experts, and tokens travel to them and back. All
+        /// processes make their forwards together. GPT-OSS only.
+        ByExpert = "by_expert",
+        /// One layer, gathered whenever a forward comes to it, and the next one on its way; all processes make their forwards together.
+        ByLayer = "by_layer",
     }
 }

@@ -6,8 +6,9 @@
 
 use super::Rollout;
 use super::conversation::{Conversation, Next};
-use super::queue::Queue;
+use super::queue::{Queue, Refilled};
 use super::sampler::TokenSource;
+use crate::dist::Mesh;
 use crate::interpreter::SessionId;
 use crate::model::cache::SequenceCache;
 use crate::model::config::Config;
@@ -95,6 +96,42 @@ impl<'e, 'a> Engine<'e, 'a> {
                 break;
             }
         }
+    }
+
+    /// The same where the ranks of `mesh` make every forward together: one that has no work passes by. Ends once none has any left.
+    pub(super) fn run_with(mut self, mesh: &Mesh, scope: &'e Scope<'e, '_>) {
+        let _guard = PanicGuard(self.queue);
+        loop {
+            match self.step_with(mesh, scope) {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(error) => {
+                    self.queue.fail(error);
+                    break;
+                }
+            }
+        }
+    }
+
+    /// One forward of all ranks, if any has work. Returns whether to go on.
+    fn step_with(&mut self, mesh: &Mesh, scope: &'e Scope<'e, '_>) -> Result<bool> {
+        let own = match self.queue.refill_at_once(&mut self.batch, std::mem::take(&mut self.sampled)) {
+            Refilled::Failure => return Ok(false),
+            found => found,
+        };
+        let kinds = [Refilled::Work, Refilled::Nothing, Refilled::End];
+        let place = kinds.iter().position(|&kind| kind == own).unwrap_or_default();
+        let found = mesh.all_bytes("who samples", place as u8)?;
+        let some = |kind: Refilled| found.iter().any(|&place| kinds.get(usize::from(place)) == Some(&kind));
+        if some(Refilled::Work) {
+            match own {
+                Refilled::Work => self.step(scope)?,
+                _ => self.rollout.policy.trunk().pass_by()?,
+            }
+        } else if own == Refilled::Nothing {
+            self.queue.wait_for_work();
+        }
+        Ok(some(Refilled::Work) || some(Refilled::Nothing))
     }
 
     /// One forward, and a token for every entry that is fed up to its end.

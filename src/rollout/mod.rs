@@ -224,10 +224,20 @@ impl Rollout<'_> {
     ) -> Result<Option<Rollouts>> {
         let rules = Rules::new(self);
         let rendered = prompts.iter().map(|p| self.render(p)).collect::<Result<Vec<_>>>()?;
-        let engines = engines(self.policy.weights.bytes(), self.threads.count());
+        let walked_by = self.policy.weights.walked_by();
+        let engines = match walked_by {
+            Some(_) => 1,
+            None => engines(self.policy.weights.bytes(), self.threads.count()),
+        };
         let queue = Queue::new(self, &rules, rendered, samples, engines, hooks);
         std::thread::scope(|scope| {
-            let run = || Engine::new(self, source, &queue).run(scope);
+            let run = || {
+                let engine = Engine::new(self, source, &queue);
+                match walked_by {
+                    Some(mesh) => engine.run_with(mesh, scope),
+                    None => engine.run(scope),
+                }
+            };
             if engines > 1 {
                 self.threads.each(|_| run()).map(drop)
             } else {

@@ -46,6 +46,17 @@ pub(super) struct Queue<'a> {
     calls: Condvar,
 }
 
+/// What an engine that asks for work is told.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Refilled {
+    Work,
+    /// All that is left waits for tools.
+    Nothing,
+    /// All is sampled, or the rollout was stopped.
+    End,
+    Failure,
+}
+
 struct State<'a> {
     next_prompt: usize,
     ready: VecDeque<Box<SampleWork<'a>>>,
@@ -106,41 +117,53 @@ impl<'a> Queue<'a> {
 
     /// Fills `batch` up and says whether to go on; waits while there is nothing to do. `sampled` tokens were drawn since
     /// the last time.
+    pub(super) fn refill(&self, batch: &mut Vec<Work<'a>>, sampled: u64) -> bool {
+        let mut found = self.refill_at_once(batch, sampled);
+        while let Refilled::Nothing = found {
+            self.wait_for_work();
+            found = self.refill_at_once(batch, 0);
+        }
+        matches!(found, Refilled::Work)
+    }
+
+    /// [`Self::refill`] that does not wait.
     ///
     /// An engine takes no more than its share of what is left, so that none runs dry while another is full.
-    pub(super) fn refill(&self, batch: &mut Vec<Work<'a>>, sampled: u64) -> bool {
+    pub(super) fn refill_at_once(&self, batch: &mut Vec<Work<'a>>, sampled: u64) -> Refilled {
         let mut state = self.lock();
         if sampled > 0 {
             state.progress.sampled_tokens += sampled;
             (self.hooks.progress)(state.progress);
         }
-        loop {
-            if !state.stopped && (self.hooks.stop)() {
-                state.stopped = true;
-                self.wake_all();
-            }
-            if state.over() {
-                return false;
-            }
-            let share = self.sequences_max.min(state.unfinished.div_ceil(self.engines));
-            let weight = |work: &Work| if matches!(work, Work::Prompt(_)) { self.samples } else { 1 };
-            let mut load: usize = batch.iter().map(weight).sum();
-            while load < share
-                && let Some(sample) = state.ready.pop_front()
-            {
-                batch.push(Work::Sample(sample));
-                load += 1;
-            }
-            while load < share && state.next_prompt < self.prompts.len() {
-                batch.push(Work::Prompt(Box::new(PromptWork::new(state.next_prompt, self.config))));
-                state.next_prompt += 1;
-                load += self.samples;
-            }
-            if !batch.is_empty() {
-                return true;
-            }
-            let waited = self.work.wait_timeout(state, STOP_POLL);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        if !state.stopped && (self.hooks.stop)() {
+            state.stopped = true;
+            self.wake_all();
+        }
+        if state.over() {
+            return if state.failure.is_some() { Refilled::Failure } else { Refilled::End };
+        }
+        let share = self.sequences_max.min(state.unfinished.div_ceil(self.engines));
+        let weight = |work: &Work| if matches!(work, Work::Prompt(_)) { self.samples } else { 1 };
+        let mut load: usize = batch.iter().map(weight).sum();
+        while load < share
+            && let Some(sample) = state.ready.pop_front()
+        {
+            batch.push(Work::Sample(sample));
+            load += 1;
+        }
+        while load < share && state.next_prompt < self.prompts.len() {
+            batch.push(Work::Prompt(Box::new(PromptWork::new(state.next_prompt, self.config))));
+            state.next_prompt += 1;
+            load += self.samples;
+        }
+        if batch.is_empty() { Refilled::Nothing } else { Refilled::Work }
+    }
+
+    /// Waits until there may be work, and no longer than it may take to notice a stop.
+    pub(super) fn wait_for_work(&self) {
+        let state = self.lock();
+        if state.ready.is_empty() && !state.over() {
+            drop(self.work.wait_timeout(state, STOP_POLL));
         }
     }
 

@@ -2,7 +2,7 @@
 
 use crate::choice::Choice;
 use crate::model::family::Family;
-use crate::recipe::{Architecture, Harmony, Init, Plan, RouterReplay, SavedDtype};
+use crate::recipe::{Architecture, Harmony, Init, Plan, RolloutWeights, RouterReplay, SavedDtype};
 
 /// The mistakes, one a key, each with its place and remedy.
 pub(super) fn foreign_keys(plan: &Plan, family: Family) -> Vec<String> {
@@ -63,6 +63,7 @@ fn experts(plan: &Plan) -> Vec<Foreign> {
             ("arms.router_noise_rollout", arms.router_noise_rollout > 0.0),
             ("arms.router_noise_train", arms.router_noise_train > 0.0),
             ("arms.rollout_mxfp4", arms.rollout_mxfp4),
+            ("parallel.rollout_weights", recipe.parallel.rollout_weights == RolloutWeights::ByExpert),
             ("cold_start.load_balance_coefficient", recipe.cold_start.load_balance_coefficient > 0.0),
             ("train.load_balance_coefficient", recipe.train.load_balance_coefficient > 0.0),
             ("rollout.keep_routes", recipe.rollout.keep_routes),

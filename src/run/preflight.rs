@@ -20,7 +20,7 @@ use crate::model::load::ModelFolder;
 use crate::model::split_rows::heads_split;
 use crate::ops::mxfp4;
 use crate::ops::threads::Threads;
-use crate::recipe::{InterpreterKind, Plan, Recipe, SavedDtype};
+use crate::recipe::{InterpreterKind, Plan, Recipe, RolloutWeights, SavedDtype};
 use crate::rollout::{PromptLimits, preamble};
 use crate::tasks::{Problem, Task, TaskSettings};
 use anyhow::Result;
@@ -36,7 +36,9 @@ pub struct Preflight {
     /// The processes that make the run together.
     mesh: Arc<Mesh>,
     /// How many processes memory is planned for.
-    pub processes: usize,
+    processes: usize,
+    /// What of the learning weights each of them holds while it samples.
+    rollout_weights: RolloutWeights,
     threads: Threads,
     source: ModelSource,
     /// Which of the model's own tensors learn, in the first stage.
@@ -128,6 +130,7 @@ impl Preflight {
             intent,
             mesh: mesh.clone(),
             processes: mesh.ranks(),
+            rollout_weights: RolloutWeights::Whole,
             threads,
             source,
             trainable,
@@ -179,7 +182,29 @@ impl Preflight {
             threads: self.threads.count(),
             streamed: self.streamed,
             processes: self.processes,
+            rollout_weights: self.rollout_weights,
         }
+    }
+
+    /// Plans for `processes`, which sample as the recipe says; where it leaves that open, so that `available` memory suffices.
+    pub fn plan_for(&mut self, processes: usize, available: Option<&Available>) {
+        self.processes = processes;
+        self.rollout_weights = match processes {
+            1 => RolloutWeights::Whole,
+            _ => self.plan.recipe.parallel.rollout_weights,
+        };
+        if self.rollout_weights != RolloutWeights::Auto {
+            return;
+        }
+        let subject = self.subject();
+        let suffices = |weights: &RolloutWeights| {
+            let peak =
+                MemoryPlan::new(&Subject { rollout_weights: *weights, ..subject.clone() }).peak_bytes();
+            available.is_none_or(|found| peak <= found.bytes)
+        };
+        let by_expert = subject.has_travelling_experts().then_some(RolloutWeights::ByExpert);
+        let found = [RolloutWeights::Whole].into_iter().chain(by_expert).find(suffices);
+        self.rollout_weights = found.unwrap_or(RolloutWeights::ByLayer);
     }
 
     /// Refuses what does not fit into `available` memory, and warns of what hardly does. Where the command can do with a layer at
@@ -188,6 +213,7 @@ impl Preflight {
     /// # Errors
     /// [`BadInput`] that names the keys which would help.
     pub fn admit(&mut self, available: Option<&Available>) -> Result<()> {
+        self.plan_for(self.processes, available);
         let whole = MemoryPlan::new(&self.subject()).peak_bytes();
         if available.is_some_and(|available| whole > available.bytes)
             && self.intent.streams()
@@ -229,6 +255,7 @@ impl Preflight {
             plan: self.plan,
             threads: self.threads,
             parameters,
+            rollout_weights: self.rollout_weights,
             trainable,
             critic_trainable: self.critic_trainable,
             adapter: self.adapter,

@@ -2,7 +2,7 @@
 
 use super::adapter::RunAdapter;
 use super::family::foreign_keys;
-use super::memory::{Intent, available};
+use super::memory::{Intent, available, least};
 use super::preflight::{Mistakes, Preflight};
 use super::source::{ModelSource, model_folder};
 use crate::bad_input;
@@ -18,7 +18,7 @@ use crate::model::parameters::Parameters;
 use crate::model::policy_view::PolicyView;
 use crate::model::save::Companions;
 use crate::ops::threads::Threads;
-use crate::recipe::{Plan, Recipe};
+use crate::recipe::{Plan, Recipe, RolloutWeights};
 use crate::rollout::{Prompt, Rollout, RolloutProgress, RolloutSettings, Rollouts};
 use crate::tasks::Task;
 use crate::train::supervised::Rendering;
@@ -36,6 +36,8 @@ pub struct Workbench {
     pub companions: Companions,
     pub model: Model,
     pub parameters: Parameters,
+    /// What of them each process holds while it samples.
+    pub rollout_weights: RolloutWeights,
     /// Which parameters `train.freeze` leaves learning.
     pub trainable: Vec<bool>,
     /// Which parameters `critic.freeze` leaves learning; present where the recipe has a critic.
@@ -72,8 +74,10 @@ impl Workbench {
         checkpoint: Option<&Path>,
         console: &Console,
     ) -> Result<Self> {
+        // Before anything that may fail on one process alone.
+        let available = least(mesh, available().map(|found| found.shared(mesh.on_host())))?;
         let mut preflight = Preflight::open_at(plan, intent, mesh, checkpoint, console)?;
-        preflight.admit(available().map(|found| found.shared(mesh.on_host())).as_ref())?;
+        preflight.admit(available.as_ref())?;
         preflight.load(console)
     }
 
@@ -147,7 +151,8 @@ impl Workbench {
     /// # Errors
     /// [`crate::error::BadInput`] when an arm does not fit the model.
     pub fn rollout_policy(&self) -> Result<PolicyView<'_>> {
-        PolicyView::rollout(&self.model, &self.parameters, &self.recipe().arms, self.recipe().train.seed)
+        let (arms, seed) = (&self.recipe().arms, self.recipe().train.seed);
+        PolicyView::of_processes(&self.model, &self.parameters, Some(arms), seed, self.rollout_weights)
     }
 
     /// The policy as it is, for evaluation.
@@ -155,7 +160,7 @@ impl Workbench {
     /// # Errors
     /// When a tensor is missing.
     pub fn plain_policy(&self) -> Result<PolicyView<'_>> {
-        PolicyView::plain(&self.model, &self.parameters)
+        PolicyView::of_processes(&self.model, &self.parameters, None, 0, self.rollout_weights)
     }
 
     /// A rollout of `policy` with `settings`.

@@ -2,11 +2,13 @@
 //!
 //! A checkpoint is a Hugging Face folder (`config.json`, safetensors, tokenizer) with two files more:
 //! `trainer.json` says where the run stood, `trainer.safetensors` holds the optimizer's state: f32, and codes of 8 bits.
-//! A critic adds a third, `critic.safetensors`: its weights and its optimizer's state.
+//! A critic adds a third, `critic.safetensors`: its weights and its optimizer's state. Of several processes each writes a file of
+//! its own in place of these two.
 //! `trainer.toml` is the recipe as resolved. `manifest.b3`, written last, holds the digest of every other file.
 //! Random numbers need no state: they are functions of the seed and the step.
 
 mod list;
+mod state_files;
 
 pub use list::{
     ResumePoint, clear_partial, each, folder_name, holds_state, newest, newest_folder, read_state, sound,
@@ -15,29 +17,24 @@ pub use list::{
 use super::critic::Critic;
 use super::optimizer::Optimizer;
 use crate::atomic_file::{remove_folder, replace_folder};
-use crate::bad_input;
 use crate::integrity::{Manifest, sealed};
 use crate::metrics::Phase;
 use crate::model::adapter::{Base, Lora, peft};
 use crate::model::config::{Config, Form};
 use crate::model::names::{ParameterSpec, StoredTensor, TensorRole, parameter_specs};
-use crate::model::parameters::{MASTER, Parameters};
+use crate::model::parameters::{Asked, MASTER, Parameters};
 use crate::model::save::{Companions, SHARD_BYTES_MAX, save, save_without_weights};
-use crate::model::tensor_file::{TensorFile, f32_values, write_f32, write_tensors};
-use crate::ops::cpu::{edit, edit_codes, host_codes, host_values};
 use crate::ops::mxfp4;
 use anyhow::{Context, Result};
 use blake3::Hash;
-use candle_core::DType;
-use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
 const STATE_FILE: &str = "trainer.json";
-const TENSORS_FILE: &str = "trainer.safetensors";
-const CRITIC_FILE: &str = "critic.safetensors";
+/// Files of what the optimizers keep: see [`state_files`].
+const STATE_STEM: &str = "trainer";
+const CRITIC_STEM: &str = "critic";
 const RECIPE_FILE: &str = "trainer.toml";
 
 /// Where a run stood.
@@ -122,10 +119,10 @@ impl Snapshot<'_> {
         // in its own folder.
         let adapted = self.parameters.adapter().is_some();
         let rounded = |spec: &ParameterSpec, values: &[f32]| !adapted && !self.form_keeps(spec, values);
-        manifest.note(TENSORS_FILE, write_state(&aside.join(TENSORS_FILE), self.parameters, &rounded)?);
+        state_files::write((aside, STATE_STEM), self.parameters, false, &rounded, &mut manifest)?;
         if let Some(critic) = self.critic {
-            let digest = write_state(&aside.join(CRITIC_FILE), &critic.parameters, &|_, _| true)?;
-            manifest.note(CRITIC_FILE, digest);
+            let all = |_: &ParameterSpec, _: &[f32]| true;
+            state_files::write((aside, CRITIC_STEM), &critic.parameters, true, &all, &mut manifest)?;
         }
         manifest.write_file(aside, RECIPE_FILE, sealed(self.recipe).as_bytes())?;
         let state = serde_json::to_string_pretty(&self.state)? + "\n";
@@ -180,44 +177,20 @@ pub fn bytes(form: Form, parameters: &Parameters) -> u64 {
     parameters.specs.iter().enumerate().map(of).sum()
 }
 
-/// The type in a file of what an optimizer keeps.
-fn stored_dtype(dtype: DType) -> Dtype {
-    if dtype == DType::U8 { Dtype::U8 } else { Dtype::F32 }
-}
-
-/// Writes into the file `path`, a tensor at a time, what the optimizer keeps of each tensor that learns, its master among it,
-/// and those frozen tensors that `keep` asks for.
-fn write_state(
-    path: &Path,
-    parameters: &Parameters,
-    keep: &dyn Fn(&ParameterSpec, &[f32]) -> bool,
-) -> Result<Hash> {
-    // By name in the file: the tensor, and what is kept of it.
-    let mut kept: BTreeMap<String, (usize, &str)> = BTreeMap::new();
-    for (index, spec) in parameters.specs.iter().enumerate() {
-        // What is packed is in the files that the model was read from.
-        let Ok(values) = parameters.values(index) else { continue };
-        if parameters.learns(index) || keep(spec, &host_values(values)?) {
-            kept.insert(format!("{MASTER}.{}", spec.name), (index, MASTER));
-        }
-        for name in parameters.state(index).keys() {
-            kept.insert(format!("{name}.{}", spec.name), (index, name));
-        }
+/// Gives what the leader asked of a process that helps to write `parameters`, or those of the `critic`.
+///
+/// # Errors
+/// When a rank does not come in time.
+pub fn answer(parameters: &Parameters, critic: Option<&Parameters>, asked: &Asked) -> Result<()> {
+    match asked {
+        Asked::File { folder, stem, of_critic } => state_files::answer(
+            folder,
+            stem,
+            if *of_critic { critic.unwrap_or(parameters) } else { parameters },
+            *of_critic,
+        ),
+        asked => parameters.answer(critic, asked),
     }
-    let stored = kept.iter().map(|(name, &(index, kind))| {
-        let (dtype, length) = parameters.kept(index, kind)?;
-        Ok(StoredTensor { name: name.clone(), dtype: stored_dtype(dtype), shape: vec![length] })
-    });
-    let stored = stored.collect::<Result<_>>()?;
-    let places: Vec<(usize, &str)> = kept.into_values().collect();
-    write_tensors(path, stored, |place, out| {
-        let (index, kind) = places[place];
-        let tensor = parameters.whole(index, kind)?;
-        match tensor.dtype() {
-            DType::U8 => Ok(out.write_all(&host_codes(&tensor)?)?),
-            _ => write_f32(out, &host_values(&tensor)?),
-        }
-    })
 }
 
 /// Restores weights and optimizer from the checkpoint `folder`, bit for bit.
@@ -225,7 +198,7 @@ fn write_state(
 /// # Errors
 /// [`crate::error::BadInput`] when the checkpoint's state does not fit the model.
 pub fn restore(folder: &Path, parameters: &mut Parameters, optimizer: &Optimizer) -> Result<()> {
-    restore_state(&folder.join(TENSORS_FILE), parameters, optimizer, false)
+    state_files::restore((folder, STATE_STEM), parameters, optimizer, false)
 }
 
 /// Restores the critic of the checkpoint `folder`, bit for bit.
@@ -233,57 +206,5 @@ pub fn restore(folder: &Path, parameters: &mut Parameters, optimizer: &Optimizer
 /// # Errors
 /// [`crate::error::BadInput`] when the checkpoint holds no critic, or one that does not fit the model.
 pub fn restore_critic(folder: &Path, critic: &mut Critic) -> Result<()> {
-    restore_state(&folder.join(CRITIC_FILE), &mut critic.parameters, &critic.optimizer, true)
-}
-
-/// Reads what [`write_state`] wrote, a tensor at a time. With `whole` every frozen tensor must be there too.
-fn restore_state(path: &Path, parameters: &mut Parameters, optimizer: &Optimizer, whole: bool) -> Result<()> {
-    let damaged = |what: String| bad_input!("{}: {what}; {}", path.display(), list::REMEDY);
-    let file = TensorFile::open(path).map_err(|e| damaged(format!("{e:#}")))?;
-    let names = file.metadata.offset_keys();
-    let mut unread: BTreeSet<&str> = names.iter().map(String::as_str).collect();
-    for (index, spec) in parameters.specs.iter().enumerate() {
-        if parameters.values(index).is_err() {
-            continue;
-        }
-        let kinds = parameters.state(index).keys().copied().chain([MASTER]).collect::<BTreeSet<_>>();
-        for kind in kinds {
-            let name = format!("{kind}.{}", spec.name);
-            let Some(info) = file.metadata.info(&name) else {
-                if parameters.learns(index) || whole {
-                    return Err(damaged(format!("{} is missing", spec.name)));
-                }
-                continue;
-            };
-            unread.remove(name.as_str());
-            let bytes = file.read(info)?;
-            let target =
-                if kind == MASTER { parameters.master(index)? } else { &parameters.state(index)[kind] };
-            let (dtype, length) = parameters.kept(index, kind)?;
-            if info.dtype != stored_dtype(dtype) || bytes.len() != length * dtype.size_in_bytes() {
-                return Err(damaged(format!("{} has another size or optimizer", spec.name)));
-            }
-            let own = parameters.own_part(index, kind, length);
-            if info.dtype == Dtype::U8 {
-                edit_codes(target, |target| {
-                    target.copy_from_slice(&bytes[own]);
-                    Ok(())
-                })?;
-                continue;
-            }
-            if let Some(value) = f32_values(&bytes).find(|value| !value.is_finite()) {
-                return Err(damaged(format!("{name} holds {value}")));
-            }
-            edit(target, |target| {
-                target.iter_mut().zip(f32_values(&bytes).skip(own.start)).for_each(|(t, v)| *t = v);
-                Ok(())
-            })?;
-        }
-    }
-    // Another optimizer's state of a tensor that learns would be lost in silence. One without values says nothing.
-    let lost = unread.into_iter().find(|name| file.metadata.info(name).is_some_and(|i| i.shape != [0]));
-    if let Some(name) = lost {
-        return Err(damaged(format!("{name} belongs to another model or optimizer")));
-    }
-    optimizer.write_weights(parameters)
+    state_files::restore((folder, CRITIC_STEM), &mut critic.parameters, &critic.optimizer, true)
 }

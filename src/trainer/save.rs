@@ -84,6 +84,6 @@ impl Trainer {
             snapshot.write(&folder.path, checkpoint.keep).map(drop)
         };
         let critic = critic.map(|critic| &critic.parameters);
-        bench.mesh().lead(write, |asked| bench.parameters.answer(critic, &asked))
+        bench.mesh().lead(write, |asked| checkpoint::answer(&bench.parameters, critic, &asked))
     }
 }

@@ -2,7 +2,7 @@
 
 mod run;
 
-use run::{Launch, checkpoint_tensors, columns, metrics, rows_with};
+use run::{Launch, assert_same_state, checkpoint_tensors, columns, metrics, rows_with};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -66,24 +66,46 @@ fn ranks_that_share_the_micro_batches_make_the_run_of_one_process_bit_for_bit() 
         for ranks in [2, 4] {
             let several = Launch::new(recipe, &sets).ranks(ranks).run();
             assert_same_figures(&one, &several, &format!("{recipe} {more:?} on {ranks}"));
-            let files = [
-                "model.safetensors",
-                "adapter_model.safetensors",
-                "trainer.safetensors",
-                "critic.safetensors",
-            ];
             let mut compared = 0;
             for checkpoint in one.checkpoints() {
-                for file in files {
-                    let read = |done: &run::Done| {
-                        std::fs::read(done.folder.join("checkpoints").join(&checkpoint).join(file)).ok()
-                    };
-                    // Values are the same to the bit, whichever number of processes wrote them.
+                // Values are the same to the bit, whichever number of processes wrote them.
+                for file in ["model.safetensors", "adapter_model.safetensors"] {
+                    let read = |done: &run::Done| std::fs::read(done.checkpoint(&checkpoint).join(file)).ok();
                     assert!(read(&one) == read(&several), "{recipe} on {ranks}: {checkpoint}/{file}");
                     compared += usize::from(read(&one).is_some());
                 }
+                for stem in ["trainer", "critic"] {
+                    let there = one.checkpoint(&checkpoint).join(format!("{stem}.safetensors")).exists();
+                    assert!(there || stem == "critic");
+                    if there {
+                        compared += assert_same_state(&one, &several, &checkpoint, stem, ranks);
+                    }
+                }
             }
             assert!(compared >= 4, "{recipe}: {compared} files");
+        }
+    }
+}
+
+#[test]
+fn weights_held_by_layer_or_by_expert_while_sampling_change_no_bit() {
+    let bf16 = "arms.rollout_bf16=true";
+    let one_expert = ["model.architecture.num_local_experts=2", "model.architecture.num_experts_per_tok=1"];
+    for (recipe, more, held) in [
+        ("quickstart", &[][..], &[("by_layer", 2), ("by_expert", 2), ("by_expert", 3)][..]),
+        ("quickstart", &[bf16], &[("by_layer", 2), ("by_expert", 3)]),
+        ("quickstart", &["arms.rollout_mxfp4=true"], &[("by_expert", 3)]),
+        // One process of three has no expert.
+        ("quickstart", &one_expert, &[("by_expert", 3)]),
+        ("quickstart_dense", &[], &[("by_layer", 3)]),
+        ("quickstart_lora", &["cold_start.eval_every_steps=0"], &[("by_expert", 2)]),
+    ] {
+        let sets = [&SHORT[..], more].concat();
+        let one = Launch::new(recipe, &sets).alone();
+        for (how, ranks) in held {
+            let how = format!("parallel.rollout_weights={how}");
+            let several = Launch::new(recipe, &[&sets[..], &[&how]].concat()).ranks(*ranks).run();
+            assert_same_figures(&one, &several, &format!("{recipe} {more:?} {how} on {ranks}"));
         }
     }
 }
@@ -100,8 +122,10 @@ fn split_sequences_give_the_log_probs_of_one_process_and_its_gradients_within_ro
         "cold_start.optimizer.weight_decay=0",
         "train.steps=2",
         "policy.old_logprob=recompute",
+        "checkpoint.dtype=f32",
     ];
-    let start = ["cold_start.steps=1", "cold_start.optimizer.lr=1e-30", "train.steps=0"];
+    let start =
+        ["cold_start.steps=1", "cold_start.optimizer.lr=1e-30", "train.steps=0", "checkpoint.dtype=f32"];
     for recipe in ["quickstart", "quickstart_dense"] {
         let start = Launch::new(recipe, &[&SHORT[..], &start].concat()).alone();
         let start = checkpoint_tensors(&start, "cold-start-000001");
@@ -139,9 +163,10 @@ fn split_sequences_give_the_log_probs_of_one_process_and_its_gradients_within_ro
 
 #[test]
 fn check_mismatch_finds_no_gap_between_processes() {
-    for (ranks, sequence) in [(2, 1), (2, 2), (4, 2)] {
+    for (ranks, sequence, held) in [(2, 1, "by_layer"), (2, 2, "whole"), (4, 2, "by_expert")] {
         let split = format!("parallel.sequence={sequence}");
-        let sets = ["rollout.prompts_per_step=3", "rollout.samples_per_prompt=2", &split];
+        let held = format!("parallel.rollout_weights={held}");
+        let sets = ["rollout.prompts_per_step=3", "rollout.samples_per_prompt=2", &split, &held];
         let found = Launch::command("check-mismatch", "quickstart", &sets).ranks(ranks).run();
         assert!(found.stdout.contains("agree to the last bit"), "{}", found.stdout);
         assert_eq!(
@@ -168,6 +193,14 @@ fn a_run_goes_on_with_another_number_of_processes() {
             assert_eq!(a[key].to_bits(), b[key].to_bits(), "{key}");
         }
     }
+    // A process's own file that is gone is damage, whoever reads the checkpoint.
+    let own = on.checkpoint(on.checkpoints().last().unwrap()).join("trainer-00002-of-00003.safetensors");
+    let aside = own.with_extension("aside");
+    std::fs::rename(&own, &aside).unwrap();
+    let refused = Launch::resume(&on, &["train.steps=5"]).ranks(2).start().wait(Duration::from_secs(60));
+    assert_eq!(refused.code, Some(2), "{}", refused.stderr);
+    assert!(refused.stderr.contains("trainer-00002-of-00003.safetensors"), "{}", refused.stderr);
+    std::fs::rename(&aside, &own).unwrap();
     let back = Launch::resume(&on, &["train.steps=5"]).alone();
     assert_eq!(rl(&back).len(), 5);
 }
@@ -176,8 +209,10 @@ fn a_run_goes_on_with_another_number_of_processes() {
 fn a_killed_process_ends_the_others_at_once_and_the_run_goes_on() {
     let sets =
         [&SHORT[..], &["train.steps=100000", "checkpoint.every_steps=1", "checkpoint.keep=2"]].concat();
-    for (seed, by_slurm) in [(1, false), (2, true)] {
-        let mut going = Launch::new("quickstart", &sets).ranks(3).survivors(by_slurm).start();
+    for (seed, by_slurm, held) in [(1, false, "whole"), (2, true, "by_expert")] {
+        let held = format!("parallel.rollout_weights={held}");
+        let mut going =
+            Launch::new("quickstart", &[&sets[..], &[&held]].concat()).ranks(3).survivors(by_slurm).start();
         going.wait_for_rows(9);
         std::thread::sleep(Duration::from_millis(37 * seed));
         let begun = Instant::now();

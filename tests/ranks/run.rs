@@ -43,6 +43,13 @@ pub fn program() -> &'static str {
     env!("CARGO_BIN_EXE_rloss")
 }
 
+impl Done {
+    /// The folder of a checkpoint.
+    pub fn checkpoint(&self, name: &str) -> PathBuf {
+        self.folder.join("checkpoints").join(name)
+    }
+}
+
 impl Launch {
     /// `rloss train` of the built-in recipe `recipe`.
     pub fn new(recipe: &str, sets: &[&str]) -> Self {
@@ -255,14 +262,39 @@ pub fn columns(done: &Done, key: &str) -> Vec<f64> {
     found
 }
 
-/// The f32 tensors of a checkpoint's state, by name.
+/// The f32 tensors of a checkpoint's model, saved in f32, by name.
 pub fn checkpoint_tensors(done: &Done, name: &str) -> BTreeMap<String, Vec<f32>> {
-    let file: &Path = &done.folder.join("checkpoints").join(name).join("trainer.safetensors");
+    let bytes = tensors_of(&done.checkpoint(name).join("model.safetensors"));
+    let values =
+        |bytes: &[u8]| bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+    bytes.into_iter().map(|(name, bytes)| (name, values(&bytes))).collect()
+}
+
+/// The bytes of every tensor of a file, by name.
+fn tensors_of(file: &Path) -> BTreeMap<String, Vec<u8>> {
     let bytes = fs::read(file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
     let tensors = SafeTensors::deserialize(&bytes).expect("safetensors");
-    let values = |view: safetensors::tensor::TensorView| -> Vec<f32> {
-        view.data().chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
-    };
-    let masters = tensors.tensors().into_iter().filter(|(name, _)| name.starts_with("master."));
-    masters.map(|(name, view)| (name, values(view))).collect()
+    tensors.tensors().into_iter().map(|(name, view)| (name, view.data().to_vec())).collect()
+}
+
+/// Whether what `several` processes wrote, each into a file of its own that `stem` begins, is what `one` did into one. Returns how
+/// many tensors there are.
+pub fn assert_same_state(one: &Done, several: &Done, checkpoint: &str, stem: &str, ranks: usize) -> usize {
+    let place = format!("{checkpoint}/{stem} of {ranks}");
+    let expected = tensors_of(&one.checkpoint(checkpoint).join(format!("{stem}.safetensors")));
+    let folder = several.checkpoint(checkpoint);
+    let file = |rank: usize| folder.join(format!("{stem}-{:05}-of-{ranks:05}.safetensors", rank + 1));
+    let parts: Vec<_> = (0..ranks).map(|rank| tensors_of(&file(rank))).collect();
+    assert!(!folder.join(format!("{stem}.safetensors")).exists(), "{place}");
+    let names: Vec<&String> = parts.iter().flat_map(BTreeMap::keys).collect();
+    assert!(names.iter().all(|name| expected.contains_key(*name)), "{place}");
+    for (name, expected) in &expected {
+        // Which process has the first piece goes round with the tensor's place.
+        let from = |first: usize| -> Vec<u8> {
+            let order = (0..ranks).map(|rank| (first + rank) % ranks);
+            order.flat_map(|rank| parts[rank].get(name).cloned().unwrap_or_default()).collect()
+        };
+        assert!((0..ranks).any(|first| from(first) == *expected), "{place}: {name}");
+    }
+    expected.len()
 }

@@ -12,7 +12,9 @@ use rloss::model::parameters::{OptimizerState, Parameters};
 use rloss::model::save::Companions;
 use rloss::ops::cpu::{edit, edit_codes};
 use rloss::random::{Purpose, stream};
-use rloss::recipe::{CriticConfig, Dtype, OptimizerConfig as Settings, OptimizerKind, Recipe};
+use rloss::recipe::{
+    CriticConfig, Dtype, OptimizerConfig as Settings, OptimizerKind, Recipe, RolloutWeights,
+};
 use rloss::run::memory::{Intent, MemoryPlan, Subject};
 use rloss::train::checkpoint::{self, Snapshot, TrainerState, restore};
 use rloss::train::critic::Critic;
@@ -322,6 +324,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
             threads: 1,
             streamed: false,
             processes: 1,
+            rollout_weights: RolloutWeights::Whole,
         };
         let plan = MemoryPlan::new(&subject);
         let planned =

@@ -2,19 +2,21 @@
 
 use super::{BLOCK_STATES, MASTER, Parameters, VALUES, Values};
 use crate::dist::wire::f32_bytes;
-use crate::dist::{CUT, in_order, piece};
-use crate::model::held::Weight;
+use crate::dist::{CUT, Mesh, in_order, piece};
+use crate::model::expert_ranks::{ExpertRanks, experts_of};
+use crate::model::held::{Held, Weight};
 use crate::model::names::{ParameterSpec, TensorRole};
-use crate::model::pieces::{self, GatheredLayers, Part, PartHeld};
+use crate::model::pieces::{self, GatheredLayers, Part, PartHeld, Uses};
+use crate::model::rounding::WeightRounding;
 use crate::model::tensor_file::f32_values;
 use crate::model::weights::{Layers, VALUE_HEAD, Weights};
 use crate::ops::cpu::{host_codes, host_values};
-use crate::ops::parameter::GradientSink;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 impl Parameters {
@@ -24,11 +26,63 @@ impl Parameters {
             Values::Piece(values) => PartHeld::Piece(values.as_tensor().clone()),
             _ => PartHeld::Whole(self.of_place(index)?),
         };
-        Ok(Part::new(index, &self.specs[index], held, self.learns(index)))
+        Ok(Part { index, spec: self.specs[index].clone(), held, learns: self.learns(index) })
+    }
+
+    /// The weights, rounded, for walks that all ranks make together, one at a time: layers are gathered as a walk takes them.
+    ///
+    /// # Errors
+    /// When a rank does not come in time, and those of [`WeightRounding::apply`].
+    pub fn by_layer(&self, rounding: WeightRounding) -> Result<Weights> {
+        self.gathered(Uses { sink: None, change: Some(rounding.change()) })
+    }
+
+    /// The same with everything gathered at once but the experts, of which each rank has its own. Experts that are packed or adapted,
+    /// which do not learn, are whole on every rank, and then no rank needs the others.
+    ///
+    /// # Errors
+    /// As [`Self::by_layer`].
+    pub fn by_expert(&self, rounding: WeightRounding) -> Result<Weights> {
+        let is_packed =
+            |(index, spec): (usize, &ParameterSpec)| spec.is_of_experts() && self.packed(index).is_some();
+        if self.adapter.is_some() || self.specs.iter().enumerate().any(is_packed) {
+            return self.rounded(&rounding);
+        }
+        let config = &self.config;
+        let ranks = ExpertRanks::new(self.mesh.clone(), config.num_local_experts, config.hidden_size);
+        let weights = self.weights(None, &|index| {
+            let spec = &self.specs[index];
+            let (spec, held) = match spec.is_of_experts() {
+                true => self.own_experts(index, &ranks)?,
+                false => (spec.clone(), self.of_place(index)?),
+            };
+            Ok(rounding.apply(&spec, held)?.frozen())
+        })?;
+        weights.over_ranks(&Arc::new(ranks))
+    }
+
+    /// This rank's experts of tensor `index`, for which every rank must ask.
+    fn own_experts(&self, index: usize, ranks: &ExpertRanks) -> Result<(ParameterSpec, Held)> {
+        let part = self.part(index)?;
+        let (experts, own) = (self.config.num_local_experts, ranks.own());
+        let spec = part.spec.of_experts(own.len());
+        let values = match &part.held {
+            PartHeld::Whole(held) => held.decoded(&part.spec)?.narrow(0, own.start, own.len())?,
+            PartHeld::Piece(values) => {
+                let one = part.spec.element_count() / experts;
+                let of = |rank: usize| {
+                    let own = experts_of(experts, rank, self.mesh.ranks());
+                    own.start * one..own.end * one
+                };
+                let values = exchanged(&self.mesh, &part, &host_values(values)?, of)?;
+                Tensor::from_vec(values, spec.working_shape(), &Device::Cpu)?
+            }
+        };
+        Ok((spec, Held::Plain(values)))
     }
 
     /// The weights with layers that are gathered in turn. What lies outside the layers, and the adapters, is gathered at once.
-    pub(super) fn gathered(&self, sink: Option<&Arc<dyn GradientSink>>) -> Result<Weights> {
+    pub(super) fn gathered(&self, uses: Uses) -> Result<Weights> {
         let is_factor = |spec: &ParameterSpec| spec.role == TensorRole::AdapterFactor;
         let mut layers: Vec<Vec<Part>> = vec![vec![]; self.config.num_hidden_layers];
         let mut outside = vec![];
@@ -39,15 +93,14 @@ impl Parameters {
             }
         }
         let held = pieces::finish(&self.mesh, &outside, pieces::start(&self.mesh, "weights", &outside)?)?;
-        let found =
-            outside.iter().zip(held).map(|(part, held)| Ok((part.index, pieces::weight(part, held, sink)?)));
+        let found = outside.iter().zip(held).map(|(part, held)| Ok((part.index, uses.weight(part, held)?)));
         let found: HashMap<usize, Weight> = found.collect::<Result<_>>()?;
         let weight = |index: usize| {
             found.get(&index).cloned().with_context(|| format!("{} is in a layer", self.specs[index].name))
         };
         let adapters = self.adapters(&weight)?;
-        let (mesh, sink) = (self.mesh.clone(), sink.cloned());
-        let layers = GatheredLayers::new(mesh, self.config.clone(), layers, adapters, sink);
+        let (mesh, config) = (self.mesh.clone(), self.config.clone());
+        let layers = GatheredLayers::new(mesh, config, layers, adapters, uses);
         let layers = Some(Layers::Gathered(Arc::new(layers)));
         let find = |name: &str| weight(self.place(name)?);
         Weights::new(&self.config, self.index.contains_key(VALUE_HEAD), self.bytes(), layers, &find)
@@ -63,11 +116,8 @@ impl Parameters {
         if !self.is_cut(index) {
             return Ok(own.clone());
         }
-        self.mesh.ask(Asked {
-            of_critic: self.index.contains_key(VALUE_HEAD),
-            index,
-            kind: kind.to_owned(),
-        })?;
+        let of_critic = self.index.contains_key(VALUE_HEAD);
+        self.mesh.ask(Asked::Tensor { of_critic, index, kind: kind.to_owned() })?;
         let is_codes = own.dtype() == DType::U8;
         let bytes = if is_codes { host_codes(own)?.to_vec() } else { f32_bytes(&host_values(own)?).to_vec() };
         let parts = self.mesh.all_gather(&format!("all of {}", self.specs[index].name), bytes)?;
@@ -97,7 +147,10 @@ impl Parameters {
     }
 
     /// What is here of it.
-    fn own(&self, index: usize, kind: &str) -> Result<&Tensor> {
+    ///
+    /// # Errors
+    /// When there is no such thing.
+    pub fn own(&self, index: usize, kind: &str) -> Result<&Tensor> {
         match kind {
             VALUES => self.values(index),
             MASTER => self.master(index),
@@ -110,8 +163,11 @@ impl Parameters {
     /// # Errors
     /// As [`Self::whole`].
     pub fn answer(&self, critic: Option<&Parameters>, asked: &Asked) -> Result<()> {
-        let of = if asked.of_critic { critic.unwrap_or(self) } else { self };
-        of.whole(asked.index, &asked.kind).map(drop)
+        let Asked::Tensor { of_critic, index, kind } = asked else {
+            bail!("a file was asked of one who writes none")
+        };
+        let of = if *of_critic { critic.unwrap_or(self) } else { self };
+        of.whole(*index, kind).map(drop)
     }
 
     /// Of the values that are kept of tensor `index` under `kind`, `length` for the whole tensor, those that this rank holds: all
@@ -120,16 +176,43 @@ impl Parameters {
         if !self.is_cut(index) {
             return 0..length;
         }
-        let own = piece(self.specs[index].element_count(), index, self.mesh.rank(), self.mesh.ranks());
+        self.part_of(index, kind, self.mesh.rank(), self.mesh.ranks())
+    }
+
+    /// Those that `rank` of `ranks` holds of a tensor that is cut.
+    pub fn part_of(&self, index: usize, kind: &str, rank: usize, ranks: usize) -> Range<usize> {
+        let own = piece(self.specs[index].element_count(), index, rank, ranks);
         let by = if BLOCK_STATES.contains(&kind) { CUT } else { 1 };
         own.start.div_ceil(by)..own.end.div_ceil(by)
     }
 }
 
-/// A tensor that the leader asks the other ranks for.
+/// Values of `part` after an exchange: `own` is this rank's piece of it, and rank r then has the values `of(r)`.
+fn exchanged(mesh: &Mesh, part: &Part, own: &[f32], of: impl Fn(usize) -> Range<usize>) -> Result<Vec<f32>> {
+    let common = |a: &Range<usize>, b: &Range<usize>| {
+        let start = a.start.max(b.start);
+        start..a.end.min(b.end).max(start)
+    };
+    let (rank, ranks) = (mesh.rank(), mesh.ranks());
+    let (held, wanted) = (part.range(mesh, rank), of(rank));
+    let parts = (0..ranks).map(|to| {
+        let sent = common(&held, &of(to));
+        let sent = if sent.is_empty() { 0..0 } else { sent.start - held.start..sent.end - held.start };
+        Arc::new(f32_bytes(&own[sent]).to_vec())
+    });
+    let comes = |from: usize| common(&part.range(mesh, from), &wanted);
+    let lengths: Vec<usize> = (0..ranks).map(|from| comes(from).len() * size_of::<f32>()).collect();
+    let came =
+        mesh.start(&format!("experts of {}", part.spec.name), &mesh.everyone(), parts.collect(), &lengths)?;
+    let came = came.wait()?;
+    Ok(in_order(part.index, ranks).flat_map(|from| f32_values(&came[from])).collect())
+}
+
+/// What the leader asks the other ranks for while it writes.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Asked {
-    of_critic: bool,
-    index: usize,
-    kind: String,
+pub enum Asked {
+    /// Their pieces of a tensor.
+    Tensor { of_critic: bool, index: usize, kind: String },
+    /// Their own file in `folder`, of the name that `stem` begins.
+    File { folder: PathBuf, stem: String, of_critic: bool },
 }

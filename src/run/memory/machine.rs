@@ -1,5 +1,7 @@
 //! How much memory this process may still take: of the machine, of its control group, of its address space.
 
+use crate::dist::Mesh;
+use anyhow::Result;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -22,6 +24,16 @@ impl Available {
             },
         }
     }
+}
+
+/// What the process that has least of it has, on every process of `mesh`.
+///
+/// # Errors
+/// When a process does not come in time.
+pub fn least(mesh: &Mesh, own: Option<Available>) -> Result<Option<Available>> {
+    let all = mesh.all_records("available memory", &own.map(|own| (own.bytes, own.bound)))?;
+    let least = all.into_iter().flatten().min_by_key(|(bytes, _)| *bytes);
+    Ok(least.map(|(bytes, bound)| Available { bytes, bound }))
 }
 
 /// The least of what the machine, the control groups and `ulimit -v` leave to this process; `None` where none says.

@@ -9,7 +9,7 @@ mod remedies;
 mod traffic;
 mod weights;
 
-pub use machine::{Available, available};
+pub use machine::{Available, available, least};
 pub use passes::PassShape;
 pub use remedies::Remedy;
 pub use traffic::Traffic;
@@ -21,18 +21,20 @@ use crate::model::cache::SequenceCache;
 use crate::model::config::{Config, Form};
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
-use crate::recipe::{Dtype, KlPlace, OptimizerConfig, Recipe};
+use crate::recipe::{Dtype, KlPlace, OptimizerConfig, Recipe, RolloutWeights};
 use crate::rollout::{FORWARD_TOKENS_MAX, engines};
 use crate::train::accumulate::side_by_side;
 use crate::train::gradients::EXCHANGE_BYTES_MAX;
 use crate::train::optimizer::state_bytes;
 use anyhow::Result;
-use std::collections::BTreeMap;
+use weights::in_turn;
 
 /// What the program itself takes: code, tokenizer, task data, threads.
 const PROGRAM_BYTES: u64 = 64 << 20;
 /// A plan above this share of what there is is worth a warning.
 const WARNED_SHARE: f64 = 0.9;
+/// All of the learning weights, while several processes sample.
+const WHOLE: &str = "weights, gathered";
 /// Tokens that frame a tool's reply.
 const REPLY_FRAME_TOKENS: usize = 32;
 
@@ -118,6 +120,8 @@ pub struct Subject<'a> {
     pub streamed: bool,
     /// Processes that make the run together; the plan is that of one of them.
     pub processes: usize,
+    /// What of the learning weights each of them holds while it samples.
+    pub rollout_weights: RolloutWeights,
 }
 
 /// What an adapter adds.
@@ -292,19 +296,8 @@ impl Subject<'_> {
     /// What a process gathers of `learning` while a pass is at a layer: what is outside the layers, a layer twice as it comes and
     /// the next on its way, and the gradients that are exchanged.
     fn gathered(&self, learning: &[Learning]) -> u64 {
-        let (mut outside, mut layers, mut largest) = (0, BTreeMap::<usize, u64>::new(), 0);
-        for (_, spec) in learning {
-            let bytes = spec.resident_bytes(Form::F32);
-            largest = largest.max(bytes);
-            match spec.layer {
-                Some(layer) if spec.role != TensorRole::AdapterFactor => {
-                    *layers.entry(layer).or_default() += bytes;
-                }
-                _ => outside += bytes,
-            }
-        }
-        let layer = layers.into_values().max().unwrap_or(0);
-        outside + 3 * layer + largest + EXCHANGE_BYTES_MAX.min(2 * gathered_bytes(learning)).max(2 * largest)
+        let largest = learning.iter().map(|(_, spec)| spec.resident_bytes(Form::F32)).max().unwrap_or(0);
+        in_turn(learning) + largest + EXCHANGE_BYTES_MAX.min(2 * gathered_bytes(learning)).max(2 * largest)
     }
 
     fn resident(&self) -> Vec<MemoryPart> {
@@ -418,12 +411,15 @@ impl Subject<'_> {
         };
         let prompts = prompts.div_ceil(self.processes);
         let cut = self.processes > 1 && self.intent.learns();
-        let gathered = if cut { gathered_bytes(&self.ever_learning()) } else { 0 };
+        let held = if cut { self.held_for_sampling() } else { MemoryPart { name: WHOLE, bytes: 0 } };
         let rounded = match self.intent {
+            // Layers that are gathered are rounded as they come.
+            Intent::Train if held.name != WHOLE => 0,
             Intent::Train | Intent::Rollout => self.rounded_weights(WeightRounding::of(&recipe.arms)),
             Intent::Eval | Intent::CheckMismatch(_) => 0,
         };
-        let engines = engines(self.weight_bytes(), self.threads);
+        let together = held.name != WHOLE;
+        let engines = if together { 1 } else { engines(self.weight_bytes(), self.threads) };
         let sequences = (recipe.rollout.sequences_max * engines).min(prompts.saturating_mul(samples));
         let tokens = FORWARD_TOKENS_MAX.min(sequences * self.longest());
         // Each row drawn from is copied once by the thread that draws.
@@ -436,7 +432,7 @@ impl Subject<'_> {
                 bytes: sequences as u64 * SequenceCache::bytes(config, self.longest()),
             },
             MemoryPart { name: "one forward and its logits", bytes: engines as u64 * forward + drawn },
-            MemoryPart { name: "weights, gathered", bytes: gathered },
+            held,
             MemoryPart { name: "weights, rounded", bytes: rounded },
         ]
     }

@@ -2,11 +2,13 @@
 
 use super::*;
 use crate::dist::Mesh;
+use crate::metrics::Console;
 use crate::model::held::Held;
 use crate::model::init::{InitSettings, init};
 use crate::model::parameters::Parameters;
 use crate::ops::packed::{PackedForm, PackedMatrix, PackedTable};
-use crate::recipe::{OptimizerKind, resolve};
+use crate::recipe::{OptimizerKind, RolloutWeights, resolve};
+use crate::run::preflight::Preflight;
 use crate::run::source::ModelSource;
 use crate::train::optimizer::Optimizer;
 use candle_core::{DType, Device, Tensor};
@@ -57,6 +59,7 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
                 threads: 1,
                 streamed: false,
                 processes,
+                rollout_weights: RolloutWeights::Whole,
             };
             let plan = MemoryPlan::new(&subject);
             let planned = ["weights", "gradients", "optimizer"]
@@ -114,4 +117,28 @@ fn a_second_set_of_weights_is_planned_where_an_arm_makes_one() {
         }
     }
     assert!(copied > 50 && shared > 50, "{copied} copied, {shared} shared");
+}
+
+#[test]
+fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
+    let sets = ["hidden_size=1024", "intermediate_size=1024", "num_hidden_layers=24", "num_local_experts=16"];
+    let sets = sets.map(|set| format!("model.architecture.{set}"));
+    let plan = resolve(Path::new("a.toml"), "", &sets).unwrap();
+    let mut preflight = Preflight::open(plan, Intent::Train, &Console::silent()).unwrap();
+    let mut planned = |processes, bytes: Option<u64>| {
+        let available = bytes.map(|bytes| Available { bytes, bound: String::new() });
+        preflight.plan_for(processes, available.as_ref());
+        let subject = preflight.subject();
+        (subject.rollout_weights, MemoryPlan::new(&subject).peak_bytes())
+    };
+    let (how, whole) = planned(4, None);
+    assert_eq!(how, RolloutWeights::Whole);
+    assert_eq!(planned(4, Some(whole)), (RolloutWeights::Whole, whole));
+    let (how, by_expert) = planned(4, Some(whole - 1));
+    assert_eq!(how, RolloutWeights::ByExpert);
+    let (how, by_layer) = planned(4, Some(by_expert - 1));
+    assert_eq!(how, RolloutWeights::ByLayer);
+    assert!(whole > 2 * by_layer && by_expert < whole, "{whole}, {by_expert}, {by_layer}");
+    // One process gathers nothing, however little memory there is.
+    assert_eq!(planned(1, Some(1)).0, RolloutWeights::Whole);
 }

@@ -1,8 +1,9 @@
 //! What several processes send each other in a step, from recipe and config alone: bytes that come to each of them.
 
-use super::{Stage, Subject, gathered_bytes};
+use super::{Learning, Stage, Subject, gathered_bytes};
 use crate::metrics::Table;
 use crate::model::names::TensorRole;
+use crate::recipe::RolloutWeights;
 
 const F32: u64 = 4;
 /// A link between GPUs of one node, NVLink 4: 900 GB/s both ways.
@@ -28,11 +29,8 @@ impl Traffic {
         let all = gathered_bytes(&learning);
         let in_layers =
             |role: TensorRole, layer: Option<usize>| layer.is_some() && role != TensorRole::AdapterFactor;
-        let layers: u64 = learning
-            .iter()
-            .filter(|(_, spec)| in_layers(spec.role, spec.layer))
-            .map(|(_, spec)| spec.element_count() as u64 * F32)
-            .sum();
+        let layers: u64 =
+            learning.iter().filter(|(_, spec)| in_layers(spec.role, spec.layer)).map(bytes_of).sum();
         let trajectories = (recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt) as u64;
         let longest = subject.longest() as u64;
         let rows = (recipe.train.micro_batch_tokens as u64).max(longest);
@@ -44,10 +42,12 @@ impl Traffic {
         let width = 2 * config.num_attention_heads + 2 * config.num_key_value_heads;
         let values = rows.div_ceil(sharing) * (width * config.head_dim * config.num_hidden_layers) as u64;
         let heads = 3 * F32 * (values - values / sharing);
+        let [weights, rows] = sampling(subject, all, layers);
         Self {
             passes,
             parts: vec![
-                ("weights, for sampling", others(all)),
+                ("weights, for sampling", weights),
+                ("rows to experts and back", rows),
                 ("weights, layer by layer", passes * others(all + layers)),
                 ("gradients", passes * others(all)),
                 ("heads of split sequences", passes * heads),
@@ -59,6 +59,37 @@ impl Traffic {
     pub fn bytes(&self) -> u64 {
         self.parts.iter().map(|(_, bytes)| bytes).sum()
     }
+}
+
+/// Weights and rows that come to a process of `subject` while it samples, of `all` bytes that learn and those of them that lie in
+/// `layers`.
+fn sampling(subject: &Subject, all: u64, layers: u64) -> [u64; 2] {
+    let (rollout, config, ranks) = (&subject.recipe.rollout, subject.config, subject.processes as u64);
+    let others = |bytes: u64| bytes - bytes / ranks;
+    let own = (rollout.prompts_per_step as u64).div_ceil(ranks) * rollout.samples_per_prompt as u64;
+    let longest = subject.longest() as u64;
+    // Layers that are gathered in turn come for every forward: one a token of the longest response, for as many sequences as are
+    // sampled at once.
+    let response = longest.saturating_sub(rollout.prompt_tokens_max as u64).max(1);
+    let forwards = response * own.div_ceil(rollout.sequences_max as u64);
+    match subject.rollout_weights {
+        RolloutWeights::Auto | RolloutWeights::Whole => [others(all), 0],
+        RolloutWeights::ByLayer => [others(all - layers) + forwards * others(layers), 0],
+        RolloutWeights::ByExpert => {
+            let of_experts: u64 =
+                subject.ever_learning().iter().filter(|(_, spec)| subject.travels(spec)).map(bytes_of).sum();
+            // A row goes to its expert, and its product comes back.
+            let rows = own * longest * (config.num_experts_per_tok * config.num_hidden_layers) as u64;
+            [
+                others(all - of_experts) + of_experts / ranks,
+                2 * others(rows * config.hidden_size as u64 * F32),
+            ]
+        }
+    }
+}
+
+fn bytes_of((_, spec): &Learning) -> u64 {
+    spec.element_count() as u64 * F32
 }
 
 impl std::fmt::Display for Traffic {

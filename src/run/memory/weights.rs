@@ -1,10 +1,27 @@
 //! The plan's weights: those that stay, those that are read a layer at a time, and second sets of them.
 
-use super::{AdapterPart, Subject, gathered_bytes, plain_bytes};
+use super::{AdapterPart, Learning, MemoryPart, Subject, WHOLE, gathered_bytes, plain_bytes};
 use crate::model::config::Form;
-use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
+use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
+use crate::recipe::RolloutWeights;
 use std::collections::BTreeMap;
+
+/// What a walk holds of `learning` that it gathers: what is outside the layers, and a layer twice as it comes and the next on its
+/// way.
+pub(super) fn in_turn(learning: &[Learning]) -> u64 {
+    let (mut outside, mut layers) = (0, BTreeMap::<usize, u64>::new());
+    for (_, spec) in learning {
+        let bytes = spec.resident_bytes(Form::F32);
+        match spec.layer {
+            Some(layer) if spec.role != TensorRole::AdapterFactor => {
+                *layers.entry(layer).or_default() += bytes
+            }
+            _ => outside += bytes,
+        }
+    }
+    outside + 3 * layers.into_values().max().unwrap_or(0)
+}
 
 impl Subject<'_> {
     /// Bytes of the policy's weights as they lie in memory, its adapter's among them.
@@ -24,6 +41,39 @@ impl Subject<'_> {
         }
         let learning = self.ever_learning();
         self.weight_bytes() - gathered_bytes(&learning) + self.plain_share(&learning)
+    }
+
+    /// What a process holds of the weights that learn, beside its pieces, while it samples.
+    pub(super) fn held_for_sampling(&self) -> MemoryPart {
+        let learning = self.ever_learning();
+        match self.rollout_weights {
+            RolloutWeights::Auto | RolloutWeights::Whole => {
+                MemoryPart { name: WHOLE, bytes: gathered_bytes(&learning) }
+            }
+            RolloutWeights::ByLayer => {
+                MemoryPart { name: "weights, a layer at a time", bytes: in_turn(&learning) }
+            }
+            RolloutWeights::ByExpert => {
+                let (experts, rest): (Vec<Learning>, Vec<Learning>) =
+                    learning.into_iter().partition(|(_, spec)| self.travels(spec));
+                let own = self.config.num_local_experts.div_ceil(self.processes);
+                let bytes = |(_, spec): &Learning| spec.of_experts(own).resident_bytes(Form::F32);
+                MemoryPart {
+                    name: "weights, gathered but for experts",
+                    bytes: gathered_bytes(&rest) + experts.iter().map(bytes).sum::<u64>(),
+                }
+            }
+        }
+    }
+
+    /// Whether rows travel to the process that has the experts of `spec`.
+    pub(super) fn travels(&self, spec: &ParameterSpec) -> bool {
+        spec.is_of_experts() && self.adapter.is_none()
+    }
+
+    /// Whether there are experts that rows can travel to: learning ones.
+    pub fn has_travelling_experts(&self) -> bool {
+        self.ever_learning().iter().any(|(_, spec)| self.travels(spec))
     }
 
     /// Bytes of what lies outside the layers, and of the largest layer.

@@ -1,0 +1,272 @@
+//! What an optimizer keeps, in a file or one of each process: f32, and codes of 8 bits.
+//!
+//! One process writes `trainer.safetensors`. Of several each writes its own pieces into `trainer-00002-of-00004.safetensors`,
+//! flat, in the order of [`piece`]; what is not cut the first one writes. Any number of processes reads what any other wrote,
+//! each no more than its own pieces.
+
+use super::list::REMEDY;
+use crate::bad_input;
+use crate::integrity::Manifest;
+use crate::model::names::{ParameterSpec, StoredTensor};
+use crate::model::parameters::{Asked, MASTER, Parameters};
+use crate::model::tensor_file::{TensorFile, f32_values, write_f32, write_tensors};
+use crate::ops::cpu::{edit, edit_codes, host_codes, host_values};
+use crate::train::optimizer::Optimizer;
+use anyhow::{Result, bail};
+use blake3::Hash;
+use candle_core::DType;
+use safetensors::Dtype;
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+/// What a process says of the file that it wrote.
+#[derive(Serialize, Deserialize)]
+enum Written {
+    Digest([u8; 32]),
+    Failed(String),
+}
+
+/// The file of `rank` of `ranks`.
+fn file_name(stem: &str, rank: usize, ranks: usize) -> String {
+    match ranks {
+        1 => format!("{stem}.safetensors"),
+        _ => format!("{stem}-{:05}-of-{ranks:05}.safetensors", rank + 1),
+    }
+}
+
+/// The type in a file of what an optimizer keeps.
+fn stored_dtype(dtype: DType) -> Dtype {
+    if dtype == DType::U8 { Dtype::U8 } else { Dtype::F32 }
+}
+
+/// Writes into `folder` what the optimizer keeps of each tensor that learns, its master among it, and those frozen tensors
+/// that `keep` asks for; every process its own. The leader asks the others, who [`answer`], and notes all files.
+///
+/// # Errors
+/// When a process cannot write, which is named.
+pub fn write(
+    (folder, stem): (&Path, &str),
+    parameters: &Parameters,
+    of_critic: bool,
+    keep: &dyn Fn(&ParameterSpec, &[f32]) -> bool,
+    manifest: &mut Manifest,
+) -> Result<()> {
+    let mesh = parameters.mesh();
+    mesh.ask(Asked::File { folder: folder.to_owned(), stem: stem.to_owned(), of_critic })?;
+    let written = write_own((folder, stem), parameters, of_critic, keep);
+    if mesh.ranks() == 1 {
+        manifest.note(&file_name(stem, 0, 1), written?);
+        return Ok(());
+    }
+    for (rank, written) in told(parameters, written)?.into_iter().enumerate() {
+        match written {
+            Written::Digest(digest) => {
+                manifest.note(&file_name(stem, rank, mesh.ranks()), Hash::from_bytes(digest))
+            }
+            Written::Failed(why) => bail!("rank {rank}: {why}"),
+        }
+    }
+    Ok(())
+}
+
+/// Writes this process's file, which the leader asked for.
+///
+/// # Errors
+/// When a rank does not come in time; a disk that refuses is the leader's to tell.
+pub fn answer(folder: &Path, stem: &str, parameters: &Parameters, of_critic: bool) -> Result<()> {
+    told(parameters, write_own((folder, stem), parameters, of_critic, &|_, _| false)).map(drop)
+}
+
+fn told(parameters: &Parameters, written: Result<Hash>) -> Result<Vec<Written>> {
+    let own = match written {
+        Ok(digest) => Written::Digest(*digest.as_bytes()),
+        Err(error) => Written::Failed(format!("{error:#}")),
+    };
+    parameters.mesh().all_records("files of a checkpoint", &own)
+}
+
+fn write_own(
+    (folder, stem): (&Path, &str),
+    parameters: &Parameters,
+    of_critic: bool,
+    keep: &dyn Fn(&ParameterSpec, &[f32]) -> bool,
+) -> Result<Hash> {
+    let mesh = parameters.mesh();
+    // By name in the file: the tensor, and what is kept of it.
+    let mut kept: BTreeMap<String, (usize, &str)> = BTreeMap::new();
+    for (index, spec) in parameters.specs.iter().enumerate() {
+        // What is packed is in the files that the model was read from.
+        let Ok(values) = parameters.values(index) else { continue };
+        let is_cut = parameters.is_cut(index);
+        if !is_cut && !mesh.is_leader() {
+            continue;
+        }
+        // An adapter's base learned in the cold start, and is in a folder of its own since.
+        let frozen = || match is_cut {
+            true => Ok(of_critic || parameters.adapter().is_none()),
+            false => anyhow::Ok(keep(spec, &host_values(values)?)),
+        };
+        if parameters.learns(index) || frozen()? {
+            kept.insert(format!("{MASTER}.{}", spec.name), (index, MASTER));
+        }
+        for name in parameters.state(index).keys() {
+            kept.insert(format!("{name}.{}", spec.name), (index, name));
+        }
+    }
+    let stored = kept.iter().map(|(name, &(index, kind))| {
+        let (dtype, length) = parameters.kept(index, kind)?;
+        let own = parameters.own_part(index, kind, length).len();
+        Ok(StoredTensor { name: name.clone(), dtype: stored_dtype(dtype), shape: vec![own] })
+    });
+    let stored = stored.collect::<Result<_>>()?;
+    let places: Vec<(usize, &str)> = kept.into_values().collect();
+    write_tensors(&folder.join(file_name(stem, mesh.rank(), mesh.ranks())), stored, |place, out| {
+        let (index, kind) = places[place];
+        let tensor = parameters.own(index, kind)?;
+        match tensor.dtype() {
+            DType::U8 => Ok(out.write_all(&host_codes(tensor)?)?),
+            _ => write_f32(out, &host_values(tensor)?),
+        }
+    })
+}
+
+/// The files that so many processes wrote, open.
+struct StateFiles {
+    /// The first one's.
+    path: PathBuf,
+    files: Vec<TensorFile>,
+}
+
+impl StateFiles {
+    fn open(folder: &Path, stem: &str) -> Result<Self> {
+        let ranks = match folder.join(file_name(stem, 0, 1)).exists() {
+            true => 1,
+            false => ranks_of(folder, stem).unwrap_or(1),
+        };
+        let paths: Vec<PathBuf> = (0..ranks).map(|rank| folder.join(file_name(stem, rank, ranks))).collect();
+        let open = |path: &PathBuf| {
+            TensorFile::open(path).map_err(|e| bad_input!("{}: damaged: {e:#}; {REMEDY}", path.display()))
+        };
+        let files = paths.iter().map(open).collect::<Result<_>>()?;
+        Ok(Self { path: paths.into_iter().next().unwrap_or_default(), files })
+    }
+
+    /// Every tensor that says something, by name.
+    fn names(&self) -> BTreeSet<String> {
+        let of = |file: &TensorFile| {
+            let names = file.metadata.offset_keys();
+            names
+                .into_iter()
+                .filter(|name| file.metadata.info(name).is_some_and(|info| info.shape != [0]))
+                .collect()
+        };
+        self.files.iter().flat_map(|file: &TensorFile| -> Vec<String> { of(file) }).collect()
+    }
+
+    /// The values `own`, of `width` bytes each, of the tensor `name`, which lies in the pieces `piece(m, M)` of M files or whole in the
+    /// first. `None` where it is in no file, an error where it has another size or type.
+    fn read(
+        &self,
+        name: &str,
+        (dtype, length): (DType, usize),
+        own: Range<usize>,
+        piece: impl Fn(usize, usize) -> Range<usize>,
+    ) -> Result<Option<Vec<u8>>, Misfit> {
+        let infos: Vec<_> = self.files.iter().map(|file| (file, file.metadata.info(name))).collect();
+        if infos.iter().all(|(_, info)| info.is_none()) {
+            return Ok(None);
+        }
+        let is_cut = infos.len() > 1 && infos.iter().all(|(_, info)| info.is_some());
+        let width = dtype.size_in_bytes();
+        let mut bytes = vec![0; own.len() * width];
+        for (rank, (file, info)) in infos.iter().enumerate() {
+            let Some(info) = info else { continue };
+            let held = if is_cut { piece(rank, infos.len()) } else { 0..length };
+            if info.dtype != stored_dtype(dtype) || info.shape != [held.len()] {
+                return Err(Misfit::Size);
+            }
+            let common = held.start.max(own.start)..held.end.min(own.end);
+            if !common.is_empty() {
+                let to = (common.start - own.start) * width..(common.end - own.start) * width;
+                file.read_at(info, (common.start - held.start) * width, &mut bytes[to])
+                    .map_err(Misfit::Unread)?;
+            }
+        }
+        Ok(Some(bytes))
+    }
+}
+
+/// Why a tensor of a file does not do.
+enum Misfit {
+    Size,
+    Unread(anyhow::Error),
+}
+
+/// How many processes wrote the files of `stem` in `folder`.
+fn ranks_of(folder: &Path, stem: &str) -> Option<usize> {
+    std::fs::read_dir(folder).ok()?.flatten().find_map(|entry| {
+        let name = entry.file_name().into_string().ok()?;
+        let (_, ranks) = name.strip_prefix(stem)?.strip_suffix(".safetensors")?.split_once("-of-")?;
+        ranks.parse().ok().filter(|ranks| (1..=65_536).contains(ranks))
+    })
+}
+
+/// Reads what [`write`] wrote, a tensor at a time, of each this process's part. With `whole` every frozen tensor must be there too.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when the files do not fit the model.
+pub fn restore(
+    (folder, stem): (&Path, &str),
+    parameters: &mut Parameters,
+    optimizer: &Optimizer,
+    whole: bool,
+) -> Result<()> {
+    let files = StateFiles::open(folder, stem)?;
+    let damaged = |what: String| bad_input!("{}: {what}; {REMEDY}", files.path.display());
+    let mut unread = files.names();
+    for (index, spec) in parameters.specs.iter().enumerate() {
+        if parameters.values(index).is_err() {
+            continue;
+        }
+        let kinds = parameters.state(index).keys().copied().chain([MASTER]).collect::<BTreeSet<_>>();
+        for kind in kinds {
+            let name = format!("{kind}.{}", spec.name);
+            let (dtype, length) = parameters.kept(index, kind)?;
+            let own = parameters.own_part(index, kind, length);
+            let piece = |rank: usize, ranks: usize| parameters.part_of(index, kind, rank, ranks);
+            let bytes = files.read(&name, (dtype, length), own, piece).map_err(|misfit| match misfit {
+                Misfit::Size => damaged(format!("{} has another size or optimizer", spec.name)),
+                Misfit::Unread(error) => error,
+            })?;
+            let Some(bytes) = bytes else {
+                if parameters.learns(index) || whole {
+                    return Err(damaged(format!("{} is missing", spec.name)));
+                }
+                continue;
+            };
+            unread.remove(&name);
+            let target = parameters.own(index, kind)?;
+            if dtype == DType::U8 {
+                edit_codes(target, |target| {
+                    target.copy_from_slice(&bytes);
+                    Ok(())
+                })?;
+                continue;
+            }
+            if let Some(value) = f32_values(&bytes).find(|value| !value.is_finite()) {
+                return Err(damaged(format!("{name} holds {value}")));
+            }
+            edit(target, |target| {
+                target.iter_mut().zip(f32_values(&bytes)).for_each(|(t, v)| *t = v);
+                Ok(())
+            })?;
+        }
+    }
+    // Another optimizer's state of a tensor that learns would be lost in silence.
+    if let Some(name) = unread.first() {
+        return Err(damaged(format!("{name} belongs to another model or optimizer")));
+    }
+    optimizer.write_weights(parameters)
+}
