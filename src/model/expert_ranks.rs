@@ -125,6 +125,5 @@ impl ExpertRanks {
 }
 
 fn numbers(bytes: &[u8]) -> Vec<usize> {
-    let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |n, &byte| n << 8 | usize::from(byte));
-    bytes.chunks_exact(size_of::<usize>()).map(number).collect()
+    bytes.as_chunks().0.iter().map(|bytes| usize::from_le_bytes(*bytes)).collect()
 }

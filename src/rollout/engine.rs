@@ -115,23 +115,19 @@ impl<'e, 'a> Engine<'e, 'a> {
 
     /// One forward of all ranks, if any has work. Returns whether to go on.
     fn step_with(&mut self, mesh: &Mesh, scope: &'e Scope<'e, '_>) -> Result<bool> {
-        let own = match self.queue.refill_at_once(&mut self.batch, std::mem::take(&mut self.sampled)) {
-            Refilled::Failure => return Ok(false),
-            found => found,
-        };
-        let kinds = [Refilled::Work, Refilled::Nothing, Refilled::End];
-        let place = kinds.iter().position(|&kind| kind == own).unwrap_or_default();
-        let found = mesh.all_bytes("who samples", place as u8)?;
-        let some = |kind: Refilled| found.iter().any(|&place| kinds.get(usize::from(place)) == Some(&kind));
-        if some(Refilled::Work) {
-            match own {
-                Refilled::Work => self.step(scope)?,
-                _ => self.rollout.policy.trunk().pass_by()?,
-            }
-        } else if own == Refilled::Nothing {
-            self.queue.wait_for_work();
+        let own = self.queue.refill_at_once(&mut self.batch, std::mem::take(&mut self.sampled));
+        if own == Refilled::Failure {
+            return Ok(false);
         }
-        Ok(some(Refilled::Work) || some(Refilled::Nothing))
+        let found = mesh.all_bytes("who samples", own as u8)?;
+        let any = |kind: Refilled| found.contains(&(kind as u8));
+        match (any(Refilled::Work), own) {
+            (true, Refilled::Work) => self.step(scope)?,
+            (true, _) => self.rollout.policy.trunk().pass_by()?,
+            (false, Refilled::Nothing) => self.queue.wait_for_work(),
+            (false, _) => {}
+        }
+        Ok(any(Refilled::Work) || any(Refilled::Nothing))
     }
 
     /// One forward, and a token for every entry that is fed up to its end.

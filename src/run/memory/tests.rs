@@ -121,9 +121,11 @@ fn a_second_set_of_weights_is_planned_where_an_arm_makes_one() {
 
 #[test]
 fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
-    let sets = ["hidden_size=1024", "intermediate_size=1024", "num_hidden_layers=24", "num_local_experts=16"];
-    let sets = sets.map(|set| format!("model.architecture.{set}"));
-    let plan = resolve(Path::new("a.toml"), "", &sets).unwrap();
+    let shape =
+        "hidden_size = 1024\nintermediate_size = 1024\nnum_hidden_layers = 24\nnum_local_experts = 16\n";
+    let text =
+        format!("[model.architecture]\n{shape}[task]\nname = \"format_rules\"\n[rollout]\nturns_max = 1\n");
+    let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
     let mut preflight = Preflight::open(plan, Intent::Train, &Console::silent()).unwrap();
     let mut planned = |processes, bytes: Option<u64>| {
         let available = bytes.map(|bytes| Available { bytes, bound: String::new() });
@@ -138,7 +140,8 @@ fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
     assert_eq!(how, RolloutWeights::ByExpert);
     let (how, by_layer) = planned(4, Some(by_expert - 1));
     assert_eq!(how, RolloutWeights::ByLayer);
-    assert!(whole > 2 * by_layer && by_expert < whole, "{whole}, {by_expert}, {by_layer}");
+    // Three quarters of the experts' 3.6 billion bytes lie elsewhere.
+    assert!(whole > by_expert + 2_700_000_000 && by_expert > by_layer, "{whole}, {by_expert}, {by_layer}");
     // One process gathers nothing, however little memory there is.
     assert_eq!(planned(1, Some(1)).0, RolloutWeights::Whole);
 }
