@@ -205,6 +205,12 @@ impl Preflight {
         let by_expert = subject.has_travelling_experts().then_some(RolloutWeights::ByExpert);
         let found = [RolloutWeights::Whole].into_iter().chain(by_expert).find(suffices);
         self.rollout_weights = found.unwrap_or(RolloutWeights::ByLayer);
+        if self.rollout_weights != RolloutWeights::Whole {
+            self.plan.warnings.push(format!(
+                "memory does not hold all weights in each process while it samples: parallel.rollout_weights = \"{}\"",
+                self.rollout_weights
+            ));
+        }
     }
 
     /// Refuses what does not fit into `available` memory, and warns of what hardly does. Where the command can do with a layer at

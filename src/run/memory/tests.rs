@@ -130,7 +130,9 @@ fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
     let mut planned = |processes, bytes: Option<u64>| {
         let available = bytes.map(|bytes| Available { bytes, bound: String::new() });
         preflight.plan_for(processes, available.as_ref());
+        let told = preflight.plan.warnings.drain(..).any(|said| said.contains("parallel.rollout_weights"));
         let subject = preflight.subject();
+        assert_eq!(told, subject.rollout_weights != RolloutWeights::Whole);
         (subject.rollout_weights, MemoryPlan::new(&subject).peak_bytes())
     };
     let (how, whole) = planned(4, None);
