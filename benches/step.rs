@@ -220,8 +220,8 @@ fn main() -> Result<()> {
     parameters.learn(&vec![true; parameters.len()])?;
     let recipe = Recipe::default();
     let (policy, train, optimizer_settings) = (&recipe.policy, &recipe.train, &recipe.train.optimizer);
-    let recompute_layers = mesh.ranks() > 1
-        || recomputes_layers(&recipe, &model.config, (parameters.bytes(), false), threads.count());
+    let weights = (parameters.bytes(), false);
+    let recompute_layers = recomputes_layers(&recipe, &model.config, weights, threads.count(), mesh.ranks());
     let mut optimizer = Optimizer::new(optimizer_settings, &mut parameters, false)?;
     let around = chat.prompt(&[Message::user(String::new())])?.len();
     let characters = shapes.prompt_tokens.checked_sub(around).context("--prompt-tokens is too small")?;

@@ -347,16 +347,10 @@ impl Trainer {
 
     fn pass(&self, temperature: f64) -> PassSettings {
         let Workbench { plan, threads, model, parameters, .. } = &self.bench;
-        // One graph of all layers would hold them all, gathered.
-        let recompute_layers = parameters.mesh().ranks() > 1
-            || recomputes_layers(
-                &plan.recipe,
-                &model.config,
-                (parameters.bytes(), parameters.adapter().is_some()),
-                threads.count(),
-            );
+        let weights = (parameters.bytes(), parameters.adapter().is_some());
+        let (threads, processes) = (threads.count(), parameters.mesh().ranks());
         PassSettings {
-            recompute_layers,
+            recompute_layers: recomputes_layers(&plan.recipe, &model.config, weights, threads, processes),
             temperature,
             load_balance: 0.0,
             forward: self.bench.training_forward(),

@@ -42,17 +42,23 @@ const REPLY_FRAME_TOKENS: usize = 32;
 const KEPT_BYTES_MAX: u64 = 1 << 30;
 
 /// Whether a pass computes its layers again in the backward: as the recipe says, or as `weight_bytes` of weights, `adapted` or not, and so many
-/// threads make it worth. It changes no bit.
+/// threads of so many processes make it worth. It changes no bit.
 pub fn recomputes_layers(
     recipe: &Recipe,
     config: &Config,
     (weight_bytes, adapted): (u64, bool),
     threads: usize,
+    processes: usize,
 ) -> bool {
     recipe.train.recompute_layers.unwrap_or_else(|| {
         let tokens = recipe.train.micro_batch_tokens;
         let pass = PassShape { config, tokens, targets: tokens, adapted };
-        passes_at_once(weight_bytes, threads).saturating_mul(pass.both_ways(false)) > KEPT_BYTES_MAX
+        let kept = match processes {
+            1 => passes_at_once(weight_bytes, threads).saturating_mul(pass.both_ways(false)),
+            // The graph of all layers holds them all, gathered; an adapter's base is not.
+            _ => pass.both_ways(false) + if adapted { 0 } else { weight_bytes },
+        };
+        kept > KEPT_BYTES_MAX
     })
 }
 
@@ -293,11 +299,14 @@ impl Subject<'_> {
         })
     }
 
-    /// What a process gathers of `learning` while a pass is at a layer: what is outside the layers, a layer twice as it comes and
-    /// the next on its way, and the gradients that are exchanged.
-    fn gathered(&self, learning: &[Learning]) -> u64 {
+    /// What a process gathers of `learning` in a pass: a layer at a time where it `recomputes`, else all of it, as its graph holds all
+    /// layers; and the gradients that are exchanged.
+    fn gathered(&self, learning: &[Learning], recomputes: bool) -> u64 {
         let largest = learning.iter().map(|(_, spec)| spec.resident_bytes(Form::F32)).max().unwrap_or(0);
-        in_turn(learning) + largest + EXCHANGE_BYTES_MAX.min(2 * gathered_bytes(learning)).max(2 * largest)
+        // As a layer comes it is there twice, and the next one is on its way.
+        let weights =
+            if recomputes { in_turn(learning) } else { gathered_bytes(learning).max(in_turn(learning)) };
+        weights + largest + EXCHANGE_BYTES_MAX.min(2 * gathered_bytes(learning)).max(2 * largest)
     }
 
     fn resident(&self) -> Vec<MemoryPart> {
@@ -377,25 +386,20 @@ impl Subject<'_> {
         let tokens = if self.processes > 1 { tokens.div_ceil(recipe.parallel.sequence) } else { tokens };
         let pass =
             PassShape { config: self.config, tokens, targets: tokens, adapted: self.adapter.is_some() };
-        // Processes whose passes meet make them one after the other, and gather a layer at a time.
+        // Processes whose passes meet make them one after the other.
         let meets = self.processes > 1;
         let at_once = if meets { 1 } else { passes_at_once(self.weight_bytes(), self.threads) };
         if matches!(self.intent, Intent::CheckMismatch(_)) {
             phases.push(("comparison", vec![MemoryPart { name: "activations", bytes: pass.forward() }]));
             return phases;
         }
-        let recomputes = meets
-            || recomputes_layers(
-                recipe,
-                self.config,
-                (self.weight_bytes(), self.adapter.is_some()),
-                self.threads,
-            );
+        let weights = (self.weight_bytes(), self.adapter.is_some());
+        let recomputes = recomputes_layers(recipe, self.config, weights, self.threads, self.processes);
         let bytes = at_once * pass.both_ways(recomputes);
         let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
         let critic = self.critic_trainable.as_ref().map(|trainable| self.critic_learning(trainable));
         let learning = [self.ever_learning(), critic.unwrap_or_default()];
-        let gathered = learning.iter().map(|learning| self.gathered(learning)).max().unwrap_or(0);
+        let gathered = learning.iter().map(|learning| self.gathered(learning, recomputes)).max().unwrap_or(0);
         let gathered = if meets { gathered } else { 0 };
         let gathered = MemoryPart { name: "gathered, and gradients on their way", bytes: gathered };
         phases.push(("update", vec![MemoryPart { name, bytes }, gathered]));
