@@ -33,8 +33,7 @@ impl<'a> PolicyView<'a> {
     /// # Errors
     /// [`crate::error::BadInput`] when `rollout_mxfp4` meets expert matrices that do not divide into its blocks.
     pub fn rollout(model: &'a Model, parameters: &Parameters, arms: &Arms, seed: u64) -> Result<Self> {
-        let weights = parameters.rounded(&WeightRounding::of(arms))?;
-        Ok(Self { model, weights: Arc::new(weights), forward: ForwardOptions::rollout(arms, seed) })
+        Self::of_processes(model, parameters, Some(arms), seed, RolloutWeights::Whole)
     }
 
     /// The same weights, or the model's as they are without `arms`, as the processes of a run hold them together for sampling:

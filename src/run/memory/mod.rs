@@ -33,8 +33,6 @@ use weights::in_turn;
 const PROGRAM_BYTES: u64 = 64 << 20;
 /// A plan above this share of what there is is worth a warning.
 const WARNED_SHARE: f64 = 0.9;
-/// All of the learning weights, while several processes sample.
-const WHOLE: &str = "weights, gathered";
 /// Tokens that frame a tool's reply.
 const REPLY_FRAME_TOKENS: usize = 32;
 
@@ -415,14 +413,14 @@ impl Subject<'_> {
         };
         let prompts = prompts.div_ceil(self.processes);
         let cut = self.processes > 1 && self.intent.learns();
-        let held = if cut { self.held_for_sampling() } else { MemoryPart { name: WHOLE, bytes: 0 } };
+        let gathered = cut.then(|| self.gathered_for_sampling());
+        let together = self.held_while_sampling() != RolloutWeights::Whole;
         let rounded = match self.intent {
-            // Layers that are gathered are rounded as they come.
-            Intent::Train if held.name != WHOLE => 0,
+            // What is gathered in parts is rounded as it comes.
+            Intent::Train if together => 0,
             Intent::Train | Intent::Rollout => self.rounded_weights(WeightRounding::of(&recipe.arms)),
             Intent::Eval | Intent::CheckMismatch(_) => 0,
         };
-        let together = held.name != WHOLE;
         let engines = if together { 1 } else { engines(self.weight_bytes(), self.threads) };
         let sequences = (recipe.rollout.sequences_max * engines).min(prompts.saturating_mul(samples));
         let tokens = FORWARD_TOKENS_MAX.min(sequences * self.longest());
@@ -430,15 +428,15 @@ impl Subject<'_> {
         let drawn = (self.threads * config.vocab_size * size_of::<f32>()) as u64;
         let targets = sequences.div_ceil(engines);
         let forward = PassShape { config, tokens, targets, adapted: self.adapter.is_some() }.forward();
-        vec![
+        let parts = vec![
             MemoryPart {
                 name: "keys and values",
                 bytes: sequences as u64 * SequenceCache::bytes(config, self.longest()),
             },
             MemoryPart { name: "one forward and its logits", bytes: engines as u64 * forward + drawn },
-            held,
             MemoryPart { name: "weights, rounded", bytes: rounded },
-        ]
+        ];
+        parts.into_iter().chain(gathered).collect()
     }
 }
 

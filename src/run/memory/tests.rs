@@ -146,4 +146,17 @@ fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
     assert!(whole > by_expert + 2_700_000_000 && by_expert > by_layer, "{whole}, {by_expert}, {by_layer}");
     // One process gathers nothing, however little memory there is.
     assert_eq!(planned(1, Some(1)).0, RolloutWeights::Whole);
+    // Packed experts are whole everywhere, whatever is asked for.
+    preflight.plan_for(4, None);
+    let subject = preflight.subject();
+    let forms = vec![Form::Bf16; subject.forms.len()];
+    let trainable: Vec<bool> =
+        parameter_specs(subject.config).iter().map(|spec| !spec.is_of_experts()).collect();
+    let sampling = |rollout_weights| {
+        let subject =
+            Subject { rollout_weights, forms: &forms, trainable: trainable.clone(), ..subject.clone() };
+        MemoryPlan::new(&subject).phases.into_iter().find(|(name, _)| *name == "sampling").unwrap().1
+    };
+    assert_eq!(sampling(RolloutWeights::ByExpert), sampling(RolloutWeights::Whole));
+    assert_ne!(sampling(RolloutWeights::ByLayer), sampling(RolloutWeights::Whole));
 }

@@ -72,12 +72,12 @@ fn sampling(subject: &Subject, all: u64, layers: u64) -> [u64; 2] {
     // sampled at once.
     let response = longest.saturating_sub(rollout.prompt_tokens_max as u64).max(1);
     let forwards = response * own.div_ceil(rollout.sequences_max as u64);
-    match subject.rollout_weights {
+    match subject.held_while_sampling() {
         RolloutWeights::Auto | RolloutWeights::Whole => [others(all), 0],
         RolloutWeights::ByLayer => [others(all - layers) + forwards * others(layers), 0],
         RolloutWeights::ByExpert => {
             let of_experts: u64 =
-                subject.ever_learning().iter().filter(|(_, spec)| subject.travels(spec)).map(bytes_of).sum();
+                subject.ever_learning().iter().filter(|(_, spec)| spec.is_of_experts()).map(bytes_of).sum();
             // A row goes to its expert, and its product comes back.
             let rows = own * longest * (config.num_experts_per_tok * config.num_hidden_layers) as u64;
             [

@@ -1,6 +1,6 @@
 //! The plan's weights: those that stay, those that are read a layer at a time, and second sets of them.
 
-use super::{AdapterPart, Learning, MemoryPart, Subject, WHOLE, gathered_bytes, plain_bytes};
+use super::{AdapterPart, Learning, MemoryPart, Subject, gathered_bytes, plain_bytes};
 use crate::model::config::Form;
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
@@ -43,19 +43,29 @@ impl Subject<'_> {
         self.weight_bytes() - gathered_bytes(&learning) + self.plain_share(&learning)
     }
 
-    /// What a process holds of the weights that learn, beside its pieces, while it samples.
-    pub(super) fn held_for_sampling(&self) -> MemoryPart {
-        let learning = self.ever_learning();
+    /// How a process holds the weights while it samples: as it is told, where they are in pieces; by expert where rows can travel.
+    pub(super) fn held_while_sampling(&self) -> RolloutWeights {
         match self.rollout_weights {
+            _ if self.processes == 1 || !self.intent.learns() => RolloutWeights::Whole,
+            RolloutWeights::ByExpert if !self.has_travelling_experts() => RolloutWeights::Whole,
+            RolloutWeights::Auto => RolloutWeights::Whole,
+            held => held,
+        }
+    }
+
+    /// What a process of several gathers of the weights that learn, beside its pieces, while it samples.
+    pub(super) fn gathered_for_sampling(&self) -> MemoryPart {
+        let learning = self.ever_learning();
+        match self.held_while_sampling() {
             RolloutWeights::Auto | RolloutWeights::Whole => {
-                MemoryPart { name: WHOLE, bytes: gathered_bytes(&learning) }
+                MemoryPart { name: "weights, gathered", bytes: gathered_bytes(&learning) }
             }
             RolloutWeights::ByLayer => {
                 MemoryPart { name: "weights, a layer at a time", bytes: in_turn(&learning) }
             }
             RolloutWeights::ByExpert => {
                 let (experts, rest): (Vec<Learning>, Vec<Learning>) =
-                    learning.into_iter().partition(|(_, spec)| self.travels(spec));
+                    learning.into_iter().partition(|(_, spec)| spec.is_of_experts());
                 let own = self.config.num_local_experts.div_ceil(self.processes);
                 let bytes = |(_, spec): &Learning| spec.of_experts(own).resident_bytes(Form::F32);
                 MemoryPart {
@@ -66,14 +76,12 @@ impl Subject<'_> {
         }
     }
 
-    /// Whether rows travel to the process that has the experts of `spec`.
-    pub(super) fn travels(&self, spec: &ParameterSpec) -> bool {
-        spec.is_of_experts() && self.adapter.is_none()
-    }
-
-    /// Whether there are experts that rows can travel to: learning ones.
+    /// Whether rows can travel to experts on other processes: neither packed nor adapted ones do.
     pub fn has_travelling_experts(&self) -> bool {
-        self.ever_learning().iter().any(|(_, spec)| self.travels(spec))
+        let mut specs = parameter_specs(self.config).into_iter().enumerate();
+        let is_packed =
+            |(index, spec): (usize, ParameterSpec)| spec.is_of_experts() && self.is_packed(&spec, index);
+        self.config.family.has_experts() && self.adapter.is_none() && !specs.any(is_packed)
     }
 
     /// Bytes of what lies outside the layers, and of the largest layer.
