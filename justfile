@@ -52,6 +52,11 @@ faults count="50" inputs="100000" seconds="60":
 ranks:
     cargo test --release --features mpi --test ranks -- --test-threads=1
 
+# The same tests with NCCL's stand-in on the emulated driver in MPI's place.
+ranks-nccl:
+    eval "$(tests/cuda_driver/setup.sh | grep -v CARGO_TARGET_DIR)" && \
+        RANKS_BY=nccl cargo test --release --features mpi,nccl --test ranks -- --test-threads=1
+
 bench:
     cargo bench --features bench
 

@@ -22,7 +22,10 @@ mib() { awk '{ printf "%.1f", $1 / 1048576 }'; }
 
 build() {
     command -v nvcc >/dev/null || fail 'no nvcc: first run  eval "$(scripts/setup_cuda.sh)"'
-    cargo build --release --features cuda --bin rloss
+    # NCCL is checked where it was there to build with: scripts/setup_cuda.sh --nccl.
+    local features=cuda
+    if ls "${CUDA_HOME:-/usr/local/cuda}"/lib*/libnccl.so >/dev/null 2>&1; then features=cuda,nccl; fi
+    cargo build --release --features "$features" --bin rloss
     mkdir -p "$(dirname "$binary")"
     strip -o "$binary.part" "${CARGO_TARGET_DIR:-target}/release/rloss"
     local stripped packed tree
@@ -149,6 +152,11 @@ part primitives 60 primitives
 part facts 120 facts
 part oracle 180 oracle
 part links 180 links
+if rloss "$binary" gpu-check --help | grep -q nccl; then
+    part nccl 120 nccl
+else
+    row "NCCL" "not run" "built without it"
+fi
 
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1 || true)
 for tool in memcheck racecheck initcheck synccheck; do

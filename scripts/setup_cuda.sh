@@ -2,7 +2,8 @@
 # The CUDA toolkit that the kernels and feature `cuda` are built with, on a machine that needs no GPU and no root.
 #
 #   eval "$(scripts/setup_cuda.sh)"       installs it where it is missing and sets the environment
-#   scripts/setup_cuda.sh FOLDER          another folder than ~/.cache/rloss-cuda
+#   eval "$(scripts/setup_cuda.sh --nccl)"  NCCL too, for feature `nccl`: 250 MB more
+#   scripts/setup_cuda.sh [--nccl] FOLDER  another folder than ~/.cache/rloss-cuda
 #
 # NVIDIA's own wheels, pinned: newer compilers write PTX that drivers of the 580 series refuse. 1.4 GB. A toolkit named by
 # CUDA_HOME that has the same compiler release is used as it is. Exports go to stdout, everything else to stderr; a second run
@@ -13,6 +14,7 @@ RELEASE=13.0.88
 WHEELS="nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96
     nvidia-cuda-cccl==13.0.85 nvidia-cuda-nvrtc==13.0.88 nvidia-cublas==13.0.2.14 nvidia-curand==10.4.0.35
     nvidia-cuda-cuobjdump==13.2.78 nvidia-cuda-nvdisasm==13.2.78"
+NCCL_WHEEL=nvidia-nccl-cu13==2.30.7
 
 say() { echo "setup_cuda: $*" >&2; }
 fail() {
@@ -31,8 +33,9 @@ export PATH='$home/bin':"\$PATH"
 EXPORTS
 }
 
+# install_wheels FOLDER TARGET MIB WHEELS: into FOLDER/TARGET, for which so much room is needed.
 install_wheels() {
-    local folder=$1 python=${PYTHON:-python3} pip free
+    local folder=$1 target=$2 needed=$3 wheels=$4 python=${PYTHON:-python3} pip free
     command -v "$python" >/dev/null || fail "no $python: the toolkit comes as Python wheels; install python3, or name one in PYTHON"
     if "$python" -m pip --version >/dev/null 2>&1; then
         pip=("$python" -m pip)
@@ -42,11 +45,11 @@ install_wheels() {
         fail "$python has neither pip nor venv: install python3-pip or python3-venv"
     fi
     free=$(df -Pk "$folder" | awk 'NR == 2 { print int($4 / 1024) }')
-    [ "$free" -ge 4096 ] || fail "$folder has $free MiB free, the toolkit needs 4096 while it is installed: name another folder"
-    say "installing CUDA $RELEASE from wheels into $folder (1.4 GB)"
+    [ "$free" -ge "$needed" ] || fail "$folder has $free MiB free, $needed are needed while this is installed: name another folder"
+    say "installing wheels into $folder/$target, for which $needed MiB must be free"
     # shellcheck disable=SC2086 # a list
-    "${pip[@]}" install --quiet --no-deps --no-compile --disable-pip-version-check --root-user-action=ignore --only-binary=:all: --target "$folder/wheels" --upgrade \
-        $WHEELS >&2 || fail "pip could not install the wheels (see above): the package index must be reachable the first time"
+    "${pip[@]}" install --quiet --no-deps --no-compile --disable-pip-version-check --root-user-action=ignore --only-binary=:all: --target "$folder/$target" --upgrade \
+        $wheels >&2 || fail "pip could not install the wheels (see above): the package index must be reachable the first time"
     rm -rf "$folder/venv"
 }
 
@@ -72,10 +75,17 @@ complete() {
     ln -sfn libcuda.so.1 "$home/lib/stubs/libcuda.so"
 }
 
+nccl=
+if [ "${1:-}" = --nccl ]; then
+    nccl=1
+    shift
+fi
 [ $# -le 1 ] || fail "takes one folder at most, not: $*"
 case ${1:-} in -*) fail "takes a folder, not $1" ;; esac
 if [ $# -eq 0 ] && [ -n "${CUDA_HOME:-}" ] && [ "$(release "$CUDA_HOME/bin/nvcc")" = "$RELEASE" ]; then
     say "CUDA $RELEASE is in $CUDA_HOME"
+    [ -z "$nccl" ] || ls "$CUDA_HOME"/lib*/libnccl.so >/dev/null 2>&1 || ldconfig -p | grep -q 'libnccl\.so ' ||
+        fail "$CUDA_HOME has no libnccl.so: install NCCL (libnccl-dev), or unset CUDA_HOME"
     exports "$CUDA_HOME"
     exit
 fi
@@ -92,9 +102,19 @@ if [ "$(cat "$folder/complete" 2>/dev/null)" != "$WHEELS" ] || [ "$(release "$ho
 fi
 if [ "$(cat "$folder/complete" 2>/dev/null)" != "$WHEELS" ] || [ "$(release "$home/bin/nvcc")" != "$RELEASE" ]; then
     rm -rf "$folder/complete" "$folder/wheels"
-    install_wheels "$folder"
+    install_wheels "$folder" wheels 4096 "$WHEELS"
     complete "$home"
     [ "$(release "$home/bin/nvcc")" = "$RELEASE" ] || fail "$home/bin/nvcc does not run, or is not release $RELEASE"
     echo "$WHEELS" >"$folder/complete"
+fi
+if [ -n "$nccl" ] && [ "$(cat "$folder/nccl/complete" 2>/dev/null)" != "$NCCL_WHEEL" ]; then
+    rm -rf "$folder/nccl"
+    mkdir "$folder/nccl"
+    install_wheels "$folder" nccl 1024 "$NCCL_WHEEL"
+    echo "$NCCL_WHEEL" >"$folder/nccl/complete"
+fi
+if [ -n "$nccl" ]; then
+    # Where the toolkit's own libraries are looked for.
+    for name in libnccl.so libnccl.so.2; do ln -sfn "$folder/nccl/nvidia/nccl/lib/libnccl.so.2" "$home/lib/$name"; done
 fi
 exports "$home"

@@ -58,6 +58,9 @@ pub enum Part {
     Oracle,
     /// Decode = prefill in chunks = training; spread over blocks = serial; backward from run to run
     Links,
+    /// NCCL with one rank, which sends to itself
+    #[cfg(feature = "nccl")]
+    Nccl,
     /// TFLOP/s
     Speed,
 }
@@ -105,9 +108,7 @@ pub fn run(args: &GpuCheckArgs) -> Result<u8> {
         return written.map(|()| EXIT_DONE);
     }
     let gpu = device.as_cuda_device()?;
-    let all =
-        [Part::Device, Part::Primitives, Part::Seeded, Part::Facts, Part::Oracle, Part::Links, Part::Speed];
-    let parts = if args.parts.is_empty() { all.to_vec() } else { args.parts.clone() };
+    let parts = if args.parts.is_empty() { Part::value_variants().to_vec() } else { args.parts.clone() };
     let mut verdicts = Verdicts::default();
     for part in parts {
         match part {
@@ -120,6 +121,12 @@ pub fn run(args: &GpuCheckArgs) -> Result<u8> {
                 row_ops::run(&device, args.small, &mut verdicts);
             }
             Part::Links => links::run(&device, args.small, &mut verdicts),
+            #[cfg(feature = "nccl")]
+            Part::Nccl => verdicts.check("NCCL: one rank sends to itself", || {
+                let bytes_max = if args.small { 1 << 16 } else { 1 << 28 };
+                let version = crate::dist::check_nccl_alone(args.device, bytes_max)?;
+                Ok(Ok(format!("version {version}, parts of 1 to {bytes_max} bytes")))
+            }),
             Part::Speed => speed::run(gpu, args.small, peers.as_ref())?,
         }
     }

@@ -1,28 +1,57 @@
-//! What started this process: alone, or as one of several.
+//! What started this process: alone, or as one of several; and what connects it to the others.
 
 use crate::error::{BadInput, ToldElsewhere};
+use anyhow::Result;
 
-/// Variables by which launchers say how many processes there are, and which this is: Open MPI's mpirun, PMI of MPICH and Slurm,
-/// then Slurm alone.
-const SAID: [[&str; 2]; 3] = [
-    ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"],
-    ["PMI_SIZE", "PMI_RANK"],
-    ["SLURM_STEP_NUM_TASKS", "SLURM_PROCID"],
+/// Who started the processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Launcher {
+    Torchrun,
+    /// Open MPI's mpirun, or PMI of MPICH and Slurm.
+    Mpi,
+    Slurm,
+}
+
+/// Variables by which launchers say how many processes there are, and which this is. torchrun comes first: Slurm may start it.
+const SAID: [(Launcher, [&str; 2]); 4] = [
+    (Launcher::Torchrun, ["WORLD_SIZE", "RANK"]),
+    (Launcher::Mpi, ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"]),
+    (Launcher::Mpi, ["PMI_SIZE", "PMI_RANK"]),
+    (Launcher::Slurm, ["SLURM_STEP_NUM_TASKS", "SLURM_PROCID"]),
 ];
 
-fn said(which: usize) -> Option<usize> {
-    SAID.iter().find_map(|names| std::env::var(names[which]).ok()?.parse().ok())
+/// What a launcher says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Said {
+    launcher: Launcher,
+    processes: usize,
+    rank: usize,
+}
+
+/// What `variable` says of this process, which may be alone.
+fn said(variable: impl Fn(&str) -> Option<String>) -> Option<Said> {
+    let number = |name: &str| variable(name)?.parse().ok();
+    SAID.iter().find_map(|&(launcher, [processes, rank])| {
+        // Others set such names too; torchrun's are a whole.
+        let whole = ["MASTER_ADDR", "MASTER_PORT"].iter().all(|name| variable(name).is_some());
+        let said = Said { launcher, processes: number(processes)?, rank: number(rank)? };
+        (launcher != Launcher::Torchrun || whole).then_some(said)
+    })
+}
+
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
 /// How many processes a launcher says there are; 1 for a process that was started alone.
 pub fn processes() -> usize {
-    said(0).unwrap_or(1)
+    said(variable).map_or(1, |said| said.processes)
 }
 
 /// An error that every process finds for itself before they are connected: the first tells `what`, the others are silent.
-pub(super) fn told_once(what: String) -> anyhow::Error {
-    match said(1) {
-        None | Some(0) => BadInput(what).into(),
+fn told_once(what: String) -> anyhow::Error {
+    match said(variable) {
+        None | Some(Said { rank: 0, .. }) => BadInput(what).into(),
         Some(_) => ToldElsewhere { is_bad_input: true }.into(),
     }
 }
@@ -31,11 +60,191 @@ pub(super) fn told_once(what: String) -> anyhow::Error {
 ///
 /// # Errors
 /// [`BadInput`] when a launcher started several.
-pub fn refuse_several(command: &str) -> anyhow::Result<()> {
+pub fn refuse_several(command: &str) -> Result<()> {
     match processes() {
         0 | 1 => Ok(()),
         several => Err(told_once(format!(
-            "`{command}` runs in one process, and this is one of {several}; start it without mpirun or srun"
+            "`{command}` runs in one process, and this is one of {several}; start it without mpirun, srun or torchrun"
         ))),
+    }
+}
+
+/// What carries bytes between processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Carried {
+    #[cfg(feature = "mpi")]
+    ByMpi,
+    #[cfg(feature = "nccl")]
+    ByNccl,
+}
+
+/// What connects the processes: MPI where it started them or may have, NCCL under torchrun; `RLOSS_RANKS_BY` says otherwise.
+///
+/// # Errors
+/// [`BadInput`] when this build has not what it takes.
+pub(super) fn carrier() -> Result<Carried> {
+    let asked = variable("RLOSS_RANKS_BY");
+    let launcher = said(variable).map(|said| said.launcher);
+    #[cfg(feature = "nccl")]
+    if launcher != Some(Launcher::Mpi)
+        && (asked.as_deref() == Some("nccl")
+            || (asked.is_none() && (launcher == Some(Launcher::Torchrun) || !cfg!(feature = "mpi"))))
+    {
+        return Ok(Carried::ByNccl);
+    }
+    #[cfg(feature = "mpi")]
+    if launcher != Some(Launcher::Torchrun) && asked.as_deref().is_none_or(|asked| asked == "mpi") {
+        return Ok(Carried::ByMpi);
+    }
+    let (built, remedy) = match (cfg!(feature = "mpi"), cfg!(feature = "nccl")) {
+        (false, false) => ("neither MPI nor NCCL", "build with --features mpi or nccl, or start one process"),
+        (true, false) => ("MPI alone", "start them by mpirun or srun, or build with --features nccl"),
+        (false, true) => ("NCCL alone", "start them by torchrun or srun, or build with --features mpi"),
+        (true, true) => {
+            ("MPI for mpirun and srun, NCCL for torchrun and srun", "set RLOSS_RANKS_BY to mpi or nccl")
+        }
+    };
+    let by = asked.map_or(String::new(), |asked| format!(" by RLOSS_RANKS_BY={asked}"));
+    Err(told_once(format!(
+        "this is one of {} processes, and this build cannot connect them{by}: it has {built}; {remedy}",
+        processes()
+    )))
+}
+
+/// Where this process is among all, and where they meet.
+#[cfg(feature = "nccl")]
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Place {
+    pub rank: usize,
+    pub ranks: usize,
+    /// This process's number on its machine.
+    pub local_rank: usize,
+    /// Where rank 0 listens.
+    pub host: String,
+    pub port: u16,
+    /// What only this job's processes know.
+    pub token: super::meeting::Token,
+}
+
+/// [`Place`] as torchrun or Slurm say it.
+///
+/// # Errors
+/// [`BadInput`] when a variable lacks or is no number.
+#[cfg(feature = "nccl")]
+pub(super) fn place() -> Result<Place> {
+    place_by(variable).map_err(told_once)
+}
+
+#[cfg(feature = "nccl")]
+fn place_by(variable: impl Fn(&str) -> Option<String>) -> Result<Place, String> {
+    let needed = |name: &str| {
+        variable(name).ok_or(format!(
+            "{name} is not set: torchrun and srun set what processes need to meet; start them by one of these"
+        ))
+    };
+    let number = |name: &str, text: String| {
+        text.parse::<usize>().map_err(|_| format!("{name}: \"{text}\" is no whole number from 0 on"))
+    };
+    let of = |name: &str| number(name, needed(name)?);
+    let said = said(&variable).ok_or("no launcher said which of several processes this is")?;
+    let (local, host, port, job) = match said.launcher {
+        Launcher::Torchrun => {
+            let (host, port) = (needed("MASTER_ADDR")?, of("MASTER_PORT")?);
+            // On its own port torchrun listens itself.
+            let job = format!("{}:{host}:{port}", variable("TORCHELASTIC_RUN_ID").unwrap_or_default());
+            (of("LOCAL_RANK")?, host, port + 1, job)
+        }
+        _ => {
+            let (job, step) = (of("SLURM_JOB_ID")?, of("SLURM_STEP_ID")?);
+            let nodes = variable("SLURM_STEP_NODELIST").map_or_else(|| needed("SLURM_JOB_NODELIST"), Ok)?;
+            // Jobs of one machine seldom meet on one port, and do not take each other for one.
+            (
+                of("SLURM_LOCALID")?,
+                first_node(&nodes),
+                20_000 + (job * 7 + step) % 40_000,
+                format!("{job}.{step}"),
+            )
+        }
+    };
+    let port = variable("RLOSS_PORT").map_or(Ok(port), |text| number("RLOSS_PORT", text))?;
+    let port = u16::try_from(port).map_err(|_| format!("port {port}: ports end at 65535; set RLOSS_PORT"))?;
+    let secret = variable("RLOSS_JOB_TOKEN").unwrap_or_default();
+    let user = rustix::process::getuid().as_raw();
+    let hash = blake3::hash(format!("{job} {user} {secret}").as_bytes());
+    let mut token = super::meeting::Token::default();
+    token.copy_from_slice(&hash.as_bytes()[..super::meeting::TOKEN_BYTES]);
+    Ok(Place { rank: said.rank, ranks: said.processes, local_rank: local, host, port, token })
+}
+
+/// The first of Slurm's list of nodes, as `gpu[07-09,12],login1`.
+#[cfg(feature = "nccl")]
+fn first_node(nodes: &str) -> String {
+    let end = nodes.find([',', '[']).unwrap_or(nodes.len());
+    let (stem, rest) = nodes.split_at(end);
+    let Some(numbers) = rest.strip_prefix('[') else { return stem.to_owned() };
+    let (numbers, tail) = numbers.split_once(']').unwrap_or((numbers, ""));
+    let first = numbers.split([',', '-']).next().unwrap_or_default();
+    format!("{stem}{first}{}", tail.split(',').next().unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn given<'a>(variables: &'a [(&'a str, &'a str)]) -> impl Fn(&str) -> Option<String> + 'a {
+        |name| variables.iter().find(|(other, _)| *other == name).map(|(_, value)| (*value).to_owned())
+    }
+
+    #[test]
+    fn the_launcher_that_started_this_process_is_known_by_its_variables() {
+        let slurm = [("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_PROCID", "1")];
+        let torchrun =
+            [("WORLD_SIZE", "16"), ("RANK", "9"), ("MASTER_ADDR", "gpu1"), ("MASTER_PORT", "29500")];
+        let found = |variables: &[(&str, &str)]| said(given(variables));
+        let is = |launcher, processes, rank| Some(Said { launcher, processes, rank });
+        assert_eq!(found(&[]), None);
+        assert_eq!(found(&slurm), is(Launcher::Slurm, 2, 1));
+        assert_eq!(found(&[&slurm[..], &torchrun].concat()), is(Launcher::Torchrun, 16, 9));
+        assert_eq!(found(&torchrun[..2]), None, "others set these two as well");
+        assert_eq!(
+            found(&[("OMPI_COMM_WORLD_SIZE", "4"), ("OMPI_COMM_WORLD_RANK", "3")]),
+            is(Launcher::Mpi, 4, 3)
+        );
+    }
+
+    #[cfg(feature = "nccl")]
+    #[test]
+    fn processes_meet_where_the_launcher_says_and_know_their_job() {
+        let torchrun = [
+            ("WORLD_SIZE", "16"),
+            ("RANK", "9"),
+            ("LOCAL_RANK", "1"),
+            ("MASTER_ADDR", "gpu1"),
+            ("MASTER_PORT", "29500"),
+        ];
+        let place = place_by(given(&torchrun)).unwrap();
+        assert_eq!((place.rank, place.ranks, place.local_rank), (9, 16, 1));
+        assert_eq!((place.host.as_str(), place.port), ("gpu1", 29501), "torchrun has its own port");
+        let with = |name, value| place_by(given(&[&torchrun[..], &[(name, value)]].concat()));
+        assert_ne!(with("TORCHELASTIC_RUN_ID", "8").unwrap().token, place.token);
+        assert_ne!(with("RLOSS_JOB_TOKEN", "secret").unwrap().token, place.token);
+        assert_eq!(with("RLOSS_PORT", "4000").unwrap().port, 4000);
+        assert!(with("RLOSS_PORT", "x").unwrap_err().contains("RLOSS_PORT: \"x\" is no whole number"));
+        assert!(with("RLOSS_PORT", "65536").unwrap_err().contains("ports end at 65535"));
+
+        let slurm = [
+            ("SLURM_STEP_NUM_TASKS", "4"),
+            ("SLURM_PROCID", "3"),
+            ("SLURM_LOCALID", "1"),
+            ("SLURM_JOB_ID", "123456"),
+            ("SLURM_STEP_ID", "0"),
+            ("SLURM_JOB_NODELIST", "gpu[07-09,12],login1"),
+        ];
+        let place = place_by(given(&slurm)).unwrap();
+        assert_eq!((place.rank, place.local_rank, place.host.as_str()), (3, 1, "gpu07"));
+        assert!(place_by(given(&slurm[..5])).unwrap_err().contains("SLURM_JOB_NODELIST is not set"));
+        for (nodes, first) in [("a1,a2", "a1"), ("a1", "a1"), ("a[3,5]", "a3"), ("a[1-2]-ib,b", "a1-ib")] {
+            assert_eq!(first_node(nodes), first);
+        }
     }
 }

@@ -1,5 +1,8 @@
 //! The ranks of a run as its rooms see them, and the collectives they use.
 
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+use super::connection::Connection;
+use super::launch::Carried;
 use super::watch::Watch;
 use super::wire::{pack, unpack};
 use super::{Communicator, Exchange, Pending, to_each};
@@ -349,21 +352,25 @@ fn read_length(bytes: &[u8]) -> Result<usize> {
     Ok(u64::from_le_bytes(bytes.try_into().context("a length of 8 bytes")?) as usize)
 }
 
-#[cfg(feature = "mpi")]
+/// Connected by what the launcher and this build allow: [`super::launch::carrier`].
 fn connected(processes: usize) -> Result<Box<dyn Communicator>> {
-    let connection = super::mpi::Connection::open()?;
+    let carrier = super::launch::carrier()?;
+    let connection: Box<dyn Communicator> = match carrier {
+        #[cfg(feature = "mpi")]
+        Carried::ByMpi => Box::new(Connection::open(super::mpi::World::open)?),
+        #[cfg(feature = "nccl")]
+        Carried::ByNccl => {
+            let place = super::launch::place()?;
+            Box::new(Connection::open(move || super::nccl::Ring::open(&place))?)
+        }
+    };
     if connection.ranks() != processes {
-        anyhow::bail!("the launcher started {processes} processes and MPI connects {}", connection.ranks());
+        anyhow::bail!(
+            "the launcher started {processes} processes and {carrier:?} connects {}",
+            connection.ranks()
+        );
     }
-    Ok(Box::new(connection))
-}
-
-#[cfg(not(feature = "mpi"))]
-fn connected(processes: usize) -> Result<Box<dyn Communicator>> {
-    Err(super::launch::told_once(format!(
-        "this is one of {processes} processes, and this build has no MPI to connect them; build with --features mpi, or start \
-         one process"
-    )))
+    Ok(connection)
 }
 
 #[cfg(test)]

@@ -4,16 +4,25 @@
 //! are our own additions of what came, in rank order, never a library's reduction, whose order follows topology and size;
 //! so a run on N ranks is reproducible to the bit.
 
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+mod connection;
 mod cut;
 pub mod launch;
+mod meeting;
 mod mesh;
 #[cfg(feature = "mpi")]
 mod mpi;
+#[cfg(feature = "nccl")]
+mod nccl;
+#[cfg(feature = "nccl")]
+mod rendezvous;
 mod watch;
 pub mod wire;
 
 pub use cut::{CUT, in_order, piece};
 pub use mesh::{Mesh, Started};
+#[cfg(feature = "nccl")]
+pub use nccl::check_alone as check_nccl_alone;
 
 use anyhow::{Context, Result};
 use std::sync::Arc;
@@ -21,7 +30,7 @@ use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 /// What one rank gives to and expects from others.
-#[cfg_attr(not(feature = "mpi"), allow(dead_code))]
+#[cfg_attr(not(any(feature = "mpi", feature = "nccl")), allow(dead_code))]
 pub struct Exchange {
     /// Says in messages what waits; the same on every rank.
     pub what: String,
@@ -34,6 +43,12 @@ pub struct Exchange {
 /// One part for each of `ranks` ranks, the same.
 pub fn to_each(part: Vec<u8>, ranks: usize) -> Vec<Arc<Vec<u8>>> {
     std::iter::repeat_n(Arc::new(part), ranks).collect()
+}
+
+/// What tells one kind of exchange from another, so that ranks which disagree do not take each other's parts.
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+fn tag(what: &str) -> u32 {
+    what.bytes().fold(0x811c_9dc5_u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
 }
 
 /// Carries parts between ranks. Every rank starts the same exchanges in the same order.

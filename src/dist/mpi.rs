@@ -1,109 +1,26 @@
-//! Ranks on MPI. One thread makes every call, and none of its calls waits: requests are posted and polled, so that an exchange
-//! which a rank does not come to ends with a message and not in silence.
+//! Ranks on MPI: every request is posted and polled.
 
-use super::{Communicator, Exchange, Pending};
-use anyhow::{Context, Result, anyhow, bail};
+use super::connection::Carrier;
+use super::{Exchange, tag};
+use anyhow::{Result, bail};
 use mpi::ffi;
 use std::os::raw::{c_int, c_void};
-use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
-use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
 
 /// Longest message, bytes: MPI counts in 32 bits.
 const MESSAGE_BYTES_MAX: usize = 1 << 30;
-/// Polls before the thread begins to sleep between them: what is on its way mostly comes at once.
-const POLLS_AWAKE: u32 = 200;
-/// How long it sleeps then.
-const NAP: Duration = Duration::from_micros(50);
-/// How long an exchange may wait until the recipe is read.
-const LIMIT: Duration = Duration::from_secs(600);
-/// How long the end may take.
-const LEAVE_LIMIT: Duration = Duration::from_secs(10);
-
-/// What the thread is asked.
-enum Order {
-    Exchange(Exchange, Sender<Result<Vec<Vec<u8>>>>),
-    Limit(Duration),
-    Leave(Sender<()>),
-}
-
-/// This process's connection.
-pub struct Connection {
-    rank: usize,
-    ranks: usize,
-    orders: Mutex<Sender<Order>>,
-}
-
-impl Connection {
-    /// Connects to the processes that were started with this one.
-    ///
-    /// # Errors
-    /// When MPI cannot start.
-    pub fn open() -> Result<Self> {
-        let (orders, inbox) = channel();
-        let (tell, told) = channel();
-        let work = move || match World::open() {
-            Ok(world) => {
-                let _ = tell.send(Ok((world.rank, world.ranks)));
-                world.serve(&inbox);
-            }
-            Err(error) => drop(tell.send(Err(error))),
-        };
-        std::thread::Builder::new().name("mpi".into()).spawn(work).context("starting a thread")?;
-        let (rank, ranks) = told.recv().context("the thread of MPI has ended")??;
-        Ok(Self { rank, ranks, orders: Mutex::new(orders) })
-    }
-
-    fn order(&self, order: Order) -> Result<()> {
-        let orders = self.orders.lock().unwrap_or_else(PoisonError::into_inner);
-        orders.send(order).map_err(|_| anyhow!("the thread of MPI has ended"))
-    }
-}
-
-impl Communicator for Connection {
-    fn rank(&self) -> usize {
-        self.rank
-    }
-
-    fn ranks(&self) -> usize {
-        self.ranks
-    }
-
-    fn start(&self, exchange: Exchange) -> Result<Pending> {
-        let (tell, told) = channel();
-        self.order(Order::Exchange(exchange, tell))?;
-        Ok(Pending(told))
-    }
-
-    fn set_limit(&self, limit: Duration) {
-        // A thread that has ended says so at the next exchange.
-        let _ = self.order(Order::Limit(limit));
-    }
-
-    fn leave(&self) {
-        let (tell, told) = channel();
-        if self.order(Order::Leave(tell)).is_ok() {
-            // A launcher that does not let go is not waited for.
-            let _ = told.recv_timeout(LEAVE_LIMIT);
-        }
-    }
-}
 
 /// MPI's world, on the one thread that calls it.
-struct World {
+pub(super) struct World {
     rank: usize,
     ranks: usize,
 }
 
 /// One exchange under way, with the buffers that its requests use.
-struct UnderWay {
-    what: String,
-    begun: Instant,
+pub(super) struct Posted {
     /// The rank at the other end of each request that has not ended.
     requests: Vec<(usize, ffi::MPI_Request)>,
     receive: Vec<Vec<u8>>,
     _send: Exchange,
-    tell: Sender<Result<Vec<Vec<u8>>>>,
 }
 
 /// An error of MPI where `code` is one.
@@ -111,15 +28,12 @@ fn check(call: &str, code: c_int) -> Result<()> {
     if code == ffi::MPI_SUCCESS as c_int { Ok(()) } else { bail!("{call} failed with code {code}") }
 }
 
-/// What tells one kind of exchange from another, so that ranks which disagree do not take each other's parts.
-fn tag(what: &str) -> c_int {
-    let hash =
-        what.bytes().fold(0x811c_9dc5_u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
-    (hash & 0x7fff) as c_int
-}
-
 impl World {
-    fn open() -> Result<Self> {
+    /// Connects to the processes that were started with this one.
+    ///
+    /// # Errors
+    /// When MPI cannot start.
+    pub fn open() -> Result<Self> {
         let (mut given, mut rank, mut ranks) = (0, 0, 0);
         // SAFETY: the calls of MPI's start, once in this process and on this thread; every pointer is to a local that outlives
         // its call, and MPI takes null for the arguments.
@@ -136,54 +50,23 @@ impl World {
         }
         Ok(Self { rank: rank as usize, ranks: ranks as usize })
     }
+}
 
-    /// Does what is ordered until the end.
-    fn serve(&self, inbox: &Receiver<Order>) {
-        let mut limit = LIMIT;
-        let mut under_way: Vec<UnderWay> = vec![];
-        let mut idle_polls = 0;
-        loop {
-            let order = match under_way.is_empty() {
-                true => inbox.recv().map_err(|_| TryRecvError::Disconnected),
-                false => inbox.try_recv(),
-            };
-            match order {
-                Ok(Order::Exchange(exchange, tell)) => {
-                    match self.post(exchange, tell.clone()) {
-                        Ok(posted) => under_way.push(posted),
-                        Err(error) => drop(tell.send(Err(error))),
-                    }
-                    idle_polls = 0;
-                    continue;
-                }
-                Ok(Order::Limit(asked)) => {
-                    limit = asked;
-                    continue;
-                }
-                Ok(Order::Leave(tell)) => {
-                    // SAFETY: the last call of MPI in this process, on the thread that began it.
-                    unsafe { ffi::MPI_Finalize() };
-                    let _ = tell.send(());
-                    return;
-                }
-                // The process ends without having left: what it leaves behind is the launcher's.
-                Err(TryRecvError::Disconnected) => return,
-                Err(TryRecvError::Empty) => {}
-            }
-            let before = under_way.iter().map(|one| one.requests.len()).sum::<usize>();
-            under_way = under_way.into_iter().filter_map(|one| self.polled(one, limit)).collect();
-            let after = under_way.iter().map(|one| one.requests.len()).sum::<usize>();
-            idle_polls = if after < before { 0 } else { idle_polls + 1 };
-            match idle_polls < POLLS_AWAKE {
-                true => std::thread::yield_now(),
-                false => std::thread::sleep(NAP),
-            }
-        }
+impl Carrier for World {
+    type UnderWay = Posted;
+
+    const TELLS_WHO: bool = true;
+
+    fn rank(&self) -> usize {
+        self.rank
     }
 
-    /// Posts every request of `exchange`.
-    fn post(&self, exchange: Exchange, tell: Sender<Result<Vec<Vec<u8>>>>) -> Result<UnderWay> {
-        let tag = tag(&exchange.what);
+    fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    fn post(&mut self, exchange: Exchange) -> Result<Posted> {
+        let tag = (tag(&exchange.what) & 0x7fff) as c_int;
         let mut requests = vec![];
         let mut receive: Vec<Vec<u8>> = exchange.receive.iter().map(|&(_, bytes)| vec![0; bytes]).collect();
         for (&(from, _), buffer) in exchange.receive.iter().zip(&mut receive) {
@@ -192,7 +75,7 @@ impl World {
                 let mut request: ffi::MPI_Request = unsafe { std::mem::zeroed() };
                 let (start, count) = (part.as_mut_ptr().cast::<c_void>(), part.len() as c_int);
                 // SAFETY: the buffer is `count` bytes, is touched by nobody else, and is kept with its request until that has
-                // ended (`UnderWay`); where it does not end in time the buffer is leaked.
+                // ended (`Posted`); where it does not end in time the buffer is leaked.
                 let code = unsafe {
                     let world = ffi::RSMPI_COMM_WORLD;
                     ffi::MPI_Irecv(start, count, ffi::RSMPI_UINT8_T, from as c_int, tag, world, &mut request)
@@ -215,42 +98,35 @@ impl World {
                 requests.push((*to, request));
             }
         }
-        let what = exchange.what.clone();
-        Ok(UnderWay { what, begun: Instant::now(), requests, receive, _send: exchange, tell })
+        Ok(Posted { requests, receive, _send: exchange })
     }
 
-    /// `one` after another look at it; `None` once it has ended, which its owner is told.
-    fn polled(&self, mut one: UnderWay, limit: Duration) -> Option<UnderWay> {
-        let mut failed = None;
-        one.requests.retain_mut(|(_, request)| {
+    fn missing(&mut self, posted: &mut Posted) -> Result<Vec<usize>> {
+        let mut failed = Ok(());
+        posted.requests.retain_mut(|(_, request)| {
             let mut done = 0;
             // SAFETY: the request was posted on this thread and has not ended; the status is not asked for.
             let code = unsafe { ffi::MPI_Test(request, &mut done, ffi::RSMPI_STATUS_IGNORE) };
             if let Err(error) = check("MPI_Test", code) {
-                failed = Some(error);
+                failed = Err(error);
             }
             done == 0
         });
-        if one.requests.is_empty() && failed.is_none() {
-            let _ = one.tell.send(Ok(std::mem::take(&mut one.receive)));
-            return None;
-        }
-        if failed.is_none() && one.begun.elapsed() < limit {
-            return Some(one);
-        }
-        let error = failed.unwrap_or_else(|| {
-            let mut missing: Vec<usize> = one.requests.iter().map(|(rank, _)| *rank).collect();
-            missing.dedup();
-            anyhow!(
-                "rank {} has waited {:.0} s in \"{}\" for ranks {missing:?}: they hang, or make other calls",
-                self.rank,
-                one.begun.elapsed().as_secs_f64(),
-                one.what
-            )
-        });
-        let _ = one.tell.send(Err(error));
+        failed?;
+        Ok(posted.requests.iter().map(|(rank, _)| *rank).collect())
+    }
+
+    fn received(&mut self, posted: Posted) -> Result<Vec<Vec<u8>>> {
+        Ok(posted.receive)
+    }
+
+    fn abandon(&mut self, posted: Posted) {
         // Requests that have not ended may still write.
-        std::mem::forget(one);
-        None
+        std::mem::forget(posted);
+    }
+
+    fn leave(&mut self) {
+        // SAFETY: the last call of MPI in this process, on the thread that began it.
+        unsafe { ffi::MPI_Finalize() };
     }
 }

@@ -2,29 +2,26 @@
 //! system closes its sockets. So every rank holds a connection to the leader, on which nothing is said but the end.
 
 use super::Mesh;
-use anyhow::{Context, Result, bail};
+use super::meeting::{TOKEN_BYTES, Token, accept, join};
+use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Said on a connection before it is closed in order.
 const END: u8 = 1;
 /// Said by the leader before it ends because of another rank, whose number follows in 8 bytes.
 const GONE: u8 = 2;
-/// How long ranks may take to connect to each other.
-const CONNECT_LIMIT: Duration = Duration::from_secs(60);
-const POLL: Duration = Duration::from_millis(10);
-const TOKEN_BYTES: usize = 16;
 
 /// Where the leader listens, and the secret that its ranks show it.
 #[derive(Clone, Default, Serialize, Deserialize)]
 struct Address {
     host: String,
     port: u16,
-    token: [u8; TOKEN_BYTES],
+    token: Token,
 }
 
 /// This process's side: one connection for a rank, one a rank for the leader.
@@ -49,13 +46,14 @@ impl Watch {
                 let place = if alone { Ipv4Addr::LOCALHOST } else { Ipv4Addr::UNSPECIFIED };
                 let listener = TcpListener::bind((place, 0)).context("listening for the other ranks")?;
                 let port = listener.local_addr().context("the port for the other ranks")?.port();
-                let address = Address { host, port, token: token()? };
+                let address = Address { host, port, token: fresh_token()? };
                 mesh.leaders("the leader's address", &address)?;
-                accept(&listener, &address, mesh.ranks())?
+                accept(&listener, &address.token, mesh.ranks())?
             }
             false => {
                 let address: Address = mesh.leaders("the leader's address", &Address::default())?;
-                vec![(0, join(&address, &host, mesh.rank())?)]
+                let place = if address.host == host { "127.0.0.1" } else { &address.host };
+                vec![(0, join(place, address.port, &address.token, mesh.rank(), Duration::ZERO)?)]
             }
         };
         let kept = streams.iter().map(|(_, stream)| stream.try_clone());
@@ -111,54 +109,7 @@ impl Shared {
     }
 }
 
-/// Takes one connection of every other rank; whoever does not know the token is turned away.
-fn accept(listener: &TcpListener, address: &Address, ranks: usize) -> Result<Vec<(usize, TcpStream)>> {
-    let begun = Instant::now();
-    let mut streams: Vec<(usize, TcpStream)> = vec![];
-    listener.set_nonblocking(true).context("listening for the other ranks")?;
-    while streams.len() + 1 < ranks {
-        if begun.elapsed() > CONNECT_LIMIT {
-            bail!(
-                "{} of {} ranks did not connect to rank 0 on port {} within {} s",
-                ranks - 1 - streams.len(),
-                ranks - 1,
-                address.port,
-                CONNECT_LIMIT.as_secs()
-            );
-        }
-        let Ok((mut stream, _)) = listener.accept() else {
-            std::thread::sleep(POLL);
-            continue;
-        };
-        let mut greeting = [0; TOKEN_BYTES + 8];
-        let heard = stream
-            .set_nonblocking(false)
-            .and_then(|()| stream.set_read_timeout(Some(Duration::from_secs(5))))
-            .and_then(|()| stream.read_exact(&mut greeting))
-            .and_then(|()| stream.set_read_timeout(None));
-        let (token, rank) = greeting.split_at(TOKEN_BYTES);
-        let rank = rank.iter().rev().fold(0usize, |sum, &byte| sum << 8 | usize::from(byte));
-        let known = (1..ranks).contains(&rank) && streams.iter().all(|(other, _)| *other != rank);
-        if heard.is_ok() && token == address.token && known {
-            streams.push((rank, stream));
-        }
-    }
-    Ok(streams)
-}
-
-/// Connects rank `rank` on `host` to the leader.
-fn join(address: &Address, host: &str, rank: usize) -> Result<TcpStream> {
-    let place = if address.host == host { "127.0.0.1" } else { &address.host };
-    let connect = || -> std::io::Result<TcpStream> {
-        let mut stream = TcpStream::connect((place, address.port))?;
-        stream.write_all(&address.token)?;
-        stream.write_all(&(rank as u64).to_le_bytes())?;
-        Ok(stream)
-    };
-    connect().with_context(|| format!("connecting to rank 0 at {place}, port {}", address.port))
-}
-
-fn token() -> Result<[u8; TOKEN_BYTES]> {
+fn fresh_token() -> Result<Token> {
     let mut token = [0; TOKEN_BYTES];
     let mut source = std::fs::File::open("/dev/urandom").context("a token for the ranks")?;
     source.read_exact(&mut token).context("a token for the ranks")?;

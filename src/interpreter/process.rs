@@ -14,6 +14,10 @@ use std::time::{Duration, Instant};
 /// what is asked for.
 const ALLOCATOR: (&str, &str) = ("MIMALLOC_DISALLOW_ARENA_ALLOC", "1");
 
+/// Where the loader finds the libraries that a build for GPUs is linked with; a worker uses none of them.
+#[cfg(any(feature = "cuda", feature = "nccl"))]
+const LIBRARIES: &str = "LD_LIBRARY_PATH";
+
 /// How long a worker whose answer cannot be had is given to have ended.
 const END_WAIT: Duration = Duration::from_millis(20);
 
@@ -40,9 +44,11 @@ impl Spawner {
         Ok(Self { requests: Some(requests), thread: Some(thread) })
     }
 
-    /// Starts `command` in `/` with no environment but [`ALLOCATOR`].
+    /// Starts `command` in `/` with no environment but [`ALLOCATOR`], and what a build for GPUs is loaded by.
     pub fn spawn(&self, mut command: Command) -> io::Result<ProcessGroup> {
         command.env_clear().env(ALLOCATOR.0, ALLOCATOR.1).current_dir("/");
+        #[cfg(any(feature = "cuda", feature = "nccl"))]
+        command.envs(std::env::var_os(LIBRARIES).map(|folders| (LIBRARIES, folders)));
         let (answer, child) = mpsc::channel();
         let gone = || io::Error::other("the spawner thread has ended");
         let requests = self.requests.as_ref().ok_or_else(gone)?;

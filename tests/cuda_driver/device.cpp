@@ -16,6 +16,8 @@ std::recursive_mutex& mutex() {
   return made;
 }
 
+int lock_depth;  // of the thread that has it
+bool is_used;
 CUresult sticky = SUCCESS;
 auto& last_complaint = lasting<std::string>();
 int retained;  // the primary context
@@ -24,6 +26,8 @@ thread_local void* current_context;
 
 // Threads of its own: those of this one are gone by now.
 __attribute__((destructor)) void at_exit() {
+  // A process that only links it may not be allowed to start threads.
+  if (!is_used) return;
   std::thread([] {
     Locked lock;
     run_everything();
@@ -34,8 +38,23 @@ __attribute__((destructor)) void at_exit() {
 
 }  // namespace
 
-Locked::Locked() { mutex().lock(); }
-Locked::~Locked() { mutex().unlock(); }
+Locked::Locked() {
+  mutex().lock();
+  lock_depth++;
+}
+Locked::~Locked() {
+  lock_depth--;
+  mutex().unlock();
+}
+
+Unlocked::Unlocked() : depth(lock_depth) {
+  lock_depth = 0;
+  for (int i = 0; i < depth; i++) mutex().unlock();
+}
+Unlocked::~Unlocked() {
+  for (int i = 0; i < depth; i++) mutex().lock();
+  lock_depth = depth;
+}
 
 CUresult complain(CUresult code, const char* format, ...) {
   char text[1024];
@@ -66,7 +85,7 @@ extern "C" int cuda_driver_not_emulated(const char* name) { return complain(NOT_
 
 API CUresult cuInit(unsigned) {
   static const bool once = (install_fault_handlers(), true);
-  (void)once;
+  is_used = once;
   return SUCCESS;
 }
 API CUresult cuDriverGetVersion(int* version) { return *version = 13000, SUCCESS; }

@@ -54,6 +54,12 @@ struct Locked {
   Locked();
   ~Locked();
 };
+// Lets other OS threads make calls while this one waits, however often it has locked.
+struct Unlocked {
+  Unlocked();
+  ~Unlocked();
+  int depth;
+};
 
 // A context is current on this OS thread, or a complaint.
 CUresult need_context(const char* call);
@@ -86,7 +92,10 @@ struct Place {  // in a stream: after so many pieces of its work
 
 std::shared_ptr<Stream> stream_of(void* handle, const char* call);  // null, and a complaint, when there is none
 void enqueue(const std::shared_ptr<Stream>& stream, std::string what, std::function<void()> run);
+// Work that waits for another process: run again and again until it says that it is done.
+void enqueue_waiting(const std::shared_ptr<Stream>& stream, std::string what, std::function<bool()> run);
 void run_stream(const std::shared_ptr<Stream>& stream);
+// But for what waits for another process.
 void run_everything();
 
 // What runs on the device now.

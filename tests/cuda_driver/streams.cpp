@@ -2,6 +2,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 
 #include "driver.h"
 
@@ -9,7 +10,7 @@ namespace cuda_driver {
 
 struct Work {
   std::string what;
-  std::function<void()> run;
+  std::function<bool()> run;  // whether it is done: else it waits for another process and is run again
 };
 
 struct Stream {
@@ -73,24 +74,36 @@ std::shared_ptr<Stream>& thread_stream() {
   return stream;
 }
 
-void run_until(const Place& place) {
+enum class Patience { none, until_done };
+
+// Whether all of it is done. With patience it is, unless the process sticks.
+bool run_until(const Place& place, Patience patience) {
   Stream& stream = *place.stream;
   while (stream.done < place.count && !stream.queue.empty()) {
     Work work = std::move(stream.queue.front());
     stream.queue.pop_front();
+    bool is_done = true;
     if (!stuck()) {
       std::string before = std::move(running);
-      running = std::move(work.what);
-      work.run();
+      running = work.what;
+      is_done = work.run();
       running = std::move(before);
     }
-    stream.done++;
+    if (is_done) {
+      stream.done++;
+      continue;
+    }
+    stream.queue.push_front(std::move(work));
+    if (patience == Patience::none) return false;
+    Unlocked unlocked;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
+  return stream.done >= place.count;
 }
 
 Place end_of(const std::shared_ptr<Stream>& stream) { return {stream, stream->end()}; }
 
-void add(const std::shared_ptr<Stream>& stream, std::string what, std::function<void()> run) {
+void add(const std::shared_ptr<Stream>& stream, std::string what, std::function<bool()> run) {
   stream->queue.push_back({std::move(what), std::move(run)});
 }
 
@@ -105,7 +118,9 @@ void add_implicit_waits(const std::shared_ptr<Stream>& stream) {
   }
   if (places.empty()) return;
   add(stream, "the default stream's order", [places] {
-    for (const Place& place : places) run_until(place);
+    for (const Place& place : places)
+      if (!run_until(place, Patience::none)) return false;
+    return true;
   });
 }
 
@@ -125,20 +140,24 @@ std::shared_ptr<Stream> stream_of(void* handle, const char* call) {
   return nullptr;
 }
 
-void enqueue(const std::shared_ptr<Stream>& stream, std::string what, std::function<void()> run) {
+void enqueue_waiting(const std::shared_ptr<Stream>& stream, std::string what, std::function<bool()> run) {
   if (trace) fprintf(stderr, "cuda-emulator: stream %p: %s\n", static_cast<void*>(stream.get()), what.c_str());
   add_implicit_waits(stream);
   add(stream, std::move(what), std::move(run));
-  if (stream->at_once || stream->queue.size() > QUEUE_MAX) run_stream(stream);
+  if (stream->at_once || stream->queue.size() > QUEUE_MAX) run_until(end_of(stream), Patience::none);
 }
 
-void run_stream(const std::shared_ptr<Stream>& stream) { run_until(end_of(stream)); }
+void enqueue(const std::shared_ptr<Stream>& stream, std::string what, std::function<void()> run) {
+  enqueue_waiting(stream, std::move(what), [run = std::move(run)] { return run(), true; });
+}
+
+void run_stream(const std::shared_ptr<Stream>& stream) { run_until(end_of(stream), Patience::until_done); }
 
 void run_everything() {
-  run_stream(legacy_stream());
+  run_until(end_of(legacy_stream()), Patience::none);
   std::vector<std::shared_ptr<Stream>> all;
   for (auto& [_, stream] : streams) all.push_back(stream);
-  for (auto& stream : all) run_stream(stream);
+  for (auto& stream : all) run_until(end_of(stream), Patience::none);
 }
 
 }  // namespace cuda_driver
@@ -192,7 +211,7 @@ API CUresult cuStreamSynchronize(void* handle) {
 API CUresult cuStreamQuery(void* handle) {
   STREAM(handle);
   if (stream->queue.empty()) return SUCCESS;
-  run_stream(stream);  // not done this time, done the next
+  run_until(end_of(stream), Patience::none);  // not done this time, done the next
   return NOT_READY;
 }
 
@@ -202,7 +221,9 @@ API CUresult cuStreamGetCaptureInfo_v2(void*, int* status, void*, void*, void*, 
 API CUresult cuCtxSynchronize() {
   Locked lock;
   if (CUresult error = need_context(__func__)) return error;
-  run_everything();
+  std::vector<std::shared_ptr<Stream>> all = {legacy_stream()};
+  for (auto& [_, stream] : streams) all.push_back(stream);
+  for (auto& stream : all) run_stream(stream);
   return stuck();
 }
 
@@ -240,7 +261,7 @@ API CUresult cuEventRecord(void* handle, void* stream_handle) {
 API CUresult cuEventSynchronize(void* handle) {
   Locked lock;
   EVENT(handle);
-  if (event->place.stream) run_until(event->place);
+  if (event->place.stream) run_until(event->place, Patience::until_done);
   return stuck();
 }
 
@@ -248,7 +269,7 @@ API CUresult cuEventQuery(void* handle) {
   Locked lock;
   EVENT(handle);
   if (happened(*event)) return stuck();
-  run_until(event->place);  // not done this time, done the next
+  run_until(event->place, Patience::none);  // not done this time, done the next
   return NOT_READY;
 }
 
@@ -271,6 +292,6 @@ API CUresult cuStreamWaitEvent(void* stream_handle, void* handle, unsigned) {
   STREAM(stream_handle);
   EVENT(handle);
   if (!event->place.stream || event->place.stream == stream) return SUCCESS;
-  enqueue(stream, "cuStreamWaitEvent", [place = event->place] { run_until(place); });
+  enqueue_waiting(stream, "cuStreamWaitEvent", [place = event->place] { return run_until(place, Patience::none); });
   return SUCCESS;
 }

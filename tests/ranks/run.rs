@@ -1,4 +1,4 @@
-//! Starts the program under mpirun in a folder of its own, and reads what it wrote.
+//! Starts the program by mpirun, or as torchrun would, in a folder of its own, and reads what it wrote.
 
 use safetensors::SafeTensors;
 use std::collections::BTreeMap;
@@ -37,6 +37,15 @@ pub struct Done {
     /// The launcher's exit code: that of a process that failed.
     pub code: Option<i32>,
     place: Arc<TempDir>,
+}
+
+/// Whether NCCL connects the processes, on the emulated driver's stand-in for it, and not MPI: `RANKS_BY=nccl`.
+pub fn by_nccl() -> bool {
+    match std::env::var("RANKS_BY").ok().as_deref() {
+        Some("nccl") => true,
+        None | Some("mpi") => false,
+        Some(other) => panic!("RANKS_BY is mpi or nccl, not {other}"),
+    }
 }
 
 pub fn program() -> &'static str {
@@ -115,14 +124,15 @@ impl Launch {
         done
     }
 
-    /// Under mpirun, to its good end.
+    /// In several processes, to its good end.
     pub fn run(self) -> Done {
         let done = self.start().wait(Duration::from_secs(600));
         assert_eq!(done.code, Some(0), "{}{}", done.stdout, done.stderr);
+        assert!(!done.stderr.contains("cuda-emulator:"), "{}", done.stderr);
         done
     }
 
-    /// Under mpirun.
+    /// In several processes.
     pub fn start(self) -> Going {
         let arguments = self.arguments();
         if self.survivors {
@@ -131,7 +141,17 @@ impl Launch {
             let path = std::env::var("PATH").expect("PATH");
             command.env("PATH", format!("{}:{path}", root.join("tests/ranks").display()));
             command.env("RLOSS", program()).env("SLURM_NTASKS", self.ranks.to_string());
+            command.env("RLOSS_RANKS_BY", if by_nccl() { "nccl" } else { "mpi" });
             command.args(&arguments[1..]);
+            return spawn(command, self.place);
+        }
+        if by_nccl() {
+            let stand_in = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/ranks/torchrun");
+            let mut command = Command::new(stand_in);
+            command.arg(self.ranks.to_string()).args(&arguments);
+            if let Some(last) = &self.last {
+                command.arg(":").args(last);
+            }
             return spawn(command, self.place);
         }
         let mut command = Command::new("mpirun");
@@ -183,8 +203,8 @@ impl Going {
             let read = |name: &str| fs::read(path.join(name)).unwrap_or_default();
             let line = String::from_utf8_lossy(&read("cmdline")).replace('\0', " ");
             let environment = String::from_utf8_lossy(&read("environ")).into_owned();
-            let is_rank =
-                environment.split('\0').any(|entry| entry == format!("OMPI_COMM_WORLD_RANK={rank}"));
+            let names = ["OMPI_COMM_WORLD_RANK", "RANK"].map(|name| format!("{name}={rank}"));
+            let is_rank = environment.split('\0').any(|entry| names.iter().any(|name| name == entry));
             if line.starts_with(program()) && line.contains(&out) && is_rank {
                 let pid = process.file_name().into_string().expect("a number");
                 assert!(

@@ -1,0 +1,272 @@
+// The NCCL stand-in's own tests: each rank is a process, in each of the driver's modes; and each check fires once.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "driver_calls.h"
+
+struct Id {
+  char name[128];
+};
+struct Config {
+  size_t size = sizeof(Config);
+  unsigned magic = 0xcafebeef, version = 22200;
+  int blocking = 0;
+};
+extern "C" {
+int ncclGetUniqueId(Id*);
+int ncclCommInitRankConfig(void**, int, Id, int, const Config*);
+int ncclCommGetAsyncError(void*, int*);
+int ncclGroupStart();
+int ncclGroupEnd();
+int ncclSend(Device, size_t, int, int, void*, void*);
+int ncclRecv(Device, size_t, int, int, void*, void*);
+int ncclAllReduce(Device, Device, size_t, int, int, void*, void*);
+int ncclCommFinalize(void*);
+int ncclCommDestroy(void*);
+int ncclCommAbort(void*);
+}
+
+namespace {
+
+constexpr int BYTES = 1, FLOATS = 7, SUM = 0, IN_PROGRESS = 7, NOT_READY = 600;
+int tests = 0, failures = 0;
+
+void must(int result) {
+  if (!result || result == IN_PROGRESS) return;
+  fprintf(stderr, "a call that should pass gave %d\n", result);
+  _exit(3);
+}
+void expect(bool good, const char* what) {
+  if (good) return;
+  fprintf(stderr, "wrong: %s\n", what);
+  _exit(4);
+}
+
+// One rank, in its process.
+struct Rank {
+  int rank, ranks;
+  void *comm, *stream;
+
+  Rank(int rank, int ranks, const Id& id) : rank(rank), ranks(ranks) {
+    void* context;
+    must(cuInit(0));
+    must(cuDevicePrimaryCtxRetain(&context, 0));
+    must(cuCtxSetCurrent(context));
+    must(cuStreamCreate(&stream, 1));
+    const Config config;
+    must(ncclCommInitRankConfig(&comm, ranks, id, rank, &config));
+    settle();
+  }
+  void settle() {
+    for (int state = IN_PROGRESS; state == IN_PROGRESS; std::this_thread::yield()) must(ncclCommGetAsyncError(comm, &state));
+  }
+  Device memory(size_t bytes, int value) {
+    Device made;
+    must(cuMemAlloc_v2(&made, bytes));
+    std::vector<unsigned char> filled(bytes, static_cast<unsigned char>(value));
+    must(cuMemcpyHtoD_v2(made, filled.data(), bytes));
+    return made;
+  }
+  std::vector<unsigned char> read(Device from, size_t bytes) {
+    std::vector<unsigned char> found(bytes);
+    must(cuMemcpyDtoH_v2(found.data(), from, bytes));
+    return found;
+  }
+  // To every other rank and from it, and no waiting.
+  void exchange(Device send, size_t send_bytes, const std::vector<Device>& receive, size_t receive_bytes) {
+    must(ncclGroupStart());
+    for (int peer = 0; peer < ranks; peer++) {
+      must(ncclRecv(receive[size_t(peer)], receive_bytes, BYTES, peer, comm, stream));
+      must(ncclSend(send, send_bytes, BYTES, peer, comm, stream));
+    }
+    must(ncclGroupEnd());
+    settle();
+  }
+  void close() {
+    must(ncclCommFinalize(comm));
+    settle();
+    must(ncclCommDestroy(comm));
+    must(cuStreamDestroy_v2(stream));
+  }
+};
+
+struct Outcome {
+  std::vector<int> status;
+  std::string text;
+};
+
+Outcome run(const char* mode, int ranks, const std::function<void(Rank&)>& test) {
+  Id id;
+  must(ncclGetUniqueId(&id));
+  int ends[2];
+  if (pipe(ends) != 0) exit(2);
+  fflush(stdout);
+  std::vector<pid_t> children;
+  for (int rank = 0; rank < ranks; rank++) {
+    const pid_t child = fork();
+    if (child == 0) {
+      dup2(ends[1], 2);
+      close(ends[0]);
+      alarm(60);
+      setenv("CUDA_EMULATOR", mode, 1);
+      Rank self(rank, ranks, id);
+      test(self);
+      exit(0);
+    }
+    children.push_back(child);
+  }
+  close(ends[1]);
+  Outcome outcome;
+  char part[4096];
+  for (ssize_t count; (count = ::read(ends[0], part, sizeof part)) > 0;) outcome.text.append(part, size_t(count));
+  close(ends[0]);
+  for (pid_t child : children) {
+    outcome.status.push_back(0);
+    waitpid(child, &outcome.status.back(), 0);
+  }
+  return outcome;
+}
+
+void fail(const char* name, const char* mode, const Outcome& outcome) {
+  failures++;
+  printf("nccl: %s (%s): status %d: %s\n", name, mode, outcome.status[0], outcome.text.c_str());
+}
+
+void accepted(const char* name, int ranks, const std::function<void(Rank&)>& test) {
+  for (const char* mode : {"late", "first-late", "at-once"}) {
+    tests++;
+    const Outcome outcome = run(mode, ranks, test);
+    bool good = outcome.text.empty();
+    for (int status : outcome.status) good &= status == 0;
+    if (!good) fail(name, mode, outcome);
+  }
+}
+
+void refused(const char* name, const char* message, int ranks, const std::function<void(Rank&)>& test) {
+  tests++;
+  const Outcome outcome = run("late", ranks, test);
+  if (outcome.text.find(message) == std::string::npos) fail(name, "late", outcome);
+}
+
+// What three ranks sum: 1 + 2^-24 + 2^-24 is 1 or the next number, by the order.
+float reduced(Rank& self) {
+  const float part = self.rank == 0 ? 1.0f : 0x1p-24f;
+  Device from = self.memory(4, 0), to = self.memory(4, 0);
+  must(cuMemcpyHtoD_v2(from, &part, 4));
+  must(ncclAllReduce(from, to, 1, FLOATS, SUM, self.comm, self.stream));
+  self.settle();
+  must(cuStreamSynchronize(self.stream));
+  float sum;
+  must(cuMemcpyDtoH_v2(&sum, to, 4));
+  must(cuMemFree_v2(from));
+  must(cuMemFree_v2(to));
+  return sum;
+}
+
+}  // namespace
+
+int main() {
+  for (int ranks : {1, 2, 4}) {
+    accepted("everybody to everybody, longer than what is on its way at once", ranks, [](Rank& self) {
+      const size_t bytes = 300000;
+      Device send = self.memory(bytes, 10 + self.rank);
+      std::vector<Device> receive;
+      for (int peer = 0; peer < self.ranks; peer++) receive.push_back(self.memory(bytes, 0));
+      // Two exchanges on their way; the second overwrites the first.
+      self.exchange(send, bytes, receive, bytes);
+      self.exchange(send, bytes, receive, bytes);
+      void* end;
+      must(cuEventCreate(&end, 2));
+      must(cuEventRecord(end, self.stream));
+      must(cuEventSynchronize(end));
+      must(cuEventDestroy_v2(end));
+      for (int peer = 0; peer < self.ranks; peer++) {
+        const auto found = self.read(receive[size_t(peer)], bytes);
+        expect(found == std::vector<unsigned char>(bytes, static_cast<unsigned char>(10 + peer)), "what came");
+        must(cuMemFree_v2(receive[size_t(peer)]));
+      }
+      must(cuMemFree_v2(send));
+      self.close();
+    });
+  }
+  accepted("a rank that does not come is waited for without end, and an abort ends it", 2, [](Rank& self) {
+    Device memory = self.memory(64, 1);
+    if (self.rank == 0) {
+      must(ncclRecv(memory, 64, BYTES, 1, self.comm, self.stream));
+      self.settle();
+      for (int i = 0; i < 100; i++) {
+        expect(cuStreamQuery(self.stream) == NOT_READY, "nothing came");
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    }
+    must(ncclCommAbort(self.comm));
+    must(cuStreamSynchronize(self.stream));
+    must(cuMemFree_v2(memory));
+    must(cuStreamDestroy_v2(self.stream));
+  });
+  accepted("sums come in one order on all ranks", 3, [](Rank& self) {
+    for (int i = 0; i < 10; i++) {
+      const float sum = reduced(self);
+      Device own = self.memory(4, 0);
+      must(cuMemcpyHtoD_v2(own, &sum, 4));
+      std::vector<Device> all;
+      for (int peer = 0; peer < self.ranks; peer++) all.push_back(self.memory(4, 0));
+      self.exchange(own, 4, all, 4);
+      must(cuStreamSynchronize(self.stream));
+      for (Device other : all) {
+        expect(self.read(other, 4) == self.read(own, 4), "the sum of another rank");
+        must(cuMemFree_v2(other));
+      }
+      must(cuMemFree_v2(own));
+    }
+    self.close();
+  });
+  accepted("and in another one every time", 3, [](Rank& self) {
+    bool orders[2] = {};
+    for (int i = 0; i < 64; i++) orders[reduced(self) == 1.0f] = true;
+    expect(orders[0] && orders[1], "64 sums of one order");
+    self.close();
+  });
+  refused("lengths that differ", "receives 8 bytes where rank 0 sends 16", 2, [](Rank& self) {
+    Device memory = self.memory(16, 1);
+    if (self.rank == 0) ncclSend(memory, 16, BYTES, 1, self.comm, self.stream);
+    else ncclRecv(memory, 8, BYTES, 0, self.comm, self.stream);
+    self.settle();
+    cuStreamSynchronize(self.stream);
+  });
+  refused("a freed buffer", "NCCL, rank 0, 1 transfers", 2, [](Rank& self) {
+    Device memory = self.memory(16, 1);
+    if (self.rank == 1) return;
+    must(ncclSend(memory, 16, BYTES, 1, self.comm, self.stream));
+    cuMemFree_v2(memory);
+    self.settle();
+    cuStreamSynchronize(self.stream);
+  });
+  refused("a call before the last one is through", "its state was not asked for", 2, [](Rank& self) {
+    Device memory = self.memory(16, 1);
+    if (self.rank == 1) return;
+    must(ncclSend(memory, 16, BYTES, 1, self.comm, self.stream));
+    ncclSend(memory, 16, BYTES, 1, self.comm, self.stream);
+  });
+  refused("another OS thread", "not on the OS thread that opened the communicator", 1, [](Rank& self) {
+    std::thread([&] { ncclCommFinalize(self.comm); }).join();
+  });
+  refused("a rank that is not there", "rank 2 of 2", 2, [](Rank& self) {
+    ncclSend(self.memory(16, 1), 16, BYTES, 2, self.comm, self.stream);
+  });
+  refused("a communicator that is gone", "no such communicator", 1, [](Rank& self) {
+    ncclCommAbort(self.comm);
+    ncclCommFinalize(self.comm);
+  });
+  printf("nccl: %d tests, %d failed\n", tests, failures);
+  return failures != 0;
+}
