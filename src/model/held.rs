@@ -4,7 +4,7 @@ use super::config::Form;
 use super::layer::{Adapter, Projection};
 use super::names::{Layout, ParameterSpec, TensorRole};
 use crate::dist::{Mesh, piece};
-use crate::ops::packed::{self, PackedMatrix, PackedTable};
+use crate::ops::packed::{self, PackedForm, PackedMatrix, PackedTable};
 use crate::ops::{self, Parameter};
 use anyhow::{Result, bail};
 use candle_core::{Device, Tensor};
@@ -19,10 +19,66 @@ pub enum Held {
     Table(Arc<PackedTable>),
 }
 
+/// This rank's bytes of a packed tensor that all ranks hold together.
+#[derive(Clone)]
+pub struct PackedPiece {
+    whole: PackedShape,
+    bytes: Arc<Vec<u8>>,
+}
+
+/// What its bytes are arranged as.
+#[derive(Clone, Copy)]
+enum PackedShape {
+    Matrix(PackedForm, [usize; 3]),
+    /// Rows and their width.
+    Table(usize, usize),
+}
+
+impl PackedPiece {
+    /// This rank's bytes of `held`, tensor `index`; `None` for what is not packed.
+    fn of(held: &Held, mesh: &Mesh, index: usize) -> Option<Self> {
+        let (whole, bytes) = match held {
+            Held::Plain(_) => return None,
+            Held::Matrix(matrix) => (PackedShape::Matrix(matrix.form(), matrix.shape()), matrix.bytes()),
+            Held::Table(table) => {
+                let (rows, width) = table.shape();
+                (PackedShape::Table(rows, width), table.bytes())
+            }
+        };
+        let own = piece(bytes.len(), index, mesh.rank(), mesh.ranks());
+        Some(Self { whole, bytes: Arc::new(bytes[own].to_vec()) })
+    }
+
+    /// What is here.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// Bytes of the whole tensor.
+    pub fn whole_bytes(&self) -> usize {
+        match self.whole {
+            PackedShape::Matrix(form, shape) => form.bytes(shape),
+            PackedShape::Table(rows, width) => 2 * rows * width,
+        }
+    }
+
+    /// The whole tensor, whose bytes these are.
+    pub fn made_whole(&self, bytes: Vec<u8>) -> Held {
+        match self.whole {
+            PackedShape::Matrix(form, shape) => {
+                Held::Matrix(Arc::new(PackedMatrix::of_bytes(form, shape, bytes)))
+            }
+            PackedShape::Table(_, width) => Held::Table(Arc::new(PackedTable::new(bytes, width))),
+        }
+    }
+}
+
 /// A tensor on its way into a model: values that may learn, or what is shared as it is.
 pub enum Loaded {
     Values(Vec<f32>),
     Packed(Held),
+    /// This rank's piece of packed values.
+    PackedPiece(Arc<Mesh>, PackedPiece),
     /// This rank's piece of values that the ranks of a mesh share.
     Piece(Arc<Mesh>, Vec<f32>),
     /// So many bytes that stay on disk.
@@ -40,7 +96,7 @@ impl Loaded {
                 Ok(Held::Plain(Tensor::from_vec(values, spec.working_shape(), &Device::Cpu)?))
             }
             Loaded::Packed(held) => Ok(held),
-            Loaded::Piece(..) => bail!("{} is in pieces", spec.name),
+            Loaded::Piece(..) | Loaded::PackedPiece(..) => bail!("{} is in pieces", spec.name),
             Loaded::Stored(_) => bail!("{} is on disk", spec.name),
         }
     }
@@ -52,6 +108,10 @@ impl Loaded {
                 let piece = piece(values.len(), index, mesh.rank(), mesh.ranks());
                 Loaded::Piece(mesh.clone(), values[piece].to_vec())
             }
+            Loaded::Packed(held) if mesh.ranks() > 1 => match PackedPiece::of(&held, mesh, index) {
+                Some(piece) => Loaded::PackedPiece(mesh.clone(), piece),
+                None => Loaded::Packed(held),
+            },
             whole => whole,
         }
     }

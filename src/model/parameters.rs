@@ -7,7 +7,7 @@ pub use cut::Asked;
 
 use super::adapter::Lora;
 use super::config::Config;
-use super::held::{Held, Loaded, Weight};
+use super::held::{Held, Loaded, PackedPiece, Weight};
 use super::layer::Adapter;
 use super::layers_in_turn::{LayersInTurn, TensorStore, WeightChange, adapted};
 use super::load::ModelFolder;
@@ -64,6 +64,8 @@ enum Values {
     Piece(Var),
     /// Packed values never learn.
     Packed(Held),
+    /// This rank's piece of packed values that all ranks hold together.
+    PackedPiece(PackedPiece),
     /// Part of a layer that stays on disk, bytes.
     Stored(u64),
 }
@@ -149,6 +151,10 @@ impl Parameters {
                     Values::Piece(Var::from_vec(values, size, &Device::Cpu)?)
                 }
                 Loaded::Packed(held) => Values::Packed(held),
+                Loaded::PackedPiece(shared, piece) => {
+                    mesh = shared;
+                    Values::PackedPiece(piece)
+                }
                 Loaded::Stored(bytes) => Values::Stored(bytes),
             };
             entries.push(Entry { values, gradient: None, state: OptimizerState::new() });
@@ -226,6 +232,7 @@ impl Parameters {
         let of = |(entry, spec): (&Entry, &ParameterSpec)| match &entry.values {
             Values::Plain(_) | Values::Piece(_) => (spec.element_count() * size_of::<f32>()) as u64,
             Values::Packed(held) => held.bytes(),
+            Values::PackedPiece(piece) => piece.whole_bytes() as u64,
             Values::Stored(bytes) => *bytes,
         };
         self.entries.iter().zip(&self.specs).map(of).sum()
@@ -243,11 +250,13 @@ impl Parameters {
     pub fn values(&self, index: usize) -> Result<&Tensor> {
         match &self.entries[index].values {
             Values::Plain(values) | Values::Piece(values) => Ok(values.as_tensor()),
-            Values::Packed(_) | Values::Stored(_) => bail!("{} is packed", self.specs[index].name),
+            Values::Packed(_) | Values::PackedPiece(_) | Values::Stored(_) => {
+                bail!("{} is packed", self.specs[index].name)
+            }
         }
     }
 
-    /// Whether tensor `index` is cut over the ranks.
+    /// Whether tensor `index` is cut over the ranks, and not packed.
     pub fn is_cut(&self, index: usize) -> bool {
         matches!(self.entries[index].values, Values::Piece(_))
     }
@@ -261,16 +270,36 @@ impl Parameters {
             Values::Plain(values) => Ok(Held::Plain(values.as_tensor().clone())),
             Values::Piece(_) => Ok(Held::Plain(self.whole(index, VALUES)?)),
             Values::Packed(held) => Ok(held.clone()),
+            Values::PackedPiece(piece) => self.gathered_packed(index, piece),
             Values::Stored(_) => bail!("{} is on disk", self.specs[index].name),
         }
     }
 
-    /// The values of tensor `index` where they are packed.
+    /// The values of tensor `index` where they are packed, and whole on this rank.
     pub fn packed(&self, index: usize) -> Option<Held> {
         match &self.entries[index].values {
             Values::Packed(held) => Some(held.clone()),
             _ => None,
         }
+    }
+
+    /// The values of tensor `index` where they are packed, as they lie here, for another store that shares them.
+    pub fn shared(&self, index: usize) -> Option<Loaded> {
+        match &self.entries[index].values {
+            Values::Packed(held) => Some(Loaded::Packed(held.clone())),
+            Values::PackedPiece(piece) => Some(Loaded::PackedPiece(self.mesh.clone(), piece.clone())),
+            _ => None,
+        }
+    }
+
+    /// Whether the ranks hold any packed tensor together.
+    pub fn has_packed_pieces(&self) -> bool {
+        self.entries.iter().any(|entry| matches!(entry.values, Values::PackedPiece(_)))
+    }
+
+    /// Whether the ranks hold any tensor together.
+    fn has_pieces(&self) -> bool {
+        self.entries.iter().any(|entry| matches!(entry.values, Values::Piece(_) | Values::PackedPiece(_)))
     }
 
     /// Those of the tensor of `spec`, wherever they are: in memory or on disk.
@@ -397,7 +426,7 @@ impl Parameters {
     /// # Errors
     /// When a tensor of the architecture is missing.
     pub fn learning(&self, sink: &Arc<dyn GradientSink>) -> Result<Weights> {
-        if self.entries.iter().any(|entry| matches!(entry.values, Values::Piece(_))) {
+        if self.has_pieces() {
             return self.gathered(Uses { sink: Some(sink.clone()), ..Uses::default() });
         }
         self.weights(self.stored.clone(), &|index| {
@@ -414,7 +443,7 @@ impl Parameters {
     /// # Errors
     /// As [`Self::learning`].
     pub fn passing(&self) -> Result<Weights> {
-        match self.entries.iter().any(|entry| matches!(entry.values, Values::Piece(_))) {
+        match self.has_pieces() {
             true => self.gathered(Uses::default()),
             false => self.frozen(),
         }

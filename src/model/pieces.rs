@@ -1,7 +1,7 @@
 //! Tensors of which each rank holds a piece, and the layers that are gathered when it is their turn.
 
 use super::config::Config;
-use super::held::{Held, Weight};
+use super::held::{Held, PackedPiece, Weight};
 use super::layer::{Adapter, Layer};
 use super::layers_in_turn::{WeightChange, adapted};
 use super::names::ParameterSpec;
@@ -38,6 +38,8 @@ pub(super) struct Part {
 pub(super) enum PartHeld {
     /// This rank's values.
     Piece(Tensor),
+    /// This rank's bytes of what is packed.
+    Packed(PackedPiece),
     /// All of it, on every rank.
     Whole(Held),
 }
@@ -47,16 +49,28 @@ impl Part {
     pub fn range(&self, mesh: &Mesh, rank: usize) -> Range<usize> {
         piece(self.spec.element_count(), self.index, rank, mesh.ranks())
     }
+
+    /// The bytes that come from `rank` where this is gathered.
+    fn bytes_of(&self, mesh: &Mesh, rank: usize) -> usize {
+        match &self.held {
+            PartHeld::Whole(_) => 0,
+            PartHeld::Piece(_) => self.range(mesh, rank).len() * size_of::<f32>(),
+            PartHeld::Packed(own) => piece(own.whole_bytes(), self.index, rank, mesh.ranks()).len(),
+        }
+    }
 }
 
 /// Begins to gather those of `parts` that lie in pieces, in one exchange.
 pub(super) fn start(mesh: &Mesh, what: &str, parts: &[Part]) -> Result<Started> {
     let (mut own, mut lengths) = (vec![], vec![0; mesh.ranks()]);
     for part in parts {
-        let PartHeld::Piece(values) = &part.held else { continue };
-        own.extend_from_slice(f32_bytes(&host_values(values)?));
+        match &part.held {
+            PartHeld::Whole(_) => continue,
+            PartHeld::Piece(values) => own.extend_from_slice(f32_bytes(&host_values(values)?)),
+            PartHeld::Packed(piece) => own.extend_from_slice(piece.bytes()),
+        }
         for (rank, length) in lengths.iter_mut().enumerate() {
-            *length += part.range(mesh, rank).len() * size_of::<f32>();
+            *length += part.bytes_of(mesh, rank);
         }
     }
     mesh.start(what, &mesh.everyone(), to_each(own, mesh.ranks()), &lengths)
@@ -69,17 +83,20 @@ pub(super) fn finish(mesh: &Mesh, parts: &[Part], started: Started) -> Result<Ve
     parts
         .iter()
         .map(|part| {
-            if let PartHeld::Whole(held) = &part.held {
-                return Ok(held.clone());
+            let in_order = in_order(part.index, came.len()).map(|rank| {
+                let start = read[rank];
+                read[rank] += part.bytes_of(mesh, rank);
+                &came[rank][start..read[rank]]
+            });
+            match &part.held {
+                PartHeld::Whole(held) => Ok(held.clone()),
+                PartHeld::Piece(_) => {
+                    let mut values: Vec<f32> = Vec::with_capacity(part.spec.element_count());
+                    in_order.for_each(|bytes| values.extend(f32_values(bytes)));
+                    Ok(Held::Plain(Tensor::from_vec(values, part.spec.working_shape(), &Device::Cpu)?))
+                }
+                PartHeld::Packed(piece) => Ok(piece.made_whole(in_order.collect::<Vec<_>>().concat())),
             }
-            let mut values: Vec<f32> = Vec::with_capacity(part.spec.element_count());
-            for rank in in_order(part.index, came.len()) {
-                let bytes = &came[rank][read[rank]..];
-                let bytes = &bytes[..part.range(mesh, rank).len() * size_of::<f32>()];
-                values.extend(f32_values(bytes));
-                read[rank] += bytes.len();
-            }
-            Ok(Held::Plain(Tensor::from_vec(values, part.spec.working_shape(), &Device::Cpu)?))
         })
         .collect()
 }

@@ -41,7 +41,7 @@ pub use mistake::{Mistake, Mistakes, Place};
 pub(crate) use model::architecture_limits;
 pub use model::{Architecture, Contradiction, Dtype, Family, Init, ModelConfig, Sizes, Tokenizer, Yarn};
 pub use optimizer::{OptimizerConfig, OptimizerKind, Schedule};
-pub use parallel::{Parallel, RolloutWeights};
+pub use parallel::{PackedWeights, Parallel, RolloutWeights};
 pub use plan::{Plan, resolve, resume_differences, set_key};
 pub use policy::{
     Advantage, Aggregation, Kl, KlEstimator, KlPlace, Loss, OldLogprob, OverlongConfig, Policy, RouterReplay,

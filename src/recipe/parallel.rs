@@ -14,9 +14,23 @@ table! {
         pub sequence: usize = 1 => from(1.0),
         /// What of the learning weights each of several processes holds while they sample.
         pub rollout_weights: RolloutWeights = RolloutWeights::Auto,
+        /// What each of several processes that train holds of the packed weights that do not learn, such as an adapter's base.
+        pub packed_weights: PackedWeights = PackedWeights::Auto,
         /// Seconds that a process waits for the others in one exchange, their rollouts among it, before it gives up with an error
         /// that names them. A process that ends is noticed at once.
         pub exchange_timeout_s: f64 = 1800.0 => above(0.0).to(1e6),
+    }
+}
+
+choice! {
+    /// What of the packed weights a process holds. It changes no bit.
+    pub enum PackedWeights {
+        /// All of them where memory allows.
+        Auto = "auto",
+        /// All of them.
+        Whole = "whole",
+        /// A piece of each; a layer is gathered whenever a walk comes to it.
+        Cut = "cut",
     }
 }
 

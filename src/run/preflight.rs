@@ -4,7 +4,7 @@ use super::adapter::RunAdapter;
 use super::family::foreign_keys;
 use super::freeze::{critic_trainable, trainable};
 use super::memory::{Available, Intent, MemoryPlan, Subject, gigabytes};
-use super::source::{ModelSource, unverified};
+use super::source::{BaseLies, ModelSource, unverified};
 use super::workbench::Workbench;
 use crate::bad_input;
 use crate::dist::Mesh;
@@ -20,7 +20,7 @@ use crate::model::load::ModelFolder;
 use crate::model::split_rows::heads_split;
 use crate::ops::mxfp4;
 use crate::ops::threads::Threads;
-use crate::recipe::{InterpreterKind, Plan, Recipe, RolloutWeights, SavedDtype};
+use crate::recipe::{InterpreterKind, PackedWeights, Plan, Recipe, RolloutWeights, SavedDtype};
 use crate::rollout::{PromptLimits, preamble};
 use crate::tasks::{Problem, Task, TaskSettings};
 use anyhow::Result;
@@ -39,6 +39,7 @@ pub struct Preflight {
     processes: usize,
     /// What of the learning weights each of them holds while it samples.
     rollout_weights: RolloutWeights,
+    packed_weights: PackedWeights,
     threads: Threads,
     source: ModelSource,
     /// Which of the model's own tensors learn, in the first stage.
@@ -131,6 +132,7 @@ impl Preflight {
             mesh: mesh.clone(),
             processes: mesh.ranks(),
             rollout_weights: RolloutWeights::Whole,
+            packed_weights: PackedWeights::Whole,
             threads,
             source,
             trainable,
@@ -183,34 +185,53 @@ impl Preflight {
             streamed: self.streamed,
             processes: self.processes,
             rollout_weights: self.rollout_weights,
+            packed_weights: self.packed_weights,
         }
     }
 
-    /// Plans for `processes`, which sample as the recipe says; where it leaves that open, so that `available` memory suffices.
+    /// Plans for `processes`, which hold weights as the recipe says; where it leaves that open, so that `available` memory suffices:
+    /// packed ones whole if that can be, and of the ways to sample the one that moves least.
     pub fn plan_for(&mut self, processes: usize, available: Option<&Available>) {
         self.processes = processes;
-        self.rollout_weights = match processes {
-            1 => RolloutWeights::Whole,
-            _ => self.plan.recipe.parallel.rollout_weights,
+        let asked = self.plan.recipe.parallel.clone();
+        (self.rollout_weights, self.packed_weights) = match processes {
+            1 => (RolloutWeights::Whole, PackedWeights::Whole),
+            _ => (asked.rollout_weights, asked.packed_weights),
         };
-        if self.rollout_weights != RolloutWeights::Auto {
-            return;
-        }
         let subject = self.subject();
-        let suffices = |weights: &RolloutWeights| {
-            let peak =
-                MemoryPlan::new(&Subject { rollout_weights: *weights, ..subject.clone() }).peak_bytes();
-            available.is_none_or(|found| peak <= found.bytes)
+        let packed = match self.packed_weights {
+            PackedWeights::Auto if subject.has_packed() => vec![PackedWeights::Whole, PackedWeights::Cut],
+            PackedWeights::Auto => vec![PackedWeights::Whole],
+            asked => vec![asked],
         };
         let by_expert = subject.has_travelling_experts().then_some(RolloutWeights::ByExpert);
-        let found = [RolloutWeights::Whole].into_iter().chain(by_expert).find(suffices);
-        self.rollout_weights = found.unwrap_or(RolloutWeights::ByLayer);
-        if self.rollout_weights != RolloutWeights::Whole {
+        let sampling: Vec<RolloutWeights> = match self.rollout_weights {
+            RolloutWeights::Auto => [RolloutWeights::Whole]
+                .into_iter()
+                .chain(by_expert)
+                .chain([RolloutWeights::ByLayer])
+                .collect(),
+            asked => vec![asked],
+        };
+        let ways = packed.iter().flat_map(|packed| sampling.iter().map(move |sampling| (*sampling, *packed)));
+        let suffices = |&(rollout_weights, packed_weights): &(RolloutWeights, PackedWeights)| {
+            let peak = MemoryPlan::new(&Subject { rollout_weights, packed_weights, ..subject.clone() });
+            available.is_none_or(|found| peak.peak_bytes() <= found.bytes)
+        };
+        let last = ways.clone().last();
+        let Some((sampling, packed)) = ways.clone().find(suffices).or(last) else { return };
+        let (chosen, given) = (asked.rollout_weights == RolloutWeights::Auto, RolloutWeights::Whole);
+        if chosen && sampling != given && processes > 1 {
             self.plan.warnings.push(format!(
-                "memory does not hold all weights in each process while it samples: parallel.rollout_weights = \"{}\"",
-                self.rollout_weights
+                "memory does not hold all weights in each process while it samples: parallel.rollout_weights = \"{sampling}\""
             ));
         }
+        if asked.packed_weights == PackedWeights::Auto && packed == PackedWeights::Cut {
+            self.plan.warnings.push(format!(
+                "memory does not hold all packed weights in each process: parallel.packed_weights = \"{packed}\""
+            ));
+        }
+        (self.rollout_weights, self.packed_weights) = (sampling, packed);
     }
 
     /// Refuses what does not fit into `available` memory, and warns of what hardly does. Where the command can do with a layer at
@@ -241,7 +262,12 @@ impl Preflight {
     pub fn load(self, console: &Console) -> Result<Workbench> {
         let source = self.source;
         let (recipe, trainable) = (&self.plan.recipe, &self.trainable);
-        let read = || source.parameters(recipe, trainable, self.intent, &self.mesh, self.streamed, console);
+        let lie = match (self.streamed, self.packed_weights) {
+            (true, _) => BaseLies::OnDisk,
+            (false, PackedWeights::Cut) if self.intent.learns() => BaseLies::InPieces,
+            _ => BaseLies::Whole,
+        };
+        let read = || source.parameters(recipe, trainable, self.intent, &self.mesh, lie, console);
         let mut parameters = self.threads.wide(read)?;
         let (mut trainable, mut base) = (self.trainable.clone(), None);
         if let Some(adapter) = self.adapter.as_ref().filter(|adapter| !adapter.after_cold_start) {

@@ -46,6 +46,17 @@ pub(super) struct ModelSource {
     pub(super) adapter: Option<AdapterFolder>,
 }
 
+/// Where weights that do not learn and are packed lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum BaseLies {
+    /// In the memory of each process.
+    Whole,
+    /// In pieces, one a process.
+    InPieces,
+    /// On disk, but for the layer whose turn it is.
+    OnDisk,
+}
+
 impl ModelSource {
     pub(super) fn open(recipe: &Recipe) -> Result<Self> {
         match (&recipe.model.path, &recipe.model.architecture) {
@@ -197,10 +208,10 @@ impl ModelSource {
         trainable: &[bool],
         intent: Intent,
         mesh: &Arc<Mesh>,
-        streamed: bool,
+        lie: BaseLies,
         console: &Console,
     ) -> Result<Parameters> {
-        let parameters = self.base_parameters(recipe, trainable, intent, mesh, streamed, console)?;
+        let parameters = self.base_parameters(recipe, trainable, intent, mesh, lie, console)?;
         let mut parameters = parameters.shared_by(mesh);
         if let Some(adapter) = &self.adapter {
             parameters.adapt(adapter.lora.clone(), adapter.values(&self.specs())?)?;
@@ -215,7 +226,7 @@ impl ModelSource {
         trainable: &[bool],
         intent: Intent,
         mesh: &Arc<Mesh>,
-        streamed: bool,
+        lie: BaseLies,
         console: &Console,
     ) -> Result<Parameters> {
         // What `model.dtype` makes of a tensor; packed ones have no more digits than that.
@@ -235,7 +246,7 @@ impl ModelSource {
             let drawn = drawn.into_iter().map(|(spec, values)| Ok((spec, rounded(values))));
             return Parameters::new(&self.config, drawn);
         };
-        if streamed {
+        if lie == BaseLies::OnDisk {
             let to_bf16 = WeightRounding { mxfp4: false, bits: Some(7) };
             let changes = if recipe.model.dtype == Dtype::Bf16 { vec![to_bf16.change()] } else { vec![] };
             return Parameters::with_stored_layers(&self.config, folder.clone(), changes);
@@ -263,6 +274,7 @@ impl ModelSource {
                         Loaded::Values(rounded(values)).cut(mesh, index)
                     }
                     Loaded::Values(values) => Loaded::Values(rounded(values)),
+                    packed if lie == BaseLies::InPieces => packed.cut(mesh, index),
                     packed => packed,
                 },
             ))

@@ -10,7 +10,7 @@ use super::optimizer::Optimizer;
 use crate::metrics::Metrics;
 use crate::model::adapter::{Lora, Owner};
 use crate::model::config::Config;
-use crate::model::held::{Held, Loaded};
+use crate::model::held::Loaded;
 use crate::model::init::value_model;
 use crate::model::names::value_model_specs;
 use crate::model::parameters::Parameters;
@@ -54,11 +54,12 @@ impl Critic {
             .collect();
         let values = value_model(config, seed, |spec| {
             let index = policy.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
-            let held = policy.of_place(index)?;
-            Ok(match held {
-                // What neither learns is one and the same.
-                Held::Matrix(_) | Held::Table(_) if !learns.contains(&spec.name) => Loaded::Packed(held),
-                held => Loaded::Values(held.decoded(spec)?.flatten_all()?.to_vec1()?),
+            // What neither learns is one and the same.
+            let shared = policy.shared(index).filter(|_| !learns.contains(&spec.name));
+            let own = || anyhow::Ok(policy.of_place(index)?.decoded(spec)?.flatten_all()?.to_vec1()?);
+            Ok(match shared {
+                Some(packed) => packed,
+                None => Loaded::Values(own()?),
             })
         });
         let values = values.enumerate().map(|(index, found)| {
@@ -81,7 +82,7 @@ impl Critic {
     ) -> Result<Self> {
         let values = value_model(config, seed, |spec| {
             let index = policy.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
-            Ok(Loaded::Packed(policy.of_place(index)?))
+            policy.shared(index).map_or_else(|| Ok(Loaded::Packed(policy.of_place(index)?)), Ok)
         });
         let mut parameters = Parameters::with_value_head(config, values)?.shared_by(policy.mesh());
         let start = lora.start(&parameters.specs, seed, Owner::Critic)?;

@@ -6,7 +6,7 @@ use crate::atomic_file::replace_file;
 use crate::bad_input;
 use crate::integrity::digest_of;
 use crate::model::config::Config;
-use crate::model::held::{Held, Loaded};
+use crate::model::held::Loaded;
 use crate::model::names::{ParameterSpec, StoredTensor};
 use crate::model::parameters::{Parameters, VALUES};
 use crate::model::tensor_file::{TensorFile, f32_values, write_f32, write_tensors};
@@ -28,9 +28,9 @@ pub fn copy(config: &Config, parameters: &Parameters) -> Result<Parameters> {
             let piece = host_values(parameters.values(index)?)?.to_vec();
             return Ok((spec.clone(), Loaded::Piece(parameters.mesh().clone(), piece)));
         }
-        let values = match parameters.of_place(index)? {
-            Held::Plain(values) => Loaded::Values(values.flatten_all()?.to_vec1()?),
-            packed => Loaded::Packed(packed),
+        let values = match parameters.shared(index) {
+            Some(packed) => packed,
+            None => Loaded::Values(parameters.of_place(index)?.decoded(spec)?.flatten_all()?.to_vec1()?),
         };
         Ok((spec.clone(), values))
     });
@@ -89,8 +89,8 @@ pub fn read(run: &Path, config: &Config, parameters: &Parameters) -> Result<Para
     };
     let file = TensorFile::open(&path).map_err(|e| damaged(format!("cannot be used: {e:#}")))?;
     let found = parameters.specs.iter().enumerate().map(|(index, spec)| {
-        if let Some(packed) = parameters.packed(index) {
-            return Ok((spec.clone(), Loaded::Packed(packed)));
+        if let Some(packed) = parameters.shared(index) {
+            return Ok((spec.clone(), packed));
         }
         let info = file.metadata.info(&spec.name).ok_or_else(|| damaged(format!("lacks {}", spec.name)))?;
         if info.dtype != Dtype::F32 || info.shape != spec.working_shape() {

@@ -18,7 +18,7 @@ use crate::policy::kl_in_reward::KlController;
 use crate::recipe::{self, Dtype};
 use crate::rollout::Rollouts;
 use crate::run::evaluation::{evaluate, prompts};
-use crate::run::memory::recomputes_layers;
+use crate::run::memory::{PassWeights, recomputes_layers};
 use crate::run::run_folder::RunFolder;
 use crate::run::signals::Stop;
 use crate::run::workbench::Workbench;
@@ -347,7 +347,11 @@ impl Trainer {
 
     fn pass(&self, temperature: f64) -> PassSettings {
         let Workbench { plan, threads, model, parameters, .. } = &self.bench;
-        let weights = (parameters.bytes(), parameters.adapter().is_some());
+        let weights = PassWeights {
+            bytes: parameters.bytes(),
+            adapted: parameters.adapter().is_some(),
+            packed_pieces: parameters.has_packed_pieces(),
+        };
         let (threads, processes) = (threads.count(), parameters.mesh().ranks());
         PassSettings {
             recompute_layers: recomputes_layers(&plan.recipe, &model.config, weights, threads, processes),

@@ -112,6 +112,35 @@ fn weights_held_by_layer_or_by_expert_while_sampling_change_no_bit() {
 }
 
 #[test]
+fn packed_weights_in_pieces_change_no_bit() {
+    let start = [&SHORT[..], &["train.steps=0", "checkpoint.dtype=mxfp4"]].concat();
+    let base = Launch::new("quickstart", &start).alone();
+    let path = format!("model.path={}", base.checkpoint("cold-start-000006").display());
+    let learns =
+        [&SHORT[..], &[&path, "cold_start.steps=0", "policy.kl.place=loss", "policy.kl.coefficient=0.1"]];
+    for (recipe, more, several) in [
+        ("quickstart_lora", &[][..], &[("whole", 2), ("by_layer", 3), ("by_expert", 2)][..]),
+        // Layers are gathered again in the backward.
+        ("quickstart_lora", &["train.recompute_layers=true"], &[("whole", 3)]),
+        // The attention's matrices learn beside packed experts.
+        ("quickstart", &["train.freeze=[\"*.experts.*\"]"], &[("by_layer", 2)]),
+        // A second adapter, of a critic, on the same pieces.
+        ("quickstart_ppo", &["adapter.rank=4"], &[("whole", 2)]),
+    ] {
+        let sets = [&learns.concat()[..], more].concat();
+        let one = Launch::new(recipe, &sets).alone();
+        for &(how, ranks) in several {
+            let how = format!("parallel.rollout_weights={how}");
+            let parallel = ["parallel.packed_weights=cut", &how];
+            let several = Launch::new(recipe, &[&sets[..], &parallel].concat()).ranks(ranks).run();
+            assert_same_figures(&one, &several, &format!("{recipe} {more:?} {how} on {ranks}"));
+            let last = one.checkpoints().pop().expect("a checkpoint");
+            assert!(assert_same_state(&one, &several, &last, "trainer", ranks) > 0);
+        }
+    }
+}
+
+#[test]
 fn split_sequences_give_the_log_probs_of_one_process_and_its_gradients_within_rounding() {
     // One step whose update is the gradient itself.
     let step = [

@@ -4,7 +4,7 @@ use super::{BLOCK_STATES, MASTER, Parameters, VALUES, Values};
 use crate::dist::wire::f32_bytes;
 use crate::dist::{CUT, Mesh, in_order, piece};
 use crate::model::expert_ranks::{ExpertRanks, experts_of};
-use crate::model::held::{Held, Weight};
+use crate::model::held::{Held, PackedPiece, Weight};
 use crate::model::names::{ParameterSpec, TensorRole};
 use crate::model::pieces::{self, GatheredLayers, Part, PartHeld, Uses};
 use crate::model::rounding::WeightRounding;
@@ -24,6 +24,7 @@ impl Parameters {
     fn part(&self, index: usize) -> Result<Part> {
         let held = match &self.entries[index].values {
             Values::Piece(values) => PartHeld::Piece(values.as_tensor().clone()),
+            Values::PackedPiece(piece) => PartHeld::Packed(piece.clone()),
             _ => PartHeld::Whole(self.of_place(index)?),
         };
         Ok(Part { index, spec: self.specs[index].clone(), held, learns: self.learns(index) })
@@ -44,7 +45,7 @@ impl Parameters {
     /// As [`Self::by_layer`].
     pub fn by_expert(&self, rounding: WeightRounding) -> Result<Weights> {
         let is_packed =
-            |(index, spec): (usize, &ParameterSpec)| spec.is_of_experts() && self.packed(index).is_some();
+            |(index, spec): (usize, &ParameterSpec)| spec.is_of_experts() && self.shared(index).is_some();
         if self.adapter.is_some() || self.specs.iter().enumerate().any(is_packed) {
             return self.rounded(&rounding);
         }
@@ -68,6 +69,7 @@ impl Parameters {
         let spec = part.spec.of_experts(own.len());
         let values = match &part.held {
             PartHeld::Whole(held) => held.decoded(&part.spec)?.narrow(0, own.start, own.len())?,
+            PartHeld::Packed(_) => bail!("{}: packed experts do not travel", part.spec.name),
             PartHeld::Piece(values) => {
                 let one = part.spec.element_count() / experts;
                 let of = |rank: usize| {
@@ -112,12 +114,15 @@ impl Parameters {
     /// # Errors
     /// When there is no such thing, or a rank does not come in time.
     pub fn whole(&self, index: usize, kind: &str) -> Result<Tensor> {
+        if let Values::PackedPiece(piece) = &self.entries[index].values {
+            self.ask_for(index, kind)?;
+            return self.gathered_packed(index, piece)?.decoded(&self.specs[index]);
+        }
         let own = self.own(index, kind)?;
         if !self.is_cut(index) {
             return Ok(own.clone());
         }
-        let of_critic = self.index.contains_key(VALUE_HEAD);
-        self.mesh.ask(Asked::Tensor { of_critic, index, kind: kind.to_owned() })?;
+        self.ask_for(index, kind)?;
         let is_codes = own.dtype() == DType::U8;
         let bytes = if is_codes { host_codes(own)?.to_vec() } else { f32_bytes(&host_values(own)?).to_vec() };
         let parts = self.mesh.all_gather(&format!("all of {}", self.specs[index].name), bytes)?;
@@ -134,6 +139,19 @@ impl Parameters {
                 Tensor::from_vec(values, count, &Device::Cpu)?
             }
         })
+    }
+
+    fn ask_for(&self, index: usize, kind: &str) -> Result<()> {
+        let of_critic = self.index.contains_key(VALUE_HEAD);
+        self.mesh.ask(Asked::Tensor { of_critic, index, kind: kind.to_owned() })
+    }
+
+    /// Packed tensor `index`, of which every rank has a `piece` and must ask.
+    pub(super) fn gathered_packed(&self, index: usize, piece: &PackedPiece) -> Result<Held> {
+        let what = format!("all of {}", self.specs[index].name);
+        let parts = self.mesh.all_gather(&what, piece.bytes().to_vec())?;
+        let bytes = in_order(index, parts.len()).map(|rank| &parts[rank][..]).collect::<Vec<_>>().concat();
+        Ok(piece.made_whole(bytes))
     }
 
     /// The type of what is kept of tensor `index` under `kind`, and how many values it has for the whole tensor.

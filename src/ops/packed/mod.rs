@@ -149,6 +149,17 @@ impl PackedMatrix {
         Ok(Self { form, experts, input, output, bytes })
     }
 
+    /// The matrix whose [`Self::bytes`] these are.
+    pub fn of_bytes(form: PackedForm, [experts, input, output]: [usize; 3], bytes: Vec<u8>) -> Self {
+        assert_eq!(bytes.len(), form.bytes([experts, input, output]), "packed matrix: bytes");
+        Self { form, experts, input, output, bytes }
+    }
+
+    /// As it lies in memory.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
     /// `[experts, in, out]`.
     pub fn shape(&self) -> [usize; 3] {
         [self.experts, self.input, self.output]

@@ -17,6 +17,11 @@ impl PackedTable {
         Self { width, bytes }
     }
 
+    /// As it lies in memory.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
     /// `[V, H]`.
     pub fn shape(&self) -> (usize, usize) {
         (self.bytes.len() / (2 * self.width), self.width)

@@ -21,13 +21,13 @@ use crate::model::cache::SequenceCache;
 use crate::model::config::{Config, Form};
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
-use crate::recipe::{Dtype, KlPlace, OptimizerConfig, Recipe, RolloutWeights};
+use crate::recipe::{Dtype, KlPlace, OptimizerConfig, PackedWeights, Recipe, RolloutWeights};
 use crate::rollout::{FORWARD_TOKENS_MAX, engines};
 use crate::train::accumulate::side_by_side;
 use crate::train::gradients::EXCHANGE_BYTES_MAX;
 use crate::train::optimizer::state_bytes;
 use anyhow::Result;
-use weights::in_turn;
+use weights::{Pieced, in_turn, whole_bytes};
 
 /// What the program itself takes: code, tokenizer, task data, threads.
 const PROGRAM_BYTES: u64 = 64 << 20;
@@ -39,22 +39,34 @@ const REPLY_FRAME_TOKENS: usize = 32;
 /// What passes that run side by side may keep of their layers for the backward, unless the recipe says whether they do.
 const KEPT_BYTES_MAX: u64 = 1 << 30;
 
-/// Whether a pass computes its layers again in the backward: as the recipe says, or as `weight_bytes` of weights, `adapted` or not, and so many
-/// threads of so many processes make it worth. It changes no bit.
+/// The weights of a pass.
+#[derive(Debug, Clone, Copy)]
+pub struct PassWeights {
+    pub bytes: u64,
+    /// Whether matrices have adapters.
+    pub adapted: bool,
+    /// Whether packed weights are in pieces.
+    pub packed_pieces: bool,
+}
+
+/// Whether a pass computes its layers again in the backward: as the recipe says, or as its weights and so many threads of so many
+/// processes make it worth. It changes no bit.
 pub fn recomputes_layers(
     recipe: &Recipe,
     config: &Config,
-    (weight_bytes, adapted): (u64, bool),
+    weights: PassWeights,
     threads: usize,
     processes: usize,
 ) -> bool {
     recipe.train.recompute_layers.unwrap_or_else(|| {
         let tokens = recipe.train.micro_batch_tokens;
-        let pass = PassShape { config, tokens, targets: tokens, adapted };
+        let pass = PassShape { config, tokens, targets: tokens, adapted: weights.adapted };
+        // An adapter's base is gathered only where it is cut.
+        let gathered = !weights.adapted || weights.packed_pieces;
         let kept = match processes {
-            1 => passes_at_once(weight_bytes, threads).saturating_mul(pass.both_ways(false)),
-            // The graph of all layers holds them all, gathered; an adapter's base is not.
-            _ => pass.both_ways(false) + if adapted { 0 } else { weight_bytes },
+            1 => passes_at_once(weights.bytes, threads).saturating_mul(pass.both_ways(false)),
+            // The graph of all layers holds them all.
+            _ => pass.both_ways(false) + if gathered { weights.bytes } else { 0 },
         };
         kept > KEPT_BYTES_MAX
     })
@@ -126,6 +138,8 @@ pub struct Subject<'a> {
     pub processes: usize,
     /// What of the learning weights each of them holds while it samples.
     pub rollout_weights: RolloutWeights,
+    /// What of the packed ones each of them holds.
+    pub packed_weights: PackedWeights,
 }
 
 /// What an adapter adds.
@@ -297,13 +311,14 @@ impl Subject<'_> {
         })
     }
 
-    /// What a process gathers of `learning` in a pass: a layer at a time where it `recomputes`, else all of it, as its graph holds all
-    /// layers; and the gradients that are exchanged.
+    /// What a process gathers in a pass: of `learning` and the packed weights in pieces a layer at a time where it `recomputes`, else
+    /// all of them, as its graph holds all layers; and the gradients that are exchanged.
     fn gathered(&self, learning: &[Learning], recomputes: bool) -> u64 {
         let largest = learning.iter().map(|(_, spec)| spec.resident_bytes(Form::F32)).max().unwrap_or(0);
+        let pieced: Vec<Pieced> =
+            learning.iter().cloned().map(Pieced::learning).chain(self.packed_pieces()).collect();
         // As a layer comes it is there twice, and the next one is on its way.
-        let weights =
-            if recomputes { in_turn(learning) } else { gathered_bytes(learning).max(in_turn(learning)) };
+        let weights = if recomputes { in_turn(&pieced) } else { whole_bytes(&pieced).max(in_turn(&pieced)) };
         weights + largest + EXCHANGE_BYTES_MAX.min(2 * gathered_bytes(learning)).max(2 * largest)
     }
 
@@ -391,7 +406,11 @@ impl Subject<'_> {
             phases.push(("comparison", vec![MemoryPart { name: "activations", bytes: pass.forward() }]));
             return phases;
         }
-        let weights = (self.weight_bytes(), self.adapter.is_some());
+        let weights = PassWeights {
+            bytes: self.weight_bytes(),
+            adapted: self.adapter.is_some(),
+            packed_pieces: !self.packed_pieces().is_empty(),
+        };
         let recomputes = recomputes_layers(recipe, self.config, weights, self.threads, self.processes);
         let bytes = at_once * pass.both_ways(recomputes);
         let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };

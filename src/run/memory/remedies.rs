@@ -3,7 +3,7 @@
 use super::{AdapterPart, Intent, MemoryPlan, Subject, gigabytes};
 use crate::model::adapter::{Lora, default_targets};
 use crate::model::names::{parameter_specs, value_model_specs};
-use crate::recipe::{AdapterConfig, OptimizerKind, Recipe, RolloutWeights};
+use crate::recipe::{AdapterConfig, OptimizerKind, PackedWeights, Recipe, RolloutWeights};
 
 /// What a key would save.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -79,6 +79,11 @@ impl Subject<'_> {
             if let Some(frozen) = self.with_frozen_experts().filter(|_| self.adapter.is_none()) {
                 changes.push((format!("train.freeze = [{FROZEN_EXPERTS:?}]"), frozen));
             }
+        }
+        if self.processes > 1 && self.packed_weights != PackedWeights::Cut {
+            let subject = Subject { packed_weights: PackedWeights::Cut, ..self.clone() };
+            let change = format!("parallel.packed_weights = \"{}\"", PackedWeights::Cut);
+            changes.push((change, MemoryPlan::new(&subject).peak_bytes()));
         }
         if self.processes > 1 && self.rollout_weights == RolloutWeights::Whole {
             let by_expert = self.has_travelling_experts().then_some(RolloutWeights::ByExpert);

@@ -7,7 +7,7 @@ use crate::model::held::Held;
 use crate::model::init::{InitSettings, init};
 use crate::model::parameters::Parameters;
 use crate::ops::packed::{PackedForm, PackedMatrix, PackedTable};
-use crate::recipe::{OptimizerKind, RolloutWeights, resolve};
+use crate::recipe::{OptimizerKind, PackedWeights, RolloutWeights, resolve};
 use crate::run::preflight::Preflight;
 use crate::run::source::ModelSource;
 use crate::train::optimizer::Optimizer;
@@ -60,6 +60,7 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
                 streamed: false,
                 processes,
                 rollout_weights: RolloutWeights::Whole,
+                packed_weights: PackedWeights::Whole,
             };
             let plan = MemoryPlan::new(&subject);
             let planned = ["weights", "gradients", "optimizer"]

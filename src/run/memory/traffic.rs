@@ -1,8 +1,8 @@
 //! What several processes send each other in a step, from recipe and config alone: bytes that come to each of them.
 
+use super::weights::{Pieced, whole_bytes};
 use super::{Learning, Stage, Subject, gathered_bytes};
 use crate::metrics::Table;
-use crate::model::names::TensorRole;
 use crate::recipe::RolloutWeights;
 
 const F32: u64 = 4;
@@ -26,11 +26,11 @@ impl Traffic {
         let (recipe, config, ranks) = (subject.recipe, subject.config, subject.processes as u64);
         let sharing = if ranks > 1 { recipe.parallel.sequence as u64 } else { 1 };
         let learning = subject.learning(Stage::Reinforcement);
-        let all = gathered_bytes(&learning);
-        let in_layers =
-            |role: TensorRole, layer: Option<usize>| layer.is_some() && role != TensorRole::AdapterFactor;
-        let layers: u64 =
-            learning.iter().filter(|(_, spec)| in_layers(spec.role, spec.layer)).map(bytes_of).sum();
+        let gradients = gathered_bytes(&learning);
+        let pieced: Vec<Pieced> =
+            learning.into_iter().map(Pieced::learning).chain(subject.packed_pieces()).collect();
+        let all = whole_bytes(&pieced);
+        let layers: u64 = pieced.iter().filter(|one| one.layer().is_some()).map(|one| one.bytes).sum();
         let trajectories = (recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt) as u64;
         let longest = subject.longest() as u64;
         let rows = (recipe.train.micro_batch_tokens as u64).max(longest);
@@ -49,7 +49,7 @@ impl Traffic {
                 ("weights, for sampling", weights),
                 ("rows to experts and back", rows),
                 ("weights, layer by layer", passes * others(all + layers)),
-                ("gradients", passes * others(all)),
+                ("gradients", passes * others(gradients)),
                 ("heads of split sequences", passes * heads),
             ],
         }
@@ -61,8 +61,8 @@ impl Traffic {
     }
 }
 
-/// Weights and rows that come to a process of `subject` while it samples, of `all` bytes that learn and those of them that lie in
-/// `layers`.
+/// Weights and rows that come to a process of `subject` while it samples, of `all` bytes that are in pieces and those of them that
+/// lie in `layers`.
 fn sampling(subject: &Subject, all: u64, layers: u64) -> [u64; 2] {
     let (rollout, config, ranks) = (&subject.recipe.rollout, subject.config, subject.processes as u64);
     let others = |bytes: u64| bytes - bytes / ranks;

@@ -1,23 +1,46 @@
 //! The plan's weights: those that stay, those that are read a layer at a time, and second sets of them.
 
 use super::{AdapterPart, Learning, MemoryPart, Subject, gathered_bytes, plain_bytes};
+use crate::dist::piece;
 use crate::model::config::Form;
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
-use crate::recipe::RolloutWeights;
+use crate::recipe::{PackedWeights, RolloutWeights};
 use std::collections::BTreeMap;
 
-/// What a walk holds of `learning` that it gathers: what is outside the layers, and a layer twice as it comes and the next on its
-/// way.
-pub(super) fn in_turn(learning: &[Learning]) -> u64 {
-    let (mut outside, mut layers) = (0, BTreeMap::<usize, u64>::new());
-    for (_, spec) in learning {
+/// A tensor that processes hold together, and the bytes of all of it.
+pub(super) struct Pieced {
+    pub index: usize,
+    pub spec: ParameterSpec,
+    pub bytes: u64,
+}
+
+impl Pieced {
+    /// One that learns.
+    pub fn learning((index, spec): Learning) -> Self {
         let bytes = spec.resident_bytes(Form::F32);
-        match spec.layer {
-            Some(layer) if spec.role != TensorRole::AdapterFactor => {
-                *layers.entry(layer).or_default() += bytes
-            }
-            _ => outside += bytes,
+        Self { index, spec, bytes }
+    }
+
+    /// The layer with which it is gathered; what has none, and every adapter, is gathered before a walk.
+    pub fn layer(&self) -> Option<usize> {
+        self.spec.layer.filter(|_| self.spec.role != TensorRole::AdapterFactor)
+    }
+}
+
+/// Bytes of all of `pieced`.
+pub(super) fn whole_bytes(pieced: &[Pieced]) -> u64 {
+    pieced.iter().map(|one| one.bytes).sum()
+}
+
+/// What a walk holds of `pieced`, which it gathers: what is outside the layers, and a layer twice as it comes and the next on its
+/// way.
+pub(super) fn in_turn(pieced: &[Pieced]) -> u64 {
+    let (mut outside, mut layers) = (0, BTreeMap::<usize, u64>::new());
+    for one in pieced {
+        match one.layer() {
+            Some(layer) => *layers.entry(layer).or_default() += one.bytes,
+            None => outside += one.bytes,
         }
     }
     outside + 3 * layers.into_values().max().unwrap_or(0)
@@ -39,8 +62,34 @@ impl Subject<'_> {
         if self.processes == 1 || !self.intent.learns() {
             return self.weight_bytes();
         }
-        let learning = self.ever_learning();
-        self.weight_bytes() - gathered_bytes(&learning) + self.plain_share(&learning)
+        let (learning, packed) = (self.ever_learning(), self.packed_pieces());
+        let shared = gathered_bytes(&learning) + whole_bytes(&packed);
+        let of = |rank: usize| -> u64 {
+            let here = |one: &Pieced| piece(one.bytes as usize, one.index, rank, self.processes).len() as u64;
+            packed.iter().map(here).sum()
+        };
+        let packed_share = (0..self.processes).map(of).max().unwrap_or(0);
+        self.weight_bytes() - shared + self.plain_share(&learning) + packed_share
+    }
+
+    /// The packed tensors of the policy that the processes hold together.
+    pub(super) fn packed_pieces(&self) -> Vec<Pieced> {
+        if self.processes == 1 || !self.intent.learns() || self.packed_weights != PackedWeights::Cut {
+            return vec![];
+        }
+        let specs = parameter_specs(self.config).into_iter().enumerate();
+        let packed = specs.filter(|(index, spec)| self.is_packed(spec, *index));
+        packed
+            .map(|(index, spec)| {
+                let bytes = spec.resident_bytes(self.forms[index]);
+                Pieced { index, spec, bytes }
+            })
+            .collect()
+    }
+
+    /// What the processes hold together of the policy: what ever learns, and packed weights where they are cut.
+    pub(super) fn pieced(&self) -> Vec<Pieced> {
+        self.ever_learning().into_iter().map(Pieced::learning).chain(self.packed_pieces()).collect()
     }
 
     /// How a process holds the weights while it samples: as it is told, where they are in pieces; by expert where rows can travel.
@@ -53,24 +102,24 @@ impl Subject<'_> {
         }
     }
 
-    /// What a process of several gathers of the weights that learn, beside its pieces, while it samples.
+    /// What a process of several gathers of the weights that are in pieces, beside its own, while it samples.
     pub(super) fn gathered_for_sampling(&self) -> MemoryPart {
-        let learning = self.ever_learning();
+        let pieced = self.pieced();
         match self.held_while_sampling() {
             RolloutWeights::Auto | RolloutWeights::Whole => {
-                MemoryPart { name: "weights, gathered", bytes: gathered_bytes(&learning) }
+                MemoryPart { name: "weights, gathered", bytes: whole_bytes(&pieced) }
             }
             RolloutWeights::ByLayer => {
-                MemoryPart { name: "weights, a layer at a time", bytes: in_turn(&learning) }
+                MemoryPart { name: "weights, a layer at a time", bytes: in_turn(&pieced) }
             }
             RolloutWeights::ByExpert => {
-                let (experts, rest): (Vec<Learning>, Vec<Learning>) =
-                    learning.into_iter().partition(|(_, spec)| spec.is_of_experts());
+                let (experts, rest): (Vec<Pieced>, Vec<Pieced>) =
+                    pieced.into_iter().partition(|one| one.spec.is_of_experts());
                 let own = self.config.num_local_experts.div_ceil(self.processes);
-                let bytes = |(_, spec): &Learning| spec.of_experts(own).resident_bytes(Form::F32);
+                let bytes = |one: &Pieced| one.spec.of_experts(own).resident_bytes(Form::F32);
                 MemoryPart {
                     name: "weights, gathered but for experts",
-                    bytes: gathered_bytes(&rest) + experts.iter().map(bytes).sum::<u64>(),
+                    bytes: whole_bytes(&rest) + experts.iter().map(bytes).sum::<u64>(),
                 }
             }
         }
@@ -82,6 +131,11 @@ impl Subject<'_> {
         let is_packed =
             |(index, spec): (usize, ParameterSpec)| spec.is_of_experts() && self.is_packed(&spec, index);
         self.config.family.has_experts() && self.adapter.is_none() && !specs.any(is_packed)
+    }
+
+    /// Whether any of the policy's tensors stays packed.
+    pub fn has_packed(&self) -> bool {
+        parameter_specs(self.config).iter().enumerate().any(|(index, spec)| self.is_packed(spec, index))
     }
 
     /// Bytes of what lies outside the layers, and of the largest layer.
