@@ -15,7 +15,7 @@ use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::Parameters;
 use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::random::{Purpose, stream};
-use rloss::recipe::{Recipe, RolloutWeights};
+use rloss::recipe::{PackedWeights, Recipe, RolloutWeights};
 use rloss::run::memory::{self, MemoryPlan, Subject};
 use rloss::train::batch::MicroBatch;
 use rloss::train::forward_backward::{HeadGradient, Pass, PassSettings};
@@ -136,6 +136,7 @@ fn planned(seed: u64, recompute_layers: bool) {
         streamed: false,
         processes: 1,
         rollout_weights: RolloutWeights::Whole,
+        packed_weights: PackedWeights::Whole,
     };
     let plan = MemoryPlan::new(&subject);
     let program = plan.resident.iter().find(|part| part.name == "program").map_or(0, |part| part.bytes);

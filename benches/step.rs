@@ -22,7 +22,7 @@ use rloss::recipe::Recipe;
 use rloss::rollout::{
     Prompt, Rollout, RolloutProgress, RolloutSettings, SampledPlace, Sampling, TokenSource,
 };
-use rloss::run::memory::recomputes_layers;
+use rloss::run::memory::{PassWeights, recomputes_layers};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::train::accumulate::Learner;
 use rloss::train::batch::{MicroBatch, Sequence};
@@ -220,7 +220,7 @@ fn main() -> Result<()> {
     parameters.learn(&vec![true; parameters.len()])?;
     let recipe = Recipe::default();
     let (policy, train, optimizer_settings) = (&recipe.policy, &recipe.train, &recipe.train.optimizer);
-    let weights = (parameters.bytes(), false);
+    let weights = PassWeights { bytes: parameters.bytes(), adapted: false, packed_pieces: false };
     let recompute_layers = recomputes_layers(&recipe, &model.config, weights, threads.count(), mesh.ranks());
     let mut optimizer = Optimizer::new(optimizer_settings, &mut parameters, false)?;
     let around = chat.prompt(&[Message::user(String::new())])?.len();

@@ -72,9 +72,7 @@ pub fn refuse_several(command: &str) -> Result<()> {
 /// What carries bytes between processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Carried {
-    #[cfg(feature = "mpi")]
     ByMpi,
-    #[cfg(feature = "nccl")]
     ByNccl,
 }
 
@@ -85,30 +83,32 @@ pub(super) enum Carried {
 pub(super) fn carrier() -> Result<Carried> {
     let asked = variable("RLOSS_RANKS_BY");
     let launcher = said(variable).map(|said| said.launcher);
-    #[cfg(feature = "nccl")]
-    if launcher != Some(Launcher::Mpi)
-        && (asked.as_deref() == Some("nccl")
-            || (asked.is_none() && (launcher == Some(Launcher::Torchrun) || !cfg!(feature = "mpi"))))
-    {
-        return Ok(Carried::ByNccl);
-    }
-    #[cfg(feature = "mpi")]
-    if launcher != Some(Launcher::Torchrun) && asked.as_deref().is_none_or(|asked| asked == "mpi") {
-        return Ok(Carried::ByMpi);
-    }
-    let (built, remedy) = match (cfg!(feature = "mpi"), cfg!(feature = "nccl")) {
-        (false, false) => ("neither MPI nor NCCL", "build with --features mpi or nccl, or start one process"),
-        (true, false) => ("MPI alone", "start them by mpirun or srun, or build with --features nccl"),
-        (false, true) => ("NCCL alone", "start them by torchrun or srun, or build with --features mpi"),
-        (true, true) => {
-            ("MPI for mpirun and srun, NCCL for torchrun and srun", "set RLOSS_RANKS_BY to mpi or nccl")
-        }
-    };
-    let by = asked.map_or(String::new(), |asked| format!(" by RLOSS_RANKS_BY={asked}"));
-    Err(told_once(format!(
-        "this is one of {} processes, and this build cannot connect them{by}: it has {built}; {remedy}",
-        processes()
-    )))
+    let built = (cfg!(feature = "mpi"), cfg!(feature = "nccl"));
+    carrier_by(built, launcher, asked.as_deref()).ok_or_else(|| {
+        let (has, remedy) = match built {
+            (false, false) => {
+                ("neither MPI nor NCCL", "build with --features mpi or nccl, or start one process")
+            }
+            (true, false) => ("MPI alone", "start them by mpirun or srun, or build with --features nccl"),
+            (false, true) => ("NCCL alone", "start them by torchrun or srun, or build with --features mpi"),
+            (true, true) => {
+                ("MPI for mpirun and srun, NCCL for torchrun and srun", "set RLOSS_RANKS_BY to mpi or nccl")
+            }
+        };
+        let by = asked.map_or(String::new(), |asked| format!(" by RLOSS_RANKS_BY={asked}"));
+        told_once(format!(
+            "this is one of {} processes, and this build cannot connect them{by}: it has {has}; {remedy}",
+            processes()
+        ))
+    })
+}
+
+fn carrier_by((mpi, nccl): (bool, bool), launcher: Option<Launcher>, asked: Option<&str>) -> Option<Carried> {
+    // mpirun says nothing of where processes meet, torchrun connects none by MPI.
+    let by_mpi = mpi && launcher != Some(Launcher::Torchrun) && asked.is_none_or(|asked| asked == "mpi");
+    let by_nccl = nccl && launcher != Some(Launcher::Mpi) && asked.is_none_or(|asked| asked == "nccl");
+    let nccl = by_nccl.then_some(Carried::ByNccl);
+    if by_mpi { Some(Carried::ByMpi) } else { nccl }
 }
 
 /// Where this process is among all, and where they meet.
@@ -210,6 +210,28 @@ mod tests {
             found(&[("OMPI_COMM_WORLD_SIZE", "4"), ("OMPI_COMM_WORLD_RANK", "3")]),
             is(Launcher::Mpi, 4, 3)
         );
+    }
+
+    #[test]
+    fn processes_are_connected_by_what_is_built_and_can_connect_what_started_them() {
+        let (torchrun, mpi, slurm) = (Some(Launcher::Torchrun), Some(Launcher::Mpi), Some(Launcher::Slurm));
+        let (both, by_mpi, by_nccl) = ((true, true), Some(Carried::ByMpi), Some(Carried::ByNccl));
+        for (built, launcher, asked, expected) in [
+            ((false, false), slurm, None, None),
+            ((true, false), slurm, None, by_mpi),
+            ((true, false), torchrun, None, None),
+            ((false, true), mpi, None, None),
+            ((false, true), slurm, None, by_nccl),
+            (both, mpi, None, by_mpi),
+            (both, slurm, None, by_mpi),
+            (both, torchrun, None, by_nccl),
+            (both, slurm, Some("nccl"), by_nccl),
+            (both, mpi, Some("nccl"), None),
+            (both, torchrun, Some("mpi"), None),
+            (both, slurm, Some("gloo"), None),
+        ] {
+            assert_eq!(carrier_by(built, launcher, asked), expected, "{built:?} {launcher:?} {asked:?}");
+        }
     }
 
     #[cfg(feature = "nccl")]

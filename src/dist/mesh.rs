@@ -2,6 +2,7 @@
 
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 use super::connection::Connection;
+#[cfg(any(feature = "mpi", feature = "nccl"))]
 use super::launch::Carried;
 use super::watch::Watch;
 use super::wire::{pack, unpack};
@@ -354,19 +355,22 @@ fn read_length(bytes: &[u8]) -> Result<usize> {
 
 /// Connected by what the launcher and this build allow: [`super::launch::carrier`].
 fn connected(processes: usize) -> Result<Box<dyn Communicator>> {
-    let carrier = super::launch::carrier()?;
-    let connection: Box<dyn Communicator> = match carrier {
+    let carried = super::launch::carrier()?;
+    let connection: Result<Box<dyn Communicator>> = match carried {
         #[cfg(feature = "mpi")]
-        Carried::ByMpi => Box::new(Connection::open(super::mpi::World::open)?),
+        Carried::ByMpi => Ok(Box::new(Connection::open(super::mpi::World::open)?)),
         #[cfg(feature = "nccl")]
         Carried::ByNccl => {
             let place = super::launch::place()?;
-            Box::new(Connection::open(move || super::nccl::Ring::open(&place))?)
+            Ok(Box::new(Connection::open(move || super::nccl::Ring::open(&place))?))
         }
+        #[cfg(not(all(feature = "mpi", feature = "nccl")))]
+        other => Err(anyhow::anyhow!("this build has not what is needed {other:?}")),
     };
+    let connection = connection?;
     if connection.ranks() != processes {
         anyhow::bail!(
-            "the launcher started {processes} processes and {carrier:?} connects {}",
+            "the launcher started {processes} processes, {} are connected {carried:?}",
             connection.ranks()
         );
     }

@@ -41,7 +41,7 @@ pub struct Preflight {
     rollout_weights: RolloutWeights,
     packed_weights: PackedWeights,
     threads: Threads,
-    source: ModelSource,
+    pub(super) source: ModelSource,
     /// Which of the model's own tensors learn, in the first stage.
     trainable: Vec<bool>,
     critic_trainable: Option<Vec<bool>>,

@@ -13,7 +13,7 @@ use rloss::model::save::Companions;
 use rloss::ops::cpu::{edit, edit_codes};
 use rloss::random::{Purpose, stream};
 use rloss::recipe::{
-    CriticConfig, Dtype, OptimizerConfig as Settings, OptimizerKind, Recipe, RolloutWeights,
+    CriticConfig, Dtype, OptimizerConfig as Settings, OptimizerKind, PackedWeights, Recipe, RolloutWeights,
 };
 use rloss::run::memory::{Intent, MemoryPlan, Subject};
 use rloss::train::checkpoint::{self, Snapshot, TrainerState, restore};
@@ -325,6 +325,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
             streamed: false,
             processes: 1,
             rollout_weights: RolloutWeights::Whole,
+            packed_weights: PackedWeights::Whole,
         };
         let plan = MemoryPlan::new(&subject);
         let planned =

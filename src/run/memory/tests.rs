@@ -3,7 +3,7 @@
 use super::*;
 use crate::dist::Mesh;
 use crate::metrics::Console;
-use crate::model::held::Held;
+use crate::model::held::{Held, Loaded};
 use crate::model::init::{InitSettings, init};
 use crate::model::parameters::Parameters;
 use crate::ops::packed::{PackedForm, PackedMatrix, PackedTable};
@@ -160,4 +160,62 @@ fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
     };
     assert_eq!(sampling(RolloutWeights::ByExpert), sampling(RolloutWeights::Whole));
     assert_ne!(sampling(RolloutWeights::ByLayer), sampling(RolloutWeights::Whole));
+}
+
+#[test]
+fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
+    let text = "[model.architecture]\nhidden_size = 256\nintermediate_size = 256\nnum_local_experts = 8\n\
+                num_hidden_layers = 6\n[adapter]\n[rollout]\nturns_max = 1\n[cold_start]\nsteps = 0\n";
+    let plan = resolve(Path::new("a.toml"), text, &[]).unwrap();
+    let mut preflight = Preflight::open(plan, Intent::Train, &Console::silent()).unwrap();
+    let specs = parameter_specs(&preflight.source.config);
+    preflight.source.forms =
+        specs.iter().map(|spec| if spec.is_expert_matrix() { Form::Mxfp4 } else { Form::Bf16 }).collect();
+    let weights = |subject: &Subject| MemoryPlan::new(subject).resident[1].bytes;
+    let alone = {
+        preflight.plan_for(1, None);
+        weights(&preflight.subject())
+    };
+    for processes in [2, 3, 8] {
+        preflight.plan_for(processes, None);
+        assert_eq!(preflight.subject().packed_weights, PackedWeights::Whole, "memory is not known");
+        let peak = MemoryPlan::new(&preflight.subject()).peak_bytes();
+        preflight.plan_for(processes, Some(&Available { bytes: peak, bound: String::new() }));
+        assert_eq!(preflight.subject().packed_weights, PackedWeights::Whole, "it suffices");
+        preflight.plan.warnings.clear();
+        preflight.plan_for(processes, Some(&Available { bytes: 1, bound: String::new() }));
+        assert!(
+            preflight.plan.warnings.iter().any(|said| said.contains("parallel.packed_weights = \"cut\""))
+        );
+        let subject = preflight.subject();
+        assert_eq!(subject.packed_weights, PackedWeights::Cut);
+        // What each process really holds of them.
+        let held = |rank: usize| -> u64 {
+            let mesh = Mesh::apart(rank, processes);
+            let factors: u64 = (specs.len()..)
+                .zip(&subject.adapter.as_ref().unwrap().specs)
+                .map(|(index, spec)| piece(spec.element_count(), index, rank, processes).len() as u64 * 4)
+                .sum();
+            let base =
+                specs.iter().zip(subject.forms).enumerate().map(
+                    |(index, (spec, form))| match Loaded::Packed(zeros(spec, *form)).cut(&mesh, index) {
+                        Loaded::PackedPiece(_, piece) => piece.bytes().len() as u64,
+                        Loaded::Packed(held) => held.bytes(),
+                        _ => panic!("{}", spec.name),
+                    },
+                );
+            base.sum::<u64>() + factors
+        };
+        let most = (0..processes).map(held).max().unwrap();
+        let planned = weights(&subject);
+        // The largest share of factors and of the base may be two processes'.
+        assert!(
+            planned >= most && planned as f64 <= 1.01 * most as f64,
+            "{planned} for {most} on {processes}"
+        );
+        assert!(
+            planned < alone * 6 / 5 / processes as u64 + (1 << 20),
+            "{planned} of {alone} on {processes}"
+        );
+    }
 }
