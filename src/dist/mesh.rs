@@ -369,10 +369,7 @@ fn connected(processes: usize) -> Result<Box<dyn Communicator>> {
     };
     let connection = connection?;
     if connection.ranks() != processes {
-        anyhow::bail!(
-            "the launcher started {processes} processes, {} are connected {carried:?}",
-            connection.ranks()
-        );
+        anyhow::bail!("the launcher started {processes} processes, and {} are connected", connection.ranks());
     }
     Ok(connection)
 }

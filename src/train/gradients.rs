@@ -24,8 +24,13 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 /// Bytes of gradients that make an exchange worth its wait: small tensors go together.
 const GROUP_BYTES: u64 = 4 << 20;
-/// Bytes of gradients that may be under way while a pass goes on, what is sent and what comes; a larger tensor goes alone.
-pub const EXCHANGE_BYTES_MAX: u64 = 256 << 20;
+/// Bytes of gradients that may be under way while passes go on, what is sent and what comes; a larger tensor goes alone.
+const EXCHANGE_BYTES_MAX: u64 = 256 << 20;
+
+/// The same where all gradients of one pass are `pass_bytes`: no more than these, as they would only wait for each other.
+pub fn exchange_bytes_max(pass_bytes: u64) -> u64 {
+    EXCHANGE_BYTES_MAX.min(2 * pass_bytes)
+}
 
 /// The buffers of one batch's sum, and whose turn it is.
 pub struct GradientSum {
@@ -42,6 +47,8 @@ pub struct GradientSum {
 struct Reduction {
     mesh: Arc<Mesh>,
     specs: Vec<ParameterSpec>,
+    /// Bytes that may be under way.
+    bytes_max: u64,
     on_its_way: Mutex<OnItsWay>,
 }
 
@@ -79,9 +86,12 @@ impl GradientSum {
         buffers.iter().flatten().try_for_each(|buffer| scale(buffer, 0.0))?;
         let turns = Mutex::new(Turns { adds: vec![0; buffers.len()], failed: None });
         let uses = (0..buffers.len()).map(|index| parameters.uses(index)).collect();
+        let learning = buffers.iter().zip(&parameters.specs).filter(|(buffer, _)| buffer.is_some());
+        let values: usize = learning.map(|(_, spec)| spec.element_count()).sum();
         let reduction = (parameters.mesh().ranks() > 1).then(|| Reduction {
             mesh: parameters.mesh().clone(),
             specs: parameters.specs.clone(),
+            bytes_max: exchange_bytes_max((values * size_of::<f32>()) as u64),
             on_its_way: Mutex::default(),
         });
         Ok(Arc::new(Self { buffers, uses, turns, changed: Condvar::new(), reduction }))
@@ -164,7 +174,7 @@ impl Reduction {
     fn send(&self, state: &mut OnItsWay, buffers: &[Option<Tensor>]) -> candle_core::Result<()> {
         let (tensors, bytes) = std::mem::take(&mut state.waiting);
         let Some((first, _)) = tensors.first() else { return Ok(()) };
-        self.settle(state, buffers, EXCHANGE_BYTES_MAX.saturating_sub(2 * bytes))?;
+        self.settle(state, buffers, self.bytes_max.saturating_sub(2 * bytes))?;
         let what = format!("gradients from {} on", self.specs[*first].name);
         let (mesh, ranks) = (&self.mesh, self.mesh.ranks());
         let (mut parts, mut own_bytes) = (vec![vec![]; ranks], 0);

@@ -24,7 +24,7 @@ use crate::model::rounding::WeightRounding;
 use crate::recipe::{Dtype, KlPlace, OptimizerConfig, PackedWeights, Recipe, RolloutWeights};
 use crate::rollout::{FORWARD_TOKENS_MAX, engines};
 use crate::train::accumulate::side_by_side;
-use crate::train::gradients::EXCHANGE_BYTES_MAX;
+use crate::train::gradients::exchange_bytes_max;
 use crate::train::optimizer::state_bytes;
 use anyhow::Result;
 use weights::{Pieced, in_turn, whole_bytes};
@@ -319,7 +319,7 @@ impl Subject<'_> {
             learning.iter().cloned().map(Pieced::learning).chain(self.packed_pieces()).collect();
         // As a layer comes it is there twice, and the next one is on its way.
         let weights = if recomputes { in_turn(&pieced) } else { whole_bytes(&pieced).max(in_turn(&pieced)) };
-        weights + largest + EXCHANGE_BYTES_MAX.min(2 * gathered_bytes(learning)).max(2 * largest)
+        weights + largest + exchange_bytes_max(gathered_bytes(learning)).max(2 * largest)
     }
 
     fn resident(&self) -> Vec<MemoryPart> {

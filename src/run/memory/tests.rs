@@ -165,7 +165,7 @@ fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
 #[test]
 fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
     let text = "[model.architecture]\nhidden_size = 256\nintermediate_size = 256\nnum_local_experts = 8\n\
-                num_hidden_layers = 6\n[adapter]\n[rollout]\nturns_max = 1\n[cold_start]\nsteps = 0\n";
+                num_hidden_layers = 6\n[adapter]\n[task]\nname = \"format_rules\"\n[rollout]\nturns_max = 1\n";
     let plan = resolve(Path::new("a.toml"), text, &[]).unwrap();
     let mut preflight = Preflight::open(plan, Intent::Train, &Console::silent()).unwrap();
     let specs = parameter_specs(&preflight.source.config);
