@@ -14,7 +14,7 @@ const NAP: Duration = Duration::from_micros(50);
 /// How long an exchange may wait until the recipe is read.
 pub(super) const LIMIT: Duration = Duration::from_secs(600);
 /// How long the end may take.
-const LEAVE_LIMIT: Duration = Duration::from_secs(10);
+pub(super) const LEAVE_LIMIT: Duration = Duration::from_secs(10);
 
 /// A library that carries bytes, on the one thread that calls it. No call waits for another rank.
 pub(super) trait Carrier {
@@ -28,8 +28,8 @@ pub(super) trait Carrier {
     fn rank(&self) -> usize;
     /// How many there are.
     fn ranks(&self) -> usize;
-    /// Begins `exchange`.
-    fn post(&mut self, exchange: Exchange) -> Result<Self::UnderWay>;
+    /// Begins `exchange`, for which other ranks are waited for no longer than `limit`, where the library must.
+    fn post(&mut self, exchange: Exchange, limit: Duration) -> Result<Self::UnderWay>;
     /// The ranks whose parts have not come or not gone, one entry a part.
     fn missing(&mut self, under_way: &mut Self::UnderWay) -> Result<Vec<usize>>;
     /// What came, once nothing is missing.
@@ -131,7 +131,7 @@ fn serve<C: Carrier>(mut carrier: C, inbox: &Receiver<Order>) {
         match order {
             Ok(Order::Exchange(exchange, tell)) => {
                 let (what, begun) = (exchange.what.clone(), Instant::now());
-                match carrier.post(exchange) {
+                match carrier.post(exchange, limit) {
                     Ok(under_way) => {
                         awaited.push(Awaited { what, begun, under_way, missing: usize::MAX, tell });
                     }

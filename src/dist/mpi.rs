@@ -5,6 +5,7 @@ use super::{Exchange, tag};
 use anyhow::{Result, bail};
 use mpi::ffi;
 use std::os::raw::{c_int, c_void};
+use std::time::Duration;
 
 /// Longest message, bytes: MPI counts in 32 bits.
 const MESSAGE_BYTES_MAX: usize = 1 << 30;
@@ -65,7 +66,7 @@ impl Carrier for World {
         self.ranks
     }
 
-    fn post(&mut self, exchange: Exchange) -> Result<Posted> {
+    fn post(&mut self, exchange: Exchange, _: Duration) -> Result<Posted> {
         let tag = (tag(&exchange.what) & 0x7fff) as c_int;
         let mut requests = vec![];
         let mut receive: Vec<Vec<u8>> = exchange.receive.iter().map(|&(_, bytes)| vec![0; bytes]).collect();

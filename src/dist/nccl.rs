@@ -2,7 +2,7 @@
 //! belongs to. The communicator is one that never waits; an exchange is one group, watched by an event and ended by
 //! `ncclCommAbort` where it takes too long.
 
-use super::connection::{Carrier, LIMIT};
+use super::connection::{Carrier, LEAVE_LIMIT, LIMIT};
 use super::launch::Place;
 use super::{Exchange, rendezvous, tag};
 use crate::error::BadInput;
@@ -14,7 +14,7 @@ use cudarc::nccl::result::{self, NcclError, NcclStatus};
 use cudarc::nccl::sys;
 use std::ffi::{CStr, c_int};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Before each part: what it belongs to and its length, 8 bytes each.
 const HEAD_BYTES: usize = 16;
@@ -109,7 +109,7 @@ impl Ring {
             result::comm_init_rank_config(&mut comm, ranks as c_int, id, rank as c_int, &mut config)
         };
         let mut ring = Self { rank, ranks, comm: Some(comm), exchanges, copies };
-        ring.settled("ncclCommInitRankConfig", begun)?;
+        ring.settled("ncclCommInitRankConfig", begun, LIMIT)?;
         Ok(ring)
     }
 
@@ -117,8 +117,9 @@ impl Ring {
         self.comm.context("the connection of all ranks was ended after an exchange that failed")
     }
 
-    /// Waits until `call` is through: NCCL answers at once and works on. Its work on the device is not waited for.
-    fn settled(&mut self, call: &str, answer: Result<NcclStatus, NcclError>) -> Result<()> {
+    /// Waits until `call` is through, `limit` at most: NCCL answers at once and works on, where ranks meet for the first time until
+    /// the other comes. Its work on the device is not waited for.
+    fn settled(&mut self, call: &str, answer: Result<NcclStatus, NcclError>, limit: Duration) -> Result<()> {
         let comm = self.comm()?;
         answer.map_err(|error| said(Some(comm), call, &error))?;
         let begun = Instant::now();
@@ -130,9 +131,9 @@ impl Ring {
             if state != sys::ncclResult_t::ncclInProgress {
                 return Ok(());
             }
-            if begun.elapsed() > LIMIT {
+            if begun.elapsed() > limit {
                 self.abort();
-                bail!("rank {} has waited {} s in {call}: a rank hangs", self.rank, LIMIT.as_secs());
+                bail!("rank {} has waited {:.0} s in {call}: a rank hangs", self.rank, limit.as_secs_f64());
             }
             std::thread::yield_now();
         }
@@ -219,7 +220,7 @@ impl Carrier for Ring {
         self.ranks
     }
 
-    fn post(&mut self, exchange: Exchange) -> Result<Group> {
+    fn post(&mut self, exchange: Exchange, limit: Duration) -> Result<Group> {
         let comm = self.comm()?;
         let Exchange { what, send, receive } = exchange;
         // What many get goes to the device once.
@@ -244,7 +245,7 @@ impl Carrier for Ring {
         let stream = self.exchanges.clone();
         let (guards, launched) = launch((comm, &stream), (&to, &send), &mut receive);
         // NCCL puts its work on the stream when it has settled, and no sooner.
-        self.settled("ncclGroupEnd", launched)?;
+        self.settled("ncclGroupEnd", launched, limit)?;
         drop(guards);
         let end = driver(stream.record_event(None), "an event of the GPU")?;
         Ok(Group { end, receive, to: to.into_iter().map(|(rank, _)| rank).collect(), _send: send })
@@ -252,7 +253,7 @@ impl Carrier for Ring {
 
     fn missing(&mut self, group: &mut Group) -> Result<Vec<usize>> {
         // NCCL's own errors first: with them the event may never come.
-        self.settled("an exchange", Ok(NcclStatus::Success))?;
+        self.settled("an exchange", Ok(NcclStatus::Success), LIMIT)?;
         match driver(group.end.try_is_complete(), "an exchange")? {
             true => Ok(vec![]),
             false => {
@@ -290,7 +291,7 @@ impl Carrier for Ring {
         let Some(comm) = self.comm else { return };
         // SAFETY: the communicator is open.
         let answer = unsafe { result::comm_finalize(comm) };
-        if self.settled("ncclCommFinalize", answer).is_err() {
+        if self.settled("ncclCommFinalize", answer, LEAVE_LIMIT).is_err() {
             return self.abort();
         }
         self.comm = None;
@@ -319,7 +320,7 @@ pub fn check_alone(ordinal: usize, bytes_max: usize) -> Result<String> {
         let part: Vec<u8> = (0..bytes).map(|i| (i * 31 % 251) as u8).collect();
         let what = format!("{bytes} bytes to itself");
         let send = vec![(0, Arc::new(part.clone()))];
-        let mut group = ring.post(Exchange { what: what.clone(), send, receive: vec![(0, bytes)] })?;
+        let mut group = ring.post(Exchange { what: what.clone(), send, receive: vec![(0, bytes)] }, LIMIT)?;
         let begun = Instant::now();
         while !ring.missing(&mut group)?.is_empty() {
             if begun.elapsed() > super::meeting::CONNECT_LIMIT {
