@@ -21,8 +21,8 @@ const HEAD_BYTES: usize = 16;
 /// Of `ncclConfig_t`, as NCCL's header begins it: whatever is not said has this value.
 const UNSAID: c_int = c_int::MIN;
 const CONFIG_MAGIC: u32 = 0xcafe_beef;
-/// The version whose configuration cudarc's feature `nccl-02022` describes; newer ones take it.
-const CONFIG_VERSION: u32 = 22_200;
+/// The version whose configuration cudarc's feature `nccl-02024` describes; newer ones take it.
+const CONFIG_VERSION: u32 = 22_400;
 
 /// The communicator of all ranks, on the one thread that calls NCCL.
 pub(super) struct Ring {

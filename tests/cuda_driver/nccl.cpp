@@ -222,7 +222,7 @@ ncclResult release(Comm* comm) {
 
 }  // namespace
 
-API ncclResult ncclGetVersion(int* version) { return *version = 22203, OK; }
+API ncclResult ncclGetVersion(int* version) { return *version = 22403, OK; }
 
 API const char* ncclGetErrorString(ncclResult code) {
   switch (code) {

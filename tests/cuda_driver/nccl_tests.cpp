@@ -18,7 +18,7 @@ struct Id {
 };
 struct Config {
   size_t size = sizeof(Config);
-  unsigned magic = 0xcafebeef, version = 22200;
+  unsigned magic = 0xcafebeef, version = 22400;
   int blocking = 0;
 };
 extern "C" {
