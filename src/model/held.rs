@@ -8,6 +8,7 @@ use crate::ops::packed::{self, PackedForm, PackedMatrix, PackedTable};
 use crate::ops::{self, Parameter};
 use anyhow::{Result, bail};
 use candle_core::{Device, Tensor};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// A tensor without gradients, packed or not.
@@ -59,6 +60,16 @@ impl PackedPiece {
         match self.whole {
             PackedShape::Matrix(form, shape) => form.bytes(shape),
             PackedShape::Table(rows, width) => 2 * rows * width,
+        }
+    }
+
+    /// So many experts of it, whose bytes these are.
+    pub fn made_of_experts(&self, experts: usize, bytes: Vec<u8>) -> Held {
+        match self.whole {
+            PackedShape::Matrix(form, [_, input, output]) => {
+                Held::Matrix(Arc::new(PackedMatrix::of_bytes(form, [experts, input, output], bytes)))
+            }
+            PackedShape::Table(..) => self.made_whole(bytes),
         }
     }
 
@@ -188,6 +199,18 @@ impl Held {
             Held::Matrix(matrix) => matrix.size_bytes() as u64,
             Held::Table(table) => table.size_bytes() as u64,
         }
+    }
+
+    /// Some experts of a tensor that has one of each.
+    ///
+    /// # Errors
+    /// When it has none.
+    pub fn experts(&self, experts: Range<usize>) -> Result<Self> {
+        Ok(match self {
+            Held::Plain(values) => Held::Plain(values.narrow(0, experts.start, experts.len())?),
+            Held::Matrix(matrix) => Held::Matrix(Arc::new(matrix.experts(experts))),
+            Held::Table(_) => bail!("a table has no experts"),
+        })
     }
 
     /// Its f32 values, in the shape of `spec`.

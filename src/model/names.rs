@@ -89,7 +89,12 @@ impl ParameterSpec {
 
     /// Matrices and biases of experts, `[E, ..]`.
     pub fn is_of_experts(&self) -> bool {
-        self.role != TensorRole::AdapterFactor && self.name.contains(".mlp.experts.")
+        self.role != TensorRole::AdapterFactor && self.has_experts()
+    }
+
+    /// These, and the factors of their adapters.
+    pub fn has_experts(&self) -> bool {
+        self.name.contains(".mlp.experts.")
     }
 
     /// The same of so many experts alone.

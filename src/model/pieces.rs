@@ -45,17 +45,16 @@ pub(super) enum PartHeld {
 }
 
 impl Part {
-    /// The values of it that `rank` holds.
-    pub fn range(&self, mesh: &Mesh, rank: usize) -> Range<usize> {
-        piece(self.spec.element_count(), self.index, rank, mesh.ranks())
-    }
-
-    /// The bytes that come from `rank` where this is gathered.
-    fn bytes_of(&self, mesh: &Mesh, rank: usize) -> usize {
+    /// The bytes of it that `rank` holds for others.
+    pub fn bytes_of(&self, mesh: &Mesh, rank: usize) -> Range<usize> {
+        let piece = |count: usize| piece(count, self.index, rank, mesh.ranks());
         match &self.held {
-            PartHeld::Whole(_) => 0,
-            PartHeld::Piece(_) => self.range(mesh, rank).len() * size_of::<f32>(),
-            PartHeld::Packed(own) => piece(own.whole_bytes(), self.index, rank, mesh.ranks()).len(),
+            PartHeld::Whole(_) => 0..0,
+            PartHeld::Piece(_) => {
+                let values = piece(self.spec.element_count());
+                values.start * size_of::<f32>()..values.end * size_of::<f32>()
+            }
+            PartHeld::Packed(own) => piece(own.whole_bytes()),
         }
     }
 }
@@ -70,7 +69,7 @@ pub(super) fn start(mesh: &Mesh, what: &str, parts: &[Part]) -> Result<Started> 
             PartHeld::Packed(piece) => own.extend_from_slice(piece.bytes()),
         }
         for (rank, length) in lengths.iter_mut().enumerate() {
-            *length += part.bytes_of(mesh, rank);
+            *length += part.bytes_of(mesh, rank).len();
         }
     }
     mesh.start(what, &mesh.everyone(), to_each(own, mesh.ranks()), &lengths)
@@ -85,7 +84,7 @@ pub(super) fn finish(mesh: &Mesh, parts: &[Part], started: Started) -> Result<Ve
         .map(|part| {
             let in_order = in_order(part.index, came.len()).map(|rank| {
                 let start = read[rank];
-                read[rank] += part.bytes_of(mesh, rank);
+                read[rank] += part.bytes_of(mesh, rank).len();
                 &came[rank][start..read[rank]]
             });
             match &part.held {

@@ -204,22 +204,22 @@ impl Preflight {
             PackedWeights::Auto => vec![PackedWeights::Whole],
             asked => vec![asked],
         };
-        let by_expert = subject.has_travelling_experts().then_some(RolloutWeights::ByExpert);
-        let sampling: Vec<RolloutWeights> = match self.rollout_weights {
-            RolloutWeights::Auto => [RolloutWeights::Whole]
-                .into_iter()
-                .chain(by_expert)
-                .chain([RolloutWeights::ByLayer])
-                .collect(),
+        let sampling = |packed_weights: PackedWeights| match self.rollout_weights {
+            RolloutWeights::Auto => {
+                let travel = Subject { packed_weights, ..subject.clone() }.has_travelling_experts();
+                let by_expert = travel.then_some(RolloutWeights::ByExpert);
+                let (first, last) = (RolloutWeights::Whole, RolloutWeights::ByLayer);
+                [first].into_iter().chain(by_expert).chain([last]).collect()
+            }
             asked => vec![asked],
         };
-        let ways = packed.iter().flat_map(|packed| sampling.iter().map(move |sampling| (*sampling, *packed)));
+        let with = |packed: PackedWeights| sampling(packed).into_iter().map(move |way| (way, packed));
+        let ways: Vec<(RolloutWeights, PackedWeights)> = packed.into_iter().flat_map(with).collect();
         let suffices = |&(rollout_weights, packed_weights): &(RolloutWeights, PackedWeights)| {
             let peak = MemoryPlan::new(&Subject { rollout_weights, packed_weights, ..subject.clone() });
             available.is_none_or(|found| peak.peak_bytes() <= found.bytes)
         };
-        let last = ways.clone().last();
-        let Some((sampling, packed)) = ways.clone().find(suffices).or(last) else { return };
+        let Some(&(sampling, packed)) = ways.iter().find(|way| suffices(way)).or(ways.last()) else { return };
         let (chosen, given) = (asked.rollout_weights == RolloutWeights::Auto, RolloutWeights::Whole);
         if chosen && sampling != given && processes > 1 {
             self.plan.warnings.push(format!(

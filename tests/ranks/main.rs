@@ -119,7 +119,7 @@ fn packed_weights_in_pieces_change_no_bit() {
     let learns =
         [&SHORT[..], &[&path, "cold_start.steps=0", "policy.kl.place=loss", "policy.kl.coefficient=0.1"]];
     for (recipe, more, several) in [
-        ("quickstart_lora", &[][..], &[("whole", 2), ("by_layer", 3), ("by_expert", 2)][..]),
+        ("quickstart_lora", &[][..], &[("whole", 2), ("by_layer", 3), ("by_expert", 3)][..]),
         // Layers are gathered again in the backward.
         ("quickstart_lora", &["train.recompute_layers=true"], &[("whole", 3)]),
         // The attention's matrices learn beside packed experts.

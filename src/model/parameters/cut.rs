@@ -38,22 +38,22 @@ impl Parameters {
         self.gathered(Uses { sink: None, change: Some(rounding.change()) })
     }
 
-    /// The same with everything gathered at once but the experts, of which each rank has its own. Experts that are packed or adapted,
-    /// which do not learn, are whole on every rank, and then no rank needs the others.
+    /// The same with everything gathered at once but the experts, of which each rank has its own, their adapters with them. Experts
+    /// that every rank has whole, packed, need no others.
     ///
     /// # Errors
     /// As [`Self::by_layer`].
     pub fn by_expert(&self, rounding: WeightRounding) -> Result<Weights> {
-        let is_packed =
-            |(index, spec): (usize, &ParameterSpec)| spec.is_of_experts() && self.shared(index).is_some();
-        if self.adapter.is_some() || self.specs.iter().enumerate().any(is_packed) {
+        let is_here =
+            |(index, spec): (usize, &ParameterSpec)| spec.is_of_experts() && self.packed(index).is_some();
+        if self.specs.iter().enumerate().any(is_here) {
             return self.rounded(&rounding);
         }
         let config = &self.config;
         let ranks = ExpertRanks::new(self.mesh.clone(), config.num_local_experts, config.hidden_size);
         let weights = self.weights(None, &|index| {
             let spec = &self.specs[index];
-            let (spec, held) = match spec.is_of_experts() {
+            let (spec, held) = match spec.has_experts() {
                 true => self.own_experts(index, &ranks)?,
                 false => (spec.clone(), self.of_place(index)?),
             };
@@ -67,20 +67,27 @@ impl Parameters {
         let part = self.part(index)?;
         let (experts, own) = (self.config.num_local_experts, ranks.own());
         let spec = part.spec.of_experts(own.len());
-        let values = match &part.held {
-            PartHeld::Whole(held) => held.decoded(&part.spec)?.narrow(0, own.start, own.len())?,
-            PartHeld::Packed(_) => bail!("{}: packed experts do not travel", part.spec.name),
-            PartHeld::Piece(values) => {
-                let one = part.spec.element_count() / experts;
-                let of = |rank: usize| {
-                    let own = experts_of(experts, rank, self.mesh.ranks());
-                    own.start * one..own.end * one
-                };
-                let values = exchanged(&self.mesh, &part, &host_values(values)?, of)?;
-                Tensor::from_vec(values, spec.working_shape(), &Device::Cpu)?
+        // Of a tensor of so many bytes those that a rank's experts take.
+        let of = |bytes: usize| {
+            move |rank: usize| {
+                let own = experts_of(experts, rank, self.mesh.ranks());
+                own.start * (bytes / experts)..own.end * (bytes / experts)
             }
         };
-        Ok((spec, Held::Plain(values)))
+        let held = match &part.held {
+            PartHeld::Whole(held) => held.experts(own)?,
+            PartHeld::Piece(values) => {
+                let bytes = spec_bytes(&part.spec);
+                let values = exchanged(&self.mesh, &part, f32_bytes(&host_values(values)?), of(bytes))?;
+                let values: Vec<f32> = f32_values(&values).collect();
+                Held::Plain(Tensor::from_vec(values, spec.working_shape(), &Device::Cpu)?)
+            }
+            PartHeld::Packed(piece) => {
+                let bytes = exchanged(&self.mesh, &part, piece.bytes(), of(piece.whole_bytes()))?;
+                piece.made_of_experts(own.len(), bytes)
+            }
+        };
+        Ok((spec, held))
     }
 
     /// The weights with layers that are gathered in turn. What lies outside the layers, and the adapters, is gathered at once.
@@ -205,25 +212,29 @@ impl Parameters {
     }
 }
 
-/// Values of `part` after an exchange: `own` is this rank's piece of it, and rank r then has the values `of(r)`.
-fn exchanged(mesh: &Mesh, part: &Part, own: &[f32], of: impl Fn(usize) -> Range<usize>) -> Result<Vec<f32>> {
+/// Bytes of `part` after an exchange: `own` are this rank's, and rank r then has those of the range `of(r)`.
+fn exchanged(mesh: &Mesh, part: &Part, own: &[u8], of: impl Fn(usize) -> Range<usize>) -> Result<Vec<u8>> {
     let common = |a: &Range<usize>, b: &Range<usize>| {
         let start = a.start.max(b.start);
         start..a.end.min(b.end).max(start)
     };
     let (rank, ranks) = (mesh.rank(), mesh.ranks());
-    let (held, wanted) = (part.range(mesh, rank), of(rank));
+    let (held, wanted) = (part.bytes_of(mesh, rank), of(rank));
     let parts = (0..ranks).map(|to| {
         let sent = common(&held, &of(to));
         let sent = if sent.is_empty() { 0..0 } else { sent.start - held.start..sent.end - held.start };
-        Arc::new(f32_bytes(&own[sent]).to_vec())
+        Arc::new(own[sent].to_vec())
     });
-    let comes = |from: usize| common(&part.range(mesh, from), &wanted);
-    let lengths: Vec<usize> = (0..ranks).map(|from| comes(from).len() * size_of::<f32>()).collect();
+    let comes = |from: usize| common(&part.bytes_of(mesh, from), &wanted);
+    let lengths: Vec<usize> = (0..ranks).map(|from| comes(from).len()).collect();
     let came =
         mesh.start(&format!("experts of {}", part.spec.name), &mesh.everyone(), parts.collect(), &lengths)?;
     let came = came.wait()?;
-    Ok(in_order(part.index, ranks).flat_map(|from| f32_values(&came[from])).collect())
+    Ok(in_order(part.index, ranks).map(|from| &came[from][..]).collect::<Vec<_>>().concat())
+}
+
+fn spec_bytes(spec: &ParameterSpec) -> usize {
+    spec.element_count() * size_of::<f32>()
 }
 
 /// What the leader asks the other ranks for while it writes.

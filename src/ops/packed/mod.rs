@@ -160,6 +160,13 @@ impl PackedMatrix {
         &self.bytes
     }
 
+    /// Some of its experts.
+    pub fn experts(&self, experts: Range<usize>) -> Self {
+        let one = self.form.bytes([1, self.input, self.output]);
+        let bytes = self.bytes[experts.start * one..experts.end * one].to_vec();
+        Self { experts: experts.len(), bytes, ..*self }
+    }
+
     /// `[experts, in, out]`.
     pub fn shape(&self) -> [usize; 3] {
         [self.experts, self.input, self.output]

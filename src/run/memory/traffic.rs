@@ -1,7 +1,7 @@
 //! What several processes send each other in a step, from recipe and config alone: bytes that come to each of them.
 
 use super::weights::{Pieced, whole_bytes};
-use super::{Learning, Stage, Subject, gathered_bytes};
+use super::{Stage, Subject, gathered_bytes};
 use crate::metrics::Table;
 use crate::recipe::RolloutWeights;
 
@@ -27,10 +27,9 @@ impl Traffic {
         let sharing = if ranks > 1 { recipe.parallel.sequence as u64 } else { 1 };
         let learning = subject.learning(Stage::Reinforcement);
         let gradients = gathered_bytes(&learning);
-        let pieced: Vec<Pieced> =
-            learning.into_iter().map(Pieced::learning).chain(subject.packed_pieces()).collect();
+        let pieced = subject.pieced();
         let all = whole_bytes(&pieced);
-        let layers: u64 = pieced.iter().filter(|one| one.layer().is_some()).map(|one| one.bytes).sum();
+        let layers: u64 = pieced.iter().filter(|one| one.layer().is_some()).map(Pieced::bytes).sum();
         let trajectories = (recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt) as u64;
         let longest = subject.longest() as u64;
         let rows = (recipe.train.micro_batch_tokens as u64).max(longest);
@@ -77,7 +76,7 @@ fn sampling(subject: &Subject, all: u64, layers: u64) -> [u64; 2] {
         RolloutWeights::ByLayer => [others(all - layers) + forwards * others(layers), 0],
         RolloutWeights::ByExpert => {
             let of_experts: u64 =
-                subject.ever_learning().iter().filter(|(_, spec)| spec.is_of_experts()).map(bytes_of).sum();
+                subject.pieced().iter().filter(|one| one.spec.has_experts()).map(Pieced::bytes).sum();
             // A row goes to its expert, and its product comes back.
             let rows = own * longest * (config.num_experts_per_tok * config.num_hidden_layers) as u64;
             [
@@ -86,10 +85,6 @@ fn sampling(subject: &Subject, all: u64, layers: u64) -> [u64; 2] {
             ]
         }
     }
-}
-
-fn bytes_of((_, spec): &Learning) -> u64 {
-    spec.element_count() as u64 * F32
 }
 
 impl std::fmt::Display for Traffic {

@@ -8,18 +8,22 @@ use crate::model::rounding::WeightRounding;
 use crate::recipe::{PackedWeights, RolloutWeights};
 use std::collections::BTreeMap;
 
-/// A tensor that processes hold together, and the bytes of all of it.
+/// A tensor that processes hold together, and its form in memory.
 pub(super) struct Pieced {
     pub index: usize,
     pub spec: ParameterSpec,
-    pub bytes: u64,
+    pub form: Form,
 }
 
 impl Pieced {
     /// One that learns.
     pub fn learning((index, spec): Learning) -> Self {
-        let bytes = spec.resident_bytes(Form::F32);
-        Self { index, spec, bytes }
+        Self { index, spec, form: Form::F32 }
+    }
+
+    /// Bytes of all of it.
+    pub fn bytes(&self) -> u64 {
+        self.spec.resident_bytes(self.form)
     }
 
     /// The layer with which it is gathered; what has none, and every adapter, is gathered before a walk.
@@ -30,7 +34,7 @@ impl Pieced {
 
 /// Bytes of all of `pieced`.
 pub(super) fn whole_bytes(pieced: &[Pieced]) -> u64 {
-    pieced.iter().map(|one| one.bytes).sum()
+    pieced.iter().map(Pieced::bytes).sum()
 }
 
 /// What a walk holds of `pieced`, which it gathers: what is outside the layers, and a layer twice as it comes and the next on its
@@ -39,8 +43,8 @@ pub(super) fn in_turn(pieced: &[Pieced]) -> u64 {
     let (mut outside, mut layers) = (0, BTreeMap::<usize, u64>::new());
     for one in pieced {
         match one.layer() {
-            Some(layer) => *layers.entry(layer).or_default() += one.bytes,
-            None => outside += one.bytes,
+            Some(layer) => *layers.entry(layer).or_default() += one.bytes(),
+            None => outside += one.bytes(),
         }
     }
     outside + 3 * layers.into_values().max().unwrap_or(0)
@@ -65,7 +69,8 @@ impl Subject<'_> {
         let (learning, packed) = (self.ever_learning(), self.packed_pieces());
         let shared = gathered_bytes(&learning) + whole_bytes(&packed);
         let of = |rank: usize| -> u64 {
-            let here = |one: &Pieced| piece(one.bytes as usize, one.index, rank, self.processes).len() as u64;
+            let here =
+                |one: &Pieced| piece(one.bytes() as usize, one.index, rank, self.processes).len() as u64;
             packed.iter().map(here).sum()
         };
         let packed_share = (0..self.processes).map(of).max().unwrap_or(0);
@@ -79,12 +84,7 @@ impl Subject<'_> {
         }
         let specs = parameter_specs(self.config).into_iter().enumerate();
         let packed = specs.filter(|(index, spec)| self.is_packed(spec, *index));
-        packed
-            .map(|(index, spec)| {
-                let bytes = spec.resident_bytes(self.forms[index]);
-                Pieced { index, spec, bytes }
-            })
-            .collect()
+        packed.map(|(index, spec)| Pieced { index, spec, form: self.forms[index] }).collect()
     }
 
     /// What the processes hold together of the policy: what ever learns, and packed weights where they are cut.
@@ -114,9 +114,9 @@ impl Subject<'_> {
             }
             RolloutWeights::ByExpert => {
                 let (experts, rest): (Vec<Pieced>, Vec<Pieced>) =
-                    pieced.into_iter().partition(|one| one.spec.is_of_experts());
+                    pieced.into_iter().partition(|one| one.spec.has_experts());
                 let own = self.config.num_local_experts.div_ceil(self.processes);
-                let bytes = |one: &Pieced| one.spec.of_experts(own).resident_bytes(Form::F32);
+                let bytes = |one: &Pieced| one.spec.of_experts(own).resident_bytes(one.form);
                 MemoryPart {
                     name: "weights, gathered but for experts",
                     bytes: whole_bytes(&rest) + experts.iter().map(bytes).sum::<u64>(),
@@ -125,12 +125,13 @@ impl Subject<'_> {
         }
     }
 
-    /// Whether rows can travel to experts on other processes: neither packed nor adapted ones do.
+    /// Whether rows can travel to experts on other processes: not where each has all of them, packed.
     pub fn has_travelling_experts(&self) -> bool {
         let mut specs = parameter_specs(self.config).into_iter().enumerate();
         let is_packed =
             |(index, spec): (usize, ParameterSpec)| spec.is_of_experts() && self.is_packed(&spec, index);
-        self.config.family.has_experts() && self.adapter.is_none() && !specs.any(is_packed)
+        let is_cut = self.packed_weights == PackedWeights::Cut;
+        self.config.family.has_experts() && (is_cut || !specs.any(is_packed))
     }
 
     /// Whether any of the policy's tensors stays packed.
