@@ -1,9 +1,13 @@
-//! A build without MPI that a launcher started several times, and a recipe that wants several processes.
+//! A build without MPI and NCCL that a launcher started several times, and a recipe that wants several processes.
 
 use super::{rloss, train};
 
+/// By what launchers say how many processes there are and which this is.
+const MPIRUN: [&str; 2] = ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"];
+const TORCHRUN: [&str; 2] = ["WORLD_SIZE", "RANK"];
+
 /// What the process of `rank` of two says, and its exit code.
-fn one_of_two(rank: &str, command: &str) -> (String, Option<i32>) {
+fn one_of_two([size, own]: [&str; 2], rank: &str, command: &str) -> (String, Option<i32>) {
     let folder = tempfile::tempdir().unwrap();
     let mut process = match command {
         "train" => train(&folder.path().join("run"), &[]),
@@ -15,8 +19,7 @@ fn one_of_two(rank: &str, command: &str) -> (String, Option<i32>) {
     };
     let output = process
         .current_dir(folder.path())
-        .env("OMPI_COMM_WORLD_SIZE", "2")
-        .env("OMPI_COMM_WORLD_RANK", rank)
+        .envs([(size, "2"), (own, rank), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")])
         .output()
         .unwrap();
     assert!(!folder.path().join("run").exists(), "nothing is written");
@@ -24,20 +27,23 @@ fn one_of_two(rank: &str, command: &str) -> (String, Option<i32>) {
 }
 
 #[test]
-#[cfg(not(feature = "mpi"))]
-fn a_build_without_mpi_refuses_several_processes_with_one_message() {
-    let (told, code) = one_of_two("0", "train");
-    assert!(told.contains("this build has no MPI") && told.contains("build with --features mpi"), "{told}");
-    assert_eq!((code, told.lines().count()), (Some(2), 1));
-    assert_eq!(one_of_two("1", "train"), (String::new(), Some(2)));
+#[cfg(not(any(feature = "mpi", feature = "nccl")))]
+fn a_build_without_mpi_and_nccl_refuses_several_processes_with_one_message() {
+    for launcher in [MPIRUN, TORCHRUN] {
+        let (told, code) = one_of_two(launcher, "0", "train");
+        assert!(told.contains("this is one of 2 processes"), "{told}");
+        assert!(told.contains("neither MPI nor NCCL; build with --features mpi or nccl"), "{told}");
+        assert_eq!((code, told.lines().count()), (Some(2), 1));
+        assert_eq!(one_of_two(launcher, "1", "train"), (String::new(), Some(2)));
+    }
 }
 
 #[test]
 fn a_command_of_one_process_is_not_started_several_times() {
-    let (told, code) = one_of_two("0", "rollout");
+    let (told, code) = one_of_two(MPIRUN, "0", "rollout");
     assert!(told.contains("`rollout` runs in one process, and this is one of 2"), "{told}");
     assert_eq!(code, Some(2));
-    assert_eq!(one_of_two("1", "rollout"), (String::new(), Some(2)));
+    assert_eq!(one_of_two(MPIRUN, "1", "rollout"), (String::new(), Some(2)));
 }
 
 #[test]
