@@ -71,20 +71,20 @@ pub fn refuse_several(command: &str) -> Result<()> {
 
 /// What carries bytes between processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Carried {
-    ByMpi,
-    ByNccl,
+pub(super) enum Transport {
+    Mpi,
+    Nccl,
 }
 
 /// What connects the processes: MPI where it started them or may have, NCCL under torchrun; `RLOSS_RANKS_BY` says otherwise.
 ///
 /// # Errors
 /// [`BadInput`] when this build has not what it takes.
-pub(super) fn carrier() -> Result<Carried> {
+pub(super) fn transport() -> Result<Transport> {
     let asked = variable("RLOSS_RANKS_BY");
     let launcher = said(variable).map(|said| said.launcher);
     let built = (cfg!(feature = "mpi"), cfg!(feature = "nccl"));
-    carrier_by(built, launcher, asked.as_deref()).ok_or_else(|| {
+    transport_by(built, launcher, asked.as_deref()).ok_or_else(|| {
         let (has, remedy) = match built {
             (false, false) => {
                 ("neither MPI nor NCCL", "build with --features mpi or nccl, or start one process")
@@ -103,12 +103,16 @@ pub(super) fn carrier() -> Result<Carried> {
     })
 }
 
-fn carrier_by((mpi, nccl): (bool, bool), launcher: Option<Launcher>, asked: Option<&str>) -> Option<Carried> {
+fn transport_by(
+    (mpi, nccl): (bool, bool),
+    launcher: Option<Launcher>,
+    asked: Option<&str>,
+) -> Option<Transport> {
     // mpirun says nothing of where processes meet, torchrun connects none by MPI.
     let by_mpi = mpi && launcher != Some(Launcher::Torchrun) && asked.is_none_or(|asked| asked == "mpi");
     let by_nccl = nccl && launcher != Some(Launcher::Mpi) && asked.is_none_or(|asked| asked == "nccl");
-    let nccl = by_nccl.then_some(Carried::ByNccl);
-    if by_mpi { Some(Carried::ByMpi) } else { nccl }
+    let nccl = by_nccl.then_some(Transport::Nccl);
+    if by_mpi { Some(Transport::Mpi) } else { nccl }
 }
 
 /// Where this process is among all, and where they meet.
@@ -215,7 +219,7 @@ mod tests {
     #[test]
     fn processes_are_connected_by_what_is_built_and_can_connect_what_started_them() {
         let (torchrun, mpi, slurm) = (Some(Launcher::Torchrun), Some(Launcher::Mpi), Some(Launcher::Slurm));
-        let (both, by_mpi, by_nccl) = ((true, true), Some(Carried::ByMpi), Some(Carried::ByNccl));
+        let (both, by_mpi, by_nccl) = ((true, true), Some(Transport::Mpi), Some(Transport::Nccl));
         for (built, launcher, asked, expected) in [
             ((false, false), slurm, None, None),
             ((true, false), slurm, None, by_mpi),
@@ -230,7 +234,7 @@ mod tests {
             (both, torchrun, Some("mpi"), None),
             (both, slurm, Some("gloo"), None),
         ] {
-            assert_eq!(carrier_by(built, launcher, asked), expected, "{built:?} {launcher:?} {asked:?}");
+            assert_eq!(transport_by(built, launcher, asked), expected, "{built:?} {launcher:?} {asked:?}");
         }
     }
 

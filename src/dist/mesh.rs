@@ -3,7 +3,7 @@
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 use super::connection::Connection;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
-use super::launch::Carried;
+use super::launch::Transport;
 use super::watch::Watch;
 use super::wire::{pack, unpack};
 use super::{Communicator, Exchange, Pending, to_each};
@@ -353,19 +353,19 @@ fn read_length(bytes: &[u8]) -> Result<usize> {
     Ok(u64::from_le_bytes(bytes.try_into().context("a length of 8 bytes")?) as usize)
 }
 
-/// Connected by what the launcher and this build allow: [`super::launch::carrier`].
+/// Connected by what the launcher and this build allow: [`super::launch::transport`].
 fn connected(processes: usize) -> Result<Box<dyn Communicator>> {
-    let carried = super::launch::carrier()?;
-    let connection: Result<Box<dyn Communicator>> = match carried {
+    let transport = super::launch::transport()?;
+    let connection: Result<Box<dyn Communicator>> = match transport {
         #[cfg(feature = "mpi")]
-        Carried::ByMpi => Ok(Box::new(Connection::open(super::mpi::World::open)?)),
+        Transport::Mpi => Ok(Box::new(Connection::open(super::mpi::World::open)?)),
         #[cfg(feature = "nccl")]
-        Carried::ByNccl => {
+        Transport::Nccl => {
             let place = super::launch::place()?;
-            Ok(Box::new(Connection::open(move || super::nccl::Ring::open(&place))?))
+            Ok(Box::new(Connection::open(move || super::nccl::Comm::open(&place))?))
         }
         #[cfg(not(all(feature = "mpi", feature = "nccl")))]
-        other => Err(anyhow::anyhow!("this build has not what is needed {other:?}")),
+        other => Err(anyhow::anyhow!("{other:?} is not in this build")),
     };
     let connection = connection?;
     if connection.ranks() != processes {

@@ -25,7 +25,7 @@ const CONFIG_MAGIC: u32 = 0xcafe_beef;
 const CONFIG_VERSION: u32 = 22_400;
 
 /// The communicator of all ranks, on the one thread that calls NCCL.
-pub(super) struct Ring {
+pub(super) struct Comm {
     rank: usize,
     ranks: usize,
     /// `None` once it was ended.
@@ -71,7 +71,7 @@ fn device(local_rank: usize) -> Result<Arc<CudaContext>> {
     driver(CudaContext::new(ordinal), "opening the GPU")
 }
 
-impl Ring {
+impl Comm {
     /// Meets the other ranks and opens the communicator of all.
     ///
     /// # Errors
@@ -118,9 +118,23 @@ impl Ring {
     }
 
     /// Waits until `call` is through, `limit` at most: NCCL answers at once and works on, where ranks meet for the first time until
-    /// the other comes. Its work on the device is not waited for.
+    /// the other comes. Its work on the device is not waited for. After an error the communicator is ended, so that nothing of it
+    /// is under way.
     fn settled(&mut self, call: &str, answer: Result<NcclStatus, NcclError>, limit: Duration) -> Result<()> {
         let comm = self.comm()?;
+        let settled = self.polled((comm, call), answer, limit);
+        if settled.is_err() {
+            self.abort();
+        }
+        settled
+    }
+
+    fn polled(
+        &self,
+        (comm, call): (sys::ncclComm_t, &str),
+        answer: Result<NcclStatus, NcclError>,
+        limit: Duration,
+    ) -> Result<()> {
         answer.map_err(|error| said(Some(comm), call, &error))?;
         let begun = Instant::now();
         loop {
@@ -132,7 +146,6 @@ impl Ring {
                 return Ok(());
             }
             if begun.elapsed() > limit {
-                self.abort();
                 bail!("rank {} has waited {:.0} s in {call}: a rank hangs", self.rank, limit.as_secs_f64());
             }
             std::thread::yield_now();
@@ -207,7 +220,7 @@ fn said(comm: Option<sys::ncclComm_t>, call: &str, error: &NcclError) -> anyhow:
     anyhow::anyhow!("{call} failed with {:?}: {text}", error.0)
 }
 
-impl Carrier for Ring {
+impl Carrier for Comm {
     type UnderWay = Group;
 
     const TELLS_WHO: bool = false;
@@ -247,7 +260,7 @@ impl Carrier for Ring {
         // NCCL puts its work on the stream when it has settled, and no sooner.
         self.settled("ncclGroupEnd", launched, limit)?;
         drop(guards);
-        let end = driver(stream.record_event(None), "an event of the GPU")?;
+        let end = driver(stream.record_event(None), "an event of the GPU").inspect_err(|_| self.abort())?;
         Ok(Group { end, receive, to: to.into_iter().map(|(rank, _)| rank).collect(), _send: send })
     }
 
@@ -292,7 +305,7 @@ impl Carrier for Ring {
         // SAFETY: the communicator is open.
         let answer = unsafe { result::comm_finalize(comm) };
         if self.settled("ncclCommFinalize", answer, LEAVE_LIMIT).is_err() {
-            return self.abort();
+            return;
         }
         self.comm = None;
         // SAFETY: the communicator is open, and never used again.
@@ -300,7 +313,7 @@ impl Carrier for Ring {
     }
 }
 
-impl Drop for Ring {
+impl Drop for Comm {
     fn drop(&mut self) {
         self.abort();
     }
@@ -314,7 +327,7 @@ impl Drop for Ring {
 pub fn check_alone(ordinal: usize, bytes_max: usize) -> Result<String> {
     let device = driver(CudaContext::new(ordinal), "opening the GPU")?;
     let id = result::get_uniqueid().map_err(|error| said(None, "ncclGetUniqueId", &error))?;
-    let mut ring = Ring::of(&device, 0, 1, id.internal.map(|byte| byte as u8))?;
+    let mut ring = Comm::of(&device, 0, 1, id.internal.map(|byte| byte as u8))?;
     let mut bytes = 1;
     while bytes <= bytes_max {
         let part: Vec<u8> = (0..bytes).map(|i| (i * 31 % 251) as u8).collect();

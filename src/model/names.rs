@@ -89,11 +89,11 @@ impl ParameterSpec {
 
     /// Matrices and biases of experts, `[E, ..]`.
     pub fn is_of_experts(&self) -> bool {
-        self.role != TensorRole::AdapterFactor && self.has_experts()
+        self.role != TensorRole::AdapterFactor && self.is_per_expert()
     }
 
-    /// These, and the factors of their adapters.
-    pub fn has_experts(&self) -> bool {
+    /// What has one part for each expert: these, and the factors of their adapters.
+    pub fn is_per_expert(&self) -> bool {
         self.name.contains(".mlp.experts.")
     }
 

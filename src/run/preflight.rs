@@ -4,7 +4,7 @@ use super::adapter::RunAdapter;
 use super::family::foreign_keys;
 use super::freeze::{critic_trainable, trainable};
 use super::memory::{Available, Intent, MemoryPlan, Subject, gigabytes};
-use super::source::{BaseLies, ModelSource, unverified};
+use super::source::{BasePlace, ModelSource, unverified};
 use super::workbench::Workbench;
 use crate::bad_input;
 use crate::dist::Mesh;
@@ -39,6 +39,7 @@ pub struct Preflight {
     processes: usize,
     /// What of the learning weights each of them holds while it samples.
     rollout_weights: RolloutWeights,
+    /// What of the packed ones.
     packed_weights: PackedWeights,
     threads: Threads,
     pub(super) source: ModelSource,
@@ -200,7 +201,7 @@ impl Preflight {
         };
         let subject = self.subject();
         let packed = match self.packed_weights {
-            PackedWeights::Auto if subject.has_packed() => vec![PackedWeights::Whole, PackedWeights::Cut],
+            PackedWeights::Auto if subject.can_cut_packed() => vec![PackedWeights::Whole, PackedWeights::Cut],
             PackedWeights::Auto => vec![PackedWeights::Whole],
             asked => vec![asked],
         };
@@ -220,8 +221,7 @@ impl Preflight {
             available.is_none_or(|found| peak.peak_bytes() <= found.bytes)
         };
         let Some(&(sampling, packed)) = ways.iter().find(|way| suffices(way)).or(ways.last()) else { return };
-        let (chosen, given) = (asked.rollout_weights == RolloutWeights::Auto, RolloutWeights::Whole);
-        if chosen && sampling != given && processes > 1 {
+        if asked.rollout_weights == RolloutWeights::Auto && sampling != RolloutWeights::Whole {
             self.plan.warnings.push(format!(
                 "memory does not hold all weights in each process while it samples: parallel.rollout_weights = \"{sampling}\""
             ));
@@ -262,12 +262,12 @@ impl Preflight {
     pub fn load(self, console: &Console) -> Result<Workbench> {
         let source = self.source;
         let (recipe, trainable) = (&self.plan.recipe, &self.trainable);
-        let lie = match (self.streamed, self.packed_weights) {
-            (true, _) => BaseLies::OnDisk,
-            (false, PackedWeights::Cut) if self.intent.learns() => BaseLies::InPieces,
-            _ => BaseLies::Whole,
+        let place = match (self.streamed, self.packed_weights) {
+            (true, _) => BasePlace::OnDisk,
+            (false, PackedWeights::Cut) if self.intent.learns() => BasePlace::InPieces,
+            _ => BasePlace::Whole,
         };
-        let read = || source.parameters(recipe, trainable, self.intent, &self.mesh, lie, console);
+        let read = || source.parameters(recipe, trainable, self.intent, &self.mesh, place, console);
         let mut parameters = self.threads.wide(read)?;
         let (mut trainable, mut base) = (self.trainable.clone(), None);
         if let Some(adapter) = self.adapter.as_ref().filter(|adapter| !adapter.after_cold_start) {

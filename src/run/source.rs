@@ -46,9 +46,9 @@ pub(super) struct ModelSource {
     pub(super) adapter: Option<AdapterFolder>,
 }
 
-/// Where weights that do not learn and are packed lie.
+/// Where weights that do not learn and are packed place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum BaseLies {
+pub(super) enum BasePlace {
     /// In the memory of each process.
     Whole,
     /// In pieces, one a process.
@@ -208,10 +208,10 @@ impl ModelSource {
         trainable: &[bool],
         intent: Intent,
         mesh: &Arc<Mesh>,
-        lie: BaseLies,
+        place: BasePlace,
         console: &Console,
     ) -> Result<Parameters> {
-        let parameters = self.base_parameters(recipe, trainable, intent, mesh, lie, console)?;
+        let parameters = self.base_parameters(recipe, trainable, intent, mesh, place, console)?;
         let mut parameters = parameters.shared_by(mesh);
         if let Some(adapter) = &self.adapter {
             parameters.adapt(adapter.lora.clone(), adapter.values(&self.specs())?)?;
@@ -226,7 +226,7 @@ impl ModelSource {
         trainable: &[bool],
         intent: Intent,
         mesh: &Arc<Mesh>,
-        lie: BaseLies,
+        place: BasePlace,
         console: &Console,
     ) -> Result<Parameters> {
         // What `model.dtype` makes of a tensor; packed ones have no more digits than that.
@@ -246,7 +246,7 @@ impl ModelSource {
             let drawn = drawn.into_iter().map(|(spec, values)| Ok((spec, rounded(values))));
             return Parameters::new(&self.config, drawn);
         };
-        if lie == BaseLies::OnDisk {
+        if place == BasePlace::OnDisk {
             let to_bf16 = WeightRounding { mxfp4: false, bits: Some(7) };
             let changes = if recipe.model.dtype == Dtype::Bf16 { vec![to_bf16.change()] } else { vec![] };
             return Parameters::with_stored_layers(&self.config, folder.clone(), changes);
@@ -274,7 +274,7 @@ impl ModelSource {
                         Loaded::Values(rounded(values)).cut(mesh, index)
                     }
                     Loaded::Values(values) => Loaded::Values(rounded(values)),
-                    packed if lie == BaseLies::InPieces => packed.cut(mesh, index),
+                    packed if place == BasePlace::InPieces => packed.cut(mesh, index),
                     packed => packed,
                 },
             ))

@@ -4,7 +4,7 @@ use super::adapter::RunAdapter;
 use super::family::foreign_keys;
 use super::memory::{Intent, available, least};
 use super::preflight::{Mistakes, Preflight};
-use super::source::{BaseLies, ModelSource, model_folder};
+use super::source::{BasePlace, ModelSource, model_folder};
 use crate::bad_input;
 use crate::chat::Chat;
 use crate::dist::Mesh;
@@ -128,8 +128,8 @@ impl Workbench {
                 .print(&format!("warning: {}: each layer is read whenever it is its turn", folder.display()));
         }
         let none_learns = vec![false; self.trainable.len()];
-        let lie = if streamed { BaseLies::OnDisk } else { BaseLies::Whole };
-        source.parameters(self.recipe(), &none_learns, Intent::Eval, self.mesh(), lie, console)
+        let place = if streamed { BasePlace::OnDisk } else { BasePlace::Whole };
+        source.parameters(self.recipe(), &none_learns, Intent::Eval, self.mesh(), place, console)
     }
 
     /// What the arms change in the training forward.

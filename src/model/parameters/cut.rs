@@ -53,7 +53,7 @@ impl Parameters {
         let ranks = ExpertRanks::new(self.mesh.clone(), config.num_local_experts, config.hidden_size);
         let weights = self.weights(None, &|index| {
             let spec = &self.specs[index];
-            let (spec, held) = match spec.has_experts() {
+            let (spec, held) = match spec.is_per_expert() {
                 true => self.own_experts(index, &ranks)?,
                 false => (spec.clone(), self.of_place(index)?),
             };

@@ -207,6 +207,8 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
             base.sum::<u64>() + factors
         };
         let most = (0..processes).map(held).max().unwrap();
+        // Other commands hold packed weights whole, and are not told otherwise.
+        assert!(!Subject { intent: Intent::Rollout, ..subject.clone() }.can_cut_packed());
         let planned = weights(&subject);
         // The largest share of factors and of the base may be two processes'.
         assert!(

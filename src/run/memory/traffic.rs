@@ -76,7 +76,7 @@ fn sampling(subject: &Subject, all: u64, layers: u64) -> [u64; 2] {
         RolloutWeights::ByLayer => [others(all - layers) + forwards * others(layers), 0],
         RolloutWeights::ByExpert => {
             let of_experts: u64 =
-                subject.pieced().iter().filter(|one| one.spec.has_experts()).map(Pieced::bytes).sum();
+                subject.pieced().iter().filter(|one| one.spec.is_per_expert()).map(Pieced::bytes).sum();
             // A row goes to its expert, and its product comes back.
             let rows = own * longest * (config.num_experts_per_tok * config.num_hidden_layers) as u64;
             [

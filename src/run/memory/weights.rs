@@ -114,7 +114,7 @@ impl Subject<'_> {
             }
             RolloutWeights::ByExpert => {
                 let (experts, rest): (Vec<Pieced>, Vec<Pieced>) =
-                    pieced.into_iter().partition(|one| one.spec.has_experts());
+                    pieced.into_iter().partition(|one| one.spec.is_per_expert());
                 let own = self.config.num_local_experts.div_ceil(self.processes);
                 let bytes = |one: &Pieced| one.spec.of_experts(own).resident_bytes(one.form);
                 MemoryPart {
@@ -134,9 +134,10 @@ impl Subject<'_> {
         self.config.family.has_experts() && (is_cut || !specs.any(is_packed))
     }
 
-    /// Whether any of the policy's tensors stays packed.
-    pub fn has_packed(&self) -> bool {
-        parameter_specs(self.config).iter().enumerate().any(|(index, spec)| self.is_packed(spec, index))
+    /// Whether processes can hold any of the policy's tensors together, packed: those of a run that trains.
+    pub fn can_cut_packed(&self) -> bool {
+        let mut specs = parameter_specs(self.config).into_iter().enumerate();
+        self.intent.learns() && specs.any(|(index, spec)| self.is_packed(&spec, index))
     }
 
     /// Bytes of what lies outside the layers, and of the largest layer.

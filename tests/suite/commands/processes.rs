@@ -2,9 +2,8 @@
 
 use super::{rloss, train};
 
-/// By what launchers say how many processes there are and which this is.
+/// By what mpirun says how many processes there are and which this is.
 const MPIRUN: [&str; 2] = ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"];
-const TORCHRUN: [&str; 2] = ["WORLD_SIZE", "RANK"];
 
 /// What the process of `rank` of two says, and its exit code.
 fn one_of_two([size, own]: [&str; 2], rank: &str, command: &str) -> (String, Option<i32>) {
@@ -29,7 +28,8 @@ fn one_of_two([size, own]: [&str; 2], rank: &str, command: &str) -> (String, Opt
 #[test]
 #[cfg(not(any(feature = "mpi", feature = "nccl")))]
 fn a_build_without_mpi_and_nccl_refuses_several_processes_with_one_message() {
-    for launcher in [MPIRUN, TORCHRUN] {
+    let torchrun = ["WORLD_SIZE", "RANK"];
+    for launcher in [MPIRUN, torchrun] {
         let (told, code) = one_of_two(launcher, "0", "train");
         assert!(told.contains("this is one of 2 processes"), "{told}");
         assert!(told.contains("neither MPI nor NCCL; build with --features mpi or nccl"), "{told}");
