@@ -14,19 +14,23 @@ if ! seeded=$($out/seed bugs.txt "$number" ../../kernels "$work/kernels" 2>&1); 
 fi
 IFS=$'\t' read -r file kind name first <<<"$seeded"
 read -r first_mode first_check first_sources <<<"${first:-plain}"
-# The family whose kernels the file is part of; shared files are tried in the first.
+# The family whose kernels the file is part of, by its own name where it has one; shared files are tried in the first.
 case $file in
   swiglu.cu | rms_norm.cu) family=row_ops sources=$file ;;
   row_ops.cuh) family=row_ops sources="swiglu.cu rms_norm.cu" ;;
   *hopper* | ring.cuh | warpgroup_*) family=hopper sources=$(cd ../../kernels && echo *_hopper.cu) ;;
-  *) family=mma sources="sink_attention_forward.cu sink_attention_backward.cu" ;;
+  sink_attention* | warp_products.cuh) family=mma sources="sink_attention_forward.cu sink_attention_backward.cu" ;;
+  *) family=${file%.*} sources=$family.cu ;;
 esac
-# What is compiled anew. `attention`, the host's part, takes as long as the kernels and seldom tells more.
+# What is compiled anew. The host's part takes as long as the kernels and seldom tells more.
 case $file in
   *.cu) sources=$file also="" ;;
   *_softmax.cuh) sources=sink_attention_forward.cu also="" ;;
   *_gradients.cuh) sources=sink_attention_backward.cu also=attention ;;
-  *) also=attention ;;
+  *)
+    also=$family
+    if [[ $family == mma || $family == hopper ]]; then also=attention; fi
+    ;;
 esac
 
 caught=""

@@ -1,11 +1,5 @@
-#include "row_ops.h"
-
-#include <cmath>
-#include <cstring>
-#include <functional>
-#include <random>
-#include <vector>
-
+// The ops whose rows do not meet: errors against f64, row bits, bits whatever the schedule.
+#include "op_checks.h"
 #include "row_ops.cuh"
 
 // The kernels, each compiled from its own .cu.
@@ -24,40 +18,6 @@ using cuda_host::launch, cuda_host::Options;
 namespace op = row_ops;
 
 namespace {
-
-// Times the largest error that rounding to bf16 makes of a value; in f32 sums some roundings of f32.
-constexpr double WORSE_THAN_BF16_MAX = 2, SUM_ERROR_MAX = 2e-6;
-constexpr double BF16_ROUNDING = 1.0 / 256;
-
-std::vector<bf16> numbers(size_t count, double size, unsigned seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<double> normal(0, size);
-  std::vector<bf16> x(count);
-  for (bf16& v : x) v = to_bf16(float(normal(random)));
-  return x;
-}
-
-std::string differs(const char* what, size_t at, double got, double exact) {
-  char text[160];
-  snprintf(text, sizeof text, "%s: element %zu is %.9g, exactly %.9g", what, at, got, exact);
-  return text;
-}
-
-// `got` is `exact` rounded to bf16, give or take; `floor`: what the terms of a sum may leave, of their size.
-std::string off(const char* what, const std::vector<bf16>& got, const std::vector<double>& exact, double floor = 1e-6) {
-  for (size_t i = 0; i < exact.size(); i++) {
-    const double error = std::fabs(to_float(got[i]) - exact[i]);
-    if (!(error <= WORSE_THAN_BF16_MAX * BF16_ROUNDING * std::fabs(exact[i]) + floor)) return differs(what, i, to_float(got[i]), exact[i]);
-  }
-  return "";
-}
-
-template <class T>
-std::string bits(const char* what, const T* got, const T* expected, size_t count) {
-  for (size_t i = 0; i < count; i++)
-    if (memcmp(&got[i], &expected[i], sizeof(T))) return std::string(what) + ": element " + std::to_string(i) + " has other bits";
-  return "";
-}
 
 double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
@@ -156,9 +116,7 @@ std::string wrong_rms_norm(const Options& options, size_t rows, int width, doubl
   }
   std::string wrong = off("rms_norm, y", got.y, y);
   if (wrong.empty()) wrong = off("rms_norm, dx", got.dx, dx, 1e-5 / (size + std::sqrt(eps)));
-  for (int i = 0; i < width && wrong.empty(); i++)
-    if (!(std::fabs(got.dweight[i] - dweight[i]) <= SUM_ERROR_MAX * terms[i] + 1e-30))
-      wrong = differs("rms_norm, dweight", i, got.dweight[i], dweight[i]);
+  if (wrong.empty()) wrong = off_sum("rms_norm, dweight", got.dweight, dweight, terms);
   // The last row alone.
   if (wrong.empty() && rows > 1) {
     const size_t at = (rows - 1) * width;
@@ -177,7 +135,7 @@ std::string wrong_rms_norm(const Options& options, size_t rows, int width, doubl
 
 }  // namespace
 
-std::string wrong_row_op(const Options& options, bool small) {
+std::string wrong_row_ops(const Options& options, bool small) {
   std::string wrong;
   for (const size_t pairs : {size_t(1), size_t(7), size_t(32), size_t(1003), size_t(small ? 2049 : 30000)})
     for (const double size : {1.0, 6.0})

@@ -1,5 +1,6 @@
 // The kernels' tests on the CPU: errors against f64, row bits, bits from run to run. README.md lists them.
-//   suite [small] [forward] [mma | hopper | row_ops] [errors | limits | rows | chunks | repeats]
+//   suite [small] [forward] [mma | hopper | ops | an op family] [errors | limits | rows | chunks | repeats]
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -7,8 +8,8 @@
 #include <map>
 
 #include "cases.h"
+#include "op_checks.h"
 #include "oracle.h"
-#include "row_ops.h"
 
 using cuda_host::Options, cuda_host::Schedule, cuda_host::TensorCore;
 
@@ -287,16 +288,24 @@ void run(bool small, bool with_backward, const std::string& only, const std::str
     });
     if (with_backward) timed("repeats", asked, family.name, [&] { test_repeats(family, repeat_shapes); });
   }
-  if (only.empty() || only == "row_ops") {
-    timed("all", asked, "row_ops", [&] {
-      for (const Way& way : WAYS)
-        if (const std::string wrong = wrong_row_op(options_of(way), small); !wrong.empty()) miss(way.name, wrong);
+  for (const OpFamily& family : OP_FAMILIES) {
+    if (!only.empty() && only != "ops" && only != family.name) continue;
+    timed("all", asked, family.name, [&] {
+      for (const Way& way : WAYS) try {
+          if (const std::string wrong = family.wrong(options_of(way), small); !wrong.empty()) miss(way.name, wrong);
+        } catch (const cuda_host::KernelError& error) {
+          miss(way.name, error.what());
+        }
     });
-    if (!only.empty()) return;
   }
+  if (worst.empty()) return;
   for (const auto& [what, largest] : worst)
     printf("  largest error of %-12s %.3g of plain bf16's (%s)\n", what.c_str(), largest.ratio, largest.where.c_str());
   printf("  largest error of LSE: %.3g (%s)\n", worst_lse.ratio, worst_lse.where.c_str());
+}
+
+bool is_op_family(const std::string& name) {
+  return std::any_of(OP_FAMILIES.begin(), OP_FAMILIES.end(), [&](const OpFamily& family) { return name == family.name; });
 }
 
 }  // namespace suite
@@ -310,13 +319,13 @@ int main(int count, char** arguments) {
       small = true;
     } else if (argument == "forward") {
       with_backward = false;
-    } else if (argument == "mma" || argument == "hopper" || argument == "row_ops") {
+    } else if (argument == "mma" || argument == "hopper" || argument == "ops" || suite::is_op_family(argument)) {
       only = argument;
     } else if (argument == "errors" || argument == "limits" || argument == "rows" || argument == "chunks" ||
                argument == "repeats") {
       asked = argument;
     } else {
-      fprintf(stderr, "usage: suite [small] [forward] [mma | hopper | row_ops] [errors | limits | rows | chunks | repeats]\n");
+      fprintf(stderr, "usage: suite [small] [forward] [mma | hopper | ops | an op family] [errors | limits | rows | chunks | repeats]\n");
       return 2;
     }
   }

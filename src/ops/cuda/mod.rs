@@ -11,8 +11,6 @@ mod launch;
 mod modules;
 #[cfg(test)]
 mod on_device;
-#[cfg(test)]
-mod on_device_rows;
 mod paged;
 mod primitive_checks;
 mod rms_norm;

@@ -1,11 +1,11 @@
-//! Tests that need a GPU, or the emulated driver: `eval "$(tests/cuda_driver/setup.sh)"`.
+//! Attention, its cache, and what crosses threads, on a GPU or the emulated driver.
 
-use super::launch::Addresses;
-use super::modules::function;
-use super::{
+use crate::ops;
+use crate::ops::cuda::launch::Addresses;
+use crate::ops::cuda::modules::function;
+use crate::ops::cuda::{
     Inputs, KvPages, KvPool, Prepared, Timer, kernel_set, open, sink_attention_backward, sink_attention_paged,
 };
-use crate::ops;
 use crate::ops::kv_cache::{KvBlocks, KvSequence};
 use crate::ops::pages::{PagedSequence, Pages};
 use crate::ops::sink_attention::kernels::HEAD_DIM;

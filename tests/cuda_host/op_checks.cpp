@@ -1,0 +1,51 @@
+#include "op_checks.h"
+
+#include <random>
+
+namespace suite {
+
+using cuda_host::Options;
+
+std::string wrong_row_ops(const Options& options, bool small);
+
+const std::vector<OpFamily> OP_FAMILIES = {
+    {"row_ops", wrong_row_ops},
+};
+
+std::vector<float> floats(size_t count, double size, unsigned seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<double> normal(0, size);
+  std::vector<float> x(count);
+  for (float& v : x) v = float(normal(random));
+  return x;
+}
+
+std::vector<bf16> numbers(size_t count, double size, unsigned seed) {
+  const std::vector<float> wide = floats(count, size, seed);
+  std::vector<bf16> x(count);
+  for (size_t i = 0; i < count; i++) x[i] = to_bf16(wide[i]);
+  return x;
+}
+
+std::string differs(const char* what, size_t at, double got, double exact) {
+  char text[160];
+  snprintf(text, sizeof text, "%s: element %zu is %.9g, exactly %.9g", what, at, got, exact);
+  return text;
+}
+
+std::string off(const char* what, const std::vector<bf16>& got, const std::vector<double>& exact, double floor) {
+  for (size_t i = 0; i < exact.size(); i++) {
+    const double error = std::fabs(to_float(got[i]) - exact[i]);
+    if (!(error <= WORSE_THAN_BF16_MAX * BF16_ROUNDING * std::fabs(exact[i]) + floor)) return differs(what, i, to_float(got[i]), exact[i]);
+  }
+  return "";
+}
+
+std::string off_sum(const char* what, const std::vector<float>& got, const std::vector<double>& exact,
+                    const std::vector<double>& terms, double error) {
+  for (size_t i = 0; i < exact.size(); i++)
+    if (!(std::fabs(got[i] - exact[i]) <= error * terms[i] + 1e-30)) return differs(what, i, got[i], exact[i]);
+  return "";
+}
+
+}  // namespace suite
