@@ -2,10 +2,12 @@
 
 use crate::ops::argument::Argument;
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, CudaViewMut};
 use candle_core::cuda_backend::{CudaDType, CudaDevice, CudaStorage};
 use candle_core::op::BackpropOp;
-use candle_core::{DType, Layout, Result, Shape, Storage, StorageRef, Tensor, bail};
+use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Shape, Storage, StorageRef, Tensor, bail};
+use std::cell::Cell;
+use std::marker::PhantomData;
 
 /// An op by its name in messages.
 #[derive(Clone, Copy)]
@@ -50,6 +52,50 @@ impl Op {
             Some(view) => Ok(view),
             None => bail!("{}: elements {start}..{end} of a storage of fewer", self.0),
         }
+    }
+
+    /// Calls `f` with the elements of a contiguous tensor on the GPU, to change them in place: gradients, weights, an
+    /// optimizer's state.
+    pub fn edit<T: CudaDType, R>(
+        self,
+        tensor: &Tensor,
+        f: impl FnOnce(&CudaDevice, &mut CudaViewMut<T>) -> Result<R>,
+    ) -> Result<R> {
+        let edit = Edit { op: self, f: Cell::new(Some(f)), result: Cell::new(None), element: PhantomData };
+        tensor.inplace_op1(&edit)?;
+        match edit.result.into_inner() {
+            Some(result) => Ok(result),
+            None => bail!("{}: nothing was edited", self.0),
+        }
+    }
+}
+
+/// A closure as an op, for candle lends a storage to ops alone.
+struct Edit<T, F, R> {
+    op: Op,
+    f: Cell<Option<F>>,
+    result: Cell<Option<R>>,
+    element: PhantomData<T>,
+}
+
+impl<T: CudaDType, R, F: FnOnce(&CudaDevice, &mut CudaViewMut<T>) -> Result<R>> InplaceOp1 for Edit<T, F, R> {
+    fn name(&self) -> &'static str {
+        self.op.0
+    }
+
+    fn cpu_fwd(&self, _: &mut CpuStorage, layout: &Layout) -> Result<()> {
+        bail!("{}: {:?} is not on the GPU; call to_device first", self.op.0, layout.dims())
+    }
+
+    fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> Result<()> {
+        let device = storage.device().clone();
+        let slice = storage.as_cuda_slice_mut::<T>()?;
+        let elements = layout.contiguous_offsets().and_then(|(start, end)| slice.try_slice_mut(start..end));
+        let (Some(mut elements), Some(f)) = (elements, self.f.take()) else {
+            bail!("{}: {:?} is not contiguous; call contiguous() first", self.op.0, layout.dims())
+        };
+        self.result.set(Some(f(&device, &mut elements)?));
+        Ok(())
     }
 }
 
