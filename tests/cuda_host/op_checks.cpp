@@ -6,9 +6,11 @@ namespace suite {
 
 using cuda_host::Options;
 
+std::string wrong_product(const Options& options, bool small);
 std::string wrong_row_ops(const Options& options, bool small);
 
 const std::vector<OpFamily> OP_FAMILIES = {
+    {"product", wrong_product},
     {"row_ops", wrong_row_ops},
 };
 

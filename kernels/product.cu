@@ -1,0 +1,128 @@
+// The products of a linear layer and of experts, forward and backward.
+#include "product.cuh"
+
+using namespace product;
+
+namespace {
+
+PRIMITIVE void store_pair(bf16* to, bool two, float a, float b) {
+  if (two && reinterpret_cast<uintptr_t>(to) % 4 == 0) {
+    *reinterpret_cast<uint32_t*>(to) = pack_bf16(a, b);
+    return;
+  }
+  to[0] = to_bf16(a);
+  if (two) to[1] = to_bf16(b);
+}
+
+PRIMITIVE void store_pair(float* to, bool two, float a, float b) {
+  if (two && reinterpret_cast<uintptr_t>(to) % 8 == 0) {
+    *reinterpret_cast<float2*>(to) = make_float2(a, b);
+    return;
+  }
+  to[0] = a;
+  if (two) to[1] = b;
+}
+
+// y = x · W + b. Blocks: columns' tiles × the most row tiles there can be.
+template <class S, class Out>
+PRIMITIVE void forward(const Product& p) {
+  const int down = row_tiles(p, S::rows);
+  const Rows rows = row_tile(p, blockIdx.x % down, S::rows);
+  const int column = blockIdx.x / down * S::columns;
+  if (rows.first >= rows.end) return;
+  const Operand x = {p.x + static_cast<int64_t>(rows.first) * p.k, p.k, rows.end - rows.first, p.k};
+  const Operand weight = {p.weight + static_cast<int64_t>(rows.group) * p.k * p.n + column, p.n, p.n - column, p.k};
+  Sums<S> sums;
+  multiply_tile<S, Major::K, Major::MN>(sums, x, weight, p.k);
+  const float* bias = p.bias ? p.bias + static_cast<int64_t>(rows.group) * p.n : nullptr;
+  each_pair<S>(sums, [&](int row, int across, float a, float b) {
+    const int at = column + across;
+    if (rows.first + row >= rows.end || at >= p.n) return;
+    const bool two = at + 1 < p.n;
+    if (bias) {
+      a = add(a, bias[at]);
+      if (two) b = add(b, bias[at + 1]);
+    }
+    store_pair(static_cast<Out*>(p.out) + static_cast<int64_t>(rows.first + row) * p.n + at, two, a, b);
+  });
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(Wide::threads) product_forward(const __grid_constant__ Product p) {
+  forward<Wide, bf16>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(Wide::threads) product_forward_f32(const __grid_constant__ Product p) {
+  forward<Wide, float>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(Narrow::threads) product_forward_narrow(const __grid_constant__ Product p) {
+  forward<Narrow, bf16>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(Narrow::threads) product_forward_narrow_f32(const __grid_constant__ Product p) {
+  forward<Narrow, float>(p);
+}
+
+// dx = dy · Wᵀ. Blocks: tiles of k × the most row tiles there can be.
+extern "C" __global__ void __launch_bounds__(Wide::threads) product_input_gradient(const __grid_constant__ Product p) {
+  const int down = row_tiles(p, Wide::rows);
+  const Rows rows = row_tile(p, blockIdx.x % down, Wide::rows);
+  const int column = blockIdx.x / down * Wide::columns;
+  if (rows.first >= rows.end) return;
+  const Operand dy = {p.dy + static_cast<int64_t>(rows.first) * p.n, p.n, rows.end - rows.first, p.n};
+  const Operand weight = {p.weight + (static_cast<int64_t>(rows.group) * p.k + column) * p.n, p.n, p.k - column, p.n};
+  Sums<Wide> sums;
+  multiply_tile<Wide, Major::K, Major::K>(sums, dy, weight, p.n);
+  each_pair<Wide>(sums, [&](int row, int across, float a, float b) {
+    const int at = column + across;
+    if (rows.first + row >= rows.end || at >= p.k) return;
+    store_pair(static_cast<bf16*>(p.out) + static_cast<int64_t>(rows.first + row) * p.k + at, at + 1 < p.k, a, b);
+  });
+}
+
+// dW += xᵀ · dy, a group's over its rows in order. Blocks: groups × tiles of k × tiles of n.
+extern "C" __global__ void __launch_bounds__(Wide::threads) product_weight_gradient(const __grid_constant__ Product p) {
+  const int across = (p.n + Wide::columns - 1) / Wide::columns, down = (p.k + Wide::rows - 1) / Wide::rows;
+  const int first = blockIdx.x / across % down * Wide::rows, column = blockIdx.x % across * Wide::columns;
+  const Rows rows = group_rows(p, blockIdx.x / across / down);
+  if (rows.first >= rows.end) return;
+  const int count = rows.end - rows.first;
+  const Operand x = {p.x + static_cast<int64_t>(rows.first) * p.k + first, p.k, p.k - first, count};
+  const Operand dy = {p.dy + static_cast<int64_t>(rows.first) * p.n + column, p.n, p.n - column, count};
+  Sums<Wide> sums;
+  multiply_tile<Wide, Major::MN, Major::MN>(sums, x, dy, count);
+  each_pair<Wide>(sums, [&](int row, int to_right, float a, float b) {
+    const int at = column + to_right;
+    if (first + row >= p.k || at >= p.n) return;
+    float* sum = static_cast<float*>(p.out) + (static_cast<int64_t>(rows.group) * p.k + first + row) * p.n + at;
+    sum[0] = add(sum[0], a);
+    if (at + 1 < p.n) sum[1] = add(sum[1], b);
+  });
+}
+
+// db += Σ dy, a group's over its rows: each lane's in order, then the lanes' in order. Blocks: groups × tiles of columns.
+extern "C" __global__ void __launch_bounds__(column_sum_threads) product_bias_gradient(const __grid_constant__ Product p) {
+  const int tiles = (p.n + column_sum_columns - 1) / column_sum_columns;
+  const Rows rows = group_rows(p, blockIdx.x / tiles);
+  if (rows.first >= rows.end) return;
+  const int across = threadIdx.x % 32 * 2, lane = threadIdx.x / 32, column = blockIdx.x % tiles * column_sum_columns + across;
+  float a = 0.0f, b = 0.0f;
+  if (column < p.n)
+    for (int row = rows.first + lane; row < rows.end; row += column_sum_lanes) {
+      const bf16* dy = p.dy + static_cast<int64_t>(row) * p.n + column;
+      a = add(a, to_float(dy[0]));
+      if (column + 1 < p.n) b = add(b, to_float(dy[1]));
+    }
+  float* of_lanes = reinterpret_cast<float*>(dynamic_shared_memory());
+  of_lanes[lane * column_sum_columns + across] = a;
+  of_lanes[lane * column_sum_columns + across + 1] = b;
+  block_barrier();
+  const int own = blockIdx.x % tiles * column_sum_columns + threadIdx.x;
+  if (threadIdx.x >= column_sum_columns || own >= p.n) return;
+  float sum = of_lanes[threadIdx.x];
+  for (int other = 1; other < column_sum_lanes; other++) sum = add(sum, of_lanes[other * column_sum_columns + threadIdx.x]);
+  float* to = static_cast<float*>(p.out) + static_cast<int64_t>(rows.group) * p.n + own;
+  *to = add(*to, sum);
+}

@@ -1,0 +1,196 @@
+// Products of bf16 matrices with sums in f32, whole or by groups of rows (experts). A block makes one tile of the result; each
+// element is one chain of tensor-core additions over ascending k, whatever tile it lies in and whatever lies beside it.
+#pragma once
+
+#include "primitives.cuh"
+
+// src/ops/cuda/product.rs. Rows are sorted by group; group g has matrix g and rows starts[g] to starts[g + 1].
+struct Product {
+  const bf16* x;           // [rows, k]
+  const bf16* weight;      // [groups, k, n]
+  const float* bias;       // [groups, n]; null: none
+  const bf16* dy;          // [rows, n]; null in the forward
+  void* out;               // y [rows, n], dx [rows, k], or what is added to: dweight [groups, k, n], dbias [groups, n]
+  const uint32_t* starts;  // [groups + 1]; null: all rows are of one group
+  int32_t rows;
+  int32_t k;
+  int32_t n;
+  int32_t groups;
+};
+
+namespace product {
+
+constexpr int step = 64;  // of k: a row of a panel, 128 bytes
+
+// A tile of the result, the warps that share it, and how many steps' operands are held.
+template <int rows_, int columns_, int warps_down_, int warps_across_, int stages_>
+struct Shape {
+  static constexpr int rows = rows_, columns = columns_, warps_down = warps_down_, warps_across = warps_across_, stages = stages_;
+  static constexpr int threads = 32 * warps_down * warps_across;
+  static constexpr int warp_rows = rows / warps_down, warp_columns = columns / warps_across;
+  static constexpr int stage_bytes = (rows + columns) * step * 2;
+  static constexpr int shared_bytes = stages * stage_bytes;
+};
+using Wide = Shape<128, 128, 2, 4, 3>;
+// For few rows: all of its time goes into reading the weight.
+using Narrow = Shape<16, 64, 1, 4, 6>;
+
+constexpr int column_sum_threads = 512;  // 16 lanes of rows, of 32 pairs of columns each
+constexpr int column_sum_lanes = 16;
+constexpr int column_sum_columns = 64;
+constexpr int column_sum_shared_bytes = column_sum_lanes * column_sum_columns * 4;
+
+// One operand of a tile: elements (i, k), i a row of the left one or a column of the right one. Major::K: k runs fastest.
+// Values outside the limits count as 0.
+struct Operand {
+  const bf16* first;  // element (0, 0)
+  int64_t stride;     // elements from one k (Major::MN) or i (Major::K) to the next
+  int i_limit, k_limit;
+};
+
+// The place of eight elements from (i, k) on, both multiples of eight where they run fastest, in a tile of `extent` i. Panels
+// of 128-byte rows, swizzled: K-major one of `extent` rows, else one of `step` rows for each 64 i.
+template <Major major>
+PRIMITIVE unsigned char* place(unsigned char* tile, int i, int k) {
+  const int row = major == Major::K ? i : k, column = major == Major::K ? k : i % 64;
+  const int panel = major == Major::K ? 0 : i / 64 * step * 128;
+  return tile + panel + row * 128 + ((column / 8 ^ row % 8) * 16);
+}
+
+// Starts the copy of the operand's `step` k from `k_first` on into `tile`.
+template <Major major, int extent, int threads>
+PRIMITIVE void load_tile(unsigned char* tile, const Operand& from, int k_first) {
+  constexpr int across = major == Major::K ? step / 8 : extent / 8;  // vectors of a row
+  for (int v = threadIdx.x; v < extent * step / 8; v += threads) {
+    const int i = major == Major::K ? v / across : v % across * 8;
+    const int k_in = major == Major::K ? v % across * 8 : v / across, k = k_first + k_in;
+    const bool outside = i >= from.i_limit || k >= from.k_limit;
+    const int left = major == Major::K ? from.k_limit - k : from.i_limit - i;
+    const bf16* source = from.first + (major == Major::K ? i * from.stride + k : k * from.stride + i);
+    unsigned char* target = place<major>(tile, i, k_in);
+    if (outside || (left >= 8 && from.stride % 8 == 0 && reinterpret_cast<uintptr_t>(source) % 16 == 0)) {
+      copy_async_16(target, outside ? from.first : source, !outside);
+    } else {  // a row that ends or begins amid 16 bytes
+      uint32_t pairs[4];
+      for (int p = 0; p < 4; p++) {
+        const uint32_t low = 2 * p < left ? source[2 * p].bits : 0, high = 2 * p + 1 < left ? source[2 * p + 1].bits : 0;
+        pairs[p] = low | high << 16;
+      }
+      *reinterpret_cast<uint4*>(target) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+  }
+}
+
+// 16 i by 16 k of the left operand, as mma takes them.
+template <Major major>
+PRIMITIVE void load_left(uint32_t (&a)[4], unsigned char* tile, int i, int k, int lane) {
+  if (major == Major::K)
+    ldmatrix_x4(a, place<major>(tile, i + lane % 16, k + lane / 16 * 8));
+  else
+    ldmatrix_x4_transposed(a, place<major>(tile, i + lane / 8 % 2 * 8, k + lane / 16 * 8 + lane % 8));
+}
+
+// 16 k by 16 i of the right one: two of mma's.
+template <Major major>
+PRIMITIVE void load_right(uint32_t (&b)[4], unsigned char* tile, int i, int k, int lane) {
+  if (major == Major::K)
+    ldmatrix_x4(b, place<major>(tile, i + lane / 16 * 8 + lane % 8, k + lane / 8 % 2 * 8));
+  else
+    ldmatrix_x4_transposed(b, place<major>(tile, i + lane / 16 * 8, k + lane % 16));
+}
+
+// A warp's part of a tile: of each 16 rows by 8 columns, what mma gives a lane.
+template <class S>
+struct Sums {
+  float of[S::warp_rows / 16][S::warp_columns / 8][4];
+};
+
+// The sums over k, 0 to `depth`, of this warp's part of the tile.
+template <class S, Major a_major, Major b_major>
+PRIMITIVE void multiply_tile(Sums<S>& sums, const Operand& a, const Operand& b, int depth) {
+  unsigned char* shared = dynamic_shared_memory();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int row = warp / S::warps_across * S::warp_rows, column = warp % S::warps_across * S::warp_columns;
+  const int steps = (depth + step - 1) / step;
+  const auto left = [&](int s) { return shared + s % S::stages * S::stage_bytes; };
+  const auto right = [&](int s) { return left(s) + S::rows * step * 2; };
+  const auto load = [&](int s) {
+    if (s < steps) {
+      load_tile<a_major, S::rows, S::threads>(left(s), a, s * step);
+      load_tile<b_major, S::columns, S::threads>(right(s), b, s * step);
+    }
+    copy_async_commit();  // an empty group keeps their count
+  };
+#pragma unroll
+  for (int i = 0; i < S::warp_rows / 16; i++)
+#pragma unroll
+    for (int j = 0; j < S::warp_columns / 8; j++)
+#pragma unroll
+      for (int c = 0; c < 4; c++) sums.of[i][j][c] = 0.0f;
+  for (int s = 0; s < S::stages - 1; s++) load(s);
+  for (int s = 0; s < steps; s++) {
+    copy_async_wait<S::stages - 2>();
+    block_barrier();  // all have copied step s, and are through with step s - 1
+    load(s + S::stages - 1);
+#pragma unroll
+    for (int k = 0; k < step; k += 16) {
+      uint32_t of_a[S::warp_rows / 16][4];
+#pragma unroll
+      for (int i = 0; i < S::warp_rows / 16; i++) load_left<a_major>(of_a[i], left(s), row + 16 * i, k, lane);
+#pragma unroll
+      for (int j = 0; j < S::warp_columns / 16; j++) {
+        uint32_t of_b[4];
+        load_right<b_major>(of_b, right(s), column + 16 * j, k, lane);
+#pragma unroll
+        for (int i = 0; i < S::warp_rows / 16; i++) {
+          mma_bf16_16x8x16(sums.of[i][2 * j], of_a[i], of_b);
+          mma_bf16_16x8x16(sums.of[i][2 * j + 1], of_a[i], of_b + 2);
+        }
+      }
+    }
+  }
+  copy_async_wait<0>();
+}
+
+// Calls `use(row, column, two neighbours' sums)` for every pair of this thread, rows and columns counted in the tile.
+template <class S, class Use>
+PRIMITIVE void each_pair(const Sums<S>& sums, const Use& use) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int row = warp / S::warps_across * S::warp_rows + lane / 4;
+  const int column = warp % S::warps_across * S::warp_columns + lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < S::warp_rows / 16; i++)
+#pragma unroll
+    for (int j = 0; j < S::warp_columns / 8; j++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        use(row + 16 * i + 8 * half, column + 8 * j, sums.of[i][j][2 * half], sums.of[i][j][2 * half + 1]);
+}
+
+// Some rows of one group; none: `first` is `end`.
+struct Rows {
+  int group, first, end;
+};
+
+PRIMITIVE Rows group_rows(const Product& p, int group) {
+  if (!p.starts) return {group, 0, p.rows};
+  return {group, static_cast<int>(p.starts[group]), static_cast<int>(p.starts[group + 1])};
+}
+
+// Tile `tile` of `tile_rows` rows, counted over all groups; `end` is the group's.
+PRIMITIVE Rows row_tile(const Product& p, int tile, int tile_rows) {
+  for (int group = 0; group < p.groups; group++) {
+    const Rows all = group_rows(p, group);
+    const int tiles = (all.end - all.first + tile_rows - 1) / tile_rows;
+    if (tile < tiles) return {group, all.first + tile * tile_rows, all.end};
+    tile -= tiles;
+  }
+  return {0, p.rows, p.rows};
+}
+
+// As many tiles as any division of the rows into groups can need.
+PRIMITIVE int row_tiles(const Product& p, int tile_rows) {
+  return (p.rows + tile_rows - 1) / tile_rows + (p.starts ? p.groups : 0);
+}
+
+}  // namespace product

@@ -1,0 +1,176 @@
+// Products of matrices, whole and by groups of rows: errors against f64, a row's bits whatever the batch, the tile and the
+// schedule.
+#include "product.cuh"
+
+#include "op_checks.h"
+
+// The kernels, compiled from product.cu.
+extern "C" {
+void product_forward(Product);
+void product_forward_f32(Product);
+void product_forward_narrow(Product);
+void product_forward_narrow_f32(Product);
+void product_input_gradient(Product);
+void product_weight_gradient(Product);
+void product_bias_gradient(Product);
+}
+
+namespace suite {
+
+using cuda_host::launch, cuda_host::Options;
+using product::Narrow, product::Wide;
+
+namespace {
+
+// A tensor core of Hopper's cuts what is far below the largest of sixteen products and the sum so far.
+constexpr double TENSOR_CORE_ERROR_MAX = 2e-6;
+
+struct Shape {
+  const char* name;
+  int k, n;
+  std::vector<uint32_t> starts;  // of groups; two of them: one group, told without starts
+  bool bias;
+  int rows() const { return int(starts.back()); }
+  int groups() const { return int(starts.size()) - 1; }
+};
+
+struct Inputs {
+  std::vector<bf16> x, weight, dy;
+  std::vector<float> bias, dweight, dbias;  // gradients so far
+};
+
+struct Results {
+  std::vector<bf16> y, y_narrow, dx;
+  std::vector<float> y_f32, y_narrow_f32, dweight, dbias;
+};
+
+int tiles(int count, int size) { return (count + size - 1) / size; }
+
+Inputs inputs(const Shape& s, unsigned seed) {
+  const size_t matrix = size_t(s.k) * s.n;
+  return {numbers(size_t(s.rows()) * s.k, 1, seed),       numbers(s.groups() * matrix, 0.5, seed + 1),
+          numbers(size_t(s.rows()) * s.n, 1, seed + 2),   floats(s.bias ? s.groups() * s.n : 0, 1, seed + 3),
+          floats(s.groups() * matrix, 1, seed + 4),       floats(s.groups() * s.n, 1, seed + 5)};
+}
+
+Results run(const Options& options, const Shape& s, const Inputs& in) {
+  const int rows = s.rows(), groups = s.groups();
+  Results got;
+  got.y.resize(size_t(rows) * s.n), got.y_narrow.resize(got.y.size()), got.dx.resize(in.x.size());
+  got.y_f32.resize(got.y.size()), got.y_narrow_f32.resize(got.y.size());
+  got.dweight = in.dweight, got.dbias = in.dbias;
+  const auto run = [&](void (*kernel)(Product), void* out, bool backward, int blocks, int threads, int shared) {
+    const Product p = {in.x.data(), in.weight.data(), s.bias ? in.bias.data() : nullptr, backward ? in.dy.data() : nullptr, out,
+                       groups > 1 ? s.starts.data() : nullptr, rows, s.k, s.n, groups};
+    if (blocks > 0) launch(options, unsigned(blocks), unsigned(threads), size_t(shared), [=] { kernel(p); });
+  };
+  const auto down = [&](int tile_rows) { return rows ? tiles(rows, tile_rows) + (groups > 1 ? groups : 0) : 0; };
+  const int wide = down(Wide::rows) * tiles(s.n, Wide::columns), narrow = down(Narrow::rows) * tiles(s.n, Narrow::columns);
+  run(product_forward, got.y.data(), false, wide, Wide::threads, Wide::shared_bytes);
+  run(product_forward_f32, got.y_f32.data(), false, wide, Wide::threads, Wide::shared_bytes);
+  run(product_forward_narrow, got.y_narrow.data(), false, narrow, Narrow::threads, Narrow::shared_bytes);
+  run(product_forward_narrow_f32, got.y_narrow_f32.data(), false, narrow, Narrow::threads, Narrow::shared_bytes);
+  run(product_input_gradient, got.dx.data(), true, down(Wide::rows) * tiles(s.k, Wide::columns), Wide::threads, Wide::shared_bytes);
+  run(product_weight_gradient, got.dweight.data(), true, groups * tiles(s.k, Wide::rows) * tiles(s.n, Wide::columns), Wide::threads,
+      Wide::shared_bytes);
+  run(product_bias_gradient, got.dbias.data(), true, groups * tiles(s.n, product::column_sum_columns), product::column_sum_threads,
+      product::column_sum_shared_bytes);
+  return got;
+}
+
+// What all of it is exactly, and the sizes of each sum's terms.
+struct Exact {
+  std::vector<double> y, y_terms, dx, dx_terms, dweight, dweight_terms, dbias, dbias_terms;
+};
+
+Exact exact(const Shape& s, const Inputs& in) {
+  const size_t k = s.k, n = s.n;
+  Exact e;
+  for (auto* v : {&e.y, &e.y_terms}) v->resize(s.rows() * n);
+  for (auto* v : {&e.dx, &e.dx_terms}) v->resize(s.rows() * k);
+  e.dweight = {in.dweight.begin(), in.dweight.end()}, e.dbias = {in.dbias.begin(), in.dbias.end()};
+  for (double v : e.dweight) e.dweight_terms.push_back(std::fabs(v));
+  for (double v : e.dbias) e.dbias_terms.push_back(std::fabs(v));
+  const auto take = [](double& sum, double& terms, double term) { sum += term, terms += std::fabs(term); };
+  for (int g = 0; g < s.groups(); g++)
+    for (size_t row = s.starts[g]; row < s.starts[g + 1]; row++)
+      for (size_t j = 0; j < n; j++) {
+        const double dy = to_float(in.dy[row * n + j]);
+        if (s.bias) take(e.y[row * n + j], e.y_terms[row * n + j], in.bias[g * n + j]);
+        take(e.dbias[g * n + j], e.dbias_terms[g * n + j], dy);
+        for (size_t i = 0; i < k; i++) {
+          const double x = to_float(in.x[row * k + i]), w = to_float(in.weight[(g * k + i) * n + j]);
+          take(e.y[row * n + j], e.y_terms[row * n + j], x * w);
+          take(e.dx[row * k + i], e.dx_terms[row * k + i], dy * w);
+          take(e.dweight[(g * k + i) * n + j], e.dweight_terms[(g * k + i) * n + j], x * dy);
+        }
+      }
+  return e;
+}
+
+std::string off_rounded(const char* what, const std::vector<bf16>& got, const std::vector<double>& exact,
+                        const std::vector<double>& terms, double error) {
+  for (size_t i = 0; i < exact.size(); i++)
+    if (!(std::fabs(to_float(got[i]) - exact[i]) <= BF16_ROUNDING * std::fabs(exact[i]) + error * terms[i]))
+      return differs(what, i, to_float(got[i]), exact[i]);
+  return "";
+}
+
+std::string wrong_shape(const Options& options, const Shape& s) {
+  // Hashed sums have other last bits after each sixteen terms.
+  const double error = TENSOR_CORE_ERROR_MAX * (options.tensor_core == cuda_host::TensorCore::hashed ? 50 : 1);
+  const Inputs in = inputs(s, 7);
+  const Results got = run(options, s, in);
+  const Exact e = exact(s, in);
+  std::string wrong = off_rounded("y", got.y, e.y, e.y_terms, error);
+  if (wrong.empty()) wrong = off_sum("y in f32", got.y_f32, e.y, e.y_terms, error);
+  if (wrong.empty()) wrong = bits("y of narrow tiles", got.y_narrow.data(), got.y.data(), got.y.size());
+  if (wrong.empty()) wrong = bits("y in f32 of narrow tiles", got.y_narrow_f32.data(), got.y_f32.data(), got.y.size());
+  for (size_t i = 0; i < got.y.size() && wrong.empty(); i++)
+    if (to_bf16(got.y_f32[i]).bits != got.y[i].bits) wrong = differs("y, not that in f32 rounded", i, to_float(got.y[i]), got.y_f32[i]);
+  if (wrong.empty()) wrong = off_rounded("dx", got.dx, e.dx, e.dx_terms, error);
+  if (wrong.empty()) wrong = off_sum("dweight", got.dweight, e.dweight, e.dweight_terms, error);
+  if (wrong.empty()) wrong = off_sum("dbias", got.dbias, e.dbias, e.dbias_terms, SUM_ERROR_MAX);
+  // Each group's rows from its second on, alone and told without groups.
+  for (int g = 0; g < s.groups() && wrong.empty(); g++) {
+    const size_t first = s.starts[g] + 1, end = s.starts[g + 1], matrix = size_t(s.k) * s.n;
+    if (first >= end) continue;
+    const Shape alone = {s.name, s.k, s.n, {0, uint32_t(end - first)}, s.bias};
+    const Inputs part = {{&in.x[first * s.k], &in.x[0] + end * s.k}, {&in.weight[g * matrix], &in.weight[0] + (g + 1) * matrix},
+                         {&in.dy[first * s.n], &in.dy[0] + end * s.n}, s.bias ? std::vector<float>(&in.bias[g * s.n], &in.bias[0] + (g + 1) * s.n) : std::vector<float>(),
+                         std::vector<float>(matrix), std::vector<float>(s.n)};
+    const Results one = run(options, alone, part);
+    wrong = bits("y alone", one.y_f32.data(), &got.y_f32[first * s.n], one.y_f32.size());
+    if (wrong.empty()) wrong = bits("dx alone", one.dx.data(), &got.dx[first * s.k], one.dx.size());
+  }
+  if (wrong.empty()) {
+    Options other = options;
+    other.schedule = cuda_host::Schedule::newest_first;
+    const Results again = run(other, s, in);
+    wrong = bits("dweight on another schedule", again.dweight.data(), got.dweight.data(), got.dweight.size());
+    if (wrong.empty()) wrong = bits("dbias on another schedule", again.dbias.data(), got.dbias.data(), got.dbias.size());
+  }
+  return wrong.empty() ? wrong : std::string(s.name) + ": " + wrong;
+}
+
+}  // namespace
+
+std::string wrong_product(const Options& options, bool small) {
+  std::vector<Shape> shapes = {
+      {"a row", 8, 8, {0, 1}, true},
+      {"no multiples of eight", 67, 13, {0, 19}, false},
+      {"a value head", 72, 1, {0, 21}, true},
+      {"two row tiles, ends amid tiles", 136, 72, {0, 131}, true},
+      {"groups with none, one and several rows", 40, 24, {0, 0, 1, 18, 18, 21}, true},
+  };
+  if (!small) {
+    shapes.push_back({"many steps", 1000, 200, {0, 33}, true});
+    shapes.push_back({"groups of several tiles", 72, 136, {0, 3, 140, 140, 300, 301}, false});
+  }
+  std::string wrong;
+  for (const Shape& shape : shapes)
+    if (wrong.empty()) wrong = wrong_shape(options, shape);
+  return wrong;
+}
+
+}  // namespace suite
