@@ -1,7 +1,7 @@
 //! The twin of `cuda/` in a build without feature `cuda`: everything is refused.
 
 use super::sink_attention::Attention;
-use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor, bail};
 
 /// No value of it exists here.
 pub enum DeviceLse {}
@@ -22,6 +22,40 @@ impl KvPages {
 
 fn refuse<T>() -> Result<T> {
     bail!("this build is for CPUs; for a GPU build with --features cuda, or put the tensors on Device::Cpu")
+}
+
+pub(super) fn product_forward(
+    _: &'static str,
+    _: (&CudaStorage, &Layout),
+    _: (&CudaStorage, &Layout),
+    _: Option<(&CudaStorage, &Layout)>,
+    _: Option<&Tensor>,
+    _: DType,
+) -> Result<(CudaStorage, Shape)> {
+    refuse()
+}
+
+pub(super) fn product_input_gradient(
+    _: &'static str,
+    _: &Tensor,
+    _: &Tensor,
+    _: Option<&Tensor>,
+) -> Result<Tensor> {
+    refuse()
+}
+
+pub(super) fn add_weight_gradient(
+    _: &'static str,
+    _: &Tensor,
+    _: &Tensor,
+    _: &Tensor,
+    _: Option<&Tensor>,
+) -> Result<()> {
+    refuse()
+}
+
+pub(super) fn add_bias_gradient(_: &'static str, _: &Tensor, _: &Tensor, _: Option<&Tensor>) -> Result<()> {
+    refuse()
 }
 
 pub(super) fn swiglu_forward(_: (&CudaStorage, &Layout), _: f32, _: f32) -> Result<(CudaStorage, Shape)> {

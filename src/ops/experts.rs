@@ -7,10 +7,13 @@ use super::cpu::{
     HostIds, add_values, buffer, edit, for_each_row, for_each_row_pair, gathered_rows, host_ids, host_values,
     ids, in_parallel, values,
 };
+use super::cuda::{add_bias_gradient, add_weight_gradient, product_forward, product_input_gradient};
 use super::linear::sum_rows;
 use super::parameter::{Gradient, Parameter};
 use super::product::{Matrix, Spread, backward_product, forward_product_on, product_on};
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail,
+};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -38,6 +41,11 @@ impl Dispatch {
 
     fn rows(&self) -> usize {
         self.tokens * self.top_k
+    }
+
+    /// The first sorted row of each expert, and `T·K` at the end, `[E + 1]`.
+    pub(super) fn starts(&self) -> Result<Tensor> {
+        self.plan.narrow(0, 2 * self.rows(), self.experts + 1)
     }
 
     /// `E`.
@@ -217,6 +225,8 @@ pub fn grouped_linear(x: &Tensor, weight: &Parameter, bias: &Parameter, plan: &D
     x.contiguous()?.apply_op3(w, b, op)
 }
 
+const GROUPED: &str = "grouped_linear";
+
 struct GroupedLinear {
     plan: Dispatch,
     weight: Option<Gradient>,
@@ -225,7 +235,7 @@ struct GroupedLinear {
 
 impl CustomOp3 for GroupedLinear {
     fn name(&self) -> &'static str {
-        "grouped_linear"
+        GROUPED
     }
 
     fn cpu_fwd(
@@ -251,6 +261,19 @@ impl CustomOp3 for GroupedLinear {
         Ok((CpuStorage::F32(out), Shape::from((rows, n))))
     }
 
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        x_layout: &Layout,
+        w: &CudaStorage,
+        w_layout: &Layout,
+        b: &CudaStorage,
+        b_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let starts = Some(&self.plan.starts()?);
+        product_forward(GROUPED, (x, x_layout), (w, w_layout), Some((b, b_layout)), starts, DType::BF16)
+    }
+
     fn bwd(
         &self,
         x: &Tensor,
@@ -261,6 +284,9 @@ impl CustomOp3 for GroupedLinear {
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let ((rows, k), (experts, _, n)) = (x.dims2()?, w.dims3()?);
         let grad = grad.contiguous()?;
+        if x.device().is_cuda() {
+            return Ok((Some(self.backward_on_device(x, w, &grad)?), None, None));
+        }
         let (xs, ws, dy) = (host_values(x)?, host_values(w)?, host_values(&grad)?);
         let plan = self.plan.host()?;
         let (xs, ws, dy): (&[f32], &[f32], &[f32]) = (&xs, &ws, &dy);
@@ -293,6 +319,19 @@ impl CustomOp3 for GroupedLinear {
             bias.add(|db| add_values(db, &sums))?;
         }
         Ok((Some(Tensor::from_vec(dx, (rows, k), x.device())?), None, None))
+    }
+}
+
+impl GroupedLinear {
+    fn backward_on_device(&self, x: &Tensor, w: &Tensor, dy: &Tensor) -> Result<Tensor> {
+        let starts = Some(&self.plan.starts()?);
+        if let Some(weight) = &self.weight {
+            weight.add(|dw| add_weight_gradient(GROUPED, dw, x, dy, starts))?;
+        }
+        if let Some(bias) = &self.bias {
+            bias.add(|db| add_bias_gradient(GROUPED, db, dy, starts))?;
+        }
+        product_input_gradient(GROUPED, dy, w, starts)
     }
 }
 

@@ -1,17 +1,33 @@
 //! `y = x · W + b` with `x [T, in]`, `W [in, out]` contiguous, `b [out]`, or without `b`.
 //!
-//! Backward: `dx = dy · Wᵀ`, `dW = xᵀ · dy`, `db = Σ_t dy_t` in token order.
+//! Backward: `dx = dy · Wᵀ`, `dW = xᵀ · dy`, `db = Σ_t dy_t` in token order. On a GPU `x` and `W` are bf16, `b` and the
+//! gradients of what learns f32.
 
 use super::cpu::{add_values, buffer, edit, host_values, values};
+use super::cuda::{add_bias_gradient, add_weight_gradient, product_forward, product_input_gradient};
 use super::parameter::{Gradient, Parameter};
 use super::product::{Matrix, Spread, backward_product, forward_product, product};
-use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail,
+};
 
 /// The linear layer, differentiable in all; what does not learn gets no gradient computed.
 ///
 /// # Errors
 /// When shapes disagree.
 pub fn linear(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>) -> Result<Tensor> {
+    apply(x, weight, bias, x.dtype())
+}
+
+/// The same with sums that stay f32 on a GPU too, for what is decided by them: scores, values.
+///
+/// # Errors
+/// When shapes disagree.
+pub fn linear_f32(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>) -> Result<Tensor> {
+    apply(x, weight, bias, DType::F32)
+}
+
+fn apply(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>, out: DType) -> Result<Tensor> {
     let w = weight.values();
     let ((_, k), (rows, n)) = (x.dims2()?, w.dims2()?);
     let b = bias.map(Parameter::values);
@@ -19,22 +35,26 @@ pub fn linear(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>) -> Resul
         bail!("linear: x {:?}, weight {:?}, bias {:?}", x.dims(), w.dims(), b.map(Tensor::dims));
     }
     let x = x.contiguous()?;
-    let op = Linear { weight: weight.gradient(), bias: bias.and_then(Parameter::gradient) };
+    let op = Linear { weight: weight.gradient(), bias: bias.and_then(Parameter::gradient), out };
     match b {
         Some(b) => x.apply_op3(w, b, op),
         None => x.apply_op2(w, op),
     }
 }
 
+const OP: &str = "linear";
+
 /// Where the gradients of weight and bias go.
 struct Linear {
     weight: Option<Gradient>,
     bias: Option<Gradient>,
+    /// Of what a GPU gives.
+    out: DType,
 }
 
 impl CustomOp3 for Linear {
     fn name(&self) -> &'static str {
-        "linear"
+        OP
     }
 
     fn cpu_fwd(
@@ -51,6 +71,18 @@ impl CustomOp3 for Linear {
         let mut out = repeat_row(values(b, b_layout)?, m);
         forward_product(&mut out, values(x, x_layout)?, values(w, w_layout)?, (m, k, n), true);
         Ok((CpuStorage::F32(out), Shape::from((m, n))))
+    }
+
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        x_layout: &Layout,
+        w: &CudaStorage,
+        w_layout: &Layout,
+        b: &CudaStorage,
+        b_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        product_forward(OP, (x, x_layout), (w, w_layout), Some((b, b_layout)), None, self.out)
     }
 
     fn bwd(
@@ -84,6 +116,16 @@ impl CustomOp2 for Linear {
         Ok((CpuStorage::F32(out), Shape::from((m, n))))
     }
 
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        x_layout: &Layout,
+        w: &CudaStorage,
+        w_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        product_forward(OP, (x, x_layout), (w, w_layout), None, None, self.out)
+    }
+
     fn bwd(
         &self,
         x: &Tensor,
@@ -100,6 +142,9 @@ impl Linear {
     fn backward(&self, x: &Tensor, w: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let ((m, k), (_, n)) = (x.dims2()?, w.dims2()?);
         let grad = grad.contiguous()?;
+        if x.device().is_cuda() {
+            return self.backward_on_device(x, w, &in_bf16(&grad)?);
+        }
         let dy = host_values(&grad)?;
         let dx = if x.track_op() {
             let mut dx = buffer(m * k);
@@ -129,6 +174,26 @@ impl Linear {
             bias.add(|db| add_values(db, &sums))?;
         }
         Ok(dx)
+    }
+
+    fn backward_on_device(&self, x: &Tensor, w: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        let dx = x.track_op().then(|| product_input_gradient(OP, dy, w, None)).transpose()?;
+        if let Some(weight) = &self.weight {
+            weight.add(|dw| add_weight_gradient(OP, dw, x, dy, None))?;
+        }
+        if let Some(bias) = &self.bias {
+            bias.add(|db| add_bias_gradient(OP, db, dy, None))?;
+        }
+        Ok(dx)
+    }
+}
+
+/// A gradient as a GPU's products take it.
+pub(super) fn in_bf16(gradient: &Tensor) -> Result<Tensor> {
+    // candle's conversion breaks off on a GPU where there is nothing to convert.
+    match gradient.elem_count() {
+        0 => Tensor::zeros(gradient.shape(), DType::BF16, gradient.device()),
+        _ => gradient.to_dtype(DType::BF16),
     }
 }
 

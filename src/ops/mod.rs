@@ -48,7 +48,7 @@ pub mod upstream;
 
 pub use embedding::{embedding, select_rows, tied_embedding};
 pub use experts::{Dispatch, combine, dispatch, grouped_linear};
-pub use linear::linear;
+pub use linear::{linear, linear_f32};
 pub use load_balance::load_balance;
 pub use log_prob::log_prob_and_entropy;
 pub use logits::logits;

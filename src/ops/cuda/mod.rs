@@ -13,6 +13,7 @@ mod modules;
 mod on_device;
 mod paged;
 mod primitive_checks;
+mod product;
 mod rms_norm;
 mod sink_attention;
 mod swiglu;
@@ -27,6 +28,7 @@ pub use primitive_checks::run_primitive_check;
 pub use sink_attention::{DeviceLse, Gradients, Inputs, Outputs, Prepared};
 
 pub(super) use paged::sink_attention_cached;
+pub(super) use product::{add_bias_gradient, add_weight_gradient, product_forward, product_input_gradient};
 pub(super) use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub(super) use sink_attention::{sink_attention_backward, sink_attention_forward};
 pub(super) use swiglu::{swiglu_backward, swiglu_forward};

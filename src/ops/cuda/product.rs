@@ -1,0 +1,302 @@
+//! Products on the GPU: rows `x [T, in]` by a matrix `[in, out]`, or each by its group's of `[E, in, out]`, and their gradients.
+//!
+//! Rows, matrices and what flows back are bf16, sums f32; biases and the gradients of what learns are f32.
+
+use super::arguments::{Op, tensor};
+use super::launch::{Addresses, launch};
+use crate::ops::sink_attention::kernels::Kernel;
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::{CudaView, DeviceRepr, ValidAsZeroBits};
+use candle_core::cuda_backend::{CudaDType, CudaDevice, CudaStorage};
+use candle_core::{DType, Layout, Result, Shape, Tensor, bail};
+use half::bf16;
+
+/// A tile of the result, as `kernels/product.cuh` has it, and the kernels that make such tiles.
+struct Tiling {
+    rows: usize,
+    columns: usize,
+    to_bf16: Kernel,
+    to_f32: Kernel,
+}
+
+const fn kernel(function: &'static str, threads: usize, shared_bytes: usize) -> Kernel {
+    Kernel { function, file: "product", threads, shared_bytes }
+}
+
+/// Of k, a step of a tile.
+const STEP: usize = 64;
+const WIDE_BYTES: usize = 3 * (128 + 128) * STEP * 2;
+const NARROW_BYTES: usize = 6 * (16 + 64) * STEP * 2;
+const WIDE: Tiling = Tiling {
+    rows: 128,
+    columns: 128,
+    to_bf16: kernel("product_forward", 256, WIDE_BYTES),
+    to_f32: kernel("product_forward_f32", 256, WIDE_BYTES),
+};
+const NARROW: Tiling = Tiling {
+    rows: 16,
+    columns: 64,
+    to_bf16: kernel("product_forward_narrow", 128, NARROW_BYTES),
+    to_f32: kernel("product_forward_narrow_f32", 128, NARROW_BYTES),
+};
+const INPUT_GRADIENT: Kernel = kernel("product_input_gradient", 256, WIDE_BYTES);
+const WEIGHT_GRADIENT: Kernel = kernel("product_weight_gradient", 256, WIDE_BYTES);
+const BIAS_COLUMNS: usize = 64;
+const BIAS_GRADIENT: Kernel = kernel("product_bias_gradient", 512, 16 * BIAS_COLUMNS * size_of::<f32>());
+/// Rows a group up to which narrow tiles are taken. The choice changes no bit.
+const NARROW_ROWS_MAX: usize = 64;
+
+/// `Product` of `kernels/product.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Params {
+    x: u64,
+    weight: u64,
+    bias: u64,
+    dy: u64,
+    out: u64,
+    starts: u64,
+    rows: i32,
+    k: i32,
+    n: i32,
+    groups: i32,
+}
+
+// SAFETY: plain numbers, laid out as the kernels' struct.
+unsafe impl DeviceRepr for Params {}
+
+/// `rows` rows, by matrices `[k, n]`, one or `groups` of them.
+#[derive(Clone, Copy)]
+struct Sizes {
+    rows: usize,
+    k: usize,
+    n: usize,
+    groups: usize,
+    grouped: bool,
+}
+
+impl Sizes {
+    /// Those of rows by a matrix `[k, n]`, or by as many as `starts` has groups.
+    fn new(op: Op, rows: usize, [k, n]: [usize; 2], starts: Option<&Tensor>) -> Result<Self> {
+        let groups = starts.map_or(Ok(1), |starts| starts.dims1().map(|len| len.saturating_sub(1)))?;
+        let grouped = starts.is_some();
+        if [rows, k, n, groups].iter().any(|&size| size > i32::MAX as usize) {
+            bail!("{}: {rows} rows, {groups} matrices [{k}, {n}] on a GPU; take smaller batches", op.0);
+        }
+        Ok(Self { rows, k, n, groups, grouped })
+    }
+
+    fn matrix(&self) -> Vec<usize> {
+        if self.grouped { vec![self.groups, self.k, self.n] } else { vec![self.k, self.n] }
+    }
+
+    fn vector(&self) -> Vec<usize> {
+        if self.grouped { vec![self.groups, self.n] } else { vec![self.n] }
+    }
+
+    /// As many tiles of rows as any division into groups can need.
+    fn row_tiles(&self, tile_rows: usize) -> usize {
+        self.rows.div_ceil(tile_rows) + if self.grouped { self.groups } else { 0 }
+    }
+
+    fn params(&self) -> Params {
+        let [rows, k, n, groups] = [self.rows, self.k, self.n, self.groups].map(|size| size as i32);
+        Params { x: 0, weight: 0, bias: 0, dy: 0, out: 0, starts: 0, rows, k, n, groups }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.rows * self.k * self.n * self.groups == 0
+    }
+}
+
+/// The last two sizes of a matrix, or of one a group.
+fn matrix(dims: &[usize]) -> Result<[usize; 2]> {
+    match *dims {
+        [k, n] | [_, k, n] => Ok([k, n]),
+        _ => bail!("a product by a tensor {dims:?}"),
+    }
+}
+
+/// The first row of each group, and their number at the end, `[E + 1]`, u32; none: one group.
+fn with_starts<R>(
+    op: Op,
+    starts: Option<&Tensor>,
+    f: impl FnOnce(Option<&CudaView<u32>>) -> Result<R>,
+) -> Result<R> {
+    let Some(starts) = starts else { return f(None) };
+    let opened = starts.storage_and_layout();
+    let (storage, layout) = op.on_gpu("the groups' first rows", &opened, DType::U32, starts.dims())?;
+    f(Some(&op.view(storage, layout)?))
+}
+
+/// `x · W + b`, `[T, out]` in `out`: bf16, or the sums themselves, f32.
+pub(in crate::ops) fn product_forward(
+    op: &'static str,
+    x: (&CudaStorage, &Layout),
+    weight: (&CudaStorage, &Layout),
+    bias: Option<(&CudaStorage, &Layout)>,
+    starts: Option<&Tensor>,
+    out: DType,
+) -> Result<(CudaStorage, Shape)> {
+    let op = Op(op);
+    let rows = x.1.shape().dims2()?.0;
+    let sizes = Sizes::new(op, rows, matrix(weight.1.dims())?, starts)?;
+    op.check("x", x, DType::BF16, &[rows, sizes.k])?;
+    op.check("the weight", weight, DType::BF16, &sizes.matrix())?;
+    if let Some(bias) = bias {
+        op.check("the bias", bias, DType::F32, &sizes.vector())?;
+    }
+    let (xs, weights) = (op.view::<bf16>(x.0, x.1)?, op.view::<bf16>(weight.0, weight.1)?);
+    let bias = bias.map(|(storage, layout)| op.view::<f32>(storage, layout)).transpose()?;
+    let device = x.0.device();
+    let tiling = if rows <= NARROW_ROWS_MAX * sizes.groups { &NARROW } else { &WIDE };
+    let storage = with_starts(op, starts, |starts| {
+        let operands = Operands { x: &xs, weight: &weights, bias: bias.as_ref(), starts };
+        match out {
+            DType::BF16 => forward::<bf16>(device, &sizes, &operands, (tiling, &tiling.to_bf16)),
+            _ => forward::<f32>(device, &sizes, &operands, (tiling, &tiling.to_f32)),
+        }
+    })?;
+    Ok((storage, Shape::from((rows, sizes.n))))
+}
+
+/// What a forward reads.
+struct Operands<'a> {
+    x: &'a CudaView<'a, bf16>,
+    weight: &'a CudaView<'a, bf16>,
+    bias: Option<&'a CudaView<'a, f32>>,
+    starts: Option<&'a CudaView<'a, u32>>,
+}
+
+fn forward<T: CudaDType + DeviceRepr + ValidAsZeroBits>(
+    device: &CudaDevice,
+    sizes: &Sizes,
+    operands: &Operands,
+    (tiling, kernel): (&Tiling, &Kernel),
+) -> Result<CudaStorage> {
+    let mut out = device.alloc_zeros::<T>(sizes.rows * sizes.n)?;
+    if sizes.rows * sizes.n > 0 {
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let params = Params {
+            x: at.read(operands.x),
+            weight: at.read(operands.weight),
+            bias: operands.bias.map_or(0, |bias| at.read(bias)),
+            out: at.write(&mut out),
+            starts: operands.starts.map_or(0, |starts| at.read(starts)),
+            ..sizes.params()
+        };
+        let blocks = sizes.row_tiles(tiling.rows) * sizes.n.div_ceil(tiling.columns);
+        // SAFETY: all live past the launch and have the sizes told.
+        unsafe { launch(device, kernel, &params, blocks)? };
+    }
+    Ok(CudaStorage::wrap_cuda_slice(out, device.clone()))
+}
+
+/// `dy · Wᵀ`, `[T, in]` in bf16.
+pub(in crate::ops) fn product_input_gradient(
+    op: &'static str,
+    dy: &Tensor,
+    weight: &Tensor,
+    starts: Option<&Tensor>,
+) -> Result<Tensor> {
+    let op = Op(op);
+    let sizes = Sizes::new(op, dy.dim(0)?, matrix(weight.dims())?, starts)?;
+    let opened = [dy, weight].map(Tensor::storage_and_layout);
+    let dy = op.on_gpu("the output's gradient", &opened[0], DType::BF16, &[sizes.rows, sizes.n])?;
+    let weight = op.on_gpu("the weight", &opened[1], DType::BF16, &sizes.matrix())?;
+    let device = dy.0.device();
+    let (dy, weight) = (op.view::<bf16>(dy.0, dy.1)?, op.view::<bf16>(weight.0, weight.1)?);
+    let mut dx = device.alloc_zeros::<bf16>(sizes.rows * sizes.k)?;
+    with_starts(op, starts, |starts| {
+        if sizes.rows * sizes.k == 0 {
+            return Ok(());
+        }
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let params = Params {
+            weight: at.read(&weight),
+            dy: at.read(&dy),
+            out: at.write(&mut dx),
+            starts: starts.map_or(0, |starts| at.read(starts)),
+            ..sizes.params()
+        };
+        let blocks = sizes.row_tiles(WIDE.rows) * sizes.k.div_ceil(WIDE.columns);
+        // SAFETY: all live past the launch and have the sizes told.
+        unsafe { launch(device, &INPUT_GRADIENT, &params, blocks) }
+    })?;
+    Ok(tensor(dx, device, (sizes.rows, sizes.k)))
+}
+
+/// Adds `xᵀ · dy`, a group's over its own rows, to `sum` in place.
+pub(in crate::ops) fn add_weight_gradient(
+    op: &'static str,
+    sum: &Tensor,
+    x: &Tensor,
+    dy: &Tensor,
+    starts: Option<&Tensor>,
+) -> Result<()> {
+    let op = Op(op);
+    let sizes = Sizes::new(op, x.dim(0)?, matrix(sum.dims())?, starts)?;
+    let opened = [x, dy].map(Tensor::storage_and_layout);
+    let x = op.on_gpu("x", &opened[0], DType::BF16, &[sizes.rows, sizes.k])?;
+    let dy = op.on_gpu("the output's gradient", &opened[1], DType::BF16, &[sizes.rows, sizes.n])?;
+    let (x, dy) = (op.view::<bf16>(x.0, x.1)?, op.view::<bf16>(dy.0, dy.1)?);
+    check_sum(op, sum, &sizes.matrix())?;
+    let blocks = sizes.groups * sizes.k.div_ceil(WIDE.rows) * sizes.n.div_ceil(WIDE.columns);
+    add_to(op, sum, &sizes, starts, (&WEIGHT_GRADIENT, blocks), (Some(&x), &dy))
+}
+
+/// Adds the sums of `dy`'s columns, a group's over its own rows, to `sum` in place.
+pub(in crate::ops) fn add_bias_gradient(
+    op: &'static str,
+    sum: &Tensor,
+    dy: &Tensor,
+    starts: Option<&Tensor>,
+) -> Result<()> {
+    let op = Op(op);
+    let (rows, n) = dy.dims2()?;
+    let sizes = Sizes::new(op, rows, [1, n], starts)?;
+    let opened = dy.storage_and_layout();
+    let dy = op.on_gpu("the output's gradient", &opened, DType::BF16, &[rows, n])?;
+    let dy = op.view::<bf16>(dy.0, dy.1)?;
+    check_sum(op, sum, &sizes.vector())?;
+    let blocks = sizes.groups * n.div_ceil(BIAS_COLUMNS);
+    add_to(op, sum, &sizes, starts, (&BIAS_GRADIENT, blocks), (None, &dy))
+}
+
+fn check_sum(op: Op, sum: &Tensor, shape: &[usize]) -> Result<()> {
+    if sum.dims() != shape {
+        bail!("{}: a gradient {shape:?} for a parameter {:?}", op.0, sum.dims());
+    }
+    Ok(())
+}
+
+/// Launches a kernel that adds to `sum` what it makes of `x` and `dy`.
+fn add_to(
+    op: Op,
+    sum: &Tensor,
+    sizes: &Sizes,
+    starts: Option<&Tensor>,
+    (kernel, blocks): (&Kernel, usize),
+    (x, dy): (Option<&CudaView<bf16>>, &CudaView<bf16>),
+) -> Result<()> {
+    if sizes.is_empty() {
+        return Ok(());
+    }
+    with_starts(op, starts, |starts| {
+        op.edit::<f32, _>(sum, |device, sum| {
+            let stream = device.cuda_stream();
+            let mut at = Addresses::new(&stream);
+            let params = Params {
+                x: x.map_or(0, |x| at.read(x)),
+                dy: at.read(dy),
+                out: at.write(sum),
+                starts: starts.map_or(0, |starts| at.read(starts)),
+                ..sizes.params()
+            };
+            // SAFETY: all live past the launch and have the sizes told.
+            unsafe { launch(device, kernel, &params, blocks) }
+        })
+    })
+}
