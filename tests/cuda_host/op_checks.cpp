@@ -6,10 +6,12 @@ namespace suite {
 
 using cuda_host::Options;
 
+std::string wrong_dispatch(const Options& options, bool small);
 std::string wrong_product(const Options& options, bool small);
 std::string wrong_row_ops(const Options& options, bool small);
 
 const std::vector<OpFamily> OP_FAMILIES = {
+    {"dispatch", wrong_dispatch},
     {"product", wrong_product},
     {"row_ops", wrong_row_ops},
 };

@@ -1,0 +1,152 @@
+// Tokens to experts and back. A sum over slots is taken in their order, by one thread an element.
+#include "dispatch.cuh"
+#include "row_ops.cuh"
+
+using namespace dispatch;
+using row_ops::high, row_ops::low;
+
+namespace {
+
+// This block's routes, to shared memory.
+PRIMITIVE int load_chunk(const SortRoutes& p, uint32_t* routes) {
+  const int first = blockIdx.x * chunk, count = min(chunk, p.pairs - first);
+  for (int i = threadIdx.x; i < count; i += sort_threads) routes[i] = p.routes[first + i];
+  block_barrier();
+  return count;
+}
+
+PRIMITIVE uint4 load(const bf16* row, int i) { return *reinterpret_cast<const uint4*>(row + i); }
+
+// sum + weight · x, of eight.
+struct Values {
+  float v[vector];
+};
+
+PRIMITIVE void add_weighted(Values& sum, const uint4& x, float weight) {
+  const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (int p = 0; p < 4; p++) {
+    sum.v[2 * p] = multiply_add(weight, low(pairs[p]), sum.v[2 * p]);
+    sum.v[2 * p + 1] = multiply_add(weight, high(pairs[p]), sum.v[2 * p + 1]);
+  }
+}
+
+PRIMITIVE void store(bf16* row, int i, const Values& y) {
+  *reinterpret_cast<uint4*>(row + i) = make_uint4(pack_bf16(y.v[0], y.v[1]), pack_bf16(y.v[2], y.v[3]),
+                                                  pack_bf16(y.v[4], y.v[5]), pack_bf16(y.v[6], y.v[7]));
+}
+
+// A token's sum over its slots' rows, in their order, each times its weight.
+template <bool weighed>
+PRIMITIVE void sum_slots(const Dispatch& p) {
+  const int64_t token = blockIdx.x;
+  const uint32_t* rows = p.rows + token * p.top_k;
+  for (int i = threadIdx.x * vector; i < p.width; i += row_threads * vector) {
+    Values sum = {};
+    for (int slot = 0; slot < p.top_k; slot++)
+      add_weighted(sum, load(p.x + static_cast<int64_t>(rows[slot]) * p.width, i),
+                   weighed ? p.weights[token * p.top_k + slot] : 1.0f);
+    store(p.out + token * p.width, i, sum);
+  }
+}
+
+}  // namespace
+
+// How many of each chunk's routes go to each expert. Blocks: chunks.
+extern "C" __global__ void __launch_bounds__(sort_threads) sort_count(const __grid_constant__ SortRoutes p) {
+  uint32_t* routes = reinterpret_cast<uint32_t*>(dynamic_shared_memory());
+  const int count = load_chunk(p, routes);
+  for (int expert = threadIdx.x; expert < p.experts; expert += sort_threads) {
+    uint32_t found = 0;
+    for (int i = 0; i < count; i++) found += routes[i] == static_cast<uint32_t>(expert);
+    p.counts[static_cast<int64_t>(blockIdx.x) * p.experts + expert] = found;
+  }
+}
+
+// Where each expert's rows begin, and within them each chunk's. One block.
+extern "C" __global__ void __launch_bounds__(place_threads) sort_place(const __grid_constant__ SortRoutes p) {
+  uint32_t* totals = reinterpret_cast<uint32_t*>(dynamic_shared_memory());
+  const int chunks = (p.pairs + chunk - 1) / chunk;
+  uint32_t before = 0;  // rows of all experts before these
+  for (int first = 0; first < p.experts; first += place_threads) {
+    const int expert = first + threadIdx.x, here = min(place_threads, p.experts - first);
+    uint32_t total = 0;
+    if (expert < p.experts)
+      for (int c = 0; c < chunks; c++) total += p.counts[static_cast<int64_t>(c) * p.experts + expert];
+    totals[threadIdx.x] = total;
+    block_barrier();
+    uint32_t row = before;
+    for (int other = 0; other < min(static_cast<int>(threadIdx.x), here); other++) row += totals[other];
+    if (expert < p.experts) {
+      p.starts[expert] = row;
+      for (int c = 0; c < chunks; c++) {
+        uint32_t* at = p.counts + static_cast<int64_t>(c) * p.experts + expert;
+        const uint32_t found = *at;
+        *at = row;
+        row += found;
+      }
+    }
+    for (int other = 0; other < here; other++) before += totals[other];
+    block_barrier();
+  }
+  if (threadIdx.x == 0) p.starts[p.experts] = before;
+}
+
+// Every route to its row, in the routes' order within an expert. Blocks: chunks.
+extern "C" __global__ void __launch_bounds__(sort_threads) sort_scatter(const __grid_constant__ SortRoutes p) {
+  uint32_t* routes = reinterpret_cast<uint32_t*>(dynamic_shared_memory());
+  const int count = load_chunk(p, routes), first = blockIdx.x * chunk;
+  for (int expert = threadIdx.x; expert < p.experts; expert += sort_threads) {
+    uint32_t row = p.counts[static_cast<int64_t>(blockIdx.x) * p.experts + expert];
+    for (int i = 0; i < count; i++) {
+      if (routes[i] != static_cast<uint32_t>(expert)) continue;
+      p.row_of[first + i] = row;
+      p.token_of[row] = (first + i) / p.top_k;
+      row++;
+    }
+  }
+}
+
+// A sorted row is its token's. Blocks: sorted rows.
+extern "C" __global__ void __launch_bounds__(row_threads) dispatch_forward(const __grid_constant__ Dispatch p) {
+  const bf16* from = p.x + static_cast<int64_t>(p.rows[blockIdx.x]) * p.width;
+  bf16* to = p.out + static_cast<int64_t>(blockIdx.x) * p.width;
+  for (int i = threadIdx.x * vector; i < p.width; i += row_threads * vector) *reinterpret_cast<uint4*>(to + i) = load(from, i);
+}
+
+// Blocks: tokens.
+extern "C" __global__ void __launch_bounds__(row_threads) dispatch_backward(const __grid_constant__ Dispatch p) {
+  sum_slots<false>(p);
+}
+
+// Blocks: tokens.
+extern "C" __global__ void __launch_bounds__(row_threads) combine_forward(const __grid_constant__ Dispatch p) {
+  sum_slots<true>(p);
+}
+
+// A slot's row gets its weight times the token's gradient, and the weight the product of both rows. Blocks: (token, slot).
+extern "C" __global__ void __launch_bounds__(row_threads) combine_backward(const __grid_constant__ Dispatch p) {
+  const int64_t row = static_cast<int64_t>(p.rows[blockIdx.x]) * p.width;
+  const bf16* dy = p.dy + static_cast<int64_t>(blockIdx.x / p.top_k) * p.width;
+  const float weight = p.weights[blockIdx.x];
+  float dot = 0.0f;
+  for (int i = threadIdx.x * vector; i < p.width; i += row_threads * vector) {
+    const uint4 x = load(p.x + row, i), g = load(dy, i);
+    const uint32_t of_x[4] = {x.x, x.y, x.z, x.w}, of_g[4] = {g.x, g.y, g.z, g.w};
+    uint32_t dx[4];
+#pragma unroll
+    for (int pair = 0; pair < 4; pair++) {
+      dot = multiply_add(low(of_x[pair]), low(of_g[pair]), dot);
+      dot = multiply_add(high(of_x[pair]), high(of_g[pair]), dot);
+      dx[pair] = pack_bf16(multiply(weight, low(of_g[pair])), multiply(weight, high(of_g[pair])));
+    }
+    *reinterpret_cast<uint4*>(p.out + row + i) = make_uint4(dx[0], dx[1], dx[2], dx[3]);
+  }
+  for (int mask = 16; mask > 0; mask /= 2) dot = add(dot, shuffle_xor(dot, mask));
+  float* of_warps = reinterpret_cast<float*>(dynamic_shared_memory());
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = dot;
+  block_barrier();
+  if (threadIdx.x > 0) return;
+  for (int warp = 1; warp < row_threads / 32; warp++) dot = add(dot, of_warps[warp]);
+  p.dweights[blockIdx.x] = dot;
+}
