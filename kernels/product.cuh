@@ -43,7 +43,7 @@ constexpr int column_sum_shared_bytes = column_sum_lanes * column_sum_columns * 
 // One operand of a tile: elements (i, k), i a row of the left one or a column of the right one. Major::K: k runs fastest.
 // Values outside the limits count as 0.
 struct Operand {
-  const bf16* first;  // element (0, 0)
+  const bf16* first;  // element (0, 0), 16-byte aligned where the stride is a multiple of 8
   int64_t stride;     // elements from one k (Major::MN) or i (Major::K) to the next
   int i_limit, k_limit;
 };
@@ -65,12 +65,13 @@ PRIMITIVE void load_tile(unsigned char* tile, const Operand& from, int k_first) 
     const int i = major == Major::K ? v / across : v % across * 8;
     const int k_in = major == Major::K ? v % across * 8 : v / across, k = k_first + k_in;
     const bool outside = i >= from.i_limit || k >= from.k_limit;
-    const int left = major == Major::K ? from.k_limit - k : from.i_limit - i;
     const bf16* source = from.first + (major == Major::K ? i * from.stride + k : k * from.stride + i);
     unsigned char* target = place<major>(tile, i, k_in);
-    if (outside || (left >= 8 && from.stride % 8 == 0 && reinterpret_cast<uintptr_t>(source) % 16 == 0)) {
+    // All rows then begin and end at 16 bytes, for the first element does.
+    if (outside || from.stride % 8 == 0) {
       copy_async_16(target, outside ? from.first : source, !outside);
-    } else {  // a row that ends or begins amid 16 bytes
+    } else {
+      const int left = major == Major::K ? from.k_limit - k : from.i_limit - i;
       uint32_t pairs[4];
       for (int p = 0; p < 4; p++) {
         const uint32_t low = 2 * p < left ? source[2 * p].bits : 0, high = 2 * p + 1 < left ? source[2 * p + 1].bits : 0;

@@ -24,6 +24,30 @@ fn refuse<T>() -> Result<T> {
     bail!("this build is for CPUs; for a GPU build with --features cuda, or put the tensors on Device::Cpu")
 }
 
+pub(super) fn sort_by_expert(_: (&CudaStorage, &Layout), _: usize) -> Result<(CudaStorage, Shape)> {
+    refuse()
+}
+
+pub(super) fn dispatch_forward(_: (&CudaStorage, &Layout), _: &Tensor) -> Result<(CudaStorage, Shape)> {
+    refuse()
+}
+
+pub(super) fn dispatch_backward(_: &Tensor, _: &Tensor, _: usize) -> Result<Tensor> {
+    refuse()
+}
+
+pub(super) fn combine_forward(
+    _: (&CudaStorage, &Layout),
+    _: (&CudaStorage, &Layout),
+    _: &Tensor,
+) -> Result<(CudaStorage, Shape)> {
+    refuse()
+}
+
+pub(super) fn combine_backward(_: [&Tensor; 3], _: &Tensor) -> Result<(Tensor, Tensor)> {
+    refuse()
+}
+
 pub(super) fn product_forward(
     _: &'static str,
     _: (&CudaStorage, &Layout),

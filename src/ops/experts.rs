@@ -1,5 +1,8 @@
 //! The experts, memory-lean: tokens sorted by expert, one product an expert on its own rows.
 //!
+//! On a GPU rows and matrices are bf16, weights, biases and gradients of what learns f32, and counts are read there: no
+//! work of the host's depends on them.
+//!
 //! Nothing repeats hidden states by the number of experts: `T·K` rows exist, whatever `E`. Outputs are
 //! added in slot order, not in arrival order, so a token's sum does not depend on the batch.
 
@@ -7,7 +10,10 @@ use super::cpu::{
     HostIds, add_values, buffer, edit, for_each_row, for_each_row_pair, gathered_rows, host_ids, host_values,
     ids, in_parallel, values,
 };
-use super::cuda::{add_bias_gradient, add_weight_gradient, product_forward, product_input_gradient};
+use super::cuda::{
+    add_bias_gradient, add_weight_gradient, combine_backward, combine_forward, dispatch_backward,
+    dispatch_forward, product_forward, product_input_gradient, sort_by_expert,
+};
 use super::linear::sum_rows;
 use super::parameter::{Gradient, Parameter};
 use super::product::{Matrix, Spread, backward_product, forward_product_on, product_on};
@@ -41,6 +47,16 @@ impl Dispatch {
 
     fn rows(&self) -> usize {
         self.tokens * self.top_k
+    }
+
+    /// The sorted row of each (token, slot), `[T·K]`.
+    pub(super) fn row_of(&self) -> Result<Tensor> {
+        self.plan.narrow(0, 0, self.rows())
+    }
+
+    /// The token of each sorted row, `[T·K]`.
+    pub(super) fn token_of(&self) -> Result<Tensor> {
+        self.plan.narrow(0, self.rows(), self.rows())
     }
 
     /// The first sorted row of each expert, and `T·K` at the end, `[E + 1]`.
@@ -164,6 +180,10 @@ impl CustomOp1 for SortByExpert {
         let len = plan.len();
         Ok((CpuStorage::U32(plan), Shape::from(len)))
     }
+
+    fn cuda_fwd(&self, routes: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        sort_by_expert((routes, layout), self.experts)
+    }
 }
 
 /// Rows of `x [T, H]` in expert order, `[T·K, H]`. Backward: a token's gradient is the sum over its slots in order.
@@ -194,9 +214,16 @@ impl CustomOp1 for DispatchRows {
         Ok((CpuStorage::F32(out), Shape::from((rows.len(), width))))
     }
 
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        dispatch_forward((x, layout), &self.plan.token_of()?)
+    }
+
     fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let (tokens, width) = x.dims2()?;
         let grad = grad.contiguous()?;
+        if x.device().is_cuda() {
+            return Ok(Some(dispatch_backward(&grad, &self.plan.row_of()?, self.plan.top_k)?));
+        }
         let g = host_values(&grad)?;
         let plan = self.plan.host()?;
         let (g, row_of): (&[f32], _) = (&g, plan.row_of());
@@ -379,6 +406,16 @@ impl CustomOp2 for Combine {
         Ok((CpuStorage::F32(out), Shape::from((tokens, width))))
     }
 
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        x_layout: &Layout,
+        w: &CudaStorage,
+        w_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        combine_forward((x, x_layout), (w, w_layout), &self.plan.row_of()?)
+    }
+
     fn bwd(
         &self,
         x: &Tensor,
@@ -389,6 +426,10 @@ impl CustomOp2 for Combine {
         let (rows, width) = x.dims2()?;
         let top_k = self.plan.top_k;
         let grad = grad.contiguous()?;
+        if x.device().is_cuda() {
+            let (dx, dw) = combine_backward([x, w, &grad], &self.plan.row_of()?)?;
+            return Ok((Some(dx), Some(dw)));
+        }
         let (xs, ws, g) = (host_values(x)?, host_values(w)?, host_values(&grad)?);
         let plan = self.plan.host()?;
         let (xs, ws, g): (&[f32], &[f32], &[f32]) = (&xs, &ws, &g);

@@ -105,6 +105,10 @@ pub(super) fn tensor<T: CudaDType>(
     device: &CudaDevice,
     shape: impl Into<Shape>,
 ) -> Tensor {
-    let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(slice, device.clone()));
-    Tensor::from_storage(storage, shape, BackpropOp::none(), false)
+    of_storage(CudaStorage::wrap_cuda_slice(slice, device.clone()), shape)
+}
+
+/// A tensor over a storage.
+pub(super) fn of_storage(storage: CudaStorage, shape: impl Into<Shape>) -> Tensor {
+    Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)
 }

@@ -5,6 +5,7 @@
 
 mod arguments;
 mod device;
+mod dispatch;
 #[cfg(feature = "flash-attn")]
 mod flash_attention;
 mod launch;
@@ -27,6 +28,9 @@ pub use paged::{KvPages, KvPool, sink_attention_paged};
 pub use primitive_checks::run_primitive_check;
 pub use sink_attention::{DeviceLse, Gradients, Inputs, Outputs, Prepared};
 
+pub(super) use dispatch::{
+    combine_backward, combine_forward, dispatch_backward, dispatch_forward, sort_by_expert,
+};
 pub(super) use paged::sink_attention_cached;
 pub(super) use product::{add_bias_gradient, add_weight_gradient, product_forward, product_input_gradient};
 pub(super) use rms_norm::{rms_norm_backward, rms_norm_forward};

@@ -59,7 +59,7 @@ fn a_stream_a_thread_loses_the_order() {
         eprintln!("skipped: only the emulated driver in late mode shows it every time");
         return;
     }
-    let arm = "ops::cuda::on_device::crossing_with_a_stream_a_thread";
+    let arm = "ops::cuda::on_device::attention::crossing_with_a_stream_a_thread";
     let ran = std::process::Command::new(std::env::current_exe().unwrap())
         .args(["--exact", arm, "--ignored"])
         .output()
@@ -150,7 +150,6 @@ fn ops_without_a_device_form_say_so() {
         let refusals = [
             ops::route(&x, 2).err(),
             ops::top_k_softmax(&x, &ids).err(),
-            ops::Dispatch::new(&ids, 8).err(),
             ops::select_rows(&x, &Arc::new(vec![])).err(),
             ops::round_mantissa(&x, 4).err(),
             ops::upstream(&x, &x).err(),

@@ -1,0 +1,221 @@
+//! Tokens to experts and back on the GPU: rows in bf16, weights f32, the plan u32, made and read there.
+
+use super::arguments::{Op, of_storage, tensor};
+use super::launch::{Addresses, launch};
+use crate::ops::sink_attention::kernels::Kernel;
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::CudaStorage;
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
+use candle_core::{DType, Layout, Result, Shape, Tensor, bail};
+use half::bf16;
+
+const fn kernel(function: &'static str, threads: usize, shared_bytes: usize) -> Kernel {
+    Kernel { function, file: "dispatch", threads, shared_bytes }
+}
+
+/// Routes of a block of the sort.
+const CHUNK: usize = 256;
+const SORT_COUNT: Kernel = kernel("sort_count", 128, CHUNK * 4);
+const SORT_PLACE: Kernel = kernel("sort_place", 1024, 1024 * 4);
+const SORT_SCATTER: Kernel = Kernel { function: "sort_scatter", ..SORT_COUNT };
+const DISPATCH_FORWARD: Kernel = kernel("dispatch_forward", 128, 128 / 32 * 4);
+const DISPATCH_BACKWARD: Kernel = Kernel { function: "dispatch_backward", ..DISPATCH_FORWARD };
+const COMBINE_FORWARD: Kernel = Kernel { function: "combine_forward", ..DISPATCH_FORWARD };
+const COMBINE_BACKWARD: Kernel = Kernel { function: "combine_backward", ..DISPATCH_FORWARD };
+/// Elements that a thread takes at a time.
+const VECTOR: usize = 8;
+
+/// `SortRoutes` of `kernels/dispatch.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct SortParams {
+    routes: u64,
+    counts: u64,
+    row_of: u64,
+    token_of: u64,
+    starts: u64,
+    pairs: i32,
+    experts: i32,
+    top_k: i32,
+}
+
+/// `Dispatch` there.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+struct Params {
+    x: u64,
+    dy: u64,
+    weights: u64,
+    rows: u64,
+    out: u64,
+    dweights: u64,
+    width: i32,
+    top_k: i32,
+}
+
+// SAFETY: plain numbers, laid out as the kernels' structs.
+unsafe impl DeviceRepr for SortParams {}
+// SAFETY: likewise.
+unsafe impl DeviceRepr for Params {}
+
+/// The plan of [`crate::ops::Dispatch`] for `routes [T, K]`, which are trusted to be below `experts`: what they are is not
+/// known here without waiting for the GPU. `[2·T·K + experts + 1]`.
+pub(in crate::ops) fn sort_by_expert(
+    routes: (&CudaStorage, &Layout),
+    experts: usize,
+) -> Result<(CudaStorage, Shape)> {
+    const OP: Op = Op("sort_by_expert");
+    let (tokens, top_k) = routes.1.shape().dims2()?;
+    OP.check("the routes", routes, DType::U32, &[tokens, top_k])?;
+    let pairs = tokens * top_k;
+    if pairs > i32::MAX as usize {
+        bail!("dispatch: {tokens} tokens of {top_k} slots on a GPU; take smaller batches");
+    }
+    let device = routes.0.device();
+    let view = OP.view::<u32>(routes.0, routes.1)?;
+    let len = 2 * pairs + experts + 1;
+    let mut plan = device.alloc_zeros::<u32>(len)?;
+    if pairs > 0 {
+        let chunks = pairs.div_ceil(CHUNK);
+        let mut counts = device.alloc_zeros::<u32>(chunks * experts)?;
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let row_of = at.write(&mut plan);
+        let pair_bytes = (pairs * size_of::<u32>()) as u64;
+        let params = SortParams {
+            routes: at.read(&view),
+            counts: at.write(&mut counts),
+            row_of,
+            token_of: row_of + pair_bytes,
+            starts: row_of + 2 * pair_bytes,
+            pairs: pairs as i32,
+            experts: experts as i32,
+            top_k: top_k as i32,
+        };
+        // SAFETY: all live past the launches; each fills what the next reads, and `plan` has room for its three parts.
+        unsafe {
+            launch(device, &SORT_COUNT, &params, chunks)?;
+            launch(device, &SORT_PLACE, &params, 1)?;
+            launch(device, &SORT_SCATTER, &params, chunks)?;
+        }
+    }
+    Ok((CudaStorage::wrap_cuda_slice(plan, device.clone()), Shape::from(len)))
+}
+
+fn check_width(op: Op, width: usize) -> Result<()> {
+    if width == 0 || !width.is_multiple_of(VECTOR) || width > i32::MAX as usize {
+        bail!("{}: rows of {width} on a GPU; take a hidden size that is a multiple of {VECTOR}", op.0);
+    }
+    Ok(())
+}
+
+/// What a kernel reads, and in which slots.
+struct Operands<'a> {
+    x: (&'a CudaStorage, &'a Layout),
+    weights: Option<(&'a CudaStorage, &'a Layout)>,
+    /// Rows of `x`.
+    rows: &'a Tensor,
+    top_k: usize,
+}
+
+/// Launches a kernel, a block for each of `blocks` rows that it writes.
+fn run(op: Op, kernel: &Kernel, operands: &Operands, blocks: usize) -> Result<CudaStorage> {
+    let Operands { x, weights, rows, top_k } = *operands;
+    let width = x.1.shape().dims2()?.1;
+    op.check("x", x, DType::BF16, x.1.dims())?;
+    check_width(op, width)?;
+    let opened = rows.storage_and_layout();
+    let rows = op.on_gpu("the plan", &opened, DType::U32, rows.dims())?;
+    let device = x.0.device();
+    let (xs, rows) = (op.view::<bf16>(x.0, x.1)?, op.view::<u32>(rows.0, rows.1)?);
+    if let Some(weights) = weights {
+        op.check("the weights", weights, DType::F32, &[blocks, top_k])?;
+    }
+    let weights = weights.map(|(storage, layout)| op.view::<f32>(storage, layout)).transpose()?;
+    let mut out = device.alloc_zeros::<bf16>(blocks * width)?;
+    if blocks > 0 {
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let params = Params {
+            x: at.read(&xs),
+            weights: weights.as_ref().map_or(0, |weights| at.read(weights)),
+            rows: at.read(&rows),
+            out: at.write(&mut out),
+            width: width as i32,
+            top_k: top_k as i32,
+            ..Params::default()
+        };
+        // SAFETY: all live past the launch; `rows` names rows of `x`, and each block writes its own of `out`.
+        unsafe { launch(device, kernel, &params, blocks)? };
+    }
+    Ok(CudaStorage::wrap_cuda_slice(out, device.clone()))
+}
+
+/// Rows `token_of [T·K]` of `x [T, H]`.
+pub(in crate::ops) fn dispatch_forward(
+    x: (&CudaStorage, &Layout),
+    token_of: &Tensor,
+) -> Result<(CudaStorage, Shape)> {
+    let (rows, width) = (token_of.dim(0)?, x.1.shape().dims2()?.1);
+    let operands = Operands { x, weights: None, rows: token_of, top_k: 1 };
+    Ok((run(Op("dispatch"), &DISPATCH_FORWARD, &operands, rows)?, Shape::from((rows, width))))
+}
+
+/// The gradient of each token: the sum of `dy [T·K, H]` over its slots, whose rows are `row_of [T·K]`.
+pub(in crate::ops) fn dispatch_backward(dy: &Tensor, row_of: &Tensor, top_k: usize) -> Result<Tensor> {
+    const OP: Op = Op("dispatch");
+    let (rows, width) = dy.dims2()?;
+    let tokens = rows / top_k;
+    let opened = dy.storage_and_layout();
+    let x = OP.on_gpu("the output's gradient", &opened, DType::BF16, &[rows, width])?;
+    let out = run(OP, &DISPATCH_BACKWARD, &Operands { x, weights: None, rows: row_of, top_k }, tokens)?;
+    Ok(of_storage(out, (tokens, width)))
+}
+
+/// Sums of `x [T·K, H]` over each token's slots, weighed by `weights [T, K]`.
+pub(in crate::ops) fn combine_forward(
+    x: (&CudaStorage, &Layout),
+    weights: (&CudaStorage, &Layout),
+    row_of: &Tensor,
+) -> Result<(CudaStorage, Shape)> {
+    let ((tokens, top_k), width) = (weights.1.shape().dims2()?, x.1.shape().dims2()?.1);
+    let operands = Operands { x, weights: Some(weights), rows: row_of, top_k };
+    Ok((run(Op("combine"), &COMBINE_FORWARD, &operands, tokens)?, Shape::from((tokens, width))))
+}
+
+/// The gradients of `x [T·K, H]` and of `weights [T, K]` from that of the sums, `dy [T, H]`.
+pub(in crate::ops) fn combine_backward(
+    [x, weights, dy]: [&Tensor; 3],
+    row_of: &Tensor,
+) -> Result<(Tensor, Tensor)> {
+    const OP: Op = Op("combine");
+    let ((rows, width), (tokens, top_k)) = (x.dims2()?, weights.dims2()?);
+    let opened = [x, weights, dy, row_of].map(Tensor::storage_and_layout);
+    let x = OP.on_gpu("x", &opened[0], DType::BF16, &[tokens * top_k, width])?;
+    let weights = OP.on_gpu("the weights", &opened[1], DType::F32, &[tokens, top_k])?;
+    let dy = OP.on_gpu("the output's gradient", &opened[2], DType::BF16, &[tokens, width])?;
+    let row_of = OP.on_gpu("the plan", &opened[3], DType::U32, &[rows])?;
+    check_width(OP, width)?;
+    let device = x.0.device();
+    let (x, dy) = (OP.view::<bf16>(x.0, x.1)?, OP.view::<bf16>(dy.0, dy.1)?);
+    let (weights, row_of) = (OP.view::<f32>(weights.0, weights.1)?, OP.view::<u32>(row_of.0, row_of.1)?);
+    let mut dx = device.alloc_zeros::<bf16>(rows * width)?;
+    let mut dweights = device.alloc_zeros::<f32>(rows)?;
+    if rows > 0 {
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let params = Params {
+            x: at.read(&x),
+            dy: at.read(&dy),
+            weights: at.read(&weights),
+            rows: at.read(&row_of),
+            out: at.write(&mut dx),
+            dweights: at.write(&mut dweights),
+            width: width as i32,
+            top_k: top_k as i32,
+        };
+        // SAFETY: all live past the launch; `row_of` names every row of `x` and `dx` once.
+        unsafe { launch(device, &COMBINE_BACKWARD, &params, rows)? };
+    }
+    Ok((tensor(dx, device, (rows, width)), tensor(dweights, device, (tokens, top_k))))
+}

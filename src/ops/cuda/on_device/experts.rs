@@ -1,0 +1,190 @@
+//! Linear layers, experts, and the way of tokens to them and back, against the CPU's ops on the same numbers.
+
+use super::{assert_rounded, floats, numbers, on_cpu, up};
+use crate::ops::cuda::open;
+use crate::ops::parameter::GradientSink;
+use crate::ops::{self, Dispatch, Parameter};
+use candle_core::{DType, Device, Result, Tensor, Var};
+use std::sync::Arc;
+
+/// Buffers of gradients, one a parameter.
+struct Buffers(Vec<Tensor>);
+
+impl GradientSink for Buffers {
+    fn add(&self, parameter: usize, add: &mut dyn FnMut(&Tensor) -> Result<()>) -> Result<()> {
+        add(&self.0[parameter])
+    }
+}
+
+/// Parameters that learn: matrices in the type of `device`, and gradients that already hold something.
+struct Learning {
+    parameters: Vec<Parameter>,
+    gradients: Arc<Buffers>,
+}
+
+fn learning(values: &[&Tensor], device: &Device) -> Learning {
+    let buffer = |x: &&Tensor| (x.ones_like().unwrap() * 0.5).unwrap().to_device(device).unwrap();
+    let gradients = Arc::new(Buffers(values.iter().map(buffer).collect()));
+    let parameter = |(i, x): (usize, &&Tensor)| {
+        let vector =
+            x.rank() == 1 || x.dims()[x.rank() - 2] * x.dims()[x.rank() - 1] == x.elem_count() && i == 1;
+        let x = if device.is_cuda() && !vector { up(x, device) } else { x.to_device(device).unwrap() };
+        let variable = Var::from_tensor(&x).unwrap();
+        Parameter::learning(&variable, gradients.clone(), i)
+    };
+    let parameters = values.iter().enumerate().map(parameter).collect();
+    Learning { parameters, gradients }
+}
+
+/// Sums in f32: off by no more than a part of the largest.
+fn assert_close(got: &Tensor, exact: &Tensor, part: f32) {
+    assert_eq!(got.dims(), exact.dims());
+    let (got, exact) = (floats(got), floats(exact));
+    let size = exact.iter().fold(0f32, |size, x| size.max(x.abs()));
+    for (i, (got, exact)) in got.iter().zip(&exact).enumerate() {
+        assert!((got - exact).abs() <= part * size, "element {i}: {got}, exactly {exact}");
+    }
+}
+
+#[test]
+fn linear_gives_the_cpus_values_and_gradients() {
+    let gpu = open(0).unwrap();
+    for (rows, k, n) in [(1, 8, 8), (5, 72, 13), (131, 40, 136), (70, 64, 1)] {
+        let (x, dy) = (numbers(1, rows, k, 1.0), numbers(2, rows, n, 1.0));
+        let (w, b) = (numbers(3, k, n, 0.3), numbers(4, 1, n, 1.0).flatten_all().unwrap());
+        let cpu = learning(&[&w, &b], &Device::Cpu);
+        let (y, dx) = on_cpu(&[&x], &dy, |x| ops::linear(x[0], &cpu.parameters[0], Some(&cpu.parameters[1])));
+        let own = learning(&[&w, &b], &gpu);
+        let x = Var::from_tensor(&up(&x, &gpu)).unwrap();
+        let z = ops::linear(&x, &own.parameters[0], Some(&own.parameters[1])).unwrap();
+        assert_rounded(&z, &y, 1e-4);
+        // What `upstream` would send, through candle's own ops.
+        let sum = (z * up(&dy, &gpu)).unwrap().to_dtype(DType::F32).unwrap().sum_all().unwrap();
+        let gradients = sum.backward().unwrap();
+        assert_rounded(gradients.get(&x).unwrap(), &dx[0], 1e-4);
+        for (got, exact) in own.gradients.0.iter().zip(&cpu.gradients.0) {
+            assert_close(got, exact, 1e-5);
+        }
+        let wide = ops::linear_f32(&x, &own.parameters[0], Some(&own.parameters[1])).unwrap();
+        assert_eq!(wide.dtype(), DType::F32);
+        assert_close(&wide, &y, 1e-5);
+        let bare = learning(&[&w], &gpu);
+        let without = ops::linear_f32(&x, &bare.parameters[0], None).unwrap();
+        let shifted = without.broadcast_add(&b.to_device(&gpu).unwrap()).unwrap();
+        assert_close(&shifted, &y, 1e-5);
+    }
+}
+
+/// Everything between a router's choice and the sum of its experts, forward and backward.
+struct Mixed {
+    plan: Vec<u32>,
+    y: Tensor,
+    dx: Tensor,
+    dshares: Tensor,
+    gradients: Vec<Tensor>,
+}
+
+fn mixed(device: &Device, routes: &Tensor, experts: usize, inputs: [&Tensor; 5]) -> Mixed {
+    let held = |x: &Tensor| if device.is_cuda() { up(x, device) } else { x.clone() };
+    let [x, shares, w, b, dy] = inputs;
+    let own = learning(&[w, b], device);
+    let x = Var::from_tensor(&held(x)).unwrap();
+    let shares = Var::from_tensor(&shares.to_device(device).unwrap()).unwrap();
+    let plan = Dispatch::new(&routes.to_device(device).unwrap(), experts).unwrap();
+    let sorted = ops::dispatch(&x, &plan).unwrap();
+    let product = ops::grouped_linear(&sorted, &own.parameters[0], &own.parameters[1], &plan).unwrap();
+    let y = ops::combine(&product, &shares, &plan).unwrap();
+    let loss = (&y * held(dy)).unwrap().to_dtype(DType::F32).unwrap().sum_all().unwrap();
+    let gradients = loss.backward().unwrap();
+    let starts = plan.starts().unwrap().to_device(&Device::Cpu).unwrap();
+    Mixed {
+        plan: starts.to_vec1().unwrap(),
+        y: y.detach(),
+        dx: gradients.get(&x).unwrap().clone(),
+        dshares: gradients.get(&shares).unwrap().clone(),
+        gradients: own.gradients.0.clone(),
+    }
+}
+
+#[test]
+fn experts_give_the_cpus_values_and_gradients() {
+    let gpu = open(0).unwrap();
+    // Experts without tokens among them, and more rows than a tile of one.
+    for (tokens, experts, top_k, width, out) in [(1, 4, 2, 8, 16), (9, 8, 4, 40, 24), (150, 3, 2, 16, 8)] {
+        let routes: Vec<u32> =
+            (0..tokens * top_k).map(|i| ((i / top_k * 3 + i % top_k) % experts.min(5)) as u32).collect();
+        let routes = Tensor::from_vec(routes, (tokens, top_k), &Device::Cpu).unwrap();
+        let x = numbers(5, tokens, width, 1.0);
+        let shares = numbers(6, tokens, top_k, 0.3);
+        let w = numbers(7, experts * width, out, 0.3).reshape((experts, width, out)).unwrap();
+        let (b, dy) = (numbers(8, experts, out, 1.0), numbers(9, tokens, out, 1.0));
+        let inputs = [&x, &shares, &w, &b, &dy];
+        let exact = mixed(&Device::Cpu, &routes, experts, inputs);
+        let got = mixed(&gpu, &routes, experts, inputs);
+        assert_eq!(got.plan, exact.plan);
+        // Products are rounded on the way: twice.
+        let size = |x: &Tensor| floats(x).iter().fold(0f32, |size, x| size.max(x.abs()));
+        assert_rounded(&got.y, &exact.y, size(&exact.y) / 128.0);
+        assert_rounded(&got.dx, &exact.dx, size(&exact.dx) / 128.0);
+        assert_close(&got.dshares, &exact.dshares, 1.0 / 128.0);
+        for (got, exact) in got.gradients.iter().zip(&exact.gradients) {
+            assert_close(got, exact, 1.0 / 128.0);
+        }
+    }
+}
+
+#[test]
+fn the_plan_is_the_cpus_and_a_token_alone_has_its_bits() {
+    let gpu = open(0).unwrap();
+    let (tokens, experts, top_k, width) = (300, 40, 4, 24);
+    let routes: Vec<u32> =
+        (0..tokens * top_k).map(|i| ((i / top_k * 7 + 9 * (i % top_k)) % experts) as u32).collect();
+    let routes = Tensor::from_vec(routes, (tokens, top_k), &Device::Cpu).unwrap();
+    let w = numbers(7, experts * width, 8, 0.3).reshape((experts, width, 8)).unwrap();
+    let (x, b) = (numbers(5, tokens, width, 1.0), numbers(8, experts, 8, 1.0));
+    let (w, b) = (Parameter::frozen(&up(&w, &gpu)), Parameter::frozen(&b.to_device(&gpu).unwrap()));
+    let of = |first: usize, count: usize| {
+        let rows = |x: &Tensor| x.narrow(0, first, count).unwrap().contiguous().unwrap();
+        let plan = Dispatch::new(&rows(&routes).to_device(&gpu).unwrap(), experts).unwrap();
+        let sorted = ops::dispatch(&up(&rows(&x), &gpu), &plan).unwrap();
+        let product = ops::grouped_linear(&sorted, &w, &b, &plan).unwrap();
+        let shares = Tensor::ones((count, top_k), DType::F32, &gpu).unwrap();
+        (floats(&ops::combine(&product, &shares, &plan).unwrap()), plan)
+    };
+    let (all, plan) = of(0, tokens);
+    let host = Dispatch::new(&routes, experts).unwrap();
+    let ids = |x: Tensor| x.to_device(&Device::Cpu).unwrap().to_vec1::<u32>().unwrap();
+    assert_eq!(ids(plan.row_of().unwrap()), ids(host.row_of().unwrap()));
+    assert_eq!(ids(plan.token_of().unwrap()), ids(host.token_of().unwrap()));
+    assert_eq!(ids(plan.starts().unwrap()), ids(host.starts().unwrap()));
+    for (first, count) in [(0, 1), (299, 1), (100, 70)] {
+        assert_eq!(of(first, count).0, all[first * 8..(first + count) * 8]);
+    }
+}
+
+#[test]
+fn nothing_to_do_is_no_launch_and_what_does_not_fit_is_refused() {
+    let gpu = open(0).unwrap();
+    let routes = Tensor::zeros((0, 2), DType::U32, &gpu).unwrap();
+    let plan = Dispatch::new(&routes, 3).unwrap();
+    let x = Tensor::zeros((0, 16), DType::BF16, &gpu).unwrap();
+    let w = Parameter::frozen(&Tensor::zeros((3, 16, 8), DType::BF16, &gpu).unwrap());
+    let b = Parameter::frozen(&Tensor::zeros((3, 8), DType::F32, &gpu).unwrap());
+    let sorted = ops::dispatch(&x, &plan).unwrap();
+    let product = ops::grouped_linear(&sorted, &w, &b, &plan).unwrap();
+    let shares = Tensor::zeros((0, 2), DType::F32, &gpu).unwrap();
+    assert_eq!(ops::combine(&product, &shares, &plan).unwrap().dims(), [0, 8]);
+    let refused = |error: Result<Tensor>, text: &str| {
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains(text), "{error}");
+    };
+    let one = Tensor::zeros((2, 16), DType::F32, &gpu).unwrap();
+    let matrix = Parameter::frozen(&Tensor::zeros((16, 8), DType::BF16, &gpu).unwrap());
+    refused(ops::linear(&one, &matrix, None), "linear: x [2, 16] is F32, expected BF16 on a GPU");
+    let wide = Parameter::frozen(&Tensor::zeros((16, 8), DType::F32, &gpu).unwrap());
+    let x = Tensor::zeros((2, 16), DType::BF16, &gpu).unwrap();
+    refused(ops::linear(&x, &wide, None), "linear: the weight [16, 8] is F32, expected BF16 on a GPU");
+    let odd = Tensor::zeros((1, 12), DType::BF16, &gpu).unwrap();
+    let plan = Dispatch::new(&Tensor::zeros((1, 1), DType::U32, &gpu).unwrap(), 1).unwrap();
+    refused(ops::dispatch(&odd, &plan), "rows of 12 on a GPU; take a hidden size that is a multiple of 8");
+}
