@@ -40,6 +40,18 @@ impl Dispatch {
         self.tokens * self.top_k
     }
 
+    /// The plan where it lies.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub(super) fn plan(&self) -> &Tensor {
+        &self.plan
+    }
+
+    /// `T` and `K`.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub(super) fn tokens_and_slots(&self) -> (usize, usize) {
+        (self.tokens, self.top_k)
+    }
+
     /// `E`.
     pub(super) fn expert_count(&self) -> usize {
         self.experts
