@@ -52,6 +52,12 @@ impl Dispatch {
         (self.tokens, self.top_k)
     }
 
+    /// The same on `device`.
+    #[cfg(all(test, feature = "cuda"))]
+    pub(super) fn to_device(&self, device: &candle_core::Device) -> Result<Self> {
+        Ok(Self { plan: self.plan.to_device(device)?, ..self.clone() })
+    }
+
     /// `E`.
     pub(super) fn expert_count(&self) -> usize {
         self.experts

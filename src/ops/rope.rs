@@ -6,7 +6,9 @@
 use super::cpu::{buffer, host_values, values};
 use super::cuda::{rope_backward, rope_forward, rope_keys_backward, rope_keys_forward};
 use super::uploaded::Uploaded;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Tensor, bail};
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Tensor, bail,
+};
 use std::sync::Arc;
 
 /// Cosines and sines of every position, `[positions][D/2]` each.
@@ -178,8 +180,11 @@ pub fn rope_keys_with_values(k: &Tensor, v: &Tensor, heads: usize, rotation: &Ro
         bail!("rope_keys_with_values: keys {:?}, values {:?}", k.dims(), v.dims());
     }
     let op = RotateKeys { rotation: rotation.clone() };
-    let rotated =
-        if k.device().is_cuda() { k.apply_op2(v, op) } else { k.contiguous()?.apply_op2(&v.contiguous()?, op) }?;
+    let rotated = if k.device().is_cuda() {
+        k.apply_op2(v, op)
+    } else {
+        k.contiguous()?.apply_op2(&v.contiguous()?, op)
+    }?;
     rotated.reshape((rows, 2, heads, width / heads))
 }
 

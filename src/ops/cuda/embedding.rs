@@ -11,8 +11,7 @@ use candle_core::{DType, Layout, Result, Shape, Tensor, bail};
 use half::bf16;
 
 const OP: Op = Op("rows");
-const TAKE_ROWS: Kernel =
-    Kernel { function: "take_rows", file: "embedding", threads: 256, shared_bytes: 0 };
+const TAKE_ROWS: Kernel = Kernel { function: "take_rows", file: "embedding", threads: 256, shared_bytes: 0 };
 const TAKE_COLUMNS: Kernel = Kernel { function: "take_columns", ..TAKE_ROWS };
 /// Of a block that sums: eight of each lane.
 const SUM_COLUMNS: usize = 256;

@@ -61,10 +61,16 @@ fn check(rotation: &Rotation, (rows, width): (usize, usize)) -> Result<()> {
     let half = rotation.table.half();
     if half == 0 || !half.is_multiple_of(VECTOR) || width > (i32::MAX / 2) as usize {
         let head_dim = 2 * half;
-        bail!("rope: heads of {head_dim} in rows of {width} on a GPU; take a head size that is a multiple of 16");
+        bail!(
+            "rope: heads of {head_dim} in rows of {width} on a GPU; take a head size that is a multiple of 16"
+        );
     }
     if !width.is_multiple_of(2 * half) || rotation.positions.len() != rows {
-        bail!("rope: {rows} rows of {width}, {} positions and heads of {}", rotation.positions.len(), 2 * half);
+        bail!(
+            "rope: {rows} rows of {width}, {} positions and heads of {}",
+            rotation.positions.len(),
+            2 * half
+        );
     }
     Ok(())
 }
