@@ -95,6 +95,12 @@ std::string wrong_case(const Options& options, size_t tokens, int experts, int t
   const std::vector<uint32_t> routes = choose(options, logits, experts, top_k), expected = sorted(logits, experts, top_k);
   std::string wrong = bits("route", routes.data(), expected.data(), expected.size());
   if (wrong.empty()) wrong = wrong_softmax(options, logits, routes, experts, top_k);
+  // So far apart that e^x without the largest taken off is infinite.
+  if (wrong.empty()) {
+    std::vector<float> apart = logits;
+    for (float& logit : apart) logit *= 60;
+    wrong = wrong_softmax(options, apart, routes, experts, top_k);
+  }
   // Infinities, zeros of both signs and NaN are in order too.
   if (wrong.empty()) {
     const float odd[] = {NAN, -INFINITY, INFINITY, 0.0f, -0.0f};
