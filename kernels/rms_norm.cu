@@ -34,21 +34,6 @@ PRIMITIVE Sums block_sums(Sums s) {
 
 PRIMITIVE float inverse_rms(const RmsNorm& p, float squares) { return 1.0f / sqrtf(add(squares / p.width, p.eps)); }
 
-// The eight values at `from`.
-struct Values {
-  float v[vector];
-};
-
-PRIMITIVE Values load(const bf16* from) {
-  const uint4 x = *reinterpret_cast<const uint4*>(from);
-  return {{low(x.x), high(x.x), low(x.y), high(x.y), low(x.z), high(x.z), low(x.w), high(x.w)}};
-}
-
-PRIMITIVE void store(bf16* to, const Values& y) {
-  *reinterpret_cast<uint4*>(to) = make_uint4(pack_bf16(y.v[0], y.v[1]), pack_bf16(y.v[2], y.v[3]),
-                                             pack_bf16(y.v[4], y.v[5]), pack_bf16(y.v[6], y.v[7]));
-}
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(rms_norm_threads) rms_norm_forward(const __grid_constant__ RmsNorm p) {

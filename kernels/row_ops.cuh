@@ -1,7 +1,7 @@
 // Parameters of the ops whose rows do not meet, and what their kernels share. The formulas are in src/ops.
 #pragma once
 
-#include "primitives.cuh"
+#include "elements.cuh"
 
 // src/ops/swiglu.rs.
 struct Swiglu {
@@ -37,14 +37,12 @@ struct RmsNormWeight {
 
 namespace row_ops {
 
-constexpr int vector = 8;                // bf16 in 16 bytes
+using namespace elements;
+
 constexpr int swiglu_threads = 256;      // of eight pairs each
 constexpr int rms_norm_threads = 128;    // a row
 constexpr int rms_norm_shared_bytes = 2 * rms_norm_threads / 32 * 4;  // two sums a warp
 constexpr int weight_threads = 128;      // of two columns each
 constexpr int weight_rows = 64;          // a chunk
-
-PRIMITIVE float low(uint32_t pair) { return __uint_as_float(pair << 16); }
-PRIMITIVE float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 }  // namespace row_ops

@@ -112,7 +112,7 @@ impl Model {
 
     /// The rotation of rows at `positions`.
     pub fn rotation(&self, positions: Vec<u32>) -> Rotation {
-        Rotation { table: self.table.clone(), positions: Arc::new(positions) }
+        Rotation::new(self.table.clone(), positions)
     }
 
     /// Layer `index` on `x [T, H]`.

@@ -1,5 +1,8 @@
 //! The twin of `cuda/` in a build without feature `cuda`: everything is refused.
 
+use super::embedding::ById;
+use super::load_balance::LoadBalance;
+use super::rope::Rotation;
 use super::sink_attention::Attention;
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor, bail};
 
@@ -127,5 +130,87 @@ pub(super) fn sink_attention_cached(
     _: &[usize],
     _: &Attention,
 ) -> Result<Tensor> {
+    refuse()
+}
+
+type Computed = Result<(CudaStorage, Shape)>;
+
+pub(super) fn accumulate(_: &Tensor, _: &Tensor) -> Result<()> {
+    refuse()
+}
+
+pub(super) fn copied(_: (&CudaStorage, &Layout)) -> Computed {
+    refuse()
+}
+
+pub(super) fn zero(_: &CudaStorage) -> Computed {
+    refuse()
+}
+
+pub(super) fn add_columns(_: &Tensor, _: &Tensor, _: &ById) -> Result<()> {
+    refuse()
+}
+
+pub(super) fn add_rows(_: &Tensor, _: &Tensor, _: &ById) -> Result<()> {
+    refuse()
+}
+
+pub(super) fn sum_rows(_: &Tensor, _: &ById, _: usize) -> Result<Tensor> {
+    refuse()
+}
+
+pub(super) fn take_columns(_: (&CudaStorage, &Layout), _: &[u32]) -> Computed {
+    refuse()
+}
+
+pub(super) fn take_rows(_: (&CudaStorage, &Layout), _: &[u32]) -> Computed {
+    refuse()
+}
+
+pub(super) fn load_balance_backward(_: &LoadBalance, _: &Tensor, _: &Tensor) -> Result<Tensor> {
+    refuse()
+}
+
+pub(super) fn load_balance_forward(_: &LoadBalance, _: (&CudaStorage, &Layout)) -> Computed {
+    refuse()
+}
+
+pub(super) fn rope_backward(_: &Tensor, _: &Rotation) -> Result<Tensor> {
+    refuse()
+}
+
+pub(super) fn rope_forward(_: (&CudaStorage, &Layout), _: &Rotation) -> Computed {
+    refuse()
+}
+
+pub(super) fn rope_keys_backward(_: &Tensor, _: &Rotation) -> Result<[Tensor; 2]> {
+    refuse()
+}
+
+pub(super) fn rope_keys_forward(
+    _: (&CudaStorage, &Layout),
+    _: (&CudaStorage, &Layout),
+    _: &Rotation,
+) -> Computed {
+    refuse()
+}
+
+pub(super) fn route(_: (&CudaStorage, &Layout), _: usize) -> Computed {
+    refuse()
+}
+
+pub(super) fn top_k_softmax_backward(_: &Tensor, _: &Tensor, _: &Tensor, _: usize) -> Result<Tensor> {
+    refuse()
+}
+
+pub(super) fn top_k_softmax_forward(_: (&CudaStorage, &Layout), _: &Tensor) -> Computed {
+    refuse()
+}
+
+pub(super) fn silu_gated_backward(_: [&Tensor; 3]) -> Result<[Tensor; 2]> {
+    refuse()
+}
+
+pub(super) fn silu_gated_forward(_: (&CudaStorage, &Layout), _: (&CudaStorage, &Layout)) -> Computed {
     refuse()
 }

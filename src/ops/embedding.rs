@@ -1,10 +1,13 @@
 //! `y_t = W[id_t]` for `W [V, H]`. Backward: rows of `dW` are sums over their tokens in token order.
 //!
 //! An embedding that is the head too lies as the head reads it, `[H, V]`; its columns are then what rows are here.
+//!
+//! On a GPU values are bf16, and `H` a multiple of 8.
 
 use super::cpu::{buffer, edit, gathered_rows, host_values, values};
+use super::cuda::{add_columns, add_rows, sum_rows, take_columns, take_rows};
 use super::parameter::{Gradient, Parameter};
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use std::sync::Arc;
 
 /// Rows `ids` of `weight`, `[T, H]`.
@@ -60,9 +63,19 @@ impl CustomOp1 for Rows {
         Ok((CpuStorage::F32(out), Shape::from((self.ids.len(), width))))
     }
 
+    fn cuda_fwd(&self, weight: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        take_rows((weight, layout), &self.ids)
+    }
+
     fn bwd(&self, weight: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let width = weight.dim(1)?;
+        let (rows, width) = weight.dims2()?;
         let grad = grad.contiguous()?;
+        if weight.device().is_cuda() {
+            let by_id = ById::new(&self.ids);
+            let Some(table) = &self.table else { return sum_rows(&grad, &by_id, rows).map(Some) };
+            table.add(|dw| add_rows(dw, &grad, &by_id))?;
+            return Ok(None);
+        }
         let grad = host_values(&grad)?;
         let Some(table) = &self.table else {
             let mut dw = buffer(weight.elem_count());
@@ -85,18 +98,41 @@ impl CustomOp1 for Rows {
     }
 }
 
+/// Tokens by their id.
+pub(super) struct ById {
+    /// The ids that occur, ascending.
+    pub ids: Vec<u32>,
+    /// Where each one's tokens begin in `order`, and the end of the last.
+    pub starts: Vec<u32>,
+    /// The tokens of one id after those of another, in their order.
+    pub order: Vec<u32>,
+}
+
+impl ById {
+    pub(super) fn new(of_tokens: &[u32]) -> Self {
+        let mut order: Vec<u32> = (0..of_tokens.len() as u32).collect();
+        let id = |token: u32| of_tokens[token as usize];
+        order.sort_by_key(|&token| (id(token), token));
+        let (mut ids, mut starts) = (vec![], vec![0]);
+        for tokens in order.chunk_by(|&a, &b| id(a) == id(b)) {
+            ids.push(id(tokens[0]));
+            starts.push(starts[starts.len() - 1] + tokens.len() as u32);
+        }
+        Self { ids, starts, order }
+    }
+}
+
 /// The rows of `grad` summed by id: only ids that occur, in ascending order, each over its tokens in their order.
 fn each_sum(ids: &[u32], grad: &[f32], width: usize, mut add: impl FnMut(usize, &[f32])) {
-    let mut order: Vec<usize> = (0..ids.len()).collect();
-    order.sort_by_key(|&t| (ids[t], t));
+    let ById { ids, starts, order } = ById::new(ids);
     let mut sum = buffer(width);
-    for tokens in order.chunk_by(|&a, &b| ids[a] == ids[b]) {
+    for (id, span) in ids.into_iter().zip(starts.windows(2)) {
         sum.fill(0.0);
-        for &t in tokens {
-            let g = &grad[t * width..(t + 1) * width];
+        for &t in &order[span[0] as usize..span[1] as usize] {
+            let g = &grad[t as usize * width..(t as usize + 1) * width];
             sum.iter_mut().zip(g).for_each(|(s, &g)| *s += g);
         }
-        add(ids[tokens[0]] as usize, &sum);
+        add(id as usize, &sum);
     }
 }
 
@@ -120,10 +156,19 @@ impl CustomOp1 for Columns {
         Ok((CpuStorage::F32(out), Shape::from((self.ids.len(), width))))
     }
 
+    fn cuda_fwd(&self, weight: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        take_columns((weight, layout), &self.ids)
+    }
+
     fn bwd(&self, weight: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let Some(table) = &self.table else { return Ok(None) };
         let (width, vocabulary) = weight.dims2()?;
         let grad = grad.contiguous()?;
+        if weight.device().is_cuda() {
+            let by_id = ById::new(&self.ids);
+            table.add(|dw| add_columns(dw, &grad, &by_id))?;
+            return Ok(None);
+        }
         let grad = host_values(&grad)?;
         table.add(|dw| {
             edit(dw, |dw| {

@@ -6,9 +6,11 @@
 //! A row that several sequences hold is as many tokens: it counts that often in `f`, `P` and `T`.
 
 use super::cpu::{buffer, host_values, values};
+use super::cuda::{load_balance_backward, load_balance_forward};
 use super::experts::Dispatch;
 use super::math::exp;
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use super::uploaded::Uploaded;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 use std::sync::Arc;
 
@@ -21,12 +23,14 @@ pub fn load_balance(logits: &Tensor, plan: &Dispatch, holders: Option<&Arc<Vec<u
     if holders.is_some_and(|holders| Ok(holders.len()) != logits.dim(0).map_err(drop)) {
         bail!("load_balance: router logits {:?} for other rows than those held", logits.dims());
     }
-    logits.contiguous()?.apply_op1(LoadBalance { plan: plan.clone(), holders: holders.cloned() })
+    let op = LoadBalance { plan: plan.clone(), holders: holders.cloned(), uploaded: Uploaded::default() };
+    logits.contiguous()?.apply_op1(op)
 }
 
-struct LoadBalance {
-    plan: Dispatch,
+pub(super) struct LoadBalance {
+    pub plan: Dispatch,
     holders: Option<Arc<Vec<u32>>>,
+    uploaded: Uploaded,
 }
 
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
@@ -48,8 +52,14 @@ impl LoadBalance {
         Ok(counts.iter().map(|&c| c as f32 / self.tokens(rows).max(1) as f32).collect())
     }
 
+    /// How many sequences hold each row, on a device.
+    pub(super) fn holders_on(&self, device: &Device) -> Result<Option<Tensor>> {
+        let Some(holders) = &self.holders else { return Ok(None) };
+        self.uploaded.on(device, || Tensor::from_slice(holders, holders.len(), device)).map(Some)
+    }
+
     /// `T`.
-    fn tokens(&self, rows: usize) -> usize {
+    pub(super) fn tokens(&self, rows: usize) -> usize {
         self.holders.as_ref().map_or(rows, |holders| holders.iter().map(|&h| h as usize).sum())
     }
 
@@ -78,7 +88,14 @@ impl CustomOp1 for LoadBalance {
         Ok((CpuStorage::F32(vec![loss as f32]), Shape::from(())))
     }
 
+    fn cuda_fwd(&self, logits: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        load_balance_forward(self, (logits, layout))
+    }
+
     fn bwd(&self, logits: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        if logits.device().is_cuda() {
+            return load_balance_backward(self, logits, grad).map(Some);
+        }
         let (rows, experts) = logits.dims2()?;
         let scale = grad.to_scalar::<f32>()? * experts as f32 / self.tokens(rows).max(1) as f32;
         let fractions = self.fractions((rows, experts))?;

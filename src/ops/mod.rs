@@ -44,6 +44,7 @@ pub mod silu_gated;
 pub mod sink_attention;
 pub mod swiglu;
 pub mod threads;
+pub mod uploaded;
 pub mod upstream;
 
 pub use embedding::{embedding, select_rows, tied_embedding};

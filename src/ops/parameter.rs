@@ -4,7 +4,8 @@
 //! the parameter's size for every micro-batch would cost more than the sum itself.
 
 use super::cpu::{add_values, host_values, values};
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
+use super::cuda::{accumulate, copied};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor};
 use std::sync::Arc;
 
 /// Takes the gradients of one pass.
@@ -57,10 +58,10 @@ impl Parameter {
     }
 
     /// The values as a tensor of the graph, for ops that take their small parameters so: the gradient that reaches it is
-    /// added to the parameter's.
+    /// added to the parameter's. On a GPU both are f32.
     ///
     /// # Errors
-    /// When the values are not contiguous.
+    /// When the values are not contiguous, or what a GPU does not take.
     pub fn tracked(&self) -> Result<Tensor> {
         match self.gradient() {
             None => Ok(self.values.clone()),
@@ -90,8 +91,16 @@ impl CustomOp1 for Leaf {
         Ok((CpuStorage::F32(values(x, layout)?.to_vec()), layout.shape().clone()))
     }
 
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        copied((x, layout))
+    }
+
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
         let gradient = gradient.contiguous()?;
+        if gradient.device().is_cuda() {
+            self.gradient.add(|sum| accumulate(sum, &gradient))?;
+            return Ok(None);
+        }
         let gradient = host_values(&gradient)?;
         self.gradient.add(|sum| add_values(sum, &gradient))?;
         Ok(None)

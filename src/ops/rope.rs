@@ -4,7 +4,11 @@
 //! is in the tables and passes through the backward too.
 
 use super::cpu::{buffer, host_values, values};
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use super::cuda::{rope_backward, rope_forward, rope_keys_backward, rope_keys_forward};
+use super::uploaded::Uploaded;
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Tensor, bail,
+};
 use std::sync::Arc;
 
 /// Cosines and sines of every position, `[positions][D/2]` each.
@@ -13,6 +17,7 @@ pub struct RopeTable {
     half: usize,
     cosines: Vec<f32>,
     sines: Vec<f32>,
+    uploaded: Uploaded,
 }
 
 impl RopeTable {
@@ -22,7 +27,7 @@ impl RopeTable {
     /// Angles are rounded to f32 as the reference implementation does; their functions are taken in f64.
     pub fn new(frequencies: &[f32], positions: usize, attention_factor: f64) -> Self {
         let half = frequencies.len();
-        let mut table = Self { half, cosines: vec![], sines: vec![] };
+        let mut table = Self { half, cosines: vec![], sines: vec![], uploaded: Uploaded::default() };
         for position in 0..positions {
             for &frequency in frequencies {
                 let angle = (position as f32 * frequency) as f64;
@@ -36,6 +41,22 @@ impl RopeTable {
     /// Positions held.
     pub fn positions(&self) -> usize {
         self.cosines.len() / self.half.max(1)
+    }
+
+    /// Pairs of a head, `D/2`.
+    pub(super) fn half(&self) -> usize {
+        self.half
+    }
+
+    /// Cosines and sines on a device, `[2, positions, D/2]`; copied there once.
+    ///
+    /// # Errors
+    /// When the copy cannot be made.
+    pub fn on(&self, device: &Device) -> Result<Tensor> {
+        self.uploaded.on(device, || {
+            let both = [&self.cosines[..], &self.sines[..]].concat();
+            Tensor::from_vec(both, (2, self.positions(), self.half), device)
+        })
     }
 
     /// Rotates the heads of one row, `[heads][D]`, at `position`; by the negative angle when `back`.
@@ -60,11 +81,28 @@ impl RopeTable {
 pub struct Rotation {
     pub table: Arc<RopeTable>,
     pub positions: Arc<Vec<u32>>,
+    /// The last position and one more.
+    end: usize,
+    uploaded: Arc<Uploaded>,
 }
 
 impl Rotation {
+    /// That of rows at `positions`.
+    pub fn new(table: Arc<RopeTable>, positions: Vec<u32>) -> Self {
+        let end = positions.iter().max().map_or(0, |&p| p as usize + 1);
+        Self { table, positions: Arc::new(positions), end, uploaded: Arc::default() }
+    }
+
+    /// The positions on a device, `[T]`; copied there once, for all layers.
+    ///
+    /// # Errors
+    /// When the copy cannot be made.
+    pub fn positions_on(&self, device: &Device) -> Result<Tensor> {
+        self.uploaded.on(device, || Tensor::from_slice(&self.positions, self.positions.len(), device))
+    }
+
     fn check(&self, rows: usize, head_dim: usize) -> Result<()> {
-        let end = self.positions.iter().max().map_or(0, |&p| p as usize + 1);
+        let end = self.end;
         if self.positions.len() != rows || head_dim != 2 * self.table.half || end > self.table.positions() {
             bail!(
                 "rope: {rows} rows of {} positions up to {end}, head size {head_dim}; the table holds {} positions of {}",
@@ -84,15 +122,17 @@ impl Rotation {
     }
 }
 
-/// Rotated queries: `x [T, N·D]` → `[T, N, D]`.
+/// Rotated queries: `x [T, N·D]` → `[T, N, D]`. On a GPU `x` is bf16 and contiguous, `D` a multiple of 16.
 ///
 /// # Errors
-/// When shapes disagree or a position is beyond the table.
+/// When shapes disagree, a position is beyond the table, or what a GPU does not take.
 pub fn rope(x: &Tensor, heads: usize, rotation: &Rotation) -> Result<Tensor> {
     let (rows, width) = x.dims2()?;
     let head_dim = width / heads;
     rotation.check(rows, head_dim)?;
-    x.contiguous()?.apply_op1(RotateQueries { rotation: rotation.clone() })?.reshape((rows, heads, head_dim))
+    let op = RotateQueries { rotation: rotation.clone() };
+    let rotated = if x.device().is_cuda() { x.apply_op1(op) } else { x.contiguous()?.apply_op1(op) }?;
+    rotated.reshape((rows, heads, head_dim))
 }
 
 struct RotateQueries {
@@ -112,9 +152,16 @@ impl CustomOp1 for RotateQueries {
         Ok((CpuStorage::F32(out), layout.shape().clone()))
     }
 
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        rope_forward((x, layout), &self.rotation)
+    }
+
     fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let width = x.dim(1)?;
         let grad = grad.contiguous()?;
+        if x.device().is_cuda() {
+            return rope_backward(&grad, &self.rotation).map(Some);
+        }
         let mut dx = buffer(x.elem_count());
         self.rotation.rows(&host_values(&grad)?, width, width, &mut dx, true);
         Ok(Some(Tensor::from_vec(dx, x.shape(), x.device())?))
@@ -122,9 +169,10 @@ impl CustomOp1 for RotateQueries {
 }
 
 /// Rotated keys beside values: `k [T, M·D]`, `v [T, M·D]` → `[T, 2, M, D]`, the form attention and its cache take.
+/// On a GPU as [`rope`].
 ///
 /// # Errors
-/// When shapes disagree or a position is beyond the table.
+/// When shapes disagree, a position is beyond the table, or what a GPU does not take.
 pub fn rope_keys_with_values(k: &Tensor, v: &Tensor, heads: usize, rotation: &Rotation) -> Result<Tensor> {
     let (rows, width) = k.dims2()?;
     rotation.check(rows, width / heads)?;
@@ -132,7 +180,12 @@ pub fn rope_keys_with_values(k: &Tensor, v: &Tensor, heads: usize, rotation: &Ro
         bail!("rope_keys_with_values: keys {:?}, values {:?}", k.dims(), v.dims());
     }
     let op = RotateKeys { rotation: rotation.clone() };
-    k.contiguous()?.apply_op2(&v.contiguous()?, op)?.reshape((rows, 2, heads, width / heads))
+    let rotated = if k.device().is_cuda() {
+        k.apply_op2(v, op)
+    } else {
+        k.contiguous()?.apply_op2(&v.contiguous()?, op)
+    }?;
+    rotated.reshape((rows, 2, heads, width / heads))
 }
 
 struct RotateKeys {
@@ -160,6 +213,16 @@ impl CustomOp2 for RotateKeys {
         Ok((CpuStorage::F32(out), Shape::from((rows, 2 * width))))
     }
 
+    fn cuda_fwd(
+        &self,
+        k: &CudaStorage,
+        k_layout: &Layout,
+        v: &CudaStorage,
+        v_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        rope_keys_forward((k, k_layout), (v, v_layout), &self.rotation)
+    }
+
     fn bwd(
         &self,
         k: &Tensor,
@@ -169,6 +232,10 @@ impl CustomOp2 for RotateKeys {
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let (rows, width) = k.dims2()?;
         let grad = grad.contiguous()?;
+        if k.device().is_cuda() {
+            let [dk, dv] = rope_keys_backward(&grad, &self.rotation)?;
+            return Ok((Some(dk), Some(dv)));
+        }
         let grad = host_values(&grad)?;
         let (mut rotated, mut dv) = (buffer(rows * width), buffer(rows * width));
         for (row, g) in grad.chunks_exact(2 * width).enumerate() {

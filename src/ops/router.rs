@@ -3,8 +3,9 @@
 //! `w_k = e^{z_{r_k}} / Σ_j e^{z_{r_j}}`; backward `dz_{r_k} = w_k (dw_k − Σ_j w_j dw_j)`, 0 for experts not chosen.
 
 use super::cpu::{buffer, host_ids, host_values, values};
+use super::cuda::{self, top_k_softmax_backward, top_k_softmax_forward};
 use super::math::exp;
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 
 /// The `K` experts of every token, u32 `[T, K]`, largest logit first; ties go to the lowest index. Not differentiable.
@@ -46,12 +47,17 @@ impl CustomOp1 for Route {
         }
         Ok((CpuStorage::U32(routes), Shape::from((tokens, self.top_k))))
     }
+
+    fn cuda_fwd(&self, logits: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        cuda::route((logits, layout), self.top_k)
+    }
 }
 
 /// Weights of the chosen experts: `logits [T, E]`, `routes [T, K]` → `[T, K]`, differentiable in the logits.
 ///
 /// # Errors
-/// When `routes` does not hold experts below `E` for each token.
+/// When `routes` does not hold experts below `E` for each token. A GPU, whose routes the host does not see, makes all weights
+/// of such a token NaN.
 pub fn top_k_softmax(logits: &Tensor, routes: &Tensor) -> Result<Tensor> {
     if routes.dim(0)? != logits.dim(0)? {
         bail!("top_k_softmax: routes {:?} for logits {:?}", routes.dims(), logits.dims());
@@ -91,9 +97,16 @@ impl CustomOp1 for TopKSoftmax {
         Ok((CpuStorage::F32(out), Shape::from((tokens, top_k))))
     }
 
+    fn cuda_fwd(&self, logits: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        top_k_softmax_forward((logits, layout), &self.routes)
+    }
+
     fn bwd(&self, logits: &Tensor, weights: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let (tokens, experts) = logits.dims2()?;
         let grad = grad.contiguous()?;
+        if logits.device().is_cuda() {
+            return top_k_softmax_backward(weights, &self.routes, &grad, experts).map(Some);
+        }
         let (w, g) = (host_values(weights)?, host_values(&grad)?);
         let (routes, top_k) = (host_ids(&self.routes)?, self.routes.dim(1)?);
         let mut dz = buffer(tokens * experts);

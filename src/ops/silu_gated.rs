@@ -3,17 +3,21 @@
 //! Backward: `dg = dy · u · (σ + g σ (1 − σ))`, `du = dy · g σ`.
 
 use super::cpu::{buffer, for_each_row, for_each_row_pair, host_values, values};
+use super::cuda::{silu_gated_backward, silu_gated_forward};
 use super::math::sigmoid;
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 
-/// `silu(gate) · up`.
+/// `silu(gate) · up`. On a GPU both are bf16 and contiguous.
 ///
 /// # Errors
-/// When the two differ in shape or have not two dimensions.
+/// When the two differ in shape or have not two dimensions, or what a GPU does not take.
 pub fn silu_gated(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     if gate.dims() != up.dims() || gate.rank() != 2 {
         bail!("silu_gated: gate {:?}, up {:?}", gate.dims(), up.dims());
+    }
+    if gate.device().is_cuda() {
+        return gate.apply_op2(up, SiluGated);
     }
     gate.contiguous()?.apply_op2(&up.contiguous()?, SiluGated)
 }
@@ -58,6 +62,16 @@ impl CustomOp2 for SiluGated {
         Ok((CpuStorage::F32(out), Shape::from((rows, width))))
     }
 
+    fn cuda_fwd(
+        &self,
+        gate: &CudaStorage,
+        gate_layout: &Layout,
+        up: &CudaStorage,
+        up_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        silu_gated_forward((gate, gate_layout), (up, up_layout))
+    }
+
     fn bwd(
         &self,
         gate: &Tensor,
@@ -67,6 +81,10 @@ impl CustomOp2 for SiluGated {
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let (rows, width) = gate.dims2()?;
         let grad = grad.contiguous()?;
+        if gate.device().is_cuda() {
+            let [dgate, dup] = silu_gated_backward([gate, up, &grad])?;
+            return Ok((Some(dgate), Some(dup)));
+        }
         let (gates, ups, dy) = (host_values(gate)?, host_values(up)?, host_values(&grad)?);
         let (mut dgate, mut dup) = (buffer(rows * width), buffer(rows * width));
         for_each_row_pair((&mut dgate, width), (&mut dup, width), 8 * width, |row, dgate, dup| {

@@ -3,7 +3,8 @@
 //! `upstream(y, g)` is 0 with `dy = g`: calling `backward` on it carries the gradient `g`, computed elsewhere,
 //! through the graph below `y`.
 
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use super::cuda::zero;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 
 /// A scalar 0 that sends `gradient` into `y` when differentiated.
 ///
@@ -29,7 +30,15 @@ impl CustomOp1 for Upstream {
         Ok((CpuStorage::F32(vec![0.0]), Shape::from(())))
     }
 
+    fn cuda_fwd(&self, y: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        zero(y)
+    }
+
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        if grad.device().is_cuda() {
+            // Whatever the scale: to read it the host would wait for the device. A product with 1 changes no bit.
+            return self.gradient.broadcast_mul(&grad.to_dtype(self.gradient.dtype())?).map(Some);
+        }
         let scale = grad.to_scalar::<f32>()?;
         if scale == 1.0 {
             Ok(Some(self.gradient.clone()))

@@ -8,12 +8,24 @@ using cuda_host::Options;
 
 std::string wrong_dispatch(const Options& options, bool small);
 std::string wrong_product(const Options& options, bool small);
+std::string wrong_accumulate(const Options& options, bool small);
+std::string wrong_embedding(const Options& options, bool small);
+std::string wrong_load_balance(const Options& options, bool small);
+std::string wrong_rope(const Options& options, bool small);
+std::string wrong_router(const Options& options, bool small);
 std::string wrong_row_ops(const Options& options, bool small);
+std::string wrong_silu_gated(const Options& options, bool small);
 
 const std::vector<OpFamily> OP_FAMILIES = {
     {"dispatch", wrong_dispatch},
     {"product", wrong_product},
+    {"accumulate", wrong_accumulate},
+    {"embedding", wrong_embedding},
+    {"load_balance", wrong_load_balance},
+    {"rope", wrong_rope},
+    {"router", wrong_router},
     {"row_ops", wrong_row_ops},
+    {"silu_gated", wrong_silu_gated},
 };
 
 std::vector<float> floats(size_t count, double size, unsigned seed) {

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include <sys/mman.h>
+
 #include "engine.h"
 #include "primitives.cuh"
 
@@ -27,6 +29,20 @@ constexpr double BF16_ROUNDING = 1.0 / 256;
 // Normal numbers of this size, as bf16 holds them; the same ones in f32.
 std::vector<bf16> numbers(size_t count, double size, unsigned seed);
 std::vector<float> floats(size_t count, double size, unsigned seed);
+
+// An array of which only what is touched is in memory: for indices beyond 2^31.
+template <class T>
+struct FarArray {
+  size_t bytes;
+  T* data;
+  explicit FarArray(size_t count)
+      : bytes(count * sizeof(T)),
+        data(static_cast<T*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0))) {
+    if (data == MAP_FAILED) throw std::runtime_error("no room for a far array");
+  }
+  ~FarArray() { munmap(data, bytes); }
+  FarArray(const FarArray&) = delete;
+};
 
 std::string differs(const char* what, size_t at, double got, double exact);
 

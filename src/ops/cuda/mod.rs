@@ -3,12 +3,15 @@
 //! A row's bits depend on the row alone here too, on one kind of GPU and with one set of kernels; they are not the CPU's.
 //! The kernels are `kernels/*.cu`; docs/KERNELS.md explains them.
 
+mod accumulate;
 mod arguments;
 mod device;
 mod dispatch;
+mod embedding;
 #[cfg(feature = "flash-attn")]
 mod flash_attention;
 mod launch;
+mod load_balance;
 mod modules;
 #[cfg(test)]
 mod on_device;
@@ -16,6 +19,9 @@ mod paged;
 mod primitive_checks;
 mod product;
 mod rms_norm;
+mod rope;
+mod router;
+mod silu_gated;
 mod sink_attention;
 mod swiglu;
 
@@ -31,8 +37,14 @@ pub use sink_attention::{DeviceLse, Gradients, Inputs, Outputs, Prepared};
 pub(super) use dispatch::{
     combine_backward, combine_forward, dispatch_backward, dispatch_forward, sort_by_expert,
 };
+pub(super) use accumulate::{accumulate, copied, zero};
+pub(super) use embedding::{add_columns, add_rows, sum_rows, take_columns, take_rows};
+pub(super) use load_balance::{load_balance_backward, load_balance_forward};
 pub(super) use paged::sink_attention_cached;
 pub(super) use product::{add_bias_gradient, add_weight_gradient, product_forward, product_input_gradient};
 pub(super) use rms_norm::{rms_norm_backward, rms_norm_forward};
+pub(super) use rope::{rope_backward, rope_forward, rope_keys_backward, rope_keys_forward};
+pub(super) use router::{route, top_k_softmax_backward, top_k_softmax_forward};
+pub(super) use silu_gated::{silu_gated_backward, silu_gated_forward};
 pub(super) use sink_attention::{sink_attention_backward, sink_attention_forward};
 pub(super) use swiglu::{swiglu_backward, swiglu_forward};

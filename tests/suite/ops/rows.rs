@@ -60,7 +60,7 @@ fn rope_turns_halves_and_its_gradient_turns_back() {
     let (d, factor, frequencies) = (6, 1.25, [1.0f32, 0.1, 0.003]);
     let positions = vec![0u32, 1, 2, 0, 900];
     let table = Arc::new(RopeTable::new(&frequencies, 901, factor));
-    let rotation = Rotation { table, positions: Arc::new(positions.clone()) };
+    let rotation = Rotation::new(table, positions.clone());
     let turned = |x: &[f64], heads: usize| -> Vec<Vec<f64>> {
         let rows = x.chunks_exact(heads * d).zip(&positions);
         rows.map(|(x, &p)| rotate(x, d, &frequencies, p, factor)).collect()

@@ -45,7 +45,7 @@ fn rope_is_candles_slow_one() {
     let (tokens, heads, d) = (7, 3, 8);
     let frequencies = [1.0f32, 0.25, 0.04, 0.001];
     let table = Arc::new(RopeTable::new(&frequencies, tokens, 1.0));
-    let rotation = Rotation { table, positions: Arc::new((0..tokens as u32).collect()) };
+    let rotation = Rotation::new(table, (0..tokens as u32).collect());
     let angles = Tensor::arange(0f32, tokens as f32, &Device::Cpu).unwrap().unsqueeze(1).unwrap();
     let angles = angles.broadcast_mul(&Tensor::new(&frequencies, &Device::Cpu).unwrap()).unwrap();
     let (cosines, sines) = (angles.cos().unwrap(), angles.sin().unwrap());

@@ -2,12 +2,20 @@
 
 mod attention;
 mod experts;
+mod embedding;
+mod load_balance;
+mod parameter;
+mod rope;
+mod router;
 mod rows;
+mod silu_gated;
 
 use crate::ops;
+use crate::ops::parameter::GradientSink;
 use candle_core::{DType, Device, Tensor, Var};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use std::sync::Arc;
 
 /// Numbers that bf16 holds, f32 on the CPU.
 pub(super) fn numbers(seed: u64, rows: usize, width: usize, size: f32) -> Tensor {
@@ -34,8 +42,44 @@ pub(super) fn assert_rounded(got: &Tensor, exact: &Tensor, floor: f32) {
     }
 }
 
-/// What the CPU's op gives for `inputs`, and their gradients for `dy`.
-pub(super) fn on_cpu(
+/// Every value within `error` of the largest: sums in f32.
+pub(super) fn assert_close(got: &Tensor, exact: &Tensor, error: f32) {
+    assert_eq!((got.dims(), got.dtype()), (exact.dims(), DType::F32));
+    let (got, exact) = (floats(got), floats(exact));
+    let size = exact.iter().fold(0f32, |size, x| size.max(x.abs()));
+    for (i, (got, exact)) in got.into_iter().zip(exact).enumerate() {
+        assert!((got - exact).abs() <= error * size, "element {i}: {got}, exactly {exact} of {size}");
+    }
+}
+
+pub(super) fn assert_refused<T>(result: candle_core::Result<T>, text: &str) {
+    let error = result.err().map(|e| e.to_string()).unwrap_or_default();
+    assert!(error.contains(text), "{error}");
+}
+
+/// One parameter's buffer.
+pub(super) struct Buffer(pub Tensor);
+
+impl GradientSink for Buffer {
+    fn add(
+        &self,
+        _: usize,
+        add: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>,
+    ) -> candle_core::Result<()> {
+        add(&self.0)
+    }
+}
+
+/// `values` learning, and the buffer of their gradient, which holds `held`.
+pub(super) fn learning(values: &Tensor, held: &Tensor) -> (ops::Parameter, Tensor) {
+    // A copy: what is added in place shows in no other tensor.
+    let buffer = held.copy().unwrap();
+    let variable = Var::from_tensor(values).unwrap();
+    (ops::Parameter::learning(variable.as_tensor(), Arc::new(Buffer(buffer.clone())), 0), buffer)
+}
+
+/// What the op gives for `inputs`, and their gradients for `dy`, through candle's graph; on the device of the inputs.
+pub(super) fn differentiated(
     inputs: &[&Tensor],
     dy: &Tensor,
     op: impl Fn(&[&Tensor]) -> candle_core::Result<Tensor>,

@@ -1,6 +1,6 @@
 //! The ops whose rows do not meet, on a GPU or the emulated driver, against the CPU's on the same numbers.
 
-use super::{assert_rounded, floats, numbers, on_cpu, up};
+use super::{assert_rounded, differentiated, floats, numbers, up};
 use crate::ops;
 use crate::ops::cuda::{open, rms_norm_backward, swiglu_backward};
 use candle_core::{DType, Tensor, Var};
@@ -10,7 +10,7 @@ fn swiglu_gives_the_cpus_values_and_gradient() {
     let gpu = open(0).unwrap();
     for (rows, width) in [(1, 2), (3, 10), (67, 48)] {
         let (x, dy) = (numbers(1, rows, width, 4.0), numbers(2, rows, width / 2, 1.0));
-        let (y, dx) = on_cpu(&[&x], &dy, |x| ops::swiglu(x[0], 7.0, 1.702));
+        let (y, dx) = differentiated(&[&x], &dy, |x| ops::swiglu(x[0], 7.0, 1.702));
         let x = up(&x, &gpu);
         assert_rounded(&ops::swiglu(&x, 7.0, 1.702).unwrap(), &y, 1e-6);
         assert_rounded(&swiglu_backward(&x, &up(&dy, &gpu), 7.0, 1.702).unwrap(), &dx[0], 1e-6);
@@ -24,7 +24,7 @@ fn rms_norm_gives_the_cpus_values_and_gradients() {
         let (x, dy, weight) =
             (numbers(3, rows, width, 1.0), numbers(4, rows, width, 1.0), numbers(5, 1, width, 1.0));
         let weight = weight.flatten_all().unwrap();
-        let (y, gradients) = on_cpu(&[&x, &weight], &dy, |x| ops::rms_norm(x[0], x[1], 1e-5));
+        let (y, gradients) = differentiated(&[&x, &weight], &dy, |x| ops::rms_norm(x[0], x[1], 1e-5));
         let (x, dy, weight) = (up(&x, &gpu), up(&dy, &gpu), weight.to_device(&gpu).unwrap());
         assert_rounded(&ops::rms_norm(&x, &weight, 1e-5).unwrap(), &y, 1e-6);
         let (dx, dweight) = rms_norm_backward([&x, &weight, &dy], 1e-5, true).unwrap();

@@ -1,0 +1,17 @@
+// Parameters of sums into a buffer, src/ops/parameter.rs.
+#pragma once
+
+#include "primitives.cuh"
+
+// sum += x.
+struct Accumulate {
+  const float* x;  // [elements]
+  float* sum;      // [elements]
+  int64_t elements;
+};
+
+namespace accumulate_op {
+
+constexpr int threads = 256;  // of an element each
+
+}  // namespace accumulate_op

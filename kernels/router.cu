@@ -1,0 +1,82 @@
+// The router's choice, and a softmax over it.
+#include "router.cuh"
+
+using namespace elements;
+using namespace router_op;
+
+namespace {
+
+// An expert in the order of choice: larger logits first, of equal ones the lower index. Indices are f32, exact, so that a
+// warp may exchange them.
+struct Choice {
+  float logit, expert;
+};
+
+PRIMITIVE bool before(const Choice& a, const Choice& b) {
+  return a.logit > b.logit || (a.logit == b.logit && a.expert < b.expert);
+}
+
+}  // namespace
+
+// A warp takes a token. Its next expert is the first in order of those after the one chosen last.
+extern "C" __global__ void __launch_bounds__(route_threads) route(const __grid_constant__ Route p) {
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * (route_threads / 32) + threadIdx.x / 32;
+  if (token >= p.tokens) return;
+  const int lane = threadIdx.x % 32;
+  const float* logits = p.logits + token * p.experts;
+  const float least = -INFINITY;
+  Choice last = {INFINITY, -1.0f};
+  for (int slot = 0; slot < p.top_k; slot++) {
+    Choice best = {least, static_cast<float>(p.experts)};
+    for (int expert = lane; expert < p.experts; expert += 32) {
+      const float logit = logits[expert];
+      // NaN is as the least: an order in which every lane agrees, and no expert twice.
+      const Choice choice = {logit == logit ? logit : least, static_cast<float>(expert)};
+      if (before(last, choice) && before(choice, best)) best = choice;
+    }
+    for (int mask = 16; mask > 0; mask /= 2) {
+      const Choice other = {shuffle_xor(best.logit, mask), shuffle_xor(best.expert, mask)};
+      if (before(other, best)) best = other;
+    }
+    if (lane == 0) p.routes[token * p.top_k + slot] = static_cast<uint32_t>(best.expert);
+    last = best;
+  }
+}
+
+// A thread takes a token. An expert that does not exist makes its weights NaN: nothing else is read.
+extern "C" __global__ void __launch_bounds__(softmax_threads)
+    top_k_softmax_forward(const __grid_constant__ TopKSoftmax p) {
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * softmax_threads + threadIdx.x;
+  if (token >= p.tokens) return;
+  const uint32_t* routes = p.routes + token * p.top_k;
+  float* weights = p.weights + token * p.top_k;
+  float highest = -INFINITY;
+  for (int slot = 0; slot < p.top_k; slot++) {
+    const uint32_t expert = routes[slot];
+    const float logit = expert < static_cast<uint32_t>(p.experts) ? p.logits[token * p.experts + expert] : NAN;
+    highest = max(highest, logit);
+    weights[slot] = logit;
+  }
+  float total = 0.0f;
+  for (int slot = 0; slot < p.top_k; slot++) {
+    weights[slot] = exp_approx(add(weights[slot], -highest));
+    total = add(total, weights[slot]);
+  }
+  for (int slot = 0; slot < p.top_k; slot++) weights[slot] = weights[slot] / total;
+}
+
+extern "C" __global__ void __launch_bounds__(softmax_threads)
+    top_k_softmax_backward(const __grid_constant__ TopKSoftmax p) {
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * softmax_threads + threadIdx.x;
+  if (token >= p.tokens) return;
+  const int64_t first = token * p.top_k;
+  float mean = 0.0f;
+  for (int slot = 0; slot < p.top_k; slot++)
+    mean = add(mean, multiply(p.weights[first + slot], p.dweights[first + slot]));
+  for (int slot = 0; slot < p.top_k; slot++) {
+    const uint32_t expert = p.routes[first + slot];
+    if (expert >= static_cast<uint32_t>(p.experts)) continue;
+    float& dlogit = p.dlogits[token * p.experts + expert];
+    dlogit = add(dlogit, multiply(p.weights[first + slot], add(p.dweights[first + slot], -mean)));
+  }
+}

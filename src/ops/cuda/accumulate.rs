@@ -1,0 +1,62 @@
+//! Where a graph on the GPU begins and ends: small parameters as tensors of it, their gradients summed, all f32; the scalar
+//! that a gradient enters by.
+
+use super::arguments::Op;
+use super::launch::{Addresses, launch};
+use crate::ops::sink_attention::kernels::Kernel;
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::CudaStorage;
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
+use candle_core::{DType, Layout, Result, Shape, Tensor};
+
+const OP: Op = Op("parameter");
+const ACCUMULATE: Kernel =
+    Kernel { function: "accumulate", file: "accumulate", threads: 256, shared_bytes: 0 };
+
+/// `Accumulate` of `kernels/accumulate.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Params {
+    x: u64,
+    sum: u64,
+    elements: i64,
+}
+
+// SAFETY: plain numbers, laid out as the kernel's struct.
+unsafe impl DeviceRepr for Params {}
+
+/// `x` once more.
+pub(in crate::ops) fn copied(x: (&CudaStorage, &Layout)) -> Result<(CudaStorage, Shape)> {
+    OP.check("the values", x, DType::F32, x.1.dims())?;
+    let device = x.0.device();
+    let values = OP.view::<f32>(x.0, x.1)?;
+    let mut copy = device.alloc_zeros::<f32>(values.len())?;
+    if values.len() > 0 {
+        device.memcpy_dtod(&values, &mut copy)?;
+    }
+    Ok((CudaStorage::wrap_cuda_slice(copy, device.clone()), x.1.shape().clone()))
+}
+
+/// `sum += x`, in place.
+pub(in crate::ops) fn accumulate(sum: &Tensor, x: &Tensor) -> Result<()> {
+    let opened = x.storage_and_layout();
+    let x = OP.on_gpu("the gradient", &opened, DType::F32, sum.dims())?;
+    let x = OP.view::<f32>(x.0, x.1)?;
+    if x.len() == 0 {
+        return Ok(());
+    }
+    OP.edit::<f32, ()>(sum, |device, sum| {
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let params = Params { x: at.read(&x), sum: at.write(sum), elements: x.len() as i64 };
+        // SAFETY: both live past the launch and have that many elements.
+        unsafe { launch(device, &ACCUMULATE, &params, x.len().div_ceil(ACCUMULATE.threads)) }
+    })
+}
+
+/// The scalar 0 where `x` lies.
+pub(in crate::ops) fn zero(x: &CudaStorage) -> Result<(CudaStorage, Shape)> {
+    let device = x.device();
+    let zero = device.alloc_zeros::<f32>(1)?;
+    Ok((CudaStorage::wrap_cuda_slice(zero, device.clone()), Shape::from(())))
+}

@@ -1,0 +1,200 @@
+//! Rows and columns that ids name, on the GPU: values in bf16, a table's gradient in f32, changed in place.
+
+use super::arguments::{Op, tensor};
+use super::launch::{Addresses, launch};
+use crate::ops::embedding::ById;
+use crate::ops::sink_attention::kernels::Kernel;
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::{CudaView, DeviceRepr};
+use candle_core::cuda_backend::{CudaDevice, CudaStorage};
+use candle_core::{DType, Layout, Result, Shape, Tensor, bail};
+use half::bf16;
+
+const OP: Op = Op("rows");
+const TAKE_ROWS: Kernel = Kernel { function: "take_rows", file: "embedding", threads: 256, shared_bytes: 0 };
+const TAKE_COLUMNS: Kernel = Kernel { function: "take_columns", ..TAKE_ROWS };
+/// Of a block that sums: eight of each lane.
+const SUM_COLUMNS: usize = 256;
+const ADD_ROWS: Kernel =
+    Kernel { function: "add_rows", shared_bytes: 256 / 32 * SUM_COLUMNS * size_of::<f32>(), ..TAKE_ROWS };
+const ADD_COLUMNS: Kernel = Kernel { function: "add_columns", ..ADD_ROWS };
+const SUM_ROWS: Kernel = Kernel { function: "sum_rows", ..ADD_ROWS };
+/// Elements that a thread takes at a time.
+const VECTOR: usize = 8;
+
+/// `Taken` of `kernels/embedding.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct TakeParams {
+    table: u64,
+    ids: u64,
+    out: u64,
+    tokens: i64,
+    columns: i64,
+    width: i32,
+}
+
+/// `SumsById` there.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct SumParams {
+    dy: u64,
+    order: u64,
+    starts: u64,
+    ids: u64,
+    table: u64,
+    out: u64,
+    columns: i64,
+    width: i32,
+}
+
+// SAFETY: plain numbers, laid out as the kernels' structs.
+unsafe impl DeviceRepr for TakeParams {}
+// SAFETY: likewise.
+unsafe impl DeviceRepr for SumParams {}
+
+fn check_width(width: usize) -> Result<()> {
+    if width == 0 || !width.is_multiple_of(VECTOR) || width > i32::MAX as usize {
+        bail!("rows: rows of {width} on a GPU; take a hidden size that is a multiple of {VECTOR}");
+    }
+    Ok(())
+}
+
+/// Rows `ids`, which exist, of `table`.
+pub(in crate::ops) fn take_rows(table: (&CudaStorage, &Layout), ids: &[u32]) -> Result<(CudaStorage, Shape)> {
+    let width = table.1.shape().dims2()?.1;
+    take(&TAKE_ROWS, table, ids, width, 0)
+}
+
+/// Columns `ids`, which exist, of `table`, as rows.
+pub(in crate::ops) fn take_columns(
+    table: (&CudaStorage, &Layout),
+    ids: &[u32],
+) -> Result<(CudaStorage, Shape)> {
+    let (width, columns) = table.1.shape().dims2()?;
+    take(&TAKE_COLUMNS, table, ids, width, columns)
+}
+
+fn take(
+    kernel: &Kernel,
+    table: (&CudaStorage, &Layout),
+    ids: &[u32],
+    width: usize,
+    columns: usize,
+) -> Result<(CudaStorage, Shape)> {
+    OP.check("the table", table, DType::BF16, table.1.dims())?;
+    check_width(width)?;
+    let device = table.0.device();
+    let values = OP.view::<bf16>(table.0, table.1)?;
+    let mut out = device.alloc_zeros::<bf16>(ids.len() * width)?;
+    if !ids.is_empty() {
+        let on_device = device.clone_htod(ids)?;
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let params = TakeParams {
+            table: at.read(&values),
+            ids: at.read(&on_device),
+            out: at.write(&mut out),
+            tokens: ids.len() as i64,
+            columns: columns as i64,
+            width: width as i32,
+        };
+        let vectors = ids.len() * (width / VECTOR);
+        // SAFETY: all live past the launch; the table has what each id names, as the caller has checked.
+        unsafe { launch(device, kernel, &params, vectors.div_ceil(kernel.threads))? };
+    }
+    Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((ids.len(), width))))
+}
+
+/// Adds the rows of `dy` to those of `table [V, H]` that their ids name.
+pub(in crate::ops) fn add_rows(table: &Tensor, dy: &Tensor, by_id: &ById) -> Result<()> {
+    let (rows, width) = table.dims2()?;
+    add(&ADD_ROWS, table, dy, by_id, (rows, width, 0))
+}
+
+/// The same to the columns of `table [H, V]`.
+pub(in crate::ops) fn add_columns(table: &Tensor, dy: &Tensor, by_id: &ById) -> Result<()> {
+    let (width, columns) = table.dims2()?;
+    add(&ADD_COLUMNS, table, dy, by_id, (columns, width, columns))
+}
+
+fn add(
+    kernel: &Kernel,
+    table: &Tensor,
+    dy: &Tensor,
+    by_id: &ById,
+    (places, width, columns): (usize, usize, usize),
+) -> Result<()> {
+    let opened = dy.storage_and_layout();
+    let dy = OP.on_gpu("the output's gradient", &opened, DType::BF16, &[by_id.order.len(), width])?;
+    let dy = OP.view::<bf16>(dy.0, dy.1)?;
+    OP.edit::<f32, ()>(table, |device, table| {
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let table = at.write(table);
+        // SAFETY: the table lives past the launch and has `places` rows or columns of `width`.
+        unsafe { sum(kernel, device, &dy, by_id, places, SumPlaces { table, out: 0, columns, width }) }
+    })
+}
+
+/// The gradient of `x [rows, H]`, of which rows were taken, from that of what was taken.
+pub(in crate::ops) fn sum_rows(dy: &Tensor, by_id: &ById, rows: usize) -> Result<Tensor> {
+    let width = dy.dims2()?.1;
+    let opened = dy.storage_and_layout();
+    let dy = OP.on_gpu("the output's gradient", &opened, DType::BF16, &[by_id.order.len(), width])?;
+    let device = dy.0.device();
+    let dy = OP.view::<bf16>(dy.0, dy.1)?;
+    let mut dx = device.alloc_zeros::<bf16>(rows * width)?;
+    let stream = device.cuda_stream();
+    let mut at = Addresses::new(&stream);
+    let out = at.write(&mut dx);
+    // SAFETY: `dx` lives past the launch and has as many rows of `width`.
+    unsafe { sum(&SUM_ROWS, device, &dy, by_id, rows, SumPlaces { table: 0, out, columns: 0, width })? };
+    drop(at);
+    Ok(tensor(dx, device, (rows, width)))
+}
+
+/// Where sums go: see `SumsById`.
+struct SumPlaces {
+    table: u64,
+    out: u64,
+    columns: usize,
+    width: usize,
+}
+
+/// Launches `kernel`, a block an id and 256 columns.
+///
+/// # Safety
+/// The addresses must be of live memory with `places` rows or columns of the width.
+unsafe fn sum(
+    kernel: &Kernel,
+    device: &CudaDevice,
+    dy: &CudaView<bf16>,
+    by_id: &ById,
+    places: usize,
+    to: SumPlaces,
+) -> Result<()> {
+    check_width(to.width)?;
+    let ById { ids, starts, order } = by_id;
+    let Some(&last) = ids.last() else { return Ok(()) };
+    if last as usize >= places {
+        bail!("rows: id {last} for a gradient of {places}; give the buffer of the table that was read");
+    }
+    let lists = device.clone_htod(&[&order[..], starts, ids].concat())?;
+    let stream = device.cuda_stream();
+    let mut at = Addresses::new(&stream);
+    let order_at = at.read(&lists);
+    let starts_at = order_at + size_of_val(&order[..]) as u64;
+    let params = SumParams {
+        dy: at.read(dy),
+        order: order_at,
+        starts: starts_at,
+        ids: starts_at + size_of_val(&starts[..]) as u64,
+        table: to.table,
+        out: to.out,
+        columns: to.columns as i64,
+        width: to.width as i32,
+    };
+    // SAFETY: the caller's promise; the lists live past the launch, every id is below `places`.
+    unsafe { launch(device, kernel, &params, ids.len() * to.width.div_ceil(SUM_COLUMNS)) }
+}

@@ -1,0 +1,169 @@
+//! The auxiliary loss that keeps experts in use, on the GPU: in f32, counts read from the plan where it lies.
+
+use super::arguments::{Op, tensor};
+use super::launch::{Addresses, launch};
+use crate::ops::load_balance::LoadBalance;
+use crate::ops::sink_attention::kernels::Kernel;
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::{CudaView, DeviceRepr};
+use candle_core::cuda_backend::{CudaDevice, CudaStorage};
+use candle_core::{DType, Device, Layout, Result, Shape, Tensor, bail};
+
+const OP: Op = Op("load_balance");
+/// A count a thread.
+const FRACTIONS: Kernel = Kernel {
+    function: "load_balance_fractions",
+    file: "load_balance",
+    threads: 128,
+    shared_bytes: 128 * size_of::<i64>(),
+};
+const ROWS: Kernel = Kernel { function: "load_balance_rows", shared_bytes: 0, ..FRACTIONS };
+/// A sum a thread.
+const SUM: Kernel =
+    Kernel { function: "load_balance_sum", threads: 256, shared_bytes: 256 * size_of::<f32>(), ..FRACTIONS };
+const BACKWARD: Kernel = Kernel { function: "load_balance_backward", ..ROWS };
+/// Threads of a row.
+const WARP: usize = 32;
+
+/// `LoadBalance` of `kernels/load_balance.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Params {
+    logits: u64,
+    token_of: u64,
+    offsets: u64,
+    holders: u64,
+    fractions: u64,
+    of_rows: u64,
+    loss: u64,
+    dloss: u64,
+    dlogits: u64,
+    rows: i64,
+    experts: i32,
+    tokens: f32,
+    scale: f32,
+}
+
+// SAFETY: plain numbers, laid out as the kernels' struct.
+unsafe impl DeviceRepr for Params {}
+
+/// Of which result a launch is.
+enum Wanted {
+    /// Addresses of the rows' parts and of their sum.
+    Loss { of_rows: u64, loss: u64 },
+    /// Addresses of the loss's gradient and of the logits'.
+    Gradient { dloss: u64, dlogits: u64 },
+}
+
+/// Counts how often each expert is chosen, then gives what is wanted.
+///
+/// # Safety
+/// The addresses must be of live memory: of a number a row, of one, and of a number a logit.
+unsafe fn run(
+    op: &LoadBalance,
+    device: &CudaDevice,
+    logits: &CudaView<f32>,
+    (rows, experts): (usize, usize),
+    wanted: Wanted,
+) -> Result<()> {
+    let (tokens, top_k) = op.plan.tokens_and_slots();
+    let of_experts = op.plan.expert_count();
+    if tokens != rows || of_experts != experts {
+        bail!(
+            "load_balance: router logits [{rows}, {experts}], a plan of {tokens} tokens and {of_experts} experts"
+        );
+    }
+    let slots = tokens * top_k;
+    let opened_plan = op.plan.plan().storage_and_layout();
+    let plan = OP.on_gpu("the plan", &opened_plan, DType::U32, &[2 * slots + experts + 1])?;
+    let plan = OP.view::<u32>(plan.0, plan.1)?;
+    let holders = op.holders_on(&Device::Cuda(device.clone()))?;
+    let opened_holders = holders.as_ref().map(Tensor::storage_and_layout);
+    let holders = match &opened_holders {
+        None => None,
+        Some(opened) => {
+            let (storage, layout) = OP.on_gpu("the holders", opened, DType::U32, &[rows])?;
+            Some(OP.view::<u32>(storage, layout)?)
+        }
+    };
+    let mut fractions = device.alloc_zeros::<f32>(experts)?;
+    let stream = device.cuda_stream();
+    let mut at = Addresses::new(&stream);
+    let word = size_of::<u32>();
+    let row_of = at.read(&plan);
+    let tokens = op.tokens(rows).max(1);
+    let params = Params {
+        logits: at.read(logits),
+        token_of: row_of + (slots * word) as u64,
+        offsets: row_of + (2 * slots * word) as u64,
+        holders: holders.as_ref().map_or(0, |holders| at.read(holders)),
+        fractions: at.write(&mut fractions),
+        of_rows: 0,
+        loss: 0,
+        dloss: 0,
+        dlogits: 0,
+        rows: rows as i64,
+        experts: experts as i32,
+        tokens: tokens as f32,
+        scale: (experts as f64 / tokens as f64) as f32,
+    };
+    let blocks = rows.div_ceil(ROWS.threads / WARP);
+    // SAFETY: the caller's promise; the rest lives past the launches, each of which reads what those before it wrote.
+    unsafe {
+        launch(device, &FRACTIONS, &params, experts)?;
+        match wanted {
+            Wanted::Loss { of_rows, loss } => {
+                let params = Params { of_rows, loss, ..params };
+                launch(device, &ROWS, &params, blocks)?;
+                launch(device, &SUM, &params, 1)
+            }
+            Wanted::Gradient { dloss, dlogits } => {
+                launch(device, &BACKWARD, &Params { dloss, dlogits, ..params }, blocks)
+            }
+        }
+    }
+}
+
+/// The loss, a scalar.
+pub(in crate::ops) fn load_balance_forward(
+    op: &LoadBalance,
+    logits: (&CudaStorage, &Layout),
+) -> Result<(CudaStorage, Shape)> {
+    let (rows, experts) = logits.1.shape().dims2()?;
+    OP.check("the router logits", logits, DType::F32, &[rows, experts])?;
+    let device = logits.0.device();
+    let values = OP.view::<f32>(logits.0, logits.1)?;
+    let mut loss = device.alloc_zeros::<f32>(1)?;
+    if rows > 0 {
+        let mut of_rows = device.alloc_zeros::<f32>(rows)?;
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let wanted = Wanted::Loss { of_rows: at.write(&mut of_rows), loss: at.write(&mut loss) };
+        // SAFETY: both live past the launches, and have those sizes.
+        unsafe { run(op, device, &values, (rows, experts), wanted)? };
+    }
+    Ok((CudaStorage::wrap_cuda_slice(loss, device.clone()), Shape::from(())))
+}
+
+/// The gradient of the logits from that of the loss, a scalar on the GPU too.
+pub(in crate::ops) fn load_balance_backward(
+    op: &LoadBalance,
+    logits: &Tensor,
+    dloss: &Tensor,
+) -> Result<Tensor> {
+    let (rows, experts) = logits.dims2()?;
+    let opened = [logits, dloss].map(Tensor::storage_and_layout);
+    let logits = OP.on_gpu("the router logits", &opened[0], DType::F32, &[rows, experts])?;
+    let dloss = OP.on_gpu("the loss's gradient", &opened[1], DType::F32, &[])?;
+    let device = logits.0.device();
+    let (logits, dloss) = (OP.view::<f32>(logits.0, logits.1)?, OP.view::<f32>(dloss.0, dloss.1)?);
+    let mut dlogits = device.alloc_zeros::<f32>(rows * experts)?;
+    if rows > 0 {
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let wanted = Wanted::Gradient { dloss: at.read(&dloss), dlogits: at.write(&mut dlogits) };
+        // SAFETY: both live past the launches, and have those sizes.
+        unsafe { run(op, device, &logits, (rows, experts), wanted)? };
+    }
+    Ok(tensor(dlogits, device, (rows, experts)))
+}

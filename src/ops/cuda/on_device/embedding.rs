@@ -1,0 +1,89 @@
+//! Rows and columns that ids name, on a GPU or the emulated driver, against the CPU's on the same numbers.
+
+use super::{assert_close, assert_refused, assert_rounded, differentiated, floats, learning, numbers, up};
+use crate::ops::cuda::{add_rows, open};
+use crate::ops::embedding::ById;
+use crate::ops::{Parameter, embedding, select_rows, tied_embedding, upstream};
+use candle_core::{DType, Device, Tensor};
+use std::sync::Arc;
+
+/// Half of the tokens name one id.
+fn ids(tokens: usize, vocabulary: u32) -> Arc<Vec<u32>> {
+    let id = |t: u32| if t % 2 == 1 { vocabulary - 1 } else { t * 7919 % vocabulary };
+    Arc::new((0..tokens as u32).map(id).collect())
+}
+
+type Lookup = fn(&Parameter, &Arc<Vec<u32>>) -> candle_core::Result<Tensor>;
+
+#[test]
+fn embeddings_give_the_cpus_values_and_add_their_gradient_in_place() {
+    let gpu = open(0).unwrap();
+    for (tokens, width, vocabulary) in [(1, 8, 1), (5, 16, 3), (67, 264, 11)] {
+        let ids = ids(tokens, vocabulary as u32);
+        let dy = numbers(1, tokens, width, 1.0);
+        for (lookup, shape) in
+            [(embedding as Lookup, (vocabulary, width)), (tied_embedding as Lookup, (width, vocabulary))]
+        {
+            let (table, held) = (numbers(2, shape.0, shape.1, 1.0), numbers(3, shape.0, shape.1, 1.0));
+            let of = |device: &Device, table: &Tensor, dy: &Tensor| {
+                let (parameter, sum) = learning(table, &held.to_device(device).unwrap());
+                let y = lookup(&parameter, &ids).unwrap();
+                let gradients = upstream(&y, dy).unwrap().backward().unwrap();
+                // It goes to the buffer alone.
+                assert!(gradients.get(parameter.values()).is_none());
+                (y.detach(), sum)
+            };
+            let (y, sum) = of(&Device::Cpu, &table, &dy);
+            let (got, got_sum) = of(&gpu, &up(&table, &gpu), &up(&dy, &gpu));
+            assert_eq!(floats(&got), floats(&y));
+            assert_close(&got_sum, &sum, 1e-6);
+        }
+    }
+}
+
+#[test]
+fn selected_rows_are_the_cpus_and_their_gradients_too() {
+    let gpu = open(0).unwrap();
+    for (count, rows, width) in [(1, 1, 8), (9, 5, 16), (70, 40, 264)] {
+        let rows = ids(count, rows as u32);
+        let x = numbers(4, 41, width, 1.0);
+        let dy = numbers(5, count, width, 1.0);
+        let op = |x: &[&Tensor]| select_rows(x[0], &rows);
+        let (y, gradients) = differentiated(&[&x], &dy, op);
+        let (got, got_gradients) = differentiated(&[&up(&x, &gpu)], &up(&dy, &gpu), op);
+        assert_eq!(floats(&got), floats(&y));
+        assert_rounded(&got_gradients[0], &gradients[0], 1e-5);
+    }
+}
+
+#[test]
+fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
+    let gpu = open(0).unwrap();
+    let none = Arc::new(vec![]);
+    let held = numbers(6, 3, 8, 1.0).to_device(&gpu).unwrap();
+    let table = up(&numbers(7, 3, 8, 1.0), &gpu);
+    let (parameter, sum) = learning(&table, &held);
+    let y = embedding(&parameter, &none).unwrap();
+    upstream(&y, &y.detach()).unwrap().backward().unwrap();
+    assert_eq!((y.dims(), floats(&sum)), (&[0, 8][..], floats(&held)));
+    let empty = Tensor::zeros((0, 8), DType::BF16, &gpu).unwrap();
+    let (y, gradients) = differentiated(&[&empty], &empty, |x| select_rows(x[0], &none));
+    assert_eq!((y.dims(), gradients[0].dims()), (&[0, 8][..], &[0, 8][..]));
+    let (_, gradients) = differentiated(&[&table], &empty, |x| select_rows(x[0], &none));
+    assert_eq!(floats(&gradients[0]), [0.0; 24]);
+
+    let one = Arc::new(vec![2]);
+    let single = Tensor::zeros((3, 8), DType::F32, &gpu).unwrap();
+    assert_refused(select_rows(&single, &one), "rows: the table [3, 8] is F32, expected BF16 on a GPU");
+    let odd = Tensor::zeros((3, 12), DType::BF16, &gpu).unwrap();
+    assert_refused(
+        select_rows(&odd, &one),
+        "rows of 12 on a GPU; take a hidden size that is a multiple of 8",
+    );
+    assert_refused(select_rows(&table, &Arc::new(vec![3])), "row 3 of 3");
+    assert_refused(embedding(&Parameter::frozen(&table), &Arc::new(vec![3])), "token 3 in a vocabulary of 3");
+    let dy = Tensor::zeros((1, 8), DType::BF16, &gpu).unwrap();
+    let by_id = ById::new(&[3]);
+    assert_refused(add_rows(&held, &dy, &by_id), "id 3 for a gradient of 3; give the buffer of the table");
+    assert_refused(add_rows(&numbers(8, 4, 8, 1.0), &dy, &by_id), "is not on the GPU; call to_device first");
+}

@@ -1,0 +1,72 @@
+//! The auxiliary loss on a GPU or the emulated driver, against the CPU's on the same numbers.
+
+use super::{assert_close, assert_refused, differentiated, numbers};
+use crate::ops::cuda::open;
+use crate::ops::{Dispatch, load_balance, route, upstream};
+use candle_core::{DType, Device, Tensor, Var};
+use std::sync::Arc;
+
+#[test]
+fn the_loss_and_its_gradient_are_the_cpus() {
+    let gpu = open(0).unwrap();
+    let dloss = Tensor::new(0.75f32, &Device::Cpu).unwrap();
+    for (rows, experts, top_k) in [(1, 1, 1), (5, 4, 2), (301, 32, 4), (3, 40, 5)] {
+        let logits = numbers(1, rows, experts, 1.0);
+        let plan = Dispatch::new(&route(&logits, top_k).unwrap(), experts).unwrap();
+        let there = plan.to_device(&gpu).unwrap();
+        let held = Arc::new((0..rows as u32).map(|row| 1 + row % 5).collect::<Vec<_>>());
+        for holders in [None, Some(&held)] {
+            let (loss, gradients) =
+                differentiated(&[&logits], &dloss, |x| load_balance(x[0], &plan, holders));
+            let (got, got_gradients) =
+                differentiated(&[&logits.to_device(&gpu).unwrap()], &dloss.to_device(&gpu).unwrap(), |x| {
+                    load_balance(x[0], &there, holders)
+                });
+            assert_close(&got, &loss, 4e-6);
+            if experts > 1 {
+                assert_close(&got_gradients[0], &gradients[0], 1e-5);
+            }
+        }
+    }
+}
+
+/// As training adds it to the rest of the objective.
+#[test]
+fn it_is_differentiated_beside_an_upstream_gradient() {
+    let gpu = open(0).unwrap();
+    let of = |device: &Device| {
+        let logits = numbers(2, 7, 4, 1.0);
+        let plan = Dispatch::new(&route(&logits, 2).unwrap(), 4).unwrap().to_device(device).unwrap();
+        let logits = Var::from_tensor(&logits.to_device(device).unwrap()).unwrap();
+        let other = numbers(3, 7, 4, 1.0).to_device(device).unwrap();
+        let loss = (load_balance(&logits, &plan, None).unwrap() * 0.5).unwrap();
+        let root = (upstream(&logits, &other).unwrap() + loss).unwrap();
+        root.backward().unwrap().get(&logits).unwrap().clone()
+    };
+    assert_close(&of(&gpu), &of(&Device::Cpu), 1e-6);
+}
+
+#[test]
+fn no_rows_are_no_loss_and_what_does_not_fit_is_refused() {
+    let gpu = open(0).unwrap();
+    let plan_of = |tokens: usize| {
+        let routes = Tensor::zeros((tokens, 2), DType::U32, &Device::Cpu).unwrap();
+        Dispatch::new(&routes, 8).unwrap().to_device(&gpu).unwrap()
+    };
+    let empty = Tensor::zeros((0, 8), DType::F32, &gpu).unwrap();
+    let dloss = Tensor::new(1f32, &gpu).unwrap();
+    let (loss, gradients) = differentiated(&[&empty], &dloss, |x| load_balance(x[0], &plan_of(0), None));
+    assert_eq!((loss.to_scalar::<f32>().unwrap(), gradients[0].dims()), (0.0, &[0, 8][..]));
+
+    let logits = Tensor::zeros((3, 8), DType::F32, &gpu).unwrap();
+    assert_refused(
+        load_balance(&logits, &plan_of(2), None),
+        "logits [3, 8], a plan of 2 tokens and 8 experts",
+    );
+    assert_refused(
+        load_balance(&logits, &plan_of(3), Some(&Arc::new(vec![1; 2]))),
+        "other rows than those held",
+    );
+    let half = logits.to_dtype(DType::BF16).unwrap();
+    assert_refused(load_balance(&half, &plan_of(3), None), "the router logits [3, 8] is BF16, expected F32");
+}

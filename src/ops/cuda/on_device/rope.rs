@@ -1,0 +1,93 @@
+//! Rotary position embedding on a GPU or the emulated driver, against the CPU's on the same numbers.
+
+use super::{assert_refused, assert_rounded, differentiated, floats, numbers, up};
+use crate::ops::cuda::open;
+use crate::ops::rope::{RopeTable, Rotation};
+use crate::ops::{rope, rope_keys_with_values};
+use candle_core::{DType, Tensor};
+use std::sync::Arc;
+
+fn rotation(half: usize, positions: Vec<u32>) -> Rotation {
+    let frequencies: Vec<f32> = (0..half).map(|i| 0.9f32.powi(i as i32)).collect();
+    Rotation::new(Arc::new(RopeTable::new(&frequencies, 61, 1.25)), positions)
+}
+
+fn positions(rows: usize) -> Vec<u32> {
+    (0..rows).map(|row| (row * 37 % 61) as u32).collect()
+}
+
+#[test]
+fn rope_gives_the_cpus_values_and_gradients() {
+    let gpu = open(0).unwrap();
+    for (rows, heads, half) in [(1, 1, 8), (7, 3, 8), (33, 5, 32)] {
+        let rotation = rotation(half, positions(rows));
+        let width = heads * 2 * half;
+        let (k, v) = (numbers(1, rows, width, 1.0), numbers(2, rows, width, 1.0));
+        let dk = numbers(3, rows, width, 1.0).reshape((rows, heads, 2 * half)).unwrap();
+        let dkv = numbers(4, rows, 2 * width, 1.0).reshape((rows, 2, heads, 2 * half)).unwrap();
+        let queries = |x: &[&Tensor]| rope(x[0], heads, &rotation);
+        let keys = |x: &[&Tensor]| rope_keys_with_values(x[0], x[1], heads, &rotation);
+        let (y, gradients) = differentiated(&[&k], &dk, queries);
+        let (got, got_gradients) = differentiated(&[&up(&k, &gpu)], &up(&dk, &gpu), queries);
+        assert_rounded(&got, &y, 1e-6);
+        assert_rounded(&got_gradients[0], &gradients[0], 1e-6);
+        let (y, gradients) = differentiated(&[&k, &v], &dkv, keys);
+        let (got, got_gradients) = differentiated(&[&up(&k, &gpu), &up(&v, &gpu)], &up(&dkv, &gpu), keys);
+        assert_rounded(&got, &y, 1e-6);
+        assert_rounded(&got_gradients[0], &gradients[0], 1e-6);
+        // Values and their gradient are copies.
+        assert_eq!(floats(&got_gradients[1]), floats(&gradients[1]));
+    }
+}
+
+#[test]
+fn table_and_positions_are_copied_once_to_each_device() {
+    let (first, second) = (open(0).unwrap(), open(0).unwrap());
+    let rotation = rotation(8, positions(5));
+    let copies = || [rotation.table.on(&first).unwrap(), rotation.clone().positions_on(&first).unwrap()];
+    assert_eq!(copies().map(|copy| copy.id()), copies().map(|copy| copy.id()));
+    for device in [&first, &second] {
+        assert!(rotation.positions_on(device).unwrap().device().same_device(device));
+    }
+    assert_eq!(format!("{rotation:?}").matches("Uploaded").count(), 2);
+}
+
+#[test]
+fn a_row_alone_has_the_bits_it_has_in_a_batch() {
+    let gpu = open(0).unwrap();
+    let (positions, x) = (positions(9), numbers(5, 9, 96, 1.0));
+    let all = floats(&rope(&up(&x, &gpu), 3, &rotation(16, positions.clone())).unwrap());
+    for row in 0..9 {
+        let one = up(&x.narrow(0, row, 1).unwrap(), &gpu);
+        let alone = floats(&rope(&one, 3, &rotation(16, vec![positions[row]])).unwrap());
+        assert_eq!(all[row * 96..(row + 1) * 96], alone);
+    }
+}
+
+#[test]
+fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
+    let gpu = open(0).unwrap();
+    let empty = Tensor::zeros((0, 32), DType::BF16, &gpu).unwrap();
+    let none = rotation(8, vec![]);
+    let dempty = empty.reshape((0, 2, 16)).unwrap();
+    let (y, gradients) = differentiated(&[&empty], &dempty, |x| rope(x[0], 2, &none));
+    assert_eq!((y.dims(), gradients[0].dims()), (&[0, 2, 16][..], &[0, 32][..]));
+    let dkv = Tensor::zeros((0, 2, 2, 16), DType::BF16, &gpu).unwrap();
+    let (y, gradients) =
+        differentiated(&[&empty, &empty], &dkv, |x| rope_keys_with_values(x[0], x[1], 2, &none));
+    assert_eq!((y.dims(), gradients[1].dims()), (&[0, 2, 2, 16][..], &[0, 32][..]));
+
+    let two = rotation(8, vec![3, 4]);
+    let single = Tensor::zeros((2, 32), DType::F32, &gpu).unwrap();
+    assert_refused(rope(&single, 2, &two), "rope: x [2, 32] is F32, expected BF16 on a GPU");
+    let turned = Tensor::zeros((32, 2), DType::BF16, &gpu).unwrap().t().unwrap();
+    assert_refused(rope(&turned, 2, &two), "is not contiguous");
+    let whole = Tensor::zeros((2, 32), DType::BF16, &gpu).unwrap();
+    assert_refused(rope_keys_with_values(&whole, &turned, 2, &two), "rope: v [2, 32] with strides");
+    let narrow = Tensor::zeros((2, 24), DType::BF16, &gpu).unwrap();
+    assert_refused(
+        rope(&narrow, 2, &rotation(6, vec![3, 4])),
+        "heads of 12 in rows of 24 on a GPU; take a head size that is a multiple of 16",
+    );
+    assert_refused(rope(&whole, 2, &rotation(8, vec![3, 61])), "positions up to 62");
+}

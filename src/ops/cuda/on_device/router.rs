@@ -1,0 +1,72 @@
+//! The router's choice on a GPU or the emulated driver, against the CPU's on the same numbers.
+
+use super::{assert_close, assert_refused, differentiated, floats, numbers};
+use crate::ops::cuda::{open, top_k_softmax_backward};
+use crate::ops::{route, top_k_softmax};
+use candle_core::{DType, Tensor};
+
+#[test]
+fn experts_are_the_cpus_and_their_weights_and_gradients_too() {
+    let gpu = open(0).unwrap();
+    for (tokens, experts, top_k) in [(1, 1, 1), (5, 4, 2), (131, 32, 4), (3, 128, 8), (2, 40, 40)] {
+        // bf16 in f32 and few of them: many are equal.
+        let logits = numbers(1, tokens, experts, 1.0).affine(4.0, 0.0).unwrap().round().unwrap();
+        let dweights = numbers(2, tokens, top_k, 1.0);
+        let routes = route(&logits, top_k).unwrap();
+        let op = |x: &[&Tensor]| top_k_softmax(x[0], &route(x[0], top_k)?);
+        let (weights, gradients) = differentiated(&[&logits], &dweights, op);
+        let [logits, dweights] = [logits, dweights].map(|x| x.to_device(&gpu).unwrap());
+        let got = route(&logits, top_k).unwrap();
+        assert_eq!(got.to_vec2::<u32>().unwrap(), routes.to_vec2::<u32>().unwrap());
+        let (got, got_gradients) = differentiated(&[&logits], &dweights, op);
+        assert_close(&got, &weights, 4e-6);
+        if top_k > 1 {
+            assert_close(&got_gradients[0], &gradients[0], 4e-6);
+        } else {
+            assert_eq!(floats(&got_gradients[0]), [0.0]);
+        }
+    }
+}
+
+#[test]
+fn a_token_alone_has_the_bits_it_has_in_a_batch() {
+    let gpu = open(0).unwrap();
+    let logits = numbers(3, 9, 48, 1.0).to_device(&gpu).unwrap();
+    let weights = |logits: &Tensor| floats(&top_k_softmax(logits, &route(logits, 4).unwrap()).unwrap());
+    let all = weights(&logits);
+    for token in 0..9 {
+        assert_eq!(all[token * 4..(token + 1) * 4], weights(&logits.narrow(0, token, 1).unwrap()));
+    }
+}
+
+#[test]
+fn replayed_experts_that_do_not_exist_are_seen() {
+    let gpu = open(0).unwrap();
+    let logits = Tensor::new(&[[1f32, 2.0], [3.0, 3.0]], &gpu).unwrap();
+    let routes = Tensor::new(&[[0u32, 2], [1, 0]], &gpu).unwrap();
+    let weights = floats(&top_k_softmax(&logits, &routes).unwrap());
+    assert!(weights[..2].iter().all(|w| w.is_nan()) && weights[2..] == [0.5, 0.5], "{weights:?}");
+}
+
+#[test]
+fn no_tokens_are_no_launch_and_what_does_not_fit_is_refused() {
+    let gpu = open(0).unwrap();
+    let empty = Tensor::zeros((0, 8), DType::F32, &gpu).unwrap();
+    let routes = route(&empty, 2).unwrap();
+    assert_eq!((routes.dims(), routes.dtype()), (&[0, 2][..], DType::U32));
+    let dweights = Tensor::zeros((0, 2), DType::F32, &gpu).unwrap();
+    let (weights, gradients) = differentiated(&[&empty], &dweights, |x| top_k_softmax(x[0], &routes));
+    assert_eq!((weights.dims(), gradients[0].dims()), (&[0, 2][..], &[0, 8][..]));
+
+    let half = Tensor::zeros((3, 8), DType::BF16, &gpu).unwrap();
+    assert_refused(route(&half, 2), "route: the logits [3, 8] is BF16, expected F32 on a GPU");
+    let logits = Tensor::zeros((3, 8), DType::F32, &gpu).unwrap();
+    assert_refused(route(&logits, 9), "route: 9 of 8 experts");
+    let on_cpu = Tensor::zeros((3, 2), DType::U32, &candle_core::Device::Cpu).unwrap();
+    assert_refused(top_k_softmax(&logits, &on_cpu), "top_k_softmax: the routes [3, 2] is not on the GPU");
+    let weights = Tensor::zeros((3, 2), DType::F32, &gpu).unwrap();
+    assert_refused(
+        top_k_softmax_backward(&weights, &on_cpu.to_device(&gpu).unwrap(), &half, 8),
+        "the weights' gradient has shape [3, 8], expected [3, 2]",
+    );
+}

@@ -1,0 +1,206 @@
+//! Rotary position embedding on the GPU: heads in bf16, the table in f32.
+
+use super::arguments::{Op, tensor};
+use super::launch::{Addresses, launch};
+use crate::ops::rope::Rotation;
+use crate::ops::sink_attention::kernels::Kernel;
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
+use candle_core::cuda_backend::{CudaDevice, CudaStorage};
+use candle_core::{DType, Device, Layout, Result, Shape, Tensor, bail};
+use half::bf16;
+
+const OP: Op = Op("rope");
+const ROPE: Kernel = Kernel { function: "rope", file: "rope", threads: 256, shared_bytes: 0 };
+/// Pairs that a thread takes.
+const VECTOR: usize = 8;
+
+/// `Rope` of `kernels/rope.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Params {
+    x: u64,
+    values: u64,
+    out: u64,
+    values_out: u64,
+    cosines: u64,
+    sines: u64,
+    positions: u64,
+    rows: i64,
+    heads: i32,
+    half: i32,
+    x_stride: i32,
+    out_stride: i32,
+    direction: f32,
+}
+
+// SAFETY: plain numbers, laid out as the kernel's struct.
+unsafe impl DeviceRepr for Params {}
+
+/// Addresses of rows: of what is rotated, and of what is copied along, or 0; both `stride` elements from row to row.
+struct Rows {
+    rotated: u64,
+    copied: u64,
+    stride: usize,
+}
+
+impl Rows {
+    /// One tensor of heads alone.
+    fn alone(address: u64, width: usize) -> Self {
+        Self { rotated: address, copied: 0, stride: width }
+    }
+
+    /// Keys and values of a row side by side.
+    fn pairs(address: u64, width: usize) -> Self {
+        Self { rotated: address, copied: address + (width * size_of::<bf16>()) as u64, stride: 2 * width }
+    }
+}
+
+/// Rows and width of what is rotated, checked.
+fn check(rotation: &Rotation, (rows, width): (usize, usize)) -> Result<()> {
+    let half = rotation.table.half();
+    if half == 0 || !half.is_multiple_of(VECTOR) || width > (i32::MAX / 2) as usize {
+        let head_dim = 2 * half;
+        bail!(
+            "rope: heads of {head_dim} in rows of {width} on a GPU; take a head size that is a multiple of 16"
+        );
+    }
+    if !width.is_multiple_of(2 * half) || rotation.positions.len() != rows {
+        bail!(
+            "rope: {rows} rows of {width}, {} positions and heads of {}",
+            rotation.positions.len(),
+            2 * half
+        );
+    }
+    Ok(())
+}
+
+/// Rotates the rows of `width` at `from` into `to`.
+///
+/// # Safety
+/// The addresses must be of live memory that holds as many rows as `rotation` has positions.
+unsafe fn run(
+    device: &CudaDevice,
+    rotation: &Rotation,
+    width: usize,
+    from: &Rows,
+    to: &Rows,
+    direction: f32,
+) -> Result<()> {
+    let place = Device::Cuda(device.clone());
+    let (half, rows) = (rotation.table.half(), rotation.positions.len());
+    let shape = [2, rotation.table.positions(), half];
+    let tensors = [rotation.table.on(&place)?, rotation.positions_on(&place)?];
+    let opened = tensors.each_ref().map(Tensor::storage_and_layout);
+    let table = OP.on_gpu("the table", &opened[0], DType::F32, &shape)?;
+    let positions = OP.on_gpu("the positions", &opened[1], DType::U32, &[rows])?;
+    let (table, positions) = (OP.view::<f32>(table.0, table.1)?, OP.view::<u32>(positions.0, positions.1)?);
+    let stream = device.cuda_stream();
+    let mut at = Addresses::new(&stream);
+    let cosines = at.read(&table);
+    let params = Params {
+        x: from.rotated,
+        values: from.copied,
+        out: to.rotated,
+        values_out: to.copied,
+        cosines,
+        sines: cosines + (table.len() / 2 * size_of::<f32>()) as u64,
+        positions: at.read(&positions),
+        rows: rows as i64,
+        heads: (width / (2 * half)) as i32,
+        half: half as i32,
+        x_stride: from.stride as i32,
+        out_stride: to.stride as i32,
+        direction,
+    };
+    let vectors = rows * (width / 2 / VECTOR);
+    // SAFETY: the caller's promise; the table holds every position, as `Rotation` has checked.
+    unsafe { launch(device, &ROPE, &params, vectors.div_ceil(ROPE.threads)) }
+}
+
+/// Rotated `x [T, N·D]`.
+pub(in crate::ops) fn rope_forward(
+    x: (&CudaStorage, &Layout),
+    rotation: &Rotation,
+) -> Result<(CudaStorage, Shape)> {
+    let (rows, width) = x.1.shape().dims2()?;
+    OP.check("x", x, DType::BF16, &[rows, width])?;
+    check(rotation, (rows, width))?;
+    let device = x.0.device();
+    let xs = OP.view::<bf16>(x.0, x.1)?;
+    let mut out = device.alloc_zeros::<bf16>(rows * width)?;
+    if rows > 0 {
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let from = Rows::alone(at.read(&xs), width);
+        let to = Rows::alone(at.write(&mut out), width);
+        // SAFETY: both live past the launch and hold all rows.
+        unsafe { run(device, rotation, width, &from, &to, 1.0)? };
+    }
+    Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((rows, width))))
+}
+
+/// The gradient of `x` from that of its rotation, `[T, N·D]`.
+pub(in crate::ops) fn rope_backward(dy: &Tensor, rotation: &Rotation) -> Result<Tensor> {
+    let (rows, width) = dy.dims2()?;
+    let opened = dy.storage_and_layout();
+    let dy = OP.on_gpu("the output's gradient", &opened, DType::BF16, &[rows, width])?;
+    check(rotation, (rows, width))?;
+    let device = dy.0.device();
+    let dys = OP.view::<bf16>(dy.0, dy.1)?;
+    let mut dx = device.alloc_zeros::<bf16>(rows * width)?;
+    if rows > 0 {
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let from = Rows::alone(at.read(&dys), width);
+        let to = Rows::alone(at.write(&mut dx), width);
+        // SAFETY: both live past the launch and hold all rows.
+        unsafe { run(device, rotation, width, &from, &to, -1.0)? };
+    }
+    Ok(tensor(dx, device, (rows, width)))
+}
+
+/// Rotated keys beside values, `[T, 2·M·D]`.
+pub(in crate::ops) fn rope_keys_forward(
+    k: (&CudaStorage, &Layout),
+    v: (&CudaStorage, &Layout),
+    rotation: &Rotation,
+) -> Result<(CudaStorage, Shape)> {
+    let (rows, width) = k.1.shape().dims2()?;
+    OP.check("k", k, DType::BF16, &[rows, width])?;
+    OP.check("v", v, DType::BF16, &[rows, width])?;
+    check(rotation, (rows, width))?;
+    let device = k.0.device();
+    let (ks, vs) = (OP.view::<bf16>(k.0, k.1)?, OP.view::<bf16>(v.0, v.1)?);
+    let mut out = device.alloc_zeros::<bf16>(2 * rows * width)?;
+    if rows > 0 {
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let from = Rows { rotated: at.read(&ks), copied: at.read(&vs), stride: width };
+        let to = Rows::pairs(at.write(&mut out), width);
+        // SAFETY: all live past the launch and hold all rows.
+        unsafe { run(device, rotation, width, &from, &to, 1.0)? };
+    }
+    Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((rows, 2 * width))))
+}
+
+/// The gradients of keys and values from that of both, `[T, 2·M·D]`.
+pub(in crate::ops) fn rope_keys_backward(dkv: &Tensor, rotation: &Rotation) -> Result<[Tensor; 2]> {
+    let (rows, width) = (dkv.dim(0)?, dkv.dim(1)? / 2);
+    let opened = dkv.storage_and_layout();
+    let dkv = OP.on_gpu("the output's gradient", &opened, DType::BF16, &[rows, 2 * width])?;
+    check(rotation, (rows, width))?;
+    let device = dkv.0.device();
+    let dkvs = OP.view::<bf16>(dkv.0, dkv.1)?;
+    let mut dk = device.alloc_zeros::<bf16>(rows * width)?;
+    let mut dv = device.alloc_zeros::<bf16>(rows * width)?;
+    if rows > 0 {
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let from = Rows::pairs(at.read(&dkvs), width);
+        let to = Rows { rotated: at.write(&mut dk), copied: at.write(&mut dv), stride: width };
+        // SAFETY: all live past the launch and hold all rows.
+        unsafe { run(device, rotation, width, &from, &to, -1.0)? };
+    }
+    Ok([tensor(dk, device, (rows, width)), tensor(dv, device, (rows, width))])
+}

@@ -1,0 +1,139 @@
+//! The router's choice on the GPU: logits and weights in f32, routes in u32.
+
+use super::arguments::{Op, tensor};
+use super::launch::{Addresses, launch};
+use crate::ops::sink_attention::kernels::Kernel;
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::CudaStorage;
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
+use candle_core::{DType, Layout, Result, Shape, Tensor};
+
+const ROUTE_OP: Op = Op("route");
+const SOFTMAX_OP: Op = Op("top_k_softmax");
+const ROUTE: Kernel = Kernel { function: "route", file: "router", threads: 128, shared_bytes: 0 };
+const FORWARD: Kernel = Kernel { function: "top_k_softmax_forward", ..ROUTE };
+const BACKWARD: Kernel = Kernel { function: "top_k_softmax_backward", ..ROUTE };
+/// Threads of a token where experts are chosen.
+const WARP: usize = 32;
+
+/// `Route` of `kernels/router.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RouteParams {
+    logits: u64,
+    routes: u64,
+    tokens: i64,
+    experts: i32,
+    top_k: i32,
+}
+
+/// `TopKSoftmax` there.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct SoftmaxParams {
+    logits: u64,
+    routes: u64,
+    dweights: u64,
+    weights: u64,
+    dlogits: u64,
+    tokens: i64,
+    experts: i32,
+    top_k: i32,
+}
+
+// SAFETY: plain numbers, laid out as the kernels' structs.
+unsafe impl DeviceRepr for RouteParams {}
+// SAFETY: likewise.
+unsafe impl DeviceRepr for SoftmaxParams {}
+
+/// The `top_k` experts of each token; no more than there are, and these fewer than 2^16, as the caller has checked.
+pub(in crate::ops) fn route(logits: (&CudaStorage, &Layout), top_k: usize) -> Result<(CudaStorage, Shape)> {
+    let (tokens, experts) = logits.1.shape().dims2()?;
+    ROUTE_OP.check("the logits", logits, DType::F32, &[tokens, experts])?;
+    let device = logits.0.device();
+    let values = ROUTE_OP.view::<f32>(logits.0, logits.1)?;
+    let mut routes = device.alloc_zeros::<u32>(tokens * top_k)?;
+    if tokens * top_k > 0 {
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let params = RouteParams {
+            logits: at.read(&values),
+            routes: at.write(&mut routes),
+            tokens: tokens as i64,
+            experts: experts as i32,
+            top_k: top_k as i32,
+        };
+        // SAFETY: both live past the launch; a warp stays in its token's row.
+        unsafe { launch(device, &ROUTE, &params, tokens.div_ceil(ROUTE.threads / WARP))? };
+    }
+    Ok((CudaStorage::wrap_cuda_slice(routes, device.clone()), Shape::from((tokens, top_k))))
+}
+
+/// The weights of the chosen experts.
+pub(in crate::ops) fn top_k_softmax_forward(
+    logits: (&CudaStorage, &Layout),
+    routes: &Tensor,
+) -> Result<(CudaStorage, Shape)> {
+    let (tokens, experts) = logits.1.shape().dims2()?;
+    let top_k = routes.dim(1)?;
+    SOFTMAX_OP.check("the logits", logits, DType::F32, &[tokens, experts])?;
+    let opened = routes.storage_and_layout();
+    let routes = SOFTMAX_OP.on_gpu("the routes", &opened, DType::U32, &[tokens, top_k])?;
+    let device = logits.0.device();
+    let values = SOFTMAX_OP.view::<f32>(logits.0, logits.1)?;
+    let routes = SOFTMAX_OP.view::<u32>(routes.0, routes.1)?;
+    let mut weights = device.alloc_zeros::<f32>(tokens * top_k)?;
+    if tokens > 0 {
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let params = SoftmaxParams {
+            logits: at.read(&values),
+            routes: at.read(&routes),
+            dweights: 0,
+            weights: at.write(&mut weights),
+            dlogits: 0,
+            tokens: tokens as i64,
+            experts: experts as i32,
+            top_k: top_k as i32,
+        };
+        // SAFETY: all live past the launch; the kernel reads no logit that a row has not.
+        unsafe { launch(device, &FORWARD, &params, tokens.div_ceil(FORWARD.threads))? };
+    }
+    Ok((CudaStorage::wrap_cuda_slice(weights, device.clone()), Shape::from((tokens, top_k))))
+}
+
+/// The gradient of the logits `[T, experts]` from that of the weights.
+pub(in crate::ops) fn top_k_softmax_backward(
+    weights: &Tensor,
+    routes: &Tensor,
+    dweights: &Tensor,
+    experts: usize,
+) -> Result<Tensor> {
+    let (tokens, top_k) = weights.dims2()?;
+    let opened = [weights, routes, dweights].map(Tensor::storage_and_layout);
+    let weights = SOFTMAX_OP.on_gpu("the weights", &opened[0], DType::F32, &[tokens, top_k])?;
+    let routes = SOFTMAX_OP.on_gpu("the routes", &opened[1], DType::U32, &[tokens, top_k])?;
+    let dweights = SOFTMAX_OP.on_gpu("the weights' gradient", &opened[2], DType::F32, &[tokens, top_k])?;
+    let device = weights.0.device();
+    let weights = SOFTMAX_OP.view::<f32>(weights.0, weights.1)?;
+    let routes = SOFTMAX_OP.view::<u32>(routes.0, routes.1)?;
+    let dweights = SOFTMAX_OP.view::<f32>(dweights.0, dweights.1)?;
+    let mut dlogits = device.alloc_zeros::<f32>(tokens * experts)?;
+    if tokens > 0 {
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let params = SoftmaxParams {
+            logits: 0,
+            routes: at.read(&routes),
+            dweights: at.read(&dweights),
+            weights: at.read(&weights),
+            dlogits: at.write(&mut dlogits),
+            tokens: tokens as i64,
+            experts: experts as i32,
+            top_k: top_k as i32,
+        };
+        // SAFETY: all live past the launch; the kernel writes no logit that a row has not.
+        unsafe { launch(device, &BACKWARD, &params, tokens.div_ceil(BACKWARD.threads))? };
+    }
+    Ok(tensor(dlogits, device, (tokens, experts)))
+}

@@ -1,0 +1,91 @@
+//! The plain gated unit on the GPU: `gate` and `up`, `[R, I]` each, and `y` in bf16.
+
+use super::arguments::{Op, tensor};
+use super::launch::{Addresses, launch};
+use crate::ops::sink_attention::kernels::Kernel;
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::CudaStorage;
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
+use candle_core::{DType, Layout, Result, Shape, Tensor};
+use half::bf16;
+
+const OP: Op = Op("silu_gated");
+const FORWARD: Kernel =
+    Kernel { function: "silu_gated_forward", file: "silu_gated", threads: 256, shared_bytes: 0 };
+const BACKWARD: Kernel = Kernel { function: "silu_gated_backward", ..FORWARD };
+/// Elements that a thread takes.
+const VECTOR: usize = 8;
+
+/// `SiluGated` of `kernels/silu_gated.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Params {
+    gate: u64,
+    up: u64,
+    dy: u64,
+    out: u64,
+    dup: u64,
+    elements: i64,
+}
+
+// SAFETY: plain numbers, laid out as the kernels' struct.
+unsafe impl DeviceRepr for Params {}
+
+/// `y`.
+pub(in crate::ops) fn silu_gated_forward(
+    gate: (&CudaStorage, &Layout),
+    up: (&CudaStorage, &Layout),
+) -> Result<(CudaStorage, Shape)> {
+    let (rows, width) = gate.1.shape().dims2()?;
+    OP.check("gate", gate, DType::BF16, &[rows, width])?;
+    OP.check("up", up, DType::BF16, &[rows, width])?;
+    let device = gate.0.device();
+    let (gates, ups) = (OP.view::<bf16>(gate.0, gate.1)?, OP.view::<bf16>(up.0, up.1)?);
+    let elements = rows * width;
+    let mut out = device.alloc_zeros::<bf16>(elements)?;
+    if elements > 0 {
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let params = Params {
+            gate: at.read(&gates),
+            up: at.read(&ups),
+            dy: 0,
+            out: at.write(&mut out),
+            dup: 0,
+            elements: elements as i64,
+        };
+        // SAFETY: all live past the launch and have that many elements.
+        unsafe { launch(device, &FORWARD, &params, elements.div_ceil(FORWARD.threads * VECTOR))? };
+    }
+    Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((rows, width))))
+}
+
+/// The gradients of `gate` and `up` from that of `y`.
+pub(in crate::ops) fn silu_gated_backward([gate, up, dy]: [&Tensor; 3]) -> Result<[Tensor; 2]> {
+    let (rows, width) = gate.dims2()?;
+    let opened = [gate, up, dy].map(Tensor::storage_and_layout);
+    let gate = OP.on_gpu("gate", &opened[0], DType::BF16, &[rows, width])?;
+    let up = OP.on_gpu("up", &opened[1], DType::BF16, &[rows, width])?;
+    let dy = OP.on_gpu("the output's gradient", &opened[2], DType::BF16, &[rows, width])?;
+    let device = gate.0.device();
+    let [gate, up, dy] = [gate, up, dy].map(|(storage, layout)| OP.view::<bf16>(storage, layout));
+    let (gate, up, dy) = (gate?, up?, dy?);
+    let elements = rows * width;
+    let mut dgate = device.alloc_zeros::<bf16>(elements)?;
+    let mut dup = device.alloc_zeros::<bf16>(elements)?;
+    if elements > 0 {
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let params = Params {
+            gate: at.read(&gate),
+            up: at.read(&up),
+            dy: at.read(&dy),
+            out: at.write(&mut dgate),
+            dup: at.write(&mut dup),
+            elements: elements as i64,
+        };
+        // SAFETY: all live past the launch and have that many elements.
+        unsafe { launch(device, &BACKWARD, &params, elements.div_ceil(BACKWARD.threads * VECTOR))? };
+    }
+    Ok([tensor(dgate, device, (rows, width)), tensor(dup, device, (rows, width))])
+}

@@ -1,0 +1,24 @@
+// Sums into a buffer: the plain sum, one rounding each.
+#include "accumulate.cuh"
+#include "op_checks.h"
+
+extern "C" void accumulate(Accumulate);
+
+namespace suite {
+
+using cuda_host::Options;
+
+std::string wrong_accumulate(const Options& options, bool small) {
+  for (const size_t count : {size_t(1), size_t(255), size_t(256), size_t(small ? 700 : 20001)}) {
+    const std::vector<float> x = floats(count, 1, 1);
+    std::vector<float> sum = floats(count, 3, 2), expected(count);
+    for (size_t i = 0; i < count; i++) expected[i] = sum[i] + x[i];
+    const Accumulate p = {x.data(), sum.data(), int64_t(count)};
+    cuda_host::launch(options, unsigned((count + accumulate_op::threads - 1) / accumulate_op::threads), accumulate_op::threads, 0,
+                      [=] { accumulate(p); });
+    if (const std::string wrong = bits("accumulate", sum.data(), expected.data(), count); !wrong.empty()) return wrong;
+  }
+  return "";
+}
+
+}  // namespace suite

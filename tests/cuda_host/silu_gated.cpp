@@ -1,0 +1,73 @@
+// The plain gated unit: errors against f64, bits of a part alone.
+#include "silu_gated.cuh"
+
+#include "op_checks.h"
+
+extern "C" {
+void silu_gated_forward(SiluGated);
+void silu_gated_backward(SiluGated);
+}
+
+namespace suite {
+
+using cuda_host::Options;
+
+namespace {
+
+struct Gated {
+  std::vector<bf16> y, dgate, dup;
+};
+
+Gated silu_gated(const Options& options, const std::vector<bf16>& gate, const std::vector<bf16>& up, const std::vector<bf16>& dy) {
+  const size_t count = gate.size(), of_block = silu_gated_op::threads * elements::vector;
+  Gated got = {std::vector<bf16>(count), std::vector<bf16>(count), std::vector<bf16>(count)};
+  const auto run = [&](void (*kernel)(SiluGated), const bf16* dy, bf16* out, bf16* dup) {
+    const SiluGated p = {gate.data(), up.data(), dy, out, dup, int64_t(count)};
+    cuda_host::launch(options, unsigned((count + of_block - 1) / of_block), silu_gated_op::threads, 0, [=] { kernel(p); });
+  };
+  run(silu_gated_forward, nullptr, got.y.data(), nullptr);
+  run(silu_gated_backward, dy.data(), got.dgate.data(), got.dup.data());
+  return got;
+}
+
+std::string wrong_case(const Options& options, size_t count, double size) {
+  std::vector<bf16> gate = numbers(count, size, 1);
+  const std::vector<bf16> up = numbers(count, 1, 2), dy = numbers(count, 1, 3);
+  // So far out that e^x is 0 or infinite.
+  const float edges[] = {0, 100, -100, 3e38f, -3e38f};
+  for (size_t i = 0; i < 5 && i < count; i++) gate[i * 7 % count] = to_bf16(edges[i]);
+  const Gated got = silu_gated(options, gate, up, dy);
+  std::vector<double> y(count), dgate(count), dup(count);
+  for (size_t i = 0; i < count; i++) {
+    const double g = to_float(gate[i]), u = to_float(up[i]), grad = to_float(dy[i]), s = 1 / (1 + std::exp(-g));
+    y[i] = g * s * u;
+    dgate[i] = grad * u * (s + g * s * (1 - s));
+    dup[i] = grad * g * s;
+    // Beyond bf16's largest number: rounded to infinity here and there.
+    if (std::fabs(y[i]) > 3.38e38) y[i] = to_float(got.y[i]);
+    if (std::fabs(dup[i]) > 3.38e38) dup[i] = to_float(got.dup[i]);
+  }
+  std::string wrong = off("silu_gated, y", got.y, y);
+  if (wrong.empty()) wrong = off("silu_gated, dgate", got.dgate, dgate);
+  if (wrong.empty()) wrong = off("silu_gated, dup", got.dup, dup);
+  // A part alone: other threads, the same bits.
+  if (wrong.empty() && count > 3) {
+    const Gated part = silu_gated(options, {gate.begin() + 3, gate.end()}, {up.begin() + 3, up.end()}, {dy.begin() + 3, dy.end()});
+    wrong = bits("silu_gated alone, y", part.y.data(), got.y.data() + 3, count - 3);
+    if (wrong.empty()) wrong = bits("silu_gated alone, dgate", part.dgate.data(), got.dgate.data() + 3, count - 3);
+    if (wrong.empty()) wrong = bits("silu_gated alone, dup", part.dup.data(), got.dup.data() + 3, count - 3);
+  }
+  return wrong;
+}
+
+}  // namespace
+
+std::string wrong_silu_gated(const Options& options, bool small) {
+  std::string wrong;
+  for (const size_t count : {size_t(1), size_t(7), size_t(32), size_t(1003), size_t(small ? 2049 : 30000)})
+    for (const double size : {1.0, 6.0})
+      if (wrong.empty()) wrong = wrong_case(options, count, size);
+  return wrong;
+}
+
+}  // namespace suite
