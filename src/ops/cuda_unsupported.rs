@@ -1,5 +1,6 @@
 //! The twin of `cuda/` in a build without feature `cuda`: everything is refused.
 
+use super::logits::Drawn;
 use super::sink_attention::Attention;
 use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
 
@@ -69,5 +70,13 @@ pub(super) fn sink_attention_cached(
     _: &[usize],
     _: &Attention,
 ) -> Result<Tensor> {
+    refuse()
+}
+
+pub(super) fn draw_tokens(_: &Tensor, _: &Tensor, _: &[(usize, f64)], _: bool) -> Result<Vec<Option<Drawn>>> {
+    refuse()
+}
+
+pub(super) fn token_log_probs(_: &Tensor, _: &Tensor, _: &[(usize, u32)]) -> Result<Vec<f32>> {
     refuse()
 }

@@ -8,12 +8,14 @@ mod device;
 #[cfg(feature = "flash-attn")]
 mod flash_attention;
 mod launch;
+mod log_prob;
 mod modules;
 #[cfg(test)]
 mod on_device;
 mod paged;
 mod primitive_checks;
 mod rms_norm;
+mod sampling;
 mod sink_attention;
 mod swiglu;
 
@@ -21,6 +23,7 @@ pub use device::open;
 #[cfg(feature = "flash-attn")]
 pub use flash_attention::fa2_without_the_fix;
 pub use launch::{Timer, kernel_set};
+pub use log_prob::{logits_gradient, row_stats};
 pub use modules::unload_kernels;
 pub use paged::{KvPages, KvPool, sink_attention_paged};
 pub use primitive_checks::run_primitive_check;
@@ -28,5 +31,6 @@ pub use sink_attention::{DeviceLse, Gradients, Inputs, Outputs, Prepared};
 
 pub(super) use paged::sink_attention_cached;
 pub(super) use rms_norm::{rms_norm_backward, rms_norm_forward};
+pub(super) use sampling::{draw_tokens, token_log_probs};
 pub(super) use sink_attention::{sink_attention_backward, sink_attention_forward};
 pub(super) use swiglu::{swiglu_backward, swiglu_forward};

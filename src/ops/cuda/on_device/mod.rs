@@ -1,7 +1,9 @@
 //! Tests that need a GPU, or the emulated driver: `eval "$(tests/cuda_driver/setup.sh)"`.
 
 mod attention;
+mod log_prob;
 mod rows;
+mod sampling;
 
 use crate::ops;
 use candle_core::{DType, Device, Tensor, Var};
