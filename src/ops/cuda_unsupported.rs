@@ -1,6 +1,8 @@
 //! The twin of `cuda/` in a build without feature `cuda`: everything is refused.
 
+use super::adamw_8bit::Moment;
 use super::logits::Drawn;
+use super::optimizer::AdamW;
 use super::sink_attention::Attention;
 use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
 
@@ -78,5 +80,39 @@ pub(super) fn draw_tokens(_: &Tensor, _: &Tensor, _: &[(usize, f64)], _: bool) -
 }
 
 pub(super) fn token_log_probs(_: &Tensor, _: &Tensor, _: &[(usize, u32)]) -> Result<Vec<f32>> {
+    refuse()
+}
+
+pub(super) fn adamw(_: &Tensor, _: [&Tensor; 2], _: &Tensor, _: &AdamW) -> Result<()> {
+    refuse()
+}
+
+pub(super) fn adamw_8bit(
+    _: &Tensor,
+    _: [Moment; 2],
+    _: &Tensor,
+    _: &AdamW,
+    _: &[[f32; 256]; 4],
+) -> Result<()> {
+    refuse()
+}
+
+pub(super) fn sgd(_: &Tensor, _: &Tensor, _: f32, _: f32) -> Result<()> {
+    refuse()
+}
+
+pub(super) fn accumulate(_: &Tensor, _: &Tensor, _: f32) -> Result<()> {
+    refuse()
+}
+
+pub(super) fn scale(_: &Tensor, _: f32) -> Result<()> {
+    refuse()
+}
+
+pub(super) fn round_into(_: &Tensor, _: &Tensor) -> Result<()> {
+    refuse()
+}
+
+pub(super) fn sum_of_squares(_: &Tensor) -> Result<f64> {
     refuse()
 }

@@ -9,11 +9,13 @@ using cuda_host::Options;
 std::string wrong_row_ops(const Options& options, bool small);
 std::string wrong_log_prob(const Options& options, bool small);
 std::string wrong_sampling(const Options& options, bool small);
+std::string wrong_optimizer(const Options& options, bool small);
 
 const std::vector<OpFamily> OP_FAMILIES = {
     {"row_ops", wrong_row_ops},
     {"log_prob", wrong_log_prob},
     {"sampling", wrong_sampling},
+    {"optimizer", wrong_optimizer},
 };
 
 std::vector<float> floats(size_t count, double size, unsigned seed) {

@@ -12,6 +12,7 @@ mod log_prob;
 mod modules;
 #[cfg(test)]
 mod on_device;
+mod optimizer;
 mod paged;
 mod primitive_checks;
 mod rms_norm;
@@ -29,6 +30,7 @@ pub use paged::{KvPages, KvPool, sink_attention_paged};
 pub use primitive_checks::run_primitive_check;
 pub use sink_attention::{DeviceLse, Gradients, Inputs, Outputs, Prepared};
 
+pub(super) use optimizer::{accumulate, adamw, adamw_8bit, round_into, scale, sgd, sum_of_squares};
 pub(super) use paged::sink_attention_cached;
 pub(super) use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub(super) use sampling::{draw_tokens, token_log_probs};

@@ -2,6 +2,7 @@
 
 mod attention;
 mod log_prob;
+mod optimizer;
 mod rows;
 mod sampling;
 
