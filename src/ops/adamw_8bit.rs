@@ -8,6 +8,7 @@
 //! of it, and the smaller a value, the fewer digits it has.
 
 use super::cpu::{edit, edit_codes, host_values, in_parallel};
+use super::cuda;
 use super::optimizer::{AdamW, PART, same_shape};
 use candle_core::{Result, Tensor, bail};
 use multiversion::multiversion;
@@ -118,6 +119,10 @@ pub fn adamw_8bit(
     let blocks = weights.elem_count().div_ceil(BLOCK);
     if [first, second].iter().any(|moment| moment.scales.dims() != [blocks]) {
         bail!("adamw_8bit: {blocks} blocks, scales {:?} and {:?}", first.scales.dims(), second.scales.dims());
+    }
+    if weights.device().is_cuda() {
+        let maps = [SIGNED.values, SIGNED.bounds, UNSIGNED.values, UNSIGNED.bounds];
+        return cuda::adamw_8bit(weights, [first, second], gradient, step, &maps);
     }
     let gradient = host_values(gradient)?;
     let of_scales = PART / BLOCK;

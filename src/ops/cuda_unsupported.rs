@@ -1,7 +1,10 @@
 //! The twin of `cuda/` in a build without feature `cuda`: everything is refused.
 
+use super::adamw_8bit::Moment;
 use super::embedding::ById;
 use super::load_balance::LoadBalance;
+use super::logits::Drawn;
+use super::optimizer::AdamW;
 use super::rope::Rotation;
 use super::sink_attention::Attention;
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor, bail};
@@ -135,7 +138,7 @@ pub(super) fn sink_attention_cached(
 
 type Computed = Result<(CudaStorage, Shape)>;
 
-pub(super) fn accumulate(_: &Tensor, _: &Tensor) -> Result<()> {
+pub(super) fn add_tensor(_: &Tensor, _: &Tensor) -> Result<()> {
     refuse()
 }
 
@@ -212,5 +215,47 @@ pub(super) fn silu_gated_backward(_: [&Tensor; 3]) -> Result<[Tensor; 2]> {
 }
 
 pub(super) fn silu_gated_forward(_: (&CudaStorage, &Layout), _: (&CudaStorage, &Layout)) -> Computed {
+    refuse()
+}
+
+pub(super) fn draw_tokens(_: &Tensor, _: &Tensor, _: &[(usize, f64)], _: bool) -> Result<Vec<Option<Drawn>>> {
+    refuse()
+}
+
+pub(super) fn token_log_probs(_: &Tensor, _: &Tensor, _: &[(usize, u32)]) -> Result<Vec<f32>> {
+    refuse()
+}
+
+pub(super) fn adamw(_: &Tensor, _: [&Tensor; 2], _: &Tensor, _: &AdamW) -> Result<()> {
+    refuse()
+}
+
+pub(super) fn adamw_8bit(
+    _: &Tensor,
+    _: [Moment; 2],
+    _: &Tensor,
+    _: &AdamW,
+    _: &[[f32; 256]; 4],
+) -> Result<()> {
+    refuse()
+}
+
+pub(super) fn sgd(_: &Tensor, _: &Tensor, _: f32, _: f32) -> Result<()> {
+    refuse()
+}
+
+pub(super) fn accumulate(_: &Tensor, _: &Tensor, _: f32) -> Result<()> {
+    refuse()
+}
+
+pub(super) fn scale(_: &Tensor, _: f32) -> Result<()> {
+    refuse()
+}
+
+pub(super) fn round_into(_: &Tensor, _: &Tensor) -> Result<()> {
+    refuse()
+}
+
+pub(super) fn sum_of_squares(_: &Tensor) -> Result<f64> {
     refuse()
 }

@@ -5,10 +5,11 @@
 //! log-probabilities reach the host.
 
 use super::cpu::{buffer, for_each_row_pair, host_values, in_parallel};
+use super::cuda::{draw_tokens, token_log_probs};
 use super::head_matrix::HeadMatrix;
 use super::log_prob::{chunk_rows, inverse, row_stats};
 use super::math::exp;
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor, bail};
 use multiversion::multiversion;
 use rayon::prelude::*;
 
@@ -32,12 +33,12 @@ pub struct Drawn {
     pub log_prob: f32,
 }
 
-/// Logits of some rows, over the temperature.
+/// Logits of some rows, over the temperature, on any device.
 pub struct Logits {
     /// `[R, V]`.
-    z: Tensor,
+    pub(super) z: Tensor,
     /// `log Σ_j e^{z_j}`, `[R]`.
-    log_sum_exp: Tensor,
+    pub(super) log_sum_exp: Tensor,
 }
 
 /// Rows of logits that are computed at a time, for a vocabulary of `vocabulary`: what bounds their memory.
@@ -78,6 +79,11 @@ impl Logits {
     /// # Errors
     /// When a row does not exist or holds no distribution.
     pub fn draw(&self, sampling: &Sampling, draws: &[(usize, f64)]) -> Result<Vec<Drawn>> {
+        let greedy = sampling.temperature == 0.0;
+        if self.z.device().is_cuda() && (greedy || !sampling.truncates()) {
+            let drawn = draw_tokens(&self.z, &self.log_sum_exp, draws, greedy)?;
+            return drawn.into_iter().map(|drawn| drawn.map_or_else(not_finite, Ok)).collect();
+        }
         self.of_rows(draws, |row, &uniform| sampling.draw(row, uniform))
     }
 
@@ -86,6 +92,9 @@ impl Logits {
     /// # Errors
     /// When a row or a token does not exist.
     pub fn log_probs(&self, sampling: &Sampling, tokens: &[(usize, u32)]) -> Result<Vec<f32>> {
+        if self.z.device().is_cuda() && !sampling.truncates() {
+            return token_log_probs(&self.z, &self.log_sum_exp, tokens);
+        }
         self.of_rows(tokens, |row, &token| {
             if token as usize >= row.z.len() {
                 bail!("logits: token {token} in a vocabulary of {}", row.z.len());
@@ -94,19 +103,29 @@ impl Logits {
         })
     }
 
-    /// `f` of every asked row, over the threads where the work is worth it.
+    /// `f` of every asked row, over the threads where the work is worth it. A GPU's rows come to the host: only truncated
+    /// sampling, which is for evaluation, asks for them here.
     fn of_rows<A: Sync, R: Send>(
         &self,
         asked: &[(usize, A)],
         f: impl Fn(Row, &A) -> Result<R> + Sync,
     ) -> Result<Vec<R>> {
         let (rows, vocabulary) = self.z.dims2()?;
+        if let Some((row, _)) = asked.iter().find(|(row, _)| *row >= rows) {
+            bail!("logits: row {row} of {rows}");
+        }
+        if self.z.device().is_cuda() {
+            let of_row = |(row, of): &(usize, A)| {
+                // A copy on the GPU first: only whole storages come over.
+                let copied = |x: &Tensor| x.narrow(0, *row, 1)?.copy()?.to_device(&Device::Cpu);
+                let (z, log_sum_exp) = (copied(&self.z)?, copied(&self.log_sum_exp)?);
+                f(Row { z: &host_values(&z)?, log_sum_exp: host_values(&log_sum_exp)?[0] }, of)
+            };
+            return asked.iter().map(of_row).collect();
+        }
         let (z, log_sum_exp) = (host_values(&self.z)?, host_values(&self.log_sum_exp)?);
         let (z, log_sum_exp): (&[f32], &[f32]) = (&z, &log_sum_exp);
         let one = |(row, of): &(usize, A)| {
-            if *row >= rows {
-                bail!("logits: row {row} of {rows}");
-            }
             let z = &z[row * vocabulary..(row + 1) * vocabulary];
             f(Row { z, log_sum_exp: log_sum_exp[*row] }, of)
         };
@@ -151,7 +170,7 @@ impl Sampling {
     fn draw(&self, row: Row, uniform: f64) -> Result<Drawn> {
         let (weights, total) = self.kept(row);
         if !(total.is_finite() && total > 0.0) {
-            bail!("the model's logits are not finite; its weights are broken or training has diverged");
+            return not_finite();
         }
         if self.temperature == 0.0 {
             return Ok(Drawn { token: highest(row.z) as u32, log_prob: 0.0 });
@@ -209,6 +228,10 @@ impl Sampling {
         order.into_iter().for_each(|i| kept[i] = weights[i]);
         weights.copy_from_slice(&kept);
     }
+}
+
+fn not_finite<T>() -> Result<T> {
+    bail!("the model's logits are not finite; its weights are broken or training has diverged")
 }
 
 /// Logarithm of the share of `token` in the kept weights.

@@ -1,7 +1,8 @@
 //! Elementwise updates of weights, in place: AdamW and SGD, and what comes before them, the gradient's norm and its scaling.
-//! AdamW with moments of 8 bits is [`super::adamw_8bit`].
+//! AdamW with moments of 8 bits is [`super::adamw_8bit`]. On a GPU values have the same bits; the norm, a sum, has its own order.
 
 use super::cpu::{edit, host_values, in_parallel};
+use super::cuda;
 use candle_core::{Result, Tensor, bail};
 use multiversion::multiversion;
 use rayon::prelude::*;
@@ -33,6 +34,9 @@ pub(super) const PART: usize = 1 << 14;
 /// When shapes differ.
 pub fn adamw(weights: &Tensor, [first, second]: [&Tensor; 2], gradient: &Tensor, step: &AdamW) -> Result<()> {
     same_shape(weights, &[first, second, gradient])?;
+    if weights.device().is_cuda() {
+        return cuda::adamw(weights, [first, second], gradient, step);
+    }
     let gradient = host_values(gradient)?;
     edit(weights, |w| {
         edit(first, |m| {
@@ -68,6 +72,9 @@ impl AdamW {
 /// When shapes differ.
 pub fn sgd(weights: &Tensor, gradient: &Tensor, shrink: f32, rate: f32) -> Result<()> {
     same_shape(weights, &[gradient])?;
+    if weights.device().is_cuda() {
+        return cuda::sgd(weights, gradient, shrink, rate);
+    }
     let gradient = host_values(gradient)?;
     edit(weights, |w| {
         descend(w, &gradient, shrink, rate);
@@ -88,6 +95,9 @@ fn descend(weights: &mut [f32], gradient: &[f32], shrink: f32, rate: f32) {
 /// When shapes differ.
 pub fn accumulate(buffer: &Tensor, gradient: &Tensor, momentum: f32) -> Result<()> {
     same_shape(buffer, &[gradient])?;
+    if buffer.device().is_cuda() {
+        return cuda::accumulate(buffer, gradient, momentum);
+    }
     let gradient = host_values(gradient)?;
     edit(buffer, |buffer| {
         buffer.iter_mut().zip(gradient.iter()).for_each(|(b, &g)| *b = *b * momentum + g);
@@ -95,12 +105,15 @@ pub fn accumulate(buffer: &Tensor, gradient: &Tensor, momentum: f32) -> Result<(
     })
 }
 
-/// `w ← bf16(x)`, held in f32: what a model computes with whose masters are `x`.
+/// `w ← bf16(x)`, held in f32, on a GPU in bf16: what a model computes with whose masters are `x`.
 ///
 /// # Errors
 /// When shapes differ.
 pub fn round_to_bf16(weights: &Tensor, x: &Tensor) -> Result<()> {
     same_shape(weights, &[x])?;
+    if weights.device().is_cuda() {
+        return cuda::round_into(x, weights);
+    }
     let x = host_values(x)?;
     edit(weights, |w| {
         w.iter_mut().zip(x.iter()).for_each(|(w, &x)| *w = half::bf16::from_f32(x).to_f32());
@@ -108,11 +121,14 @@ pub fn round_to_bf16(weights: &Tensor, x: &Tensor) -> Result<()> {
     })
 }
 
-/// `Σ x²` in f64, in the order of the elements.
+/// `Σ x²` in f64, in the order of the elements; on a GPU in an order that depends on their number alone.
 ///
 /// # Errors
 /// When `x` cannot be read.
 pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
+    if x.device().is_cuda() {
+        return cuda::sum_of_squares(x);
+    }
     Ok(host_values(x)?.iter().map(|&x| f64::from(x) * f64::from(x)).sum())
 }
 
@@ -121,6 +137,9 @@ pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
 /// # Errors
 /// When `x` cannot be changed.
 pub fn scale(x: &Tensor, factor: f32) -> Result<()> {
+    if x.device().is_cuda() {
+        return cuda::scale(x, factor);
+    }
     let part = |x: &mut [f32]| match factor {
         0.0 => x.fill(0.0),
         _ => x.iter_mut().for_each(|x| *x *= factor),

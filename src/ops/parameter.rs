@@ -4,7 +4,7 @@
 //! the parameter's size for every micro-batch would cost more than the sum itself.
 
 use super::cpu::{add_values, host_values, values};
-use super::cuda::{accumulate, copied};
+use super::cuda::{add_tensor, copied};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor};
 use std::sync::Arc;
 
@@ -98,7 +98,7 @@ impl CustomOp1 for Leaf {
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
         let gradient = gradient.contiguous()?;
         if gradient.device().is_cuda() {
-            self.gradient.add(|sum| accumulate(sum, &gradient))?;
+            self.gradient.add(|sum| add_tensor(sum, &gradient))?;
             return Ok(None);
         }
         let gradient = host_values(&gradient)?;

@@ -17,6 +17,8 @@ read -r first_mode first_check first_sources <<<"${first:-plain}"
 # The family whose kernels the file is part of, by its own name where it has one; shared files are tried in the first.
 case $file in
   swiglu.cu | rms_norm.cu) family=row_ops sources=$file ;;
+  adamw_8bit.cu) family=optimizer sources=$file ;;
+  optimizer.cuh) family=optimizer sources="optimizer.cu adamw_8bit.cu" ;;
   row_ops.cuh) family=row_ops sources="swiglu.cu rms_norm.cu" ;;
   *hopper* | ring.cuh | warpgroup_*) family=hopper sources=$(cd ../../kernels && echo *_hopper.cu) ;;
   sink_attention* | warp_products.cuh) family=mma sources="sink_attention_forward.cu sink_attention_backward.cu" ;;

@@ -15,6 +15,9 @@ std::string wrong_rope(const Options& options, bool small);
 std::string wrong_router(const Options& options, bool small);
 std::string wrong_row_ops(const Options& options, bool small);
 std::string wrong_silu_gated(const Options& options, bool small);
+std::string wrong_log_prob(const Options& options, bool small);
+std::string wrong_sampling(const Options& options, bool small);
+std::string wrong_optimizer(const Options& options, bool small);
 
 const std::vector<OpFamily> OP_FAMILIES = {
     {"dispatch", wrong_dispatch},
@@ -26,6 +29,9 @@ const std::vector<OpFamily> OP_FAMILIES = {
     {"router", wrong_router},
     {"row_ops", wrong_row_ops},
     {"silu_gated", wrong_silu_gated},
+    {"log_prob", wrong_log_prob},
+    {"sampling", wrong_sampling},
+    {"optimizer", wrong_optimizer},
 };
 
 std::vector<float> floats(size_t count, double size, unsigned seed) {

@@ -31,18 +31,18 @@ pub(in crate::ops) fn copied(x: (&CudaStorage, &Layout)) -> Result<(CudaStorage,
     let device = x.0.device();
     let values = OP.view::<f32>(x.0, x.1)?;
     let mut copy = device.alloc_zeros::<f32>(values.len())?;
-    if values.len() > 0 {
+    if !values.is_empty() {
         device.memcpy_dtod(&values, &mut copy)?;
     }
     Ok((CudaStorage::wrap_cuda_slice(copy, device.clone()), x.1.shape().clone()))
 }
 
 /// `sum += x`, in place.
-pub(in crate::ops) fn accumulate(sum: &Tensor, x: &Tensor) -> Result<()> {
+pub(in crate::ops) fn add_tensor(sum: &Tensor, x: &Tensor) -> Result<()> {
     let opened = x.storage_and_layout();
     let x = OP.on_gpu("the gradient", &opened, DType::F32, sum.dims())?;
     let x = OP.view::<f32>(x.0, x.1)?;
-    if x.len() == 0 {
+    if x.is_empty() {
         return Ok(());
     }
     OP.edit::<f32, ()>(sum, |device, sum| {

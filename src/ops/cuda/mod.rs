@@ -12,15 +12,18 @@ mod embedding;
 mod flash_attention;
 mod launch;
 mod load_balance;
+mod log_prob;
 mod modules;
 #[cfg(test)]
 mod on_device;
+mod optimizer;
 mod paged;
 mod primitive_checks;
 mod product;
 mod rms_norm;
 mod rope;
 mod router;
+mod sampling;
 mod silu_gated;
 mod sink_attention;
 mod swiglu;
@@ -29,22 +32,25 @@ pub use device::open;
 #[cfg(feature = "flash-attn")]
 pub use flash_attention::fa2_without_the_fix;
 pub use launch::{Timer, kernel_set};
+pub use log_prob::{logits_gradient, row_stats};
 pub use modules::unload_kernels;
 pub use paged::{KvPages, KvPool, sink_attention_paged};
 pub use primitive_checks::run_primitive_check;
 pub use sink_attention::{DeviceLse, Gradients, Inputs, Outputs, Prepared};
 
+pub(super) use accumulate::{add_tensor, copied, zero};
 pub(super) use dispatch::{
     combine_backward, combine_forward, dispatch_backward, dispatch_forward, sort_by_expert,
 };
-pub(super) use accumulate::{accumulate, copied, zero};
 pub(super) use embedding::{add_columns, add_rows, sum_rows, take_columns, take_rows};
 pub(super) use load_balance::{load_balance_backward, load_balance_forward};
+pub(super) use optimizer::{accumulate, adamw, adamw_8bit, round_into, scale, sgd, sum_of_squares};
 pub(super) use paged::sink_attention_cached;
 pub(super) use product::{add_bias_gradient, add_weight_gradient, product_forward, product_input_gradient};
 pub(super) use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub(super) use rope::{rope_backward, rope_forward, rope_keys_backward, rope_keys_forward};
 pub(super) use router::{route, top_k_softmax_backward, top_k_softmax_forward};
+pub(super) use sampling::{draw_tokens, token_log_probs};
 pub(super) use silu_gated::{silu_gated_backward, silu_gated_forward};
 pub(super) use sink_attention::{sink_attention_backward, sink_attention_forward};
 pub(super) use swiglu::{swiglu_backward, swiglu_forward};

@@ -1,6 +1,6 @@
 //! Linear layers, experts, and the way of tokens to them and back, against the CPU's ops on the same numbers.
 
-use super::{assert_rounded, floats, numbers, on_cpu, up};
+use super::{assert_close, assert_refused, assert_rounded, differentiated, floats, numbers, up};
 use crate::ops::cuda::open;
 use crate::ops::parameter::GradientSink;
 use crate::ops::{self, Dispatch, Parameter};
@@ -36,16 +36,6 @@ fn learning(values: &[&Tensor], device: &Device) -> Learning {
     Learning { parameters, gradients }
 }
 
-/// Sums in f32: off by no more than a part of the largest.
-fn assert_close(got: &Tensor, exact: &Tensor, part: f32) {
-    assert_eq!(got.dims(), exact.dims());
-    let (got, exact) = (floats(got), floats(exact));
-    let size = exact.iter().fold(0f32, |size, x| size.max(x.abs()));
-    for (i, (got, exact)) in got.iter().zip(&exact).enumerate() {
-        assert!((got - exact).abs() <= part * size, "element {i}: {got}, exactly {exact}");
-    }
-}
-
 #[test]
 fn linear_gives_the_cpus_values_and_gradients() {
     let gpu = open(0).unwrap();
@@ -53,14 +43,13 @@ fn linear_gives_the_cpus_values_and_gradients() {
         let (x, dy) = (numbers(1, rows, k, 1.0), numbers(2, rows, n, 1.0));
         let (w, b) = (numbers(3, k, n, 0.3), numbers(4, 1, n, 1.0).flatten_all().unwrap());
         let cpu = learning(&[&w, &b], &Device::Cpu);
-        let (y, dx) = on_cpu(&[&x], &dy, |x| ops::linear(x[0], &cpu.parameters[0], Some(&cpu.parameters[1])));
+        let (y, dx) =
+            differentiated(&[&x], &dy, |x| ops::linear(x[0], &cpu.parameters[0], Some(&cpu.parameters[1])));
         let own = learning(&[&w, &b], &gpu);
         let x = Var::from_tensor(&up(&x, &gpu)).unwrap();
         let z = ops::linear(&x, &own.parameters[0], Some(&own.parameters[1])).unwrap();
         assert_rounded(&z, &y, 1e-4);
-        // What `upstream` would send, through candle's own ops.
-        let sum = (z * up(&dy, &gpu)).unwrap().to_dtype(DType::F32).unwrap().sum_all().unwrap();
-        let gradients = sum.backward().unwrap();
+        let gradients = ops::upstream(&z, &up(&dy, &gpu)).unwrap().backward().unwrap();
         assert_rounded(gradients.get(&x).unwrap(), &dx[0], 1e-4);
         for (got, exact) in own.gradients.0.iter().zip(&cpu.gradients.0) {
             assert_close(got, exact, 1e-5);
@@ -94,8 +83,7 @@ fn mixed(device: &Device, routes: &Tensor, experts: usize, inputs: [&Tensor; 5])
     let sorted = ops::dispatch(&x, &plan).unwrap();
     let product = ops::grouped_linear(&sorted, &own.parameters[0], &own.parameters[1], &plan).unwrap();
     let y = ops::combine(&product, &shares, &plan).unwrap();
-    let loss = (&y * held(dy)).unwrap().to_dtype(DType::F32).unwrap().sum_all().unwrap();
-    let gradients = loss.backward().unwrap();
+    let gradients = ops::upstream(&y, &held(dy)).unwrap().backward().unwrap();
     let starts = plan.starts().unwrap().to_device(&Device::Cpu).unwrap();
     Mixed {
         plan: starts.to_vec1().unwrap(),
@@ -174,17 +162,16 @@ fn nothing_to_do_is_no_launch_and_what_does_not_fit_is_refused() {
     let product = ops::grouped_linear(&sorted, &w, &b, &plan).unwrap();
     let shares = Tensor::zeros((0, 2), DType::F32, &gpu).unwrap();
     assert_eq!(ops::combine(&product, &shares, &plan).unwrap().dims(), [0, 8]);
-    let refused = |error: Result<Tensor>, text: &str| {
-        let error = error.unwrap_err().to_string();
-        assert!(error.contains(text), "{error}");
-    };
     let one = Tensor::zeros((2, 16), DType::F32, &gpu).unwrap();
     let matrix = Parameter::frozen(&Tensor::zeros((16, 8), DType::BF16, &gpu).unwrap());
-    refused(ops::linear(&one, &matrix, None), "linear: x [2, 16] is F32, expected BF16 on a GPU");
+    assert_refused(ops::linear(&one, &matrix, None), "linear: x [2, 16] is F32, expected BF16 on a GPU");
     let wide = Parameter::frozen(&Tensor::zeros((16, 8), DType::F32, &gpu).unwrap());
     let x = Tensor::zeros((2, 16), DType::BF16, &gpu).unwrap();
-    refused(ops::linear(&x, &wide, None), "linear: the weight [16, 8] is F32, expected BF16 on a GPU");
+    assert_refused(ops::linear(&x, &wide, None), "linear: the weight [16, 8] is F32, expected BF16 on a GPU");
     let odd = Tensor::zeros((1, 12), DType::BF16, &gpu).unwrap();
     let plan = Dispatch::new(&Tensor::zeros((1, 1), DType::U32, &gpu).unwrap(), 1).unwrap();
-    refused(ops::dispatch(&odd, &plan), "rows of 12 on a GPU; take a hidden size that is a multiple of 8");
+    assert_refused(
+        ops::dispatch(&odd, &plan),
+        "rows of 12 on a GPU; take a hidden size that is a multiple of 8",
+    );
 }

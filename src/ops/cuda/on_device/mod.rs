@@ -1,13 +1,16 @@
 //! Tests that need a GPU, or the emulated driver: `eval "$(tests/cuda_driver/setup.sh)"`.
 
 mod attention;
-mod experts;
 mod embedding;
+mod experts;
 mod load_balance;
+mod log_prob;
+mod optimizer;
 mod parameter;
 mod rope;
 mod router;
 mod rows;
+mod sampling;
 mod silu_gated;
 
 use crate::ops;

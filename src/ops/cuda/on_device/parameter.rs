@@ -1,7 +1,7 @@
 //! Where a graph begins and ends, on a GPU or the emulated driver.
 
 use super::{assert_refused, differentiated, floats, learning, numbers, up};
-use crate::ops::cuda::{accumulate, open};
+use crate::ops::cuda::{add_tensor, open};
 use crate::ops::{Parameter, upstream};
 use candle_core::{DType, Tensor, Var};
 
@@ -49,8 +49,8 @@ fn nothing_is_added_where_there_is_nothing_and_what_does_not_fit_is_refused() {
     upstream(&parameter.tracked().unwrap(), &empty).unwrap().backward().unwrap();
     let held = Tensor::ones(3, DType::F32, &gpu).unwrap();
     let half = Tensor::ones(3, DType::BF16, &gpu).unwrap();
-    assert_refused(accumulate(&held, &half), "parameter: the gradient [3] is BF16, expected F32 on a GPU");
-    assert_refused(accumulate(&held, &empty), "the gradient has shape [0], expected [3]");
+    assert_refused(add_tensor(&held, &half), "parameter: the gradient [3] is BF16, expected F32 on a GPU");
+    assert_refused(add_tensor(&held, &empty), "the gradient has shape [0], expected [3]");
     assert_refused(learning(&half, &held).0.tracked(), "the values [3] is BF16, expected F32");
     assert!(Parameter::frozen(&half).tracked().is_ok());
 }

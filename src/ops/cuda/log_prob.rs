@@ -1,0 +1,153 @@
+//! The head's rows of logits on the GPU, in f32; their gradient is in bf16, as the products take it.
+
+use super::arguments::Op;
+use super::launch::{Addresses, launch};
+use crate::ops::sink_attention::kernels::Kernel;
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::cuda_backend::cudarc::driver::{CudaView, CudaViewMut, DeviceRepr};
+use candle_core::{Result, bail};
+use half::bf16;
+
+const OP: Op = Op("log_prob");
+/// Three numbers a warp.
+const STATS: Kernel = Kernel {
+    function: "log_prob_row_stats",
+    file: "log_prob",
+    threads: 1024,
+    shared_bytes: 3 * 1024 / 32 * size_of::<f32>(),
+};
+const GRADIENT: Kernel =
+    Kernel { function: "log_prob_gradient", file: "log_prob", threads: 256, shared_bytes: 0 };
+/// Values that a thread takes at a time.
+const VECTOR: usize = 8;
+/// What a row may hold: its places are counted in i32.
+const VOCABULARY_MAX: usize = 1 << 30;
+
+/// `RowStats` of `kernels/log_prob.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct StatsParams {
+    z: u64,
+    targets: u64,
+    log_sum_exp: u64,
+    entropy: u64,
+    log_prob: u64,
+    vocabulary: i32,
+    inverse_temperature: f32,
+}
+
+/// `LogitsGradient` there.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct GradientParams {
+    z: u64,
+    targets: u64,
+    log_sum_exp: u64,
+    entropy: u64,
+    d_log_prob: u64,
+    d_entropy: u64,
+    dz: u64,
+    vocabulary: i32,
+    inverse_temperature: f32,
+}
+
+// SAFETY: plain numbers, laid out as the kernels' structs.
+unsafe impl DeviceRepr for StatsParams {}
+// SAFETY: likewise.
+unsafe impl DeviceRepr for GradientParams {}
+
+/// The vocabulary of `values` logits in `rows` rows, where what belongs to the rows is as long as they are many.
+fn vocabulary(values: usize, rows: usize, of_rows: &[usize]) -> Result<usize> {
+    if values == 0 {
+        return Ok(0);
+    }
+    let Some(vocabulary) = values.checked_div(rows).filter(|v| v * rows == values) else {
+        bail!("{}: {values} logits in {rows} rows; give whole rows", OP.0);
+    };
+    if let Some(other) = of_rows.iter().find(|&&len| len != rows) {
+        bail!("{}: {other} numbers for {rows} rows; give one a row", OP.0);
+    }
+    if vocabulary > VOCABULARY_MAX {
+        bail!("{}: a vocabulary of {vocabulary} on a GPU; take one of at most {VOCABULARY_MAX}", OP.0);
+    }
+    Ok(vocabulary)
+}
+
+/// As [`crate::ops::log_prob::row_stats`], of all rows of `z [R, V]`, which then holds logits over the temperature: to
+/// log-sum-exps and entropies `[R]`, and to the log-probabilities of target ids where they are given. A target that is no
+/// token has NaN.
+///
+/// # Errors
+/// When lengths disagree; the driver's.
+pub fn row_stats(
+    device: &CudaDevice,
+    z: &mut CudaViewMut<f32>,
+    inverse_temperature: f32,
+    [log_sum_exp, entropy]: [&mut CudaViewMut<f32>; 2],
+    targets: Option<(&CudaView<u32>, &mut CudaViewMut<f32>)>,
+) -> Result<()> {
+    let rows = log_sum_exp.len();
+    let mut lengths = vec![entropy.len()];
+    lengths.extend(targets.iter().flat_map(|(ids, log_prob)| [ids.len(), log_prob.len()]));
+    let vocabulary = vocabulary(z.len(), rows, &lengths)?;
+    if vocabulary == 0 {
+        return Ok(());
+    }
+    let stream = device.cuda_stream();
+    let mut at = Addresses::new(&stream);
+    let (targets, log_prob) = match targets {
+        Some((ids, log_prob)) => (at.read(ids), at.write(log_prob)),
+        None => (0, 0),
+    };
+    let params = StatsParams {
+        z: at.write(z),
+        targets,
+        log_sum_exp: at.write(log_sum_exp),
+        entropy: at.write(entropy),
+        log_prob,
+        vocabulary: vocabulary as i32,
+        inverse_temperature,
+    };
+    // SAFETY: all live past the launch, and a block stays in its row, whose numbers were counted.
+    unsafe { launch(device, &STATS, &params, rows) }
+}
+
+/// The gradient `[R, V]` of logits before the temperature, from `z` over it, each row's log-sum-exp, entropy, and the
+/// gradients of its target's log-probability and of its entropy.
+///
+/// # Errors
+/// When lengths disagree; the driver's.
+pub fn logits_gradient(
+    device: &CudaDevice,
+    z: &CudaView<f32>,
+    targets: &CudaView<u32>,
+    [log_sum_exp, entropy, d_log_prob, d_entropy]: [&CudaView<f32>; 4],
+    inverse_temperature: f32,
+    dz: &mut CudaViewMut<bf16>,
+) -> Result<()> {
+    let rows = targets.len();
+    let lengths = [log_sum_exp, entropy, d_log_prob, d_entropy].map(|of_rows| of_rows.len());
+    let vocabulary = vocabulary(z.len(), rows, &lengths)?;
+    if dz.len() != z.len() {
+        bail!("{}: {} logits, {} values for their gradient; give as many", OP.0, z.len(), dz.len());
+    }
+    if vocabulary == 0 {
+        return Ok(());
+    }
+    let stream = device.cuda_stream();
+    let mut at = Addresses::new(&stream);
+    let params = GradientParams {
+        z: at.read(z),
+        targets: at.read(targets),
+        log_sum_exp: at.read(log_sum_exp),
+        entropy: at.read(entropy),
+        d_log_prob: at.read(d_log_prob),
+        d_entropy: at.read(d_entropy),
+        dz: at.write(dz),
+        vocabulary: vocabulary as i32,
+        inverse_temperature,
+    };
+    let blocks = rows * vocabulary.div_ceil(GRADIENT.threads * VECTOR);
+    // SAFETY: all live past the launch, and a block stays in its row, whose numbers were counted.
+    unsafe { launch(device, &GRADIENT, &params, blocks) }
+}

@@ -1,0 +1,352 @@
+//! Updates of weights on the GPU, in place: everything f32 but codes and the weights that a model computes with.
+
+use super::arguments::Op;
+use super::launch::{Addresses, launch};
+use crate::ops::adamw_8bit::{BLOCK, Moment};
+use crate::ops::argument::Argument;
+use crate::ops::optimizer::AdamW;
+use crate::ops::sink_attention::kernels::Kernel;
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::cuda_backend::cudarc::driver::{CudaViewMut, DeviceRepr};
+use candle_core::{DType, Result, Tensor};
+use half::bf16;
+
+const OP: Op = Op("optimizer");
+const ADAMW: Kernel =
+    Kernel { function: "optimizer_adamw", file: "optimizer", threads: 256, shared_bytes: 0 };
+const SGD: Kernel = Kernel { function: "optimizer_sgd", ..ADAMW };
+const MOMENTUM: Kernel = Kernel { function: "optimizer_momentum", ..ADAMW };
+const SCALE: Kernel = Kernel { function: "optimizer_scale", ..ADAMW };
+const ROUND: Kernel = Kernel { function: "optimizer_round_to_bf16", ..ADAMW };
+const SQUARES: Kernel =
+    Kernel { function: "optimizer_squares", shared_bytes: 256 * size_of::<f64>(), ..ADAMW };
+const SUM: Kernel =
+    Kernel { function: "optimizer_sum", threads: 1024, shared_bytes: 1024 * size_of::<f64>(), ..ADAMW };
+/// Both maps of codes.
+const ADAMW_8BIT: Kernel = Kernel {
+    function: "adamw_8bit",
+    file: "adamw_8bit",
+    threads: 256,
+    shared_bytes: 2 * 2 * 256 * size_of::<f32>(),
+};
+/// Values that a thread takes.
+const VALUES: usize = 4;
+/// Values whose squares a block adds.
+const CHUNK: usize = 8192;
+/// Blocks of codes that a block of threads takes: four a warp.
+const CODE_BLOCKS: usize = 4 * 256 / 32;
+
+/// `AdamWStep` of `kernels/optimizer.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Step {
+    shrink: f32,
+    one_minus_beta1: f32,
+    beta2: f32,
+    one_minus_beta2: f32,
+    rate: f32,
+    root_correction: f32,
+    eps: f32,
+}
+
+/// `AdamW` there.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct AdamWParams {
+    weights: u64,
+    first: u64,
+    second: u64,
+    gradient: u64,
+    count: i64,
+    step: Step,
+}
+
+/// `Sgd` there.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct SgdParams {
+    weights: u64,
+    gradient: u64,
+    count: i64,
+    shrink: f32,
+    rate: f32,
+}
+
+/// `Momentum` there.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct MomentumParams {
+    buffer: u64,
+    gradient: u64,
+    count: i64,
+    momentum: f32,
+}
+
+/// `Scale` there.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ScaleParams {
+    x: u64,
+    count: i64,
+    factor: f32,
+}
+
+/// `RoundToBf16` there.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RoundParams {
+    x: u64,
+    out: u64,
+    count: i64,
+}
+
+/// `SumOfSquares` there.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct SumParams {
+    x: u64,
+    parts: u64,
+    sum: u64,
+    count: i64,
+}
+
+/// `AdamW8Bit` there.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct AdamW8BitParams {
+    maps: u64,
+    weights: u64,
+    first_codes: u64,
+    first_scales: u64,
+    second_codes: u64,
+    second_scales: u64,
+    gradient: u64,
+    count: i64,
+    step: Step,
+}
+
+// SAFETY: plain numbers, laid out as the kernels' structs.
+unsafe impl DeviceRepr for AdamWParams {}
+// SAFETY: likewise.
+unsafe impl DeviceRepr for SgdParams {}
+// SAFETY: likewise.
+unsafe impl DeviceRepr for MomentumParams {}
+// SAFETY: likewise.
+unsafe impl DeviceRepr for ScaleParams {}
+// SAFETY: likewise.
+unsafe impl DeviceRepr for RoundParams {}
+// SAFETY: likewise.
+unsafe impl DeviceRepr for SumParams {}
+// SAFETY: likewise.
+unsafe impl DeviceRepr for AdamW8BitParams {}
+
+impl From<&AdamW> for Step {
+    fn from(step: &AdamW) -> Self {
+        let AdamW { shrink, one_minus_beta1, beta2, one_minus_beta2, rate, root_correction, eps } = *step;
+        Self { shrink, one_minus_beta1, beta2, one_minus_beta2, rate, root_correction, eps }
+    }
+}
+
+/// Refuses another element type or shape than a tensor that is changed in place must have.
+fn check(name: &str, x: &Tensor, dtype: DType, shape: &[usize]) -> Result<()> {
+    Argument { op: OP.0, name, dtype: x.dtype(), layout: x.layout() }.check(dtype, shape)
+}
+
+/// Calls `f` with the values of `changed` to change and an address of those of `read`, unless there are none.
+fn edit_by(
+    (name, changed): (&str, &Tensor),
+    read: &Tensor,
+    f: impl FnOnce(&CudaDevice, &mut CudaViewMut<f32>, u64) -> Result<()>,
+) -> Result<()> {
+    check(name, changed, DType::F32, changed.dims())?;
+    let opened = read.storage_and_layout();
+    let (storage, layout) = OP.on_gpu("the gradient", &opened, DType::F32, changed.dims())?;
+    let values = OP.view::<f32>(storage, layout)?;
+    OP.edit(changed, |device, changed| {
+        if changed.is_empty() {
+            return Ok(());
+        }
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let address = at.read(&values);
+        f(device, changed, address)
+    })
+}
+
+/// Launches a kernel that takes [`VALUES`] values a thread.
+///
+/// # Safety
+/// As of [`launch`].
+unsafe fn for_each<P: DeviceRepr>(
+    device: &CudaDevice,
+    kernel: &Kernel,
+    params: &P,
+    count: usize,
+) -> Result<()> {
+    // SAFETY: the caller's promise.
+    unsafe { launch(device, kernel, params, count.div_ceil(kernel.threads * VALUES)) }
+}
+
+/// As [`crate::ops::optimizer::adamw`].
+pub(in crate::ops) fn adamw(
+    weights: &Tensor,
+    [first, second]: [&Tensor; 2],
+    gradient: &Tensor,
+    step: &AdamW,
+) -> Result<()> {
+    check("the first moment", first, DType::F32, weights.dims())?;
+    check("the second moment", second, DType::F32, weights.dims())?;
+    edit_by(("weights", weights), gradient, |device, weights, gradient| {
+        OP.edit(first, |_, first: &mut CudaViewMut<f32>| {
+            OP.edit(second, |_, second: &mut CudaViewMut<f32>| {
+                let stream = device.cuda_stream();
+                let count = weights.len();
+                let mut at = Addresses::new(&stream);
+                let params = AdamWParams {
+                    weights: at.write(weights),
+                    first: at.write(first),
+                    second: at.write(second),
+                    gradient,
+                    count: count as i64,
+                    step: step.into(),
+                };
+                // SAFETY: all four live past the launch and hold as many values.
+                unsafe { for_each(device, &ADAMW, &params, count) }
+            })
+        })
+    })
+}
+
+/// As [`crate::ops::optimizer::sgd`].
+pub(in crate::ops) fn sgd(weights: &Tensor, gradient: &Tensor, shrink: f32, rate: f32) -> Result<()> {
+    edit_by(("weights", weights), gradient, |device, weights, gradient| {
+        let stream = device.cuda_stream();
+        let count = weights.len();
+        let mut at = Addresses::new(&stream);
+        let params = SgdParams { weights: at.write(weights), gradient, count: count as i64, shrink, rate };
+        // SAFETY: both live past the launch and hold as many values.
+        unsafe { for_each(device, &SGD, &params, count) }
+    })
+}
+
+/// As [`crate::ops::optimizer::accumulate`].
+pub(in crate::ops) fn accumulate(buffer: &Tensor, gradient: &Tensor, momentum: f32) -> Result<()> {
+    edit_by(("the buffer", buffer), gradient, |device, buffer, gradient| {
+        let stream = device.cuda_stream();
+        let count = buffer.len();
+        let mut at = Addresses::new(&stream);
+        let params = MomentumParams { buffer: at.write(buffer), gradient, count: count as i64, momentum };
+        // SAFETY: both live past the launch and hold as many values.
+        unsafe { for_each(device, &MOMENTUM, &params, count) }
+    })
+}
+
+/// As [`crate::ops::optimizer::scale`].
+pub(in crate::ops) fn scale(x: &Tensor, factor: f32) -> Result<()> {
+    check("x", x, DType::F32, x.dims())?;
+    OP.edit(x, |device, x: &mut CudaViewMut<f32>| {
+        if x.is_empty() {
+            return Ok(());
+        }
+        let stream = device.cuda_stream();
+        let count = x.len();
+        let mut at = Addresses::new(&stream);
+        let params = ScaleParams { x: at.write(x), count: count as i64, factor };
+        // SAFETY: it lives past the launch.
+        unsafe { for_each(device, &SCALE, &params, count) }
+    })
+}
+
+/// Writes f32 `masters` into `copy`, the bf16 tensor that the model computes with.
+pub(in crate::ops) fn round_into(masters: &Tensor, copy: &Tensor) -> Result<()> {
+    check("the copy", copy, DType::BF16, masters.dims())?;
+    let opened = masters.storage_and_layout();
+    let (storage, layout) = OP.on_gpu("the masters", &opened, DType::F32, masters.dims())?;
+    let x = OP.view::<f32>(storage, layout)?;
+    OP.edit(copy, |device, copy: &mut CudaViewMut<bf16>| {
+        if copy.is_empty() {
+            return Ok(());
+        }
+        let stream = device.cuda_stream();
+        let count = copy.len();
+        let mut at = Addresses::new(&stream);
+        let params = RoundParams { x: at.read(&x), out: at.write(copy), count: count as i64 };
+        // SAFETY: both live past the launch and hold as many values.
+        unsafe { for_each(device, &ROUND, &params, count) }
+    })
+}
+
+/// As [`crate::ops::optimizer::sum_of_squares`], in an order of its own that depends on the length alone.
+pub(in crate::ops) fn sum_of_squares(x: &Tensor) -> Result<f64> {
+    let opened = x.storage_and_layout();
+    let (storage, layout) = OP.on_gpu("x", &opened, DType::F32, x.dims())?;
+    let x = OP.view::<f32>(storage, layout)?;
+    if x.is_empty() {
+        return Ok(0.0);
+    }
+    let device = storage.device();
+    let chunks = x.len().div_ceil(CHUNK);
+    let (mut parts, mut sum) = (device.alloc_zeros::<f64>(chunks)?, device.alloc_zeros::<f64>(1)?);
+    let stream = device.cuda_stream();
+    let mut at = Addresses::new(&stream);
+    let params = SumParams {
+        x: at.read(&x),
+        parts: at.write(&mut parts),
+        sum: at.write(&mut sum),
+        count: x.len() as i64,
+    };
+    // SAFETY: all live past both launches; the first fills `parts`, which the second reads.
+    unsafe {
+        launch(device, &SQUARES, &params, chunks)?;
+        launch(device, &SUM, &params, 1)?;
+    }
+    drop(at);
+    Ok(device.clone_dtoh(&sum)?[0])
+}
+
+/// As [`crate::ops::adamw_8bit::adamw_8bit`]. `maps`: what the codes of the first moment stand for and the bounds between them,
+/// then the second's.
+pub(in crate::ops) fn adamw_8bit(
+    weights: &Tensor,
+    [first, second]: [Moment; 2],
+    gradient: &Tensor,
+    step: &AdamW,
+    maps: &[[f32; 256]; 4],
+) -> Result<()> {
+    let blocks = weights.elem_count().div_ceil(BLOCK);
+    for moment in [first, second] {
+        check("codes", moment.codes, DType::U8, weights.dims())?;
+        check("scales", moment.scales, DType::F32, &[blocks])?;
+    }
+    edit_by(("weights", weights), gradient, |device, weights, gradient| {
+        edit_moment(first, |first_codes, first_scales| {
+            edit_moment(second, |second_codes, second_scales| {
+                let maps = device.clone_htod(maps.as_flattened())?;
+                let stream = device.cuda_stream();
+                let count = weights.len() as i64;
+                let mut at = Addresses::new(&stream);
+                let params = AdamW8BitParams {
+                    maps: at.read(&maps),
+                    weights: at.write(weights),
+                    first_codes: at.write(first_codes),
+                    first_scales: at.write(first_scales),
+                    second_codes: at.write(second_codes),
+                    second_scales: at.write(second_scales),
+                    gradient,
+                    count,
+                    step: step.into(),
+                };
+                // SAFETY: all live past the launch; codes, weights and gradient hold as many values, scales a number a block.
+                unsafe { launch(device, &ADAMW_8BIT, &params, blocks.div_ceil(CODE_BLOCKS)) }
+            })
+        })
+    })
+}
+
+fn edit_moment(
+    moment: Moment,
+    f: impl FnOnce(&mut CudaViewMut<u8>, &mut CudaViewMut<f32>) -> Result<()>,
+) -> Result<()> {
+    OP.edit(moment.codes, |_, codes| OP.edit(moment.scales, |_, scales| f(codes, scales)))
+}

@@ -1,0 +1,155 @@
+//! Tokens drawn from logits on the GPU, and log-probabilities of tokens: both alone reach the host, in one copy.
+
+use super::arguments::Op;
+use super::launch::{Addresses, launch};
+use crate::ops::logits::Drawn;
+use crate::ops::sink_attention::kernels::Kernel;
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
+use candle_core::{DType, Result, Tensor, bail};
+
+const OP: Op = Op("sampling");
+const THREADS: usize = 1024;
+/// Groups of as many threads, whose sums are added first.
+const GROUPS: usize = 32;
+const DRAW: Kernel = Kernel {
+    function: "sampling_draw",
+    file: "sampling",
+    threads: THREADS,
+    shared_bytes: (THREADS + 2 * GROUPS + 1) * size_of::<f64>(),
+};
+const LIKELIEST: Kernel = Kernel { function: "sampling_likeliest", ..DRAW };
+const LOG_PROBS: Kernel =
+    Kernel { function: "sampling_log_probs", file: "sampling", threads: 128, shared_bytes: 0 };
+/// What a row may hold: its places are counted in i32.
+const VOCABULARY_MAX: usize = 1 << 30;
+/// In place of a token, where the row is no distribution.
+const NO_TOKEN: u32 = u32::MAX;
+
+/// `Draws` of `kernels/sampling.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct DrawParams {
+    z: u64,
+    log_sum_exp: u64,
+    rows: u64,
+    uniforms: u64,
+    drawn: u64,
+    vocabulary: i32,
+}
+
+/// `LogProbs` there.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct LogProbParams {
+    z: u64,
+    log_sum_exp: u64,
+    rows: u64,
+    tokens: u64,
+    log_probs: u64,
+    count: i64,
+    vocabulary: i32,
+}
+
+// SAFETY: plain numbers, laid out as the kernels' structs.
+unsafe impl DeviceRepr for DrawParams {}
+// SAFETY: likewise.
+unsafe impl DeviceRepr for LogProbParams {}
+
+/// The rows of the asked as the kernels take them, each below `rows`.
+fn checked_rows<A>(asked: &[(usize, A)], rows: usize) -> Result<Vec<u32>> {
+    let row = |&(row, _): &(usize, A)| match u32::try_from(row) {
+        Ok(id) if row < rows => Ok(id),
+        _ => bail!("logits: row {row} of {rows}"),
+    };
+    asked.iter().map(row).collect()
+}
+
+fn check_vocabulary(vocabulary: usize) -> Result<()> {
+    if vocabulary > VOCABULARY_MAX {
+        bail!("{}: a vocabulary of {vocabulary} on a GPU; take one of at most {VOCABULARY_MAX}", OP.0);
+    }
+    Ok(())
+}
+
+/// A token for each of `draws`, a row of `z [R, V]` and a number from [0, 1) that picks; of the likeliest tokens that
+/// number is not asked. Nothing where a row holds no distribution.
+pub(in crate::ops) fn draw_tokens(
+    z: &Tensor,
+    log_sum_exp: &Tensor,
+    draws: &[(usize, f64)],
+    likeliest: bool,
+) -> Result<Vec<Option<Drawn>>> {
+    let (rows, vocabulary) = z.dims2()?;
+    let asked = checked_rows(draws, rows)?;
+    check_vocabulary(vocabulary)?;
+    let opened = [z, log_sum_exp].map(Tensor::storage_and_layout);
+    let z = OP.on_gpu("the logits", &opened[0], DType::F32, &[rows, vocabulary])?;
+    let sums = OP.on_gpu("the log-sum-exps", &opened[1], DType::F32, &[rows])?;
+    if draws.is_empty() {
+        return Ok(vec![]);
+    }
+    let device = z.0.device();
+    let (z, sums) = (OP.view::<f32>(z.0, z.1)?, OP.view::<f32>(sums.0, sums.1)?);
+    let uniforms: Vec<f64> = draws.iter().map(|&(_, uniform)| uniform).collect();
+    let (asked, uniforms) = (device.clone_htod(&asked)?, device.clone_htod(&uniforms)?);
+    let mut drawn = device.alloc_zeros::<u32>(2 * draws.len())?;
+    let stream = device.cuda_stream();
+    let mut at = Addresses::new(&stream);
+    let params = DrawParams {
+        z: at.read(&z),
+        log_sum_exp: at.read(&sums),
+        rows: at.read(&asked),
+        uniforms: at.read(&uniforms),
+        drawn: at.write(&mut drawn),
+        vocabulary: vocabulary as i32,
+    };
+    // SAFETY: all live past the launch, and a block stays in its row, which exists.
+    unsafe { launch(device, if likeliest { &LIKELIEST } else { &DRAW }, &params, draws.len())? };
+    drop(at);
+    let of_pair = |pair: &[u32]| {
+        let token = Some(pair[0]).filter(|&token| token != NO_TOKEN)?;
+        Some(Drawn { token, log_prob: f32::from_bits(pair[1]) })
+    };
+    Ok(device.clone_dtoh(&drawn)?.chunks_exact(2).map(of_pair).collect())
+}
+
+/// `z_t − LSE(z)` of each (row, token).
+pub(in crate::ops) fn token_log_probs(
+    z: &Tensor,
+    log_sum_exp: &Tensor,
+    tokens: &[(usize, u32)],
+) -> Result<Vec<f32>> {
+    let (rows, vocabulary) = z.dims2()?;
+    let asked = checked_rows(tokens, rows)?;
+    check_vocabulary(vocabulary)?;
+    let ids: Vec<u32> = tokens.iter().map(|&(_, token)| token).collect();
+    if let Some(id) = ids.iter().find(|&&id| id as usize >= vocabulary) {
+        bail!("logits: token {id} in a vocabulary of {vocabulary}");
+    }
+    let opened = [z, log_sum_exp].map(Tensor::storage_and_layout);
+    let z = OP.on_gpu("the logits", &opened[0], DType::F32, &[rows, vocabulary])?;
+    let sums = OP.on_gpu("the log-sum-exps", &opened[1], DType::F32, &[rows])?;
+    if tokens.is_empty() {
+        return Ok(vec![]);
+    }
+    let device = z.0.device();
+    let (z, sums) = (OP.view::<f32>(z.0, z.1)?, OP.view::<f32>(sums.0, sums.1)?);
+    let (asked, ids) = (device.clone_htod(&asked)?, device.clone_htod(&ids)?);
+    let mut log_probs = device.alloc_zeros::<f32>(tokens.len())?;
+    let stream = device.cuda_stream();
+    let mut at = Addresses::new(&stream);
+    let params = LogProbParams {
+        z: at.read(&z),
+        log_sum_exp: at.read(&sums),
+        rows: at.read(&asked),
+        tokens: at.read(&ids),
+        log_probs: at.write(&mut log_probs),
+        count: tokens.len() as i64,
+        vocabulary: vocabulary as i32,
+    };
+    // SAFETY: all live past the launch; rows and tokens exist.
+    unsafe { launch(device, &LOG_PROBS, &params, tokens.len().div_ceil(LOG_PROBS.threads))? };
+    drop(at);
+    device.clone_dtoh(&log_probs)
+}
