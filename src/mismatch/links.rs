@@ -103,22 +103,22 @@ impl Proof<'_> {
         let tokens: Vec<&[u32]> = trajectories.iter().map(|t| &t.tokens[..]).collect();
         let (mut prefill_link, mut decode_link) =
             (Link::new("prefill_equals_training"), Link::new("decode_equals_prefill"));
-        let (prefilling, decoding) =
-            (self.stage("prefill", &sequences), self.stage("token by token", &sequences));
         let threads = self.learner.threads;
-        for (chunk, training) in tokens.chunks(DECODE_SEQUENCES).zip(training.chunks(DECODE_SEQUENCES)) {
-            let mut prefill = vec![];
-            for tokens in chunk {
-                prefill.extend(threads.wide(|| self.rollout.prefill(&[tokens], self.temperature))?);
-                advance(&prefilling, tokens.len());
-            }
-            let fed = |count| advance(&decoding, count);
-            let decode = threads.wide(|| self.rollout.decode(chunk, self.temperature, &fed))?;
-            prefill.iter().zip(training).for_each(|(a, b)| prefill_link.add(a, b));
-            decode.iter().zip(&prefill).for_each(|(a, b)| decode_link.add(a, b));
+        let stage = self.stage("prefill", &sequences);
+        let mut prefill = Vec::with_capacity(tokens.len());
+        for tokens in &tokens {
+            prefill.extend(threads.wide(|| self.rollout.prefill(&[tokens], self.temperature))?);
+            advance(&stage, inputs(tokens));
         }
-        prefilling.finish();
-        decoding.finish();
+        stage.finish();
+        prefill.iter().zip(&training).for_each(|(a, b)| prefill_link.add(a, b));
+        let stage = self.stage("token by token", &sequences);
+        for (chunk, prefill) in tokens.chunks(DECODE_SEQUENCES).zip(prefill.chunks(DECODE_SEQUENCES)) {
+            let fed = |count| advance(&stage, count);
+            let decode = threads.wide(|| self.rollout.decode(chunk, self.temperature, &fed))?;
+            decode.iter().zip(prefill).for_each(|(a, b)| decode_link.add(a, b));
+        }
+        stage.finish();
 
         let mut rollout = Link::new("rollout_equals_training");
         for (t, training) in trajectories.iter().zip(&training) {
@@ -175,14 +175,19 @@ impl Proof<'_> {
         Ok(log_probs)
     }
 
-    /// A stage that computes every token of `sequences`.
+    /// A stage that feeds every sequence but for its last token.
     fn stage(&self, name: &str, sequences: &[Sequence]) -> Progress {
-        let tokens: usize = sequences.iter().map(|sequence| sequence.tokens.len()).sum();
-        self.console.work(name, tokens as u64, 0)
+        let all: usize = sequences.iter().map(|sequence| inputs(&sequence.tokens)).sum();
+        self.console.work(name, all as u64, 0)
     }
 }
 
-/// `tokens` more are computed.
+/// Tokens that are fed so that all after the first have a log-probability.
+fn inputs(tokens: &[u32]) -> usize {
+    tokens.len().saturating_sub(1)
+}
+
+/// `tokens` more are fed.
 fn advance(stage: &Progress, tokens: usize) {
     stage.advance(tokens as u64, tokens as u64, &[]);
 }

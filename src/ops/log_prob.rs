@@ -9,7 +9,7 @@
 
 use super::cpu::{buffer, edit, for_each_row, for_each_row_pair, host_values, values};
 use super::head_matrix::HeadMatrix;
-use super::math::{LANES, add_lanes, exp, max_lanes};
+use super::math::{LANES, add_lanes, exp, scale_and_max};
 use super::parameter::Gradient;
 use super::product::{Matrix, product};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
@@ -31,10 +31,7 @@ pub struct RowStats {
 /// Divides a row of logits by the temperature, given its inverse, and sums it up. The row then holds `z`.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub fn row_stats(row: &mut [f32], inverse_temperature: f32) -> RowStats {
-    for z in row.iter_mut() {
-        *z *= inverse_temperature;
-    }
-    let highest = max_lanes(row);
+    let highest = scale_and_max(row, inverse_temperature);
     let mut sums = [0f32; LANES];
     let mut moments = [0f32; LANES];
     let chunks = row.chunks_exact(LANES);
