@@ -12,7 +12,7 @@ use crate::mismatch::{against, arms, diagnose::Reference, page, rows::Reader};
 use crate::model::policy_view::PolicyView;
 use crate::model::rounding::WeightRounding;
 use crate::recipe::{Arms, Plan, RecipeSource, locate};
-use crate::rollout::{Prompt, RolloutSettings};
+use crate::rollout::{Prompt, RolloutProgress, RolloutSettings};
 use crate::run::collect::show;
 use crate::run::memory::{Intent, OtherWeights};
 use crate::run::processes;
@@ -92,9 +92,9 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     let named: Vec<&str> = arms.iter().map(|(name, _)| name.as_str()).collect();
     let weights = bench.recipe().model.path.as_deref();
     processes::check_alike(&mesh, &bench.plan, weights, &named.join(" "))?;
-    let console = Console::stderr(bench.recipe().logging.console_every_steps);
+    let console = console(&bench.plan, &mesh);
     let found = match args.against.as_slice() {
-        [] => check_arms(&bench, &arms)?,
+        [] => check_arms(&bench, &arms, &console)?,
         _ => check_against(&bench, args, &console)?,
     };
     mesh.leave();
@@ -121,10 +121,7 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(Workbench, Vec<(S
     let rows = if args.arms.is_some() { rows } else { vec![] };
     let arms: Vec<(String, Plan)> =
         rows.into_iter().map(|row| Ok((row.name, args.plan(&row.sets)?))).collect::<Result<_>>()?;
-    let console = match mesh.is_leader() {
-        true => Console::stderr(plan.recipe.logging.console_every_steps),
-        false => Console::silent(),
-    };
+    let console = console(&plan, mesh);
     let other_weights = match args.against.as_slice() {
         [] => {
             let all = [&plan].into_iter().chain(arms.iter().map(|(_, plan)| plan));
@@ -138,6 +135,14 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(Workbench, Vec<(S
     arms.iter().try_for_each(|(_, plan)| bench.check_family(plan))?;
     let arms: Vec<(String, Arms)> = arms.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();
     Ok((bench, arms))
+}
+
+/// Where the leader shows how far it is.
+fn console(plan: &Plan, mesh: &Mesh) -> Console {
+    match mesh.is_leader() {
+        true => Console::stderr(plan.recipe.logging.console_every_steps),
+        false => Console::silent(),
+    }
 }
 
 /// What is printed and written, and the exit code.
@@ -162,7 +167,7 @@ fn check_against(bench: &Workbench, args: &CheckMismatchArgs, console: &Console)
     }
     let tokens = bench.recipe().train.micro_batch_tokens;
     let earlier = args.earlier.as_deref().map(|folder| bench.weights_of(folder, console)).transpose()?;
-    let reference = Reference { earlier: earlier.as_ref(), ..reference(bench) };
+    let reference = Reference { earlier: earlier.as_ref(), ..reference(bench, console) };
     let between = against::between_sides(&found.rows, clip(bench))?;
     let (mut lines, mut answers, mut diagnoses) = (vec![], vec![], serde_json::Map::new());
     let (mut differs, mut pictures) = (false, vec![]);
@@ -210,9 +215,9 @@ fn note(line: &str) {
     let _ = writeln!(std::io::stderr(), "{}", sanitize_terminal(line));
 }
 
-fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<Checked> {
+fn check_arms(bench: &Workbench, rows: &[(String, Arms)], console: &Console) -> Result<Checked> {
     let tell = |text: &str| if bench.mesh().is_leader() { show(text) } else { Ok(()) };
-    let trajectories = sample(bench)?;
+    let trajectories = sample(bench, console)?;
     let trajectories: Vec<&Trajectory> = trajectories.iter().collect();
     let recipe = bench.recipe();
     let Workbench { threads, model, parameters, .. } = bench;
@@ -223,13 +228,14 @@ fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<Checked> {
         training: bench.training_forward(),
         temperature: recipe.rollout.temperature,
         micro_batch_tokens: recipe.train.micro_batch_tokens,
+        console,
     };
     let links = proof.links(&trajectories)?;
     let mut lines: Vec<Line> = links.iter().map(Line::of_link).collect();
     tell(&format!("{}\n", links_table(&lines)))?;
 
     let measure = Measure::new(
-        reference(bench),
+        reference(bench, console),
         &trajectories,
         &recipe.arms,
         recipe.train.seed,
@@ -255,7 +261,7 @@ fn check_arms(bench: &Workbench, rows: &[(String, Arms)]) -> Result<Checked> {
 }
 
 /// One training step's rollouts.
-fn sample(bench: &Workbench) -> Result<Vec<Trajectory>> {
+fn sample(bench: &Workbench, console: &Console) -> Result<Vec<Trajectory>> {
     let recipe = bench.recipe();
     let prompts: Vec<Prompt> = (0..recipe.rollout.prompts_per_step as u64)
         .map(|index| Prompt { index, problem: bench.task.training_problem(recipe.train.seed, index) })
@@ -263,14 +269,17 @@ fn sample(bench: &Workbench) -> Result<Vec<Trajectory>> {
     let settings = RolloutSettings::training(recipe, bench.preamble.clone(), 0);
     let policy = bench.rollout_policy()?;
     let samples = recipe.rollout.samples_per_prompt;
-    let rollouts = bench.groups(&policy, &settings, &prompts, samples, &|_| (), &|| false)?;
+    let stage = console.work("sampling", (prompts.len() * samples) as u64, 0);
+    let progress = RolloutProgress::shown_by(&stage);
+    let rollouts = bench.groups(&policy, &settings, &prompts, samples, &progress, &|| false)?;
+    stage.finish();
     let rollouts = rollouts.context("the rollout ended early")?;
     Ok(rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect())
 }
 
-fn reference(bench: &Workbench) -> Reference<'_> {
+fn reference<'a>(bench: &'a Workbench, console: &'a Console) -> Reference<'a> {
     let Workbench { threads, model, parameters, .. } = bench;
-    Reference { threads, model, parameters, earlier: None }
+    Reference { threads, model, parameters, earlier: None, console }
 }
 
 fn clip(bench: &Workbench) -> (f64, f64) {

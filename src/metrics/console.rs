@@ -68,12 +68,18 @@ impl Console {
 
     /// A stage that makes `total` steps and starts after `done` of them (a resumed run's).
     pub fn stage(&self, name: &str, total: u64, done: u64) -> Progress {
-        self.progress(name, total, done, true)
+        self.progress(name, total, done, Kind::Steps)
+    }
+
+    /// A stage of `total` pieces of work other than a run's steps, such as tokens or trajectories. Elsewhere than on a terminal
+    /// its plain lines are due by the time alone.
+    pub fn work(&self, name: &str, total: u64, done: u64) -> Progress {
+        self.progress(name, total, done, Kind::Work)
     }
 
     /// A stage within a step, such as rollout or update: a bar on a terminal, silent elsewhere.
     pub fn inner_stage(&self, name: &str, total: u64) -> Progress {
-        self.progress(name, total, 0, false)
+        self.progress(name, total, 0, Kind::Within)
     }
 
     /// Prints text above the bars; control characters in it are shown, not obeyed.
@@ -92,17 +98,19 @@ impl Console {
         }
     }
 
-    fn progress(&self, name: &str, total: u64, done: u64, outer: bool) -> Progress {
+    fn progress(&self, name: &str, total: u64, done: u64, kind: Kind) -> Progress {
         let bar = match &self.0.place {
             Place::Bars(bars) => {
-                bars.add(ProgressBar::new(total).with_style(style(outer)).with_position(done))
+                bars.add(ProgressBar::new(total).with_style(style(kind)).with_position(done))
             }
             Place::Lines { .. } => ProgressBar::hidden(),
         };
         let name = sanitize_line(name).into_owned();
         bar.set_prefix(name.clone());
+        // There at once, however long the first piece takes.
+        bar.tick();
         let pace = Pace { start: Instant::now(), first: done, done, tokens: 0, printed: None };
-        let inner = Stage { console: self.clone(), bar, name, total, outer, pace: Mutex::new(pace) };
+        let inner = Stage { console: self.clone(), bar, name, total, kind, pace: Mutex::new(pace) };
         Progress(Arc::new(inner))
     }
 }
@@ -129,10 +137,10 @@ fn coloured(text: &str) -> String {
 }
 
 /// A bar takes what the other parts leave of the terminal's width.
-fn style(outer: bool) -> ProgressStyle {
-    let template = match outer {
-        true => "{prefix:>10} {wide_bar:.cyan/dim} {pos}/{len}  {msg}",
-        false => "{prefix:>10} {wide_bar:.dim} {pos}/{len}  {msg}",
+fn style(kind: Kind) -> ProgressStyle {
+    let template = match kind {
+        Kind::Steps | Kind::Work => "{prefix:>10} {wide_bar:.cyan/dim} {pos}/{len}  {msg}",
+        Kind::Within => "{prefix:>10} {wide_bar:.dim} {pos}/{len}  {msg}",
     };
     let template = ProgressStyle::with_template(template);
     template.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("━╸─")
@@ -140,6 +148,17 @@ fn style(outer: bool) -> ProgressStyle {
 
 fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What a stage counts, and so where it is shown.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// A run's steps.
+    Steps,
+    /// Work of its own.
+    Work,
+    /// Work within a step.
+    Within,
 }
 
 /// One stage's progress; clones advance the same stage, from any thread.
@@ -151,7 +170,7 @@ struct Stage {
     bar: ProgressBar,
     name: String,
     total: u64,
-    outer: bool,
+    kind: Kind,
     pace: Mutex<Pace>,
 }
 
@@ -165,34 +184,34 @@ struct Pace {
 }
 
 impl Progress {
-    /// `steps` more are done, `tokens` more were processed; `values` are shown beside, such as `("reward", 0.5)`.
+    /// `steps` more are done, `tokens` more were processed; `values` are shown beside, such as `("reward", 0.5)`. Without a
+    /// step the tokens show that one is under way.
     pub fn advance(&self, steps: u64, tokens: u64, values: &[(&str, f64)]) {
         let stage = &*self.0;
         let mut pace = lock(&stage.pace);
         pace.done += steps;
         pace.tokens += tokens;
-        let message = stage.message(&pace, steps, values);
+        let left = stage.left(&pace, steps);
         match &stage.console.0.place {
             Place::Bars(_) => {
-                stage.bar.set_message(message);
+                stage.bar.set_message(stage.message(&pace, left, values));
                 stage.bar.set_position(pace.done);
             }
-            Place::Lines { interval, every_steps, .. } if stage.outer && *every_steps > 0 => {
-                let rested = pace.printed.is_none_or(|at| at.elapsed() >= *interval);
-                if pace.done >= stage.total || (rested && pace.done.is_multiple_of(*every_steps)) {
+            Place::Lines { interval, every_steps, .. } => {
+                if stage.due(&pace, steps, *interval, *every_steps) {
                     pace.printed = Some(Instant::now());
+                    let message = stage.message(&pace, left, values);
                     stage.console.print(&format!("{} {}/{}  {message}", stage.name, pace.done, stage.total));
                 }
             }
-            Place::Lines { .. } => {}
         }
     }
 
-    /// Ends the stage: its bar goes; of an outer one a plain line stays on the terminal.
+    /// Ends the stage: its bar goes; unless it was within a step a plain line stays on the terminal.
     pub fn finish(&self) {
         let stage = &*self.0;
         stage.bar.finish_and_clear();
-        if stage.outer && matches!(stage.console.0.place, Place::Bars(_)) {
+        if stage.kind != Kind::Within && matches!(stage.console.0.place, Place::Bars(_)) {
             let done = stage.bar.position();
             stage.console.print(&format!("{} {done}/{}  {}", stage.name, stage.total, stage.bar.message()));
         }
@@ -200,27 +219,46 @@ impl Progress {
 }
 
 impl Stage {
-    /// `reward 0.5  1,204 tokens/s  1:20 left`: the time left is that of all stages where the console knows them.
-    fn message(&self, pace: &Pace, steps: u64, values: &[(&str, f64)]) -> String {
+    /// Whether a plain line is to be printed now that `steps` more are done.
+    fn due(&self, pace: &Pace, steps: u64, interval: Duration, every_steps: u64) -> bool {
+        if every_steps == 0 || self.kind == Kind::Within {
+            return false;
+        }
+        if pace.done >= self.total {
+            return steps > 0;
+        }
+        let rested = pace.printed.is_none_or(|at| at.elapsed() >= interval);
+        rested && (self.kind == Kind::Work || pace.done.is_multiple_of(every_steps))
+    }
+
+    /// Seconds left after `steps` more: of all stages where the console knows them.
+    fn left(&self, pace: &Pace, steps: u64) -> Option<f64> {
+        let made = pace.done.saturating_sub(pace.first);
+        match &mut *lock(&self.console.0.eta) {
+            Some(eta) => {
+                eta.advance(&self.name, steps);
+                eta.seconds().filter(|_| self.kind != Kind::Within)
+            }
+            None => {
+                let step = pace.start.elapsed().as_secs_f64() / made.max(1) as f64;
+                (made > 0 && pace.done < self.total).then(|| step * (self.total - pace.done) as f64)
+            }
+        }
+    }
+
+    /// `reward 0.5  1,204 tokens/s  1:20 left`; the tokens themselves where they are counted beside other work.
+    fn message(&self, pace: &Pace, left: Option<f64>, values: &[(&str, f64)]) -> String {
         let mut parts: Vec<String> = values
             .iter()
             .map(|(name, value)| format!("{} {}", sanitize_line(name), format_number(*value)))
             .collect();
         let elapsed = pace.start.elapsed().as_secs_f64();
         if pace.tokens > 0 && elapsed > 0.0 {
+            if self.kind != Kind::Steps && pace.tokens != pace.done - pace.first {
+                parts.push(format!("{} tokens", format_number(pace.tokens as f64)));
+            }
             parts.push(format!("{} tokens/s", format_number((pace.tokens as f64 / elapsed).round())));
         }
-        let made = pace.done.saturating_sub(pace.first);
-        let left = match &mut *lock(&self.console.0.eta) {
-            Some(eta) => {
-                eta.advance(&self.name, steps);
-                eta.seconds().filter(|_| self.outer)
-            }
-            None => {
-                let step = elapsed / made.max(1) as f64;
-                (made > 0 && pace.done < self.total).then(|| step * (self.total - pace.done) as f64)
-            }
-        };
         parts.extend(left.map(|seconds| format!("{} left", clock(seconds))));
         parts.join("  ")
     }
@@ -287,6 +325,25 @@ mod tests {
         assert_eq!(lines.len(), 2);
         assert!(lines[0].starts_with("cold start 1/500  loss 1  "));
         assert!(lines[1].starts_with("cold start 500/500  loss 1  ") && lines[1].contains("tokens/s"));
+    }
+
+    #[test]
+    fn work_shows_its_tokens_before_its_first_piece_is_done_and_ends_once() {
+        let out = Shared::default();
+        let work = Console::lines(out.clone(), Duration::from_secs(3600), 10).work("sampling", 4, 0);
+        work.advance(0, 1200, &[]);
+        work.advance(3, 34, &[("reward", 0.5)]);
+        work.advance(1, 4, &[("reward", 0.5)]);
+        work.advance(0, 2, &[]);
+        let lines = out.lines();
+        assert_eq!(lines.len(), 2, "{lines:?}");
+        assert!(lines[0].starts_with("sampling 0/4  1,200 tokens  "), "{}", lines[0]);
+        assert!(lines[1].starts_with("sampling 4/4  reward 0.5  1,238 tokens  "), "{}", lines[1]);
+        let scoring = Console::lines(out.clone(), Duration::ZERO, 10).work("scoring", 8, 0);
+        scoring.advance(3, 3, &[]);
+        assert!(!out.lines()[2].contains("3 tokens  "), "they are what is counted: {}", out.lines()[2]);
+        Console::lines(out.clone(), Duration::ZERO, 0).work("silent", 1, 0).advance(1, 1, &[]);
+        assert_eq!(out.lines().len(), 3);
     }
 
     #[test]

@@ -87,7 +87,7 @@ pub struct Divergence {
     pub first_layer: Option<usize>,
 }
 
-/// Both paths over the same batches: their log-probabilities, and where they part.
+/// Both paths over the same batches: their log-probabilities, and where they part. `passed` is told of each path's pass.
 ///
 /// # Errors
 /// When a forward fails.
@@ -96,13 +96,16 @@ pub fn both(
     [a, b]: [&PolicyView; 2],
     batches: &[MicroBatch],
     temperature: f64,
+    passed: &(dyn Fn(&MicroBatch) + Sync),
 ) -> Result<([Vec<f32>; 2], Divergence)> {
     let (mut log_probs, mut first_layer) = ([vec![], vec![]], None::<usize>);
     let (mut same, mut all) = (0usize, 0usize);
     for batch in batches {
         let (x, y) = threads.wide(|| -> Result<(Trace, Trace)> { Ok((a.trace(batch)?, b.trace(batch)?)) })?;
         log_probs[0].extend(a.log_probs(&x.normed, batch, temperature)?);
+        passed(batch);
         log_probs[1].extend(b.log_probs(&y.normed, batch, temperature)?);
+        passed(batch);
         let top_k = a.model.config.num_experts_per_tok;
         for (x, y) in x.routes.iter().zip(&y.routes) {
             let (x, y) = (host_ids(x)?, host_ids(y)?);

@@ -11,6 +11,7 @@ use super::observed::Observed;
 use super::rounding::{F32_FLOOR, Yardsticks, within_f32};
 use super::search::{Candidate, Search};
 use super::ties::{TIE_BITS, without_ties};
+use crate::metrics::Console;
 use crate::model::forward::Model;
 use crate::model::parameters::Parameters;
 use crate::ops::threads::Threads;
@@ -43,6 +44,8 @@ pub struct Reference<'a> {
     pub parameters: &'a Parameters,
     /// The weights of an update before, where they are at hand.
     pub earlier: Option<&'a Parameters>,
+    /// Where progress is shown.
+    pub console: &'a Console,
 }
 
 /// What was found.

@@ -23,7 +23,7 @@ pub fn prime_rl(
     let sequence = |t: &&Trajectory| Sequence { tokens: t.tokens.clone(), mask: t.mask.clone() };
     let sequences: Vec<Sequence> = sampled.iter().map(sequence).collect();
     let batches = MicroBatch::split(&sequences, micro_batch_tokens);
-    let computed = training.all_log_probs(threads, &batches, temperature)?;
+    let computed = training.all_log_probs(threads, &batches, temperature, &|_| ())?;
     let (mut text, mut rest) = (String::new(), computed.as_slice());
     for (index, trajectory) in sampled.into_iter().enumerate() {
         let (own, others) = rest.split_at(trajectory.sampled_tokens().min(rest.len()));

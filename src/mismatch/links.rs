@@ -9,6 +9,7 @@
 //!
 //! The first three cover every token that follows another; the last one those that were sampled.
 
+use crate::metrics::{Console, Progress};
 use crate::model::forward::ForwardOptions;
 use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
@@ -70,6 +71,8 @@ pub struct Proof<'a> {
     pub training: ForwardOptions,
     pub temperature: f64,
     pub micro_batch_tokens: usize,
+    /// Where progress is shown, in tokens.
+    pub console: &'a Console,
 }
 
 impl Proof<'_> {
@@ -87,9 +90,10 @@ impl Proof<'_> {
         let training = self.spread(&sequences)?;
 
         let mut invariance = Link::new("batch_invariance");
-        let alone = self.training(&sequences, 1, &Threads::new(1)?)?;
+        let alone = self.training("each alone", &sequences, 1, &Threads::new(1)?)?;
         let reversed: Vec<Sequence> = sequences.iter().rev().cloned().collect();
-        let mut packed = self.training(&reversed, self.micro_batch_tokens / 2 + 7, &Threads::new(3)?)?;
+        let tokens_max = self.micro_batch_tokens / 2 + 7;
+        let mut packed = self.training("packed otherwise", &reversed, tokens_max, &Threads::new(3)?)?;
         packed.reverse();
         for (alone, others) in alone.iter().zip(training.iter().zip(&packed)) {
             invariance.add(alone, others.0);
@@ -99,13 +103,22 @@ impl Proof<'_> {
         let tokens: Vec<&[u32]> = trajectories.iter().map(|t| &t.tokens[..]).collect();
         let (mut prefill_link, mut decode_link) =
             (Link::new("prefill_equals_training"), Link::new("decode_equals_prefill"));
-        for (chunk, training) in tokens.chunks(DECODE_SEQUENCES).zip(training.chunks(DECODE_SEQUENCES)) {
-            let threads = self.learner.threads;
-            let prefill = threads.wide(|| self.rollout.prefill(chunk, self.temperature))?;
-            let decode = threads.wide(|| self.rollout.decode(chunk, self.temperature))?;
-            prefill.iter().zip(training).for_each(|(a, b)| prefill_link.add(a, b));
-            decode.iter().zip(&prefill).for_each(|(a, b)| decode_link.add(a, b));
+        let threads = self.learner.threads;
+        let stage = self.stage("prefill", &sequences);
+        let mut prefill = Vec::with_capacity(tokens.len());
+        for tokens in &tokens {
+            prefill.extend(threads.wide(|| self.rollout.prefill(&[tokens], self.temperature))?);
+            advance(&stage, inputs(tokens));
         }
+        stage.finish();
+        prefill.iter().zip(&training).for_each(|(a, b)| prefill_link.add(a, b));
+        let stage = self.stage("token by token", &sequences);
+        for (chunk, prefill) in tokens.chunks(DECODE_SEQUENCES).zip(prefill.chunks(DECODE_SEQUENCES)) {
+            let fed = |count| advance(&stage, count);
+            let decode = threads.wide(|| self.rollout.decode(chunk, self.temperature, &fed))?;
+            decode.iter().zip(prefill).for_each(|(a, b)| decode_link.add(a, b));
+        }
+        stage.finish();
 
         let mut rollout = Link::new("rollout_equals_training");
         for (t, training) in trajectories.iter().zip(&training) {
@@ -120,7 +133,10 @@ impl Proof<'_> {
     /// The training forward of `sequences` as training makes it: log-probabilities a sequence.
     fn spread(&self, sequences: &[Sequence]) -> Result<Vec<Vec<f32>>> {
         let batches = MicroBatch::split(sequences, self.micro_batch_tokens);
-        let outputs = self.learner.forward(&batches, self.settings())?;
+        let stage = self.stage("training", sequences);
+        let passed = |batch: &MicroBatch| advance(&stage, batch.sequence_rows.positions_count());
+        let outputs = self.learner.forward_observed(&batches, self.settings(), &passed)?;
+        stage.finish();
         let of = |(batch, output): (&MicroBatch, &PassOutput)| -> Vec<Vec<f32>> {
             batch.cu_targets.windows(2).map(|w| output.log_probs[w[0]..w[1]].to_vec()).collect()
         };
@@ -136,9 +152,10 @@ impl Proof<'_> {
         }
     }
 
-    /// The training forward of `sequences` in this process, packed up to `tokens_max`: log-probabilities a sequence.
+    /// The training forward of `sequences` in this process, packed up to `tokens_max` and shown as `name`: log-probabilities a sequence.
     fn training(
         &self,
+        name: &str,
         sequences: &[Sequence],
         tokens_max: usize,
         threads: &Threads,
@@ -146,12 +163,31 @@ impl Proof<'_> {
         let Learner { model, parameters, .. } = self.learner;
         let weights = &parameters.frozen()?;
         let settings = self.settings();
+        let stage = self.stage(name, sequences);
         let mut log_probs = Vec::with_capacity(sequences.len());
         for batch in &MicroBatch::split(sequences, tokens_max) {
             let pass = Pass { model, weights, batch, settings };
             let found = threads.wide(|| pass.forward())?.log_probs;
             log_probs.extend(batch.cu_targets.windows(2).map(|w| found[w[0]..w[1]].to_vec()));
+            advance(&stage, batch.sequence_rows.positions_count());
         }
+        stage.finish();
         Ok(log_probs)
     }
+
+    /// A stage that feeds every sequence but for its last token.
+    fn stage(&self, name: &str, sequences: &[Sequence]) -> Progress {
+        let all: usize = sequences.iter().map(|sequence| inputs(&sequence.tokens)).sum();
+        self.console.work(name, all as u64, 0)
+    }
+}
+
+/// Tokens that are fed so that all after the first have a log-probability.
+fn inputs(tokens: &[u32]) -> usize {
+    tokens.len().saturating_sub(1)
+}
+
+/// `tokens` more are fed.
+fn advance(stage: &Progress, tokens: usize) {
+    stage.advance(tokens as u64, tokens as u64, &[]);
 }

@@ -7,6 +7,7 @@ use super::compare::{Divergence, Gap, both};
 use super::diagnose::{Reference, Verdict};
 use super::observed::Observed;
 use super::output::Line;
+use crate::metrics::Progress;
 use crate::model::forward::ForwardOptions;
 use crate::model::policy_view::PolicyView;
 use crate::recipe::Arms;
@@ -49,7 +50,10 @@ impl<'a> Measure<'a> {
         }
         let batches = MicroBatch::split(&sequences, micro_batch_tokens);
         let policy = PolicyView::plain(reference.model, reference.parameters)?;
-        let plain = policy.all_log_probs(reference.threads, &batches, temperature)?;
+        let stage = stage(&reference, "without arms", &batches, 1);
+        let plain = policy
+            .all_log_probs(reference.threads, &batches, temperature, &|batch| advance(&stage, batch))?;
+        stage.finish();
         let observed = Observed::sampled(batches, temperature, log_probs);
         let sampled_under = arms.clone();
         Ok(Self { reference, seed, temperature, clip, sampled_under, observed, cu_seqlens, plain })
@@ -65,18 +69,22 @@ impl<'a> Measure<'a> {
         let training = PolicyView::training(model, parameters, arms, self.seed)?;
         let batches: Vec<MicroBatch> =
             self.observed.batches.iter().map(|batch| batch.tokens.clone()).collect();
+        let second = ForwardOptions::second_forward(arms, self.seed);
+        let stage = stage(&self.reference, name, &batches, 2 + usize::from(second.is_some()));
+        let passed = |batch: &MicroBatch| advance(&stage, batch);
         let ([mut stored, computed], divergence) =
-            both(threads, [&rollout, &training], &batches, self.temperature)?;
+            both(threads, [&rollout, &training], &batches, self.temperature, &passed)?;
         if self.samples_alike(arms) {
             stored.clone_from(&self.observed.log_probs);
         }
-        let old = match ForwardOptions::second_forward(arms, self.seed) {
+        let old = match second {
             Some(forward) => {
                 let second = PolicyView { forward, ..training };
-                second.all_log_probs(threads, &batches, self.temperature)?
+                second.all_log_probs(threads, &batches, self.temperature, &passed)?
             }
             None => stored.clone(),
         };
+        stage.finish();
         let gap = Gap {
             cu_seqlens: &self.cu_seqlens,
             training: &computed,
@@ -128,6 +136,18 @@ impl<'a> Measure<'a> {
         }
         Ok(words.join("; "))
     }
+}
+
+/// A stage of so many `passes` over `batches`, in tokens.
+fn stage(reference: &Reference, name: &str, batches: &[MicroBatch], passes: usize) -> Progress {
+    let tokens: usize = batches.iter().map(|batch| batch.tokens.len()).sum();
+    reference.console.work(name, (tokens * passes) as u64, 0)
+}
+
+/// A pass over `batch` is done.
+fn advance(stage: &Progress, batch: &MicroBatch) {
+    let tokens = batch.tokens.len() as u64;
+    stage.advance(tokens, tokens, &[]);
 }
 
 fn same_bits(a: &[f32], b: &[f32]) -> bool {

@@ -70,7 +70,7 @@ impl PolicyView<'_> {
         Ok(self.trunk().head(normed, &batch.targets, temperature)?.get(0)?.to_vec1()?)
     }
 
-    /// The forward's log-probabilities of all batches' targets, batch after batch.
+    /// The forward's log-probabilities of all batches' targets, batch after batch, of which `passed` is told.
     ///
     /// # Errors
     /// When a batch does not fit the model.
@@ -79,8 +79,11 @@ impl PolicyView<'_> {
         threads: &Threads,
         batches: &[MicroBatch],
         temperature: f64,
+        passed: &(dyn Fn(&MicroBatch) + Sync),
     ) -> Result<Vec<f32>> {
-        let one = |batch: &MicroBatch| self.log_probs(&self.normed(batch)?, batch, temperature);
+        let one = |batch: &MicroBatch| {
+            self.log_probs(&self.normed(batch)?, batch, temperature).inspect(|_| passed(batch))
+        };
         let found: Vec<Vec<f32>> = threads.wide(|| batches.iter().map(one).collect::<Result<_>>())?;
         Ok(found.concat())
     }
@@ -103,18 +106,24 @@ impl PolicyView<'_> {
         sequences.iter().map(one).collect()
     }
 
-    /// The same, a token at a time, all sequences in one decode batch that they leave as they end.
+    /// The same, a token at a time, all sequences in one decode batch that they leave as they end. `fed` is told how many tokens
+    /// each forward took.
     ///
     /// # Errors
     /// When a sequence does not fit the model.
-    pub fn decode(&self, sequences: &[&[u32]], temperature: f64) -> Result<Vec<Vec<f32>>> {
+    pub fn decode(
+        &self,
+        sequences: &[&[u32]],
+        temperature: f64,
+        fed: &(dyn Fn(usize) + Sync),
+    ) -> Result<Vec<Vec<f32>>> {
         let mut caches = vec![SequenceCache::new(&self.model.config); sequences.len()];
         let mut log_probs = vec![vec![]; sequences.len()];
         let longest = sequences.iter().map(|tokens| tokens.len()).max().unwrap_or(0);
         for position in 1..longest {
             let alive = |index: &usize| sequences[*index].len() > position;
             let indices: Vec<usize> = (0..sequences.len()).filter(alive).collect();
-            let fed = indices.iter().map(|&i| sequences[i][position - 1]).collect();
+            let tokens = indices.iter().map(|&i| sequences[i][position - 1]).collect();
             let targets: Vec<u32> = indices.iter().map(|&i| sequences[i][position]).collect();
             let mut batch: Vec<&mut SequenceCache> = caches
                 .iter_mut()
@@ -123,8 +132,9 @@ impl PolicyView<'_> {
                 .map(|(cache, _)| cache)
                 .collect();
             let counts = vec![1; indices.len()];
-            let x = self.trunk().feed(fed, &mut batch, &counts, &mut trunk::nothing)?;
+            let x = self.trunk().feed(tokens, &mut batch, &counts, &mut trunk::nothing)?;
             let found = sampler_log_probs(self, &x, &targets, temperature)?;
+            fed(indices.len());
             indices.iter().zip(found).for_each(|(&i, log_prob)| log_probs[i].push(log_prob));
         }
         Ok(log_probs)

@@ -191,7 +191,7 @@ impl<'a> Search<'a> {
     /// # Errors
     /// When a forward fails.
     pub fn traced(&self, causes: &[Cause]) -> Result<Traced> {
-        let Reference { model, parameters, earlier, threads } = self.reference;
+        let Reference { model, parameters, earlier, threads, .. } = self.reference;
         let variant = Variant::of(&model.config, causes);
         let model = variant.model(self.observed.row_tokens_max());
         let policy = variant.policy(&model, parameters, earlier)?;
@@ -286,7 +286,10 @@ impl<'a> Search<'a> {
                 false => of(&self.reference.walk(&variant, observed).with_context(|| cause.words())?),
             }
         };
-        let found = self.each(asked.len(), |index| one(asked[index]))?;
+        let stage = self.reference.console.work("causes tried", asked.len() as u64, 0);
+        let found =
+            self.each(asked.len(), |index| one(asked[index]).inspect(|_| stage.advance(1, 0, &[])))?;
+        stage.finish();
         let unchanged = base.log_probs(&start)?;
         Ok(found.into_iter().partition(|candidate| {
             self.gaps_between(&candidate.log_probs, &unchanged).iter().any(|step| step.abs() > NO_EFFECT)

@@ -5,6 +5,7 @@ use super::embedding::ById;
 use super::load_balance::LoadBalance;
 use super::logits::Drawn;
 use super::optimizer::AdamW;
+use super::parameter::Gradient;
 use super::rope::Rotation;
 use super::sink_attention::Attention;
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor, bail};
@@ -28,6 +29,29 @@ impl KvPages {
 
 fn refuse<T>() -> Result<T> {
     bail!("this build is for CPUs; for a GPU build with --features cuda, or put the tensors on Device::Cpu")
+}
+
+pub(super) fn head_logits(_: &Tensor, _: &Tensor, _: f32) -> Result<[Tensor; 2]> {
+    refuse()
+}
+
+pub(super) fn head_forward(
+    _: (&CudaStorage, &Layout),
+    _: &Tensor,
+    _: &[u32],
+    _: f32,
+) -> Result<(CudaStorage, Shape)> {
+    refuse()
+}
+
+pub(super) fn head_backward(
+    _: [&Tensor; 3],
+    _: &[u32],
+    _: f32,
+    _: Option<&Gradient>,
+    _: bool,
+) -> Result<Option<Tensor>> {
+    refuse()
 }
 
 pub(super) fn sort_by_expert(_: (&CudaStorage, &Layout), _: usize) -> Result<(CudaStorage, Shape)> {

@@ -64,34 +64,23 @@ pub(super) fn few_rows(
 ) {
     let operands = Operands { x, w, k, n, accumulate };
     let width = n.div_ceil(threads).max(COLUMNS_MIN).next_multiple_of(LANES);
-    if width >= n {
-        return add_columns(&operands, 0, out, n);
+    let mut parts: Vec<Vec<&mut [f32]>> = (0..n.div_ceil(width)).map(|_| vec![]).collect();
+    for row in out.chunks_exact_mut(n) {
+        parts.iter_mut().zip(row.chunks_mut(width)).for_each(|(part, columns)| part.push(columns));
     }
-    let starts: Vec<usize> = (0..n).step_by(width).collect();
-    let seen: &[f32] = out;
-    let parts: Vec<Vec<f32>> = starts
-        .par_iter()
-        .map(|&start| {
-            let width = width.min(n - start);
-            let rows = seen.chunks_exact(n);
-            let mut part: Vec<f32> = rows.flat_map(|row| &row[start..start + width]).copied().collect();
-            add_columns(&operands, start, &mut part, width);
-            part
-        })
-        .collect();
-    for (start, part) in starts.into_iter().zip(parts) {
-        let width = width.min(n - start);
-        for (out, part) in out.chunks_exact_mut(n).zip(part.chunks_exact(width)) {
-            out[start..start + width].copy_from_slice(part);
-        }
+    let add = |(index, mut part): (usize, Vec<&mut [f32]>)| add_columns(&operands, index * width, &mut part);
+    if parts.len() > 1 {
+        parts.into_par_iter().enumerate().for_each(add);
+    } else {
+        parts.into_iter().enumerate().for_each(add);
     }
 }
 
-/// The `width` columns from `start`: `out` holds these alone.
+/// The columns from `start` that `out` holds of each row.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
-fn add_columns(operands: &Operands, start: usize, out: &mut [f32], width: usize) {
+fn add_columns(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
     let &Operands { x, w, k, n, accumulate } = operands;
-    let rows = out.len() / width;
+    let (rows, width) = (out.len(), out[0].len());
     let strip_max = (SUMS_MAX / rows / LANES).max(1) * LANES;
     // Rows of sums a power of two apart would fall on the same places of the cache.
     let stride = strip_max.min(width).next_multiple_of(2 * LANES) + LANES;
@@ -112,7 +101,7 @@ fn add_columns(operands: &Operands, start: usize, out: &mut [f32], width: usize)
                     at += 1;
                 }
             }
-            for (out, sums) in out.chunks_exact_mut(width).zip(sums.chunks_exact(stride)) {
+            for (out, sums) in out.iter_mut().zip(sums.chunks_exact(stride)) {
                 let (out, sums) = (&mut out[first..first + strip], &sums[..strip]);
                 if accumulate || chunk > 0 {
                     out.iter_mut().zip(sums).for_each(|(o, s)| *o += s);

@@ -60,6 +60,17 @@ impl HeadMatrix {
         Ok(())
     }
 
+    /// The matrix where a GPU's products read it.
+    ///
+    /// # Errors
+    /// When it is packed.
+    pub(super) fn on_device(&self) -> Result<&Tensor> {
+        match self {
+            HeadMatrix::Plain(weight) => Ok(weight.values()),
+            HeadMatrix::Packed(_) => bail!("a packed head has no form on a GPU yet; take dense weights"),
+        }
+    }
+
     /// The tensor that learns, if any, for candle to record what is computed from it.
     pub(super) fn plain(&self) -> Option<&Tensor> {
         match self {

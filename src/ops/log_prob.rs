@@ -4,15 +4,18 @@
 //! time, in forward and backward; the `[T, V]` matrix never does. Backward:
 //! `dz_j = dL·(1[j = t] − p_j) − dH·p_j (log p_j + H)`, then `dh = dz · Wᵀ / τ` and `dW = hᵀ · dz / τ`.
 //!
+//! On a GPU `h` and `W` are bf16, logits and what comes of them f32.
+//!
 //! The sampler takes its log-probability from the same [`RowStats`] of the same product ([`mod@super::logits`]), so both agree to
 //! the last bit.
 
 use super::cpu::{buffer, edit, for_each_row, for_each_row_pair, host_values, values};
+use super::cuda::{head_backward, head_forward};
 use super::head_matrix::HeadMatrix;
-use super::math::{LANES, add_lanes, exp, max_lanes};
+use super::math::{LANES, add_lanes, exp, scale_and_max};
 use super::parameter::Gradient;
 use super::product::{Matrix, product};
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 use std::sync::Arc;
 
@@ -31,10 +34,7 @@ pub struct RowStats {
 /// Divides a row of logits by the temperature, given its inverse, and sums it up. The row then holds `z`.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub fn row_stats(row: &mut [f32], inverse_temperature: f32) -> RowStats {
-    for z in row.iter_mut() {
-        *z *= inverse_temperature;
-    }
-    let highest = max_lanes(row);
+    let highest = scale_and_max(row, inverse_temperature);
     let mut sums = [0f32; LANES];
     let mut moments = [0f32; LANES];
     let chunks = row.chunks_exact(LANES);
@@ -146,6 +146,10 @@ impl Head {
     fn backward(&self, h: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let ((rows, k), (_, n)) = (h.dims2()?, self.weight.shape()?);
         let grad = grad.contiguous()?;
+        if h.device().is_cuda() {
+            let (tensors, learns) = ([h, self.weight.on_device()?, &grad], self.gradient.as_ref());
+            return head_backward(tensors, &self.targets, self.inverse_temperature, learns, h.track_op());
+        }
         let (hs, g) = (host_values(h)?, host_values(&grad)?);
         let mut dh = h.track_op().then(|| buffer(rows * k));
         let chunk = chunk_rows(n);
@@ -201,6 +205,16 @@ impl CustomOp2 for Head {
         _: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         self.forward(values(h, h_layout)?)
+    }
+
+    fn cuda_fwd(
+        &self,
+        h: &CudaStorage,
+        h_layout: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        head_forward((h, h_layout), self.weight.on_device()?, &self.targets, self.inverse_temperature)
     }
 
     fn bwd(

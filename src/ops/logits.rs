@@ -5,11 +5,11 @@
 //! log-probabilities reach the host.
 
 use super::cpu::{buffer, for_each_row_pair, host_values, in_parallel};
-use super::cuda::{draw_tokens, token_log_probs};
+use super::cuda::{draw_tokens, head_logits, token_log_probs};
 use super::head_matrix::HeadMatrix;
 use super::log_prob::{chunk_rows, inverse, row_stats};
-use super::math::exp;
-use candle_core::{Device, Result, Tensor, bail};
+use super::math::{LANES, exp};
+use candle_core::{Context, Device, Result, Tensor, bail};
 use multiversion::multiversion;
 use rayon::prelude::*;
 
@@ -54,6 +54,10 @@ pub fn logits(h: &Tensor, weight: &HeadMatrix, sampling: &Sampling) -> Result<Lo
     let ((rows, k), (w_k, n)) = (h.dims2()?, weight.shape()?);
     if k != w_k {
         bail!("logits: h {:?}, weight [{w_k}, {n}]", h.dims());
+    }
+    if h.device().is_cuda() {
+        let [z, log_sum_exp] = head_logits(h, weight.on_device()?, sampling.inverse_temperature())?;
+        return Ok(Logits { z, log_sum_exp });
     }
     let (mut z, mut log_sum_exp) = (buffer(rows * n), buffer(rows));
     weight.product(&mut z, &host_values(&h.contiguous()?)?)?;
@@ -168,19 +172,19 @@ impl Sampling {
 
     /// The token of `row` that `uniform`, a number from [0, 1), picks.
     fn draw(&self, row: Row, uniform: f64) -> Result<Drawn> {
-        let (weights, total) = self.kept(row);
-        if !(total.is_finite() && total > 0.0) {
-            return not_finite();
+        if self.temperature > 0.0 && self.truncates() {
+            let (weights, total) = self.kept(row);
+            let token = pick(&weights, uniform * distribution(total)?)
+                .context("no token has a probability above 0")? as u32;
+            return Ok(Drawn { token, log_prob: log_share(&weights, total, token) });
         }
+        let blocks = Blocks::of(row);
+        let total = distribution(blocks.total())?;
         if self.temperature == 0.0 {
             return Ok(Drawn { token: highest(row.z) as u32, log_prob: 0.0 });
         }
-        let Some(token) = pick(&weights, uniform * total) else {
-            bail!("no token has a probability above 0");
-        };
-        let token = token as u32;
-        let log_prob = if self.truncates() { log_share(&weights, total, token) } else { row.log_prob(token) };
-        Ok(Drawn { token, log_prob })
+        let token = blocks.pick(row, uniform * total).context("no token has a probability above 0")? as u32;
+        Ok(Drawn { token, log_prob: row.log_prob(token) })
     }
 
     /// Log-probability of `token`, which must be below `V`, under what is kept of `row`; −∞ where it is not kept.
@@ -194,10 +198,9 @@ impl Sampling {
 
     /// Weights of all tokens, 0 where they are not kept, and their sum.
     fn kept(&self, row: Row) -> (Vec<f32>, f64) {
-        let mut weights = probabilities(row);
-        if self.truncates() {
-            self.truncate(&mut weights);
-        }
+        let mut weights = row.z.to_vec();
+        exponentials(&mut weights, row.log_sum_exp);
+        self.truncate(&mut weights);
         let total = weights.iter().map(|&w| f64::from(w)).sum();
         (weights, total)
     }
@@ -239,13 +242,67 @@ fn log_share(weights: &[f32], total: f64, token: u32) -> f32 {
     (f64::from(weights[token as usize]) / total).ln() as f32
 }
 
-/// `e^{z − LSE(z)}` of every token.
-fn probabilities(row: Row) -> Vec<f32> {
-    let mut weights = row.z.to_vec();
-    exponentials(&mut weights, row.log_sum_exp);
-    weights
+/// `total`, the sum of a row's weights.
+///
+/// # Errors
+/// When they are no distribution.
+fn distribution(total: f64) -> Result<f64> {
+    if total.is_finite() && total > 0.0 { Ok(total) } else { not_finite() }
 }
 
+/// Tokens whose weights are added up before a draw looks closer. A vocabulary is then read twice and never copied.
+const BLOCK: usize = 1024;
+
+/// The whole distribution of a row, a block of tokens after the other.
+struct Blocks {
+    /// The sum of the weights up to the end of each block.
+    ends: Vec<f64>,
+}
+
+impl Blocks {
+    fn of(row: Row) -> Self {
+        let mut sum = 0.0;
+        let ends = row.z.chunks(BLOCK).map(|z| {
+            sum += block_sum(z, row.log_sum_exp);
+            sum
+        });
+        Self { ends: ends.collect() }
+    }
+
+    fn total(&self) -> f64 {
+        self.ends.last().copied().unwrap_or(0.0)
+    }
+
+    /// As [`pick`] of all weights.
+    fn pick(&self, row: Row, target: f64) -> Option<usize> {
+        let block = self.ends.iter().position(|&end| end > target);
+        // Rounding may leave none: the last one that has any weight.
+        let block = block.or_else(|| self.ends.iter().position(|&end| end == self.total()))?;
+        let before = if block == 0 { 0.0 } else { self.ends[block - 1] };
+        let start = block * BLOCK;
+        let mut weights = row.z[start..].iter().take(BLOCK).copied().collect::<Vec<_>>();
+        exponentials(&mut weights, row.log_sum_exp);
+        Some(start + pick(&weights, target - before)?)
+    }
+}
+
+/// The sum of `e^{z − LSE(z)}`, in lane order.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
+fn block_sum(z: &[f32], log_sum_exp: f32) -> f64 {
+    let mut lanes = [0f64; LANES];
+    let chunks = z.chunks_exact(LANES);
+    for (lane, &z) in lanes.iter_mut().zip(chunks.remainder()) {
+        *lane += f64::from(exp(z - log_sum_exp));
+    }
+    for chunk in chunks {
+        for (lane, &z) in lanes.iter_mut().zip(chunk) {
+            *lane += f64::from(exp(z - log_sum_exp));
+        }
+    }
+    lanes.iter().sum()
+}
+
+/// `e^{z − LSE(z)}` of every token.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 fn exponentials(row: &mut [f32], log_sum_exp: f32) {
     for z in row.iter_mut() {
@@ -334,6 +391,36 @@ mod tests {
         assert_eq!(pick(&weights, 1.0), Some(3));
         assert_eq!(pick(&weights, 2.0), Some(3));
         assert_eq!(pick(&[0.0; 3], 0.0), None);
+    }
+
+    #[test]
+    fn a_draw_by_blocks_is_the_draw_from_all_weights() {
+        let mut random = stream(2, Purpose::Sampling, &[]);
+        for vocabulary in [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 7 * BLOCK + 300] {
+            let mut values: Vec<f32> = (0..vocabulary).map(|_| random.random_range(-4.0..4.0)).collect();
+            // Blocks without weight in front and at the end, where there are several.
+            let empty = if vocabulary > 4 * BLOCK { BLOCK + 7 } else { 0 };
+            values[..empty].fill(-1e4);
+            values[vocabulary - empty..].fill(-1e4);
+            let mut z = values.clone();
+            let row = Row { z: &values, log_sum_exp: row_stats(&mut z, 1.0).log_sum_exp };
+            let mut weights = values.clone();
+            exponentials(&mut weights, row.log_sum_exp);
+            let total: f64 = weights.iter().map(|&w| f64::from(w)).sum();
+            let blocks = Blocks::of(row);
+            assert!((blocks.total() - total).abs() < 1e-12 * total);
+            for i in 0..=1000 {
+                let target = f64::from(i) * 1e-3 * total;
+                let (picked, whole) = (blocks.pick(row, target).unwrap(), pick(&weights, target).unwrap());
+                let between = weights[picked.min(whole)..picked.max(whole)].iter().map(|&w| f64::from(w));
+                assert!(weights[picked] > 0.0, "{vocabulary}: {picked} has no weight");
+                assert!(
+                    picked == whole || between.sum::<f64>() < 1e-6 * total,
+                    "{vocabulary}: {picked} for {whole}"
+                );
+            }
+            assert_eq!(blocks.pick(row, 2.0 * total), pick(&weights, 2.0 * total));
+        }
     }
 
     #[test]

@@ -73,13 +73,40 @@ pub fn max_lanes(row: &[f32]) -> f32 {
     let chunks = row.chunks_exact(LANES);
     let rest = chunks.remainder();
     for chunk in chunks {
-        for (lane, &x) in lanes.iter_mut().zip(chunk) {
-            *lane = if x > *lane { x } else { *lane };
-        }
+        raise(&mut lanes, chunk);
     }
-    for (lane, &x) in lanes.iter_mut().zip(rest) {
+    raise(&mut lanes, rest);
+    largest(lanes)
+}
+
+/// Multiplies a row by `factor` and returns its largest value then: one walk, as a row of logits leaves no cache room for two.
+#[inline(always)]
+pub fn scale_and_max(row: &mut [f32], factor: f32) -> f32 {
+    if factor == 1.0 {
+        return max_lanes(row);
+    }
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let mut chunks = row.chunks_exact_mut(LANES);
+    for chunk in &mut chunks {
+        chunk.iter_mut().for_each(|x| *x *= factor);
+        raise(&mut lanes, chunk);
+    }
+    let rest = chunks.into_remainder();
+    rest.iter_mut().for_each(|x| *x *= factor);
+    raise(&mut lanes, rest);
+    largest(lanes)
+}
+
+/// Each lane becomes its value in `chunk`, at most [`LANES`] long, where that is larger.
+#[inline(always)]
+fn raise(lanes: &mut [f32; LANES], chunk: &[f32]) {
+    for (lane, &x) in lanes.iter_mut().zip(chunk) {
         *lane = if x > *lane { x } else { *lane };
     }
+}
+
+#[inline(always)]
+fn largest(mut lanes: [f32; LANES]) -> f32 {
     let mut width = LANES / 2;
     while width > 0 {
         for i in 0..width {
@@ -115,5 +142,21 @@ mod tests {
         let a = sum_lanes(row.len(), |i| row[i]);
         let b = sum_lanes(row.len(), |i| std::hint::black_box(row[i]));
         assert_eq!(a.to_bits(), b.to_bits());
+    }
+
+    #[test]
+    fn a_row_scaled_on_the_way_to_its_largest_value_is_the_row_scaled_before() {
+        for len in [0, 1, 15, 16, 17, 1003] {
+            let row: Vec<f32> = (0..len).map(|i| ((i * 7919) % 1000) as f32 * 1e-3 - 0.4).collect();
+            for factor in [1.0, 0.7, -2.0] {
+                let scaled: Vec<f32> = row.iter().map(|x| x * factor).collect();
+                let mut walked = row.clone();
+                let highest = scale_and_max(&mut walked, factor);
+                assert_eq!(
+                    (highest, walked),
+                    (scaled.iter().copied().fold(f32::NEG_INFINITY, f32::max), scaled)
+                );
+            }
+        }
     }
 }

@@ -25,7 +25,7 @@ pub use settings::RolloutSettings;
 use crate::chat::Chat;
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
-use crate::metrics::Phase;
+use crate::metrics::{Phase, Progress};
 use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
 use crate::tasks::Task;
@@ -36,6 +36,7 @@ use engine::Engine;
 use queue::{Hooks, Queue};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use std::sync::{Mutex, PoisonError};
 
 /// Models up to this size decode in one engine a thread; larger ones in one engine whose ops share the threads, so that
 /// weights are read once for the whole batch. Bytes of all weights, times the threads.
@@ -69,6 +70,20 @@ pub struct RolloutProgress {
     pub sampled_tokens: u64,
     /// Sum of the rewards of the finished ones.
     pub reward_sum: f64,
+}
+
+impl RolloutProgress {
+    /// Shows a rollout's progress as that of `stage`, whose pieces are trajectories.
+    pub fn shown_by(stage: &Progress) -> impl Fn(Self) + Sync {
+        let before = Mutex::new(Self::default());
+        move |now| {
+            let mut before = before.lock().unwrap_or_else(PoisonError::into_inner);
+            let reward = (now.finished > 0).then(|| ("reward", now.reward_sum / now.finished as f64));
+            let finished = (now.finished - before.finished) as u64;
+            stage.advance(finished, now.sampled_tokens - before.sampled_tokens, reward.as_slice());
+            *before = now;
+        }
+    }
 }
 
 /// Work done, for `perf/` metrics.

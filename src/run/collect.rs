@@ -158,7 +158,7 @@ impl<'a> Collection<'a> {
         // Half a line that a kill left.
         file.set_len(bytes).with_context(|| format!("{}", partial.display()))?;
         let all = (prompts.len() * samples) as u64;
-        let stage = console.stage(name, all, all - (missing.len() * samples) as u64);
+        let stage = console.work(name, all, all - (missing.len() * samples) as u64);
         if let Some(new) = self.fill(&file, phase, policy, (settings, samples), &missing, &stage, stop)? {
             let mut new = new.into_iter();
             kept.iter_mut().filter(|kept| kept.is_none()).for_each(|kept| *kept = new.next());
@@ -187,17 +187,6 @@ impl<'a> Collection<'a> {
         if prompts.is_empty() {
             return Ok(Some(vec![]));
         }
-        let shown = Mutex::new(RolloutProgress::default());
-        let progress = |now: RolloutProgress| {
-            let mut before = shown.lock().unwrap_or_else(PoisonError::into_inner);
-            let ended = now.finished.saturating_sub(before.finished);
-            if ended > 0 {
-                let tokens = now.sampled_tokens.saturating_sub(before.sampled_tokens);
-                let reward = now.reward_sum / now.finished as f64;
-                stage.advance(ended as u64, tokens, &[("reward", reward)]);
-                *before = now;
-            }
-        };
         let failure = Mutex::new(None);
         let finished = |trajectory: &Trajectory, messages: &[_]| {
             let problem = prompts.iter().find(|prompt| prompt.index == trajectory.prompt);
@@ -215,8 +204,13 @@ impl<'a> Collection<'a> {
         };
         let failed = || failure.lock().unwrap_or_else(PoisonError::into_inner).is_some();
         let rollout = self.bench.rollout(policy, settings);
-        let rollouts =
-            rollout.groups_observed(prompts, samples, &progress, &finished, &|| stop() || failed())?;
+        let rollouts = rollout.groups_observed(
+            prompts,
+            samples,
+            &RolloutProgress::shown_by(stage),
+            &finished,
+            &|| stop() || failed(),
+        )?;
         if let Some(error) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
             return Err(error.context(format!("writing trajectories into {}", self.path.display())));
         }

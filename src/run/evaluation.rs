@@ -1,9 +1,9 @@
 //! Success on held-out problems, during training and by `rloss eval`.
 
 use super::workbench::Workbench;
-use crate::metrics::{Metrics, Phase};
+use crate::metrics::{Console, Metrics, Phase};
 use crate::rollout::accuracy::{self, Estimate, Sample, Vote};
-use crate::rollout::{Prompt, RolloutSettings};
+use crate::rollout::{Prompt, RolloutProgress, RolloutSettings};
 use crate::tasks::{Transcript, ValidationSet};
 use crate::trajectory::{CallOutcome, TrajectoryRow};
 use anyhow::Result;
@@ -31,13 +31,14 @@ pub struct ProblemResult {
     pub votes: Vec<Vote>,
 }
 
-/// Samples every validation set with the model as it is. `None` when `stop` said so.
+/// Samples every validation set with the model as it is, shown on `console` as a stage within a step. `None` when `stop` said so.
 ///
 /// # Errors
 /// Those of the rollout.
 pub fn evaluate(
     bench: &Workbench,
     step: u64,
+    console: &Console,
     stop: &(dyn Fn() -> bool + Sync),
 ) -> Result<Option<Evaluation>> {
     let samples = bench.recipe().eval.samples;
@@ -45,7 +46,10 @@ pub fn evaluate(
     let policy = bench.plain_policy()?;
     let mut sets = vec![];
     for (set, prompts) in prompts(bench) {
-        let rollouts = bench.groups(&policy, &settings, &prompts, samples, &|_| (), stop)?;
+        let inner = console.inner_stage("evaluation", (prompts.len() * samples) as u64);
+        let progress = RolloutProgress::shown_by(&inner);
+        let rollouts = bench.groups(&policy, &settings, &prompts, samples, &progress, stop)?;
+        inner.finish();
         let Some(rollouts) = rollouts else { return Ok(None) };
         let mut rows = rollouts.rows(Phase::Eval);
         let groups = prompts.iter().map(|_| rows.by_ref().take(samples).collect()).collect();

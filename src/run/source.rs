@@ -257,7 +257,7 @@ impl ModelSource {
             specs.iter().zip(&self.forms).map(|(spec, form)| spec.resident_bytes(*form)).collect();
         let all = megabytes(bytes.iter().sum());
         let shown = if all >= SHOWN_MEGABYTES {
-            console.stage("MB read", all, 0)
+            console.work("MB read", all, 0)
         } else {
             console.inner_stage("MB read", all)
         };

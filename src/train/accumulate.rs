@@ -113,10 +113,25 @@ impl Learner<'_> {
     /// # Errors
     /// Those of the passes.
     pub fn forward(&self, batches: &[MicroBatch], settings: PassSettings) -> Result<Vec<PassOutput>> {
+        self.forward_observed(batches, settings, &|_| ())
+    }
+
+    /// The same; `passed` is told of every micro-batch that this process made, in any order and from any thread.
+    ///
+    /// # Errors
+    /// Those of the passes.
+    pub fn forward_observed(
+        &self,
+        batches: &[MicroBatch],
+        settings: PassSettings,
+        passed: &(dyn Fn(&MicroBatch) + Sync),
+    ) -> Result<Vec<PassOutput>> {
         let weights = self.parameters.passing()?;
         self.each(batches, |turn| {
             let batch = &*batches[turn.index].part(self.parameters.mesh())?;
-            Pass { model: self.model, weights: &weights, batch, settings }.forward()
+            let output = Pass { model: self.model, weights: &weights, batch, settings }.forward()?;
+            passed(batch);
+            Ok(output)
         })
     }
 

@@ -4,10 +4,9 @@ use super::Trainer;
 use crate::metrics::{Metrics, Phase};
 use crate::policy::advantage::informative_groups;
 use crate::recipe::Advantage;
-use crate::rollout::{self, Prompt, RolloutSettings, Rollouts};
+use crate::rollout::{self, Prompt, RolloutProgress, RolloutSettings, Rollouts};
 use crate::trajectory::{Group, TokenFigures, TrajectoryRow};
 use anyhow::{Context, Result};
-use std::sync::atomic::{AtomicU64, Ordering};
 
 /// What a step sampled, and which of it is trained on.
 pub(super) struct Generated {
@@ -109,12 +108,7 @@ impl Trainer {
         let inner = self.console.inner_stage("rollout", (prompts.len() * samples) as u64);
         let policy = bench.rollout_policy()?;
         let rollouts = self.timings.time(stage, || {
-            let seen = AtomicU64::new(0);
-            let report = |p: rollout::RolloutProgress| {
-                let before = seen.fetch_max(p.finished as u64, Ordering::Relaxed);
-                inner.advance((p.finished as u64).saturating_sub(before), 0, &[]);
-            };
-            bench.groups(&policy, settings, prompts, samples, &report, &|| false)
+            bench.groups(&policy, settings, prompts, samples, &RolloutProgress::shown_by(&inner), &|| false)
         })?;
         inner.finish();
         rollouts.context("the rollout ended early")

@@ -303,18 +303,15 @@ impl Trainer {
         if prompts(&self.bench).iter().all(|(_, held_out)| held_out.is_empty()) {
             return Ok(());
         }
-        let inner = self.console.inner_stage("evaluation", 1);
         self.now(match step {
             0 => "the first evaluation and step 1".to_owned(),
             _ => format!("the evaluation after step {step}"),
         });
         let begun = std::time::Instant::now();
-        let evaluation = evaluate(&self.bench, step, &|| false)?
+        let evaluation = evaluate(&self.bench, step, &self.console, &|| false)?
             .ok_or_else(|| anyhow::anyhow!("the evaluation ended early"))?;
         self.timings.add("testing", begun.elapsed().as_secs_f64());
         self.timings.add("step", begun.elapsed().as_secs_f64());
-        inner.advance(1, 0, &[]);
-        inner.finish();
         self.watch_workers(step);
         self.console.print(&format!("step {step}: {}", evaluation.summary()));
         let failed = evaluation.rows().filter(|row| row.trajectory.failed()).count();

@@ -202,7 +202,7 @@ fn an_adapter_beside_a_packed_base_is_one_forward() {
             let policy = PolicyView::plain(&model, &packed).unwrap();
             let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
             assert_eq!(found, policy.prefill(&tokens, 0.8).unwrap().concat(), "rank {rank}: prefill");
-            assert_eq!(found, policy.decode(&tokens, 0.8).unwrap().concat(), "rank {rank}: decode");
+            assert_eq!(found, policy.decode(&tokens, 0.8, &|_| ()).unwrap().concat(), "rank {rank}: decode");
         }
     }
 }

@@ -4,6 +4,7 @@
 use crate::tiny::load;
 use rloss::chat::Chat;
 use rloss::harmony::HarmonyTokenizer;
+use rloss::metrics::Console;
 use rloss::mismatch::against;
 use rloss::mismatch::causes::Cause;
 use rloss::mismatch::causes::list::causes;
@@ -73,7 +74,8 @@ impl Fixture {
 
     fn compare(&self, rows: &[TokenRow]) -> against::Comparison {
         let Self { threads, model, parameters, chat } = self;
-        let reference = Reference { threads, model, parameters, earlier: None };
+        let console = &Console::silent();
+        let reference = Reference { threads, model, parameters, earlier: None, console };
         against::compare(reference, chat, rows, 1000, (0.2, 0.2)).unwrap()
     }
 }

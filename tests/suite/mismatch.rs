@@ -2,6 +2,7 @@
 
 use crate::tiny;
 use rloss::choice::Choice;
+use rloss::metrics::Console;
 use rloss::mismatch::causes::Cause;
 use rloss::mismatch::causes::weights::Quantised;
 use rloss::mismatch::diagnose::{Reference, Verdict};
@@ -26,16 +27,18 @@ struct World {
     threads: Threads,
     model: Model,
     parameters: Parameters,
+    console: Console,
 }
 
 impl World {
     fn new() -> Self {
         let (model, parameters) = tiny::model(tiny::config(true), 3);
-        Self { threads: Threads::new(2).unwrap(), model, parameters }
+        Self { threads: Threads::new(2).unwrap(), model, parameters, console: Console::silent() }
     }
 
     fn reference(&self) -> Reference<'_> {
-        Reference { threads: &self.threads, model: &self.model, parameters: &self.parameters, earlier: None }
+        let Self { threads, model, parameters, console } = self;
+        Reference { threads, model, parameters, earlier: None, console }
     }
 
     /// Rollouts of the arithmetic task under `arms`.
@@ -148,7 +151,7 @@ fn observed(world: &World, model: &Model, forward: ForwardOptions, temperature: 
     sequences.iter_mut().for_each(|s| s.mask.iter_mut().skip(1).for_each(|m| *m = true));
     let batches = MicroBatch::split(&sequences, 200);
     let policy = PolicyView { forward, ..PolicyView::plain(model, &world.parameters).unwrap() };
-    let log_probs = policy.all_log_probs(&world.threads, &batches, temperature).unwrap();
+    let log_probs = policy.all_log_probs(&world.threads, &batches, temperature, &|_| ()).unwrap();
     Observed::sampled(batches, 1.0, log_probs)
 }
 
@@ -179,7 +182,7 @@ fn found_in_bf16(world: &World, model: &Model, activation_bits: u32, temperature
     let plain = observed(world, model, ForwardOptions::default(), 1.0);
     let batches: Vec<MicroBatch> = plain.batches.into_iter().map(|batch| batch.tokens).collect();
     let policy = PolicyView { model, weights, forward };
-    let log_probs = policy.all_log_probs(&world.threads, &batches, temperature).unwrap();
+    let log_probs = policy.all_log_probs(&world.threads, &batches, temperature, &|_| ()).unwrap();
     world.reference().diagnose(&Observed::sampled(batches, 1.0, log_probs)).unwrap().verdict
 }
 

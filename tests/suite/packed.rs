@@ -85,7 +85,7 @@ fn forward_prefill_and_decode_have_the_bits_of_the_decoded_model() {
                 (
                     pass.forward().unwrap().log_probs,
                     policy.prefill(&tokens, 0.8).unwrap(),
-                    policy.decode(&tokens, 0.8).unwrap(),
+                    policy.decode(&tokens, 0.8, &|_| ()).unwrap(),
                 )
             });
             assert!(results[0].0.len() > 20);
@@ -151,7 +151,7 @@ fn layers_that_stay_on_disk_compute_the_same_bits() {
         for arms in [Arms::default(), Arms { rollout_mantissa_bits: 3, ..Arms::default() }] {
             let [expected, found] = [&resident, &stored].map(|parameters| {
                 let policy = PolicyView::rollout(&model, parameters, &arms, 0).unwrap();
-                (policy.prefill(&tokens, 1.0).unwrap(), policy.decode(&tokens, 1.0).unwrap())
+                (policy.prefill(&tokens, 1.0).unwrap(), policy.decode(&tokens, 1.0, &|_| ()).unwrap())
             });
             assert_eq!(expected, found, "{form:?}, {arms:?}");
         }

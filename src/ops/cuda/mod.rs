@@ -10,6 +10,7 @@ mod dispatch;
 mod embedding;
 #[cfg(feature = "flash-attn")]
 mod flash_attention;
+mod head;
 mod launch;
 mod load_balance;
 mod log_prob;
@@ -43,6 +44,7 @@ pub(super) use dispatch::{
     combine_backward, combine_forward, dispatch_backward, dispatch_forward, sort_by_expert,
 };
 pub(super) use embedding::{add_columns, add_rows, sum_rows, take_columns, take_rows};
+pub(super) use head::{head_backward, head_forward, head_logits};
 pub(super) use load_balance::{load_balance_backward, load_balance_forward};
 pub(super) use optimizer::{accumulate, adamw, adamw_8bit, round_into, scale, sgd, sum_of_squares};
 pub(super) use paged::sink_attention_cached;

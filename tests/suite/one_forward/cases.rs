@@ -3,6 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use rloss::harmony::Message;
 use rloss::interpreter::{Interpreter, Reply, SessionId};
+use rloss::metrics::Console;
 use rloss::mismatch::links::{Link, Proof};
 use rloss::model::config::{Config, LayerType, Rope};
 use rloss::model::family::Family;
@@ -197,6 +198,7 @@ impl Case {
                     training: ForwardOptions::default(),
                     temperature: self.sampling.temperature,
                     micro_batch_tokens: 1000,
+                    console: &Console::silent(),
                 };
                 proof.links(&trajectories)?.to_vec()
             };

@@ -3,6 +3,7 @@
 mod attention;
 mod embedding;
 mod experts;
+mod head;
 mod load_balance;
 mod log_prob;
 mod optimizer;

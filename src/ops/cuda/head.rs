@@ -1,0 +1,131 @@
+//! The language model's head on the GPU: `h [R, H]` and `W [H, V]` in bf16, logits in f32, a chunk of rows at a time.
+//!
+//! The sampler's logits and the training pass's are the same product and the same sums, so that a token's log-probability has
+//! the same bits in both.
+
+use super::arguments::{Op, of_storage, tensor};
+use super::log_prob::{logits_gradient, row_stats};
+use super::product::{add_weight_gradient, product_forward, product_input_gradient};
+use crate::ops::parameter::Gradient;
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::CudaSlice;
+use candle_core::cuda_backend::{CudaDevice, CudaStorage};
+use candle_core::{DType, Layout, Result, Shape, Tensor};
+use half::bf16;
+
+const OP: Op = Op("log_prob");
+/// Logits kept at a time, in values: half a gigabyte, enough rows to keep a GPU busy.
+const CHUNK_VALUES_MAX: usize = 1 << 27;
+/// Rows of a tile of the product; a chunk is whole tiles.
+const TILE_ROWS: usize = 128;
+
+/// Rows whose logits are computed at a time.
+fn chunk_rows(vocabulary: usize) -> usize {
+    (CHUNK_VALUES_MAX / vocabulary.max(1) / TILE_ROWS).max(1) * TILE_ROWS
+}
+
+/// `h · W` for rows `h [m, H]`, f32.
+fn product(h: (&CudaStorage, &Layout), weight: &Tensor) -> Result<CudaStorage> {
+    let opened = weight.storage_and_layout();
+    let weight = OP.on_gpu("the head", &opened, DType::BF16, weight.dims())?;
+    Ok(product_forward(OP.0, h, weight, None, None, DType::F32)?.0)
+}
+
+/// Logits over the temperature `[R, V]`, and their log-sum-exps `[R]`.
+pub(in crate::ops) fn head_logits(
+    h: &Tensor,
+    weight: &Tensor,
+    inverse_temperature: f32,
+) -> Result<[Tensor; 2]> {
+    let (rows, vocabulary) = (h.dim(0)?, weight.dim(1)?);
+    let opened = h.storage_and_layout();
+    let h = OP.on_gpu("h", &opened, DType::BF16, h.dims())?;
+    let device = h.0.device();
+    let mut z = product(h, weight)?;
+    let [mut log_sum_exp, mut entropy] = [device.alloc_zeros::<f32>(rows)?, device.alloc_zeros::<f32>(rows)?];
+    let sums = [&mut log_sum_exp.as_view_mut(), &mut entropy.as_view_mut()];
+    row_stats(device, &mut z.as_cuda_slice_mut::<f32>()?.as_view_mut(), inverse_temperature, sums, None)?;
+    Ok([of_storage(z, (rows, vocabulary)), tensor(log_sum_exp, device, rows)])
+}
+
+/// Log-probabilities (first row) and entropies (second row) of `targets`, `[2, R]`.
+pub(in crate::ops) fn head_forward(
+    h: (&CudaStorage, &Layout),
+    weight: &Tensor,
+    targets: &[u32],
+    inverse_temperature: f32,
+) -> Result<(CudaStorage, Shape)> {
+    let (device, rows) = (h.0.device(), targets.len());
+    let chunk = chunk_rows(weight.dim(1)?);
+    let ids = uploaded(device, targets)?;
+    let mut out = device.alloc_zeros::<f32>(2 * rows)?;
+    let mut log_sum_exp = device.alloc_zeros::<f32>(chunk.min(rows))?;
+    for start in (0..rows).step_by(chunk) {
+        let m = chunk.min(rows - start);
+        let mut z = product((h.0, &h.1.narrow(0, start, m)?), weight)?;
+        let (mut log_probs, mut entropies) = out.split_at_mut(rows);
+        let sums = [&mut log_sum_exp.slice_mut(..m), &mut entropies.slice_mut(start..start + m)];
+        let log_prob = &mut log_probs.slice_mut(start..start + m);
+        let of_targets = Some((&ids.slice(start..start + m), log_prob));
+        let z = &mut z.as_cuda_slice_mut::<f32>()?.as_view_mut();
+        row_stats(device, z, inverse_temperature, sums, of_targets)?;
+    }
+    Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((2, rows))))
+}
+
+/// Adds the weight's gradient where it learns, and returns that of `h` where `h_learns`, from that of what
+/// [`head_forward`] gave, `[2, R]`.
+pub(in crate::ops) fn head_backward(
+    [h, weight, gradient]: [&Tensor; 3],
+    targets: &[u32],
+    inverse_temperature: f32,
+    learns: Option<&Gradient>,
+    h_learns: bool,
+) -> Result<Option<Tensor>> {
+    let ((rows, width), vocabulary) = (h.dims2()?, weight.dim(1)?);
+    let chunk = chunk_rows(vocabulary);
+    let opened = [h, gradient].map(Tensor::storage_and_layout);
+    let of_h = OP.on_gpu("h", &opened[0], DType::BF16, &[rows, width])?;
+    let of_gradient = OP.on_gpu("the output's gradient", &opened[1], DType::F32, &[2, rows])?;
+    let gradient = OP.view::<f32>(of_gradient.0, of_gradient.1)?;
+    let device = of_h.0.device();
+    let ids = uploaded(device, targets)?;
+    let mut dh = vec![];
+    for start in (0..rows).step_by(chunk) {
+        let m = chunk.min(rows - start);
+        let mut z = product((of_h.0, &of_h.1.narrow(0, start, m)?), weight)?;
+        let z = z.as_cuda_slice_mut::<f32>()?;
+        let [mut log_sum_exp, mut entropy] = [device.alloc_zeros::<f32>(m)?, device.alloc_zeros::<f32>(m)?];
+        let sums = [&mut log_sum_exp.as_view_mut(), &mut entropy.as_view_mut()];
+        row_stats(device, &mut z.as_view_mut(), inverse_temperature, sums, None)?;
+        let mut dz = device.alloc_zeros::<bf16>(m * vocabulary)?;
+        let of_rows = [
+            &log_sum_exp.as_view(),
+            &entropy.as_view(),
+            &gradient.slice(start..start + m),
+            &gradient.slice(rows + start..rows + start + m),
+        ];
+        let target = &ids.slice(start..start + m);
+        let dz_view = &mut dz.as_view_mut();
+        logits_gradient(device, &z.as_view(), target, of_rows, inverse_temperature, dz_view)?;
+        let dz = tensor(dz, device, (m, vocabulary));
+        if let Some(learns) = learns {
+            let h = h.narrow(0, start, m)?;
+            learns.add(|dw| add_weight_gradient(OP.0, dw, &h, &dz, None))?;
+        }
+        if h_learns {
+            dh.push(product_input_gradient(OP.0, &dz, weight, None)?);
+        }
+    }
+    match (h_learns, dh.len()) {
+        (false, _) => Ok(None),
+        (true, 0) => Ok(Some(h.zeros_like()?)),
+        (true, 1) => Ok(dh.pop()),
+        (true, _) => Ok(Some(Tensor::cat(&dh, 0)?)),
+    }
+}
+
+/// Ids on the GPU; never an empty allocation's.
+fn uploaded(device: &CudaDevice, ids: &[u32]) -> Result<CudaSlice<u32>> {
+    if ids.is_empty() { device.alloc_zeros(1) } else { device.clone_htod(ids) }
+}

@@ -1,0 +1,79 @@
+//! The head against the CPU's on the same numbers, and the sampler's bits against training's.
+
+use super::{assert_close, assert_refused, assert_rounded, differentiated, floats, learning, numbers, up};
+use crate::ops::cuda::open;
+use crate::ops::head_matrix::HeadMatrix;
+use crate::ops::logits::Sampling;
+use crate::ops::{self, Parameter};
+use candle_core::{DType, Device, Tensor, Var};
+use std::sync::Arc;
+
+const TEMPERATURE: f64 = 0.8;
+
+fn targets(rows: usize, vocabulary: usize) -> Arc<Vec<u32>> {
+    Arc::new((0..rows).map(|i| (i * 31 % vocabulary) as u32).collect())
+}
+
+#[test]
+fn the_head_gives_the_cpus_values_and_gradients() {
+    let gpu = open(0).unwrap();
+    for (rows, width, vocabulary) in [(1, 8, 8), (5, 24, 301), (130, 16, 77)] {
+        let targets = targets(rows, vocabulary);
+        let (h, w) = (numbers(1, rows, width, 0.5), numbers(2, width, vocabulary, 0.3));
+        // Gradients of the log-probabilities and of the entropies.
+        let dy = numbers(3, 2, rows, 1.0);
+        let head = |h: &Tensor, w: &Parameter| {
+            ops::log_prob_and_entropy(h, &HeadMatrix::Plain(w.clone()), &targets, TEMPERATURE)
+        };
+        let zeros = Tensor::zeros((width, vocabulary), DType::F32, &Device::Cpu).unwrap();
+        let (own, exact_dw) = learning(&w, &zeros);
+        let (y, dh) = differentiated(&[&h], &dy, |h| head(h[0], &own));
+        let (own, dw) = learning(&up(&w, &gpu), &zeros.to_device(&gpu).unwrap());
+        let on_gpu = dy.to_device(&gpu).unwrap();
+        let (got, got_dh) = differentiated(&[&up(&h, &gpu)], &on_gpu, |h| head(h[0], &own));
+        assert_close(&got, &y, 1e-5);
+        let size = floats(&dh[0]).iter().fold(0f32, |size, x| size.max(x.abs()));
+        assert_rounded(&got_dh[0], &dh[0], size / 128.0);
+        assert_close(&dw, &exact_dw, 1.0 / 128.0);
+    }
+}
+
+#[test]
+fn what_is_sampled_has_the_bits_that_training_computes() {
+    let gpu = open(0).unwrap();
+    let (rows, width, vocabulary) = (150, 32, 203);
+    let (h, w) = (up(&numbers(1, rows, width, 0.5), &gpu), up(&numbers(2, width, vocabulary, 0.3), &gpu));
+    let head = HeadMatrix::Plain(Parameter::frozen(&w));
+    let targets = targets(rows, vocabulary);
+    let trained = floats(&ops::log_prob_and_entropy(&h, &head, &targets, TEMPERATURE).unwrap());
+    // All rows at once, by wide tiles; one and three at a time, by narrow ones.
+    for count in [rows, 1, 3] {
+        for first in (0..rows).step_by(count) {
+            let part = h.narrow(0, first, count).unwrap().copy().unwrap();
+            let sampling = Sampling::whole(TEMPERATURE);
+            let logits = ops::logits(&part, &head, &sampling).unwrap();
+            let asked: Vec<_> = (0..count).map(|row| (row, targets[first + row])).collect();
+            assert_eq!(logits.log_probs(&sampling, &asked).unwrap(), trained[first..first + count]);
+            for (row, drawn) in
+                logits.draw(&sampling, &[(0, 0.3), (count - 1, 0.9)]).unwrap().iter().enumerate()
+            {
+                let row = [0, count - 1][row];
+                assert_eq!(logits.log_probs(&sampling, &[(row, drawn.token)]).unwrap(), [drawn.log_prob]);
+            }
+        }
+    }
+}
+
+#[test]
+fn no_rows_have_no_log_probabilities_and_f32_weights_are_refused() {
+    let gpu = open(0).unwrap();
+    let w = Tensor::zeros((16, 40), DType::BF16, &gpu).unwrap();
+    let h = Var::from_tensor(&Tensor::zeros((0, 16), DType::BF16, &gpu).unwrap()).unwrap();
+    let head = HeadMatrix::Plain(Parameter::frozen(&w));
+    let y = ops::log_prob_and_entropy(&h, &head, &Arc::new(vec![]), 1.0).unwrap();
+    assert_eq!(y.dims(), [2, 0]);
+    let wide = HeadMatrix::Plain(Parameter::frozen(&Tensor::zeros((16, 40), DType::F32, &gpu).unwrap()));
+    let h = Tensor::zeros((1, 16), DType::BF16, &gpu).unwrap();
+    let refusal = ops::log_prob_and_entropy(&h, &wide, &Arc::new(vec![0]), 1.0);
+    assert_refused(refusal, "log_prob: the head [16, 40] is F32, expected BF16 on a GPU");
+}
