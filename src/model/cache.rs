@@ -16,6 +16,12 @@ impl SequenceCache {
         Self { layers: vec![layer; config.num_hidden_layers] }
     }
 
+    /// An empty cache in a GPU's pages, of which each layer has a pool.
+    #[cfg(feature = "cuda")]
+    pub fn on_device(pools: &[std::sync::Arc<crate::ops::cuda::KvPool>]) -> Self {
+        Self { layers: pools.iter().map(|pool| KvSequence::Device(pool.sequence())).collect() }
+    }
+
     /// What the cache of a sequence of `tokens` tokens takes, bytes; sliding layers forget what no query sees.
     pub fn bytes(config: &Config, tokens: usize) -> u64 {
         let position = 2 * config.num_key_value_heads * config.head_dim * size_of::<f32>();

@@ -177,7 +177,7 @@ impl Model {
         rows: &Rows,
         options: &ForwardOptions,
     ) -> Result<(Tensor, Routing)> {
-        let mut router_logits = weights.router.apply(h)?;
+        let mut router_logits = weights.router.apply_f32(h)?;
         if let Some(noise) = options.router_noise {
             router_logits = ops::router_noise(&router_logits, noise, index, &rows.rotation.positions)?;
         }

@@ -68,6 +68,18 @@ impl Projection {
         }
     }
 
+    /// The same with sums that stay f32 on every device, for what is decided by them.
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    pub fn apply_f32(&self, x: &Tensor) -> Result<Tensor> {
+        match self {
+            Projection::Dense { weight, bias } => Ok(ops::linear_f32(x, weight, bias.as_ref())?),
+            Projection::Packed { weight, bias } => Ok(packed_linear(x, weight, bias.as_ref())?),
+            Projection::Adapted { base, adapter } => adapter.add_to(&base.apply_f32(x)?, x, None),
+        }
+    }
+
     /// Each row by its expert's matrix: `x [T·K, in]`, sorted by `plan`, → `[T·K, out]`.
     ///
     /// # Errors

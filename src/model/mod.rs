@@ -15,6 +15,8 @@ pub mod layer;
 pub mod layers_in_turn;
 pub mod load;
 pub mod names;
+#[cfg(all(test, feature = "cuda"))]
+mod on_device;
 pub mod parameters;
 pub mod pieces;
 pub mod policy_view;

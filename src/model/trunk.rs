@@ -106,7 +106,7 @@ impl Trunk<'_> {
     pub fn head(&self, normed: &Tensor, targets: &Arc<Vec<u32>>, temperature: f64) -> Result<Tensor> {
         Ok(match self.weights.head()? {
             Head::LanguageModel(head) => head.log_prob_and_entropy(normed, targets, temperature)?,
-            Head::Value(head) => head.apply(normed)?.reshape((1, targets.len()))?,
+            Head::Value(head) => head.apply_f32(normed)?.reshape((1, targets.len()))?,
         })
     }
 

@@ -1,0 +1,209 @@
+//! Whole models on a GPU or the emulated driver: one forward in training, prefill and decode, and its gradients beside the CPU's.
+
+use super::attend::PackedAttention;
+use super::cache::SequenceCache;
+use super::config::{Config, LayerType, Rope};
+use super::family::Family;
+use super::forward::{ForwardOptions, Model, Rows};
+use super::held::Weight;
+use super::init::{InitSettings, init};
+use super::trunk::{Trunk, nothing};
+use super::weights::Weights;
+use crate::ops::cuda::{KvPool, open};
+use crate::ops::parameter::GradientSink;
+use crate::ops::{self, Parameter, SequenceRows, logits::Sampling};
+use candle_core::{DType, Device, Tensor, Var};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+fn config(family: Family, heads: usize, kv_heads: usize, window: usize) -> Config {
+    let experts = family == Family::GptOss;
+    Config {
+        family,
+        vocab_size: 101,
+        hidden_size: 40,
+        num_hidden_layers: 2,
+        num_attention_heads: heads,
+        num_key_value_heads: kv_heads,
+        head_dim: 64,
+        intermediate_size: 24,
+        num_local_experts: if experts { 6 } else { 0 },
+        num_experts_per_tok: if experts { 2 } else { 0 },
+        sliding_window: window,
+        layer_types: if experts { LayerType::alternating(2) } else { vec![LayerType::Full; 2] },
+        rope: Rope { theta: 10000.0, yarn: None },
+        rms_norm_eps: 1e-5,
+        swiglu_limit: 7.0,
+        tie_word_embeddings: false,
+        max_position_embeddings: 256,
+        bos_token_id: None,
+        eos_token_ids: vec![0],
+        pad_token_id: None,
+    }
+}
+
+/// Buffers of gradients, one a parameter.
+struct Buffers(Vec<Tensor>);
+
+impl GradientSink for Buffers {
+    fn add(
+        &self,
+        parameter: usize,
+        add: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>,
+    ) -> candle_core::Result<()> {
+        add(&self.0[parameter])
+    }
+}
+
+/// A model whose weights all learn; on a GPU its matrices are bf16. Values are what bf16 holds on both.
+struct Learner {
+    model: Model,
+    weights: Weights,
+    names: Vec<String>,
+    gradients: Arc<Buffers>,
+}
+
+fn learner(config: &Config, device: &Device) -> Learner {
+    let settings = InitSettings { embedding_std: 1.0, head_scale: 1.0, sink: 0.5 };
+    let (mut names, mut values, mut buffers) = (vec![], vec![], vec![]);
+    for (spec, of_spec) in init(config, &settings, 5).unwrap() {
+        let shape = spec.working_shape();
+        let matrix = spec.packed_form(super::config::Form::Bf16).is_some();
+        let rounded =
+            Tensor::from_vec(of_spec, shape.clone(), &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
+        let dtype = if matrix && device.is_cuda() { DType::BF16 } else { DType::F32 };
+        values.push(Var::from_tensor(&rounded.to_dtype(dtype).unwrap().to_device(device).unwrap()).unwrap());
+        buffers.push(Tensor::zeros(shape, DType::F32, device).unwrap());
+        names.push(spec.name);
+    }
+    let gradients = Arc::new(Buffers(buffers));
+    let places: HashMap<_, _> = names.iter().enumerate().map(|(i, name)| (name.clone(), i)).collect();
+    let find = |name: &str| {
+        let i = places[name];
+        Ok(Weight::Plain(Parameter::learning(&values[i], gradients.clone(), i)))
+    };
+    let weights = Weights::new(config, false, 0, None, &find).unwrap();
+    Learner { model: Model::new(config.clone(), 256), weights, names, gradients }
+}
+
+fn floats(x: &Tensor) -> Vec<f32> {
+    let x = x.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
+    x.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+fn ids(count: usize) -> Vec<u32> {
+    (0..count).map(|i| (i * i * 7 % 101) as u32).collect()
+}
+
+impl Learner {
+    fn trunk(&self) -> Trunk<'_> {
+        Trunk { model: &self.model, weights: &self.weights, forward: ForwardOptions::default() }
+    }
+
+    /// Log-probabilities and entropies of `targets` after every row of sequences of these lengths, `[2, T]`, as training
+    /// computes them; differentiable.
+    fn training(&self, tokens: &[u32], lengths: &[usize]) -> Tensor {
+        let mut starts = vec![0];
+        lengths.iter().for_each(|length| starts.push(starts[starts.len() - 1] + length));
+        let sequence_rows = Arc::new(SequenceRows::separate(&starts));
+        let positions = lengths.iter().flat_map(|&length| 0..length as u32).collect();
+        let attend = &mut PackedAttention { sequence_rows };
+        let rotation = self.model.rotation(positions);
+        let rows = &mut Rows { rotation, attend, replay: None };
+        let hidden = self.trunk().walk(&Arc::new(tokens.to_vec()), rows, &mut nothing).unwrap();
+        let all = Arc::new((0..tokens.len() as u32).collect());
+        let normed = self.trunk().normed(&hidden, &all).unwrap();
+        self.trunk().head(&normed, &Arc::new(targets(tokens)), 1.0).unwrap()
+    }
+
+    /// The same log-probabilities as a sampler computes them, `pace` tokens of each sequence at a time.
+    fn sampled(&self, pools: &[Arc<KvPool>], tokens: &[u32], lengths: &[usize], pace: usize) -> Vec<f32> {
+        let mut caches: Vec<_> = lengths.iter().map(|_| SequenceCache::on_device(pools)).collect();
+        let starts: Vec<usize> =
+            lengths.iter().scan(0, |at, length| Some(std::mem::replace(at, *at + length))).collect();
+        let targets = targets(tokens);
+        let mut out = vec![f32::NAN; tokens.len()];
+        loop {
+            let at: Vec<usize> = caches.iter().map(SequenceCache::len).collect();
+            let counts: Vec<usize> =
+                lengths.iter().zip(&at).map(|(length, at)| pace.min(length - at)).collect();
+            if counts.iter().all(|&count| count == 0) {
+                return out;
+            }
+            let rows: Vec<usize> = (0..lengths.len())
+                .flat_map(|i| (0..counts[i]).map(move |row| (i, row)))
+                .map(|(i, row)| starts[i] + at[i] + row)
+                .collect();
+            let fed = rows.iter().map(|&row| tokens[row]).collect();
+            let mut open: Vec<_> = caches.iter_mut().collect();
+            let hidden = self.trunk().feed(fed, &mut open, &counts, &mut nothing).unwrap();
+            let all = Arc::new((0..rows.len() as u32).collect());
+            let normed = self.trunk().normed(&hidden, &all).unwrap();
+            let sampling = Sampling::whole(1.0);
+            let logits = self.trunk().logits(&normed, &sampling).unwrap();
+            let asked: Vec<_> = rows.iter().enumerate().map(|(i, &row)| (i, targets[row])).collect();
+            for (&row, log_prob) in rows.iter().zip(logits.log_probs(&sampling, &asked).unwrap()) {
+                out[row] = log_prob;
+            }
+        }
+    }
+}
+
+fn targets(tokens: &[u32]) -> Vec<u32> {
+    tokens.iter().map(|id| (id * 3 + 1) % 101).collect()
+}
+
+#[test]
+fn decode_and_chunks_have_the_bits_of_training() {
+    let gpu = open(0).unwrap();
+    let shapes = [
+        config(Family::GptOss, 4, 2, 20),
+        config(Family::GptOss, 3, 1, 5),
+        config(Family::GptOss, 16, 1, 64),
+        config(Family::Qwen2, 2, 2, 20),
+    ];
+    for config in shapes {
+        let learner = learner(&config, &gpu);
+        let lengths = [70, 1, 9];
+        let tokens = ids(lengths.iter().sum());
+        let trained = floats(&learner.training(&tokens, &lengths));
+        assert!(trained.iter().all(|x| x.is_finite()));
+        let device = gpu.as_cuda_device().unwrap();
+        for pace in [1, 7, 64, 100] {
+            let pool = |_| KvPool::new(device, config.num_key_value_heads, 8).unwrap();
+            let pools: Vec<_> = (0..config.num_hidden_layers).map(pool).collect();
+            let sampled = learner.sampled(&pools, &tokens, &lengths, pace);
+            assert_eq!(sampled, trained[..tokens.len()], "{:?} at pace {pace}", config.family);
+        }
+    }
+}
+
+#[test]
+fn log_probabilities_and_gradients_are_the_cpus_up_to_bf16() {
+    let gpu = open(0).unwrap();
+    for config in [config(Family::GptOss, 4, 2, 20), config(Family::Qwen2, 2, 1, 20)] {
+        let lengths = [23, 1, 6];
+        let tokens = ids(30);
+        let of = |device: &Device| {
+            let learner = learner(&config, device);
+            let out = learner.training(&tokens, &lengths);
+            // Of the log-probabilities alone.
+            let dy: Vec<f32> =
+                (0..60).map(|i| if i < 30 { 1.0 - (i % 7) as f32 / 3.0 } else { 0.0 }).collect();
+            let dy = Tensor::from_vec(dy, (2, 30), device).unwrap();
+            ops::upstream(&out, &dy).unwrap().backward().unwrap();
+            (floats(&out), learner)
+        };
+        let ((exact, cpu), (got, own)) = (of(&Device::Cpu), of(&gpu));
+        for (got, exact) in got.iter().zip(&exact) {
+            assert!((got - exact).abs() <= 0.05 * (1.0 + exact.abs()), "{got}, exactly {exact}");
+        }
+        for (i, name) in own.names.iter().enumerate() {
+            let (got, exact) = (floats(&own.gradients.0[i]), floats(&cpu.gradients.0[i]));
+            let norm = |x: &[f32]| x.iter().map(|x| f64::from(x * x)).sum::<f64>().sqrt();
+            let difference: Vec<f32> = got.iter().zip(&exact).map(|(a, b)| a - b).collect();
+            println!("{name} {:.4} of {:.4}", norm(&difference), norm(&exact));
+            assert!(norm(&difference) <= 0.05 * norm(&exact) + 1e-6, "{name}: {got:?} {exact:?}");
+        }
+    }
+}
