@@ -30,6 +30,7 @@ pub fn load_balance(logits: &Tensor, plan: &Dispatch, holders: Option<&Arc<Vec<u
 pub(super) struct LoadBalance {
     pub plan: Dispatch,
     holders: Option<Arc<Vec<u32>>>,
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     uploaded: Uploaded,
 }
 
@@ -53,6 +54,7 @@ impl LoadBalance {
     }
 
     /// How many sequences hold each row, on a device.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn holders_on(&self, device: &Device) -> Result<Option<Tensor>> {
         let Some(holders) = &self.holders else { return Ok(None) };
         self.uploaded.on(device, || Tensor::from_slice(holders, holders.len(), device)).map(Some)

@@ -44,6 +44,7 @@ impl RopeTable {
     }
 
     /// Pairs of a head, `D/2`.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn half(&self) -> usize {
         self.half
     }
