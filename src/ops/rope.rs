@@ -17,6 +17,7 @@ pub struct RopeTable {
     half: usize,
     cosines: Vec<f32>,
     sines: Vec<f32>,
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     uploaded: Uploaded,
 }
 
@@ -53,6 +54,7 @@ impl RopeTable {
     ///
     /// # Errors
     /// When the copy cannot be made.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn on(&self, device: &Device) -> Result<Tensor> {
         self.uploaded.on(device, || {
             let both = [&self.cosines[..], &self.sines[..]].concat();
@@ -84,6 +86,7 @@ pub struct Rotation {
     pub positions: Arc<Vec<u32>>,
     /// The last position and one more.
     end: usize,
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     uploaded: Arc<Uploaded>,
 }
 
@@ -98,6 +101,7 @@ impl Rotation {
     ///
     /// # Errors
     /// When the copy cannot be made.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn positions_on(&self, device: &Device) -> Result<Tensor> {
         self.uploaded.on(device, || Tensor::from_slice(&self.positions, self.positions.len(), device))
     }
