@@ -15,7 +15,8 @@ pub mod layer;
 pub mod layers_in_turn;
 pub mod load;
 pub mod names;
-#[cfg(all(test, feature = "cuda"))]
+#[cfg(feature = "cuda")]
+#[cfg(test)]
 mod on_device;
 pub mod parameters;
 pub mod pieces;

@@ -116,7 +116,8 @@ mod tests {
         assert!(within(&exact, &exact).is_ok());
         for (index, (name, _)) in exact.iter().enumerate() {
             let mut other = exact.clone();
-            other[index].1[5] = 1.01 * other[index].1[5] + 0.01;
+            // Away from what it is, whatever its sign.
+            other[index].1[5] += 0.01 + 0.02 * other[index].1[5].abs();
             assert!(within(&other, &exact).unwrap_err().contains(name));
             other[index].1[5] = f32::NAN;
             assert!(within(&other, &exact).is_err());
