@@ -28,6 +28,9 @@ NOT_OURS = {"flash_attention.rs", "mod.rs"}  # not built; names only
 MODULES = "pub mod commands {\n    pub mod gpu_check;\n}\npub mod error;\npub mod ops;\npub mod random;\n"
 FREED = "{ let gone = (%s).clone(); candle_core::cuda_backend::cudarc::driver::DevicePtr::device_ptr(&gone, gone.stream()).0 }"
 
+# Only launch.rs launches on it. Elsewhere `Addresses` has it, to order what other streams do, and there are none.
+STREAM = r"\.cuda_stream\(\);"
+
 # Name, pattern, what to put. Groups as in re.sub.
 RULES = [
     ("argument order", r"\((\w[\w.]*), (\w[\w.]*)\b(?=[,)])", r"(\2, \1"),
@@ -44,7 +47,7 @@ RULES = [
     ("stride", r"\barray\((\d)\)", lambda m: f"array({(int(m[1]) + 1) % 5})"),
     ("stride", r"/ VECTOR", "/ (2 * VECTOR)"),
     ("stream", r"new_cuda_with_stream", "new_cuda"),
-    ("stream", r"\.cuda_stream\(\);", ".cuda_stream().context().default_stream();"),
+    ("stream", STREAM, ".cuda_stream().context().default_stream();"),
     ("lifetime", r"\bat\.read\(&([\w.]+)\)", lambda m: FREED % m[1]),
     ("lifetime", r"\bat\.write\(&mut ([\w.]+)\)", lambda m: FREED % m[1]),
     ("missing zeroing", r"([\w.]+)\.alloc_zeros(::<\w+>)?\((?!0\))(.*)\)\?", r"unsafe { \1.alloc\2(\3)? }"),
@@ -81,6 +84,8 @@ def sites():
             continue
         for number, line in code_lines(path):
             for name, pattern, put in RULES:
+                if pattern == STREAM and path.name != "launch.rs":
+                    continue
                 for match in re.finditer(pattern, line):
                     text = match.expand(put) if isinstance(put, str) else put(match)
                     changed = line[: match.start()] + text + line[match.end() :]
@@ -108,8 +113,13 @@ def explained():
 def tree():
     """A copy of the checkout, so that a run cut short leaves no bug behind; of the program, what the tests need."""
     copy = Path(os.environ["CARGO_TARGET_DIR"]) / "bugs"
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, files.split("\0")):
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = set(filter(None, listed.split("\0")))
+    # What an earlier checkout had and this one has not would be compiled too.
+    for path in [path for path in copy.rglob("*") if path.is_file()]:
+        if str(path.relative_to(copy)) not in files:
+            path.unlink()
+    for name in files:
         to = copy / name
         if not (ROOT / name).is_file():
             continue
