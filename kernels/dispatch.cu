@@ -1,9 +1,8 @@
 // Tokens to experts and back. A sum over slots is taken in their order, by one thread an element.
 #include "dispatch.cuh"
-#include "row_ops.cuh"
 
 using namespace dispatch;
-using row_ops::high, row_ops::low;
+using namespace elements;
 
 namespace {
 
@@ -15,27 +14,6 @@ PRIMITIVE int load_chunk(const SortRoutes& p, uint32_t* routes) {
   return count;
 }
 
-PRIMITIVE uint4 load(const bf16* row, int i) { return *reinterpret_cast<const uint4*>(row + i); }
-
-// sum + weight · x, of eight.
-struct Values {
-  float v[vector];
-};
-
-PRIMITIVE void add_weighted(Values& sum, const uint4& x, float weight) {
-  const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-  for (int p = 0; p < 4; p++) {
-    sum.v[2 * p] = multiply_add(weight, low(pairs[p]), sum.v[2 * p]);
-    sum.v[2 * p + 1] = multiply_add(weight, high(pairs[p]), sum.v[2 * p + 1]);
-  }
-}
-
-PRIMITIVE void store(bf16* row, int i, const Values& y) {
-  *reinterpret_cast<uint4*>(row + i) = make_uint4(pack_bf16(y.v[0], y.v[1]), pack_bf16(y.v[2], y.v[3]),
-                                                  pack_bf16(y.v[4], y.v[5]), pack_bf16(y.v[6], y.v[7]));
-}
-
 // A token's sum over its slots' rows, in their order, each times its weight.
 template <bool weighed>
 PRIMITIVE void sum_slots(const Dispatch& p) {
@@ -43,10 +21,12 @@ PRIMITIVE void sum_slots(const Dispatch& p) {
   const uint32_t* rows = p.rows + token * p.top_k;
   for (int i = threadIdx.x * vector; i < p.width; i += row_threads * vector) {
     Values sum = {};
-    for (int slot = 0; slot < p.top_k; slot++)
-      add_weighted(sum, load(p.x + static_cast<int64_t>(rows[slot]) * p.width, i),
-                   weighed ? p.weights[token * p.top_k + slot] : 1.0f);
-    store(p.out + token * p.width, i, sum);
+    for (int slot = 0; slot < p.top_k; slot++) {
+      const Values x = load(p.x + static_cast<int64_t>(rows[slot]) * p.width + i);
+      const float weight = weighed ? p.weights[token * p.top_k + slot] : 1.0f;
+      for (int k = 0; k < vector; k++) sum.v[k] = multiply_add(weight, x.v[k], sum.v[k]);
+    }
+    store(p.out + token * p.width + i, sum);
   }
 }
 
@@ -111,7 +91,8 @@ extern "C" __global__ void __launch_bounds__(sort_threads) sort_scatter(const __
 extern "C" __global__ void __launch_bounds__(row_threads) dispatch_forward(const __grid_constant__ Dispatch p) {
   const bf16* from = p.x + static_cast<int64_t>(p.rows[blockIdx.x]) * p.width;
   bf16* to = p.out + static_cast<int64_t>(blockIdx.x) * p.width;
-  for (int i = threadIdx.x * vector; i < p.width; i += row_threads * vector) *reinterpret_cast<uint4*>(to + i) = load(from, i);
+  for (int i = threadIdx.x * vector; i < p.width; i += row_threads * vector)
+    *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
 }
 
 // Blocks: tokens.
@@ -131,16 +112,13 @@ extern "C" __global__ void __launch_bounds__(row_threads) combine_backward(const
   const float weight = p.weights[blockIdx.x];
   float dot = 0.0f;
   for (int i = threadIdx.x * vector; i < p.width; i += row_threads * vector) {
-    const uint4 x = load(p.x + row, i), g = load(dy, i);
-    const uint32_t of_x[4] = {x.x, x.y, x.z, x.w}, of_g[4] = {g.x, g.y, g.z, g.w};
-    uint32_t dx[4];
-#pragma unroll
-    for (int pair = 0; pair < 4; pair++) {
-      dot = multiply_add(low(of_x[pair]), low(of_g[pair]), dot);
-      dot = multiply_add(high(of_x[pair]), high(of_g[pair]), dot);
-      dx[pair] = pack_bf16(multiply(weight, low(of_g[pair])), multiply(weight, high(of_g[pair])));
+    const Values x = load(p.x + row + i), g = load(dy + i);
+    Values dx;
+    for (int k = 0; k < vector; k++) {
+      dot = multiply_add(x.v[k], g.v[k], dot);
+      dx.v[k] = multiply(weight, g.v[k]);
     }
-    *reinterpret_cast<uint4*>(p.out + row + i) = make_uint4(dx[0], dx[1], dx[2], dx[3]);
+    store(p.out + row + i, dx);
   }
   for (int mask = 16; mask > 0; mask /= 2) dot = add(dot, shuffle_xor(dot, mask));
   float* of_warps = reinterpret_cast<float*>(dynamic_shared_memory());

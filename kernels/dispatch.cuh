@@ -1,7 +1,7 @@
 // The rows of tokens sorted by expert, and taken together again. The formulas are in src/ops/experts.rs.
 #pragma once
 
-#include "primitives.cuh"
+#include "elements.cuh"
 
 // A stable sort of the routes by expert, over chunks of them.
 struct SortRoutes {
@@ -36,6 +36,5 @@ constexpr int place_threads = 1024;  // of the one block that places chunks and 
 constexpr int place_shared_bytes = place_threads * 4;
 constexpr int row_threads = 128;
 constexpr int row_shared_bytes = row_threads / 32 * 4;  // a sum a warp
-constexpr int vector = 8;            // bf16 in 16 bytes
 
 }  // namespace dispatch

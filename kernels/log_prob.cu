@@ -17,7 +17,7 @@ struct Part {
 // The same over another highest value, no lower.
 PRIMITIVE Part over(float highest, const Part& part) {
   const float shift = max(add(part.highest, -highest), LOWEST_SHIFT);
-  const float factor = exponential(shift);
+  const float factor = exp_approx(shift);
   return {highest, multiply(part.sum, factor), multiply(multiply_add(part.sum, shift, part.moment), factor)};
 }
 
@@ -27,7 +27,7 @@ PRIMITIVE Part with(const Part& part, const Values& z) {
   Part all = over(highest, part);
   for (int k = 0; k < vector; k++) {
     const float shift = add(z.v[k], -highest);
-    const float e = exponential(shift);
+    const float e = exp_approx(shift);
     all.sum = add(all.sum, e);
     all.moment = multiply_add(e, max(shift, LOWEST_SHIFT), all.moment);
   }
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(gradient_threads) log_prob_gradient
   Values d = load(z, first, p.vocabulary);
   for (int k = 0; k < vector; k++) {
     const float log_p = add(d.v[k], -log_sum_exp);
-    const float probability = exponential(log_p);
+    const float probability = exp_approx(log_p);
     const float slope = multiply_add(d_entropy, add(max(log_p, LOWEST_SHIFT), entropy), d_log_prob);
     d.v[k] = multiply(multiply(-p.inverse_temperature, probability), slope);
     if (p.targets[row] == static_cast<uint32_t>(first + k)) d.v[k] = multiply_add(d_log_prob, p.inverse_temperature, d.v[k]);

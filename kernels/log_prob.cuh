@@ -1,7 +1,7 @@
 // Parameters of the head's kernels over rows of logits, and how they read a row. The formulas are in src/ops/log_prob.rs.
 #pragma once
 
-#include "primitives.cuh"
+#include "elements.cuh"
 
 struct RowStats {
   float* z;                 // [rows, vocabulary]: logits, then those over the temperature
@@ -32,21 +32,16 @@ constexpr int stats_warps = stats_threads / 32;
 constexpr int stats_shared_bytes = 3 * stats_warps * 4;  // three numbers a warp
 constexpr int gradient_threads = 256;                    // of eight values each
 
-constexpr int vector = 8;
-constexpr float LN2 = 0.69314718055994531f, LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.69314718055994531f;
 
-PRIMITIVE float exponential(float x) { return exp2_approx(multiply(x, LOG2E)); }
-
-// Eight values of a row from a place that is a multiple of eight; −∞ past the row's end, which counts for nothing.
-struct Values {
-  float v[vector];
-};
+using elements::exp_approx, elements::Values, elements::vector;
 
 // A row of an odd vocabulary may begin anywhere: then, and at its end, values are taken one by one.
 PRIMITIVE bool whole(const float* row, int at, int width) {
   return at + vector <= width && reinterpret_cast<uintptr_t>(row) % 16 == 0;
 }
 
+// Eight values of a row from a place that is a multiple of eight; −∞ past the row's end, which counts for nothing.
 PRIMITIVE Values load(const float* row, int at, int width) {
   Values x;
   if (whole(row, at, width)) {

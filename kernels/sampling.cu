@@ -3,7 +3,8 @@
 #include "sampling.cuh"
 
 using namespace sampling;
-using log_prob::exponential, log_prob::load, log_prob::Values;
+using elements::exp_approx, elements::Values;
+using log_prob::load;
 
 namespace {
 
@@ -28,7 +29,7 @@ PRIMITIVE Stretch stretch(int vocabulary) {
   return {begin, min(begin + each, vocabulary)};
 }
 
-PRIMITIVE double weight(const Row& row, float z) { return exponential(add(z, -row.log_sum_exp)); }
+PRIMITIVE double weight(const Row& row, float z) { return exp_approx(add(z, -row.log_sum_exp)); }
 
 // Where a thread's sum lies: threads that read a group each meet no bank twice.
 PRIMITIVE int place(int thread) { return thread + thread / draw_groups; }

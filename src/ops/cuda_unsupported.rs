@@ -10,6 +10,8 @@ use super::rope::Rotation;
 use super::sink_attention::Attention;
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor, bail};
 
+type Computed = Result<(CudaStorage, Shape)>;
+
 /// No value of it exists here.
 pub enum DeviceLse {}
 
@@ -35,12 +37,7 @@ pub(super) fn head_logits(_: &Tensor, _: &Tensor, _: f32) -> Result<[Tensor; 2]>
     refuse()
 }
 
-pub(super) fn head_forward(
-    _: (&CudaStorage, &Layout),
-    _: &Tensor,
-    _: &[u32],
-    _: f32,
-) -> Result<(CudaStorage, Shape)> {
+pub(super) fn head_forward(_: (&CudaStorage, &Layout), _: &Tensor, _: &[u32], _: f32) -> Computed {
     refuse()
 }
 
@@ -54,11 +51,11 @@ pub(super) fn head_backward(
     refuse()
 }
 
-pub(super) fn sort_by_expert(_: (&CudaStorage, &Layout), _: usize) -> Result<(CudaStorage, Shape)> {
+pub(super) fn sort_by_expert(_: (&CudaStorage, &Layout), _: usize) -> Computed {
     refuse()
 }
 
-pub(super) fn dispatch_forward(_: (&CudaStorage, &Layout), _: &Tensor) -> Result<(CudaStorage, Shape)> {
+pub(super) fn dispatch_forward(_: (&CudaStorage, &Layout), _: &Tensor) -> Computed {
     refuse()
 }
 
@@ -70,7 +67,7 @@ pub(super) fn combine_forward(
     _: (&CudaStorage, &Layout),
     _: (&CudaStorage, &Layout),
     _: &Tensor,
-) -> Result<(CudaStorage, Shape)> {
+) -> Computed {
     refuse()
 }
 
@@ -85,7 +82,7 @@ pub(super) fn product_forward(
     _: Option<(&CudaStorage, &Layout)>,
     _: Option<&Tensor>,
     _: DType,
-) -> Result<(CudaStorage, Shape)> {
+) -> Computed {
     refuse()
 }
 
@@ -112,7 +109,7 @@ pub(super) fn add_bias_gradient(_: &'static str, _: &Tensor, _: &Tensor, _: Opti
     refuse()
 }
 
-pub(super) fn swiglu_forward(_: (&CudaStorage, &Layout), _: f32, _: f32) -> Result<(CudaStorage, Shape)> {
+pub(super) fn swiglu_forward(_: (&CudaStorage, &Layout), _: f32, _: f32) -> Computed {
     refuse()
 }
 
@@ -120,11 +117,7 @@ pub(super) fn swiglu_backward(_: &Tensor, _: &Tensor, _: f32, _: f32) -> Result<
     refuse()
 }
 
-pub(super) fn rms_norm_forward(
-    _: (&CudaStorage, &Layout),
-    _: (&CudaStorage, &Layout),
-    _: f32,
-) -> Result<(CudaStorage, Shape)> {
+pub(super) fn rms_norm_forward(_: (&CudaStorage, &Layout), _: (&CudaStorage, &Layout), _: f32) -> Computed {
     refuse()
 }
 
@@ -159,8 +152,6 @@ pub(super) fn sink_attention_cached(
 ) -> Result<Tensor> {
     refuse()
 }
-
-type Computed = Result<(CudaStorage, Shape)>;
 
 pub(super) fn add_tensor(_: &Tensor, _: &Tensor) -> Result<()> {
     refuse()

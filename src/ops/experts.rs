@@ -64,22 +64,10 @@ impl Dispatch {
         self.plan.narrow(0, 2 * self.rows(), self.experts + 1)
     }
 
-    /// The plan where it lies.
+    /// `T`.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub(super) fn plan(&self) -> &Tensor {
-        &self.plan
-    }
-
-    /// `T` and `K`.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub(super) fn tokens_and_slots(&self) -> (usize, usize) {
-        (self.tokens, self.top_k)
-    }
-
-    /// The same on `device`.
-    #[cfg(all(test, feature = "cuda"))]
-    pub(super) fn to_device(&self, device: &candle_core::Device) -> Result<Self> {
-        Ok(Self { plan: self.plan.to_device(device)?, ..self.clone() })
+    pub(super) fn tokens(&self) -> usize {
+        self.tokens
     }
 
     /// `E`.

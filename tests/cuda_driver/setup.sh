@@ -10,6 +10,10 @@ case $target in */cuda-emulated) ;; *) target=$target/cuda-emulated ;; esac
 cudarc=$(cargo metadata --locked --format-version 1 --features cuda |
     python3 -c 'import json, os, sys
 print(*(os.path.dirname(p["manifest_path"]) for p in json.load(sys.stdin)["packages"] if p["name"] == "cudarc"))')
+# Another checkout with this target folder may have been here last: its headers would be read.
+if [ "$(readlink "$target/toolkit/bin/nvcc")" != "$(realpath tests/cuda_driver/nvcc)" ]; then
+    rm -f "$target/toolkit/bin/nvcc"
+fi
 make -s -j"$(nproc)" -C tests/cuda_driver TOOLKIT="$target/toolkit" CUDARC="$cudarc" >&2
 # Nothing else tells the build of candle's kernels that their compiler's stand-in has changed.
 stamp=$(cat tests/cuda_driver/{nvcc,kernel_table.h,include/*.h} tests/cuda_host/language.h | sha256sum)

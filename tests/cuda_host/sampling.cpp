@@ -51,7 +51,7 @@ uint32_t walked(const Rows& rows, uint32_t row, double uniform) {
   std::vector<double> weights(rows.vocabulary);
   double total = 0, sum = 0;
   for (int i = 0; i < rows.vocabulary; i++) {
-    weights[i] = log_prob::exponential(rows.row(row)[i] + -rows.log_sum_exp[row - rows.first]);
+    weights[i] = elements::exp_approx(rows.row(row)[i] + -rows.log_sum_exp[row - rows.first]);
     total += weights[i];
   }
   for (int i = 0; i < rows.vocabulary; i++)

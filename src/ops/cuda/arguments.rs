@@ -9,6 +9,9 @@ use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Shape, Storage,
 use std::cell::Cell;
 use std::marker::PhantomData;
 
+/// bf16 elements of 16 bytes.
+const VECTOR: usize = 8;
+
 /// An op by its name in messages.
 #[derive(Clone, Copy)]
 pub(super) struct Op(pub &'static str);
@@ -23,6 +26,14 @@ impl Op {
         shape: &[usize],
     ) -> Result<()> {
         Argument { op: self.0, name, dtype: storage.dtype(), layout }.check(dtype, shape)
+    }
+
+    /// Refuses rows of a width that kernels which move 16 bytes at a time cannot walk.
+    pub fn check_width(self, width: usize) -> Result<()> {
+        if width == 0 || !width.is_multiple_of(VECTOR) || width > i32::MAX as usize {
+            bail!("{}: rows of {width} on a GPU; take a hidden size that is a multiple of {VECTOR}", self.0);
+        }
+        Ok(())
     }
 
     /// A tensor's storage on the GPU, checked.

@@ -22,8 +22,6 @@ const DISPATCH_FORWARD: Kernel = kernel("dispatch_forward", 128, 128 / 32 * 4);
 const DISPATCH_BACKWARD: Kernel = Kernel { function: "dispatch_backward", ..DISPATCH_FORWARD };
 const COMBINE_FORWARD: Kernel = Kernel { function: "combine_forward", ..DISPATCH_FORWARD };
 const COMBINE_BACKWARD: Kernel = Kernel { function: "combine_backward", ..DISPATCH_FORWARD };
-/// Elements that a thread takes at a time.
-const VECTOR: usize = 8;
 
 /// `SortRoutes` of `kernels/dispatch.cuh`.
 #[derive(Clone, Copy)]
@@ -102,13 +100,6 @@ pub(in crate::ops) fn sort_by_expert(
     Ok((CudaStorage::wrap_cuda_slice(plan, device.clone()), Shape::from(len)))
 }
 
-fn check_width(op: Op, width: usize) -> Result<()> {
-    if width == 0 || !width.is_multiple_of(VECTOR) || width > i32::MAX as usize {
-        bail!("{}: rows of {width} on a GPU; take a hidden size that is a multiple of {VECTOR}", op.0);
-    }
-    Ok(())
-}
-
 /// What a kernel reads, and in which slots.
 struct Operands<'a> {
     x: (&'a CudaStorage, &'a Layout),
@@ -123,7 +114,7 @@ fn run(op: Op, kernel: &Kernel, operands: &Operands, blocks: usize) -> Result<Cu
     let Operands { x, weights, rows, top_k } = *operands;
     let width = x.1.shape().dims2()?.1;
     op.check("x", x, DType::BF16, x.1.dims())?;
-    check_width(op, width)?;
+    op.check_width(width)?;
     let opened = rows.storage_and_layout();
     let rows = op.on_gpu("the plan", &opened, DType::U32, rows.dims())?;
     let device = x.0.device();
@@ -195,7 +186,7 @@ pub(in crate::ops) fn combine_backward(
     let weights = OP.on_gpu("the weights", &opened[1], DType::F32, &[tokens, top_k])?;
     let dy = OP.on_gpu("the output's gradient", &opened[2], DType::BF16, &[tokens, width])?;
     let row_of = OP.on_gpu("the plan", &opened[3], DType::U32, &[rows])?;
-    check_width(OP, width)?;
+    OP.check_width(width)?;
     let device = x.0.device();
     let (x, dy) = (OP.view::<bf16>(x.0, x.1)?, OP.view::<bf16>(dy.0, dy.1)?);
     let (weights, row_of) = (OP.view::<f32>(weights.0, weights.1)?, OP.view::<u32>(row_of.0, row_of.1)?);

@@ -53,13 +53,6 @@ unsafe impl DeviceRepr for TakeParams {}
 // SAFETY: likewise.
 unsafe impl DeviceRepr for SumParams {}
 
-fn check_width(width: usize) -> Result<()> {
-    if width == 0 || !width.is_multiple_of(VECTOR) || width > i32::MAX as usize {
-        bail!("rows: rows of {width} on a GPU; take a hidden size that is a multiple of {VECTOR}");
-    }
-    Ok(())
-}
-
 /// Rows `ids`, which exist, of `table`.
 pub(in crate::ops) fn take_rows(table: (&CudaStorage, &Layout), ids: &[u32]) -> Result<(CudaStorage, Shape)> {
     let width = table.1.shape().dims2()?.1;
@@ -83,7 +76,7 @@ fn take(
     columns: usize,
 ) -> Result<(CudaStorage, Shape)> {
     OP.check("the table", table, DType::BF16, table.1.dims())?;
-    check_width(width)?;
+    OP.check_width(width)?;
     let device = table.0.device();
     let values = OP.view::<bf16>(table.0, table.1)?;
     let mut out = device.alloc_zeros::<bf16>(ids.len() * width)?;
@@ -174,7 +167,7 @@ unsafe fn sum(
     places: usize,
     to: SumPlaces,
 ) -> Result<()> {
-    check_width(to.width)?;
+    OP.check_width(to.width)?;
     let ById { ids, starts, order } = by_id;
     let Some(&last) = ids.last() else { return Ok(()) };
     if last as usize >= places {

@@ -14,8 +14,8 @@ use candle_core::{DType, Layout, Result, Shape, Tensor};
 use half::bf16;
 
 const OP: Op = Op("log_prob");
-/// Logits kept at a time, in values: half a gigabyte, enough rows to keep a GPU busy.
-const CHUNK_VALUES_MAX: usize = 1 << 27;
+/// Logits kept at a time, in values: half a gigabyte, enough rows to keep a GPU busy. Tests have several chunks.
+const CHUNK_VALUES_MAX: usize = if cfg!(test) { 1 << 14 } else { 1 << 27 };
 /// Rows of a tile of the product; a chunk is whole tiles.
 const TILE_ROWS: usize = 128;
 
@@ -90,32 +90,46 @@ pub(in crate::ops) fn head_backward(
     let gradient = OP.view::<f32>(of_gradient.0, of_gradient.1)?;
     let device = of_h.0.device();
     let ids = uploaded(device, targets)?;
+    // A chunk's gradient of the logits `[m, V]`, of its rows of `h`; then what `use_it` makes of both.
+    let each_chunk = |use_it: &mut dyn FnMut(Tensor, Tensor) -> Result<()>| {
+        for start in (0..rows).step_by(chunk) {
+            let m = chunk.min(rows - start);
+            let mut z = product((of_h.0, &of_h.1.narrow(0, start, m)?), weight)?;
+            let z = z.as_cuda_slice_mut::<f32>()?;
+            let mut log_sum_exp = device.alloc_zeros::<f32>(m)?;
+            let mut entropy = device.alloc_zeros::<f32>(m)?;
+            let sums = [&mut log_sum_exp.as_view_mut(), &mut entropy.as_view_mut()];
+            row_stats(device, &mut z.as_view_mut(), inverse_temperature, sums, None)?;
+            let mut dz = device.alloc_zeros::<bf16>(m * vocabulary)?;
+            let of_rows = [
+                &log_sum_exp.as_view(),
+                &entropy.as_view(),
+                &gradient.slice(start..start + m),
+                &gradient.slice(rows + start..rows + start + m),
+            ];
+            let target = &ids.slice(start..start + m);
+            let dz_view = &mut dz.as_view_mut();
+            logits_gradient(device, &z.as_view(), target, of_rows, inverse_temperature, dz_view)?;
+            use_it(tensor(dz, device, (m, vocabulary)), h.narrow(0, start, m)?)?;
+        }
+        Ok(())
+    };
     let mut dh = vec![];
-    for start in (0..rows).step_by(chunk) {
-        let m = chunk.min(rows - start);
-        let mut z = product((of_h.0, &of_h.1.narrow(0, start, m)?), weight)?;
-        let z = z.as_cuda_slice_mut::<f32>()?;
-        let [mut log_sum_exp, mut entropy] = [device.alloc_zeros::<f32>(m)?, device.alloc_zeros::<f32>(m)?];
-        let sums = [&mut log_sum_exp.as_view_mut(), &mut entropy.as_view_mut()];
-        row_stats(device, &mut z.as_view_mut(), inverse_temperature, sums, None)?;
-        let mut dz = device.alloc_zeros::<bf16>(m * vocabulary)?;
-        let of_rows = [
-            &log_sum_exp.as_view(),
-            &entropy.as_view(),
-            &gradient.slice(start..start + m),
-            &gradient.slice(rows + start..rows + start + m),
-        ];
-        let target = &ids.slice(start..start + m);
-        let dz_view = &mut dz.as_view_mut();
-        logits_gradient(device, &z.as_view(), target, of_rows, inverse_temperature, dz_view)?;
-        let dz = tensor(dz, device, (m, vocabulary));
-        if let Some(learns) = learns {
-            let h = h.narrow(0, start, m)?;
-            learns.add(|dw| add_weight_gradient(OP.0, dw, &h, &dz, None))?;
-        }
+    let mut add_dh = |dz: &Tensor| -> Result<()> {
         if h_learns {
-            dh.push(product_input_gradient(OP.0, &dz, weight, None)?);
+            dh.push(product_input_gradient(OP.0, dz, weight, None)?);
         }
+        Ok(())
+    };
+    match learns {
+        None => each_chunk(&mut |dz, _| add_dh(&dz))?,
+        // Once, whatever the chunks: a pass adds to a parameter as often as it uses it.
+        Some(learns) => learns.add(|dw| {
+            each_chunk(&mut |dz, h| {
+                add_dh(&dz)?;
+                add_weight_gradient(OP.0, dw, &h, &dz, None)
+            })
+        })?,
     }
     match (h_learns, dh.len()) {
         (false, _) => Ok(None),

@@ -66,17 +66,17 @@ unsafe fn run(
     (rows, experts): (usize, usize),
     wanted: Wanted,
 ) -> Result<()> {
-    let (tokens, top_k) = op.plan.tokens_and_slots();
-    let of_experts = op.plan.expert_count();
+    let (tokens, of_experts) = (op.plan.tokens(), op.plan.expert_count());
     if tokens != rows || of_experts != experts {
         bail!(
             "load_balance: router logits [{rows}, {experts}], a plan of {tokens} tokens and {of_experts} experts"
         );
     }
-    let slots = tokens * top_k;
-    let opened_plan = op.plan.plan().storage_and_layout();
-    let plan = OP.on_gpu("the plan", &opened_plan, DType::U32, &[2 * slots + experts + 1])?;
-    let plan = OP.view::<u32>(plan.0, plan.1)?;
+    let plan = [op.plan.token_of()?, op.plan.starts()?];
+    let opened_plan = plan.each_ref().map(Tensor::storage_and_layout);
+    let token_of = OP.on_gpu("the plan", &opened_plan[0], DType::U32, plan[0].dims())?;
+    let starts = OP.on_gpu("the plan", &opened_plan[1], DType::U32, plan[1].dims())?;
+    let (token_of, starts) = (OP.view::<u32>(token_of.0, token_of.1)?, OP.view::<u32>(starts.0, starts.1)?);
     let holders = op.holders_on(&Device::Cuda(device.clone()))?;
     let opened_holders = holders.as_ref().map(Tensor::storage_and_layout);
     let holders = match &opened_holders {
@@ -89,13 +89,11 @@ unsafe fn run(
     let mut fractions = device.alloc_zeros::<f32>(experts)?;
     let stream = device.cuda_stream();
     let mut at = Addresses::new(&stream);
-    let word = size_of::<u32>();
-    let row_of = at.read(&plan);
     let tokens = op.tokens(rows).max(1);
     let params = Params {
         logits: at.read(logits),
-        token_of: row_of + (slots * word) as u64,
-        offsets: row_of + (2 * slots * word) as u64,
+        token_of: at.read(&token_of),
+        offsets: at.read(&starts),
         holders: holders.as_ref().map_or(0, |holders| at.read(holders)),
         fractions: at.write(&mut fractions),
         of_rows: 0,

@@ -23,6 +23,14 @@ const VECTOR: usize = 8;
 /// What a row may hold: its places are counted in i32.
 const VOCABULARY_MAX: usize = 1 << 30;
 
+/// Refuses rows that are too long.
+pub(super) fn check_vocabulary(op: Op, vocabulary: usize) -> Result<()> {
+    if vocabulary > VOCABULARY_MAX {
+        bail!("{}: a vocabulary of {vocabulary} on a GPU; take one of at most {VOCABULARY_MAX}", op.0);
+    }
+    Ok(())
+}
+
 /// `RowStats` of `kernels/log_prob.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -67,9 +75,7 @@ fn vocabulary(values: usize, rows: usize, of_rows: &[usize]) -> Result<usize> {
     if let Some(other) = of_rows.iter().find(|&&len| len != rows) {
         bail!("{}: {other} numbers for {rows} rows; give one a row", OP.0);
     }
-    if vocabulary > VOCABULARY_MAX {
-        bail!("{}: a vocabulary of {vocabulary} on a GPU; take one of at most {VOCABULARY_MAX}", OP.0);
-    }
+    check_vocabulary(OP, vocabulary)?;
     Ok(vocabulary)
 }
 

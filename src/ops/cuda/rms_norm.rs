@@ -6,7 +6,7 @@ use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
-use candle_core::{DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{DType, Layout, Result, Shape, Tensor};
 use half::bf16;
 
 const OP: Op = Op("rms_norm");
@@ -17,8 +17,6 @@ const FORWARD: Kernel =
 const BACKWARD: Kernel = Kernel { function: "rms_norm_backward", ..FORWARD };
 const WEIGHT: Kernel = Kernel { function: "rms_norm_weight", shared_bytes: 0, ..FORWARD };
 const WEIGHT_SUM: Kernel = Kernel { function: "rms_norm_weight_sum", ..WEIGHT };
-/// Elements that a thread takes at a time.
-const VECTOR: usize = 8;
 /// Rows whose part of the weight's gradient one block adds up.
 const CHUNK_ROWS: usize = 64;
 
@@ -53,13 +51,6 @@ unsafe impl DeviceRepr for Params {}
 // SAFETY: likewise.
 unsafe impl DeviceRepr for WeightParams {}
 
-fn check_width(width: usize) -> Result<()> {
-    if width == 0 || !width.is_multiple_of(VECTOR) || width > i32::MAX as usize {
-        bail!("rms_norm: rows of {width} on a GPU; take a hidden size that is a multiple of {VECTOR}");
-    }
-    Ok(())
-}
-
 /// `y`.
 pub(in crate::ops) fn rms_norm_forward(
     x: (&CudaStorage, &Layout),
@@ -69,7 +60,7 @@ pub(in crate::ops) fn rms_norm_forward(
     let (rows, width) = x.1.shape().dims2()?;
     OP.check("x", x, DType::BF16, &[rows, width])?;
     OP.check("the weight", weight, DType::F32, &[width])?;
-    check_width(width)?;
+    OP.check_width(width)?;
     let device = x.0.device();
     let (xs, weights) = (OP.view::<bf16>(x.0, x.1)?, OP.view::<f32>(weight.0, weight.1)?);
     let mut out = device.alloc_zeros::<bf16>(rows * width)?;
@@ -102,7 +93,7 @@ pub(in crate::ops) fn rms_norm_backward(
     let x = OP.on_gpu("x", &opened[0], DType::BF16, &[rows, width])?;
     let weight = OP.on_gpu("the weight", &opened[1], DType::F32, &[width])?;
     let dy = OP.on_gpu("the output's gradient", &opened[2], DType::BF16, &[rows, width])?;
-    check_width(width)?;
+    OP.check_width(width)?;
     let device = x.0.device();
     let (x, dy) = (OP.view::<bf16>(x.0, x.1)?, OP.view::<bf16>(dy.0, dy.1)?);
     let weight = OP.view::<f32>(weight.0, weight.1)?;

@@ -2,6 +2,7 @@
 
 use super::arguments::Op;
 use super::launch::{Addresses, launch};
+use super::log_prob::check_vocabulary;
 use crate::ops::logits::Drawn;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
@@ -21,8 +22,6 @@ const DRAW: Kernel = Kernel {
 const LIKELIEST: Kernel = Kernel { function: "sampling_likeliest", ..DRAW };
 const LOG_PROBS: Kernel =
     Kernel { function: "sampling_log_probs", file: "sampling", threads: 128, shared_bytes: 0 };
-/// What a row may hold: its places are counted in i32.
-const VOCABULARY_MAX: usize = 1 << 30;
 /// In place of a token, where the row is no distribution.
 const NO_TOKEN: u32 = u32::MAX;
 
@@ -65,13 +64,6 @@ fn checked_rows<A>(asked: &[(usize, A)], rows: usize) -> Result<Vec<u32>> {
     asked.iter().map(row).collect()
 }
 
-fn check_vocabulary(vocabulary: usize) -> Result<()> {
-    if vocabulary > VOCABULARY_MAX {
-        bail!("{}: a vocabulary of {vocabulary} on a GPU; take one of at most {VOCABULARY_MAX}", OP.0);
-    }
-    Ok(())
-}
-
 /// A token for each of `draws`, a row of `z [R, V]` and a number from [0, 1) that picks; of the likeliest tokens that
 /// number is not asked. Nothing where a row holds no distribution.
 pub(in crate::ops) fn draw_tokens(
@@ -82,7 +74,7 @@ pub(in crate::ops) fn draw_tokens(
 ) -> Result<Vec<Option<Drawn>>> {
     let (rows, vocabulary) = z.dims2()?;
     let asked = checked_rows(draws, rows)?;
-    check_vocabulary(vocabulary)?;
+    check_vocabulary(OP, vocabulary)?;
     let opened = [z, log_sum_exp].map(Tensor::storage_and_layout);
     let z = OP.on_gpu("the logits", &opened[0], DType::F32, &[rows, vocabulary])?;
     let sums = OP.on_gpu("the log-sum-exps", &opened[1], DType::F32, &[rows])?;
@@ -122,7 +114,7 @@ pub(in crate::ops) fn token_log_probs(
 ) -> Result<Vec<f32>> {
     let (rows, vocabulary) = z.dims2()?;
     let asked = checked_rows(tokens, rows)?;
-    check_vocabulary(vocabulary)?;
+    check_vocabulary(OP, vocabulary)?;
     let ids: Vec<u32> = tokens.iter().map(|&(_, token)| token).collect();
     if let Some(id) = ids.iter().find(|&&id| id as usize >= vocabulary) {
         bail!("logits: token {id} in a vocabulary of {vocabulary}");

@@ -4,9 +4,11 @@ use super::{assert_close, assert_refused, assert_rounded, differentiated, floats
 use crate::ops::cuda::open;
 use crate::ops::head_matrix::HeadMatrix;
 use crate::ops::logits::Sampling;
+use crate::ops::parameter::GradientSink;
 use crate::ops::{self, Parameter};
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Result, Tensor, Var};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 const TEMPERATURE: f64 = 0.8;
 
@@ -35,6 +37,34 @@ fn the_head_gives_the_cpus_values_and_gradients() {
         let size = floats(&dh[0]).iter().fold(0f32, |size, x| size.max(x.abs()));
         assert_rounded(&got_dh[0], &dh[0], size / 128.0);
         assert_close(&dw, &exact_dw, 1.0 / 128.0);
+    }
+}
+
+/// Counts how often a pass adds to a parameter.
+struct Counted(AtomicUsize, Tensor);
+
+impl GradientSink for Counted {
+    fn add(&self, _: usize, add: &mut dyn FnMut(&Tensor) -> Result<()>) -> Result<()> {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        add(&self.1)
+    }
+}
+
+/// It added once a chunk, which training refuses, and never without rows, which it would wait for.
+#[test]
+fn the_heads_gradient_is_added_once_a_pass_whatever_its_chunks() {
+    let gpu = open(0).unwrap();
+    let (width, vocabulary) = (8, 40);
+    for rows in [0, 1, 3 * 128 + 5] {
+        let sum = Tensor::zeros((width, vocabulary), DType::F32, &gpu).unwrap();
+        let counted = Arc::new(Counted(AtomicUsize::new(0), sum));
+        let w = Var::from_tensor(&up(&numbers(2, width, vocabulary, 0.3), &gpu)).unwrap();
+        let head = HeadMatrix::Plain(Parameter::learning(&w, counted.clone(), 0));
+        let h = Var::from_tensor(&up(&numbers(1, rows, width, 0.5), &gpu)).unwrap();
+        let y = ops::log_prob_and_entropy(&h, &head, &targets(rows, vocabulary), 1.0).unwrap();
+        let dy = Tensor::zeros((2, rows), DType::F32, &gpu).unwrap();
+        ops::upstream(&y, &dy).unwrap().backward().unwrap();
+        assert_eq!(counted.0.load(Ordering::Relaxed), 1, "{rows} rows");
     }
 }
 

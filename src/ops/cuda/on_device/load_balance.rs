@@ -12,8 +12,9 @@ fn the_loss_and_its_gradient_are_the_cpus() {
     let dloss = Tensor::new(0.75f32, &Device::Cpu).unwrap();
     for (rows, experts, top_k) in [(1, 1, 1), (5, 4, 2), (301, 32, 4), (3, 40, 5)] {
         let logits = numbers(1, rows, experts, 1.0);
-        let plan = Dispatch::new(&route(&logits, top_k).unwrap(), experts).unwrap();
-        let there = plan.to_device(&gpu).unwrap();
+        let routes = route(&logits, top_k).unwrap();
+        let plan = Dispatch::new(&routes, experts).unwrap();
+        let there = Dispatch::new(&routes.to_device(&gpu).unwrap(), experts).unwrap();
         let held = Arc::new((0..rows as u32).map(|row| 1 + row % 5).collect::<Vec<_>>());
         for holders in [None, Some(&held)] {
             let (loss, gradients) =
@@ -36,7 +37,7 @@ fn it_is_differentiated_beside_an_upstream_gradient() {
     let gpu = open(0).unwrap();
     let of = |device: &Device| {
         let logits = numbers(2, 7, 4, 1.0);
-        let plan = Dispatch::new(&route(&logits, 2).unwrap(), 4).unwrap().to_device(device).unwrap();
+        let plan = Dispatch::new(&route(&logits, 2).unwrap().to_device(device).unwrap(), 4).unwrap();
         let logits = Var::from_tensor(&logits.to_device(device).unwrap()).unwrap();
         let other = numbers(3, 7, 4, 1.0).to_device(device).unwrap();
         let loss = (load_balance(&logits, &plan, None).unwrap() * 0.5).unwrap();
@@ -49,10 +50,8 @@ fn it_is_differentiated_beside_an_upstream_gradient() {
 #[test]
 fn no_rows_are_no_loss_and_what_does_not_fit_is_refused() {
     let gpu = open(0).unwrap();
-    let plan_of = |tokens: usize| {
-        let routes = Tensor::zeros((tokens, 2), DType::U32, &Device::Cpu).unwrap();
-        Dispatch::new(&routes, 8).unwrap().to_device(&gpu).unwrap()
-    };
+    let plan_of =
+        |tokens: usize| Dispatch::new(&Tensor::zeros((tokens, 2), DType::U32, &gpu).unwrap(), 8).unwrap();
     let empty = Tensor::zeros((0, 8), DType::F32, &gpu).unwrap();
     let dloss = Tensor::new(1f32, &gpu).unwrap();
     let (loss, gradients) = differentiated(&[&empty], &dloss, |x| load_balance(x[0], &plan_of(0), None));
