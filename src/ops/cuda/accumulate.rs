@@ -1,7 +1,7 @@
 //! Where a graph on the GPU begins and ends: small parameters as tensors of it, their gradients summed, all f32; the scalar
 //! that a gradient enters by.
 
-use super::arguments::Op;
+use super::arguments::{Op, output};
 use super::launch::{Addresses, launch};
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
@@ -30,7 +30,7 @@ pub(in crate::ops) fn copied(x: (&CudaStorage, &Layout)) -> Result<(CudaStorage,
     OP.check("the values", x, DType::F32, x.1.dims())?;
     let device = x.0.device();
     let values = OP.view::<f32>(x.0, x.1)?;
-    let mut copy = device.alloc_zeros::<f32>(values.len())?;
+    let mut copy = output::<f32>(device, values.len())?;
     if !values.is_empty() {
         device.memcpy_dtod(&values, &mut copy)?;
     }

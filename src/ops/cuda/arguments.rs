@@ -2,7 +2,7 @@
 
 use crate::ops::argument::Argument;
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, CudaViewMut};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, CudaViewMut, DeviceRepr};
 use candle_core::cuda_backend::{CudaDType, CudaDevice, CudaStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Shape, Storage, StorageRef, Tensor, bail};
@@ -108,6 +108,12 @@ impl<T: CudaDType, R, F: FnOnce(&CudaDevice, &mut CudaViewMut<T>) -> Result<R>> 
         self.result.set(Some(f(&device, &mut elements)?));
         Ok(())
     }
+}
+
+/// Memory for what a launch writes whole: it is not cleared before, and what it holds till then are no values.
+pub(super) fn output<T: CudaDType + DeviceRepr>(device: &CudaDevice, len: usize) -> Result<CudaSlice<T>> {
+    // SAFETY: its elements are plain numbers, of which every bit pattern is one.
+    unsafe { device.alloc::<T>(len) }
 }
 
 /// A tensor over a kernel's output.

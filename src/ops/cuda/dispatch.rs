@@ -1,6 +1,6 @@
 //! Tokens to experts and back on the GPU: rows in bf16, weights f32, the plan u32, made and read there.
 
-use super::arguments::{Op, of_storage, tensor};
+use super::arguments::{Op, of_storage, output, tensor};
 use super::launch::{Addresses, launch};
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
@@ -75,7 +75,7 @@ pub(in crate::ops) fn sort_by_expert(
     let mut plan = device.alloc_zeros::<u32>(len)?;
     if pairs > 0 {
         let chunks = pairs.div_ceil(CHUNK);
-        let mut counts = device.alloc_zeros::<u32>(chunks * experts)?;
+        let mut counts = output::<u32>(device, chunks * experts)?;
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
         let row_of = at.write(&mut plan);
@@ -123,7 +123,7 @@ fn run(op: Op, kernel: &Kernel, operands: &Operands, blocks: usize) -> Result<Cu
         op.check("the weights", weights, DType::F32, &[blocks, top_k])?;
     }
     let weights = weights.map(|(storage, layout)| op.view::<f32>(storage, layout)).transpose()?;
-    let mut out = device.alloc_zeros::<bf16>(blocks * width)?;
+    let mut out = output::<bf16>(device, blocks * width)?;
     if blocks > 0 {
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
@@ -190,8 +190,8 @@ pub(in crate::ops) fn combine_backward(
     let device = x.0.device();
     let (x, dy) = (OP.view::<bf16>(x.0, x.1)?, OP.view::<bf16>(dy.0, dy.1)?);
     let (weights, row_of) = (OP.view::<f32>(weights.0, weights.1)?, OP.view::<u32>(row_of.0, row_of.1)?);
-    let mut dx = device.alloc_zeros::<bf16>(rows * width)?;
-    let mut dweights = device.alloc_zeros::<f32>(rows)?;
+    let mut dx = output::<bf16>(device, rows * width)?;
+    let mut dweights = output::<f32>(device, rows)?;
     if rows > 0 {
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);

@@ -1,6 +1,6 @@
 //! Rows and columns that ids name, on the GPU: values in bf16, a table's gradient in f32, changed in place.
 
-use super::arguments::{Op, tensor};
+use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, launch};
 use crate::ops::embedding::ById;
 use crate::ops::sink_attention::kernels::Kernel;
@@ -79,7 +79,7 @@ fn take(
     OP.check_width(width)?;
     let device = table.0.device();
     let values = OP.view::<bf16>(table.0, table.1)?;
-    let mut out = device.alloc_zeros::<bf16>(ids.len() * width)?;
+    let mut out = output::<bf16>(device, ids.len() * width)?;
     if !ids.is_empty() {
         let on_device = device.clone_htod(ids)?;
         let stream = device.cuda_stream();

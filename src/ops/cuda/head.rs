@@ -3,7 +3,7 @@
 //! The sampler's logits and the training pass's are the same product and the same sums, so that a token's log-probability has
 //! the same bits in both.
 
-use super::arguments::{Op, of_storage, tensor};
+use super::arguments::{Op, of_storage, output, tensor};
 use super::log_prob::{logits_gradient, row_stats};
 use super::product::{add_weight_gradient, product_forward, product_input_gradient};
 use crate::ops::parameter::Gradient;
@@ -42,7 +42,7 @@ pub(in crate::ops) fn head_logits(
     let h = OP.on_gpu("h", &opened, DType::BF16, h.dims())?;
     let device = h.0.device();
     let mut z = product(h, weight)?;
-    let [mut log_sum_exp, mut entropy] = [device.alloc_zeros::<f32>(rows)?, device.alloc_zeros::<f32>(rows)?];
+    let [mut log_sum_exp, mut entropy] = [output::<f32>(device, rows)?, output::<f32>(device, rows)?];
     let sums = [&mut log_sum_exp.as_view_mut(), &mut entropy.as_view_mut()];
     row_stats(device, &mut z.as_cuda_slice_mut::<f32>()?.as_view_mut(), inverse_temperature, sums, None)?;
     Ok([of_storage(z, (rows, vocabulary)), tensor(log_sum_exp, device, rows)])
@@ -58,8 +58,8 @@ pub(in crate::ops) fn head_forward(
     let (device, rows) = (h.0.device(), targets.len());
     let chunk = chunk_rows(weight.dim(1)?);
     let ids = uploaded(device, targets)?;
-    let mut out = device.alloc_zeros::<f32>(2 * rows)?;
-    let mut log_sum_exp = device.alloc_zeros::<f32>(chunk.min(rows))?;
+    let mut out = output::<f32>(device, 2 * rows)?;
+    let mut log_sum_exp = output::<f32>(device, chunk.min(rows))?;
     for start in (0..rows).step_by(chunk) {
         let m = chunk.min(rows - start);
         let mut z = product((h.0, &h.1.narrow(0, start, m)?), weight)?;
@@ -96,11 +96,11 @@ pub(in crate::ops) fn head_backward(
             let m = chunk.min(rows - start);
             let mut z = product((of_h.0, &of_h.1.narrow(0, start, m)?), weight)?;
             let z = z.as_cuda_slice_mut::<f32>()?;
-            let mut log_sum_exp = device.alloc_zeros::<f32>(m)?;
-            let mut entropy = device.alloc_zeros::<f32>(m)?;
+            let mut log_sum_exp = output::<f32>(device, m)?;
+            let mut entropy = output::<f32>(device, m)?;
             let sums = [&mut log_sum_exp.as_view_mut(), &mut entropy.as_view_mut()];
             row_stats(device, &mut z.as_view_mut(), inverse_temperature, sums, None)?;
-            let mut dz = device.alloc_zeros::<bf16>(m * vocabulary)?;
+            let mut dz = output::<bf16>(device, m * vocabulary)?;
             let of_rows = [
                 &log_sum_exp.as_view(),
                 &entropy.as_view(),
@@ -141,5 +141,5 @@ pub(in crate::ops) fn head_backward(
 
 /// Ids on the GPU; never an empty allocation's.
 fn uploaded(device: &CudaDevice, ids: &[u32]) -> Result<CudaSlice<u32>> {
-    if ids.is_empty() { device.alloc_zeros(1) } else { device.clone_htod(ids) }
+    device.clone_htod(if ids.is_empty() { &[0][..] } else { ids })
 }

@@ -1,6 +1,6 @@
 //! The auxiliary loss that keeps experts in use, on the GPU: in f32, counts read from the plan where it lies.
 
-use super::arguments::{Op, tensor};
+use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, launch};
 use crate::ops::load_balance::LoadBalance;
 use crate::ops::sink_attention::kernels::Kernel;
@@ -86,7 +86,7 @@ unsafe fn run(
             Some(OP.view::<u32>(storage, layout)?)
         }
     };
-    let mut fractions = device.alloc_zeros::<f32>(experts)?;
+    let mut fractions = output::<f32>(device, experts)?;
     let stream = device.cuda_stream();
     let mut at = Addresses::new(&stream);
     let tokens = op.tokens(rows).max(1);
@@ -133,7 +133,7 @@ pub(in crate::ops) fn load_balance_forward(
     let values = OP.view::<f32>(logits.0, logits.1)?;
     let mut loss = device.alloc_zeros::<f32>(1)?;
     if rows > 0 {
-        let mut of_rows = device.alloc_zeros::<f32>(rows)?;
+        let mut of_rows = output::<f32>(device, rows)?;
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
         let wanted = Wanted::Loss { of_rows: at.write(&mut of_rows), loss: at.write(&mut loss) };
@@ -155,7 +155,7 @@ pub(in crate::ops) fn load_balance_backward(
     let dloss = OP.on_gpu("the loss's gradient", &opened[1], DType::F32, &[])?;
     let device = logits.0.device();
     let (logits, dloss) = (OP.view::<f32>(logits.0, logits.1)?, OP.view::<f32>(dloss.0, dloss.1)?);
-    let mut dlogits = device.alloc_zeros::<f32>(rows * experts)?;
+    let mut dlogits = output::<f32>(device, rows * experts)?;
     if rows > 0 {
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);

@@ -1,6 +1,6 @@
 //! Updates of weights on the GPU, in place: everything f32 but codes and the weights that a model computes with.
 
-use super::arguments::Op;
+use super::arguments::{Op, output};
 use super::launch::{Addresses, launch};
 use crate::ops::adamw_8bit::{BLOCK, Moment};
 use crate::ops::argument::Argument;
@@ -287,7 +287,7 @@ pub(in crate::ops) fn sum_of_squares(x: &Tensor) -> Result<f64> {
     }
     let device = storage.device();
     let chunks = x.len().div_ceil(CHUNK);
-    let (mut parts, mut sum) = (device.alloc_zeros::<f64>(chunks)?, device.alloc_zeros::<f64>(1)?);
+    let (mut parts, mut sum) = (output::<f64>(device, chunks)?, output::<f64>(device, 1)?);
     let stream = device.cuda_stream();
     let mut at = Addresses::new(&stream);
     let params = SumParams {

@@ -2,7 +2,7 @@
 //!
 //! Rows, matrices and what flows back are bf16, sums f32; biases and the gradients of what learns are f32.
 
-use super::arguments::{Op, tensor};
+use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, launch};
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
@@ -174,7 +174,7 @@ fn forward<T: CudaDType + DeviceRepr + ValidAsZeroBits>(
     operands: &Operands,
     (tiling, kernel): (&Tiling, &Kernel),
 ) -> Result<CudaStorage> {
-    let mut out = device.alloc_zeros::<T>(sizes.rows * sizes.n)?;
+    let mut out = output::<T>(device, sizes.rows * sizes.n)?;
     if sizes.rows * sizes.n > 0 {
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
@@ -207,7 +207,7 @@ pub(in crate::ops) fn product_input_gradient(
     let weight = op.on_gpu("the weight", &opened[1], DType::BF16, &sizes.matrix())?;
     let device = dy.0.device();
     let (dy, weight) = (op.view::<bf16>(dy.0, dy.1)?, op.view::<bf16>(weight.0, weight.1)?);
-    let mut dx = device.alloc_zeros::<bf16>(sizes.rows * sizes.k)?;
+    let mut dx = output::<bf16>(device, sizes.rows * sizes.k)?;
     with_starts(op, starts, |starts| {
         if sizes.rows * sizes.k == 0 {
             return Ok(());

@@ -1,6 +1,6 @@
 //! Root-mean-square norm on the GPU: `x [T, H]` in bf16, `w [H]` in f32.
 
-use super::arguments::{Op, tensor};
+use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, launch};
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
@@ -63,7 +63,7 @@ pub(in crate::ops) fn rms_norm_forward(
     OP.check_width(width)?;
     let device = x.0.device();
     let (xs, weights) = (OP.view::<bf16>(x.0, x.1)?, OP.view::<f32>(weight.0, weight.1)?);
-    let mut out = device.alloc_zeros::<bf16>(rows * width)?;
+    let mut out = output::<bf16>(device, rows * width)?;
     if rows > 0 {
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
@@ -97,11 +97,11 @@ pub(in crate::ops) fn rms_norm_backward(
     let device = x.0.device();
     let (x, dy) = (OP.view::<bf16>(x.0, x.1)?, OP.view::<bf16>(dy.0, dy.1)?);
     let weight = OP.view::<f32>(weight.0, weight.1)?;
-    let mut dx = device.alloc_zeros::<bf16>(rows * width)?;
+    let mut dx = output::<bf16>(device, rows * width)?;
     let mut dweight = device.alloc_zeros::<f32>(if weight_learns { width } else { 0 })?;
     if rows > 0 {
         let stream = device.cuda_stream();
-        let mut inverse_rms = device.alloc_zeros::<f32>(rows)?;
+        let mut inverse_rms = output::<f32>(device, rows)?;
         let mut at = Addresses::new(&stream);
         let params = Params {
             x: at.read(&x),
@@ -117,7 +117,7 @@ pub(in crate::ops) fn rms_norm_backward(
         drop(at);
         if weight_learns {
             let chunks = rows.div_ceil(CHUNK_ROWS);
-            let mut parts = device.alloc_zeros::<f32>(chunks * width)?;
+            let mut parts = output::<f32>(device, chunks * width)?;
             let mut at = Addresses::new(&stream);
             let params = WeightParams {
                 x: at.read(&x),

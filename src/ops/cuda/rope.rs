@@ -1,6 +1,6 @@
 //! Rotary position embedding on the GPU: heads in bf16, the table in f32.
 
-use super::arguments::{Op, tensor};
+use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, launch};
 use crate::ops::rope::Rotation;
 use crate::ops::sink_attention::kernels::Kernel;
@@ -128,7 +128,7 @@ pub(in crate::ops) fn rope_forward(
     check(rotation, (rows, width))?;
     let device = x.0.device();
     let xs = OP.view::<bf16>(x.0, x.1)?;
-    let mut out = device.alloc_zeros::<bf16>(rows * width)?;
+    let mut out = output::<bf16>(device, rows * width)?;
     if rows > 0 {
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
@@ -148,7 +148,7 @@ pub(in crate::ops) fn rope_backward(dy: &Tensor, rotation: &Rotation) -> Result<
     check(rotation, (rows, width))?;
     let device = dy.0.device();
     let dys = OP.view::<bf16>(dy.0, dy.1)?;
-    let mut dx = device.alloc_zeros::<bf16>(rows * width)?;
+    let mut dx = output::<bf16>(device, rows * width)?;
     if rows > 0 {
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
@@ -172,7 +172,7 @@ pub(in crate::ops) fn rope_keys_forward(
     check(rotation, (rows, width))?;
     let device = k.0.device();
     let (ks, vs) = (OP.view::<bf16>(k.0, k.1)?, OP.view::<bf16>(v.0, v.1)?);
-    let mut out = device.alloc_zeros::<bf16>(2 * rows * width)?;
+    let mut out = output::<bf16>(device, 2 * rows * width)?;
     if rows > 0 {
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
@@ -192,8 +192,8 @@ pub(in crate::ops) fn rope_keys_backward(dkv: &Tensor, rotation: &Rotation) -> R
     check(rotation, (rows, width))?;
     let device = dkv.0.device();
     let dkvs = OP.view::<bf16>(dkv.0, dkv.1)?;
-    let mut dk = device.alloc_zeros::<bf16>(rows * width)?;
-    let mut dv = device.alloc_zeros::<bf16>(rows * width)?;
+    let mut dk = output::<bf16>(device, rows * width)?;
+    let mut dv = output::<bf16>(device, rows * width)?;
     if rows > 0 {
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);

@@ -1,6 +1,6 @@
 //! The router's choice on the GPU: logits and weights in f32, routes in u32.
 
-use super::arguments::{Op, tensor};
+use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, launch};
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
@@ -52,7 +52,7 @@ pub(in crate::ops) fn route(logits: (&CudaStorage, &Layout), top_k: usize) -> Re
     ROUTE_OP.check("the logits", logits, DType::F32, &[tokens, experts])?;
     let device = logits.0.device();
     let values = ROUTE_OP.view::<f32>(logits.0, logits.1)?;
-    let mut routes = device.alloc_zeros::<u32>(tokens * top_k)?;
+    let mut routes = output::<u32>(device, tokens * top_k)?;
     if tokens * top_k > 0 {
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
@@ -82,7 +82,7 @@ pub(in crate::ops) fn top_k_softmax_forward(
     let device = logits.0.device();
     let values = SOFTMAX_OP.view::<f32>(logits.0, logits.1)?;
     let routes = SOFTMAX_OP.view::<u32>(routes.0, routes.1)?;
-    let mut weights = device.alloc_zeros::<f32>(tokens * top_k)?;
+    let mut weights = output::<f32>(device, tokens * top_k)?;
     if tokens > 0 {
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);

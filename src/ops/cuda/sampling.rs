@@ -1,6 +1,6 @@
 //! Tokens drawn from logits on the GPU, and log-probabilities of tokens: both alone reach the host, in one copy.
 
-use super::arguments::Op;
+use super::arguments::{Op, output};
 use super::launch::{Addresses, launch};
 use super::log_prob::check_vocabulary;
 use crate::ops::logits::Drawn;
@@ -85,7 +85,7 @@ pub(in crate::ops) fn draw_tokens(
     let (z, sums) = (OP.view::<f32>(z.0, z.1)?, OP.view::<f32>(sums.0, sums.1)?);
     let uniforms: Vec<f64> = draws.iter().map(|&(_, uniform)| uniform).collect();
     let (asked, uniforms) = (device.clone_htod(&asked)?, device.clone_htod(&uniforms)?);
-    let mut drawn = device.alloc_zeros::<u32>(2 * draws.len())?;
+    let mut drawn = output::<u32>(device, 2 * draws.len())?;
     let stream = device.cuda_stream();
     let mut at = Addresses::new(&stream);
     let params = DrawParams {
@@ -128,7 +128,7 @@ pub(in crate::ops) fn token_log_probs(
     let device = z.0.device();
     let (z, sums) = (OP.view::<f32>(z.0, z.1)?, OP.view::<f32>(sums.0, sums.1)?);
     let (asked, ids) = (device.clone_htod(&asked)?, device.clone_htod(&ids)?);
-    let mut log_probs = device.alloc_zeros::<f32>(tokens.len())?;
+    let mut log_probs = output::<f32>(device, tokens.len())?;
     let stream = device.cuda_stream();
     let mut at = Addresses::new(&stream);
     let params = LogProbParams {

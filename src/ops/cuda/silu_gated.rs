@@ -1,6 +1,6 @@
 //! The plain gated unit on the GPU: `gate` and `up`, `[R, I]` each, and `y` in bf16.
 
-use super::arguments::{Op, tensor};
+use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, launch};
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
@@ -42,7 +42,7 @@ pub(in crate::ops) fn silu_gated_forward(
     let device = gate.0.device();
     let (gates, ups) = (OP.view::<bf16>(gate.0, gate.1)?, OP.view::<bf16>(up.0, up.1)?);
     let elements = rows * width;
-    let mut out = device.alloc_zeros::<bf16>(elements)?;
+    let mut out = output::<bf16>(device, elements)?;
     if elements > 0 {
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
@@ -71,8 +71,8 @@ pub(in crate::ops) fn silu_gated_backward([gate, up, dy]: [&Tensor; 3]) -> Resul
     let [gate, up, dy] = [gate, up, dy].map(|(storage, layout)| OP.view::<bf16>(storage, layout));
     let (gate, up, dy) = (gate?, up?, dy?);
     let elements = rows * width;
-    let mut dgate = device.alloc_zeros::<bf16>(elements)?;
-    let mut dup = device.alloc_zeros::<bf16>(elements)?;
+    let mut dgate = output::<bf16>(device, elements)?;
+    let mut dup = output::<bf16>(device, elements)?;
     if elements > 0 {
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);

@@ -1,6 +1,6 @@
 //! GPT-OSS's gated unit on the GPU: `x [R, 2I]` and `y [R, I]` in bf16.
 
-use super::arguments::{Op, tensor};
+use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, launch};
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
@@ -39,7 +39,7 @@ fn run(
     out_elements: usize,
     (limit, alpha): (f32, f32),
 ) -> Result<CudaSlice<bf16>> {
-    let mut out = device.alloc_zeros::<bf16>(out_elements)?;
+    let mut out = output::<bf16>(device, out_elements)?;
     let pairs = x.len() / 2;
     if pairs > 0 {
         let stream = device.cuda_stream();

@@ -305,7 +305,9 @@ fn a_timer_waits_for_the_work_it_times() {
     let device = open(0).unwrap();
     let timer = Timer::start(device.as_cuda_device().unwrap()).unwrap();
     let ones = Tensor::zeros(1000, DType::F32, &device).unwrap().affine(1.0, 1.0).unwrap();
+    let worked = device.as_cuda_device().unwrap().cuda_stream().record_event(None).unwrap();
     let milliseconds = timer.milliseconds().unwrap();
+    assert!(worked.is_complete());
     assert!(milliseconds > 0.0 && milliseconds.is_finite(), "{milliseconds}");
     assert_eq!(ones.to_vec1::<f32>().unwrap(), [1.0; 1000]);
 }

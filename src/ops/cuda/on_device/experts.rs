@@ -155,6 +155,7 @@ fn nothing_to_do_is_no_launch_and_what_does_not_fit_is_refused() {
     let gpu = open(0).unwrap();
     let routes = Tensor::zeros((0, 2), DType::U32, &gpu).unwrap();
     let plan = Dispatch::new(&routes, 3).unwrap();
+    assert_eq!(plan.starts().unwrap().to_vec1::<u32>().unwrap(), [0; 4]);
     let x = Tensor::zeros((0, 16), DType::BF16, &gpu).unwrap();
     let w = Parameter::frozen(&Tensor::zeros((3, 16, 8), DType::BF16, &gpu).unwrap());
     let b = Parameter::frozen(&Tensor::zeros((3, 8), DType::F32, &gpu).unwrap());
