@@ -137,6 +137,7 @@ fn planned(seed: u64, recompute_layers: bool) {
         processes: 1,
         rollout_weights: RolloutWeights::Whole,
         packed_weights: PackedWeights::Whole,
+        gpu_sequences: None,
     };
     let plan = MemoryPlan::new(&subject);
     let program = plan.resident.iter().find(|part| part.name == "program").map_or(0, |part| part.bytes);

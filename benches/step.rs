@@ -14,6 +14,7 @@ use clap::Parser;
 use models::{TINY, config, random};
 use rloss::dist::Mesh;
 use rloss::harmony::Message;
+use rloss::model::cache::CacheRoom;
 use rloss::model::config::{Config, LayerType};
 use rloss::model::forward::ForwardOptions;
 use rloss::model::policy_view::PolicyView;
@@ -252,8 +253,15 @@ fn main() -> Result<()> {
         let (mut groups, rollout): (Vec<Group>, _) = time(|| {
             let policy = &PolicyView::plain(&model, &parameters)?;
             let settings = &settings;
-            let rollout =
-                Rollout { threads: &threads, policy, chat: &chat, task: &task, interpreter: None, settings };
+            let rollout = Rollout {
+                threads: &threads,
+                policy,
+                chat: &chat,
+                task: &task,
+                interpreter: None,
+                settings,
+                room: CacheRoom::default(),
+            };
             let note = |progress: RolloutProgress| {
                 let mut stamps = stamps.lock().unwrap_or_else(PoisonError::into_inner);
                 stamps.push((Instant::now(), progress.sampled_tokens));

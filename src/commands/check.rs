@@ -45,7 +45,7 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
     pin_model(&mut plan, &source, &args.sets)?;
     // What the task fails at is the error that this ends in.
     let mut preflight = Preflight::open(plan, Intent::Train, &Console::silent())?;
-    let available = available();
+    let available = preflight.available(available());
     preflight.plan_for(*processes as usize, available.as_ref());
     show(&sanitize_terminal(&resolved(&preflight.plan)))?;
     let problem = preflight.first_problem();

@@ -1,11 +1,12 @@
 //! Forward passes over given tokens, kept open: log-probabilities, expert choices and hidden states of every layer.
 
 use crate::model::attend::PackedAttention;
-use crate::model::cache::SequenceCache;
+use crate::model::cache::{CacheRoom, Caches, SequenceCache};
 use crate::model::forward::Rows;
 use crate::model::policy_view::PolicyView;
 use crate::model::trunk;
 use crate::ops;
+use crate::ops::cpu::on_host;
 use crate::ops::logits::{Sampling, logits_rows_max};
 use crate::ops::threads::Threads;
 use crate::train::batch::MicroBatch;
@@ -13,7 +14,7 @@ use anyhow::Result;
 use candle_core::Tensor;
 use std::sync::Arc;
 
-/// What a packed forward gives.
+/// What a packed forward gives; what is kept of each layer is on the host.
 pub struct Trace {
     /// After the last norm, of the rows that predict a target, `[R, H]`.
     pub normed: Tensor,
@@ -32,8 +33,8 @@ impl PolicyView<'_> {
     pub fn trace(&self, batch: &MicroBatch) -> Result<Trace> {
         let (mut routes, mut hidden) = (vec![], vec![]);
         let last = packed(self, batch, &mut |_, _, output| {
-            routes.extend(output.routes());
-            hidden.push(output.hidden.clone());
+            routes.extend(output.routes().map(|routes| on_host(&routes)).transpose()?);
+            hidden.push(on_host(&output.hidden)?);
             Ok(())
         })?;
         Ok(Trace { normed: self.trunk().normed(&last, &batch.rows)?, routes, hidden })
@@ -98,12 +99,18 @@ impl PolicyView<'_> {
             if inputs == 0 {
                 return Ok(vec![]);
             }
-            let mut cache = SequenceCache::new(&self.model.config);
+            let mut cache = self.caches(1, inputs, inputs)?.sequence();
             let fed = tokens[..inputs].to_vec();
             let x = self.trunk().feed(fed, &mut [&mut cache], &[inputs], &mut trunk::nothing)?;
             sampler_log_probs(self, &x, targets, temperature)
         };
         sequences.iter().map(one).collect()
+    }
+
+    /// Room for so many sequences.
+    fn caches(&self, sequences: usize, tokens: usize, fed_tokens_max: usize) -> Result<Caches> {
+        let room = CacheRoom { sequences, tokens, fed_tokens_max };
+        Caches::new(&self.model.config, &self.weights.device()?, room)
     }
 
     /// The same, a token at a time, all sequences in one decode batch that they leave as they end. `fed` is told how many tokens
@@ -117,9 +124,10 @@ impl PolicyView<'_> {
         temperature: f64,
         fed: &(dyn Fn(usize) + Sync),
     ) -> Result<Vec<Vec<f32>>> {
-        let mut caches = vec![SequenceCache::new(&self.model.config); sequences.len()];
         let mut log_probs = vec![vec![]; sequences.len()];
         let longest = sequences.iter().map(|tokens| tokens.len()).max().unwrap_or(0);
+        let caches = self.caches(sequences.len(), longest, sequences.len())?;
+        let mut caches: Vec<SequenceCache> = sequences.iter().map(|_| caches.sequence()).collect();
         for position in 1..longest {
             let alive = |index: &usize| sequences[*index].len() > position;
             let indices: Vec<usize> = (0..sequences.len()).filter(alive).collect();

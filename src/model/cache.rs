@@ -1,7 +1,70 @@
 //! The KV cache of one sequence: its keys and values at every layer.
 
 use super::config::{Config, LayerType};
+use crate::ops::cuda::kv_pages;
 use crate::ops::kv_cache::{BLOCK, KvBlocks, KvSequence};
+use crate::ops::pages::PAGE;
+use anyhow::Result;
+use candle_core::Device;
+
+/// Where sequences' keys and values go: host memory as it is needed, or a GPU's pages, of which each layer has so many.
+#[derive(Debug, Clone)]
+pub struct Caches {
+    /// One without positions.
+    empty: SequenceCache,
+}
+
+impl Caches {
+    /// `room` on `device`. On the host there is always room.
+    ///
+    /// # Errors
+    /// When the device's memory does not suffice.
+    pub fn new(config: &Config, device: &Device, room: CacheRoom) -> Result<Self> {
+        let Device::Cuda(device) = device else { return Ok(Self { empty: SequenceCache::new(config) }) };
+        let layer = |layer: &LayerType| {
+            let pages = room.pages(config, layer);
+            Ok(KvSequence::Device(kv_pages(device, config.num_key_value_heads, pages)?))
+        };
+        let layers = config.layer_types.iter().map(layer).collect::<Result<_>>()?;
+        Ok(Self { empty: SequenceCache { layers } })
+    }
+
+    /// The cache of a new sequence.
+    pub fn sequence(&self) -> SequenceCache {
+        self.empty.clone()
+    }
+}
+
+/// What caches on a GPU must hold at the same time.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct CacheRoom {
+    /// Sequences, where those of a group share the pages of their prompt.
+    pub sequences: usize,
+    /// Of the longest, in tokens.
+    pub tokens: usize,
+    /// New tokens that all of them together take in one forward.
+    pub fed_tokens_max: usize,
+}
+
+impl CacheRoom {
+    /// Pages that a layer needs.
+    fn pages(&self, config: &Config, layer: &LayerType) -> usize {
+        let whole = self.tokens.div_ceil(PAGE);
+        let held = match layer {
+            // The window lies over up to two pages more than it fills.
+            LayerType::Sliding => whole.min(config.sliding_window.div_ceil(PAGE) + 2),
+            LayerType::Full => whole,
+        };
+        // One more each for the page in which a prompt ends, which samples copy; new tokens come before old ones are forgotten.
+        self.sequences * (held + 1) + self.fed_tokens_max.div_ceil(PAGE)
+    }
+
+    /// What they take on a GPU, bytes.
+    pub fn device_bytes(&self, config: &Config) -> u64 {
+        let page = (2 * config.num_key_value_heads * config.head_dim * PAGE * size_of::<half::bf16>()) as u64;
+        config.layer_types.iter().map(|layer| self.pages(config, layer) as u64 * page).sum()
+    }
+}
 
 /// One sequence's cache. Cloning shares full blocks, so the samples of a group share their prompt's.
 #[derive(Debug, Clone)]
@@ -10,19 +73,13 @@ pub struct SequenceCache {
 }
 
 impl SequenceCache {
-    /// An empty cache.
+    /// An empty cache on the host.
     pub fn new(config: &Config) -> Self {
         let layer = KvSequence::Host(KvBlocks::new(config.num_key_value_heads, config.head_dim));
         Self { layers: vec![layer; config.num_hidden_layers] }
     }
 
-    /// An empty cache in a GPU's pages, of which each layer has a pool.
-    #[cfg(feature = "cuda")]
-    pub fn on_device(pools: &[std::sync::Arc<crate::ops::cuda::KvPool>]) -> Self {
-        Self { layers: pools.iter().map(|pool| KvSequence::Device(pool.sequence())).collect() }
-    }
-
-    /// What the cache of a sequence of `tokens` tokens takes, bytes; sliding layers forget what no query sees.
+    /// What the cache of a sequence of `tokens` tokens takes on the host, bytes; sliding layers forget what no query sees.
     pub fn bytes(config: &Config, tokens: usize) -> u64 {
         let position = 2 * config.num_key_value_heads * config.head_dim * size_of::<f32>();
         let held = |layer: &LayerType| match layer {

@@ -4,10 +4,11 @@ use super::config::Form;
 use super::layer::{Adapter, Projection};
 use super::names::{Layout, ParameterSpec, TensorRole};
 use crate::dist::{Mesh, piece};
+use crate::ops::cpu::on_host;
 use crate::ops::packed::{self, PackedForm, PackedMatrix, PackedTable};
 use crate::ops::{self, Parameter};
 use anyhow::{Result, bail};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -152,16 +153,13 @@ pub enum Embedding {
 impl ParameterSpec {
     /// How the tensor is packed where it lies on disk in `form` and does not learn; `None` for what stays f32.
     pub fn packed_form(&self, form: Form) -> Option<packed::PackedForm> {
-        let is_matrix = !matches!(
-            self.role,
-            TensorRole::Bias | TensorRole::Norm | TensorRole::Sinks | TensorRole::AdapterFactor
-        );
+        let is_packable = self.is_matrix() && self.role != TensorRole::AdapterFactor;
         // A single column is multiplied another way.
         let wide = self.working_shape().last().is_some_and(|&columns| columns > 1);
         match form {
             Form::F32 => None,
             Form::Mxfp4 if self.is_expert_matrix() => Some(packed::PackedForm::Mxfp4),
-            _ => (is_matrix && wide).then_some(packed::PackedForm::Bf16),
+            _ => (is_packable && wide).then_some(packed::PackedForm::Bf16),
         }
     }
 
@@ -195,7 +193,7 @@ impl Held {
     /// Its size in memory, bytes.
     pub fn bytes(&self) -> u64 {
         match self {
-            Held::Plain(values) => (values.elem_count() * size_of::<f32>()) as u64,
+            Held::Plain(values) => (values.elem_count() * values.dtype().size_in_bytes()) as u64,
             Held::Matrix(matrix) => matrix.size_bytes() as u64,
             Held::Table(table) => table.size_bytes() as u64,
         }
@@ -213,13 +211,26 @@ impl Held {
         })
     }
 
-    /// Its f32 values, in the shape of `spec`.
+    /// The same on `device`, where matrices are bf16 and all else f32.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn on(&self, device: &Device, spec: &ParameterSpec) -> Result<Self> {
+        let dtype = if spec.is_matrix() { DType::BF16 } else { DType::F32 };
+        Ok(match self {
+            Held::Plain(values) if values.device().same_device(device) => self.clone(),
+            _ if device.is_cpu() => self.clone(),
+            _ => Held::Plain(self.decoded(spec)?.to_dtype(dtype)?.to_device(device)?),
+        })
+    }
+
+    /// Its f32 values on the host, in the shape of `spec`.
     ///
     /// # Errors
     /// When memory runs out.
     pub fn decoded(&self, spec: &ParameterSpec) -> Result<Tensor> {
         Ok(match self {
-            Held::Plain(values) => values.clone(),
+            Held::Plain(values) => on_host(values)?,
             Held::Matrix(matrix) => Tensor::from_vec(matrix.decoded(), spec.working_shape(), &Device::Cpu)?,
             Held::Table(table) => Tensor::from_vec(table.decoded(), spec.working_shape(), &Device::Cpu)?,
         })

@@ -82,6 +82,11 @@ impl ParameterSpec {
         if self.role == TensorRole::Bias || shape.len() < 2 { 1 } else { shape[shape.len() - 2] }
     }
 
+    /// Whether products multiply by it, or rows of it are looked up; the rest are vectors.
+    pub fn is_matrix(&self) -> bool {
+        !matches!(self.role, TensorRole::Bias | TensorRole::Norm | TensorRole::Sinks)
+    }
+
     /// Expert matrices, the only rank-3 tensors of a model without adapters, are what MXFP4 quantises.
     pub fn is_expert_matrix(&self) -> bool {
         self.stored_shape.len() == 3 && self.role != TensorRole::AdapterFactor

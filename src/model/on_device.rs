@@ -1,7 +1,7 @@
 //! Whole models on a GPU or the emulated driver: one forward in training, prefill and decode, and its gradients beside the CPU's.
 
 use super::attend::PackedAttention;
-use super::cache::SequenceCache;
+use super::cache::{CacheRoom, Caches, SequenceCache};
 use super::config::{Config, LayerType, Rope};
 use super::family::Family;
 use super::forward::{ForwardOptions, Model, Rows};
@@ -9,7 +9,7 @@ use super::held::Weight;
 use super::init::{InitSettings, init};
 use super::trunk::{Trunk, nothing};
 use super::weights::Weights;
-use crate::ops::cuda::{KvPool, open};
+use crate::ops::cuda::open;
 use crate::ops::parameter::GradientSink;
 use crate::ops::{self, Parameter, SequenceRows, logits::Sampling};
 use candle_core::{DType, Device, Tensor, Var};
@@ -117,8 +117,8 @@ impl Learner {
     }
 
     /// The same log-probabilities as a sampler computes them, `pace` tokens of each sequence at a time.
-    fn sampled(&self, pools: &[Arc<KvPool>], tokens: &[u32], lengths: &[usize], pace: usize) -> Vec<f32> {
-        let mut caches: Vec<_> = lengths.iter().map(|_| SequenceCache::on_device(pools)).collect();
+    fn sampled(&self, caches: &Caches, tokens: &[u32], lengths: &[usize], pace: usize) -> Vec<f32> {
+        let mut caches: Vec<_> = lengths.iter().map(|_| caches.sequence()).collect();
         let starts: Vec<usize> =
             lengths.iter().scan(0, |at, length| Some(std::mem::replace(at, *at + length))).collect();
         let targets = targets(tokens);
@@ -168,11 +168,10 @@ fn decode_and_chunks_have_the_bits_of_training() {
         let tokens = ids(lengths.iter().sum());
         let trained = floats(&learner.training(&tokens, &lengths));
         assert!(trained.iter().all(|x| x.is_finite()));
-        let device = gpu.as_cuda_device().unwrap();
         for pace in [1, 7, 64, 100] {
-            let pool = |_| KvPool::new(device, config.num_key_value_heads, 8).unwrap();
-            let pools: Vec<_> = (0..config.num_hidden_layers).map(pool).collect();
-            let sampled = learner.sampled(&pools, &tokens, &lengths, pace);
+            let room = CacheRoom { sequences: 3, tokens: 70, fed_tokens_max: 3 * pace };
+            let caches = Caches::new(&config, &gpu, room).unwrap();
+            let sampled = learner.sampled(&caches, &tokens, &lengths, pace);
             assert_eq!(sampled, trained[..tokens.len()], "{:?} at pace {pace}", config.family);
         }
     }

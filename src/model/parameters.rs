@@ -2,6 +2,7 @@
 //! its gradient and what its optimizer keeps.
 
 mod cut;
+mod place;
 
 pub use cut::Asked;
 
@@ -20,7 +21,8 @@ use crate::ops::Parameter;
 use crate::ops::cpu::host_values;
 use crate::ops::parameter::GradientSink;
 use anyhow::{Context, Result, bail, ensure};
-use candle_core::{Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor, Var};
+use place::placed;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
@@ -46,6 +48,8 @@ pub struct Parameters {
     adapter: Option<Lora>,
     /// The processes among which what learns is cut.
     mesh: Arc<Mesh>,
+    /// Where values, gradients and what optimizers keep are.
+    device: Device,
 }
 
 /// One tensor.
@@ -161,7 +165,8 @@ impl Parameters {
         }
         ensure!(entries.len() == specs.len(), "{} tensors, expected {}", entries.len(), specs.len());
         let index = specs.iter().enumerate().map(|(i, s)| (s.name.clone(), i)).collect();
-        Ok(Self { config: config.clone(), specs, entries, index, stored: None, adapter: None, mesh })
+        let device = Device::Cpu;
+        Ok(Self { config: config.clone(), specs, entries, index, stored: None, adapter: None, mesh, device })
     }
 
     /// The same, whose passes the processes of `mesh` make together: what learns will be cut among them.
@@ -186,11 +191,13 @@ impl Parameters {
         for (spec, values) in specs.iter().zip(values) {
             ensure!(values.len() == spec.element_count(), "{}: {} values", spec.name, values.len());
             self.index.insert(spec.name.clone(), self.entries.len());
-            let values = Values::Plain(Var::from_vec(values, spec.working_shape(), &Device::Cpu)?);
-            self.entries.push(Entry { values, gradient: None, state: OptimizerState::new() });
+            let values = Tensor::from_vec(values, spec.working_shape(), &Device::Cpu)?;
+            let (values, state) = placed(&values, spec, &self.device)?;
+            self.entries.push(Entry { values: Values::Plain(values), gradient: None, state });
         }
+        let base = self.specs.len();
         self.specs.extend(specs);
-        for entry in &mut self.entries {
+        for entry in &mut self.entries[..base] {
             (entry.gradient, entry.state) = (None, OptimizerState::new());
         }
         self.adapter = Some(lora);
@@ -219,6 +226,7 @@ impl Parameters {
             stored: self.stored.clone(),
             adapter: None,
             mesh: self.mesh.clone(),
+            device: self.device.clone(),
         }
     }
 
@@ -230,7 +238,9 @@ impl Parameters {
     /// Bytes of all values as they lie in memory, or would: also of what is in pieces.
     pub fn bytes(&self) -> u64 {
         let of = |(entry, spec): (&Entry, &ParameterSpec)| match &entry.values {
-            Values::Plain(_) | Values::Piece(_) => (spec.element_count() * size_of::<f32>()) as u64,
+            Values::Plain(values) | Values::Piece(values) => {
+                (spec.element_count() * values.dtype().size_in_bytes()) as u64
+            }
             Values::Packed(held) => held.bytes(),
             Values::PackedPiece(piece) => piece.whole_bytes() as u64,
             Values::Stored(bytes) => *bytes,
@@ -341,10 +351,11 @@ impl Parameters {
                 let values = host_values(values.as_tensor())?[own.clone()].to_vec();
                 self.entries[index].values = Values::Piece(Var::from_vec(values, own.len(), &Device::Cpu)?);
             }
-            let gradient = if learns { Some(self.values(index)?.detach().zeros_like()?) } else { None };
+            let zeros = |values: &Tensor| Tensor::zeros(values.shape(), DType::F32, &self.device);
+            let gradient = if learns { Some(zeros(self.values(index)?)?) } else { None };
             let entry = &mut self.entries[index];
             entry.gradient = gradient;
-            entry.state.clear();
+            entry.state.retain(|name, _| learns && *name == MASTER);
         }
         Ok(())
     }

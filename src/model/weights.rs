@@ -11,6 +11,7 @@ use super::pieces::GatheredLayers;
 use crate::dist::Mesh;
 use crate::ops::Parameter;
 use anyhow::{Context, Result, bail};
+use candle_core::Device;
 use std::sync::Arc;
 
 /// Where the forward takes weights from, a layer at a time: from memory, from disk, or gathered from shards.
@@ -25,6 +26,10 @@ pub trait WeightSource: Send + Sync {
     fn head(&self) -> Result<Head>;
     /// Bytes that a walk over all of it reads: what decides how work is shared out.
     fn bytes(&self) -> u64;
+    /// Where it multiplies.
+    fn device(&self) -> Result<Device> {
+        Ok(self.final_norm()?.values().device().clone())
+    }
     /// The ranks that must make every walk together, one walk at a time, where layers are gathered from them or rows travel.
     fn walked_by(&self) -> Option<&Arc<Mesh>> {
         None

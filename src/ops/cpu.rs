@@ -1,6 +1,6 @@
 //! Access to CPU storage, and the one way rows are shared out over threads.
 
-use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Storage, StorageRef, Tensor, bail};
+use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Storage, StorageRef, Tensor, bail};
 use rayon::prelude::*;
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -101,6 +101,15 @@ pub fn host_ids(tensor: &Tensor) -> Result<HostIds<'_>> {
 /// When the tensor is not contiguous, not u8 or not on the CPU.
 pub fn host_codes(tensor: &Tensor) -> Result<HostSlice<'_, u8>> {
     host(tensor)
+}
+
+/// The same values in host memory, bf16 as f32. What is there already is not copied.
+///
+/// # Errors
+/// When memory runs out.
+pub fn on_host(tensor: &Tensor) -> Result<Tensor> {
+    let tensor = tensor.to_device(&Device::Cpu)?;
+    if tensor.dtype() == DType::BF16 { tensor.to_dtype(DType::F32) } else { Ok(tensor) }
 }
 
 impl<T: Element> Deref for HostSlice<'_, T> {

@@ -8,7 +8,7 @@ use super::optimizer::AdamW;
 use super::parameter::Gradient;
 use super::rope::Rotation;
 use super::sink_attention::Attention;
-use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Result, Shape, Tensor, bail};
 
 type Computed = Result<(CudaStorage, Shape)>;
 
@@ -27,6 +27,18 @@ impl KvPages {
     pub fn forget_before(&mut self, _: usize, _: usize) {
         match *self {}
     }
+}
+
+pub fn kv_pages(_: &CudaDevice, _: usize, _: usize) -> Result<KvPages> {
+    refuse()
+}
+
+pub fn open(_: usize) -> Result<Device> {
+    refuse()
+}
+
+pub fn name_and_free_bytes(_: &Device) -> Result<(String, u64)> {
+    refuse()
 }
 
 fn refuse<T>() -> Result<T> {

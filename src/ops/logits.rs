@@ -46,6 +46,16 @@ pub fn logits_rows_max(vocabulary: usize) -> usize {
     chunk_rows(vocabulary)
 }
 
+/// Logits that a GPU's head keeps at a time, in values: half a gigabyte, enough rows to keep it busy. Tests have several chunks.
+const DEVICE_LOGITS_MAX: usize = if cfg!(test) { 1 << 14 } else { 1 << 27 };
+/// Rows of a tile of its product; a chunk is whole tiles.
+const DEVICE_TILE_ROWS: usize = 128;
+
+/// Rows whose logits a GPU's head computes at a time.
+pub fn device_logits_rows(vocabulary: usize) -> usize {
+    (DEVICE_LOGITS_MAX / vocabulary.max(1) / DEVICE_TILE_ROWS).max(1) * DEVICE_TILE_ROWS
+}
+
 /// Logits of rows `h [R, H]` under the head `weight [H, V]`, over the temperature of `sampling`.
 ///
 /// # Errors

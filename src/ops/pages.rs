@@ -3,10 +3,13 @@
 //! A page holds the keys and values of 64 consecutive positions, the blocks in which the attention kernels read them. Sequences
 //! share pages as clones of one another do; a page that several hold is copied before it is written, and free when none holds it.
 
-use super::sink_attention::kernels::BLOCK_KEYS as PAGE;
+use super::sink_attention::kernels::BLOCK_KEYS;
 use candle_core::{Result, bail};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
+
+/// Positions of a page.
+pub const PAGE: usize = BLOCK_KEYS;
 
 /// The pages of one cache.
 #[derive(Debug)]

@@ -7,6 +7,7 @@ pub mod checkpoint;
 pub mod cold_start;
 pub mod correction;
 pub mod critic;
+pub mod device;
 pub mod eval;
 pub mod harmony;
 pub mod interpreter;
@@ -33,6 +34,7 @@ pub use checkpoint::{Checkpoint, SavedDtype};
 pub use cold_start::ColdStart;
 pub use correction::{CorrectionConfig, ImportanceSampling, RejectOption};
 pub use critic::CriticConfig;
+pub use device::DeviceKind;
 pub use eval::Eval;
 pub use harmony::{Harmony, ReasoningEffort};
 pub use interpreter::{InterpreterConfig, InterpreterKind, InterpreterState};
@@ -58,6 +60,8 @@ table! {
     /// A whole recipe: every table. [`resolve`] fills in the architecture and tokenizer of a model without a folder, and
     /// the keys that only some tasks read.
     pub struct Recipe {
+        /// Where the run computes. A CPU's bits are not a GPU's.
+        pub device: DeviceKind = DeviceKind::Auto,
         /// The model and its tokenizer: a folder, or an architecture with random weights.
         pub model: ModelConfig = ModelConfig::default(),
         /// A low-rank adapter (LoRA) that learns in place of the model's own weights, which stay as they are, packed or not. The

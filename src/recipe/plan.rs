@@ -217,6 +217,7 @@ impl Recipe {
 pub fn resume_differences(old: &Plan, new: &Plan) -> Vec<String> {
     let may_differ = |key: &str| {
         ["train.steps", "train.optimizer.schedule_steps", "critic.optimizer.schedule_steps"].contains(&key)
+            || key == "device"
             || ["eval.", "logging.", "parallel.", "checkpoint."].iter().any(|table| key.starts_with(table))
     };
     let pairs = old.recipe.entries().into_iter().zip(new.recipe.entries());

@@ -11,7 +11,6 @@ use super::sampler::TokenSource;
 use crate::dist::Mesh;
 use crate::interpreter::SessionId;
 use crate::model::cache::SequenceCache;
-use crate::model::config::Config;
 use crate::ops::logits::{Drawn, Logits, Sampling, logits_rows_max};
 use anyhow::{Result, anyhow};
 use candle_core::Tensor;
@@ -29,8 +28,8 @@ pub(super) struct PromptWork {
 }
 
 impl PromptWork {
-    pub(super) fn new(index: usize, config: &Config) -> Self {
-        Self { index, cache: SequenceCache::new(config), routes: Vec::new() }
+    pub(super) fn new(index: usize, cache: SequenceCache) -> Self {
+        Self { index, cache, routes: Vec::new() }
     }
 }
 
@@ -40,6 +39,16 @@ pub(super) struct SampleWork<'a> {
     cache: SequenceCache,
     /// Index among all trajectories of the rollout.
     pub(super) place: usize,
+    /// Whether it has room of its own for keys and values: until it decodes it has its prompt's.
+    pub(super) has_room: bool,
+    samples: usize,
+}
+
+impl SampleWork<'_> {
+    /// The index of its group.
+    pub(super) fn group(&self) -> usize {
+        self.place / self.samples
+    }
 }
 
 /// An entry of an engine's batch.
@@ -283,6 +292,8 @@ impl<'e, 'a> Engine<'e, 'a> {
                 ),
                 cache: prompt.cache.clone(),
                 place,
+                has_room: false,
+                samples,
             })
         };
         (0..samples).map(sample).collect::<Vec<_>>().into_iter()

@@ -10,6 +10,7 @@ mod engine;
 mod metrics;
 mod prompt;
 mod queue;
+mod room;
 mod sampler;
 mod settings;
 pub mod stored;
@@ -26,6 +27,7 @@ use crate::chat::Chat;
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
 use crate::metrics::{Phase, Progress};
+use crate::model::cache::{CacheRoom, Caches};
 use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
 use crate::tasks::Task;
@@ -58,6 +60,8 @@ pub struct Rollout<'a> {
     /// The Python tool, of one rollout at a time; `None` for tasks without one.
     pub interpreter: Option<&'a dyn Interpreter>,
     pub settings: &'a RolloutSettings,
+    /// Keys and values that a GPU holds at the same time; the host holds what is needed.
+    pub room: CacheRoom,
 }
 
 /// How far a rollout is.
@@ -239,12 +243,16 @@ impl Rollout<'_> {
     ) -> Result<Option<Rollouts>> {
         let rules = Rules::new(self);
         let rendered = prompts.iter().map(|p| self.render(p)).collect::<Result<Vec<_>>>()?;
-        let walked_by = self.policy.weights.walked_by();
+        let (weights, config) = (&self.policy.weights, &self.policy.model.config);
+        let (walked_by, device) = (weights.walked_by(), weights.device()?);
         let engines = match walked_by {
-            Some(_) => 1,
-            None => engines(self.policy.weights.bytes(), self.threads.count()),
+            None if device.is_cpu() => engines(weights.bytes(), self.threads.count()),
+            // A GPU computes one forward after the other.
+            _ => 1,
         };
-        let queue = Queue::new(self, &rules, rendered, samples, engines, hooks);
+        let places = if device.is_cpu() { usize::MAX } else { self.room.sequences };
+        let caches = (Caches::new(config, &device, self.room)?, places);
+        let queue = Queue::new(self, &rules, rendered, samples, engines, caches, hooks);
         std::thread::scope(|scope| {
             let run = || {
                 let engine = Engine::new(self, source, &queue);

@@ -3,10 +3,11 @@
 use super::conversation::{Next, Rules};
 use super::engine::{PromptWork, SampleWork, Work};
 use super::prompt::Rendered;
+use super::room::Room;
 use super::{Rollout, RolloutProgress, Rollouts};
 use crate::harmony::Message;
 use crate::interpreter::{Interpreter, SessionId};
-use crate::model::config::Config;
+use crate::model::cache::Caches;
 use crate::trajectory::{Group, Trajectory};
 use anyhow::{Error, Result, anyhow};
 use std::collections::VecDeque;
@@ -34,7 +35,7 @@ pub(super) struct Queue<'a> {
     pub(super) rules: &'a Rules<'a>,
     pub(super) prompts: Vec<Rendered<'a>>,
     pub(super) samples: usize,
-    config: &'a Config,
+    caches: Caches,
     engines: usize,
     sequences_max: usize,
     tool_calls_max: usize,
@@ -60,6 +61,7 @@ pub(super) enum Refilled {
 struct State<'a> {
     next_prompt: usize,
     ready: VecDeque<Box<SampleWork<'a>>>,
+    room: Room,
     /// What waits for a tool or its task, and for what.
     pending_calls: VecDeque<(Box<SampleWork<'a>>, Next)>,
     tool_threads: usize,
@@ -72,9 +74,23 @@ struct State<'a> {
     stopped: bool,
 }
 
-impl State<'_> {
+impl<'a> State<'a> {
     fn over(&self) -> bool {
         self.unfinished == 0 || self.failure.is_some() || self.stopped
+    }
+
+    /// The place in `ready` of the first that has room to go on.
+    fn next_ready(&self) -> Option<usize> {
+        self.ready.iter().position(|sample| sample.has_room || self.room.fits(sample.group()))
+    }
+
+    /// Takes it.
+    fn take_ready(&mut self) -> Option<Box<SampleWork<'a>>> {
+        let mut sample = self.ready.remove(self.next_ready()?)?;
+        if !std::mem::replace(&mut sample.has_room, true) {
+            self.room.begin_sample(sample.group());
+        }
+        Some(sample)
     }
 }
 
@@ -85,12 +101,14 @@ impl<'a> Queue<'a> {
         prompts: Vec<Rendered<'a>>,
         samples: usize,
         engines: usize,
+        (caches, places): (Caches, usize),
         hooks: Hooks<'a>,
     ) -> Self {
         let trajectories = prompts.len() * samples;
         let state = State {
             next_prompt: 0,
             ready: VecDeque::new(),
+            room: Room::new(places, prompts.len(), samples),
             pending_calls: VecDeque::new(),
             tool_threads: 0,
             tool_threads_idle: 0,
@@ -104,7 +122,7 @@ impl<'a> Queue<'a> {
             rules,
             prompts,
             samples,
-            config: &rollout.policy.model.config,
+            caches,
             engines,
             sequences_max: rollout.settings.sequences_max.max(1),
             tool_calls_max: rollout.settings.tool_calls_concurrent_max.max(1),
@@ -146,13 +164,15 @@ impl<'a> Queue<'a> {
         let weight = |work: &Work| if matches!(work, Work::Prompt(_)) { self.samples } else { 1 };
         let mut load: usize = batch.iter().map(weight).sum();
         while load < share
-            && let Some(sample) = state.ready.pop_front()
+            && let Some(sample) = state.take_ready()
         {
             batch.push(Work::Sample(sample));
             load += 1;
         }
-        while load < share && state.next_prompt < self.prompts.len() {
-            batch.push(Work::Prompt(Box::new(PromptWork::new(state.next_prompt, self.config))));
+        while load < share && state.next_prompt < self.prompts.len() && state.room.has_place() {
+            let index = state.next_prompt;
+            state.room.begin_group(index);
+            batch.push(Work::Prompt(Box::new(PromptWork::new(index, self.caches.sequence()))));
             state.next_prompt += 1;
             load += self.samples;
         }
@@ -162,7 +182,7 @@ impl<'a> Queue<'a> {
     /// Waits until there may be work, and no longer than it may take to notice a stop.
     pub(super) fn wait_for_work(&self) {
         let state = self.lock();
-        if state.ready.is_empty() && !state.over() {
+        if state.next_ready().is_none() && !state.over() {
             drop(self.work.wait_timeout(state, STOP_POLL));
         }
     }
@@ -248,11 +268,12 @@ impl<'a> Queue<'a> {
     }
 
     fn finish(&self, sample: SampleWork<'a>) {
-        let place = sample.place;
+        let (place, group, has_room) = (sample.place, sample.group(), sample.has_room);
         let (trajectory, messages) = sample.conversation.finish();
         (self.hooks.finished)(&trajectory, &messages);
         let mut state = self.lock();
         state.unfinished -= 1;
+        state.room.end_sample(group, has_room);
         state.progress.finished += 1;
         state.progress.reward_sum += f64::from(trajectory.reward);
         if let Some(result) = state.finished.get_mut(place) {

@@ -26,6 +26,7 @@ pub fn model(bench: &Workbench) -> Value {
     json!({
         "name": folder,
         "model_type": config.family.name(),
+        "device": bench.place,
         "layers": config.num_hidden_layers,
         "parameters": count(false),
         "learning": count(true),
@@ -84,6 +85,7 @@ pub fn lines(bench: &Workbench, intent: Intent, folder: &Path) -> Vec<String> {
         ("model", format!("{name}{kind}, {layers} layers, {parameters} parameters{learning}")),
         ("task", format!("{}{tool}", bench.task.name())),
         work(bench, intent),
+        ("device", bench.place.clone()),
         ("threads", threads),
         ("folder", folder.display().to_string()),
     ];

@@ -2,6 +2,7 @@
 
 pub mod adapter;
 pub mod collect;
+mod device;
 pub mod evaluation;
 pub mod export;
 mod family;

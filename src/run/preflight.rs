@@ -1,9 +1,10 @@
 //! What a command needs, opened and checked before any work: everything but the weights.
 
 use super::adapter::RunAdapter;
+use super::device::{Place, choose};
 use super::family::foreign_keys;
 use super::freeze::{critic_trainable, trainable};
-use super::memory::{Available, Intent, MemoryPlan, Subject, gigabytes};
+use super::memory::{Available, Intent, MemoryPlan, OtherWeights, Subject, gigabytes};
 use super::source::{BasePlace, ModelSource, unverified};
 use super::workbench::Workbench;
 use crate::bad_input;
@@ -42,6 +43,9 @@ pub struct Preflight {
     /// What of the packed ones.
     packed_weights: PackedWeights,
     threads: Threads,
+    place: Place,
+    /// Of how many sequences a GPU holds keys and values.
+    gpu_sequences: Option<usize>,
     pub(super) source: ModelSource,
     /// Which of the model's own tensors learn, in the first stage.
     trainable: Vec<bool>,
@@ -108,11 +112,23 @@ impl Preflight {
             mistakes.note(check_heads(&plan, &source.config));
             mistakes.0.extend(foreign_keys(&plan, source.config.family));
         }
-        let (Some(source), Some(task), Some(trainable), Some(critic_trainable), Some(interpreter), true) =
-            (source, task, trainable, critic_trainable, interpreter, mistakes.0.is_empty())
+        let compares_changed = intent == Intent::CheckMismatch(OtherWeights::Changed);
+        let place = source.as_ref().map(|s| choose(&mut plan, &s.config, mesh, compares_changed));
+        let place = place.and_then(|place| place.map_err(|why| mistakes.0.extend(why)).ok());
+        let (
+            Some(source),
+            Some(place),
+            Some(task),
+            Some(trainable),
+            Some(critic_trainable),
+            Some(interpreter),
+        ) = (source, place, task, trainable, critic_trainable, interpreter)
         else {
             return Err(mistakes.into_error());
         };
+        if !mistakes.0.is_empty() {
+            return Err(mistakes.into_error());
+        }
         if let Some(folder) = &source.lacks_weights {
             plan.warnings.push(format!("{} holds no weights; they are drawn at random", folder.display()));
         }
@@ -135,6 +151,8 @@ impl Preflight {
             rollout_weights: RolloutWeights::Whole,
             packed_weights: PackedWeights::Whole,
             threads,
+            gpu_sequences: place.available.is_some().then_some(1),
+            place,
             source,
             trainable,
             critic_trainable,
@@ -187,13 +205,23 @@ impl Preflight {
             processes: self.processes,
             rollout_weights: self.rollout_weights,
             packed_weights: self.packed_weights,
+            gpu_sequences: self.gpu_sequences,
         }
+    }
+
+    /// The memory that is planned: a GPU's where one computes, else that of the `host`.
+    pub fn available(&self, host: Option<Available>) -> Option<Available> {
+        self.place.available.clone().or(host)
     }
 
     /// Plans for `processes`, which hold weights as the recipe says; where it leaves that open, so that `available` memory suffices:
     /// packed ones whole if that can be, and of the ways to sample the one that moves least.
     pub fn plan_for(&mut self, processes: usize, available: Option<&Available>) {
         self.processes = processes;
+        if self.gpu_sequences.is_some() {
+            self.gpu_sequences = available.map(|found| self.subject().sequences_that_fit(found));
+            return;
+        }
         let asked = self.plan.recipe.parallel.clone();
         (self.rollout_weights, self.packed_weights) = match processes {
             1 => (RolloutWeights::Whole, PackedWeights::Whole),
@@ -244,6 +272,7 @@ impl Preflight {
         let whole = MemoryPlan::new(&self.subject()).peak_bytes();
         if available.is_some_and(|available| whole > available.bytes)
             && self.intent.streams()
+            && self.gpu_sequences.is_none()
             && let Some(files) = &self.source.weights
         {
             self.streamed = true;
@@ -260,6 +289,7 @@ impl Preflight {
     /// # Errors
     /// [`BadInput`] when a file is damaged.
     pub fn load(self, console: &Console) -> Result<Workbench> {
+        let room = self.subject().cache_room(self.gpu_sequences.unwrap_or(1));
         let source = self.source;
         let (recipe, trainable) = (&self.plan.recipe, &self.trainable);
         let place = match (self.streamed, self.packed_weights) {
@@ -268,7 +298,7 @@ impl Preflight {
             _ => BasePlace::Whole,
         };
         let read = || source.parameters(recipe, trainable, self.intent, &self.mesh, place, console);
-        let mut parameters = self.threads.wide(read)?;
+        let mut parameters = self.threads.wide(read)?.placed_on(&self.place.device)?;
         let (mut trainable, mut base) = (self.trainable.clone(), None);
         if let Some(adapter) = self.adapter.as_ref().filter(|adapter| !adapter.after_cold_start) {
             trainable = adapter.trainable_of_all(trainable.len());
@@ -287,6 +317,8 @@ impl Preflight {
             plan: self.plan,
             threads: self.threads,
             parameters,
+            place: self.place.name,
+            room,
             rollout_weights: self.rollout_weights,
             trainable,
             critic_trainable: self.critic_trainable,

@@ -12,6 +12,7 @@ use crate::harmony::Message;
 use crate::interpreter::Interpreter;
 use crate::metrics::Console;
 use crate::model::adapter::Base;
+use crate::model::cache::CacheRoom;
 use crate::model::config::Config;
 use crate::model::forward::{ForwardOptions, Model};
 use crate::model::parameters::Parameters;
@@ -36,6 +37,10 @@ pub struct Workbench {
     pub companions: Companions,
     pub model: Model,
     pub parameters: Parameters,
+    /// Where it computes, in words.
+    pub place: String,
+    /// Keys and values that a GPU holds at the same time.
+    pub room: CacheRoom,
     /// What of them each process holds while it samples.
     pub rollout_weights: RolloutWeights,
     /// Which parameters `train.freeze` leaves learning.
@@ -77,6 +82,7 @@ impl Workbench {
         // Before anything that may fail on one process alone.
         let available = least(mesh, available().map(|found| found.shared(mesh.on_host())))?;
         let mut preflight = Preflight::open_at(plan, intent, mesh, checkpoint, console)?;
+        let available = preflight.available(available);
         preflight.admit(available.as_ref())?;
         preflight.load(console)
     }
@@ -173,6 +179,7 @@ impl Workbench {
             task: self.task.as_ref(),
             interpreter: self.interpreter.as_deref(),
             settings,
+            room: self.room,
         }
     }
 

@@ -148,6 +148,17 @@ impl Learner<'_> {
         Ok(values.concat())
     }
 
+    /// Whether passes run side by side: a GPU makes one after the other.
+    fn is_side_by_side(&self) -> bool {
+        self.parameters.device().is_cpu() && side_by_side(self.parameters.bytes())
+    }
+
+    /// Up to how many positions at its beginning a sequence may share with the one before it: none where a GPU's attention reads
+    /// whole sequences.
+    pub fn shared_positions_max(&self) -> usize {
+        if self.parameters.device().is_cpu() { usize::MAX } else { 0 }
+    }
+
     /// `run` of every one of `batches`, in order, wherever it runs. The choice changes no result.
     fn each<T: Shared>(
         &self,
@@ -157,7 +168,7 @@ impl Learner<'_> {
         let (mesh, count) = (self.parameters.mesh(), batches.len());
         let alone = |index: usize| run(Turn { index, round: index, masked: false });
         match mesh.ranks() {
-            1 if side_by_side(self.parameters.bytes()) => self.threads.map(count, alone),
+            1 if self.is_side_by_side() => self.threads.map(count, alone),
             1 => self.threads.wide(|| (0..count).map(alone).collect()),
             _ => self.threads.wide(|| self.in_turn(batches, &run)),
         }

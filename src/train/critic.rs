@@ -66,7 +66,8 @@ impl Critic {
             let (spec, values) = found?;
             Ok((spec, if trainable[index] { values.cut(policy.mesh(), index) } else { values }))
         });
-        let mut parameters = Parameters::with_value_head(config, values)?.shared_by(policy.mesh());
+        let parameters = Parameters::with_value_head(config, values)?.shared_by(policy.mesh());
+        let mut parameters = parameters.placed_on(policy.device())?;
         parameters.learn(trainable)?;
         let optimizer = Optimizer::new(&settings.optimizer, &mut parameters, round_to_bf16)?;
         Ok(Self { settings: settings.clone(), parameters, optimizer })
@@ -84,7 +85,8 @@ impl Critic {
             let index = policy.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
             policy.shared(index).map_or_else(|| Ok(Loaded::Packed(policy.of_place(index)?)), Ok)
         });
-        let mut parameters = Parameters::with_value_head(config, values)?.shared_by(policy.mesh());
+        let parameters = Parameters::with_value_head(config, values)?.shared_by(policy.mesh());
+        let mut parameters = parameters.placed_on(policy.device())?;
         let start = lora.start(&parameters.specs, seed, Owner::Critic)?;
         parameters.adapt(lora.clone(), start)?;
         parameters.learn(trainable)?;
@@ -115,13 +117,17 @@ pub struct ValueEstimate {
 }
 
 impl CriticStep<'_> {
+    fn batches(&self, sequences: &[Sequence]) -> Vec<MicroBatch> {
+        let shared_max = self.learner.shared_positions_max();
+        MicroBatch::split_sharing(sequences, self.micro_batch_tokens, |_| shared_max)
+    }
+
     /// The value of every trained token of `sequences`, one after the other.
     ///
     /// # Errors
     /// Those of the passes.
     pub fn values(&self, sequences: &[Sequence]) -> Result<Vec<f32>> {
-        self.learner
-            .values(&MicroBatch::split_sharing(sequences, self.micro_batch_tokens, |_| usize::MAX), self.pass)
+        self.learner.values(&self.batches(sequences), self.pass)
     }
 
     /// Advantages and returns from `rewards` and `values`, one a token.
@@ -158,8 +164,7 @@ impl CriticStep<'_> {
             experience.values.as_ref().zip(experience.returns.as_ref()).context("no values to learn from")?;
         let normalizer = Normalizer::new(self.aggregation, BatchSize::of(&tokens, self.response_tokens_max))?;
         let clip = if self.settings.value_clip > 0.0 { self.settings.value_clip } else { f64::INFINITY };
-        let batches =
-            MicroBatch::split_sharing(&experience.sequences, self.micro_batch_tokens, |_| usize::MAX);
+        let batches = self.batches(&experience.sequences);
         let spans = spans(&batches);
         let shares: Vec<Mutex<Option<ValueLoss>>> = batches.iter().map(|_| Mutex::new(None)).collect();
         self.learner.accumulate_values(&batches, self.pass, &|index, values| {

@@ -168,12 +168,17 @@ impl Experience {
 }
 
 impl Measured {
-    /// Packed micro-batches, with the experts to replay, `top_k` a token.
-    pub(super) fn batches(&self, tokens_max: usize, top_k: usize) -> Result<Vec<MicroBatch>> {
+    /// Packed micro-batches, whose sequences share up to `shared_max` positions, with the experts to replay, `top_k` a token.
+    pub(super) fn batches(
+        &self,
+        tokens_max: usize,
+        shared_max: usize,
+        top_k: usize,
+    ) -> Result<Vec<MicroBatch>> {
         let Some(routes) = &self.replay else {
-            return Ok(MicroBatch::split_sharing(&self.sequences, tokens_max, |_| usize::MAX));
+            return Ok(MicroBatch::split_sharing(&self.sequences, tokens_max, |_| shared_max));
         };
-        let alike = |i: usize| routed_alike(&routes[i - 1], &routes[i], top_k);
+        let alike = |i: usize| routed_alike(&routes[i - 1], &routes[i], top_k).min(shared_max);
         let mut batches = MicroBatch::split_sharing(&self.sequences, tokens_max, alike);
         for batch in &mut batches {
             batch.replay = own_routes(&routes[batch.sequences.clone()], &batch.sequence_rows, top_k)?;

@@ -11,7 +11,7 @@ use crate::model::trunk::{self, Keep, Trunk};
 use crate::model::weights::{Frozen, WeightSource};
 use crate::ops::{self, Dispatch};
 use anyhow::{Context, Result, ensure};
-use candle_core::{Device, Tensor, Var};
+use candle_core::{Tensor, Var};
 
 /// What the pass computes beside the gradient of the objective.
 #[derive(Debug, Clone, Copy)]
@@ -117,7 +117,7 @@ impl Pass<'_> {
     pub fn values_backward(&self, objective: ValueObjective<'_>) -> Result<Vec<f32>> {
         let on_head = |head: &Tensor| {
             let gradient = objective(&self.of_all(&read_values(head)?)?)?;
-            Ok(Tensor::from_vec(self.of_own(gradient), head.shape(), &Device::Cpu)?)
+            Ok(Tensor::from_vec(self.of_own(gradient), head.shape(), head.device())?)
         };
         read_values(&self.both_ways(&on_head)?.head)
     }
@@ -144,7 +144,12 @@ impl Pass<'_> {
     }
 
     fn walk(&self, trunk: &Trunk, keep: Keep) -> Result<Tensor> {
-        self.with_rows(self.batch.replay.as_deref(), |rows| trunk.walk(&self.batch.tokens, rows, keep))
+        let on_device = |layers: &Vec<Tensor>| {
+            let device = self.weights.device()?;
+            layers.iter().map(|routes| Ok(routes.to_device(&device)?)).collect::<Result<Vec<_>>>()
+        };
+        let replay = self.batch.replay.as_ref().map(on_device).transpose()?;
+        self.with_rows(replay.as_deref(), |rows| trunk.walk(&self.batch.tokens, rows, keep))
     }
 
     /// What the head gives, `[n, R]`.
@@ -158,14 +163,14 @@ impl Pass<'_> {
     }
 
     fn whole_graph(&self, objective: OnHead<'_>) -> Result<Walked> {
-        let (mut routes, mut balance, mut balance_sum) = (vec![], None::<Tensor>, 0.0);
+        let (mut routes, mut balance, mut balances) = (vec![], None::<Tensor>, vec![]);
         let hidden = self.walk(&self.trunk(), &mut |_, _, output| {
-            if let Some((loss, value)) = self.load_balance(output)? {
+            if let Some((share, loss)) = self.load_balance(output)? {
                 balance = Some(match balance.take() {
-                    Some(sum) => (sum + loss)?,
-                    None => loss,
+                    Some(sum) => (sum + share)?,
+                    None => share,
                 });
-                balance_sum += value;
+                balances.push(loss);
             }
             routes.extend(output.routes());
             Ok(())
@@ -176,8 +181,7 @@ impl Pass<'_> {
             root = (root + balance)?;
         }
         root.backward()?;
-        let load_balance = balance_sum / self.model.config.num_hidden_layers as f64;
-        Ok(Walked { head: head.detach(), routes, load_balance })
+        Ok(Walked { head: head.detach(), routes, load_balance: self.mean_of_layers(&balances)? })
     }
 
     fn recomputed(&self, objective: OnHead<'_>) -> Result<Walked> {
@@ -197,16 +201,16 @@ impl Pass<'_> {
         let head = head.detach();
         drop((store, top));
 
-        let mut balance_sum = 0.0;
+        let mut balances = vec![];
         for index in (0..layers).rev() {
             let x = Var::from_tensor(&inputs.pop().context("a layer's input is missing")?)?;
             // The experts of the first time, whatever chose them.
             let output =
                 self.with_rows(Some(&routes), |rows| self.trunk().layer(index, x.as_tensor(), rows))?;
             let mut root = ops::upstream(&output.hidden, &upstream)?;
-            if let Some((loss, value)) = self.load_balance(&output)? {
-                root = (root + loss)?;
-                balance_sum += value;
+            if let Some((share, loss)) = self.load_balance(&output)? {
+                root = (root + share)?;
+                balances.push(loss);
             }
             let mut store = root.backward()?;
             upstream = store.remove(x.as_tensor()).context("no gradient at a layer's input")?;
@@ -215,11 +219,20 @@ impl Pass<'_> {
         if embedded.track_op() {
             ops::upstream(&embedded, &upstream)?.backward()?;
         }
-        Ok(Walked { head, routes, load_balance: balance_sum / layers as f64 })
+        Ok(Walked { head, routes, load_balance: self.mean_of_layers(&balances)? })
     }
 
-    /// The layer's share of the load-balancing loss, times its coefficient, and its plain value.
-    fn load_balance(&self, output: &LayerOutput) -> Result<Option<(Tensor, f64)>> {
+    /// The mean over layers of what those with experts gave; read at the end of a pass, as a GPU is waited for.
+    fn mean_of_layers(&self, losses: &[Tensor]) -> Result<f64> {
+        let mut sum = 0.0;
+        for loss in losses {
+            sum += f64::from(loss.to_scalar::<f32>()?);
+        }
+        Ok(sum / self.model.config.num_hidden_layers as f64)
+    }
+
+    /// The layer's share of the load-balancing loss, times its coefficient, and the plain loss.
+    fn load_balance(&self, output: &LayerOutput) -> Result<Option<(Tensor, Tensor)>> {
         let (true, Some(routing)) = (self.settings.load_balance != 0.0, &output.routing) else {
             return Ok(None);
         };
@@ -232,9 +245,9 @@ impl Pass<'_> {
                 ops::load_balance(&split.rows.all_rows(&routing.router_logits)?, &plan, holders)?
             }
         };
-        let value = loss.to_scalar::<f32>()? as f64;
         let layers = self.model.config.num_hidden_layers as f64;
-        Ok(Some(((loss * (self.settings.load_balance / layers))?, value)))
+        let plain = loss.detach();
+        Ok(Some(((loss * (self.settings.load_balance / layers))?, plain)))
     }
 
     /// The objective's gradient as a tensor of the head's shape.
@@ -243,7 +256,7 @@ impl Pass<'_> {
         let HeadGradient { log_probs, entropies } =
             objective(&self.of_all(&log_probs)?, &self.of_all(&entropies)?)?;
         let gradient = [self.of_own(log_probs), self.of_own(entropies)].concat();
-        Ok(Tensor::from_vec(gradient, head.shape(), &Device::Cpu)?)
+        Ok(Tensor::from_vec(gradient, head.shape(), head.device())?)
     }
 
     /// The column of all targets, of which this rank has `own`.

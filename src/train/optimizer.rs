@@ -6,7 +6,7 @@ use crate::ops::adamw_8bit::{self, Moment, adamw_8bit};
 use crate::ops::optimizer::{AdamW, accumulate, adamw, round_to_bf16, sgd};
 use crate::recipe::{OptimizerConfig as Settings, OptimizerKind, Schedule};
 use anyhow::{Context, Result};
-use candle_core::{DType, Device, Shape, Tensor};
+use candle_core::{DType, Shape, Tensor};
 
 /// Learning rate of update number `step` (from 0) of `steps`: linear warm-up, then the schedule down to the last update, or
 /// to that of `schedule_steps`.
@@ -66,7 +66,7 @@ pub struct Optimizer {
 
 impl Optimizer {
     /// A fresh optimizer, with fresh state in `parameters`. Where the model computes with weights rounded to bf16, the f32 ones
-    /// are kept as [`MASTER`]; else the weights are the masters.
+    /// are kept as [`MASTER`]; else the weights are the masters, as a GPU's vectors are.
     ///
     /// # Errors
     /// When memory runs out.
@@ -75,14 +75,20 @@ impl Optimizer {
         for index in 0..parameters.len() {
             let mut state = OptimizerState::new();
             if parameters.learns(index) {
-                let values = parameters.values(index)?;
-                // An adapter stays in f32.
-                if round_to_bf16 && parameters.specs[index].role != TensorRole::AdapterFactor {
-                    state.insert(MASTER, parameters.master(index)?.copy()?);
+                let (values, master) = (parameters.values(index)?, parameters.master(index)?);
+                let has_master = match parameters.device().is_cpu() {
+                    // An adapter stays in f32.
+                    true => round_to_bf16 && parameters.specs[index].role != TensorRole::AdapterFactor,
+                    // What a GPU multiplies by is bf16, and vectors are not.
+                    false => values.dtype() == DType::BF16,
+                };
+                if has_master {
+                    let is_f32 = master.dtype() == DType::F32;
+                    state.insert(MASTER, if is_f32 { master.copy()? } else { master.to_dtype(DType::F32)? });
                 }
                 let count = parameters.specs[index].element_count();
                 for (name, dtype, shape) in buffers(settings, count, values.shape()) {
-                    state.insert(name, Tensor::zeros(shape, dtype, &Device::Cpu)?);
+                    state.insert(name, Tensor::zeros(shape, dtype, parameters.device())?);
                 }
             }
             parameters.set_state(index, state);

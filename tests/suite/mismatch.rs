@@ -9,6 +9,7 @@ use rloss::mismatch::diagnose::{Reference, Verdict};
 use rloss::mismatch::measure::Measure;
 use rloss::mismatch::observed::Observed;
 use rloss::mismatch::output::Line;
+use rloss::model::cache::CacheRoom;
 use rloss::model::config::LayerType;
 use rloss::model::family::Family;
 use rloss::model::forward::{ForwardOptions, Model};
@@ -59,6 +60,7 @@ impl World {
             task: task.as_ref(),
             interpreter: None,
             settings: &settings,
+            room: CacheRoom::default(),
         };
         let rollouts = rollout.groups(&prompts, 6, &|_| (), &|| false).unwrap().unwrap();
         rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect()

@@ -326,6 +326,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
             processes: 1,
             rollout_weights: RolloutWeights::Whole,
             packed_weights: PackedWeights::Whole,
+            gpu_sequences: None,
         };
         let plan = MemoryPlan::new(&subject);
         let planned =

@@ -11,6 +11,7 @@ use anyhow::{Context, Result};
 use rloss::chat::Chat;
 use rloss::harmony::{HarmonyTokenizer, Message};
 use rloss::interpreter::{Interpreter, Reply, SessionId};
+use rloss::model::cache::CacheRoom;
 use rloss::model::config::Config;
 
 use rloss::model::parameters::Parameters;
@@ -67,6 +68,7 @@ impl World {
             task,
             interpreter,
             settings: &self.settings,
+            room: CacheRoom::default(),
         }
     }
 }

@@ -10,7 +10,7 @@ use crate::model::pieces::{self, GatheredLayers, Part, PartHeld, Uses};
 use crate::model::rounding::WeightRounding;
 use crate::model::tensor_file::f32_values;
 use crate::model::weights::{Layers, VALUE_HEAD, Weights};
-use crate::ops::cpu::{host_codes, host_values};
+use crate::ops::cpu::{host_codes, host_values, on_host};
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
@@ -116,7 +116,7 @@ impl Parameters {
     }
 
     /// What the optimizer keeps of tensor `index` under `kind`, its [`MASTER`] or its [`VALUES`]: all of it, gathered where it is
-    /// cut, and then flat but for the values. Every rank must ask, or the leader, while the others [`Self::answer`].
+    /// cut, and then flat but for the values; on the host. Every rank must ask, or the leader, while the others [`Self::answer`].
     ///
     /// # Errors
     /// When there is no such thing, or a rank does not come in time.
@@ -125,7 +125,7 @@ impl Parameters {
             self.ask_for(index, kind)?;
             return self.gathered_packed(index, piece)?.decoded(&self.specs[index]);
         }
-        let own = self.own(index, kind)?;
+        let own = &on_host(self.own(index, kind)?)?;
         if !self.is_cut(index) {
             return Ok(own.clone());
         }
@@ -168,7 +168,9 @@ impl Parameters {
     pub fn kept(&self, index: usize, kind: &str) -> Result<(DType, usize)> {
         let values = self.specs[index].element_count();
         let length = if BLOCK_STATES.contains(&kind) { values.div_ceil(CUT) } else { values };
-        Ok((self.own(index, kind)?.dtype(), length))
+        let dtype = self.own(index, kind)?.dtype();
+        // A GPU's bf16 is f32 on the host.
+        Ok((if dtype == DType::U8 { dtype } else { DType::F32 }, length))
     }
 
     /// What is here of it.

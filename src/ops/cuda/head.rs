@@ -6,6 +6,7 @@
 use super::arguments::{Op, of_storage, output, tensor};
 use super::log_prob::{logits_gradient, row_stats};
 use super::product::{add_weight_gradient, product_forward, product_input_gradient};
+use crate::ops::logits::device_logits_rows;
 use crate::ops::parameter::Gradient;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
@@ -14,16 +15,6 @@ use candle_core::{DType, Layout, Result, Shape, Tensor};
 use half::bf16;
 
 const OP: Op = Op("log_prob");
-/// Logits kept at a time, in values: half a gigabyte, enough rows to keep a GPU busy. Tests have several chunks.
-const CHUNK_VALUES_MAX: usize = if cfg!(test) { 1 << 14 } else { 1 << 27 };
-/// Rows of a tile of the product; a chunk is whole tiles.
-const TILE_ROWS: usize = 128;
-
-/// Rows whose logits are computed at a time.
-fn chunk_rows(vocabulary: usize) -> usize {
-    (CHUNK_VALUES_MAX / vocabulary.max(1) / TILE_ROWS).max(1) * TILE_ROWS
-}
-
 /// `h · W` for rows `h [m, H]`, f32.
 fn product(h: (&CudaStorage, &Layout), weight: &Tensor) -> Result<CudaStorage> {
     let opened = weight.storage_and_layout();
@@ -56,7 +47,7 @@ pub(in crate::ops) fn head_forward(
     inverse_temperature: f32,
 ) -> Result<(CudaStorage, Shape)> {
     let (device, rows) = (h.0.device(), targets.len());
-    let chunk = chunk_rows(weight.dim(1)?);
+    let chunk = device_logits_rows(weight.dim(1)?);
     let ids = uploaded(device, targets)?;
     let mut out = output::<f32>(device, 2 * rows)?;
     let mut log_sum_exp = output::<f32>(device, chunk.min(rows))?;
@@ -83,7 +74,7 @@ pub(in crate::ops) fn head_backward(
     h_learns: bool,
 ) -> Result<Option<Tensor>> {
     let ((rows, width), vocabulary) = (h.dims2()?, weight.dim(1)?);
-    let chunk = chunk_rows(vocabulary);
+    let chunk = device_logits_rows(vocabulary);
     let opened = [h, gradient].map(Tensor::storage_and_layout);
     let of_h = OP.on_gpu("h", &opened[0], DType::BF16, &[rows, width])?;
     let of_gradient = OP.on_gpu("the output's gradient", &opened[1], DType::F32, &[2, rows])?;

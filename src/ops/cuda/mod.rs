@@ -29,13 +29,13 @@ mod silu_gated;
 mod sink_attention;
 mod swiglu;
 
-pub use device::open;
+pub use device::{name_and_free_bytes, open};
 #[cfg(feature = "flash-attn")]
 pub use flash_attention::fa2_without_the_fix;
 pub use launch::{Timer, kernel_set};
 pub use log_prob::{logits_gradient, row_stats};
 pub use modules::unload_kernels;
-pub use paged::{KvPages, KvPool, sink_attention_paged};
+pub use paged::{KvPages, KvPool, kv_pages, sink_attention_paged};
 pub use primitive_checks::run_primitive_check;
 pub use sink_attention::{DeviceLse, Gradients, Inputs, Outputs, Prepared};
 

@@ -135,6 +135,14 @@ impl KvPages {
     }
 }
 
+/// A sequence without positions of a new pool, as [`KvPool::new`] makes it.
+///
+/// # Errors
+/// As there.
+pub fn kv_pages(device: &CudaDevice, kv_heads: usize, pages: usize) -> Result<KvPages> {
+    Ok(KvPool::new(device, kv_heads, pages)?.sequence())
+}
+
 fn accounts<'a>(sequences: &'a mut [&mut KvPages]) -> Vec<&'a mut PagedSequence> {
     sequences.iter_mut().map(|sequence| &mut sequence.sequence).collect()
 }

@@ -3,6 +3,7 @@
 //! What stays for the whole run (weights, gradients, optimizer, critic, reference) lies beside the largest of the phases
 //! that follow one another: sampling, the policy's update, the critic's. [`MemoryPlan::admit`] compares it with what there is.
 
+mod gpu;
 mod machine;
 mod passes;
 mod remedies;
@@ -60,7 +61,7 @@ pub fn recomputes_layers(
 ) -> bool {
     recipe.train.recompute_layers.unwrap_or_else(|| {
         let tokens = recipe.train.micro_batch_tokens;
-        let pass = PassShape { config, tokens, targets: tokens, adapted: weights.adapted };
+        let pass = PassShape { config, tokens, targets: tokens, adapted: weights.adapted, on_gpu: false };
         // An adapter's base is gathered only where it is cut.
         let gathered = !weights.adapted || weights.packed_pieces;
         let kept = match processes {
@@ -140,6 +141,8 @@ pub struct Subject<'a> {
     pub rollout_weights: RolloutWeights,
     /// What of the packed ones each of them holds.
     pub packed_weights: PackedWeights,
+    /// Where a GPU computes, whose memory the plan is then of: of how many sequences it holds keys and values.
+    pub gpu_sequences: Option<usize>,
 }
 
 /// What an adapter adds.
@@ -207,7 +210,12 @@ fn sum(parts: &[MemoryPart]) -> u64 {
 impl MemoryPlan {
     /// The plan of `subject`.
     pub fn new(subject: &Subject) -> Self {
-        Self { resident: subject.resident(), phases: subject.phases() }
+        match subject.gpu_sequences {
+            None => Self { resident: subject.resident(), phases: subject.phases() },
+            Some(sequences) => {
+                Self { resident: subject.gpu_resident(), phases: subject.gpu_phases(sequences) }
+            }
+        }
     }
 
     /// What stays for the whole run.
@@ -397,8 +405,13 @@ impl Subject<'_> {
         };
         let tokens = recipe.train.micro_batch_tokens.max(self.longest()).min(trajectories * self.longest());
         let tokens = if self.processes > 1 { tokens.div_ceil(recipe.parallel.sequence) } else { tokens };
-        let pass =
-            PassShape { config: self.config, tokens, targets: tokens, adapted: self.adapter.is_some() };
+        let pass = PassShape {
+            config: self.config,
+            tokens,
+            targets: tokens,
+            adapted: self.adapter.is_some(),
+            on_gpu: false,
+        };
         // Processes whose passes meet make them one after the other.
         let meets = self.processes > 1;
         let at_once = if meets { 1 } else { passes_at_once(self.weight_bytes(), self.threads) };
@@ -423,13 +436,19 @@ impl Subject<'_> {
         phases
     }
 
+    /// Prompts of a rollout, and samples of each.
+    pub fn sampled(&self) -> (usize, usize) {
+        let recipe = self.recipe;
+        match self.intent {
+            Intent::Eval => (recipe.eval.problems_max, recipe.eval.samples),
+            _ => (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt),
+        }
+    }
+
     /// Caches of all sequences at their longest, one forward of new tokens, and the logits drawn from.
     fn sampling(&self) -> Vec<MemoryPart> {
         let (recipe, config) = (self.recipe, self.config);
-        let (prompts, samples) = match self.intent {
-            Intent::Eval => (recipe.eval.problems_max, recipe.eval.samples),
-            _ => (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt),
-        };
+        let (prompts, samples) = self.sampled();
         let prompts = prompts.div_ceil(self.processes);
         let cut = self.processes > 1 && self.intent.learns();
         let gathered = cut.then(|| self.gathered_for_sampling());
@@ -446,7 +465,8 @@ impl Subject<'_> {
         // Each row drawn from is copied once by the thread that draws.
         let drawn = (self.threads * config.vocab_size * size_of::<f32>()) as u64;
         let targets = sequences.div_ceil(engines);
-        let forward = PassShape { config, tokens, targets, adapted: self.adapter.is_some() }.forward();
+        let adapted = self.adapter.is_some();
+        let forward = PassShape { config, tokens, targets, adapted, on_gpu: false }.forward();
         let parts = vec![
             MemoryPart {
                 name: "keys and values",

@@ -1,9 +1,10 @@
 //! What a forward or a pass in both directions takes beside weights and gradients, bytes. Letters as in [`crate::ops`].
 
 use crate::model::config::Config;
-use crate::ops::logits::logits_rows_max;
+use crate::ops::logits::{device_logits_rows, logits_rows_max};
 
 const F32: u64 = 4;
+const BF16: u64 = 2;
 
 /// A pass over packed sequences.
 #[derive(Debug, Clone, Copy)]
@@ -15,35 +16,38 @@ pub struct PassShape<'a> {
     pub targets: usize,
     /// Whether matrices have adapters, which give each product's result a second time.
     pub adapted: bool,
+    /// Whether rows are bf16, as on a GPU; logits are f32 everywhere.
+    pub on_gpu: bool,
 }
 
 impl PassShape<'_> {
     /// `rows × width` values.
-    fn values(rows: usize, width: usize) -> u64 {
-        rows as u64 * width as u64 * F32
+    fn values(&self, rows: usize, width: usize) -> u64 {
+        rows as u64 * width as u64 * if self.on_gpu { BF16 } else { F32 }
     }
 
     fn hidden(&self) -> u64 {
-        Self::values(self.tokens, self.config.hidden_size)
+        self.values(self.tokens, self.config.hidden_size)
     }
 
     fn queries(&self) -> u64 {
-        Self::values(self.tokens, self.config.num_attention_heads * self.config.head_dim)
+        self.values(self.tokens, self.config.num_attention_heads * self.config.head_dim)
     }
 
     fn keys(&self) -> u64 {
-        Self::values(self.tokens, self.config.num_key_value_heads * self.config.head_dim)
+        self.values(self.tokens, self.config.num_key_value_heads * self.config.head_dim)
     }
 
     /// Rows of the experts, `T·K`, times `width`.
     fn routed(&self, width: usize) -> u64 {
-        Self::values(self.tokens * self.config.num_experts_per_tok, width)
+        self.values(self.tokens * self.config.num_experts_per_tok, width)
     }
 
     /// Log-sum-exps, router logits, shares, routes and the plan of one layer.
     fn small(&self) -> u64 {
         let c = self.config;
-        Self::values(self.tokens, c.num_attention_heads + c.num_local_experts + 4 * c.num_experts_per_tok)
+        let width = c.num_attention_heads + c.num_local_experts + 4 * c.num_experts_per_tok;
+        (self.tokens * width) as u64 * F32
     }
 
     /// What the graph of one layer holds until its backward.
@@ -87,12 +91,18 @@ impl PassShape<'_> {
     /// Logits, a chunk of rows at a time.
     fn logits(&self) -> u64 {
         let vocabulary = self.config.vocab_size;
-        Self::values(self.targets.min(logits_rows_max(vocabulary)), vocabulary)
+        match self.on_gpu {
+            // Their gradient lies beside them.
+            true => {
+                self.targets.min(device_logits_rows(vocabulary)) as u64 * vocabulary as u64 * (F32 + BF16)
+            }
+            false => self.values(self.targets.min(logits_rows_max(vocabulary)), vocabulary),
+        }
     }
 
     /// The rows that the head reads, before and after the last norm.
     fn head_rows(&self) -> u64 {
-        2 * Self::values(self.targets, self.config.hidden_size)
+        2 * self.values(self.targets, self.config.hidden_size)
     }
 
     /// Log-probabilities alone.

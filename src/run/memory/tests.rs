@@ -61,6 +61,7 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
                 processes,
                 rollout_weights: RolloutWeights::Whole,
                 packed_weights: PackedWeights::Whole,
+                gpu_sequences: None,
             };
             let plan = MemoryPlan::new(&subject);
             let planned = ["weights", "gradients", "optimizer"]

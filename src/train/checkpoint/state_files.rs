@@ -10,7 +10,7 @@ use crate::integrity::Manifest;
 use crate::model::names::{ParameterSpec, StoredTensor};
 use crate::model::parameters::{Asked, MASTER, Parameters};
 use crate::model::tensor_file::{TensorFile, f32_values, write_f32, write_tensors};
-use crate::ops::cpu::{edit, edit_codes, host_codes, host_values};
+use crate::ops::cpu::{host_codes, host_values, on_host};
 use crate::train::optimizer::Optimizer;
 use anyhow::{Result, bail};
 use blake3::Hash;
@@ -106,7 +106,7 @@ fn write_own(
         // An adapter's base learned in the cold start, and is in a folder of its own since.
         let frozen = || match is_cut {
             true => Ok(of_critic || parameters.adapter().is_none()),
-            false => anyhow::Ok(keep(spec, &host_values(values)?)),
+            false => anyhow::Ok(keep(spec, &host_values(&on_host(values)?)?)),
         };
         if parameters.learns(index) || frozen()? {
             kept.insert(format!("{MASTER}.{}", spec.name), (index, MASTER));
@@ -124,10 +124,10 @@ fn write_own(
     let places: Vec<(usize, &str)> = kept.into_values().collect();
     write_tensors(&folder.join(file_name(stem, mesh.rank(), mesh.ranks())), stored, |place, out| {
         let (index, kind) = places[place];
-        let tensor = parameters.own(index, kind)?;
+        let tensor = on_host(parameters.own(index, kind)?)?;
         match tensor.dtype() {
-            DType::U8 => Ok(out.write_all(&host_codes(tensor)?)?),
-            _ => write_f32(out, &host_values(tensor)?),
+            DType::U8 => Ok(out.write_all(&host_codes(&tensor)?)?),
+            _ => write_f32(out, &host_values(&tensor)?),
         }
     })
 }
@@ -226,7 +226,7 @@ pub fn restore(
     let files = StateFiles::open(folder, stem)?;
     let damaged = |what: String| bad_input!("{}: {what}; {REMEDY}", files.path.display());
     let mut unread = files.names();
-    for (index, spec) in parameters.specs.iter().enumerate() {
+    for (index, spec) in parameters.specs.clone().iter().enumerate() {
         if parameters.values(index).is_err() {
             continue;
         }
@@ -247,21 +247,12 @@ pub fn restore(
                 continue;
             };
             unread.remove(&name);
-            let target = parameters.own(index, kind)?;
-            if dtype == DType::U8 {
-                edit_codes(target, |target| {
-                    target.copy_from_slice(&bytes);
-                    Ok(())
-                })?;
-                continue;
-            }
-            if let Some(value) = f32_values(&bytes).find(|value| !value.is_finite()) {
+            if dtype != DType::U8
+                && let Some(value) = f32_values(&bytes).find(|value| !value.is_finite())
+            {
                 return Err(damaged(format!("{name} holds {value}")));
             }
-            edit(target, |target| {
-                target.iter_mut().zip(f32_values(&bytes)).for_each(|(t, v)| *t = v);
-                Ok(())
-            })?;
+            parameters.overwrite(index, kind, &bytes)?;
         }
     }
     // Another optimizer's state of a tensor that learns would be lost in silence.

@@ -5,6 +5,7 @@ use rloss::harmony::Message;
 use rloss::interpreter::{Interpreter, Reply, SessionId};
 use rloss::metrics::Console;
 use rloss::mismatch::links::{Link, Proof};
+use rloss::model::cache::CacheRoom;
 use rloss::model::config::{Config, LayerType, Rope};
 use rloss::model::family::Family;
 use rloss::model::forward::{ForwardOptions, Model};
@@ -249,6 +250,7 @@ impl Case {
             task: &Questions,
             interpreter: Some(&Repeat),
             settings: &settings,
+            room: CacheRoom::default(),
         };
         let prompts = (0..4)
             .map(|i| Prompt { index: i, problem: Questions.training_problem(step, i) })

@@ -1,0 +1,124 @@
+//! Where a command computes: what the recipe asks for, and whether a GPU can do it.
+
+use super::memory::Available;
+use crate::dist::Mesh;
+use crate::model::config::Config;
+use crate::ops::cuda::{name_and_free_bytes, open};
+use crate::recipe::{DeviceKind, Dtype, Plan};
+use candle_core::Device;
+
+/// The width of a head that the GPU's attention is written for.
+const HEAD_DIM: usize = 64;
+/// Values that a GPU moves at a time: rows are made of whole ones.
+const VECTOR: usize = 8;
+
+/// Where a command computes.
+pub struct Place {
+    pub device: Device,
+    /// In words, for the head of a command and a run's folder.
+    pub name: String,
+    /// What is left of a GPU's memory.
+    pub available: Option<Available>,
+}
+
+impl Place {
+    fn cpu() -> Self {
+        Self { device: Device::Cpu, name: "cpu".to_owned(), available: None }
+    }
+
+    /// The GPU that the plan names.
+    fn gpu(plan: &Plan) -> candle_core::Result<Self> {
+        let index = plan.recipe.parallel.device_index;
+        let device = open(index)?;
+        let (name, bytes) = name_and_free_bytes(&device)?;
+        let available = Available { bytes, bound: format!("free on GPU {index} ({name})") };
+        Ok(Self { device, name: format!("GPU {index}, {name}"), available: Some(available) })
+    }
+}
+
+/// The place that `plan` asks for. `"auto"` falls back to the CPU, and says so in the plan's warnings where a GPU might have been
+/// expected.
+///
+/// # Errors
+/// Why the GPU that is asked for cannot be had, a mistake each.
+pub(super) fn choose(
+    plan: &mut Plan,
+    config: &Config,
+    mesh: &Mesh,
+    streams: bool,
+) -> Result<Place, Vec<String>> {
+    let asked = plan.recipe.device;
+    if asked == DeviceKind::Cpu || (asked == DeviceKind::Auto && cfg!(not(feature = "cuda"))) {
+        return Ok(Place::cpu());
+    }
+    let mut found = unsuited(plan, config, mesh);
+    if streams {
+        found.push(("device", "compares with changed weights, which the CPU alone does".to_owned()));
+    }
+    let told = |(key, what): (&str, String)| {
+        plan.mistake(key, format!("{what}, or compute on the CPU with device = \"cpu\"")).to_string()
+    };
+    let found = match found.is_empty() {
+        true => match Place::gpu(plan) {
+            Ok(place) => return Ok(place),
+            Err(error) => vec![plan.mistake("device", format!("no GPU can be used: {error}")).to_string()],
+        },
+        false => found.into_iter().map(told).collect(),
+    };
+    if asked == DeviceKind::Cuda {
+        return Err(found);
+    }
+    plan.warnings.push(format!("the CPU computes: {}", found.join("; ")));
+    Ok(Place::cpu())
+}
+
+/// What a GPU cannot do of it: a key, and what to write there.
+fn unsuited(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, String)> {
+    let recipe = &plan.recipe;
+    let mut found = vec![];
+    if recipe.model.dtype != Dtype::Bf16 {
+        found.push(("model.dtype", "a GPU computes in bf16 alone; write \"bf16\"".to_owned()));
+    }
+    let model_key = match recipe.model.architecture {
+        Some(_) => [
+            "model.architecture.head_dim",
+            "model.architecture.hidden_size",
+            "model.architecture.intermediate_size",
+        ],
+        None => ["model.path"; 3],
+    };
+    if config.head_dim != HEAD_DIM {
+        let what = format!(
+            "heads are {} wide, and a GPU's attention takes {HEAD_DIM}; take such a model",
+            config.head_dim
+        );
+        found.push((model_key[0], what));
+    }
+    for (key, size) in [(model_key[1], config.hidden_size), (model_key[2], config.intermediate_size)] {
+        if !size.is_multiple_of(VECTOR) {
+            found.push((
+                key,
+                format!("{size} is no multiple of {VECTOR}, of which a GPU's rows are made; take one"),
+            ));
+        }
+    }
+    let arms = &recipe.arms;
+    let kernels_lack = [
+        ("arms.router_noise", arms.router_noise > 0.0),
+        ("arms.router_noise_rollout", arms.router_noise_rollout > 0.0),
+        ("arms.router_noise_train", arms.router_noise_train > 0.0),
+        ("arms.rollout_bf16", arms.rollout_bf16),
+        ("arms.rollout_mxfp4", arms.rollout_mxfp4),
+        ("arms.rollout_mantissa_bits", arms.rollout_mantissa_bits > 0),
+    ];
+    for (key, _) in kernels_lack.into_iter().filter(|(_, on)| *on) {
+        found.push((key, "a GPU has no form of this arm; leave it off".to_owned()));
+    }
+    if recipe.adapter.is_some() || recipe.model.adapter.is_some() {
+        found.push(("adapter", "a GPU has no form of adapters yet; remove the table".to_owned()));
+    }
+    if mesh.ranks() > 1 {
+        found.push(("device", "several processes compute on CPUs alone; start one".to_owned()));
+    }
+    found
+}

@@ -1,0 +1,138 @@
+//! The plan of a GPU's memory: matrices in bf16 with f32 masters and gradients, caches in pages.
+
+use super::{
+    Available, Intent, Learning, MemoryPart, MemoryPlan, PassShape, PassWeights, Stage, Subject,
+    WARNED_SHARE, gathered_bytes, recomputes_layers,
+};
+use crate::model::cache::CacheRoom;
+use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
+use crate::recipe::{KlPlace, OptimizerConfig};
+use crate::rollout::FORWARD_TOKENS_MAX;
+use crate::train::optimizer::state_bytes;
+
+/// Sequences that `check-mismatch` decodes together.
+const DECODED_SEQUENCES: usize = 64;
+
+/// Bytes of a tensor that the model multiplies by.
+fn working_bytes(spec: &ParameterSpec) -> u64 {
+    let width = if spec.is_matrix() { size_of::<half::bf16>() } else { size_of::<f32>() };
+    (spec.element_count() * width) as u64
+}
+
+fn all_bytes<'a>(specs: impl IntoIterator<Item = &'a ParameterSpec>) -> u64 {
+    specs.into_iter().map(working_bytes).sum()
+}
+
+/// Masters of matrices, and what the update rule keeps.
+fn optimizer_bytes(settings: &OptimizerConfig, learning: &[Learning]) -> u64 {
+    let kept = |(_, spec): &Learning| {
+        let values = spec.element_count();
+        let master = if spec.is_matrix() { values * size_of::<f32>() } else { 0 };
+        master as u64 + state_bytes(settings, values, values)
+    };
+    learning.iter().map(kept).sum()
+}
+
+impl Subject<'_> {
+    /// Keys and values that the GPU holds at the same time.
+    pub fn cache_room(&self, sequences: usize) -> CacheRoom {
+        let fed_tokens_max = FORWARD_TOKENS_MAX + self.recipe.rollout.sequences_max;
+        CacheRoom { sequences, tokens: self.longest(), fed_tokens_max }
+    }
+
+    /// How many of the sequences that are sampled fit into `available` memory, and no less than one.
+    pub fn sequences_that_fit(&self, available: &Available) -> usize {
+        let (prompts, samples) = self.sampled();
+        let fits = |sequences: usize| {
+            let subject = Subject { gpu_sequences: Some(sequences), ..self.clone() };
+            MemoryPlan::new(&subject).peak_bytes() as f64 <= WARNED_SHARE * available.bytes as f64
+        };
+        let (mut fitting, mut beyond) = (1, prompts.saturating_mul(samples).max(1) + 1);
+        while fitting + 1 < beyond {
+            let middle = fitting + (beyond - fitting) / 2;
+            if fits(middle) { fitting = middle } else { beyond = middle }
+        }
+        fitting
+    }
+
+    pub(super) fn gpu_resident(&self) -> Vec<MemoryPart> {
+        let recipe = self.recipe;
+        let own = parameter_specs(self.config);
+        let factors: &[ParameterSpec] = self.adapter.as_ref().map_or(&[], |adapter| &adapter.specs);
+        let mut parts = vec![MemoryPart { name: "weights", bytes: all_bytes(own.iter().chain(factors)) }];
+        let mut part = |name, bytes| parts.push(MemoryPart { name, bytes });
+        if !self.intent.learns() {
+            return parts;
+        }
+        let stages = [
+            (Stage::ColdStart, recipe.cold_start.steps, &recipe.cold_start.optimizer),
+            (Stage::Reinforcement, recipe.train.steps, &recipe.train.optimizer),
+        ];
+        let kept = stages.into_iter().filter(|(_, steps, _)| *steps > 0).map(|(stage, _, optimizer)| {
+            let learning = self.learning(stage);
+            (gathered_bytes(&learning), optimizer_bytes(optimizer, &learning))
+        });
+        let (gradients, optimizer) = kept.max_by_key(|(a, b)| a + b).unwrap_or_default();
+        part("gradients", gradients);
+        part("optimizer", optimizer);
+        if let (Some(critic), Some(trainable)) = (&recipe.critic, &self.critic_trainable) {
+            let learning = self.critic_learning(trainable);
+            let values = value_model_specs(self.config);
+            let head = values.iter().filter(|spec| spec.name.starts_with("score."));
+            let weights = match self.adapter {
+                Some(_) => all_bytes(head.chain(factors)),
+                None => all_bytes(&values),
+            };
+            part("critic's weights", weights);
+            part("critic's gradients", gathered_bytes(&learning));
+            part("critic's optimizer", optimizer_bytes(&critic.optimizer, &learning));
+        }
+        // Without its adapter the model itself is the reference.
+        if recipe.policy.kl.place != KlPlace::None && self.adapter.is_none() {
+            part("reference", all_bytes(&own));
+        }
+        parts
+    }
+
+    pub(super) fn gpu_phases(&self, sequences: usize) -> Vec<(&'static str, Vec<MemoryPart>)> {
+        let (recipe, config) = (self.recipe, self.config);
+        let pass = |tokens: usize, targets: usize| PassShape {
+            config,
+            tokens,
+            targets,
+            adapted: self.adapter.is_some(),
+            on_gpu: true,
+        };
+        let caches =
+            |room: CacheRoom| MemoryPart { name: "keys and values", bytes: room.device_bytes(config) };
+        let mut phases = vec![];
+        let steps = if self.intent.learns() { recipe.train.steps } else { 1 };
+        if steps > 0 {
+            let room = self.cache_room(sequences);
+            let forward = pass(room.fed_tokens_max, recipe.rollout.sequences_max).forward();
+            let forward = MemoryPart { name: "one forward and its logits", bytes: forward };
+            phases.push(("sampling", vec![caches(room), forward]));
+        }
+        let (prompts, samples) = self.sampled();
+        let tokens = recipe.train.micro_batch_tokens.max(self.longest());
+        let tokens = tokens.min(prompts.saturating_mul(samples).saturating_mul(self.longest()));
+        match self.intent {
+            Intent::Eval | Intent::Rollout => {}
+            Intent::CheckMismatch(_) => {
+                let decoded = DECODED_SEQUENCES.min(prompts * samples);
+                let room = CacheRoom { sequences: decoded, tokens: self.longest(), fed_tokens_max: decoded };
+                let activations = MemoryPart { name: "activations", bytes: pass(tokens, tokens).forward() };
+                phases.push(("comparison", vec![caches(room), activations]));
+            }
+            Intent::Train => {
+                let bytes = self.gpu_resident().first().map_or(0, |weights| weights.bytes);
+                let weights = PassWeights { bytes, adapted: self.adapter.is_some(), packed_pieces: false };
+                let recomputes = recomputes_layers(recipe, config, weights, 1, 1);
+                let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
+                let bytes = pass(tokens, tokens).both_ways(recomputes);
+                phases.push(("update", vec![MemoryPart { name, bytes }]));
+            }
+        }
+        phases
+    }
+}
