@@ -5,6 +5,7 @@ use crate::commands::arguments::RunArgs;
 use crate::dist::launch::refuse_several;
 use crate::error::{BadInput, EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ToldElsewhere};
 use crate::metrics::sanitize_terminal;
+use crate::ops::cuda::unload_kernels;
 use clap::{CommandFactory, Parser, Subcommand};
 use std::io::Write;
 use std::sync::LazyLock;
@@ -102,6 +103,7 @@ pub fn run() -> u8 {
         #[cfg(feature = "cuda")]
         Command::GpuCheck(args) => commands::gpu_check::run(&args),
     });
+    unload_kernels();
     result.unwrap_or_else(|error| {
         if let Some(told) = error.downcast_ref::<ToldElsewhere>() {
             // A launcher ends all processes once one has failed: the one that tells why goes first.

@@ -14,7 +14,7 @@ use crate::model::rounding::WeightRounding;
 use crate::recipe::{Arms, Plan, RecipeSource, locate};
 use crate::rollout::{Prompt, RolloutProgress, RolloutSettings};
 use crate::run::collect::show;
-use crate::run::memory::{Intent, OtherWeights};
+use crate::run::memory::{Intent, OtherWeights, told_of_memory};
 use crate::run::processes;
 use crate::run::source::pin_model;
 use crate::run::workbench::Workbench;
@@ -94,7 +94,7 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     processes::check_alike(&mesh, &bench.plan, weights, &named.join(" "))?;
     let console = console(&bench.plan, &mesh);
     let found = match args.against.as_slice() {
-        [] => check_arms(&bench, &arms, &console)?,
+        [] => check_arms(&bench, &arms, &console).map_err(|error| told_of_memory(error, &bench.memory))?,
         _ => check_against(&bench, args, &console)?,
     };
     mesh.leave();

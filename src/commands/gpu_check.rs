@@ -18,7 +18,6 @@ mod speed;
 use crate::error::{EXIT_DONE, EXIT_FAILED};
 use crate::{bad_input, ops};
 use anyhow::Result;
-use candle_core::Device;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
@@ -101,11 +100,10 @@ impl Verdicts {
 /// When there is no GPU that the kernels run on, or the peers' file cannot be read.
 pub fn run(args: &GpuCheckArgs) -> Result<u8> {
     let peers = args.peers.as_deref().map(peers::read).transpose()?;
-    let device = open(args.device)?;
+    let gpu = ops::cuda::usable(args.device).map_err(|error| bad_input!("gpu-check: {error}"))?;
+    let device = gpu.device;
     if let Some(path) = &args.write_seeded {
-        let written = seeded::write(&device, path);
-        ops::cuda::unload_kernels();
-        return written.map(|()| EXIT_DONE);
+        return seeded::write(&device, path).map(|()| EXIT_DONE);
     }
     let gpu = device.as_cuda_device()?;
     let parts = if args.parts.is_empty() { Part::value_variants().to_vec() } else { args.parts.clone() };
@@ -130,36 +128,9 @@ pub fn run(args: &GpuCheckArgs) -> Result<u8> {
             Part::Speed => speed::run(gpu, args.small, peers.as_ref())?,
         }
     }
-    ops::cuda::unload_kernels();
     eprintln!("gpu-check: {} passed, {} failed", verdicts.passed, verdicts.failed);
     Ok(if verdicts.failed == 0 { EXIT_DONE } else { EXIT_FAILED })
 }
-
-fn open(ordinal: usize) -> Result<Device> {
-    // The CUDA library panics where a library that it wants is missing; that is told as any other trouble.
-    let hook = std::panic::take_hook();
-    std::panic::set_hook(Box::new(|_| {}));
-    let opened = std::panic::catch_unwind(|| ops::cuda::open(ordinal));
-    std::panic::set_hook(hook);
-    match opened {
-        Ok(Ok(device)) => {
-            ops::cuda::kernel_set(device.as_cuda_device()?).map_err(|e| bad_input!("{e}"))?;
-            Ok(device)
-        }
-        Ok(Err(error)) => {
-            // A backtrace may follow.
-            let text = error.to_string();
-            let text = text.lines().next().unwrap_or_default();
-            Err(bad_input!("gpu-check: GPU {ordinal} cannot be used: {text}; {DRIVER}"))
-        }
-        Err(_) => {
-            Err(bad_input!("gpu-check: GPU {ordinal} cannot be used: a CUDA library is missing; {DRIVER}"))
-        }
-    }
-}
-
-const DRIVER: &str = "an NVIDIA driver of release 580 or newer must be loaded (nvidia-smi shows it), and its \
-                      libcuda.so.1 come before the toolkit's stub on LD_LIBRARY_PATH";
 
 fn describe(gpu: &CudaDevice) -> Result<()> {
     let stream = gpu.cuda_stream();

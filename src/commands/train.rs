@@ -7,7 +7,7 @@ use crate::error::{EXIT_DONE, EXIT_STOPPED};
 use crate::metrics::Console;
 use crate::recipe::{Plan, RecipeSource, locate};
 use crate::run::header::{self, command_line};
-use crate::run::memory::Intent;
+use crate::run::memory::{Intent, told_of_memory};
 use crate::run::processes;
 use crate::run::run_folder::{RunFolder, prepare_resume};
 use crate::run::signals::Stop;
@@ -57,6 +57,14 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
         console.print(&format!("warning: {}", unverified(&point.folder)));
     }
     resumed.iter().for_each(|line| console.print(line));
+    let before = RunFolder::place_before(&out).filter(|before| args.resume && *before != bench.place);
+    if let Some(before) = before {
+        console.print(&format!(
+            "warning: until now this run computed on {before}, and from here on {}: its bits will differ from a run's on one device",
+            bench.place
+        ));
+    }
+    let memory = bench.memory.clone();
     let run = || {
         folder.write_model(&header::model(&bench))?;
         if let Some(confinement) = bench.confinement() {
@@ -65,7 +73,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
         let mut trainer = Trainer::new(bench, data, folder, console.clone(), stop, point.as_ref())?;
         trainer.run(point)
     };
-    let stopped = run().inspect_err(|_| {
+    let stopped = run().map_err(|error| told_of_memory(error, &memory)).inspect_err(|_| {
         if !args.resume && mesh.is_leader() {
             RunFolder::clear_unused(&out);
         }

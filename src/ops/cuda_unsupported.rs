@@ -33,12 +33,17 @@ pub fn kv_pages(_: &CudaDevice, _: usize, _: usize) -> Result<KvPages> {
     refuse()
 }
 
-pub fn open(_: usize) -> Result<Device> {
-    refuse()
+pub fn unload_kernels() {}
+
+/// No GPU is opened here.
+pub struct Gpu {
+    pub device: Device,
+    pub name: String,
+    pub free_bytes: u64,
 }
 
-pub fn name_and_free_bytes(_: &Device) -> Result<(String, u64)> {
-    refuse()
+pub fn usable(_: usize) -> Result<Gpu> {
+    bail!("this build is for CPUs; build with --features cuda")
 }
 
 fn refuse<T>() -> Result<T> {

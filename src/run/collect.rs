@@ -6,6 +6,7 @@
 //! OUT/trajectories/NAME.jsonl.partial   a line a trajectory as it ends; NAME.jsonl, in order, when all have
 //! ```
 
+use super::memory::told_of_memory;
 use super::run_folder::{RunFolder, holds_run, lock};
 use super::workbench::Workbench;
 use crate::atomic_file::{replace_file, write_file};
@@ -204,13 +205,11 @@ impl<'a> Collection<'a> {
         };
         let failed = || failure.lock().unwrap_or_else(PoisonError::into_inner).is_some();
         let rollout = self.bench.rollout(policy, settings);
-        let rollouts = rollout.groups_observed(
-            prompts,
-            samples,
-            &RolloutProgress::shown_by(stage),
-            &finished,
-            &|| stop() || failed(),
-        )?;
+        let rollouts =
+            rollout.groups_observed(prompts, samples, &RolloutProgress::shown_by(stage), &finished, &|| {
+                stop() || failed()
+            });
+        let rollouts = rollouts.map_err(|error| told_of_memory(error, &self.bench.memory))?;
         if let Some(error) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
             return Err(error.context(format!("writing trajectories into {}", self.path.display())));
         }

@@ -3,7 +3,7 @@
 use super::memory::Available;
 use crate::dist::Mesh;
 use crate::model::config::Config;
-use crate::ops::cuda::{name_and_free_bytes, open};
+use crate::ops::cuda::{Gpu, usable};
 use crate::recipe::{DeviceKind, Dtype, Plan};
 use candle_core::Device;
 
@@ -29,9 +29,8 @@ impl Place {
     /// The GPU that the plan names.
     fn gpu(plan: &Plan) -> candle_core::Result<Self> {
         let index = plan.recipe.parallel.device_index;
-        let device = open(index)?;
-        let (name, bytes) = name_and_free_bytes(&device)?;
-        let available = Available { bytes, bound: format!("free on GPU {index} ({name})") };
+        let Gpu { device, name, free_bytes } = usable(index)?;
+        let available = Available { bytes: free_bytes, bound: format!("free on GPU {index} ({name})") };
         Ok(Self { device, name: format!("GPU {index}, {name}"), available: Some(available) })
     }
 }
@@ -61,7 +60,7 @@ pub(super) fn choose(
     let found = match found.is_empty() {
         true => match Place::gpu(plan) {
             Ok(place) => return Ok(place),
-            Err(error) => vec![plan.mistake("device", format!("no GPU can be used: {error}")).to_string()],
+            Err(error) => vec![plan.mistake("device", format!("{error}")).to_string()],
         },
         false => found.into_iter().map(told).collect(),
     };

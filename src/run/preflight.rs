@@ -279,7 +279,11 @@ impl Preflight {
             self.plan.warnings.push(said_of_streaming(whole, files, &self.source.config)?);
         }
         let subject = self.subject();
-        let warning = MemoryPlan::new(&subject).admit(available, &subject.remedies())?;
+        let admitted = MemoryPlan::new(&subject).admit(available, &subject.remedies());
+        let warning = admitted.map_err(|error| match self.gpu_sequences {
+            Some(_) => bad_input!("{error}; {}", subject.one_sequence()),
+            None => error,
+        })?;
         self.plan.warnings.extend(warning);
         Ok(())
     }
@@ -289,7 +293,8 @@ impl Preflight {
     /// # Errors
     /// [`BadInput`] when a file is damaged.
     pub fn load(self, console: &Console) -> Result<Workbench> {
-        let room = self.subject().cache_room(self.gpu_sequences.unwrap_or(1));
+        let subject = self.subject();
+        let (room, memory) = (subject.cache_room(self.gpu_sequences.unwrap_or(1)), subject.words());
         let source = self.source;
         let (recipe, trainable) = (&self.plan.recipe, &self.trainable);
         let place = match (self.streamed, self.packed_weights) {
@@ -319,6 +324,7 @@ impl Preflight {
             parameters,
             place: self.place.name,
             room,
+            memory,
             rollout_weights: self.rollout_weights,
             trainable,
             critic_trainable: self.critic_trainable,

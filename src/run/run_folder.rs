@@ -191,6 +191,13 @@ impl RunFolder {
         write_file(&self.path.join("model.json"), &format!("{model}\n"))
     }
 
+    /// Where the run in `path` has computed until now, in the words of [`super::workbench::Workbench::place`].
+    pub fn place_before(path: &Path) -> Option<String> {
+        let text = fs::read_to_string(path.join("model.json")).ok()?;
+        let model: serde_json::Value = serde_json::from_str(&text).ok()?;
+        model["device"].as_str().map(str::to_owned)
+    }
+
     /// Records what confines the Python tool.
     ///
     /// # Errors

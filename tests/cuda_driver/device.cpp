@@ -111,7 +111,7 @@ API CUresult cuDeviceGetAttribute(int* value, int attribute, int) {
       {12, 65536},      // registers of a block
       {16, 132},        // multiprocessors
       {39, 2048},       // threads of a multiprocessor
-      {75, 9},          // compute capability
+      {75, getenv("CUDA_EMULATOR_OLD") ? 8 : 9},  // compute capability
       {76, 0},
       {81, 228 << 10},  // shared memory of a multiprocessor
       {97, 227 << 10},  // shared memory of a block that asks for it

@@ -12,7 +12,12 @@ namespace {
 
 constexpr size_t PAGE = 4096;
 constexpr size_t ARENA_BYTES = size_t(1) << 42;
-constexpr size_t DEVICE_BYTES = size_t(80) << 30;
+// A GPU of so many MiB, for what is to be refused.
+const char* const MEMORY_MIB = getenv("CUDA_EMULATOR_MEMORY_MIB");
+const size_t DEVICE_BYTES = MEMORY_MIB ? strtoull(MEMORY_MIB, nullptr, 10) << 20 : size_t(80) << 30;
+// What others take of it after it was asked how much is free.
+const char* const TAKEN_MIB = getenv("CUDA_EMULATOR_TAKEN_MIB");
+const size_t OWN_BYTES = DEVICE_BYTES - (TAKEN_MIB ? strtoull(TAKEN_MIB, nullptr, 10) << 20 : 0);
 constexpr unsigned char POISON = 0xff;  // NaN in every float type
 constexpr unsigned char SLACK = 0xa5;
 
@@ -27,7 +32,7 @@ struct Buffer {
 
 auto& buffers = lasting<std::map<CUdeviceptr, Buffer>>();
 auto& pinned = lasting<std::map<uintptr_t, size_t>>();
-size_t used_bytes;
+size_t used_bytes, peak_bytes;
 char *arena, *arena_next;
 
 void make_arena() {
@@ -72,6 +77,7 @@ void allocate(CUdeviceptr address) {
   memset(start + buffer.bytes, SLACK, end - start - buffer.bytes);
   buffer.state = State::used;
   used_bytes += buffer.bytes;
+  if (used_bytes > peak_bytes) peak_bytes = used_bytes;
 }
 
 CUresult release(CUdeviceptr address, const char* call) {
@@ -138,6 +144,7 @@ bool is_pinned(const void* pointer) {
 }
 
 void tell_leaks() {
+  if (getenv("CUDA_EMULATOR_PEAK")) fprintf(stderr, "device memory: %zu bytes at most\n", peak_bytes);
   size_t count = 0, bytes = 0;
   for (auto& [address, buffer] : buffers)
     if (buffer.state != State::freed) count++, bytes += buffer.bytes;
@@ -153,7 +160,7 @@ API CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) {
   Locked lock;
   if (CUresult error = need_context(__func__)) return error;
   if (!bytes) return complain(INVALID_VALUE, "cuMemAlloc: of no bytes");
-  if (bytes > DEVICE_BYTES - used_bytes || !(*address = reserve(bytes))) return OUT_OF_MEMORY;
+  if (used_bytes + bytes > OWN_BYTES || !(*address = reserve(bytes))) return OUT_OF_MEMORY;
   allocate(*address);
   return SUCCESS;
 }
@@ -172,7 +179,7 @@ API CUresult cuMemAllocAsync(CUdeviceptr* address, size_t bytes, void* handle) {
   if (!stream || stuck()) return stuck() ? stuck() : INVALID_HANDLE;
   *address = 0;
   if (!bytes) return SUCCESS;
-  if (bytes > DEVICE_BYTES - used_bytes || !(*address = reserve(bytes))) return OUT_OF_MEMORY;
+  if (used_bytes + bytes > OWN_BYTES || !(*address = reserve(bytes))) return OUT_OF_MEMORY;
   enqueue(stream, "cuMemAllocAsync", [at = *address] { allocate(at); });
   return SUCCESS;
 }

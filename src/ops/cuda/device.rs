@@ -1,8 +1,9 @@
 //! Opening a GPU.
 
 use super::kernel_set;
+use crate::panics::caught;
 use candle_core::cuda_backend::WrapErr;
-use candle_core::{Device, Result};
+use candle_core::{Device, Error, Result};
 
 /// The GPU `ordinal`, with a stream of its own: tensors may be made, used and dropped on any OS thread.
 ///
@@ -15,13 +16,33 @@ pub fn open(ordinal: usize) -> Result<Device> {
     Device::new_cuda_with_stream(ordinal)
 }
 
-/// The name of a GPU, and the bytes of its memory that nothing takes.
+/// A GPU that the kernels run on.
+pub struct Gpu {
+    pub device: Device,
+    pub name: String,
+    /// Bytes of its memory that nothing takes.
+    pub free_bytes: u64,
+}
+
+const DRIVER: &str = "an NVIDIA driver of release 580 or newer must be loaded (nvidia-smi shows it), and its \
+                      libcuda.so.1 come before the toolkit's stub on LD_LIBRARY_PATH";
+
+/// The GPU `ordinal`, if every op runs on it.
 ///
 /// # Errors
-/// When the kernels do not run on it.
-pub fn name_and_free_bytes(device: &Device) -> Result<(String, u64)> {
-    let device = device.as_cuda_device()?;
-    kernel_set(device)?;
-    let context = device.cuda_stream().context().clone();
-    Ok((context.name().w()?, context.mem_get_info().w()?.0 as u64))
+/// Why it cannot be used, and the remedy, in a line.
+pub fn usable(ordinal: usize) -> Result<Gpu> {
+    let refused = |why: &str| {
+        // A backtrace may follow.
+        let why = why.lines().next().unwrap_or_default();
+        Error::Msg(format!("GPU {ordinal} cannot be used: {why}; {DRIVER}"))
+    };
+    // The CUDA library panics where a library that it wants is missing.
+    let device = caught(|| open(ordinal))
+        .map_err(|_| refused("a CUDA library is missing"))?
+        .map_err(|error| refused(&error.to_string()))?;
+    kernel_set(device.as_cuda_device()?)?;
+    let context = device.as_cuda_device()?.cuda_stream().context().clone();
+    let (name, free_bytes) = (context.name().w()?, context.mem_get_info().w()?.0 as u64);
+    Ok(Gpu { device, name, free_bytes })
 }

@@ -2,7 +2,7 @@
 
 use super::{
     Available, Intent, Learning, MemoryPart, MemoryPlan, PassShape, PassWeights, Stage, Subject,
-    WARNED_SHARE, gathered_bytes, recomputes_layers,
+    WARNED_SHARE, gathered_bytes, gigabytes, recomputes_layers,
 };
 use crate::model::cache::CacheRoom;
 use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
@@ -53,6 +53,20 @@ impl Subject<'_> {
             if fits(middle) { fitting = middle } else { beyond = middle }
         }
         fitting
+    }
+
+    /// What a GPU must hold to sample at all, in words.
+    pub fn one_sequence(&self) -> String {
+        let room = self.cache_room(1);
+        let bytes = room.device_bytes(self.config);
+        format!(
+            "of them {} are keys and values of a single sequence of {} tokens, of {} key-value heads {} wide in {} layers",
+            gigabytes(bytes),
+            room.tokens,
+            self.config.num_key_value_heads,
+            self.config.head_dim,
+            self.config.num_hidden_layers
+        )
     }
 
     pub(super) fn gpu_resident(&self) -> Vec<MemoryPart> {

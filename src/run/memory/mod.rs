@@ -238,12 +238,17 @@ impl MemoryPlan {
         let peak = self.peak_bytes();
         let compared = format!("{} of memory are needed, {} are {bound}", gigabytes(peak), gigabytes(*bytes));
         if peak > *bytes {
-            let help: Vec<String> = remedies.iter().map(Remedy::to_string).collect();
-            let help = if help.is_empty() { "take a larger machine".to_owned() } else { help.join("; ") };
+            let help = what_helps(remedies);
             return Err(bad_input!("{compared}; what would help: {help}. `rloss check` prints the plan"));
         }
         Ok((peak as f64 > WARNED_SHARE * *bytes as f64).then(|| format!("{compared}; it may not suffice")))
     }
+}
+
+/// Remedies as a line.
+fn what_helps(remedies: &[Remedy]) -> String {
+    let help: Vec<String> = remedies.iter().map(Remedy::to_string).collect();
+    if help.is_empty() { "take a larger machine".to_owned() } else { help.join("; ") }
 }
 
 impl std::fmt::Display for MemoryPlan {
@@ -262,16 +267,31 @@ impl std::fmt::Display for MemoryPlan {
     }
 }
 
+/// `error`, with what takes a GPU's memory and what would help where that ran out.
+pub fn told_of_memory(error: anyhow::Error, memory: &str) -> anyhow::Error {
+    match format!("{error:#}").contains("CUDA_ERROR_OUT_OF_MEMORY") {
+        true => error.context(format!("the GPU's memory ran out, of which this was planned:\n\n{memory}\n")),
+        false => error,
+    }
+}
+
 /// `1.50 GB`.
 pub fn gigabytes(bytes: u64) -> String {
     format!("{} GB", plain_gigabytes(bytes))
 }
 
 fn plain_gigabytes(bytes: u64) -> String {
-    format!("{:.2}", bytes as f64 / 1e9)
+    // A GPU's plan has no program in it that fills the first places.
+    let places = if bytes < 50_000_000 { 4 } else { 2 };
+    format!("{:.places$}", bytes as f64 / 1e9)
 }
 
 impl Subject<'_> {
+    /// The plan and what would make it smaller, in words.
+    pub fn words(&self) -> String {
+        format!("{}\nwhat would help: {}", MemoryPlan::new(self), what_helps(&self.remedies()))
+    }
+
     /// What of the policy learns in `stage`.
     fn learning(&self, stage: Stage) -> Vec<Learning> {
         match &self.adapter {

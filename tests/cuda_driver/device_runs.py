@@ -1,0 +1,203 @@
+#!/usr/bin/env python3
+"""Whole runs on the emulated GPU, as a user makes them: the end of what CI shows of `device = "cuda"`.
+
+    tests/cuda_driver/device_runs.py --cpu target/release/rloss --gpu target/cuda-emulated/emulated/rloss
+
+The environment is that of ./setup.sh. A model of two layers is trained on the CPU until it calls its tool; then:
+
+- losses: a cold start and ten steps of reinforcement learning on the same stored trajectories, on the GPU and on the CPU in f32 and
+  with bf16 weights. Each loss on the GPU is no farther from f32's than three times what bf16 weights alone make;
+- sampling: a cold start and ten steps with its own samples and the tool, killed on the way and resumed: every figure is a number,
+  the gap between rollout and training is 0, and what is computed again after the kill has the bits it had before;
+- the run's checkpoint is checked on the GPU (`check-mismatch`: 0 differing bits), and goes on on the CPU;
+- what a GPU cannot do is refused before any work, and more than its memory holds.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+RECIPE = HERE / "small.toml"
+STEPS = 10
+DISTANCES = 3
+WAIT_S = 900
+
+
+def sets(**keys):
+    return [word for key, value in keys.items() for word in ("--set", f"{key.replace('__', '.')}={value}")]
+
+
+SHORT = sets(
+    cold_start__batch_size=4, cold_start__optimizer__warmup_steps=0, cold_start__optimizer__lr=2e-4, train__steps=STEPS,
+    rollout__prompts_per_step=2, rollout__samples_per_prompt=4, logging__trajectories_per_step=8, logging__tensorboard="false",
+    eval__before_training="false", eval__every_steps=0,
+)  # fmt: skip
+
+
+class World:
+    def __init__(self, arguments):
+        self.place = Path(tempfile.mkdtemp(prefix="rloss-device-"))
+        self.cpu, self.gpu = (str(Path(path).resolve()) for path in (arguments.cpu, arguments.gpu))
+        self.model = None
+
+    def run(self, binary, *words, code=0, env=None):
+        """Runs to the end and returns what it said."""
+        done = subprocess.run(
+            [binary, *map(str, words)], capture_output=True, text=True, cwd=self.place, timeout=WAIT_S, env={**os.environ, **(env or {})}
+        )
+        said = done.stdout + done.stderr
+        assert done.returncode == code, f"{words}: ended with {done.returncode}, not {code}\n{said}"
+        assert "cuda-emulator:" not in said, f"{words}: the driver complained\n{said}"
+        return said
+
+    def train(self, binary, out, *words, **more):
+        return self.run(binary, "train", RECIPE, "--out", out, *SHORT, *words, **more)
+
+    def rows(self, run, phase=None):
+        rows = [json.loads(line) for line in (self.place / run / "metrics.jsonl").read_text().splitlines()]
+        return [row for row in rows if phase in (None, row["phase"])]
+
+
+def trained_model(world):
+    """The checkpoint of a cold start on the CPU, and trajectories that it sampled."""
+    world.run(world.cpu, "train", RECIPE, "--out", "cold", *sets(device="cpu", logging__tensorboard="false"))
+    world.model = max((world.place / "cold/checkpoints").glob("cold-start-*"))
+    world.run(world.cpu, "rollout", "cold", "--out", "stored", *sets(rollout__prompts_per_step=20, rollout__samples_per_prompt=4))
+    return next((world.place / "stored/trajectories").glob("*.jsonl"))
+
+
+def losses(world, stored):
+    """The greatest distance of a loss, in those that bf16 weights make."""
+    same = sets(model__path=world.model, train__trajectories=stored, cold_start__steps=STEPS, policy__old_logprob="rollout")
+    world.train(world.gpu, "on_gpu", *same, *sets(device="cuda"))
+    for name, dtype in [("f32", "f32"), ("bf16", "bf16")]:
+        world.train(world.cpu, name, *same, *sets(device="cpu", model__dtype=dtype))
+    worst = 0.0
+    for phase, metrics in [("cold_start", ["cold_start/loss", "cold_start/load_balance"]), ("rl", ["actor/pg_loss", "actor/entropy"])]:
+        for metric in metrics:
+            gpu, f32, bf16 = ([row[metric] for row in world.rows(run, phase)] for run in ("on_gpu", "f32", "bf16"))
+            assert len(gpu) == len(f32) == len(bf16) == STEPS, f"{metric}: {len(gpu)}, {len(f32)}, {len(bf16)} steps"
+            unit = max(abs(b - x) for b, x in zip(bf16, f32))
+            own = max(abs(g - x) for g, x in zip(gpu, f32))
+            print(f"{metric}: {own:.2e} off, bf16 weights alone {unit:.2e}")
+            worst = max(worst, own / unit)
+    assert worst <= DISTANCES, f"{worst:.2f} times the distance of bf16 weights, at most {DISTANCES}"
+    return worst
+
+
+def timeless(row):
+    return {key: value for key, value in row.items() if not key.startswith(("timing_s/", "perf/"))}
+
+
+def sampled_and_killed(world):
+    """A run with the tool, killed after it has gone beyond a checkpoint, and resumed."""
+    words = [*sets(model__path=world.model, device="cuda", cold_start__steps=2, checkpoint__every_steps=4)]
+    command = [world.gpu, "train", str(RECIPE), "--out", "sampled", *SHORT, *map(str, words)]
+    with open(world.place / "killed.txt", "w") as said:
+        process = subprocess.Popen(command, cwd=world.place, stdout=said, stderr=said)
+        deadline = time.monotonic() + WAIT_S
+        metrics = world.place / "sampled/metrics.jsonl"
+        while not (metrics.exists() and '"step":6,"phase":"rl"' in metrics.read_text()):
+            assert process.poll() is None and time.monotonic() < deadline, (world.place / "killed.txt").read_text()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    before = world.rows("sampled", "rl")
+    world.train(world.gpu, "sampled", "--resume", *words)
+    after = world.rows("sampled", "rl")
+    assert [row["step"] for row in after] == list(range(1, STEPS + 1)), [row["step"] for row in after]
+    for one, other in zip(before, after):
+        assert timeless(one) == timeless(other), f"step {one['step']} after the kill:\n{one}\n{other}"
+    for row in world.rows("sampled"):
+        bad = [key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+        assert not bad, f"step {row['step']}: {bad}"
+    assert all(row["mismatch/logprob_abs_diff_max"] == 0 and row["mismatch/bit_equal_fraction"] == 1 for row in after)
+    assert sum(row["tool/answered"] for row in after) > 0, "nobody called the tool"
+    assert any(row["actor/grad_norm"] > 0 for row in after), "nothing was learned"
+    return len(before)
+
+
+def goes_on_elsewhere(world):
+    said = world.run(world.gpu, "check-mismatch", "sampled", "--out", "mismatch", *sets(rollout__prompts_per_step=2, rollout__samples_per_prompt=2))
+    assert "agree to the last bit" in said, said
+    assert re.search(r"rollout_equals_training +\d+ +0 +1\n", said), said
+    shutil.copytree(world.place / "sampled", world.place / "moved")
+    more = sets(model__path=world.model, device="cpu", cold_start__steps=2, checkpoint__every_steps=4, train__steps=STEPS + 1)
+    said = world.train(world.cpu, "moved", "--resume", *more)
+    assert "its bits will differ" in said, said
+    assert len(world.rows("moved", "rl")) == STEPS + 1
+
+
+def plan_holds(world):
+    """The most memory in use, of the plan that `check` prints."""
+    words = sets(model__path=world.model, device="cuda", cold_start__steps=1, train__steps=1)
+    plan = world.run(world.gpu, "check", RECIPE, *SHORT, *words)
+    planned = float(re.search(r"^peak +([0-9.]+)", plan, re.M)[1]) * 1e9
+    said = world.train(world.gpu, "measured", *words, env={"CUDA_EMULATOR_PEAK": "1", "CUDA_EMULATOR": "at-once"})
+    used = int(re.search(r"device memory: (\d+) bytes", said)[1])
+    assert used <= planned, f"{used} bytes in use, {planned:.0f} planned"
+    return used, planned
+
+
+def memory_runs_out(world):
+    """Another process takes the GPU's memory after this one has planned."""
+    env = {"CUDA_EMULATOR_TAKEN_MIB": str(80 * 1024 - 3)}
+    said = world.train(world.gpu, "ran_out", *sets(model__path=world.model, device="cuda"), code=1, env=env)
+    for words in ("memory ran out, of which this was planned", "optimizer", "what would help: "):
+        assert words in said, said
+
+
+def refusals(world):
+    asked = [*SHORT, *sets(device="cuda")]
+    on_gpu = sets(model__path=world.model)
+    cases = [
+        (["model.architecture.head_dim", "16 wide", "device = \"cpu\""], [*asked, *sets(model__architecture__head_dim=16)], {}),
+        (["model.dtype", "bf16"], [*asked, *on_gpu, *sets(model__dtype="f32")], {}),
+        (["arms.router_noise", "no form"], [*asked, *on_gpu, *sets(arms__router_noise=0.1)], {}),
+        (["compute capability 8.0", "9.0 (H100, H200)"], [*asked, *on_gpu], {"CUDA_EMULATOR_OLD": "1"}),
+        (["GPU 7 cannot be used"], [*asked, *on_gpu, *sets(parallel__device_index=7)], {}),
+        (["are free on GPU 0", "what would help", "tokens"], [*asked, *on_gpu], {"CUDA_EMULATOR_MEMORY_MIB": "1"}),
+    ]
+    for words, arguments, env in cases:
+        said = world.run(world.gpu, "train", RECIPE, "--out", "refused", *arguments, code=2, env=env)
+        missing = [word for word in words if word not in said]
+        assert not missing, f"{missing} not in: {said}"
+        assert not (world.place / "refused").exists()
+    if world.cpu != world.gpu:
+        said = world.run(world.cpu, "train", RECIPE, "--out", "refused", *asked, *on_gpu, code=2)
+        assert "--features cuda" in said, said
+    return len(cases) + 1
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu", required=True, help="the program, built to be fast on a CPU")
+    parser.add_argument("--gpu", required=True, help="the program with feature cuda")
+    world = World(parser.parse_args())
+    try:
+        stored = trained_model(world)
+        print(f"refused: {refusals(world)} cases")
+        memory_runs_out(world)
+        used, planned = plan_holds(world)
+        print(f"memory: {used / 1e6:.1f} MB in use, {planned / 1e6:.0f} planned")
+        print(f"losses: at most {losses(world, stored):.2f} times the distance of bf16 weights")
+        print(f"sampled: killed after {sampled_and_killed(world)} steps of {STEPS}, resumed, gap 0")
+        goes_on_elsewhere(world)
+        print("checked on the GPU, gone on on the CPU")
+    except AssertionError as error:
+        sys.exit(f"device_runs: {error}\nleft in {world.place}")
+    shutil.rmtree(world.place)
+
+
+if __name__ == "__main__":
+    main()
