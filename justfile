@@ -30,6 +30,12 @@ kernel-bugs:
 cuda-emulated:
     .ci/cuda emulated
 
+# Whole runs on the emulated GPU.
+device-runs:
+    cargo build --release --bin rloss
+    eval "$(tests/cuda_driver/setup.sh)" && cargo build --profile emulated --features cuda,nccl --bin rloss && \
+        tests/cuda_driver/device_runs.py --cpu target/release/rloss --gpu "$CARGO_TARGET_DIR/emulated/rloss"
+
 # Every seeded bug in the kernels' Rust side, and what catches it.
 cuda-rust-bugs:
     eval "$(tests/cuda_driver/setup.sh)" && tests/cuda_driver/rust_bugs.py

@@ -26,6 +26,7 @@ pub struct Mesh {
     /// Whether the leader works alone and the others answer what it asks.
     leading: AtomicBool,
     on_host: usize,
+    host_place: usize,
     on_cores: usize,
     /// How many ranks share a sequence.
     sequence: AtomicUsize,
@@ -73,6 +74,7 @@ impl Mesh {
         let own = Peer::this()?;
         let peers = mesh.all_records("hosts and cores", &own)?;
         mesh.on_host = peers.iter().filter(|peer| peer.host == own.host).count();
+        mesh.host_place = peers[..mesh.rank()].iter().filter(|peer| peer.host == own.host).count();
         mesh.on_cores = peers.iter().filter(|peer| **peer == own).count();
         let hosts: Vec<String> = peers.into_iter().map(|peer| peer.host).collect();
         mesh.watch = Some(Watch::begin(&mesh, &hosts)?);
@@ -85,6 +87,7 @@ impl Mesh {
             watch: None,
             leading: AtomicBool::new(false),
             on_host: 1,
+            host_place: 0,
             on_cores: 1,
             sequence: AtomicUsize::new(1),
         }
@@ -93,6 +96,11 @@ impl Mesh {
     /// How many of the processes run on this machine.
     pub fn on_host(&self) -> usize {
         self.on_host
+    }
+
+    /// The number of this one among them, from 0.
+    pub fn host_place(&self) -> usize {
+        self.host_place
     }
 
     /// How many of them share this one's cores: a launcher may have given each its own.

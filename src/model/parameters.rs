@@ -18,7 +18,7 @@ use super::rounding::WeightRounding;
 use super::weights::{Layers, VALUE_HEAD, Weights};
 use crate::dist::{Mesh, piece};
 use crate::ops::Parameter;
-use crate::ops::cpu::host_values;
+use crate::ops::cpu::{host_values, on_host};
 use crate::ops::parameter::GradientSink;
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Device, Tensor, Var};
@@ -48,7 +48,7 @@ pub struct Parameters {
     adapter: Option<Lora>,
     /// The processes among which what learns is cut.
     mesh: Arc<Mesh>,
-    /// Where values, gradients and what optimizers keep are.
+    /// Where the model computes.
     device: Device,
 }
 
@@ -278,9 +278,11 @@ impl Parameters {
     pub fn of_place(&self, index: usize) -> Result<Held> {
         match &self.entries[index].values {
             Values::Plain(values) => Ok(Held::Plain(values.as_tensor().clone())),
-            Values::Piece(_) => Ok(Held::Plain(self.whole(index, VALUES)?)),
+            Values::Piece(_) => Held::Plain(self.whole(index, VALUES)?).on(&self.device, &self.specs[index]),
             Values::Packed(held) => Ok(held.clone()),
-            Values::PackedPiece(piece) => self.gathered_packed(index, piece),
+            Values::PackedPiece(piece) => {
+                self.gathered_packed(index, piece)?.on(&self.device, &self.specs[index])
+            }
             Values::Stored(_) => bail!("{} is on disk", self.specs[index].name),
         }
     }
@@ -348,14 +350,15 @@ impl Parameters {
                 && let Values::Plain(values) = &self.entries[index].values
             {
                 let own = piece(values.elem_count(), index, self.mesh.rank(), self.mesh.ranks());
-                let values = host_values(values.as_tensor())?[own.clone()].to_vec();
+                let values = host_values(&on_host(self.master(index)?)?)?[own.clone()].to_vec();
                 self.entries[index].values = Values::Piece(Var::from_vec(values, own.len(), &Device::Cpu)?);
             }
-            let zeros = |values: &Tensor| Tensor::zeros(values.shape(), DType::F32, &self.device);
+            let zeros = |values: &Tensor| Tensor::zeros(values.shape(), DType::F32, values.device());
             let gradient = if learns { Some(zeros(self.values(index)?)?) } else { None };
             let entry = &mut self.entries[index];
             entry.gradient = gradient;
-            entry.state.retain(|name, _| learns && *name == MASTER);
+            let is_piece = matches!(entry.values, Values::Piece(_));
+            entry.state.retain(|name, _| learns && !is_piece && *name == MASTER);
         }
         Ok(())
     }
@@ -438,7 +441,11 @@ impl Parameters {
     /// When a tensor of the architecture is missing.
     pub fn learning(&self, sink: &Arc<dyn GradientSink>) -> Result<Weights> {
         if self.has_pieces() {
-            return self.gathered(Uses { sink: Some(sink.clone()), ..Uses::default() });
+            return self.gathered(Uses {
+                sink: Some(sink.clone()),
+                change: None,
+                device: self.device.clone(),
+            });
         }
         self.weights(self.stored.clone(), &|index| {
             Ok(match self.learns(index) {
@@ -455,7 +462,7 @@ impl Parameters {
     /// As [`Self::learning`].
     pub fn passing(&self) -> Result<Weights> {
         match self.has_pieces() {
-            true => self.gathered(Uses::default()),
+            true => self.gathered(Uses { sink: None, change: None, device: self.device.clone() }),
             false => self.frozen(),
         }
     }

@@ -112,12 +112,14 @@ pub(super) struct GatheredLayers {
 }
 
 /// What gathered layers are for.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub(super) struct Uses {
     /// Where gradients go, in passes that learn.
     pub sink: Option<Arc<dyn GradientSink>>,
     /// What is made of each tensor as it comes.
     pub change: Option<WeightChange>,
+    /// Where they multiply.
+    pub device: Device,
 }
 
 impl Uses {
@@ -130,6 +132,7 @@ impl Uses {
             Some(change) => change(&part.spec, held)?,
             None => held,
         };
+        let held = held.on(&self.device, &part.spec)?;
         Ok(match (&self.sink, held) {
             (Some(sink), Held::Plain(values)) if part.learns => {
                 // A variable, so that candle records what is computed from it.

@@ -42,6 +42,10 @@ pub struct Gpu {
     pub free_bytes: u64,
 }
 
+pub fn gpu_count() -> usize {
+    0
+}
+
 pub fn usable(_: usize) -> Result<Gpu> {
     bail!("this build is for CPUs; build with --features cuda")
 }

@@ -9,7 +9,8 @@ table! {
     pub struct Parallel {
         /// Threads; 0 means all that the machine offers.
         pub threads: usize = 0 => from(0.0).to(4096.0),
-        /// Which of the GPUs that `CUDA_VISIBLE_DEVICES` leaves to the process it takes.
+        /// Which of the GPUs that `CUDA_VISIBLE_DEVICES` leaves to the process it takes; of several processes on a machine the first,
+        /// and the others the next ones.
         pub device_index: usize = 0 => from(0.0).to(1023.0),
         /// Processes that share a sequence in training: its rows are split, and attention's heads exchanged. It divides the processes
         /// and the model's heads.

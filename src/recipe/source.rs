@@ -10,8 +10,9 @@ use anyhow::Result;
 use std::path::{Path, PathBuf};
 
 /// The recipes inside the binary, by name.
-pub const BUILT_IN: [(&str, &str); 13] = [
+pub const BUILT_IN: [(&str, &str); 14] = [
     ("quickstart", include_str!("../../recipes/quickstart.toml")),
+    ("quickstart_cuda", include_str!("../../recipes/quickstart_cuda.toml")),
     ("quickstart_dense", include_str!("../../recipes/quickstart_dense.toml")),
     ("quickstart_lora", include_str!("../../recipes/quickstart_lora.toml")),
     ("quickstart_ppo", include_str!("../../recipes/quickstart_ppo.toml")),

@@ -3,8 +3,8 @@
 use super::memory::Available;
 use crate::dist::Mesh;
 use crate::model::config::Config;
-use crate::ops::cuda::{Gpu, usable};
-use crate::recipe::{DeviceKind, Dtype, Plan};
+use crate::ops::cuda::{Gpu, gpu_count, usable};
+use crate::recipe::{DeviceKind, Dtype, Plan, RolloutWeights};
 use candle_core::Device;
 
 /// The width of a head that the GPU's attention is written for.
@@ -27,8 +27,10 @@ impl Place {
     }
 
     /// The GPU that the plan names.
-    fn gpu(plan: &Plan) -> candle_core::Result<Self> {
-        let index = plan.recipe.parallel.device_index;
+    fn gpu(plan: &Plan, mesh: &Mesh) -> candle_core::Result<Self> {
+        // A launcher may show each process its own GPU alone.
+        let place = if gpu_count() > 1 { mesh.host_place() } else { 0 };
+        let index = plan.recipe.parallel.device_index + place;
         let Gpu { device, name, free_bytes } = usable(index)?;
         let available = Available { bytes: free_bytes, bound: format!("free on GPU {index} ({name})") };
         Ok(Self { device, name: format!("GPU {index}, {name}"), available: Some(available) })
@@ -58,7 +60,7 @@ pub(super) fn choose(
         plan.mistake(key, format!("{what}, or compute on the CPU with device = \"cpu\"")).to_string()
     };
     let found = match found.is_empty() {
-        true => match Place::gpu(plan) {
+        true => match Place::gpu(plan, mesh) {
             Ok(place) => return Ok(place),
             Err(error) => vec![plan.mistake("device", format!("{error}")).to_string()],
         },
@@ -117,7 +119,19 @@ fn unsuited(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, Str
         found.push(("adapter", "a GPU has no form of adapters yet; remove the table".to_owned()));
     }
     if mesh.ranks() > 1 {
-        found.push(("device", "several processes compute on CPUs alone; start one".to_owned()));
+        let parallel = &recipe.parallel;
+        if recipe.device == DeviceKind::Auto {
+            found.push(("device", "of several processes each must have a GPU; write \"cuda\"".to_owned()));
+        }
+        if parallel.sequence > 1 {
+            found.push(("parallel.sequence", "GPUs do not share sequences yet; write 1".to_owned()));
+        }
+        if parallel.rollout_weights == RolloutWeights::ByExpert {
+            found.push((
+                "parallel.rollout_weights",
+                "rows do not travel between GPUs yet; write \"whole\"".to_owned(),
+            ));
+        }
     }
     found
 }

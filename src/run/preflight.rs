@@ -267,7 +267,19 @@ impl Preflight {
     ///
     /// # Errors
     /// [`BadInput`] that names the keys which would help.
-    pub fn admit(&mut self, available: Option<&Available>) -> Result<()> {
+    pub fn admit(&mut self, host: Option<Available>) -> Result<()> {
+        if self.gpu_sequences.is_some()
+            && let Some(host) = host.as_ref()
+            && self.subject().host_bytes() > host.bytes
+        {
+            let (needed, there) = (gigabytes(self.subject().host_bytes()), gigabytes(host.bytes));
+            return Err(bad_input!(
+                "beside the GPU's {needed} of the host's memory are needed, and {there} are {}; take a larger machine",
+                host.bound
+            ));
+        }
+        let available = self.available(host);
+        let available = available.as_ref();
         self.plan_for(self.processes, available);
         let whole = MemoryPlan::new(&self.subject()).peak_bytes();
         if available.is_some_and(|available| whole > available.bytes)

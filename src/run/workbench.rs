@@ -84,8 +84,7 @@ impl Workbench {
         // Before anything that may fail on one process alone.
         let available = least(mesh, available().map(|found| found.shared(mesh.on_host())))?;
         let mut preflight = Preflight::open_at(plan, intent, mesh, checkpoint, console)?;
-        let available = preflight.available(available);
-        preflight.admit(available.as_ref())?;
+        preflight.admit(available)?;
         preflight.load(console)
     }
 

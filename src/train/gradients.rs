@@ -13,7 +13,7 @@ use crate::model::names::ParameterSpec;
 use crate::model::parameters::Parameters;
 use crate::model::pieces::within_op;
 use crate::model::tensor_file::f32_values;
-use crate::ops::cpu::{edit, host_values};
+use crate::ops::cpu::{edit, host_values, on_host};
 use crate::ops::optimizer::{scale, sum_of_squares};
 use crate::ops::parameter::GradientSink;
 use anyhow::Result;
@@ -47,6 +47,8 @@ pub struct GradientSum {
 struct Reduction {
     mesh: Arc<Mesh>,
     specs: Vec<ParameterSpec>,
+    /// Where passes add.
+    device: Device,
     /// Bytes that may be under way.
     bytes_max: u64,
     on_its_way: Mutex<OnItsWay>,
@@ -91,6 +93,7 @@ impl GradientSum {
         let reduction = (parameters.mesh().ranks() > 1).then(|| Reduction {
             mesh: parameters.mesh().clone(),
             specs: parameters.specs.clone(),
+            device: parameters.device().clone(),
             bytes_max: exchange_bytes_max((values * size_of::<f32>()) as u64),
             on_its_way: Mutex::default(),
         });
@@ -158,8 +161,9 @@ impl Reduction {
         buffers: &[Option<Tensor>],
         add: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>,
     ) -> candle_core::Result<()> {
-        let whole = Tensor::zeros(self.specs[parameter].working_shape(), DType::F32, &Device::Cpu)?;
+        let whole = Tensor::zeros(self.specs[parameter].working_shape(), DType::F32, &self.device)?;
         add(&whole)?;
+        let whole = on_host(&whole)?;
         let mut state = self.on_its_way.lock().unwrap_or_else(PoisonError::into_inner);
         if state.pass != pass {
             self.send(&mut state, buffers)?;

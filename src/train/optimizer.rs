@@ -76,7 +76,7 @@ impl Optimizer {
             let mut state = OptimizerState::new();
             if parameters.learns(index) {
                 let (values, master) = (parameters.values(index)?, parameters.master(index)?);
-                let has_master = match parameters.device().is_cpu() {
+                let has_master = match values.device().is_cpu() {
                     // An adapter stays in f32.
                     true => round_to_bf16 && parameters.specs[index].role != TensorRole::AdapterFactor,
                     // What a GPU multiplies by is bf16, and vectors are not.
@@ -88,7 +88,7 @@ impl Optimizer {
                 }
                 let count = parameters.specs[index].element_count();
                 for (name, dtype, shape) in buffers(settings, count, values.shape()) {
-                    state.insert(name, Tensor::zeros(shape, dtype, parameters.device())?);
+                    state.insert(name, Tensor::zeros(shape, dtype, values.device())?);
                 }
             }
             parameters.set_state(index, state);

@@ -138,6 +138,16 @@ def goes_on_elsewhere(world):
     assert len(world.rows("moved", "rl")) == STEPS + 1
 
 
+def several(world):
+    """Two processes over NCCL's stand-in, each with an emulated GPU: the gap is 0, and so are the weights' differences."""
+    words = [*sets(model__path=world.model, device="cuda", cold_start__steps=1, train__steps=2)]
+    torchrun = HERE.parent / "ranks/torchrun"
+    said = world.run(torchrun, 2, world.gpu, "train", RECIPE, "--out", "several", *SHORT, *words)
+    assert "in each of 2 processes" in said, said
+    rows = world.rows("several", "rl")
+    assert len(rows) == 2 and all(row["mismatch/bit_equal_fraction"] == 1 for row in rows), rows
+
+
 def plan_holds(world):
     """The most memory in use, of the plan that `check` prints."""
     words = sets(model__path=world.model, device="cuda", cold_start__steps=1, train__steps=1)
@@ -193,7 +203,8 @@ def main():
         print(f"losses: at most {losses(world, stored):.2f} times the distance of bf16 weights")
         print(f"sampled: killed after {sampled_and_killed(world)} steps of {STEPS}, resumed, gap 0")
         goes_on_elsewhere(world)
-        print("checked on the GPU, gone on on the CPU")
+        several(world)
+        print("checked on the GPU, gone on on the CPU, gap 0 in two processes")
     except AssertionError as error:
         sys.exit(f"device_runs: {error}\nleft in {world.place}")
     shutil.rmtree(world.place)

@@ -9,10 +9,11 @@ use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor, Var};
 
 impl Parameters {
-    /// The same on `device`. On a GPU matrices are bf16; what they had beyond that is kept as their [`MASTER`].
+    /// The same on `device`. On a GPU matrices are bf16; what they had beyond that is kept as their [`MASTER`]. What is in pieces stays
+    /// in host memory with all that an optimizer keeps of it, and goes to the GPU as it is gathered.
     ///
     /// # Errors
-    /// When its memory does not suffice, and for what is in pieces or on disk.
+    /// When its memory does not suffice, and for what is on disk.
     pub fn placed_on(mut self, device: &Device) -> Result<Self> {
         self.device = device.clone();
         if device.is_cpu() {
@@ -25,14 +26,14 @@ impl Parameters {
                     (entry.values, entry.state) = (Values::Plain(values), master);
                 }
                 Values::Packed(held) => entry.values = Values::Packed(held.on(device, spec)?),
-                Values::Piece(_) | Values::PackedPiece(_) => bail!("{} is in pieces", spec.name),
+                Values::Piece(_) | Values::PackedPiece(_) => {}
                 Values::Stored(_) => bail!("{} is on disk", spec.name),
             }
         }
         Ok(self)
     }
 
-    /// Where values, gradients and what optimizers keep are.
+    /// Where the model computes.
     pub fn device(&self) -> &Device {
         &self.device
     }

@@ -3,6 +3,7 @@
 use super::kernel_set;
 use crate::panics::caught;
 use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::CudaContext;
 use candle_core::{Device, Error, Result};
 
 /// The GPU `ordinal`, with a stream of its own: tensors may be made, used and dropped on any OS thread.
@@ -14,6 +15,11 @@ use candle_core::{Device, Error, Result};
 /// The driver's.
 pub fn open(ordinal: usize) -> Result<Device> {
     Device::new_cuda_with_stream(ordinal)
+}
+
+/// GPUs that this process sees; none where their driver is missing.
+pub fn gpu_count() -> usize {
+    caught(CudaContext::device_count).ok().and_then(|count| count.ok()).unwrap_or(0) as usize
 }
 
 /// A GPU that the kernels run on.

@@ -29,7 +29,7 @@ mod silu_gated;
 mod sink_attention;
 mod swiglu;
 
-pub use device::{Gpu, open, usable};
+pub use device::{Gpu, gpu_count, open, usable};
 #[cfg(feature = "flash-attn")]
 pub use flash_attention::fa2_without_the_fix;
 pub use launch::{Timer, kernel_set};

@@ -11,7 +11,7 @@ use std::ops::Range;
 /// Blocks of the forward that a GPU of the kernels' kind holds at a time: 132 multiprocessors, two each.
 const BLOCKS_AT_ONCE: usize = 264;
 /// Memory that a spread forward may take for its parts.
-const PARTS_BYTES_MAX: usize = 256 << 20;
+pub const PARTS_BYTES_MAX: usize = 256 << 20;
 
 /// Refuses a device that the kernels are not compiled for. They are `sm_90a` code, which runs on that and nothing else.
 ///

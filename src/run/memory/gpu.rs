@@ -6,6 +6,8 @@ use super::{
 };
 use crate::model::cache::CacheRoom;
 use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
+use crate::ops::sink_attention::kernels::CHUNK_KEYS;
+use crate::ops::sink_attention::plan::PARTS_BYTES_MAX;
 use crate::recipe::{KlPlace, OptimizerConfig};
 use crate::rollout::FORWARD_TOKENS_MAX;
 use crate::train::optimizer::state_bytes;
@@ -55,6 +57,14 @@ impl Subject<'_> {
         fitting
     }
 
+    /// What the host holds: the weights as they are read, and of several processes each its pieces of what learns.
+    pub fn host_bytes(&self) -> u64 {
+        match self.processes {
+            1 => self.weight_bytes(),
+            _ => self.resident().iter().map(|part| part.bytes).sum(),
+        }
+    }
+
     /// What a GPU must hold to sample at all, in words.
     pub fn one_sequence(&self) -> String {
         let room = self.cache_room(1);
@@ -75,6 +85,8 @@ impl Subject<'_> {
         let factors: &[ParameterSpec] = self.adapter.as_ref().map_or(&[], |adapter| &adapter.specs);
         let mut parts = vec![MemoryPart { name: "weights", bytes: all_bytes(own.iter().chain(factors)) }];
         let mut part = |name, bytes| parts.push(MemoryPart { name, bytes });
+        let table = self.config.max_position_embeddings * self.config.head_dim * size_of::<f32>();
+        part("rotary embedding's table", table as u64);
         if !self.intent.learns() {
             return parts;
         }
@@ -87,8 +99,14 @@ impl Subject<'_> {
             (gathered_bytes(&learning), optimizer_bytes(optimizer, &learning))
         });
         let (gradients, optimizer) = kept.max_by_key(|(a, b)| a + b).unwrap_or_default();
-        part("gradients", gradients);
-        part("optimizer", optimizer);
+        // Of several processes each keeps its pieces in host memory, and makes a whole gradient at a time.
+        let is_alone = self.processes == 1;
+        let largest = |learning: &[Learning]| {
+            let bytes = learning.iter().map(|(_, spec)| (spec.element_count() * size_of::<f32>()) as u64);
+            bytes.max().unwrap_or(0)
+        };
+        part("gradients", if is_alone { gradients } else { largest(&self.ever_learning()) });
+        part("optimizer", if is_alone { optimizer } else { 0 });
         if let (Some(critic), Some(trainable)) = (&recipe.critic, &self.critic_trainable) {
             let learning = self.critic_learning(trainable);
             let values = value_model_specs(self.config);
@@ -98,8 +116,11 @@ impl Subject<'_> {
                 None => all_bytes(&values),
             };
             part("critic's weights", weights);
-            part("critic's gradients", gathered_bytes(&learning));
-            part("critic's optimizer", optimizer_bytes(&critic.optimizer, &learning));
+            part("critic's gradients", if is_alone { gathered_bytes(&learning) } else { largest(&learning) });
+            part(
+                "critic's optimizer",
+                if is_alone { optimizer_bytes(&critic.optimizer, &learning) } else { 0 },
+            );
         }
         // Without its adapter the model itself is the reference.
         if recipe.policy.kl.place != KlPlace::None && self.adapter.is_none() {
@@ -125,7 +146,12 @@ impl Subject<'_> {
             let room = self.cache_room(sequences);
             let forward = pass(room.fed_tokens_max, recipe.rollout.sequences_max).forward();
             let forward = MemoryPart { name: "one forward and its logits", bytes: forward };
-            phases.push(("sampling", vec![caches(room), forward]));
+            // What long sequences' attention is put together from, where few are decoded.
+            let chunks = self.longest().div_ceil(CHUNK_KEYS) * recipe.rollout.sequences_max;
+            let spread =
+                (chunks * config.num_attention_heads * (config.head_dim + 2) * size_of::<f32>()) as u64;
+            let spread = MemoryPart { name: "attention in parts", bytes: spread.min(PARTS_BYTES_MAX as u64) };
+            phases.push(("sampling", vec![caches(room), forward, spread]));
         }
         let (prompts, samples) = self.sampled();
         let tokens = recipe.train.micro_batch_tokens.max(self.longest());

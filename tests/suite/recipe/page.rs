@@ -16,8 +16,8 @@ changed `[eval]` or `[checkpoint]` on its way.
 - `--set model.path=FOLDER` replaces the file's `model.architecture` and `model.tokenizer` as well: the folder has its own.
 - Relative paths count from the working directory. The resolved recipe holds absolute ones.
 - All mistakes are reported together before any work: `file:line: key: what is wrong; what to do`.
-- A run that goes on with `--resume` may differ in `train.steps`, `schedule_steps`, `[eval]`, `[logging]`, `[parallel]`
-  and `[checkpoint]`, and in nothing else. Another `train.steps` does not bend the learning rate's course: it ends where it
+- A run that goes on with `--resume` may differ in `device`, `train.steps`, `schedule_steps`, `[eval]`, `[logging]`,
+  `[parallel]` and `[checkpoint]`, and in nothing else. Another `train.steps` does not bend the learning rate's course: it ends where it
   did, and `schedule_steps` in the run's recipe then says where.
 
 This page is written from the types in `src/recipe/`, and a test compares the two. After a change there:
@@ -31,12 +31,12 @@ pub fn document() -> String {
     recipe.model.tokenizer = Some(Tokenizer::Embedded);
     recipe.critic = Some(CriticConfig::default());
     let mut text = HEAD.to_owned();
+    let columns = "| key | value | default | |\n| --- | --- | --- | --- |\n";
+    text.push_str(&format!("\n## Before any table\n\n{columns}"));
     for entry in recipe.entries() {
         match entry {
             Entry::Table { path, doc, .. } => {
-                text.push_str(&format!(
-                    "\n## [{path}]\n\n{doc}\n\n| key | value | default | |\n| --- | --- | --- | --- |\n"
-                ));
+                text.push_str(&format!("\n## [{path}]\n\n{doc}\n\n{columns}"));
             }
             Entry::Key { path, doc, kind, value, meanings } => {
                 let key = path.rsplit('.').next().unwrap_or(&path);
