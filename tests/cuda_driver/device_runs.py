@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -194,17 +195,25 @@ def main():
     parser.add_argument("--cpu", required=True, help="the program, built to be fast on a CPU")
     parser.add_argument("--gpu", required=True, help="the program with feature cuda")
     world = World(parser.parse_args())
-    try:
-        stored = trained_model(world)
+
+    def on_fixed_data():
         print(f"refused: {refusals(world)} cases")
         memory_runs_out(world)
         used, planned = plan_holds(world)
         print(f"memory: {used / 1e6:.1f} MB in use, {planned / 1e6:.0f} planned")
         print(f"losses: at most {losses(world, stored):.2f} times the distance of bf16 weights")
+
+    def on_own_samples():
         print(f"sampled: killed after {sampled_and_killed(world)} steps of {STEPS}, resumed, gap 0")
         goes_on_elsewhere(world)
         several(world)
         print("checked on the GPU, gone on on the CPU, gap 0 in two processes")
+
+    try:
+        stored = trained_model(world)
+        with ThreadPoolExecutor() as side_by_side:
+            for ended in [side_by_side.submit(part) for part in (on_fixed_data, on_own_samples)]:
+                ended.result()
     except AssertionError as error:
         sys.exit(f"device_runs: {error}\nleft in {world.place}")
     shutil.rmtree(world.place)

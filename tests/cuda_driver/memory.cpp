@@ -202,6 +202,25 @@ API CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
   return SUCCESS;
 }
 
+// The one pool there is, and how much of what is freed it keeps; nothing here gives memory back.
+static int the_pool;
+static unsigned long long release_threshold;
+
+API CUresult cuDeviceGetDefaultMemPool(void** pool, int device) {
+  if (device != 0) return complain(INVALID_VALUE, "cuDeviceGetDefaultMemPool: of device %d", device);
+  return *pool = &the_pool, SUCCESS;
+}
+
+API CUresult cuMemPoolSetAttribute(void* pool, int attribute, void* value) {
+  if (pool != &the_pool || attribute != 4) return complain(INVALID_VALUE, "cuMemPoolSetAttribute: attribute %d", attribute);
+  return release_threshold = *static_cast<unsigned long long*>(value), SUCCESS;
+}
+
+API CUresult cuMemPoolGetAttribute(void* pool, int attribute, void* value) {
+  if (pool != &the_pool || attribute != 4) return complain(INVALID_VALUE, "cuMemPoolGetAttribute: attribute %d", attribute);
+  return *static_cast<unsigned long long*>(value) = release_threshold, SUCCESS;
+}
+
 API CUresult cuDeviceTotalMem_v2(size_t* bytes, int) { return *bytes = DEVICE_BYTES, SUCCESS; }
 
 API CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
