@@ -65,6 +65,15 @@ PRIMITIVE uint32_t pack_bf16(float low, float high) {
   return packed;
 }
 
+// The products of the low halves and of the high ones, each rounded to bf16; denormal numbers are kept.
+PRIMITIVE uint32_t multiply_bf16(uint32_t a, uint32_t b) {
+  uint32_t products;
+  ON_DEVICE(asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(products) : "r"(a), "r"(b));)
+  ON_HOST(products = pack_bf16(cuda_host::bf16_to_float(a & 0xffff) * cuda_host::bf16_to_float(b & 0xffff),
+                               cuda_host::bf16_to_float(a >> 16) * cuda_host::bf16_to_float(b >> 16));)
+  return products;
+}
+
 // 2^x, relative error below 2^-22; denormal results are zero.
 PRIMITIVE float exp2_approx(float x) {
   float y;
