@@ -29,7 +29,7 @@ PRIMITIVE float widened(float x) { return x; }
 enum class Weight { bf16, mxfp4 };
 
 PRIMITIVE Panels panels(const Product& p, int group) {
-  const int panels = (p.n + panel_columns - 1) / panel_columns, blocks = p.k / block_k;
+  const int panels = (p.n + panel_columns - 1) / panel_columns, blocks = (p.k + block_k - 1) / block_k;
   return {static_cast<const unsigned char*>(p.weight) + static_cast<int64_t>(group) * panels * blocks * block_bytes, panels, blocks};
 }
 

@@ -36,11 +36,13 @@ enum PackedShape {
 }
 
 impl PackedPiece {
-    /// This rank's bytes of `held`, tensor `index`; `None` for what is not packed.
+    /// This rank's bytes of `held`, tensor `index`; `None` for what is not packed, or lies on a device.
     fn of(held: &Held, mesh: &Mesh, index: usize) -> Option<Self> {
         let (whole, bytes) = match held {
             Held::Plain(_) => return None,
-            Held::Matrix(matrix) => (PackedShape::Matrix(matrix.form(), matrix.shape()), matrix.bytes()),
+            Held::Matrix(matrix) => {
+                (PackedShape::Matrix(matrix.form(), matrix.shape()), matrix.bytes().ok()?)
+            }
             Held::Table(table) => {
                 let (rows, width) = table.shape();
                 (PackedShape::Table(rows, width), table.bytes())
@@ -208,7 +210,7 @@ impl Held {
     pub fn experts(&self, experts: Range<usize>) -> Result<Self> {
         Ok(match self {
             Held::Plain(values) => Held::Plain(values.narrow(0, experts.start, experts.len())?),
-            Held::Matrix(matrix) => Held::Matrix(Arc::new(matrix.experts(experts))),
+            Held::Matrix(matrix) => Held::Matrix(Arc::new(matrix.experts(experts)?)),
             Held::Table(_) => bail!("a table has no experts"),
         })
     }
@@ -220,7 +222,7 @@ impl Held {
     pub fn decoded(&self, spec: &ParameterSpec) -> Result<Tensor> {
         Ok(match self {
             Held::Plain(values) => values.clone(),
-            Held::Matrix(matrix) => Tensor::from_vec(matrix.decoded(), spec.working_shape(), &Device::Cpu)?,
+            Held::Matrix(matrix) => Tensor::from_vec(matrix.decoded()?, spec.working_shape(), &Device::Cpu)?,
             Held::Table(table) => Tensor::from_vec(table.decoded(), spec.working_shape(), &Device::Cpu)?,
         })
     }
