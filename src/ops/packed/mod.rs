@@ -12,6 +12,7 @@
 
 mod kernels;
 mod linear;
+mod place;
 mod table;
 
 pub use linear::{packed_grouped_linear, packed_linear};
@@ -20,8 +21,8 @@ pub use table::{PackedTable, packed_columns, packed_rows};
 use super::cpu::in_parallel;
 use super::mxfp4::{self, BLOCK};
 use super::product::{K_CHUNK, Matrix, product};
-use candle_core::{Device, Tensor, bail};
 use kernels::{Panel, Stripes, Vectors};
+use place::Bytes;
 use rayon::prelude::*;
 use std::convert::Infallible;
 use std::ops::Range;
@@ -65,13 +66,6 @@ pub struct PackedMatrix {
     input: usize,
     output: usize,
     bytes: Bytes,
-}
-
-/// Where its bytes are.
-enum Bytes {
-    Host(Vec<u8>),
-    /// u8.
-    Device(Tensor),
 }
 
 /// What a reader of stored weights fills for one panel: `[columns]` rows of the stored matrix `[out, in]`.
@@ -164,54 +158,6 @@ impl PackedMatrix {
     pub fn of_bytes(form: PackedForm, [experts, input, output]: [usize; 3], bytes: Vec<u8>) -> Self {
         assert_eq!(bytes.len(), form.bytes([experts, input, output]), "packed matrix: bytes");
         Self { form, experts, input, output, bytes: Bytes::Host(bytes) }
-    }
-
-    /// The same on `device`.
-    ///
-    /// # Errors
-    /// When it is in bf16, which a GPU multiplies by as a plain tensor; the device's.
-    pub fn to_device(&self, device: &Device) -> candle_core::Result<Self> {
-        if self.form == PackedForm::Bf16 && !device.is_cpu() {
-            bail!(
-                "packed matrix {:?}: bf16 is not packed on a GPU; make a bf16 tensor of it there",
-                self.shape()
-            );
-        }
-        let bytes = match (&self.bytes, device) {
-            (Bytes::Host(bytes), Device::Cpu) => Bytes::Host(bytes.clone()),
-            (Bytes::Host(bytes), _) => Bytes::Device(Tensor::from_slice(bytes, bytes.len(), device)?),
-            (Bytes::Device(bytes), Device::Cpu) => Bytes::Host(bytes.to_vec1()?),
-            (Bytes::Device(bytes), _) => Bytes::Device(bytes.to_device(device)?),
-        };
-        Ok(Self { bytes, ..*self })
-    }
-
-    /// As it lies in memory.
-    ///
-    /// # Errors
-    /// When that is a device's.
-    pub fn bytes(&self) -> candle_core::Result<&[u8]> {
-        match &self.bytes {
-            Bytes::Host(bytes) => Ok(bytes),
-            Bytes::Device(_) => bail!(
-                "packed matrix {:?} lies on a GPU, where it is multiplied by alone; call to_device(&Device::Cpu) first",
-                self.shape()
-            ),
-        }
-    }
-
-    /// As it lies on a device, u8.
-    ///
-    /// # Errors
-    /// When it does not.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub(super) fn on_device(&self) -> candle_core::Result<&Tensor> {
-        match &self.bytes {
-            Bytes::Device(bytes) => Ok(bytes),
-            Bytes::Host(_) => {
-                bail!("packed matrix {:?} is not on the GPU; call to_device first", self.shape())
-            }
-        }
     }
 
     /// Some of its experts.
