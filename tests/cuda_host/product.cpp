@@ -276,7 +276,7 @@ std::string wrong_product(const Options& options, bool small) {
       {"MXFP4 in several steps, ends amid panels", 352, 72, {0, 17}, false},
       {"MXFP4 by groups", 160, 200, {0, 0, 1, 18, 18, 21}, true},
       {"the first factor of an adapter", 72, 1, {0, 5, 21}, false, 0.37f},
-      {"the second factor", 3, 71, {0, 19}, false, 1, true},
+      {"the second factor, with a bias", 3, 71, {0, 19}, true, 1.5f, true},
   };
   if (!small) {
     shapes.push_back({"many steps", 1000, 200, {0, 33}, true});

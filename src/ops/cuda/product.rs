@@ -147,7 +147,7 @@ fn with_starts<R>(
 type Lent<'a> = (&'a CudaStorage, &'a Layout);
 
 /// The matrices, checked.
-pub(super) enum Weight<'a> {
+enum Weight<'a> {
     Bf16(CudaView<'a, bf16>),
     Mxfp4(CudaView<'a, u8>),
 }
@@ -169,6 +169,12 @@ pub(super) struct Finish<'a> {
     pub addend: Option<Lent<'a>>,
 }
 
+impl<'a> Finish<'a> {
+    fn with_bias(bias: Option<Lent<'a>>) -> Self {
+        Self { scale: 1.0, bias, addend: None }
+    }
+}
+
 /// `x · W + b`, `[T, out]` in `out`: bf16, or the sums themselves, f32.
 pub(in crate::ops) fn product_forward(
     op: &'static str,
@@ -178,7 +184,7 @@ pub(in crate::ops) fn product_forward(
     starts: Option<&Tensor>,
     out: DType,
 ) -> Result<(CudaStorage, Shape)> {
-    finished_product(Op(op), x, weight, starts, &Finish { scale: 1.0, bias, addend: None }, out)
+    finished_product(Op(op), x, weight, starts, &Finish::with_bias(bias), out)
 }
 
 /// The same with another end.
@@ -208,7 +214,7 @@ pub(in crate::ops) fn packed_forward(
     let [_, k, n] = weight.shape();
     let sizes = Sizes::new(op, x.1.shape().dims2()?.0, [k, n], starts)?;
     with_packed(op, weight, |weight| {
-        multiply(op, sizes, x, weight, starts, &Finish { scale: 1.0, bias, addend: None }, DType::BF16)
+        multiply(op, sizes, x, weight, starts, &Finish::with_bias(bias), DType::BF16)
     })
 }
 
