@@ -45,13 +45,15 @@ PRIMITIVE void load_blocks(unsigned char* to, const Panels& from, int panel, int
   }
 }
 
-// 2^(e - 127) as bf16 has it: 2^-127 is denormal, 255 means NaN.
-PRIMITIVE uint32_t scale_bits(uint32_t e) { return e << 7 | (e == 0 || e == 255 ? 0x40u : 0); }
-
 // Bytes 2 `pair` and 2 `pair` + 1, each in a half of its own.
 PRIMITIVE uint32_t halves(const uint2& bytes, int pair) {
-  const uint32_t two = (pair < 2 ? bytes.x : bytes.y) >> pair % 2 * 16;
-  return (two & 0xff) | (two & 0xff00) << 8;
+  return permute_bytes(pair < 2 ? bytes.x : bytes.y, 0, pair % 2 ? 0x4342 : 0x4140);
+}
+
+// 2^(e - 127) for two e, as bf16. 2^-127 is denormal, and 255 means NaN: these two have a bit in the mantissa.
+PRIMITIVE uint32_t scales_of(uint32_t exponents) {
+  const uint32_t normal = ((exponents + 0x00010001) & 0x00fe00fe) + 0x00fe00fe;  // in bit 8 of a half
+  return exponents << 7 | (~normal >> 2 & 0x00400040);
 }
 
 // Two E2M1 numbers at the foot of the halves, times two scales, as bf16: exact, or infinite. Sign, exponent and mantissa go to their
@@ -70,10 +72,7 @@ PRIMITIVE void decode_blocks(unsigned char* tile, const unsigned char* blocks) {
   const uint2 exponents = *reinterpret_cast<const uint2*>(from);
   uint32_t scales[4];
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const uint32_t two = halves(exponents, i);
-    scales[i] = scale_bits(two & 0xff) | scale_bits(two >> 16) << 16;
-  }
+  for (int i = 0; i < 4; i++) scales[i] = scales_of(halves(exponents, i));
 #pragma unroll
   for (int part = 0; part < 2; part++) {
     const int pair = threadIdx.x / 8 % 8 + 8 * part, row = block * block_k + 2 * pair;
