@@ -41,7 +41,7 @@ fn decode(name: &str, matrix: &PackedMatrix, experts: &[usize], m: usize, read: 
             let other = vec![1u8; 256 << 20];
             black_box(other.par_iter().map(|byte| u64::from(*byte)).sum::<u64>());
             let start = Instant::now();
-            matrix.forward_grouped(black_box(&mut out), &x, &groups, false);
+            matrix.forward_grouped(black_box(&mut out), &x, &groups, false).unwrap();
             start.elapsed().as_secs_f64()
         })
         .fold(f64::INFINITY, f64::min);
@@ -55,7 +55,7 @@ fn prefill(name: &str, matrix: &PackedMatrix, m: usize, library: f64) {
         (0..experts).map(|expert| (expert, expert * m..(expert + 1) * m)).collect();
     let x = vec![0.5f32; experts * m * k];
     let mut out = vec![0f32; experts * m * n];
-    let seconds = least(3, || matrix.forward_grouped(black_box(&mut out), &x, &groups, false));
+    let seconds = least(3, || matrix.forward_grouped(black_box(&mut out), &x, &groups, false).unwrap());
     let rate = (experts * m * k * n) as f64 / seconds;
     println!("{name:<34} {m:>5} {:>10} {:>9.1} {:>12.2}", "", 2.0 * rate / 1e9, rate / library);
 }

@@ -75,6 +75,16 @@ extern "C" __global__ void check_arithmetic(const __grid_constant__ CheckBuffers
   put(b, 6 * i + 5, __float_as_uint(add(near, -also)));
 }
 
+extern "C" __global__ void check_bf16_pairs(const __grid_constant__ CheckBuffers b) {
+  const int i = thread_of_grid();
+  const uint32_t word = get(b, i), other = get(b, i + 1);
+  const uint32_t x = pack_bf16(any_float(word), any_float(other)), y = pack_bf16(unit_float(other), unit_float(word));
+  put(b, 4 * i, multiply_bf16(x, y));
+  put(b, 4 * i + 1, multiply_bf16(word & 0x81ff81ffu, 0x7e807e80u));  // denormal or nearly
+  put(b, 4 * i + 2, multiply_bf16(multiply_bf16(word & 0x81c081c0u, 0x7e807e80u), 0x00400100u));  // and so again
+  put(b, 4 * i + 3, permute_bytes(word, other, other & 0x7777u));
+}
+
 extern "C" __global__ void check_exp2(const __grid_constant__ CheckBuffers b) {
   const int i = thread_of_grid();
   const float x = unit_float(get(b, i));

@@ -65,6 +65,24 @@ PRIMITIVE uint32_t pack_bf16(float low, float high) {
   return packed;
 }
 
+// The products of the low halves and of the high ones, each rounded to bf16; denormal numbers are kept.
+PRIMITIVE uint32_t multiply_bf16(uint32_t a, uint32_t b) {
+  uint32_t products;
+  ON_DEVICE(asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(products) : "r"(a), "r"(b));)
+  ON_HOST(products = pack_bf16(cuda_host::bf16_to_float(a & 0xffff) * cuda_host::bf16_to_float(b & 0xffff),
+                               cuda_host::bf16_to_float(a >> 16) * cuda_host::bf16_to_float(b >> 16));)
+  return products;
+}
+
+// Four of the bytes of `low` (0 to 3) and `high` (4 to 7), the lowest first, as the low three bits of `selector`'s four-bit digits name them.
+PRIMITIVE uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+  uint32_t bytes = 0;
+  ON_DEVICE(asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));)
+  ON_HOST(const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
+          for (int i = 0; i < 4; i++) bytes |= static_cast<uint32_t>(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;)
+  return bytes;
+}
+
 // 2^x, relative error below 2^-22; denormal results are zero.
 PRIMITIVE float exp2_approx(float x) {
   float y;

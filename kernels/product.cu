@@ -1,5 +1,5 @@
 // The products of a linear layer and of experts, forward and backward.
-#include "product.cuh"
+#include "product_mxfp4.cuh"
 
 using namespace product;
 
@@ -23,63 +23,107 @@ PRIMITIVE void store_pair(float* to, bool two, float a, float b) {
   if (two) to[1] = b;
 }
 
-// y = x · W + b. Blocks: columns' tiles × the most row tiles there can be.
-template <class S, class Out>
+PRIMITIVE float widened(bf16 x) { return to_float(x); }
+PRIMITIVE float widened(float x) { return x; }
+
+enum class Weight { bf16, mxfp4 };
+
+PRIMITIVE Panels panels(const Product& p, int group) {
+  const int panels = (p.n + panel_columns - 1) / panel_columns, blocks = (p.k + block_k - 1) / block_k;
+  return {static_cast<const unsigned char*>(p.weight) + static_cast<int64_t>(group) * panels * blocks * block_bytes, panels, blocks};
+}
+
+// y = s · x · W + b + addend. Blocks: columns' tiles × the most row tiles there can be.
+template <class S, class Out, Weight held>
 PRIMITIVE void forward(const Product& p) {
   const int down = row_tiles(p, S::rows);
   const Rows rows = row_tile(p, blockIdx.x % down, S::rows);
   const int column = blockIdx.x / down * S::columns;
   if (rows.first >= rows.end) return;
   const Operand x = {p.x + static_cast<int64_t>(rows.first) * p.k, p.k, rows.end - rows.first, p.k};
-  const Operand weight = {p.weight + static_cast<int64_t>(rows.group) * p.k * p.n + column, p.n, p.n - column, p.k};
   Sums<S> sums;
-  multiply_tile<S, Major::K, Major::MN>(sums, x, weight, p.k);
+  if constexpr (held == Weight::mxfp4) {
+    multiply_mxfp4<S, Major::MN>(sums, x, panels(p, rows.group), column, p.k);
+  } else {
+    const bf16* first = static_cast<const bf16*>(p.weight) + static_cast<int64_t>(rows.group) * p.k * p.n + column;
+    multiply_tile<S, Major::K, Major::MN>(sums, x, {first, p.n, p.n - column, p.k}, p.k);
+  }
   const float* bias = p.bias ? p.bias + static_cast<int64_t>(rows.group) * p.n : nullptr;
   each_pair<S>(sums, [&](int row, int across, float a, float b) {
     const int at = column + across;
     if (rows.first + row >= rows.end || at >= p.n) return;
     const bool two = at + 1 < p.n;
+    a = multiply(a, p.scale);
+    b = multiply(b, p.scale);
     if (bias) {
       a = add(a, bias[at]);
       if (two) b = add(b, bias[at + 1]);
     }
-    store_pair(static_cast<Out*>(p.out) + static_cast<int64_t>(rows.first + row) * p.n + at, two, a, b);
+    const int64_t place = static_cast<int64_t>(rows.first + row) * p.n + at;
+    if (p.addend) {
+      const Out* addend = static_cast<const Out*>(p.addend) + place;
+      a = add(a, widened(addend[0]));
+      if (two) b = add(b, widened(addend[1]));
+    }
+    store_pair(static_cast<Out*>(p.out) + place, two, a, b);
+  });
+}
+
+// dx = s · dy · Wᵀ. Blocks: tiles of k × the most row tiles there can be.
+template <class S, Weight held>
+PRIMITIVE void input_gradient(const Product& p) {
+  const int down = row_tiles(p, S::rows);
+  const Rows rows = row_tile(p, blockIdx.x % down, S::rows);
+  const int column = blockIdx.x / down * S::columns;
+  if (rows.first >= rows.end) return;
+  const Operand dy = {p.dy + static_cast<int64_t>(rows.first) * p.n, p.n, rows.end - rows.first, p.n};
+  Sums<S> sums;
+  if constexpr (held == Weight::mxfp4) {
+    multiply_mxfp4<S, Major::K>(sums, dy, panels(p, rows.group), column, p.n);
+  } else {
+    const bf16* first = static_cast<const bf16*>(p.weight) + (static_cast<int64_t>(rows.group) * p.k + column) * p.n;
+    multiply_tile<S, Major::K, Major::K>(sums, dy, {first, p.n, p.k - column, p.n}, p.n);
+  }
+  each_pair<S>(sums, [&](int row, int across, float a, float b) {
+    const int at = column + across;
+    if (rows.first + row >= rows.end || at >= p.k) return;
+    bf16* to = static_cast<bf16*>(p.out) + static_cast<int64_t>(rows.first + row) * p.k + at;
+    store_pair(to, at + 1 < p.k, multiply(a, p.scale), multiply(b, p.scale));
   });
 }
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Wide::threads) product_forward(const __grid_constant__ Product p) {
-  forward<Wide, bf16>(p);
+  forward<Wide, bf16, Weight::bf16>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(Wide::threads) product_forward_f32(const __grid_constant__ Product p) {
-  forward<Wide, float>(p);
+  forward<Wide, float, Weight::bf16>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(Narrow::threads) product_forward_narrow(const __grid_constant__ Product p) {
-  forward<Narrow, bf16>(p);
+  forward<Narrow, bf16, Weight::bf16>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(Narrow::threads) product_forward_narrow_f32(const __grid_constant__ Product p) {
-  forward<Narrow, float>(p);
+  forward<Narrow, float, Weight::bf16>(p);
 }
 
-// dx = dy · Wᵀ. Blocks: tiles of k × the most row tiles there can be.
+extern "C" __global__ void __launch_bounds__(WideMxfp4::threads) product_forward_mxfp4(const __grid_constant__ Product p) {
+  forward<WideMxfp4, bf16, Weight::mxfp4>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(NarrowMxfp4::threads) product_forward_narrow_mxfp4(const __grid_constant__ Product p) {
+  forward<NarrowMxfp4, bf16, Weight::mxfp4>(p);
+}
+
 extern "C" __global__ void __launch_bounds__(Wide::threads) product_input_gradient(const __grid_constant__ Product p) {
-  const int down = row_tiles(p, Wide::rows);
-  const Rows rows = row_tile(p, blockIdx.x % down, Wide::rows);
-  const int column = blockIdx.x / down * Wide::columns;
-  if (rows.first >= rows.end) return;
-  const Operand dy = {p.dy + static_cast<int64_t>(rows.first) * p.n, p.n, rows.end - rows.first, p.n};
-  const Operand weight = {p.weight + (static_cast<int64_t>(rows.group) * p.k + column) * p.n, p.n, p.k - column, p.n};
-  Sums<Wide> sums;
-  multiply_tile<Wide, Major::K, Major::K>(sums, dy, weight, p.n);
-  each_pair<Wide>(sums, [&](int row, int across, float a, float b) {
-    const int at = column + across;
-    if (rows.first + row >= rows.end || at >= p.k) return;
-    store_pair(static_cast<bf16*>(p.out) + static_cast<int64_t>(rows.first + row) * p.k + at, at + 1 < p.k, a, b);
-  });
+  input_gradient<Wide, Weight::bf16>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(WideMxfp4::threads) product_input_gradient_mxfp4(const __grid_constant__ Product p) {
+  input_gradient<WideMxfp4, Weight::mxfp4>(p);
 }
 
 // dW += xᵀ · dy, a group's over its rows in order. Blocks: groups × tiles of k × tiles of n.

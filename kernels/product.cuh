@@ -7,8 +7,9 @@
 // src/ops/cuda/product.rs. Rows are sorted by group; group g has matrix g and rows starts[g] to starts[g + 1].
 struct Product {
   const bf16* x;           // [rows, k]
-  const bf16* weight;      // [groups, k, n]
+  const void* weight;      // [groups, k, n], bf16; MXFP4 of product_mxfp4.cuh for the kernels of that name
   const float* bias;       // [groups, n]; null: none
+  const void* addend;      // [rows, n], added to y, of its type; null: none
   const bf16* dy;          // [rows, n]; null in the forward
   void* out;               // y [rows, n], dx [rows, k], or what is added to: dweight [groups, k, n], dbias [groups, n]
   const uint32_t* starts;  // [groups + 1]; null: all rows are of one group
@@ -16,6 +17,7 @@ struct Product {
   int32_t k;
   int32_t n;
   int32_t groups;
+  float scale;  // of the sums that give y and dx
 };
 
 namespace product {
@@ -106,12 +108,43 @@ struct Sums {
   float of[S::warp_rows / 16][S::warp_columns / 8][4];
 };
 
+template <class S>
+PRIMITIVE void clear(Sums<S>& sums) {
+#pragma unroll
+  for (int i = 0; i < S::warp_rows / 16; i++)
+#pragma unroll
+    for (int j = 0; j < S::warp_columns / 8; j++)
+#pragma unroll
+      for (int c = 0; c < 4; c++) sums.of[i][j][c] = 0.0f;
+}
+
+// Adds this warp's part of one step's product.
+template <class S, Major a_major, Major b_major>
+PRIMITIVE void multiply_step(Sums<S>& sums, unsigned char* left, unsigned char* right) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int row = warp / S::warps_across * S::warp_rows, column = warp % S::warps_across * S::warp_columns;
+#pragma unroll
+  for (int k = 0; k < step; k += 16) {
+    uint32_t of_a[S::warp_rows / 16][4];
+#pragma unroll
+    for (int i = 0; i < S::warp_rows / 16; i++) load_left<a_major>(of_a[i], left, row + 16 * i, k, lane);
+#pragma unroll
+    for (int j = 0; j < S::warp_columns / 16; j++) {
+      uint32_t of_b[4];
+      load_right<b_major>(of_b, right, column + 16 * j, k, lane);
+#pragma unroll
+      for (int i = 0; i < S::warp_rows / 16; i++) {
+        mma_bf16_16x8x16(sums.of[i][2 * j], of_a[i], of_b);
+        mma_bf16_16x8x16(sums.of[i][2 * j + 1], of_a[i], of_b + 2);
+      }
+    }
+  }
+}
+
 // The sums over k, 0 to `depth`, of this warp's part of the tile.
 template <class S, Major a_major, Major b_major>
 PRIMITIVE void multiply_tile(Sums<S>& sums, const Operand& a, const Operand& b, int depth) {
   unsigned char* shared = dynamic_shared_memory();
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int row = warp / S::warps_across * S::warp_rows, column = warp % S::warps_across * S::warp_columns;
   const int steps = (depth + step - 1) / step;
   const auto left = [&](int s) { return shared + s % S::stages * S::stage_bytes; };
   const auto right = [&](int s) { return left(s) + S::rows * step * 2; };
@@ -122,33 +155,13 @@ PRIMITIVE void multiply_tile(Sums<S>& sums, const Operand& a, const Operand& b, 
     }
     copy_async_commit();  // an empty group keeps their count
   };
-#pragma unroll
-  for (int i = 0; i < S::warp_rows / 16; i++)
-#pragma unroll
-    for (int j = 0; j < S::warp_columns / 8; j++)
-#pragma unroll
-      for (int c = 0; c < 4; c++) sums.of[i][j][c] = 0.0f;
+  clear(sums);
   for (int s = 0; s < S::stages - 1; s++) load(s);
   for (int s = 0; s < steps; s++) {
     copy_async_wait<S::stages - 2>();
     block_barrier();  // all have copied step s, and are through with step s - 1
     load(s + S::stages - 1);
-#pragma unroll
-    for (int k = 0; k < step; k += 16) {
-      uint32_t of_a[S::warp_rows / 16][4];
-#pragma unroll
-      for (int i = 0; i < S::warp_rows / 16; i++) load_left<a_major>(of_a[i], left(s), row + 16 * i, k, lane);
-#pragma unroll
-      for (int j = 0; j < S::warp_columns / 16; j++) {
-        uint32_t of_b[4];
-        load_right<b_major>(of_b, right(s), column + 16 * j, k, lane);
-#pragma unroll
-        for (int i = 0; i < S::warp_rows / 16; i++) {
-          mma_bf16_16x8x16(sums.of[i][2 * j], of_a[i], of_b);
-          mma_bf16_16x8x16(sums.of[i][2 * j + 1], of_a[i], of_b + 2);
-        }
-      }
-    }
+    multiply_step<S, a_major, b_major>(sums, left(s), right(s));
   }
   copy_async_wait<0>();
 }

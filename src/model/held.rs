@@ -37,11 +37,13 @@ enum PackedShape {
 }
 
 impl PackedPiece {
-    /// This rank's bytes of `held`, tensor `index`; `None` for what is not packed.
+    /// This rank's bytes of `held`, tensor `index`; `None` for what is not packed, or lies on a device.
     fn of(held: &Held, mesh: &Mesh, index: usize) -> Option<Self> {
         let (whole, bytes) = match held {
             Held::Plain(_) => return None,
-            Held::Matrix(matrix) => (PackedShape::Matrix(matrix.form(), matrix.shape()), matrix.bytes()),
+            Held::Matrix(matrix) => {
+                (PackedShape::Matrix(matrix.form(), matrix.shape()), matrix.bytes().ok()?)
+            }
             Held::Table(table) => {
                 let (rows, width) = table.shape();
                 (PackedShape::Table(rows, width), table.bytes())
@@ -206,12 +208,12 @@ impl Held {
     pub fn experts(&self, experts: Range<usize>) -> Result<Self> {
         Ok(match self {
             Held::Plain(values) => Held::Plain(values.narrow(0, experts.start, experts.len())?),
-            Held::Matrix(matrix) => Held::Matrix(Arc::new(matrix.experts(experts))),
+            Held::Matrix(matrix) => Held::Matrix(Arc::new(matrix.experts(experts)?)),
             Held::Table(_) => bail!("a table has no experts"),
         })
     }
 
-    /// The same on `device`, where matrices are bf16 and all else f32.
+    /// The same on `device`, where matrices are MXFP4 as they were, or bf16, and all else is f32.
     ///
     /// # Errors
     /// When memory runs out.
@@ -220,6 +222,9 @@ impl Held {
         Ok(match self {
             Held::Plain(values) if values.device().same_device(device) => self.clone(),
             _ if device.is_cpu() => self.clone(),
+            Held::Matrix(matrix) if matrix.form() == PackedForm::Mxfp4 => {
+                Held::Matrix(Arc::new(matrix.to_device(device)?))
+            }
             _ => Held::Plain(self.decoded(spec)?.to_dtype(dtype)?.to_device(device)?),
         })
     }
@@ -231,7 +236,13 @@ impl Held {
     pub fn decoded(&self, spec: &ParameterSpec) -> Result<Tensor> {
         Ok(match self {
             Held::Plain(values) => on_host(values)?,
-            Held::Matrix(matrix) => Tensor::from_vec(matrix.decoded(), spec.working_shape(), &Device::Cpu)?,
+            Held::Matrix(matrix) => {
+                let host = match matrix.bytes() {
+                    Ok(_) => matrix.clone(),
+                    Err(_) => Arc::new(matrix.to_device(&Device::Cpu)?),
+                };
+                Tensor::from_vec(host.decoded()?, spec.working_shape(), &Device::Cpu)?
+            }
             Held::Table(table) => Tensor::from_vec(table.decoded(), spec.working_shape(), &Device::Cpu)?,
         })
     }

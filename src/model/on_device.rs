@@ -1,5 +1,7 @@
 //! Whole models on a GPU or the emulated driver: one forward in training, prefill and decode, and its gradients beside the CPU's.
 
+mod adapted;
+
 use super::attend::PackedAttention;
 use super::cache::{CacheRoom, Caches, SequenceCache};
 use super::config::{Config, LayerType, Rope};
@@ -163,17 +165,21 @@ fn decode_and_chunks_have_the_bits_of_training() {
         config(Family::Qwen2, 2, 2, 20),
     ];
     for config in shapes {
-        let learner = learner(&config, &gpu);
-        let lengths = [70, 1, 9];
-        let tokens = ids(lengths.iter().sum());
-        let trained = floats(&learner.training(&tokens, &lengths));
-        assert!(trained.iter().all(|x| x.is_finite()));
-        for pace in [1, 7, 64, 100] {
-            let room = CacheRoom { sequences: 3, tokens: 70, fed_tokens_max: 3 * pace };
-            let caches = Caches::new(&config, &gpu, room).unwrap();
-            let sampled = learner.sampled(&caches, &tokens, &lengths, pace);
-            assert_eq!(sampled, trained[..tokens.len()], "{:?} at pace {pace}", config.family);
-        }
+        check_sampling(&config, &learner(&config, &gpu), &gpu);
+    }
+}
+
+/// Sampling has the bits of training, whatever its pace.
+fn check_sampling(config: &Config, learner: &Learner, gpu: &Device) {
+    let lengths = [70, 1, 9];
+    let tokens = ids(lengths.iter().sum());
+    let trained = floats(&learner.training(&tokens, &lengths));
+    assert!(trained.iter().all(|x| x.is_finite()));
+    for pace in [1, 7, 64, 100] {
+        let room = CacheRoom { sequences: 3, tokens: 70, fed_tokens_max: 3 * pace };
+        let caches = Caches::new(config, gpu, room).unwrap();
+        let sampled = learner.sampled(&caches, &tokens, &lengths, pace);
+        assert_eq!(sampled, trained[..tokens.len()], "{:?} at pace {pace}", config.family);
     }
 }
 
@@ -181,28 +187,31 @@ fn decode_and_chunks_have_the_bits_of_training() {
 fn log_probabilities_and_gradients_are_the_cpus_up_to_bf16() {
     let gpu = open(0).unwrap();
     for config in [config(Family::GptOss, 4, 2, 20), config(Family::Qwen2, 2, 1, 20)] {
-        let lengths = [23, 1, 6];
-        let tokens = ids(30);
-        let of = |device: &Device| {
-            let learner = learner(&config, device);
-            let out = learner.training(&tokens, &lengths);
-            // Of the log-probabilities alone.
-            let dy: Vec<f32> =
-                (0..60).map(|i| if i < 30 { 1.0 - (i % 7) as f32 / 3.0 } else { 0.0 }).collect();
-            let dy = Tensor::from_vec(dy, (2, 30), device).unwrap();
-            ops::upstream(&out, &dy).unwrap().backward().unwrap();
-            (floats(&out), learner)
-        };
-        let ((exact, cpu), (got, own)) = (of(&Device::Cpu), of(&gpu));
-        for (got, exact) in got.iter().zip(&exact) {
-            assert!((got - exact).abs() <= 0.05 * (1.0 + exact.abs()), "{got}, exactly {exact}");
-        }
-        for (i, name) in own.names.iter().enumerate() {
-            let (got, exact) = (floats(&own.gradients.0[i]), floats(&cpu.gradients.0[i]));
-            let norm = |x: &[f32]| x.iter().map(|x| f64::from(x * x)).sum::<f64>().sqrt();
-            let difference: Vec<f32> = got.iter().zip(&exact).map(|(a, b)| a - b).collect();
-            println!("{name} {:.4} of {:.4}", norm(&difference), norm(&exact));
-            assert!(norm(&difference) <= 0.05 * norm(&exact) + 1e-6, "{name}: {got:?} {exact:?}");
-        }
+        check_gradients([learner(&config, &Device::Cpu), learner(&config, &gpu)], &gpu);
+    }
+}
+
+/// Log-probabilities and gradients of a model on a GPU are those of the same model on the CPU, up to bf16.
+fn check_gradients([cpu, own]: [Learner; 2], gpu: &Device) {
+    let lengths = [23, 1, 6];
+    let tokens = ids(30);
+    let of = |learner: &Learner, device: &Device| {
+        let out = learner.training(&tokens, &lengths);
+        // Of the log-probabilities alone.
+        let dy: Vec<f32> = (0..60).map(|i| if i < 30 { 1.0 - (i % 7) as f32 / 3.0 } else { 0.0 }).collect();
+        let dy = Tensor::from_vec(dy, (2, 30), device).unwrap();
+        ops::upstream(&out, &dy).unwrap().backward().unwrap();
+        floats(&out)
+    };
+    let (exact, got) = (of(&cpu, &Device::Cpu), of(&own, gpu));
+    for (got, exact) in got.iter().zip(&exact) {
+        assert!((got - exact).abs() <= 0.05 * (1.0 + exact.abs()), "{got}, exactly {exact}");
+    }
+    for (i, name) in own.names.iter().enumerate() {
+        let (got, exact) = (floats(&own.gradients.0[i]), floats(&cpu.gradients.0[i]));
+        let norm = |x: &[f32]| x.iter().map(|x| f64::from(x * x)).sum::<f64>().sqrt();
+        let difference: Vec<f32> = got.iter().zip(&exact).map(|(a, b)| a - b).collect();
+        println!("{name} {:.4} of {:.4}", norm(&difference), norm(&exact));
+        assert!(norm(&difference) <= 0.05 * norm(&exact) + 1e-6, "{name}: {got:?} {exact:?}");
     }
 }

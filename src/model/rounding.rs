@@ -66,7 +66,7 @@ impl WeightRounding {
             Held::Plain(values) => Held::Plain(round_mantissa(&values, bits)?),
             Held::Matrix(matrix) if keeps(&matrix, bits) => Held::Matrix(matrix),
             Held::Matrix(matrix) if matrix.form() == PackedForm::Bf16 => {
-                Held::Matrix(Arc::new(matrix.mapped(round)))
+                Held::Matrix(Arc::new(matrix.mapped(round)?))
             }
             Held::Table(table) if bits < BF16_BITS => Held::Table(Arc::new(table.mapped(round))),
             Held::Table(table) => Held::Table(table),

@@ -5,6 +5,7 @@ use super::embedding::ById;
 use super::load_balance::LoadBalance;
 use super::logits::Drawn;
 use super::optimizer::AdamW;
+use super::packed::PackedMatrix;
 use super::parameter::Gradient;
 use super::rope::Rotation;
 use super::sink_attention::Attention;
@@ -116,6 +117,25 @@ pub(super) fn product_input_gradient(
     refuse()
 }
 
+pub(super) fn packed_forward(
+    _: &'static str,
+    _: (&CudaStorage, &Layout),
+    _: &PackedMatrix,
+    _: Option<(&CudaStorage, &Layout)>,
+    _: Option<&Tensor>,
+) -> Computed {
+    refuse()
+}
+
+pub(super) fn packed_input_gradient(
+    _: &'static str,
+    _: &Tensor,
+    _: &PackedMatrix,
+    _: Option<&Tensor>,
+) -> Result<Tensor> {
+    refuse()
+}
+
 pub(super) fn add_weight_gradient(
     _: &'static str,
     _: &Tensor,
@@ -127,6 +147,26 @@ pub(super) fn add_weight_gradient(
 }
 
 pub(super) fn add_bias_gradient(_: &'static str, _: &Tensor, _: &Tensor, _: Option<&Tensor>) -> Result<()> {
+    refuse()
+}
+
+pub(super) fn low_rank_forward(
+    _: (&CudaStorage, &Layout),
+    _: (&CudaStorage, &Layout),
+    _: [&Tensor; 2],
+    _: f32,
+    _: Option<&Tensor>,
+) -> Computed {
+    refuse()
+}
+
+pub(super) fn low_rank_backward(
+    _: [&Tensor; 2],
+    _: [&Tensor; 2],
+    _: [Option<&Gradient>; 2],
+    _: f32,
+    _: Option<&Tensor>,
+) -> Result<Option<Tensor>> {
     refuse()
 }
 

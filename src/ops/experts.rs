@@ -45,7 +45,8 @@ impl Dispatch {
         Ok(Self { tokens, top_k, experts, plan })
     }
 
-    fn rows(&self) -> usize {
+    /// `T·K`.
+    pub(super) fn rows(&self) -> usize {
         self.tokens * self.top_k
     }
 

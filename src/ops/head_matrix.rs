@@ -39,7 +39,7 @@ impl HeadMatrix {
             HeadMatrix::Plain(weight) => {
                 forward_product(out, h, &host_values(weight.values())?, (h.len() / k, k, n), false);
             }
-            HeadMatrix::Packed(weight) => weight.forward(0, out, h, false),
+            HeadMatrix::Packed(weight) => weight.forward(0, out, h, false)?,
         }
         Ok(())
     }
@@ -55,7 +55,7 @@ impl HeadMatrix {
                 let w = host_values(weight.values())?;
                 product(dh, Matrix::rows(dz, n), Matrix::transposed(&w, n), (dz.len() / n, n, k), false);
             }
-            HeadMatrix::Packed(weight) => weight.input_gradient(0, dh, dz),
+            HeadMatrix::Packed(weight) => weight.input_gradient(0, dh, dz)?,
         }
         Ok(())
     }

@@ -2,12 +2,16 @@
 //! by expert with `A [E, in, r]`, `B [E, r, out]` and rows sorted by expert.
 //!
 //! Backward: `du = s · dy · Bᵀ`, `dx = du · Aᵀ`, `dA = xᵀ · du`, `dB = (s · x · A)ᵀ · dy`; `dy` goes on to `y` as it is.
+//!
+//! On a GPU `x`, the factors, `s · x · A` and `du` are bf16, `y` bf16 or f32, the gradients of the factors f32.
 
 use super::cpu::{buffer, edit, host_values, values};
+use super::cuda::{low_rank_backward, low_rank_forward};
 use super::experts::{Dispatch, side_by_side};
+use super::linear::in_bf16;
 use super::parameter::{Gradient, Parameter};
 use super::product::{Matrix, Spread, backward_product, forward_product_on, product_on};
-use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use std::ops::Range;
 
 /// `y + scale · (x · a) · b`, differentiable in all; each row by its expert's pair where there is a `plan`.
@@ -28,7 +32,8 @@ pub fn add_low_rank(
     let experts = plan.map(Dispatch::expert_count);
     let wanted =
         |first: usize, second: usize| -> Vec<usize> { experts.into_iter().chain([first, second]).collect() };
-    if rows != y_rows || a_shape != wanted(input, rank) || b_shape != wanted(rank, output) {
+    let planned = plan.is_none_or(|plan| plan.rows() == rows);
+    if !planned || rows != y_rows || a_shape != wanted(input, rank) || b_shape != wanted(rank, output) {
         bail!("add_low_rank: y {:?}, x {:?}, a {a_shape:?}, b {b_shape:?}", y.dims(), x.dims());
     }
     let op = LowRank {
@@ -70,6 +75,11 @@ impl LowRank {
             Some(plan) => plan.groups(rows),
             None => Ok(vec![(0, 0..rows)]),
         }
+    }
+
+    /// The first row of each expert, where a GPU reads it.
+    fn starts(&self) -> Result<Option<Tensor>> {
+        self.plan.as_ref().map(Dispatch::starts).transpose()
     }
 
     /// Calls `run` for every group with its stretch of `out`, `width` a row.
@@ -131,6 +141,19 @@ impl CustomOp3 for LowRank {
         Ok((CpuStorage::F32(out), Shape::from((count, output))))
     }
 
+    fn cuda_fwd(
+        &self,
+        y: &CudaStorage,
+        y_layout: &Layout,
+        x: &CudaStorage,
+        x_layout: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let starts = self.starts()?;
+        low_rank_forward((y, y_layout), (x, x_layout), self.values.each_ref(), self.scale, starts.as_ref())
+    }
+
     fn bwd(
         &self,
         y: &Tensor,
@@ -142,6 +165,12 @@ impl CustomOp3 for LowRank {
         let [input, rank, output] = self.shape;
         let count = x.dim(0)?;
         let grad = grad.contiguous()?;
+        if x.device().is_cuda() {
+            let (rows, gradients) = ([x, &in_bf16(&grad)?], self.gradients.each_ref().map(Option::as_ref));
+            let starts = self.starts()?;
+            let dx = low_rank_backward(rows, self.values.each_ref(), gradients, self.scale, starts.as_ref())?;
+            return Ok((y.track_op().then(|| grad.clone()), dx, None));
+        }
         let (xs, dy) = (host_values(x)?, host_values(&grad)?);
         let (a, b) = (host_values(&self.values[0])?, host_values(&self.values[1])?);
         let (xs, dy, a, b): (&[f32], &[f32], &[f32], &[f32]) = (&xs, &dy, &a, &b);

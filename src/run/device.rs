@@ -115,9 +115,6 @@ fn unsuited(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, Str
     for (key, _) in kernels_lack.into_iter().filter(|(_, on)| *on) {
         found.push((key, "a GPU has no form of this arm; leave it off".to_owned()));
     }
-    if recipe.adapter.is_some() || recipe.model.adapter.is_some() {
-        found.push(("adapter", "a GPU has no form of adapters yet; remove the table".to_owned()));
-    }
     if mesh.ranks() > 1 {
         let parallel = &recipe.parallel;
         if recipe.device == DeviceKind::Auto {

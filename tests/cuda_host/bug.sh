@@ -18,6 +18,7 @@ read -r first_mode first_check first_sources <<<"${first:-plain}"
 case $file in
   swiglu.cu | rms_norm.cu) family=row_ops sources=$file ;;
   adamw_8bit.cu) family=optimizer sources=$file ;;
+  product_mxfp4.cuh) family=product sources=product.cu ;;
   optimizer.cuh) family=optimizer sources="optimizer.cu adamw_8bit.cu" ;;
   row_ops.cuh) family=row_ops sources="swiglu.cu rms_norm.cu" ;;
   *hopper* | ring.cuh | warpgroup_*) family=hopper sources=$(cd ../../kernels && echo *_hopper.cu) ;;

@@ -30,6 +30,7 @@ struct Check {
 const Check CHECKS[] = {
     CHECK(check_conversions, 2, 64, 5, "exact"),
     CHECK(check_arithmetic, 2, 64, 6, "exact"),
+    CHECK(check_bf16_pairs, 2, 64, 4, "exact"),
     CHECK(check_exp2, 1, 128, 4, "relative"),
     CHECK(check_log2, 1, 128, 2, "absolute"),
     CHECK(check_shuffles, 1, 64, 9, "exact"),

@@ -1,6 +1,8 @@
 // Products of matrices, whole and by groups of rows: errors against f64, a row's bits whatever the batch, the tile and the
 // schedule.
-#include "product.cuh"
+#include "product_mxfp4.cuh"
+
+#include <random>
 
 #include "op_checks.h"
 
@@ -10,7 +12,10 @@ void product_forward(Product);
 void product_forward_f32(Product);
 void product_forward_narrow(Product);
 void product_forward_narrow_f32(Product);
+void product_forward_mxfp4(Product);
+void product_forward_narrow_mxfp4(Product);
 void product_input_gradient(Product);
+void product_input_gradient_mxfp4(Product);
 void product_weight_gradient(Product);
 void product_bias_gradient(Product);
 }
@@ -18,7 +23,7 @@ void product_bias_gradient(Product);
 namespace suite {
 
 using cuda_host::launch, cuda_host::Options;
-using product::Narrow, product::Wide;
+using product::Mxfp4, product::Narrow, product::NarrowMxfp4, product::Wide, product::WideMxfp4;
 
 namespace {
 
@@ -30,27 +35,79 @@ struct Shape {
   int k, n;
   std::vector<uint32_t> starts;  // of groups; two of them: one group, told without starts
   bool bias;
+  float scale = 1;
+  bool addend = false;
   int rows() const { return int(starts.back()); }
   int groups() const { return int(starts.size()) - 1; }
+  // Whether its matrices are MXFP4's, and multiplied packed too.
+  bool packed() const { return k % 32 == 0; }
 };
 
 struct Inputs {
   std::vector<bf16> x, weight, dy;
   std::vector<float> bias, dweight, dbias;  // gradients so far
+  std::vector<bf16> addend;
+  std::vector<float> addend_f32;
+  std::vector<uint8_t> packed;  // the weight
 };
 
 struct Results {
   std::vector<bf16> y, y_narrow, dx;
+  std::vector<bf16> y_packed, y_narrow_packed, dx_packed;
   std::vector<float> y_f32, y_narrow_f32, dweight, dbias;
 };
 
 int tiles(int count, int size) { return (count + size - 1) / size; }
 
+// Matrices in MXFP4: their bytes, and their numbers by the format's own words.
+struct Packing {
+  int k, n;
+  std::vector<bf16> weight;
+  std::vector<uint8_t> bytes;
+  Packing(int groups, int k, int n)
+      : k(k), n(n), weight(size_t(groups) * k * n), bytes(size_t(groups) * tiles(n, 64) * (k / 32) * 64 * 17) {}
+  // Of 32 k from 32 `block` on in a column: one scale, and a number each.
+  template <class Number>
+  void put(int group, int block, int column, int exponent, const Number& number) {
+    const double magnitudes[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+    uint8_t* to = &bytes[((size_t(group) * tiles(n, 64) + column / 64) * (k / 32) + block) * 64 * 17];
+    to[column % 64] = uint8_t(exponent);
+    for (int i = 0; i < 32; i++) {
+      const int four = number(i);
+      to[64 + i / 2 * 64 + column % 64] |= uint8_t(four << i % 2 * 4);
+      const double value = (four < 8 ? 1 : -1) * magnitudes[four % 8] * std::ldexp(1.0, exponent - 127);
+      weight[(size_t(group) * k + 32 * block + i) * n + column] = to_bf16(exponent == 255 ? NAN : float(value));
+    }
+  }
+};
+
+Packing mxfp4(const Shape& s, unsigned seed) {
+  std::mt19937 random(seed);
+  Packing packing(s.groups(), s.k, s.n);
+  for (int group = 0; group < s.groups(); group++)
+    for (int block = 0; block < s.k / 32; block++)
+      for (int column = 0; column < s.n; column++)
+        packing.put(group, block, column, 122 + int(random() % 6), [&](int) { return int(random() % 16); });
+  return packing;
+}
+
 Inputs inputs(const Shape& s, unsigned seed) {
   const size_t matrix = size_t(s.k) * s.n;
-  return {numbers(size_t(s.rows()) * s.k, 1, seed),       numbers(s.groups() * matrix, 0.5, seed + 1),
-          numbers(size_t(s.rows()) * s.n, 1, seed + 2),   floats(s.bias ? s.groups() * s.n : 0, 1, seed + 3),
-          floats(s.groups() * matrix, 1, seed + 4),       floats(s.groups() * s.n, 1, seed + 5)};
+  Inputs in = {numbers(size_t(s.rows()) * s.k, 1, seed),
+               numbers(s.groups() * matrix, 0.5, seed + 1),
+               numbers(size_t(s.rows()) * s.n, 1, seed + 2),
+               floats(s.bias ? s.groups() * s.n : 0, 1, seed + 3),
+               floats(s.groups() * matrix, 1, seed + 4),
+               floats(s.groups() * s.n, 1, seed + 5),
+               numbers(s.addend ? size_t(s.rows()) * s.n : 0, 1, seed + 6),
+               {},
+               {}};
+  for (bf16 x : in.addend) in.addend_f32.push_back(to_float(x));
+  if (s.packed()) {
+    Packing packing = mxfp4(s, seed + 7);
+    in.weight = packing.weight, in.packed = packing.bytes;
+  }
+  return in;
 }
 
 Results run(const Options& options, const Shape& s, const Inputs& in) {
@@ -59,18 +116,38 @@ Results run(const Options& options, const Shape& s, const Inputs& in) {
   got.y.resize(size_t(rows) * s.n), got.y_narrow.resize(got.y.size()), got.dx.resize(in.x.size());
   got.y_f32.resize(got.y.size()), got.y_narrow_f32.resize(got.y.size());
   got.dweight = in.dweight, got.dbias = in.dbias;
-  const auto run = [&](void (*kernel)(Product), void* out, bool backward, int blocks, int threads, int shared) {
-    const Product p = {in.x.data(), in.weight.data(), s.bias ? in.bias.data() : nullptr, backward ? in.dy.data() : nullptr, out,
-                       groups > 1 ? s.starts.data() : nullptr, rows, s.k, s.n, groups};
+  const auto start = [&](void (*kernel)(Product), const void* weight, const void* addend, void* out, bool backward, int blocks,
+                         int threads, int shared) {
+    const Product p = {in.x.data(), weight, s.bias ? in.bias.data() : nullptr, s.addend ? addend : nullptr,
+                       backward ? in.dy.data() : nullptr, out, groups > 1 ? s.starts.data() : nullptr, rows, s.k, s.n, groups, s.scale};
     if (blocks > 0) launch(options, unsigned(blocks), unsigned(threads), size_t(shared), [=] { kernel(p); });
+  };
+  const auto run = [&](void (*kernel)(Product), void* out, bool backward, int blocks, int threads, int shared) {
+    start(kernel, in.weight.data(), in.addend.data(), out, backward, blocks, threads, shared);
+  };
+  const auto run_f32 = [&](void (*kernel)(Product), void* out, int blocks, int threads, int shared) {
+    start(kernel, in.weight.data(), in.addend_f32.data(), out, false, blocks, threads, shared);
   };
   const auto down = [&](int tile_rows) { return rows ? tiles(rows, tile_rows) + (groups > 1 ? groups : 0) : 0; };
   const int wide = down(Wide::rows) * tiles(s.n, Wide::columns), narrow = down(Narrow::rows) * tiles(s.n, Narrow::columns);
+  const int back = down(Wide::rows) * tiles(s.k, Wide::columns);
   run(product_forward, got.y.data(), false, wide, Wide::threads, Wide::shared_bytes);
-  run(product_forward_f32, got.y_f32.data(), false, wide, Wide::threads, Wide::shared_bytes);
+  run_f32(product_forward_f32, got.y_f32.data(), wide, Wide::threads, Wide::shared_bytes);
   run(product_forward_narrow, got.y_narrow.data(), false, narrow, Narrow::threads, Narrow::shared_bytes);
-  run(product_forward_narrow_f32, got.y_narrow_f32.data(), false, narrow, Narrow::threads, Narrow::shared_bytes);
-  run(product_input_gradient, got.dx.data(), true, down(Wide::rows) * tiles(s.k, Wide::columns), Wide::threads, Wide::shared_bytes);
+  run_f32(product_forward_narrow_f32, got.y_narrow_f32.data(), narrow, Narrow::threads, Narrow::shared_bytes);
+  run(product_input_gradient, got.dx.data(), true, back, Wide::threads, Wide::shared_bytes);
+  if (s.packed()) {
+    const auto packed = [&](void (*kernel)(Product), std::vector<bf16>& out, size_t count, bool backward, int blocks, int threads,
+                            int shared) {
+      out.resize(count);
+      start(kernel, in.packed.data(), in.addend.data(), out.data(), backward, blocks, threads, shared);
+    };
+    packed(product_forward_mxfp4, got.y_packed, got.y.size(), false, wide, WideMxfp4::threads, Mxfp4<WideMxfp4>::shared_bytes);
+    packed(product_forward_narrow_mxfp4, got.y_narrow_packed, got.y.size(), false, narrow, NarrowMxfp4::threads,
+           Mxfp4<NarrowMxfp4>::shared_bytes);
+    packed(product_input_gradient_mxfp4, got.dx_packed, got.dx.size(), true, back, WideMxfp4::threads,
+           Mxfp4<WideMxfp4>::shared_bytes);
+  }
   run(product_weight_gradient, got.dweight.data(), true, groups * tiles(s.k, Wide::rows) * tiles(s.n, Wide::columns), Wide::threads,
       Wide::shared_bytes);
   run(product_bias_gradient, got.dbias.data(), true, groups * tiles(s.n, product::column_sum_columns), product::column_sum_threads,
@@ -97,11 +174,12 @@ Exact exact(const Shape& s, const Inputs& in) {
       for (size_t j = 0; j < n; j++) {
         const double dy = to_float(in.dy[row * n + j]);
         if (s.bias) take(e.y[row * n + j], e.y_terms[row * n + j], in.bias[g * n + j]);
+        if (s.addend) take(e.y[row * n + j], e.y_terms[row * n + j], to_float(in.addend[row * n + j]));
         take(e.dbias[g * n + j], e.dbias_terms[g * n + j], dy);
         for (size_t i = 0; i < k; i++) {
           const double x = to_float(in.x[row * k + i]), w = to_float(in.weight[(g * k + i) * n + j]);
-          take(e.y[row * n + j], e.y_terms[row * n + j], x * w);
-          take(e.dx[row * k + i], e.dx_terms[row * k + i], dy * w);
+          take(e.y[row * n + j], e.y_terms[row * n + j], s.scale * x * w);
+          take(e.dx[row * k + i], e.dx_terms[row * k + i], s.scale * dy * w);
           take(e.dweight[(g * k + i) * n + j], e.dweight_terms[(g * k + i) * n + j], x * dy);
         }
       }
@@ -116,6 +194,30 @@ std::string off_rounded(const char* what, const std::vector<bf16>& got, const st
   return "";
 }
 
+// Packed or decoded, wide or narrow: the same bits.
+std::string wrong_packed(const Results& got) {
+  std::string wrong = bits("y by a packed weight", got.y_packed.data(), got.y.data(), got.y_packed.size());
+  if (wrong.empty()) wrong = bits("y by a packed weight, narrow", got.y_narrow_packed.data(), got.y.data(), got.y_packed.size());
+  if (wrong.empty()) wrong = bits("dx by a packed weight", got.dx_packed.data(), got.dx.data(), got.dx_packed.size());
+  return wrong;
+}
+
+// Every number at every scale, a column a scale; of rows of the identity, so that what is finite stands in y.
+std::string wrong_scales(const Options& options) {
+  const Shape s = {"every scale", 32, 256, {0, 32}, false};
+  Inputs in = inputs(s, 11);
+  Packing packing(1, s.k, s.n);
+  for (int column = 0; column < s.n; column++) packing.put(0, 0, column, column, [&](int i) { return (i + column) % 16; });
+  in.weight = packing.weight, in.packed = packing.bytes;
+  for (int i = 0; i < 32 * 32; i++) in.x[i] = to_bf16(i % 33 == 0);
+  const Results got = run(options, s, in);
+  std::string wrong = wrong_packed(got);
+  for (int i = 0; i < 32 * 256 && wrong.empty(); i++)
+    if (i % 256 < 253 && to_float(got.y_packed[i]) != to_float(packing.weight[i]))
+      wrong = differs("y by the identity", i, to_float(got.y_packed[i]), to_float(packing.weight[i]));
+  return wrong.empty() ? wrong : std::string(s.name) + ": " + wrong;
+}
+
 std::string wrong_shape(const Options& options, const Shape& s) {
   // Hashed sums have other last bits after each sixteen terms.
   const double error = TENSOR_CORE_ERROR_MAX * (options.tensor_core == cuda_host::TensorCore::hashed ? 50 : 1);
@@ -128,6 +230,7 @@ std::string wrong_shape(const Options& options, const Shape& s) {
   if (wrong.empty()) wrong = bits("y in f32 of narrow tiles", got.y_narrow_f32.data(), got.y_f32.data(), got.y.size());
   for (size_t i = 0; i < got.y.size() && wrong.empty(); i++)
     if (to_bf16(got.y_f32[i]).bits != got.y[i].bits) wrong = differs("y, not that in f32 rounded", i, to_float(got.y[i]), got.y_f32[i]);
+  if (wrong.empty()) wrong = wrong_packed(got);
   if (wrong.empty()) wrong = off_rounded("dx", got.dx, e.dx, e.dx_terms, error);
   if (wrong.empty()) wrong = off_sum("dweight", got.dweight, e.dweight, e.dweight_terms, error);
   if (wrong.empty()) wrong = off_sum("dbias", got.dbias, e.dbias, e.dbias_terms, SUM_ERROR_MAX);
@@ -135,13 +238,20 @@ std::string wrong_shape(const Options& options, const Shape& s) {
   for (int g = 0; g < s.groups() && wrong.empty(); g++) {
     const size_t first = s.starts[g] + 1, end = s.starts[g + 1], matrix = size_t(s.k) * s.n;
     if (first >= end) continue;
-    const Shape alone = {s.name, s.k, s.n, {0, uint32_t(end - first)}, s.bias};
-    const Inputs part = {{&in.x[first * s.k], &in.x[0] + end * s.k}, {&in.weight[g * matrix], &in.weight[0] + (g + 1) * matrix},
-                         {&in.dy[first * s.n], &in.dy[0] + end * s.n}, s.bias ? std::vector<float>(&in.bias[g * s.n], &in.bias[0] + (g + 1) * s.n) : std::vector<float>(),
-                         std::vector<float>(matrix), std::vector<float>(s.n)};
-    const Results one = run(options, alone, part);
+    const Shape alone = {s.name, s.k, s.n, {0, uint32_t(end - first)}, s.bias, s.scale, s.addend};
+    const auto part = [](const auto& of, size_t from, size_t to) {
+      return of.empty() ? of : std::decay_t<decltype(of)>(of.begin() + from, of.begin() + to);
+    };
+    const size_t packed = in.packed.size() / s.groups();
+    const Inputs own = {part(in.x, first * s.k, end * s.k), part(in.weight, g * matrix, (g + 1) * matrix),
+                        part(in.dy, first * s.n, end * s.n), part(in.bias, g * s.n, (g + 1) * s.n),
+                        std::vector<float>(matrix), std::vector<float>(s.n),
+                        part(in.addend, first * s.n, end * s.n), part(in.addend_f32, first * s.n, end * s.n),
+                        part(in.packed, g * packed, (g + 1) * packed)};
+    const Results one = run(options, alone, own);
     wrong = bits("y alone", one.y_f32.data(), &got.y_f32[first * s.n], one.y_f32.size());
     if (wrong.empty()) wrong = bits("dx alone", one.dx.data(), &got.dx[first * s.k], one.dx.size());
+    if (wrong.empty()) wrong = wrong_packed(one);
   }
   if (wrong.empty()) {
     Options other = options;
@@ -162,12 +272,20 @@ std::string wrong_product(const Options& options, bool small) {
       {"a value head", 72, 1, {0, 21}, true},
       {"two row tiles, ends amid tiles", 136, 72, {0, 131}, true},
       {"groups with none, one and several rows", 40, 24, {0, 0, 1, 18, 18, 21}, true},
+      {"half a step of MXFP4", 32, 13, {0, 19}, true},
+      {"MXFP4 in several steps, ends amid panels", 352, 72, {0, 17}, false},
+      {"MXFP4 by groups", 160, 200, {0, 0, 1, 18, 18, 21}, true},
+      {"the first factor of an adapter", 72, 1, {0, 5, 21}, false, 0.37f},
+      {"the second factor, with a bias", 3, 71, {0, 19}, true, 1.5f, true},
   };
   if (!small) {
     shapes.push_back({"many steps", 1000, 200, {0, 33}, true});
     shapes.push_back({"groups of several tiles", 72, 136, {0, 3, 140, 140, 300, 301}, false});
+    shapes.push_back({"MXFP4 in many steps", 1056, 136, {0, 33}, true});
+    shapes.push_back({"MXFP4 by groups of several tiles", 96, 264, {0, 3, 140, 140, 300, 301}, false});
+    shapes.push_back({"factors of several tiles", 16, 200, {0, 130, 261}, false, -2.5f, true});
   }
-  std::string wrong;
+  std::string wrong = wrong_scales(options);
   for (const Shape& shape : shapes)
     if (wrong.empty()) wrong = wrong_shape(options, shape);
   return wrong;

@@ -14,6 +14,7 @@ mod head;
 mod launch;
 mod load_balance;
 mod log_prob;
+mod low_rank;
 mod modules;
 #[cfg(test)]
 mod on_device;
@@ -46,9 +47,13 @@ pub(super) use dispatch::{
 pub(super) use embedding::{add_columns, add_rows, sum_rows, take_columns, take_rows};
 pub(super) use head::{head_backward, head_forward, head_logits};
 pub(super) use load_balance::{load_balance_backward, load_balance_forward};
+pub(super) use low_rank::{low_rank_backward, low_rank_forward};
 pub(super) use optimizer::{accumulate, adamw, adamw_8bit, round_into, scale, sgd, sum_of_squares};
 pub(super) use paged::sink_attention_cached;
-pub(super) use product::{add_bias_gradient, add_weight_gradient, product_forward, product_input_gradient};
+pub(super) use product::{
+    add_bias_gradient, add_weight_gradient, packed_forward, packed_input_gradient, product_forward,
+    product_input_gradient,
+};
 pub(super) use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub(super) use rope::{rope_backward, rope_forward, rope_keys_backward, rope_keys_forward};
 pub(super) use router::{route, top_k_softmax_backward, top_k_softmax_forward};

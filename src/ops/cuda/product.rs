@@ -1,13 +1,15 @@
 //! Products on the GPU: rows `x [T, in]` by a matrix `[in, out]`, or each by its group's of `[E, in, out]`, and their gradients.
 //!
-//! Rows, matrices and what flows back are bf16, sums f32; biases and the gradients of what learns are f32.
+//! Rows, matrices and what flows back are bf16, sums f32; biases and the gradients of what learns are f32. A matrix may be
+//! packed as MXFP4: the bits are those of the product by the decoded one.
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, launch};
+use crate::ops::packed::PackedMatrix;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaView, DeviceRepr, ValidAsZeroBits};
-use candle_core::cuda_backend::{CudaDType, CudaDevice, CudaStorage};
+use candle_core::cuda_backend::{CudaDType, CudaStorage};
 use candle_core::{DType, Layout, Result, Shape, Tensor, bail};
 use half::bf16;
 
@@ -17,6 +19,8 @@ struct Tiling {
     columns: usize,
     to_bf16: Kernel,
     to_f32: Kernel,
+    /// To bf16, by a matrix in MXFP4.
+    of_mxfp4: Kernel,
 }
 
 const fn kernel(function: &'static str, threads: usize, shared_bytes: usize) -> Kernel {
@@ -27,19 +31,26 @@ const fn kernel(function: &'static str, threads: usize, shared_bytes: usize) -> 
 const STEP: usize = 64;
 const WIDE_BYTES: usize = 3 * (128 + 128) * STEP * 2;
 const NARROW_BYTES: usize = 6 * (16 + 64) * STEP * 2;
+/// Of MXFP4, 64 columns of 32 k: scales, and two numbers a byte.
+const BLOCK_BYTES: usize = 64 * (1 + 16);
+const WIDE_MXFP4_BYTES: usize = 2 * 128 * STEP * 2 + 4 * (128 * STEP * 2 + 4 * BLOCK_BYTES);
+const NARROW_MXFP4_BYTES: usize = 2 * 64 * STEP * 2 + 6 * (16 * STEP * 2 + 2 * BLOCK_BYTES);
 const WIDE: Tiling = Tiling {
     rows: 128,
     columns: 128,
     to_bf16: kernel("product_forward", 256, WIDE_BYTES),
     to_f32: kernel("product_forward_f32", 256, WIDE_BYTES),
+    of_mxfp4: kernel("product_forward_mxfp4", 256, WIDE_MXFP4_BYTES),
 };
 const NARROW: Tiling = Tiling {
     rows: 16,
     columns: 64,
     to_bf16: kernel("product_forward_narrow", 128, NARROW_BYTES),
     to_f32: kernel("product_forward_narrow_f32", 128, NARROW_BYTES),
+    of_mxfp4: kernel("product_forward_narrow_mxfp4", 128, NARROW_MXFP4_BYTES),
 };
 const INPUT_GRADIENT: Kernel = kernel("product_input_gradient", 256, WIDE_BYTES);
+const INPUT_GRADIENT_MXFP4: Kernel = kernel("product_input_gradient_mxfp4", 256, WIDE_MXFP4_BYTES);
 const WEIGHT_GRADIENT: Kernel = kernel("product_weight_gradient", 256, WIDE_BYTES);
 const BIAS_COLUMNS: usize = 64;
 const BIAS_GRADIENT: Kernel = kernel("product_bias_gradient", 512, 16 * BIAS_COLUMNS * size_of::<f32>());
@@ -53,6 +64,7 @@ struct Params {
     x: u64,
     weight: u64,
     bias: u64,
+    addend: u64,
     dy: u64,
     out: u64,
     starts: u64,
@@ -60,6 +72,7 @@ struct Params {
     k: i32,
     n: i32,
     groups: i32,
+    scale: f32,
 }
 
 // SAFETY: plain numbers, laid out as the kernels' struct.
@@ -101,7 +114,8 @@ impl Sizes {
 
     fn params(&self) -> Params {
         let [rows, k, n, groups] = [self.rows, self.k, self.n, self.groups].map(|size| size as i32);
-        Params { x: 0, weight: 0, bias: 0, dy: 0, out: 0, starts: 0, rows, k, n, groups }
+        let [x, weight, bias, addend, dy, out, starts] = [0; 7];
+        Params { x, weight, bias, addend, dy, out, starts, rows, k, n, groups, scale: 1.0 }
     }
 
     fn is_empty(&self) -> bool {
@@ -129,61 +143,149 @@ fn with_starts<R>(
     f(Some(&op.view(storage, layout)?))
 }
 
+/// A storage as candle lends it.
+type Lent<'a> = (&'a CudaStorage, &'a Layout);
+
+/// The matrices, checked.
+enum Weight<'a> {
+    Bf16(CudaView<'a, bf16>),
+    Mxfp4(CudaView<'a, u8>),
+}
+
+impl<'a> Weight<'a> {
+    fn read(&'a self, at: &mut Addresses<'a>) -> u64 {
+        match self {
+            Weight::Bf16(weight) => at.read(weight),
+            Weight::Mxfp4(weight) => at.read(weight),
+        }
+    }
+}
+
+/// What is done with the sums of `x · W` on their way out: they are multiplied, then `bias` and `addend` are added.
+pub(super) struct Finish<'a> {
+    pub scale: f32,
+    pub bias: Option<Lent<'a>>,
+    /// `[T, out]`, of the result's type.
+    pub addend: Option<Lent<'a>>,
+}
+
+impl<'a> Finish<'a> {
+    fn with_bias(bias: Option<Lent<'a>>) -> Self {
+        Self { scale: 1.0, bias, addend: None }
+    }
+}
+
 /// `x · W + b`, `[T, out]` in `out`: bf16, or the sums themselves, f32.
 pub(in crate::ops) fn product_forward(
     op: &'static str,
-    x: (&CudaStorage, &Layout),
-    weight: (&CudaStorage, &Layout),
-    bias: Option<(&CudaStorage, &Layout)>,
+    x: Lent,
+    weight: Lent,
+    bias: Option<Lent>,
     starts: Option<&Tensor>,
     out: DType,
 ) -> Result<(CudaStorage, Shape)> {
-    let op = Op(op);
-    let rows = x.1.shape().dims2()?.0;
-    let sizes = Sizes::new(op, rows, matrix(weight.1.dims())?, starts)?;
-    op.check("x", x, DType::BF16, &[rows, sizes.k])?;
-    op.check("the weight", weight, DType::BF16, &sizes.matrix())?;
-    if let Some(bias) = bias {
-        op.check("the bias", bias, DType::F32, &sizes.vector())?;
-    }
-    let (xs, weights) = (op.view::<bf16>(x.0, x.1)?, op.view::<bf16>(weight.0, weight.1)?);
-    let bias = bias.map(|(storage, layout)| op.view::<f32>(storage, layout)).transpose()?;
-    let device = x.0.device();
-    let tiling = if rows <= NARROW_ROWS_MAX * sizes.groups { &NARROW } else { &WIDE };
-    let storage = with_starts(op, starts, |starts| {
-        let operands = Operands { x: &xs, weight: &weights, bias: bias.as_ref(), starts };
-        match out {
-            DType::BF16 => forward::<bf16>(device, &sizes, &operands, (tiling, &tiling.to_bf16)),
-            _ => forward::<f32>(device, &sizes, &operands, (tiling, &tiling.to_f32)),
-        }
-    })?;
-    Ok((storage, Shape::from((rows, sizes.n))))
+    finished_product(Op(op), x, weight, starts, &Finish::with_bias(bias), out)
 }
 
-/// What a forward reads.
+/// The same with another end.
+pub(super) fn finished_product(
+    op: Op,
+    x: Lent,
+    weight: Lent,
+    starts: Option<&Tensor>,
+    finish: &Finish,
+    out: DType,
+) -> Result<(CudaStorage, Shape)> {
+    let sizes = Sizes::new(op, x.1.shape().dims2()?.0, matrix(weight.1.dims())?, starts)?;
+    op.check("the weight", weight, DType::BF16, &sizes.matrix())?;
+    let weights = Weight::Bf16(op.view::<bf16>(weight.0, weight.1)?);
+    multiply(op, sizes, x, &weights, starts, finish, out)
+}
+
+/// `x · W + b` by a matrix in MXFP4 that lies on the GPU, `[T, out]` in bf16.
+pub(in crate::ops) fn packed_forward(
+    op: &'static str,
+    x: Lent,
+    weight: &PackedMatrix,
+    bias: Option<Lent>,
+    starts: Option<&Tensor>,
+) -> Result<(CudaStorage, Shape)> {
+    let op = Op(op);
+    let [_, k, n] = weight.shape();
+    let sizes = Sizes::new(op, x.1.shape().dims2()?.0, [k, n], starts)?;
+    with_packed(op, weight, |weight| {
+        multiply(op, sizes, x, weight, starts, &Finish::with_bias(bias), DType::BF16)
+    })
+}
+
+/// Calls `f` with the bytes of a packed matrix on the GPU.
+fn with_packed<R>(op: Op, weight: &PackedMatrix, f: impl FnOnce(&Weight) -> Result<R>) -> Result<R> {
+    let bytes = weight.on_device()?;
+    let opened = bytes.storage_and_layout();
+    let (storage, layout) = op.on_gpu("the packed weight", &opened, DType::U8, &[weight.size_bytes()])?;
+    f(&Weight::Mxfp4(op.view(storage, layout)?))
+}
+
+fn multiply(
+    op: Op,
+    sizes: Sizes,
+    x: Lent,
+    weight: &Weight,
+    starts: Option<&Tensor>,
+    finish: &Finish,
+    out: DType,
+) -> Result<(CudaStorage, Shape)> {
+    let Sizes { rows, k, n, .. } = sizes;
+    op.check("x", x, DType::BF16, &[rows, k])?;
+    if let Some(bias) = finish.bias {
+        op.check("the bias", bias, DType::F32, &sizes.vector())?;
+    }
+    if let Some(addend) = finish.addend {
+        op.check("what is added to", addend, out, &[rows, n])?;
+    }
+    let tiling = if rows <= NARROW_ROWS_MAX * sizes.groups { &NARROW } else { &WIDE };
+    let storage = with_starts(op, starts, |starts| {
+        let operands = Operands { op, x, weight, starts, finish };
+        match (weight, out) {
+            (Weight::Mxfp4(_), _) => forward::<bf16>(&sizes, &operands, (tiling, &tiling.of_mxfp4)),
+            (_, DType::BF16) => forward::<bf16>(&sizes, &operands, (tiling, &tiling.to_bf16)),
+            _ => forward::<f32>(&sizes, &operands, (tiling, &tiling.to_f32)),
+        }
+    })?;
+    Ok((storage, Shape::from((rows, n))))
+}
+
+/// What a forward reads, checked.
 struct Operands<'a> {
-    x: &'a CudaView<'a, bf16>,
-    weight: &'a CudaView<'a, bf16>,
-    bias: Option<&'a CudaView<'a, f32>>,
+    op: Op,
+    x: Lent<'a>,
+    weight: &'a Weight<'a>,
     starts: Option<&'a CudaView<'a, u32>>,
+    finish: &'a Finish<'a>,
 }
 
 fn forward<T: CudaDType + DeviceRepr + ValidAsZeroBits>(
-    device: &CudaDevice,
     sizes: &Sizes,
     operands: &Operands,
     (tiling, kernel): (&Tiling, &Kernel),
 ) -> Result<CudaStorage> {
+    let Operands { op, x, weight, starts, finish } = *operands;
+    let device = x.0.device();
     let mut out = output::<T>(device, sizes.rows * sizes.n)?;
     if sizes.rows * sizes.n > 0 {
+        let x = op.view::<bf16>(x.0, x.1)?;
+        let bias = finish.bias.map(|(storage, layout)| op.view::<f32>(storage, layout)).transpose()?;
+        let addend = finish.addend.map(|(storage, layout)| op.view::<T>(storage, layout)).transpose()?;
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
         let params = Params {
-            x: at.read(operands.x),
-            weight: at.read(operands.weight),
-            bias: operands.bias.map_or(0, |bias| at.read(bias)),
+            x: at.read(&x),
+            weight: weight.read(&mut at),
+            bias: bias.as_ref().map_or(0, |bias| at.read(bias)),
+            addend: addend.as_ref().map_or(0, |addend| at.read(addend)),
             out: at.write(&mut out),
-            starts: operands.starts.map_or(0, |starts| at.read(starts)),
+            starts: starts.map_or(0, |starts| at.read(starts)),
+            scale: finish.scale,
             ..sizes.params()
         };
         let blocks = sizes.row_tiles(tiling.rows) * sizes.n.div_ceil(tiling.columns);
@@ -200,14 +302,55 @@ pub(in crate::ops) fn product_input_gradient(
     weight: &Tensor,
     starts: Option<&Tensor>,
 ) -> Result<Tensor> {
+    scaled_input_gradient(op, dy, weight, starts, 1.0)
+}
+
+/// `scale · dy · Wᵀ`.
+pub(super) fn scaled_input_gradient(
+    op: &'static str,
+    dy: &Tensor,
+    weight: &Tensor,
+    starts: Option<&Tensor>,
+    scale: f32,
+) -> Result<Tensor> {
     let op = Op(op);
     let sizes = Sizes::new(op, dy.dim(0)?, matrix(weight.dims())?, starts)?;
-    let opened = [dy, weight].map(Tensor::storage_and_layout);
-    let dy = op.on_gpu("the output's gradient", &opened[0], DType::BF16, &[sizes.rows, sizes.n])?;
-    let weight = op.on_gpu("the weight", &opened[1], DType::BF16, &sizes.matrix())?;
+    let opened = weight.storage_and_layout();
+    let weight = op.on_gpu("the weight", &opened, DType::BF16, &sizes.matrix())?;
+    let weight = Weight::Bf16(op.view(weight.0, weight.1)?);
+    input_gradient(op, &sizes, dy, &weight, starts, scale)
+}
+
+/// `dy · Wᵀ` by a matrix in MXFP4 that lies on the GPU, `[T, in]` in bf16.
+pub(in crate::ops) fn packed_input_gradient(
+    op: &'static str,
+    dy: &Tensor,
+    weight: &PackedMatrix,
+    starts: Option<&Tensor>,
+) -> Result<Tensor> {
+    let op = Op(op);
+    let [_, k, n] = weight.shape();
+    let sizes = Sizes::new(op, dy.dim(0)?, [k, n], starts)?;
+    with_packed(op, weight, |weight| input_gradient(op, &sizes, dy, weight, starts, 1.0))
+}
+
+fn input_gradient(
+    op: Op,
+    sizes: &Sizes,
+    dy: &Tensor,
+    weight: &Weight,
+    starts: Option<&Tensor>,
+    scale: f32,
+) -> Result<Tensor> {
+    let opened = dy.storage_and_layout();
+    let dy = op.on_gpu("the output's gradient", &opened, DType::BF16, &[sizes.rows, sizes.n])?;
     let device = dy.0.device();
-    let (dy, weight) = (op.view::<bf16>(dy.0, dy.1)?, op.view::<bf16>(weight.0, weight.1)?);
+    let dy = op.view::<bf16>(dy.0, dy.1)?;
     let mut dx = output::<bf16>(device, sizes.rows * sizes.k)?;
+    let kernel = match weight {
+        Weight::Bf16(_) => &INPUT_GRADIENT,
+        Weight::Mxfp4(_) => &INPUT_GRADIENT_MXFP4,
+    };
     with_starts(op, starts, |starts| {
         if sizes.rows * sizes.k == 0 {
             return Ok(());
@@ -215,15 +358,16 @@ pub(in crate::ops) fn product_input_gradient(
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
         let params = Params {
-            weight: at.read(&weight),
+            weight: weight.read(&mut at),
             dy: at.read(&dy),
             out: at.write(&mut dx),
             starts: starts.map_or(0, |starts| at.read(starts)),
+            scale,
             ..sizes.params()
         };
         let blocks = sizes.row_tiles(WIDE.rows) * sizes.k.div_ceil(WIDE.columns);
         // SAFETY: all live past the launch and have the sizes told.
-        unsafe { launch(device, &INPUT_GRADIENT, &params, blocks) }
+        unsafe { launch(device, kernel, &params, blocks) }
     })?;
     Ok(tensor(dx, device, (sizes.rows, sizes.k)))
 }

@@ -1,11 +1,14 @@
 //! `y = x · W + b` with a packed `W`, and the same by expert. Backward: `dx = dy · Wᵀ`, and `db` where the bias learns.
+//!
+//! On a GPU `W` is MXFP4 and lies there, `x` is bf16, and the bits are those of the product by the decoded matrix in bf16.
 
 use super::PackedMatrix;
 use crate::ops::cpu::{add_values, buffer, host_values, values};
+use crate::ops::cuda::{add_bias_gradient, packed_forward, packed_input_gradient};
 use crate::ops::experts::Dispatch;
 use crate::ops::linear::{repeat_row, sum_rows};
 use crate::ops::parameter::{Gradient, Parameter};
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -34,9 +37,16 @@ pub fn packed_grouped_linear(
     bias: &Parameter,
     plan: &Dispatch,
 ) -> Result<Tensor> {
-    let ((_, k), [experts, input, output]) = (x.dims2()?, weight.shape());
-    if k != input || bias.values().dims() != [experts, output] {
+    let ((rows, k), [experts, input, output]) = (x.dims2()?, weight.shape());
+    if rows != plan.rows() || k != input || bias.values().dims() != [experts, output] {
         bail!("packed_grouped_linear: x {:?}, weight {:?}", x.dims(), weight.shape());
+    }
+    if plan.expert_count() != experts {
+        bail!(
+            "packed_grouped_linear: weight {:?}, a plan of {} experts",
+            weight.shape(),
+            plan.expert_count()
+        );
     }
     apply(x, weight, bias, Some(plan.clone()))
 }
@@ -59,15 +69,21 @@ impl Packed {
     fn groups(&self, rows: usize) -> Result<Vec<(usize, Range<usize>)>> {
         match &self.plan {
             None => Ok(vec![(0, 0..rows)]),
-            Some(plan) if plan.expert_count() == self.weight.shape()[0] => plan.groups(rows),
-            Some(plan) => bail!("packed_grouped_linear: a plan of {} experts", plan.expert_count()),
+            Some(plan) => plan.groups(rows),
         }
+    }
+
+    /// The first row of each expert, where a GPU reads it.
+    fn starts(&self) -> Result<Option<Tensor>> {
+        self.plan.as_ref().map(Dispatch::starts).transpose()
     }
 }
 
+const OP: &str = "packed linear";
+
 impl CustomOp2 for Packed {
     fn name(&self) -> &'static str {
-        "packed linear"
+        OP
     }
 
     fn cpu_fwd(
@@ -84,8 +100,19 @@ impl CustomOp2 for Packed {
         for (expert, rows) in &groups {
             out.extend(repeat_row(&b[expert * n..(expert + 1) * n], rows.len()));
         }
-        self.weight.forward_grouped(&mut out, x, &groups, true);
+        self.weight.forward_grouped(&mut out, x, &groups, true)?;
         Ok((CpuStorage::F32(out), Shape::from((rows, n))))
+    }
+
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        x_layout: &Layout,
+        b: &CudaStorage,
+        b_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let bias = Some((b, b_layout));
+        packed_forward(OP, (x, x_layout), &self.weight, bias, self.starts()?.as_ref())
     }
 
     fn bwd(
@@ -97,6 +124,11 @@ impl CustomOp2 for Packed {
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let grad = grad.contiguous()?;
         if let Some(bias) = &self.bias {
+            if x.device().is_cuda() {
+                let starts = self.starts()?;
+                bias.add(|db| add_bias_gradient(OP, db, &grad, starts.as_ref()))?;
+                return Ok((self.input_gradient(x, &grad)?, None));
+            }
             let (dy, n) = (host_values(&grad)?, self.weight.shape()[2]);
             let mut sums = buffer(b.elem_count());
             for (expert, rows) in self.groups(x.dim(0)?)? {
@@ -117,8 +149,12 @@ impl CustomOp1 for Packed {
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let (rows, n) = (layout.shape().dims2()?.0, self.weight.shape()[2]);
         let mut out = buffer(rows * n);
-        self.weight.forward_grouped(&mut out, values(x, layout)?, &self.groups(rows)?, false);
+        self.weight.forward_grouped(&mut out, values(x, layout)?, &self.groups(rows)?, false)?;
         Ok((CpuStorage::F32(out), Shape::from((rows, n))))
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        packed_forward(OP, (x, layout), &self.weight, None, None)
     }
 
     fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
@@ -132,11 +168,14 @@ impl Packed {
         if !x.track_op() {
             return Ok(None);
         }
+        if x.device().is_cuda() {
+            return packed_input_gradient(OP, grad, &self.weight, self.starts()?.as_ref()).map(Some);
+        }
         let ((rows, k), n) = (x.dims2()?, self.weight.shape()[2]);
         let (dy, mut dx) = (host_values(grad)?, buffer(rows * k));
         for (expert, rows) in self.groups(rows)? {
             let dy = &dy[rows.start * n..rows.end * n];
-            self.weight.input_gradient(expert, &mut dx[rows.start * k..rows.end * k], dy);
+            self.weight.input_gradient(expert, &mut dx[rows.start * k..rows.end * k], dy)?;
         }
         Ok(Some(Tensor::from_vec(dx, (rows, k), x.device())?))
     }

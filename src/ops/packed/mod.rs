@@ -6,9 +6,13 @@
 //! A matrix lies in panels of [`COLUMNS`] columns, each from its first k to its last, so that a product reads memory in one
 //! stream and a vector holds neighbouring columns. In MXFP4 a panel goes block by block: [`COLUMNS`] scales, then the
 //! block's bytes, those of a pair of k side by side.
+//!
+//! On a GPU a matrix in MXFP4 lies in the same panels (`kernels/product_mxfp4.cuh`) and is multiplied there alone: what needs
+//! its bytes on the host refuses.
 
 mod kernels;
 mod linear;
+mod place;
 mod table;
 
 pub use linear::{packed_grouped_linear, packed_linear};
@@ -18,6 +22,7 @@ use super::cpu::in_parallel;
 use super::mxfp4::{self, BLOCK};
 use super::product::{K_CHUNK, Matrix, product};
 use kernels::{Panel, Stripes, Vectors};
+use place::Bytes;
 use rayon::prelude::*;
 use std::convert::Infallible;
 use std::ops::Range;
@@ -60,7 +65,7 @@ pub struct PackedMatrix {
     experts: usize,
     input: usize,
     output: usize,
-    bytes: Vec<u8>,
+    bytes: Bytes,
 }
 
 /// What a reader of stored weights fills for one panel: `[columns]` rows of the stored matrix `[out, in]`.
@@ -106,7 +111,7 @@ impl PackedMatrix {
                 Ok(())
             },
         )?;
-        Ok(Self { form, experts, input, output, bytes })
+        Ok(Self { form, experts, input, output, bytes: Bytes::Host(bytes) })
     }
 
     /// Packs what [`mxfp4::encode`] gives.
@@ -146,25 +151,23 @@ impl PackedMatrix {
                 }
             });
         }
-        Ok(Self { form, experts, input, output, bytes })
+        Ok(Self { form, experts, input, output, bytes: Bytes::Host(bytes) })
     }
 
     /// The matrix whose [`Self::bytes`] these are.
     pub fn of_bytes(form: PackedForm, [experts, input, output]: [usize; 3], bytes: Vec<u8>) -> Self {
         assert_eq!(bytes.len(), form.bytes([experts, input, output]), "packed matrix: bytes");
-        Self { form, experts, input, output, bytes }
-    }
-
-    /// As it lies in memory.
-    pub fn bytes(&self) -> &[u8] {
-        &self.bytes
+        Self { form, experts, input, output, bytes: Bytes::Host(bytes) }
     }
 
     /// Some of its experts.
-    pub fn experts(&self, experts: Range<usize>) -> Self {
+    ///
+    /// # Errors
+    /// When it lies on a device.
+    pub fn experts(&self, experts: Range<usize>) -> candle_core::Result<Self> {
         let one = self.form.bytes([1, self.input, self.output]);
-        let bytes = self.bytes[experts.start * one..experts.end * one].to_vec();
-        Self { experts: experts.len(), bytes, ..*self }
+        let bytes = self.bytes()?[experts.start * one..experts.end * one].to_vec();
+        Ok(Self { experts: experts.len(), bytes: Bytes::Host(bytes), ..*self })
     }
 
     /// `[experts, in, out]`.
@@ -179,45 +182,52 @@ impl PackedMatrix {
 
     /// Its size in memory.
     pub fn size_bytes(&self) -> usize {
-        self.bytes.len()
+        self.form.bytes(self.shape())
     }
 
     /// The same in bf16 with each value replaced by `map` of it, which must be a bf16 again.
-    pub fn mapped(&self, map: impl Fn(f32) -> f32) -> Self {
+    ///
+    /// # Errors
+    /// When it lies on a device.
+    pub fn mapped(&self, map: impl Fn(f32) -> f32) -> candle_core::Result<Self> {
         assert!(self.form == PackedForm::Bf16, "only bf16 is mapped value by value");
-        Self { bytes: table::map_bf16(&self.bytes, map), ..*self }
+        Ok(Self { bytes: Bytes::Host(table::map_bf16(self.bytes()?, map)), ..*self })
     }
 
     /// All weights decoded, `[E, in, out]`.
-    pub fn decoded(&self) -> Vec<f32> {
+    ///
+    /// # Errors
+    /// When it lies on a device.
+    pub fn decoded(&self) -> candle_core::Result<Vec<f32>> {
+        let bytes = self.bytes()?;
         let mut values = vec![0f32; self.experts * self.input * self.output];
         let one = self.input * self.output;
         for (expert, values) in values.chunks_exact_mut(one.max(1)).enumerate() {
             values.par_chunks_exact_mut(self.output).enumerate().for_each(|(k, row)| {
                 for (index, part) in row.chunks_mut(COLUMNS).enumerate() {
-                    let panel = self.panel(expert, index);
+                    let panel = self.panel(bytes, expert, index);
                     part.iter_mut().enumerate().for_each(|(c, value)| *value = panel.value(k, c));
                 }
             });
         }
-        values
+        Ok(values)
     }
 
     /// Column `index` of the first expert decoded, `[in]`.
-    fn column(&self, index: usize) -> impl Iterator<Item = f32> {
-        let panel = self.panel(0, index / COLUMNS);
-        (0..self.input).map(move |k| panel.value(k, index % COLUMNS))
+    fn column(&self, index: usize) -> candle_core::Result<impl Iterator<Item = f32>> {
+        let panel = self.panel(self.bytes()?, 0, index / COLUMNS);
+        Ok((0..self.input).map(move |k| panel.value(k, index % COLUMNS)))
     }
 
     fn panels(&self) -> usize {
         self.output.div_ceil(COLUMNS)
     }
 
-    fn panel(&self, expert: usize, index: usize) -> Panel<'_> {
+    fn panel<'b>(&self, bytes: &'b [u8], expert: usize, index: usize) -> Panel<'b> {
         let size = self.form.panel_bytes(self.input);
         let start = (expert * self.panels() + index) * size;
         let columns = (self.output - index * COLUMNS).min(COLUMNS);
-        Panel { form: self.form, bytes: &self.bytes[start..start + size], columns }
+        Panel { form: self.form, bytes: &bytes[start..start + size], columns }
     }
 
     /// Whether rows may be multiplied without the library, which takes another path for a last chunk of one or two k.
@@ -226,18 +236,31 @@ impl PackedMatrix {
     }
 
     /// `out (+)= x · W` of one expert: what [`super::product::forward_product`] gives with the decoded matrix, to the bit.
-    pub fn forward(&self, expert: usize, out: &mut [f32], x: &[f32], accumulate: bool) {
-        self.forward_grouped(out, x, &[(expert, 0..x.len() / self.input.max(1))], accumulate);
+    ///
+    /// # Errors
+    /// When it lies on a device.
+    pub fn forward(
+        &self,
+        expert: usize,
+        out: &mut [f32],
+        x: &[f32],
+        accumulate: bool,
+    ) -> candle_core::Result<()> {
+        self.forward_grouped(out, x, &[(expert, 0..x.len() / self.input.max(1))], accumulate)
     }
 
     /// The same for rows that belong to several experts: `groups` names the rows of each, which do not overlap.
+    ///
+    /// # Errors
+    /// When it lies on a device.
     pub fn forward_grouped(
         &self,
         out: &mut [f32],
         x: &[f32],
         groups: &[(usize, Range<usize>)],
         accumulate: bool,
-    ) {
+    ) -> candle_core::Result<()> {
+        let bytes = self.bytes()?;
         let (k, n) = (self.input, self.output);
         assert!(k > 0 && n > 1, "packed product: {k} x {n}");
         let mut end = 0;
@@ -259,13 +282,14 @@ impl PackedMatrix {
             })
             .collect();
         let stripes = Stripes::new(out, n);
-        let run = |tile: &mut Vec<f32>, task: &Task| self.run(task, x, stripes, tile, accumulate);
+        let run = |tile: &mut Vec<f32>, task: &Task| self.run((bytes, task), x, stripes, tile, accumulate);
         if in_parallel(tasks.iter().map(|task| task.rows.len() * k * task.panels.len() * COLUMNS).sum()) {
             tasks.par_iter().for_each_init(Vec::new, run);
         } else {
             let mut tile = Vec::new();
             tasks.iter().for_each(|task| run(&mut tile, task));
         }
+        Ok(())
     }
 
     /// Ranges of up to `count` panels, none of them a single column: the library takes another path for one.
@@ -278,7 +302,14 @@ impl PackedMatrix {
         starts.into_iter().zip(ends).map(|(start, end)| start..end)
     }
 
-    fn run(&self, task: &Task, x: &[f32], out: Stripes, tile: &mut Vec<f32>, accumulate: bool) {
+    fn run(
+        &self,
+        (bytes, task): (&[u8], &Task),
+        x: &[f32],
+        out: Stripes,
+        tile: &mut Vec<f32>,
+        accumulate: bool,
+    ) {
         let Task { expert, rows, panels, few } = task;
         let (k, m) = (self.input, rows.len());
         let x = &x[rows.start * k..rows.end * k];
@@ -286,7 +317,12 @@ impl PackedMatrix {
         let vectors = Vectors::here();
         if *few {
             for index in panels.clone() {
-                vectors.few_rows(self.panel(*expert, index), (x, k), (out, index * COLUMNS), accumulate);
+                vectors.few_rows(
+                    self.panel(bytes, *expert, index),
+                    (x, k),
+                    (out, index * COLUMNS),
+                    accumulate,
+                );
             }
             return;
         }
@@ -303,7 +339,7 @@ impl PackedMatrix {
         for start in (0..k).step_by(K_CHUNK) {
             let chunk = start..(start + K_CHUNK).min(k);
             for (at, index) in panels.clone().enumerate() {
-                vectors.decode(self.panel(*expert, index), chunk.clone(), tile, at * COLUMNS, stride);
+                vectors.decode(self.panel(bytes, *expert, index), chunk.clone(), tile, at * COLUMNS, stride);
             }
             let add = accumulate || start > 0;
             let w = (&tile[..chunk.len() * stride], stride);
@@ -321,7 +357,11 @@ impl PackedMatrix {
     }
 
     /// `dx = dy · Wᵀ` of one expert: what [`product`] gives with the decoded matrix, to the bit.
-    pub fn input_gradient(&self, expert: usize, dx: &mut [f32], dy: &[f32]) {
+    ///
+    /// # Errors
+    /// When it lies on a device.
+    pub fn input_gradient(&self, expert: usize, dx: &mut [f32], dy: &[f32]) -> candle_core::Result<()> {
+        let bytes = self.bytes()?;
         let (k, n) = (self.input, self.output);
         let m = dy.len() / n;
         let vectors = Vectors::here();
@@ -334,7 +374,13 @@ impl PackedMatrix {
             tile.par_chunks_mut(ROWS_A_TIME * stride).enumerate().for_each(|(part, tile)| {
                 let rows = part * ROWS_A_TIME..(part * ROWS_A_TIME + tile.len() / stride);
                 for (at, index) in panels.clone().enumerate() {
-                    vectors.decode(self.panel(expert, index), rows.clone(), tile, at * COLUMNS, stride);
+                    vectors.decode(
+                        self.panel(bytes, expert, index),
+                        rows.clone(),
+                        tile,
+                        at * COLUMNS,
+                        stride,
+                    );
                 }
             });
             let start = first * COLUMNS;
@@ -343,6 +389,7 @@ impl PackedMatrix {
             let weight = Matrix { values: tile, row_stride: 1, column_stride: stride };
             product(dx, dy, weight, (m, chunk, k), first > 0);
         }
+        Ok(())
     }
 }
 
@@ -442,7 +489,7 @@ mod tests {
             let packed = matrix(form, input, 100);
             let x: Vec<f32> = (0..7 * input).map(|i| (i % 13) as f32 * 0.25 - 1.0).collect();
             for index in 0..2 {
-                let panel = packed.panel(0, index);
+                let panel = packed.panel(packed.bytes().unwrap(), 0, index);
                 let expected: Vec<u32> = (0..input)
                     .flat_map(|k| (0..panel.columns).map(move |c| panel.value(k, c).to_bits()))
                     .collect();
@@ -472,7 +519,8 @@ mod tests {
     #[test]
     fn no_tile_is_a_single_column() {
         for output in 2..1200 {
-            let packed = PackedMatrix { form: PackedForm::Bf16, experts: 1, input: 1, output, bytes: vec![] };
+            let bytes = Bytes::Host(vec![]);
+            let packed = PackedMatrix { form: PackedForm::Bf16, experts: 1, input: 1, output, bytes };
             for count in [1, 3, TILE_PANELS] {
                 let tiles: Vec<Range<usize>> = packed.tiles(count).collect();
                 assert_eq!((tiles[0].start, tiles[tiles.len() - 1].end), (0, packed.panels()));

@@ -78,13 +78,15 @@ pub fn packed_rows(table: &PackedTable, ids: &[u32]) -> Result<Tensor> {
 /// Columns `ids` of `matrix [H, V]`, as rows: `[T, H]`. No gradient flows.
 ///
 /// # Errors
-/// When an id is not below `V`.
+/// When an id is not below `V`, or the matrix lies on a device.
 pub fn packed_columns(matrix: &PackedMatrix, ids: &[u32]) -> Result<Tensor> {
     let [_, width, columns] = matrix.shape();
     if let Some(id) = ids.iter().find(|&&id| id as usize >= columns) {
         bail!("tied_embedding: token {id} in a vocabulary of {columns}");
     }
     let mut out = Vec::with_capacity(ids.len() * width);
-    ids.iter().for_each(|&id| out.extend(matrix.column(id as usize)));
+    for &id in ids {
+        out.extend(matrix.column(id as usize)?);
+    }
     Tensor::from_vec(out, (ids.len(), width), &Device::Cpu)
 }

@@ -6,6 +6,7 @@ use super::{
 };
 use crate::model::cache::CacheRoom;
 use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
+use crate::ops::packed::PackedForm;
 use crate::ops::sink_attention::kernels::CHUNK_KEYS;
 use crate::ops::sink_attention::plan::PARTS_BYTES_MAX;
 use crate::recipe::{KlPlace, OptimizerConfig};
@@ -40,6 +41,15 @@ impl Subject<'_> {
     pub fn cache_room(&self, sequences: usize) -> CacheRoom {
         let fed_tokens_max = FORWARD_TOKENS_MAX + self.recipe.rollout.sequences_max;
         CacheRoom { sequences, tokens: self.longest(), fed_tokens_max }
+    }
+
+    /// Bytes of the policy's tensor `index`: packed as on disk where that is MXFP4 and does not learn.
+    fn gpu_bytes(&self, spec: &ParameterSpec, index: usize) -> u64 {
+        let form = self.forms[index];
+        match self.is_packed(spec, index) && spec.packed_form(form) == Some(PackedForm::Mxfp4) {
+            true => spec.resident_bytes(form),
+            false => working_bytes(spec),
+        }
     }
 
     /// How many of the sequences that are sampled fit into `available` memory, and no less than one.
@@ -82,8 +92,9 @@ impl Subject<'_> {
     pub(super) fn gpu_resident(&self) -> Vec<MemoryPart> {
         let recipe = self.recipe;
         let own = parameter_specs(self.config);
+        let weights: u64 = own.iter().enumerate().map(|(index, spec)| self.gpu_bytes(spec, index)).sum();
         let factors: &[ParameterSpec] = self.adapter.as_ref().map_or(&[], |adapter| &adapter.specs);
-        let mut parts = vec![MemoryPart { name: "weights", bytes: all_bytes(own.iter().chain(factors)) }];
+        let mut parts = vec![MemoryPart { name: "weights", bytes: weights + all_bytes(factors) }];
         let mut part = |name, bytes| parts.push(MemoryPart { name, bytes });
         let table = self.config.max_position_embeddings * self.config.head_dim * size_of::<f32>();
         part("rotary embedding's table", table as u64);
@@ -124,7 +135,8 @@ impl Subject<'_> {
         }
         // Without its adapter the model itself is the reference.
         if recipe.policy.kl.place != KlPlace::None && self.adapter.is_none() {
-            part("reference", all_bytes(&own));
+            let copied = own.iter().enumerate().filter(|(index, spec)| !self.is_packed(spec, *index));
+            part("reference", all_bytes(copied.map(|(_, spec)| spec)));
         }
         parts
     }

@@ -1,0 +1,76 @@
+//! A model whose experts stay packed in MXFP4 and whose adapters alone learn.
+
+use super::*;
+use crate::model::config::Form;
+use crate::model::layer::Adapter;
+use crate::ops::mxfp4;
+use crate::ops::packed::PackedMatrix;
+use crate::random::{Purpose, stream};
+use rand::Rng;
+
+/// MXFP4 takes whole blocks of 32 inputs.
+fn blocks(heads: usize, kv_heads: usize) -> Config {
+    Config { hidden_size: 64, intermediate_size: 32, ..config(Family::GptOss, heads, kv_heads, 20) }
+}
+
+/// Frozen weights, and factors of rank `rank` that learn beside each matrix but the head.
+fn adapted(config: &Config, rank: usize, device: &Device) -> Learner {
+    let settings = InitSettings { embedding_std: 1.0, head_scale: 1.0, sink: 0.5 };
+    let place = |values: Vec<f32>, shape: &[usize], matrix: bool| {
+        let rounded = Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
+        let dtype = if matrix && device.is_cuda() { DType::BF16 } else { DType::F32 };
+        rounded.to_dtype(dtype).unwrap().to_device(device).unwrap()
+    };
+    let (mut bases, mut factors) = (HashMap::new(), HashMap::new());
+    let (mut names, mut variables, mut buffers) = (vec![], vec![], vec![]);
+    for (spec, values) in init(config, &settings, 5).unwrap() {
+        let matrix = spec.packed_form(Form::Bf16).is_some();
+        let shape = spec.working_shape();
+        if matrix && !spec.is_table() && spec.name != "lm_head.weight" {
+            let experts = &shape[..shape.len() - 2];
+            for [k, n] in [[shape[shape.len() - 2], rank], [rank, shape[shape.len() - 1]]] {
+                let shape = [experts, &[k, n]].concat();
+                let mut rng = stream(3, Purpose::Initialisation, &[names.len() as u64]);
+                let values = (0..shape.iter().product()).map(|_| rng.random_range(-0.3f32..0.3)).collect();
+                variables.push(Var::from_tensor(&place(values, &shape, true)).unwrap());
+                buffers.push(Tensor::zeros(shape, DType::F32, device).unwrap());
+                names.push(format!("{} [{k}, {n}]", spec.name));
+            }
+            factors.insert(spec.name.clone(), names.len() - 2);
+        }
+        let base = if spec.is_expert_matrix() {
+            let shape = spec.matrix_shape().unwrap();
+            let (blocks, scales) = mxfp4::encode(&values, shape);
+            Weight::Matrix(Arc::new(
+                PackedMatrix::of_mxfp4(&blocks, &scales, shape).to_device(device).unwrap(),
+            ))
+        } else {
+            Weight::Plain(Parameter::frozen(&place(values, &shape, matrix)))
+        };
+        bases.insert(spec.name, base);
+    }
+    let gradients = Arc::new(Buffers(buffers));
+    let factor = |i: usize| Parameter::learning(&variables[i], gradients.clone(), i);
+    let find = |name: &str| {
+        let adapter = factors.get(name).map(|&i| Adapter { a: factor(i), b: factor(i + 1), scale: 0.5 });
+        Ok(crate::model::layers_in_turn::adapted(bases[name].clone(), adapter.as_ref()))
+    };
+    let weights = Weights::new(config, false, 0, None, &find).unwrap();
+    Learner { model: Model::new(config.clone(), 256), weights, names, gradients }
+}
+
+#[test]
+fn decode_and_chunks_beside_adapters_have_the_bits_of_training() {
+    let gpu = open(0).unwrap();
+    for (config, rank) in [(blocks(4, 2), 8), (blocks(3, 1), 3)] {
+        check_sampling(&config, &adapted(&config, rank, &gpu), &gpu);
+    }
+}
+
+#[test]
+fn gradients_of_adapters_are_the_cpus_up_to_bf16() {
+    let gpu = open(0).unwrap();
+    for (config, rank) in [(blocks(4, 2), 8), (blocks(2, 1), 1)] {
+        check_gradients([&Device::Cpu, &gpu].map(|device| adapted(&config, rank, device)), &gpu);
+    }
+}

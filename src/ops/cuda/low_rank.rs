@@ -1,0 +1,60 @@
+//! Low-rank corrections on the GPU, `y + s · (x · A) · B`, by the products' kernels. Factors and rows are bf16, and so is
+//! `u = s · x · A` between the two products; the second adds `y` to its sums, and is rounded once, to the type of `y`.
+
+use super::arguments::{Op, of_storage};
+use super::product::{
+    Finish, add_weight_gradient, finished_product, product_input_gradient, scaled_input_gradient,
+};
+use crate::ops::parameter::Gradient;
+use candle_core::backend::BackendStorage;
+use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor};
+
+const OP: Op = Op("low rank");
+
+/// `u`, `[T, r]`.
+fn reduced(
+    x: (&CudaStorage, &Layout),
+    a: &Tensor,
+    scale: f32,
+    starts: Option<&Tensor>,
+) -> Result<(CudaStorage, Shape)> {
+    let opened = a.storage_and_layout();
+    let a = OP.on_gpu("the first factor", &opened, DType::BF16, a.dims())?;
+    finished_product(OP, x, a, starts, &Finish { scale, bias: None, addend: None }, DType::BF16)
+}
+
+/// `y + s · (x · A) · B`, in the type of `y`, bf16 or f32.
+pub(in crate::ops) fn low_rank_forward(
+    y: (&CudaStorage, &Layout),
+    x: (&CudaStorage, &Layout),
+    [a, b]: [&Tensor; 2],
+    scale: f32,
+    starts: Option<&Tensor>,
+) -> Result<(CudaStorage, Shape)> {
+    let (u, shape) = reduced(x, a, scale, starts)?;
+    let opened = b.storage_and_layout();
+    let b = OP.on_gpu("the second factor", &opened, DType::BF16, b.dims())?;
+    let finish = Finish { scale: 1.0, bias: None, addend: Some(y) };
+    finished_product(OP, (&u, &Layout::contiguous(shape)), b, starts, &finish, y.0.dtype())
+}
+
+/// Adds the gradients of the factors that learn, for `dy` in bf16, and returns that of `x` where something below learns.
+pub(in crate::ops) fn low_rank_backward(
+    [x, dy]: [&Tensor; 2],
+    [a, b]: [&Tensor; 2],
+    [da, db]: [Option<&Gradient>; 2],
+    scale: f32,
+    starts: Option<&Tensor>,
+) -> Result<Option<Tensor>> {
+    let du = scaled_input_gradient(OP.0, dy, b, starts, scale)?;
+    if let Some(da) = da {
+        da.add(|sum| add_weight_gradient(OP.0, sum, x, &du, starts))?;
+    }
+    if let Some(db) = db {
+        let opened = x.storage_and_layout();
+        let (u, shape) = reduced(OP.on_gpu("x", &opened, DType::BF16, x.dims())?, a, scale, starts)?;
+        let u = of_storage(u, shape);
+        db.add(|sum| add_weight_gradient(OP.0, sum, &u, dy, starts))?;
+    }
+    x.track_op().then(|| product_input_gradient(OP.0, &du, a, starts)).transpose()
+}

@@ -1,0 +1,122 @@
+//! Low-rank corrections against the CPU's on the same numbers.
+
+use super::{assert_close, assert_refused, assert_rounded, differentiated, floats, learning, numbers, up};
+use crate::ops::cuda::open;
+use crate::ops::{self, Dispatch, Parameter};
+use candle_core::{DType, Device, Result, Tensor};
+
+fn size(x: &Tensor) -> f32 {
+    floats(x).iter().fold(0f32, |size, x| size.max(x.abs()))
+}
+
+/// A sorted plan of so many rows, on a device.
+fn plan(rows: usize, experts: usize, device: &Device) -> Dispatch {
+    let routes = (0..rows).map(|i| (i * i % 5 % experts) as u32).collect();
+    Dispatch::new(&Tensor::from_vec(routes, (rows, 1), device).unwrap(), experts).unwrap()
+}
+
+/// The result, the gradients of `y` and `x`, and those of the factors, which held a half.
+struct Computed {
+    z: Tensor,
+    inputs: Vec<Tensor>,
+    factors: [Tensor; 2],
+}
+
+fn computed(
+    device: &Device,
+    inputs: [&Tensor; 3],
+    factors: [&Tensor; 2],
+    experts: Option<usize>,
+) -> Computed {
+    let held = |x: &Tensor| if device.is_cuda() { up(x, device) } else { x.clone() };
+    let [y, x, dz] = inputs.map(held);
+    let plan = experts.map(|experts| plan(x.dims()[0], experts, device));
+    let [(a, da), (b, db)] = factors.map(|factor| {
+        learning(&held(factor), &(factor.ones_like().unwrap() * 0.5).unwrap().to_device(device).unwrap())
+    });
+    let (z, inputs) =
+        differentiated(&[&y, &x], &dz, |x| ops::add_low_rank(x[0], x[1], [&a, &b], 0.7, plan.as_ref()));
+    Computed { z, inputs, factors: [da, db] }
+}
+
+#[test]
+fn corrections_and_their_gradients_are_the_cpus() {
+    let gpu = open(0).unwrap();
+    for (rows, input, rank, output, experts) in [
+        (1, 8, 1, 8, None),
+        (19, 72, 8, 13, None),
+        (131, 40, 16, 136, None),
+        (5, 13, 3, 9, None),
+        (70, 64, 64, 72, None),
+        (1, 8, 1, 8, Some(3)),
+        (40, 24, 8, 16, Some(6)),
+        (300, 32, 16, 40, Some(3)),
+    ] {
+        let (y, x, dz) =
+            (numbers(1, rows, output, 1.0), numbers(2, rows, input, 1.0), numbers(3, rows, output, 1.0));
+        let factor = |seed, first: usize, second: usize| {
+            let values = numbers(seed, experts.unwrap_or(1) * first, second, 0.3);
+            experts.map_or(values.clone(), |experts| values.reshape((experts, first, second)).unwrap())
+        };
+        let (a, b) = (factor(4, input, rank), factor(5, rank, output));
+        let of = |device| computed(device, [&y, &x, &dz], [&a, &b], experts);
+        let (got, exact) = (of(&gpu), of(&Device::Cpu));
+        // What lies between the two products is rounded.
+        assert_rounded(&got.z, &exact.z, size(&exact.z) / 128.0);
+        assert_eq!(floats(&got.inputs[0]), floats(&exact.inputs[0]));
+        assert_rounded(&got.inputs[1], &exact.inputs[1], size(&exact.inputs[1]) / 128.0);
+        for (got, exact) in got.factors.iter().zip(&exact.factors) {
+            assert_close(got, exact, 1.0 / 128.0);
+        }
+    }
+}
+
+#[test]
+fn a_row_alone_has_its_bits_and_sums_may_stay_f32() {
+    let gpu = open(0).unwrap();
+    let (rows, input, rank, output) = (200, 72, 16, 40);
+    let (y, x) =
+        (numbers(1, rows, output, 1.0).to_device(&gpu).unwrap(), up(&numbers(2, rows, input, 1.0), &gpu));
+    let [a, b] =
+        [(input, rank), (rank, output)].map(|(k, n)| Parameter::frozen(&up(&numbers(3, k, n, 0.3), &gpu)));
+    let of = |y: &Tensor, first: usize, count: usize| {
+        let rows = |x: &Tensor| x.narrow(0, first, count).unwrap().copy().unwrap();
+        ops::add_low_rank(&rows(y), &rows(&x), [&a, &b], 2.0, None).unwrap()
+    };
+    let wide = of(&y, 0, rows);
+    let narrow = of(&up(&y, &gpu), 0, rows);
+    assert_eq!((wide.dtype(), narrow.dtype()), (DType::F32, DType::BF16));
+    assert_eq!(floats(&wide.to_dtype(DType::BF16).unwrap()), floats(&narrow));
+    for (first, count) in [(0, 1), (199, 1), (60, 100)] {
+        assert_eq!(floats(&of(&y, first, count)), floats(&wide)[first * output..(first + count) * output]);
+    }
+}
+
+#[test]
+fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
+    let gpu = open(0).unwrap();
+    let zeros = |rows, width, dtype| Tensor::zeros((rows, width), dtype, &gpu).unwrap();
+    let factors = |dtype| [(8, 4), (4, 16)].map(|(k, n)| Parameter::frozen(&zeros(k, n, dtype)));
+    let of = |y: &Tensor, x: &Tensor, [a, b]: &[Parameter; 2], plan: Option<&Dispatch>| -> Result<Tensor> {
+        ops::add_low_rank(y, x, [a, b], 1.0, plan)
+    };
+    let right = factors(DType::BF16);
+    let of_rows = |rows| (zeros(rows, 16, DType::BF16), zeros(rows, 8, DType::BF16));
+    let (y, x) = of_rows(0);
+    assert_eq!(of(&y, &x, &right, None).unwrap().dims(), [0, 16]);
+    // An empty call in a graph: gradients of nothing are added.
+    let [a, b] =
+        [(8, 4), (4, 16)].map(|(k, n)| learning(&zeros(k, n, DType::BF16), &zeros(k, n, DType::F32)));
+    let (_, gradients) =
+        differentiated(&[&y, &x], &y, |x| ops::add_low_rank(x[0], x[1], [&a.0, &b.0], 1.0, None));
+    assert_eq!(gradients[1].dims(), [0, 8]);
+    assert!([a.1, b.1].iter().all(|sum| floats(sum).iter().all(|x| *x == 0.0)));
+    let (y, x) = of_rows(2);
+    assert_refused(
+        of(&y, &x, &factors(DType::F32), None),
+        "low rank: the first factor [8, 4] is F32, expected BF16 on a GPU",
+    );
+    let wide = zeros(2, 8, DType::F32);
+    assert_refused(of(&y, &wide, &right, None), "low rank: x [2, 8] is F32, expected BF16 on a GPU");
+    assert_refused(of(&y, &x, &right, Some(&plan(3, 1, &gpu))), "add_low_rank: y [2, 16], x [2, 8]");
+}
