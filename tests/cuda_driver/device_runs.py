@@ -10,6 +10,7 @@ The environment is that of ./setup.sh. A model of two layers is trained on the C
 - sampling: a cold start and ten steps with its own samples and the tool, killed on the way and resumed: every figure is a number,
   the gap between rollout and training is 0, and what is computed again after the kill has the bits it had before;
 - the run's checkpoint is checked on the GPU (`check-mismatch`: 0 differing bits), and goes on on the CPU;
+- two processes with a GPU each, and an adapter beside packed experts: gap 0;
 - what a GPU cannot do is refused before any work, and more than its memory holds.
 """
 
@@ -149,6 +150,18 @@ def several(world):
     assert len(rows) == 2 and all(row["mismatch/bit_equal_fraction"] == 1 for row in rows), rows
 
 
+def adapted(world):
+    """An adapter learns beside experts that stay packed in MXFP4."""
+    short = sets(device="cpu", cold_start__steps=1, train__steps=0, checkpoint__dtype="mxfp4")
+    world.train(world.cpu, "packed", *sets(model__path=world.model), *short)
+    base = max((world.place / "packed/checkpoints").iterdir())
+    words = sets(model__path=base, device="cuda", cold_start__steps=0, train__steps=2, adapter__rank=4)
+    world.train(world.gpu, "adapted", *words)
+    rows = world.rows("adapted", "rl")
+    assert len(rows) == 2 and all(row["mismatch/bit_equal_fraction"] == 1 for row in rows), rows
+    assert any(row["actor/grad_norm"] > 0 for row in rows), rows
+
+
 def plan_holds(world):
     """The most memory in use, of the plan that `check` prints."""
     words = sets(model__path=world.model, device="cuda", cold_start__steps=1, train__steps=1)
@@ -207,7 +220,8 @@ def main():
         print(f"sampled: killed after {sampled_and_killed(world)} steps of {STEPS}, resumed, gap 0")
         goes_on_elsewhere(world)
         several(world)
-        print("checked on the GPU, gone on on the CPU, gap 0 in two processes")
+        adapted(world)
+        print("checked on the GPU, gone on on the CPU, gap 0 in two processes and beside an adapter over packed experts")
 
     try:
         stored = trained_model(world)
