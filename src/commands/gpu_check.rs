@@ -5,6 +5,7 @@
 mod facts;
 mod instruction;
 mod links;
+mod model_ops;
 #[cfg(test)]
 mod on_device;
 mod oracle;
@@ -119,6 +120,7 @@ pub fn run(args: &GpuCheckArgs) -> Result<u8> {
             Part::Oracle => {
                 oracle::run(&device, args.small, &mut verdicts);
                 row_ops::run(&device, args.small, &mut verdicts);
+                model_ops::run(&device, args.small, &mut verdicts);
             }
             Part::Links => links::run(&device, args.small, &mut verdicts),
             #[cfg(feature = "nccl")]

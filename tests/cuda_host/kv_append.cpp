@@ -32,7 +32,7 @@ std::string wrong_case(const Options& options, size_t tokens, size_t width) {
   return bits("kv_append", cache.data(), expected.data(), cache.size());
 }
 
-std::string wrong_far(Options options) {
+std::string wrong_far(const Options& options) {
   constexpr size_t width = 1 << 11, token = (1 << 20) + 1;
   const std::vector<uint4> row = vectors(width);
   const FarArray<uint4> far((token + 1) * width);
@@ -41,8 +41,8 @@ std::string wrong_far(Options options) {
   append(options, {row.data(), far.data, &place, width}, 1);
   if (const std::string wrong = bits("kv_append, a far place", far.data + token * width, row.data(), width); !wrong.empty()) return wrong;
   const FarArray<int32_t> places(token + 1);
-  options.first_block = token;
-  append(options, {far.data, near.data(), places.data, width}, token + 1);
+  const KvAppend p = {far.data, near.data(), places.data, width};
+  launch_last(options, token + 1, kv_append_op::threads, 0, [=] { kv_append(p); });
   return bits("kv_append, a far row", near.data(), row.data(), width);
 }
 

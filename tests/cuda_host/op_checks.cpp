@@ -51,6 +51,11 @@ std::vector<bf16> numbers(size_t count, double size, unsigned seed) {
   return x;
 }
 
+void launch_last(Options options, uint64_t blocks, unsigned threads, size_t shared_bytes, const std::function<void()>& body) {
+  options.first_block = blocks - 1;
+  cuda_host::launch(options, unsigned(blocks), threads, shared_bytes, body);
+}
+
 std::string differs(const char* what, size_t at, double got, double exact) {
   char text[160];
   snprintf(text, sizeof text, "%s: element %zu is %.9g, exactly %.9g", what, at, got, exact);

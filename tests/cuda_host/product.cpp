@@ -153,6 +153,56 @@ std::string wrong_shape(const Options& options, const Shape& s) {
   return wrong.empty() ? wrong : std::string(s.name) + ": " + wrong;
 }
 
+// Rows, matrices and results beyond 2^31 numbers: one row of the last of many groups, after a first of many rows.
+std::string wrong_far(const Options& options) {
+  constexpr int width = 256, groups = (1 << 15) + 1, many = 1 << 23, rows = many + 1;
+  constexpr size_t matrix = size_t(width) * width;
+  // As a problem of its own, whose bits all must have.
+  const Shape alone = {"far away", width, width, {0, 1}, true};
+  Inputs in = inputs(alone, 9);
+  in.dweight.assign(matrix, 0), in.dbias.assign(width, 0);
+  const Results near = run(options, alone, in);
+  const FarArray<bf16> x(size_t(rows) * width), dy(size_t(rows) * width), weight(groups * matrix);
+  // Results of every kind.
+  const FarArray<float> out(std::max(groups * matrix, size_t(rows) * width));
+  std::vector<float> bias(size_t(groups) * width);
+  memcpy(x.data + size_t(many) * width, in.x.data(), width * sizeof(bf16));
+  memcpy(dy.data + size_t(many) * width, in.dy.data(), width * sizeof(bf16));
+  memcpy(weight.data + (groups - 1) * matrix, in.weight.data(), matrix * sizeof(bf16));
+  std::copy(in.bias.begin(), in.bias.end(), bias.end() - width);
+  std::vector<uint32_t> starts(groups + 1, many);
+  starts[0] = 0, starts[groups] = rows;
+  const Product p = {x.data, weight.data, bias.data(), dy.data, out.data, starts.data(), rows, width, width, groups};
+  const auto last = [&](void (*kernel)(Product), uint64_t block, int threads, int shared) {
+    launch_last(options, block + 1, unsigned(threads), size_t(shared), [=] { kernel(p); });
+  };
+  // Each kernel's first columns.
+  const bf16* halves = reinterpret_cast<const bf16*>(out.data) + size_t(many) * width;
+  const float* sums = out.data + size_t(many) * width;
+  std::string wrong;
+  last(product_forward_f32, many / Wide::rows, Wide::threads, Wide::shared_bytes);
+  if (wrong.empty()) wrong = bits("y in f32 far away", sums, near.y_f32.data(), Wide::columns);
+  last(product_forward_narrow_f32, many / Narrow::rows, Narrow::threads, Narrow::shared_bytes);
+  if (wrong.empty()) wrong = bits("y in f32 of narrow tiles far away", sums, near.y_f32.data(), Narrow::columns);
+  last(product_forward, many / Wide::rows, Wide::threads, Wide::shared_bytes);
+  if (wrong.empty()) wrong = bits("y far away", halves, near.y.data(), Wide::columns);
+  last(product_forward_narrow, many / Narrow::rows, Narrow::threads, Narrow::shared_bytes);
+  if (wrong.empty()) wrong = bits("y of narrow tiles far away", halves, near.y.data(), Narrow::columns);
+  last(product_input_gradient, many / Wide::rows, Wide::threads, Wide::shared_bytes);
+  if (wrong.empty()) wrong = bits("dx far away", halves, near.dx.data(), Wide::columns);
+  // Sums of gradients, which held nothing.
+  float* const dweight = out.data + (groups - 1) * matrix;
+  memset(dweight, 0, matrix * sizeof(float));
+  last(product_weight_gradient, uint64_t(groups - 1) * tiles(width, Wide::rows) * tiles(width, Wide::columns), Wide::threads, Wide::shared_bytes);
+  if (wrong.empty()) wrong = bits("dweight far away", dweight, near.dweight.data(), Wide::columns);
+  float* const dbias = out.data + size_t(groups - 1) * width;
+  memset(dbias, 0, width * sizeof(float));
+  last(product_bias_gradient, uint64_t(groups - 1) * tiles(width, product::column_sum_columns), product::column_sum_threads,
+       product::column_sum_shared_bytes);
+  if (wrong.empty()) wrong = bits("dbias far away", dbias, near.dbias.data(), product::column_sum_columns);
+  return wrong;
+}
+
 }  // namespace
 
 std::string wrong_product(const Options& options, bool small) {
@@ -170,7 +220,7 @@ std::string wrong_product(const Options& options, bool small) {
   std::string wrong;
   for (const Shape& shape : shapes)
     if (wrong.empty()) wrong = wrong_shape(options, shape);
-  return wrong;
+  return wrong.empty() ? wrong_far(options) : wrong;
 }
 
 }  // namespace suite
