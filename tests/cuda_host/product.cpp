@@ -108,6 +108,22 @@ Exact exact(const Shape& s, const Inputs& in) {
   return e;
 }
 
+// As product.cuh says: each lane's rows in order, then the lanes, each addition with one rounding.
+std::vector<float> dbias_in_order(const Shape& s, const Inputs& in) {
+  std::vector<float> sums = in.dbias;
+  for (int g = 0; g < s.groups(); g++)
+    for (int j = 0; j < s.n && s.starts[g] < s.starts[g + 1]; j++) {
+      float total = 0;
+      for (uint32_t lane = 0; lane < product::column_sum_lanes; lane++) {
+        float sum = 0;
+        for (size_t row = s.starts[g] + lane; row < s.starts[g + 1]; row += product::column_sum_lanes) sum += to_float(in.dy[row * s.n + j]);
+        total = lane == 0 ? sum : total + sum;
+      }
+      sums[size_t(g) * s.n + j] += total;
+    }
+  return sums;
+}
+
 std::string off_rounded(const char* what, const std::vector<bf16>& got, const std::vector<double>& exact,
                         const std::vector<double>& terms, double error) {
   for (size_t i = 0; i < exact.size(); i++)
@@ -131,6 +147,7 @@ std::string wrong_shape(const Options& options, const Shape& s) {
   if (wrong.empty()) wrong = off_rounded("dx", got.dx, e.dx, e.dx_terms, error);
   if (wrong.empty()) wrong = off_sum("dweight", got.dweight, e.dweight, e.dweight_terms, error);
   if (wrong.empty()) wrong = off_sum("dbias", got.dbias, e.dbias, e.dbias_terms, SUM_ERROR_MAX);
+  if (wrong.empty()) wrong = bits("dbias in its lanes' order", got.dbias.data(), dbias_in_order(s, in).data(), got.dbias.size());
   // Each group's rows from its second on, alone and told without groups.
   for (int g = 0; g < s.groups() && wrong.empty(); g++) {
     const size_t first = s.starts[g] + 1, end = s.starts[g + 1], matrix = size_t(s.k) * s.n;
