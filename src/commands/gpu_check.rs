@@ -15,6 +15,7 @@ mod problem;
 mod row_ops;
 mod seeded;
 mod speed;
+mod speed_ops;
 
 use crate::error::{EXIT_DONE, EXIT_FAILED};
 use crate::{bad_input, ops};
@@ -62,7 +63,7 @@ pub enum Part {
     /// NCCL with one rank, which sends to itself
     #[cfg(feature = "nccl")]
     Nccl,
-    /// TFLOP/s
+    /// TFLOP/s and GB/s
     Speed,
 }
 
@@ -129,7 +130,10 @@ pub fn run(args: &GpuCheckArgs) -> Result<u8> {
                 let version = crate::dist::check_nccl_alone(args.device, bytes_max)?;
                 Ok(Ok(format!("version {version}, parts of 1 to {bytes_max} bytes")))
             }),
-            Part::Speed => speed::run(gpu, args.small, peers.as_ref())?,
+            Part::Speed => {
+                speed::run(gpu, args.small, peers.as_ref())?;
+                speed_ops::run(&device, args.small)?;
+            }
         }
     }
     ops::cuda::unload_kernels();

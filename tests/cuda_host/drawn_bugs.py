@@ -31,6 +31,8 @@ OLDER = re.compile(r"sink_attention|ring|warp|primitive")
 # Where an order is promised. Elsewhere a sum's order is fixed, and another would do.
 IN_ORDER = {"dispatch.cu", "embedding.cu", "product.cu"}
 DOES_NOT_BUILD, SAME_CODE = 2, 3
+# Whose checks a kernel's file has, where the names differ: as in bug.sh.
+FAMILIES = {"swiglu": "row_ops", "rms_norm": "row_ops", "adamw_8bit": "optimizer"}
 
 NAME = r"[A-Za-z_][\w.]*(?:\[\w+\])?"  # a variable, a member, an element
 CONDITION = r"\bif \(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)"
@@ -168,9 +170,15 @@ def seeding(number, site):
     return "\n".join([f"= drawn {number}", f"@ {file}", *(f"- {lines[i]}" for i in range(first, last + 1)), *(f"+ {line}" for line in put)])
 
 
-def texts_digest():
-    """Of all that a result depends on."""
-    parts = sorted([*KERNELS.glob("*.cu*"), *HERE.glob("*.cpp"), *HERE.glob("*.h")])
+def texts_digest(file):
+    """Of all that decides what becomes of a bug in `file`: the kernels' own text, their family's checks, and what all share."""
+    stem = Path(file).stem
+    own = FAMILIES.get(stem, stem)
+    families = {path.stem for path in KERNELS.glob("*.cu*")} | set(FAMILIES.values())
+    of_all = own not in families or not (HERE / f"{own}.cpp").exists()
+    checks = [path for path in HERE.glob("*.cpp") if of_all or path.stem == own or path.stem not in families]
+    kernels = [path for path in KERNELS.glob("*.cu") if of_all or FAMILIES.get(path.stem, path.stem) == own]
+    parts = sorted([*checks, *kernels, *HERE.glob("*.h"), *KERNELS.glob("*.cuh")])
     return hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()[:16]
 
 
@@ -192,19 +200,20 @@ def main():
     for mode in ("plain", "asan", "tsan"):
         subprocess.run(["make", "-s", f"-j{jobs}", "-C", HERE, f"MODE={mode}"], check=True)
     subprocess.run(["g++", "-std=c++17", "-O1", HERE / "seed.cpp", "-o", OUT / "seed"], check=True)
-    bugs, reasons, digest, start = list(drawn()), explained(), texts_digest(), time.monotonic()
+    bugs, reasons, start = list(drawn()), explained(), time.monotonic()
+    digests = {file: texts_digest(file) for file in {site[1] for site in bugs}}
     (OUT / "drawn.txt").write_text("\n\n".join(seeding(i + 1, site) for i, site in enumerate(bugs)) + "\n")
     known = {}
     if RESULTS.exists():
         of_runs = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-        known = {of["bug"]: (of["code"], of["said"]) for of in of_runs if of["texts"] == digest}
+        known = {(of["texts"], of["bug"]): (of["code"], of["said"]) for of in of_runs}
 
     def tried(index):
-        bug = shown(bugs[index]) + f", line {bugs[index][2] + 1}"
+        bug = (digests[bugs[index][1]], f"{shown(bugs[index])}, line {bugs[index][2] + 1}")
         if bug not in known:
             known[bug] = verdict(index + 1)
             with RESULTS.open("a") as results:
-                results.write(json.dumps({"texts": digest, "bug": bug, "code": known[bug][0], "said": known[bug][1]}) + "\n")
+                results.write(json.dumps({"texts": bug[0], "bug": bug[1], "code": known[bug][0], "said": known[bug][1]}) + "\n")
         return known[bug]
 
     real, survivors, unexplained, at = 0, 0, 0, 0

@@ -48,8 +48,11 @@ int tiles(int count, int size) { return (count + size - 1) / size; }
 
 Inputs inputs(const Shape& s, unsigned seed) {
   const size_t matrix = size_t(s.k) * s.n;
+  std::vector<bf16> dy = numbers(size_t(s.rows()) * s.n, 1, seed + 2);
+  // Rows far apart in size: else their sums are exact in f32, in any order.
+  for (size_t i = 0; i < dy.size(); i++) dy[i] = to_bf16(std::ldexp(to_float(dy[i]), -int(i / s.n * 7 % 20)));
   return {numbers(size_t(s.rows()) * s.k, 1, seed),       numbers(s.groups() * matrix, 0.5, seed + 1),
-          numbers(size_t(s.rows()) * s.n, 1, seed + 2),   floats(s.bias ? s.groups() * s.n : 0, 1, seed + 3),
+          std::move(dy),                                  floats(s.bias ? s.groups() * s.n : 0, 1, seed + 3),
           floats(s.groups() * matrix, 1, seed + 4),       floats(s.groups() * s.n, 1, seed + 5)};
 }
 

@@ -19,6 +19,16 @@ namespace op = row_ops;
 
 namespace {
 
+// `got` is what `exact` is rounded to, or would be were it off by a little of `terms`: sums in f32 before the one rounding.
+std::string off_rounding(const char* what, const std::vector<bf16>& got, const std::vector<double>& exact, const std::vector<double>& terms) {
+  for (size_t i = 0; i < exact.size(); i++) {
+    const double off = 4 * SUM_ERROR_MAX * terms[i] + 1e-30, least = to_float(to_bf16(float(exact[i] - off)));
+    if (!(to_float(got[i]) >= least && to_float(got[i]) <= to_float(to_bf16(float(exact[i] + off)))))
+      return differs(what, i, to_float(got[i]), exact[i]);
+  }
+  return "";
+}
+
 double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
 struct Gated {
@@ -96,26 +106,28 @@ std::string wrong_rms_norm(const Options& options, size_t rows, int width, doubl
   std::vector<float> weight(width);
   for (int i = 0; i < width; i++) weight[i] = 0.5f + to_float(numbers(1, 1, 5 + i)[0]);
   const Normed got = rms_norm(options, x, weight, dy, eps);
-  std::vector<double> y(x.size()), dx(x.size()), dweight(width), terms(width);
+  std::vector<double> y(x.size()), y_terms(x.size()), dx(x.size()), dx_terms(x.size()), dweight(width), terms(width);
   for (size_t row = 0; row < rows; row++) {
-    double squares = 0, dot = 0;
+    double squares = 0, dot = 0, dot_terms = 0;
     for (int i = 0; i < width; i++) {
-      const double v = to_float(x[row * width + i]);
+      const double v = to_float(x[row * width + i]), term = to_float(dy[row * width + i]) * weight[i] * v;
       squares += v * v;
-      dot += to_float(dy[row * width + i]) * weight[i] * v;
+      dot += term, dot_terms += std::fabs(term);
     }
     const double r = 1 / std::sqrt(squares / width + eps);
     for (int i = 0; i < width; i++) {
       const size_t at = row * width + i;
       const double v = to_float(x[at]), grad = to_float(dy[at]);
       y[at] = v * r * weight[i];
+      y_terms[at] = std::fabs(y[at]);
       dx[at] = r * grad * weight[i] - v * r * r * r * dot / width;
+      dx_terms[at] = std::fabs(r * grad * weight[i]) + std::fabs(v * r * r * r * dot_terms / width);
       dweight[i] += grad * v * r;
       terms[i] += std::fabs(grad * v * r);
     }
   }
-  std::string wrong = off("rms_norm, y", got.y, y);
-  if (wrong.empty()) wrong = off("rms_norm, dx", got.dx, dx, 1e-5 / (size + std::sqrt(eps)));
+  std::string wrong = off_rounding("rms_norm, y", got.y, y, y_terms);
+  if (wrong.empty()) wrong = off_rounding("rms_norm, dx", got.dx, dx, dx_terms);
   if (wrong.empty()) wrong = off_sum("rms_norm, dweight", got.dweight, dweight, terms);
   // The last row alone.
   if (wrong.empty() && rows > 1) {

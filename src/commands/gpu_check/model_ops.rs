@@ -12,6 +12,7 @@ use crate::ops::rope::{RopeTable, Rotation};
 use crate::ops::{self, Dispatch, Parameter};
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor, Var};
+use std::slice::from_ref;
 use std::sync::Arc;
 
 /// How near a value must be to the exact one.
@@ -108,7 +109,7 @@ impl GradientSink for Buffer {
 }
 
 /// `values` learning, and the buffer of their gradient, which holds halves.
-fn learning(values: &Tensor) -> Result<(Parameter, Tensor)> {
+pub(super) fn learning(values: &Tensor) -> Result<(Parameter, Tensor)> {
     let halves = Tensor::full(0.5f32, values.dims(), &Device::Cpu)?.to_device(values.device())?;
     let variable = Var::from_tensor(values)?;
     Ok((Parameter::learning(variable.as_tensor(), Arc::new(Buffer(halves.clone())), 0), halves))
@@ -134,7 +135,7 @@ fn linear(device: &Device, rows: Rows) -> Result<Vec<Output>> {
         let (w, dw) = learning(&matrix(2, &[k, n], device)?)?;
         let (b, db) = learning(&single(3, Rows { all: 1, first: 0 }, n, device)?.flatten_all()?)?;
         let (x, dy) = (activations(1, rows, k, device)?, activations(4, rows, n, device)?);
-        let (y, dx) = differentiated(&[x.clone()], &dy, |x| ops::linear(x[0], &w, Some(&b)))?;
+        let (y, dx) = differentiated(from_ref(&x), &dy, |x| ops::linear(x[0], &w, Some(&b)))?;
         let wide = ops::linear_f32(&x, &w.without_gradient(), None)?;
         let name = |what| format!("linear of {n}, {what}");
         seen.extend([
@@ -180,7 +181,7 @@ fn router(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let (experts, top_k) = (8, 3);
     let logits = (single(1, rows, experts, &Device::Cpu)? * 2.0)?.round()?.to_device(device)?;
     let routes = ops::route(&logits, top_k)?;
-    let (weights, dlogits) = differentiated(&[logits.clone()], &single(2, rows, top_k, device)?, |x| {
+    let (weights, dlogits) = differentiated(from_ref(&logits), &single(2, rows, top_k, device)?, |x| {
         ops::top_k_softmax(x[0], &routes)
     })?;
     let plan = Dispatch::new(&routes, experts)?;
@@ -193,7 +194,7 @@ fn router(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     ];
     for (name, holders) in [("load balance", None), ("load balance, rows held", Some(&holders))] {
         let (loss, dlogits) =
-            differentiated(&[logits.clone()], &dloss, |x| ops::load_balance(x[0], &plan, holders))?;
+            differentiated(from_ref(&logits), &dloss, |x| ops::load_balance(x[0], &plan, holders))?;
         seen.push(over_rows(&format!("{name}, loss"), &loss, SUM)?);
         seen.push(over_rows(&format!("{name}, dlogits"), &dlogits[0], SUM)?);
     }
@@ -206,10 +207,9 @@ fn rope(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let frequencies: Vec<f32> = (0..half).map(|i| 0.9f32.powi(i as i32)).collect();
     let positions = rows.ids(|row| row * 37 % 61).to_vec();
     let rotation = Rotation::new(Arc::new(RopeTable::new(&frequencies, 61, 1.25)), positions);
-    let inputs = [1, 2].map(|seed| activations(seed, rows, width, device));
-    let [k, v] = inputs.into_iter().collect::<Result<Vec<_>>>()?.try_into().expect("two");
+    let (k, v) = (activations(1, rows, width, device)?, activations(2, rows, width, device)?);
     let dy = activations(3, rows, width, device)?;
-    let (y, dx) = differentiated(&[Tensor::clone(&k)], &dy, |x| ops::rope(x[0], heads, &rotation))?;
+    let (y, dx) = differentiated(from_ref(&k), &dy, |x| ops::rope(x[0], heads, &rotation))?;
     let dy = activations(4, rows, 2 * width, device)?;
     let (kv, dkv) =
         differentiated(&[k, v], &dy, |x| ops::rope_keys_with_values(x[0], x[1], heads, &rotation))?;
@@ -266,7 +266,7 @@ fn head(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let weights = HeadMatrix::Plain(w.clone());
     // Of the log-probabilities, then of the entropies.
     let upstream = single(3, rows, 2, &Device::Cpu)?.t()?.contiguous()?.to_device(device)?;
-    let (y, dh) = differentiated(&[h.clone()], &upstream, |h| {
+    let (y, dh) = differentiated(from_ref(&h), &upstream, |h| {
         ops::log_prob_and_entropy(h[0], &weights, &targets, temperature)
     })?;
     let y = y.to_device(&Device::Cpu)?.t()?.contiguous()?;
