@@ -6,7 +6,7 @@
 
 The rules below are applied to every line; a seeded draw takes a rule, then a place for it. bug.sh builds and runs each as
 it does those of bugs.txt. What does not compile and what leaves the machine code as it was is no bug, and the draw goes on.
-A bug that survives must be explained in drawn_bugs.txt, and at most one in twenty may survive. Results are kept in
+A bug that survives must be explained in drawn_bugs.txt, and at most one in twenty may. Results are kept in
 target/cuda_host/drawn_results.jsonl, by the texts they depend on, so that a run goes on where another was cut off.
 """
 
@@ -231,7 +231,7 @@ def main():
                 print(f"  {site[0]}, line {site[2] + 1}: {shown(site)}\n      {said[:150]}", flush=True)
             at = batch.stop
     print(f"{real - survivors} of {real} drawn bugs caught, {survivors} survive, {unexplained} of them unexplained; {at - real} of {at} drawn are no bugs; {time.monotonic() - start:.0f} s")
-    return int(real < count or unexplained > 0 or survivors * 100 > real * SURVIVORS_PERCENT)
+    return int(real < count or unexplained > 0 or survivors > max(1, real * SURVIVORS_PERCENT // 100))
 
 
 sys.exit(main())

@@ -140,9 +140,9 @@ std::string wrong_numbers(const Options& options) {
   return "";
 }
 
-// More tokens asked for than 2^31.
+// More tokens asked for than 2^32, where what is counted in 32 bits begins anew.
 std::string wrong_far_token(const Options& options) {
-  constexpr size_t count = (size_t(1) << 31) + 1;
+  constexpr size_t count = (size_t(1) << 32) + 1;
   const FarArray<uint32_t> rows(count), tokens(count);
   const FarArray<float> log_probs(count);
   rows.data[count - 1] = 1, tokens.data[count - 1] = 2;

@@ -436,7 +436,8 @@ mod tests {
                 let mut other = exact.clone();
                 let largest = output.values.iter().fold(0f32, |size, x| size.max(x.abs()));
                 // Away from what it is, whatever its sign.
-                other[index].values[0] += 1e-6 + 2.5 * output.rule.allowed(other[index].values[0], largest);
+                let value = &mut other[index].values[0];
+                *value += 0.001 + 0.01 * value.abs() + 2.5 * output.rule.allowed(*value, largest);
                 assert!(within(&other, &exact).unwrap_err().contains(&output.name), "{}", output.name);
                 other[index].values[0] = f32::NAN;
                 assert!(within(&other, &exact).is_err());
