@@ -26,6 +26,14 @@ kernels:
 kernel-bugs:
     tests/cuda_host/run.sh bugs
 
+# A hundred bugs drawn by rules in the kernels newer than attention; goes on where a run was cut off.
+drawn-kernel-bugs count="100":
+    tests/cuda_host/drawn_bugs.py {{count}}
+
+# The tables of docs/ROOFLINE.md, from the shapes and the machine code: nothing is measured.
+roofline:
+    scripts/roofline.py
+
 # Feature `cuda` on the emulated driver: no GPU and no toolkit.
 cuda-emulated:
     .ci/cuda emulated

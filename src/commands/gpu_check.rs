@@ -5,6 +5,7 @@
 mod facts;
 mod instruction;
 mod links;
+mod model_ops;
 #[cfg(test)]
 mod on_device;
 mod oracle;
@@ -14,6 +15,7 @@ mod problem;
 mod row_ops;
 mod seeded;
 mod speed;
+mod speed_ops;
 
 use crate::error::{EXIT_DONE, EXIT_FAILED};
 use crate::{bad_input, ops};
@@ -60,7 +62,7 @@ pub enum Part {
     /// NCCL with one rank, which sends to itself
     #[cfg(feature = "nccl")]
     Nccl,
-    /// TFLOP/s
+    /// TFLOP/s and GB/s
     Speed,
 }
 
@@ -117,6 +119,7 @@ pub fn run(args: &GpuCheckArgs) -> Result<u8> {
             Part::Oracle => {
                 oracle::run(&device, args.small, &mut verdicts);
                 row_ops::run(&device, args.small, &mut verdicts);
+                model_ops::run(&device, args.small, &mut verdicts);
             }
             Part::Links => links::run(&device, args.small, &mut verdicts),
             #[cfg(feature = "nccl")]
@@ -125,7 +128,10 @@ pub fn run(args: &GpuCheckArgs) -> Result<u8> {
                 let version = crate::dist::check_nccl_alone(args.device, bytes_max)?;
                 Ok(Ok(format!("version {version}, parts of 1 to {bytes_max} bytes")))
             }),
-            Part::Speed => speed::run(gpu, args.small, peers.as_ref())?,
+            Part::Speed => {
+                speed::run(gpu, args.small, peers.as_ref())?;
+                speed_ops::run(&device, args.small)?;
+            }
         }
     }
     eprintln!("gpu-check: {} passed, {} failed", verdicts.passed, verdicts.failed);

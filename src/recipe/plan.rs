@@ -110,8 +110,9 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader) {
         return reader.read_document(recipe, document.get_ref());
     }
     let start = |error: &toml::de::Error| error.span().map_or(0, |span| span.start);
+    let is_table = |key: &&String| reader.known.iter().any(|other| inside(other, key) && other != *key);
     let tables: Vec<&str> =
-        reader.known.iter().filter(|key| !key.contains('.')).map(String::as_str).collect();
+        reader.known.iter().filter(|key| !key.contains('.')).filter(is_table).map(String::as_str).collect();
     let recipe_like = document.get_ref().keys().any(|name| tables.contains(&name.get_ref().as_ref()));
     // Slips in a recipe are each told; a text of another kind is one mistake.
     if let [first, rest @ ..] = errors.as_slice()

@@ -13,7 +13,7 @@ const HEAD_DIM: usize = 64;
 const VECTOR: usize = 8;
 
 /// Where a command computes.
-pub struct Place {
+pub struct ComputePlace {
     pub device: Device,
     /// In words, for the head of a command and a run's folder.
     pub name: String,
@@ -21,7 +21,7 @@ pub struct Place {
     pub available: Option<Available>,
 }
 
-impl Place {
+impl ComputePlace {
     fn cpu() -> Self {
         Self { device: Device::Cpu, name: "cpu".to_owned(), available: None }
     }
@@ -47,10 +47,10 @@ pub(super) fn choose(
     config: &Config,
     mesh: &Mesh,
     streams: bool,
-) -> Result<Place, Vec<String>> {
+) -> Result<ComputePlace, Vec<String>> {
     let asked = plan.recipe.device;
     if asked == DeviceKind::Cpu || (asked == DeviceKind::Auto && cfg!(not(feature = "cuda"))) {
-        return Ok(Place::cpu());
+        return Ok(ComputePlace::cpu());
     }
     let mut found = unsuited(plan, config, mesh);
     if streams {
@@ -60,7 +60,7 @@ pub(super) fn choose(
         plan.mistake(key, format!("{what}, or compute on the CPU with device = \"cpu\"")).to_string()
     };
     let found = match found.is_empty() {
-        true => match Place::gpu(plan, mesh) {
+        true => match ComputePlace::gpu(plan, mesh) {
             Ok(place) => return Ok(place),
             Err(error) => vec![plan.mistake("device", format!("{error}")).to_string()],
         },
@@ -70,7 +70,7 @@ pub(super) fn choose(
         return Err(found);
     }
     plan.warnings.push(format!("the CPU computes: {}", found.join("; ")));
-    Ok(Place::cpu())
+    Ok(ComputePlace::cpu())
 }
 
 /// What a GPU cannot do of it: a key, and what to write there.

@@ -1,7 +1,7 @@
 //! What a command needs, opened and checked before any work: everything but the weights.
 
 use super::adapter::RunAdapter;
-use super::device::{Place, choose};
+use super::device::{ComputePlace, choose};
 use super::family::foreign_keys;
 use super::freeze::{critic_trainable, trainable};
 use super::memory::{Available, Intent, MemoryPlan, OtherWeights, Subject, gigabytes};
@@ -43,7 +43,7 @@ pub struct Preflight {
     /// What of the packed ones.
     packed_weights: PackedWeights,
     threads: Threads,
-    place: Place,
+    place: ComputePlace,
     /// Of how many sequences a GPU holds keys and values.
     gpu_sequences: Option<usize>,
     pub(super) source: ModelSource,

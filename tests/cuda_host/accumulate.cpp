@@ -8,6 +8,20 @@ namespace suite {
 
 using cuda_host::Options;
 
+namespace {
+
+// Elements beyond 2^31.
+std::string wrong_far(const Options& options) {
+  constexpr size_t count = (size_t(1) << 31) + 1;
+  const FarArray<float> x(count), sum(count);
+  x.data[count - 1] = 2, sum.data[count - 1] = 3;
+  const Accumulate p = {x.data, sum.data, int64_t(count)};
+  launch_last(options, (count - 1) / accumulate_op::threads + 1, accumulate_op::threads, 0, [=] { accumulate(p); });
+  return sum.data[count - 1] == 5 ? "" : differs("accumulate, far away", count - 1, sum.data[count - 1], 5);
+}
+
+}  // namespace
+
 std::string wrong_accumulate(const Options& options, bool small) {
   for (const size_t count : {size_t(1), size_t(255), size_t(256), size_t(small ? 700 : 20001)}) {
     const std::vector<float> x = floats(count, 1, 1);
@@ -18,7 +32,7 @@ std::string wrong_accumulate(const Options& options, bool small) {
                       [=] { accumulate(p); });
     if (const std::string wrong = bits("accumulate", sum.data(), expected.data(), count); !wrong.empty()) return wrong;
   }
-  return "";
+  return wrong_far(options);
 }
 
 }  // namespace suite

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# bug.sh NUMBER: seeds one bug of bugs.txt, builds and runs the small suite of its kernels until a check catches it: what
-# bugs.txt says to try first, then all checks plain and with each sanitizer. Prints one line. Exits 1 when nothing catches
-# it or it cannot be seeded.
+# bug.sh NUMBER [BUGS]: seeds one bug of bugs.txt or another such file, builds and runs the small suite of its kernels until
+# a check catches it: what the file says to try first, then all checks plain and with each sanitizer. Prints one line. Exits
+# 1 when nothing catches it or it cannot be seeded; 2 when it does not build, 3 when the machine code stays as it was.
 set -u
 cd "$(dirname "$0")" || exit 1
-number=$1
+number=$1 bugs=${2:-bugs.txt}
 out=../../target/cuda_host
-work=$out/bugs/$number
+work=$out/bugs/$(basename "$bugs" .txt).$number
 rm -rf "$work" && mkdir -p "$work"
-if ! seeded=$($out/seed bugs.txt "$number" ../../kernels "$work/kernels" 2>&1); then
+if ! seeded=$($out/seed "$bugs" "$number" ../../kernels "$work/kernels" 2>&1); then
   echo "  $seeded"
   exit 1
 fi
@@ -21,6 +21,7 @@ case $file in
   product_mxfp4.cuh) family=product sources=product.cu ;;
   optimizer.cuh) family=optimizer sources="optimizer.cu adamw_8bit.cu" ;;
   row_ops.cuh) family=row_ops sources="swiglu.cu rms_norm.cu" ;;
+  elements.cuh) family=ops sources="dispatch.cu embedding.cu load_balance.cu log_prob.cu rms_norm.cu rope.cu router.cu sampling.cu silu_gated.cu swiglu.cu" ;;
   *hopper* | ring.cuh | warpgroup_*) family=hopper sources=$(cd ../../kernels && echo *_hopper.cu) ;;
   sink_attention* | warp_products.cuh) family=mma sources="sink_attention_forward.cu sink_attention_backward.cu" ;;
   *) family=${file%.*} sources=$family.cu ;;
@@ -33,10 +34,19 @@ case $file in
   *)
     also=$family
     if [[ $family == mma || $family == hopper ]]; then also=attention; fi
+    if [[ $family == ops ]]; then also=""; fi
     ;;
 esac
 
-caught=""
+caught="" unbuilt="" same=""
+# Whether everything compiled anew is, without its lines' numbers, what it was.
+unchanged() {
+  local part
+  for part; do
+    objcopy --strip-debug "$work/plain/$part.bug" "$work/now" && objcopy --strip-debug "$out/plain/$part.o" "$work/before"
+    cmp -s "$work/now" "$work/before" || return
+  done
+}
 # attempt MODE CHECK SOURCES...: sets `caught` when a check notices; 1 when nothing more is to be tried.
 attempt() {
   local mode=$1 check=$2 build=$work/$1 status words
@@ -44,14 +54,23 @@ attempt() {
   mkdir -p "$build"
   if ! make -s bug MODE="$mode" KERNELS="$work/kernels" BUILD="$build" CHANGED="$*" >"$build/log" 2>&1; then
     [ "$kind" = refused ] && caught="the compiler: $(grep -m1 -o 'error: .*' "$build/log")"
-    [ "$kind" = refused ] || name="$name (does not build)"
+    [ "$kind" = refused ] || name="$name (does not build)" unbuilt=yes
     return 1
   fi
-  # In a shell of its own, so that nobody remarks on a signal.
+  if [ "$mode" = plain ] && unchanged "$@"; then
+    same=yes
+    return
+  fi
+  same=""
+  # In a shell of its own, so that nobody remarks on a signal. Of the processor's time: others may have most of it.
   # shellcheck disable=SC2016,SC2086 # no check is all checks
-  bash -c 'TSAN_OPTIONS=halt_on_error=1 timeout 120 "$0/suite" small "$@" >"$0/log" 2>&1; exit $?' "$build" $family $check 2>/dev/null
+  bash -c 'ulimit -t 60; TSAN_OPTIONS=halt_on_error=1 timeout 1200 "$0/suite" small "$@" >"$0/log" 2>&1; exit $?' "$build" $family $check 2>/dev/null
   status=$?
   [ $status = 0 ] && return
+  if [ $status = 124 ] || [ $status = 137 ] || [ $status = 152 ]; then
+    caught="$mode: no end within 60 s"
+    return 1
+  fi
   caught="$mode: ended with status $status"
   if words=$(grep -m1 -oE 'caught by .*|SUMMARY: .*' "$build/log"); then
     caught="$mode: ${words#caught by }"
@@ -59,8 +78,10 @@ attempt() {
   fi  # else a crash, of which a sanitizer says more
 }
 # shellcheck disable=SC2086 # several words
-attempt "$first_mode" "$first_check" $sources $first_sources && attempt plain "" $sources $also &&
+attempt "$first_mode" "$first_check" $sources $first_sources && attempt plain "" $sources $also && [ -z "$same" ] &&
   attempt asan "" $sources $also && attempt tsan "" $sources $also
 rm -rf "$work"
 printf '  %-52s %s\n' "$name" "${caught:-NOT CAUGHT}" | cut -c1-190
+if [ -n "$unbuilt" ]; then exit 2; fi
+if [ -n "$same" ]; then exit 3; fi
 [ -n "$caught" ]

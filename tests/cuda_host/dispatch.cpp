@@ -94,6 +94,17 @@ std::string wrong_rows(const Options& options, int tokens, int experts, int top_
   const std::vector<bf16> of_tokens = numbers(size_t(tokens) * width, 1, 21), of_rows = numbers(pairs * width, 1, 22);
   const std::vector<float> weights = floats(pairs, 1, 23);
   const Rows got = rows(options, plan, width, top_k, of_tokens, of_rows, weights);
+  // A token's slots are added in their order, each with one rounding.
+  for (size_t i = 0; i < got.combined.size(); i++) {
+    float plain = 0, weighed = 0;
+    for (int slot = 0; slot < top_k; slot++) {
+      const size_t pair = i / width * top_k + slot;
+      const float x = to_float(of_rows[plan.row_of[pair] * width + i % width]);
+      plain += x, weighed = std::fmaf(weights[pair], x, weighed);
+    }
+    if (to_bf16(plain).bits != got.dtokens[i].bits) return differs("dispatch, dx in slot order", i, to_float(got.dtokens[i]), plain);
+    if (to_bf16(weighed).bits != got.combined[i].bits) return differs("combine, y in slot order", i, to_float(got.combined[i]), weighed);
+  }
   std::vector<double> dtokens(got.dtokens.size()), combined(got.combined.size()), dsorted(got.dsorted.size()), dweights(pairs), terms(pairs);
   for (size_t pair = 0; pair < pairs; pair++) {
     const size_t token = pair / top_k, row = plan.row_of[pair];
@@ -137,6 +148,53 @@ std::string wrong_alone(const Options& options) {
   return wrong;
 }
 
+// A row beyond 2^31 numbers, as token and as sorted row.
+std::string wrong_far_row(const Options& options) {
+  constexpr int width = 1 << 17;
+  constexpr uint32_t far = (1 << 14) + 1;
+  const FarArray<bf16> x(size_t(far + 1) * width), dy(size_t(far + 1) * width), out(size_t(far + 1) * width);
+  const std::vector<bf16> of_x = numbers(width, 1, 41), of_dy = numbers(width, 1, 42);
+  bf16 *const at = out.data + size_t(far) * width;
+  memcpy(x.data + size_t(far) * width, of_x.data(), width * sizeof(bf16));
+  memcpy(dy.data + size_t(far) * width, of_dy.data(), width * sizeof(bf16));
+  const std::vector<float> weights(far + 1, 0.5f);
+  std::vector<float> dweights(far + 1);
+  std::vector<uint32_t> rows(far + 1, far);
+  const Dispatch p = {x.data, dy.data, weights.data(), rows.data(), out.data, dweights.data(), width, 1};
+  std::vector<bf16> halves(width), half_dy(width);
+  double dot = 0, terms = 0;
+  for (int i = 0; i < width; i++) {
+    halves[i] = to_bf16(0.5f * to_float(of_x[i])), half_dy[i] = to_bf16(0.5f * to_float(of_dy[i]));
+    const double term = double(to_float(of_x[i])) * to_float(of_dy[i]);
+    dot += term, terms += std::fabs(term);
+  }
+  struct Pass { const char* what; void (*kernel)(Dispatch); const std::vector<bf16>& expected; };
+  for (const Pass& pass : {Pass{"a far row, dispatch", dispatch_forward, of_x}, Pass{"a far row, dispatch, dx", dispatch_backward, of_x},
+                           Pass{"a far row, combine", combine_forward, halves}, Pass{"a far row, combine, dx", combine_backward, half_dy}}) {
+    memset(at, 0, width * sizeof(bf16));
+    launch_last(options, far + 1, op::row_threads, op::row_shared_bytes, [=] { pass.kernel(p); });
+    if (const std::string wrong = bits(pass.what, at, pass.expected.data(), width); !wrong.empty()) return wrong;
+  }
+  return off_sum("a far row, combine, dweights", {dweights[far]}, {dot}, {terms});
+}
+
+// A chunk of routes whose counts lie beyond 2^31 numbers.
+std::string wrong_far_chunk(const Options& options) {
+  constexpr int experts = 1024, chunk = (1 << 21) + 1, first = chunk * op::chunk, pairs = first + 3;
+  const FarArray<uint32_t> routes(pairs), counts(size_t(chunk + 1) * experts), row_of(pairs);
+  routes.data[first] = routes.data[first + 2] = 7, routes.data[first + 1] = 1023;
+  std::vector<uint32_t> token_of(8);
+  const SortRoutes p = {routes.data, counts.data, row_of.data, token_of.data(), nullptr, pairs, experts, 4};
+  launch_last(options, chunk + 1, op::sort_threads, op::sort_shared_bytes, [=] { sort_count(p); });
+  uint32_t* const own = counts.data + size_t(chunk) * experts;
+  if (own[7] != 2 || own[1023] != 1 || own[8] != 0) return "the counts of a far chunk";
+  own[7] = 5, own[1023] = 2;
+  launch_last(options, chunk + 1, op::sort_threads, op::sort_shared_bytes, [=] { sort_scatter(p); });
+  const uint32_t* rows = row_of.data + first;
+  if (rows[0] != 5 || rows[1] != 2 || rows[2] != 6) return "the rows of a far chunk";
+  return token_of[5] == first / 4 && token_of[2] == (first + 1) / 4 ? "" : "the tokens of a far chunk";
+}
+
 }  // namespace
 
 std::string wrong_dispatch(const Options& options, bool small) {
@@ -148,7 +206,9 @@ std::string wrong_dispatch(const Options& options, bool small) {
     if (wrong.empty()) wrong = wrong_sort(options, c.tokens, c.experts, c.top_k, c.crowded);
     if (wrong.empty()) wrong = wrong_rows(options, c.tokens, c.experts, c.top_k, c.width);
   }
-  return wrong.empty() ? wrong_alone(options) : wrong;
+  if (wrong.empty()) wrong = wrong_alone(options);
+  if (wrong.empty()) wrong = wrong_far_row(options);
+  return wrong.empty() ? wrong_far_chunk(options) : wrong;
 }
 
 }  // namespace suite

@@ -132,13 +132,37 @@ std::string wrong_far(const Options& options) {
   return wrong;
 }
 
+// Tokens of so many numbers.
+std::string wrong_far_tokens(const Options& options) {
+  constexpr int width = 1 << 11;
+  constexpr size_t token = (size_t(1) << 31) / (width / elements::vector), blocks = (size_t(1) << 31) / op::take_threads + 1;
+  const std::vector<bf16> row = numbers(width, 1, 2), turned = row;
+  const FarArray<uint32_t> ids(token + 1);
+  const FarArray<bf16> y((token + 1) * width);
+  for (const auto kernel : {take_rows, take_columns}) {
+    memset(y.data + token * width, 0, width * sizeof(bf16));
+    const Taken p = {row.data(), ids.data, y.data, token + 1, 1, width};
+    launch_last(options, blocks, op::take_threads, 0, [=] { kernel(p); });
+    if (const std::string wrong = bits("a far token", y.data + token * width, row.data(), width); !wrong.empty()) return wrong;
+  }
+  // Its gradient, of the first columns; the id is far too.
+  constexpr uint32_t far = 1 << 21;
+  const uint32_t order = far, starts[] = {0, 1};
+  memcpy(y.data + size_t(far) * width, row.data(), width * sizeof(bf16));
+  const FarArray<bf16> sum(size_t(far + 1) * width);
+  const SumsById p = {y.data, &order, starts, &far, nullptr, sum.data, 0, width};
+  cuda_host::launch(options, 1, op::sum_threads, op::sum_shared_bytes, [=] { sum_rows(p); });
+  return bits("a far token's gradient", sum.data + size_t(far) * width, row.data(), op::sum_columns);
+}
+
 }  // namespace
 
 std::string wrong_embedding(const Options& options, bool small) {
   struct Case { size_t tokens; int width; uint32_t vocabulary; };
   for (const Case& c : std::vector<Case>{{1, 8, 1}, {3, 16, 5}, {40, 264, 11}, {33, 1032, 7}, {size_t(small ? 130 : 1001), 64, 50}})
     if (const std::string wrong = wrong_case(options, c.tokens, c.width, c.vocabulary); !wrong.empty()) return wrong;
-  return wrong_far(options);
+  const std::string wrong = wrong_far(options);
+  return wrong.empty() ? wrong_far_tokens(options) : wrong;
 }
 
 }  // namespace suite

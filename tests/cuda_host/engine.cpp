@@ -257,9 +257,9 @@ void launch(const Options& options, dim3 grid, dim3 block_size, size_t shared_by
   if (shared_bytes > SHARED_BYTES_MAX)
     throw KernelError("launch: " + std::to_string(shared_bytes) + " bytes of shared memory, the limit is " +
                       std::to_string(SHARED_BYTES_MAX));
-  if (blocks == 0) throw KernelError("launch: an empty grid");
+  if (blocks <= options.first_block) throw KernelError("launch: an empty grid");
 
-  std::atomic<uint64_t> next{0};
+  std::atomic<uint64_t> next{options.first_block};
   std::mutex mutex;
   std::exception_ptr error;
   auto work = [&] {
@@ -272,7 +272,7 @@ void launch(const Options& options, dim3 grid, dim3 block_size, size_t shared_by
     for (auto& thread : block.threads) thread->place.grid_size = grid;
     for (uint64_t taken; !block.error && (taken = next++) < blocks;) {
       uint64_t number = taken;
-      if (options.schedule == Schedule::newest_first) number = blocks - 1 - taken;
+      if (options.schedule == Schedule::newest_first) number = blocks - 1 - (taken - options.first_block);
       block.run(dim3(number % grid.x, number / grid.x % grid.y, number / grid.x / grid.y));
     }
     if (block.error) {

@@ -96,6 +96,23 @@ std::string wrong_case(const Options& options, size_t rows, int experts, int top
   return wrong;
 }
 
+// A row beyond 2^31.
+std::string wrong_far(const Options& options) {
+  constexpr size_t rows = (size_t(1) << 31) + 1, last = rows - 1;
+  const FarArray<float> logits(2 * rows), of_rows(rows), dlogits(2 * rows);
+  const FarArray<uint32_t> holders(rows);
+  std::vector<float> fractions = {0.5f, 1.5f};
+  float loss = 0, dloss = 4;
+  holders.data[last] = 3;
+  const LoadBalance p = {logits.data, nullptr, nullptr, holders.data, fractions.data(), of_rows.data, &loss, &dloss, dlogits.data, rows, 2, 8, 0.25f};
+  constexpr uint64_t blocks = last / (op::rows_threads / 32) + 1;
+  launch_last(options, blocks, op::rows_threads, 0, [=] { load_balance_rows(p); });
+  // Equal logits: the mean of the fractions is 1.
+  if (of_rows.data[last] != 3) return differs("load_balance, a far row", last, of_rows.data[last], 3);
+  launch_last(options, blocks, op::rows_threads, 0, [=] { load_balance_backward(p); });
+  return dlogits.data[2 * last] == -0.75f ? "" : differs("load_balance, a far row's dlogits", last, dlogits.data[2 * last], -0.75);
+}
+
 }  // namespace
 
 std::string wrong_load_balance(const Options& options, bool small) {
@@ -103,7 +120,7 @@ std::string wrong_load_balance(const Options& options, bool small) {
   for (const Case& c : std::vector<Case>{{1, 1, 1}, {3, 4, 2}, {19, 32, 4}, {9, 33, 5}, {7, 128, 4}, {size_t(small ? 520 : 3001), 8, 2}})
     for (const bool held : {false, true})
       if (const std::string wrong = wrong_case(options, c.rows, c.experts, c.top_k, held); !wrong.empty()) return wrong;
-  return "";
+  return wrong_far(options);
 }
 
 }  // namespace suite

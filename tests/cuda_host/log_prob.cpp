@@ -129,6 +129,32 @@ std::string wrong_numbers(const Options& options) {
   return "";
 }
 
+// A row beyond 2^31 values has the bits it has as the first.
+std::string wrong_far(const Options& options) {
+  constexpr int width = 1 << 17;
+  constexpr size_t row = (1 << 14) + 1;
+  const std::vector<float> z = floats(width, 1, 6);
+  const Stats near = row_stats(options, z, {77}, 1, 1.25f);
+  const std::vector<bf16> near_dz = gradient(options, near, {77}, {0.5f}, {-0.25f}, 1.25f);
+  const FarArray<float> far((row + 1) * width);
+  const FarArray<bf16> dz((row + 1) * width);
+  memcpy(far.data + row * width, z.data(), width * sizeof(float));
+  const std::vector<uint32_t> targets(row + 1, 77);
+  std::vector<float> log_sum_exp(row + 1), entropy(row + 1), log_prob(row + 1), of_log_prob(row + 1, 0.5f), of_entropy(row + 1, -0.25f);
+  const RowStats p = {far.data, targets.data(), log_sum_exp.data(), entropy.data(), log_prob.data(), width, 1.25f};
+  launch_last(options, row + 1, op::stats_threads, op::stats_shared_bytes, [=] { log_prob_row_stats(p); });
+  const LogitsGradient g = {far.data, targets.data(), log_sum_exp.data(), entropy.data(), of_log_prob.data(), of_entropy.data(), dz.data, width, 1.25f};
+  constexpr uint64_t of_row = width / (op::gradient_threads * op::vector);
+  // The row's first block.
+  launch_last(options, row * of_row + 1, op::gradient_threads, 0, [=] { log_prob_gradient(g); });
+  std::string wrong = bits("log_prob, a far row", far.data + row * width, near.z.data(), width);
+  if (wrong.empty()) wrong = bits("log_prob, a far row's log-sum-exp", &log_sum_exp[row], &near.log_sum_exp[0], 1);
+  if (wrong.empty()) wrong = bits("log_prob, a far row's entropy", &entropy[row], &near.entropy[0], 1);
+  if (wrong.empty()) wrong = bits("log_prob, a far row's target", &log_prob[row], &near.log_prob[0], 1);
+  if (wrong.empty()) wrong = bits("log_prob, a far row's dz", dz.data + row * width, near_dz.data(), op::gradient_threads * op::vector);
+  return wrong;
+}
+
 }  // namespace
 
 std::string wrong_log_prob(const Options& options, bool small) {
@@ -139,7 +165,7 @@ std::string wrong_log_prob(const Options& options, bool small) {
   std::string wrong = wrong_numbers(options);
   for (const Case& c : cases)
     if (wrong.empty()) wrong = wrong_case(options, c);
-  return wrong;
+  return wrong.empty() ? wrong_far(options) : wrong;
 }
 
 }  // namespace suite

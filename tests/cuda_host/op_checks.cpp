@@ -10,6 +10,7 @@ std::string wrong_dispatch(const Options& options, bool small);
 std::string wrong_product(const Options& options, bool small);
 std::string wrong_accumulate(const Options& options, bool small);
 std::string wrong_embedding(const Options& options, bool small);
+std::string wrong_kv_append(const Options& options, bool small);
 std::string wrong_load_balance(const Options& options, bool small);
 std::string wrong_rope(const Options& options, bool small);
 std::string wrong_router(const Options& options, bool small);
@@ -24,6 +25,7 @@ const std::vector<OpFamily> OP_FAMILIES = {
     {"product", wrong_product},
     {"accumulate", wrong_accumulate},
     {"embedding", wrong_embedding},
+    {"kv_append", wrong_kv_append},
     {"load_balance", wrong_load_balance},
     {"rope", wrong_rope},
     {"router", wrong_router},
@@ -47,6 +49,11 @@ std::vector<bf16> numbers(size_t count, double size, unsigned seed) {
   std::vector<bf16> x(count);
   for (size_t i = 0; i < count; i++) x[i] = to_bf16(wide[i]);
   return x;
+}
+
+void launch_last(Options options, uint64_t blocks, unsigned threads, size_t shared_bytes, const std::function<void()>& body) {
+  options.first_block = blocks - 1;
+  cuda_host::launch(options, unsigned(blocks), threads, shared_bytes, body);
 }
 
 std::string differs(const char* what, size_t at, double got, double exact) {

@@ -44,6 +44,9 @@ struct FarArray {
   FarArray(const FarArray&) = delete;
 };
 
+// Runs a grid's last block alone: for indices that only millions of blocks reach.
+void launch_last(cuda_host::Options options, uint64_t blocks, unsigned threads, size_t shared_bytes, const std::function<void()>& body);
+
 std::string differs(const char* what, size_t at, double got, double exact);
 
 // `got` is `exact` rounded to bf16, give or take; `floor`: what the terms of a sum may leave, of their size.

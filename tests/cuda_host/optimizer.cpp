@@ -193,6 +193,57 @@ std::string wrong_8bit(const Options& options, size_t count) {
   return wrong;
 }
 
+// Values beyond 2^31.
+std::string wrong_far(const Options& options) {
+  constexpr size_t count = (size_t(1) << 31) + 1, at = count - 1;
+  const FarArray<float> w(count), m(count), v(count), gradient(count);
+  const FarArray<bf16> rounded(count);
+  const auto last = [&](const auto& kernel, const auto& p) {
+    launch_last(options, at / (op::threads * op::values) + 1, op::threads, 0, [=] { kernel(p); });
+  };
+  w.data[at] = 1, m.data[at] = 0.5f, v.data[at] = 0.25f, gradient.data[at] = -2;
+  float exact_w = 1, exact_m = 0.5f, exact_v = 0.25f;
+  last(optimizer_adamw, AdamW{w.data, m.data, v.data, gradient.data, count, STEP});
+  update(exact_w, exact_m, exact_v, -2);
+  if (w.data[at] != exact_w || m.data[at] != exact_m || v.data[at] != exact_v) return "adamw, far away";
+  last(optimizer_sgd, Sgd{w.data, gradient.data, count, 0.5f, 0.25f});
+  if (w.data[at] != std::fmaf(-0.25f, -2, exact_w * 0.5f)) return "sgd, far away";
+  last(optimizer_momentum, Momentum{m.data, gradient.data, count, 0.5f});
+  if (m.data[at] != exact_m * 0.5f - 2) return "momentum, far away";
+  last(optimizer_scale, Scale{v.data, count, 0.5f});
+  if (v.data[at] != exact_v * 0.5f) return "scaled, far away";
+  last(optimizer_round_to_bf16, RoundToBf16{gradient.data, rounded.data, count});
+  if (to_float(rounded.data[at]) != -2) return "rounded, far away";
+  std::vector<double> parts(at / op::chunk + 1);
+  const SumOfSquares p = {gradient.data, parts.data(), nullptr, count};
+  launch_last(options, parts.size(), op::threads, op::sum_shared_bytes, [=] { optimizer_squares(p); });
+  return parts.back() == 4 ? "" : differs("squares, far away", at, parts.back(), 4);
+}
+
+// Codes beyond 2^31: the first of what a far block takes are as those of the first.
+std::string wrong_far_8bit(const Options& options) {
+  constexpr size_t each = op::code_block * op::code_blocks * op::adamw_8bit_warps, first = size_t(1) << 31, here = 300;
+  const CodeMap maps[2] = {code_map(true), code_map(false)};
+  const FarArray<float> w(first + here), gradient(first + here);
+  const FarArray<uint8_t> codes(first + here), second_codes(first + here);
+  std::vector<float> scales(first / op::code_block + 2), second_scales(scales.size());
+  std::vector<float> near_w = floats(here, 1, 11), near_gradient = floats(here, 0.1, 12), near_scales(2), near_second_scales(2);
+  std::vector<uint8_t> near_codes(here), near_second_codes(here);
+  memcpy(w.data + first, near_w.data(), here * sizeof(float));
+  memcpy(gradient.data + first, near_gradient.data(), here * sizeof(float));
+  const AdamW8Bit near = {maps, near_w.data(), near_codes.data(), near_scales.data(), near_second_codes.data(), near_second_scales.data(),
+                          near_gradient.data(), here, STEP};
+  const AdamW8Bit far = {maps, w.data, codes.data, scales.data(), second_codes.data, second_scales.data(), gradient.data, first + here, STEP};
+  launch(options, 1, op::threads, op::adamw_8bit_shared_bytes, [=] { adamw_8bit(near); });
+  launch_last(options, first / each + 1, op::threads, op::adamw_8bit_shared_bytes, [=] { adamw_8bit(far); });
+  std::string wrong = bits("adamw_8bit, far weights", w.data + first, near_w.data(), here);
+  if (wrong.empty()) wrong = bits("adamw_8bit, far first codes", codes.data + first, near_codes.data(), here);
+  if (wrong.empty()) wrong = bits("adamw_8bit, far second codes", second_codes.data + first, near_second_codes.data(), here);
+  if (wrong.empty()) wrong = bits("adamw_8bit, far first scales", &scales[first / op::code_block], near_scales.data(), 2);
+  if (wrong.empty()) wrong = bits("adamw_8bit, far second scales", &second_scales[first / op::code_block], near_second_scales.data(), 2);
+  return wrong;
+}
+
 }  // namespace
 
 std::string wrong_optimizer(const Options& options, bool small) {
@@ -202,7 +253,9 @@ std::string wrong_optimizer(const Options& options, bool small) {
     if (wrong.empty()) wrong = wrong_8bit(options, count);
     if (wrong.empty()) wrong = wrong_sum(options, count);
   }
-  return wrong.empty() ? wrong_sum_of_parts(options) : wrong;
+  if (wrong.empty()) wrong = wrong_sum_of_parts(options);
+  if (wrong.empty()) wrong = wrong_far(options);
+  return wrong.empty() ? wrong_far_8bit(options) : wrong;
 }
 
 }  // namespace suite

@@ -93,9 +93,12 @@ Packing mxfp4(const Shape& s, unsigned seed) {
 
 Inputs inputs(const Shape& s, unsigned seed) {
   const size_t matrix = size_t(s.k) * s.n;
+  std::vector<bf16> dy = numbers(size_t(s.rows()) * s.n, 1, seed + 2);
+  // Rows far apart in size: else their sums are exact in f32, in any order.
+  for (size_t i = 0; i < dy.size(); i++) dy[i] = to_bf16(std::ldexp(to_float(dy[i]), -int(i / s.n * 7 % 20)));
   Inputs in = {numbers(size_t(s.rows()) * s.k, 1, seed),
                numbers(s.groups() * matrix, 0.5, seed + 1),
-               numbers(size_t(s.rows()) * s.n, 1, seed + 2),
+               std::move(dy),
                floats(s.bias ? s.groups() * s.n : 0, 1, seed + 3),
                floats(s.groups() * matrix, 1, seed + 4),
                floats(s.groups() * s.n, 1, seed + 5),
@@ -186,6 +189,22 @@ Exact exact(const Shape& s, const Inputs& in) {
   return e;
 }
 
+// As product.cuh says: each lane's rows in order, then the lanes, each addition with one rounding.
+std::vector<float> dbias_in_order(const Shape& s, const Inputs& in) {
+  std::vector<float> sums = in.dbias;
+  for (int g = 0; g < s.groups(); g++)
+    for (int j = 0; j < s.n && s.starts[g] < s.starts[g + 1]; j++) {
+      float total = 0;
+      for (uint32_t lane = 0; lane < product::column_sum_lanes; lane++) {
+        float sum = 0;
+        for (size_t row = s.starts[g] + lane; row < s.starts[g + 1]; row += product::column_sum_lanes) sum += to_float(in.dy[row * s.n + j]);
+        total = lane == 0 ? sum : total + sum;
+      }
+      sums[size_t(g) * s.n + j] += total;
+    }
+  return sums;
+}
+
 std::string off_rounded(const char* what, const std::vector<bf16>& got, const std::vector<double>& exact,
                         const std::vector<double>& terms, double error) {
   for (size_t i = 0; i < exact.size(); i++)
@@ -234,6 +253,7 @@ std::string wrong_shape(const Options& options, const Shape& s) {
   if (wrong.empty()) wrong = off_rounded("dx", got.dx, e.dx, e.dx_terms, error);
   if (wrong.empty()) wrong = off_sum("dweight", got.dweight, e.dweight, e.dweight_terms, error);
   if (wrong.empty()) wrong = off_sum("dbias", got.dbias, e.dbias, e.dbias_terms, SUM_ERROR_MAX);
+  if (wrong.empty()) wrong = bits("dbias in its lanes' order", got.dbias.data(), dbias_in_order(s, in).data(), got.dbias.size());
   // Each group's rows from its second on, alone and told without groups.
   for (int g = 0; g < s.groups() && wrong.empty(); g++) {
     const size_t first = s.starts[g] + 1, end = s.starts[g + 1], matrix = size_t(s.k) * s.n;
@@ -263,6 +283,56 @@ std::string wrong_shape(const Options& options, const Shape& s) {
   return wrong.empty() ? wrong : std::string(s.name) + ": " + wrong;
 }
 
+// Rows, matrices and results beyond 2^31 numbers: one row of the last of many groups, after a first of many rows.
+std::string wrong_far(const Options& options) {
+  constexpr int width = 256, groups = (1 << 15) + 1, many = 1 << 23, rows = many + 1;
+  constexpr size_t matrix = size_t(width) * width;
+  // As a problem of its own, whose bits all must have.
+  const Shape alone = {"far away", width, width, {0, 1}, true};
+  Inputs in = inputs(alone, 9);
+  in.dweight.assign(matrix, 0), in.dbias.assign(width, 0);
+  const Results near = run(options, alone, in);
+  const FarArray<bf16> x(size_t(rows) * width), dy(size_t(rows) * width), weight(groups * matrix);
+  // Results of every kind.
+  const FarArray<float> out(std::max(groups * matrix, size_t(rows) * width));
+  std::vector<float> bias(size_t(groups) * width);
+  memcpy(x.data + size_t(many) * width, in.x.data(), width * sizeof(bf16));
+  memcpy(dy.data + size_t(many) * width, in.dy.data(), width * sizeof(bf16));
+  memcpy(weight.data + (groups - 1) * matrix, in.weight.data(), matrix * sizeof(bf16));
+  std::copy(in.bias.begin(), in.bias.end(), bias.end() - width);
+  std::vector<uint32_t> starts(groups + 1, many);
+  starts[0] = 0, starts[groups] = rows;
+  const Product p = {x.data, weight.data, bias.data(), nullptr, dy.data, out.data, starts.data(), rows, width, width, groups, 1};
+  const auto last = [&](void (*kernel)(Product), uint64_t block, int threads, int shared) {
+    launch_last(options, block + 1, unsigned(threads), size_t(shared), [=] { kernel(p); });
+  };
+  // Each kernel's first columns.
+  const bf16* halves = reinterpret_cast<const bf16*>(out.data) + size_t(many) * width;
+  const float* sums = out.data + size_t(many) * width;
+  std::string wrong;
+  last(product_forward_f32, many / Wide::rows, Wide::threads, Wide::shared_bytes);
+  if (wrong.empty()) wrong = bits("y in f32 far away", sums, near.y_f32.data(), Wide::columns);
+  last(product_forward_narrow_f32, many / Narrow::rows, Narrow::threads, Narrow::shared_bytes);
+  if (wrong.empty()) wrong = bits("y in f32 of narrow tiles far away", sums, near.y_f32.data(), Narrow::columns);
+  last(product_forward, many / Wide::rows, Wide::threads, Wide::shared_bytes);
+  if (wrong.empty()) wrong = bits("y far away", halves, near.y.data(), Wide::columns);
+  last(product_forward_narrow, many / Narrow::rows, Narrow::threads, Narrow::shared_bytes);
+  if (wrong.empty()) wrong = bits("y of narrow tiles far away", halves, near.y.data(), Narrow::columns);
+  last(product_input_gradient, many / Wide::rows, Wide::threads, Wide::shared_bytes);
+  if (wrong.empty()) wrong = bits("dx far away", halves, near.dx.data(), Wide::columns);
+  // Sums of gradients, which held nothing.
+  float* const dweight = out.data + (groups - 1) * matrix;
+  memset(dweight, 0, matrix * sizeof(float));
+  last(product_weight_gradient, uint64_t(groups - 1) * tiles(width, Wide::rows) * tiles(width, Wide::columns), Wide::threads, Wide::shared_bytes);
+  if (wrong.empty()) wrong = bits("dweight far away", dweight, near.dweight.data(), Wide::columns);
+  float* const dbias = out.data + size_t(groups - 1) * width;
+  memset(dbias, 0, width * sizeof(float));
+  last(product_bias_gradient, uint64_t(groups - 1) * tiles(width, product::column_sum_columns), product::column_sum_threads,
+       product::column_sum_shared_bytes);
+  if (wrong.empty()) wrong = bits("dbias far away", dbias, near.dbias.data(), product::column_sum_columns);
+  return wrong;
+}
+
 }  // namespace
 
 std::string wrong_product(const Options& options, bool small) {
@@ -288,7 +358,7 @@ std::string wrong_product(const Options& options, bool small) {
   std::string wrong = wrong_scales(options);
   for (const Shape& shape : shapes)
     if (wrong.empty()) wrong = wrong_shape(options, shape);
-  return wrong;
+  return wrong.empty() ? wrong_far(options) : wrong;
 }
 
 }  // namespace suite

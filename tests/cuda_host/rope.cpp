@@ -101,7 +101,16 @@ std::string wrong_far(const Options& options) {
   run(options, {x.data, nullptr, y.data(), nullptr, cosines.data, sines.data, positions.data(), 4, 1, half, stride, width, 1});
   std::vector<double> turned(width);
   for (int i = 0; i < half; i++) turned[i] = -to_float(row[half + i]), turned[half + i] = to_float(row[i]);
-  return off("rope, far away", {y.end() - width, y.end()}, turned);
+  if (const std::string wrong = off("rope, far away", {y.end() - width, y.end()}, turned); !wrong.empty()) return wrong;
+  // A row beyond 2^31, all in one place.
+  constexpr size_t rows = (size_t(1) << 31) + 1;
+  const FarArray<uint32_t> of_rows(rows);
+  of_rows.data[rows - 1] = position;
+  y.assign(width, {});
+  const Rope p = {row.data(), nullptr, y.data(), nullptr, cosines.data, sines.data, of_rows.data, rows, 1, half, 0, 0, 1};
+  launch_last(options, (rows - 1) / rope_op::threads + 1, rope_op::threads, 0, [=] { rope(p); });
+  y.resize(width);
+  return off("rope, a far row", y, turned);
 }
 
 }  // namespace

@@ -125,13 +125,34 @@ std::string wrong_routes_are_seen(const Options& options) {
   return dlogits[2] == 0 && dlogits[3] == 0 ? "" : "the gradient of experts that do not exist";
 }
 
+// Tokens beyond 2^31.
+std::string wrong_far(const Options& options) {
+  constexpr size_t tokens = (size_t(1) << 31) + 1, last = tokens - 1;
+  const FarArray<float> logits(2 * tokens), weights(tokens), dweights(tokens), dlogits(2 * tokens);
+  const FarArray<uint32_t> routes(tokens);
+  logits.data[2 * last + 1] = 3;
+  const Route r = {logits.data, routes.data, tokens, 2, 1};
+  launch_last(options, last / (router_op::route_threads / 32) + 1, router_op::route_threads, 0, [=] { route(r); });
+  if (routes.data[last] != 1) return "the route of a far token";
+  const TopKSoftmax forward = {logits.data, routes.data, nullptr, weights.data, nullptr, tokens, 2, 1};
+  constexpr uint64_t blocks = last / router_op::softmax_threads + 1;
+  launch_last(options, blocks, router_op::softmax_threads, 0, [=] { top_k_softmax_forward(forward); });
+  if (weights.data[last] != 1) return "the weight of a far token";
+  // A weight that is not one, so that a gradient is left.
+  weights.data[last] = 0.5f, dweights.data[last] = 4;
+  const TopKSoftmax backward = {nullptr, routes.data, dweights.data, weights.data, dlogits.data, tokens, 2, 1};
+  launch_last(options, blocks, router_op::softmax_threads, 0, [=] { top_k_softmax_backward(backward); });
+  return dlogits.data[2 * last + 1] == 1 ? "" : differs("the gradient of a far token", last, dlogits.data[2 * last + 1], 1);
+}
+
 }  // namespace
 
 std::string wrong_router(const Options& options, bool small) {
   struct Case { size_t tokens; int experts, top_k; };
   for (const Case& c : std::vector<Case>{{1, 1, 1}, {7, 4, 2}, {5, 32, 4}, {9, 33, 33}, {13, 128, 4}, {size_t(small ? 130 : 1001), 40, 8}, {2, 1000, 5}})
     if (const std::string wrong = wrong_case(options, c.tokens, c.experts, c.top_k); !wrong.empty()) return wrong;
-  return wrong_routes_are_seen(options);
+  const std::string wrong = wrong_routes_are_seen(options);
+  return wrong.empty() ? wrong_far(options) : wrong;
 }
 
 }  // namespace suite

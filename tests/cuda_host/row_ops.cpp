@@ -19,6 +19,16 @@ namespace op = row_ops;
 
 namespace {
 
+// `got` is what `exact` is rounded to, or would be were it off by a little of `terms`: sums in f32 before the one rounding.
+std::string off_rounding(const char* what, const std::vector<bf16>& got, const std::vector<double>& exact, const std::vector<double>& terms) {
+  for (size_t i = 0; i < exact.size(); i++) {
+    const double off = 4 * SUM_ERROR_MAX * terms[i] + 1e-30, least = to_float(to_bf16(float(exact[i] - off)));
+    if (!(to_float(got[i]) >= least && to_float(got[i]) <= to_float(to_bf16(float(exact[i] + off)))))
+      return differs(what, i, to_float(got[i]), exact[i]);
+  }
+  return "";
+}
+
 double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
 struct Gated {
@@ -96,26 +106,28 @@ std::string wrong_rms_norm(const Options& options, size_t rows, int width, doubl
   std::vector<float> weight(width);
   for (int i = 0; i < width; i++) weight[i] = 0.5f + to_float(numbers(1, 1, 5 + i)[0]);
   const Normed got = rms_norm(options, x, weight, dy, eps);
-  std::vector<double> y(x.size()), dx(x.size()), dweight(width), terms(width);
+  std::vector<double> y(x.size()), y_terms(x.size()), dx(x.size()), dx_terms(x.size()), dweight(width), terms(width);
   for (size_t row = 0; row < rows; row++) {
-    double squares = 0, dot = 0;
+    double squares = 0, dot = 0, dot_terms = 0;
     for (int i = 0; i < width; i++) {
-      const double v = to_float(x[row * width + i]);
+      const double v = to_float(x[row * width + i]), term = to_float(dy[row * width + i]) * weight[i] * v;
       squares += v * v;
-      dot += to_float(dy[row * width + i]) * weight[i] * v;
+      dot += term, dot_terms += std::fabs(term);
     }
     const double r = 1 / std::sqrt(squares / width + eps);
     for (int i = 0; i < width; i++) {
       const size_t at = row * width + i;
       const double v = to_float(x[at]), grad = to_float(dy[at]);
       y[at] = v * r * weight[i];
+      y_terms[at] = std::fabs(y[at]);
       dx[at] = r * grad * weight[i] - v * r * r * r * dot / width;
+      dx_terms[at] = std::fabs(r * grad * weight[i]) + std::fabs(v * r * r * r * dot_terms / width);
       dweight[i] += grad * v * r;
       terms[i] += std::fabs(grad * v * r);
     }
   }
-  std::string wrong = off("rms_norm, y", got.y, y);
-  if (wrong.empty()) wrong = off("rms_norm, dx", got.dx, dx, 1e-5 / (size + std::sqrt(eps)));
+  std::string wrong = off_rounding("rms_norm, y", got.y, y, y_terms);
+  if (wrong.empty()) wrong = off_rounding("rms_norm, dx", got.dx, dx, dx_terms);
   if (wrong.empty()) wrong = off_sum("rms_norm, dweight", got.dweight, dweight, terms);
   // The last row alone.
   if (wrong.empty() && rows > 1) {
@@ -133,6 +145,47 @@ std::string wrong_rms_norm(const Options& options, size_t rows, int width, doubl
   return wrong;
 }
 
+// Pairs beyond 2^31: eight and what is left over.
+std::string wrong_far_swiglu(const Options& options) {
+  constexpr size_t first = size_t(1) << 31, here = 11;
+  const std::vector<bf16> x = numbers(2 * here, 1, 6), dy = numbers(here, 1, 7);
+  const Gated near = swiglu(options, x, dy, 7, 1.702f);
+  const FarArray<bf16> xs(2 * (first + here)), dys(first + here), y(first + here), dx(2 * (first + here));
+  for (size_t i = 0; i < 2 * here; i++) xs.data[2 * first + i] = x[i];
+  for (size_t i = 0; i < here; i++) dys.data[first + i] = dy[i];
+  constexpr uint64_t blocks = first / (op::swiglu_threads * op::vector) + 1;
+  const Swiglu forward = {xs.data, nullptr, y.data, first + here, 7, 1.702f}, backward = {xs.data, dys.data, dx.data, first + here, 7, 1.702f};
+  launch_last(options, blocks, op::swiglu_threads, 0, [=] { swiglu_forward(forward); });
+  launch_last(options, blocks, op::swiglu_threads, 0, [=] { swiglu_backward(backward); });
+  const std::string wrong = bits("swiglu far away, y", y.data + first, near.y.data(), here);
+  return wrong.empty() ? bits("swiglu far away, dx", dx.data + 2 * first, near.dx.data(), 2 * here) : wrong;
+}
+
+// A row beyond 2^31 numbers, and the parts of a chunk of such rows.
+std::string wrong_far_rms_norm(const Options& options) {
+  constexpr int width = 1 << 17;
+  constexpr size_t chunk = 1 << 14, row = chunk * op::weight_rows;
+  const std::vector<bf16> x = numbers(width, 1, 8), dy = numbers(width, 1, 9);
+  const std::vector<float> weight = floats(width, 1, 10);
+  const Normed near = rms_norm(options, x, weight, dy, 1e-5f);
+  const FarArray<bf16> xs((row + 1) * width), dys((row + 1) * width), out((row + 1) * width);
+  const FarArray<float> inverse_rms(row + 1), parts((chunk + 1) * width);
+  memcpy(xs.data + row * width, x.data(), width * sizeof(bf16));
+  memcpy(dys.data + row * width, dy.data(), width * sizeof(bf16));
+  const RmsNorm p = {xs.data, weight.data(), dys.data, out.data, inverse_rms.data, width, 1e-5f};
+  launch_last(options, row + 1, op::rms_norm_threads, op::rms_norm_shared_bytes, [=] { rms_norm_forward(p); });
+  std::string wrong = bits("rms_norm far away, y", out.data + row * width, near.y.data(), width);
+  launch_last(options, row + 1, op::rms_norm_threads, op::rms_norm_shared_bytes, [=] { rms_norm_backward(p); });
+  if (wrong.empty()) wrong = bits("rms_norm far away, dx", out.data + row * width, near.dx.data(), width);
+  // The first columns of the last chunk, and their sum over all chunks.
+  std::vector<float> dweight(width);
+  const RmsNormWeight w = {xs.data, dys.data, inverse_rms.data, parts.data, dweight.data(), row + 1, width};
+  launch_last(options, chunk * (width / 2 / op::weight_threads) + 1, op::weight_threads, 0, [=] { rms_norm_weight(w); });
+  launch(options, 1, op::weight_threads, 0, [=] { rms_norm_weight_sum(w); });
+  if (wrong.empty()) wrong = bits("rms_norm far away, dweight", dweight.data(), near.dweight.data(), op::weight_threads);
+  return wrong;
+}
+
 }  // namespace
 
 std::string wrong_row_ops(const Options& options, bool small) {
@@ -145,7 +198,8 @@ std::string wrong_row_ops(const Options& options, bool small) {
                                    {130, 264, 10, 0},  {2, small ? 1032 : 2880, 1, 1e-6f}};
   for (const Case& c : cases)
     if (wrong.empty()) wrong = wrong_rms_norm(options, c.rows, c.width, c.size, c.eps);
-  return wrong;
+  if (wrong.empty()) wrong = wrong_far_swiglu(options);
+  return wrong.empty() ? wrong_far_rms_norm(options) : wrong;
 }
 
 }  // namespace suite

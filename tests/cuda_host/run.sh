@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# The CUDA kernels on the CPU: the engine's tests, the kernels' suite, both sanitizers, and ten of the seeded bugs.
+# The CUDA kernels on the CPU: the engine's tests, the kernels' suite, both sanitizers, ten of the seeded bugs, and five of
+# those that drawn_bugs.py draws.
 #
 #   run.sh         as said, what CI runs
 #   run.sh bugs    every seeded bug, and nothing else
 #
-# Needs bash, g++ and make. JOBS (default: all cores) programs at a time. Prints a table; exits 1 on any miss.
+# Needs bash, g++, make and python3. JOBS (default: all cores) programs at a time. Prints a table; exits 1 on any miss.
 set -u
 cd "$(dirname "$0")" || exit 1
 jobs=${JOBS:-$(nproc)}
@@ -52,5 +53,9 @@ esac
 echo "$sample of $count seeded bugs, and what catches each"
 seq $step $step "$count" | head -n "$sample" | xargs -P "$jobs" -I{} ./bug.sh {} ||
   fail "a seeded bug was not caught or does not fit the sources"
+if [ "${1:-}" = "" ]; then
+  echo "5 of the drawn bugs, and what catches each"
+  ./drawn_bugs.py 5 || fail "a drawn bug was not caught"
+fi
 if [ $failed = 0 ]; then echo "all good, $sample of $sample seeded bugs caught in ${SECONDS} s"; fi
 exit $failed

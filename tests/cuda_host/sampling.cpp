@@ -140,6 +140,18 @@ std::string wrong_numbers(const Options& options) {
   return "";
 }
 
+// More tokens asked for than 2^32, where what is counted in 32 bits begins anew.
+std::string wrong_far_token(const Options& options) {
+  constexpr size_t count = (size_t(1) << 32) + 1;
+  const FarArray<uint32_t> rows(count), tokens(count);
+  const FarArray<float> log_probs(count);
+  rows.data[count - 1] = 1, tokens.data[count - 1] = 2;
+  const std::vector<float> z = {0, 0, 0, 1, 2, 4}, log_sum_exp = {9, 7};
+  const LogProbs p = {z.data(), log_sum_exp.data(), rows.data, tokens.data, log_probs.data, int64_t(count), 3};
+  launch_last(options, (count - 1) / op::log_probs_threads + 1, op::log_probs_threads, 0, [=] { sampling_log_probs(p); });
+  return log_probs.data[count - 1] == -3 ? "" : differs("the log-probability of a far token", count - 1, log_probs.data[count - 1], -3);
+}
+
 }  // namespace
 
 std::string wrong_sampling(const Options& options, bool small) {
@@ -151,7 +163,7 @@ std::string wrong_sampling(const Options& options, bool small) {
   }
   // Beyond 2^31 values.
   if (wrong.empty()) wrong = wrong_random(options, 2, 3001, 1 << 20);
-  return wrong;
+  return wrong.empty() ? wrong_far_token(options) : wrong;
 }
 
 }  // namespace suite

@@ -60,6 +60,23 @@ std::string wrong_case(const Options& options, size_t count, double size) {
   return wrong;
 }
 
+// Elements beyond 2^31: eight and what is left over.
+std::string wrong_far(const Options& options) {
+  constexpr size_t first = size_t(1) << 31, here = 11;
+  const std::vector<bf16> gate = numbers(here, 1, 4), up = numbers(here, 1, 5), dy = numbers(here, 1, 6);
+  const Gated near = silu_gated(options, gate, up, dy);
+  const FarArray<bf16> gates(first + here), ups(first + here), dys(first + here), out(first + here), dup(first + here);
+  for (size_t i = 0; i < here; i++) gates.data[first + i] = gate[i], ups.data[first + i] = up[i], dys.data[first + i] = dy[i];
+  const SiluGated p = {gates.data, ups.data, dys.data, out.data, dup.data, first + here};
+  constexpr uint64_t blocks = first / (silu_gated_op::threads * elements::vector) + 1;
+  launch_last(options, blocks, silu_gated_op::threads, 0, [=] { silu_gated_forward(p); });
+  std::string wrong = bits("silu_gated far away, y", out.data + first, near.y.data(), here);
+  launch_last(options, blocks, silu_gated_op::threads, 0, [=] { silu_gated_backward(p); });
+  if (wrong.empty()) wrong = bits("silu_gated far away, dgate", out.data + first, near.dgate.data(), here);
+  if (wrong.empty()) wrong = bits("silu_gated far away, dup", dup.data + first, near.dup.data(), here);
+  return wrong;
+}
+
 }  // namespace
 
 std::string wrong_silu_gated(const Options& options, bool small) {
@@ -67,7 +84,7 @@ std::string wrong_silu_gated(const Options& options, bool small) {
   for (const size_t count : {size_t(1), size_t(7), size_t(32), size_t(1003), size_t(small ? 2049 : 30000)})
     for (const double size : {1.0, 6.0})
       if (wrong.empty()) wrong = wrong_case(options, count, size);
-  return wrong;
+  return wrong.empty() ? wrong_far(options) : wrong;
 }
 
 }  // namespace suite

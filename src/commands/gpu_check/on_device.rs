@@ -4,6 +4,12 @@ use super::{GpuCheckArgs, Part, run};
 use crate::error::EXIT_DONE;
 
 #[test]
+fn every_op_is_timed() {
+    let device = crate::ops::cuda::open(0).unwrap();
+    super::speed_ops::run(&device, true).unwrap();
+}
+
+#[test]
 fn small_checks_pass() {
     let parts = vec![Part::Device, Part::Primitives, Part::Seeded, Part::Oracle, Part::Links];
     assert_eq!(

@@ -20,13 +20,13 @@ const HALF_STEP: f32 = 1.0 / 256.0;
 const FLOOR: f32 = 1e-5;
 
 /// Numbers that bf16 holds.
-fn numbers(seed: u64, rows: usize, width: usize, size: f32) -> Result<Tensor> {
+pub(super) fn numbers(seed: u64, rows: usize, width: usize, size: f32) -> Result<Tensor> {
     let mut rng = stream(seed, Purpose::Evaluation, &[]);
     let values: Vec<f32> = (0..rows * width).map(|_| size * rng.random_range(-3.0f32..3.0)).collect();
     Ok(Tensor::from_vec(values, (rows, width), &Device::Cpu)?.to_dtype(DType::BF16)?)
 }
 
-fn floats(x: &Tensor) -> Result<Vec<f32>> {
+pub(super) fn floats(x: &Tensor) -> Result<Vec<f32>> {
     Ok(x.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
 }
 

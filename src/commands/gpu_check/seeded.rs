@@ -5,6 +5,7 @@
 
 use super::Verdicts;
 use super::links::training;
+use super::model_ops::{self, Output};
 use super::oracle::{TENSORS, plain_bound, values};
 use super::problem::{Problem, Shape, attention};
 use super::row_ops;
@@ -32,7 +33,11 @@ fn shapes() -> [Shape; 2] {
 
 /// What an op's tensor is called in the file.
 fn name(tensor: &str, shape: &Shape, kernels: &str) -> String {
-    format!("{tensor}, {}, {kernels}", shape.name).replace(' ', "_")
+    one_word(&format!("{tensor}, {}, {kernels}", shape.name))
+}
+
+fn one_word(name: &str) -> String {
+    name.replace(' ', "_")
 }
 
 /// How far values of an op of rows may be apart, of the largest: two steps of bf16.
@@ -53,6 +58,9 @@ fn outputs(device: &Device) -> Result<Outputs> {
     outputs.insert(APPENDED.into(), appended(device)?);
     for (name, values) in row_ops::seeded(device)? {
         outputs.insert(name, values.into_iter().map(f32::to_bits).collect());
+    }
+    for output in model_ops::seeded(device)? {
+        outputs.insert(one_word(&output.name), output.values.into_iter().map(f32::to_bits).collect());
     }
     Ok(outputs)
 }
@@ -162,12 +170,29 @@ pub(super) fn run(device: &Device, verdicts: &mut Verdicts) -> Result<()> {
         }
         Ok(Ok("as by the emulator".into()))
     });
+    match model_ops::seeded(device) {
+        Err(error) => verdicts.row("seeded: ops of models", Err(format!("broke off: {error:#}"))),
+        Ok(outputs) => {
+            for output in outputs {
+                let name = one_word(&output.name);
+                verdicts
+                    .check(&format!("seeded: {name}"), || Ok(agree_by_rule(&output, &floats(of(&name)?))));
+            }
+        }
+    }
     verdicts.check("seeded: rows in a cache", || {
         let seen = appended(device)?;
         let same = &seen == of(APPENDED)?;
         Ok(if same { Ok(format!("{} places", seen.len())) } else { Err(format!("{seen:?}")) })
     });
     Ok(())
+}
+
+/// Both near what is exact.
+fn agree_by_rule(output: &Output, expected: &[f64]) -> Result<String, String> {
+    let largest = expected.iter().fold(0f64, |size, x| size.max(x.abs()));
+    let seen: Vec<f64> = output.values.iter().map(|&x| x.into()).collect();
+    agree(&seen, expected, 2.0 * output.rule.allowed(largest as f32, largest as f32) as f64)
 }
 
 /// Differences at most `bound`, zeros where the emulator has them.
@@ -183,7 +208,8 @@ fn agree(seen: &[f64], expected: &[f64], bound: f64) -> Result<String, String> {
         }
         largest = largest.max((a - b).abs());
     }
-    Ok(format!("{} values, apart at most {:.2} of what is allowed", seen.len(), largest / bound))
+    let share = if bound > 0.0 { largest / bound } else { 0.0 };
+    Ok(format!("{} values, apart at most {share:.2} of what is allowed", seen.len()))
 }
 
 #[cfg(test)]
@@ -193,7 +219,13 @@ mod tests {
     #[test]
     fn the_file_has_every_output_and_each_rule_bites() {
         let expected = parse(EXPECTED).unwrap();
-        assert_eq!(expected.len(), shapes().len() * KERNEL_SETS.len() * TENSORS.len() + 1 + 5);
+        let of_models = model_ops::seeded(&Device::Cpu).unwrap();
+        let of_attention = shapes().len() * KERNEL_SETS.len() * TENSORS.len();
+        assert_eq!(expected.len(), of_attention + 1 + 5 + of_models.len());
+        for output in &of_models {
+            agree_by_rule(output, &floats(&expected[&one_word(&output.name)]))
+                .unwrap_or_else(|e| panic!("{}: {e}", output.name));
+        }
         for shape in shapes() {
             let problem = Problem::new(&shape, 17);
             let exact = attention(&problem, false);

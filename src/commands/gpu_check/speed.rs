@@ -89,7 +89,7 @@ fn operations(timed: Timed) -> f64 {
 }
 
 /// Random numbers, a million of them over and over: zeros would run faster than what is real.
-fn numbers(count: usize, seed: u64) -> Vec<bf16> {
+pub(super) fn numbers(count: usize, seed: u64) -> Vec<bf16> {
     let some = Problem::new(&Shape::new("numbers", (128, 128), None, &[128]), seed);
     bits(&some.q).into_iter().cycle().take(count).collect()
 }
@@ -117,7 +117,7 @@ fn time(
     Ok([forward, backward])
 }
 
-fn median(gpu: &CudaDevice, mut pass: impl FnMut() -> Result<()>) -> Result<f32> {
+pub(super) fn median(gpu: &CudaDevice, mut pass: impl FnMut() -> Result<()>) -> Result<f32> {
     for _ in 0..WARM_UPS {
         pass()?;
     }

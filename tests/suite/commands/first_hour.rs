@@ -104,7 +104,8 @@ fn recipes_are_inside_the_binary_and_a_name_that_is_none_lists_them() {
             .collect::<Vec<_>>()
             .join(" ");
         assert!(
-            help.contains("quickstart, quickstart_dense, ") && help.contains("one of a run's checkpoints"),
+            help.contains("quickstart, quickstart_cuda, quickstart_dense, ")
+                && help.contains("one of a run's checkpoints"),
             "{help}"
         );
     }

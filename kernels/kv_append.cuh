@@ -1,0 +1,17 @@
+// Parameters of the append to a cache of keys and values, src/ops/cuda/paged.rs.
+#pragma once
+
+#include "primitives.cuh"
+
+struct KvAppend {
+  const uint4* rows;      // [tokens, row_vectors]
+  uint4* cache;           // [cache rows, row_vectors]
+  const int32_t* places;  // [tokens]: each row's place in the cache
+  int32_t row_vectors;    // 16 bytes each
+};
+
+namespace kv_append_op {
+
+constexpr int threads = 128;  // a row
+
+}  // namespace kv_append_op

@@ -1,0 +1,142 @@
+//! Milliseconds, TFLOP/s and GB/s of the other ops at gpt-oss-20b's shapes, beside what docs/ROOFLINE.md says is possible.
+//!
+//! Operations are two a multiply-add; bytes are each tensor's once, as there. The backward is candle's walk over one op.
+
+use super::model_ops::learning;
+use super::speed::{median, numbers};
+use crate::ops::optimizer::{AdamW, adamw};
+use crate::ops::{self, Dispatch};
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor, Var};
+
+/// A model's sizes.
+struct Sizes {
+    hidden: usize,
+    queries: usize,
+    experts: usize,
+    intermediate: usize,
+    vocabulary: usize,
+    tokens: &'static [usize],
+}
+
+const TOP_K: usize = 4;
+const GPT_OSS: Sizes = Sizes {
+    hidden: 2880,
+    queries: 4096,
+    experts: 32,
+    intermediate: 2880,
+    vocabulary: 201_088,
+    tokens: &[64, 1024, 16_384],
+};
+const SMALL: Sizes =
+    Sizes { hidden: 16, queries: 32, experts: 4, intermediate: 16, vocabulary: 40, tokens: &[3] };
+/// Rows of the head at a time: more would not fit beside it.
+const HEAD_ROWS_MAX: usize = 1024;
+
+fn random(device: &Device, shape: &[usize]) -> Result<Tensor> {
+    Ok(Tensor::from_vec(numbers(shape.iter().product(), 5), shape, &Device::Cpu)?.to_device(device)?)
+}
+
+fn single(device: &Device, shape: &[usize]) -> Result<Tensor> {
+    Ok(Tensor::ones(shape, DType::F32, &Device::Cpu)?.to_device(device)?)
+}
+
+pub(super) fn run(device: &Device, small: bool) -> Result<()> {
+    let sizes = if small { SMALL } else { GPT_OSS };
+    println!("\n| op | tokens or values | ms | TFLOP/s | GB/s |\n| --- | --- | --- | --- | --- |");
+    for &tokens in sizes.tokens {
+        products(device, &sizes, tokens)?;
+        rows(device, &sizes, tokens)?;
+    }
+    let count = sizes.experts * sizes.hidden * sizes.intermediate;
+    let [w, m, v, g] = [(); 4].map(|()| single(device, &[count]));
+    let (w, m, v, g) = (w?, m?, v?, g?);
+    let step = AdamW {
+        shrink: 1.0,
+        one_minus_beta1: 0.1,
+        beta2: 0.95,
+        one_minus_beta2: 0.05,
+        rate: 1e-3,
+        root_correction: 1.0,
+        eps: 1e-8,
+    };
+    time(device, "adamw", count, 0.0, 28.0 * count as f64, || Ok(adamw(&w, [&m, &v], &g, &step)?))
+}
+
+/// One row of the table.
+fn time(
+    device: &Device,
+    op: &str,
+    count: usize,
+    operations: f64,
+    bytes: f64,
+    pass: impl FnMut() -> Result<()>,
+) -> Result<()> {
+    let seconds = median(device.as_cuda_device()?, pass)? as f64 / 1e3;
+    let rate = |of: f64, unit: f64| if of > 0.0 { format!("{:.1}", of / seconds / unit) } else { "".into() };
+    println!("| {op} | {count} | {:.4} | {} | {} |", seconds * 1e3, rate(operations, 1e12), rate(bytes, 1e9));
+    Ok(())
+}
+
+fn products(device: &Device, s: &Sizes, tokens: usize) -> Result<()> {
+    let routes = (0..tokens * TOP_K).map(|i| ((i / TOP_K + i % TOP_K * 7) % s.experts) as u32);
+    let routes = Tensor::from_iter(routes, &Device::Cpu)?.reshape((tokens, TOP_K))?.to_device(device)?;
+    let plan = Dispatch::new(&routes, s.experts)?;
+    let (k, up) = (s.hidden, 2 * s.intermediate);
+    let (dense, _) = learning(&random(device, &[k, s.queries])?)?;
+    let (grouped, _) = learning(&random(device, &[s.experts, k, up])?)?;
+    let (bias, _) = learning(&single(device, &[s.experts, up])?)?;
+    type Op<'a> = &'a dyn Fn(&Tensor) -> candle_core::Result<Tensor>;
+    let linear: Op = &|x| ops::linear(x, &dense, None);
+    let of_experts: Op = &|x| ops::grouped_linear(x, &grouped, &bias, &plan);
+    for (name, op, rows, n, matrices) in [
+        ("linear", linear, tokens, s.queries, 1),
+        ("experts' product", of_experts, tokens * TOP_K, up, s.experts),
+    ] {
+        let (x, dy) = (random(device, &[rows, k])?, random(device, &[rows, n])?);
+        let (operations, of_rows) = ((2 * rows * k * n) as f64, (2 * rows * (k + n)) as f64);
+        let values = (matrices * k * n) as f64;
+        let forward = format!("{name} to {n}");
+        time(device, &forward, tokens, operations, 2.0 * values + of_rows, || Ok(op(&x).map(drop)?))?;
+        let x = Var::from_tensor(&x)?;
+        let both = format!("{name} to {n}, with its backward");
+        // The weight's gradient is read and written in f32.
+        time(device, &both, tokens, 3.0 * operations, 12.0 * values + 3.0 * of_rows, || {
+            ops::upstream(&op(&x)?, &dy)?.backward()?;
+            Ok(())
+        })?;
+    }
+    if tokens <= HEAD_ROWS_MAX {
+        let (h, head) = (random(device, &[tokens, k])?, random(device, &[k, s.vocabulary])?);
+        let head = ops::Parameter::frozen(&head);
+        let bytes = 2 * k * s.vocabulary + tokens * (2 * k + 4 * s.vocabulary);
+        let operations = (2 * tokens * k * s.vocabulary) as f64;
+        time(device, "head's logits", tokens, operations, bytes as f64, || {
+            Ok(ops::linear_f32(&h, &head, None).map(drop)?)
+        })?;
+    }
+    Ok(())
+}
+
+fn rows(device: &Device, s: &Sizes, tokens: usize) -> Result<()> {
+    let (x, weight) = (random(device, &[tokens, s.hidden])?, single(device, &[s.hidden])?);
+    let bytes = |values: usize| 2.0 * values as f64;
+    time(device, "rms_norm", tokens, 0.0, bytes(2 * tokens * s.hidden), || {
+        Ok(ops::rms_norm(&x, &weight, 1e-5).map(drop)?)
+    })?;
+    let rows = tokens * TOP_K;
+    let gated = random(device, &[rows, 2 * s.intermediate])?;
+    time(device, "swiglu", tokens, 0.0, bytes(3 * rows * s.intermediate), || {
+        Ok(ops::swiglu(&gated, 7.0, 1.702).map(drop)?)
+    })?;
+    let logits = single(device, &[tokens, s.experts])?;
+    let routes = ops::route(&logits, TOP_K)?;
+    let plan = Dispatch::new(&routes, s.experts)?;
+    time(device, "dispatch", tokens, 0.0, bytes((tokens + rows) * s.hidden), || {
+        Ok(ops::dispatch(&x, &plan).map(drop)?)
+    })?;
+    let (sorted, shares) = (random(device, &[rows, s.hidden])?, single(device, &[tokens, TOP_K])?);
+    time(device, "combine", tokens, 0.0, bytes((tokens + rows) * s.hidden), || {
+        Ok(ops::combine(&sorted, &shares, &plan).map(drop)?)
+    })
+}
