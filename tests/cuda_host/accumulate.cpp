@@ -10,9 +10,9 @@ using cuda_host::Options;
 
 namespace {
 
-// Elements beyond 2^31.
+// Elements beyond 2^32, where what is counted in 32 bits begins anew.
 std::string wrong_far(const Options& options) {
-  constexpr size_t count = (size_t(1) << 31) + 1;
+  constexpr size_t count = (size_t(1) << 32) + 1;
   const FarArray<float> x(count), sum(count);
   x.data[count - 1] = 2, sum.data[count - 1] = 3;
   const Accumulate p = {x.data, sum.data, int64_t(count)};

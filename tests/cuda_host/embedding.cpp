@@ -132,10 +132,10 @@ std::string wrong_far(const Options& options) {
   return wrong;
 }
 
-// Tokens of so many numbers.
+// Tokens beyond 2^32 vectors, where what is counted in 32 bits begins anew.
 std::string wrong_far_tokens(const Options& options) {
   constexpr int width = 1 << 11;
-  constexpr size_t token = (size_t(1) << 31) / (width / elements::vector), blocks = (size_t(1) << 31) / op::take_threads + 1;
+  constexpr size_t token = (size_t(1) << 32) / (width / elements::vector), blocks = (size_t(1) << 32) / op::take_threads + 1;
   const std::vector<bf16> row = numbers(width, 1, 2), turned = row;
   const FarArray<uint32_t> ids(token + 1);
   const FarArray<bf16> y((token + 1) * width);

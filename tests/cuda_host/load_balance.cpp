@@ -96,9 +96,9 @@ std::string wrong_case(const Options& options, size_t rows, int experts, int top
   return wrong;
 }
 
-// A row beyond 2^31.
+// A row beyond 2^32, where what is counted in 32 bits begins anew.
 std::string wrong_far(const Options& options) {
-  constexpr size_t rows = (size_t(1) << 31) + 1, last = rows - 1;
+  constexpr size_t rows = (size_t(1) << 32) + 1, last = rows - 1;
   const FarArray<float> logits(2 * rows), of_rows(rows), dlogits(2 * rows);
   const FarArray<uint32_t> holders(rows);
   std::vector<float> fractions = {0.5f, 1.5f};

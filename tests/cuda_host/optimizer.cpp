@@ -193,9 +193,9 @@ std::string wrong_8bit(const Options& options, size_t count) {
   return wrong;
 }
 
-// Values beyond 2^31.
+// Values beyond 2^32, where what is counted in 32 bits begins anew.
 std::string wrong_far(const Options& options) {
-  constexpr size_t count = (size_t(1) << 31) + 1, at = count - 1;
+  constexpr size_t count = (size_t(1) << 32) + 1, at = count - 1;
   const FarArray<float> w(count), m(count), v(count), gradient(count);
   const FarArray<bf16> rounded(count);
   const auto last = [&](const auto& kernel, const auto& p) {
@@ -220,27 +220,27 @@ std::string wrong_far(const Options& options) {
   return parts.back() == 4 ? "" : differs("squares, far away", at, parts.back(), 4);
 }
 
-// Codes beyond 2^31: the first of what a far block takes are as those of the first.
+// Codes beyond 2^32: the first of what a far block takes are as those of the first.
 std::string wrong_far_8bit(const Options& options) {
-  constexpr size_t each = op::code_block * op::code_blocks * op::adamw_8bit_warps, first = size_t(1) << 31, here = 300;
+  constexpr size_t each = op::code_block * op::code_blocks * op::adamw_8bit_warps, first = size_t(1) << 32, here = 300;
   const CodeMap maps[2] = {code_map(true), code_map(false)};
   const FarArray<float> w(first + here), gradient(first + here);
   const FarArray<uint8_t> codes(first + here), second_codes(first + here);
-  std::vector<float> scales(first / op::code_block + 2), second_scales(scales.size());
+  const FarArray<float> scales(first / op::code_block + 2), second_scales(first / op::code_block + 2);
   std::vector<float> near_w = floats(here, 1, 11), near_gradient = floats(here, 0.1, 12), near_scales(2), near_second_scales(2);
   std::vector<uint8_t> near_codes(here), near_second_codes(here);
   memcpy(w.data + first, near_w.data(), here * sizeof(float));
   memcpy(gradient.data + first, near_gradient.data(), here * sizeof(float));
   const AdamW8Bit near = {maps, near_w.data(), near_codes.data(), near_scales.data(), near_second_codes.data(), near_second_scales.data(),
                           near_gradient.data(), here, STEP};
-  const AdamW8Bit far = {maps, w.data, codes.data, scales.data(), second_codes.data, second_scales.data(), gradient.data, first + here, STEP};
+  const AdamW8Bit far = {maps, w.data, codes.data, scales.data, second_codes.data, second_scales.data, gradient.data, first + here, STEP};
   launch(options, 1, op::threads, op::adamw_8bit_shared_bytes, [=] { adamw_8bit(near); });
   launch_last(options, first / each + 1, op::threads, op::adamw_8bit_shared_bytes, [=] { adamw_8bit(far); });
   std::string wrong = bits("adamw_8bit, far weights", w.data + first, near_w.data(), here);
   if (wrong.empty()) wrong = bits("adamw_8bit, far first codes", codes.data + first, near_codes.data(), here);
   if (wrong.empty()) wrong = bits("adamw_8bit, far second codes", second_codes.data + first, near_second_codes.data(), here);
-  if (wrong.empty()) wrong = bits("adamw_8bit, far first scales", &scales[first / op::code_block], near_scales.data(), 2);
-  if (wrong.empty()) wrong = bits("adamw_8bit, far second scales", &second_scales[first / op::code_block], near_second_scales.data(), 2);
+  if (wrong.empty()) wrong = bits("adamw_8bit, far first scales", scales.data + first / op::code_block, near_scales.data(), 2);
+  if (wrong.empty()) wrong = bits("adamw_8bit, far second scales", second_scales.data + first / op::code_block, near_second_scales.data(), 2);
   return wrong;
 }
 

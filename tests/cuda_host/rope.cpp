@@ -102,8 +102,8 @@ std::string wrong_far(const Options& options) {
   std::vector<double> turned(width);
   for (int i = 0; i < half; i++) turned[i] = -to_float(row[half + i]), turned[half + i] = to_float(row[i]);
   if (const std::string wrong = off("rope, far away", {y.end() - width, y.end()}, turned); !wrong.empty()) return wrong;
-  // A row beyond 2^31, all in one place.
-  constexpr size_t rows = (size_t(1) << 31) + 1;
+  // A row beyond 2^32, all in one place.
+  constexpr size_t rows = (size_t(1) << 32) + 1;
   const FarArray<uint32_t> of_rows(rows);
   of_rows.data[rows - 1] = position;
   y.assign(width, {});

@@ -125,9 +125,9 @@ std::string wrong_routes_are_seen(const Options& options) {
   return dlogits[2] == 0 && dlogits[3] == 0 ? "" : "the gradient of experts that do not exist";
 }
 
-// Tokens beyond 2^31.
+// Tokens beyond 2^32, where what is counted in 32 bits begins anew.
 std::string wrong_far(const Options& options) {
-  constexpr size_t tokens = (size_t(1) << 31) + 1, last = tokens - 1;
+  constexpr size_t tokens = (size_t(1) << 32) + 1, last = tokens - 1;
   const FarArray<float> logits(2 * tokens), weights(tokens), dweights(tokens), dlogits(2 * tokens);
   const FarArray<uint32_t> routes(tokens);
   logits.data[2 * last + 1] = 3;

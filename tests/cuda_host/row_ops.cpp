@@ -145,9 +145,9 @@ std::string wrong_rms_norm(const Options& options, size_t rows, int width, doubl
   return wrong;
 }
 
-// Pairs beyond 2^31: eight and what is left over.
+// Pairs beyond 2^32, where what is counted in 32 bits begins anew: eight and what is left over.
 std::string wrong_far_swiglu(const Options& options) {
-  constexpr size_t first = size_t(1) << 31, here = 11;
+  constexpr size_t first = size_t(1) << 32, here = 11;
   const std::vector<bf16> x = numbers(2 * here, 1, 6), dy = numbers(here, 1, 7);
   const Gated near = swiglu(options, x, dy, 7, 1.702f);
   const FarArray<bf16> xs(2 * (first + here)), dys(first + here), y(first + here), dx(2 * (first + here));

@@ -60,9 +60,9 @@ std::string wrong_case(const Options& options, size_t count, double size) {
   return wrong;
 }
 
-// Elements beyond 2^31: eight and what is left over.
+// Elements beyond 2^32, where what is counted in 32 bits begins anew: eight and what is left over.
 std::string wrong_far(const Options& options) {
-  constexpr size_t first = size_t(1) << 31, here = 11;
+  constexpr size_t first = size_t(1) << 32, here = 11;
   const std::vector<bf16> gate = numbers(here, 1, 4), up = numbers(here, 1, 5), dy = numbers(here, 1, 6);
   const Gated near = silu_gated(options, gate, up, dy);
   const FarArray<bf16> gates(first + here), ups(first + here), dys(first + here), out(first + here), dup(first + here);
