@@ -50,7 +50,7 @@ impl PackedMatrix {
     /// # Errors
     /// When it does not.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub(in crate::ops) fn on_device(&self) -> Result<&Tensor> {
+    pub(in super::super) fn on_device(&self) -> Result<&Tensor> {
         match &self.bytes {
             Bytes::Device(bytes) => Ok(bytes),
             Bytes::Host(_) => {
