@@ -4,7 +4,8 @@
 #   scripts/gpu_check.sh --build          here: builds the program, stripped and packed, target/gpu-check/rloss.gz
 #   scripts/gpu_check.sh                  there: runs everything, writes gpu-check.md
 #
-# Options there: --binary FILE, --out FILE, --device N, --skip PART (sanitizer, peers; may be repeated).
+# Options there: --binary FILE, --out FILE, --device N, --skip PART (sanitizer, peers, runs, model; may be repeated). runs: the
+# quickstart on the GPU and on the CPU; model: tokens a second at the shape of 20B.
 # Every part has a process and a time limit of its own: one that crashes or hangs is a row of the table, no more. The
 # machine needs a driver of release 580 or newer and CUDA 13's libraries, from a toolkit or beside a Python's torch
 # (PYTHON names it). compute-sanitizer and torch are used where they are; else their rows say "not run".
@@ -52,7 +53,7 @@ while [ $# -gt 0 ]; do
                 --out) out=$2 ;;
                 --device) device=$2 ;;
                 --skip)
-                    case $2 in sanitizer | peers) skip="$skip $2" ;; *) fail "--skip takes sanitizer or peers, not $2" ;; esac
+                    case $2 in sanitizer | peers | runs | model) skip="$skip $2" ;; *) fail "--skip takes sanitizer, peers, runs or model, not $2" ;; esac
                     ;;
             esac
             shift 2
@@ -158,6 +159,27 @@ else
     row "NCCL" "not run" "built without it"
 fi
 
+# whole_run NAME SETS...: the quickstart with heads 64 wide, from its cold start to its last evaluation.
+whole_run() {
+    local name=$1 run=$scratch/$1 code=0 begun=$SECONDS success gap verdict=passed
+    shift
+    echo "gpu_check: quickstart_cuda on the $name" >&2
+    rloss timeout 600 "$binary" train quickstart_cuda --out "$run" --set logging.tensorboard=false "$@" >"$scratch/errors" 2>&1 || code=$?
+    if [ $code != 0 ]; then
+        failed=1
+        row "quickstart_cuda on the $name" "**FAILED**" "ended with code $code: $(tail -1 "$scratch/errors")"
+        return
+    fi
+    success=$(sed -n 's/.*"phase":"eval".*acc\/mean@1":\([0-9.]*\).*/\1/p' "$run/metrics.jsonl" | tail -1)
+    gap=$(sed -n 's/.*"mismatch\/logprob_abs_diff_max":\([-+0-9.e]*\).*/\1/p' "$run/metrics.jsonl" | sort -g | tail -1)
+    if [ "$gap" != 0 ]; then verdict="**FAILED**" failed=1; fi
+    row "quickstart_cuda on the $name" "$verdict" "$((SECONDS - begun)) s, success $success at the end, largest gap $gap"
+}
+if [[ $skip != *runs* ]]; then
+    whole_run GPU --set parallel.device_index="$device"
+    whole_run CPU --set device=cpu
+fi
+
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1 || true)
 for tool in memcheck racecheck initcheck synccheck; do
     if [[ $skip == *sanitizer* ]] || [ -z "$sanitizer" ]; then
@@ -187,6 +209,7 @@ elif CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$device} timeout 330 "$python"
     peers=(--peers "$scratch/peers.json")
 fi
 part speed 240 speed "${peers[@]}"
+if [[ $skip != *model* ]]; then part model 600 model; fi
 
 mkdir -p "$(dirname "$out")"
 cp "$table" "$out"

@@ -6,6 +6,7 @@ mod facts;
 mod instruction;
 mod links;
 mod model_ops;
+mod model_speed;
 #[cfg(test)]
 mod on_device;
 mod oracle;
@@ -64,6 +65,8 @@ pub enum Part {
     Nccl,
     /// TFLOP/s and GB/s
     Speed,
+    /// Tokens a second of whole models of gpt-oss-20b's shape
+    Model,
 }
 
 /// The results of checks, printed as they come.
@@ -132,6 +135,7 @@ pub fn run(args: &GpuCheckArgs) -> Result<u8> {
                 speed::run(gpu, args.small, peers.as_ref())?;
                 speed_ops::run(&device, args.small)?;
             }
+            Part::Model => model_speed::run(&device, args.small)?,
         }
     }
     eprintln!("gpu-check: {} passed, {} failed", verdicts.passed, verdicts.failed);

@@ -91,6 +91,20 @@ impl SequenceCache {
         positions.sum::<u64>() * position as u64
     }
 
+    /// Makes it hold `tokens` positions of whatever lies in a GPU's pages: for timings.
+    ///
+    /// # Errors
+    /// When the pages do not suffice, or it is on the host.
+    #[cfg(feature = "cuda")]
+    pub fn reserve(&mut self, config: &Config, tokens: usize) -> Result<()> {
+        for (layer, of) in self.layers.iter_mut().zip(&config.layer_types) {
+            let KvSequence::Device(pages) = layer else { anyhow::bail!("a cache on the host") };
+            let window = (*of == LayerType::Sliding).then_some(config.sliding_window);
+            *layer = KvSequence::Device(pages.reserved(tokens, window)?);
+        }
+        Ok(())
+    }
+
     /// Positions held (by every layer, between forwards).
     pub fn len(&self) -> usize {
         self.layers.first().map_or(0, KvSequence::len)

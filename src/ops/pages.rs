@@ -78,6 +78,18 @@ impl Pages {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 
+    /// A sequence of `len` positions that hold whatever lies in its pages, those that `window` hides forgotten: for timings.
+    ///
+    /// # Errors
+    /// When the pages do not suffice.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub fn reserved(self: &Arc<Self>, len: usize, window: Option<usize>) -> Result<PagedSequence> {
+        let hidden = window.map_or(0, |window| (len + 1).saturating_sub(window) / PAGE);
+        let own =
+            self.take(len.div_ceil(PAGE) - hidden, &[len])?.into_iter().map(|page| Some(Arc::new(page)));
+        Ok(PagedSequence { pages: (0..hidden).map(|_| None).chain(own).collect(), len })
+    }
+
     /// Makes room for `counts[i]` new tokens at the end of `sequences[i]`, for all or for none of them.
     /// Returns where the new tokens' keys and values go.
     ///
@@ -203,6 +215,21 @@ mod tests {
         let growth = pages.extend(sequences, counts).unwrap();
         assert_eq!(growth.copies, []);
         growth.runs
+    }
+
+    #[test]
+    fn a_reserved_sequence_goes_on_where_a_window_left_it() {
+        let pages = Pages::new(4);
+        // Of positions 0 to 199 a query at 200 sees 73 to 199 through a window of 128: the first page is forgotten.
+        let mut reserved = pages.reserved(200, Some(128)).unwrap();
+        assert_eq!((reserved.len(), pages.free()), (200, 1));
+        let mut grown = PagedSequence { len: 200, ..PagedSequence::default() };
+        grown.pages = vec![Some(Arc::new(Page { index: 0, pages: pages.clone() })); 4];
+        grown.forget_before(200, 128);
+        let forgotten = |of: &PagedSequence| of.pages.iter().map(Option::is_none).collect::<Vec<_>>();
+        assert_eq!(forgotten(&reserved), forgotten(&grown));
+        assert_eq!(pages.extend(&mut [&mut reserved], &[56]).unwrap().runs.len(), 1);
+        assert!(pages.reserved(200, None).is_err());
     }
 
     #[test]

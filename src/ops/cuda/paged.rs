@@ -129,6 +129,14 @@ impl KvPages {
         self.sequence.len()
     }
 
+    /// The same pool's, with `len` positions of whatever lies in the pages: for timings.
+    ///
+    /// # Errors
+    /// When the pages do not suffice.
+    pub fn reserved(&self, len: usize, window: Option<usize>) -> Result<Self> {
+        Ok(Self { pool: self.pool.clone(), sequence: self.pool.pages.reserved(len, window)? })
+    }
+
     /// Frees pages that no query at or after `position` can see through `window`, and no other sequence holds.
     pub fn forget_before(&mut self, position: usize, window: usize) {
         self.sequence.forget_before(position, window);

@@ -1,0 +1,283 @@
+//! Tokens a second of whole models of gpt-oss-20b's shape, with random weights.
+//!
+//! Decode and prefill run all layers, the experts packed in MXFP4 as released. Training learns everything, of which one and two layers
+//! fit: what a layer takes is their difference, and what is said of all layers is an extrapolation.
+
+use crate::model::cache::{CacheRoom, Caches, SequenceCache};
+use crate::model::config::{Config, Form, LayerType, Rope};
+use crate::model::family::Family;
+use crate::model::forward::{ForwardOptions, Model};
+use crate::model::held::{Held, Loaded};
+use crate::model::init::{InitSettings, init};
+use crate::model::names::{ParameterSpec, parameter_specs};
+use crate::model::parameters::Parameters;
+use crate::model::policy_view::PolicyView;
+use crate::model::trunk::nothing;
+use crate::ops::logits::{Sampling, logits_rows_max};
+use crate::ops::packed::{COLUMNS, PackedForm, PackedMatrix};
+use crate::ops::threads::Threads;
+use crate::random::{Purpose, stream};
+use crate::recipe::{OptimizerConfig, Yarn};
+use crate::train::accumulate::Learner;
+use crate::train::batch::{MicroBatch, Sequence};
+use crate::train::forward_backward::{HeadGradient, PassSettings};
+use crate::train::optimizer::Optimizer;
+use anyhow::Result;
+use candle_core::cuda_backend::WrapErr;
+use candle_core::{Device, Tensor};
+use rand::RngCore;
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// What is measured.
+struct Cases {
+    config: Config,
+    /// Sequences that decode together, and what each of them holds.
+    sequences: &'static [usize],
+    context: &'static [usize],
+    prefill: usize,
+    /// Tokens of a step, in sequences of `length`.
+    training: &'static [usize],
+    length: usize,
+}
+
+const WARM_UPS: usize = 2;
+/// The median of so many is given.
+const TIMES: usize = 5;
+/// Left free beside the cache: one forward, and the logits drawn from.
+const SPARE_BYTES: u64 = 4 << 30;
+
+fn gpt_oss_20b() -> Cases {
+    let yarn = Yarn { truncate: false, ..Yarn::default() };
+    Cases {
+        config: Config {
+            family: Family::GptOss,
+            vocab_size: 201_088,
+            hidden_size: 2880,
+            num_hidden_layers: 24,
+            num_attention_heads: 64,
+            num_key_value_heads: 8,
+            head_dim: 64,
+            intermediate_size: 2880,
+            num_local_experts: 32,
+            num_experts_per_tok: 4,
+            sliding_window: 128,
+            layer_types: LayerType::alternating(24),
+            rope: Rope { theta: 150_000.0, yarn: Some(yarn) },
+            rms_norm_eps: 1e-5,
+            swiglu_limit: 7.0,
+            tie_word_embeddings: false,
+            max_position_embeddings: 131_072 + 64,
+            bos_token_id: None,
+            eos_token_ids: vec![],
+            pad_token_id: None,
+        },
+        sequences: &[1, 8, 64, 256, 1024],
+        context: &[1024, 4096, 32_768, 131_072],
+        prefill: 4096,
+        training: &[4096, 16_384],
+        length: 4096,
+    }
+}
+
+/// The same in little, to try the program out.
+fn small() -> Cases {
+    let large = gpt_oss_20b();
+    Cases {
+        config: Config {
+            vocab_size: 50,
+            hidden_size: 32,
+            num_hidden_layers: 2,
+            num_attention_heads: 2,
+            num_key_value_heads: 1,
+            intermediate_size: 32,
+            num_local_experts: 4,
+            num_experts_per_tok: 2,
+            layer_types: LayerType::alternating(2),
+            max_position_embeddings: 300,
+            ..large.config
+        },
+        sequences: &[2],
+        context: &[200],
+        prefill: 70,
+        training: &[12],
+        length: 6,
+    }
+}
+
+pub(super) fn run(device: &Device, is_small: bool) -> Result<()> {
+    let cases = if is_small { small() } else { gpt_oss_20b() };
+    println!("\nRandom weights of gpt-oss-20b's shape{}.\n", if is_small { ", made small" } else { "" });
+    println!("| work | sequences | tokens of each | ms | tokens/s |\n| --- | --- | --- | --- | --- |");
+    sampling(device, &cases)?;
+    training(device, &cases)
+}
+
+fn row(work: &str, sequences: usize, tokens: usize, seconds: f64, done: usize) {
+    println!("| {work} | {sequences} | {tokens} | {:.2} | {:.0} |", seconds * 1e3, done as f64 / seconds);
+}
+
+/// The median of several times of `pass`, which waits for the device itself.
+fn median(mut pass: impl FnMut() -> Result<()>) -> Result<f64> {
+    let mut seconds = vec![];
+    for time in 0..WARM_UPS + TIMES {
+        let begun = Instant::now();
+        pass()?;
+        if time >= WARM_UPS {
+            seconds.push(begun.elapsed().as_secs_f64());
+        }
+    }
+    seconds.sort_by(f64::total_cmp);
+    Ok(seconds[TIMES / 2])
+}
+
+/// Random weights that do not learn. Tensors of one shape hold the same numbers, each in memory of its own.
+fn packed_weights(config: &Config, device: &Device) -> Result<Parameters> {
+    let mut made: HashMap<Vec<usize>, Held> = HashMap::new();
+    let mut held = |spec: &ParameterSpec| -> Result<Held> {
+        let shape = spec.working_shape();
+        if !made.contains_key(&shape) {
+            made.insert(shape.clone(), random(spec, &shape)?);
+        }
+        made[&shape].on(device, spec)
+    };
+    let specs = parameter_specs(config);
+    let loaded = specs.into_iter().map(|spec| {
+        let held = held(&spec)?;
+        Ok((spec, Loaded::Packed(held)))
+    });
+    Parameters::loaded(config, loaded)?.placed_on(device)
+}
+
+/// A tensor on the host: experts in MXFP4, all else about as large as trained ones.
+fn random(spec: &ParameterSpec, shape: &[usize]) -> Result<Held> {
+    let mut random = stream(7, Purpose::Initialisation, &[]);
+    let count = shape.iter().product();
+    if let (Some(PackedForm::Mxfp4), Some(of)) = (spec.packed_form(Form::Mxfp4), spec.matrix_shape()) {
+        let mut bytes = vec![0; PackedForm::Mxfp4.bytes(of)];
+        random.fill_bytes(&mut bytes);
+        // A block's scales, before its numbers: 2^-8.
+        let block = PackedForm::Mxfp4.bytes([1, crate::ops::mxfp4::BLOCK, COLUMNS]);
+        bytes.chunks_exact_mut(block).for_each(|block| block[..COLUMNS].fill(119));
+        return Ok(Held::Matrix(Arc::new(PackedMatrix::of_bytes(PackedForm::Mxfp4, of, bytes))));
+    }
+    if !spec.is_matrix() {
+        return Ok(Held::Plain(Tensor::ones(shape, candle_core::DType::F32, &Device::Cpu)?));
+    }
+    let mut bytes = vec![0; count];
+    random.fill_bytes(&mut bytes);
+    let values: Vec<f32> = bytes.into_iter().map(|byte| (f32::from(byte) - 127.5) / 4096.0).collect();
+    Ok(Held::Plain(Tensor::from_vec(values, shape, &Device::Cpu)?))
+}
+
+fn sampling(device: &Device, cases: &Cases) -> Result<()> {
+    let config = &cases.config;
+    let parameters = packed_weights(config, device)?;
+    let model = Model::new(config.clone(), config.max_position_embeddings);
+    let policy = PolicyView::plain(&model, &parameters)?;
+    for &context in cases.context {
+        for &sequences in cases.sequences {
+            let tokens = context + WARM_UPS + TIMES;
+            let room = CacheRoom { sequences, tokens, fed_tokens_max: sequences };
+            let free = device.as_cuda_device()?.cuda_stream().context().mem_get_info().w()?.0 as u64;
+            if room.device_bytes(config) + SPARE_BYTES.min(free / 2) > free {
+                println!("| decode | {sequences} | {context} | does not fit | |");
+                continue;
+            }
+            let caches = Caches::new(config, device, room)?;
+            let mut held: Vec<SequenceCache> = (0..sequences).map(|_| caches.sequence()).collect();
+            held.iter_mut().try_for_each(|cache| cache.reserve(config, context))?;
+            let seconds = median(|| step(&policy, &mut held, 1))?;
+            row("decode", sequences, context, seconds, sequences);
+        }
+    }
+    let tokens = cases.prefill;
+    let room = CacheRoom { sequences: 1, tokens, fed_tokens_max: tokens };
+    let caches = Caches::new(config, device, room)?;
+    let seconds = median(|| step(&policy, &mut [caches.sequence()], tokens))?;
+    row("prefill", 1, tokens, seconds, tokens);
+    Ok(())
+}
+
+/// `count` new tokens of each sequence, and the next one drawn.
+fn step(policy: &PolicyView, held: &mut [SequenceCache], count: usize) -> Result<()> {
+    let sequences = held.len();
+    let vocabulary = policy.model.config.vocab_size;
+    let fed = (0..sequences * count).map(|i| (i * 7919 % vocabulary) as u32).collect();
+    let mut caches: Vec<&mut SequenceCache> = held.iter_mut().collect();
+    let hidden = policy.trunk().feed(fed, &mut caches, &vec![count; sequences], &mut nothing)?;
+    let last: Vec<u32> = (0..sequences).map(|i| ((i + 1) * count - 1) as u32).collect();
+    let sampling = Sampling::whole(1.0);
+    for rows in last.chunks(logits_rows_max(vocabulary)) {
+        let normed = policy.trunk().normed(&hidden, &Arc::new(rows.to_vec()))?;
+        let draws: Vec<(usize, f64)> = (0..rows.len()).map(|row| (row, 0.5)).collect();
+        policy.trunk().logits(&normed, &sampling)?.draw(&sampling, &draws)?;
+    }
+    Ok(())
+}
+
+fn training(device: &Device, cases: &Cases) -> Result<()> {
+    let mut of_layers = vec![];
+    for layers in [1, 2] {
+        of_layers.push(train(device, cases, layers)?);
+    }
+    let all = cases.config.num_hidden_layers;
+    for (index, &tokens) in cases.training.iter().enumerate() {
+        let (one, two) = (of_layers[0][index], of_layers[1][index]);
+        let extrapolated = one + (all - 1) as f64 * (two - one);
+        row(
+            &format!("training, {all} layers, extrapolated"),
+            tokens / cases.length,
+            cases.length,
+            extrapolated,
+            tokens,
+        );
+    }
+    Ok(())
+}
+
+/// Forward and backward of `layers` layers and the head, everything learning and layers recomputed: seconds for each number of tokens.
+fn train(device: &Device, cases: &Cases, layers: usize) -> Result<Vec<f64>> {
+    let layer_types = LayerType::alternating(layers);
+    let config = Config { num_hidden_layers: layers, layer_types, ..cases.config.clone() };
+    let settings = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 0.0 };
+    let drawn = init(&config, &settings, 1)?;
+    let mut parameters = Parameters::new(&config, drawn.into_iter().map(Ok))?.placed_on(device)?;
+    parameters.learn(&vec![true; parameters.len()])?;
+    let mut optimizer = Optimizer::new(&OptimizerConfig::default(), &mut parameters, true)?;
+    let model = Model::new(config.clone(), config.max_position_embeddings);
+    let threads = Threads::new(1)?;
+    let settings = PassSettings {
+        recompute_layers: true,
+        temperature: 1.0,
+        load_balance: 0.0,
+        forward: ForwardOptions::default(),
+    };
+    let mut times = vec![];
+    for &tokens in cases.training {
+        let sequence = |_| Sequence {
+            tokens: (0..=cases.length).map(|i| (i * 7919 % config.vocab_size) as u32).collect(),
+            mask: (0..=cases.length).map(|i| i > 0).collect(),
+        };
+        let sequences: Vec<Sequence> = (0..tokens / cases.length).map(sequence).collect();
+        let batches = MicroBatch::split(&sequences, tokens);
+        let learner = Learner { threads: &threads, model: &model, parameters: &parameters };
+        let seconds = median(|| {
+            let objective = |_: usize, log_probs: &[f32], _: &[f32]| {
+                let gradient = vec![-1.0 / tokens as f32; log_probs.len()];
+                Ok(HeadGradient { log_probs: gradient, ..HeadGradient::zero(log_probs.len()) })
+            };
+            learner.accumulate(&batches, settings, &objective)?;
+            Ok(device.synchronize()?)
+        })?;
+        row(&format!("training, layers: {layers}"), sequences.len(), cases.length, seconds, tokens);
+        times.push(seconds);
+    }
+    let seconds = median(|| {
+        optimizer.update(&mut parameters, 1e-6)?;
+        Ok(device.synchronize()?)
+    })?;
+    println!("| AdamW update, layers: {layers} | | | {:.2} | |", seconds * 1e3);
+    Ok(times)
+}
