@@ -48,14 +48,16 @@ pub struct CacheRoom {
 
 impl CacheRoom {
     /// Pages that a layer needs.
-    fn pages(&self, config: &Config, layer: &LayerType) -> usize {
+    pub fn pages(&self, config: &Config, layer: &LayerType) -> usize {
         let whole = self.tokens.div_ceil(PAGE);
         let held = match layer {
-            // The window lies over up to two pages more than it fills.
-            LayerType::Sliding => whole.min(config.sliding_window.div_ceil(PAGE) + 2),
-            LayerType::Full => whole,
+            // The window lies over up to two pages more than it fills. What of their prompt some samples have forgotten others of
+            // the group, which wait, still hold.
+            LayerType::Sliding => 2 * whole.min(config.sliding_window.div_ceil(PAGE) + 2),
+            // The page in which a prompt ends is copied by each that goes on from there.
+            LayerType::Full => whole + 1,
         };
-        // One more each for the page in which a prompt ends, which samples copy; new tokens come before old ones are forgotten.
+        // New tokens come before old ones are forgotten: a page for each sequence that takes any, and those that they fill.
         self.sequences * (held + 1) + self.fed_tokens_max.div_ceil(PAGE)
     }
 

@@ -70,6 +70,37 @@ impl Room {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::cache::CacheRoom;
+    use crate::model::config::{Config, LayerType, Rope};
+    use crate::model::family::Family;
+    use crate::ops::pages::{PagedSequence, Pages};
+    use crate::random::{Purpose, stream};
+    use rand::Rng;
+
+    fn tiny() -> Config {
+        Config {
+            family: Family::GptOss,
+            vocab_size: 10,
+            hidden_size: 8,
+            num_hidden_layers: 2,
+            num_attention_heads: 1,
+            num_key_value_heads: 1,
+            head_dim: 64,
+            intermediate_size: 8,
+            num_local_experts: 1,
+            num_experts_per_tok: 1,
+            sliding_window: 0,
+            layer_types: LayerType::alternating(2),
+            rope: Rope { theta: 1e4, yarn: None },
+            rms_norm_eps: 1e-5,
+            swiglu_limit: 7.0,
+            tie_word_embeddings: false,
+            max_position_embeddings: 1000,
+            bos_token_id: None,
+            eos_token_ids: vec![],
+            pad_token_id: None,
+        }
+    }
 
     #[test]
     fn a_group_takes_a_place_for_its_prompt_and_each_sample_under_way() {
@@ -112,5 +143,68 @@ mod tests {
             }
         }
         assert!(room.has_place());
+    }
+
+    /// A bug of the first form: samples that wait held what of their prompt others had forgotten, and the pages ran out.
+    #[test]
+    fn whoever_begins_finds_the_pages_it_needs() {
+        let config = Config { sliding_window: 100, ..tiny() };
+        let (prompt_max, response_max) = (300, 400);
+        for (seed, places) in (0..24).zip([1, 2, 3, 5, 8, 13].into_iter().cycle()) {
+            let mut random = stream(seed, Purpose::Sampling, &[]);
+            let room = CacheRoom { sequences: places, tokens: prompt_max + response_max, fed_tokens_max: 64 };
+            let pools = [LayerType::Full, LayerType::Sliding]
+                .map(|layer| (layer, Pages::new(room.pages(&config, &layer))));
+            let (groups, samples) = (12, 4);
+            let mut waits: Vec<usize> = (0..groups).collect();
+            let mut taken = Room::new(places, groups, samples);
+            // Of each under way: its group, whether it has begun, its pages by layer, and tokens to come.
+            let mut under_way: Vec<(usize, bool, [PagedSequence; 2], usize)> = vec![];
+            let feed = |sequence: &mut [PagedSequence; 2], mut count: usize| {
+                while count > 0 {
+                    let now = count.min(room.fed_tokens_max);
+                    for ((layer, pool), pages) in pools.iter().zip(sequence.iter_mut()) {
+                        pool.extend(&mut [&mut *pages], &[now]).unwrap();
+                        if *layer == LayerType::Sliding {
+                            pages.forget_before(pages.len(), config.sliding_window);
+                        }
+                    }
+                    count -= now;
+                }
+            };
+            while !waits.is_empty() || !under_way.is_empty() {
+                if let Some(group) = waits.pop_if(|_| taken.has_place()) {
+                    taken.begin_group(group);
+                    let mut prompt: [PagedSequence; 2] = Default::default();
+                    feed(&mut prompt, random.random_range(1..=prompt_max));
+                    let sample = |_| (group, false, prompt.clone(), random.random_range(1..=response_max));
+                    under_way.extend((0..samples).map(sample).collect::<Vec<_>>());
+                }
+                let before = under_way.len();
+                let mut index = 0;
+                let mut moved = false;
+                while index < under_way.len() {
+                    let (group, begun, sequence, left) = &mut under_way[index];
+                    if !*begun && taken.fits(*group) {
+                        taken.begin_sample(*group);
+                        *begun = true;
+                    }
+                    if *begun {
+                        let now = random.random_range(1..=64.min(*left));
+                        feed(sequence, now);
+                        *left -= now;
+                        moved = true;
+                    }
+                    if *left == 0 {
+                        taken.end_sample(*group, true);
+                        under_way.swap_remove(index);
+                    } else {
+                        index += 1;
+                    }
+                }
+                assert!(moved || before == 0, "all wait");
+            }
+            assert!(taken.has_place());
+        }
     }
 }
