@@ -1,8 +1,9 @@
 //! Tokens a second of whole models of gpt-oss-20b's shape, with random weights.
 //!
-//! Decode and prefill run all layers, the experts packed in MXFP4 as released. Training learns everything, of which one and two layers
-//! fit: what a layer takes is their difference, and what is said of all layers is an extrapolation.
+//! Decode and prefill run all layers, the experts packed in MXFP4 as released, and so does training through an adapter. Where everything
+//! learns one and two layers fit: what a layer takes is their difference, and what is said of all layers is an extrapolation.
 
+use crate::model::adapter::{Lora, Owner, default_targets};
 use crate::model::cache::{CacheRoom, Caches, SequenceCache};
 use crate::model::config::{Config, Form, LayerType, Rope};
 use crate::model::family::Family;
@@ -111,6 +112,7 @@ pub(super) fn run(device: &Device, is_small: bool) -> Result<()> {
     println!("\nRandom weights of gpt-oss-20b's shape{}.\n", if is_small { ", made small" } else { "" });
     println!("| work | sequences | tokens of each | ms | tokens/s |\n| --- | --- | --- | --- | --- |");
     sampling(device, &cases)?;
+    adapted(device, &cases)?;
     training(device, &cases)
 }
 
@@ -217,6 +219,19 @@ fn step(policy: &PolicyView, held: &mut [SequenceCache], count: usize) -> Result
     Ok(())
 }
 
+/// All layers, packed, through an adapter of rank 8 beside every matrix that can have one.
+fn adapted(device: &Device, cases: &Cases) -> Result<()> {
+    let mut parameters = packed_weights(&cases.config, device)?;
+    let base = parameters.specs.clone();
+    let lora = Lora { rank: 8, alpha: 16.0, rslora: false, targets: default_targets(&cases.config) };
+    let start = lora.start(&base, 1, Owner::Policy)?;
+    parameters.adapt(lora, start)?;
+    let factors = parameters.len() - base.len();
+    parameters.learn(&[vec![false; base.len()], vec![true; factors]].concat())?;
+    let model = Model::new(cases.config.clone(), cases.config.max_position_embeddings);
+    passes(device, cases, &model, parameters, "training through an adapter, packed").map(drop)
+}
+
 fn training(device: &Device, cases: &Cases) -> Result<()> {
     let mut of_layers = vec![];
     for layers in [1, 2] {
@@ -237,7 +252,7 @@ fn training(device: &Device, cases: &Cases) -> Result<()> {
     Ok(())
 }
 
-/// Forward and backward of `layers` layers and the head, everything learning and layers recomputed: seconds for each number of tokens.
+/// `layers` layers and the head, everything learning: as [`passes`].
 fn train(device: &Device, cases: &Cases, layers: usize) -> Result<Vec<f64>> {
     let layer_types = LayerType::alternating(layers);
     let config = Config { num_hidden_layers: layers, layer_types, ..cases.config.clone() };
@@ -245,8 +260,19 @@ fn train(device: &Device, cases: &Cases, layers: usize) -> Result<Vec<f64>> {
     let drawn = init(&config, &settings, 1)?;
     let mut parameters = Parameters::new(&config, drawn.into_iter().map(Ok))?.placed_on(device)?;
     parameters.learn(&vec![true; parameters.len()])?;
-    let mut optimizer = Optimizer::new(&OptimizerConfig::default(), &mut parameters, true)?;
     let model = Model::new(config.clone(), config.max_position_embeddings);
+    passes(device, cases, &model, parameters, &format!("training, layers: {layers}"))
+}
+
+/// Forward and backward with layers recomputed, seconds for each number of tokens, and an update.
+fn passes(
+    device: &Device,
+    cases: &Cases,
+    model: &Model,
+    mut parameters: Parameters,
+    work: &str,
+) -> Result<Vec<f64>> {
+    let mut optimizer = Optimizer::new(&OptimizerConfig::default(), &mut parameters, true)?;
     let threads = Threads::new(1)?;
     let settings = PassSettings {
         recompute_layers: true,
@@ -257,12 +283,12 @@ fn train(device: &Device, cases: &Cases, layers: usize) -> Result<Vec<f64>> {
     let mut times = vec![];
     for &tokens in cases.training {
         let sequence = |_| Sequence {
-            tokens: (0..=cases.length).map(|i| (i * 7919 % config.vocab_size) as u32).collect(),
+            tokens: (0..=cases.length).map(|i| (i * 7919 % model.config.vocab_size) as u32).collect(),
             mask: (0..=cases.length).map(|i| i > 0).collect(),
         };
         let sequences: Vec<Sequence> = (0..tokens / cases.length).map(sequence).collect();
         let batches = MicroBatch::split(&sequences, tokens);
-        let learner = Learner { threads: &threads, model: &model, parameters: &parameters };
+        let learner = Learner { threads: &threads, model, parameters: &parameters };
         let seconds = median(|| {
             let objective = |_: usize, log_probs: &[f32], _: &[f32]| {
                 let gradient = vec![-1.0 / tokens as f32; log_probs.len()];
@@ -271,13 +297,13 @@ fn train(device: &Device, cases: &Cases, layers: usize) -> Result<Vec<f64>> {
             learner.accumulate(&batches, settings, &objective)?;
             Ok(device.synchronize()?)
         })?;
-        row(&format!("training, layers: {layers}"), sequences.len(), cases.length, seconds, tokens);
+        row(work, sequences.len(), cases.length, seconds, tokens);
         times.push(seconds);
     }
     let seconds = median(|| {
         optimizer.update(&mut parameters, 1e-6)?;
         Ok(device.synchronize()?)
     })?;
-    println!("| AdamW update, layers: {layers} | | | {:.2} | |", seconds * 1e3);
+    println!("| {work}: AdamW's update | | | {:.2} | |", seconds * 1e3);
     Ok(times)
 }
