@@ -159,7 +159,7 @@ std::string wrong_far_tokens(const Options& options) {
 
 std::string wrong_embedding(const Options& options, bool small) {
   struct Case { size_t tokens; int width; uint32_t vocabulary; };
-  for (const Case& c : std::vector<Case>{{1, 8, 1}, {3, 16, 5}, {40, 264, 11}, {33, 1032, 7}, {size_t(small ? 130 : 1001), 64, 50}})
+  for (const Case& c : std::vector<Case>{{1, 8, 1}, {3, 16, 5}, {40, 264, 11}, {33, 1032, 7}, {5, 512, 7}, {size_t(small ? 130 : 1001), 64, 50}})
     if (const std::string wrong = wrong_case(options, c.tokens, c.width, c.vocabulary); !wrong.empty()) return wrong;
   const std::string wrong = wrong_far(options);
   return wrong.empty() ? wrong_far_tokens(options) : wrong;
