@@ -155,6 +155,12 @@ impl RunFolder {
         Ok((files.metrics.sync()?, files.metrics.digest()))
     }
 
+    /// That the folder was moved or removed, if it was, or else `error`, which something that was written there ended in.
+    pub fn moved_or(&self, error: anyhow::Error) -> anyhow::Error {
+        let gone = self.files.as_ref().map(|files| files.metrics.check_in_place());
+        gone.and_then(Result::err).unwrap_or(error)
+    }
+
     /// Writes `trajectories/<name>.jsonl`.
     ///
     /// # Errors

@@ -81,7 +81,8 @@ impl Trainer {
                 recipe: &bench.plan.to_toml(),
                 state,
             };
-            snapshot.write(&folder.path, checkpoint.keep).map(drop)
+            // A folder that goes away on the way is what has to be told.
+            snapshot.write(&folder.path, checkpoint.keep).map(drop).map_err(|error| folder.moved_or(error))
         };
         let critic = critic.map(|critic| &critic.parameters);
         bench.mesh().lead(write, |asked| checkpoint::answer(&bench.parameters, critic, &asked))
