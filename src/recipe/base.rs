@@ -1,5 +1,6 @@
 //! `base = "FILE"`: a recipe that holds only what differs from another.
 
+use super::source::{BUILT_IN, INSIDE};
 use crate::bounded_file::{self, TOML_BYTES_MAX};
 use std::path::{Path, PathBuf};
 use toml::de::{DeTable, DeValue};
@@ -23,6 +24,12 @@ pub(crate) fn read(path: &Path, text: &str) -> Result<Option<Base>, String> {
     let DeValue::String(name) = value.get_ref() else {
         return Err("found no string; give the path of a recipe, counted from this one's folder".to_owned());
     };
+    // A recipe inside the binary has its base there.
+    let stem = Path::new(name.as_ref()).file_stem();
+    let built_in = BUILT_IN.iter().find(|(name, _)| stem.is_some_and(|stem| stem == *name));
+    if let (true, Some((name, text))) = (path.to_string_lossy().ends_with(INSIDE), built_in) {
+        return Ok(Some(Base { file: PathBuf::from(format!("{name}{INSIDE}")), text: (*text).to_owned() }));
+    }
     let file = path.parent().unwrap_or(Path::new("")).join(name.as_ref());
     match bounded_file::read_text(&file, TOML_BYTES_MAX) {
         Ok(text) => Ok(Some(Base { file, text })),

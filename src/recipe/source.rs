@@ -27,6 +27,9 @@ pub const BUILT_IN: [(&str, &str); 14] = [
     ("verify_if", include_str!("../../recipes/verify_if.toml")),
 ];
 
+/// What messages call a recipe inside the binary, after its name.
+pub(super) const INSIDE: &str = " (inside rloss)";
+
 /// What a RECIPE argument names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RecipeSource {
@@ -86,7 +89,7 @@ impl RecipeSource {
     pub fn recipe_file(&self) -> PathBuf {
         match self {
             RecipeSource::File(file) => file.clone(),
-            RecipeSource::BuiltIn { name, .. } => PathBuf::from(format!("{name} (inside rloss)")),
+            RecipeSource::BuiltIn { name, .. } => PathBuf::from(format!("{name}{INSIDE}")),
             RecipeSource::Run(folder) | RecipeSource::Checkpoint { run: folder, .. } => {
                 folder.join("recipe.toml")
             }

@@ -128,6 +128,18 @@ fn every_recipe_of_the_tree_is_inside_the_binary() {
     assert_eq!(names, built_in);
 }
 
+/// A bug: `gsm8k_qwen`, `retool_qwen` and `quickstart_cuda` looked for their base in the working directory.
+#[test]
+fn a_recipe_inside_the_binary_finds_its_base_there() {
+    let folder = TempDir::new().unwrap();
+    for (name, text) in rloss::recipe::BUILT_IN {
+        let based = text.lines().any(|line| line.starts_with("base = "));
+        let said = output(rloss().current_dir(&folder).args(["check", name, "--set", "device=cpu"]));
+        assert!(!stderr(&said).contains("base"), "{name}: {}", stderr(&said));
+        assert!(!based || name != "quickstart_cuda" || said.status.success(), "{}", stderr(&said));
+    }
+}
+
 #[test]
 fn a_script_without_numpy_says_what_to_install() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/random_checkpoint.py");
