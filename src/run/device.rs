@@ -62,7 +62,12 @@ pub(super) fn choose(
     let found = match found.is_empty() {
         true => match ComputePlace::gpu(plan, mesh) {
             Ok(place) => return Ok(place),
-            Err(error) => vec![plan.mistake("device", format!("{error}")).to_string()],
+            Err(error) => {
+                // A backtrace may follow.
+                let text = error.to_string();
+                let why = text.lines().next().unwrap_or_default().to_owned();
+                vec![plan.mistake("device", why).to_string()]
+            }
         },
         false => found.into_iter().map(told).collect(),
     };
