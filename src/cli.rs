@@ -103,6 +103,7 @@ pub fn run() -> u8 {
         #[cfg(feature = "cuda")]
         Command::GpuCheck(args) => commands::gpu_check::run(&args),
     });
+    // They lie in a static, which nothing drops.
     unload_kernels();
     result.unwrap_or_else(|error| {
         if let Some(told) = error.downcast_ref::<ToldElsewhere>() {

@@ -107,12 +107,6 @@ impl PolicyView<'_> {
         sequences.iter().map(one).collect()
     }
 
-    /// Room for so many sequences.
-    fn caches(&self, sequences: usize, tokens: usize, fed_tokens_max: usize) -> Result<Caches> {
-        let room = CacheRoom { sequences, tokens, fed_tokens_max };
-        Caches::new(&self.model.config, &self.weights.device()?, room)
-    }
-
     /// The same, a token at a time, all sequences in one decode batch that they leave as they end. `fed` is told how many tokens
     /// each forward took.
     ///
@@ -146,6 +140,12 @@ impl PolicyView<'_> {
             indices.iter().zip(found).for_each(|(&i, log_prob)| log_probs[i].push(log_prob));
         }
         Ok(log_probs)
+    }
+
+    /// Room for so many sequences.
+    fn caches(&self, sequences: usize, tokens: usize, fed_tokens_max: usize) -> Result<Caches> {
+        let room = CacheRoom { sequences, tokens, fed_tokens_max };
+        Caches::new(&self.model.config, &self.weights.device()?, room)
     }
 }
 

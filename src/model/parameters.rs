@@ -441,11 +441,7 @@ impl Parameters {
     /// When a tensor of the architecture is missing.
     pub fn learning(&self, sink: &Arc<dyn GradientSink>) -> Result<Weights> {
         if self.has_pieces() {
-            return self.gathered(Uses {
-                sink: Some(sink.clone()),
-                change: None,
-                device: self.device.clone(),
-            });
+            return self.gathered(Uses { sink: Some(sink.clone()), ..Uses::frozen(&self.device) });
         }
         self.weights(self.stored.clone(), &|index| {
             Ok(match self.learns(index) {
@@ -462,7 +458,7 @@ impl Parameters {
     /// As [`Self::learning`].
     pub fn passing(&self) -> Result<Weights> {
         match self.has_pieces() {
-            true => self.gathered(Uses { sink: None, change: None, device: self.device.clone() }),
+            true => self.gathered(Uses::frozen(&self.device)),
             false => self.frozen(),
         }
     }

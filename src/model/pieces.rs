@@ -123,6 +123,11 @@ pub(super) struct Uses {
 }
 
 impl Uses {
+    /// The weights as they are, which do not learn.
+    pub fn frozen(device: &Device) -> Self {
+        Self { sink: None, change: None, device: device.clone() }
+    }
+
     /// `held`, gathered, as a layer takes it.
     ///
     /// # Errors

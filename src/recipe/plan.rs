@@ -217,8 +217,8 @@ impl Recipe {
 /// `train.steps` and the ends of schedules, evaluation, logging, parallelism and checkpoints.
 pub fn resume_differences(old: &Plan, new: &Plan) -> Vec<String> {
     let may_differ = |key: &str| {
-        ["train.steps", "train.optimizer.schedule_steps", "critic.optimizer.schedule_steps"].contains(&key)
-            || key == "device"
+        ["device", "train.steps", "train.optimizer.schedule_steps", "critic.optimizer.schedule_steps"]
+            .contains(&key)
             || ["eval.", "logging.", "parallel.", "checkpoint."].iter().any(|table| key.starts_with(table))
     };
     let pairs = old.recipe.entries().into_iter().zip(new.recipe.entries());

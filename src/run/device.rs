@@ -4,7 +4,7 @@ use super::memory::Available;
 use crate::dist::Mesh;
 use crate::model::config::Config;
 use crate::ops::cuda::{Gpu, gpu_count, usable};
-use crate::recipe::{DeviceKind, Dtype, Plan, RolloutWeights};
+use crate::recipe::{DeviceKind, Dtype, PackedWeights, Plan, RolloutWeights};
 use candle_core::Device;
 
 /// The width of a head that the GPU's attention is written for.
@@ -128,11 +128,13 @@ fn unsuited(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, Str
         if parallel.sequence > 1 {
             found.push(("parallel.sequence", "GPUs do not share sequences yet; write 1".to_owned()));
         }
-        if parallel.rollout_weights == RolloutWeights::ByExpert {
-            found.push((
-                "parallel.rollout_weights",
-                "rows do not travel between GPUs yet; write \"whole\"".to_owned(),
-            ));
+        if matches!(parallel.rollout_weights, RolloutWeights::ByExpert | RolloutWeights::ByLayer) {
+            let what = "each GPU samples with all weights; write \"whole\"";
+            found.push(("parallel.rollout_weights", what.to_owned()));
+        }
+        if parallel.packed_weights == PackedWeights::Cut {
+            let what = "each GPU holds all packed weights; write \"whole\"";
+            found.push(("parallel.packed_weights", what.to_owned()));
         }
     }
     found

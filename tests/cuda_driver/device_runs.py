@@ -148,6 +148,9 @@ def several(world):
     assert "in each of 2 processes" in said, said
     rows = world.rows("several", "rl")
     assert len(rows) == 2 and all(row["mismatch/bit_equal_fraction"] == 1 for row in rows), rows
+    for key, value in [("parallel.rollout_weights", "by_layer"), ("parallel.packed_weights", "cut")]:
+        said = world.run(torchrun, 2, world.gpu, "train", RECIPE, "--out", "refused", *SHORT, *words, "--set", f"{key}={value}", code=2)
+        assert key in said, said
 
 
 def adapted(world):

@@ -35,7 +35,7 @@ impl Parameters {
     /// # Errors
     /// When a rank does not come in time, and those of [`WeightRounding::apply`].
     pub fn by_layer(&self, rounding: WeightRounding) -> Result<Weights> {
-        self.gathered(Uses { sink: None, change: Some(rounding.change()), device: self.device.clone() })
+        self.gathered(Uses { change: Some(rounding.change()), ..Uses::frozen(&self.device) })
     }
 
     /// The same with everything gathered at once but the experts, of which each rank has its own, their adapters with them. Experts
