@@ -1,8 +1,15 @@
 //! Panics: those of libraries are caught where their input comes in; of any other one line is said, and no trace.
 
+use crate::error::EXIT_FAILED;
 use std::cell::Cell;
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind};
+
+/// In the standard library's words where a thread that starts is given no memory for its signal handlers' stack.
+const NO_ALTERNATIVE_STACK: &str = "failed to allocate an alternative stack";
+/// What a user is told of that.
+const NO_MEMORY_FOR_A_THREAD: &str =
+    "memory ran out where a thread began; lower parallel.threads, or raise the limit of memory (ulimit -v)";
 
 thread_local! {
     /// Whether a panic of this thread will be caught and told by who caught it.
@@ -20,6 +27,11 @@ pub fn caught<T>(work: impl FnOnce() -> T) -> Result<T, String> {
 /// From now on a panic that nobody awaits is told in one line on standard error. The process's, so for `main` alone.
 pub fn tell_in_one_line() {
     std::panic::set_hook(Box::new(|panic| {
+        if words(panic.payload()).contains(NO_ALTERNATIVE_STACK) {
+            // Thrown before the thread can be unwound, and so followed by an abort.
+            let _ = writeln!(std::io::stderr(), "error: {NO_MEMORY_FOR_A_THREAD}");
+            std::process::exit(EXIT_FAILED.into());
+        }
         if !AWAITED.get() {
             // A closed stderr is nobody to report to.
             let _ = writeln!(std::io::stderr(), "{}", line(panic));

@@ -52,25 +52,14 @@ impl Threads {
         self.wide.install(f)
     }
 
-    /// `f(worker)` once on every single-thread pool at the same time, in worker order.
-    pub fn each<R: Send>(&self, f: impl Fn(usize) -> R + Sync) -> Result<Vec<R>> {
-        std::thread::scope(|scope| {
-            let mut handles = Vec::with_capacity(self.singles.len());
-            for (worker, pool) in self.singles.iter().enumerate() {
-                let f = &f;
-                let work = move || pool.install(|| f(worker));
-                let started = std::thread::Builder::new().spawn_scoped(scope, work);
-                handles.push(started.context(TOO_MANY)?);
-            }
-            let mut results = Vec::with_capacity(handles.len());
-            for handle in handles {
-                match handle.join() {
-                    Ok(result) => results.push(result),
-                    Err(panic) => std::panic::resume_unwind(panic),
-                }
-            }
-            Ok(results)
-        })
+    /// `f(worker)` once on every single-thread pool at the same time, in worker order. Starts no thread: a run that has
+    /// begun is not ended by a system that refuses one.
+    pub fn each<R: Send>(&self, f: impl Fn(usize) -> R + Sync) -> Vec<R> {
+        let mut results = Vec::new();
+        results.resize_with(self.singles.len(), || None);
+        side_by_side(&self.singles, 0, &f, &mut results);
+        // A panic of any of them has come out of the scope.
+        results.into_iter().flatten().collect()
     }
 
     /// `f(index)` for every index below `count`, side by side, in index order. The first error ends it.
@@ -87,7 +76,7 @@ impl Threads {
                 }
                 *place.lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
             }
-        })?;
+        });
         let mut values = Vec::with_capacity(count);
         let mut unfinished = 0;
         for place in results {
@@ -100,5 +89,20 @@ impl Threads {
             bail!("{unfinished} of {count} parallel tasks did not run");
         }
         Ok(values)
+    }
+}
+
+/// `f` on each of `pools` and its place in `results`, from `worker` on; this thread waits for all of them.
+fn side_by_side<R: Send>(
+    pools: &[ThreadPool],
+    worker: usize,
+    f: &(impl Fn(usize) -> R + Sync),
+    results: &mut [Option<R>],
+) {
+    if let ([pool, pools @ ..], [result, results @ ..]) = (pools, results) {
+        pool.in_place_scope(|scope| {
+            scope.spawn(|_| *result = Some(f(worker)));
+            side_by_side(pools, worker + 1, f, results);
+        });
     }
 }

@@ -262,12 +262,11 @@ impl Rollout<'_> {
                 }
             };
             if engines > 1 {
-                self.threads.each(|_| run()).map(drop)
+                self.threads.each(|_| run());
             } else {
                 self.threads.wide(run);
-                Ok(())
             }
-        })?;
+        });
         if let Some(interpreter) = self.interpreter {
             queue.close_sessions(interpreter);
         }
