@@ -140,6 +140,24 @@ impl Model {
         Ok(LayerOutput { hidden: options.round((x + mixed)?)?, routing })
     }
 
+    /// What attention of layer `index` is.
+    pub(super) fn attention_of(
+        &self,
+        index: usize,
+        weights: &layer::AttentionWeights,
+        options: &ForwardOptions,
+    ) -> Attention {
+        let c = &self.config;
+        Attention {
+            heads: c.num_attention_heads,
+            kv_heads: c.num_key_value_heads,
+            head_dim: c.head_dim,
+            window: (c.layer_types[index] == LayerType::Sliding).then_some(c.sliding_window),
+            sinks: options.sinks && weights.sinks.is_some(),
+            sink_gradient: options.sink_gradient,
+        }
+    }
+
     fn attention(
         &self,
         index: usize,
@@ -148,15 +166,7 @@ impl Model {
         rows: &mut Rows,
         options: &ForwardOptions,
     ) -> Result<Tensor> {
-        let c = &self.config;
-        let attention = Attention {
-            heads: c.num_attention_heads,
-            kv_heads: c.num_key_value_heads,
-            head_dim: c.head_dim,
-            window: (c.layer_types[index] == LayerType::Sliding).then_some(c.sliding_window),
-            sinks: options.sinks && weights.sinks.is_some(),
-            sink_gradient: options.sink_gradient,
-        };
+        let attention = self.attention_of(index, weights, options);
         let q = ops::rope(&weights.q.apply(h)?, attention.heads, &rows.rotation)?;
         let (k, v) = (weights.k.apply(h)?, weights.v.apply(h)?);
         let kv = ops::rope_keys_with_values(&k, &v, attention.kv_heads, &rows.rotation)?;

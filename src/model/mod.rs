@@ -5,6 +5,7 @@ pub mod attend;
 pub mod cache;
 pub mod config;
 mod config_json;
+pub mod decode;
 pub mod expert_ranks;
 pub mod family;
 pub mod forward;

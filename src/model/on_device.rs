@@ -5,6 +5,7 @@ mod adapted;
 use super::attend::PackedAttention;
 use super::cache::{CacheRoom, Caches, SequenceCache};
 use super::config::{Config, LayerType, Rope};
+use super::decode::Decoder;
 use super::family::Family;
 use super::forward::{ForwardOptions, Model, Rows};
 use super::held::Weight;
@@ -118,8 +119,16 @@ impl Learner {
         self.trunk().head(&normed, &Arc::new(targets(tokens)), 1.0).unwrap()
     }
 
-    /// The same log-probabilities as a sampler computes them, `pace` tokens of each sequence at a time.
-    fn sampled(&self, caches: &Caches, tokens: &[u32], lengths: &[usize], pace: usize) -> Vec<f32> {
+    /// The same log-probabilities as a sampler computes them, `pace` tokens of each sequence at a time; single ones by `decoder`,
+    /// if there is one.
+    fn sampled(
+        &self,
+        caches: &Caches,
+        tokens: &[u32],
+        lengths: &[usize],
+        pace: usize,
+        mut decoder: Option<&mut Decoder>,
+    ) -> Vec<f32> {
         let mut caches: Vec<_> = lengths.iter().map(|_| caches.sequence()).collect();
         let starts: Vec<usize> =
             lengths.iter().scan(0, |at, length| Some(std::mem::replace(at, *at + length))).collect();
@@ -132,13 +141,16 @@ impl Learner {
             if counts.iter().all(|&count| count == 0) {
                 return out;
             }
-            let rows: Vec<usize> = (0..lengths.len())
-                .flat_map(|i| (0..counts[i]).map(move |row| (i, row)))
-                .map(|(i, row)| starts[i] + at[i] + row)
-                .collect();
+            let rows: Vec<usize> =
+                (0..lengths.len()).flat_map(|i| starts[i] + at[i]..starts[i] + at[i] + counts[i]).collect();
             let fed = rows.iter().map(|&row| tokens[row]).collect();
-            let mut open: Vec<_> = caches.iter_mut().collect();
-            let hidden = self.trunk().feed(fed, &mut open, &counts, &mut nothing).unwrap();
+            let open = caches.iter_mut().zip(&counts).filter(|(_, count)| **count > 0);
+            let mut open: Vec<_> = open.map(|(cache, _)| cache).collect();
+            let counts: Vec<usize> = counts.iter().copied().filter(|&count| count > 0).collect();
+            let hidden = match &mut decoder {
+                Some(decoder) => decoder.feed(&self.trunk(), fed, &mut open).unwrap(),
+                None => self.trunk().feed(fed, &mut open, &counts, &mut nothing).unwrap(),
+            };
             let all = Arc::new((0..rows.len() as u32).collect());
             let normed = self.trunk().normed(&hidden, &all).unwrap();
             let sampling = Sampling::whole(1.0);
@@ -178,9 +190,17 @@ fn check_sampling(config: &Config, learner: &Learner, gpu: &Device) {
     for pace in [1, 7, 64, 100] {
         let room = CacheRoom { sequences: 3, tokens: 70, fed_tokens_max: 3 * pace };
         let caches = Caches::new(config, gpu, room).unwrap();
-        let sampled = learner.sampled(&caches, &tokens, &lengths, pace);
+        let sampled = learner.sampled(&caches, &tokens, &lengths, pace, None);
         assert_eq!(sampled, trained[..tokens.len()], "{:?} at pace {pace}", config.family);
     }
+    let room = CacheRoom { sequences: 3, tokens: 70, fed_tokens_max: 3 };
+    let caches = Caches::new(config, gpu, room).unwrap();
+    let mut decoder = Decoder::new(&learner.trunk()).unwrap().unwrap();
+    let sampled = learner.sampled(&caches, &tokens, &lengths, 1, Some(&mut decoder));
+    assert_eq!(sampled, trained[..tokens.len()], "{:?} recorded", config.family);
+    // One step of three sequences, 8 of two, and one of them for 55 positions of a page and 6 of the next: the first step of
+    // each shape is launched kernel by kernel.
+    assert_eq!(decoder.replayed(), 7 + 54 + 5);
 }
 
 #[test]

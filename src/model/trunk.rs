@@ -35,7 +35,14 @@ impl Trunk<'_> {
     /// # Errors
     /// When the rows do not fit the model, and those of `keep`.
     pub fn walk(&self, tokens: &Arc<Vec<u32>>, rows: &mut Rows, keep: Keep) -> Result<Tensor> {
-        let mut x = self.embed(tokens)?;
+        self.layers(self.embed(tokens)?, rows, keep)
+    }
+
+    /// The same of what enters the first layer, `x [T, H]`.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn layers(&self, mut x: Tensor, rows: &mut Rows, keep: Keep) -> Result<Tensor> {
         for index in 0..self.model.config.num_hidden_layers {
             let output = self.layer(index, &x, rows)?;
             keep(index, &x, &output)?;

@@ -30,6 +30,10 @@ pub trait WeightSource: Send + Sync {
     fn device(&self) -> Result<Device> {
         Ok(self.final_norm()?.values().device().clone())
     }
+    /// Whether every layer's tensors lie where they lie from walk to walk.
+    fn is_resident(&self) -> bool {
+        false
+    }
     /// The ranks that must make every walk together, one walk at a time, where layers are gathered from them or rows travel.
     fn walked_by(&self) -> Option<&Arc<Mesh>> {
         None
@@ -147,6 +151,10 @@ impl WeightSource for Weights {
 
     fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    fn is_resident(&self) -> bool {
+        matches!(self.layers, Layers::Resident(_)) && self.expert_ranks.is_none()
     }
 
     fn walked_by(&self) -> Option<&Arc<Mesh>> {

@@ -56,7 +56,8 @@ impl KvSequence {
         }
     }
 
-    pub(super) fn pages_mut(&mut self) -> Option<&mut KvPages> {
+    /// Those on a GPU.
+    pub fn pages_mut(&mut self) -> Option<&mut KvPages> {
         match self {
             KvSequence::Host(_) => None,
             KvSequence::Device(pages) => Some(pages),

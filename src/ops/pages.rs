@@ -193,10 +193,10 @@ impl PagedSequence {
     }
 }
 
-/// `page_table` of the kernels, `[sequences, pages_max]`, and `pages_max`. Places past a sequence's end hold 0, as do pages that
-/// are forgotten.
-pub fn page_table(sequences: &[&mut PagedSequence]) -> (Vec<i32>, usize) {
-    let pages_max = sequences.iter().map(|s| s.pages.len()).max().unwrap_or(0);
+/// `page_table` of the kernels, `[sequences, pages_max]`, and `pages_max`, which is no less than `width`. Places past a sequence's end
+/// hold 0, as do pages that are forgotten.
+pub fn page_table(sequences: &[&mut PagedSequence], width: usize) -> (Vec<i32>, usize) {
+    let pages_max = sequences.iter().map(|s| s.pages.len()).max().unwrap_or(0).max(width);
     let row = |sequence: &&mut PagedSequence| -> Vec<i32> {
         (0..pages_max).map(|page| sequence.index(page) as i32).collect()
     };
@@ -239,7 +239,7 @@ mod tests {
         let found = runs(&pages, &mut [&mut a, &mut b], &[70, 1]);
         assert_eq!(found, [run(0, 0, 64), run(64, 64, 6), run(70, 128, 1)]);
         assert_eq!(runs(&pages, &mut [&mut a, &mut b], &[2, 63]), [run(0, 70, 2), run(2, 129, 63)]);
-        assert_eq!(page_table(&[&mut a, &mut b]), (vec![0, 1, 2, 0], 2));
+        assert_eq!(page_table(&[&mut a, &mut b], 0), (vec![0, 1, 2, 0], 2));
 
         let error = pages.extend(&mut [&mut a, &mut b], &[57, 1]).unwrap_err().to_string();
         assert!(error.contains("58 new tokens of 2 sequences need 2 more pages"), "{error}");
@@ -257,7 +257,7 @@ mod tests {
         let (pages, mut a) = (Pages::new(0), PagedSequence::default());
         assert!(a.is_empty());
         assert_eq!(runs(&pages, &mut [&mut a], &[0]), []);
-        assert_eq!(page_table(&[&mut a]), (vec![], 0));
+        assert_eq!(page_table(&[&mut a], 0), (vec![], 0));
     }
 
     #[test]
@@ -271,7 +271,7 @@ mod tests {
         let copy = |to| CopiedRows { from: 64, to, rows: 6 };
         assert_eq!(growth.copies, [copy(128), copy(192)]);
         assert_eq!(growth.runs, [run(0, 134, 1), run(1, 198, 2)]);
-        assert_eq!(page_table(&[&mut prompt, &mut a, &mut b]), (vec![0, 1, 0, 2, 0, 3], 2));
+        assert_eq!(page_table(&[&mut prompt, &mut a, &mut b], 0), (vec![0, 1, 0, 2, 0, 3], 2));
         assert_eq!(runs(&pages, &mut [&mut a], &[1]), [run(0, 135, 1)], "its own now");
         drop((a, b));
         assert_eq!(pages.free(), 3);
@@ -301,7 +301,7 @@ mod tests {
         assert_eq!(pages.free(), 1, "the other still sees them");
         drop(b);
         assert_eq!(pages.free(), 3);
-        assert_eq!(page_table(&[&mut a]), (vec![0, 0, 2], 3));
+        assert_eq!(page_table(&[&mut a], 0), (vec![0, 0, 2], 3));
         // Keys 127 to 149 are seen at position 150 through 24: the page of 127 stays.
         let mut c = PagedSequence::default();
         runs(&pages, &mut [&mut c], &[150]);

@@ -97,6 +97,12 @@ impl Rotation {
         Self { table, positions: Arc::new(positions), end, uploaded: Arc::default() }
     }
 
+    /// The same, whose positions on a GPU are `uploaded [T]`.
+    pub fn uploaded_as(self, uploaded: &Tensor) -> Result<Self> {
+        self.uploaded.on(uploaded.device(), || Ok(uploaded.clone()))?;
+        Ok(self)
+    }
+
     /// The positions on a device, `[T]`; copied there once, for all layers.
     ///
     /// # Errors
@@ -106,7 +112,11 @@ impl Rotation {
         self.uploaded.on(device, || Tensor::from_slice(&self.positions, self.positions.len(), device))
     }
 
-    fn check(&self, rows: usize, head_dim: usize) -> Result<()> {
+    /// Refuses other rows than these, heads of another size, and positions that the table does not have.
+    ///
+    /// # Errors
+    /// As said.
+    pub fn check(&self, rows: usize, head_dim: usize) -> Result<()> {
         let end = self.end;
         if self.positions.len() != rows || head_dim != 2 * self.table.half || end > self.table.positions() {
             bail!(

@@ -19,6 +19,9 @@ CUresult copy(const char* call, void* handle, CUdeviceptr to, bool to_device, CU
   for (CUdeviceptr address : {to_device ? 0 : to, from_device ? 0 : from})
     if (in_device_memory(host(address)))
       return complain(INVALID_VALUE, "%s: the host's address %s", call, describe(address).c_str());
+  // The real one may read or write it whenever the recording is replayed.
+  if ((!from_device && !is_pinned(host(from))) || (!to_device && !is_pinned(host(to))))
+    if (CUresult error = not_while_captured(stream, call)) return error;
   std::shared_ptr<std::vector<char>> staged;
   if (!from_device && !is_pinned(host(from)))
     staged = std::make_shared<std::vector<char>>(host(from), host(from) + bytes);

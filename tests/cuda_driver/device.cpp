@@ -33,6 +33,7 @@ __attribute__((destructor)) void at_exit() {
     run_everything();
     tell_leaks();
     tell_leaked_modules();
+    tell_leaked_graphs();
   }).join();
 }
 

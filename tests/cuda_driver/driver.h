@@ -32,6 +32,10 @@ enum CUresult : int {
   ILLEGAL_ADDRESS = 700,
   LAUNCH_FAILED = 719,
   NOT_SUPPORTED = 801,
+  CAPTURE_UNSUPPORTED = 900,
+  CAPTURE_INVALIDATED = 901,
+  CAPTURE_UNMATCHED = 903,
+  CAPTURE_ISOLATION = 905,
 };
 
 namespace cuda_driver {
@@ -73,6 +77,7 @@ constexpr size_t ALIGNMENT = 16;
 CUdeviceptr reserve(size_t bytes);       // an address; its memory comes with `allocate`
 void allocate(CUdeviceptr address);
 CUresult release(CUdeviceptr address, const char* call);
+void forget(CUdeviceptr address);        // one that never was allocated
 bool is_buffer(CUdeviceptr address);     // a buffer's start, freed or not
 bool in_device_memory(const void* pointer);
 bool is_pinned(const void* pointer);
@@ -98,6 +103,17 @@ void run_stream(const std::shared_ptr<Stream>& stream);
 // But for what waits for another process.
 void run_everything();
 
+// Whether what the stream is given is recorded, not done.
+bool is_captured(const std::shared_ptr<Stream>& stream);
+// Of what cannot be recorded: complains, and the recording is lost. SUCCESS where none is made.
+CUresult not_while_captured(const std::shared_ptr<Stream>& stream, const char* what);
+// The same of what is for no stream in particular.
+CUresult not_while_any_is_captured(const char* what);
+// Memory of a recording: it is there from its allocation to its release, at every replay anew.
+void captured_allocation(const std::shared_ptr<Stream>& stream, CUdeviceptr address);
+// Complains where `address` is not the recording's own, or the recording has released it.
+CUresult captured_release(const std::shared_ptr<Stream>& stream, CUdeviceptr address);
+
 // What runs on the device now.
 extern std::string& running;
 
@@ -107,5 +123,6 @@ extern std::string& running;
 // At exit, one line a thing.
 void tell_leaks();
 void tell_leaked_modules();
+void tell_leaked_graphs();
 
 }  // namespace cuda_driver

@@ -40,7 +40,14 @@ int cuModuleGetFunction(void**, void*, const char*);
 int cuFuncSetAttribute(void*, int, int);
 int cuFuncGetAttribute(int*, int, void*);
 int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+int cuStreamBeginCapture_v2(void*, int);
+int cuStreamEndCapture(void*, void**);
+int cuStreamIsCapturing(void*, int*);
+int cuGraphInstantiateWithFlags(void**, void*, unsigned long long);
 int cuGraphLaunch(void*, void*);
+int cuGraphExecDestroy(void*);
+int cuGraphDestroy(void*);
+int cuGraphClone(void**, void*);
 int cublasCreate_v2(void**);
 int cublasSetStream_v2(void*, void*);
 int cublasGemmStridedBatchedEx(void*, int, int, int, int, int, const void*, const void*, int, int, int64_t, const void*,

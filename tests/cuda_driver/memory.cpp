@@ -99,6 +99,11 @@ CUresult release(CUdeviceptr address, const char* call) {
   return result;
 }
 
+void forget(CUdeviceptr address) {
+  Buffer& buffer = buffers[address];
+  if (buffer.state == State::reserved) buffer.state = State::freed;
+}
+
 bool is_buffer(CUdeviceptr address) { return buffers.count(address); }
 
 bool in_device_memory(const void* pointer) {
@@ -159,6 +164,7 @@ using namespace cuda_driver;
 API CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) {
   Locked lock;
   if (CUresult error = need_context(__func__)) return error;
+  if (CUresult error = not_while_any_is_captured(__func__)) return error;
   if (!bytes) return complain(INVALID_VALUE, "cuMemAlloc: of no bytes");
   if (used_bytes + bytes > OWN_BYTES || !(*address = reserve(bytes))) return OUT_OF_MEMORY;
   allocate(*address);
@@ -168,6 +174,7 @@ API CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) {
 API CUresult cuMemFree_v2(CUdeviceptr address) {
   Locked lock;
   if (CUresult error = need_context(__func__)) return error;
+  if (CUresult error = not_while_any_is_captured(__func__)) return error;
   run_everything();
   if (stuck() || !address) return stuck();
   return stick(release(address, "cuMemFree"));
@@ -180,6 +187,7 @@ API CUresult cuMemAllocAsync(CUdeviceptr* address, size_t bytes, void* handle) {
   *address = 0;
   if (!bytes) return SUCCESS;
   if (used_bytes + bytes > OWN_BYTES || !(*address = reserve(bytes))) return OUT_OF_MEMORY;
+  if (is_captured(stream)) captured_allocation(stream, *address);
   enqueue(stream, "cuMemAllocAsync", [at = *address] { allocate(at); });
   return SUCCESS;
 }
@@ -190,6 +198,8 @@ API CUresult cuMemFreeAsync(CUdeviceptr address, void* handle) {
   if (!stream || stuck()) return stuck() ? stuck() : INVALID_HANDLE;
   if (!address) return SUCCESS;
   if (!is_buffer(address)) return complain(INVALID_VALUE, "cuMemFreeAsync: %s", describe(address).c_str());
+  if (is_captured(stream))
+    if (CUresult error = captured_release(stream, address)) return error;
   enqueue(stream, "cuMemFreeAsync", [address] { stick(release(address, "cuMemFreeAsync")); });
   return SUCCESS;
 }

@@ -241,6 +241,7 @@ using namespace cuda_driver;
 API CUresult cuModuleLoadData(void** handle, const void* image) {
   Locked lock;
   if (CUresult error = need_context(__func__)) return error;
+  if (CUresult error = not_while_any_is_captured(__func__)) return error;
   const char* text = static_cast<const char*>(image);
   char name[256];
   auto loaded = std::make_unique<Loaded>();
@@ -269,6 +270,7 @@ API CUresult cuModuleUnload(void* handle) {
   if (CUresult error = need_context(__func__)) return error;
   auto found = modules.find(handle);
   if (found == modules.end()) return complain(INVALID_HANDLE, "cuModuleUnload: no such module, or it was unloaded before");
+  if (CUresult error = not_while_any_is_captured(__func__)) return error;
   run_everything();
   for (auto& [_, function] : found->second->functions) functions.erase(function.get());
   modules.erase(found);

@@ -2,6 +2,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <set>
 #include <thread>
 
 #include "driver.h"
@@ -13,8 +14,19 @@ struct Work {
   std::function<bool()> run;  // whether it is done: else it waits for another process and is run again
 };
 
+// What a stream was given between the begin of a capture and its end.
+struct Graph {
+  std::vector<Work> work;
+  std::set<CUdeviceptr> memory, released;
+  bool lost = false;
+  ~Graph() {
+    for (CUdeviceptr address : memory) forget(address);
+  }
+};
+
 struct Stream {
   std::deque<Work> queue;
+  std::shared_ptr<Graph> captured;
   uint64_t done = 0;
   bool blocking = false;  // waits for the legacy default stream, and it for this one
   bool at_once = false;
@@ -48,6 +60,9 @@ Mode mode() {
 constexpr size_t QUEUE_MAX = 20000;
 
 auto& streams = lasting<std::map<void*, std::shared_ptr<Stream>>>();
+auto& graphs = lasting<std::map<Graph*, std::shared_ptr<Graph>>>();
+// Executable ones; the pointer is the handle.
+auto& executables = lasting<std::map<std::shared_ptr<Graph>*, std::unique_ptr<std::shared_ptr<Graph>>>>();
 auto& events = lasting<std::map<Event*, std::unique_ptr<Event>>>();
 const bool trace = getenv("CUDA_EMULATOR_TRACE");
 
@@ -141,7 +156,10 @@ std::shared_ptr<Stream> stream_of(void* handle, const char* call) {
 }
 
 void enqueue_waiting(const std::shared_ptr<Stream>& stream, std::string what, std::function<bool()> run) {
-  if (trace) fprintf(stderr, "cuda-emulator: stream %p: %s\n", static_cast<void*>(stream.get()), what.c_str());
+  if (trace)
+    fprintf(stderr, "cuda-emulator: stream %p: %s%s\n", static_cast<void*>(stream.get()), what.c_str(),
+            stream->captured ? ", recorded" : "");
+  if (stream->captured) return stream->captured->work.push_back({std::move(what), std::move(run)});
   add_implicit_waits(stream);
   add(stream, std::move(what), std::move(run));
   if (stream->at_once || stream->queue.size() > QUEUE_MAX) run_until(end_of(stream), Patience::none);
@@ -151,7 +169,37 @@ void enqueue(const std::shared_ptr<Stream>& stream, std::string what, std::funct
   enqueue_waiting(stream, std::move(what), [run = std::move(run)] { return run(), true; });
 }
 
+bool is_captured(const std::shared_ptr<Stream>& stream) { return stream->captured != nullptr; }
+
+CUresult not_while_captured(const std::shared_ptr<Stream>& stream, const char* what) {
+  if (!stream->captured) return SUCCESS;
+  stream->captured->lost = true;
+  return complain(CAPTURE_UNSUPPORTED, "%s on a stream that is captured", what);
+}
+
+CUresult not_while_any_is_captured(const char* what) {
+  for (auto& [_, stream] : streams)
+    if (stream->captured) return not_while_captured(stream, what);
+  return SUCCESS;
+}
+
+void captured_allocation(const std::shared_ptr<Stream>& stream, CUdeviceptr address) {
+  stream->captured->memory.insert(address);
+}
+
+CUresult captured_release(const std::shared_ptr<Stream>& stream, CUdeviceptr address) {
+  Graph& graph = *stream->captured;
+  if (graph.memory.count(address) && graph.released.insert(address).second) return SUCCESS;
+  graph.lost = true;
+  return complain(INVALID_VALUE, "cuMemFreeAsync: not memory of the recording: %s", describe(address).c_str());
+}
+
 void run_stream(const std::shared_ptr<Stream>& stream) { run_until(end_of(stream), Patience::until_done); }
+
+void tell_leaked_graphs() {
+  if (!graphs.empty()) fprintf(stderr, "cuda-emulator: leaked at exit: %zu graphs\n", graphs.size());
+  if (!executables.empty()) fprintf(stderr, "cuda-emulator: leaked at exit: %zu executable graphs\n", executables.size());
+}
 
 void run_everything() {
   run_until(end_of(legacy_stream()), Patience::none);
@@ -197,6 +245,7 @@ API CUresult cuStreamDestroy_v2(void* handle) {
   Locked lock;
   auto stream = stream_of(handle, __func__);
   if (!stream) return INVALID_HANDLE;
+  if (CUresult error = not_while_captured(stream, __func__)) return error;
   run_stream(stream);
   streams.erase(handle);
   return stuck();
@@ -204,23 +253,86 @@ API CUresult cuStreamDestroy_v2(void* handle) {
 
 API CUresult cuStreamSynchronize(void* handle) {
   STREAM(handle);
+  if (CUresult error = not_while_captured(stream, __func__)) return error;
   run_stream(stream);
   return stuck();
 }
 
 API CUresult cuStreamQuery(void* handle) {
   STREAM(handle);
+  if (CUresult error = not_while_captured(stream, __func__)) return error;
   if (stream->queue.empty()) return SUCCESS;
   run_until(end_of(stream), Patience::none);  // not done this time, done the next
   return NOT_READY;
 }
 
-API CUresult cuStreamIsCapturing(void*, int* status) { return *status = 0, SUCCESS; }
-API CUresult cuStreamGetCaptureInfo_v2(void*, int* status, void*, void*, void*, void*) { return *status = 0, SUCCESS; }
+// CUstreamCaptureStatus: none, active, invalidated.
+API CUresult cuStreamIsCapturing(void* handle, int* status) {
+  STREAM(handle);
+  return *status = !stream->captured ? 0 : stream->captured->lost ? 2 : 1, SUCCESS;
+}
+API CUresult cuStreamGetCaptureInfo_v2(void* handle, int* status, void*, void*, void*, void*) {
+  return cuStreamIsCapturing(handle, status);
+}
+
+API CUresult cuStreamBeginCapture_v2(void* handle, int) {
+  STREAM(handle);
+  if (stream == legacy_stream()) return complain(CAPTURE_UNSUPPORTED, "cuStreamBeginCapture: of the default stream");
+  if (stream->captured) return complain(INVALID_VALUE, "cuStreamBeginCapture: of a stream that is captured");
+  return stream->captured = std::make_shared<Graph>(), SUCCESS;
+}
+
+API CUresult cuStreamEndCapture(void* handle, Graph** graph) {
+  STREAM(handle);
+  *graph = nullptr;
+  auto captured = std::move(stream->captured);
+  if (!captured) return complain(CAPTURE_UNMATCHED, "cuStreamEndCapture: of a stream that is not captured");
+  if (captured->lost) return CAPTURE_INVALIDATED;
+  graphs[*graph = captured.get()] = captured;
+  return SUCCESS;
+}
+
+API CUresult cuGraphInstantiateWithFlags(std::shared_ptr<Graph>** executable, Graph* graph, unsigned long long flags) {
+  Locked lock;
+  auto found = graphs.find(graph);
+  if (found == graphs.end()) return complain(INVALID_HANDLE, "cuGraphInstantiate: no such graph, or it was destroyed");
+  if (flags) return complain(NOT_SUPPORTED, "cuGraphInstantiate: flags %llu are not emulated", flags);
+  auto made = std::make_unique<std::shared_ptr<Graph>>(found->second);
+  *executable = made.get();
+  executables[*executable] = std::move(made);
+  return SUCCESS;
+}
+
+API CUresult cuGraphLaunch(std::shared_ptr<Graph>* executable, void* stream_handle) {
+  STREAM(stream_handle);
+  auto found = executables.find(executable);
+  if (found == executables.end()) return complain(INVALID_HANDLE, "cuGraphLaunch: no such graph, or it was destroyed");
+  if (CUresult error = not_while_captured(stream, __func__)) return error;
+  const Graph& graph = **executable;
+  // At a second launch it would be allocated twice.
+  if (graph.released.size() < graph.memory.size())
+    return complain(NOT_SUPPORTED, "cuGraphLaunch: a graph that keeps %zu of its buffers is not emulated",
+                    graph.memory.size() - graph.released.size());
+  for (const Work& work : graph.work) enqueue_waiting(stream, work.what, work.run);
+  return stuck();
+}
+
+API CUresult cuGraphExecDestroy(std::shared_ptr<Graph>* executable) {
+  Locked lock;
+  if (executables.erase(executable)) return SUCCESS;
+  return complain(INVALID_HANDLE, "cuGraphExecDestroy: no such graph, or it was destroyed");
+}
+
+API CUresult cuGraphDestroy(Graph* graph) {
+  Locked lock;
+  if (graphs.erase(graph)) return SUCCESS;
+  return complain(INVALID_HANDLE, "cuGraphDestroy: no such graph, or it was destroyed");
+}
 
 API CUresult cuCtxSynchronize() {
   Locked lock;
   if (CUresult error = need_context(__func__)) return error;
+  if (CUresult error = not_while_any_is_captured(__func__)) return error;
   std::vector<std::shared_ptr<Stream>> all = {legacy_stream()};
   for (auto& [_, stream] : streams) all.push_back(stream);
   for (auto& stream : all) run_stream(stream);
@@ -249,6 +361,7 @@ API CUresult cuEventDestroy_v2(void* handle) {
 API CUresult cuEventRecord(void* handle, void* stream_handle) {
   STREAM(stream_handle);
   EVENT(handle);
+  if (CUresult error = not_while_captured(stream, __func__)) return error;
   if (event->timing) {
     enqueue(stream, "cuEventRecord", [time = event->time] { *time = std::chrono::steady_clock::now(); });
   } else {
@@ -291,6 +404,10 @@ API CUresult cuEventElapsedTime(float* milliseconds, void* from, void* to) {
 API CUresult cuStreamWaitEvent(void* stream_handle, void* handle, unsigned) {
   STREAM(stream_handle);
   EVENT(handle);
+  if (stream->captured) {
+    stream->captured->lost = true;
+    return complain(CAPTURE_ISOLATION, "cuStreamWaitEvent: an event from outside of what is captured");
+  }
   if (!event->place.stream || event->place.stream == stream) return SUCCESS;
   enqueue_waiting(stream, "cuStreamWaitEvent", [place = event->place] { return run_until(place, Patience::none); });
   return SUCCESS;

@@ -5,11 +5,13 @@
 
 mod accumulate;
 mod arguments;
+mod decode;
 mod device;
 mod dispatch;
 mod embedding;
 #[cfg(feature = "flash-attn")]
 mod flash_attention;
+mod graph;
 mod head;
 mod launch;
 mod load_balance;
@@ -30,9 +32,11 @@ mod silu_gated;
 mod sink_attention;
 mod swiglu;
 
+pub use decode::{DecodeBatch, DecodeStep, overwrite, upload};
 pub use device::{Gpu, gpu_count, open, usable};
 #[cfg(feature = "flash-attn")]
 pub use flash_attention::fa2_without_the_fix;
+pub use graph::Recorded;
 pub use launch::{Timer, kernel_set};
 pub use log_prob::{logits_gradient, row_stats};
 pub use modules::unload_kernels;

@@ -47,6 +47,10 @@ impl KvPool {
         KvPages { pool: self.clone(), sequence: PagedSequence::default() }
     }
 
+    pub(super) fn device(&self) -> &CudaDevice {
+        &self.device
+    }
+
     /// Pages that no sequence holds.
     pub fn free_pages(&self) -> usize {
         self.pages.free()
@@ -62,32 +66,53 @@ impl KvPool {
         sequences: &mut [&mut KvPages],
         counts: &[usize],
     ) -> Result<()> {
-        let width = self.row_elements();
-        let tokens: usize = counts.iter().sum();
-        if kv.len() != tokens * width {
-            bail!("key-value cache: {} elements for {tokens} rows of {width}", kv.len());
+        self.check_rows(kv, counts.iter().sum())?;
+        let places = self.extend(sequences, counts)?;
+        if places.is_empty() {
+            return Ok(());
         }
+        self.write(kv, &self.device.clone_htod(&places)?.as_view())
+    }
+
+    /// Makes room for `counts[i]` new rows in `sequences[i]`: the place in the cache of each of them.
+    ///
+    /// # Errors
+    /// When the cache is too small: then nothing has changed.
+    pub(super) fn extend(&self, sequences: &mut [&mut KvPages], counts: &[usize]) -> Result<Vec<i32>> {
         if sequences.iter().any(|sequence| !std::ptr::eq(&*sequence.pool, self)) {
             bail!("key-value cache: a sequence of another cache");
         }
         let growth = self.pages.extend(&mut accounts(sequences), counts)?;
-        if tokens == 0 {
-            return Ok(());
-        }
         let mut memory = self.memory();
         for copy in &growth.copies {
             self.copy(&mut memory, copy)?;
         }
         // Below the cache's length: `pages` counts no more of them than there is memory for.
-        let places: Vec<i32> =
-            growth.runs.iter().flat_map(|r| r.row..r.row + r.rows).map(|row| row as i32).collect();
-        let places = self.device.clone_htod(&places)?;
+        Ok(growth.runs.iter().flat_map(|r| r.row..r.row + r.rows).map(|row| row as i32).collect())
+    }
+
+    fn check_rows(&self, kv: &CudaView<bf16>, rows: usize) -> Result<()> {
+        let width = self.row_elements();
+        if kv.len() != rows * width {
+            bail!("key-value cache: {} elements for {rows} rows of {width}", kv.len());
+        }
+        Ok(())
+    }
+
+    /// Copies rows of `kv` to `places`, which [`KvPool::extend`] gave.
+    ///
+    /// # Errors
+    /// When there are more or fewer of them.
+    pub(super) fn write(&self, kv: &CudaView<bf16>, places: &CudaView<i32>) -> Result<()> {
+        self.check_rows(kv, places.len())?;
+        let (width, tokens) = (self.row_elements(), places.len());
+        let mut memory = self.memory();
         let stream = self.device.cuda_stream();
         let mut at = Addresses::new(&stream);
         let params = KvAppendParams {
             rows: at.read(kv),
             cache: at.write(&mut *memory),
-            places: at.read(&places),
+            places: at.read(places),
             row_vectors: (width / VECTOR) as i32,
         };
         // SAFETY: all three live past the launch, `kv` and `places` have `tokens` rows, and every place is in the cache.
@@ -118,7 +143,7 @@ impl KvPool {
         2 * self.kv_heads * HEAD_DIM
     }
 
-    fn memory(&self) -> MutexGuard<'_, CudaSlice<bf16>> {
+    pub(super) fn memory(&self) -> MutexGuard<'_, CudaSlice<bf16>> {
         self.memory.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -127,6 +152,10 @@ impl KvPages {
     /// Positions held.
     pub fn len(&self) -> usize {
         self.sequence.len()
+    }
+
+    pub(super) fn pool(&self) -> &Arc<KvPool> {
+        &self.pool
     }
 
     /// The same pool's, with `len` positions of whatever lies in the pages: for timings.
@@ -151,7 +180,7 @@ pub fn kv_pages(device: &CudaDevice, kv_heads: usize, pages: usize) -> Result<Kv
     Ok(KvPool::new(device, kv_heads, pages)?.sequence())
 }
 
-fn accounts<'a>(sequences: &'a mut [&mut KvPages]) -> Vec<&'a mut PagedSequence> {
+pub(super) fn accounts<'a>(sequences: &'a mut [&mut KvPages]) -> Vec<&'a mut PagedSequence> {
     sequences.iter_mut().map(|sequence| &mut sequence.sequence).collect()
 }
 
@@ -206,7 +235,7 @@ pub fn sink_attention_paged(
         bail!("sink_attention: a cache of {} key-value heads for {attention:?}", pool.kv_heads);
     }
     pool.append(&kv, sequences, counts)?;
-    let (table, pages_max) = page_table(&accounts(sequences));
+    let (table, pages_max) = page_table(&accounts(sequences), 0);
     let prepared = Prepared::new(&pool.device, kernels, attention, &batch, Some((&table, pages_max)))?;
     let mut outputs = prepared.outputs()?;
     let memory = pool.memory();

@@ -1,6 +1,6 @@
 //! Attention with sinks on the GPU: arguments checked, the launch worked out, kernels started. Nothing waits for them.
 
-use super::arguments::{Op, tensor};
+use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_set, launch};
 use crate::ops::sink_attention::kernels::{
     BLOCK_KEYS, DELTA_ROWS, HEAD_DIM, KernelSet, PART_OUT, PART_SUMS, SinkAttentionParams, Tile,
@@ -52,12 +52,10 @@ pub struct Gradients {
     pub dsinks: CudaSlice<f32>,
 }
 
-/// A launch of given sequences, its small arrays on the device: good for any number of layers and passes.
-pub struct Prepared {
-    device: CudaDevice,
-    kernels: &'static KernelSet,
-    attention: Attention,
-    tokens: usize,
+/// Sizes of a launch. Launches of one shape differ in what their arrays hold alone: a recorded one is good for all of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct LaunchShape {
+    pub tokens: usize,
     query_tiles: usize,
     chunk_tiles: usize,
     key_tiles: usize,
@@ -65,13 +63,219 @@ pub struct Prepared {
     parts: usize,
     /// Whether the forward runs a block a chunk of keys, and a merge: the same bits.
     spread: bool,
+    /// Width of the page table, for keys in a cache.
+    pages_max: Option<usize>,
+}
+
+/// A launch of given sequences but for its arrays, which lie wherever the caller has put them.
+#[derive(Clone, Copy)]
+pub(super) struct LaunchPlan {
+    kernels: &'static KernelSet,
+    attention: Attention,
+    pub shape: LaunchShape,
+    /// Where each array begins, in elements: query bounds, key bounds, query tiles, key tiles, chunk tiles, part starts, page table.
+    starts: [usize; 7],
+}
+
+/// A launch of given sequences, its small arrays on the device: good for any number of layers and passes.
+pub struct Prepared {
+    device: CudaDevice,
+    plan: LaunchPlan,
     /// The arrays of the parameters, one after the other.
     arrays: CudaSlice<i32>,
-    /// Where each begins, in elements: query bounds, key bounds, query tiles, key tiles, chunk tiles, part starts, page table.
-    starts: [usize; 7],
-    pages_max: Option<usize>,
     /// In the place of sinks for the arm without them.
     no_sinks: Option<CudaSlice<f32>>,
+}
+
+/// How a launch spreads over chunks of keys.
+#[derive(Clone, Copy)]
+pub(super) enum Spread {
+    /// Or not, with as many blocks as there are chunks.
+    Exactly(bool),
+    /// As the load asks for, in numbers of blocks that stay the same while sequences grow a little: the last is repeated.
+    InSteps,
+}
+
+/// Chunks by which a spread launch grows where it does so in steps.
+const CHUNK_STEP: usize = 32;
+
+impl LaunchPlan {
+    /// For `kernels`, and what its arrays hold. `pages`: a page table and its width, for keys in a cache.
+    ///
+    /// # Errors
+    /// When the kernels do not run with these sizes, or a page table is too small.
+    pub(super) fn new(
+        kernels: &'static KernelSet,
+        attention: &Attention,
+        sequences: &LaunchSequences,
+        pages: Option<(&[i32], usize)>,
+        spread: Spread,
+    ) -> Result<(Self, Vec<i32>)> {
+        check_attention(attention)?;
+        sequences.check_rows(attention)?;
+        if let Some((table, pages_max)) = pages {
+            sequences.check_page_table(table.len(), pages_max)?;
+        }
+        let tokens = sequences.tokens();
+        if tokens == 0 {
+            bail!("sink_attention: no sequence has a token; leave the call out");
+        }
+        let (is_spread, step) = match spread {
+            Spread::Exactly(is_spread) => (is_spread, 1),
+            Spread::InSteps => (sequences.spreads(attention), CHUNK_STEP),
+        };
+        let query_tiles = sequences.query_tiles(attention);
+        // Keys in a cache have no gradients.
+        let key_tiles = match pages {
+            Some(_) => vec![],
+            None => sequences.key_tiles(attention, kernels.dkv_keys),
+        };
+        // Only a spread forward reads them.
+        let mut chunk_tiles = if is_spread { sequences.chunk_tiles(attention) } else { vec![] };
+        if let Some(&last) = chunk_tiles.last() {
+            // Its block gives the same numbers again.
+            chunk_tiles.resize(chunk_tiles.len().next_multiple_of(step), last);
+        }
+        let part_starts = if is_spread { sequences.part_starts() } else { vec![0] };
+        let flat = |tiles: &[Tile]| tiles.iter().flat_map(|t| [t.sequence, t.first]).collect::<Vec<_>>();
+        let mut arrays: Vec<i32> = vec![];
+        let mut starts = [0; 7];
+        let parts = [
+            sequences.query_bounds(),
+            sequences.key_bounds(),
+            flat(&query_tiles),
+            flat(&key_tiles),
+            chunk_tiles.iter().flat_map(|t| [t.tile.sequence, t.tile.first, t.chunk]).collect(),
+            part_starts.clone(),
+            pages.map_or(vec![], |(table, _)| table.to_vec()),
+        ];
+        for (start, part) in starts.iter_mut().zip(parts) {
+            *start = arrays.len();
+            arrays.extend(part);
+        }
+        let shape = LaunchShape {
+            tokens,
+            query_tiles: query_tiles.len(),
+            chunk_tiles: chunk_tiles.len(),
+            parts: part_starts.last().map_or(0, |&parts| (parts as usize).next_multiple_of(step)),
+            spread: is_spread,
+            key_tiles: key_tiles.len(),
+            pages_max: pages.map(|(_, pages_max)| pages_max),
+        };
+        Ok((Self { kernels, attention: *attention, shape, starts }, arrays))
+    }
+
+    /// Fresh memory for [`LaunchPlan::forward`].
+    ///
+    /// # Errors
+    /// When the device's memory does not suffice.
+    pub(super) fn outputs(&self, device: &CudaDevice) -> Result<Outputs> {
+        let rows = self.shape.tokens * self.attention.heads;
+        Ok(Outputs { out: output(device, rows * HEAD_DIM)?, lse: output(device, rows)? })
+    }
+
+    /// What every launch is given: the sizes, the inputs, the sequences.
+    fn params<'a>(
+        &self,
+        arrays: u64,
+        inputs: &Inputs<'a>,
+        at: &mut Addresses<'a>,
+    ) -> Result<SinkAttentionParams> {
+        let Attention { heads, kv_heads, window, .. } = self.attention;
+        let LaunchShape { tokens, pages_max, .. } = self.shape;
+        let array = |i: usize| arrays + 4 * self.starts[i] as u64;
+        let kv = at.read(inputs.kv);
+        // A window wider than 32 bits is none.
+        let window = window.and_then(|w| i32::try_from(w).ok()).unwrap_or(0);
+        Ok(SinkAttentionParams {
+            q: at.read(inputs.q),
+            k: kv,
+            v: kv + 2 * (kv_heads * HEAD_DIM) as u64,
+            sinks: at.read(inputs.sinks),
+            cu_seqlens_q: array(0),
+            cu_seqlens_k: array(1),
+            page_table: if pages_max.is_some() { array(6) } else { 0 },
+            chunk_tiles: array(4),
+            part_starts: array(5),
+            tokens: tokens as i32,
+            heads: heads as i32,
+            kv_heads: kv_heads as i32,
+            kv_token_stride: (2 * kv_heads * HEAD_DIM) as i32,
+            kv_head_stride: HEAD_DIM as i32,
+            pages_max: pages_max.unwrap_or(0) as i32,
+            window,
+            scale: self.attention.scale(),
+            scale_log2: self.attention.scale() * std::f32::consts::LOG2_E,
+            ..SinkAttentionParams::default()
+        })
+    }
+
+    /// Refuses memory that is smaller than what the kernels read: the last check before a launch.
+    fn check_inputs(&self, inputs: &Inputs) -> Result<()> {
+        let Attention { heads, kv_heads, .. } = self.attention;
+        let LaunchShape { tokens, pages_max, .. } = self.shape;
+        let kv_row = 2 * kv_heads * HEAD_DIM;
+        let kv_enough = pages_max.is_some() || inputs.kv.len() == tokens * kv_row;
+        if inputs.q.len() != tokens * heads * HEAD_DIM
+            || !kv_enough
+            || inputs.kv.len() % (BLOCK_KEYS * kv_row) != 0 && pages_max.is_some()
+            || inputs.sinks.len() != heads
+        {
+            bail!(
+                "sink_attention: q of {}, keys and values of {}, sinks of {} elements do not fit {tokens} tokens of {:?}",
+                inputs.q.len(),
+                inputs.kv.len(),
+                inputs.sinks.len(),
+                self.attention
+            );
+        }
+        Ok(())
+    }
+
+    /// Starts the forward. `arrays` are those that came with the plan, or of another of its shape.
+    ///
+    /// # Errors
+    /// When sizes disagree; the driver's.
+    pub(super) fn forward(
+        &self,
+        device: &CudaDevice,
+        arrays: &CudaView<i32>,
+        inputs: &Inputs,
+        outputs: &mut Outputs,
+    ) -> Result<()> {
+        self.check_inputs(inputs)?;
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let arrays = at.read(arrays);
+        let params = SinkAttentionParams {
+            tiles: arrays + 4 * self.starts[2] as u64,
+            out: at.write(&mut outputs.out),
+            lse: at.write(&mut outputs.lse),
+            ..self.params(arrays, inputs, &mut at)?
+        };
+        let Attention { heads, kv_heads, .. } = self.attention;
+        let LaunchShape { query_tiles, chunk_tiles, parts, spread, .. } = self.shape;
+        let KernelSet { forward, chunk, merge, .. } = self.kernels;
+        let blocks = query_tiles * kv_heads;
+        // SAFETY: every address is of memory that lives past the launch and has the size that the header states: the
+        // inputs were checked, the outputs made by `outputs`. Pages were checked against the table's width. The first
+        // kernel writes every part that the second reads; both run on one stream, and so does the release of the parts.
+        unsafe {
+            if !spread {
+                return launch(device, forward, &params, blocks);
+            }
+            let mut part_out: CudaSlice<f32> = device.alloc(parts * heads * PART_OUT)?;
+            let mut part_sums: CudaSlice<f32> = device.alloc(parts * heads * PART_SUMS)?;
+            let mut at = Addresses::new(&stream);
+            let params = SinkAttentionParams {
+                part_out: at.write(&mut part_out),
+                part_sums: at.write(&mut part_sums),
+                ..params
+            };
+            launch(device, chunk, &params, chunk_tiles * kv_heads)?;
+            launch(device, merge, &params, blocks)
+        }
+    }
 }
 
 impl Prepared {
@@ -103,50 +307,12 @@ impl Prepared {
         pages: Option<(&[i32], usize)>,
         spread: bool,
     ) -> Result<Self> {
-        check_attention(attention)?;
-        sequences.check_rows(attention)?;
-        if let Some((table, pages_max)) = pages {
-            sequences.check_page_table(table.len(), pages_max)?;
-        }
-        let tokens = sequences.tokens();
-        if tokens == 0 {
-            bail!("sink_attention: no sequence has a token; leave the call out");
-        }
-        let query_tiles = sequences.query_tiles(attention);
-        let key_tiles = sequences.key_tiles(attention, kernels.dkv_keys);
-        // Only a spread forward reads them.
-        let chunk_tiles = if spread { sequences.chunk_tiles(attention) } else { vec![] };
-        let part_starts = if spread { sequences.part_starts() } else { vec![0] };
-        let flat = |tiles: &[Tile]| tiles.iter().flat_map(|t| [t.sequence, t.first]).collect::<Vec<_>>();
-        let mut arrays: Vec<i32> = vec![];
-        let mut starts = [0; 7];
-        let parts = [
-            sequences.query_bounds(),
-            sequences.key_bounds(),
-            flat(&query_tiles),
-            flat(&key_tiles),
-            chunk_tiles.iter().flat_map(|t| [t.tile.sequence, t.tile.first, t.chunk]).collect(),
-            part_starts.clone(),
-            pages.map_or(vec![], |(table, _)| table.to_vec()),
-        ];
-        for (start, part) in starts.iter_mut().zip(parts) {
-            *start = arrays.len();
-            arrays.extend(part);
-        }
+        let (plan, arrays) = LaunchPlan::new(kernels, attention, sequences, pages, Spread::Exactly(spread))?;
         let no_sinks = if attention.sinks { None } else { Some(vec![NO_SINK; attention.heads]) };
         Ok(Self {
             device: device.clone(),
-            kernels,
-            attention: *attention,
-            tokens,
-            query_tiles: query_tiles.len(),
-            chunk_tiles: chunk_tiles.len(),
-            parts: part_starts.last().map_or(0, |&parts| parts as usize),
-            spread,
-            key_tiles: key_tiles.len(),
+            plan,
             arrays: device.clone_htod(&arrays)?,
-            starts,
-            pages_max: pages.map(|(_, pages_max)| pages_max),
             no_sinks: no_sinks.map(|sinks| device.clone_htod(&sinks)).transpose()?,
         })
     }
@@ -156,9 +322,7 @@ impl Prepared {
     /// # Errors
     /// When the device's memory does not suffice.
     pub fn outputs(&self) -> Result<Outputs> {
-        let rows = self.tokens * self.attention.heads;
-        // SAFETY: the forward writes every element before anything reads one.
-        unsafe { Ok(Outputs { out: self.device.alloc(rows * HEAD_DIM)?, lse: self.device.alloc(rows)? }) }
+        self.plan.outputs(&self.device)
     }
 
     /// Fresh memory for [`Prepared::backward`].
@@ -166,78 +330,35 @@ impl Prepared {
     /// # Errors
     /// When the device's memory does not suffice.
     pub fn gradients(&self) -> Result<Gradients> {
-        let Attention { heads, kv_heads, .. } = self.attention;
-        let rows = self.tokens * heads;
+        let Attention { heads, kv_heads, .. } = self.plan.attention;
+        let tokens = self.plan.shape.tokens;
+        let rows = tokens * heads;
         // SAFETY: the backward writes every element before anything reads one.
         unsafe {
             Ok(Gradients {
                 delta: self.device.alloc(rows)?,
                 dq: self.device.alloc(rows * HEAD_DIM)?,
-                dkv: self.device.alloc(self.tokens * 2 * kv_heads * HEAD_DIM)?,
+                dkv: self.device.alloc(tokens * 2 * kv_heads * HEAD_DIM)?,
                 dsinks: self.device.alloc_zeros(heads)?,
             })
         }
     }
 
-    /// What every launch is given: the sizes, the inputs, the sequences.
+    /// What the kernels are given beside outputs, for tests.
+    #[cfg(test)]
     pub(super) fn params<'a>(
         &'a self,
         inputs: &Inputs<'a>,
         at: &mut Addresses<'a>,
     ) -> Result<SinkAttentionParams> {
-        let Attention { heads, kv_heads, window, .. } = self.attention;
-        let arrays = at.read(&self.arrays);
-        let array = |i: usize| arrays + 4 * self.starts[i] as u64;
-        let kv = at.read(inputs.kv);
-        let sinks = match &self.no_sinks {
-            Some(sinks) => at.read(sinks),
-            None => at.read(inputs.sinks),
-        };
-        // A window wider than 32 bits is none.
-        let window = window.and_then(|w| i32::try_from(w).ok()).unwrap_or(0);
-        Ok(SinkAttentionParams {
-            q: at.read(inputs.q),
-            k: kv,
-            v: kv + 2 * (kv_heads * HEAD_DIM) as u64,
-            sinks,
-            cu_seqlens_q: array(0),
-            cu_seqlens_k: array(1),
-            page_table: if self.pages_max.is_some() { array(6) } else { 0 },
-            chunk_tiles: array(4),
-            part_starts: array(5),
-            tokens: self.tokens as i32,
-            heads: heads as i32,
-            kv_heads: kv_heads as i32,
-            kv_token_stride: (2 * kv_heads * HEAD_DIM) as i32,
-            kv_head_stride: HEAD_DIM as i32,
-            pages_max: self.pages_max.unwrap_or(0) as i32,
-            window,
-            scale: self.attention.scale(),
-            scale_log2: self.attention.scale() * std::f32::consts::LOG2_E,
-            ..SinkAttentionParams::default()
-        })
+        let params = self.plan.params(at.read(&self.arrays), inputs, at)?;
+        let sinks = self.no_sinks.as_ref().map_or(params.sinks, |sinks| at.read(sinks));
+        Ok(SinkAttentionParams { sinks, ..params })
     }
 
-    /// Refuses memory that is smaller than what the kernels read: the last check before a launch.
-    fn check_inputs(&self, inputs: &Inputs) -> Result<()> {
-        let Attention { heads, kv_heads, .. } = self.attention;
-        let kv_row = 2 * kv_heads * HEAD_DIM;
-        let kv_enough = self.pages_max.is_some() || inputs.kv.len() == self.tokens * kv_row;
-        if inputs.q.len() != self.tokens * heads * HEAD_DIM
-            || !kv_enough
-            || inputs.kv.len() % (BLOCK_KEYS * kv_row) != 0 && self.pages_max.is_some()
-            || inputs.sinks.len() != heads
-        {
-            bail!(
-                "sink_attention: q of {}, keys and values of {}, sinks of {} elements do not fit {} tokens of {:?}",
-                inputs.q.len(),
-                inputs.kv.len(),
-                inputs.sinks.len(),
-                self.tokens,
-                self.attention
-            );
-        }
-        Ok(())
+    /// `inputs` with the sinks that the arm gives.
+    fn seen<'a>(&'a self, inputs: &Inputs<'a>, no_sinks: &'a Option<CudaView<'a, f32>>) -> Inputs<'a> {
+        Inputs { sinks: no_sinks.as_ref().unwrap_or(inputs.sinks), ..*inputs }
     }
 
     /// Starts the forward.
@@ -245,36 +366,9 @@ impl Prepared {
     /// # Errors
     /// When sizes disagree; the driver's.
     pub fn forward(&self, inputs: &Inputs, outputs: &mut Outputs) -> Result<()> {
-        self.check_inputs(inputs)?;
-        let stream = self.device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let params = SinkAttentionParams {
-            tiles: at.read(&self.arrays) + 4 * self.starts[2] as u64,
-            out: at.write(&mut outputs.out),
-            lse: at.write(&mut outputs.lse),
-            ..self.params(inputs, &mut at)?
-        };
-        let Attention { heads, kv_heads, .. } = self.attention;
-        let KernelSet { forward, chunk, merge, .. } = self.kernels;
-        let blocks = self.query_tiles * kv_heads;
-        // SAFETY: every address is of memory that lives past the launch and has the size that the header states: the
-        // inputs were checked, the outputs made by `outputs`. Pages were checked against the table's width. The first
-        // kernel writes every part that the second reads; both run on one stream, and so does the release of the parts.
-        unsafe {
-            if !self.spread {
-                return launch(&self.device, forward, &params, blocks);
-            }
-            let mut part_out: CudaSlice<f32> = self.device.alloc(self.parts * heads * PART_OUT)?;
-            let mut part_sums: CudaSlice<f32> = self.device.alloc(self.parts * heads * PART_SUMS)?;
-            let mut at = Addresses::new(&stream);
-            let params = SinkAttentionParams {
-                part_out: at.write(&mut part_out),
-                part_sums: at.write(&mut part_sums),
-                ..params
-            };
-            launch(&self.device, chunk, &params, self.chunk_tiles * kv_heads)?;
-            launch(&self.device, merge, &params, blocks)
-        }
+        let no_sinks = self.no_sinks.as_ref().map(CudaSlice::as_view);
+        let inputs = self.seen(inputs, &no_sinks);
+        self.plan.forward(&self.device, &self.arrays.as_view(), &inputs, outputs)
     }
 
     /// Starts the backward of [`Prepared::forward`]: `dout` `[T, N, 64]`. For packed keys alone.
@@ -289,12 +383,15 @@ impl Prepared {
         dout: &CudaView<bf16>,
         gradients: &mut Gradients,
     ) -> Result<()> {
-        self.check_inputs(inputs)?;
-        if self.pages_max.is_some() {
+        let no_sinks = self.no_sinks.as_ref().map(CudaSlice::as_view);
+        let inputs = &self.seen(inputs, &no_sinks);
+        let LaunchPlan { kernels, attention, shape, starts } = self.plan;
+        self.plan.check_inputs(inputs)?;
+        if shape.pages_max.is_some() {
             bail!("sink_attention: keys in a cache have no gradients");
         }
-        let Attention { heads, kv_heads, sinks, sink_gradient, .. } = self.attention;
-        let rows = self.tokens * heads;
+        let Attention { heads, kv_heads, sinks, sink_gradient, .. } = attention;
+        let rows = shape.tokens * heads;
         if out.len() != rows * HEAD_DIM || dout.len() != rows * HEAD_DIM || lse.len() != rows {
             let (out, dout, lse) = (out.len(), dout.len(), lse.len());
             bail!(
@@ -314,16 +411,16 @@ impl Prepared {
             dk: dkv,
             dv: dkv + 2 * (kv_heads * HEAD_DIM) as u64,
             dsinks: at.write(&mut gradients.dsinks),
-            ..self.params(inputs, &mut at)?
+            ..self.plan.params(arrays, inputs, &mut at)?
         };
-        let of_queries = SinkAttentionParams { tiles: arrays + 4 * self.starts[2] as u64, ..params };
-        let of_keys = SinkAttentionParams { tiles: arrays + 4 * self.starts[3] as u64, ..params };
-        let KernelSet { delta, dkv, dq, dsinks, .. } = self.kernels;
+        let of_queries = SinkAttentionParams { tiles: arrays + 4 * starts[2] as u64, ..params };
+        let of_keys = SinkAttentionParams { tiles: arrays + 4 * starts[3] as u64, ..params };
+        let KernelSet { delta, dkv, dq, dsinks, .. } = kernels;
         // SAFETY: as in `forward`; the gradients were made by `gradients`.
         unsafe {
             launch(&self.device, delta, &params, rows.div_ceil(DELTA_ROWS))?;
-            launch(&self.device, dkv, &of_keys, self.key_tiles * kv_heads)?;
-            launch(&self.device, dq, &of_queries, self.query_tiles * kv_heads)?;
+            launch(&self.device, dkv, &of_keys, shape.key_tiles * kv_heads)?;
+            launch(&self.device, dq, &of_queries, shape.query_tiles * kv_heads)?;
             if sinks && sink_gradient {
                 launch(&self.device, dsinks, &params, heads)?;
             }

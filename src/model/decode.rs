@@ -1,0 +1,162 @@
+//! Decode on a GPU whose launches are recorded: the host gives the GPU one graph a step instead of every kernel.
+//!
+//! The walk is [`Trunk::layers`] as ever. What a step changes is copied to the GPU before it, so a recording is good for every later
+//! step of its shape; the bits are the same. A shape is recorded when it comes for the second time.
+
+use super::attend::Attend;
+use super::cache::SequenceCache;
+use super::forward::Rows;
+use super::trunk::{Trunk, nothing};
+use crate::ops::cuda::{DecodeBatch, DecodeStep, Recorded, overwrite, upload};
+use crate::ops::rope::Rotation;
+use crate::ops::sink_attention::Attention;
+use anyhow::{Context, Result};
+use candle_core::{DType, Device, Tensor};
+use std::sync::Arc;
+
+/// Shapes whose recordings are kept. One changes when a sequence comes or goes, and now and then as they grow.
+const BATCHES_MAX: usize = 4;
+
+/// Steps of decode, recorded by their shape.
+pub struct Decoder {
+    device: Device,
+    /// The newest last.
+    batches: Vec<Batch>,
+    /// False once a recording failed.
+    records: bool,
+    replayed: u64,
+}
+
+/// Steps of one shape.
+struct Batch {
+    launches: DecodeBatch,
+    /// What enters the first layer, `[T, H]`.
+    x: Tensor,
+    /// `[T]`.
+    positions: Tensor,
+    /// What the last layer gives, `[T, H]`.
+    hidden: Tensor,
+    recorded: Option<Recorded>,
+}
+
+impl Decoder {
+    /// For `trunk`, if its decode can be recorded: on a GPU, with weights that stay where they are.
+    ///
+    /// # Errors
+    /// When the weights cannot be reached.
+    pub fn new(trunk: &Trunk) -> Result<Option<Self>> {
+        let device = trunk.weights.device()?;
+        let can = device.is_cuda() && trunk.weights.is_resident();
+        Ok(can.then_some(Self { device, batches: vec![], records: true, replayed: 0 }))
+    }
+
+    /// Steps that were a recording's.
+    pub fn replayed(&self) -> u64 {
+        self.replayed
+    }
+
+    /// [`Trunk::feed`] of one token for each of `caches`: hidden states `[T, H]`, which stay until the next step.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn feed(
+        &mut self,
+        trunk: &Trunk,
+        tokens: Vec<u32>,
+        caches: &mut [&mut SequenceCache],
+    ) -> Result<Tensor> {
+        let rotation = trunk.model.rotation(caches.iter().map(|cache| cache.len() as u32).collect());
+        rotation.check(tokens.len(), trunk.model.config.head_dim)?;
+        let x = trunk.embed(&Arc::new(tokens))?;
+        let step = step(trunk, caches)?;
+        let known = self.batches.iter().position(|batch| batch.launches.fits(&step));
+        let is_new = known.is_none();
+        let mut batch = match known {
+            Some(index) => self.batches.remove(index),
+            None => Batch::new(&self.device, &step, &x)?,
+        };
+        batch.launches.load(&step)?;
+        overwrite(&batch.x, &x)?;
+        upload(&batch.positions, &rotation.positions)?;
+        let rotation = rotation.uploaded_as(&batch.positions)?;
+        if batch.recorded.is_none() && !is_new && self.records {
+            match batch.record(&self.device, trunk, rotation.clone()) {
+                Ok(recorded) => batch.recorded = Some(recorded),
+                Err(error) => {
+                    self.records = false;
+                    eprintln!("note: decode is not recorded, every kernel is launched: {error:#}");
+                }
+            }
+        }
+        match &batch.recorded {
+            Some(recorded) => {
+                recorded.launch()?;
+                self.replayed += 1;
+            }
+            None => batch.walk(trunk, rotation)?,
+        }
+        let hidden = batch.hidden.clone();
+        self.batches.push(batch);
+        if self.batches.len() > BATCHES_MAX {
+            self.batches.remove(0);
+        }
+        Ok(hidden)
+    }
+}
+
+/// Room for a token in every layer of `caches`, and what attention must know.
+fn step(trunk: &Trunk, caches: &mut [&mut SequenceCache]) -> Result<DecodeStep> {
+    let mut step = DecodeStep::default();
+    for index in 0..trunk.model.config.num_hidden_layers {
+        let layer = trunk.weights.layer(index)?;
+        let attention = trunk.model.attention_of(index, &layer.attention, &trunk.forward);
+        let layers = caches.iter_mut().map(|cache| cache.layer(index));
+        let mut pages =
+            layers.map(|layer| layer.pages_mut().context("a cache elsewhere")).collect::<Result<Vec<_>>>()?;
+        step.add_layer(attention, &mut pages)?;
+        if let Some(window) = attention.window {
+            // The step's table has them; no other step comes before its launches.
+            pages.iter_mut().for_each(|pages| pages.forget_before(pages.len(), window));
+        }
+    }
+    Ok(step)
+}
+
+impl Batch {
+    fn new(device: &Device, step: &DecodeStep, x: &Tensor) -> Result<Self> {
+        Ok(Self {
+            launches: DecodeBatch::new(device, step)?,
+            x: x.zeros_like()?,
+            positions: Tensor::zeros(x.dim(0)?, DType::U32, device)?,
+            hidden: x.zeros_like()?,
+            recorded: None,
+        })
+    }
+
+    fn walk(&self, trunk: &Trunk, rotation: Rotation) -> Result<()> {
+        let attend = &mut LoadedAttention(&self.launches);
+        let rows = &mut Rows { rotation, attend, replay: None };
+        Ok(overwrite(&self.hidden, &trunk.layers(self.x.clone(), rows, &mut nothing)?)?)
+    }
+
+    fn record(&self, device: &Device, trunk: &Trunk, rotation: Rotation) -> Result<Recorded> {
+        let walk = || self.walk(trunk, rotation).map_err(candle_core::Error::wrap);
+        Ok(Recorded::of(device, walk)?)
+    }
+}
+
+/// Keys found as a loaded step says.
+struct LoadedAttention<'a>(&'a DecodeBatch);
+
+impl Attend for LoadedAttention<'_> {
+    fn attend(
+        &mut self,
+        layer: usize,
+        q: &Tensor,
+        kv: &Tensor,
+        sinks: &Tensor,
+        _: Attention,
+    ) -> Result<Tensor> {
+        Ok(self.0.attend(layer, q, kv, sinks)?)
+    }
+}

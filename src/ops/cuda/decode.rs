@@ -1,0 +1,161 @@
+//! Decode of one token a sequence at addresses that stay: what a step changes is copied to the device at its beginning, so that
+//! its launches can be recorded and used again.
+
+use super::arguments::tensor;
+use super::launch::kernel_set;
+use super::paged::{KvPages, KvPool, accounts};
+use super::sink_attention::{Inputs, LaunchPlan, LaunchShape, OP, Outputs, Spread};
+use crate::ops::pages::{PAGE, page_table};
+use crate::ops::sink_attention::kernels::HEAD_DIM;
+use crate::ops::sink_attention::plan::LaunchSequences;
+use crate::ops::sink_attention::{Attention, NO_SINK};
+use candle_core::cuda_backend::cudarc::driver::CudaSlice;
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{DType, Device, Result, Tensor, bail};
+use half::bf16;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// A layer's part of a step.
+#[derive(Clone)]
+struct DecodeLayer {
+    pool: Arc<KvPool>,
+    attention: Attention,
+    plan: LaunchPlan,
+    /// Of the step's arrays.
+    arrays: Range<usize>,
+    /// Where the new keys and values go, likewise.
+    places: Range<usize>,
+}
+
+/// A new token of each of some sequences, layer after layer.
+#[derive(Default)]
+pub struct DecodeStep {
+    layers: Vec<DecodeLayer>,
+    arrays: Vec<i32>,
+}
+
+impl DecodeStep {
+    /// Makes room for a new token in each of `sequences`, whose keys and values of the next layer these are.
+    ///
+    /// # Errors
+    /// When the cache is too small; then nothing has changed.
+    pub fn add_layer(&mut self, attention: Attention, sequences: &mut [&mut KvPages]) -> Result<()> {
+        let Some(pool) = sequences.first().map(|sequence| sequence.pool().clone()) else {
+            bail!("decode: no sequence")
+        };
+        let lengths: Vec<usize> = sequences.iter().map(|sequence| sequence.len()).collect();
+        let counts = vec![1; lengths.len()];
+        let batch = LaunchSequences::cached(&counts, &lengths)?;
+        let places = pool.extend(sequences, &counts)?;
+        // Wider than needed, so that the shape stays while sequences grow.
+        let pages = lengths.iter().max().map_or(1, |longest| (longest + 1).div_ceil(PAGE));
+        let (table, pages_max) = page_table(&accounts(sequences), pages.next_power_of_two());
+        let kernels = kernel_set(pool.device())?;
+        let (plan, arrays) =
+            LaunchPlan::new(kernels, &attention, &batch, Some((&table, pages_max)), Spread::InSteps)?;
+        let mut added = |more: Vec<i32>| {
+            let start = self.arrays.len();
+            self.arrays.extend(more);
+            start..self.arrays.len()
+        };
+        let (arrays, places) = (added(arrays), added(places));
+        self.layers.push(DecodeLayer { pool, attention, plan, arrays, places });
+        Ok(())
+    }
+
+    fn shapes(&self) -> impl Iterator<Item = (LaunchShape, Attention)> {
+        self.layers.iter().map(|layer| (layer.plan.shape, layer.attention))
+    }
+}
+
+/// Steps of one shape, in memory that stays.
+pub struct DecodeBatch {
+    device: CudaDevice,
+    layers: Vec<DecodeLayer>,
+    arrays: CudaSlice<i32>,
+    /// In the place of sinks where there are none.
+    no_sinks: CudaSlice<f32>,
+}
+
+impl DecodeBatch {
+    /// For steps of the shape of `step`.
+    ///
+    /// # Errors
+    /// When the device's memory does not suffice.
+    pub fn new(device: &Device, step: &DecodeStep) -> Result<Self> {
+        let device = device.as_cuda_device()?;
+        let heads = step.layers.iter().map(|layer| layer.attention.heads).max().unwrap_or(1);
+        Ok(Self {
+            device: device.clone(),
+            layers: step.layers.clone(),
+            arrays: device.clone_htod(&step.arrays)?,
+            no_sinks: device.clone_htod(&vec![NO_SINK; heads])?,
+        })
+    }
+
+    /// Whether `step` has its shape.
+    pub fn fits(&self, step: &DecodeStep) -> bool {
+        let own = self.layers.iter().map(|layer| (layer.plan.shape, layer.attention));
+        self.layers.len() == step.layers.len() && own.eq(step.shapes())
+    }
+
+    /// Makes `step` the one that [`DecodeBatch::attend`] looks at.
+    ///
+    /// # Errors
+    /// When it does not fit; the driver's.
+    pub fn load(&mut self, step: &DecodeStep) -> Result<()> {
+        if !self.fits(step) || self.arrays.len() != step.arrays.len() {
+            bail!("decode: a step of another shape");
+        }
+        self.device.memcpy_htod(&step.arrays, &mut self.arrays)
+    }
+
+    /// Attention of layer `index` for the step's tokens, `q [T, N, 64]`, whose `kv [T, 2, M, 64]` enter the cache: `[T, N·64]`.
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    pub fn attend(&self, index: usize, q: &Tensor, kv: &Tensor, sinks: &Tensor) -> Result<Tensor> {
+        let Some(DecodeLayer { pool, attention, plan, arrays, places }) = self.layers.get(index) else {
+            bail!("decode: no layer {index}")
+        };
+        let Attention { heads, kv_heads, .. } = *attention;
+        let tokens = plan.shape.tokens;
+        let opened = [q, kv, sinks].map(Tensor::storage_and_layout);
+        let q = OP.on_gpu("q", &opened[0], DType::BF16, &[tokens, heads, HEAD_DIM])?;
+        let kv = OP.on_gpu("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
+        let sinks = OP.on_gpu("sinks", &opened[2], DType::F32, &[heads])?;
+        let (q, kv, sinks) = (OP.view(q.0, q.1)?, OP.view(kv.0, kv.1)?, OP.view(sinks.0, sinks.1)?);
+        let no_sinks = self.no_sinks.slice(..heads);
+        let sinks = if attention.sinks { &sinks } else { &no_sinks };
+        pool.write(&kv, &self.arrays.slice(places.clone()))?;
+        let mut outputs = plan.outputs(&self.device)?;
+        let memory = pool.memory();
+        let inputs = Inputs { q: &q, kv: &memory.as_view(), sinks };
+        plan.forward(&self.device, &self.arrays.slice(arrays.clone()), &inputs, &mut outputs)?;
+        let Outputs { out, .. } = outputs;
+        Ok(tensor(out, &self.device, (tokens, heads * HEAD_DIM)))
+    }
+}
+
+/// Writes the rows of `from`, of the same shape, over those of `to`, both bf16.
+///
+/// # Errors
+/// When they are not of one shape, or not on the GPU.
+pub fn overwrite(to: &Tensor, from: &Tensor) -> Result<()> {
+    let opened = from.storage_and_layout();
+    let from = OP.on_gpu("the rows", &opened, DType::BF16, to.dims())?;
+    let from = OP.view::<bf16>(from.0, from.1)?;
+    OP.edit::<bf16, ()>(to, |device, to| device.cuda_stream().memcpy_dtod(&from, to).w())
+}
+
+/// Writes `values` over `to`.
+///
+/// # Errors
+/// When it is not as long, or not on the GPU.
+pub fn upload(to: &Tensor, values: &[u32]) -> Result<()> {
+    if to.elem_count() != values.len() {
+        bail!("decode: {} values for {:?}", values.len(), to.dims());
+    }
+    OP.edit::<u32, ()>(to, |device, to| device.cuda_stream().memcpy_htod(values, to).w())
+}

@@ -1,0 +1,143 @@
+// Recorded launches: what is right works in every mode, and each check fires once.
+#include "driver_test.h"
+
+namespace {
+
+void* end(void* on) {
+  void *graph, *executable;
+  must(cuStreamEndCapture(on, &graph));
+  must(cuGraphInstantiateWithFlags(&executable, graph, 0));
+  must(cuGraphDestroy(graph));
+  return executable;
+}
+
+void* begin() {
+  void* on = stream();
+  must(cuStreamBeginCapture_v2(on, 1));
+  return on;
+}
+
+// A recording that something was refused in is lost.
+void expect_lost(void* on) {
+  void* graph;
+  expect(cuStreamEndCapture(on, &graph) == 901, "the recording is lost");
+}
+
+}  // namespace
+
+void test_graphs() {
+  accepted("a recording is done when it is launched, as often as it is", [] {
+    context();
+    void* module = load();
+    Device x = floats({1, 2, 3}), y = floats({0, 0, 0}), scratch;
+    void* on = begin();
+    int status;
+    must(cuStreamIsCapturing(on, &status));
+    expect(status == 1, "captured");
+    must(cuMemAllocAsync(&scratch, 12, on));
+    must(cuMemcpyDtoDAsync_v2(scratch, x, 12, on));
+    must(launch(kernel("add_one", module), 1, 32, on, 0, scratch, 3));
+    must(cuMemcpyDtoDAsync_v2(y, scratch, 12, on));
+    must(cuMemFreeAsync(scratch, on));
+    void* executable = end(on);
+    must(cuStreamSynchronize(on));
+    expect(read(y, 3) == std::vector<float>{0, 0, 0}, "nothing was done yet");
+    for (float first : {5.f, 7.f}) {
+      must(cuMemcpyHtoDAsync_v2(x, &first, 4, on));
+      must(cuGraphLaunch(executable, on));
+      must(cuStreamSynchronize(on));
+      expect(read(y, 3) == std::vector<float>{first + 1, 3, 4}, "what x holds at the launch");
+    }
+    must(cuGraphLaunch(executable, on));
+    must(cuGraphExecDestroy(executable));
+    must(cuStreamSynchronize(on));
+    must(cuStreamDestroy_v2(on));
+    clean({x, y}, module);
+  });
+  accepted("a recording that is never launched leaves nothing", [] {
+    context();
+    void* on = begin();
+    Device scratch;
+    must(cuMemAllocAsync(&scratch, 12, on));
+    must(cuMemFreeAsync(scratch, on));
+    must(cuGraphExecDestroy(end(on)));
+    must(cuStreamDestroy_v2(on));
+    clean({}, load());
+  });
+  refused("memory of a recording that is not there", "whose allocation has not had its turn", [] {
+    void* on = begin();
+    Device scratch;
+    must(cuMemAllocAsync(&scratch, 4, on));
+    must(cuMemFreeAsync(scratch, on));
+    end(on);
+    cuMemsetD8Async(scratch, 0, 4, on);
+  });
+  refused("memory of a recording after it", "freed before", [] {
+    void* on = begin();
+    Device scratch;
+    must(cuMemAllocAsync(&scratch, 4, on));
+    must(cuMemFreeAsync(scratch, on));
+    must(cuGraphLaunch(end(on), on));
+    cuMemsetD8Async(scratch, 0, 4, on);
+  });
+  refused("a recording that keeps memory", "a graph that keeps 1 of its buffers", [] {
+    void* on = begin();
+    Device kept;
+    must(cuMemAllocAsync(&kept, 4, on));
+    cuGraphLaunch(end(on), on);
+  });
+  refused("memory of others released in a recording", "not memory of the recording", [] {
+    Device x = floats({1});
+    void* on = begin();
+    cuMemFreeAsync(x, on);
+    expect_lost(on);
+  });
+  refused("a wait while captured", "cuStreamSynchronize on a stream that is captured", [] {
+    void* on = begin();
+    expect(cuStreamSynchronize(on) == 900, "refused");
+    expect_lost(on);
+  });
+  refused("a copy from the host while captured", "cuMemcpyHtoDAsync on a stream that is captured", [] {
+    Device x = floats({1});
+    void* on = begin();
+    const float value = 2;
+    cuMemcpyHtoDAsync_v2(x, &value, 4, on);
+    expect_lost(on);
+  });
+  refused("a copy to the host while captured", "cuMemcpyDtoHAsync on a stream that is captured", [] {
+    Device x = floats({1});
+    void* on = begin();
+    float value;
+    cuMemcpyDtoHAsync_v2(&value, x, 4, on);
+    expect_lost(on);
+  });
+  refused("memory for good while captured", "cuMemAlloc_v2 on a stream that is captured", [] {
+    begin();
+    Device x;
+    cuMemAlloc_v2(&x, 4);
+  });
+  refused("a module loaded while captured", "cuModuleLoadData on a stream that is captured", [] {
+    begin();
+    void* module;
+    cuModuleLoadData(&module, module_image.data());
+  });
+  refused("an event from outside", "an event from outside of what is captured", [] {
+    void *event, *on;
+    must(cuEventCreate(&event, 2));
+    must(cuEventRecord(event, nullptr));
+    on = begin();
+    cuStreamWaitEvent(on, event, 0);
+    expect_lost(on);
+  });
+  refused("an end without a begin", "of a stream that is not captured", [] {
+    void* graph;
+    cuStreamEndCapture(stream(), &graph);
+  });
+  refused("two begins", "of a stream that is captured", [] { cuStreamBeginCapture_v2(begin(), 1); });
+  refused("a destroyed graph", "cuGraphLaunch: no such graph, or it was destroyed", [] {
+    void *on = begin(), *executable = end(on);
+    must(cuGraphExecDestroy(executable));
+    cuGraphLaunch(executable, on);
+  });
+  refused("a graph never destroyed", "leaked at exit: 1 executable graphs", [] { end(begin()); });
+}
