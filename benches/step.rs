@@ -240,6 +240,7 @@ fn main() -> Result<()> {
             sequences_max: SEQUENCES_MAX,
             tool_calls_concurrent_max: 1,
             keep_routes: false,
+            cuda_graphs: false,
             seed: 0,
             purpose: rloss::random::Purpose::Sampling,
             step,

@@ -195,7 +195,7 @@ fn check_sampling(config: &Config, learner: &Learner, gpu: &Device) {
     }
     let room = CacheRoom { sequences: 3, tokens: 70, fed_tokens_max: 3 };
     let caches = Caches::new(config, gpu, room).unwrap();
-    let mut decoder = Decoder::new(&learner.trunk()).unwrap().unwrap();
+    let mut decoder = Decoder::new(&learner.trunk()).unwrap();
     let sampled = learner.sampled(&caches, &tokens, &lengths, 1, Some(&mut decoder));
     assert_eq!(sampled, trained[..tokens.len()], "{:?} recorded", config.family);
     // One step of three sequences, 8 of two, and one of them for 55 positions of a page and 6 of the next: the first step of

@@ -30,6 +30,58 @@ impl KvPages {
     }
 }
 
+/// No step is made here.
+#[derive(Default)]
+pub struct DecodeStep(());
+
+impl DecodeStep {
+    pub fn add_layer(&mut self, _: Attention, _: &mut [&mut KvPages]) -> Result<()> {
+        refuse()
+    }
+}
+
+/// None is made here.
+pub struct DecodeBatch;
+
+impl DecodeBatch {
+    pub fn new(_: &Device, _: &DecodeStep) -> Result<Self> {
+        refuse()
+    }
+
+    pub fn fits(&self, _: &DecodeStep) -> bool {
+        false
+    }
+
+    pub fn load(&mut self, _: &DecodeStep) -> Result<()> {
+        refuse()
+    }
+
+    pub fn attend(&self, _: usize, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Tensor> {
+        refuse()
+    }
+}
+
+/// None is made here.
+pub struct Recorded;
+
+impl Recorded {
+    pub fn of(_: &Device, _: impl FnOnce() -> Result<()>) -> Result<Self> {
+        refuse()
+    }
+
+    pub fn launch(&self) -> Result<()> {
+        refuse()
+    }
+}
+
+pub fn overwrite(_: &Tensor, _: &Tensor) -> Result<()> {
+    refuse()
+}
+
+pub fn upload(_: &Tensor, _: &[u32]) -> Result<()> {
+    refuse()
+}
+
 pub fn kv_pages(_: &CudaDevice, _: usize, _: usize) -> Result<KvPages> {
     refuse()
 }

@@ -32,5 +32,7 @@ table! {
         pub tool_calls_concurrent_max: usize = 64 => from(1.0).to(65536.0),
         /// Keep each token's chosen experts in the trajectory.
         pub keep_routes: bool = false,
+        /// On a GPU: launches of decode are recorded and replayed as one. The bits are the same.
+        pub cuda_graphs: bool = true,
     }
 }

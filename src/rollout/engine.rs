@@ -11,6 +11,7 @@ use super::sampler::TokenSource;
 use crate::dist::Mesh;
 use crate::interpreter::SessionId;
 use crate::model::cache::SequenceCache;
+use crate::model::decode::Decoder;
 use crate::ops::logits::{Drawn, Logits, Sampling, logits_rows_max};
 use anyhow::{Result, anyhow};
 use candle_core::Tensor;
@@ -88,12 +89,17 @@ pub(super) struct Engine<'e, 'a> {
     source: &'e dyn TokenSource,
     queue: &'e Queue<'a>,
     batch: Vec<Work<'a>>,
+    /// What feeds where every entry takes a single token and nothing is kept of the layers.
+    decoder: Option<Decoder>,
     sampled: u64,
 }
 
 impl<'e, 'a> Engine<'e, 'a> {
     pub(super) fn new(rollout: &'e Rollout<'e>, source: &'e dyn TokenSource, queue: &'e Queue<'a>) -> Self {
-        Self { rollout, source, queue, batch: Vec::new(), sampled: 0 }
+        let settings = rollout.settings;
+        let records = settings.cuda_graphs && !settings.keep_routes;
+        let decoder = if records { Decoder::new(&rollout.policy.trunk()) } else { None };
+        Self { rollout, source, queue, batch: Vec::new(), decoder, sampled: 0 }
     }
 
     /// Works until the rollout is over. A failure, a panic included, ends it for all engines.
@@ -207,6 +213,11 @@ impl<'e, 'a> Engine<'e, 'a> {
         let mut taking: Vec<&mut Work> = taking.map(|(work, _)| work).collect();
         let mut caches: Vec<_> = taking.iter_mut().map(|work| work.cache()).collect();
         let tokens = std::mem::take(&mut feed.tokens);
+        if let Some(decoder) = &mut self.decoder
+            && counts.iter().all(|&count| count == 1)
+        {
+            return decoder.feed(&policy.trunk(), tokens, &mut caches);
+        }
         let mut routes: Vec<Vec<u32>> = vec![];
         let hidden = policy.trunk().feed(tokens, &mut caches, &counts, &mut |_, _, output| {
             if let (true, Some(layer)) = (settings.keep_routes, output.routes()) {

@@ -21,6 +21,8 @@ pub struct RolloutSettings {
     pub tool_calls_concurrent_max: usize,
     /// Keep each token's chosen experts in the trajectory.
     pub keep_routes: bool,
+    /// On a GPU: record the launches of decode.
+    pub cuda_graphs: bool,
     /// The run's seed, what it is used for, and the step: with prompt, sample and turn they make a random stream.
     pub seed: u64,
     pub purpose: Purpose,
@@ -46,6 +48,7 @@ impl RolloutSettings {
             sequences_max: rollout.sequences_max,
             tool_calls_concurrent_max: rollout.tool_calls_concurrent_max,
             keep_routes: rollout.keep_routes,
+            cuda_graphs: rollout.cuda_graphs,
             seed: recipe.train.seed,
             purpose: Purpose::Sampling,
             step,

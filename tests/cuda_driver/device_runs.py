@@ -10,6 +10,7 @@ The environment is that of ./setup.sh. A model of two layers is trained on the C
 - sampling: a cold start and ten steps with its own samples and the tool, killed on the way and resumed: every figure is a number,
   the gap between rollout and training is 0, and what is computed again after the kill has the bits it had before;
 - the run's checkpoint is checked on the GPU (`check-mismatch`: 0 differing bits), and goes on on the CPU;
+- decode whose launches are recorded and replayed, and not: the same rows of metrics;
 - two processes with a GPU each, and an adapter beside packed experts: gap 0;
 - what a GPU cannot do is refused before any work, and more than its memory holds.
 """
@@ -165,6 +166,20 @@ def adapted(world):
     assert any(row["actor/grad_norm"] > 0 for row in rows), rows
 
 
+def recorded(world):
+    """Launches of decode are recorded and replayed, or not: the same bits. A driver that records nothing is no end."""
+    words = sets(model__path=world.model, device="cuda", cold_start__steps=0, train__steps=2)
+    kept, launched = {}, {}
+    for name, key, env in [("graphs", "true", {}), ("no_graphs", "false", {}), ("refused_graphs", "true", {"CUDA_EMULATOR_REFUSES_CAPTURE": "1"})]:
+        said = world.train(world.gpu, name, *words, *sets(rollout__cuda_graphs=key), env={"CUDA_EMULATOR_GRAPHS": "1", **env})
+        assert ("decode is not recorded" in said) == bool(env), said
+        launched[name] = int(re.search(r"graphs: (\d+) launched", said)[1])
+        kept[name] = [timeless(row) for row in world.rows(name, "rl")]
+    assert launched["graphs"] > 0 == launched["no_graphs"] == launched["refused_graphs"], launched
+    assert kept["graphs"] == kept["no_graphs"] == kept["refused_graphs"], kept
+    return launched["graphs"]
+
+
 def plan_holds(world):
     """The most memory in use, of the plan that `check` prints."""
     words = sets(model__path=world.model, device="cuda", cold_start__steps=1, train__steps=1)
@@ -224,6 +239,7 @@ def main():
         goes_on_elsewhere(world)
         several(world)
         adapted(world)
+        print(f"decode recorded: {recorded(world)} launches, the same bits as kernel by kernel")
         print("checked on the GPU, gone on on the CPU, gap 0 in two processes and beside an adapter over packed experts")
 
     try:

@@ -63,6 +63,7 @@ auto& streams = lasting<std::map<void*, std::shared_ptr<Stream>>>();
 auto& graphs = lasting<std::map<Graph*, std::shared_ptr<Graph>>>();
 // Executable ones; the pointer is the handle.
 auto& executables = lasting<std::map<std::shared_ptr<Graph>*, std::unique_ptr<std::shared_ptr<Graph>>>>();
+size_t graph_launches;
 auto& events = lasting<std::map<Event*, std::unique_ptr<Event>>>();
 const bool trace = getenv("CUDA_EMULATOR_TRACE");
 
@@ -197,6 +198,7 @@ CUresult captured_release(const std::shared_ptr<Stream>& stream, CUdeviceptr add
 void run_stream(const std::shared_ptr<Stream>& stream) { run_until(end_of(stream), Patience::until_done); }
 
 void tell_leaked_graphs() {
+  if (getenv("CUDA_EMULATOR_GRAPHS")) fprintf(stderr, "graphs: %zu launched\n", graph_launches);
   if (!graphs.empty()) fprintf(stderr, "cuda-emulator: leaked at exit: %zu graphs\n", graphs.size());
   if (!executables.empty()) fprintf(stderr, "cuda-emulator: leaked at exit: %zu executable graphs\n", executables.size());
 }
@@ -278,6 +280,7 @@ API CUresult cuStreamGetCaptureInfo_v2(void* handle, int* status, void*, void*, 
 API CUresult cuStreamBeginCapture_v2(void* handle, int) {
   STREAM(handle);
   if (stream == legacy_stream()) return complain(CAPTURE_UNSUPPORTED, "cuStreamBeginCapture: of the default stream");
+  if (getenv("CUDA_EMULATOR_REFUSES_CAPTURE")) return NOT_SUPPORTED;
   if (stream->captured) return complain(INVALID_VALUE, "cuStreamBeginCapture: of a stream that is captured");
   return stream->captured = std::make_shared<Graph>(), SUCCESS;
 }
@@ -308,6 +311,7 @@ API CUresult cuGraphLaunch(std::shared_ptr<Graph>* executable, void* stream_hand
   auto found = executables.find(executable);
   if (found == executables.end()) return complain(INVALID_HANDLE, "cuGraphLaunch: no such graph, or it was destroyed");
   if (CUresult error = not_while_captured(stream, __func__)) return error;
+  graph_launches++;
   const Graph& graph = **executable;
   // At a second launch it would be allocated twice.
   if (graph.released.size() < graph.memory.size())

@@ -46,6 +46,7 @@ impl World {
             sequences_max: 64,
             tool_calls_concurrent_max: 64,
             keep_routes: false,
+            cuda_graphs: true,
             seed: 5,
             purpose: Purpose::Sampling,
             step: 3,

@@ -6,6 +6,7 @@
 use crate::model::adapter::{Lora, Owner, default_targets};
 use crate::model::cache::{CacheRoom, Caches, SequenceCache};
 use crate::model::config::{Config, Form, LayerType, Rope};
+use crate::model::decode::Decoder;
 use crate::model::family::Family;
 use crate::model::forward::{ForwardOptions, Model};
 use crate::model::held::{Held, Loaded};
@@ -180,7 +181,7 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
     let policy = PolicyView::plain(&model, &parameters)?;
     for &context in cases.context {
         for &sequences in cases.sequences {
-            let tokens = context + WARM_UPS + TIMES;
+            let tokens = context + 2 * (WARM_UPS + TIMES);
             let room = CacheRoom { sequences, tokens, fed_tokens_max: sequences };
             let free = device.as_cuda_device()?.cuda_stream().context().mem_get_info().w()?.0 as u64;
             if room.device_bytes(config) + SPARE_BYTES.min(free / 2) > free {
@@ -190,25 +191,38 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
             let caches = Caches::new(config, device, room)?;
             let mut held: Vec<SequenceCache> = (0..sequences).map(|_| caches.sequence()).collect();
             held.iter_mut().try_for_each(|cache| cache.reserve(config, context))?;
-            let seconds = median(|| step(&policy, &mut held, 1))?;
+            let mut decoder = Decoder::new(&policy.trunk());
+            let seconds = median(|| step(&policy, &mut held, 1, decoder.as_mut()))?;
             row("decode", sequences, context, seconds, sequences);
+            if context == cases.context[0] {
+                let seconds = median(|| step(&policy, &mut held, 1, None))?;
+                row("decode, kernel by kernel", sequences, context, seconds, sequences);
+            }
         }
     }
     let tokens = cases.prefill;
     let room = CacheRoom { sequences: 1, tokens, fed_tokens_max: tokens };
     let caches = Caches::new(config, device, room)?;
-    let seconds = median(|| step(&policy, &mut [caches.sequence()], tokens))?;
+    let seconds = median(|| step(&policy, &mut [caches.sequence()], tokens, None))?;
     row("prefill", 1, tokens, seconds, tokens);
     Ok(())
 }
 
-/// `count` new tokens of each sequence, and the next one drawn.
-fn step(policy: &PolicyView, held: &mut [SequenceCache], count: usize) -> Result<()> {
+/// `count` new tokens of each sequence, by `decoder` if there is one, and the next one drawn.
+fn step(
+    policy: &PolicyView,
+    held: &mut [SequenceCache],
+    count: usize,
+    decoder: Option<&mut Decoder>,
+) -> Result<()> {
     let sequences = held.len();
     let vocabulary = policy.model.config.vocab_size;
     let fed = (0..sequences * count).map(|i| (i * 7919 % vocabulary) as u32).collect();
     let mut caches: Vec<&mut SequenceCache> = held.iter_mut().collect();
-    let hidden = policy.trunk().feed(fed, &mut caches, &vec![count; sequences], &mut nothing)?;
+    let hidden = match decoder {
+        Some(decoder) => decoder.feed(&policy.trunk(), fed, &mut caches)?,
+        None => policy.trunk().feed(fed, &mut caches, &vec![count; sequences], &mut nothing)?,
+    };
     let last: Vec<u32> = (0..sequences).map(|i| ((i + 1) * count - 1) as u32).collect();
     let sampling = Sampling::whole(1.0);
     for rows in last.chunks(logits_rows_max(vocabulary)) {

@@ -157,13 +157,21 @@ impl Subject<'_> {
         if steps > 0 {
             let room = self.cache_room(sequences);
             let forward = pass(room.fed_tokens_max, recipe.rollout.sequences_max).forward();
-            let forward = MemoryPart { name: "one forward and its logits", bytes: forward };
             // What long sequences' attention is put together from, where few are decoded.
             let chunks = self.longest().div_ceil(CHUNK_KEYS) * recipe.rollout.sequences_max;
             let spread =
                 (chunks * config.num_attention_heads * (config.head_dim + 2) * size_of::<f32>()) as u64;
-            let spread = MemoryPart { name: "attention in parts", bytes: spread.min(PARTS_BYTES_MAX as u64) };
-            phases.push(("sampling", vec![caches(room), forward, spread]));
+            let spread = spread.min(PARTS_BYTES_MAX as u64);
+            let records = recipe.rollout.cuda_graphs && !recipe.rollout.keep_routes && self.processes == 1;
+            // A recording has memory of its own.
+            let recorded = pass(recipe.rollout.sequences_max, 0).forward() + spread;
+            let parts = vec![
+                caches(room),
+                MemoryPart { name: "one forward and its logits", bytes: forward },
+                MemoryPart { name: "attention in parts", bytes: spread },
+                MemoryPart { name: "recorded launches", bytes: if records { recorded } else { 0 } },
+            ];
+            phases.push(("sampling", parts));
         }
         let (prompts, samples) = self.sampled();
         let tokens = recipe.train.micro_batch_tokens.max(self.longest());

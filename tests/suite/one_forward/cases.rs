@@ -237,6 +237,7 @@ impl Case {
             sequences_max: self.sequences_max,
             tool_calls_concurrent_max: 16,
             keep_routes: false,
+            cuda_graphs: true,
             seed: 5,
             purpose: Purpose::Sampling,
             step,
