@@ -204,6 +204,45 @@ fn check_sampling(config: &Config, learner: &Learner, gpu: &Device) {
 }
 
 #[test]
+fn recorded_decode_of_long_sequences_has_the_bits_of_each_kernel_launched() {
+    let gpu = open(0).unwrap();
+    // Attention spreads over chunks of 512 keys, of which there is one more from 1025 on; a page more from 1025 too.
+    let shape =
+        Config { max_position_embeddings: 1100, num_hidden_layers: 2, ..config(Family::GptOss, 2, 1, 70) };
+    let learner = learner(&shape, &gpu);
+    let trunk = Trunk { model: &Model::new(shape.clone(), 1100), ..learner.trunk() };
+    let room = CacheRoom { sequences: 6, tokens: 1100, fed_tokens_max: 1100 };
+    let caches = Caches::new(&shape, &gpu, room).unwrap();
+    let mut long = caches.sequence();
+    trunk.feed(ids(1021), &mut [&mut long], &[1021], &mut nothing).unwrap();
+    // One of them is new, and both share the page in which the other ends.
+    let mut recorded = [long.clone(), long.clone(), caches.sequence()];
+    let mut plain = [long.clone(), long, caches.sequence()];
+    let mut decoder = Decoder::new(&trunk).unwrap();
+    for step in 0..7u32 {
+        let tokens = vec![step, step + 9, step + 20];
+        let mut open: Vec<_> = recorded.iter_mut().collect();
+        let got = floats(&decoder.feed(&trunk, tokens.clone(), &mut open).unwrap());
+        let mut open: Vec<_> = plain.iter_mut().collect();
+        assert_eq!(
+            got,
+            floats(&trunk.feed(tokens, &mut open, &[1; 3], &mut nothing).unwrap()),
+            "step {step}"
+        );
+        if step == 1 {
+            // Another prompt comes in between, and takes pages.
+            let mut other = caches.sequence();
+            trunk.feed(ids(80), &mut [&mut other], &[80], &mut nothing).unwrap();
+        }
+    }
+    assert_eq!(decoder.replayed(), 2 + 3);
+    let full = &mut [&mut caches.sequence()];
+    trunk.feed(ids(1100), full, &[1100], &mut nothing).unwrap();
+    let error = decoder.feed(&trunk, vec![1], full).unwrap_err().to_string();
+    assert!(error.contains("positions up to 1101"), "{error}");
+}
+
+#[test]
 fn log_probabilities_and_gradients_are_the_cpus_up_to_bf16() {
     let gpu = open(0).unwrap();
     for config in [config(Family::GptOss, 4, 2, 20), config(Family::Qwen2, 2, 1, 20)] {
