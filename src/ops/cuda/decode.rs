@@ -1,10 +1,10 @@
 //! Decode of one token a sequence at addresses that stay: what a step changes is copied to the device at its beginning, so that
 //! its launches can be recorded and used again.
 
-use super::arguments::tensor;
+use super::arguments::{Op, tensor};
 use super::launch::kernel_set;
 use super::paged::{KvPages, KvPool, accounts};
-use super::sink_attention::{Inputs, LaunchPlan, LaunchShape, OP, Outputs, Spread};
+use super::sink_attention::{Inputs, LaunchPlan, LaunchShape, OP as ATTENTION, Outputs, Spread};
 use crate::ops::pages::{PAGE, page_table};
 use crate::ops::sink_attention::kernels::HEAD_DIM;
 use crate::ops::sink_attention::plan::LaunchSequences;
@@ -15,6 +15,8 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use half::bf16;
 use std::ops::Range;
 use std::sync::Arc;
+
+const OP: Op = Op("decode");
 
 /// A layer's part of a step.
 #[derive(Clone)]
@@ -122,10 +124,11 @@ impl DecodeBatch {
         let Attention { heads, kv_heads, .. } = *attention;
         let tokens = plan.shape.tokens;
         let opened = [q, kv, sinks].map(Tensor::storage_and_layout);
-        let q = OP.on_gpu("q", &opened[0], DType::BF16, &[tokens, heads, HEAD_DIM])?;
-        let kv = OP.on_gpu("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
-        let sinks = OP.on_gpu("sinks", &opened[2], DType::F32, &[heads])?;
-        let (q, kv, sinks) = (OP.view(q.0, q.1)?, OP.view(kv.0, kv.1)?, OP.view(sinks.0, sinks.1)?);
+        let q = ATTENTION.on_gpu("q", &opened[0], DType::BF16, &[tokens, heads, HEAD_DIM])?;
+        let kv = ATTENTION.on_gpu("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
+        let sinks = ATTENTION.on_gpu("sinks", &opened[2], DType::F32, &[heads])?;
+        let (q, kv, sinks) =
+            (ATTENTION.view(q.0, q.1)?, ATTENTION.view(kv.0, kv.1)?, ATTENTION.view(sinks.0, sinks.1)?);
         let no_sinks = self.no_sinks.slice(..heads);
         let sinks = if attention.sinks { &sinks } else { &no_sinks };
         pool.write(&kv, &self.arrays.slice(places.clone()))?;

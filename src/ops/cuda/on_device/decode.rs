@@ -1,0 +1,172 @@
+//! Decode that is loaded, recorded and replayed, beside the same calls one by one.
+
+use super::{assert_refused, floats, numbers, up};
+use crate::ops::cuda::{
+    DecodeBatch, DecodeStep, KvPages, KvPool, Recorded, kernel_set, open, overwrite, sink_attention_paged,
+    upload,
+};
+use crate::ops::sink_attention::Attention;
+use candle_core::{DType, Device, Tensor};
+use std::sync::Arc;
+
+/// One layer sees a window and has sinks, the other sees everything and has none.
+const LAYERS: [Attention; 2] = [
+    Attention { heads: 4, kv_heads: 2, head_dim: 64, window: Some(20), sinks: true, sink_gradient: true },
+    Attention { heads: 3, kv_heads: 1, head_dim: 64, window: None, sinks: false, sink_gradient: true },
+];
+
+/// Rows of queries, and of keys and values, of each layer.
+fn rows(seed: u64, count: usize, gpu: &Device) -> [[Tensor; 2]; 2] {
+    LAYERS.map(|Attention { heads, kv_heads, .. }| {
+        let of = |seed: u64, shape: &[usize]| {
+            let width = shape[1..].iter().product();
+            up(&numbers(seed, count, width, 1.0).reshape(shape).unwrap(), gpu)
+        };
+        [of(seed, &[count, heads, 64]), of(seed + 1, &[count, 2, kv_heads, 64])]
+    })
+}
+
+fn sinks(layer: usize, gpu: &Device) -> Tensor {
+    numbers(9, 1, LAYERS[layer].heads, 1.0).reshape(LAYERS[layer].heads).unwrap().to_device(gpu).unwrap()
+}
+
+/// Both layers' caches of sequences of these lengths, and the layers' pools.
+fn begun(lengths: &[usize], gpu: &Device) -> (Vec<Arc<KvPool>>, [Vec<KvPages>; 2]) {
+    let device = gpu.as_cuda_device().unwrap();
+    let pools = LAYERS.map(|attention| KvPool::new(device, attention.kv_heads, 40).unwrap());
+    let count = lengths.iter().sum();
+    let sequences = [0, 1].map(|layer| {
+        let mut sequences: Vec<KvPages> = lengths.iter().map(|_| pools[layer].sequence()).collect();
+        let [q, kv] = &rows(70, count, gpu)[layer];
+        let mut open: Vec<_> = sequences.iter_mut().collect();
+        let kernels = kernel_set(device).unwrap();
+        sink_attention_paged(kernels, q, kv, &sinks(layer, gpu), &mut open, lengths, &LAYERS[layer]).unwrap();
+        sequences
+    });
+    (pools.into(), sequences)
+}
+
+fn step(sequences: &mut [Vec<KvPages>; 2]) -> DecodeStep {
+    let mut step = DecodeStep::default();
+    for (layer, attention) in LAYERS.into_iter().enumerate() {
+        step.add_layer(attention, &mut sequences[layer].iter_mut().collect::<Vec<_>>()).unwrap();
+    }
+    step
+}
+
+#[test]
+fn replayed_steps_have_the_bits_of_single_calls() {
+    let gpu = open(0).unwrap();
+    let kernels = kernel_set(gpu.as_cuda_device().unwrap()).unwrap();
+    // A page begins on the way, and the longest sequence spreads over chunks of keys.
+    for lengths in [vec![62, 5, 300], vec![1030]] {
+        let (pools, mut replayed) = begun(&lengths, &gpu);
+        let (own_pools, mut plain) = begun(&lengths, &gpu);
+        let count = lengths.len();
+        let empty =
+            || [0, 1].map(|layer| rows(0, count, &gpu)[layer].each_ref().map(|x| x.zeros_like().unwrap()));
+        let (inputs, first) = (empty(), step(&mut replayed));
+        let outputs = LAYERS.map(|a| Tensor::zeros((count, a.heads * 64), DType::BF16, &gpu).unwrap());
+        let mut batch = DecodeBatch::new(&gpu, &first).unwrap();
+        let held = [0, 1].map(|layer| sinks(layer, &gpu));
+        let mut recorded: Option<Recorded> = None;
+        let mut next = Some(first);
+        for turn in 0..5 {
+            let step = next.take().unwrap_or_else(|| step(&mut replayed));
+            assert!(batch.fits(&step), "{lengths:?}, turn {turn}");
+            batch.load(&step).unwrap();
+            let fed = rows(100 + 2 * turn, count, &gpu);
+            for (input, fed) in inputs.as_flattened().iter().zip(fed.as_flattened()) {
+                overwrite(input, fed).unwrap();
+            }
+            let both = || {
+                for (layer, [q, kv]) in inputs.iter().enumerate() {
+                    overwrite(&outputs[layer], &batch.attend(layer, q, kv, &held[layer])?)?;
+                }
+                Ok(())
+            };
+            match &recorded {
+                None if turn == 0 => both().unwrap(),
+                None => {
+                    let made = Recorded::of(&gpu, both).unwrap();
+                    made.launch().unwrap();
+                    recorded = Some(made);
+                }
+                Some(recorded) => recorded.launch().unwrap(),
+            }
+            for (layer, attention) in LAYERS.iter().enumerate() {
+                let mut open: Vec<_> = plain[layer].iter_mut().collect();
+                let [q, kv] = &fed[layer];
+                let (out, _) =
+                    sink_attention_paged(kernels, q, kv, &held[layer], &mut open, &vec![1; count], attention)
+                        .unwrap();
+                assert_eq!(floats(&outputs[layer]), floats(&out), "{lengths:?}, turn {turn}, layer {layer}");
+            }
+        }
+        for (pool, own) in pools.iter().zip(&own_pools) {
+            assert!(pool.values().unwrap() == own.values().unwrap());
+            assert_eq!(pool.free_pages(), own.free_pages());
+        }
+    }
+}
+
+#[test]
+fn steps_of_another_shape_do_not_fit() {
+    let gpu = open(0).unwrap();
+    let (_, mut three) = begun(&[62, 5, 9], &gpu);
+    let (_, mut two) = begun(&[62, 5], &gpu);
+    let of_three = step(&mut three);
+    let mut batch = DecodeBatch::new(&gpu, &of_three).unwrap();
+    assert!(batch.fits(&step(&mut three)));
+    let of_two = step(&mut two);
+    assert!(!batch.fits(&of_two));
+    assert_refused(batch.load(&of_two), "a step of another shape");
+    // From 65 positions on there are two pages.
+    assert!(!batch.fits(&step(&mut three)));
+    let mut fewer = DecodeStep::default();
+    fewer.add_layer(LAYERS[0], &mut three[0].iter_mut().collect::<Vec<_>>()).unwrap();
+    assert!(!batch.fits(&fewer));
+    assert_refused(fewer.add_layer(LAYERS[0], &mut []), "decode: no sequence");
+    let [[q, kv], _] = rows(3, 3, &gpu);
+    assert_refused(batch.attend(2, &q, &kv, &sinks(0, &gpu)), "decode: no layer 2");
+    let [[short, _], _] = rows(3, 2, &gpu);
+    assert_refused(batch.attend(0, &short, &kv, &sinks(0, &gpu)), "q has shape [2, 4, 64]");
+}
+
+#[test]
+fn a_full_cache_is_refused_before_a_step() {
+    let gpu = open(0).unwrap();
+    let pool = KvPool::new(gpu.as_cuda_device().unwrap(), 2, 1).unwrap();
+    let mut both = [pool.sequence(), pool.sequence()];
+    let mut open: Vec<_> = both.iter_mut().collect();
+    assert_refused(DecodeStep::default().add_layer(LAYERS[0], &mut open), "key-value cache too small");
+    assert_eq!((both[0].len(), pool.free_pages()), (0, 1));
+}
+
+#[test]
+fn work_that_fails_leaves_no_recording_begun() {
+    let gpu = open(0).unwrap();
+    let x = Tensor::zeros((2, 8), DType::BF16, &gpu).unwrap();
+    let context = gpu.as_cuda_device().unwrap().cuda_stream().context().clone();
+    let stops = || candle_core::bail!("of the work");
+    assert_eq!(Recorded::of(&gpu, stops).err().unwrap().to_string().lines().next(), Some("of the work"));
+    assert!(context.is_event_tracking());
+    // What follows is done, not recorded.
+    let from = up(&numbers(1, 2, 8, 1.0), &gpu);
+    overwrite(&x, &from).unwrap();
+    assert_eq!(floats(&x), floats(&from));
+}
+
+#[test]
+fn numbers_go_where_they_stay() {
+    let gpu = open(0).unwrap();
+    let ids = Tensor::zeros(3, DType::U32, &gpu).unwrap();
+    upload(&ids, &[4, 0, 7]).unwrap();
+    assert_eq!(ids.to_vec1::<u32>().unwrap(), [4, 0, 7]);
+    assert_refused(upload(&ids, &[1, 2]), "2 values for [3]");
+    let x = Tensor::zeros((2, 8), DType::BF16, &gpu).unwrap();
+    assert_refused(
+        overwrite(&x, &Tensor::zeros((3, 8), DType::BF16, &gpu).unwrap()),
+        "decode: the rows has shape [3, 8]",
+    );
+}
