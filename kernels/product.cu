@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(WideMxfp4::threads) product_input_g
 }
 
 // dW += xᵀ · dy, a group's over its rows in order. Blocks: groups × tiles of k × tiles of n.
-extern "C" __global__ void __launch_bounds__(Wide::threads) product_weight_gradient(const __grid_constant__ Product p) {
+extern "C" __global__ void __launch_bounds__(Wide::threads, 2) product_weight_gradient(const __grid_constant__ Product p) {
   const int across = (p.n + Wide::columns - 1) / Wide::columns, down = (p.k + Wide::rows - 1) / Wide::rows;
   const int first = blockIdx.x / across % down * Wide::rows, column = blockIdx.x % across * Wide::columns;
   const Rows rows = group_rows(p, blockIdx.x / across / down);

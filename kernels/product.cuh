@@ -59,27 +59,53 @@ PRIMITIVE unsigned char* place(unsigned char* tile, int i, int k) {
   return tile + panel + row * 128 + ((column / 8 ^ row % 8) * 16);
 }
 
-// Starts the copy of the operand's `step` k from `k_first` on into `tile`.
+// A thread's part in the copies of an operand to tiles. Its vectors of a tile lie a constant number of rows apart and move by a
+// constant from step to step: little else is worked out between them.
 template <Major major, int extent, int threads>
-PRIMITIVE void load_tile(unsigned char* tile, const Operand& from, int k_first) {
-  constexpr int across = major == Major::K ? step / 8 : extent / 8;  // vectors of a row
-  for (int v = threadIdx.x; v < extent * step / 8; v += threads) {
-    const int i = major == Major::K ? v / across : v % across * 8;
-    const int k_in = major == Major::K ? v % across * 8 : v / across, k = k_first + k_in;
-    const bool outside = i >= from.i_limit || k >= from.k_limit;
-    const bf16* source = from.first + (major == Major::K ? i * from.stride + k : k * from.stride + i);
-    unsigned char* target = place<major>(tile, i, k_in);
-    // All rows then begin and end at 16 bytes, for the first element does.
-    if (outside || from.stride % 8 == 0) {
-      copy_async_16(target, outside ? from.first : source, !outside);
-    } else {
-      const int left = major == Major::K ? from.k_limit - k : from.i_limit - i;
+struct TileCopies {
+  static constexpr int across = major == Major::K ? step / 8 : extent / 8;  // vectors of a row
+  static constexpr int count = extent * step / 8 / threads, apart = threads / across;
+  static_assert(count * threads == extent * step / 8 && apart % 8 == 0, "whole rounds, and one place in the swizzle");
+  const bf16* first;   // vector of the first step
+  int stride, offset;  // from row to row; of the first vector in the tile
+  int i_left, k_left;  // from the first vector on, within the limits
+};
+
+template <Major major, int extent, int threads>
+PRIMITIVE TileCopies<major, extent, threads> tile_copies(const Operand& from) {
+  using Copies = TileCopies<major, extent, threads>;
+  const int row = threadIdx.x / Copies::across, column = threadIdx.x % Copies::across * 8;
+  const int i = major == Major::K ? row : column, k = major == Major::K ? column : row;
+  unsigned char* shared = dynamic_shared_memory();
+  const int offset = static_cast<int>(place<major>(shared, i, k) - shared);
+  return {from.first + row * from.stride + column, static_cast<int>(from.stride), offset, from.i_limit - i, from.k_limit - k};
+}
+
+// Starts the copy of step `s` into `tile`.
+template <Major major, int extent, int threads>
+PRIMITIVE void load_tile(unsigned char* tile, const TileCopies<major, extent, threads>& from, int s) {
+  using Copies = TileCopies<major, extent, threads>;
+  const int64_t stride = from.stride;
+  const bf16* first = from.first + (major == Major::K ? s * step : stride * (s * step));
+  const int k_left = from.k_left - s * step;
+  const int rows = major == Major::K ? from.i_left : k_left, in_row = major == Major::K ? k_left : from.i_left;
+  tile += from.offset;
+  // All rows then begin and end at 16 bytes, for the first element does.
+  if (stride % 8 == 0) {
+#pragma unroll
+    for (int v = 0; v < Copies::count; v++)
+      copy_async_16(tile + v * Copies::apart * 128, first + stride * (v * Copies::apart), in_row > 0 && v * Copies::apart < rows);
+  } else {
+#pragma unroll 1
+    for (int v = 0; v < Copies::count; v++) {
+      const bf16* source = first + stride * (v * Copies::apart);
+      const int left = v * Copies::apart < rows ? in_row : 0;
       uint32_t pairs[4];
       for (int p = 0; p < 4; p++) {
         const uint32_t low = 2 * p < left ? source[2 * p].bits : 0, high = 2 * p + 1 < left ? source[2 * p + 1].bits : 0;
         pairs[p] = low | high << 16;
       }
-      *reinterpret_cast<uint4*>(target) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+      *reinterpret_cast<uint4*>(tile + v * Copies::apart * 128) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }
   }
 }
@@ -148,10 +174,12 @@ PRIMITIVE void multiply_tile(Sums<S>& sums, const Operand& a, const Operand& b, 
   const int steps = (depth + step - 1) / step;
   const auto left = [&](int s) { return shared + s % S::stages * S::stage_bytes; };
   const auto right = [&](int s) { return left(s) + S::rows * step * 2; };
+  const auto copies_a = tile_copies<a_major, S::rows, S::threads>(a);
+  const auto copies_b = tile_copies<b_major, S::columns, S::threads>(b);
   const auto load = [&](int s) {
     if (s < steps) {
-      load_tile<a_major, S::rows, S::threads>(left(s), a, s * step);
-      load_tile<b_major, S::columns, S::threads>(right(s), b, s * step);
+      load_tile(left(s), copies_a, s);
+      load_tile(right(s), copies_b, s);
     }
     copy_async_commit();  // an empty group keeps their count
   };

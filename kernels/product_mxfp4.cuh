@@ -98,9 +98,10 @@ PRIMITIVE void multiply_mxfp4(Sums<S>& sums, const Operand& a, const Panels& b, 
   const int steps = (depth + step - 1) / step;
   const auto tile = [&](int s) { return shared + s % 2 * M::tile_bytes; };
   const auto left = [&](int s) { return shared + 2 * M::tile_bytes + s % S::stages * M::stage_bytes; };
+  const auto copies = tile_copies<Major::K, S::rows, S::threads>(a);
   const auto load = [&](int s) {
     if (s < steps) {
-      load_tile<Major::K, S::rows, S::threads>(left(s), a, s * step);
+      load_tile(left(s), copies, s);
       unsigned char* to = left(s) + M::left_bytes;
       if constexpr (b_major == Major::MN)
         load_blocks<M::blocks, step / block_k, S::threads>(to, b, column / panel_columns, s * (step / block_k));

@@ -78,15 +78,11 @@ class Code:
         """From the kernel's begin to its end."""
         return self.shortest(markers, 0, {i for i, text in enumerate(self.text) if "EXIT" in text})
 
-    def loop(self, *markers, inner=None, rounds=()):
-        """Once around the smallest loop with all markers; loops within it that have `inner` make so many rounds each."""
+    def loop(self, *markers):
+        """Once around the smallest loop with all markers."""
         holds = lambda loop, marker: any(re.search(marker, text) for text in self.text[loop[0] : loop[1] + 1])
         loop = min((loop for loop in self.back if all(holds(loop, marker) for marker in markers)), key=lambda loop: loop[1] - loop[0])
-        slots = self.shortest(markers, loop[0], {loop[1]})
-        within = sorted(other for other in self.back if loop[0] < other[0] and other[1] < loop[1] and inner and holds(other, inner))
-        if len(within) != len(rounds):
-            raise ValueError(f"{len(within)} loops with {inner}, not {len(rounds)}")
-        return slots + sum((count - 1) * self.shortest([inner], other[0], {other[1]}) for count, other in zip(rounds, within))
+        return self.shortest(markers, loop[0], {loop[1]})
 
 
 def machine_code(folder):
@@ -140,25 +136,24 @@ class Step:
         """A kernel without a loop, whose threads take `each` of `count` elements."""
         self.add(kernel, what, moved, 0, up(count, 32 * each) * self.codes[kernel].whole(marker), times)
 
-    def product_slots(self, kernel, depth, tiles, warps, loads):
-        """`loads`: a thread's copies of both operands in a step of 64."""
-        return tiles * warps * up(depth, 64) * self.codes[kernel].loop("HMMA", "LDGSTS", inner="LDGSTS", rounds=loads)
+    def product_slots(self, kernel, depth, tiles, warps):
+        return tiles * warps * up(depth, 64) * self.codes[kernel].loop("HMMA", "LDGSTS")
 
     def forward(self, what, rows, k, n, groups=1, out=2, times=1):
         weights = min(groups, rows) * k * n * 2
         narrow = rows <= NARROW_ROWS_MAX * groups
         kernel = "product_forward" + ("_narrow" if narrow else "") + ("_f32" if out == 4 else "")
         # Each expert's rows are tiles of their own.
-        tile_rows, tile_columns, warps, loads = (16, 64, 4, (1, 4)) if narrow else (128, 128, 8, (4, 4))
+        tile_rows, tile_columns, warps = (16, 64, 4) if narrow else (128, 128, 8)
         tiles = groups * up(up(rows, groups), tile_rows) * up(n, tile_columns)
-        slots = self.product_slots(kernel, k, tiles, warps, loads)
+        slots = self.product_slots(kernel, k, tiles, warps)
         self.add(kernel, what, weights + rows * (2 * k + out * n), 2 * rows * k * n, slots, times)
 
     def backward(self, what, rows, k, n, groups=1, times=1):
         of_rows = groups * up(up(rows, groups), 128)
-        slots = self.product_slots("product_input_gradient", n, of_rows * up(k, 128), 8, (4, 4))
+        slots = self.product_slots("product_input_gradient", n, of_rows * up(k, 128), 8)
         self.add("product_input_gradient", what, groups * k * n * 2 + rows * 2 * (n + k), 2 * rows * k * n, slots, times)
-        slots = self.product_slots("product_weight_gradient", up(rows, groups), groups * up(k, 128) * up(n, 128), 8, (4, 4))
+        slots = self.product_slots("product_weight_gradient", up(rows, groups), groups * up(k, 128) * up(n, 128), 8)
         self.add("product_weight_gradient", what, groups * k * n * 8 + rows * 2 * (n + k), 2 * rows * k * n, slots, times)
 
     def bias_gradient(self, what, rows, n, groups=1, times=1):
