@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "driver.h"
+#include "pool.h"
 
 namespace cuda_driver {
 
@@ -205,6 +206,7 @@ API CUresult cuStreamDestroy_v2(void* handle) {
 API CUresult cuStreamSynchronize(void* handle) {
   STREAM(handle);
   run_stream(stream);
+  pool_waited();
   return stuck();
 }
 
@@ -224,6 +226,7 @@ API CUresult cuCtxSynchronize() {
   std::vector<std::shared_ptr<Stream>> all = {legacy_stream()};
   for (auto& [_, stream] : streams) all.push_back(stream);
   for (auto& stream : all) run_stream(stream);
+  pool_waited();
   return stuck();
 }
 
@@ -262,6 +265,7 @@ API CUresult cuEventSynchronize(void* handle) {
   Locked lock;
   EVENT(handle);
   if (event->place.stream) run_until(event->place, Patience::until_done);
+  pool_waited();
   return stuck();
 }
 
