@@ -3,11 +3,12 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 
 namespace cuda_driver {
 namespace {
 
-constexpr size_t GRAIN = 512, RESERVATION_GRAIN = size_t(2) << 20;
+constexpr size_t GRAIN = 512;
 
 // Bytes of a reservation, in use or free. What is free can be had by the stream that freed it, or by all.
 struct Piece {
@@ -32,6 +33,13 @@ struct Level {
 };
 Level reserved, used;
 size_t reserved_at_most;  // no program resets it
+
+// What a reservation is rounded up to. Fewer KiB are to a small model's tensors what 2 MiB are to a large one's.
+size_t reservation_grain() {
+  static const char* const text = getenv("CUDA_EMULATOR_POOL_KIB");
+  static const size_t bytes = text ? strtoull(text, nullptr, 10) << 10 : size_t(2) << 20;
+  return bytes;
+}
 
 size_t rounded(size_t bytes, size_t grain) { return (bytes + grain - 1) / grain * grain; }
 
@@ -89,7 +97,7 @@ bool fits(size_t bytes, size_t room) {
 
 bool reserve_more(size_t bytes, size_t room) {
   if (!fits(bytes, room)) return false;
-  bytes = std::min(rounded(bytes, RESERVATION_GRAIN), room - pool_taken_bytes());
+  bytes = std::min(rounded(bytes, reservation_grain()), room - pool_taken_bytes());
   reservations[next_offset] = bytes;
   pieces[next_offset] = {bytes, false, nullptr, std::make_shared<bool>(true)};
   next_offset += bytes + GRAIN;
