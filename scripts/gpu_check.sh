@@ -5,7 +5,8 @@
 #   scripts/gpu_check.sh                  there: runs everything, writes gpu-check.md
 #
 # Options there: --binary FILE, --out FILE, --device N, --skip PART (sanitizer, peers, runs, model; may be repeated). runs: the
-# quickstart on the GPU and on the CPU; model: tokens a second at the shape of 20B.
+# quickstart on the GPU and on the CPU; model: tokens a second at the shape of 20B; peers: other implementations of attention
+# and of the model beside ours.
 # Every part has a process and a time limit of its own: one that crashes or hangs is a row of the table, no more. The
 # machine needs a driver of release 580 or newer and CUDA 13's libraries, from a toolkit or beside a Python's torch
 # (PYTHON names it). compute-sanitizer and torch are used where they are; else their rows say "not run".
@@ -209,7 +210,16 @@ elif CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$device} timeout 330 "$python"
     peers=(--peers "$scratch/peers.json")
 fi
 part speed 240 speed "${peers[@]}"
-if [[ $skip != *model* ]]; then part model 600 model; fi
+if [[ $skip != *model* ]]; then
+    part model 600 model
+    if [[ $skip == *peers* ]] || [ -z "$python" ]; then
+        echo "gpu_check: other implementations of the model: not run" >&2
+    else
+        echo "gpu_check: other implementations of the model" >&2
+        CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$device} timeout 660 "$python" scripts/model_peers.py \
+            --ours "$scratch/rows" --seconds-max 560 >>"$table" || printf '\nOther implementations of the model: not run, ended with code %s.\n' $? >>"$table"
+    fi
+fi
 
 mkdir -p "$(dirname "$out")"
 cp "$table" "$out"

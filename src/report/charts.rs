@@ -45,7 +45,7 @@ struct Spec {
 }
 
 /// Title, metrics (the second and later ones dashed), unit on the y-axis. Sections follow one another.
-const SPECS: [Spec; 20] = {
+const SPECS: [Spec; 21] = {
     const fn spec(
         section: &'static str,
         title: &'static str,
@@ -88,6 +88,12 @@ const SPECS: [Spec; 20] = {
         },
         spec(T, "Throughput", &["perf/throughput"], "tokens/s"),
         spec(T, "Rollout time", &["timing_s/gen"], "seconds per step"),
+        spec(
+            T,
+            "GPU memory",
+            &["perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"],
+            "GB, most in a step",
+        ),
         spec(T, "Step time", &["timing_s/step"], "seconds per step"),
     ]
 };

@@ -14,6 +14,7 @@ pub use data::TrainingData;
 
 use crate::metrics::{Console, Metrics, Phase, Row, Timings, read_rows};
 use crate::model::parameters::Parameters;
+use crate::ops::cuda::{device_memory, forget_memory_peaks};
 use crate::policy::kl_in_reward::KlController;
 use crate::recipe::{self, Dtype};
 use crate::rollout::Rollouts;
@@ -31,6 +32,7 @@ use crate::train::gradients::clip;
 use crate::train::optimizer::{Optimizer, learning_rate};
 use crate::train::supervised;
 use anyhow::{Result, ensure};
+use candle_core::Device;
 use std::sync::{Arc, Mutex, PoisonError};
 use watch::Watch;
 
@@ -380,8 +382,21 @@ impl Trainer {
 
     fn write_row(&mut self, step: u64, phase: Phase, mut metrics: Metrics) -> Result<()> {
         metrics.extend(self.timings.take());
+        metrics.extend(memory_peaks(self.bench.parameters.device())?);
         self.folder.write_metrics(&Row { step, phase, metrics })
     }
+}
+
+/// The most of a GPU's memory that tensors took since the last row, and the most that this process kept for them.
+fn memory_peaks(device: &Device) -> Result<Metrics> {
+    let mut metrics = Metrics::new();
+    if let Device::Cuda(gpu) = device {
+        let memory = device_memory(gpu)?;
+        metrics.set("perf/max_memory_allocated_gb", memory.used_max as f64 / 1e9);
+        metrics.set("perf/max_memory_reserved_gb", memory.reserved_max as f64 / 1e9);
+        forget_memory_peaks(gpu)?;
+    }
+    Ok(metrics)
 }
 
 /// Clips the gradients in `parameters`, updates its weights with them, and returns the gradient norm before clipping.

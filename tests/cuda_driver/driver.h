@@ -74,6 +74,8 @@ CUresult need_context(const char* call);
 // ALIGNMENT; that is filled with a pattern and looked at when the buffer is freed. Fresh memory is NaN.
 constexpr size_t ALIGNMENT = 16;
 
+// The device's without what others take of it after it was asked how much is free.
+size_t own_bytes();
 CUdeviceptr reserve(size_t bytes);       // an address; its memory comes with `allocate`
 void allocate(CUdeviceptr address);
 CUresult release(CUdeviceptr address, const char* call);
@@ -110,7 +112,7 @@ CUresult not_while_captured(const std::shared_ptr<Stream>& stream, const char* w
 // The same of what is for no stream in particular.
 CUresult not_while_any_is_captured(const char* what);
 // Memory of a recording: it is there from its allocation to its release, at every replay anew.
-void captured_allocation(const std::shared_ptr<Stream>& stream, CUdeviceptr address);
+void captured_allocation(const std::shared_ptr<Stream>& stream, CUdeviceptr address, size_t bytes);
 // Complains where `address` is not the recording's own, or the recording has released it.
 CUresult captured_release(const std::shared_ptr<Stream>& stream, CUdeviceptr address);
 

@@ -116,6 +116,120 @@ void test_accepted() {
   });
 }
 
+// ---- The memory pool ------------------------------------------------------------------------------------------------
+
+enum { RELEASE_THRESHOLD = 4, RESERVED, RESERVED_HIGH, USED, USED_HIGH };
+constexpr uint64_t MIB = 1 << 20, KEPT_ALL = UINT64_MAX;
+
+void* pool() {
+  void* found;
+  must(cuDeviceGetDefaultMemPool(&found, 0));
+  return found;
+}
+
+uint64_t held(int attribute) {
+  uint64_t value;
+  must(cuMemPoolGetAttribute(pool(), attribute, &value));
+  return value;
+}
+
+void set(int attribute, uint64_t value) { must(cuMemPoolSetAttribute(pool(), attribute, &value)); }
+
+Device taken(size_t bytes, void* on) {
+  Device made;
+  must(cuMemAllocAsync(&made, bytes, on));
+  return made;
+}
+
+void test_pool() {
+  accepted("a wait gives back what is free beyond the threshold", [] {
+    context();
+    void* on = stream();
+    for (uint64_t threshold : {uint64_t(0), KEPT_ALL}) {
+      set(RELEASE_THRESHOLD, threshold);
+      must(cuMemFreeAsync(taken(3 * MIB, on), on));
+      expect(held(RESERVED) == 4 * MIB && held(USED) == 0, "reserved until the wait");
+      must(cuStreamSynchronize(on));
+      expect(held(RESERVED) == (threshold ? 4 * MIB : 0), "after the wait");
+    }
+    size_t free, total;
+    must(cuMemGetInfo_v2(&free, &total));
+    expect(total - free == 4 * MIB, "what is kept is not free");
+    must(cuStreamDestroy_v2(on));
+    clean({}, load());
+  });
+  accepted("the smallest hole that suffices, and holes that adjoin are one", [] {
+    context();
+    void* on = stream();
+    set(RELEASE_THRESHOLD, KEPT_ALL);
+    Device blocks[4];
+    const size_t bytes[] = {MIB, MIB / 2, MIB / 4, MIB / 4};
+    for (int i = 0; i < 4; i++) blocks[i] = taken(bytes[i], on);
+    expect(held(RESERVED) == 2 * MIB && held(USED) == 2 * MIB, "all of it");
+    must(cuMemFreeAsync(blocks[0], on));
+    must(cuMemFreeAsync(blocks[2], on));
+    blocks[2] = taken(MIB / 4, on);
+    blocks[0] = taken(MIB, on);
+    expect(held(RESERVED) == 2 * MIB, "the small one in the small hole, the large one in the large");
+    must(cuMemFreeAsync(blocks[0], on));
+    must(cuMemFreeAsync(blocks[1], on));
+    blocks[0] = taken(MIB + MIB / 2, on);
+    expect(held(RESERVED) == 2 * MIB, "two holes as one");
+    must(cuMemFreeAsync(blocks[2], on));
+    blocks[1] = taken(MIB / 4 + 1, on);
+    expect(held(RESERVED) == 4 * MIB, "a hole too small by a byte");
+    for (int i = 0; i < 4; i++) {
+      if (i != 2) must(cuMemFreeAsync(blocks[i], on));
+    }
+    must(cuStreamDestroy_v2(on));
+    clean({}, load());
+  });
+  accepted("another stream waits for the free's turn", [] {
+    context();
+    void *first = stream(), *second = stream();
+    set(RELEASE_THRESHOLD, KEPT_ALL);
+    must(cuMemFreeAsync(taken(2 * MIB, first), first));
+    Device x = taken(2 * MIB, second);
+    expect(held(RESERVED) == 4 * MIB, "not yet had its turn");
+    must(cuStreamSynchronize(first));
+    Device y = taken(2 * MIB, second);
+    expect(held(RESERVED) == 4 * MIB, "had its turn");
+    for (Device buffer : {x, y}) must(cuMemFreeAsync(buffer, second));
+    for (void* on : {first, second}) must(cuStreamDestroy_v2(on));
+    clean({}, load());
+  }, {"late"});
+  accepted("high marks stay until they are reset", [] {
+    context();
+    void* on = stream();
+    must(cuMemFreeAsync(taken(2 * MIB, on), on));
+    must(cuStreamSynchronize(on));
+    expect(held(RESERVED_HIGH) == 2 * MIB && held(USED_HIGH) == 2 * MIB && held(RESERVED) == 0, "high marks");
+    set(RESERVED_HIGH, 0);
+    set(USED_HIGH, 0);
+    expect(held(RESERVED_HIGH) == 0 && held(USED_HIGH) == 0, "reset");
+    must(cuStreamDestroy_v2(on));
+    clean({}, load());
+  });
+  accepted("what is kept goes back when room is wanted", [] {
+    setenv("CUDA_EMULATOR_MEMORY_MIB", "4", 1);
+    context();
+    void* on = stream();
+    set(RELEASE_THRESHOLD, KEPT_ALL);
+    must(cuMemFreeAsync(taken(3 * MIB, on), on));
+    Device x;
+    must(cuMemAlloc_v2(&x, 2 * MIB));
+    expect(held(RESERVED) == 0, "given back");
+    Device y;
+    expect(cuMemAllocAsync(&y, 3 * MIB, on) == 2, "no room beside it");
+    must(cuStreamDestroy_v2(on));
+    clean({x}, load());
+  });
+  refused("a high mark is only reset", "cuMemPoolSetAttribute: attribute 6 to 1", [] {
+    uint64_t value = 1;
+    cuMemPoolSetAttribute(pool(), RESERVED_HIGH, &value);
+  });
+}
+
 // ---- What late work shows -------------------------------------------------------------------------------------------
 
 // A host read of page-locked memory without waiting for the copy to it.
@@ -414,6 +528,7 @@ int main(int count, char** arguments) {
   module_image = contents(arguments[1]);
   module_ptx = contents(arguments[2]);
   test_accepted();
+  test_pool();
   test_late();
   test_refused_memory();
   test_refused_launches();

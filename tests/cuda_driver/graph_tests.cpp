@@ -54,6 +54,39 @@ void test_graphs() {
     must(cuStreamDestroy_v2(on));
     clean({x, y}, module);
   });
+  accepted("a recording has memory of its own, which the pool must leave to it", [] {
+    setenv("CUDA_EMULATOR_MEMORY_MIB", "8", 1);
+    context();
+    void *pool, *on = stream();
+    unsigned long long all = ~0ull;
+    must(cuDeviceGetDefaultMemPool(&pool, 0));
+    must(cuMemPoolSetAttribute(pool, 4, &all));
+    const auto six_mib_fit = [&] {
+      Device x;
+      if (cuMemAllocAsync(&x, 6 << 20, on)) return false;
+      must(cuMemFreeAsync(x, on));
+      must(cuStreamSynchronize(on));
+      return true;
+    };
+    expect(six_mib_fit(), "before");
+    must(cuStreamBeginCapture_v2(on, 1));
+    Device scratch;
+    must(cuMemAllocAsync(&scratch, 4 << 20, on));
+    must(cuMemFreeAsync(scratch, on));
+    void* executable = end(on);
+    expect(cuGraphUpload(executable, on) == 2 && cuGraphLaunch(executable, on) == 2, "the pool has it");
+    must(cuMemPoolTrimTo(pool, 0));
+    must(cuGraphUpload(executable, on));
+    must(cuGraphLaunch(executable, on));
+    must(cuDeviceGraphMemTrim(0));
+    expect(!six_mib_fit(), "the recording has it");
+    must(cuGraphExecDestroy(executable));
+    expect(!six_mib_fit(), "nobody has given it back");
+    must(cuDeviceGraphMemTrim(0));
+    expect(six_mib_fit(), "after");
+    must(cuStreamDestroy_v2(on));
+    clean({}, load());
+  });
   accepted("a recording that is never launched leaves nothing", [] {
     context();
     void* on = begin();

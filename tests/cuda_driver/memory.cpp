@@ -1,23 +1,29 @@
 // Device memory: guard pages, poison, what was freed; page-locked host memory.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
 #include "driver.h"
+#include "pool.h"
 
 namespace cuda_driver {
 namespace {
 
 constexpr size_t PAGE = 4096;
 constexpr size_t ARENA_BYTES = size_t(1) << 42;
+// Bytes of a setting in MiB.
+size_t bytes_of(const char* setting, size_t otherwise) {
+  const char* text = getenv(setting);
+  return text ? strtoull(text, nullptr, 10) << 20 : otherwise;
+}
 // A GPU of so many MiB, for what is to be refused.
-const char* const MEMORY_MIB = getenv("CUDA_EMULATOR_MEMORY_MIB");
-const size_t DEVICE_BYTES = MEMORY_MIB ? strtoull(MEMORY_MIB, nullptr, 10) << 20 : size_t(80) << 30;
-// What others take of it after it was asked how much is free.
-const char* const TAKEN_MIB = getenv("CUDA_EMULATOR_TAKEN_MIB");
-const size_t OWN_BYTES = DEVICE_BYTES - (TAKEN_MIB ? strtoull(TAKEN_MIB, nullptr, 10) << 20 : 0);
+size_t device_bytes() {
+  static const size_t bytes = bytes_of("CUDA_EMULATOR_MEMORY_MIB", size_t(80) << 30);
+  return bytes;
+}
 constexpr unsigned char POISON = 0xff;  // NaN in every float type
 constexpr unsigned char SLACK = 0xa5;
 
@@ -52,6 +58,11 @@ std::map<CUdeviceptr, Buffer>::iterator buffer_before(CUdeviceptr address) {
 }
 
 }  // namespace
+
+size_t own_bytes() {
+  static const size_t taken = bytes_of("CUDA_EMULATOR_TAKEN_MIB", 0);
+  return device_bytes() - taken;
+}
 
 CUdeviceptr reserve(size_t bytes) {
   make_arena();
@@ -149,7 +160,10 @@ bool is_pinned(const void* pointer) {
 }
 
 void tell_leaks() {
-  if (getenv("CUDA_EMULATOR_PEAK")) fprintf(stderr, "device memory: %zu bytes at most\n", peak_bytes);
+  if (getenv("CUDA_EMULATOR_PEAK")) {
+    fprintf(stderr, "device memory: %zu bytes at most\n", peak_bytes);
+    pool_tell();
+  }
   size_t count = 0, bytes = 0;
   for (auto& [address, buffer] : buffers)
     if (buffer.state != State::freed) count++, bytes += buffer.bytes;
@@ -161,12 +175,20 @@ void tell_leaks() {
 
 using namespace cuda_driver;
 
+// An address, if the device has room for it: in the pool, for a stream.
+static CUresult place(CUdeviceptr* address, size_t bytes, const Stream* stream) {
+  *address = reserve(bytes);
+  if (*address && pool_take(*address, bytes, stream, own_bytes())) return SUCCESS;
+  buffers.erase(*address);
+  return *address = 0, OUT_OF_MEMORY;
+}
+
 API CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) {
   Locked lock;
   if (CUresult error = need_context(__func__)) return error;
   if (CUresult error = not_while_any_is_captured(__func__)) return error;
   if (!bytes) return complain(INVALID_VALUE, "cuMemAlloc: of no bytes");
-  if (used_bytes + bytes > OWN_BYTES || !(*address = reserve(bytes))) return OUT_OF_MEMORY;
+  if (CUresult error = place(address, bytes, nullptr)) return error;
   allocate(*address);
   return SUCCESS;
 }
@@ -177,6 +199,7 @@ API CUresult cuMemFree_v2(CUdeviceptr address) {
   if (CUresult error = not_while_any_is_captured(__func__)) return error;
   run_everything();
   if (stuck() || !address) return stuck();
+  *pool_free(address, nullptr) = true;
   return stick(release(address, "cuMemFree"));
 }
 
@@ -186,8 +209,12 @@ API CUresult cuMemAllocAsync(CUdeviceptr* address, size_t bytes, void* handle) {
   if (!stream || stuck()) return stuck() ? stuck() : INVALID_HANDLE;
   *address = 0;
   if (!bytes) return SUCCESS;
-  if (used_bytes + bytes > OWN_BYTES || !(*address = reserve(bytes))) return OUT_OF_MEMORY;
-  if (is_captured(stream)) captured_allocation(stream, *address);
+  if (is_captured(stream)) {
+    if (!(*address = reserve(bytes))) return OUT_OF_MEMORY;
+    captured_allocation(stream, *address, bytes);
+  } else if (CUresult error = place(address, bytes, stream.get())) {
+    return error;
+  }
   enqueue(stream, "cuMemAllocAsync", [at = *address] { allocate(at); });
   return SUCCESS;
 }
@@ -198,40 +225,27 @@ API CUresult cuMemFreeAsync(CUdeviceptr address, void* handle) {
   if (!stream || stuck()) return stuck() ? stuck() : INVALID_HANDLE;
   if (!address) return SUCCESS;
   if (!is_buffer(address)) return complain(INVALID_VALUE, "cuMemFreeAsync: %s", describe(address).c_str());
-  if (is_captured(stream))
+  if (is_captured(stream)) {
     if (CUresult error = captured_release(stream, address)) return error;
-  enqueue(stream, "cuMemFreeAsync", [address] { stick(release(address, "cuMemFreeAsync")); });
+    enqueue(stream, "cuMemFreeAsync", [address] { stick(release(address, "cuMemFreeAsync")); });
+    return SUCCESS;
+  }
+  enqueue(stream, "cuMemFreeAsync", [address, turn = pool_free(address, stream.get())] {
+    stick(release(address, "cuMemFreeAsync"));
+    *turn = true;
+  });
   return SUCCESS;
 }
 
 API CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
   Locked lock;
   if (CUresult error = need_context(__func__)) return error;
-  *total = DEVICE_BYTES;
-  *free = DEVICE_BYTES - used_bytes;
+  *total = device_bytes();
+  *free = device_bytes() - std::min(device_bytes(), pool_taken_bytes());
   return SUCCESS;
 }
 
-// The one pool there is, and how much of what is freed it keeps; nothing here gives memory back.
-static int the_pool;
-static unsigned long long release_threshold;
-
-API CUresult cuDeviceGetDefaultMemPool(void** pool, int device) {
-  if (device != 0) return complain(INVALID_VALUE, "cuDeviceGetDefaultMemPool: of device %d", device);
-  return *pool = &the_pool, SUCCESS;
-}
-
-API CUresult cuMemPoolSetAttribute(void* pool, int attribute, void* value) {
-  if (pool != &the_pool || attribute != 4) return complain(INVALID_VALUE, "cuMemPoolSetAttribute: attribute %d", attribute);
-  return release_threshold = *static_cast<unsigned long long*>(value), SUCCESS;
-}
-
-API CUresult cuMemPoolGetAttribute(void* pool, int attribute, void* value) {
-  if (pool != &the_pool || attribute != 4) return complain(INVALID_VALUE, "cuMemPoolGetAttribute: attribute %d", attribute);
-  return *static_cast<unsigned long long*>(value) = release_threshold, SUCCESS;
-}
-
-API CUresult cuDeviceTotalMem_v2(size_t* bytes, int) { return *bytes = DEVICE_BYTES, SUCCESS; }
+API CUresult cuDeviceTotalMem_v2(size_t* bytes, int) { return *bytes = device_bytes(), SUCCESS; }
 
 API CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
   Locked lock;

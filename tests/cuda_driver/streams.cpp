@@ -1,4 +1,5 @@
 // Streams and events. Work runs as late as the rules allow, so that a missing synchronisation shows; or at once.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -6,6 +7,7 @@
 #include <thread>
 
 #include "driver.h"
+#include "pool.h"
 
 namespace cuda_driver {
 
@@ -17,10 +19,12 @@ struct Work {
 // What a stream was given between the begin of a capture and its end.
 struct Graph {
   std::vector<Work> work;
-  std::set<CUdeviceptr> memory, released;
+  std::map<CUdeviceptr, size_t> memory;
+  std::set<CUdeviceptr> released;
+  size_t bytes = 0, bytes_max = 0;  // of them at a time
   bool lost = false;
   ~Graph() {
-    for (CUdeviceptr address : memory) forget(address);
+    for (auto& [address, _] : memory) forget(address);
   }
 };
 
@@ -184,13 +188,19 @@ CUresult not_while_any_is_captured(const char* what) {
   return SUCCESS;
 }
 
-void captured_allocation(const std::shared_ptr<Stream>& stream, CUdeviceptr address) {
-  stream->captured->memory.insert(address);
+void captured_allocation(const std::shared_ptr<Stream>& stream, CUdeviceptr address, size_t bytes) {
+  Graph& graph = *stream->captured;
+  graph.memory[address] = bytes;
+  graph.bytes += bytes;
+  if (graph.bytes > graph.bytes_max) graph.bytes_max = graph.bytes;
 }
 
 CUresult captured_release(const std::shared_ptr<Stream>& stream, CUdeviceptr address) {
   Graph& graph = *stream->captured;
-  if (graph.memory.count(address) && graph.released.insert(address).second) return SUCCESS;
+  if (graph.memory.count(address) && graph.released.insert(address).second) {
+    graph.bytes -= graph.memory[address];
+    return SUCCESS;
+  }
   graph.lost = true;
   return complain(INVALID_VALUE, "cuMemFreeAsync: not memory of the recording: %s", describe(address).c_str());
 }
@@ -257,6 +267,7 @@ API CUresult cuStreamSynchronize(void* handle) {
   STREAM(handle);
   if (CUresult error = not_while_captured(stream, __func__)) return error;
   run_stream(stream);
+  pool_waited();
   return stuck();
 }
 
@@ -317,8 +328,25 @@ API CUresult cuGraphLaunch(std::shared_ptr<Graph>* executable, void* stream_hand
   if (graph.released.size() < graph.memory.size())
     return complain(NOT_SUPPORTED, "cuGraphLaunch: a graph that keeps %zu of its buffers is not emulated",
                     graph.memory.size() - graph.released.size());
+  if (!pool_take_for_graphs(graph.bytes_max, own_bytes())) return OUT_OF_MEMORY;
   for (const Work& work : graph.work) enqueue_waiting(stream, work.what, work.run);
   return stuck();
+}
+
+API CUresult cuGraphUpload(std::shared_ptr<Graph>* executable, void* stream_handle) {
+  STREAM(stream_handle);
+  auto found = executables.find(executable);
+  if (found == executables.end()) return complain(INVALID_HANDLE, "cuGraphUpload: no such graph, or it was destroyed");
+  return pool_take_for_graphs((*executable)->bytes_max, own_bytes()) ? SUCCESS : OUT_OF_MEMORY;
+}
+
+API CUresult cuDeviceGraphMemTrim(int device) {
+  Locked lock;
+  if (device != 0) return complain(INVALID_VALUE, "cuDeviceGraphMemTrim: of device %d", device);
+  run_everything();
+  size_t kept = 0;
+  for (auto& [_, graph] : executables) kept = std::max(kept, (*graph)->bytes_max);
+  return pool_trim_graphs(kept), SUCCESS;
 }
 
 API CUresult cuGraphExecDestroy(std::shared_ptr<Graph>* executable) {
@@ -340,6 +368,7 @@ API CUresult cuCtxSynchronize() {
   std::vector<std::shared_ptr<Stream>> all = {legacy_stream()};
   for (auto& [_, stream] : streams) all.push_back(stream);
   for (auto& stream : all) run_stream(stream);
+  pool_waited();
   return stuck();
 }
 
@@ -379,6 +408,7 @@ API CUresult cuEventSynchronize(void* handle) {
   Locked lock;
   EVENT(handle);
   if (event->place.stream) run_until(event->place, Patience::until_done);
+  pool_waited();
   return stuck();
 }
 

@@ -15,6 +15,7 @@ use crate::model::names::{ParameterSpec, parameter_specs};
 use crate::model::parameters::Parameters;
 use crate::model::policy_view::PolicyView;
 use crate::model::trunk::nothing;
+use crate::ops::cuda::free_memory;
 use crate::ops::logits::{Sampling, logits_rows_max};
 use crate::ops::packed::{COLUMNS, PackedForm, PackedMatrix};
 use crate::ops::threads::Threads;
@@ -25,7 +26,6 @@ use crate::train::batch::{MicroBatch, Sequence};
 use crate::train::forward_backward::{HeadGradient, PassSettings};
 use crate::train::optimizer::Optimizer;
 use anyhow::Result;
-use candle_core::cuda_backend::WrapErr;
 use candle_core::{Device, Tensor};
 use rand::RngCore;
 use std::collections::HashMap;
@@ -183,7 +183,7 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
         for &sequences in cases.sequences {
             let tokens = context + 2 * (WARM_UPS + TIMES);
             let room = CacheRoom { sequences, tokens, fed_tokens_max: sequences };
-            let free = device.as_cuda_device()?.cuda_stream().context().mem_get_info().w()?.0 as u64;
+            let free = free_memory(device.as_cuda_device()?)?;
             if room.device_bytes(config) + SPARE_BYTES.min(free / 2) > free {
                 println!("| decode | {sequences} | {context} | does not fit | |");
                 continue;

@@ -33,7 +33,9 @@ mod sink_attention;
 mod swiglu;
 
 pub use decode::{DecodeBatch, DecodeStep, overwrite, upload};
-pub use device::{Gpu, gpu_count, open, usable};
+pub use device::{
+    DeviceMemory, Gpu, device_memory, forget_memory_peaks, free_memory, gpu_count, open, usable,
+};
 #[cfg(feature = "flash-attn")]
 pub use flash_attention::fa2_without_the_fix;
 pub use graph::Recorded;
