@@ -152,7 +152,10 @@ void enqueue(const std::shared_ptr<Stream>& stream, std::string what, std::funct
   enqueue_waiting(stream, std::move(what), [run = std::move(run)] { return run(), true; });
 }
 
-void run_stream(const std::shared_ptr<Stream>& stream) { run_until(end_of(stream), Patience::until_done); }
+void run_stream(const std::shared_ptr<Stream>& stream) {
+  run_until(end_of(stream), Patience::until_done);
+  pool_waited();
+}
 
 void run_everything() {
   run_until(end_of(legacy_stream()), Patience::none);
@@ -206,7 +209,6 @@ API CUresult cuStreamDestroy_v2(void* handle) {
 API CUresult cuStreamSynchronize(void* handle) {
   STREAM(handle);
   run_stream(stream);
-  pool_waited();
   return stuck();
 }
 
@@ -226,7 +228,6 @@ API CUresult cuCtxSynchronize() {
   std::vector<std::shared_ptr<Stream>> all = {legacy_stream()};
   for (auto& [_, stream] : streams) all.push_back(stream);
   for (auto& stream : all) run_stream(stream);
-  pool_waited();
   return stuck();
 }
 
