@@ -27,7 +27,10 @@ SHAPE = {
     "head_dim": 64, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
     "max_position_embeddings": 131_072 + 64,
 }  # fmt: skip
-LARGE = {"sequences": [1, 8, 64, 256, 1024], "context": [1024, 4096, 32_768, 131_072], "prefill": 4096, "training": [4096, 16_384], "length": 4096}
+LARGE = {
+    "sequences": [1, 8, 64, 256, 1024], "context": [1024, 4096, 32_768, 131_072], "prefill": 4096, "training": [4096, 16_384],
+    "length": 4096,
+}  # fmt: skip
 TINY_SHAPE = {
     "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
     "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 300,
@@ -248,7 +251,8 @@ class Table:
                 break
             said = json.loads(line)
             if "missing" in said:
-                self.missing = said["missing"]
+                ended = said["missing"]
+                self.missing = None if self.library else ended
             elif "library" in said:
                 self.library, self.layers[layers] = said["library"], said["layers"]
                 self.attentions = list(dict.fromkeys(self.attentions + said["attentions"]))
@@ -298,7 +302,8 @@ class Table:
     def print(self, ours, all_layers):
         print("\nOther implementations of the same shape, in the same run. ours/theirs is of tokens/s: above 1 ours is faster.\n")
         if self.library:
-            print(f"{self.library}; dense bf16 weights, where ours sample with experts in MXFP4; static cache; layers recomputed in training.\n")
+            differs = "dense bf16 weights, where ours sample with experts in MXFP4; static cache; layers recomputed in training"
+            print(f"{self.library}; {differs}.\n")
         print("| work | sequences | tokens of each | attention | ms | tokens/s | ours/theirs |")
         print("| --- | --- | --- | --- | --- | --- | --- |")
         if self.missing:
@@ -321,6 +326,7 @@ class Table:
             ratio = f"{mine / rate:.2f}" if mine else ""
             print(f"| {work} | {sequences} | {tokens} | {attention} | {seconds * 1e3:.2f} | {rate:.0f} | {ratio} |")
         for name, trouble in refused.items():
+            name = {"sdpa": "sdpa, so cuDNN's too"}.get(name, name)
             print(f"| all | | | {name} | not run: {trouble.replace('|', '/')} | | |")
 
 

@@ -9,6 +9,7 @@ The environment is that of ./setup.sh. A model of two layers is trained on the C
   with bf16 weights. Each loss on the GPU is no farther from f32's than three times what bf16 weights alone make;
 - sampling: a cold start and ten steps with its own samples and the tool, killed on the way and resumed: every figure is a number,
   the gap between rollout and training is 0, and what is computed again after the kill has the bits it had before;
+- memory: what is in use at most is within the plan; over hundreds of steps the device is asked for memory in the first few alone;
 - the run's checkpoint is checked on the GPU (`check-mismatch`: 0 differing bits), and goes on on the CPU;
 - decode whose launches are recorded and replayed, and not: the same rows of metrics;
 - two processes with a GPU each, and an adapter beside packed experts: gap 0;
@@ -34,6 +35,7 @@ RECIPE = HERE / "small.toml"
 STEPS = 10
 DISTANCES = 3
 WAIT_S = 900
+STEADY_STEPS, SETTLED_STEPS = 200, 10
 
 
 def sets(**keys):
@@ -191,6 +193,31 @@ def plan_holds(world):
     return used, planned
 
 
+def steady(world):
+    """Hundreds of steps, each sampling and training: after the first few, nothing more is asked of the device, and nothing goes back."""
+    smallest = sets(
+        model__architecture__hidden_size=8, model__architecture__intermediate_size=8, model__architecture__num_hidden_layers=1,
+        model__architecture__num_local_experts=2, model__architecture__num_experts_per_tok=1, device="cuda",
+        cold_start__steps=1, train__steps=STEADY_STEPS, rollout__prompts_per_step=1, rollout__samples_per_prompt=2,
+        rollout__response_tokens_max=2, checkpoint__every_steps=STEADY_STEPS,
+    )  # fmt: skip
+    # What is small beside 2 MiB would never show that it grows.
+    env = {"CUDA_EMULATOR_PEAK": "1", "CUDA_EMULATOR_POOL_KIB": "16"}
+    said = world.train(world.gpu, "steady", *smallest, env=env)
+    rows = world.rows("steady", "rl")
+    reserved, used = ([row[f"perf/max_memory_{kind}_gb"] for row in rows] for kind in ("reserved", "allocated"))
+    assert len(rows) == STEADY_STEPS
+    settled = reserved[SETTLED_STEPS - 1]
+    grown = [step for step, bytes in enumerate(reserved, 1) if step > SETTLED_STEPS and bytes != settled]
+    assert not grown, f"memory is asked for or given back at steps {grown}, {len(grown)} in all: {reserved}"
+    # A buffer that every step leaves behind may fit into what is kept; but then what is in use grows.
+    quarter = STEADY_STEPS // 4
+    assert min(used[-quarter:]) <= max(used[:quarter]), f"what is in use grows: {used}"
+    given_back = int(re.search(r"memory pool: .* given back (\d+) times", said)[1])
+    assert given_back == 0, f"freed memory went back to the device {given_back} times"
+    return settled, max(used)
+
+
 def memory_runs_out(world):
     """Another process takes the GPU's memory after this one has planned."""
     env = {"CUDA_EMULATOR_TAKEN_MIB": str(80 * 1024 - 3)}
@@ -232,6 +259,8 @@ def main():
         memory_runs_out(world)
         used, planned = plan_holds(world)
         print(f"memory: {used / 1e6:.1f} MB in use, {planned / 1e6:.0f} planned")
+        kept, most = steady(world)
+        print(f"steady: {STEADY_STEPS} steps, {most * 1e3:.2f} MB in use at most, {kept * 1e3:.2f} MB kept since step {SETTLED_STEPS}")
         print(f"losses: at most {losses(world, stored):.2f} times the distance of bf16 weights")
 
     def on_own_samples():

@@ -1,9 +1,9 @@
 // The device's memory pool, as an account of where blocks would lie: addresses are `reserve`'s, never used twice.
 //
 // As documented of the real one: what is freed on a stream may be had at once by that stream, and by others when the
-// free's turn has come; a wait of the host gives back what is free beyond the release threshold. Its policy is ours, not
-// NVIDIA's: the smallest run of free bytes that suffices, cut to size; where there is none, a reservation rounded up to
-// 2 MiB. Reservations never adjoin, and go back whole.
+// free's turn has come; a wait of the host gives back what is free beyond the release threshold. A copy that waits does
+// too: the real one may. Its policy is ours, not NVIDIA's: the smallest run of free bytes that suffices, cut to size; where
+// there is none, a reservation rounded up to 2 MiB. Reservations never adjoin, and go back whole.
 #pragma once
 
 #include "driver.h"

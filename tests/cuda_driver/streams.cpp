@@ -205,7 +205,10 @@ CUresult captured_release(const std::shared_ptr<Stream>& stream, CUdeviceptr add
   return complain(INVALID_VALUE, "cuMemFreeAsync: not memory of the recording: %s", describe(address).c_str());
 }
 
-void run_stream(const std::shared_ptr<Stream>& stream) { run_until(end_of(stream), Patience::until_done); }
+void run_stream(const std::shared_ptr<Stream>& stream) {
+  run_until(end_of(stream), Patience::until_done);
+  pool_waited();
+}
 
 void tell_leaked_graphs() {
   if (getenv("CUDA_EMULATOR_GRAPHS")) fprintf(stderr, "graphs: %zu launched\n", graph_launches);
@@ -267,7 +270,6 @@ API CUresult cuStreamSynchronize(void* handle) {
   STREAM(handle);
   if (CUresult error = not_while_captured(stream, __func__)) return error;
   run_stream(stream);
-  pool_waited();
   return stuck();
 }
 
@@ -368,7 +370,6 @@ API CUresult cuCtxSynchronize() {
   std::vector<std::shared_ptr<Stream>> all = {legacy_stream()};
   for (auto& [_, stream] : streams) all.push_back(stream);
   for (auto& stream : all) run_stream(stream);
-  pool_waited();
   return stuck();
 }
 

@@ -25,7 +25,7 @@ use crate::train::accumulate::Learner;
 use crate::train::batch::{MicroBatch, Sequence};
 use crate::train::forward_backward::{HeadGradient, PassSettings};
 use crate::train::optimizer::Optimizer;
-use anyhow::Result;
+use anyhow::{Context, Result, ensure};
 use candle_core::{Device, Tensor};
 use rand::RngCore;
 use std::collections::HashMap;
@@ -179,6 +179,7 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
     let parameters = packed_weights(config, device)?;
     let model = Model::new(config.clone(), config.max_position_embeddings);
     let policy = PolicyView::plain(&model, &parameters)?;
+    compare_recorded(device, &policy)?;
     for &context in cases.context {
         for &sequences in cases.sequences {
             let tokens = context + 2 * (WARM_UPS + TIMES);
@@ -205,6 +206,29 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
     let caches = Caches::new(config, device, room)?;
     let seconds = median(|| step(&policy, &mut [caches.sequence()], tokens, None))?;
     row("prefill", 1, tokens, seconds, tokens);
+    Ok(())
+}
+
+/// Refuses a machine on which recorded decode gives other bits than decode kernel by kernel.
+fn compare_recorded(device: &Device, policy: &PolicyView) -> Result<()> {
+    const STEPS: usize = 4;
+    let (trunk, config) = (policy.trunk(), &policy.model.config);
+    let room = CacheRoom { sequences: 4, tokens: 80, fed_tokens_max: 140 };
+    let caches = Caches::new(config, device, room)?;
+    let mut plain = [caches.sequence(), caches.sequence()];
+    let id = |i: usize| (i * 7919 % config.vocab_size) as u32;
+    trunk.feed((0..70).map(id).collect(), &mut plain.each_mut()[..], &[61, 9], &mut nothing)?;
+    let mut recorded = plain.clone();
+    let mut decoder = Decoder::new(&trunk).context("decode cannot be recorded here")?;
+    for step in 0..STEPS {
+        let fed = vec![id(step), id(step + 9)];
+        let bits = |x: Tensor| x.flatten_all()?.to_vec1::<half::bf16>();
+        let one = bits(decoder.feed(&trunk, fed.clone(), &mut recorded.each_mut()[..])?)?;
+        let other = bits(trunk.feed(fed, &mut plain.each_mut()[..], &[1, 1], &mut nothing)?)?;
+        ensure!(one == other, "step {step}: recorded decode has other bits than decode kernel by kernel");
+    }
+    ensure!(decoder.replayed() > 0, "decode was not recorded");
+    println!("| decode, recorded beside kernel by kernel: the same bits | 2 | 61 | | |");
     Ok(())
 }
 
