@@ -2,6 +2,7 @@
 //!
 //! Every part prints rows of one Markdown table. A failed check does not end the part: the others are worth knowing too.
 
+mod cublaslt;
 mod facts;
 mod instruction;
 mod links;
@@ -18,6 +19,7 @@ mod seeded;
 mod speed;
 mod speed_ops;
 
+use crate::commands::arguments::{RecipeArgs, recipe_help};
 use crate::error::{EXIT_DONE, EXIT_FAILED};
 use crate::{bad_input, ops};
 use anyhow::Result;
@@ -26,7 +28,7 @@ use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 
 /// What `gpu-check` may be told.
-#[derive(Args, Debug, Clone)]
+#[derive(Args, Debug, Clone, Default)]
 pub struct GpuCheckArgs {
     /// What to check [default: all of it]
     #[arg(value_enum)]
@@ -37,6 +39,15 @@ pub struct GpuCheckArgs {
     /// Writes what this device gives for the part "seeded" to a file, and does nothing else
     #[arg(long, value_name = "FILE")]
     pub write_seeded: Option<PathBuf>,
+    /// Writes to a file by which of cuBLASLt's algorithms a row of the recipe's model has its bits at every number of rows, for
+    /// model.dense_products, and does nothing else
+    #[arg(long, value_name = "FILE", requires = "recipe")]
+    pub write_cublaslt: Option<PathBuf>,
+    #[arg(long, requires = "write_cublaslt", help = recipe_help())]
+    pub recipe: Option<PathBuf>,
+    /// Replace a value of that recipe
+    #[arg(long = "set", value_name = "KEY=VALUE", requires = "recipe")]
+    pub sets: Vec<String>,
     /// Which GPU
     #[arg(long, default_value_t = 0)]
     pub device: usize,
@@ -106,6 +117,10 @@ impl Verdicts {
 pub fn run(args: &GpuCheckArgs) -> Result<u8> {
     let peers = args.peers.as_deref().map(peers::read).transpose()?;
     let gpu = ops::cuda::usable(args.device).map_err(|error| bad_input!("gpu-check: {error}"))?;
+    if let (Some(path), Some(recipe)) = (&args.write_cublaslt, &args.recipe) {
+        let recipe = RecipeArgs { recipe: recipe.clone(), sets: args.sets.clone() };
+        return cublaslt::write(&gpu, &recipe, path).map(|()| EXIT_DONE);
+    }
     let device = gpu.device;
     if let Some(path) = &args.write_seeded {
         return seeded::write(&device, path).map(|()| EXIT_DONE);

@@ -5,6 +5,7 @@
 
 mod accumulate;
 mod arguments;
+mod cublaslt;
 mod device;
 mod dispatch;
 mod embedding;
@@ -30,6 +31,7 @@ mod silu_gated;
 mod sink_attention;
 mod swiglu;
 
+pub use cublaslt::{CublasLt, LtProduct};
 pub use device::{Gpu, gpu_count, open, usable};
 #[cfg(feature = "flash-attn")]
 pub use flash_attention::fa2_without_the_fix;
@@ -41,6 +43,7 @@ pub use primitive_checks::run_primitive_check;
 pub use sink_attention::{DeviceLse, Gradients, Inputs, Outputs, Prepared};
 
 pub(super) use accumulate::{add_tensor, copied, zero};
+pub(super) use cublaslt::lt_forward;
 pub(super) use dispatch::{
     combine_backward, combine_forward, dispatch_backward, dispatch_forward, sort_by_expert,
 };
