@@ -19,7 +19,6 @@ mod seeded;
 mod speed;
 mod speed_ops;
 
-use crate::commands::arguments::{RecipeArgs, recipe_help};
 use crate::error::{EXIT_DONE, EXIT_FAILED};
 use crate::{bad_input, ops};
 use anyhow::Result;
@@ -43,7 +42,8 @@ pub struct GpuCheckArgs {
     /// model.dense_products, and does nothing else
     #[arg(long, value_name = "FILE", requires = "recipe")]
     pub write_cublaslt: Option<PathBuf>,
-    #[arg(long, requires = "write_cublaslt", help = recipe_help())]
+    /// The recipe, or run folder, whose model it is for
+    #[arg(long, requires = "write_cublaslt")]
     pub recipe: Option<PathBuf>,
     /// Replace a value of that recipe
     #[arg(long = "set", value_name = "KEY=VALUE", requires = "recipe")]
@@ -117,9 +117,8 @@ impl Verdicts {
 pub fn run(args: &GpuCheckArgs) -> Result<u8> {
     let peers = args.peers.as_deref().map(peers::read).transpose()?;
     let gpu = ops::cuda::usable(args.device).map_err(|error| bad_input!("gpu-check: {error}"))?;
-    if let (Some(path), Some(recipe)) = (&args.write_cublaslt, &args.recipe) {
-        let recipe = RecipeArgs { recipe: recipe.clone(), sets: args.sets.clone() };
-        return cublaslt::write(&gpu, &recipe, path).map(|()| EXIT_DONE);
+    if let Some(path) = &args.write_cublaslt {
+        return cublaslt::write(&gpu, args, path).map(|()| EXIT_DONE);
     }
     let device = gpu.device;
     if let Some(path) = &args.write_seeded {

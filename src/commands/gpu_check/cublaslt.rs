@@ -1,19 +1,22 @@
 //! Which of cuBLASLt's algorithms leave a row its bits: tried on this GPU for every dense product of a model, and written down for
 //! `model.dense_products`.
 
+use super::GpuCheckArgs;
 use super::model_ops::Rule;
 use super::row_ops::numbers;
 use crate::atomic_file::write_file;
-use crate::commands::arguments::RecipeArgs;
 use crate::model::names::dense_shapes;
 use crate::ops::cuda::{CublasLt, Gpu, LtProduct};
 use crate::ops::dense_record::{DenseChoice, DenseRecord, DenseShape, LtAlgorithm, ROWS_MAX};
 use crate::ops::{Parameter, linear_by};
+use crate::random::{Purpose, stream};
 use crate::recipe::locate;
 use crate::run::source::{model_config, pin_model};
-use anyhow::Result;
+use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
+use rand::Rng;
+use rand::seq::SliceRandom;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -33,8 +36,9 @@ const MOVED: usize = 1365;
 ///
 /// # Errors
 /// [`crate::error::BadInput`] for a recipe without such a model, those of the device and of the disk.
-pub(super) fn write(gpu: &Gpu, args: &RecipeArgs, path: &Path) -> Result<()> {
-    let source = locate(&args.recipe)?;
+pub(super) fn write(gpu: &Gpu, args: &GpuCheckArgs, path: &Path) -> Result<()> {
+    let recipe = args.recipe.as_deref().context("--write-cublaslt needs --recipe")?;
+    let source = locate(recipe)?;
     let mut plan = source.resolve(&args.sets)?;
     pin_model(&mut plan, &source, &args.sets)?;
     let config = model_config(&plan.recipe)?;
@@ -78,19 +82,41 @@ fn choose(library: &Arc<CublasLt>, device: &Device, shape: DenseShape) -> Result
     Ok((DenseChoice::Own(why), proposed.len()))
 }
 
-/// One product's operands, and what it is exactly.
-struct Trial {
+/// What a product multiplies.
+struct Factors {
     /// `[ROWS_MAX, k]`.
     x: Tensor,
     weight: Parameter,
     bias: Option<Parameter>,
+}
+
+impl Factors {
+    /// On `device`; a `bias` is f32.
+    fn on(device: &Device, [x, weight]: [&Tensor; 2], bias: Option<&Tensor>) -> Result<Self> {
+        let there = |x: &Tensor| -> Result<Parameter> { Ok(Parameter::frozen(&x.to_device(device)?)) };
+        let bias = bias.map(there).transpose()?;
+        Ok(Self { x: x.to_device(device)?, weight: there(weight)?, bias })
+    }
+
+    /// What `product` gives for `x`, rows one after the other.
+    fn multiplied(&self, product: &LtProduct, x: &Tensor) -> Result<Vec<bf16>> {
+        let y = linear_by(x, &self.weight, self.bias.as_ref(), Some(product))?;
+        Ok(y.to_device(&Device::Cpu)?.flatten_all()?.to_vec1()?)
+    }
+}
+
+/// One product on numbers that show what its algorithm does.
+struct Trial {
     n: usize,
-    /// Of [`EXACT_ROWS`].
+    plain: Factors,
+    /// Rows [`EXACT_ROWS`] of the plain product.
     exact: Vec<Vec<f32>>,
+    cancelling: Factors,
 }
 
 impl Trial {
-    fn new(device: &Device, DenseShape { k, n, bias }: DenseShape) -> Result<Self> {
+    fn new(device: &Device, shape: DenseShape) -> Result<Self> {
+        let DenseShape { k, n, bias } = shape;
         let (x, weight) = (numbers(1, ROWS_MAX, k, 1.0)?, numbers(2, k, n, 0.3)?);
         let bias =
             if bias { Some(numbers(3, 1, n, 1.0)?.to_dtype(DType::F32)?.flatten_all()?) } else { None };
@@ -105,47 +131,66 @@ impl Trial {
             }
             sums.into_iter().map(|sum| sum as f32).collect()
         });
-        let there = |x: &Tensor| -> Result<Parameter> { Ok(Parameter::frozen(&x.to_device(device)?)) };
-        Ok(Self {
-            weight: there(&weight)?,
-            bias: bias.as_ref().map(there).transpose()?,
-            x: x.to_device(device)?,
-            n,
-            exact: exact.to_vec(),
-        })
-    }
-
-    /// What `product` gives for `x`.
-    fn product(&self, product: &LtProduct, x: &Tensor) -> Result<Vec<bf16>> {
-        let y = linear_by(x, &self.weight, self.bias.as_ref(), Some(product))?;
-        Ok(y.to_device(&Device::Cpu)?.flatten_all()?.to_vec1()?)
+        let plain = Factors::on(device, [&x, &weight], bias.as_ref())?;
+        Ok(Self { n, plain, exact: exact.to_vec(), cancelling: cancelling(device, shape)? })
     }
 
     /// Why `product` does not qualify.
     fn fault(&self, product: &LtProduct) -> Result<Option<String>> {
-        let all = self.product(product, &self.x)?;
-        let row = |row: usize| &all[row * self.n..(row + 1) * self.n];
-        for (&index, exact) in EXACT_ROWS.iter().zip(&self.exact) {
-            if let Some(far) = far_off(row(index), exact) {
+        let n = self.n;
+        let plain = self.plain.multiplied(product, &self.plain.x)?;
+        for (&row, exact) in EXACT_ROWS.iter().zip(&self.exact) {
+            if let Some(far) = far_off(&plain[row * n..][..n], exact) {
                 return Ok(Some(far));
             }
+        }
+        let x = &self.cancelling.x;
+        let all = self.cancelling.multiplied(product, x)?;
+        if all.iter().filter(|value| value.to_f32() != 0.0).count() * 2 < all.len() {
+            return Ok(Some("most sums are exact, so that rows show nothing".to_owned()));
         }
         for rows in counts() {
             let last = ROWS_MAX - rows;
             for first in FIRST_ROWS.into_iter().filter(|&first| first < last).chain([last]) {
-                let seen = self.product(product, &self.x.narrow(0, first, rows)?.copy()?)?;
-                if !same_bits(&seen, &all[first * self.n..][..rows * self.n]) {
+                let seen = self.cancelling.multiplied(product, &x.narrow(0, first, rows)?.copy()?)?;
+                if !same_bits(&seen, &all[first * n..][..rows * n]) {
                     return Ok(Some(format!("at M = {rows} a row has other bits than at M = {ROWS_MAX}")));
                 }
             }
         }
-        let [before, after] =
-            [(0, MOVED), (MOVED, ROWS_MAX - MOVED)].map(|(first, count)| self.x.narrow(0, first, count));
-        let moved = self.product(product, &Tensor::cat(&[after?, before?], 0)?)?;
-        let (to_end, to_start) = all.split_at(MOVED * self.n);
+        let moved = Tensor::cat(&[x.narrow(0, MOVED, ROWS_MAX - MOVED)?, x.narrow(0, 0, MOVED)?], 0)?;
+        let moved = self.cancelling.multiplied(product, &moved)?;
+        let (to_end, to_start) = all.split_at(MOVED * n);
         let same = same_bits(&moved, &[to_start, to_end].concat());
         Ok((!same).then(|| format!("at M = {ROWS_MAX} a row has other bits at another place")))
     }
+}
+
+/// Numbers of many sizes, whose products cancel in pairs far from each other: a sum is what rounding leaves of it, and so says in which
+/// order it was made. Of others bf16 would hide most of that.
+fn cancelling(device: &Device, DenseShape { k, n, bias }: DenseShape) -> Result<Factors> {
+    let mut rng = stream(4, Purpose::Evaluation, &[]);
+    let mut places: Vec<usize> = (0..k).collect();
+    places.shuffle(&mut rng);
+    let mut number = || {
+        let size = rng.random_range(1.0f32..2.0) * 2f32.powi(rng.random_range(-6..=6));
+        bf16::from_f32(if rng.random() { size } else { -size })
+    };
+    let (mut x, mut weight) = (vec![bf16::ZERO; ROWS_MAX * k], vec![bf16::ZERO; k * n]);
+    for pair in places.chunks_exact(2) {
+        for row in x.chunks_exact_mut(k) {
+            row[pair[0]] = number();
+            row[pair[1]] = row[pair[0]];
+        }
+        for column in 0..n {
+            weight[pair[0] * n + column] = number();
+            weight[pair[1] * n + column] = -weight[pair[0] * n + column];
+        }
+    }
+    let x = Tensor::from_vec(x, (ROWS_MAX, k), &Device::Cpu)?;
+    let weight = Tensor::from_vec(weight, (k, n), &Device::Cpu)?;
+    let bias = bias.then(|| Tensor::zeros(n, DType::F32, &Device::Cpu)).transpose()?;
+    Factors::on(device, [&x, &weight], bias.as_ref())
 }
 
 /// Numbers of rows at which rows are compared: around every power of two, where libraries change what they do.
