@@ -15,7 +15,7 @@ struct Handle {
 };
 
 int start(Handle* handle, Product p) {
-  if (all_by_m()) p.first_term = first_term_by_m(p.n, p.k);
+  p.by_m = all_by_m();
   for (const Matrix& matrix : {p.a, p.b, p.c})
     if (!bytes_of_type(matrix.type)) return complain(NOT_SUPPORTED, "cuBLAS: type %d is not emulated", matrix.type), CUBLAS_NOT_SUPPORTED;
   if (p.m < 0 || p.n < 0 || p.k < 0 || p.batch < 0 || p.a.column < std::max(1, p.a_rows()) ||

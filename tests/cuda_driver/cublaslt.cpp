@@ -97,10 +97,7 @@ int which(const Algorithm& asked) {
   return -1;
 }
 
-int first_term(int which, int m, int k) {
-  const bool by_m = all_by_m() || which == 1 || (which == 0 && m > LARGE);
-  return by_m ? first_term_by_m(m, k) : 0;
-}
+bool by_m(int which, int m) { return all_by_m() || which == 1 || (which == 0 && m > LARGE); }
 
 // What both the heuristic and the product look at.
 int check(const char* call, const Description& described, const Layout& a, const Layout& b, const Layout& c, const Layout& d) {
@@ -209,6 +206,6 @@ API int cublasLtMatmul(Light* handle, Description* described, const void* alpha,
   snprintf(text, sizeof text, "cuBLASLt product %dx%dx%d by algorithm %d", m, n, k, asked);
   enqueue_product(stream, text,
                   {false, false, m, n, k, 1, read<float>(alpha), 0, matrix(a, *of_a), matrix(b, *of_b), matrix(d, *of_d),
-                   first_term(asked, n, k), bias});
+                   by_m(asked, n), bias});
   return CUBLAS_SUCCESS;
 }

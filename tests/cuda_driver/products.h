@@ -46,25 +46,35 @@ struct Matrix {
   }
 };
 
-// CUDA_EMULATOR_CUBLAS=by-m: every product adds in an order that its number of rows chooses, as these libraries may.
+// CUDA_EMULATOR_CUBLAS=by-m: every product adds in an order that M chooses, as these libraries may.
 inline bool all_by_m() {
   const char* text = getenv("CUDA_EMULATOR_CUBLAS");
   return text && !strcmp(text, "by-m");
 }
-
-// Where sums over k begin by M, the rows of a caller whose matrices lie row by row: the columns here.
-inline int first_term_by_m(int rows, int k) { return k ? rows % 61 % k : 0; }
 
 struct Product {
   bool a_transposed, b_transposed;
   int m, n, k, batch;
   double alpha, beta;
   Matrix a, b, c;
-  int first_term = 0;    // of a sum, which then goes on in the order of k, round to the one before
+  bool by_m = false;     // the order of additions is chosen by M
   CUdeviceptr bias = 0;  // f32, one a row of c
   int a_rows() const { return a_transposed ? k : m; }
   int b_rows() const { return b_transposed ? n : k; }
+  // The term with which sums over k begin, to go on round to the one before. M, the rows of a caller whose matrices lie row by row,
+  // is the columns here.
+  int first_term() const { return by_m && k ? n % 61 % k : 0; }
 };
+
+// 20 bits of a sum whose order M chooses, so that the order shows in more than a few rows.
+inline float shortened(float sum) {
+  uint32_t bits;
+  memcpy(&bits, &sum, sizeof bits);
+  bits &= ~0xfu;
+  memcpy(&sum, &bits, sizeof bits);
+  return sum;
+}
+inline double shortened(double sum) { return sum; }
 
 template <class Sum>
 void multiply(const Product& p) {
@@ -76,9 +86,10 @@ void multiply(const Product& p) {
     for (int j = 0; j < p.n; j++) {
       std::fill(sums.begin(), sums.end(), Sum(0));
       for (int step = 0; step < p.k; step++) {
-        const int l = (p.first_term + step) % p.k;
+        const int l = (p.first_term() + step) % p.k;
         const Sum b = Sum(p.b_transposed ? p.b.get(matrix, j, l) : p.b.get(matrix, l, j));
         for (int i = 0; i < p.m; i++) sums[i] += a[size_t(l) * p.m + i] * b;
+        if (p.by_m) std::transform(sums.begin(), sums.end(), sums.begin(), [](Sum sum) { return shortened(sum); });
       }
       for (int i = 0; i < p.m; i++) {
         const Sum before = p.beta == 0 ? Sum(0) : Sum(p.beta) * Sum(p.c.get(matrix, i, j));
