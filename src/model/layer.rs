@@ -1,6 +1,8 @@
 //! One layer's tensors by what they do. A projection multiplies; whether it is dense, packed or adapted is its own business.
 
 use super::expert_ranks::ExpertRanks;
+use crate::ops::cuda::LtProduct;
+use crate::ops::dense_record::{DenseProducts, DenseShape};
 use crate::ops::head_matrix::HeadMatrix;
 use crate::ops::logits::{Logits, Sampling};
 use crate::ops::packed::{PackedMatrix, packed_grouped_linear, packed_linear};
@@ -13,7 +15,8 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub enum Projection {
     /// `[in, out]` and a bias `[out]`, or one of each an expert: `[E, in, out]` and `[E, out]`.
-    Dense { weight: Parameter, bias: Option<Parameter> },
+    /// On a GPU `product` may make the forward in place of the program's own kernel.
+    Dense { weight: Parameter, bias: Option<Parameter>, product: Option<LtProduct> },
     /// The same shapes, packed: the products' bits are those of the decoded matrix.
     Packed { weight: Arc<PackedMatrix>, bias: Option<Parameter> },
     /// Any of them with an adapter beside it; the two are never merged.
@@ -38,12 +41,26 @@ impl Adapter {
 }
 
 impl Projection {
+    /// Takes its forward from `products`, where it is among them.
+    fn multiply_by(&mut self, products: &DenseProducts) {
+        match self {
+            Projection::Dense { weight, bias, product } => {
+                if let [k, n] = *weight.values().dims() {
+                    *product = products.get(&DenseShape { k, n, bias: bias.is_some() }).cloned();
+                }
+            }
+            Projection::Packed { .. } => {}
+            Projection::Adapted { base, .. } => base.multiply_by(products),
+        }
+    }
+
     /// The same, not learning.
     pub fn without_gradient(&self) -> Self {
         match self {
-            Projection::Dense { weight, bias } => Projection::Dense {
+            Projection::Dense { weight, bias, product } => Projection::Dense {
                 weight: weight.without_gradient(),
                 bias: bias.as_ref().map(Parameter::without_gradient),
+                product: product.clone(),
             },
             Projection::Packed { weight, bias } => Projection::Packed {
                 weight: weight.clone(),
@@ -62,7 +79,9 @@ impl Projection {
     /// When shapes disagree.
     pub fn apply(&self, x: &Tensor) -> Result<Tensor> {
         match self {
-            Projection::Dense { weight, bias } => Ok(ops::linear(x, weight, bias.as_ref())?),
+            Projection::Dense { weight, bias, product } => {
+                Ok(ops::linear_by(x, weight, bias.as_ref(), product.as_ref())?)
+            }
             Projection::Packed { weight, bias } => Ok(packed_linear(x, weight, bias.as_ref())?),
             Projection::Adapted { base, adapter } => adapter.add_to(&base.apply(x)?, x, None),
         }
@@ -74,7 +93,7 @@ impl Projection {
     /// When shapes disagree.
     pub fn apply_f32(&self, x: &Tensor) -> Result<Tensor> {
         match self {
-            Projection::Dense { weight, bias } => Ok(ops::linear_f32(x, weight, bias.as_ref())?),
+            Projection::Dense { weight, bias, .. } => Ok(ops::linear_f32(x, weight, bias.as_ref())?),
             Projection::Packed { weight, bias } => Ok(packed_linear(x, weight, bias.as_ref())?),
             Projection::Adapted { base, adapter } => adapter.add_to(&base.apply_f32(x)?, x, None),
         }
@@ -86,7 +105,7 @@ impl Projection {
     /// When shapes disagree.
     pub fn apply_grouped(&self, x: &Tensor, plan: &Dispatch) -> Result<Tensor> {
         match self {
-            Projection::Dense { weight, bias } => {
+            Projection::Dense { weight, bias, .. } => {
                 let bias = bias.as_ref().context("experts have biases")?;
                 Ok(ops::grouped_linear(x, weight, bias, plan)?)
             }
@@ -178,6 +197,16 @@ pub struct Layer {
 }
 
 impl Layer {
+    /// The same, whose dense products are made by `products`, where they are among them. A router's never are: its sums stay f32.
+    pub fn multiplied_by(mut self, products: &DenseProducts) -> Self {
+        let AttentionWeights { q, k, v, o, .. } = &mut self.attention;
+        [q, k, v, o].into_iter().for_each(|projection| projection.multiply_by(products));
+        if let FeedForward::Gated(Gated { gate, up, down }) = &mut self.feed_forward {
+            [gate, up, down].into_iter().for_each(|projection| projection.multiply_by(products));
+        }
+        self
+    }
+
     /// The same, not learning.
     pub fn without_gradient(&self) -> Self {
         let AttentionWeights { q, k, v, o, sinks } = &self.attention;

@@ -19,6 +19,7 @@ use super::weights::{Layers, VALUE_HEAD, Weights};
 use crate::dist::{Mesh, piece};
 use crate::ops::Parameter;
 use crate::ops::cpu::{host_values, on_host};
+use crate::ops::dense_record::DenseProducts;
 use crate::ops::parameter::GradientSink;
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Device, Tensor, Var};
@@ -50,6 +51,8 @@ pub struct Parameters {
     mesh: Arc<Mesh>,
     /// Where the model computes.
     device: Device,
+    /// What makes its layers' dense products there in place of own kernels.
+    products: Arc<DenseProducts>,
 }
 
 /// One tensor.
@@ -165,8 +168,17 @@ impl Parameters {
         }
         ensure!(entries.len() == specs.len(), "{} tensors, expected {}", entries.len(), specs.len());
         let index = specs.iter().enumerate().map(|(i, s)| (s.name.clone(), i)).collect();
-        let device = Device::Cpu;
-        Ok(Self { config: config.clone(), specs, entries, index, stored: None, adapter: None, mesh, device })
+        Ok(Self {
+            config: config.clone(),
+            specs,
+            entries,
+            index,
+            stored: None,
+            adapter: None,
+            mesh,
+            device: Device::Cpu,
+            products: Arc::default(),
+        })
     }
 
     /// The same, whose passes the processes of `mesh` make together: what learns will be cut among them.
@@ -227,6 +239,7 @@ impl Parameters {
             adapter: None,
             mesh: self.mesh.clone(),
             device: self.device.clone(),
+            products: self.products.clone(),
         }
     }
 
@@ -472,7 +485,8 @@ impl Parameters {
         let layers = in_turn
             .map(|layers| Layers::InTurn(Box::new(LayersInTurn { adapters: adapters.clone(), ..layers })));
         let find = |name: &str| Ok(adapted(weight(self.place(name)?)?, adapters.get(name)));
-        Weights::new(&self.config, self.index.contains_key(VALUE_HEAD), self.bytes(), layers, &find)
+        let is_critic = self.index.contains_key(VALUE_HEAD);
+        Ok(Weights::new(&self.config, is_critic, self.bytes(), layers, &find)?.multiplied_by(&self.products))
     }
 
     fn place(&self, name: &str) -> Result<usize> {

@@ -10,6 +10,7 @@ use super::names::EMBEDDING;
 use super::pieces::GatheredLayers;
 use crate::dist::Mesh;
 use crate::ops::Parameter;
+use crate::ops::dense_record::DenseProducts;
 use anyhow::{Context, Result, bail};
 use candle_core::Device;
 use std::sync::Arc;
@@ -62,6 +63,8 @@ pub struct Weights {
     bytes: u64,
     /// Where rows travel to their experts.
     expert_ranks: Option<Arc<ExpertRanks>>,
+    /// What makes the layers' dense products in place of a GPU's own kernels.
+    products: Arc<DenseProducts>,
 }
 
 /// Where the layers are; what is outside of them is in memory.
@@ -107,7 +110,13 @@ impl Weights {
             },
             bytes,
             expert_ranks: None,
+            products: Arc::default(),
         })
+    }
+
+    /// The same, whose layers' dense products are made by `products`, where they are among them.
+    pub(super) fn multiplied_by(self, products: &Arc<DenseProducts>) -> Self {
+        Self { products: products.clone(), ..self }
     }
 
     /// The same, whose experts are those of this rank alone: rows travel to the others'.
@@ -132,13 +141,14 @@ impl WeightSource for Weights {
     }
 
     fn layer(&self, index: usize) -> Result<Layer> {
-        match &self.layers {
+        let layer = match &self.layers {
             Layers::Resident(layers) => {
-                layers.get(index).cloned().with_context(|| format!("no layer {index}"))
+                layers.get(index).cloned().with_context(|| format!("no layer {index}"))?
             }
-            Layers::InTurn(layers) => layers.layer(index),
-            Layers::Gathered(layers) => layers.layer(index),
-        }
+            Layers::InTurn(layers) => layers.layer(index)?,
+            Layers::Gathered(layers) => layers.layer(index)?,
+        };
+        Ok(if self.products.is_empty() { layer } else { layer.multiplied_by(&self.products) })
     }
 
     fn final_norm(&self) -> Result<Parameter> {

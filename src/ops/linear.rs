@@ -4,7 +4,9 @@
 //! gradients of what learns f32.
 
 use super::cpu::{add_values, buffer, edit, host_values, values};
-use super::cuda::{add_bias_gradient, add_weight_gradient, product_forward, product_input_gradient};
+use super::cuda::{
+    LtProduct, add_bias_gradient, add_weight_gradient, lt_forward, product_forward, product_input_gradient,
+};
 use super::parameter::{Gradient, Parameter};
 use super::product::{Matrix, Spread, backward_product, forward_product, product};
 use candle_core::{
@@ -16,7 +18,20 @@ use candle_core::{
 /// # Errors
 /// When shapes disagree.
 pub fn linear(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>) -> Result<Tensor> {
-    apply(x, weight, bias, x.dtype())
+    linear_by(x, weight, bias, None)
+}
+
+/// The same; where there is a `product` it makes a GPU's forward.
+///
+/// # Errors
+/// When shapes disagree.
+pub fn linear_by(
+    x: &Tensor,
+    weight: &Parameter,
+    bias: Option<&Parameter>,
+    product: Option<&LtProduct>,
+) -> Result<Tensor> {
+    apply(x, weight, bias, (x.dtype(), product))
 }
 
 /// The same with sums that stay f32 on a GPU too, for what is decided by them: scores, values.
@@ -24,10 +39,15 @@ pub fn linear(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>) -> Resul
 /// # Errors
 /// When shapes disagree.
 pub fn linear_f32(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>) -> Result<Tensor> {
-    apply(x, weight, bias, DType::F32)
+    apply(x, weight, bias, (DType::F32, None))
 }
 
-fn apply(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>, out: DType) -> Result<Tensor> {
+fn apply(
+    x: &Tensor,
+    weight: &Parameter,
+    bias: Option<&Parameter>,
+    (out, product): (DType, Option<&LtProduct>),
+) -> Result<Tensor> {
     let w = weight.values();
     let ((_, k), (rows, n)) = (x.dims2()?, w.dims2()?);
     let b = bias.map(Parameter::values);
@@ -35,7 +55,8 @@ fn apply(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>, out: DType) -
         bail!("linear: x {:?}, weight {:?}, bias {:?}", x.dims(), w.dims(), b.map(Tensor::dims));
     }
     let x = x.contiguous()?;
-    let op = Linear { weight: weight.gradient(), bias: bias.and_then(Parameter::gradient), out };
+    let (weight, bias) = (weight.gradient(), bias.and_then(Parameter::gradient));
+    let op = Linear { weight, bias, out, product: product.cloned() };
     match b {
         Some(b) => x.apply_op3(w, b, op),
         None => x.apply_op2(w, op),
@@ -50,6 +71,8 @@ struct Linear {
     bias: Option<Gradient>,
     /// Of what a GPU gives.
     out: DType,
+    /// What makes a GPU's forward in place of the program's own kernel.
+    product: Option<LtProduct>,
 }
 
 impl CustomOp3 for Linear {
@@ -82,7 +105,7 @@ impl CustomOp3 for Linear {
         b: &CudaStorage,
         b_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        product_forward(OP, (x, x_layout), (w, w_layout), Some((b, b_layout)), None, self.out)
+        self.on_device((x, x_layout), (w, w_layout), Some((b, b_layout)))
     }
 
     fn bwd(
@@ -123,7 +146,7 @@ impl CustomOp2 for Linear {
         w: &CudaStorage,
         w_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        product_forward(OP, (x, x_layout), (w, w_layout), None, None, self.out)
+        self.on_device((x, x_layout), (w, w_layout), None)
     }
 
     fn bwd(
@@ -138,6 +161,18 @@ impl CustomOp2 for Linear {
 }
 
 impl Linear {
+    fn on_device(
+        &self,
+        x: (&CudaStorage, &Layout),
+        w: (&CudaStorage, &Layout),
+        b: Option<(&CudaStorage, &Layout)>,
+    ) -> Result<(CudaStorage, Shape)> {
+        match &self.product {
+            Some(product) => lt_forward(OP, product, x, w, b),
+            None => product_forward(OP, x, w, b, None, self.out),
+        }
+    }
+
     /// Adds the gradients of what learns, and returns `dx` where something below learns.
     fn backward(&self, x: &Tensor, w: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let ((m, k), (_, n)) = (x.dims2()?, w.dims2()?);

@@ -14,6 +14,7 @@ pub mod argument;
 pub mod cpu;
 #[cfg_attr(not(feature = "cuda"), path = "cuda_unsupported.rs")]
 pub mod cuda;
+pub mod dense_record;
 pub mod embedding;
 pub mod experts;
 mod few_rows;
@@ -49,7 +50,7 @@ pub mod upstream;
 
 pub use embedding::{embedding, select_rows, tied_embedding};
 pub use experts::{Dispatch, combine, dispatch, grouped_linear};
-pub use linear::{linear, linear_f32};
+pub use linear::{linear, linear_by, linear_f32};
 pub use load_balance::load_balance;
 pub use log_prob::log_prob_and_entropy;
 pub use logits::logits;

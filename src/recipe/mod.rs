@@ -41,7 +41,9 @@ pub use interpreter::{InterpreterConfig, InterpreterKind, InterpreterState};
 pub use logging::Logging;
 pub use mistake::{Mistake, Mistakes, Place};
 pub(crate) use model::architecture_limits;
-pub use model::{Architecture, Contradiction, Dtype, Family, Init, ModelConfig, Sizes, Tokenizer, Yarn};
+pub use model::{
+    Architecture, Contradiction, DenseKernels, Dtype, Family, Init, ModelConfig, Sizes, Tokenizer, Yarn,
+};
 pub use optimizer::{OptimizerConfig, OptimizerKind, Schedule};
 pub use parallel::{PackedWeights, Parallel, RolloutWeights};
 pub use plan::{Plan, resolve, resume_differences, set_key};

@@ -214,11 +214,18 @@ impl Recipe {
 }
 
 /// The keys that differ between a run and what it is asked to go on with, but for those that may:
-/// `train.steps` and the ends of schedules, evaluation, logging, parallelism and checkpoints.
+/// `train.steps` and the ends of schedules, evaluation, logging, parallelism and checkpoints, and where it computes. Whether the
+/// record of dense products is the same is for the run's folder to say.
 pub fn resume_differences(old: &Plan, new: &Plan) -> Vec<String> {
     let may_differ = |key: &str| {
-        ["device", "train.steps", "train.optimizer.schedule_steps", "critic.optimizer.schedule_steps"]
-            .contains(&key)
+        [
+            "device",
+            "model.dense_products",
+            "train.steps",
+            "train.optimizer.schedule_steps",
+            "critic.optimizer.schedule_steps",
+        ]
+        .contains(&key)
             || ["eval.", "logging.", "parallel.", "checkpoint."].iter().any(|table| key.starts_with(table))
     };
     let pairs = old.recipe.entries().into_iter().zip(new.recipe.entries());

@@ -3,6 +3,7 @@
 use super::collect::MARKER_FILE;
 use crate::atomic_file::write_file;
 use crate::bad_input;
+use crate::bounded_file::{self, TOML_BYTES_MAX};
 use crate::error::BadInput;
 use crate::integrity::sealed;
 use crate::metrics::{MetricsFile, Phase, Row, TensorBoard, read_rows};
@@ -15,9 +16,12 @@ use std::fs::{self, File, TryLockError};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
+/// A run's copy of the record that `model.dense_products` names.
+const DENSE_RECORD: &str = "dense_products.toml";
 /// Files that a run or a sampling has before its first result.
-const STARTED: [&str; 7] = [
+const STARTED: [&str; 8] = [
     "recipe.toml",
+    DENSE_RECORD,
     "metrics.jsonl",
     "model.json",
     "sandbox.txt",
@@ -197,6 +201,46 @@ impl RunFolder {
         write_file(&self.path.join("model.json"), &format!("{model}\n"))
     }
 
+    /// Keeps the record that `model.dense_products` names, and none where it names none.
+    ///
+    /// # Errors
+    /// When the disk refuses.
+    pub fn write_dense_record(&self, record: Option<&str>) -> Result<()> {
+        let file = self.path.join(DENSE_RECORD);
+        match (&self.files, record) {
+            (None, _) => Ok(()),
+            (Some(_), Some(record)) => write_file(&file, record),
+            (Some(_), None) if file.exists() => {
+                fs::remove_file(&file).with_context(|| format!("removing {}", file.display()))
+            }
+            (Some(_), None) => Ok(()),
+        }
+    }
+
+    /// Refuses to go on with the run in `path` by other dense products than until now, on the GPU where it has computed: its bits
+    /// would differ from then on.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] as said.
+    pub fn check_dense_record(path: &Path, place: &str, record: Option<&str>) -> Result<()> {
+        let file = path.join(DENSE_RECORD);
+        let before = file.exists().then(|| bounded_file::read_text(&file, TOML_BYTES_MAX));
+        let before = before.transpose().map_err(|e| {
+            bad_input!("{}: cannot be read: {e}; restore it, or start the run anew", file.display())
+        })?;
+        if Self::place_before(path).is_none_or(|before| before != place) || before.as_deref() == record {
+            return Ok(());
+        }
+        let remedy = match before {
+            Some(_) => file.display().to_string(),
+            None => "own".to_owned(),
+        };
+        Err(bad_input!(
+            "{}: the run's dense products were others until now; go on with --set model.dense_products={remedy}",
+            path.display()
+        ))
+    }
+
     /// Where the run in `path` has computed until now, in the words of [`super::workbench::Workbench::place`].
     pub fn place_before(path: &Path) -> Option<String> {
         let text = fs::read_to_string(path.join("model.json")).ok()?;
@@ -274,7 +318,7 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
         return Ok(Some(stored));
     }
     Err(bad_input!(
-        "{}: the run was started with other values of {}; --resume may change only device, train.steps, schedule_steps, eval, checkpoint, logging and parallel keys",
+        "{}: the run was started with other values of {}; --resume may change only device, model.dense_products, train.steps, schedule_steps, eval, checkpoint, logging and parallel keys",
         file.display(),
         differences.join(", ")
     ))

@@ -285,6 +285,15 @@ impl ModelSource {
     }
 }
 
+/// The shape of the recipe's model, for what needs nothing else of it.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when there is no such model.
+#[cfg(feature = "cuda")]
+pub fn model_config(recipe: &Recipe) -> Result<Config> {
+    Ok(ModelSource::open(recipe)?.config)
+}
+
 /// Sets the plan's model to the folder that holds it, and says after which step it was saved: for a run folder its last
 /// checkpoint, for a checkpoint itself, unless a `--set` names another model. A model that comes from no checkpoint is of
 /// step 0. For a run with an adapter a `--set` may name the base, which moved, and the adapter is the run's.

@@ -67,7 +67,7 @@ impl Critic {
             Ok((spec, if trainable[index] { values.cut(policy.mesh(), index) } else { values }))
         });
         let parameters = Parameters::with_value_head(config, values)?.shared_by(policy.mesh());
-        let mut parameters = parameters.placed_on(policy.device())?;
+        let mut parameters = parameters.placed_beside(policy)?;
         parameters.learn(trainable)?;
         let optimizer = Optimizer::new(&settings.optimizer, &mut parameters, round_to_bf16)?;
         Ok(Self { settings: settings.clone(), parameters, optimizer })
@@ -86,7 +86,7 @@ impl Critic {
             policy.shared(index).map_or_else(|| Ok(Loaded::Packed(policy.of_place(index)?)), Ok)
         });
         let parameters = Parameters::with_value_head(config, values)?.shared_by(policy.mesh());
-        let mut parameters = parameters.placed_on(policy.device())?;
+        let mut parameters = parameters.placed_beside(policy)?;
         let start = lora.start(&parameters.specs, seed, Owner::Critic)?;
         parameters.adapt(lora.clone(), start)?;
         parameters.learn(trainable)?;

@@ -34,7 +34,7 @@ pub fn copy(config: &Config, parameters: &Parameters) -> Result<Parameters> {
         };
         Ok((spec.clone(), values))
     });
-    Parameters::loaded(config, values)?.shared_by(parameters.mesh()).placed_on(parameters.device())
+    Parameters::loaded(config, values)?.shared_by(parameters.mesh()).placed_beside(parameters)
 }
 
 /// Writes the reference into the run folder `run`, in working layout and precision, a tensor at a time, and returns its
@@ -100,5 +100,5 @@ pub fn read(run: &Path, config: &Config, parameters: &Parameters) -> Result<Para
         let cut = parameters.is_cut(index);
         Ok((spec.clone(), if cut { values.cut(parameters.mesh(), index) } else { values }))
     });
-    Parameters::loaded(config, found)?.shared_by(parameters.mesh()).placed_on(parameters.device())
+    Parameters::loaded(config, found)?.shared_by(parameters.mesh()).placed_beside(parameters)
 }

@@ -157,3 +157,6 @@ inline void clean(std::vector<Device> buffers, void* module) {
 
 // graph_tests.cpp
 void test_graphs();
+// product_tests.cpp
+void test_products();
+void test_light_products();

@@ -464,29 +464,6 @@ void test_refused_images() {
   if (outcome.status) fail("a refused cubin", "late", outcome);
 }
 
-// 2x3 by 3x2, column by column.
-int product(Device a, Device b, Device c, int lda) {
-  void* blas;
-  must(cublasCreate_v2(&blas));
-  const float one = 1, zero = 0;
-  return cublasGemmStridedBatchedEx(blas, 0, 0, 2, 2, 3, &one, reinterpret_cast<void*>(a), 0, lda, 0, reinterpret_cast<void*>(b), 0,
-                                    3, 0, &zero, reinterpret_cast<void*>(c), 0, 2, 0, 1, 68, 0);
-}
-
-void test_products() {
-  accepted("a product", [] {
-    context();
-    Device a = floats({1, 2, 3, 4, 5, 6}), b = floats({1, 0, 1, 0, 1, 0}), c = floats({0, 0, 0, 0});
-    must(product(a, b, c, 2));
-    expect(read(c, 4) == std::vector<float>{6, 8, 3, 4}, "its elements");
-    clean({a, b, c}, load());
-  });
-  refused("a leading dimension too small", "leading dimensions 1, 3, 2", [] { product(floats({1}), floats({1}), floats({1}), 1); });
-  refused("a product past the end", "cuBLAS product 2x2x3, batch 1, b, 24 bytes: ", [] {
-    product(floats({1, 2, 3, 4, 5, 6}), floats({1, 0, 1, 0, 1}), floats({0, 0, 0, 0}), 2);
-  });
-}
-
 void test_leaks() {
   const auto leaves = [](const char* name, const char* message, const std::function<void()>& test) {
     tests++;
@@ -536,6 +513,7 @@ int main(int count, char** arguments) {
   test_refused_images();
   test_products();
   test_graphs();
+  test_light_products();
   test_leaks();
   printf("driver: %d tests, %d failed\n", tests, failures);
   return failures != 0;

@@ -112,7 +112,8 @@ impl Parameters {
         let layers = GatheredLayers::new(mesh, config, layers, adapters, uses);
         let layers = Some(Layers::Gathered(Arc::new(layers)));
         let find = |name: &str| weight(self.place(name)?);
-        Weights::new(&self.config, self.index.contains_key(VALUE_HEAD), self.bytes(), layers, &find)
+        let is_critic = self.index.contains_key(VALUE_HEAD);
+        Ok(Weights::new(&self.config, is_critic, self.bytes(), layers, &find)?.multiplied_by(&self.products))
     }
 
     /// What the optimizer keeps of tensor `index` under `kind`, its [`MASTER`] or its [`VALUES`]: all of it, gathered where it is

@@ -5,8 +5,10 @@ use crate::model::held::Held;
 use crate::model::names::ParameterSpec;
 use crate::model::tensor_file::f32_values;
 use crate::ops::cpu::{edit, edit_codes, host_values, on_host};
+use crate::ops::dense_record::DenseProducts;
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor, Var};
+use std::sync::Arc;
 
 impl Parameters {
     /// The same on `device`. On a GPU matrices are bf16; what they had beyond that is kept as their [`MASTER`]. What is in pieces stays
@@ -31,6 +33,19 @@ impl Parameters {
             }
         }
         Ok(self)
+    }
+
+    /// The same, whose layers' dense products are made by `products`, where they are among them.
+    pub fn multiplied_by(self, products: Arc<DenseProducts>) -> Self {
+        Self { products, ..self }
+    }
+
+    /// The same where `other` is, and multiplied as that is.
+    ///
+    /// # Errors
+    /// As [`Self::placed_on`].
+    pub fn placed_beside(self, other: &Self) -> Result<Self> {
+        Ok(self.placed_on(&other.device)?.multiplied_by(other.products.clone()))
     }
 
     /// Where the model computes.

@@ -5,11 +5,11 @@ use super::{
     WARNED_SHARE, gathered_bytes, gigabytes, recomputes_layers,
 };
 use crate::model::cache::CacheRoom;
-use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
+use crate::model::names::{ParameterSpec, dense_shapes, parameter_specs, value_model_specs};
 use crate::ops::packed::PackedForm;
 use crate::ops::sink_attention::kernels::CHUNK_KEYS;
 use crate::ops::sink_attention::plan::PARTS_BYTES_MAX;
-use crate::recipe::{KlPlace, OptimizerConfig};
+use crate::recipe::{DenseKernels, KlPlace, OptimizerConfig};
 use crate::rollout::FORWARD_TOKENS_MAX;
 use crate::train::optimizer::state_bytes;
 
@@ -141,6 +141,15 @@ impl Subject<'_> {
         parts
     }
 
+    /// What a recorded product with a bias holds of f32 sums until they are rounded.
+    fn sums(&self, tokens: usize) -> Option<MemoryPart> {
+        let shapes = dense_shapes(self.config);
+        let widest = shapes.iter().filter(|shape| shape.bias).map(|shape| shape.n).max()?;
+        let bytes = (tokens * widest * size_of::<f32>()) as u64;
+        let recorded = self.recipe.model.dense_products != DenseKernels::Own;
+        recorded.then_some(MemoryPart { name: "sums of a product", bytes })
+    }
+
     pub(super) fn gpu_phases(&self, sequences: usize) -> Vec<(&'static str, Vec<MemoryPart>)> {
         let (recipe, config) = (self.recipe, self.config);
         let pass = |tokens: usize, targets: usize| PassShape {
@@ -165,13 +174,13 @@ impl Subject<'_> {
             let records = recipe.rollout.cuda_graphs && !recipe.rollout.keep_routes && self.processes == 1;
             // A recording has memory of its own.
             let recorded = pass(recipe.rollout.sequences_max, 0).forward() + spread;
-            let parts = vec![
+            let parts = [
                 caches(room),
                 MemoryPart { name: "one forward and its logits", bytes: forward },
                 MemoryPart { name: "attention in parts", bytes: spread },
                 MemoryPart { name: "recorded launches", bytes: if records { recorded } else { 0 } },
             ];
-            phases.push(("sampling", parts));
+            phases.push(("sampling", parts.into_iter().chain(self.sums(room.fed_tokens_max)).collect()));
         }
         let (prompts, samples) = self.sampled();
         let tokens = recipe.train.micro_batch_tokens.max(self.longest());
@@ -182,7 +191,8 @@ impl Subject<'_> {
                 let decoded = DECODED_SEQUENCES.min(prompts * samples);
                 let room = CacheRoom { sequences: decoded, tokens: self.longest(), fed_tokens_max: decoded };
                 let activations = MemoryPart { name: "activations", bytes: pass(tokens, tokens).forward() };
-                phases.push(("comparison", vec![caches(room), activations]));
+                let parts = [caches(room), activations].into_iter().chain(self.sums(tokens));
+                phases.push(("comparison", parts.collect()));
             }
             Intent::Train => {
                 let bytes = self.gpu_resident().first().map_or(0, |weights| weights.bytes);
@@ -190,7 +200,8 @@ impl Subject<'_> {
                 let recomputes = recomputes_layers(recipe, config, weights, 1, 1);
                 let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
                 let bytes = pass(tokens, tokens).both_ways(recomputes);
-                phases.push(("update", vec![MemoryPart { name, bytes }]));
+                let parts = [MemoryPart { name, bytes }].into_iter().chain(self.sums(tokens));
+                phases.push(("update", parts.collect()));
             }
         }
         phases
