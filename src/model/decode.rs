@@ -101,14 +101,6 @@ impl Decoder {
     }
 }
 
-impl Drop for Decoder {
-    fn drop(&mut self) {
-        self.batches.clear();
-        // Else updates would have less than was planned; a driver that fails here fails at the next call too.
-        let _ = Recorded::give_back_memory(&self.device);
-    }
-}
-
 /// Room for a token in every layer of `caches`, and what attention must know.
 fn step(trunk: &Trunk, caches: &mut [&mut SequenceCache]) -> Result<DecodeStep> {
     let mut step = DecodeStep::default();

@@ -51,7 +51,6 @@ int cuGraphInstantiateWithFlags(void**, void*, unsigned long long);
 int cuGraphLaunch(void*, void*);
 int cuMemPoolTrimTo(void*, size_t);
 int cuGraphUpload(void*, void*);
-int cuDeviceGraphMemTrim(int);
 int cuGraphExecDestroy(void*);
 int cuGraphDestroy(void*);
 int cuGraphClone(void**, void*);

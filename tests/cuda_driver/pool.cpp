@@ -163,8 +163,6 @@ bool pool_take_for_graphs(size_t bytes, size_t room) {
   return true;
 }
 
-void pool_trim_graphs(size_t kept) { graph_bytes = std::min(graph_bytes, kept); }
-
 size_t pool_taken_bytes() { return reserved.now + beside_bytes + graph_bytes; }
 
 void pool_tell() {

@@ -20,9 +20,8 @@ bool pool_take(CUdeviceptr address, size_t bytes, const Stream* stream, size_t r
 Turn pool_free(CUdeviceptr address, const Stream* stream);
 // The host has waited for a stream, an event or the context.
 void pool_waited();
-// Memory of recorded launches, which the pool is not asked for: as much as the greatest of them takes, until it is given back.
+// Memory of recorded launches, which the pool is not asked for: as much as the greatest of them takes, for good.
 bool pool_take_for_graphs(size_t bytes, size_t room);
-void pool_trim_graphs(size_t kept);
 // What neither others nor cuMemAlloc can have.
 size_t pool_taken_bytes();
 void pool_tell();

@@ -342,15 +342,6 @@ API CUresult cuGraphUpload(std::shared_ptr<Graph>* executable, void* stream_hand
   return pool_take_for_graphs((*executable)->bytes_max, own_bytes()) ? SUCCESS : OUT_OF_MEMORY;
 }
 
-API CUresult cuDeviceGraphMemTrim(int device) {
-  Locked lock;
-  if (device != 0) return complain(INVALID_VALUE, "cuDeviceGraphMemTrim: of device %d", device);
-  run_everything();
-  size_t kept = 0;
-  for (auto& [_, graph] : executables) kept = std::max(kept, (*graph)->bytes_max);
-  return pool_trim_graphs(kept), SUCCESS;
-}
-
 API CUresult cuGraphExecDestroy(std::shared_ptr<Graph>* executable) {
   Locked lock;
   if (executables.erase(executable)) return SUCCESS;

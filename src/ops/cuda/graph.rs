@@ -3,9 +3,7 @@
 use super::device::give_back_unused;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::CudaGraph;
-use candle_core::cuda_backend::cudarc::driver::sys::{
-    CUgraphInstantiate_flags, CUstreamCaptureMode, cuDeviceGraphMemTrim,
-};
+use candle_core::cuda_backend::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use candle_core::{Device, Result, bail};
 
 /// Recorded launches. What they read and write lies where it lay at the recording.
@@ -32,7 +30,8 @@ impl Recorded {
         // SAFETY: as above.
         unsafe { context.enable_event_tracking() };
         let Some(graph) = result? else { bail!("a recording of launches is empty") };
-        // What its launches allocate is not the pool's, which may keep all that there is for tensors to come.
+        // What its launches allocate is not the pool's, which may keep all that there is for tensors to come. The driver keeps it for
+        // later recordings.
         if graph.upload().is_err() {
             give_back_unused(device)?;
             graph.upload().w()?;
@@ -46,16 +45,5 @@ impl Recorded {
     /// The driver's.
     pub fn launch(&self) -> Result<()> {
         self.0.launch().w()
-    }
-
-    /// Gives back what recordings that are gone had for their launches.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn give_back_memory(device: &Device) -> Result<()> {
-        let stream = device.as_cuda_device()?.cuda_stream();
-        stream.synchronize().w()?;
-        // SAFETY: the device is an open context's.
-        unsafe { cuDeviceGraphMemTrim(stream.context().cu_device()) }.result().w()
     }
 }

@@ -98,6 +98,12 @@ impl Subject<'_> {
         let mut part = |name, bytes| parts.push(MemoryPart { name, bytes });
         let table = self.config.max_position_embeddings * self.config.head_dim * size_of::<f32>();
         part("rotary embedding's table", table as u64);
+        let rollout = &recipe.rollout;
+        if self.samples() && rollout.cuda_graphs && !rollout.keep_routes && self.processes == 1 {
+            // A recording's own memory, which the driver keeps.
+            let forward = self.pass(rollout.sequences_max, 0).forward();
+            part("recorded launches", forward + self.attention_in_parts_bytes());
+        }
         if !self.intent.learns() {
             return parts;
         }
@@ -150,35 +156,34 @@ impl Subject<'_> {
         recorded.then_some(MemoryPart { name: "sums of a product", bytes })
     }
 
+    fn samples(&self) -> bool {
+        !self.intent.learns() || self.recipe.train.steps > 0
+    }
+
+    fn pass(&self, tokens: usize, targets: usize) -> PassShape<'_> {
+        PassShape { config: self.config, tokens, targets, adapted: self.adapter.is_some(), on_gpu: true }
+    }
+
+    /// What long sequences' attention is put together from, where few are decoded.
+    fn attention_in_parts_bytes(&self) -> u64 {
+        let chunks = self.longest().div_ceil(CHUNK_KEYS) * self.recipe.rollout.sequences_max;
+        let values = chunks * self.config.num_attention_heads * (self.config.head_dim + 2);
+        ((values * size_of::<f32>()) as u64).min(PARTS_BYTES_MAX as u64)
+    }
+
     pub(super) fn gpu_phases(&self, sequences: usize) -> Vec<(&'static str, Vec<MemoryPart>)> {
         let (recipe, config) = (self.recipe, self.config);
-        let pass = |tokens: usize, targets: usize| PassShape {
-            config,
-            tokens,
-            targets,
-            adapted: self.adapter.is_some(),
-            on_gpu: true,
-        };
         let caches =
             |room: CacheRoom| MemoryPart { name: "keys and values", bytes: room.device_bytes(config) };
         let mut phases = vec![];
-        let steps = if self.intent.learns() { recipe.train.steps } else { 1 };
-        if steps > 0 {
+        if self.samples() {
             let room = self.cache_room(sequences);
-            let forward = pass(room.fed_tokens_max, recipe.rollout.sequences_max).forward();
-            // What long sequences' attention is put together from, where few are decoded.
-            let chunks = self.longest().div_ceil(CHUNK_KEYS) * recipe.rollout.sequences_max;
-            let spread =
-                (chunks * config.num_attention_heads * (config.head_dim + 2) * size_of::<f32>()) as u64;
-            let spread = spread.min(PARTS_BYTES_MAX as u64);
-            let records = recipe.rollout.cuda_graphs && !recipe.rollout.keep_routes && self.processes == 1;
-            // A recording has memory of its own.
-            let recorded = pass(recipe.rollout.sequences_max, 0).forward() + spread;
+            let forward = self.pass(room.fed_tokens_max, recipe.rollout.sequences_max).forward();
+            let spread = self.attention_in_parts_bytes();
             let parts = [
                 caches(room),
                 MemoryPart { name: "one forward and its logits", bytes: forward },
                 MemoryPart { name: "attention in parts", bytes: spread },
-                MemoryPart { name: "recorded launches", bytes: if records { recorded } else { 0 } },
             ];
             phases.push(("sampling", parts.into_iter().chain(self.sums(room.fed_tokens_max)).collect()));
         }
@@ -190,7 +195,8 @@ impl Subject<'_> {
             Intent::CheckMismatch(_) => {
                 let decoded = DECODED_SEQUENCES.min(prompts * samples);
                 let room = CacheRoom { sequences: decoded, tokens: self.longest(), fed_tokens_max: decoded };
-                let activations = MemoryPart { name: "activations", bytes: pass(tokens, tokens).forward() };
+                let activations =
+                    MemoryPart { name: "activations", bytes: self.pass(tokens, tokens).forward() };
                 let parts = [caches(room), activations].into_iter().chain(self.sums(tokens));
                 phases.push(("comparison", parts.collect()));
             }
@@ -199,7 +205,7 @@ impl Subject<'_> {
                 let weights = PassWeights { bytes, adapted: self.adapter.is_some(), packed_pieces: false };
                 let recomputes = recomputes_layers(recipe, config, weights, 1, 1);
                 let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
-                let bytes = pass(tokens, tokens).both_ways(recomputes);
+                let bytes = self.pass(tokens, tokens).both_ways(recomputes);
                 let parts = [MemoryPart { name, bytes }].into_iter().chain(self.sums(tokens));
                 phases.push(("update", parts.collect()));
             }
