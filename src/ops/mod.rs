@@ -14,6 +14,8 @@ pub mod argument;
 pub mod cpu;
 #[cfg_attr(not(feature = "cuda"), path = "cuda_unsupported.rs")]
 pub mod cuda;
+// `gpu-check` alone writes one.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub mod dense_record;
 pub mod embedding;
 pub mod experts;

@@ -411,6 +411,26 @@ mod tests {
     use crate::recipe::resolve;
 
     #[test]
+    fn a_run_goes_on_with_the_dense_products_that_it_had() {
+        let place = tempfile::tempdir().unwrap();
+        let run = place.path();
+        let check =
+            |at: &str, record| RunFolder::check_dense_record(run, at, record).map_err(|e| e.to_string());
+        assert_eq!(check("GPU 0, A", Some("a")), Ok(()), "nothing was computed yet");
+        fs::write(run.join("model.json"), "{\"device\": \"GPU 0, A\"}").unwrap();
+        assert_eq!(check("GPU 0, A", None), Ok(()));
+        let refused = check("GPU 0, A", Some("a")).unwrap_err();
+        assert!(refused.ends_with("go on with --set model.dense_products=own"), "{refused}");
+        fs::write(run.join(DENSE_RECORD), "a").unwrap();
+        assert_eq!(check("GPU 0, A", Some("a")), Ok(()));
+        for other in [None, Some("b")] {
+            let refused = check("GPU 0, A", other).unwrap_err();
+            assert!(refused.ends_with("dense_products.toml"), "{refused}");
+            assert_eq!(check("cpu", other), Ok(()), "its bits differ anyway, which is said");
+        }
+    }
+
+    #[test]
     fn a_disk_without_room_for_two_checkpoints_is_said() {
         let place = tempfile::tempdir().unwrap();
         let plan = resolve(Path::new("a.toml"), "[logging]\ntensorboard = false\n", &[]).unwrap();

@@ -228,7 +228,7 @@ mod tests {
         let exact = [1.0, -3.0, 0.004];
         let rounded = |x: &[f32]| x.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>();
         assert_eq!(far_off(&rounded(&exact), &exact), None);
-        for (index, value) in [(0, 1.01), (1, -3.1), (2, 0.005), (2, f32::NAN)] {
+        for (index, value) in [(0, 1.02), (1, -3.1), (2, 0.005), (2, f32::NAN)] {
             let mut other = exact;
             other[index] = value;
             assert!(far_off(&rounded(&other), &exact).is_some(), "{value}");
