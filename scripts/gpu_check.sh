@@ -212,13 +212,17 @@ fi
 part speed 240 speed "${peers[@]}"
 if [[ $skip != *model* ]]; then
     part model 600 model
-    if [[ $skip == *peers* ]] || [ -z "$python" ]; then
-        echo "gpu_check: other implementations of the model: not run" >&2
+    why=""
+    if [[ $skip == *peers* ]]; then
+        why="--skip peers"
+    elif [ -z "$python" ]; then
+        why="no Python; name one with torch in PYTHON"
     else
         echo "gpu_check: other implementations of the model" >&2
         CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$device} timeout 660 "$python" scripts/model_peers.py \
-            --ours "$scratch/rows" --seconds-max 560 >>"$table" || printf '\nOther implementations of the model: not run, ended with code %s.\n' $? >>"$table"
+            --ours "$scratch/rows" --seconds-max 560 >>"$table" || why="ended with code $?"
     fi
+    if [ -n "$why" ]; then printf '\nOther implementations of the model: not run (%s).\n' "$why" >>"$table"; fi
 fi
 
 mkdir -p "$(dirname "$out")"

@@ -122,7 +122,8 @@ class Peer:
         torch = self.torch
         self.model.train(work == "training")
         if work == "training":
-            self.model.gradient_checkpointing_enable()
+            recompute = getattr(self.model, "activation_checkpointing_enable", None) or self.model.gradient_checkpointing_enable
+            recompute()
             fed = self.tokens(sequences, tokens)
 
             def train():
