@@ -338,7 +338,7 @@ def rows_of_ours(path):
         for line in file:
             cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
             try:
-                work, sequences, tokens, _, rate = cells
+                work, sequences, tokens, _, rate, _ = cells
                 ours[work, int(sequences), int(tokens)] = float(rate)
             except ValueError:  # a head, or what did not run
                 continue

@@ -66,6 +66,8 @@ class World:
         said = done.stdout + done.stderr
         assert done.returncode == code, f"{words}: ended with {done.returncode}, not {code}\n{said}"
         assert "cuda-emulator:" not in said, f"{words}: the driver complained\n{said}"
+        refused = (env or {}).keys() & {"CUDA_EMULATOR_REFUSES_CAPTURE"}
+        assert refused or "decode is not recorded" not in said, f"{words}: no recording\n{said}"
         return said
 
     def train(self, binary, out, *words, **more):

@@ -15,7 +15,7 @@ use crate::model::names::{ParameterSpec, parameter_specs};
 use crate::model::parameters::Parameters;
 use crate::model::policy_view::PolicyView;
 use crate::model::trunk::nothing;
-use crate::ops::cuda::free_memory;
+use crate::ops::cuda::{device_memory, forget_memory_peaks, free_memory};
 use crate::ops::logits::{Sampling, logits_rows_max};
 use crate::ops::packed::{COLUMNS, PackedForm, PackedMatrix};
 use crate::ops::threads::Threads;
@@ -111,14 +111,28 @@ fn small() -> Cases {
 pub(super) fn run(device: &Device, is_small: bool) -> Result<()> {
     let cases = if is_small { small() } else { gpt_oss_20b() };
     println!("\nRandom weights of gpt-oss-20b's shape{}.\n", if is_small { ", made small" } else { "" });
-    println!("| work | sequences | tokens of each | ms | tokens/s |\n| --- | --- | --- | --- | --- |");
+    println!(
+        "| work | sequences | tokens of each | ms | tokens/s | GB at most |\n| --- | --- | --- | --- | --- | --- |"
+    );
     sampling(device, &cases)?;
     adapted(device, &cases)?;
     training(device, &cases)
 }
 
-fn row(work: &str, sequences: usize, tokens: usize, seconds: f64, done: usize) {
-    println!("| {work} | {sequences} | {tokens} | {:.2} | {:.0} |", seconds * 1e3, done as f64 / seconds);
+/// The memory is what tensors took at most since the row before.
+fn row(
+    device: &Device,
+    work: &str,
+    sequences: usize,
+    tokens: usize,
+    seconds: f64,
+    done: usize,
+) -> Result<()> {
+    let gpu = device.as_cuda_device()?;
+    let (ms, rate) = (seconds * 1e3, done as f64 / seconds);
+    let gb = device_memory(gpu)?.used_max as f64 / 1e9;
+    println!("| {work} | {sequences} | {tokens} | {ms:.2} | {rate:.0} | {gb:.2} |");
+    Ok(forget_memory_peaks(gpu)?)
 }
 
 /// The median of several times of `pass`, which waits for the device itself.
@@ -186,7 +200,7 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
             let room = CacheRoom { sequences, tokens, fed_tokens_max: sequences };
             let free = free_memory(device.as_cuda_device()?)?;
             if room.device_bytes(config) + SPARE_BYTES.min(free / 2) > free {
-                println!("| decode | {sequences} | {context} | does not fit | |");
+                println!("| decode | {sequences} | {context} | does not fit | | |");
                 continue;
             }
             let caches = Caches::new(config, device, room)?;
@@ -194,10 +208,10 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
             held.iter_mut().try_for_each(|cache| cache.reserve(config, context))?;
             let mut decoder = Decoder::new(&policy.trunk());
             let seconds = median(|| step(&policy, &mut held, 1, decoder.as_mut()))?;
-            row("decode", sequences, context, seconds, sequences);
+            row(device, "decode", sequences, context, seconds, sequences)?;
             if context == cases.context[0] {
                 let seconds = median(|| step(&policy, &mut held, 1, None))?;
-                row("decode, kernel by kernel", sequences, context, seconds, sequences);
+                row(device, "decode, kernel by kernel", sequences, context, seconds, sequences)?;
             }
         }
     }
@@ -205,7 +219,7 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
     let room = CacheRoom { sequences: 1, tokens, fed_tokens_max: tokens };
     let caches = Caches::new(config, device, room)?;
     let seconds = median(|| step(&policy, &mut [caches.sequence()], tokens, None))?;
-    row("prefill", 1, tokens, seconds, tokens);
+    row(device, "prefill", 1, tokens, seconds, tokens)?;
     Ok(())
 }
 
@@ -228,7 +242,7 @@ fn compare_recorded(device: &Device, policy: &PolicyView) -> Result<()> {
         ensure!(one == other, "step {step}: recorded decode has other bits than decode kernel by kernel");
     }
     ensure!(decoder.replayed() > 0, "decode was not recorded");
-    println!("| decode, recorded beside kernel by kernel: the same bits | 2 | 61 | | |");
+    println!("| decode, recorded beside kernel by kernel: the same bits | 2 | 61 | | | |");
     Ok(())
 }
 
@@ -279,12 +293,12 @@ fn training(device: &Device, cases: &Cases) -> Result<()> {
     for (index, &tokens) in cases.training.iter().enumerate() {
         let (one, two) = (of_layers[0][index], of_layers[1][index]);
         let extrapolated = one + (all - 1) as f64 * (two - one);
-        row(
-            &format!("training, {all} layers, extrapolated"),
+        println!(
+            "| training, {all} layers, extrapolated | {} | {} | {:.2} | {:.0} | |",
             tokens / cases.length,
             cases.length,
-            extrapolated,
-            tokens,
+            extrapolated * 1e3,
+            tokens as f64 / extrapolated
         );
     }
     Ok(())
@@ -335,13 +349,13 @@ fn passes(
             learner.accumulate(&batches, settings, &objective)?;
             Ok(device.synchronize()?)
         })?;
-        row(work, sequences.len(), cases.length, seconds, tokens);
+        row(device, work, sequences.len(), cases.length, seconds, tokens)?;
         times.push(seconds);
     }
     let seconds = median(|| {
         optimizer.update(&mut parameters, 1e-6)?;
         Ok(device.synchronize()?)
     })?;
-    println!("| {work}: AdamW's update | | | {:.2} | |", seconds * 1e3);
+    println!("| {work}: AdamW's update | | | {:.2} | | |", seconds * 1e3);
     Ok(times)
 }

@@ -7,6 +7,7 @@ use super::speed::{median, numbers};
 use crate::ops::optimizer::{AdamW, adamw};
 use crate::ops::{self, Dispatch};
 use anyhow::Result;
+use candle_core::cuda_backend::WrapErr;
 use candle_core::{DType, Device, Tensor, Var};
 
 /// A model's sizes.
@@ -20,6 +21,10 @@ struct Sizes {
 }
 
 const TOP_K: usize = 4;
+/// Of the data sheets: dense bf16 products of an H100 SXM and an H200, and their memories.
+const OPERATIONS_A_SECOND: f64 = 989e12;
+const H100_BYTES_A_SECOND: f64 = 3.35e12;
+const H200_BYTES_A_SECOND: f64 = 4.8e12;
 const GPT_OSS: Sizes = Sizes {
     hidden: 2880,
     queries: 4096,
@@ -43,7 +48,9 @@ fn single(device: &Device, shape: &[usize]) -> Result<Tensor> {
 
 pub(super) fn run(device: &Device, small: bool) -> Result<()> {
     let sizes = if small { SMALL } else { GPT_OSS };
-    println!("\n| op | tokens or values | ms | TFLOP/s | GB/s |\n| --- | --- | --- | --- | --- |");
+    println!(
+        "\n| op | tokens or values | ms | TFLOP/s | GB/s | of the peak |\n| --- | --- | --- | --- | --- | --- |"
+    );
     for &tokens in sizes.tokens {
         products(device, &sizes, tokens)?;
         rows(device, &sizes, tokens)?;
@@ -63,7 +70,7 @@ pub(super) fn run(device: &Device, small: bool) -> Result<()> {
     time(device, "adamw", count, 0.0, 28.0 * count as f64, || Ok(adamw(&w, [&m, &v], &g, &step)?))
 }
 
-/// One row of the table.
+/// One row of the table. Its last column: the least time that the larger of operations and bytes could take, of the time taken.
 fn time(
     device: &Device,
     op: &str,
@@ -74,7 +81,16 @@ fn time(
 ) -> Result<()> {
     let seconds = median(device.as_cuda_device()?, pass)? as f64 / 1e3;
     let rate = |of: f64, unit: f64| if of > 0.0 { format!("{:.1}", of / seconds / unit) } else { "".into() };
-    println!("| {op} | {count} | {:.4} | {} | {} |", seconds * 1e3, rate(operations, 1e12), rate(bytes, 1e9));
+    let name = device.as_cuda_device()?.cuda_stream().context().name().w()?;
+    let bytes_a_second = if name.contains("H200") { H200_BYTES_A_SECOND } else { H100_BYTES_A_SECOND };
+    let least = (operations / OPERATIONS_A_SECOND).max(bytes / bytes_a_second);
+    println!(
+        "| {op} | {count} | {:.4} | {} | {} | {:.0}% |",
+        seconds * 1e3,
+        rate(operations, 1e12),
+        rate(bytes, 1e9),
+        100.0 * least / seconds
+    );
     Ok(())
 }
 
