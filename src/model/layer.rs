@@ -79,8 +79,9 @@ impl Projection {
     /// When shapes disagree.
     pub fn apply(&self, x: &Tensor) -> Result<Tensor> {
         match self {
-            Projection::Dense { weight, bias, product } => {
-                Ok(ops::linear_by(x, weight, bias.as_ref(), product.as_ref())?)
+            Projection::Dense { weight, bias, product: None } => Ok(ops::linear(x, weight, bias.as_ref())?),
+            Projection::Dense { weight, bias, product: Some(product) } => {
+                Ok(ops::linear_by(x, weight, bias.as_ref(), product)?)
             }
             Projection::Packed { weight, bias } => Ok(packed_linear(x, weight, bias.as_ref())?),
             Projection::Adapted { base, adapter } => adapter.add_to(&base.apply(x)?, x, None),

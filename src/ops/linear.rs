@@ -18,10 +18,10 @@ use candle_core::{
 /// # Errors
 /// When shapes disagree.
 pub fn linear(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>) -> Result<Tensor> {
-    linear_by(x, weight, bias, None)
+    apply(x, weight, bias, (x.dtype(), None))
 }
 
-/// The same; where there is a `product` it makes a GPU's forward.
+/// The same on a GPU, whose forward `product` makes.
 ///
 /// # Errors
 /// When shapes disagree.
@@ -29,9 +29,9 @@ pub fn linear_by(
     x: &Tensor,
     weight: &Parameter,
     bias: Option<&Parameter>,
-    product: Option<&LtProduct>,
+    product: &LtProduct,
 ) -> Result<Tensor> {
-    apply(x, weight, bias, (x.dtype(), product))
+    apply(x, weight, bias, (x.dtype(), Some(product)))
 }
 
 /// The same with sums that stay f32 on a GPU too, for what is decided by them: scores, values.

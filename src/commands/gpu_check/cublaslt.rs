@@ -100,7 +100,7 @@ impl Factors {
 
     /// What `product` gives for `x`, rows one after the other.
     fn multiplied(&self, product: &LtProduct, x: &Tensor) -> Result<Vec<bf16>> {
-        let y = linear_by(x, &self.weight, self.bias.as_ref(), Some(product))?;
+        let y = linear_by(x, &self.weight, self.bias.as_ref(), product)?;
         Ok(y.to_device(&Device::Cpu)?.flatten_all()?.to_vec1()?)
     }
 }

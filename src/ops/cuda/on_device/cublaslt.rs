@@ -36,7 +36,7 @@ fn an_algorithm_gives_the_cpus_values() {
             let x = numbers(1, rows, shape.k, 1.0);
             let exact = ops::linear(&x, &w, b.as_ref()).unwrap();
             let product = proposed(&gpu, shape).remove(2);
-            let y = linear_by(&up(&x, &gpu), &weight, bias.as_ref(), Some(&product)).unwrap();
+            let y = linear_by(&up(&x, &gpu), &weight, bias.as_ref(), &product).unwrap();
             assert_eq!(y.dtype(), DType::BF16);
             assert_rounded(&y, &exact, 1e-4);
         }
@@ -50,7 +50,7 @@ fn changed(gpu: &Device, shape: DenseShape, product: &LtProduct) -> usize {
     let x = up(&numbers(1, all, shape.k, 1.0), gpu);
     let of = |first: usize, rows: usize| {
         let x = x.narrow(0, first, rows).unwrap();
-        floats(&linear_by(&x, &weight, bias.as_ref(), Some(product)).unwrap())
+        floats(&linear_by(&x, &weight, bias.as_ref(), product).unwrap())
     };
     let whole = of(0, all);
     let stretches = [(0, 1500), (1, 2500), (3, ROWS_MAX), (ROWS_MAX, 9), (all - 1, 1)];
@@ -79,11 +79,15 @@ fn gradients_are_those_of_the_own_kernels() {
         let (x, dy) = (up(&numbers(1, 5, k, 1.0), &gpu), up(&numbers(2, 5, n, 1.0), &gpu));
         let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &gpu).unwrap();
         let product = proposed(&gpu, shape).remove(0);
-        let gradients = [Some(&product), None].map(|product| {
+        let gradients = [true, false].map(|by_product| {
             let (w, dw) = learning(&up(&numbers(3, k, n, 0.3), &gpu), &zeros(&[k, n]));
             let b = numbers(4, 1, n, 1.0).flatten_all().unwrap().to_device(&gpu).unwrap();
             let (b, db) = learning(&b, &zeros(&[n]));
-            let (_, dx) = differentiated(&[&x], &dy, |x| linear_by(x[0], &w, bias.then_some(&b), product));
+            let added = bias.then_some(&b);
+            let (_, dx) = differentiated(&[&x], &dy, |x| match by_product {
+                true => linear_by(x[0], &w, added, &product),
+                false => ops::linear(x[0], &w, added),
+            });
             [floats(&dx[0]), floats(&dw), floats(&db)]
         });
         assert_eq!(gradients[0], gradients[1]);
@@ -98,13 +102,13 @@ fn what_does_not_fit_is_refused_and_no_rows_are_no_launch() {
     let product = proposed(&gpu, biased).remove(2);
     let x = up(&numbers(1, 3, biased.k, 1.0), &gpu);
     let none = x.narrow(0, 0, 0).unwrap();
-    assert_eq!(linear_by(&none, &weight, bias.as_ref(), Some(&product)).unwrap().dims(), [0, biased.n]);
+    assert_eq!(linear_by(&none, &weight, bias.as_ref(), &product).unwrap().dims(), [0, biased.n]);
     let said = "an algorithm for [M, 72] · [72, 24] + bias, and no bias";
-    assert_refused(linear_by(&x, &weight, None, Some(&product)), said);
+    assert_refused(linear_by(&x, &weight, None, &product), said);
     let (other, _) = parameters(&gpu, bare);
     let x = up(&numbers(1, 3, bare.k, 1.0), &gpu);
     let said = "linear: x has shape [3, 40], expected [3, 72]";
-    assert_refused(linear_by(&x, &other, None, Some(&product)), said);
+    assert_refused(linear_by(&x, &other, None, &product), said);
     let library: Arc<CublasLt> = CublasLt::open(&gpu).unwrap();
     assert_eq!(CublasLt::version(), 130_000);
     assert_eq!(library.proposed(bare, 1).unwrap().len(), 3);
