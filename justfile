@@ -42,7 +42,7 @@ cuda-emulated:
 device-runs:
     cargo build --release --bin rloss
     eval "$(tests/cuda_driver/setup.sh)" && cargo build --profile emulated --features cuda,nccl --bin rloss && \
-        tests/cuda_driver/device_runs.py --cpu target/release/rloss --gpu "$CARGO_TARGET_DIR/emulated/rloss"
+        tests/cuda_driver/device_runs.py --cpu target/release/rloss --gpu "$CARGO_TARGET_DIR/emulated/rloss" --steady-steps 200
 
 # Every seeded bug in the kernels' Rust side, and what catches it.
 cuda-rust-bugs:

@@ -26,7 +26,7 @@ fn main() -> ExitCode {
     // threads. Its results do not depend on the number; one thread keeps it out of the way.
     // SAFETY: no other thread has been started yet.
     unsafe { std::env::set_var("CANDLE_NUM_THREADS", "1") };
-    rloss::panics::tell_in_one_line();
+    rloss::panics::tell_in_one_line(EXIT_FAILED);
     let work = std::thread::Builder::new().stack_size(STACK_BYTES).spawn(rloss::cli::run);
     let code = match work.map(|work| work.join()) {
         Ok(Ok(code)) => code,

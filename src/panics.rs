@@ -1,6 +1,5 @@
 //! Panics: those of libraries are caught where their input comes in; of any other one line is said, and no trace.
 
-use crate::error::EXIT_FAILED;
 use std::cell::Cell;
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind};
@@ -24,13 +23,14 @@ pub fn caught<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     result.map_err(|payload| words(payload.as_ref()))
 }
 
-/// From now on a panic that nobody awaits is told in one line on standard error. The process's, so for `main` alone.
-pub fn tell_in_one_line() {
-    std::panic::set_hook(Box::new(|panic| {
+/// From now on a panic that nobody awaits is told in one line on standard error. The process's, so for `main` alone: it ends with
+/// `exit_failed` where memory does not suffice for a thread.
+pub fn tell_in_one_line(exit_failed: u8) {
+    std::panic::set_hook(Box::new(move |panic| {
         if words(panic.payload()).contains(NO_ALTERNATIVE_STACK) {
             // Thrown before the thread can be unwound, and so followed by an abort.
             let _ = writeln!(std::io::stderr(), "error: {NO_MEMORY_FOR_A_THREAD}");
-            std::process::exit(EXIT_FAILED.into());
+            std::process::exit(exit_failed.into());
         }
         if !AWAITED.get() {
             // A closed stderr is nobody to report to.

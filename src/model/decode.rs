@@ -48,6 +48,7 @@ impl Decoder {
     }
 
     /// Steps that were a recording's.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn replayed(&self) -> u64 {
         self.replayed
     }

@@ -38,7 +38,7 @@ STEPS = 10
 BY_M = {"CUDA_EMULATOR_CUBLAS": "by-m"}
 DISTANCES = 3
 WAIT_S = 900
-STEADY_STEPS, SETTLED_STEPS = 200, 10
+SETTLED_STEPS = 10
 
 
 def sets(**keys):
@@ -56,6 +56,7 @@ class World:
     def __init__(self, arguments):
         self.place = Path(tempfile.mkdtemp(prefix="rloss-device-"))
         self.cpu, self.gpu = (str(Path(path).resolve()) for path in (arguments.cpu, arguments.gpu))
+        self.steady_steps = arguments.steady_steps
         self.model = None
 
     def run(self, binary, *words, code=0, env=None):
@@ -239,23 +240,24 @@ def plan_holds(world):
 
 def steady(world):
     """Hundreds of steps, each sampling and training: after the first few, nothing more is asked of the device, and nothing goes back."""
+    steps = world.steady_steps
     smallest = sets(
         model__architecture__hidden_size=8, model__architecture__intermediate_size=8, model__architecture__num_hidden_layers=1,
         model__architecture__num_local_experts=2, model__architecture__num_experts_per_tok=1, device="cuda",
-        cold_start__steps=1, train__steps=STEADY_STEPS, rollout__prompts_per_step=1, rollout__samples_per_prompt=2,
-        rollout__response_tokens_max=2, checkpoint__every_steps=STEADY_STEPS,
+        cold_start__steps=1, train__steps=steps, rollout__prompts_per_step=1, rollout__samples_per_prompt=2,
+        rollout__response_tokens_max=2, checkpoint__every_steps=steps,
     )  # fmt: skip
     # What is small beside 2 MiB would never show that it grows.
     env = {"CUDA_EMULATOR_PEAK": "1", "CUDA_EMULATOR_POOL_KIB": "16"}
     said = world.train(world.gpu, "steady", *smallest, env=env)
     rows = world.rows("steady", "rl")
     reserved, used = ([row[f"perf/max_memory_{kind}_gb"] for row in rows] for kind in ("reserved", "allocated"))
-    assert len(rows) == STEADY_STEPS
+    assert len(rows) == steps
     settled = reserved[SETTLED_STEPS - 1]
     grown = [step for step, bytes in enumerate(reserved, 1) if step > SETTLED_STEPS and bytes != settled]
     assert not grown, f"memory is asked for or given back at steps {grown}, {len(grown)} in all: {reserved}"
     # A buffer that every step leaves behind may fit into what is kept; but then what is in use grows.
-    quarter = STEADY_STEPS // 4
+    quarter = steps // 4
     assert min(used[-quarter:]) <= max(used[:quarter]), f"what is in use grows: {used}"
     given_back = int(re.search(r"memory pool: .* given back (\d+) times", said)[1])
     assert given_back == 0, f"freed memory went back to the device {given_back} times"
@@ -296,6 +298,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", required=True, help="the program, built to be fast on a CPU")
     parser.add_argument("--gpu", required=True, help="the program with feature cuda")
+    parser.add_argument("--steady-steps", type=int, default=40, help="steps over which memory must not grow (40)")
     world = World(parser.parse_args())
 
     def on_fixed_data():
@@ -304,7 +307,7 @@ def main():
         used, planned = plan_holds(world)
         print(f"memory: {used / 1e6:.1f} MB in use, {planned / 1e6:.0f} planned")
         kept, most = steady(world)
-        print(f"steady: {STEADY_STEPS} steps, {most * 1e3:.2f} MB in use at most, {kept * 1e3:.2f} MB kept since step {SETTLED_STEPS}")
+        print(f"steady: {world.steady_steps} steps, {most * 1e3:.2f} MB in use at most, {kept * 1e3:.2f} MB kept since step {SETTLED_STEPS}")
         print(f"losses: at most {losses(world, stored):.2f} times the distance of bf16 weights")
 
     def on_own_samples():
