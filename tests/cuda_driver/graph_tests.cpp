@@ -1,4 +1,6 @@
 // Recorded launches: what is right works in every mode, and each check fires once.
+#include <thread>
+
 #include "driver_test.h"
 
 namespace {
@@ -82,6 +84,27 @@ void test_graphs() {
     expect(!six_mib_fit(), "it is kept for the next recording");
     must(cuStreamDestroy_v2(on));
     clean({}, load());
+  });
+  accepted("another thread's calls are no part of a recording", [] {
+    context();
+    void* on = begin();
+    std::thread([] {
+      context();
+      Device x = floats({1});
+      must(cuMemFree_v2(x));
+      must(cuModuleUnload(load()));
+    }).join();
+    must(cuGraphExecDestroy(end(on)));
+    must(cuStreamDestroy_v2(on));
+    clean({}, load());
+  });
+  refused("another thread's calls where a recording forbids them", "cuMemAlloc_v2 on a stream that is captured", [] {
+    must(cuStreamBeginCapture_v2(stream(), 0));
+    std::thread([] {
+      context();
+      Device x;
+      cuMemAlloc_v2(&x, 4);
+    }).join();
   });
   accepted("a recording that is never launched leaves nothing", [] {
     context();

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <set>
 #include <thread>
+#include <tuple>
 
 #include "driver.h"
 #include "pool.h"
@@ -22,6 +23,8 @@ struct Graph {
   std::map<CUdeviceptr, size_t> memory;
   std::set<CUdeviceptr> released;
   size_t bytes = 0, bytes_max = 0;  // of them at a time
+  int mode;                         // what is refused meanwhile: on every OS thread, on the one that captures, on none
+  std::thread::id thread = std::this_thread::get_id();
   bool lost = false;
   ~Graph() {
     for (auto& [address, _] : memory) forget(address);
@@ -183,8 +186,12 @@ CUresult not_while_captured(const std::shared_ptr<Stream>& stream, const char* w
 }
 
 CUresult not_while_any_is_captured(const char* what) {
-  for (auto& [_, stream] : streams)
-    if (stream->captured) return not_while_captured(stream, what);
+  enum { GLOBAL, THREAD_LOCAL };
+  for (auto& [_, stream] : streams) {
+    if (!stream->captured) continue;
+    const auto& [mode, thread] = std::tie(stream->captured->mode, stream->captured->thread);
+    if (mode == GLOBAL || (mode == THREAD_LOCAL && thread == std::this_thread::get_id())) return not_while_captured(stream, what);
+  }
   return SUCCESS;
 }
 
@@ -290,12 +297,13 @@ API CUresult cuStreamGetCaptureInfo_v2(void* handle, int* status, void*, void*, 
   return cuStreamIsCapturing(handle, status);
 }
 
-API CUresult cuStreamBeginCapture_v2(void* handle, int) {
+API CUresult cuStreamBeginCapture_v2(void* handle, int mode) {
   STREAM(handle);
   if (stream == legacy_stream()) return complain(CAPTURE_UNSUPPORTED, "cuStreamBeginCapture: of the default stream");
   if (getenv("CUDA_EMULATOR_REFUSES_CAPTURE")) return NOT_SUPPORTED;
   if (stream->captured) return complain(INVALID_VALUE, "cuStreamBeginCapture: of a stream that is captured");
-  return stream->captured = std::make_shared<Graph>(), SUCCESS;
+  stream->captured = std::make_shared<Graph>();
+  return stream->captured->mode = mode, SUCCESS;
 }
 
 API CUresult cuStreamEndCapture(void* handle, Graph** graph) {
