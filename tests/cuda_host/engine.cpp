@@ -222,6 +222,27 @@ void Block::end() {
 
 // ---- All blocks -----------------------------------------------------------------------------------------------------
 
+// Launches by their shared memory and threads: whether a block of any has written to the memory's end.
+static std::mutex ends_mutex;
+static std::map<std::pair<size_t, size_t>, bool> ends;
+
+static void note_end(const Block& block) {
+  if (block.shared_bytes < 4) return;
+  const unsigned char* last = block.shared + block.shared_bytes - 4;
+  const bool written = std::any_of(last, last + 4, [](unsigned char byte) { return byte != 0xff; });
+  std::lock_guard<std::mutex> lock(ends_mutex);
+  ends[{block.shared_bytes, block.threads.size()}] |= written;
+}
+
+std::vector<std::string> unused_shared_memory() {
+  std::vector<std::string> found;
+  for (auto& [launch, written] : ends)
+    if (!written)
+      found.push_back("the end of " + std::to_string(launch.first) + " bytes of shared memory, for blocks of " +
+                      std::to_string(launch.second) + " threads, is never written");
+  return found;
+}
+
 static std::unique_ptr<Block> make_block(dim3 block_size, size_t shared_bytes) {
   auto made = std::make_unique<Block>();
   Block& block = *made;
@@ -274,6 +295,7 @@ void launch(const Options& options, dim3 grid, dim3 block_size, size_t shared_by
       uint64_t number = taken;
       if (options.schedule == Schedule::newest_first) number = blocks - 1 - (taken - options.first_block);
       block.run(dim3(number % grid.x, number / grid.x % grid.y, number / grid.x / grid.y));
+      note_end(block);
     }
     if (block.error) {
       next = blocks;

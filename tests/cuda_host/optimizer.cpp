@@ -85,7 +85,7 @@ double sum_of_squares(const Options& options, const std::vector<float>& x) {
   std::vector<double> parts(blocks(x.size(), op::chunk));
   double sum;
   const SumOfSquares p = {x.data(), parts.data(), &sum, int64_t(x.size())};
-  launch(options, unsigned(parts.size()), op::threads, op::sum_shared_bytes, [=] { optimizer_squares(p); });
+  launch(options, unsigned(parts.size()), op::threads, op::threads * sizeof(double), [=] { optimizer_squares(p); });
   launch(options, 1, op::sum_threads, op::sum_shared_bytes, [=] { optimizer_sum(p); });
   return sum;
 }
@@ -216,7 +216,7 @@ std::string wrong_far(const Options& options) {
   if (to_float(rounded.data[at]) != -2) return "rounded, far away";
   std::vector<double> parts(at / op::chunk + 1);
   const SumOfSquares p = {gradient.data, parts.data(), nullptr, count};
-  launch_last(options, parts.size(), op::threads, op::sum_shared_bytes, [=] { optimizer_squares(p); });
+  launch_last(options, parts.size(), op::threads, op::threads * sizeof(double), [=] { optimizer_squares(p); });
   return parts.back() == 4 ? "" : differs("squares, far away", at, parts.back(), 4);
 }
 
