@@ -82,7 +82,10 @@ impl Decoder {
                 Ok(recorded) => batch.recorded = Some(recorded),
                 Err(error) => {
                     self.records = false;
-                    eprintln!("note: decode is not recorded, every kernel is launched: {error:#}");
+                    let why = format!("{error:#}");
+                    // A backtrace may follow.
+                    let why = why.lines().next().unwrap_or_default();
+                    eprintln!("note: decode is not recorded, every kernel is launched: {why}");
                 }
             }
         }
