@@ -26,7 +26,7 @@ use rloss::rollout::{
 use rloss::run::memory::{PassWeights, recomputes_layers};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::train::accumulate::Learner;
-use rloss::train::batch::{MicroBatch, Sequence};
+use rloss::train::batch::{Cut, MicroBatch, Sequence};
 use rloss::train::forward_backward::PassSettings;
 use rloss::train::gradients::clip;
 use rloss::train::optimizer::Optimizer;
@@ -84,9 +84,9 @@ impl Shapes {
 
     /// Multiply-adds of the products of forward and backward, each once: what is computed again does not count, nor does
     /// attention. The backward has two products for one of the forward.
-    fn useful(&self, sequences: &[Sequence], micro_batch_tokens: usize) -> usize {
+    fn useful(&self, sequences: &[Sequence], cut: Cut) -> usize {
         let (of_row, of_target) = self.multiply_adds();
-        let batches = MicroBatch::split_sharing(sequences, micro_batch_tokens, |_| usize::MAX);
+        let batches = MicroBatch::split_sharing(sequences, cut, |_| usize::MAX);
         let each = |b: &MicroBatch| b.tokens.len() * of_row + b.targets.len() * of_target;
         3 * batches.iter().map(each).sum::<usize>()
     }
@@ -301,7 +301,8 @@ fn main() -> Result<()> {
             optimizer.update(&mut parameters, optimizer_settings.lr)?;
             Ok((gradients, experience.measured.sampled.sequences))
         })?;
-        useful = shapes.useful(&sequences, train.micro_batch_tokens);
+        let learner = Learner { threads: &threads, model: &model, parameters: &parameters };
+        useful = shapes.useful(&sequences, learner.cut(train.micro_batch_tokens));
         if step > 0 {
             rollouts.push(rollout);
             updates.push(update);

@@ -1,5 +1,6 @@
 //! Access to CPU storage, and the one way rows are shared out over threads.
 
+use super::buffer::buffer;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Storage, StorageRef, Tensor, bail};
 use rayon::prelude::*;
 use std::cell::Cell;
@@ -176,11 +177,6 @@ pub fn add_values(sum: &Tensor, x: &[f32]) -> Result<()> {
         sum.iter_mut().zip(x).for_each(|(s, x)| *s += x);
         Ok(())
     })
-}
-
-/// A fresh buffer whose contents the caller overwrites entirely.
-pub fn buffer(len: usize) -> Vec<f32> {
-    vec![0.0; len]
 }
 
 /// Work below this many multiply-adds is not worth handing to other threads.

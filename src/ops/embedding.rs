@@ -4,7 +4,8 @@
 //!
 //! On a GPU values are bf16, and `H` a multiple of 8.
 
-use super::cpu::{buffer, edit, gathered_rows, host_values, values};
+use super::buffer::{buffer, zeros};
+use super::cpu::{edit, gathered_rows, host_values, values};
 use super::cuda::{add_columns, add_rows, sum_rows, take_columns, take_rows};
 use super::parameter::{Gradient, Parameter};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
@@ -78,7 +79,7 @@ impl CustomOp1 for Rows {
         }
         let grad = host_values(&grad)?;
         let Some(table) = &self.table else {
-            let mut dw = buffer(weight.elem_count());
+            let mut dw = zeros(weight.elem_count());
             for (&id, g) in self.ids.iter().zip(grad.chunks_exact(width)) {
                 let row = &mut dw[id as usize * width..(id as usize + 1) * width];
                 row.iter_mut().zip(g).for_each(|(w, &g)| *w += g);

@@ -6,9 +6,10 @@
 //! Nothing repeats hidden states by the number of experts: `T·K` rows exist, whatever `E`. Outputs are
 //! added in slot order, not in arrival order, so a token's sum does not depend on the batch.
 
+use super::buffer::buffer;
 use super::cpu::{
-    HostIds, add_values, buffer, edit, for_each_row, for_each_row_pair, gathered_rows, host_ids, host_values,
-    ids, in_parallel, values,
+    HostIds, add_values, edit, for_each_row, for_each_row_pair, gathered_rows, host_ids, host_values, ids,
+    in_parallel, values,
 };
 use super::cuda::{
     add_bias_gradient, add_weight_gradient, combine_backward, combine_forward, dispatch_backward,
@@ -236,6 +237,7 @@ impl CustomOp1 for DispatchRows {
         let (g, row_of): (&[f32], _) = (&g, plan.row_of());
         let mut dx = buffer(tokens * width);
         for_each_row(&mut dx, width, plan.top_k * width, |t, dx| {
+            dx.fill(0.0);
             for &row in &row_of[t * plan.top_k..(t + 1) * plan.top_k] {
                 let g = &g[row as usize * width..(row as usize + 1) * width];
                 dx.iter_mut().zip(g).for_each(|(d, &g)| *d += g);
@@ -403,6 +405,7 @@ impl CustomOp2 for Combine {
         let row_of = plan.row_of();
         let mut out = buffer(tokens * width);
         for_each_row(&mut out, width, top_k * width, |t, out| {
+            out.fill(0.0);
             let slots = t * top_k..(t + 1) * top_k;
             for (&row, &weight) in row_of[slots.clone()].iter().zip(&w[slots]) {
                 let row = row as usize;

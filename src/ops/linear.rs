@@ -3,7 +3,8 @@
 //! Backward: `dx = dy · Wᵀ`, `dW = xᵀ · dy`, `db = Σ_t dy_t` in token order. On a GPU `x` and `W` are bf16, `b` and the
 //! gradients of what learns f32.
 
-use super::cpu::{add_values, buffer, edit, host_values, values};
+use super::buffer::{buffer, zeros};
+use super::cpu::{add_values, edit, host_values, values};
 use super::cuda::{
     LtProduct, add_bias_gradient, add_weight_gradient, lt_forward, product_forward, product_input_gradient,
 };
@@ -243,7 +244,7 @@ pub(super) fn repeat_row(row: &[f32], rows: usize) -> Vec<f32> {
 
 /// Column sums in row order.
 pub(super) fn sum_rows(values: &[f32], width: usize) -> Vec<f32> {
-    let mut sums = buffer(width);
+    let mut sums = zeros(width);
     for row in values.chunks_exact(width.max(1)) {
         for (sum, &x) in sums.iter_mut().zip(row) {
             *sum += x;

@@ -5,7 +5,8 @@
 //!
 //! A row that several sequences hold is as many tokens: it counts that often in `f`, `P` and `T`.
 
-use super::cpu::{buffer, host_values, values};
+use super::buffer::buffer;
+use super::cpu::{host_values, values};
 use super::cuda::{load_balance_backward, load_balance_forward};
 use super::experts::Dispatch;
 use super::math::exp;

@@ -9,7 +9,8 @@
 //! The sampler takes its log-probability from the same [`RowStats`] of the same product ([`mod@super::logits`]), so both agree to
 //! the last bit.
 
-use super::cpu::{buffer, edit, for_each_row, for_each_row_pair, host_values, values};
+use super::buffer::buffer;
+use super::cpu::{edit, for_each_row, for_each_row_pair, host_values, values};
 use super::cuda::{head_backward, head_forward};
 use super::head_matrix::HeadMatrix;
 use super::math::{LANES, add_lanes, exp, scale_and_max};
@@ -35,23 +36,46 @@ pub struct RowStats {
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub fn row_stats(row: &mut [f32], inverse_temperature: f32) -> RowStats {
     let highest = scale_and_max(row, inverse_temperature);
-    let mut sums = [0f32; LANES];
-    let mut moments = [0f32; LANES];
-    let chunks = row.chunks_exact(LANES);
-    let rest = chunks.remainder();
-    for chunk in chunks {
-        for l in 0..LANES {
-            let shifted = chunk[l] - highest;
+    sum_up(row, highest, |_| ())
+}
+
+/// Logits of a row whose weights are added up together, for a draw to look at one block closer.
+pub(super) const BLOCK: usize = 1024;
+
+/// [`row_stats`], which also notes of each block of the row `Σ e^{z_j − highest}` up to its end; returns `highest` beside them.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
+pub(super) fn row_stats_and_blocks(
+    row: &mut [f32],
+    inverse_temperature: f32,
+    ends: &mut [f64],
+) -> (RowStats, f32) {
+    let highest = scale_and_max(row, inverse_temperature);
+    let (mut sum, mut ends) = (0f64, ends.iter_mut());
+    let stats = sum_up(row, highest, |of_block| {
+        sum += of_block.iter().map(|&x| f64::from(x)).sum::<f64>();
+        ends.next().into_iter().for_each(|end| *end = sum);
+    });
+    (stats, highest)
+}
+
+/// What a row of `z` comes to; `each_block` is told the sums of each block's weights.
+#[inline(always)]
+fn sum_up(row: &[f32], highest: f32, mut each_block: impl FnMut([f32; LANES])) -> RowStats {
+    let (mut sums, mut moments) = ([0f32; LANES], [0f32; LANES]);
+    for block in row.chunks(BLOCK) {
+        let mut of_block = [0f32; LANES];
+        let mut add = |l: usize, z: f32| {
+            let shifted = z - highest;
             let e = exp(shifted);
             sums[l] += e;
             moments[l] += e * shifted.max(-1e4);
-        }
-    }
-    for (l, &z) in rest.iter().enumerate() {
-        let shifted = z - highest;
-        let e = exp(shifted);
-        sums[l] += e;
-        moments[l] += e * shifted.max(-1e4);
+            of_block[l] += e;
+        };
+        let chunks = block.chunks_exact(LANES);
+        let rest = chunks.remainder();
+        chunks.for_each(|chunk| (0..LANES).for_each(|l| add(l, chunk[l])));
+        rest.iter().enumerate().for_each(|(l, &z)| add(l, z));
+        each_block(of_block);
     }
     let (sum, moment) = (add_lanes(sums), add_lanes(moments));
     let log_sum = sum.ln();

@@ -4,14 +4,16 @@
 //! them, so `z_t − LSE(z)` has the same bits there. Logits stay where the model is: only tokens and their
 //! log-probabilities reach the host.
 
-use super::cpu::{buffer, for_each_row_pair, host_values, in_parallel};
+use super::buffer::buffer;
+use super::cpu::{host_values, in_parallel};
 use super::cuda::{draw_tokens, head_logits, token_log_probs};
 use super::head_matrix::HeadMatrix;
-use super::log_prob::{chunk_rows, inverse, row_stats};
+use super::log_prob::{BLOCK, chunk_rows, inverse, row_stats_and_blocks};
 use super::math::{LANES, exp};
 use candle_core::{Context, Device, Result, Tensor, bail};
 use multiversion::multiversion;
 use rayon::prelude::*;
+use std::borrow::Cow;
 
 /// How tokens are drawn. Training uses the whole distribution; greedy and truncated sampling are for evaluation.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -39,6 +41,16 @@ pub struct Logits {
     pub(super) z: Tensor,
     /// `log Σ_j e^{z_j}`, `[R]`.
     pub(super) log_sum_exp: Tensor,
+    /// What a draw reads first, where the head noted it on the way.
+    pub(super) blocks: Option<BlockSums>,
+}
+
+/// The weights of the rows of logits, added up block after block.
+pub(super) struct BlockSums {
+    /// What each row's weights are relative to: they are `e^{z_j − highest}`. `[R]`.
+    highest: Vec<f32>,
+    /// The sum up to the end of each block, `[R, ⌈V / BLOCK⌉]`.
+    ends: Vec<f64>,
 }
 
 /// Rows of logits that are computed at a time, for a vocabulary of `vocabulary`: what bounds their memory.
@@ -67,18 +79,31 @@ pub fn logits(h: &Tensor, weight: &HeadMatrix, sampling: &Sampling) -> Result<Lo
     }
     if h.device().is_cuda() {
         let [z, log_sum_exp] = head_logits(h, weight.on_device()?, sampling.inverse_temperature())?;
-        return Ok(Logits { z, log_sum_exp });
+        return Ok(Logits { z, log_sum_exp, blocks: None });
     }
-    let (mut z, mut log_sum_exp) = (buffer(rows * n), buffer(rows));
+    let mut z = buffer(rows * n);
     weight.product(&mut z, &host_values(&h.contiguous()?)?)?;
     let inverse_temperature = sampling.inverse_temperature();
-    for_each_row_pair((&mut z, n), (&mut log_sum_exp, 1), 4 * n, |_, z, sum| {
-        sum[0] = row_stats(z, inverse_temperature).log_sum_exp;
-    });
+    let mut found = vec![(0.0, 0.0); rows];
+    let blocks = n.div_ceil(BLOCK);
+    let mut ends = vec![0.0; rows * blocks];
+    let of_row = |z: &mut [f32], ends: &mut [f64], found: &mut (f32, f32)| {
+        let (stats, highest) = row_stats_and_blocks(z, inverse_temperature, ends);
+        *found = (stats.log_sum_exp, highest);
+    };
+    if in_parallel(rows * 4 * n) {
+        let rows = z.par_chunks_exact_mut(n).zip(ends.par_chunks_exact_mut(blocks));
+        rows.zip(&mut found).for_each(|((z, ends), found)| of_row(z, ends, found));
+    } else {
+        let rows = z.chunks_exact_mut(n).zip(ends.chunks_exact_mut(blocks));
+        rows.zip(&mut found).for_each(|((z, ends), found)| of_row(z, ends, found));
+    }
+    let (log_sum_exp, highest): (Vec<f32>, Vec<f32>) = found.into_iter().unzip();
     let device = h.device();
     Ok(Logits {
         z: Tensor::from_vec(z, (rows, n), device)?,
         log_sum_exp: Tensor::from_vec(log_sum_exp, rows, device)?,
+        blocks: Some(BlockSums { highest, ends }),
     })
 }
 
@@ -133,7 +158,7 @@ impl Logits {
                 // A copy on the GPU first: only whole storages come over.
                 let copied = |x: &Tensor| x.narrow(0, *row, 1)?.copy()?.to_device(&Device::Cpu);
                 let (z, log_sum_exp) = (copied(&self.z)?, copied(&self.log_sum_exp)?);
-                f(Row { z: &host_values(&z)?, log_sum_exp: host_values(&log_sum_exp)?[0] }, of)
+                f(Row { z: &host_values(&z)?, log_sum_exp: host_values(&log_sum_exp)?[0], blocks: None }, of)
             };
             return asked.iter().map(of_row).collect();
         }
@@ -141,7 +166,8 @@ impl Logits {
         let (z, log_sum_exp): (&[f32], &[f32]) = (&z, &log_sum_exp);
         let one = |(row, of): &(usize, A)| {
             let z = &z[row * vocabulary..(row + 1) * vocabulary];
-            f(Row { z, log_sum_exp: log_sum_exp[*row] }, of)
+            let blocks = self.blocks.as_ref().map(|sums| sums.of_row(*row, vocabulary));
+            f(Row { z, log_sum_exp: log_sum_exp[*row], blocks }, of)
         };
         if in_parallel(asked.len() * 4 * vocabulary) {
             asked.par_iter().map(one).collect()
@@ -157,6 +183,15 @@ struct Row<'a> {
     /// `[V]`.
     z: &'a [f32],
     log_sum_exp: f32,
+    /// Where they were noted, what the weights are relative to and their sums up to the end of each block.
+    blocks: Option<(f32, &'a [f64])>,
+}
+
+impl BlockSums {
+    fn of_row(&self, row: usize, vocabulary: usize) -> (f32, &[f64]) {
+        let blocks = vocabulary.div_ceil(BLOCK);
+        (self.highest[row], &self.ends[row * blocks..(row + 1) * blocks])
+    }
 }
 
 impl Row<'_> {
@@ -260,23 +295,25 @@ fn distribution(total: f64) -> Result<f64> {
     if total.is_finite() && total > 0.0 { Ok(total) } else { not_finite() }
 }
 
-/// Tokens whose weights are added up before a draw looks closer. A vocabulary is then read twice and never copied.
-const BLOCK: usize = 1024;
-
-/// The whole distribution of a row, a block of tokens after the other.
-struct Blocks {
+/// The whole distribution of a row, a block of tokens after the other: a draw looks closer at one.
+struct Blocks<'a> {
+    /// The weights are `e^{z_j − shift}`.
+    shift: f32,
     /// The sum of the weights up to the end of each block.
-    ends: Vec<f64>,
+    ends: Cow<'a, [f64]>,
 }
 
-impl Blocks {
-    fn of(row: Row) -> Self {
+impl<'a> Blocks<'a> {
+    fn of(row: Row<'a>) -> Self {
+        if let Some((shift, ends)) = row.blocks {
+            return Self { shift, ends: Cow::Borrowed(ends) };
+        }
         let mut sum = 0.0;
         let ends = row.z.chunks(BLOCK).map(|z| {
             sum += block_sum(z, row.log_sum_exp);
             sum
         });
-        Self { ends: ends.collect() }
+        Self { shift: row.log_sum_exp, ends: ends.collect() }
     }
 
     fn total(&self) -> f64 {
@@ -291,7 +328,7 @@ impl Blocks {
         let before = if block == 0 { 0.0 } else { self.ends[block - 1] };
         let start = block * BLOCK;
         let mut weights = row.z[start..].iter().take(BLOCK).copied().collect::<Vec<_>>();
-        exponentials(&mut weights, row.log_sum_exp);
+        exponentials(&mut weights, self.shift);
         Some(start + pick(&weights, target - before)?)
     }
 }
@@ -348,6 +385,7 @@ fn highest(row: &[f32]) -> usize {
 mod tests {
     use super::*;
     use crate::ops::Parameter;
+    use crate::ops::log_prob::row_stats;
     use crate::random::{Purpose, stream};
     use candle_core::Device;
     use rand::Rng;
@@ -413,23 +451,30 @@ mod tests {
             values[..empty].fill(-1e4);
             values[vocabulary - empty..].fill(-1e4);
             let mut z = values.clone();
-            let row = Row { z: &values, log_sum_exp: row_stats(&mut z, 1.0).log_sum_exp };
-            let mut weights = values.clone();
-            exponentials(&mut weights, row.log_sum_exp);
-            let total: f64 = weights.iter().map(|&w| f64::from(w)).sum();
-            let blocks = Blocks::of(row);
-            assert!((blocks.total() - total).abs() < 1e-12 * total);
-            for i in 0..=1000 {
-                let target = f64::from(i) * 1e-3 * total;
-                let (picked, whole) = (blocks.pick(row, target).unwrap(), pick(&weights, target).unwrap());
-                let between = weights[picked.min(whole)..picked.max(whole)].iter().map(|&w| f64::from(w));
-                assert!(weights[picked] > 0.0, "{vocabulary}: {picked} has no weight");
-                assert!(
-                    picked == whole || between.sum::<f64>() < 1e-6 * total,
-                    "{vocabulary}: {picked} for {whole}"
-                );
+            let mut ends = vec![0.0; vocabulary.div_ceil(BLOCK)];
+            let (stats, highest) = row_stats_and_blocks(&mut z, 1.0, &mut ends);
+            assert_eq!(stats, row_stats(&mut values.clone(), 1.0));
+            // Added up for the draw alone, and noted by the head on its way.
+            for (noted, precision) in [(None, 1e-12), (Some((highest, &ends[..])), 1e-6)] {
+                let row = Row { z: &values, log_sum_exp: stats.log_sum_exp, blocks: noted };
+                let blocks = Blocks::of(row);
+                let mut weights = values.clone();
+                exponentials(&mut weights, blocks.shift);
+                let total: f64 = weights.iter().map(|&w| f64::from(w)).sum();
+                assert!((blocks.total() - total).abs() < precision * total);
+                for i in 0..=1000 {
+                    let target = f64::from(i) * 1e-3 * total;
+                    let (picked, whole) =
+                        (blocks.pick(row, target).unwrap(), pick(&weights, target).unwrap());
+                    let between = weights[picked.min(whole)..picked.max(whole)].iter().map(|&w| f64::from(w));
+                    assert!(weights[picked] > 0.0, "{vocabulary}: {picked} has no weight");
+                    assert!(
+                        picked == whole || between.sum::<f64>() < 1e-6 * total,
+                        "{vocabulary}: {picked} for {whole}"
+                    );
+                }
+                assert_eq!(blocks.pick(row, 2.0 * total), pick(&weights, 2.0 * total));
             }
-            assert_eq!(blocks.pick(row, 2.0 * total), pick(&weights, 2.0 * total));
         }
     }
 

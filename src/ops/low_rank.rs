@@ -5,7 +5,8 @@
 //!
 //! On a GPU `x`, the factors, `s · x · A` and `du` are bf16, `y` bf16 or f32, the gradients of the factors f32.
 
-use super::cpu::{buffer, edit, host_values, values};
+use super::buffer::buffer;
+use super::cpu::{edit, host_values, values};
 use super::cuda::{low_rank_backward, low_rank_forward};
 use super::experts::{Dispatch, side_by_side};
 use super::linear::in_bf16;

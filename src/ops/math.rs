@@ -37,15 +37,17 @@ pub fn sigmoid(x: f32) -> f32 {
 
 /// Adds the lanes pairwise: the one order every row sum ends in.
 #[inline(always)]
-pub fn add_lanes(mut lanes: [f32; LANES]) -> f32 {
-    let mut width = LANES / 2;
-    while width > 0 {
-        for i in 0..width {
-            lanes[i] += lanes[i + width];
-        }
-        width /= 2;
-    }
-    lanes[0]
+pub fn add_lanes(lanes: [f32; LANES]) -> f32 {
+    halved(lanes, |a, b| a + b)
+}
+
+/// Sixteen lanes to one by `f`, halves with halves. Arrays of constant widths, for the compiler to keep them in vectors.
+#[inline(always)]
+fn halved(lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
+    let eight: [f32; 8] = std::array::from_fn(|i| f(lanes[i], lanes[i + 8]));
+    let four: [f32; 4] = std::array::from_fn(|i| f(eight[i], eight[i + 4]));
+    let two: [f32; 2] = std::array::from_fn(|i| f(four[i], four[i + 2]));
+    f(two[0], two[1])
 }
 
 /// Σ f(i) over `0..n` in lane order.
@@ -76,7 +78,7 @@ pub fn max_lanes(row: &[f32]) -> f32 {
         raise(&mut lanes, chunk);
     }
     raise(&mut lanes, rest);
-    largest(lanes)
+    halved(lanes, larger)
 }
 
 /// Multiplies a row by `factor` and returns its largest value then: one walk, as a row of logits leaves no cache room for two.
@@ -94,27 +96,20 @@ pub fn scale_and_max(row: &mut [f32], factor: f32) -> f32 {
     let rest = chunks.into_remainder();
     rest.iter_mut().for_each(|x| *x *= factor);
     raise(&mut lanes, rest);
-    largest(lanes)
+    halved(lanes, larger)
 }
 
 /// Each lane becomes its value in `chunk`, at most [`LANES`] long, where that is larger.
 #[inline(always)]
 fn raise(lanes: &mut [f32; LANES], chunk: &[f32]) {
     for (lane, &x) in lanes.iter_mut().zip(chunk) {
-        *lane = if x > *lane { x } else { *lane };
+        *lane = larger(*lane, x);
     }
 }
 
 #[inline(always)]
-fn largest(mut lanes: [f32; LANES]) -> f32 {
-    let mut width = LANES / 2;
-    while width > 0 {
-        for i in 0..width {
-            lanes[i] = if lanes[i + width] > lanes[i] { lanes[i + width] } else { lanes[i] };
-        }
-        width /= 2;
-    }
-    lanes[0]
+fn larger(a: f32, b: f32) -> f32 {
+    if b > a { b } else { a }
 }
 
 #[cfg(test)]

@@ -11,6 +11,7 @@ pub mod adamw_8bit;
 // Plain Rust in every build, for the tests; used on a GPU alone.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub mod argument;
+pub mod buffer;
 pub mod cpu;
 #[cfg_attr(not(feature = "cuda"), path = "cuda_unsupported.rs")]
 pub mod cuda;

@@ -2,7 +2,8 @@
 //!
 //! With `r = 1/√(mean(x²) + ε)` and `g = dy ∘ w`: `dx = r·g − x · r³ · (g·x)/H`, `dw = Σ_t dy_t ∘ x_t · r_t`.
 
-use super::cpu::{buffer, for_each_row, host_values, values};
+use super::buffer::{buffer, zeros};
+use super::cpu::{for_each_row, host_values, values};
 use super::cuda::{rms_norm_backward, rms_norm_forward};
 use super::math::sum_lanes;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
@@ -97,7 +98,7 @@ impl CustomOp2 for RmsNorm {
         }
         let (xs, ws, dys) = (host_values(x)?, host_values(w)?, host_values(&grad)?);
         let mut dx = buffer(tokens * h);
-        let mut dw = w.track_op().then(|| buffer(h));
+        let mut dw = w.track_op().then(|| zeros(h));
         for row in 0..tokens {
             let at = row * h..(row + 1) * h;
             backward_row(&xs[at.clone()], &ws, &dys[at.clone()], self.eps, &mut dx[at], dw.as_deref_mut());

@@ -3,7 +3,8 @@
 //! The backward of a rotation is the rotation by `−θ`. YaRN scales cosine and sine alike, so its factor
 //! is in the tables and passes through the backward too.
 
-use super::cpu::{buffer, host_values, values};
+use super::buffer::buffer;
+use super::cpu::{host_values, values};
 use super::cuda::{rope_backward, rope_forward, rope_keys_backward, rope_keys_forward};
 use super::uploaded::Uploaded;
 use candle_core::{
@@ -145,13 +146,18 @@ pub fn rope(x: &Tensor, heads: usize, rotation: &Rotation) -> Result<Tensor> {
     let (rows, width) = x.dims2()?;
     let head_dim = width / heads;
     rotation.check(rows, head_dim)?;
-    let op = RotateQueries { rotation: rotation.clone() };
-    let rotated = if x.device().is_cuda() { x.apply_op1(op) } else { x.contiguous()?.apply_op1(op) }?;
-    rotated.reshape((rows, heads, head_dim))
+    let op = RotateQueries { rotation: rotation.clone(), shape: (rows, heads, head_dim) };
+    if x.device().is_cuda() {
+        x.apply_op1(op)?.reshape((rows, heads, head_dim))
+    } else {
+        x.contiguous()?.apply_op1(op)
+    }
 }
 
 struct RotateQueries {
     rotation: Rotation,
+    /// What the host gives at once: a reshape would be a node of the graph, whose gradient is copied.
+    shape: (usize, usize, usize),
 }
 
 impl CustomOp1 for RotateQueries {
@@ -164,7 +170,7 @@ impl CustomOp1 for RotateQueries {
         let x = values(x, layout)?;
         let mut out = buffer(x.len());
         self.rotation.rows(x, width, width, &mut out, false);
-        Ok((CpuStorage::F32(out), layout.shape().clone()))
+        Ok((CpuStorage::F32(out), Shape::from(self.shape)))
     }
 
     fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
@@ -194,17 +200,19 @@ pub fn rope_keys_with_values(k: &Tensor, v: &Tensor, heads: usize, rotation: &Ro
     if k.dims() != v.dims() {
         bail!("rope_keys_with_values: keys {:?}, values {:?}", k.dims(), v.dims());
     }
-    let op = RotateKeys { rotation: rotation.clone() };
-    let rotated = if k.device().is_cuda() {
-        k.apply_op2(v, op)
+    let shape = (rows, 2, heads, width / heads);
+    let op = RotateKeys { rotation: rotation.clone(), shape };
+    if k.device().is_cuda() {
+        k.apply_op2(v, op)?.reshape(shape)
     } else {
         k.contiguous()?.apply_op2(&v.contiguous()?, op)
-    }?;
-    rotated.reshape((rows, 2, heads, width / heads))
+    }
 }
 
 struct RotateKeys {
     rotation: Rotation,
+    /// As of [`RotateQueries`].
+    shape: (usize, usize, usize, usize),
 }
 
 impl CustomOp2 for RotateKeys {
@@ -225,7 +233,7 @@ impl CustomOp2 for RotateKeys {
         for (row, v) in out.chunks_exact_mut(2 * width).zip(values(v, v_layout)?.chunks_exact(width)) {
             row[width..].copy_from_slice(v);
         }
-        Ok((CpuStorage::F32(out), Shape::from((rows, 2 * width))))
+        Ok((CpuStorage::F32(out), Shape::from(self.shape)))
     }
 
     fn cuda_fwd(

@@ -2,7 +2,8 @@
 //!
 //! `w_k = e^{z_{r_k}} / Σ_j e^{z_{r_j}}`; backward `dz_{r_k} = w_k (dw_k − Σ_j w_j dw_j)`, 0 for experts not chosen.
 
-use super::cpu::{buffer, host_ids, host_values, values};
+use super::buffer::zeros;
+use super::cpu::{host_ids, host_values, values};
 use super::cuda::{self, top_k_softmax_backward, top_k_softmax_forward};
 use super::math::exp;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
@@ -109,7 +110,7 @@ impl CustomOp1 for TopKSoftmax {
         }
         let (w, g) = (host_values(weights)?, host_values(&grad)?);
         let (routes, top_k) = (host_ids(&self.routes)?, self.routes.dim(1)?);
-        let mut dz = buffer(tokens * experts);
+        let mut dz = zeros(tokens * experts);
         for (t, routes) in routes.chunks_exact(top_k).enumerate() {
             let at = t * top_k..(t + 1) * top_k;
             let (w, g) = (&w[at.clone()], &g[at]);

@@ -3,7 +3,8 @@
 //! A row's stream is named by seed, pass, layer, position and the row's own bits: the same row gets the same noise wherever it
 //! is computed, another sequence gets other noise. So a perturbed row is the same bits in any batch too.
 
-use super::cpu::{buffer, values};
+use super::buffer::buffer;
+use super::cpu::values;
 use crate::random::{Purpose, stream};
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use rand::RngCore;

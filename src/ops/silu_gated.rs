@@ -2,7 +2,8 @@
 //!
 //! Backward: `dg = dy · u · (σ + g σ (1 − σ))`, `du = dy · g σ`.
 
-use super::cpu::{buffer, for_each_row, for_each_row_pair, host_values, values};
+use super::buffer::buffer;
+use super::cpu::{for_each_row, for_each_row_pair, host_values, values};
 use super::cuda::{silu_gated_backward, silu_gated_forward};
 use super::math::sigmoid;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};

@@ -23,7 +23,8 @@ pub mod kernels;
 pub mod plan;
 mod rows;
 
-use super::cpu::{buffer, host_values, in_parallel, values};
+use super::buffer::{buffer, zeros};
+use super::cpu::{host_values, in_parallel, values};
 use super::cuda::{DeviceLse, sink_attention_backward, sink_attention_forward};
 use super::kv_cache::KvBlocks;
 use super::sequence_rows::SequenceRows;
@@ -247,8 +248,8 @@ impl Packed {
     fn host_backward(&self, lse: &[f32], [q, kv, sinks, out, grad]: [&Tensor; 5]) -> Result<[Tensor; 3]> {
         let Attention { heads, kv_heads, head_dim: d, .. } = self.attention;
         let group = heads / kv_heads;
-        let mut dq = buffer(q.elem_count());
-        let mut dkv = buffer(kv.elem_count());
+        let mut dq = zeros(q.elem_count());
+        let mut dkv = zeros(kv.elem_count());
         let (q_values, kv_values, sinks) = (host_values(q)?, host_values(kv)?, host_values(sinks)?);
         let (out, grad) = (host_values(out)?, host_values(grad)?);
         let caches = self.caches(&kv_values);
@@ -256,7 +257,7 @@ impl Packed {
         // What each sequence's own queries give the keys that it shares, to be added in the order of the sequences.
         let sequences = 0..self.sequence_rows.sequences();
         let mut shared: Vec<Vec<f32>> =
-            sequences.clone().map(|s| buffer(self.sequence_rows.shared(s) * kv_width)).collect();
+            sequences.clone().map(|s| zeros(self.sequence_rows.shared(s) * kv_width)).collect();
         let (dq_rows, dkv_rows) = (Rows::new(&mut dq), Rows::new(&mut dkv));
         let shared_rows: Vec<Rows> = shared.iter_mut().map(|shared| Rows::new(shared)).collect();
         let parts = self.run(&caches, |s, kv_head| {

@@ -4,7 +4,8 @@
 //!
 //! Backward: `dg = dy (u' + 1) (σ + α g' σ (1 − σ))` where `g ≤ c`, `du = dy g' σ` where `|u| ≤ c`, 0 beyond.
 
-use super::cpu::{buffer, for_each_row, host_values, values};
+use super::buffer::buffer;
+use super::cpu::{for_each_row, host_values, values};
 use super::cuda::{swiglu_backward, swiglu_forward};
 use super::math::sigmoid;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor};

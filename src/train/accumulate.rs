@@ -1,6 +1,6 @@
 //! Gradients of a whole batch: micro-batches side by side or one after the other, always summed in order.
 
-use super::batch::MicroBatch;
+use super::batch::{Cut, MicroBatch};
 use super::forward_backward::{HeadGradient, Pass, PassOutput, PassSettings};
 use super::gradients::GradientSum;
 use crate::dist::Mesh;
@@ -151,6 +151,11 @@ impl Learner<'_> {
     /// Whether passes run side by side: a GPU makes one after the other.
     fn is_side_by_side(&self) -> bool {
         self.parameters.device().is_cpu() && side_by_side(self.parameters.bytes())
+    }
+
+    /// How a batch is cut into micro-batches of up to `tokens_max` tokens.
+    pub fn cut(&self, tokens_max: usize) -> Cut {
+        Cut { tokens_max, in_pairs: self.is_side_by_side() }
     }
 
     /// Up to how many positions at its beginning a sequence may share with the one before it: none where a GPU's attention reads

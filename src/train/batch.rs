@@ -43,6 +43,23 @@ pub struct MicroBatch {
     pub split: Option<Arc<Split>>,
 }
 
+/// How a batch is cut into micro-batches.
+#[derive(Debug, Clone, Copy)]
+pub struct Cut {
+    /// Input tokens of a micro-batch at most.
+    pub tokens_max: usize,
+    /// Whether there shall be an even number of several, one more where need be: run side by side, two threads then have equal
+    /// work. It says nothing of the threads there are, on which no bit depends.
+    pub in_pairs: bool,
+}
+
+impl From<usize> for Cut {
+    /// Up to so many tokens, as few as can be.
+    fn from(tokens_max: usize) -> Self {
+        Self { tokens_max, in_pairs: false }
+    }
+}
+
 /// How a micro-batch lies over the ranks that share it.
 pub struct Split {
     pub rows: Arc<SplitRows>,
@@ -138,17 +155,17 @@ impl MicroBatch {
         }
     }
 
-    /// Splits `sequences`, in order, into micro-batches of up to `tokens_max` input tokens and about equal size;
-    /// a longer sequence makes one of its own.
-    pub fn split(sequences: &[Sequence], tokens_max: usize) -> Vec<Self> {
-        Self::cut(sequences, &vec![0; sequences.len()], tokens_max)
+    /// Splits `sequences`, in order, into micro-batches of up to `cut` input tokens and about equal size; a longer sequence makes
+    /// one of its own.
+    pub fn split(sequences: &[Sequence], cut: impl Into<Cut>) -> Vec<Self> {
+        Self::cut(sequences, &vec![0; sequences.len()], cut.into())
     }
 
     /// The same, where a sequence shares with the one before it the input tokens that both begin with, up to
-    /// `shared_max(index)`: they are there once. `tokens_max` bounds the rows that are there, and what they predict.
+    /// `shared_max(index)`: they are there once. `cut` bounds the rows that are there, and what they predict.
     pub fn split_sharing(
         sequences: &[Sequence],
-        tokens_max: usize,
+        cut: impl Into<Cut>,
         shared_max: impl Fn(usize) -> usize,
     ) -> Vec<Self> {
         let mut shared = vec![0; sequences.len()];
@@ -156,37 +173,77 @@ impl MicroBatch {
             let tokens = pair[0].inputs().iter().zip(pair[1].inputs());
             shared[i + 1] = tokens.take_while(|(a, b)| a == b).count().min(shared_max(i + 1));
         }
-        Self::cut(sequences, &shared, tokens_max)
+        Self::cut(sequences, &shared, cut.into())
     }
 
-    fn cut(sequences: &[Sequence], shared: &[usize], tokens_max: usize) -> Vec<Self> {
-        let lengths: Vec<usize> = sequences.iter().map(|s| s.inputs().len()).collect();
-        // Sequences may share all their rows, but what they predict counts for each.
-        let own = |(i, s): (usize, &Sequence)| {
-            (lengths[i] - shared[i]).max(s.mask.iter().skip(1).filter(|m| **m).count())
-        };
-        let own: Vec<usize> = sequences.iter().enumerate().map(own).collect();
-        let total: usize = own.iter().sum();
-        let parts = total.div_ceil(tokens_max.max(1));
-        let mut batches = vec![];
-        let (mut start, mut tokens, mut part, mut before) = (0, 0, 0, 0);
-        for (i, &length) in own.iter().enumerate() {
-            // The part in which the sequence's middle lies, when the whole is cut into equal parts.
-            let own_part = (2 * before + length) * parts / (2 * total).max(1);
-            if i > start && (own_part > part || tokens + length > tokens_max) {
-                batches.push(Self::new(sequences, start..i, shared));
-                (start, tokens) = (i, 0);
-            }
-            part = own_part;
-            // The first of a micro-batch has nobody to share with.
-            tokens += if i == start { lengths[i] } else { length };
-            before += length;
-        }
-        if start < sequences.len() {
-            batches.push(Self::new(sequences, start..sequences.len(), shared));
-        }
-        batches
+    fn cut(sequences: &[Sequence], shared: &[usize], Cut { tokens_max, in_pairs }: Cut) -> Vec<Self> {
+        let units = units(sequences, shared, tokens_max);
+        let total: usize = units.iter().map(|unit| unit.own_tokens).sum();
+        let fewest = total.div_ceil(tokens_max.max(1));
+        let cut = |parts: usize| cut_into(parts, total, &units, tokens_max);
+        // A few more parts are tried where lengths and bound make their number odd.
+        let is_even = |ranges: &Vec<_>| !in_pairs || ranges.len() < 2 || ranges.len() % 2 == 0;
+        let ranges = (fewest..fewest + 4).map(cut).find(is_even).unwrap_or_else(|| cut(fewest));
+        ranges.into_iter().map(|range| Self::new(sequences, range, shared)).collect()
     }
+}
+
+/// Sequences that go into one micro-batch together.
+struct Unit {
+    sequences: Range<usize>,
+    /// Its rows, or what it predicts where that is more, beside the sequences before it.
+    own_tokens: usize,
+    /// The same as the first of a micro-batch, where it has nobody to share with.
+    tokens: usize,
+}
+
+/// The units of `sequences`: a group goes together where it fits, since a cut in it computes twice what its samples share. One
+/// begins where much less is shared than in it: a prompt's beginning may be that of all.
+fn units(sequences: &[Sequence], shared: &[usize], tokens_max: usize) -> Vec<Unit> {
+    let unit = |(i, sequence): (usize, &Sequence)| {
+        let tokens = sequence.inputs().len();
+        let predicted = sequence.mask.iter().skip(1).filter(|m| **m).count();
+        // Sequences may share all their rows, but what they predict counts for each.
+        Unit { sequences: i..i + 1, own_tokens: (tokens - shared[i]).max(predicted), tokens }
+    };
+    let single: Vec<Unit> = sequences.iter().enumerate().map(unit).collect();
+    let mut units = vec![];
+    let shared = |i: usize| shared.get(i).copied().unwrap_or(0);
+    let begins = |i: usize| shared(i) == 0 || 2 * shared(i) < shared(i + 1);
+    for group in single.chunk_by(|_, next| !begins(next.sequences.start)) {
+        let tokens = group[0].tokens + group[1..].iter().map(|unit| unit.own_tokens).sum::<usize>();
+        if tokens <= tokens_max {
+            let sequences = group[0].sequences.start..group[group.len() - 1].sequences.end;
+            let own_tokens = tokens - group[0].tokens + group[0].own_tokens;
+            units.push(Unit { sequences, own_tokens, tokens });
+        } else {
+            units.extend(group.iter().map(|unit| Unit { sequences: unit.sequences.clone(), ..*unit }));
+        }
+    }
+    units
+}
+
+/// Cuts `units`, `total` long, into about `parts` parts of about equal size and up to `tokens_max` tokens.
+fn cut_into(parts: usize, total: usize, units: &[Unit], tokens_max: usize) -> Vec<Range<usize>> {
+    let mut ranges: Vec<Range<usize>> = vec![];
+    let (mut tokens, mut part, mut before) = (0, 0, 0);
+    for unit in units {
+        // The part in which the unit's middle lies, when the whole is cut into equal parts.
+        let own_part = (2 * before + unit.own_tokens) * parts / (2 * total).max(1);
+        before += unit.own_tokens;
+        match ranges.last_mut() {
+            Some(range) if own_part <= part && tokens + unit.own_tokens <= tokens_max => {
+                range.end = unit.sequences.end;
+                tokens += unit.own_tokens;
+            }
+            _ => {
+                ranges.push(unit.sequences.clone());
+                tokens = unit.tokens;
+            }
+        }
+        part = own_part;
+    }
+    ranges
 }
 
 impl Sequence {
@@ -213,6 +270,44 @@ mod tests {
         assert_eq!(*first.rows, [1, 2, 4]);
         assert_eq!(*first.targets, [2, 3, 2]);
         assert_eq!(first.cu_targets, [0, 2, 3]);
+    }
+
+    #[test]
+    fn micro_batches_in_pairs_leave_no_thread_of_two_idle() {
+        let of = |lengths: &[usize], tokens_max: usize| -> Vec<usize> {
+            let sequence = |&n: &usize| Sequence { tokens: vec![1; n + 1], mask: vec![true; n + 1] };
+            let sequences: Vec<Sequence> = lengths.iter().map(sequence).collect();
+            let batches = MicroBatch::split(&sequences, Cut { tokens_max, in_pairs: true });
+            assert!(batches.iter().all(|batch| batch.tokens.len() <= tokens_max));
+            batches.iter().map(|batch| batch.tokens.len()).collect()
+        };
+        assert_eq!(of(&[60; 16], 1000), [960], "what fits is not cut");
+        assert_eq!(of(&[60; 16], 512), [480; 2]);
+        assert_eq!(of(&[60; 18], 512), [240, 300, 240, 300], "three would leave one thread idle");
+        assert_eq!(of(&[60; 15], 500), [420, 480]);
+        assert_eq!(of(&[100; 3], 100), [100; 3], "there are no more sequences");
+        assert!(of(&[], 100).is_empty());
+    }
+
+    #[test]
+    fn a_group_is_not_cut_where_it_fits() {
+        // Prompts of 20 tokens, of which 6 are those of all; 4 samples of 10 each.
+        let sample = |group: u32, sample: u32| {
+            let prompt = (0..20).map(|i| if i < 6 { i } else { 100 * (group + 1) + i });
+            let tokens: Vec<u32> = prompt.chain((0..11).map(|i| 1000 * (sample + 1) + i)).collect();
+            Sequence { mask: (0..tokens.len()).map(|i| i >= 20).collect(), tokens }
+        };
+        let groups: Vec<Sequence> = (0..6).flat_map(|group| (0..4).map(move |i| sample(group, i))).collect();
+        let spans = |tokens_max: usize, in_pairs: bool| -> Vec<Range<usize>> {
+            let cut = Cut { tokens_max, in_pairs };
+            let batches = MicroBatch::split_sharing(&groups, cut, |_| usize::MAX);
+            batches.into_iter().map(|batch| batch.sequences).collect()
+        };
+        // A group has 64 rows, 58 beside another.
+        assert_eq!(spans(130, false), [0..8, 8..16, 16..24]);
+        assert_eq!(spans(130, true), [0..4, 4..12, 12..16, 16..24]);
+        assert_eq!(spans(70, true), [0..4, 4..8, 8..12, 12..16, 16..20, 20..24]);
+        assert!(spans(50, true).len() % 2 == 0, "groups that do not fit are cut");
     }
 
     #[test]

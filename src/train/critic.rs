@@ -119,7 +119,7 @@ pub struct ValueEstimate {
 impl CriticStep<'_> {
     fn batches(&self, sequences: &[Sequence]) -> Vec<MicroBatch> {
         let shared_max = self.learner.shared_positions_max();
-        MicroBatch::split_sharing(sequences, self.micro_batch_tokens, |_| shared_max)
+        MicroBatch::split_sharing(sequences, self.learner.cut(self.micro_batch_tokens), |_| shared_max)
     }
 
     /// The value of every trained token of `sequences`, one after the other.

@@ -1,6 +1,6 @@
 //! A step's trajectories as the losses see them: everything that is fixed before the first update.
 
-use super::batch::{MicroBatch, Sequence};
+use super::batch::{Cut, MicroBatch, Sequence};
 use super::forward_backward::PassOutput;
 use crate::bad_input;
 use crate::metrics::Metrics;
@@ -168,18 +168,13 @@ impl Experience {
 }
 
 impl Measured {
-    /// Packed micro-batches, whose sequences share up to `shared_max` positions, with the experts to replay, `top_k` a token.
-    pub(super) fn batches(
-        &self,
-        tokens_max: usize,
-        shared_max: usize,
-        top_k: usize,
-    ) -> Result<Vec<MicroBatch>> {
+    /// Packed micro-batches, cut as `cut` says, whose sequences share up to `shared_max` positions, with the experts to replay, `top_k` a token.
+    pub(super) fn batches(&self, cut: Cut, shared_max: usize, top_k: usize) -> Result<Vec<MicroBatch>> {
         let Some(routes) = &self.replay else {
-            return Ok(MicroBatch::split_sharing(&self.sequences, tokens_max, |_| shared_max));
+            return Ok(MicroBatch::split_sharing(&self.sequences, cut, |_| shared_max));
         };
         let alike = |i: usize| routed_alike(&routes[i - 1], &routes[i], top_k).min(shared_max);
-        let mut batches = MicroBatch::split_sharing(&self.sequences, tokens_max, alike);
+        let mut batches = MicroBatch::split_sharing(&self.sequences, cut, alike);
         for batch in &mut batches {
             batch.replay = own_routes(&routes[batch.sequences.clone()], &batch.sequence_rows, top_k)?;
         }

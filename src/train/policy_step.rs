@@ -199,7 +199,11 @@ impl PolicyStep<'_> {
 
     fn batches(&self, experience: &Measured) -> Result<Vec<MicroBatch>> {
         let top_k = self.learner.model.config.num_experts_per_tok;
-        experience.batches(self.micro_batch_tokens, self.learner.shared_positions_max(), top_k)
+        experience.batches(
+            self.learner.cut(self.micro_batch_tokens),
+            self.learner.shared_positions_max(),
+            top_k,
+        )
     }
 
     fn anchor(&self) -> OldLogprob {

@@ -3,7 +3,8 @@
 //! On a GPU `W` is MXFP4 and lies there, `x` is bf16, and the bits are those of the product by the decoded matrix in bf16.
 
 use super::PackedMatrix;
-use crate::ops::cpu::{add_values, buffer, host_values, values};
+use crate::ops::buffer::{buffer, zeros};
+use crate::ops::cpu::{add_values, host_values, values};
 use crate::ops::cuda::{add_bias_gradient, packed_forward, packed_input_gradient};
 use crate::ops::experts::Dispatch;
 use crate::ops::linear::{repeat_row, sum_rows};
@@ -130,7 +131,7 @@ impl CustomOp2 for Packed {
                 return Ok((self.input_gradient(x, &grad)?, None));
             }
             let (dy, n) = (host_values(&grad)?, self.weight.shape()[2]);
-            let mut sums = buffer(b.elem_count());
+            let mut sums = zeros(b.elem_count());
             for (expert, rows) in self.groups(x.dim(0)?)? {
                 let sum = sum_rows(&dy[rows.start * n..rows.end * n], n);
                 sums[expert * n..(expert + 1) * n].copy_from_slice(&sum);

@@ -1,15 +1,12 @@
 //! Gradients of attention, queries added in ascending order, several at a time in registers.
 
 use super::Attention;
-use super::forward::{block_scores, visible};
+use super::forward::{block_scores, products, visible};
 use super::rows::Rows;
-use crate::ops::cpu::buffer;
+use crate::ops::buffer::buffer;
 use crate::ops::kv_cache::{BLOCK, KvBlocks};
-use crate::ops::math::{LANES, exp, sum_lanes};
+use crate::ops::math::{exp, sum_lanes};
 use multiversion::multiversion;
-
-/// Query rows whose share of a block is added in one go.
-const TILE: usize = 8;
 
 /// What [`attend_backward`] reads: one sequence's own rows, the last of its cache.
 pub(super) struct Upstream<'a> {
@@ -20,13 +17,15 @@ pub(super) struct Upstream<'a> {
     pub sinks: &'a [f32],
 }
 
-/// `P` and `dS` of a tile's queries against one block.
-struct Tile {
+/// `P` and `dS` of up to `R` queries against one block, whose share of its gradients is added in one go.
+struct Tile<const R: usize> {
     rows: usize,
     /// Places of the rows in `[T][N]`.
-    places: [usize; TILE],
-    p: [[f32; BLOCK]; TILE],
-    ds: [[f32; BLOCK]; TILE],
+    places: [usize; R],
+    p: [[f32; BLOCK]; R],
+    ds: [[f32; BLOCK]; R],
+    /// The keys before this one are all that any of them sees.
+    high: usize,
 }
 
 /// Gradients of one key-value head's group from one sequence's own rows: writes `dq` `[rows][N][D]`, and into `dkv`
@@ -34,6 +33,25 @@ struct Tile {
 /// sinks' gradient `[group]`.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub(super) fn attend_backward(
+    attention: &Attention,
+    kv_head: usize,
+    cache: &KvBlocks,
+    up: &Upstream,
+    dq: &Rows,
+    dkv: &Rows,
+    dkv_shared: &Rows,
+) -> Vec<f32> {
+    // As many queries and columns as there are registers for; the order of the additions is the same.
+    if multiversion::target::target_cfg_f!(target_feature = "avx512f") {
+        attend_backward_by::<8, 16>(attention, kv_head, cache, up, dq, dkv, dkv_shared)
+    } else {
+        attend_backward_by::<4, 8>(attention, kv_head, cache, up, dq, dkv, dkv_shared)
+    }
+}
+
+/// [`attend_backward`] by tiles of `R` queries and `W` columns.
+#[inline(always)]
+fn attend_backward_by<const R: usize, const W: usize>(
     attention: &Attention,
     kv_head: usize,
     cache: &KvBlocks,
@@ -59,7 +77,7 @@ pub(super) fn attend_backward(
             dsinks[head] -= exp(sink - up.lse[place]) * delta;
         }
     }
-    let (mut keys, mut values_t) = (buffer(BLOCK * d), buffer(BLOCK * d));
+    let [mut keys, mut values_t, mut dk, mut dv] = [(); 4].map(|()| buffer(BLOCK * d));
     for b in 0..length.div_ceil(BLOCK) {
         let last_key = ((b + 1) * BLOCK).min(length) - 1;
         // A window hides the block from queries far behind it.
@@ -77,38 +95,51 @@ pub(super) fn attend_backward(
                 values_t[c * BLOCK + j] = values[j * d + c];
             }
         }
-        let (mut dk, mut dv) = (buffer(BLOCK * d), buffer(BLOCK * d));
+        dk.fill(0.0);
+        dv.fill(0.0);
         let first_row = (begin - first) * group;
         let rows = (end - begin) * group;
-        for start in (0..rows).step_by(TILE) {
+        for start in (0..rows).step_by(R) {
             let mut tile = Tile {
-                rows: TILE.min(rows - start),
-                places: [0; TILE],
-                p: [[0.0; BLOCK]; TILE],
-                ds: [[0.0; BLOCK]; TILE],
+                rows: R.min(rows - start),
+                places: [0; R],
+                p: [[0.0; BLOCK]; R],
+                ds: [[0.0; BLOCK]; R],
+                high: 0,
             };
+            let (mut seen, mut of_row) = ([(0, 0); R], [0; R]);
             for r in 0..tile.rows {
                 let row = first_row + start + r;
                 let (own, head) = (row / group, row % group);
-                let place = own * heads + kv_head * group + head;
-                tile.places[r] = place;
-                let (low, high) = visible(attention, first + own, b);
-                let scale = attention.scale();
-                let query = &up.q[place * d..(place + 1) * d];
-                let scores = block_scores(query, keys_t, scale, low, high);
-                let dp = block_scores(&up.grad[place * d..(place + 1) * d], &values_t, 1.0, 0, BLOCK);
-                let (lse, delta) = (up.lse[place], deltas[row]);
-                for j in 0..BLOCK {
-                    let p = exp(scores[j] - lse);
-                    tile.p[r][j] = p;
-                    tile.ds[r][j] = p * (dp[j] - delta) * scale;
+                tile.places[r] = own * heads + kv_head * group + head;
+                of_row[r] = row;
+                seen[r] = visible(attention, first + own, b);
+                tile.high = tile.high.max(seen[r].1);
+            }
+            let mut r = 0;
+            while r < tile.rows {
+                // A lone last one is its own neighbour.
+                let pair = [r, (r + 1).min(tile.rows - 1)];
+                let places = pair.map(|r| tile.places[r] * d..(tile.places[r] + 1) * d);
+                let seen = pair.map(|r| seen[r]);
+                let scores =
+                    block_scores(places.clone().map(|at| &up.q[at]), keys_t, attention.scale(), seen);
+                let dp = products(places.map(|at| &up.grad[at]), &values_t, seen.map(|(_, high)| high));
+                for (i, r) in pair.into_iter().enumerate() {
+                    let (lse, delta) = (up.lse[tile.places[r]], deltas[of_row[r]]);
+                    for j in 0..BLOCK {
+                        let p = exp(scores[i][j] - lse);
+                        tile.p[r][j] = p;
+                        tile.ds[r][j] = p * (dp[i][j] - delta) * attention.scale();
+                    }
                 }
+                r += 2;
             }
             // Constant widths let the compiler keep the sums in registers.
             match d {
-                16 => tile.add(16, up, &keys, &mut dk, &mut dv, dq),
-                64 => tile.add(64, up, &keys, &mut dk, &mut dv, dq),
-                _ => tile.add(d, up, &keys, &mut dk, &mut dv, dq),
+                16 => tile.add::<W>(16, up, &keys, &mut dk, &mut dv, dq),
+                64 => tile.add::<W>(64, up, &keys, &mut dk, &mut dv, dq),
+                _ => tile.add::<W>(d, up, &keys, &mut dk, &mut dv, dq),
             }
         }
         for position in b * BLOCK..=last_key {
@@ -124,53 +155,59 @@ pub(super) fn attend_backward(
     dsinks
 }
 
-impl Tile {
-    /// `dk_j += dS_ij q_i`, `dv_j += P_ij dO_i`, `dq_i += dS_ij k_j`, a vector's width of columns at a time.
+impl<const R: usize> Tile<R> {
+    /// `dk_j += dS_ij q_i`, `dv_j += P_ij dO_i`, `dq_i += dS_ij k_j`, `W` columns at a time.
     #[inline(always)]
-    fn add(&self, d: usize, up: &Upstream, keys: &[f32], dk: &mut [f32], dv: &mut [f32], dq: &Rows) {
-        let mut column = 0;
-        while column < d {
-            let width = LANES.min(d - column);
-            if width == LANES {
-                self.add_columns(d, column, LANES, up, keys, dk, dv, dq);
-            } else {
-                self.add_columns(d, column, width, up, keys, dk, dv, dq);
-            }
-            column += width;
-        }
-    }
-
-    #[allow(clippy::too_many_arguments)]
-    #[inline(always)]
-    fn add_columns(
+    fn add<const W: usize>(
         &self,
         d: usize,
-        column: usize,
-        width: usize,
         up: &Upstream,
         keys: &[f32],
         dk: &mut [f32],
         dv: &mut [f32],
         dq: &Rows,
     ) {
-        let mut q = [[0f32; LANES]; TILE];
-        let mut grad = [[0f32; LANES]; TILE];
-        let mut dq_sums = [[0f32; LANES]; TILE];
+        let mut column = 0;
+        while column < d {
+            let width = W.min(d - column);
+            let at = (d, column, width);
+            if width == W {
+                self.add_columns::<W>((d, column, W), up, keys, dk, dv, dq);
+            } else {
+                self.add_columns::<W>(at, up, keys, dk, dv, dq);
+            }
+            column += width;
+        }
+    }
+
+    #[inline(always)]
+    fn add_columns<const W: usize>(
+        &self,
+        (d, column, width): (usize, usize, usize),
+        up: &Upstream,
+        keys: &[f32],
+        dk: &mut [f32],
+        dv: &mut [f32],
+        dq: &Rows,
+    ) {
+        let mut q = [[0f32; W]; R];
+        let mut grad = [[0f32; W]; R];
+        let mut dq_sums = [[0f32; W]; R];
         for r in 0..self.rows {
             let at = self.places[r] * d + column;
             q[r][..width].copy_from_slice(&up.q[at..at + width]);
             grad[r][..width].copy_from_slice(&up.grad[at..at + width]);
             dq_sums[r][..width].copy_from_slice(dq.at(at, width));
         }
-        for j in 0..BLOCK {
+        for j in 0..self.high {
             let at = j * d + column..j * d + column + width;
-            let (mut key, mut dk_sum, mut dv_sum) = ([0f32; LANES], [0f32; LANES], [0f32; LANES]);
+            let (mut key, mut dk_sum, mut dv_sum) = ([0f32; W], [0f32; W], [0f32; W]);
             key[..width].copy_from_slice(&keys[at.clone()]);
             dk_sum[..width].copy_from_slice(&dk[at.clone()]);
             dv_sum[..width].copy_from_slice(&dv[at.clone()]);
-            for r in 0..TILE {
+            for r in 0..R {
                 let (p, ds) = (self.p[r][j], self.ds[r][j]);
-                for c in 0..LANES {
+                for c in 0..W {
                     dk_sum[c] = ds.mul_add(q[r][c], dk_sum[c]);
                     dv_sum[c] = p.mul_add(grad[r][c], dv_sum[c]);
                     dq_sums[r][c] = ds.mul_add(key[c], dq_sums[r][c]);

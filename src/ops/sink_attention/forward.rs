@@ -3,30 +3,71 @@
 use super::Attention;
 use super::chunks::{Softmax, blocks, chunks};
 use super::rows::Rows;
-use crate::ops::cpu::buffer;
+use crate::ops::buffer::buffer;
 use crate::ops::kv_cache::{BLOCK, KvBlocks};
 use crate::ops::math::{LANES, exp, max_lanes, sum_lanes};
 use multiversion::multiversion;
 
-/// Scores of one query against one block, masked to −∞ outside `low..high` (places in the block).
+/// Scores of `G` queries against one block, each masked to −∞ outside its `low..high` (places in the block).
 #[inline(always)]
-pub(super) fn block_scores(q: &[f32], keys: &[f32], scale: f32, low: usize, high: usize) -> [f32; BLOCK] {
-    let mut scores = [0f32; BLOCK];
-    // A vector's width at a time, so that sums stay in a register.
-    for (part, scores) in scores.chunks_exact_mut(LANES).enumerate() {
-        let mut sums = [0f32; LANES];
-        for (&x, row) in q.iter().zip(keys.chunks_exact(BLOCK)) {
-            let row = &row[part * LANES..(part + 1) * LANES];
-            for j in 0..LANES {
-                sums[j] = x.mul_add(row[j], sums[j]);
-            }
+pub(super) fn block_scores<const G: usize>(
+    queries: [&[f32]; G],
+    keys: &[f32],
+    scale: f32,
+    seen: [(usize, usize); G],
+) -> [[f32; BLOCK]; G] {
+    let mut scores = products(queries, keys, seen.map(|(_, high)| high));
+    for (scores, (low, high)) in scores.iter_mut().zip(seen) {
+        for (j, s) in scores.iter_mut().enumerate() {
+            *s = if j >= low && j < high { *s * scale } else { f32::NEG_INFINITY };
         }
-        scores.copy_from_slice(&sums);
-    }
-    for (j, s) in scores.iter_mut().enumerate() {
-        *s = if j >= low && j < high { *s * scale } else { f32::NEG_INFINITY };
     }
     scores
+}
+
+/// Products of `G` queries with the keys of a block, `[D][BLOCK]`, at least with those before `high`; 0 where there is none.
+///
+/// Several side by side read a key once, and their chains of additions overlap: of one alone the next waits for the last.
+#[inline(always)]
+pub(super) fn products<const G: usize>(
+    queries: [&[f32]; G],
+    keys: &[f32],
+    high: [usize; G],
+) -> [[f32; BLOCK]; G] {
+    // The second half of a block is beyond many queries at its beginning.
+    if high.iter().all(|&high| high <= LANES) {
+        products_of_vectors::<G, 1>(queries, keys)
+    } else {
+        products_of_vectors::<G, 2>(queries, keys)
+    }
+}
+
+/// [`products`] with the first `V` vectors of keys. Indices, not iterators: so the compiler keeps the sums in registers.
+#[allow(clippy::needless_range_loop)]
+#[inline(always)]
+fn products_of_vectors<const G: usize, const V: usize>(
+    queries: [&[f32]; G],
+    keys: &[f32],
+) -> [[f32; BLOCK]; G] {
+    let keys = keys.as_chunks::<BLOCK>().0;
+    let queries = queries.map(|query| &query[..keys.len()]);
+    let mut sums = [[[0f32; LANES]; V]; G];
+    for (c, row) in keys.iter().enumerate() {
+        let row = row.as_chunks::<LANES>().0;
+        for g in 0..G {
+            let x = queries[g][c];
+            for v in 0..V {
+                for l in 0..LANES {
+                    sums[g][v][l] = x.mul_add(row[v][l], sums[g][v][l]);
+                }
+            }
+        }
+    }
+    let mut products = [[0f32; BLOCK]; G];
+    for (products, sums) in products.iter_mut().zip(&sums) {
+        products.as_chunks_mut().0.iter_mut().zip(sums).for_each(|(products, sums)| *products = *sums);
+    }
+    products
 }
 
 /// `o ← o · shrink + Σ_j p_j v_j` for `G` heads side by side, in the order of the keys: `o [G][D]`, keys `low..high` of the block.
@@ -103,8 +144,15 @@ impl<const G: usize> Queries<'_, G> {
             let block = cache.block(b);
             let (low, high) = visible(attention, position, b);
             let (mut p, mut shrink) = ([[0f32; BLOCK]; G], [0f32; G]);
-            for (g, p) in p.iter_mut().enumerate() {
-                *p = block_scores(&q[g * d..(g + 1) * d], &block.keys[part.clone()], scale, low, high);
+            let (keys, query) = (&block.keys[part.clone()], |g: usize| &q[g * d..(g + 1) * d]);
+            let mut g = 0;
+            while g + 2 <= G {
+                let two = block_scores([query(g), query(g + 1)], keys, scale, [(low, high); 2]);
+                p[g..g + 2].copy_from_slice(&two);
+                g += 2;
+            }
+            if g < G {
+                [p[g]] = block_scores([query(g)], keys, scale, [(low, high)]);
             }
             for (g, p) in p.iter_mut().enumerate() {
                 let Softmax { maximum, total } = &mut softmaxes[g];
@@ -131,7 +179,10 @@ impl<const G: usize> Queries<'_, G> {
         // The first is taken as it is: to merge it into nothing would change nothing.
         let mut softmaxes = match chunks.next() {
             Some(chunk) => self.walk(chunk, o),
-            None => self.sinks.map(Softmax::new),
+            None => {
+                o.fill(0.0);
+                self.sinks.map(Softmax::new)
+            }
         };
         for chunk in chunks {
             chunk_o.resize(G * d, 0.0);
@@ -250,6 +301,7 @@ pub(super) fn merge_chunks(
         let sink = attention.sink(sinks, head);
         let o = out.at(head * d, d);
         let mut states = chunks.iter().map(|c| (c.softmaxes[g], &c.o[g * d..(g + 1) * d]));
+        o.fill(0.0);
         let mut softmax = states.next().map_or(Softmax::new(sink), |(softmax, first_o)| {
             o.copy_from_slice(first_o);
             softmax

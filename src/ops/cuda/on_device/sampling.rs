@@ -15,6 +15,7 @@ fn both(z: &Tensor, gpu: &Device) -> [Logits; 2] {
     [&Device::Cpu, gpu].map(|device| Logits {
         z: z.to_device(device).unwrap(),
         log_sum_exp: sums.to_device(device).unwrap(),
+        blocks: None,
     })
 }
 
