@@ -168,7 +168,8 @@ impl Experience {
 }
 
 impl Measured {
-    /// Packed micro-batches, cut as `cut` says, whose sequences share up to `shared_max` positions, with the experts to replay, `top_k` a token.
+    /// Packed micro-batches, cut as `cut` says, whose sequences share up to `shared_max` positions, with the experts to replay,
+    /// `top_k` a token.
     pub(super) fn batches(&self, cut: Cut, shared_max: usize, top_k: usize) -> Result<Vec<MicroBatch>> {
         let Some(routes) = &self.replay else {
             return Ok(MicroBatch::split_sharing(&self.sequences, cut, |_| shared_max));
