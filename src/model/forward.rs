@@ -6,6 +6,7 @@
 use super::attend::Attend;
 use super::config::{Config, LayerType, SWIGLU_ALPHA};
 use super::layer::{self, FeedForward, Gated, Layer};
+use crate::ops::graph::add;
 use crate::ops::router_noise::RouterNoise;
 use crate::ops::{self, Dispatch, Parameter, rope::Rotation, sink_attention::Attention};
 use anyhow::Result;
@@ -126,7 +127,7 @@ impl Model {
     ) -> Result<LayerOutput> {
         let h = options.round(self.norm(x, &layer.input_norm)?)?;
         let mixed = self.attention(index, &layer.attention, &h, rows, options)?;
-        let x = options.round((x + mixed)?)?;
+        let x = options.round(add(x, &mixed)?)?;
         let h = options.round(self.norm(&x, &layer.post_attention_norm)?)?;
         let (mixed, routing) = match &layer.feed_forward {
             FeedForward::Experts(experts) => {
@@ -137,7 +138,7 @@ impl Model {
                 (down.apply(&ops::silu_gated(&gate.apply(&h)?, &up.apply(&h)?)?)?, None)
             }
         };
-        Ok(LayerOutput { hidden: options.round((x + mixed)?)?, routing })
+        Ok(LayerOutput { hidden: options.round(add(&x, &mixed)?)?, routing })
     }
 
     /// What attention of layer `index` is.

@@ -11,6 +11,7 @@ use super::tensor_file::f32_values;
 use crate::dist::wire::f32_bytes;
 use crate::dist::{Mesh, to_each};
 use crate::ops::cpu::{host_values, values};
+use crate::ops::graph::{apply_1, contiguous, reshape, stretch};
 use crate::ops::{self, SequenceRows, sink_attention::Attention};
 use anyhow::{Context, Result, ensure};
 use candle_core::{CpuStorage, CustomOp1, Device, Layout, Shape, Tensor};
@@ -81,7 +82,7 @@ impl SplitRows {
     /// # Errors
     /// When a rank does not come in time.
     pub fn all_rows(self: &Arc<Self>, x: &Tensor) -> Result<Tensor> {
-        Ok(x.contiguous()?.apply_op1(AllRows { split: self.clone() })?)
+        Ok(apply_1(&contiguous(x)?, AllRows { split: self.clone() })?)
     }
 
     /// Every row of the experts u32 `[t, K]`, of which this rank has its stretch: `[T, K]`.
@@ -204,16 +205,16 @@ impl Attend for SplitAttention {
         let (all, t) = (self.split.rows(), self.split.own().len());
         let op =
             |heads: &Heads, to_heads| MoveHeads { split: self.split.clone(), heads: heads.clone(), to_heads };
-        let q = q.contiguous()?.apply_op1(op(&q_heads, true))?;
-        let kv =
-            kv.reshape((t, 2 * kv_heads, head_dim))?.contiguous()?.apply_op1(op(&kv_of.twice(), true))?;
-        let kv = kv.reshape((all, 2, own_kv.len(), head_dim))?;
-        let sinks = sinks.narrow(0, first, own.len())?;
+        let q = apply_1(&contiguous(q)?, op(&q_heads, true))?;
+        let kv = reshape(kv, (t, 2 * kv_heads, head_dim))?;
+        let kv = apply_1(&contiguous(&kv)?, op(&kv_of.twice(), true))?;
+        let kv = reshape(&kv, (all, 2, own_kv.len(), head_dim))?;
+        let sinks = stretch(sinks, first..first + own.len())?;
         let part = Attention { heads: own.len(), kv_heads: own_kv.len(), ..attention };
         let mixed = ops::sink_attention(&q, &kv, &sinks, &self.sequence_rows, part)?;
-        let mixed =
-            mixed.reshape((all, own.len(), head_dim))?.contiguous()?.apply_op1(op(&q_heads, false))?;
-        Ok(mixed.reshape((t, heads * head_dim))?)
+        let mixed = reshape(&mixed, (all, own.len(), head_dim))?;
+        let mixed = apply_1(&contiguous(&mixed)?, op(&q_heads, false))?;
+        Ok(reshape(&mixed, (t, heads * head_dim))?)
     }
 }
 

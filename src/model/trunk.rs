@@ -8,6 +8,7 @@ use super::attend::CachedAttention;
 use super::cache::SequenceCache;
 use super::forward::{ForwardOptions, LayerOutput, Model, Rows};
 use super::weights::{Head, WeightSource};
+use crate::ops::graph::reshape;
 use crate::ops::{self, logits::Logits, logits::Sampling};
 use anyhow::{Result, bail};
 use candle_core::Tensor;
@@ -113,7 +114,7 @@ impl Trunk<'_> {
     pub fn head(&self, normed: &Tensor, targets: &Arc<Vec<u32>>, temperature: f64) -> Result<Tensor> {
         Ok(match self.weights.head()? {
             Head::LanguageModel(head) => head.log_prob_and_entropy(normed, targets, temperature)?,
-            Head::Value(head) => head.apply_f32(normed)?.reshape((1, targets.len()))?,
+            Head::Value(head) => reshape(&head.apply_f32(normed)?, (1, targets.len()))?,
         })
     }
 

@@ -7,6 +7,7 @@
 use super::buffer::{buffer, zeros};
 use super::cpu::{edit, gathered_rows, host_values, values};
 use super::cuda::{add_columns, add_rows, sum_rows, take_columns, take_rows};
+use super::graph::{apply_1, contiguous};
 use super::parameter::{Gradient, Parameter};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use std::sync::Arc;
@@ -20,7 +21,7 @@ pub fn embedding(weight: &Parameter, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
     if let Some(id) = ids.iter().find(|&&id| id as usize >= vocabulary) {
         bail!("embedding: token {id} in a vocabulary of {vocabulary}");
     }
-    weight.values().apply_op1(Rows { ids: ids.clone(), table: weight.gradient() })
+    apply_1(weight.values(), Rows { ids: ids.clone(), table: weight.gradient() })
 }
 
 /// Columns `ids` of `weight [H, V]`, as rows: `[T, H]`.
@@ -32,7 +33,7 @@ pub fn tied_embedding(weight: &Parameter, ids: &Arc<Vec<u32>>) -> Result<Tensor>
     if let Some(id) = ids.iter().find(|&&id| id as usize >= vocabulary) {
         bail!("tied_embedding: token {id} in a vocabulary of {vocabulary}");
     }
-    weight.values().apply_op1(Columns { ids: ids.clone(), table: weight.gradient() })
+    apply_1(weight.values(), Columns { ids: ids.clone(), table: weight.gradient() })
 }
 
 /// Rows `rows` of `x [T, H]`, such as those that predict a trained token. Differentiable.
@@ -44,7 +45,7 @@ pub fn select_rows(x: &Tensor, rows: &Arc<Vec<u32>>) -> Result<Tensor> {
     if let Some(row) = rows.iter().find(|&&row| row as usize >= count) {
         bail!("select_rows: row {row} of {count}");
     }
-    x.contiguous()?.apply_op1(Rows { ids: rows.clone(), table: None })
+    apply_1(&contiguous(x)?, Rows { ids: rows.clone(), table: None })
 }
 
 struct Rows {

@@ -15,6 +15,7 @@ use super::cuda::{
     add_bias_gradient, add_weight_gradient, combine_backward, combine_forward, dispatch_backward,
     dispatch_forward, product_forward, product_input_gradient, sort_by_expert,
 };
+use super::graph::{apply_1, apply_2, apply_3, apply_without_gradient, contiguous};
 use super::linear::sum_rows;
 use super::parameter::{Gradient, Parameter};
 use super::product::{Matrix, Spread, backward_product, forward_product_on, product_on};
@@ -42,7 +43,7 @@ impl Dispatch {
     /// When a route is not below `experts`.
     pub fn new(routes: &Tensor, experts: usize) -> Result<Self> {
         let (tokens, top_k) = routes.dims2()?;
-        let plan = routes.contiguous()?.apply_op1(SortByExpert { top_k, experts })?;
+        let plan = apply_without_gradient(&routes.contiguous()?, &SortByExpert { top_k, experts })?;
         Ok(Self { tokens, top_k, experts, plan })
     }
 
@@ -202,7 +203,7 @@ pub fn dispatch(x: &Tensor, plan: &Dispatch) -> Result<Tensor> {
     if x.dim(0)? != plan.tokens {
         bail!("dispatch: x {:?} for {} tokens", x.dims(), plan.tokens);
     }
-    x.contiguous()?.apply_op1(DispatchRows { plan: plan.clone() })
+    apply_1(&contiguous(x)?, DispatchRows { plan: plan.clone() })
 }
 
 struct DispatchRows {
@@ -258,7 +259,7 @@ pub fn grouped_linear(x: &Tensor, weight: &Parameter, bias: &Parameter, plan: &D
         bail!("grouped_linear: x {:?}, weight {:?}, bias {:?}", x.dims(), w.dims(), b.dims());
     }
     let op = GroupedLinear { plan: plan.clone(), weight: weight.gradient(), bias: bias.gradient() };
-    x.contiguous()?.apply_op3(w, b, op)
+    apply_3(&contiguous(x)?, w, b, op)
 }
 
 const GROUPED: &str = "grouped_linear";
@@ -379,7 +380,7 @@ pub fn combine(x: &Tensor, weights: &Tensor, plan: &Dispatch) -> Result<Tensor> 
     if x.dim(0)? != plan.rows() || weights.dims() != [plan.tokens, plan.top_k] {
         bail!("combine: x {:?}, weights {:?}", x.dims(), weights.dims());
     }
-    x.contiguous()?.apply_op2(&weights.contiguous()?, Combine { plan: plan.clone() })
+    apply_2(&contiguous(x)?, &contiguous(weights)?, Combine { plan: plan.clone() })
 }
 
 struct Combine {

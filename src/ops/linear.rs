@@ -8,6 +8,7 @@ use super::cpu::{add_values, edit, host_values, values};
 use super::cuda::{
     LtProduct, add_bias_gradient, add_weight_gradient, lt_forward, product_forward, product_input_gradient,
 };
+use super::graph::{apply_2, apply_3, contiguous, is_tracked};
 use super::parameter::{Gradient, Parameter};
 use super::product::{Matrix, Spread, backward_product, forward_product, product};
 use candle_core::{
@@ -55,12 +56,12 @@ fn apply(
     if k != rows || b.is_some_and(|b| b.dims() != [n]) {
         bail!("linear: x {:?}, weight {:?}, bias {:?}", x.dims(), w.dims(), b.map(Tensor::dims));
     }
-    let x = x.contiguous()?;
+    let x = contiguous(x)?;
     let (weight, bias) = (weight.gradient(), bias.and_then(Parameter::gradient));
     let op = Linear { weight, bias, out, product: product.cloned() };
     match b {
-        Some(b) => x.apply_op3(w, b, op),
-        None => x.apply_op2(w, op),
+        Some(b) => apply_3(&x, w, b, op),
+        None => apply_2(&x, w, op),
     }
 }
 
@@ -182,7 +183,7 @@ impl Linear {
             return self.backward_on_device(x, w, &in_bf16(&grad)?);
         }
         let dy = host_values(&grad)?;
-        let dx = if x.track_op() {
+        let dx = if is_tracked(x) {
             let mut dx = buffer(m * k);
             backward_product(Spread::Pool, &mut dx, &dy, &host_values(w)?, (m, n, k));
             Some(Tensor::from_vec(dx, (m, k), x.device())?)
@@ -213,7 +214,7 @@ impl Linear {
     }
 
     fn backward_on_device(&self, x: &Tensor, w: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        let dx = x.track_op().then(|| product_input_gradient(OP, dy, w, None)).transpose()?;
+        let dx = is_tracked(x).then(|| product_input_gradient(OP, dy, w, None)).transpose()?;
         if let Some(weight) = &self.weight {
             weight.add(|dw| add_weight_gradient(OP, dw, x, dy, None))?;
         }

@@ -9,6 +9,7 @@ use super::buffer::buffer;
 use super::cpu::{host_values, values};
 use super::cuda::{load_balance_backward, load_balance_forward};
 use super::experts::Dispatch;
+use super::graph::{apply_1, contiguous};
 use super::math::exp;
 use super::uploaded::Uploaded;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, bail};
@@ -25,7 +26,7 @@ pub fn load_balance(logits: &Tensor, plan: &Dispatch, holders: Option<&Arc<Vec<u
         bail!("load_balance: router logits {:?} for other rows than those held", logits.dims());
     }
     let op = LoadBalance { plan: plan.clone(), holders: holders.cloned(), uploaded: Uploaded::default() };
-    logits.contiguous()?.apply_op1(op)
+    apply_1(&contiguous(logits)?, op)
 }
 
 pub(super) struct LoadBalance {

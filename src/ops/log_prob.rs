@@ -12,6 +12,7 @@
 use super::buffer::buffer;
 use super::cpu::{edit, for_each_row, for_each_row_pair, host_values, values};
 use super::cuda::{head_backward, head_forward};
+use super::graph::{apply_1, apply_2, contiguous, is_tracked};
 use super::head_matrix::HeadMatrix;
 use super::math::{LANES, add_lanes, exp, scale_and_max};
 use super::parameter::Gradient;
@@ -102,10 +103,10 @@ pub fn log_prob_and_entropy(
     };
     let inverse_temperature = inverse(temperature);
     let head = Head { targets: targets.clone(), inverse_temperature, weight: weight.clone(), gradient };
-    let h = h.contiguous()?;
+    let h = contiguous(h)?;
     match weight.plain() {
-        Some(weight) => h.apply_op2(weight, head),
-        None => h.apply_op1(head),
+        Some(weight) => apply_2(&h, weight, head),
+        None => apply_1(&h, head),
     }
 }
 
@@ -172,10 +173,10 @@ impl Head {
         let grad = grad.contiguous()?;
         if h.device().is_cuda() {
             let (tensors, learns) = ([h, self.weight.on_device()?, &grad], self.gradient.as_ref());
-            return head_backward(tensors, &self.targets, self.inverse_temperature, learns, h.track_op());
+            return head_backward(tensors, &self.targets, self.inverse_temperature, learns, is_tracked(h));
         }
         let (hs, g) = (host_values(h)?, host_values(&grad)?);
-        let mut dh = h.track_op().then(|| buffer(rows * k));
+        let mut dh = is_tracked(h).then(|| buffer(rows * k));
         let chunk = chunk_rows(n);
         let mut z = buffer(chunk.min(rows) * n);
         // A chunk's gradient of the logits, in `z`; then what `use_it` makes of it.

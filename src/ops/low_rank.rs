@@ -9,6 +9,7 @@ use super::buffer::buffer;
 use super::cpu::{edit, host_values, values};
 use super::cuda::{low_rank_backward, low_rank_forward};
 use super::experts::{Dispatch, side_by_side};
+use super::graph::{apply_3, contiguous, is_tracked};
 use super::linear::in_bf16;
 use super::parameter::{Gradient, Parameter};
 use super::product::{Matrix, Spread, backward_product, forward_product_on, product_on};
@@ -45,8 +46,8 @@ pub fn add_low_rank(
         plan: plan.cloned(),
     };
     // The factor that learns, so that candle records the op where nothing before it learns.
-    let tracked = if b.values().track_op() { b } else { a };
-    y.contiguous()?.apply_op3(&x.contiguous()?, tracked.values(), op)
+    let tracked = if is_tracked(b.values()) { b } else { a };
+    apply_3(&contiguous(y)?, &contiguous(x)?, tracked.values(), op)
 }
 
 struct LowRank {
@@ -170,7 +171,7 @@ impl CustomOp3 for LowRank {
             let (rows, gradients) = ([x, &in_bf16(&grad)?], self.gradients.each_ref().map(Option::as_ref));
             let starts = self.starts()?;
             let dx = low_rank_backward(rows, self.values.each_ref(), gradients, self.scale, starts.as_ref())?;
-            return Ok((y.track_op().then(|| grad.clone()), dx, None));
+            return Ok((is_tracked(y).then(|| grad.clone()), dx, None));
         }
         let (xs, dy) = (host_values(x)?, host_values(&grad)?);
         let (a, b) = (host_values(&self.values[0])?, host_values(&self.values[1])?);
@@ -183,7 +184,7 @@ impl CustomOp3 for LowRank {
             du.iter_mut().for_each(|du| *du *= self.scale);
         });
         let du = &du;
-        let dx = if x.track_op() {
+        let dx = if is_tracked(x) {
             let mut dx = buffer(count * input);
             self.each(&mut dx, input, &groups, count * rank * input, |spread, expert, at, dx| {
                 let (du, a) = (rows(du, at, rank), nth(a, expert, input * rank));
@@ -220,6 +221,6 @@ impl CustomOp3 for LowRank {
             let u = self.reduced(xs, a, &groups);
             add(gradient, (&u, rank), (dy, output))?;
         }
-        Ok((y.track_op().then(|| grad.clone()), dx, None))
+        Ok((is_tracked(y).then(|| grad.clone()), dx, None))
     }
 }

@@ -21,6 +21,7 @@ pub mod dense_record;
 pub mod embedding;
 pub mod experts;
 mod few_rows;
+pub mod graph;
 pub mod head_matrix;
 pub mod kv_cache;
 pub mod linear;

@@ -5,6 +5,7 @@
 
 use super::cpu::{add_values, host_values, values};
 use super::cuda::{add_tensor, copied};
+use super::graph::apply_1;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor};
 use std::sync::Arc;
 
@@ -65,7 +66,7 @@ impl Parameter {
     pub fn tracked(&self) -> Result<Tensor> {
         match self.gradient() {
             None => Ok(self.values.clone()),
-            Some(gradient) => self.values.apply_op1(Leaf { gradient }),
+            Some(gradient) => apply_1(&self.values, Leaf { gradient }),
         }
     }
 }

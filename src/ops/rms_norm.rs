@@ -5,6 +5,7 @@
 use super::buffer::{buffer, zeros};
 use super::cpu::{for_each_row, host_values, values};
 use super::cuda::{rms_norm_backward, rms_norm_forward};
+use super::graph::{apply_2, contiguous, is_tracked};
 use super::math::sum_lanes;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
@@ -18,7 +19,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
         bail!("rms_norm: x {:?}, weight {:?}", x.dims(), weight.dims());
     }
     let op = RmsNorm { eps: eps as f32 };
-    if x.device().is_cuda() { x.apply_op2(weight, op) } else { x.contiguous()?.apply_op2(weight, op) }
+    if x.device().is_cuda() { apply_2(x, weight, op) } else { apply_2(&contiguous(x)?, weight, op) }
 }
 
 struct RmsNorm {
@@ -93,12 +94,12 @@ impl CustomOp2 for RmsNorm {
         let (tokens, h) = x.dims2()?;
         let grad = grad.contiguous()?;
         if x.device().is_cuda() {
-            let (dx, dw) = rms_norm_backward([x, w, &grad], self.eps, w.track_op())?;
+            let (dx, dw) = rms_norm_backward([x, w, &grad], self.eps, is_tracked(w))?;
             return Ok((Some(dx), dw));
         }
         let (xs, ws, dys) = (host_values(x)?, host_values(w)?, host_values(&grad)?);
         let mut dx = buffer(tokens * h);
-        let mut dw = w.track_op().then(|| zeros(h));
+        let mut dw = is_tracked(w).then(|| zeros(h));
         for row in 0..tokens {
             let at = row * h..(row + 1) * h;
             backward_row(&xs[at.clone()], &ws, &dys[at.clone()], self.eps, &mut dx[at], dw.as_deref_mut());

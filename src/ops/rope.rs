@@ -6,6 +6,7 @@
 use super::buffer::buffer;
 use super::cpu::{host_values, values};
 use super::cuda::{rope_backward, rope_forward, rope_keys_backward, rope_keys_forward};
+use super::graph::{apply_1, apply_2, contiguous, reshape};
 use super::uploaded::Uploaded;
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Tensor, bail,
@@ -148,9 +149,9 @@ pub fn rope(x: &Tensor, heads: usize, rotation: &Rotation) -> Result<Tensor> {
     rotation.check(rows, head_dim)?;
     let op = RotateQueries { rotation: rotation.clone(), shape: (rows, heads, head_dim) };
     if x.device().is_cuda() {
-        x.apply_op1(op)?.reshape((rows, heads, head_dim))
+        reshape(&apply_1(x, op)?, (rows, heads, head_dim))
     } else {
-        x.contiguous()?.apply_op1(op)
+        apply_1(&contiguous(x)?, op)
     }
 }
 
@@ -203,9 +204,9 @@ pub fn rope_keys_with_values(k: &Tensor, v: &Tensor, heads: usize, rotation: &Ro
     let shape = (rows, 2, heads, width / heads);
     let op = RotateKeys { rotation: rotation.clone(), shape };
     if k.device().is_cuda() {
-        k.apply_op2(v, op)?.reshape(shape)
+        reshape(&apply_2(k, v, op)?, shape)
     } else {
-        k.contiguous()?.apply_op2(&v.contiguous()?, op)
+        apply_2(&contiguous(k)?, &contiguous(v)?, op)
     }
 }
 

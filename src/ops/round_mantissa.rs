@@ -3,6 +3,7 @@
 //! 7 bits are bf16's, 3 those of FP8 E4M3; the exponent keeps f32's range. Not differentiable.
 
 use super::cpu::values;
+use super::graph::apply_without_gradient;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 
 /// `x` with `bits` mantissa bits a value.
@@ -10,7 +11,7 @@ use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 /// # Errors
 /// When `x` is not f32.
 pub fn round_mantissa(x: &Tensor, bits: u32) -> Result<Tensor> {
-    x.detach().contiguous()?.apply_op1(RoundMantissa { bits })
+    apply_without_gradient(&x.contiguous()?, &RoundMantissa { bits })
 }
 
 struct RoundMantissa {

@@ -5,6 +5,7 @@
 use super::buffer::zeros;
 use super::cpu::{host_ids, host_values, values};
 use super::cuda::{self, top_k_softmax_backward, top_k_softmax_forward};
+use super::graph::{apply_1, apply_without_gradient, contiguous};
 use super::math::exp;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
@@ -18,7 +19,7 @@ pub fn route(logits: &Tensor, top_k: usize) -> Result<Tensor> {
     if top_k > experts || experts > u16::MAX as usize {
         bail!("route: {top_k} of {experts} experts");
     }
-    logits.detach().contiguous()?.apply_op1(Route { top_k })
+    apply_without_gradient(&logits.contiguous()?, &Route { top_k })
 }
 
 struct Route {
@@ -63,7 +64,7 @@ pub fn top_k_softmax(logits: &Tensor, routes: &Tensor) -> Result<Tensor> {
     if routes.dim(0)? != logits.dim(0)? {
         bail!("top_k_softmax: routes {:?} for logits {:?}", routes.dims(), logits.dims());
     }
-    logits.contiguous()?.apply_op1(TopKSoftmax { routes: routes.contiguous()? })
+    apply_1(&contiguous(logits)?, TopKSoftmax { routes: routes.contiguous()? })
 }
 
 struct TopKSoftmax {

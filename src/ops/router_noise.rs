@@ -5,6 +5,7 @@
 
 use super::buffer::buffer;
 use super::cpu::values;
+use super::graph::{apply_1, contiguous};
 use crate::random::{Purpose, stream};
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use rand::RngCore;
@@ -42,7 +43,7 @@ pub fn router_noise(
     if positions.len() != logits.dim(0)? {
         bail!("router_noise: {} positions for logits {:?}", positions.len(), logits.dims());
     }
-    logits.contiguous()?.apply_op1(AddNoise { noise, layer, positions: positions.clone() })
+    apply_1(&contiguous(logits)?, AddNoise { noise, layer, positions: positions.clone() })
 }
 
 struct AddNoise {

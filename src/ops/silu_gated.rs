@@ -5,6 +5,7 @@
 use super::buffer::buffer;
 use super::cpu::{for_each_row, for_each_row_pair, host_values, values};
 use super::cuda::{silu_gated_backward, silu_gated_forward};
+use super::graph::{apply_2, contiguous};
 use super::math::sigmoid;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
@@ -18,9 +19,9 @@ pub fn silu_gated(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
         bail!("silu_gated: gate {:?}, up {:?}", gate.dims(), up.dims());
     }
     if gate.device().is_cuda() {
-        return gate.apply_op2(up, SiluGated);
+        return apply_2(gate, up, SiluGated);
     }
-    gate.contiguous()?.apply_op2(&up.contiguous()?, SiluGated)
+    apply_2(&contiguous(gate)?, &contiguous(up)?, SiluGated)
 }
 
 struct SiluGated;

@@ -26,6 +26,7 @@ mod rows;
 use super::buffer::{buffer, zeros};
 use super::cpu::{host_values, in_parallel, values};
 use super::cuda::{DeviceLse, sink_attention_backward, sink_attention_forward};
+use super::graph::{apply_3, contiguous};
 use super::kv_cache::KvBlocks;
 use super::sequence_rows::SequenceRows;
 use backward::{Upstream, attend_backward};
@@ -106,9 +107,9 @@ pub fn sink_attention(
     let op = Packed { attention, sequence_rows: sequence_rows.clone(), lse: OnceLock::new() };
     if q.device().is_cuda() {
         // No hidden copies there: what is not contiguous is refused.
-        return q.apply_op3(kv, sinks, op);
+        return apply_3(q, kv, sinks, op);
     }
-    q.contiguous()?.apply_op3(&kv.contiguous()?, &sinks.contiguous()?, op)
+    apply_3(&contiguous(q)?, &contiguous(kv)?, &contiguous(sinks)?, op)
 }
 
 struct Packed {

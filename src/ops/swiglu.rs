@@ -7,6 +7,7 @@
 use super::buffer::buffer;
 use super::cpu::{for_each_row, host_values, values};
 use super::cuda::{swiglu_backward, swiglu_forward};
+use super::graph::{apply_1, contiguous};
 use super::math::sigmoid;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor};
 use multiversion::multiversion;
@@ -17,7 +18,7 @@ use multiversion::multiversion;
 /// When `x` has not two dimensions, or what a GPU does not take.
 pub fn swiglu(x: &Tensor, limit: f64, alpha: f64) -> Result<Tensor> {
     let op = Swiglu { limit: limit as f32, alpha: alpha as f32 };
-    if x.device().is_cuda() { x.apply_op1(op) } else { x.contiguous()?.apply_op1(op) }
+    if x.device().is_cuda() { apply_1(x, op) } else { apply_1(&contiguous(x)?, op) }
 }
 
 struct Swiglu {

@@ -1,9 +1,10 @@
-//! The seam of layer-wise recomputation: a scalar whose gradient is handed in.
+//! A scalar whose gradient is handed in, for candle's own walk, which checks and benchmarks take: it begins at scalars.
 //!
-//! `upstream(y, g)` is 0 with `dy = g`: calling `backward` on it carries the gradient `g`, computed elsewhere,
-//! through the graph below `y`.
+//! `upstream(y, g)` is 0 with `dy = g`: calling `backward` on it carries the gradient `g` through the graph below `y`. A pass hands
+//! its gradients to [`super::graph::differentiate`].
 
 use super::cuda::zero;
+use super::graph::apply_1;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 
 /// A scalar 0 that sends `gradient` into `y` when differentiated.
@@ -14,7 +15,7 @@ pub fn upstream(y: &Tensor, gradient: &Tensor) -> Result<Tensor> {
     if y.dims() != gradient.dims() {
         bail!("upstream: value {:?}, gradient {:?}", y.dims(), gradient.dims());
     }
-    y.apply_op1(Upstream { gradient: gradient.detach() })
+    apply_1(y, Upstream { gradient: gradient.detach() })
 }
 
 struct Upstream {

@@ -1,7 +1,7 @@
 //! Forward and backward of one micro-batch, layer by layer.
 //!
-//! With recomputation only each layer's input is kept; the backward computes a layer again with gradients and feeds
-//! the gradient from above in through [`ops::upstream()`]. Without it one graph holds everything. The bits are the same.
+//! With recomputation only each layer's input is kept; the backward computes a layer again with gradients, from the gradient
+//! above it. Without it one graph holds everything. The bits are the same.
 
 use super::batch::MicroBatch;
 use crate::model::attend::PackedAttention;
@@ -9,9 +9,10 @@ use crate::model::forward::{ForwardOptions, LayerOutput, Model, Rows};
 use crate::model::split_rows::SplitAttention;
 use crate::model::trunk::{self, Keep, Trunk};
 use crate::model::weights::{Frozen, WeightSource};
+use crate::ops::graph::differentiate;
 use crate::ops::{self, Dispatch};
 use anyhow::{Context, Result, ensure};
-use candle_core::{Tensor, Var};
+use candle_core::Tensor;
 
 /// What the pass computes beside the gradient of the objective.
 #[derive(Debug, Clone, Copy)]
@@ -163,25 +164,21 @@ impl Pass<'_> {
     }
 
     fn whole_graph(&self, objective: OnHead<'_>) -> Result<Walked> {
-        let (mut routes, mut balance, mut balances) = (vec![], None::<Tensor>, vec![]);
-        let hidden = self.walk(&self.trunk(), &mut |_, _, output| {
-            if let Some((share, loss)) = self.load_balance(output)? {
-                balance = Some(match balance.take() {
-                    Some(sum) => (sum + share)?,
-                    None => share,
-                });
-                balances.push(loss);
-            }
-            routes.extend(output.routes());
-            Ok(())
+        let (mut routes, mut balances, mut values) = (vec![], vec![], None);
+        differentiate(&[], || {
+            let mut roots = vec![];
+            let hidden = self.walk(&self.trunk(), &mut |_, _, output| {
+                roots.extend(self.load_balance(output, &mut balances)?);
+                routes.extend(output.routes());
+                Ok(())
+            })?;
+            let head = self.head(&hidden)?;
+            roots.push((head.clone(), objective(&head)?));
+            values = Some(head);
+            anyhow::Ok(roots)
         })?;
-        let head = self.head(&hidden)?;
-        let mut root = ops::upstream(&head, &objective(&head)?)?;
-        if let Some(balance) = balance {
-            root = (root + balance)?;
-        }
-        root.backward()?;
-        Ok(Walked { head: head.detach(), routes, load_balance: self.mean_of_layers(&balances)? })
+        let head = values.context("a pass without a head")?;
+        Ok(Walked { head, routes, load_balance: self.mean_of_layers(&balances)? })
     }
 
     fn recomputed(&self, objective: OnHead<'_>) -> Result<Walked> {
@@ -193,33 +190,34 @@ impl Pass<'_> {
             routes.extend(output.routes());
             Ok(())
         })?;
-        let top = Var::from_tensor(&hidden)?;
+        let mut values = None;
+        let mut upstream = self.through(&hidden, || {
+            let head = self.head(&hidden)?;
+            let root = (head.clone(), objective(&head)?);
+            values = Some(head);
+            Ok(vec![root])
+        })?;
         drop(hidden);
-        let head = self.head(top.as_tensor())?;
-        let mut store = ops::upstream(&head, &objective(&head)?)?.backward()?;
-        let mut upstream = store.remove(top.as_tensor()).context("no gradient at the last layer")?;
-        let head = head.detach();
-        drop((store, top));
+        let head = values.context("a pass without a head")?;
 
         let mut balances = vec![];
         for index in (0..layers).rev() {
-            let x = Var::from_tensor(&inputs.pop().context("a layer's input is missing")?)?;
-            // The experts of the first time, whatever chose them.
-            let output =
-                self.with_rows(Some(&routes), |rows| self.trunk().layer(index, x.as_tensor(), rows))?;
-            let mut root = ops::upstream(&output.hidden, &upstream)?;
-            if let Some((share, loss)) = self.load_balance(&output)? {
-                root = (root + share)?;
-                balances.push(loss);
-            }
-            let mut store = root.backward()?;
-            upstream = store.remove(x.as_tensor()).context("no gradient at a layer's input")?;
+            let x = inputs.pop().context("a layer's input is missing")?;
+            upstream = self.through(&x, || {
+                // The experts of the first time, whatever chose them.
+                let output = self.with_rows(Some(&routes), |rows| self.trunk().layer(index, &x, rows))?;
+                let balance = self.load_balance(&output, &mut balances)?;
+                Ok([(output.hidden, upstream)].into_iter().chain(balance).collect())
+            })?;
         }
-        let embedded = self.trunk().embed(&self.batch.tokens)?;
-        if embedded.track_op() {
-            ops::upstream(&embedded, &upstream)?.backward()?;
-        }
+        differentiate(&[], || anyhow::Ok(vec![(self.trunk().embed(&self.batch.tokens)?, upstream)]))?;
         Ok(Walked { head, routes, load_balance: self.mean_of_layers(&balances)? })
+    }
+
+    /// The gradient with respect to `x` of what `forward` computes from it and returns with its gradients.
+    fn through(&self, x: &Tensor, forward: impl FnOnce() -> Result<Vec<(Tensor, Tensor)>>) -> Result<Tensor> {
+        let gradient = differentiate(&[x], forward)?.pop().flatten();
+        gradient.context("no gradient at a layer's input")
     }
 
     /// The mean over layers of what those with experts gave; read at the end of a pass, as a GPU is waited for.
@@ -231,8 +229,12 @@ impl Pass<'_> {
         Ok(sum / self.model.config.num_hidden_layers as f64)
     }
 
-    /// The layer's share of the load-balancing loss, times its coefficient, and the plain loss.
-    fn load_balance(&self, output: &LayerOutput) -> Result<Option<(Tensor, Tensor)>> {
+    /// The layer's load-balancing loss with its coefficient, where it is asked for; the loss is noted in `balances`.
+    fn load_balance(
+        &self,
+        output: &LayerOutput,
+        balances: &mut Vec<Tensor>,
+    ) -> Result<Option<(Tensor, Tensor)>> {
         let (true, Some(routing)) = (self.settings.load_balance != 0.0, &output.routing) else {
             return Ok(None);
         };
@@ -245,9 +247,10 @@ impl Pass<'_> {
                 ops::load_balance(&split.rows.all_rows(&routing.router_logits)?, &plan, holders)?
             }
         };
+        balances.push(loss.clone());
         let layers = self.model.config.num_hidden_layers as f64;
-        let plain = loss.detach();
-        Ok(Some(((loss * (self.settings.load_balance / layers))?, plain)))
+        let coefficient = Tensor::new((self.settings.load_balance / layers) as f32, loss.device())?;
+        Ok(Some((loss, coefficient)))
     }
 
     /// The objective's gradient as a tensor of the head's shape.

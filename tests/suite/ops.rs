@@ -14,6 +14,7 @@ mod stock;
 
 use candle_core::{Device, Tensor, Var};
 use rand::Rng;
+use rloss::ops::graph::differentiate;
 use rloss::ops::parameter::GradientSink;
 use rloss::ops::{self, Parameter};
 use rloss::random::{Purpose, stream};
@@ -102,6 +103,21 @@ fn gradients(inputs: &[&Var], op: impl Fn(&[&Input]) -> Tensor) -> (Vec<Vec<f32>
     (gradients, floats(&out), c)
 }
 
+/// The same gradients by the walk that training takes.
+fn recorded_gradients(inputs: &[&Var], op: impl Fn(&[&Input]) -> Tensor) -> Vec<Vec<f32>> {
+    let buffers: Vec<Tensor> = inputs.iter().map(|v| v.zeros_like().unwrap().detach()).collect();
+    let sink = Arc::new(Sink { buffers: buffers.clone(), added: Mutex::default() });
+    let learning = |(i, v): (usize, &&Var)| Input(Parameter::learning(v.as_tensor(), sink.clone(), i));
+    let parameters: Vec<Input> = inputs.iter().enumerate().map(learning).collect();
+    let leaves: Vec<&Tensor> = inputs.iter().map(|v| v.as_tensor()).collect();
+    let found = differentiate(&leaves, || {
+        let out = op(&parameters.iter().collect::<Vec<_>>());
+        let c = Tensor::from_vec(noise(out.elem_count(), 1.0, 77), out.shape(), &Device::Cpu)?;
+        candle_core::Result::Ok(vec![(out, c)])
+    });
+    found.unwrap().iter().zip(&buffers).map(|(found, sum)| floats(found.as_ref().unwrap_or(sum))).collect()
+}
+
 /// Compares values and gradients of `op` with those of `reference`, which gets the inputs in f64.
 fn check(
     what: &str,
@@ -120,7 +136,8 @@ fn check_some(
     reference: impl Fn(&[Vec<f64>]) -> Vec<f64>,
     places: usize,
 ) {
-    let (gradients, out, c) = gradients(inputs, op);
+    let (gradients, out, c) = gradients(inputs, &op);
+    assert_eq!(recorded_gradients(inputs, &op), gradients, "{what}: candle's walk and the recorded one");
     let mut x: Vec<Vec<f64>> =
         inputs.iter().map(|v| floats(v).into_iter().map(f64::from).collect()).collect();
     assert_close(&format!("{what}: value"), &out, &reference(&x));

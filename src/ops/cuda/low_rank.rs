@@ -5,6 +5,7 @@ use super::arguments::{Op, of_storage};
 use super::product::{
     Finish, add_weight_gradient, finished_product, product_input_gradient, scaled_input_gradient,
 };
+use crate::ops::graph::is_tracked;
 use crate::ops::parameter::Gradient;
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor};
@@ -56,5 +57,5 @@ pub(in crate::ops) fn low_rank_backward(
         let u = of_storage(u, shape);
         db.add(|sum| add_weight_gradient(OP.0, sum, &u, dy, starts))?;
     }
-    x.track_op().then(|| product_input_gradient(OP.0, &du, a, starts)).transpose()
+    is_tracked(x).then(|| product_input_gradient(OP.0, &du, a, starts)).transpose()
 }

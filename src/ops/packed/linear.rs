@@ -7,6 +7,7 @@ use crate::ops::buffer::{buffer, zeros};
 use crate::ops::cpu::{add_values, host_values, values};
 use crate::ops::cuda::{add_bias_gradient, packed_forward, packed_input_gradient};
 use crate::ops::experts::Dispatch;
+use crate::ops::graph::{apply_1, apply_2, contiguous, is_tracked};
 use crate::ops::linear::{repeat_row, sum_rows};
 use crate::ops::parameter::{Gradient, Parameter};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
@@ -24,7 +25,7 @@ pub fn packed_linear(x: &Tensor, weight: &Arc<PackedMatrix>, bias: Option<&Param
     }
     match bias {
         Some(bias) => apply(x, weight, bias, None),
-        None => x.contiguous()?.apply_op1(Packed { weight: weight.clone(), bias: None, plan: None }),
+        None => apply_1(&contiguous(x)?, Packed { weight: weight.clone(), bias: None, plan: None }),
     }
 }
 
@@ -54,7 +55,7 @@ pub fn packed_grouped_linear(
 
 fn apply(x: &Tensor, weight: &Arc<PackedMatrix>, bias: &Parameter, plan: Option<Dispatch>) -> Result<Tensor> {
     let op = Packed { weight: weight.clone(), bias: bias.gradient(), plan };
-    x.contiguous()?.apply_op2(bias.values(), op)
+    apply_2(&contiguous(x)?, bias.values(), op)
 }
 
 struct Packed {
@@ -166,7 +167,7 @@ impl CustomOp1 for Packed {
 impl Packed {
     /// `dx`, where something below learns.
     fn input_gradient(&self, x: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        if !x.track_op() {
+        if !is_tracked(x) {
             return Ok(None);
         }
         if x.device().is_cuda() {

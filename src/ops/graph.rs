@@ -1,0 +1,272 @@
+//! The graph of a pass, and the walk back through it.
+//!
+//! candle's own walk begins every gradient with zeros and adds to them, one edge of the graph after the other, and holds what all ops
+//! gave until its end. Here a first gradient is taken as it is, and what an op gave goes once its gradient has been passed on. What
+//! is added, and in which order, is the same. Outside of [`differentiate`] ops are nodes of candle's graph, as for any caller.
+
+#![expect(clippy::disallowed_methods, reason = "here ops become nodes")]
+
+use super::buffer::buffer;
+use super::cpu::{for_each_row, host_values};
+use candle_core::{CustomOp1, CustomOp2, CustomOp3, DType, Result, Shape, Tensor, TensorId, bail};
+use std::cell::RefCell;
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
+
+thread_local! {
+    /// What this thread differentiates, if anything.
+    static TAPE: RefCell<Option<Tape>> = const { RefCell::new(None) };
+}
+
+/// What was computed, first things first.
+#[derive(Default)]
+struct Tape {
+    nodes: Vec<Node>,
+    /// Leaves, and what was computed from them or from variables.
+    tracked: HashSet<TensorId>,
+    walks_back: bool,
+}
+
+/// A tensor and how it was computed.
+struct Node {
+    output: Tensor,
+    source: Source,
+}
+
+/// An op with its inputs.
+enum Source {
+    One(Box<dyn CustomOp1>, Tensor),
+    Two(Box<dyn CustomOp2>, [Tensor; 2]),
+    Three(Box<dyn CustomOp3>, [Tensor; 3]),
+    /// Both inputs have the gradient of their sum.
+    Sum([Tensor; 2]),
+    /// The same values in another shape or order in memory.
+    Reshaped(Tensor),
+    /// Some of the first dimension, from here on.
+    Stretch(Tensor, usize),
+}
+
+/// Takes the thread's tape away, however the pass ends.
+struct Recording;
+
+impl Drop for Recording {
+    fn drop(&mut self) {
+        // Nodes end outside of the borrow.
+        let tape = TAPE.with_borrow_mut(Option::take);
+        drop(tape);
+    }
+}
+
+/// Gradients of `leaves`, in their order: `forward` computes from them and returns what it gave, each with the gradient there, of
+/// its shape. Gradients of parameters go where these send them. A leaf that nothing depends on has none.
+///
+/// Of what `forward` does on this thread, ops of this room are differentiated and nothing else is.
+///
+/// # Errors
+/// Those of `forward` and of the ops, when shapes differ, and inside of another such call.
+pub fn differentiate<E: From<candle_core::Error>>(
+    leaves: &[&Tensor],
+    forward: impl FnOnce() -> std::result::Result<Vec<(Tensor, Tensor)>, E>,
+) -> std::result::Result<Vec<Option<Tensor>>, E> {
+    if TAPE.with_borrow(Option::is_some) {
+        return Err(candle_core::Error::Msg("a pass within a pass has no gradients".into()).into());
+    }
+    let tracked = leaves.iter().map(|leaf| leaf.id()).collect();
+    TAPE.set(Some(Tape { tracked, ..Tape::default() }));
+    let _recording = Recording;
+    let roots = forward()?;
+    let mut gradients = walk_back(roots)?;
+    Ok(leaves.iter().map(|leaf| gradients.remove(&leaf.id())).collect())
+}
+
+/// Whether gradients reach `x`: it is a variable, or was computed from one.
+pub fn is_tracked(x: &Tensor) -> bool {
+    x.track_op() || TAPE.with_borrow(|tape| tape.as_ref().is_some_and(|tape| tape.tracked.contains(&x.id())))
+}
+
+fn is_recording() -> bool {
+    TAPE.with_borrow(|tape| tape.as_ref().is_some_and(|tape| !tape.walks_back))
+}
+
+/// Writes down how `output` was computed, where one of `inputs` is tracked.
+fn recorded(output: Tensor, inputs: &[&Tensor], source: impl FnOnce() -> Source) -> Tensor {
+    if inputs.iter().any(|x| is_tracked(x)) {
+        let source = source();
+        TAPE.with_borrow_mut(|tape| {
+            if let Some(tape) = tape {
+                tape.tracked.insert(output.id());
+                tape.nodes.push(Node { output: output.clone(), source });
+            }
+        });
+    }
+    output
+}
+
+/// `op` of `x`, which no gradient passes.
+pub fn apply_without_gradient<C: CustomOp1>(x: &Tensor, op: &C) -> Result<Tensor> {
+    x.apply_op1_no_bwd(op)
+}
+
+/// `op` of `x`, a node of the graph.
+pub fn apply_1<C: CustomOp1 + Send + Sync + 'static>(x: &Tensor, op: C) -> Result<Tensor> {
+    if !is_recording() {
+        return x.apply_op1(op);
+    }
+    let output = x.apply_op1_no_bwd(&op)?;
+    Ok(recorded(output, &[x], || Source::One(Box::new(op), x.clone())))
+}
+
+/// `op` of `x` and `y`, a node of the graph.
+pub fn apply_2<C: CustomOp2 + Send + Sync + 'static>(x: &Tensor, y: &Tensor, op: C) -> Result<Tensor> {
+    if !is_recording() {
+        return x.apply_op2(y, op);
+    }
+    let output = x.apply_op2_no_bwd(y, &op)?;
+    Ok(recorded(output, &[x, y], || Source::Two(Box::new(op), [x.clone(), y.clone()])))
+}
+
+/// `op` of `x`, `y` and `z`, a node of the graph.
+pub fn apply_3<C: CustomOp3 + Send + Sync + 'static>(
+    x: &Tensor,
+    y: &Tensor,
+    z: &Tensor,
+    op: C,
+) -> Result<Tensor> {
+    if !is_recording() {
+        return x.apply_op3(y, z, op);
+    }
+    let output = x.apply_op3_no_bwd(y, z, &op)?;
+    Ok(recorded(output, &[x, y, z], || Source::Three(Box::new(op), [x.clone(), y.clone(), z.clone()])))
+}
+
+/// `x + y` of one shape, a node of the graph.
+///
+/// # Errors
+/// When shapes differ.
+pub fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
+    if !is_recording() {
+        return x + y;
+    }
+    Ok(recorded(sum(x, y)?, &[x, y], || Source::Sum([x.clone(), y.clone()])))
+}
+
+/// `x` in another shape, a node of the graph.
+///
+/// # Errors
+/// When the number of values differs.
+pub fn reshape(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
+    let output = x.reshape(shape.into())?;
+    if !is_recording() {
+        return Ok(output);
+    }
+    Ok(recorded(output, &[x], || Source::Reshaped(x.clone())))
+}
+
+/// `x[at]` of its first dimension, a node of the graph.
+///
+/// # Errors
+/// When `x` is shorter.
+pub fn stretch(x: &Tensor, at: Range<usize>) -> Result<Tensor> {
+    let output = x.narrow(0, at.start, at.len())?;
+    if !is_recording() {
+        return Ok(output);
+    }
+    Ok(recorded(output, &[x], || Source::Stretch(x.clone(), at.start)))
+}
+
+/// The same values one after the other, a node of the graph where they were not.
+///
+/// # Errors
+/// When memory runs out.
+pub fn contiguous(x: &Tensor) -> Result<Tensor> {
+    let output = x.contiguous()?;
+    if x.is_contiguous() || !is_recording() {
+        return Ok(output);
+    }
+    Ok(recorded(output, &[x], || Source::Reshaped(x.clone())))
+}
+
+/// `x + y`; on the CPU by all threads of the pool where it is worth it.
+fn sum(x: &Tensor, y: &Tensor) -> Result<Tensor> {
+    if !x.device().is_cpu() || x.dtype() != DType::F32 || !x.is_contiguous() || !y.is_contiguous() {
+        return x + y;
+    }
+    if x.dims() != y.dims() {
+        bail!("add: {:?} and {:?}", x.dims(), y.dims());
+    }
+    let (xs, ys) = (host_values(x)?, host_values(y)?);
+    let (xs, ys): (&[f32], &[f32]) = (&xs, &ys);
+    let width = x.dims().last().copied().unwrap_or(1);
+    let mut out = buffer(xs.len());
+    for_each_row(&mut out, width, width, |row, out| {
+        let at = row * width..(row + 1) * width;
+        out.iter_mut().zip(&xs[at.clone()]).zip(&ys[at]).for_each(|((o, x), y)| *o = x + y);
+    });
+    Tensor::from_vec(out, x.shape(), x.device())
+}
+
+/// Gradients that have come together so far.
+type Gradients = HashMap<TensorId, Tensor>;
+
+/// Adds to the gradient of `x`, where gradients reach it.
+fn collect(gradients: &mut Gradients, x: &Tensor, gradient: Option<Tensor>) -> Result<()> {
+    let Some(gradient) = gradient.filter(|_| is_tracked(x)) else { return Ok(()) };
+    if gradient.dims() != x.dims() {
+        bail!("a gradient of {:?} for {:?}", gradient.dims(), x.dims());
+    }
+    let gradient = match gradients.remove(&x.id()) {
+        None => gradient,
+        Some(before) => sum(&before, &gradient)?,
+    };
+    gradients.insert(x.id(), gradient);
+    Ok(())
+}
+
+/// From the last node to the first: those of leaves are left.
+fn walk_back(roots: Vec<(Tensor, Tensor)>) -> Result<Gradients> {
+    let mut gradients = Gradients::new();
+    for (root, gradient) in roots {
+        collect(&mut gradients, &root, Some(gradient))?;
+    }
+    let next = || {
+        TAPE.with_borrow_mut(|tape| {
+            let tape = tape.as_mut()?;
+            tape.walks_back = true;
+            tape.nodes.pop()
+        })
+    };
+    while let Some(Node { output, source }) = next() {
+        let Some(gradient) = gradients.remove(&output.id()) else { continue };
+        match source {
+            Source::One(op, x) => {
+                let dx = op.bwd(&x, &output, &gradient)?;
+                collect(&mut gradients, &x, dx)?;
+            }
+            Source::Two(op, [x, y]) => {
+                let (dx, dy) = op.bwd(&x, &y, &output, &gradient)?;
+                collect(&mut gradients, &x, dx)?;
+                collect(&mut gradients, &y, dy)?;
+            }
+            Source::Three(op, [x, y, z]) => {
+                let (dx, dy, dz) = op.bwd(&x, &y, &z, &output, &gradient)?;
+                collect(&mut gradients, &x, dx)?;
+                collect(&mut gradients, &y, dy)?;
+                collect(&mut gradients, &z, dz)?;
+            }
+            Source::Sum([x, y]) => {
+                collect(&mut gradients, &x, Some(gradient.clone()))?;
+                collect(&mut gradients, &y, Some(gradient))?;
+            }
+            Source::Reshaped(x) => {
+                let dx = gradient.reshape(x.shape())?;
+                collect(&mut gradients, &x, Some(dx))?;
+            }
+            Source::Stretch(x, start) => {
+                let after = x.dim(0)? - start - gradient.dim(0)?;
+                let dx = gradient.pad_with_zeros(0, start, after)?;
+                collect(&mut gradients, &x, Some(dx))?;
+            }
+        }
+    }
+    Ok(gradients)
+}
