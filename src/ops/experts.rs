@@ -17,6 +17,7 @@ use super::cuda::{
 };
 use super::graph::{apply_1, apply_2, apply_3, apply_without_gradient, contiguous};
 use super::linear::sum_rows;
+use super::math::dot;
 use super::parameter::{Gradient, Parameter};
 use super::product::{Matrix, Spread, backward_product, forward_product_on, product_on};
 use candle_core::{
@@ -450,7 +451,7 @@ impl CustomOp2 for Combine {
         for_each_row_pair((&mut dx, width), (&mut dw_of_row, 1), 2 * width, |row, dx, dw| {
             let (slot, x) = (slot_of[row], &xs[row * width..(row + 1) * width]);
             let g = &g[slot / top_k * width..(slot / top_k + 1) * width];
-            dw[0] = super::math::sum_lanes(width, |i| g[i] * x[i]);
+            dw[0] = dot(g, x);
             dx.iter_mut().zip(g).for_each(|(d, &g)| *d = ws[slot] * g);
         });
         let dw: Vec<f32> = plan.row_of().iter().map(|&row| dw_of_row[row as usize]).collect();

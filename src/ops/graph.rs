@@ -8,6 +8,7 @@
 
 use super::buffer::buffer;
 use super::cpu::{for_each_row, host_values};
+use super::math;
 use candle_core::{CustomOp1, CustomOp2, CustomOp3, DType, Result, Shape, Tensor, TensorId, bail};
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -200,7 +201,7 @@ fn sum(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     let mut out = buffer(xs.len());
     for_each_row(&mut out, width, width, |row, out| {
         let at = row * width..(row + 1) * width;
-        out.iter_mut().zip(&xs[at.clone()]).zip(&ys[at]).for_each(|((o, x), y)| *o = x + y);
+        math::add(&xs[at.clone()], &ys[at], out);
     });
     Tensor::from_vec(out, x.shape(), x.device())
 }

@@ -94,25 +94,27 @@ impl KvBlocks {
     pub fn append(&mut self, kv: &[f32]) {
         let (heads, d) = (self.heads, self.head_dim);
         let width = heads * d;
-        for row in kv.chunks_exact(2 * width) {
+        let (mut rest, row) = (kv, 2 * width);
+        while !rest.is_empty() {
             let place = self.len % BLOCK;
             if place == 0 {
                 self.blocks.push(Arc::new(KvBlock::new(heads, d)));
             }
+            let (rows, others) = rest.split_at(rest.len().min((BLOCK - place) * row));
             let last = self.blocks.len() - 1;
             // A block that another sequence also holds is copied before it is written.
             let block = Arc::make_mut(&mut self.blocks[last]);
-            let (keys, values) = row.split_at(width);
-            for (h, key) in keys.chunks_exact(d).enumerate() {
-                for (c, &k) in key.iter().enumerate() {
-                    block.keys[(h * d + c) * BLOCK + place] = k;
-                }
+            for (c, keys) in block.keys.chunks_exact_mut(BLOCK).enumerate() {
+                let of_rows = rows.chunks_exact(row).map(|row| row[c]);
+                keys[place..].iter_mut().zip(of_rows).for_each(|(key, k)| *key = k);
             }
-            for (h, value) in values.chunks_exact(d).enumerate() {
-                let start = (h * BLOCK + place) * d;
-                block.values[start..start + d].copy_from_slice(value);
+            for (h, values) in block.values.chunks_exact_mut(BLOCK * d).enumerate() {
+                let of_rows = rows.chunks_exact(row).map(|row| &row[width + h * d..width + (h + 1) * d]);
+                let places = values[place * d..].chunks_exact_mut(d);
+                places.zip(of_rows).for_each(|(place, value)| place.copy_from_slice(value));
             }
-            self.len += 1;
+            self.len += rows.len() / row;
+            rest = others;
         }
     }
 

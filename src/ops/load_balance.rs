@@ -37,12 +37,11 @@ pub(super) struct LoadBalance {
 }
 
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
-fn softmax(row: &[f32]) -> Vec<f32> {
+fn softmax(row: &[f32], p: &mut [f32]) {
     let highest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let mut p: Vec<f32> = row.iter().map(|&z| exp(z - highest)).collect();
+    p.iter_mut().zip(row).for_each(|(p, &z)| *p = exp(z - highest));
     let total: f32 = p.iter().sum();
     p.iter_mut().for_each(|p| *p /= total);
-    p
 }
 
 impl LoadBalance {
@@ -86,8 +85,11 @@ impl CustomOp1 for LoadBalance {
     fn cpu_fwd(&self, logits: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let (rows, experts) = layout.shape().dims2()?;
         let fractions = self.fractions((rows, experts))?;
-        let of_rows = values(logits, layout)?.chunks_exact(experts).enumerate();
-        let of_rows = of_rows.map(|(i, row)| (self.weight(i) * weighted(&softmax(row), &fractions)) as f64);
+        let mut p = buffer(experts);
+        let of_rows = values(logits, layout)?.chunks_exact(experts).enumerate().map(|(i, row)| {
+            softmax(row, &mut p);
+            (self.weight(i) * weighted(&p, &fractions)) as f64
+        });
         let loss = of_rows.sum::<f64>() * experts as f64 / self.tokens(rows).max(1) as f64;
         Ok((CpuStorage::F32(vec![loss as f32]), Shape::from(())))
     }
@@ -104,11 +106,11 @@ impl CustomOp1 for LoadBalance {
         let scale = grad.to_scalar::<f32>()? * experts as f32 / self.tokens(rows).max(1) as f32;
         let fractions = self.fractions((rows, experts))?;
         let logits_values = host_values(logits)?;
-        let mut dz = buffer(rows * experts);
+        let (mut dz, mut p) = (buffer(rows * experts), buffer(experts));
         let of_rows = logits_values.chunks_exact(experts).zip(dz.chunks_exact_mut(experts));
         for (i, (row, dz)) in of_rows.enumerate() {
             let scale = scale * self.weight(i);
-            let p = softmax(row);
+            softmax(row, &mut p);
             let mean = weighted(&p, &fractions);
             for ((dz, p), f) in dz.iter_mut().zip(&p).zip(&fractions) {
                 *dz = scale * p * (f - mean);

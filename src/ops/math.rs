@@ -1,5 +1,7 @@
 //! Elementwise functions and row sums whose bits do not depend on vector width, position or machine.
 
+use multiversion::multiversion;
+
 /// Lanes of every row sum: element `i` goes to lane `i % LANES`, lanes are added as a tree.
 pub const LANES: usize = 16;
 
@@ -50,22 +52,34 @@ fn halved(lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
     f(two[0], two[1])
 }
 
-/// Σ f(i) over `0..n` in lane order.
+/// Σ f(values of `rows` at i) in lane order; rows of one length. Whole chunks of each, for the compiler to keep lanes in vectors.
 #[inline(always)]
-pub fn sum_lanes(n: usize, f: impl Fn(usize) -> f32) -> f32 {
+pub fn sum_lanes<const N: usize>(rows: [&[f32]; N], f: impl Fn([f32; N]) -> f32) -> f32 {
     let mut lanes = [0f32; LANES];
-    let whole = n / LANES * LANES;
-    let mut base = 0;
-    while base < whole {
+    let (chunks, rests): ([&[[f32; LANES]]; N], [&[f32]; N]) =
+        (rows.map(|row| row.as_chunks().0), rows.map(|row| row.as_chunks::<LANES>().1));
+    for i in 0..chunks[0].len() {
+        let chunk = chunks.map(|chunks| &chunks[i]);
         for (l, lane) in lanes.iter_mut().enumerate() {
-            *lane += f(base + l);
+            *lane += f(chunk.map(|chunk| chunk[l]));
         }
-        base += LANES;
     }
-    for (l, lane) in lanes.iter_mut().enumerate().take(n - whole) {
-        *lane += f(whole + l);
+    for (l, lane) in lanes.iter_mut().enumerate().take(rests[0].len()) {
+        *lane += f(rests.map(|rest| rest[l]));
     }
     add_lanes(lanes)
+}
+
+/// Σ a_i b_i in lane order.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
+pub fn dot(a: &[f32], b: &[f32]) -> f32 {
+    sum_lanes([a, b], |[a, b]| a * b)
+}
+
+/// `out = a + b`, elementwise.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
+pub fn add(a: &[f32], b: &[f32], out: &mut [f32]) {
+    out.iter_mut().zip(a).zip(b).for_each(|((out, a), b)| *out = a + b);
 }
 
 /// The largest value of a row; −∞ for an empty one.
@@ -134,9 +148,11 @@ mod tests {
     #[test]
     fn a_sum_ignores_how_the_row_is_reached() {
         let row: Vec<f32> = (0..1003).map(|i| ((i * 7919) % 1000) as f32 * 1e-3 - 0.4).collect();
-        let a = sum_lanes(row.len(), |i| row[i]);
-        let b = sum_lanes(row.len(), |i| std::hint::black_box(row[i]));
-        assert_eq!(a.to_bits(), b.to_bits());
+        let mut lanes = [0f32; LANES];
+        row.iter().enumerate().for_each(|(i, x)| lanes[i % LANES] += std::hint::black_box(*x));
+        assert_eq!(sum_lanes([&row], |[x]| x).to_bits(), add_lanes(lanes).to_bits());
+        let squares: Vec<f32> = row.iter().map(|x| std::hint::black_box(*x) * x).collect();
+        assert_eq!(dot(&row, &row).to_bits(), sum_lanes([&squares], |[x]| x).to_bits());
     }
 
     #[test]

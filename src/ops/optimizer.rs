@@ -44,14 +44,21 @@ pub fn adamw(weights: &Tensor, [first, second]: [&Tensor; 2], gradient: &Tensor,
                 if in_parallel(w.len()) {
                     let parts =
                         w.par_chunks_mut(PART).zip(m.par_chunks_mut(PART)).zip(v.par_chunks_mut(PART));
-                    parts.zip(gradient.par_chunks(PART)).for_each(|(((w, m), v), g)| step.apply(w, m, v, g));
+                    parts
+                        .zip(gradient.par_chunks(PART))
+                        .for_each(|(((w, m), v), g)| apply_adamw(step, w, m, v, g));
                 } else {
-                    step.apply(w, m, v, &gradient);
+                    apply_adamw(step, w, m, v, &gradient);
                 }
                 Ok(())
             })
         })
     })
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
+fn apply_adamw(step: &AdamW, w: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32]) {
+    step.apply(w, m, v, g);
 }
 
 impl AdamW {

@@ -7,6 +7,7 @@
 //! A row's result then depends on nothing but the row and the weights.
 
 use super::few_rows::{few_rows, fits};
+use super::math::dot;
 use gemm::Parallelism;
 
 /// The crate's own blocking over k never goes below this, so a chunk is always one chain.
@@ -218,7 +219,7 @@ pub mod stock {
 /// One output column: each row's dot product in lane order.
 fn dot_column(out: &mut [f32], x: &[f32], w: &[f32], k: usize, accumulate: bool) {
     for (o, row) in out.iter_mut().zip(x.chunks_exact(k.max(1))) {
-        let dot = super::math::sum_lanes(k, |i| row[i] * w[i]);
+        let dot = dot(row, w);
         *o = if accumulate { *o + dot } else { dot };
     }
 }

@@ -36,21 +36,21 @@ fn normalise(x: &[f32], w: &[f32], eps: f32, out: &mut [f32]) {
 
 #[inline(always)]
 fn inverse_rms(x: &[f32], eps: f32) -> f32 {
-    1.0 / (sum_lanes(x.len(), |i| x[i] * x[i]) / x.len() as f32 + eps).sqrt()
+    1.0 / (sum_lanes([x], |[x]| x * x) / x.len() as f32 + eps).sqrt()
 }
 
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 fn backward_row(x: &[f32], w: &[f32], dy: &[f32], eps: f32, dx: &mut [f32], dw: Option<&mut [f32]>) {
     let h = x.len();
     let r = inverse_rms(x, eps);
-    let dot = sum_lanes(h, |i| dy[i] * w[i] * x[i]);
+    let dot = sum_lanes([dy, w, x], |[dy, w, x]| dy * w * x);
     let along = r * r * r * dot / h as f32;
-    for i in 0..h {
-        dx[i] = r * dy[i] * w[i] - x[i] * along;
+    for (((dx, &dy), &w), &x) in dx.iter_mut().zip(dy).zip(w).zip(x) {
+        *dx = r * dy * w - x * along;
     }
     if let Some(dw) = dw {
-        for i in 0..h {
-            dw[i] += dy[i] * x[i] * r;
+        for ((dw, &dy), &x) in dw.iter_mut().zip(dy).zip(x) {
+            *dw += dy * x * r;
         }
     }
 }

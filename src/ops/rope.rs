@@ -11,6 +11,7 @@ use super::uploaded::Uploaded;
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Tensor, bail,
 };
+use multiversion::multiversion;
 use std::sync::Arc;
 
 /// Cosines and sines of every position, `[positions][D/2]` each.
@@ -72,10 +73,12 @@ impl RopeTable {
         let sines = &self.sines[position * half..(position + 1) * half];
         for (x, out) in x.chunks_exact(2 * half).zip(out.chunks_exact_mut(2 * half)) {
             let ((a, b), (out_a, out_b)) = (x.split_at(half), out.split_at_mut(half));
-            for i in 0..half {
-                let sine = if back { -sines[i] } else { sines[i] };
-                out_a[i] = a[i] * cosines[i] - b[i] * sine;
-                out_b[i] = b[i] * cosines[i] + a[i] * sine;
+            let angles =
+                cosines.iter().zip(sines).map(|(&cosine, &sine)| (cosine, if back { -sine } else { sine }));
+            let pairs = a.iter().zip(b).zip(out_a.iter_mut().zip(out_b));
+            for ((cosine, sine), ((a, b), (out_a, out_b))) in angles.zip(pairs) {
+                *out_a = a * cosine - b * sine;
+                *out_b = b * cosine + a * sine;
             }
         }
     }
@@ -132,10 +135,15 @@ impl Rotation {
     }
 
     fn rows(&self, x: &[f32], width: usize, stride: usize, out: &mut [f32], back: bool) {
-        for (row, &position) in self.positions.iter().enumerate() {
-            let at = row * stride..row * stride + width;
-            self.table.rotate(position as usize, &x[row * width..(row + 1) * width], &mut out[at], back);
-        }
+        rotate_rows(self, x, width, stride, out, back);
+    }
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
+fn rotate_rows(rotation: &Rotation, x: &[f32], width: usize, stride: usize, out: &mut [f32], back: bool) {
+    for (row, &position) in rotation.positions.iter().enumerate() {
+        let at = row * stride..row * stride + width;
+        rotation.table.rotate(position as usize, &x[row * width..(row + 1) * width], &mut out[at], back);
     }
 }
 

@@ -71,7 +71,7 @@ fn attend_backward_by<const R: usize, const W: usize>(
         for head in 0..group {
             let place = row * heads + kv_head * group + head;
             let (grad, output) = (&up.grad[place * d..(place + 1) * d], &up.out[place * d..(place + 1) * d]);
-            let delta = sum_lanes(d, |c| grad[c] * output[c]);
+            let delta = sum_lanes([grad, output], |[grad, output]| grad * output);
             deltas[row * group + head] = delta;
             let sink = attention.sink(up.sinks, kv_head * group + head);
             dsinks[head] -= exp(sink - up.lse[place]) * delta;

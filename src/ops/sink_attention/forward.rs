@@ -164,7 +164,7 @@ impl<const G: usize> Queries<'_, G> {
                 // Before the first block there are only zeros to shrink.
                 shrink[g] = if b == first { 0.0 } else { exp(*maximum - highest) };
                 *maximum = highest;
-                *total = *total * shrink[g] + sum_lanes(BLOCK, |j| p[j]);
+                *total = *total * shrink[g] + sum_lanes([&p[..]], |[p]| p);
             }
             add_values(o, &p, &block.values[part.clone()], (low, high), &shrink);
         }
