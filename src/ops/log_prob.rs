@@ -138,9 +138,6 @@ fn backward_row(z: &mut [f32], stats: RowStats, d_log_prob: f32, d_entropy: f32,
     }
 }
 
-/// Called with a chunk's gradient of the logits `[m, V]`, its rows of `h` and the first row's index.
-type UseChunk<'a> = &'a mut dyn FnMut(&[f32], &[f32], usize) -> Result<()>;
-
 impl Head {
     fn forward(&self, h: &[f32]) -> Result<(CpuStorage, Shape)> {
         let (k, n) = self.weight.shape()?;
@@ -179,37 +176,41 @@ impl Head {
         let mut dh = is_tracked(h).then(|| buffer(rows * k));
         let chunk = chunk_rows(n);
         let mut z = buffer(chunk.min(rows) * n);
-        // A chunk's gradient of the logits, in `z`; then what `use_it` makes of it.
-        let mut each_chunk = |use_it: UseChunk| {
-            for start in (0..rows).step_by(chunk) {
-                let m = chunk.min(rows - start);
-                let z = &mut z[..m * n];
-                let h = &hs[start * k..(start + m) * k];
-                self.weight.product(z, h)?;
-                for_each_row(z, n, 8 * n, |row, z| {
-                    let (d_log_prob, d_entropy) = (g[start + row], g[rows + start + row]);
-                    let stats = row_stats(z, self.inverse_temperature);
-                    backward_row(z, stats, d_log_prob, d_entropy, self.inverse_temperature);
-                    z[self.targets[start + row] as usize] += d_log_prob * self.inverse_temperature;
-                });
-                use_it(z, h, start)?;
+        // The gradient of the logits of the rows from `start`, in `z`; what follows from it for `h`.
+        let mut through = |z: &mut [f32], start: usize| {
+            let m = z.len() / n;
+            if m == 0 {
+                return Ok(());
             }
-            Ok(())
-        };
-        let mut add_dh = |z: &[f32], h: &[f32], start: usize| {
-            let (m, Some(dh)) = (h.len() / k, &mut dh) else { return Ok(()) };
+            self.weight.product(z, &hs[start * k..(start + m) * k])?;
+            for_each_row(z, n, 8 * n, |row, z| {
+                let (d_log_prob, d_entropy) = (g[start + row], g[rows + start + row]);
+                let stats = row_stats(z, self.inverse_temperature);
+                backward_row(z, stats, d_log_prob, d_entropy, self.inverse_temperature);
+                z[self.targets[start + row] as usize] += d_log_prob * self.inverse_temperature;
+            });
+            let Some(dh) = &mut dh else { return Ok(()) };
             self.weight.input_gradient(&mut dh[start * k..(start + m) * k], z)
         };
+        let rows_from = |start: usize| chunk.min(rows - start);
+        // What needs no turn at the weight's gradient comes before it.
+        through(&mut z[..rows_from(0) * n], 0)?;
+        let mut others = (0..rows).step_by(chunk).skip(1);
         match &self.gradient {
-            None => each_chunk(&mut add_dh)?,
+            None => others.try_for_each(|start| through(&mut z[..rows_from(start) * n], start))?,
             Some(weight) => weight.add(|dw| {
                 edit(dw, |dw| {
-                    each_chunk(&mut |z, h, start| {
-                        add_dh(z, h, start)?;
-                        let shape = (k, h.len() / k, n);
-                        product(dw, Matrix::transposed(h, k), Matrix::rows(z, n), shape, true);
-                        Ok(())
-                    })
+                    let mut add = |z: &[f32], start: usize| {
+                        let h = Matrix::transposed(&hs[start * k..], k);
+                        product(dw, h, Matrix::rows(z, n), (k, z.len() / n, n), true);
+                    };
+                    add(&z[..rows_from(0) * n], 0);
+                    for start in &mut others {
+                        let z = &mut z[..rows_from(start) * n];
+                        through(z, start)?;
+                        add(z, start);
+                    }
+                    Ok(())
                 })
             })?,
         }
