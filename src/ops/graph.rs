@@ -271,3 +271,97 @@ fn walk_back(roots: Vec<(Tensor, Tensor)>) -> Result<Gradients> {
     }
     Ok(gradients)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops;
+    use candle_core::{Device, Var};
+
+    fn noise(shape: &[usize], seed: u32) -> Tensor {
+        let count: usize = shape.iter().product();
+        let value =
+            |i: u32| (i.wrapping_mul(2_654_435_761).wrapping_add(seed) >> 8) as f32 / (1 << 23) as f32 - 1.0;
+        Tensor::from_vec((0..count as u32).map(value).collect::<Vec<_>>(), shape, &Device::Cpu).unwrap()
+    }
+
+    fn floats(x: &Tensor) -> Vec<f32> {
+        x.flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    /// A bit of everything: a value that goes several ways, another shape, rows of the first dimension, another order in memory.
+    fn compute(x: &Tensor, w: &Tensor) -> Result<Tensor> {
+        let normed = ops::rms_norm(x, w, 1e-5)?;
+        let gated = ops::swiglu(&normed, 7.0, 1.702)?;
+        let turned = contiguous(&normed.t()?.t()?)?;
+        let folded = reshape(&turned, (12, 4))?;
+        let gated = add(&stretch(&folded, 0..6)?, &gated)?;
+        let other = stretch(&folded, 6..12)?;
+        add(&ops::silu_gated(&gated, &other)?, &other)
+    }
+
+    #[test]
+    fn gradients_are_those_of_candles_walk() {
+        let (x, w, dy) = (noise(&[6, 8], 1), noise(&[8], 2), noise(&[6, 4], 3));
+        let mut y = None;
+        let own = differentiate(&[&x, &w], || {
+            let out = compute(&x, &w)?;
+            y = Some(out.clone());
+            Result::Ok(vec![(out, dy.clone())])
+        });
+        let (vx, vw) = (Var::from_tensor(&x).unwrap(), Var::from_tensor(&w).unwrap());
+        let out = compute(&vx, &vw).unwrap();
+        let theirs = ops::upstream(&out, &dy).unwrap().backward().unwrap();
+        assert_eq!(floats(&y.unwrap()), floats(&out));
+        for (own, var) in own.unwrap().iter().zip([&vx, &vw]) {
+            assert_eq!(floats(own.as_ref().unwrap()), floats(theirs.get(var).unwrap()));
+        }
+    }
+
+    #[test]
+    fn several_roots_add_up_and_what_none_depends_on_has_no_gradient() {
+        let (x, unused, dy) = (noise(&[4, 8], 4), noise(&[3], 5), noise(&[4, 4], 6));
+        let mut roots = vec![];
+        let found = differentiate(&[&x, &unused], || {
+            let y = ops::swiglu(&x, 7.0, 1.702)?;
+            // A root may be a leaf, or come twice.
+            roots = vec![(y.clone(), dy.clone()), (y, dy.clone()), (x.clone(), noise(&[4, 8], 7))];
+            Result::Ok(roots.clone())
+        });
+        let [Some(dx), None] = &found.unwrap()[..] else { panic!("one gradient") };
+        let var = Var::from_tensor(&x).unwrap();
+        let once = ops::upstream(&ops::swiglu(&var, 7.0, 1.702).unwrap(), &dy).unwrap().backward().unwrap();
+        let twice = (once.get(&var).unwrap() * 2.0).unwrap();
+        let expected = (twice + noise(&[4, 8], 7)).unwrap();
+        let difference =
+            (dx - expected).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+        assert!(difference < 1e-6, "{difference}");
+    }
+
+    #[test]
+    fn a_pass_that_fails_leaves_nothing_behind() {
+        let x = noise(&[2, 4], 8);
+        let pass = |wrong: bool| {
+            differentiate(&[&x], || {
+                let y = ops::swiglu(&x, 7.0, 1.702)?;
+                if wrong {
+                    bail!("on purpose");
+                }
+                let dy = y.ones_like()?;
+                Result::Ok(vec![(y, dy)])
+            })
+        };
+        let first = floats(pass(false).unwrap()[0].as_ref().unwrap());
+        assert!(pass(true).unwrap_err().to_string().contains("on purpose"));
+        assert!(
+            std::panic::catch_unwind(|| differentiate(&[], || -> Result<_> { panic!("on purpose") }))
+                .is_err()
+        );
+        assert_eq!(floats(pass(false).unwrap()[0].as_ref().unwrap()), first);
+
+        let within = differentiate(&[], || differentiate(&[], || Result::Ok(vec![])).map(|_| vec![]));
+        assert!(within.unwrap_err().to_string().contains("a pass within a pass"));
+        let shapes = differentiate(&[&x], || Result::Ok(vec![(x.clone(), noise(&[4, 2], 9))]));
+        assert!(shapes.unwrap_err().to_string().contains("a gradient of [4, 2] for [2, 4]"));
+    }
+}

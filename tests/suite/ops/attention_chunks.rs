@@ -62,7 +62,7 @@ fn defined(attention: &Attention, v: &[&Tensor], length: usize) -> Vec<f32> {
                 let p: Vec<f32> = scores.iter().map(|s| exp(s - highest)).collect();
                 let shrink = exp(m_c - highest);
                 m_c = highest;
-                l_c = l_c * shrink + sum_lanes(32, |j| p[j]);
+                l_c = l_c * shrink + sum_lanes([&p[..]], |[p]| p);
                 for (c, x) in o_c.iter_mut().enumerate() {
                     let seen = (32 * block..).zip(&p).filter(|(j, _)| seen(*j));
                     *x = seen.fold(*x * shrink, |sum, (j, p)| p.mul_add(value(j)[c], sum));
