@@ -140,7 +140,7 @@ impl Uses {
         let held = held.on(&self.device, &part.spec)?;
         Ok(match (&self.sink, held) {
             (Some(sink), Held::Plain(values)) if part.learns => {
-                // A variable, so that candle records what is computed from it.
+                // A variable, so that the graph records what is computed from it.
                 let values = Var::from_tensor(&values)?;
                 Weight::Plain(Parameter::learning(values.as_tensor(), sink.clone(), part.index))
             }

@@ -45,7 +45,7 @@ pub fn add_low_rank(
         scale,
         plan: plan.cloned(),
     };
-    // The factor that learns, so that candle records the op where nothing before it learns.
+    // The factor that learns, so that the graph records the op where nothing before it learns.
     let tracked = if is_tracked(b.values()) { b } else { a };
     apply_3(&contiguous(y)?, &contiguous(x)?, tracked.values(), op)
 }

@@ -1,6 +1,6 @@
 //! A model's tensor as the ops take it: its values, and where its gradient goes if it learns.
 //!
-//! An op's backward adds a parameter's gradient where it belongs, in place, and gives candle's graph none: a fresh tensor of
+//! An op's backward adds a parameter's gradient where it belongs, in place, and gives the graph none: a fresh tensor of
 //! the parameter's size for every micro-batch would cost more than the sum itself.
 
 use super::buffer::zeros;
@@ -54,7 +54,7 @@ impl Parameter {
         Self::frozen(&self.values)
     }
 
-    /// The values. A variable where they learn, so that candle records what is computed from them.
+    /// The values. A variable where they learn, so that the graph records what is computed from them.
     pub fn values(&self) -> &Tensor {
         &self.values
     }
@@ -100,7 +100,7 @@ impl Gradient {
     }
 }
 
-/// The identity, where a gradient leaves candle's graph.
+/// The identity, where a gradient leaves the graph.
 struct Leaf {
     gradient: Gradient,
 }

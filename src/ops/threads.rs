@@ -7,7 +7,7 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// Stack of a pool's thread, bytes: candle walks and drops graphs recursively.
+/// Stack of a pool's thread, bytes: what runs there may recurse as deep as what runs on the main one.
 const STACK_BYTES: usize = 64 << 20;
 /// Said when the system refuses a thread.
 const TOO_MANY: &str =

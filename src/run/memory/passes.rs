@@ -82,10 +82,12 @@ impl PassShape<'_> {
 
     /// The most that one layer's backward holds beside the graph.
     ///
-    /// Each gradient that an op hands down is met by a zero of its size and their sum: at the activation that is three
-    /// times its input's `2I` beside its output's `I`.
+    /// At the activation its input's gradient of `2I` beside its output's `I`, at the first product `H` beside `2I`. An adapter's
+    /// product gives its input another gradient, and there is their sum.
     fn layer_backward(&self) -> u64 {
-        2 * self.hidden() + self.routed(7 * self.config.intermediate_size)
+        let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
+        let adapted = if self.adapted { 2 * h } else { 0 };
+        3 * self.hidden() + self.routed(2 * i + i.max(h) + adapted)
     }
 
     /// Logits, a chunk of rows at a time.
@@ -113,7 +115,7 @@ impl PassShape<'_> {
     /// Forward and backward: all layers' graphs, or, with `recompute_layers`, all layers' inputs and one layer's graph.
     pub fn both_ways(&self, recompute_layers: bool) -> u64 {
         let layers = self.config.num_hidden_layers as u64;
-        // Of the head's rows and of the last hidden states: their gradient, a zero of its size and their sum.
+        // Hidden states that go two ways have two gradients and their sum.
         let head = self.head_rows() + (self.logits() + self.head_rows()).max(3 * self.hidden());
         if recompute_layers {
             let inputs = layers * self.hidden();
