@@ -8,7 +8,7 @@
 
 use super::buffer::buffer;
 use super::cpu::{
-    HostIds, add_values, for_each_row, for_each_row_pair, gathered_rows, host_ids, host_values, ids,
+    HostIds, add_values, edit, for_each_row, for_each_row_pair, gathered_rows, host_ids, host_values, ids,
     in_parallel, values,
 };
 use super::cuda::{
@@ -19,7 +19,7 @@ use super::graph::{apply_1, apply_2, apply_3, apply_without_gradient, contiguous
 use super::linear::sum_rows;
 use super::math::dot;
 use super::parameter::{Gradient, Parameter};
-use super::product::{Matrix, Spread, backward_product, forward_product_on, is_added_at_once, product_on};
+use super::product::{Matrix, Spread, backward_product, forward_product_on, product_on};
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail,
 };
@@ -335,16 +335,17 @@ impl CustomOp3 for GroupedLinear {
             backward_product(spread, dx, dy, w, (at.len(), n, k));
         });
         if let Some(weight) = &self.weight {
-            let at_once = |rows: usize| rows == 0 || is_added_at_once((k, rows, n));
-            let at_once = plan.experts().all(|(_, at)| at_once(at.len()));
-            weight.add_made(experts * k * n, at_once, |dw| {
-                let tasks = plan.experts().zip(dw.chunks_exact_mut(k * n));
-                let tasks = tasks.filter(|((_, at), _)| !at.is_empty()).collect();
-                side_by_side(tasks, work, |spread, ((_, at), dw)| {
-                    let x = Matrix::transposed(&xs[at.start * k..at.end * k], k);
-                    let dy = Matrix::rows(&dy[at.start * n..at.end * n], n);
-                    product_on(spread, dw, x, dy, (k, at.len(), n), true);
-                });
+            weight.add(|dw| {
+                edit(dw, |dw| {
+                    let tasks = plan.experts().zip(dw.chunks_exact_mut(k * n));
+                    let tasks = tasks.filter(|((_, at), _)| !at.is_empty()).collect();
+                    side_by_side(tasks, work, |spread, ((_, at), dw)| {
+                        let x = Matrix::transposed(&xs[at.start * k..at.end * k], k);
+                        let dy = Matrix::rows(&dy[at.start * n..at.end * n], n);
+                        product_on(spread, dw, x, dy, (k, at.len(), n), true);
+                    });
+                    Ok(())
+                })
             })?;
         }
         if let Some(bias) = &self.bias {

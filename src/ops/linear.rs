@@ -4,13 +4,13 @@
 //! gradients of what learns f32.
 
 use super::buffer::{buffer, zeros};
-use super::cpu::{add_values, host_values, values};
+use super::cpu::{add_values, edit, host_values, values};
 use super::cuda::{
     LtProduct, add_bias_gradient, add_weight_gradient, lt_forward, product_forward, product_input_gradient,
 };
 use super::graph::{apply_2, apply_3, contiguous, is_tracked};
 use super::parameter::{Gradient, Parameter};
-use super::product::{Matrix, Spread, backward_product, forward_product, is_added_at_once, product};
+use super::product::{Matrix, Spread, backward_product, forward_product, product};
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail,
 };
@@ -192,16 +192,19 @@ impl Linear {
         };
         if let Some(weight) = &self.weight {
             let xs = host_values(x)?;
-            let (x, dy) = (Matrix::transposed(&xs, k), Matrix::rows(&dy, n));
-            if n == 1 {
-                // The library adds a single column row by row to what is there, and the sum's bits would depend on that.
-                let mut column = buffer(k);
-                product(&mut column, x, dy, (k, m, n), false);
-                weight.add(|dw| add_values(dw, &column))?;
-            } else {
-                let at_once = is_added_at_once((k, m, n));
-                weight.add_made(k * n, at_once, |dw| product(dw, x, dy, (k, m, n), true))?;
-            }
+            weight.add(|dw| {
+                let (x, dy) = (Matrix::transposed(&xs, k), Matrix::rows(&dy, n));
+                if n == 1 {
+                    // The library adds a single column row by row to what is there, and the sum's bits would depend on that.
+                    let mut column = buffer(k);
+                    product(&mut column, x, dy, (k, m, n), false);
+                    return add_values(dw, &column);
+                }
+                edit(dw, |dw| {
+                    product(dw, x, dy, (k, m, n), true);
+                    Ok(())
+                })
+            })?;
         }
         if let Some(bias) = &self.bias {
             let sums = sum_rows(&dy, n);

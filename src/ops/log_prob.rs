@@ -16,7 +16,7 @@ use super::graph::{apply_1, apply_2, contiguous, is_tracked};
 use super::head_matrix::HeadMatrix;
 use super::math::{LANES, add_lanes, exp, scale_and_max};
 use super::parameter::Gradient;
-use super::product::{Matrix, is_added_at_once, product};
+use super::product::{Matrix, product};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 use std::sync::Arc;
@@ -196,22 +196,19 @@ impl Head {
         // What needs no turn at the weight's gradient comes before it.
         through(&mut z[..rows_from(0) * n], 0)?;
         let mut others = (0..rows).step_by(chunk).skip(1);
-        let add = |dw: &mut [f32], z: &[f32], start: usize| {
-            let shape = (k, z.len() / n, n);
-            product(dw, Matrix::transposed(&hs[start * k..], k), Matrix::rows(z, n), shape, true);
-        };
         match &self.gradient {
             None => others.try_for_each(|start| through(&mut z[..rows_from(start) * n], start))?,
-            Some(weight) if rows <= chunk => {
-                weight.add_made(k * n, is_added_at_once((k, rows, n)), |dw| add(dw, &z, 0))?;
-            }
             Some(weight) => weight.add(|dw| {
                 edit(dw, |dw| {
-                    add(dw, &z, 0);
+                    let mut add = |z: &[f32], start: usize| {
+                        let h = Matrix::transposed(&hs[start * k..], k);
+                        product(dw, h, Matrix::rows(z, n), (k, z.len() / n, n), true);
+                    };
+                    add(&z[..rows_from(0) * n], 0);
                     for start in &mut others {
                         let z = &mut z[..rows_from(start) * n];
                         through(z, start)?;
-                        add(dw, z, start);
+                        add(z, start);
                     }
                     Ok(())
                 })

@@ -3,8 +3,7 @@
 //! An op's backward adds a parameter's gradient where it belongs, in place, and gives the graph none: a fresh tensor of
 //! the parameter's size for every micro-batch would cost more than the sum itself.
 
-use super::buffer::zeros;
-use super::cpu::{add_values, edit, host_values, values};
+use super::cpu::{add_values, host_values, values};
 use super::cuda::{add_tensor, copied};
 use super::graph::apply_1;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor};
@@ -17,11 +16,6 @@ pub trait GradientSink: Send + Sync {
     /// # Errors
     /// Those of `add`, or when a pass before this one failed.
     fn add(&self, parameter: usize, add: &mut dyn FnMut(&Tensor) -> Result<()>) -> Result<()>;
-
-    /// Whether the pass would not wait to add to `parameter` now.
-    fn is_turn(&self, _parameter: usize) -> bool {
-        true
-    }
 }
 
 /// Values, and what takes their gradient.
@@ -81,22 +75,6 @@ impl Gradient {
     /// Hands `add` the buffer to add to.
     pub(super) fn add(&self, mut add: impl FnMut(&Tensor) -> Result<()>) -> Result<()> {
         self.sink.add(self.parameter, &mut add)
-    }
-
-    /// Has `make` add to the buffer, of `len` values. Where that would wait, and `at_once` says that what is made is added to each
-    /// value as one, it is made meanwhile and added then: the same bits.
-    pub(super) fn add_made(&self, len: usize, at_once: bool, make: impl Fn(&mut [f32])) -> Result<()> {
-        if at_once && !self.sink.is_turn(self.parameter) {
-            let mut made = zeros(len);
-            make(&mut made);
-            return self.add(|sum| add_values(sum, &made));
-        }
-        self.add(|sum| {
-            edit(sum, |sum| {
-                make(sum);
-                Ok(())
-            })
-        })
     }
 }
 

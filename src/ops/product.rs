@@ -157,13 +157,6 @@ pub fn product_on(
     }
 }
 
-/// Whether a product of this shape is added to what is there as one value an element, so that it may as well be made first and
-/// added then. Longer sums are added in stretches; the library's paths for single rows, single columns and `k` of one or two add
-/// term by term.
-pub fn is_added_at_once((m, k, n): (usize, usize, usize)) -> bool {
-    m > 1 && n > 1 && (3..=K_CHUNK).contains(&k)
-}
-
 /// `out[m, k] = dy[m, n] · wᵀ` for contiguous `w [k, n]`: what a forward product by `w` gives back.
 pub fn backward_product(
     spread: Spread,
@@ -243,26 +236,6 @@ mod tests {
                 (state >> 8) as f32 / (1 << 23) as f32 - 1.0
             })
             .collect()
-    }
-
-    #[test]
-    fn a_product_made_first_and_added_then_is_the_product_added_in_place() {
-        let sizes = [2, 3, 4, 7, 16, 17, 64, 100];
-        for k in [3, 4, 5, 16, 37, 250, 511, 512] {
-            for (m, n) in sizes.iter().flat_map(|&m| sizes.map(|n| (m, n))) {
-                assert!(is_added_at_once((m, k, n)));
-                let (x, dy) = (noise(k * m, (k + m) as u32), noise(k * n, (k * 7 + n) as u32));
-                let (x, dy) = (Matrix::transposed(&x, m), Matrix::rows(&dy, n));
-                let mut in_place = noise(m * n, 9);
-                let (mut sum, mut aside) = (in_place.clone(), vec![0f32; m * n]);
-                product(&mut in_place, x, dy, (m, k, n), true);
-                product(&mut aside, x, dy, (m, k, n), true);
-                sum.iter_mut().zip(&aside).for_each(|(sum, x)| *sum += x);
-                let same = sum.iter().zip(&in_place).all(|(a, b)| a.to_bits() == b.to_bits());
-                assert!(same, "m {m} k {k} n {n}");
-            }
-        }
-        assert!([(64, 513, 64), (64, 2, 64), (1, 64, 64), (64, 64, 1)].iter().all(|&s| !is_added_at_once(s)));
     }
 
     #[test]

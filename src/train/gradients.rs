@@ -150,11 +150,6 @@ impl GradientSink for PassTurn {
         changed.notify_all();
         Ok(())
     }
-
-    fn is_turn(&self, parameter: usize) -> bool {
-        let turns = self.sum.turns.lock().unwrap_or_else(PoisonError::into_inner);
-        turns.adds[parameter] / self.sum.uses[parameter] >= self.pass
-    }
 }
 
 impl Reduction {
