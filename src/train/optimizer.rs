@@ -7,7 +7,6 @@ use crate::ops::optimizer::{AdamW, accumulate, adamw, round_to_bf16, sgd};
 use crate::recipe::{OptimizerConfig as Settings, OptimizerKind, Schedule};
 use anyhow::{Context, Result};
 use candle_core::{DType, Shape, Tensor};
-use rayon::prelude::*;
 
 /// Learning rate of update number `step` (from 0) of `steps`: linear warm-up, then the schedule down to the last update, or
 /// to that of `schedule_steps`.
@@ -116,9 +115,8 @@ impl Optimizer {
             root_correction: (1.0 - s.beta2.powi(t)).sqrt() as f32,
             eps: s.eps as f32,
         };
-        let (parameters, count) = (&*parameters, parameters.len());
-        let update = |index: usize| {
-            let Some(gradient) = parameters.gradient(index) else { return Ok(()) };
+        for index in 0..parameters.len() {
+            let Some(gradient) = parameters.gradient(index) else { continue };
             let (master, state) = (parameters.master(index)?, parameters.state(index));
             let kept = |name: &str| state.get(name).with_context(|| format!("the optimizer has no {name}"));
             let moment = |i: usize| {
@@ -138,12 +136,9 @@ impl Optimizer {
                 }
                 OptimizerKind::Sgd => sgd(master, gradient, shrink, lr as f32)?,
             }
-            self.write_working_weights(parameters, index)
-        };
-        match parameters.device().is_cpu() {
-            true => (0..count).into_par_iter().try_for_each(update),
-            false => (0..count).try_for_each(update),
+            self.write_working_weights(parameters, index)?;
         }
+        Ok(())
     }
 
     /// Writes the master of tensor `index`, if there is one, as the model computes with it.
