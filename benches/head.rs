@@ -7,9 +7,10 @@ mod allocator;
 
 use candle_core::{Device, Result, Tensor, Var};
 use rand::Rng;
+use rloss::ops::graph::differentiate;
 use rloss::ops::head_matrix::HeadMatrix;
+use rloss::ops::log_prob_and_entropy;
 use rloss::ops::parameter::{GradientSink, Parameter};
-use rloss::ops::{log_prob_and_entropy, upstream};
 use rloss::random::{Purpose, stream};
 use std::hint::black_box;
 use std::sync::Arc;
@@ -40,7 +41,7 @@ fn main() -> Result<()> {
     let threads = std::env::args().filter_map(|argument| argument.parse().ok()).next().unwrap_or(2);
     let pool =
         rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(candle_core::Error::wrap)?;
-    let h = Var::from_tensor(&noise((ROWS, HIDDEN), 1.0)?)?;
+    let h = noise((ROWS, HIDDEN), 1.0)?;
     let w = Var::from_tensor(&noise((HIDDEN, VOCABULARY), 0.25)?)?;
     let sum = Arc::new(Sum(Tensor::zeros((HIDDEN, VOCABULARY), candle_core::DType::F32, &Device::Cpu)?));
     let head = HeadMatrix::Plain(Parameter::learning(w.as_tensor(), sum, 0));
@@ -50,8 +51,9 @@ fn main() -> Result<()> {
     for round in 0..=ROUNDS {
         let start = Instant::now();
         pool.install(|| -> Result<()> {
-            let found = log_prob_and_entropy(h.as_tensor(), &head, &targets, 1.0)?;
-            black_box(upstream(&found, &gradient)?.backward()?);
+            let pass =
+                || Result::Ok(vec![(log_prob_and_entropy(&h, &head, &targets, 1.0)?, gradient.clone())]);
+            black_box(differentiate(&[&h], pass)?);
             Ok(())
         })?;
         if round > 0 {

@@ -323,10 +323,6 @@ pub(super) fn copied(_: (&CudaStorage, &Layout)) -> Computed {
     refuse()
 }
 
-pub(super) fn zero(_: &CudaStorage) -> Computed {
-    refuse()
-}
-
 pub(super) fn add_columns(_: &Tensor, _: &Tensor, _: &ById) -> Result<()> {
     refuse()
 }

@@ -312,7 +312,7 @@ mod tests {
         });
         let (vx, vw) = (Var::from_tensor(&x).unwrap(), Var::from_tensor(&w).unwrap());
         let out = compute(&vx, &vw).unwrap();
-        let theirs = ops::upstream(&out, &dy).unwrap().backward().unwrap();
+        let theirs = (&out * &dy).unwrap().sum_all().unwrap().backward().unwrap();
         assert_eq!(floats(&y.unwrap()), floats(&out));
         for (own, var) in own.unwrap().iter().zip([&vx, &vw]) {
             assert_eq!(floats(own.as_ref().unwrap()), floats(theirs.get(var).unwrap()));
@@ -331,7 +331,8 @@ mod tests {
         });
         let [Some(dx), None] = &found.unwrap()[..] else { panic!("one gradient") };
         let var = Var::from_tensor(&x).unwrap();
-        let once = ops::upstream(&ops::swiglu(&var, 7.0, 1.702).unwrap(), &dy).unwrap().backward().unwrap();
+        let once = (ops::swiglu(&var, 7.0, 1.702).unwrap() * &dy).unwrap().sum_all().unwrap();
+        let once = once.backward().unwrap();
         let twice = (once.get(&var).unwrap() * 2.0).unwrap();
         let expected = (twice + noise(&[4, 8], 7)).unwrap();
         let difference =

@@ -50,7 +50,6 @@ pub mod sink_attention;
 pub mod swiglu;
 pub mod threads;
 pub mod uploaded;
-pub mod upstream;
 
 pub use embedding::{embedding, select_rows, tied_embedding};
 pub use experts::{Dispatch, combine, dispatch, grouped_linear};
@@ -69,4 +68,3 @@ pub use sequence_rows::SequenceRows;
 pub use silu_gated::silu_gated;
 pub use sink_attention::{sink_attention, sink_attention_cached};
 pub use swiglu::swiglu;
-pub use upstream::upstream;

@@ -14,9 +14,9 @@ mod stock;
 
 use candle_core::{Device, Tensor, Var};
 use rand::Rng;
+use rloss::ops::Parameter;
 use rloss::ops::graph::differentiate;
 use rloss::ops::parameter::GradientSink;
-use rloss::ops::{self, Parameter};
 use rloss::random::{Purpose, stream};
 use std::sync::{Arc, Mutex};
 
@@ -90,7 +90,7 @@ fn gradients(inputs: &[&Var], op: impl Fn(&[&Input]) -> Tensor) -> (Vec<Vec<f32>
     let out = op(&parameters.iter().collect::<Vec<_>>());
     let c = noise(out.elem_count(), 1.0, 77);
     let upstream = Tensor::from_vec(c.clone(), out.shape(), &Device::Cpu).unwrap();
-    let store = ops::upstream(&out, &upstream).unwrap().backward().unwrap();
+    let store = (&out * upstream).unwrap().sum_all().unwrap().backward().unwrap();
     let added = sink.added.lock().unwrap();
     let gradient = |(i, v): (usize, &&Var)| match store.get(v.as_tensor()) {
         Some(gradient) => floats(gradient),

@@ -4,6 +4,7 @@
 use super::Verdicts;
 use super::row_ops::{floats, numbers};
 use crate::ops::adamw_8bit::{BLOCK, Moment, adamw_8bit};
+use crate::ops::graph::differentiate;
 use crate::ops::head_matrix::HeadMatrix;
 use crate::ops::logits::Sampling;
 use crate::ops::optimizer::{AdamW, accumulate, adamw, round_to_bf16, scale, sgd, sum_of_squares};
@@ -121,11 +122,15 @@ fn differentiated(
     dy: &Tensor,
     op: impl Fn(&[&Tensor]) -> candle_core::Result<Tensor>,
 ) -> Result<(Tensor, Vec<Tensor>)> {
-    let vars = inputs.iter().map(Var::from_tensor).collect::<candle_core::Result<Vec<_>>>()?;
-    let y = op(&vars.iter().map(Var::as_tensor).collect::<Vec<_>>())?;
-    let gradients = ops::upstream(&y, &dy.reshape(y.dims())?)?.backward()?;
-    let of = |var: &Var| gradients.get(var).cloned().context("an input without a gradient");
-    Ok((y.detach(), vars.iter().map(of).collect::<Result<_>>()?))
+    let (inputs, mut y) = (inputs.iter().collect::<Vec<_>>(), None);
+    let gradients = differentiate(&inputs, || {
+        let out = op(&inputs)?;
+        y = Some(out.clone());
+        let dy = dy.reshape(out.dims())?;
+        candle_core::Result::Ok(vec![(out, dy)])
+    })?;
+    let of = |gradient: Option<Tensor>| gradient.context("an input without a gradient");
+    Ok((y.context("nothing was computed")?, gradients.into_iter().map(of).collect::<Result<_>>()?))
 }
 
 /// Products forward and backward, narrow tiles where there are few rows; a width that is no multiple of eight too.
@@ -229,11 +234,8 @@ fn embedding(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let dy = activations(1, rows, width, device)?;
     let (table, dtable) = learning(&matrix(2, &[vocabulary, width], device)?)?;
     let (turned, dturned) = learning(&matrix(3, &[width, vocabulary], device)?)?;
-    let of_rows = ops::embedding(&table, &ids)?;
-    let of_columns = ops::tied_embedding(&turned, &ids)?;
-    for y in [&of_rows, &of_columns] {
-        ops::upstream(y, &dy)?.backward()?;
-    }
+    let (of_rows, _) = differentiated(&[], &dy, |_| ops::embedding(&table, &ids))?;
+    let (of_columns, _) = differentiated(&[], &dy, |_| ops::tied_embedding(&turned, &ids))?;
     let x = matrix(4, &[vocabulary, width], device)?;
     let (selected, dx) = differentiated(&[x], &dy, |x| ops::select_rows(x[0], &ids))?;
     Ok(vec![

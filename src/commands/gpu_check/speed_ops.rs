@@ -4,11 +4,12 @@
 
 use super::model_ops::learning;
 use super::speed::{median, numbers};
+use crate::ops::graph::differentiate;
 use crate::ops::optimizer::{AdamW, adamw};
 use crate::ops::{self, Dispatch};
 use anyhow::Result;
 use candle_core::cuda_backend::WrapErr;
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor};
 
 /// A model's sizes.
 struct Sizes {
@@ -114,11 +115,10 @@ fn products(device: &Device, s: &Sizes, tokens: usize) -> Result<()> {
         let values = (matrices * k * n) as f64;
         let forward = format!("{name} to {n}");
         time(device, &forward, tokens, operations, 2.0 * values + of_rows, || Ok(op(&x).map(drop)?))?;
-        let x = Var::from_tensor(&x)?;
         let both = format!("{name} to {n}, with its backward");
         // The weight's gradient is read and written in f32.
         time(device, &both, tokens, 3.0 * operations, 12.0 * values + 3.0 * of_rows, || {
-            ops::upstream(&op(&x)?, &dy)?.backward()?;
+            differentiate(&[&x], || candle_core::Result::Ok(vec![(op(&x)?, dy.clone())]))?;
             Ok(())
         })?;
     }

@@ -53,10 +53,3 @@ pub(in crate::ops) fn add_tensor(sum: &Tensor, x: &Tensor) -> Result<()> {
         unsafe { launch(device, &ACCUMULATE, &params, x.len().div_ceil(ACCUMULATE.threads)) }
     })
 }
-
-/// The scalar 0 where `x` lies.
-pub(in crate::ops) fn zero(x: &CudaStorage) -> Result<(CudaStorage, Shape)> {
-    let device = x.device();
-    let zero = device.alloc_zeros::<f32>(1)?;
-    Ok((CudaStorage::wrap_cuda_slice(zero, device.clone()), Shape::from(())))
-}

@@ -48,7 +48,7 @@ pub use paged::{KvPages, KvPool, kv_pages, sink_attention_paged};
 pub use primitive_checks::run_primitive_check;
 pub use sink_attention::{DeviceLse, Gradients, Inputs, Outputs, Prepared};
 
-pub(super) use accumulate::{add_tensor, copied, zero};
+pub(super) use accumulate::{add_tensor, copied};
 pub(super) use cublaslt::lt_forward;
 pub(super) use dispatch::{
     combine_backward, combine_forward, dispatch_backward, dispatch_forward, sort_by_expert,

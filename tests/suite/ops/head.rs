@@ -49,8 +49,7 @@ fn run(h: &Var, w: &Var, targets: &[u32]) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
     let out =
         ops::log_prob_and_entropy(h, &HeadMatrix::Plain(weight.clone()), &Arc::new(targets.to_vec()), 1.0)
             .unwrap();
-    let g = out.ones_like().unwrap();
-    let store = ops::upstream(&out, &g).unwrap().backward().unwrap();
+    let store = out.sum_all().unwrap().backward().unwrap();
     (floats(&out), floats(store.get(h).unwrap()), floats(&dw))
 }
 

@@ -1,6 +1,6 @@
 //! Linear layers, experts, and the way of tokens to them and back, against the CPU's ops on the same numbers.
 
-use super::{assert_close, assert_refused, assert_rounded, differentiated, floats, numbers, up};
+use super::{assert_close, assert_refused, assert_rounded, differentiated, floats, numbers, up, walked_back};
 use crate::ops::cuda::open;
 use crate::ops::parameter::GradientSink;
 use crate::ops::{self, Dispatch, Parameter};
@@ -46,11 +46,12 @@ fn linear_gives_the_cpus_values_and_gradients() {
         let (y, dx) =
             differentiated(&[&x], &dy, |x| ops::linear(x[0], &cpu.parameters[0], Some(&cpu.parameters[1])));
         let own = learning(&[&w, &b], &gpu);
-        let x = Var::from_tensor(&up(&x, &gpu)).unwrap();
-        let z = ops::linear(&x, &own.parameters[0], Some(&own.parameters[1])).unwrap();
+        let x = up(&x, &gpu);
+        let (z, gradients) = walked_back(&[&x], &up(&dy, &gpu), || {
+            ops::linear(&x, &own.parameters[0], Some(&own.parameters[1]))
+        });
         assert_rounded(&z, &y, 1e-4);
-        let gradients = ops::upstream(&z, &up(&dy, &gpu)).unwrap().backward().unwrap();
-        assert_rounded(gradients.get(&x).unwrap(), &dx[0], 1e-4);
+        assert_rounded(gradients[0].as_ref().unwrap(), &dx[0], 1e-4);
         for (got, exact) in own.gradients.0.iter().zip(&cpu.gradients.0) {
             assert_close(got, exact, 1e-5);
         }
@@ -77,19 +78,20 @@ fn mixed(device: &Device, routes: &Tensor, experts: usize, inputs: [&Tensor; 5])
     let held = |x: &Tensor| if device.is_cuda() { up(x, device) } else { x.clone() };
     let [x, shares, w, b, dy] = inputs;
     let own = learning(&[w, b], device);
-    let x = Var::from_tensor(&held(x)).unwrap();
-    let shares = Var::from_tensor(&shares.to_device(device).unwrap()).unwrap();
+    let (x, shares) = (held(x), shares.to_device(device).unwrap());
     let plan = Dispatch::new(&routes.to_device(device).unwrap(), experts).unwrap();
-    let sorted = ops::dispatch(&x, &plan).unwrap();
-    let product = ops::grouped_linear(&sorted, &own.parameters[0], &own.parameters[1], &plan).unwrap();
-    let y = ops::combine(&product, &shares, &plan).unwrap();
-    let gradients = ops::upstream(&y, &held(dy)).unwrap().backward().unwrap();
+    let (y, gradients) = walked_back(&[&x, &shares], &held(dy), || {
+        let sorted = ops::dispatch(&x, &plan)?;
+        let product = ops::grouped_linear(&sorted, &own.parameters[0], &own.parameters[1], &plan)?;
+        ops::combine(&product, &shares, &plan)
+    });
+    let [Some(dx), Some(dshares)] = &gradients[..] else { panic!("two gradients") };
     let starts = plan.starts().unwrap().to_device(&Device::Cpu).unwrap();
     Mixed {
         plan: starts.to_vec1().unwrap(),
-        y: y.detach(),
-        dx: gradients.get(&x).unwrap().clone(),
-        dshares: gradients.get(&shares).unwrap().clone(),
+        y,
+        dx: dx.clone(),
+        dshares: dshares.clone(),
         gradients: own.gradients.0.clone(),
     }
 }

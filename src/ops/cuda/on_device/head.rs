@@ -1,6 +1,8 @@
 //! The head against the CPU's on the same numbers, and the sampler's bits against training's.
 
-use super::{assert_close, assert_refused, assert_rounded, differentiated, floats, learning, numbers, up};
+use super::{
+    assert_close, assert_refused, assert_rounded, differentiated, floats, learning, numbers, up, walked_back,
+};
 use crate::ops::cuda::open;
 use crate::ops::head_matrix::HeadMatrix;
 use crate::ops::logits::Sampling;
@@ -60,10 +62,9 @@ fn the_heads_gradient_is_added_once_a_pass_whatever_its_chunks() {
         let counted = Arc::new(Counted(AtomicUsize::new(0), sum));
         let w = Var::from_tensor(&up(&numbers(2, width, vocabulary, 0.3), &gpu)).unwrap();
         let head = HeadMatrix::Plain(Parameter::learning(&w, counted.clone(), 0));
-        let h = Var::from_tensor(&up(&numbers(1, rows, width, 0.5), &gpu)).unwrap();
-        let y = ops::log_prob_and_entropy(&h, &head, &targets(rows, vocabulary), 1.0).unwrap();
+        let h = up(&numbers(1, rows, width, 0.5), &gpu);
         let dy = Tensor::zeros((2, rows), DType::F32, &gpu).unwrap();
-        ops::upstream(&y, &dy).unwrap().backward().unwrap();
+        walked_back(&[&h], &dy, || ops::log_prob_and_entropy(&h, &head, &targets(rows, vocabulary), 1.0));
         assert_eq!(counted.0.load(Ordering::Relaxed), 1, "{rows} rows");
     }
 }

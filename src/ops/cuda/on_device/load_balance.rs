@@ -2,8 +2,9 @@
 
 use super::{assert_close, assert_refused, differentiated, numbers};
 use crate::ops::cuda::open;
-use crate::ops::{Dispatch, load_balance, route, upstream};
-use candle_core::{DType, Device, Tensor, Var};
+use crate::ops::graph::differentiate;
+use crate::ops::{Dispatch, load_balance, route};
+use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
 #[test]
@@ -33,16 +34,21 @@ fn the_loss_and_its_gradient_are_the_cpus() {
 
 /// As training adds it to the rest of the objective.
 #[test]
-fn it_is_differentiated_beside_an_upstream_gradient() {
+fn it_is_differentiated_beside_another_gradient() {
     let gpu = open(0).unwrap();
     let of = |device: &Device| {
         let logits = numbers(2, 7, 4, 1.0);
         let plan = Dispatch::new(&route(&logits, 2).unwrap().to_device(device).unwrap(), 4).unwrap();
-        let logits = Var::from_tensor(&logits.to_device(device).unwrap()).unwrap();
+        let logits = logits.to_device(device).unwrap();
         let other = numbers(3, 7, 4, 1.0).to_device(device).unwrap();
-        let loss = (load_balance(&logits, &plan, None).unwrap() * 0.5).unwrap();
-        let root = (upstream(&logits, &other).unwrap() + loss).unwrap();
-        root.backward().unwrap().get(&logits).unwrap().clone()
+        let gradients = differentiate(&[&logits], || {
+            let half = Tensor::new(0.5f32, device)?;
+            candle_core::Result::Ok(vec![
+                (logits.clone(), other),
+                (load_balance(&logits, &plan, None)?, half),
+            ])
+        });
+        gradients.unwrap().remove(0).unwrap()
     };
     assert_close(&of(&gpu), &of(&Device::Cpu), 1e-6);
 }

@@ -19,6 +19,7 @@ mod sampling;
 mod silu_gated;
 
 use crate::ops;
+use crate::ops::graph::differentiate;
 use crate::ops::parameter::GradientSink;
 use candle_core::{DType, Device, Tensor, Var};
 use rand::{Rng, SeedableRng};
@@ -86,14 +87,27 @@ pub(super) fn learning(values: &Tensor, held: &Tensor) -> (ops::Parameter, Tenso
     (ops::Parameter::learning(variable.as_tensor(), Arc::new(Buffer(buffer.clone())), 0), buffer)
 }
 
-/// What the op gives for `inputs`, and their gradients for `dy`, through candle's graph; on the device of the inputs.
+/// What `forward` gives, and the gradients of `leaves` for `dy` there.
+pub(super) fn walked_back(
+    leaves: &[&Tensor],
+    dy: &Tensor,
+    forward: impl FnOnce() -> candle_core::Result<Tensor>,
+) -> (Tensor, Vec<Option<Tensor>>) {
+    let mut y = None;
+    let gradients = differentiate(leaves, || {
+        let out = forward()?;
+        y = Some(out.clone());
+        candle_core::Result::Ok(vec![(out, dy.clone())])
+    });
+    (y.unwrap(), gradients.unwrap())
+}
+
+/// What the op gives for `inputs`, and their gradients for `dy`; on the device of the inputs.
 pub(super) fn differentiated(
     inputs: &[&Tensor],
     dy: &Tensor,
     op: impl Fn(&[&Tensor]) -> candle_core::Result<Tensor>,
 ) -> (Tensor, Vec<Tensor>) {
-    let vars: Vec<Var> = inputs.iter().map(|x| Var::from_tensor(x).unwrap()).collect();
-    let y = op(&vars.iter().map(Var::as_tensor).collect::<Vec<_>>()).unwrap();
-    let gradients = ops::upstream(&y, dy).unwrap().backward().unwrap();
-    (y.detach(), vars.iter().map(|var| gradients.get(var).unwrap().clone()).collect())
+    let (y, gradients) = walked_back(inputs, dy, || op(inputs));
+    (y, gradients.into_iter().map(Option::unwrap).collect())
 }
