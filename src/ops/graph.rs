@@ -104,11 +104,17 @@ fn recorded(output: Tensor, inputs: &[&Tensor], source: impl FnOnce() -> Source)
 }
 
 /// `op` of `x`, which no gradient passes.
+///
+/// # Errors
+/// Those of the op.
 pub fn apply_without_gradient<C: CustomOp1>(x: &Tensor, op: &C) -> Result<Tensor> {
     x.apply_op1_no_bwd(op)
 }
 
 /// `op` of `x`, a node of the graph.
+///
+/// # Errors
+/// Those of the op.
 pub fn apply_1<C: CustomOp1 + Send + Sync + 'static>(x: &Tensor, op: C) -> Result<Tensor> {
     if !is_recording() {
         return x.apply_op1(op);
@@ -118,6 +124,9 @@ pub fn apply_1<C: CustomOp1 + Send + Sync + 'static>(x: &Tensor, op: C) -> Resul
 }
 
 /// `op` of `x` and `y`, a node of the graph.
+///
+/// # Errors
+/// Those of the op.
 pub fn apply_2<C: CustomOp2 + Send + Sync + 'static>(x: &Tensor, y: &Tensor, op: C) -> Result<Tensor> {
     if !is_recording() {
         return x.apply_op2(y, op);
@@ -127,6 +136,9 @@ pub fn apply_2<C: CustomOp2 + Send + Sync + 'static>(x: &Tensor, y: &Tensor, op:
 }
 
 /// `op` of `x`, `y` and `z`, a node of the graph.
+///
+/// # Errors
+/// Those of the op.
 pub fn apply_3<C: CustomOp3 + Send + Sync + 'static>(
     x: &Tensor,
     y: &Tensor,
