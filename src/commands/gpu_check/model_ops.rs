@@ -122,11 +122,13 @@ fn differentiated(
     dy: &Tensor,
     op: impl Fn(&[&Tensor]) -> candle_core::Result<Tensor>,
 ) -> Result<(Tensor, Vec<Tensor>)> {
-    let (inputs, mut y) = (inputs.iter().collect::<Vec<_>>(), None);
+    // Rows of something larger may begin where kernels do not read.
+    let copies = inputs.iter().map(Tensor::copy).collect::<candle_core::Result<Vec<_>>>()?;
+    let (inputs, mut y) = (copies.iter().collect::<Vec<_>>(), None);
     let gradients = differentiate(&inputs, || {
         let out = op(&inputs)?;
         y = Some(out.clone());
-        let dy = dy.reshape(out.dims())?;
+        let dy = dy.reshape(out.dims())?.copy()?;
         candle_core::Result::Ok(vec![(out, dy)])
     })?;
     let of = |gradient: Option<Tensor>| gradient.context("an input without a gradient");
