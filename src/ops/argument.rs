@@ -40,8 +40,8 @@ impl Argument<'_> {
         if dtype == DType::BF16 && layout.start_offset() % 8 != 0 {
             let offset = layout.start_offset();
             bail!(
-                "{op}: {name} {dims:?} starts {offset} elements into its storage, no multiple of 8; call copy() \
-                 first"
+                "{op}: {name} {dims:?} starts {offset} elements into its storage, no multiple of 8; call \
+                 force_contiguous() first"
             );
         }
         Ok(())

@@ -123,12 +123,12 @@ fn differentiated(
     op: impl Fn(&[&Tensor]) -> candle_core::Result<Tensor>,
 ) -> Result<(Tensor, Vec<Tensor>)> {
     // Rows of something larger may begin where kernels do not read.
-    let copies = inputs.iter().map(Tensor::copy).collect::<candle_core::Result<Vec<_>>>()?;
+    let copies = inputs.iter().map(Tensor::force_contiguous).collect::<candle_core::Result<Vec<_>>>()?;
     let (inputs, mut y) = (copies.iter().collect::<Vec<_>>(), None);
     let gradients = differentiate(&inputs, || {
         let out = op(&inputs)?;
         y = Some(out.clone());
-        let dy = dy.reshape(out.dims())?.copy()?;
+        let dy = dy.reshape(out.dims())?.force_contiguous()?;
         candle_core::Result::Ok(vec![(out, dy)])
     })?;
     let of = |gradient: Option<Tensor>| gradient.context("an input without a gradient");

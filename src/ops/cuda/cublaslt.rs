@@ -196,7 +196,9 @@ impl LtProduct {
         let (x, weight, bias) = (at.read(x), at.read(weight), bias.map_or(0, |bias| at.read(bias)));
         let y = at.write(&mut out);
         if [x, weight, bias, y].iter().any(|address| address % ALIGNMENT != 0) {
-            bail!("cuBLASLt: an operand's address is no multiple of {ALIGNMENT}; call copy() first");
+            bail!(
+                "cuBLASLt: an operand's address is no multiple of {ALIGNMENT}; call force_contiguous() first"
+            );
         }
         for first in (0..rows).step_by(ROWS_MAX) {
             let count = ROWS_MAX.min(rows - first);

@@ -194,7 +194,12 @@ fn tensors_that_do_not_fit_are_refused_with_shape_and_remedy() {
     let text = message(check(&turned, DType::BF16, &[4, 6, 64]));
     assert_says(&text, &["q [4, 6, 64]", "strides [64, 256, 1]", "not contiguous", "contiguous()"]);
     let odd = Tensor::zeros(100, DType::BF16, &Device::Cpu).unwrap().narrow(0, 3, 64).unwrap();
-    assert_says(&message(check(&odd, DType::BF16, &[64])), &["starts 3 elements", "multiple of 8", "copy()"]);
+    assert_says(
+        &message(check(&odd, DType::BF16, &[64])),
+        &["starts 3 elements", "multiple of 8", "force_contiguous()"],
+    );
+    // What it says helps.
+    assert!(check(&odd.force_contiguous().unwrap(), DType::BF16, &[64]).is_ok());
 }
 
 #[test]
