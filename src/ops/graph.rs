@@ -59,7 +59,8 @@ impl Drop for Recording {
 }
 
 /// Gradients of `leaves`, in their order: `forward` computes from them and returns what it gave, each with the gradient there, of
-/// its shape. Gradients of parameters go where these send them. A leaf that nothing depends on has none.
+/// its shape. Gradients of parameters go where these send them. A leaf that nothing depends on has none; one that is there twice has
+/// its own twice.
 ///
 /// Of what `forward` does on this thread, ops of this room are differentiated and nothing else is.
 ///
@@ -76,8 +77,8 @@ pub fn differentiate<E: From<candle_core::Error>>(
     TAPE.set(Some(Tape { tracked, ..Tape::default() }));
     let _recording = Recording;
     let roots = forward()?;
-    let mut gradients = walk_back(roots)?;
-    Ok(leaves.iter().map(|leaf| gradients.remove(&leaf.id())).collect())
+    let gradients = walk_back(roots)?;
+    Ok(leaves.iter().map(|leaf| gradients.get(&leaf.id()).cloned()).collect())
 }
 
 /// Whether gradients reach `x`: it is a variable, or was computed from one.
@@ -350,6 +351,14 @@ mod tests {
         let difference =
             (dx - expected).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
         assert!(difference < 1e-6, "{difference}");
+    }
+
+    #[test]
+    fn a_leaf_that_is_there_twice_has_its_gradient_twice() {
+        let (x, dy) = (noise(&[2, 4], 10), noise(&[2, 4], 11));
+        let found = differentiate(&[&x, &x], || Result::Ok(vec![(add(&x, &x)?, dy.clone())])).unwrap();
+        let expected = floats(&(&dy * 2.0).unwrap());
+        assert!(found.iter().all(|dx| floats(dx.as_ref().unwrap()) == expected));
     }
 
     #[test]
