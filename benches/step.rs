@@ -18,6 +18,7 @@ use rloss::model::cache::CacheRoom;
 use rloss::model::config::{Config, LayerType};
 use rloss::model::forward::ForwardOptions;
 use rloss::model::policy_view::PolicyView;
+use rloss::ops::product::Arithmetic;
 use rloss::ops::threads::Threads;
 use rloss::recipe::Recipe;
 use rloss::rollout::{
@@ -69,6 +70,12 @@ struct Shapes {
     steps: u64,
     #[arg(long, default_value_t = 2)]
     threads: usize,
+    /// The update's prompts differ in their first token, so that every sample of a group computes its own.
+    #[arg(long)]
+    separate_prompts: bool,
+    /// Products by the processor's dot products of bf16.
+    #[arg(long)]
+    bf16_dot: bool,
     /// What cargo tells every benchmark.
     #[arg(long)]
     bench: bool,
@@ -217,13 +224,15 @@ fn main() -> Result<()> {
     // Under mpirun the update is that of several processes, each of which samples everything.
     let mesh = Mesh::connect()?;
     let (model, parameters) = random(config);
-    let mut parameters = parameters.shared_by(&mesh);
+    let arithmetic = if shapes.bf16_dot { Arithmetic::Bf16Dot } else { Arithmetic::F32 };
+    ensure!(arithmetic.is_here(), "this processor has no dot products of bf16");
+    let mut parameters = parameters.shared_by(&mesh).multiplying(arithmetic);
     parameters.learn(&vec![true; parameters.len()])?;
     let recipe = Recipe::default();
     let (policy, train, optimizer_settings) = (&recipe.policy, &recipe.train, &recipe.train.optimizer);
     let weights = PassWeights { bytes: parameters.bytes(), adapted: false, packed_pieces: false };
     let recompute_layers = recomputes_layers(&recipe, &model.config, weights, threads.count(), mesh.ranks());
-    let mut optimizer = Optimizer::new(optimizer_settings, &mut parameters, false)?;
+    let mut optimizer = Optimizer::new(optimizer_settings, &mut parameters, shapes.bf16_dot)?;
     let around = chat.prompt(&[Message::user(String::new())])?.len();
     let characters = shapes.prompt_tokens.checked_sub(around).context("--prompt-tokens is too small")?;
     let task = Numbers { characters };
@@ -293,10 +302,14 @@ fn main() -> Result<()> {
                 updates: 1,
                 response_tokens_max: shapes.response_tokens,
             };
-            let experience = step.prepare(&groups.iter().collect::<Vec<_>>())?;
+            let mut experience = step.prepare(&groups.iter().collect::<Vec<_>>())?;
+            if shapes.separate_prompts {
+                let sequences = experience.measured.sampled.sequences.iter_mut();
+                sequences.zip(TEXT..TEXT_END).for_each(|(sequence, token)| sequence.tokens[0] = token);
+            }
             let (update, gradients) = time(|| step.gradients(&experience)?.context("no token counts"))?;
             let gap = step.gap_of(&experience, &update)?.get("mismatch/log_ppl_abs_diff_max");
-            ensure!(gap == Some(0.0), "rollout and training differ: {gap:?}");
+            ensure!(shapes.separate_prompts || gap == Some(0.0), "rollout and training differ: {gap:?}");
             clip(&mut parameters, optimizer_settings.grad_norm_max)?;
             optimizer.update(&mut parameters, optimizer_settings.lr)?;
             Ok((gradients, experience.measured.sampled.sequences))
@@ -331,7 +344,7 @@ fn main() -> Result<()> {
     println!(
         "{}",
         json!({
-            "peer": "rloss",
+            "peer": if shapes.bf16_dot { "rloss, bf16_dot" } else { "rloss" },
             "ranks": mesh.ranks(),
             "step_s": steps,
             "rollout_s": each(&seconds, &rollouts),

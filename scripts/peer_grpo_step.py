@@ -30,6 +30,7 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in SHAPES.items():
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=default)
+    parser.add_argument("--autocast", action="store_true", help="forward and backward in bf16 autocast")
     parser.add_argument("--experts-implementation", default=None, help="transformers' own choice where it is absent")
     return parser.parse_args()
 
@@ -87,7 +88,8 @@ def update(torch, model, optimizer, tokens, a):
     rewards = torch.tensor([[i % 2 for i in range(a.samples)]] * a.prompts, dtype=torch.float32)
     centred = rewards - rewards.mean(1, keepdim=True)
     advantages = (centred / (rewards.std(1, keepdim=True) + 1e-6)).reshape(-1, 1)
-    logits = model(tokens[:, :-1], logits_to_keep=a.response_tokens, use_cache=False).logits
+    with torch.autocast("cpu", torch.bfloat16, enabled=a.autocast):
+        logits = model(tokens[:, :-1], logits_to_keep=a.response_tokens, use_cache=False).logits
     targets = tokens[:, -a.response_tokens :, None]
     log_probs = torch.log_softmax(logits.float(), -1).gather(-1, targets).squeeze(-1)
     ratio = (log_probs - log_probs.detach()).exp()
@@ -135,7 +137,7 @@ def main():
         for values, value in zip(found.values(), row):
             values.append(round(value, 6))
     found = {
-        "peer": f"transformers, {model.config._experts_implementation}",
+        "peer": f"transformers, {model.config._experts_implementation}" + (", autocast" if a.autocast else ""),
         **found,
         "generated_tokens": a.prompts * a.samples * a.response_tokens,
         "parameter_bytes": 4 * sum(p.numel() for p in model.parameters()),

@@ -127,12 +127,12 @@ impl ModelFolder {
         }
     }
 
-    /// Reads one parameter as it is held: packed where it `learns` not and is stored so, else as [`Self::values`].
+    /// Reads one parameter as it is held: packed where it is stored so and shall not be plain, else as [`Self::values`].
     ///
     /// # Errors
     /// [`crate::error::BadInput`] where a value is NaN or infinite, or the file cannot be read.
-    pub fn loaded(&self, spec: &ParameterSpec, learns: bool) -> Result<Loaded> {
-        let form = if learns { None } else { spec.packed_form(self.form_of(spec)) };
+    pub fn loaded(&self, spec: &ParameterSpec, is_plain: bool) -> Result<Loaded> {
+        let form = if is_plain { None } else { spec.packed_form(self.form_of(spec)) };
         let (Some(form), Some(shape)) = (form, spec.matrix_shape()) else {
             return Ok(Loaded::Values(self.values(spec)?));
         };

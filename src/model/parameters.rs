@@ -21,6 +21,7 @@ use crate::ops::Parameter;
 use crate::ops::cpu::{host_values, on_host};
 use crate::ops::dense_record::DenseProducts;
 use crate::ops::parameter::GradientSink;
+use crate::ops::product::Arithmetic;
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use place::placed;
@@ -53,6 +54,8 @@ pub struct Parameters {
     device: Device,
     /// What makes its layers' dense products there in place of own kernels.
     products: Arc<DenseProducts>,
+    /// How a CPU makes its dense products.
+    arithmetic: Arithmetic,
 }
 
 /// One tensor.
@@ -178,6 +181,7 @@ impl Parameters {
             mesh,
             device: Device::Cpu,
             products: Arc::default(),
+            arithmetic: Arithmetic::F32,
         })
     }
 
@@ -240,6 +244,7 @@ impl Parameters {
             mesh: self.mesh.clone(),
             device: self.device.clone(),
             products: self.products.clone(),
+            arithmetic: self.arithmetic,
         }
     }
 
@@ -486,7 +491,7 @@ impl Parameters {
             .map(|layers| Layers::InTurn(Box::new(LayersInTurn { adapters: adapters.clone(), ..layers })));
         let find = |name: &str| Ok(adapted(weight(self.place(name)?)?, adapters.get(name)));
         let is_critic = self.index.contains_key(VALUE_HEAD);
-        Ok(Weights::new(&self.config, is_critic, self.bytes(), layers, &find)?.multiplied_by(&self.products))
+        Ok(self.multiplied(Weights::new(&self.config, is_critic, self.bytes(), layers, &find)?))
     }
 
     fn place(&self, name: &str) -> Result<usize> {

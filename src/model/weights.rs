@@ -11,6 +11,7 @@ use super::pieces::GatheredLayers;
 use crate::dist::Mesh;
 use crate::ops::Parameter;
 use crate::ops::dense_record::DenseProducts;
+use crate::ops::product::Arithmetic;
 use anyhow::{Context, Result, bail};
 use candle_core::Device;
 use std::sync::Arc;
@@ -65,6 +66,8 @@ pub struct Weights {
     expert_ranks: Option<Arc<ExpertRanks>>,
     /// What makes the layers' dense products in place of a GPU's own kernels.
     products: Arc<DenseProducts>,
+    /// How a CPU makes the dense products of the layers and of the head.
+    arithmetic: Arithmetic,
 }
 
 /// Where the layers are; what is outside of them is in memory.
@@ -111,12 +114,18 @@ impl Weights {
             bytes,
             expert_ranks: None,
             products: Arc::default(),
+            arithmetic: Arithmetic::F32,
         })
     }
 
     /// The same, whose layers' dense products are made by `products`, where they are among them.
     pub(super) fn multiplied_by(self, products: &Arc<DenseProducts>) -> Self {
         Self { products: products.clone(), ..self }
+    }
+
+    /// The same, whose dense products a CPU makes so, those of the head over a vocabulary among them.
+    pub(super) fn multiplying(self, arithmetic: Arithmetic) -> Self {
+        Self { arithmetic, ..self }
     }
 
     /// The same, whose experts are those of this rank alone: rows travel to the others'.
@@ -148,7 +157,8 @@ impl WeightSource for Weights {
             Layers::InTurn(layers) => layers.layer(index)?,
             Layers::Gathered(layers) => layers.layer(index)?,
         };
-        Ok(if self.products.is_empty() { layer } else { layer.multiplied_by(&self.products) })
+        let layer = if self.products.is_empty() { layer } else { layer.multiplied_by(&self.products) };
+        Ok(if self.arithmetic == Arithmetic::F32 { layer } else { layer.multiplying(self.arithmetic) })
     }
 
     fn final_norm(&self) -> Result<Parameter> {
@@ -156,7 +166,10 @@ impl WeightSource for Weights {
     }
 
     fn head(&self) -> Result<Head> {
-        Ok(self.head.clone())
+        Ok(match self.head.clone() {
+            Head::LanguageModel(head) => Head::LanguageModel(head.multiplying(self.arithmetic)),
+            head @ Head::Value(_) => head,
+        })
     }
 
     fn bytes(&self) -> u64 {

@@ -4,7 +4,7 @@
 //! The bits are those of the `gemm` crate's kernels on these shapes, which the tests of [`super::product`] compare: over a
 //! chunk of k one chain of fused multiply-adds an element, from 0, and then one addition to what was there.
 
-use super::prefetch::prefetch;
+use super::prefetch::prefetch_second;
 use super::product::K_CHUNK;
 use multiversion::multiversion;
 use rayon::prelude::*;
@@ -158,7 +158,7 @@ fn add_vectors<const R: usize, const V: usize>(
         weights.iter_mut().zip(row.chunks_exact(LANES)).for_each(|(w, row)| w.copy_from_slice(row));
         // The same columns of the rows that come after these.
         let next = rows.as_ptr().wrapping_add((i + R) * n + column);
-        (0..V).for_each(|vector| prefetch(next.wrapping_add(vector * LANES)));
+        (0..V).for_each(|vector| prefetch_second(next.wrapping_add(vector * LANES)));
     }
     for (row, sums) in sums.chunks_exact_mut(stride).enumerate() {
         let sums = &mut sums[column..column + V * LANES];

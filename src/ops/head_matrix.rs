@@ -3,7 +3,7 @@
 use super::cpu::host_values;
 use super::packed::PackedMatrix;
 use super::parameter::Parameter;
-use super::product::{Matrix, forward_product, product};
+use super::product::{Arithmetic, Means, Spread, backward_product, forward_product};
 use candle_core::{Result, Tensor, bail};
 use std::sync::Arc;
 
@@ -29,6 +29,14 @@ impl HeadMatrix {
         }
     }
 
+    /// How a CPU multiplies by it.
+    pub(super) fn means(&self) -> Means {
+        Spread::Pool.by(match self {
+            HeadMatrix::Plain(weight) => weight.arithmetic(),
+            HeadMatrix::Packed(_) => Arithmetic::F32,
+        })
+    }
+
     /// `out = h · W` for rows `h [m, H]`.
     ///
     /// # Errors
@@ -37,7 +45,7 @@ impl HeadMatrix {
         let (k, n) = self.shape()?;
         match self {
             HeadMatrix::Plain(weight) => {
-                forward_product(out, h, &host_values(weight.values())?, (h.len() / k, k, n), false);
+                forward_product(self.means(), out, h, &host_values(weight.values())?, (h.len() / k, k, n), false);
             }
             HeadMatrix::Packed(weight) => weight.forward(0, out, h, false)?,
         }
@@ -52,8 +60,7 @@ impl HeadMatrix {
         let (k, n) = self.shape()?;
         match self {
             HeadMatrix::Plain(weight) => {
-                let w = host_values(weight.values())?;
-                product(dh, Matrix::rows(dz, n), Matrix::transposed(&w, n), (dz.len() / n, n, k), false);
+                backward_product(self.means(), dh, dz, &host_values(weight.values())?, (dz.len() / n, n, k));
             }
             HeadMatrix::Packed(weight) => weight.input_gradient(0, dh, dz)?,
         }

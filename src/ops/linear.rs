@@ -10,7 +10,7 @@ use super::cuda::{
 };
 use super::graph::{apply_2, apply_3, contiguous, is_tracked};
 use super::parameter::{Gradient, Parameter};
-use super::product::{Matrix, Spread, backward_product, forward_product, product};
+use super::product::{Arithmetic, Matrix, Means, Spread, backward_product, forward_product, product};
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail,
 };
@@ -20,7 +20,7 @@ use candle_core::{
 /// # Errors
 /// When shapes disagree.
 pub fn linear(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>) -> Result<Tensor> {
-    apply(x, weight, bias, (x.dtype(), None))
+    apply(x, weight, bias, weight.arithmetic(), (x.dtype(), None))
 }
 
 /// The same on a GPU, whose forward `product` makes.
@@ -33,21 +33,23 @@ pub fn linear_by(
     bias: Option<&Parameter>,
     product: &LtProduct,
 ) -> Result<Tensor> {
-    apply(x, weight, bias, (x.dtype(), Some(product)))
+    apply(x, weight, bias, weight.arithmetic(), (x.dtype(), Some(product)))
 }
 
-/// The same with sums that stay f32 on a GPU too, for what is decided by them: scores, values.
+/// The same in f32 whatever the weight's arithmetic, with sums that stay f32 on a GPU too, for what is decided by them: scores,
+/// values.
 ///
 /// # Errors
 /// When shapes disagree.
 pub fn linear_f32(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>) -> Result<Tensor> {
-    apply(x, weight, bias, (DType::F32, None))
+    apply(x, weight, bias, Arithmetic::F32, (DType::F32, None))
 }
 
 fn apply(
     x: &Tensor,
     weight: &Parameter,
     bias: Option<&Parameter>,
+    arithmetic: Arithmetic,
     (out, product): (DType, Option<&LtProduct>),
 ) -> Result<Tensor> {
     let w = weight.values();
@@ -58,7 +60,7 @@ fn apply(
     }
     let x = contiguous(x)?;
     let (weight, bias) = (weight.gradient(), bias.and_then(Parameter::gradient));
-    let op = Linear { weight, bias, out, product: product.cloned() };
+    let op = Linear { weight, bias, means: Spread::Pool.by(arithmetic), out, product: product.cloned() };
     match b {
         Some(b) => apply_3(&x, w, b, op),
         None => apply_2(&x, w, op),
@@ -71,6 +73,7 @@ const OP: &str = "linear";
 struct Linear {
     weight: Option<Gradient>,
     bias: Option<Gradient>,
+    means: Means,
     /// Of what a GPU gives.
     out: DType,
     /// What makes a GPU's forward in place of the program's own kernel.
@@ -94,7 +97,7 @@ impl CustomOp3 for Linear {
         let (m, k) = x_layout.shape().dims2()?;
         let (_, n) = w_layout.shape().dims2()?;
         let mut out = repeat_row(values(b, b_layout)?, m);
-        forward_product(&mut out, values(x, x_layout)?, values(w, w_layout)?, (m, k, n), true);
+        forward_product(self.means, &mut out, values(x, x_layout)?, values(w, w_layout)?, (m, k, n), true);
         Ok((CpuStorage::F32(out), Shape::from((m, n))))
     }
 
@@ -137,7 +140,7 @@ impl CustomOp2 for Linear {
         let (m, k) = x_layout.shape().dims2()?;
         let (_, n) = w_layout.shape().dims2()?;
         let mut out = buffer(m * n);
-        forward_product(&mut out, values(x, x_layout)?, values(w, w_layout)?, (m, k, n), false);
+        forward_product(self.means, &mut out, values(x, x_layout)?, values(w, w_layout)?, (m, k, n), false);
         Ok((CpuStorage::F32(out), Shape::from((m, n))))
     }
 
@@ -185,7 +188,7 @@ impl Linear {
         let dy = host_values(&grad)?;
         let dx = if is_tracked(x) {
             let mut dx = buffer(m * k);
-            backward_product(Spread::Pool, &mut dx, &dy, &host_values(w)?, (m, n, k));
+            backward_product(self.means, &mut dx, &dy, &host_values(w)?, (m, n, k));
             Some(Tensor::from_vec(dx, (m, k), x.device())?)
         } else {
             None
@@ -197,11 +200,11 @@ impl Linear {
                 if n == 1 {
                     // The library adds a single column row by row to what is there, and the sum's bits would depend on that.
                     let mut column = buffer(k);
-                    product(&mut column, x, dy, (k, m, n), false);
+                    product(self.means, &mut column, x, dy, (k, m, n), false);
                     return add_values(dw, &column);
                 }
                 edit(dw, |dw| {
-                    product(dw, x, dy, (k, m, n), true);
+                    product(self.means, dw, x, dy, (k, m, n), true);
                     Ok(())
                 })
             })?;

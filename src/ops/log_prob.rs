@@ -202,7 +202,7 @@ impl Head {
                 edit(dw, |dw| {
                     let mut add = |z: &[f32], start: usize| {
                         let h = Matrix::transposed(&hs[start * k..], k);
-                        product(dw, h, Matrix::rows(z, n), (k, z.len() / n, n), true);
+                        product(self.weight.means(), dw, h, Matrix::rows(z, n), (k, z.len() / n, n), true);
                     };
                     add(&z[..rows_from(0) * n], 0);
                     for start in &mut others {

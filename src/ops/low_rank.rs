@@ -12,7 +12,7 @@ use super::experts::{Dispatch, side_by_side};
 use super::graph::{apply_3, contiguous, is_tracked};
 use super::linear::in_bf16;
 use super::parameter::{Gradient, Parameter};
-use super::product::{Matrix, Spread, backward_product, forward_product_on, product_on};
+use super::product::{Matrix, Spread, backward_product, forward_product, product};
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use std::ops::Range;
 
@@ -108,7 +108,7 @@ impl LowRank {
         let mut u = buffer(x.len() / input.max(1) * rank);
         self.each(&mut u, rank, groups, x.len() * rank, |spread, expert, at, u| {
             let (x, a) = (rows(x, at, input), nth(a, expert, input * rank));
-            forward_product_on(spread, u, x, a, (at.len(), input, rank), false);
+            forward_product(spread, u, x, a, (at.len(), input, rank), false);
             u.iter_mut().for_each(|u| *u *= self.scale);
         });
         u
@@ -138,7 +138,7 @@ impl CustomOp3 for LowRank {
         let (u, b): (&[f32], &[f32]) = (&u, &b);
         self.each(&mut out, output, &groups, count * rank * output, |spread, expert, at, out| {
             let (u, b) = (rows(u, at, rank), nth(b, expert, rank * output));
-            forward_product_on(spread, out, u, b, (at.len(), rank, output), true);
+            forward_product(spread, out, u, b, (at.len(), rank, output), true);
         });
         Ok((CpuStorage::F32(out), Shape::from((count, output))))
     }
@@ -208,7 +208,7 @@ impl CustomOp3 for LowRank {
                     side_by_side(tasks, count * k * n, |spread, (at, sum)| {
                         let left = Matrix::transposed(rows(left, at, k), k);
                         let right = Matrix::rows(rows(right, at, n), n);
-                        product_on(spread, sum, left, right, (k, at.len(), n), true);
+                        product(spread, sum, left, right, (k, at.len(), n), true);
                     });
                     Ok(())
                 })

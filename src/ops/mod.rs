@@ -49,6 +49,7 @@ pub mod silu_gated;
 pub mod sink_attention;
 pub mod swiglu;
 pub mod threads;
+mod tiles;
 pub mod uploaded;
 
 pub use embedding::{embedding, select_rows, tied_embedding};

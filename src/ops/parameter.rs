@@ -6,6 +6,7 @@
 use super::cpu::{add_values, host_values, values};
 use super::cuda::{add_tensor, copied};
 use super::graph::apply_1;
+use super::product::Arithmetic;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor};
 use std::sync::Arc;
 
@@ -18,11 +19,12 @@ pub trait GradientSink: Send + Sync {
     fn add(&self, parameter: usize, add: &mut dyn FnMut(&Tensor) -> Result<()>) -> Result<()>;
 }
 
-/// Values, and what takes their gradient.
+/// Values, what takes their gradient, and how a CPU multiplies by them.
 #[derive(Clone)]
 pub struct Parameter {
     values: Tensor,
     gradient: Option<Gradient>,
+    arithmetic: Arithmetic,
 }
 
 /// The way of one parameter's gradient.
@@ -35,17 +37,28 @@ pub(super) struct Gradient {
 impl Parameter {
     /// A tensor that does not learn.
     pub fn frozen(values: &Tensor) -> Self {
-        Self { values: values.detach(), gradient: None }
+        Self { values: values.detach(), gradient: None, arithmetic: Arithmetic::F32 }
     }
 
     /// A variable whose gradient goes to place `parameter` of `sink`.
     pub fn learning(variable: &Tensor, sink: Arc<dyn GradientSink>, parameter: usize) -> Self {
-        Self { values: variable.clone(), gradient: Some(Gradient { sink, parameter }) }
+        let gradient = Some(Gradient { sink, parameter });
+        Self { values: variable.clone(), gradient, arithmetic: Arithmetic::F32 }
     }
 
     /// The same values, not learning.
     pub fn without_gradient(&self) -> Self {
-        Self::frozen(&self.values)
+        Self::frozen(&self.values).multiplying(self.arithmetic)
+    }
+
+    /// The same, by which a CPU multiplies so.
+    pub fn multiplying(self, arithmetic: Arithmetic) -> Self {
+        Self { arithmetic, ..self }
+    }
+
+    /// How a CPU multiplies by it.
+    pub(super) fn arithmetic(&self) -> Arithmetic {
+        self.arithmetic
     }
 
     /// The values. A variable where they learn, so that the graph records what is computed from them.

@@ -8,10 +8,14 @@
 
 use super::few_rows::{few_rows, fits};
 use super::math::dot;
+use super::tiles;
 use gemm::Parallelism;
 
 /// The crate's own blocking over k never goes below this, so a chunk is always one chain.
 pub(super) const K_CHUNK: usize = 512;
+
+/// From so many values on the crate, which reads a transposed matrix down its columns, is slower than tiles.
+const TRANSPOSED_MIN: usize = 1 << 17;
 
 /// A matrix operand: values with a row and a column stride, in elements.
 #[derive(Clone, Copy)]
@@ -33,6 +37,37 @@ impl<'a> Matrix<'a> {
     }
 }
 
+/// What a product multiplies and adds. Every product by one matrix is made by one arithmetic, forward and backward.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Arithmetic {
+    /// f32, each product rounded once with its sum.
+    #[default]
+    F32,
+    /// Both operands rounded to bf16, and the processor's dot product of two neighbouring k at a time, whose sums are f32.
+    Bf16Dot,
+}
+
+impl Arithmetic {
+    /// Whether this processor can.
+    pub fn is_here(self) -> bool {
+        self == Arithmetic::F32 || tiles::multiplies_bf16()
+    }
+}
+
+/// How a product is made.
+#[derive(Clone, Copy)]
+pub struct Means {
+    spread: Spread,
+    arithmetic: Arithmetic,
+}
+
+impl From<Spread> for Means {
+    /// In f32.
+    fn from(spread: Spread) -> Self {
+        Self { spread, arithmetic: Arithmetic::F32 }
+    }
+}
+
 /// Which threads a product may take. The choice changes no bit.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Spread {
@@ -43,6 +78,11 @@ pub enum Spread {
 }
 
 impl Spread {
+    /// The same, and by which arithmetic.
+    pub fn by(self, arithmetic: Arithmetic) -> Means {
+        Means { spread: self, arithmetic }
+    }
+
     fn threads(self, work: usize) -> usize {
         if self == Spread::Pool && super::cpu::in_parallel(work) { rayon::current_num_threads() } else { 1 }
     }
@@ -52,24 +92,14 @@ impl Spread {
 ///
 /// With `accumulate` the product is added to what `out` holds (a bias, say).
 pub fn forward_product(
-    out: &mut [f32],
-    x: &[f32],
-    w: &[f32],
-    shape: (usize, usize, usize),
-    accumulate: bool,
-) {
-    forward_product_on(Spread::Pool, out, x, w, shape, accumulate);
-}
-
-/// [`forward_product`] on the threads that `spread` allows.
-pub fn forward_product_on(
-    spread: Spread,
+    means: impl Into<Means>,
     out: &mut [f32],
     x: &[f32],
     w: &[f32],
     (m, k, n): (usize, usize, usize),
     accumulate: bool,
 ) {
+    let means @ Means { spread, arithmetic } = means.into();
     assert!(out.len() == m * n && x.len() == m * k && w.len() == k * n, "forward_product: shapes");
     if m == 0 || n == 0 {
         return;
@@ -78,7 +108,9 @@ pub fn forward_product_on(
     if stock::CHOSEN.load(std::sync::atomic::Ordering::Relaxed) {
         return stock::product(out, x, w, (m, k, n), accumulate);
     }
-    if n == 1 {
+    if arithmetic == Arithmetic::Bf16Dot {
+        product(means, out, Matrix::rows(x, k), Matrix::rows(w, n), (m, k, n), accumulate);
+    } else if n == 1 {
         dot_column(out, x, w, k, accumulate);
     } else if fits((m, k, n)) {
         few_rows(spread.threads(m * n * k), out, x, w, (k, n), accumulate);
@@ -88,28 +120,24 @@ pub fn forward_product_on(
         let mut padded_out = vec![0f32; 2 * n];
         padded_out[..n].copy_from_slice(out);
         let (x, w) = (Matrix::rows(&padded_x, k), Matrix::rows(w, n));
-        product_on(spread, &mut padded_out, x, w, (2, k, n), accumulate);
+        product(means, &mut padded_out, x, w, (2, k, n), accumulate);
         out.copy_from_slice(&padded_out[..n]);
     } else {
-        product_on(spread, out, Matrix::rows(x, k), Matrix::rows(w, n), (m, k, n), accumulate);
+        product(means, out, Matrix::rows(x, k), Matrix::rows(w, n), (m, k, n), accumulate);
     }
 }
 
 /// `out[m, n] (+)= a[m, k] · b[k, n]` with any strides: for backward passes, where rows need not be invariant
 /// but runs and thread counts still give equal bits.
-pub fn product(out: &mut [f32], a: Matrix, b: Matrix, shape: (usize, usize, usize), accumulate: bool) {
-    product_on(Spread::Pool, out, a, b, shape, accumulate);
-}
-
-/// [`product`] on the threads that `spread` allows.
-pub fn product_on(
-    spread: Spread,
+pub fn product(
+    means: impl Into<Means>,
     out: &mut [f32],
     a: Matrix,
     b: Matrix,
     (m, k, n): (usize, usize, usize),
     accumulate: bool,
 ) {
+    let Means { spread, arithmetic } = means.into();
     assert_eq!(out.len(), m * n, "product: output");
     if m == 0 || n == 0 {
         return;
@@ -123,10 +151,16 @@ pub fn product_on(
     let last =
         |x: &Matrix, rows: usize, columns: usize| (rows - 1) * x.row_stride + (columns - 1) * x.column_stride;
     assert!(last(&a, m, k) < a.values.len() && last(&b, k, n) < b.values.len(), "product: operands");
-    let parallelism = match spread.threads(m * n * k) {
-        1 => Parallelism::None,
-        threads => Parallelism::Rayon(threads),
+    let threads = spread.threads(m * n * k);
+    let tiled = match arithmetic {
+        Arithmetic::F32 => b.row_stride == 1 && k * n >= TRANSPOSED_MIN,
+        Arithmetic::Bf16Dot => true,
     };
+    if tiled && tiles::product(arithmetic, threads, out, a, b, (m, k, n), accumulate) {
+        return;
+    }
+    assert!(arithmetic == Arithmetic::F32, "a product in bf16 that the processor cannot make");
+    let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
     for start in (0..k).step_by(K_CHUNK) {
         let chunk = K_CHUNK.min(k - start);
         // SAFETY: the operands' last elements were checked above against their slices, `out` is exactly
@@ -159,13 +193,13 @@ pub fn product_on(
 
 /// `out[m, k] = dy[m, n] · wᵀ` for contiguous `w [k, n]`: what a forward product by `w` gives back.
 pub fn backward_product(
-    spread: Spread,
+    means: impl Into<Means>,
     out: &mut [f32],
     dy: &[f32],
     w: &[f32],
     (m, n, k): (usize, usize, usize),
 ) {
-    product_on(spread, out, Matrix::rows(dy, n), Matrix::transposed(w, n), (m, n, k), false);
+    product(means, out, Matrix::rows(dy, n), Matrix::transposed(w, n), (m, n, k), false);
 }
 
 /// The library's default product, to measure what invariance costs. Only benchmarks are built with it.
@@ -257,7 +291,7 @@ mod tests {
             let bias = noise(n, 5);
             let run = |x: &[f32], m: usize, pool: &rayon::ThreadPool| {
                 let mut out: Vec<f32> = bias.iter().copied().cycle().take(m * n).collect();
-                pool.install(|| forward_product(&mut out, x, &w, (m, k, n), true));
+                pool.install(|| forward_product(Spread::Pool, &mut out, x, &w, (m, k, n), true));
                 out
             };
             let whole = run(&x, rows, &pools[0]);

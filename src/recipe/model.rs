@@ -19,7 +19,9 @@ table! {
         /// ChatML) or the path of a
         /// `tokenizer.json` or of its folder. Default `"embedded"`; refused beside `path`, whose folder has its own.
         pub tokenizer: Option<Tokenizer> = None,
-        /// Type of the weights in the forward pass; `"bf16"` rounds them there, and the optimizer keeps f32 masters.
+        /// Type of the weights in the forward pass; `"bf16"` rounds them there, and the optimizer keeps f32 masters. `"bf16_dot"` also
+        /// multiplies in bf16 on a CPU that has its dot products (AVX-512 BF16), backward passes included: what products take is
+        /// rounded to bf16, sums are f32, and so are the router, attention, norms and a critic's values.
         pub dtype: Dtype = Dtype::F32,
         /// What makes a GPU's dense forward products, attention's and those of a plain gated unit: `"own"`, the program's own kernels,
         /// or the path of a record by `rloss gpu-check --write-cublaslt`: the algorithms of cuBLASLt that left every row its bits on
@@ -197,6 +199,15 @@ choice! {
         F32 = "f32",
         /// bfloat16.
         Bf16 = "bf16",
+        /// bfloat16, multiplied by the dot products of a CPU.
+        Bf16Dot = "bf16_dot",
+    }
+}
+
+impl Dtype {
+    /// Whether weights are rounded to bf16, of which masters in f32 are kept.
+    pub fn is_bf16(self) -> bool {
+        self != Dtype::F32
     }
 }
 

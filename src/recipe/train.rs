@@ -14,7 +14,7 @@ table! {
         pub seed: u64 = 0,
         /// Tokens packed into one forward and backward; a longer trajectory makes a micro-batch of its own. Models of up to
         /// 256 MiB run them side by side on a CPU, and get an even number of them.
-        pub micro_batch_tokens: usize = 1024 => from(1.0).to(16777216.0),
+        pub micro_batch_tokens: usize = 1280 => from(1.0).to(16777216.0),
         /// Updates of a pass over the step's trajectories, which are shuffled and split evenly; 1 keeps their order. With more
         /// than 1 a forward over the whole batch comes before the first update: the mismatch is measured on all of it.
         pub minibatches: usize = 1 => from(1.0).to(1e6),

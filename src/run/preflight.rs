@@ -81,7 +81,8 @@ impl Preflight {
         let threads = Threads::shared(plan.recipe.parallel.threads, mesh.on_cores())?;
         let mut mistakes = Mistakes(vec![]);
         let source = mistakes.note(match checkpoint.filter(|folder| holds_adapter(folder)) {
-            Some(folder) => ModelSource::from_adapter(folder, plan.recipe.model.path.as_deref()),
+            Some(folder) => ModelSource::from_adapter(folder, plan.recipe.model.path.as_deref())
+                .map(|source| source.held_for(&plan.recipe)),
             None => ModelSource::open(&plan.recipe),
         });
         let task = mistakes.note(crate::tasks::build(&task_settings(&plan.recipe, console)));

@@ -9,13 +9,15 @@ use crate::metrics::{Console, Phase};
 use crate::model::adapter::Base;
 use crate::model::adapter::peft::{AdapterFolder, base_of, holds_adapter};
 use crate::model::config::{Config, Form, Rope};
-use crate::model::held::Loaded;
+use crate::model::held::{Held, Loaded};
 use crate::model::init::{InitSettings, init};
+use crate::model::layers_in_turn::WeightChange;
 use crate::model::load::{ModelFolder, weights_present};
 use crate::model::names::{ParameterSpec, parameter_specs};
 use crate::model::parameters::Parameters;
 use crate::model::rounding::WeightRounding;
 use crate::model::save::Companions;
+use crate::ops::product::Arithmetic;
 use crate::recipe::model::Tokenizer;
 use crate::recipe::{Architecture, Dtype, ModelConfig, Plan, Recipe, RecipeSource, set_key};
 use crate::train::checkpoint;
@@ -59,6 +61,18 @@ pub(super) enum BasePlace {
 
 impl ModelSource {
     pub(super) fn open(recipe: &Recipe) -> Result<Self> {
+        Ok(Self::open_as_stored(recipe)?.held_for(recipe))
+    }
+
+    /// The same, of which no tensor stays packed where the recipe multiplies in bf16: what is packed is multiplied in f32.
+    pub(super) fn held_for(mut self, recipe: &Recipe) -> Self {
+        if arithmetic(recipe) == Arithmetic::Bf16Dot {
+            self.forms.fill(Form::F32);
+        }
+        self
+    }
+
+    fn open_as_stored(recipe: &Recipe) -> Result<Self> {
         match (&recipe.model.path, &recipe.model.architecture) {
             (Some(path), _) => match &recipe.model.adapter {
                 Some(adapter) => {
@@ -212,7 +226,7 @@ impl ModelSource {
         console: &Console,
     ) -> Result<Parameters> {
         let parameters = self.base_parameters(recipe, trainable, intent, mesh, place, console)?;
-        let mut parameters = parameters.shared_by(mesh);
+        let mut parameters = parameters.shared_by(mesh).multiplying(arithmetic(recipe));
         if let Some(adapter) = &self.adapter {
             parameters.adapt(adapter.lora.clone(), adapter.values(&self.specs())?)?;
         }
@@ -231,7 +245,7 @@ impl ModelSource {
     ) -> Result<Parameters> {
         // What `model.dtype` makes of a tensor; packed ones have no more digits than that.
         let rounded = |mut values: Vec<f32>| {
-            if recipe.model.dtype == Dtype::Bf16 {
+            if recipe.model.dtype.is_bf16() {
                 values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32());
             }
             values
@@ -248,7 +262,12 @@ impl ModelSource {
         };
         if place == BasePlace::OnDisk {
             let to_bf16 = WeightRounding { mxfp4: false, bits: Some(7) };
-            let changes = if recipe.model.dtype == Dtype::Bf16 { vec![to_bf16.change()] } else { vec![] };
+            let unpacked: WeightChange = Arc::new(|spec, held| Ok(Held::Plain(held.decoded(spec)?)));
+            let changes = match recipe.model.dtype {
+                Dtype::F32 => vec![],
+                Dtype::Bf16 => vec![to_bf16.change()],
+                Dtype::Bf16Dot => vec![unpacked, to_bf16.change()],
+            };
             return Parameters::with_stored_layers(&self.config, folder.clone(), changes);
         }
         let megabytes = |bytes: u64| bytes / 1_000_000;
@@ -263,7 +282,8 @@ impl ModelSource {
         };
         let mut read = 0;
         let found = specs.into_iter().enumerate().map(|(index, spec)| {
-            let values = folder.loaded(&spec, intent.learns() && trainable[index])?;
+            let is_plain = (intent.learns() && trainable[index]) || self.forms[index] == Form::F32;
+            let values = folder.loaded(&spec, is_plain)?;
             let before = megabytes(read);
             read += bytes[index];
             shown.advance(megabytes(read) - before, 0, &[]);
@@ -282,6 +302,14 @@ impl ModelSource {
         let parameters = Parameters::loaded(&self.config, found)?;
         shown.finish();
         Ok(parameters)
+    }
+}
+
+/// How the recipe's model is multiplied by on a CPU.
+pub(super) fn arithmetic(recipe: &Recipe) -> Arithmetic {
+    match recipe.model.dtype {
+        Dtype::F32 | Dtype::Bf16 => Arithmetic::F32,
+        Dtype::Bf16Dot => Arithmetic::Bf16Dot,
     }
 }
 

@@ -120,7 +120,7 @@ impl Workbench {
     /// # Errors
     /// [`crate::error::BadInput`] when there are none, or of another architecture.
     pub fn weights_of(&self, folder: &Path, console: &Console) -> Result<Parameters> {
-        let source = ModelSource::from_folder(&model_folder(folder)?)?;
+        let source = ModelSource::from_folder(&model_folder(folder)?)?.held_for(self.recipe());
         let same = Config {
             max_position_embeddings: self.model.config.max_position_embeddings,
             ..source.config.clone()

@@ -31,7 +31,7 @@ impl Trainer {
         }
         // The weights have no more digits than that.
         let form = match bench.plan.recipe.model.dtype {
-            Dtype::Bf16 => Form::Bf16,
+            Dtype::Bf16 | Dtype::Bf16Dot => Form::Bf16,
             Dtype::F32 => Form::F32,
         };
         let folder = self.folder.path.join(BASE_FOLDER);

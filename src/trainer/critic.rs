@@ -3,7 +3,7 @@
 use super::{Trainer, apply};
 use crate::metrics::{Accumulator, Metrics};
 use crate::model::forward::ForwardOptions;
-use crate::recipe::{self, Dtype};
+use crate::recipe;
 use crate::run::workbench::Workbench;
 use crate::train::accumulate::Learner;
 use crate::train::checkpoint::{self, ResumePoint};
@@ -21,7 +21,7 @@ impl Trainer {
         let (Some(settings), Some(trainable)) = (&recipe.critic, &bench.critic_trainable) else {
             return Ok(None);
         };
-        let round = recipe.model.dtype == Dtype::Bf16;
+        let round = recipe.model.dtype.is_bf16();
         let (config, seed) = (&bench.model.config, recipe.train.seed);
         let mut critic = Critic::new(config, &bench.parameters, trainable, settings, seed, round)?;
         if let Some(point) = point {

@@ -16,7 +16,7 @@ use crate::metrics::{Console, Metrics, Phase, Row, Timings, read_rows};
 use crate::model::parameters::Parameters;
 use crate::ops::cuda::{device_memory, forget_memory_peaks};
 use crate::policy::kl_in_reward::KlController;
-use crate::recipe::{self, Dtype};
+use crate::recipe;
 use crate::rollout::Rollouts;
 use crate::run::evaluation::{evaluate, prompts};
 use crate::run::memory::{PassWeights, recomputes_layers};
@@ -180,7 +180,7 @@ impl Trainer {
         point: Option<&ResumePoint>,
     ) -> Result<Optimizer> {
         let bench = &mut self.bench;
-        let round = bench.plan.recipe.model.dtype == Dtype::Bf16;
+        let round = bench.plan.recipe.model.dtype.is_bf16();
         let mut optimizer = Optimizer::new(settings, &mut bench.parameters, round)?;
         if let Some(point) = point {
             optimizer.updates = point.state.updates;

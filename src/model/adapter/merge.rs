@@ -4,7 +4,7 @@ use super::Lora;
 use crate::model::names::ParameterSpec;
 use crate::model::parameters::Parameters;
 use crate::ops::cpu::host_values;
-use crate::ops::product::forward_product;
+use crate::ops::product::{Spread, forward_product};
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 
@@ -32,7 +32,7 @@ pub fn merged(parameters: &Parameters, spec: &ParameterSpec) -> Result<Tensor> {
     for (index, values) in values.chunks_exact_mut(size).enumerate() {
         let a = &scaled[index * rows * rank..(index + 1) * rows * rank];
         let b = &b[index * rank * output..(index + 1) * rank * output];
-        forward_product(values, a, b, (rows, rank, output), true);
+        forward_product(Spread::Pool, values, a, b, (rows, rank, output), true);
     }
     Ok(Tensor::from_vec(values, spec.working_shape(), &Device::Cpu)?)
 }

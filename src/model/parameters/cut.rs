@@ -113,7 +113,7 @@ impl Parameters {
         let layers = Some(Layers::Gathered(Arc::new(layers)));
         let find = |name: &str| weight(self.place(name)?);
         let is_critic = self.index.contains_key(VALUE_HEAD);
-        Ok(Weights::new(&self.config, is_critic, self.bytes(), layers, &find)?.multiplied_by(&self.products))
+        Ok(self.multiplied(Weights::new(&self.config, is_critic, self.bytes(), layers, &find)?))
     }
 
     /// What the optimizer keeps of tensor `index` under `kind`, its [`MASTER`] or its [`VALUES`]: all of it, gathered where it is

@@ -4,8 +4,10 @@ use super::{MASTER, OptimizerState, Parameters, Values};
 use crate::model::held::Held;
 use crate::model::names::ParameterSpec;
 use crate::model::tensor_file::f32_values;
+use crate::model::weights::Weights;
 use crate::ops::cpu::{edit, edit_codes, host_values, on_host};
 use crate::ops::dense_record::DenseProducts;
+use crate::ops::product::Arithmetic;
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor, Var};
 use std::sync::Arc;
@@ -40,12 +42,23 @@ impl Parameters {
         Self { products, ..self }
     }
 
+    /// The same, whose dense products a CPU makes so.
+    pub fn multiplying(self, arithmetic: Arithmetic) -> Self {
+        Self { arithmetic, ..self }
+    }
+
+    /// `weights`, multiplied as it is said here.
+    pub(super) fn multiplied(&self, weights: Weights) -> Weights {
+        weights.multiplied_by(&self.products).multiplying(self.arithmetic)
+    }
+
     /// The same where `other` is, and multiplied as that is.
     ///
     /// # Errors
     /// As [`Self::placed_on`].
     pub fn placed_beside(self, other: &Self) -> Result<Self> {
-        Ok(self.placed_on(&other.device)?.multiplied_by(other.products.clone()))
+        let placed = self.placed_on(&other.device)?;
+        Ok(placed.multiplied_by(other.products.clone()).multiplying(other.arithmetic))
     }
 
     /// Where the model computes.

@@ -22,7 +22,7 @@ use crate::model::cache::SequenceCache;
 use crate::model::config::{Config, Form};
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
-use crate::recipe::{Dtype, KlPlace, OptimizerConfig, PackedWeights, Recipe, RolloutWeights};
+use crate::recipe::{KlPlace, OptimizerConfig, PackedWeights, Recipe, RolloutWeights};
 use crate::rollout::{FORWARD_TOKENS_MAX, engines};
 use crate::train::accumulate::side_by_side;
 use crate::train::gradients::exchange_bytes_max;
@@ -330,7 +330,7 @@ impl Subject<'_> {
 
     /// What an optimizer keeps here of the tensors `learning`.
     fn optimizer(&self, settings: &OptimizerConfig, learning: &[Learning]) -> u64 {
-        let rounds_weights = self.recipe.model.dtype == Dtype::Bf16;
+        let rounds_weights = self.recipe.model.dtype.is_bf16();
         self.share(learning, |spec, here| {
             // An adapter stays in f32.
             let has_master = rounds_weights && spec.role != TensorRole::AdapterFactor;

@@ -1,0 +1,363 @@
+//! The product of many rows, by tiles of registers.
+//!
+//! Both operands are laid out anew, a chunk of k at a time, in panels: the rows of a tile side by side for each k, and likewise its
+//! columns. So the innermost loop reads two streams, whatever the strides were. A panel of columns stays in the cache
+//! nearest but one while all rows pass by; what the next panel is made of, and what a tile adds to, is fetched meanwhile.
+//!
+//! Everything is counted in words of 32 bits: one value of k, or two neighbouring ones in bf16 ([`vectors`]).
+//!
+//! In f32 the bits are those of the `gemm` crate, which the tests of [`super::product`] compare: over a chunk of k one chain of
+//! fused multiply-adds an element, from 0, and then one addition to what was there.
+
+mod vectors;
+
+use super::prefetch::{prefetch, prefetch_second};
+use super::product::{Arithmetic, K_CHUNK, Matrix};
+use rayon::prelude::*;
+use std::ops::Range;
+#[cfg(target_arch = "x86_64")]
+use vectors::x86;
+use vectors::Words;
+
+/// Vectors of columns of a tile.
+const VECTORS: usize = 2;
+
+/// Words of a line of the processor's cache.
+const LINE: usize = 16;
+
+/// A line of words: what panels are made of, so that no vector lies across two lines.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([u32; LINE]);
+
+/// Whether this processor has dot products of bf16.
+pub(super) fn multiplies_bf16() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512bf16");
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+/// `out[m, n] (+)= a[m, k] · b[k, n]` by up to `threads` threads, the bits of which do not depend on them. False, and nothing
+/// done, where the processor has no vectors for it, or an operand no neighbouring values.
+pub(super) fn product(
+    arithmetic: Arithmetic,
+    threads: usize,
+    out: &mut [f32],
+    a: Matrix,
+    b: Matrix,
+    shape: (usize, usize, usize),
+    accumulate: bool,
+) -> bool {
+    let (Some(a), Some(b)) = (Side::rows(a), Side::columns(b)) else { return false };
+    #[cfg(target_arch = "x86_64")]
+    {
+        let job = Job { threads, a, b, shape, accumulate };
+        match arithmetic {
+            Arithmetic::Bf16Dot if multiplies_bf16() => job.run::<x86::Bf16Dot>(out),
+            Arithmetic::F32 if is_x86_feature_detected!("avx512f") => job.run::<x86::Avx512>(out),
+            Arithmetic::F32 if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") => {
+                job.run::<x86::Avx2>(out);
+            }
+            _ => return false,
+        }
+        return true;
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+/// An operand as its panels are made: `lines` are its rows for `a` and its columns for `b`, which go side by side.
+#[derive(Clone, Copy)]
+struct Side<'a> {
+    values: &'a [f32],
+    /// Between neighbouring k where `along`, else between neighbouring lines, there is 1; this is the other stride.
+    stride: usize,
+    /// Whether values neighbouring in memory are neighbours in k.
+    along: bool,
+}
+
+impl<'a> Side<'a> {
+    fn rows(a: Matrix<'a>) -> Option<Self> {
+        Self::new(a.values, a.row_stride, a.column_stride)
+    }
+
+    fn columns(b: Matrix<'a>) -> Option<Self> {
+        Self::new(b.values, b.column_stride, b.row_stride)
+    }
+
+    fn new(values: &'a [f32], line_stride: usize, k_stride: usize) -> Option<Self> {
+        match (line_stride, k_stride) {
+            (stride, 1) => Some(Self { values, stride, along: true }),
+            (1, stride) => Some(Self { values, stride, along: false }),
+            _ => None,
+        }
+    }
+
+    /// Where value `k` of `line` is.
+    fn at(&self, line: usize, k: usize) -> *const f32 {
+        let place = if self.along { line * self.stride + k } else { k * self.stride + line };
+        self.values.as_ptr().wrapping_add(place)
+    }
+}
+
+/// Where tiles go: columns of an output whose other columns are other threads'.
+#[derive(Clone, Copy)]
+struct Out {
+    first: *mut f32,
+    stride: usize,
+}
+
+// SAFETY: threads write through copies of it, but no two the same columns; `Job::run` sees to that.
+unsafe impl Send for Out {}
+// SAFETY: as above.
+unsafe impl Sync for Out {}
+
+struct Job<'a> {
+    threads: usize,
+    a: Side<'a>,
+    b: Side<'a>,
+    /// `(m, k, n)`.
+    shape: (usize, usize, usize),
+    accumulate: bool,
+}
+
+/// Room for `words` words.
+fn lines(words: usize) -> Vec<Line> {
+    // A transposed block is stored whole, past the last line where the panel is narrower.
+    vec![Line([0; LINE]); words.div_ceil(LINE) + 2]
+}
+
+impl Job<'_> {
+    #[cfg(target_arch = "x86_64")]
+    fn run<W: Words>(&self, out: &mut [f32]) {
+        let (m, k, n) = self.shape;
+        let last = |side: &Side, lines: usize| side.at(lines - 1, k - 1) as usize;
+        let end = |side: &Side| side.values.as_ptr_range().end as usize;
+        assert!(last(&self.a, m) < end(&self.a) && last(&self.b, n) < end(&self.b), "product: operands");
+        assert_eq!(out.len(), m * n, "product: output");
+        let out = Out { first: out.as_mut_ptr(), stride: n };
+        let width = VECTORS * W::LANES;
+        let panels = n.div_ceil(width);
+        let steps_max = K_CHUNK.min(k).div_ceil(W::PER_WORD);
+        let mut rows = lines(m * steps_max);
+        for start in (0..k).step_by(K_CHUNK) {
+            let chunk = Chunk { start, values: K_CHUNK.min(k - start) };
+            self.lay_out_rows::<W>(&mut rows, chunk);
+            let room = || [lines(steps_max * width), lines(steps_max * width)];
+            let run = |room: &mut [Vec<Line>; 2], panels| self.strips::<W>(&rows, room, chunk, panels, out);
+            if self.threads > 1 && panels > 1 {
+                // Few tasks, as each begins with a panel that nobody laid out meanwhile.
+                let each = panels.div_ceil(self.threads * TASKS_A_THREAD);
+                let tasks = (0..panels.div_ceil(each)).into_par_iter().with_max_len(1);
+                tasks.for_each_init(room, |room, task| run(room, task * each..panels.min((task + 1) * each)));
+            } else {
+                run(&mut room(), 0..panels);
+            }
+        }
+    }
+
+    /// The rows' panels of a chunk, tile after tile.
+    fn lay_out_rows<W: Words>(&self, to: &mut [Line], chunk: Chunk) {
+        let m = self.shape.0;
+        let steps = chunk.steps::<W>();
+        let mut to: *mut u32 = to.as_mut_ptr().cast();
+        for row in (0..m).step_by(W::ROWS) {
+            let rows = W::ROWS.min(m - row);
+            // SAFETY: the processor has the vectors, the operand was checked, and there is room for all rows' words.
+            unsafe {
+                W::lay_out(self.a, row, rows, chunk, to, rows);
+                to = to.add(rows * steps);
+            }
+        }
+    }
+
+    /// The columns of `panels`, of all rows: while one panel's pass by, the next is laid out, a stretch after each tile.
+    fn strips<W: Words>(
+        &self,
+        rows: &[Line],
+        room: &mut [Vec<Line>; 2],
+        chunk: Chunk,
+        panels: Range<usize>,
+        out: Out,
+    ) {
+        let (m, _, n) = self.shape;
+        let width = VECTORS * W::LANES;
+        let steps = chunk.steps::<W>();
+        let add = self.accumulate || chunk.start > 0;
+        // Whole blocks of steps, so that all tiles but the last few have a stretch.
+        let stretch = steps.div_ceil(m.div_ceil(W::ROWS)).next_multiple_of(W::LANES);
+        let [mut panel, mut next] = room.each_mut().map(|lines| lines.as_mut_ptr().cast::<u32>());
+        self.lay_out_columns::<W>(panel, chunk, panels.start * width, 0..steps);
+        for index in panels.clone() {
+            let column = index * width;
+            let has_next = index + 1 < panels.end;
+            let mut x: *const u32 = rows.as_ptr().cast();
+            for (pass, row) in (0..m).step_by(W::ROWS).enumerate() {
+                let rows = W::ROWS.min(m - row);
+                let ahead = (pass * stretch).min(steps)..((pass + 1) * stretch).min(steps);
+                if has_next {
+                    self.fetch::<W>(chunk, column + width, ahead.clone());
+                }
+                // SAFETY: the panels were laid out so, and the tile lies in the output.
+                unsafe {
+                    let to = Out { first: out.first.add(row * n + column), ..out };
+                    W::tile(rows, Panels { x, w: panel, steps }, to, width.min(n - column), add);
+                    x = x.add(rows * steps);
+                }
+                if has_next {
+                    self.lay_out_columns::<W>(next, chunk, column + width, ahead);
+                }
+            }
+            std::mem::swap(&mut panel, &mut next);
+        }
+    }
+
+    /// Some steps of the panel at `column`.
+    fn lay_out_columns<W: Words>(&self, panel: *mut u32, chunk: Chunk, column: usize, steps: Range<usize>) {
+        let width = VECTORS * W::LANES;
+        let columns = width.min(self.shape.2 - column);
+        let part = chunk.part::<W>(&steps);
+        // SAFETY: the processor has the vectors, the operand was checked, and the panel has room.
+        unsafe { W::lay_out(self.b, column, columns, part, panel.add(steps.start * width), width) };
+    }
+
+    /// Has what [`Self::lay_out_columns`] reads brought near.
+    fn fetch<W: Words>(&self, chunk: Chunk, column: usize, steps: Range<usize>) {
+        let columns = (VECTORS * W::LANES).min(self.shape.2 - column);
+        let Chunk { start, values } = chunk.part::<W>(&steps);
+        let (lines, length) = if self.b.along { (columns, values) } else { (values, columns) };
+        for line in 0..lines {
+            for at in (0..length).step_by(LINE) {
+                let (column, k) = if self.b.along { (column + line, start + at) } else { (column + at, start + line) };
+                prefetch_second(self.b.at(column, k));
+            }
+        }
+    }
+}
+
+/// Tasks of a thread in a product that several share.
+const TASKS_A_THREAD: usize = 4;
+
+/// A stretch of k.
+#[derive(Clone, Copy)]
+struct Chunk {
+    start: usize,
+    values: usize,
+}
+
+impl Chunk {
+    /// Its words of a line.
+    fn steps<W: Words>(self) -> usize {
+        self.values.div_ceil(W::PER_WORD)
+    }
+
+    /// What these words of a line are made of.
+    fn part<W: Words>(self, steps: &Range<usize>) -> Self {
+        let first = steps.start * W::PER_WORD;
+        Self { start: self.start + first, values: self.values.min(steps.end * W::PER_WORD).saturating_sub(first) }
+    }
+}
+
+/// What a tile multiplies: `x [steps][rows]` and `w [steps][VECTORS · LANES]`.
+#[derive(Clone, Copy)]
+struct Panels {
+    x: *const u32,
+    w: *const u32,
+    steps: usize,
+}
+
+/// `R` rows of a tile, of which `columns` columns exist.
+///
+/// # Safety
+/// The processor must have the vectors, and the panels and the tile must be there.
+#[inline(always)]
+unsafe fn tile<W: Words, const R: usize>(panels: Panels, to: Out, columns: usize, add: bool) {
+    let Panels { x, w, steps } = panels;
+    // SAFETY: as below.
+    let mut sums = [[unsafe { W::zero() }; VECTORS]; R];
+    // SAFETY: the callers' duty.
+    unsafe {
+        if add {
+            for row in 0..R {
+                (0..columns).step_by(LINE).for_each(|c| prefetch(to.first.add(row * to.stride + c)));
+            }
+        }
+        for step in 0..steps {
+            let at = w.add(step * VECTORS * W::LANES);
+            let mut w = [W::zero(); VECTORS];
+            for (v, w) in w.iter_mut().enumerate() {
+                *w = W::load(at.add(v * W::LANES));
+            }
+            let x = x.add(step * R);
+            for (row, sums) in sums.iter_mut().enumerate() {
+                let x = W::splat(*x.add(row));
+                for v in 0..VECTORS {
+                    sums[v] = W::add_product(sums[v], x, w[v]);
+                }
+            }
+        }
+        if columns == VECTORS * W::LANES {
+            for row in 0..R {
+                for v in 0..VECTORS {
+                    let to = to.first.add(row * to.stride + v * W::LANES);
+                    W::keep(to.cast(), if add { W::plus(W::load(to.cast()), sums[row][v]) } else { sums[row][v] });
+                }
+            }
+            return;
+        }
+        for (row, sums) in sums.into_iter().enumerate() {
+            let to = to.first.add(row * to.stride);
+            for (v, sum) in sums.into_iter().enumerate() {
+                let columns = columns.saturating_sub(v * W::LANES).min(W::LANES);
+                W::put(to.add(v * W::LANES), sum, columns, add);
+            }
+        }
+    }
+}
+
+/// Lays `lines` lines from `line` on, a chunk of k, side by side: `to [steps][width]`. What a word lacks is 0.
+///
+/// # Safety
+/// The processor must have the vectors, the lines must be there, and `to` must have room for a vector beyond the last word.
+#[inline(always)]
+unsafe fn lay_out<W: Words>(
+    side: Side,
+    line: usize,
+    lines: usize,
+    chunk: Chunk,
+    to: *mut u32,
+    width: usize,
+) {
+    let steps = chunk.steps::<W>();
+    let (lanes, per_word) = (W::LANES, W::PER_WORD);
+    // SAFETY: the callers' duty.
+    unsafe {
+        if !side.along {
+            for step in 0..steps {
+                let k = step * per_word;
+                for first in (0..lines).step_by(lanes) {
+                    let from = side.at(line + first, chunk.start + k);
+                    let words = W::across(from, side.stride, chunk.values - k, lines - first);
+                    W::keep(to.add(step * width + first), words);
+                }
+            }
+            return;
+        }
+        for first in (0..lines).step_by(lanes) {
+            for step in (0..steps).step_by(lanes) {
+                let k = step * per_word;
+                let mut block = [W::zero(); 16];
+                for (i, words) in block.iter_mut().enumerate().take(lanes.min(lines - first)) {
+                    *words = W::along(side.at(line + first + i, chunk.start + k), chunk.values - k);
+                }
+                W::transpose(&mut block);
+                for (i, words) in block.into_iter().enumerate().take(lanes.min(steps - step)) {
+                    W::keep(to.add((step + i) * width + first), words);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,378 @@
+//! What tiles need of a processor's vectors, and the vectors of x86.
+
+use super::{Chunk, Out, Panels, Side};
+
+/// Vectors of words of one kind.
+///
+/// # Safety
+/// Every function needs a processor that has the vectors; pointers must be good for what is read or written.
+pub(super) trait Words {
+    type Vector: Copy;
+    /// Words of a vector.
+    const LANES: usize;
+    /// Rows of a tile, whose sums and a step's columns fit into registers.
+    const ROWS: usize;
+    /// Values of k in a word.
+    const PER_WORD: usize;
+    unsafe fn zero() -> Self::Vector;
+    unsafe fn splat(word: u32) -> Self::Vector;
+    unsafe fn load(from: *const u32) -> Self::Vector;
+    unsafe fn keep(to: *mut u32, words: Self::Vector);
+    /// `sum` and what the words of `x` and `w` come to.
+    unsafe fn add_product(sum: Self::Vector, x: Self::Vector, w: Self::Vector) -> Self::Vector;
+    unsafe fn plus(a: Self::Vector, b: Self::Vector) -> Self::Vector;
+    /// The first `columns` sums to `to`, added to what is there or in its place.
+    unsafe fn put(to: *mut f32, sums: Self::Vector, columns: usize, add: bool);
+    /// Words of a line: of neighbouring values, of which `left` are there.
+    unsafe fn along(from: *const f32, left: usize) -> Self::Vector;
+    /// One word of each of `lines` neighbouring lines at most, of values `stride` apart, of which `left` are there.
+    unsafe fn across(from: *const f32, stride: usize, left: usize, lines: usize) -> Self::Vector;
+    /// Word `i` of vector `j` for word `j` of vector `i`, of the first [`Self::LANES`].
+    unsafe fn transpose(block: &mut [Self::Vector; 16]);
+    /// [`super::tile`] of `rows` rows, compiled for the vectors.
+    unsafe fn tile(rows: usize, panels: Panels, to: Out, columns: usize, add: bool);
+    /// [`super::lay_out`], likewise.
+    unsafe fn lay_out(side: Side, line: usize, lines: usize, chunk: Chunk, to: *mut u32, width: usize);
+}
+
+// Each block is intrinsics alone; what they need is what the trait asks of its callers.
+#[allow(clippy::undocumented_unsafe_blocks)]
+#[cfg(target_arch = "x86_64")]
+pub(super) mod x86 {
+    use super::super::{lay_out, tile};
+    use super::{Chunk, Out, Panels, Side, Words};
+    use std::arch::x86_64::*;
+
+    /// The two functions that are compiled for a processor's features, in the trait's words.
+    macro_rules! compiled_for {
+        ($features:literal, $($rows:literal)+) => {
+            #[inline]
+            unsafe fn tile(rows: usize, panels: Panels, to: Out, columns: usize, add: bool) {
+                #[target_feature(enable = $features)]
+                unsafe fn compiled<W: Words, const R: usize>(panels: Panels, to: Out, columns: usize, add: bool) {
+                    unsafe { tile::<W, R>(panels, to, columns, add) }
+                }
+                unsafe {
+                    match rows {
+                        $($rows => compiled::<Self, $rows>(panels, to, columns, add),)+
+                        _ => {}
+                    }
+                }
+            }
+
+            #[inline]
+            unsafe fn lay_out(side: Side, line: usize, lines: usize, chunk: Chunk, to: *mut u32, width: usize) {
+                #[target_feature(enable = $features)]
+                unsafe fn compiled<W: Words>(side: Side, line: usize, lines: usize, chunk: Chunk, to: *mut u32, width: usize) {
+                    unsafe { lay_out::<W>(side, line, lines, chunk, to, width) }
+                }
+                unsafe { compiled::<Self>(side, line, lines, chunk, to, width) }
+            }
+        };
+    }
+
+    /// The first `count` of sixteen lanes.
+    #[inline(always)]
+    fn first(count: usize) -> __mmask16 {
+        if count >= 16 { !0 } else { (1 << count) - 1 }
+    }
+
+    #[inline(always)]
+    unsafe fn some(from: *const f32, count: usize) -> __m512 {
+        unsafe { if count >= 16 { _mm512_loadu_ps(from) } else { _mm512_maskz_loadu_ps(first(count), from) } }
+    }
+
+    #[inline(always)]
+    unsafe fn put(to: *mut f32, sums: __m512, columns: usize, add: bool) {
+        unsafe {
+            if columns >= 16 {
+                _mm512_storeu_ps(to, if add { _mm512_add_ps(_mm512_loadu_ps(to), sums) } else { sums });
+            } else {
+                let sums = if add { _mm512_add_ps(some(to, columns), sums) } else { sums };
+                _mm512_mask_storeu_ps(to, first(columns), sums);
+            }
+        }
+    }
+
+    /// Of four by four blocks of four words: first within each, then the blocks.
+    #[inline(always)]
+    unsafe fn transpose(rows: &mut [__m512; 16]) {
+        unsafe {
+            let mut pairs = *rows;
+            for i in 0..8 {
+                pairs[2 * i] = _mm512_unpacklo_ps(rows[2 * i], rows[2 * i + 1]);
+                pairs[2 * i + 1] = _mm512_unpackhi_ps(rows[2 * i], rows[2 * i + 1]);
+            }
+            let pd = |x: __m512| _mm512_castps_pd(x);
+            let mut fours = *rows;
+            for i in 0..4 {
+                let of = &pairs[4 * i..4 * i + 4];
+                fours[4 * i] = _mm512_castpd_ps(_mm512_unpacklo_pd(pd(of[0]), pd(of[2])));
+                fours[4 * i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(pd(of[0]), pd(of[2])));
+                fours[4 * i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(pd(of[1]), pd(of[3])));
+                fours[4 * i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(pd(of[1]), pd(of[3])));
+            }
+            for i in 0..4 {
+                let (a, b, c, d) = (fours[i], fours[4 + i], fours[8 + i], fours[12 + i]);
+                let (low, high) = (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
+                let (low_2, high_2) = (_mm512_shuffle_f32x4::<0x88>(c, d), _mm512_shuffle_f32x4::<0xdd>(c, d));
+                rows[i] = _mm512_shuffle_f32x4::<0x88>(low, low_2);
+                rows[8 + i] = _mm512_shuffle_f32x4::<0xdd>(low, low_2);
+                rows[4 + i] = _mm512_shuffle_f32x4::<0x88>(high, high_2);
+                rows[12 + i] = _mm512_shuffle_f32x4::<0xdd>(high, high_2);
+            }
+        }
+    }
+
+    /// f32, sixteen at a time.
+    pub struct Avx512;
+
+    // SAFETY: the callers' duty, as the trait says.
+    impl Words for Avx512 {
+        type Vector = __m512;
+        const LANES: usize = 16;
+        const ROWS: usize = 12;
+        const PER_WORD: usize = 1;
+
+        #[inline(always)]
+        unsafe fn zero() -> __m512 {
+            unsafe { _mm512_setzero_ps() }
+        }
+
+        #[inline(always)]
+        unsafe fn splat(word: u32) -> __m512 {
+            unsafe { _mm512_castsi512_ps(_mm512_set1_epi32(word as i32)) }
+        }
+
+        #[inline(always)]
+        unsafe fn load(from: *const u32) -> __m512 {
+            unsafe { _mm512_loadu_ps(from.cast()) }
+        }
+
+        #[inline(always)]
+        unsafe fn keep(to: *mut u32, words: __m512) {
+            unsafe { _mm512_storeu_ps(to.cast(), words) }
+        }
+
+        #[inline(always)]
+        unsafe fn plus(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_add_ps(a, b) }
+        }
+
+        #[inline(always)]
+        unsafe fn add_product(sum: __m512, x: __m512, w: __m512) -> __m512 {
+            unsafe { _mm512_fmadd_ps(x, w, sum) }
+        }
+
+        #[inline(always)]
+        unsafe fn put(to: *mut f32, sums: __m512, columns: usize, add: bool) {
+            unsafe { put(to, sums, columns, add) }
+        }
+
+        #[inline(always)]
+        unsafe fn along(from: *const f32, left: usize) -> __m512 {
+            unsafe { some(from, left) }
+        }
+
+        #[inline(always)]
+        unsafe fn across(from: *const f32, _: usize, _: usize, lines: usize) -> __m512 {
+            unsafe { some(from, lines) }
+        }
+
+        #[inline(always)]
+        unsafe fn transpose(block: &mut [__m512; 16]) {
+            unsafe { transpose(block) }
+        }
+
+        compiled_for!("avx512f", 1 2 3 4 5 6 7 8 9 10 11 12);
+    }
+
+    /// The first `count` of eight lanes.
+    #[inline(always)]
+    unsafe fn first_of_8(count: usize) -> __m256i {
+        unsafe {
+            let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+            _mm256_cmpgt_epi32(_mm256_set1_epi32(count.min(8) as i32), lanes)
+        }
+    }
+
+    /// f32, eight at a time.
+    pub struct Avx2;
+
+    // SAFETY: the callers' duty, as the trait says.
+    impl Words for Avx2 {
+        type Vector = __m256;
+        const LANES: usize = 8;
+        const ROWS: usize = 6;
+        const PER_WORD: usize = 1;
+
+        #[inline(always)]
+        unsafe fn zero() -> __m256 {
+            unsafe { _mm256_setzero_ps() }
+        }
+
+        #[inline(always)]
+        unsafe fn splat(word: u32) -> __m256 {
+            unsafe { _mm256_castsi256_ps(_mm256_set1_epi32(word as i32)) }
+        }
+
+        #[inline(always)]
+        unsafe fn load(from: *const u32) -> __m256 {
+            unsafe { _mm256_loadu_ps(from.cast()) }
+        }
+
+        #[inline(always)]
+        unsafe fn keep(to: *mut u32, words: __m256) {
+            unsafe { _mm256_storeu_ps(to.cast(), words) }
+        }
+
+        #[inline(always)]
+        unsafe fn plus(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_add_ps(a, b) }
+        }
+
+        #[inline(always)]
+        unsafe fn add_product(sum: __m256, x: __m256, w: __m256) -> __m256 {
+            unsafe { _mm256_fmadd_ps(x, w, sum) }
+        }
+
+        #[inline(always)]
+        unsafe fn put(to: *mut f32, sums: __m256, columns: usize, add: bool) {
+            unsafe {
+                let sums = if add { _mm256_add_ps(Self::along(to, columns), sums) } else { sums };
+                if columns >= Self::LANES {
+                    _mm256_storeu_ps(to, sums);
+                } else {
+                    _mm256_maskstore_ps(to, first_of_8(columns), sums);
+                }
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn along(from: *const f32, left: usize) -> __m256 {
+            unsafe {
+                if left >= Self::LANES {
+                    _mm256_loadu_ps(from)
+                } else {
+                    _mm256_maskload_ps(from, first_of_8(left))
+                }
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn across(from: *const f32, _: usize, _: usize, lines: usize) -> __m256 {
+            unsafe { Self::along(from, lines) }
+        }
+
+        #[inline(always)]
+        unsafe fn transpose(block: &mut [__m256; 16]) {
+            unsafe {
+                let mut pairs = *block;
+                for i in 0..4 {
+                    pairs[2 * i] = _mm256_unpacklo_ps(block[2 * i], block[2 * i + 1]);
+                    pairs[2 * i + 1] = _mm256_unpackhi_ps(block[2 * i], block[2 * i + 1]);
+                }
+                let mut fours = *block;
+                for i in 0..2 {
+                    let of = &pairs[4 * i..4 * i + 4];
+                    fours[4 * i] = _mm256_shuffle_ps::<0x44>(of[0], of[2]);
+                    fours[4 * i + 1] = _mm256_shuffle_ps::<0xee>(of[0], of[2]);
+                    fours[4 * i + 2] = _mm256_shuffle_ps::<0x44>(of[1], of[3]);
+                    fours[4 * i + 3] = _mm256_shuffle_ps::<0xee>(of[1], of[3]);
+                }
+                for i in 0..4 {
+                    block[i] = _mm256_permute2f128_ps::<0x20>(fours[i], fours[4 + i]);
+                    block[4 + i] = _mm256_permute2f128_ps::<0x31>(fours[i], fours[4 + i]);
+                }
+            }
+        }
+
+        compiled_for!("avx2,fma", 1 2 3 4 5 6);
+    }
+
+    /// bf16, thirty-two at a time, two neighbouring k a word: the processor's dot products, whose sums are f32.
+    pub struct Bf16Dot;
+
+    // SAFETY: the callers' duty, as the trait says.
+    impl Words for Bf16Dot {
+        type Vector = __m512;
+        const LANES: usize = 16;
+        const ROWS: usize = 12;
+        const PER_WORD: usize = 2;
+
+        #[inline(always)]
+        unsafe fn zero() -> __m512 {
+            unsafe { _mm512_setzero_ps() }
+        }
+
+        #[inline(always)]
+        unsafe fn splat(word: u32) -> __m512 {
+            unsafe { Avx512::splat(word) }
+        }
+
+        #[inline(always)]
+        unsafe fn load(from: *const u32) -> __m512 {
+            unsafe { Avx512::load(from) }
+        }
+
+        #[inline(always)]
+        unsafe fn keep(to: *mut u32, words: __m512) {
+            unsafe { Avx512::keep(to, words) }
+        }
+
+        #[inline(always)]
+        unsafe fn plus(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_add_ps(a, b) }
+        }
+
+        #[inline(always)]
+        unsafe fn add_product(sum: __m512, x: __m512, w: __m512) -> __m512 {
+            unsafe { _mm512_dpbf16_ps(sum, halves(x), halves(w)) }
+        }
+
+        #[inline(always)]
+        unsafe fn put(to: *mut f32, sums: __m512, columns: usize, add: bool) {
+            unsafe { put(to, sums, columns, add) }
+        }
+
+        #[inline(always)]
+        unsafe fn along(from: *const f32, left: usize) -> __m512 {
+            unsafe {
+                let (low, high) = (some(from, left), some(from.wrapping_add(16), left.saturating_sub(16)));
+                words(_mm512_cvtne2ps_pbh(high, low))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn across(from: *const f32, stride: usize, left: usize, lines: usize) -> __m512 {
+            unsafe {
+                let low = some(from, lines);
+                let high = some(from.wrapping_add(stride), if left > 1 { lines } else { 0 });
+                // The low halves come first: each goes beside its high one.
+                let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+                let pairs = _mm512_or_si512(lanes, _mm512_slli_epi32::<16>(_mm512_add_epi32(lanes, _mm512_set1_epi32(16))));
+                let halves = _mm512_castps_si512(words(_mm512_cvtne2ps_pbh(high, low)));
+                _mm512_castsi512_ps(_mm512_permutexvar_epi16(pairs, halves))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn transpose(block: &mut [__m512; 16]) {
+            unsafe { transpose(block) }
+        }
+
+        compiled_for!("avx512f,avx512bw,avx512bf16", 1 2 3 4 5 6 7 8 9 10 11 12);
+    }
+
+    #[inline(always)]
+    fn halves(words: __m512) -> __m512bh {
+        // SAFETY: the same 512 bits.
+        unsafe { std::mem::transmute(words) }
+    }
+
+    #[inline(always)]
+    fn words(halves: __m512bh) -> __m512 {
+        // SAFETY: the same 512 bits.
+        unsafe { std::mem::transmute(halves) }
+    }
+}
