@@ -361,3 +361,142 @@ unsafe fn lay_out<W: Words>(
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::product::Spread;
+    use super::*;
+    use crate::random::{Purpose, stream};
+    use half::bf16;
+    use rand::Rng;
+
+    fn noise(len: usize, seed: u64) -> Vec<f32> {
+        let mut rng = stream(seed, Purpose::Problem, &[]);
+        (0..len).map(|_| rng.random_range(-1f32..1.0)).collect()
+    }
+
+    /// Rows, k and columns around every size of a tile, of a block that is transposed and of a chunk.
+    const SHAPES: [(usize, usize, usize); 14] = [
+        (1, 1, 1),
+        (1, 64, 33),
+        (5, 3, 16),
+        (6, 16, 17),
+        (7, 15, 31),
+        (12, 17, 32),
+        (13, 33, 63),
+        (24, 512, 64),
+        (25, 514, 65),
+        (31, 515, 96),
+        (40, 1030, 70),
+        (100, 77, 129),
+        (131, 261, 48),
+        (3, 1536, 200),
+    ];
+
+    /// `a [m, k]` and `b [k, n]` in each way that they may lie, as `(a, b)`.
+    fn ways<'v>(
+        (m, k, n): (usize, usize, usize),
+        [a, a_turned, b, b_turned]: [&'v [f32]; 4],
+    ) -> [(Matrix<'v>, Matrix<'v>); 4] {
+        let (a_rows, a_columns) = (Matrix::rows(a, k), Matrix::transposed(a_turned, m));
+        let (b_rows, b_columns) = (Matrix::rows(b, n), Matrix::transposed(b_turned, k));
+        [(a_rows, b_rows), (a_rows, b_columns), (a_columns, b_rows), (a_columns, b_columns)]
+    }
+
+    fn turned(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
+        (0..columns).flat_map(|c| (0..rows).map(move |r| values[r * columns + c])).collect()
+    }
+
+    /// Calls `check(shape, operands, a way they lie)` for all shapes.
+    fn for_all_ways(mut check: impl FnMut((usize, usize, usize), [&[f32]; 2], (Matrix, Matrix))) {
+        for shape @ (m, k, n) in SHAPES {
+            let (a, b) = (noise(m * k, (m + k) as u64), noise(k * n, (k + n) as u64));
+            let (a_turned, b_turned) = (turned(&a, m, k), turned(&b, k, n));
+            for way in ways(shape, [&a, &a_turned, &b, &b_turned]) {
+                check(shape, [&a, &b], way);
+            }
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn run<W: Words>(threads: usize, start: f32, (a, b): (Matrix, Matrix), shape: (usize, usize, usize)) -> Vec<f32> {
+        let mut out = vec![start; shape.0 * shape.2];
+        let (a, b) = (Side::rows(a).unwrap(), Side::columns(b).unwrap());
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        pool.install(|| Job { threads, a, b, shape, accumulate: start != 0.0 }.run::<W>(&mut out));
+        out
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn tiles_have_the_bits_of_the_crate() {
+        let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+        if !avx2 {
+            return eprintln!("skipped: no vectors");
+        }
+        let avx512 = is_x86_feature_detected!("avx512f");
+        for_all_ways(|shape @ (m, k, n), [a, b], way| {
+            // There the crate takes a path of its own.
+            if m < 2 || n < 2 || matches!(k % K_CHUNK, 1 | 2) {
+                return;
+            }
+            for start in [0.0, 0.5] {
+                let mut expected = vec![start; m * n];
+                let (a, b) = (Matrix::rows(a, k), Matrix::rows(b, n));
+                super::super::product::product(Spread::Alone, &mut expected, a, b, shape, start != 0.0);
+                let same = |found: Vec<f32>| found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());
+                for threads in [1, 2] {
+                    assert!(same(run::<x86::Avx2>(threads, start, way, shape)), "{shape:?} by eights");
+                    assert!(!avx512 || same(run::<x86::Avx512>(threads, start, way, shape)), "{shape:?} by sixteens");
+                }
+            }
+        });
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn dot_products_of_bf16_are_those_of_rounded_operands() {
+        if !multiplies_bf16() {
+            return eprintln!("skipped: this processor has no dot products of bf16");
+        }
+        for_all_ways(|shape @ (m, k, n), [a, b], way| {
+            let rounded = |values: &[f32]| -> Vec<f64> {
+                values.iter().map(|&v| f64::from(bf16::from_f32(v).to_f32())).collect()
+            };
+            let (a, b) = (rounded(a), rounded(b));
+            let found = run::<x86::Bf16Dot>(1, 0.25, way, shape);
+            for row in 0..m {
+                for column in 0..n {
+                    let products = (0..k).map(|i| a[row * k + i] * b[i * n + column]);
+                    let expected = 0.25 + products.clone().sum::<f64>();
+                    let scale = 0.25 + products.map(f64::abs).sum::<f64>();
+                    let error = (f64::from(found[row * n + column]) - expected).abs() / scale;
+                    assert!(error < 1e-6, "{shape:?}: {error} at {row}, {column}");
+                }
+            }
+            assert_eq!(found, run::<x86::Bf16Dot>(2, 0.25, way, shape), "{shape:?}: threads");
+        });
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn a_row_of_bf16_alone_equals_the_row_in_any_batch() {
+        if !multiplies_bf16() {
+            return eprintln!("skipped: this processor has no dot products of bf16");
+        }
+        for (k, n) in [(3, 5), (64, 33), (513, 64), (1030, 100)] {
+            let rows = 40;
+            let (x, w) = (noise(rows * k, 1), noise(k * n, 2));
+            let of = |x: &[f32], m: usize| {
+                run::<x86::Bf16Dot>(1, 0.0, (Matrix::rows(x, k), Matrix::rows(&w, n)), (m, k, n))
+            };
+            let whole = of(&x, rows);
+            for m in 1..=26 {
+                for first in [0, 7, rows - m] {
+                    let part = of(&x[first * k..(first + m) * k], m);
+                    assert_eq!(part, whole[first * n..(first + m) * n], "k {k} n {n} m {m} first {first}");
+                }
+            }
+        }
+    }
+}

@@ -10,6 +10,10 @@ const TOKENS: usize = 10_000;
 
 fn check(name: &str) -> Vec<Link> {
     let case = cases::cases().into_iter().find(|case| case.name == name).unwrap();
+    if !case.is_here() {
+        eprintln!("skipped: this processor has no {name}");
+        return vec![];
+    }
     let links = case.links(&Threads::new(2).unwrap(), case.tokens(TOKENS)).unwrap();
     assert!(links.last().unwrap().tokens >= case.tokens(TOKENS));
     for link in &links {
@@ -23,7 +27,11 @@ macro_rules! links_hold {
     ($($test:ident: $name:literal,)*) => {
         $(#[test]
         fn $test() {
-            let names: Vec<_> = check($name).iter().map(|link| link.name).collect();
+            let links = check($name);
+            if links.is_empty() {
+                return;
+            }
+            let names: Vec<_> = links.iter().map(|link| link.name).collect();
             assert_eq!(names, ["batch_invariance", "prefill_equals_training", "decode_equals_prefill", "rollout_equals_training"]);
         })*
 
@@ -46,6 +54,7 @@ links_hold! {
     temperature_above_1: "temperature 1.7",
     odd_sizes: "odd sizes",
     weights_rounded_to_bf16: "weights rounded to bf16",
+    dot_products_of_bf16: "dot products of bf16",
     hidden_size_2880: "hidden size 2880",
     small_model: "small model",
     dense_family: "dense family",

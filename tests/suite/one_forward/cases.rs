@@ -12,6 +12,7 @@ use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::init::{InitSettings, init};
 use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
+use rloss::ops::product::Arithmetic;
 use rloss::ops::threads::Threads;
 use rloss::random::Purpose;
 use rloss::recipe::Yarn;
@@ -26,6 +27,7 @@ pub struct Case {
     pub name: &'static str,
     config: Config,
     bf16_weights: bool,
+    arithmetic: Arithmetic,
     sampling: Sampling,
     /// Sequences that an engine decodes together.
     sequences_max: usize,
@@ -72,6 +74,7 @@ fn base() -> Case {
             pad_token_id: Some(0),
         },
         bf16_weights: false,
+        arithmetic: Arithmetic::F32,
         sampling: Sampling::whole(1.0),
         sequences_max: 16,
         samples: 4,
@@ -95,6 +98,7 @@ pub fn cases() -> Vec<Case> {
         sliding_window: 7,
         ..base().config
     };
+    let odd_bf16 = odd.clone();
     let wide = Config {
         hidden_size: 2880,
         num_hidden_layers: 1,
@@ -145,7 +149,7 @@ pub fn cases() -> Vec<Case> {
     vec![
         Case { name: "dense family", config: dense, turns: 3, share: 5, ..base() },
         Case { name: "dense family, tied, odd sizes", config: dense_odd, turns: 3, share: 5, ..base() },
-        Case { name: "windows crossed many times", turns: 1, turn_tokens_max: 700, share: 14, ..base() },
+        Case { name: "windows crossed many times", turns: 1, turn_tokens_max: 700, share: 10, ..base() },
         Case {
             name: "chunks of keys crossed",
             config: chunked,
@@ -164,6 +168,14 @@ pub fn cases() -> Vec<Case> {
         Case { name: "top-p 0.8", sampling: Sampling { top_p: 0.8, ..Sampling::whole(1.0) }, ..base() },
         Case { name: "odd sizes", config: odd, ..base() },
         Case { name: "weights rounded to bf16", bf16_weights: true, share: 4, ..base() },
+        Case {
+            name: "dot products of bf16",
+            config: odd_bf16,
+            bf16_weights: true,
+            arithmetic: Arithmetic::Bf16Dot,
+            share: 4,
+            ..base()
+        },
         Case { name: "hidden size 2880", config: wide, share: 2, ..base() },
         Case { name: "small model", config: small, samples: 2, share: 4, ..base() },
     ]
@@ -173,6 +185,11 @@ impl Case {
     /// How many of `tokens` sampled tokens this case covers.
     pub fn tokens(&self, tokens: usize) -> usize {
         tokens * self.share / 100
+    }
+
+    /// Whether this processor can compute it.
+    pub fn is_here(&self) -> bool {
+        self.arithmetic.is_here()
     }
 
     /// The links over at least `tokens` sampled tokens, each with fresh rollouts.
@@ -224,7 +241,7 @@ impl Case {
         let context = self.config.max_position_embeddings;
         Ok((
             Model::new(self.config.clone(), context),
-            Parameters::new(&self.config, tensors.into_iter().map(Ok))?,
+            Parameters::new(&self.config, tensors.into_iter().map(Ok))?.multiplying(self.arithmetic),
         ))
     }
 

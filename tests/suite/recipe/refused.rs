@@ -301,7 +301,7 @@ fn mistakes_in_sets_name_the_set() {
         ),
         (
             "model.dtype=fp32",
-            "--set: model.dtype: no such value \"fp32\", did you mean \"f32\"? Give \"f32\" or \"bf16\"",
+            "--set: model.dtype: no such value \"fp32\", did you mean \"f32\"? Give \"f32\", \"bf16\" or \"bf16_dot\"",
         ),
     ] {
         assert_eq!(mistake("[train]\nsteps = 3", &[set]), message);

@@ -1,0 +1,54 @@
+//! `model.dtype = "bf16_dot"` through the binary: on a processor that has its dot products, and on one that has not.
+
+use super::{done, output, results, resumed, rloss, small, stderr};
+use rloss::ops::product::Arithmetic;
+use std::path::Path;
+use tempfile::TempDir;
+
+const DOT: &str = "model.dtype=bf16_dot";
+
+#[test]
+fn products_in_bf16_are_refused_where_the_processor_has_none() {
+    if Arithmetic::Bf16Dot.is_here() {
+        return eprintln!("skipped: this processor has them");
+    }
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    let output = output(&mut small(&out, &[DOT]));
+    let told = stderr(&output);
+    assert_eq!(output.status.code(), Some(2), "{told}");
+    assert!(told.contains("model.dtype") && told.contains("AVX-512 BF16") && told.contains("\"bf16\""), "{told}");
+    assert!(!out.exists());
+}
+
+#[test]
+fn a_run_in_bf16_products_has_no_gap_and_goes_on_to_the_same_bits() {
+    if !Arithmetic::Bf16Dot.is_here() {
+        return eprintln!("skipped: this processor has no dot products of bf16");
+    }
+    let folder = TempDir::new().unwrap();
+    let (whole, broken) = (folder.path().join("whole"), folder.path().join("broken"));
+    let constant = [DOT, "train.optimizer.schedule=constant"];
+    done(&mut small(&whole, &constant));
+    let rows = results(&whole);
+    let gaps: Vec<f64> = rows.iter().filter_map(|row| row["mismatch/log_ppl_abs_diff_max"].as_f64()).collect();
+    assert!(!gaps.is_empty() && gaps.iter().all(|gap| *gap == 0.0), "{gaps:?}");
+
+    done(&mut small(&broken, &[&constant[..], &["train.steps=2", "parallel.threads=1"]].concat()));
+    done(&mut resumed(&broken, &constant));
+    assert_eq!(results(&broken), rows);
+    let state = |run: &Path| std::fs::read(run.join("checkpoints/step-000004/trainer.safetensors")).unwrap();
+    assert!(state(&broken) == state(&whole));
+
+    // Its checkpoint lies in bf16 on disk, and is multiplied as it was trained.
+    let mut check = rloss();
+    check.arg("check-mismatch").arg(&whole).arg("--out").arg(folder.path().join("links"));
+    let output = output(&mut check);
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(String::from_utf8_lossy(&output.stdout).contains("agree to the last bit"), "{}", String::from_utf8_lossy(&output.stdout));
+
+    // Other numbers than those of rounded weights multiplied in f32.
+    let f32 = folder.path().join("f32");
+    done(&mut small(&f32, &["model.dtype=bf16", "train.optimizer.schedule=constant"]));
+    assert_ne!(results(&f32), rows);
+}
