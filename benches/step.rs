@@ -310,8 +310,10 @@ fn main() -> Result<()> {
             let (update, gradients) = time(|| step.gradients(&experience)?.context("no token counts"))?;
             let gap = step.gap_of(&experience, &update)?.get("mismatch/log_ppl_abs_diff_max");
             ensure!(shapes.separate_prompts || gap == Some(0.0), "rollout and training differ: {gap:?}");
-            clip(&mut parameters, optimizer_settings.grad_norm_max)?;
-            optimizer.update(&mut parameters, optimizer_settings.lr)?;
+            threads.wide(|| {
+                clip(&mut parameters, optimizer_settings.grad_norm_max)?;
+                optimizer.update(&mut parameters, optimizer_settings.lr)
+            })?;
             Ok((gradients, experience.measured.sampled.sequences))
         })?;
         let learner = Learner { threads: &threads, model: &model, parameters: &parameters };

@@ -98,7 +98,7 @@ impl Learner<'_> {
         batches: &[MicroBatch],
         run: impl Fn(Turn, &dyn WeightSource) -> Result<T> + Sync,
     ) -> Result<Vec<T>> {
-        let sum = GradientSum::begin(self.parameters)?;
+        let sum = self.threads.wide(|| GradientSum::begin(self.parameters))?;
         let results = self.each(batches, |turn| {
             let weights = self.parameters.learning(&sum.of_pass(turn.round));
             // Passes after a failed one would wait for it.

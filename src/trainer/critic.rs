@@ -50,7 +50,7 @@ impl Trainer {
                 let Critic { settings, parameters, optimizer, .. } = &mut *critic;
                 let lr = learning_rate(&settings.optimizer, step - 1, train.steps);
                 let norm_max = settings.optimizer.grad_norm_max;
-                let norm = apply(&self.timings, parameters, optimizer, norm_max, lr)?;
+                let norm = apply((&self.bench.threads, &self.timings), parameters, optimizer, norm_max, lr)?;
                 means.mean("critic/grad_norm", norm, 1.0);
                 means.mean("critic/lr", lr, 1.0);
                 found.iter().for_each(|(name, value)| means.mean(name, value, 1.0));

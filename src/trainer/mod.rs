@@ -16,6 +16,7 @@ use crate::metrics::{Console, Metrics, Phase, Row, Timings, read_rows};
 use crate::model::parameters::Parameters;
 use crate::ops::cuda::{device_memory, forget_memory_peaks};
 use crate::policy::kl_in_reward::KlController;
+use crate::ops::threads::Threads;
 use crate::recipe;
 use crate::rollout::Rollouts;
 use crate::run::evaluation::{evaluate, prompts};
@@ -225,7 +226,7 @@ impl Trainer {
             }
             let lr = learning_rate(&cold_start.optimizer, step - 1, cold_start.steps);
             let (parameters, norm_max) = (&mut self.bench.parameters, cold_start.optimizer.grad_norm_max);
-            let norm = apply(&self.timings, parameters, &mut optimizer, norm_max, lr)?;
+            let norm = apply((&self.bench.threads, &self.timings), parameters, &mut optimizer, norm_max, lr)?;
             metrics.set("cold_start/grad_norm", norm);
             metrics.set("cold_start/lr", lr);
             let last = step == cold_start.steps;
@@ -401,13 +402,13 @@ fn memory_peaks(device: &Device) -> Result<Metrics> {
 
 /// Clips the gradients in `parameters`, updates its weights with them, and returns the gradient norm before clipping.
 fn apply(
-    timings: &Timings,
+    (threads, timings): (&Threads, &Timings),
     parameters: &mut Parameters,
     optimizer: &mut Optimizer,
     norm_max: f64,
     lr: f64,
 ) -> Result<f64> {
-    timings.time("optimizer", || {
+    let update = || {
         let norm = clip(parameters, norm_max)?;
         ensure!(
             norm.is_finite(),
@@ -415,5 +416,6 @@ fn apply(
         );
         optimizer.update(parameters, lr)?;
         Ok(norm)
-    })
+    };
+    timings.time("optimizer", || threads.wide(update))
 }

@@ -65,7 +65,7 @@ impl Trainer {
                     training.get_or_insert_with(|| update.log_probs.clone());
                 }
                 let (parameters, norm_max) = (&mut self.bench.parameters, train.optimizer.grad_norm_max);
-                let norm = apply(&self.timings, parameters, optimizer, norm_max, lr)?;
+                let norm = apply((&self.bench.threads, &self.timings), parameters, optimizer, norm_max, lr)?;
                 means.mean("actor/grad_norm", norm, 1.0);
                 update.metrics.iter().for_each(|(name, value)| means.mean(name, value, 1.0));
                 updates += 1;

@@ -247,3 +247,25 @@ fn a_standard_output_that_takes_no_more_is_an_error() {
         assert_eq!(output.status.code(), Some(1), "{arguments:?}: {}", stderr(&output));
     }
 }
+
+/// Work that no pool of the run's own was asked for went to rayon's own pool, a thread a core whatever `parallel.threads` said: the
+/// optimizer's.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_run_starts_no_threads_but_those_it_is_allowed() {
+    let folder = TempDir::new().unwrap();
+    let mut command = super::small(&folder.path().join("run"), &["parallel.threads=1"]);
+    // So many threads would that pool have, to be seen by their number.
+    let mut run = command.env("RAYON_NUM_THREADS", "64").stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+    let mut threads_max = 0;
+    let status = loop {
+        if let Some(status) = run.try_wait().unwrap() {
+            break status;
+        }
+        let tasks = fs::read_dir(format!("/proc/{}/task", run.id()));
+        threads_max = threads_max.max(tasks.map_or(0, Iterator::count));
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    };
+    assert!(status.success());
+    assert!((2..64).contains(&threads_max), "{threads_max} threads");
+}
