@@ -343,10 +343,16 @@ fn main() -> Result<()> {
         rollouts.iter().zip(&updates).map(|(r, u)| rounded(r.seconds + u.seconds)).collect();
     let seconds = |s: &Spent| s.seconds;
     let processor = |s: &Spent| s.processor;
+    let peer = match (shapes.bf16_dot, shapes.separate_prompts) {
+        (false, false) => "rloss",
+        (false, true) => "rloss, apart",
+        (true, false) => "rloss, bf16_dot",
+        (true, true) => "rloss, bf16_dot, apart",
+    };
     println!(
         "{}",
         json!({
-            "peer": if shapes.bf16_dot { "rloss, bf16_dot" } else { "rloss" },
+            "peer": peer,
             "ranks": mesh.ranks(),
             "step_s": steps,
             "rollout_s": each(&seconds, &rollouts),

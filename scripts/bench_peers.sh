@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Times one GRPO step here, in PyTorch with transformers and in TRL, side after side in interleaved rounds, and prints tables.
 #
-#   scripts/bench_peers.sh [--venv DIR] [--rounds N] [--threads N] [--cpus LIST] [tiny|small|tiny-16|small-16]...
+#   scripts/bench_peers.sh [--venv DIR] [--rounds N] [--threads N] [--cpus LIST] [tiny|small|tiny-16|small-16|small-bf16]...
 #
 # Without --venv a virtual environment is made in target/bench-venv: torch, transformers and TRL, once; TRL is left out where a
 # given one lacks it. --cpus pins all sides (default: the first cores, as many as threads). Shapes are those of
-# docs/BENCHMARKS.md; the last two are for decoding 16 sequences. Figures are medians over steps and rounds. transformers runs
-# with each of its implementations of the experts but `batched_mm`, which copies an expert's weights for every token.
+# docs/BENCHMARKS.md; two are for decoding 16 sequences, and small-bf16 is small in the processor's dot products of bf16, PyTorch's
+# forward and backward in autocast: only where the processor has them. "apart" is ours with each sample's prompt computed by
+# itself. Figures are medians over steps and rounds. transformers runs with each of its implementations of the experts but
+# `batched_mm`, which copies an expert's weights for every token.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,8 +19,8 @@ while [ $# -gt 0 ]; do
         --rounds) rounds=$2; shift 2 ;;
         --threads) threads=$2; shift 2 ;;
         --cpus) cpus=$2; shift 2 ;;
-        tiny | small | tiny-16 | small-16) shapes+=("$1"); shift ;;
-        *) sed -n '2,10p' "$0" >&2; exit 2 ;;
+        tiny | small | tiny-16 | small-16 | small-bf16) shapes+=("$1"); shift ;;
+        *) sed -n '2,12p' "$0" >&2; exit 2 ;;
     esac
 done
 [ ${#shapes[@]} -gt 0 ] || shapes=(tiny small tiny-16 small-16)
@@ -48,10 +50,12 @@ declare -A arguments=(
     [small]="$small --prompts 4 --response-tokens 128 --steps 1"
     [tiny-16]='--prompts 2'
     [small-16]="$small --prompts 2 --response-tokens 64 --steps 1"
+    [small-bf16]="$small --prompts 4 --response-tokens 128 --steps 1"
 )
 peer="$venv/bin/python scripts/peer_grpo_step.py --experts-implementation"
 declare -A commands=(
     [rloss]=$binary
+    [apart]="$binary --separate-prompts"
     [eager]="$peer eager"
     [grouped_mm]="$peer grouped_mm"
     [trl]="$venv/bin/python scripts/peer_trl_step.py"
@@ -63,14 +67,18 @@ if command -v taskset >/dev/null; then pinned=(taskset -c "$cpus"); fi
 for shape in "${shapes[@]}"; do
     sides=(rloss eager grouped_mm)
     case $shape in
-        tiny | small) if "$venv/bin/python" -c 'import trl, datasets' 2>/dev/null; then sides+=(trl); fi ;;
+        tiny | small) sides+=(apart); if "$venv/bin/python" -c 'import trl, datasets' 2>/dev/null; then sides+=(trl); fi ;;
     esac
+    flags=('' '')
+    if [ "$shape" = small-bf16 ]; then flags=(--bf16-dot --autocast); fi
     for ((round = 0; round < rounds; round++)); do
         for ((turn = 0; turn < ${#sides[@]}; turn++)); do
             # Every round begins with another side, so that none always follows the same.
             side=${sides[(round + turn) % ${#sides[@]}]}
+            flag=${flags[1]}
+            if [ "$side" = rloss ]; then flag=${flags[0]}; fi
             # shellcheck disable=SC2086
-            line=$("${pinned[@]}" ${commands[$side]} ${arguments[$shape]} --threads "$threads" | tail -n 1)
+            line=$("${pinned[@]}" ${commands[$side]} $flag ${arguments[$shape]} --threads "$threads" | tail -n 1)
             echo "{\"shape\": \"$shape\", \"found\": $line}" | tee -a "$found" >&2
         done
     done
@@ -101,15 +109,18 @@ for shape, sides in steps.items():
         medians[side] = values
         cells = [shown(x and x * (1e3 if c == "decode_step_s" else 1), 3) for x, c in zip(values, columns)]
         print(f"| {shape} | {side} | " + " | ".join(cells) + f" | {values[-1] / 2**20:.0f} |")
-    ours = medians.pop("rloss")
-    for name, others in [("transformers at best", [v for side, v in medians.items() if side != "trl"]),
-                         ("TRL", [v for side, v in medians.items() if side == "trl"])]:
+    peers = [side for side in medians if not side.startswith("rloss")]
+    for mine, name, others in [
+        (mine, name, [medians[side] for side in peers if (side == "trl") == (name == "TRL")])
+        for mine in medians if mine not in peers for name in ["transformers at best", "TRL"]
+    ]:
+        ours = medians[mine]
         if others:
             best = [min((o[i] for o in others if o[i] is not None), default=None) for i in range(len(ours))]
-            print(f"| {shape} | **{name} / rloss** | " + " | ".join(shown(b and b / a, 2) for a, b in zip(ours, best)) + " |")
+            print(f"| {shape} | **{name} / {mine}** | " + " | ".join(shown(b and b / a, 2) for a, b in zip(ours, best)) + " |")
 print()
 for shape, sides in steps.items():
-    runs = sides["rloss"]
+    runs = next(runs for side, runs in sides.items() if side.startswith("rloss") and "apart" not in side)
     at = lambda column: median(runs, column)
     print(f"{shape}: memory is read at {at('read_gb_s'):.1f} GB/s, the gemm crate reaches {at('product_gflop_s'):.0f} GFLOP/s; the "
           f"products of forward and backward take {at('product_share'):.2f} of that; a token of {runs[0]['decode_batch']} sequences takes "

@@ -231,7 +231,10 @@ impl Layer {
             FeedForward::Experts(Experts { gate_up, down, .. }) => vec![gate_up, down],
             FeedForward::Gated(Gated { gate, up, down }) => vec![gate, up, down],
         };
-        [q, k, v, o].into_iter().chain(feed_forward).for_each(|projection| projection.multiply_in(arithmetic));
+        [q, k, v, o]
+            .into_iter()
+            .chain(feed_forward)
+            .for_each(|projection| projection.multiply_in(arithmetic));
         self
     }
 

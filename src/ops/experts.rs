@@ -260,7 +260,8 @@ pub fn grouped_linear(x: &Tensor, weight: &Parameter, bias: &Parameter, plan: &D
         bail!("grouped_linear: x {:?}, weight {:?}, bias {:?}", x.dims(), w.dims(), b.dims());
     }
     let arithmetic = weight.arithmetic();
-    let op = GroupedLinear { plan: plan.clone(), weight: weight.gradient(), bias: bias.gradient(), arithmetic };
+    let op =
+        GroupedLinear { plan: plan.clone(), weight: weight.gradient(), bias: bias.gradient(), arithmetic };
     apply_3(&contiguous(x)?, w, b, op)
 }
 

@@ -45,7 +45,14 @@ impl HeadMatrix {
         let (k, n) = self.shape()?;
         match self {
             HeadMatrix::Plain(weight) => {
-                forward_product(self.means(), out, h, &host_values(weight.values())?, (h.len() / k, k, n), false);
+                forward_product(
+                    self.means(),
+                    out,
+                    h,
+                    &host_values(weight.values())?,
+                    (h.len() / k, k, n),
+                    false,
+                );
             }
             HeadMatrix::Packed(weight) => weight.forward(0, out, h, false)?,
         }

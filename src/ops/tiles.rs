@@ -15,9 +15,9 @@ use super::prefetch::{prefetch, prefetch_second};
 use super::product::{Arithmetic, K_CHUNK, Matrix};
 use rayon::prelude::*;
 use std::ops::Range;
+use vectors::Words;
 #[cfg(target_arch = "x86_64")]
 use vectors::x86;
-use vectors::Words;
 
 /// Vectors of columns of a tile.
 const VECTORS: usize = 2;
@@ -231,7 +231,8 @@ impl Job<'_> {
         let (lines, length) = if self.b.along { (columns, values) } else { (values, columns) };
         for line in 0..lines {
             for at in (0..length).step_by(LINE) {
-                let (column, k) = if self.b.along { (column + line, start + at) } else { (column + at, start + line) };
+                let (column, k) =
+                    if self.b.along { (column + line, start + at) } else { (column + at, start + line) };
                 prefetch_second(self.b.at(column, k));
             }
         }
@@ -257,7 +258,10 @@ impl Chunk {
     /// What these words of a line are made of.
     fn part<W: Words>(self, steps: &Range<usize>) -> Self {
         let first = steps.start * W::PER_WORD;
-        Self { start: self.start + first, values: self.values.min(steps.end * W::PER_WORD).saturating_sub(first) }
+        Self {
+            start: self.start + first,
+            values: self.values.min(steps.end * W::PER_WORD).saturating_sub(first),
+        }
     }
 }
 
@@ -303,7 +307,10 @@ unsafe fn tile<W: Words, const R: usize>(panels: Panels, to: Out, columns: usize
             for row in 0..R {
                 for v in 0..VECTORS {
                     let to = to.first.add(row * to.stride + v * W::LANES);
-                    W::keep(to.cast(), if add { W::plus(W::load(to.cast()), sums[row][v]) } else { sums[row][v] });
+                    W::keep(
+                        to.cast(),
+                        if add { W::plus(W::load(to.cast()), sums[row][v]) } else { sums[row][v] },
+                    );
                 }
             }
             return;
@@ -323,14 +330,7 @@ unsafe fn tile<W: Words, const R: usize>(panels: Panels, to: Out, columns: usize
 /// # Safety
 /// The processor must have the vectors, the lines must be there, and `to` must have room for a vector beyond the last word.
 #[inline(always)]
-unsafe fn lay_out<W: Words>(
-    side: Side,
-    line: usize,
-    lines: usize,
-    chunk: Chunk,
-    to: *mut u32,
-    width: usize,
-) {
+unsafe fn lay_out<W: Words>(side: Side, line: usize, lines: usize, chunk: Chunk, to: *mut u32, width: usize) {
     let steps = chunk.steps::<W>();
     let (lanes, per_word) = (W::LANES, W::PER_WORD);
     // SAFETY: the callers' duty.
@@ -419,7 +419,12 @@ mod tests {
     }
 
     #[cfg(target_arch = "x86_64")]
-    fn run<W: Words>(threads: usize, start: f32, (a, b): (Matrix, Matrix), shape: (usize, usize, usize)) -> Vec<f32> {
+    fn run<W: Words>(
+        threads: usize,
+        start: f32,
+        (a, b): (Matrix, Matrix),
+        shape: (usize, usize, usize),
+    ) -> Vec<f32> {
         let mut out = vec![start; shape.0 * shape.2];
         let (a, b) = (Side::rows(a).unwrap(), Side::columns(b).unwrap());
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
@@ -444,10 +449,14 @@ mod tests {
                 let mut expected = vec![start; m * n];
                 let (a, b) = (Matrix::rows(a, k), Matrix::rows(b, n));
                 super::super::product::product(Spread::Alone, &mut expected, a, b, shape, start != 0.0);
-                let same = |found: Vec<f32>| found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());
+                let same =
+                    |found: Vec<f32>| found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());
                 for threads in [1, 2] {
                     assert!(same(run::<x86::Avx2>(threads, start, way, shape)), "{shape:?} by eights");
-                    assert!(!avx512 || same(run::<x86::Avx512>(threads, start, way, shape)), "{shape:?} by sixteens");
+                    assert!(
+                        !avx512 || same(run::<x86::Avx512>(threads, start, way, shape)),
+                        "{shape:?} by sixteens"
+                    );
                 }
             }
         });

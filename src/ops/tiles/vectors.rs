@@ -115,7 +115,8 @@ pub(super) mod x86 {
             for i in 0..4 {
                 let (a, b, c, d) = (fours[i], fours[4 + i], fours[8 + i], fours[12 + i]);
                 let (low, high) = (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
-                let (low_2, high_2) = (_mm512_shuffle_f32x4::<0x88>(c, d), _mm512_shuffle_f32x4::<0xdd>(c, d));
+                let (low_2, high_2) =
+                    (_mm512_shuffle_f32x4::<0x88>(c, d), _mm512_shuffle_f32x4::<0xdd>(c, d));
                 rows[i] = _mm512_shuffle_f32x4::<0x88>(low, low_2);
                 rows[8 + i] = _mm512_shuffle_f32x4::<0xdd>(low, low_2);
                 rows[4 + i] = _mm512_shuffle_f32x4::<0x88>(high, high_2);
@@ -350,7 +351,10 @@ pub(super) mod x86 {
                 let high = some(from.wrapping_add(stride), if left > 1 { lines } else { 0 });
                 // The low halves come first: each goes beside its high one.
                 let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-                let pairs = _mm512_or_si512(lanes, _mm512_slli_epi32::<16>(_mm512_add_epi32(lanes, _mm512_set1_epi32(16))));
+                let pairs = _mm512_or_si512(
+                    lanes,
+                    _mm512_slli_epi32::<16>(_mm512_add_epi32(lanes, _mm512_set1_epi32(16))),
+                );
                 let halves = _mm512_castps_si512(words(_mm512_cvtne2ps_pbh(high, low)));
                 _mm512_castsi512_ps(_mm512_permutexvar_epi16(pairs, halves))
             }

@@ -17,7 +17,10 @@ fn products_in_bf16_are_refused_where_the_processor_has_none() {
     let output = output(&mut small(&out, &[DOT]));
     let told = stderr(&output);
     assert_eq!(output.status.code(), Some(2), "{told}");
-    assert!(told.contains("model.dtype") && told.contains("AVX-512 BF16") && told.contains("\"bf16\""), "{told}");
+    assert!(
+        told.contains("model.dtype") && told.contains("AVX-512 BF16") && told.contains("\"bf16\""),
+        "{told}"
+    );
     assert!(!out.exists());
 }
 
@@ -31,7 +34,8 @@ fn a_run_in_bf16_products_has_no_gap_and_goes_on_to_the_same_bits() {
     let constant = [DOT, "train.optimizer.schedule=constant"];
     done(&mut small(&whole, &constant));
     let rows = results(&whole);
-    let gaps: Vec<f64> = rows.iter().filter_map(|row| row["mismatch/log_ppl_abs_diff_max"].as_f64()).collect();
+    let gaps: Vec<f64> =
+        rows.iter().filter_map(|row| row["mismatch/log_ppl_abs_diff_max"].as_f64()).collect();
     assert!(!gaps.is_empty() && gaps.iter().all(|gap| *gap == 0.0), "{gaps:?}");
 
     done(&mut small(&broken, &[&constant[..], &["train.steps=2", "parallel.threads=1"]].concat()));
@@ -45,7 +49,11 @@ fn a_run_in_bf16_products_has_no_gap_and_goes_on_to_the_same_bits() {
     check.arg("check-mismatch").arg(&whole).arg("--out").arg(folder.path().join("links"));
     let output = output(&mut check);
     assert!(output.status.success(), "{}", stderr(&output));
-    assert!(String::from_utf8_lossy(&output.stdout).contains("agree to the last bit"), "{}", String::from_utf8_lossy(&output.stdout));
+    assert!(
+        String::from_utf8_lossy(&output.stdout).contains("agree to the last bit"),
+        "{}",
+        String::from_utf8_lossy(&output.stdout)
+    );
 
     // Other numbers than those of rounded weights multiplied in f32.
     let f32 = folder.path().join("f32");

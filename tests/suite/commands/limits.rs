@@ -256,7 +256,8 @@ fn a_run_starts_no_threads_but_those_it_is_allowed() {
     let folder = TempDir::new().unwrap();
     let mut command = super::small(&folder.path().join("run"), &["parallel.threads=1"]);
     // So many threads would that pool have, to be seen by their number.
-    let mut run = command.env("RAYON_NUM_THREADS", "64").stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+    let mut run =
+        command.env("RAYON_NUM_THREADS", "64").stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
     let mut threads_max = 0;
     let status = loop {
         if let Some(status) = run.try_wait().unwrap() {
