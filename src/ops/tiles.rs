@@ -63,7 +63,7 @@ pub(super) fn product(
             }
             _ => return false,
         }
-        return true;
+        true
     }
     #[cfg(not(target_arch = "x86_64"))]
     false
@@ -304,13 +304,10 @@ unsafe fn tile<W: Words, const R: usize>(panels: Panels, to: Out, columns: usize
             }
         }
         if columns == VECTORS * W::LANES {
-            for row in 0..R {
-                for v in 0..VECTORS {
-                    let to = to.first.add(row * to.stride + v * W::LANES);
-                    W::keep(
-                        to.cast(),
-                        if add { W::plus(W::load(to.cast()), sums[row][v]) } else { sums[row][v] },
-                    );
+            for (row, sums) in sums.into_iter().enumerate() {
+                for (v, sum) in sums.into_iter().enumerate() {
+                    let to = to.first.add(row * to.stride + v * W::LANES).cast();
+                    W::keep(to, if add { W::plus(W::load(to), sum) } else { sum });
                 }
             }
             return;
