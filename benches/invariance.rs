@@ -6,7 +6,7 @@ mod timing;
 
 use models::{SMALL, Shape, TINY, model, sequences};
 use rloss::model::forward::ForwardOptions;
-use rloss::ops::product::{forward_product, stock};
+use rloss::ops::product::{Spread, forward_product, stock};
 use rloss::train::batch::MicroBatch;
 use rloss::train::forward_backward::{HeadGradient, Pass, PassSettings};
 use rloss::train::gradients::GradientSum;
@@ -39,7 +39,7 @@ fn products() {
                     if is_stock {
                         stock::product(black_box(&mut out), &x, &w, (m, k, n), false);
                     } else {
-                        forward_product(black_box(&mut out), &x, &w, (m, k, n), false);
+                        forward_product(Spread::Pool, black_box(&mut out), &x, &w, (m, k, n), false);
                     }
                 }
             },

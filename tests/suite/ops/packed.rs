@@ -4,7 +4,7 @@ use half::bf16;
 use rand::{Rng, RngCore};
 use rloss::ops::mxfp4::BLOCK;
 use rloss::ops::packed::{PackedForm, PackedMatrix, StoredRows};
-use rloss::ops::product::{Matrix, forward_product, product};
+use rloss::ops::product::{Matrix, Spread, forward_product, product};
 use rloss::random::{Purpose, stream};
 use std::convert::Infallible;
 
@@ -79,7 +79,7 @@ fn the_forward_has_the_bits_of_the_decoded_matrix() {
             let (x, bias) = (noise(m * k, 3), noise(m * n, 5));
             for accumulate in [false, true] {
                 let mut expected = bias.clone();
-                forward_product(&mut expected, &x, &decoded, (m, k, n), accumulate);
+                forward_product(Spread::Pool, &mut expected, &x, &decoded, (m, k, n), accumulate);
                 for pool in &pools {
                     let mut out = bias.clone();
                     pool.install(|| matrix.forward(0, &mut out, &x, accumulate).unwrap());
@@ -102,6 +102,7 @@ fn the_gradient_to_the_input_has_the_bits_of_the_decoded_matrix() {
                 let (mut dx, mut expected) = (vec![0f32; m * k], vec![0f32; m * k]);
                 pool.install(|| {
                     product(
+                        Spread::Pool,
                         &mut expected,
                         Matrix::rows(&dy, n),
                         Matrix::transposed(&decoded, n),
@@ -129,7 +130,7 @@ fn experts_multiply_their_own_rows() {
         for (expert, rows) in groups {
             let weight = &decoded[expert * k * n..(expert + 1) * k * n];
             let (x, out) = (&x[rows.start * k..rows.end * k], &mut expected[rows.start * n..rows.end * n]);
-            forward_product(out, x, weight, (rows.len(), k, n), true);
+            forward_product(Spread::Pool, out, x, weight, (rows.len(), k, n), true);
         }
         assert!(same(&out, &expected), "{form:?}");
     }
@@ -147,7 +148,7 @@ fn the_released_widths() {
             let x = noise(m * k, m as u64);
             let (mut out, mut expected) = (vec![0f32; m * n], vec![0f32; m * n]);
             matrix.forward(0, &mut out, &x, false).unwrap();
-            forward_product(&mut expected, &x, &decoded, (m, k, n), false);
+            forward_product(Spread::Pool, &mut expected, &x, &decoded, (m, k, n), false);
             assert!(same(&out, &expected), "{form:?} m {m} k {k} n {n}");
         }
     }
