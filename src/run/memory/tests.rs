@@ -125,8 +125,9 @@ fn a_second_set_of_weights_is_planned_where_an_arm_makes_one() {
 fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
     let shape =
         "hidden_size = 1024\nintermediate_size = 1024\nnum_hidden_layers = 24\nnum_local_experts = 16\n";
-    let text =
-        format!("[model.architecture]\n{shape}[task]\nname = \"format_rules\"\n[rollout]\nturns_max = 1\n");
+    // Updates small enough that sampling is what takes most.
+    let rest = "[rollout]\nturns_max = 1\n[train]\nmicro_batch_tokens = 1024\n";
+    let text = format!("[model.architecture]\n{shape}[task]\nname = \"format_rules\"\n{rest}");
     let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
     let mut preflight = Preflight::open(plan, Intent::Train, &Console::silent()).unwrap();
     let mut planned = |processes, bytes: Option<u64>| {
