@@ -18,7 +18,7 @@ use rloss::model::cache::CacheRoom;
 use rloss::model::config::{Config, LayerType};
 use rloss::model::forward::ForwardOptions;
 use rloss::model::policy_view::PolicyView;
-use rloss::ops::product::Arithmetic;
+use rloss::ops::product::Precision;
 use rloss::ops::threads::Threads;
 use rloss::recipe::Recipe;
 use rloss::rollout::{
@@ -224,9 +224,9 @@ fn main() -> Result<()> {
     // Under mpirun the update is that of several processes, each of which samples everything.
     let mesh = Mesh::connect()?;
     let (model, parameters) = random(config);
-    let arithmetic = if shapes.bf16_dot { Arithmetic::Bf16Dot } else { Arithmetic::F32 };
-    ensure!(arithmetic.is_here(), "this processor has no dot products of bf16");
-    let mut parameters = parameters.shared_by(&mesh).multiplying(arithmetic);
+    let precision = if shapes.bf16_dot { Precision::Bf16Dot } else { Precision::F32 };
+    ensure!(precision.is_here(), "this processor has no dot products of bf16");
+    let mut parameters = parameters.shared_by(&mesh).multiplying(precision);
     parameters.learn(&vec![true; parameters.len()])?;
     let recipe = Recipe::default();
     let (policy, train, optimizer_settings) = (&recipe.policy, &recipe.train, &recipe.train.optimizer);

@@ -6,7 +6,7 @@ use crate::ops::dense_record::{DenseProducts, DenseShape};
 use crate::ops::head_matrix::HeadMatrix;
 use crate::ops::logits::{Logits, Sampling};
 use crate::ops::packed::{PackedMatrix, packed_grouped_linear, packed_linear};
-use crate::ops::product::Arithmetic;
+use crate::ops::product::Precision;
 use crate::ops::{self, Dispatch, Parameter};
 use anyhow::{Context, Result, bail};
 use candle_core::Tensor;
@@ -56,17 +56,17 @@ impl Projection {
     }
 
     /// Multiplies so on a CPU, where it is dense.
-    fn multiply_in(&mut self, arithmetic: Arithmetic) {
+    fn multiply_in(&mut self, precision: Precision) {
         match self {
-            Projection::Dense { weight, .. } => *weight = weight.clone().multiplying(arithmetic),
+            Projection::Dense { weight, .. } => *weight = weight.clone().multiplying(precision),
             Projection::Packed { .. } => {}
-            Projection::Adapted { base, .. } => base.multiply_in(arithmetic),
+            Projection::Adapted { base, .. } => base.multiply_in(precision),
         }
     }
 
     /// The same, multiplying so on a CPU, where it is dense.
-    pub fn multiplying(mut self, arithmetic: Arithmetic) -> Self {
-        self.multiply_in(arithmetic);
+    pub fn multiplying(mut self, precision: Precision) -> Self {
+        self.multiply_in(precision);
         self
     }
 
@@ -225,16 +225,13 @@ impl Layer {
     }
 
     /// The same, whose dense products a CPU makes so. A router's stay f32.
-    pub fn multiplying(mut self, arithmetic: Arithmetic) -> Self {
+    pub fn multiplying(mut self, precision: Precision) -> Self {
         let AttentionWeights { q, k, v, o, .. } = &mut self.attention;
         let feed_forward = match &mut self.feed_forward {
             FeedForward::Experts(Experts { gate_up, down, .. }) => vec![gate_up, down],
             FeedForward::Gated(Gated { gate, up, down }) => vec![gate, up, down],
         };
-        [q, k, v, o]
-            .into_iter()
-            .chain(feed_forward)
-            .for_each(|projection| projection.multiply_in(arithmetic));
+        [q, k, v, o].into_iter().chain(feed_forward).for_each(|projection| projection.multiply_in(precision));
         self
     }
 

@@ -21,7 +21,7 @@ use crate::ops::Parameter;
 use crate::ops::cpu::{host_values, on_host};
 use crate::ops::dense_record::DenseProducts;
 use crate::ops::parameter::GradientSink;
-use crate::ops::product::Arithmetic;
+use crate::ops::product::Precision;
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use place::placed;
@@ -55,7 +55,7 @@ pub struct Parameters {
     /// What makes its layers' dense products there in place of own kernels.
     products: Arc<DenseProducts>,
     /// How a CPU makes its dense products.
-    arithmetic: Arithmetic,
+    precision: Precision,
 }
 
 /// One tensor.
@@ -181,7 +181,7 @@ impl Parameters {
             mesh,
             device: Device::Cpu,
             products: Arc::default(),
-            arithmetic: Arithmetic::F32,
+            precision: Precision::F32,
         })
     }
 
@@ -244,7 +244,7 @@ impl Parameters {
             mesh: self.mesh.clone(),
             device: self.device.clone(),
             products: self.products.clone(),
-            arithmetic: self.arithmetic,
+            precision: self.precision,
         }
     }
 

@@ -11,7 +11,7 @@ use super::pieces::GatheredLayers;
 use crate::dist::Mesh;
 use crate::ops::Parameter;
 use crate::ops::dense_record::DenseProducts;
-use crate::ops::product::Arithmetic;
+use crate::ops::product::Precision;
 use anyhow::{Context, Result, bail};
 use candle_core::Device;
 use std::sync::Arc;
@@ -67,7 +67,7 @@ pub struct Weights {
     /// What makes the layers' dense products in place of a GPU's own kernels.
     products: Arc<DenseProducts>,
     /// How a CPU makes the dense products of the layers and of the head.
-    arithmetic: Arithmetic,
+    precision: Precision,
 }
 
 /// Where the layers are; what is outside of them is in memory.
@@ -114,7 +114,7 @@ impl Weights {
             bytes,
             expert_ranks: None,
             products: Arc::default(),
-            arithmetic: Arithmetic::F32,
+            precision: Precision::F32,
         })
     }
 
@@ -124,8 +124,8 @@ impl Weights {
     }
 
     /// The same, whose dense products a CPU makes so, those of the head over a vocabulary among them.
-    pub(super) fn multiplying(self, arithmetic: Arithmetic) -> Self {
-        Self { arithmetic, ..self }
+    pub(super) fn multiplying(self, precision: Precision) -> Self {
+        Self { precision, ..self }
     }
 
     /// The same, whose experts are those of this rank alone: rows travel to the others'.
@@ -158,7 +158,7 @@ impl WeightSource for Weights {
             Layers::Gathered(layers) => layers.layer(index)?,
         };
         let layer = if self.products.is_empty() { layer } else { layer.multiplied_by(&self.products) };
-        Ok(if self.arithmetic == Arithmetic::F32 { layer } else { layer.multiplying(self.arithmetic) })
+        Ok(if self.precision == Precision::F32 { layer } else { layer.multiplying(self.precision) })
     }
 
     fn final_norm(&self) -> Result<Parameter> {
@@ -167,7 +167,7 @@ impl WeightSource for Weights {
 
     fn head(&self) -> Result<Head> {
         Ok(match self.head.clone() {
-            Head::LanguageModel(head) => Head::LanguageModel(head.multiplying(self.arithmetic)),
+            Head::LanguageModel(head) => Head::LanguageModel(head.multiplying(self.precision)),
             head @ Head::Value(_) => head,
         })
     }

@@ -19,7 +19,7 @@ use super::graph::{apply_1, apply_2, apply_3, apply_without_gradient, contiguous
 use super::linear::sum_rows;
 use super::math::dot;
 use super::parameter::{Gradient, Parameter};
-use super::product::{Arithmetic, Matrix, Spread, backward_product, forward_product, product};
+use super::product::{Matrix, Precision, Spread, backward_product, forward_product, product};
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail,
 };
@@ -259,9 +259,9 @@ pub fn grouped_linear(x: &Tensor, weight: &Parameter, bias: &Parameter, plan: &D
     if rows != plan.rows() || k != w_k || b.dims() != [experts, n] || experts != plan.experts {
         bail!("grouped_linear: x {:?}, weight {:?}, bias {:?}", x.dims(), w.dims(), b.dims());
     }
-    let arithmetic = weight.arithmetic();
+    let precision = weight.precision();
     let op =
-        GroupedLinear { plan: plan.clone(), weight: weight.gradient(), bias: bias.gradient(), arithmetic };
+        GroupedLinear { plan: plan.clone(), weight: weight.gradient(), bias: bias.gradient(), precision };
     apply_3(&contiguous(x)?, w, b, op)
 }
 
@@ -271,7 +271,7 @@ struct GroupedLinear {
     plan: Dispatch,
     weight: Option<Gradient>,
     bias: Option<Gradient>,
-    arithmetic: Arithmetic,
+    precision: Precision,
 }
 
 impl CustomOp3 for GroupedLinear {
@@ -297,7 +297,7 @@ impl CustomOp3 for GroupedLinear {
         side_by_side(tasks, rows * k * n, |spread, (e, at, out)| {
             out.chunks_exact_mut(n).for_each(|out| out.copy_from_slice(&b[e * n..(e + 1) * n]));
             let (x, w) = (&x[at.start * k..at.end * k], &w[e * k * n..(e + 1) * k * n]);
-            forward_product(spread.by(self.arithmetic), out, x, w, (at.len(), k, n), true);
+            forward_product(spread.by(self.precision), out, x, w, (at.len(), k, n), true);
         });
         Ok((CpuStorage::F32(out), Shape::from((rows, n))))
     }
@@ -335,7 +335,7 @@ impl CustomOp3 for GroupedLinear {
         let mut dx = buffer(rows * k);
         side_by_side(plan.occupied(&mut dx, |rows| rows * k), work, |spread, (e, at, dx)| {
             let (dy, w) = (&dy[at.start * n..at.end * n], &ws[e * k * n..(e + 1) * k * n]);
-            backward_product(spread.by(self.arithmetic), dx, dy, w, (at.len(), n, k));
+            backward_product(spread.by(self.precision), dx, dy, w, (at.len(), n, k));
         });
         if let Some(weight) = &self.weight {
             weight.add(|dw| {
@@ -345,7 +345,7 @@ impl CustomOp3 for GroupedLinear {
                     side_by_side(tasks, work, |spread, ((_, at), dw)| {
                         let x = Matrix::transposed(&xs[at.start * k..at.end * k], k);
                         let dy = Matrix::rows(&dy[at.start * n..at.end * n], n);
-                        product(spread.by(self.arithmetic), dw, x, dy, (k, at.len(), n), true);
+                        product(spread.by(self.precision), dw, x, dy, (k, at.len(), n), true);
                     });
                     Ok(())
                 })

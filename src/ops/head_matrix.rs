@@ -3,7 +3,7 @@
 use super::cpu::host_values;
 use super::packed::PackedMatrix;
 use super::parameter::Parameter;
-use super::product::{Arithmetic, Means, Spread, backward_product, forward_product};
+use super::product::{Means, Precision, Spread, backward_product, forward_product};
 use candle_core::{Result, Tensor, bail};
 use std::sync::Arc;
 
@@ -32,8 +32,8 @@ impl HeadMatrix {
     /// How a CPU multiplies by it.
     pub(super) fn means(&self) -> Means {
         Spread::Pool.by(match self {
-            HeadMatrix::Plain(weight) => weight.arithmetic(),
-            HeadMatrix::Packed(_) => Arithmetic::F32,
+            HeadMatrix::Plain(weight) => weight.precision(),
+            HeadMatrix::Packed(_) => Precision::F32,
         })
     }
 

@@ -10,7 +10,7 @@ use super::cuda::{
 };
 use super::graph::{apply_2, apply_3, contiguous, is_tracked};
 use super::parameter::{Gradient, Parameter};
-use super::product::{Arithmetic, Matrix, Means, Spread, backward_product, forward_product, product};
+use super::product::{Matrix, Means, Precision, Spread, backward_product, forward_product, product};
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail,
 };
@@ -20,7 +20,7 @@ use candle_core::{
 /// # Errors
 /// When shapes disagree.
 pub fn linear(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>) -> Result<Tensor> {
-    apply(x, weight, bias, weight.arithmetic(), (x.dtype(), None))
+    apply(x, weight, bias, weight.precision(), (x.dtype(), None))
 }
 
 /// The same on a GPU, whose forward `product` makes.
@@ -33,23 +33,23 @@ pub fn linear_by(
     bias: Option<&Parameter>,
     product: &LtProduct,
 ) -> Result<Tensor> {
-    apply(x, weight, bias, weight.arithmetic(), (x.dtype(), Some(product)))
+    apply(x, weight, bias, weight.precision(), (x.dtype(), Some(product)))
 }
 
-/// The same in f32 whatever the weight's arithmetic, with sums that stay f32 on a GPU too, for what is decided by them: scores,
+/// The same in f32 whatever the weight's precision, with sums that stay f32 on a GPU too, for what is decided by them: scores,
 /// values.
 ///
 /// # Errors
 /// When shapes disagree.
 pub fn linear_f32(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>) -> Result<Tensor> {
-    apply(x, weight, bias, Arithmetic::F32, (DType::F32, None))
+    apply(x, weight, bias, Precision::F32, (DType::F32, None))
 }
 
 fn apply(
     x: &Tensor,
     weight: &Parameter,
     bias: Option<&Parameter>,
-    arithmetic: Arithmetic,
+    precision: Precision,
     (out, product): (DType, Option<&LtProduct>),
 ) -> Result<Tensor> {
     let w = weight.values();
@@ -60,7 +60,7 @@ fn apply(
     }
     let x = contiguous(x)?;
     let (weight, bias) = (weight.gradient(), bias.and_then(Parameter::gradient));
-    let op = Linear { weight, bias, means: Spread::Pool.by(arithmetic), out, product: product.cloned() };
+    let op = Linear { weight, bias, means: Spread::Pool.by(precision), out, product: product.cloned() };
     match b {
         Some(b) => apply_3(&x, w, b, op),
         None => apply_2(&x, w, op),

@@ -6,7 +6,7 @@
 use super::cpu::{add_values, host_values, values};
 use super::cuda::{add_tensor, copied};
 use super::graph::apply_1;
-use super::product::Arithmetic;
+use super::product::Precision;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor};
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ pub trait GradientSink: Send + Sync {
 pub struct Parameter {
     values: Tensor,
     gradient: Option<Gradient>,
-    arithmetic: Arithmetic,
+    precision: Precision,
 }
 
 /// The way of one parameter's gradient.
@@ -37,28 +37,28 @@ pub(super) struct Gradient {
 impl Parameter {
     /// A tensor that does not learn.
     pub fn frozen(values: &Tensor) -> Self {
-        Self { values: values.detach(), gradient: None, arithmetic: Arithmetic::F32 }
+        Self { values: values.detach(), gradient: None, precision: Precision::F32 }
     }
 
     /// A variable whose gradient goes to place `parameter` of `sink`.
     pub fn learning(variable: &Tensor, sink: Arc<dyn GradientSink>, parameter: usize) -> Self {
         let gradient = Some(Gradient { sink, parameter });
-        Self { values: variable.clone(), gradient, arithmetic: Arithmetic::F32 }
+        Self { values: variable.clone(), gradient, precision: Precision::F32 }
     }
 
     /// The same values, not learning.
     pub fn without_gradient(&self) -> Self {
-        Self::frozen(&self.values).multiplying(self.arithmetic)
+        Self::frozen(&self.values).multiplying(self.precision)
     }
 
     /// The same, by which a CPU multiplies so.
-    pub fn multiplying(self, arithmetic: Arithmetic) -> Self {
-        Self { arithmetic, ..self }
+    pub fn multiplying(self, precision: Precision) -> Self {
+        Self { precision, ..self }
     }
 
     /// How a CPU multiplies by it.
-    pub(super) fn arithmetic(&self) -> Arithmetic {
-        self.arithmetic
+    pub(super) fn precision(&self) -> Precision {
+        self.precision
     }
 
     /// The values. A variable where they learn, so that the graph records what is computed from them.

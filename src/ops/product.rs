@@ -37,9 +37,9 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// What a product multiplies and adds. Every product by one matrix is made by one arithmetic, forward and backward.
+/// What a product multiplies and adds. Every product by one matrix is made by one precision, forward and backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Arithmetic {
+pub enum Precision {
     /// f32, each product rounded once with its sum.
     #[default]
     F32,
@@ -47,10 +47,10 @@ pub enum Arithmetic {
     Bf16Dot,
 }
 
-impl Arithmetic {
+impl Precision {
     /// Whether this processor can.
     pub fn is_here(self) -> bool {
-        self == Arithmetic::F32 || tiles::multiplies_bf16()
+        self == Precision::F32 || tiles::multiplies_bf16()
     }
 }
 
@@ -58,13 +58,13 @@ impl Arithmetic {
 #[derive(Clone, Copy)]
 pub struct Means {
     spread: Spread,
-    arithmetic: Arithmetic,
+    precision: Precision,
 }
 
 impl From<Spread> for Means {
     /// In f32.
     fn from(spread: Spread) -> Self {
-        Self { spread, arithmetic: Arithmetic::F32 }
+        Self { spread, precision: Precision::F32 }
     }
 }
 
@@ -78,9 +78,9 @@ pub enum Spread {
 }
 
 impl Spread {
-    /// The same, and by which arithmetic.
-    pub fn by(self, arithmetic: Arithmetic) -> Means {
-        Means { spread: self, arithmetic }
+    /// The same, and by which precision.
+    pub fn by(self, precision: Precision) -> Means {
+        Means { spread: self, precision }
     }
 
     fn threads(self, work: usize) -> usize {
@@ -99,7 +99,7 @@ pub fn forward_product(
     (m, k, n): (usize, usize, usize),
     accumulate: bool,
 ) {
-    let means @ Means { spread, arithmetic } = means.into();
+    let means @ Means { spread, precision } = means.into();
     assert!(out.len() == m * n && x.len() == m * k && w.len() == k * n, "forward_product: shapes");
     if m == 0 || n == 0 {
         return;
@@ -108,7 +108,7 @@ pub fn forward_product(
     if stock::CHOSEN.load(std::sync::atomic::Ordering::Relaxed) {
         return stock::product(out, x, w, (m, k, n), accumulate);
     }
-    if arithmetic == Arithmetic::Bf16Dot {
+    if precision == Precision::Bf16Dot {
         product(means, out, Matrix::rows(x, k), Matrix::rows(w, n), (m, k, n), accumulate);
     } else if n == 1 {
         dot_column(out, x, w, k, accumulate);
@@ -137,7 +137,7 @@ pub fn product(
     (m, k, n): (usize, usize, usize),
     accumulate: bool,
 ) {
-    let Means { spread, arithmetic } = means.into();
+    let Means { spread, precision } = means.into();
     assert_eq!(out.len(), m * n, "product: output");
     if m == 0 || n == 0 {
         return;
@@ -152,14 +152,18 @@ pub fn product(
         |x: &Matrix, rows: usize, columns: usize| (rows - 1) * x.row_stride + (columns - 1) * x.column_stride;
     assert!(last(&a, m, k) < a.values.len() && last(&b, k, n) < b.values.len(), "product: operands");
     let threads = spread.threads(m * n * k);
-    let tiled = match arithmetic {
-        Arithmetic::F32 => b.row_stride == 1 && k * n >= TRANSPOSED_MIN,
-        Arithmetic::Bf16Dot => true,
+    let tiled = match precision {
+        // Of one row or column, and of chunks of one or two k, the crate has other bits.
+        Precision::F32 => {
+            let same_bits = m > 1 && n > 1 && !matches!(k % K_CHUNK, 1 | 2);
+            b.row_stride == 1 && k * n >= TRANSPOSED_MIN && same_bits
+        }
+        Precision::Bf16Dot => true,
     };
-    if tiled && tiles::product(arithmetic, threads, out, a, b, (m, k, n), accumulate) {
+    if tiled && tiles::product(precision, threads, out, a, b, (m, k, n), accumulate) {
         return;
     }
-    assert!(arithmetic == Arithmetic::F32, "a product in bf16 that the processor cannot make");
+    assert!(precision == Precision::F32, "a product in bf16 that the processor cannot make");
     let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
     for start in (0..k).step_by(K_CHUNK) {
         let chunk = K_CHUNK.min(k - start);

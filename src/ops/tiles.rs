@@ -12,7 +12,7 @@
 mod vectors;
 
 use super::prefetch::{prefetch, prefetch_second};
-use super::product::{Arithmetic, K_CHUNK, Matrix};
+use super::product::{K_CHUNK, Matrix, Precision};
 use rayon::prelude::*;
 use std::ops::Range;
 use vectors::Words;
@@ -43,7 +43,7 @@ pub(super) fn multiplies_bf16() -> bool {
 /// `out[m, n] (+)= a[m, k] · b[k, n]` by up to `threads` threads, the bits of which do not depend on them. False, and nothing
 /// done, where the processor has no vectors for it, or an operand no neighbouring values.
 pub(super) fn product(
-    arithmetic: Arithmetic,
+    precision: Precision,
     threads: usize,
     out: &mut [f32],
     a: Matrix,
@@ -55,11 +55,11 @@ pub(super) fn product(
     #[cfg(target_arch = "x86_64")]
     {
         let job = Job { threads, a, b, shape, accumulate };
-        match arithmetic {
-            Arithmetic::Bf16Dot if multiplies_bf16() => job.run::<x86::Bf16Dot>(out),
-            Arithmetic::F32 if is_x86_feature_detected!("avx512f") => job.run::<x86::Avx512>(out),
-            Arithmetic::F32 if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") => {
-                job.run::<x86::Avx2>(out);
+        match precision {
+            Precision::Bf16Dot if multiplies_bf16() => job.run::<x86::Bf16x32>(out),
+            Precision::F32 if is_x86_feature_detected!("avx512f") => job.run::<x86::F32x16>(out),
+            Precision::F32 if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") => {
+                job.run::<x86::F32x8>(out);
             }
             _ => return false,
         }
@@ -449,9 +449,9 @@ mod tests {
                 let same =
                     |found: Vec<f32>| found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());
                 for threads in [1, 2] {
-                    assert!(same(run::<x86::Avx2>(threads, start, way, shape)), "{shape:?} by eights");
+                    assert!(same(run::<x86::F32x8>(threads, start, way, shape)), "{shape:?} by eights");
                     assert!(
-                        !avx512 || same(run::<x86::Avx512>(threads, start, way, shape)),
+                        !avx512 || same(run::<x86::F32x16>(threads, start, way, shape)),
                         "{shape:?} by sixteens"
                     );
                 }
@@ -470,7 +470,7 @@ mod tests {
                 values.iter().map(|&v| f64::from(bf16::from_f32(v).to_f32())).collect()
             };
             let (a, b) = (rounded(a), rounded(b));
-            let found = run::<x86::Bf16Dot>(1, 0.25, way, shape);
+            let found = run::<x86::Bf16x32>(1, 0.25, way, shape);
             for row in 0..m {
                 for column in 0..n {
                     let products = (0..k).map(|i| a[row * k + i] * b[i * n + column]);
@@ -480,7 +480,7 @@ mod tests {
                     assert!(error < 1e-6, "{shape:?}: {error} at {row}, {column}");
                 }
             }
-            assert_eq!(found, run::<x86::Bf16Dot>(2, 0.25, way, shape), "{shape:?}: threads");
+            assert_eq!(found, run::<x86::Bf16x32>(2, 0.25, way, shape), "{shape:?}: threads");
         });
     }
 
@@ -494,7 +494,7 @@ mod tests {
             let rows = 40;
             let (x, w) = (noise(rows * k, 1), noise(k * n, 2));
             let of = |x: &[f32], m: usize| {
-                run::<x86::Bf16Dot>(1, 0.0, (Matrix::rows(x, k), Matrix::rows(&w, n)), (m, k, n))
+                run::<x86::Bf16x32>(1, 0.0, (Matrix::rows(x, k), Matrix::rows(&w, n)), (m, k, n))
             };
             let whole = of(&x, rows);
             for m in 1..=26 {

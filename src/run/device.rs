@@ -1,7 +1,7 @@
 //! Where a command computes: what the recipe asks for, and whether a GPU can do it.
 
 use super::memory::Available;
-use super::source::arithmetic;
+use super::source::precision;
 use crate::dist::Mesh;
 use crate::model::config::Config;
 use crate::model::names::dense_shapes;
@@ -93,7 +93,7 @@ pub(super) fn choose(
     streams: bool,
 ) -> Result<ComputePlace, Vec<String>> {
     let place = device(plan, config, mesh, streams)?;
-    if place.device.is_cpu() && !arithmetic(&plan.recipe).is_here() {
+    if place.device.is_cpu() && !precision(&plan.recipe).is_here() {
         let what = "asks for dot products of bf16 (AVX-512 BF16), which this processor has not; write \"bf16\", which rounds the \
                     weights alone, or \"f32\"";
         return Err(vec![plan.mistake("model.dtype", what.to_owned()).to_string()]);

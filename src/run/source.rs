@@ -17,7 +17,7 @@ use crate::model::names::{ParameterSpec, parameter_specs};
 use crate::model::parameters::Parameters;
 use crate::model::rounding::WeightRounding;
 use crate::model::save::Companions;
-use crate::ops::product::Arithmetic;
+use crate::ops::product::Precision;
 use crate::recipe::model::Tokenizer;
 use crate::recipe::{Architecture, Dtype, ModelConfig, Plan, Recipe, RecipeSource, set_key};
 use crate::train::checkpoint;
@@ -66,7 +66,7 @@ impl ModelSource {
 
     /// The same, of which no tensor stays packed where the recipe multiplies in bf16: what is packed is multiplied in f32.
     pub(super) fn held_for(mut self, recipe: &Recipe) -> Self {
-        if arithmetic(recipe) == Arithmetic::Bf16Dot {
+        if precision(recipe) == Precision::Bf16Dot {
             self.forms.fill(Form::F32);
         }
         self
@@ -226,7 +226,7 @@ impl ModelSource {
         console: &Console,
     ) -> Result<Parameters> {
         let parameters = self.base_parameters(recipe, trainable, intent, mesh, place, console)?;
-        let mut parameters = parameters.shared_by(mesh).multiplying(arithmetic(recipe));
+        let mut parameters = parameters.shared_by(mesh).multiplying(precision(recipe));
         if let Some(adapter) = &self.adapter {
             parameters.adapt(adapter.lora.clone(), adapter.values(&self.specs())?)?;
         }
@@ -306,10 +306,10 @@ impl ModelSource {
 }
 
 /// How the recipe's model is multiplied by on a CPU.
-pub(super) fn arithmetic(recipe: &Recipe) -> Arithmetic {
+pub(super) fn precision(recipe: &Recipe) -> Precision {
     match recipe.model.dtype {
-        Dtype::F32 | Dtype::Bf16 => Arithmetic::F32,
-        Dtype::Bf16Dot => Arithmetic::Bf16Dot,
+        Dtype::F32 | Dtype::Bf16 => Precision::F32,
+        Dtype::Bf16Dot => Precision::Bf16Dot,
     }
 }
 

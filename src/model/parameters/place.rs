@@ -7,7 +7,7 @@ use crate::model::tensor_file::f32_values;
 use crate::model::weights::Weights;
 use crate::ops::cpu::{edit, edit_codes, host_values, on_host};
 use crate::ops::dense_record::DenseProducts;
-use crate::ops::product::Arithmetic;
+use crate::ops::product::Precision;
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor, Var};
 use std::sync::Arc;
@@ -43,13 +43,13 @@ impl Parameters {
     }
 
     /// The same, whose dense products a CPU makes so.
-    pub fn multiplying(self, arithmetic: Arithmetic) -> Self {
-        Self { arithmetic, ..self }
+    pub fn multiplying(self, precision: Precision) -> Self {
+        Self { precision, ..self }
     }
 
     /// `weights`, multiplied as it is said here.
     pub(super) fn multiplied(&self, weights: Weights) -> Weights {
-        weights.multiplied_by(&self.products).multiplying(self.arithmetic)
+        weights.multiplied_by(&self.products).multiplying(self.precision)
     }
 
     /// The same where `other` is, and multiplied as that is.
@@ -58,7 +58,7 @@ impl Parameters {
     /// As [`Self::placed_on`].
     pub fn placed_beside(self, other: &Self) -> Result<Self> {
         let placed = self.placed_on(&other.device)?;
-        Ok(placed.multiplied_by(other.products.clone()).multiplying(other.arithmetic))
+        Ok(placed.multiplied_by(other.products.clone()).multiplying(other.precision))
     }
 
     /// Where the model computes.

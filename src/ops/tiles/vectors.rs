@@ -126,10 +126,10 @@ pub(super) mod x86 {
     }
 
     /// f32, sixteen at a time.
-    pub struct Avx512;
+    pub struct F32x16;
 
     // SAFETY: the callers' duty, as the trait says.
-    impl Words for Avx512 {
+    impl Words for F32x16 {
         type Vector = __m512;
         const LANES: usize = 16;
         const ROWS: usize = 12;
@@ -198,10 +198,10 @@ pub(super) mod x86 {
     }
 
     /// f32, eight at a time.
-    pub struct Avx2;
+    pub struct F32x8;
 
     // SAFETY: the callers' duty, as the trait says.
-    impl Words for Avx2 {
+    impl Words for F32x8 {
         type Vector = __m256;
         const LANES: usize = 8;
         const ROWS: usize = 6;
@@ -292,10 +292,10 @@ pub(super) mod x86 {
     }
 
     /// bf16, thirty-two at a time, two neighbouring k a word: the processor's dot products, whose sums are f32.
-    pub struct Bf16Dot;
+    pub struct Bf16x32;
 
     // SAFETY: the callers' duty, as the trait says.
-    impl Words for Bf16Dot {
+    impl Words for Bf16x32 {
         type Vector = __m512;
         const LANES: usize = 16;
         const ROWS: usize = 12;
@@ -308,17 +308,17 @@ pub(super) mod x86 {
 
         #[inline(always)]
         unsafe fn splat(word: u32) -> __m512 {
-            unsafe { Avx512::splat(word) }
+            unsafe { F32x16::splat(word) }
         }
 
         #[inline(always)]
         unsafe fn load(from: *const u32) -> __m512 {
-            unsafe { Avx512::load(from) }
+            unsafe { F32x16::load(from) }
         }
 
         #[inline(always)]
         unsafe fn keep(to: *mut u32, words: __m512) {
-            unsafe { Avx512::keep(to, words) }
+            unsafe { F32x16::keep(to, words) }
         }
 
         #[inline(always)]

@@ -1,7 +1,7 @@
 //! `model.dtype = "bf16_dot"` through the binary: on a processor that has its dot products, and on one that has not.
 
 use super::{done, output, results, resumed, rloss, small, stderr};
-use rloss::ops::product::Arithmetic;
+use rloss::ops::product::Precision;
 use std::path::Path;
 use tempfile::TempDir;
 
@@ -9,7 +9,7 @@ const DOT: &str = "model.dtype=bf16_dot";
 
 #[test]
 fn products_in_bf16_are_refused_where_the_processor_has_none() {
-    if Arithmetic::Bf16Dot.is_here() {
+    if Precision::Bf16Dot.is_here() {
         return eprintln!("skipped: this processor has them");
     }
     let folder = TempDir::new().unwrap();
@@ -26,7 +26,7 @@ fn products_in_bf16_are_refused_where_the_processor_has_none() {
 
 #[test]
 fn a_run_in_bf16_products_has_no_gap_and_goes_on_to_the_same_bits() {
-    if !Arithmetic::Bf16Dot.is_here() {
+    if !Precision::Bf16Dot.is_here() {
         return eprintln!("skipped: this processor has no dot products of bf16");
     }
     let folder = TempDir::new().unwrap();

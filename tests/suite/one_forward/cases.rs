@@ -12,7 +12,7 @@ use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::init::{InitSettings, init};
 use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
-use rloss::ops::product::Arithmetic;
+use rloss::ops::product::Precision;
 use rloss::ops::threads::Threads;
 use rloss::random::Purpose;
 use rloss::recipe::Yarn;
@@ -27,7 +27,7 @@ pub struct Case {
     pub name: &'static str,
     config: Config,
     bf16_weights: bool,
-    arithmetic: Arithmetic,
+    precision: Precision,
     sampling: Sampling,
     /// Sequences that an engine decodes together.
     sequences_max: usize,
@@ -74,7 +74,7 @@ fn base() -> Case {
             pad_token_id: Some(0),
         },
         bf16_weights: false,
-        arithmetic: Arithmetic::F32,
+        precision: Precision::F32,
         sampling: Sampling::whole(1.0),
         sequences_max: 16,
         samples: 4,
@@ -172,7 +172,7 @@ pub fn cases() -> Vec<Case> {
             name: "dot products of bf16",
             config: odd_bf16,
             bf16_weights: true,
-            arithmetic: Arithmetic::Bf16Dot,
+            precision: Precision::Bf16Dot,
             share: 4,
             ..base()
         },
@@ -189,7 +189,7 @@ impl Case {
 
     /// Whether this processor can compute it.
     pub fn is_here(&self) -> bool {
-        self.arithmetic.is_here()
+        self.precision.is_here()
     }
 
     /// The links over at least `tokens` sampled tokens, each with fresh rollouts.
@@ -241,7 +241,7 @@ impl Case {
         let context = self.config.max_position_embeddings;
         Ok((
             Model::new(self.config.clone(), context),
-            Parameters::new(&self.config, tensors.into_iter().map(Ok))?.multiplying(self.arithmetic),
+            Parameters::new(&self.config, tensors.into_iter().map(Ok))?.multiplying(self.precision),
         ))
     }
 
