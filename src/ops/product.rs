@@ -3,7 +3,8 @@
 //! The `gemm` crate adds over k in one chain an element when the weights are contiguous K×N, when k is
 //! walked in chunks that fit its own blocking, and when a single row does not fall into its
 //! matrix-vector path. So: k in chunks of [`K_CHUNK`], one row padded to two, one column by [`dot_column`], and few
-//! rows by [`few_rows`], which adds in the same chains.
+//! rows by [`few_rows`], which adds in the same chains, as [`tiles`] do: they make products by a large matrix that lies transposed,
+//! and every product of bf16.
 //! A row's result then depends on nothing but the row and the weights.
 
 use super::few_rows::{few_rows, fits};

@@ -6,7 +6,7 @@
 //!
 //! Everything is counted in words of 32 bits: one value of k, or two neighbouring ones in bf16 ([`vectors`]).
 //!
-//! In f32 the bits are those of the `gemm` crate, which the tests of [`super::product`] compare: over a chunk of k one chain of
+//! In f32 the bits are those of the `gemm` crate, which the tests below compare: over a chunk of k one chain of
 //! fused multiply-adds an element, from 0, and then one addition to what was there.
 
 mod vectors;
