@@ -6,7 +6,7 @@
 
 use super::prefetch::prefetch_second;
 use super::product::K_CHUNK;
-use multiversion::multiversion;
+use multiversion::{multiversion, target::target_cfg_f};
 use rayon::prelude::*;
 
 /// Above so many rows the crate's packing pays.
@@ -17,12 +17,6 @@ const WEIGHTS_MIN: usize = 1 << 17;
 
 /// Columns that a thread takes at least, and that the crate is slower with.
 const COLUMNS_MIN: usize = 256;
-
-/// Sums that are kept close, of all rows together.
-const SUMS_MAX: usize = 48 << 10;
-
-/// Rows of the weights that go into the sums between a load of them and a store.
-const DEPTH: usize = 8;
 
 /// Columns whose sums stay in a register.
 const LANES: usize = 16;
@@ -81,25 +75,24 @@ pub(super) fn few_rows(
 fn add_columns(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
     let &Operands { x, w, k, n, accumulate } = operands;
     let (rows, width) = (out.len(), out[0].len());
-    let strip_max = (SUMS_MAX / rows / LANES).max(1) * LANES;
+    let walk = Walk::of(rows, target_cfg_f!(target_feature = "avx512f"));
+    let strip_max = walk.strip(rows, width);
     // Rows of sums a power of two apart would fall on the same places of the cache.
-    let stride = strip_max.min(width).next_multiple_of(2 * LANES) + LANES;
+    let stride = strip_max + LANES;
     let mut sums = vec![0f32; rows * stride];
     for first in (0..width).step_by(strip_max) {
         let strip = strip_max.min(width - first);
         for chunk in (0..k).step_by(K_CHUNK) {
             let end = k.min(chunk + K_CHUNK);
             sums.fill(0.0);
-            let mut at = chunk;
-            while at < end {
-                let weights = Weights { rows: &w[at * n + start + first..], n, columns: strip };
-                if at + DEPTH <= end {
-                    add_rows::<DEPTH>(&mut sums, stride, &x[at..], k, weights);
-                    at += DEPTH;
-                } else {
-                    add_rows::<1>(&mut sums, stride, &x[at..], k, weights);
-                    at += 1;
-                }
+            let weights = Weights { rows: &w[chunk * n + start + first..], n, columns: strip };
+            let (sums, x, depth) = (&mut sums[..], &x[chunk..], end - chunk);
+            match walk.depth {
+                1 => add_rows::<1>(sums, stride, x, k, weights, depth),
+                2 => add_rows::<2>(sums, stride, x, k, weights, depth),
+                3 => add_rows::<3>(sums, stride, x, k, weights, depth),
+                4 => add_rows::<4>(sums, stride, x, k, weights, depth),
+                _ => add_rows::<8>(sums, stride, x, k, weights, depth),
             }
             for (out, sums) in out.iter_mut().zip(sums.chunks_exact(stride)) {
                 let (out, sums) = (&mut out[first..first + strip], &sums[..strip]);
@@ -113,6 +106,36 @@ fn add_columns(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
     }
 }
 
+/// How the weights are walked.
+struct Walk {
+    /// Rows of the weights that go into the sums between a load of them and a store.
+    depth: usize,
+    /// Sums of all rows together that a strip of columns may have.
+    sums_max: usize,
+}
+
+impl Walk {
+    /// As measured for `rows` rows. The fewer rows of the weights at a time, the nearer memory is read in its order, in which the
+    /// processor looks ahead best; the more, the fewer loads and stores of sums, which otherwise stay in the first cache.
+    fn of(rows: usize, registers_are_many: bool) -> Self {
+        let (depth, sums_max) = match (rows, registers_are_many) {
+            (..=4, true) | (..=2, false) => (1, 6 << 10),
+            (..=6, _) => (2, 6 << 10),
+            (..=10, _) => (3, 8 << 10),
+            (..=14, true) => (4, 4 << 10),
+            (_, true) => (8, 48 << 10),
+            (_, false) => (3, 4 << 10),
+        };
+        Self { depth, sums_max }
+    }
+
+    /// Columns of a strip of `width` columns in all.
+    fn strip(&self, rows: usize, width: usize) -> usize {
+        let strips = width.div_ceil((self.sums_max / rows).max(LANES));
+        width.div_ceil(strips).next_multiple_of(2 * LANES)
+    }
+}
+
 /// Some rows of the weights, `n` apart, of which the first `columns` values are taken.
 #[derive(Clone, Copy)]
 struct Weights<'a> {
@@ -121,9 +144,37 @@ struct Weights<'a> {
     columns: usize,
 }
 
-/// Adds to each row of `sums`, `stride` apart, the products of `R` values of its row of `x`, `k` apart, with `R` rows of weights.
+impl Weights<'_> {
+    /// Those from `row` on.
+    #[inline(always)]
+    fn from(self, row: usize) -> Self {
+        Self { rows: &self.rows[row * self.n..], ..self }
+    }
+}
+
+/// Adds to each row of `sums`, `stride` apart, the products of `depth` values of its row of `x`, `k` apart, with as many rows of
+/// weights, `R` at a time.
 #[inline(always)]
-fn add_rows<const R: usize>(sums: &mut [f32], stride: usize, x: &[f32], k: usize, weights: Weights) {
+fn add_rows<const R: usize>(
+    sums: &mut [f32],
+    stride: usize,
+    x: &[f32],
+    k: usize,
+    weights: Weights,
+    depth: usize,
+) {
+    let whole = depth / R * R;
+    for at in (0..whole).step_by(R) {
+        add_block::<R>(sums, stride, &x[at..], k, weights.from(at));
+    }
+    for at in whole..depth {
+        add_block::<1>(sums, stride, &x[at..], k, weights.from(at));
+    }
+}
+
+/// The same of `R` values and rows.
+#[inline(always)]
+fn add_block<const R: usize>(sums: &mut [f32], stride: usize, x: &[f32], k: usize, weights: Weights) {
     let Weights { rows, n, columns } = weights;
     let mut column = 0;
     while column + 2 * LANES <= columns {
@@ -142,7 +193,7 @@ fn add_rows<const R: usize>(sums: &mut [f32], stride: usize, x: &[f32], k: usize
     }
 }
 
-/// [`add_rows`] for `V` vectors of columns from `column`: their weights are loaded once for all rows of `sums`.
+/// [`add_block`] for `V` vectors of columns from `column`: their weights are loaded once for all rows of `sums`.
 #[inline(always)]
 fn add_vectors<const R: usize, const V: usize>(
     sums: &mut [f32],

@@ -84,7 +84,8 @@ impl Spread {
         Means { spread: self, precision }
     }
 
-    fn threads(self, work: usize) -> usize {
+    /// Their number for `work` multiply-adds.
+    pub(super) fn threads(self, work: usize) -> usize {
         if self == Spread::Pool && super::cpu::in_parallel(work) { rayon::current_num_threads() } else { 1 }
     }
 }
@@ -301,7 +302,7 @@ mod tests {
             };
             let whole = run(&x, rows, &pools[0]);
             for pool in &pools {
-                for m in [1, 2, 3, 4, 7, 8, 15, 16, 31, 33, 48, 49, 64, 65, 130, 131] {
+                for m in [1, 2, 3, 4, 5, 7, 8, 11, 15, 16, 31, 33, 48, 49, 64, 65, 130, 131] {
                     for first in [0, rows - m] {
                         let part = run(&x[first * k..(first + m) * k], m, pool);
                         let expected = &whole[first * n..(first + m) * n];
