@@ -3,12 +3,15 @@
 //! Results never depend on the choice: every op's bits are independent of the number of threads.
 
 use anyhow::{Context, Result, bail};
-use rayon::{ThreadPool, ThreadPoolBuilder};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use rayon::{ThreadPool, ThreadPoolBuilder, Yield};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Stack of a pool's thread, bytes: what runs there may recurse as deep as what runs on the main one.
 const STACK_BYTES: usize = 64 << 20;
+/// How long a thread looks for work in vain before it sleeps.
+const AWAKE_MAX: Duration = Duration::from_millis(1);
 /// Said when the system refuses a thread.
 const TOO_MANY: &str =
     "starting threads; lower parallel.threads, or raise the limits of processes and memory (ulimit -u, -v)";
@@ -92,6 +95,43 @@ impl Threads {
     }
 }
 
+/// Runs `f` on this thread of a pool while the pool's others keep looking for what `f` shares out. One that has gone to sleep is woken
+/// in tens of microseconds, the time of many an op of a decode, and rayon's own threads sleep after fifteen.
+///
+/// A thread that finds nothing for [`AWAKE_MAX`] sleeps all the same. Outside of a pool, and in one of a single thread, this is `f()`.
+pub fn awake<R>(f: impl FnOnce() -> R) -> R {
+    let own = rayon::current_thread_index();
+    if own.is_none() || rayon::current_num_threads() == 1 {
+        return f();
+    }
+    let is_over = AtomicBool::new(false);
+    rayon::in_place_scope(|scope| {
+        scope.spawn_broadcast(|_, context| {
+            let mut found = Instant::now();
+            while Some(context.index()) != own
+                && !is_over.load(Ordering::Relaxed)
+                && found.elapsed() < AWAKE_MAX
+            {
+                match rayon::yield_now() {
+                    Some(Yield::Executed) => found = Instant::now(),
+                    _ => std::thread::yield_now(),
+                }
+            }
+        });
+        let _over = SetAtEnd(&is_over);
+        f()
+    })
+}
+
+/// Sets a flag however a scope ends.
+struct SetAtEnd<'a>(&'a AtomicBool);
+
+impl Drop for SetAtEnd<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// `f` on each of `pools` and its place in `results`, from `worker` on; this thread waits for all of them.
 fn side_by_side<R: Send>(
     pools: &[ThreadPool],
@@ -104,5 +144,28 @@ fn side_by_side<R: Send>(
             scope.spawn(|_| *result = Some(f(worker)));
             side_by_side(pools, worker + 1, f, results);
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    #[test]
+    fn what_runs_awake_may_share_out_nest_and_panic_in_a_pool_and_outside_of_one() {
+        let sum = || awake(|| awake(|| rayon::join(|| 20, || 22)));
+        assert_eq!(awake(|| 7), 7);
+        for threads in [1, 2, 3] {
+            let pools = Threads::new(threads).unwrap();
+            for _ in 0..100 {
+                assert_eq!(pools.wide(sum), (20, 22));
+            }
+            // Longer than the others look for work.
+            assert_eq!(pools.wide(|| awake(|| std::thread::sleep(2 * AWAKE_MAX))), ());
+            let panics = || pools.wide(|| awake(|| panic!("of f")));
+            assert!(catch_unwind(AssertUnwindSafe(panics)).is_err());
+            assert_eq!(pools.wide(sum), (20, 22));
+        }
     }
 }

@@ -13,6 +13,7 @@ use crate::interpreter::SessionId;
 use crate::model::cache::SequenceCache;
 use crate::model::decode::Decoder;
 use crate::ops::logits::{Drawn, Logits, Sampling, logits_rows_max};
+use crate::ops::threads::awake;
 use anyhow::{Result, anyhow};
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -147,6 +148,11 @@ impl<'e, 'a> Engine<'e, 'a> {
 
     /// One forward, and a token for every entry that is fed up to its end.
     fn step(&mut self, scope: &'e Scope<'e, '_>) -> Result<()> {
+        let device = self.rollout.policy.weights.device()?;
+        if device.is_cpu() { awake(|| self.forward_and_draw(scope)) } else { self.forward_and_draw(scope) }
+    }
+
+    fn forward_and_draw(&mut self, scope: &'e Scope<'e, '_>) -> Result<()> {
         let mut feed = self.feed();
         let hidden = self.forward(&mut feed)?;
         if feed.complete.is_empty() {

@@ -7,7 +7,7 @@ use crate::dist::Mesh;
 use crate::model::forward::Model;
 use crate::model::parameters::Parameters;
 use crate::model::weights::WeightSource;
-use crate::ops::threads::Threads;
+use crate::ops::threads::{Threads, awake};
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use serde::de::DeserializeOwned;
@@ -171,6 +171,7 @@ impl Learner<'_> {
         run: impl Fn(Turn) -> Result<T> + Sync,
     ) -> Result<Vec<T>> {
         let (mesh, count) = (self.parameters.mesh(), batches.len());
+        let run = |turn| if self.parameters.device().is_cpu() { awake(|| run(turn)) } else { run(turn) };
         let alone = |index: usize| run(Turn { index, round: index, masked: false });
         match mesh.ranks() {
             1 if self.is_side_by_side() => self.threads.map(count, alone),
