@@ -24,6 +24,7 @@ use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail,
 };
 use rayon::prelude::*;
+use std::cmp::Reverse;
 use std::ops::Range;
 
 /// Where every (token, slot) goes once rows are sorted by expert. Lies where the routes do.
@@ -145,11 +146,18 @@ impl HostPlan<'_> {
 /// An expert, its sorted rows, and what belongs to it of a buffer.
 type OfExpert<'v> = (usize, Range<usize>, &'v mut [f32]);
 
-/// Runs every expert's task: side by side, each on a thread of its own, where there are enough to keep all threads busy;
-/// else one after the other, and each may take them all. The choice changes no bit.
-pub(super) fn side_by_side<T: Send>(tasks: Vec<T>, work: usize, run: impl Fn(Spread, T) + Sync) {
+/// Runs every expert's task, which has so many `rows`: side by side, each on a thread of its own, where there are enough to keep all
+/// threads busy; else one after the other, and each may take them all. The choice changes no bit.
+pub(super) fn side_by_side<T: Send>(
+    mut tasks: Vec<T>,
+    rows: impl Fn(&T) -> usize,
+    work: usize,
+    run: impl Fn(Spread, T) + Sync,
+) {
     if in_parallel(work) && tasks.len() >= rayon::current_num_threads() {
-        tasks.into_par_iter().with_max_len(1).for_each(|task| run(Spread::Alone, task));
+        // The largest first, so that no thread is left with one at the end.
+        tasks.sort_by_key(|task| Reverse(rows(task)));
+        tasks.into_iter().par_bridge().for_each(|task| run(Spread::Alone, task));
     } else {
         tasks.into_iter().for_each(|task| run(Spread::Pool, task));
     }
@@ -294,11 +302,16 @@ impl CustomOp3 for GroupedLinear {
         let plan = self.plan.host()?;
         let mut out = buffer(rows * n);
         let tasks = plan.occupied(&mut out, |rows| rows * n);
-        side_by_side(tasks, rows * k * n, |spread, (e, at, out)| {
-            out.chunks_exact_mut(n).for_each(|out| out.copy_from_slice(&b[e * n..(e + 1) * n]));
-            let (x, w) = (&x[at.start * k..at.end * k], &w[e * k * n..(e + 1) * k * n]);
-            forward_product(spread.by(self.precision), out, x, w, (at.len(), k, n), true);
-        });
+        side_by_side(
+            tasks,
+            |(_, at, _)| at.len(),
+            rows * k * n,
+            |spread, (e, at, out)| {
+                out.chunks_exact_mut(n).for_each(|out| out.copy_from_slice(&b[e * n..(e + 1) * n]));
+                let (x, w) = (&x[at.start * k..at.end * k], &w[e * k * n..(e + 1) * k * n]);
+                forward_product(spread.by(self.precision), out, x, w, (at.len(), k, n), true);
+            },
+        );
         Ok((CpuStorage::F32(out), Shape::from((rows, n))))
     }
 
@@ -333,20 +346,31 @@ impl CustomOp3 for GroupedLinear {
         let (xs, ws, dy): (&[f32], &[f32], &[f32]) = (&xs, &ws, &dy);
         let work = rows * k * n;
         let mut dx = buffer(rows * k);
-        side_by_side(plan.occupied(&mut dx, |rows| rows * k), work, |spread, (e, at, dx)| {
-            let (dy, w) = (&dy[at.start * n..at.end * n], &ws[e * k * n..(e + 1) * k * n]);
-            backward_product(spread.by(self.precision), dx, dy, w, (at.len(), n, k));
-        });
+        let tasks = plan.occupied(&mut dx, |rows| rows * k);
+        side_by_side(
+            tasks,
+            |(_, at, _)| at.len(),
+            work,
+            |spread, (e, at, dx)| {
+                let (dy, w) = (&dy[at.start * n..at.end * n], &ws[e * k * n..(e + 1) * k * n]);
+                backward_product(spread.by(self.precision), dx, dy, w, (at.len(), n, k));
+            },
+        );
         if let Some(weight) = &self.weight {
             weight.add(|dw| {
                 edit(dw, |dw| {
                     let tasks = plan.experts().zip(dw.chunks_exact_mut(k * n));
                     let tasks = tasks.filter(|((_, at), _)| !at.is_empty()).collect();
-                    side_by_side(tasks, work, |spread, ((_, at), dw)| {
-                        let x = Matrix::transposed(&xs[at.start * k..at.end * k], k);
-                        let dy = Matrix::rows(&dy[at.start * n..at.end * n], n);
-                        product(spread.by(self.precision), dw, x, dy, (k, at.len(), n), true);
-                    });
+                    side_by_side(
+                        tasks,
+                        |((_, at), _)| at.len(),
+                        work,
+                        |spread, ((_, at), dw)| {
+                            let x = Matrix::transposed(&xs[at.start * k..at.end * k], k);
+                            let dy = Matrix::rows(&dy[at.start * n..at.end * n], n);
+                            product(spread.by(self.precision), dw, x, dy, (k, at.len(), n), true);
+                        },
+                    );
                     Ok(())
                 })
             })?;
@@ -354,9 +378,14 @@ impl CustomOp3 for GroupedLinear {
         if let Some(bias) = &self.bias {
             let mut sums = buffer(experts * n);
             let tasks = plan.experts().zip(sums.chunks_exact_mut(n));
-            side_by_side(tasks.collect(), rows * n, |_, ((_, at), sums)| {
-                sums.copy_from_slice(&sum_rows(&dy[at.start * n..at.end * n], n));
-            });
+            side_by_side(
+                tasks.collect(),
+                |((_, at), _)| at.len(),
+                rows * n,
+                |spread, ((_, at), sums)| {
+                    sums.copy_from_slice(&sum_rows(spread, &dy[at.start * n..at.end * n], n));
+                },
+            );
             bias.add(|db| add_values(db, &sums))?;
         }
         Ok((Some(Tensor::from_vec(dx, (rows, k), x.device())?), None, None))

@@ -4,7 +4,7 @@
 //! gradients of what learns f32.
 
 use super::buffer::{buffer, zeros};
-use super::cpu::{add_values, edit, host_values, values};
+use super::cpu::{add_values, edit, for_each_row, host_values, values};
 use super::cuda::{
     LtProduct, add_bias_gradient, add_weight_gradient, lt_forward, product_forward, product_input_gradient,
 };
@@ -14,6 +14,7 @@ use super::product::{Matrix, Means, Precision, Spread, backward_product, forward
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail,
 };
+use rayon::prelude::*;
 
 /// The linear layer, differentiable in all; what does not learn gets no gradient computed.
 ///
@@ -210,7 +211,7 @@ impl Linear {
             })?;
         }
         if let Some(bias) = &self.bias {
-            let sums = sum_rows(&dy, n);
+            let sums = sum_rows(Spread::Pool, &dy, n);
             bias.add(|db| add_values(db, &sums))?;
         }
         Ok(dx)
@@ -239,20 +240,24 @@ pub(super) fn in_bf16(gradient: &Tensor) -> Result<Tensor> {
 
 /// `rows` copies of `row`: the start value that a bias gives a product.
 pub(super) fn repeat_row(row: &[f32], rows: usize) -> Vec<f32> {
-    let mut out = Vec::with_capacity(row.len() * rows);
-    for _ in 0..rows {
-        out.extend_from_slice(row);
-    }
+    let mut out = buffer(row.len() * rows);
+    for_each_row(&mut out, row.len(), row.len(), |_, out| out.copy_from_slice(row));
     out
 }
 
 /// Column sums in row order.
-pub(super) fn sum_rows(values: &[f32], width: usize) -> Vec<f32> {
+pub(super) fn sum_rows(spread: Spread, values: &[f32], width: usize) -> Vec<f32> {
     let mut sums = zeros(width);
-    for row in values.chunks_exact(width.max(1)) {
-        for (sum, &x) in sums.iter_mut().zip(row) {
-            *sum += x;
+    let columns = width.div_ceil(spread.threads(values.len())).max(1);
+    let add = |(part, sums): (usize, &mut [f32])| {
+        for row in values.chunks_exact(width) {
+            sums.iter_mut().zip(&row[part * columns..]).for_each(|(sum, &x)| *sum += x);
         }
+    };
+    if columns < width {
+        sums.par_chunks_mut(columns).enumerate().for_each(add);
+    } else {
+        sums.chunks_mut(columns).enumerate().for_each(add);
     }
     sums
 }

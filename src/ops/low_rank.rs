@@ -99,7 +99,14 @@ impl LowRank {
             tasks.push((*expert, at, own));
             rest = others;
         }
-        side_by_side(tasks, work, |spread, (expert, at, own)| run(spread, expert, at, own));
+        side_by_side(
+            tasks,
+            |(_, at, _)| at.len(),
+            work,
+            |spread, (expert, at, own)| {
+                run(spread, expert, at, own);
+            },
+        );
     }
 
     /// `s · x · A`, `[T, r]`.
@@ -205,11 +212,16 @@ impl CustomOp3 for LowRank {
                             tasks.push((at, sum));
                         }
                     }
-                    side_by_side(tasks, count * k * n, |spread, (at, sum)| {
-                        let left = Matrix::transposed(rows(left, at, k), k);
-                        let right = Matrix::rows(rows(right, at, n), n);
-                        product(spread, sum, left, right, (k, at.len(), n), true);
-                    });
+                    side_by_side(
+                        tasks,
+                        |(at, _)| at.len(),
+                        count * k * n,
+                        |spread, (at, sum)| {
+                            let left = Matrix::transposed(rows(left, at, k), k);
+                            let right = Matrix::rows(rows(right, at, n), n);
+                            product(spread, sum, left, right, (k, at.len(), n), true);
+                        },
+                    );
                     Ok(())
                 })
             })

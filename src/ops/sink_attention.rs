@@ -138,7 +138,7 @@ impl Packed {
         let seen = self.attention.window.unwrap_or(longest).min(longest);
         let tasks = self.tasks();
         if in_parallel(self.sequence_rows.rows() * seen * self.attention.heads * self.attention.head_dim) {
-            tasks.into_par_iter().map(|(s, h)| f(s, h)).collect()
+            tasks.into_par_iter().with_max_len(1).map(|(s, h)| f(s, h)).collect()
         } else {
             tasks.into_iter().map(|(s, h)| f(s, h)).collect()
         }

@@ -10,6 +10,7 @@ use crate::ops::experts::Dispatch;
 use crate::ops::graph::{apply_1, apply_2, contiguous, is_tracked};
 use crate::ops::linear::{repeat_row, sum_rows};
 use crate::ops::parameter::{Gradient, Parameter};
+use crate::ops::product::Spread;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use std::ops::Range;
 use std::sync::Arc;
@@ -134,7 +135,7 @@ impl CustomOp2 for Packed {
             let (dy, n) = (host_values(&grad)?, self.weight.shape()[2]);
             let mut sums = zeros(b.elem_count());
             for (expert, rows) in self.groups(x.dim(0)?)? {
-                let sum = sum_rows(&dy[rows.start * n..rows.end * n], n);
+                let sum = sum_rows(Spread::Pool, &dy[rows.start * n..rows.end * n], n);
                 sums[expert * n..(expert + 1) * n].copy_from_slice(&sum);
             }
             bias.add(|db| add_values(db, &sums))?;

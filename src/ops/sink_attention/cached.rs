@@ -66,7 +66,7 @@ pub fn sink_attention_cached(
     }
     if in_parallel(work) {
         let heads: Vec<_> = sequences.iter().flat_map(|rows| (0..kv_heads).map(move |h| (rows, h))).collect();
-        heads.into_par_iter().for_each(|(rows, kv_head)| rows.attend_spread(kv_head));
+        heads.into_par_iter().with_max_len(1).for_each(|(rows, kv_head)| rows.attend_spread(kv_head));
     } else {
         for rows in &sequences {
             (0..kv_heads).for_each(|kv_head| rows.attend(kv_head, 0, rows.count()));
