@@ -181,9 +181,17 @@ impl MicroBatch {
         let total: usize = units.iter().map(|unit| unit.own_tokens).sum();
         let fewest = total.div_ceil(tokens_max.max(1));
         let cut = |parts: usize| cut_into(parts, total, &units, tokens_max);
-        // A few more parts are tried where lengths and bound make their number odd.
         let is_even = |ranges: &Vec<_>| !in_pairs || ranges.len() < 2 || ranges.len() % 2 == 0;
-        let ranges = (fewest..fewest + 4).map(cut).find(is_even).unwrap_or_else(|| cut(fewest));
+        // A few more parts are tried where lengths and bound make their number odd.
+        let full = (fewest..fewest + 4).map(cut).find(is_even).unwrap_or_else(|| cut(fewest));
+        // Parts that begin with a prompt of their own may not hold their share of the rest: what is left over would be small parts,
+        // which the passes beside them wait for. More parts hold theirs.
+        let even = (fewest..=full.len()).map(|parts| (parts, cut(parts)));
+        let even = even
+            .filter(|(parts, ranges)| ranges.len() <= *parts && is_even(ranges))
+            .map(|(_, ranges)| ranges)
+            .next();
+        let ranges = even.unwrap_or(full);
         ranges.into_iter().map(|range| Self::new(sequences, range, shared)).collect()
     }
 }
@@ -308,6 +316,23 @@ mod tests {
         assert_eq!(spans(130, true), [0..4, 4..12, 12..16, 16..24]);
         assert_eq!(spans(70, true), [0..4, 4..8, 8..12, 12..16, 16..20, 20..24]);
         assert!(spans(50, true).len() % 2 == 0, "groups that do not fit are cut");
+    }
+
+    #[test]
+    fn a_group_that_does_not_fit_is_cut_into_parts_of_about_one_size() {
+        // A prompt of 40 tokens and 64 samples of 10.
+        let sample = |sample: u32| {
+            let tokens: Vec<u32> = (0..40).chain((0..11).map(|i| 100 * (sample + 1) + i)).collect();
+            Sequence { mask: (0..tokens.len()).map(|i| i >= 40).collect(), tokens }
+        };
+        let group: Vec<Sequence> = (0..64).map(sample).collect();
+        for in_pairs in [false, true] {
+            let batches =
+                MicroBatch::split_sharing(&group, Cut { tokens_max: 100, in_pairs }, |_| usize::MAX);
+            let rows: Vec<usize> = batches.iter().map(|batch| batch.tokens.len()).collect();
+            // The first has the prompt as its share.
+            assert!(rows.len() <= 14 && rows[1..].iter().all(|rows| (80..=100).contains(rows)), "{rows:?}");
+        }
     }
 
     #[test]
