@@ -186,12 +186,10 @@ impl MicroBatch {
         let full = (fewest..fewest + 4).map(cut).find(is_even).unwrap_or_else(|| cut(fewest));
         // Parts that begin with a prompt of their own may not hold their share of the rest: what is left over would be small parts,
         // which the passes beside them wait for. More parts hold theirs.
-        let even = (fewest..=full.len()).map(|parts| (parts, cut(parts)));
-        let even = even
-            .filter(|(parts, ranges)| ranges.len() <= *parts && is_even(ranges))
-            .map(|(_, ranges)| ranges)
-            .next();
-        let ranges = even.unwrap_or(full);
+        let holding = (fewest..=full.len())
+            .map(|parts| (parts, cut(parts)))
+            .find(|(parts, ranges)| ranges.len() <= *parts && is_even(ranges));
+        let ranges = holding.map_or(full, |(_, ranges)| ranges);
         ranges.into_iter().map(|range| Self::new(sequences, range, shared)).collect()
     }
 }
