@@ -1,15 +1,18 @@
 //! The product of few rows, as decoding makes them, without packing the weights: each is read once, in the order in memory.
 //! The crate reads them in strips of 64 columns, a few rows of `x` at a time, and again for the next few.
 //!
-//! The bits are those of the `gemm` crate's kernels on these shapes, which the tests of [`super::product`] compare: over a
-//! chunk of k one chain of fused multiply-adds an element, from 0, and then one addition to what was there.
+//! The bits are those of the products of many rows: over a chunk of k one chain an element, from 0, of fused multiply-adds or of
+//! dot products of bf16, and then one addition to what was there. In f32 they are the `gemm` crate's, which the tests of
+//! [`super::product`] compare, in bf16 those of [`super::tiles`].
 
 use super::prefetch::prefetch_second;
-use super::product::K_CHUNK;
-use multiversion::{multiversion, target::target_cfg_f};
+use super::product::{K_CHUNK, Precision};
+use super::tiles::{LINE, vectors::Words};
+#[cfg(target_arch = "x86_64")]
+use super::tiles::{multiplies_bf16, vectors::x86};
 use rayon::prelude::*;
 
-/// Above so many rows the crate's packing pays.
+/// Above so many rows packing pays.
 const ROWS_MAX: usize = 48;
 
 /// Smaller matrices stay in the caches, where the crate is faster.
@@ -18,23 +21,20 @@ const WEIGHTS_MIN: usize = 1 << 17;
 /// Columns that a thread takes at least, and that the crate is slower with.
 const COLUMNS_MIN: usize = 256;
 
-/// Columns whose sums stay in a register.
-const LANES: usize = 16;
+/// Columns of a thread and of a strip come in multiples of these: two vectors, or four where they are short.
+const COLUMNS: usize = 32;
 
-/// Whether [`few_rows`] takes a product of this shape: where it is faster, and has the bits of the crate. That takes another
-/// path for chunks of k of one or two, and on a processor without the fused multiply-add.
-pub(super) fn fits((m, k, n): (usize, usize, usize)) -> bool {
-    m <= ROWS_MAX && n >= COLUMNS_MIN && k * n >= WEIGHTS_MIN && !matches!(k % K_CHUNK, 1 | 2) && is_fused()
-}
+/// So many rows of the weights at least, memory is asked for a row before it is read.
+const ROWS_AHEAD_MIN: usize = 12;
 
-#[cfg(target_arch = "x86_64")]
-fn is_fused() -> bool {
-    std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma")
-}
+/// The most vectors that [`COLUMNS`] are.
+const VECTORS_MAX: usize = 4;
 
-#[cfg(not(target_arch = "x86_64"))]
-fn is_fused() -> bool {
-    false
+/// Whether [`few_rows`] takes a product of this shape: where it is faster, and has the bits of the others. In f32 the crate takes
+/// another path for chunks of k of one or two.
+pub(super) fn fits(precision: Precision, (m, k, n): (usize, usize, usize)) -> bool {
+    let same_bits = precision != Precision::F32 || !matches!(k % K_CHUNK, 1 | 2);
+    m <= ROWS_MAX && n >= COLUMNS_MIN && k * n >= WEIGHTS_MIN && same_bits && kernel(precision).is_some()
 }
 
 /// A product's operands: `x [m, k]` and `w [k, n]`, contiguous.
@@ -47,22 +47,67 @@ struct Operands<'a> {
     accumulate: bool,
 }
 
-/// `out[m, n] (+)= x[m, k] · w[k, n]`, contiguous, by up to `threads` threads.
+/// [`add_columns`], compiled for vectors that the processor has.
+///
+/// # Safety
+/// The processor must have them.
+type Kernel = unsafe fn(&Operands, usize, &mut [&mut [f32]]);
+
+/// The fastest one here.
+fn kernel(precision: Precision) -> Option<Kernel> {
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx512f")]
+        unsafe fn by_sixteens(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
+            // SAFETY: the callers' duty.
+            unsafe { add_columns::<x86::F32x16>(operands, start, out) }
+        }
+        #[target_feature(enable = "avx2,fma")]
+        unsafe fn by_eights(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
+            // SAFETY: the callers' duty.
+            unsafe { add_columns::<x86::F32x8>(operands, start, out) }
+        }
+        #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+        unsafe fn by_pairs(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
+            // SAFETY: the callers' duty.
+            unsafe { add_columns::<x86::Bf16x32>(operands, start, out) }
+        }
+        match precision {
+            Precision::Bf16Dot => multiplies_bf16().then_some(by_pairs as Kernel),
+            Precision::F32 if is_x86_feature_detected!("avx512f") => Some(by_sixteens),
+            Precision::F32 if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") => {
+                Some(by_eights)
+            }
+            Precision::F32 => None,
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = precision;
+        None
+    }
+}
+
+/// `out[m, n] (+)= x[m, k] · w[k, n]`, contiguous, by up to `threads` threads, of a shape that [`fits`].
 pub(super) fn few_rows(
-    threads: usize,
+    (precision, threads): (Precision, usize),
     out: &mut [f32],
     x: &[f32],
     w: &[f32],
     (k, n): (usize, usize),
     accumulate: bool,
 ) {
+    let Some(kernel) = kernel(precision) else { unreachable!("no vectors for {precision:?}") };
+    assert!(x.len() * n == out.len() * k && w.len() == k * n, "few_rows: shapes");
     let operands = Operands { x, w, k, n, accumulate };
-    let width = n.div_ceil(threads).max(COLUMNS_MIN).next_multiple_of(LANES);
+    let width = n.div_ceil(threads).max(COLUMNS_MIN).next_multiple_of(COLUMNS);
     let mut parts: Vec<Vec<&mut [f32]>> = (0..n.div_ceil(width)).map(|_| vec![]).collect();
     for row in out.chunks_exact_mut(n) {
         parts.iter_mut().zip(row.chunks_mut(width)).for_each(|(part, columns)| part.push(columns));
     }
-    let add = |(index, mut part): (usize, Vec<&mut [f32]>)| add_columns(&operands, index * width, &mut part);
+    // SAFETY: the processor has the vectors.
+    let add =
+        |(index, mut part): (usize, Vec<&mut [f32]>)| unsafe { kernel(&operands, index * width, &mut part) };
     if parts.len() > 1 {
         parts.into_par_iter().enumerate().for_each(add);
     } else {
@@ -71,28 +116,37 @@ pub(super) fn few_rows(
 }
 
 /// The columns from `start` that `out` holds of each row.
-#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
-fn add_columns(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
+///
+/// # Safety
+/// The processor must have the vectors.
+#[inline(always)]
+unsafe fn add_columns<W: Words>(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
     let &Operands { x, w, k, n, accumulate } = operands;
     let (rows, width) = (out.len(), out[0].len());
-    let walk = Walk::of(rows, target_cfg_f!(target_feature = "avx512f"));
+    let walk = Walk::of::<W>(rows);
     let strip_max = walk.strip(rows, width);
     // Rows of sums a power of two apart would fall on the same places of the cache.
-    let stride = strip_max + LANES;
+    let stride = strip_max + LINE;
     let mut sums = vec![0f32; rows * stride];
+    // SAFETY: the callers' duty.
+    let x = unsafe { words_of_rows::<W>(x, k) };
+    let words = k.div_ceil(W::PER_WORD);
     for first in (0..width).step_by(strip_max) {
         let strip = strip_max.min(width - first);
         for chunk in (0..k).step_by(K_CHUNK) {
-            let end = k.min(chunk + K_CHUNK);
+            let depth = K_CHUNK.min(k - chunk);
             sums.fill(0.0);
-            let weights = Weights { rows: &w[chunk * n + start + first..], n, columns: strip };
-            let (sums, x, depth) = (&mut sums[..], &x[chunk..], end - chunk);
-            match walk.depth {
-                1 => add_rows::<1>(sums, stride, x, k, weights, depth),
-                2 => add_rows::<2>(sums, stride, x, k, weights, depth),
-                3 => add_rows::<3>(sums, stride, x, k, weights, depth),
-                4 => add_rows::<4>(sums, stride, x, k, weights, depth),
-                _ => add_rows::<8>(sums, stride, x, k, weights, depth),
+            let weights = Weights { values: &w[chunk * n + start + first..], n, columns: strip };
+            let x = Rows { words: &x[chunk / W::PER_WORD..], stride: words };
+            // SAFETY: the callers' duty.
+            unsafe {
+                match walk.depth {
+                    1 => add_rows::<W, 1>(&mut sums, stride, x, weights, depth),
+                    2 => add_rows::<W, 2>(&mut sums, stride, x, weights, depth),
+                    3 => add_rows::<W, 3>(&mut sums, stride, x, weights, depth),
+                    4 => add_rows::<W, 4>(&mut sums, stride, x, weights, depth),
+                    _ => add_rows::<W, 8>(&mut sums, stride, x, weights, depth),
+                }
             }
             for (out, sums) in out.iter_mut().zip(sums.chunks_exact(stride)) {
                 let (out, sums) = (&mut out[first..first + strip], &sums[..strip]);
@@ -108,7 +162,7 @@ fn add_columns(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
 
 /// How the weights are walked.
 struct Walk {
-    /// Rows of the weights that go into the sums between a load of them and a store.
+    /// Words of the weights' columns that go into the sums between a load of them and a store.
     depth: usize,
     /// Sums of all rows together that a strip of columns may have.
     sums_max: usize,
@@ -117,29 +171,30 @@ struct Walk {
 impl Walk {
     /// As measured for `rows` rows. The fewer rows of the weights at a time, the nearer memory is read in its order, in which the
     /// processor looks ahead best; the more, the fewer loads and stores of sums, which otherwise stay in the first cache.
-    fn of(rows: usize, registers_are_many: bool) -> Self {
-        let (depth, sums_max) = match (rows, registers_are_many) {
-            (..=4, true) | (..=2, false) => (1, 6 << 10),
-            (..=6, _) => (2, 6 << 10),
-            (..=10, _) => (3, 8 << 10),
-            (..=14, true) => (4, 4 << 10),
-            (_, true) => (8, 48 << 10),
-            (_, false) => (3, 4 << 10),
+    fn of<W: Words>(rows: usize) -> Self {
+        let (depth, sums_max) = match (rows, W::LANES, W::PER_WORD) {
+            (..=4, 16, _) | (..=2, _, _) => (1, 6 << 10),
+            (_, _, 2) => (2, 16 << 10),
+            (..=6, _, _) => (2, 6 << 10),
+            (..=10, _, _) => (3, 8 << 10),
+            (..=14, 16, _) => (4, 4 << 10),
+            (_, 16, _) => (8, 48 << 10),
+            _ => (3, 4 << 10),
         };
         Self { depth, sums_max }
     }
 
     /// Columns of a strip of `width` columns in all.
     fn strip(&self, rows: usize, width: usize) -> usize {
-        let strips = width.div_ceil((self.sums_max / rows).max(LANES));
-        width.div_ceil(strips).next_multiple_of(2 * LANES)
+        let strips = width.div_ceil((self.sums_max / rows).max(LINE));
+        width.div_ceil(strips).next_multiple_of(COLUMNS)
     }
 }
 
 /// Some rows of the weights, `n` apart, of which the first `columns` values are taken.
 #[derive(Clone, Copy)]
 struct Weights<'a> {
-    rows: &'a [f32],
+    values: &'a [f32],
     n: usize,
     columns: usize,
 }
@@ -148,81 +203,188 @@ impl Weights<'_> {
     /// Those from `row` on.
     #[inline(always)]
     fn from(self, row: usize) -> Self {
-        Self { rows: &self.rows[row * self.n..], ..self }
+        Self { values: &self.values[row * self.n..], ..self }
     }
 }
 
-/// Adds to each row of `sums`, `stride` apart, the products of `depth` values of its row of `x`, `k` apart, with as many rows of
-/// weights, `R` at a time.
+/// Words of the rows of `x`, `stride` apart.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    words: &'a [u32],
+    stride: usize,
+}
+
+impl Rows<'_> {
+    /// Those from `word` of each row on.
+    #[inline(always)]
+    fn from(self, word: usize) -> Self {
+        Self { words: &self.words[word..], ..self }
+    }
+}
+
+/// The words of each row of `x [m, k]`, one row after the other.
+///
+/// # Safety
+/// The processor must have the vectors.
 #[inline(always)]
-fn add_rows<const R: usize>(
+unsafe fn words_of_rows<W: Words>(x: &[f32], k: usize) -> Vec<u32> {
+    let words = k.div_ceil(W::PER_WORD);
+    // The last vector of a row reaches into the next one, which is written later, or past the end.
+    let mut rows = vec![0; x.len() / k * words + W::LANES];
+    for (row, x) in x.chunks_exact(k).enumerate() {
+        for word in (0..words).step_by(W::LANES) {
+            let at = word * W::PER_WORD;
+            let to = &mut rows[row * words + word..][..W::LANES];
+            // SAFETY: the callers' duty; so many values are there.
+            unsafe { W::keep(to.as_mut_ptr(), W::along(x[at..].as_ptr(), k - at)) };
+        }
+    }
+    rows
+}
+
+/// Adds to each row of `sums`, `stride` apart, the products of its row of `x` with the first `depth` rows of the weights, `R` words
+/// at a time.
+///
+/// # Safety
+/// The processor must have the vectors.
+#[inline(always)]
+unsafe fn add_rows<W: Words, const R: usize>(
     sums: &mut [f32],
     stride: usize,
-    x: &[f32],
-    k: usize,
+    x: Rows,
     weights: Weights,
     depth: usize,
 ) {
-    let whole = depth / R * R;
-    for at in (0..whole).step_by(R) {
-        add_block::<R>(sums, stride, &x[at..], k, weights.from(at));
-    }
-    for at in whole..depth {
-        add_block::<1>(sums, stride, &x[at..], k, weights.from(at));
-    }
-}
-
-/// The same of `R` values and rows.
-#[inline(always)]
-fn add_block<const R: usize>(sums: &mut [f32], stride: usize, x: &[f32], k: usize, weights: Weights) {
-    let Weights { rows, n, columns } = weights;
-    let mut column = 0;
-    while column + 2 * LANES <= columns {
-        add_vectors::<R, 2>(sums, stride, x, k, weights, column);
-        column += 2 * LANES;
-    }
-    if column + LANES <= columns {
-        add_vectors::<R, 1>(sums, stride, x, k, weights, column);
-        column += LANES;
-    }
-    for column in column..columns {
-        for (row, sums) in sums.chunks_exact_mut(stride).enumerate() {
-            let x = x[row * k..row * k + R].iter().enumerate();
-            sums[column] = x.fold(sums[column], |sum, (i, &x)| x.mul_add(rows[i * n + column], sum));
+    let words = depth / W::PER_WORD;
+    let whole = words / R * R;
+    // SAFETY: the callers' duty.
+    unsafe {
+        for at in (0..whole).step_by(R) {
+            add_block::<W, R>(sums, stride, x.from(at), weights.from(at * W::PER_WORD), W::PER_WORD);
+        }
+        for at in whole..words {
+            add_block::<W, 1>(sums, stride, x.from(at), weights.from(at * W::PER_WORD), W::PER_WORD);
+        }
+        if words * W::PER_WORD < depth {
+            add_block::<W, 1>(sums, stride, x.from(words), weights.from(words * W::PER_WORD), 1);
         }
     }
 }
 
-/// [`add_block`] for `V` vectors of columns from `column`: their weights are loaded once for all rows of `sums`.
+/// The same of `R` words, each of the next `per_word` rows of the weights.
+///
+/// # Safety
+/// The processor must have the vectors.
 #[inline(always)]
-fn add_vectors<const R: usize, const V: usize>(
+unsafe fn add_block<W: Words, const R: usize>(
     sums: &mut [f32],
     stride: usize,
-    x: &[f32],
-    k: usize,
-    Weights { rows, n, .. }: Weights,
-    column: usize,
+    x: Rows,
+    weights: Weights,
+    per_word: usize,
 ) {
-    let mut weights = [[[0f32; LANES]; V]; R];
-    for (i, weights) in weights.iter_mut().enumerate() {
-        let row = &rows[i * n + column..i * n + column + V * LANES];
-        weights.iter_mut().zip(row.chunks_exact(LANES)).for_each(|(w, row)| w.copy_from_slice(row));
-        // The same columns of the rows that come after these.
-        let next = rows.as_ptr().wrapping_add((i + R) * n + column);
-        (0..V).for_each(|vector| prefetch_second(next.wrapping_add(vector * LANES)));
+    let Weights { values, n, columns } = weights;
+    assert!(values.len() >= (R * per_word - 1) * n + columns, "few_rows: weights");
+    let mut column = 0;
+    // SAFETY: the callers' duty, and the columns of all rows are there.
+    unsafe {
+        while column + COLUMNS <= columns {
+            let vectors = (COLUMNS / W::LANES, W::LANES);
+            add_vectors::<W, R>(sums, stride, x, weights, column, vectors, per_word);
+            column += COLUMNS;
+        }
+        while column < columns {
+            let lanes = W::LANES.min(columns - column);
+            add_vectors::<W, R>(sums, stride, x, weights, column, (1, lanes), per_word);
+            column += lanes;
+        }
     }
-    for (row, sums) in sums.chunks_exact_mut(stride).enumerate() {
-        let sums = &mut sums[column..column + V * LANES];
-        let mut sum = [[0f32; LANES]; V];
-        sum.iter_mut().zip(sums.chunks_exact(LANES)).for_each(|(sum, row)| sum.copy_from_slice(row));
-        let x = &x[row * k..row * k + R];
-        for (&x, weights) in x.iter().zip(&weights) {
-            for (sum, weights) in sum.iter_mut().zip(weights) {
-                for (sum, &weight) in sum.iter_mut().zip(weights) {
-                    *sum = x.mul_add(weight, *sum);
+}
+
+/// [`add_block`] for some vectors of columns from `column`, of which so many lanes are there: their weights are loaded once for all
+/// rows of `sums`.
+///
+/// # Safety
+/// The processor must have the vectors, and the weights must be there.
+#[inline(always)]
+unsafe fn add_vectors<W: Words, const R: usize>(
+    sums: &mut [f32],
+    stride: usize,
+    x: Rows,
+    Weights { values, n, .. }: Weights,
+    column: usize,
+    (vectors, lanes): (usize, usize),
+    per_word: usize,
+) {
+    let ahead = (R * per_word).max(ROWS_AHEAD_MIN);
+    // SAFETY: the callers' duty.
+    unsafe {
+        let mut weights = [[W::zero(); VECTORS_MAX]; R];
+        for (i, weights) in weights.iter_mut().enumerate() {
+            for (v, weights) in weights.iter_mut().enumerate().take(vectors) {
+                let at = values.as_ptr().add(i * per_word * n + column + v * W::LANES);
+                *weights = W::across(at, n, per_word, lanes);
+                // The same columns of rows that come after these.
+                (0..per_word).for_each(|row| prefetch_second(at.wrapping_add((ahead + row) * n)));
+            }
+        }
+        for (row, sums) in sums.chunks_exact_mut(stride).enumerate() {
+            let sums = &mut sums[column..column + vectors * W::LANES];
+            let at = |v: usize| v * W::LANES;
+            let mut sum = [W::zero(); VECTORS_MAX];
+            for (v, sum) in sum.iter_mut().enumerate().take(vectors) {
+                *sum = W::load(sums.as_ptr().add(at(v)).cast());
+            }
+            let x = &x.words[row * x.stride..row * x.stride + R];
+            for (&x, weights) in x.iter().zip(&weights) {
+                let x = W::splat(x);
+                for (sum, &weights) in sum.iter_mut().zip(weights).take(vectors) {
+                    *sum = W::add_product(*sum, x, weights);
+                }
+            }
+            for (v, &sum) in sum.iter().enumerate().take(vectors) {
+                W::keep(sums.as_mut_ptr().add(at(v)).cast(), sum);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::product::Matrix;
+    use super::super::tiles;
+    use super::*;
+    use crate::random::{Purpose, stream};
+    use rand::Rng;
+
+    #[test]
+    fn few_rows_have_the_bits_of_tiles() {
+        let mut rng = stream(0, Purpose::Problem, &[]);
+        let mut noise = |len: usize| -> Vec<f32> { (0..len).map(|_| rng.random_range(-1f32..1.0)).collect() };
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+        for (k, n) in [(512, 256), (515, 300), (1025, 513), (300, 1000), (1100, 271)] {
+            let (x, w, bias) = (noise(ROWS_MAX * k), noise(k * n), noise(ROWS_MAX * n));
+            for precision in [Precision::F32, Precision::Bf16Dot] {
+                if !fits(precision, (1, k, n)) {
+                    eprintln!("skipped: {precision:?} of {k} x {n}");
+                    continue;
+                }
+                for rows in 1..=ROWS_MAX {
+                    for (threads, accumulate) in [(1, true), (2, true), (2, false)] {
+                        let x = &x[..rows * k];
+                        let mut expected = bias[..rows * n].to_vec();
+                        let mut found = expected.clone();
+                        let operands = (Matrix::rows(x, k), Matrix::rows(&w, n));
+                        let (a, b) = operands;
+                        assert!(tiles::product(precision, 1, &mut expected, a, b, (rows, k, n), accumulate));
+                        pool.install(|| {
+                            few_rows((precision, threads), &mut found, x, &w, (k, n), accumulate)
+                        });
+                        let same = found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());
+                        assert!(same, "{precision:?}: {rows} rows of {k} by {n} columns, {threads} threads");
+                    }
                 }
             }
         }
-        sums.chunks_exact_mut(LANES).zip(&sum).for_each(|(row, sum)| row.copy_from_slice(sum));
     }
 }

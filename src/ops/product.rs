@@ -4,7 +4,7 @@
 //! walked in chunks that fit its own blocking, and when a single row does not fall into its
 //! matrix-vector path. So: k in chunks of [`K_CHUNK`], one row padded to two, one column by [`dot_column`], and few
 //! rows by [`few_rows`], which adds in the same chains, as [`tiles`] do: they make products by a large matrix that lies transposed,
-//! and every product of bf16.
+//! and those of bf16 that are not of few rows.
 //! A row's result then depends on nothing but the row and the weights.
 
 use super::few_rows::{few_rows, fits};
@@ -110,12 +110,12 @@ pub fn forward_product(
     if stock::CHOSEN.load(std::sync::atomic::Ordering::Relaxed) {
         return stock::product(out, x, w, (m, k, n), accumulate);
     }
-    if precision == Precision::Bf16Dot {
+    if fits(precision, (m, k, n)) {
+        few_rows((precision, spread.threads(m * n * k)), out, x, w, (k, n), accumulate);
+    } else if precision == Precision::Bf16Dot {
         product(means, out, Matrix::rows(x, k), Matrix::rows(w, n), (m, k, n), accumulate);
     } else if n == 1 {
         dot_column(out, x, w, k, accumulate);
-    } else if fits((m, k, n)) {
-        few_rows(spread.threads(m * n * k), out, x, w, (k, n), accumulate);
     } else if m == 1 {
         let mut padded_x = vec![0f32; 2 * k];
         padded_x[..k].copy_from_slice(x);

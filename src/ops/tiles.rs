@@ -9,7 +9,7 @@
 //! In f32 the bits are those of the `gemm` crate, which the tests below compare: over a chunk of k one chain of
 //! fused multiply-adds an element, from 0, and then one addition to what was there.
 
-mod vectors;
+pub(super) mod vectors;
 
 use super::prefetch::{prefetch, prefetch_second};
 use super::product::{K_CHUNK, Matrix, Precision};
@@ -23,7 +23,7 @@ use vectors::x86;
 const VECTORS: usize = 2;
 
 /// Words of a line of the processor's cache.
-const LINE: usize = 16;
+pub(super) const LINE: usize = 16;
 
 /// A line of words: what panels are made of, so that no vector lies across two lines.
 #[derive(Clone, Copy)]
@@ -71,7 +71,7 @@ pub(super) fn product(
 
 /// An operand as its panels are made: `lines` are its rows for `a` and its columns for `b`, which go side by side.
 #[derive(Clone, Copy)]
-struct Side<'a> {
+pub(super) struct Side<'a> {
     values: &'a [f32],
     /// Between neighbouring k where `along`, else between neighbouring lines, there is 1; this is the other stride.
     stride: usize,
@@ -105,7 +105,7 @@ impl<'a> Side<'a> {
 
 /// Where tiles go: columns of an output whose other columns are other threads'.
 #[derive(Clone, Copy)]
-struct Out {
+pub(super) struct Out {
     first: *mut f32,
     stride: usize,
 }
@@ -244,7 +244,7 @@ const TASKS_A_THREAD: usize = 4;
 
 /// A stretch of k.
 #[derive(Clone, Copy)]
-struct Chunk {
+pub(super) struct Chunk {
     start: usize,
     values: usize,
 }
@@ -267,7 +267,7 @@ impl Chunk {
 
 /// What a tile multiplies: `x [steps][rows]` and `w [steps][VECTORS · LANES]`.
 #[derive(Clone, Copy)]
-struct Panels {
+pub(super) struct Panels {
     x: *const u32,
     w: *const u32,
     steps: usize,

@@ -6,7 +6,7 @@ use super::{Chunk, Out, Panels, Side};
 ///
 /// # Safety
 /// Every function needs a processor that has the vectors; pointers must be good for what is read or written.
-pub(super) trait Words {
+pub trait Words {
     type Vector: Copy;
     /// Words of a vector.
     const LANES: usize;
@@ -38,7 +38,7 @@ pub(super) trait Words {
 // Each block is intrinsics alone; what they need is what the trait asks of its callers.
 #[allow(clippy::undocumented_unsafe_blocks)]
 #[cfg(target_arch = "x86_64")]
-pub(super) mod x86 {
+pub mod x86 {
     use super::super::{lay_out, tile};
     use super::{Chunk, Out, Panels, Side, Words};
     use std::arch::x86_64::*;
