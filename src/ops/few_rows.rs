@@ -284,25 +284,29 @@ unsafe fn add_block<W: Words, const R: usize>(
     per_word: usize,
 ) {
     let Weights { values, n, columns } = weights;
-    assert!(values.len() >= (R * per_word - 1) * n + columns, "few_rows: weights");
+    let end = |row: usize| (row + R * per_word - 1) * n + columns;
+    assert!(values.len() >= end(0), "few_rows: weights");
+    // How far ahead memory is asked for the same columns of other rows, where the matrix has them.
+    let ahead = (R * per_word).max(ROWS_AHEAD_MIN);
+    let later = if values.len() >= end(ahead) { ahead * n } else { 0 };
     let mut column = 0;
     // SAFETY: the callers' duty, and the columns of all rows are there.
     unsafe {
         while column + COLUMNS <= columns {
             let vectors = (COLUMNS / W::LANES, W::LANES);
-            add_vectors::<W, R>(sums, stride, x, weights, column, vectors, per_word);
+            add_vectors::<W, R>(sums, stride, x, weights, column, vectors, (per_word, later));
             column += COLUMNS;
         }
         while column < columns {
             let lanes = W::LANES.min(columns - column);
-            add_vectors::<W, R>(sums, stride, x, weights, column, (1, lanes), per_word);
+            add_vectors::<W, R>(sums, stride, x, weights, column, (1, lanes), (per_word, later));
             column += lanes;
         }
     }
 }
 
 /// [`add_block`] for some vectors of columns from `column`, of which so many lanes are there: their weights are loaded once for all
-/// rows of `sums`.
+/// rows of `sums`, and memory is asked for those that lie `later` behind them.
 ///
 /// # Safety
 /// The processor must have the vectors, and the weights must be there.
@@ -314,9 +318,8 @@ unsafe fn add_vectors<W: Words, const R: usize>(
     Weights { values, n, .. }: Weights,
     column: usize,
     (vectors, lanes): (usize, usize),
-    per_word: usize,
+    (per_word, later): (usize, usize),
 ) {
-    let ahead = (R * per_word).max(ROWS_AHEAD_MIN);
     // SAFETY: the callers' duty.
     unsafe {
         let mut weights = [[W::zero(); VECTORS_MAX]; R];
@@ -324,8 +327,7 @@ unsafe fn add_vectors<W: Words, const R: usize>(
             for (v, weights) in weights.iter_mut().enumerate().take(vectors) {
                 let at = values.as_ptr().add(i * per_word * n + column + v * W::LANES);
                 *weights = W::across(at, n, per_word, lanes);
-                // The same columns of rows that come after these.
-                (0..per_word).for_each(|row| prefetch_second(at.wrapping_add((ahead + row) * n)));
+                (0..per_word).for_each(|row| prefetch_second(at.wrapping_add(row * n + later)));
             }
         }
         for (row, sums) in sums.chunks_exact_mut(stride).enumerate() {

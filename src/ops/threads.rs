@@ -3,6 +3,7 @@
 //! Results never depend on the choice: every op's bits are independent of the number of threads.
 
 use anyhow::{Context, Result, bail};
+use candle_core::Device;
 use rayon::{ThreadPool, ThreadPoolBuilder, Yield};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -95,13 +96,14 @@ impl Threads {
     }
 }
 
-/// Runs `f` on this thread of a pool while the pool's others keep looking for what `f` shares out. One that has gone to sleep is woken
-/// in tens of microseconds, the time of many an op of a decode, and rayon's own threads sleep after fifteen.
+/// Runs `f`, a pass on `device`, on this thread of a pool while the pool's others keep looking for what `f` shares out. One that has gone
+/// to sleep is woken in tens of microseconds, the time of many an op of a decode, and rayon's own threads sleep after fifteen.
 ///
-/// A thread that finds nothing for [`AWAKE_MAX`] sleeps all the same. Outside of a pool, and in one of a single thread, this is `f()`.
-pub fn awake<R>(f: impl FnOnce() -> R) -> R {
+/// A thread that finds nothing for [`AWAKE_MAX`] sleeps all the same. On a GPU, outside of a pool, and in one of a single thread, this
+/// is `f()`.
+pub fn awake<R>(device: &Device, f: impl FnOnce() -> R) -> R {
     let own = rayon::current_thread_index();
-    if own.is_none() || rayon::current_num_threads() == 1 {
+    if !device.is_cpu() || own.is_none() || rayon::current_num_threads() == 1 {
         return f();
     }
     let is_over = AtomicBool::new(false);
@@ -154,16 +156,17 @@ mod tests {
 
     #[test]
     fn what_runs_awake_may_share_out_nest_and_panic_in_a_pool_and_outside_of_one() {
-        let sum = || awake(|| awake(|| rayon::join(|| 20, || 22)));
-        assert_eq!(awake(|| 7), 7);
+        let cpu = &Device::Cpu;
+        let sum = || awake(cpu, || awake(cpu, || rayon::join(|| 20, || 22)));
+        assert_eq!(awake(cpu, || 7), 7);
         for threads in [1, 2, 3] {
             let pools = Threads::new(threads).unwrap();
             for _ in 0..100 {
                 assert_eq!(pools.wide(sum), (20, 22));
             }
             // Longer than the others look for work.
-            assert_eq!(pools.wide(|| awake(|| std::thread::sleep(2 * AWAKE_MAX))), ());
-            let panics = || pools.wide(|| awake(|| panic!("of f")));
+            assert_eq!(pools.wide(|| awake(cpu, || std::thread::sleep(2 * AWAKE_MAX))), ());
+            let panics = || pools.wide(|| awake(cpu, || panic!("of f")));
             assert!(catch_unwind(AssertUnwindSafe(panics)).is_err());
             assert_eq!(pools.wide(sum), (20, 22));
         }

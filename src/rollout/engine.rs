@@ -149,7 +149,7 @@ impl<'e, 'a> Engine<'e, 'a> {
     /// One forward, and a token for every entry that is fed up to its end.
     fn step(&mut self, scope: &'e Scope<'e, '_>) -> Result<()> {
         let device = self.rollout.policy.weights.device()?;
-        if device.is_cpu() { awake(|| self.forward_and_draw(scope)) } else { self.forward_and_draw(scope) }
+        awake(&device, || self.forward_and_draw(scope))
     }
 
     fn forward_and_draw(&mut self, scope: &'e Scope<'e, '_>) -> Result<()> {

@@ -171,7 +171,7 @@ impl Learner<'_> {
         run: impl Fn(Turn) -> Result<T> + Sync,
     ) -> Result<Vec<T>> {
         let (mesh, count) = (self.parameters.mesh(), batches.len());
-        let run = |turn| if self.parameters.device().is_cpu() { awake(|| run(turn)) } else { run(turn) };
+        let run = |turn| awake(self.parameters.device(), || run(turn));
         let alone = |index: usize| run(Turn { index, round: index, masked: false });
         match mesh.ranks() {
             1 if self.is_side_by_side() => self.threads.map(count, alone),
