@@ -24,18 +24,11 @@ const COLUMNS_MIN: usize = 256;
 /// Columns of a thread and of a strip come in multiples of these: two vectors, or four where they are short.
 const COLUMNS: usize = 32;
 
-/// So many rows of the weights at least, memory is asked for a row before it is read.
+/// Rows of the weights from the one at work to the one that memory is asked for, at least.
 const ROWS_AHEAD_MIN: usize = 12;
 
 /// The most vectors that [`COLUMNS`] are.
 const VECTORS_MAX: usize = 4;
-
-/// Whether [`few_rows`] takes a product of this shape: where it is faster, and has the bits of the others. In f32 the crate takes
-/// another path for chunks of k of one or two.
-pub(super) fn fits(precision: Precision, (m, k, n): (usize, usize, usize)) -> bool {
-    let same_bits = precision != Precision::F32 || !matches!(k % K_CHUNK, 1 | 2);
-    m <= ROWS_MAX && n >= COLUMNS_MIN && k * n >= WEIGHTS_MIN && same_bits && kernel(precision).is_some()
-}
 
 /// A product's operands: `x [m, k]` and `w [k, n]`, contiguous.
 struct Operands<'a> {
@@ -47,71 +40,100 @@ struct Operands<'a> {
     accumulate: bool,
 }
 
-/// [`add_columns`], compiled for vectors that the processor has.
+/// [`add_columns`], compiled for some vectors.
 ///
 /// # Safety
 /// The processor must have them.
 type Kernel = unsafe fn(&Operands, usize, &mut [&mut [f32]]);
 
-/// The fastest one here.
-fn kernel(precision: Precision) -> Option<Kernel> {
-    #[cfg(target_arch = "x86_64")]
-    {
-        #[target_feature(enable = "avx512f")]
-        unsafe fn by_sixteens(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
-            // SAFETY: the callers' duty.
-            unsafe { add_columns::<x86::F32x16>(operands, start, out) }
-        }
-        #[target_feature(enable = "avx2,fma")]
-        unsafe fn by_eights(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
-            // SAFETY: the callers' duty.
-            unsafe { add_columns::<x86::F32x8>(operands, start, out) }
-        }
-        #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-        unsafe fn by_pairs(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
-            // SAFETY: the callers' duty.
-            unsafe { add_columns::<x86::Bf16x32>(operands, start, out) }
-        }
-        match precision {
-            Precision::Bf16Dot => multiplies_bf16().then_some(by_pairs as Kernel),
-            Precision::F32 if is_x86_feature_detected!("avx512f") => Some(by_sixteens),
-            Precision::F32 if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") => {
-                Some(by_eights)
-            }
-            Precision::F32 => None,
-        }
+#[cfg(target_arch = "x86_64")]
+mod compiled {
+    use super::{Operands, add_columns, x86};
+
+    /// # Safety
+    /// The processor must have AVX-512.
+    #[target_feature(enable = "avx512f")]
+    pub unsafe fn by_sixteens(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
+        // SAFETY: the callers' duty.
+        unsafe { add_columns::<x86::F32x16>(operands, start, out) }
     }
-    #[cfg(not(target_arch = "x86_64"))]
-    {
-        let _ = precision;
-        None
+
+    /// # Safety
+    /// The processor must have AVX2 and fused multiply-adds.
+    #[target_feature(enable = "avx2,fma")]
+    pub unsafe fn by_eights(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
+        // SAFETY: the callers' duty.
+        unsafe { add_columns::<x86::F32x8>(operands, start, out) }
+    }
+
+    /// # Safety
+    /// The processor must have AVX-512 with dot products of bf16.
+    #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+    pub unsafe fn by_pairs(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
+        // SAFETY: the callers' duty.
+        unsafe { add_columns::<x86::Bf16x32>(operands, start, out) }
     }
 }
 
-/// `out[m, n] (+)= x[m, k] · w[k, n]`, contiguous, by up to `threads` threads, of a shape that [`fits`].
-pub(super) fn few_rows(
-    (precision, threads): (Precision, usize),
-    out: &mut [f32],
-    x: &[f32],
-    w: &[f32],
-    (k, n): (usize, usize),
-    accumulate: bool,
-) {
-    let Some(kernel) = kernel(precision) else { unreachable!("no vectors for {precision:?}") };
-    assert!(x.len() * n == out.len() * k && w.len() == k * n, "few_rows: shapes");
-    let operands = Operands { x, w, k, n, accumulate };
-    let width = n.div_ceil(threads).max(COLUMNS_MIN).next_multiple_of(COLUMNS);
-    let mut parts: Vec<Vec<&mut [f32]>> = (0..n.div_ceil(width)).map(|_| vec![]).collect();
-    for row in out.chunks_exact_mut(n) {
-        parts.iter_mut().zip(row.chunks_mut(width)).for_each(|(part, columns)| part.push(columns));
+/// A way of multiplying few rows that this processor has.
+pub(super) struct FewRows(Kernel);
+
+impl FewRows {
+    /// The one for a product of this shape, `(m, k, n)`, where it is faster than the others and has their bits: in f32 the crate takes
+    /// another path for chunks of k of one or two.
+    pub(super) fn of(precision: Precision, (m, k, n): (usize, usize, usize)) -> Option<Self> {
+        let same_bits = precision != Precision::F32 || !matches!(k % K_CHUNK, 1 | 2);
+        let is_faster = m <= ROWS_MAX && n >= COLUMNS_MIN && k * n >= WEIGHTS_MIN;
+        if same_bits && is_faster { Self::here(precision) } else { None }
     }
-    // SAFETY: the processor has the vectors.
-    let add =
-        |(index, mut part): (usize, Vec<&mut [f32]>)| unsafe { kernel(&operands, index * width, &mut part) };
-    if parts.len() > 1 {
-        parts.into_par_iter().enumerate().for_each(add);
-    } else {
-        parts.into_iter().enumerate().for_each(add);
+
+    /// The fastest one here.
+    #[cfg(target_arch = "x86_64")]
+    fn here(precision: Precision) -> Option<Self> {
+        match precision {
+            Precision::Bf16Dot => multiplies_bf16().then_some(Self(compiled::by_pairs)),
+            Precision::F32 if is_x86_feature_detected!("avx512f") => Some(Self(compiled::by_sixteens)),
+            Precision::F32 => Self::by_eights(),
+        }
+    }
+
+    #[cfg(not(target_arch = "x86_64"))]
+    fn here(_: Precision) -> Option<Self> {
+        None
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn by_eights() -> Option<Self> {
+        let is_here = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+        is_here.then_some(Self(compiled::by_eights))
+    }
+
+    /// `out[m, n] (+)= x[m, k] · w[k, n]`, contiguous, by up to `threads` threads.
+    pub(super) fn product(
+        &self,
+        threads: usize,
+        out: &mut [f32],
+        x: &[f32],
+        w: &[f32],
+        (k, n): (usize, usize),
+        accumulate: bool,
+    ) {
+        assert!(x.len() * n == out.len() * k && w.len() == k * n, "few rows: shapes");
+        let operands = Operands { x, w, k, n, accumulate };
+        let width = n.div_ceil(threads).max(COLUMNS_MIN).next_multiple_of(COLUMNS);
+        let mut parts: Vec<Vec<&mut [f32]>> = (0..n.div_ceil(width)).map(|_| vec![]).collect();
+        for row in out.chunks_exact_mut(n) {
+            parts.iter_mut().zip(row.chunks_mut(width)).for_each(|(part, columns)| part.push(columns));
+        }
+        let add = |(index, mut part): (usize, Vec<&mut [f32]>)| {
+            // SAFETY: the processor has the vectors, else there would be no such value.
+            unsafe { self.0(&operands, index * width, &mut part) }
+        };
+        if parts.len() > 1 {
+            parts.into_par_iter().enumerate().for_each(add);
+        } else {
+            parts.into_iter().enumerate().for_each(add);
+        }
     }
 }
 
@@ -285,7 +307,7 @@ unsafe fn add_block<W: Words, const R: usize>(
 ) {
     let Weights { values, n, columns } = weights;
     let end = |row: usize| (row + R * per_word - 1) * n + columns;
-    assert!(values.len() >= end(0), "few_rows: weights");
+    assert!(values.len() >= end(0), "few rows: weights");
     // How far ahead memory is asked for the same columns of other rows, where the matrix has them.
     let ahead = (R * per_word).max(ROWS_AHEAD_MIN);
     let later = if values.len() >= end(ahead) { ahead * n } else { 0 };
@@ -351,7 +373,7 @@ unsafe fn add_vectors<W: Words, const R: usize>(
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, target_arch = "x86_64"))]
 mod tests {
     use super::super::product::Matrix;
     use super::super::tiles;
@@ -364,26 +386,28 @@ mod tests {
         let mut rng = stream(0, Purpose::Problem, &[]);
         let mut noise = |len: usize| -> Vec<f32> { (0..len).map(|_| rng.random_range(-1f32..1.0)).collect() };
         let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+        let ways = [
+            ("f32", Precision::F32, FewRows::here(Precision::F32)),
+            ("f32 by eights", Precision::F32, FewRows::by_eights()),
+            ("bf16", Precision::Bf16Dot, FewRows::here(Precision::Bf16Dot)),
+        ];
         for (k, n) in [(512, 256), (515, 300), (1025, 513), (300, 1000), (1100, 271)] {
             let (x, w, bias) = (noise(ROWS_MAX * k), noise(k * n), noise(ROWS_MAX * n));
-            for precision in [Precision::F32, Precision::Bf16Dot] {
-                if !fits(precision, (1, k, n)) {
-                    eprintln!("skipped: {precision:?} of {k} x {n}");
+            for (name, precision, way) in &ways {
+                let Some(way) = way else {
+                    eprintln!("skipped: this processor cannot make {name}");
                     continue;
-                }
+                };
                 for rows in 1..=ROWS_MAX {
                     for (threads, accumulate) in [(1, true), (2, true), (2, false)] {
                         let x = &x[..rows * k];
                         let mut expected = bias[..rows * n].to_vec();
                         let mut found = expected.clone();
-                        let operands = (Matrix::rows(x, k), Matrix::rows(&w, n));
-                        let (a, b) = operands;
-                        assert!(tiles::product(precision, 1, &mut expected, a, b, (rows, k, n), accumulate));
-                        pool.install(|| {
-                            few_rows((precision, threads), &mut found, x, &w, (k, n), accumulate)
-                        });
+                        let (a, b) = (Matrix::rows(x, k), Matrix::rows(&w, n));
+                        assert!(tiles::product(*precision, 1, &mut expected, a, b, (rows, k, n), accumulate));
+                        pool.install(|| way.product(threads, &mut found, x, &w, (k, n), accumulate));
                         let same = found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());
-                        assert!(same, "{precision:?}: {rows} rows of {k} by {n} columns, {threads} threads");
+                        assert!(same, "{name}: {rows} rows of {k} by {n} columns, {threads} threads");
                     }
                 }
             }

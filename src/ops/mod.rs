@@ -20,6 +20,7 @@ pub mod cuda;
 pub mod dense_record;
 pub mod embedding;
 pub mod experts;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod few_rows;
 pub mod graph;
 pub mod head_matrix;
@@ -49,6 +50,7 @@ pub mod silu_gated;
 pub mod sink_attention;
 pub mod swiglu;
 pub mod threads;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod tiles;
 pub mod uploaded;
 

@@ -3,11 +3,11 @@
 //! The `gemm` crate adds over k in one chain an element when the weights are contiguous K×N, when k is
 //! walked in chunks that fit its own blocking, and when a single row does not fall into its
 //! matrix-vector path. So: k in chunks of [`K_CHUNK`], one row padded to two, one column by [`dot_column`], and few
-//! rows by [`few_rows`], which adds in the same chains, as [`tiles`] do: they make products by a large matrix that lies transposed,
+//! rows by [`FewRows`], which adds in the same chains, as [`tiles`] do: they make products by a large matrix that lies transposed,
 //! and those of bf16 that are not of few rows.
 //! A row's result then depends on nothing but the row and the weights.
 
-use super::few_rows::{few_rows, fits};
+use super::few_rows::FewRows;
 use super::math::dot;
 use super::tiles;
 use gemm::Parallelism;
@@ -110,8 +110,8 @@ pub fn forward_product(
     if stock::CHOSEN.load(std::sync::atomic::Ordering::Relaxed) {
         return stock::product(out, x, w, (m, k, n), accumulate);
     }
-    if fits(precision, (m, k, n)) {
-        few_rows((precision, spread.threads(m * n * k)), out, x, w, (k, n), accumulate);
+    if let Some(few_rows) = FewRows::of(precision, (m, k, n)) {
+        few_rows.product(spread.threads(m * n * k), out, x, w, (k, n), accumulate);
     } else if precision == Precision::Bf16Dot {
         product(means, out, Matrix::rows(x, k), Matrix::rows(w, n), (m, k, n), accumulate);
     } else if n == 1 {

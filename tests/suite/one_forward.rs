@@ -55,6 +55,7 @@ links_hold! {
     odd_sizes: "odd sizes",
     weights_rounded_to_bf16: "weights rounded to bf16",
     dot_products_of_bf16: "dot products of bf16",
+    dot_products_of_bf16_of_a_small_model: "dot products of bf16, small model",
     hidden_size_2880: "hidden size 2880",
     small_model: "small model",
     dense_family: "dense family",

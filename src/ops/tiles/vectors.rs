@@ -1,4 +1,4 @@
-//! What tiles need of a processor's vectors, and the vectors of x86.
+//! What tiles and products of few rows need of a processor's vectors, and the vectors of x86.
 
 use super::{Chunk, Out, Panels, Side};
 

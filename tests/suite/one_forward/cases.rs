@@ -177,7 +177,16 @@ pub fn cases() -> Vec<Case> {
             ..base()
         },
         Case { name: "hidden size 2880", config: wide, share: 2, ..base() },
-        Case { name: "small model", config: small, samples: 2, share: 4, ..base() },
+        Case { name: "small model", config: small.clone(), samples: 2, share: 2, ..base() },
+        Case {
+            name: "dot products of bf16, small model",
+            config: small,
+            samples: 2,
+            bf16_weights: true,
+            precision: Precision::Bf16Dot,
+            share: 2,
+            ..base()
+        },
     ]
 }
 
