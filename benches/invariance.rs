@@ -5,11 +5,11 @@ mod models;
 mod timing;
 
 use models::{SMALL, Shape, TINY, model, sequences};
+use rloss::learner::batch::MicroBatch;
+use rloss::learner::forward_backward::{HeadGradient, Pass, PassSettings};
+use rloss::learner::gradients::GradientSum;
 use rloss::model::forward::ForwardOptions;
 use rloss::ops::product::{Spread, forward_product, stock};
-use rloss::train::batch::MicroBatch;
-use rloss::train::forward_backward::{HeadGradient, Pass, PassSettings};
-use rloss::train::gradients::GradientSum;
 use std::hint::black_box;
 use std::sync::atomic::Ordering;
 use timing::medians;

@@ -8,6 +8,10 @@ mod models;
 
 use models::{Shape, TINY, model, sequences};
 use rand::Rng;
+use rloss::learner::batch::MicroBatch;
+use rloss::learner::forward_backward::{HeadGradient, Pass, PassSettings};
+use rloss::learner::gradients::GradientSum;
+use rloss::learner::optimizer::Optimizer;
 use rloss::model::config::Form;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::load::ModelFolder;
@@ -17,10 +21,6 @@ use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::random::{Purpose, stream};
 use rloss::recipe::{PackedWeights, Recipe, RolloutWeights};
 use rloss::run::memory::{self, MemoryPlan, Subject};
-use rloss::train::batch::MicroBatch;
-use rloss::train::forward_backward::{HeadGradient, Pass, PassSettings};
-use rloss::train::gradients::GradientSum;
-use rloss::train::optimizer::Optimizer;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 

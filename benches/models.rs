@@ -1,13 +1,13 @@
 //! Random models and sequences for the benchmarks.
 
 use rand::Rng;
+use rloss::learner::batch::Sequence;
 use rloss::model::config::{Config, LayerType, Rope};
 use rloss::model::family::Family;
 use rloss::model::forward::Model;
 use rloss::model::init::{InitSettings, init};
 use rloss::model::parameters::Parameters;
 use rloss::random::{Purpose, stream};
-use rloss::train::batch::Sequence;
 
 /// Sizes that the benchmarks vary.
 #[derive(Clone, Copy)]

@@ -14,6 +14,12 @@ use clap::Parser;
 use models::{TINY, config, random};
 use rloss::dist::Mesh;
 use rloss::harmony::Message;
+use rloss::learner::batch::{Cut, MicroBatch, Sequence};
+use rloss::learner::batch_runner::BatchRunner;
+use rloss::learner::forward_backward::PassSettings;
+use rloss::learner::gradients::clip;
+use rloss::learner::optimizer::Optimizer;
+use rloss::learner::policy_step::PolicyStep;
 use rloss::model::cache::CacheRoom;
 use rloss::model::config::{Config, LayerType};
 use rloss::model::forward::ForwardOptions;
@@ -26,12 +32,6 @@ use rloss::rollout::{
 };
 use rloss::run::memory::{PassWeights, recomputes_layers};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
-use rloss::train::accumulate::Learner;
-use rloss::train::batch::{Cut, MicroBatch, Sequence};
-use rloss::train::forward_backward::PassSettings;
-use rloss::train::gradients::clip;
-use rloss::train::optimizer::Optimizer;
-use rloss::train::policy_step::PolicyStep;
 use rloss::trajectory::Group;
 use serde_json::json;
 use std::sync::{Mutex, PoisonError};
@@ -286,7 +286,7 @@ fn main() -> Result<()> {
         }
         let ((update_gradients, sequences), update) = time(|| {
             let step = PolicyStep {
-                learner: Learner { threads: &threads, model: &model, parameters: &parameters },
+                runner: BatchRunner { threads: &threads, model: &model, parameters: &parameters },
                 reference: None,
                 critic: None,
                 policy,
@@ -316,8 +316,8 @@ fn main() -> Result<()> {
             })?;
             Ok((gradients, experience.measured.sampled.sequences))
         })?;
-        let learner = Learner { threads: &threads, model: &model, parameters: &parameters };
-        useful = shapes.useful(&sequences, learner.cut(train.micro_batch_tokens));
+        let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters };
+        useful = shapes.useful(&sequences, runner.cut(train.micro_batch_tokens));
         if step > 0 {
             rollouts.push(rollout);
             updates.push(update);

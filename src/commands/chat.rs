@@ -9,9 +9,9 @@ use crate::model::policy_view::PolicyView;
 use crate::recipe::locate;
 use crate::rollout::{Prompt, Rollout, RolloutSettings};
 use crate::run::collect::show;
+use crate::run::context::RunContext;
 use crate::run::memory::Intent;
 use crate::run::source::pin_model;
-use crate::run::workbench::Workbench;
 use crate::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use crate::trajectory::{Outcome, Trajectory};
 use anyhow::{Context, Result};
@@ -41,22 +41,22 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
     let mut plan = source.resolve(&args.sets)?;
     pin_model(&mut plan, &source, &args.sets)?;
     let console = Console::plain();
-    let bench = Workbench::open(plan, Intent::Rollout, &console)?;
-    bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
-    if bench.recipe().model.path.is_none() {
+    let context = RunContext::open(plan, Intent::Rollout, &console)?;
+    context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+    if context.recipe().model.path.is_none() {
         console.print(
             "warning: this recipe's model is drawn at random and has learned nothing; name a run's folder",
         );
     }
-    if let Some(confinement) = bench.confinement() {
+    if let Some(confinement) = context.confinement() {
         console.print(&format!("the Python tool: {confinement}"));
     }
     let at_terminal = std::io::stdin().is_terminal();
     if at_terminal {
         console.print(HELP.trim_end());
     }
-    let policy = bench.plain_policy()?;
-    let mut talk = Talk { bench: &bench, policy, messages: vec![], answers: 0 };
+    let policy = context.plain_policy()?;
+    let mut talk = Talk { context: &context, policy, messages: vec![], answers: 0 };
     let ask = || if at_terminal { show("\n> ") } else { Ok(()) };
     ask()?;
     for line in bounded_file::lines(std::io::stdin().lock()) {
@@ -73,7 +73,7 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
 
 /// A conversation so far.
 struct Talk<'a> {
-    bench: &'a Workbench,
+    context: &'a RunContext,
     policy: PolicyView<'a>,
     /// Without the preamble.
     messages: Vec<Message>,
@@ -100,7 +100,7 @@ impl Talk<'_> {
         }
         let rollouts =
             self.sampler(&settings).groups(&prompt, 1, &|_| (), &|| false)?.context("no answer")?;
-        let given = self.bench.preamble.len() + self.messages.len();
+        let given = self.context.preamble.len() + self.messages.len();
         let trajectory = rollouts.trajectories().next().context("no answer")?;
         let all = rollouts.messages.iter().flatten().next().context("no answer")?;
         let new = all.get(given..).unwrap_or_default();
@@ -116,23 +116,23 @@ impl Talk<'_> {
     }
 
     fn settings(&self) -> RolloutSettings {
-        RolloutSettings::evaluation(self.bench.recipe(), self.bench.preamble.clone(), self.answers)
+        RolloutSettings::evaluation(self.context.recipe(), self.context.preamble.clone(), self.answers)
     }
 
     fn sampler<'s>(&'s self, settings: &'s RolloutSettings) -> Rollout<'s> {
-        Rollout { task: self, ..self.bench.rollout(&self.policy, settings) }
+        Rollout { task: self, ..self.context.rollout(&self.policy, settings) }
     }
 
     /// Why the answer ended, where it did not end by itself.
     fn ending(&self, trajectory: &Trajectory) -> String {
-        let rollout = &self.bench.recipe().rollout;
+        let rollout = &self.context.recipe().rollout;
         let why = match trajectory.outcome {
             Outcome::Finished => return String::new(),
             Outcome::TruncatedLength => format!(
                 "cut off after {} tokens, by rollout.response_tokens_max = {} or the model's context of {}",
                 trajectory.sampled_tokens(),
                 rollout.response_tokens_max,
-                self.bench.model.context_tokens_max()
+                self.context.model.context_tokens_max()
             ),
             Outcome::TurnsExhausted => {
                 format!("one more tool call than rollout.turns_max = {} allows", rollout.turns_max)
@@ -141,7 +141,7 @@ impl Talk<'_> {
             Outcome::TaskFailed => "the task's program failed".to_owned(),
         };
         let whole = self
-            .bench
+            .context
             .chat
             .vocabulary()
             .decode(trajectory.tokens.get(trajectory.prompt_tokens..).unwrap_or_default());
@@ -182,15 +182,15 @@ impl Task for Talk<'_> {
     }
 
     fn uses_python(&self) -> bool {
-        self.bench.task.uses_python()
+        self.context.task.uses_python()
     }
 
     fn answers_calls(&self) -> bool {
-        self.bench.task.answers_calls()
+        self.context.task.answers_calls()
     }
 
     fn tool_reply(&self, problem: &Problem, transcript: &Transcript) -> Result<Option<String>> {
-        self.bench.task.tool_reply(problem, transcript)
+        self.context.task.tool_reply(problem, transcript)
     }
 
     fn reward(&self, _problem: &Problem, _transcript: &Transcript) -> Result<Reward> {

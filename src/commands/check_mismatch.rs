@@ -4,6 +4,7 @@ use crate::atomic_file::write_file;
 use crate::dist::Mesh;
 use crate::dist::launch::refuse_several;
 use crate::error::{EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_DONE};
+use crate::learner::batch_runner::BatchRunner;
 use crate::metrics::{Console, sanitize_terminal};
 use crate::mismatch::links::Proof;
 use crate::mismatch::measure::Measure;
@@ -14,11 +15,10 @@ use crate::model::rounding::WeightRounding;
 use crate::recipe::{Arms, Plan, RecipeSource, locate};
 use crate::rollout::{Prompt, RolloutProgress, RolloutSettings};
 use crate::run::collect::show;
+use crate::run::context::RunContext;
 use crate::run::memory::{Intent, OtherWeights, told_of_memory};
 use crate::run::processes;
 use crate::run::source::pin_model;
-use crate::run::workbench::Workbench;
-use crate::train::accumulate::Learner;
 use crate::trajectory::Trajectory;
 use anyhow::{Context, Result};
 use clap::Args;
@@ -88,14 +88,16 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
         refuse_several("check-mismatch --against")?;
     }
     let mesh = Mesh::connect()?;
-    let (bench, arms) = mesh.agree("the recipe", open(args, &mesh))?;
+    let (context, arms) = mesh.agree("the recipe", open(args, &mesh))?;
     let named: Vec<&str> = arms.iter().map(|(name, _)| name.as_str()).collect();
-    let weights = bench.recipe().model.path.as_deref();
-    processes::check_alike(&mesh, &bench.plan, weights, &named.join(" "))?;
-    let console = console(&bench.plan, &mesh);
+    let weights = context.recipe().model.path.as_deref();
+    processes::check_alike(&mesh, &context.plan, weights, &named.join(" "))?;
+    let console = console(&context.plan, &mesh);
     let found = match args.against.as_slice() {
-        [] => check_arms(&bench, &arms, &console).map_err(|error| told_of_memory(error, &bench.memory))?,
-        _ => check_against(&bench, args, &console)?,
+        [] => {
+            check_arms(&context, &arms, &console).map_err(|error| told_of_memory(error, &context.memory))?
+        }
+        _ => check_against(&context, args, &console)?,
     };
     mesh.leave();
     if !mesh.is_leader() {
@@ -113,7 +115,7 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
 }
 
 /// The model, and the arms to measure by name.
-fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(Workbench, Vec<(String, Arms)>)> {
+fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(String, Arms)>)> {
     args.out()?;
     let plan = args.plan(&[])?;
     processes::follow(mesh, &plan)?;
@@ -130,11 +132,11 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(Workbench, Vec<(S
         }
         _ => OtherWeights::Changed,
     };
-    let bench = Workbench::open_at(plan, Intent::CheckMismatch(other_weights), mesh, None, &console)?;
-    bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
-    arms.iter().try_for_each(|(_, plan)| bench.check_family(plan))?;
+    let context = RunContext::open_at(plan, Intent::CheckMismatch(other_weights), mesh, None, &console)?;
+    context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+    arms.iter().try_for_each(|(_, plan)| context.check_family(plan))?;
     let arms: Vec<(String, Arms)> = arms.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();
-    Ok((bench, arms))
+    Ok((context, arms))
 }
 
 /// Where the leader shows how far it is.
@@ -157,24 +159,24 @@ struct Checked {
     code: u8,
 }
 
-fn check_against(bench: &Workbench, args: &CheckMismatchArgs, console: &Console) -> Result<Checked> {
-    let (config, context) = (&bench.model.config, bench.model.context_tokens_max());
+fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Console) -> Result<Checked> {
+    let (config, tokens_max) = (&context.model.config, context.model.context_tokens_max());
     let found =
-        Reader::new(config, context, bench.chat.vocabulary(), args.temperature).read(&args.against)?;
+        Reader::new(config, tokens_max, context.chat.vocabulary(), args.temperature).read(&args.against)?;
     found.seen.iter().for_each(|seen| note(seen));
     for bad in found.bad_told() {
         note(&format!("error: {bad}"));
     }
-    let tokens = bench.recipe().train.micro_batch_tokens;
-    let earlier = args.earlier.as_deref().map(|folder| bench.weights_of(folder, console)).transpose()?;
-    let reference = Reference { earlier: earlier.as_ref(), ..reference(bench, console) };
-    let between = against::between_sides(&found.rows, clip(bench))?;
+    let tokens = context.recipe().train.micro_batch_tokens;
+    let earlier = args.earlier.as_deref().map(|folder| context.weights_of(folder, console)).transpose()?;
+    let reference = Reference { earlier: earlier.as_ref(), ..reference(context, console) };
+    let between = against::between_sides(&found.rows, clip(context))?;
     let (mut lines, mut answers, mut diagnoses) = (vec![], vec![], serde_json::Map::new());
     let (mut differs, mut pictures) = (false, vec![]);
     let sides = against::sides(found.rows);
     let several = sides.len() > 1;
     for (side, rows) in &sides {
-        let compared = against::compare(reference, &bench.chat, rows, tokens, clip(bench))?;
+        let compared = against::compare(reference, &context.chat, rows, tokens, clip(context))?;
         differs |= compared.diagnosis.verdict.differs();
         answers.push(if several { format!("{side}: {}", compared.answer) } else { compared.answer.clone() });
         diagnoses.insert((*side).to_owned(), compared.to_json());
@@ -215,17 +217,17 @@ fn note(line: &str) {
     let _ = writeln!(std::io::stderr(), "{}", sanitize_terminal(line));
 }
 
-fn check_arms(bench: &Workbench, rows: &[(String, Arms)], console: &Console) -> Result<Checked> {
-    let tell = |text: &str| if bench.mesh().is_leader() { show(text) } else { Ok(()) };
-    let trajectories = sample(bench, console)?;
+fn check_arms(context: &RunContext, rows: &[(String, Arms)], console: &Console) -> Result<Checked> {
+    let tell = |text: &str| if context.mesh().is_leader() { show(text) } else { Ok(()) };
+    let trajectories = sample(context, console)?;
     let trajectories: Vec<&Trajectory> = trajectories.iter().collect();
-    let recipe = bench.recipe();
-    let Workbench { threads, model, parameters, .. } = bench;
+    let recipe = context.recipe();
+    let RunContext { threads, model, parameters, .. } = context;
     let proof = Proof {
-        learner: Learner { threads, model, parameters },
+        runner: BatchRunner { threads, model, parameters },
         // Its walks are made by every process on its own.
         rollout: &PolicyView::rollout(model, parameters, &recipe.arms, recipe.train.seed)?,
-        training: bench.training_forward(),
+        training: context.training_forward(),
         temperature: recipe.rollout.temperature,
         micro_batch_tokens: recipe.train.micro_batch_tokens,
         console,
@@ -235,12 +237,12 @@ fn check_arms(bench: &Workbench, rows: &[(String, Arms)], console: &Console) -> 
     tell(&format!("{}\n", links_table(&lines)))?;
 
     let measure = Measure::new(
-        reference(bench, console),
+        reference(context, console),
         &trajectories,
         &recipe.arms,
         recipe.train.seed,
         recipe.rollout.temperature,
-        clip(bench),
+        clip(context),
         recipe.train.micro_batch_tokens,
     )?;
     let mut gaps = vec![measure.line("the recipe as it is", &recipe.arms)?];
@@ -261,27 +263,27 @@ fn check_arms(bench: &Workbench, rows: &[(String, Arms)], console: &Console) -> 
 }
 
 /// One training step's rollouts.
-fn sample(bench: &Workbench, console: &Console) -> Result<Vec<Trajectory>> {
-    let recipe = bench.recipe();
+fn sample(context: &RunContext, console: &Console) -> Result<Vec<Trajectory>> {
+    let recipe = context.recipe();
     let prompts: Vec<Prompt> = (0..recipe.rollout.prompts_per_step as u64)
-        .map(|index| Prompt { index, problem: bench.task.training_problem(recipe.train.seed, index) })
+        .map(|index| Prompt { index, problem: context.task.training_problem(recipe.train.seed, index) })
         .collect();
-    let settings = RolloutSettings::training(recipe, bench.preamble.clone(), 0);
-    let policy = bench.rollout_policy()?;
+    let settings = RolloutSettings::training(recipe, context.preamble.clone(), 0);
+    let policy = context.rollout_policy()?;
     let samples = recipe.rollout.samples_per_prompt;
     let stage = console.work("sampling", (prompts.len() * samples) as u64, 0);
     let progress = RolloutProgress::shown_by(&stage);
-    let rollouts = bench.groups(&policy, &settings, &prompts, samples, &progress, &|| false)?;
+    let rollouts = context.groups(&policy, &settings, &prompts, samples, &progress, &|| false)?;
     stage.finish();
     let rollouts = rollouts.context("the rollout ended early")?;
     Ok(rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect())
 }
 
-fn reference<'a>(bench: &'a Workbench, console: &'a Console) -> Reference<'a> {
-    let Workbench { threads, model, parameters, .. } = bench;
+fn reference<'a>(context: &'a RunContext, console: &'a Console) -> Reference<'a> {
+    let RunContext { threads, model, parameters, .. } = context;
     Reference { threads, model, parameters, earlier: None, console }
 }
 
-fn clip(bench: &Workbench) -> (f64, f64) {
-    (bench.recipe().policy.clip_low, bench.recipe().policy.clip_high)
+fn clip(context: &RunContext) -> (f64, f64) {
+    (context.recipe().policy.clip_low, context.recipe().policy.clip_high)
 }

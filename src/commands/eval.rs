@@ -8,12 +8,12 @@ use crate::metrics::{Console, Phase, Row, Table, format_number};
 use crate::recipe::locate;
 use crate::rollout::{RolloutSettings, accuracy};
 use crate::run::collect::{Collection, heed_failures, show};
+use crate::run::context::RunContext;
 use crate::run::evaluation::{Evaluation, ProblemResult, SetResult, prompts};
 use crate::run::header;
 use crate::run::memory::Intent;
 use crate::run::signals::Stop;
 use crate::run::source::pin_model;
-use crate::run::workbench::Workbench;
 use crate::trajectory::{CallOutcome, Outcome, TrajectoryRow};
 use anyhow::Result;
 use serde_json::{Map, Value, json};
@@ -31,24 +31,24 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let mut plan = source.resolve(&args.sets)?;
     let step = pin_model(&mut plan, &source, &args.sets)?;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
-    let bench = Workbench::open(plan, Intent::Eval, &console)?;
-    let sets = prompts(&bench);
+    let context = RunContext::open(plan, Intent::Eval, &console)?;
+    let sets = prompts(&context);
     if sets.iter().all(|(_, prompts)| prompts.is_empty()) {
         return Err(bad_input!(
             "the task {} has no held-out problems; name some with task.validation_file",
-            bench.task.name()
+            context.task.name()
         ));
     }
-    let collection = Collection::open(&bench, &source, args.out.as_deref(), ("eval", step))?;
+    let collection = Collection::open(&context, &source, args.out.as_deref(), ("eval", step))?;
     let out = &collection.path;
-    header::lines(&bench, Intent::Eval, out).iter().for_each(|line| console.print(line));
-    bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+    header::lines(&context, Intent::Eval, out).iter().for_each(|line| console.print(line));
+    context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     let stop = Stop::listen()?;
     let teller = console.clone();
     stop.tell(move || teller.print("stopping: what has ended is kept; again to stop at once"))?;
-    let settings = RolloutSettings::evaluation(bench.recipe(), bench.preamble.clone(), step);
-    let samples = bench.recipe().eval.samples;
-    let policy = bench.plain_policy()?;
+    let settings = RolloutSettings::evaluation(context.recipe(), context.preamble.clone(), step);
+    let samples = context.recipe().eval.samples;
+    let policy = context.plain_policy()?;
     let mut evaluation = Evaluation { sets: vec![] };
     for (set, prompts) in &sets {
         // The step's number ends the name, by which a report finds the last.
@@ -70,11 +70,11 @@ pub fn run(args: &RunArgs) -> Result<u8> {
             console.print(&format!("stopped: {}; the same command goes on", out.display()));
             return Ok(EXIT_STOPPED);
         };
-        evaluation.sets.push(SetResult::new(&bench, set, prompts, groups));
+        evaluation.sets.push(SetResult::new(&context, set, prompts, groups));
     }
     let row = Row { step, phase: Phase::Eval, metrics: evaluation.metrics() };
     write_file(&out.join("metrics.jsonl"), &(row.to_json() + "\n"))?;
-    let text = serde_json::to_string_pretty(&document(&bench, step, &evaluation))?;
+    let text = serde_json::to_string_pretty(&document(&context, step, &evaluation))?;
     write_file(&out.join("eval.json"), &(text + "\n"))?;
     show(&evaluation.sets.iter().map(tables).collect::<String>())?;
     console.print(&format!("done: {}", out.display()));
@@ -139,12 +139,12 @@ fn whole(n: usize) -> String {
 }
 
 /// `eval.json`.
-fn document(bench: &Workbench, step: u64, evaluation: &Evaluation) -> Value {
-    let recipe = bench.recipe();
+fn document(context: &RunContext, step: u64, evaluation: &Evaluation) -> Value {
+    let recipe = context.recipe();
     json!({
         "model": recipe.model.path,
         "step": step,
-        "task": bench.task.name(),
+        "task": context.task.name(),
         "seed": recipe.train.seed,
         "samples": recipe.eval.samples,
         "sampling": {

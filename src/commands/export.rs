@@ -4,10 +4,10 @@ use crate::error::EXIT_DONE;
 use crate::metrics::Console;
 use crate::recipe::{RecipeSource, locate};
 use crate::run::collect::show;
+use crate::run::context::RunContext;
 use crate::run::export;
 use crate::run::memory::Intent;
 use crate::run::source::pin_model;
-use crate::run::workbench::Workbench;
 use anyhow::Result;
 use clap::Args;
 use std::path::PathBuf;
@@ -44,13 +44,13 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
         return Ok(EXIT_DONE);
     }
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
-    let bench = Workbench::open(plan, Intent::Rollout, &console)?;
+    let context = RunContext::open(plan, Intent::Rollout, &console)?;
     let trajectories = match &source {
         RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } => export::last_trajectories(run)?,
         RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,
     };
-    let cost = export::merged_model(&bench, trajectories.as_deref(), &args.out, &console)?;
-    let dtype = bench.recipe().checkpoint.dtype;
+    let cost = export::merged_model(&context, trajectories.as_deref(), &args.out, &console)?;
+    let dtype = context.recipe().checkpoint.dtype;
     show(&match cost {
         Some(cost) => format!(
             "{shown}: the model with its adapter merged in, {dtype}; against the two side by side the log-probabilities of {} \

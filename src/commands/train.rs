@@ -4,16 +4,16 @@ use crate::bad_input;
 use crate::commands::arguments::RunArgs;
 use crate::dist::Mesh;
 use crate::error::{EXIT_DONE, EXIT_STOPPED};
+use crate::learner::checkpoint::ResumePoint;
 use crate::metrics::Console;
 use crate::recipe::{Plan, RecipeSource, locate};
+use crate::run::context::RunContext;
 use crate::run::header::{self, command_line};
 use crate::run::memory::{Intent, told_of_memory};
 use crate::run::processes;
 use crate::run::run_folder::{RunFolder, prepare_resume};
 use crate::run::signals::Stop;
 use crate::run::source::unverified;
-use crate::run::workbench::Workbench;
-use crate::train::checkpoint::ResumePoint;
 use crate::trainer::{Trainer, TrainingData};
 use anyhow::Result;
 use clap::Args;
@@ -37,45 +37,45 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     let mesh = Mesh::connect()?;
     let Prepared { out, plan, console, resumed, point } = mesh.agree("the recipe", prepare(args, &mesh))?;
     let checkpoint = point.as_ref().map(|point| point.folder.as_path());
-    let bench = Workbench::open_at(plan, Intent::Train, &mesh, checkpoint, &console);
-    let bench = mesh.agree("the model", bench)?;
-    let data = mesh.agree("the data", TrainingData::open(&bench))?;
+    let context = RunContext::open_at(plan, Intent::Train, &mesh, checkpoint, &console);
+    let context = mesh.agree("the model", context)?;
+    let data = mesh.agree("the data", TrainingData::open(&context))?;
     let state = point.as_ref().map_or(String::new(), |point| format!("{:?}", point.state));
-    let weights = checkpoint.or(bench.recipe().model.path.as_deref());
-    processes::check_alike(&mesh, &bench.plan, weights, &state)?;
-    let record = bench.dense_record.as_deref().unwrap_or_default();
+    let weights = checkpoint.or(context.recipe().model.path.as_deref());
+    processes::check_alike(&mesh, &context.plan, weights, &state)?;
+    let record = context.dense_record.as_deref().unwrap_or_default();
     mesh.same("records of model.dense_products", record, "give all nodes one file")?;
     // From here on a signal finds a run to save.
     let stop = Stop::listen()?;
     let folder = match args.resume {
         _ if !mesh.is_leader() => Ok(RunFolder::follow(&out)),
-        true => RunFolder::check_dense_record(&out, &bench.place, bench.dense_record.as_deref())
-            .and_then(|()| RunFolder::resume(&out, &bench.plan, point.as_ref())),
-        false => RunFolder::create(&out, &bench.plan),
+        true => RunFolder::check_dense_record(&out, &context.place, context.dense_record.as_deref())
+            .and_then(|()| RunFolder::resume(&out, &context.plan, point.as_ref())),
+        false => RunFolder::create(&out, &context.plan),
     };
     let folder = mesh.agree("the run's folder", folder)?;
-    header::lines(&bench, Intent::Train, &out).iter().for_each(|line| console.print(line));
-    bench.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+    header::lines(&context, Intent::Train, &out).iter().for_each(|line| console.print(line));
+    context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     if let Some(point) = point.as_ref().filter(|point| !point.verified) {
         console.print(&format!("warning: {}", unverified(&point.folder)));
     }
     resumed.iter().for_each(|line| console.print(line));
-    let before = RunFolder::place_before(&out).filter(|before| args.resume && *before != bench.place);
+    let before = RunFolder::place_before(&out).filter(|before| args.resume && *before != context.place);
     if let Some(before) = before {
         console.print(&format!(
             "warning: until now this run computed on {before}, and from here on {}: its bits will differ from a run's on one device",
-            bench.place
+            context.place
         ));
     }
-    let memory = bench.memory.clone();
+    let memory = context.memory.clone();
     let run = || {
         // Before the place is: a run at a place goes on with the record that was kept.
-        folder.write_dense_record(bench.dense_record.as_deref())?;
-        folder.write_model(&header::model(&bench))?;
-        if let Some(confinement) = bench.confinement() {
+        folder.write_dense_record(context.dense_record.as_deref())?;
+        folder.write_model(&header::model(&context))?;
+        if let Some(confinement) = context.confinement() {
             folder.write_confinement(&confinement)?;
         }
-        let mut trainer = Trainer::new(bench, data, folder, console.clone(), stop, point.as_ref())?;
+        let mut trainer = Trainer::new(context, data, folder, console.clone(), stop, point.as_ref())?;
         trainer.run(point)
     };
     let stopped = run().map_err(|error| told_of_memory(error, &memory)).inspect_err(|_| {

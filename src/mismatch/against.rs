@@ -11,9 +11,9 @@ use super::routes::RouteComparison;
 use super::rows::TokenRow;
 use crate::bad_input;
 use crate::chat::Chat;
+use crate::learner::batch::{MicroBatch, Sequence};
 use crate::metrics::format_number;
 use crate::model::config::LayerType;
-use crate::train::batch::{MicroBatch, Sequence};
 use anyhow::Result;
 use serde_json::{Value, json};
 

@@ -1,13 +1,13 @@
 //! Figures of a gap: training log-probs against rollout log-probs on the same tokens.
 
 use super::passes::Trace;
+use crate::learner::batch::MicroBatch;
 use crate::model::policy_view::PolicyView;
 use crate::ops::cpu::host_ids;
 use crate::ops::threads::Threads;
 use crate::policy::Sequences;
 use crate::policy::correction::{ImportanceConfig, Level, WeightBound, importance_weights};
 use crate::policy::offpolicy::{agreement_metrics, offpolicy_metrics};
-use crate::train::batch::MicroBatch;
 use anyhow::{Result, ensure};
 
 /// Weights above this are cut, so that one token does not decide spread and sample size.

@@ -1,9 +1,9 @@
 //! Rollouts in other trainers' form, with what training computes for the same tokens.
 
 use super::formats::prime_rl::ExportLine;
+use crate::learner::batch::{MicroBatch, Sequence};
 use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
-use crate::train::batch::{MicroBatch, Sequence};
 use crate::trajectory::Trajectory;
 use anyhow::Result;
 

@@ -9,13 +9,13 @@
 //!
 //! The first three cover every token that follows another; the last one those that were sampled.
 
+use crate::learner::batch::{MicroBatch, Sequence};
+use crate::learner::batch_runner::BatchRunner;
+use crate::learner::forward_backward::{Pass, PassOutput, PassSettings};
 use crate::metrics::{Console, Progress};
 use crate::model::forward::ForwardOptions;
 use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
-use crate::train::accumulate::Learner;
-use crate::train::batch::{MicroBatch, Sequence};
-use crate::train::forward_backward::{Pass, PassOutput, PassSettings};
 use crate::trajectory::Trajectory;
 use anyhow::Result;
 
@@ -64,7 +64,7 @@ impl Link {
 /// Both sides of the proof.
 #[derive(Clone, Copy)]
 pub struct Proof<'a> {
-    pub learner: Learner<'a>,
+    pub runner: BatchRunner<'a>,
     /// What samples.
     pub rollout: &'a PolicyView<'a>,
     /// What an arm changes in the training forward.
@@ -103,7 +103,7 @@ impl Proof<'_> {
         let tokens: Vec<&[u32]> = trajectories.iter().map(|t| &t.tokens[..]).collect();
         let (mut prefill_link, mut decode_link) =
             (Link::new("prefill_equals_training"), Link::new("decode_equals_prefill"));
-        let threads = self.learner.threads;
+        let threads = self.runner.threads;
         let stage = self.stage("prefill", &sequences);
         let mut prefill = Vec::with_capacity(tokens.len());
         for tokens in &tokens {
@@ -135,7 +135,7 @@ impl Proof<'_> {
         let batches = MicroBatch::split(sequences, self.micro_batch_tokens);
         let stage = self.stage("training", sequences);
         let passed = |batch: &MicroBatch| advance(&stage, batch.sequence_rows.positions_count());
-        let outputs = self.learner.forward_observed(&batches, self.settings(), &passed)?;
+        let outputs = self.runner.forward_observed(&batches, self.settings(), &passed)?;
         stage.finish();
         let of = |(batch, output): (&MicroBatch, &PassOutput)| -> Vec<Vec<f32>> {
             batch.cu_targets.windows(2).map(|w| output.log_probs[w[0]..w[1]].to_vec()).collect()
@@ -160,7 +160,7 @@ impl Proof<'_> {
         tokens_max: usize,
         threads: &Threads,
     ) -> Result<Vec<Vec<f32>>> {
-        let Learner { model, parameters, .. } = self.learner;
+        let BatchRunner { model, parameters, .. } = self.runner;
         let weights = &parameters.frozen()?;
         let settings = self.settings();
         let stage = self.stage(name, sequences);

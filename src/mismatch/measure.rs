@@ -7,11 +7,11 @@ use super::compare::{Divergence, Gap, both};
 use super::diagnose::{Reference, Verdict};
 use super::observed::Observed;
 use super::output::Line;
+use crate::learner::batch::{MicroBatch, Sequence};
 use crate::metrics::Progress;
 use crate::model::forward::ForwardOptions;
 use crate::model::policy_view::PolicyView;
 use crate::recipe::Arms;
-use crate::train::batch::{MicroBatch, Sequence};
 use crate::trajectory::Trajectory;
 use anyhow::{Context, Result};
 

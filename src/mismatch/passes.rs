@@ -1,5 +1,6 @@
 //! Forward passes over given tokens, kept open: log-probabilities, expert choices and hidden states of every layer.
 
+use crate::learner::batch::MicroBatch;
 use crate::model::attend::PackedAttention;
 use crate::model::cache::{CacheRoom, Caches, SequenceCache};
 use crate::model::forward::Rows;
@@ -9,7 +10,6 @@ use crate::ops;
 use crate::ops::cpu::on_host;
 use crate::ops::logits::{Sampling, logits_rows_max};
 use crate::ops::threads::Threads;
-use crate::train::batch::MicroBatch;
 use anyhow::Result;
 use candle_core::Tensor;
 use std::sync::Arc;

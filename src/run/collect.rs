@@ -6,9 +6,9 @@
 //! OUT/trajectories/NAME.jsonl.partial   a line a trajectory as it ends; NAME.jsonl, in order, when all have
 //! ```
 
+use super::context::RunContext;
 use super::memory::told_of_memory;
 use super::run_folder::{RunFolder, holds_run, lock};
-use super::workbench::Workbench;
 use crate::atomic_file::{replace_file, write_file};
 use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX};
@@ -53,7 +53,7 @@ struct Marker {
 
 /// A folder that takes one sampling; this process holds it. One that took nothing is removed in the end.
 pub struct Collection<'a> {
-    bench: &'a Workbench,
+    context: &'a RunContext,
     pub path: PathBuf,
     _lock: File,
 }
@@ -65,12 +65,12 @@ impl<'a> Collection<'a> {
     /// # Errors
     /// [`crate::error::BadInput`] when the folder holds something else; nothing of it is touched.
     pub fn open(
-        bench: &'a Workbench,
+        context: &'a RunContext,
         source: &RecipeSource,
         out: Option<&Path>,
         (kind, step): (&str, u64),
     ) -> Result<Self> {
-        let model = &bench.recipe().model;
+        let model = &context.recipe().model;
         let folders = model.path.iter().chain(&model.adapter);
         let marker = Marker {
             kind: kind.to_owned(),
@@ -78,34 +78,34 @@ impl<'a> Collection<'a> {
             model_files: folders.flat_map(|folder| model_files(folder)).collect(),
         };
         if let Some(out) = out {
-            return Self::open_at(bench, out, &marker);
+            return Self::open_at(context, out, &marker);
         }
-        let first = default_out(&bench.plan, source, kind);
+        let first = default_out(&context.plan, source, kind);
         let numbered = (2..).map(|n| PathBuf::from(format!("{}-{n}", first.display())));
         for path in std::iter::once(first.clone()).chain(numbered) {
-            if !path.exists() || check(&path, &marker, &bench.plan).is_ok() {
-                return Self::open_at(bench, &path, &marker);
+            if !path.exists() || check(&path, &marker, &context.plan).is_ok() {
+                return Self::open_at(context, &path, &marker);
             }
         }
         Err(bad_input!("{}: no number is free; name another folder with --out", first.display()))
     }
 
-    fn open_at(bench: &'a Workbench, path: &Path, marker: &Marker) -> Result<Self> {
-        check(path, marker, &bench.plan)?;
+    fn open_at(context: &'a RunContext, path: &Path, marker: &Marker) -> Result<Self> {
+        check(path, marker, &context.plan)?;
         fs::create_dir_all(path).map_err(|e| {
             bad_input!("{}: cannot make the folder: {e}; name another with --out", path.display())
         })?;
         let lock = lock(path)?;
         // Another process may have begun here in the meantime.
-        check(path, marker, &bench.plan)?;
-        let begun = Self { bench, path: path.to_owned(), _lock: lock };
+        check(path, marker, &context.plan)?;
+        let begun = Self { context, path: path.to_owned(), _lock: lock };
         if !path.join(MARKER_FILE).is_file() {
             write_file(&path.join(MARKER_FILE), &(serde_json::to_string_pretty(marker)? + "\n"))?;
         }
         if !path.join("recipe.toml").is_file() {
-            write_file(&path.join("recipe.toml"), &sealed(&bench.plan.to_toml()))?;
+            write_file(&path.join("recipe.toml"), &sealed(&context.plan.to_toml()))?;
         }
-        if let Some(confinement) = bench.confinement() {
+        if let Some(confinement) = context.confinement() {
             write_file(&path.join("sandbox.txt"), &format!("{confinement}\n"))?;
         }
         Ok(begun)
@@ -165,7 +165,7 @@ impl<'a> Collection<'a> {
             kept.iter_mut().filter(|kept| kept.is_none()).for_each(|kept| *kept = new.next());
         }
         stage.finish();
-        if let Some(deaths) = self.bench.dead_workers() {
+        if let Some(deaths) = self.context.dead_workers() {
             console.print(&format!("warning: {deaths}"));
         }
         let Some(rows) = kept.into_iter().collect::<Option<Vec<_>>>() else { return Ok(None) };
@@ -204,12 +204,12 @@ impl<'a> Collection<'a> {
             }
         };
         let failed = || failure.lock().unwrap_or_else(PoisonError::into_inner).is_some();
-        let rollout = self.bench.rollout(policy, settings);
+        let rollout = self.context.rollout(policy, settings);
         let rollouts =
             rollout.groups_observed(prompts, samples, &RolloutProgress::shown_by(stage), &finished, &|| {
                 stop() || failed()
             });
-        let rollouts = rollouts.map_err(|error| told_of_memory(error, &self.bench.memory))?;
+        let rollouts = rollouts.map_err(|error| told_of_memory(error, &self.context.memory))?;
         if let Some(error) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
             return Err(error.context(format!("writing trajectories into {}", self.path.display())));
         }

@@ -1,6 +1,6 @@
 //! Success on held-out problems, during training and by `rloss eval`.
 
-use super::workbench::Workbench;
+use super::context::RunContext;
 use crate::metrics::{Console, Metrics, Phase};
 use crate::rollout::accuracy::{self, Estimate, Sample, Vote};
 use crate::rollout::{Prompt, RolloutProgress, RolloutSettings};
@@ -36,33 +36,33 @@ pub struct ProblemResult {
 /// # Errors
 /// Those of the rollout.
 pub fn evaluate(
-    bench: &Workbench,
+    context: &RunContext,
     step: u64,
     console: &Console,
     stop: &(dyn Fn() -> bool + Sync),
 ) -> Result<Option<Evaluation>> {
-    let samples = bench.recipe().eval.samples;
-    let settings = RolloutSettings::evaluation(bench.recipe(), bench.preamble.clone(), step);
-    let policy = bench.plain_policy()?;
+    let samples = context.recipe().eval.samples;
+    let settings = RolloutSettings::evaluation(context.recipe(), context.preamble.clone(), step);
+    let policy = context.plain_policy()?;
     let mut sets = vec![];
-    for (set, prompts) in prompts(bench) {
+    for (set, prompts) in prompts(context) {
         let inner = console.inner_stage("evaluation", (prompts.len() * samples) as u64);
         let progress = RolloutProgress::shown_by(&inner);
-        let rollouts = bench.groups(&policy, &settings, &prompts, samples, &progress, stop)?;
+        let rollouts = context.groups(&policy, &settings, &prompts, samples, &progress, stop)?;
         inner.finish();
         let Some(rollouts) = rollouts else { return Ok(None) };
         let mut rows = rollouts.rows(Phase::Eval);
         let groups = prompts.iter().map(|_| rows.by_ref().take(samples).collect()).collect();
-        sets.push(SetResult::new(bench, set, &prompts, groups));
+        sets.push(SetResult::new(context, set, &prompts, groups));
     }
     Ok(Some(Evaluation { sets }))
 }
 
 /// The problems to evaluate, by set. A prompt keeps its index whatever `eval.problems_max` is.
-pub fn prompts(bench: &Workbench) -> Vec<(&ValidationSet, Vec<Prompt>)> {
+pub fn prompts(context: &RunContext) -> Vec<(&ValidationSet, Vec<Prompt>)> {
     let (mut first, mut sets) = (0, vec![]);
-    for set in bench.task.validation_sets() {
-        let kept = set.problems.iter().take(bench.recipe().eval.problems_max).cloned().zip(first..);
+    for set in context.task.validation_sets() {
+        let kept = set.problems.iter().take(context.recipe().eval.problems_max).cloned().zip(first..);
         sets.push((set, kept.map(|(problem, index)| Prompt { index, problem }).collect()));
         first += set.problems.len() as u64;
     }
@@ -72,16 +72,16 @@ pub fn prompts(bench: &Workbench) -> Vec<(&ValidationSet, Vec<Prompt>)> {
 impl SetResult {
     /// The result from the rows of each prompt.
     pub fn new(
-        bench: &Workbench,
+        context: &RunContext,
         set: &ValidationSet,
         prompts: &[Prompt],
         groups: Vec<Vec<TrajectoryRow>>,
     ) -> Self {
-        let eval = &bench.recipe().eval;
+        let eval = &context.recipe().eval;
         let problem = |(prompt, rows): (&Prompt, Vec<TrajectoryRow>)| {
-            let given = bench.preamble.len() + prompt.problem.messages.len();
-            let samples: Vec<Sample> = rows.iter().map(|row| sample(bench, row, given)).collect();
-            let votes = accuracy::votes(bench.task.as_ref(), &samples);
+            let given = context.preamble.len() + prompt.problem.messages.len();
+            let samples: Vec<Sample> = rows.iter().map(|row| sample(context, row, given)).collect();
+            let votes = accuracy::votes(context.task.as_ref(), &samples);
             ProblemResult { id: prompt.problem.id.clone(), rows, samples, votes }
         };
         Self {
@@ -121,7 +121,7 @@ impl SetResult {
 }
 
 /// What a row says, with `given` messages of the prompt in front.
-fn sample(bench: &Workbench, row: &TrajectoryRow, given: usize) -> Sample {
+fn sample(context: &RunContext, row: &TrajectoryRow, given: usize) -> Sample {
     let trajectory = &row.trajectory;
     let answered =
         |call: &&CallOutcome| !matches!(call, CallOutcome::MalformedCall | CallOutcome::UnknownRecipient);
@@ -130,7 +130,7 @@ fn sample(bench: &Workbench, row: &TrajectoryRow, given: usize) -> Sample {
         outcome: trajectory.outcome,
         calls_answered: trajectory.turns.iter().flat_map(|turn| &turn.calls).filter(answered).count(),
     };
-    Sample { success: trajectory.success, answer: bench.task.answer_text(&transcript) }
+    Sample { success: trajectory.success, answer: context.task.answer_text(&transcript) }
 }
 
 impl Evaluation {

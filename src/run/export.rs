@@ -1,10 +1,13 @@
 //! What a run with an adapter learned, as folders that other programs read: the adapter alone, or the model with it merged in.
 
+use super::context::RunContext;
 use super::source::ModelSource;
-use super::workbench::Workbench;
 use crate::atomic_file::replace_folder;
 use crate::bad_input;
 use crate::integrity::Manifest;
+use crate::learner::batch::{MicroBatch, Sequence};
+use crate::learner::batch_runner::BatchRunner;
+use crate::learner::forward_backward::PassSettings;
 use crate::metrics::Console;
 use crate::model::adapter::merge::merged;
 use crate::model::adapter::peft;
@@ -12,9 +15,6 @@ use crate::model::parameters::Parameters;
 use crate::model::save::{SHARD_BYTES_MAX, save};
 use crate::recipe::Recipe;
 use crate::rollout::stored;
-use crate::train::accumulate::Learner;
-use crate::train::batch::{MicroBatch, Sequence};
-use crate::train::forward_backward::PassSettings;
 use anyhow::{Context, Result};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -79,27 +79,27 @@ pub fn adapter(recipe: &Recipe, out: &Path) -> Result<()> {
     })
 }
 
-/// Writes the model of `bench` with its adapter merged in to `out`, in the numbers of `checkpoint.dtype`, and says what rounding
+/// Writes the model of `context` with its adapter merged in to `out`, in the numbers of `checkpoint.dtype`, and says what rounding
 /// to them cost on the last `trajectories`; `None` where there are none.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when there is no adapter, or the form cannot hold the model.
 pub fn merged_model(
-    bench: &Workbench,
+    context: &RunContext,
     trajectories: Option<&Path>,
     out: &Path,
     console: &Console,
 ) -> Result<Option<RoundingCost>> {
-    let recipe = bench.recipe();
-    let parameters = &bench.parameters;
+    let recipe = context.recipe();
+    let parameters = &context.parameters;
     if parameters.adapter().is_none() {
         return Err(without_adapter(recipe));
     }
     let form = recipe.checkpoint.dtype.form();
     write_folder(out, |aside| {
-        let config = &bench.model.config;
+        let config = &context.model.config;
         let manifest =
-            save(aside, config, form, &bench.companions, SHARD_BYTES_MAX, |spec| merged(parameters, spec))?;
+            save(aside, config, form, &context.companions, SHARD_BYTES_MAX, |spec| merged(parameters, spec))?;
         manifest.write(aside)
     })?;
     let Some(file) = trajectories else { return Ok(None) };
@@ -110,18 +110,18 @@ pub fn merged_model(
         .collect();
     let batches = MicroBatch::split(&sequences, recipe.train.micro_batch_tokens);
     let log_probs = |parameters: &Parameters| -> Result<Vec<f32>> {
-        let Workbench { threads, model, .. } = bench;
+        let RunContext { threads, model, .. } = context;
         let settings = PassSettings {
             recompute_layers: true,
             temperature: recipe.rollout.temperature,
             load_balance: 0.0,
             forward: Default::default(),
         };
-        let found = Learner { threads, model, parameters }.forward(&batches, settings)?;
+        let found = BatchRunner { threads, model, parameters }.forward(&batches, settings)?;
         Ok(found.into_iter().flat_map(|output| output.log_probs).collect())
     };
     let before = log_probs(parameters)?;
-    let after = log_probs(&bench.weights_of(out, console)?)?;
+    let after = log_probs(&context.weights_of(out, console)?)?;
     let changes = before.iter().zip(&after).map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs());
     let (sum, largest) =
         changes.fold((0.0, 0f64), |(sum, largest), change| (sum + change, largest.max(change)));

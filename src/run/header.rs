@@ -1,8 +1,8 @@
 //! What a run is, in a few lines: the head of the console, and `model.json` for its page.
 
+use super::context::RunContext;
 use super::evaluation::prompts;
 use super::memory::Intent;
-use super::workbench::Workbench;
 use crate::choice::Choice;
 use crate::error::quoted;
 use crate::interpreter::InterpreterKind;
@@ -12,21 +12,21 @@ use serde_json::{Value, json};
 use std::path::Path;
 
 /// `model.json`: the model's name and size.
-pub fn model(bench: &Workbench) -> Value {
-    let parameters = &bench.parameters;
+pub fn model(context: &RunContext) -> Value {
+    let parameters = &context.parameters;
     let count = |learning: bool| -> usize {
         (0..parameters.len())
-            .filter(|&index| !learning || bench.trainable.get(index).copied().unwrap_or(true))
+            .filter(|&index| !learning || context.trainable.get(index).copied().unwrap_or(true))
             .map(|index| parameters.specs[index].element_count())
             .sum()
     };
-    let config = &bench.model.config;
-    let path = bench.recipe().model.path.as_deref();
+    let config = &context.model.config;
+    let path = context.recipe().model.path.as_deref();
     let folder = path.and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
     json!({
         "name": folder,
         "model_type": config.family.name(),
-        "device": bench.place,
+        "device": context.place,
         "layers": config.num_hidden_layers,
         "parameters": count(false),
         "learning": count(true),
@@ -34,8 +34,8 @@ pub fn model(bench: &Workbench) -> Value {
 }
 
 /// What the command is to do.
-fn work(bench: &Workbench, intent: Intent) -> (&'static str, String) {
-    let recipe = bench.recipe();
+fn work(context: &RunContext, intent: Intent) -> (&'static str, String) {
+    let recipe = context.recipe();
     let RolloutConfig { prompts_per_step, samples_per_prompt, .. } = &recipe.rollout;
     let sampled = format!("{prompts_per_step} prompts × {samples_per_prompt}");
     match intent {
@@ -46,7 +46,7 @@ fn work(bench: &Workbench, intent: Intent) -> (&'static str, String) {
             ("steps", format!("{cold}{} of reinforcement learning, {sampled} samples each", whole(train)))
         }
         Intent::Eval => {
-            let problems: usize = prompts(bench).iter().map(|(_, problems)| problems.len()).sum();
+            let problems: usize = prompts(context).iter().map(|(_, problems)| problems.len()).sum();
             ("sampled", format!("{problems} held-out problems × {}", recipe.eval.samples))
         }
         Intent::Rollout | Intent::CheckMismatch(_) => {
@@ -56,8 +56,8 @@ fn work(bench: &Workbench, intent: Intent) -> (&'static str, String) {
 }
 
 /// The head of a command's console: model, task, what is to be done, threads and where results go, a line each.
-pub fn lines(bench: &Workbench, intent: Intent, folder: &Path) -> Vec<String> {
-    let (recipe, facts) = (bench.recipe(), model(bench));
+pub fn lines(context: &RunContext, intent: Intent, folder: &Path) -> Vec<String> {
+    let (recipe, facts) = (context.recipe(), model(context));
     let number = |key: &str| facts[key].as_f64().unwrap_or(0.0);
     let name = facts["name"].as_str().map(|name| format!("{name}, ")).unwrap_or_default();
     let learning = match number("learning") {
@@ -68,12 +68,12 @@ pub fn lines(bench: &Workbench, intent: Intent, folder: &Path) -> Vec<String> {
     };
     let kind = facts["model_type"].as_str().unwrap_or_default();
     let (layers, parameters) = (format_number(number("layers")), format_number(number("parameters")));
-    let tool = match (&bench.interpreter, recipe.interpreter.kind) {
+    let tool = match (&context.interpreter, recipe.interpreter.kind) {
         (None, _) => "",
         (Some(_), InterpreterKind::Embedded) => ", with the embedded Python tool",
         (Some(_), InterpreterKind::CPython) => ", with the machine's Python as its tool",
     };
-    let (mesh, threads) = (bench.mesh(), bench.threads.count());
+    let (mesh, threads) = (context.mesh(), context.threads.count());
     let threads = match (mesh.ranks(), mesh.sequence_ranks()) {
         (1, _) => threads.to_string(),
         (ranks, 1) => format!("{threads} in each of {ranks} processes"),
@@ -83,14 +83,14 @@ pub fn lines(bench: &Workbench, intent: Intent, folder: &Path) -> Vec<String> {
     };
     let head = [
         ("model", format!("{name}{kind}, {layers} layers, {parameters} parameters{learning}")),
-        ("task", format!("{}{tool}", bench.task.name())),
-        work(bench, intent),
-        ("device", bench.place.clone()),
+        ("task", format!("{}{tool}", context.task.name())),
+        work(context, intent),
+        ("device", context.place.clone()),
         ("threads", threads),
         ("folder", folder.display().to_string()),
     ];
     // What holds the code that a model writes is said wherever some may run.
-    let confinement = bench.confinement().map(|confinement| ("sandbox", confinement));
+    let confinement = context.confinement().map(|confinement| ("sandbox", confinement));
     head.into_iter().chain(confinement).map(|(what, text)| format!("{what:<8} {text}")).collect()
 }
 

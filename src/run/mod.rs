@@ -2,6 +2,7 @@
 
 pub mod adapter;
 pub mod collect;
+pub mod context;
 mod device;
 pub mod evaluation;
 pub mod export;
@@ -14,4 +15,3 @@ pub mod processes;
 pub mod run_folder;
 pub mod signals;
 pub mod source;
-pub mod workbench;

@@ -1,12 +1,12 @@
 //! What a command needs, opened and checked before any work: everything but the weights.
 
 use super::adapter::RunAdapter;
+use super::context::RunContext;
 use super::device::{ComputePlace, choose};
 use super::family::foreign_keys;
 use super::freeze::{critic_trainable, trainable};
 use super::memory::{Available, Intent, MemoryPlan, OtherWeights, Subject, gigabytes};
 use super::source::{BasePlace, ModelSource, unverified};
-use super::workbench::Workbench;
 use crate::bad_input;
 use crate::dist::Mesh;
 use crate::error::BadInput;
@@ -305,7 +305,7 @@ impl Preflight {
     ///
     /// # Errors
     /// [`BadInput`] when a file is damaged.
-    pub fn load(self, console: &Console) -> Result<Workbench> {
+    pub fn load(self, console: &Console) -> Result<RunContext> {
         let subject = self.subject();
         let (room, memory) = (subject.cache_room(self.gpu_sequences.unwrap_or(1)), subject.words());
         let source = self.source;
@@ -329,7 +329,7 @@ impl Preflight {
             }
         }
         let context = source.config.max_position_embeddings;
-        Ok(Workbench {
+        Ok(RunContext {
             model: Model::new(source.config, context),
             chat: source.chat,
             companions: source.companions,

@@ -6,10 +6,10 @@ use crate::bad_input;
 use crate::bounded_file::{self, TOML_BYTES_MAX};
 use crate::error::BadInput;
 use crate::integrity::sealed;
+use crate::learner::checkpoint::{self, ResumePoint, TrainerState};
 use crate::metrics::{MetricsFile, Phase, Row, TensorBoard, read_rows};
 use crate::model::adapter::peft::holds_adapter;
 use crate::recipe::{OptimizerConfig, Plan, RecipeSource, Schedule, resume_differences};
-use crate::train::checkpoint::{self, ResumePoint, TrainerState};
 use crate::trajectory::TrajectoryRow;
 use anyhow::{Context, Result};
 use std::fs::{self, File, TryLockError};
@@ -241,7 +241,7 @@ impl RunFolder {
         ))
     }
 
-    /// Where the run in `path` has computed until now, in the words of [`super::workbench::Workbench::place`].
+    /// Where the run in `path` has computed until now, in the words of [`super::context::RunContext::place`].
     pub fn place_before(path: &Path) -> Option<String> {
         let text = fs::read_to_string(path.join("model.json")).ok()?;
         let model: serde_json::Value = serde_json::from_str(&text).ok()?;

@@ -1,29 +1,29 @@
 //! The critic of a run: opened at the start of reinforcement learning, and updated before the policy in every step.
 
 use super::{Trainer, apply};
+use crate::learner::batch_runner::BatchRunner;
+use crate::learner::checkpoint::{self, ResumePoint};
+use crate::learner::critic::{Critic, CriticStep};
+use crate::learner::experience::Experience;
+use crate::learner::forward_backward::PassSettings;
+use crate::learner::optimizer::learning_rate;
 use crate::metrics::{Accumulator, Metrics};
 use crate::model::forward::ForwardOptions;
 use crate::recipe;
-use crate::run::workbench::Workbench;
-use crate::train::accumulate::Learner;
-use crate::train::checkpoint::{self, ResumePoint};
-use crate::train::critic::{Critic, CriticStep};
-use crate::train::experience::Experience;
-use crate::train::forward_backward::PassSettings;
-use crate::train::optimizer::learning_rate;
+use crate::run::context::RunContext;
 use anyhow::Result;
 
 impl Trainer {
     /// The critic that the recipe asks for: from the policy's weights as they are, or that of the checkpoint.
     pub(super) fn critic(&self, point: Option<&ResumePoint>) -> Result<Option<Critic>> {
-        let bench = &self.bench;
-        let recipe = &bench.plan.recipe;
-        let (Some(settings), Some(trainable)) = (&recipe.critic, &bench.critic_trainable) else {
+        let context = &self.context;
+        let recipe = &context.plan.recipe;
+        let (Some(settings), Some(trainable)) = (&recipe.critic, &context.critic_trainable) else {
             return Ok(None);
         };
         let round = recipe.model.dtype.is_bf16();
-        let (config, seed) = (&bench.model.config, recipe.train.seed);
-        let mut critic = Critic::new(config, &bench.parameters, trainable, settings, seed, round)?;
+        let (config, seed) = (&context.model.config, recipe.train.seed);
+        let mut critic = Critic::new(config, &context.parameters, trainable, settings, seed, round)?;
         if let Some(point) = point {
             critic.optimizer.updates = point.state.critic_updates;
             checkpoint::restore_critic(&point.folder, &mut critic)?;
@@ -38,7 +38,7 @@ impl Trainer {
         experience: &Experience,
         critic: &mut Critic,
     ) -> Result<Metrics> {
-        let train = &self.bench.plan.recipe.train;
+        let train = &self.context.plan.recipe.train;
         let recipe::CriticConfig { minibatches, epochs, .. } = critic.settings;
         let mut means = Accumulator::new();
         for epoch in 0..epochs as u64 {
@@ -50,7 +50,8 @@ impl Trainer {
                 let Critic { settings, parameters, optimizer, .. } = &mut *critic;
                 let lr = learning_rate(&settings.optimizer, step - 1, train.steps);
                 let norm_max = settings.optimizer.grad_norm_max;
-                let norm = apply((&self.bench.threads, &self.timings), parameters, optimizer, norm_max, lr)?;
+                let norm =
+                    apply((&self.context.threads, &self.timings), parameters, optimizer, norm_max, lr)?;
                 means.mean("critic/grad_norm", norm, 1.0);
                 means.mean("critic/lr", lr, 1.0);
                 found.iter().for_each(|(name, value)| means.mean(name, value, 1.0));
@@ -60,11 +61,11 @@ impl Trainer {
     }
 
     pub(super) fn critic_step<'c>(&'c self, critic: &'c Critic) -> CriticStep<'c> {
-        let recipe = &self.bench.plan.recipe;
-        let Workbench { threads, model, .. } = &self.bench;
+        let recipe = &self.context.plan.recipe;
+        let RunContext { threads, model, .. } = &self.context;
         let Critic { settings, parameters, .. } = critic;
         CriticStep {
-            learner: Learner { threads, model, parameters },
+            runner: BatchRunner { threads, model, parameters },
             settings,
             aggregation: recipe.policy.aggregation,
             response_tokens_max: recipe.rollout.response_tokens_max,

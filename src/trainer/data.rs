@@ -1,12 +1,12 @@
 //! What a run trains on beside its own samples: supervised examples, held-out ones, stored trajectories.
 
+use crate::learner::batch::Sequence;
+use crate::learner::supervised::Examples;
 use crate::recipe::RouterReplay;
 use crate::rollout::RolloutSettings;
 use crate::rollout::stored::{RouteShape, Stored};
+use crate::run::context::RunContext;
 use crate::run::evaluation::prompts;
-use crate::run::workbench::Workbench;
-use crate::train::batch::Sequence;
-use crate::train::supervised::Examples;
 use anyhow::Result;
 use std::path::PathBuf;
 
@@ -24,55 +24,55 @@ impl TrainingData {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] naming file and row, or a problem whose prompt is too long.
-    pub fn open(bench: &Workbench) -> Result<Self> {
-        let file = bench.recipe().cold_start.train_file.as_deref();
-        let examples = Examples::open(file, &bench.rendering())?;
-        let held_out = held_out(bench, &examples)?;
-        let stored = stored(bench)?;
-        check_prompts(bench, stored.is_none())?;
+    pub fn open(context: &RunContext) -> Result<Self> {
+        let file = context.recipe().cold_start.train_file.as_deref();
+        let examples = Examples::open(file, &context.rendering())?;
+        let held_out = held_out(context, &examples)?;
+        let stored = stored(context)?;
+        check_prompts(context, stored.is_none())?;
         Ok(Self { examples, held_out, stored })
     }
 }
 
 /// Refuses problems that do not fit, before any work: those of the first step, where steps `sample`, and the held-out ones.
-fn check_prompts(bench: &Workbench, sample: bool) -> Result<()> {
-    let recipe = bench.recipe();
+fn check_prompts(context: &RunContext, sample: bool) -> Result<()> {
+    let recipe = context.recipe();
     if recipe.train.steps == 0 {
         return Ok(());
     }
-    let policy = bench.plain_policy()?;
-    let settings = RolloutSettings::training(recipe, bench.preamble.clone(), 1);
-    let rollout = bench.rollout(&policy, &settings);
+    let policy = context.plain_policy()?;
+    let settings = RolloutSettings::training(recipe, context.preamble.clone(), 1);
+    let rollout = context.rollout(&policy, &settings);
     if sample {
-        rollout.check(&bench.training_prompts(1, 0, recipe.rollout.prompts_per_step))?;
+        rollout.check(&context.training_prompts(1, 0, recipe.rollout.prompts_per_step))?;
     }
     if recipe.eval.every_steps > 0 || recipe.eval.before_training {
-        prompts(bench).iter().try_for_each(|(_, held_out)| rollout.check(held_out))?;
+        prompts(context).iter().try_for_each(|(_, held_out)| rollout.check(held_out))?;
     }
     Ok(())
 }
 
 /// The trajectories that take the place of sampling, if the recipe names any.
-fn stored(bench: &Workbench) -> Result<Option<Stored>> {
-    let config = &bench.model.config;
-    let replayed = (bench.recipe().policy.router_replay == RouterReplay::Rollout).then_some(RouteShape {
+fn stored(context: &RunContext) -> Result<Option<Stored>> {
+    let config = &context.model.config;
+    let replayed = (context.recipe().policy.router_replay == RouterReplay::Rollout).then_some(RouteShape {
         per_token: config.num_hidden_layers * config.num_experts_per_tok,
         experts: config.num_local_experts,
     });
-    let context = bench.model.context_tokens_max();
-    let open = |file: &PathBuf| Stored::open(file, config.vocab_size, context, replayed);
-    bench.recipe().train.trajectories.as_ref().map(open).transpose()
+    let tokens_max = context.model.context_tokens_max();
+    let open = |file: &PathBuf| Stored::open(file, config.vocab_size, tokens_max, replayed);
+    context.recipe().train.trajectories.as_ref().map(open).transpose()
 }
 
 /// Supervised examples that are only measured: a file's, or the task's held-out demonstrations.
-fn held_out(bench: &Workbench, examples: &Examples) -> Result<Vec<Sequence>> {
-    let cold_start = &bench.recipe().cold_start;
-    let rendering = bench.rendering();
+fn held_out(context: &RunContext, examples: &Examples) -> Result<Vec<Sequence>> {
+    let cold_start = &context.recipe().cold_start;
+    let rendering = context.rendering();
     if cold_start.steps == 0 {
         return Ok(vec![]);
     }
     // A task that makes no demonstrations must be refused before any work.
-    examples.batch(&rendering, bench.task.as_ref(), bench.recipe().train.seed, 0, 1)?;
+    examples.batch(&rendering, context.task.as_ref(), context.recipe().train.seed, 0, 1)?;
     if let Some(path) = &cold_start.validation_file {
         return rendering.read_rows(path, Some(cold_start.validation_rows_max));
     }
@@ -80,7 +80,7 @@ fn held_out(bench: &Workbench, examples: &Examples) -> Result<Vec<Sequence>> {
         return Ok(vec![]);
     }
     (0..cold_start.validation_rows_max as u64)
-        .map_while(|index| bench.task.held_out_demonstration(index))
+        .map_while(|index| context.task.held_out_demonstration(index))
         .map(|demonstration| rendering.demonstration(&demonstration))
         .collect()
 }

@@ -52,7 +52,7 @@ impl Trainer {
     /// The rollouts of step `step`, unless they are fixed data. Groups that teach nothing are replaced until the draws
     /// are used up, and then kept.
     pub(super) fn generate(&self, step: u64) -> Result<Generated> {
-        let recipe = &self.bench.plan.recipe;
+        let recipe = &self.context.plan.recipe;
         let (count, rounds_max) = (recipe.rollout.prompts_per_step, recipe.rollout.resample_rounds_max);
         if let Some(stored) = &self.data.stored {
             let drawn = stored.step(step, count as u64);
@@ -62,7 +62,7 @@ impl Trainer {
         let mut drawn = Rollouts::default();
         let (mut informative, mut flat, mut round) = (vec![], vec![], 0);
         loop {
-            let prompts = self.bench.training_prompts(step, round, count - informative.len());
+            let prompts = self.context.training_prompts(step, round, count - informative.len());
             let draw = self.draw(step, &prompts)?;
             for index in drawn.groups.len()..drawn.groups.len() + draw.groups.len() {
                 let group = &draw.groups[index - drawn.groups.len()];
@@ -83,12 +83,12 @@ impl Trainer {
 
     /// One group a prompt, with its greedy sample where the advantage is measured against one.
     fn draw(&self, step: u64, prompts: &[Prompt]) -> Result<Rollouts> {
-        let bench = &self.bench;
-        let recipe = &bench.plan.recipe;
-        let settings = RolloutSettings::training(recipe, bench.preamble.clone(), step);
+        let context = &self.context;
+        let recipe = &context.plan.recipe;
+        let settings = RolloutSettings::training(recipe, context.preamble.clone(), step);
         let mut drawn = self.sample("gen", &settings, prompts, recipe.rollout.samples_per_prompt)?;
         if recipe.policy.advantage == Advantage::Remax {
-            let settings = RolloutSettings::greedy(recipe, bench.preamble.clone(), step);
+            let settings = RolloutSettings::greedy(recipe, context.preamble.clone(), step);
             let single = self.sample("gen_max", &settings, prompts, 1)?.groups;
             let greedy = single.into_iter().map(|group| group.trajectories.into_iter().next());
             drawn.groups.iter_mut().zip(greedy).for_each(|(group, greedy)| group.greedy = greedy);
@@ -104,11 +104,11 @@ impl Trainer {
         prompts: &[Prompt],
         samples: usize,
     ) -> Result<Rollouts> {
-        let bench = &self.bench;
+        let context = &self.context;
         let inner = self.console.inner_stage("rollout", (prompts.len() * samples) as u64);
-        let policy = bench.rollout_policy()?;
+        let policy = context.rollout_policy()?;
         let rollouts = self.timings.time(stage, || {
-            bench.groups(&policy, settings, prompts, samples, &RolloutProgress::shown_by(&inner), &|| false)
+            context.groups(&policy, settings, prompts, samples, &RolloutProgress::shown_by(&inner), &|| false)
         })?;
         inner.finish();
         rollouts.context("the rollout ended early")

@@ -6,12 +6,20 @@ mod adapter;
 mod critic;
 mod data;
 mod generate;
+mod monitor;
 mod save;
 mod update;
-mod watch;
 
 pub use data::TrainingData;
 
+use crate::learner::batch::Sequence;
+use crate::learner::batch_runner::BatchRunner;
+use crate::learner::checkpoint::{self, ResumePoint};
+use crate::learner::critic::Critic;
+use crate::learner::forward_backward::PassSettings;
+use crate::learner::gradients::clip;
+use crate::learner::optimizer::{Optimizer, learning_rate};
+use crate::learner::supervised;
 use crate::metrics::{Console, Metrics, Phase, Row, Timings, read_rows};
 use crate::model::parameters::Parameters;
 use crate::ops::cuda::{device_memory, forget_memory_peaks};
@@ -19,23 +27,15 @@ use crate::ops::threads::Threads;
 use crate::policy::kl_in_reward::KlController;
 use crate::recipe;
 use crate::rollout::Rollouts;
+use crate::run::context::RunContext;
 use crate::run::evaluation::{evaluate, prompts};
 use crate::run::memory::{PassWeights, recomputes_layers};
 use crate::run::run_folder::RunFolder;
 use crate::run::signals::Stop;
-use crate::run::workbench::Workbench;
-use crate::train::accumulate::Learner;
-use crate::train::batch::Sequence;
-use crate::train::checkpoint::{self, ResumePoint};
-use crate::train::critic::Critic;
-use crate::train::forward_backward::PassSettings;
-use crate::train::gradients::clip;
-use crate::train::optimizer::{Optimizer, learning_rate};
-use crate::train::supervised;
 use anyhow::{Result, ensure};
 use candle_core::Device;
+use monitor::Monitor;
 use std::sync::{Arc, Mutex, PoisonError};
-use watch::Watch;
 
 /// What the console shows of a step, where the step has it.
 const SHOWN: [(&str, &str); 3] = [
@@ -46,7 +46,7 @@ const SHOWN: [(&str, &str); 3] = [
 
 /// One run.
 pub struct Trainer {
-    bench: Workbench,
+    context: RunContext,
     data: TrainingData,
     folder: RunFolder,
     console: Console,
@@ -56,7 +56,7 @@ pub struct Trainer {
     timed_out: bool,
     /// What is under way.
     at: Arc<Mutex<String>>,
-    watch: Watch,
+    monitor: Monitor,
     /// The frozen reference, where the recipe asks for one.
     reference: Option<Parameters>,
     /// The digest of its file.
@@ -71,27 +71,27 @@ impl Trainer {
     /// # Errors
     /// When memory runs out, or the metrics of the run that goes on cannot be read.
     pub fn new(
-        mut bench: Workbench,
+        mut context: RunContext,
         data: TrainingData,
         folder: RunFolder,
         console: Console,
         stop: Stop,
         point: Option<&ResumePoint>,
     ) -> Result<Self> {
-        bench.parameters.learn(&bench.trainable)?;
+        context.parameters.learn(&context.trainable)?;
         let steered = point.and_then(|point| point.state.kl_coefficient);
-        let kl = Self::kl_controller(&bench.recipe().policy.kl, steered)?;
-        let mut watch = Watch::new(bench.recipe());
+        let kl = Self::kl_controller(&context.recipe().policy.kl, steered)?;
+        let mut monitor = Monitor::new(context.recipe());
         if point.is_some() {
             let before = read_rows(&folder.path.join("metrics.jsonl"))?;
             before.iter().filter(|row| row.phase == Phase::Rl).for_each(|row| {
                 // What was told then is not told again.
-                let _ = watch.note(row.step, &row.metrics);
+                let _ = monitor.note(row.step, &row.metrics);
             });
         }
         let timings = Timings::new();
         Ok(Self {
-            bench,
+            context,
             data,
             folder,
             console,
@@ -99,7 +99,7 @@ impl Trainer {
             timings,
             timed_out: false,
             at: Arc::default(),
-            watch,
+            monitor,
             reference: None,
             reference_digest: None,
             kl,
@@ -111,7 +111,7 @@ impl Trainer {
     /// # Errors
     /// Any; the last checkpoint is intact then.
     pub fn run(&mut self, point: Option<ResumePoint>) -> Result<bool> {
-        let recipe = self.bench.plan.recipe.clone();
+        let recipe = self.context.plan.recipe.clone();
         let done = point.as_ref().map(|p| (p.state.phase, p.state.step));
         self.plan_time(done);
         let (console, at) = (self.console.clone(), self.at.clone());
@@ -143,7 +143,7 @@ impl Trainer {
 
     /// Tells the console what is left to do after `done`, so that it shows one time for all of it.
     fn plan_time(&self, done: Option<(Phase, u64)>) {
-        let recipe = self.bench.recipe();
+        let recipe = self.context.recipe();
         let (steps, every) = (recipe.train.steps, recipe.eval.every_steps);
         let (cold_done, rl_done) = match done {
             Some((Phase::Rl, step)) => (recipe.cold_start.steps, step),
@@ -154,7 +154,7 @@ impl Trainer {
         let last = u64::from(every > 0 && steps > rl_done && !steps.is_multiple_of(every.max(1)));
         let first = u64::from(recipe.eval.before_training && rl_done == 0 && steps > 0);
         let evaluations = until(steps).saturating_sub(until(rl_done)) + last + first;
-        let problems: usize = prompts(&self.bench).iter().map(|(_, problems)| problems.len()).sum();
+        let problems: usize = prompts(&self.context).iter().map(|(_, problems)| problems.len()).sum();
         let sampled = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt;
         self.console.plan(&[
             (
@@ -180,12 +180,12 @@ impl Trainer {
         settings: &recipe::OptimizerConfig,
         point: Option<&ResumePoint>,
     ) -> Result<Optimizer> {
-        let bench = &mut self.bench;
-        let round = bench.plan.recipe.model.dtype.is_bf16();
-        let mut optimizer = Optimizer::new(settings, &mut bench.parameters, round)?;
+        let context = &mut self.context;
+        let round = context.plan.recipe.model.dtype.is_bf16();
+        let mut optimizer = Optimizer::new(settings, &mut context.parameters, round)?;
         if let Some(point) = point {
             optimizer.updates = point.state.updates;
-            checkpoint::restore(&point.folder, &mut bench.parameters, &optimizer)?;
+            checkpoint::restore(&point.folder, &mut context.parameters, &optimizer)?;
         }
         self.watch_space();
         Ok(optimizer)
@@ -193,7 +193,7 @@ impl Trainer {
 
     /// The supervised stage from step `start` on. Returns whether a signal stopped it.
     fn cold_start(&mut self, mut optimizer: Optimizer, start: u64) -> Result<bool> {
-        let recipe = self.bench.plan.recipe.clone();
+        let recipe = self.context.plan.recipe.clone();
         let cold_start = &recipe.cold_start;
         let progress = self.console.stage("cold start", cold_start.steps, start);
         if start == 0 && cold_start.eval_every_steps > 0 && !self.data.held_out.is_empty() {
@@ -206,9 +206,9 @@ impl Trainer {
             let begun = std::time::Instant::now();
             let first = (step - 1) * cold_start.batch_size as u64;
             let batch = self.timings.time("demonstrations", || {
-                let task = self.bench.task.as_ref();
+                let task = self.context.task.as_ref();
                 self.data.examples.batch(
-                    &self.bench.rendering(),
+                    &self.context.rendering(),
                     task,
                     recipe.train.seed,
                     first,
@@ -217,7 +217,7 @@ impl Trainer {
             })?;
             let pass = PassSettings { load_balance: cold_start.load_balance_coefficient, ..self.pass(1.0) };
             let output = self.timings.time("update", || {
-                supervised::gradients(&self.learner(), &batch, recipe.train.micro_batch_tokens, pass)
+                supervised::gradients(&self.runner(), &batch, recipe.train.micro_batch_tokens, pass)
             })?;
             let mut metrics = Metrics::new();
             metrics.set("cold_start/loss", output.loss);
@@ -225,8 +225,9 @@ impl Trainer {
                 metrics.set("cold_start/load_balance", output.load_balance);
             }
             let lr = learning_rate(&cold_start.optimizer, step - 1, cold_start.steps);
-            let (parameters, norm_max) = (&mut self.bench.parameters, cold_start.optimizer.grad_norm_max);
-            let norm = apply((&self.bench.threads, &self.timings), parameters, &mut optimizer, norm_max, lr)?;
+            let (parameters, norm_max) = (&mut self.context.parameters, cold_start.optimizer.grad_norm_max);
+            let norm =
+                apply((&self.context.threads, &self.timings), parameters, &mut optimizer, norm_max, lr)?;
             metrics.set("cold_start/grad_norm", norm);
             metrics.set("cold_start/lr", lr);
             let last = step == cold_start.steps;
@@ -255,7 +256,7 @@ impl Trainer {
         mut critic: Option<Critic>,
         start: u64,
     ) -> Result<bool> {
-        let recipe = self.bench.plan.recipe.clone();
+        let recipe = self.context.plan.recipe.clone();
         let steps = recipe.train.steps;
         let progress = self.console.stage("rl", steps, start);
         for step in start + 1..=steps {
@@ -295,7 +296,7 @@ impl Trainer {
         }
         progress.finish();
         ensure!(
-            !self.watch.all_failed(),
+            !self.monitor.all_failed(),
             "every trajectory of the run failed, so nothing was learned: the task's program or the tool's workers failed each \
              time, as was told then; rloss check RECIPE asks the program again"
         );
@@ -303,7 +304,7 @@ impl Trainer {
     }
 
     fn evaluate(&mut self, step: u64) -> Result<()> {
-        if prompts(&self.bench).iter().all(|(_, held_out)| held_out.is_empty()) {
+        if prompts(&self.context).iter().all(|(_, held_out)| held_out.is_empty()) {
             return Ok(());
         }
         self.now(match step {
@@ -311,7 +312,7 @@ impl Trainer {
             _ => format!("the evaluation after step {step}"),
         });
         let begun = std::time::Instant::now();
-        let evaluation = evaluate(&self.bench, step, &self.console, &|| false)?
+        let evaluation = evaluate(&self.context, step, &self.console, &|| false)?
             .ok_or_else(|| anyhow::anyhow!("the evaluation ended early"))?;
         self.timings.add("testing", begun.elapsed().as_secs_f64());
         self.timings.add("step", begun.elapsed().as_secs_f64());
@@ -331,22 +332,22 @@ impl Trainer {
                 "warning: evaluation after step {step}: {failed} of {all} trajectories failed, whatever the policy did: it measured little"
             ));
         }
-        let kept = evaluation.rows().take(self.bench.plan.recipe.logging.trajectories_per_step);
+        let kept = evaluation.rows().take(self.context.plan.recipe.logging.trajectories_per_step);
         self.folder.write_trajectories(&format!("eval-{step:06}"), kept)
     }
 
     fn held_out_loss(&self, held_out: &[Sequence]) -> Result<f64> {
-        let tokens = self.bench.plan.recipe.train.micro_batch_tokens;
-        supervised::loss(&self.learner(), held_out, tokens, self.pass(1.0))
+        let tokens = self.context.plan.recipe.train.micro_batch_tokens;
+        supervised::loss(&self.runner(), held_out, tokens, self.pass(1.0))
     }
 
-    fn learner(&self) -> Learner<'_> {
-        let Workbench { threads, model, parameters, .. } = &self.bench;
-        Learner { threads, model, parameters }
+    fn runner(&self) -> BatchRunner<'_> {
+        let RunContext { threads, model, parameters, .. } = &self.context;
+        BatchRunner { threads, model, parameters }
     }
 
     fn pass(&self, temperature: f64) -> PassSettings {
-        let Workbench { plan, threads, model, parameters, .. } = &self.bench;
+        let RunContext { plan, threads, model, parameters, .. } = &self.context;
         let weights = PassWeights {
             bytes: parameters.bytes(),
             adapted: parameters.adapter().is_some(),
@@ -357,13 +358,13 @@ impl Trainer {
             recompute_layers: recomputes_layers(&plan.recipe, &model.config, weights, threads, processes),
             temperature,
             load_balance: 0.0,
-            forward: self.bench.training_forward(),
+            forward: self.context.training_forward(),
         }
     }
 
     /// Says when the Python tool's workers die.
     fn watch_workers(&self, step: u64) {
-        if let Some(deaths) = self.bench.dead_workers() {
+        if let Some(deaths) = self.context.dead_workers() {
             self.console.print(&format!("warning: step {step}: {deaths}"));
         }
     }
@@ -376,14 +377,14 @@ impl Trainer {
                 "warning: step {step}: a tool call was ended by the wall clock (interpreter.wall_clock_s); from here on another run of this recipe may differ"
             ));
         }
-        for warning in self.watch.note(step, metrics) {
+        for warning in self.monitor.note(step, metrics) {
             self.console.print(&format!("warning: step {step}: {warning}"));
         }
     }
 
     fn write_row(&mut self, step: u64, phase: Phase, mut metrics: Metrics) -> Result<()> {
         metrics.extend(self.timings.take());
-        metrics.extend(memory_peaks(self.bench.parameters.device())?);
+        metrics.extend(memory_peaks(self.context.parameters.device())?);
         self.folder.write_metrics(&Row { step, phase, metrics })
     }
 }

@@ -1,11 +1,11 @@
 //! When a run saves, and what.
 
 use super::Trainer;
+use crate::learner::checkpoint::{self, Snapshot, TrainerState};
+use crate::learner::critic::Critic;
+use crate::learner::optimizer::Optimizer;
 use crate::metrics::Phase;
 use crate::model::config::Form;
-use crate::train::checkpoint::{self, Snapshot, TrainerState};
-use crate::train::critic::Critic;
-use crate::train::optimizer::Optimizer;
 use anyhow::Result;
 
 impl Trainer {
@@ -19,8 +19,8 @@ impl Trainer {
         critic: Option<&Critic>,
     ) -> Result<bool> {
         // Some processes may have heard it and others not yet.
-        let asked = self.bench.mesh().any("whether to stop", self.stop.asked())?;
-        let every = self.bench.plan.recipe.checkpoint.every_steps;
+        let asked = self.context.mesh().any("whether to stop", self.stop.asked())?;
+        let every = self.context.plan.recipe.checkpoint.every_steps;
         if asked || last || (every > 0 && step.is_multiple_of(every)) {
             let begun = std::time::Instant::now();
             self.save(phase, step, optimizer, critic)?;
@@ -31,20 +31,20 @@ impl Trainer {
 
     /// The form of the weights that are saved.
     fn form(&self) -> Form {
-        self.bench.plan.recipe.checkpoint.dtype.form()
+        self.context.plan.recipe.checkpoint.dtype.form()
     }
 
     /// Says when the disk has no room for the checkpoints to come.
     pub(super) fn watch_space(&self) {
-        let policy = checkpoint::bytes(self.form(), &self.bench.parameters);
+        let policy = checkpoint::bytes(self.form(), &self.context.parameters);
         // A critic is the policy again, or its adapter, in f32 with its optimizer's state.
         let critic = self
-            .bench
+            .context
             .plan
             .recipe
             .critic
             .as_ref()
-            .map_or(0, |_| checkpoint::bytes(Form::F32, &self.bench.parameters));
+            .map_or(0, |_| checkpoint::bytes(Form::F32, &self.context.parameters));
         if let Some(lack) = self.folder.lacks_space(policy + critic) {
             self.console.print(&format!("warning: {lack}"));
         }
@@ -57,9 +57,9 @@ impl Trainer {
         optimizer: &Optimizer,
         critic: Option<&Critic>,
     ) -> Result<()> {
-        let Self { bench, folder, reference_digest, kl, .. } = self;
+        let Self { context, folder, reference_digest, kl, .. } = self;
         let write = || {
-            let checkpoint = &bench.plan.recipe.checkpoint;
+            let checkpoint = &context.plan.recipe.checkpoint;
             let (metrics_bytes, metrics_digest) = folder.sync_metrics()?;
             let state = TrainerState {
                 phase,
@@ -72,19 +72,19 @@ impl Trainer {
                 kl_coefficient: kl.steered(),
             };
             let snapshot = Snapshot {
-                config: &bench.model.config,
+                config: &context.model.config,
                 form: checkpoint.dtype.form(),
-                companions: &bench.companions,
-                parameters: &bench.parameters,
-                base: bench.base.as_ref(),
+                companions: &context.companions,
+                parameters: &context.parameters,
+                base: context.base.as_ref(),
                 critic,
-                recipe: &bench.plan.to_toml(),
+                recipe: &context.plan.to_toml(),
                 state,
             };
             // A folder that goes away on the way is what has to be told.
             snapshot.write(&folder.path, checkpoint.keep).map(drop).map_err(|error| folder.moved_or(error))
         };
         let critic = critic.map(|critic| &critic.parameters);
-        bench.mesh().lead(write, |asked| checkpoint::answer(&bench.parameters, critic, &asked))
+        context.mesh().lead(write, |asked| checkpoint::answer(&context.parameters, critic, &asked))
     }
 }

@@ -1,16 +1,16 @@
 //! A step's updates of critic and policy, and the reference the policy may be held to.
 
 use super::{Trainer, apply};
+use crate::learner::checkpoint::ResumePoint;
+use crate::learner::critic::{Critic, CriticStep};
+use crate::learner::forward_backward::PassSettings;
+use crate::learner::optimizer::Optimizer;
+use crate::learner::policy_step::PolicyStep;
+use crate::learner::reference;
 use crate::metrics::{Accumulator, Metrics};
 use crate::model::forward::ForwardOptions;
 use crate::policy::kl_in_reward::KlController;
 use crate::recipe::{self, KlPlace};
-use crate::train::checkpoint::ResumePoint;
-use crate::train::critic::{Critic, CriticStep};
-use crate::train::forward_backward::PassSettings;
-use crate::train::optimizer::Optimizer;
-use crate::train::policy_step::PolicyStep;
-use crate::train::reference;
 use crate::trajectory::{Group, TokenFigures};
 use anyhow::Result;
 
@@ -25,7 +25,7 @@ impl Trainer {
         critic: Option<&mut Critic>,
         lr: f64,
     ) -> Result<(Metrics, Vec<TokenFigures>)> {
-        let train = self.bench.plan.recipe.train.clone();
+        let train = self.context.plan.recipe.train.clone();
         let view = critic.as_deref().map(|critic| self.critic_step(critic));
         let experience = self.timings.time("old_log_prob", || self.policy_step(view).prepare(groups))?;
         let mut metrics = experience.metrics.clone();
@@ -64,8 +64,9 @@ impl Trainer {
                     metrics.extend(self.policy_step(None).gap_of(&part, &update)?);
                     training.get_or_insert_with(|| update.log_probs.clone());
                 }
-                let (parameters, norm_max) = (&mut self.bench.parameters, train.optimizer.grad_norm_max);
-                let norm = apply((&self.bench.threads, &self.timings), parameters, optimizer, norm_max, lr)?;
+                let (parameters, norm_max) = (&mut self.context.parameters, train.optimizer.grad_norm_max);
+                let norm =
+                    apply((&self.context.threads, &self.timings), parameters, optimizer, norm_max, lr)?;
                 means.mean("actor/grad_norm", norm, 1.0);
                 update.metrics.iter().for_each(|(name, value)| means.mean(name, value, 1.0));
                 updates += 1;
@@ -82,9 +83,9 @@ impl Trainer {
     /// Fixes the reference: the weights as they are, or those that the run which goes on from `point` began with; under an adapter
     /// the model without it.
     pub(super) fn set_reference(&mut self, point: Option<&ResumePoint>) -> Result<()> {
-        let bench = &self.bench;
-        let (config, parameters) = (&bench.model.config, &bench.parameters);
-        if bench.plan.recipe.policy.kl.place == KlPlace::None {
+        let context = &self.context;
+        let (config, parameters) = (&context.model.config, &context.parameters);
+        if context.plan.recipe.policy.kl.place == KlPlace::None {
             return Ok(());
         }
         if parameters.adapter().is_some() {
@@ -119,10 +120,10 @@ impl Trainer {
 
     /// `critic` is read by [`PolicyStep::prepare`] alone.
     fn policy_step<'s>(&'s self, critic: Option<CriticStep<'s>>) -> PolicyStep<'s> {
-        let recipe = &self.bench.plan.recipe;
+        let recipe = &self.context.plan.recipe;
         let load_balance = recipe.train.load_balance_coefficient;
         PolicyStep {
-            learner: self.learner(),
+            runner: self.runner(),
             reference: self.reference.as_ref(),
             critic,
             policy: &recipe.policy,

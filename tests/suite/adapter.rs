@@ -5,6 +5,11 @@ use crate::tiny::{self, load};
 use crate::{model_files, qwen2};
 use rloss::error::BadInput;
 use rloss::integrity::Manifest;
+use rloss::learner::batch::{MicroBatch, Sequence};
+use rloss::learner::batch_runner::BatchRunner;
+use rloss::learner::critic::Critic;
+use rloss::learner::forward_backward::{HeadGradient, Pass, PassSettings};
+use rloss::learner::optimizer::Optimizer;
 use rloss::model::adapter::merge::merged;
 use rloss::model::adapter::peft::{self, AdapterFolder};
 use rloss::model::adapter::{Base, Lora, Owner, default_targets};
@@ -18,11 +23,6 @@ use rloss::model::policy_view::PolicyView;
 use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::ops::threads::Threads;
 use rloss::recipe::{CriticConfig, OptimizerConfig};
-use rloss::train::accumulate::Learner;
-use rloss::train::batch::{MicroBatch, Sequence};
-use rloss::train::critic::Critic;
-use rloss::train::forward_backward::{HeadGradient, Pass, PassSettings};
-use rloss::train::optimizer::Optimizer;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
@@ -218,14 +218,14 @@ fn gradients_beside_a_packed_base_do_not_depend_on_threads_or_on_recomputation()
             let (model, threads) = (Model::new(config.clone(), 256), Threads::new(threads).unwrap());
             let sequences = tiny::sequences(config.vocab_size, &[40, 12, 33, 60, 7], 4);
             let batches = MicroBatch::split(&sequences, 50);
-            let learner = Learner { threads: &threads, model: &model, parameters: &*parameters };
+            let runner = BatchRunner { threads: &threads, model: &model, parameters: &*parameters };
             let objective = |_: usize, log_probs: &[f32], entropies: &[f32]| {
                 Ok(HeadGradient {
                     log_probs: vec![-0.01; log_probs.len()],
                     entropies: vec![0.0; entropies.len()],
                 })
             };
-            learner.accumulate(&batches, settings(recompute), &objective).unwrap();
+            runner.accumulate(&batches, settings(recompute), &objective).unwrap();
             found.push(tiny::Gradients::of(parameters));
         }
     }
@@ -264,14 +264,14 @@ fn a_critic_beside_an_adapter_shares_the_base() {
     let batches = MicroBatch::split(&tiny::sequences(272, &[30, 41], 4), usize::MAX);
     let threads = Threads::new(2).unwrap();
     let values = |parameters: &Parameters| {
-        Learner { threads: &threads, model: &model, parameters }.values(&batches, settings(true)).unwrap()
+        BatchRunner { threads: &threads, model: &model, parameters }.values(&batches, settings(true)).unwrap()
     };
     let before = values(&critic.parameters);
     let policy_before = log_probs(&model, &policy, &batches);
     let objective = |_: usize, values: &[f32]| Ok(values.iter().map(|v| v - 1.0).collect());
     for _ in 0..3 {
-        let learner = Learner { threads: &threads, model: &model, parameters: &critic.parameters };
-        learner.accumulate_values(&batches, settings(true), &objective).unwrap();
+        let runner = BatchRunner { threads: &threads, model: &model, parameters: &critic.parameters };
+        runner.accumulate_values(&batches, settings(true), &objective).unwrap();
         critic.optimizer.update(&mut critic.parameters, 1e-2).unwrap();
     }
     let loss = |values: &[f32]| values.iter().map(|v| (v - 1.0).powi(2)).sum::<f32>();
@@ -292,7 +292,7 @@ fn an_optimizer_keeps_nothing_of_the_base_and_moves_it_not() {
     let objective = |_: usize, log_probs: &[f32], entropies: &[f32]| {
         Ok(HeadGradient { log_probs: vec![-0.1; log_probs.len()], entropies: vec![0.0; entropies.len()] })
     };
-    Learner { threads: &threads, model: &model, parameters: &parameters }
+    BatchRunner { threads: &threads, model: &model, parameters: &parameters }
         .accumulate(&batches, settings(true), &objective)
         .unwrap();
     let before = log_probs(&model, &parameters, &batches);

@@ -1,6 +1,13 @@
 //! The critic: its gradient through the whole trunk, its estimate, its loss over minibatches.
 
 use crate::tiny::{self, Gradients, Learned, learned};
+use rloss::learner::batch::{MicroBatch, Sequence};
+use rloss::learner::batch_runner::BatchRunner;
+use rloss::learner::critic::{Critic, CriticStep};
+use rloss::learner::experience::{Experience, Measured, Sampled};
+use rloss::learner::forward_backward::{Pass, PassSettings};
+use rloss::learner::optimizer;
+use rloss::learner::policy_step::PolicyStep;
 use rloss::metrics::Metrics;
 use rloss::model::forward::ForwardOptions;
 use rloss::model::forward::Model;
@@ -10,13 +17,6 @@ use rloss::policy::Sequences;
 use rloss::policy::advantage::{gae, whiten};
 use rloss::policy::value::explained_variance;
 use rloss::recipe::{self, Aggregation, Kl, KlEstimator, KlPlace, OptimizerConfig, Policy};
-use rloss::train::accumulate::Learner;
-use rloss::train::batch::{MicroBatch, Sequence};
-use rloss::train::critic::{Critic, CriticStep};
-use rloss::train::experience::{Experience, Measured, Sampled};
-use rloss::train::forward_backward::{Pass, PassSettings};
-use rloss::train::optimizer;
-use rloss::train::policy_step::PolicyStep;
 use rloss::trajectory::{Group, Outcome, Trajectory};
 
 const LENGTHS: [usize; 5] = [30, 41, 2, 25, 60];
@@ -45,7 +45,7 @@ impl Fixture {
     fn step(&self) -> CriticStep<'_> {
         let (threads, model, critic) = (&self.threads, &self.model, &self.critic);
         CriticStep {
-            learner: Learner { threads, model, parameters: &critic.parameters },
+            runner: BatchRunner { threads, model, parameters: &critic.parameters },
             settings: &critic.settings,
             aggregation: Aggregation::TokenMean,
             response_tokens_max: 72,
@@ -80,8 +80,8 @@ impl Fixture {
     fn batch(&self) -> MicroBatch {
         let Self { threads, model, policy, .. } = self;
         let mut batches = MicroBatch::split(&self.sequences, 100_000);
-        let learner = Learner { threads, model, parameters: policy };
-        batches[0].replay = Some(learner.forward(&batches, pass(true)).unwrap().remove(0).routes);
+        let runner = BatchRunner { threads, model, parameters: policy };
+        batches[0].replay = Some(runner.forward(&batches, pass(true)).unwrap().remove(0).routes);
         batches.remove(0)
     }
 
@@ -192,10 +192,10 @@ fn recomputed_layers_give_the_same_bits_as_the_whole_graph() {
 fn a_language_model_has_no_values() {
     let fixture = Fixture::new(recipe::CriticConfig::default());
     let Fixture { threads, model, policy, .. } = &fixture;
-    let learner = Learner { threads, model, parameters: policy };
+    let runner = BatchRunner { threads, model, parameters: policy };
     let batches = MicroBatch::split(&fixture.sequences, 64);
-    assert!(learner.values(&batches, pass(true)).is_err());
-    assert!(fixture.step().learner.forward(&batches, pass(true)).is_err());
+    assert!(runner.values(&batches, pass(true)).is_err());
+    assert!(fixture.step().runner.forward(&batches, pass(true)).is_err());
 }
 
 #[test]
@@ -249,7 +249,7 @@ fn a_value_that_came_nearer_by_more_than_the_clip_learns_no_more() {
 /// The figures of one update, and its gradients.
 fn update(step: &CriticStep, experience: &Experience) -> Learned<Metrics> {
     let output = step.gradients(experience).unwrap().unwrap();
-    Learned { output, gradients: Gradients::of(step.learner.parameters) }
+    Learned { output, gradients: Gradients::of(step.runner.parameters) }
 }
 
 fn groups(fixture: &Fixture) -> Vec<Group> {
@@ -290,7 +290,7 @@ fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
         let policy = Policy { advantage: recipe::Advantage::Gae, kl, ..Policy::default() };
         let Fixture { threads, model, policy: parameters, .. } = &fixture;
         let step = PolicyStep {
-            learner: Learner { threads, model, parameters },
+            runner: BatchRunner { threads, model, parameters },
             reference: Some(&other),
             critic: Some(fixture.step()),
             policy: &policy,

@@ -2,6 +2,7 @@
 
 use crate::tiny;
 use rloss::choice::Choice;
+use rloss::learner::batch::{MicroBatch, Sequence};
 use rloss::metrics::Console;
 use rloss::mismatch::causes::Cause;
 use rloss::mismatch::causes::weights::Quantised;
@@ -20,7 +21,6 @@ use rloss::ops::threads::Threads;
 use rloss::recipe::Arms;
 use rloss::rollout::{Prompt, Rollout, RolloutSettings};
 use rloss::tasks::{TaskName, TaskSettings};
-use rloss::train::batch::{MicroBatch, Sequence};
 use rloss::trajectory::Trajectory;
 use std::sync::Arc;
 

@@ -4,14 +4,14 @@ pub mod case;
 
 use crate::tiny::{self, load};
 use case::{Case, Figures};
+use rloss::learner::batch::MicroBatch;
+use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::model::config::{Config, Form};
 use rloss::model::forward::ForwardOptions;
 use rloss::model::init::{InitSettings, init};
 use rloss::model::names::TensorRole;
 use rloss::model::parameters::Parameters;
 use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
-use rloss::train::batch::MicroBatch;
-use rloss::train::forward_backward::{Pass, PassSettings};
 use std::path::{Path, PathBuf};
 
 fn fixture(name: &str) -> PathBuf {

@@ -5,6 +5,9 @@ use crate::tiny;
 use candle_core::{DType, Tensor};
 use rand::Rng;
 use rloss::error::BadInput;
+use rloss::learner::checkpoint::{self, Snapshot, TrainerState, restore};
+use rloss::learner::critic::Critic;
+use rloss::learner::optimizer::Optimizer;
 use rloss::metrics::Phase;
 use rloss::model::config::{Config, Form};
 use rloss::model::names::value_model_specs;
@@ -16,9 +19,6 @@ use rloss::recipe::{
     CriticConfig, Dtype, OptimizerConfig as Settings, OptimizerKind, PackedWeights, Recipe, RolloutWeights,
 };
 use rloss::run::memory::{Intent, MemoryPlan, Subject};
-use rloss::train::checkpoint::{self, Snapshot, TrainerState, restore};
-use rloss::train::critic::Critic;
-use rloss::train::optimizer::Optimizer;
 use serde::Deserialize;
 use std::path::Path;
 

@@ -5,6 +5,12 @@ mod variants;
 
 use crate::tiny::{self, Gradients, Learned};
 use rloss::choice::Choice;
+use rloss::learner::batch::{MicroBatch, Sequence};
+use rloss::learner::batch_runner::BatchRunner;
+use rloss::learner::experience::Experience;
+use rloss::learner::forward_backward::PassSettings;
+use rloss::learner::policy_step::{PolicyStep, Update};
+use rloss::learner::reference;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::parameters::Parameters;
 use rloss::ops::threads::Threads;
@@ -12,12 +18,6 @@ use rloss::recipe::{
     Advantage, Aggregation, CorrectionConfig, ImportanceSampling, Kl, KlEstimator, KlPlace, Loss, OldLogprob,
     OverlongConfig, Policy, RejectOption, RouterReplay,
 };
-use rloss::train::accumulate::Learner;
-use rloss::train::batch::{MicroBatch, Sequence};
-use rloss::train::experience::Experience;
-use rloss::train::forward_backward::PassSettings;
-use rloss::train::policy_step::{PolicyStep, Update};
-use rloss::train::reference;
 use rloss::trajectory::{Group, Outcome, Trajectory};
 
 fn loss(name: &str) -> Loss {
@@ -52,9 +52,9 @@ impl Fixture {
     fn of(sequences: &[Sequence]) -> Self {
         let (model, parameters) = tiny::model(tiny::config(false), 3);
         let threads = Threads::new(2).unwrap();
-        let learner = Learner { threads: &threads, model: &model, parameters: &parameters };
+        let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters };
         let trajectories: Vec<Trajectory> =
-            sequences.iter().enumerate().map(|(i, s)| trajectory(&learner, s, i)).collect();
+            sequences.iter().enumerate().map(|(i, s)| trajectory(&runner, s, i)).collect();
         let groups =
             trajectories.chunks(3).map(|t| Group { trajectories: t.to_vec(), greedy: None }).collect();
         Self { threads, model, parameters, groups }
@@ -63,7 +63,7 @@ impl Fixture {
     fn step<'a>(&'a self, policy: &'a Policy, reference: Option<&'a Parameters>) -> PolicyStep<'a> {
         let Self { threads, model, parameters, .. } = self;
         PolicyStep {
-            learner: Learner { threads, model, parameters },
+            runner: BatchRunner { threads, model, parameters },
             reference,
             critic: None,
             policy,
@@ -90,9 +90,9 @@ impl Fixture {
     }
 }
 
-fn trajectory(learner: &Learner, sequence: &Sequence, index: usize) -> Trajectory {
+fn trajectory(runner: &BatchRunner, sequence: &Sequence, index: usize) -> Trajectory {
     let batches = MicroBatch::split(std::slice::from_ref(sequence), 1000);
-    let output = learner.forward(&batches, pass()).unwrap().remove(0);
+    let output = runner.forward(&batches, pass()).unwrap().remove(0);
     let mut found = output.log_probs.into_iter();
     let logprobs = sequence.mask.iter().map(|&m| if m { found.next().unwrap() } else { 0.0 }).collect();
     let layers: Vec<Vec<Vec<u32>>> = output.routes.iter().map(|layer| layer.to_vec2().unwrap()).collect();
@@ -120,7 +120,7 @@ fn trajectory(learner: &Learner, sequence: &Sequence, index: usize) -> Trajector
 /// An update, and its gradients.
 fn learned(step: &PolicyStep, experience: &Experience) -> anyhow::Result<Option<Learned<Update>>> {
     let update = step.gradients(experience)?;
-    let gradients = Gradients::of(step.learner.parameters);
+    let gradients = Gradients::of(step.runner.parameters);
     Ok(update.map(|output| Learned { output, gradients }))
 }
 

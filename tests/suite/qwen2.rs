@@ -3,6 +3,9 @@
 use crate::data;
 use crate::model_files::refused;
 use crate::tiny::{self, Gradients, load, values};
+use rloss::learner::batch::MicroBatch;
+use rloss::learner::batch_runner::BatchRunner;
+use rloss::learner::forward_backward::{HeadGradient, PassSettings};
 use rloss::model::config::{Config, Form, LayerType};
 use rloss::model::family::Family;
 use rloss::model::forward::ForwardOptions;
@@ -13,9 +16,6 @@ use rloss::model::parameters::Parameters;
 use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::ops::threads::Threads;
 use rloss::recipe::Yarn;
-use rloss::train::accumulate::Learner;
-use rloss::train::batch::MicroBatch;
-use rloss::train::forward_backward::{HeadGradient, PassSettings};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -140,14 +140,14 @@ fn folders_give_back_every_bit_and_a_tied_head_is_saved_once() {
 fn gradients(tied: bool, threads: usize, recompute_layers: bool) -> Gradients {
     let (model, parameters) = tiny::model(config(tied), 5);
     let threads = Threads::new(threads).unwrap();
-    let learner = Learner { threads: &threads, model: &model, parameters: &parameters };
+    let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters };
     let batches = MicroBatch::split(&tiny::sequences(272, &[30, 7, 41, 12, 25, 33, 18], 6), 40);
     let forward = ForwardOptions::default();
     let settings = PassSettings { recompute_layers, temperature: 1.0, load_balance: 0.5, forward };
     let objective = |_: usize, log_probs: &[f32], entropies: &[f32]| {
         Ok(HeadGradient { log_probs: vec![-0.1; log_probs.len()], entropies: vec![0.0; entropies.len()] })
     };
-    let outputs = learner.accumulate(&batches, settings, &objective).unwrap();
+    let outputs = runner.accumulate(&batches, settings, &objective).unwrap();
     assert!(batches.len() > 4 && outputs.iter().all(|o| o.routes.is_empty() && o.load_balance == 0.0));
     Gradients::of(&parameters)
 }

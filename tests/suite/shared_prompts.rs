@@ -1,11 +1,11 @@
 //! Sequences that begin alike share rows: the forward's bits stay, a gradient is the same sum in another order.
 
 use crate::tiny::{self, Gradients, Learned, learned};
+use rloss::learner::batch::{MicroBatch, Sequence};
+use rloss::learner::batch_runner::BatchRunner;
+use rloss::learner::forward_backward::{HeadGradient, PassOutput, PassSettings};
 use rloss::model::forward::ForwardOptions;
 use rloss::ops::threads::Threads;
-use rloss::train::accumulate::Learner;
-use rloss::train::batch::{MicroBatch, Sequence};
-use rloss::train::forward_backward::{HeadGradient, PassOutput, PassSettings};
 
 /// Groups whose prompts end within blocks of 32 keys and at their bounds, inside the window of 16 and far beyond it; a sample
 /// that another one continues, one that is all prompt, and samples that go on alike for a while.
@@ -126,9 +126,9 @@ fn a_cut_through_a_group_changes_no_log_prob() {
     let sequences = groups();
     let (model, parameters) = tiny::model(tiny::config(true), 3);
     let threads = Threads::new(2).unwrap();
-    let learner = Learner { threads: &threads, model: &model, parameters: &parameters };
+    let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters };
     let log_probs = |batches: &[MicroBatch]| -> Vec<f32> {
-        let outputs = learner.forward(batches, settings(false, 0.0)).unwrap();
+        let outputs = runner.forward(batches, settings(false, 0.0)).unwrap();
         outputs.into_iter().flat_map(|output| output.log_probs).collect()
     };
     let separate = log_probs(&MicroBatch::split(&sequences, 64));

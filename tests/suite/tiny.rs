@@ -2,6 +2,9 @@
 
 use candle_core::Tensor;
 use rand::Rng;
+use rloss::learner::batch::{MicroBatch, Sequence};
+use rloss::learner::forward_backward::{Pass, PassSettings};
+use rloss::learner::gradients::GradientSum;
 use rloss::model::config::{Config, LayerType, Rope};
 use rloss::model::family::Family;
 use rloss::model::forward::Model;
@@ -12,9 +15,6 @@ use rloss::model::parameters::Parameters;
 use rloss::ops::cpu::edit;
 use rloss::random::{Purpose, stream};
 use rloss::recipe::Yarn;
-use rloss::train::batch::{MicroBatch, Sequence};
-use rloss::train::forward_backward::{Pass, PassSettings};
-use rloss::train::gradients::GradientSum;
 
 /// The quickstart's architecture, with YaRN when asked for.
 pub fn config(yarn: bool) -> Config {

@@ -1,15 +1,15 @@
 //! The training pass and the optimizer.
 
 use crate::tiny::{self, Gradients, Learned, learned};
+use rloss::learner::batch::MicroBatch;
+use rloss::learner::batch_runner::BatchRunner;
+use rloss::learner::forward_backward::{HeadGradient, Pass, PassOutput, PassSettings};
 use rloss::model::cache::SequenceCache;
 use rloss::model::forward::ForwardOptions;
 use rloss::model::policy_view::PolicyView;
 use rloss::model::trunk;
 use rloss::ops::threads::Threads;
 use rloss::rollout::Sampling;
-use rloss::train::accumulate::Learner;
-use rloss::train::batch::MicroBatch;
-use rloss::train::forward_backward::{HeadGradient, Pass, PassOutput, PassSettings};
 
 fn settings(recompute_layers: bool) -> PassSettings {
     PassSettings {
@@ -77,8 +77,8 @@ fn gradients_of_a_batch(threads: usize, fails: Option<usize>) -> Result<Gradient
     let batches = MicroBatch::split(&sequences, 64);
     assert_eq!(batches.len(), 9);
     let threads = Threads::new(threads).unwrap();
-    let learner = Learner { threads: &threads, model: &model, parameters: &parameters };
-    let found = learner.accumulate(&batches, settings(false), &|index, log_probs, entropies| {
+    let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters };
+    let found = runner.accumulate(&batches, settings(false), &|index, log_probs, entropies| {
         anyhow::ensure!(fails != Some(index), "number {index} fails");
         objective(log_probs, entropies)
     });

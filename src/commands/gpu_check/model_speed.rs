@@ -3,6 +3,10 @@
 //! Decode and prefill run all layers, the experts packed in MXFP4 as released, and so does training through an adapter. Where everything
 //! learns one and two layers fit: what a layer takes is their difference, and what is said of all layers is an extrapolation.
 
+use crate::learner::batch::{MicroBatch, Sequence};
+use crate::learner::batch_runner::BatchRunner;
+use crate::learner::forward_backward::{HeadGradient, PassSettings};
+use crate::learner::optimizer::Optimizer;
 use crate::model::adapter::{Lora, Owner, default_targets};
 use crate::model::cache::{CacheRoom, Caches, SequenceCache};
 use crate::model::config::{Config, Form, LayerType, Rope};
@@ -21,10 +25,6 @@ use crate::ops::packed::{COLUMNS, PackedForm, PackedMatrix};
 use crate::ops::threads::Threads;
 use crate::random::{Purpose, stream};
 use crate::recipe::{OptimizerConfig, Yarn};
-use crate::train::accumulate::Learner;
-use crate::train::batch::{MicroBatch, Sequence};
-use crate::train::forward_backward::{HeadGradient, PassSettings};
-use crate::train::optimizer::Optimizer;
 use anyhow::{Context, Result, ensure};
 use candle_core::{Device, Tensor};
 use rand::RngCore;
@@ -340,13 +340,13 @@ fn passes(
         };
         let sequences: Vec<Sequence> = (0..tokens / cases.length).map(sequence).collect();
         let batches = MicroBatch::split(&sequences, tokens);
-        let learner = Learner { threads: &threads, model, parameters: &parameters };
+        let runner = BatchRunner { threads: &threads, model, parameters: &parameters };
         let seconds = median(|| {
             let objective = |_: usize, log_probs: &[f32], _: &[f32]| {
                 let gradient = vec![-1.0 / tokens as f32; log_probs.len()];
                 Ok(HeadGradient { log_probs: gradient, ..HeadGradient::zero(log_probs.len()) })
             };
-            learner.accumulate(&batches, settings, &objective)?;
+            runner.accumulate(&batches, settings, &objective)?;
             Ok(device.synchronize()?)
         })?;
         row(device, work, sequences.len(), cases.length, seconds, tokens)?;

@@ -2,6 +2,7 @@
 
 use super::Cause;
 use super::weights::{WeightEdit, WeightEdits};
+use crate::learner::batch::MicroBatch;
 use crate::mismatch::head::HeadSettings;
 use crate::model::config::Config;
 use crate::model::forward::{ForwardOptions, Model};
@@ -9,7 +10,6 @@ use crate::model::parameters::Parameters;
 use crate::model::policy_view::PolicyView;
 use crate::model::rope;
 use crate::ops::SequenceRows;
-use crate::train::batch::MicroBatch;
 use anyhow::{Context, Result};
 use std::sync::Arc;
 
@@ -168,7 +168,7 @@ fn shifted(batch: &mut MicroBatch, (by, with_target): (i32, bool)) -> Vec<bool> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::train::batch::Sequence;
+    use crate::learner::batch::Sequence;
 
     fn batch() -> MicroBatch {
         let sequence =

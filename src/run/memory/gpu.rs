@@ -4,6 +4,7 @@ use super::{
     Available, Intent, Learning, MemoryPart, MemoryPlan, PassShape, PassWeights, Stage, Subject,
     WARNED_SHARE, gathered_bytes, gigabytes, recomputes_layers,
 };
+use crate::learner::optimizer::state_bytes;
 use crate::model::cache::CacheRoom;
 use crate::model::names::{ParameterSpec, dense_shapes, parameter_specs, value_model_specs};
 use crate::ops::packed::PackedForm;
@@ -11,7 +12,6 @@ use crate::ops::sink_attention::kernels::CHUNK_KEYS;
 use crate::ops::sink_attention::plan::PARTS_BYTES_MAX;
 use crate::recipe::{DenseKernels, KlPlace, OptimizerConfig};
 use crate::rollout::FORWARD_TOKENS_MAX;
-use crate::train::optimizer::state_bytes;
 
 /// Sequences that `check-mismatch` decodes together.
 const DECODED_SEQUENCES: usize = 64;

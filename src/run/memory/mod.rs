@@ -17,6 +17,9 @@ pub use traffic::Traffic;
 
 use crate::bad_input;
 use crate::dist::piece;
+use crate::learner::batch_runner::side_by_side;
+use crate::learner::gradients::exchange_bytes_max;
+use crate::learner::optimizer::state_bytes;
 use crate::metrics::Table;
 use crate::model::cache::SequenceCache;
 use crate::model::config::{Config, Form};
@@ -24,9 +27,6 @@ use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_mode
 use crate::model::rounding::WeightRounding;
 use crate::recipe::{KlPlace, OptimizerConfig, PackedWeights, Recipe, RolloutWeights};
 use crate::rollout::{FORWARD_TOKENS_MAX, engines};
-use crate::train::accumulate::side_by_side;
-use crate::train::gradients::exchange_bytes_max;
-use crate::train::optimizer::state_bytes;
 use anyhow::Result;
 use weights::{Pieced, in_turn, whole_bytes};
 

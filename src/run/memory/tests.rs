@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::dist::Mesh;
+use crate::learner::optimizer::Optimizer;
 use crate::metrics::Console;
 use crate::model::held::{Held, Loaded};
 use crate::model::init::{InitSettings, init};
@@ -10,7 +11,6 @@ use crate::ops::packed::{PackedForm, PackedMatrix, PackedTable};
 use crate::recipe::{OptimizerKind, PackedWeights, RolloutWeights, resolve};
 use crate::run::preflight::Preflight;
 use crate::run::source::ModelSource;
-use crate::train::optimizer::Optimizer;
 use candle_core::{DType, Device, Tensor};
 use std::convert::Infallible;
 use std::path::Path;

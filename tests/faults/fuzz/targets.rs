@@ -10,7 +10,7 @@ use rloss::model::tensor_file::TensorFile;
 use rloss::tasks::answer::AnswerEquality;
 use rloss::tasks::instructions::Instruction;
 use rloss::tasks::{boxed, gsm8k, number, retool, rows};
-use rloss::{mismatch, recipe, report, rollout, train};
+use rloss::{learner, mismatch, recipe, report, rollout};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -150,7 +150,7 @@ fn model_files(scratch: &Path) -> Vec<Target> {
                 r#"{{"phase": "rl", "step": 3, "updates": 3, "metrics_bytes": 99, "metrics_digest": "{digest}"}}"#
             )],
             file(scratch, "trainer.json", move |path| {
-                let _ = train::checkpoint::read_state(&parent(path));
+                let _ = learner::checkpoint::read_state(&parent(path));
             }),
         ),
     ]

@@ -3,6 +3,8 @@
 use anyhow::{Context, Result, ensure};
 use rloss::harmony::Message;
 use rloss::interpreter::{Interpreter, Reply, SessionId};
+use rloss::learner::batch::{MicroBatch, Sequence};
+use rloss::learner::batch_runner::BatchRunner;
 use rloss::metrics::Console;
 use rloss::mismatch::links::{Link, Proof};
 use rloss::model::cache::CacheRoom;
@@ -18,8 +20,6 @@ use rloss::random::Purpose;
 use rloss::recipe::Yarn;
 use rloss::rollout::{Prompt, Rollout, RolloutSettings, SampledPlace, Sampling, TokenSource};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
-use rloss::train::accumulate::Learner;
-use rloss::train::batch::{MicroBatch, Sequence};
 use rloss::trajectory::{CallOutcome, Trajectory};
 
 /// One case: a model, how it samples, and what its conversations look like.
@@ -220,7 +220,7 @@ impl Case {
                 vec![self.truncated(&policy, &trajectories)?]
             } else {
                 let proof = Proof {
-                    learner: Learner { threads, model: &model, parameters: &parameters },
+                    runner: BatchRunner { threads, model: &model, parameters: &parameters },
                     rollout: &policy,
                     training: ForwardOptions::default(),
                     temperature: self.sampling.temperature,

@@ -2,9 +2,9 @@
 
 use super::{Fixture, distance, pass};
 use crate::tiny::{self, Gradients};
+use rloss::learner::batch::Sequence;
+use rloss::learner::policy_step::{PolicyStep, Update};
 use rloss::recipe::{Policy, RouterReplay};
-use rloss::train::batch::Sequence;
-use rloss::train::policy_step::{PolicyStep, Update};
 
 /// Two groups of three: prompts of 20 and 33 tokens.
 fn sequences() -> Vec<Sequence> {

@@ -3,6 +3,7 @@
 use super::{Fixture, distance, learned, loss, pass, values};
 use crate::policy::bypass::{BypassLoss, bypass};
 use crate::policy::verl;
+use rloss::learner::policy_step::PolicyStep;
 use rloss::metrics::Metrics;
 use rloss::policy::Aggregation;
 use rloss::policy::correction::CorrectionRules;
@@ -11,7 +12,6 @@ use rloss::recipe::{
     Advantage, CorrectionConfig, ImportanceSampling, Kl, KlEstimator, KlPlace, OldLogprob, OverlongConfig,
     Policy, RejectOption,
 };
-use rloss::train::policy_step::PolicyStep;
 
 fn get(metrics: &Metrics, name: &str) -> f64 {
     metrics.get(name).unwrap_or_else(|| panic!("no {name}"))

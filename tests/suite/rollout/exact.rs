@@ -1,8 +1,8 @@
 //! What is stored at sampling is what training computes, and nothing about the batch shows in it.
 
 use super::*;
-use rloss::train::batch::{MicroBatch, Sequence};
-use rloss::train::forward_backward::{Pass, PassSettings};
+use rloss::learner::batch::{MicroBatch, Sequence};
+use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::trajectory::Trajectory;
 
 /// The training forward over trajectories: log-probabilities of the sampled tokens and experts of every input.

@@ -10,6 +10,7 @@ use crate::chat::Chat;
 use crate::dist::Mesh;
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
+use crate::learner::supervised::Rendering;
 use crate::metrics::Console;
 use crate::model::adapter::Base;
 use crate::model::cache::CacheRoom;
@@ -22,13 +23,12 @@ use crate::ops::threads::Threads;
 use crate::recipe::{Plan, Recipe, RolloutWeights};
 use crate::rollout::{Prompt, Rollout, RolloutProgress, RolloutSettings, Rollouts};
 use crate::tasks::Task;
-use crate::train::supervised::Rendering;
 use anyhow::Result;
 use std::path::Path;
 use std::sync::Arc;
 
 /// A model with its conversations, task and tool, ready to run.
-pub struct Workbench {
+pub struct RunContext {
     pub plan: Plan,
     pub threads: Threads,
     /// Its tokenizer, and how its conversations are written.
@@ -62,7 +62,7 @@ pub struct Workbench {
     pub preamble: Vec<Message>,
 }
 
-impl Workbench {
+impl RunContext {
     /// Opens everything the plan names, once its memory is known to suffice. Nothing is written; reading the weights, and what a
     /// task's own program fails at later, is told on `console`.
     ///

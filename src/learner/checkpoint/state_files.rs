@@ -7,11 +7,11 @@
 use super::list::REMEDY;
 use crate::bad_input;
 use crate::integrity::Manifest;
+use crate::learner::optimizer::Optimizer;
 use crate::model::names::{ParameterSpec, StoredTensor};
 use crate::model::parameters::{Asked, MASTER, Parameters};
 use crate::model::tensor_file::{TensorFile, f32_values, write_f32, write_tensors};
 use crate::ops::cpu::{host_codes, host_values, on_host};
-use crate::train::optimizer::Optimizer;
 use anyhow::{Result, bail};
 use blake3::Hash;
 use candle_core::DType;

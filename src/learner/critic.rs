@@ -2,8 +2,8 @@
 //!
 //! The value of a token is read where the policy chooses it, before it is seen: V of the state, not of the action.
 
-use super::accumulate::Learner;
 use super::batch::{MicroBatch, Sequence};
+use super::batch_runner::BatchRunner;
 use super::experience::{Experience, spans};
 use super::forward_backward::PassSettings;
 use super::optimizer::Optimizer;
@@ -99,7 +99,7 @@ impl Critic {
 #[derive(Clone, Copy)]
 pub struct CriticStep<'a> {
     /// Over the critic's parameters.
-    pub learner: Learner<'a>,
+    pub runner: BatchRunner<'a>,
     pub settings: &'a recipe::CriticConfig,
     /// That of the policy loss, with the constant that it may need.
     pub aggregation: Aggregation,
@@ -118,8 +118,8 @@ pub struct ValueEstimate {
 
 impl CriticStep<'_> {
     fn batches(&self, sequences: &[Sequence]) -> Vec<MicroBatch> {
-        let shared_max = self.learner.shared_positions_max();
-        MicroBatch::split_sharing(sequences, self.learner.cut(self.micro_batch_tokens), |_| shared_max)
+        let shared_max = self.runner.shared_positions_max();
+        MicroBatch::split_sharing(sequences, self.runner.cut(self.micro_batch_tokens), |_| shared_max)
     }
 
     /// The value of every trained token of `sequences`, one after the other.
@@ -127,7 +127,7 @@ impl CriticStep<'_> {
     /// # Errors
     /// Those of the passes.
     pub fn values(&self, sequences: &[Sequence]) -> Result<Vec<f32>> {
-        self.learner.values(&self.batches(sequences), self.pass)
+        self.runner.values(&self.batches(sequences), self.pass)
     }
 
     /// Advantages and returns from `rewards` and `values`, one a token.
@@ -167,7 +167,7 @@ impl CriticStep<'_> {
         let batches = self.batches(&experience.sequences);
         let spans = spans(&batches);
         let shares: Vec<Mutex<Option<ValueLoss>>> = batches.iter().map(|_| Mutex::new(None)).collect();
-        self.learner.accumulate_values(&batches, self.pass, &|index, values| {
+        self.runner.accumulate_values(&batches, self.pass, &|index, values| {
             let span = spans[index].clone();
             let sequences = Sequences::new(&batches[index].cu_targets, &experience.mask[span.clone()])?;
             let (old_values, returns) = (&old_values[span.clone()], &returns[span]);

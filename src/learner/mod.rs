@@ -1,7 +1,7 @@
 //! Training: pack, forward and backward, clip, optimizer, checkpoint.
 
-pub mod accumulate;
 pub mod batch;
+pub mod batch_runner;
 pub mod checkpoint;
 pub mod critic;
 pub mod experience;

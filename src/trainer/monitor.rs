@@ -12,7 +12,7 @@ const WINDOW_STEPS: usize = 5;
 const FALL_ERRORS_MIN: f64 = 3.0;
 
 /// Follows a run's steps.
-pub(super) struct Watch {
+pub(super) struct Monitor {
     /// Whether advantages compare the rewards of a group, so that equal ones teach nothing.
     groups_compared: bool,
     /// Of all steps so far.
@@ -27,7 +27,7 @@ pub(super) struct Watch {
     best: Option<(f64, f64, u64)>,
 }
 
-impl Watch {
+impl Monitor {
     pub fn new(recipe: &Recipe) -> Self {
         let several = recipe.rollout.samples_per_prompt > 1;
         let groups_compared = match recipe.policy.advantage {
@@ -170,54 +170,54 @@ mod tests {
         ])
     }
 
-    fn watch() -> Watch {
-        Watch::new(&Recipe::default())
+    fn monitor() -> Monitor {
+        Monitor::new(&Recipe::default())
     }
 
     #[test]
     fn most_failed_is_told_and_all_failed_ends_badly() {
-        let mut watch = watch();
-        let told = watch.note(1, &step(0.75, 0.0, 0.1));
+        let mut monitor = monitor();
+        let told = monitor.note(1, &step(0.75, 0.0, 0.1));
         assert_eq!(told.len(), 1);
         for part in
             ["48 of 64 trajectories failed", "outcome/task_failed = 48", "docs/TASKS.md", "step-000001"]
         {
             assert!(told[0].contains(part), "{part} in {told:?}");
         }
-        assert!(!watch.all_failed());
-        assert!(watch.note(2, &step(0.5, 0.0, 0.1)).is_empty(), "half is not most");
-        let mut watch = self::watch();
-        assert!(!watch.all_failed(), "a run without trajectories did not fail");
-        let lines: usize = (1..=10).map(|at| watch.note(at, &step(1.0, 1.0, 0.0)).len()).sum();
+        assert!(!monitor.all_failed());
+        assert!(monitor.note(2, &step(0.5, 0.0, 0.1)).is_empty(), "half is not most");
+        let mut monitor = self::monitor();
+        assert!(!monitor.all_failed(), "a run without trajectories did not fail");
+        let lines: usize = (1..=10).map(|at| monitor.note(at, &step(1.0, 1.0, 0.0)).len()).sum();
         assert_eq!(lines, 3, "steps 1, 3 and 10 of the same trouble");
-        assert!(watch.all_failed());
+        assert!(monitor.all_failed());
     }
 
     #[test]
     fn groups_without_signal_are_told_where_groups_are_compared() {
-        let mut watch = watch();
-        assert!(watch.note(1, &step(0.0, 0.9, 0.5)).is_empty());
-        let first = watch.note(2, &step(0.0, 1.0, 0.5));
+        let mut monitor = monitor();
+        assert!(monitor.note(1, &step(0.0, 0.9, 0.5)).is_empty());
+        let first = monitor.note(2, &step(0.0, 1.0, 0.5));
         assert!(first[0].contains("no group has two different rewards (rewards from 0 to 1)"), "{first:?}");
-        assert!(watch.note(3, &step(0.0, 1.0, 0.5)).is_empty());
-        let third = watch.note(4, &step(0.0, 1.0, 0.5));
+        assert!(monitor.note(3, &step(0.0, 1.0, 0.5)).is_empty());
+        let third = monitor.note(4, &step(0.0, 1.0, 0.5));
         assert!(third[0].contains("for 3 steps now") && third[0].contains("samples_per_prompt"), "{third:?}");
         let policy = recipe::Policy { advantage: Advantage::Gae, ..recipe::Policy::default() };
-        let mut critic = Watch::new(&Recipe { policy, ..Recipe::default() });
+        let mut critic = Monitor::new(&Recipe { policy, ..Recipe::default() });
         assert!(critic.note(1, &step(0.0, 1.0, 0.5)).is_empty(), "a critic compares no groups");
     }
 
     #[test]
     fn a_collapse_is_told_once_and_chance_is_not() {
-        let mut watch = watch();
+        let mut monitor = monitor();
         let mut told = vec![];
         for at in 1..=30 {
             let success = if at <= 15 { 0.6 } else { 0.05 };
-            told.extend(watch.note(at, &step(0.0, 0.0, success)).into_iter().map(|line| (at, line)));
+            told.extend(monitor.note(at, &step(0.0, 0.0, success)).into_iter().map(|line| (at, line)));
         }
         assert_eq!(told.len(), 1, "{told:?}");
         assert!(told[0].0 > 15 && told[0].1.contains("the success fell from 0.6"), "{told:?}");
-        let mut noisy = self::watch();
+        let mut noisy = self::monitor();
         for at in 1..=30 {
             let success = if at % 2 == 0 { 0.03 } else { 0.015 };
             assert!(noisy.note(at, &step(0.0, 0.0, success)).is_empty(), "step {at}");
@@ -228,7 +228,7 @@ mod tests {
     fn weights_that_are_all_0_are_told() {
         let mut metrics = step(0.0, 0.0, 0.5);
         metrics.set("rollout_corr/rollout_is_mean", 0.0);
-        let told = watch().note(1, &metrics);
+        let told = monitor().note(1, &metrics);
         assert!(
             told.iter().any(|line| line.starts_with("every weight of the rollout correction is 0")),
             "{told:?}"

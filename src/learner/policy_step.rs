@@ -1,7 +1,7 @@
 //! The policy's updates from a step's groups: what is fixed before the first, then loss and gradients of each.
 
-use super::accumulate::Learner;
 use super::batch::MicroBatch;
+use super::batch_runner::BatchRunner;
 use super::critic::CriticStep;
 use super::experience::{Experience, Measured, Routes, Sampled, chosen_routes, joined, kept_routes, spans};
 use super::forward_backward::{HeadGradient, PassOutput, PassSettings};
@@ -25,7 +25,7 @@ use std::sync::{Mutex, PoisonError};
 
 /// How a step's trajectories become gradients.
 pub struct PolicyStep<'a> {
-    pub learner: Learner<'a>,
+    pub runner: BatchRunner<'a>,
     /// Weights of the frozen reference; `policy.kl` needs them.
     pub reference: Option<&'a Parameters>,
     /// What gives the values; the advantage `gae` needs it.
@@ -43,7 +43,7 @@ pub struct PolicyStep<'a> {
     pub response_tokens_max: usize,
 }
 
-/// One update, before the optimizer; its gradients are in the learner's parameters.
+/// One update, before the optimizer; its gradients are in the runner's parameters.
 pub struct Update {
     /// Means over the update's own tokens.
     pub metrics: Metrics,
@@ -70,12 +70,12 @@ impl PolicyStep<'_> {
 
     /// The passes before the first update.
     fn measure(&self, trajectories: &[&Trajectory]) -> Result<Measured> {
-        let (config, policy) = (&self.learner.model.config, self.policy);
+        let (config, policy) = (&self.runner.model.config, self.policy);
         let mut measured = Measured { sampled: Sampled::new(trajectories), ..Measured::default() };
         if policy.kl.place != KlPlace::None {
             let parameters = self.reference.context("policy.kl without a reference")?;
-            let learner = Learner { parameters, ..self.learner };
-            measured.reference = Some(joined(&learner.forward(&self.batches(&measured)?, self.pass)?));
+            let runner = BatchRunner { parameters, ..self.runner };
+            measured.reference = Some(joined(&runner.forward(&self.batches(&measured)?, self.pass)?));
         }
         let kept = kept_routes(trajectories, config.num_hidden_layers, config.num_experts_per_tok);
         if policy.router_replay == RouterReplay::Rollout {
@@ -88,7 +88,7 @@ impl PolicyStep<'_> {
         if anchor == OldLogprob::Recompute || policy.correction.active() || anchor_in_reward {
             let batches = self.batches(&measured)?;
             let forward = self.second_forward.unwrap_or(self.pass.forward);
-            let outputs = self.learner.forward(&batches, PassSettings { forward, ..self.pass })?;
+            let outputs = self.runner.forward(&batches, PassSettings { forward, ..self.pass })?;
             let found = self.compare(&measured, &batches, &outputs)?;
             measured.metrics.extend(found);
             measured.training = Some(joined(&outputs));
@@ -118,7 +118,7 @@ impl PolicyStep<'_> {
         let objective = objective(self.policy)?;
         let normalizer = self.normalizer(&tokens)?;
         let shares: Vec<Mutex<Option<Share>>> = batches.iter().map(|_| Mutex::new(None)).collect();
-        let outputs = self.learner.accumulate(&batches, self.pass, &|index, log_prob, entropies| {
+        let outputs = self.runner.accumulate(&batches, self.pass, &|index, log_prob, entropies| {
             let span = spans[index].clone();
             let part = |column: &'_ Option<Vec<f32>>| column.as_ref().map(|c| c[span.clone()].to_vec());
             let (training, reference) = (part(&experience.training), part(&experience.reference));
@@ -161,7 +161,7 @@ impl PolicyStep<'_> {
     /// As [`Self::prepare`].
     pub fn gap(&self, experience: &Experience) -> Result<(Metrics, Vec<f32>)> {
         let batches = self.batches(experience)?;
-        let outputs = self.learner.forward(&batches, self.pass)?;
+        let outputs = self.runner.forward(&batches, self.pass)?;
         Ok((self.compare(experience, &batches, &outputs)?, joined(&outputs)))
     }
 
@@ -170,7 +170,7 @@ impl PolicyStep<'_> {
     /// # Errors
     /// As [`Self::prepare`].
     pub fn gap_of(&self, experience: &Experience, update: &Update) -> Result<Metrics> {
-        let top_k = self.learner.model.config.num_experts_per_tok;
+        let top_k = self.runner.model.config.num_experts_per_tok;
         experience.compare(&update.log_probs, &update.routes, top_k)
     }
 
@@ -180,7 +180,7 @@ impl PolicyStep<'_> {
         batches: &[MicroBatch],
         outputs: &[PassOutput],
     ) -> Result<Metrics> {
-        let top_k = self.learner.model.config.num_experts_per_tok;
+        let top_k = self.runner.model.config.num_experts_per_tok;
         experience.compare(&joined(outputs), &self.routes(experience, batches, outputs)?, top_k)
     }
 
@@ -198,10 +198,10 @@ impl PolicyStep<'_> {
     }
 
     fn batches(&self, experience: &Measured) -> Result<Vec<MicroBatch>> {
-        let top_k = self.learner.model.config.num_experts_per_tok;
+        let top_k = self.runner.model.config.num_experts_per_tok;
         experience.batches(
-            self.learner.cut(self.micro_batch_tokens),
-            self.learner.shared_positions_max(),
+            self.runner.cut(self.micro_batch_tokens),
+            self.runner.shared_positions_max(),
             top_k,
         )
     }

@@ -1,7 +1,7 @@
 //! Supervised examples: from the task's demonstrations or from JSON lines, and their loss.
 
-use super::accumulate::Learner;
 use super::batch::{MicroBatch, Sequence};
+use super::batch_runner::BatchRunner;
 use super::forward_backward::{HeadGradient, PassSettings};
 use crate::bad_input;
 use crate::chat::Chat;
@@ -161,20 +161,20 @@ pub struct SupervisedOutput {
     pub tokens: usize,
 }
 
-/// Gradients of the mean negative log-likelihood over all trained tokens of `sequences`: in the learner's parameters then.
+/// Gradients of the mean negative log-likelihood over all trained tokens of `sequences`: in the runner's parameters then.
 ///
 /// # Errors
 /// When a pass fails.
 pub fn gradients(
-    learner: &Learner,
+    runner: &BatchRunner,
     sequences: &[Sequence],
     micro_batch_tokens: usize,
     pass: PassSettings,
 ) -> Result<SupervisedOutput> {
-    let batches = MicroBatch::split(sequences, learner.cut(micro_batch_tokens));
+    let batches = MicroBatch::split(sequences, runner.cut(micro_batch_tokens));
     let targets: usize = batches.iter().map(|b| b.targets.len()).sum();
     let share = -1.0 / targets.max(1) as f32;
-    let outputs = learner.accumulate(&batches, pass, &|_, log_probs, _| {
+    let outputs = runner.accumulate(&batches, pass, &|_, log_probs, _| {
         Ok(HeadGradient { log_probs: vec![share; log_probs.len()], entropies: vec![0.0; log_probs.len()] })
     })?;
     let tokens: usize = batches.iter().map(|b| b.tokens.len()).sum();
@@ -189,13 +189,13 @@ pub fn gradients(
 /// # Errors
 /// When a pass fails.
 pub fn loss(
-    learner: &Learner,
+    runner: &BatchRunner,
     sequences: &[Sequence],
     micro_batch_tokens: usize,
     pass: PassSettings,
 ) -> Result<f64> {
-    let batches = MicroBatch::split(sequences, learner.cut(micro_batch_tokens));
-    let outputs = learner.forward(&batches, pass)?;
+    let batches = MicroBatch::split(sequences, runner.cut(micro_batch_tokens));
+    let outputs = runner.forward(&batches, pass)?;
     let log_probs = outputs.iter().flat_map(|o| &o.log_probs);
     let (sum, count) = log_probs.fold((0.0, 0usize), |(sum, n), &l| (sum + f64::from(l), n + 1));
     Ok(-sum / count.max(1) as f64)

@@ -25,7 +25,7 @@ pub fn side_by_side(weight_bytes: u64) -> bool {
 
 /// The model that a batch runs through. Gradients gather in the parameters.
 #[derive(Clone, Copy)]
-pub struct Learner<'a> {
+pub struct BatchRunner<'a> {
     pub threads: &'a Threads,
     pub model: &'a Model,
     pub parameters: &'a Parameters,
@@ -37,7 +37,7 @@ pub type BatchObjective<'a> = &'a (dyn Fn(usize, &[f32], &[f32]) -> Result<HeadG
 /// A critic's objective of every micro-batch: its index, and what [`super::forward_backward::ValueObjective`] sees.
 pub type BatchValueObjective<'a> = &'a (dyn Fn(usize, &[f32]) -> Result<Vec<f32>> + Sync);
 
-impl Learner<'_> {
+impl BatchRunner<'_> {
     /// Runs forward and backward of every micro-batch; the parameters' gradients are then the batch's.
     /// `objective(index, log_probs, entropies)` sees every micro-batch, also those that other processes ran; its gradients must
     /// already be divided by the whole batch's count. `load_balance` is the coefficient over the whole batch.
