@@ -8,16 +8,16 @@ mod models;
 
 use models::{Shape, TINY, model, sequences};
 use rand::Rng;
+use rloss::checkpoint::load::ModelFolder;
+use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::learner::batch::MicroBatch;
 use rloss::learner::forward_backward::{HeadGradient, Pass, PassSettings};
 use rloss::learner::gradients::GradientSum;
 use rloss::learner::optimizer::Optimizer;
 use rloss::model::config::Form;
 use rloss::model::forward::{ForwardOptions, Model};
-use rloss::model::load::ModelFolder;
 use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::Parameters;
-use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::random::{Purpose, stream};
 use rloss::recipe::{PackedWeights, Recipe, RolloutWeights};
 use rloss::run::memory::{self, MemoryPlan, Subject};

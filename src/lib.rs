@@ -17,6 +17,7 @@
 pub mod atomic_file;
 pub mod bounded_file;
 pub mod chat;
+pub mod checkpoint;
 pub mod choice;
 pub mod cli;
 pub mod commands;

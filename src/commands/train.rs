@@ -1,10 +1,10 @@
 //! `rloss train RECIPE`: cold start, reinforcement learning, evaluations, checkpoints.
 
 use crate::bad_input;
+use crate::checkpoint::ResumePoint;
 use crate::commands::arguments::RunArgs;
 use crate::dist::Mesh;
 use crate::error::{EXIT_DONE, EXIT_STOPPED};
-use crate::learner::checkpoint::ResumePoint;
 use crate::metrics::Console;
 use crate::recipe::{Plan, RecipeSource, locate};
 use crate::run::context::RunContext;

@@ -3,9 +3,9 @@
 use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::bounded_file::{self, TOML_BYTES_MAX};
+use crate::checkpoint;
 use crate::error::{EXIT_BAD_INPUT, EXIT_DONE};
 use crate::integrity::{MANIFEST_FILE, Manifest, Seal, sealed, unsealed};
-use crate::learner::checkpoint;
 use crate::metrics::{read_rows, sanitize_terminal};
 use crate::recipe::resolve;
 use crate::run::collect::show;

@@ -27,3 +27,8 @@ const _: () = assert!(cfg!(target_endian = "little"));
 pub fn f32_bytes(values: &[f32]) -> &[u8] {
     bytemuck::cast_slice(values)
 }
+
+/// Values from little-endian bytes.
+pub fn f32_values(bytes: &[u8]) -> impl ExactSizeIterator<Item = f32> {
+    bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b))
+}

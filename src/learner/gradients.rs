@@ -8,11 +8,11 @@
 //! what came to the piece it holds, in rank order. Ranks take the micro-batches in turn, so that is the order of the batch.
 
 use crate::dist::wire::f32_bytes;
+use crate::dist::wire::f32_values;
 use crate::dist::{Mesh, Started, piece};
 use crate::model::names::ParameterSpec;
 use crate::model::parameters::Parameters;
 use crate::model::pieces::within_op;
-use crate::model::tensor_file::f32_values;
 use crate::ops::cpu::{edit, host_values, on_host};
 use crate::ops::optimizer::{scale, sum_of_squares};
 use crate::ops::parameter::GradientSink;

@@ -2,7 +2,6 @@
 
 pub mod batch;
 pub mod batch_runner;
-pub mod checkpoint;
 pub mod critic;
 pub mod experience;
 pub mod forward_backward;
@@ -10,5 +9,4 @@ pub mod gradients;
 mod objective;
 pub mod optimizer;
 pub mod policy_step;
-pub mod reference;
 pub mod supervised;

@@ -5,7 +5,7 @@
 
 use crate::dist::Mesh;
 use crate::dist::wire::f32_bytes;
-use crate::model::tensor_file::f32_values;
+use crate::dist::wire::f32_values;
 use crate::ops::cpu::host_values;
 use crate::ops::{self, Dispatch};
 use anyhow::{Result, ensure};

@@ -166,7 +166,7 @@ impl ParameterSpec {
     }
 
     /// Whether rows are looked up and nothing multiplies by it: an embedding that is not the head too.
-    pub(super) fn is_table(&self) -> bool {
+    pub fn is_table(&self) -> bool {
         self.role == TensorRole::Embedding && self.layout == Layout::AsStored
     }
 

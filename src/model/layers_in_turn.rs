@@ -4,7 +4,6 @@
 use super::config::Config;
 use super::held::{Held, Weight};
 use super::layer::{Adapter, Layer};
-use super::load::ModelFolder;
 use super::names::ParameterSpec;
 use anyhow::{Context, Result};
 use std::collections::HashMap;
@@ -13,18 +12,32 @@ use std::sync::Arc;
 /// What is made of each tensor before a model computes with it.
 pub type WeightChange = Arc<dyn Fn(&ParameterSpec, Held) -> Result<Held> + Send + Sync>;
 
-/// Where the layers' tensors lie.
-#[derive(Clone)]
-pub enum TensorStore {
-    Folder(Arc<ModelFolder>),
-    /// By name.
-    Memory(Arc<HashMap<String, Held>>),
+/// Where the layers' tensors are read from: a model's files, or memory.
+pub trait TensorSource: Send + Sync {
+    /// The tensor of `spec`, packed where it is stored so.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when a file cannot be read.
+    fn tensor(&self, spec: &ParameterSpec) -> Result<Held>;
+
+    /// Bytes that the tensor of `spec` takes in memory.
+    fn resident_bytes(&self, spec: &ParameterSpec) -> u64;
+}
+
+impl TensorSource for HashMap<String, Held> {
+    fn tensor(&self, spec: &ParameterSpec) -> Result<Held> {
+        Ok(self.get(&spec.name).with_context(|| format!("no tensor {}", spec.name))?.clone())
+    }
+
+    fn resident_bytes(&self, spec: &ParameterSpec) -> u64 {
+        self.get(&spec.name).map_or(0, Held::bytes)
+    }
 }
 
 /// The layers of a model, and what is made of their weights as they are taken.
 #[derive(Clone)]
 pub struct LayersInTurn {
-    pub store: TensorStore,
+    pub source: Arc<dyn TensorSource>,
     pub config: Config,
     /// What `model.dtype` asks for, then the arms or a mistake to recognise others by.
     pub changes: Vec<WeightChange>,
@@ -52,12 +65,7 @@ impl LayersInTurn {
     /// # Errors
     /// As [`Self::layer`].
     pub fn tensor(&self, spec: &ParameterSpec) -> Result<Held> {
-        let held = match &self.store {
-            TensorStore::Folder(files) => files.loaded(spec, false)?.held(spec)?,
-            TensorStore::Memory(held) => {
-                held.get(&spec.name).with_context(|| format!("no tensor {}", spec.name))?.clone()
-            }
-        };
+        let held = self.source.tensor(spec)?;
         self.changes.iter().try_fold(held, |held, change| change(spec, held))
     }
 }

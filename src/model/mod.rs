@@ -14,7 +14,6 @@ pub mod held;
 pub mod init;
 pub mod layer;
 pub mod layers_in_turn;
-pub mod load;
 pub mod names;
 #[cfg(feature = "cuda")]
 #[cfg(test)]
@@ -25,8 +24,6 @@ pub mod policy_view;
 mod qwen2;
 pub mod rope;
 pub mod rounding;
-pub mod save;
 pub mod split_rows;
-pub mod tensor_file;
 pub mod trunk;
 pub mod weights;

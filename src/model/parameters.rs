@@ -10,8 +10,7 @@ use super::adapter::Lora;
 use super::config::Config;
 use super::held::{Held, Loaded, PackedPiece, Weight};
 use super::layer::Adapter;
-use super::layers_in_turn::{LayersInTurn, TensorStore, WeightChange, adapted};
-use super::load::ModelFolder;
+use super::layers_in_turn::{LayersInTurn, TensorSource, WeightChange, adapted};
 use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use super::pieces::Uses;
 use super::rounding::WeightRounding;
@@ -103,20 +102,19 @@ impl Parameters {
         Self::of(config, parameter_specs(config), values)
     }
 
-    /// The same with the layers left on disk in `files`, `changes` made of every tensor as it is read; nothing of it can learn.
+    /// The same with the layers left in `source`, `changes` made of every tensor as it is read; nothing of it can learn.
     ///
     /// # Errors
     /// As [`Self::new`], and those of reading what lies outside the layers.
     pub fn with_stored_layers(
         config: &Config,
-        files: Arc<ModelFolder>,
+        source: Arc<dyn TensorSource>,
         changes: Vec<WeightChange>,
     ) -> Result<Self> {
-        let store = TensorStore::Folder(files.clone());
-        let stored = LayersInTurn { store, config: config.clone(), changes, adapters: HashMap::new() };
+        let stored = LayersInTurn { source, config: config.clone(), changes, adapters: HashMap::new() };
         let loaded = parameter_specs(config).into_iter().map(|spec| {
             let values = match spec.layer {
-                Some(_) => Loaded::Stored(spec.resident_bytes(files.form_of(&spec))),
+                Some(_) => Loaded::Stored(stored.source.resident_bytes(&spec)),
                 None => Loaded::Packed(stored.tensor(&spec)?),
             };
             Ok((spec, values))
@@ -444,8 +442,13 @@ impl Parameters {
             None => {
                 let of_layers = self.specs.iter().enumerate().filter(|(_, spec)| spec.layer.is_some());
                 let held = of_layers.map(|(index, spec)| Ok((spec.name.clone(), self.of_place(index)?)));
-                let store = TensorStore::Memory(Arc::new(held.collect::<Result<_>>()?));
-                LayersInTurn { store, config: self.config.clone(), changes: vec![], adapters: HashMap::new() }
+                let source = Arc::new(held.collect::<Result<HashMap<String, Held>>>()?);
+                LayersInTurn {
+                    source,
+                    config: self.config.clone(),
+                    changes: vec![],
+                    adapters: HashMap::new(),
+                }
             }
         };
         layers.changes.push(change.clone());

@@ -7,8 +7,7 @@
 
 use super::attend::Attend;
 use super::pieces::within_op;
-use super::tensor_file::f32_values;
-use crate::dist::wire::f32_bytes;
+use crate::dist::wire::{f32_bytes, f32_values};
 use crate::dist::{Mesh, to_each};
 use crate::ops::cpu::{host_values, values};
 use crate::ops::graph::{apply_1, contiguous, reshape, stretch};

@@ -8,16 +8,16 @@ use super::freeze::{critic_trainable, trainable};
 use super::memory::{Available, Intent, MemoryPlan, OtherWeights, Subject, gigabytes};
 use super::source::{BasePlace, ModelSource, unverified};
 use crate::bad_input;
+use crate::checkpoint::load::ModelFolder;
+use crate::checkpoint::peft::holds_adapter;
 use crate::dist::Mesh;
 use crate::error::BadInput;
 use crate::harmony::Message;
 use crate::interpreter::{self, CPython, Embedded, Interpreter};
 use crate::metrics::Console;
-use crate::model::adapter::peft::holds_adapter;
 use crate::model::config::Config;
 use crate::model::forward::Model;
-use crate::model::layers_in_turn::{LayersInTurn, TensorStore};
-use crate::model::load::ModelFolder;
+use crate::model::layers_in_turn::LayersInTurn;
 use crate::model::split_rows::heads_split;
 use crate::ops::mxfp4;
 use crate::ops::threads::Threads;
@@ -354,8 +354,12 @@ impl Preflight {
 
 /// What a model that stays on disk costs, from the time that its first layer takes.
 fn said_of_streaming(needed: u64, files: &Arc<ModelFolder>, config: &Config) -> Result<String> {
-    let store = TensorStore::Folder(files.clone());
-    let stored = LayersInTurn { store, config: config.clone(), changes: vec![], adapters: HashMap::new() };
+    let stored = LayersInTurn {
+        source: files.clone(),
+        config: config.clone(),
+        changes: vec![],
+        adapters: HashMap::new(),
+    };
     let begun = Instant::now();
     stored.layer(0)?;
     let seconds = begun.elapsed().as_secs_f64() * config.num_hidden_layers as f64;

@@ -2,10 +2,10 @@
 
 use super::Trainer;
 use crate::atomic_file::replace_folder;
-use crate::model::adapter::{BASE_FOLDER, Base};
+use crate::checkpoint::save::{SHARD_BYTES_MAX, save};
+use crate::checkpoint::{BASE_FOLDER, Base};
 use crate::model::config::Form;
 use crate::model::parameters::VALUES;
-use crate::model::save::{SHARD_BYTES_MAX, save};
 use crate::recipe::Dtype;
 use anyhow::{Context, Result};
 

@@ -1,8 +1,8 @@
 //! The critic of a run: opened at the start of reinforcement learning, and updated before the policy in every step.
 
 use super::{Trainer, apply};
+use crate::checkpoint::{self, ResumePoint};
 use crate::learner::batch_runner::BatchRunner;
-use crate::learner::checkpoint::{self, ResumePoint};
 use crate::learner::critic::{Critic, CriticStep};
 use crate::learner::experience::Experience;
 use crate::learner::forward_backward::PassSettings;
@@ -26,7 +26,8 @@ impl Trainer {
         let mut critic = Critic::new(config, &context.parameters, trainable, settings, seed, round)?;
         if let Some(point) = point {
             critic.optimizer.updates = point.state.critic_updates;
-            checkpoint::restore_critic(&point.folder, &mut critic)?;
+            checkpoint::restore_critic(&point.folder, &mut critic.parameters)?;
+            critic.optimizer.write_weights(&mut critic.parameters)?;
         }
         Ok(Some(critic))
     }

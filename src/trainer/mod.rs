@@ -12,9 +12,9 @@ mod update;
 
 pub use data::TrainingData;
 
+use crate::checkpoint::{self, ResumePoint};
 use crate::learner::batch::Sequence;
 use crate::learner::batch_runner::BatchRunner;
-use crate::learner::checkpoint::{self, ResumePoint};
 use crate::learner::critic::Critic;
 use crate::learner::forward_backward::PassSettings;
 use crate::learner::gradients::clip;
@@ -185,7 +185,8 @@ impl Trainer {
         let mut optimizer = Optimizer::new(settings, &mut context.parameters, round)?;
         if let Some(point) = point {
             optimizer.updates = point.state.updates;
-            checkpoint::restore(&point.folder, &mut context.parameters, &optimizer)?;
+            checkpoint::restore(&point.folder, &mut context.parameters)?;
+            optimizer.write_weights(&mut context.parameters)?;
         }
         self.watch_space();
         Ok(optimizer)

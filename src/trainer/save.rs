@@ -1,7 +1,7 @@
 //! When a run saves, and what.
 
 use super::Trainer;
-use crate::learner::checkpoint::{self, Snapshot, TrainerState};
+use crate::checkpoint::{self, Snapshot, TrainerState};
 use crate::learner::critic::Critic;
 use crate::learner::optimizer::Optimizer;
 use crate::metrics::Phase;
@@ -77,7 +77,7 @@ impl Trainer {
                 companions: &context.companions,
                 parameters: &context.parameters,
                 base: context.base.as_ref(),
-                critic,
+                critic: critic.map(|critic| &critic.parameters),
                 recipe: &context.plan.to_toml(),
                 state,
             };

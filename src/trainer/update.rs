@@ -1,12 +1,12 @@
 //! A step's updates of critic and policy, and the reference the policy may be held to.
 
 use super::{Trainer, apply};
-use crate::learner::checkpoint::ResumePoint;
+use crate::checkpoint::ResumePoint;
+use crate::checkpoint::reference;
 use crate::learner::critic::{Critic, CriticStep};
 use crate::learner::forward_backward::PassSettings;
 use crate::learner::optimizer::Optimizer;
 use crate::learner::policy_step::PolicyStep;
-use crate::learner::reference;
 use crate::metrics::{Accumulator, Metrics};
 use crate::model::forward::ForwardOptions;
 use crate::policy::kl_in_reward::KlController;

@@ -2,13 +2,13 @@
 
 use crate::tiny::load;
 use crate::tiny::{self, Learned, learned};
+use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::learner::batch::MicroBatch;
 use rloss::learner::forward_backward::{HeadGradient, PassOutput, PassSettings};
 use rloss::model::config::{Config, Form};
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::Parameters;
-use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
 use serde_json::Value;
 use std::path::Path;
 use std::process::Command;

@@ -4,6 +4,7 @@ pub mod case;
 
 use crate::tiny::{self, load};
 use case::{Case, Figures};
+use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::learner::batch::MicroBatch;
 use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::model::config::{Config, Form};
@@ -11,7 +12,6 @@ use rloss::model::forward::ForwardOptions;
 use rloss::model::init::{InitSettings, init};
 use rloss::model::names::TensorRole;
 use rloss::model::parameters::Parameters;
-use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
 use std::path::{Path, PathBuf};
 
 fn fixture(name: &str) -> PathBuf {

@@ -2,13 +2,13 @@
 
 use crate::data;
 use candle_core::{Device, Tensor};
+use rloss::checkpoint::load::weights_present;
+use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::error::BadInput;
 use rloss::model::config::{Config, Form, LayerType, Rope};
 use rloss::model::family::Family;
 use rloss::model::init::InitSettings;
-use rloss::model::load::weights_present;
 use rloss::model::names::{ParameterSpec, TensorRole, parameter_count, parameter_specs};
-use rloss::model::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::recipe::Yarn;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;

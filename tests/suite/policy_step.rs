@@ -4,13 +4,13 @@ mod shared;
 mod variants;
 
 use crate::tiny::{self, Gradients, Learned};
+use rloss::checkpoint::reference;
 use rloss::choice::Choice;
 use rloss::learner::batch::{MicroBatch, Sequence};
 use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::experience::Experience;
 use rloss::learner::forward_backward::PassSettings;
 use rloss::learner::policy_step::{PolicyStep, Update};
-use rloss::learner::reference;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::parameters::Parameters;
 use rloss::ops::threads::Threads;

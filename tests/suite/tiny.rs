@@ -2,6 +2,7 @@
 
 use candle_core::Tensor;
 use rand::Rng;
+use rloss::checkpoint::load::ModelFolder;
 use rloss::learner::batch::{MicroBatch, Sequence};
 use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::learner::gradients::GradientSum;
@@ -9,7 +10,6 @@ use rloss::model::config::{Config, LayerType, Rope};
 use rloss::model::family::Family;
 use rloss::model::forward::Model;
 use rloss::model::init::{InitSettings, init};
-use rloss::model::load::ModelFolder;
 use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::Parameters;
 use rloss::ops::cpu::edit;

@@ -2,13 +2,13 @@
 
 use super::{BLOCK_STATES, MASTER, Parameters, VALUES, Values};
 use crate::dist::wire::f32_bytes;
+use crate::dist::wire::f32_values;
 use crate::dist::{CUT, Mesh, in_order, piece};
 use crate::model::expert_ranks::{ExpertRanks, experts_of};
 use crate::model::held::{Held, PackedPiece, Weight};
 use crate::model::names::{ParameterSpec, TensorRole};
 use crate::model::pieces::{self, GatheredLayers, Part, PartHeld, Uses};
 use crate::model::rounding::WeightRounding;
-use crate::model::tensor_file::f32_values;
 use crate::model::weights::{Layers, VALUE_HEAD, Weights};
 use crate::ops::cpu::{host_codes, host_values, on_host};
 use anyhow::{Context, Result, bail};

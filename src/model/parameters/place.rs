@@ -1,9 +1,9 @@
 //! Where the store is: in host memory, or on a GPU, where matrices are bf16 and all else f32.
 
 use super::{MASTER, OptimizerState, Parameters, Values};
+use crate::dist::wire::f32_values;
 use crate::model::held::Held;
 use crate::model::names::ParameterSpec;
-use crate::model::tensor_file::f32_values;
 use crate::model::weights::Weights;
 use crate::ops::cpu::{edit, edit_codes, host_values, on_host};
 use crate::ops::dense_record::DenseProducts;

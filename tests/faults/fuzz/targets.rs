@@ -1,16 +1,16 @@
 //! The parsers, each with sound examples of what it reads.
 
 use rloss::chat::Chat;
+use rloss::checkpoint::tensor_file::TensorFile;
 use rloss::harmony::HarmonyTokenizer;
 use rloss::integrity::{Manifest, Seal, sealed};
 use rloss::metrics::Row;
 use rloss::model::config::Config;
 use rloss::model::family::Family;
-use rloss::model::tensor_file::TensorFile;
 use rloss::tasks::answer::AnswerEquality;
 use rloss::tasks::instructions::Instruction;
 use rloss::tasks::{boxed, gsm8k, number, retool, rows};
-use rloss::{learner, mismatch, recipe, report, rollout};
+use rloss::{checkpoint, mismatch, recipe, report, rollout};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -150,7 +150,7 @@ fn model_files(scratch: &Path) -> Vec<Target> {
                 r#"{{"phase": "rl", "step": 3, "updates": 3, "metrics_bytes": 99, "metrics_digest": "{digest}"}}"#
             )],
             file(scratch, "trainer.json", move |path| {
-                let _ = learner::checkpoint::read_state(&parent(path));
+                let _ = checkpoint::read_state(&parent(path));
             }),
         ),
     ]

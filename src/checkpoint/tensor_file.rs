@@ -1,10 +1,10 @@
 //! A safetensors file, a tensor at a time: no whole file is ever in memory, and none is mapped, for a mapped file that
 //! shrinks kills the process.
 
-use super::names::StoredTensor;
 use crate::bad_input;
 use crate::bounded_file;
 use crate::integrity::Digesting;
+use crate::model::names::StoredTensor;
 use anyhow::{Context, Result};
 use blake3::Hash;
 use safetensors::tensor::{Metadata, TensorInfo};
@@ -162,9 +162,4 @@ fn write_pieces<const N: usize>(
         out.write_all(&piece.iter().flat_map(|&v| bytes(v)).collect::<Vec<u8>>())?;
     }
     Ok(())
-}
-
-/// Values from little-endian bytes.
-pub fn f32_values(bytes: &[u8]) -> impl ExactSizeIterator<Item = f32> {
-    bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b))
 }

@@ -1,10 +1,10 @@
 //! The base of an adapter: where it lies, and how it is known again, which is by what its files hold and never by a name.
 
+use super::load::weight_files;
 use super::peft;
 use crate::bad_input;
 use crate::error::quoted;
 use crate::integrity::{Manifest, digest_of};
-use crate::model::load::weight_files;
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};

@@ -2,14 +2,15 @@
 //!
 //! It lies in the run folder beside the checkpoints, so that a resumed run measures against the same bits.
 
+use super::tensor_file::{TensorFile, write_f32, write_tensors};
 use crate::atomic_file::replace_file;
 use crate::bad_input;
+use crate::dist::wire::f32_values;
 use crate::integrity::digest_of;
 use crate::model::config::Config;
 use crate::model::held::Loaded;
 use crate::model::names::{ParameterSpec, StoredTensor};
 use crate::model::parameters::{Parameters, VALUES};
-use crate::model::tensor_file::{TensorFile, f32_values, write_f32, write_tensors};
 use crate::ops::cpu::host_values;
 use anyhow::{Context, Result};
 use blake3::Hash;

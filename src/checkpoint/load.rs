@@ -3,12 +3,14 @@
 //! Opening reads only the headers and checks them against the config, all mistakes at once. Tensors are
 //! then read one at a time, when they are asked for ([`TensorFile`]).
 
-use super::config::{Config, Form};
-use super::held::{Held, Loaded};
-use super::names::{Layout, ParameterSpec, StoredTensor, parameter_specs};
-use super::tensor_file::{TensorFile, f32_values};
+use super::tensor_file::TensorFile;
 use crate::bad_input;
 use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};
+use crate::dist::wire::f32_values;
+use crate::model::config::{Config, Form};
+use crate::model::held::{Held, Loaded};
+use crate::model::layers_in_turn::TensorSource;
+use crate::model::names::{Layout, ParameterSpec, StoredTensor, parameter_specs};
 use crate::ops::mxfp4::{self, BLOCK};
 use crate::ops::packed::{self, PackedMatrix, PackedTable, StoredRows, bf16_is_finite, block_is_finite};
 use anyhow::Result;
@@ -233,6 +235,16 @@ impl ModelFolder {
     fn bytes(&self, name: &str) -> Result<(Vec<u8>, Dtype)> {
         let Stored { file, info } = self.stored(name)?;
         Ok((file.read(info)?, info.dtype))
+    }
+}
+
+impl TensorSource for ModelFolder {
+    fn tensor(&self, spec: &ParameterSpec) -> Result<Held> {
+        self.loaded(spec, false)?.held(spec)
+    }
+
+    fn resident_bytes(&self, spec: &ParameterSpec) -> u64 {
+        spec.resident_bytes(self.form_of(spec))
     }
 }
 

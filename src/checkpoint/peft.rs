@@ -10,12 +10,14 @@
 //! Rows of an experts' `A` go by expert, columns of its `B` by rank: `e·r + j` and `j·E + e`. PEFT wraps one parameter in the other;
 //! where one of the two has an adapter alone, there is no `base_layer` in its name.
 
-use super::{Base, Lora, is_adaptable};
+use super::Base;
+use super::tensor_file::{TensorFile, write_f32, write_tensors};
 use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX};
+use crate::dist::wire::f32_values;
 use crate::integrity::Manifest;
+use crate::model::adapter::{Lora, is_adaptable};
 use crate::model::names::{ParameterSpec, StoredTensor};
-use crate::model::tensor_file::{TensorFile, f32_values, write_f32, write_tensors};
 use anyhow::{Context, Result, ensure};
 use safetensors::Dtype;
 use serde_json::{Value, json};

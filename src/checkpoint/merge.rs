@@ -1,6 +1,6 @@
 //! An adapter added into its matrices: for a folder that programs without adapters read. Nothing here computes with such a sum.
 
-use super::Lora;
+use crate::model::adapter::Lora;
 use crate::model::names::ParameterSpec;
 use crate::model::parameters::Parameters;
 use crate::ops::cpu::host_values;

@@ -1,4 +1,5 @@
-//! Checkpoints: written aside, synced and renamed, so that a kill at any moment leaves whole ones only.
+//! Files of models and runs: Hugging Face folders, adapters in PEFT's form, and checkpoints. Checkpoints are written aside,
+//! synced and renamed, so that a kill at any moment leaves whole ones only.
 //!
 //! A checkpoint is a Hugging Face folder (`config.json`, safetensors, tokenizer) with two files more:
 //! `trainer.json` says where the run stood, `trainer.safetensors` holds the optimizer's state: f32, and codes of 8 bits.
@@ -7,26 +8,32 @@
 //! `trainer.toml` is the recipe as resolved. `manifest.b3`, written last, holds the digest of every other file.
 //! Random numbers need no state: they are functions of the seed and the step.
 
-mod list;
+mod base;
+pub mod load;
+pub mod merge;
+pub mod peft;
+pub mod reference;
+mod resume;
+pub mod save;
 mod state_files;
+pub mod tensor_file;
 
-pub use list::{
+pub use base::{BASE_FOLDER, Base};
+pub use resume::{
     ResumePoint, clear_partial, each, folder_name, holds_state, newest, newest_folder, read_state, sound,
 };
 
-use super::critic::Critic;
-use super::optimizer::Optimizer;
 use crate::atomic_file::{remove_folder, replace_folder};
 use crate::integrity::{Manifest, sealed};
 use crate::metrics::Phase;
-use crate::model::adapter::{Base, Lora, peft};
+use crate::model::adapter::Lora;
 use crate::model::config::{Config, Form};
 use crate::model::names::{ParameterSpec, StoredTensor, TensorRole, parameter_specs};
 use crate::model::parameters::{Asked, MASTER, Parameters};
-use crate::model::save::{Companions, SHARD_BYTES_MAX, save, save_without_weights};
 use crate::ops::mxfp4;
 use anyhow::{Context, Result};
 use blake3::Hash;
+use save::{Companions, SHARD_BYTES_MAX, save, save_without_weights};
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -52,10 +59,10 @@ pub struct TrainerState {
     /// Length of `metrics.jsonl` at this point, bytes.
     pub metrics_bytes: u64,
     /// The digest of that much of it; none in a checkpoint without a manifest.
-    #[serde(default, skip_serializing_if = "Option::is_none", with = "list::hexadecimal")]
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "resume::hexadecimal")]
     pub metrics_digest: Option<Hash>,
     /// The digest of the run's frozen reference, where it has one.
-    #[serde(default, skip_serializing_if = "Option::is_none", with = "list::hexadecimal")]
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "resume::hexadecimal")]
     pub reference_digest: Option<Hash>,
     /// What the coefficient of `policy.kl` was steered to, where it is steered.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -67,7 +74,7 @@ pub struct TrainerState {
 /// # Errors
 /// When the disk refuses.
 pub fn prune(run: &Path, keep: usize) -> Result<()> {
-    let mut old = list::all(run)?;
+    let mut old = resume::all(run)?;
     old.truncate(old.len().saturating_sub(keep.max(1)));
     old.iter().try_for_each(|folder| remove_folder(folder))
 }
@@ -80,7 +87,7 @@ pub struct Snapshot<'a> {
     pub parameters: &'a Parameters,
     /// What an adapter among them stands on.
     pub base: Option<&'a Base>,
-    pub critic: Option<&'a Critic>,
+    pub critic: Option<&'a Parameters>,
     /// The recipe as resolved.
     pub recipe: &'a str,
     pub state: TrainerState,
@@ -122,7 +129,7 @@ impl Snapshot<'_> {
         state_files::write((aside, STATE_STEM), self.parameters, false, &rounded, &mut manifest)?;
         if let Some(critic) = self.critic {
             let all = |_: &ParameterSpec, _: &[f32]| true;
-            state_files::write((aside, CRITIC_STEM), &critic.parameters, true, &all, &mut manifest)?;
+            state_files::write((aside, CRITIC_STEM), critic, true, &all, &mut manifest)?;
         }
         manifest.write_file(aside, RECIPE_FILE, sealed(self.recipe).as_bytes())?;
         let state = serde_json::to_string_pretty(&self.state)? + "\n";
@@ -193,18 +200,19 @@ pub fn answer(parameters: &Parameters, critic: Option<&Parameters>, asked: &Aske
     }
 }
 
-/// Restores weights and optimizer from the checkpoint `folder`, bit for bit.
+/// Restores weights and the optimizer's state from the checkpoint `folder`, bit for bit. The optimizer then writes the working
+/// weights.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the checkpoint's state does not fit the model.
-pub fn restore(folder: &Path, parameters: &mut Parameters, optimizer: &Optimizer) -> Result<()> {
-    state_files::restore((folder, STATE_STEM), parameters, optimizer, false)
+pub fn restore(folder: &Path, parameters: &mut Parameters) -> Result<()> {
+    state_files::restore((folder, STATE_STEM), parameters, false)
 }
 
-/// Restores the critic of the checkpoint `folder`, bit for bit.
+/// Restores a critic's weights and state from the checkpoint `folder`, as [`restore`] does the policy's.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the checkpoint holds no critic, or one that does not fit the model.
-pub fn restore_critic(folder: &Path, critic: &mut Critic) -> Result<()> {
-    state_files::restore((folder, CRITIC_STEM), &mut critic.parameters, &critic.optimizer, true)
+pub fn restore_critic(folder: &Path, critic: &mut Parameters) -> Result<()> {
+    state_files::restore((folder, CRITIC_STEM), critic, true)
 }

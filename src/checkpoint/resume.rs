@@ -1,14 +1,12 @@
 //! The checkpoints of a run: which there are, where each stood, and which of them are sound.
 
-use super::{STATE_FILE, TrainerState};
+use super::{BASE_FOLDER, STATE_FILE, TrainerState, peft, reference};
 use crate::atomic_file::is_partial;
 use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX};
 use crate::error::{BadInput, quoted};
 use crate::integrity::{MANIFEST_FILE, Manifest, digest_of};
-use crate::learner::reference;
 use crate::metrics::Phase;
-use crate::model::adapter::{BASE_FOLDER, peft};
 use anyhow::{Context, Result};
 use std::fs;
 use std::io::ErrorKind;

@@ -3,14 +3,14 @@
 //! The bytes are a function of the arguments. Files are synced; nothing that exists is overwritten. A
 //! caller that wants all or nothing saves into a fresh folder and renames it.
 
-use super::config::{Config, Form};
 use super::load::{INDEX_FILE, WEIGHTS_FILE};
-use super::names::{Layout, ParameterSpec, StoredTensor, parameter_specs};
 use super::tensor_file::{write_bf16, write_f32, write_tensors};
 use crate::bad_input;
 use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};
 use crate::chat::Chat;
 use crate::integrity::Manifest;
+use crate::model::config::{Config, Form};
+use crate::model::names::{Layout, ParameterSpec, StoredTensor, parameter_specs};
 use crate::ops::cpu::host_values;
 use crate::ops::mxfp4;
 use anyhow::{Context, Result, ensure};

@@ -3,12 +3,6 @@
 //! A matrix `W [in, out]` acts as `W + s · A · B` with `A [in, r]` and `B [r, out]`; of experts each has its own pair. The sum is
 //! never formed: base and adapter multiply side by side, in rollout and training alike.
 
-mod base;
-pub mod merge;
-pub mod peft;
-
-pub use base::{BASE_FOLDER, Base};
-
 use super::config::Config;
 use super::names::{Layout, ParameterSpec, TensorRole};
 use crate::random::{Purpose, stream};
