@@ -2,7 +2,6 @@
 //!
 //! Every part prints rows of one Markdown table. A failed check does not end the part: the others are worth knowing too.
 
-mod cublaslt;
 mod facts;
 mod instruction;
 mod links;
@@ -20,6 +19,7 @@ mod speed;
 mod speed_ops;
 
 use crate::error::{EXIT_DONE, EXIT_FAILED};
+use crate::ops::cuda::Gpu;
 use crate::{bad_input, ops};
 use anyhow::Result;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
@@ -38,16 +38,6 @@ pub struct GpuCheckArgs {
     /// Writes what this device gives for the part "seeded" to a file, and does nothing else
     #[arg(long, value_name = "FILE")]
     pub write_seeded: Option<PathBuf>,
-    /// Writes to a file by which of cuBLASLt's algorithms a row of the recipe's model has its bits at every number of rows, for
-    /// model.dense_products, and does nothing else
-    #[arg(long, value_name = "FILE", requires = "recipe")]
-    pub write_cublaslt: Option<PathBuf>,
-    /// The recipe, or run folder, whose model it is for
-    #[arg(long, requires = "write_cublaslt")]
-    pub recipe: Option<PathBuf>,
-    /// Replace a value of that recipe
-    #[arg(long = "set", value_name = "KEY=VALUE", requires = "recipe")]
-    pub sets: Vec<String>,
     /// Which GPU
     #[arg(long, default_value_t = 0)]
     pub device: usize,
@@ -116,11 +106,8 @@ impl Verdicts {
 /// When there is no GPU that the kernels run on, or the peers' file cannot be read.
 pub fn run(args: &GpuCheckArgs) -> Result<u8> {
     let peers = args.peers.as_deref().map(peers::read).transpose()?;
-    let gpu = ops::cuda::usable(args.device).map_err(|error| bad_input!("gpu-check: {error}"))?;
-    if let Some(path) = &args.write_cublaslt {
-        return cublaslt::write(&gpu, args, path).map(|()| EXIT_DONE);
-    }
-    let device = gpu.device;
+    let Gpu { device, .. } =
+        ops::cuda::usable(args.device).map_err(|error| bad_input!("gpu-check: {error}"))?;
     if let Some(path) = &args.write_seeded {
         return seeded::write(&device, path).map(|()| EXIT_DONE);
     }

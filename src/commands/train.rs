@@ -43,14 +43,11 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     let state = point.as_ref().map_or(String::new(), |point| format!("{:?}", point.state));
     let weights = checkpoint.or(context.recipe().model.path.as_deref());
     processes::check_alike(&mesh, &context.plan, weights, &state)?;
-    let record = context.dense_record.as_deref().unwrap_or_default();
-    mesh.same("records of model.dense_products", record, "give all nodes one file")?;
     // From here on a signal finds a run to save.
     let stop = Stop::listen()?;
     let folder = match args.resume {
         _ if !mesh.is_leader() => Ok(RunFolder::follow(&out)),
-        true => RunFolder::check_dense_record(&out, &context.place, context.dense_record.as_deref())
-            .and_then(|()| RunFolder::resume(&out, &context.plan, point.as_ref())),
+        true => RunFolder::resume(&out, &context.plan, point.as_ref()),
         false => RunFolder::create(&out, &context.plan),
     };
     let folder = mesh.agree("the run's folder", folder)?;
@@ -69,8 +66,6 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     }
     let memory = context.memory.clone();
     let run = || {
-        // Before the place is: a run at a place goes on with the record that was kept.
-        folder.write_dense_record(context.dense_record.as_deref())?;
         folder.write_model(&header::model(&context))?;
         if let Some(confinement) = context.confinement() {
             folder.write_confinement(&confinement)?;

@@ -7,7 +7,7 @@ use crate::checkpoint;
 use crate::error::{EXIT_BAD_INPUT, EXIT_DONE};
 use crate::integrity::{MANIFEST_FILE, Manifest, Seal, sealed, unsealed};
 use crate::metrics::{read_rows, sanitize_terminal};
-use crate::recipe::resolve;
+use crate::recipe::resolve_stored;
 use crate::run::collect::show;
 use crate::run::run_folder::lock;
 use anyhow::Result;
@@ -107,7 +107,7 @@ fn accept_recipe(run: &Path) -> Result<Finding> {
     let text = bounded_file::read_text(&file, TOML_BYTES_MAX)
         .map_err(|e| bad_input!("{}: cannot be read: {e}; restore it", file.display()))?;
     let text = unsealed(&text);
-    resolve(&file, &text, &[])?;
+    resolve_stored(&file, &text, &[])?;
     write_file(&file, &sealed(&text))?;
     Ok(Ok(format!("{}: sealed as it is now", file.display())))
 }

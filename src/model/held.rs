@@ -277,7 +277,7 @@ impl Weight {
     /// When it is a table.
     pub fn projection(self, bias: Option<Parameter>) -> Result<Projection> {
         match self {
-            Weight::Plain(weight) => Ok(Projection::Dense { weight, bias, product: None }),
+            Weight::Plain(weight) => Ok(Projection::Dense { weight, bias }),
             Weight::Matrix(weight) => Ok(Projection::Packed { weight, bias }),
             Weight::Adapted(base, adapter) => {
                 Ok(Projection::Adapted { base: Box::new(base.projection(bias)?), adapter })

@@ -1,8 +1,6 @@
 //! One layer's tensors by what they do. A projection multiplies; whether it is dense, packed or adapted is its own business.
 
 use super::expert_ranks::ExpertRanks;
-use crate::ops::cuda::LtProduct;
-use crate::ops::dense_record::{DenseProducts, DenseShape};
 use crate::ops::head_matrix::HeadMatrix;
 use crate::ops::logits::{Logits, Sampling};
 use crate::ops::packed::{PackedMatrix, packed_grouped_linear, packed_linear};
@@ -16,8 +14,7 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub enum Projection {
     /// `[in, out]` and a bias `[out]`, or one of each an expert: `[E, in, out]` and `[E, out]`.
-    /// On a GPU `product` may make the forward in place of the program's own kernel.
-    Dense { weight: Parameter, bias: Option<Parameter>, product: Option<LtProduct> },
+    Dense { weight: Parameter, bias: Option<Parameter> },
     /// The same shapes, packed: the products' bits are those of the decoded matrix.
     Packed { weight: Arc<PackedMatrix>, bias: Option<Parameter> },
     /// Any of them with an adapter beside it; the two are never merged.
@@ -42,19 +39,6 @@ impl Adapter {
 }
 
 impl Projection {
-    /// Takes its forward from `products`, where it is among them.
-    fn multiply_by(&mut self, products: &DenseProducts) {
-        match self {
-            Projection::Dense { weight, bias, product } => {
-                if let [k, n] = *weight.values().dims() {
-                    *product = products.get(&DenseShape { k, n, bias: bias.is_some() }).cloned();
-                }
-            }
-            Projection::Packed { .. } => {}
-            Projection::Adapted { base, .. } => base.multiply_by(products),
-        }
-    }
-
     /// Multiplies so on a CPU, where it is dense.
     fn multiply_in(&mut self, precision: Precision) {
         match self {
@@ -73,10 +57,9 @@ impl Projection {
     /// The same, not learning.
     pub fn without_gradient(&self) -> Self {
         match self {
-            Projection::Dense { weight, bias, product } => Projection::Dense {
+            Projection::Dense { weight, bias } => Projection::Dense {
                 weight: weight.without_gradient(),
                 bias: bias.as_ref().map(Parameter::without_gradient),
-                product: product.clone(),
             },
             Projection::Packed { weight, bias } => Projection::Packed {
                 weight: weight.clone(),
@@ -95,10 +78,7 @@ impl Projection {
     /// When shapes disagree.
     pub fn apply(&self, x: &Tensor) -> Result<Tensor> {
         match self {
-            Projection::Dense { weight, bias, product: None } => Ok(ops::linear(x, weight, bias.as_ref())?),
-            Projection::Dense { weight, bias, product: Some(product) } => {
-                Ok(ops::linear_by(x, weight, bias.as_ref(), product)?)
-            }
+            Projection::Dense { weight, bias } => Ok(ops::linear(x, weight, bias.as_ref())?),
             Projection::Packed { weight, bias } => Ok(packed_linear(x, weight, bias.as_ref())?),
             Projection::Adapted { base, adapter } => adapter.add_to(&base.apply(x)?, x, None),
         }
@@ -110,7 +90,7 @@ impl Projection {
     /// When shapes disagree.
     pub fn apply_f32(&self, x: &Tensor) -> Result<Tensor> {
         match self {
-            Projection::Dense { weight, bias, .. } => Ok(ops::linear_f32(x, weight, bias.as_ref())?),
+            Projection::Dense { weight, bias } => Ok(ops::linear_f32(x, weight, bias.as_ref())?),
             Projection::Packed { weight, bias } => Ok(packed_linear(x, weight, bias.as_ref())?),
             Projection::Adapted { base, adapter } => adapter.add_to(&base.apply_f32(x)?, x, None),
         }
@@ -122,7 +102,7 @@ impl Projection {
     /// When shapes disagree.
     pub fn apply_grouped(&self, x: &Tensor, plan: &Dispatch) -> Result<Tensor> {
         match self {
-            Projection::Dense { weight, bias, .. } => {
+            Projection::Dense { weight, bias } => {
                 let bias = bias.as_ref().context("experts have biases")?;
                 Ok(ops::grouped_linear(x, weight, bias, plan)?)
             }
@@ -214,16 +194,6 @@ pub struct Layer {
 }
 
 impl Layer {
-    /// The same, whose dense products are made by `products`, where they are among them. A router's never are: its sums stay f32.
-    pub fn multiplied_by(mut self, products: &DenseProducts) -> Self {
-        let AttentionWeights { q, k, v, o, .. } = &mut self.attention;
-        [q, k, v, o].into_iter().for_each(|projection| projection.multiply_by(products));
-        if let FeedForward::Gated(Gated { gate, up, down }) = &mut self.feed_forward {
-            [gate, up, down].into_iter().for_each(|projection| projection.multiply_by(products));
-        }
-        self
-    }
-
     /// The same, whose dense products a CPU makes so. A router's stay f32.
     pub fn multiplying(mut self, precision: Precision) -> Self {
         let AttentionWeights { q, k, v, o, .. } = &mut self.attention;

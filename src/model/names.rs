@@ -4,9 +4,7 @@
 //! E experts, I intermediate.
 
 use super::config::{Config, Form};
-use crate::ops::dense_record::DenseShape;
 use safetensors::Dtype;
-use std::collections::BTreeSet;
 
 /// The embedding's name.
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -170,24 +168,6 @@ pub fn parameter_count(config: &Config) -> u128 {
     let count = |specs: &[ParameterSpec]| specs.iter().map(|s| s.element_count() as u128).sum::<u128>();
     let outside = parameter_specs(&Config { num_hidden_layers: 0, ..config.clone() });
     count(&outside) + config.num_hidden_layers as u128 * count(&config.family.layer_specs(config, 0))
-}
-
-/// The dense products of a layer whose results are bf16 on a GPU, each once: attention's, and those of a plain gated unit. A
-/// router's sums stay f32.
-pub fn dense_shapes(config: &Config) -> BTreeSet<DenseShape> {
-    let specs = config.family.layer_specs(config, 0);
-    let has_bias = |weight: &str| {
-        let bias = weight.strip_suffix("weight").map(|stem| format!("{stem}bias"));
-        specs.iter().any(|spec| Some(&spec.name) == bias.as_ref())
-    };
-    let dense = specs.iter().filter(|spec| {
-        spec.layout == Layout::Transposed && spec.is_matrix() && !spec.name.ends_with("router.weight")
-    });
-    let shapes = dense.filter_map(|spec| match *spec.working_shape() {
-        [k, n] => Some(DenseShape { k, n, bias: has_bias(&spec.name) }),
-        _ => None,
-    });
-    shapes.collect()
 }
 
 /// Every trainable tensor of `config`, in the one order that files, optimizer state and seeds go by:

@@ -18,7 +18,6 @@ use super::weights::{Layers, VALUE_HEAD, Weights};
 use crate::dist::{Mesh, piece};
 use crate::ops::Parameter;
 use crate::ops::cpu::{host_values, on_host};
-use crate::ops::dense_record::DenseProducts;
 use crate::ops::parameter::GradientSink;
 use crate::ops::product::Precision;
 use anyhow::{Context, Result, bail, ensure};
@@ -51,8 +50,6 @@ pub struct Parameters {
     mesh: Arc<Mesh>,
     /// Where the model computes.
     device: Device,
-    /// What makes its layers' dense products there in place of own kernels.
-    products: Arc<DenseProducts>,
     /// How a CPU makes its dense products.
     precision: Precision,
 }
@@ -178,7 +175,6 @@ impl Parameters {
             adapter: None,
             mesh,
             device: Device::Cpu,
-            products: Arc::default(),
             precision: Precision::F32,
         })
     }
@@ -241,7 +237,6 @@ impl Parameters {
             adapter: None,
             mesh: self.mesh.clone(),
             device: self.device.clone(),
-            products: self.products.clone(),
             precision: self.precision,
         }
     }

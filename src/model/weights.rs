@@ -10,7 +10,6 @@ use super::names::EMBEDDING;
 use super::pieces::GatheredLayers;
 use crate::dist::Mesh;
 use crate::ops::Parameter;
-use crate::ops::dense_record::DenseProducts;
 use crate::ops::product::Precision;
 use anyhow::{Context, Result, bail};
 use candle_core::Device;
@@ -64,8 +63,6 @@ pub struct Weights {
     bytes: u64,
     /// Where rows travel to their experts.
     expert_ranks: Option<Arc<ExpertRanks>>,
-    /// What makes the layers' dense products in place of a GPU's own kernels.
-    products: Arc<DenseProducts>,
     /// How a CPU makes the dense products of the layers and of the head.
     precision: Precision,
 }
@@ -113,14 +110,8 @@ impl Weights {
             },
             bytes,
             expert_ranks: None,
-            products: Arc::default(),
             precision: Precision::F32,
         })
-    }
-
-    /// The same, whose layers' dense products are made by `products`, where they are among them.
-    pub(super) fn multiplied_by(self, products: &Arc<DenseProducts>) -> Self {
-        Self { products: products.clone(), ..self }
     }
 
     /// The same, whose dense products a CPU makes so, those of the head over a vocabulary among them.
@@ -157,7 +148,6 @@ impl WeightSource for Weights {
             Layers::InTurn(layers) => layers.layer(index)?,
             Layers::Gathered(layers) => layers.layer(index)?,
         };
-        let layer = if self.products.is_empty() { layer } else { layer.multiplied_by(&self.products) };
         Ok(if self.precision == Precision::F32 { layer } else { layer.multiplying(self.precision) })
     }
 

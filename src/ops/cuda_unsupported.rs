@@ -1,7 +1,6 @@
 //! The twin of `cuda/` in a build without feature `cuda`: everything is refused.
 
 use super::adamw_8bit::Moment;
-use super::dense_record::{DenseShape, LtAlgorithm};
 use super::embedding::ById;
 use super::load_balance::LoadBalance;
 use super::logits::Drawn;
@@ -11,7 +10,6 @@ use super::parameter::Gradient;
 use super::rope::Rotation;
 use super::sink_attention::Attention;
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Result, Shape, Tensor, bail};
-use std::sync::Arc;
 
 type Computed = Result<(CudaStorage, Shape)>;
 
@@ -89,39 +87,6 @@ pub fn kv_pages(_: &CudaDevice, _: usize, _: usize) -> Result<KvPages> {
 }
 
 pub fn unload_kernels() {}
-
-/// No value of it exists here.
-pub enum CublasLt {}
-
-impl CublasLt {
-    pub fn open(_: &Device) -> Result<Arc<Self>> {
-        refuse()
-    }
-
-    pub fn version() -> u64 {
-        0
-    }
-}
-
-/// No value of it exists here.
-#[derive(Clone)]
-pub enum LtProduct {}
-
-impl LtProduct {
-    pub fn new(library: &CublasLt, _: DenseShape, _: LtAlgorithm) -> Self {
-        match *library {}
-    }
-}
-
-pub(super) fn lt_forward(
-    _: &'static str,
-    product: &LtProduct,
-    _: (&CudaStorage, &Layout),
-    _: (&CudaStorage, &Layout),
-    _: Option<(&CudaStorage, &Layout)>,
-) -> Computed {
-    match *product {}
-}
 
 /// No GPU is opened here.
 pub struct Gpu {

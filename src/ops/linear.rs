@@ -5,9 +5,7 @@
 
 use super::buffer::{buffer, zeros};
 use super::cpu::{add_values, edit, for_each_row, host_values, values};
-use super::cuda::{
-    LtProduct, add_bias_gradient, add_weight_gradient, lt_forward, product_forward, product_input_gradient,
-};
+use super::cuda::{add_bias_gradient, add_weight_gradient, product_forward, product_input_gradient};
 use super::graph::{apply_2, apply_3, contiguous, is_tracked};
 use super::parameter::{Gradient, Parameter};
 use super::product::{Matrix, Means, Precision, Spread, backward_product, forward_product, product};
@@ -21,20 +19,7 @@ use rayon::prelude::*;
 /// # Errors
 /// When shapes disagree.
 pub fn linear(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>) -> Result<Tensor> {
-    apply(x, weight, bias, weight.precision(), (x.dtype(), None))
-}
-
-/// The same on a GPU, whose forward `product` makes.
-///
-/// # Errors
-/// When shapes disagree.
-pub fn linear_by(
-    x: &Tensor,
-    weight: &Parameter,
-    bias: Option<&Parameter>,
-    product: &LtProduct,
-) -> Result<Tensor> {
-    apply(x, weight, bias, weight.precision(), (x.dtype(), Some(product)))
+    apply(x, weight, bias, weight.precision(), x.dtype())
 }
 
 /// The same in f32 whatever the weight's precision, with sums that stay f32 on a GPU too, for what is decided by them: scores,
@@ -43,7 +28,7 @@ pub fn linear_by(
 /// # Errors
 /// When shapes disagree.
 pub fn linear_f32(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>) -> Result<Tensor> {
-    apply(x, weight, bias, Precision::F32, (DType::F32, None))
+    apply(x, weight, bias, Precision::F32, DType::F32)
 }
 
 fn apply(
@@ -51,7 +36,7 @@ fn apply(
     weight: &Parameter,
     bias: Option<&Parameter>,
     precision: Precision,
-    (out, product): (DType, Option<&LtProduct>),
+    out: DType,
 ) -> Result<Tensor> {
     let w = weight.values();
     let ((_, k), (rows, n)) = (x.dims2()?, w.dims2()?);
@@ -61,7 +46,7 @@ fn apply(
     }
     let x = contiguous(x)?;
     let (weight, bias) = (weight.gradient(), bias.and_then(Parameter::gradient));
-    let op = Linear { weight, bias, means: Spread::Pool.by(precision), out, product: product.cloned() };
+    let op = Linear { weight, bias, means: Spread::Pool.by(precision), out };
     match b {
         Some(b) => apply_3(&x, w, b, op),
         None => apply_2(&x, w, op),
@@ -77,8 +62,6 @@ struct Linear {
     means: Means,
     /// Of what a GPU gives.
     out: DType,
-    /// What makes a GPU's forward in place of the program's own kernel.
-    product: Option<LtProduct>,
 }
 
 impl CustomOp3 for Linear {
@@ -173,10 +156,7 @@ impl Linear {
         w: (&CudaStorage, &Layout),
         b: Option<(&CudaStorage, &Layout)>,
     ) -> Result<(CudaStorage, Shape)> {
-        match &self.product {
-            Some(product) => lt_forward(OP, product, x, w, b),
-            None => product_forward(OP, x, w, b, None, self.out),
-        }
+        product_forward(OP, x, w, b, None, self.out)
     }
 
     /// Adds the gradients of what learns, and returns `dx` where something below learns.

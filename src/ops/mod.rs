@@ -15,9 +15,6 @@ pub mod buffer;
 pub mod cpu;
 #[cfg_attr(not(feature = "cuda"), path = "cuda_unsupported.rs")]
 pub mod cuda;
-// `gpu-check` alone writes one.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-pub mod dense_record;
 pub mod embedding;
 pub mod experts;
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
@@ -56,7 +53,7 @@ pub mod uploaded;
 
 pub use embedding::{embedding, select_rows, tied_embedding};
 pub use experts::{Dispatch, combine, dispatch, grouped_linear};
-pub use linear::{linear, linear_by, linear_f32};
+pub use linear::{linear, linear_f32};
 pub use load_balance::load_balance;
 pub use log_prob::log_prob_and_entropy;
 pub use logits::logits;

@@ -20,6 +20,7 @@ pub mod parallel;
 mod plan;
 pub mod policy;
 mod reader;
+mod removed;
 pub mod rollout;
 mod rules;
 mod scalar;
@@ -41,12 +42,10 @@ pub use interpreter::{InterpreterConfig, InterpreterKind, InterpreterState};
 pub use logging::Logging;
 pub use mistake::{Mistake, Mistakes, Place};
 pub(crate) use model::architecture_limits;
-pub use model::{
-    Architecture, Contradiction, DenseKernels, Dtype, Family, Init, ModelConfig, Sizes, Tokenizer, Yarn,
-};
+pub use model::{Architecture, Contradiction, Dtype, Family, Init, ModelConfig, Sizes, Tokenizer, Yarn};
 pub use optimizer::{OptimizerConfig, OptimizerKind, Schedule};
 pub use parallel::{PackedWeights, Parallel, RolloutWeights};
-pub use plan::{Plan, resolve, resume_differences, set_key};
+pub use plan::{Plan, resolve, resolve_stored, resume_differences, set_key};
 pub use policy::{
     Advantage, Aggregation, Kl, KlEstimator, KlPlace, Loss, OldLogprob, OverlongConfig, Policy, RouterReplay,
 };

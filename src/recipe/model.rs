@@ -23,10 +23,6 @@ table! {
         /// multiplies in bf16 on a CPU that has its dot products (AVX-512 BF16), backward passes included: what products take is
         /// rounded to bf16, sums are f32, and so are the router, attention, norms and a critic's values.
         pub dtype: Dtype = Dtype::F32,
-        /// What makes a GPU's dense forward products, attention's and those of a plain gated unit: `"own"`, the program's own kernels,
-        /// or the path of a record by `rloss gpu-check --write-cublaslt`: the algorithms of cuBLASLt that left every row its bits on
-        /// such a GPU with that version of the library, and own kernels where none did.
-        pub dense_products: DenseKernels = DenseKernels::Own,
         /// Shape of a model without `path`; refused beside it.
         pub architecture: Option<Architecture> = None,
         /// Random weights, for a model without any.
@@ -208,36 +204,6 @@ impl Dtype {
     /// Whether weights are rounded to bf16, of which masters in f32 are kept.
     pub fn is_bf16(self) -> bool {
         self != Dtype::F32
-    }
-}
-
-/// What makes a GPU's dense forward products.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub enum DenseKernels {
-    /// The program's own kernels.
-    #[default]
-    Own,
-    /// Where a record names an algorithm of cuBLASLt, that.
-    Record(PathBuf),
-}
-
-impl Scalar for DenseKernels {
-    fn kind(limits: Option<Limits>) -> String {
-        format!("\"own\" or {}", PathBuf::kind(limits))
-    }
-
-    fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
-        match String::parse(found, limits)?.as_str() {
-            "own" => Ok(DenseKernels::Own),
-            _ => PathBuf::parse(found, limits).map(DenseKernels::Record),
-        }
-    }
-
-    fn to_toml(&self) -> String {
-        match self {
-            DenseKernels::Own => "\"own\"".to_owned(),
-            DenseKernels::Record(path) => path.to_toml(),
-        }
     }
 }
 

@@ -4,6 +4,7 @@ use super::base;
 use super::mistake::{Mistake, Mistakes, Place, Places};
 use super::model::{Architecture, Tokenizer};
 use super::reader::{Origin, Reader};
+use super::removed::without_removed;
 use super::rules::{self, Findings};
 use super::table::{Entry, Table};
 use super::{Advantage, Recipe};
@@ -97,6 +98,14 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
     }
     mistakes.0.sort();
     Err(mistakes)
+}
+
+/// Resolves the recipe of a run folder, which an earlier version may have written.
+///
+/// # Errors
+/// As [`resolve`].
+pub fn resolve_stored(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistakes> {
+    resolve(path, &without_removed(text), sets)
 }
 
 /// Mistakes of syntax that are each told.
@@ -214,18 +223,11 @@ impl Recipe {
 }
 
 /// The keys that differ between a run and what it is asked to go on with, but for those that may:
-/// `train.steps` and the ends of schedules, evaluation, logging, parallelism and checkpoints, and where it computes. Whether the
-/// record of dense products is the same is for the run's folder to say.
+/// `train.steps` and the ends of schedules, evaluation, logging, parallelism and checkpoints, and where it computes.
 pub fn resume_differences(old: &Plan, new: &Plan) -> Vec<String> {
     let may_differ = |key: &str| {
-        [
-            "device",
-            "model.dense_products",
-            "train.steps",
-            "train.optimizer.schedule_steps",
-            "critic.optimizer.schedule_steps",
-        ]
-        .contains(&key)
+        ["device", "train.steps", "train.optimizer.schedule_steps", "critic.optimizer.schedule_steps"]
+            .contains(&key)
             || ["eval.", "logging.", "parallel.", "checkpoint."].iter().any(|table| key.starts_with(table))
     };
     let pairs = old.recipe.entries().into_iter().zip(new.recipe.entries());

@@ -2,6 +2,7 @@
 
 use super::base;
 use super::mistake::{Mistake, Mistakes, Place, Places};
+use super::removed::refusal;
 use super::table::{Table, join};
 use crate::choice::closest;
 use std::ops::Range;
@@ -73,6 +74,8 @@ impl Reader<'_> {
                     Some(fault) => self.refuse(&written, fault.to_owned()),
                     None => self.accept(&written),
                 }
+            } else if let Some(what) = refusal(&written.path, value.get_ref()) {
+                self.refuse(&written, what);
             } else if !table.read_key(name.get_ref(), &written, self) {
                 self.refuse_unknown(path, name.get_ref(), &written);
             }

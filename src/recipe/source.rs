@@ -1,7 +1,7 @@
 //! What a RECIPE argument names: a recipe file, a recipe inside the binary, a run folder or a checkpoint.
 
 use super::mistake::Mistakes;
-use super::plan::{Plan, resolve};
+use super::plan::{Plan, resolve, resolve_stored};
 use crate::bad_input;
 use crate::bounded_file::{self, TOML_BYTES_MAX};
 use crate::choice::closest;
@@ -132,11 +132,13 @@ impl RecipeSource {
                 file.display()
             )
         })?;
-        let plan = resolve(&file, &text, sets);
         let folder = match self {
             RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } => run,
-            RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => return pinned(plan),
+            RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => {
+                return pinned(resolve(&file, &text, sets));
+            }
         };
+        let plan = resolve_stored(&file, &text, sets);
         // A changed text may hold mistakes: that it was changed comes first.
         match Seal::of(&text, folder) {
             Seal::Whole => Ok(plan?),

@@ -39,8 +39,6 @@ pub struct RunContext {
     pub parameters: Parameters,
     /// Where it computes, in words.
     pub place: String,
-    /// The record that `model.dense_products` names.
-    pub dense_record: Option<String>,
     /// The plan of memory, in words.
     pub memory: String,
     /// Keys and values that a GPU holds at the same time.

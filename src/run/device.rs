@@ -4,13 +4,9 @@ use super::memory::Available;
 use super::source::precision;
 use crate::dist::Mesh;
 use crate::model::config::Config;
-use crate::model::names::dense_shapes;
-use crate::ops::cuda::{CublasLt, Gpu, LtProduct, gpu_count, usable};
-use crate::ops::dense_record::{DenseChoice, DenseProducts, DenseRecord};
-use crate::recipe::{DenseKernels, DeviceKind, Dtype, PackedWeights, Plan, RolloutWeights};
+use crate::ops::cuda::{Gpu, gpu_count, usable};
+use crate::recipe::{DeviceKind, Dtype, PackedWeights, Plan, RolloutWeights};
 use candle_core::Device;
-use std::path::Path;
-use std::sync::Arc;
 
 /// The width of a head that the GPU's attention is written for.
 const HEAD_DIM: usize = 64;
@@ -24,24 +20,11 @@ pub struct ComputePlace {
     pub name: String,
     /// What is left of a GPU's memory.
     pub available: Option<Available>,
-    /// A GPU's own name.
-    gpu: Option<String>,
-    /// What makes its dense products in place of own kernels.
-    pub products: Arc<DenseProducts>,
-    /// The record which says so.
-    pub dense_record: Option<String>,
 }
 
 impl ComputePlace {
     fn cpu() -> Self {
-        Self {
-            device: Device::Cpu,
-            name: "cpu".to_owned(),
-            available: None,
-            gpu: None,
-            products: Arc::default(),
-            dense_record: None,
-        }
+        Self { device: Device::Cpu, name: "cpu".to_owned(), available: None }
     }
 
     /// The GPU that the plan names.
@@ -51,33 +34,7 @@ impl ComputePlace {
         let index = plan.recipe.parallel.device_index + place;
         let Gpu { device, name, free_bytes } = usable(index)?;
         let available = Available { bytes: free_bytes, bound: format!("free on GPU {index} ({name})") };
-        Ok(Self {
-            device,
-            name: format!("GPU {index}, {name}"),
-            available: Some(available),
-            gpu: Some(name),
-            ..Self::cpu()
-        })
-    }
-
-    /// The same, whose dense products are those of the record in `path`.
-    ///
-    /// # Errors
-    /// Why they cannot be, and the remedy, in a line.
-    fn with_record(self, path: &Path, config: &Config) -> Result<Self, String> {
-        let Some(gpu) = &self.gpu else {
-            return Err("a record of a GPU's products, and the CPU computes; write \"own\"".to_owned());
-        };
-        let (record, text) = DenseRecord::read(path).map_err(|error| error.to_string())?;
-        if let Some(why) = record.unsuited(gpu, CublasLt::version(), &dense_shapes(config)) {
-            return Err(format!("{} {why}, or \"own\"", path.display()));
-        }
-        let library = CublasLt::open(&self.device).map_err(|error| error.to_string())?;
-        let products = record.choices.iter().filter_map(|(&shape, choice)| match choice {
-            DenseChoice::Lt(algorithm) => Some((shape, LtProduct::new(&library, shape, *algorithm))),
-            DenseChoice::Own(_) => None,
-        });
-        Ok(Self { products: Arc::new(products.collect()), dense_record: Some(text), ..self })
+        Ok(Self { device, name: format!("GPU {index}, {name}"), available: Some(available) })
     }
 }
 
@@ -98,15 +55,10 @@ pub(super) fn choose(
                     weights alone, or \"f32\"";
         return Err(vec![plan.mistake("model.dtype", what.to_owned()).to_string()]);
     }
-    match &plan.recipe.model.dense_products {
-        DenseKernels::Own => Ok(place),
-        DenseKernels::Record(path) => place
-            .with_record(path, config)
-            .map_err(|why| vec![plan.mistake("model.dense_products", why).to_string()]),
-    }
+    Ok(place)
 }
 
-/// The same, but for what multiplies.
+/// The place by `device` alone, whatever the processor's instructions.
 fn device(plan: &mut Plan, config: &Config, mesh: &Mesh, streams: bool) -> Result<ComputePlace, Vec<String>> {
     let asked = plan.recipe.device;
     if asked == DeviceKind::Cpu || (asked == DeviceKind::Auto && cfg!(not(feature = "cuda"))) {

@@ -317,7 +317,6 @@ impl Preflight {
         };
         let read = || source.parameters(recipe, trainable, self.intent, &self.mesh, place, console);
         let mut parameters = self.threads.wide(read)?.placed_on(&self.place.device)?;
-        parameters = parameters.multiplied_by(self.place.products);
         let (mut trainable, mut base) = (self.trainable.clone(), None);
         if let Some(adapter) = self.adapter.as_ref().filter(|adapter| !adapter.after_cold_start) {
             trainable = adapter.trainable_of_all(trainable.len());
@@ -337,7 +336,6 @@ impl Preflight {
             threads: self.threads,
             parameters,
             place: self.place.name,
-            dense_record: self.place.dense_record,
             room,
             memory,
             rollout_weights: self.rollout_weights,

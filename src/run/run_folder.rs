@@ -3,7 +3,6 @@
 use super::collect::MARKER_FILE;
 use crate::atomic_file::write_file;
 use crate::bad_input;
-use crate::bounded_file::{self, TOML_BYTES_MAX};
 use crate::checkpoint::peft::holds_adapter;
 use crate::checkpoint::{self, ResumePoint, TrainerState};
 use crate::error::BadInput;
@@ -16,12 +15,9 @@ use std::fs::{self, File, TryLockError};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-/// A run's copy of the record that `model.dense_products` names.
-const DENSE_RECORD: &str = "dense_products.toml";
 /// Files that a run or a sampling has before its first result.
-const STARTED: [&str; 8] = [
+const STARTED: [&str; 7] = [
     "recipe.toml",
-    DENSE_RECORD,
     "metrics.jsonl",
     "model.json",
     "sandbox.txt",
@@ -201,46 +197,6 @@ impl RunFolder {
         write_file(&self.path.join("model.json"), &format!("{model}\n"))
     }
 
-    /// Keeps the record that `model.dense_products` names, and none where it names none.
-    ///
-    /// # Errors
-    /// When the disk refuses.
-    pub fn write_dense_record(&self, record: Option<&str>) -> Result<()> {
-        let file = self.path.join(DENSE_RECORD);
-        match (&self.files, record) {
-            (None, _) => Ok(()),
-            (Some(_), Some(record)) => write_file(&file, record),
-            (Some(_), None) if file.exists() => {
-                fs::remove_file(&file).with_context(|| format!("removing {}", file.display()))
-            }
-            (Some(_), None) => Ok(()),
-        }
-    }
-
-    /// Refuses to go on with the run in `path` by other dense products than until now, on the GPU where it has computed: its bits
-    /// would differ from then on.
-    ///
-    /// # Errors
-    /// [`crate::error::BadInput`] as said.
-    pub fn check_dense_record(path: &Path, place: &str, record: Option<&str>) -> Result<()> {
-        let file = path.join(DENSE_RECORD);
-        let before = file.exists().then(|| bounded_file::read_text(&file, TOML_BYTES_MAX));
-        let before = before.transpose().map_err(|e| {
-            bad_input!("{}: cannot be read: {e}; restore it, or start the run anew", file.display())
-        })?;
-        if Self::place_before(path).is_none_or(|before| before != place) || before.as_deref() == record {
-            return Ok(());
-        }
-        let remedy = match before {
-            Some(_) => file.display().to_string(),
-            None => "own".to_owned(),
-        };
-        Err(bad_input!(
-            "{}: the run's dense products were others until now; go on with --set model.dense_products={remedy}",
-            path.display()
-        ))
-    }
-
     /// Where the run in `path` has computed until now, in the words of [`super::context::RunContext::place`].
     pub fn place_before(path: &Path) -> Option<String> {
         let text = fs::read_to_string(path.join("model.json")).ok()?;
@@ -318,7 +274,7 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
         return Ok(Some(stored));
     }
     Err(bad_input!(
-        "{}: the run was started with other values of {}; --resume may change only device, model.dense_products, train.steps, schedule_steps, eval, checkpoint, logging and parallel keys",
+        "{}: the run was started with other values of {}; --resume may change only device, train.steps, schedule_steps, eval, checkpoint, logging and parallel keys",
         file.display(),
         differences.join(", ")
     ))
@@ -409,26 +365,6 @@ fn write_recipe(path: &Path, plan: &Plan) -> Result<()> {
 mod tests {
     use super::*;
     use crate::recipe::resolve;
-
-    #[test]
-    fn a_run_goes_on_with_the_dense_products_that_it_had() {
-        let place = tempfile::tempdir().unwrap();
-        let run = place.path();
-        let check =
-            |at: &str, record| RunFolder::check_dense_record(run, at, record).map_err(|e| e.to_string());
-        assert_eq!(check("GPU 0, A", Some("a")), Ok(()), "nothing was computed yet");
-        fs::write(run.join("model.json"), "{\"device\": \"GPU 0, A\"}").unwrap();
-        assert_eq!(check("GPU 0, A", None), Ok(()));
-        let refused = check("GPU 0, A", Some("a")).unwrap_err();
-        assert!(refused.ends_with("go on with --set model.dense_products=own"), "{refused}");
-        fs::write(run.join(DENSE_RECORD), "a").unwrap();
-        assert_eq!(check("GPU 0, A", Some("a")), Ok(()));
-        for other in [None, Some("b")] {
-            let refused = check("GPU 0, A", other).unwrap_err();
-            assert!(refused.ends_with("dense_products.toml"), "{refused}");
-            assert_eq!(check("cpu", other), Ok(()), "its bits differ anyway, which is said");
-        }
-    }
 
     #[test]
     fn a_disk_without_room_for_two_checkpoints_is_said() {

@@ -13,8 +13,6 @@ The environment is that of ./setup.sh. A model of two layers is trained on the C
 - the run's checkpoint is checked on the GPU (`check-mismatch`: 0 differing bits), and goes on on the CPU;
 - decode whose launches are recorded and replayed, and not: the same rows of metrics;
 - two processes with a GPU each, and an adapter beside packed experts: gap 0;
-- dense products by a recorded algorithm of cuBLASLt: gap 0. Where the libraries choose every order of additions by M nothing can be
-  recorded, and own kernels have gap 0 all the same; a record made before has not;
 - what a GPU cannot do is refused before any work, and more than its memory holds.
 """
 
@@ -35,7 +33,6 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 RECIPE = HERE / "small.toml"
 STEPS = 10
-BY_M = {"CUDA_EMULATOR_CUBLAS": "by-m"}
 DISTANCES = 3
 WAIT_S = 900
 SETTLED_STEPS = 10
@@ -157,7 +154,7 @@ def several(world):
     assert "in each of 2 processes" in said, said
     rows = world.rows("several", "rl")
     assert len(rows) == 2 and all(row["mismatch/bit_equal_fraction"] == 1 for row in rows), rows
-    for key, value in [("parallel.rollout_weights", "by_layer"), ("parallel.packed_weights", "cut")]:
+    for key, value in [("parallel.rollout_weights", "by_expert"), ("parallel.packed_weights", "cut")]:
         said = world.run(torchrun, 2, world.gpu, "train", RECIPE, "--out", "refused", *SHORT, *words, "--set", f"{key}={value}", code=2)
         assert key in said, said
 
@@ -186,45 +183,6 @@ def recorded(world):
     assert launched["graphs"] > 0 == launched["no_graphs"] == launched["refused_graphs"], launched
     assert kept["graphs"] == kept["no_graphs"] == kept["refused_graphs"], kept
     return launched["graphs"]
-
-
-def dense_products(world):
-    """The gap where cuBLASLt's recorded algorithms multiply, where they would and the orders of additions are chosen by M, and that of own kernels."""
-    texts = []
-    for name, env in [("lt.toml", {}), ("none.toml", BY_M)]:
-        world.run(world.gpu, "gpu-check", "--write-cublaslt", name, "--recipe", RECIPE, env=env)
-        texts.append((world.place / name).read_text())
-    text, shapes = texts[0], texts[0].count("algorithm = ")
-    assert shapes == 3 and '"own"' not in text and texts[1].count('algorithm = "own"') == shapes, texts
-    short = sets(model__path=world.model, cold_start__steps=0, train__steps=1, rollout__prompts_per_step=1)
-    on_gpu = [*short, *sets(device="cuda")]
-    gaps = []
-    for out, record, env in [("lt", "lt.toml", {}), ("own_by_m", "own", BY_M), ("lt_by_m", "lt.toml", BY_M)]:
-        world.train(world.gpu, out, *on_gpu, *sets(model__dense_products=record), env=env)
-        gaps.append(world.rows(out, "rl")[0]["mismatch/logprob_abs_diff_max"])
-    assert gaps[0] == gaps[1] == 0 < gaps[2], gaps
-    assert (world.place / "lt/dense_products.toml").read_text() == text
-    world.train(world.gpu, "lt", "--resume", *on_gpu, *sets(model__dense_products="lt.toml"))
-    said = world.train(world.gpu, "lt", "--resume", *on_gpu, *sets(model__dense_products="own"), code=2)
-    assert "the run's dense products were others until now; go on with --set model.dense_products=lt/dense_products.toml" in said, said
-    broken = {
-        "other_gpu.toml": (text.replace("emulated H100", "emulated H200"), 'is of "emulated H200", and the GPU is "emulated H100"'),
-        "other_version.toml": (text.replace("cublaslt = 130000", "cublaslt = 120900"), "is of cuBLASLt 120900, and 130000 is loaded"),
-        "other_model.toml": (text.replace("k = 128", "k = 256"), "it lacks [M, 128]"),
-        "cut.toml": (text[:-9], "line "),
-    }
-    for name, (changed, _) in broken.items():
-        assert changed != text
-        (world.place / name).write_text(changed)
-    cases = [(world.gpu, name, on_gpu, words) for name, (_, words) in broken.items()]
-    cases.append((world.gpu, "missing.toml", on_gpu, "missing.toml: cannot be read: No such file"))
-    on_cpu = [(world.gpu, "cpu")] + [(world.cpu, "auto")] * (world.cpu != world.gpu)
-    cases += [(binary, "lt.toml", [*short, *sets(device=device)], 'the CPU computes; write "own"') for binary, device in on_cpu]
-    for binary, record, words, told in cases:
-        said = world.train(binary, "refused_record", *words, *sets(model__dense_products=record), code=2)
-        assert "model.dense_products: " in said and told in said, f"{told} not in: {said}"
-        assert not (world.place / "refused_record").exists()
-    return gaps[2], len(cases)
 
 
 def plan_holds(world):
@@ -316,8 +274,6 @@ def main():
         several(world)
         adapted(world)
         print(f"decode recorded: {recorded(world)} launches, the same bits as kernel by kernel")
-        gap, cases = dense_products(world)
-        print(f"dense products by cuBLASLt: gap 0 by a record, {gap:.1e} by one that M breaks; {cases} other records refused")
         print("checked on the GPU, gone on on the CPU, gap 0 in two processes and beside an adapter over packed experts")
 
     try:

@@ -59,19 +59,4 @@ int cublasSetStream_v2(void*, void*);
 int cublasGemmStridedBatchedEx(void*, int, int, int, int, int, const void*, const void*, int, int, int64_t, const void*,
                                int, int, int64_t, const void*, void*, int, int, int64_t, int, int, int);
 int cublasSgemv_v2();
-size_t cublasLtGetVersion();
-int cublasLtCreate(void**);
-int cublasLtDestroy(void*);
-int cublasLtMatrixLayoutCreate(void**, int, uint64_t, uint64_t, int64_t);
-int cublasLtMatrixLayoutDestroy(void*);
-int cublasLtMatmulDescCreate(void**, int, int);
-int cublasLtMatmulDescDestroy(void*);
-int cublasLtMatmulDescSetAttribute(void*, int, const void*, size_t);
-int cublasLtMatmulPreferenceCreate(void**);
-int cublasLtMatmulPreferenceDestroy(void*);
-int cublasLtMatmulPreferenceSetAttribute(void*, int, const void*, size_t);
-int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, void*, int*);
-int cublasLtMatmul(void*, void*, const void*, Device, void*, Device, void*, const void*, Device, void*, Device, void*, const void*, void*,
-                   size_t, void*);
-int cublasLtMatrixTransform();
 }

@@ -159,4 +159,3 @@ inline void clean(std::vector<Device> buffers, void* module) {
 void test_graphs();
 // product_tests.cpp
 void test_products();
-void test_light_products();

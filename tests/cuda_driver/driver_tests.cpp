@@ -513,7 +513,6 @@ int main(int count, char** arguments) {
   test_refused_images();
   test_products();
   test_graphs();
-  test_light_products();
   test_leaks();
   printf("driver: %d tests, %d failed\n", tests, failures);
   return failures != 0;

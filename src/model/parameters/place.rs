@@ -6,11 +6,9 @@ use crate::model::held::Held;
 use crate::model::names::ParameterSpec;
 use crate::model::weights::Weights;
 use crate::ops::cpu::{edit, edit_codes, host_values, on_host};
-use crate::ops::dense_record::DenseProducts;
 use crate::ops::product::Precision;
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor, Var};
-use std::sync::Arc;
 
 impl Parameters {
     /// The same on `device`. On a GPU matrices are bf16; what they had beyond that is kept as their [`MASTER`]. What is in pieces stays
@@ -37,11 +35,6 @@ impl Parameters {
         Ok(self)
     }
 
-    /// The same, whose layers' dense products are made by `products`, where they are among them.
-    pub fn multiplied_by(self, products: Arc<DenseProducts>) -> Self {
-        Self { products, ..self }
-    }
-
     /// The same, whose dense products a CPU makes so.
     pub fn multiplying(self, precision: Precision) -> Self {
         Self { precision, ..self }
@@ -49,7 +42,7 @@ impl Parameters {
 
     /// `weights`, multiplied as it is said here.
     pub(super) fn multiplied(&self, weights: Weights) -> Weights {
-        weights.multiplied_by(&self.products).multiplying(self.precision)
+        weights.multiplying(self.precision)
     }
 
     /// The same where `other` is, and multiplied as that is.
@@ -57,8 +50,7 @@ impl Parameters {
     /// # Errors
     /// As [`Self::placed_on`].
     pub fn placed_beside(self, other: &Self) -> Result<Self> {
-        let placed = self.placed_on(&other.device)?;
-        Ok(placed.multiplied_by(other.products.clone()).multiplying(other.precision))
+        Ok(self.placed_on(&other.device)?.multiplying(other.precision))
     }
 
     /// Where the model computes.

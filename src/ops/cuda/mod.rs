@@ -5,7 +5,6 @@
 
 mod accumulate;
 mod arguments;
-mod cublaslt;
 mod decode;
 mod device;
 mod dispatch;
@@ -33,7 +32,6 @@ mod silu_gated;
 mod sink_attention;
 mod swiglu;
 
-pub use cublaslt::{CublasLt, LtProduct};
 pub use decode::{DecodeBatch, DecodeStep, overwrite, upload};
 pub use device::{
     DeviceMemory, Gpu, device_memory, forget_memory_peaks, free_memory, gpu_count, open, usable,
@@ -49,7 +47,6 @@ pub use primitive_checks::run_primitive_check;
 pub use sink_attention::{DeviceLse, Gradients, Inputs, Outputs, Prepared};
 
 pub(super) use accumulate::{add_tensor, copied};
-pub(super) use cublaslt::lt_forward;
 pub(super) use dispatch::{
     combine_backward, combine_forward, dispatch_backward, dispatch_forward, sort_by_expert,
 };

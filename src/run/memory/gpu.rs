@@ -6,11 +6,11 @@ use super::{
 };
 use crate::learner::optimizer::state_bytes;
 use crate::model::cache::CacheRoom;
-use crate::model::names::{ParameterSpec, dense_shapes, parameter_specs, value_model_specs};
+use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
 use crate::ops::packed::PackedForm;
 use crate::ops::sink_attention::kernels::CHUNK_KEYS;
 use crate::ops::sink_attention::plan::PARTS_BYTES_MAX;
-use crate::recipe::{DenseKernels, KlPlace, OptimizerConfig};
+use crate::recipe::{KlPlace, OptimizerConfig};
 use crate::rollout::FORWARD_TOKENS_MAX;
 
 /// Sequences that `check-mismatch` decodes together.
@@ -147,15 +147,6 @@ impl Subject<'_> {
         parts
     }
 
-    /// What a recorded product with a bias holds of f32 sums until they are rounded.
-    fn sums(&self, tokens: usize) -> Option<MemoryPart> {
-        let shapes = dense_shapes(self.config);
-        let widest = shapes.iter().filter(|shape| shape.bias).map(|shape| shape.n).max()?;
-        let bytes = (tokens * widest * size_of::<f32>()) as u64;
-        let recorded = self.recipe.model.dense_products != DenseKernels::Own;
-        recorded.then_some(MemoryPart { name: "sums of a product", bytes })
-    }
-
     fn samples(&self) -> bool {
         !self.intent.learns() || self.recipe.train.steps > 0
     }
@@ -185,7 +176,7 @@ impl Subject<'_> {
                 MemoryPart { name: "one forward and its logits", bytes: forward },
                 MemoryPart { name: "attention in parts", bytes: spread },
             ];
-            phases.push(("sampling", parts.into_iter().chain(self.sums(room.fed_tokens_max)).collect()));
+            phases.push(("sampling", parts.to_vec()));
         }
         let (prompts, samples) = self.sampled();
         let tokens = recipe.train.micro_batch_tokens.max(self.longest());
@@ -197,8 +188,7 @@ impl Subject<'_> {
                 let room = CacheRoom { sequences: decoded, tokens: self.longest(), fed_tokens_max: decoded };
                 let activations =
                     MemoryPart { name: "activations", bytes: self.pass(tokens, tokens).forward() };
-                let parts = [caches(room), activations].into_iter().chain(self.sums(tokens));
-                phases.push(("comparison", parts.collect()));
+                phases.push(("comparison", vec![caches(room), activations]));
             }
             Intent::Train => {
                 let bytes = self.gpu_resident().first().map_or(0, |weights| weights.bytes);
@@ -206,8 +196,7 @@ impl Subject<'_> {
                 let recomputes = recomputes_layers(recipe, config, weights, 1, 1);
                 let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
                 let bytes = self.pass(tokens, tokens).both_ways(recomputes);
-                let parts = [MemoryPart { name, bytes }].into_iter().chain(self.sums(tokens));
-                phases.push(("update", parts.collect()));
+                phases.push(("update", vec![MemoryPart { name, bytes }]));
             }
         }
         phases

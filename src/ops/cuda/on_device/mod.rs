@@ -1,7 +1,6 @@
 //! Tests that need a GPU, or the emulated driver: `eval "$(tests/cuda_driver/setup.sh)"`.
 
 mod attention;
-mod cublaslt;
 mod decode;
 mod embedding;
 mod experts;

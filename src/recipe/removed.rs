@@ -1,0 +1,82 @@
+//! The one table of keys and values that recipes no longer have. A recipe that has one is refused with what to use instead; a run
+//! folder that an earlier version wrote is read without it, where that leaves the run as it was.
+
+use toml::de::DeValue;
+
+/// A removed key, or a removed value of a key.
+struct Removed {
+    /// The dotted path.
+    key: &'static str,
+    /// The value that is removed; `None` where the key is.
+    value: Option<&'static str>,
+    /// The value under which a run is the same without this line, as TOML.
+    neutral: &'static str,
+    /// What to use instead.
+    remedy: &'static str,
+}
+
+const REMOVED: [Removed; 1] = [Removed {
+    key: "model.dense_products",
+    value: None,
+    neutral: "\"own\"",
+    remedy: "the program's own kernels make every product of a GPU; leave the key out",
+}];
+
+/// Refuses `key` with `value` where it is removed: returns what is wrong, and the remedy.
+pub(super) fn refusal(key: &str, value: &DeValue) -> Option<String> {
+    let is_meant = |removed: &&Removed| {
+        removed.key == key && removed.value.is_none_or(|word| value.as_str() == Some(word))
+    };
+    let Removed { value, remedy, .. } = REMOVED.iter().find(is_meant)?;
+    Some(match value {
+        None => format!("this key was removed; {remedy}"),
+        Some(word) => format!("{word:?} was removed; {remedy}"),
+    })
+}
+
+/// Blanks the lines of a run folder's recipe that have a removed key or value and leave the run the same without it. Every other line
+/// stays at its number.
+pub(super) fn without_removed(recipe: &str) -> String {
+    let mut table = "";
+    let mut text = String::with_capacity(recipe.len());
+    for line in recipe.lines() {
+        if let Some(name) = line.strip_prefix('[').and_then(|line| line.strip_suffix(']')) {
+            table = name;
+        }
+        let is_neutral = line.split_once(" = ").is_some_and(|(name, value)| {
+            let is_meant = |removed: &&Removed| {
+                removed.neutral == value && removed.key.rsplit_once('.') == Some((table, name))
+            };
+            REMOVED.iter().any(|removed| is_meant(&removed))
+        });
+        if !is_neutral {
+            text.push_str(line);
+        }
+        text.push('\n');
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::recipe::plan::{resolve, resolve_stored};
+    use std::path::Path;
+
+    #[test]
+    fn a_removed_key_is_refused_in_a_recipe_and_read_in_a_run_folder_where_it_changes_nothing() {
+        let file = Path::new("r.toml");
+        let refused = |text: &str| resolve(file, text, &[]).unwrap_err().to_string();
+        for (written, said) in [(
+            "[model]\ndtype = \"f32\"\ndense_products = \"own\"\n",
+            "r.toml:3: model.dense_products: this key was removed; ",
+        )] {
+            let message = refused(written);
+            assert!(message.starts_with(said), "{message}");
+            assert_eq!(message.lines().count(), 1, "{message}");
+            let stored = resolve_stored(file, written, &[]).unwrap();
+            assert_eq!(stored.recipe, resolve(file, "", &[]).unwrap().recipe);
+        }
+        let other = "[model]\ndense_products = \"record.toml\"\n";
+        assert_eq!(resolve_stored(file, other, &[]).unwrap_err().to_string(), refused(other));
+    }
+}
