@@ -3,7 +3,7 @@
 use super::config::Config;
 use super::held::{Held, PackedPiece, Weight};
 use super::layer::{Adapter, Layer};
-use super::layers_in_turn::{WeightChange, adapted};
+use super::layers_in_turn::adapted;
 use super::names::ParameterSpec;
 use crate::dist::wire::{f32_bytes, f32_values};
 use crate::dist::{Mesh, Started, in_order, piece, to_each};
@@ -115,8 +115,6 @@ pub(super) struct GatheredLayers {
 pub(super) struct Uses {
     /// Where gradients go, in passes that learn.
     pub sink: Option<Arc<dyn GradientSink>>,
-    /// What is made of each tensor as it comes.
-    pub change: Option<WeightChange>,
     /// Where they multiply.
     pub device: Device,
 }
@@ -124,18 +122,14 @@ pub(super) struct Uses {
 impl Uses {
     /// The weights as they are, which do not learn.
     pub fn frozen(device: &Device) -> Self {
-        Self { sink: None, change: None, device: device.clone() }
+        Self { sink: None, device: device.clone() }
     }
 
     /// `held`, gathered, as a layer takes it.
     ///
     /// # Errors
-    /// Those of the change.
+    /// When the device's memory does not suffice.
     pub fn weight(&self, part: &Part, held: Held) -> Result<Weight> {
-        let held = match &self.change {
-            Some(change) => change(&part.spec, held)?,
-            None => held,
-        };
         let held = held.on(&self.device, &part.spec)?;
         Ok(match (&self.sink, held) {
             (Some(sink), Held::Plain(values)) if part.learns => {

@@ -51,7 +51,6 @@ impl<'a> PolicyView<'a> {
         let rounding = arms.map(WeightRounding::of).unwrap_or_default();
         let weights: Weights = match weights {
             RolloutWeights::Auto | RolloutWeights::Whole => parameters.rounded(&rounding)?,
-            RolloutWeights::ByLayer => parameters.by_layer(rounding)?,
             RolloutWeights::ByExpert => parameters.by_expert(rounding)?,
         };
         let forward = arms.map(|arms| ForwardOptions::rollout(arms, seed)).unwrap_or_default();

@@ -47,7 +47,5 @@ choice! {
         /// All but the experts, gathered once a rollout; each process has its own experts, and tokens travel to them and back. All
         /// processes make their forwards together. GPT-OSS only.
         ByExpert = "by_expert",
-        /// One layer, gathered whenever a forward comes to it, and the next one on its way; all processes make their forwards together.
-        ByLayer = "by_layer",
     }
 }

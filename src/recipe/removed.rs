@@ -15,12 +15,20 @@ struct Removed {
     remedy: &'static str,
 }
 
-const REMOVED: [Removed; 1] = [Removed {
-    key: "model.dense_products",
-    value: None,
-    neutral: "\"own\"",
-    remedy: "the program's own kernels make every product of a GPU; leave the key out",
-}];
+const REMOVED: [Removed; 2] = [
+    Removed {
+        key: "model.dense_products",
+        value: None,
+        neutral: "\"own\"",
+        remedy: "the program's own kernels make every product of a GPU; leave the key out",
+    },
+    Removed {
+        key: "parallel.rollout_weights",
+        value: Some("by_layer"),
+        neutral: "\"by_layer\"",
+        remedy: "give \"by_expert\" or \"whole\", or leave the choice to \"auto\"",
+    },
+];
 
 /// Refuses `key` with `value` where it is removed: returns what is wrong, and the remedy.
 pub(super) fn refusal(key: &str, value: &DeValue) -> Option<String> {
@@ -66,10 +74,16 @@ mod tests {
     fn a_removed_key_is_refused_in_a_recipe_and_read_in_a_run_folder_where_it_changes_nothing() {
         let file = Path::new("r.toml");
         let refused = |text: &str| resolve(file, text, &[]).unwrap_err().to_string();
-        for (written, said) in [(
-            "[model]\ndtype = \"f32\"\ndense_products = \"own\"\n",
-            "r.toml:3: model.dense_products: this key was removed; ",
-        )] {
+        for (written, said) in [
+            (
+                "[model]\ndtype = \"f32\"\ndense_products = \"own\"\n",
+                "r.toml:3: model.dense_products: this key was removed; ",
+            ),
+            (
+                "[parallel]\nrollout_weights = \"by_layer\"\n",
+                "r.toml:2: parallel.rollout_weights: \"by_layer\" was removed; give \"by_expert\" or \"whole\"",
+            ),
+        ] {
             let message = refused(written);
             assert!(message.starts_with(said), "{message}");
             assert_eq!(message.lines().count(), 1, "{message}");

@@ -140,7 +140,7 @@ fn unsuited(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, Str
         if parallel.sequence > 1 {
             found.push(("parallel.sequence", "GPUs do not share sequences yet; write 1".to_owned()));
         }
-        if matches!(parallel.rollout_weights, RolloutWeights::ByExpert | RolloutWeights::ByLayer) {
+        if parallel.rollout_weights == RolloutWeights::ByExpert {
             let what = "each GPU samples with all weights; write \"whole\"";
             found.push(("parallel.rollout_weights", what.to_owned()));
         }

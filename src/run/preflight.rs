@@ -238,8 +238,7 @@ impl Preflight {
             RolloutWeights::Auto => {
                 let travel = Subject { packed_weights, ..subject.clone() }.has_travelling_experts();
                 let by_expert = travel.then_some(RolloutWeights::ByExpert);
-                let (first, last) = (RolloutWeights::Whole, RolloutWeights::ByLayer);
-                [first].into_iter().chain(by_expert).chain([last]).collect()
+                [RolloutWeights::Whole].into_iter().chain(by_expert).collect()
             }
             asked => vec![asked],
         };

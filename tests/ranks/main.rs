@@ -89,24 +89,23 @@ fn ranks_that_share_the_micro_batches_make_the_run_of_one_process_bit_for_bit() 
 }
 
 #[test]
-fn weights_held_by_layer_or_by_expert_while_sampling_change_no_bit() {
+fn weights_held_by_expert_while_sampling_change_no_bit() {
     let bf16 = "arms.rollout_bf16=true";
     let one_expert = ["model.architecture.num_local_experts=2", "model.architecture.num_experts_per_tok=1"];
-    for (recipe, more, held) in [
-        ("quickstart", &[][..], &[("by_layer", 2), ("by_expert", 2), ("by_expert", 3)][..]),
-        ("quickstart", &[bf16], &[("by_layer", 2), ("by_expert", 3)]),
-        ("quickstart", &["arms.rollout_mxfp4=true"], &[("by_expert", 3)]),
+    for (recipe, more, ranks) in [
+        ("quickstart", &[][..], &[2, 3][..]),
+        ("quickstart", &[bf16], &[3]),
+        ("quickstart", &["arms.rollout_mxfp4=true"], &[3]),
         // One process of three has no expert.
-        ("quickstart", &one_expert, &[("by_expert", 3)]),
-        ("quickstart_dense", &[], &[("by_layer", 3)]),
-        ("quickstart_lora", &["cold_start.eval_every_steps=0"], &[("by_expert", 2)]),
+        ("quickstart", &one_expert, &[3]),
+        ("quickstart_lora", &["cold_start.eval_every_steps=0"], &[2]),
     ] {
         let sets = [&SHORT[..], more].concat();
         let one = Launch::new(recipe, &sets).alone();
-        for (how, ranks) in held {
-            let how = format!("parallel.rollout_weights={how}");
-            let several = Launch::new(recipe, &[&sets[..], &[&how]].concat()).ranks(*ranks).run();
-            assert_same_figures(&one, &several, &format!("{recipe} {more:?} {how} on {ranks}"));
+        for ranks in ranks {
+            let held = [&sets[..], &["parallel.rollout_weights=by_expert"]].concat();
+            let several = Launch::new(recipe, &held).ranks(*ranks).run();
+            assert_same_figures(&one, &several, &format!("{recipe} {more:?} by expert on {ranks}"));
         }
     }
 }
@@ -119,11 +118,11 @@ fn packed_weights_in_pieces_change_no_bit() {
     let learns =
         [&SHORT[..], &[&path, "cold_start.steps=0", "policy.kl.place=loss", "policy.kl.coefficient=0.1"]];
     for (recipe, more, several) in [
-        ("quickstart_lora", &[][..], &[("whole", 2), ("by_layer", 3), ("by_expert", 3)][..]),
+        ("quickstart_lora", &[][..], &[("whole", 2), ("by_expert", 3)][..]),
         // Layers are gathered again in the backward.
         ("quickstart_lora", &["train.recompute_layers=true"], &[("whole", 3)]),
         // The attention's matrices learn beside packed experts.
-        ("quickstart", &["train.freeze=[\"*.experts.*\"]"], &[("by_layer", 2)]),
+        ("quickstart", &["train.freeze=[\"*.experts.*\"]"], &[("by_expert", 2)]),
         // A second adapter, of a critic, on the same pieces.
         ("quickstart_ppo", &["adapter.rank=4"], &[("whole", 2)]),
     ] {
@@ -193,7 +192,7 @@ fn split_sequences_give_the_log_probs_of_one_process_and_its_gradients_within_ro
 
 #[test]
 fn check_mismatch_finds_no_gap_between_processes() {
-    for (ranks, sequence, held) in [(2, 1, "by_layer"), (2, 2, "whole"), (4, 2, "by_expert")] {
+    for (ranks, sequence, held) in [(2, 1, "by_expert"), (2, 2, "whole"), (4, 2, "by_expert")] {
         let split = format!("parallel.sequence={sequence}");
         let held = format!("parallel.rollout_weights={held}");
         let sets = ["rollout.prompts_per_step=3", "rollout.samples_per_prompt=2", &split, &held];

@@ -30,19 +30,11 @@ impl Parameters {
         Ok(Part { index, spec: self.specs[index].clone(), held, learns: self.learns(index) })
     }
 
-    /// The weights, rounded, for walks that all ranks make together, one at a time: layers are gathered as a walk takes them.
+    /// The weights, rounded, for walks that all ranks make together, one at a time: everything is gathered at once but the experts, of
+    /// which each rank has its own, their adapters with them. Experts that every rank has whole, packed, need no others.
     ///
     /// # Errors
     /// When a rank does not come in time, and those of [`WeightRounding::apply`].
-    pub fn by_layer(&self, rounding: WeightRounding) -> Result<Weights> {
-        self.gathered(Uses { change: Some(rounding.change()), ..Uses::frozen(&self.device) })
-    }
-
-    /// The same with everything gathered at once but the experts, of which each rank has its own, their adapters with them. Experts
-    /// that every rank has whole, packed, need no others.
-    ///
-    /// # Errors
-    /// As [`Self::by_layer`].
     pub fn by_expert(&self, rounding: WeightRounding) -> Result<Weights> {
         let is_here =
             |(index, spec): (usize, &ParameterSpec)| spec.is_of_experts() && self.packed(index).is_some();

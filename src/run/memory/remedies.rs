@@ -85,13 +85,14 @@ impl Subject<'_> {
             let change = format!("parallel.packed_weights = \"{}\"", PackedWeights::Cut);
             changes.push((change, MemoryPlan::new(&subject).peak_bytes()));
         }
-        if self.processes > 1 && self.rollout_weights == RolloutWeights::Whole {
-            let by_expert = self.has_travelling_experts().then_some(RolloutWeights::ByExpert);
-            for rollout_weights in by_expert.into_iter().chain([RolloutWeights::ByLayer]) {
-                let subject = Subject { rollout_weights, ..self.clone() };
-                let change = format!("parallel.rollout_weights = \"{rollout_weights}\"");
-                changes.push((change, MemoryPlan::new(&subject).peak_bytes()));
-            }
+        if self.processes > 1
+            && self.rollout_weights == RolloutWeights::Whole
+            && self.has_travelling_experts()
+        {
+            let rollout_weights = RolloutWeights::ByExpert;
+            let subject = Subject { rollout_weights, ..self.clone() };
+            let change = format!("parallel.rollout_weights = \"{rollout_weights}\"");
+            changes.push((change, MemoryPlan::new(&subject).peak_bytes()));
         }
         changes
     }

@@ -143,10 +143,10 @@ fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
     assert_eq!(planned(4, Some(whole)), (RolloutWeights::Whole, whole));
     let (how, by_expert) = planned(4, Some(whole - 1));
     assert_eq!(how, RolloutWeights::ByExpert);
-    let (how, by_layer) = planned(4, Some(by_expert - 1));
-    assert_eq!(how, RolloutWeights::ByLayer);
     // Three quarters of the experts' 3.6 billion bytes lie elsewhere.
-    assert!(whole > by_expert + 2_700_000_000 && by_expert > by_layer, "{whole}, {by_expert}, {by_layer}");
+    assert!(whole > by_expert + 2_700_000_000, "{whole}, {by_expert}");
+    // Where nothing suffices the least is planned, and refused later.
+    assert_eq!(planned(4, Some(by_expert - 1)), (RolloutWeights::ByExpert, by_expert));
     // One process gathers nothing, however little memory there is.
     assert_eq!(planned(1, Some(1)).0, RolloutWeights::Whole);
     // Packed experts are whole everywhere, whatever is asked for.
@@ -161,7 +161,6 @@ fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
         MemoryPlan::new(&subject).phases.into_iter().find(|(name, _)| *name == "sampling").unwrap().1
     };
     assert_eq!(sampling(RolloutWeights::ByExpert), sampling(RolloutWeights::Whole));
-    assert_ne!(sampling(RolloutWeights::ByLayer), sampling(RolloutWeights::Whole));
 }
 
 #[test]

@@ -41,7 +41,7 @@ impl Traffic {
         let width = 2 * config.num_attention_heads + 2 * config.num_key_value_heads;
         let values = rows.div_ceil(sharing) * (width * config.head_dim * config.num_hidden_layers) as u64;
         let heads = 3 * F32 * (values - values / sharing);
-        let [weights, rows] = sampling(subject, all, layers);
+        let [weights, rows] = sampling(subject, all);
         Self {
             passes,
             parts: vec![
@@ -60,20 +60,14 @@ impl Traffic {
     }
 }
 
-/// Weights and rows that come to a process of `subject` while it samples, of `all` bytes that are in pieces and those of them that
-/// lie in `layers`.
-fn sampling(subject: &Subject, all: u64, layers: u64) -> [u64; 2] {
+/// Weights and rows that come to a process of `subject` while it samples, of `all` bytes that are in pieces.
+fn sampling(subject: &Subject, all: u64) -> [u64; 2] {
     let (rollout, config, ranks) = (&subject.recipe.rollout, subject.config, subject.processes as u64);
     let others = |bytes: u64| bytes - bytes / ranks;
     let own = (rollout.prompts_per_step as u64).div_ceil(ranks) * rollout.samples_per_prompt as u64;
     let longest = subject.longest() as u64;
-    // Layers that are gathered in turn come for every forward: one a token of the longest response, for as many sequences as are
-    // sampled at once.
-    let response = longest.saturating_sub(rollout.prompt_tokens_max as u64).max(1);
-    let forwards = response * own.div_ceil(rollout.sequences_max as u64);
     match subject.held_while_sampling() {
         RolloutWeights::Auto | RolloutWeights::Whole => [others(all), 0],
-        RolloutWeights::ByLayer => [others(all - layers) + forwards * others(layers), 0],
         RolloutWeights::ByExpert => {
             let of_experts: u64 =
                 subject.pieced().iter().filter(|one| one.spec.is_per_expert()).map(Pieced::bytes).sum();

@@ -109,9 +109,6 @@ impl Subject<'_> {
             RolloutWeights::Auto | RolloutWeights::Whole => {
                 MemoryPart { name: "weights, gathered", bytes: whole_bytes(&pieced) }
             }
-            RolloutWeights::ByLayer => {
-                MemoryPart { name: "weights, a layer at a time", bytes: in_turn(&pieced) }
-            }
             RolloutWeights::ByExpert => {
                 let (experts, rest): (Vec<Pieced>, Vec<Pieced>) =
                     pieced.into_iter().partition(|one| one.spec.is_per_expert());
