@@ -95,13 +95,13 @@ def whiten(values, mask):
     return [[(values[r][t] - centre) * scale if mask[r][t] else 0.0 for t in range(WIDTH)] for r in range(ROWS)]
 
 
-def to_go(rewards, mask, gamma):
-    """Rewards of valid tokens still to come, discounted over valid tokens."""
+def to_go(rewards, mask):
+    """Rewards of valid tokens still to come."""
     returns = [[0.0] * WIDTH for _ in range(ROWS)]
     for r in range(ROWS):
         valid = [t for t in range(WIDTH) if mask[r][t]]
         for i, t in enumerate(valid):
-            returns[r][t] = sum(gamma ** k * rewards[r][u] for k, u in enumerate(valid[i:]))
+            returns[r][t] = sum(rewards[r][u] for u in valid[i:])
     return returns
 
 
@@ -127,12 +127,10 @@ def advantages():
                   {"advantages": spread(others, mask)})
         yield row(f"reinforce_plus_plus_baseline/own/{seed}", "compute_reinforce_plus_plus_baseline_outcome_advantage",
                   grouped, {}, {"advantages": whiten(spread(centred, mask), mask)})
-        for gamma in [1.0, 0.75]:
-            returns = to_go(rewards, mask, gamma)
-            yield row(f"reinforce_plus_plus/own/{seed}/{gamma}", "compute_reinforce_plus_plus_outcome_advantage", inputs,
-                      {"gamma": gamma}, {"advantages": whiten(returns, mask), "returns": returns})
+        returns = to_go(rewards, mask)
+        yield row(f"reinforce_plus_plus/own/{seed}/1.0", "compute_reinforce_plus_plus_outcome_advantage", inputs,
+                  {"gamma": 1.0}, {"advantages": whiten(returns, mask), "returns": returns})
         baselines = [grid(rng, -1, 1) for _ in range(ROWS)]
-        returns = to_go(rewards, mask, 1.0)
         above = [[returns[r][t] - baselines[r] for t in range(WIDTH)] for r in range(ROWS)]
         yield row(f"remax/own/{seed}", "compute_remax_outcome_advantage", dict(inputs, reward_baselines=baselines), {},
                   {"advantages": above, "returns": returns})

@@ -52,15 +52,18 @@ enum Command {
     GpuCheck(commands::gpu_check::GpuCheckArgs),
 }
 
+/// The features that change what a build can do, and whether this one has them.
+const FEATURES: [(&str, bool); 4] = [
+    ("cuda", cfg!(feature = "cuda")),
+    ("flash-attn", cfg!(feature = "flash-attn")),
+    ("mpi", cfg!(feature = "mpi")),
+    ("nccl", cfg!(feature = "nccl")),
+];
+
 /// The version, what it was built with, and in a packaged build its commit. A build of every day does not know its commit, or
 /// each would compile the crate anew.
 static VERSION: LazyLock<String> = LazyLock::new(|| {
-    let has = [
-        ("cuda", cfg!(feature = "cuda")),
-        ("flash-attn", cfg!(feature = "flash-attn")),
-        ("mpi", cfg!(feature = "mpi")),
-    ];
-    let features: Vec<&str> = has.iter().filter(|(_, has)| *has).map(|(name, _)| *name).collect();
+    let features: Vec<&str> = FEATURES.iter().filter(|(_, has)| *has).map(|(name, _)| *name).collect();
     let features = if features.is_empty() { "none".to_owned() } else { features.join(", ") };
     let commit = option_env!("RLOSS_COMMIT").map(|commit| format!("; commit {commit}")).unwrap_or_default();
     format!("{} (features: {features}{commit})", env!("CARGO_PKG_VERSION"))
@@ -118,4 +121,21 @@ pub fn run() -> u8 {
         let _ = writeln!(std::io::stderr(), "{word} {text}");
         if error.chain().any(|cause| cause.is::<BadInput>()) { EXIT_BAD_INPUT } else { EXIT_FAILED }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::FEATURES;
+    use std::collections::BTreeSet;
+
+    /// Features of Cargo.toml that no build for use has.
+    const OF_CHECKS: [&str; 2] = ["bench", "whole"];
+
+    #[test]
+    fn the_version_names_every_feature_that_a_build_can_have() {
+        let manifest: toml::Table = toml::from_str(include_str!("../Cargo.toml")).unwrap();
+        let declared = manifest["features"].as_table().unwrap().keys().map(String::as_str);
+        let declared: BTreeSet<&str> = declared.filter(|name| !OF_CHECKS.contains(name)).collect();
+        assert_eq!(declared, FEATURES.iter().map(|(name, _)| *name).collect());
+    }
 }

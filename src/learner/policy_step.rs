@@ -255,7 +255,7 @@ impl PolicyStep<'_> {
             Advantage::DrGrpo => of_groups(dr_grpo)?,
             Advantage::GrpoBatchStd => of_groups(grpo_batch_std)?,
             Advantage::Rloo => of_groups(rloo)?,
-            Advantage::ReinforcePlusPlus => reinforce_plus_plus(&sequences, &per_token(), 1.0)?.advantages,
+            Advantage::ReinforcePlusPlus => reinforce_plus_plus(&sequences, &per_token())?.advantages,
             Advantage::ReinforcePlusPlusBaseline => {
                 reinforce_plus_plus_baseline(&sequences, &whole()?, &sizes)?
             }

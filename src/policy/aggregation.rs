@@ -1,6 +1,6 @@
 //! From per-token losses to one number: the aggregation modes and their batch-wide denominators.
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 
 use super::sequences::Sequences;
 use crate::bad_input;
@@ -24,7 +24,7 @@ choice! {
     }
 }
 
-/// What the denominators of a batch are made of, counted over all of its micro-batches and replicas, after any rejection.
+/// What the denominators of a batch are made of, counted over all of its micro-batches, after any rejection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchSize {
     /// N, valid tokens.
@@ -34,15 +34,13 @@ pub struct BatchSize {
     /// The fixed number of tokens by which [`Aggregation::Constant`] divides (Dr. GRPO): it does not depend on how long the
     /// sampled answers are.
     pub response_tokens_max: usize,
-    /// Data replicas whose gradients are afterwards **averaged**; 1 when they are summed, or when there is one.
-    pub replicas: usize,
 }
 
 impl BatchSize {
     /// Of `sequences`, which must be the whole batch.
     pub fn of(sequences: &Sequences, response_tokens_max: usize) -> Self {
         let (tokens, with_tokens) = (sequences.valid_tokens(), sequences.valid_sequences());
-        Self { tokens, sequences: with_tokens, response_tokens_max, replicas: 1 }
+        Self { tokens, sequences: with_tokens, response_tokens_max }
     }
 }
 
@@ -64,7 +62,6 @@ impl Normalizer {
     /// # Errors
     /// When [`Aggregation::Constant`] has nothing to divide by.
     pub fn new(aggregation: Aggregation, size: BatchSize) -> Result<Self> {
-        ensure!(size.replicas > 0, "the number of replicas must be at least 1");
         let (tokens, sequences) = (size.tokens as f64, size.sequences as f64);
         let denominator = match aggregation {
             Aggregation::TokenMean => tokens,
@@ -79,7 +76,7 @@ impl Normalizer {
         };
         Ok(Self {
             token_mean_in_sequence: aggregation == Aggregation::SequenceMeanTokenMean,
-            scale: size.replicas as f64 / denominator,
+            scale: 1.0 / denominator,
         })
     }
 

@@ -41,12 +41,11 @@ pub fn whiten(sequences: &Sequences, values: &[f32]) -> Result<Vec<f32>> {
     Ok(whitened)
 }
 
-/// REINFORCE++ (Hu 2025): returns R_t = r_t + γ·R_{t+1} from the rewards of valid tokens, whitened over the batch.
+/// REINFORCE++ (Hu 2025) without discount: returns R_t = r_t + R_{t+1} from the rewards of valid tokens, whitened over the batch.
 ///
-/// Refused for γ outside [0, 1] and where [`whiten`] is.
-pub fn reinforce_plus_plus(sequences: &Sequences, rewards: &[f32], gamma: f64) -> Result<TokenAdvantages> {
-    check_fraction("gamma", gamma)?;
-    let returns = discounted_returns(sequences, rewards, gamma)?;
+/// Refused where [`whiten`] is.
+pub fn reinforce_plus_plus(sequences: &Sequences, rewards: &[f32]) -> Result<TokenAdvantages> {
+    let returns = returns_to_go(sequences, rewards)?;
     Ok(TokenAdvantages { advantages: whiten(sequences, &returns)?, returns })
 }
 
@@ -66,7 +65,7 @@ pub fn reinforce_plus_plus_baseline(
 ///
 /// `rewards` has one value a token, `baselines` one a sequence.
 pub fn remax(sequences: &Sequences, rewards: &[f32], baselines: &[f32]) -> Result<TokenAdvantages> {
-    let returns = discounted_returns(sequences, rewards, 1.0)?;
+    let returns = returns_to_go(sequences, rewards)?;
     let baselines = sequences.broadcast(baselines)?;
     let advantages = returns.iter().zip(&baselines).map(|(r, b)| r - b).collect();
     Ok(TokenAdvantages { advantages, returns })
@@ -106,14 +105,14 @@ pub fn gae(
     Ok(TokenAdvantages { advantages, returns })
 }
 
-/// R_t = r_t + γ·R_{t+1} over valid tokens.
-fn discounted_returns(sequences: &Sequences, rewards: &[f32], gamma: f64) -> Result<Vec<f32>> {
+/// R_t = r_t + R_{t+1} over valid tokens.
+fn returns_to_go(sequences: &Sequences, rewards: &[f32]) -> Result<Vec<f32>> {
     sequences.check("rewards", rewards)?;
     let mut returns = vec![0.0; rewards.len()];
     for row in sequences.rows() {
         let mut running = 0.0;
         for t in sequences.valid(row).rev() {
-            running = f64::from(rewards[t]) + gamma * running;
+            running += f64::from(rewards[t]);
             returns[t] = running as f32;
         }
     }

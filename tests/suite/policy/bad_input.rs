@@ -2,7 +2,7 @@
 
 use rloss::choice::Choice;
 use rloss::error::BadInput;
-use rloss::policy::advantage::{gae, reinforce_plus_plus, whiten};
+use rloss::policy::advantage::{gae, whiten};
 use rloss::policy::correction::{RejectOption, RejectionRule, WeightBound};
 use rloss::policy::kl_in_reward::KlController;
 use rloss::policy::loss::{CispoClip, ClipRange, PpoClip};
@@ -86,7 +86,6 @@ fn other_settings_are_checked() {
     refused(Normalizer::new(Aggregation::Constant, BatchSize::of(&sequences, 0)), "at least 1");
     refused(gae(&sequences, &values, &values, 1.5, 1.0), "gamma");
     refused(gae(&sequences, &values, &values, 1.0, -0.1), "lambda");
-    refused(reinforce_plus_plus(&sequences, &values, f64::NAN), "gamma");
     let single = [true, false, false];
     refused(whiten(&Sequences::new(&[0, 3], &single).unwrap(), &values), "at least two");
     refused(KlController::adaptive(0.1, 0.0, 100.0), "target");

@@ -69,7 +69,7 @@ fn advantages(row: &Row) -> Outcome {
     let masked = |values: &[f32]| Actual::Masked(values.iter().map(|&v| f64::from(v)).collect(), mask());
     match row.family() {
         "reinforce_plus_plus" => {
-            let result = reinforce_plus_plus(&sequences, &rewards, param("gamma"))?;
+            let result = reinforce_plus_plus(&sequences, &rewards)?;
             Ok(vec![("advantages", widen(&result.advantages)), ("returns", widen(&result.returns))])
         }
         "remax" => {
@@ -153,7 +153,7 @@ pub fn normalizer(mode: &str, info: &Value, sequences: &Sequences, width: usize)
     let response_tokens_max = count("loss_scale_factor").unwrap_or(width);
     let replicas = count("dp_size").unwrap_or(1);
     let size = match (count("batch_num_tokens"), count("global_batch_size")) {
-        (Some(tokens), Some(sequences)) => BatchSize { tokens, sequences, response_tokens_max, replicas },
+        (Some(tokens), Some(sequences)) => BatchSize { tokens, sequences, response_tokens_max },
         (None, None) if replicas == 1 => BatchSize::of(sequences, response_tokens_max),
         (None, None) => bail!("one replica's counts are not those of {replicas}"),
         mixed => panic!("global counts {mixed:?}"),
@@ -168,7 +168,19 @@ fn aggregation(row: &Row) -> Outcome {
     let losses = numbers(&row.inputs["loss_mat"]);
     let (loss, gradient) = normalizer(mode, &row.params, &sequences, batch.width)?
         .reduce(&sequences, |_, token| (losses[token], 1.0));
-    Ok(vec![("loss", Actual::Values(vec![loss])), ("grad_loss_mat", widen(&gradient))])
+    let actual = vec![("loss", Actual::Values(vec![loss])), ("grad_loss_mat", widen(&gradient))];
+    Ok(of_replicas(actual, &row.params))
+}
+
+/// Multiplied by verl's number of replicas, which averages their gradients afterwards.
+fn of_replicas(mut actual: Vec<(&'static str, Actual)>, info: &Value) -> Vec<(&'static str, Actual)> {
+    let replicas = info.get("dp_size").and_then(Value::as_u64).unwrap_or(1) as f64;
+    for (_, found) in &mut actual {
+        if let Actual::Values(values) = found {
+            values.iter_mut().for_each(|value| *value *= replicas);
+        }
+    }
+    actual
 }
 
 fn loss(row: &Row) -> Outcome {
@@ -199,7 +211,7 @@ fn loss(row: &Row) -> Outcome {
         "reinforce" => reinforce(&input, &normalizer)?,
         other => panic!("{}: unknown family {other}", row.name),
     };
-    Ok(loss_actual(result))
+    Ok(of_replicas(loss_actual(result), &row.params["global_batch_info"]))
 }
 
 pub fn loss_actual(result: PolicyLoss) -> Vec<(&'static str, Actual)> {

@@ -12,7 +12,7 @@ use rloss::policy::loss::{LossInput, PolicyLoss};
 use rloss::policy::offpolicy::agreement_metrics;
 use rloss::policy::ratio::OldLogprob;
 use rloss::policy::shaping::Overlong;
-use rloss::policy::{Aggregation, BatchSize, Normalizer, Sequences};
+use rloss::policy::{Aggregation, Sequences};
 
 use super::fixture::{AGGREGATIONS, Fixture, objectives, rng, whole_batch};
 use super::verl;
@@ -82,7 +82,7 @@ fn permuting_rows_permutes_advantages_of_tokens() {
         let (moved_tokens, moved_values) = (shuffled(tokens), shuffled(values));
         type Estimate<'a> = &'a dyn Fn(&Sequences, &[f32], &[f32], &[f32]) -> Vec<f32>;
         let estimates: [(&str, Estimate); 4] = [
-            ("reinforce_plus_plus", &|s, r, _, _| reinforce_plus_plus(s, r, 0.9).unwrap().advantages),
+            ("reinforce_plus_plus", &|s, r, _, _| reinforce_plus_plus(s, r).unwrap().advantages),
             ("baseline", &|s, _, _, g| reinforce_plus_plus_baseline(s, g, &[8]).unwrap()),
             ("remax", &|s, r, _, g| remax(s, r, g).unwrap().advantages),
             ("gae", &|s, r, v, _| whiten(s, &gae(s, r, v, 0.9, 0.8).unwrap().advantages).unwrap()),
@@ -183,21 +183,6 @@ fn micro_batches_add_up_to_the_batch() {
     }
 }
 
-#[test]
-fn averaging_replicas_gives_the_loss_of_the_whole_batch() {
-    let batch = Fixture::new(2);
-    let (tokens, sequences) = (batch.sequences().valid_tokens(), batch.sequences().valid_sequences());
-    for aggregation in AGGREGATIONS {
-        let loss = |batch: &Fixture, replicas| {
-            let size = BatchSize { tokens, sequences, response_tokens_max: 16, replicas };
-            let normalizer = Normalizer::new(aggregation, size).unwrap();
-            objectives()[0].1.loss(&batch.input(), &normalizer, 8).unwrap().loss
-        };
-        let mean = (loss(&batch.part(0..4), 2) + loss(&batch.part(4..8), 2)) / 2.0;
-        assert!((mean - loss(&batch, 1)).abs() < 1e-6, "{aggregation:?}");
-    }
-}
-
 fn correction(is: &str) -> CorrectionRules {
     CorrectionRules {
         importance: verl::importance(is, "0.5_2.0", true).unwrap(),
@@ -254,7 +239,7 @@ fn gae_with_gamma_and_lambda_one_is_reward_to_go_minus_value() {
     let batch = Fixture::new(7);
     let sequences = batch.sequences();
     let result = gae(&sequences, &batch.advantages, &batch.log_prob, 1.0, 1.0).unwrap();
-    let to_go = reinforce_plus_plus(&sequences, &batch.advantages, 1.0).unwrap().returns;
+    let to_go = reinforce_plus_plus(&sequences, &batch.advantages).unwrap().returns;
     for token in sequences.all_valid() {
         assert!((result.returns[token] - to_go[token]).abs() < 1e-5);
         assert!((result.advantages[token] - (to_go[token] - batch.log_prob[token])).abs() < 1e-5);
