@@ -3,12 +3,16 @@
 use crate::error::EXIT_STOPPED;
 use anyhow::{Context, Result};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::iterator::Signals;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How often a signal is looked for to be told of.
 const POLL: Duration = Duration::from_millis(50);
+/// A repetition of the first signal within this time counts as the first: GNU `timeout` and batch schedulers signal
+/// the process and its group.
+const REPETITION_MAX: Duration = Duration::from_secs(1);
 
 /// Whether a stop was asked for.
 #[derive(Clone)]
@@ -18,22 +22,30 @@ impl Stop {
     /// Listens from now on.
     ///
     /// # Errors
-    /// When the system refuses the handlers.
+    /// When the system refuses the handlers or a thread.
     pub fn listen() -> Result<Self> {
-        let asked = Arc::new(AtomicBool::new(false));
-        for signal in [SIGINT, SIGTERM] {
-            // Order matters: the shutdown looks at the flag before this signal sets it.
-            signal_hook::flag::register_conditional_shutdown(signal, EXIT_STOPPED.into(), asked.clone())
-                .and_then(|_| signal_hook::flag::register(signal, asked.clone()))
-                .context("listening for signals")?;
-        }
-        // A terminal that closes sends several, so that a second one says nothing. Under `nohup` none is meant.
+        // Slurm sends SIGUSR1 before the end of a job (`--signal`), and mpirun passes it on to its processes.
+        let mut kinds = vec![SIGINT, SIGTERM, SIGUSR1];
+        // `nohup` ignores SIGHUP, and so does this process then.
         if !is_ignored(SIGHUP) {
-            signal_hook::flag::register(SIGHUP, asked.clone()).context("listening for signals")?;
+            kinds.push(SIGHUP);
         }
-        // What mpirun passes on and Slurm sends before the end (`--signal`): of the others it kills within seconds.
-        signal_hook::flag::register(SIGUSR1, asked.clone()).context("listening for signals")?;
-        Ok(Self(asked))
+        let mut signals = Signals::new(kinds).context("listening for signals")?;
+        let stop = Self(Arc::new(AtomicBool::new(false)));
+        let asked = stop.0.clone();
+        let wait = move || {
+            let mut first = None;
+            for kind in signals.forever() {
+                let (first_kind, begun) = *first.get_or_insert_with(|| (kind, Instant::now()));
+                let repeated = kind == first_kind && begun.elapsed() < REPETITION_MAX;
+                if asked.swap(true, Ordering::Relaxed) && !repeated && [SIGINT, SIGTERM].contains(&kind) {
+                    signal_hook::low_level::exit(EXIT_STOPPED.into());
+                }
+            }
+        };
+        // It ends with the process.
+        std::thread::Builder::new().name("signals".into()).spawn(wait).context("starting a thread")?;
+        Ok(stop)
     }
 
     /// Has `say` called once, as soon as a stop is asked for: the step under way may take long.
@@ -49,7 +61,7 @@ impl Stop {
             say();
         };
         // It ends with the process.
-        std::thread::Builder::new().name("signals".into()).spawn(wait).map(drop).context("starting a thread")
+        std::thread::Builder::new().name("stop".into()).spawn(wait).map(drop).context("starting a thread")
     }
 
     /// True after the first signal.

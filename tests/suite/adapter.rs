@@ -55,8 +55,9 @@ fn fixtures_agree_with_peft() {
 #[test]
 fn random_adapters_agree_with_peft() {
     let Some(folder) = std::env::var_os("RLOSS_ADAPTER_PARITY") else {
-        eprintln!(
-            "skipped: RLOSS_ADAPTER_PARITY is unset; scripts/adapter_parity.py makes random adapters and sets it"
+        crate::skips::note(
+            "no RLOSS_ADAPTER_PARITY (scripts/adapter_parity.py makes random adapters and sets it)",
+            "",
         );
         return;
     };

@@ -40,6 +40,9 @@ const SMALL: &[&str] = &[
     "rollout.prompts_per_step=2",
     "rollout.samples_per_prompt=4",
     "parallel.threads=2",
+    // A busy machine may stall a tool call, and a call that is ended by the clock changes a run.
+    "interpreter.time_limit_s=60",
+    "interpreter.wall_clock_s=120",
 ];
 
 fn quickstart() -> PathBuf {

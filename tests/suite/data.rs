@@ -1,12 +1,8 @@
 //! Data for tests: the outside data, read in place from `RLOSS_DATA` (default `data/`) and never copied, and a small set of
 //! our own that is always there: `scripts/make_small_vectors.py` and `scripts/make_small_data.py` make it.
-//!
-//! When the run is over, what had no outside data is listed, after the harness's own summary.
 
-use std::collections::BTreeSet;
-use std::io::Write;
+use crate::skips;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, Once};
 
 /// A folder of test data.
 pub struct Folder {
@@ -37,7 +33,7 @@ const ON_OUR_OWN: &str = "ran on our own small data alone";
 
 /// Panics when `RLOSS_DATA` is set but the folder is missing, or when the folder is there but empty: a wrong setting must not
 /// look like a pass. When it is unset and there is no `data/`, what becomes of the test is noted.
-fn outside(kind: &str, instead: &'static str) -> Option<PathBuf> {
+fn outside(kind: &str, instead: &str) -> Option<PathBuf> {
     let (root, set) = match std::env::var_os("RLOSS_DATA") {
         Some(root) => (PathBuf::from(root), true),
         None => (Path::new(env!("CARGO_MANIFEST_DIR")).join("data"), false),
@@ -53,30 +49,10 @@ fn outside(kind: &str, instead: &'static str) -> Option<PathBuf> {
     Some(folder)
 }
 
-/// What became of which test for want of which outside data.
-static NOTED: Mutex<BTreeSet<(&str, String, String)>> = Mutex::new(BTreeSet::new());
-
-/// Notes the running test, by the name that the harness gives its thread. The list is printed when the process ends: the
-/// harness keeps the words of a test that passes to itself.
-fn note(instead: &'static str, kind: &str) {
-    static AT_EXIT: Once = Once::new();
-    // SAFETY: `list_noted` may be called at any time, and neither unwinds nor ends the process.
-    AT_EXIT.call_once(|| assert_eq!(unsafe { libc::atexit(list_noted) }, 0));
-    let test = std::thread::current().name().unwrap_or("a test").to_owned();
-    NOTED.lock().expect("no panic inside").insert((instead, test, kind.to_owned()));
-}
-
-extern "C" fn list_noted() {
-    let Ok(noted) = NOTED.lock() else { return };
-    let mut text = "\nNo outside data (scripts/fetch_data.sh fetches it, or set RLOSS_DATA):\n".to_owned();
-    for instead in [ON_OUR_OWN, SKIPPED] {
-        let tests = noted.iter().filter(|(what, ..)| *what == instead);
-        let lines: String = tests.map(|(_, test, kind)| format!("    {test}: no {kind}\n")).collect();
-        if !lines.is_empty() {
-            text += &format!("  {instead}:\n{lines}");
-        }
-    }
-    let _ = std::io::stderr().write_all(text.as_bytes());
+/// Notes the running test.
+fn note(instead: &str, kind: &str) {
+    let reason = "no outside data (scripts/fetch_data.sh fetches it, or set RLOSS_DATA)";
+    skips::note(reason, &format!("{instead}, no {kind}"));
 }
 
 /// Every row of every `*.jsonl` in the folders of `kind`, as (file stem, row), in file-name order.

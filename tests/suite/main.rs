@@ -29,6 +29,7 @@ mod recipe;
 mod report;
 mod rollout;
 mod shared_prompts;
+mod skips;
 mod tasks;
 mod tidy;
 mod tiny;

@@ -48,7 +48,7 @@ fn fixtures_of_the_dense_family_agree_with_transformers() {
 #[test]
 fn random_models_agree_with_transformers() {
     let Some(folder) = std::env::var_os("RLOSS_PARITY") else {
-        eprintln!("skipped: RLOSS_PARITY is unset; scripts/parity.py makes random models and sets it");
+        crate::skips::note("no RLOSS_PARITY (scripts/parity.py makes random models and sets it)", "");
         return;
     };
     let mut cases: Vec<PathBuf> = std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().path()).collect();

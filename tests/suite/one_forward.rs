@@ -3,6 +3,7 @@
 
 pub mod cases;
 
+use crate::skips;
 use rloss::mismatch::links::Link;
 use rloss::ops::threads::Threads;
 
@@ -11,7 +12,7 @@ const TOKENS: usize = 10_000;
 fn check(name: &str) -> Vec<Link> {
     let case = cases::cases().into_iter().find(|case| case.name == name).unwrap();
     if !case.is_here() {
-        eprintln!("skipped: this processor has no {name}");
+        skips::note(skips::NO_BF16, "");
         return vec![];
     }
     let links = case.links(&Threads::new(2).unwrap(), case.tokens(TOKENS)).unwrap();

@@ -1,6 +1,7 @@
 //! `model.dtype = "bf16_dot"` through the binary: on a processor that has its dot products, and on one that has not.
 
 use super::{done, output, results, resumed, rloss, small, stderr};
+use crate::skips;
 use rloss::ops::product::Precision;
 use std::path::Path;
 use tempfile::TempDir;
@@ -10,7 +11,7 @@ const DOT: &str = "model.dtype=bf16_dot";
 #[test]
 fn products_in_bf16_are_refused_where_the_processor_has_none() {
     if Precision::Bf16Dot.is_here() {
-        return eprintln!("skipped: this processor has them");
+        return skips::note("dot products of bf16 in this processor (it takes one without AVX-512 BF16)", "");
     }
     let folder = TempDir::new().unwrap();
     let out = folder.path().join("run");
@@ -27,7 +28,7 @@ fn products_in_bf16_are_refused_where_the_processor_has_none() {
 #[test]
 fn a_run_in_bf16_products_has_no_gap_and_goes_on_to_the_same_bits() {
     if !Precision::Bf16Dot.is_here() {
-        return eprintln!("skipped: this processor has no dot products of bf16");
+        return skips::note(skips::NO_BF16, "");
     }
     let folder = TempDir::new().unwrap();
     let (whole, broken) = (folder.path().join("whole"), folder.path().join("broken"));

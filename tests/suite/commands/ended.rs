@@ -4,7 +4,9 @@ use super::{
     assert_same_results, baseline, checkpoints, done, line_count, output, phase, results, resumed, rows,
     small, stderr, wait_until,
 };
+use crate::skips;
 use rloss::recipe::Recipe;
+use std::io::{BufRead, BufReader};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -28,6 +30,17 @@ fn killed(out: &Path, sets: &[&str], reached: impl Fn() -> bool) -> bool {
     child.wait().unwrap().signal() == Some(libc::SIGKILL)
 }
 
+/// [`killed`], again and again until one was killed before its end, by `caught` where it should have been.
+///
+/// On a busy machine this process may look too late.
+fn surely_killed(out: &Path, sets: &[&str], reached: impl Fn() -> bool, caught: impl Fn() -> bool) {
+    let again = || {
+        let _ = std::fs::remove_dir_all(out);
+        killed(out, sets, &reached) && caught()
+    };
+    assert!((0..100).any(|_| again()), "never killed where it should have been");
+}
+
 /// Kills in the middle of the step after row `rows`, resumes, and expects the uninterrupted run's metrics.
 fn killed_after_rows(count: usize, delay: Duration) {
     let folder = TempDir::new().unwrap();
@@ -45,7 +58,7 @@ fn killed_and_resumed(out: &Path, sets: &[&str], (count, delay): (usize, Duratio
         }
         reached
     };
-    assert!(killed(out, sets, reached), "the run ended before it was killed");
+    surely_killed(out, sets, reached, || true);
     done(&mut resumed(out, sets));
 }
 
@@ -107,12 +120,9 @@ fn killed_in_the_middle_of_a_checkpoint() {
         let out = folder.path().join("run");
         let (aside, whole) =
             (out.join(format!("checkpoints/.{name}.partial")), out.join("checkpoints").join(name));
-        // The window is a few milliseconds wide and may be missed.
-        let caught = (0..20).any(|_| {
-            let _ = std::fs::remove_dir_all(&out);
-            killed(&out, &[], || aside.join("config.json").exists()) && aside.exists() && !whole.exists()
-        });
-        assert!(caught, "never killed within {name}");
+        // The window is a few milliseconds wide.
+        let within = || aside.exists() && !whole.exists();
+        surely_killed(&out, &[], || aside.join("config.json").exists(), within);
         done(&mut resumed(&out, &[]));
         assert_same_results(&out, baseline());
         assert!(!aside.exists(), "what was half written is gone");
@@ -156,43 +166,101 @@ fn a_signal_finishes_the_step_and_the_resumed_run_is_the_same() {
     for (number, count) in [(libc::SIGTERM, 2), (libc::SIGINT, 7)] {
         let folder = TempDir::new().unwrap();
         let out = folder.path().join("run");
-        let mut child = started(&out, &[]);
         let file = out.join("metrics.jsonl");
-        assert!(wait_until(&mut child, || line_count(&file) >= count), "the run ended");
-        // As a terminal does: to the Python tool's workers too.
-        signal(-(child.id() as i32), number);
-        assert_eq!(child.wait().unwrap().code(), Some(130));
+        // On a busy machine this process may look when the run has ended.
+        let stopped_in_time = || {
+            let _ = std::fs::remove_dir_all(&out);
+            let mut child = started(&out, &[]);
+            assert!(wait_until(&mut child, || line_count(&file) >= count), "the run ended");
+            // As a terminal does: to the Python tool's workers too.
+            signal(-(child.id() as i32), number);
+            let code = child.wait().unwrap().code();
+            assert!(matches!(code, Some(0 | 130)), "{code:?}");
+            code == Some(130) && phase(&rows(&out), "rl").count() < 4
+        };
+        assert!((0..100).any(|_| stopped_in_time()), "never stopped before its end");
         let stopped = rows(&out);
         let last = stopped.iter().rfind(|row| row["phase"] != "eval").unwrap();
         let name = if last["phase"] == "rl" { "step" } else { "cold-start" };
         let newest = format!("{name}-{:06}", last["step"].as_u64().unwrap());
         assert!(checkpoints(&out).contains(&newest), "{newest} of {:?}", checkpoints(&out));
-        assert!(phase(&stopped, "rl").count() < 4, "the run was stopped, not finished");
         done(&mut resumed(&out, &[]));
         assert_same_results(&out, baseline());
     }
 }
 
+/// Like [`started`], with a first step of many seconds; returns what it says too.
+fn started_with_a_long_step(out: &Path) -> (Child, impl BufRead) {
+    let sets = ["cold_start.batch_size=20000", "cold_start.eval_every_steps=0"];
+    let mut command = small(out, &sets);
+    let mut child = command.process_group(0).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let file = out.join("metrics.jsonl");
+    assert!(wait_until(&mut child, || file.exists()), "the run ended");
+    let said = BufReader::new(child.stderr.take().unwrap());
+    (child, said)
+}
+
+fn wait_for_line(said: &mut impl BufRead, words: &str) {
+    let mut lines = said.lines().map(Result::unwrap);
+    assert!(lines.any(|line| line.contains(words)), "never said: {words}");
+}
+
 #[test]
 fn a_second_signal_exits_at_once() {
-    for number in [libc::SIGINT, libc::SIGTERM] {
+    for (first, second) in
+        [(libc::SIGINT, libc::SIGINT), (libc::SIGTERM, libc::SIGTERM), (libc::SIGINT, libc::SIGTERM)]
+    {
         let folder = TempDir::new().unwrap();
         let out = folder.path().join("run");
-        // A first step of many seconds, which the second signal does not wait for.
-        let mut child = started(&out, &["cold_start.batch_size=20000", "cold_start.eval_every_steps=0"]);
-        signal(child.id() as i32, number);
-        std::thread::sleep(Duration::from_millis(100));
+        let (mut child, mut said) = started_with_a_long_step(&out);
+        signal(child.id() as i32, first);
+        wait_for_line(&mut said, "again to stop at once");
+        if first == second {
+            // Within a second it counts as the first.
+            std::thread::sleep(Duration::from_millis(1100));
+        }
         assert!(child.try_wait().unwrap().is_none(), "the first signal waits for the step");
-        signal(child.id() as i32, number);
+        signal(child.id() as i32, second);
         assert_eq!(child.wait().unwrap().code(), Some(130));
         assert_eq!(rows(&out).len(), 0);
         assert_eq!(checkpoints(&out), [""; 0]);
     }
 }
 
+/// A bug: GNU `timeout` and batch schedulers signal the process and its group, and the second of these signals ended
+/// the run without its checkpoint and without a word.
+#[test]
+fn a_signal_to_the_process_and_to_its_group_counts_once() {
+    for number in [libc::SIGINT, libc::SIGTERM] {
+        let folder = TempDir::new().unwrap();
+        let out = folder.path().join("run");
+        let sets = ["train.steps=100000", "checkpoint.every_steps=0", "eval.every_steps=0"];
+        let mut command = small(&out, &sets);
+        let mut child =
+            command.process_group(0).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        assert!(wait_until(&mut child, || out.join("checkpoints/cold-start-000004").exists()));
+        let process = child.id() as i32;
+        for target in [process, -process, process, -process] {
+            signal(target, number);
+        }
+        let output = child.wait_with_output().unwrap();
+        let said = stderr(&output);
+        assert_eq!(output.status.code(), Some(130), "{said}");
+        for words in ["then saving; again to stop at once", "stopped: ", "--resume"] {
+            assert!(said.contains(words), "{words:?} is not in: {said}");
+        }
+        let last = phase(&rows(&out), "rl").last().map(|row| row["step"].as_u64().unwrap());
+        let newest = last.map_or("cold-start-000004".to_owned(), |step| format!("step-{step:06}"));
+        assert!(checkpoints(&out).contains(&newest), "{newest} of {:?}", checkpoints(&out));
+    }
+}
+
 /// It stayed, in a group of its own, and held the terminal open.
 #[test]
 fn a_hanging_task_program_ends_with_the_run() {
+    if !skips::python3() {
+        return;
+    }
     let folder = TempDir::new().unwrap();
     let (out, told) = (folder.path().join("run"), folder.path().join("told"));
     let program = r#"
@@ -221,11 +289,7 @@ for line in sys.stdin:
         Ok(stat) => stat.contains(") Z "),
         Err(_) => true,
     };
-    let begun = std::time::Instant::now();
-    while !ended() && begun.elapsed() < Duration::from_secs(10) {
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    assert!(ended(), "process {process} is still there");
+    crate::interpreter::wait_until("the program ends with the run", ended);
 }
 
 #[test]
@@ -258,8 +322,7 @@ fn bounded(command: &Command, kib: u64) -> ExitStatus {
 fn a_full_disk_ends_the_run_with_the_last_checkpoint_intact() {
     let folder = TempDir::new().unwrap();
     let out = folder.path().join("run");
-    let reached = || out.join("checkpoints/step-000002").exists();
-    assert!(killed(&out, &[], reached));
+    surely_killed(&out, &[], || out.join("checkpoints/step-000002").exists(), || true);
     let kept = checkpoints(&out);
     assert_eq!(bounded(&resumed(&out, &[]), 200).code(), Some(1));
     // The kill may have come before the oldest beyond `checkpoint.keep` was cleared, which the resume makes up for.

@@ -1,6 +1,7 @@
 //! What a new user types first: `init`, recipes inside the binary, `chat`, completions, a page that follows a run.
 
 use super::{baseline, done, output, phase, rloss, rows, stderr};
+use crate::skips;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
@@ -13,6 +14,9 @@ fn text(bytes: &[u8]) -> String {
 
 #[test]
 fn what_init_writes_runs_as_it_is_and_stays() {
+    if !skips::python3() {
+        return;
+    }
     let folder = TempDir::new().unwrap();
     let init = |name: &str| output(rloss().current_dir(&folder).args(["init", name]));
     let said = init("first");
@@ -48,6 +52,9 @@ fn what_init_writes_runs_as_it_is_and_stays() {
 
 #[test]
 fn the_program_that_init_writes_grades_as_it_says() {
+    if !skips::python3() {
+        return;
+    }
     let folder = TempDir::new().unwrap();
     done(rloss().current_dir(&folder).args(["init", "mine"]));
     let asks = [
@@ -142,6 +149,9 @@ fn a_recipe_inside_the_binary_finds_its_base_there() {
 
 #[test]
 fn a_script_without_numpy_says_what_to_install() {
+    if !skips::python3() {
+        return;
+    }
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/random_checkpoint.py");
     let alone = ["-E", "-S"];
     let refused = output(std::process::Command::new("python3").args(alone).arg(script));

@@ -1,6 +1,7 @@
 //! A run that tells the truth: failures that are heard, a resumed run that says what it does, starts that leave nothing.
 
 use super::{done, output, phase, resumed, rloss, rows, small, stderr, train};
+use crate::skips;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
@@ -31,6 +32,9 @@ fn on_program(path: &Path) -> Vec<String> {
 
 #[test]
 fn a_program_that_answers_wrongly_is_heard_and_a_run_that_failed_whole_exits_1() {
+    if !skips::python3() {
+        return;
+    }
     let folder = TempDir::new().unwrap();
     let out = folder.path().join("run");
     let sets = on_program(&program(folder.path(), "{\"rewrd\": 1.0}"));
@@ -57,6 +61,9 @@ fn a_program_that_answers_wrongly_is_heard_and_a_run_that_failed_whole_exits_1()
 /// All steps were made, each failing after its time limits, and the folder stood in the way of the next start.
 #[test]
 fn a_run_whose_first_evaluation_failed_whole_ends_there_and_leaves_nothing() {
+    if !skips::python3() {
+        return;
+    }
     let folder = TempDir::new().unwrap();
     let (out, path) = (folder.path().join("run"), program(folder.path(), "{\"rewrd\": 1.0}"));
     let text = std::fs::read_to_string(&path).unwrap();
@@ -74,6 +81,9 @@ fn a_run_whose_first_evaluation_failed_whole_ends_there_and_leaves_nothing() {
 
 #[test]
 fn what_the_policy_does_is_no_failure() {
+    if !skips::python3() {
+        return;
+    }
     let folder = TempDir::new().unwrap();
     let out = folder.path().join("run");
     let sets = on_program(&program(folder.path(), "{\"reward\": 0.0}"));
@@ -85,6 +95,9 @@ fn what_the_policy_does_is_no_failure() {
 
 #[test]
 fn an_evaluation_that_failed_whole_exits_1() {
+    if !skips::python3() {
+        return;
+    }
     let folder = TempDir::new().unwrap();
     let mut sets = on_program(&program(folder.path(), "{\"reward\": \"high\"}"));
     sets.push("rollout.response_tokens_max=8".to_owned());
@@ -148,6 +161,9 @@ fn fewer_steps_than_are_done_are_refused_and_a_run_resumes_by_its_folder_alone()
 
 #[test]
 fn a_start_that_fails_leaves_no_folder() {
+    if !skips::python3() {
+        return;
+    }
     let folder = TempDir::new().unwrap();
     let out = folder.path().join("run");
     // A disk that is full at once, and one that is when the frozen reference is written.

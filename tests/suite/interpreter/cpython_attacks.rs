@@ -6,14 +6,16 @@
 use super::attacks::victim;
 use super::call;
 use super::{cpython, own_process};
+use crate::skips;
 use rloss::interpreter::{CPython, InterpreterState, SessionId};
 use rloss::trajectory::CallOutcome::*;
+use std::path::PathBuf;
 use std::process::Command;
 
 /// Leaves `DENIED`, `SUCCEEDED` or `SETUP FAILED` as the last line.
 const FRAME: &str = "
 import ctypes, os, sys
-folder, victim, port = 'FOLDER', VICTIM, PORT
+folder, victim, port = FOLDER, VICTIM, PORT
 libc = ctypes.CDLL(None, use_errno=True)
 def raw(*arguments):
     if libc.syscall(*(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments)) < 0:
@@ -35,8 +37,9 @@ print()
 print(verdict)
 ";
 
-/// Attacks whose control needs root or a kernel that offers the call.
-const DEPENDS: [&str; 5] = ["trace", "parent memory", "raise a limit", "merge pages", "new namespaces"];
+/// Attacks whose control needs root, or a kernel or a file system that offers the call.
+const DEPENDS: [&str; 6] =
+    ["trace", "parent memory", "raise a limit", "merge pages", "new namespaces", "xattr"];
 
 const ATTACKS: &[(&str, &str)] = &[
     ("passwd", "open('/etc/passwd').read()"),
@@ -113,7 +116,8 @@ fn program(body: &str, folder: &str, victim: u32, port: u16) -> String {
     let body: String = body.lines().map(|line| format!("    {line}\n")).collect();
     FRAME
         .replace("BODY", &body)
-        .replace("FOLDER", folder)
+        // A string of JSON is one of Python, whatever letters it has.
+        .replace("FOLDER", &serde_json::to_string(folder).unwrap())
         .replace("VICTIM", &victim.to_string())
         .replace("PORT", &port.to_string())
 }
@@ -131,8 +135,18 @@ fn hostile_python_is_denied_what_a_free_one_may_do() {
 /// A scratch is there to be written, and calls that cut files with it; outside all is as without.
 #[test]
 fn hostile_python_with_a_scratch_is_denied_the_same() {
-    let Some(python) = cpython::cpython(|s| s.scratch_mib = 1) else { return };
+    let Some(python) = cpython::with_scratch(|s| s.scratch_mib = 1) else { return };
     all_denied(&python, &["write in tmp", "cut"]);
+}
+
+/// A folder for a victim outside of /tmp, which a scratch hides; the target folder may itself lie below /tmp.
+fn outside_of_tmp() -> tempfile::TempDir {
+    let target = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
+    let places = [target, std::env::temp_dir(), "/var/tmp".into(), "/dev/shm".into()];
+    let hidden = |place: &PathBuf| place.canonicalize().is_ok_and(|place| place.starts_with("/tmp"));
+    let made =
+        places.iter().filter(|place| !hidden(place)).find_map(|place| tempfile::tempdir_in(place).ok());
+    made.expect("a folder outside of /tmp that can be written: /var/tmp, or set TMPDIR to one")
 }
 
 /// Runs every attack but those `left_out`.
@@ -141,8 +155,7 @@ fn all_denied(python: &CPython, left_out: &[&str]) {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         let attempt = |run: &dyn Fn(&str) -> String| {
-            // Not in /tmp, which a scratch hides.
-            let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+            let folder = outside_of_tmp();
             let mut victim = victim(folder.path());
             std::fs::write(folder.path().join("planted.py"), "").unwrap();
             let found = run(&program(body, folder.path().to_str().unwrap(), victim.id(), port));
@@ -229,7 +242,7 @@ fn a_preloaded_library_opens_no_folder() {
     std::fs::write(&source, "int nothing_at_all;").unwrap();
     let built = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status();
     if !built.is_ok_and(|status| status.success()) {
-        return eprintln!("skipped: no C compiler");
+        return skips::note("no C compiler (install gcc or clang)", "");
     }
     let secret = folder.path().join("secret");
     std::fs::write(&secret, "secret").unwrap();
@@ -246,6 +259,7 @@ fn alone_with_a_preloaded_library() {
     use rloss::interpreter::Interpreter;
     let Ok(secret) = std::env::var("RLOSS_TEST_CHILD") else { return };
     let python = cpython::cpython(|_| {}).unwrap();
-    let reply = python.call(SessionId(0), &format!("open({secret:?}).read()"));
+    let secret = serde_json::to_string(&secret).unwrap();
+    let reply = python.call(SessionId(0), &format!("open({secret}).read()"));
     assert!(reply.text.contains("PermissionError"), "{}", reply.text);
 }

@@ -5,9 +5,9 @@ use rloss::interpreter::{CPython, Interpreter, InterpreterState, SessionId};
 use rloss::trajectory::CallOutcome::*;
 use std::path::Path;
 
-/// Workers with 4 MiB of scratch; `None` where there is no Python to test with.
+/// Workers with 4 MiB of scratch; `None` where there is no Python to test with, or no namespace for a scratch.
 fn with_scratch(state: InterpreterState) -> Option<CPython> {
-    cpython::cpython(|s| (s.scratch_mib, s.state, s.workers) = (4, state, 1))
+    cpython::with_scratch(|s| (s.scratch_mib, s.state, s.workers) = (4, state, 1))
 }
 
 #[test]

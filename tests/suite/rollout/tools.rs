@@ -3,7 +3,8 @@
 use super::*;
 use rloss::interpreter::{Embedded, Settings};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::{Condvar, Mutex};
+use std::time::Duration;
 
 const FINAL: &str = "<|channel|>final<|message|>ok<|return|>";
 
@@ -11,46 +12,68 @@ fn calling(code: &str) -> String {
     format!("<|channel|>analysis to=python<|message|>{code}<|call|>")
 }
 
+/// Calls that wait for each other, until as many were under way at once as are awaited.
+struct Meeting {
+    awaited: usize,
+    /// Calls under way, and the most of them.
+    running: Mutex<[usize; 2]>,
+    came: Condvar,
+}
+
+impl Meeting {
+    fn of(awaited: usize) -> Self {
+        Self { awaited, running: Mutex::default(), came: Condvar::new() }
+    }
+
+    /// A call. It gives up after minutes, so that calls that never meet fail their test.
+    fn meet(&self) {
+        let mut running = self.running.lock().unwrap();
+        running[0] += 1;
+        running[1] = running[1].max(running[0]);
+        self.came.notify_all();
+        let limit = Duration::from_secs(120);
+        let alone = |running: &mut [usize; 2]| running[1] < self.awaited;
+        let (mut running, _) = self.came.wait_timeout_while(running, limit, alone).unwrap();
+        running[0] -= 1;
+    }
+
+    fn most(&self) -> usize {
+        self.running.lock().unwrap()[1]
+    }
+}
+
 #[test]
-fn sixty_four_calls_of_a_second_run_side_by_side() {
+fn sixty_four_calls_run_side_by_side() {
     let world = World::roomy();
-    let running = [AtomicUsize::new(0), AtomicUsize::new(0)];
+    let meeting = Meeting::of(64);
     let tool = Scripted(|_, _: &str| {
-        let now = running[0].fetch_add(1, Ordering::SeqCst) + 1;
-        running[1].fetch_max(now, Ordering::SeqCst);
-        std::thread::sleep(Duration::from_secs(1));
-        running[0].fetch_sub(1, Ordering::SeqCst);
+        meeting.meet();
         (CallOutcome::Answered, "awake".into())
     });
     let script = Script::new(&world, &[&calling("sleep"), FINAL]);
-    let start = Instant::now();
     let rollouts =
         play(world.rollout(&Questions::new(), Some(&tool)), &script, &Questions::prompts(8), 8).unwrap();
-    let seconds = start.elapsed().as_secs_f64();
     assert!(rollouts.trajectories().all(|t| t.success));
     assert_eq!(rollouts.counts().tool_calls, 64);
-    assert!(running[1].load(Ordering::SeqCst) > 16, "calls must overlap");
-    // One after the other they take 64 s.
-    assert!(seconds < 4.0, "{seconds} s");
+    assert_eq!(meeting.most(), 64);
 }
 
 #[test]
 fn no_more_calls_run_at_once_than_allowed() {
     let mut world = World::roomy();
     world.settings.tool_calls_concurrent_max = 3;
-    let running = [AtomicUsize::new(0), AtomicUsize::new(0)];
+    let meeting = Meeting::of(3);
     let tool = Scripted(|_, _: &str| {
-        let now = running[0].fetch_add(1, Ordering::SeqCst) + 1;
-        running[1].fetch_max(now, Ordering::SeqCst);
+        // A fourth would come meanwhile.
         std::thread::sleep(Duration::from_millis(5));
-        running[0].fetch_sub(1, Ordering::SeqCst);
+        meeting.meet();
         (CallOutcome::Answered, "awake".into())
     });
     let script = Script::new(&world, &[&calling("sleep"), FINAL]);
     let task = Questions::new();
     let rollouts = play(world.rollout(&task, Some(&tool)), &script, &Questions::prompts(5), 4).unwrap();
     assert!(rollouts.trajectories().all(|t| t.success));
-    assert_eq!(running[1].load(Ordering::SeqCst), 3);
+    assert_eq!(meeting.most(), 3);
 }
 
 #[test]
@@ -82,7 +105,7 @@ fn each_trajectory_has_a_session_of_its_own_which_is_closed() {
 
 pub(super) fn embedded(change: impl FnOnce(&mut Settings)) -> Embedded {
     let program = Some(env!("CARGO_BIN_EXE_rloss").into());
-    let mut settings = Settings { program, time_limit_s: 0.3, wall_clock_s: 1.0, ..Settings::default() };
+    let mut settings = Settings { program, time_limit_s: 0.5, wall_clock_s: 3.0, ..Settings::default() };
     change(&mut settings);
     Embedded::new(settings).expect("this machine must be able to confine a worker")
 }
@@ -195,18 +218,7 @@ fn a_stopped_rollout_closes_the_sessions_it_leaves_unfinished() {
 /// A task like [`Questions`] whose answers come from elsewhere and take a while.
 struct Slow {
     questions: Questions,
-    /// Requests under way, and the most of them.
-    running: [AtomicUsize; 2],
-}
-
-impl Slow {
-    fn wait<T>(&self, answer: impl FnOnce() -> T) -> T {
-        let now = self.running[0].fetch_add(1, Ordering::SeqCst) + 1;
-        self.running[1].fetch_max(now, Ordering::SeqCst);
-        std::thread::sleep(Duration::from_millis(100));
-        self.running[0].fetch_sub(1, Ordering::SeqCst);
-        answer()
-    }
+    meeting: Meeting,
 }
 
 impl Task for Slow {
@@ -226,21 +238,23 @@ impl Task for Slow {
         true
     }
     fn next_user_message(&self, problem: &Problem, transcript: &Transcript) -> Result<Option<Message>> {
-        self.wait(|| self.questions.next_user_message(problem, transcript))
+        self.meeting.meet();
+        self.questions.next_user_message(problem, transcript)
     }
     fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {
-        self.wait(|| self.questions.reward(problem, transcript))
+        self.meeting.meet();
+        self.questions.reward(problem, transcript)
     }
 }
 
 #[test]
 fn turns_and_rewards_of_a_slow_task_run_beside_decoding_and_change_no_result() {
     let world = World::roomy();
-    let (plain, slow) = (Questions::new(), Slow { questions: Questions::new(), running: Default::default() });
+    // Asked by the engines, no more than one an engine would be under way.
+    let (plain, slow) = (Questions::new(), Slow { questions: Questions::new(), meeting: Meeting::of(5) });
     let script = Script::new(&world, &[FINAL, FINAL, FINAL]);
     let expected = play(world.rollout(&plain, None), &script, &Questions::prompts(4), 4).unwrap();
     let found = play(world.rollout(&slow, None), &script, &Questions::prompts(4), 4).unwrap();
     assert_eq!(found, expected);
-    // Asked by the engines, no more than one an engine would be under way.
-    assert!(slow.running[1].load(Ordering::SeqCst) > 4, "{:?}", slow.running);
+    assert!(slow.meeting.most() > 4, "{}", slow.meeting.most());
 }

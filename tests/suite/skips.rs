@@ -1,0 +1,62 @@
+//! Tests that lack something on this machine: what they lack and how to have it, listed when the run is over, after
+//! the harness's own summary.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write;
+use std::process::{Command, Stdio};
+use std::sync::{Mutex, Once};
+
+/// A reason to skip; each says how to have what is lacking.
+pub const NO_PYTHON: &str = "no python3 on the PATH (install Python 3)";
+pub const NO_NAMESPACES: &str = "no user namespaces for this user (Docker: --security-opt seccomp=unconfined; Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0)";
+pub const NO_BF16: &str = "no dot products of bf16 in this processor (it takes AVX-512 BF16)";
+
+/// Reason → the tests.
+static NOTED: Mutex<BTreeMap<String, BTreeSet<String>>> = Mutex::new(BTreeMap::new());
+
+/// Notes that the running test skips something for `reason`; `detail` says more about it, or is empty.
+///
+/// The test's name is the one that the harness gives its thread. The list is printed when the process ends, because
+/// the harness keeps what a passing test prints to itself.
+pub fn note(reason: &str, detail: &str) {
+    static AT_EXIT: Once = Once::new();
+    // SAFETY: `list` may be called at any time, and neither unwinds nor ends the process.
+    AT_EXIT.call_once(|| assert_eq!(unsafe { libc::atexit(list) }, 0));
+    let thread = std::thread::current();
+    let test = thread.name().filter(|name| *name != "main").unwrap_or("a test, nameless on one test thread");
+    let line = if detail.is_empty() { test.to_owned() } else { format!("{test}: {detail}") };
+    NOTED.lock().expect("no panic inside").entry(reason.to_owned()).or_default().insert(line);
+}
+
+extern "C" fn list() {
+    let Ok(noted) = NOTED.lock() else { return };
+    let mut text = "\nSkipped on this machine:\n".to_owned();
+    for (reason, tests) in noted.iter() {
+        text += &format!("  {reason}:\n");
+        tests.iter().for_each(|test| text += &format!("    {test}\n"));
+    }
+    let _ = std::io::stderr().write_all(text.as_bytes());
+}
+
+fn starts(command: &mut Command) -> bool {
+    let quiet = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    quiet.status().is_ok_and(|status| status.success())
+}
+
+/// Whether python3 is on the PATH; noted where it is not.
+pub fn python3() -> bool {
+    let there = starts(Command::new("python3").arg("--version"));
+    if !there {
+        note(NO_PYTHON, "");
+    }
+    there
+}
+
+/// Whether this user may make user namespaces and mount in them; noted where not.
+pub fn namespaces() -> bool {
+    let there = starts(Command::new("unshare").args(["--user", "--map-root-user", "--mount", "true"]));
+    if !there {
+        note(NO_NAMESPACES, "");
+    }
+    there
+}
