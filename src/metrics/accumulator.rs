@@ -42,16 +42,6 @@ impl Cell {
 
 /// Metrics in the making. A name has one reduction; a second one makes [`Accumulator::finish`] fail. A NaN is never
 /// hidden: it stays in every reduction, maximum and minimum included. The mean over no weight is NaN.
-///
-/// ```
-/// let mut step = rloss::metrics::Accumulator::new();
-/// step.mean("actor/entropy", 2.0, 3.0); // 3 tokens
-/// step.mean("actor/entropy", 6.0, 1.0); // 1 token
-/// step.max("response_length/max", 72.0);
-/// let metrics = step.finish()?;
-/// assert_eq!(metrics.get("actor/entropy"), Some(3.0));
-/// # anyhow::Ok(())
-/// ```
 #[derive(Debug, Clone, Default)]
 pub struct Accumulator {
     cells: BTreeMap<String, Cell>,

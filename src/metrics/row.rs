@@ -66,15 +66,6 @@ impl<N: Into<String>> FromIterator<(N, f64)> for Metrics {
 }
 
 /// One line of `metrics.jsonl`.
-///
-/// ```
-/// use rloss::metrics::{Metrics, Phase, Row};
-/// let metrics = Metrics::from_iter([("actor/grad_norm", 0.5), ("outcome/finished", 64.0)]);
-/// let row = Row { step: 3, phase: Phase::Rl, metrics };
-/// let line = row.to_json();
-/// assert_eq!(line, r#"{"step":3,"phase":"rl","actor/grad_norm":0.5,"outcome/finished":64}"#);
-/// assert_eq!(Row::from_json(&line), Ok(row));
-/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Row {
     pub step: u64,

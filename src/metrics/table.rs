@@ -4,13 +4,6 @@ use super::terminal::sanitize_line;
 use unicode_width::UnicodeWidthStr;
 
 /// Rows under a header. A column whose cells are all numbers is aligned to the right.
-///
-/// ```
-/// let mut table = rloss::metrics::Table::new(["arm", "gap"]);
-/// table.row(["sinks", "0"]);
-/// table.row(["no sinks", "0.25"]);
-/// assert_eq!(table.to_string(), "arm        gap\n────────  ────\nsinks        0\nno sinks  0.25\n");
-/// ```
 #[derive(Debug, Clone)]
 pub struct Table {
     header: Vec<String>,
@@ -30,13 +23,6 @@ impl Table {
     }
 
     /// The table within so many columns of text: what has no room beside goes on below, after the first column again.
-    ///
-    /// ```
-    /// let mut table = rloss::metrics::Table::new(["arm", "largest gap", "mean"]);
-    /// table.row(["sinks", "0.25", "0.125"]);
-    /// assert_eq!(table.folded(18), "arm    largest gap\n─────  ───────────\nsinks         0.25\n\narm     mean\n─────  ─────\nsinks  0.125\n");
-    /// assert_eq!(table.folded(80), table.to_string());
-    /// ```
     pub fn folded(&self, columns: usize) -> String {
         let lines = || std::iter::once(&self.header).chain(&self.rows);
         let width_of = |at: usize| lines().map(|line| line[at].width()).max().unwrap_or(0);

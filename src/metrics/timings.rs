@@ -6,14 +6,6 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 /// Seconds by stage. Stages may nest (`step` around `gen`) and repeat (times add up), on any thread.
-///
-/// ```
-/// let timings = rloss::metrics::Timings::new();
-/// let answer = timings.time("step", || timings.time("gen", || 42));
-/// assert_eq!(answer, 42);
-/// let metrics = timings.take();
-/// assert!(metrics.get("timing_s/step") >= metrics.get("timing_s/gen"));
-/// ```
 #[derive(Debug, Default)]
 pub struct Timings(Mutex<BTreeMap<String, f64>>);
 

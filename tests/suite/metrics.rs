@@ -172,6 +172,7 @@ fn timings_add_up_nest_and_start_again() {
     let names: Vec<&str> = metrics.iter().map(|(name, _)| name).collect();
     assert_eq!(names, ["timing_s/gen", "timing_s/reward", "timing_s/step"]);
     assert_eq!(metrics.get("timing_s/gen"), Some(1.5));
+    assert!(metrics.get("timing_s/step") >= metrics.get("timing_s/reward"));
     assert!(timings.take().iter().next().is_none());
 }
 
@@ -192,6 +193,15 @@ fn tables_align_numbers_right_and_names_left() {
     table.row(["x\u{1b}", "-12", ""]);
     let text = table.to_string();
     assert_eq!(text, "name   gap  share\n────  ────  ─────\n日本  0.25     5%\nx␛     -12\n");
+}
+
+#[test]
+fn columns_without_room_go_below_after_the_first_one_again() {
+    let mut table = Table::new(["arm", "largest gap", "mean"]);
+    table.row(["sinks", "0.25", "0.125"]);
+    let folded = "arm    largest gap\n─────  ───────────\nsinks         0.25\n\narm     mean\n─────  ─────\nsinks  0.125\n";
+    assert_eq!(table.folded(18), folded);
+    assert_eq!(table.folded(80), table.to_string());
 }
 
 #[test]
