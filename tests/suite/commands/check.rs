@@ -65,11 +65,16 @@ fn what_does_not_fit_is_refused_before_any_work_with_what_would_help() {
 #[test]
 #[cfg(target_os = "linux")]
 fn an_address_space_that_is_too_small_is_named() {
-    let script =
-        format!("ulimit -v 600000; exec {} check {}", env!("CARGO_BIN_EXE_rloss"), quickstart().display());
     // One thread: the stacks of more may be all that fits.
-    let large = " --set parallel.threads=1 --set model.architecture.hidden_size=512 --set model.architecture.num_hidden_layers=32";
-    let output = output(std::process::Command::new("sh").arg("-c").arg(script + large));
+    let large = [
+        "parallel.threads=1",
+        "model.architecture.hidden_size=512",
+        "model.architecture.num_hidden_layers=32",
+    ];
+    let mut command = std::process::Command::new("sh");
+    command.args(["-c", "ulimit -v 600000; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_rloss"), "check"]);
+    command.arg(quickstart()).args(large.map(|set| ["--set", set]).concat());
+    let output = output(&mut command);
     let text = stderr(&output);
     assert_eq!(output.status.code(), Some(2), "{text}");
     assert!(text.contains("left under ulimit -v"), "{text}");
