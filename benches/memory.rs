@@ -10,6 +10,8 @@ use models::{Shape, TINY, model, sequences};
 use rand::Rng;
 use rloss::checkpoint::load::ModelFolder;
 use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
+use rloss::dist::{PackedWeights, RolloutWeights};
+use rloss::learner::OptimizerSettings;
 use rloss::learner::batch::MicroBatch;
 use rloss::learner::forward_backward::{HeadGradient, Pass, PassSettings};
 use rloss::learner::gradients::GradientSum;
@@ -19,7 +21,7 @@ use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::Parameters;
 use rloss::random::{Purpose, stream};
-use rloss::recipe::{PackedWeights, Recipe, RolloutWeights};
+use rloss::recipe::Recipe;
 use rloss::run::memory::{self, MemoryPlan, Subject};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -108,8 +110,7 @@ fn planned(seed: u64, recompute_layers: bool) {
     let (model, mut parameters) = model(shape);
     // Drawing the weights side by side takes more than what follows.
     PEAK.store(NOW.load(Ordering::Relaxed), Ordering::Relaxed);
-    let optimizer = Optimizer::new(&rloss::recipe::OptimizerConfig::default(), &mut parameters, false)
-        .expect("optimizer");
+    let optimizer = Optimizer::new(&OptimizerSettings::default(), &mut parameters, false).expect("optimizer");
     let batch = &MicroBatch::split(&sequences(shape.vocabulary, tokens / 64, 65), usize::MAX)[0];
     run_pass(&model, &parameters, batch, recompute_layers, || ());
     let measured = PEAK.load(Ordering::Relaxed) - before;

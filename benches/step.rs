@@ -28,7 +28,7 @@ use rloss::ops::product::Precision;
 use rloss::ops::threads::Threads;
 use rloss::recipe::Recipe;
 use rloss::rollout::{
-    Prompt, Rollout, RolloutProgress, RolloutSettings, SampledPlace, Sampling, TokenSource,
+    Prompt, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, SampledPlace, Sampling, TokenSource,
 };
 use rloss::run::memory::{PassWeights, recomputes_layers};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
@@ -242,19 +242,15 @@ fn main() -> Result<()> {
     // The first step is not counted: on either side it is the one that meets fresh memory.
     for step in 0..=shapes.steps {
         let settings = RolloutSettings {
-            sampling: Sampling::whole(1.0),
             turns_max: 1,
             response_tokens_max: shapes.response_tokens,
             prompt_tokens_max: shapes.prompt_tokens,
             sequences_max: SEQUENCES_MAX,
             tool_calls_concurrent_max: 1,
-            keep_routes: false,
             cuda_graphs: false,
-            seed: 0,
-            purpose: rloss::random::Purpose::Sampling,
-            step,
-            preamble: vec![],
+            ..RolloutSettings::default()
         };
+        let plan = RolloutPlan::training(&settings, 0, step);
         let prompts: Vec<Prompt> = (0..shapes.prompts)
             .map(|i| step * shapes.prompts + i)
             .map(|index| Prompt { index, problem: task.training_problem(0, index) })
@@ -262,14 +258,15 @@ fn main() -> Result<()> {
         let stamps = Mutex::new(vec![]);
         let (mut groups, rollout): (Vec<Group>, _) = time(|| {
             let policy = &PolicyView::plain(&model, &parameters)?;
-            let settings = &settings;
+            let plan = &plan;
             let rollout = Rollout {
                 threads: &threads,
                 policy,
                 chat: &chat,
                 task: &task,
                 interpreter: None,
-                settings,
+                preamble: &[],
+                plan,
                 room: CacheRoom::default(),
             };
             let note = |progress: RolloutProgress| {

@@ -31,12 +31,25 @@ use crate::model::config::{Config, Form};
 use crate::model::names::{ParameterSpec, StoredTensor, TensorRole, parameter_specs};
 use crate::model::parameters::{Asked, MASTER, Parameters};
 use crate::ops::mxfp4;
+use crate::settings::{from, table};
 use anyhow::{Context, Result};
 use blake3::Hash;
 use save::{Companions, SHARD_BYTES_MAX, save, save_without_weights};
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::path::{Path, PathBuf};
+
+table! {
+    /// What is saved, and when. The last step, and a stop by a signal, always save.
+    pub struct CheckpointSettings {
+        /// Steps between checkpoints, in either stage; 0 means only at the end.
+        pub every_steps: u64 = 20,
+        /// Checkpoints that stay; older ones are removed.
+        pub keep: usize = 2 => from(1.0),
+        /// Numbers of the saved weights; the f32 masters are kept with the optimizer either way.
+        pub dtype: Form = Form::Bf16,
+    }
+}
 
 const STATE_FILE: &str = "trainer.json";
 /// Files of what the optimizers keep: see [`state_files`].

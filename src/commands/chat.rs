@@ -7,7 +7,7 @@ use crate::harmony::{Message, Role};
 use crate::metrics::{Console, sanitize_line, sanitize_terminal};
 use crate::model::policy_view::PolicyView;
 use crate::recipe::locate;
-use crate::rollout::{Prompt, Rollout, RolloutSettings};
+use crate::rollout::{Prompt, Rollout, RolloutPlan};
 use crate::run::collect::show;
 use crate::run::context::RunContext;
 use crate::run::memory::Intent;
@@ -87,19 +87,18 @@ impl Talk<'_> {
         let mut shown = String::new();
         self.messages.push(Message::user(text));
         let mut prompt = self.prompt();
-        if self.messages.len() > 1 && self.sampler(&self.settings()).check(&prompt).is_err() {
+        if self.messages.len() > 1 && self.sampler(&self.plan()).check(&prompt).is_err() {
             self.messages.drain(..self.messages.len() - 1);
             prompt = self.prompt();
             shown += "(the conversation no longer fits the model's context: it begins anew)\n";
         }
         self.answers += 1;
-        let settings = self.settings();
-        if let Err(error) = self.sampler(&settings).check(&prompt) {
+        let plan = self.plan();
+        if let Err(error) = self.sampler(&plan).check(&prompt) {
             self.messages.clear();
             return Ok(format!("{shown}({})\n", sanitize_line(&format!("{error:#}"))));
         }
-        let rollouts =
-            self.sampler(&settings).groups(&prompt, 1, &|_| (), &|| false)?.context("no answer")?;
+        let rollouts = self.sampler(&plan).groups(&prompt, 1, &|_| (), &|| false)?.context("no answer")?;
         let given = self.context.preamble.len() + self.messages.len();
         let trajectory = rollouts.trajectories().next().context("no answer")?;
         let all = rollouts.messages.iter().flatten().next().context("no answer")?;
@@ -115,12 +114,12 @@ impl Talk<'_> {
         [Prompt { index: 0, problem: Problem { id, messages: self.messages.clone(), answer } }]
     }
 
-    fn settings(&self) -> RolloutSettings {
-        RolloutSettings::evaluation(self.context.recipe(), self.context.preamble.clone(), self.answers)
+    fn plan(&self) -> RolloutPlan {
+        self.context.evaluation_rollout(self.answers)
     }
 
-    fn sampler<'s>(&'s self, settings: &'s RolloutSettings) -> Rollout<'s> {
-        Rollout { task: self, ..self.context.rollout(&self.policy, settings) }
+    fn sampler<'s>(&'s self, plan: &'s RolloutPlan) -> Rollout<'s> {
+        Rollout { task: self, ..self.context.rollout(&self.policy, plan) }
     }
 
     /// Why the answer ended, where it did not end by itself.

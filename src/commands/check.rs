@@ -2,11 +2,12 @@
 
 use crate::bad_input;
 use crate::commands::arguments::RecipeArgs;
+use crate::dist::RolloutWeights;
 use crate::error::EXIT_DONE;
 use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_terminal};
 use crate::model::rounding::WeightRounding;
-use crate::recipe::{Plan, RolloutWeights, locate};
+use crate::recipe::{Plan, locate};
 use crate::run::collect::show;
 use crate::run::memory::{
     Available, Intent, MemoryPlan, OtherWeights, Subject, Traffic, available, gigabytes,

@@ -10,10 +10,11 @@ use crate::mismatch::links::Proof;
 use crate::mismatch::measure::Measure;
 use crate::mismatch::output::{Line, gaps_table, links_table, to_json};
 use crate::mismatch::{against, arms, diagnose::Reference, page, rows::Reader};
+use crate::model::arms::Arms;
 use crate::model::policy_view::PolicyView;
 use crate::model::rounding::WeightRounding;
-use crate::recipe::{Arms, Plan, RecipeSource, locate};
-use crate::rollout::{Prompt, RolloutProgress, RolloutSettings};
+use crate::recipe::{Plan, RecipeSource, locate};
+use crate::rollout::{Prompt, RolloutProgress};
 use crate::run::collect::show;
 use crate::run::context::RunContext;
 use crate::run::memory::{Intent, OtherWeights, told_of_memory};
@@ -268,12 +269,12 @@ fn sample(context: &RunContext, console: &Console) -> Result<Vec<Trajectory>> {
     let prompts: Vec<Prompt> = (0..recipe.rollout.prompts_per_step as u64)
         .map(|index| Prompt { index, problem: context.task.training_problem(recipe.train.seed, index) })
         .collect();
-    let settings = RolloutSettings::training(recipe, context.preamble.clone(), 0);
+    let plan = context.training_rollout(0);
     let policy = context.rollout_policy()?;
     let samples = recipe.rollout.samples_per_prompt;
     let stage = console.work("sampling", (prompts.len() * samples) as u64, 0);
     let progress = RolloutProgress::shown_by(&stage);
-    let rollouts = context.groups(&policy, &settings, &prompts, samples, &progress, &|| false)?;
+    let rollouts = context.groups(&policy, &plan, &prompts, samples, &progress, &|| false)?;
     stage.finish();
     let rollouts = rollouts.context("the rollout ended early")?;
     Ok(rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect())

@@ -6,7 +6,7 @@ use crate::commands::arguments::RunArgs;
 use crate::error::{EXIT_DONE, EXIT_STOPPED};
 use crate::metrics::{Console, Phase, Row, Table, format_number};
 use crate::recipe::locate;
-use crate::rollout::{RolloutSettings, accuracy};
+use crate::rollout::accuracy;
 use crate::run::collect::{Collection, heed_failures, show};
 use crate::run::context::RunContext;
 use crate::run::evaluation::{Evaluation, ProblemResult, SetResult, prompts};
@@ -46,7 +46,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let stop = Stop::listen()?;
     let teller = console.clone();
     stop.tell(move || teller.print("stopping: what has ended is kept; again to stop at once"))?;
-    let settings = RolloutSettings::evaluation(context.recipe(), context.preamble.clone(), step);
+    let plan = context.evaluation_rollout(step);
     let samples = context.recipe().eval.samples;
     let policy = context.plain_policy()?;
     let mut evaluation = Evaluation { sets: vec![] };
@@ -57,15 +57,8 @@ pub fn run(args: &RunArgs) -> Result<u8> {
             _ => format!("eval-{}-{step:06}", set.name),
         };
         let asked = || stop.asked();
-        let found = collection.sample(
-            &name,
-            Phase::Eval,
-            &policy,
-            (&settings, samples),
-            prompts,
-            &console,
-            &asked,
-        )?;
+        let found =
+            collection.sample(&name, Phase::Eval, &policy, (&plan, samples), prompts, &console, &asked)?;
         let Some(groups) = found else {
             console.print(&format!("stopped: {}; the same command goes on", out.display()));
             return Ok(EXIT_STOPPED);

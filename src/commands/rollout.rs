@@ -1,20 +1,19 @@
 //! `rloss rollout RECIPE|RUN`: the trajectories of one training step, written and not trained on.
 
 use crate::atomic_file::write_file;
-use crate::choice::Choice;
 use crate::commands::arguments::RunArgs;
 use crate::error::{EXIT_DONE, EXIT_STOPPED};
 use crate::metrics::{Console, Phase, Row, Table, format_number};
 use crate::mismatch::export;
 use crate::model::policy_view::PolicyView;
 use crate::recipe::locate;
-use crate::rollout::RolloutSettings;
 use crate::run::collect::{Collection, heed_failures, show};
 use crate::run::context::RunContext;
 use crate::run::header;
 use crate::run::memory::Intent;
 use crate::run::signals::Stop;
 use crate::run::source::pin_model;
+use crate::settings::Choice;
 use crate::trajectory::Group;
 use anyhow::{Context, Result};
 use clap::{Args, ValueEnum};
@@ -56,8 +55,8 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     stop.tell(move || teller.print("stopping: what has ended is kept; again to stop at once"))?;
     let recipe = context.recipe();
     let prompts = context.training_prompts(step, 0, recipe.rollout.prompts_per_step);
-    let settings = RolloutSettings::training(recipe, context.preamble.clone(), step);
-    let asked = (&settings, recipe.rollout.samples_per_prompt);
+    let plan = context.training_rollout(step);
+    let asked = (&plan, recipe.rollout.samples_per_prompt);
     let name = format!("step-{step:06}");
     let policy = context.rollout_policy()?;
     let found = collection.sample(&name, Phase::Rl, &policy, asked, &prompts, &console, &|| stop.asked())?;

@@ -16,6 +16,7 @@ mod mpi;
 mod nccl;
 #[cfg(feature = "nccl")]
 mod rendezvous;
+mod settings;
 mod watch;
 pub mod wire;
 
@@ -23,6 +24,7 @@ pub use cut::{CUT, in_order, piece};
 pub use mesh::{Mesh, Started};
 #[cfg(feature = "nccl")]
 pub use nccl::check_alone as check_nccl_alone;
+pub use settings::{PackedWeights, ParallelSettings, RolloutWeights};
 
 use anyhow::{Context, Result};
 use std::sync::Arc;

@@ -3,7 +3,7 @@
 use super::message::{Message, Role};
 use super::typescript::type_of;
 use crate::bad_input;
-use crate::choice::{Choice, choice};
+use crate::settings::{Choice, choice};
 use anyhow::Result;
 use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serialize};

@@ -3,6 +3,7 @@
 use super::{Interpreter, Reply, SessionId, Settings};
 use crate::bad_input;
 use anyhow::Result;
+use std::path::PathBuf;
 
 pub const STAGE_ARGUMENT: &str = "cpython";
 
@@ -12,7 +13,7 @@ pub enum CPython {}
 impl CPython {
     /// # Errors
     /// Always [`crate::error::BadInput`].
-    pub fn new(_settings: Settings) -> Result<Self> {
+    pub fn new(_settings: Settings, _program: PathBuf, _sessions_max: usize) -> Result<Self> {
         Err(bad_input!("interpreter.kind: \"cpython\" needs Linux; use \"embedded\""))
     }
 }

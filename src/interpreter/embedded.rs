@@ -39,14 +39,13 @@ pub struct Embedded {
 }
 
 impl Embedded {
-    /// Starts the first worker, which proves that this machine can confine it.
+    /// Starts the first worker, a process of `program` (this binary), which proves that this machine can confine it.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a limit is out of range or the kernel cannot confine a worker and
     /// [`Settings::dangerously_allow_unsandboxed`] is off; any other error when the worker cannot be started.
-    pub fn new(settings: Settings) -> Result<Self> {
+    pub fn new(settings: Settings, program: PathBuf) -> Result<Self> {
         settings.check()?;
-        let program = settings.worker_program()?;
         let spawner = Spawner::new().context("starting the thread that starts interpreter workers")?;
         let (first, confinement) = start(&settings, &program, &spawner).map_err(not_started)?;
         Ok(Self {

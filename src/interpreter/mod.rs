@@ -5,10 +5,9 @@
 //! What confines it, and what nothing does, is in `docs/SANDBOX.md`.
 
 use crate::bad_input;
-use crate::choice::choice;
+use crate::settings::{above, choice, from, table};
 use crate::trajectory::CallOutcome;
 use anyhow::{Context, Result};
-use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 #[cfg_attr(not(target_os = "linux"), path = "confine_unsupported.rs")]
@@ -25,6 +24,18 @@ mod process;
 
 pub use cpython::CPython;
 pub use embedded::Embedded;
+
+/// Starts the interpreter that `settings` name, for up to `sessions_max` live trajectories.
+///
+/// # Errors
+/// Those of [`Embedded::new`] and [`CPython::new`].
+pub fn open(settings: Settings, sessions_max: usize) -> Result<Box<dyn Interpreter>> {
+    let program = std::env::current_exe().context("finding the running binary, to start it as a worker")?;
+    Ok(match settings.kind {
+        InterpreterKind::Embedded => Box::new(Embedded::new(settings, program)?),
+        InterpreterKind::CPython => Box::new(CPython::new(settings, program, sessions_max)?),
+    })
+}
 
 /// First command-line argument that turns the binary into a worker: `main` must then call [`worker_main`].
 pub const WORKER_ARGUMENT: &str = "interpreter-worker";
@@ -81,53 +92,35 @@ choice! {
     }
 }
 
-/// Limits and size of an interpreter's pool.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Settings {
-    pub state: InterpreterState,
-    /// The interpreter stops a call after this long; for CPython, time on a processor.
-    pub time_limit_s: f64,
-    /// The parent kills a worker that has not answered after this long; above `time_limit_s`.
-    pub wall_clock_s: f64,
-    /// Memory a worker may take beyond what it needs to exist.
-    pub memory_mib: u64,
-    /// Characters of a reply, beyond which its middle is cut.
-    pub output_chars_max: usize,
-    /// Worker processes.
-    pub workers: usize,
-    /// CPython's program: a path or a name on the `PATH`.
-    pub python: PathBuf,
-    /// Modules that CPython loads once, so that a snippet's import costs nothing.
-    pub preload: Vec<String>,
-    /// A trajectory's CPython process is ended when no call came for this long.
-    pub idle_s_max: f64,
-    /// Files that CPython's code may write in a file system of its own, which is gone with its process, in MiB; 0 for none.
-    pub scratch_mib: u64,
-    /// Trajectories that may be live at once.
-    pub sessions_max: usize,
-    /// Go on when the kernel cannot confine the workers.
-    pub dangerously_allow_unsandboxed: bool,
-    /// The binary to start as a worker; `None` is the running one.
-    pub program: Option<PathBuf>,
-}
-
-impl Default for Settings {
-    fn default() -> Self {
-        Self {
-            state: InterpreterState::Call,
-            time_limit_s: 1.0,
-            wall_clock_s: 3.0,
-            memory_mib: 256,
-            output_chars_max: 4096,
-            workers: 2,
-            python: "python3".into(),
-            preload: Vec::new(),
-            idle_s_max: 600.0,
-            scratch_mib: 0,
-            sessions_max: 64,
-            dangerously_allow_unsandboxed: false,
-            program: None,
-        }
+table! {
+    /// The Python tool, run in confined worker processes.
+    pub struct Settings {
+        /// Which interpreter runs the code.
+        pub kind: InterpreterKind = InterpreterKind::Embedded,
+        /// What a call remembers of the calls before it.
+        pub state: InterpreterState = InterpreterState::Call,
+        /// Running time that the interpreter allows a call, in seconds; for `"cpython"`, time on a processor.
+        pub time_limit_s: f64 = 1.0 => above(0.0).to(86400.0),
+        /// Wall-clock time after which the worker is killed, in seconds: the backstop, so more than `time_limit_s`.
+        pub wall_clock_s: f64 = 3.0 => above(0.0).to(86400.0),
+        /// Memory of a worker, in MiB.
+        pub memory_mib: u64 = 256 => from(16.0).to(1048576.0),
+        /// Longest output given back to the model, in characters; longer output is cut in the middle.
+        pub output_chars_max: usize = 1024 => from(64.0).to(1048576.0),
+        /// Worker processes; 0 means one a thread.
+        pub workers: usize = 0 => from(0.0).to(4096.0),
+        /// The Python program of `"cpython"`: a name on the `PATH`, or a path.
+        pub python: String = "python3".to_owned(),
+        /// Modules that `"cpython"` loads once, so that a call's own import of them takes no time. A module that is
+        /// missing is refused.
+        pub preload: Vec<String> = Vec::new(),
+        /// With `"cpython"` and `state = "trajectory"`: seconds without a call after which a trajectory's process ends.
+        pub idle_s_max: f64 = 600.0 => from(0.0).to(86400.0),
+        /// With `"cpython"`: files that a call may write in `/tmp/scratch`, in MiB, in memory; 0 means none. Each call, or with
+        /// `state = "trajectory"` each trajectory, has its own, gone with it. Needs user namespaces.
+        pub scratch_mib: u64 = 0 => from(0.0).to(1048576.0),
+        /// Run without the operating system's sandbox where it has none. Code from the model can then harm the machine.
+        pub dangerously_allow_unsandboxed: bool = false,
     }
 }
 
@@ -153,13 +146,6 @@ impl Settings {
             return Err(bad_input!("interpreter: `idle_s_max` ({idle_s_max}) must be from 0 to 86400"));
         }
         Ok(())
-    }
-
-    fn worker_program(&self) -> Result<PathBuf> {
-        match &self.program {
-            Some(program) => Ok(program.clone()),
-            None => std::env::current_exe().context("finding the running binary, to start it as a worker"),
-        }
     }
 }
 

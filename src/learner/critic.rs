@@ -7,6 +7,7 @@ use super::batch_runner::BatchRunner;
 use super::experience::{Experience, spans};
 use super::forward_backward::PassSettings;
 use super::optimizer::Optimizer;
+use crate::learner::CriticSettings;
 use crate::metrics::Metrics;
 use crate::model::adapter::{Lora, Owner};
 use crate::model::config::Config;
@@ -17,14 +18,13 @@ use crate::model::parameters::Parameters;
 use crate::policy::advantage::{gae, whiten};
 use crate::policy::value::{ValueLoss, explained_variance, value_loss};
 use crate::policy::{Aggregation, BatchSize, Normalizer, Sequences};
-use crate::recipe;
 use anyhow::{Context, Result};
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
 
 /// A critic and what moves it.
 pub struct Critic {
-    pub settings: recipe::CriticConfig,
+    pub settings: CriticSettings,
     pub parameters: Parameters,
     pub optimizer: Optimizer,
 }
@@ -39,7 +39,7 @@ impl Critic {
         config: &Config,
         policy: &Parameters,
         trainable: &[bool],
-        settings: &recipe::CriticConfig,
+        settings: &CriticSettings,
         seed: u64,
         round_to_bf16: bool,
     ) -> Result<Self> {
@@ -77,7 +77,7 @@ impl Critic {
     fn adapted(
         (config, policy, lora): (&Config, &Parameters, &Lora),
         trainable: &[bool],
-        settings: &recipe::CriticConfig,
+        settings: &CriticSettings,
         seed: u64,
         round_to_bf16: bool,
     ) -> Result<Self> {
@@ -100,7 +100,7 @@ impl Critic {
 pub struct CriticStep<'a> {
     /// Over the critic's parameters.
     pub runner: BatchRunner<'a>,
-    pub settings: &'a recipe::CriticConfig,
+    pub settings: &'a CriticSettings,
     /// That of the policy loss, with the constant that it may need.
     pub aggregation: Aggregation,
     pub response_tokens_max: usize,

@@ -9,4 +9,9 @@ pub mod gradients;
 mod objective;
 pub mod optimizer;
 pub mod policy_step;
+mod settings;
 pub mod supervised;
+
+pub use settings::{
+    ColdStartSettings, CriticSettings, OptimizerKind, OptimizerSettings, Schedule, TrainSettings,
+};

@@ -1,23 +1,26 @@
 //! The recipe's choice of loss, its terms beside the policy's, and their sum over micro-batches.
 
 use crate::metrics::Metrics;
+use crate::policy::CorrectionSettings;
+use crate::policy::KlPlace;
+use crate::policy::KlSettings;
 use crate::policy::Normalizer;
+use crate::policy::PolicySettings;
 use crate::policy::correction::{CorrectionRules, ImportanceConfig, RejectionRule, WeightBound};
 use crate::policy::divergence::kl_loss;
 use crate::policy::loss::{LossFunction, LossInput, LossSettings, PolicyLoss, TokenMean};
-use crate::recipe::{self, KlPlace};
 use anyhow::Result;
 use std::collections::BTreeMap;
 
 /// The recipe's policy loss.
-pub(super) fn objective(policy: &recipe::Policy) -> Result<Box<dyn LossFunction>> {
-    let &recipe::Policy { clip_low, clip_high, dual_clip, .. } = policy;
+pub(super) fn objective(policy: &PolicySettings) -> Result<Box<dyn LossFunction>> {
+    let &PolicySettings { clip_low, clip_high, dual_clip, .. } = policy;
     let dual_clip = (dual_clip > 0.0).then_some(dual_clip);
     (policy.loss.make)(&LossSettings { clip_low, clip_high, dual_clip })
 }
 
 /// The recipe's rollout correction.
-pub(super) fn correction(correction: &recipe::CorrectionConfig) -> Result<CorrectionRules> {
+pub(super) fn correction(correction: &CorrectionSettings) -> Result<CorrectionRules> {
     let importance = match correction.is.level() {
         Some(level) => {
             let bound = WeightBound::new(&correction.threshold)?;
@@ -48,7 +51,7 @@ impl Share {
         &mut self,
         input: &LossInput,
         reference: &[f32],
-        kl: &recipe::Kl,
+        kl: &KlSettings,
         normalizer: &Normalizer,
     ) -> Result<()> {
         let term = kl_loss(&input.sequences, input.log_prob, reference, kl.estimator, normalizer)?;
@@ -75,7 +78,7 @@ impl Share {
 }
 
 /// An update's figures from its shares.
-pub(super) fn metrics(policy: &recipe::Policy, shares: Vec<Share>) -> Metrics {
+pub(super) fn metrics(policy: &PolicySettings, shares: Vec<Share>) -> Metrics {
     let mut metrics = Metrics::new();
     let mut means: BTreeMap<&str, TokenMean> = BTreeMap::new();
     for mean in shares.iter().flat_map(|s| &s.policy.metrics) {

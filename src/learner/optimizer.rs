@@ -1,10 +1,10 @@
 //! AdamW, also with 8-bit moments, and SGD: what they keep of each tensor that learns, and their updates.
 
+use crate::learner::{OptimizerKind, OptimizerSettings as Settings, Schedule};
 use crate::model::names::TensorRole;
 use crate::model::parameters::{BLOCK_STATES, MASTER, OptimizerState, Parameters};
 use crate::ops::adamw_8bit::{self, Moment, adamw_8bit};
 use crate::ops::optimizer::{AdamW, accumulate, adamw, round_to_bf16, sgd};
-use crate::recipe::{OptimizerConfig as Settings, OptimizerKind, Schedule};
 use anyhow::{Context, Result};
 use candle_core::{DType, Shape, Tensor};
 

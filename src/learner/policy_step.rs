@@ -10,15 +10,18 @@ use crate::bad_input;
 use crate::metrics::Metrics;
 use crate::model::forward::ForwardOptions;
 use crate::model::parameters::Parameters;
+use crate::policy::PolicySettings;
+use crate::policy::advantage::Advantage;
 use crate::policy::advantage::{
     dr_grpo, grpo, grpo_batch_std, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo,
 };
 use crate::policy::correction::correct;
 use crate::policy::kl_in_reward::kl_in_reward;
 use crate::policy::loss::LossInput;
+use crate::policy::ratio::OldLogprob;
 use crate::policy::shaping::Overlong;
 use crate::policy::{BatchSize, Normalizer, Sequences};
-use crate::recipe::{self, Advantage, KlPlace, OldLogprob, RouterReplay};
+use crate::policy::{KlPlace, RouterReplay};
 use crate::trajectory::{Group, Trajectory};
 use anyhow::{Context, Result};
 use std::sync::{Mutex, PoisonError};
@@ -30,7 +33,7 @@ pub struct PolicyStep<'a> {
     pub reference: Option<&'a Parameters>,
     /// What gives the values; the advantage `gae` needs it.
     pub critic: Option<CriticStep<'a>>,
-    pub policy: &'a recipe::Policy,
+    pub policy: &'a PolicySettings,
     /// Weight of the divergence in the reward at this step: `policy.kl.coefficient`, or what it was steered to.
     pub kl_coefficient: f64,
     pub pass: PassSettings,

@@ -9,9 +9,9 @@ use super::observed::Observed;
 use super::output::Line;
 use crate::learner::batch::{MicroBatch, Sequence};
 use crate::metrics::Progress;
+use crate::model::arms::Arms;
 use crate::model::forward::ForwardOptions;
 use crate::model::policy_view::PolicyView;
-use crate::recipe::Arms;
 use crate::trajectory::Trajectory;
 use anyhow::{Context, Result};
 

@@ -2,9 +2,10 @@
 
 use super::family::Family;
 use super::names::parameter_count;
+use super::settings::{Contradiction, Sizes, Yarn, architecture_limits};
 use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX};
-use crate::recipe::{Contradiction, SavedDtype, Sizes, Yarn, architecture_limits};
+use crate::settings::choice;
 use anyhow::Result;
 use serde_json::Value;
 use std::path::Path;
@@ -83,23 +84,15 @@ pub struct Config {
     pub pad_token_id: Option<u32>,
 }
 
-/// The form in which weights lie on disk.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Form {
-    F32,
-    Bf16,
-    /// The released form: expert matrices in MXFP4, all else in bf16.
-    Mxfp4,
-}
-
-impl SavedDtype {
-    /// The form that a recipe asks for.
-    pub fn form(self) -> Form {
-        match self {
-            SavedDtype::F32 => Form::F32,
-            SavedDtype::Bf16 => Form::Bf16,
-            SavedDtype::Mxfp4 => Form::Mxfp4,
-        }
+choice! {
+    /// The form in which weights lie on disk.
+    pub enum Form {
+        /// 32-bit floating point.
+        F32 = "f32",
+        /// bfloat16, the released form of all but the experts.
+        Bf16 = "bf16",
+        /// The released form whole: the experts' matrices in MXFP4, rounded to nearest, all else in bfloat16.
+        Mxfp4 = "mxfp4",
     }
 }
 

@@ -6,9 +6,9 @@
 
 use super::config::{Config, Form, LayerType, Rope, SIZE_MAX, SWIGLU_ALPHA};
 use super::family::Family;
+use super::settings::Yarn;
 use crate::bad_input;
-use crate::choice::Choice;
-use crate::recipe::Yarn;
+use crate::settings::Choice;
 use anyhow::Result;
 use serde_json::{Map, Value, json};
 

@@ -8,11 +8,20 @@ use super::names::ParameterSpec;
 use super::qwen2;
 use crate::chat::Chat;
 use crate::chat::chatml::ChatMl;
-use crate::choice::Choice;
 use crate::harmony::HarmonyTokenizer;
-pub use crate::recipe::Family;
+use crate::settings::{Choice, choice};
 use anyhow::Result;
 use std::path::Path;
+
+choice! {
+    /// Families of models, under the names that `model_type` has in `config.json`.
+    pub enum Family {
+        /// Experts, attention sinks, windows in every other layer; conversations in Harmony.
+        GptOss = "gpt_oss",
+        /// Dense Qwen2 and Qwen2.5; conversations in ChatML.
+        Qwen2 = "qwen2",
+    }
+}
 
 impl Family {
     /// The name of its causal language model in transformers.

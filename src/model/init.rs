@@ -4,19 +4,21 @@ use super::config::Config;
 use super::held::Loaded;
 use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::random::{Purpose, stream};
+use crate::settings::{above, from, table};
 use anyhow::Result;
 use rand::RngCore;
 use rayon::prelude::*;
 
-/// What initialisation leaves open.
-#[derive(Debug, Clone, PartialEq)]
-pub struct InitSettings {
-    /// Standard deviation of the embedding, where it is not the head too.
-    pub embedding_std: f64,
-    /// Factor on H^-1/2, the standard deviation of the head, or of the embedding that is the head too.
-    pub head_scale: f64,
-    /// The value of every attention sink. Near 0 sinks carry hardly any mass.
-    pub sink: f64,
+table! {
+    /// Random weights: matrices d^-1/2 (output projections further divided by the square root of twice the layers), biases 0.
+    pub struct InitSettings {
+        /// Standard deviation of the embedding, where it is not the head too.
+        pub embedding_std: f64 = 0.5 => above(0.0).to(100.0),
+        /// Factor on d^-1/2, the standard deviation of the output head.
+        pub head_scale: f64 = 0.5 => above(0.0).to(100.0),
+        /// Value of every attention sink, in GPT-OSS; at 4 they carry real mass, near 0 hardly any.
+        pub sink: f64 = 4.0 => from(-20.0).to(20.0),
+    }
 }
 
 /// Every parameter of `config`, f32 values in working layout, in [`parameter_specs`] order.

@@ -1,6 +1,7 @@
 //! Models as pure maths over `ops`: configuration, weights, forward, KV cache.
 
 pub mod adapter;
+pub mod arms;
 pub mod attend;
 pub mod cache;
 pub mod config;
@@ -24,6 +25,7 @@ pub mod policy_view;
 mod qwen2;
 pub mod rope;
 pub mod rounding;
+pub mod settings;
 pub mod split_rows;
 pub mod trunk;
 pub mod weights;

@@ -1,13 +1,14 @@
 //! A policy as it acts: model, weights after arms and what is changed in the forward, as one value. No command can take
 //! half of it.
 
+use super::arms::Arms;
 use super::forward::{ForwardOptions, Model};
 use super::parameters::Parameters;
 use super::rounding::WeightRounding;
 use super::trunk::Trunk;
 use super::weights::{WeightSource, Weights};
+use crate::dist::RolloutWeights;
 use crate::ops::router_noise::{NoisyPass, RouterNoise};
-use crate::recipe::{Arms, RolloutWeights};
 use anyhow::Result;
 use std::sync::Arc;
 

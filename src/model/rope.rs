@@ -1,8 +1,8 @@
 //! Angular frequencies of RoPE, plain or YaRN (Peng et al. 2023).
 
 use super::config::Rope;
+use super::settings::Yarn;
 use crate::ops::rope::RopeTable;
-use crate::recipe::Yarn;
 
 /// The table of `positions` positions for heads of `head_dim`.
 pub fn table(rope: &Rope, head_dim: usize, positions: usize) -> RopeTable {

@@ -1,5 +1,6 @@
 //! Arms that round weights: what sampling then computes with.
 
+use super::arms::Arms;
 use super::config::Form;
 use super::held::Held;
 use super::layers_in_turn::WeightChange;
@@ -7,7 +8,6 @@ use super::names::ParameterSpec;
 use crate::bad_input;
 use crate::ops::packed::{PackedForm, PackedMatrix};
 use crate::ops::{mxfp4, round_mantissa, round_mantissa::round_value};
-use crate::recipe::Arms;
 use anyhow::Result;
 use candle_core::Tensor;
 use std::sync::Arc;

@@ -4,7 +4,7 @@ use anyhow::Result;
 
 use super::sequences::Sequences;
 use crate::bad_input;
-use crate::choice::choice;
+use crate::settings::choice;
 
 choice! {
     /// How per-token losses `l[s][t]` become one loss. Sums run over valid tokens; N is the number of valid tokens of

@@ -4,7 +4,7 @@ use anyhow::Result;
 
 use super::aggregation::Normalizer;
 use super::sequences::Sequences;
-use crate::choice::choice;
+use crate::settings::choice;
 
 /// The exponent of k3 is clamped to ±20, and its result to ±10: one wild token must not own the gradient.
 const K3_EXPONENT_MAX: f64 = 20.0;

@@ -14,11 +14,13 @@ pub mod loss;
 pub mod offpolicy;
 pub mod ratio;
 mod sequences;
+mod settings;
 pub mod shaping;
 pub mod value;
 
 pub use aggregation::{Aggregation, BatchSize, Normalizer};
 pub use sequences::Sequences;
+pub use settings::{CorrectionSettings, KlPlace, KlSettings, OverlongSettings, PolicySettings, RouterReplay};
 
 /// Figures of a whole batch by name, in name order.
 pub type Figures = std::collections::BTreeMap<String, f64>;

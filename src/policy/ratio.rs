@@ -3,7 +3,7 @@
 use anyhow::Result;
 
 use crate::bad_input;
-use crate::choice::choice;
+use crate::settings::choice;
 
 /// Log ratios are clamped to ±20 before they are exponentiated: e^20 ≈ 4.9e8 is far beyond any clip.
 pub const LOG_RATIO_MAX: f64 = 20.0;

@@ -1,13 +1,12 @@
 //! From text to plan: a recipe that was read and checked whole.
 
+use super::Recipe;
 use super::base;
-use super::mistake::{Mistake, Mistakes, Place, Places};
-use super::model::{Architecture, Tokenizer};
-use super::reader::{Origin, Reader};
-use super::removed::without_removed;
+use super::removed::{refusal, without_removed};
 use super::rules::{self, Findings};
-use super::table::{Entry, Table};
-use super::{Advantage, Recipe};
+use crate::model::settings::{Architecture, Tokenizer};
+use crate::policy::advantage::Advantage;
+use crate::settings::{Entry, Mistake, Mistakes, Origin, Place, Places, Reader, Written, entries};
 use std::path::Path;
 use toml::de::DeTable;
 
@@ -39,10 +38,10 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
             known: &known,
             origin,
             text,
+            removed: refusal,
             line_ends: &line_ends,
-            base_fault,
         };
-        read_text(&mut recipe, &mut reader);
+        read_text(&mut recipe, &mut reader, base_fault);
     };
     let mut not_sets = Vec::new();
     let base = base::read(path, text);
@@ -112,11 +111,11 @@ pub fn resolve_stored(path: &Path, text: &str, sets: &[String]) -> Result<Plan, 
 const SLIPS_MAX: usize = 10;
 
 /// Reads what can be read of a text; keys on a line with a mistake of syntax are left out of account.
-fn read_text(recipe: &mut Recipe, reader: &mut Reader) {
+fn read_text(recipe: &mut Recipe, reader: &mut Reader, base_fault: Option<&str>) {
     let text = reader.text;
     let (document, errors) = DeTable::parse_recoverable(text);
     if errors.is_empty() {
-        return reader.read_document(recipe, document.get_ref());
+        return read_document(recipe, reader, document.into_inner(), base_fault);
     }
     let start = |error: &toml::de::Error| error.span().map_or(0, |span| span.start);
     let is_table = |key: &&String| reader.known.iter().any(|other| inside(other, key) && other != *key);
@@ -140,7 +139,7 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader) {
     }
     let broken: Vec<_> = reader.mistakes.0.iter().map(|mistake| mistake.place.clone()).collect();
     let before = reader.mistakes.0.len();
-    reader.read_document(recipe, document.get_ref());
+    read_document(recipe, reader, document.into_inner(), base_fault);
     let read = reader.mistakes.0.split_off(before);
     // Below a table's head that cannot be read, its keys seem to stand outside every table.
     let in_a_head = |at: usize| {
@@ -151,6 +150,18 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader) {
     let follows =
         |mistake: &Mistake| broken.contains(&mistake.place) || (a_head_is_lost && !mistake.key.contains('.'));
     reader.mistakes.0.extend(read.into_iter().filter(|mistake| !follows(mistake)));
+}
+
+/// Reads the tables of a document; the key `base` is accepted, or refused with `base_fault`.
+fn read_document(recipe: &mut Recipe, reader: &mut Reader, mut document: DeTable, base_fault: Option<&str>) {
+    if let Some((name, value)) = document.remove_entry(base::KEY) {
+        let written = Written { path: base::KEY.to_owned(), name: name.span(), value: &value };
+        match base_fault {
+            Some(fault) => reader.refuse(&written, fault.to_owned()),
+            None => reader.accept(&written),
+        }
+    }
+    reader.read_keys(recipe, "", &document);
 }
 
 /// The key of `key=value`.
@@ -197,9 +208,7 @@ impl Recipe {
 
     /// Every table and key in the order of their declaration, with this recipe's values.
     pub fn entries(&self) -> Vec<Entry> {
-        let mut entries = Vec::new();
-        self.list_keys("", true, &mut entries);
-        entries
+        entries(self)
     }
 
     /// The recipe as TOML, every value written out.

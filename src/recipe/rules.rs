@@ -4,13 +4,13 @@ mod adapter;
 mod critic;
 mod policy;
 
-use super::arms::ARMS;
-use super::mistake::{Mistake, Places};
-use super::table::Table;
-use super::{
-    Advantage, Architecture, InterpreterKind, OptimizerConfig, OptimizerKind, Recipe, TaskName, Tokenizer,
-};
-use crate::choice::Choice;
+use super::Recipe;
+use crate::interpreter::InterpreterKind;
+use crate::learner::{OptimizerKind, OptimizerSettings};
+use crate::model::settings::{Architecture, Tokenizer};
+use crate::policy::advantage::Advantage;
+use crate::settings::{Choice, Mistake, Places, changed};
+use crate::tasks::TaskName;
 use std::path::Path;
 
 /// What the rules found.
@@ -188,11 +188,8 @@ impl Rules<'_> {
     /// Keys that only other tasks read are mistakes.
     fn keys_of_other_tasks(&mut self) {
         let task = &self.recipe.task;
-        let (mut written, mut absent) = (Vec::new(), Vec::new());
-        task.list_keys("task", true, &mut written);
-        super::TaskConfig::default().list_keys("task", true, &mut absent);
-        for (entry, _) in written.iter().zip(&absent).filter(|(written, absent)| written != absent) {
-            let key = entry.path().trim_start_matches("task.");
+        for entry in changed(task) {
+            let key = entry.path();
             let readers = TaskName::all().into_iter().filter(|task| task.keys.contains(&key));
             let readers: Vec<&str> = readers.map(TaskName::name).collect();
             if !readers.is_empty() && !readers.contains(&task.name.name) {
@@ -201,7 +198,7 @@ impl Rules<'_> {
                     readers.join(" or "),
                     task.name
                 );
-                self.refuse(&[entry.path(), "task.name"], what);
+                self.refuse(&[&format!("task.{key}"), "task.name"], what);
             }
         }
         let runs = task.name.keys.contains(&"command");
@@ -315,7 +312,7 @@ impl Rules<'_> {
         }
     }
 
-    fn optimizer(&mut self, table: &str, optimizer: &OptimizerConfig, steps_key: &str, steps: u64) {
+    fn optimizer(&mut self, table: &str, optimizer: &OptimizerSettings, steps_key: &str, steps: u64) {
         if optimizer.momentum > 0.0 && optimizer.kind != OptimizerKind::Sgd {
             let what = format!(
                 "only kind = \"sgd\" has a momentum, and {table}.kind is \"{}\", whose first moment decays by beta1; remove \
@@ -334,9 +331,8 @@ impl Rules<'_> {
     }
 
     fn arms(&mut self) {
-        let on = self.recipe.arms.switched_on();
-        for (arm, what) in ARMS.iter().filter(|(arm, _)| on.contains(arm)) {
-            self.warn(&[&format!("arms.{arm}")], format!("a failure is switched on: {what}"));
+        for (arm, what) in self.recipe.arms.switched_on() {
+            self.warn(&[&format!("arms.{arm}")], format!("a failure is switched on. {what}"));
         }
     }
 

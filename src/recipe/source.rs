@@ -1,11 +1,10 @@
 //! What a RECIPE argument names: a recipe file, a recipe inside the binary, a run folder or a checkpoint.
 
-use super::mistake::Mistakes;
 use super::plan::{Plan, resolve, resolve_stored};
 use crate::bad_input;
 use crate::bounded_file::{self, TOML_BYTES_MAX};
-use crate::choice::closest;
 use crate::integrity::Seal;
+use crate::settings::{Mistakes, closest};
 use anyhow::Result;
 use std::path::{Path, PathBuf};
 

@@ -4,10 +4,10 @@
 //! and its figures bytes, both in base64, so that ten thousand trajectories fit in a page.
 
 use super::run::Run;
-use crate::choice::Choice;
 use crate::harmony::Role;
 use crate::metrics::{Phase, sanitize_terminal};
 use crate::model::family::Family;
+use crate::settings::Choice;
 use crate::trajectory::{Outcome, Trajectory, TrajectoryRow};
 use crate::vocabulary::Vocabulary;
 use anyhow::Result;

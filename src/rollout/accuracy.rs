@@ -102,8 +102,8 @@ fn successes(samples: &[Sample]) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::choice::Choice;
-    use crate::tasks::{self, TaskName, TaskSettings};
+    use crate::settings::Choice;
+    use crate::tasks::{self, TaskHost, TaskName, TaskSettings};
 
     fn samples(right: &[bool]) -> Vec<Sample> {
         right.iter().map(|&success| Sample { success, answer: None }).collect()
@@ -148,10 +148,9 @@ mod tests {
 
     #[test]
     fn the_majority_is_of_equal_answers_and_a_tie_counts_by_shares() {
-        let task = tasks::build(&TaskSettings {
-            name: TaskName::named("arithmetic").unwrap(),
-            ..TaskSettings::default()
-        });
+        let settings =
+            TaskSettings { name: TaskName::named("arithmetic").unwrap(), ..TaskSettings::default() };
+        let task = tasks::build(&settings, &TaskHost::default());
         let task = task.expect("a task without files");
         let vote = |given: &[(&str, bool)]| {
             let sample = |&(answer, success): &(&str, bool)| Sample {

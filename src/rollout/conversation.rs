@@ -15,12 +15,12 @@
 use super::Rollout;
 use super::prompt::Rendered;
 use super::sampler::SampledPlace;
-use crate::chat::{Call, Chat, PYTHON, TurnReader};
+use crate::chat::{Call, PYTHON, TurnReader};
 use crate::harmony::{Message, TurnEnd, TurnStep};
-use crate::interpreter::{Interpreter, SessionId};
+use crate::interpreter::SessionId;
 use crate::ops::logits::Drawn;
-use crate::random::{Purpose, stream};
-use crate::tasks::{Problem, Reward, Task, Transcript};
+use crate::random::stream;
+use crate::tasks::{Problem, Reward, Transcript};
 use crate::trajectory::{CallOutcome, Outcome, Trajectory, Turn};
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
@@ -28,47 +28,6 @@ use std::time::Instant;
 
 /// The reward of a trajectory whose task failed.
 const FAILED: Reward = Reward { value: 0.0, success: false };
-
-/// What all conversations of a rollout share.
-pub(super) struct Rules<'a> {
-    chat: &'a Chat,
-    task: &'a dyn Task,
-    interpreter: Option<&'a dyn Interpreter>,
-    preamble: &'a [Message],
-    turns_max: usize,
-    response_tokens_max: usize,
-    context_tokens_max: usize,
-    keep_routes: bool,
-    seed: u64,
-    purpose: Purpose,
-    step: u64,
-}
-
-impl<'a> Rules<'a> {
-    pub(super) fn new(rollout: &Rollout<'a>) -> Self {
-        let settings = rollout.settings;
-        Self {
-            chat: rollout.chat,
-            task: rollout.task,
-            interpreter: rollout.interpreter,
-            preamble: &settings.preamble,
-            turns_max: settings.turns_max,
-            response_tokens_max: settings.response_tokens_max,
-            context_tokens_max: rollout.policy.model.context_tokens_max(),
-            keep_routes: settings.keep_routes,
-            seed: settings.seed,
-            purpose: settings.purpose,
-            step: settings.step,
-        }
-    }
-}
-
-impl Rules<'_> {
-    /// Whether the end of a conversation is graded beside decoding.
-    pub(super) fn grading_may_take_long(&self) -> bool {
-        self.task.may_take_long()
-    }
-}
 
 /// What a conversation needs next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -85,7 +44,7 @@ pub(super) enum Next {
 
 /// A trajectory in the making.
 pub(super) struct Conversation<'a> {
-    rules: &'a Rules<'a>,
+    rollout: &'a Rollout<'a>,
     problem: &'a Problem,
     prompt: u64,
     sample: u64,
@@ -111,7 +70,7 @@ pub(super) struct Conversation<'a> {
 impl<'a> Conversation<'a> {
     /// Sample `sample` of a prompt; `routes` are those of the prompt's tokens, when kept.
     pub(super) fn new(
-        rules: &'a Rules<'a>,
+        rollout: &'a Rollout<'a>,
         prompt: &Rendered<'a>,
         sample: u64,
         session: SessionId,
@@ -119,7 +78,7 @@ impl<'a> Conversation<'a> {
     ) -> Self {
         let prompt_tokens = prompt.tokens.len();
         let mut conversation = Self {
-            rules,
+            rollout,
             problem: prompt.problem,
             prompt: prompt.index,
             sample,
@@ -132,8 +91,8 @@ impl<'a> Conversation<'a> {
             turns: Vec::new(),
             turn_start: prompt_tokens,
             sampled: 0,
-            parser: rules.chat.turn_parser(),
-            rng: stream(0, rules.purpose, &[]),
+            parser: rollout.chat.turn_parser(),
+            rng: stream(0, rollout.plan.purpose, &[]),
             messages: Vec::new(),
             calls_answered: 0,
             tool_s: 0.0,
@@ -145,9 +104,9 @@ impl<'a> Conversation<'a> {
 
     fn open_turn(&mut self) {
         self.turn_start = self.tokens.len();
-        self.parser = self.rules.chat.turn_parser();
-        let place = [self.rules.step, self.prompt, self.sample, self.turns.len() as u64];
-        self.rng = stream(self.rules.seed, self.rules.purpose, &place);
+        self.parser = self.rollout.chat.turn_parser();
+        let place = [self.rollout.plan.step, self.prompt, self.sample, self.turns.len() as u64];
+        self.rng = stream(self.rollout.plan.seed, self.rollout.plan.purpose, &place);
     }
 
     /// Notes the experts chosen for the next token fed.
@@ -188,12 +147,13 @@ impl<'a> Conversation<'a> {
 
     /// Whether no further token may be sampled.
     fn exhausted(&self) -> bool {
-        self.sampled >= self.rules.response_tokens_max || self.tokens.len() >= self.rules.context_tokens_max
+        self.sampled >= self.rollout.plan.settings.response_tokens_max
+            || self.tokens.len() >= self.rollout.context_tokens_max()
     }
 
     /// Whether the turn under way is the last one allowed.
     fn last_turn(&self) -> bool {
-        self.turns.len() + 1 >= self.rules.turns_max
+        self.turns.len() + 1 >= self.rollout.plan.settings.turns_max
     }
 
     fn turn_over(&mut self, end: TurnEnd) -> Next {
@@ -214,7 +174,7 @@ impl<'a> Conversation<'a> {
             return self.end(outcome);
         }
         let asks = |call: &Call| match call {
-            Call::Ready(message) => self.runs(message) || self.rules.task.answers_calls(),
+            Call::Ready(message) => self.runs(message) || self.rollout.task.answers_calls(),
             Call::Malformed { .. } => false,
         };
         if self.parser.calls().iter().any(asks) { Next::Call } else { self.run_calls() }
@@ -222,7 +182,7 @@ impl<'a> Conversation<'a> {
 
     /// Whether a call goes to the Python tool.
     fn runs(&self, call: &Message) -> bool {
-        self.rules.interpreter.is_some() && call.recipient.as_deref() == Some(PYTHON)
+        self.rollout.interpreter.is_some() && call.recipient.as_deref() == Some(PYTHON)
     }
 
     /// Answers the pending calls; blocks until the last reply. Called on a tool thread where one of them runs something.
@@ -239,7 +199,7 @@ impl<'a> Conversation<'a> {
                     self.reply(&name).map(|(outcome, text)| (outcome, name, text))
                 }
                 Call::Malformed { recipient, reply } => {
-                    let author = recipient.or_else(|| self.rules.interpreter.map(|_| PYTHON.to_string()));
+                    let author = recipient.or_else(|| self.rollout.interpreter.map(|_| PYTHON.to_string()));
                     let author = author.ok_or(Outcome::Malformed);
                     author.map(|author| (CallOutcome::MalformedCall, author, reply))
                 }
@@ -274,17 +234,17 @@ impl<'a> Conversation<'a> {
     fn reply(&mut self, name: &str) -> Result<(CallOutcome, String), Outcome> {
         let unknown = || (CallOutcome::UnknownRecipient, format!("Error: there is no tool named {name:?}."));
         let Some(call) = self.messages.last() else { return Ok(unknown()) };
-        if let Some(interpreter) = self.rules.interpreter.filter(|_| name == PYTHON) {
+        if let Some(interpreter) = self.rollout.interpreter.filter(|_| name == PYTHON) {
             let reply = interpreter.call(self.session, &call.content);
             self.tool_s += reply.seconds;
             self.calls_answered += 1;
             return Ok((reply.outcome, reply.text));
         }
-        if !self.rules.task.answers_calls() {
+        if !self.rollout.task.answers_calls() {
             return Ok(unknown());
         }
         let started = Instant::now();
-        let reply = self.rules.task.tool_reply(self.problem, &self.transcript(Outcome::Finished));
+        let reply = self.rollout.task.tool_reply(self.problem, &self.transcript(Outcome::Finished));
         self.tool_s += started.elapsed().as_secs_f64();
         match reply {
             Ok(Some(text)) => {
@@ -298,16 +258,18 @@ impl<'a> Conversation<'a> {
 
     fn returned(&mut self) -> Next {
         self.close_turn(vec![]);
-        if self.rules.task.may_take_long() { Next::Turn } else { self.ask_for_turn() }
+        if self.rollout.task.may_take_long() { Next::Turn } else { self.ask_for_turn() }
     }
 
     /// Asks the task for the next user message; blocks until it answers. Called on a tool thread where that may take long.
     pub(super) fn ask_for_turn(&mut self) -> Next {
-        let next = self.rules.task.next_user_message(self.problem, &self.transcript(Outcome::Finished));
+        let next = self.rollout.task.next_user_message(self.problem, &self.transcript(Outcome::Finished));
         match next {
             Err(_) => self.end(Outcome::TaskFailed),
             Ok(None) => self.end(Outcome::Finished),
-            Ok(Some(_)) if self.turns.len() >= self.rules.turns_max => self.end(Outcome::TurnsExhausted),
+            Ok(Some(_)) if self.turns.len() >= self.rollout.plan.settings.turns_max => {
+                self.end(Outcome::TurnsExhausted)
+            }
             Ok(Some(_)) if self.exhausted() => self.end(Outcome::TruncatedLength),
             Ok(Some(message)) => self.insert(vec![message], Outcome::TaskFailed),
         }
@@ -316,22 +278,22 @@ impl<'a> Conversation<'a> {
     /// Notes the turn and takes its messages from the parser.
     fn close_turn(&mut self, calls: Vec<CallOutcome>) {
         self.turns.push(Turn { start: self.turn_start, end: self.tokens.len(), calls });
-        let parser = std::mem::replace(&mut self.parser, self.rules.chat.turn_parser());
+        let parser = std::mem::replace(&mut self.parser, self.rollout.chat.turn_parser());
         self.messages.extend(parser.finish());
     }
 
     /// Appends messages and the assistant's next opening, masked; `refused` is the outcome when a message cannot be written.
     fn insert(&mut self, messages: Vec<Message>, refused: Outcome) -> Next {
-        let room = self.rules.context_tokens_max.saturating_sub(self.tokens.len());
+        let room = self.rollout.context_tokens_max().saturating_sub(self.tokens.len());
         let bytes = messages.iter().map(|message| message.content.len()).sum();
-        if !self.rules.chat.vocabulary().may_fit(bytes, room) {
+        if !self.rollout.chat.vocabulary().may_fit(bytes, room) {
             return self.end(Outcome::TruncatedLength);
         }
-        let Ok(rendered) = self.rules.chat.continuation(&messages) else {
+        let Ok(rendered) = self.rollout.chat.continuation(&messages) else {
             return self.end(refused);
         };
         let tokens = self.tokens.len() + rendered.len();
-        if tokens >= self.rules.context_tokens_max {
+        if tokens >= self.rollout.context_tokens_max() {
             return self.end(Outcome::TruncatedLength);
         }
         self.tokens.extend(rendered);
@@ -353,7 +315,7 @@ impl<'a> Conversation<'a> {
 
     /// Grades the conversation: the record, and all its messages. A task that cannot grade gives reward 0.
     pub(super) fn finish(mut self) -> (Trajectory, Vec<Message>) {
-        let Rules { task, interpreter, .. } = *self.rules;
+        let Rollout { task, interpreter, .. } = *self.rollout;
         if let Some(interpreter) = interpreter {
             interpreter.close(self.session);
         }
@@ -366,15 +328,15 @@ impl<'a> Conversation<'a> {
                 FAILED
             })
         };
-        if self.rules.keep_routes {
+        if self.rollout.plan.settings.keep_routes {
             // The last token was never fed.
             self.routes.resize(self.tokens.len(), Vec::new());
         }
-        let mut messages = self.rules.preamble.to_vec();
+        let mut messages = self.rollout.preamble.to_vec();
         messages.extend_from_slice(&self.problem.messages);
         messages.append(&mut self.messages);
         let trajectory = Trajectory {
-            step: self.rules.step,
+            step: self.rollout.plan.step,
             prompt: self.prompt,
             sample: self.sample,
             problem_id: self.problem.id.clone(),

@@ -97,7 +97,7 @@ pub(super) struct Engine<'e, 'a> {
 
 impl<'e, 'a> Engine<'e, 'a> {
     pub(super) fn new(rollout: &'e Rollout<'e>, source: &'e dyn TokenSource, queue: &'e Queue<'a>) -> Self {
-        let settings = rollout.settings;
+        let settings = &rollout.plan.settings;
         let records = settings.cuda_graphs && !settings.keep_routes;
         let decoder = if records { Decoder::new(&rollout.policy.trunk()) } else { None };
         Self { rollout, source, queue, batch: Vec::new(), decoder, sampled: 0 }
@@ -212,7 +212,7 @@ impl<'e, 'a> Engine<'e, 'a> {
 
     /// Hidden states `[T, H]` of the feed's tokens, which are in their caches then.
     fn forward(&mut self, feed: &mut Feed) -> Result<Tensor> {
-        let Rollout { policy, settings, .. } = *self.rollout;
+        let Rollout { policy, plan, .. } = *self.rollout;
         let fed = || feed.counts.iter().copied().filter(|&count| count > 0);
         let counts: Vec<usize> = fed().collect();
         let taking = self.batch.iter_mut().zip(&feed.counts).filter(|(_, count)| **count > 0);
@@ -226,12 +226,12 @@ impl<'e, 'a> Engine<'e, 'a> {
         }
         let mut routes: Vec<Vec<u32>> = vec![];
         let hidden = policy.trunk().feed(tokens, &mut caches, &counts, &mut |_, _, output| {
-            if let (true, Some(layer)) = (settings.keep_routes, output.routes()) {
+            if let (true, Some(layer)) = (plan.settings.keep_routes, output.routes()) {
                 routes.push(layer.flatten_all()?.to_vec1()?);
             }
             Ok(())
         })?;
-        if settings.keep_routes {
+        if plan.settings.keep_routes {
             let top_k = policy.model.config.num_experts_per_tok;
             let mut token = 0;
             for (work, count) in taking.into_iter().zip(counts) {
@@ -301,7 +301,7 @@ impl<'e, 'a> Engine<'e, 'a> {
             let place = prompt.index * samples + sample;
             Box::new(SampleWork {
                 conversation: Conversation::new(
-                    self.queue.rules,
+                    self.queue.rollout,
                     &self.queue.prompts[prompt.index],
                     sample as u64,
                     SessionId(place as u64),

@@ -21,7 +21,7 @@ pub use metrics::metrics;
 pub use prompt::{Prompt, PromptLimits, preamble};
 pub use queue::Observer;
 pub use sampler::{SampledPlace, TokenSource};
-pub use settings::RolloutSettings;
+pub use settings::{EvalSettings, PreambleSettings, RolloutPlan, RolloutSettings};
 
 use crate::chat::Chat;
 use crate::harmony::Message;
@@ -33,7 +33,6 @@ use crate::ops::threads::Threads;
 use crate::tasks::Task;
 use crate::trajectory::{CallOutcome, Group, Trajectory, TrajectoryRow};
 use anyhow::{Context, Result};
-use conversation::Rules;
 use engine::Engine;
 use queue::{Hooks, Queue};
 use serde::{Deserialize, Serialize};
@@ -59,7 +58,9 @@ pub struct Rollout<'a> {
     pub task: &'a dyn Task,
     /// The Python tool, of one rollout at a time; `None` for tasks without one.
     pub interpreter: Option<&'a dyn Interpreter>,
-    pub settings: &'a RolloutSettings,
+    /// Messages put before every problem's own, as [`preamble`] makes them.
+    pub preamble: &'a [Message],
+    pub plan: &'a RolloutPlan,
     /// Keys and values that a GPU holds at the same time; the host holds what is needed.
     pub room: CacheRoom,
 }
@@ -180,6 +181,11 @@ fn reached_tool(call: CallOutcome) -> bool {
 }
 
 impl Rollout<'_> {
+    /// The longest conversation that the model reads, in tokens.
+    fn context_tokens_max(&self) -> usize {
+        self.policy.model.context_tokens_max()
+    }
+
     /// Whether `prompts` can be sampled at all.
     ///
     /// # Errors
@@ -201,7 +207,7 @@ impl Rollout<'_> {
         progress: &(dyn Fn(RolloutProgress) + Sync),
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Rollouts>> {
-        self.groups_from(&self.settings.sampling, prompts, samples, progress, stop)
+        self.groups_from(&self.plan.settings.sampling(), prompts, samples, progress, stop)
     }
 
     /// [`Self::groups`] that also hands each trajectory to `finished` as it ends, so that what is done outlives a stop.
@@ -216,7 +222,7 @@ impl Rollout<'_> {
         finished: &Observer<'_>,
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Rollouts>> {
-        self.run(&self.settings.sampling, prompts, samples, Hooks { progress, finished, stop })
+        self.run(&self.plan.settings.sampling(), prompts, samples, Hooks { progress, finished, stop })
     }
 
     /// [`Self::groups`] with tokens from elsewhere, to replay or to force them; log-probabilities are still the model's.
@@ -241,7 +247,6 @@ impl Rollout<'_> {
         samples: usize,
         hooks: Hooks,
     ) -> Result<Option<Rollouts>> {
-        let rules = Rules::new(self);
         let rendered = prompts.iter().map(|p| self.render(p)).collect::<Result<Vec<_>>>()?;
         let (weights, config) = (&self.policy.weights, &self.policy.model.config);
         let (walked_by, device) = (weights.walked_by(), weights.device()?);
@@ -252,7 +257,7 @@ impl Rollout<'_> {
         };
         let places = if device.is_cpu() { usize::MAX } else { self.room.sequences };
         let caches = (Caches::new(config, &device, self.room)?, places);
-        let queue = Queue::new(self, &rules, rendered, samples, engines, caches, hooks);
+        let queue = Queue::new(self, rendered, samples, engines, caches, hooks);
         std::thread::scope(|scope| {
             let run = || {
                 let engine = Engine::new(self, source, &queue);

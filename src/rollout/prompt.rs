@@ -1,10 +1,9 @@
 //! Problems to prompts.
 
-use super::Rollout;
+use super::{PreambleSettings, Rollout};
 use crate::bad_input;
 use crate::chat::{Chat, chatml};
 use crate::harmony::{DeveloperContent, Message, PYTHON_DESCRIPTION, Role, SystemSettings};
-use crate::recipe;
 use crate::tasks::Problem;
 use anyhow::{Context, Result};
 
@@ -21,7 +20,7 @@ const OPENAI_IDENTITY: &str = "You are ChatGPT, a large language model trained b
 const KNOWLEDGE_CUTOFF: &str = "2024-06";
 
 /// The system and developer messages that the recipe asks for; the Python tool is described when the task has it.
-pub fn preamble(chat: &Chat, harmony: &recipe::Harmony, uses_python: bool) -> Vec<Message> {
+pub fn preamble(chat: &Chat, harmony: &PreambleSettings, uses_python: bool) -> Vec<Message> {
     match chat {
         Chat::Harmony(_) => harmony_preamble(harmony, uses_python),
         Chat::ChatMl(_) if !harmony.system_message.unwrap_or(true) => vec![],
@@ -34,7 +33,7 @@ pub fn preamble(chat: &Chat, harmony: &recipe::Harmony, uses_python: bool) -> Ve
     }
 }
 
-fn harmony_preamble(harmony: &recipe::Harmony, uses_python: bool) -> Vec<Message> {
+fn harmony_preamble(harmony: &PreambleSettings, uses_python: bool) -> Vec<Message> {
     let mut messages = Vec::new();
     if harmony.system_message.unwrap_or(true) {
         let or = |text: &Option<String>, default: &str| Some(text.clone().unwrap_or_else(|| default.into()));
@@ -123,9 +122,9 @@ impl Rollout<'_> {
     pub(super) fn render<'p>(&self, prompt: &'p Prompt) -> Result<Rendered<'p>> {
         let limits = PromptLimits {
             chat: self.chat,
-            preamble: &self.settings.preamble,
-            prompt_tokens_max: self.settings.prompt_tokens_max,
-            context_tokens_max: self.policy.model.context_tokens_max(),
+            preamble: self.preamble,
+            prompt_tokens_max: self.plan.settings.prompt_tokens_max,
+            context_tokens_max: self.context_tokens_max(),
         };
         let problem = &prompt.problem;
         Ok(Rendered { index: prompt.index, problem, tokens: limits.tokens(problem)? })
@@ -141,8 +140,8 @@ mod tests {
     #[test]
     fn the_preamble_is_what_the_recipe_asks_for() {
         let chat = Chat::Harmony(HarmonyTokenizer::embedded().unwrap());
-        let preamble = |harmony: &recipe::Harmony, python| preamble(&chat, harmony, python);
-        let mut harmony = recipe::Harmony::default();
+        let preamble = |harmony: &PreambleSettings, python| preamble(&chat, harmony, python);
+        let mut harmony = PreambleSettings::default();
         let messages = preamble(&harmony, true);
         assert_eq!(messages.len(), 1);
         let text = &messages[0].content;
@@ -162,7 +161,7 @@ mod tests {
     #[test]
     fn chatml_has_a_system_message_or_none() {
         let chat = Chat::ChatMl(ChatMl::embedded().unwrap());
-        let mut harmony = recipe::Harmony::default();
+        let mut harmony = PreambleSettings::default();
         let [message] = &preamble(&chat, &harmony, false)[..] else { panic!("one message") };
         assert_eq!(*message, Message::new(Role::System, chatml::QWEN_IDENTITY));
         harmony.model_identity = Some("Compute.".into());

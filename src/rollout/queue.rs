@@ -1,6 +1,6 @@
 //! What the engines of a rollout share: prompts to start, conversations to go on with, tool calls, results.
 
-use super::conversation::{Next, Rules};
+use super::conversation::Next;
 use super::engine::{PromptWork, SampleWork, Work};
 use super::prompt::Rendered;
 use super::room::Room;
@@ -32,7 +32,7 @@ pub(super) struct Hooks<'a> {
 
 /// Work of one rollout, shared by its engines and tool threads.
 pub(super) struct Queue<'a> {
-    pub(super) rules: &'a Rules<'a>,
+    pub(super) rollout: &'a Rollout<'a>,
     pub(super) prompts: Vec<Rendered<'a>>,
     pub(super) samples: usize,
     caches: Caches,
@@ -96,8 +96,7 @@ impl<'a> State<'a> {
 
 impl<'a> Queue<'a> {
     pub(super) fn new(
-        rollout: &Rollout<'a>,
-        rules: &'a Rules<'a>,
+        rollout: &'a Rollout<'a>,
         prompts: Vec<Rendered<'a>>,
         samples: usize,
         engines: usize,
@@ -119,13 +118,13 @@ impl<'a> Queue<'a> {
             stopped: false,
         };
         Self {
-            rules,
+            rollout,
             prompts,
             samples,
             caches,
             engines,
-            sequences_max: rollout.settings.sequences_max.max(1),
-            tool_calls_max: rollout.settings.tool_calls_concurrent_max.max(1),
+            sequences_max: rollout.plan.settings.sequences_max.max(1),
+            tool_calls_max: rollout.plan.settings.tool_calls_concurrent_max.max(1),
             hooks,
             state: Mutex::new(state),
             work: Condvar::new(),
@@ -198,7 +197,7 @@ impl<'a> Queue<'a> {
                 self.work.notify_one();
             }
             Next::Call | Next::Turn => self.call(scope, sample, next),
-            Next::End if self.rules.grading_may_take_long() => self.call(scope, sample, next),
+            Next::End if self.rollout.task.may_take_long() => self.call(scope, sample, next),
             Next::End => self.finish(*sample),
         }
     }

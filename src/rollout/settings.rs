@@ -1,75 +1,128 @@
-//! What a rollout is asked for.
+//! `[rollout]`, `[eval]` and `[harmony]`, and what one rollout is made of them.
 
-use crate::harmony::Message;
+use crate::harmony::ReasoningEffort;
 use crate::ops::logits::Sampling;
 use crate::random::Purpose;
-use crate::recipe::Recipe;
+use crate::settings::{above, from, table};
 
-/// Sampling, budgets and seeds of a rollout.
+table! {
+    /// How trajectories are sampled for training.
+    pub struct RolloutSettings {
+        /// Prompts of a training step.
+        pub prompts_per_step: usize = 8 => from(1.0).to(1e6),
+        /// Samples of a prompt: the group over which advantages are computed.
+        pub samples_per_prompt: usize = 8 => from(1.0).to(1e6),
+        /// Dynamic sampling (DAPO): up to so many more draws of prompts in place of groups whose rewards are all equal; 0 means none.
+        pub resample_rounds_max: u64 = 0 => from(0.0).to(1000.0),
+        /// Sampling temperature; log-probabilities are those of the distribution sampled from.
+        pub temperature: f64 = 1.0 => above(0.0).to(100.0),
+        /// Nucleus sampling: only 1 (off) in training.
+        pub top_p: f64 = 1.0 => above(0.0).to(1.0),
+        /// Keep the k likeliest tokens: only 0 (off) in training.
+        pub top_k: usize = 0,
+        /// Keep tokens with at least this share of the likeliest one's probability: only 0 (off) in training.
+        pub min_p: f64 = 0.0 => from(0.0).to(1.0),
+        /// Assistant turns of a trajectory, so one more than its answered tool calls.
+        pub turns_max: usize = 3 => from(1.0).to(1e6),
+        /// Longest prompt, in tokens; a longer one is an error.
+        pub prompt_tokens_max: usize = 2048 => from(1.0).to(16777216.0),
+        /// Tokens sampled in a trajectory, all turns together.
+        pub response_tokens_max: usize = 72 => from(1.0).to(16777216.0),
+        /// Sequences that a worker decodes together.
+        pub sequences_max: usize = 64 => from(1.0).to(65536.0),
+        /// Tool calls that run at the same time.
+        pub tool_calls_concurrent_max: usize = 64 => from(1.0).to(65536.0),
+        /// Keep each token's chosen experts in the trajectory.
+        pub keep_routes: bool = false,
+        /// On a GPU: launches of decode are recorded and replayed as one. The bits are the same.
+        pub cuda_graphs: bool = true,
+    }
+}
+
+table! {
+    /// Success on held-out problems.
+    pub struct EvalSettings {
+        /// Training steps between evaluations, the last step always included; 0 means never during training.
+        pub every_steps: u64 = 10,
+        /// Evaluate the first so many held-out problems.
+        pub problems_max: usize = 512 => from(1.0),
+        /// Samples of a problem: the k of mean@k.
+        pub samples: usize = 1 => from(1.0).to(1e6),
+        /// Sampling temperature; 0 means greedy.
+        pub temperature: f64 = 1.0 => from(0.0).to(100.0),
+        /// Nucleus sampling: keep the likeliest tokens up to this probability; 1 means off.
+        pub top_p: f64 = 1.0 => above(0.0).to(1.0),
+        /// Keep the k likeliest tokens; 0 means off.
+        pub top_k: usize = 0,
+        /// Keep tokens with at least this share of the likeliest one's probability; 0 means off.
+        pub min_p: f64 = 0.0 => from(0.0).to(1.0),
+        /// Also evaluate before the first step of reinforcement learning.
+        pub before_training: bool = true,
+        /// The k of each pass@k that is reported; none above `samples`.
+        pub pass_at: Vec<usize> = Vec::new() => from(1.0),
+    }
+}
+
+table! {
+    /// The system and developer messages put before every prompt. Nothing here depends on the day of the run.
+    pub struct PreambleSettings {
+        /// Whether prompts begin with a system message; without one the other keys of this table but the last have no effect.
+        /// Default true, but false with the embedded vocabulary, where a byte is a token.
+        pub system_message: Option<bool> = None,
+        /// First line of the system message; absent means the family's own: `You are ChatGPT, a large language model trained by
+        /// OpenAI.` of GPT-OSS, `You are Qwen, created by Alibaba Cloud. You are a helpful assistant.` of Qwen2.
+        pub model_identity: Option<String> = None,
+        /// Knowledge cutoff in the system message, as `YYYY-MM`; absent means `2024-06`. GPT-OSS only.
+        pub knowledge_cutoff: Option<String> = None,
+        /// Current date in the system message, as `YYYY-MM-DD`; absent means no such line. GPT-OSS only.
+        pub current_date: Option<String> = None,
+        /// Reasoning effort in the system message; absent means `medium`. GPT-OSS only.
+        pub reasoning_effort: Option<ReasoningEffort> = None,
+        /// Instructions in a developer message; absent means none. GPT-OSS only: ChatML has no such message.
+        pub developer_instructions: Option<String> = None,
+    }
+}
+
+/// One rollout: its settings, and what names its random streams.
 #[derive(Debug, Clone, PartialEq)]
-pub struct RolloutSettings {
-    pub sampling: Sampling,
-    /// Stretches of sampled tokens in a trajectory: one more than its answered tool calls.
-    pub turns_max: usize,
-    /// Tokens sampled in a trajectory, all turns together.
-    pub response_tokens_max: usize,
-    /// Longest prompt, in tokens; a longer one is an error.
-    pub prompt_tokens_max: usize,
-    /// Sequences that an engine decodes together. Those that wait for a tool do not count.
-    pub sequences_max: usize,
-    /// Tool calls that run at the same time.
-    pub tool_calls_concurrent_max: usize,
-    /// Keep each token's chosen experts in the trajectory.
-    pub keep_routes: bool,
-    /// On a GPU: record the launches of decode.
-    pub cuda_graphs: bool,
+pub struct RolloutPlan {
+    pub settings: RolloutSettings,
     /// The run's seed, what it is used for, and the step: with prompt, sample and turn they make a random stream.
     pub seed: u64,
     pub purpose: Purpose,
     pub step: u64,
-    /// Messages put before every problem's own, as [`super::preamble`] makes them.
-    pub preamble: Vec<Message>,
+}
+
+impl RolloutPlan {
+    /// The training rollout of step `step`.
+    pub fn training(settings: &RolloutSettings, seed: u64, step: u64) -> Self {
+        Self { settings: settings.clone(), seed, purpose: Purpose::Sampling, step }
+    }
+
+    /// The greedy samples of step `step`, whose rewards are baselines.
+    pub fn greedy(settings: &RolloutSettings, seed: u64, step: u64) -> Self {
+        let sampling = Sampling::whole(0.0);
+        Self::training(&settings.sampled_by(sampling), seed, step)
+    }
+
+    /// The evaluation after step `step`: sampling and seeds of its own, the budgets of training, no ablation.
+    pub fn evaluation(settings: &RolloutSettings, eval: &EvalSettings, seed: u64, step: u64) -> Self {
+        let &EvalSettings { temperature, top_p, top_k, min_p, .. } = eval;
+        let settings = settings.sampled_by(Sampling { temperature, top_p, top_k, min_p });
+        Self { purpose: Purpose::Evaluation, ..Self::training(&settings, seed, step) }
+    }
 }
 
 impl RolloutSettings {
-    /// Training rollouts of step `step`.
-    pub fn training(recipe: &Recipe, preamble: Vec<Message>, step: u64) -> Self {
-        let rollout = &recipe.rollout;
-        Self {
-            sampling: Sampling {
-                temperature: rollout.temperature,
-                top_p: rollout.top_p,
-                top_k: rollout.top_k,
-                min_p: rollout.min_p,
-            },
-            turns_max: rollout.turns_max,
-            response_tokens_max: rollout.response_tokens_max,
-            prompt_tokens_max: rollout.prompt_tokens_max,
-            sequences_max: rollout.sequences_max,
-            tool_calls_concurrent_max: rollout.tool_calls_concurrent_max,
-            keep_routes: rollout.keep_routes,
-            cuda_graphs: rollout.cuda_graphs,
-            seed: recipe.train.seed,
-            purpose: Purpose::Sampling,
-            step,
-            preamble,
-        }
+    /// How tokens are drawn.
+    pub fn sampling(&self) -> Sampling {
+        let &Self { temperature, top_p, top_k, min_p, .. } = self;
+        Sampling { temperature, top_p, top_k, min_p }
     }
 
-    /// The greedy sample of each prompt of step `step`, whose reward is a baseline; otherwise as in training.
-    pub fn greedy(recipe: &Recipe, preamble: Vec<Message>, step: u64) -> Self {
-        Self { sampling: Sampling::whole(0.0), keep_routes: false, ..Self::training(recipe, preamble, step) }
-    }
-
-    /// The evaluation after step `step`: its own sampling and seeds, the budgets of training, no arm.
-    pub fn evaluation(recipe: &Recipe, preamble: Vec<Message>, step: u64) -> Self {
-        let eval = &recipe.eval;
-        let (temperature, top_p, top_k, min_p) = (eval.temperature, eval.top_p, eval.top_k, eval.min_p);
-        Self {
-            sampling: Sampling { temperature, top_p, top_k, min_p },
-            keep_routes: false,
-            purpose: Purpose::Evaluation,
-            ..Self::training(recipe, preamble, step)
-        }
+    /// These settings with other sampling, for samples that are not trained on: no routed experts are kept.
+    fn sampled_by(&self, sampling: Sampling) -> Self {
+        let Sampling { temperature, top_p, top_k, min_p } = sampling;
+        Self { temperature, top_p, top_k, min_p, keep_routes: false, ..self.clone() }
     }
 }

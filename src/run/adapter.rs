@@ -7,7 +7,8 @@ use crate::model::adapter::{Lora, Owner, default_targets, is_adaptable};
 use crate::model::config::Config;
 use crate::model::names::{ParameterSpec, parameter_specs};
 use crate::model::parameters::Parameters;
-use crate::recipe::{AdapterConfig, Plan};
+use crate::model::settings::AdapterSettings;
+use crate::recipe::Plan;
 use anyhow::Result;
 
 /// An adapter that is to learn, or that a model came with.
@@ -79,7 +80,7 @@ impl RunAdapter {
 }
 
 /// The adapter that the recipe asks for.
-fn lora(plan: &Plan, asked: &AdapterConfig, config: &Config, base: &[ParameterSpec]) -> Result<Lora> {
+fn lora(plan: &Plan, asked: &AdapterSettings, config: &Config, base: &[ParameterSpec]) -> Result<Lora> {
     let mistake = |what: String| BadInput(plan.mistake("adapter.targets", what).to_string());
     for pattern in &asked.targets {
         let mut named = base.iter().filter(|spec| matches(pattern, &spec.name)).peekable();

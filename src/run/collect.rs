@@ -15,8 +15,9 @@ use crate::bounded_file::{self, JSON_BYTES_MAX};
 use crate::integrity::sealed;
 use crate::metrics::{Console, Phase};
 use crate::model::policy_view::PolicyView;
-use crate::recipe::{Entry, Plan, RecipeSource};
-use crate::rollout::{Prompt, RolloutProgress, RolloutSettings, stored};
+use crate::recipe::{Plan, RecipeSource};
+use crate::rollout::{Prompt, RolloutPlan, RolloutProgress, stored};
+use crate::settings::Entry;
 use crate::trajectory::{Trajectory, TrajectoryRow};
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
@@ -127,7 +128,7 @@ impl<'a> Collection<'a> {
         name: &str,
         phase: Phase,
         policy: &PolicyView,
-        (settings, samples): (&RolloutSettings, usize),
+        (plan, samples): (&RolloutPlan, usize),
         prompts: &[Prompt],
         console: &Console,
         stop: &(dyn Fn() -> bool + Sync),
@@ -160,7 +161,7 @@ impl<'a> Collection<'a> {
         file.set_len(bytes).with_context(|| format!("{}", partial.display()))?;
         let all = (prompts.len() * samples) as u64;
         let stage = console.work(name, all, all - (missing.len() * samples) as u64);
-        if let Some(new) = self.fill(&file, phase, policy, (settings, samples), &missing, &stage, stop)? {
+        if let Some(new) = self.fill(&file, phase, policy, (plan, samples), &missing, &stage, stop)? {
             let mut new = new.into_iter();
             kept.iter_mut().filter(|kept| kept.is_none()).for_each(|kept| *kept = new.next());
         }
@@ -180,7 +181,7 @@ impl<'a> Collection<'a> {
         file: &File,
         phase: Phase,
         policy: &PolicyView,
-        (settings, samples): (&RolloutSettings, usize),
+        (plan, samples): (&RolloutPlan, usize),
         prompts: &[Prompt],
         stage: &crate::metrics::Progress,
         stop: &(dyn Fn() -> bool + Sync),
@@ -204,7 +205,7 @@ impl<'a> Collection<'a> {
             }
         };
         let failed = || failure.lock().unwrap_or_else(PoisonError::into_inner).is_some();
-        let rollout = self.context.rollout(policy, settings);
+        let rollout = self.context.rollout(policy, plan);
         let rollouts =
             rollout.groups_observed(prompts, samples, &RolloutProgress::shown_by(stage), &finished, &|| {
                 stop() || failed()

@@ -10,6 +10,7 @@ use crate::chat::Chat;
 use crate::checkpoint::Base;
 use crate::checkpoint::save::Companions;
 use crate::dist::Mesh;
+use crate::dist::RolloutWeights;
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
 use crate::learner::supervised::Rendering;
@@ -20,8 +21,8 @@ use crate::model::forward::{ForwardOptions, Model};
 use crate::model::parameters::Parameters;
 use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
-use crate::recipe::{Plan, Recipe, RolloutWeights};
-use crate::rollout::{Prompt, Rollout, RolloutProgress, RolloutSettings, Rollouts};
+use crate::recipe::{Plan, Recipe};
+use crate::rollout::{Prompt, Rollout, RolloutPlan, RolloutProgress, Rollouts};
 use crate::tasks::Task;
 use anyhow::Result;
 use std::path::Path;
@@ -171,15 +172,28 @@ impl RunContext {
         PolicyView::of_processes(&self.model, &self.parameters, None, 0, self.rollout_weights)
     }
 
-    /// A rollout of `policy` with `settings`.
-    pub fn rollout<'a>(&'a self, policy: &'a PolicyView<'a>, settings: &'a RolloutSettings) -> Rollout<'a> {
+    /// The training rollout of step `step`.
+    pub fn training_rollout(&self, step: u64) -> RolloutPlan {
+        let recipe = self.recipe();
+        RolloutPlan::training(&recipe.rollout, recipe.train.seed, step)
+    }
+
+    /// The evaluation after step `step`.
+    pub fn evaluation_rollout(&self, step: u64) -> RolloutPlan {
+        let recipe = self.recipe();
+        RolloutPlan::evaluation(&recipe.rollout, &recipe.eval, recipe.train.seed, step)
+    }
+
+    /// A rollout of `policy` by `plan`.
+    pub fn rollout<'a>(&'a self, policy: &'a PolicyView<'a>, plan: &'a RolloutPlan) -> Rollout<'a> {
         Rollout {
             threads: &self.threads,
             policy,
             chat: &self.chat,
             task: self.task.as_ref(),
             interpreter: self.interpreter.as_deref(),
-            settings,
+            preamble: &self.preamble,
+            plan,
             room: self.room,
         }
     }
@@ -197,13 +211,13 @@ impl RunContext {
     pub fn groups(
         &self,
         policy: &PolicyView,
-        settings: &RolloutSettings,
+        plan: &RolloutPlan,
         prompts: &[Prompt],
         samples: usize,
         progress: &(dyn Fn(RolloutProgress) + Sync),
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Rollouts>> {
-        let (mesh, rollout) = (self.mesh(), self.rollout(policy, settings));
+        let (mesh, rollout) = (self.mesh(), self.rollout(policy, plan));
         let (rank, ranks) = (mesh.rank(), mesh.ranks());
         if ranks == 1 {
             return rollout.groups(prompts, samples, progress, stop);

@@ -3,9 +3,11 @@
 use super::memory::Available;
 use super::source::precision;
 use crate::dist::Mesh;
+use crate::dist::{PackedWeights, RolloutWeights};
 use crate::model::config::Config;
+use crate::model::settings::{DeviceKind, Dtype};
 use crate::ops::cuda::{Gpu, gpu_count, usable};
-use crate::recipe::{DeviceKind, Dtype, PackedWeights, Plan, RolloutWeights};
+use crate::recipe::Plan;
 use candle_core::Device;
 
 /// The width of a head that the GPU's attention is written for.

@@ -3,7 +3,7 @@
 use super::context::RunContext;
 use crate::metrics::{Console, Metrics, Phase};
 use crate::rollout::accuracy::{self, Estimate, Sample, Vote};
-use crate::rollout::{Prompt, RolloutProgress, RolloutSettings};
+use crate::rollout::{Prompt, RolloutProgress};
 use crate::tasks::{Transcript, ValidationSet};
 use crate::trajectory::{CallOutcome, TrajectoryRow};
 use anyhow::Result;
@@ -42,13 +42,13 @@ pub fn evaluate(
     stop: &(dyn Fn() -> bool + Sync),
 ) -> Result<Option<Evaluation>> {
     let samples = context.recipe().eval.samples;
-    let settings = RolloutSettings::evaluation(context.recipe(), context.preamble.clone(), step);
+    let plan = context.evaluation_rollout(step);
     let policy = context.plain_policy()?;
     let mut sets = vec![];
     for (set, prompts) in prompts(context) {
         let inner = console.inner_stage("evaluation", (prompts.len() * samples) as u64);
         let progress = RolloutProgress::shown_by(&inner);
-        let rollouts = context.groups(&policy, &settings, &prompts, samples, &progress, stop)?;
+        let rollouts = context.groups(&policy, &plan, &prompts, samples, &progress, stop)?;
         inner.finish();
         let Some(rollouts) = rollouts else { return Ok(None) };
         let mut rows = rollouts.rows(Phase::Eval);

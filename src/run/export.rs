@@ -95,7 +95,7 @@ pub fn merged_model(
     if parameters.adapter().is_none() {
         return Err(without_adapter(recipe));
     }
-    let form = recipe.checkpoint.dtype.form();
+    let form = recipe.checkpoint.dtype;
     write_folder(out, |aside| {
         let config = &context.model.config;
         let manifest =

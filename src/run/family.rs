@@ -1,8 +1,14 @@
 //! Keys of a recipe that mean nothing to the model's family: they are refused by name, not ignored.
 
-use crate::choice::Choice;
+use crate::dist::RolloutWeights;
+use crate::model::config::Form;
 use crate::model::family::Family;
-use crate::recipe::{Architecture, Harmony, Init, Plan, RolloutWeights, RouterReplay, SavedDtype};
+use crate::model::init::InitSettings;
+use crate::model::settings::Architecture;
+use crate::policy::RouterReplay;
+use crate::recipe::Plan;
+use crate::rollout::PreambleSettings;
+use crate::settings::Choice;
 
 /// The mistakes, one a key, each with its place and remedy.
 pub(super) fn foreign_keys(plan: &Plan, family: Family) -> Vec<String> {
@@ -41,7 +47,7 @@ fn sinks(plan: &Plan) -> Vec<Foreign> {
         [
             ("arms.no_train_sinks", arms.no_train_sinks),
             ("arms.no_sink_gradient", arms.no_sink_gradient),
-            ("model.init.sink", init.sink != Init::default().sink),
+            ("model.init.sink", init.sink != InitSettings::default().sink),
         ],
         "its attention has no sinks",
     )
@@ -68,7 +74,7 @@ fn experts(plan: &Plan) -> Vec<Foreign> {
             ("train.load_balance_coefficient", recipe.train.load_balance_coefficient > 0.0),
             ("rollout.keep_routes", recipe.rollout.keep_routes),
             ("policy.router_replay", recipe.policy.router_replay != RouterReplay::None),
-            ("checkpoint.dtype", recipe.checkpoint.dtype == SavedDtype::Mxfp4),
+            ("checkpoint.dtype", recipe.checkpoint.dtype == Form::Mxfp4),
         ],
         "it has no experts and no router",
     );
@@ -77,7 +83,7 @@ fn experts(plan: &Plan) -> Vec<Foreign> {
     found
 }
 
-fn harmony(harmony: &Harmony) -> Vec<Foreign> {
+fn harmony(harmony: &PreambleSettings) -> Vec<Foreign> {
     let mut found = set(
         [
             ("harmony.knowledge_cutoff", harmony.knowledge_cutoff.is_some()),

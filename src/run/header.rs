@@ -3,11 +3,11 @@
 use super::context::RunContext;
 use super::evaluation::prompts;
 use super::memory::Intent;
-use crate::choice::Choice;
 use crate::error::quoted;
 use crate::interpreter::InterpreterKind;
 use crate::metrics::format_number;
-use crate::recipe::RolloutConfig;
+use crate::rollout::RolloutSettings;
+use crate::settings::Choice;
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -36,7 +36,7 @@ pub fn model(context: &RunContext) -> Value {
 /// What the command is to do.
 fn work(context: &RunContext, intent: Intent) -> (&'static str, String) {
     let recipe = context.recipe();
-    let RolloutConfig { prompts_per_step, samples_per_prompt, .. } = &recipe.rollout;
+    let RolloutSettings { prompts_per_step, samples_per_prompt, .. } = &recipe.rollout;
     let sampled = format!("{prompts_per_step} prompts × {samples_per_prompt}");
     match intent {
         Intent::Train => {

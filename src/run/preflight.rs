@@ -11,19 +11,21 @@ use crate::bad_input;
 use crate::checkpoint::load::ModelFolder;
 use crate::checkpoint::peft::holds_adapter;
 use crate::dist::Mesh;
+use crate::dist::{PackedWeights, RolloutWeights};
 use crate::error::BadInput;
 use crate::harmony::Message;
-use crate::interpreter::{self, CPython, Embedded, Interpreter};
+use crate::interpreter::{self, Interpreter};
 use crate::metrics::Console;
 use crate::model::config::Config;
+use crate::model::config::Form;
 use crate::model::forward::Model;
 use crate::model::layers_in_turn::LayersInTurn;
 use crate::model::split_rows::heads_split;
 use crate::ops::mxfp4;
 use crate::ops::threads::Threads;
-use crate::recipe::{InterpreterKind, PackedWeights, Plan, Recipe, RolloutWeights, SavedDtype};
+use crate::recipe::{Plan, Recipe};
 use crate::rollout::{PromptLimits, preamble};
-use crate::tasks::{Problem, Task, TaskSettings};
+use crate::tasks::{self, Problem, Task, TaskHost};
 use anyhow::Result;
 use std::collections::HashMap;
 use std::path::Path;
@@ -80,12 +82,14 @@ impl Preflight {
     ) -> Result<Self> {
         let threads = Threads::shared(plan.recipe.parallel.threads, mesh.on_cores())?;
         let mut mistakes = Mistakes(vec![]);
+        let host =
+            TaskHost { validation_problems_max: plan.recipe.eval.problems_max, console: console.clone() };
         let source = mistakes.note(match checkpoint.filter(|folder| holds_adapter(folder)) {
             Some(folder) => ModelSource::from_adapter(folder, plan.recipe.model.path.as_deref())
                 .map(|source| source.held_for(&plan.recipe)),
             None => ModelSource::open(&plan.recipe),
         });
-        let task = mistakes.note(crate::tasks::build(&task_settings(&plan.recipe, console)));
+        let task = mistakes.note(tasks::build(&plan.recipe.task, &host));
         let adapter = source.as_ref().and_then(|s| {
             let found = s.adapter.as_ref().map(|adapter| &adapter.lora);
             mistakes.note(RunAdapter::of(&plan, &s.config, found, intent.learns()))
@@ -394,7 +398,7 @@ fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
     }
     let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
     let blocks = hidden % mxfp4::BLOCK == 0 && intermediate % mxfp4::BLOCK == 0;
-    if plan.recipe.checkpoint.dtype == SavedDtype::Mxfp4 && !blocks {
+    if plan.recipe.checkpoint.dtype == Form::Mxfp4 && !blocks {
         let what = format!(
             "MXFP4 holds blocks of {}, but hidden_size = {hidden} and intermediate_size = {intermediate}; save \"bf16\"",
             mxfp4::BLOCK
@@ -416,49 +420,15 @@ fn check_heads(plan: &Plan, config: &Config) -> Result<()> {
     }
 }
 
-fn task_settings(recipe: &Recipe, console: &Console) -> TaskSettings {
-    let task = &recipe.task;
-    let defaults = TaskSettings::default();
-    TaskSettings {
-        name: task.name,
-        train_file: task.train_file.clone(),
-        validation_file: task.validation_file.clone(),
-        validation_files: task.validation_files.clone(),
-        train_rows_max: task.train_rows_max,
-        validation_rows_max: task.validation_rows_max,
-        extraction: task.extraction.unwrap_or_default(),
-        answer: task.answer.unwrap_or_default(),
-        prompt: task.prompt.unwrap_or_default(),
-        grading: task.grading.unwrap_or_default(),
-        command: task.command.clone(),
-        command_timeout_s: task.command_timeout_s.unwrap_or(defaults.command_timeout_s),
-        command_processes: task.command_processes.unwrap_or(defaults.command_processes),
-        validation_problems: recipe.eval.problems_max,
-        console: console.clone(),
-    }
-}
-
 /// The tool, whose workers of one machine are divided among the `processes` on it.
 fn open_interpreter(recipe: &Recipe, threads: usize, processes: usize) -> Result<Box<dyn Interpreter>> {
-    let i = &recipe.interpreter;
-    let settings = interpreter::Settings {
-        state: i.state,
-        time_limit_s: i.time_limit_s,
-        wall_clock_s: i.wall_clock_s,
-        memory_mib: i.memory_mib as u64,
-        output_chars_max: i.output_chars_max,
-        workers: if i.workers == 0 { threads } else { i.workers.div_ceil(processes) },
-        dangerously_allow_unsandboxed: i.dangerously_allow_unsandboxed,
-        program: None,
-        python: i.python.clone().into(),
-        preload: i.preload.clone(),
-        idle_s_max: i.idle_s_max,
-        scratch_mib: i.scratch_mib as u64,
-        sessions_max: (recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt)
-            .max(recipe.eval.problems_max.saturating_mul(recipe.eval.samples)),
+    let mut settings = recipe.interpreter.clone();
+    settings.workers = match settings.workers {
+        0 => threads,
+        workers => workers.div_ceil(processes),
     };
-    Ok(match i.kind {
-        InterpreterKind::Embedded => Box::new(Embedded::new(settings)?),
-        InterpreterKind::CPython => Box::new(CPython::new(settings)?),
-    })
+    let (rollout, eval) = (&recipe.rollout, &recipe.eval);
+    let sessions_max = (rollout.prompts_per_step * rollout.samples_per_prompt)
+        .max(eval.problems_max.saturating_mul(eval.samples));
+    interpreter::open(settings, sessions_max)
 }

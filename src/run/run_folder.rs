@@ -7,8 +7,9 @@ use crate::checkpoint::peft::holds_adapter;
 use crate::checkpoint::{self, ResumePoint, TrainerState};
 use crate::error::BadInput;
 use crate::integrity::sealed;
+use crate::learner::{OptimizerSettings, Schedule};
 use crate::metrics::{MetricsFile, Phase, Row, TensorBoard, read_rows};
-use crate::recipe::{OptimizerConfig, Plan, RecipeSource, Schedule, resume_differences};
+use crate::recipe::{Plan, RecipeSource, resume_differences};
 use crate::trajectory::TrajectoryRow;
 use anyhow::{Context, Result};
 use std::fs::{self, File, TryLockError};
@@ -333,8 +334,8 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
 /// Makes the schedule end where it did, unless the user moved its end.
 fn keep_course(
     table: &str,
-    old: &OptimizerConfig,
-    new: &mut OptimizerConfig,
+    old: &OptimizerSettings,
+    new: &mut OptimizerSettings,
     (old_steps, steps): (u64, u64),
 ) -> Option<String> {
     if new.schedule == Schedule::Constant {

@@ -18,9 +18,9 @@ use crate::model::layers_in_turn::WeightChange;
 use crate::model::names::{ParameterSpec, parameter_specs};
 use crate::model::parameters::Parameters;
 use crate::model::rounding::WeightRounding;
+use crate::model::settings::{Architecture, Dtype, ModelSettings, Tokenizer};
 use crate::ops::product::Precision;
-use crate::recipe::model::Tokenizer;
-use crate::recipe::{Architecture, Dtype, ModelConfig, Plan, Recipe, RecipeSource, set_key};
+use crate::recipe::{Plan, Recipe, RecipeSource, set_key};
 use anyhow::{Result, bail};
 use half::bf16;
 use std::path::{Path, PathBuf};
@@ -376,7 +376,7 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
 }
 
 /// The checkpoint that `source` names, where it holds an adapter and `model.path` a model without one.
-fn adapter_of(source: &RecipeSource, model: &ModelConfig) -> Result<Option<PathBuf>> {
+fn adapter_of(source: &RecipeSource, model: &ModelSettings) -> Result<Option<PathBuf>> {
     let folder = match source {
         _ if model.adapter.is_some() => None,
         RecipeSource::Run(run) => checkpoint::newest_folder(run)?,

@@ -18,7 +18,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     reads_files: false,
     data: "",
     keys: &[],
-    make: |settings| Ok(Box::new(Arithmetic::new(settings.made_up_problems()))),
+    make: |settings, _| Ok(Box::new(Arithmetic::new(settings.made_up_problems()))),
 };
 
 /// Held-out problems in the validation set, unless the recipe asks for another number.

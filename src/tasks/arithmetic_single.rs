@@ -13,7 +13,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     reads_files: false,
     data: "",
     keys: &[],
-    make: |settings| Ok(Box::new(ArithmeticSingle::new(settings.made_up_problems()))),
+    make: |settings, _| Ok(Box::new(ArithmeticSingle::new(settings.made_up_problems()))),
 };
 
 /// Of the demonstrations, in percent: answer at once, at random.

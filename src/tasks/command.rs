@@ -6,7 +6,7 @@
 mod reply;
 
 use super::process::ProcessPool;
-use super::{Problem, Reward, Task, TaskEntry, Transcript, ValidationSet};
+use super::{Problem, Reward, Task, TaskEntry, TaskHost, TaskSettings, Transcript, ValidationSet};
 use crate::bad_input;
 use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_line};
@@ -22,22 +22,16 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     reads_files: false,
     data: "",
     keys: &["command", "command_timeout_s", "command_processes"],
-    make: |settings| {
-        Ok(Box::new(CommandTask::start(
-            settings.command.clone(),
-            settings.command_processes,
-            Duration::try_from_secs_f64(settings.command_timeout_s)
-                .map_err(|e| bad_input!("task.command_timeout_s: {e}; give seconds above 0"))?,
-            settings.validation_problems,
-            settings.console.clone(),
-        )?))
-    },
+    make: |settings, host| Ok(Box::new(CommandTask::start(settings, host)?)),
 };
 
 /// How often a problem of a run is asked for before it counts as failed; the first ones, before any work, once.
 const PROBLEM_ATTEMPTS: usize = 3;
 /// Failures that are told on the console; all are counted in the metrics.
 const WARNINGS_MAX: usize = 10;
+/// Defaults of `task.command_timeout_s` and `task.command_processes`.
+pub(super) const TIMEOUT_S: f64 = 60.0;
+pub(super) const PROCESSES: usize = 4;
 /// Key of the answer of a problem that could not be had.
 const FAILED: &str = "task_failed";
 
@@ -54,18 +48,15 @@ pub struct CommandTask {
 }
 
 impl CommandTask {
-    /// Starts `command`, asks what it offers and for at most `validation_max` held-out problems. What
-    /// fails later is told on `console`.
+    /// Starts the command, asks what it offers and for held-out problems.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the program does not start or does not speak the protocol.
-    pub fn start(
-        command: Vec<String>,
-        processes: usize,
-        timeout: Duration,
-        validation_max: usize,
-        console: Console,
-    ) -> Result<Self> {
+    pub fn start(settings: &TaskSettings, host: &TaskHost) -> Result<Self> {
+        let (command, console) = (&settings.command, host.console.clone());
+        let processes = settings.command_processes.unwrap_or(PROCESSES);
+        let timeout = Duration::try_from_secs_f64(settings.command_timeout_s.unwrap_or(TIMEOUT_S))
+            .map_err(|e| bad_input!("task.command_timeout_s: {e}; give seconds above 0"))?;
         let wrong = |what: anyhow::Error| {
             bad_input!(
                 "task.command: {}: {what:#}; the program must answer as docs/TASKS.md says",
@@ -89,7 +80,7 @@ impl CommandTask {
             (Self { name, python, functions, turns, validation, pool, warnings, console }, count.unwrap_or(0))
         })
         .map_err(wrong)?;
-        let count = count.min(validation_max as u64);
+        let count = count.min(host.validation_problems_max as u64);
         let problems = (0..count).map(|index| task.problem(("validation", 0, index), 1));
         let problems = problems.collect::<Result<Vec<_>>>().map_err(wrong)?;
         if !problems.is_empty() {

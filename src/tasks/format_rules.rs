@@ -21,7 +21,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     reads_files: false,
     data: "",
     keys: &[],
-    make: |settings| Ok(Box::new(FormatRules::new(settings.made_up_problems()))),
+    make: |settings, _| Ok(Box::new(FormatRules::new(settings.made_up_problems()))),
 };
 
 /// Of the demonstrations that are asked for a rule, in percent: it is ignored.

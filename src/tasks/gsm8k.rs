@@ -4,9 +4,9 @@ use super::boxed::last_boxed_at;
 use super::number::Number;
 use super::rows::{self, Order};
 use super::{Demonstration, Problem, Reward, Task, TaskEntry, Transcript, ValidationSet};
-use crate::choice::choice;
 use crate::harmony::Message;
 use crate::random::Purpose;
+use crate::settings::choice;
 use crate::trajectory::Outcome;
 use anyhow::Result;
 use serde_json::Value;
@@ -23,8 +23,12 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     reads_files: true,
     data: "gsm8k",
     keys: &["extraction"],
-    make: |settings| {
-        Ok(Box::new(Gsm8k::load(settings.train()?, settings.validation()?, settings.extraction)?))
+    make: |settings, _| {
+        Ok(Box::new(Gsm8k::load(
+            settings.train()?,
+            settings.validation()?,
+            settings.extraction.unwrap_or_default(),
+        )?))
     },
 };
 

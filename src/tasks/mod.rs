@@ -7,6 +7,7 @@ mod made_up;
 pub mod number;
 mod process;
 pub mod rows;
+mod settings;
 
 pub use arithmetic::{Arithmetic, VALIDATION_PROBLEMS};
 pub use arithmetic_single::ArithmeticSingle;
@@ -14,15 +15,13 @@ pub use command::CommandTask;
 pub use format_rules::FormatRules;
 pub use gsm8k::Gsm8k;
 pub use retool::Retool;
+pub use settings::{TaskHost, TaskSettings};
 pub use verify_if::VerifyIf;
 
-use crate::bad_input;
-use crate::choice::registered;
 use crate::harmony::Message;
-use crate::metrics::Console;
+use crate::settings::registered;
 use crate::trajectory::Outcome;
 use anyhow::Result;
-use std::path::{Path, PathBuf};
 
 /// One prompt with what its grader needs.
 #[derive(Debug, Clone, PartialEq)]
@@ -159,7 +158,7 @@ pub struct TaskEntry {
     /// The keys of `[task]` that it reads beside those; under a task that does not read a key, the key is refused.
     pub keys: &'static [&'static str],
     /// Reads and checks its files, and starts what it runs.
-    pub make: fn(&TaskSettings) -> Result<Box<dyn Task>>,
+    pub make: fn(&TaskSettings, &TaskHost) -> Result<Box<dyn Task>>,
 }
 
 registered! {
@@ -174,94 +173,10 @@ registered! {
     mod command;
 }
 
-/// What a recipe says about its task; each task reads what concerns it.
-#[derive(Debug, Clone)]
-pub struct TaskSettings {
-    pub name: TaskName,
-    pub train_file: Option<PathBuf>,
-    /// One validation set.
-    pub validation_file: Option<PathBuf>,
-    /// Further validation sets of `retool`, one a file.
-    pub validation_files: Vec<PathBuf>,
-    /// Only the first rows of the training file.
-    pub train_rows_max: Option<usize>,
-    /// Only the first rows of each validation file, or held-out problems of a generated task.
-    pub validation_rows_max: Option<usize>,
-    /// Where `gsm8k` looks for the answer.
-    pub extraction: gsm8k::Extraction,
-    /// How `retool` compares answers.
-    pub answer: answer::AnswerEquality,
-    /// How `retool` asks for the answer.
-    pub prompt: retool::PromptForm,
-    /// How `verify_if` makes a reward of verdicts.
-    pub grading: verify_if::Grading,
-    /// Program and arguments of `command`.
-    pub command: Vec<String>,
-    /// Seconds that `command` may take for an answer, above 0.
-    pub command_timeout_s: f64,
-    pub command_processes: usize,
-    /// Held-out problems asked of `command` at most.
-    pub validation_problems: usize,
-    /// Where `command` tells of what fails.
-    pub console: Console,
-}
-
-impl Default for TaskSettings {
-    fn default() -> Self {
-        Self {
-            name: TaskName::default(),
-            train_file: None,
-            validation_file: None,
-            validation_files: vec![],
-            train_rows_max: None,
-            validation_rows_max: None,
-            extraction: Default::default(),
-            answer: Default::default(),
-            prompt: Default::default(),
-            grading: Default::default(),
-            command: vec![],
-            command_timeout_s: 60.0,
-            command_processes: 4,
-            validation_problems: VALIDATION_PROBLEMS,
-            console: Console::plain(),
-        }
-    }
-}
-
-impl TaskSettings {
-    /// The training file and how many of its rows are kept.
-    ///
-    /// # Errors
-    /// [`crate::error::BadInput`] when it is not named.
-    fn train(&self) -> Result<(&Path, Option<usize>)> {
-        Ok((self.needed(&self.train_file, "task.train_file")?, self.train_rows_max))
-    }
-
-    /// The validation file and how many of its rows are kept.
-    ///
-    /// # Errors
-    /// [`crate::error::BadInput`] when it is not named.
-    fn validation(&self) -> Result<(&Path, Option<usize>)> {
-        Ok((self.needed(&self.validation_file, "task.validation_file")?, self.validation_rows_max))
-    }
-
-    /// Held-out problems of a task that makes its own.
-    fn made_up_problems(&self) -> usize {
-        self.validation_rows_max.unwrap_or(VALIDATION_PROBLEMS)
-    }
-
-    /// The file under `key`, which the task cannot do without.
-    fn needed<'a>(&self, file: &'a Option<PathBuf>, key: &str) -> Result<&'a Path> {
-        let name = self.name;
-        file.as_deref()
-            .ok_or_else(|| bad_input!("{key}: missing; task `{name}` needs a JSON-lines file there"))
-    }
-}
-
 /// The task that `settings` describe, its files read and checked.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] for a missing file key and broken rows.
-pub fn build(settings: &TaskSettings) -> Result<Box<dyn Task>> {
-    (settings.name.make)(settings)
+pub fn build(settings: &TaskSettings, host: &TaskHost) -> Result<Box<dyn Task>> {
+    (settings.name.make)(settings, host)
 }

@@ -7,9 +7,9 @@ use super::boxed::last_boxed_at;
 use super::rows::{self, Order};
 use super::{Problem, Reward, Task, TaskEntry, Transcript, ValidationSet};
 use crate::bad_input;
-use crate::choice::choice;
 use crate::harmony::Message;
 use crate::random::Purpose;
+use crate::settings::choice;
 use anyhow::Result;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -27,11 +27,12 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     reads_files: true,
     data: "dapo-math aime",
     keys: &["validation_files", "answer", "prompt"],
-    make: |settings| {
+    make: |settings, _| {
         let files = settings.validation_file.iter().chain(&settings.validation_files);
         let files: Vec<PathBuf> = files.cloned().collect();
         let validation = (files.as_slice(), settings.validation_rows_max);
-        Ok(Box::new(Retool::load(settings.train()?, validation, settings.answer, settings.prompt)?))
+        let (answer, prompt) = (settings.answer.unwrap_or_default(), settings.prompt.unwrap_or_default());
+        Ok(Box::new(Retool::load(settings.train()?, validation, answer, prompt)?))
     },
 };
 

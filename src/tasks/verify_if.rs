@@ -6,9 +6,9 @@ use super::instructions::{Instruction, strict};
 use super::rows::{self, Order};
 use super::{Problem, Reward, Task, TaskEntry, Transcript, ValidationSet};
 use crate::bad_input;
-use crate::choice::choice;
 use crate::harmony::{Message, Role};
 use crate::random::{Purpose, stream};
+use crate::settings::choice;
 use crate::trajectory::Outcome;
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
@@ -24,8 +24,12 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     reads_files: true,
     data: "gsm8k ifeval",
     keys: &["grading"],
-    make: |settings| {
-        Ok(Box::new(VerifyIf::load(settings.train()?, settings.validation()?, settings.grading)?))
+    make: |settings, _| {
+        Ok(Box::new(VerifyIf::load(
+            settings.train()?,
+            settings.validation()?,
+            settings.grading.unwrap_or_default(),
+        )?))
     },
 };
 

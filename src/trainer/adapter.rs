@@ -6,7 +6,7 @@ use crate::checkpoint::save::{SHARD_BYTES_MAX, save};
 use crate::checkpoint::{BASE_FOLDER, Base};
 use crate::model::config::Form;
 use crate::model::parameters::VALUES;
-use crate::recipe::Dtype;
+use crate::model::settings::Dtype;
 use anyhow::{Context, Result};
 
 impl Trainer {

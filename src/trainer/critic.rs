@@ -2,6 +2,7 @@
 
 use super::{Trainer, apply};
 use crate::checkpoint::{self, ResumePoint};
+use crate::learner::CriticSettings;
 use crate::learner::batch_runner::BatchRunner;
 use crate::learner::critic::{Critic, CriticStep};
 use crate::learner::experience::Experience;
@@ -9,7 +10,6 @@ use crate::learner::forward_backward::PassSettings;
 use crate::learner::optimizer::learning_rate;
 use crate::metrics::{Accumulator, Metrics};
 use crate::model::forward::ForwardOptions;
-use crate::recipe;
 use crate::run::context::RunContext;
 use anyhow::Result;
 
@@ -40,7 +40,7 @@ impl Trainer {
         critic: &mut Critic,
     ) -> Result<Metrics> {
         let train = &self.context.plan.recipe.train;
-        let recipe::CriticConfig { minibatches, epochs, .. } = critic.settings;
+        let CriticSettings { minibatches, epochs, .. } = critic.settings;
         let mut means = Accumulator::new();
         for epoch in 0..epochs as u64 {
             for indices in experience.minibatches(minibatches, train.seed, step, epoch) {

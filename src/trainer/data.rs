@@ -2,8 +2,7 @@
 
 use crate::learner::batch::Sequence;
 use crate::learner::supervised::Examples;
-use crate::recipe::RouterReplay;
-use crate::rollout::RolloutSettings;
+use crate::policy::RouterReplay;
 use crate::rollout::stored::{RouteShape, Stored};
 use crate::run::context::RunContext;
 use crate::run::evaluation::prompts;
@@ -41,8 +40,8 @@ fn check_prompts(context: &RunContext, sample: bool) -> Result<()> {
         return Ok(());
     }
     let policy = context.plain_policy()?;
-    let settings = RolloutSettings::training(recipe, context.preamble.clone(), 1);
-    let rollout = context.rollout(&policy, &settings);
+    let plan = context.training_rollout(1);
+    let rollout = context.rollout(&policy, &plan);
     if sample {
         rollout.check(&context.training_prompts(1, 0, recipe.rollout.prompts_per_step))?;
     }

@@ -2,9 +2,9 @@
 
 use super::Trainer;
 use crate::metrics::{Metrics, Phase};
+use crate::policy::advantage::Advantage;
 use crate::policy::advantage::informative_groups;
-use crate::recipe::Advantage;
-use crate::rollout::{self, Prompt, RolloutProgress, RolloutSettings, Rollouts};
+use crate::rollout::{self, Prompt, RolloutPlan, RolloutProgress, Rollouts};
 use crate::trajectory::{Group, TokenFigures, TrajectoryRow};
 use anyhow::{Context, Result};
 
@@ -85,11 +85,11 @@ impl Trainer {
     fn draw(&self, step: u64, prompts: &[Prompt]) -> Result<Rollouts> {
         let context = &self.context;
         let recipe = &context.plan.recipe;
-        let settings = RolloutSettings::training(recipe, context.preamble.clone(), step);
-        let mut drawn = self.sample("gen", &settings, prompts, recipe.rollout.samples_per_prompt)?;
+        let plan = context.training_rollout(step);
+        let mut drawn = self.sample("gen", &plan, prompts, recipe.rollout.samples_per_prompt)?;
         if recipe.policy.advantage == Advantage::Remax {
-            let settings = RolloutSettings::greedy(recipe, context.preamble.clone(), step);
-            let single = self.sample("gen_max", &settings, prompts, 1)?.groups;
+            let plan = RolloutPlan::greedy(&recipe.rollout, recipe.train.seed, step);
+            let single = self.sample("gen_max", &plan, prompts, 1)?.groups;
             let greedy = single.into_iter().map(|group| group.trajectories.into_iter().next());
             drawn.groups.iter_mut().zip(greedy).for_each(|(group, greedy)| group.greedy = greedy);
         }
@@ -100,7 +100,7 @@ impl Trainer {
     fn sample(
         &self,
         stage: &'static str,
-        settings: &RolloutSettings,
+        plan: &RolloutPlan,
         prompts: &[Prompt],
         samples: usize,
     ) -> Result<Rollouts> {
@@ -108,7 +108,7 @@ impl Trainer {
         let inner = self.console.inner_stage("rollout", (prompts.len() * samples) as u64);
         let policy = context.rollout_policy()?;
         let rollouts = self.timings.time(stage, || {
-            context.groups(&policy, settings, prompts, samples, &RolloutProgress::shown_by(&inner), &|| false)
+            context.groups(&policy, plan, prompts, samples, &RolloutProgress::shown_by(&inner), &|| false)
         })?;
         inner.finish();
         rollouts.context("the rollout ended early")

@@ -13,6 +13,7 @@ mod update;
 pub use data::TrainingData;
 
 use crate::checkpoint::{self, ResumePoint};
+use crate::learner::OptimizerSettings;
 use crate::learner::batch::Sequence;
 use crate::learner::batch_runner::BatchRunner;
 use crate::learner::critic::Critic;
@@ -25,7 +26,6 @@ use crate::model::parameters::Parameters;
 use crate::ops::cuda::{device_memory, forget_memory_peaks};
 use crate::ops::threads::Threads;
 use crate::policy::kl_in_reward::KlController;
-use crate::recipe;
 use crate::rollout::Rollouts;
 use crate::run::context::RunContext;
 use crate::run::evaluation::{evaluate, prompts};
@@ -175,11 +175,7 @@ impl Trainer {
     }
 
     /// A fresh optimizer, or the one of the checkpoint, whose weights it writes into the model.
-    fn optimizer(
-        &mut self,
-        settings: &recipe::OptimizerConfig,
-        point: Option<&ResumePoint>,
-    ) -> Result<Optimizer> {
+    fn optimizer(&mut self, settings: &OptimizerSettings, point: Option<&ResumePoint>) -> Result<Optimizer> {
         let context = &mut self.context;
         let round = context.plan.recipe.model.dtype.is_bf16();
         let mut optimizer = Optimizer::new(settings, &mut context.parameters, round)?;

@@ -1,8 +1,9 @@
 //! What of a step deserves a second look: failures, rewards without signal, a success that collapses, alarm levels.
 
 use crate::metrics::{Metrics, format_number};
+use crate::policy::advantage::Advantage;
 use crate::policy::alarm::alarm;
-use crate::recipe::{Advantage, Recipe};
+use crate::recipe::Recipe;
 use crate::trajectory::Outcome;
 use std::collections::VecDeque;
 
@@ -156,7 +157,7 @@ fn told(streak: u64) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::recipe;
+    use crate::policy::PolicySettings;
 
     fn step(failed: f64, flat: f64, success: f64) -> Metrics {
         Metrics::from_iter([
@@ -202,7 +203,7 @@ mod tests {
         assert!(monitor.note(3, &step(0.0, 1.0, 0.5)).is_empty());
         let third = monitor.note(4, &step(0.0, 1.0, 0.5));
         assert!(third[0].contains("for 3 steps now") && third[0].contains("samples_per_prompt"), "{third:?}");
-        let policy = recipe::Policy { advantage: Advantage::Gae, ..recipe::Policy::default() };
+        let policy = PolicySettings { advantage: Advantage::Gae, ..PolicySettings::default() };
         let mut critic = Monitor::new(&Recipe { policy, ..Recipe::default() });
         assert!(critic.note(1, &step(0.0, 1.0, 0.5)).is_empty(), "a critic compares no groups");
     }

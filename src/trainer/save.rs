@@ -31,7 +31,7 @@ impl Trainer {
 
     /// The form of the weights that are saved.
     fn form(&self) -> Form {
-        self.context.plan.recipe.checkpoint.dtype.form()
+        self.context.plan.recipe.checkpoint.dtype
     }
 
     /// Says when the disk has no room for the checkpoints to come.
@@ -73,7 +73,7 @@ impl Trainer {
             };
             let snapshot = Snapshot {
                 config: &context.model.config,
-                form: checkpoint.dtype.form(),
+                form: checkpoint.dtype,
                 companions: &context.companions,
                 parameters: &context.parameters,
                 base: context.base.as_ref(),

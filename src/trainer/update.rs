@@ -9,8 +9,9 @@ use crate::learner::optimizer::Optimizer;
 use crate::learner::policy_step::PolicyStep;
 use crate::metrics::{Accumulator, Metrics};
 use crate::model::forward::ForwardOptions;
+use crate::policy::KlPlace;
+use crate::policy::KlSettings;
 use crate::policy::kl_in_reward::KlController;
-use crate::recipe::{self, KlPlace};
 use crate::trajectory::{Group, TokenFigures};
 use anyhow::Result;
 
@@ -111,7 +112,7 @@ impl Trainer {
     }
 
     /// The coefficient of the divergence: the recipe's, or what the run that goes on had steered it to.
-    pub(super) fn kl_controller(kl: &recipe::Kl, steered: Option<f64>) -> Result<KlController> {
+    pub(super) fn kl_controller(kl: &KlSettings, steered: Option<f64>) -> Result<KlController> {
         match kl.target {
             None => Ok(KlController::Fixed { coefficient: kl.coefficient }),
             Some(target) => KlController::adaptive(steered.unwrap_or(kl.coefficient), target, kl.horizon),

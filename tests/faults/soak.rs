@@ -41,17 +41,19 @@ fn main() {
     println!("soak: {seconds} s, seed {seed}");
     let mut tools: Vec<Box<dyn Interpreter>> = vec![];
     for state in [InterpreterState::Call, InterpreterState::Trajectory] {
+        let program = env!("CARGO_BIN_EXE_rloss");
         let settings = Settings {
             state,
-            program: Some(env!("CARGO_BIN_EXE_rloss").into()),
             time_limit_s: 0.2,
             wall_clock_s: 1.0,
             memory_mib: 64,
+            workers: 2,
+            output_chars_max: 4096,
             ..Settings::default()
         };
-        tools.push(Box::new(Embedded::new(settings.clone()).expect("a sandbox")));
+        tools.push(Box::new(Embedded::new(settings.clone(), program.into()).expect("a sandbox")));
         if Command::new("python3").arg("--version").output().is_ok() {
-            tools.push(Box::new(CPython::new(settings).expect("a sandbox")));
+            tools.push(Box::new(CPython::new(settings, program.into(), 64).expect("a sandbox")));
         }
     }
     let (mut samples, mut outcomes) = (vec![], BTreeMap::new());

@@ -15,6 +15,7 @@ use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::critic::Critic;
 use rloss::learner::forward_backward::{HeadGradient, Pass, PassSettings};
 use rloss::learner::optimizer::Optimizer;
+use rloss::learner::{CriticSettings, OptimizerSettings};
 use rloss::model::adapter::{Lora, Owner, default_targets};
 use rloss::model::config::{Config, Form};
 use rloss::model::forward::{ForwardOptions, Model};
@@ -23,7 +24,6 @@ use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
-use rloss::recipe::{CriticConfig, OptimizerConfig};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
@@ -259,7 +259,7 @@ fn a_critic_beside_an_adapter_shares_the_base() {
     let base = parameter_specs(&config).len();
     let head = (0..base + 1).map(|i| i >= base - 1);
     let trainable: Vec<bool> = head.chain(vec![true; policy.len() - base]).collect();
-    let mut critic = Critic::new(&config, &policy, &trainable, &CriticConfig::default(), 7, false).unwrap();
+    let mut critic = Critic::new(&config, &policy, &trainable, &CriticSettings::default(), 7, false).unwrap();
     assert_eq!(critic.parameters.len(), policy.len() + 1);
     let learning = (0..critic.parameters.len()).filter(|&i| critic.parameters.learns(i)).count();
     assert_eq!(learning, policy.len() - base + 2);
@@ -288,7 +288,7 @@ fn an_optimizer_keeps_nothing_of_the_base_and_moves_it_not() {
     let base: Vec<Vec<f32>> =
         (0..parameters.len()).map(|i| tiny::values(parameters.values(i).unwrap())).collect();
     adapt(&mut parameters, &config, 3);
-    let mut optimizer = Optimizer::new(&OptimizerConfig::default(), &mut parameters, true).unwrap();
+    let mut optimizer = Optimizer::new(&OptimizerSettings::default(), &mut parameters, true).unwrap();
     let threads = Threads::new(2).unwrap();
     let batches = MicroBatch::split(&tiny::sequences(272, &[30, 41], 4), usize::MAX);
     let objective = |_: usize, log_probs: &[f32], entropies: &[f32]| {

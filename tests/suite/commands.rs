@@ -16,8 +16,8 @@ mod refused;
 mod same_run;
 mod truth;
 
-use rloss::choice::Choice;
-use rloss::tasks::{TaskName, TaskSettings, build};
+use rloss::settings::Choice;
+use rloss::tasks::{TaskHost, TaskName, TaskSettings, build};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -123,9 +123,11 @@ fn warm_model() -> &'static Path {
 }
 
 fn conversations() -> String {
-    let task =
-        build(&TaskSettings { name: TaskName::named("arithmetic").unwrap(), ..TaskSettings::default() })
-            .unwrap();
+    let task = build(
+        &TaskSettings { name: TaskName::named("arithmetic").unwrap(), ..TaskSettings::default() },
+        &TaskHost::default(),
+    )
+    .unwrap();
     let mut text = String::new();
     for index in 0..8 {
         let problem = task.training_problem(0, index);

@@ -1,6 +1,8 @@
 //! The critic: its gradient through the whole trunk, its estimate, its loss over minibatches.
 
 use crate::tiny::{self, Gradients, Learned, learned};
+use rloss::learner::CriticSettings;
+use rloss::learner::OptimizerSettings;
 use rloss::learner::batch::{MicroBatch, Sequence};
 use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::critic::{Critic, CriticStep};
@@ -14,9 +16,11 @@ use rloss::model::forward::Model;
 use rloss::model::parameters::Parameters;
 use rloss::ops::threads::Threads;
 use rloss::policy::Sequences;
+use rloss::policy::advantage::Advantage;
 use rloss::policy::advantage::{gae, whiten};
+use rloss::policy::divergence::KlEstimator;
 use rloss::policy::value::explained_variance;
-use rloss::recipe::{self, Aggregation, Kl, KlEstimator, KlPlace, OptimizerConfig, Policy};
+use rloss::policy::{Aggregation, KlPlace, KlSettings, PolicySettings};
 use rloss::trajectory::{Group, Outcome, Trajectory};
 
 const LENGTHS: [usize; 5] = [30, 41, 2, 25, 60];
@@ -34,7 +38,7 @@ fn pass(recompute_layers: bool) -> PassSettings {
 }
 
 impl Fixture {
-    fn new(settings: recipe::CriticConfig) -> Self {
+    fn new(settings: CriticSettings) -> Self {
         let (model, policy) = tiny::model(tiny::config(true), 3);
         let trainable = vec![true; policy.len() + 1];
         let critic = Critic::new(&model.config, &policy, &trainable, &settings, 7, false).unwrap();
@@ -113,7 +117,7 @@ fn targets_of(fixture: &Fixture) -> Vec<f32> {
 
 #[test]
 fn a_new_critic_is_the_policys_trunk_with_a_small_head_of_its_own() {
-    let fixture = Fixture::new(recipe::CriticConfig::default());
+    let fixture = Fixture::new(CriticSettings::default());
     let (critic, policy) = (&fixture.critic.parameters, &fixture.policy);
     for (index, spec) in policy.specs.iter().enumerate().filter(|(_, spec)| spec.name != "lm_head.weight") {
         let position = critic.position(&spec.name).unwrap();
@@ -131,7 +135,7 @@ fn a_new_critic_is_the_policys_trunk_with_a_small_head_of_its_own() {
 
 #[test]
 fn the_heads_gradient_is_the_hand_form() {
-    let fixture = Fixture::new(recipe::CriticConfig::default());
+    let fixture = Fixture::new(CriticSettings::default());
     let targets = targets_of(&fixture);
     let values = fixture.step().values(&fixture.sequences).unwrap();
     let (_, gradients) = fixture.squared(&targets, true);
@@ -149,7 +153,7 @@ fn the_heads_gradient_is_the_hand_form() {
 
 #[test]
 fn the_gradient_through_the_whole_trunk_is_that_of_differences() {
-    let fixture = Fixture::new(recipe::CriticConfig::default());
+    let fixture = Fixture::new(CriticSettings::default());
     let targets = targets_of(&fixture);
     let parameters = &fixture.critic.parameters;
     let (loss, gradients) = fixture.squared(&targets, false);
@@ -181,7 +185,7 @@ fn the_gradient_through_the_whole_trunk_is_that_of_differences() {
 
 #[test]
 fn recomputed_layers_give_the_same_bits_as_the_whole_graph() {
-    let fixture = Fixture::new(recipe::CriticConfig::default());
+    let fixture = Fixture::new(CriticSettings::default());
     let targets = targets_of(&fixture);
     let (whole, recomputed) = (fixture.squared(&targets, false), fixture.squared(&targets, true));
     assert_eq!(whole.0.to_bits(), recomputed.0.to_bits());
@@ -190,7 +194,7 @@ fn recomputed_layers_give_the_same_bits_as_the_whole_graph() {
 
 #[test]
 fn a_language_model_has_no_values() {
-    let fixture = Fixture::new(recipe::CriticConfig::default());
+    let fixture = Fixture::new(CriticSettings::default());
     let Fixture { threads, model, policy, .. } = &fixture;
     let runner = BatchRunner { threads, model, parameters: policy };
     let batches = MicroBatch::split(&fixture.sequences, 64);
@@ -200,7 +204,7 @@ fn a_language_model_has_no_values() {
 
 #[test]
 fn the_loss_does_not_depend_on_the_split_and_rejected_tokens_leave_it() {
-    let fixture = Fixture::new(recipe::CriticConfig::default());
+    let fixture = Fixture::new(CriticSettings::default());
     let mut experience = fixture.experience();
     let step = fixture.step();
     let flat = |g: &Gradients| g.values.iter().flatten().flatten().copied().collect::<Vec<f32>>();
@@ -222,8 +226,7 @@ fn the_loss_does_not_depend_on_the_split_and_rejected_tokens_leave_it() {
 
 #[test]
 fn a_value_that_came_nearer_by_more_than_the_clip_learns_no_more() {
-    let with =
-        |value_clip| Fixture::new(recipe::CriticConfig { value_clip, ..recipe::CriticConfig::default() });
+    let with = |value_clip| Fixture::new(CriticSettings { value_clip, ..CriticSettings::default() });
     let update = |fixture: &Fixture, moved: f32| {
         let mut experience = fixture.experience();
         // The step began `moved` away, and the return lies further the same way.
@@ -280,14 +283,14 @@ fn groups(fixture: &Fixture) -> Vec<Group> {
 
 #[test]
 fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
-    let settings = recipe::CriticConfig { gamma: 0.9, lambda: 0.8, ..recipe::CriticConfig::default() };
+    let settings = CriticSettings { gamma: 0.9, lambda: 0.8, ..CriticSettings::default() };
     let fixture = Fixture::new(settings);
     let groups = groups(&fixture);
     let groups: Vec<&Group> = groups.iter().collect();
     let (_, other) = tiny::model(tiny::config(true), 5);
     for place in [KlPlace::None, KlPlace::Reward] {
-        let kl = Kl { place, estimator: KlEstimator::K1, ..Kl::default() };
-        let policy = Policy { advantage: recipe::Advantage::Gae, kl, ..Policy::default() };
+        let kl = KlSettings { place, estimator: KlEstimator::K1, ..KlSettings::default() };
+        let policy = PolicySettings { advantage: Advantage::Gae, kl, ..PolicySettings::default() };
         let Fixture { threads, model, policy: parameters, .. } = &fixture;
         let step = PolicyStep {
             runner: BatchRunner { threads, model, parameters },
@@ -333,9 +336,9 @@ fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
 
 #[test]
 fn a_critic_learns_its_returns() {
-    let optimizer = OptimizerConfig { lr: 3e-3, ..OptimizerConfig::default() };
+    let optimizer = OptimizerSettings { lr: 3e-3, ..OptimizerSettings::default() };
     let mut fixture =
-        Fixture::new(recipe::CriticConfig { value_clip: 0.0, optimizer, ..recipe::CriticConfig::default() });
+        Fixture::new(CriticSettings { value_clip: 0.0, optimizer, ..CriticSettings::default() });
     let mut experience = fixture.experience();
     let count = experience.mask.len();
     experience.returns = Some((0..count).map(|i| if i < count / 2 { 1.0 } else { -1.0 }).collect());

@@ -16,14 +16,23 @@ use std::time::{Duration, Instant};
 
 /// Limits that a busy machine does not reach: a test of a limit sets its own.
 fn settings() -> Settings {
-    let program = Some(PathBuf::from(env!("CARGO_BIN_EXE_rloss")));
-    Settings { program, time_limit_s: 60.0, wall_clock_s: 120.0, ..Settings::default() }
+    Settings {
+        time_limit_s: 60.0,
+        wall_clock_s: 120.0,
+        workers: 2,
+        output_chars_max: 4096,
+        ..Settings::default()
+    }
+}
+
+fn program() -> PathBuf {
+    PathBuf::from(env!("CARGO_BIN_EXE_rloss"))
 }
 
 fn embedded(change: impl FnOnce(&mut Settings)) -> Embedded {
     let mut settings = settings();
     change(&mut settings);
-    Embedded::new(settings).expect("this machine must be able to confine a worker")
+    Embedded::new(settings, program()).expect("this machine must be able to confine a worker")
 }
 
 fn call(interpreter: &dyn Interpreter, code: &str) -> Reply {
@@ -304,13 +313,12 @@ fn bad_settings_are_refused_by_key() {
     ] {
         let mut settings = settings();
         change(&mut settings);
-        let error = Embedded::new(settings).err().expect("refused");
+        let error = Embedded::new(settings, program()).err().expect("refused");
         assert!(error.is::<rloss::error::BadInput>() && error.to_string().contains(key), "{error:#}");
     }
-    let missing = Settings { program: Some("/nonexistent/rloss".into()), ..settings() };
-    assert!(format!("{:#}", Embedded::new(missing).err().expect("refused")).contains("/nonexistent/rloss"));
-    let not_a_worker = Settings { program: Some("/bin/true".into()), ..settings() };
-    assert!(Embedded::new(not_a_worker).is_err());
+    let missing = Embedded::new(settings(), "/nonexistent/rloss".into()).err().expect("refused");
+    assert!(format!("{missing:#}").contains("/nonexistent/rloss"));
+    assert!(Embedded::new(settings(), "/bin/true".into()).is_err(), "not a worker");
 }
 
 /// Processes whose parent is `parent`: process id → (state letter, command line).

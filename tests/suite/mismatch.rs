@@ -1,7 +1,6 @@
 //! Arms break what their names say, causes are found, and another engine's rows are read.
 
 use crate::tiny;
-use rloss::choice::Choice;
 use rloss::learner::batch::{MicroBatch, Sequence};
 use rloss::metrics::Console;
 use rloss::mismatch::causes::Cause;
@@ -10,6 +9,7 @@ use rloss::mismatch::diagnose::{Reference, Verdict};
 use rloss::mismatch::measure::Measure;
 use rloss::mismatch::observed::Observed;
 use rloss::mismatch::output::Line;
+use rloss::model::arms::Arms;
 use rloss::model::cache::CacheRoom;
 use rloss::model::config::LayerType;
 use rloss::model::family::Family;
@@ -18,9 +18,9 @@ use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
 use rloss::model::rounding::WeightRounding;
 use rloss::ops::threads::Threads;
-use rloss::recipe::Arms;
-use rloss::rollout::{Prompt, Rollout, RolloutSettings};
-use rloss::tasks::{TaskName, TaskSettings};
+use rloss::rollout::{Prompt, Rollout, RolloutPlan, RolloutSettings};
+use rloss::settings::Choice;
+use rloss::tasks::{TaskHost, TaskName, TaskSettings};
 use rloss::trajectory::Trajectory;
 use std::sync::Arc;
 
@@ -45,11 +45,11 @@ impl World {
     /// Rollouts of the arithmetic task under `arms`.
     fn sample(&self, arms: &Arms) -> Vec<Trajectory> {
         let recipe = rloss::recipe::Recipe { arms: arms.clone(), ..Default::default() };
-        let settings = RolloutSettings::training(&recipe, vec![], 0);
-        let task = rloss::tasks::build(&TaskSettings {
-            name: TaskName::named("arithmetic_single").unwrap(),
-            ..TaskSettings::default()
-        })
+        let plan = RolloutPlan::training(&RolloutSettings::default(), recipe.train.seed, 0);
+        let task = rloss::tasks::build(
+            &TaskSettings { name: TaskName::named("arithmetic_single").unwrap(), ..TaskSettings::default() },
+            &TaskHost::default(),
+        )
         .unwrap();
         let prompts: Vec<Prompt> =
             (0..6).map(|index| Prompt { index, problem: task.training_problem(1, index) }).collect();
@@ -59,7 +59,8 @@ impl World {
             chat: &Family::GptOss.embedded_chat().unwrap(),
             task: task.as_ref(),
             interpreter: None,
-            settings: &settings,
+            preamble: &[],
+            plan: &plan,
             room: CacheRoom::default(),
         };
         let rollouts = rollout.groups(&prompts, 6, &|_| (), &|| false).unwrap().unwrap();

@@ -2,7 +2,7 @@
 
 use crate::model_files::{config, refused};
 use rloss::model::config::{Config, Form};
-use rloss::recipe::Yarn;
+use rloss::model::settings::Yarn;
 use serde_json::{Value, json};
 
 /// A config.json with `changes` made: a null removes the key.

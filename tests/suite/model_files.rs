@@ -9,7 +9,7 @@ use rloss::model::config::{Config, Form, LayerType, Rope};
 use rloss::model::family::Family;
 use rloss::model::init::InitSettings;
 use rloss::model::names::{ParameterSpec, TensorRole, parameter_count, parameter_specs};
-use rloss::recipe::Yarn;
+use rloss::model::settings::Yarn;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

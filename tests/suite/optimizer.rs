@@ -6,18 +6,19 @@ use candle_core::{DType, Tensor};
 use rand::Rng;
 use rloss::checkpoint::save::Companions;
 use rloss::checkpoint::{self, Snapshot, TrainerState, restore};
+use rloss::dist::{PackedWeights, RolloutWeights};
 use rloss::error::BadInput;
 use rloss::learner::critic::Critic;
 use rloss::learner::optimizer::Optimizer;
+use rloss::learner::{CriticSettings, OptimizerKind, OptimizerSettings as Settings};
 use rloss::metrics::Phase;
 use rloss::model::config::{Config, Form};
 use rloss::model::names::value_model_specs;
 use rloss::model::parameters::{OptimizerState, Parameters};
+use rloss::model::settings::Dtype;
 use rloss::ops::cpu::{edit, edit_codes};
 use rloss::random::{Purpose, stream};
-use rloss::recipe::{
-    CriticConfig, Dtype, OptimizerConfig as Settings, OptimizerKind, PackedWeights, Recipe, RolloutWeights,
-};
+use rloss::recipe::Recipe;
 use rloss::run::memory::{Intent, MemoryPlan, Subject};
 use serde::Deserialize;
 use std::path::Path;
@@ -304,7 +305,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
         parameters.learn(&trainable).unwrap();
         let rounds = dtype == Dtype::Bf16;
         Optimizer::new(&settings, &mut parameters, rounds).unwrap();
-        let critic_settings = CriticConfig { optimizer: settings.clone(), ..CriticConfig::default() };
+        let critic_settings = CriticSettings { optimizer: settings.clone(), ..CriticSettings::default() };
         let critic =
             Critic::new(&config, &parameters, &critic_trainable, &critic_settings, 0, rounds).unwrap();
 

@@ -5,7 +5,6 @@ mod variants;
 
 use crate::tiny::{self, Gradients, Learned};
 use rloss::checkpoint::reference;
-use rloss::choice::Choice;
 use rloss::learner::batch::{MicroBatch, Sequence};
 use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::experience::Experience;
@@ -14,10 +13,15 @@ use rloss::learner::policy_step::{PolicyStep, Update};
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::parameters::Parameters;
 use rloss::ops::threads::Threads;
-use rloss::recipe::{
-    Advantage, Aggregation, CorrectionConfig, ImportanceSampling, Kl, KlEstimator, KlPlace, Loss, OldLogprob,
-    OverlongConfig, Policy, RejectOption, RouterReplay,
+use rloss::policy::advantage::Advantage;
+use rloss::policy::correction::{ImportanceSampling, RejectOption};
+use rloss::policy::divergence::KlEstimator;
+use rloss::policy::loss::Loss;
+use rloss::policy::ratio::OldLogprob;
+use rloss::policy::{
+    Aggregation, CorrectionSettings, KlPlace, KlSettings, OverlongSettings, PolicySettings, RouterReplay,
 };
+use rloss::settings::Choice;
 use rloss::trajectory::{Group, Outcome, Trajectory};
 
 fn loss(name: &str) -> Loss {
@@ -60,7 +64,7 @@ impl Fixture {
         Self { threads, model, parameters, groups }
     }
 
-    fn step<'a>(&'a self, policy: &'a Policy, reference: Option<&'a Parameters>) -> PolicyStep<'a> {
+    fn step<'a>(&'a self, policy: &'a PolicySettings, reference: Option<&'a Parameters>) -> PolicyStep<'a> {
         let Self { threads, model, parameters, .. } = self;
         PolicyStep {
             runner: BatchRunner { threads, model, parameters },
@@ -76,7 +80,7 @@ impl Fixture {
         }
     }
 
-    fn update(&self, policy: &Policy) -> Learned<Update> {
+    fn update(&self, policy: &PolicySettings) -> Learned<Update> {
         let step = self.step(policy, Some(&self.parameters));
         learned(&step, &step.prepare(&self.groups()).unwrap()).unwrap().unwrap()
     }
@@ -138,9 +142,9 @@ fn distance(a: &[f32], b: &[f32]) -> f64 {
 fn on_fresh_data_every_anchor_and_correction_gives_the_same_bits() {
     let fixture = Fixture::new();
     for loss in ["ppo", "gspo", "cispo", "geo_mean"].map(loss) {
-        let plain = fixture.update(&Policy { loss, ..Policy::default() });
+        let plain = fixture.update(&PolicySettings { loss, ..PolicySettings::default() });
         assert_eq!(plain.metrics.get("actor/pg_clipfrac"), Some(0.0));
-        let correction = CorrectionConfig {
+        let correction = CorrectionSettings {
             is: ImportanceSampling::Token,
             threshold: vec![0.5, 2.0],
             normalize: true,
@@ -149,15 +153,19 @@ fn on_fresh_data_every_anchor_and_correction_gives_the_same_bits() {
         };
         let mut others = vec![];
         for old_logprob in [OldLogprob::Detach, OldLogprob::Rollout, OldLogprob::Recompute] {
-            others.push(Policy { loss, old_logprob, ..Policy::default() });
+            others.push(PolicySettings { loss, old_logprob, ..PolicySettings::default() });
         }
         if loss.name != "geo_mean" {
             // Its weights carry the formula's 1e-10.
-            others.push(Policy { loss, correction, ..Policy::default() });
+            others.push(PolicySettings { loss, correction, ..PolicySettings::default() });
         }
-        others.push(Policy { loss, router_replay: RouterReplay::Rollout, ..Policy::default() });
+        others.push(PolicySettings {
+            loss,
+            router_replay: RouterReplay::Rollout,
+            ..PolicySettings::default()
+        });
         let (old_logprob, router_replay) = (OldLogprob::Recompute, RouterReplay::Recompute);
-        others.push(Policy { loss, old_logprob, router_replay, ..Policy::default() });
+        others.push(PolicySettings { loss, old_logprob, router_replay, ..PolicySettings::default() });
         for other in others {
             let update = fixture.update(&other);
             assert_eq!(plain.metrics, update.metrics, "{other:?}");
@@ -172,9 +180,9 @@ fn weights_are_bounded_and_rejected_tokens_leave_the_denominator() {
     // The first trajectory was three times likelier under training than at sampling, token by token.
     let first = fixture.trajectories().next().unwrap();
     first.logprobs.iter_mut().for_each(|l| *l -= 3f32.ln());
-    let base = Policy { loss: loss("reinforce"), ..Policy::default() };
-    let weighed = CorrectionConfig { is: ImportanceSampling::Token, ..CorrectionConfig::default() };
-    let weighed = Policy { correction: weighed, ..base.clone() };
+    let base = PolicySettings { loss: loss("reinforce"), ..PolicySettings::default() };
+    let weighed = CorrectionSettings { is: ImportanceSampling::Token, ..CorrectionSettings::default() };
+    let weighed = PolicySettings { correction: weighed, ..base.clone() };
     let experience = fixture.step(&weighed, None).prepare(&fixture.groups()).unwrap();
     let tokens = experience.cu_seqlens[1];
     let weights = experience.weights.as_ref().unwrap();
@@ -182,12 +190,12 @@ fn weights_are_bounded_and_rejected_tokens_leave_the_denominator() {
     let high = experience.metrics.get("rollout_corr/rollout_is_ratio_fraction_high").unwrap();
     assert!((high - tokens as f64 / weights.len() as f64).abs() < 1e-12);
 
-    let reject = |bound| CorrectionConfig {
+    let reject = |bound| CorrectionSettings {
         reject: vec![RejectOption::SeqMeanK1],
         reject_bounds: vec![vec![bound]],
-        ..CorrectionConfig::default()
+        ..CorrectionSettings::default()
     };
-    let rejecting = Policy { correction: reject(2.0), ..base.clone() };
+    let rejecting = PolicySettings { correction: reject(2.0), ..base.clone() };
     let step = fixture.step(&rejecting, None);
     let experience = step.prepare(&fixture.groups()).unwrap();
     assert!(experience.mask[..tokens].iter().all(|m| !m) && experience.mask[tokens..].iter().all(|&m| m));
@@ -206,8 +214,11 @@ fn weights_are_bounded_and_rejected_tokens_leave_the_denominator() {
 #[test]
 fn minibatches_cover_the_batch_once_and_add_up_to_it() {
     let fixture = Fixture::new();
-    let policy =
-        Policy { old_logprob: OldLogprob::Rollout, aggregation: Aggregation::TokenSum, ..Policy::default() };
+    let policy = PolicySettings {
+        old_logprob: OldLogprob::Rollout,
+        aggregation: Aggregation::TokenSum,
+        ..PolicySettings::default()
+    };
     let step = PolicyStep { updates: 2, ..fixture.step(&policy, None) };
     let experience = step.prepare(&fixture.groups()).unwrap();
     assert_eq!(experience.minibatches(1, 7, 1, 0), [[0, 1, 2, 3, 4, 5]]);
@@ -226,7 +237,7 @@ fn minibatches_cover_the_batch_once_and_add_up_to_it() {
         sum.iter_mut().zip(values(&update)).for_each(|(s, g)| *s += g);
     }
     assert!(distance(&sum, &whole) < 1e-5);
-    let detach = Policy::default();
+    let detach = PolicySettings::default();
     let step = PolicyStep { updates: 2, ..fixture.step(&detach, None) };
     let refused = learned(&step, &step.prepare(&fixture.groups()).unwrap()).err().unwrap();
     assert!(format!("{refused:#}").contains("would move the anchor"), "{refused:#}");
@@ -237,16 +248,16 @@ fn divergence_from_the_reference_is_zero_at_it_and_counts_in_loss_or_reward() {
     let fixture = Fixture::new();
     let (_, other) = tiny::model(tiny::config(false), 8);
     let groups = fixture.groups();
-    let plain = fixture.update(&Policy::default());
-    let kl = |place, coefficient| Policy {
-        kl: Kl { place, estimator: KlEstimator::K2, coefficient, ..Kl::default() },
-        ..Policy::default()
+    let plain = fixture.update(&PolicySettings::default());
+    let kl = |place, coefficient| PolicySettings {
+        kl: KlSettings { place, estimator: KlEstimator::K2, coefficient, ..KlSettings::default() },
+        ..PolicySettings::default()
     };
     let in_loss = kl(KlPlace::Loss, 0.5);
     let at_it = fixture.update(&in_loss);
     assert_eq!(at_it.metrics.get("actor/kl_loss"), Some(0.0));
     assert!(values(&plain) == values(&at_it));
-    let away = |policy: &Policy| {
+    let away = |policy: &PolicySettings| {
         let step = fixture.step(policy, Some(&other));
         let experience = step.prepare(&groups).unwrap();
         (values(&learned(&step, &experience).unwrap().unwrap()), experience)
@@ -256,8 +267,8 @@ fn divergence_from_the_reference_is_zero_at_it_and_counts_in_loss_or_reward() {
     let twice: Vec<f32> = term(&one).iter().map(|g| 2.0 * g).collect();
     assert!(distance(&term(&two), &twice) < 1e-3);
 
-    let without = away(&Policy { advantage: Advantage::DrGrpo, ..Policy::default() }).1;
-    let in_reward = Policy { advantage: Advantage::DrGrpo, ..kl(KlPlace::Reward, 0.5) };
+    let without = away(&PolicySettings { advantage: Advantage::DrGrpo, ..PolicySettings::default() }).1;
+    let in_reward = PolicySettings { advantage: Advantage::DrGrpo, ..kl(KlPlace::Reward, 0.5) };
     let (_, with) = away(&in_reward);
     let (_, at_it) = {
         let step = fixture.step(&in_reward, Some(&fixture.parameters));
@@ -291,7 +302,11 @@ fn the_entropy_bonus_raises_the_entropy() {
     let fixture = Fixture::new();
     // Experts are held fixed: the entropy jumps where the choice of one flips.
     let router_replay = RouterReplay::Rollout;
-    let policy = |entropy_coefficient| Policy { entropy_coefficient, router_replay, ..Policy::default() };
+    let policy = |entropy_coefficient| PolicySettings {
+        entropy_coefficient,
+        router_replay,
+        ..PolicySettings::default()
+    };
     let plain = fixture.update(&policy(0.0));
     let with = fixture.update(&policy(1.0));
     // −∂H/∂w, so the change of H along the step must be −ε|d|².
@@ -322,7 +337,7 @@ fn the_entropy_bonus_raises_the_entropy() {
 #[test]
 fn replayed_experts_are_used_instead_of_the_routers_choice() {
     let mut fixture = Fixture::new();
-    let policy = Policy { router_replay: RouterReplay::Rollout, ..Policy::default() };
+    let policy = PolicySettings { router_replay: RouterReplay::Rollout, ..PolicySettings::default() };
     let own = fixture.update(&policy);
     fixture.trajectories().flat_map(|t| &mut t.routes).for_each(|r| {
         r.chunks_exact_mut(2).for_each(|pair| {
@@ -341,10 +356,10 @@ fn replayed_experts_are_used_instead_of_the_routers_choice() {
 #[test]
 fn long_responses_lose_reward() {
     let fixture = Fixture::new();
-    let policy = |buffer_tokens| Policy {
+    let policy = |buffer_tokens| PolicySettings {
         advantage: Advantage::DrGrpo,
-        overlong: OverlongConfig { buffer_tokens, penalty: 1.0 },
-        ..Policy::default()
+        overlong: OverlongSettings { buffer_tokens, penalty: 1.0 },
+        ..PolicySettings::default()
     };
     let (without, with) = (policy(0), policy(70));
     let advantages = |policy| fixture.step(policy, None).prepare(&fixture.groups()).unwrap();

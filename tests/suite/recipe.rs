@@ -4,10 +4,12 @@ mod page;
 mod refused;
 
 use rloss::error::BadInput;
-use rloss::recipe::{
-    AdapterConfig, Aggregation, CriticConfig, Dtype, Entry, Place, Plan, Recipe, RecipeSource, Tokenizer,
-    Yarn, locate, resolve, resume_differences,
-};
+use rloss::learner::CriticSettings;
+use rloss::model::settings::AdapterSettings;
+use rloss::model::settings::{Dtype, Tokenizer, Yarn};
+use rloss::policy::Aggregation;
+use rloss::recipe::{Plan, Recipe, RecipeSource, locate, resolve, resume_differences};
+use rloss::settings::{Entry, Place};
 use std::path::{Path, PathBuf};
 
 fn root() -> &'static Path {
@@ -138,8 +140,8 @@ fn no_key_of_the_full_recipe_is_lost_in_reading() {
     .map(|key| ["cold_start", "critic"].map(|table| format!("{table}.optimizer.{key}")))
     .concat();
     let mut defaults = read("", &[]).recipe;
-    defaults.critic = Some(CriticConfig::default());
-    defaults.adapter = Some(AdapterConfig::default());
+    defaults.critic = Some(CriticSettings::default());
+    defaults.adapter = Some(AdapterSettings::default());
     defaults.model.architecture.as_mut().expect("filled in").yarn = Some(Yarn::default());
     for (full, default) in read(EVERYTHING, &[]).recipe.entries().iter().zip(defaults.entries()) {
         let same = matches!(full, Entry::Key { .. }) && *full == default;
@@ -197,7 +199,7 @@ fn sets_read_strings_numbers_arrays_and_tables_over_the_file() {
 
 #[test]
 fn gae_brings_a_critic_and_no_other_advantage_does() {
-    assert_eq!(read("policy.advantage = \"gae\"", &[]).recipe.critic, Some(CriticConfig::default()));
+    assert_eq!(read("policy.advantage = \"gae\"", &[]).recipe.critic, Some(CriticSettings::default()));
     assert_eq!(read("policy.advantage = \"grpo\"", &[]).recipe.critic, None);
 }
 

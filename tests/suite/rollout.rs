@@ -18,7 +18,9 @@ use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
 use rloss::random::Purpose;
-use rloss::rollout::{Prompt, Rollout, RolloutSettings, Rollouts, SampledPlace, Sampling, TokenSource};
+use rloss::rollout::{
+    Prompt, Rollout, RolloutPlan, RolloutSettings, Rollouts, SampledPlace, Sampling, TokenSource,
+};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trajectory::{CallOutcome, Outcome};
 
@@ -29,7 +31,7 @@ struct World {
     tokenizer: HarmonyTokenizer,
     chat: Chat,
     threads: Threads,
-    settings: RolloutSettings,
+    plan: RolloutPlan,
 }
 
 impl World {
@@ -38,22 +40,10 @@ impl World {
         // A test's model may live as long as the test program.
         let policy = PolicyView::plain(Box::leak(Box::new(model)), &parameters).unwrap();
         let tokenizer = HarmonyTokenizer::embedded().unwrap();
-        let settings = RolloutSettings {
-            sampling: Sampling::whole(1.0),
-            turns_max: 4,
-            response_tokens_max: 72,
-            prompt_tokens_max: 120,
-            sequences_max: 64,
-            tool_calls_concurrent_max: 64,
-            keep_routes: false,
-            cuda_graphs: true,
-            seed: 5,
-            purpose: Purpose::Sampling,
-            step: 3,
-            preamble: vec![],
-        };
+        let settings = RolloutSettings { turns_max: 4, prompt_tokens_max: 120, ..RolloutSettings::default() };
+        let plan = RolloutPlan { settings, seed: 5, purpose: Purpose::Sampling, step: 3 };
         let chat = Chat::Harmony(tokenizer.clone());
-        Self { parameters, policy, tokenizer, chat, threads: Threads::new(threads).unwrap(), settings }
+        Self { parameters, policy, tokenizer, chat, threads: Threads::new(threads).unwrap(), plan }
     }
 
     /// The quickstart's model, with room for long conversations.
@@ -68,7 +58,8 @@ impl World {
             chat: &self.chat,
             task,
             interpreter,
-            settings: &self.settings,
+            preamble: &[],
+            plan: &self.plan,
             room: CacheRoom::default(),
         }
     }

@@ -3,10 +3,10 @@
 mod command;
 
 use super::data;
-use rloss::choice::Choice;
 use rloss::error::BadInput;
 use rloss::harmony::{HarmonyTokenizer, Message, ParseMode, RenderOptions, Role, StreamParser};
-use rloss::tasks::{Task, TaskName, TaskSettings, Transcript, build};
+use rloss::settings::Choice;
+use rloss::tasks::{Task, TaskHost, TaskName, TaskSettings, Transcript, build};
 use rloss::trajectory::Outcome;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -15,8 +15,11 @@ use std::path::{Path, PathBuf};
 fn every_made_up_demonstration_fits_the_quickstart_limits_and_reads_back() {
     let tokenizer = HarmonyTokenizer::embedded().unwrap();
     for name in ["arithmetic", "arithmetic_single", "format_rules"] {
-        let task =
-            build(&TaskSettings { name: TaskName::named(name).unwrap(), ..Default::default() }).unwrap();
+        let task = build(
+            &TaskSettings { name: TaskName::named(name).unwrap(), ..Default::default() },
+            &TaskHost::default(),
+        )
+        .unwrap();
         for index in 0..20_000 {
             let messages = task.demonstration(0, index).unwrap().messages;
             let options = RenderOptions { auto_drop_analysis: false };
@@ -32,8 +35,11 @@ fn every_made_up_demonstration_fits_the_quickstart_limits_and_reads_back() {
 
 #[test]
 fn demonstrated_tool_replies_are_what_the_interpreter_answers() {
-    let task =
-        build(&TaskSettings { name: TaskName::named("arithmetic").unwrap(), ..Default::default() }).unwrap();
+    let task = build(
+        &TaskSettings { name: TaskName::named("arithmetic").unwrap(), ..Default::default() },
+        &TaskHost::default(),
+    )
+    .unwrap();
     let answer = |code: &str| {
         let run = monty::MontyRun::new(code.to_owned(), "call", vec![], Default::default());
         match run.and_then(|run| run.run_no_limits(vec![])) {
@@ -50,12 +56,15 @@ fn demonstrated_tool_replies_are_what_the_interpreter_answers() {
 }
 
 fn gsm8k(train: &Path, validation: &Path) -> anyhow::Result<Box<dyn Task>> {
-    build(&TaskSettings {
-        name: TaskName::named("gsm8k").unwrap(),
-        train_file: Some(train.into()),
-        validation_file: Some(validation.into()),
-        ..Default::default()
-    })
+    build(
+        &TaskSettings {
+            name: TaskName::named("gsm8k").unwrap(),
+            train_file: Some(train.into()),
+            validation_file: Some(validation.into()),
+            ..Default::default()
+        },
+        &TaskHost::default(),
+    )
 }
 
 #[test]
@@ -143,7 +152,7 @@ fn retool_files_are_checked_when_read() {
             validation_files: validation,
             ..Default::default()
         };
-        build(&settings).map(|task| task.validation_sets().len())
+        build(&settings, &TaskHost::default()).map(|task| task.validation_sets().len())
     };
     assert_eq!(load(Some(good.clone()), vec![]).unwrap(), 0);
     let held_out = file("held.jsonl", r#"{"problem": "1+2?", "answer": 3}"#);
@@ -219,16 +228,19 @@ fn every_gold_answer_earns_the_reward(train: &Path, aime: &Path, math: &Path, si
     use rloss::tasks::answer::AnswerEquality;
     let files = [aime.join("aime-2025.jsonl"), aime.join("aime-2024.jsonl"), math.join("math-500.jsonl")];
     for answer in [AnswerEquality::Exact, AnswerEquality::Equivalent] {
-        let task = build(&TaskSettings {
-            name: TaskName::named("retool").unwrap(),
-            train_file: Some(train.into()),
-            // The rows after these are AIME's, of which MATH-500 has some.
-            train_rows_max: Some(4_701),
-            validation_file: Some(files[0].clone()),
-            validation_files: files[1..].to_vec(),
-            answer,
-            ..Default::default()
-        })
+        let task = build(
+            &TaskSettings {
+                name: TaskName::named("retool").unwrap(),
+                train_file: Some(train.into()),
+                // The rows after these are AIME's, of which MATH-500 has some.
+                train_rows_max: Some(4_701),
+                validation_file: Some(files[0].clone()),
+                validation_files: files[1..].to_vec(),
+                answer: Some(answer),
+                ..Default::default()
+            },
+            &TaskHost::default(),
+        )
         .unwrap();
         let sets = task.validation_sets();
         let found: Vec<_> = sets.iter().map(|set| (set.name.as_str(), set.problems.len())).collect();

@@ -12,9 +12,9 @@ use rloss::model::forward::Model;
 use rloss::model::init::{InitSettings, init};
 use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::Parameters;
+use rloss::model::settings::Yarn;
 use rloss::ops::cpu::edit;
 use rloss::random::{Purpose, stream};
-use rloss::recipe::Yarn;
 
 /// The quickstart's architecture, with YaRN when asked for.
 pub fn config(yarn: bool) -> Config {

@@ -3,6 +3,7 @@
 //! Decode and prefill run all layers, the experts packed in MXFP4 as released, and so does training through an adapter. Where everything
 //! learns one and two layers fit: what a layer takes is their difference, and what is said of all layers is an extrapolation.
 
+use crate::learner::OptimizerSettings;
 use crate::learner::batch::{MicroBatch, Sequence};
 use crate::learner::batch_runner::BatchRunner;
 use crate::learner::forward_backward::{HeadGradient, PassSettings};
@@ -18,13 +19,13 @@ use crate::model::init::{InitSettings, init};
 use crate::model::names::{ParameterSpec, parameter_specs};
 use crate::model::parameters::Parameters;
 use crate::model::policy_view::PolicyView;
+use crate::model::settings::Yarn;
 use crate::model::trunk::nothing;
 use crate::ops::cuda::{device_memory, forget_memory_peaks, free_memory};
 use crate::ops::logits::{Sampling, logits_rows_max};
 use crate::ops::packed::{COLUMNS, PackedForm, PackedMatrix};
 use crate::ops::threads::Threads;
 use crate::random::{Purpose, stream};
-use crate::recipe::{OptimizerConfig, Yarn};
 use anyhow::{Context, Result, ensure};
 use candle_core::{Device, Tensor};
 use rand::RngCore;
@@ -324,7 +325,7 @@ fn passes(
     mut parameters: Parameters,
     work: &str,
 ) -> Result<Vec<f64>> {
-    let mut optimizer = Optimizer::new(&OptimizerConfig::default(), &mut parameters, true)?;
+    let mut optimizer = Optimizer::new(&OptimizerSettings::default(), &mut parameters, true)?;
     let threads = Threads::new(1)?;
     let settings = PassSettings {
         recompute_layers: true,

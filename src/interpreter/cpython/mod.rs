@@ -18,7 +18,7 @@ use host::Host;
 use server::Server;
 use snippet::{Limits, Snippet};
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -50,20 +50,20 @@ struct Live {
 }
 
 impl CPython {
-    /// Starts the first server, which proves that this machine can confine it, and runs a snippet.
+    /// Starts the first server, a process of `program` (this binary), which proves that this machine can confine it, and
+    /// runs a snippet. Up to `sessions_max` trajectories are live at once.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a setting is out of range, Python is not found, a module to preload is
     /// missing, or the kernel cannot confine a worker and [`Settings::dangerously_allow_unsandboxed`] is off; any
     /// other error when the server cannot be started.
-    pub fn new(settings: Settings) -> Result<Self> {
+    pub fn new(settings: Settings, program: PathBuf, sessions_max: usize) -> Result<Self> {
         settings.check()?;
         resources::probe_descriptors_of_processes()?;
         if settings.state == InterpreterState::Trajectory {
-            resources::make_room(settings.sessions_max)?;
+            resources::make_room(sessions_max)?;
         }
-        let program = settings.worker_program()?;
-        let host = Host::find(&settings.python)?;
+        let host = Host::find(Path::new(&settings.python))?;
         let spawner = Spawner::new().context("starting the thread that starts interpreter workers")?;
         let (first, confinement) =
             Server::start(&settings, &host, &program, &spawner).map_err(not_started)?;

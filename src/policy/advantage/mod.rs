@@ -6,7 +6,7 @@ mod token;
 pub use group::{dr_grpo, grpo, grpo_batch_std, informative_groups, rloo};
 pub use token::{TokenAdvantages, gae, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, whiten};
 
-use crate::choice::choice;
+use crate::settings::choice;
 
 choice! {
     /// How rewards become advantages.

@@ -4,11 +4,11 @@ use anyhow::Result;
 
 use super::{max, min, share};
 use crate::bad_input;
-use crate::choice::choice;
 use crate::policy::Figures;
 use crate::policy::offpolicy::check_any_valid;
 use crate::policy::ratio::{LOG_RATIO_MAX, clamped_ratio};
 use crate::policy::sequences::{Sequences, mean, sample_std};
+use crate::settings::choice;
 
 /// Keeps the effective sample size finite when all weights are tiny, and guards the batch normalisation.
 const MEAN_EPSILON: f64 = 1e-8;

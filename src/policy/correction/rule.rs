@@ -3,7 +3,7 @@
 use anyhow::Result;
 
 use crate::bad_input;
-use crate::choice::{Choice, choice};
+use crate::settings::{Choice, choice};
 
 choice! {
     /// Statistics of x = log ρ: k1 = −x, k2 = ½·x², k3 = eˣ − 1 − x. The maximum of k1 is missing: k1 has a sign, and the

@@ -19,7 +19,7 @@ use anyhow::Result;
 use super::aggregation::Normalizer;
 use super::sequences::Sequences;
 use crate::bad_input;
-use crate::choice::registered;
+use crate::settings::registered;
 
 registered! {
     /// Policy losses, in the order of the recipe's page. A new one is a file of this folder and its line here.

@@ -1,7 +1,7 @@
 //! Contradictions of `[critic]` with the advantage and with the run's length.
 
 use super::Rules;
-use crate::recipe::Advantage;
+use crate::policy::advantage::Advantage;
 
 impl Rules<'_> {
     pub(super) fn critic(&mut self) {

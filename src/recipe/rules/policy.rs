@@ -1,9 +1,12 @@
 //! Contradictions of `[policy]` with itself, with the updates and with the rollout.
 
 use super::Rules;
-use crate::choice::Choice;
+use crate::policy::advantage::Advantage;
+use crate::policy::correction::ImportanceSampling;
 use crate::policy::loss::{Loss, TokenWeights};
-use crate::recipe::{Advantage, ImportanceSampling, KlPlace, OldLogprob, RouterReplay};
+use crate::policy::ratio::OldLogprob;
+use crate::policy::{KlPlace, RouterReplay};
+use crate::settings::Choice;
 
 impl Rules<'_> {
     pub(super) fn policy(&mut self) {

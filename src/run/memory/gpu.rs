@@ -4,13 +4,14 @@ use super::{
     Available, Intent, Learning, MemoryPart, MemoryPlan, PassShape, PassWeights, Stage, Subject,
     WARNED_SHARE, gathered_bytes, gigabytes, recomputes_layers,
 };
+use crate::learner::OptimizerSettings;
 use crate::learner::optimizer::state_bytes;
 use crate::model::cache::CacheRoom;
 use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
 use crate::ops::packed::PackedForm;
 use crate::ops::sink_attention::kernels::CHUNK_KEYS;
 use crate::ops::sink_attention::plan::PARTS_BYTES_MAX;
-use crate::recipe::{KlPlace, OptimizerConfig};
+use crate::policy::KlPlace;
 use crate::rollout::FORWARD_TOKENS_MAX;
 
 /// Sequences that `check-mismatch` decodes together.
@@ -27,7 +28,7 @@ fn all_bytes<'a>(specs: impl IntoIterator<Item = &'a ParameterSpec>) -> u64 {
 }
 
 /// Masters of matrices, and what the update rule keeps.
-fn optimizer_bytes(settings: &OptimizerConfig, learning: &[Learning]) -> u64 {
+fn optimizer_bytes(settings: &OptimizerSettings, learning: &[Learning]) -> u64 {
     let kept = |(_, spec): &Learning| {
         let values = spec.element_count();
         let master = if spec.is_matrix() { values * size_of::<f32>() } else { 0 };

@@ -17,6 +17,8 @@ pub use traffic::Traffic;
 
 use crate::bad_input;
 use crate::dist::piece;
+use crate::dist::{PackedWeights, RolloutWeights};
+use crate::learner::OptimizerSettings;
 use crate::learner::batch_runner::side_by_side;
 use crate::learner::gradients::exchange_bytes_max;
 use crate::learner::optimizer::state_bytes;
@@ -25,7 +27,8 @@ use crate::model::cache::SequenceCache;
 use crate::model::config::{Config, Form};
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
-use crate::recipe::{KlPlace, OptimizerConfig, PackedWeights, Recipe, RolloutWeights};
+use crate::policy::KlPlace;
+use crate::recipe::Recipe;
 use crate::rollout::{FORWARD_TOKENS_MAX, engines};
 use anyhow::Result;
 use weights::{Pieced, in_turn, whole_bytes};
@@ -329,7 +332,7 @@ impl Subject<'_> {
     }
 
     /// What an optimizer keeps here of the tensors `learning`.
-    fn optimizer(&self, settings: &OptimizerConfig, learning: &[Learning]) -> u64 {
+    fn optimizer(&self, settings: &OptimizerSettings, learning: &[Learning]) -> u64 {
         let rounds_weights = self.recipe.model.dtype.is_bf16();
         self.share(learning, |spec, here| {
             // An adapter stays in f32.

@@ -1,9 +1,12 @@
 //! Keys that would make a plan smaller, each with what it saves: the plan is made again with the key changed.
 
 use super::{AdapterPart, Intent, MemoryPlan, Subject, gigabytes};
+use crate::dist::{PackedWeights, RolloutWeights};
+use crate::learner::OptimizerKind;
 use crate::model::adapter::{Lora, default_targets};
 use crate::model::names::{parameter_specs, value_model_specs};
-use crate::recipe::{AdapterConfig, OptimizerKind, PackedWeights, Recipe, RolloutWeights};
+use crate::model::settings::AdapterSettings;
+use crate::recipe::Recipe;
 
 /// What a key would save.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -72,7 +75,7 @@ impl Subject<'_> {
             }
             if self.adapter.is_none() {
                 changes.push((
-                    format!("[adapter] with rank = {}", AdapterConfig::default().rank),
+                    format!("[adapter] with rank = {}", AdapterSettings::default().rank),
                     self.with_adapter(),
                 ));
             }
@@ -100,7 +103,7 @@ impl Subject<'_> {
     /// The peak with an adapter of the usual rank in place of the weights that learn.
     fn with_adapter(&self) -> u64 {
         let base = parameter_specs(self.config);
-        let AdapterConfig { rank, alpha, rslora, .. } = AdapterConfig::default();
+        let AdapterSettings { rank, alpha, rslora, .. } = AdapterSettings::default();
         let lora = Lora { rank, alpha, rslora, targets: default_targets(self.config) };
         let specs = lora.specs(&base).unwrap_or_default();
         let adapter = AdapterPart { trainable: vec![true; specs.len()], specs, after_cold_start: false };

@@ -2,13 +2,15 @@
 
 use super::*;
 use crate::dist::Mesh;
+use crate::dist::{PackedWeights, RolloutWeights};
+use crate::learner::OptimizerKind;
 use crate::learner::optimizer::Optimizer;
 use crate::metrics::Console;
 use crate::model::held::{Held, Loaded};
 use crate::model::init::{InitSettings, init};
 use crate::model::parameters::Parameters;
 use crate::ops::packed::{PackedForm, PackedMatrix, PackedTable};
-use crate::recipe::{OptimizerKind, PackedWeights, RolloutWeights, resolve};
+use crate::recipe::resolve;
 use crate::run::preflight::Preflight;
 use crate::run::source::ModelSource;
 use candle_core::{DType, Device, Tensor};

@@ -2,8 +2,8 @@
 
 use super::weights::{Pieced, whole_bytes};
 use super::{Stage, Subject, gathered_bytes};
+use crate::dist::RolloutWeights;
 use crate::metrics::Table;
-use crate::recipe::RolloutWeights;
 
 const F32: u64 = 4;
 /// A link between GPUs of one node, NVLink 4: 900 GB/s both ways.

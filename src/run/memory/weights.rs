@@ -2,10 +2,10 @@
 
 use super::{AdapterPart, Learning, MemoryPart, Subject, gathered_bytes, plain_bytes};
 use crate::dist::piece;
+use crate::dist::{PackedWeights, RolloutWeights};
 use crate::model::config::Form;
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
-use crate::recipe::{PackedWeights, RolloutWeights};
 use std::collections::BTreeMap;
 
 /// A tensor that processes hold together, and its form in memory.

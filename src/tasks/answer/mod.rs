@@ -15,7 +15,7 @@ mod parse;
 
 pub use exact::exact_form;
 
-use crate::choice::choice;
+use crate::settings::choice;
 
 /// Longer answers are only compared as strings, in bytes.
 pub const ANSWER_BYTES_MAX: usize = 4_000;

@@ -1,6 +1,6 @@
 //! What a program may answer: the keys of each request's answer and their types, checked as strictly as a recipe.
 
-use crate::choice::closest;
+use crate::settings::closest;
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Map, Value};
 

@@ -189,7 +189,7 @@ fn chat(arguments: &[&str], lines: &str) -> Output {
 #[test]
 fn a_trained_model_answers_with_its_tool_and_stops_at_the_limit() {
     let run = super::warm_model().display().to_string();
-    let task = rloss::tasks::build(&rloss::tasks::TaskSettings::default()).unwrap();
+    let task = rloss::tasks::build(&Default::default(), &Default::default()).unwrap();
     let problem = task.training_problem(0, 0);
     let (question, answer) = (&problem.messages[0].content, problem.answer.as_str().unwrap());
     // The warm model knows one conversation with the tool by heart, and one without: one of several samples has each.

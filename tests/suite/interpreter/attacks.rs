@@ -296,11 +296,11 @@ fn alone_without_landlock() {
         return;
     }
     hide_landlock();
-    let mut refused = vec![Embedded::new(settings()).err().expect("refused")];
+    let mut refused = vec![Embedded::new(settings(), super::program()).err().expect("refused")];
     let python_there = super::cpython::there();
-    let with_python = || Settings { python: super::cpython::program(), ..settings() };
+    let with_python = || Settings { python: super::cpython::program().display().to_string(), ..settings() };
     if python_there {
-        refused.push(CPython::new(with_python()).err().expect("refused"));
+        refused.push(CPython::new(with_python(), super::program(), 64).err().expect("refused"));
     }
     for error in refused {
         assert!(error.is::<rloss::error::BadInput>(), "{error:#}");
@@ -309,7 +309,12 @@ fn alone_without_landlock() {
         }
     }
     if python_there {
-        let python = CPython::new(Settings { dangerously_allow_unsandboxed: true, ..with_python() }).unwrap();
+        let python = CPython::new(
+            Settings { dangerously_allow_unsandboxed: true, ..with_python() },
+            super::program(),
+            64,
+        )
+        .unwrap();
         let confinement = python.confinement();
         assert!(confinement.contains("NOT SANDBOXED (the kernel has no landlock"), "{confinement}");
         assert_eq!(call(&python, "1 + 1").text, "2");

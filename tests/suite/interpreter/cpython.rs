@@ -30,9 +30,9 @@ pub fn cpython(change: impl FnOnce(&mut Settings)) -> Option<CPython> {
         return None;
     }
     let mut settings = settings();
-    settings.python = program();
+    settings.python = program().display().to_string();
     change(&mut settings);
-    Some(CPython::new(settings).expect("this machine must be able to confine Python"))
+    Some(CPython::new(settings, super::program(), 64).expect("this machine must be able to confine Python"))
 }
 
 /// [`cpython`] with a scratch; `None` also where this user may make no namespace for it.
@@ -346,13 +346,13 @@ fn bad_settings_are_refused_by_key() {
             "`interpreter.preload`: no_such_module cannot be imported",
         ),
     ] {
-        let mut settings = Settings { python: program(), ..settings() };
+        let mut settings = Settings { python: program().display().to_string(), ..settings() };
         change(&mut settings);
-        let error = CPython::new(settings).err().expect("refused");
+        let error = CPython::new(settings, super::program(), 64).err().expect("refused");
         assert!(error.is::<rloss::error::BadInput>() && error.to_string().contains(key), "{error:#}");
     }
-    let not_a_worker = Settings { program: Some("/bin/true".into()), python: program(), ..settings() };
-    assert!(CPython::new(not_a_worker).is_err());
+    let settings = Settings { python: program().display().to_string(), ..settings() };
+    assert!(CPython::new(settings, "/bin/true".into(), 64).is_err(), "not a worker");
 }
 
 /// The tests that count processes or descriptors need a process without other tests.

@@ -14,11 +14,11 @@ use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::init::{InitSettings, init};
 use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
+use rloss::model::settings::Yarn;
 use rloss::ops::product::Precision;
 use rloss::ops::threads::Threads;
 use rloss::random::Purpose;
-use rloss::recipe::Yarn;
-use rloss::rollout::{Prompt, Rollout, RolloutSettings, SampledPlace, Sampling, TokenSource};
+use rloss::rollout::{Prompt, Rollout, RolloutPlan, RolloutSettings, SampledPlace, Sampling, TokenSource};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trajectory::{CallOutcome, Trajectory};
 
@@ -255,20 +255,20 @@ impl Case {
     }
 
     fn sample(&self, threads: &Threads, policy: &PolicyView, step: u64) -> Result<Vec<Trajectory>> {
+        let Sampling { temperature, top_p, top_k, min_p } = self.sampling;
         let settings = RolloutSettings {
-            sampling: self.sampling,
+            temperature,
+            top_p,
+            top_k,
+            min_p,
             turns_max: self.turns as usize,
             response_tokens_max: 2000,
             prompt_tokens_max: 1000,
             sequences_max: self.sequences_max,
             tool_calls_concurrent_max: 16,
-            keep_routes: false,
-            cuda_graphs: true,
-            seed: 5,
-            purpose: Purpose::Sampling,
-            step,
-            preamble: vec![],
+            ..RolloutSettings::default()
         };
+        let plan = RolloutPlan { settings, seed: 5, purpose: Purpose::Sampling, step };
         let chat = self.config.family.embedded_chat()?;
         let rollout = Rollout {
             threads,
@@ -276,7 +276,8 @@ impl Case {
             chat: &chat,
             task: &Questions,
             interpreter: Some(&Repeat),
-            settings: &settings,
+            preamble: &[],
+            plan: &plan,
             room: CacheRoom::default(),
         };
         let prompts = (0..4)

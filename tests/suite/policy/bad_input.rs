@@ -1,6 +1,5 @@
 //! Settings that cannot mean anything are refused with the reason.
 
-use rloss::choice::Choice;
 use rloss::error::BadInput;
 use rloss::policy::advantage::{gae, whiten};
 use rloss::policy::correction::{RejectOption, RejectionRule, WeightBound};
@@ -10,6 +9,7 @@ use rloss::policy::ratio::OldLogprob;
 use rloss::policy::shaping::Overlong;
 use rloss::policy::value::value_loss;
 use rloss::policy::{Aggregation, BatchSize, Normalizer, Sequences};
+use rloss::settings::Choice;
 
 use super::fixture::{Fixture, whole_batch};
 use super::trl::{TrlConfig, TrlObjective, trl};

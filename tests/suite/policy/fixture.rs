@@ -2,10 +2,10 @@
 
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
-use rloss::choice::Choice;
 use rloss::policy::loss::{Loss, LossFunction, LossInput, LossSettings};
 use rloss::policy::{Aggregation, BatchSize, Normalizer, Sequences};
 use rloss::random::{Purpose, stream};
+use rloss::settings::Choice;
 
 #[derive(Clone)]
 pub struct Fixture {

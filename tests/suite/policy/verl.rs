@@ -1,11 +1,11 @@
 //! Settings in verl's own strings, which its vectors hold.
 
 use anyhow::{Context, Result, bail};
-use rloss::choice::Choice;
 use rloss::policy::correction::{
     ImportanceConfig, ImportanceSampling, RejectOption, RejectionRule, WeightBound,
 };
 use rloss::policy::divergence::KlEstimator;
+use rloss::settings::Choice;
 
 /// `k1`, `abs`, `k2`, `k3` or verl's `kl`, `mse` and `low_var_kl`, with `+` behind for the straight-through gradient.
 pub fn estimator(name: &str) -> Result<KlEstimator> {

@@ -4,7 +4,7 @@ use super::{Fixture, distance, pass};
 use crate::tiny::{self, Gradients};
 use rloss::learner::batch::Sequence;
 use rloss::learner::policy_step::{PolicyStep, Update};
-use rloss::recipe::{Policy, RouterReplay};
+use rloss::policy::{PolicySettings, RouterReplay};
 
 /// Two groups of three: prompts of 20 and 33 tokens.
 fn sequences() -> Vec<Sequence> {
@@ -26,7 +26,7 @@ fn update(
     replay: RouterReplay,
     micro_batch_tokens: usize,
 ) -> (Update, Vec<f32>, Option<f64>) {
-    let policy = Policy { router_replay: replay, ..Policy::default() };
+    let policy = PolicySettings { router_replay: replay, ..PolicySettings::default() };
     let step = PolicyStep { micro_batch_tokens, pass: pass(), ..fixture.step(&policy, None) };
     let experience = step.prepare(&fixture.groups()).unwrap();
     let update = step.gradients(&experience).unwrap().unwrap();

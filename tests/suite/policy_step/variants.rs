@@ -6,12 +6,14 @@ use crate::policy::verl;
 use rloss::learner::policy_step::PolicyStep;
 use rloss::metrics::Metrics;
 use rloss::policy::Aggregation;
+use rloss::policy::RouterReplay;
+use rloss::policy::advantage::Advantage;
 use rloss::policy::correction::CorrectionRules;
+use rloss::policy::correction::{ImportanceSampling, RejectOption};
+use rloss::policy::divergence::KlEstimator;
 use rloss::policy::loss::{ClipRange, PpoClip};
-use rloss::recipe::{
-    Advantage, CorrectionConfig, ImportanceSampling, Kl, KlEstimator, KlPlace, OldLogprob, OverlongConfig,
-    Policy, RejectOption,
-};
+use rloss::policy::ratio::OldLogprob;
+use rloss::policy::{CorrectionSettings, KlPlace, KlSettings, OverlongSettings, PolicySettings};
 
 fn get(metrics: &Metrics, name: &str) -> f64 {
     metrics.get(name).unwrap_or_else(|| panic!("no {name}"))
@@ -25,8 +27,12 @@ fn remax_measures_each_response_against_its_prompts_greedy_one() {
         greedy.reward = 0.25;
         group.greedy = Some(greedy);
     }
-    for overlong in [OverlongConfig::default(), OverlongConfig { buffer_tokens: 72, penalty: 1.0 }] {
-        let policy = Policy { advantage: Advantage::Remax, overlong: overlong.clone(), ..Policy::default() };
+    for overlong in [OverlongSettings::default(), OverlongSettings { buffer_tokens: 72, penalty: 1.0 }] {
+        let policy = PolicySettings {
+            advantage: Advantage::Remax,
+            overlong: overlong.clone(),
+            ..PolicySettings::default()
+        };
         let experience = fixture.step(&policy, None).prepare(&fixture.groups()).unwrap();
         let shaped =
             |tokens: usize| -(tokens as f32) / 72.0 * if overlong.buffer_tokens > 0 { 1.0 } else { 0.0 };
@@ -43,7 +49,7 @@ fn remax_measures_each_response_against_its_prompts_greedy_one() {
         }
     }
     fixture.groups[1].greedy = None;
-    let policy = Policy { advantage: Advantage::Remax, ..Policy::default() };
+    let policy = PolicySettings { advantage: Advantage::Remax, ..PolicySettings::default() };
     let refused = fixture.step(&policy, None).prepare(&fixture.groups()).expect_err("no baseline");
     assert!(format!("{refused:#}").contains("needs a greedy sample"), "{refused:#}");
 }
@@ -54,17 +60,17 @@ fn the_divergence_in_the_reward_is_the_anchors_and_has_the_steps_weight() {
     let mut fixture = Fixture::new();
     // With the model itself as reference, only log-probabilities of the rollout can differ from it.
     fixture.trajectories().for_each(|t| t.logprobs.iter_mut().for_each(|l| *l -= 0.5));
-    let policy = |old_logprob| Policy {
+    let policy = |old_logprob| PolicySettings {
         advantage: Advantage::DrGrpo,
         old_logprob,
-        kl: Kl { place: KlPlace::Reward, estimator: KlEstimator::K1, ..Kl::default() },
+        kl: KlSettings { place: KlPlace::Reward, estimator: KlEstimator::K1, ..KlSettings::default() },
         // A forward before the update, which must not become the anchor of "rollout".
-        correction: CorrectionConfig {
+        correction: CorrectionSettings {
             reject: vec![RejectOption::TokenK2],
             reject_bounds: vec![vec![100.0]],
-            ..CorrectionConfig::default()
+            ..CorrectionSettings::default()
         },
-        ..Policy::default()
+        ..PolicySettings::default()
     };
     for (old_logprob, kl) in
         [(OldLogprob::Detach, 0.0), (OldLogprob::Recompute, 0.0), (OldLogprob::Rollout, -0.5)]
@@ -92,19 +98,24 @@ fn bypass_is_the_anchor_rollout_with_a_correction() {
         let bend = |(t, l): (usize, &mut f32)| *l += shift * [1.0, -0.5, 0.25][t % 3];
         trajectory.logprobs.iter_mut().enumerate().for_each(bend);
     }
-    let rejecting = CorrectionConfig {
+    let rejecting = CorrectionSettings {
         reject: vec![RejectOption::SeqMeanK2, RejectOption::TokenK1],
         reject_bounds: vec![vec![0.02], vec![0.8, 1.25]],
-        ..CorrectionConfig::default()
+        ..CorrectionSettings::default()
     };
     let rules = verl::rules("seq_mean_k2,token_k1", Some("0.02,0.8_1.25")).unwrap();
     let clip = PpoClip::new(ClipRange::new(0.2, 0.2).unwrap(), Some(3.0)).unwrap();
-    let weighing = CorrectionConfig { is: ImportanceSampling::Sequence, ..rejecting.clone() };
+    let weighing = CorrectionSettings { is: ImportanceSampling::Sequence, ..rejecting.clone() };
     for (loss, correction, is, theirs) in [
         (loss("ppo"), rejecting, "none", BypassLoss::PpoClip(clip)),
         (loss("reinforce"), weighing, "sequence", BypassLoss::Reinforce),
     ] {
-        let policy = Policy { loss, correction, old_logprob: OldLogprob::Rollout, ..Policy::default() };
+        let policy = PolicySettings {
+            loss,
+            correction,
+            old_logprob: OldLogprob::Rollout,
+            ..PolicySettings::default()
+        };
         let step = fixture.step(&policy, None);
         let experience = step.prepare(&fixture.groups()).unwrap();
         let rejected = experience.mask.iter().filter(|kept| !**kept).count();
@@ -142,7 +153,7 @@ fn bypass_is_the_anchor_rollout_with_a_correction() {
 fn the_gap_is_that_of_the_whole_batch_when_updates_take_parts() {
     let mut fixture = Fixture::new();
     fixture.trajectories().last().unwrap().logprobs.iter_mut().for_each(|l| *l -= 2.0);
-    let policy = Policy { old_logprob: OldLogprob::Rollout, ..Policy::default() };
+    let policy = PolicySettings { old_logprob: OldLogprob::Rollout, ..PolicySettings::default() };
     let step = PolicyStep { updates: 6, ..fixture.step(&policy, None) };
     let experience = step.prepare(&fixture.groups()).unwrap();
     assert!(experience.training.is_none());
@@ -163,10 +174,8 @@ fn the_gap_is_that_of_the_whole_batch_when_updates_take_parts() {
 #[test]
 fn micro_batches_of_any_size_give_the_loss_and_gradient_of_the_batch() {
     let fixture = Fixture::new();
-    for aggregation in
-        [rloss::recipe::Aggregation::TokenMean, rloss::recipe::Aggregation::SequenceMeanTokenMean]
-    {
-        let policy = Policy { aggregation, ..Policy::default() };
+    for aggregation in [Aggregation::TokenMean, Aggregation::SequenceMeanTokenMean] {
+        let policy = PolicySettings { aggregation, ..PolicySettings::default() };
         let update = |micro_batch_tokens| {
             let step = PolicyStep { micro_batch_tokens, ..fixture.step(&policy, None) };
             learned(&step, &step.prepare(&fixture.groups()).unwrap()).unwrap().unwrap()
@@ -186,7 +195,7 @@ fn micro_batches_of_any_size_give_the_loss_and_gradient_of_the_batch() {
 fn a_trajectory_without_sampled_tokens_changes_nothing() {
     let mut fixture = Fixture::new();
     // Advantages that do not depend on the group, whose mean the row would move.
-    let policy = Policy { advantage: Advantage::ReinforcePlusPlus, ..Policy::default() };
+    let policy = PolicySettings { advantage: Advantage::ReinforcePlusPlus, ..PolicySettings::default() };
     // One micro-batch: of several, the row would move the cuts, and with them the last digits of sums.
     let update = |fixture: &Fixture| {
         let step = PolicyStep { pass: pass(), micro_batch_tokens: 100_000, ..fixture.step(&policy, None) };
@@ -207,8 +216,8 @@ fn a_trajectory_without_sampled_tokens_changes_nothing() {
 #[test]
 fn experts_kept_at_sampling_are_compared_with_those_of_training() {
     let mut fixture = Fixture::new();
-    let recompute = Policy { old_logprob: OldLogprob::Recompute, ..Policy::default() };
-    let agreement = |fixture: &Fixture, policy: &Policy| {
+    let recompute = PolicySettings { old_logprob: OldLogprob::Recompute, ..PolicySettings::default() };
+    let agreement = |fixture: &Fixture, policy: &PolicySettings| {
         let step = fixture.step(policy, None);
         let experience = step.prepare(&fixture.groups()).unwrap();
         let update = learned(&step, &experience).unwrap().unwrap();
@@ -228,12 +237,12 @@ fn experts_kept_at_sampling_are_compared_with_those_of_training() {
     let other = (0..4).find(|expert| !routes[3][..2].contains(expert)).unwrap();
     routes[3][0] = other;
     let expected = 1.0 - 1.0 / (fed * layers) as f64;
-    for policy in [&Policy::default(), &recompute] {
+    for policy in [&PolicySettings::default(), &recompute] {
         let found = agreement(&fixture, policy).unwrap();
         assert!((found - expected).abs() < 1e-12, "{found} for {expected}");
     }
-    let replay = Policy { router_replay: rloss::recipe::RouterReplay::Rollout, ..Policy::default() };
+    let replay = PolicySettings { router_replay: RouterReplay::Rollout, ..PolicySettings::default() };
     assert_eq!(agreement(&fixture, &replay), None);
     fixture.trajectories().for_each(|t| t.routes.clear());
-    assert_eq!(agreement(&fixture, &Policy::default()), None);
+    assert_eq!(agreement(&fixture, &PolicySettings::default()), None);
 }

@@ -1,6 +1,9 @@
 //! `docs/recipes.md`, from the declaration.
 
-use rloss::recipe::{Architecture, CriticConfig, Entry, Recipe, Tokenizer, Yarn};
+use rloss::learner::CriticSettings;
+use rloss::model::settings::{Architecture, Tokenizer, Yarn};
+use rloss::recipe::Recipe;
+use rloss::settings::Entry;
 
 const HEAD: &str = "\
 # Recipes
@@ -20,7 +23,7 @@ changed `[eval]` or `[checkpoint]` on its way.
   `[parallel]` and `[checkpoint]`, and in nothing else. Another `train.steps` does not bend the learning rate's course: it ends where it
   did, and `schedule_steps` in the run's recipe then says where.
 
-This page is written from the types in `src/recipe/`, and a test compares the two. After a change there:
+This page is written from the settings types of `src/`, and a test compares the two. After a change there:
 `UPDATE_EXPECT=1 cargo test --release recipes_page`.
 ";
 
@@ -29,7 +32,7 @@ pub fn document() -> String {
     let mut recipe = Recipe::default();
     recipe.model.architecture = Some(Architecture { yarn: Some(Yarn::default()), ..Architecture::default() });
     recipe.model.tokenizer = Some(Tokenizer::Embedded);
-    recipe.critic = Some(CriticConfig::default());
+    recipe.critic = Some(CriticSettings::default());
     let mut text = HEAD.to_owned();
     let columns = "| key | value | default | |\n| --- | --- | --- | --- |\n";
     text.push_str(&format!("\n## Before any table\n\n{columns}"));

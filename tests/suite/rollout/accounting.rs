@@ -1,10 +1,10 @@
 //! Many trajectories with every failure there is: each one ends, once, as what it is.
 
-use super::tools::{embedded, processes_of};
+use super::tools::{embedded_of, processes_of};
 use super::*;
 use crate::skips;
-use rloss::choice::Choice;
-use rloss::tasks::{TaskName, TaskSettings, build};
+use rloss::settings::Choice;
+use rloss::tasks::{TaskHost, TaskName, TaskSettings, build};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -107,17 +107,20 @@ fn every_trajectory_is_accounted_for_whatever_fails() {
     let folder = tempfile::tempdir().unwrap();
     let script = folder.path().join("task.py");
     std::fs::write(&script, TASK).unwrap();
-    let task = build(&TaskSettings {
-        name: TaskName::named("command").unwrap(),
-        command: vec!["python3".into(), script.display().to_string()],
-        command_timeout_s: 10.0,
-        ..Default::default()
-    })
+    let task = build(
+        &TaskSettings {
+            name: TaskName::named("command").unwrap(),
+            command: vec!["python3".into(), script.display().to_string()],
+            command_timeout_s: Some(10.0),
+            ..Default::default()
+        },
+        &TaskHost::default(),
+    )
     .unwrap();
     // A name of its own tells these workers from those of tests beside it.
     let program = folder.path().join("worker");
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_rloss"), &program).unwrap();
-    let tool = embedded(|s| (s.workers, s.program) = (4, Some(program.clone())));
+    let tool = embedded_of(program.clone(), |s| s.workers = 4);
 
     let (quick, slow) = kinds();
     let of = |prompt: usize| match prompt % SLOW_EVERY {

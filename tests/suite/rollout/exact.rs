@@ -57,9 +57,9 @@ fn check_against_training(world: &World, rollouts: &Rollouts, temperature: f64) 
 fn stored_log_probs_and_routes_are_the_training_forwards_to_the_last_bit() {
     for (yarn, temperature) in [(false, 1.0), (true, 0.7), (false, 1.9)] {
         let mut world = World::new(tiny::config(yarn), 2);
-        world.settings.keep_routes = true;
-        world.settings.sampling = Sampling::whole(temperature);
-        world.settings.sequences_max = 7;
+        world.plan.settings.keep_routes = true;
+        world.plan.settings.temperature = temperature;
+        world.plan.settings.sequences_max = 7;
         let (task, tool) = (Questions::new(), echo());
         let rollouts = sample(world.rollout(&task, Some(&tool)), &Questions::prompts(12), 6);
         check_against_training(&world, &rollouts, temperature);
@@ -73,9 +73,9 @@ fn stored_log_probs_and_routes_are_the_training_forwards_to_the_last_bit() {
 #[test]
 fn forced_conversations_with_tool_output_and_long_prompts_agree_with_training_too() {
     let mut world = World::roomy();
-    world.settings.keep_routes = true;
-    world.settings.prompt_tokens_max = 2000;
-    world.settings.response_tokens_max = 400;
+    world.plan.settings.keep_routes = true;
+    world.plan.settings.prompt_tokens_max = 2000;
+    world.plan.settings.response_tokens_max = 400;
     let task = Questions { follow_ups: vec!["And now?".into()] };
     let tool = Scripted(|_, code: &str| (CallOutcome::Answered, code.repeat(40)));
     let script = Script::new(
@@ -103,8 +103,8 @@ fn forced_conversations_with_tool_output_and_long_prompts_agree_with_training_to
 fn results_do_not_depend_on_threads_batch_size_or_order() {
     let run = |threads: usize, sequences_max: usize, reverse: bool| {
         let mut world = World::new(tiny::config(false), threads);
-        world.settings.keep_routes = true;
-        world.settings.sequences_max = sequences_max;
+        world.plan.settings.keep_routes = true;
+        world.plan.settings.sequences_max = sequences_max;
         let (task, tool) = (Questions::new(), echo());
         let mut prompts = Questions::prompts(9);
         if reverse {
@@ -139,9 +139,9 @@ fn results_do_not_depend_on_threads_batch_size_or_order() {
 
 #[test]
 fn seed_step_purpose_prompt_and_sample_each_change_the_draws() {
-    let tokens = |change: &dyn Fn(&mut RolloutSettings)| {
+    let tokens = |change: &dyn Fn(&mut RolloutPlan)| {
         let mut world = World::new(tiny::config(false), 1);
-        change(&mut world.settings);
+        change(&mut world.plan);
         let prompts = [
             Prompt { index: 0, ..Questions::prompts(1).remove(0) },
             Prompt { index: 1, ..Questions::prompts(1).remove(0) },
@@ -163,8 +163,8 @@ fn seed_step_purpose_prompt_and_sample_each_change_the_draws() {
 fn greedy_rollouts_are_the_argmax_whatever_the_seed() {
     let run = |seed| {
         let mut world = World::new(tiny::config(false), 2);
-        world.settings.sampling = Sampling::whole(0.0);
-        world.settings.seed = seed;
+        world.plan.settings.temperature = 0.0;
+        world.plan.seed = seed;
         sample(world.rollout(&Questions::new(), None), &Questions::prompts(3), 2)
     };
     let (a, b) = (run(1), run(2));
@@ -180,8 +180,8 @@ fn greedy_rollouts_are_the_argmax_whatever_the_seed() {
 fn one_engine_on_all_threads_gives_what_an_engine_a_thread_gives() {
     let run = |threads: usize| {
         let mut world = World::new(Config { vocab_size: 201_088, ..tiny::config(false) }, threads);
-        world.settings.response_tokens_max = 3;
-        world.settings.sequences_max = 100;
+        world.plan.settings.response_tokens_max = 3;
+        world.plan.settings.sequences_max = 100;
         sample(world.rollout(&Questions::new(), Some(&echo())), &Questions::prompts(25), 4)
     };
     let (alone, together) = (run(1), run(6));

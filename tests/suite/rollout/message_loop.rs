@@ -139,7 +139,7 @@ fn only_return_ends_an_answer() {
 #[test]
 fn turns_run_out() {
     let mut world = World::roomy();
-    world.settings.turns_max = 2;
+    world.plan.settings.turns_max = 2;
     let (t, messages) = with_echo(&world, &[CALL, CALL]);
     assert_eq!((calls(&t), t.outcome), (vec![Some(CallOutcome::Answered), None], Outcome::TurnsExhausted));
     assert_eq!((t.reward, t.tool_s), (-1.0, 0.25));
@@ -155,14 +155,14 @@ fn sampled_tokens_run_out_within_a_message_a_header_and_at_a_call() {
     let length = |turn: &str| encode_with_special(&world.tokenizer, turn).len();
     let (call, end) = (length(CALL), length(FINAL));
     for budget in [1, call - 1, call, call + 1, call + end - 1] {
-        world.settings.response_tokens_max = budget;
+        world.plan.settings.response_tokens_max = budget;
         let (t, _) = with_echo(&world, &[CALL, FINAL]);
         assert_eq!((t.outcome, t.sampled_tokens()), (Outcome::TruncatedLength, budget));
         let called = if budget > call { Some(CallOutcome::Answered) } else { None };
         assert_eq!(one(&t.turns[0].calls), called, "a call that cannot be answered is not run");
         assert!(t.mask.last().unwrap(), "nothing is inserted where nothing can follow");
     }
-    world.settings.response_tokens_max = call + end;
+    world.plan.settings.response_tokens_max = call + end;
     assert_eq!(with_echo(&world, &[CALL, FINAL]).0.outcome, Outcome::Finished);
 }
 
@@ -200,7 +200,7 @@ fn a_prompt_that_is_too_long_is_refused_by_name() {
         error.to_string()
     };
     let mut world = World::roomy();
-    world.settings.prompt_tokens_max = 25;
+    world.plan.settings.prompt_tokens_max = 25;
     let error = refused(&world);
     assert!(error.contains("questions/") && error.contains("rollout.prompt_tokens_max = 25"), "{error}");
     let world = World::new(Config { max_position_embeddings: 25, ..tiny::config(false) }, 1);
@@ -240,7 +240,7 @@ fn further_user_messages_go_on_with_the_conversation() {
     let controls = t.tokens.iter().filter(|&&id| id == world.tokenizer.control().end).count();
     assert_eq!(controls, 3, "a control token in the user's text is ordinary text");
     assert_eq!(messages[1], Message::user("<|end|>Sure?"));
-    world.settings.turns_max = 2;
+    world.plan.settings.turns_max = 2;
     let (t, _) = play_once(&world, &task, None, &[no, no]);
     assert_eq!((t.outcome, t.turns.len()), (Outcome::TurnsExhausted, 2));
 }

@@ -2,6 +2,7 @@
 
 use super::*;
 use rloss::interpreter::{Embedded, Settings};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex};
 use std::time::Duration;
@@ -61,7 +62,7 @@ fn sixty_four_calls_run_side_by_side() {
 #[test]
 fn no_more_calls_run_at_once_than_allowed() {
     let mut world = World::roomy();
-    world.settings.tool_calls_concurrent_max = 3;
+    world.plan.settings.tool_calls_concurrent_max = 3;
     let meeting = Meeting::of(3);
     let tool = Scripted(|_, _: &str| {
         // A fourth would come meanwhile.
@@ -104,10 +105,15 @@ fn each_trajectory_has_a_session_of_its_own_which_is_closed() {
 }
 
 pub(super) fn embedded(change: impl FnOnce(&mut Settings)) -> Embedded {
-    let program = Some(env!("CARGO_BIN_EXE_rloss").into());
-    let mut settings = Settings { program, time_limit_s: 0.5, wall_clock_s: 3.0, ..Settings::default() };
+    embedded_of(env!("CARGO_BIN_EXE_rloss").into(), change)
+}
+
+/// The same with workers that are processes of `program`.
+pub(super) fn embedded_of(program: PathBuf, change: impl FnOnce(&mut Settings)) -> Embedded {
+    let mut settings = Settings { workers: 2, output_chars_max: 4096, ..Settings::default() };
+    (settings.time_limit_s, settings.wall_clock_s) = (0.5, 3.0);
     change(&mut settings);
-    Embedded::new(settings).expect("this machine must be able to confine a worker")
+    Embedded::new(settings, program).expect("this machine must be able to confine a worker")
 }
 
 /// What became of a call of `code`, and what the model read.
@@ -146,7 +152,7 @@ fn hostile_code_ends_as_a_counted_outcome_and_the_episode_goes_on() {
 #[test]
 fn a_gigabyte_of_output_is_cut_and_counted() {
     let mut world = World::roomy();
-    world.settings.response_tokens_max = 300;
+    world.plan.settings.response_tokens_max = 300;
     let tool = embedded(|s| {
         (s.time_limit_s, s.wall_clock_s, s.output_chars_max) = (60.0, 120.0, 256);
     });
@@ -173,8 +179,8 @@ fn a_worker_killed_from_outside_is_counted_and_replaced() {
     // A name of its own tells this test's worker from those of tests beside it.
     let program = folder.path().join("worker");
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_rloss"), &program).unwrap();
-    let tool = embedded(|s| {
-        (s.time_limit_s, s.wall_clock_s, s.workers, s.program) = (20.0, 40.0, 1, Some(program.clone()));
+    let tool = embedded_of(program.clone(), |s| {
+        (s.time_limit_s, s.wall_clock_s, s.workers) = (20.0, 40.0, 1);
     });
     let workers = processes_of(&program);
     assert_eq!(workers.len(), 1);

@@ -1,11 +1,11 @@
 //! A user's own task over JSON lines: programs that work, crash, hang and speak garbage.
 
 use crate::skips;
-use rloss::choice::Choice;
 use rloss::error::BadInput;
 use rloss::harmony::Message;
 use rloss::metrics::Console;
-use rloss::tasks::{Reward, Task, TaskName, TaskSettings, Transcript, build};
+use rloss::settings::Choice;
+use rloss::tasks::{Reward, Task, TaskHost, TaskName, TaskSettings, Transcript, build};
 use rloss::trajectory::Outcome;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -65,12 +65,12 @@ impl Script {
     }
 
     fn build(&self) -> anyhow::Result<Box<dyn Task>> {
-        build(&settings(&self.command()))
+        open(&settings(&self.command()))
     }
 
     /// For a program that hangs, which is waited for. It is long, since Python starts within it on a busy machine.
     fn build_with_a_limit(&self) -> anyhow::Result<Box<dyn Task>> {
-        build(&TaskSettings { command_timeout_s: 10.0, ..settings(&self.command()) })
+        open(&TaskSettings { command_timeout_s: Some(10.0), ..settings(&self.command()) })
     }
 
     fn started(&self) -> usize {
@@ -82,10 +82,13 @@ fn settings(command: &[String]) -> TaskSettings {
     TaskSettings {
         name: TaskName::named("command").unwrap(),
         command: command.to_vec(),
-        command_processes: 2,
-        validation_problems: 2,
+        command_processes: Some(2),
         ..Default::default()
     }
+}
+
+fn open(settings: &TaskSettings) -> anyhow::Result<Box<dyn Task>> {
+    build(settings, &TaskHost { validation_problems_max: 2, ..TaskHost::default() })
 }
 
 fn transcript(messages: &[Message]) -> Transcript<'_> {
@@ -234,12 +237,12 @@ fn a_program_that_cannot_do_the_task_is_refused_before_any_work() {
     }
     // The limit is over before Python has started, or while it sleeps.
     let sleeper = Script::new("import time; time.sleep(1000)");
-    let short = TaskSettings { command_timeout_s: 0.5, ..settings(&sleeper.command()) };
-    let message = build(&short).err().expect("refused").to_string();
+    let short = TaskSettings { command_timeout_s: Some(0.5), ..settings(&sleeper.command()) };
+    let message = open(&short).err().expect("refused").to_string();
     assert!(message.contains("no answer within 0.5 s"), "{message}");
-    let missing = build(&settings(&["no-such-program-here".into()])).err().expect("refused").to_string();
+    let missing = open(&settings(&["no-such-program-here".into()])).err().expect("refused").to_string();
     assert!(missing.contains("cannot start \"no-such-program-here\""), "{missing}");
-    assert!(build(&settings(&[])).err().expect("refused").is::<BadInput>());
+    assert!(open(&settings(&[])).err().expect("refused").is::<BadInput>());
 }
 
 /// What is written to it, for who looks later.
@@ -263,11 +266,9 @@ fn the_first_ten_failures_are_told_as_they_are_and_the_rest_counted() {
     }
     let script = Script::new(FRAME);
     let written = Written::default();
-    let task = build(&TaskSettings {
-        console: Console::lines(written.clone(), Duration::ZERO, 0),
-        ..settings(&script.command())
-    })
-    .unwrap();
+    let settings = settings(&script.command());
+    let console = Console::lines(written.clone(), Duration::ZERO, 0);
+    let task = build(&settings, &TaskHost { validation_problems_max: 2, console }).unwrap();
     let problem = task.training_problem(0, 4);
     for _ in 0..12 {
         task.reward(&problem, &transcript(&[Message::assistant("final", "a \"quote\"\u{1b}[2J")]))

@@ -1,13 +1,13 @@
 //! Families of the rollout correction and of the mismatch metrics.
 
 use anyhow::Result;
-use rloss::choice::Choice;
 use rloss::policy::correction::{
     CorrectionRules, ImportanceConfig, RejectionRule, correct, importance_weights, reject,
 };
 use rloss::policy::loss::{ClipRange, PpoClip};
 use rloss::policy::offpolicy::{offpolicy_metrics, probs_diff_metrics};
 use rloss::policy::{Aggregation, Figures};
+use rloss::settings::Choice;
 use serde_json::Value;
 
 use super::super::bypass::{BypassLoss, bypass};

@@ -1,10 +1,10 @@
 //! `[logging]`: what a run shows beside `metrics.jsonl`.
 
-use super::table::table;
+use crate::settings::table;
 
 table! {
     /// What a run shows beside `metrics.jsonl`.
-    pub struct Logging {
+    pub struct LoggingSettings {
         /// Write TensorBoard event files.
         pub tensorboard: bool = true,
         /// Trajectories of a step written to `trajectories/`.

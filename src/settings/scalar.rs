@@ -1,9 +1,6 @@
 //! Values of one key: how each type is read, refused, written and described.
 
-use super::limits::{Limits, from};
-use super::reader::{Reader, Written};
-use super::table::{Entry, Field, Note};
-use crate::choice::{Choice, closest};
+use super::{Choice, Entry, Field, Limits, Note, Reader, Written, closest, from};
 use std::path::PathBuf;
 use toml::Value;
 use toml::de::DeValue;

@@ -1,12 +1,10 @@
 //! `[parallel]`: threads and processes.
 
-use super::limits::{above, from};
-use super::table::table;
-use crate::choice::choice;
+use crate::settings::{above, choice, from, table};
 
 table! {
     /// Threads and processes. No log-probability depends on them, and no result on threads.
-    pub struct Parallel {
+    pub struct ParallelSettings {
         /// Threads; 0 means all that the machine offers.
         pub threads: usize = 0 => from(0.0).to(4096.0),
         /// Which of the GPUs that `CUDA_VISIBLE_DEVICES` leaves to the process it takes; of several processes on a machine the first,

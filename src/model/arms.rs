@@ -1,7 +1,6 @@
 //! `[arms]`: failures that can be switched on to be measured.
 
-use super::limits::from;
-use super::table::table;
+use crate::settings::{changed, entries, from, table};
 
 table! {
     /// Failures that can be switched on to be measured. All off in a healthy run.
@@ -29,39 +28,15 @@ table! {
     }
 }
 
-/// Each arm's key and what it breaks, in the order of the documentation.
-pub const ARMS: [(&str, &str); 10] = [
-    ("no_train_sinks", "the training forward leaves the attention sinks out"),
-    ("no_sink_gradient", "the sinks get no gradient"),
-    (
-        "second_forward_old_logprobs",
-        "the old log-probs come from a second forward, whose router noise differs",
-    ),
-    ("router_noise", "router logits carry noise in rollout and training, each pass its own"),
-    ("router_noise_rollout", "router logits carry noise in rollout"),
-    ("router_noise_train", "router logits carry noise in training"),
-    ("rollout_bf16", "rollout rounds weights and activations to bf16"),
-    ("rollout_mxfp4", "rollout rounds the experts' matrices to MXFP4"),
-    ("rollout_mantissa_bits", "rollout rounds weights and activations to a short mantissa"),
-    ("freeze_attention", "no attention tensor learns"),
-];
-
 impl Arms {
-    /// The keys that are switched on.
-    pub fn switched_on(&self) -> Vec<&'static str> {
-        let on = [
-            self.no_train_sinks,
-            self.no_sink_gradient,
-            self.second_forward_old_logprobs,
-            self.router_noise > 0.0,
-            self.router_noise_rollout > 0.0,
-            self.router_noise_train > 0.0,
-            self.rollout_bf16,
-            self.rollout_mxfp4,
-            self.rollout_mantissa_bits > 0,
-            self.freeze_attention,
-        ];
-        ARMS.iter().zip(on).filter(|(_, on)| *on).map(|((key, _), _)| *key).collect()
+    /// Each ablation's key with its documentation.
+    pub fn all() -> Vec<(String, &'static str)> {
+        entries(&Self::default()).into_iter().map(|entry| entry.into_key()).collect()
+    }
+
+    /// Those that are switched on.
+    pub fn switched_on(&self) -> Vec<(String, &'static str)> {
+        changed(self).into_iter().map(|entry| entry.into_key()).collect()
     }
 
     /// Standard deviation of the router's noise in rollout; the pass's own key wins over the common one.
@@ -69,7 +44,7 @@ impl Arms {
         if self.router_noise_rollout > 0.0 { self.router_noise_rollout } else { self.router_noise }
     }
 
-    /// The same in training.
+    /// Standard deviation of the router's noise in training.
     pub fn train_noise(&self) -> f64 {
         if self.router_noise_train > 0.0 { self.router_noise_train } else { self.router_noise }
     }

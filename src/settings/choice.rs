@@ -1,4 +1,4 @@
-//! Values that are chosen by a word: what a recipe's key may say, declared once, in the room that acts on it.
+//! Values that are chosen by a word: what a recipe's key may say, declared once, in the module that acts on it.
 
 /// A value out of a list, each with its word.
 pub trait Choice: Copy + 'static {
@@ -34,7 +34,7 @@ macro_rules! choice {
             }
         })?
 
-        impl $crate::choice::Choice for $name {
+        impl $crate::settings::Choice for $name {
             fn all() -> Vec<Self> {
                 vec![$($name::$variant,)*]
             }
@@ -54,7 +54,7 @@ macro_rules! choice {
 
         impl std::fmt::Display for $name {
             fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str($crate::choice::Choice::name(*self))
+                f.write_str($crate::settings::Choice::name(*self))
             }
         }
     };
@@ -81,7 +81,7 @@ macro_rules! registered {
             }
         }
 
-        impl $crate::choice::Choice for $name {
+        impl $crate::settings::Choice for $name {
             fn all() -> Vec<Self> {
                 vec![$($name(&$module::ENTRY),)*]
             }

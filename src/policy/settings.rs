@@ -1,18 +1,16 @@
-//! `[policy]`: advantage, ratio and loss.
+//! `[policy]`: advantage, ratio, loss, rollout correction and divergence.
 
-use super::correction::CorrectionConfig;
-use super::limits::{above, from};
-use super::table::table;
-use crate::choice::choice;
-pub use crate::policy::advantage::Advantage;
-pub use crate::policy::aggregation::Aggregation;
-pub use crate::policy::divergence::KlEstimator;
-pub use crate::policy::loss::Loss;
-pub use crate::policy::ratio::OldLogprob;
+use super::advantage::Advantage;
+use super::aggregation::Aggregation;
+use super::correction::{ImportanceSampling, RejectOption};
+use super::divergence::KlEstimator;
+use super::loss::Loss;
+use super::ratio::OldLogprob;
+use crate::settings::{above, choice, from, table};
 
 table! {
     /// Advantage, importance ratio and loss.
-    pub struct Policy {
+    pub struct PolicySettings {
         /// How rewards of a group become advantages.
         pub advantage: Advantage = Advantage::Grpo,
         /// The policy loss.
@@ -32,17 +30,40 @@ table! {
         /// Whose experts the training forward uses; gradients still flow through the router's weights of them.
         pub router_replay: RouterReplay = RouterReplay::None,
         /// What is done about tokens whose training and rollout log-probabilities differ.
-        pub correction: CorrectionConfig = CorrectionConfig::default(),
+        pub correction: CorrectionSettings = CorrectionSettings::default(),
         /// Divergence from a frozen reference: the model at the start of reinforcement learning.
-        pub kl: Kl = Kl::default(),
+        pub kl: KlSettings = KlSettings::default(),
         /// Soft punishment of responses that near the length limit (DAPO). It shapes the advantage, not the reported reward.
-        pub overlong: OverlongConfig = OverlongConfig::default(),
+        pub overlong: OverlongSettings = OverlongSettings::default(),
+    }
+}
+
+table! {
+    /// Rollout correction: with ρ = π_train/π_rollout before the step's first update, weigh tokens by ρ or reject them.
+    pub struct CorrectionSettings {
+        /// Importance weights of the loss.
+        pub is: ImportanceSampling = ImportanceSampling::None,
+        /// Bounds of the weights: one number truncates above it, a low and a high one give weight 0 outside.
+        pub threshold: Vec<f64> = vec![2.0],
+        /// Divide the weights by their mean over the batch.
+        pub normalize: bool = false,
+        /// Statistics that must stay within their bounds for a token to count; what fails leaves the loss and its denominators.
+        pub reject: Vec<RejectOption> = Vec::new(),
+        /// For each of `reject`: for k1 a low and a high bound on ρ, or one number u for 1/u to u; for k2 and k3 one upper bound.
+        pub reject_bounds: Vec<Vec<f64>> = Vec::new(),
+    }
+}
+
+impl CorrectionSettings {
+    /// Whether weights or rejection are asked for.
+    pub fn active(&self) -> bool {
+        self.is != ImportanceSampling::None || !self.reject.is_empty()
     }
 }
 
 table! {
     /// Divergence from a frozen reference.
-    pub struct Kl {
+    pub struct KlSettings {
         /// Where the divergence counts.
         pub place: KlPlace = KlPlace::None,
         /// Its estimator, with d = log-probability minus the reference's.
@@ -60,7 +81,7 @@ table! {
 
 table! {
     /// Soft punishment of long responses.
-    pub struct OverlongConfig {
+    pub struct OverlongSettings {
         /// The punishment grows over this many tokens before `rollout.response_tokens_max`; 0 means none.
         pub buffer_tokens: usize = 0 => from(0.0).to(16777216.0),
         /// What a response at the limit loses.

@@ -1,17 +1,15 @@
 //! `[task]`: problems and their grader.
 
-use super::limits::{above, from};
-use super::table::table;
-pub use crate::tasks::TaskName;
-pub use crate::tasks::answer::AnswerEquality;
-pub use crate::tasks::gsm8k::Extraction;
-pub use crate::tasks::retool::PromptForm;
-pub use crate::tasks::verify_if::Grading;
+use super::{TaskName, VALIDATION_PROBLEMS, answer, command, gsm8k, retool, verify_if};
+use crate::bad_input;
+use crate::metrics::Console;
+use crate::settings::{above, from, table};
+use anyhow::Result;
 use std::path::{Path, PathBuf};
 
 table! {
     /// What is learned: problems, environment and reward.
-    pub struct TaskConfig {
+    pub struct TaskSettings {
         /// Which task.
         pub name: TaskName = TaskName::default(),
         /// Training problems, for tasks that read files.
@@ -25,13 +23,13 @@ table! {
         /// Keep the first so many held-out rows of each file; absent means all.
         pub validation_rows_max: Option<usize> = None => from(1.0),
         /// How `retool` compares an answer with the right one.
-        pub answer: Option<AnswerEquality> = None,
+        pub answer: Option<answer::AnswerEquality> = None,
         /// How `retool` asks for the answer, and so where it looks for it.
-        pub prompt: Option<PromptForm> = None,
+        pub prompt: Option<retool::PromptForm> = None,
         /// Where `gsm8k` looks for the answer.
-        pub extraction: Option<Extraction> = None,
+        pub extraction: Option<gsm8k::Extraction> = None,
         /// How `verify_if` makes a reward of the instructions that were followed.
-        pub grading: Option<Grading> = None,
+        pub grading: Option<verify_if::Grading> = None,
         /// The program of the task `command` and its arguments. It runs with your own rights, outside any sandbox. A word that
         /// names a file is a path: a run keeps it absolute.
         pub command: Vec<String> = Vec::new(),
@@ -42,10 +40,10 @@ table! {
     }
 }
 
-impl TaskConfig {
+impl TaskSettings {
     /// Makes the words of `command` that name a file absolute, so that a run's program starts from wherever the run is used. The
     /// program itself is a path where it has a slash, and else looked up by the system.
-    pub(crate) fn pin_command(&mut self) {
+    pub fn pin_command(&mut self) {
         for (index, word) in self.command.iter_mut().enumerate() {
             if (index > 0 || word.contains('/'))
                 && Path::new(word).is_file()
@@ -58,7 +56,7 @@ impl TaskConfig {
     }
 
     /// Fills in the defaults of the keys that the task reads; the keys of other tasks stay absent.
-    pub(crate) fn fill_in(&mut self) {
+    pub fn fill_in(&mut self) {
         let keys = self.name.keys;
         let reads = |key| keys.contains(&key);
         if reads("extraction") {
@@ -74,8 +72,51 @@ impl TaskConfig {
             self.grading.get_or_insert_default();
         }
         if reads("command") {
-            self.command_timeout_s.get_or_insert(60.0);
-            self.command_processes.get_or_insert(4);
+            self.command_timeout_s.get_or_insert(command::TIMEOUT_S);
+            self.command_processes.get_or_insert(command::PROCESSES);
         }
+    }
+
+    /// The training file and how many of its rows are kept.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when it is not named.
+    pub(super) fn train(&self) -> Result<(&Path, Option<usize>)> {
+        Ok((self.needed(&self.train_file, "task.train_file")?, self.train_rows_max))
+    }
+
+    /// The validation file and how many of its rows are kept.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when it is not named.
+    pub(super) fn validation(&self) -> Result<(&Path, Option<usize>)> {
+        Ok((self.needed(&self.validation_file, "task.validation_file")?, self.validation_rows_max))
+    }
+
+    /// Held-out problems of a task that makes its own.
+    pub(super) fn made_up_problems(&self) -> usize {
+        self.validation_rows_max.unwrap_or(VALIDATION_PROBLEMS)
+    }
+
+    /// The file under `key`, which the task cannot do without.
+    fn needed<'a>(&self, file: &'a Option<PathBuf>, key: &str) -> Result<&'a Path> {
+        let name = self.name;
+        file.as_deref()
+            .ok_or_else(|| bad_input!("{key}: missing; task `{name}` needs a JSON-lines file there"))
+    }
+}
+
+/// What the task `command` needs of the run.
+#[derive(Debug, Clone)]
+pub struct TaskHost {
+    /// Held-out problems that it is asked for at most.
+    pub validation_problems_max: usize,
+    /// Where it reports failures.
+    pub console: Console,
+}
+
+impl Default for TaskHost {
+    fn default() -> Self {
+        Self { validation_problems_max: VALIDATION_PROBLEMS, console: Console::plain() }
     }
 }

@@ -1,10 +1,6 @@
 //! One pass over the parsed text into the tables, keeping places and collecting mistakes.
 
-use super::base;
-use super::mistake::{Mistake, Mistakes, Place, Places};
-use super::removed::refusal;
-use super::table::{Table, join};
-use crate::choice::closest;
+use super::{Mistake, Mistakes, Place, Places, Table, closest, join};
 use std::ops::Range;
 use std::path::Path;
 use toml::Spanned;
@@ -37,18 +33,13 @@ pub(crate) struct Reader<'a> {
     pub known: &'a [String],
     pub origin: Origin<'a>,
     pub text: &'a str,
+    /// What is wrong with a key or value that was removed, and the remedy.
+    pub removed: fn(&str, &DeValue) -> Option<String>,
     /// Where each line of the text ends, in bytes.
     pub line_ends: &'a [usize],
-    /// What is wrong with the key `base` of this text, if it is there.
-    pub base_fault: Option<&'a str>,
 }
 
 impl Reader<'_> {
-    /// Reads the keys of a document into `recipe`.
-    pub fn read_document(&mut self, recipe: &mut impl Table, document: &DeTable) {
-        self.read_keys(recipe, "", document);
-    }
-
     /// Reads a sub-table.
     pub fn read_table(&mut self, table: &mut impl Table, written: &Written) {
         match written.value.get_ref() {
@@ -66,15 +57,11 @@ impl Reader<'_> {
         }
     }
 
-    fn read_keys(&mut self, table: &mut impl Table, path: &str, keys: &DeTable) {
+    /// Reads the keys of the table at `path`; the recipe itself is at the empty path.
+    pub fn read_keys(&mut self, table: &mut impl Table, path: &str, keys: &DeTable) {
         for (name, value) in keys {
             let written = Written { path: join(path, &shown(name.get_ref())), name: name.span(), value };
-            if path.is_empty() && name.get_ref() == base::KEY {
-                match self.base_fault {
-                    Some(fault) => self.refuse(&written, fault.to_owned()),
-                    None => self.accept(&written),
-                }
-            } else if let Some(what) = refusal(&written.path, value.get_ref()) {
+            if let Some(what) = (self.removed)(&written.path, value.get_ref()) {
                 self.refuse(&written, what);
             } else if !table.read_key(name.get_ref(), &written, self) {
                 self.refuse_unknown(path, name.get_ref(), &written);

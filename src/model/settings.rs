@@ -1,14 +1,13 @@
-//! `[model]`: which model, and how one without weights is initialised.
+//! `[model]` and `device`: which model, in which numbers, and where it computes.
 
-use super::limits::{Limits, above, from};
-use super::scalar::{Found, Scalar};
-use super::table::{Table, table};
-use crate::choice::choice;
+use super::family::Family;
+use super::init::InitSettings;
+use crate::settings::{Found, Limits, Scalar, Table, above, choice, from, table};
 use std::path::PathBuf;
 
 table! {
     /// The model and its tokenizer: a folder, or an architecture with random weights.
-    pub struct ModelConfig {
+    pub struct ModelSettings {
         /// Folder of a model in Hugging Face form, a checkpoint folder or a run folder (its last checkpoint).
         /// A folder with `config.json` but no weights gives random weights.
         pub path: Option<PathBuf> = None,
@@ -26,7 +25,7 @@ table! {
         /// Shape of a model without `path`; refused beside it.
         pub architecture: Option<Architecture> = None,
         /// Random weights, for a model without any.
-        pub init: Init = Init::default(),
+        pub init: InitSettings = InitSettings::default(),
     }
 }
 
@@ -86,7 +85,7 @@ table! {
 }
 
 impl Architecture {
-    pub(super) fn sizes(&self) -> Sizes<'_> {
+    pub(crate) fn sizes(&self) -> Sizes<'_> {
         Sizes {
             num_attention_heads: self.num_attention_heads,
             num_key_value_heads: self.num_key_value_heads,
@@ -166,28 +165,6 @@ impl Sizes<'_> {
     }
 }
 
-table! {
-    /// Random weights: matrices d^-1/2 (output projections further divided by the square root of twice the layers), biases 0.
-    pub struct Init {
-        /// Standard deviation of the embedding, where it is not the head too.
-        pub embedding_std: f64 = 0.5 => above(0.0).to(100.0),
-        /// Factor on d^-1/2, the standard deviation of the output head.
-        pub head_scale: f64 = 0.5 => above(0.0).to(100.0),
-        /// Value of every attention sink, in GPT-OSS; at 4 they carry real mass, near 0 hardly any.
-        pub sink: f64 = 4.0 => from(-20.0).to(20.0),
-    }
-}
-
-choice! {
-    /// Families of models, under the names that `model_type` has in `config.json`.
-    pub enum Family {
-        /// Experts, attention sinks, windows in every other layer; conversations in Harmony.
-        GptOss = "gpt_oss",
-        /// Dense Qwen2 and Qwen2.5; conversations in ChatML.
-        Qwen2 = "qwen2",
-    }
-}
-
 choice! {
     /// Numbers of weights and arithmetic.
     pub enum Dtype {
@@ -234,5 +211,37 @@ impl Scalar for Tokenizer {
             Tokenizer::Embedded => "\"embedded\"".to_owned(),
             Tokenizer::Path(path) => path.to_toml(),
         }
+    }
+}
+
+choice! {
+    /// Where a run computes.
+    pub enum DeviceKind {
+        /// A GPU where there is one, the program was built for it, and it can compute what the recipe asks for; else the CPU.
+        Auto = "auto",
+        /// The CPU.
+        Cpu = "cpu",
+        /// An NVIDIA GPU of compute capability 9.0, one a process: with `model.dtype = "bf16"` and heads 64 wide.
+        Cuda = "cuda",
+    }
+}
+
+table! {
+    /// The adapter.
+    pub struct AdapterSettings {
+        /// Rank of the correction that each matrix gets.
+        pub rank: usize = 16 => from(1.0).to(4096.0),
+        /// The correction is scaled by `alpha / rank`.
+        pub alpha: f64 = 32.0 => above(0.0).to(1e6),
+        /// Scale by `alpha / √rank` instead (rsLoRA), which keeps its size over ranks.
+        pub rslora: bool = false,
+        /// The matrices with an adapter, as patterns over parameters' names in which `*` stands for any characters. Empty means
+        /// all that can have one: q, k, v, o, and both expert matrices of GPT-OSS or the three of the MLP of Qwen2.5.
+        pub targets: Vec<String> = Vec::new(),
+        /// Whether the cold start too trains the adapter. If not, it trains the whole model, which is then the adapter's base, kept
+        /// in the run's folder; for models that begin at random.
+        pub cold_start: bool = true,
+        /// Only 0: dropout would make training's forward another one than the rollout's.
+        pub dropout: f64 = 0.0 => from(0.0).below(1.0),
     }
 }

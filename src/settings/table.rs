@@ -1,7 +1,6 @@
 //! One declaration a table: the struct, its defaults, its known keys, their ranges and their documentation.
 
-use super::limits::Limits;
-use super::reader::{Reader, Written};
+use super::{Limits, Reader, Written};
 
 /// Declares a recipe table once.
 ///
@@ -23,14 +22,14 @@ macro_rules! table {
             }
         }
 
-        impl $crate::recipe::table::Table for $name {
+        impl $crate::settings::Table for $name {
             fn read_key(
                 &mut self,
                 key: &str,
-                written: &$crate::recipe::reader::Written,
-                reader: &mut $crate::recipe::reader::Reader,
+                written: &$crate::settings::Written,
+                reader: &mut $crate::settings::Reader,
             ) -> bool {
-                use $crate::recipe::table::{Field, limits};
+                use $crate::settings::{Field, limits};
                 match key {
                     $(stringify!($key) => self.$key.read(limits!($($limits)?), written, reader),)*
                     _ => return false,
@@ -38,16 +37,16 @@ macro_rules! table {
                 true
             }
 
-            fn limits_of(key: &str) -> Option<$crate::recipe::limits::Limits> {
-                use $crate::recipe::table::limits;
+            fn limits_of(key: &str) -> Option<$crate::settings::Limits> {
+                use $crate::settings::limits;
                 match key {
                     $(stringify!($key) => limits!($($limits)?),)*
                     _ => None,
                 }
             }
 
-            fn list_keys(&self, path: &str, present: bool, entries: &mut Vec<$crate::recipe::table::Entry>) {
-                use $crate::recipe::table::{Field, Note, join, limits};
+            fn list_keys(&self, path: &str, present: bool, entries: &mut Vec<$crate::settings::Entry>) {
+                use $crate::settings::{Field, Note, join, limits};
                 $(self.$key.list(
                     join(path, stringify!($key)),
                     Note { doc: concat!($($key_doc),*), limits: limits!($($limits)?), present },
@@ -56,12 +55,12 @@ macro_rules! table {
             }
         }
 
-        impl $crate::recipe::table::Field for $name {
+        impl $crate::settings::Field for $name {
             fn read(
                 &mut self,
-                _limits: Option<$crate::recipe::limits::Limits>,
-                written: &$crate::recipe::reader::Written,
-                reader: &mut $crate::recipe::reader::Reader,
+                _limits: Option<$crate::settings::Limits>,
+                written: &$crate::settings::Written,
+                reader: &mut $crate::settings::Reader,
             ) {
                 reader.read_table(self, written);
             }
@@ -69,10 +68,10 @@ macro_rules! table {
             fn list(
                 &self,
                 path: String,
-                note: $crate::recipe::table::Note,
-                entries: &mut Vec<$crate::recipe::table::Entry>,
+                note: $crate::settings::Note,
+                entries: &mut Vec<$crate::settings::Entry>,
             ) {
-                $crate::recipe::table::list_table(self, path, note, entries);
+                $crate::settings::list_table(self, path, note, entries);
             }
         }
     };
@@ -142,6 +141,30 @@ impl Entry {
             Entry::Table { path, .. } | Entry::Key { path, .. } => path,
         }
     }
+
+    /// The path and the documentation.
+    pub(crate) fn into_key(self) -> (String, &'static str) {
+        let (Entry::Table { path, doc, .. } | Entry::Key { path, doc, .. }) = self;
+        (path, doc)
+    }
+}
+
+/// The keys of `table`, whose paths are those below it.
+pub(crate) fn entries(table: &impl Table) -> Vec<Entry> {
+    let mut entries = Vec::new();
+    table.list_keys("", true, &mut entries);
+    entries
+}
+
+/// The keys of `table` whose values are not their defaults.
+pub(crate) fn changed<T: Table + Default>(table: &T) -> Vec<Entry> {
+    let defaults = entries(&T::default());
+    entries(table)
+        .into_iter()
+        .zip(defaults)
+        .filter(|(entry, default)| entry != default)
+        .map(|(entry, _)| entry)
+        .collect()
 }
 
 /// Lists a table and what is in it.

@@ -1,0 +1,21 @@
+//! Settings: one declaration a table of a recipe, in the module that acts on it, with its keys' defaults, limits and documentation.
+//!
+//! [`table!`] declares a table, [`choice!`] an enum whose values are chosen by a word, [`registered!`] a list of entries chosen by
+//! name. A [`Reader`] reads TOML into such tables and collects every [`Mistake`] with its key, file and line.
+
+mod choice;
+mod limits;
+mod mistake;
+mod reader;
+mod scalar;
+mod table;
+
+pub use choice::{Choice, closest};
+pub(crate) use choice::{choice, registered};
+pub(crate) use limits::{Limits, above, from};
+pub(crate) use mistake::Places;
+pub use mistake::{Mistake, Mistakes, Place};
+pub(crate) use reader::{Origin, Reader, Written};
+pub(crate) use scalar::{Found, Scalar};
+pub use table::Entry;
+pub(crate) use table::{Field, Note, Table, changed, entries, join, limits, list_table, table};
