@@ -4,6 +4,7 @@ use super::Recipe;
 use super::base;
 use super::removed::{refusal, without_removed};
 use super::rules::{self, Findings};
+use crate::error::BadInput;
 use crate::model::settings::{Architecture, Tokenizer};
 use crate::policy::advantage::Advantage;
 use crate::settings::{Entry, Mistake, Mistakes, Origin, Place, Places, Reader, Written, entries};
@@ -186,6 +187,18 @@ fn set_document(set: &str) -> Option<String> {
     } else {
         format!("{key}={}", toml::Value::String(value.trim().to_owned()))
     })
+}
+
+impl From<Mistakes> for BadInput {
+    fn from(mistakes: Mistakes) -> BadInput {
+        BadInput(mistakes.to_string())
+    }
+}
+
+impl From<Mistakes> for anyhow::Error {
+    fn from(mistakes: Mistakes) -> anyhow::Error {
+        anyhow::Error::new(BadInput::from(mistakes))
+    }
 }
 
 impl Plan {

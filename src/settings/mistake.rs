@@ -1,6 +1,5 @@
 //! What is wrong with a recipe, all at once, each mistake with its place and its remedy.
 
-use crate::error::BadInput;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -58,18 +57,6 @@ impl fmt::Display for Mistakes {
                 if self.1 > 0 { write!(f, "\n  and {} more", self.1) } else { Ok(()) }
             }
         }
-    }
-}
-
-impl From<Mistakes> for BadInput {
-    fn from(mistakes: Mistakes) -> BadInput {
-        BadInput(mistakes.to_string())
-    }
-}
-
-impl From<Mistakes> for anyhow::Error {
-    fn from(mistakes: Mistakes) -> anyhow::Error {
-        anyhow::Error::new(BadInput::from(mistakes))
     }
 }
 
