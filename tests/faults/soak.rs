@@ -52,8 +52,9 @@ fn main() {
             ..Settings::default()
         };
         tools.push(Box::new(Embedded::new(settings.clone(), program.into()).expect("a sandbox")));
-        if Command::new("python3").arg("--version").output().is_ok() {
-            tools.push(Box::new(CPython::new(settings, program.into(), 64).expect("a sandbox")));
+        match Command::new("python3").arg("--version").output() {
+            Ok(_) => tools.push(Box::new(CPython::new(settings, program.into(), 64).expect("a sandbox"))),
+            Err(_) => println!("soak: without the machine's Python, no python3 on the PATH"),
         }
     }
     let (mut samples, mut outcomes) = (vec![], BTreeMap::new());

@@ -11,7 +11,8 @@ const DOT: &str = "model.dtype=bf16_dot";
 #[test]
 fn products_in_bf16_are_refused_where_the_processor_has_none() {
     if Precision::Bf16Dot.is_here() {
-        return skips::note("dot products of bf16 in this processor (it takes one without AVX-512 BF16)", "");
+        // The other test runs.
+        return;
     }
     let folder = TempDir::new().unwrap();
     let out = folder.path().join("run");
