@@ -9,11 +9,12 @@ use super::attend::Attend;
 use super::pieces::within_op;
 use crate::dist::wire::{f32_bytes, f32_values};
 use crate::dist::{Mesh, to_each};
-use crate::ops::cpu::{host_values, values};
-use crate::ops::graph::{apply_1, contiguous, reshape, stretch};
+use crate::ops::cpu::host_values;
+use crate::ops::graph::{apply, contiguous, reshape, stretch};
+use crate::ops::operation::{HostArgument, Operation};
 use crate::ops::{self, SequenceRows, sink_attention::Attention};
 use anyhow::{Context, Result, ensure};
-use candle_core::{CpuStorage, CustomOp1, Device, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, Device, Shape, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -81,7 +82,7 @@ impl SplitRows {
     /// # Errors
     /// When a rank does not come in time.
     pub fn all_rows(self: &Arc<Self>, x: &Tensor) -> Result<Tensor> {
-        Ok(apply_1(&contiguous(x)?, AllRows { split: self.clone() })?)
+        Ok(apply([&contiguous(x)?], AllRows { split: self.clone() })?)
     }
 
     /// Every row of the experts u32 `[t, K]`, of which this rank has its stretch: `[T, K]`.
@@ -204,15 +205,15 @@ impl Attend for SplitAttention {
         let (all, t) = (self.split.rows(), self.split.own().len());
         let op =
             |heads: &Heads, to_heads| MoveHeads { split: self.split.clone(), heads: heads.clone(), to_heads };
-        let q = apply_1(&contiguous(q)?, op(&q_heads, true))?;
+        let q = apply([&contiguous(q)?], op(&q_heads, true))?;
         let kv = reshape(kv, (t, 2 * kv_heads, head_dim))?;
-        let kv = apply_1(&contiguous(&kv)?, op(&kv_of.twice(), true))?;
+        let kv = apply([&contiguous(&kv)?], op(&kv_of.twice(), true))?;
         let kv = reshape(&kv, (all, 2, own_kv.len(), head_dim))?;
         let sinks = stretch(sinks, first..first + own.len())?;
         let part = Attention { heads: own.len(), kv_heads: own_kv.len(), ..attention };
         let mixed = ops::sink_attention(&q, &kv, &sinks, &self.sequence_rows, part)?;
         let mixed = reshape(&mixed, (all, own.len(), head_dim))?;
-        let mixed = apply_1(&contiguous(&mixed)?, op(&q_heads, false))?;
+        let mixed = apply([&contiguous(&mixed)?], op(&q_heads, false))?;
         Ok(reshape(&mixed, (t, heads * head_dim))?)
     }
 }
@@ -235,21 +236,23 @@ impl MoveHeads {
     }
 }
 
-impl CustomOp1 for MoveHeads {
-    fn name(&self) -> &'static str {
-        "move_heads"
-    }
+impl Operation<1> for MoveHeads {
+    const NAME: &'static str = "move_heads";
 
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        let (_, _, dim) = layout.shape().dims3()?;
-        let (out, shape) = self.moved(values(x, layout)?, dim, self.to_heads)?;
+    fn cpu(&self, [x]: [HostArgument; 1]) -> candle_core::Result<(CpuStorage, Shape)> {
+        let (_, _, dim) = x.shape().dims3()?;
+        let (out, shape) = self.moved(x.values()?, dim, self.to_heads)?;
         Ok((CpuStorage::F32(out), shape))
     }
 
-    fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let grad = grad.contiguous()?;
-        let (out, shape) = self.moved(&host_values(&grad)?, x.dim(2)?, !self.to_heads)?;
-        Ok(Some(Tensor::from_vec(out, shape, x.device())?))
+    fn backward(
+        &self,
+        [x]: [&Tensor; 1],
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> candle_core::Result<[Option<Tensor>; 1]> {
+        let (out, shape) = self.moved(&host_values(grad)?, x.dim(2)?, !self.to_heads)?;
+        Ok([Some(Tensor::from_vec(out, shape, x.device())?)])
     }
 }
 
@@ -258,21 +261,24 @@ struct AllRows {
     split: Arc<SplitRows>,
 }
 
-impl CustomOp1 for AllRows {
-    fn name(&self) -> &'static str {
-        "all_rows"
-    }
+impl Operation<1> for AllRows {
+    const NAME: &'static str = "all_rows";
 
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        let (_, width) = layout.shape().dims2()?;
+    fn cpu(&self, [x]: [HostArgument; 1]) -> candle_core::Result<(CpuStorage, Shape)> {
+        let (_, width) = x.shape().dims2()?;
         let lengths: Vec<usize> = self.split.ranges.iter().map(|range| range.len() * width).collect();
-        let all = self.split.all("router logits", values(x, layout)?, &lengths).map_err(within_op)?;
+        let all = self.split.all("router logits", x.values()?, &lengths).map_err(within_op)?;
         Ok((CpuStorage::F32(all.concat()), Shape::from((self.split.rows(), width))))
     }
 
-    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+    fn backward(
+        &self,
+        [_]: [&Tensor; 1],
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> candle_core::Result<[Option<Tensor>; 1]> {
         let own = self.split.own();
-        Ok(Some(grad.narrow(0, own.start, own.len())?.contiguous()?))
+        Ok([Some(grad.narrow(0, own.start, own.len())?.contiguous()?)])
     }
 }
 

@@ -7,28 +7,6 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 use std::ops::Deref;
 
-/// The contiguous f32 values of an op's argument.
-pub fn values<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
-    let Some((start, end)) = layout.contiguous_offsets() else { bail!("argument is not contiguous") };
-    match storage {
-        CpuStorage::F32(values) => Ok(&values[start..end]),
-        other => {
-            bail!("argument has dtype {:?}, expected F32", candle_core::backend::BackendStorage::dtype(other))
-        }
-    }
-}
-
-/// The contiguous u32 values of an op's argument.
-pub fn ids<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [u32]> {
-    let Some((start, end)) = layout.contiguous_offsets() else { bail!("argument is not contiguous") };
-    match storage {
-        CpuStorage::U32(values) => Ok(&values[start..end]),
-        other => {
-            bail!("argument has dtype {:?}, expected U32", candle_core::backend::BackendStorage::dtype(other))
-        }
-    }
-}
-
 /// What a tensor that ops read or change in place is made of.
 pub trait Element: Copy + 'static {
     const NAME: &'static str;

@@ -4,14 +4,25 @@ use super::adamw_8bit::Moment;
 use super::embedding::ById;
 use super::load_balance::LoadBalance;
 use super::logits::Drawn;
+use super::operation::DeviceArgument;
 use super::optimizer::AdamW;
 use super::packed::PackedMatrix;
 use super::parameter::Gradient;
 use super::rope::Rotation;
 use super::sink_attention::Attention;
-use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CudaDevice, CudaStorage, DType, Device, Result, Shape, Tensor, bail};
 
-type Computed = Result<(CudaStorage, Shape)>;
+/// A result's storage and shape.
+type Computed = (CudaStorage, Shape);
+
+/// Declares functions of `cuda/` by the types that they take and give. All of them are refused.
+macro_rules! refused {
+    ($visibility:vis, $($name:ident($($argument:ty),* $(,)?) -> $result:ty;)*) => {
+        $($visibility fn $name($(_: $argument),*) -> Result<$result> {
+            refuse()
+        })*
+    };
+}
 
 /// No value of it exists here.
 pub enum DeviceLse {}
@@ -74,18 +85,6 @@ impl Recorded {
     }
 }
 
-pub fn overwrite(_: &Tensor, _: &Tensor) -> Result<()> {
-    refuse()
-}
-
-pub fn upload(_: &Tensor, _: &[u32]) -> Result<()> {
-    refuse()
-}
-
-pub fn kv_pages(_: &CudaDevice, _: usize, _: usize) -> Result<KvPages> {
-    refuse()
-}
-
 pub fn unload_kernels() {}
 
 /// No GPU is opened here.
@@ -101,14 +100,6 @@ pub struct DeviceMemory {
     pub reserved_max: u64,
 }
 
-pub fn device_memory(_: &CudaDevice) -> Result<DeviceMemory> {
-    refuse()
-}
-
-pub fn forget_memory_peaks(_: &CudaDevice) -> Result<()> {
-    refuse()
-}
-
 pub fn gpu_count() -> usize {
     0
 }
@@ -121,279 +112,69 @@ fn refuse<T>() -> Result<T> {
     bail!("this build is for CPUs; for a GPU build with --features cuda, or put the tensors on Device::Cpu")
 }
 
-pub(super) fn head_logits(_: &Tensor, _: &Tensor, _: f32) -> Result<[Tensor; 2]> {
-    refuse()
+refused! { pub,
+    overwrite(&Tensor, &Tensor) -> ();
+    upload(&Tensor, &[u32]) -> ();
+    kv_pages(&CudaDevice, usize, usize) -> KvPages;
+    device_memory(&CudaDevice) -> DeviceMemory;
+    forget_memory_peaks(&CudaDevice) -> ();
 }
 
-pub(super) fn head_forward(_: (&CudaStorage, &Layout), _: &Tensor, _: &[u32], _: f32) -> Computed {
-    refuse()
-}
-
-pub(super) fn head_backward(
-    _: [&Tensor; 3],
-    _: &[u32],
-    _: f32,
-    _: Option<&Gradient>,
-    _: bool,
-) -> Result<Option<Tensor>> {
-    refuse()
-}
-
-pub(super) fn sort_by_expert(_: (&CudaStorage, &Layout), _: usize) -> Computed {
-    refuse()
-}
-
-pub(super) fn dispatch_forward(_: (&CudaStorage, &Layout), _: &Tensor) -> Computed {
-    refuse()
-}
-
-pub(super) fn dispatch_backward(_: &Tensor, _: &Tensor, _: usize) -> Result<Tensor> {
-    refuse()
-}
-
-pub(super) fn combine_forward(
-    _: (&CudaStorage, &Layout),
-    _: (&CudaStorage, &Layout),
-    _: &Tensor,
-) -> Computed {
-    refuse()
-}
-
-pub(super) fn combine_backward(_: [&Tensor; 3], _: &Tensor) -> Result<(Tensor, Tensor)> {
-    refuse()
-}
-
-pub(super) fn product_forward(
-    _: &'static str,
-    _: (&CudaStorage, &Layout),
-    _: (&CudaStorage, &Layout),
-    _: Option<(&CudaStorage, &Layout)>,
-    _: Option<&Tensor>,
-    _: DType,
-) -> Computed {
-    refuse()
-}
-
-pub(super) fn product_input_gradient(
-    _: &'static str,
-    _: &Tensor,
-    _: &Tensor,
-    _: Option<&Tensor>,
-) -> Result<Tensor> {
-    refuse()
-}
-
-pub(super) fn packed_forward(
-    _: &'static str,
-    _: (&CudaStorage, &Layout),
-    _: &PackedMatrix,
-    _: Option<(&CudaStorage, &Layout)>,
-    _: Option<&Tensor>,
-) -> Computed {
-    refuse()
-}
-
-pub(super) fn packed_input_gradient(
-    _: &'static str,
-    _: &Tensor,
-    _: &PackedMatrix,
-    _: Option<&Tensor>,
-) -> Result<Tensor> {
-    refuse()
-}
-
-pub(super) fn add_weight_gradient(
-    _: &'static str,
-    _: &Tensor,
-    _: &Tensor,
-    _: &Tensor,
-    _: Option<&Tensor>,
-) -> Result<()> {
-    refuse()
-}
-
-pub(super) fn add_bias_gradient(_: &'static str, _: &Tensor, _: &Tensor, _: Option<&Tensor>) -> Result<()> {
-    refuse()
-}
-
-pub(super) fn low_rank_forward(
-    _: (&CudaStorage, &Layout),
-    _: (&CudaStorage, &Layout),
-    _: [&Tensor; 2],
-    _: f32,
-    _: Option<&Tensor>,
-) -> Computed {
-    refuse()
-}
-
-pub(super) fn low_rank_backward(
-    _: [&Tensor; 2],
-    _: [&Tensor; 2],
-    _: [Option<&Gradient>; 2],
-    _: f32,
-    _: Option<&Tensor>,
-) -> Result<Option<Tensor>> {
-    refuse()
-}
-
-pub(super) fn swiglu_forward(_: (&CudaStorage, &Layout), _: f32, _: f32) -> Computed {
-    refuse()
-}
-
-pub(super) fn swiglu_backward(_: &Tensor, _: &Tensor, _: f32, _: f32) -> Result<Tensor> {
-    refuse()
-}
-
-pub(super) fn rms_norm_forward(_: (&CudaStorage, &Layout), _: (&CudaStorage, &Layout), _: f32) -> Computed {
-    refuse()
-}
-
-pub(super) fn rms_norm_backward(_: [&Tensor; 3], _: f32, _: bool) -> Result<(Tensor, Option<Tensor>)> {
-    refuse()
-}
-
-pub(super) fn sink_attention_forward(
-    _: &Attention,
-    _: &[usize],
-    _: [(&CudaStorage, &Layout); 3],
-) -> Result<(CudaStorage, Shape, DeviceLse)> {
-    refuse()
-}
-
-pub(super) fn sink_attention_backward(
-    _: &Attention,
-    _: &[usize],
-    _: &DeviceLse,
-    _: [&Tensor; 5],
-) -> Result<[Tensor; 3]> {
-    refuse()
-}
-
-pub(super) fn sink_attention_cached(
-    _: &Tensor,
-    _: &Tensor,
-    _: &Tensor,
-    _: &mut [&mut KvPages],
-    _: &[usize],
-    _: &Attention,
-) -> Result<Tensor> {
-    refuse()
-}
-
-pub(super) fn add_tensor(_: &Tensor, _: &Tensor) -> Result<()> {
-    refuse()
-}
-
-pub(super) fn copied(_: (&CudaStorage, &Layout)) -> Computed {
-    refuse()
-}
-
-pub(super) fn add_columns(_: &Tensor, _: &Tensor, _: &ById) -> Result<()> {
-    refuse()
-}
-
-pub(super) fn add_rows(_: &Tensor, _: &Tensor, _: &ById) -> Result<()> {
-    refuse()
-}
-
-pub(super) fn sum_rows(_: &Tensor, _: &ById, _: usize) -> Result<Tensor> {
-    refuse()
-}
-
-pub(super) fn take_columns(_: (&CudaStorage, &Layout), _: &[u32]) -> Computed {
-    refuse()
-}
-
-pub(super) fn take_rows(_: (&CudaStorage, &Layout), _: &[u32]) -> Computed {
-    refuse()
-}
-
-pub(super) fn load_balance_backward(_: &LoadBalance, _: &Tensor, _: &Tensor) -> Result<Tensor> {
-    refuse()
-}
-
-pub(super) fn load_balance_forward(_: &LoadBalance, _: (&CudaStorage, &Layout)) -> Computed {
-    refuse()
-}
-
-pub(super) fn rope_backward(_: &Tensor, _: &Rotation) -> Result<Tensor> {
-    refuse()
-}
-
-pub(super) fn rope_forward(_: (&CudaStorage, &Layout), _: &Rotation) -> Computed {
-    refuse()
-}
-
-pub(super) fn rope_keys_backward(_: &Tensor, _: &Rotation) -> Result<[Tensor; 2]> {
-    refuse()
-}
-
-pub(super) fn rope_keys_forward(
-    _: (&CudaStorage, &Layout),
-    _: (&CudaStorage, &Layout),
-    _: &Rotation,
-) -> Computed {
-    refuse()
-}
-
-pub(super) fn route(_: (&CudaStorage, &Layout), _: usize) -> Computed {
-    refuse()
-}
-
-pub(super) fn top_k_softmax_backward(_: &Tensor, _: &Tensor, _: &Tensor, _: usize) -> Result<Tensor> {
-    refuse()
-}
-
-pub(super) fn top_k_softmax_forward(_: (&CudaStorage, &Layout), _: &Tensor) -> Computed {
-    refuse()
-}
-
-pub(super) fn silu_gated_backward(_: [&Tensor; 3]) -> Result<[Tensor; 2]> {
-    refuse()
-}
-
-pub(super) fn silu_gated_forward(_: (&CudaStorage, &Layout), _: (&CudaStorage, &Layout)) -> Computed {
-    refuse()
-}
-
-pub(super) fn draw_tokens(_: &Tensor, _: &Tensor, _: &[(usize, f64)], _: bool) -> Result<Vec<Option<Drawn>>> {
-    refuse()
-}
-
-pub(super) fn token_log_probs(_: &Tensor, _: &Tensor, _: &[(usize, u32)]) -> Result<Vec<f32>> {
-    refuse()
-}
-
-pub(super) fn adamw(_: &Tensor, _: [&Tensor; 2], _: &Tensor, _: &AdamW) -> Result<()> {
-    refuse()
-}
-
-pub(super) fn adamw_8bit(
-    _: &Tensor,
-    _: [Moment; 2],
-    _: &Tensor,
-    _: &AdamW,
-    _: &[[f32; 256]; 4],
-) -> Result<()> {
-    refuse()
-}
-
-pub(super) fn sgd(_: &Tensor, _: &Tensor, _: f32, _: f32) -> Result<()> {
-    refuse()
-}
-
-pub(super) fn accumulate(_: &Tensor, _: &Tensor, _: f32) -> Result<()> {
-    refuse()
-}
-
-pub(super) fn scale(_: &Tensor, _: f32) -> Result<()> {
-    refuse()
-}
-
-pub(super) fn round_into(_: &Tensor, _: &Tensor) -> Result<()> {
-    refuse()
-}
-
-pub(super) fn sum_of_squares(_: &Tensor) -> Result<f64> {
-    refuse()
+refused! { pub(super),
+    head_logits(&Tensor, &Tensor, f32) -> [Tensor; 2];
+    head_forward(DeviceArgument, &Tensor, &[u32], f32) -> Computed;
+    head_backward([&Tensor; 3], &[u32], f32, Option<&Gradient>, bool) -> Option<Tensor>;
+    sort_by_expert(DeviceArgument, usize) -> Computed;
+    dispatch_forward(DeviceArgument, &Tensor) -> Computed;
+    dispatch_backward(&Tensor, &Tensor, usize) -> Tensor;
+    combine_forward(DeviceArgument, DeviceArgument, &Tensor) -> Computed;
+    combine_backward([&Tensor; 3], &Tensor) -> (Tensor, Tensor);
+    product_forward(
+        &'static str, DeviceArgument, DeviceArgument, Option<DeviceArgument>, Option<&Tensor>, DType,
+    ) -> Computed;
+    product_input_gradient(&'static str, &Tensor, &Tensor, Option<&Tensor>) -> Tensor;
+    packed_forward(
+        &'static str, DeviceArgument, &PackedMatrix, Option<DeviceArgument>, Option<&Tensor>,
+    ) -> Computed;
+    packed_input_gradient(&'static str, &Tensor, &PackedMatrix, Option<&Tensor>) -> Tensor;
+    add_weight_gradient(&'static str, &Tensor, &Tensor, &Tensor, Option<&Tensor>) -> ();
+    add_bias_gradient(&'static str, &Tensor, &Tensor, Option<&Tensor>) -> ();
+    low_rank_forward(DeviceArgument, DeviceArgument, [&Tensor; 2], f32, Option<&Tensor>) -> Computed;
+    low_rank_backward(
+        [&Tensor; 2], [&Tensor; 2], [Option<&Gradient>; 2], f32, Option<&Tensor>,
+    ) -> Option<Tensor>;
+    swiglu_forward(DeviceArgument, f32, f32) -> Computed;
+    swiglu_backward(&Tensor, &Tensor, f32, f32) -> Tensor;
+    rms_norm_forward(DeviceArgument, DeviceArgument, f32) -> Computed;
+    rms_norm_backward([&Tensor; 3], f32, bool) -> (Tensor, Option<Tensor>);
+    sink_attention_forward(&Attention, &[usize], [DeviceArgument; 3]) -> (CudaStorage, Shape, DeviceLse);
+    sink_attention_backward(&Attention, &[usize], &DeviceLse, [&Tensor; 5]) -> [Tensor; 3];
+    sink_attention_cached(&Tensor, &Tensor, &Tensor, &mut [&mut KvPages], &[usize], &Attention) -> Tensor;
+    add_tensor(&Tensor, &Tensor) -> ();
+    copied(DeviceArgument) -> Computed;
+    add_columns(&Tensor, &Tensor, &ById) -> ();
+    add_rows(&Tensor, &Tensor, &ById) -> ();
+    sum_rows(&Tensor, &ById, usize) -> Tensor;
+    take_columns(DeviceArgument, &[u32]) -> Computed;
+    take_rows(DeviceArgument, &[u32]) -> Computed;
+    load_balance_backward(&LoadBalance, &Tensor, &Tensor) -> Tensor;
+    load_balance_forward(&LoadBalance, DeviceArgument) -> Computed;
+    rope_backward(&Tensor, &Rotation) -> Tensor;
+    rope_forward(DeviceArgument, &Rotation) -> Computed;
+    rope_keys_backward(&Tensor, &Rotation) -> [Tensor; 2];
+    rope_keys_forward(DeviceArgument, DeviceArgument, &Rotation) -> Computed;
+    route(DeviceArgument, usize) -> Computed;
+    top_k_softmax_backward(&Tensor, &Tensor, &Tensor, usize) -> Tensor;
+    top_k_softmax_forward(DeviceArgument, &Tensor) -> Computed;
+    silu_gated_backward([&Tensor; 3]) -> [Tensor; 2];
+    silu_gated_forward(DeviceArgument, DeviceArgument) -> Computed;
+    draw_tokens(&Tensor, &Tensor, &[(usize, f64)], bool) -> Vec<Option<Drawn>>;
+    token_log_probs(&Tensor, &Tensor, &[(usize, u32)]) -> Vec<f32>;
+    adamw(&Tensor, [&Tensor; 2], &Tensor, &AdamW) -> ();
+    adamw_8bit(&Tensor, [Moment; 2], &Tensor, &AdamW, &[[f32; 256]; 4]) -> ();
+    sgd(&Tensor, &Tensor, f32, f32) -> ();
+    accumulate(&Tensor, &Tensor, f32) -> ();
+    scale(&Tensor, f32) -> ();
+    round_into(&Tensor, &Tensor) -> ();
+    sum_of_squares(&Tensor) -> f64;
 }

@@ -5,11 +5,12 @@
 //! On a GPU values are bf16, and `H` a multiple of 8.
 
 use super::buffer::{buffer, zeros};
-use super::cpu::{edit, gathered_rows, host_values, values};
+use super::cpu::{edit, gathered_rows, host_values};
 use super::cuda::{add_columns, add_rows, sum_rows, take_columns, take_rows};
-use super::graph::{apply_1, contiguous};
+use super::graph::{apply, contiguous};
+use super::operation::{DeviceArgument, HostArgument, Operation};
 use super::parameter::{Gradient, Parameter};
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use std::sync::Arc;
 
 /// Rows `ids` of `weight`, `[T, H]`.
@@ -21,7 +22,7 @@ pub fn embedding(weight: &Parameter, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
     if let Some(id) = ids.iter().find(|&&id| id as usize >= vocabulary) {
         bail!("embedding: token {id} in a vocabulary of {vocabulary}");
     }
-    apply_1(weight.values(), Rows { ids: ids.clone(), table: weight.gradient() })
+    apply([weight.values()], Rows { ids: ids.clone(), table: weight.gradient() })
 }
 
 /// Columns `ids` of `weight [H, V]`, as rows: `[T, H]`.
@@ -33,7 +34,7 @@ pub fn tied_embedding(weight: &Parameter, ids: &Arc<Vec<u32>>) -> Result<Tensor>
     if let Some(id) = ids.iter().find(|&&id| id as usize >= vocabulary) {
         bail!("tied_embedding: token {id} in a vocabulary of {vocabulary}");
     }
-    apply_1(weight.values(), Columns { ids: ids.clone(), table: weight.gradient() })
+    apply([weight.values()], Columns { ids: ids.clone(), table: weight.gradient() })
 }
 
 /// Rows `rows` of `x [T, H]`, such as those that predict a trained token. Differentiable.
@@ -45,7 +46,7 @@ pub fn select_rows(x: &Tensor, rows: &Arc<Vec<u32>>) -> Result<Tensor> {
     if let Some(row) = rows.iter().find(|&&row| row as usize >= count) {
         bail!("select_rows: row {row} of {count}");
     }
-    apply_1(&contiguous(x)?, Rows { ids: rows.clone(), table: None })
+    apply([&contiguous(x)?], Rows { ids: rows.clone(), table: None })
 }
 
 struct Rows {
@@ -54,38 +55,35 @@ struct Rows {
     table: Option<Gradient>,
 }
 
-impl CustomOp1 for Rows {
-    fn name(&self) -> &'static str {
-        "rows"
-    }
+impl Operation<1> for Rows {
+    const NAME: &'static str = "rows";
 
-    fn cpu_fwd(&self, weight: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let width = layout.shape().dims2()?.1;
-        let out = gathered_rows(values(weight, layout)?, &self.ids, width);
+    fn cpu(&self, [weight]: [HostArgument; 1]) -> Result<(CpuStorage, Shape)> {
+        let width = weight.shape().dims2()?.1;
+        let out = gathered_rows(weight.values()?, &self.ids, width);
         Ok((CpuStorage::F32(out), Shape::from((self.ids.len(), width))))
     }
 
-    fn cuda_fwd(&self, weight: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        take_rows((weight, layout), &self.ids)
+    fn cuda(&self, [weight]: [DeviceArgument; 1]) -> Result<(CudaStorage, Shape)> {
+        take_rows(weight, &self.ids)
     }
 
-    fn bwd(&self, weight: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+    fn backward(&self, [weight]: [&Tensor; 1], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 1]> {
         let (rows, width) = weight.dims2()?;
-        let grad = grad.contiguous()?;
         if weight.device().is_cuda() {
             let by_id = ById::new(&self.ids);
-            let Some(table) = &self.table else { return sum_rows(&grad, &by_id, rows).map(Some) };
-            table.add(|dw| add_rows(dw, &grad, &by_id))?;
-            return Ok(None);
+            let Some(table) = &self.table else { return Ok([Some(sum_rows(grad, &by_id, rows)?)]) };
+            table.add(|dw| add_rows(dw, grad, &by_id))?;
+            return Ok([None]);
         }
-        let grad = host_values(&grad)?;
+        let grad = host_values(grad)?;
         let Some(table) = &self.table else {
             let mut dw = zeros(weight.elem_count());
             for (&id, g) in self.ids.iter().zip(grad.chunks_exact(width)) {
                 let row = &mut dw[id as usize * width..(id as usize + 1) * width];
                 row.iter_mut().zip(g).for_each(|(w, &g)| *w += g);
             }
-            return Ok(Some(Tensor::from_vec(dw, weight.shape(), weight.device())?));
+            return Ok([Some(Tensor::from_vec(dw, weight.shape(), weight.device())?)]);
         };
         table.add(|dw| {
             edit(dw, |dw| {
@@ -96,7 +94,7 @@ impl CustomOp1 for Rows {
                 Ok(())
             })
         })?;
-        Ok(None)
+        Ok([None])
     }
 }
 
@@ -143,14 +141,12 @@ struct Columns {
     table: Option<Gradient>,
 }
 
-impl CustomOp1 for Columns {
-    fn name(&self) -> &'static str {
-        "columns"
-    }
+impl Operation<1> for Columns {
+    const NAME: &'static str = "columns";
 
-    fn cpu_fwd(&self, weight: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (width, vocabulary) = layout.shape().dims2()?;
-        let weight = values(weight, layout)?;
+    fn cpu(&self, [weight]: [HostArgument; 1]) -> Result<(CpuStorage, Shape)> {
+        let (width, vocabulary) = weight.shape().dims2()?;
+        let weight = weight.values()?;
         let mut out = Vec::with_capacity(self.ids.len() * width);
         for &id in self.ids.iter() {
             out.extend((0..width).map(|h| weight[h * vocabulary + id as usize]));
@@ -158,20 +154,19 @@ impl CustomOp1 for Columns {
         Ok((CpuStorage::F32(out), Shape::from((self.ids.len(), width))))
     }
 
-    fn cuda_fwd(&self, weight: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        take_columns((weight, layout), &self.ids)
+    fn cuda(&self, [weight]: [DeviceArgument; 1]) -> Result<(CudaStorage, Shape)> {
+        take_columns(weight, &self.ids)
     }
 
-    fn bwd(&self, weight: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let Some(table) = &self.table else { return Ok(None) };
+    fn backward(&self, [weight]: [&Tensor; 1], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 1]> {
+        let Some(table) = &self.table else { return Ok([None]) };
         let (width, vocabulary) = weight.dims2()?;
-        let grad = grad.contiguous()?;
         if weight.device().is_cuda() {
             let by_id = ById::new(&self.ids);
-            table.add(|dw| add_columns(dw, &grad, &by_id))?;
-            return Ok(None);
+            table.add(|dw| add_columns(dw, grad, &by_id))?;
+            return Ok([None]);
         }
-        let grad = host_values(&grad)?;
+        let grad = host_values(grad)?;
         table.add(|dw| {
             edit(dw, |dw| {
                 each_sum(&self.ids, &grad, width, |id, sum| {
@@ -180,6 +175,6 @@ impl CustomOp1 for Columns {
                 Ok(())
             })
         })?;
-        Ok(None)
+        Ok([None])
     }
 }

@@ -8,21 +8,20 @@
 
 use super::buffer::buffer;
 use super::cpu::{
-    HostIds, add_values, edit, for_each_row, for_each_row_pair, gathered_rows, host_ids, host_values, ids,
-    in_parallel, values,
+    HostIds, add_values, edit, for_each_row, for_each_row_pair, gathered_rows, host_ids, host_values,
+    in_parallel,
 };
 use super::cuda::{
     add_bias_gradient, add_weight_gradient, combine_backward, combine_forward, dispatch_backward,
     dispatch_forward, product_forward, product_input_gradient, sort_by_expert,
 };
-use super::graph::{apply_1, apply_2, apply_3, apply_without_gradient, contiguous};
+use super::graph::{apply, apply_without_gradient, contiguous};
 use super::linear::sum_rows;
 use super::math::dot;
+use super::operation::{DeviceArgument, HostArgument, Operation};
 use super::parameter::{Gradient, Parameter};
 use super::product::{Matrix, Precision, Spread, backward_product, forward_product, product};
-use candle_core::{
-    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail,
-};
+use candle_core::{CpuStorage, CudaStorage, DType, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -45,7 +44,7 @@ impl Dispatch {
     /// When a route is not below `experts`.
     pub fn new(routes: &Tensor, experts: usize) -> Result<Self> {
         let (tokens, top_k) = routes.dims2()?;
-        let plan = apply_without_gradient(&routes.contiguous()?, &SortByExpert { top_k, experts })?;
+        let plan = apply_without_gradient(&routes.contiguous()?, SortByExpert { top_k, experts })?;
         Ok(Self { tokens, top_k, experts, plan })
     }
 
@@ -168,13 +167,11 @@ struct SortByExpert {
     experts: usize,
 }
 
-impl CustomOp1 for SortByExpert {
-    fn name(&self) -> &'static str {
-        "sort_by_expert"
-    }
+impl Operation<1> for SortByExpert {
+    const NAME: &'static str = "sort_by_expert";
 
-    fn cpu_fwd(&self, routes: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let routes = ids(routes, layout)?;
+    fn cpu(&self, [routes]: [HostArgument; 1]) -> Result<(CpuStorage, Shape)> {
+        let routes = routes.ids()?;
         let mut offsets = vec![0u32; self.experts + 1];
         for &e in routes {
             match offsets.get_mut(e as usize + 1) {
@@ -199,8 +196,8 @@ impl CustomOp1 for SortByExpert {
         Ok((CpuStorage::U32(plan), Shape::from(len)))
     }
 
-    fn cuda_fwd(&self, routes: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        sort_by_expert((routes, layout), self.experts)
+    fn cuda(&self, [routes]: [DeviceArgument; 1]) -> Result<(CudaStorage, Shape)> {
+        sort_by_expert(routes, self.experts)
     }
 }
 
@@ -212,37 +209,34 @@ pub fn dispatch(x: &Tensor, plan: &Dispatch) -> Result<Tensor> {
     if x.dim(0)? != plan.tokens {
         bail!("dispatch: x {:?} for {} tokens", x.dims(), plan.tokens);
     }
-    apply_1(&contiguous(x)?, DispatchRows { plan: plan.clone() })
+    apply([&contiguous(x)?], DispatchRows { plan: plan.clone() })
 }
 
 struct DispatchRows {
     plan: Dispatch,
 }
 
-impl CustomOp1 for DispatchRows {
-    fn name(&self) -> &'static str {
-        "dispatch"
-    }
+impl Operation<1> for DispatchRows {
+    const NAME: &'static str = "dispatch";
 
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let width = layout.shape().dims2()?.1;
+    fn cpu(&self, [x]: [HostArgument; 1]) -> Result<(CpuStorage, Shape)> {
+        let width = x.shape().dims2()?.1;
         let plan = self.plan.host()?;
         let rows = plan.token_of();
-        let out = gathered_rows(values(x, layout)?, rows, width);
+        let out = gathered_rows(x.values()?, rows, width);
         Ok((CpuStorage::F32(out), Shape::from((rows.len(), width))))
     }
 
-    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        dispatch_forward((x, layout), &self.plan.token_of()?)
+    fn cuda(&self, [x]: [DeviceArgument; 1]) -> Result<(CudaStorage, Shape)> {
+        dispatch_forward(x, &self.plan.token_of()?)
     }
 
-    fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+    fn backward(&self, [x]: [&Tensor; 1], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 1]> {
         let (tokens, width) = x.dims2()?;
-        let grad = grad.contiguous()?;
         if x.device().is_cuda() {
-            return Ok(Some(dispatch_backward(&grad, &self.plan.row_of()?, self.plan.top_k)?));
+            return Ok([Some(dispatch_backward(grad, &self.plan.row_of()?, self.plan.top_k)?)]);
         }
-        let g = host_values(&grad)?;
+        let g = host_values(grad)?;
         let plan = self.plan.host()?;
         let (g, row_of): (&[f32], _) = (&g, plan.row_of());
         let mut dx = buffer(tokens * width);
@@ -253,7 +247,7 @@ impl CustomOp1 for DispatchRows {
                 dx.iter_mut().zip(g).for_each(|(d, &g)| *d += g);
             }
         });
-        Ok(Some(Tensor::from_vec(dx, (tokens, width), x.device())?))
+        Ok([Some(Tensor::from_vec(dx, (tokens, width), x.device())?)])
     }
 }
 
@@ -270,7 +264,7 @@ pub fn grouped_linear(x: &Tensor, weight: &Parameter, bias: &Parameter, plan: &D
     let precision = weight.precision();
     let op =
         GroupedLinear { plan: plan.clone(), weight: weight.gradient(), bias: bias.gradient(), precision };
-    apply_3(&contiguous(x)?, w, b, op)
+    apply([&contiguous(x)?, w, b], op)
 }
 
 const GROUPED: &str = "grouped_linear";
@@ -282,23 +276,13 @@ struct GroupedLinear {
     precision: Precision,
 }
 
-impl CustomOp3 for GroupedLinear {
-    fn name(&self) -> &'static str {
-        GROUPED
-    }
+impl Operation<3> for GroupedLinear {
+    const NAME: &'static str = GROUPED;
 
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        w: &CpuStorage,
-        w_layout: &Layout,
-        b: &CpuStorage,
-        b_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let (rows, k) = x_layout.shape().dims2()?;
-        let (_, _, n) = w_layout.shape().dims3()?;
-        let (x, w, b) = (values(x, x_layout)?, values(w, w_layout)?, values(b, b_layout)?);
+    fn cpu(&self, [x, w, b]: [HostArgument; 3]) -> Result<(CpuStorage, Shape)> {
+        let (rows, k) = x.shape().dims2()?;
+        let (_, _, n) = w.shape().dims3()?;
+        let (x, w, b) = (x.values()?, w.values()?, b.values()?);
         let plan = self.plan.host()?;
         let mut out = buffer(rows * n);
         let tasks = plan.occupied(&mut out, |rows| rows * n);
@@ -315,33 +299,17 @@ impl CustomOp3 for GroupedLinear {
         Ok((CpuStorage::F32(out), Shape::from((rows, n))))
     }
 
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        x_layout: &Layout,
-        w: &CudaStorage,
-        w_layout: &Layout,
-        b: &CudaStorage,
-        b_layout: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
+    fn cuda(&self, [x, w, b]: [DeviceArgument; 3]) -> Result<(CudaStorage, Shape)> {
         let starts = Some(&self.plan.starts()?);
-        product_forward(GROUPED, (x, x_layout), (w, w_layout), Some((b, b_layout)), starts, DType::BF16)
+        product_forward(GROUPED, x, w, Some(b), starts, DType::BF16)
     }
 
-    fn bwd(
-        &self,
-        x: &Tensor,
-        w: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+    fn backward(&self, [x, w, _]: [&Tensor; 3], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let ((rows, k), (experts, _, n)) = (x.dims2()?, w.dims3()?);
-        let grad = grad.contiguous()?;
         if x.device().is_cuda() {
-            return Ok((Some(self.backward_on_device(x, w, &grad)?), None, None));
+            return Ok([Some(self.backward_on_device(x, w, grad)?), None, None]);
         }
-        let (xs, ws, dy) = (host_values(x)?, host_values(w)?, host_values(&grad)?);
+        let (xs, ws, dy) = (host_values(x)?, host_values(w)?, host_values(grad)?);
         let plan = self.plan.host()?;
         let (xs, ws, dy): (&[f32], &[f32], &[f32]) = (&xs, &ws, &dy);
         let work = rows * k * n;
@@ -388,7 +356,7 @@ impl CustomOp3 for GroupedLinear {
             );
             bias.add(|db| add_values(db, &sums))?;
         }
-        Ok((Some(Tensor::from_vec(dx, (rows, k), x.device())?), None, None))
+        Ok([Some(Tensor::from_vec(dx, (rows, k), x.device())?), None, None])
     }
 }
 
@@ -413,27 +381,19 @@ pub fn combine(x: &Tensor, weights: &Tensor, plan: &Dispatch) -> Result<Tensor> 
     if x.dim(0)? != plan.rows() || weights.dims() != [plan.tokens, plan.top_k] {
         bail!("combine: x {:?}, weights {:?}", x.dims(), weights.dims());
     }
-    apply_2(&contiguous(x)?, &contiguous(weights)?, Combine { plan: plan.clone() })
+    apply([&contiguous(x)?, &contiguous(weights)?], Combine { plan: plan.clone() })
 }
 
 struct Combine {
     plan: Dispatch,
 }
 
-impl CustomOp2 for Combine {
-    fn name(&self) -> &'static str {
-        "combine"
-    }
+impl Operation<2> for Combine {
+    const NAME: &'static str = "combine";
 
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        w: &CpuStorage,
-        w_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let width = x_layout.shape().dims2()?.1;
-        let (x, w) = (values(x, x_layout)?, values(w, w_layout)?);
+    fn cpu(&self, [x, w]: [HostArgument; 2]) -> Result<(CpuStorage, Shape)> {
+        let width = x.shape().dims2()?.1;
+        let (x, w) = (x.values()?, w.values()?);
         let (tokens, top_k) = (self.plan.tokens, self.plan.top_k);
         let plan = self.plan.host()?;
         let row_of = plan.row_of();
@@ -450,31 +410,18 @@ impl CustomOp2 for Combine {
         Ok((CpuStorage::F32(out), Shape::from((tokens, width))))
     }
 
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        x_layout: &Layout,
-        w: &CudaStorage,
-        w_layout: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        combine_forward((x, x_layout), (w, w_layout), &self.plan.row_of()?)
+    fn cuda(&self, [x, w]: [DeviceArgument; 2]) -> Result<(CudaStorage, Shape)> {
+        combine_forward(x, w, &self.plan.row_of()?)
     }
 
-    fn bwd(
-        &self,
-        x: &Tensor,
-        w: &Tensor,
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn backward(&self, [x, w]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
         let (rows, width) = x.dims2()?;
         let top_k = self.plan.top_k;
-        let grad = grad.contiguous()?;
         if x.device().is_cuda() {
-            let (dx, dw) = combine_backward([x, w, &grad], &self.plan.row_of()?)?;
-            return Ok((Some(dx), Some(dw)));
+            let (dx, dw) = combine_backward([x, w, grad], &self.plan.row_of()?)?;
+            return Ok([Some(dx), Some(dw)]);
         }
-        let (xs, ws, g) = (host_values(x)?, host_values(w)?, host_values(&grad)?);
+        let (xs, ws, g) = (host_values(x)?, host_values(w)?, host_values(grad)?);
         let plan = self.plan.host()?;
         let (xs, ws, g): (&[f32], &[f32], &[f32]) = (&xs, &ws, &g);
         let mut slot_of = vec![0; rows];
@@ -488,9 +435,9 @@ impl CustomOp2 for Combine {
         });
         let dw: Vec<f32> = plan.row_of().iter().map(|&row| dw_of_row[row as usize]).collect();
         let device = x.device();
-        Ok((
+        Ok([
             Some(Tensor::from_vec(dx, (rows, width), device)?),
             Some(Tensor::from_vec(dw, w.shape(), device)?),
-        ))
+        ])
     }
 }

@@ -9,7 +9,8 @@
 use super::buffer::buffer;
 use super::cpu::{for_each_row, host_values};
 use super::math;
-use candle_core::{CustomOp1, CustomOp2, CustomOp3, DType, Result, Shape, Tensor, TensorId, bail};
+use super::operation::{CandleOp, Operation};
+use candle_core::{DType, Result, Shape, Tensor, TensorId, bail};
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -36,15 +37,27 @@ struct Node {
 
 /// An op with its inputs.
 enum Source {
-    One(Box<dyn CustomOp1>, Tensor),
-    Two(Box<dyn CustomOp2>, [Tensor; 2]),
-    Three(Box<dyn CustomOp3>, [Tensor; 3]),
+    Operation(Box<dyn Applied>),
     /// Both inputs have the gradient of their sum.
     Sum([Tensor; 2]),
     /// The same values in another shape or order in memory.
     Reshaped(Tensor),
     /// Some of the first dimension, from here on.
     Stretch(Tensor, usize),
+}
+
+/// An operation and what it was applied to.
+trait Applied {
+    /// Every input with its gradient, if it gets one.
+    fn gradients(&self, output: &Tensor, gradient: &Tensor) -> Result<Vec<(Tensor, Option<Tensor>)>>;
+}
+
+impl<O: Operation<N>, const N: usize> Applied for (CandleOp<O, N>, [Tensor; N]) {
+    fn gradients(&self, output: &Tensor, gradient: &Tensor) -> Result<Vec<(Tensor, Option<Tensor>)>> {
+        let (op, inputs) = self;
+        let found = op.backward(inputs.each_ref(), output, gradient)?;
+        Ok(inputs.iter().cloned().zip(found).collect())
+    }
 }
 
 /// Takes the thread's tape away, however the pass ends.
@@ -108,49 +121,31 @@ fn recorded(output: Tensor, inputs: &[&Tensor], source: impl FnOnce() -> Source)
 ///
 /// # Errors
 /// Those of the op.
-pub fn apply_without_gradient<C: CustomOp1>(x: &Tensor, op: &C) -> Result<Tensor> {
-    x.apply_op1_no_bwd(op)
+pub fn apply_without_gradient<O: Operation<1>>(x: &Tensor, op: O) -> Result<Tensor> {
+    x.apply_op1_no_bwd(&CandleOp(op))
 }
 
-/// `op` of `x`, a node of the graph.
+/// `op` of `inputs`, a node of the graph.
 ///
 /// # Errors
 /// Those of the op.
-pub fn apply_1<C: CustomOp1 + Send + Sync + 'static>(x: &Tensor, op: C) -> Result<Tensor> {
+pub fn apply<O: Operation<N>, const N: usize>(inputs: [&Tensor; N], op: O) -> Result<Tensor> {
+    let op = CandleOp(op);
     if !is_recording() {
-        return x.apply_op1(op);
+        return match inputs[..] {
+            [x] => x.apply_op1(op),
+            [x, y] => x.apply_op2(y, op),
+            [x, y, z] => x.apply_op3(y, z, op),
+            _ => bail!("{}: an op of {N} tensors", O::NAME),
+        };
     }
-    let output = x.apply_op1_no_bwd(&op)?;
-    Ok(recorded(output, &[x], || Source::One(Box::new(op), x.clone())))
-}
-
-/// `op` of `x` and `y`, a node of the graph.
-///
-/// # Errors
-/// Those of the op.
-pub fn apply_2<C: CustomOp2 + Send + Sync + 'static>(x: &Tensor, y: &Tensor, op: C) -> Result<Tensor> {
-    if !is_recording() {
-        return x.apply_op2(y, op);
-    }
-    let output = x.apply_op2_no_bwd(y, &op)?;
-    Ok(recorded(output, &[x, y], || Source::Two(Box::new(op), [x.clone(), y.clone()])))
-}
-
-/// `op` of `x`, `y` and `z`, a node of the graph.
-///
-/// # Errors
-/// Those of the op.
-pub fn apply_3<C: CustomOp3 + Send + Sync + 'static>(
-    x: &Tensor,
-    y: &Tensor,
-    z: &Tensor,
-    op: C,
-) -> Result<Tensor> {
-    if !is_recording() {
-        return x.apply_op3(y, z, op);
-    }
-    let output = x.apply_op3_no_bwd(y, z, &op)?;
-    Ok(recorded(output, &[x, y, z], || Source::Three(Box::new(op), [x.clone(), y.clone(), z.clone()])))
+    let output = match inputs[..] {
+        [x] => x.apply_op1_no_bwd(&op),
+        [x, y] => x.apply_op2_no_bwd(y, &op),
+        [x, y, z] => x.apply_op3_no_bwd(y, z, &op),
+        _ => bail!("{}: an op of {N} tensors", O::NAME),
+    }?;
+    Ok(recorded(output, &inputs, || Source::Operation(Box::new((op, inputs.map(Tensor::clone))))))
 }
 
 /// `x + y` of one shape, a node of the graph.
@@ -252,20 +247,10 @@ fn walk_back(roots: Vec<(Tensor, Tensor)>) -> Result<Gradients> {
     while let Some(Node { output, source }) = next() {
         let Some(gradient) = gradients.remove(&output.id()) else { continue };
         match source {
-            Source::One(op, x) => {
-                let dx = op.bwd(&x, &output, &gradient)?;
-                collect(&mut gradients, &x, dx)?;
-            }
-            Source::Two(op, [x, y]) => {
-                let (dx, dy) = op.bwd(&x, &y, &output, &gradient)?;
-                collect(&mut gradients, &x, dx)?;
-                collect(&mut gradients, &y, dy)?;
-            }
-            Source::Three(op, [x, y, z]) => {
-                let (dx, dy, dz) = op.bwd(&x, &y, &z, &output, &gradient)?;
-                collect(&mut gradients, &x, dx)?;
-                collect(&mut gradients, &y, dy)?;
-                collect(&mut gradients, &z, dz)?;
+            Source::Operation(applied) => {
+                for (x, dx) in applied.gradients(&output, &gradient)? {
+                    collect(&mut gradients, &x, dx)?;
+                }
             }
             Source::Sum([x, y]) => {
                 collect(&mut gradients, &x, Some(gradient.clone()))?;

@@ -4,14 +4,13 @@
 //! gradients of what learns f32.
 
 use super::buffer::{buffer, zeros};
-use super::cpu::{add_values, edit, for_each_row, host_values, values};
+use super::cpu::{add_values, edit, for_each_row, host_values};
 use super::cuda::{add_bias_gradient, add_weight_gradient, product_forward, product_input_gradient};
-use super::graph::{apply_2, apply_3, contiguous, is_tracked};
+use super::graph::{apply, contiguous, is_tracked};
+use super::operation::{DeviceArgument, HostArgument, Operation, of_first};
 use super::parameter::{Gradient, Parameter};
 use super::product::{Matrix, Means, Precision, Spread, backward_product, forward_product, product};
-use candle_core::{
-    CpuStorage, CudaStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail,
-};
+use candle_core::{CpuStorage, CudaStorage, DType, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 
 /// The linear layer, differentiable in all; what does not learn gets no gradient computed.
@@ -19,7 +18,7 @@ use rayon::prelude::*;
 /// # Errors
 /// When shapes disagree.
 pub fn linear(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>) -> Result<Tensor> {
-    apply(x, weight, bias, weight.precision(), x.dtype())
+    apply_linear(x, weight, bias, weight.precision(), x.dtype())
 }
 
 /// The same in f32 whatever the weight's precision, with sums that stay f32 on a GPU too, for what is decided by them: scores,
@@ -28,10 +27,10 @@ pub fn linear(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>) -> Resul
 /// # Errors
 /// When shapes disagree.
 pub fn linear_f32(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>) -> Result<Tensor> {
-    apply(x, weight, bias, Precision::F32, DType::F32)
+    apply_linear(x, weight, bias, Precision::F32, DType::F32)
 }
 
-fn apply(
+fn apply_linear(
     x: &Tensor,
     weight: &Parameter,
     bias: Option<&Parameter>,
@@ -48,8 +47,8 @@ fn apply(
     let (weight, bias) = (weight.gradient(), bias.and_then(Parameter::gradient));
     let op = Linear { weight, bias, means: Spread::Pool.by(precision), out };
     match b {
-        Some(b) => apply_3(&x, w, b, op),
-        None => apply_2(&x, w, op),
+        Some(b) => apply([&x, w, b], op),
+        None => apply([&x, w], op),
     }
 }
 
@@ -64,109 +63,38 @@ struct Linear {
     out: DType,
 }
 
-impl CustomOp3 for Linear {
-    fn name(&self) -> &'static str {
-        OP
-    }
+/// Of `x`, the weight and a bias, if there is one.
+impl<const N: usize> Operation<N> for Linear {
+    const NAME: &'static str = OP;
 
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        w: &CpuStorage,
-        w_layout: &Layout,
-        b: &CpuStorage,
-        b_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let (m, k) = x_layout.shape().dims2()?;
-        let (_, n) = w_layout.shape().dims2()?;
-        let mut out = repeat_row(values(b, b_layout)?, m);
-        forward_product(self.means, &mut out, values(x, x_layout)?, values(w, w_layout)?, (m, k, n), true);
+    fn cpu(&self, inputs: [HostArgument; N]) -> Result<(CpuStorage, Shape)> {
+        let (x, w, b) = (inputs[0], inputs[1], inputs.get(2));
+        let ((m, k), (_, n)) = (x.shape().dims2()?, w.shape().dims2()?);
+        let mut out = match b {
+            Some(b) => repeat_row(b.values()?, m),
+            None => buffer(m * n),
+        };
+        forward_product(self.means, &mut out, x.values()?, w.values()?, (m, k, n), b.is_some());
         Ok((CpuStorage::F32(out), Shape::from((m, n))))
     }
 
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        x_layout: &Layout,
-        w: &CudaStorage,
-        w_layout: &Layout,
-        b: &CudaStorage,
-        b_layout: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        self.on_device((x, x_layout), (w, w_layout), Some((b, b_layout)))
+    fn cuda(&self, inputs: [DeviceArgument; N]) -> Result<(CudaStorage, Shape)> {
+        product_forward(OP, inputs[0], inputs[1], inputs.get(2).copied(), None, self.out)
     }
 
-    fn bwd(
-        &self,
-        x: &Tensor,
-        w: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        Ok((self.backward(x, w, grad)?, None, None))
-    }
-}
-
-impl CustomOp2 for Linear {
-    fn name(&self) -> &'static str {
-        "linear without bias"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        w: &CpuStorage,
-        w_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let (m, k) = x_layout.shape().dims2()?;
-        let (_, n) = w_layout.shape().dims2()?;
-        let mut out = buffer(m * n);
-        forward_product(self.means, &mut out, values(x, x_layout)?, values(w, w_layout)?, (m, k, n), false);
-        Ok((CpuStorage::F32(out), Shape::from((m, n))))
-    }
-
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        x_layout: &Layout,
-        w: &CudaStorage,
-        w_layout: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        self.on_device((x, x_layout), (w, w_layout), None)
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        w: &Tensor,
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        Ok((self.backward(x, w, grad)?, None))
+    fn backward(&self, inputs: [&Tensor; N], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; N]> {
+        self.input_gradient(inputs[0], inputs[1], grad).map(of_first)
     }
 }
 
 impl Linear {
-    fn on_device(
-        &self,
-        x: (&CudaStorage, &Layout),
-        w: (&CudaStorage, &Layout),
-        b: Option<(&CudaStorage, &Layout)>,
-    ) -> Result<(CudaStorage, Shape)> {
-        product_forward(OP, x, w, b, None, self.out)
-    }
-
     /// Adds the gradients of what learns, and returns `dx` where something below learns.
-    fn backward(&self, x: &Tensor, w: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+    fn input_gradient(&self, x: &Tensor, w: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let ((m, k), (_, n)) = (x.dims2()?, w.dims2()?);
-        let grad = grad.contiguous()?;
         if x.device().is_cuda() {
-            return self.backward_on_device(x, w, &in_bf16(&grad)?);
+            return self.backward_on_device(x, w, &in_bf16(grad)?);
         }
-        let dy = host_values(&grad)?;
+        let dy = host_values(grad)?;
         let dx = if is_tracked(x) {
             let mut dx = buffer(m * k);
             backward_product(self.means, &mut dx, &dy, &host_values(w)?, (m, n, k));

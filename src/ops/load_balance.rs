@@ -6,13 +6,14 @@
 //! A row that several sequences hold is as many tokens: it counts that often in `f`, `P` and `T`.
 
 use super::buffer::buffer;
-use super::cpu::{host_values, values};
+use super::cpu::host_values;
 use super::cuda::{load_balance_backward, load_balance_forward};
 use super::experts::Dispatch;
-use super::graph::{apply_1, contiguous};
+use super::graph::{apply, contiguous};
 use super::math::exp;
+use super::operation::{DeviceArgument, HostArgument, Operation};
 use super::uploaded::Uploaded;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CudaStorage, Device, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 use std::sync::Arc;
 
@@ -26,7 +27,7 @@ pub fn load_balance(logits: &Tensor, plan: &Dispatch, holders: Option<&Arc<Vec<u
         bail!("load_balance: router logits {:?} for other rows than those held", logits.dims());
     }
     let op = LoadBalance { plan: plan.clone(), holders: holders.cloned(), uploaded: Uploaded::default() };
-    apply_1(&contiguous(logits)?, op)
+    apply([&contiguous(logits)?], op)
 }
 
 pub(super) struct LoadBalance {
@@ -77,16 +78,14 @@ fn weighted(p: &[f32], fractions: &[f32]) -> f32 {
     p.iter().zip(fractions).map(|(p, f)| p * f).sum()
 }
 
-impl CustomOp1 for LoadBalance {
-    fn name(&self) -> &'static str {
-        "load_balance"
-    }
+impl Operation<1> for LoadBalance {
+    const NAME: &'static str = "load_balance";
 
-    fn cpu_fwd(&self, logits: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (rows, experts) = layout.shape().dims2()?;
+    fn cpu(&self, [logits]: [HostArgument; 1]) -> Result<(CpuStorage, Shape)> {
+        let (rows, experts) = logits.shape().dims2()?;
         let fractions = self.fractions((rows, experts))?;
         let mut p = buffer(experts);
-        let of_rows = values(logits, layout)?.chunks_exact(experts).enumerate().map(|(i, row)| {
+        let of_rows = logits.values()?.chunks_exact(experts).enumerate().map(|(i, row)| {
             softmax(row, &mut p);
             (self.weight(i) * weighted(&p, &fractions)) as f64
         });
@@ -94,13 +93,13 @@ impl CustomOp1 for LoadBalance {
         Ok((CpuStorage::F32(vec![loss as f32]), Shape::from(())))
     }
 
-    fn cuda_fwd(&self, logits: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        load_balance_forward(self, (logits, layout))
+    fn cuda(&self, [logits]: [DeviceArgument; 1]) -> Result<(CudaStorage, Shape)> {
+        load_balance_forward(self, logits)
     }
 
-    fn bwd(&self, logits: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+    fn backward(&self, [logits]: [&Tensor; 1], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 1]> {
         if logits.device().is_cuda() {
-            return load_balance_backward(self, logits, grad).map(Some);
+            return Ok([Some(load_balance_backward(self, logits, grad)?)]);
         }
         let (rows, experts) = logits.dims2()?;
         let scale = grad.to_scalar::<f32>()? * experts as f32 / self.tokens(rows).max(1) as f32;
@@ -116,6 +115,6 @@ impl CustomOp1 for LoadBalance {
                 *dz = scale * p * (f - mean);
             }
         }
-        Ok(Some(Tensor::from_vec(dz, (rows, experts), logits.device())?))
+        Ok([Some(Tensor::from_vec(dz, (rows, experts), logits.device())?)])
     }
 }

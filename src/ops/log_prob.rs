@@ -10,14 +10,15 @@
 //! the last bit.
 
 use super::buffer::buffer;
-use super::cpu::{edit, for_each_row, for_each_row_pair, host_values, values};
+use super::cpu::{edit, for_each_row, for_each_row_pair, host_values};
 use super::cuda::{head_backward, head_forward};
-use super::graph::{apply_1, apply_2, contiguous, is_tracked};
+use super::graph::{apply, contiguous, is_tracked};
 use super::head_matrix::HeadMatrix;
 use super::math::{LANES, add_lanes, exp, scale_and_max};
+use super::operation::{DeviceArgument, HostArgument, Operation, of_first};
 use super::parameter::Gradient;
 use super::product::{Matrix, product};
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 use std::sync::Arc;
 
@@ -105,8 +106,8 @@ pub fn log_prob_and_entropy(
     let head = Head { targets: targets.clone(), inverse_temperature, weight: weight.clone(), gradient };
     let h = contiguous(h)?;
     match weight.plain() {
-        Some(weight) => apply_2(&h, weight, head),
-        None => apply_1(&h, head),
+        Some(weight) => apply([&h, weight], head),
+        None => apply([&h], head),
     }
 }
 
@@ -165,14 +166,13 @@ impl Head {
     }
 
     /// Adds the weight's gradient where it learns, and returns that of `h` where something below does.
-    fn backward(&self, h: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+    fn hidden_gradient(&self, h: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let ((rows, k), (_, n)) = (h.dims2()?, self.weight.shape()?);
-        let grad = grad.contiguous()?;
         if h.device().is_cuda() {
-            let (tensors, learns) = ([h, self.weight.on_device()?, &grad], self.gradient.as_ref());
+            let (tensors, learns) = ([h, self.weight.on_device()?, grad], self.gradient.as_ref());
             return head_backward(tensors, &self.targets, self.inverse_temperature, learns, is_tracked(h));
         }
-        let (hs, g) = (host_values(h)?, host_values(&grad)?);
+        let (hs, g) = (host_values(h)?, host_values(grad)?);
         let mut dh = is_tracked(h).then(|| buffer(rows * k));
         let chunk = chunk_rows(n);
         let mut z = buffer(chunk.min(rows) * n);
@@ -218,52 +218,19 @@ impl Head {
     }
 }
 
-impl CustomOp2 for Head {
-    fn name(&self) -> &'static str {
-        "log_prob_and_entropy"
+/// Of `h`, and of the weight where it may learn.
+impl<const N: usize> Operation<N> for Head {
+    const NAME: &'static str = "log_prob_and_entropy";
+
+    fn cpu(&self, inputs: [HostArgument; N]) -> Result<(CpuStorage, Shape)> {
+        self.forward(inputs[0].values()?)
     }
 
-    fn cpu_fwd(
-        &self,
-        h: &CpuStorage,
-        h_layout: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        self.forward(values(h, h_layout)?)
+    fn cuda(&self, inputs: [DeviceArgument; N]) -> Result<(CudaStorage, Shape)> {
+        head_forward(inputs[0], self.weight.on_device()?, &self.targets, self.inverse_temperature)
     }
 
-    fn cuda_fwd(
-        &self,
-        h: &CudaStorage,
-        h_layout: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        head_forward((h, h_layout), self.weight.on_device()?, &self.targets, self.inverse_temperature)
-    }
-
-    fn bwd(
-        &self,
-        h: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        Ok((self.backward(h, grad)?, None))
-    }
-}
-
-impl CustomOp1 for Head {
-    fn name(&self) -> &'static str {
-        "log_prob_and_entropy, packed"
-    }
-
-    fn cpu_fwd(&self, h: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.forward(values(h, layout)?)
-    }
-
-    fn bwd(&self, h: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        self.backward(h, grad)
+    fn backward(&self, inputs: [&Tensor; N], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; N]> {
+        self.hidden_gradient(inputs[0], grad).map(of_first)
     }
 }

@@ -6,14 +6,15 @@
 //! On a GPU `x`, the factors, `s · x · A` and `du` are bf16, `y` bf16 or f32, the gradients of the factors f32.
 
 use super::buffer::buffer;
-use super::cpu::{edit, host_values, values};
+use super::cpu::{edit, host_values};
 use super::cuda::{low_rank_backward, low_rank_forward};
 use super::experts::{Dispatch, side_by_side};
-use super::graph::{apply_3, contiguous, is_tracked};
+use super::graph::{apply, contiguous, is_tracked};
 use super::linear::in_bf16;
+use super::operation::{DeviceArgument, HostArgument, Operation};
 use super::parameter::{Gradient, Parameter};
 use super::product::{Matrix, Spread, backward_product, forward_product, product};
-use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use std::ops::Range;
 
 /// `y + scale · (x · a) · b`, differentiable in all; each row by its expert's pair where there is a `plan`.
@@ -47,7 +48,7 @@ pub fn add_low_rank(
     };
     // The factor that learns, so that the graph records the op where nothing before it learns.
     let tracked = if is_tracked(b.values()) { b } else { a };
-    apply_3(&contiguous(y)?, &contiguous(x)?, tracked.values(), op)
+    apply([&contiguous(y)?, &contiguous(x)?, tracked.values()], op)
 }
 
 struct LowRank {
@@ -122,26 +123,16 @@ impl LowRank {
     }
 }
 
-impl CustomOp3 for LowRank {
-    fn name(&self) -> &'static str {
-        "low rank"
-    }
+impl Operation<3> for LowRank {
+    const NAME: &'static str = "low rank";
 
-    fn cpu_fwd(
-        &self,
-        y: &CpuStorage,
-        y_layout: &Layout,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
+    fn cpu(&self, [y, x, _]: [HostArgument; 3]) -> Result<(CpuStorage, Shape)> {
         let [_, rank, output] = self.shape;
-        let count = x_layout.shape().dims2()?.0;
+        let count = x.shape().dims2()?.0;
         let (a, b) = (host_values(&self.values[0])?, host_values(&self.values[1])?);
         let groups = self.groups(count)?;
-        let u = self.reduced(values(x, x_layout)?, &a, &groups);
-        let mut out = values(y, y_layout)?.to_vec();
+        let u = self.reduced(x.values()?, &a, &groups);
+        let mut out = y.values()?.to_vec();
         let (u, b): (&[f32], &[f32]) = (&u, &b);
         self.each(&mut out, output, &groups, count * rank * output, |spread, expert, at, out| {
             let (u, b) = (rows(u, at, rank), nth(b, expert, rank * output));
@@ -150,37 +141,21 @@ impl CustomOp3 for LowRank {
         Ok((CpuStorage::F32(out), Shape::from((count, output))))
     }
 
-    fn cuda_fwd(
-        &self,
-        y: &CudaStorage,
-        y_layout: &Layout,
-        x: &CudaStorage,
-        x_layout: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
+    fn cuda(&self, [y, x, _]: [DeviceArgument; 3]) -> Result<(CudaStorage, Shape)> {
         let starts = self.starts()?;
-        low_rank_forward((y, y_layout), (x, x_layout), self.values.each_ref(), self.scale, starts.as_ref())
+        low_rank_forward(y, x, self.values.each_ref(), self.scale, starts.as_ref())
     }
 
-    fn bwd(
-        &self,
-        y: &Tensor,
-        x: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+    fn backward(&self, [y, x, _]: [&Tensor; 3], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let [input, rank, output] = self.shape;
         let count = x.dim(0)?;
-        let grad = grad.contiguous()?;
         if x.device().is_cuda() {
-            let (rows, gradients) = ([x, &in_bf16(&grad)?], self.gradients.each_ref().map(Option::as_ref));
+            let (rows, gradients) = ([x, &in_bf16(grad)?], self.gradients.each_ref().map(Option::as_ref));
             let starts = self.starts()?;
             let dx = low_rank_backward(rows, self.values.each_ref(), gradients, self.scale, starts.as_ref())?;
-            return Ok((is_tracked(y).then(|| grad.clone()), dx, None));
+            return Ok([is_tracked(y).then(|| grad.clone()), dx, None]);
         }
-        let (xs, dy) = (host_values(x)?, host_values(&grad)?);
+        let (xs, dy) = (host_values(x)?, host_values(grad)?);
         let (a, b) = (host_values(&self.values[0])?, host_values(&self.values[1])?);
         let (xs, dy, a, b): (&[f32], &[f32], &[f32], &[f32]) = (&xs, &dy, &a, &b);
         let groups = self.groups(count)?;
@@ -233,6 +208,6 @@ impl CustomOp3 for LowRank {
             let u = self.reduced(xs, a, &groups);
             add(gradient, (&u, rank), (dy, output))?;
         }
-        Ok((is_tracked(y).then(|| grad.clone()), dx, None))
+        Ok([is_tracked(y).then(|| grad.clone()), dx, None])
     }
 }

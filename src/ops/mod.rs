@@ -29,6 +29,7 @@ pub mod logits;
 pub mod low_rank;
 pub mod math;
 pub mod mxfp4;
+pub mod operation;
 pub mod optimizer;
 pub mod packed;
 // Likewise.

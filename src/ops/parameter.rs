@@ -3,11 +3,12 @@
 //! An op's backward adds a parameter's gradient where it belongs, in place, and gives the graph none: a fresh tensor of
 //! the parameter's size for every micro-batch would cost more than the sum itself.
 
-use super::cpu::{add_values, host_values, values};
+use super::cpu::{add_values, host_values};
 use super::cuda::{add_tensor, copied};
-use super::graph::apply_1;
+use super::graph::apply;
+use super::operation::{DeviceArgument, HostArgument, Operation};
 use super::product::Precision;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor};
 use std::sync::Arc;
 
 /// Takes the gradients of one pass.
@@ -79,7 +80,7 @@ impl Parameter {
     pub fn tracked(&self) -> Result<Tensor> {
         match self.gradient() {
             None => Ok(self.values.clone()),
-            Some(gradient) => apply_1(&self.values, Leaf { gradient }),
+            Some(gradient) => apply([&self.values], Leaf { gradient }),
         }
     }
 }
@@ -96,27 +97,24 @@ struct Leaf {
     gradient: Gradient,
 }
 
-impl CustomOp1 for Leaf {
-    fn name(&self) -> &'static str {
-        "parameter"
+impl Operation<1> for Leaf {
+    const NAME: &'static str = "parameter";
+
+    fn cpu(&self, [x]: [HostArgument; 1]) -> Result<(CpuStorage, Shape)> {
+        Ok((CpuStorage::F32(x.values()?.to_vec()), x.shape().clone()))
     }
 
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok((CpuStorage::F32(values(x, layout)?.to_vec()), layout.shape().clone()))
+    fn cuda(&self, [x]: [DeviceArgument; 1]) -> Result<(CudaStorage, Shape)> {
+        copied(x)
     }
 
-    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        copied((x, layout))
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        let gradient = gradient.contiguous()?;
+    fn backward(&self, [_]: [&Tensor; 1], _: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 1]> {
         if gradient.device().is_cuda() {
-            self.gradient.add(|sum| add_tensor(sum, &gradient))?;
-            return Ok(None);
+            self.gradient.add(|sum| add_tensor(sum, gradient))?;
+            return Ok([None]);
         }
-        let gradient = host_values(&gradient)?;
+        let gradient = host_values(gradient)?;
         self.gradient.add(|sum| add_values(sum, &gradient))?;
-        Ok(None)
+        Ok([None])
     }
 }

@@ -3,11 +3,12 @@
 //! With `r = 1/√(mean(x²) + ε)` and `g = dy ∘ w`: `dx = r·g − x · r³ · (g·x)/H`, `dw = Σ_t dy_t ∘ x_t · r_t`.
 
 use super::buffer::{buffer, zeros};
-use super::cpu::{for_each_row, host_values, values};
+use super::cpu::{for_each_row, host_values};
 use super::cuda::{rms_norm_backward, rms_norm_forward};
-use super::graph::{apply_2, contiguous, is_tracked};
+use super::graph::{apply, contiguous, is_tracked};
 use super::math::sum_lanes;
-use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use super::operation::{DeviceArgument, HostArgument, Operation};
+use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 
 /// Root-mean-square normalisation, differentiable in both. On a GPU `x` is bf16 and contiguous, `w` f32, `H` a multiple of 8.
@@ -19,7 +20,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
         bail!("rms_norm: x {:?}, weight {:?}", x.dims(), weight.dims());
     }
     let op = RmsNorm { eps: eps as f32 };
-    if x.device().is_cuda() { apply_2(x, weight, op) } else { apply_2(&contiguous(x)?, weight, op) }
+    if x.device().is_cuda() { apply([x, weight], op) } else { apply([&contiguous(x)?, weight], op) }
 }
 
 struct RmsNorm {
@@ -55,49 +56,28 @@ fn backward_row(x: &[f32], w: &[f32], dy: &[f32], eps: f32, dx: &mut [f32], dw: 
     }
 }
 
-impl CustomOp2 for RmsNorm {
-    fn name(&self) -> &'static str {
-        "rms_norm"
-    }
+impl Operation<2> for RmsNorm {
+    const NAME: &'static str = "rms_norm";
 
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        w: &CpuStorage,
-        w_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let (x, w) = (values(x, x_layout)?, values(w, w_layout)?);
+    fn cpu(&self, [x, w]: [HostArgument; 2]) -> Result<(CpuStorage, Shape)> {
+        let (shape, x, w) = (x.shape().clone(), x.values()?, w.values()?);
         let h = w.len();
         let mut out = buffer(x.len());
         for_each_row(&mut out, h, h, |row, out| normalise(&x[row * h..(row + 1) * h], w, self.eps, out));
-        Ok((CpuStorage::F32(out), x_layout.shape().clone()))
+        Ok((CpuStorage::F32(out), shape))
     }
 
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        x_layout: &Layout,
-        w: &CudaStorage,
-        w_layout: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        rms_norm_forward((x, x_layout), (w, w_layout), self.eps)
+    fn cuda(&self, [x, w]: [DeviceArgument; 2]) -> Result<(CudaStorage, Shape)> {
+        rms_norm_forward(x, w, self.eps)
     }
 
-    fn bwd(
-        &self,
-        x: &Tensor,
-        w: &Tensor,
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn backward(&self, [x, w]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
         let (tokens, h) = x.dims2()?;
-        let grad = grad.contiguous()?;
         if x.device().is_cuda() {
-            let (dx, dw) = rms_norm_backward([x, w, &grad], self.eps, is_tracked(w))?;
-            return Ok((Some(dx), dw));
+            let (dx, dw) = rms_norm_backward([x, w, grad], self.eps, is_tracked(w))?;
+            return Ok([Some(dx), dw]);
         }
-        let (xs, ws, dys) = (host_values(x)?, host_values(w)?, host_values(&grad)?);
+        let (xs, ws, dys) = (host_values(x)?, host_values(w)?, host_values(grad)?);
         let mut dx = buffer(tokens * h);
         let mut dw = is_tracked(w).then(|| zeros(h));
         for row in 0..tokens {
@@ -105,6 +85,6 @@ impl CustomOp2 for RmsNorm {
             backward_row(&xs[at.clone()], &ws, &dys[at.clone()], self.eps, &mut dx[at], dw.as_deref_mut());
         }
         let dw = dw.map(|dw| Tensor::from_vec(dw, h, w.device())).transpose()?;
-        Ok((Some(Tensor::from_vec(dx, (tokens, h), x.device())?), dw))
+        Ok([Some(Tensor::from_vec(dx, (tokens, h), x.device())?), dw])
     }
 }

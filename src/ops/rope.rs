@@ -4,13 +4,12 @@
 //! is in the tables and passes through the backward too.
 
 use super::buffer::buffer;
-use super::cpu::{host_values, values};
+use super::cpu::host_values;
 use super::cuda::{rope_backward, rope_forward, rope_keys_backward, rope_keys_forward};
-use super::graph::{apply_1, apply_2, contiguous, reshape};
+use super::graph::{apply, contiguous, reshape};
+use super::operation::{DeviceArgument, HostArgument, Operation};
 use super::uploaded::Uploaded;
-use candle_core::{
-    CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Tensor, bail,
-};
+use candle_core::{CpuStorage, CudaStorage, Device, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 use std::sync::Arc;
 
@@ -157,9 +156,9 @@ pub fn rope(x: &Tensor, heads: usize, rotation: &Rotation) -> Result<Tensor> {
     rotation.check(rows, head_dim)?;
     let op = RotateQueries { rotation: rotation.clone(), shape: (rows, heads, head_dim) };
     if x.device().is_cuda() {
-        reshape(&apply_1(x, op)?, (rows, heads, head_dim))
+        reshape(&apply([x], op)?, (rows, heads, head_dim))
     } else {
-        apply_1(&contiguous(x)?, op)
+        apply([&contiguous(x)?], op)
     }
 }
 
@@ -169,32 +168,29 @@ struct RotateQueries {
     shape: (usize, usize, usize),
 }
 
-impl CustomOp1 for RotateQueries {
-    fn name(&self) -> &'static str {
-        "rope"
-    }
+impl Operation<1> for RotateQueries {
+    const NAME: &'static str = "rope";
 
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let width = layout.shape().dims()[1];
-        let x = values(x, layout)?;
+    fn cpu(&self, [x]: [HostArgument; 1]) -> Result<(CpuStorage, Shape)> {
+        let width = x.shape().dims()[1];
+        let x = x.values()?;
         let mut out = buffer(x.len());
         self.rotation.rows(x, width, width, &mut out, false);
         Ok((CpuStorage::F32(out), Shape::from(self.shape)))
     }
 
-    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        rope_forward((x, layout), &self.rotation)
+    fn cuda(&self, [x]: [DeviceArgument; 1]) -> Result<(CudaStorage, Shape)> {
+        rope_forward(x, &self.rotation)
     }
 
-    fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+    fn backward(&self, [x]: [&Tensor; 1], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 1]> {
         let width = x.dim(1)?;
-        let grad = grad.contiguous()?;
         if x.device().is_cuda() {
-            return rope_backward(&grad, &self.rotation).map(Some);
+            return Ok([Some(rope_backward(grad, &self.rotation)?)]);
         }
         let mut dx = buffer(x.elem_count());
-        self.rotation.rows(&host_values(&grad)?, width, width, &mut dx, true);
-        Ok(Some(Tensor::from_vec(dx, x.shape(), x.device())?))
+        self.rotation.rows(&host_values(grad)?, width, width, &mut dx, true);
+        Ok([Some(Tensor::from_vec(dx, x.shape(), x.device())?)])
     }
 }
 
@@ -212,9 +208,9 @@ pub fn rope_keys_with_values(k: &Tensor, v: &Tensor, heads: usize, rotation: &Ro
     let shape = (rows, 2, heads, width / heads);
     let op = RotateKeys { rotation: rotation.clone(), shape };
     if k.device().is_cuda() {
-        reshape(&apply_2(k, v, op)?, shape)
+        reshape(&apply([k, v], op)?, shape)
     } else {
-        apply_2(&contiguous(k)?, &contiguous(v)?, op)
+        apply([&contiguous(k)?, &contiguous(v)?], op)
     }
 }
 
@@ -224,51 +220,30 @@ struct RotateKeys {
     shape: (usize, usize, usize, usize),
 }
 
-impl CustomOp2 for RotateKeys {
-    fn name(&self) -> &'static str {
-        "rope_keys_with_values"
-    }
+impl Operation<2> for RotateKeys {
+    const NAME: &'static str = "rope_keys_with_values";
 
-    fn cpu_fwd(
-        &self,
-        k: &CpuStorage,
-        k_layout: &Layout,
-        v: &CpuStorage,
-        v_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let (rows, width) = k_layout.shape().dims2()?;
+    fn cpu(&self, [k, v]: [HostArgument; 2]) -> Result<(CpuStorage, Shape)> {
+        let (rows, width) = k.shape().dims2()?;
         let mut out = buffer(2 * rows * width);
-        self.rotation.rows(values(k, k_layout)?, width, 2 * width, &mut out, false);
-        for (row, v) in out.chunks_exact_mut(2 * width).zip(values(v, v_layout)?.chunks_exact(width)) {
+        self.rotation.rows(k.values()?, width, 2 * width, &mut out, false);
+        for (row, v) in out.chunks_exact_mut(2 * width).zip(v.values()?.chunks_exact(width)) {
             row[width..].copy_from_slice(v);
         }
         Ok((CpuStorage::F32(out), Shape::from(self.shape)))
     }
 
-    fn cuda_fwd(
-        &self,
-        k: &CudaStorage,
-        k_layout: &Layout,
-        v: &CudaStorage,
-        v_layout: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        rope_keys_forward((k, k_layout), (v, v_layout), &self.rotation)
+    fn cuda(&self, [k, v]: [DeviceArgument; 2]) -> Result<(CudaStorage, Shape)> {
+        rope_keys_forward(k, v, &self.rotation)
     }
 
-    fn bwd(
-        &self,
-        k: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn backward(&self, [k, _]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
         let (rows, width) = k.dims2()?;
-        let grad = grad.contiguous()?;
         if k.device().is_cuda() {
-            let [dk, dv] = rope_keys_backward(&grad, &self.rotation)?;
-            return Ok((Some(dk), Some(dv)));
+            let [dk, dv] = rope_keys_backward(grad, &self.rotation)?;
+            return Ok([Some(dk), Some(dv)]);
         }
-        let grad = host_values(&grad)?;
+        let grad = host_values(grad)?;
         let (mut rotated, mut dv) = (buffer(rows * width), buffer(rows * width));
         for (row, g) in grad.chunks_exact(2 * width).enumerate() {
             let at = row * width..(row + 1) * width;
@@ -278,9 +253,9 @@ impl CustomOp2 for RotateKeys {
         let mut dk = buffer(rows * width);
         self.rotation.rows(&rotated, width, width, &mut dk, true);
         let device = k.device();
-        Ok((
+        Ok([
             Some(Tensor::from_vec(dk, (rows, width), device)?),
             Some(Tensor::from_vec(dv, (rows, width), device)?),
-        ))
+        ])
     }
 }

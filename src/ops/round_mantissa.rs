@@ -2,30 +2,28 @@
 //!
 //! 7 bits are bf16's, 3 those of FP8 E4M3; the exponent keeps f32's range. Not differentiable.
 
-use super::cpu::values;
 use super::graph::apply_without_gradient;
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
+use super::operation::{HostArgument, Operation};
+use candle_core::{CpuStorage, Result, Shape, Tensor};
 
 /// `x` with `bits` mantissa bits a value.
 ///
 /// # Errors
 /// When `x` is not f32.
 pub fn round_mantissa(x: &Tensor, bits: u32) -> Result<Tensor> {
-    apply_without_gradient(&x.contiguous()?, &RoundMantissa { bits })
+    apply_without_gradient(&x.contiguous()?, RoundMantissa { bits })
 }
 
 struct RoundMantissa {
     bits: u32,
 }
 
-impl CustomOp1 for RoundMantissa {
-    fn name(&self) -> &'static str {
-        "round_mantissa"
-    }
+impl Operation<1> for RoundMantissa {
+    const NAME: &'static str = "round_mantissa";
 
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let rounded = values(x, layout)?.iter().map(|&v| round_value(v, self.bits)).collect();
-        Ok((CpuStorage::F32(rounded), layout.shape().clone()))
+    fn cpu(&self, [x]: [HostArgument; 1]) -> Result<(CpuStorage, Shape)> {
+        let rounded = x.values()?.iter().map(|&v| round_value(v, self.bits)).collect();
+        Ok((CpuStorage::F32(rounded), x.shape().clone()))
     }
 }
 

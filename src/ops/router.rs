@@ -3,11 +3,12 @@
 //! `w_k = e^{z_{r_k}} / Σ_j e^{z_{r_j}}`; backward `dz_{r_k} = w_k (dw_k − Σ_j w_j dw_j)`, 0 for experts not chosen.
 
 use super::buffer::zeros;
-use super::cpu::{host_ids, host_values, values};
+use super::cpu::{host_ids, host_values};
 use super::cuda::{self, top_k_softmax_backward, top_k_softmax_forward};
-use super::graph::{apply_1, apply_without_gradient, contiguous};
+use super::graph::{apply, apply_without_gradient, contiguous};
 use super::math::exp;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use super::operation::{DeviceArgument, HostArgument, Operation};
+use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 
 /// The `K` experts of every token, u32 `[T, K]`, largest logit first; ties go to the lowest index. Not differentiable.
@@ -19,22 +20,20 @@ pub fn route(logits: &Tensor, top_k: usize) -> Result<Tensor> {
     if top_k > experts || experts > u16::MAX as usize {
         bail!("route: {top_k} of {experts} experts");
     }
-    apply_without_gradient(&logits.contiguous()?, &Route { top_k })
+    apply_without_gradient(&logits.contiguous()?, Route { top_k })
 }
 
 struct Route {
     top_k: usize,
 }
 
-impl CustomOp1 for Route {
-    fn name(&self) -> &'static str {
-        "route"
-    }
+impl Operation<1> for Route {
+    const NAME: &'static str = "route";
 
-    fn cpu_fwd(&self, logits: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (tokens, experts) = layout.shape().dims2()?;
+    fn cpu(&self, [logits]: [HostArgument; 1]) -> Result<(CpuStorage, Shape)> {
+        let (tokens, experts) = logits.shape().dims2()?;
         let mut routes = Vec::with_capacity(tokens * self.top_k);
-        for row in values(logits, layout)?.chunks_exact(experts) {
+        for row in logits.values()?.chunks_exact(experts) {
             let first = routes.len();
             for _ in 0..self.top_k {
                 let mut best: Option<usize> = None;
@@ -50,8 +49,8 @@ impl CustomOp1 for Route {
         Ok((CpuStorage::U32(routes), Shape::from((tokens, self.top_k))))
     }
 
-    fn cuda_fwd(&self, logits: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        cuda::route((logits, layout), self.top_k)
+    fn cuda(&self, [logits]: [DeviceArgument; 1]) -> Result<(CudaStorage, Shape)> {
+        cuda::route(logits, self.top_k)
     }
 }
 
@@ -64,7 +63,7 @@ pub fn top_k_softmax(logits: &Tensor, routes: &Tensor) -> Result<Tensor> {
     if routes.dim(0)? != logits.dim(0)? {
         bail!("top_k_softmax: routes {:?} for logits {:?}", routes.dims(), logits.dims());
     }
-    apply_1(&contiguous(logits)?, TopKSoftmax { routes: routes.contiguous()? })
+    apply([&contiguous(logits)?], TopKSoftmax { routes: routes.contiguous()? })
 }
 
 struct TopKSoftmax {
@@ -81,14 +80,12 @@ fn shares(row: &[f32], routes: &[u32], out: &mut Vec<f32>) {
     out[first..].iter_mut().for_each(|w| *w /= total);
 }
 
-impl CustomOp1 for TopKSoftmax {
-    fn name(&self) -> &'static str {
-        "top_k_softmax"
-    }
+impl Operation<1> for TopKSoftmax {
+    const NAME: &'static str = "top_k_softmax";
 
-    fn cpu_fwd(&self, logits: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (tokens, experts) = layout.shape().dims2()?;
-        let (logits, routes, top_k) = (values(logits, layout)?, host_ids(&self.routes)?, self.routes.dim(1)?);
+    fn cpu(&self, [logits]: [HostArgument; 1]) -> Result<(CpuStorage, Shape)> {
+        let (tokens, experts) = logits.shape().dims2()?;
+        let (logits, routes, top_k) = (logits.values()?, host_ids(&self.routes)?, self.routes.dim(1)?);
         if let Some(expert) = routes.iter().find(|&&e| e as usize >= experts) {
             bail!("top_k_softmax: expert {expert} of {experts}");
         }
@@ -99,17 +96,21 @@ impl CustomOp1 for TopKSoftmax {
         Ok((CpuStorage::F32(out), Shape::from((tokens, top_k))))
     }
 
-    fn cuda_fwd(&self, logits: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        top_k_softmax_forward((logits, layout), &self.routes)
+    fn cuda(&self, [logits]: [DeviceArgument; 1]) -> Result<(CudaStorage, Shape)> {
+        top_k_softmax_forward(logits, &self.routes)
     }
 
-    fn bwd(&self, logits: &Tensor, weights: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+    fn backward(
+        &self,
+        [logits]: [&Tensor; 1],
+        weights: &Tensor,
+        grad: &Tensor,
+    ) -> Result<[Option<Tensor>; 1]> {
         let (tokens, experts) = logits.dims2()?;
-        let grad = grad.contiguous()?;
         if logits.device().is_cuda() {
-            return top_k_softmax_backward(weights, &self.routes, &grad, experts).map(Some);
+            return Ok([Some(top_k_softmax_backward(weights, &self.routes, grad, experts)?)]);
         }
-        let (w, g) = (host_values(weights)?, host_values(&grad)?);
+        let (w, g) = (host_values(weights)?, host_values(grad)?);
         let (routes, top_k) = (host_ids(&self.routes)?, self.routes.dim(1)?);
         let mut dz = zeros(tokens * experts);
         for (t, routes) in routes.chunks_exact(top_k).enumerate() {
@@ -120,6 +121,6 @@ impl CustomOp1 for TopKSoftmax {
                 dz[t * experts + e as usize] += w * (g - mean);
             }
         }
-        Ok(Some(Tensor::from_vec(dz, (tokens, experts), logits.device())?))
+        Ok([Some(Tensor::from_vec(dz, (tokens, experts), logits.device())?)])
     }
 }

@@ -4,10 +4,10 @@
 //! is computed, another sequence gets other noise. So a perturbed row is the same bits in any batch too.
 
 use super::buffer::buffer;
-use super::cpu::values;
-use super::graph::{apply_1, contiguous};
+use super::graph::{apply, contiguous};
+use super::operation::{HostArgument, Operation};
 use crate::random::{Purpose, stream};
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, Result, Shape, Tensor, bail};
 use rand::RngCore;
 use std::sync::Arc;
 
@@ -43,7 +43,7 @@ pub fn router_noise(
     if positions.len() != logits.dim(0)? {
         bail!("router_noise: {} positions for logits {:?}", positions.len(), logits.dims());
     }
-    apply_1(&contiguous(logits)?, AddNoise { noise, layer, positions: positions.clone() })
+    apply([&contiguous(logits)?], AddNoise { noise, layer, positions: positions.clone() })
 }
 
 struct AddNoise {
@@ -52,14 +52,12 @@ struct AddNoise {
     positions: Arc<Vec<u32>>,
 }
 
-impl CustomOp1 for AddNoise {
-    fn name(&self) -> &'static str {
-        "router_noise"
-    }
+impl Operation<1> for AddNoise {
+    const NAME: &'static str = "router_noise";
 
-    fn cpu_fwd(&self, logits: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let experts = layout.shape().dims2()?.1;
-        let logits = values(logits, layout)?;
+    fn cpu(&self, [logits]: [HostArgument; 1]) -> Result<(CpuStorage, Shape)> {
+        let experts = logits.shape().dims2()?.1;
+        let (shape, logits) = (logits.shape().clone(), logits.values()?);
         let mut out = buffer(logits.len());
         let rows = logits.chunks_exact(experts).zip(out.chunks_exact_mut(experts));
         for ((row, out), &position) in rows.zip(self.positions.iter()) {
@@ -75,11 +73,11 @@ impl CustomOp1 for AddNoise {
                 *out = z + (radius * libm::cos(std::f64::consts::TAU * uniform())) as f32;
             }
         }
-        Ok((CpuStorage::F32(out), layout.shape().clone()))
+        Ok((CpuStorage::F32(out), shape))
     }
 
-    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        Ok(Some(grad.clone()))
+    fn backward(&self, [_]: [&Tensor; 1], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 1]> {
+        Ok([Some(grad.clone())])
     }
 }
 

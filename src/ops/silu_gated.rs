@@ -3,11 +3,12 @@
 //! Backward: `dg = dy · u · (σ + g σ (1 − σ))`, `du = dy · g σ`.
 
 use super::buffer::buffer;
-use super::cpu::{for_each_row, for_each_row_pair, host_values, values};
+use super::cpu::{for_each_row, for_each_row_pair, host_values};
 use super::cuda::{silu_gated_backward, silu_gated_forward};
-use super::graph::{apply_2, contiguous};
+use super::graph::{apply, contiguous};
 use super::math::sigmoid;
-use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use super::operation::{DeviceArgument, HostArgument, Operation};
+use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 
 /// `silu(gate) · up`. On a GPU both are bf16 and contiguous.
@@ -19,9 +20,9 @@ pub fn silu_gated(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
         bail!("silu_gated: gate {:?}, up {:?}", gate.dims(), up.dims());
     }
     if gate.device().is_cuda() {
-        return apply_2(gate, up, SiluGated);
+        return apply([gate, up], SiluGated);
     }
-    apply_2(&contiguous(gate)?, &contiguous(up)?, SiluGated)
+    apply([&contiguous(gate)?, &contiguous(up)?], SiluGated)
 }
 
 struct SiluGated;
@@ -42,20 +43,12 @@ fn backward_row(gate: &[f32], up: &[f32], dy: &[f32], dgate: &mut [f32], dup: &m
     }
 }
 
-impl CustomOp2 for SiluGated {
-    fn name(&self) -> &'static str {
-        "silu_gated"
-    }
+impl Operation<2> for SiluGated {
+    const NAME: &'static str = "silu_gated";
 
-    fn cpu_fwd(
-        &self,
-        gate: &CpuStorage,
-        gate_layout: &Layout,
-        up: &CpuStorage,
-        up_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let (rows, width) = gate_layout.shape().dims2()?;
-        let (gate, up) = (values(gate, gate_layout)?, values(up, up_layout)?);
+    fn cpu(&self, [gate, up]: [HostArgument; 2]) -> Result<(CpuStorage, Shape)> {
+        let (rows, width) = gate.shape().dims2()?;
+        let (gate, up) = (gate.values()?, up.values()?);
         let mut out = buffer(rows * width);
         for_each_row(&mut out, width, 8 * width, |row, out| {
             let span = row * width..(row + 1) * width;
@@ -64,36 +57,23 @@ impl CustomOp2 for SiluGated {
         Ok((CpuStorage::F32(out), Shape::from((rows, width))))
     }
 
-    fn cuda_fwd(
-        &self,
-        gate: &CudaStorage,
-        gate_layout: &Layout,
-        up: &CudaStorage,
-        up_layout: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        silu_gated_forward((gate, gate_layout), (up, up_layout))
+    fn cuda(&self, [gate, up]: [DeviceArgument; 2]) -> Result<(CudaStorage, Shape)> {
+        silu_gated_forward(gate, up)
     }
 
-    fn bwd(
-        &self,
-        gate: &Tensor,
-        up: &Tensor,
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn backward(&self, [gate, up]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
         let (rows, width) = gate.dims2()?;
-        let grad = grad.contiguous()?;
         if gate.device().is_cuda() {
-            let [dgate, dup] = silu_gated_backward([gate, up, &grad])?;
-            return Ok((Some(dgate), Some(dup)));
+            let [dgate, dup] = silu_gated_backward([gate, up, grad])?;
+            return Ok([Some(dgate), Some(dup)]);
         }
-        let (gates, ups, dy) = (host_values(gate)?, host_values(up)?, host_values(&grad)?);
+        let (gates, ups, dy) = (host_values(gate)?, host_values(up)?, host_values(grad)?);
         let (mut dgate, mut dup) = (buffer(rows * width), buffer(rows * width));
         for_each_row_pair((&mut dgate, width), (&mut dup, width), 8 * width, |row, dgate, dup| {
             let span = row * width..(row + 1) * width;
             backward_row(&gates[span.clone()], &ups[span.clone()], &dy[span], dgate, dup);
         });
         let of = |values| Tensor::from_vec(values, (rows, width), gate.device());
-        Ok((Some(of(dgate)?), Some(of(dup)?)))
+        Ok([Some(of(dgate)?), Some(of(dup)?)])
     }
 }

@@ -24,14 +24,15 @@ pub mod plan;
 mod rows;
 
 use super::buffer::{buffer, zeros};
-use super::cpu::{host_values, in_parallel, values};
+use super::cpu::{host_values, in_parallel};
 use super::cuda::{DeviceLse, sink_attention_backward, sink_attention_forward};
-use super::graph::{apply_3, contiguous};
+use super::graph::{apply, contiguous};
 use super::kv_cache::KvBlocks;
+use super::operation::{DeviceArgument, HostArgument, Operation};
 use super::sequence_rows::SequenceRows;
 use backward::{Upstream, attend_backward};
 pub use cached::sink_attention_cached;
-use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use forward::attend;
 use rayon::prelude::*;
 use rows::Rows;
@@ -107,9 +108,9 @@ pub fn sink_attention(
     let op = Packed { attention, sequence_rows: sequence_rows.clone(), lse: OnceLock::new() };
     if q.device().is_cuda() {
         // No hidden copies there: what is not contiguous is refused.
-        return apply_3(q, kv, sinks, op);
+        return apply([q, kv, sinks], op);
     }
-    apply_3(&contiguous(q)?, &contiguous(kv)?, &contiguous(sinks)?, op)
+    apply([&contiguous(q)?, &contiguous(kv)?, &contiguous(sinks)?], op)
 }
 
 struct Packed {
@@ -168,21 +169,11 @@ impl Packed {
     }
 }
 
-impl CustomOp3 for Packed {
-    fn name(&self) -> &'static str {
-        "sink_attention"
-    }
+impl Operation<3> for Packed {
+    const NAME: &'static str = "sink_attention";
 
-    fn cpu_fwd(
-        &self,
-        q: &CpuStorage,
-        q_layout: &Layout,
-        kv: &CpuStorage,
-        kv_layout: &Layout,
-        sinks: &CpuStorage,
-        sinks_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let (q, kv, sinks) = (values(q, q_layout)?, values(kv, kv_layout)?, values(sinks, sinks_layout)?);
+    fn cpu(&self, [q, kv, sinks]: [HostArgument; 3]) -> Result<(CpuStorage, Shape)> {
+        let (q, kv, sinks) = (q.values()?, kv.values()?, sinks.values()?);
         let Attention { heads, head_dim: d, .. } = self.attention;
         let caches = self.caches(kv);
         let mut out = buffer(q.len());
@@ -209,39 +200,28 @@ impl CustomOp3 for Packed {
         Ok((CpuStorage::F32(out), Shape::from((tokens, heads * d))))
     }
 
-    fn cuda_fwd(
-        &self,
-        q: &CudaStorage,
-        q_layout: &Layout,
-        kv: &CudaStorage,
-        kv_layout: &Layout,
-        sinks: &CudaStorage,
-        sinks_layout: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        let arguments = [(q, q_layout), (kv, kv_layout), (sinks, sinks_layout)];
+    fn cuda(&self, [q, kv, sinks]: [DeviceArgument; 3]) -> Result<(CudaStorage, Shape)> {
+        let arguments = [q, kv, sinks];
         let (out, shape, lse) = sink_attention_forward(&self.attention, &self.cu_seqlens()?, arguments)?;
         let _ = self.lse.set(Lse::Device(lse));
         Ok((out, shape))
     }
 
-    fn bwd(
+    fn backward(
         &self,
-        q: &Tensor,
-        kv: &Tensor,
-        sinks: &Tensor,
+        [q, kv, sinks]: [&Tensor; 3],
         out: &Tensor,
         grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let grad = grad.contiguous()?;
+    ) -> Result<[Option<Tensor>; 3]> {
         let [dq, dkv, dsinks] = match self.lse.get() {
-            Some(Lse::Host(lse)) => self.host_backward(lse, [q, kv, sinks, out, &grad])?,
+            Some(Lse::Host(lse)) => self.host_backward(lse, [q, kv, sinks, out, grad])?,
             Some(Lse::Device(lse)) => {
-                let tensors = [q, kv, sinks, out, &grad];
+                let tensors = [q, kv, sinks, out, grad];
                 sink_attention_backward(&self.attention, &self.cu_seqlens()?, lse, tensors)?
             }
             None => bail!("sink_attention: backward before forward"),
         };
-        Ok((Some(dq), Some(dkv), Some(dsinks)))
+        Ok([Some(dq), Some(dkv), Some(dsinks)])
     }
 }
 

@@ -5,11 +5,12 @@
 //! Backward: `dg = dy (u' + 1) (σ + α g' σ (1 − σ))` where `g ≤ c`, `du = dy g' σ` where `|u| ≤ c`, 0 beyond.
 
 use super::buffer::buffer;
-use super::cpu::{for_each_row, host_values, values};
+use super::cpu::{for_each_row, host_values};
 use super::cuda::{swiglu_backward, swiglu_forward};
-use super::graph::{apply_1, contiguous};
+use super::graph::{apply, contiguous};
 use super::math::sigmoid;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor};
+use super::operation::{DeviceArgument, HostArgument, Operation};
+use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor};
 use multiversion::multiversion;
 
 /// The gated unit with clamp `limit` and gain `alpha`. On a GPU `x` is bf16 and contiguous.
@@ -18,7 +19,7 @@ use multiversion::multiversion;
 /// When `x` has not two dimensions, or what a GPU does not take.
 pub fn swiglu(x: &Tensor, limit: f64, alpha: f64) -> Result<Tensor> {
     let op = Swiglu { limit: limit as f32, alpha: alpha as f32 };
-    if x.device().is_cuda() { apply_1(x, op) } else { apply_1(&contiguous(x)?, op) }
+    if x.device().is_cuda() { apply([x], op) } else { apply([&contiguous(x)?], op) }
 }
 
 struct Swiglu {
@@ -46,14 +47,12 @@ fn backward_row(x: &[f32], dy: &[f32], limit: f32, alpha: f32, dx: &mut [f32]) {
     }
 }
 
-impl CustomOp1 for Swiglu {
-    fn name(&self) -> &'static str {
-        "swiglu"
-    }
+impl Operation<1> for Swiglu {
+    const NAME: &'static str = "swiglu";
 
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (rows, width) = layout.shape().dims2()?;
-        let x = values(x, layout)?;
+    fn cpu(&self, [x]: [HostArgument; 1]) -> Result<(CpuStorage, Shape)> {
+        let (rows, width) = x.shape().dims2()?;
+        let x = x.values()?;
         let half = width / 2;
         let mut out = buffer(rows * half);
         for_each_row(&mut out, half, 8 * half, |row, out| {
@@ -62,18 +61,17 @@ impl CustomOp1 for Swiglu {
         Ok((CpuStorage::F32(out), Shape::from((rows, half))))
     }
 
-    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        swiglu_forward((x, layout), self.limit, self.alpha)
+    fn cuda(&self, [x]: [DeviceArgument; 1]) -> Result<(CudaStorage, Shape)> {
+        swiglu_forward(x, self.limit, self.alpha)
     }
 
-    fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+    fn backward(&self, [x]: [&Tensor; 1], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 1]> {
         let (rows, width) = x.dims2()?;
         let half = width / 2;
-        let grad = grad.contiguous()?;
         if x.device().is_cuda() {
-            return Ok(Some(swiglu_backward(x, &grad, self.limit, self.alpha)?));
+            return Ok([Some(swiglu_backward(x, grad, self.limit, self.alpha)?)]);
         }
-        let (xs, dy) = (host_values(x)?, host_values(&grad)?);
+        let (xs, dy) = (host_values(x)?, host_values(grad)?);
         let mut dx = buffer(rows * width);
         for_each_row(&mut dx, width, 8 * half, |row, dx| {
             backward_row(
@@ -84,6 +82,6 @@ impl CustomOp1 for Swiglu {
                 dx,
             );
         });
-        Ok(Some(Tensor::from_vec(dx, (rows, width), x.device())?))
+        Ok([Some(Tensor::from_vec(dx, (rows, width), x.device())?)])
     }
 }

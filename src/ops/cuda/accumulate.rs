@@ -3,11 +3,12 @@
 
 use super::arguments::{Op, output};
 use super::launch::{Addresses, launch};
+use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
-use candle_core::{DType, Layout, Result, Shape, Tensor};
+use candle_core::{DType, Result, Shape, Tensor};
 
 const OP: Op = Op("parameter");
 const ACCUMULATE: Kernel =
@@ -26,7 +27,7 @@ struct Params {
 unsafe impl DeviceRepr for Params {}
 
 /// `x` once more.
-pub(in crate::ops) fn copied(x: (&CudaStorage, &Layout)) -> Result<(CudaStorage, Shape)> {
+pub(in crate::ops) fn copied(x: DeviceArgument) -> Result<(CudaStorage, Shape)> {
     OP.check("the values", x, DType::F32, x.1.dims())?;
     let device = x.0.device();
     let values = OP.view::<f32>(x.0, x.1)?;

@@ -1,6 +1,7 @@
 //! Tensors as a kernel's arguments: checked, opened, and made of what it wrote.
 
 use crate::ops::argument::Argument;
+use crate::ops::operation::DeviceArgument;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, CudaViewMut, DeviceRepr};
 use candle_core::cuda_backend::{CudaDType, CudaDevice, CudaStorage};
@@ -21,7 +22,7 @@ impl Op {
     pub fn check(
         self,
         name: &str,
-        (storage, layout): (&CudaStorage, &Layout),
+        (storage, layout): DeviceArgument,
         dtype: DType,
         shape: &[usize],
     ) -> Result<()> {
@@ -43,7 +44,7 @@ impl Op {
         (storage, layout): &'a (StorageRef<'_>, &Layout),
         dtype: DType,
         shape: &[usize],
-    ) -> Result<(&'a CudaStorage, &'a Layout)> {
+    ) -> Result<DeviceArgument<'a>> {
         let Storage::Cuda(storage) = &**storage else {
             bail!("{}: {name} {:?} is not on the GPU; call to_device first", self.0, layout.dims());
         };

@@ -2,11 +2,12 @@
 
 use super::arguments::{Op, of_storage, output, tensor};
 use super::launch::{Addresses, launch};
+use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
-use candle_core::{DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{DType, Result, Shape, Tensor, bail};
 use half::bf16;
 
 const fn kernel(function: &'static str, threads: usize, shared_bytes: usize) -> Kernel {
@@ -58,10 +59,7 @@ unsafe impl DeviceRepr for Params {}
 
 /// The plan of [`crate::ops::Dispatch`] for `routes [T, K]`, which are trusted to be below `experts`: what they are is not
 /// known here without waiting for the GPU. `[2·T·K + experts + 1]`.
-pub(in crate::ops) fn sort_by_expert(
-    routes: (&CudaStorage, &Layout),
-    experts: usize,
-) -> Result<(CudaStorage, Shape)> {
+pub(in crate::ops) fn sort_by_expert(routes: DeviceArgument, experts: usize) -> Result<(CudaStorage, Shape)> {
     const OP: Op = Op("sort_by_expert");
     let (tokens, top_k) = routes.1.shape().dims2()?;
     OP.check("the routes", routes, DType::U32, &[tokens, top_k])?;
@@ -102,8 +100,8 @@ pub(in crate::ops) fn sort_by_expert(
 
 /// What a kernel reads, and in which slots.
 struct Operands<'a> {
-    x: (&'a CudaStorage, &'a Layout),
-    weights: Option<(&'a CudaStorage, &'a Layout)>,
+    x: DeviceArgument<'a>,
+    weights: Option<DeviceArgument<'a>>,
     /// Rows of `x`.
     rows: &'a Tensor,
     top_k: usize,
@@ -143,10 +141,7 @@ fn run(op: Op, kernel: &Kernel, operands: &Operands, blocks: usize) -> Result<Cu
 }
 
 /// Rows `token_of [T·K]` of `x [T, H]`.
-pub(in crate::ops) fn dispatch_forward(
-    x: (&CudaStorage, &Layout),
-    token_of: &Tensor,
-) -> Result<(CudaStorage, Shape)> {
+pub(in crate::ops) fn dispatch_forward(x: DeviceArgument, token_of: &Tensor) -> Result<(CudaStorage, Shape)> {
     let (rows, width) = (token_of.dim(0)?, x.1.shape().dims2()?.1);
     let operands = Operands { x, weights: None, rows: token_of, top_k: 1 };
     Ok((run(Op("dispatch"), &DISPATCH_FORWARD, &operands, rows)?, Shape::from((rows, width))))
@@ -165,8 +160,8 @@ pub(in crate::ops) fn dispatch_backward(dy: &Tensor, row_of: &Tensor, top_k: usi
 
 /// Sums of `x [T·K, H]` over each token's slots, weighed by `weights [T, K]`.
 pub(in crate::ops) fn combine_forward(
-    x: (&CudaStorage, &Layout),
-    weights: (&CudaStorage, &Layout),
+    x: DeviceArgument,
+    weights: DeviceArgument,
     row_of: &Tensor,
 ) -> Result<(CudaStorage, Shape)> {
     let ((tokens, top_k), width) = (weights.1.shape().dims2()?, x.1.shape().dims2()?.1);

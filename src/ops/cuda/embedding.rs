@@ -3,11 +3,12 @@
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, launch};
 use crate::ops::embedding::ById;
+use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaView, DeviceRepr};
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
-use candle_core::{DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{DType, Result, Shape, Tensor, bail};
 use half::bf16;
 
 const OP: Op = Op("rows");
@@ -54,23 +55,20 @@ unsafe impl DeviceRepr for TakeParams {}
 unsafe impl DeviceRepr for SumParams {}
 
 /// Rows `ids`, which exist, of `table`.
-pub(in crate::ops) fn take_rows(table: (&CudaStorage, &Layout), ids: &[u32]) -> Result<(CudaStorage, Shape)> {
+pub(in crate::ops) fn take_rows(table: DeviceArgument, ids: &[u32]) -> Result<(CudaStorage, Shape)> {
     let width = table.1.shape().dims2()?.1;
     take(&TAKE_ROWS, table, ids, width, 0)
 }
 
 /// Columns `ids`, which exist, of `table`, as rows.
-pub(in crate::ops) fn take_columns(
-    table: (&CudaStorage, &Layout),
-    ids: &[u32],
-) -> Result<(CudaStorage, Shape)> {
+pub(in crate::ops) fn take_columns(table: DeviceArgument, ids: &[u32]) -> Result<(CudaStorage, Shape)> {
     let (width, columns) = table.1.shape().dims2()?;
     take(&TAKE_COLUMNS, table, ids, width, columns)
 }
 
 fn take(
     kernel: &Kernel,
-    table: (&CudaStorage, &Layout),
+    table: DeviceArgument,
     ids: &[u32],
     width: usize,
     columns: usize,

@@ -7,16 +7,17 @@ use super::arguments::{Op, of_storage, output, tensor};
 use super::log_prob::{logits_gradient, row_stats};
 use super::product::{add_weight_gradient, product_forward, product_input_gradient};
 use crate::ops::logits::device_logits_rows;
+use crate::ops::operation::DeviceArgument;
 use crate::ops::parameter::Gradient;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
-use candle_core::{DType, Layout, Result, Shape, Tensor};
+use candle_core::{DType, Result, Shape, Tensor};
 use half::bf16;
 
 const OP: Op = Op("log_prob");
 /// `h · W` for rows `h [m, H]`, f32.
-fn product(h: (&CudaStorage, &Layout), weight: &Tensor) -> Result<CudaStorage> {
+fn product(h: DeviceArgument, weight: &Tensor) -> Result<CudaStorage> {
     let opened = weight.storage_and_layout();
     let weight = OP.on_gpu("the head", &opened, DType::BF16, weight.dims())?;
     Ok(product_forward(OP.0, h, weight, None, None, DType::F32)?.0)
@@ -41,7 +42,7 @@ pub(in crate::ops) fn head_logits(
 
 /// Log-probabilities (first row) and entropies (second row) of `targets`, `[2, R]`.
 pub(in crate::ops) fn head_forward(
-    h: (&CudaStorage, &Layout),
+    h: DeviceArgument,
     weight: &Tensor,
     targets: &[u32],
     inverse_temperature: f32,

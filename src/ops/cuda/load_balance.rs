@@ -3,11 +3,12 @@
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, launch};
 use crate::ops::load_balance::LoadBalance;
+use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaView, DeviceRepr};
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
-use candle_core::{DType, Device, Layout, Result, Shape, Tensor, bail};
+use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 
 const OP: Op = Op("load_balance");
 /// A count a thread.
@@ -125,7 +126,7 @@ unsafe fn run(
 /// The loss, a scalar.
 pub(in crate::ops) fn load_balance_forward(
     op: &LoadBalance,
-    logits: (&CudaStorage, &Layout),
+    logits: DeviceArgument,
 ) -> Result<(CudaStorage, Shape)> {
     let (rows, experts) = logits.1.shape().dims2()?;
     OP.check("the router logits", logits, DType::F32, &[rows, experts])?;

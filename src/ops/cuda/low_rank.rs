@@ -6,6 +6,7 @@ use super::product::{
     Finish, add_weight_gradient, finished_product, product_input_gradient, scaled_input_gradient,
 };
 use crate::ops::graph::is_tracked;
+use crate::ops::operation::DeviceArgument;
 use crate::ops::parameter::Gradient;
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor};
@@ -14,7 +15,7 @@ const OP: Op = Op("low rank");
 
 /// `u`, `[T, r]`.
 fn reduced(
-    x: (&CudaStorage, &Layout),
+    x: DeviceArgument,
     a: &Tensor,
     scale: f32,
     starts: Option<&Tensor>,
@@ -26,8 +27,8 @@ fn reduced(
 
 /// `y + s · (x · A) · B`, in the type of `y`, bf16 or f32.
 pub(in crate::ops) fn low_rank_forward(
-    y: (&CudaStorage, &Layout),
-    x: (&CudaStorage, &Layout),
+    y: DeviceArgument,
+    x: DeviceArgument,
     [a, b]: [&Tensor; 2],
     scale: f32,
     starts: Option<&Tensor>,

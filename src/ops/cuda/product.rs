@@ -5,12 +5,13 @@
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, launch};
+use crate::ops::operation::DeviceArgument;
 use crate::ops::packed::PackedMatrix;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaView, DeviceRepr, ValidAsZeroBits};
 use candle_core::cuda_backend::{CudaDType, CudaStorage};
-use candle_core::{DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{DType, Result, Shape, Tensor, bail};
 use half::bf16;
 
 /// A tile of the result, as `kernels/product.cuh` has it, and the kernels that make such tiles.
@@ -143,9 +144,6 @@ fn with_starts<R>(
     f(Some(&op.view(storage, layout)?))
 }
 
-/// A storage as candle lends it.
-type Lent<'a> = (&'a CudaStorage, &'a Layout);
-
 /// The matrices, checked.
 enum Weight<'a> {
     Bf16(CudaView<'a, bf16>),
@@ -164,13 +162,13 @@ impl<'a> Weight<'a> {
 /// What is done with the sums of `x · W` on their way out: they are multiplied, then `bias` and `addend` are added.
 pub(super) struct Finish<'a> {
     pub scale: f32,
-    pub bias: Option<Lent<'a>>,
+    pub bias: Option<DeviceArgument<'a>>,
     /// `[T, out]`, of the result's type.
-    pub addend: Option<Lent<'a>>,
+    pub addend: Option<DeviceArgument<'a>>,
 }
 
 impl<'a> Finish<'a> {
-    fn with_bias(bias: Option<Lent<'a>>) -> Self {
+    fn with_bias(bias: Option<DeviceArgument<'a>>) -> Self {
         Self { scale: 1.0, bias, addend: None }
     }
 }
@@ -178,9 +176,9 @@ impl<'a> Finish<'a> {
 /// `x · W + b`, `[T, out]` in `out`: bf16, or the sums themselves, f32.
 pub(in crate::ops) fn product_forward(
     op: &'static str,
-    x: Lent,
-    weight: Lent,
-    bias: Option<Lent>,
+    x: DeviceArgument,
+    weight: DeviceArgument,
+    bias: Option<DeviceArgument>,
     starts: Option<&Tensor>,
     out: DType,
 ) -> Result<(CudaStorage, Shape)> {
@@ -190,8 +188,8 @@ pub(in crate::ops) fn product_forward(
 /// The same with another end.
 pub(super) fn finished_product(
     op: Op,
-    x: Lent,
-    weight: Lent,
+    x: DeviceArgument,
+    weight: DeviceArgument,
     starts: Option<&Tensor>,
     finish: &Finish,
     out: DType,
@@ -205,9 +203,9 @@ pub(super) fn finished_product(
 /// `x · W + b` by a matrix in MXFP4 that lies on the GPU, `[T, out]` in bf16.
 pub(in crate::ops) fn packed_forward(
     op: &'static str,
-    x: Lent,
+    x: DeviceArgument,
     weight: &PackedMatrix,
-    bias: Option<Lent>,
+    bias: Option<DeviceArgument>,
     starts: Option<&Tensor>,
 ) -> Result<(CudaStorage, Shape)> {
     let op = Op(op);
@@ -229,7 +227,7 @@ fn with_packed<R>(op: Op, weight: &PackedMatrix, f: impl FnOnce(&Weight) -> Resu
 fn multiply(
     op: Op,
     sizes: Sizes,
-    x: Lent,
+    x: DeviceArgument,
     weight: &Weight,
     starts: Option<&Tensor>,
     finish: &Finish,
@@ -258,7 +256,7 @@ fn multiply(
 /// What a forward reads, checked.
 struct Operands<'a> {
     op: Op,
-    x: Lent<'a>,
+    x: DeviceArgument<'a>,
     weight: &'a Weight<'a>,
     starts: Option<&'a CudaView<'a, u32>>,
     finish: &'a Finish<'a>,

@@ -2,11 +2,12 @@
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, launch};
+use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
-use candle_core::{DType, Layout, Result, Shape, Tensor};
+use candle_core::{DType, Result, Shape, Tensor};
 use half::bf16;
 
 const OP: Op = Op("rms_norm");
@@ -53,8 +54,8 @@ unsafe impl DeviceRepr for WeightParams {}
 
 /// `y`.
 pub(in crate::ops) fn rms_norm_forward(
-    x: (&CudaStorage, &Layout),
-    weight: (&CudaStorage, &Layout),
+    x: DeviceArgument,
+    weight: DeviceArgument,
     eps: f32,
 ) -> Result<(CudaStorage, Shape)> {
     let (rows, width) = x.1.shape().dims2()?;

@@ -2,12 +2,13 @@
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, launch};
+use crate::ops::operation::DeviceArgument;
 use crate::ops::rope::Rotation;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
-use candle_core::{DType, Device, Layout, Result, Shape, Tensor, bail};
+use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use half::bf16;
 
 const OP: Op = Op("rope");
@@ -119,10 +120,7 @@ unsafe fn run(
 }
 
 /// Rotated `x [T, N·D]`.
-pub(in crate::ops) fn rope_forward(
-    x: (&CudaStorage, &Layout),
-    rotation: &Rotation,
-) -> Result<(CudaStorage, Shape)> {
+pub(in crate::ops) fn rope_forward(x: DeviceArgument, rotation: &Rotation) -> Result<(CudaStorage, Shape)> {
     let (rows, width) = x.1.shape().dims2()?;
     OP.check("x", x, DType::BF16, &[rows, width])?;
     check(rotation, (rows, width))?;
@@ -162,8 +160,8 @@ pub(in crate::ops) fn rope_backward(dy: &Tensor, rotation: &Rotation) -> Result<
 
 /// Rotated keys beside values, `[T, 2·M·D]`.
 pub(in crate::ops) fn rope_keys_forward(
-    k: (&CudaStorage, &Layout),
-    v: (&CudaStorage, &Layout),
+    k: DeviceArgument,
+    v: DeviceArgument,
     rotation: &Rotation,
 ) -> Result<(CudaStorage, Shape)> {
     let (rows, width) = k.1.shape().dims2()?;

@@ -2,11 +2,12 @@
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, launch};
+use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
-use candle_core::{DType, Layout, Result, Shape, Tensor};
+use candle_core::{DType, Result, Shape, Tensor};
 
 const ROUTE_OP: Op = Op("route");
 const SOFTMAX_OP: Op = Op("top_k_softmax");
@@ -47,7 +48,7 @@ unsafe impl DeviceRepr for RouteParams {}
 unsafe impl DeviceRepr for SoftmaxParams {}
 
 /// The `top_k` experts of each token; no more than there are, and these fewer than 2^16, as the caller has checked.
-pub(in crate::ops) fn route(logits: (&CudaStorage, &Layout), top_k: usize) -> Result<(CudaStorage, Shape)> {
+pub(in crate::ops) fn route(logits: DeviceArgument, top_k: usize) -> Result<(CudaStorage, Shape)> {
     let (tokens, experts) = logits.1.shape().dims2()?;
     ROUTE_OP.check("the logits", logits, DType::F32, &[tokens, experts])?;
     let device = logits.0.device();
@@ -71,7 +72,7 @@ pub(in crate::ops) fn route(logits: (&CudaStorage, &Layout), top_k: usize) -> Re
 
 /// The weights of the chosen experts.
 pub(in crate::ops) fn top_k_softmax_forward(
-    logits: (&CudaStorage, &Layout),
+    logits: DeviceArgument,
     routes: &Tensor,
 ) -> Result<(CudaStorage, Shape)> {
     let (tokens, experts) = logits.1.shape().dims2()?;

@@ -2,11 +2,12 @@
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, launch};
+use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
-use candle_core::{DType, Layout, Result, Shape, Tensor};
+use candle_core::{DType, Result, Shape, Tensor};
 use half::bf16;
 
 const OP: Op = Op("silu_gated");
@@ -33,8 +34,8 @@ unsafe impl DeviceRepr for Params {}
 
 /// `y`.
 pub(in crate::ops) fn silu_gated_forward(
-    gate: (&CudaStorage, &Layout),
-    up: (&CudaStorage, &Layout),
+    gate: DeviceArgument,
+    up: DeviceArgument,
 ) -> Result<(CudaStorage, Shape)> {
     let (rows, width) = gate.1.shape().dims2()?;
     OP.check("gate", gate, DType::BF16, &[rows, width])?;

@@ -2,6 +2,7 @@
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_set, launch};
+use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::{
     BLOCK_KEYS, DELTA_ROWS, HEAD_DIM, KernelSet, PART_OUT, PART_SUMS, SinkAttentionParams, Tile,
 };
@@ -10,7 +11,7 @@ use crate::ops::sink_attention::{Attention, NO_SINK};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DeviceRepr};
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
-use candle_core::{DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{DType, Result, Shape, Tensor, bail};
 use half::bf16;
 
 // SAFETY: plain numbers, laid out as the header's struct: `#[repr(C)]`, and a test compares every field.
@@ -433,7 +434,7 @@ impl Prepared {
 pub(in crate::ops) fn sink_attention_forward(
     attention: &Attention,
     cu_seqlens: &[usize],
-    [q, kv, sinks]: [(&CudaStorage, &Layout); 3],
+    [q, kv, sinks]: [DeviceArgument; 3],
 ) -> Result<(CudaStorage, Shape, DeviceLse)> {
     let Attention { heads, kv_heads, .. } = *attention;
     let sequences = LaunchSequences::packed(cu_seqlens)?;

@@ -2,11 +2,12 @@
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, launch};
+use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DeviceRepr};
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
-use candle_core::{DType, Layout, Result, Shape, Tensor};
+use candle_core::{DType, Result, Shape, Tensor};
 use half::bf16;
 
 const OP: Op = Op("swiglu");
@@ -60,7 +61,7 @@ fn run(
 
 /// `y`.
 pub(in crate::ops) fn swiglu_forward(
-    x: (&CudaStorage, &Layout),
+    x: DeviceArgument,
     limit: f32,
     alpha: f32,
 ) -> Result<(CudaStorage, Shape)> {

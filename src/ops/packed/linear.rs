@@ -4,14 +4,15 @@
 
 use super::PackedMatrix;
 use crate::ops::buffer::{buffer, zeros};
-use crate::ops::cpu::{add_values, host_values, values};
+use crate::ops::cpu::{add_values, host_values};
 use crate::ops::cuda::{add_bias_gradient, packed_forward, packed_input_gradient};
 use crate::ops::experts::Dispatch;
-use crate::ops::graph::{apply_1, apply_2, contiguous, is_tracked};
+use crate::ops::graph::{apply, contiguous, is_tracked};
 use crate::ops::linear::{repeat_row, sum_rows};
+use crate::ops::operation::{DeviceArgument, HostArgument, Operation, of_first};
 use crate::ops::parameter::{Gradient, Parameter};
 use crate::ops::product::Spread;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -25,8 +26,8 @@ pub fn packed_linear(x: &Tensor, weight: &Arc<PackedMatrix>, bias: Option<&Param
         bail!("packed_linear: x {:?}, weight {:?}", x.dims(), weight.shape());
     }
     match bias {
-        Some(bias) => apply(x, weight, bias, None),
-        None => apply_1(&contiguous(x)?, Packed { weight: weight.clone(), bias: None, plan: None }),
+        Some(bias) => apply_with_bias(x, weight, bias, None),
+        None => apply([&contiguous(x)?], Packed { weight: weight.clone(), bias: None, plan: None }),
     }
 }
 
@@ -51,12 +52,17 @@ pub fn packed_grouped_linear(
             plan.expert_count()
         );
     }
-    apply(x, weight, bias, Some(plan.clone()))
+    apply_with_bias(x, weight, bias, Some(plan.clone()))
 }
 
-fn apply(x: &Tensor, weight: &Arc<PackedMatrix>, bias: &Parameter, plan: Option<Dispatch>) -> Result<Tensor> {
+fn apply_with_bias(
+    x: &Tensor,
+    weight: &Arc<PackedMatrix>,
+    bias: &Parameter,
+    plan: Option<Dispatch>,
+) -> Result<Tensor> {
     let op = Packed { weight: weight.clone(), bias: bias.gradient(), plan };
-    apply_2(&contiguous(x)?, bias.values(), op)
+    apply([&contiguous(x)?, bias.values()], op)
 }
 
 struct Packed {
@@ -84,84 +90,50 @@ impl Packed {
 
 const OP: &str = "packed linear";
 
-impl CustomOp2 for Packed {
-    fn name(&self) -> &'static str {
-        OP
-    }
+/// Of `x`, and of the bias, if there is one.
+impl<const N: usize> Operation<N> for Packed {
+    const NAME: &'static str = OP;
 
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        b: &CpuStorage,
-        b_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let (rows, n) = (x_layout.shape().dims2()?.0, self.weight.shape()[2]);
-        let (x, b) = (values(x, x_layout)?, values(b, b_layout)?);
+    fn cpu(&self, inputs: [HostArgument; N]) -> Result<(CpuStorage, Shape)> {
+        let (x, b) = (inputs[0], inputs.get(1));
+        let (rows, n) = (x.shape().dims2()?.0, self.weight.shape()[2]);
         let groups = self.groups(rows)?;
-        let mut out = Vec::with_capacity(rows * n);
-        for (expert, rows) in &groups {
-            out.extend(repeat_row(&b[expert * n..(expert + 1) * n], rows.len()));
-        }
-        self.weight.forward_grouped(&mut out, x, &groups, true)?;
+        let mut out = match b {
+            None => buffer(rows * n),
+            Some(b) => {
+                let (b, mut out) = (b.values()?, Vec::with_capacity(rows * n));
+                for (expert, rows) in &groups {
+                    out.extend(repeat_row(&b[expert * n..(expert + 1) * n], rows.len()));
+                }
+                out
+            }
+        };
+        self.weight.forward_grouped(&mut out, x.values()?, &groups, b.is_some())?;
         Ok((CpuStorage::F32(out), Shape::from((rows, n))))
     }
 
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        x_layout: &Layout,
-        b: &CudaStorage,
-        b_layout: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        let bias = Some((b, b_layout));
-        packed_forward(OP, (x, x_layout), &self.weight, bias, self.starts()?.as_ref())
+    fn cuda(&self, inputs: [DeviceArgument; N]) -> Result<(CudaStorage, Shape)> {
+        let (x, b) = (inputs[0], inputs.get(1).copied());
+        packed_forward(OP, x, &self.weight, b, self.starts()?.as_ref())
     }
 
-    fn bwd(
-        &self,
-        x: &Tensor,
-        b: &Tensor,
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let grad = grad.contiguous()?;
+    fn backward(&self, inputs: [&Tensor; N], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; N]> {
+        let x = inputs[0];
         if let Some(bias) = &self.bias {
             if x.device().is_cuda() {
                 let starts = self.starts()?;
-                bias.add(|db| add_bias_gradient(OP, db, &grad, starts.as_ref()))?;
-                return Ok((self.input_gradient(x, &grad)?, None));
+                bias.add(|db| add_bias_gradient(OP, db, grad, starts.as_ref()))?;
+            } else {
+                let (dy, [experts, _, n]) = (host_values(grad)?, self.weight.shape());
+                let mut sums = zeros(experts * n);
+                for (expert, rows) in self.groups(x.dim(0)?)? {
+                    let sum = sum_rows(Spread::Pool, &dy[rows.start * n..rows.end * n], n);
+                    sums[expert * n..(expert + 1) * n].copy_from_slice(&sum);
+                }
+                bias.add(|db| add_values(db, &sums))?;
             }
-            let (dy, n) = (host_values(&grad)?, self.weight.shape()[2]);
-            let mut sums = zeros(b.elem_count());
-            for (expert, rows) in self.groups(x.dim(0)?)? {
-                let sum = sum_rows(Spread::Pool, &dy[rows.start * n..rows.end * n], n);
-                sums[expert * n..(expert + 1) * n].copy_from_slice(&sum);
-            }
-            bias.add(|db| add_values(db, &sums))?;
         }
-        Ok((self.input_gradient(x, &grad)?, None))
-    }
-}
-
-impl CustomOp1 for Packed {
-    fn name(&self) -> &'static str {
-        "packed linear without bias"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (rows, n) = (layout.shape().dims2()?.0, self.weight.shape()[2]);
-        let mut out = buffer(rows * n);
-        self.weight.forward_grouped(&mut out, values(x, layout)?, &self.groups(rows)?, false)?;
-        Ok((CpuStorage::F32(out), Shape::from((rows, n))))
-    }
-
-    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        packed_forward(OP, (x, layout), &self.weight, None, None)
-    }
-
-    fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        self.input_gradient(x, &grad.contiguous()?)
+        self.input_gradient(x, grad).map(of_first)
     }
 }
 
