@@ -5,9 +5,9 @@ mod models;
 mod timing;
 
 use models::{SMALL, Shape, TINY, model, sequences};
-use rloss::learner::batch::MicroBatch;
-use rloss::learner::forward_backward::{HeadGradient, Pass, PassSettings};
+use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::learner::gradients::GradientSum;
+use rloss::learner::micro_batch::MicroBatch;
 use rloss::model::forward::ForwardOptions;
 use rloss::ops::product::{Spread, forward_product, stock};
 use std::hint::black_box;
@@ -59,9 +59,8 @@ fn step(name: &str, shape: Shape, count: usize, length: usize, rounds: usize) {
         load_balance: 0.0,
         forward: ForwardOptions::default(),
     };
-    let objective = |log_probs: &[f32], _: &[f32]| {
-        Ok(HeadGradient { log_probs: vec![-1.0; log_probs.len()], entropies: vec![0.0; log_probs.len()] })
-    };
+    let objective =
+        |[log_probs, _]: [&[f32]; 2]| Ok([vec![-1.0; log_probs.len()], vec![0.0; log_probs.len()]]);
     let (invariant, default) = medians(
         rounds,
         || (),

@@ -12,9 +12,9 @@ use rloss::checkpoint::load::ModelFolder;
 use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::dist::{PackedWeights, RolloutWeights};
 use rloss::learner::OptimizerSettings;
-use rloss::learner::batch::MicroBatch;
-use rloss::learner::forward_backward::{HeadGradient, Pass, PassSettings};
+use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::learner::gradients::GradientSum;
+use rloss::learner::micro_batch::MicroBatch;
 use rloss::learner::optimizer::Optimizer;
 use rloss::model::config::Form;
 use rloss::model::forward::{ForwardOptions, Model};
@@ -66,10 +66,8 @@ fn run_pass(
     let weights = &parameters.learning(&sum.of_pass(0)).expect("weights");
     let pass = Pass { model, weights, batch, settings };
     begin();
-    pass.forward_backward(&|log_probs, _| {
-        Ok(HeadGradient { log_probs: vec![-1.0; log_probs.len()], entropies: vec![0.0; log_probs.len()] })
-    })
-    .expect("pass");
+    pass.forward_backward(&|[log_probs, _]| Ok([vec![-1.0; log_probs.len()], vec![0.0; log_probs.len()]]))
+        .expect("pass");
 }
 
 fn measure(shape: Shape, tokens: usize) {

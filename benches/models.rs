@@ -1,7 +1,7 @@
 //! Random models and sequences for the benchmarks.
 
 use rand::Rng;
-use rloss::learner::batch::Sequence;
+use rloss::learner::micro_batch::Sequence;
 use rloss::model::config::{Config, LayerType, Rope};
 use rloss::model::family::Family;
 use rloss::model::forward::Model;

@@ -14,12 +14,12 @@ use clap::Parser;
 use models::{TINY, config, random};
 use rloss::dist::Mesh;
 use rloss::harmony::Message;
-use rloss::learner::batch::{Cut, MicroBatch, Sequence};
 use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::forward_backward::PassSettings;
 use rloss::learner::gradients::clip;
+use rloss::learner::micro_batch::MicroBatch;
 use rloss::learner::optimizer::Optimizer;
-use rloss::learner::policy_step::PolicyStep;
+use rloss::metrics::Timings;
 use rloss::model::cache::CacheRoom;
 use rloss::model::config::{Config, LayerType};
 use rloss::model::forward::ForwardOptions;
@@ -32,6 +32,7 @@ use rloss::rollout::{
 };
 use rloss::run::memory::{PassWeights, recomputes_layers};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
+use rloss::trainer::step::PolicyStep;
 use rloss::trajectory::Group;
 use serde_json::json;
 use std::sync::{Mutex, PoisonError};
@@ -91,9 +92,8 @@ impl Shapes {
 
     /// Multiply-adds of the products of forward and backward, each once: what is computed again does not count, nor does
     /// attention. The backward has two products for one of the forward.
-    fn useful(&self, sequences: &[Sequence], cut: Cut) -> usize {
+    fn useful(&self, batches: &[MicroBatch]) -> usize {
         let (of_row, of_target) = self.multiply_adds();
-        let batches = MicroBatch::split_sharing(sequences, cut, |_| usize::MAX);
         let each = |b: &MicroBatch| b.tokens.len() * of_row + b.targets.len() * of_target;
         3 * batches.iter().map(each).sum::<usize>()
     }
@@ -238,6 +238,7 @@ fn main() -> Result<()> {
     let task = Numbers { characters };
     let (mut rollouts, mut updates, mut both_ways, mut decodes) = (vec![], vec![], vec![], vec![]);
     let mut useful = 0;
+    let timings = Timings::new();
     let batch = SEQUENCES_MAX.min(shapes.prompts as usize * shapes.samples);
     // The first step is not counted: on either side it is the one that meets fresh memory.
     for step in 0..=shapes.steps {
@@ -281,12 +282,17 @@ fn main() -> Result<()> {
             let tokens = shapes.prompt_tokens + shapes.response_tokens;
             ensure!(trajectory.tokens.len() == tokens, "a response of another length");
         }
-        let ((update_gradients, sequences), update) = time(|| {
+        if shapes.separate_prompts {
+            let trajectories = groups.iter_mut().flat_map(|group| &mut group.trajectories);
+            trajectories.zip(TEXT..TEXT_END).for_each(|(trajectory, token)| trajectory.tokens[0] = token);
+        }
+        let ((update_gradients, of_update), update) = time(|| {
             let step = PolicyStep {
+                step: step.max(1),
                 runner: BatchRunner { threads: &threads, model: &model, parameters: &parameters },
                 reference: None,
-                critic: None,
                 policy,
+                train,
                 kl_coefficient: 0.0,
                 pass: PassSettings {
                     recompute_layers,
@@ -295,26 +301,20 @@ fn main() -> Result<()> {
                     forward: ForwardOptions::default(),
                 },
                 second_forward: None,
-                micro_batch_tokens: train.micro_batch_tokens,
-                updates: 1,
                 response_tokens_max: shapes.response_tokens,
+                timings: &timings,
             };
-            let mut experience = step.prepare(&groups.iter().collect::<Vec<_>>())?;
-            if shapes.separate_prompts {
-                let sequences = experience.measured.sampled.sequences.iter_mut();
-                sequences.zip(TEXT..TEXT_END).for_each(|(sequence, token)| sequence.tokens[0] = token);
-            }
-            let (update, gradients) = time(|| step.gradients(&experience)?.context("no token counts"))?;
-            let gap = step.gap_of(&experience, &update)?.get("mismatch/log_ppl_abs_diff_max");
+            let (batch, ..) = step.prepare(&groups.iter().collect::<Vec<_>>(), None)?;
+            let (update, gradients) = time(|| step.gradients(&batch)?.context("no token counts"))?;
+            let gap = batch.mismatch(&update.forward)?.get("mismatch/log_ppl_abs_diff_max");
             ensure!(shapes.separate_prompts || gap == Some(0.0), "rollout and training differ: {gap:?}");
             threads.wide(|| {
-                clip(&mut parameters, optimizer_settings.grad_norm_max)?;
-                optimizer.update(&mut parameters, optimizer_settings.lr)
+                clip(&parameters, optimizer_settings.grad_norm_max)?;
+                optimizer.update(&parameters, optimizer_settings.lr)
             })?;
-            Ok((gradients, experience.measured.sampled.sequences))
+            Ok((gradients, shapes.useful(&batch.micro_batches)))
         })?;
-        let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters };
-        useful = shapes.useful(&sequences, runner.cut(train.micro_batch_tokens));
+        useful = of_update;
         if step > 0 {
             rollouts.push(rollout);
             updates.push(update);

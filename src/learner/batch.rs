@@ -1,361 +1,246 @@
-//! Sequences packed without padding, in micro-batches of a bounded number of rows. Where it is asked for, sequences that begin
-//! alike, as the samples of a group with their prompt, share the rows of what they have in common.
+//! The one record of a step's trajectories: columns with one value a trained token, sequence after sequence.
+//! A step fills them in from top to bottom; nothing of them changes between its first update and its last.
 
-use crate::dist::Mesh;
-use crate::model::split_rows::SplitRows;
-use crate::ops::SequenceRows;
+use super::forward_backward::PassOutput;
+use super::micro_batch::{MicroBatch, Packing, Sequence};
+use super::routed_experts::{self as experts, Routes};
+use crate::metrics::Metrics;
+use crate::policy::Sequences;
+use crate::policy::offpolicy::{agreement_metrics, offpolicy_metrics, probs_diff_metrics};
+use crate::random::{Purpose, stream};
+use crate::trajectory::{Group, TokenFigures, Trajectory};
 use anyhow::Result;
-use candle_core::Tensor;
+use rand::seq::SliceRandom;
 use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// One sequence to train on.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Sequence {
-    pub tokens: Vec<u32>,
-    /// True where the token is trained on; the first token never is, nothing predicts it.
-    pub mask: Vec<bool>,
-}
-
-/// Sequences as the forward takes them. A sequence's last token predicts nothing, so it is a target only.
+/// A batch, or the minibatch of it that one update takes.
 #[derive(Debug, Clone)]
-pub struct MicroBatch {
-    /// Which sequences of the batch these are.
-    pub sequences: Range<usize>,
-    /// Input ids, `[T]`.
-    pub tokens: Arc<Vec<u32>>,
-    /// Position of each within its sequence, `[T]`.
-    pub positions: Vec<u32>,
-    /// The rows of each sequence in `tokens`.
-    pub sequence_rows: Arc<SequenceRows>,
-    /// How many sequences hold each row, `[T]`; `None` where nothing is shared.
-    pub holders: Option<Arc<Vec<u32>>>,
-    /// Rows that predict a trained token, `[R]`. One that predicts the next token of several sequences is there as often.
-    pub rows: Arc<Vec<u32>>,
-    /// The tokens they predict, `[R]`.
-    pub targets: Arc<Vec<u32>>,
-    /// Start of each sequence in `rows`, and `R`.
-    pub cu_targets: Vec<usize>,
-    /// Experts to use instead of the router's choice, u32 `[T, K]` a layer.
-    pub replay: Option<Vec<Tensor>>,
-    /// Present in a part of a micro-batch: tokens, positions, rows, targets and experts are then this rank's, the rest the whole's.
-    pub split: Option<Arc<Split>>,
+pub struct Batch {
+    pub sequences: Vec<Arc<Sequence>>,
+    /// Start of each sequence in the columns, and their length.
+    pub cu_seqlens: Vec<usize>,
+    /// Log-probabilities at sampling.
+    pub rollout_log_probs: Vec<f32>,
+    /// Log-probabilities of a training forward before the first update, where one is made.
+    pub training_log_probs: Option<Vec<f32>>,
+    /// Log-probabilities of the frozen reference, where the recipe has one.
+    pub reference_log_probs: Option<Vec<f32>>,
+    /// The critic's values before its first update, where there is a critic.
+    pub values: Option<Vec<f32>>,
+    pub advantages: Vec<f32>,
+    /// The critic's targets.
+    pub returns: Option<Vec<f32>>,
+    /// False where a rejection took the token out of the loss.
+    pub mask: Vec<bool>,
+    /// Importance weights of the rollout correction.
+    pub weights: Option<Vec<f32>>,
+    /// Experts chosen at sampling, one entry a sequence, where training's own are compared with them.
+    pub rollout_routes: Option<Vec<Routes>>,
+    /// Experts to replay, one entry a sequence.
+    replay: Option<Vec<Routes>>,
+    packing: Packing,
+    /// The sequences as the policy's forward takes them, with the experts to replay.
+    pub micro_batches: Vec<MicroBatch>,
 }
 
-/// How a batch is cut into micro-batches.
-#[derive(Debug, Clone, Copy)]
-pub struct Cut {
-    /// Input tokens of a micro-batch at most.
-    pub tokens_max: usize,
-    /// Whether there shall be an even number of several, one more where need be: run side by side, two threads then have equal
-    /// work. It says nothing of the threads there are, on which no bit depends.
-    pub in_pairs: bool,
+/// A forward of the policy over a whole batch.
+pub struct Forward {
+    /// One a trained token.
+    pub log_probs: Vec<f32>,
+    /// The experts it chose, one entry a sequence.
+    pub routes: Vec<Routes>,
 }
 
-impl From<usize> for Cut {
-    /// Up to so many tokens, as few as can be.
-    fn from(tokens_max: usize) -> Self {
-        Self { tokens_max, in_pairs: false }
-    }
-}
-
-/// How a micro-batch lies over the ranks that share it.
-pub struct Split {
-    pub rows: Arc<SplitRows>,
-    /// For each rank the places in the whole's targets that its rows predict.
-    pub targets: Vec<Vec<usize>>,
-}
-
-impl std::fmt::Debug for Split {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Split").field("targets", &self.targets).finish_non_exhaustive()
-    }
-}
-
-impl Split {
-    /// The places of this rank's targets.
-    pub fn own_targets(&self) -> &[usize] {
-        &self.targets[self.rows.place()]
-    }
-
-    /// The whole's column of targets from each rank's.
-    pub fn column(&self, parts: &[Vec<f32>]) -> Vec<f32> {
-        let mut whole = vec![0.0; self.targets.iter().map(Vec::len).sum()];
-        for (places, part) in self.targets.iter().zip(parts) {
-            places.iter().zip(part).for_each(|(&place, &value)| whole[place] = value);
-        }
-        whole
-    }
-}
-
-impl MicroBatch {
-    /// How it lies over the ranks of `mesh` that share sequences; `None` where none do.
-    ///
-    /// # Errors
-    /// When there are fewer rows than ranks.
-    pub fn split_over(&self, mesh: &Arc<Mesh>) -> Result<Option<Split>> {
-        if mesh.sequence_ranks() == 1 {
-            return Ok(None);
-        }
-        let rows = SplitRows::new(mesh, self.tokens.len())?;
-        let holds = |range: &Range<usize>, row: u32| range.contains(&(row as usize));
-        let places = |range: &Range<usize>| -> Vec<usize> {
-            (0..self.rows.len()).filter(|&place| holds(range, self.rows[place])).collect()
-        };
-        let targets = rows.ranges().iter().map(places).collect();
-        Ok(Some(Split { rows: Arc::new(rows), targets }))
-    }
-
-    /// This rank's part, where several share sequences; the whole elsewhere.
-    ///
-    /// # Errors
-    /// When there are fewer rows than ranks.
-    pub fn part(&self, mesh: &Arc<Mesh>) -> Result<Cow<'_, Self>> {
-        let Some(split) = self.split_over(mesh)? else { return Ok(Cow::Borrowed(self)) };
-        let (own, places) = (split.rows.own(), split.own_targets());
-        let cut = |routes: &Tensor| Ok(routes.narrow(0, own.start, own.len())?.contiguous()?);
-        let replay = self.replay.as_ref().map(|layers| layers.iter().map(cut).collect::<Result<_>>());
-        Ok(Cow::Owned(Self {
-            tokens: Arc::new(self.tokens[own.clone()].to_vec()),
-            positions: self.positions[own.clone()].to_vec(),
-            rows: Arc::new(places.iter().map(|&place| self.rows[place] - own.start as u32).collect()),
-            targets: Arc::new(places.iter().map(|&place| self.targets[place]).collect()),
-            replay: replay.transpose()?,
-            split: Some(Arc::new(split)),
-            ..self.clone()
-        }))
-    }
-
-    /// The sequences `range`, each of which shares with the one before it the positions that `shared` says.
-    fn new(sequences: &[Sequence], range: Range<usize>, shared: &[usize]) -> Self {
-        let (mut tokens, mut rows, mut targets, mut cu_targets) = (vec![], vec![], vec![], vec![0]);
-        let mut sequence_rows = SequenceRows::default();
-        for (i, sequence) in sequences[range.clone()].iter().enumerate() {
-            sequence_rows.push(sequence.inputs().len(), if i == 0 { 0 } else { shared[range.start + i] });
-            tokens.extend_from_slice(&sequence.inputs()[sequence_rows.shared(i)..]);
-            let path = sequence_rows.path(i);
-            for i in (1..sequence.tokens.len()).filter(|&i| sequence.mask[i]) {
-                rows.push(path[i - 1] as u32);
-                targets.push(sequence.tokens[i]);
-            }
-            cu_targets.push(rows.len());
+impl Batch {
+    /// The trained tokens of `groups`, packed; the other columns are empty.
+    pub fn new(groups: &[&Group], packing: Packing) -> Self {
+        let (mut sequences, mut cu_seqlens, mut rollout_log_probs) = (vec![], vec![0], vec![]);
+        for Trajectory { tokens, mask, logprobs, .. } in groups.iter().flat_map(|g| &g.trajectories) {
+            let of_tokens = mask.iter().zip(logprobs).skip(1).filter(|(m, _)| **m);
+            rollout_log_probs.extend(of_tokens.map(|(_, &logprob)| logprob));
+            cu_seqlens.push(rollout_log_probs.len());
+            sequences.push(Arc::new(Sequence { tokens: tokens.clone(), mask: mask.clone() }));
         }
         Self {
-            sequences: range,
-            tokens: Arc::new(tokens),
-            positions: sequence_rows.positions(),
-            holders: sequence_rows.holders().map(Arc::new),
-            sequence_rows: Arc::new(sequence_rows),
-            rows: Arc::new(rows),
-            targets: Arc::new(targets),
-            cu_targets,
+            micro_batches: pack(&sequences, packing),
+            mask: vec![true; rollout_log_probs.len()],
+            sequences,
+            cu_seqlens,
+            rollout_log_probs,
+            training_log_probs: None,
+            reference_log_probs: None,
+            values: None,
+            advantages: vec![],
+            returns: None,
+            weights: None,
+            rollout_routes: None,
             replay: None,
-            split: None,
+            packing,
         }
     }
 
-    /// Splits `sequences`, in order, into micro-batches of up to `cut` input tokens and about equal size; a longer sequence makes
-    /// one of its own.
-    pub fn split(sequences: &[Sequence], cut: impl Into<Cut>) -> Vec<Self> {
-        Self::cut(sequences, &vec![0; sequences.len()], cut.into())
+    /// Packs the batch again, with `routes` as the experts of every later forward of the policy.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn replay(&mut self, routes: Vec<Routes>) -> Result<()> {
+        self.micro_batches = pack_replayed(&self.sequences, self.packing, &routes)?;
+        self.replay = Some(routes);
+        Ok(())
     }
 
-    /// The same, where a sequence shares with the one before it the input tokens that both begin with, up to
-    /// `shared_max(index)`: they are there once. `cut` bounds the rows that are there, and what they predict.
-    pub fn split_sharing(
-        sequences: &[Sequence],
-        cut: impl Into<Cut>,
-        shared_max: impl Fn(usize) -> usize,
-    ) -> Vec<Self> {
-        let mut shared = vec![0; sequences.len()];
-        for (i, pair) in sequences.windows(2).enumerate() {
-            let tokens = pair[0].inputs().iter().zip(pair[1].inputs());
-            shared[i + 1] = tokens.take_while(|(a, b)| a == b).count().min(shared_max(i + 1));
-        }
-        Self::cut(sequences, &shared, cut.into())
-    }
-
-    fn cut(sequences: &[Sequence], shared: &[usize], Cut { tokens_max, in_pairs }: Cut) -> Vec<Self> {
-        let units = units(sequences, shared, tokens_max);
-        let total: usize = units.iter().map(|unit| unit.own_tokens).sum();
-        let fewest = total.div_ceil(tokens_max.max(1));
-        let cut = |parts: usize| cut_into(parts, total, &units, tokens_max);
-        let is_even = |ranges: &Vec<_>| !in_pairs || ranges.len() < 2 || ranges.len() % 2 == 0;
-        // A few more parts are tried where lengths and bound make their number odd.
-        let full = (fewest..fewest + 4).map(cut).find(is_even).unwrap_or_else(|| cut(fewest));
-        // Parts that begin with a prompt of their own may not hold their share of the rest: what is left over would be small parts,
-        // which the passes beside them wait for. More parts hold theirs.
-        let holding = (fewest..=full.len())
-            .map(|parts| (parts, cut(parts)))
-            .find(|(parts, ranges)| ranges.len() <= *parts && is_even(ranges));
-        let ranges = holding.map_or(full, |(_, ranges)| ranges);
-        ranges.into_iter().map(|range| Self::new(sequences, range, shared)).collect()
-    }
-}
-
-/// Sequences that go into one micro-batch together.
-struct Unit {
-    sequences: Range<usize>,
-    /// Its rows, or what it predicts where that is more, beside the sequences before it.
-    own_tokens: usize,
-    /// The same as the first of a micro-batch, where it has nobody to share with.
-    tokens: usize,
-}
-
-/// The units of `sequences`: a group goes together where it fits, since a cut in it computes twice what its samples share. One
-/// begins where much less is shared than in it: a prompt's beginning may be that of all.
-fn units(sequences: &[Sequence], shared: &[usize], tokens_max: usize) -> Vec<Unit> {
-    let unit = |(i, sequence): (usize, &Sequence)| {
-        let tokens = sequence.inputs().len();
-        let predicted = sequence.mask.iter().skip(1).filter(|m| **m).count();
-        // Sequences may share all their rows, but what they predict counts for each.
-        Unit { sequences: i..i + 1, own_tokens: (tokens - shared[i]).max(predicted), tokens }
-    };
-    let single: Vec<Unit> = sequences.iter().enumerate().map(unit).collect();
-    let mut units = vec![];
-    let shared = |i: usize| shared.get(i).copied().unwrap_or(0);
-    let begins = |i: usize| shared(i) == 0 || 2 * shared(i) < shared(i + 1);
-    for group in single.chunk_by(|_, next| !begins(next.sequences.start)) {
-        let tokens = group[0].tokens + group[1..].iter().map(|unit| unit.own_tokens).sum::<usize>();
-        if tokens <= tokens_max {
-            let sequences = group[0].sequences.start..group[group.len() - 1].sequences.end;
-            let own_tokens = tokens - group[0].tokens + group[0].own_tokens;
-            units.push(Unit { sequences, own_tokens, tokens });
-        } else {
-            units.extend(group.iter().map(|unit| Unit { sequences: unit.sequences.clone(), ..*unit }));
+    /// The micro-batches of a model that replays no experts and packs by `packing`.
+    pub fn micro_batches_of(&self, packing: Packing) -> Cow<'_, [MicroBatch]> {
+        match self.replay.is_none() && packing == self.packing {
+            true => Cow::Borrowed(&self.micro_batches),
+            false => Cow::Owned(pack(&self.sequences, packing)),
         }
     }
-    units
-}
 
-/// Cuts `units`, `total` long, into about `parts` parts of about equal size and up to `tokens_max` tokens.
-fn cut_into(parts: usize, total: usize, units: &[Unit], tokens_max: usize) -> Vec<Range<usize>> {
-    let mut ranges: Vec<Range<usize>> = vec![];
-    let (mut tokens, mut part, mut before) = (0, 0, 0);
-    for unit in units {
-        // The part in which the unit's middle lies, when the whole is cut into equal parts.
-        let own_part = (2 * before + unit.own_tokens) * parts / (2 * total).max(1);
-        before += unit.own_tokens;
-        match ranges.last_mut() {
-            Some(range) if own_part <= part && tokens + unit.own_tokens <= tokens_max => {
-                range.end = unit.sequences.end;
-                tokens += unit.own_tokens;
+    /// The place of a micro-batch in the columns.
+    pub fn span(&self, micro_batch: &MicroBatch) -> Range<usize> {
+        self.cu_seqlens[micro_batch.sequences.start]..self.cu_seqlens[micro_batch.sequences.end]
+    }
+
+    /// The trained tokens that count.
+    ///
+    /// # Errors
+    /// When the columns disagree.
+    pub fn tokens(&self) -> Result<Sequences<'_>> {
+        Sequences::new(&self.cu_seqlens, &self.mask)
+    }
+
+    /// Which sequences each update of epoch `epoch` takes: one update takes all in order, several take even
+    /// shares of a shuffle that depends on seed, step and epoch alone.
+    pub fn minibatches(&self, count: usize, seed: u64, step: u64, epoch: u64) -> Vec<Vec<usize>> {
+        let total = self.sequences.len();
+        let count = count.clamp(1, total.max(1));
+        let mut order: Vec<usize> = (0..total).collect();
+        if count > 1 {
+            order.shuffle(&mut stream(seed, Purpose::Shuffle, &[step, epoch]));
+        }
+        (0..count).map(|i| order[i * total / count..(i + 1) * total / count].to_vec()).collect()
+    }
+
+    /// The minibatch of the sequences `indices`, in that order; the batch itself where that is all of it.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn select(&self, indices: &[usize]) -> Result<Cow<'_, Self>> {
+        if indices.iter().copied().eq(0..self.sequences.len()) {
+            return Ok(Cow::Borrowed(self));
+        }
+        let span = |s: &usize| self.cu_seqlens[*s]..self.cu_seqlens[*s + 1];
+        let column = |values: &Vec<f32>| -> Vec<f32> {
+            indices.iter().flat_map(|s| values[span(s)].iter().copied()).collect()
+        };
+        let of_sequences =
+            |routes: &Vec<Routes>| -> Vec<Routes> { indices.iter().map(|&s| routes[s].clone()).collect() };
+        let sequences: Vec<_> = indices.iter().map(|&s| self.sequences[s].clone()).collect();
+        let ends = indices.iter().scan(0, |end, s| {
+            *end += span(s).len();
+            Some(*end)
+        });
+        let mut minibatch = Self {
+            cu_seqlens: std::iter::once(0).chain(ends).collect(),
+            rollout_log_probs: column(&self.rollout_log_probs),
+            training_log_probs: self.training_log_probs.as_ref().map(column),
+            reference_log_probs: self.reference_log_probs.as_ref().map(column),
+            values: self.values.as_ref().map(column),
+            advantages: column(&self.advantages),
+            returns: self.returns.as_ref().map(column),
+            mask: indices.iter().flat_map(|s| self.mask[span(s)].iter().copied()).collect(),
+            weights: self.weights.as_ref().map(column),
+            rollout_routes: self.rollout_routes.as_ref().map(of_sequences),
+            replay: None,
+            packing: self.packing,
+            micro_batches: vec![],
+            sequences,
+        };
+        match &self.replay {
+            Some(routes) => minibatch.replay(of_sequences(routes))?,
+            None => minibatch.micro_batches = pack(&minibatch.sequences, self.packing),
+        }
+        Ok(Cow::Owned(minibatch))
+    }
+
+    /// Joins the outputs of the policy's micro-batches. Experts are read where sampling's are known.
+    ///
+    /// # Errors
+    /// When experts cannot be read.
+    pub fn forward(&self, outputs: &[PassOutput]) -> Result<Forward> {
+        let routes = match self.rollout_routes {
+            Some(_) => experts::chosen(&self.micro_batches, outputs)?,
+            None => vec![],
+        };
+        Ok(Forward { log_probs: outputs.iter().flat_map(|o| o.log_probs()).copied().collect(), routes })
+    }
+
+    /// `rollout_corr/`, `mismatch/` and `training/` figures: how far the log-probabilities and experts of
+    /// sampling are from those of `training`, a forward before the first update. Rejected tokens are among
+    /// them.
+    ///
+    /// # Errors
+    /// When no token was sampled, or a log-probability is no number.
+    pub fn mismatch(&self, training: &Forward) -> Result<Metrics> {
+        let all = vec![true; self.rollout_log_probs.len()];
+        let sequences = Sequences::new(&self.cu_seqlens, &all)?;
+        let (rollout, log_probs) = (&self.rollout_log_probs, &training.log_probs);
+        let mut metrics = Metrics::new();
+        for (name, value) in offpolicy_metrics(&sequences, log_probs, Some(rollout))? {
+            metrics.set(format!("rollout_corr/{name}"), value);
+        }
+        for found in [
+            agreement_metrics(&sequences, log_probs, rollout)?,
+            probs_diff_metrics(&sequences, log_probs, rollout)?,
+        ] {
+            found.into_iter().for_each(|(name, value)| metrics.set(name, value));
+        }
+        if let Some(sampled) = &self.rollout_routes {
+            let agreement = experts::agreement(sampled, &training.routes, self.packing.top_k);
+            metrics.set("mismatch/routing_agreement", agreement);
+        }
+        Ok(metrics)
+    }
+
+    /// Advantages and, with the log-probabilities `training` of a forward before the first update,
+    /// mismatches, spread over all tokens of each sequence.
+    pub fn token_figures(&self, training: Option<&[f32]>) -> Vec<TokenFigures> {
+        let of_sequence = |(sequence, span): (&Arc<Sequence>, &[usize])| {
+            let spread = |value: &dyn Fn(usize) -> f32| -> Vec<f32> {
+                let mut at = span[0]..span[1];
+                let token = |(i, &mask): (usize, &bool)| match mask && i > 0 {
+                    true => at.next().map_or(0.0, value),
+                    false => 0.0,
+                };
+                sequence.mask.iter().enumerate().map(token).collect()
+            };
+            TokenFigures {
+                advantages: spread(&|t| self.advantages[t]),
+                gaps: training.map(|training| spread(&|t| training[t] - self.rollout_log_probs[t])),
             }
-            _ => {
-                ranges.push(unit.sequences.clone());
-                tokens = unit.tokens;
-            }
-        }
-        part = own_part;
-    }
-    ranges
-}
-
-impl Sequence {
-    /// What the forward takes: the last token is a target only.
-    fn inputs(&self) -> &[u32] {
-        &self.tokens[..self.tokens.len().saturating_sub(1)]
+        };
+        self.sequences.iter().zip(self.cu_seqlens.windows(2)).map(of_sequence).collect()
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+fn pack(sequences: &[Arc<Sequence>], packing: Packing) -> Vec<MicroBatch> {
+    MicroBatch::split_sharing(sequences, packing.cut, |_| packing.shared_positions_max)
+}
 
-    #[test]
-    fn sequences_are_packed_without_padding_and_split_at_the_bound() {
-        let sequence = |n: u32| Sequence { tokens: (0..n).collect(), mask: (0..n).map(|i| i != 1).collect() };
-        let batches = MicroBatch::split(&[sequence(4), sequence(3), sequence(9), sequence(2)], 6);
-        let ranges: Vec<_> = batches.iter().map(|b| b.sequences.clone()).collect();
-        assert_eq!(ranges, [0..2, 2..3, 3..4]);
-        let first = &batches[0];
-        assert_eq!(*first.tokens, [0, 1, 2, 0, 1]);
-        assert_eq!(first.positions, [0, 1, 2, 0, 1]);
-        assert_eq!(first.sequence_rows.cu_seqlens().unwrap(), [0, 3, 5]);
-        assert_eq!(*first.rows, [1, 2, 4]);
-        assert_eq!(*first.targets, [2, 3, 2]);
-        assert_eq!(first.cu_targets, [0, 2, 3]);
+/// Packs with experts to replay. Sequences share only rows that have the same experts.
+fn pack_replayed(
+    sequences: &[Arc<Sequence>],
+    Packing { cut, shared_positions_max, top_k }: Packing,
+    routes: &[Routes],
+) -> Result<Vec<MicroBatch>> {
+    let common = |i: usize| experts::common_positions(&routes[i - 1], &routes[i], top_k);
+    let mut micro_batches =
+        MicroBatch::split_sharing(sequences, cut, |i| common(i).min(shared_positions_max));
+    for batch in &mut micro_batches {
+        batch.replay = experts::of_rows(&routes[batch.sequences.clone()], &batch.sequence_rows, top_k)?;
     }
-
-    #[test]
-    fn micro_batches_in_pairs_leave_no_thread_of_two_idle() {
-        let of = |lengths: &[usize], tokens_max: usize| -> Vec<usize> {
-            let sequence = |&n: &usize| Sequence { tokens: vec![1; n + 1], mask: vec![true; n + 1] };
-            let sequences: Vec<Sequence> = lengths.iter().map(sequence).collect();
-            let batches = MicroBatch::split(&sequences, Cut { tokens_max, in_pairs: true });
-            assert!(batches.iter().all(|batch| batch.tokens.len() <= tokens_max));
-            batches.iter().map(|batch| batch.tokens.len()).collect()
-        };
-        assert_eq!(of(&[60; 16], 1000), [960], "what fits is not cut");
-        assert_eq!(of(&[60; 16], 512), [480; 2]);
-        assert_eq!(of(&[60; 18], 512), [240, 300, 240, 300], "three would leave one thread idle");
-        assert_eq!(of(&[60; 15], 500), [420, 480]);
-        assert_eq!(of(&[100; 3], 100), [100; 3], "there are no more sequences");
-        assert!(of(&[], 100).is_empty());
-    }
-
-    #[test]
-    fn a_group_is_not_cut_where_it_fits() {
-        // Prompts of 20 tokens, of which 6 are those of all; 4 samples of 10 each.
-        let sample = |group: u32, sample: u32| {
-            let prompt = (0..20).map(|i| if i < 6 { i } else { 100 * (group + 1) + i });
-            let tokens: Vec<u32> = prompt.chain((0..11).map(|i| 1000 * (sample + 1) + i)).collect();
-            Sequence { mask: (0..tokens.len()).map(|i| i >= 20).collect(), tokens }
-        };
-        let groups: Vec<Sequence> = (0..6).flat_map(|group| (0..4).map(move |i| sample(group, i))).collect();
-        let spans = |tokens_max: usize, in_pairs: bool| -> Vec<Range<usize>> {
-            let cut = Cut { tokens_max, in_pairs };
-            let batches = MicroBatch::split_sharing(&groups, cut, |_| usize::MAX);
-            batches.into_iter().map(|batch| batch.sequences).collect()
-        };
-        // A group has 64 rows, 58 beside another.
-        assert_eq!(spans(130, false), [0..8, 8..16, 16..24]);
-        assert_eq!(spans(130, true), [0..4, 4..12, 12..16, 16..24]);
-        assert_eq!(spans(70, true), [0..4, 4..8, 8..12, 12..16, 16..20, 20..24]);
-        assert!(spans(50, true).len() % 2 == 0, "groups that do not fit are cut");
-    }
-
-    #[test]
-    fn a_group_that_does_not_fit_is_cut_into_parts_of_about_one_size() {
-        // A prompt of 40 tokens and 64 samples of 10.
-        let sample = |sample: u32| {
-            let tokens: Vec<u32> = (0..40).chain((0..11).map(|i| 100 * (sample + 1) + i)).collect();
-            Sequence { mask: (0..tokens.len()).map(|i| i >= 40).collect(), tokens }
-        };
-        let group: Vec<Sequence> = (0..64).map(sample).collect();
-        for in_pairs in [false, true] {
-            let batches =
-                MicroBatch::split_sharing(&group, Cut { tokens_max: 100, in_pairs }, |_| usize::MAX);
-            let rows: Vec<usize> = batches.iter().map(|batch| batch.tokens.len()).collect();
-            // The first has the prompt as its share.
-            assert!(rows.len() <= 14 && rows[1..].iter().all(|rows| (80..=100).contains(rows)), "{rows:?}");
-        }
-    }
-
-    #[test]
-    fn samples_of_a_prompt_share_its_rows_within_a_micro_batch() {
-        let sample = |prompt: u32, response: &[u32]| {
-            let tokens: Vec<u32> = (0..4).map(|i| prompt + i).chain(response.iter().copied()).collect();
-            Sequence { mask: (0..tokens.len()).map(|i| i >= 4).collect(), tokens }
-        };
-        let sequences = [sample(10, &[7, 8]), sample(10, &[7, 9]), sample(10, &[1]), sample(20, &[1, 2, 3])];
-        let batches = MicroBatch::split_sharing(&sequences, 100, |_| usize::MAX);
-        let [batch] = &batches[..] else { panic!("{} micro-batches", batches.len()) };
-        assert_eq!(*batch.tokens, [10, 11, 12, 13, 7, 20, 21, 22, 23, 1, 2]);
-        assert_eq!(batch.positions, [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]);
-        // The prompt's last row predicts three first tokens.
-        assert_eq!(*batch.rows, [3, 4, 3, 4, 3, 8, 9, 10]);
-        assert_eq!(*batch.targets, [7, 8, 7, 9, 1, 1, 2, 3]);
-        assert_eq!(batch.cu_targets, [0, 2, 4, 5, 8]);
-        assert_eq!(**batch.holders.as_ref().unwrap(), [3, 3, 3, 3, 2, 1, 1, 1, 1, 1, 1]);
-        // What is cut off from its group brings the prompt along.
-        let batches = MicroBatch::split_sharing(&sequences, 6, |_| usize::MAX);
-        assert_eq!(batches.iter().map(|b| b.sequences.clone()).collect::<Vec<_>>(), [0..1, 1..3, 3..4]);
-        assert_eq!(*batches[1].tokens, [10, 11, 12, 13, 7]);
-        let same = vec![sample(10, &[7, 8]); 4];
-        assert_eq!(MicroBatch::split_sharing(&same, 9, |_| usize::MAX).len(), 2);
-        let batches = MicroBatch::split_sharing(&sequences[..3], 100, |i| 5 - i);
-        assert_eq!(*batches[0].tokens, [10, 11, 12, 13, 7, 7, 13]);
-    }
+    Ok(micro_batches)
 }

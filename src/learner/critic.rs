@@ -1,11 +1,12 @@
-//! The critic: a trunk of the policy's architecture with a value head, its estimate of advantages, and its updates.
+//! The critic: the policy's decoder stack with a value head, its estimate of advantages, and its gradients.
 //!
-//! The value of a token is read where the policy chooses it, before it is seen: V of the state, not of the action.
+//! The value of a token is read where the policy chooses it, before it is seen: V of the state, not of the
+//! action.
 
-use super::batch::{MicroBatch, Sequence};
-use super::batch_runner::BatchRunner;
-use super::experience::{Experience, spans};
-use super::forward_backward::PassSettings;
+use super::batch::Batch;
+use super::batch_runner::{BatchRunner, Shares};
+use super::forward_backward::{PassOutput, PassSettings};
+use super::micro_batch::MicroBatch;
 use super::optimizer::Optimizer;
 use crate::learner::CriticSettings;
 use crate::metrics::Metrics;
@@ -19,10 +20,10 @@ use crate::policy::advantage::{gae, whiten};
 use crate::policy::value::{ValueLoss, explained_variance, value_loss};
 use crate::policy::{Aggregation, BatchSize, Normalizer, Sequences};
 use anyhow::{Context, Result};
+use std::borrow::Cow;
 use std::collections::HashSet;
-use std::sync::{Mutex, PoisonError};
 
-/// A critic and what moves it.
+/// A critic with its optimizer.
 pub struct Critic {
     pub settings: CriticSettings,
     pub parameters: Parameters,
@@ -30,8 +31,9 @@ pub struct Critic {
 }
 
 impl Critic {
-    /// A critic that starts from a copy of the `policy`'s trunk, with a head drawn from the run's `seed`; where the policy has an
-    /// adapter, a second one on the same base. Of its tensors those learn that `trainable` marks.
+    /// A critic that starts from a copy of the `policy`'s decoder stack, with a head drawn from the run's
+    /// `seed`. Where the policy has an adapter, the critic is a second adapter on the same base. `trainable`
+    /// marks its trainable tensors.
     ///
     /// # Errors
     /// When memory runs out.
@@ -54,7 +56,7 @@ impl Critic {
             .collect();
         let values = value_model(config, seed, |spec| {
             let index = policy.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
-            // What neither learns is one and the same.
+            // Frozen tensors are shared with the policy.
             let shared = policy.shared(index).filter(|_| !learns.contains(&spec.name));
             let own = || anyhow::Ok(policy.of_place(index)?.decoded(spec)?.flatten_all()?.to_vec1()?);
             Ok(match shared {
@@ -95,20 +97,20 @@ impl Critic {
     }
 }
 
-/// How a critic sees a step's trajectories.
+/// The critic at one step.
 #[derive(Clone, Copy)]
 pub struct CriticStep<'a> {
     /// Over the critic's parameters.
     pub runner: BatchRunner<'a>,
     pub settings: &'a CriticSettings,
-    /// That of the policy loss, with the constant that it may need.
+    /// The aggregation of the policy loss, with the constant that it may need.
     pub aggregation: Aggregation,
     pub response_tokens_max: usize,
     pub pass: PassSettings,
     pub micro_batch_tokens: usize,
 }
 
-/// What the values make of the rewards, one a token.
+/// The critic's estimate, one value a token.
 pub struct ValueEstimate {
     /// Normalised over the batch.
     pub advantages: Vec<f32>,
@@ -117,17 +119,17 @@ pub struct ValueEstimate {
 }
 
 impl CriticStep<'_> {
-    fn batches(&self, sequences: &[Sequence]) -> Vec<MicroBatch> {
-        let shared_max = self.runner.shared_positions_max();
-        MicroBatch::split_sharing(sequences, self.runner.cut(self.micro_batch_tokens), |_| shared_max)
+    fn micro_batches<'b>(&self, batch: &'b Batch) -> Cow<'b, [MicroBatch]> {
+        batch.micro_batches_of(self.runner.packing(self.micro_batch_tokens))
     }
 
-    /// The value of every trained token of `sequences`, one after the other.
+    /// The value of every trained token of `batch`, one after the other.
     ///
     /// # Errors
     /// Those of the passes.
-    pub fn values(&self, sequences: &[Sequence]) -> Result<Vec<f32>> {
-        self.runner.values(&self.batches(sequences), self.pass)
+    pub fn values(&self, batch: &Batch) -> Result<Vec<f32>> {
+        let outputs = self.runner.forward(&self.micro_batches(batch), self.pass)?;
+        Ok(outputs.into_iter().flat_map(|PassOutput { head: [values], .. }| values).collect())
     }
 
     /// Advantages and returns from `rewards` and `values`, one a token.
@@ -150,40 +152,36 @@ impl CriticStep<'_> {
         Ok(ValueEstimate { advantages, returns: found.returns, metrics })
     }
 
-    /// Gradients of the value loss over `experience`, or the part of it that one update takes: they are in the critic's
-    /// parameters then. Returns the figures; `None` when every token was rejected.
+    /// Gradients of the value loss over `batch` or a minibatch, into the critic's parameters. Returns the
+    /// figures; `None` when every token was rejected.
     ///
     /// # Errors
-    /// When a pass fails, or a value is no number.
-    pub fn gradients(&self, experience: &Experience) -> Result<Option<Metrics>> {
-        let tokens = experience.tokens()?;
+    /// When a pass fails, a value is no number, or the batch has no values and returns.
+    pub fn gradients(&self, batch: &Batch) -> Result<Option<Metrics>> {
+        let tokens = batch.tokens()?;
         if tokens.valid_tokens() == 0 {
             return Ok(None);
         }
         let (old_values, returns) =
-            experience.values.as_ref().zip(experience.returns.as_ref()).context("no values to learn from")?;
-        let normalizer = Normalizer::new(self.aggregation, BatchSize::of(&tokens, self.response_tokens_max))?;
+            batch.values.as_ref().zip(batch.returns.as_ref()).context("no values to learn from")?;
+        let size = BatchSize::of(&tokens, self.response_tokens_max);
+        let normalizer = Normalizer::new(self.aggregation, size)?;
         let clip = if self.settings.value_clip > 0.0 { self.settings.value_clip } else { f64::INFINITY };
-        let batches = self.batches(&experience.sequences);
-        let spans = spans(&batches);
-        let shares: Vec<Mutex<Option<ValueLoss>>> = batches.iter().map(|_| Mutex::new(None)).collect();
-        self.runner.accumulate_values(&batches, self.pass, &|index, values| {
-            let span = spans[index].clone();
-            let sequences = Sequences::new(&batches[index].cu_targets, &experience.mask[span.clone()])?;
+        let micro_batches = self.micro_batches(batch);
+        let shares: Shares<ValueLoss> = Shares::of(&micro_batches);
+        self.runner.accumulate(&micro_batches, self.pass, &|index, [values]| {
+            let span = batch.span(&micro_batches[index]);
+            let sequences = Sequences::new(&micro_batches[index].cu_targets, &batch.mask[span.clone()])?;
             let (old_values, returns) = (&old_values[span.clone()], &returns[span]);
-            let share = value_loss(&sequences, values, old_values, returns, clip, &normalizer)?;
-            let gradient = share.grad_values.clone();
-            *shares[index].lock().unwrap_or_else(PoisonError::into_inner) = Some(share);
-            Ok(gradient)
+            let mut share = value_loss(&sequences, values, old_values, returns, clip, &normalizer)?;
+            let gradient = std::mem::take(&mut share.grad_values);
+            shares.put(index, share);
+            Ok([gradient])
         })?;
-        let (mut loss, mut clipped, mut count) = (0.0, 0.0, 0.0);
-        for share in shares {
-            let share =
-                share.into_inner().unwrap_or_else(PoisonError::into_inner).context("a loss is missing")?;
-            loss += share.loss;
-            clipped += share.clipped.sum;
-            count += share.clipped.tokens;
-        }
-        Ok(Some(Metrics::from_iter([("critic/vf_loss", loss), ("critic/vf_clipfrac", clipped / count)])))
+        let shares = shares.all()?;
+        let sum = |of: fn(&ValueLoss) -> f64| shares.iter().map(of).fold(0.0, |sum, share| sum + share);
+        let clipped = sum(|share| share.clipped.sum) / sum(|share| share.clipped.tokens);
+        let loss = sum(|share| share.loss);
+        Ok(Some(Metrics::from_iter([("critic/vf_loss", loss), ("critic/vf_clipfrac", clipped)])))
     }
 }

@@ -1,11 +1,12 @@
 //! The sum of a batch's gradients: every pass adds in place to one set of buffers, in the order of the batch.
 //!
-//! Passes run side by side, but a parameter's buffer is lent to one at a time, and to pass `i + 1` only when pass `i` has
-//! added all that it has for it. Passes meet the parameters in one order, so the later ones follow the earlier a step behind.
-//! The sum has one order of additions on any number of threads, and there is no second copy of anything.
+//! Passes run side by side, but one pass at a time locks a parameter's buffer; pass `i + 1` waits until pass
+//! `i` has added all of its gradients to it. Passes add gradients in the same parameter order, so they form a
+//! pipeline. The order of additions does not depend on the number of threads, and no buffer is copied.
 //!
-//! Where several processes share the work, a pass adds to a whole tensor of zeros; the ranks exchange its pieces, and each adds
-//! what came to the piece it holds, in rank order. Ranks take the micro-batches in turn, so that is the order of the batch.
+//! With several processes a pass adds to a whole tensor of zeros. The ranks exchange its shards, and each
+//! adds the received shards to its own, in rank order. Ranks take the micro-batches in turn, so rank order is
+//! batch order.
 
 use crate::dist::wire::f32_bytes;
 use crate::dist::wire::f32_values;
@@ -22,44 +23,45 @@ use rayon::prelude::*;
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-/// Bytes of gradients that make an exchange worth its wait: small tensors go together.
+/// Bytes of gradients in one exchange at least: small tensors are sent together.
 const GROUP_BYTES: u64 = 4 << 20;
-/// Bytes of gradients that may be under way while passes go on, what is sent and what comes; a larger tensor goes alone.
+/// Bytes of gradients in flight at most, sent and received. A larger tensor is sent alone.
 const EXCHANGE_BYTES_MAX: u64 = 256 << 20;
 
-/// The same where all gradients of one pass are `pass_bytes`: no more than these, as they would only wait for each other.
+/// Bytes in flight at most where the gradients of one pass are `pass_bytes`: never more than those of one
+/// pass.
 pub fn exchange_bytes_max(pass_bytes: u64) -> u64 {
     EXCHANGE_BYTES_MAX.min(2 * pass_bytes)
 }
 
-/// The buffers of one batch's sum, and whose turn it is.
+/// The gradient buffers of one batch, and the pass whose turn it is at each.
 pub struct GradientSum {
     buffers: Vec<Option<Tensor>>,
-    /// How often a pass adds to each: twice where an embedding is the head too, the head's part first.
+    /// How often a pass adds to each: twice for an embedding tied to the head, the head's part first.
     uses: Vec<usize>,
     turns: Mutex<Turns>,
     changed: Condvar,
-    /// Present where tensors are cut over ranks.
+    /// Present where tensors are sharded over ranks.
     reduction: Option<Reduction>,
 }
 
-/// How gradients of tensors that are cut come together.
+/// The exchange of gradients of sharded tensors.
 struct Reduction {
     mesh: Arc<Mesh>,
     specs: Vec<ParameterSpec>,
     /// Where passes add.
     device: Device,
-    /// Bytes that may be under way.
+    /// Bytes in flight at most.
     bytes_max: u64,
     on_its_way: Mutex<OnItsWay>,
 }
 
-/// Gradients that have not been added yet, first come first.
+/// Gradients that are not added yet, in order.
 #[derive(Default)]
 struct OnItsWay {
-    /// Whole tensors that wait for enough others to go with, and their bytes.
+    /// Whole tensors that wait to be sent together, and their bytes.
     waiting: (Vec<(usize, Tensor)>, u64),
-    /// The pass that they are of: two passes in one exchange would be added rank by rank and not in the order of the batch.
+    /// Their pass. An exchange holds one pass: two would be added by rank and not in batch order.
     pass: usize,
     /// Exchanges: their parameters, and the bytes they take.
     started: VecDeque<(Vec<usize>, u64, Started)>,
@@ -79,7 +81,7 @@ struct PassTurn {
 }
 
 impl GradientSum {
-    /// Clears the gradients of what learns, and takes them into a sum.
+    /// Clears the gradients of trainable parameters and begins a sum in them.
     ///
     /// # Errors
     /// When a gradient cannot be written.
@@ -108,12 +110,13 @@ impl GradientSum {
         self.reduction.as_ref().map_or(Ok(()), |reduction| reduction.finish(&self.buffers))
     }
 
-    /// Where pass `pass` of the batch, from 0, adds its gradients: each parameter's once for each of its uses.
+    /// The sink of pass `pass` of the batch, from 0. It takes each parameter's gradient once for each of its
+    /// uses.
     pub fn of_pass(self: &Arc<Self>, pass: usize) -> Arc<dyn GradientSink> {
         Arc::new(PassTurn { sum: self.clone(), pass })
     }
 
-    /// Pass `pass` has failed: those after it need not wait for it.
+    /// Marks pass `pass` as failed, so that later ones do not wait for it.
     pub fn fail(&self, pass: usize) {
         let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
         turns.failed = Some(turns.failed.map_or(pass, |first| first.min(pass)));
@@ -153,7 +156,7 @@ impl GradientSink for PassTurn {
 }
 
 impl Reduction {
-    /// Has `add` add to zeros, and sends what there is on its way once it is enough.
+    /// Has `add` add to zeros, and sends the waiting tensors once they are [`GROUP_BYTES`].
     fn add(
         &self,
         pass: usize,
@@ -174,7 +177,7 @@ impl Reduction {
         if state.waiting.1 >= GROUP_BYTES { self.send(&mut state, buffers) } else { Ok(()) }
     }
 
-    /// Sends the pieces of what waits, in one exchange.
+    /// Sends the shards of the waiting tensors in one exchange.
     fn send(&self, state: &mut OnItsWay, buffers: &[Option<Tensor>]) -> candle_core::Result<()> {
         let (tensors, bytes) = std::mem::take(&mut state.waiting);
         let Some((first, _)) = tensors.first() else { return Ok(()) };
@@ -203,7 +206,7 @@ impl Reduction {
         piece(values, parameter, self.mesh.rank(), self.mesh.ranks()).len()
     }
 
-    /// Adds what came, in rank order, until no more than `left` bytes are under way.
+    /// Adds received shards, in rank order, until at most `left` bytes are in flight.
     fn settle(&self, state: &mut OnItsWay, buffers: &[Option<Tensor>], left: u64) -> candle_core::Result<()> {
         while state.started.iter().map(|(_, bytes, _)| bytes).sum::<u64>() > left {
             let Some((parameters, _, started)) = state.started.pop_front() else { break };
@@ -230,7 +233,7 @@ impl Reduction {
     }
 }
 
-/// A pass that unwinds has failed too: the passes after it would wait for ever.
+/// A pass that unwinds has failed, and later ones must not wait for it.
 impl Drop for PassTurn {
     fn drop(&mut self) {
         if std::thread::panicking() {
@@ -257,7 +260,7 @@ pub fn global_norm(parameters: &Parameters) -> Result<f64> {
 ///
 /// # Errors
 /// When a gradient cannot be read or written.
-pub fn clip(parameters: &mut Parameters, norm_max: f64) -> Result<f64> {
+pub fn clip(parameters: &Parameters, norm_max: f64) -> Result<f64> {
     let norm = global_norm(parameters)?;
     if norm_max > 0.0 && norm > norm_max {
         let factor = (norm_max / (norm + 1e-6)) as f32;

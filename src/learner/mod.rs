@@ -1,14 +1,17 @@
-//! Training: pack, forward and backward, clip, optimizer, checkpoint.
+//! The verbs of a training step: batches, forward and backward passes, losses, gradients, optimizer, critic.
 
+pub mod advantages;
 pub mod batch;
 pub mod batch_runner;
 pub mod critic;
-pub mod experience;
 pub mod forward_backward;
 pub mod gradients;
-mod objective;
+pub mod micro_batch;
 pub mod optimizer;
-pub mod policy_step;
+mod pass_results;
+pub mod policy_loss;
+pub mod rollout_correction;
+pub mod routed_experts;
 mod settings;
 pub mod supervised;
 

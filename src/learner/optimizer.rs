@@ -1,4 +1,4 @@
-//! AdamW, also with 8-bit moments, and SGD: what they keep of each tensor that learns, and their updates.
+//! AdamW, also with 8-bit moments, and SGD: their state for each trainable tensor, and their updates.
 
 use crate::learner::{OptimizerKind, OptimizerSettings as Settings, Schedule};
 use crate::model::names::TensorRole;
@@ -8,32 +8,14 @@ use crate::ops::optimizer::{AdamW, accumulate, adamw, round_to_bf16, sgd};
 use anyhow::{Context, Result};
 use candle_core::{DType, Shape, Tensor};
 
-/// Learning rate of update number `step` (from 0) of `steps`: linear warm-up, then the schedule down to the last update, or
-/// to that of `schedule_steps`.
-pub fn learning_rate(settings: &Settings, step: u64, steps: u64) -> f64 {
-    if step < settings.warmup_steps {
-        return settings.lr * (step + 1) as f64 / settings.warmup_steps as f64;
-    }
-    let steps = settings.schedule_steps.unwrap_or(steps);
-    let span = steps.saturating_sub(settings.warmup_steps).saturating_sub(1).max(1) as f64;
-    let progress = ((step - settings.warmup_steps) as f64 / span).min(1.0);
-    let last = settings.lr_final_fraction;
-    let fraction = match settings.schedule {
-        Schedule::Constant => 1.0,
-        Schedule::Linear => 1.0 + (last - 1.0) * progress,
-        Schedule::Cosine => last + (1.0 - last) * 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()),
-    };
-    settings.lr * fraction
-}
-
 /// AdamW's first and second moment.
 const MOMENTS: [&str; 2] = ["first", "second"];
-/// The same in 8 bits; their scales are [`BLOCK_STATES`].
+/// AdamW's moments in 8 bits; their scales are [`BLOCK_STATES`].
 const CODES: [&str; 2] = ["first_codes", "second_codes"];
 /// SGD's moving sum of gradients.
 const MOMENTUM: &str = "momentum";
 
-/// What the update rule keeps of `shape`, which is a tensor of `values` values or the piece of it that is here.
+/// The state of a tensor of `values` values, whose part in this process has `shape`.
 fn buffers(settings: &Settings, values: usize, shape: &Shape) -> Vec<(&'static str, DType, Shape)> {
     match settings.kind {
         OptimizerKind::AdamW8Bit if values >= adamw_8bit::VALUES_MIN => {
@@ -50,23 +32,23 @@ fn buffers(settings: &Settings, values: usize, shape: &Shape) -> Vec<(&'static s
     }
 }
 
-/// Bytes of what the update rule keeps of a tensor of `values` values, `here` of which are in this process.
+/// Bytes of the state of a tensor of `values` values, `here` of which are in this process.
 pub fn state_bytes(settings: &Settings, values: usize, here: usize) -> u64 {
     let bytes = |(_, dtype, shape): (_, DType, Shape)| (dtype.size_in_bytes() * shape.elem_count()) as u64;
     buffers(settings, values, &Shape::from(here)).into_iter().map(bytes).sum()
 }
 
-/// An optimizer over the tensors that learn. What it keeps of them lies beside them, in [`Parameters`].
+/// An optimizer over the trainable tensors. Its state lies beside them, in [`Parameters`].
 #[derive(Debug, Clone)]
 pub struct Optimizer {
-    settings: Settings,
-    /// Updates made.
+    pub settings: Settings,
+    /// Updates so far.
     pub updates: u64,
 }
 
 impl Optimizer {
-    /// A fresh optimizer, with fresh state in `parameters`. Where the model computes with weights rounded to bf16, the f32 ones
-    /// are kept as [`MASTER`]; else the weights are the masters, as a GPU's vectors are.
+    /// A fresh optimizer, with fresh state in `parameters`. Where the model computes with weights rounded to
+    /// bf16, the f32 ones are kept as [`MASTER`]; else the weights are the masters, as a GPU's vectors are.
     ///
     /// # Errors
     /// When memory runs out.
@@ -79,7 +61,7 @@ impl Optimizer {
                 let has_master = match values.device().is_cpu() {
                     // An adapter stays in f32.
                     true => round_to_bf16 && parameters.specs[index].role != TensorRole::AdapterFactor,
-                    // What a GPU multiplies by is bf16, and vectors are not.
+                    // On a GPU matrices are bf16 and vectors are not.
                     false => values.dtype() == DType::BF16,
                 };
                 if has_master {
@@ -97,11 +79,31 @@ impl Optimizer {
         Ok(optimizer)
     }
 
-    /// One update at learning rate `lr` from the gradients in `parameters`: its weights change.
+    /// The learning rate of step `step` (from 1) of `steps`: linear warm-up, then the schedule down to the
+    /// last step, or to that of `schedule_steps`.
+    pub fn learning_rate(&self, step: u64, steps: u64) -> f64 {
+        let s = &self.settings;
+        let done = step - 1;
+        if done < s.warmup_steps {
+            return s.lr * step as f64 / s.warmup_steps as f64;
+        }
+        let steps = s.schedule_steps.unwrap_or(steps);
+        let span = steps.saturating_sub(s.warmup_steps).saturating_sub(1).max(1) as f64;
+        let progress = ((done - s.warmup_steps) as f64 / span).min(1.0);
+        let last = s.lr_final_fraction;
+        let fraction = match s.schedule {
+            Schedule::Constant => 1.0,
+            Schedule::Linear => 1.0 + (last - 1.0) * progress,
+            Schedule::Cosine => last + (1.0 - last) * 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()),
+        };
+        s.lr * fraction
+    }
+
+    /// Updates the weights of `parameters` by their gradients at learning rate `lr`.
     ///
     /// # Errors
     /// When a tensor cannot be changed, or the state is another optimizer's.
-    pub fn update(&mut self, parameters: &mut Parameters, lr: f64) -> Result<()> {
+    pub fn update(&mut self, parameters: &Parameters, lr: f64) -> Result<()> {
         self.updates += 1;
         let t = self.updates as i32;
         let s = &self.settings;

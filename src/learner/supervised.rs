@@ -1,8 +1,8 @@
 //! Supervised examples: from the task's demonstrations or from JSON lines, and their loss.
 
-use super::batch::{MicroBatch, Sequence};
 use super::batch_runner::BatchRunner;
-use super::forward_backward::{HeadGradient, PassSettings};
+use super::forward_backward::PassSettings;
+use super::micro_batch::{MicroBatch, Sequence, mean_of_rows};
 use crate::bad_input;
 use crate::chat::Chat;
 use crate::harmony::Message;
@@ -21,7 +21,7 @@ pub enum Examples {
     Demonstrations,
 }
 
-/// How conversations become tokens.
+/// Turns conversations into tokens.
 #[derive(Clone, Copy)]
 pub struct Rendering<'a> {
     pub chat: &'a Chat,
@@ -29,7 +29,7 @@ pub struct Rendering<'a> {
     pub preamble: &'a [Message],
     /// Longest sequence that the model takes, tokens.
     pub context_tokens_max: usize,
-    /// Ids the model knows.
+    /// Size of the model's vocabulary.
     pub vocabulary: usize,
 }
 
@@ -151,7 +151,7 @@ fn no_demonstrations(task: &dyn Task) -> anyhow::Error {
     )
 }
 
-/// What one supervised step measured.
+/// The figures of one supervised step.
 pub struct SupervisedOutput {
     /// Mean negative log-likelihood of the trained tokens.
     pub loss: f64,
@@ -161,7 +161,7 @@ pub struct SupervisedOutput {
     pub tokens: usize,
 }
 
-/// Gradients of the mean negative log-likelihood over all trained tokens of `sequences`: in the runner's parameters then.
+/// Leaves the gradients of the mean negative log-likelihood of `sequences` in the runner's parameters.
 ///
 /// # Errors
 /// When a pass fails.
@@ -174,13 +174,12 @@ pub fn gradients(
     let batches = MicroBatch::split(sequences, runner.cut(micro_batch_tokens));
     let targets: usize = batches.iter().map(|b| b.targets.len()).sum();
     let share = -1.0 / targets.max(1) as f32;
-    let outputs = runner.accumulate(&batches, pass, &|_, log_probs, _| {
-        Ok(HeadGradient { log_probs: vec![share; log_probs.len()], entropies: vec![0.0; log_probs.len()] })
+    let outputs = runner.accumulate(&batches, pass, &|_, [log_probs, entropies]| {
+        Ok([vec![share; log_probs.len()], vec![0.0; entropies.len()]])
     })?;
     let tokens: usize = batches.iter().map(|b| b.tokens.len()).sum();
-    let sum: f64 = outputs.iter().flat_map(|o| &o.log_probs).map(|&l| f64::from(l)).sum();
-    let balance = outputs.iter().zip(&batches).map(|(o, b)| o.load_balance * b.tokens.len() as f64);
-    let load_balance = balance.sum::<f64>() / tokens.max(1) as f64;
+    let sum: f64 = outputs.iter().flat_map(|o| o.log_probs()).map(|&l| f64::from(l)).sum();
+    let load_balance = mean_of_rows(&batches, outputs.iter().map(|output| output.load_balance));
     Ok(SupervisedOutput { loss: -sum / targets.max(1) as f64, load_balance, tokens })
 }
 
@@ -196,7 +195,7 @@ pub fn loss(
 ) -> Result<f64> {
     let batches = MicroBatch::split(sequences, runner.cut(micro_batch_tokens));
     let outputs = runner.forward(&batches, pass)?;
-    let log_probs = outputs.iter().flat_map(|o| &o.log_probs);
+    let log_probs = outputs.iter().flat_map(|o| o.log_probs());
     let (sum, count) = log_probs.fold((0.0, 0usize), |(sum, n), &l| (sum + f64::from(l), n + 1));
     Ok(-sum / count.max(1) as f64)
 }

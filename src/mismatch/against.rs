@@ -11,7 +11,7 @@ use super::routes::RouteComparison;
 use super::rows::TokenRow;
 use crate::bad_input;
 use crate::chat::Chat;
-use crate::learner::batch::{MicroBatch, Sequence};
+use crate::learner::micro_batch::{MicroBatch, Sequence};
 use crate::metrics::format_number;
 use crate::model::config::LayerType;
 use anyhow::Result;

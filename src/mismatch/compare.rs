@@ -1,7 +1,7 @@
 //! Figures of a gap: training log-probs against rollout log-probs on the same tokens.
 
 use super::passes::Trace;
-use crate::learner::batch::MicroBatch;
+use crate::learner::micro_batch::MicroBatch;
 use crate::model::policy_view::PolicyView;
 use crate::ops::cpu::host_ids;
 use crate::ops::threads::Threads;

@@ -1,7 +1,7 @@
 //! Rollouts in other trainers' form, with what training computes for the same tokens.
 
 use super::formats::prime_rl::ExportLine;
-use crate::learner::batch::{MicroBatch, Sequence};
+use crate::learner::micro_batch::{MicroBatch, Sequence};
 use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
 use crate::trajectory::Trajectory;

@@ -9,9 +9,9 @@
 //!
 //! The first three cover every token that follows another; the last one those that were sampled.
 
-use crate::learner::batch::{MicroBatch, Sequence};
 use crate::learner::batch_runner::BatchRunner;
 use crate::learner::forward_backward::{Pass, PassOutput, PassSettings};
+use crate::learner::micro_batch::{MicroBatch, Sequence};
 use crate::metrics::{Console, Progress};
 use crate::model::forward::ForwardOptions;
 use crate::model::policy_view::PolicyView;
@@ -138,7 +138,7 @@ impl Proof<'_> {
         let outputs = self.runner.forward_observed(&batches, self.settings(), &passed)?;
         stage.finish();
         let of = |(batch, output): (&MicroBatch, &PassOutput)| -> Vec<Vec<f32>> {
-            batch.cu_targets.windows(2).map(|w| output.log_probs[w[0]..w[1]].to_vec()).collect()
+            batch.cu_targets.windows(2).map(|w| output.log_probs()[w[0]..w[1]].to_vec()).collect()
         };
         Ok(batches.iter().zip(&outputs).flat_map(of).collect())
     }
@@ -167,7 +167,7 @@ impl Proof<'_> {
         let mut log_probs = Vec::with_capacity(sequences.len());
         for batch in &MicroBatch::split(sequences, tokens_max) {
             let pass = Pass { model, weights, batch, settings };
-            let found = threads.wide(|| pass.forward())?.log_probs;
+            let [found, _] = threads.wide(|| pass.forward())?.head;
             log_probs.extend(batch.cu_targets.windows(2).map(|w| found[w[0]..w[1]].to_vec()));
             advance(&stage, batch.sequence_rows.positions_count());
         }

@@ -7,7 +7,7 @@ use super::compare::{Divergence, Gap, both};
 use super::diagnose::{Reference, Verdict};
 use super::observed::Observed;
 use super::output::Line;
-use crate::learner::batch::{MicroBatch, Sequence};
+use crate::learner::micro_batch::{MicroBatch, Sequence};
 use crate::metrics::Progress;
 use crate::model::arms::Arms;
 use crate::model::forward::ForwardOptions;

@@ -1,6 +1,6 @@
 //! Tokens with the log-probabilities that someone computed for them.
 
-use crate::learner::batch::{MicroBatch, Sequence};
+use crate::learner::micro_batch::{MicroBatch, Sequence};
 use std::ops::Range;
 
 /// Sequences that are computed together.

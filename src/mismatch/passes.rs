@@ -1,6 +1,6 @@
 //! Forward passes over given tokens, kept open: log-probabilities, expert choices and hidden states of every layer.
 
-use crate::learner::batch::MicroBatch;
+use crate::learner::micro_batch::MicroBatch;
 use crate::model::attend::PackedAttention;
 use crate::model::cache::{CacheRoom, Caches, SequenceCache};
 use crate::model::forward::Rows;

@@ -62,8 +62,8 @@ pub struct RunContext {
 }
 
 impl RunContext {
-    /// Opens everything the plan names, once its memory is known to suffice. Nothing is written; reading the weights, and what a
-    /// task's own program fails at later, is told on `console`.
+    /// Opens everything the plan names, once its memory is known to suffice. Nothing is written; reading the
+    /// weights, and what a task's own program fails at later, is told on `console`.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] with every mistake found, each with its place and remedy.
@@ -113,8 +113,9 @@ impl RunContext {
         }
     }
 
-    /// Other weights of the same architecture, none of which learns: a Hugging Face folder, a checkpoint, or a run's last one.
-    /// They stay on disk where they do not fit beside the model's own, which is told on `console`.
+    /// Other weights of the same architecture, none of which learns: a Hugging Face folder, a checkpoint, or
+    /// a run's last one. They stay on disk where they do not fit beside the model's own, which is told on
+    /// `console`.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when there are none, or of another architecture.
@@ -145,8 +146,9 @@ impl RunContext {
         ForwardOptions::training(&self.recipe().arms, self.recipe().train.seed)
     }
 
-    /// The first `count` prompts of draw `round` (from 0) of training step `step` (from 1): the task's stream in order. Each
-    /// step owns a stretch that suffices for every draw it may make, so its prompts depend on its number alone.
+    /// The first `count` prompts of draw `round` (from 0) of training step `step` (from 1): the task's stream
+    /// in order. Each step owns a stretch that suffices for every draw it may make, so its prompts depend on
+    /// its number alone.
     pub fn training_prompts(&self, step: u64, round: u64, count: usize) -> Vec<Prompt> {
         let recipe = self.recipe();
         let draws = recipe.rollout.resample_rounds_max + 1;
@@ -203,8 +205,8 @@ impl RunContext {
         self.parameters.mesh()
     }
 
-    /// `samples` conversations of each of `prompts`: every process samples its share of the prompts, and all of them get all. `None`
-    /// when `stop` said so.
+    /// `samples` conversations of each of `prompts`: every process samples its share of the prompts, and all
+    /// of them get all. `None` when `stop` said so.
     ///
     /// # Errors
     /// Those of [`Rollout::groups`], and when a rank does not come in time.

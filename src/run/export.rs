@@ -8,9 +8,9 @@ use crate::checkpoint::merge::merged;
 use crate::checkpoint::peft;
 use crate::checkpoint::save::{SHARD_BYTES_MAX, save};
 use crate::integrity::Manifest;
-use crate::learner::batch::{MicroBatch, Sequence};
 use crate::learner::batch_runner::BatchRunner;
-use crate::learner::forward_backward::PassSettings;
+use crate::learner::forward_backward::{PassOutput, PassSettings};
+use crate::learner::micro_batch::{MicroBatch, Sequence};
 use crate::metrics::Console;
 use crate::model::parameters::Parameters;
 use crate::recipe::Recipe;
@@ -118,7 +118,7 @@ pub fn merged_model(
             forward: Default::default(),
         };
         let found = BatchRunner { threads, model, parameters }.forward(&batches, settings)?;
-        Ok(found.into_iter().flat_map(|output| output.log_probs).collect())
+        Ok(found.into_iter().flat_map(|PassOutput { head: [log_probs, _], .. }| log_probs).collect())
     };
     let before = log_probs(parameters)?;
     let after = log_probs(&context.weights_of(out, console)?)?;

@@ -1,6 +1,6 @@
-//! What a run trains on beside its own samples: supervised examples, held-out ones, stored trajectories.
+//! A run's training data beside its own samples: supervised examples, held-out ones, stored trajectories.
 
-use crate::learner::batch::Sequence;
+use crate::learner::micro_batch::Sequence;
 use crate::learner::supervised::Examples;
 use crate::policy::RouterReplay;
 use crate::rollout::stored::{RouteShape, Stored};
@@ -33,7 +33,8 @@ impl TrainingData {
     }
 }
 
-/// Refuses problems that do not fit, before any work: those of the first step, where steps `sample`, and the held-out ones.
+/// Refuses problems that do not fit, before any work: those of the first step, unless its trajectories are
+/// stored, and the held-out ones.
 fn check_prompts(context: &RunContext, sample: bool) -> Result<()> {
     let recipe = context.recipe();
     if recipe.train.steps == 0 {

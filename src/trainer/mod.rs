@@ -1,30 +1,27 @@
-//! A run of `rloss train`: cold start, then reinforcement learning step by step, with evaluations and checkpoints.
+//! A run of `rloss train`: SFT warm-up, then reinforcement learning step by step, with evaluations and
+//! checkpoints.
 //!
-//! A step reads top to bottom in [`Trainer::reinforcement_learning`]: sample, update, note, evaluate, save.
+//! [`Trainer::reinforcement_learning`] is the loop over steps; `step.rs` is the algorithm of one.
 
-mod adapter;
-mod critic;
 mod data;
-mod generate;
 mod monitor;
+mod sample;
 mod save;
-mod update;
+mod start;
+pub mod step;
+mod warm_up;
 
 pub use data::TrainingData;
 
 use crate::checkpoint::{self, ResumePoint};
 use crate::learner::OptimizerSettings;
-use crate::learner::batch::Sequence;
 use crate::learner::batch_runner::BatchRunner;
 use crate::learner::critic::Critic;
 use crate::learner::forward_backward::PassSettings;
-use crate::learner::gradients::clip;
-use crate::learner::optimizer::{Optimizer, learning_rate};
-use crate::learner::supervised;
+use crate::learner::optimizer::Optimizer;
 use crate::metrics::{Console, Metrics, Phase, Row, Timings, read_rows};
 use crate::model::parameters::Parameters;
 use crate::ops::cuda::{device_memory, forget_memory_peaks};
-use crate::ops::threads::Threads;
 use crate::policy::kl_in_reward::KlController;
 use crate::rollout::Rollouts;
 use crate::run::context::RunContext;
@@ -37,7 +34,7 @@ use candle_core::Device;
 use monitor::Monitor;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What the console shows of a step, where the step has it.
+/// The console's figures of a step, where the step has them.
 const SHOWN: [(&str, &str); 3] = [
     ("reward", "critic/rewards/mean"),
     ("explained variance", "critic/vf_explained_var"),
@@ -54,7 +51,7 @@ pub struct Trainer {
     timings: Timings,
     /// A tool call was ended by the wall clock: the run is no longer reproducible, which is said once.
     timed_out: bool,
-    /// What is under way.
+    /// The current activity, in words.
     at: Arc<Mutex<String>>,
     monitor: Monitor,
     /// The frozen reference, where the recipe asks for one.
@@ -162,8 +159,8 @@ impl Trainer {
                 recipe.cold_start.steps.saturating_sub(cold_done),
                 recipe.cold_start.batch_size as f64,
             ),
-            // To sample and train on a conversation takes the work of one and a half demonstrations, to sample it a quarter's:
-            // as the quickstart takes it, until the stages' own times are known.
+            // In the quickstart a sampled and trained conversation costs 1.5 demonstrations, a sampled one
+            // 0.25. The stages' own times replace this guess.
             ("rl", steps.saturating_sub(rl_done), 1.5 * sampled as f64),
             ("evaluation", evaluations, 0.25 * (problems * recipe.eval.samples) as f64),
         ]);
@@ -188,64 +185,6 @@ impl Trainer {
         Ok(optimizer)
     }
 
-    /// The supervised stage from step `start` on. Returns whether a signal stopped it.
-    fn cold_start(&mut self, mut optimizer: Optimizer, start: u64) -> Result<bool> {
-        let recipe = self.context.plan.recipe.clone();
-        let cold_start = &recipe.cold_start;
-        let progress = self.console.stage("cold start", cold_start.steps, start);
-        if start == 0 && cold_start.eval_every_steps > 0 && !self.data.held_out.is_empty() {
-            let mut metrics = Metrics::new();
-            metrics.set("cold_start/held_out_loss", self.held_out_loss(&self.data.held_out)?);
-            self.write_row(0, Phase::ColdStart, metrics)?;
-        }
-        for step in start + 1..=cold_start.steps {
-            self.now(format!("step {step} of the cold start"));
-            let begun = std::time::Instant::now();
-            let first = (step - 1) * cold_start.batch_size as u64;
-            let batch = self.timings.time("demonstrations", || {
-                let task = self.context.task.as_ref();
-                self.data.examples.batch(
-                    &self.context.rendering(),
-                    task,
-                    recipe.train.seed,
-                    first,
-                    cold_start.batch_size,
-                )
-            })?;
-            let pass = PassSettings { load_balance: cold_start.load_balance_coefficient, ..self.pass(1.0) };
-            let output = self.timings.time("update", || {
-                supervised::gradients(&self.runner(), &batch, recipe.train.micro_batch_tokens, pass)
-            })?;
-            let mut metrics = Metrics::new();
-            metrics.set("cold_start/loss", output.loss);
-            if pass.load_balance > 0.0 {
-                metrics.set("cold_start/load_balance", output.load_balance);
-            }
-            let lr = learning_rate(&cold_start.optimizer, step - 1, cold_start.steps);
-            let (parameters, norm_max) = (&mut self.context.parameters, cold_start.optimizer.grad_norm_max);
-            let norm =
-                apply((&self.context.threads, &self.timings), parameters, &mut optimizer, norm_max, lr)?;
-            metrics.set("cold_start/grad_norm", norm);
-            metrics.set("cold_start/lr", lr);
-            let last = step == cold_start.steps;
-            let due = cold_start.eval_every_steps > 0 && (last || step % cold_start.eval_every_steps == 0);
-            if due && !self.data.held_out.is_empty() {
-                let loss = self.timings.time("held_out", || self.held_out_loss(&self.data.held_out))?;
-                metrics.set("cold_start/held_out_loss", loss);
-            }
-            let seconds = begun.elapsed().as_secs_f64();
-            self.timings.add("step", seconds);
-            metrics.set("perf/throughput", output.tokens as f64 / seconds);
-            self.write_row(step, Phase::ColdStart, metrics)?;
-            progress.advance(1, output.tokens as u64, &[("loss", output.loss)]);
-            if self.checkpoint_or_stop(Phase::ColdStart, step, last, &optimizer, None)? {
-                return Ok(true);
-            }
-        }
-        progress.finish();
-        Ok(false)
-    }
-
     /// The second stage from step `start` on. Returns whether a signal stopped it.
     fn reinforcement_learning(
         &mut self,
@@ -259,27 +198,23 @@ impl Trainer {
         for step in start + 1..=steps {
             self.now(format!("step {step}"));
             let begun = std::time::Instant::now();
-            let rollouts = self.generate(step)?;
-            let lr = learning_rate(&recipe.train.optimizer, step - 1, steps);
-            let (update, learned) =
-                self.update(step, &rollouts.trained(), &mut optimizer, critic.as_mut(), lr)?;
-
-            let mut metrics = rollouts.metrics()?;
+            let (sampled, update, learned) = self.step(step, &mut optimizer, critic.as_mut())?;
+            let mut metrics = sampled.metrics()?;
             metrics.extend(update);
             let seconds = begun.elapsed().as_secs_f64();
             self.timings.add("step", seconds);
-            let counts = rollouts.drawn.counts();
+            let counts = sampled.drawn.counts();
             let tokens = counts.prefilled_tokens + counts.sampled_tokens;
             metrics.set("perf/throughput", tokens as f64 / seconds);
             metrics.set("perf/sampled_tokens_per_s", counts.sampled_tokens as f64 / seconds);
-            self.watch(step, &rollouts.drawn, &metrics);
+            self.watch(step, &sampled.drawn, &metrics);
             self.watch_workers(step);
             let shown: Vec<(&str, f64)> = SHOWN
                 .iter()
                 .filter_map(|&(name, metric)| metrics.get(metric).map(|value| (name, value)))
                 .collect();
             self.write_row(step, Phase::Rl, metrics)?;
-            let kept = rollouts.rows(recipe.logging.trajectories_per_step, &learned);
+            let kept = sampled.rows(recipe.logging.trajectories_per_step, &learned);
             self.folder.write_trajectories(&format!("step-{step:06}"), kept.into_iter())?;
             progress.advance(1, counts.sampled_tokens as u64, &shown);
 
@@ -333,11 +268,6 @@ impl Trainer {
         self.folder.write_trajectories(&format!("eval-{step:06}"), kept)
     }
 
-    fn held_out_loss(&self, held_out: &[Sequence]) -> Result<f64> {
-        let tokens = self.context.plan.recipe.train.micro_batch_tokens;
-        supervised::loss(&self.runner(), held_out, tokens, self.pass(1.0))
-    }
-
     fn runner(&self) -> BatchRunner<'_> {
         let RunContext { threads, model, parameters, .. } = &self.context;
         BatchRunner { threads, model, parameters }
@@ -386,7 +316,7 @@ impl Trainer {
     }
 }
 
-/// The most of a GPU's memory that tensors took since the last row, and the most that this process kept for them.
+/// Peaks of a GPU's memory since the last row: allocated by tensors, and reserved by this process.
 fn memory_peaks(device: &Device) -> Result<Metrics> {
     let mut metrics = Metrics::new();
     if let Device::Cuda(gpu) = device {
@@ -396,24 +326,4 @@ fn memory_peaks(device: &Device) -> Result<Metrics> {
         forget_memory_peaks(gpu)?;
     }
     Ok(metrics)
-}
-
-/// Clips the gradients in `parameters`, updates its weights with them, and returns the gradient norm before clipping.
-fn apply(
-    (threads, timings): (&Threads, &Timings),
-    parameters: &mut Parameters,
-    optimizer: &mut Optimizer,
-    norm_max: f64,
-    lr: f64,
-) -> Result<f64> {
-    let update = || {
-        let norm = clip(parameters, norm_max)?;
-        ensure!(
-            norm.is_finite(),
-            "the gradient norm is {norm}: the run is stopped before the weights are spoiled; lower the learning rate or clip"
-        );
-        optimizer.update(parameters, lr)?;
-        Ok(norm)
-    };
-    timings.time("optimizer", || threads.wide(update))
 }

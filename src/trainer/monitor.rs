@@ -1,4 +1,4 @@
-//! What of a step deserves a second look: failures, rewards without signal, a success that collapses, alarm levels.
+//! Warnings about a step: failures, rewards without signal, a collapse of success, alarm levels.
 
 use crate::metrics::{Metrics, format_number};
 use crate::policy::advantage::Advantage;
@@ -19,7 +19,7 @@ pub(super) struct Monitor {
     /// Of all steps so far.
     trajectories: f64,
     failed: f64,
-    /// Steps in a row most of whose trajectories failed, and steps in a row none of whose groups had a signal.
+    /// Steps in a row where most trajectories failed, and steps in a row where no group had a signal.
     failing: u64,
     flat: u64,
     /// Successes and trajectories of the last steps.

@@ -1,4 +1,4 @@
-//! When a run saves, and what.
+//! Checkpoints of a run: when and what.
 
 use super::Trainer;
 use crate::checkpoint::{self, Snapshot, TrainerState};
@@ -18,7 +18,7 @@ impl Trainer {
         optimizer: &Optimizer,
         critic: Option<&Critic>,
     ) -> Result<bool> {
-        // Some processes may have heard it and others not yet.
+        // Some processes may have seen the signal and others not yet.
         let asked = self.context.mesh().any("whether to stop", self.stop.asked())?;
         let every = self.context.plan.recipe.checkpoint.every_steps;
         if asked || last || (every > 0 && step.is_multiple_of(every)) {
@@ -29,12 +29,12 @@ impl Trainer {
         Ok(asked)
     }
 
-    /// The form of the weights that are saved.
+    /// The format of saved weights.
     fn form(&self) -> Form {
         self.context.plan.recipe.checkpoint.dtype
     }
 
-    /// Says when the disk has no room for the checkpoints to come.
+    /// Warns when the disk has no space for the next checkpoints.
     pub(super) fn watch_space(&self) {
         let policy = checkpoint::bytes(self.form(), &self.context.parameters);
         // A critic is the policy again, or its adapter, in f32 with its optimizer's state.

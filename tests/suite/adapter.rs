@@ -10,10 +10,10 @@ use rloss::checkpoint::peft::{self, AdapterFolder};
 use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::error::BadInput;
 use rloss::integrity::Manifest;
-use rloss::learner::batch::{MicroBatch, Sequence};
 use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::critic::Critic;
-use rloss::learner::forward_backward::{HeadGradient, Pass, PassSettings};
+use rloss::learner::forward_backward::{Pass, PassSettings};
+use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::learner::optimizer::Optimizer;
 use rloss::learner::{CriticSettings, OptimizerSettings};
 use rloss::model::adapter::{Lora, Owner, default_targets};
@@ -167,8 +167,9 @@ fn both(config: &Config, form: Form) -> [Parameters; 2] {
 
 fn log_probs(model: &Model, parameters: &Parameters, batches: &[MicroBatch]) -> Vec<f32> {
     let weights = &parameters.frozen().unwrap();
-    let forward =
-        |batch| Pass { model, weights, batch, settings: settings(true) }.forward().unwrap().log_probs;
+    let forward = |batch| {
+        Pass { model, weights, batch, settings: settings(true) }.forward().unwrap().log_probs().to_vec()
+    };
     batches.iter().flat_map(forward).collect()
 }
 
@@ -221,11 +222,8 @@ fn gradients_beside_a_packed_base_do_not_depend_on_threads_or_on_recomputation()
             let sequences = tiny::sequences(config.vocab_size, &[40, 12, 33, 60, 7], 4);
             let batches = MicroBatch::split(&sequences, 50);
             let runner = BatchRunner { threads: &threads, model: &model, parameters: &*parameters };
-            let objective = |_: usize, log_probs: &[f32], entropies: &[f32]| {
-                Ok(HeadGradient {
-                    log_probs: vec![-0.01; log_probs.len()],
-                    entropies: vec![0.0; entropies.len()],
-                })
+            let objective = |_: usize, [log_probs, entropies]: [&[f32]; 2]| {
+                Ok([vec![-0.01; log_probs.len()], vec![0.0; entropies.len()]])
             };
             runner.accumulate(&batches, settings(recompute), &objective).unwrap();
             found.push(tiny::Gradients::of(parameters));
@@ -266,14 +264,16 @@ fn a_critic_beside_an_adapter_shares_the_base() {
     let batches = MicroBatch::split(&tiny::sequences(272, &[30, 41], 4), usize::MAX);
     let threads = Threads::new(2).unwrap();
     let values = |parameters: &Parameters| {
-        BatchRunner { threads: &threads, model: &model, parameters }.values(&batches, settings(true)).unwrap()
+        let runner = BatchRunner { threads: &threads, model: &model, parameters };
+        let [values] = runner.forward(&batches, settings(true)).unwrap().remove(0).head;
+        values
     };
     let before = values(&critic.parameters);
     let policy_before = log_probs(&model, &policy, &batches);
-    let objective = |_: usize, values: &[f32]| Ok(values.iter().map(|v| v - 1.0).collect());
+    let objective = |_: usize, [values]: [&[f32]; 1]| Ok([values.iter().map(|v| v - 1.0).collect()]);
     for _ in 0..3 {
         let runner = BatchRunner { threads: &threads, model: &model, parameters: &critic.parameters };
-        runner.accumulate_values(&batches, settings(true), &objective).unwrap();
+        runner.accumulate(&batches, settings(true), &objective).unwrap();
         critic.optimizer.update(&mut critic.parameters, 1e-2).unwrap();
     }
     let loss = |values: &[f32]| values.iter().map(|v| (v - 1.0).powi(2)).sum::<f32>();
@@ -291,8 +291,8 @@ fn an_optimizer_keeps_nothing_of_the_base_and_moves_it_not() {
     let mut optimizer = Optimizer::new(&OptimizerSettings::default(), &mut parameters, true).unwrap();
     let threads = Threads::new(2).unwrap();
     let batches = MicroBatch::split(&tiny::sequences(272, &[30, 41], 4), usize::MAX);
-    let objective = |_: usize, log_probs: &[f32], entropies: &[f32]| {
-        Ok(HeadGradient { log_probs: vec![-0.1; log_probs.len()], entropies: vec![0.0; entropies.len()] })
+    let objective = |_: usize, [log_probs, entropies]: [&[f32]; 2]| {
+        Ok([vec![-0.1; log_probs.len()], vec![0.0; entropies.len()]])
     };
     BatchRunner { threads: &threads, model: &model, parameters: &parameters }
         .accumulate(&batches, settings(true), &objective)

@@ -1,16 +1,13 @@
 //! The critic: its gradient through the whole trunk, its estimate, its loss over minibatches.
 
 use crate::tiny::{self, Gradients, Learned, learned};
-use rloss::learner::CriticSettings;
-use rloss::learner::OptimizerSettings;
-use rloss::learner::batch::{MicroBatch, Sequence};
+use rloss::learner::batch::Batch;
 use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::critic::{Critic, CriticStep};
-use rloss::learner::experience::{Experience, Measured, Sampled};
 use rloss::learner::forward_backward::{Pass, PassSettings};
-use rloss::learner::optimizer;
-use rloss::learner::policy_step::PolicyStep;
-use rloss::metrics::Metrics;
+use rloss::learner::micro_batch::{MicroBatch, Sequence};
+use rloss::learner::{CriticSettings, OptimizerSettings, TrainSettings};
+use rloss::metrics::{Metrics, Timings};
 use rloss::model::forward::ForwardOptions;
 use rloss::model::forward::Model;
 use rloss::model::parameters::Parameters;
@@ -21,6 +18,7 @@ use rloss::policy::advantage::{gae, whiten};
 use rloss::policy::divergence::KlEstimator;
 use rloss::policy::value::explained_variance;
 use rloss::policy::{Aggregation, KlPlace, KlSettings, PolicySettings};
+use rloss::trainer::step::PolicyStep;
 use rloss::trajectory::{Group, Outcome, Trajectory};
 
 const LENGTHS: [usize; 5] = [30, 41, 2, 25, 60];
@@ -61,13 +59,13 @@ impl Fixture {
     /// ½ the sum of squared distances from `targets`, and its gradient.
     fn squared(&self, targets: &[f32], recompute_layers: bool) -> (f64, Gradients) {
         let loss = std::cell::Cell::new(0.0);
-        let objective = |values: &[f32]| {
+        let objective = |[values]: [&[f32]; 1]| {
             let errors: Vec<f32> = values.iter().zip(targets).map(|(v, t)| v - t).collect();
             loss.set(errors.iter().map(|&e| 0.5 * f64::from(e).powi(2)).sum());
-            Ok(errors)
+            Ok([errors])
         };
         let of = (&self.model, &self.batch(), pass(recompute_layers));
-        let found = learned(&self.critic.parameters, of, |pass| pass.values_backward(&objective));
+        let found = learned(&self.critic.parameters, of, |pass| pass.forward_backward(&objective));
         (loss.get(), found.gradients)
     }
 
@@ -76,7 +74,7 @@ impl Fixture {
         let weights = &self.critic.parameters.frozen().unwrap();
         let batch = &self.batch();
         let pass = Pass { model: &self.model, weights, batch, settings: pass(true) };
-        let values = pass.values().unwrap();
+        let [values] = pass.forward().unwrap().head;
         values.iter().zip(targets).map(|(v, t)| 0.5 * f64::from(v - t).powi(2)).sum()
     }
 
@@ -85,25 +83,26 @@ impl Fixture {
         let Self { threads, model, policy, .. } = self;
         let mut batches = MicroBatch::split(&self.sequences, 100_000);
         let runner = BatchRunner { threads, model, parameters: policy };
-        batches[0].replay = Some(runner.forward(&batches, pass(true)).unwrap().remove(0).routes);
+        batches[0].replay = Some(runner.forward::<2>(&batches, pass(true)).unwrap().remove(0).routes);
         batches.remove(0)
     }
 
-    fn experience(&self) -> Experience {
-        let values = self.step().values(&self.sequences).unwrap();
-        let mut cu_seqlens = vec![0];
-        for sequence in &self.sequences {
-            cu_seqlens.push(cu_seqlens[cu_seqlens.len() - 1] + sequence.mask.iter().filter(|m| **m).count());
-        }
-        let rollout = vec![-1.0; values.len()];
-        let sampled = Sampled { sequences: self.sequences.clone(), cu_seqlens, rollout, kept_routes: None };
-        Experience {
-            mask: vec![true; values.len()],
-            advantages: vec![0.0; values.len()],
-            returns: Some(values.iter().enumerate().map(|(i, v)| v + 1.0 - (i % 3) as f32).collect()),
-            measured: Measured { sampled, values: Some(values), ..Measured::default() },
-            weights: None,
-        }
+    /// The trained tokens of the sequences.
+    fn packed(&self) -> Batch {
+        let groups = groups(self);
+        Batch::new(&groups.iter().collect::<Vec<_>>(), self.step().runner.packing(64))
+    }
+
+    fn values(&self) -> Vec<f32> {
+        self.step().values(&self.packed()).unwrap()
+    }
+
+    fn learnable(&self) -> Batch {
+        let (values, mut batch) = (self.values(), self.packed());
+        batch.advantages = vec![0.0; values.len()];
+        batch.returns = Some(values.iter().enumerate().map(|(i, v)| v + 1.0 - (i % 3) as f32).collect());
+        batch.values = Some(values);
+        batch
     }
 }
 
@@ -112,7 +111,7 @@ fn targets(count: usize) -> Vec<f32> {
 }
 
 fn targets_of(fixture: &Fixture) -> Vec<f32> {
-    targets(fixture.step().values(&fixture.sequences).unwrap().len())
+    targets(fixture.values().len())
 }
 
 #[test]
@@ -137,7 +136,7 @@ fn a_new_critic_is_the_policys_trunk_with_a_small_head_of_its_own() {
 fn the_heads_gradient_is_the_hand_form() {
     let fixture = Fixture::new(CriticSettings::default());
     let targets = targets_of(&fixture);
-    let values = fixture.step().values(&fixture.sequences).unwrap();
+    let values = fixture.values();
     let (_, gradients) = fixture.squared(&targets, true);
     let bias = fixture.critic.parameters.position("score.bias").unwrap();
     let sum: f64 = values.iter().zip(&targets).map(|(v, t)| f64::from(v - t)).sum();
@@ -198,42 +197,42 @@ fn a_language_model_has_no_values() {
     let Fixture { threads, model, policy, .. } = &fixture;
     let runner = BatchRunner { threads, model, parameters: policy };
     let batches = MicroBatch::split(&fixture.sequences, 64);
-    assert!(runner.values(&batches, pass(true)).is_err());
-    assert!(fixture.step().runner.forward(&batches, pass(true)).is_err());
+    assert!(runner.forward::<1>(&batches, pass(true)).is_err());
+    assert!(fixture.step().runner.forward::<2>(&batches, pass(true)).is_err());
 }
 
 #[test]
 fn the_loss_does_not_depend_on_the_split_and_rejected_tokens_leave_it() {
     let fixture = Fixture::new(CriticSettings::default());
-    let mut experience = fixture.experience();
+    let mut batch = fixture.learnable();
     let step = fixture.step();
     let flat = |g: &Gradients| g.values.iter().flatten().flatten().copied().collect::<Vec<f32>>();
-    let split = update(&step, &experience);
-    let whole = update(&CriticStep { micro_batch_tokens: 100_000, ..step }, &experience);
+    let split = update(&step, &batch);
+    let whole = update(&CriticStep { micro_batch_tokens: 100_000, ..step }, &batch);
     let loss = |found: &Metrics| found.get("critic/vf_loss").unwrap();
     assert!((loss(&split) - loss(&whole)).abs() < 1e-6);
     for (a, b) in flat(&split.gradients).iter().zip(flat(&whole.gradients)) {
         assert!((a - b).abs() < 1e-5, "{a} {b}");
     }
     // Returns are V + 1, V, V − 1 in turn.
-    let squares: f64 = (0..experience.mask.len()).map(|i| (1.0 - (i % 3) as f64).powi(2)).sum();
-    assert!((loss(&whole) - 0.5 * squares / experience.mask.len() as f64).abs() < 1e-4);
-    (0..experience.mask.len()).for_each(|i| experience.mask[i] = i % 3 == 1);
-    assert!(loss(&update(&step, &experience)) < 1e-9);
-    experience.mask.fill(false);
-    assert!(step.gradients(&experience).unwrap().is_none());
+    let squares: f64 = (0..batch.mask.len()).map(|i| (1.0 - (i % 3) as f64).powi(2)).sum();
+    assert!((loss(&whole) - 0.5 * squares / batch.mask.len() as f64).abs() < 1e-4);
+    (0..batch.mask.len()).for_each(|i| batch.mask[i] = i % 3 == 1);
+    assert!(loss(&update(&step, &batch)) < 1e-9);
+    batch.mask.fill(false);
+    assert!(step.gradients(&batch).unwrap().is_none());
 }
 
 #[test]
 fn a_value_that_came_nearer_by_more_than_the_clip_learns_no_more() {
     let with = |value_clip| Fixture::new(CriticSettings { value_clip, ..CriticSettings::default() });
     let update = |fixture: &Fixture, moved: f32| {
-        let mut experience = fixture.experience();
+        let mut batch = fixture.learnable();
         // The step began `moved` away, and the return lies further the same way.
-        let current = experience.values.clone().unwrap();
-        experience.measured.values = Some(current.iter().map(|v| v - moved).collect());
-        experience.returns = Some(current.iter().map(|v| v + 1.0).collect());
-        super::critic::update(&fixture.step(), &experience)
+        let current = batch.values.clone().unwrap();
+        batch.values = Some(current.iter().map(|v| v - moved).collect());
+        batch.returns = Some(current.iter().map(|v| v + 1.0).collect());
+        super::critic::update(&fixture.step(), &batch)
     };
     let clipped = |found: &Metrics| found.get("critic/vf_clipfrac").unwrap();
     let norm = |found: &Learned<Metrics>| {
@@ -250,8 +249,8 @@ fn a_value_that_came_nearer_by_more_than_the_clip_learns_no_more() {
 }
 
 /// The figures of one update, and its gradients.
-fn update(step: &CriticStep, experience: &Experience) -> Learned<Metrics> {
-    let output = step.gradients(experience).unwrap().unwrap();
+fn update(step: &CriticStep, batch: &Batch) -> Learned<Metrics> {
+    let output = step.gradients(batch).unwrap().unwrap();
     Learned { output, gradients: Gradients::of(step.runner.parameters) }
 }
 
@@ -292,23 +291,24 @@ fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
         let kl = KlSettings { place, estimator: KlEstimator::K1, ..KlSettings::default() };
         let policy = PolicySettings { advantage: Advantage::Gae, kl, ..PolicySettings::default() };
         let Fixture { threads, model, policy: parameters, .. } = &fixture;
+        let train = TrainSettings { micro_batch_tokens: 64, ..TrainSettings::default() };
         let step = PolicyStep {
+            step: 1,
             runner: BatchRunner { threads, model, parameters },
             reference: Some(&other),
-            critic: Some(fixture.step()),
             policy: &policy,
+            train: &train,
             kl_coefficient: 0.5,
             pass: pass(false),
             second_forward: None,
-            micro_batch_tokens: 64,
-            updates: 1,
             response_tokens_max: 72,
+            timings: &Timings::new(),
         };
-        let found = step.prepare(&groups).unwrap();
-        let values = fixture.step().values(&fixture.sequences).unwrap();
+        let (found, _, metrics) = step.prepare(&groups, Some(&fixture.critic)).unwrap();
+        let values = fixture.values();
         assert_eq!(found.values.as_ref(), Some(&values));
         let mut rewards = vec![0.0; values.len()];
-        if let (Some(training), Some(reference)) = (&found.training, &found.reference) {
+        if let (Some(training), Some(reference)) = (&found.training_log_probs, &found.reference_log_probs) {
             rewards = training.iter().zip(reference).map(|(t, r)| (-0.5 * f64::from(t - r)) as f32).collect();
         }
         assert_eq!(rewards.iter().any(|&r| r != 0.0), place == KlPlace::Reward);
@@ -326,11 +326,11 @@ fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
         near(found.returns.as_ref().unwrap(), &expected.returns);
         near(&found.advantages, &whiten(&sequences, &expected.advantages).unwrap());
         let explained = explained_variance(&sequences, &values, &expected.returns).unwrap();
-        let gap = found.metrics.get("critic/vf_explained_var").unwrap() - explained.unwrap();
+        let gap = metrics.get("critic/vf_explained_var").unwrap() - explained.unwrap();
         assert!(gap.abs() < 1e-5);
         let mean = expected.returns.iter().map(|&r| f64::from(r)).sum::<f64>() / values.len() as f64;
-        assert!((found.metrics.get("critic/returns/mean").unwrap() - mean).abs() < 1e-5);
-        assert!(PolicyStep { critic: None, ..step }.prepare(&groups).is_err());
+        assert!((metrics.get("critic/returns/mean").unwrap() - mean).abs() < 1e-5);
+        assert!(step.prepare(&groups, None).is_err());
     }
 }
 
@@ -339,19 +339,19 @@ fn a_critic_learns_its_returns() {
     let optimizer = OptimizerSettings { lr: 3e-3, ..OptimizerSettings::default() };
     let mut fixture =
         Fixture::new(CriticSettings { value_clip: 0.0, optimizer, ..CriticSettings::default() });
-    let mut experience = fixture.experience();
-    let count = experience.mask.len();
-    experience.returns = Some((0..count).map(|i| if i < count / 2 { 1.0 } else { -1.0 }).collect());
-    let returns = experience.returns.clone().unwrap();
+    let mut batch = fixture.learnable();
+    let count = batch.mask.len();
+    batch.returns = Some((0..count).map(|i| if i < count / 2 { 1.0 } else { -1.0 }).collect());
+    let returns = batch.returns.clone().unwrap();
     let explained = |fixture: &Fixture| {
-        let values = fixture.step().values(&fixture.sequences).unwrap();
-        explained_variance(&experience.tokens().unwrap(), &values, &returns).unwrap().unwrap()
+        let values = fixture.values();
+        explained_variance(&batch.tokens().unwrap(), &values, &returns).unwrap().unwrap()
     };
     assert!(explained(&fixture) < 0.1);
-    for update in 0..60 {
-        fixture.step().gradients(&experience).unwrap().unwrap();
-        let lr = optimizer::learning_rate(&fixture.critic.settings.optimizer, update, 60);
+    for update in 1..=60 {
+        fixture.step().gradients(&batch).unwrap().unwrap();
         let Critic { parameters, optimizer, .. } = &mut fixture.critic;
+        let lr = optimizer.learning_rate(update, 60);
         optimizer.update(parameters, lr).unwrap();
     }
     assert!(explained(&fixture) > 0.9, "{}", explained(&fixture));

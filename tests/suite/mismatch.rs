@@ -1,7 +1,7 @@
 //! Arms break what their names say, causes are found, and another engine's rows are read.
 
 use crate::tiny;
-use rloss::learner::batch::{MicroBatch, Sequence};
+use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::metrics::Console;
 use rloss::mismatch::causes::Cause;
 use rloss::mismatch::causes::weights::Quantised;

@@ -5,8 +5,8 @@ pub mod case;
 use crate::tiny::{self, load};
 use case::{Case, Figures};
 use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
-use rloss::learner::batch::MicroBatch;
 use rloss::learner::forward_backward::{Pass, PassSettings};
+use rloss::learner::micro_batch::MicroBatch;
 use rloss::model::config::{Config, Form};
 use rloss::model::forward::ForwardOptions;
 use rloss::model::init::{InitSettings, init};
@@ -72,8 +72,8 @@ fn arms_break_what_their_names_say() {
         case.forward_backward(true, ForwardOptions { sinks, sink_gradient, ..ForwardOptions::default() })
     };
     let (plain, no_gradient, no_sinks) = (run(true, true), run(true, false), run(false, true));
-    assert_eq!(plain.log_probs, no_gradient.log_probs);
-    let moved = plain.log_probs.iter().zip(&no_sinks.log_probs).map(|(a, b)| (a - b).abs());
+    assert_eq!(plain.log_probs(), no_gradient.log_probs());
+    let moved = plain.log_probs().iter().zip(no_sinks.log_probs()).map(|(a, b)| (a - b).abs());
     assert!(moved.fold(0.0, f32::max) > 0.01, "without sinks the model is another");
     for (index, spec) in case.parameters.specs.iter().enumerate() {
         let [plain, no_gradient, no_sinks] =
@@ -101,7 +101,7 @@ fn log_probs(config: &Config, parameters: &Parameters, lengths: &[usize]) -> Vec
             forward: ForwardOptions::default(),
         },
     };
-    pass.forward().unwrap().log_probs
+    pass.forward().unwrap().log_probs().to_vec()
 }
 
 #[test]

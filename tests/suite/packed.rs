@@ -6,8 +6,8 @@ use crate::tiny::{self, Gradients, learned, load};
 use rloss::checkpoint::load::ModelFolder;
 use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::error::BadInput;
-use rloss::learner::batch::MicroBatch;
-use rloss::learner::forward_backward::{HeadGradient, Pass, PassSettings};
+use rloss::learner::forward_backward::{Pass, PassSettings};
+use rloss::learner::micro_batch::MicroBatch;
 use rloss::mismatch::causes::{Cause, list::causes, variant::Variant};
 use rloss::model::arms::Arms;
 use rloss::model::config::{Config, Form};
@@ -83,7 +83,7 @@ fn forward_prefill_and_decode_have_the_bits_of_the_decoded_model() {
                 let policy = PolicyView::plain(&model, parameters).unwrap();
                 let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
                 (
-                    pass.forward().unwrap().log_probs,
+                    pass.forward().unwrap().log_probs().to_vec(),
                     policy.prefill(&tokens, 0.8).unwrap(),
                     policy.decode(&tokens, 0.8, &|_| ()).unwrap(),
                 )
@@ -112,9 +112,9 @@ fn gradients_through_packed_weights_have_the_bits_of_the_decoded_model() {
         let mut packed = held(folder.path(), &config, &learning).unwrap();
         let model = Model::new(config.clone(), config.max_position_embeddings);
         let batch = &MicroBatch::split(&tiny::sequences(config.vocab_size, &[50, 3, 33], 4), usize::MAX)[0];
-        let objective = |log_probs: &[f32], _: &[f32]| {
+        let objective = |[log_probs, _]: [&[f32]; 2]| {
             let n = log_probs.len();
-            Ok(HeadGradient { log_probs: vec![-1.0 / n as f32; n], entropies: vec![0.01; n] })
+            Ok([vec![-1.0 / n as f32; n], vec![0.01; n]])
         };
         for recompute_layers in [false, true] {
             let settings = PassSettings { recompute_layers, ..settings() };

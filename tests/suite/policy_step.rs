@@ -5,11 +5,12 @@ mod variants;
 
 use crate::tiny::{self, Gradients, Learned};
 use rloss::checkpoint::reference;
-use rloss::learner::batch::{MicroBatch, Sequence};
+use rloss::learner::TrainSettings;
+use rloss::learner::batch::Batch;
 use rloss::learner::batch_runner::BatchRunner;
-use rloss::learner::experience::Experience;
 use rloss::learner::forward_backward::PassSettings;
-use rloss::learner::policy_step::{PolicyStep, Update};
+use rloss::learner::micro_batch::{MicroBatch, Sequence};
+use rloss::metrics::Timings;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::parameters::Parameters;
 use rloss::ops::threads::Threads;
@@ -22,6 +23,7 @@ use rloss::policy::{
     Aggregation, CorrectionSettings, KlPlace, KlSettings, OverlongSettings, PolicySettings, RouterReplay,
 };
 use rloss::settings::Choice;
+use rloss::trainer::step::{PolicyStep, Update};
 use rloss::trajectory::{Group, Outcome, Trajectory};
 
 fn loss(name: &str) -> Loss {
@@ -36,6 +38,8 @@ struct Fixture {
     model: Model,
     parameters: Parameters,
     groups: Vec<Group>,
+    train: TrainSettings,
+    timings: Timings,
 }
 
 fn pass() -> PassSettings {
@@ -61,28 +65,29 @@ impl Fixture {
             sequences.iter().enumerate().map(|(i, s)| trajectory(&runner, s, i)).collect();
         let groups =
             trajectories.chunks(3).map(|t| Group { trajectories: t.to_vec(), greedy: None }).collect();
-        Self { threads, model, parameters, groups }
+        let train = TrainSettings { micro_batch_tokens: 64, ..TrainSettings::default() };
+        Self { threads, model, parameters, groups, train, timings: Timings::new() }
     }
 
     fn step<'a>(&'a self, policy: &'a PolicySettings, reference: Option<&'a Parameters>) -> PolicyStep<'a> {
         let Self { threads, model, parameters, .. } = self;
         PolicyStep {
+            step: 1,
             runner: BatchRunner { threads, model, parameters },
             reference,
-            critic: None,
             policy,
+            train: &self.train,
             kl_coefficient: policy.kl.coefficient,
             pass: pass(),
             second_forward: None,
-            micro_batch_tokens: 64,
-            updates: 1,
             response_tokens_max: 72,
+            timings: &self.timings,
         }
     }
 
     fn update(&self, policy: &PolicySettings) -> Learned<Update> {
         let step = self.step(policy, Some(&self.parameters));
-        learned(&step, &step.prepare(&self.groups()).unwrap()).unwrap().unwrap()
+        learned(&step, &prepared(&step, &self.groups())).unwrap().unwrap()
     }
 
     fn groups(&self) -> Vec<&Group> {
@@ -96,8 +101,8 @@ impl Fixture {
 
 fn trajectory(runner: &BatchRunner, sequence: &Sequence, index: usize) -> Trajectory {
     let batches = MicroBatch::split(std::slice::from_ref(sequence), 1000);
-    let output = runner.forward(&batches, pass()).unwrap().remove(0);
-    let mut found = output.log_probs.into_iter();
+    let output = runner.forward::<2>(&batches, pass()).unwrap().remove(0);
+    let mut found = output.log_probs().iter().copied();
     let logprobs = sequence.mask.iter().map(|&m| if m { found.next().unwrap() } else { 0.0 }).collect();
     let layers: Vec<Vec<Vec<u32>>> = output.routes.iter().map(|layer| layer.to_vec2().unwrap()).collect();
     let of_token = |t: usize| layers.iter().flat_map(|layer| &layer[t]).map(|&e| e as u16).collect();
@@ -121,9 +126,13 @@ fn trajectory(runner: &BatchRunner, sequence: &Sequence, index: usize) -> Trajec
     }
 }
 
+fn prepared(step: &PolicyStep, groups: &[&Group]) -> Batch {
+    step.prepare(groups, None).unwrap().0
+}
+
 /// An update, and its gradients.
-fn learned(step: &PolicyStep, experience: &Experience) -> anyhow::Result<Option<Learned<Update>>> {
-    let update = step.gradients(experience)?;
+fn learned(step: &PolicyStep, batch: &Batch) -> anyhow::Result<Option<Learned<Update>>> {
+    let update = step.gradients(batch)?;
     let gradients = Gradients::of(step.runner.parameters);
     Ok(update.map(|output| Learned { output, gradients }))
 }
@@ -183,11 +192,11 @@ fn weights_are_bounded_and_rejected_tokens_leave_the_denominator() {
     let base = PolicySettings { loss: loss("reinforce"), ..PolicySettings::default() };
     let weighed = CorrectionSettings { is: ImportanceSampling::Token, ..CorrectionSettings::default() };
     let weighed = PolicySettings { correction: weighed, ..base.clone() };
-    let experience = fixture.step(&weighed, None).prepare(&fixture.groups()).unwrap();
-    let tokens = experience.cu_seqlens[1];
-    let weights = experience.weights.as_ref().unwrap();
+    let (batch, _, metrics) = fixture.step(&weighed, None).prepare(&fixture.groups(), None).unwrap();
+    let tokens = batch.cu_seqlens[1];
+    let weights = batch.weights.as_ref().unwrap();
     assert!(weights[..tokens].iter().all(|&w| w == 2.0) && weights[tokens..].iter().all(|&w| w == 1.0));
-    let high = experience.metrics.get("rollout_corr/rollout_is_ratio_fraction_high").unwrap();
+    let high = metrics.get("rollout_corr/rollout_is_ratio_fraction_high").unwrap();
     assert!((high - tokens as f64 / weights.len() as f64).abs() < 1e-12);
 
     let reject = |bound| CorrectionSettings {
@@ -197,18 +206,18 @@ fn weights_are_bounded_and_rejected_tokens_leave_the_denominator() {
     };
     let rejecting = PolicySettings { correction: reject(2.0), ..base.clone() };
     let step = fixture.step(&rejecting, None);
-    let experience = step.prepare(&fixture.groups()).unwrap();
-    assert!(experience.mask[..tokens].iter().all(|m| !m) && experience.mask[tokens..].iter().all(|&m| m));
+    let batch = prepared(&step, &fixture.groups());
+    assert!(batch.mask[..tokens].iter().all(|m| !m) && batch.mask[tokens..].iter().all(|&m| m));
     // The rest alone, with the same advantages, has the same gradient.
-    let mut rest = experience.select(&[1, 2, 3, 4, 5]);
+    let mut rest = batch.select(&[1, 2, 3, 4, 5]).unwrap().into_owned();
     rest.mask.fill(true);
     let (thinned, alone) =
-        (learned(&step, &experience).unwrap().unwrap(), learned(&step, &rest).unwrap().unwrap());
+        (learned(&step, &batch).unwrap().unwrap(), learned(&step, &rest).unwrap().unwrap());
     assert!(distance(&values(&thinned), &values(&alone)) < 1e-5);
 
     fixture.trajectories().for_each(|t| t.logprobs.iter_mut().for_each(|l| *l -= 9.0));
     let step = fixture.step(&rejecting, None);
-    assert!(learned(&step, &step.prepare(&fixture.groups()).unwrap()).unwrap().is_none());
+    assert!(learned(&step, &prepared(&step, &fixture.groups())).unwrap().is_none());
 }
 
 #[test]
@@ -219,27 +228,28 @@ fn minibatches_cover_the_batch_once_and_add_up_to_it() {
         aggregation: Aggregation::TokenSum,
         ..PolicySettings::default()
     };
-    let step = PolicyStep { updates: 2, ..fixture.step(&policy, None) };
-    let experience = step.prepare(&fixture.groups()).unwrap();
-    assert_eq!(experience.minibatches(1, 7, 1, 0), [[0, 1, 2, 3, 4, 5]]);
-    let parts = experience.minibatches(4, 7, 1, 0);
-    assert_eq!(parts, experience.minibatches(4, 7, 1, 0));
-    assert_ne!(parts, experience.minibatches(4, 7, 1, 1));
-    assert_ne!(parts, experience.minibatches(4, 7, 2, 0));
+    let train = TrainSettings { minibatches: 2, ..fixture.train.clone() };
+    let step = PolicyStep { train: &train, ..fixture.step(&policy, None) };
+    let batch = prepared(&step, &fixture.groups());
+    assert_eq!(batch.minibatches(1, 7, 1, 0), [[0, 1, 2, 3, 4, 5]]);
+    let parts = batch.minibatches(4, 7, 1, 0);
+    assert_eq!(parts, batch.minibatches(4, 7, 1, 0));
+    assert_ne!(parts, batch.minibatches(4, 7, 1, 1));
+    assert_ne!(parts, batch.minibatches(4, 7, 2, 0));
     let mut all = parts.concat();
     all.sort_unstable();
     assert_eq!(all, [0, 1, 2, 3, 4, 5]);
 
-    let whole = values(&learned(&step, &experience).unwrap().unwrap());
+    let whole = values(&learned(&step, &batch).unwrap().unwrap());
     let mut sum = vec![0.0; whole.len()];
     for part in parts {
-        let update = learned(&step, &experience.select(&part)).unwrap().unwrap();
+        let update = learned(&step, &batch.select(&part).unwrap()).unwrap().unwrap();
         sum.iter_mut().zip(values(&update)).for_each(|(s, g)| *s += g);
     }
     assert!(distance(&sum, &whole) < 1e-5);
     let detach = PolicySettings::default();
-    let step = PolicyStep { updates: 2, ..fixture.step(&detach, None) };
-    let refused = learned(&step, &step.prepare(&fixture.groups()).unwrap()).err().unwrap();
+    let step = PolicyStep { train: &train, ..fixture.step(&detach, None) };
+    let refused = learned(&step, &prepared(&step, &fixture.groups())).err().unwrap();
     assert!(format!("{refused:#}").contains("would move the anchor"), "{refused:#}");
 }
 
@@ -259,24 +269,21 @@ fn divergence_from_the_reference_is_zero_at_it_and_counts_in_loss_or_reward() {
     assert!(values(&plain) == values(&at_it));
     let away = |policy: &PolicySettings| {
         let step = fixture.step(policy, Some(&other));
-        let experience = step.prepare(&groups).unwrap();
-        (values(&learned(&step, &experience).unwrap().unwrap()), experience)
+        let (batch, _, metrics) = step.prepare(&groups, None).unwrap();
+        (values(&learned(&step, &batch).unwrap().unwrap()), batch, metrics)
     };
-    let (plain, (one, _), (two, _)) = (values(&plain), away(&in_loss), away(&kl(KlPlace::Loss, 1.0)));
+    let (plain, (one, ..), (two, ..)) = (values(&plain), away(&in_loss), away(&kl(KlPlace::Loss, 1.0)));
     let term = |with: &[f32]| -> Vec<f32> { with.iter().zip(&plain).map(|(a, b)| a - b).collect() };
     let twice: Vec<f32> = term(&one).iter().map(|g| 2.0 * g).collect();
     assert!(distance(&term(&two), &twice) < 1e-3);
 
     let without = away(&PolicySettings { advantage: Advantage::DrGrpo, ..PolicySettings::default() }).1;
     let in_reward = PolicySettings { advantage: Advantage::DrGrpo, ..kl(KlPlace::Reward, 0.5) };
-    let (_, with) = away(&in_reward);
-    let (_, at_it) = {
-        let step = fixture.step(&in_reward, Some(&fixture.parameters));
-        (0, step.prepare(&groups).unwrap())
-    };
+    let (_, with, metrics) = away(&in_reward);
+    let at_it = prepared(&fixture.step(&in_reward, Some(&fixture.parameters)), &groups);
     assert_eq!(at_it.advantages, without.advantages);
     assert_ne!(with.advantages, without.advantages);
-    assert!(with.metrics.get("actor/reward_kl_penalty").is_some());
+    assert!(metrics.get("actor/reward_kl_penalty").is_some());
 }
 
 #[test]
@@ -347,10 +354,10 @@ fn replayed_experts_are_used_instead_of_the_routers_choice() {
         });
     });
     let other = fixture.update(&policy);
-    assert_ne!(own.log_probs, other.log_probs);
+    assert_ne!(own.forward.log_probs, other.forward.log_probs);
     fixture.trajectories().for_each(|t| t.routes.clear());
     let step = fixture.step(&policy, None);
-    assert!(step.prepare(&fixture.groups()).is_err());
+    assert!(step.prepare(&fixture.groups(), None).is_err());
 }
 
 #[test]
@@ -362,10 +369,10 @@ fn long_responses_lose_reward() {
         ..PolicySettings::default()
     };
     let (without, with) = (policy(0), policy(70));
-    let advantages = |policy| fixture.step(policy, None).prepare(&fixture.groups()).unwrap();
-    let (without, with) = (advantages(&without), advantages(&with));
+    let prepare = |policy| fixture.step(policy, None).prepare(&fixture.groups(), None).unwrap();
+    let ((without, ..), (with, _, metrics)) = (prepare(&without), prepare(&with));
     let sampled: Vec<f64> = with.cu_seqlens.windows(2).map(|w| (w[1] - w[0]) as f64).collect();
     let expected = sampled.iter().map(|&n| -((n - 2.0).max(0.0) / 70.0)).sum::<f64>() / 6.0;
-    assert!((with.metrics.get("critic/overlong_reward/mean").unwrap() - expected).abs() < 1e-6);
+    assert!((metrics.get("critic/overlong_reward/mean").unwrap() - expected).abs() < 1e-6);
     assert_ne!(without.advantages, with.advantages);
 }

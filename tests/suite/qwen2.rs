@@ -5,9 +5,9 @@ use crate::model_files::refused;
 use crate::tiny::{self, Gradients, load, values};
 use rloss::checkpoint::load::ModelFolder;
 use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
-use rloss::learner::batch::MicroBatch;
 use rloss::learner::batch_runner::BatchRunner;
-use rloss::learner::forward_backward::{HeadGradient, PassSettings};
+use rloss::learner::forward_backward::PassSettings;
+use rloss::learner::micro_batch::MicroBatch;
 use rloss::model::config::{Config, Form, LayerType};
 use rloss::model::family::Family;
 use rloss::model::forward::ForwardOptions;
@@ -144,8 +144,8 @@ fn gradients(tied: bool, threads: usize, recompute_layers: bool) -> Gradients {
     let batches = MicroBatch::split(&tiny::sequences(272, &[30, 7, 41, 12, 25, 33, 18], 6), 40);
     let forward = ForwardOptions::default();
     let settings = PassSettings { recompute_layers, temperature: 1.0, load_balance: 0.5, forward };
-    let objective = |_: usize, log_probs: &[f32], entropies: &[f32]| {
-        Ok(HeadGradient { log_probs: vec![-0.1; log_probs.len()], entropies: vec![0.0; entropies.len()] })
+    let objective = |_: usize, [log_probs, entropies]: [&[f32]; 2]| {
+        Ok([vec![-0.1; log_probs.len()], vec![0.0; entropies.len()]])
     };
     let outputs = runner.accumulate(&batches, settings, &objective).unwrap();
     assert!(batches.len() > 4 && outputs.iter().all(|o| o.routes.is_empty() && o.load_balance == 0.0));
@@ -190,13 +190,12 @@ fn a_tied_heads_gradient_is_the_sum_of_both_uses() {
         load_balance: 0.0,
         forward: Default::default(),
     };
-    let objective = |log_probs: &[f32], entropies: &[f32]| {
-        Ok(HeadGradient { log_probs: vec![-0.1; log_probs.len()], entropies: vec![0.0; entropies.len()] })
-    };
+    let objective =
+        |[log_probs, entropies]: [&[f32]; 2]| Ok([vec![-0.1; log_probs.len()], vec![0.0; entropies.len()]]);
     let [a, b] = [(&tied_model, &tied), (&untied_model, &untied)].map(|(model, parameters)| {
         tiny::learned(parameters, (model, batch, settings), |pass| pass.forward_backward(&objective))
     });
-    assert_eq!(a.log_probs, b.log_probs, "the same forward");
+    assert_eq!(a.log_probs(), b.log_probs(), "the same forward");
     let of = |g: &Gradients, p: &Parameters, name: &str| g.values[p.position(name).unwrap()].clone().unwrap();
     let both = of(&a.gradients, &tied, "model.embed_tokens.weight");
     let (rows, head) =

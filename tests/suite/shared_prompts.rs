@@ -1,9 +1,9 @@
 //! Sequences that begin alike share rows: the forward's bits stay, a gradient is the same sum in another order.
 
 use crate::tiny::{self, Gradients, Learned, learned};
-use rloss::learner::batch::{MicroBatch, Sequence};
 use rloss::learner::batch_runner::BatchRunner;
-use rloss::learner::forward_backward::{HeadGradient, PassOutput, PassSettings};
+use rloss::learner::forward_backward::{HeadColumns, PassOutput, PassSettings};
+use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::model::forward::ForwardOptions;
 use rloss::ops::threads::Threads;
 
@@ -34,12 +34,12 @@ fn settings(recompute_layers: bool, load_balance: f64) -> PassSettings {
 }
 
 /// Every token weighs something else.
-fn objective(log_probs: &[f32], entropies: &[f32]) -> anyhow::Result<HeadGradient> {
+fn objective([log_probs, entropies]: [&[f32]; 2]) -> anyhow::Result<HeadColumns<2>> {
     let weight = |i: usize| ((i * 7 % 11) as f32 - 4.0) / log_probs.len() as f32;
-    Ok(HeadGradient {
-        log_probs: (0..log_probs.len()).map(weight).collect(),
-        entropies: (0..entropies.len()).map(|i| 0.1 * weight(i + 3)).collect(),
-    })
+    Ok([
+        (0..log_probs.len()).map(weight).collect(),
+        (0..entropies.len()).map(|i| 0.1 * weight(i + 3)).collect(),
+    ])
 }
 
 fn pass(batch: &MicroBatch, settings: PassSettings) -> Learned<PassOutput> {
@@ -79,8 +79,7 @@ fn shared_rows_change_no_bit_of_the_forward_and_no_gradient_beyond_the_order_of_
     for load_balance in [0.0, 0.5] {
         let settings = settings(false, load_balance);
         let (separate, shared) = (pass(&separate, settings), pass(&shared, settings));
-        assert_eq!(separate.log_probs, shared.log_probs);
-        assert_eq!(separate.entropies, shared.entropies);
+        assert_eq!(separate.head, shared.head);
         assert!((separate.load_balance - shared.load_balance).abs() < 1e-5);
         assert_close(&separate.gradients, &shared.gradients);
     }
@@ -91,8 +90,8 @@ fn a_load_balancing_loss_counts_a_shared_row_as_often_as_it_is_held() {
     let sequences = groups();
     let nothing = |batch| {
         let (model, parameters) = tiny::model(tiny::config(true), 3);
-        let zero = |log_probs: &[f32], entropies: &[f32]| {
-            Ok(HeadGradient { log_probs: vec![0.0; log_probs.len()], entropies: vec![0.0; entropies.len()] })
+        let zero = |[log_probs, entropies]: [&[f32]; 2]| {
+            Ok([vec![0.0; log_probs.len()], vec![0.0; entropies.len()]])
         };
         learned(&parameters, (&model, batch, settings(false, 1.0)), |pass| pass.forward_backward(&zero))
     };
@@ -116,7 +115,7 @@ fn shared_rows_keep_their_bits_recomputed_and_on_any_number_of_threads() {
     let one = run(1, false);
     for (threads, recompute) in [(1, true), (2, false), (3, true)] {
         let other = run(threads, recompute);
-        assert_eq!(one.log_probs, other.log_probs);
+        assert_eq!(one.head, other.head);
         assert_eq!(one.gradients.values, other.gradients.values, "{threads} threads");
     }
 }
@@ -129,7 +128,7 @@ fn a_cut_through_a_group_changes_no_log_prob() {
     let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters };
     let log_probs = |batches: &[MicroBatch]| -> Vec<f32> {
         let outputs = runner.forward(batches, settings(false, 0.0)).unwrap();
-        outputs.into_iter().flat_map(|output| output.log_probs).collect()
+        outputs.iter().flat_map(|output| output.log_probs()).copied().collect()
     };
     let separate = log_probs(&MicroBatch::split(&sequences, 64));
     for tokens_max in [1, 64, 100, 300] {

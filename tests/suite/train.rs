@@ -1,9 +1,9 @@
 //! The training pass and the optimizer.
 
 use crate::tiny::{self, Gradients, Learned, learned};
-use rloss::learner::batch::MicroBatch;
 use rloss::learner::batch_runner::BatchRunner;
-use rloss::learner::forward_backward::{HeadGradient, Pass, PassOutput, PassSettings};
+use rloss::learner::forward_backward::{HeadColumns, Pass, PassOutput, PassSettings};
+use rloss::learner::micro_batch::MicroBatch;
 use rloss::model::cache::SequenceCache;
 use rloss::model::forward::ForwardOptions;
 use rloss::model::policy_view::PolicyView;
@@ -21,12 +21,9 @@ fn settings(recompute_layers: bool) -> PassSettings {
 }
 
 /// Mean negative log-likelihood of the targets plus a little entropy: every gradient path is used.
-fn objective(log_probs: &[f32], entropies: &[f32]) -> anyhow::Result<HeadGradient> {
+fn objective([log_probs, entropies]: [&[f32]; 2]) -> anyhow::Result<HeadColumns<2>> {
     let n = log_probs.len() as f32;
-    Ok(HeadGradient {
-        log_probs: vec![-1.0 / n; log_probs.len()],
-        entropies: vec![0.01 / n; entropies.len()],
-    })
+    Ok([vec![-1.0 / n; log_probs.len()], vec![0.01 / n; entropies.len()]])
 }
 
 fn pass(seed: u64, recompute: bool) -> Learned<PassOutput> {
@@ -39,8 +36,7 @@ fn pass(seed: u64, recompute: bool) -> Learned<PassOutput> {
 #[test]
 fn recomputed_layers_give_the_same_bits_as_the_whole_graph() {
     let (whole, recomputed) = (pass(3, false), pass(3, true));
-    assert_eq!(whole.log_probs, recomputed.log_probs);
-    assert_eq!(whole.entropies, recomputed.entropies);
+    assert_eq!(whole.head, recomputed.head);
     assert_eq!(whole.load_balance.to_bits(), recomputed.load_balance.to_bits());
     assert_eq!(whole.gradients.values, recomputed.gradients.values);
 }
@@ -65,7 +61,7 @@ fn gradients_are_equal_on_any_number_of_threads() {
     let one = run(1);
     for threads in [2, 3, 4] {
         let other = run(threads);
-        assert_eq!(one.log_probs, other.log_probs);
+        assert_eq!(one.head, other.head);
         assert_eq!(one.gradients.values, other.gradients.values);
     }
 }
@@ -78,9 +74,9 @@ fn gradients_of_a_batch(threads: usize, fails: Option<usize>) -> Result<Gradient
     assert_eq!(batches.len(), 9);
     let threads = Threads::new(threads).unwrap();
     let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters };
-    let found = runner.accumulate(&batches, settings(false), &|index, log_probs, entropies| {
+    let found = runner.accumulate(&batches, settings(false), &|index, columns| {
         anyhow::ensure!(fails != Some(index), "number {index} fails");
-        objective(log_probs, entropies)
+        objective(columns)
     });
     found.map(|_| Gradients::of(&parameters)).map_err(|error| format!("{error:#}"))
 }
@@ -130,7 +126,7 @@ fn decode_and_prefill_in_any_chunks_equal_the_training_forward() {
     let batch = &MicroBatch::split(&sequences, 100_000)[0];
     let weights = &parameters.frozen().unwrap();
     let pass = Pass { model: &model, weights, batch, settings: settings(true) };
-    let training = pass.forward().unwrap().log_probs;
+    let training = pass.forward().unwrap().log_probs().to_vec();
     let mut start = 0;
     for sequence in &sequences {
         let end = start + sequence.tokens.len() - 1;

@@ -4,9 +4,9 @@
 //! learns one and two layers fit: what a layer takes is their difference, and what is said of all layers is an extrapolation.
 
 use crate::learner::OptimizerSettings;
-use crate::learner::batch::{MicroBatch, Sequence};
 use crate::learner::batch_runner::BatchRunner;
-use crate::learner::forward_backward::{HeadGradient, PassSettings};
+use crate::learner::forward_backward::PassSettings;
+use crate::learner::micro_batch::{MicroBatch, Sequence};
 use crate::learner::optimizer::Optimizer;
 use crate::model::adapter::{Lora, Owner, default_targets};
 use crate::model::cache::{CacheRoom, Caches, SequenceCache};
@@ -343,9 +343,8 @@ fn passes(
         let batches = MicroBatch::split(&sequences, tokens);
         let runner = BatchRunner { threads: &threads, model, parameters: &parameters };
         let seconds = median(|| {
-            let objective = |_: usize, log_probs: &[f32], _: &[f32]| {
-                let gradient = vec![-1.0 / tokens as f32; log_probs.len()];
-                Ok(HeadGradient { log_probs: gradient, ..HeadGradient::zero(log_probs.len()) })
+            let objective = |_: usize, [log_probs, entropies]: [&[f32]; 2]| {
+                Ok([vec![-1.0 / tokens as f32; log_probs.len()], vec![0.0; entropies.len()]])
             };
             runner.accumulate(&batches, settings, &objective)?;
             Ok(device.synchronize()?)

@@ -2,7 +2,7 @@
 
 use super::Cause;
 use super::weights::{WeightEdit, WeightEdits};
-use crate::learner::batch::MicroBatch;
+use crate::learner::micro_batch::MicroBatch;
 use crate::mismatch::head::HeadSettings;
 use crate::model::config::Config;
 use crate::model::forward::{ForwardOptions, Model};
@@ -168,7 +168,7 @@ fn shifted(batch: &mut MicroBatch, (by, with_target): (i32, bool)) -> Vec<bool> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::learner::batch::Sequence;
+    use crate::learner::micro_batch::Sequence;
 
     fn batch() -> MicroBatch {
         let sequence =

@@ -7,8 +7,8 @@ use crate::tiny::{self, Gradients, Learned, learned, values as floats};
 use candle_core::{Device, Tensor};
 use rloss::checkpoint::peft::AdapterFolder;
 use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
-use rloss::learner::batch::{MicroBatch, Sequence};
-use rloss::learner::forward_backward::{HeadGradient, PassOutput, PassSettings};
+use rloss::learner::forward_backward::{PassOutput, PassSettings};
+use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::learner::optimizer::Optimizer;
 use rloss::learner::{OptimizerKind, OptimizerSettings};
 use rloss::model::attend::PackedAttention;
@@ -195,7 +195,8 @@ impl Case {
         let mut figures = Figures::default();
         self.compare_logits(&mut figures);
         let output = self.forward_backward(true, ForwardOptions::default());
-        let loss = -output.log_probs.iter().map(|&l| l as f64).sum::<f64>() / output.log_probs.len() as f64;
+        let loss =
+            -output.log_probs().iter().map(|&l| l as f64).sum::<f64>() / output.log_probs().len() as f64;
         figures.loss.note((loss - self.rows.loss).abs() / self.rows.loss.abs(), "loss");
         let learning = |(index, _): &(usize, &ParameterSpec)| self.parameters.learns(*index);
         for (index, spec) in self.parameters.specs.iter().enumerate().filter(learning) {
@@ -308,11 +309,8 @@ impl Case {
             .collect();
         let settings = PassSettings { recompute_layers, temperature: 1.0, load_balance: 0.0, forward };
         let of = (&self.model, &MicroBatch::split(&sequences, usize::MAX)[0], settings);
-        let objective = |log_probs: &[f32], entropies: &[f32]| {
-            Ok(HeadGradient {
-                log_probs: vec![-1.0 / log_probs.len() as f32; log_probs.len()],
-                entropies: vec![0.0; entropies.len()],
-            })
+        let objective = |[log_probs, entropies]: [&[f32]; 2]| {
+            Ok([vec![-1.0 / log_probs.len() as f32; log_probs.len()], vec![0.0; entropies.len()]])
         };
         learned(&self.parameters, of, |pass| pass.forward_backward(&objective))
     }

@@ -3,8 +3,8 @@
 use anyhow::{Context, Result, ensure};
 use rloss::harmony::Message;
 use rloss::interpreter::{Interpreter, Reply, SessionId};
-use rloss::learner::batch::{MicroBatch, Sequence};
 use rloss::learner::batch_runner::BatchRunner;
+use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::metrics::Console;
 use rloss::mismatch::links::{Link, Proof};
 use rloss::model::cache::CacheRoom;

@@ -1,10 +1,11 @@
 //! Groups whose samples share their prompts' rows.
 
-use super::{Fixture, distance, pass};
+use super::{Fixture, distance, pass, prepared};
 use crate::tiny::{self, Gradients};
-use rloss::learner::batch::Sequence;
-use rloss::learner::policy_step::{PolicyStep, Update};
+use rloss::learner::TrainSettings;
+use rloss::learner::micro_batch::Sequence;
 use rloss::policy::{PolicySettings, RouterReplay};
+use rloss::trainer::step::{PolicyStep, Update};
 
 /// Two groups of three: prompts of 20 and 33 tokens.
 fn sequences() -> Vec<Sequence> {
@@ -27,10 +28,11 @@ fn update(
     micro_batch_tokens: usize,
 ) -> (Update, Vec<f32>, Option<f64>) {
     let policy = PolicySettings { router_replay: replay, ..PolicySettings::default() };
-    let step = PolicyStep { micro_batch_tokens, pass: pass(), ..fixture.step(&policy, None) };
-    let experience = step.prepare(&fixture.groups()).unwrap();
-    let update = step.gradients(&experience).unwrap().unwrap();
-    let agreement = step.gap_of(&experience, &update).unwrap().get("mismatch/routing_agreement");
+    let train = TrainSettings { micro_batch_tokens, ..TrainSettings::default() };
+    let step = PolicyStep { train: &train, pass: pass(), ..fixture.step(&policy, None) };
+    let batch = prepared(&step, &fixture.groups());
+    let update = step.gradients(&batch).unwrap().unwrap();
+    let agreement = batch.mismatch(&update.forward).unwrap().get("mismatch/routing_agreement");
     let gradients = Gradients::of(&fixture.parameters).values;
     (update, gradients.into_iter().flatten().flatten().collect(), agreement)
 }
@@ -44,7 +46,7 @@ fn a_groups_prompt_computed_once_gives_the_updates_log_probs_and_gradients() {
         let (shared, of_shared, agreement) = update(&fixture, replay, 1000);
         // What is replayed is not compared.
         assert_eq!(agreement, (replay == RouterReplay::None).then_some(1.0));
-        assert_eq!(separate.log_probs, shared.log_probs);
+        assert_eq!(separate.forward.log_probs, shared.forward.log_probs);
         assert!(gradients != of_shared, "nothing was shared");
         assert!(distance(&gradients, &of_shared) < 1e-5);
     }
@@ -59,9 +61,9 @@ fn rows_that_are_replayed_with_other_experts_are_not_shared() {
     experts[0] = other;
     let (separate, gradients, _) = update(&fixture, RouterReplay::Rollout, 1);
     let (shared, of_shared, _) = update(&fixture, RouterReplay::Rollout, 1000);
-    assert_eq!(separate.log_probs, shared.log_probs);
+    assert_eq!(separate.forward.log_probs, shared.forward.log_probs);
     assert!(distance(&gradients, &of_shared) < 1e-5);
     let (plain, _, agreement) = update(&fixture, RouterReplay::None, 1000);
     assert!(agreement < Some(1.0));
-    assert!(plain.log_probs != shared.log_probs);
+    assert!(plain.forward.log_probs != shared.forward.log_probs);
 }

@@ -1,9 +1,9 @@
 //! The greedy baseline, the steered divergence, bypass, and what is measured over a whole batch.
 
-use super::{Fixture, distance, learned, loss, pass, values};
+use super::{Fixture, distance, learned, loss, pass, prepared, values};
 use crate::policy::bypass::{BypassLoss, bypass};
 use crate::policy::verl;
-use rloss::learner::policy_step::PolicyStep;
+use rloss::learner::TrainSettings;
 use rloss::metrics::Metrics;
 use rloss::policy::Aggregation;
 use rloss::policy::RouterReplay;
@@ -14,6 +14,7 @@ use rloss::policy::divergence::KlEstimator;
 use rloss::policy::loss::{ClipRange, PpoClip};
 use rloss::policy::ratio::OldLogprob;
 use rloss::policy::{CorrectionSettings, KlPlace, KlSettings, OverlongSettings, PolicySettings};
+use rloss::trainer::step::PolicyStep;
 
 fn get(metrics: &Metrics, name: &str) -> f64 {
     metrics.get(name).unwrap_or_else(|| panic!("no {name}"))
@@ -33,16 +34,16 @@ fn remax_measures_each_response_against_its_prompts_greedy_one() {
             overlong: overlong.clone(),
             ..PolicySettings::default()
         };
-        let experience = fixture.step(&policy, None).prepare(&fixture.groups()).unwrap();
+        let batch = prepared(&fixture.step(&policy, None), &fixture.groups());
         let shaped =
             |tokens: usize| -(tokens as f32) / 72.0 * if overlong.buffer_tokens > 0 { 1.0 } else { 0.0 };
-        let mut rows = experience.cu_seqlens.windows(2);
+        let mut rows = batch.cu_seqlens.windows(2);
         for group in &fixture.groups {
             let baseline = 0.25 + shaped(group.trajectories[0].sampled_tokens());
             for trajectory in &group.trajectories {
                 let row = rows.next().unwrap();
                 let expected = trajectory.reward + shaped(trajectory.sampled_tokens()) - baseline;
-                for advantage in &experience.advantages[row[0]..row[1]] {
+                for advantage in &batch.advantages[row[0]..row[1]] {
                     assert!((advantage - expected).abs() < 1e-6, "{advantage} for {expected}");
                 }
             }
@@ -50,7 +51,7 @@ fn remax_measures_each_response_against_its_prompts_greedy_one() {
     }
     fixture.groups[1].greedy = None;
     let policy = PolicySettings { advantage: Advantage::Remax, ..PolicySettings::default() };
-    let refused = fixture.step(&policy, None).prepare(&fixture.groups()).expect_err("no baseline");
+    let refused = fixture.step(&policy, None).prepare(&fixture.groups(), None).err().expect("no baseline");
     assert!(format!("{refused:#}").contains("needs a greedy sample"), "{refused:#}");
 }
 
@@ -77,15 +78,14 @@ fn the_divergence_in_the_reward_is_the_anchors_and_has_the_steps_weight() {
     {
         let policy = policy(old_logprob);
         let step = PolicyStep { kl_coefficient: 0.125, ..fixture.step(&policy, Some(&fixture.parameters)) };
-        let experience = step.prepare(&fixture.groups()).unwrap();
-        assert!((get(&experience.metrics, "actor/reward_kl_penalty") - kl).abs() < 1e-6, "{old_logprob}");
-        assert_eq!(get(&experience.metrics, "actor/reward_kl_penalty_coeff"), 0.125);
-        let penalty =
-            |t: usize| -0.125 * kl * (experience.cu_seqlens[t + 1] - experience.cu_seqlens[t]) as f64;
+        let (batch, _, metrics) = step.prepare(&fixture.groups(), None).unwrap();
+        assert!((get(&metrics, "actor/reward_kl_penalty") - kl).abs() < 1e-6, "{old_logprob}");
+        assert_eq!(get(&metrics, "actor/reward_kl_penalty_coeff"), 0.125);
+        let penalty = |t: usize| -0.125 * kl * (batch.cu_seqlens[t + 1] - batch.cu_seqlens[t]) as f64;
         let rewards: Vec<f64> = fixture.groups[0].trajectories.iter().map(|t| f64::from(t.reward)).collect();
         let shifted: Vec<f64> = rewards.iter().enumerate().map(|(t, r)| r + penalty(t)).collect();
         let expected = shifted[0] - shifted.iter().sum::<f64>() / 3.0;
-        assert!((f64::from(experience.advantages[0]) - expected).abs() < 1e-4, "{old_logprob}");
+        assert!((f64::from(batch.advantages[0]) - expected).abs() < 1e-4, "{old_logprob}");
     }
 }
 
@@ -117,33 +117,26 @@ fn bypass_is_the_anchor_rollout_with_a_correction() {
             ..PolicySettings::default()
         };
         let step = fixture.step(&policy, None);
-        let experience = step.prepare(&fixture.groups()).unwrap();
-        let rejected = experience.mask.iter().filter(|kept| !**kept).count();
-        assert!(rejected > 0 && rejected < experience.mask.len());
-        let update = learned(&step, &experience).unwrap().unwrap();
-        let whole = vec![true; experience.mask.len()];
-        let sequences = rloss::policy::Sequences::new(&experience.cu_seqlens, &whole).unwrap();
+        let (batch, _, of_batch) = step.prepare(&fixture.groups(), None).unwrap();
+        let rejected = batch.mask.iter().filter(|kept| !**kept).count();
+        assert!(rejected > 0 && rejected < batch.mask.len());
+        let update = learned(&step, &batch).unwrap().unwrap();
+        let whole = vec![true; batch.mask.len()];
+        let sequences = rloss::policy::Sequences::new(&batch.cu_seqlens, &whole).unwrap();
         let config = CorrectionRules {
             importance: verl::importance(is, "2.0", false).unwrap(),
             reject: rules.clone(),
         };
-        let (current, rollout) = (&update.log_probs, &experience.rollout);
-        let (expected, metrics) = bypass(
-            &sequences,
-            current,
-            rollout,
-            &experience.advantages,
-            &config,
-            &theirs,
-            Aggregation::TokenMean,
-        )
-        .unwrap();
+        let (current, rollout) = (&update.forward.log_probs, &batch.rollout_log_probs);
+        let (expected, metrics) =
+            bypass(&sequences, current, rollout, &batch.advantages, &config, &theirs, Aggregation::TokenMean)
+                .unwrap();
         assert!((get(&update.metrics, "actor/pg_loss") - expected.loss).abs() < 1e-9, "{loss}");
         for mean in expected.metrics {
             assert!((get(&update.metrics, mean.name) - mean.value()).abs() < 1e-9, "{loss}: {}", mean.name);
         }
         for (name, value) in metrics {
-            assert_eq!(get(&experience.metrics, &name), value, "{loss}: {name}");
+            assert_eq!(get(&of_batch, &name), value, "{loss}: {name}");
         }
     }
 }
@@ -154,21 +147,23 @@ fn the_gap_is_that_of_the_whole_batch_when_updates_take_parts() {
     let mut fixture = Fixture::new();
     fixture.trajectories().last().unwrap().logprobs.iter_mut().for_each(|l| *l -= 2.0);
     let policy = PolicySettings { old_logprob: OldLogprob::Rollout, ..PolicySettings::default() };
-    let step = PolicyStep { updates: 6, ..fixture.step(&policy, None) };
-    let experience = step.prepare(&fixture.groups()).unwrap();
-    assert!(experience.training.is_none());
-    let (gap, _) = step.gap(&experience).unwrap();
-    let first = experience.select(&[0]);
-    let of_first = step.gap_of(&first, &learned(&step, &first).unwrap().unwrap()).unwrap();
+    let train = TrainSettings { minibatches: 6, ..fixture.train.clone() };
+    let step = PolicyStep { train: &train, ..fixture.step(&policy, None) };
+    let (batch, forward, _) = step.prepare(&fixture.groups(), None).unwrap();
+    let gap = batch.mismatch(&forward.unwrap()).unwrap();
+    let first = batch.select(&[0]).unwrap();
+    let of_first = first.mismatch(&learned(&step, &first).unwrap().unwrap().forward).unwrap();
     assert_eq!(get(&of_first, "mismatch/bit_equal_fraction"), 1.0);
-    let tokens = experience.rollout.len() as f64;
-    let last = (experience.cu_seqlens[6] - experience.cu_seqlens[5]) as f64;
+    let tokens = batch.rollout_log_probs.len() as f64;
+    let last = (batch.cu_seqlens[6] - batch.cu_seqlens[5]) as f64;
     assert_eq!(get(&gap, "mismatch/bit_equal_fraction"), (tokens - last) / tokens);
     assert!((get(&gap, "rollout_corr/kl") + 2.0 * last / tokens).abs() < 1e-6);
     assert!((get(&gap, "mismatch/log_ppl_abs_diff_max") - 2.0).abs() < 1e-5);
     // The same as what an update of the whole batch shows of itself.
-    let whole = learned(&step, &experience).unwrap().unwrap();
-    assert_eq!(gap, step.gap_of(&experience, &whole).unwrap());
+    let whole = learned(&step, &batch).unwrap().unwrap();
+    assert_eq!(gap, batch.mismatch(&whole.forward).unwrap());
+    // An update of the whole batch needs no forward before it.
+    assert!(fixture.step(&policy, None).prepare(&fixture.groups(), None).unwrap().1.is_none());
 }
 
 #[test]
@@ -177,8 +172,9 @@ fn micro_batches_of_any_size_give_the_loss_and_gradient_of_the_batch() {
     for aggregation in [Aggregation::TokenMean, Aggregation::SequenceMeanTokenMean] {
         let policy = PolicySettings { aggregation, ..PolicySettings::default() };
         let update = |micro_batch_tokens| {
-            let step = PolicyStep { micro_batch_tokens, ..fixture.step(&policy, None) };
-            learned(&step, &step.prepare(&fixture.groups()).unwrap()).unwrap().unwrap()
+            let train = TrainSettings { micro_batch_tokens, ..TrainSettings::default() };
+            let step = PolicyStep { train: &train, ..fixture.step(&policy, None) };
+            learned(&step, &prepared(&step, &fixture.groups())).unwrap().unwrap()
         };
         let whole = update(1000);
         for micro_batch_tokens in [1, 64, 100] {
@@ -198,8 +194,9 @@ fn a_trajectory_without_sampled_tokens_changes_nothing() {
     let policy = PolicySettings { advantage: Advantage::ReinforcePlusPlus, ..PolicySettings::default() };
     // One micro-batch: of several, the row would move the cuts, and with them the last digits of sums.
     let update = |fixture: &Fixture| {
-        let step = PolicyStep { pass: pass(), micro_batch_tokens: 100_000, ..fixture.step(&policy, None) };
-        learned(&step, &step.prepare(&fixture.groups()).unwrap()).unwrap().unwrap()
+        let train = TrainSettings { micro_batch_tokens: 100_000, ..TrainSettings::default() };
+        let step = PolicyStep { pass: pass(), train: &train, ..fixture.step(&policy, None) };
+        learned(&step, &prepared(&step, &fixture.groups())).unwrap().unwrap()
     };
     let without = update(&fixture);
     let mut masked = fixture.groups[0].trajectories[0].clone();
@@ -208,7 +205,7 @@ fn a_trajectory_without_sampled_tokens_changes_nothing() {
     fixture.groups[1].trajectories.push(masked);
     let with = update(&fixture);
     assert_eq!(with.metrics, without.metrics);
-    assert_eq!(with.log_probs, without.log_probs);
+    assert_eq!(with.forward.log_probs, without.forward.log_probs);
     assert!(distance(&values(&with), &values(&without)) < 1e-6);
 }
 
@@ -219,12 +216,12 @@ fn experts_kept_at_sampling_are_compared_with_those_of_training() {
     let recompute = PolicySettings { old_logprob: OldLogprob::Recompute, ..PolicySettings::default() };
     let agreement = |fixture: &Fixture, policy: &PolicySettings| {
         let step = fixture.step(policy, None);
-        let experience = step.prepare(&fixture.groups()).unwrap();
-        let update = learned(&step, &experience).unwrap().unwrap();
-        let of_update = step.gap_of(&experience, &update).unwrap();
-        let found = of_update.get("mismatch/routing_agreement");
-        if experience.training.is_some() {
-            assert_eq!(experience.metrics.get("mismatch/routing_agreement"), found);
+        let (batch, forward, _) = step.prepare(&fixture.groups(), None).unwrap();
+        let update = learned(&step, &batch).unwrap().unwrap();
+        let agreement = |forward| batch.mismatch(forward).unwrap().get("mismatch/routing_agreement");
+        let found = agreement(&update.forward);
+        if let Some(before) = &forward {
+            assert_eq!(agreement(before), found);
         }
         found
     };

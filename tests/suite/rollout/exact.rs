@@ -1,8 +1,8 @@
 //! What is stored at sampling is what training computes, and nothing about the batch shows in it.
 
 use super::*;
-use rloss::learner::batch::{MicroBatch, Sequence};
 use rloss::learner::forward_backward::{Pass, PassSettings};
+use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::trajectory::Trajectory;
 
 /// The training forward over trajectories: log-probabilities of the sampled tokens and experts of every input.
@@ -28,7 +28,7 @@ fn training_forward(
             let rows = &batch.cu_targets[i..i + 2];
             let experts = |t: usize| layers.iter().flat_map(|layer| &layer[t]).map(|&e| e as u16).collect();
             results.push((
-                pass.log_probs[rows[0]..rows[1]].to_vec(),
+                pass.log_probs()[rows[0]..rows[1]].to_vec(),
                 batch.sequence_rows.path(i).into_iter().map(experts).collect(),
             ));
         }

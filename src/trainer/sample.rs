@@ -8,9 +8,9 @@ use crate::rollout::{self, Prompt, RolloutPlan, RolloutProgress, Rollouts};
 use crate::trajectory::{Group, TokenFigures, TrajectoryRow};
 use anyhow::{Context, Result};
 
-/// What a step sampled, and which of it is trained on.
-pub(super) struct Generated {
-    /// Every group drawn, the discarded ones included: the figures of the rollout are over all of them.
+/// The rollouts of a step, and the groups that are trained on.
+pub(super) struct Sampled {
+    /// All sampled groups, discarded ones included. The rollout's figures are over all of them.
     pub drawn: Rollouts,
     /// Indices into `drawn.groups`.
     trained: Vec<usize>,
@@ -18,12 +18,12 @@ pub(super) struct Generated {
     rounds: Option<u64>,
 }
 
-impl Generated {
+impl Sampled {
     pub fn trained(&self) -> Vec<&Group> {
         self.trained.iter().map(|&index| &self.drawn.groups[index]).collect()
     }
 
-    /// The first `count` rows of the step, with what was learned from the trained ones: `learned` in their order.
+    /// The first `count` rows of the step; the trained ones have the token figures `learned`, in their order.
     pub fn rows(&self, count: usize, learned: &[TokenFigures]) -> Vec<TrajectoryRow> {
         let mut rows: Vec<TrajectoryRow> = self.drawn.rows(Phase::Rl).take(count).collect();
         let sizes: Vec<usize> = self.drawn.groups.iter().map(|group| group.trajectories.len()).collect();
@@ -49,15 +49,15 @@ impl Generated {
 }
 
 impl Trainer {
-    /// The rollouts of step `step`, unless they are fixed data. Groups that teach nothing are replaced until the draws
-    /// are used up, and then kept.
-    pub(super) fn generate(&self, step: u64) -> Result<Generated> {
+    /// Samples the groups of step `step`, or reads stored ones. Dynamic sampling replaces groups without
+    /// signal until the rounds are used up.
+    pub(super) fn sample(&self, step: u64) -> Result<Sampled> {
         let recipe = &self.context.plan.recipe;
         let (count, rounds_max) = (recipe.rollout.prompts_per_step, recipe.rollout.resample_rounds_max);
         if let Some(stored) = &self.data.stored {
             let drawn = stored.step(step, count as u64);
             let trained = (0..drawn.groups.len()).collect();
-            return Ok(Generated { drawn, trained, rounds: None });
+            return Ok(Sampled { drawn, trained, rounds: None });
         }
         let mut drawn = Rollouts::default();
         let (mut informative, mut flat, mut round) = (vec![], vec![], 0);
@@ -78,18 +78,18 @@ impl Trainer {
         }
         let mut trained: Vec<usize> = informative.into_iter().chain(flat).take(count).collect();
         trained.sort_unstable();
-        Ok(Generated { drawn, trained, rounds: (rounds_max > 0).then_some(round) })
+        Ok(Sampled { drawn, trained, rounds: (rounds_max > 0).then_some(round) })
     }
 
-    /// One group a prompt, with its greedy sample where the advantage is measured against one.
+    /// Samples one group a prompt, with a greedy sample where the advantage needs one.
     fn draw(&self, step: u64, prompts: &[Prompt]) -> Result<Rollouts> {
         let context = &self.context;
         let recipe = &context.plan.recipe;
         let plan = context.training_rollout(step);
-        let mut drawn = self.sample("gen", &plan, prompts, recipe.rollout.samples_per_prompt)?;
+        let mut drawn = self.conversations("gen", &plan, prompts, recipe.rollout.samples_per_prompt)?;
         if recipe.policy.advantage == Advantage::Remax {
             let plan = RolloutPlan::greedy(&recipe.rollout, recipe.train.seed, step);
-            let single = self.sample("gen_max", &plan, prompts, 1)?.groups;
+            let single = self.conversations("gen_max", &plan, prompts, 1)?.groups;
             let greedy = single.into_iter().map(|group| group.trajectories.into_iter().next());
             drawn.groups.iter_mut().zip(greedy).for_each(|(group, greedy)| group.greedy = greedy);
         }
@@ -97,7 +97,7 @@ impl Trainer {
     }
 
     /// `samples` conversations of each prompt, timed as `stage`.
-    fn sample(
+    fn conversations(
         &self,
         stage: &'static str,
         plan: &RolloutPlan,

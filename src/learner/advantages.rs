@@ -1,0 +1,145 @@
+//! The advantages of a batch: rewards, their shaping, the penalty of the divergence, and the estimator.
+
+use super::batch::Batch;
+use super::critic::CriticStep;
+use crate::bad_input;
+use crate::metrics::Metrics;
+use crate::policy::Sequences;
+use crate::policy::advantage::Advantage;
+use crate::policy::advantage::{
+    dr_grpo, grpo, grpo_batch_std, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo,
+};
+use crate::policy::kl_in_reward::kl_in_reward;
+use crate::policy::ratio::OldLogprob;
+use crate::policy::shaping::Overlong;
+use crate::policy::{KlPlace, PolicySettings};
+use crate::trajectory::Group;
+use anyhow::{Context, Result};
+
+/// How the advantages of a batch are estimated.
+pub struct AdvantageEstimator<'a> {
+    pub policy: &'a PolicySettings,
+    /// The anchor O of the ratio.
+    pub anchor: OldLogprob,
+    /// Weight of the divergence in the reward at this step.
+    pub kl_coefficient: f64,
+    /// The limit of overlong shaping.
+    pub response_tokens_max: usize,
+    /// The source of returns; the advantage `gae` needs it.
+    pub critic: Option<CriticStep<'a>>,
+}
+
+impl AdvantageEstimator<'_> {
+    /// Fills in the advantages of `batch`, which are those of `groups`, and with a critic the returns.
+    /// Returns the figures.
+    ///
+    /// # Errors
+    /// When a column is missing or holds no number, or `remax` has no greedy samples.
+    pub fn fill(&self, batch: &mut Batch, groups: &[&Group]) -> Result<Metrics> {
+        let mut metrics = Metrics::new();
+        let shaping = self.shaping()?;
+        let rewards = rewards(groups, shaping.as_ref(), &mut metrics);
+        let sequences = batch.tokens()?;
+        let penalties = self.penalties(batch, &sequences, &mut metrics)?;
+        let sizes: Vec<usize> = groups.iter().map(|g| g.trajectories.len()).collect();
+        let per_token = || token_rewards(&sequences, &rewards, penalties.clone());
+        let whole = || -> Result<Vec<f32>> {
+            let penalties = sequences.scores(&penalties)?;
+            Ok(rewards.iter().zip(&penalties).map(|(reward, penalty)| reward + penalty).collect())
+        };
+        type OfGroups = fn(&[f32], &[usize]) -> Result<Vec<f32>>;
+        let of_groups = |estimate: OfGroups| sequences.broadcast(&estimate(&whole()?, &sizes)?);
+        let mut returns = None;
+        let advantages = match self.policy.advantage {
+            Advantage::Grpo => of_groups(grpo)?,
+            Advantage::DrGrpo => of_groups(dr_grpo)?,
+            Advantage::GrpoBatchStd => of_groups(grpo_batch_std)?,
+            Advantage::Rloo => of_groups(rloo)?,
+            Advantage::ReinforcePlusPlus => reinforce_plus_plus(&sequences, &per_token())?.advantages,
+            Advantage::ReinforcePlusPlusBaseline => {
+                reinforce_plus_plus_baseline(&sequences, &whole()?, &sizes)?
+            }
+            Advantage::Remax => {
+                remax(&sequences, &per_token(), &greedy_rewards(groups, shaping.as_ref())?)?.advantages
+            }
+            Advantage::Gae => {
+                let (critic, values) = self.critic.zip(batch.values.as_ref()).context("no critic")?;
+                let estimate = critic.estimate(&sequences, &per_token(), values)?;
+                metrics.extend(estimate.metrics);
+                returns = Some(estimate.returns);
+                estimate.advantages
+            }
+        };
+        let values = || advantages.iter().map(|&a| f64::from(a));
+        metrics.set("critic/advantages/mean", values().sum::<f64>() / advantages.len() as f64);
+        metrics.set("critic/advantages/max", values().fold(f64::NEG_INFINITY, f64::max));
+        metrics.set("critic/advantages/min", values().fold(f64::INFINITY, f64::min));
+        (batch.advantages, batch.returns) = (advantages, returns);
+        Ok(metrics)
+    }
+
+    fn shaping(&self) -> Result<Option<Overlong>> {
+        let settings = &self.policy.overlong;
+        if settings.buffer_tokens == 0 {
+            return Ok(None);
+        }
+        Overlong::new(self.response_tokens_max, settings.buffer_tokens, settings.penalty).map(Some)
+    }
+
+    /// The penalty of each token for the divergence between anchor and reference; 0 where the reward has
+    /// none.
+    fn penalties(&self, batch: &Batch, sequences: &Sequences, metrics: &mut Metrics) -> Result<Vec<f32>> {
+        let nothing = vec![0.0; sequences.tokens()];
+        let (KlPlace::Reward, Some(reference)) = (self.policy.kl.place, &batch.reference_log_probs) else {
+            return Ok(nothing);
+        };
+        let rollout = &batch.rollout_log_probs;
+        let training = batch.training_log_probs.as_deref().unwrap_or(rollout);
+        let anchor = self.anchor.select(training, rollout, Some(training), 1)?;
+        let divergence = self.policy.kl.estimator;
+        let penalised =
+            kl_in_reward(sequences, &nothing, anchor, reference, divergence, self.kl_coefficient)?;
+        metrics.set("actor/reward_kl_penalty", penalised.kl);
+        metrics.set("actor/reward_kl_penalty_coeff", self.kl_coefficient);
+        Ok(penalised.rewards)
+    }
+}
+
+/// The reward of each trajectory, shaped.
+fn rewards(groups: &[&Group], shaping: Option<&Overlong>, metrics: &mut Metrics) -> Vec<f32> {
+    let trajectories = || groups.iter().flat_map(|g| &g.trajectories);
+    let mut rewards: Vec<f32> = trajectories().map(|t| t.reward).collect();
+    if let Some(overlong) = shaping {
+        let shaped: Vec<f32> = trajectories().map(|t| overlong.reward(t.sampled_tokens())).collect();
+        let sum: f64 = shaped.iter().map(|&s| f64::from(s)).sum();
+        metrics.set("critic/overlong_reward/mean", sum / rewards.len().max(1) as f64);
+        rewards.iter_mut().zip(&shaped).for_each(|(reward, shaped)| *reward += shaped);
+    }
+    rewards
+}
+
+/// Rewards token by token: a response's own on its last token, `penalties` on each.
+fn token_rewards(sequences: &Sequences, rewards: &[f32], penalties: Vec<f32>) -> Vec<f32> {
+    let mut of_tokens = penalties;
+    for (reward, row) in rewards.iter().zip(sequences.rows()) {
+        if let Some(last) = row.last() {
+            of_tokens[last] += *reward;
+        }
+    }
+    of_tokens
+}
+
+/// The reward of each prompt's greedy sample, once for every trajectory of its group, shaped as theirs are.
+fn greedy_rewards(groups: &[&Group], shaping: Option<&Overlong>) -> Result<Vec<f32>> {
+    let of_group = |group: &&Group| -> Result<Vec<f32>> {
+        let Some(greedy) = &group.greedy else {
+            return Err(bad_input!(
+                "policy.advantage = \"remax\" needs a greedy sample of every prompt, and these trajectories have none; \
+                 sample them anew"
+            ));
+        };
+        let shaped = shaping.map_or(0.0, |overlong| overlong.reward(greedy.sampled_tokens()));
+        Ok(vec![greedy.reward + shaped; group.trajectories.len()])
+    };
+    Ok(groups.iter().map(of_group).collect::<Result<Vec<_>>>()?.concat())
+}

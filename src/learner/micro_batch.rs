@@ -1,0 +1,383 @@
+//! Sequences packed without padding into micro-batches of a bounded number of rows. Samples of a group can
+//! share the rows of their common prefix, such as the prompt.
+
+use crate::dist::Mesh;
+use crate::model::split_rows::SplitRows;
+use crate::ops::SequenceRows;
+use anyhow::Result;
+use candle_core::Tensor;
+use std::borrow::{Borrow, Cow};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// One sequence to train on.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sequence {
+    pub tokens: Vec<u32>,
+    /// True where the token is trained on. The first token never is, as no token predicts it.
+    pub mask: Vec<bool>,
+}
+
+/// Sequences as the forward takes them. A sequence's last token predicts nothing, so it is a target only.
+#[derive(Debug, Clone)]
+pub struct MicroBatch {
+    /// Which sequences of the batch these are.
+    pub sequences: Range<usize>,
+    /// Input ids, `[T]`.
+    pub tokens: Arc<Vec<u32>>,
+    /// Position of each within its sequence, `[T]`.
+    pub positions: Vec<u32>,
+    /// The rows of each sequence in `tokens`.
+    pub sequence_rows: Arc<SequenceRows>,
+    /// How many sequences hold each row, `[T]`; `None` where nothing is shared.
+    pub holders: Option<Arc<Vec<u32>>>,
+    /// Rows that predict a trained token, `[R]`. A shared row is listed once for each sequence that it
+    /// predicts a token of.
+    pub rows: Arc<Vec<u32>>,
+    /// The tokens they predict, `[R]`.
+    pub targets: Arc<Vec<u32>>,
+    /// Start of each sequence in `rows`, and `R`.
+    pub cu_targets: Vec<usize>,
+    /// Experts to use instead of the router's choice, u32 `[T, K]` a layer.
+    pub replay: Option<Vec<Tensor>>,
+    /// Present in one rank's part of a micro-batch. Tokens, positions, rows, targets and experts are then
+    /// this rank's; the rest is the whole's.
+    pub split: Option<Arc<Split>>,
+}
+
+/// The parameters of packing. The same sequences and experts under the same packing give the same
+/// micro-batches.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Packing {
+    pub cut: Cut,
+    /// Positions that a sequence may share with the one before it, at most.
+    pub shared_positions_max: usize,
+    /// Experts of a token.
+    pub top_k: usize,
+}
+
+/// The cut of a batch into micro-batches.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Cut {
+    /// Input tokens of a micro-batch at most.
+    pub tokens_max: usize,
+    /// Whether several micro-batches are made even in number, so that two threads have equal work. It does
+    /// not depend on the actual number of threads, so no bit does.
+    pub in_pairs: bool,
+}
+
+impl From<usize> for Cut {
+    /// As few micro-batches of up to `tokens_max` tokens as possible.
+    fn from(tokens_max: usize) -> Self {
+        Self { tokens_max, in_pairs: false }
+    }
+}
+
+/// The split of a micro-batch over the ranks that share it.
+pub struct Split {
+    pub rows: Arc<SplitRows>,
+    /// For each rank the indices of its targets among the whole's.
+    pub targets: Vec<Vec<usize>>,
+}
+
+impl std::fmt::Debug for Split {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Split").field("targets", &self.targets).finish_non_exhaustive()
+    }
+}
+
+impl Split {
+    /// The indices of this rank's targets.
+    pub fn own_targets(&self) -> &[usize] {
+        &self.targets[self.rows.place()]
+    }
+
+    /// Joins the ranks' columns of targets into the whole's.
+    pub fn column(&self, parts: &[Vec<f32>]) -> Vec<f32> {
+        let mut whole = vec![0.0; self.targets.iter().map(Vec::len).sum()];
+        for (places, part) in self.targets.iter().zip(parts) {
+            places.iter().zip(part).for_each(|(&place, &value)| whole[place] = value);
+        }
+        whole
+    }
+}
+
+impl MicroBatch {
+    /// The split over the ranks of `mesh` that share sequences; `None` where none do.
+    ///
+    /// # Errors
+    /// When there are fewer rows than ranks.
+    pub fn split_over(&self, mesh: &Arc<Mesh>) -> Result<Option<Split>> {
+        if mesh.sequence_ranks() == 1 {
+            return Ok(None);
+        }
+        let rows = SplitRows::new(mesh, self.tokens.len())?;
+        let holds = |range: &Range<usize>, row: u32| range.contains(&(row as usize));
+        let places = |range: &Range<usize>| -> Vec<usize> {
+            (0..self.rows.len()).filter(|&place| holds(range, self.rows[place])).collect()
+        };
+        let targets = rows.ranges().iter().map(places).collect();
+        Ok(Some(Split { rows: Arc::new(rows), targets }))
+    }
+
+    /// This rank's part, where several share sequences; the whole elsewhere.
+    ///
+    /// # Errors
+    /// When there are fewer rows than ranks.
+    pub fn part(&self, mesh: &Arc<Mesh>) -> Result<Cow<'_, Self>> {
+        let Some(split) = self.split_over(mesh)? else { return Ok(Cow::Borrowed(self)) };
+        let (own, places) = (split.rows.own(), split.own_targets());
+        let cut = |routes: &Tensor| Ok(routes.narrow(0, own.start, own.len())?.contiguous()?);
+        let replay = self.replay.as_ref().map(|layers| layers.iter().map(cut).collect::<Result<_>>());
+        Ok(Cow::Owned(Self {
+            tokens: Arc::new(self.tokens[own.clone()].to_vec()),
+            positions: self.positions[own.clone()].to_vec(),
+            rows: Arc::new(places.iter().map(|&place| self.rows[place] - own.start as u32).collect()),
+            targets: Arc::new(places.iter().map(|&place| self.targets[place]).collect()),
+            replay: replay.transpose()?,
+            split: Some(Arc::new(split)),
+            ..self.clone()
+        }))
+    }
+
+    /// Packs the sequences `range`. Sequence `i` shares its first `shared[i]` positions with the one before
+    /// it.
+    fn new(sequences: &[&Sequence], range: Range<usize>, shared: &[usize]) -> Self {
+        let (mut tokens, mut rows, mut targets, mut cu_targets) = (vec![], vec![], vec![], vec![0]);
+        let mut sequence_rows = SequenceRows::default();
+        for (i, sequence) in sequences[range.clone()].iter().enumerate() {
+            sequence_rows.push(sequence.inputs().len(), if i == 0 { 0 } else { shared[range.start + i] });
+            tokens.extend_from_slice(&sequence.inputs()[sequence_rows.shared(i)..]);
+            let path = sequence_rows.path(i);
+            for i in (1..sequence.tokens.len()).filter(|&i| sequence.mask[i]) {
+                rows.push(path[i - 1] as u32);
+                targets.push(sequence.tokens[i]);
+            }
+            cu_targets.push(rows.len());
+        }
+        Self {
+            sequences: range,
+            tokens: Arc::new(tokens),
+            positions: sequence_rows.positions(),
+            holders: sequence_rows.holders().map(Arc::new),
+            sequence_rows: Arc::new(sequence_rows),
+            rows: Arc::new(rows),
+            targets: Arc::new(targets),
+            cu_targets,
+            replay: None,
+            split: None,
+        }
+    }
+
+    /// Splits `sequences`, in order, into micro-batches of up to `cut` input tokens and about equal size; a
+    /// longer sequence makes one of its own.
+    pub fn split(sequences: &[Sequence], cut: impl Into<Cut>) -> Vec<Self> {
+        Self::split_sharing(sequences, cut, |_| 0)
+    }
+
+    /// Like [`Self::split`], where a sequence shares the common prefix with the one before it, up to
+    /// `shared_max(index)` tokens. Shared tokens count once toward the limit; targets count each.
+    pub fn split_sharing(
+        sequences: &[impl Borrow<Sequence>],
+        cut: impl Into<Cut>,
+        shared_max: impl Fn(usize) -> usize,
+    ) -> Vec<Self> {
+        let sequences: Vec<&Sequence> = sequences.iter().map(Borrow::borrow).collect();
+        let mut shared = vec![0; sequences.len()];
+        for (i, pair) in sequences.windows(2).enumerate() {
+            let tokens = pair[0].inputs().iter().zip(pair[1].inputs());
+            shared[i + 1] = tokens.take_while(|(a, b)| a == b).count().min(shared_max(i + 1));
+        }
+        Self::cut(&sequences, &shared, cut.into())
+    }
+
+    fn cut(sequences: &[&Sequence], shared: &[usize], Cut { tokens_max, in_pairs }: Cut) -> Vec<Self> {
+        let units = units(sequences, shared, tokens_max);
+        let total: usize = units.iter().map(|unit| unit.own_tokens).sum();
+        let fewest = total.div_ceil(tokens_max.max(1));
+        let cut = |parts: usize| cut_into(parts, total, &units, tokens_max);
+        let is_even = |ranges: &Vec<_>| !in_pairs || ranges.len() < 2 || ranges.len() % 2 == 0;
+        // A few more parts are tried where lengths and bound make their number odd.
+        let full = (fewest..fewest + 4).map(cut).find(is_even).unwrap_or_else(|| cut(fewest));
+        // Parts that begin with a prompt of their own may exceed the limit and leave small parts over, which
+        // other passes wait for. More parts avoid that.
+        let holding = (fewest..=full.len())
+            .map(|parts| (parts, cut(parts)))
+            .find(|(parts, ranges)| ranges.len() <= *parts && is_even(ranges));
+        let ranges = holding.map_or(full, |(_, ranges)| ranges);
+        ranges.into_iter().map(|range| Self::new(sequences, range, shared)).collect()
+    }
+}
+
+/// The mean over rows of `values`, one a micro-batch.
+pub(super) fn mean_of_rows(micro_batches: &[MicroBatch], values: impl Iterator<Item = f64>) -> f64 {
+    let rows: usize = micro_batches.iter().map(|batch| batch.tokens.len()).sum();
+    let weighted = values.zip(micro_batches).map(|(value, batch)| value * batch.tokens.len() as f64);
+    weighted.sum::<f64>() / rows.max(1) as f64
+}
+
+/// Sequences that go into one micro-batch together.
+struct Unit {
+    sequences: Range<usize>,
+    /// Its rows beside the sequences before it, or its targets where they are more.
+    own_tokens: usize,
+    /// Its tokens as the first of a micro-batch, where it shares with none.
+    tokens: usize,
+}
+
+/// The units of `sequences`. A group stays together where it fits, since a cut computes its prompt twice. A
+/// group begins where much less is shared than within it: all prompts may begin alike.
+fn units(sequences: &[&Sequence], shared: &[usize], tokens_max: usize) -> Vec<Unit> {
+    let unit = |(i, sequence): (usize, &&Sequence)| {
+        let tokens = sequence.inputs().len();
+        let predicted = sequence.mask.iter().skip(1).filter(|m| **m).count();
+        // Sequences may share all their rows, but targets count for each.
+        Unit { sequences: i..i + 1, own_tokens: (tokens - shared[i]).max(predicted), tokens }
+    };
+    let single: Vec<Unit> = sequences.iter().enumerate().map(unit).collect();
+    let mut units = vec![];
+    let shared = |i: usize| shared.get(i).copied().unwrap_or(0);
+    let begins = |i: usize| shared(i) == 0 || 2 * shared(i) < shared(i + 1);
+    for group in single.chunk_by(|_, next| !begins(next.sequences.start)) {
+        let tokens = group[0].tokens + group[1..].iter().map(|unit| unit.own_tokens).sum::<usize>();
+        if tokens <= tokens_max {
+            let sequences = group[0].sequences.start..group[group.len() - 1].sequences.end;
+            let own_tokens = tokens - group[0].tokens + group[0].own_tokens;
+            units.push(Unit { sequences, own_tokens, tokens });
+        } else {
+            units.extend(group.iter().map(|unit| Unit { sequences: unit.sequences.clone(), ..*unit }));
+        }
+    }
+    units
+}
+
+/// Cuts `units`, `total` long, into about `parts` parts of about equal size and up to `tokens_max` tokens.
+fn cut_into(parts: usize, total: usize, units: &[Unit], tokens_max: usize) -> Vec<Range<usize>> {
+    let mut ranges: Vec<Range<usize>> = vec![];
+    let (mut tokens, mut part, mut before) = (0, 0, 0);
+    for unit in units {
+        // The part in which the unit's middle lies, when the whole is cut into equal parts.
+        let own_part = (2 * before + unit.own_tokens) * parts / (2 * total).max(1);
+        before += unit.own_tokens;
+        match ranges.last_mut() {
+            Some(range) if own_part <= part && tokens + unit.own_tokens <= tokens_max => {
+                range.end = unit.sequences.end;
+                tokens += unit.own_tokens;
+            }
+            _ => {
+                ranges.push(unit.sequences.clone());
+                tokens = unit.tokens;
+            }
+        }
+        part = own_part;
+    }
+    ranges
+}
+
+impl Sequence {
+    /// The forward's input: the last token is a target only.
+    fn inputs(&self) -> &[u32] {
+        &self.tokens[..self.tokens.len().saturating_sub(1)]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sequences_are_packed_without_padding_and_split_at_the_bound() {
+        let sequence = |n: u32| Sequence { tokens: (0..n).collect(), mask: (0..n).map(|i| i != 1).collect() };
+        let batches = MicroBatch::split(&[sequence(4), sequence(3), sequence(9), sequence(2)], 6);
+        let ranges: Vec<_> = batches.iter().map(|b| b.sequences.clone()).collect();
+        assert_eq!(ranges, [0..2, 2..3, 3..4]);
+        let first = &batches[0];
+        assert_eq!(*first.tokens, [0, 1, 2, 0, 1]);
+        assert_eq!(first.positions, [0, 1, 2, 0, 1]);
+        assert_eq!(first.sequence_rows.cu_seqlens().unwrap(), [0, 3, 5]);
+        assert_eq!(*first.rows, [1, 2, 4]);
+        assert_eq!(*first.targets, [2, 3, 2]);
+        assert_eq!(first.cu_targets, [0, 2, 3]);
+    }
+
+    #[test]
+    fn micro_batches_in_pairs_leave_no_thread_of_two_idle() {
+        let of = |lengths: &[usize], tokens_max: usize| -> Vec<usize> {
+            let sequence = |&n: &usize| Sequence { tokens: vec![1; n + 1], mask: vec![true; n + 1] };
+            let sequences: Vec<Sequence> = lengths.iter().map(sequence).collect();
+            let batches = MicroBatch::split(&sequences, Cut { tokens_max, in_pairs: true });
+            assert!(batches.iter().all(|batch| batch.tokens.len() <= tokens_max));
+            batches.iter().map(|batch| batch.tokens.len()).collect()
+        };
+        assert_eq!(of(&[60; 16], 1000), [960], "what fits is not cut");
+        assert_eq!(of(&[60; 16], 512), [480; 2]);
+        assert_eq!(of(&[60; 18], 512), [240, 300, 240, 300], "three would leave one thread idle");
+        assert_eq!(of(&[60; 15], 500), [420, 480]);
+        assert_eq!(of(&[100; 3], 100), [100; 3], "there are no more sequences");
+        assert!(of(&[], 100).is_empty());
+    }
+
+    #[test]
+    fn a_group_is_not_cut_where_it_fits() {
+        // Prompts of 20 tokens, of which 6 are those of all; 4 samples of 10 each.
+        let sample = |group: u32, sample: u32| {
+            let prompt = (0..20).map(|i| if i < 6 { i } else { 100 * (group + 1) + i });
+            let tokens: Vec<u32> = prompt.chain((0..11).map(|i| 1000 * (sample + 1) + i)).collect();
+            Sequence { mask: (0..tokens.len()).map(|i| i >= 20).collect(), tokens }
+        };
+        let groups: Vec<Sequence> = (0..6).flat_map(|group| (0..4).map(move |i| sample(group, i))).collect();
+        let spans = |tokens_max: usize, in_pairs: bool| -> Vec<Range<usize>> {
+            let cut = Cut { tokens_max, in_pairs };
+            let batches = MicroBatch::split_sharing(&groups, cut, |_| usize::MAX);
+            batches.into_iter().map(|batch| batch.sequences).collect()
+        };
+        // A group has 64 rows, 58 beside another.
+        assert_eq!(spans(130, false), [0..8, 8..16, 16..24]);
+        assert_eq!(spans(130, true), [0..4, 4..12, 12..16, 16..24]);
+        assert_eq!(spans(70, true), [0..4, 4..8, 8..12, 12..16, 16..20, 20..24]);
+        assert!(spans(50, true).len() % 2 == 0, "groups that do not fit are cut");
+    }
+
+    #[test]
+    fn a_group_that_does_not_fit_is_cut_into_parts_of_about_one_size() {
+        // A prompt of 40 tokens and 64 samples of 10.
+        let sample = |sample: u32| {
+            let tokens: Vec<u32> = (0..40).chain((0..11).map(|i| 100 * (sample + 1) + i)).collect();
+            Sequence { mask: (0..tokens.len()).map(|i| i >= 40).collect(), tokens }
+        };
+        let group: Vec<Sequence> = (0..64).map(sample).collect();
+        for in_pairs in [false, true] {
+            let batches =
+                MicroBatch::split_sharing(&group, Cut { tokens_max: 100, in_pairs }, |_| usize::MAX);
+            let rows: Vec<usize> = batches.iter().map(|batch| batch.tokens.len()).collect();
+            // The first has the prompt as its share.
+            assert!(rows.len() <= 14 && rows[1..].iter().all(|rows| (80..=100).contains(rows)), "{rows:?}");
+        }
+    }
+
+    #[test]
+    fn samples_of_a_prompt_share_its_rows_within_a_micro_batch() {
+        let sample = |prompt: u32, response: &[u32]| {
+            let tokens: Vec<u32> = (0..4).map(|i| prompt + i).chain(response.iter().copied()).collect();
+            Sequence { mask: (0..tokens.len()).map(|i| i >= 4).collect(), tokens }
+        };
+        let sequences = [sample(10, &[7, 8]), sample(10, &[7, 9]), sample(10, &[1]), sample(20, &[1, 2, 3])];
+        let batches = MicroBatch::split_sharing(&sequences, 100, |_| usize::MAX);
+        let [batch] = &batches[..] else { panic!("{} micro-batches", batches.len()) };
+        assert_eq!(*batch.tokens, [10, 11, 12, 13, 7, 20, 21, 22, 23, 1, 2]);
+        assert_eq!(batch.positions, [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]);
+        // The prompt's last row predicts three first tokens.
+        assert_eq!(*batch.rows, [3, 4, 3, 4, 3, 8, 9, 10]);
+        assert_eq!(*batch.targets, [7, 8, 7, 9, 1, 1, 2, 3]);
+        assert_eq!(batch.cu_targets, [0, 2, 4, 5, 8]);
+        assert_eq!(**batch.holders.as_ref().unwrap(), [3, 3, 3, 3, 2, 1, 1, 1, 1, 1, 1]);
+        // What is cut off from its group brings the prompt along.
+        let batches = MicroBatch::split_sharing(&sequences, 6, |_| usize::MAX);
+        assert_eq!(batches.iter().map(|b| b.sequences.clone()).collect::<Vec<_>>(), [0..1, 1..3, 3..4]);
+        assert_eq!(*batches[1].tokens, [10, 11, 12, 13, 7]);
+        let same = vec![sample(10, &[7, 8]); 4];
+        assert_eq!(MicroBatch::split_sharing(&same, 9, |_| usize::MAX).len(), 2);
+        let batches = MicroBatch::split_sharing(&sequences[..3], 100, |i| 5 - i);
+        assert_eq!(*batches[0].tokens, [10, 11, 12, 13, 7, 7, 13]);
+    }
+}

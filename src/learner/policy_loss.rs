@@ -1,0 +1,119 @@
+//! The loss of one update of the policy: the recipe's policy loss, divergence from the reference, entropy
+//! bonus.
+
+use super::batch::Batch;
+use super::forward_backward::{HeadColumns, PassOutput};
+use super::micro_batch::mean_of_rows;
+use crate::metrics::Metrics;
+use crate::policy::divergence::kl_loss;
+use crate::policy::loss::{LossFunction, LossInput, LossSettings, PolicyLoss, TokenMean};
+use crate::policy::ratio::OldLogprob;
+use crate::policy::{BatchSize, KlPlace, Normalizer, PolicySettings, Sequences};
+use anyhow::Result;
+use std::collections::BTreeMap;
+
+/// The objective of an update over a batch or a minibatch. Every micro-batch's share is divided by the whole
+/// update's count, so the cut into micro-batches does not matter.
+pub struct UpdateLoss<'a> {
+    batch: &'a Batch,
+    policy: &'a PolicySettings,
+    loss: Box<dyn LossFunction>,
+    anchor: OldLogprob,
+    /// Updates that the step makes.
+    updates: usize,
+    normalizer: Normalizer,
+}
+
+/// A micro-batch's share of an update's loss. Shares add up.
+pub struct LossShare {
+    /// The policy loss, without its gradient.
+    policy: PolicyLoss,
+    /// Divergence from the reference, before its coefficient.
+    kl: f64,
+}
+
+impl<'a> UpdateLoss<'a> {
+    /// The loss over `batch`, whose ratios are taken against `anchor`. `response_tokens_max` is the constant
+    /// of [`crate::policy::Aggregation::Constant`].
+    ///
+    /// # Errors
+    /// When the recipe's loss refuses its settings, or there is nothing to divide by.
+    pub fn new(
+        batch: &'a Batch,
+        policy: &'a PolicySettings,
+        anchor: OldLogprob,
+        updates: usize,
+        response_tokens_max: usize,
+    ) -> Result<Self> {
+        let &PolicySettings { clip_low, clip_high, dual_clip, .. } = policy;
+        let dual_clip = (dual_clip > 0.0).then_some(dual_clip);
+        let loss = (policy.loss.make)(&LossSettings { clip_low, clip_high, dual_clip })?;
+        let size = BatchSize::of(&batch.tokens()?, response_tokens_max);
+        let normalizer = Normalizer::new(policy.aggregation, size)?;
+        Ok(Self { batch, policy, loss, anchor, updates, normalizer })
+    }
+
+    /// The share of micro-batch `index`, and its gradient with respect to the log-probabilities and entropies
+    /// of the head.
+    ///
+    /// # Errors
+    /// When a log-probability is no number.
+    pub fn share(
+        &self,
+        index: usize,
+        [log_prob, entropies]: [&[f32]; 2],
+    ) -> Result<(LossShare, HeadColumns<2>)> {
+        let Self { batch, policy, normalizer, .. } = self;
+        let micro_batch = &batch.micro_batches[index];
+        let span = batch.span(micro_batch);
+        let part = |column: &'a Option<Vec<f32>>| column.as_ref().map(|column| &column[span.clone()]);
+        let (rollout, training) = (&batch.rollout_log_probs[span.clone()], part(&batch.training_log_probs));
+        let input = LossInput {
+            sequences: Sequences::new(&micro_batch.cu_targets, &batch.mask[span.clone()])?,
+            log_prob,
+            old_log_prob: self.anchor.select(log_prob, rollout, training, self.updates)?,
+            advantages: &batch.advantages[span.clone()],
+            weights: part(&batch.weights),
+        };
+        let mut loss = self.loss.loss(&input, normalizer, batch.sequences.len())?;
+        let mut kl = 0.0;
+        if let (KlPlace::Loss, Some(reference)) = (policy.kl.place, part(&batch.reference_log_probs)) {
+            let term = kl_loss(&input.sequences, log_prob, reference, policy.kl.estimator, normalizer)?;
+            kl = term.loss;
+            for (sum, gradient) in loss.grad_log_prob.iter_mut().zip(&term.grad_log_prob) {
+                *sum += (policy.kl.coefficient * f64::from(*gradient)) as f32;
+            }
+        }
+        // The bonus is the aggregated entropy, of which more is better.
+        let bonus = policy.entropy_coefficient;
+        let entropies = match bonus == 0.0 {
+            true => vec![0.0; entropies.len()],
+            false => normalizer.reduce(&input.sequences, |_, t| (f64::from(entropies[t]), -bonus)).1,
+        };
+        let log_probs = std::mem::take(&mut loss.grad_log_prob);
+        Ok((LossShare { policy: loss, kl }, [log_probs, entropies]))
+    }
+
+    /// The update's figures from its `shares` and passes: means over its own tokens.
+    pub fn metrics(&self, shares: &[LossShare], outputs: &[PassOutput], balanced: bool) -> Metrics {
+        let mut metrics = Metrics::new();
+        let mut means: BTreeMap<&str, TokenMean> = BTreeMap::new();
+        for mean in shares.iter().flat_map(|s| &s.policy.metrics) {
+            let whole = means.entry(mean.name).or_insert(TokenMean { sum: 0.0, tokens: 0.0, ..*mean });
+            whole.sum += mean.sum;
+            whole.tokens += mean.tokens;
+        }
+        means.into_iter().for_each(|(name, mean)| metrics.set(name, mean.value()));
+        metrics.set("actor/pg_loss", shares.iter().map(|s| s.policy.loss).sum::<f64>());
+        if self.policy.kl.place == KlPlace::Loss {
+            metrics.set("actor/kl_loss", shares.iter().map(|s| s.kl).sum::<f64>());
+        }
+        let entropies = outputs.iter().flat_map(|o| o.entropies()).map(|&e| f64::from(e));
+        metrics.set("actor/entropy", entropies.sum::<f64>() / self.batch.rollout_log_probs.len() as f64);
+        if balanced {
+            let load_balance = outputs.iter().map(|output| output.load_balance);
+            metrics.set("actor/load_balance", mean_of_rows(&self.batch.micro_batches, load_balance));
+        }
+        metrics
+    }
+}

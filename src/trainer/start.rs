@@ -1,0 +1,118 @@
+//! The start of reinforcement learning: the adapter, the critic, the frozen reference and the weight of its
+//! divergence.
+
+use super::Trainer;
+use crate::atomic_file::replace_folder;
+use crate::checkpoint::save::{SHARD_BYTES_MAX, save};
+use crate::checkpoint::{self, BASE_FOLDER, Base, ResumePoint, reference};
+use crate::learner::critic::Critic;
+use crate::model::config::Form;
+use crate::model::parameters::VALUES;
+use crate::model::settings::Dtype;
+use crate::policy::kl_in_reward::KlController;
+use crate::policy::{KlPlace, KlSettings};
+use anyhow::{Context, Result};
+
+impl Trainer {
+    /// Attaches the adapter after the SFT warm-up; from here on it alone is trainable.
+    pub(super) fn begin_adapter(&mut self) -> Result<()> {
+        let context = &mut self.context;
+        let Some(adapter) = context.adapter.as_ref().filter(|_| context.parameters.adapter().is_none())
+        else {
+            return Ok(());
+        };
+        let base_tensors = context.parameters.len();
+        adapter.attach(&mut context.parameters, context.plan.recipe.train.seed)?;
+        context.trainable = adapter.trainable_of_all(base_tensors);
+        context.parameters.learn(&context.trainable)?;
+        self.keep_base()
+    }
+
+    /// Writes the base into the run's folder where no other folder holds it; checkpoints name it.
+    pub(super) fn keep_base(&mut self) -> Result<()> {
+        let context = &mut self.context;
+        if context.parameters.adapter().is_none() || context.base.is_some() {
+            return Ok(());
+        }
+        // The weights have no more digits than this format.
+        let form = match context.plan.recipe.model.dtype {
+            Dtype::Bf16 | Dtype::Bf16Dot => Form::Bf16,
+            Dtype::F32 => Form::F32,
+        };
+        let folder = self.folder.path.join(BASE_FOLDER);
+        let base = context.parameters.without_adapter();
+        let write = || {
+            replace_folder(&folder, |aside| {
+                let config = &context.model.config;
+                let manifest = save(aside, config, form, &context.companions, SHARD_BYTES_MAX, |spec| {
+                    let index =
+                        base.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
+                    match base.packed(index) {
+                        None => base.whole(index, VALUES),
+                        Some(packed) => packed.decoded(spec),
+                    }
+                })?;
+                manifest.write(aside)
+            })
+        };
+        context.mesh().lead(write, |asked| base.answer(None, &asked))?;
+        context.base = Some(Base::of(&folder)?);
+        Ok(())
+    }
+
+    /// The critic of the recipe, if any: from the policy's current weights, or from the checkpoint.
+    pub(super) fn critic(&self, point: Option<&ResumePoint>) -> Result<Option<Critic>> {
+        let context = &self.context;
+        let recipe = &context.plan.recipe;
+        let (Some(settings), Some(trainable)) = (&recipe.critic, &context.critic_trainable) else {
+            return Ok(None);
+        };
+        let round = recipe.model.dtype.is_bf16();
+        let (config, seed) = (&context.model.config, recipe.train.seed);
+        let mut critic = Critic::new(config, &context.parameters, trainable, settings, seed, round)?;
+        if let Some(point) = point {
+            critic.optimizer.updates = point.state.critic_updates;
+            checkpoint::restore_critic(&point.folder, &mut critic.parameters)?;
+            critic.optimizer.write_weights(&mut critic.parameters)?;
+        }
+        Ok(Some(critic))
+    }
+
+    /// Sets the reference: the current weights, those that a run resumed from `point` began with, or with an
+    /// adapter the model without it.
+    pub(super) fn set_reference(&mut self, point: Option<&ResumePoint>) -> Result<()> {
+        let context = &self.context;
+        let (config, parameters) = (&context.model.config, &context.parameters);
+        if context.plan.recipe.policy.kl.place == KlPlace::None {
+            return Ok(());
+        }
+        if parameters.adapter().is_some() {
+            self.reference = Some(parameters.without_adapter());
+            return Ok(());
+        }
+        let run = &self.folder.path;
+        let (reference, digest) = match point {
+            Some(point) => (reference::read(run, config, parameters)?, point.state.reference_digest),
+            None => {
+                let reference = reference::copy(config, parameters)?;
+                let mut digest = None;
+                let write = || {
+                    digest = Some(reference::write(run, &reference)?);
+                    Ok(())
+                };
+                parameters.mesh().lead(write, |asked| reference.answer(None, &asked))?;
+                (reference, digest)
+            }
+        };
+        (self.reference, self.reference_digest) = (Some(reference), digest);
+        Ok(())
+    }
+
+    /// The coefficient of the divergence: the recipe's, or `steered`, that of a resumed run.
+    pub(super) fn kl_controller(kl: &KlSettings, steered: Option<f64>) -> Result<KlController> {
+        match kl.target {
+            None => Ok(KlController::Fixed { coefficient: kl.coefficient }),
+            Some(target) => KlController::adaptive(steered.unwrap_or(kl.coefficient), target, kl.horizon),
+        }
+    }
+}

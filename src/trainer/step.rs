@@ -1,0 +1,304 @@
+//! One step of reinforcement learning, from top to bottom: sample, score, advantages, corrections, and for
+//! each minibatch loss, backward, clip, optimizer.
+
+use super::Trainer;
+use super::sample::Sampled;
+use crate::learner::advantages::AdvantageEstimator;
+use crate::learner::batch::{Batch, Forward};
+use crate::learner::batch_runner::{BatchRunner, Shares};
+use crate::learner::critic::{Critic, CriticStep};
+use crate::learner::forward_backward::PassSettings;
+use crate::learner::optimizer::Optimizer;
+use crate::learner::policy_loss::UpdateLoss;
+use crate::learner::rollout_correction::correct_rollout;
+use crate::learner::routed_experts;
+use crate::learner::{CriticSettings, TrainSettings};
+use crate::metrics::{Accumulator, Metrics, Timings};
+use crate::model::forward::ForwardOptions;
+use crate::model::parameters::Parameters;
+use crate::policy::ratio::OldLogprob;
+use crate::policy::{KlPlace, PolicySettings, RouterReplay};
+use crate::trajectory::{Group, TokenFigures};
+use anyhow::{Context, Result};
+
+impl Trainer {
+    /// Samples the groups of step `step` and learns from them. Returns the update's figures, and those of
+    /// each trained token.
+    pub(super) fn step(
+        &mut self,
+        step: u64,
+        optimizer: &mut Optimizer,
+        critic: Option<&mut Critic>,
+    ) -> Result<(Sampled, Metrics, Vec<TokenFigures>)> {
+        let sampled = self.sample(step)?;
+        let groups = sampled.trained();
+        let (metrics, tokens) = self.policy_step(step).learn(&groups, optimizer, critic)?;
+        if let Some(kl) = metrics.get("actor/reward_kl_penalty") {
+            self.kl.update(kl, groups.iter().map(|group| group.trajectories.len()).sum());
+        }
+        Ok((sampled, metrics, tokens))
+    }
+
+    fn policy_step(&self, step: u64) -> PolicyStep<'_> {
+        let recipe = &self.context.plan.recipe;
+        let load_balance = recipe.train.load_balance_coefficient;
+        PolicyStep {
+            step,
+            runner: self.runner(),
+            reference: self.reference.as_ref(),
+            policy: &recipe.policy,
+            train: &recipe.train,
+            kl_coefficient: self.kl.coefficient(),
+            pass: PassSettings { load_balance, ..self.pass(recipe.rollout.temperature) },
+            second_forward: ForwardOptions::second_forward(&recipe.arms, recipe.train.seed),
+            response_tokens_max: recipe.rollout.response_tokens_max,
+            timings: &self.timings,
+        }
+    }
+}
+
+/// How a step's trajectories become updates of the policy and the critic.
+#[derive(Clone, Copy)]
+pub struct PolicyStep<'a> {
+    /// The step's number, from 1.
+    pub step: u64,
+    /// Over the policy's parameters.
+    pub runner: BatchRunner<'a>,
+    /// Weights of the frozen reference; `policy.kl` needs them.
+    pub reference: Option<&'a Parameters>,
+    pub policy: &'a PolicySettings,
+    pub train: &'a TrainSettings,
+    /// Weight of the divergence in the reward at this step: `policy.kl.coefficient`, or what it was steered
+    /// to.
+    pub kl_coefficient: f64,
+    pub pass: PassSettings,
+    /// An ablation: the old log-probs come from a forward of their own, whatever `policy.old_logprob` says.
+    pub second_forward: Option<ForwardOptions>,
+    /// The constant of [`crate::policy::Aggregation::Constant`], and the limit of overlong shaping.
+    pub response_tokens_max: usize,
+    pub timings: &'a Timings,
+}
+
+/// One update before the optimizer; its gradients are in the policy's parameters.
+pub struct Update {
+    /// Means over the update's own tokens.
+    pub metrics: Metrics,
+    pub forward: Forward,
+}
+
+impl PolicyStep<'_> {
+    /// The step after sampling. Returns means over the updates, figures of the whole batch before the first,
+    /// and those of each token. While a critic warms up, it alone is updated.
+    ///
+    /// # Errors
+    /// When a pass fails, or a log-probability, value or gradient norm is no number.
+    pub fn learn(
+        &self,
+        groups: &[&Group],
+        optimizer: &mut Optimizer,
+        critic: Option<&mut Critic>,
+    ) -> Result<(Metrics, Vec<TokenFigures>)> {
+        let warming_up = self.warms_up(critic.as_deref());
+        let (batch, mut forward, mut metrics) =
+            self.timings.time("old_log_prob", || self.prepare(groups, critic.as_deref()))?;
+        if let Some(critic) = critic {
+            metrics.extend(self.update_critic(&batch, critic)?);
+        }
+        if !warming_up {
+            metrics.extend(self.update_policy(&batch, optimizer, &mut forward)?);
+        }
+        if let Some(forward) = &forward {
+            metrics.extend(batch.mismatch(forward)?);
+        }
+        let of_forward = || forward.as_ref().map(|forward| &forward.log_probs);
+        let training = batch.training_log_probs.as_ref().or_else(of_forward);
+        Ok((metrics, batch.token_figures(training.map(Vec::as_slice))))
+    }
+
+    /// The batch as all updates see it, the policy's forward over it where one was made, and the figures.
+    ///
+    /// # Errors
+    /// As [`Self::learn`].
+    pub fn prepare(
+        &self,
+        groups: &[&Group],
+        critic: Option<&Critic>,
+    ) -> Result<(Batch, Option<Forward>, Metrics)> {
+        let mut batch = Batch::new(groups, self.runner.packing(self.train.micro_batch_tokens));
+        let forward = self.score(&mut batch, groups, critic)?;
+        let estimator = AdvantageEstimator {
+            policy: self.policy,
+            anchor: self.anchor(),
+            kl_coefficient: self.kl_coefficient,
+            response_tokens_max: self.response_tokens_max,
+            critic: critic.map(|critic| self.critic_step(&critic.settings, &critic.parameters)),
+        };
+        let mut metrics = estimator.fill(&mut batch, groups)?;
+        metrics.extend(correct_rollout(&mut batch, &self.policy.correction)?);
+        Ok((batch, forward, metrics))
+    }
+
+    /// The forwards before the first update. They fill in the log-probabilities of reference and policy,
+    /// experts to replay, and the critic's values.
+    fn score(
+        &self,
+        batch: &mut Batch,
+        groups: &[&Group],
+        critic: Option<&Critic>,
+    ) -> Result<Option<Forward>> {
+        let replay = self.policy.router_replay;
+        if self.policy.kl.place != KlPlace::None {
+            let parameters = self.reference.context("policy.kl without a reference")?;
+            let outputs =
+                BatchRunner { parameters, ..self.runner }.forward(&batch.micro_batches, self.pass)?;
+            batch.reference_log_probs = Some(batch.forward(&outputs)?.log_probs);
+        }
+        let config = &self.runner.model.config;
+        let sampled = routed_experts::kept(groups, config.num_hidden_layers, config.num_experts_per_tok);
+        match replay == RouterReplay::Rollout {
+            true => batch.replay(sampled?)?,
+            false => batch.rollout_routes = sampled.ok(),
+        }
+        let mut forward = None;
+        if self.needs_forward(critic) {
+            let options = self.second_forward.unwrap_or(self.pass.forward);
+            let pass = PassSettings { forward: options, ..self.pass };
+            let outputs = self.runner.forward(&batch.micro_batches, pass)?;
+            let found = batch.forward(&outputs)?;
+            batch.training_log_probs = Some(found.log_probs.clone());
+            if replay == RouterReplay::Recompute {
+                batch.replay(routed_experts::chosen(&batch.micro_batches, &outputs)?)?;
+            }
+            forward = Some(found);
+        }
+        if let Some(critic) = critic {
+            batch.values = Some(self.critic_step(&critic.settings, &critic.parameters).values(batch)?);
+        }
+        Ok(forward)
+    }
+
+    /// Whether the policy runs a forward before its first update. Otherwise the first update's own forward is
+    /// compared with the rollout.
+    fn needs_forward(&self, critic: Option<&Critic>) -> bool {
+        let anchor = self.anchor();
+        let in_reward = self.policy.kl.place == KlPlace::Reward && anchor == OldLogprob::Detach;
+        let whole = self.train.minibatches == 1 && !self.warms_up(critic);
+        anchor == OldLogprob::Recompute || self.policy.correction.active() || in_reward || !whole
+    }
+
+    fn warms_up(&self, critic: Option<&Critic>) -> bool {
+        critic.is_some_and(|critic| self.step <= critic.settings.warmup_steps)
+    }
+
+    fn anchor(&self) -> OldLogprob {
+        if self.second_forward.is_some() { OldLogprob::Recompute } else { self.policy.old_logprob }
+    }
+
+    /// The critic's updates, whose targets are fixed by then.
+    fn update_critic(&self, batch: &Batch, critic: &mut Critic) -> Result<Metrics> {
+        let Critic { settings, parameters, optimizer } = critic;
+        let view = self.critic_step(settings, parameters);
+        let schedule = (settings.minibatches, settings.epochs);
+        let gradients = |minibatch: &Batch| view.gradients(minibatch);
+        let (means, ..) = self.update("critic", batch, view.runner, optimizer, schedule, gradients)?;
+        means.finish()
+    }
+
+    /// The policy's updates. `forward` becomes that of the first update where it takes the whole batch.
+    fn update_policy(
+        &self,
+        batch: &Batch,
+        optimizer: &mut Optimizer,
+        forward: &mut Option<Forward>,
+    ) -> Result<Metrics> {
+        let &TrainSettings { minibatches, epochs, .. } = self.train;
+        let lr = optimizer.learning_rate(self.step, self.train.steps);
+        let mut first = None;
+        let gradients = |minibatch: &Batch| {
+            let Some(update) = self.gradients(minibatch)? else { return Ok(None) };
+            first.get_or_insert(update.forward);
+            Ok(Some(update.metrics))
+        };
+        let (means, made, skipped) =
+            self.update("actor", batch, self.runner, optimizer, (minibatches, epochs), gradients)?;
+        if minibatches == 1 && first.is_some() {
+            *forward = first;
+        }
+        let mut metrics = means.finish()?;
+        metrics.set("actor/lr", lr);
+        if minibatches * epochs > 1 || skipped > 0 {
+            metrics.set("actor/updates", made as f64);
+            metrics.set("actor/updates_skipped", skipped as f64);
+        }
+        Ok(metrics)
+    }
+
+    /// Updates the model of `runner`. For each minibatch of each epoch: loss and backward (`gradients`),
+    /// clip, optimizer. Returns means over updates, and the numbers of updates and of skipped minibatches
+    /// (all tokens rejected).
+    fn update(
+        &self,
+        name: &str,
+        batch: &Batch,
+        runner: BatchRunner,
+        optimizer: &mut Optimizer,
+        (minibatches, epochs): (usize, usize),
+        mut gradients: impl FnMut(&Batch) -> Result<Option<Metrics>>,
+    ) -> Result<(Accumulator, usize, usize)> {
+        let lr = optimizer.learning_rate(self.step, self.train.steps);
+        let (mut means, mut made, mut skipped) = (Accumulator::new(), 0, 0);
+        for epoch in 0..epochs as u64 {
+            for indices in batch.minibatches(minibatches, self.train.seed, self.step, epoch) {
+                let minibatch = batch.select(&indices)?;
+                let found = self.timings.time(&format!("update_{name}"), || gradients(&minibatch))?;
+                let Some(found) = found else {
+                    skipped += 1;
+                    continue;
+                };
+                let grad_norm = self.timings.time("optimizer", || runner.clip_and_update(optimizer, lr))?;
+                means.mean(&format!("{name}/grad_norm"), grad_norm, 1.0);
+                means.mean(&format!("{name}/lr"), lr, 1.0);
+                found.iter().for_each(|(name, value)| means.mean(name, value, 1.0));
+                made += 1;
+            }
+        }
+        Ok((means, made, skipped))
+    }
+
+    /// Loss and backward of the policy over `batch` or a minibatch; `None` when every token was rejected.
+    ///
+    /// # Errors
+    /// When a pass fails, or a log-probability is no number.
+    pub fn gradients(&self, batch: &Batch) -> Result<Option<Update>> {
+        if batch.tokens()?.valid_tokens() == 0 {
+            return Ok(None);
+        }
+        let updates = self.train.minibatches * self.train.epochs;
+        let loss = UpdateLoss::new(batch, self.policy, self.anchor(), updates, self.response_tokens_max)?;
+        let shares = Shares::of(&batch.micro_batches);
+        let outputs = self.runner.accumulate(&batch.micro_batches, self.pass, &|index, columns| {
+            let (share, gradient) = loss.share(index, columns)?;
+            shares.put(index, share);
+            Ok(gradient)
+        })?;
+        let metrics = loss.metrics(&shares.all()?, &outputs, self.pass.load_balance > 0.0);
+        Ok(Some(Update { metrics, forward: batch.forward(&outputs)? }))
+    }
+
+    fn critic_step<'c>(&'c self, settings: &'c CriticSettings, parameters: &'c Parameters) -> CriticStep<'c> {
+        CriticStep {
+            runner: BatchRunner { parameters, ..self.runner },
+            settings,
+            aggregation: self.policy.aggregation,
+            response_tokens_max: self.response_tokens_max,
+            // Ablations apply to the policy's forward alone.
+            pass: PassSettings {
+                forward: ForwardOptions::default(),
+                temperature: 1.0,
+                load_balance: 0.0,
+                ..self.pass
+            },
+            micro_batch_tokens: self.train.micro_batch_tokens,
+        }
+    }
+}

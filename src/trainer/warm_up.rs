@@ -1,0 +1,73 @@
+//! The SFT warm-up (`[cold_start]`): supervised steps before reinforcement learning, by the same pass.
+
+use super::Trainer;
+use crate::learner::forward_backward::PassSettings;
+use crate::learner::micro_batch::Sequence;
+use crate::learner::optimizer::Optimizer;
+use crate::learner::supervised;
+use crate::metrics::{Metrics, Phase};
+use anyhow::Result;
+
+impl Trainer {
+    /// The supervised stage from step `start` on. Returns whether a signal stopped it.
+    pub(super) fn cold_start(&mut self, mut optimizer: Optimizer, start: u64) -> Result<bool> {
+        let recipe = self.context.plan.recipe.clone();
+        let cold_start = &recipe.cold_start;
+        let progress = self.console.stage("cold start", cold_start.steps, start);
+        if start == 0 && cold_start.eval_every_steps > 0 && !self.data.held_out.is_empty() {
+            let mut metrics = Metrics::new();
+            metrics.set("cold_start/held_out_loss", self.held_out_loss(&self.data.held_out)?);
+            self.write_row(0, Phase::ColdStart, metrics)?;
+        }
+        for step in start + 1..=cold_start.steps {
+            self.now(format!("step {step} of the cold start"));
+            let begun = std::time::Instant::now();
+            let first = (step - 1) * cold_start.batch_size as u64;
+            let batch = self.timings.time("demonstrations", || {
+                let task = self.context.task.as_ref();
+                self.data.examples.batch(
+                    &self.context.rendering(),
+                    task,
+                    recipe.train.seed,
+                    first,
+                    cold_start.batch_size,
+                )
+            })?;
+            let pass = PassSettings { load_balance: cold_start.load_balance_coefficient, ..self.pass(1.0) };
+            let output = self.timings.time("update", || {
+                supervised::gradients(&self.runner(), &batch, recipe.train.micro_batch_tokens, pass)
+            })?;
+            let mut metrics = Metrics::new();
+            metrics.set("cold_start/loss", output.loss);
+            if pass.load_balance > 0.0 {
+                metrics.set("cold_start/load_balance", output.load_balance);
+            }
+            let lr = optimizer.learning_rate(step, cold_start.steps);
+            let norm =
+                self.timings.time("optimizer", || self.runner().clip_and_update(&mut optimizer, lr))?;
+            metrics.set("cold_start/grad_norm", norm);
+            metrics.set("cold_start/lr", lr);
+            let last = step == cold_start.steps;
+            let due = cold_start.eval_every_steps > 0 && (last || step % cold_start.eval_every_steps == 0);
+            if due && !self.data.held_out.is_empty() {
+                let loss = self.timings.time("held_out", || self.held_out_loss(&self.data.held_out))?;
+                metrics.set("cold_start/held_out_loss", loss);
+            }
+            let seconds = begun.elapsed().as_secs_f64();
+            self.timings.add("step", seconds);
+            metrics.set("perf/throughput", output.tokens as f64 / seconds);
+            self.write_row(step, Phase::ColdStart, metrics)?;
+            progress.advance(1, output.tokens as u64, &[("loss", output.loss)]);
+            if self.checkpoint_or_stop(Phase::ColdStart, step, last, &optimizer, None)? {
+                return Ok(true);
+            }
+        }
+        progress.finish();
+        Ok(false)
+    }
+
+    fn held_out_loss(&self, held_out: &[Sequence]) -> Result<f64> {
+        let tokens = self.context.plan.recipe.train.micro_batch_tokens;
+        supervised::loss(&self.runner(), held_out, tokens, self.pass(1.0))
+    }
+}
