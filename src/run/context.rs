@@ -13,7 +13,7 @@ use crate::dist::Mesh;
 use crate::dist::RolloutWeights;
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
-use crate::learner::supervised::Rendering;
+use crate::learner::examples::Rendering;
 use crate::metrics::Console;
 use crate::model::cache::CacheRoom;
 use crate::model::config::Config;

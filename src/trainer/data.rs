@@ -1,7 +1,7 @@
 //! A run's training data beside its own samples: supervised examples, held-out ones, stored trajectories.
 
+use crate::learner::examples::Examples;
 use crate::learner::micro_batch::Sequence;
-use crate::learner::supervised::Examples;
 use crate::policy::RouterReplay;
 use crate::rollout::stored::{RouteShape, Stored};
 use crate::run::context::RunContext;

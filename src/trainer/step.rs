@@ -105,7 +105,10 @@ impl PolicyStep<'_> {
             metrics.extend(self.update_critic(&batch, critic)?);
         }
         if !warming_up {
-            metrics.extend(self.update_policy(&batch, optimizer, &mut forward)?);
+            let (updates, first) = self.update_policy(&batch, optimizer)?;
+            metrics.extend(updates);
+            // The first update's own forward, where it takes the whole batch.
+            forward = first.filter(|_| self.train.minibatches == 1).or(forward);
         }
         if let Some(forward) = &forward {
             metrics.extend(batch.mismatch(forward)?);
@@ -204,13 +207,8 @@ impl PolicyStep<'_> {
         means.finish()
     }
 
-    /// The policy's updates. `forward` becomes that of the first update where it takes the whole batch.
-    fn update_policy(
-        &self,
-        batch: &Batch,
-        optimizer: &mut Optimizer,
-        forward: &mut Option<Forward>,
-    ) -> Result<Metrics> {
+    /// The policy's updates: their figures, and the forward of the first.
+    fn update_policy(&self, batch: &Batch, optimizer: &mut Optimizer) -> Result<(Metrics, Option<Forward>)> {
         let &TrainSettings { minibatches, epochs, .. } = self.train;
         let lr = optimizer.learning_rate(self.step, self.train.steps);
         let mut first = None;
@@ -221,16 +219,13 @@ impl PolicyStep<'_> {
         };
         let (means, made, skipped) =
             self.update("actor", batch, self.runner, optimizer, (minibatches, epochs), gradients)?;
-        if minibatches == 1 && first.is_some() {
-            *forward = first;
-        }
         let mut metrics = means.finish()?;
         metrics.set("actor/lr", lr);
         if minibatches * epochs > 1 || skipped > 0 {
             metrics.set("actor/updates", made as f64);
             metrics.set("actor/updates_skipped", skipped as f64);
         }
-        Ok(metrics)
+        Ok((metrics, first))
     }
 
     /// Updates the model of `runner`. For each minibatch of each epoch: loss and backward (`gradients`),
