@@ -3,7 +3,7 @@
 use crate::settings::{above, choice, from, table};
 
 table! {
-    /// Threads and processes. No log-probability depends on them, and no result on threads.
+    /// Threads and processes. No result depends on them.
     pub struct ParallelSettings {
         /// Threads; 0 means all that the machine offers.
         pub threads: usize = 0 => from(0.0).to(4096.0),

@@ -57,7 +57,9 @@ table! {
 }
 
 table! {
-    /// The critic and how it learns.
+    /// The critic of `policy.advantage = "gae"`: a second model of the policy's architecture, which starts from the policy's
+    /// weights at the start of reinforcement learning, with a head that gives each token one value. Every step it learns the
+    /// returns before the policy is updated.
     pub struct CriticSettings {
         /// Discount of later rewards, a token.
         pub gamma: f64 = 1.0 => from(0.0).to(1.0),

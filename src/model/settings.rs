@@ -23,9 +23,9 @@ table! {
         /// rounded to bf16, sums are f32, and so are the router, attention, norms and a critic's values.
         pub dtype: Dtype = Dtype::F32,
         /// Shape of a model without `path`; refused beside it.
-        pub architecture: Option<Architecture> = None,
+        pub architecture: Option<Architecture>,
         /// Random weights, for a model without any.
-        pub init: InitSettings = InitSettings::default(),
+        pub init: InitSettings,
     }
 }
 
@@ -64,7 +64,7 @@ table! {
         /// Clamp of the expert's gate (above) and up (both sides). GPT-OSS only.
         pub swiglu_limit: f64 = 7.0 => above(0.0).to(1e6),
         /// YaRN context extension; absent means plain rotary embedding.
-        pub yarn: Option<Yarn> = None,
+        pub yarn: Option<Yarn>,
     }
 }
 
@@ -227,7 +227,9 @@ choice! {
 }
 
 table! {
-    /// The adapter.
+    /// A low-rank adapter (LoRA) that learns in place of the model's own weights, which stay as they are, packed or not. The
+    /// reference of `policy.kl` is then the model without it, and the critic a second adapter with a head. Learning rates are
+    /// about ten times those of full training.
     pub struct AdapterSettings {
         /// Rank of the correction that each matrix gets.
         pub rank: usize = 16 => from(1.0).to(4096.0),

@@ -29,17 +29,14 @@ table! {
         pub entropy_coefficient: f64 = 0.0 => from(0.0).to(1000.0),
         /// Whose experts the training forward uses; gradients still flow through the router's weights of them.
         pub router_replay: RouterReplay = RouterReplay::None,
-        /// What is done about tokens whose training and rollout log-probabilities differ.
-        pub correction: CorrectionSettings = CorrectionSettings::default(),
-        /// Divergence from a frozen reference: the model at the start of reinforcement learning.
-        pub kl: KlSettings = KlSettings::default(),
-        /// Soft punishment of responses that near the length limit (DAPO). It shapes the advantage, not the reported reward.
-        pub overlong: OverlongSettings = OverlongSettings::default(),
+        pub correction: CorrectionSettings,
+        pub kl: KlSettings,
+        pub overlong: OverlongSettings,
     }
 }
 
 table! {
-    /// Rollout correction: with ρ = π_train/π_rollout before the step's first update, weigh tokens by ρ or reject them.
+    /// What is done about tokens whose training and rollout log-probabilities differ.
     pub struct CorrectionSettings {
         /// Importance weights of the loss.
         pub is: ImportanceSampling = ImportanceSampling::None,
@@ -62,7 +59,7 @@ impl CorrectionSettings {
 }
 
 table! {
-    /// Divergence from a frozen reference.
+    /// Divergence from a frozen reference: the model at the start of reinforcement learning.
     pub struct KlSettings {
         /// Where the divergence counts.
         pub place: KlPlace = KlPlace::None,
@@ -80,7 +77,7 @@ table! {
 }
 
 table! {
-    /// Soft punishment of long responses.
+    /// Soft punishment of responses that near the length limit (DAPO). It shapes the advantage, not the reported reward.
     pub struct OverlongSettings {
         /// The punishment grows over this many tokens before `rollout.response_tokens_max`; 0 means none.
         pub buffer_tokens: usize = 0 => from(0.0).to(16777216.0),

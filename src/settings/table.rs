@@ -4,11 +4,12 @@ use super::{Limits, Reader, Written};
 
 /// Declares a recipe table once.
 ///
-/// `key: Type = default => limits,` gives a public field, its default and, when `=> limits` is there, its range.
-/// Sub-tables come after the other keys, as TOML wants them.
+/// `key: Type = default => limits,` gives a public field, its default and its range; without `= default` it has its type's,
+/// without `=> limits` none. A sub-table may leave its documentation to its own declaration. Sub-tables come after the other
+/// keys, as TOML wants them.
 macro_rules! table {
     ($(#[doc = $doc:literal])* pub struct $name:ident {
-        $($(#[doc = $key_doc:literal])* pub $key:ident: $type:ty = $default:expr $(=> $limits:expr)?,)*
+        $($(#[doc = $key_doc:literal])* pub $key:ident: $type:ty $(= $default:expr)? $(=> $limits:expr)?,)*
     }) => {
         $(#[doc = $doc])*
         #[derive(Debug, Clone, PartialEq)]
@@ -18,11 +19,13 @@ macro_rules! table {
 
         impl Default for $name {
             fn default() -> Self {
-                $name { $($key: $default,)* }
+                $name { $($key: $crate::settings::default!($($default)?),)* }
             }
         }
 
         impl $crate::settings::Table for $name {
+            const DOC: &'static str = concat!($($doc),*);
+
             fn read_key(
                 &mut self,
                 key: &str,
@@ -87,7 +90,17 @@ macro_rules! limits {
     };
 }
 
-pub(crate) use {limits, table};
+/// The default of a key, or else of its type.
+macro_rules! default {
+    () => {
+        Default::default()
+    };
+    ($default:expr) => {
+        $default
+    };
+}
+
+pub(crate) use {default, limits, table};
 
 /// What a key can hold: a scalar, a list, a table, or one of these when present.
 pub(crate) trait Field {
@@ -100,6 +113,9 @@ pub(crate) trait Field {
 
 /// A struct declared by [`table!`].
 pub(crate) trait Table: Field {
+    /// The table's documentation.
+    const DOC: &'static str;
+
     /// Reads the key of this name; false when there is none.
     fn read_key(&mut self, key: &str, written: &Written, reader: &mut Reader) -> bool;
 
@@ -168,8 +184,9 @@ pub(crate) fn changed<T: Table + Default>(table: &T) -> Vec<Entry> {
 }
 
 /// Lists a table and what is in it.
-pub(crate) fn list_table(table: &impl Table, path: String, note: Note, entries: &mut Vec<Entry>) {
-    entries.push(Entry::Table { path: path.clone(), doc: note.doc.trim(), present: note.present });
+pub(crate) fn list_table<T: Table>(table: &T, path: String, note: Note, entries: &mut Vec<Entry>) {
+    let doc = if note.doc.is_empty() { T::DOC } else { note.doc }.trim();
+    entries.push(Entry::Table { path: path.clone(), doc, present: note.present });
     table.list_keys(&path, note.present, entries);
 }
 
