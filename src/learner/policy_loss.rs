@@ -6,7 +6,7 @@ use super::forward_backward::{HeadColumns, PassOutput};
 use super::micro_batch::mean_of_rows;
 use crate::metrics::Metrics;
 use crate::policy::divergence::kl_loss;
-use crate::policy::loss::{LossFunction, LossInput, LossSettings, PolicyLoss, TokenMean};
+use crate::policy::loss::{LossFunction, LossInput, PolicyLoss, TokenMean};
 use crate::policy::ratio::OldLogprob;
 use crate::policy::{BatchSize, KlPlace, Normalizer, PolicySettings, Sequences};
 use anyhow::Result;
@@ -45,9 +45,7 @@ impl<'a> UpdateLoss<'a> {
         updates: usize,
         response_tokens_max: usize,
     ) -> Result<Self> {
-        let &PolicySettings { clip_low, clip_high, dual_clip, .. } = policy;
-        let dual_clip = (dual_clip > 0.0).then_some(dual_clip);
-        let loss = (policy.loss.make)(&LossSettings { clip_low, clip_high, dual_clip })?;
+        let loss = (policy.loss.make)(policy)?;
         let size = BatchSize::of(&batch.tokens()?, response_tokens_max);
         let normalizer = Normalizer::new(policy.aggregation, size)?;
         Ok(Self { batch, policy, loss, anchor, updates, normalizer })

@@ -3,7 +3,7 @@
 use super::batch::Batch;
 use crate::metrics::Metrics;
 use crate::policy::CorrectionSettings;
-use crate::policy::correction::{CorrectionRules, ImportanceConfig, RejectionRule, WeightBound, correct};
+use crate::policy::correction::correct;
 use anyhow::{Context, Result};
 
 /// Fills in the weights of `batch` and takes rejected tokens out of its mask, by its training and rollout
@@ -16,20 +16,8 @@ pub fn correct_rollout(batch: &mut Batch, settings: &CorrectionSettings) -> Resu
         return Ok(Metrics::new());
     }
     let training = batch.training_log_probs.as_ref().context("a correction without a training forward")?;
-    let corrected = correct(&batch.tokens()?, training, &batch.rollout_log_probs, &rules(settings)?)?;
+    let corrected = correct(&batch.tokens()?, training, &batch.rollout_log_probs, &settings.rules()?)?;
     (batch.weights, batch.mask) = (corrected.weights, corrected.mask);
     Ok(corrected.metrics.into_iter().collect())
 }
 
-fn rules(settings: &CorrectionSettings) -> Result<CorrectionRules> {
-    let importance = match settings.is.level() {
-        Some(level) => {
-            let bound = WeightBound::new(&settings.threshold)?;
-            Some(ImportanceConfig { level, bound, batch_normalize: settings.normalize })
-        }
-        None => None,
-    };
-    let rules = settings.reject.iter().zip(&settings.reject_bounds);
-    let reject = rules.map(|(&option, bounds)| RejectionRule::new(option, bounds)).collect::<Result<_>>()?;
-    Ok(CorrectionRules { importance, reject })
-}

@@ -2,11 +2,14 @@
 
 use super::advantage::Advantage;
 use super::aggregation::Aggregation;
-use super::correction::{ImportanceSampling, RejectOption};
+use super::correction::{
+    CorrectionRules, ImportanceConfig, ImportanceSampling, RejectOption, RejectionRule, WeightBound,
+};
 use super::divergence::KlEstimator;
 use super::loss::Loss;
 use super::ratio::OldLogprob;
 use crate::settings::{above, choice, from, table};
+use anyhow::Result;
 
 table! {
     /// Advantage, importance ratio and loss.
@@ -55,6 +58,24 @@ impl CorrectionSettings {
     /// Whether weights or rejection are asked for.
     pub fn active(&self) -> bool {
         self.is != ImportanceSampling::None || !self.reject.is_empty()
+    }
+
+    /// The rules with their bounds.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] for bounds that are wrong.
+    pub fn rules(&self) -> Result<CorrectionRules> {
+        let importance = match self.is.level() {
+            Some(level) => {
+                let bound = WeightBound::new(&self.threshold)?;
+                Some(ImportanceConfig { level, bound, batch_normalize: self.normalize })
+            }
+            None => None,
+        };
+        let rules = self.reject.iter().zip(&self.reject_bounds);
+        let reject =
+            rules.map(|(&option, bounds)| RejectionRule::new(option, bounds)).collect::<Result<_>>()?;
+        Ok(CorrectionRules { importance, reject })
     }
 }
 

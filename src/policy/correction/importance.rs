@@ -55,29 +55,31 @@ pub enum WeightBound {
 }
 
 impl WeightBound {
-    /// From one number (truncate) or a low and a high one (mask). Refused unless 0 ≤ low ≤ high and high is
-    /// positive and finite.
-    pub fn new(bounds: &[f64]) -> Result<Self> {
-        let (low, high, bound) = match *bounds {
-            [max] => (0.0, max, WeightBound::Truncate { max }),
-            [low, high] => (low, high, WeightBound::Mask { low, high }),
-            _ => {
-                return Err(bad_input!(
-                    "an importance weight is bounded by one number or by a low and a high one, got {bounds:?}"
-                ));
+    /// What is wrong with the bounds of a weight, if anything, and what to give.
+    pub fn wrong_bounds(bounds: &[f64]) -> Option<String> {
+        match *bounds {
+            [max] if max > 0.0 && max.is_finite() => None,
+            [low, high] if low >= 0.0 && high > 0.0 && low <= high && high.is_finite() => None,
+            [low, high] if low > high => {
+                Some(format!("the bounds are reversed, {low} above {high}; swap them"))
             }
-        };
-        if !(high > 0.0 && high.is_finite()) {
-            return Err(bad_input!(
-                "the upper bound of the importance weight is {high}: it must be positive"
-            ));
+            [_] | [_, _] => Some("a ratio is positive; give a positive bound".to_owned()),
+            _ => Some("give one number, or a low and a high one".to_owned()),
         }
-        if !(low >= 0.0 && low <= high) {
-            return Err(bad_input!(
-                "the bounds of the importance weight are reversed or negative: {low} to {high}"
-            ));
+    }
+
+    /// One number truncates above it, a low and a high one give weight 0 outside.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] for bounds that [`Self::wrong_bounds`] finds wrong.
+    pub fn new(bounds: &[f64]) -> Result<Self> {
+        match (Self::wrong_bounds(bounds), bounds) {
+            (None, &[max]) => Ok(WeightBound::Truncate { max }),
+            (None, &[low, high]) => Ok(WeightBound::Mask { low, high }),
+            (wrong, _) => {
+                Err(bad_input!("the bounds {bounds:?} of the weight: {}", wrong.unwrap_or_default()))
+            }
         }
-        Ok(bound)
     }
 
     fn apply(&self, ratio: f64) -> f64 {

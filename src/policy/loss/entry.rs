@@ -2,7 +2,8 @@
 
 use anyhow::Result;
 
-use super::{ClipRange, LossInput, PolicyLoss};
+use super::{LossInput, PolicyLoss};
+use crate::policy::PolicySettings;
 use crate::policy::aggregation::Normalizer;
 
 /// A policy loss with its settings.
@@ -15,29 +16,13 @@ pub trait LossFunction: std::fmt::Debug + Send + Sync {
     fn loss(&self, input: &LossInput, normalizer: &Normalizer, batch_sequences: usize) -> Result<PolicyLoss>;
 }
 
-/// What a recipe says about its loss; each loss reads what concerns it.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct LossSettings {
-    pub clip_low: f64,
-    pub clip_high: f64,
-    /// More than 1; `None` means no bound.
-    pub dual_clip: Option<f64>,
-}
-
-impl LossSettings {
-    /// The clip range of a ratio.
-    pub(super) fn range(&self) -> Result<ClipRange> {
-        ClipRange::new(self.clip_low, self.clip_high)
-    }
-}
-
 /// A loss as recipes name it.
 #[derive(Debug)]
 pub struct LossEntry {
     pub name: &'static str,
     /// For the recipe's page.
     pub meaning: &'static str,
-    pub make: fn(&LossSettings) -> Result<Box<dyn LossFunction>>,
+    pub make: fn(&PolicySettings) -> Result<Box<dyn LossFunction>>,
     /// Whether the loss has a ratio against the anchor, beside which importance weights against the rollout would count
     /// the gap twice.
     pub has_ratio: bool,

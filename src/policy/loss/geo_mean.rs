@@ -12,7 +12,7 @@ const WEIGHT_EPSILON: f64 = 1e-10;
 pub(super) const ENTRY: LossEntry = LossEntry {
     name: "geo_mean",
     meaning: "Geometric mean of a sequence's ratios, clipped a token; a mean over sequences whatever `aggregation` says.",
-    make: |settings| Ok(Box::new(GeoMean(settings.range()?))),
+    make: |settings| Ok(Box::new(GeoMean(ClipRange::of(settings)?))),
     token_weights: TokenWeights::Truncated(
         "geo_mean takes the geometric mean of a sequence's weights, which one weight of 0 undoes; give one number, which \
          truncates",

@@ -8,7 +8,7 @@ use crate::policy::aggregation::Normalizer;
 pub(super) const ENTRY: LossEntry = LossEntry {
     name: "gspo",
     meaning: "Clipped ratio a sequence.",
-    make: |settings| Ok(Box::new(Gspo(settings.range()?))),
+    make: |settings| Ok(Box::new(Gspo(ClipRange::of(settings)?))),
     token_weights: TokenWeights::None(
         "gspo takes one ratio a sequence, and with weights of single tokens its gradient is not that of its loss; write \
          is = \"sequence\", or another loss",

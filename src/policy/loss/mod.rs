@@ -8,7 +8,7 @@
 mod entry;
 
 pub use cispo::{CispoClip, cispo};
-pub use entry::{LossEntry, LossFunction, LossSettings, TokenWeights};
+pub use entry::{LossEntry, LossFunction, TokenWeights};
 pub use geo_mean::geo_mean;
 pub use gspo::gspo;
 pub use ppo::{PpoClip, ppo};
@@ -16,6 +16,7 @@ pub use reinforce::reinforce;
 
 use anyhow::Result;
 
+use super::PolicySettings;
 use super::aggregation::Normalizer;
 use super::sequences::Sequences;
 use crate::bad_input;
@@ -102,6 +103,14 @@ pub struct ClipRange {
 }
 
 impl ClipRange {
+    /// The clip range of a ratio.
+    ///
+    /// # Errors
+    /// Those of [`Self::new`].
+    fn of(settings: &PolicySettings) -> Result<Self> {
+        Self::new(settings.clip_low, settings.clip_high)
+    }
+
     /// Refused unless both lie strictly between 0 and 1.
     pub fn new(low: f64, high: f64) -> Result<Self> {
         for (name, epsilon) in [("low", low), ("high", high)] {

@@ -10,7 +10,10 @@ use crate::policy::ratio::{LOG_RATIO_MAX, clamped_ratio};
 pub(super) const ENTRY: LossEntry = LossEntry {
     name: "ppo",
     meaning: "Clipped ratio a token, with dual clip.",
-    make: |settings| Ok(Box::new(PpoClip::new(settings.range()?, settings.dual_clip)?)),
+    make: |settings| {
+        let dual = (settings.dual_clip > 0.0).then_some(settings.dual_clip);
+        Ok(Box::new(PpoClip::new(ClipRange::of(settings)?, dual)?))
+    },
     ..LossEntry::USUAL
 };
 

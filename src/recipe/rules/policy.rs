@@ -2,7 +2,7 @@
 
 use super::Rules;
 use crate::policy::advantage::Advantage;
-use crate::policy::correction::ImportanceSampling;
+use crate::policy::correction::{ImportanceSampling, WeightBound};
 use crate::policy::loss::{Loss, TokenWeights};
 use crate::policy::ratio::OldLogprob;
 use crate::policy::{KlPlace, RouterReplay};
@@ -85,16 +85,7 @@ impl Rules<'_> {
 
     fn importance(&mut self) {
         let correction = &self.recipe.policy.correction;
-        let wrong = match *correction.threshold.as_slice() {
-            [max] if max > 0.0 => None,
-            [low, high] if low >= 0.0 && high > 0.0 && low <= high => None,
-            [low, high] if low > high => {
-                Some(format!("the bounds are reversed, {low} above {high}; swap them"))
-            }
-            [_] | [_, _] => Some("a ratio is positive; give a positive bound".to_owned()),
-            _ => Some("give one number, or a low and a high one".to_owned()),
-        };
-        if let Some(wrong) = wrong {
+        if let Some(wrong) = WeightBound::wrong_bounds(&correction.threshold) {
             self.refuse(&["policy.correction.threshold"], wrong);
         }
         if correction.is == ImportanceSampling::None {

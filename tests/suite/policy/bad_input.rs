@@ -54,7 +54,7 @@ fn clip_ranges_outside_their_interval_are_refused() {
 fn bounds_of_the_correction_are_checked() {
     refused(WeightBound::new(&[2.0, 0.5]), "reversed");
     refused(WeightBound::new(&[0.0]), "positive");
-    refused(WeightBound::new(&[-1.0, 2.0]), "negative");
+    refused(WeightBound::new(&[-1.0, 2.0]), "give a positive bound");
     refused(WeightBound::new(&[1.0, 2.0, 3.0]), "a low and a high");
 
     use RejectOption::{SeqSumK2, TokenK1, TokenK3};

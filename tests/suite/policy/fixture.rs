@@ -2,7 +2,8 @@
 
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
-use rloss::policy::loss::{Loss, LossFunction, LossInput, LossSettings};
+use rloss::policy::PolicySettings;
+use rloss::policy::loss::{Loss, LossFunction, LossInput};
 use rloss::policy::{Aggregation, BatchSize, Normalizer, Sequences};
 use rloss::random::{Purpose, stream};
 use rloss::settings::Choice;
@@ -86,7 +87,7 @@ impl Fixture {
 
 /// Every loss that a recipe can name, with its name.
 pub fn objectives() -> Vec<(&'static str, Box<dyn LossFunction>)> {
-    let settings = LossSettings { clip_low: 0.2, clip_high: 0.28, dual_clip: Some(3.0) };
+    let settings = PolicySettings { clip_low: 0.2, clip_high: 0.28, dual_clip: 3.0, ..Default::default() };
     Loss::all().into_iter().map(|loss| (loss.name(), (loss.make)(&settings).expect("settings"))).collect()
 }
 
