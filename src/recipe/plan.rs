@@ -189,6 +189,12 @@ fn set_document(set: &str) -> Option<String> {
     })
 }
 
+impl From<Mistake> for anyhow::Error {
+    fn from(mistake: Mistake) -> anyhow::Error {
+        anyhow::Error::new(BadInput(mistake.to_string()))
+    }
+}
+
 impl From<Mistakes> for BadInput {
     fn from(mistakes: Mistakes) -> BadInput {
         BadInput(mistakes.to_string())

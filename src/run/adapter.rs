@@ -2,7 +2,6 @@
 
 use super::freeze::{matches, not_frozen};
 use super::memory::AdapterPart;
-use crate::error::BadInput;
 use crate::model::adapter::{Lora, Owner, default_targets, is_adaptable};
 use crate::model::config::Config;
 use crate::model::names::{ParameterSpec, parameter_specs};
@@ -27,7 +26,7 @@ impl RunAdapter {
     /// The adapter that `found` came with the model, or the one that the recipe asks for where anything `learns`.
     ///
     /// # Errors
-    /// [`BadInput`] when both are there and differ, a pattern of `adapter.targets` matches nothing that can have an adapter, or
+    /// [`crate::error::BadInput`] when both are there and differ, a pattern of `adapter.targets` matches nothing that can have an adapter, or
     /// nothing of it would learn.
     pub(super) fn of(
         plan: &Plan,
@@ -45,7 +44,7 @@ impl RunAdapter {
                 told(found),
                 told(asked)
             );
-            return Err(BadInput(plan.mistake("adapter", what).to_string()).into());
+            return Err(plan.mistake("adapter", what).into());
         }
         let Some(lora) = found.cloned().or(asked.filter(|_| learns)) else { return Ok(None) };
         let specs = lora.specs(&base)?;
@@ -81,7 +80,7 @@ impl RunAdapter {
 
 /// The adapter that the recipe asks for.
 fn lora(plan: &Plan, asked: &AdapterSettings, config: &Config, base: &[ParameterSpec]) -> Result<Lora> {
-    let mistake = |what: String| BadInput(plan.mistake("adapter.targets", what).to_string());
+    let mistake = |what: String| plan.mistake("adapter.targets", what);
     for pattern in &asked.targets {
         let mut named = base.iter().filter(|spec| matches(pattern, &spec.name)).peekable();
         if named.peek().is_none() {

@@ -1,6 +1,5 @@
 //! Which parameters learn: all but those that a pattern of the recipe, or an arm, names.
 
-use crate::error::BadInput;
 use crate::model::config::Config;
 use crate::model::names::{ParameterSpec, value_model_specs};
 use crate::recipe::Plan;
@@ -62,7 +61,7 @@ fn frozen_by(
                 "the pattern {pattern:?} matches no parameter; names look like {}",
                 specs.get(1).map_or("", |spec| &spec.name)
             );
-            return Err(BadInput(plan.mistake(key, what).to_string()).into());
+            return Err(plan.mistake(key, what).into());
         }
     }
     let patterns: Vec<&str> = patterns.iter().map(String::as_str).chain(arm).collect();
@@ -70,7 +69,7 @@ fn frozen_by(
         specs.iter().map(|spec| !patterns.iter().any(|pattern| matches(pattern, &spec.name))).collect();
     if !trainable.contains(&true) {
         let what = "every parameter is frozen; leave one that learns".to_owned();
-        return Err(BadInput(plan.mistake(key, what).to_string()).into());
+        return Err(plan.mistake(key, what).into());
     }
     Ok(trainable)
 }

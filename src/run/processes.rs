@@ -1,7 +1,6 @@
 //! What the processes of one run agree on before any work.
 
 use crate::dist::Mesh;
-use crate::error::BadInput;
 use crate::integrity::{MANIFEST_FILE, digest_of};
 use crate::recipe::Plan;
 use anyhow::{Context, Result};
@@ -11,7 +10,7 @@ use std::time::Duration;
 /// Has the processes of `mesh` share sequences, and wait for each other, as `plan` says.
 ///
 /// # Errors
-/// [`BadInput`] when there are not as many.
+/// [`crate::error::BadInput`] when there are not as many.
 pub fn follow(mesh: &Mesh, plan: &Plan) -> Result<()> {
     mesh.set_limit(Duration::from_secs_f64(plan.recipe.parallel.exchange_timeout_s));
     let sequence = plan.recipe.parallel.sequence;
@@ -23,7 +22,7 @@ pub fn follow(mesh: &Mesh, plan: &Plan) -> Result<()> {
         let what = format!(
             "{sequence} does not divide the {processes} of this run; start a multiple of {sequence} with mpirun -np, or write 1"
         );
-        return Err(BadInput(plan.mistake("parallel.sequence", what).to_string()).into());
+        return Err(plan.mistake("parallel.sequence", what).into());
     }
     mesh.share_sequences(sequence);
     Ok(())
@@ -33,7 +32,7 @@ pub fn follow(mesh: &Mesh, plan: &Plan) -> Result<()> {
 /// the folder `weights` where there is one; `state` is what else they begin with.
 ///
 /// # Errors
-/// [`BadInput`] on every process, with one message.
+/// [`crate::error::BadInput`] on every process, with one message.
 pub fn check_alike(mesh: &Mesh, plan: &Plan, weights: Option<&Path>, state: &str) -> Result<()> {
     if mesh.ranks() == 1 {
         return Ok(());

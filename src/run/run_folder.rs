@@ -5,7 +5,6 @@ use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::checkpoint::peft::holds_adapter;
 use crate::checkpoint::{self, ResumePoint, TrainerState};
-use crate::error::BadInput;
 use crate::integrity::sealed;
 use crate::learner::{OptimizerSettings, Schedule};
 use crate::metrics::{MetricsFile, Phase, Row, TensorBoard, read_rows};
@@ -309,7 +308,7 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
             "{steps} is less than the {done} steps that {} has done; give {done} or more, or start another run with --out",
             path.display()
         );
-        return Err(BadInput(plan.mistake("train.steps", what).to_string()).into());
+        return Err(plan.mistake("train.steps", what).into());
     }
     let mut lines = vec![match done == steps {
         true => {

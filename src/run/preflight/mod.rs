@@ -1,36 +1,30 @@
 //! What a command needs, opened and checked before any work: everything but the weights.
 
-use super::adapter::RunAdapter;
-use super::context::RunContext;
-use super::device::{ComputePlace, choose};
-use super::family::foreign_keys;
-use super::freeze::{critic_trainable, trainable};
-use super::memory::{Available, Intent, MemoryPlan, OtherWeights, Subject, gigabytes};
-use super::source::{BasePlace, ModelSource, unverified};
+mod fit;
+mod load;
+
 use crate::bad_input;
-use crate::checkpoint::load::ModelFolder;
 use crate::checkpoint::peft::holds_adapter;
-use crate::dist::Mesh;
-use crate::dist::{PackedWeights, RolloutWeights};
-use crate::error::BadInput;
+use crate::dist::{Mesh, PackedWeights, RolloutWeights};
 use crate::harmony::Message;
 use crate::interpreter::{self, Interpreter};
 use crate::metrics::Console;
-use crate::model::config::Config;
-use crate::model::config::Form;
-use crate::model::forward::Model;
-use crate::model::layers_in_turn::LayersInTurn;
+use crate::model::config::{Config, Form};
 use crate::model::split_rows::heads_split;
 use crate::ops::mxfp4;
 use crate::ops::threads::Threads;
 use crate::recipe::{Plan, Recipe};
 use crate::rollout::{PromptLimits, preamble};
+use crate::run::adapter::RunAdapter;
+use crate::run::device::{ComputePlace, choose};
+use crate::run::family::foreign_keys;
+use crate::run::freeze::{critic_trainable, trainable};
+use crate::run::memory::{Intent, OtherWeights, Subject};
+use crate::run::source::{ModelSource, unverified};
 use crate::tasks::{self, Problem, Task, TaskHost};
 use anyhow::Result;
-use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
 
 /// Everything that a plan names, opened and checked; of the weights only the headers are read.
 pub struct Preflight {
@@ -48,7 +42,7 @@ pub struct Preflight {
     place: ComputePlace,
     /// Of how many sequences a GPU holds keys and values.
     gpu_sequences: Option<usize>,
-    pub(super) source: ModelSource,
+    pub(in crate::run) source: ModelSource,
     /// Which of the model's own tensors learn, in the first stage.
     trainable: Vec<bool>,
     critic_trainable: Option<Vec<bool>>,
@@ -64,7 +58,7 @@ impl Preflight {
     /// Opens everything the plan names. Nothing is written, and no weights are read.
     ///
     /// # Errors
-    /// [`BadInput`] with every mistake found, each with its place and remedy.
+    /// [`crate::error::BadInput`] with every mistake found, each with its place and remedy.
     pub fn open(plan: Plan, intent: Intent, console: &Console) -> Result<Self> {
         Self::open_at(plan, intent, &Mesh::single(), None, console)
     }
@@ -147,7 +141,6 @@ impl Preflight {
                 .push(format!("THE PYTHON TOOL IS {confinement}: code from the model has your own rights"));
         }
         let preamble = preamble(&source.chat, &plan.recipe.harmony, task.uses_python());
-        let streamed = false;
         Ok(Self {
             plan,
             intent,
@@ -165,7 +158,7 @@ impl Preflight {
             task,
             interpreter,
             preamble,
-            streamed,
+            streamed: false,
         })
     }
 
@@ -213,166 +206,10 @@ impl Preflight {
             gpu_sequences: self.gpu_sequences,
         }
     }
-
-    /// The memory that is planned: a GPU's where one computes, else that of the `host`.
-    pub fn available(&self, host: Option<Available>) -> Option<Available> {
-        self.place.available.clone().or(host)
-    }
-
-    /// Plans for `processes`, which hold weights as the recipe says; where it leaves that open, so that `available` memory suffices:
-    /// packed ones whole if that can be, and of the ways to sample the one that moves least.
-    pub fn plan_for(&mut self, processes: usize, available: Option<&Available>) {
-        self.processes = processes;
-        if self.gpu_sequences.is_some() {
-            self.gpu_sequences = available.map(|found| self.subject().sequences_that_fit(found));
-            return;
-        }
-        let asked = self.plan.recipe.parallel.clone();
-        (self.rollout_weights, self.packed_weights) = match processes {
-            1 => (RolloutWeights::Whole, PackedWeights::Whole),
-            _ => (asked.rollout_weights, asked.packed_weights),
-        };
-        let subject = self.subject();
-        let packed = match self.packed_weights {
-            PackedWeights::Auto if subject.can_cut_packed() => vec![PackedWeights::Whole, PackedWeights::Cut],
-            PackedWeights::Auto => vec![PackedWeights::Whole],
-            asked => vec![asked],
-        };
-        let sampling = |packed_weights: PackedWeights| match self.rollout_weights {
-            RolloutWeights::Auto => {
-                let travel = Subject { packed_weights, ..subject.clone() }.has_travelling_experts();
-                let by_expert = travel.then_some(RolloutWeights::ByExpert);
-                [RolloutWeights::Whole].into_iter().chain(by_expert).collect()
-            }
-            asked => vec![asked],
-        };
-        let with = |packed: PackedWeights| sampling(packed).into_iter().map(move |way| (way, packed));
-        let ways: Vec<(RolloutWeights, PackedWeights)> = packed.into_iter().flat_map(with).collect();
-        let suffices = |&(rollout_weights, packed_weights): &(RolloutWeights, PackedWeights)| {
-            let peak = MemoryPlan::new(&Subject { rollout_weights, packed_weights, ..subject.clone() });
-            available.is_none_or(|found| peak.peak_bytes() <= found.bytes)
-        };
-        let Some(&(sampling, packed)) = ways.iter().find(|way| suffices(way)).or(ways.last()) else { return };
-        if asked.rollout_weights == RolloutWeights::Auto && sampling != RolloutWeights::Whole {
-            self.plan.warnings.push(format!(
-                "memory does not hold all weights in each process while it samples: parallel.rollout_weights = \"{sampling}\""
-            ));
-        }
-        if asked.packed_weights == PackedWeights::Auto && packed == PackedWeights::Cut {
-            self.plan.warnings.push(format!(
-                "memory does not hold all packed weights in each process: parallel.packed_weights = \"{packed}\""
-            ));
-        }
-        (self.rollout_weights, self.packed_weights) = (sampling, packed);
-    }
-
-    /// Refuses what does not fit into `available` memory, and warns of what hardly does. Where the command can do with a layer at
-    /// a time, a model that is too large stays on disk, which is said with what it costs.
-    ///
-    /// # Errors
-    /// [`BadInput`] that names the keys which would help.
-    pub fn admit(&mut self, host: Option<Available>) -> Result<()> {
-        if self.gpu_sequences.is_some()
-            && let Some(host) = host.as_ref()
-            && self.subject().host_bytes() > host.bytes
-        {
-            let (needed, there) = (gigabytes(self.subject().host_bytes()), gigabytes(host.bytes));
-            return Err(bad_input!(
-                "beside the GPU's {needed} of the host's memory are needed, and {there} are {}; take a larger machine",
-                host.bound
-            ));
-        }
-        let available = self.available(host);
-        let available = available.as_ref();
-        self.plan_for(self.processes, available);
-        let whole = MemoryPlan::new(&self.subject()).peak_bytes();
-        if available.is_some_and(|available| whole > available.bytes)
-            && self.intent.streams()
-            && self.gpu_sequences.is_none()
-            && let Some(files) = &self.source.weights
-        {
-            self.streamed = true;
-            self.plan.warnings.push(said_of_streaming(whole, files, &self.source.config)?);
-        }
-        let subject = self.subject();
-        let admitted = MemoryPlan::new(&subject).admit(available, &subject.remedies());
-        let warning = admitted.map_err(|error| match self.gpu_sequences {
-            Some(_) => bad_input!("{error}; {}", subject.one_sequence()),
-            None => error,
-        })?;
-        self.plan.warnings.extend(warning);
-        Ok(())
-    }
-
-    /// Reads or draws the weights.
-    ///
-    /// # Errors
-    /// [`BadInput`] when a file is damaged.
-    pub fn load(self, console: &Console) -> Result<RunContext> {
-        let subject = self.subject();
-        let (room, memory) = (subject.cache_room(self.gpu_sequences.unwrap_or(1)), subject.words());
-        let source = self.source;
-        let (recipe, trainable) = (&self.plan.recipe, &self.trainable);
-        let place = match (self.streamed, self.packed_weights) {
-            (true, _) => BasePlace::OnDisk,
-            (false, PackedWeights::Cut) if self.intent.learns() => BasePlace::InPieces,
-            _ => BasePlace::Whole,
-        };
-        let read = || source.parameters(recipe, trainable, self.intent, &self.mesh, place, console);
-        let mut parameters = self.threads.wide(read)?.placed_on(&self.place.device)?;
-        let (mut trainable, mut base) = (self.trainable.clone(), None);
-        if let Some(adapter) = self.adapter.as_ref().filter(|adapter| !adapter.after_cold_start) {
-            trainable = adapter.trainable_of_all(trainable.len());
-            if parameters.adapter().is_none() {
-                adapter.attach(&mut parameters, recipe.train.seed)?;
-            }
-            if self.intent.learns() {
-                base = source.base()?;
-            }
-        }
-        let context = source.config.max_position_embeddings;
-        Ok(RunContext {
-            model: Model::new(source.config, context),
-            chat: source.chat,
-            companions: source.companions,
-            plan: self.plan,
-            threads: self.threads,
-            parameters,
-            place: self.place.name,
-            room,
-            memory,
-            rollout_weights: self.rollout_weights,
-            trainable,
-            critic_trainable: self.critic_trainable,
-            adapter: self.adapter,
-            base,
-            task: self.task,
-            interpreter: self.interpreter,
-            preamble: self.preamble,
-        })
-    }
 }
 
-/// What a model that stays on disk costs, from the time that its first layer takes.
-fn said_of_streaming(needed: u64, files: &Arc<ModelFolder>, config: &Config) -> Result<String> {
-    let stored = LayersInTurn {
-        source: files.clone(),
-        config: config.clone(),
-        changes: vec![],
-        adapters: HashMap::new(),
-    };
-    let begun = Instant::now();
-    stored.layer(0)?;
-    let seconds = begun.elapsed().as_secs_f64() * config.num_hidden_layers as f64;
-    Ok(format!(
-        "{} of memory are needed with all weights; each layer is read from disk whenever it is its turn, about \
-         {seconds:.1} s a forward",
-        gigabytes(needed)
-    ))
-}
-
-/// Collects [`BadInput`]; any other error is one too, but keeps its own words.
-pub(super) struct Mistakes(pub(super) Vec<String>);
+/// Collects [`crate::error::BadInput`]; any other error is one too, but keeps its own words.
+pub(in crate::run) struct Mistakes(pub(in crate::run) Vec<String>);
 
 impl Mistakes {
     fn note<T>(&mut self, result: Result<T>) -> Option<T> {
@@ -380,7 +217,7 @@ impl Mistakes {
     }
 
     /// All of them in one, in the form of a recipe's mistakes.
-    pub(super) fn into_error(self) -> anyhow::Error {
+    pub(in crate::run) fn into_error(self) -> anyhow::Error {
         match self.0.as_slice() {
             [only] => bad_input!("{only}"),
             all => bad_input!("{} mistakes:\n  {}", all.len(), all.join("\n  ")),
@@ -394,7 +231,7 @@ fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
     let response = plan.recipe.rollout.response_tokens_max;
     if response >= context {
         let what = format!("{response} sampled tokens do not fit the model's context of {context}; lower it");
-        return Err(BadInput(plan.mistake("rollout.response_tokens_max", what).to_string()).into());
+        return Err(plan.mistake("rollout.response_tokens_max", what).into());
     }
     let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
     let blocks = hidden % mxfp4::BLOCK == 0 && intermediate % mxfp4::BLOCK == 0;
@@ -403,7 +240,7 @@ fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
             "MXFP4 holds blocks of {}, but hidden_size = {hidden} and intermediate_size = {intermediate}; save \"bf16\"",
             mxfp4::BLOCK
         );
-        return Err(BadInput(plan.mistake("checkpoint.dtype", what).to_string()).into());
+        return Err(plan.mistake("checkpoint.dtype", what).into());
     }
     Ok(())
 }
@@ -415,7 +252,7 @@ fn check_heads(plan: &Plan, config: &Config) -> Result<()> {
         None => Ok(()),
         Some(why) => {
             let what = format!("{sequence} {why}; write a divisor, or 1");
-            Err(BadInput(plan.mistake("parallel.sequence", what).to_string()).into())
+            Err(plan.mistake("parallel.sequence", what).into())
         }
     }
 }

@@ -1,0 +1,128 @@
+//! Whether a command fits into memory: how weights are sharded over processes, and what is read from disk in turn.
+
+use super::Preflight;
+use crate::bad_input;
+use crate::checkpoint::load::ModelFolder;
+use crate::dist::{PackedWeights, RolloutWeights};
+use crate::model::config::Config;
+use crate::model::layers_in_turn::LayersInTurn;
+use crate::run::memory::{Available, MemoryPlan, Subject, gigabytes};
+use anyhow::Result;
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+impl Preflight {
+    /// The memory that is planned: a GPU's where one computes, else that of the `host`.
+    pub fn available(&self, host: Option<Available>) -> Option<Available> {
+        self.place.available.clone().or(host)
+    }
+
+    /// Plans for `processes`, which hold weights as the recipe says. Where the recipe leaves that open, it takes the first way that
+    /// fits `available` memory: packed weights whole before sharded, and sampling that moves less before sampling that moves more.
+    pub fn plan_for(&mut self, processes: usize, available: Option<&Available>) {
+        self.processes = processes;
+        if self.gpu_sequences.is_some() {
+            self.gpu_sequences = available.map(|found| self.subject().sequences_that_fit(found));
+            return;
+        }
+        let asked = self.plan.recipe.parallel.clone();
+        let fits = |&(rollout_weights, packed_weights): &(RolloutWeights, PackedWeights)| {
+            let peak = MemoryPlan::new(&Subject { rollout_weights, packed_weights, ..self.subject() });
+            available.is_none_or(|found| peak.peak_bytes() <= found.bytes)
+        };
+        let ways = match processes {
+            1 => vec![(RolloutWeights::Whole, PackedWeights::Whole)],
+            _ => self.ways_to_shard(),
+        };
+        let Some(&(sampling, packed)) = ways.iter().find(|way| fits(way)).or(ways.last()) else { return };
+        if asked.rollout_weights == RolloutWeights::Auto && sampling != RolloutWeights::Whole {
+            self.plan.warnings.push(format!(
+                "memory does not hold all weights in each process while it samples: parallel.rollout_weights = \"{sampling}\""
+            ));
+        }
+        if asked.packed_weights == PackedWeights::Auto && packed == PackedWeights::Cut {
+            self.plan.warnings.push(format!(
+                "memory does not hold all packed weights in each process: parallel.packed_weights = \"{packed}\""
+            ));
+        }
+        (self.rollout_weights, self.packed_weights) = (sampling, packed);
+    }
+
+    /// The ways to hold weights that the recipe allows several processes, in the order in which they are tried.
+    fn ways_to_shard(&self) -> Vec<(RolloutWeights, PackedWeights)> {
+        let asked = &self.plan.recipe.parallel;
+        let subject = self.subject();
+        let packed = match asked.packed_weights {
+            PackedWeights::Auto if subject.can_cut_packed() => vec![PackedWeights::Whole, PackedWeights::Cut],
+            PackedWeights::Auto => vec![PackedWeights::Whole],
+            asked => vec![asked],
+        };
+        let sampling = |packed_weights: PackedWeights| match asked.rollout_weights {
+            RolloutWeights::Auto => {
+                let travels = Subject { packed_weights, ..subject.clone() }.has_travelling_experts();
+                let by_expert = travels.then_some(RolloutWeights::ByExpert);
+                [RolloutWeights::Whole].into_iter().chain(by_expert).collect()
+            }
+            asked => vec![asked],
+        };
+        let with = |packed: PackedWeights| sampling(packed).into_iter().map(move |way| (way, packed));
+        packed.into_iter().flat_map(with).collect()
+    }
+
+    /// Refuses what does not fit into `available` memory, and warns of what hardly does. Where the command can do with a layer at
+    /// a time, a model that is too large stays on disk, which is said with what it costs.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] that names the keys which would help.
+    pub fn admit(&mut self, host: Option<Available>) -> Result<()> {
+        if self.gpu_sequences.is_some()
+            && let Some(host) = host.as_ref()
+            && self.subject().host_bytes() > host.bytes
+        {
+            let (needed, there) = (gigabytes(self.subject().host_bytes()), gigabytes(host.bytes));
+            return Err(bad_input!(
+                "beside the GPU's {needed} of the host's memory are needed, and {there} are {}; take a larger machine",
+                host.bound
+            ));
+        }
+        let available = self.available(host);
+        let available = available.as_ref();
+        self.plan_for(self.processes, available);
+        let whole = MemoryPlan::new(&self.subject()).peak_bytes();
+        if available.is_some_and(|available| whole > available.bytes)
+            && self.intent.streams()
+            && self.gpu_sequences.is_none()
+            && let Some(files) = &self.source.weights
+        {
+            self.streamed = true;
+            self.plan.warnings.push(said_of_streaming(whole, files, &self.source.config)?);
+        }
+        let subject = self.subject();
+        let admitted = MemoryPlan::new(&subject).admit(available, &subject.remedies());
+        let warning = admitted.map_err(|error| match self.gpu_sequences {
+            Some(_) => bad_input!("{error}; {}", subject.one_sequence()),
+            None => error,
+        })?;
+        self.plan.warnings.extend(warning);
+        Ok(())
+    }
+}
+
+/// What a model that stays on disk costs, from the time that its first layer takes.
+fn said_of_streaming(needed: u64, files: &Arc<ModelFolder>, config: &Config) -> Result<String> {
+    let stored = LayersInTurn {
+        source: files.clone(),
+        config: config.clone(),
+        changes: vec![],
+        adapters: HashMap::new(),
+    };
+    let begun = Instant::now();
+    stored.layer(0)?;
+    let seconds = begun.elapsed().as_secs_f64() * config.num_hidden_layers as f64;
+    Ok(format!(
+        "{} of memory are needed with all weights; each layer is read from disk whenever it is its turn, about \
+         {seconds:.1} s a forward",
+        gigabytes(needed)
+    ))
+}

@@ -1,0 +1,59 @@
+//! From a preflight to a run: weights are read or drawn.
+
+use super::Preflight;
+use crate::dist::PackedWeights;
+use crate::metrics::Console;
+use crate::model::forward::Model;
+use crate::run::context::RunContext;
+use crate::run::source::BasePlace;
+use anyhow::Result;
+
+impl Preflight {
+    /// Reads or draws the weights.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when a file is damaged.
+    pub fn load(self, console: &Console) -> Result<RunContext> {
+        let subject = self.subject();
+        let (room, memory) = (subject.cache_room(self.gpu_sequences.unwrap_or(1)), subject.words());
+        let source = self.source;
+        let (recipe, trainable) = (&self.plan.recipe, &self.trainable);
+        let place = match (self.streamed, self.packed_weights) {
+            (true, _) => BasePlace::OnDisk,
+            (false, PackedWeights::Cut) if self.intent.learns() => BasePlace::InPieces,
+            _ => BasePlace::Whole,
+        };
+        let read = || source.parameters(recipe, trainable, self.intent, &self.mesh, place, console);
+        let mut parameters = self.threads.wide(read)?.placed_on(&self.place.device)?;
+        let (mut trainable, mut base) = (self.trainable.clone(), None);
+        if let Some(adapter) = self.adapter.as_ref().filter(|adapter| !adapter.after_cold_start) {
+            trainable = adapter.trainable_of_all(trainable.len());
+            if parameters.adapter().is_none() {
+                adapter.attach(&mut parameters, recipe.train.seed)?;
+            }
+            if self.intent.learns() {
+                base = source.base()?;
+            }
+        }
+        let context = source.config.max_position_embeddings;
+        Ok(RunContext {
+            model: Model::new(source.config, context),
+            chat: source.chat,
+            companions: source.companions,
+            plan: self.plan,
+            threads: self.threads,
+            parameters,
+            place: self.place.name,
+            room,
+            memory,
+            rollout_weights: self.rollout_weights,
+            trainable,
+            critic_trainable: self.critic_trainable,
+            adapter: self.adapter,
+            base,
+            task: self.task,
+            interpreter: self.interpreter,
+            preamble: self.preamble,
+        })
+    }
+}
