@@ -2,10 +2,10 @@
 
 use super::deaths::{self, Deaths};
 use super::embedded_worker::{Kept, Welcome, WorkerHello, undone};
-use super::pool::Pool;
 use super::process::{Process, Spawner};
-use super::{Interpreter, InterpreterState, Reply, SessionId, Settings, code_to_run, lock, not_started};
+use super::{Interpreter, InterpreterState, Reply, SessionId, Settings, lock, not_started, reply};
 use crate::bad_input;
+use crate::pool::Pool;
 use crate::trajectory::CallOutcome;
 use anyhow::{Context, Result};
 use std::collections::HashMap;
@@ -49,7 +49,7 @@ impl Embedded {
         let spawner = Spawner::new().context("starting the thread that starts interpreter workers")?;
         let (first, confinement) = start(&settings, &program, &spawner).map_err(not_started)?;
         Ok(Self {
-            pool: Pool::new(first, settings.workers),
+            pool: Pool::new(vec![first], settings.workers),
             settings,
             program,
             confinement,
@@ -127,30 +127,15 @@ impl Embedded {
         Ok((outcome, kept, String::from_utf8_lossy(text).into_owned(), state))
     }
 
-    /// What the model reads when the worker could not answer: no times, numbers of processes or causes.
+    /// What the model reads when the worker could not answer.
     fn explain(&self, outcome: CallOutcome) -> String {
-        let Settings { wall_clock_s, memory_mib, .. } = self.settings;
-        let cause = match outcome {
-            CallOutcome::ToolTimeout => {
-                format!("TimeoutError: no answer within {wall_clock_s} s; the interpreter was killed.")
-            }
-            CallOutcome::MemoryLimit => {
-                format!("MemoryError: the code needed more than {memory_mib} MiB and was stopped.")
-            }
-            _ => "InterpreterError: the interpreter died while running the code.".into(),
-        };
-        cause + undone(self.settings.state == InterpreterState::Trajectory)
+        self.settings.explain(outcome) + undone(self.settings.state == InterpreterState::Trajectory)
     }
 }
 
 impl Interpreter for Embedded {
     fn call(&self, session: SessionId, code: &str) -> Reply {
-        let start = Instant::now();
-        let (outcome, text) = match code_to_run(code) {
-            Ok(code) => self.run(session, &code),
-            Err(refused) => (CallOutcome::MalformedCall, refused.into()),
-        };
-        Reply { text, outcome, seconds: start.elapsed().as_secs_f64() }
+        reply(code, |code| self.run(session, code))
     }
 
     fn close(&self, session: SessionId) {

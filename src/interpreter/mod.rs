@@ -9,6 +9,7 @@ use crate::settings::{above, choice, from, table};
 use crate::trajectory::CallOutcome;
 use anyhow::{Context, Result};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 #[cfg_attr(not(target_os = "linux"), path = "confine_unsupported.rs")]
 pub mod confine;
@@ -19,7 +20,6 @@ mod embedded;
 mod embedded_worker;
 mod frames;
 mod output;
-mod pool;
 mod process;
 
 pub use cpython::CPython;
@@ -147,6 +147,33 @@ impl Settings {
         }
         Ok(())
     }
+
+    /// What the model reads where its code was stopped: no times, numbers of processes or causes.
+    fn explain(&self, outcome: CallOutcome) -> String {
+        let Self { time_limit_s, wall_clock_s, memory_mib, .. } = *self;
+        match outcome {
+            CallOutcome::TimeLimit => {
+                format!("TimeoutError: the code ran longer than {time_limit_s} s and was stopped.")
+            }
+            CallOutcome::ToolTimeout => {
+                format!("TimeoutError: no answer within {wall_clock_s} s; the interpreter was killed.")
+            }
+            CallOutcome::MemoryLimit => {
+                format!("MemoryError: the code needed more than {memory_mib} MiB and was stopped.")
+            }
+            _ => "InterpreterError: the interpreter died while running the code.".into(),
+        }
+    }
+}
+
+/// Replies to a call of `text`, whose code `run` runs.
+fn reply(text: &str, run: impl FnOnce(&str) -> (CallOutcome, String)) -> Reply {
+    let start = Instant::now();
+    let (outcome, text) = match code_to_run(text) {
+        Ok(code) => run(&code),
+        Err(refused) => (CallOutcome::MalformedCall, refused.into()),
+    };
+    Reply { text, outcome, seconds: start.elapsed().as_secs_f64() }
 }
 
 /// What to do where the kernel cannot confine.

@@ -60,6 +60,15 @@ impl Rules<'_> {
         }
     }
 
+    /// Patterns over parameters' names; `example` is one.
+    fn patterns(&mut self, key: &str, patterns: &[String], example: &str) {
+        if patterns.iter().any(String::is_empty) {
+            let what =
+                format!("an empty pattern matches no parameter; remove it, or write one such as {example:?}");
+            self.refuse(&[key], what);
+        }
+    }
+
     fn finding(&self, keys: &[&str], what: String) -> Option<Mistake> {
         let inside = |key: &str, table: &str| {
             key.strip_prefix(table).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
@@ -304,12 +313,7 @@ impl Rules<'_> {
         if let Some(file) = &train.trajectories {
             self.file("train.trajectories", file);
         }
-        if train.freeze.iter().any(String::is_empty) {
-            self.refuse(
-                &["train.freeze"],
-                "an empty pattern matches no parameter; remove it, or write one such as \"*.self_attn.*\"",
-            );
-        }
+        self.patterns("train.freeze", &train.freeze, "*.self_attn.*");
     }
 
     fn optimizer(&mut self, table: &str, optimizer: &OptimizerSettings, steps_key: &str, steps: u64) {

@@ -1,12 +1,13 @@
 //! Processes of a user's own program that answer JSON lines: a bounded pool with deadlines, restarts and kills.
 
+use crate::pool::Pool;
 use crate::process_group::ProcessGroup;
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-use std::sync::{Condvar, Mutex, PoisonError, mpsc};
+use std::sync::mpsc;
 use std::time::Duration;
 
 /// Longest line that is read as an answer, in bytes.
@@ -15,20 +16,17 @@ const LINE_BYTES_MAX: u64 = 64 << 20;
 /// How long a process that has closed its output is given to have ended.
 const END_WAIT: Duration = Duration::from_secs(1);
 
-/// Up to so many processes of one program, started when first needed, each busy with one request at a time.
+/// Processes of one program, each busy with one request at a time.
 pub struct ProcessPool {
     command: Vec<String>,
     timeout: Duration,
-    /// Places that are free; `None` where the process has yet to be started.
-    free: Mutex<Vec<Option<Process>>>,
-    freed: Condvar,
+    processes: Pool<Process>,
 }
 
 impl ProcessPool {
-    /// A pool of `processes` places for `command`, a program and its arguments. An answer may take `timeout`.
+    /// A pool of up to `processes` processes of `command`, a program and its arguments. An answer may take `timeout`.
     pub fn new(command: Vec<String>, processes: usize, timeout: Duration) -> Self {
-        let free = (0..processes.max(1)).map(|_| None).collect();
-        Self { command, timeout, free: Mutex::new(free), freed: Condvar::new() }
+        Self { command, timeout, processes: Pool::new(vec![], processes) }
     }
 
     /// The answer to `request`. After a failure the process is killed; the next request starts another.
@@ -36,33 +34,16 @@ impl ProcessPool {
     /// # Errors
     /// When the program does not start, ends, takes too long or answers with something that is no JSON object.
     pub fn ask(&self, request: &Value) -> Result<Value> {
-        let mut place = self.take();
-        let answer = self.ask_at(&mut place, request);
-        if answer.is_err() {
-            place = None;
-        }
-        // A poisoned lock holds whole places: nothing panics while it is held.
-        self.free.lock().unwrap_or_else(PoisonError::into_inner).push(place);
-        self.freed.notify_one();
-        answer
-    }
-
-    fn ask_at(&self, place: &mut Option<Process>, request: &Value) -> Result<Value> {
-        let process = match place {
-            Some(process) => process,
-            None => place.insert(Process::start(&self.command)?),
-        };
-        process.ask(request, self.timeout)
-    }
-
-    fn take(&self) -> Option<Process> {
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        loop {
-            match free.pop() {
-                Some(place) => return place,
-                None => free = self.freed.wait(free).unwrap_or_else(PoisonError::into_inner),
+        let mut process = self.processes.acquire(|| Process::start(&self.command))?;
+        let answer = process.ask(request, self.timeout);
+        match answer {
+            Ok(_) => self.processes.release(process),
+            Err(_) => {
+                drop(process);
+                self.processes.forget();
             }
         }
+        answer
     }
 }
 

@@ -7,11 +7,9 @@ mod snippet;
 mod stage;
 
 use super::deaths::{self, Deaths};
-use super::pool::Pool;
 use super::process::Spawner;
-use super::{
-    Interpreter, InterpreterState, Reply, SessionId, Settings, code_to_run, lock, not_started, output,
-};
+use super::{Interpreter, InterpreterState, Reply, SessionId, Settings, lock, not_started, output, reply};
+use crate::pool::Pool;
 use crate::trajectory::CallOutcome;
 use anyhow::{Context, Result};
 use host::Host;
@@ -68,7 +66,7 @@ impl CPython {
         let (first, confinement) =
             Server::start(&settings, &host, &program, &spawner).map_err(not_started)?;
         let python = Self {
-            pool: Pool::new(Arc::new(first), settings.workers),
+            pool: Pool::new(vec![Arc::new(first)], settings.workers),
             settings,
             program,
             host,
@@ -143,7 +141,7 @@ impl CPython {
             }
             CallOutcome::MemoryLimit => {
                 self.keep(session, snippet);
-                (outcome, self.hungry())
+                (outcome, self.settings.explain(outcome))
             }
             CallOutcome::WorkerDied => match snippet.ended() {
                 Some(status) if status.code() == Some(snippet::OUT_OF_MEMORY) => {
@@ -181,38 +179,19 @@ impl CPython {
         drop(ended);
     }
 
-    /// What the model reads when its process was stopped: no times, numbers of processes or causes.
+    /// What the model reads when its process was stopped.
     fn explain(&self, outcome: CallOutcome) -> String {
-        let Settings { time_limit_s, wall_clock_s, .. } = self.settings;
-        let cause = match outcome {
-            CallOutcome::TimeLimit => {
-                format!("TimeoutError: the code ran longer than {time_limit_s} s and was stopped.")
-            }
-            CallOutcome::ToolTimeout => {
-                format!("TimeoutError: no answer within {wall_clock_s} s; the interpreter was killed.")
-            }
-            CallOutcome::MemoryLimit => self.hungry(),
-            _ => "InterpreterError: the interpreter died while running the code.".into(),
+        let lost = match self.settings.state {
+            InterpreterState::Call => "",
+            InterpreterState::Trajectory => " All variables are lost.",
         };
-        match self.settings.state {
-            InterpreterState::Call => cause,
-            InterpreterState::Trajectory => cause + " All variables are lost.",
-        }
-    }
-
-    fn hungry(&self) -> String {
-        format!("MemoryError: the code needed more than {} MiB and was stopped.", self.settings.memory_mib)
+        self.settings.explain(outcome) + lost
     }
 }
 
 impl Interpreter for CPython {
     fn call(&self, session: SessionId, code: &str) -> Reply {
-        let start = Instant::now();
-        let (outcome, text) = match code_to_run(code) {
-            Ok(code) => self.run(session, &code),
-            Err(refused) => (CallOutcome::MalformedCall, refused.into()),
-        };
-        Reply { text, outcome, seconds: start.elapsed().as_secs_f64() }
+        reply(code, |code| self.run(session, code))
     }
 
     fn close(&self, session: SessionId) {

@@ -28,12 +28,7 @@ impl Rules<'_> {
                  is not 1; write 0",
             );
         }
-        if adapter.targets.iter().any(String::is_empty) {
-            self.refuse(
-                &["adapter.targets"],
-                "an empty pattern matches no parameter; remove it, or write one such as \"*.self_attn.*\"",
-            );
-        }
+        self.patterns("adapter.targets", &adapter.targets, "*.self_attn.*");
         if recipe.model.path.is_none() && adapter.cold_start {
             self.warn(
                 &["adapter.cold_start", "model.path"],

@@ -27,12 +27,7 @@ impl Rules<'_> {
                 ),
             );
         }
-        if critic.freeze.iter().any(String::is_empty) {
-            self.refuse(
-                &["critic.freeze"],
-                "an empty pattern matches no parameter; remove it, or write one such as \"*.mlp.experts.*\"",
-            );
-        }
+        self.patterns("critic.freeze", &critic.freeze, "*.mlp.experts.*");
         self.optimizer("critic.optimizer", &critic.optimizer, "train.steps", steps);
     }
 }
