@@ -170,7 +170,8 @@ pub fn set_key(set: &str) -> Option<&str> {
     set.split_once('=').map(|(key, _)| key.trim())
 }
 
-fn inside(key: &str, table: &str) -> bool {
+/// Whether `key` is `table` or a key below it.
+pub(super) fn inside(key: &str, table: &str) -> bool {
     key.strip_prefix(table).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 

@@ -5,6 +5,7 @@ mod critic;
 mod policy;
 
 use super::Recipe;
+use super::plan::inside;
 use crate::interpreter::InterpreterKind;
 use crate::learner::{OptimizerKind, OptimizerSettings};
 use crate::model::settings::{Architecture, Tokenizer};
@@ -70,9 +71,6 @@ impl Rules<'_> {
     }
 
     fn finding(&self, keys: &[&str], what: String) -> Option<Mistake> {
-        let inside = |key: &str, table: &str| {
-            key.strip_prefix(table).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
-        };
         let sure = |key: &&str| !self.unsure.iter().any(|unsure| inside(key, unsure));
         let key = keys.first()?;
         keys.iter().all(sure).then(|| Mistake { place: self.places.of(key), key: (*key).to_owned(), what })

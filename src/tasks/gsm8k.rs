@@ -3,14 +3,13 @@
 use super::boxed::last_boxed_at;
 use super::number::Number;
 use super::rows::{self, Order};
-use super::{Demonstration, Problem, Reward, Task, TaskEntry, Transcript, ValidationSet};
+use super::{Demonstration, Problem, Reward, Task, TaskEntry, TaskSettings, Transcript, ValidationSet};
 use crate::harmony::Message;
 use crate::random::Purpose;
 use crate::settings::choice;
 use crate::trajectory::Outcome;
 use anyhow::Result;
 use serde_json::Value;
-use std::path::Path;
 
 /// What follows each question; the wording of verl's GSM8K preparation, so that runs compare.
 const INSTRUCTION: &str = "Let's think step by step and output the final answer after \"####\".";
@@ -23,13 +22,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     reads_files: true,
     data: "gsm8k",
     keys: &["extraction"],
-    make: |settings, _| {
-        Ok(Box::new(Gsm8k::load(
-            settings.train()?,
-            settings.validation()?,
-            settings.extraction.unwrap_or_default(),
-        )?))
-    },
+    make: |settings, _| Ok(Box::new(Gsm8k::load(settings)?)),
 };
 
 choice! {
@@ -126,15 +119,12 @@ pub struct Gsm8k {
 }
 
 impl Gsm8k {
-    /// Reads both files, at most the given numbers of rows of each.
+    /// Reads both files.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] that names the file and every broken row.
-    pub fn load(
-        train: (&Path, Option<usize>),
-        validation: (&Path, Option<usize>),
-        extraction: Extraction,
-    ) -> Result<Self> {
+    pub fn load(settings: &TaskSettings) -> Result<Self> {
+        let (train, validation) = (settings.train()?, settings.validation()?);
         let train = rows::read(train.0, train.1, FORM, Row::read)?;
         let held_out = rows::read(validation.0, validation.1, FORM, Row::read)?;
         let numbered = held_out.iter().enumerate();
@@ -145,7 +135,7 @@ impl Gsm8k {
             train,
             held_out,
             validation: [ValidationSet { name: "gsm8k".into(), problems }],
-            extraction,
+            extraction: settings.extraction.unwrap_or_default(),
         })
     }
 }

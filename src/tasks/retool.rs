@@ -5,14 +5,14 @@
 use super::answer::AnswerEquality;
 use super::boxed::last_boxed_at;
 use super::rows::{self, Order};
-use super::{Problem, Reward, Task, TaskEntry, Transcript, ValidationSet};
+use super::{Problem, Reward, Task, TaskEntry, TaskSettings, Transcript, ValidationSet};
 use crate::bad_input;
 use crate::harmony::Message;
 use crate::random::Purpose;
 use crate::settings::choice;
 use anyhow::Result;
 use serde_json::Value;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 const FORM: &str = r#"{"problem": "...", "answer": 42}"#;
 
@@ -27,13 +27,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     reads_files: true,
     data: "dapo-math aime",
     keys: &["validation_files", "answer", "prompt"],
-    make: |settings, _| {
-        let files = settings.validation_file.iter().chain(&settings.validation_files);
-        let files: Vec<PathBuf> = files.cloned().collect();
-        let validation = (files.as_slice(), settings.validation_rows_max);
-        let (answer, prompt) = (settings.answer.unwrap_or_default(), settings.prompt.unwrap_or_default());
-        Ok(Box::new(Retool::load(settings.train()?, validation, answer, prompt)?))
-    },
+    make: |settings, _| Ok(Box::new(Retool::load(settings)?)),
 };
 
 choice! {
@@ -140,20 +134,16 @@ pub struct Retool {
 }
 
 impl Retool {
-    /// Reads the training file and the validation files, at most the given numbers of rows of each.
+    /// Reads the training file and the validation files.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] that names the file and every broken row, for two validation files of one name, and
     /// for a problem that is in the training file and in a validation file.
-    pub fn load(
-        train: (&Path, Option<usize>),
-        validation: (&[PathBuf], Option<usize>),
-        equality: AnswerEquality,
-        form: PromptForm,
-    ) -> Result<Self> {
+    pub fn load(settings: &TaskSettings) -> Result<Self> {
+        let (train, form) = (settings.train()?, settings.prompt.unwrap_or_default());
         let training = rows::read(train.0, train.1, FORM, Row::read)?;
         let mut sets: Vec<ValidationSet> = Vec::new();
-        for path in validation.0 {
+        for path in settings.validation_file.iter().chain(&settings.validation_files) {
             let name = set_name(path);
             if sets.iter().any(|set| set.name == name) {
                 let place = path.display();
@@ -161,7 +151,7 @@ impl Retool {
                     "task.validation_files: {place} is a second set named `{name}`; rename one of the files"
                 ));
             }
-            let rows = rows::read(path, validation.1, FORM, Row::read)?;
+            let rows = rows::read(path, settings.validation_rows_max, FORM, Row::read)?;
             let held_out = rows.iter().zip(1..).map(|(row, number)| (number, &*row.problem));
             rows::refuse_shared((train.0, training.iter().map(|row| &*row.problem)), (path, held_out))?;
             let problems = rows.iter().enumerate().map(|(i, row)| row.problem(&name, i, form)).collect();
@@ -172,7 +162,7 @@ impl Retool {
             train: training,
             train_name: set_name(train.0),
             validation: sets,
-            equality,
+            equality: settings.answer.unwrap_or_default(),
             form,
         })
     }

@@ -4,7 +4,7 @@
 use super::instructions::compose::compose;
 use super::instructions::{Instruction, strict};
 use super::rows::{self, Order};
-use super::{Problem, Reward, Task, TaskEntry, Transcript, ValidationSet};
+use super::{Problem, Reward, Task, TaskEntry, TaskSettings, Transcript, ValidationSet};
 use crate::bad_input;
 use crate::harmony::{Message, Role};
 use crate::random::{Purpose, stream};
@@ -12,7 +12,6 @@ use crate::settings::choice;
 use crate::trajectory::Outcome;
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
-use std::path::Path;
 
 const TRAIN_FORM: &str = r#"{"prompt": "...", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}, or {"question": "..."} or {"problem": "..."} to compose instructions for"#;
 
@@ -24,13 +23,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     reads_files: true,
     data: "gsm8k ifeval",
     keys: &["grading"],
-    make: |settings, _| {
-        Ok(Box::new(VerifyIf::load(
-            settings.train()?,
-            settings.validation()?,
-            settings.grading.unwrap_or_default(),
-        )?))
-    },
+    make: |settings, _| Ok(Box::new(VerifyIf::load(settings)?)),
 };
 
 choice! {
@@ -150,16 +143,13 @@ pub struct VerifyIf {
 }
 
 impl VerifyIf {
-    /// Reads both files, at most the given numbers of rows of each. Validation rows with `turns` make the set
+    /// Reads both files. Validation rows with `turns` make the set
     /// `multi_if`, the others `ifeval`.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] that names the file and every broken row, or the first prompt that both hold.
-    pub fn load(
-        train: (&Path, Option<usize>),
-        validation: (&Path, Option<usize>),
-        grading: Grading,
-    ) -> Result<Self> {
+    pub fn load(settings: &TaskSettings) -> Result<Self> {
+        let (train, validation) = (settings.train()?, settings.validation()?);
         let sources = rows::read(train.0, train.1, TRAIN_FORM, Source::read)?;
         let held_out = rows::read(validation.0, validation.1, VALIDATION_FORM, |row| {
             Ok((row.get("turns").is_some(), Turn::read_all(row)?))
@@ -177,7 +167,7 @@ impl VerifyIf {
             validation: [set("ifeval", false), set("multi_if", true)].into_iter().flatten().collect(),
             order: Order::new(sources.len(), Purpose::Shuffle),
             train: sources,
-            grading,
+            grading: settings.grading.unwrap_or_default(),
         })
     }
 

@@ -3,8 +3,9 @@
 use crate::data;
 use rloss::error::BadInput;
 use rloss::harmony::Message;
+use rloss::settings::Choice;
 use rloss::tasks::verify_if::Grading;
-use rloss::tasks::{Problem, Reward, Task, Transcript, VerifyIf};
+use rloss::tasks::{Problem, Reward, Task, TaskName, TaskSettings, Transcript, VerifyIf};
 use rloss::trajectory::Outcome;
 use std::path::{Path, PathBuf};
 
@@ -25,7 +26,17 @@ fn load(train: &[String], validation: &[String], grading: Grading) -> anyhow::Re
     let folder = tempfile::tempdir().unwrap();
     let (train, validation) =
         (file(folder.path(), "train.jsonl", train), file(folder.path(), "held.jsonl", validation));
-    VerifyIf::load((&train, None), (&validation, None), grading)
+    open(&train, &validation, grading)
+}
+
+fn open(train: &Path, validation: &Path, grading: Grading) -> anyhow::Result<VerifyIf> {
+    VerifyIf::load(&TaskSettings {
+        name: TaskName::named("verify_if").unwrap(),
+        train_file: Some(train.to_owned()),
+        validation_file: Some(validation.to_owned()),
+        grading: Some(grading),
+        ..TaskSettings::default()
+    })
 }
 
 fn reward(task: &VerifyIf, problem: &Problem, messages: &[Message], outcome: Outcome) -> (f32, bool) {
@@ -147,14 +158,14 @@ fn the_published_validation_vectors_load_and_never_train() {
 /// `sizes`: IFEval's prompts and Multi-IF's conversations.
 fn validation_loads_and_never_trains(ifeval: &Path, multi: &Path, gsm8k: &Path, sizes: (usize, usize)) {
     let (ifeval, multi) = (ifeval.join("input_data.jsonl"), multi.join("multi-if-english.jsonl"));
-    let task = VerifyIf::load((&gsm8k.join("train.jsonl"), None), (&multi, None), Grading::Share).unwrap();
+    let task = open(&gsm8k.join("train.jsonl"), &multi, Grading::Share).unwrap();
     assert_eq!(task.validation_sets()[0].problems.len(), sizes.1);
-    let task = VerifyIf::load((&gsm8k.join("train.jsonl"), None), (&ifeval, None), Grading::All).unwrap();
+    let task = open(&gsm8k.join("train.jsonl"), &ifeval, Grading::All).unwrap();
     assert_eq!(
         (&*task.validation_sets()[0].name, task.validation_sets()[0].problems.len()),
         ("ifeval", sizes.0)
     );
     // IFEval's prompts are Multi-IF's first turns.
-    let error = VerifyIf::load((&ifeval, None), (&multi, None), Grading::Share).err().expect("refused");
+    let error = open(&ifeval, &multi, Grading::Share).err().expect("refused");
     assert!(error.to_string().contains("row"), "{error}");
 }
