@@ -20,4 +20,3 @@ pub fn correct_rollout(batch: &mut Batch, settings: &CorrectionSettings) -> Resu
     (batch.weights, batch.mask) = (corrected.weights, corrected.mask);
     Ok(corrected.metrics.into_iter().collect())
 }
-
