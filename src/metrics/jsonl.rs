@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use blake3::{Hash, Hasher};
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// The writer. A checkpoint stores [`MetricsFile::sync`]'s length; a resumed run is opened with it.
@@ -46,7 +46,13 @@ impl MetricsFile {
     /// [`crate::error::BadInput`] when the file is shorter than that, or does not end a line there.
     pub fn resume(path: &Path, bytes: u64) -> Result<Self> {
         let shown = path.display();
-        let opened = OpenOptions::new().read(true).write(true).create(bytes == 0).truncate(false).open(path);
+        let opened = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(bytes == 0)
+            .truncate(false)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(path);
         let mut file = opened.with_context(|| format!("{shown}: cannot be opened to resume the run"))?;
         let length = file.metadata().with_context(|| format!("{shown}: cannot be read"))?.len();
         if length < bytes {

@@ -7,6 +7,7 @@
 //! ```
 
 use super::context::RunContext;
+use super::links::refuse_link;
 use super::memory::told_of_memory;
 use super::run_folder::{RunFolder, holds_run, lock};
 use crate::atomic_file::{replace_file, write_file};
@@ -83,7 +84,14 @@ impl<'a> Collection<'a> {
         }
         let first = default_out(&context.plan, source, kind);
         let numbered = (2..).map(|n| PathBuf::from(format!("{}-{n}", first.display())));
+        let inside = matches!(source, RecipeSource::Run(_) | RecipeSource::Checkpoint { .. });
+        if let (Some(above), true) = (first.parent(), inside) {
+            refuse_link(above)?;
+        }
         for path in std::iter::once(first.clone()).chain(numbered) {
+            if inside {
+                refuse_link(&path)?;
+            }
             if !path.exists() || check(&path, &marker, &context.plan).is_ok() {
                 return Self::open_at(context, &path, &marker);
             }

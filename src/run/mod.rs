@@ -9,6 +9,7 @@ pub mod export;
 mod family;
 mod freeze;
 pub mod header;
+mod links;
 pub mod memory;
 pub mod preflight;
 pub mod processes;

@@ -1,6 +1,7 @@
 //! A run's folder: its recipe, metrics, trajectories and lock.
 
 use super::collect::MARKER_FILE;
+use super::links::refuse_links;
 use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::checkpoint::peft::holds_adapter;
@@ -11,8 +12,9 @@ use crate::metrics::{MetricsFile, Phase, Row, TensorBoard, read_rows};
 use crate::recipe::{Plan, RecipeSource, resume_differences};
 use crate::trajectory::TrajectoryRow;
 use anyhow::{Context, Result};
-use std::fs::{self, File, TryLockError};
+use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{BufWriter, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 /// Files that a run or a sampling has before its first result.
@@ -242,10 +244,16 @@ pub fn holds_run(path: &Path) -> bool {
     ["recipe.toml", "metrics.jsonl", "checkpoints"].iter().any(|name| path.join(name).exists())
 }
 
-/// Refuses a folder that a live process works in.
+/// Refuses a folder that a live process works in, and one with links where this program writes.
+///
+/// # Errors
+/// [`crate::error::BadInput`] for either.
 pub fn lock(path: &Path) -> Result<File> {
+    refuse_links(path)?;
     let file = path.join(".lock");
-    let lock = File::create(&file).map_err(|e| {
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW);
+    let lock = options.open(&file).map_err(|e| {
         bad_input!("{}: cannot be written: {e}; name another folder with --out", file.display())
     })?;
     match lock.try_lock() {

@@ -1,0 +1,39 @@
+//! Links in a run's folder. The folder may come from somebody else, and a link in it would lead writes out of it.
+
+use crate::bad_input;
+use anyhow::Result;
+use std::fs;
+use std::path::Path;
+
+/// Files and folders of a run that are written in place. Whatever else is written replaces a link, and follows none.
+const WRITTEN: [&str; 5] = [".lock", "metrics.jsonl", "checkpoints", "eval", "rollout"];
+/// Folders whose entries too are written in place.
+const FILLED: [&str; 3] = ["trajectories", "tensorboard", "token_exports"];
+
+/// Refuses links in `folder` at every place that this program writes to.
+///
+/// # Errors
+/// [`crate::error::BadInput`] that names the first one.
+pub fn refuse_links(folder: &Path) -> Result<()> {
+    WRITTEN.iter().chain(&FILLED).try_for_each(|name| refuse_link(&folder.join(name)))?;
+    for name in FILLED {
+        let entries = fs::read_dir(folder.join(name)).into_iter().flatten().flatten();
+        entries.map(|entry| entry.path()).try_for_each(|path| refuse_link(&path))?;
+    }
+    Ok(())
+}
+
+/// Refuses `path` where it is a link.
+///
+/// # Errors
+/// [`crate::error::BadInput`] that names it.
+pub fn refuse_link(path: &Path) -> Result<()> {
+    if fs::symlink_metadata(path).is_ok_and(|about| about.is_symlink()) {
+        return Err(bad_input!(
+            "{}: is a link, and nothing is written through a link in a run's folder; put what it leads to in its place, \
+             remove it, or name another folder with --out",
+            path.display()
+        ));
+    }
+    Ok(())
+}
