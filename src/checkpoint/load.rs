@@ -337,10 +337,13 @@ fn listed_files(folder: &Path) -> Result<Vec<(String, Option<BTreeSet<String>>)>
     }
     let absent: Vec<&str> = files.keys().filter(|f| !folder.join(f).is_file()).map(String::as_str).collect();
     if !absent.is_empty() {
+        let shown = absent.get(..MISTAKES_SHOWN_MAX).unwrap_or(&absent);
+        let more = absent.len() - shown.len();
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
         return Err(bad_input!(
-            "{}: names files that are absent: {}; fetch them",
+            "{}: names files that are absent: {}{more}; fetch them",
             path.display(),
-            absent.join(", ")
+            shown.join(", ")
         ));
     }
     Ok(files.into_iter().map(|(file, tensors)| (file, Some(tensors))).collect())

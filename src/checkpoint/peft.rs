@@ -28,6 +28,8 @@ use std::path::{Path, PathBuf};
 pub const CONFIG_FILE: &str = "adapter_config.json";
 const TENSORS_FILE: &str = "adapter_model.safetensors";
 const BASE_FILE: &str = "base.json";
+/// As in a recipe: a larger one makes factors infinite.
+const ALPHA_MAX: f64 = 1e6;
 const PREFIX: &str = "base_model.model.";
 const EXPERTS: &str = ".mlp.experts";
 
@@ -82,9 +84,11 @@ impl AdapterFolder {
         if rank.is_none() {
             mistakes.push(format!("r is {}; it must be a rank of 1 or more", json["r"]));
         }
-        let alpha = json["lora_alpha"].as_f64().filter(|alpha| alpha.is_finite() && *alpha > 0.0);
+        let alpha = json["lora_alpha"].as_f64().filter(|alpha| *alpha > 0.0 && *alpha <= ALPHA_MAX);
         if alpha.is_none() {
-            mistakes.push(format!("lora_alpha is {}; it must be a number above 0", json["lora_alpha"]));
+            let alpha = &json["lora_alpha"];
+            mistakes
+                .push(format!("lora_alpha is {alpha}; it must be a number above 0 and at most {ALPHA_MAX}"));
         }
         let (Some(rank), Some(alpha), true) = (rank, alpha, mistakes.is_empty()) else {
             return Err(refused(&config, mistakes));

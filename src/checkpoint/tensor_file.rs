@@ -8,7 +8,9 @@ use crate::model::names::StoredTensor;
 use anyhow::{Context, Result};
 use blake3::Hash;
 use safetensors::tensor::{Metadata, TensorInfo};
-use std::collections::HashMap;
+use serde::Deserializer;
+use serde::de::{Error, IgnoredAny, MapAccess, Visitor};
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io::{BufWriter, Read, Write};
 use std::os::unix::fs::FileExt;
@@ -16,8 +18,34 @@ use std::path::{Path, PathBuf};
 
 /// The longest header that safetensors readers accept, in bytes.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
+/// Tensors of one file. The largest models have about 100,000 in all their files together.
+const TENSORS_MAX: usize = 200_000;
 /// Values that are converted at a time.
 const PIECE: usize = 1 << 16;
+
+/// Checks that a header names every tensor once, and [`TENSORS_MAX`] at most: of two with one name readers take either.
+struct EachOnce;
+
+impl<'de> Visitor<'de> for EachOnce {
+    type Value = ();
+
+    fn expecting(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.write_str("an object of tensors")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut header: A) -> Result<(), A::Error> {
+        let mut names = HashSet::new();
+        while let Some((name, IgnoredAny)) = header.next_entry::<String, IgnoredAny>()? {
+            if names.len() == TENSORS_MAX {
+                return Err(A::Error::custom(format!("it names more than {TENSORS_MAX} tensors")));
+            }
+            if let Some(name) = names.replace(name) {
+                return Err(A::Error::custom(format!("it names {name:?} twice")));
+            }
+        }
+        Ok(())
+    }
+}
 
 /// An open safetensors file with its parsed header.
 pub struct TensorFile {
@@ -60,7 +88,9 @@ impl TensorFile {
         }
         let mut header = vec![0; header_length as usize];
         file.read_exact(&mut header).map_err(unreadable)?;
-        let metadata: Metadata = serde_json::from_slice(&header)
+        let metadata: Metadata = serde_json::Deserializer::from_slice(&header)
+            .deserialize_map(EachOnce)
+            .and_then(|()| serde_json::from_slice(&header))
             .map_err(|e| bad_input!("{shown}: the header is damaged: {e}; fetch the file again"))?;
         let wanted = data_start.saturating_add(metadata.data_len() as u64);
         if wanted > length {

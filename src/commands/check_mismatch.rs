@@ -111,7 +111,7 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     }
     let file = out.join("mismatch.json");
     write_file(&file, &to_json(&found.lines, &found.verdict, found.diagnosis, &found.bad))?;
-    show(&format!("{}\n", file.display()))?;
+    show(&sanitize_terminal(&format!("{}\n", file.display())))?;
     Ok(found.code)
 }
 

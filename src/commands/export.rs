@@ -1,7 +1,7 @@
 //! `rloss export RUN --out FOLDER`: a run's adapter for other programs, alone or merged into its base.
 
 use crate::error::EXIT_DONE;
-use crate::metrics::Console;
+use crate::metrics::{Console, sanitize_terminal};
 use crate::recipe::{RecipeSource, locate};
 use crate::run::collect::show;
 use crate::run::context::RunContext;
@@ -37,7 +37,8 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
     let source = locate(&args.run)?;
     let mut plan = source.resolve(&args.sets)?;
     pin_model(&mut plan, &source, &args.sets)?;
-    let shown = args.out.display();
+    let shown = args.out.display().to_string();
+    let shown = sanitize_terminal(&shown);
     if !args.merged {
         export::adapter(&plan.recipe, &args.out)?;
         show(&format!("{shown}: the adapter, in PEFT's form\n"))?;

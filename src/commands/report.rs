@@ -2,6 +2,7 @@
 
 use crate::commands::follow;
 use crate::error::EXIT_DONE;
+use crate::metrics::sanitize_terminal;
 use crate::report::write_report;
 use crate::run::collect::show;
 use anyhow::Result;
@@ -34,6 +35,6 @@ pub fn run(args: &ReportArgs) -> Result<u8> {
         return follow::run(&args.runs, args.port);
     }
     let page = write_report(&args.runs, args.out.as_deref())?;
-    show(&format!("{}\n", page.display()))?;
+    show(&sanitize_terminal(&format!("{}\n", page.display())))?;
     Ok(EXIT_DONE)
 }

@@ -347,6 +347,8 @@ fn what_we_do_not_have_is_named_with_the_remedy() {
         ("init_lora_weights", "pissa".into(), ["changes the base too", merge]),
         ("r", 0.into(), ["r is 0", "1 or more"]),
         ("lora_alpha", "x".into(), ["lora_alpha", "above 0"]),
+        // Its factors were infinite.
+        ("lora_alpha", 1e308.into(), ["lora_alpha", "at most 1000000"]),
         // Another rank than the tensors have.
         ("r", 4.into(), ["shape [12, ", "asks for [16, "]),
     ] {
