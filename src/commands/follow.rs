@@ -7,17 +7,14 @@
 use crate::bad_input;
 use crate::error::EXIT_DONE;
 use crate::metrics::Console;
+use crate::report::server::{Answer, Request, serve};
 use crate::report::{page, state};
 use crate::run::signals::Stop;
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use std::io::Read;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::PathBuf;
-use std::time::Duration;
-use tiny_http::{Header, Method, Request, Response, Server};
-
-/// How often a stop is looked for.
-const POLL: Duration = Duration::from_millis(200);
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Serves the page of `runs` on `port` of this machine until a signal.
 ///
@@ -27,25 +24,13 @@ pub fn run(runs: &[PathBuf], port: u16) -> Result<u8> {
     page(runs, true)?;
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(|e| taken(port, &e))?;
     let address = listener.local_addr().context("the server's address")?;
-    let server = Server::from_listener(listener, None).map_err(|e| anyhow!("starting the server: {e}"))?;
-    let follower = Follower { runs, token: token()?, address, made: None };
+    let follower = Follower { runs, token: token()?, address, made: Mutex::new(None) };
     let stop = Stop::listen()?;
     let console = Console::plain();
     console.print(&format!("http://{address}/{}/", follower.token));
     console.print("open it in a browser on this machine; Ctrl-C ends");
-    serve(&server, follower, &stop)?;
+    serve(&listener, &|request| follower.answer(request), &|| stop.asked())?;
     Ok(EXIT_DONE)
-}
-
-fn serve(server: &Server, mut follower: Follower, stop: &Stop) -> Result<()> {
-    while !stop.asked() {
-        if let Some(request) = server.recv_timeout(POLL).context("waiting for a request")? {
-            let response = follower.answer(&request);
-            // A browser that is gone needs no answer.
-            let _ = request.respond(response);
-        }
-    }
-    Ok(())
 }
 
 /// Names a port that is free in place of `port`.
@@ -68,61 +53,41 @@ struct Follower<'a> {
     runs: &'a [PathBuf],
     token: String,
     address: SocketAddr,
-    /// The page last made, and the state it shows.
-    made: Option<(String, String)>,
+    /// The state that the page last made shows, and the page.
+    made: Mutex<Option<(String, Arc<str>)>>,
 }
 
 impl Follower<'_> {
-    fn answer(&mut self, request: &Request) -> Response<std::io::Cursor<Vec<u8>>> {
-        let refuse =
-            |code: u16, what: &str| Response::from_string(format!("{what}\n")).with_status_code(code);
-        let mut kind = "text/plain; charset=utf-8";
-        let host = request.headers().iter().find(|header| header.field.equiv("Host"));
+    fn answer(&self, request: &Request) -> Answer {
         let hosts = [self.address.to_string(), format!("localhost:{}", self.address.port())];
-        let mut response =
-            if !host.is_some_and(|header| hosts.iter().any(|host| header.value == host.as_str())) {
-                refuse(403, "this server answers to its own name alone")
-            } else if *request.method() != Method::Get {
-                refuse(405, "GET alone is answered")
-            } else if request.url() == format!("/{}/", self.token) {
-                match self.page() {
-                    Ok(page) => {
-                        kind = "text/html; charset=utf-8";
-                        Response::from_string(page)
-                    }
-                    // Half written at this moment, perhaps: the browser asks again.
-                    Err(error) => refuse(503, &format!("{error:#}")),
-                }
-            } else if request.url() == format!("/{}/state", self.token) {
-                Response::from_string(state(self.runs))
-            } else {
-                refuse(404, "there is nothing here")
-            };
-        for (name, value) in [
-            ("Content-Type", kind),
-            ("Cache-Control", "no-store"),
-            ("Referrer-Policy", "no-referrer"),
-            ("X-Content-Type-Options", "nosniff"),
-            ("X-Frame-Options", "DENY"),
-        ] {
-            // Written here, so it is one.
-            if let Ok(header) = Header::from_bytes(name, value) {
-                response.add_header(header);
+        if !request.host.as_ref().is_some_and(|host| hosts.contains(host)) {
+            Answer::text("403 Forbidden", "this server answers to its own name alone\n")
+        } else if request.method != "GET" {
+            Answer::text("405 Method Not Allowed", "GET alone is answered\n")
+        } else if request.path == format!("/{}/", self.token) {
+            match self.page() {
+                Ok(body) => Answer { status: "200 OK", content_type: "text/html; charset=utf-8", body },
+                // Half written at this moment, perhaps: the browser asks again.
+                Err(error) => Answer::text("503 Service Unavailable", &format!("{error:#}\n")),
             }
+        } else if request.path == format!("/{}/state", self.token) {
+            Answer::text("200 OK", &state(self.runs))
+        } else {
+            Answer::text("404 Not Found", "there is nothing here\n")
         }
-        response
     }
 
     /// The page as the runs are now, made once for each of their states.
-    fn page(&mut self) -> Result<String> {
+    fn page(&self) -> Result<Arc<str>> {
+        let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
         let now = state(self.runs);
-        if let Some((of, page)) = &self.made
+        if let Some((of, page)) = &*made
             && *of == now
         {
             return Ok(page.clone());
         }
-        let page = page(self.runs, true)?;
-        self.made = Some((now, page.clone()));
+        let page: Arc<str> = page(self.runs, true)?.into();
+        *made = Some((now, page.clone()));
         Ok(page)
     }
 }

@@ -11,22 +11,27 @@
 //!
 //! Runs that differ in their seed alone share a curve (`seeds.rs`).
 //!
+//! `server.rs` serves the page of runs that go on. `content_policy.rs` lets the page run its own script alone.
+//!
 //! `figures/` draws curves of several seeds instead. The template escapes every value it is given, so geometry is computed here and markup stands there.
 
 mod alarms;
 mod charts;
+mod content_policy;
 mod conversation;
 mod figures;
 mod mismatch_chart;
 mod plot;
 mod run;
 mod seeds;
+pub mod server;
 mod tables;
 mod trajectories;
 
 use crate::atomic_file::write_file;
 use crate::metrics::sanitize_terminal;
 use anyhow::Result;
+use content_policy::content_policy;
 use minijinja::{AutoEscape, Environment, Value, context, escape_formatter};
 use run::Run;
 use std::path::{Path, PathBuf};
@@ -129,14 +134,12 @@ fn render(mut runs: Vec<Run>, served: bool) -> Result<String> {
     let mut environment = environment();
     environment.add_template("page.html", include_str!("page.html"))?;
     let (sections, data) = charts::sections(curves);
+    let (style, follow) = (include_str!("page.css"), if served { include_str!("follow.js") } else { "" });
+    let script = format!("{}{}{follow}", include_str!("page.js"), include_str!("browser.js"));
     let page = environment.get_template("page.html")?.render(context! {
-        style => Value::from_safe_string(include_str!("page.css").to_owned()),
-        script => Value::from_safe_string(format!(
-            "{}{}{}",
-            include_str!("page.js"),
-            include_str!("browser.js"),
-            if served { include_str!("follow.js") } else { "" }
-        )),
+        policy => Value::from_safe_string(content_policy(style, &script, served)),
+        style => Value::from_safe_string(style.to_owned()),
+        script => Value::from_safe_string(script),
         data => Value::from_safe_string(script_json(&data)),
         served,
         title => title(runs),
