@@ -4,6 +4,7 @@
 
 mod byte_level;
 mod embedded;
+mod limits;
 
 pub use embedded::embedded_json;
 
@@ -15,8 +16,8 @@ use byte_level::{Decoder, alphabet, spell};
 use std::path::Path;
 use std::sync::Arc;
 use tokenizers::{
-    Model, ModelWrapper, NormalizedString, Normalizer, OffsetType, PreTokenizedString, PreTokenizer,
-    Tokenizer,
+    DecoderWrapper, Model, ModelWrapper, NormalizedString, Normalizer, OffsetType, PostProcessorWrapper,
+    PreTokenizedString, PreTokenizer, Tokenizer,
 };
 
 /// A byte-level BPE vocabulary. A clone shares the tables.
@@ -56,12 +57,16 @@ impl Vocabulary {
     pub fn from_bytes(json: Vec<u8>, place: &str) -> Result<Self> {
         let refused =
             |why: &str| bad_input!("{place}: not a Hugging Face tokenizer.json: {why}; take the model's own");
+        limits::check(&json).map_err(|why| refused(&why.to_string()))?;
         // A file that is cut, or holds nonsense where the crate expects none, makes it panic.
         let parsed = caught(|| Tokenizer::from_bytes(&json)).map_err(|why| refused(&why))?;
         let mut inner = parsed.map_err(|e| refused(&e.to_string()))?;
         // A file may ask for padding or truncation; here a text's tokens are all of them and nothing else.
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|e| anyhow!("{place}: {e}"))?;
+        // Nor is what would follow the model ever asked for.
+        inner.with_post_processor(None::<PostProcessorWrapper>);
+        inner.with_decoder(None::<DecoderWrapper>);
         match inner.get_model() {
             ModelWrapper::BPE(bpe) if bpe.dropout.is_none_or(|p| p == 0.0) => {}
             ModelWrapper::BPE(_) => {

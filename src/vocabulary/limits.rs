@@ -1,0 +1,317 @@
+//! What a `tokenizer.json` may ask for. The crate does what the file says, and a file of a few kilobytes may ask it to replace
+//! every letter by a hundred, eight times over. So the steps that lengthen a text are refused before the crate reads them.
+
+use anyhow::{Result, bail};
+use serde::Deserialize;
+use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
+use std::fmt;
+
+/// Values and keys of the sections other than the vocabulary; the longest known has about 50.
+const STEP_VALUES_MAX: usize = 1000;
+/// Bytes of their texts, patterns among them; the longest known has about 1 KiB.
+const STEP_BYTES_MAX: usize = 16 << 10;
+/// Values and keys of the vocabulary; GPT-OSS's has 2 million.
+const VOCABULARY_VALUES_MAX: usize = 8_000_000;
+/// Bytes of all regular expressions. A compiled one takes up to 10 MB for a counted repetition, and hardly any without.
+const PATTERN_BYTES_MAX: usize = 4096;
+const REPETITIONS_MAX: usize = 8;
+/// Steps of one section.
+const STEPS_MAX: usize = 16;
+
+/// Normalizers that lengthen no text more than Unicode's forms do, once, and their keys.
+const NORMALIZERS: &[&str] =
+    &["Sequence", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Strip"];
+const NORMALIZER_KEYS: &[&str] = &["type", "normalizers", "strip_left", "strip_right"];
+/// Pre-tokenizers that split a text and leave it as it is, but for `ByteLevel`, which doubles it and may be there once.
+const PRE_TOKENIZERS: &[&str] = &[
+    "Sequence",
+    "Split",
+    "ByteLevel",
+    "Digits",
+    "Punctuation",
+    "Whitespace",
+    "WhitespaceSplit",
+    "CharDelimiterSplit",
+    "UnicodeScripts",
+    "FixedLength",
+    "BertPreTokenizer",
+];
+const PRE_TOKENIZER_KEYS: &[&str] = &[
+    "type",
+    "pretokenizers",
+    "pattern",
+    "Regex",
+    "String",
+    "behavior",
+    "invert",
+    "add_prefix_space",
+    "trim_offsets",
+    "use_regex",
+    "individual_digits",
+    "delimiter",
+    "length",
+];
+
+/// The sections of a `tokenizer.json`, as far as they are looked at here.
+#[derive(Deserialize)]
+struct Outline {
+    normalizer: Option<Steps>,
+    pre_tokenizer: Option<Steps>,
+    post_processor: Option<Steps>,
+    decoder: Option<Steps>,
+    #[serde(rename = "added_tokens")]
+    _added_tokens: Option<Counted>,
+    #[serde(rename = "model")]
+    _model: Option<Counted>,
+}
+
+/// Refuses a file that asks for what is not bounded. Other mistakes are the crate's to tell.
+///
+/// # Errors
+/// What is asked for, and what may be.
+pub(super) fn check(json: &[u8]) -> Result<()> {
+    let outline: Outline = serde_json::from_slice(json)?;
+    let Outline { normalizer, pre_tokenizer, post_processor, decoder, .. } = &outline;
+    let sections = [
+        ("normalizer", normalizer, Some((NORMALIZERS, NORMALIZER_KEYS))),
+        ("pre_tokenizer", pre_tokenizer, Some((PRE_TOKENIZERS, PRE_TOKENIZER_KEYS))),
+        ("post_processor", post_processor, None),
+        ("decoder", decoder, None),
+    ];
+    let (mut pattern_bytes, mut repetitions) = (0, 0);
+    for (section, steps, allowed) in sections {
+        let Some(Steps(steps)) = steps else { continue };
+        if steps.types.len() > STEPS_MAX {
+            bail!("{section} has {} steps; at most {STEPS_MAX} are taken", steps.types.len());
+        }
+        if let Some((types, keys)) = allowed {
+            if let Some(other) = steps.types.iter().find(|name| !types.contains(&name.as_str())) {
+                bail!(
+                    "{section} {other:?} may lengthen a text without bound; of byte-level BPE are {}",
+                    types.join(", ")
+                );
+            }
+            if let Some(other) = steps.keys.iter().find(|key| !keys.contains(&key.as_str())) {
+                bail!("{section} has the key {other:?}, which no step of byte-level BPE has");
+            }
+        }
+        let count = |names: &[String], wanted: &str| names.iter().filter(|name| *name == wanted).count();
+        if count(&steps.types, "ByteLevel").max(count(&steps.keys, "add_prefix_space")) > 1 {
+            bail!("{section} has \"ByteLevel\" more than once, which doubles a text each time");
+        }
+        pattern_bytes += steps.pattern_bytes;
+        repetitions += steps.repetitions;
+    }
+    if pattern_bytes > PATTERN_BYTES_MAX || repetitions > REPETITIONS_MAX {
+        bail!(
+            "its regular expressions have {pattern_bytes} bytes and {repetitions} counted repetitions; at most \
+             {PATTERN_BYTES_MAX} and {REPETITIONS_MAX} are taken"
+        );
+    }
+    Ok(())
+}
+
+/// A section of steps.
+struct Steps(Found);
+
+/// A section that is only counted.
+struct Counted;
+
+impl<'de> Deserialize<'de> for Steps {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let mut found =
+            Found { values_left: STEP_VALUES_MAX, bytes_left: STEP_BYTES_MAX, ..Found::default() };
+        Look { found: &mut found, keeps: true, key: "" }.deserialize(from)?;
+        Ok(Self(found))
+    }
+}
+
+impl<'de> Deserialize<'de> for Counted {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let mut found =
+            Found { values_left: VOCABULARY_VALUES_MAX, bytes_left: usize::MAX, ..Found::default() };
+        Look { found: &mut found, keeps: false, key: "" }.deserialize(from)?;
+        Ok(Self)
+    }
+}
+
+/// What a section holds.
+#[derive(Default)]
+struct Found {
+    values_left: usize,
+    bytes_left: usize,
+    /// Values of keys called `type`.
+    types: Vec<String>,
+    keys: Vec<String>,
+    /// Of values of keys called `Regex`.
+    pattern_bytes: usize,
+    repetitions: usize,
+}
+
+/// Looks through one value, which stands under `key`. No value but those of `type` is kept, and keys where `keeps` says so.
+struct Look<'a> {
+    found: &'a mut Found,
+    keeps: bool,
+    key: &'a str,
+}
+
+impl Look<'_> {
+    fn count<E: Error>(&mut self, bytes: usize) -> Result<(), E> {
+        let left = (self.found.values_left.checked_sub(1), self.found.bytes_left.checked_sub(bytes));
+        let (Some(values), Some(bytes)) = left else {
+            return Err(E::custom("a section is longer than those of any tokenizer of byte-level BPE"));
+        };
+        (self.found.values_left, self.found.bytes_left) = (values, bytes);
+        Ok(())
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for Look<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
+        from.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Look<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("a value")
+    }
+
+    fn visit_unit<E: Error>(mut self) -> Result<(), E> {
+        self.count(0)
+    }
+
+    fn visit_bool<E: Error>(mut self, _: bool) -> Result<(), E> {
+        self.count(0)
+    }
+
+    fn visit_i64<E: Error>(mut self, _: i64) -> Result<(), E> {
+        self.count(0)
+    }
+
+    fn visit_u64<E: Error>(mut self, _: u64) -> Result<(), E> {
+        self.count(0)
+    }
+
+    fn visit_f64<E: Error>(mut self, _: f64) -> Result<(), E> {
+        self.count(0)
+    }
+
+    fn visit_str<E: Error>(mut self, text: &str) -> Result<(), E> {
+        self.count(text.len())?;
+        match self.key {
+            "type" if self.keeps => self.found.types.push(text.to_owned()),
+            "Regex" => {
+                self.found.pattern_bytes += text.len();
+                let counted = |pair: &[u8]| pair[0] == b'{' && (pair[1].is_ascii_digit() || pair[1] == b',');
+                self.found.repetitions += text.as_bytes().windows(2).filter(|pair| counted(pair)).count();
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(mut self, mut values: A) -> Result<(), A::Error> {
+        self.count(0)?;
+        let Self { found, keeps, key } = self;
+        while values.next_element_seed(Look { found: &mut *found, keeps, key })?.is_some() {}
+        Ok(())
+    }
+
+    fn visit_map<A: MapAccess<'de>>(mut self, mut entries: A) -> Result<(), A::Error> {
+        self.count(0)?;
+        while let Some(key) = entries.next_key::<String>()? {
+            self.count(key.len())?;
+            let look = Look { found: &mut *self.found, keeps: self.keeps, key: &key };
+            entries.next_value_seed(look)?;
+            if self.keeps {
+                self.found.keys.push(key);
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn said(section: &str, steps: &str) -> String {
+        check(format!("{{\"{section}\": {steps}}}").as_bytes())
+            .map_or_else(|e| e.to_string(), |()| String::new())
+    }
+
+    /// `{"type": "Sequence", NAME: [STEP, ...]}`, so many times.
+    fn sequence(name: &str, step: &str, count: usize) -> String {
+        format!("{{\"type\": \"Sequence\", \"{name}\": [{}]}}", vec![step; count].join(","))
+    }
+
+    #[test]
+    fn steps_that_lengthen_a_text_without_bound_are_refused() {
+        let long = "x".repeat(100);
+        let replace =
+            format!("{{\"type\": \"Replace\", \"pattern\": {{\"String\": \"x\"}}, \"content\": \"{long}\"}}");
+        for (section, steps, word) in [
+            ("normalizer", sequence("normalizers", &replace, 8), "\"Replace\" may lengthen"),
+            ("normalizer", "{\"type\": \"Prepend\", \"prepend\": \"x\"}".into(), "\"Prepend\" may lengthen"),
+            ("normalizer", "{\"type\": \"ByteLevel\"}".into(), "\"ByteLevel\" may lengthen"),
+            // The crate also reads steps by their keys alone.
+            ("normalizer", "{\"prepend\": \"x\"}".into(), "the key \"prepend\""),
+            ("normalizer", "{\"type\": \"Strip\", \"prepend\": \"x\"}".into(), "the key \"prepend\""),
+            ("normalizer", sequence("normalizers", "{\"type\": \"NFC\"}", 17), "18 steps"),
+            ("normalizer", format!("{{\"type\": \"{}\"}}", "x".repeat(1 << 20)), "longer than those of any"),
+            (
+                "pre_tokenizer",
+                "{\"type\": \"Metaspace\", \"replacement\": \"_\"}".into(),
+                "\"Metaspace\" may lengthen",
+            ),
+            ("pre_tokenizer", sequence("pretokenizers", "{\"type\": \"ByteLevel\"}", 2), "more than once"),
+            (
+                "pre_tokenizer",
+                sequence("pretokenizers", "{\"add_prefix_space\": false}", 2),
+                "more than once",
+            ),
+            (
+                "pre_tokenizer",
+                format!(
+                    "{{\"type\": \"Split\", \"pattern\": {{\"Regex\": \"{}\"}}}}",
+                    "(?=\\\\w{900})".repeat(9)
+                ),
+                "9 counted repetitions",
+            ),
+            (
+                "decoder",
+                format!("{{\"type\": \"Replace\", \"pattern\": {{\"Regex\": \"{}\"}}}}", "x".repeat(5000)),
+                "have 5000 bytes",
+            ),
+            ("post_processor", format!("[{}0]", "0,".repeat(1001)), "longer than those of any"),
+            ("model", format!("[{}0]", "0,".repeat(8_000_001)), "longer than those of any"),
+        ] {
+            let text = said(section, &steps);
+            assert!(text.contains(word), "{section}: {word:?} is not in {text:?}");
+        }
+    }
+
+    #[test]
+    fn the_steps_of_published_tokenizers_are_taken() {
+        let split = |pattern: &str| {
+            format!(
+                "{{\"type\": \"Split\", \"pattern\": {{\"Regex\": \"{pattern}\"}}, \"behavior\": \"Isolated\", \"invert\": false}}"
+            )
+        };
+        let bytes = "{\"type\": \"ByteLevel\", \"add_prefix_space\": false, \"trim_offsets\": true, \"use_regex\": false}";
+        let steps = format!(
+            "{{\"type\": \"Sequence\", \"pretokenizers\": [{}, {}, {{\"type\": \"Digits\", \"individual_digits\": true}}, {bytes}]}}",
+            split("\\\\p{N}{1,3}"),
+            split("[^\\\\r\\\\n\\\\p{L}\\\\p{N}]?\\\\p{L}+|\\\\s+(?!\\\\S)")
+        );
+        assert_eq!(said("pre_tokenizer", &steps), "");
+        assert_eq!(said("normalizer", "{\"type\": \"NFC\"}"), "");
+        assert_eq!(said("normalizer", "null"), "");
+        assert_eq!(said("decoder", bytes), "");
+    }
+}
