@@ -13,6 +13,9 @@ use std::time::Duration;
 /// Longest line that is read as an answer, in bytes.
 const LINE_BYTES_MAX: u64 = 64 << 20;
 
+/// What watches over a program.
+const SHELL: &str = "/bin/sh";
+
 /// How long a process that has closed its output is given to have ended.
 const END_WAIT: Duration = Duration::from_secs(1);
 
@@ -50,6 +53,8 @@ impl ProcessPool {
 /// A process and the thread that writes to it and reads from it.
 struct Process {
     group: ProcessGroup,
+    /// Ends the group when this process has ended. Dropped after it.
+    _watcher: ProcessGroup,
     requests: mpsc::Sender<String>,
     answers: mpsc::Receiver<Result<String>>,
 }
@@ -73,7 +78,9 @@ impl Process {
             })
             .context("cannot start a thread")?;
         let child = told.recv().context("the thread of the process has ended")??;
-        Ok(Self { group: ProcessGroup { child }, requests, answers })
+        let group = ProcessGroup { child };
+        let watcher = watch(group.id())?;
+        Ok(Self { group, _watcher: watcher, requests, answers })
     }
 
     fn ask(&mut self, request: &Value, timeout: Duration) -> Result<Value> {
@@ -139,6 +146,23 @@ fn spawn(command: &[String]) -> Result<(Child, ChildStdin, ChildStdout)> {
     let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
     let (stdin, stdout) = stdin.zip(stdout).context("no pipes to the process")?;
     Ok((child, stdin, stdout))
+}
+
+/// Starts a shell that waits until this process has ended, whatever ended it, and then kills the group `id`: a program dies
+/// with the thread that started it, and what it has started in turn would stay.
+fn watch(id: u32) -> Result<ProcessGroup> {
+    let child = Command::new(SHELL)
+        // Nothing is ever written, so its input ends with this process.
+        .args(["-c", "read -r _; kill -s KILL -- \"-$1\"", "rloss-watch", &id.to_string()])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .process_group(0)
+        .spawn()
+        .with_context(|| {
+            format!("cannot start {SHELL}, which is to end the program if this process is killed")
+        })?;
+    Ok(ProcessGroup { child })
 }
 
 /// Passes each request on and each answer back, until either side ends.
