@@ -57,6 +57,13 @@ fn or_end(pointer: *mut u8, bytes: usize) -> *mut u8 {
 /// `mi_option_purge_delay`, the same in all versions of the library.
 const PURGE_DELAY: c_int = 15;
 
+/// `mi_option_arena_reserve`, KiB of address space that the library takes at a time: 1 GiB unless told otherwise.
+const ARENA_RESERVE: c_int = 23;
+const ARENA_RESERVE_MAX: u64 = 1 << 30;
+/// Such pieces in the address space, where that has a limit (`ulimit -v`): with 1 GiB at a time most of a limit between one
+/// and two of it lay idle, and threads found no room.
+const ARENAS_MIN: u64 = 16;
+
 unsafe extern "C" {
     fn mi_option_set(option: c_int, value: c_long);
 }
@@ -66,4 +73,24 @@ unsafe extern "C" {
 pub fn keep_memory() {
     // SAFETY: the library allows it at any time; it writes one number.
     unsafe { mi_option_set(PURGE_DELAY, -1) };
+}
+
+/// Before anything is allocated, and so before `main`.
+#[cfg(target_os = "linux")]
+#[used]
+// SAFETY: the loader calls what is listed there, once, with arguments that C lets a function leave out.
+#[unsafe(link_section = ".init_array")]
+static BEFORE_MAIN: extern "C" fn() = reserve_within_limit;
+
+/// Makes what the library takes at a time a small part of the address space that this process may have.
+#[cfg(target_os = "linux")]
+extern "C" fn reserve_within_limit() {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the structure outlives the call.
+    let known = unsafe { libc::getrlimit(libc::RLIMIT_AS, &mut limit) } == 0;
+    if known && limit.rlim_cur != libc::RLIM_INFINITY {
+        let bytes = (limit.rlim_cur / ARENAS_MIN).min(ARENA_RESERVE_MAX);
+        // SAFETY: as in `keep_memory`.
+        unsafe { mi_option_set(ARENA_RESERVE, (bytes >> 10) as c_long) };
+    }
 }

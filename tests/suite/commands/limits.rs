@@ -141,6 +141,24 @@ fn a_short_environment_is_told_in_one_line() {
     assert!(said.contains("parallel.threads") || said.contains("memory"), "{said}");
 }
 
+/// Of these the allocator took 1 GiB at once, and the rest was too small for threads; 1,000 and 1,600 MiB were enough.
+#[test]
+fn an_address_space_of_a_little_more_than_1_gib_is_enough() {
+    let folder = TempDir::new().unwrap();
+    let (recipe, out) = (quickstart(), folder.path().join("run"));
+    let (recipe, out) = (recipe.to_str().unwrap(), out.to_str().unwrap());
+    for mib in [700, 1000, 1100, 1200, 1300, 1400, 1500, 1600] {
+        let _ = fs::remove_dir_all(out);
+        let mut command = limited(&format!("ulimit -v {}", mib << 10), &["train", recipe, "--out", out]);
+        for set in ["cold_start.steps=1", "train.steps=0", "eval.before_training=false", "parallel.threads=2"]
+        {
+            command.args(["--set", set]);
+        }
+        let output = output(&mut command);
+        assert_eq!(output.status.code(), Some(0), "{mib} MiB: {}", stderr(&output));
+    }
+}
+
 #[test]
 fn a_scratch_is_refused_where_user_namespaces_are_forbidden() {
     if !skips::python3() {
