@@ -2,6 +2,10 @@
 
 use crate::error::{BadInput, ToldElsewhere};
 use anyhow::Result;
+#[cfg(any(test, feature = "nccl"))]
+use std::io::{ErrorKind, Read, Write};
+#[cfg(any(test, feature = "nccl"))]
+use std::path::Path;
 
 /// Who started the processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -116,7 +120,7 @@ fn transport_by(
 }
 
 /// Where this process is among all, and where they meet.
-#[cfg(feature = "nccl")]
+#[cfg(any(test, feature = "nccl"))]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Place {
     pub rank: usize,
@@ -136,11 +140,54 @@ pub(super) struct Place {
 /// [`BadInput`] when a variable lacks or is no number.
 #[cfg(feature = "nccl")]
 pub(super) fn place() -> Result<Place> {
-    place_by(variable).map_err(told_once)
+    let secret = || match (variable("RLOSS_JOB_TOKEN"), variable("XDG_CONFIG_HOME"), variable("HOME")) {
+        (Some(token), _, _) => Ok(token.into_bytes()),
+        (None, Some(config), _) => user_key(&Path::new(&config).join("rloss")),
+        (None, None, Some(home)) => user_key(&Path::new(&home).join(".config/rloss")),
+        (None, None, None) => Err(format!("HOME is not set; {SECRET_REMEDY}")),
+    };
+    place_by(variable, secret).map_err(told_once)
 }
 
-#[cfg(feature = "nccl")]
-fn place_by(variable: impl Fn(&str) -> Option<String>) -> Result<Place, String> {
+/// What to do where the user's key cannot be had.
+#[cfg(any(test, feature = "nccl"))]
+const SECRET_REMEDY: &str = "set RLOSS_JOB_TOKEN to a secret of this job, the same on all ranks";
+
+/// A key that only this user's processes can read, made by the first that looks for it: what ranks show each other must not
+/// be known to who knows the job.
+#[cfg(any(test, feature = "nccl"))]
+fn user_key(folder: &Path) -> Result<Vec<u8>, String> {
+    use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+    let file = folder.join("ranks.key");
+    let make = || -> std::io::Result<()> {
+        let mut key = [0; 32];
+        std::fs::File::open("/dev/urandom")?.read_exact(&mut key)?;
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+        let aside = folder.join(format!(".ranks.key.{}", blake3::hash(&key)));
+        std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&aside)?.write_all(&key)?;
+        // The first one stays, and is whole.
+        let linked = std::fs::hard_link(&aside, &file);
+        std::fs::remove_file(&aside)?;
+        linked.or_else(|e| if e.kind() == ErrorKind::AlreadyExists { Ok(()) } else { Err(e) })
+    };
+    let read = || {
+        if !file.exists() {
+            make()?;
+        }
+        let about = std::fs::metadata(&file)?;
+        if about.mode() & 0o077 != 0 || about.uid() != rustix::process::getuid().as_raw() || about.len() != 32 {
+            return Err(std::io::Error::other("it is not 32 bytes that its owner alone may read: remove it"));
+        }
+        std::fs::read(&file)
+    };
+    read().map_err(|e| format!("{}: {e}; or {SECRET_REMEDY}", file.display()))
+}
+
+#[cfg(any(test, feature = "nccl"))]
+fn place_by(
+    variable: impl Fn(&str) -> Option<String>,
+    secret: impl Fn() -> Result<Vec<u8>, String>,
+) -> Result<Place, String> {
     let needed = |name: &str| {
         variable(name).ok_or(format!(
             "{name} is not set: torchrun and srun set what processes need to meet; start them by one of these"
@@ -151,12 +198,16 @@ fn place_by(variable: impl Fn(&str) -> Option<String>) -> Result<Place, String> 
     };
     let of = |name: &str| number(name, needed(name)?);
     let said = said(&variable).ok_or("no launcher said which of several processes this is")?;
-    let (local, host, port, job) = match said.launcher {
+    let one_machine = |names: [&str; 2], count: usize| {
+        names.iter().find_map(|name| variable(name)).is_some_and(|said| said == count.to_string())
+    };
+    let (local, host, port, job, alone) = match said.launcher {
         Launcher::Torchrun => {
             let (host, port) = (needed("MASTER_ADDR")?, of("MASTER_PORT")?);
             // On its own port torchrun listens itself.
             let job = format!("{}:{host}:{port}", variable("TORCHELASTIC_RUN_ID").unwrap_or_default());
-            (of("LOCAL_RANK")?, host, port + 1, job)
+            let alone = one_machine(["LOCAL_WORLD_SIZE"; 2], said.processes);
+            (of("LOCAL_RANK")?, host, port + 1, job, alone)
         }
         _ => {
             let (job, step) = (of("SLURM_JOB_ID")?, of("SLURM_STEP_ID")?);
@@ -167,21 +218,23 @@ fn place_by(variable: impl Fn(&str) -> Option<String>) -> Result<Place, String> 
                 first_node(&nodes),
                 20_000 + (job * 7 + step) % 40_000,
                 format!("{job}.{step}"),
+                one_machine(["SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES"], 1),
             )
         }
     };
     let port = variable("RLOSS_PORT").map_or(Ok(port), |text| number("RLOSS_PORT", text))?;
     let port = u16::try_from(port).map_err(|_| format!("port {port}: ports end at 65535; set RLOSS_PORT"))?;
-    let secret = variable("RLOSS_JOB_TOKEN").unwrap_or_default();
-    let user = rustix::process::getuid().as_raw();
-    let hash = blake3::hash(format!("{job} {user} {secret}").as_bytes());
+    // Nobody else's machine can connect then.
+    let host = if alone { "127.0.0.1".to_owned() } else { host };
+    let key = blake3::derive_key("rloss 2025 what the ranks of a job show each other", &secret()?);
+    let hash = blake3::keyed_hash(&key, job.as_bytes());
     let mut token = super::meeting::Token::default();
     token.copy_from_slice(&hash.as_bytes()[..super::meeting::TOKEN_BYTES]);
     Ok(Place { rank: said.rank, ranks: said.processes, local_rank: local, host, port, token })
 }
 
 /// The first of Slurm's list of nodes, as `gpu[07-09,12],login1`.
-#[cfg(feature = "nccl")]
+#[cfg(any(test, feature = "nccl"))]
 fn first_node(nodes: &str) -> String {
     let end = nodes.find([',', '[']).unwrap_or(nodes.len());
     let (stem, rest) = nodes.split_at(end);
@@ -238,7 +291,6 @@ mod tests {
         }
     }
 
-    #[cfg(feature = "nccl")]
     #[test]
     fn processes_meet_where_the_launcher_says_and_know_their_job() {
         let torchrun = [
@@ -248,12 +300,16 @@ mod tests {
             ("MASTER_ADDR", "gpu1"),
             ("MASTER_PORT", "29500"),
         ];
-        let place = place_by(given(&torchrun)).unwrap();
+        let found = |variables: &[(&str, &str)]| place_by(given(variables), || Ok(b"secret".to_vec()));
+        let place = found(&torchrun).unwrap();
         assert_eq!((place.rank, place.ranks, place.local_rank), (9, 16, 1));
         assert_eq!((place.host.as_str(), place.port), ("gpu1", 29501), "torchrun has its own port");
-        let with = |name, value| place_by(given(&[&torchrun[..], &[(name, value)]].concat()));
+        let with = |name, value| found(&[&torchrun[..], &[(name, value)]].concat());
         assert_ne!(with("TORCHELASTIC_RUN_ID", "8").unwrap().token, place.token);
-        assert_ne!(with("RLOSS_JOB_TOKEN", "secret").unwrap().token, place.token);
+        let other = place_by(given(&torchrun), || Ok(b"another".to_vec())).unwrap();
+        assert_ne!(other.token, place.token, "the launcher's words are public");
+        assert_eq!(with("LOCAL_WORLD_SIZE", "8").unwrap().host, "gpu1");
+        assert_eq!(with("LOCAL_WORLD_SIZE", "16").unwrap().host, "127.0.0.1", "nobody else's machine connects");
         assert_eq!(with("RLOSS_PORT", "4000").unwrap().port, 4000);
         assert!(with("RLOSS_PORT", "x").unwrap_err().contains("RLOSS_PORT: \"x\" is no whole number"));
         assert!(with("RLOSS_PORT", "65536").unwrap_err().contains("ports end at 65535"));
@@ -266,11 +322,30 @@ mod tests {
             ("SLURM_STEP_ID", "0"),
             ("SLURM_JOB_NODELIST", "gpu[07-09,12],login1"),
         ];
-        let place = place_by(given(&slurm)).unwrap();
+        let place = found(&slurm).unwrap();
         assert_eq!((place.rank, place.local_rank, place.host.as_str()), (3, 1, "gpu07"));
-        assert!(place_by(given(&slurm[..5])).unwrap_err().contains("SLURM_JOB_NODELIST is not set"));
+        let one = found(&[&slurm[..], &[("SLURM_JOB_NUM_NODES", "1")]].concat()).unwrap();
+        assert_eq!(one.host, "127.0.0.1");
+        assert!(found(&slurm[..5]).unwrap_err().contains("SLURM_JOB_NODELIST is not set"));
         for (nodes, first) in [("a1,a2", "a1"), ("a1", "a1"), ("a[3,5]", "a3"), ("a[1-2]-ib,b", "a1-ib")] {
             assert_eq!(first_node(nodes), first);
         }
+    }
+    /// The token was made of the job's number and the user's, which everybody knows.
+    #[test]
+    fn the_ranks_of_a_user_share_a_key_that_nobody_else_can_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let place = folder.path().join("config/rloss");
+        let keys: Vec<Vec<u8>> = std::thread::scope(|scope| {
+            let ranks: Vec<_> = (0..8).map(|_| scope.spawn(|| user_key(&place).unwrap())).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        assert!(keys[0].len() == 32 && keys.iter().all(|key| *key == keys[0]));
+        assert_eq!(std::fs::read_dir(&place).unwrap().count(), 1, "nothing is left aside");
+        let file = place.join("ranks.key");
+        std::fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o640)).unwrap();
+        let refused = user_key(&place).unwrap_err();
+        assert!(refused.contains("ranks.key") && refused.contains("RLOSS_JOB_TOKEN"), "{refused}");
+        assert!(user_key(&folder.path().join("nowhere\0")).is_err());
     }
 }

@@ -14,7 +14,7 @@ mod mesh;
 mod mpi;
 #[cfg(feature = "nccl")]
 mod nccl;
-#[cfg(feature = "nccl")]
+#[cfg(any(test, feature = "nccl"))]
 mod rendezvous;
 mod settings;
 mod watch;

@@ -35,7 +35,7 @@ pub(super) fn share<const BYTES: usize>(
     let mut made = [0; BYTES];
     stream.read_exact(&mut made).with_context(|| {
         format!(
-            "rank 0 at {}, port {}, says nothing to rank {}: another job may listen there; name another port in RLOSS_PORT on all ranks",
+            "rank 0 at {}, port {}, says nothing to rank {}: another job may listen there (name another port in RLOSS_PORT on all ranks), or the ranks have different keys (set RLOSS_JOB_TOKEN to one secret on all)",
             place.host, place.port, place.rank
         )
     })?;
