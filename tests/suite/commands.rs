@@ -7,6 +7,7 @@ mod console;
 mod critic;
 mod ended;
 mod first_hour;
+mod hostile;
 mod integrity;
 mod limits;
 mod policy;
