@@ -57,11 +57,12 @@ fn or_end(pointer: *mut u8, bytes: usize) -> *mut u8 {
 /// `mi_option_purge_delay`, the same in all versions of the library.
 const PURGE_DELAY: c_int = 15;
 
-/// `mi_option_arena_reserve`, KiB of address space that the library takes at a time: 1 GiB unless told otherwise.
+/// `mi_option_arena_reserve`, KiB of address space that the library takes at a time: 1 GiB unless told
+/// otherwise.
 const ARENA_RESERVE: c_int = 23;
 const ARENA_RESERVE_MAX: u64 = 1 << 30;
-/// Such pieces in the address space, where that has a limit (`ulimit -v`): with 1 GiB at a time most of a limit between one
-/// and two of it lay idle, and threads found no room.
+/// Pieces that a limited address space (`ulimit -v`) holds at least. With pieces of 1 GiB a limit between one
+/// and two GiB left no room for threads.
 const ARENAS_MIN: u64 = 16;
 
 unsafe extern "C" {

@@ -23,7 +23,8 @@ const TENSORS_MAX: usize = 200_000;
 /// Values that are converted at a time.
 const PIECE: usize = 1 << 16;
 
-/// Checks that a header names every tensor once, and [`TENSORS_MAX`] at most: of two with one name readers take either.
+/// Checks that a header names every tensor once, and [`TENSORS_MAX`] at most: of two with one name readers
+/// take either.
 struct EachOnce;
 
 impl<'de> Visitor<'de> for EachOnce {

@@ -153,8 +153,8 @@ pub(super) fn place() -> Result<Place> {
 #[cfg(any(test, feature = "nccl"))]
 const SECRET_REMEDY: &str = "set RLOSS_JOB_TOKEN to a secret of this job, the same on all ranks";
 
-/// A key that only this user's processes can read, made by the first that looks for it: what ranks show each other must not
-/// be known to who knows the job.
+/// A key that only this user's processes can read, made by the first that looks for it: what ranks show each
+/// other must not be known to who knows the job.
 #[cfg(any(test, feature = "nccl"))]
 fn user_key(folder: &Path) -> Result<Vec<u8>, String> {
     use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};

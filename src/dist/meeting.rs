@@ -20,8 +20,8 @@ const STRANGERS_MAX: usize = 256;
 /// What the processes of one run show each other.
 pub(super) type Token = [u8; TOKEN_BYTES];
 
-/// Takes one connection of every other rank; whoever does not know the token is turned away. All that connect are heard at
-/// once, so that one who says nothing keeps no rank waiting.
+/// Takes one connection of every other rank; whoever does not know the token is turned away. All that connect
+/// are heard at once, so that one who says nothing keeps no rank waiting.
 ///
 /// # Errors
 /// When a rank does not come within [`CONNECT_LIMIT`].

@@ -17,8 +17,9 @@ table! {
         pub rollout_weights: RolloutWeights = RolloutWeights::Auto,
         /// What each of several processes that train holds of the packed weights that do not learn, such as an adapter's base.
         pub packed_weights: PackedWeights = PackedWeights::Auto,
-        /// Seconds that a process waits for the others in one exchange, their rollouts among it, before it gives up with an error
-        /// that names them. A process that ends is noticed at once, one that is stopped or cannot be reached after two minutes.
+        /// Seconds that a process waits for the others in one exchange, their rollouts among it, before it
+        /// gives up with an error that names them. A process that ends is noticed at once, one that is
+        /// stopped or cannot be reached after two minutes.
         pub exchange_timeout_s: f64 = 1800.0 => above(0.0).to(1e6),
     }
 }

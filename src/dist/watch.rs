@@ -1,6 +1,7 @@
-//! Notices that another process is gone or stopped. A process that is killed says nothing, and MPI would wait for it; but the
-//! system closes its sockets. So every rank holds a connection to rank 0. On it both sides say every few seconds that they are
-//! there, which a process that is stopped, or whose machine cannot be reached, does not.
+//! Notices that another process is gone or stopped. A process that is killed says nothing, and MPI would wait
+//! for it; but the system closes its sockets. So every rank holds a connection to rank 0. On it both sides
+//! say every few seconds that they are there, which a process that is stopped, or whose machine cannot be
+//! reached, does not.
 
 use super::Mesh;
 use super::meeting::{TOKEN_BYTES, Token, accept, join};
@@ -20,7 +21,8 @@ const GONE: u8 = 2;
 /// Said every [`BEAT`].
 const ALIVE: u8 = 3;
 const BEAT: Duration = Duration::from_secs(10);
-/// A rank that has said nothing for that long is stopped. Twice in a row, for this process may have been stopped itself.
+/// A rank that has said nothing for that long is stopped. Twice in a row, for this process may have been
+/// stopped itself.
 const SILENCE: Duration = Duration::from_secs(60);
 
 /// Where the leader listens, and the secret that its ranks show it.
@@ -181,7 +183,8 @@ mod tests {
         Some(stream)
     }
 
-    /// A rank that was stopped was waited for until an exchange took too long: 1,800 s, unless told otherwise.
+    /// A rank that was stopped was waited for until an exchange took too long: 1,800 s, unless told
+    /// otherwise.
     #[test]
     fn a_rank_that_says_nothing_is_told_from_one_that_is_there_and_one_that_is_gone() {
         let silence = Duration::from_millis(100);

@@ -1,4 +1,5 @@
-//! The page's Content-Security-Policy: it names its own script and style by their SHA-256, so that no other runs.
+//! The page's Content-Security-Policy: it names its own script and style by their SHA-256, so that no other
+//! runs.
 
 use base64::prelude::{BASE64_STANDARD, Engine};
 

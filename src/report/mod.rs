@@ -11,7 +11,8 @@
 //!
 //! Runs that differ in their seed alone share a curve (`seeds.rs`).
 //!
-//! `server.rs` serves the page of runs that go on. `content_policy.rs` lets the page run its own script alone.
+//! `server.rs` serves the page of runs that go on. `content_policy.rs` lets the page run its own script
+//! alone.
 //!
 //! `figures/` draws curves of several seeds instead. The template escapes every value it is given, so geometry is computed here and markup stands there.
 

@@ -1,5 +1,5 @@
-//! A small HTTP/1.1 server for one page: it reads the head of a request, and never a body. Sizes, times and connections are
-//! bounded, so that no client takes memory or keeps another one waiting.
+//! A small HTTP/1.1 server for one page: it reads the head of a request, and never a body. Sizes, times and
+//! connections are bounded, so that no client takes memory or keeps another one waiting.
 
 use anyhow::{Context, Result};
 use std::collections::VecDeque;
@@ -16,7 +16,8 @@ const HEAD_BYTES_MAX: usize = 16 << 10;
 const HEAD_WAIT: Duration = Duration::from_secs(5);
 /// How long it may take to receive an answer.
 const ANSWER_WAIT: Duration = Duration::from_secs(10);
-/// How long what a client still sends is read after the answer: closing earlier could take the answer away from it.
+/// Time for which the server discards what a client still sends after the answer. An earlier close could reset
+/// the connection before the client has read the answer.
 const LINGER: Duration = Duration::from_millis(200);
 const LINGER_BYTES_MAX: usize = 64 << 10;
 /// Connections at a time. A further one takes the place of the oldest that is not being answered.

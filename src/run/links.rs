@@ -1,11 +1,13 @@
-//! Links in a run's folder. The folder may come from somebody else, and a link in it would lead writes out of it.
+//! Links in a run's folder. The folder may come from somebody else, and a link in it would lead writes out of
+//! it.
 
 use crate::bad_input;
 use anyhow::Result;
 use std::fs;
 use std::path::Path;
 
-/// Files and folders of a run that are written in place. Whatever else is written replaces a link, and follows none.
+/// Files and folders of a run that are written in place. Whatever else is written replaces a link, and
+/// follows none.
 const WRITTEN: [&str; 5] = [".lock", "metrics.jsonl", "checkpoints", "eval", "rollout"];
 /// Folders whose entries too are written in place.
 const FILLED: [&str; 3] = ["trajectories", "tensorboard", "token_exports"];

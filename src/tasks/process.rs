@@ -148,8 +148,8 @@ fn spawn(command: &[String]) -> Result<(Child, ChildStdin, ChildStdout)> {
     Ok((child, stdin, stdout))
 }
 
-/// Starts a shell that waits until this process has ended, whatever ended it, and then kills the group `id`: a program dies
-/// with the thread that started it, and what it has started in turn would stay.
+/// Starts a shell that waits until this process has ended, whatever ended it, and then kills the group `id`:
+/// a program dies with the thread that started it, and what it has started in turn would stay.
 fn watch(id: u32) -> Result<ProcessGroup> {
     let child = Command::new(SHELL)
         // Nothing is ever written, so its input ends with this process.

@@ -1,5 +1,6 @@
-//! What a `tokenizer.json` may ask for. The crate does what the file says, and a file of a few kilobytes may ask it to replace
-//! every letter by a hundred, eight times over. So the steps that lengthen a text are refused before the crate reads them.
+//! What a `tokenizer.json` may ask for. The crate does what the file says, and a file of a few kilobytes may
+//! ask it to replace every letter by a hundred, eight times over. So the steps that lengthen a text are
+//! refused before the crate reads them.
 
 use anyhow::{Result, bail};
 use serde::Deserialize;
@@ -12,7 +13,8 @@ const STEP_VALUES_MAX: usize = 1000;
 const STEP_BYTES_MAX: usize = 16 << 10;
 /// Values and keys of the vocabulary; GPT-OSS's has 2 million.
 const VOCABULARY_VALUES_MAX: usize = 8_000_000;
-/// Bytes of all regular expressions. A compiled one takes up to 10 MB for a counted repetition, and hardly any without.
+/// Bytes of all regular expressions. A compiled one takes up to 10 MB for a counted repetition, and hardly
+/// any without.
 const PATTERN_BYTES_MAX: usize = 4096;
 const REPETITIONS_MAX: usize = 8;
 /// Steps of one section.
@@ -22,7 +24,8 @@ const STEPS_MAX: usize = 16;
 const NORMALIZERS: &[&str] =
     &["Sequence", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Strip"];
 const NORMALIZER_KEYS: &[&str] = &["type", "normalizers", "strip_left", "strip_right"];
-/// Pre-tokenizers that split a text and leave it as it is, but for `ByteLevel`, which doubles it and may be there once.
+/// Pre-tokenizers that split a text and leave it as it is, but for `ByteLevel`, which doubles it and may be
+/// there once.
 const PRE_TOKENIZERS: &[&str] = &[
     "Sequence",
     "Split",
@@ -148,7 +151,8 @@ struct Found {
     repetitions: usize,
 }
 
-/// Looks through one value, which stands under `key`. No value but those of `type` is kept, and keys where `keeps` says so.
+/// Looks through one value, which stands under `key`. No value but those of `type` is kept, and keys where
+/// `keeps` says so.
 struct Look<'a> {
     found: &'a mut Found,
     keeps: bool,

@@ -1,4 +1,5 @@
-//! What others hand over, meant to harm: run folders with links, and files whose content is chosen to exhaust or deceive.
+//! What others hand over, meant to harm: run folders with links, and files whose content is chosen to exhaust
+//! or deceive.
 
 use super::first_hour::Follower;
 use super::{copy_model, done, first_checkpoint, output, resumed, rloss, small, stderr, warm_model};
@@ -35,8 +36,8 @@ fn tree(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     found
 }
 
-/// `.lock` was created through a link and emptied what it led to; metrics, trajectories, events and evaluations were written
-/// through links.
+/// `.lock` was created through a link and emptied what it led to; metrics, trajectories, events and
+/// evaluations were written through links.
 #[test]
 fn nothing_is_written_through_a_link_in_a_run_folder() {
     let place = TempDir::new().unwrap();
@@ -170,8 +171,8 @@ fn taken(pid: u32) -> (u64, usize) {
     (kib >> 10, fs::read_dir(format!("/proc/{pid}/task")).unwrap().count())
 }
 
-/// A length of 2^64 - 1 ended the server, a body that never came blocked everybody, one of 1.5 GiB stayed in memory, and
-/// every idle connection kept a thread.
+/// A length of 2^64 - 1 ended the server, a body that never came blocked everybody, one of 1.5 GiB stayed in
+/// memory, and every idle connection kept a thread.
 #[test]
 fn a_followed_page_is_served_whatever_else_is_asked() {
     let mut follower = Follower::start("0");

@@ -141,7 +141,8 @@ fn a_short_environment_is_told_in_one_line() {
     assert!(said.contains("parallel.threads") || said.contains("memory"), "{said}");
 }
 
-/// Of these the allocator took 1 GiB at once, and the rest was too small for threads; 1,000 and 1,600 MiB were enough.
+/// Of these the allocator took 1 GiB at once, and the rest was too small for threads; 1,000 and 1,600 MiB
+/// were enough.
 #[test]
 fn an_address_space_of_a_little_more_than_1_gib_is_enough() {
     let folder = TempDir::new().unwrap();
