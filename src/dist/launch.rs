@@ -175,7 +175,8 @@ fn user_key(folder: &Path) -> Result<Vec<u8>, String> {
             make()?;
         }
         let about = std::fs::metadata(&file)?;
-        if about.mode() & 0o077 != 0 || about.uid() != rustix::process::getuid().as_raw() || about.len() != 32 {
+        if about.mode() & 0o077 != 0 || about.uid() != rustix::process::getuid().as_raw() || about.len() != 32
+        {
             return Err(std::io::Error::other("it is not 32 bytes that its owner alone may read: remove it"));
         }
         std::fs::read(&file)
@@ -309,7 +310,11 @@ mod tests {
         let other = place_by(given(&torchrun), || Ok(b"another".to_vec())).unwrap();
         assert_ne!(other.token, place.token, "the launcher's words are public");
         assert_eq!(with("LOCAL_WORLD_SIZE", "8").unwrap().host, "gpu1");
-        assert_eq!(with("LOCAL_WORLD_SIZE", "16").unwrap().host, "127.0.0.1", "nobody else's machine connects");
+        assert_eq!(
+            with("LOCAL_WORLD_SIZE", "16").unwrap().host,
+            "127.0.0.1",
+            "nobody else's machine connects"
+        );
         assert_eq!(with("RLOSS_PORT", "4000").unwrap().port, 4000);
         assert!(with("RLOSS_PORT", "x").unwrap_err().contains("RLOSS_PORT: \"x\" is no whole number"));
         assert!(with("RLOSS_PORT", "65536").unwrap_err().contains("ports end at 65535"));
