@@ -1,7 +1,7 @@
 # The commands of every day. `just NAME` runs one; CI runs the lines of check and test too.
 
 check:
-    cargo fmt --check -- src/policy/loss/*.rs src/tasks/*.rs
+    cargo fmt --check -- src/model/families/*.rs src/policy/loss/*.rs src/tasks/*.rs
     cargo clippy --release --all-targets -- -D warnings
     cargo clippy --release --features whole --bin rloss -- -D dead_code -A unused_imports
     RUSTDOCFLAGS="-D warnings -A rustdoc::private_intra_doc_links" cargo doc --release --no-deps
@@ -15,7 +15,7 @@ unwritten:
 
 # The losses and tasks too, whose modules a macro declares, so that `cargo fmt` alone does not find them.
 format:
-    cargo fmt -- src/policy/loss/*.rs src/tasks/*.rs
+    cargo fmt -- src/model/families/*.rs src/policy/loss/*.rs src/tasks/*.rs
 
 # Everything that CI runs.
 ci:

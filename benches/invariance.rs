@@ -67,7 +67,7 @@ fn step(name: &str, shape: Shape, count: usize, length: usize, rounds: usize) {
         |is_stock, ()| {
             stock::CHOSEN.store(is_stock, Ordering::Relaxed);
             let sum = GradientSum::begin(&parameters).expect("gradients");
-            let weights = &parameters.learning(&sum.of_pass(0)).expect("weights");
+            let weights = &parameters.for_passes(Some(&sum.of_pass(0))).expect("weights");
             let pass = Pass { model: &model, weights, batch, settings };
             black_box(pass.forward_backward(&objective).expect("pass"));
         },

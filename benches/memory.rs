@@ -63,7 +63,7 @@ fn run_pass(
         forward: ForwardOptions::default(),
     };
     let sum = GradientSum::begin(parameters).expect("gradients");
-    let weights = &parameters.learning(&sum.of_pass(0)).expect("weights");
+    let weights = &parameters.for_passes(Some(&sum.of_pass(0))).expect("weights");
     let pass = Pass { model, weights, batch, settings };
     begin();
     pass.forward_backward(&|[log_probs, _]| Ok([vec![-1.0; log_probs.len()], vec![0.0; log_probs.len()]]))

@@ -3,11 +3,13 @@
 use rand::Rng;
 use rloss::learner::micro_batch::Sequence;
 use rloss::model::config::{Config, LayerType, Rope};
-use rloss::model::family::Family;
+use rloss::model::families::Family;
 use rloss::model::forward::Model;
 use rloss::model::init::{InitSettings, init};
-use rloss::model::parameters::Parameters;
+use rloss::model::parameters::{Backend, Parameters};
+use rloss::model::storage::Stored;
 use rloss::random::{Purpose, stream};
+use rloss::settings::Choice;
 
 /// Sizes that the benchmarks vary.
 #[derive(Clone, Copy)]
@@ -30,7 +32,7 @@ pub const SMALL: Shape = Shape { hidden: 512, layers: 8, heads: 8, experts: 16, 
 pub fn config(shape: Shape) -> Config {
     let dense = shape.experts == 0;
     Config {
-        family: if dense { Family::Qwen2 } else { Family::GptOss },
+        family: Family::named(if dense { "qwen2" } else { "gpt_oss" }).expect("a family"),
         vocab_size: shape.vocabulary,
         hidden_size: shape.hidden,
         num_hidden_layers: shape.layers,
@@ -60,15 +62,19 @@ pub fn config(shape: Shape) -> Config {
 /// A model of this shape with random weights.
 #[allow(dead_code)]
 pub fn model(shape: Shape) -> (Model, Parameters) {
-    random(config(shape))
+    random(config(shape), &Backend::default())
 }
 
 /// A model of this architecture with random weights, all of which learn.
-pub fn random(config: Config) -> (Model, Parameters) {
+pub fn random(config: Config, backend: &Backend) -> (Model, Parameters) {
     let settings = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 4.0 };
     let tensors = init(&config, &settings, 0).expect("initialisation");
-    let mut parameters = Parameters::new(&config, tensors.into_iter().map(Ok)).expect("parameters");
-    parameters.learn(&vec![true; parameters.len()]).expect("gradients");
+    let tensors = tensors.into_iter().map(|(spec, values)| {
+        let stored = Stored::variable(&spec, values)?;
+        Ok((spec, stored))
+    });
+    let mut parameters = Parameters::loaded(&config, backend, tensors).expect("parameters");
+    parameters.train_only(&vec![true; parameters.len()]).expect("gradients");
     (Model::new(config, 4096), parameters)
 }
 

@@ -23,6 +23,7 @@ use rloss::metrics::Timings;
 use rloss::model::cache::CacheRoom;
 use rloss::model::config::{Config, LayerType};
 use rloss::model::forward::ForwardOptions;
+use rloss::model::parameters::Backend;
 use rloss::model::policy_view::PolicyView;
 use rloss::ops::product::Precision;
 use rloss::ops::threads::Threads;
@@ -220,14 +221,14 @@ fn main() -> Result<()> {
     let start_bytes = usage().ru_maxrss * 1024;
     let config = shapes.config();
     let threads = Threads::new(shapes.threads)?;
-    let chat = config.family.embedded_chat()?;
+    let chat = config.family.chat.embedded()?;
     // Under mpirun the update is that of several processes, each of which samples everything.
     let mesh = Mesh::connect()?;
-    let (model, parameters) = random(config);
     let precision = if shapes.bf16_dot { Precision::Bf16Dot } else { Precision::F32 };
     ensure!(precision.is_here(), "this processor has no dot products of bf16");
-    let mut parameters = parameters.shared_by(&mesh).multiplying(precision);
-    parameters.learn(&vec![true; parameters.len()])?;
+    let backend = Backend { mesh: mesh.clone(), precision, ..Backend::default() };
+    let (model, mut parameters) = random(config, &backend);
+    parameters.train_only(&vec![true; parameters.len()])?;
     let recipe = Recipe::default();
     let (policy, train, optimizer_settings) = (&recipe.policy, &recipe.train, &recipe.train.optimizer);
     let weights = PassWeights { bytes: parameters.bytes(), adapted: false, packed_pieces: false };

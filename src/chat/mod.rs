@@ -14,6 +14,7 @@ use crate::vocabulary::Vocabulary;
 use anyhow::Result;
 use chatml::ChatMl;
 use serde_json::Value;
+use std::path::Path;
 
 /// The name of the Python tool, as a recipient of calls.
 pub const PYTHON: &str = "python";
@@ -23,6 +24,37 @@ pub const PYTHON: &str = "python";
 pub enum Chat {
     Harmony(HarmonyTokenizer),
     ChatMl(ChatMl),
+}
+
+/// A format of conversations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    Harmony,
+    ChatMl,
+}
+
+impl Format {
+    /// Conversations over the vocabulary in a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when the file cannot be read or lacks the template's control tokens.
+    pub fn read(self, file: &Path) -> Result<Chat> {
+        Ok(match self {
+            Format::Harmony => Chat::Harmony(HarmonyTokenizer::from_file(file)?),
+            Format::ChatMl => Chat::ChatMl(ChatMl::from_file(file)?),
+        })
+    }
+
+    /// Conversations over the vocabulary inside the binary.
+    ///
+    /// # Errors
+    /// None in practice: tests read both.
+    pub fn embedded(self) -> Result<Chat> {
+        Ok(match self {
+            Format::Harmony => Chat::Harmony(HarmonyTokenizer::embedded()?),
+            Format::ChatMl => Chat::ChatMl(ChatMl::embedded()?),
+        })
+    }
 }
 
 /// A call that a turn ended in, to be answered.

@@ -8,12 +8,13 @@ use crate::bad_input;
 use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};
 use crate::dist::wire::f32_values;
 use crate::model::config::{Config, Form};
-use crate::model::held::{Held, Loaded};
-use crate::model::layers_in_turn::TensorSource;
+use crate::model::layers_on_demand::TensorSource;
 use crate::model::names::{Layout, ParameterSpec, StoredTensor, parameter_specs};
 use crate::ops::mxfp4::{self, BLOCK};
-use crate::ops::packed::{self, PackedMatrix, PackedTable, StoredRows, bf16_is_finite, block_is_finite};
+use crate::ops::packed::{PackedForm, PackedMatrix, StoredRows, bf16_is_finite, block_is_finite};
+use crate::ops::weight::Weight;
 use anyhow::Result;
+use candle_core::{Device, Tensor};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use std::collections::{BTreeMap, BTreeSet};
@@ -129,57 +130,56 @@ impl ModelFolder {
         }
     }
 
-    /// Reads one parameter as it is held: packed where it is stored so and shall not be plain, else as [`Self::values`].
+    /// Reads one parameter that stays packed; `None` where it is stored in a form that is read as f32 ([`Self::values`]).
     ///
     /// # Errors
     /// [`crate::error::BadInput`] where a value is NaN or infinite, or the file cannot be read.
-    pub fn loaded(&self, spec: &ParameterSpec, is_plain: bool) -> Result<Loaded> {
-        let form = if is_plain { None } else { spec.packed_form(self.form_of(spec)) };
-        let (Some(form), Some(shape)) = (form, spec.matrix_shape()) else {
-            return Ok(Loaded::Values(self.values(spec)?));
+    pub fn packed(&self, spec: &ParameterSpec) -> Result<Option<Weight>> {
+        let (Some(form), Some(shape)) = (spec.packed_form(self.form_of(spec)), spec.matrix_shape()) else {
+            return Ok(None);
         };
         let [_, input, output] = shape;
-        Ok(Loaded::Packed(match (form, spec.layout) {
-            (packed::PackedForm::Bf16, _) if spec.is_table() => {
-                let table = PackedTable::new(self.bytes(&spec.name)?.0, output);
-                table.first_not_finite().map_or(Ok(()), |at| Err(self.not_finite(spec, at)))?;
-                Held::Table(Arc::new(table))
+        let finite_bf16 = |first: usize, values: &[u8]| {
+            let bad = values.as_chunks().0.iter().position(|value| !bf16_is_finite(*value));
+            bad.map_or(Ok(()), |at| Err(self.not_finite(spec, first + at)))
+        };
+        let matrix = match (form, spec.layout) {
+            (PackedForm::Bf16Rows, _) => {
+                let bytes = self.bytes(&spec.name)?.0;
+                finite_bf16(0, &bytes)?;
+                PackedMatrix::of_bytes(form, shape, bytes)
             }
-            (packed::PackedForm::Bf16, Layout::Transposed) => {
+            (PackedForm::Bf16, Layout::Transposed) => {
                 let stored = self.stored(&spec.name)?;
-                let read = |rows: StoredRows| {
+                PackedMatrix::read(form, shape, |rows: StoredRows| {
                     let first = rows.columns.start * input;
                     stored.read_at(2 * first, rows.values)?;
-                    let bad = rows.values.as_chunks().0.iter().position(|value| !bf16_is_finite(*value));
-                    bad.map_or(Ok(()), |at| Err(self.not_finite(spec, first + at)))
-                };
-                Held::Matrix(Arc::new(PackedMatrix::read(form, shape, read)?))
+                    finite_bf16(first, rows.values)
+                })?
             }
-            (packed::PackedForm::Bf16, Layout::AsStored) => {
+            (PackedForm::Bf16, Layout::AsStored) => {
                 let stored = self.stored(&spec.name)?;
-                let read = |expert: usize, values: &mut [u8]| {
+                PackedMatrix::read_columns(shape, |expert: usize, values: &mut [u8]| {
                     let first = expert * input * output;
                     stored.read_at(2 * first, values)?;
-                    let bad = values.as_chunks().0.iter().position(|value| !bf16_is_finite(*value));
-                    bad.map_or(Ok(()), |at| Err(self.not_finite(spec, first + at)))
-                };
-                Held::Matrix(Arc::new(PackedMatrix::read_columns(shape, read)?))
+                    finite_bf16(first, values)
+                })?
             }
-            (packed::PackedForm::Mxfp4, _) => {
+            (PackedForm::Mxfp4, _) => {
                 let [blocks, scales] =
                     ["_blocks", "_scales"].map(|half| self.stored(&format!("{}{half}", spec.name)));
                 let (blocks, scales) = (blocks?, scales?);
-                let read = |rows: StoredRows| {
+                PackedMatrix::read(form, shape, |rows: StoredRows| {
                     let first = (rows.expert * output + rows.columns.start) * (input / BLOCK);
                     blocks.read_at(first * (BLOCK / 2), rows.values)?;
                     scales.read_at(first, rows.scales)?;
                     let mut pairs = rows.values.as_chunks().0.iter().zip(&*rows.scales);
                     let bad = pairs.position(|(block, scale)| !block_is_finite(block, *scale));
                     bad.map_or(Ok(()), |at| Err(self.not_finite(spec, (first + at) * BLOCK)))
-                };
-                Held::Matrix(Arc::new(PackedMatrix::read(form, shape, read)?))
+                })?
             }
-        }))
+        };
+        Ok(Some(Weight::Packed(Arc::new(matrix))))
     }
 
     fn not_finite(&self, spec: &ParameterSpec, element: usize) -> anyhow::Error {
@@ -191,9 +191,9 @@ impl ModelFolder {
         )
     }
 
-    fn stored(&self, name: &str) -> Result<Stored<'_>> {
+    fn stored(&self, name: &str) -> Result<TensorPlace<'_>> {
         let file = self.places.get(name).and_then(|&place| self.files.get(place));
-        file.and_then(|file| Some(Stored { file, info: file.metadata.info(name)? }))
+        file.and_then(|file| Some(TensorPlace { file, info: file.metadata.info(name)? }))
             .ok_or_else(|| bad_input!("{}: `{name}` is missing", self.folder.display()))
     }
 
@@ -233,14 +233,17 @@ impl ModelFolder {
     }
 
     fn bytes(&self, name: &str) -> Result<(Vec<u8>, Dtype)> {
-        let Stored { file, info } = self.stored(name)?;
+        let TensorPlace { file, info } = self.stored(name)?;
         Ok((file.read(info)?, info.dtype))
     }
 }
 
 impl TensorSource for ModelFolder {
-    fn tensor(&self, spec: &ParameterSpec) -> Result<Held> {
-        self.loaded(spec, false)?.held(spec)
+    fn tensor(&self, spec: &ParameterSpec) -> Result<Weight> {
+        if let Some(packed) = self.packed(spec)? {
+            return Ok(packed);
+        }
+        Ok(Weight::dense(&Tensor::from_vec(self.values(spec)?, spec.working_shape(), &Device::Cpu)?))
     }
 
     fn resident_bytes(&self, spec: &ParameterSpec) -> u64 {
@@ -249,19 +252,19 @@ impl TensorSource for ModelFolder {
 }
 
 /// A tensor's place in a file.
-struct Stored<'a> {
+struct TensorPlace<'a> {
     file: &'a TensorFile,
     info: &'a TensorInfo,
 }
 
-impl Stored<'_> {
+impl TensorPlace<'_> {
     /// Its bytes from `start` on.
     fn read_at(&self, start: usize, to: &mut [u8]) -> Result<()> {
         self.file.read_at(self.info, start, to)
     }
 }
 
-/// What is wrong with a tensor's header, if anything. Plain tensors may have any of three float dtypes.
+/// The mistake in a tensor's header, if there is one. Plain tensors may have any of three float dtypes.
 fn header_mistake(wanted: &StoredTensor, info: &TensorInfo) -> Option<String> {
     let (dtypes, known): (&[Dtype], _) = match wanted.dtype {
         Dtype::U8 => (&[Dtype::U8], "U8"),

@@ -13,7 +13,7 @@ use candle_core::{Device, Tensor};
 /// # Errors
 /// When there is no such tensor.
 pub fn merged(parameters: &Parameters, spec: &ParameterSpec) -> Result<Tensor> {
-    let base = parameters.found(spec)?.decoded(spec)?;
+    let base = parameters.read(spec)?.decoded(&spec.working_shape())?;
     let Some(lora) = parameters.adapter().filter(|lora| lora.targets.contains(&spec.name)) else {
         return Ok(base.detach());
     };

@@ -77,7 +77,7 @@ pub struct TrainerState {
     /// The digest of the run's frozen reference, where it has one.
     #[serde(default, skip_serializing_if = "Option::is_none", with = "resume::hexadecimal")]
     pub reference_digest: Option<Hash>,
-    /// What the coefficient of `policy.kl` was steered to, where it is steered.
+    /// The coefficient of `policy.kl`, where it is steered.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kl_coefficient: Option<f64>,
 }
@@ -92,13 +92,13 @@ pub fn prune(run: &Path, keep: usize) -> Result<()> {
     old.iter().try_for_each(|folder| remove_folder(folder))
 }
 
-/// What a checkpoint holds.
+/// The content of a checkpoint.
 pub struct Snapshot<'a> {
     pub config: &'a Config,
     pub form: Form,
     pub companions: &'a Companions,
     pub parameters: &'a Parameters,
-    /// What an adapter among them stands on.
+    /// The base of an adapter among them.
     pub base: Option<&'a Base>,
     pub critic: Option<&'a Parameters>,
     /// The recipe as resolved.
@@ -129,10 +129,7 @@ impl Snapshot<'_> {
                     .parameters
                     .position(&spec.name)
                     .with_context(|| format!("no tensor {}", spec.name))?;
-                match self.parameters.packed(index) {
-                    None => self.parameters.whole(index, MASTER),
-                    Some(packed) => packed.decoded(spec),
-                }
+                self.parameters.whole(index, MASTER)
             })?,
         };
         // A frozen tensor is in the model's own files; only where those round it is it kept beside them too. An adapter's base is
@@ -187,7 +184,7 @@ pub fn bytes(form: Form, parameters: &Parameters) -> u64 {
         };
         let state = parameters.state(index);
         // What learns is kept with all its digits; under bf16 the optimizer's state has them.
-        let is_kept_too = parameters.learns(index) && !state.contains_key(MASTER);
+        let is_kept_too = parameters.is_trained(index) && !state.contains_key(MASTER);
         let master = if is_kept_too { spec.element_count() * size_of::<f32>() } else { 0 };
         let kept = |kind: &&str| {
             parameters.kept(index, kind).map_or(0, |(dtype, length)| length * dtype.size_in_bytes())

@@ -24,7 +24,7 @@ use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// What makes a folder an adapter's.
+/// The file by which a folder is an adapter's.
 pub const CONFIG_FILE: &str = "adapter_config.json";
 const TENSORS_FILE: &str = "adapter_model.safetensors";
 const BASE_FILE: &str = "base.json";
@@ -37,7 +37,7 @@ const EXPERTS: &str = ".mlp.experts";
 pub struct AdapterFolder {
     pub path: PathBuf,
     pub lora: Lora,
-    /// What it was trained on, where this program wrote it.
+    /// The model that it was trained on, where this program wrote it.
     pub base: Option<Base>,
     file: TensorFile,
     /// By factor's name: the stored tensor.
@@ -49,7 +49,7 @@ pub fn holds_adapter(folder: &Path) -> bool {
     folder.join(CONFIG_FILE).is_file()
 }
 
-/// What an adapter's folder says of its base, unchecked; `None` where another program wrote it.
+/// The base that an adapter's folder names, unchecked; `None` where another program wrote it.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the file is damaged.
@@ -307,7 +307,7 @@ fn config_json(lora: &Lora, specs: &[ParameterSpec], base: &Base) -> Value {
     })
 }
 
-/// What a config asks for that we do not have, each with its remedy.
+/// Requests of a config that are not built, each with its remedy.
 fn foreign(json: &Value) -> Vec<String> {
     let mut found = vec![];
     if json["peft_type"].as_str() != Some("LORA") {

@@ -8,9 +8,9 @@ use crate::bad_input;
 use crate::dist::wire::f32_values;
 use crate::integrity::digest_of;
 use crate::model::config::Config;
-use crate::model::held::Loaded;
 use crate::model::names::{ParameterSpec, StoredTensor};
 use crate::model::parameters::{Parameters, VALUES};
+use crate::model::storage::Stored;
 use crate::ops::cpu::host_values;
 use anyhow::{Context, Result};
 use blake3::Hash;
@@ -19,23 +19,22 @@ use std::path::Path;
 
 const FILE: &str = "reference.safetensors";
 
-/// A copy of `parameters` that later updates do not reach. What is packed never learns, and is shared.
+/// A copy of `parameters` that later updates do not reach. What training cannot change is shared.
 ///
 /// # Errors
 /// When memory runs out.
 pub fn copy(config: &Config, parameters: &Parameters) -> Result<Parameters> {
-    let values = parameters.specs.iter().enumerate().map(|(index, spec)| {
-        if parameters.is_cut(index) {
-            let piece = host_values(parameters.values(index)?)?.to_vec();
-            return Ok((spec.clone(), Loaded::Piece(parameters.mesh().clone(), piece)));
-        }
-        let values = match parameters.shared(index) {
-            Some(packed) => packed,
-            None => Loaded::Values(parameters.of_place(index)?.decoded(spec)?.flatten_all()?.to_vec1()?),
+    let tensors = parameters.specs.iter().enumerate().map(|(index, spec)| {
+        let stored = match parameters.shared(index) {
+            Some(frozen) => frozen,
+            None if parameters.is_sharded(index) => {
+                Stored::shard(host_values(parameters.values(index)?)?.to_vec())?
+            }
+            None => Stored::variable_of(spec, &parameters.weight(index)?)?,
         };
-        Ok((spec.clone(), values))
+        Ok((spec.clone(), stored))
     });
-    Parameters::loaded(config, values)?.shared_by(parameters.mesh()).placed_beside(parameters)
+    Parameters::loaded(config, parameters.backend(), tensors)
 }
 
 /// Writes the reference into the run folder `run`, in working layout and precision, a tensor at a time, and returns its
@@ -90,16 +89,17 @@ pub fn read(run: &Path, config: &Config, parameters: &Parameters) -> Result<Para
     };
     let file = TensorFile::open(&path).map_err(|e| damaged(format!("cannot be used: {e:#}")))?;
     let found = parameters.specs.iter().enumerate().map(|(index, spec)| {
-        if let Some(packed) = parameters.shared(index) {
-            return Ok((spec.clone(), packed));
+        if let Some(frozen) = parameters.shared(index) {
+            return Ok((spec.clone(), frozen));
         }
         let info = file.metadata.info(&spec.name).ok_or_else(|| damaged(format!("lacks {}", spec.name)))?;
         if info.dtype != Dtype::F32 || info.shape != spec.working_shape() {
             return Err(damaged(format!("does not fit the model: {} has another shape", spec.name)));
         }
-        let values = Loaded::Values(f32_values(&file.read(info)?).collect());
-        let cut = parameters.is_cut(index);
-        Ok((spec.clone(), if cut { values.cut(parameters.mesh(), index) } else { values }))
+        let stored = Stored::variable(spec, f32_values(&file.read(info)?).collect())?;
+        let is_sharded = parameters.is_sharded(index);
+        let stored = if is_sharded { stored.sharded(index, parameters.mesh())? } else { stored };
+        Ok((spec.clone(), stored))
     });
-    Parameters::loaded(config, found)?.shared_by(parameters.mesh()).placed_beside(parameters)
+    Parameters::loaded(config, parameters.backend(), found)
 }

@@ -12,7 +12,7 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-/// What to do about a checkpoint that is damaged.
+/// The remedy for a damaged checkpoint.
 pub(super) const REMEDY: &str = "remove this checkpoint to go on from the one before";
 /// Where a run's metrics lie.
 const METRICS_FILE: &str = "metrics.jsonl";

@@ -104,7 +104,7 @@ pub fn save(
 ) -> Result<Manifest> {
     config.check()?;
     let mut specs = parameter_specs(config);
-    if form == Form::Mxfp4 && !config.family.has_experts() {
+    if form == Form::Mxfp4 && !config.family.has_experts {
         return Err(bad_input!("MXFP4 holds experts, which this family has none of: save in bf16"));
     }
     if form == Form::Mxfp4 {

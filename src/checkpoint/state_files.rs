@@ -1,4 +1,4 @@
-//! What an optimizer keeps, in a file or one of each process: f32, and codes of 8 bits.
+//! Optimizer state, in one file or one of each process: f32, and codes of 8 bits.
 //!
 //! One process writes `trainer.safetensors`. Of several each writes its own pieces into `trainer-00002-of-00004.safetensors`,
 //! flat, in the order of [`piece`]; what is not cut the first one writes. Any number of processes reads what any other wrote,
@@ -21,7 +21,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// What a process says of the file that it wrote.
+/// A process's word of the file that it wrote.
 #[derive(Serialize, Deserialize)]
 enum Written {
     Digest([u8; 32]),
@@ -99,16 +99,16 @@ fn write_own(
     for (index, spec) in parameters.specs.iter().enumerate() {
         // What is packed is in the files that the model was read from.
         let Ok(values) = parameters.values(index) else { continue };
-        let is_cut = parameters.is_cut(index);
-        if !is_cut && !mesh.is_leader() {
+        let is_sharded = parameters.is_sharded(index);
+        if !is_sharded && !mesh.is_leader() {
             continue;
         }
         // An adapter's base learned in the cold start, and is in a folder of its own since.
-        let frozen = || match is_cut {
+        let frozen = || match is_sharded {
             true => Ok(of_critic || parameters.adapter().is_none()),
             false => anyhow::Ok(keep(spec, &host_values(&on_host(values)?)?)),
         };
-        if parameters.learns(index) || frozen()? {
+        if parameters.is_trained(index) || frozen()? {
             kept.insert(format!("{MASTER}.{}", spec.name), (index, MASTER));
         }
         for name in parameters.state(index).keys() {
@@ -236,7 +236,7 @@ pub fn restore((folder, stem): (&Path, &str), parameters: &mut Parameters, whole
                 Misfit::Unread(error) => error,
             })?;
             let Some(bytes) = bytes else {
-                if parameters.learns(index) || whole {
+                if parameters.is_trained(index) || whole {
                     return Err(damaged(format!("{} is missing", spec.name)));
                 }
                 continue;

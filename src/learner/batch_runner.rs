@@ -6,7 +6,7 @@ use super::micro_batch::{Cut, MicroBatch, Packing};
 use super::optimizer::Optimizer;
 use crate::model::forward::Model;
 use crate::model::parameters::Parameters;
-use crate::model::weights::WeightSource;
+use crate::model::weights::Weights;
 use crate::ops::threads::{Threads, awake};
 use anyhow::{Context, Result, ensure};
 use std::sync::{Mutex, PoisonError};
@@ -48,7 +48,7 @@ impl BatchRunner<'_> {
     ) -> Result<Vec<PassOutput<N>>> {
         let tokens: usize = batches.iter().map(|b| b.sequence_rows.positions_count()).sum();
         let mesh = self.parameters.mesh();
-        let pass = |turn: Turn, weights: &dyn WeightSource| {
+        let pass = |turn: Turn, weights: &Weights| {
             let batch = &*batches[turn.index].part(mesh)?;
             let share = batch.sequence_rows.positions_count() as f64 / tokens.max(1) as f64;
             // A masked pass adds no gradient.
@@ -62,7 +62,7 @@ impl BatchRunner<'_> {
         };
         let sum = self.threads.wide(|| GradientSum::begin(self.parameters))?;
         let outputs = self.each(batches, |turn| {
-            let weights = self.parameters.learning(&sum.of_pass(turn.round));
+            let weights = self.parameters.for_passes(Some(&sum.of_pass(turn.round)));
             // Passes after a failed one would wait for it.
             weights.and_then(|weights| pass(turn, &weights)).inspect_err(|_| sum.fail(turn.round))
         })?;
@@ -97,7 +97,7 @@ impl BatchRunner<'_> {
         settings: PassSettings,
         passed: &(dyn Fn(&MicroBatch) + Sync),
     ) -> Result<Vec<PassOutput<N>>> {
-        let weights = self.parameters.passing()?;
+        let weights = self.parameters.for_passes(None)?;
         self.each(batches, |turn| {
             let batch = &*batches[turn.index].part(self.parameters.mesh())?;
             let output = Pass { model: self.model, weights: &weights, batch, settings }.forward()?;

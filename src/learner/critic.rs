@@ -12,10 +12,10 @@ use crate::learner::CriticSettings;
 use crate::metrics::Metrics;
 use crate::model::adapter::{Lora, Owner};
 use crate::model::config::Config;
-use crate::model::held::Loaded;
 use crate::model::init::value_model;
 use crate::model::names::value_model_specs;
 use crate::model::parameters::Parameters;
+use crate::model::storage::Stored;
 use crate::policy::advantage::{gae, whiten};
 use crate::policy::value::{ValueLoss, explained_variance, value_loss};
 use crate::policy::{Aggregation, BatchSize, Normalizer, Sequences};
@@ -57,20 +57,17 @@ impl Critic {
         let values = value_model(config, seed, |spec| {
             let index = policy.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
             // Frozen tensors are shared with the policy.
-            let shared = policy.shared(index).filter(|_| !learns.contains(&spec.name));
-            let own = || anyhow::Ok(policy.of_place(index)?.decoded(spec)?.flatten_all()?.to_vec1()?);
-            Ok(match shared {
-                Some(packed) => packed,
-                None => Loaded::Values(own()?),
-            })
+            match policy.shared(index).filter(|_| !learns.contains(&spec.name)) {
+                Some(shared) => Ok(shared),
+                None => Stored::variable_of(spec, &policy.weight(index)?),
+            }
         });
         let values = values.enumerate().map(|(index, found)| {
-            let (spec, values) = found?;
-            Ok((spec, if trainable[index] { values.cut(policy.mesh(), index) } else { values }))
+            let (spec, stored) = found?;
+            Ok((spec, if trainable[index] { stored.sharded(index, policy.mesh())? } else { stored }))
         });
-        let parameters = Parameters::with_value_head(config, values)?.shared_by(policy.mesh());
-        let mut parameters = parameters.placed_beside(policy)?;
-        parameters.learn(trainable)?;
+        let mut parameters = Parameters::with_value_head(config, policy.backend(), values)?;
+        parameters.train_only(trainable)?;
         let optimizer = Optimizer::new(&settings.optimizer, &mut parameters, round_to_bf16)?;
         Ok(Self { settings: settings.clone(), parameters, optimizer })
     }
@@ -85,13 +82,12 @@ impl Critic {
     ) -> Result<Self> {
         let values = value_model(config, seed, |spec| {
             let index = policy.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
-            policy.shared(index).map_or_else(|| Ok(Loaded::Packed(policy.of_place(index)?)), Ok)
+            policy.shared(index).map_or_else(|| Ok(Stored::frozen(policy.weight(index)?)), Ok)
         });
-        let parameters = Parameters::with_value_head(config, values)?.shared_by(policy.mesh());
-        let mut parameters = parameters.placed_beside(policy)?;
+        let mut parameters = Parameters::with_value_head(config, policy.backend(), values)?;
         let start = lora.start(&parameters.specs, seed, Owner::Critic)?;
         parameters.adapt(lora.clone(), start)?;
-        parameters.learn(trainable)?;
+        parameters.train_only(trainable)?;
         let optimizer = Optimizer::new(&settings.optimizer, &mut parameters, round_to_bf16)?;
         Ok(Self { settings: settings.clone(), parameters, optimizer })
     }

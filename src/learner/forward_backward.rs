@@ -5,10 +5,11 @@
 
 use super::micro_batch::MicroBatch;
 use crate::model::attend::PackedAttention;
-use crate::model::forward::{ForwardOptions, LayerOutput, Model, Rows};
+use crate::model::decoder_stack::{DecoderStack, Keep};
+use crate::model::forward::{ForwardOptions, Model, Rows};
+use crate::model::layer::LayerOutput;
 use crate::model::split_rows::SplitAttention;
-use crate::model::trunk::{Keep, Trunk};
-use crate::model::weights::{Frozen, WeightSource};
+use crate::model::weights::Weights;
 use crate::ops::graph::differentiate;
 use crate::ops::{self, Dispatch};
 use anyhow::{Context, Result, ensure};
@@ -59,7 +60,7 @@ impl PassOutput {
 pub struct Pass<'a> {
     pub model: &'a Model,
     /// Trainable ones have a sink for their gradients.
-    pub weights: &'a dyn WeightSource,
+    pub weights: &'a Weights,
     pub batch: &'a MicroBatch,
     pub settings: PassSettings,
 }
@@ -72,7 +73,7 @@ impl Pass<'_> {
     /// When the batch does not fit the model, or its head gives another number of columns.
     pub fn forward<const N: usize>(&self) -> Result<PassOutput<N>> {
         let mut routes = vec![];
-        let hidden = self.walk(&self.trunk(), &mut |_, _, output| {
+        let hidden = self.walk(&self.stack(), &mut |_, _, output| {
             routes.extend(output.routes());
             Ok(())
         })?;
@@ -88,8 +89,8 @@ impl Pass<'_> {
         if self.settings.recompute_layers { self.recomputed(objective) } else { self.whole_graph(objective) }
     }
 
-    fn trunk(&self) -> Trunk<'_> {
-        Trunk { model: self.model, weights: self.weights, forward: self.settings.forward }
+    fn stack(&self) -> DecoderStack<'_> {
+        DecoderStack { model: self.model, weights: self.weights, forward: self.settings.forward }
     }
 
     /// Calls `f` with the batch's rows, which use the experts `replay`.
@@ -105,26 +106,26 @@ impl Pass<'_> {
         }
     }
 
-    fn walk(&self, trunk: &Trunk, keep: Keep) -> Result<Tensor> {
+    fn walk(&self, stack: &DecoderStack, keep: Keep) -> Result<Tensor> {
         let on_device = |layers: &Vec<Tensor>| {
-            let device = self.weights.device()?;
-            layers.iter().map(|routes| Ok(routes.to_device(&device)?)).collect::<Result<Vec<_>>>()
+            let device = self.weights.device();
+            layers.iter().map(|routes| Ok(routes.to_device(device)?)).collect::<Result<Vec<_>>>()
         };
         let replay = self.batch.replay.as_ref().map(on_device).transpose()?;
-        self.with_rows(replay.as_deref(), |rows| trunk.walk(&self.batch.tokens, rows, keep))
+        self.with_rows(replay.as_deref(), |rows| stack.forward(&self.batch.tokens, rows, keep))
     }
 
     /// The head's output, `[N, R]`.
     fn head(&self, hidden: &Tensor) -> Result<Tensor> {
-        let normed = self.trunk().normed(hidden, &self.batch.rows)?;
-        self.trunk().head(&normed, &self.batch.targets, self.settings.temperature)
+        let normed = self.stack().normed(hidden, &self.batch.rows)?;
+        self.stack().head(&normed, &self.batch.targets, self.settings.temperature)
     }
 
     fn whole_graph<const N: usize>(&self, objective: HeadObjective<'_, N>) -> Result<PassOutput<N>> {
         let (mut routes, mut balances, mut values) = (vec![], vec![], None);
         differentiate(&[], || {
             let mut roots = vec![];
-            let hidden = self.walk(&self.trunk(), &mut |_, _, output| {
+            let hidden = self.walk(&self.stack(), &mut |_, _, output| {
                 roots.extend(self.load_balance(output, &mut balances)?);
                 routes.extend(output.routes());
                 Ok(())
@@ -141,12 +142,13 @@ impl Pass<'_> {
     fn recomputed<const N: usize>(&self, objective: HeadObjective<'_, N>) -> Result<PassOutput<N>> {
         let layers = self.model.config.num_hidden_layers;
         let (mut inputs, mut routes) = (Vec::with_capacity(layers), Vec::with_capacity(layers));
-        let frozen = Frozen(self.weights);
-        let hidden = self.walk(&Trunk { weights: &frozen, ..self.trunk() }, &mut |_, input, output| {
-            inputs.push(input.clone());
-            routes.extend(output.routes());
-            Ok(())
-        })?;
+        let frozen = self.weights.without_gradient();
+        let hidden =
+            self.walk(&DecoderStack { weights: &frozen, ..self.stack() }, &mut |_, input, output| {
+                inputs.push(input.clone());
+                routes.extend(output.routes());
+                Ok(())
+            })?;
         let mut values = None;
         let mut upstream = self.through(&hidden, || {
             let head = self.head(&hidden)?;
@@ -160,14 +162,16 @@ impl Pass<'_> {
         let mut balances = vec![];
         for index in (0..layers).rev() {
             let x = inputs.pop().context("a layer's input is missing")?;
+            let next = index.checked_sub(1);
             upstream = self.through(&x, || {
                 // The experts of the first forward, whoever chose them.
-                let output = self.with_rows(Some(&routes), |rows| self.trunk().layer(index, &x, rows))?;
+                let output =
+                    self.with_rows(Some(&routes), |rows| self.stack().layer(index, next, &x, rows))?;
                 let balance = self.load_balance(&output, &mut balances)?;
                 Ok([(output.hidden, upstream)].into_iter().chain(balance).collect())
             })?;
         }
-        differentiate(&[], || anyhow::Ok(vec![(self.trunk().embed(&self.batch.tokens)?, upstream)]))?;
+        differentiate(&[], || anyhow::Ok(vec![(self.stack().embed(&self.batch.tokens)?, upstream)]))?;
         Ok(PassOutput { head: columns(&head)?, routes, load_balance: self.mean_of_layers(&balances)? })
     }
 

@@ -13,7 +13,7 @@ use crate::dist::wire::f32_values;
 use crate::dist::{Mesh, Started, piece};
 use crate::model::names::ParameterSpec;
 use crate::model::parameters::Parameters;
-use crate::model::pieces::within_op;
+use crate::model::sharded_layers::within_op;
 use crate::ops::cpu::{edit, host_values, on_host};
 use crate::ops::optimizer::{scale, sum_of_squares};
 use crate::ops::parameter::GradientSink;

@@ -56,7 +56,7 @@ impl Optimizer {
         let optimizer = Self { settings: settings.clone(), updates: 0 };
         for index in 0..parameters.len() {
             let mut state = OptimizerState::new();
-            if parameters.learns(index) {
+            if parameters.is_trained(index) {
                 let (values, master) = (parameters.values(index)?, parameters.master(index)?);
                 let has_master = match values.device().is_cpu() {
                     // An adapter stays in f32.

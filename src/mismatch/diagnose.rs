@@ -264,7 +264,7 @@ impl Reference<'_> {
         let better = |a: Fit, b: Fit| if b.log_likelihood > a.log_likelihood { b } else { a };
         let fit = in_bf16.fold(candidate.fit, better);
         let (mut settled, mut ties) = (candidate.figures, 0);
-        let may_have_ties = self.model.config.family.has_experts()
+        let may_have_ties = self.model.config.family.has_experts
             && yardsticks.is_of_f32(&candidate.figures)
             && !within_f32(&candidate.figures, &yardsticks.f32);
         if may_have_ties {

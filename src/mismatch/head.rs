@@ -83,7 +83,7 @@ fn each_row(
     let (start, end) = (rows.start, rows.end);
     for start in (start..end).step_by(chunk) {
         let count = chunk.min(end - start);
-        let logits = policy.trunk().logits(&normed.narrow(0, start, count)?, &Sampling::whole(1.0))?;
+        let logits = policy.stack().logits(&normed.narrow(0, start, count)?, &Sampling::whole(1.0))?;
         let z = logits.scores().flatten_all()?.to_vec1::<f32>()?;
         z.chunks_exact(vocabulary).enumerate().for_each(|(i, z)| use_row(start + i, z));
     }

@@ -161,7 +161,7 @@ impl Proof<'_> {
         threads: &Threads,
     ) -> Result<Vec<Vec<f32>>> {
         let BatchRunner { model, parameters, .. } = self.runner;
-        let weights = &parameters.frozen()?;
+        let weights = &parameters.frozen(None)?;
         let settings = self.settings();
         let stage = self.stage(name, sequences);
         let mut log_probs = Vec::with_capacity(sequences.len());

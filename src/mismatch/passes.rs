@@ -3,9 +3,9 @@
 use crate::learner::micro_batch::MicroBatch;
 use crate::model::attend::PackedAttention;
 use crate::model::cache::{CacheRoom, Caches, SequenceCache};
+use crate::model::decoder_stack;
 use crate::model::forward::Rows;
 use crate::model::policy_view::PolicyView;
-use crate::model::trunk;
 use crate::ops;
 use crate::ops::cpu::on_host;
 use crate::ops::logits::{Sampling, logits_rows_max};
@@ -37,7 +37,7 @@ impl PolicyView<'_> {
             hidden.push(on_host(&output.hidden)?);
             Ok(())
         })?;
-        Ok(Trace { normed: self.trunk().normed(&last, &batch.rows)?, routes, hidden })
+        Ok(Trace { normed: self.stack().normed(&last, &batch.rows)?, routes, hidden })
     }
 
     /// What the head reads after the forward of whole sequences, `[R, H]`; nothing else is kept.
@@ -45,7 +45,7 @@ impl PolicyView<'_> {
     /// # Errors
     /// When the batch does not fit the model.
     pub fn normed(&self, batch: &MicroBatch) -> Result<Tensor> {
-        self.trunk().normed(&packed(self, batch, &mut trunk::nothing)?, &batch.rows)
+        self.stack().normed(&packed(self, batch, &mut decoder_stack::nothing)?, &batch.rows)
     }
 
     /// The same, and every router's logits of those rows, `[R, E]` a layer that has experts.
@@ -60,7 +60,7 @@ impl PolicyView<'_> {
             }
             Ok(())
         })?;
-        Ok((self.trunk().normed(&last, &batch.rows)?, scores))
+        Ok((self.stack().normed(&last, &batch.rows)?, scores))
     }
 
     /// Log-probabilities of the batch's targets from `normed`, `[R]`.
@@ -68,7 +68,7 @@ impl PolicyView<'_> {
     /// # Errors
     /// When shapes disagree.
     pub fn log_probs(&self, normed: &Tensor, batch: &MicroBatch, temperature: f64) -> Result<Vec<f32>> {
-        Ok(self.trunk().head(normed, &batch.targets, temperature)?.get(0)?.to_vec1()?)
+        Ok(self.stack().head(normed, &batch.targets, temperature)?.get(0)?.to_vec1()?)
     }
 
     /// The forward's log-probabilities of all batches' targets, batch after batch, of which `passed` is told.
@@ -101,7 +101,7 @@ impl PolicyView<'_> {
             }
             let mut cache = self.caches(1, inputs, inputs)?.sequence();
             let fed = tokens[..inputs].to_vec();
-            let x = self.trunk().feed(fed, &mut [&mut cache], &[inputs], &mut trunk::nothing)?;
+            let x = self.stack().feed(fed, &mut [&mut cache], &[inputs], &mut decoder_stack::nothing)?;
             sampler_log_probs(self, &x, targets, temperature)
         };
         sequences.iter().map(one).collect()
@@ -134,7 +134,7 @@ impl PolicyView<'_> {
                 .map(|(cache, _)| cache)
                 .collect();
             let counts = vec![1; indices.len()];
-            let x = self.trunk().feed(tokens, &mut batch, &counts, &mut trunk::nothing)?;
+            let x = self.stack().feed(tokens, &mut batch, &counts, &mut decoder_stack::nothing)?;
             let found = sampler_log_probs(self, &x, &targets, temperature)?;
             fed(indices.len());
             indices.iter().zip(found).for_each(|(&i, log_prob)| log_probs[i].push(log_prob));
@@ -145,26 +145,26 @@ impl PolicyView<'_> {
     /// Room for so many sequences.
     fn caches(&self, sequences: usize, tokens: usize, fed_tokens_max: usize) -> Result<Caches> {
         let room = CacheRoom { sequences, tokens, fed_tokens_max };
-        Caches::new(&self.model.config, &self.weights.device()?, room)
+        Caches::new(&self.model.config, self.weights.device(), room)
     }
 }
 
 /// Hidden states after the last layer of whole sequences: the training forward's ops in its order.
-fn packed(policy: &PolicyView, batch: &MicroBatch, keep: trunk::Keep) -> Result<Tensor> {
+fn packed(policy: &PolicyView, batch: &MicroBatch, keep: decoder_stack::Keep) -> Result<Tensor> {
     let attend = &mut PackedAttention { sequence_rows: batch.sequence_rows.clone() };
     let rotation = policy.model.rotation(batch.positions.clone());
-    policy.trunk().walk(&batch.tokens, &mut Rows { rotation, attend, replay: None }, keep)
+    policy.stack().forward(&batch.tokens, &mut Rows { rotation, attend, replay: None }, keep)
 }
 
 /// Log-probabilities as the sampler takes them, of `targets` after the rows of `x [R, H]`.
 fn sampler_log_probs(policy: &PolicyView, x: &Tensor, targets: &[u32], temperature: f64) -> Result<Vec<f32>> {
-    let (trunk, sampling) = (policy.trunk(), Sampling::whole(temperature));
+    let (stack, sampling) = (policy.stack(), Sampling::whole(temperature));
     let rows_max = logits_rows_max(policy.model.config.vocab_size);
     let mut log_probs = Vec::with_capacity(targets.len());
     for (chunk, targets) in targets.chunks(rows_max).enumerate() {
         let first = (chunk * rows_max) as u32;
         let rows = Arc::new((first..first + targets.len() as u32).collect());
-        let logits = trunk.logits(&trunk.normed(x, &rows)?, &sampling)?;
+        let logits = stack.logits(&stack.normed(x, &rows)?, &sampling)?;
         let asked: Vec<(usize, u32)> = targets.iter().copied().enumerate().collect();
         log_probs.extend(logits.log_probs(&sampling, &asked)?);
     }

@@ -10,7 +10,7 @@ use super::observed::{Observed, ObservedBatch};
 use crate::model::forward::{ForwardOptions, Model};
 use crate::model::names::parameter_count;
 use crate::model::policy_view::PolicyView;
-use crate::model::weights::WeightSource;
+use crate::model::weights::Weights;
 use anyhow::{Context, Result};
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -87,7 +87,7 @@ impl Candidate {
 /// A forward up to the head, from which any head's log-probs follow.
 struct Walk {
     model: Model,
-    weights: Arc<dyn WeightSource>,
+    weights: Arc<Weights>,
     forward: ForwardOptions,
     /// As fed.
     batches: Vec<ObservedBatch>,
@@ -183,7 +183,7 @@ impl<'a> Search<'a> {
     /// Experts that a token goes through; 0 in a model without.
     pub fn experts_chosen(&self) -> usize {
         let config = &self.reference.model.config;
-        if config.family.has_experts() { config.num_experts_per_tok } else { 0 }
+        if config.family.has_experts { config.num_experts_per_tok } else { 0 }
     }
 
     /// The model's log-probs under `causes`, with the routers' scores.
@@ -281,7 +281,7 @@ impl<'a> Search<'a> {
                 let log_probs = walk.log_probs(&variant)?;
                 Ok(Candidate::of(&observed.log_probs, causes, log_probs, walk.has_value.clone()))
             };
-            match variant.trunk() == start.trunk() {
+            match variant.stack() == start.stack() {
                 true => of(base),
                 false => of(&self.reference.walk(&variant, observed).with_context(|| cause.words())?),
             }

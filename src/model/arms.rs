@@ -13,9 +13,9 @@ table! {
         pub second_forward_old_logprobs: bool = false,
         /// Standard deviation of the noise on router logits in rollout and training, drawn anew by each pass.
         pub router_noise: f64 = 0.0 => from(0.0).to(100.0),
-        /// The same noise in rollout only.
+        /// That noise in rollout only.
         pub router_noise_rollout: f64 = 0.0 => from(0.0).to(100.0),
-        /// The same noise in training only.
+        /// That noise in training only.
         pub router_noise_train: f64 = 0.0 => from(0.0).to(100.0),
         /// Sample in bf16: every weight, the residual stream and what the norms give rounded to 8 significant bits.
         pub rollout_bf16: bool = false,

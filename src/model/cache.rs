@@ -35,7 +35,7 @@ impl Caches {
     }
 }
 
-/// What caches on a GPU must hold at the same time.
+/// Room that caches on a GPU need at one time.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CacheRoom {
     /// Sequences, where those of a group share the pages of their prompt.
@@ -61,7 +61,7 @@ impl CacheRoom {
         self.sequences * (held + 1) + self.fed_tokens_max.div_ceil(PAGE)
     }
 
-    /// What they take on a GPU, bytes.
+    /// Bytes that they take on a GPU.
     pub fn device_bytes(&self, config: &Config) -> u64 {
         let page = (2 * config.num_key_value_heads * config.head_dim * PAGE * size_of::<half::bf16>()) as u64;
         config.layer_types.iter().map(|layer| self.pages(config, layer) as u64 * page).sum()
@@ -81,7 +81,7 @@ impl SequenceCache {
         Self { layers: vec![layer; config.num_hidden_layers] }
     }
 
-    /// What the cache of a sequence of `tokens` tokens takes on the host, bytes; sliding layers forget what no query sees.
+    /// Bytes that the cache of a sequence of `tokens` tokens takes on the host; sliding layers forget what no query sees.
     pub fn bytes(config: &Config, tokens: usize) -> u64 {
         let position = 2 * config.num_key_value_heads * config.head_dim * size_of::<f32>();
         let held = |layer: &LayerType| match layer {

@@ -1,6 +1,6 @@
 //! The architecture. How `config.json` tells it is the business of `config_json`.
 
-use super::family::Family;
+use super::families::Family;
 use super::names::parameter_count;
 use super::settings::{Contradiction, Sizes, Yarn, architecture_limits};
 use crate::bad_input;
@@ -45,7 +45,7 @@ impl LayerType {
 }
 
 /// Rotary position embedding over the whole head, half-split.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Default)]
 pub struct Rope {
     pub theta: f64,
     /// `None`: plain RoPE.
@@ -182,7 +182,7 @@ impl Config {
             ("rope_theta", self.rope.theta),
             ("rms_norm_eps", self.rms_norm_eps),
         ];
-        if self.family.has_experts() {
+        if self.family.has_experts {
             numbers.extend([
                 ("num_local_experts", self.num_local_experts as f64),
                 ("num_experts_per_tok", self.num_experts_per_tok as f64),

@@ -2,10 +2,10 @@
 //!
 //! Two dialects are read: the released one (`rope_theta` with `rope_scaling`, `torch_dtype`,
 //! `experts_per_token`) and the newer one (`rope_parameters`, `dtype`, `num_experts_per_tok`). Where a
-//! file speaks both, they must agree. What is written loads under both. Keys that only one family has are read for it alone.
+//! file speaks both, they must agree. What is written loads under both. Keys of one family alone are its own file's.
 
 use super::config::{Config, Form, LayerType, Rope, SIZE_MAX, SWIGLU_ALPHA};
-use super::family::Family;
+use super::families::Family;
 use super::settings::Yarn;
 use crate::bad_input;
 use crate::settings::Choice;
@@ -16,36 +16,10 @@ impl Config {
     /// Reads a parsed `config.json`. The error lists every mistake by key.
     pub fn from_json(value: &Value) -> Result<Self> {
         let Value::Object(map) = value else { return Err(bad_input!("not a JSON object")) };
-        let mut keys = Keys { map, mistakes: Vec::new() };
+        let mut keys = Keys { map, family: Family::default(), mistakes: Vec::new() };
         // First, and alone: what else must be there depends on it.
-        let family = keys.family()?;
-        let config = Self {
-            family,
-            vocab_size: keys.size("vocab_size"),
-            hidden_size: keys.size("hidden_size"),
-            num_hidden_layers: keys.size("num_hidden_layers"),
-            num_attention_heads: keys.size("num_attention_heads"),
-            num_key_value_heads: keys.size("num_key_value_heads"),
-            head_dim: keys.head_dim(family),
-            intermediate_size: keys.size("intermediate_size"),
-            num_local_experts: if family.has_experts() { keys.size("num_local_experts") } else { 0 },
-            num_experts_per_tok: if family.has_experts() {
-                keys.size_of_either("num_experts_per_tok", "experts_per_token")
-            } else {
-                0
-            },
-            sliding_window: keys.sliding_window(family),
-            layer_types: keys.layer_types(family),
-            rope: keys.rope(family),
-            rms_norm_eps: keys.number("rms_norm_eps"),
-            swiglu_limit: if family.has_experts() { keys.number("swiglu_limit") } else { 0.0 },
-            tie_word_embeddings: keys.tie_word_embeddings(family),
-            max_position_embeddings: keys.count("max_position_embeddings", u64::from(u32::MAX)),
-            bos_token_id: keys.token_ids("bos_token_id").first().copied(),
-            eos_token_ids: keys.token_ids("eos_token_id"),
-            pad_token_id: keys.token_ids("pad_token_id").first().copied(),
-        };
-        keys.check_fixed(family);
+        keys.family = keys.family()?;
+        let config = (keys.family.read)(&mut keys);
         let mut mistakes = keys.mistakes;
         if mistakes.is_empty() {
             mistakes = config.mistakes();
@@ -56,8 +30,6 @@ impl Config {
     /// The content of `config.json` for weights saved in `form`, for readers of either dialect.
     pub fn to_json(&self, form: Form) -> Value {
         let rope_scaling = match &self.rope.yarn {
-            // Newer readers take an absent or null entry for YaRN in GPT-OSS, so plain RoPE is said aloud there.
-            None if self.family == Family::GptOss => json!({ "rope_type": "default" }),
             None => Value::Null,
             Some(yarn) => json!({
                 "rope_type": "yarn",
@@ -73,24 +45,8 @@ impl Config {
             [one] => json!(one),
             several => json!(several),
         };
-        let own = match self.family {
-            Family::GptOss => json!({
-                "num_local_experts": self.num_local_experts,
-                "num_experts_per_tok": self.num_experts_per_tok,
-                "experts_per_token": self.num_experts_per_tok,
-                "sliding_window": self.sliding_window,
-                "layer_types": self.layer_types.iter().map(|t| t.name()).collect::<Vec<_>>(),
-                "swiglu_limit": self.swiglu_limit,
-                "attention_bias": true,
-            }),
-            Family::Qwen2 => json!({
-                "sliding_window": Value::Null,
-                "use_sliding_window": false,
-                "max_window_layers": self.num_hidden_layers,
-            }),
-        };
         let mut json = json!({
-            "architectures": [self.family.architecture()],
+            "architectures": [self.family.architecture],
             "model_type": self.family.name(),
             "torch_dtype": if form == Form::F32 { "float32" } else { "bfloat16" },
             "vocab_size": self.vocab_size,
@@ -112,7 +68,7 @@ impl Config {
             "eos_token_id": eos,
             "pad_token_id": self.pad_token_id,
         });
-        if let (Value::Object(json), Value::Object(own)) = (&mut json, own) {
+        if let (Value::Object(json), Value::Object(own)) = (&mut json, (self.family.own_keys)(self)) {
             json.extend(own);
         }
         if form == Form::Mxfp4 {
@@ -128,8 +84,9 @@ impl Config {
 }
 
 /// The keys of one JSON object, read one by one; what is wrong with them gathers in `mistakes`.
-struct Keys<'a> {
+pub(super) struct Keys<'a> {
     map: &'a Map<String, Value>,
+    family: Family,
     mistakes: Vec<String>,
 }
 
@@ -147,6 +104,40 @@ impl<'a> Keys<'a> {
         family.ok_or_else(|| bad_input!("model_type = {value} is not supported; {}", Family::known()))
     }
 
+    /// Notes a mistake; the value that it leaves is never used.
+    pub(super) fn mistake<T: Default>(&mut self, mistake: &str) -> T {
+        self.mistakes.push(mistake.to_owned());
+        T::default()
+    }
+
+    /// The keys that every family has. Other fields are 0 or absent: the family reads them.
+    pub(super) fn common(&mut self) -> Config {
+        let config = Config {
+            family: self.family,
+            vocab_size: self.size("vocab_size"),
+            hidden_size: self.size("hidden_size"),
+            num_hidden_layers: self.size("num_hidden_layers"),
+            num_attention_heads: self.size("num_attention_heads"),
+            num_key_value_heads: self.size("num_key_value_heads"),
+            head_dim: 0,
+            intermediate_size: self.size("intermediate_size"),
+            num_local_experts: 0,
+            num_experts_per_tok: 0,
+            sliding_window: 0,
+            layer_types: self.layer_types(),
+            rope: Rope::default(),
+            rms_norm_eps: self.number("rms_norm_eps"),
+            swiglu_limit: 0.0,
+            tie_word_embeddings: self.tie_word_embeddings(),
+            max_position_embeddings: self.count("max_position_embeddings", u64::from(u32::MAX)),
+            bos_token_id: self.token_ids("bos_token_id").first().copied(),
+            eos_token_ids: self.token_ids("eos_token_id"),
+            pad_token_id: self.token_ids("pad_token_id").first().copied(),
+        };
+        self.check_fixed();
+        config
+    }
+
     /// A whole number in 1..=`max`; 0, with a mistake noted, where there is none.
     fn count(&mut self, key: &str, max: u64) -> usize {
         match self.value(key) {
@@ -159,12 +150,12 @@ impl<'a> Keys<'a> {
         0
     }
 
-    fn size(&mut self, key: &str) -> usize {
+    pub(super) fn size(&mut self, key: &str) -> usize {
         self.count(key, SIZE_MAX)
     }
 
     /// One size under two names; both may be there if they agree.
-    fn size_of_either(&mut self, newer: &str, released: &str) -> usize {
+    pub(super) fn size_of_either(&mut self, newer: &str, released: &str) -> usize {
         if self.value(newer).is_none() && self.value(released).is_some() {
             return self.size(released);
         }
@@ -176,7 +167,7 @@ impl<'a> Keys<'a> {
     }
 
     /// A finite number; 0, with a mistake noted, where there is none.
-    fn number(&mut self, key: &str) -> f64 {
+    pub(super) fn number(&mut self, key: &str) -> f64 {
         match self.value(key) {
             None => self.mistakes.push(format!("key `{key}` is missing")),
             Some(value) => match value.as_f64() {
@@ -198,11 +189,11 @@ impl<'a> Keys<'a> {
         })
     }
 
-    /// Qwen2 may leave it out.
-    fn head_dim(&mut self, family: Family) -> usize {
+    /// `head_dim`, or each head's share of the hidden size where the key is absent.
+    pub(super) fn head_dim_or_share(&mut self) -> usize {
         let size = |key| self.value(key).and_then(Value::as_u64).filter(|&n| n > 0);
         match (size("hidden_size"), size("num_attention_heads")) {
-            (Some(hidden), Some(heads)) if family == Family::Qwen2 && self.value("head_dim").is_none() => {
+            (Some(hidden), Some(heads)) if self.value("head_dim").is_none() => {
                 if hidden % heads != 0 {
                     self.mistakes.push(format!(
                         "head_dim is absent, and hidden_size = {hidden} is no multiple of num_attention_heads = {heads}"
@@ -215,7 +206,7 @@ impl<'a> Keys<'a> {
     }
 
     /// True or false; `default` where the key is absent.
-    fn flag(&mut self, key: &str, default: bool) -> bool {
+    pub(super) fn flag(&mut self, key: &str, default: bool) -> bool {
         let Some(value) = self.value(key) else { return default };
         value.as_bool().unwrap_or_else(|| {
             self.mistakes.push(format!("{key} = {value} must be true or false"));
@@ -223,43 +214,26 @@ impl<'a> Keys<'a> {
         })
     }
 
-    fn tie_word_embeddings(&mut self, family: Family) -> bool {
+    fn tie_word_embeddings(&mut self) -> bool {
         let tied = self.flag("tie_word_embeddings", false);
-        if tied && family == Family::GptOss {
+        if tied && !self.family.may_tie_embeddings {
             self.mistakes.push("tie_word_embeddings = true is not supported; it must be false".into());
         }
         tied
     }
 
-    /// Qwen2 says a window's width whether or not there is one.
-    fn sliding_window(&mut self, family: Family) -> usize {
-        match family {
-            Family::GptOss => self.size("sliding_window"),
-            Family::Qwen2 => {
-                if self.flag("use_sliding_window", false) {
-                    self.mistakes.push(
-                        "use_sliding_window = true is not built: every layer of this family attends to all before it; \
-                         take a model without windows"
-                            .into(),
-                    );
-                }
-                0
-            }
-        }
-    }
-
-    fn layer_types(&mut self, family: Family) -> Vec<LayerType> {
-        let types = self.listed_layer_types(family);
-        if family == Family::Qwen2 && types.contains(&LayerType::Sliding) {
+    fn layer_types(&mut self) -> Vec<LayerType> {
+        let types = self.listed_layer_types();
+        if !self.family.has_windows && types.contains(&LayerType::Sliding) {
             self.mistakes
                 .push("layer_types has \"sliding_attention\", which is not built for this family".into());
         }
         types
     }
 
-    fn listed_layer_types(&mut self, family: Family) -> Vec<LayerType> {
+    fn listed_layer_types(&mut self) -> Vec<LayerType> {
         let layers = self.value("num_hidden_layers").and_then(Value::as_u64).unwrap_or(0).min(SIZE_MAX);
-        let usual = family.layer_types(layers as usize);
+        let usual = (self.family.layer_types)(layers as usize);
         let Some(value) = self.value("layer_types") else { return usual };
         let types = value.as_array().and_then(|names| {
             names.iter().map(|name| LayerType::from_name(name.as_str()?)).collect::<Option<Vec<_>>>()
@@ -272,8 +246,8 @@ impl<'a> Keys<'a> {
         })
     }
 
-    /// Both dialects of RoPE; where the file has both, they must agree.
-    fn rope(&mut self, family: Family) -> Rope {
+    /// Both dialects of RoPE, if either is there; where the file has both, they must agree.
+    pub(super) fn rope(&mut self) -> Option<Rope> {
         let outer_theta = self.value("rope_theta").is_some().then(|| self.number("rope_theta"));
         let mut found: Option<Rope> = None;
         for key in ["rope_parameters", "rope_scaling"] {
@@ -290,22 +264,11 @@ impl<'a> Keys<'a> {
             }
             found = Some(rope);
         }
-        if let (None, Family::Qwen2) = (&found, family) {
-            let theta = outer_theta.unwrap_or_else(|| self.number("rope_theta"));
-            return Rope { theta, yarn: None };
-        }
-        found.unwrap_or_else(|| {
-            self.mistakes.push(
-                "neither rope_scaling nor rope_parameters is there, which some readers take for plain RoPE and \
-                 others for YaRN; say which: \"rope_scaling\": {\"rope_type\": \"default\"} is plain"
-                    .into(),
-            );
-            Rope { theta: 1.0, yarn: None }
-        })
+        found
     }
 
     fn rope_table(&mut self, key: &str, map: &Map<String, Value>, outer_theta: Option<f64>) -> Rope {
-        let mut inner = Keys { map, mistakes: Vec::new() };
+        let mut inner = Keys { map, family: self.family, mistakes: Vec::new() };
         let theta = match (inner.value("rope_theta").is_some(), outer_theta) {
             (false, Some(theta)) => theta,
             (_, outer) => {
@@ -373,28 +336,26 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// Keys that the architecture fixes: absent, or at the one value that is implemented.
-    fn check_fixed(&mut self, family: Family) {
-        let own = match family {
-            Family::GptOss => ("attention_bias", json!(true)),
-            Family::Qwen2 => ("use_mrope", json!(false)),
-        };
-        let fixed = [("hidden_act", json!("silu")), own];
-        for (key, wanted) in fixed {
-            if let Some(value) = self.value(key).filter(|v| **v != wanted) {
-                self.mistakes.push(format!("{key} = {value} is not supported; it must be {wanted}"));
-            }
+    /// A key that the architecture fixes: absent, or at the one value that is implemented.
+    pub(super) fn fixed(&mut self, key: &str, wanted: &Value) {
+        if let Some(value) = self.value(key).filter(|v| *v != wanted) {
+            self.mistakes.push(format!("{key} = {value} is not supported; it must be {wanted}"));
         }
+    }
+
+    /// The keys that every architecture here fixes.
+    fn check_fixed(&mut self) {
+        let has_experts = self.family.has_experts;
+        self.fixed("hidden_act", &json!("silu"));
         for (key, wanted) in [("swiglu_alpha", SWIGLU_ALPHA), ("attention_dropout", 0.0)] {
             if let Some(value) = self.value(key).filter(|v| v.as_f64() != Some(wanted)) {
                 self.mistakes.push(format!("{key} = {value} is not supported; it must be {wanted}"));
             }
         }
         let method = self.value("quantization_config").and_then(|q| q.get("quant_method"));
-        let known = |method: &Value| family.has_experts() && *method == json!("mxfp4");
+        let known = |method: &Value| has_experts && *method == json!("mxfp4");
         if let Some(method) = method.filter(|m| !known(m)) {
-            let instead =
-                if family.has_experts() { "\"mxfp4\" is, or bf16 weights" } else { "bf16 weights are" };
+            let instead = if has_experts { "\"mxfp4\" is, or bf16 weights" } else { "bf16 weights are" };
             self.mistakes
                 .push(format!("quantization_config.quant_method = {method} is not supported; {instead}"));
         }

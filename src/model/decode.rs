@@ -1,12 +1,12 @@
 //! Decode on a GPU whose launches are recorded: the host gives the GPU one graph a step instead of every kernel.
 //!
-//! The walk is [`Trunk::layers`] as ever. What a step changes is copied to the GPU before it, so a recording is good for every later
+//! The pass is [`DecoderStack::layers`] as ever. What a step changes is copied to the GPU before it, so a recording is good for every later
 //! step of its shape; the bits are the same. A shape is recorded when it comes for the second time.
 
 use super::attend::Attend;
 use super::cache::SequenceCache;
+use super::decoder_stack::{DecoderStack, nothing};
 use super::forward::Rows;
-use super::trunk::{Trunk, nothing};
 use crate::ops::cuda::{DecodeBatch, DecodeStep, Recorded, overwrite, upload};
 use crate::ops::rope::Rotation;
 use crate::ops::sink_attention::Attention;
@@ -30,20 +30,20 @@ pub struct Decoder {
 /// Steps of one shape.
 struct Batch {
     launches: DecodeBatch,
-    /// What enters the first layer, `[T, H]`.
+    /// The first layer's input, `[T, H]`.
     x: Tensor,
     /// `[T]`.
     positions: Tensor,
-    /// What the last layer gives, `[T, H]`.
+    /// The last layer's output, `[T, H]`.
     hidden: Tensor,
     recorded: Option<Recorded>,
 }
 
 impl Decoder {
-    /// For `trunk`, if its decode can be recorded: on a GPU, with weights that stay where they are.
-    pub fn new(trunk: &Trunk) -> Option<Self> {
-        let device = trunk.weights.device().ok()?;
-        let can = device.is_cuda() && trunk.weights.is_resident();
+    /// For `stack`, if its decode can be recorded: on a GPU, with weights that stay where they are.
+    pub fn new(stack: &DecoderStack) -> Option<Self> {
+        let device = stack.weights.device().clone();
+        let can = device.is_cuda() && stack.weights.are_resident();
         can.then_some(Self { device, batches: vec![], records: true, replayed: 0 })
     }
 
@@ -53,20 +53,20 @@ impl Decoder {
         self.replayed
     }
 
-    /// [`Trunk::feed`] of one token for each of `caches`: hidden states `[T, H]`, which stay until the next step.
+    /// [`DecoderStack::feed`] of one token for each of `caches`: hidden states `[T, H]`, which stay until the next step.
     ///
     /// # Errors
     /// As there.
     pub fn feed(
         &mut self,
-        trunk: &Trunk,
+        stack: &DecoderStack,
         tokens: Vec<u32>,
         caches: &mut [&mut SequenceCache],
     ) -> Result<Tensor> {
-        let rotation = trunk.model.rotation(caches.iter().map(|cache| cache.len() as u32).collect());
-        rotation.check(tokens.len(), trunk.model.config.head_dim)?;
-        let x = trunk.embed(&Arc::new(tokens))?;
-        let step = step(trunk, caches)?;
+        let rotation = stack.model.rotation(caches.iter().map(|cache| cache.len() as u32).collect());
+        rotation.check(tokens.len(), stack.model.config.head_dim)?;
+        let x = stack.embed(&Arc::new(tokens))?;
+        let step = step(stack, caches)?;
         let known = self.batches.iter().position(|batch| batch.launches.fits(&step));
         let is_new = known.is_none();
         let mut batch = match known {
@@ -78,7 +78,7 @@ impl Decoder {
         upload(&batch.positions, &rotation.positions)?;
         let rotation = rotation.uploaded_as(&batch.positions)?;
         if batch.recorded.is_none() && !is_new && self.records {
-            match batch.record(&self.device, trunk, rotation.clone()) {
+            match batch.record(&self.device, stack, rotation.clone()) {
                 Ok(recorded) => batch.recorded = Some(recorded),
                 Err(error) => {
                     self.records = false;
@@ -94,7 +94,7 @@ impl Decoder {
                 recorded.launch()?;
                 self.replayed += 1;
             }
-            None => batch.walk(trunk, rotation)?,
+            None => batch.forward(stack, rotation)?,
         }
         let hidden = batch.hidden.clone();
         self.batches.push(batch);
@@ -106,11 +106,11 @@ impl Decoder {
 }
 
 /// Room for a token in every layer of `caches`, and what attention must know.
-fn step(trunk: &Trunk, caches: &mut [&mut SequenceCache]) -> Result<DecodeStep> {
+fn step(stack: &DecoderStack, caches: &mut [&mut SequenceCache]) -> Result<DecodeStep> {
     let mut step = DecodeStep::default();
-    for index in 0..trunk.model.config.num_hidden_layers {
-        let layer = trunk.weights.layer(index)?;
-        let attention = trunk.model.attention_of(index, &layer.attention, &trunk.forward);
+    for index in 0..stack.model.config.num_hidden_layers {
+        let layer = stack.weights.layer(index, None)?;
+        let attention = layer.attention().shape(stack.model, index, &stack.forward);
         let layers = caches.iter_mut().map(|cache| cache.layer(index));
         let mut pages =
             layers.map(|layer| layer.pages_mut().context("a cache elsewhere")).collect::<Result<Vec<_>>>()?;
@@ -134,15 +134,15 @@ impl Batch {
         })
     }
 
-    fn walk(&self, trunk: &Trunk, rotation: Rotation) -> Result<()> {
+    fn forward(&self, stack: &DecoderStack, rotation: Rotation) -> Result<()> {
         let attend = &mut LoadedAttention(&self.launches);
         let rows = &mut Rows { rotation, attend, replay: None };
-        Ok(overwrite(&self.hidden, &trunk.layers(self.x.clone(), rows, &mut nothing)?)?)
+        Ok(overwrite(&self.hidden, &stack.layers(self.x.clone(), rows, &mut nothing)?)?)
     }
 
-    fn record(&self, device: &Device, trunk: &Trunk, rotation: Rotation) -> Result<Recorded> {
-        let walk = || self.walk(trunk, rotation).map_err(candle_core::Error::wrap);
-        Ok(Recorded::of(device, walk)?)
+    fn record(&self, device: &Device, stack: &DecoderStack, rotation: Rotation) -> Result<Recorded> {
+        let forward = || self.forward(stack, rotation).map_err(candle_core::Error::wrap);
+        Ok(Recorded::of(device, forward)?)
     }
 }
 

@@ -35,7 +35,7 @@ impl ExpertRanks {
         Self { mesh, experts, width }
     }
 
-    /// The ranks that must make every walk together.
+    /// The ranks that must make every pass together.
     pub fn mesh(&self) -> &Arc<Mesh> {
         &self.mesh
     }

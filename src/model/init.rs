@@ -1,8 +1,8 @@
 //! Random initialisation: a function of the config, the settings and the seed, on every machine.
 
 use super::config::Config;
-use super::held::Loaded;
 use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
+use super::storage::Stored;
 use crate::random::{Purpose, stream};
 use crate::settings::{above, from, table};
 use anyhow::Result;
@@ -50,21 +50,23 @@ pub fn init(config: &Config, settings: &InitSettings, seed: u64) -> Result<Vec<(
     Ok(specs.into_par_iter().map(draw).collect())
 }
 
-/// A critic's tensors in [`value_model_specs`] order: the trunk that `trunk` finds by name, and a fresh value head,
+/// A critic's tensors in [`value_model_specs`] order: the decoder stack, which `stack` finds by name, and a fresh value head,
 /// its weight normal with standard deviation 1 / (H + 1), so that first values are near 0, and its bias 0.
 pub fn value_model(
     config: &Config,
     seed: u64,
-    trunk: impl Fn(&ParameterSpec) -> Result<Loaded>,
-) -> impl Iterator<Item = Result<(ParameterSpec, Loaded)>> {
+    stack: impl Fn(&ParameterSpec) -> Result<Stored>,
+) -> impl Iterator<Item = Result<(ParameterSpec, Stored)>> {
     // The first index that no tensor of the policy draws from.
     let place = parameter_specs(config).len() as u64;
     let hidden = config.hidden_size;
     value_model_specs(config).into_iter().map(move |spec| {
         let values = match spec.name.as_str() {
-            "score.weight" => Loaded::Values(normals(seed, place, 1.0 / (hidden + 1) as f64, hidden)),
-            "score.bias" => Loaded::Values(vec![0.0]),
-            _ => trunk(&spec)?,
+            "score.weight" => {
+                Stored::variable(&spec, normals(seed, place, 1.0 / (hidden + 1) as f64, hidden))?
+            }
+            "score.bias" => Stored::variable(&spec, vec![0.0])?,
+            _ => stack(&spec)?,
         };
         Ok((spec, values))
     })

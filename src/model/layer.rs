@@ -1,238 +1,261 @@
-//! One layer's tensors by what they do. A projection multiplies; whether it is dense, packed or adapted is its own business.
+//! Layers: the trait that every family's layer implements, and the parts of which families make them.
 
+use super::config::LayerType;
 use super::expert_ranks::ExpertRanks;
-use crate::ops::head_matrix::HeadMatrix;
-use crate::ops::logits::{Logits, Sampling};
-use crate::ops::packed::{PackedMatrix, packed_grouped_linear, packed_linear};
-use crate::ops::product::Precision;
-use crate::ops::{self, Dispatch, Parameter};
-use anyhow::{Context, Result, bail};
-use candle_core::Tensor;
+use super::forward::{ForwardOptions, Model, Rows};
+use super::matrix::{LayerTensors, Matrix};
+use crate::ops::graph::add;
+use crate::ops::{self, Dispatch, Parameter, sink_attention};
+use anyhow::Result;
+use candle_core::{DType, Tensor};
 use std::sync::Arc;
 
-/// A matrix that the forward multiplies by.
+/// One layer of a decoder: the same code for rollout and training, whatever is in the batch.
+pub trait Layer: Send + Sync {
+    /// The layer on `x [T, H]`.
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    fn forward(&self, x: &Tensor, pass: &mut LayerPass) -> Result<LayerOutput>;
+
+    /// Its attention.
+    fn attention(&self) -> &Attention;
+
+    /// Its experts, where it has any.
+    fn experts(&self) -> Option<&Experts> {
+        None
+    }
+
+    /// Returns the layer without gradients.
+    fn without_gradient(&self) -> Arc<dyn Layer>;
+}
+
+/// The layer that a pass is at.
+pub struct LayerPass<'a, 'b> {
+    pub model: &'a Model,
+    pub index: usize,
+    pub options: &'a ForwardOptions,
+    pub rows: &'a mut Rows<'b>,
+}
+
+impl LayerPass<'_, '_> {
+    /// The norm of rows `x [T, H]`.
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    pub fn norm(&self, x: &Tensor, weight: &Parameter) -> Result<Tensor> {
+        self.options.round(self.model.norm(x, weight)?)
+    }
+
+    /// The residual stream `x [T, H]` with what a part of the layer adds to it.
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    pub fn add(&self, x: &Tensor, mixed: &Tensor) -> Result<Tensor> {
+        self.options.round(add(x, mixed)?)
+    }
+}
+
+/// A layer's output.
+pub struct LayerOutput {
+    /// `[T, H]`.
+    pub hidden: Tensor,
+    /// Present where the layer has experts.
+    pub routing: Option<Routing>,
+}
+
+impl LayerOutput {
+    /// The chosen experts, u32 `[T, K]`, where the layer has experts.
+    pub fn routes(&self) -> Option<Tensor> {
+        self.routing.as_ref().map(|routing| routing.routes.clone())
+    }
+}
+
+/// A router's decision.
+pub struct Routing {
+    /// The chosen experts, u32 `[T, K]`.
+    pub routes: Tensor,
+    /// The rows of each expert.
+    pub plan: Dispatch,
+    /// `[T, E]`.
+    pub router_logits: Tensor,
+}
+
+/// Grouped-query attention with rotary embedding.
 #[derive(Clone)]
-pub enum Projection {
-    /// `[in, out]` and a bias `[out]`, or one of each an expert: `[E, in, out]` and `[E, out]`.
-    Dense { weight: Parameter, bias: Option<Parameter> },
-    /// The same shapes, packed: the products' bits are those of the decoded matrix.
-    Packed { weight: Arc<PackedMatrix>, bias: Option<Parameter> },
-    /// Any of them with an adapter beside it; the two are never merged.
-    Adapted { base: Box<Projection>, adapter: Adapter },
-}
-
-/// The two factors of a matrix's low-rank correction: `scale · A · B`.
-#[derive(Clone)]
-pub struct Adapter {
-    /// `[in, r]`, or `[E, in, r]`.
-    pub a: Parameter,
-    /// `[r, out]`, or `[E, r, out]`.
-    pub b: Parameter,
-    pub scale: f32,
-}
-
-impl Adapter {
-    /// `y` with the correction of what gave it from `x` added.
-    fn add_to(&self, y: &Tensor, x: &Tensor, plan: Option<&Dispatch>) -> Result<Tensor> {
-        Ok(ops::add_low_rank(y, x, [&self.a, &self.b], self.scale, plan)?)
-    }
-}
-
-impl Projection {
-    /// Multiplies so on a CPU, where it is dense.
-    fn multiply_in(&mut self, precision: Precision) {
-        match self {
-            Projection::Dense { weight, .. } => *weight = weight.clone().multiplying(precision),
-            Projection::Packed { .. } => {}
-            Projection::Adapted { base, .. } => base.multiply_in(precision),
-        }
-    }
-
-    /// The same, multiplying so on a CPU, where it is dense.
-    pub fn multiplying(mut self, precision: Precision) -> Self {
-        self.multiply_in(precision);
-        self
-    }
-
-    /// The same, not learning.
-    pub fn without_gradient(&self) -> Self {
-        match self {
-            Projection::Dense { weight, bias } => Projection::Dense {
-                weight: weight.without_gradient(),
-                bias: bias.as_ref().map(Parameter::without_gradient),
-            },
-            Projection::Packed { weight, bias } => Projection::Packed {
-                weight: weight.clone(),
-                bias: bias.as_ref().map(Parameter::without_gradient),
-            },
-            Projection::Adapted { base, adapter: Adapter { a, b, scale } } => Projection::Adapted {
-                base: Box::new(base.without_gradient()),
-                adapter: Adapter { a: a.without_gradient(), b: b.without_gradient(), scale: *scale },
-            },
-        }
-    }
-
-    /// `x [T, in]` → `[T, out]`.
-    ///
-    /// # Errors
-    /// When shapes disagree.
-    pub fn apply(&self, x: &Tensor) -> Result<Tensor> {
-        match self {
-            Projection::Dense { weight, bias } => Ok(ops::linear(x, weight, bias.as_ref())?),
-            Projection::Packed { weight, bias } => Ok(packed_linear(x, weight, bias.as_ref())?),
-            Projection::Adapted { base, adapter } => adapter.add_to(&base.apply(x)?, x, None),
-        }
-    }
-
-    /// The same with sums that stay f32 on every device, for what is decided by them.
-    ///
-    /// # Errors
-    /// When shapes disagree.
-    pub fn apply_f32(&self, x: &Tensor) -> Result<Tensor> {
-        match self {
-            Projection::Dense { weight, bias } => Ok(ops::linear_f32(x, weight, bias.as_ref())?),
-            Projection::Packed { weight, bias } => Ok(packed_linear(x, weight, bias.as_ref())?),
-            Projection::Adapted { base, adapter } => adapter.add_to(&base.apply_f32(x)?, x, None),
-        }
-    }
-
-    /// Each row by its expert's matrix: `x [T·K, in]`, sorted by `plan`, → `[T·K, out]`.
-    ///
-    /// # Errors
-    /// When shapes disagree.
-    pub fn apply_grouped(&self, x: &Tensor, plan: &Dispatch) -> Result<Tensor> {
-        match self {
-            Projection::Dense { weight, bias } => {
-                let bias = bias.as_ref().context("experts have biases")?;
-                Ok(ops::grouped_linear(x, weight, bias, plan)?)
-            }
-            Projection::Packed { weight, bias } => {
-                let bias = bias.as_ref().context("experts have biases")?;
-                Ok(packed_grouped_linear(x, weight, bias, plan)?)
-            }
-            Projection::Adapted { base, adapter } => {
-                adapter.add_to(&base.apply_grouped(x, plan)?, x, Some(plan))
-            }
-        }
-    }
-
-    /// As the language model's head: log-probabilities and entropies of `targets` after `h [R, H]`, `[2, R]`.
-    ///
-    /// # Errors
-    /// When shapes disagree.
-    pub fn log_prob_and_entropy(
-        &self,
-        h: &Tensor,
-        targets: &Arc<Vec<u32>>,
-        temperature: f64,
-    ) -> Result<Tensor> {
-        Ok(ops::log_prob_and_entropy(h, &self.head_matrix()?, targets, temperature)?)
-    }
-
-    /// As the language model's head: the logits of `h [R, H]`, as a sampler reads them.
-    ///
-    /// # Errors
-    /// When shapes disagree.
-    pub fn logits(&self, h: &Tensor, sampling: &Sampling) -> Result<Logits> {
-        Ok(ops::logits(h, &self.head_matrix()?, sampling)?)
-    }
-
-    /// The matrix alone: the language model's head has no bias.
-    fn head_matrix(&self) -> Result<HeadMatrix> {
-        Ok(match self {
-            Projection::Dense { weight, .. } => HeadMatrix::Plain(weight.clone()),
-            Projection::Packed { weight, .. } => HeadMatrix::Packed(weight.clone()),
-            Projection::Adapted { .. } => bail!("no adapter reaches the head"),
-        })
-    }
-}
-
-/// Attention's tensors.
-#[derive(Clone)]
-pub struct AttentionWeights {
-    pub q: Projection,
-    pub k: Projection,
-    pub v: Projection,
-    pub o: Projection,
+pub struct Attention {
+    pub q: Matrix,
+    pub k: Matrix,
+    pub v: Matrix,
+    pub o: Matrix,
     /// `[N]`; none in a family without sinks.
     pub sinks: Option<Parameter>,
 }
 
-/// The experts' tensors.
+impl Attention {
+    /// The op's description of attention in layer `index`.
+    pub fn shape(&self, model: &Model, index: usize, options: &ForwardOptions) -> sink_attention::Attention {
+        let c = &model.config;
+        sink_attention::Attention {
+            heads: c.num_attention_heads,
+            kv_heads: c.num_key_value_heads,
+            head_dim: c.head_dim,
+            window: (c.layer_types[index] == LayerType::Sliding).then_some(c.sliding_window),
+            sinks: options.sinks && self.sinks.is_some(),
+            sink_gradient: options.sink_gradient,
+        }
+    }
+
+    /// Attention of normed rows `h [T, H]`: `[T, H]`.
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    pub fn forward(&self, h: &Tensor, pass: &mut LayerPass) -> Result<Tensor> {
+        let shape = self.shape(pass.model, pass.index, pass.options);
+        let rotation = &pass.rows.rotation;
+        let q = ops::rope(&self.q.matmul(h)?, shape.heads, rotation)?;
+        let (k, v) = (self.k.matmul(h)?, self.v.matmul(h)?);
+        let kv = ops::rope_keys_with_values(&k, &v, shape.kv_heads, rotation)?;
+        let sinks = match &self.sinks {
+            Some(sinks) => sinks.tracked()?,
+            // The op does not look at them.
+            None => Tensor::zeros(shape.heads, DType::F32, q.device())?,
+        };
+        let mixed = pass.rows.attend.attend(pass.index, &q, &kv, &sinks, shape)?;
+        self.o.matmul(&mixed)
+    }
+
+    /// Returns the attention without gradients.
+    pub fn without_gradient(&self) -> Self {
+        Self {
+            q: self.q.without_gradient(),
+            k: self.k.without_gradient(),
+            v: self.v.without_gradient(),
+            o: self.o.without_gradient(),
+            sinks: self.sinks.as_ref().map(Parameter::without_gradient),
+        }
+    }
+}
+
+/// A router, and the SwiGLU MLP of each expert.
 #[derive(Clone)]
 pub struct Experts {
-    pub router: Projection,
+    pub router: Matrix,
     /// To `2I`, gate and up interleaved.
-    pub gate_up: Projection,
-    pub down: Projection,
+    pub gate_up: Matrix,
+    pub down: Matrix,
     /// Where rows travel to the rank that holds their expert: `gate_up` and `down` are then those of this rank's experts.
     pub ranks: Option<Arc<ExpertRanks>>,
 }
 
-/// The plain gated unit's tensors: `down(silu(gate(x)) · up(x))`.
-#[derive(Clone)]
-pub struct Gated {
-    pub gate: Projection,
-    pub up: Projection,
-    pub down: Projection,
-}
-
-/// What follows attention.
-#[derive(Clone)]
-pub enum FeedForward {
-    Experts(Experts),
-    Gated(Gated),
-}
-
-/// The tensors of one layer, in working layout.
-#[derive(Clone)]
-pub struct Layer {
-    pub input_norm: Parameter,
-    pub attention: AttentionWeights,
-    pub post_attention_norm: Parameter,
-    pub feed_forward: FeedForward,
-}
-
-impl Layer {
-    /// The same, whose dense products a CPU makes so. A router's stay f32.
-    pub fn multiplying(mut self, precision: Precision) -> Self {
-        let AttentionWeights { q, k, v, o, .. } = &mut self.attention;
-        let feed_forward = match &mut self.feed_forward {
-            FeedForward::Experts(Experts { gate_up, down, .. }) => vec![gate_up, down],
-            FeedForward::Gated(Gated { gate, up, down }) => vec![gate, up, down],
+impl Experts {
+    /// The experts' mix of normed rows `h [T, H]`: `[T, H]`, and what the router decided.
+    ///
+    /// # Errors
+    /// When shapes disagree, or a rank does not come in time.
+    pub fn forward(&self, h: &Tensor, pass: &LayerPass) -> Result<(Tensor, Routing)> {
+        let (config, options, rows) = (&pass.model.config, pass.options, &pass.rows);
+        let mut router_logits = self.router.matmul_f32(h)?;
+        if let Some(noise) = options.router_noise {
+            router_logits = ops::router_noise(&router_logits, noise, pass.index, &rows.rotation.positions)?;
+        }
+        let routes = match rows.replay.and_then(|layers| layers.get(pass.index)) {
+            Some(routes) => routes.clone(),
+            None => ops::route(&router_logits, config.num_experts_per_tok)?,
         };
-        [q, k, v, o].into_iter().chain(feed_forward).for_each(|projection| projection.multiply_in(precision));
-        self
+        let plan = Dispatch::new(&routes, config.num_local_experts)?;
+        let shares = match options.softmax_before_top_k {
+            true => shares_of_all(&router_logits, &routes)?,
+            false => ops::top_k_softmax(&router_logits, &routes)?,
+        };
+        let sorted = ops::dispatch(h, &plan)?;
+        let products = match &self.ranks {
+            None => self.products(&sorted, &plan, pass.model, options)?,
+            Some(ranks) => {
+                ranks.products(&sorted, &plan, &|x, plan| self.products(x, plan, pass.model, options))?
+            }
+        };
+        let mixed = ops::combine(&products, &shares, &plan)?;
+        Ok((mixed, Routing { routes, plan, router_logits }))
     }
 
-    /// The same, not learning.
+    /// The experts' outputs for rows `x [T·K, H]`, sorted by `plan`.
+    fn products(
+        &self,
+        x: &Tensor,
+        plan: &Dispatch,
+        model: &Model,
+        options: &ForwardOptions,
+    ) -> Result<Tensor> {
+        let gate_up = self.gate_up.grouped_matmul(x, plan)?;
+        let active = ops::swiglu(&gate_up, model.config.swiglu_limit, options.swiglu_alpha)?;
+        self.down.grouped_matmul(&active, plan)
+    }
+
+    /// This rank's part of a layer for which only other ranks have rows.
+    ///
+    /// # Errors
+    /// When a rank does not come in time.
+    pub fn answer(&self, model: &Model, options: &ForwardOptions) -> Result<()> {
+        match &self.ranks {
+            Some(ranks) => ranks.answer(&|x, plan| self.products(x, plan, model, options)),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns the experts without gradients.
     pub fn without_gradient(&self) -> Self {
-        let AttentionWeights { q, k, v, o, sinks } = &self.attention;
         Self {
-            input_norm: self.input_norm.without_gradient(),
-            attention: AttentionWeights {
-                q: q.without_gradient(),
-                k: k.without_gradient(),
-                v: v.without_gradient(),
-                o: o.without_gradient(),
-                sinks: sinks.as_ref().map(Parameter::without_gradient),
-            },
-            post_attention_norm: self.post_attention_norm.without_gradient(),
-            feed_forward: match &self.feed_forward {
-                FeedForward::Experts(Experts { router, gate_up, down, ranks }) => {
-                    FeedForward::Experts(Experts {
-                        router: router.without_gradient(),
-                        gate_up: gate_up.without_gradient(),
-                        down: down.without_gradient(),
-                        ranks: ranks.clone(),
-                    })
-                }
-                FeedForward::Gated(Gated { gate, up, down }) => FeedForward::Gated(Gated {
-                    gate: gate.without_gradient(),
-                    up: up.without_gradient(),
-                    down: down.without_gradient(),
-                }),
-            },
+            router: self.router.without_gradient(),
+            gate_up: self.gate_up.without_gradient(),
+            down: self.down.without_gradient(),
+            ranks: self.ranks.clone(),
+        }
+    }
+}
+
+/// The shares of `routes [T, K]` in a softmax over all of `logits [T, E]`.
+fn shares_of_all(logits: &Tensor, routes: &Tensor) -> Result<Tensor> {
+    let (tokens, experts) = logits.dims2()?;
+    let all = Tensor::arange(0, experts as u32, logits.device())?.broadcast_as((tokens, experts))?;
+    Ok(ops::top_k_softmax(logits, &all)?.gather(routes, 1)?)
+}
+
+/// A SwiGLU MLP: `down(silu(gate(x)) · up(x))`.
+#[derive(Clone)]
+pub struct SwigluMlp {
+    pub gate: Matrix,
+    pub up: Matrix,
+    pub down: Matrix,
+}
+
+impl SwigluMlp {
+    /// The matrices `mlp.gate_proj`, `mlp.up_proj` and `mlp.down_proj`, without biases.
+    ///
+    /// # Errors
+    /// When one is missing.
+    pub fn of(tensors: &LayerTensors) -> Result<Self> {
+        Ok(Self {
+            gate: tensors.linear_without_bias("mlp.gate_proj")?,
+            up: tensors.linear_without_bias("mlp.up_proj")?,
+            down: tensors.linear_without_bias("mlp.down_proj")?,
+        })
+    }
+
+    /// Of normed rows `h [T, H]`: `[T, H]`.
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    pub fn forward(&self, h: &Tensor) -> Result<Tensor> {
+        self.down.matmul(&ops::silu_gated(&self.gate.matmul(h)?, &self.up.matmul(h)?)?)
+    }
+
+    /// Returns the MLP without gradients.
+    pub fn without_gradient(&self) -> Self {
+        Self {
+            gate: self.gate.without_gradient(),
+            up: self.up.without_gradient(),
+            down: self.down.without_gradient(),
         }
     }
 }

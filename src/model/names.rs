@@ -18,7 +18,7 @@ pub enum Layout {
     Transposed,
 }
 
-/// What a tensor is for; initialisation and weight decay go by it.
+/// The role of a tensor; initialisation goes by it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TensorRole {
     /// With a tied head it is both.
@@ -97,12 +97,12 @@ impl ParameterSpec {
         self.role != TensorRole::AdapterFactor && self.is_per_expert()
     }
 
-    /// What has one part for each expert: these, and the factors of their adapters.
+    /// Whether it has one part for each expert: [`Self::is_of_experts`], and the factors of their adapters.
     pub fn is_per_expert(&self) -> bool {
         self.name.contains(".mlp.experts.")
     }
 
-    /// The same of so many experts alone.
+    /// The tensor of `count` experts alone.
     pub fn of_experts(&self, count: usize) -> Self {
         let mut spec = self.clone();
         if let Some(experts) = spec.stored_shape.first_mut() {
@@ -167,13 +167,13 @@ impl LayerSpecs {
 pub fn parameter_count(config: &Config) -> u128 {
     let count = |specs: &[ParameterSpec]| specs.iter().map(|s| s.element_count() as u128).sum::<u128>();
     let outside = parameter_specs(&Config { num_hidden_layers: 0, ..config.clone() });
-    count(&outside) + config.num_hidden_layers as u128 * count(&config.family.layer_specs(config, 0))
+    count(&outside) + config.num_hidden_layers as u128 * count(&(config.family.layer_specs)(config, 0))
 }
 
 /// Every trainable tensor of `config`, in the one order that files, optimizer state and seeds go by:
 /// embedding, layers (attention, then what follows it), final norm, head where it is not the embedding.
 pub fn parameter_specs(config: &Config) -> Vec<ParameterSpec> {
-    let mut specs = trunk_specs(config);
+    let mut specs = stack_specs(config);
     if !config.tie_word_embeddings {
         let shape = [config.vocab_size, config.hidden_size];
         specs.push(whole("lm_head.weight", TensorRole::Head, &shape, Layout::Transposed));
@@ -181,22 +181,22 @@ pub fn parameter_specs(config: &Config) -> Vec<ParameterSpec> {
     specs
 }
 
-/// The same with a value head, one number a token, in place of the language model's: a critic. Names are those of
+/// Tensors of a critic: a value head, one number a token, in place of the language model's. Names are those of
 /// Hugging Face's token classification.
 pub fn value_model_specs(config: &Config) -> Vec<ParameterSpec> {
-    let mut specs = trunk_specs(config);
+    let mut specs = stack_specs(config);
     specs.push(whole("score.weight", TensorRole::Head, &[1, config.hidden_size], Layout::Transposed));
     specs.push(whole("score.bias", TensorRole::Bias, &[1], Layout::AsStored));
     specs
 }
 
 /// Embedding, layers and final norm.
-fn trunk_specs(config: &Config) -> Vec<ParameterSpec> {
+fn stack_specs(config: &Config) -> Vec<ParameterSpec> {
     let (h, v) = (config.hidden_size, config.vocab_size);
     let layout = if config.tie_word_embeddings { Layout::Transposed } else { Layout::AsStored };
     let mut specs = vec![whole(EMBEDDING, TensorRole::Embedding, &[v, h], layout)];
     for layer in 0..config.num_hidden_layers {
-        specs.extend(config.family.layer_specs(config, layer));
+        specs.extend((config.family.layer_specs)(config, layer));
     }
     specs.push(whole("model.norm.weight", TensorRole::Norm, &[h], Layout::AsStored));
     specs

@@ -6,22 +6,28 @@ use super::attend::PackedAttention;
 use super::cache::{CacheRoom, Caches, SequenceCache};
 use super::config::{Config, LayerType, Rope};
 use super::decode::Decoder;
-use super::family::Family;
+use super::decoder_stack::{DecoderStack, nothing};
+use super::families::Family;
 use super::forward::{ForwardOptions, Model, Rows};
-use super::held::Weight;
 use super::init::{InitSettings, init};
-use super::trunk::{Trunk, nothing};
+use super::matrix::Tensors;
 use super::weights::Weights;
 use crate::ops::cuda::open;
 use crate::ops::graph::differentiate;
 use crate::ops::parameter::GradientSink;
+use crate::ops::weight::Weight;
 use crate::ops::{Parameter, SequenceRows, logits::Sampling};
+use crate::settings::Choice;
 use candle_core::{DType, Device, Tensor, Var};
 use std::collections::HashMap;
 use std::sync::Arc;
 
+fn qwen2() -> Family {
+    Family::named("qwen2").unwrap()
+}
+
 fn config(family: Family, heads: usize, kv_heads: usize, window: usize) -> Config {
-    let experts = family == Family::GptOss;
+    let experts = family.has_experts;
     Config {
         family,
         vocab_size: 101,
@@ -84,9 +90,10 @@ fn learner(config: &Config, device: &Device) -> Learner {
     let places: HashMap<_, _> = names.iter().enumerate().map(|(i, name)| (name.clone(), i)).collect();
     let find = |name: &str| {
         let i = places[name];
-        Ok(Weight::Plain(Parameter::learning(&values[i], gradients.clone(), i)))
+        Ok(Weight::Dense(Parameter::trained(&values[i], gradients.clone(), i)))
     };
-    let weights = Weights::new(config, false, 0, None, &find).unwrap();
+    let tensors = Tensors { find: &find, adapters: &HashMap::new(), ranks: None };
+    let weights = Weights::new(config, false, 0, None, tensors).unwrap();
     Learner { model: Model::new(config.clone(), 256), weights, names, gradients }
 }
 
@@ -100,8 +107,8 @@ fn ids(count: usize) -> Vec<u32> {
 }
 
 impl Learner {
-    fn trunk(&self) -> Trunk<'_> {
-        Trunk { model: &self.model, weights: &self.weights, forward: ForwardOptions::default() }
+    fn stack(&self) -> DecoderStack<'_> {
+        DecoderStack { model: &self.model, weights: &self.weights, forward: ForwardOptions::default() }
     }
 
     /// Log-probabilities and entropies of `targets` after every row of sequences of these lengths, `[2, T]`, as training
@@ -114,13 +121,13 @@ impl Learner {
         let attend = &mut PackedAttention { sequence_rows };
         let rotation = self.model.rotation(positions);
         let rows = &mut Rows { rotation, attend, replay: None };
-        let hidden = self.trunk().walk(&Arc::new(tokens.to_vec()), rows, &mut nothing).unwrap();
+        let hidden = self.stack().forward(&Arc::new(tokens.to_vec()), rows, &mut nothing).unwrap();
         let all = Arc::new((0..tokens.len() as u32).collect());
-        let normed = self.trunk().normed(&hidden, &all).unwrap();
-        self.trunk().head(&normed, &Arc::new(targets(tokens)), 1.0).unwrap()
+        let normed = self.stack().normed(&hidden, &all).unwrap();
+        self.stack().head(&normed, &Arc::new(targets(tokens)), 1.0).unwrap()
     }
 
-    /// The same log-probabilities as a sampler computes them, `pace` tokens of each sequence at a time; single ones by `decoder`,
+    /// Those log-probabilities as a sampler computes them, `pace` tokens of each sequence at a time; single ones by `decoder`,
     /// if there is one.
     fn sampled(
         &self,
@@ -149,13 +156,13 @@ impl Learner {
             let mut open: Vec<_> = open.map(|(cache, _)| cache).collect();
             let counts: Vec<usize> = counts.iter().copied().filter(|&count| count > 0).collect();
             let hidden = match &mut decoder {
-                Some(decoder) => decoder.feed(&self.trunk(), fed, &mut open).unwrap(),
-                None => self.trunk().feed(fed, &mut open, &counts, &mut nothing).unwrap(),
+                Some(decoder) => decoder.feed(&self.stack(), fed, &mut open).unwrap(),
+                None => self.stack().feed(fed, &mut open, &counts, &mut nothing).unwrap(),
             };
             let all = Arc::new((0..rows.len() as u32).collect());
-            let normed = self.trunk().normed(&hidden, &all).unwrap();
+            let normed = self.stack().normed(&hidden, &all).unwrap();
             let sampling = Sampling::whole(1.0);
-            let logits = self.trunk().logits(&normed, &sampling).unwrap();
+            let logits = self.stack().logits(&normed, &sampling).unwrap();
             let asked: Vec<_> = rows.iter().enumerate().map(|(i, &row)| (i, targets[row])).collect();
             for (&row, log_prob) in rows.iter().zip(logits.log_probs(&sampling, &asked).unwrap()) {
                 out[row] = log_prob;
@@ -172,10 +179,10 @@ fn targets(tokens: &[u32]) -> Vec<u32> {
 fn decode_and_chunks_have_the_bits_of_training() {
     let gpu = open(0).unwrap();
     let shapes = [
-        config(Family::GptOss, 4, 2, 20),
-        config(Family::GptOss, 3, 1, 5),
-        config(Family::GptOss, 16, 1, 64),
-        config(Family::Qwen2, 2, 2, 20),
+        config(Family::default(), 4, 2, 20),
+        config(Family::default(), 3, 1, 5),
+        config(Family::default(), 16, 1, 64),
+        config(qwen2(), 2, 2, 20),
     ];
     for config in shapes {
         check_sampling(&config, &learner(&config, &gpu), &gpu);
@@ -196,7 +203,7 @@ fn check_sampling(config: &Config, learner: &Learner, gpu: &Device) {
     }
     let room = CacheRoom { sequences: 3, tokens: 70, fed_tokens_max: 3 };
     let caches = Caches::new(config, gpu, room).unwrap();
-    let mut decoder = Decoder::new(&learner.trunk()).unwrap();
+    let mut decoder = Decoder::new(&learner.stack()).unwrap();
     let sampled = learner.sampled(&caches, &tokens, &lengths, 1, Some(&mut decoder));
     assert_eq!(sampled, trained[..tokens.len()], "{:?} recorded", config.family);
     // One step of three sequences, 8 of two, and one of them for 55 positions of a page and 6 of the next: the first step of
@@ -209,44 +216,44 @@ fn recorded_decode_of_long_sequences_has_the_bits_of_each_kernel_launched() {
     let gpu = open(0).unwrap();
     // Attention spreads over chunks of 512 keys, of which there is one more from 1025 on; a page more from 1025 too.
     let shape =
-        Config { max_position_embeddings: 1100, num_hidden_layers: 2, ..config(Family::GptOss, 2, 1, 70) };
+        Config { max_position_embeddings: 1100, num_hidden_layers: 2, ..config(Family::default(), 2, 1, 70) };
     let learner = learner(&shape, &gpu);
-    let trunk = Trunk { model: &Model::new(shape.clone(), 1100), ..learner.trunk() };
+    let stack = DecoderStack { model: &Model::new(shape.clone(), 1100), ..learner.stack() };
     let room = CacheRoom { sequences: 6, tokens: 1100, fed_tokens_max: 1100 };
     let caches = Caches::new(&shape, &gpu, room).unwrap();
     let mut long = caches.sequence();
-    trunk.feed(ids(1021), &mut [&mut long], &[1021], &mut nothing).unwrap();
+    stack.feed(ids(1021), &mut [&mut long], &[1021], &mut nothing).unwrap();
     // One of them is new, and both share the page in which the other ends.
     let mut recorded = [long.clone(), long.clone(), caches.sequence()];
     let mut plain = [long.clone(), long, caches.sequence()];
-    let mut decoder = Decoder::new(&trunk).unwrap();
+    let mut decoder = Decoder::new(&stack).unwrap();
     for step in 0..7u32 {
         let tokens = vec![step, step + 9, step + 20];
         let mut open: Vec<_> = recorded.iter_mut().collect();
-        let got = floats(&decoder.feed(&trunk, tokens.clone(), &mut open).unwrap());
+        let got = floats(&decoder.feed(&stack, tokens.clone(), &mut open).unwrap());
         let mut open: Vec<_> = plain.iter_mut().collect();
         assert_eq!(
             got,
-            floats(&trunk.feed(tokens, &mut open, &[1; 3], &mut nothing).unwrap()),
+            floats(&stack.feed(tokens, &mut open, &[1; 3], &mut nothing).unwrap()),
             "step {step}"
         );
         if step == 1 {
             // Another prompt comes in between, and takes pages.
             let mut other = caches.sequence();
-            trunk.feed(ids(80), &mut [&mut other], &[80], &mut nothing).unwrap();
+            stack.feed(ids(80), &mut [&mut other], &[80], &mut nothing).unwrap();
         }
     }
     assert_eq!(decoder.replayed(), 2 + 3);
     let full = &mut [&mut caches.sequence()];
-    trunk.feed(ids(1100), full, &[1100], &mut nothing).unwrap();
-    let error = decoder.feed(&trunk, vec![1], full).unwrap_err().to_string();
+    stack.feed(ids(1100), full, &[1100], &mut nothing).unwrap();
+    let error = decoder.feed(&stack, vec![1], full).unwrap_err().to_string();
     assert!(error.contains("positions up to 1101"), "{error}");
 }
 
 #[test]
 fn log_probabilities_and_gradients_are_the_cpus_up_to_bf16() {
     let gpu = open(0).unwrap();
-    for config in [config(Family::GptOss, 4, 2, 20), config(Family::Qwen2, 2, 1, 20)] {
+    for config in [config(Family::default(), 4, 2, 20), config(qwen2(), 2, 1, 20)] {
         check_gradients([learner(&config, &Device::Cpu), learner(&config, &gpu)], &gpu);
     }
 }

@@ -1,32 +1,29 @@
-//! The one store of what a model consists of: every tensor under one name and one index, with its values, whether it learns,
-//! its gradient and what its optimizer keeps.
+//! The one store of what a model consists of: every tensor under one name and one index, with its values, its gradient and what its
+//! optimizer keeps.
 
-mod cut;
-mod place;
+mod edit;
+mod shards;
 
-pub use cut::Asked;
+pub use shards::Asked;
 
 use super::adapter::Lora;
 use super::config::Config;
-use super::held::{Held, Loaded, PackedPiece, Weight};
-use super::layer::Adapter;
-use super::layers_in_turn::{LayersInTurn, TensorSource, WeightChange, adapted};
+use super::layers_on_demand::{LayersOnDemand, TensorSource, WeightChange};
+use super::matrix::{Adapter, Tensors};
 use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
-use super::pieces::Uses;
-use super::rounding::WeightRounding;
+use super::storage::{Stored, on_device};
 use super::weights::{Layers, VALUE_HEAD, Weights};
 use crate::dist::{Mesh, piece};
-use crate::ops::Parameter;
 use crate::ops::cpu::{host_values, on_host};
-use crate::ops::parameter::GradientSink;
+use crate::ops::parameter::{GradientSink, Parameter};
 use crate::ops::product::Precision;
+use crate::ops::weight::Weight;
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Device, Tensor, Var};
-use place::placed;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-/// What an optimizer keeps of a tensor, by name: f32, or codes of 8 bits with their scales.
+/// An optimizer's state of a tensor, by name: f32, or codes of 8 bits with their scales.
 pub type OptimizerState = BTreeMap<&'static str, Tensor>;
 
 /// The state under which an optimizer keeps the digits that the working weights do not have.
@@ -42,42 +39,46 @@ pub struct Parameters {
     pub specs: Vec<ParameterSpec>,
     entries: Vec<Entry>,
     index: HashMap<String, usize>,
-    /// Where the layers are, for a model that is too large to hold them.
-    stored: Option<LayersInTurn>,
+    /// The layers, for a model that is too large to hold them.
+    on_disk: Option<LayersOnDemand>,
     /// Which matrices have an adapter beside them, whose factors are the last tensors.
     adapter: Option<Lora>,
-    /// The processes among which what learns is cut.
-    mesh: Arc<Mesh>,
-    /// Where the model computes.
-    device: Device,
-    /// How a CPU makes its dense products.
-    precision: Precision,
+    backend: Backend,
+}
+
+/// Where and how a model computes.
+#[derive(Clone)]
+pub struct Backend {
+    pub device: Device,
+    /// The processes that make its passes together, and share what is trained.
+    pub mesh: Arc<Mesh>,
+    /// The precision in which a CPU multiplies dense weights.
+    pub precision: Precision,
+}
+
+impl Default for Backend {
+    fn default() -> Self {
+        Self { device: Device::Cpu, mesh: Mesh::single(), precision: Precision::F32 }
+    }
 }
 
 /// One tensor.
 struct Entry {
-    values: Values,
-    /// Present where it learns.
+    stored: Stored,
+    /// Present where it is trained.
     gradient: Option<Tensor>,
     state: OptimizerState,
 }
 
-/// A tensor's values.
-#[derive(Clone)]
-enum Values {
-    Plain(Var),
-    /// This rank's piece of values that all ranks hold together, flat.
-    Piece(Var),
-    /// Packed values never learn.
-    Packed(Held),
-    /// This rank's piece of packed values that all ranks hold together.
-    PackedPiece(PackedPiece),
-    /// Part of a layer that stays on disk, bytes.
-    Stored(u64),
+impl Entry {
+    fn new(stored: Stored) -> Self {
+        Self { stored, gradient: None, state: OptimizerState::new() }
+    }
 }
 
 impl Parameters {
-    /// Takes the f32 values of every tensor of `config` in working layout, one after the other, in file order.
+    /// Takes the f32 values of every tensor of `config` in working layout, one after the other, in file order. They are on the host,
+    /// of one process.
     ///
     /// # Errors
     /// Those of `values`, and when names or sizes are not those of `config`.
@@ -85,112 +86,97 @@ impl Parameters {
         config: &Config,
         values: impl IntoIterator<Item = Result<(ParameterSpec, Vec<f32>)>>,
     ) -> Result<Self> {
-        Self::of(config, parameter_specs(config), plain(values))
+        let tensors = values.into_iter().map(|found| {
+            let (spec, values) = found?;
+            let stored = Stored::variable(&spec, values)?;
+            Ok((spec, stored))
+        });
+        Self::of(config, parameter_specs(config), Backend::default(), tensors)
     }
 
-    /// The same of tensors that may be packed.
+    /// Takes the tensors of `config` in file order, for `backend`.
     ///
     /// # Errors
-    /// As [`Self::new`].
+    /// Those of `tensors`, and when names or sizes are not those of `config`, or a device's memory does not suffice.
     pub fn loaded(
         config: &Config,
-        values: impl IntoIterator<Item = Result<(ParameterSpec, Loaded)>>,
+        backend: &Backend,
+        tensors: impl IntoIterator<Item = Result<(ParameterSpec, Stored)>>,
     ) -> Result<Self> {
-        Self::of(config, parameter_specs(config), values)
+        Self::of(config, parameter_specs(config), backend.clone(), tensors)
     }
 
-    /// The same with the layers left in `source`, `changes` made of every tensor as it is read; nothing of it can learn.
+    /// Leaves the layers of `config` on disk in `source`, `changes` made of every tensor as it is read; nothing of it can be trained.
     ///
     /// # Errors
-    /// As [`Self::new`], and those of reading what lies outside the layers.
-    pub fn with_stored_layers(
+    /// As [`Self::loaded`], and those of reading what lies outside the layers.
+    pub fn on_disk(
         config: &Config,
+        backend: &Backend,
         source: Arc<dyn TensorSource>,
         changes: Vec<WeightChange>,
     ) -> Result<Self> {
-        let stored = LayersInTurn { source, config: config.clone(), changes, adapters: HashMap::new() };
-        let loaded = parameter_specs(config).into_iter().map(|spec| {
-            let values = match spec.layer {
-                Some(_) => Loaded::Stored(stored.source.resident_bytes(&spec)),
-                None => Loaded::Packed(stored.tensor(&spec)?),
+        let layers =
+            LayersOnDemand { changes, precision: backend.precision, ..LayersOnDemand::new(source, config) };
+        let tensors = parameter_specs(config).into_iter().map(|spec| {
+            let stored = match spec.layer {
+                Some(_) => Stored::on_disk(),
+                None => Stored::frozen(layers.tensor(&spec)?),
             };
-            Ok((spec, values))
+            Ok((spec, stored))
         });
-        let parameters = Self::loaded(config, loaded)?;
-        Ok(Self { stored: Some(stored), ..parameters })
+        let parameters = Self::loaded(config, backend, tensors)?;
+        Ok(Self { on_disk: Some(layers), ..parameters })
     }
 
-    /// The same for a model with a value head.
+    /// Takes the tensors of a model with a value head, as [`Self::loaded`].
     ///
     /// # Errors
-    /// As [`Self::new`].
+    /// As there.
     pub fn with_value_head(
         config: &Config,
-        values: impl IntoIterator<Item = Result<(ParameterSpec, Loaded)>>,
+        backend: &Backend,
+        tensors: impl IntoIterator<Item = Result<(ParameterSpec, Stored)>>,
     ) -> Result<Self> {
-        Self::of(config, value_model_specs(config), values)
+        Self::of(config, value_model_specs(config), backend.clone(), tensors)
     }
 
     fn of(
         config: &Config,
         specs: Vec<ParameterSpec>,
-        values: impl IntoIterator<Item = Result<(ParameterSpec, Loaded)>>,
+        backend: Backend,
+        tensors: impl IntoIterator<Item = Result<(ParameterSpec, Stored)>>,
     ) -> Result<Self> {
         let mut entries = Vec::with_capacity(specs.len());
-        let mut mesh = Mesh::single();
-        for found in values {
-            let (spec, values) = found?;
+        for found in tensors {
+            let (spec, stored) = found?;
             let expected =
                 specs.get(entries.len()).with_context(|| format!("{} is one too many", spec.name))?;
             ensure!(spec == *expected, "tensor {} where {} was expected", spec.name, expected.name);
-            let values = match values {
-                Loaded::Values(values) => {
-                    ensure!(values.len() == spec.element_count(), "{}: {} values", spec.name, values.len());
-                    Values::Plain(Var::from_vec(values, spec.working_shape(), &Device::Cpu)?)
-                }
-                Loaded::Piece(shared, values) => {
-                    let size =
-                        piece(spec.element_count(), entries.len(), shared.rank(), shared.ranks()).len();
-                    ensure!(values.len() == size, "{}: a piece of {} values", spec.name, values.len());
-                    mesh = shared;
-                    Values::Piece(Var::from_vec(values, size, &Device::Cpu)?)
-                }
-                Loaded::Packed(held) => Values::Packed(held),
-                Loaded::PackedPiece(shared, piece) => {
-                    mesh = shared;
-                    Values::PackedPiece(piece)
-                }
-                Loaded::Stored(bytes) => Values::Stored(bytes),
-            };
-            entries.push(Entry { values, gradient: None, state: OptimizerState::new() });
+            entries.push(entry(&spec, stored, &backend)?);
         }
         ensure!(entries.len() == specs.len(), "{} tensors, expected {}", entries.len(), specs.len());
         let index = specs.iter().enumerate().map(|(i, s)| (s.name.clone(), i)).collect();
-        Ok(Self {
-            config: config.clone(),
-            specs,
-            entries,
-            index,
-            stored: None,
-            adapter: None,
-            mesh,
-            device: Device::Cpu,
-            precision: Precision::F32,
-        })
+        Ok(Self { config: config.clone(), specs, entries, index, on_disk: None, adapter: None, backend })
     }
 
-    /// The same, whose passes the processes of `mesh` make together: what learns will be cut among them.
-    pub fn shared_by(self, mesh: &Arc<Mesh>) -> Self {
-        Self { mesh: mesh.clone(), ..self }
+    /// Where and how the model computes.
+    pub fn backend(&self) -> &Backend {
+        &self.backend
     }
 
-    /// The processes among which what learns is cut.
+    /// The processes that make passes together.
     pub fn mesh(&self) -> &Arc<Mesh> {
-        &self.mesh
+        &self.backend.mesh
     }
 
-    /// Puts an adapter beside its matrices: the values of its factors, in the order of [`Lora::specs`]. Nothing learns until
-    /// [`Self::learn`] says so.
+    /// Where the model computes.
+    pub fn device(&self) -> &Device {
+        &self.backend.device
+    }
+
+    /// Puts an adapter beside its matrices: the values of its factors, in the order of [`Lora::specs`]. Nothing is trained until
+    /// [`Self::train_only`] says so.
     ///
     /// # Errors
     /// When there is an adapter already, or the values are not its factors'.
@@ -198,18 +184,15 @@ impl Parameters {
         ensure!(self.adapter.is_none(), "the model has an adapter already");
         let specs = lora.specs(&self.specs)?;
         ensure!(specs.len() == values.len(), "{} factors, expected {}", values.len(), specs.len());
-        for (spec, values) in specs.iter().zip(values) {
-            ensure!(values.len() == spec.element_count(), "{}: {} values", spec.name, values.len());
-            self.index.insert(spec.name.clone(), self.entries.len());
-            let values = Tensor::from_vec(values, spec.working_shape(), &Device::Cpu)?;
-            let (values, state) = placed(&values, spec, &self.device)?;
-            self.entries.push(Entry { values: Values::Plain(values), gradient: None, state });
-        }
         let base = self.specs.len();
-        self.specs.extend(specs);
         for entry in &mut self.entries[..base] {
             (entry.gradient, entry.state) = (None, OptimizerState::new());
         }
+        for (spec, values) in specs.iter().zip(values) {
+            self.index.insert(spec.name.clone(), self.entries.len());
+            self.entries.push(entry(spec, Stored::variable(spec, values)?, &self.backend)?);
+        }
+        self.specs.extend(specs);
         self.adapter = Some(lora);
         Ok(())
     }
@@ -219,25 +202,19 @@ impl Parameters {
         self.adapter.as_ref()
     }
 
-    /// The model without its adapter; no value is copied, and none learns.
+    /// The model without its adapter; no value is copied, and none is trained.
     pub fn without_adapter(&self) -> Self {
         let base = self.specs.iter().position(|spec| spec.role == TensorRole::AdapterFactor);
         let specs = self.specs[..base.unwrap_or(self.len())].to_vec();
-        let same = |entry: &Entry| Entry {
-            values: entry.values.clone(),
-            gradient: None,
-            state: OptimizerState::new(),
-        };
+        let entries = &self.entries[..specs.len()];
         Self {
             config: self.config.clone(),
-            entries: self.entries[..specs.len()].iter().map(same).collect(),
+            entries: entries.iter().map(|entry| Entry::new(entry.stored.clone())).collect(),
             index: specs.iter().enumerate().map(|(index, spec)| (spec.name.clone(), index)).collect(),
             specs,
-            stored: self.stored.clone(),
+            on_disk: self.on_disk.clone(),
             adapter: None,
-            mesh: self.mesh.clone(),
-            device: self.device.clone(),
-            precision: self.precision,
+            backend: self.backend.clone(),
         }
     }
 
@@ -246,15 +223,15 @@ impl Parameters {
         self.entries.len()
     }
 
-    /// Bytes of all values as they lie in memory, or would: also of what is in pieces.
+    /// Bytes of all values as they lie in memory, or would: also of what is sharded or on disk.
     pub fn bytes(&self) -> u64 {
-        let of = |(entry, spec): (&Entry, &ParameterSpec)| match &entry.values {
-            Values::Plain(values) | Values::Piece(values) => {
-                (spec.element_count() * values.dtype().size_in_bytes()) as u64
+        let of = |(entry, spec): (&Entry, &ParameterSpec)| match (entry.stored.weight(spec), &self.on_disk) {
+            (Ok(Weight::Dense(dense)), _) => {
+                (spec.element_count() * dense.values().dtype().size_in_bytes()) as u64
             }
-            Values::Packed(held) => held.bytes(),
-            Values::PackedPiece(piece) => piece.whole_bytes() as u64,
-            Values::Stored(bytes) => *bytes,
+            (Ok(packed), _) => packed.bytes(),
+            (Err(_), Some(layers)) => layers.source.resident_bytes(spec),
+            (Err(_), None) => 0,
         };
         self.entries.iter().zip(&self.specs).map(of).sum()
     }
@@ -264,83 +241,73 @@ impl Parameters {
         self.index.get(name).copied()
     }
 
-    /// The values of tensor `index` as the model computes with them; of one that is cut, this rank's, flat.
+    /// Place of the tensor named `name`.
     ///
     /// # Errors
-    /// When they are packed.
+    /// When there is none.
+    fn place(&self, name: &str) -> Result<usize> {
+        self.position(name).with_context(|| format!("no tensor {name}"))
+    }
+
+    /// The values of tensor `index`, which training may change, as the model computes with them; of one that is sharded, this rank's,
+    /// flat.
+    ///
+    /// # Errors
+    /// When training cannot change them: they are packed, or on disk.
     pub fn values(&self, index: usize) -> Result<&Tensor> {
-        match &self.entries[index].values {
-            Values::Plain(values) | Values::Piece(values) => Ok(values.as_tensor()),
-            Values::Packed(_) | Values::PackedPiece(_) | Values::Stored(_) => {
-                bail!("{} is packed", self.specs[index].name)
-            }
+        let spec = &self.specs[index];
+        match self.entries[index].stored.weight(spec)? {
+            Weight::Dense(dense) if dense.values().is_variable() => Ok(dense.values()),
+            _ => bail!("{} cannot be trained", spec.name),
         }
     }
 
-    /// Whether tensor `index` is cut over the ranks, and not packed.
-    pub fn is_cut(&self, index: usize) -> bool {
-        matches!(self.entries[index].values, Values::Piece(_))
+    /// Whether tensor `index` is sharded, and not packed.
+    pub fn is_sharded(&self, index: usize) -> bool {
+        let stored = &self.entries[index].stored;
+        stored.is_sharded() && stored.is_variable()
     }
 
-    /// The values of tensor `index`, however they are held; one that is cut is gathered, for which every rank must ask.
+    /// Tensor `index` as it lies here, for another store that shares it, where no training can change it.
+    pub fn shared(&self, index: usize) -> Option<Stored> {
+        let stored = &self.entries[index].stored;
+        (!stored.is_variable() && !stored.is_on_disk()).then(|| stored.clone())
+    }
+
+    /// Whether the ranks share any packed tensor in shards.
+    pub fn has_packed_shards(&self) -> bool {
+        self.entries.iter().any(|entry| entry.stored.is_sharded() && !entry.stored.is_variable())
+    }
+
+    /// The whole weight of tensor `index`, which no gradient reaches; one that is sharded is gathered, for which every rank must ask.
     ///
     /// # Errors
-    /// When they are on disk, or a rank does not come in time.
-    pub fn of_place(&self, index: usize) -> Result<Held> {
-        match &self.entries[index].values {
-            Values::Plain(values) => Ok(Held::Plain(values.as_tensor().clone())),
-            Values::Piece(_) => Held::Plain(self.whole(index, VALUES)?).on(&self.device, &self.specs[index]),
-            Values::Packed(held) => Ok(held.clone()),
-            Values::PackedPiece(piece) => {
-                self.gathered_packed(index, piece)?.on(&self.device, &self.specs[index])
-            }
-            Values::Stored(_) => bail!("{} is on disk", self.specs[index].name),
-        }
+    /// When it is on disk, or a rank does not come in time.
+    pub fn weight(&self, index: usize) -> Result<Weight> {
+        let (spec, stored) = (&self.specs[index], &self.entries[index].stored);
+        let weight = match stored.is_sharded() {
+            false => stored.whole(spec)?.clone(),
+            true => on_device(&self.gathered_weight(index)?, self.device(), spec)?,
+        };
+        Ok(weight.without_gradient())
     }
 
-    /// The values of tensor `index` where they are packed, and whole on this rank.
-    pub fn packed(&self, index: usize) -> Option<Held> {
-        match &self.entries[index].values {
-            Values::Packed(held) => Some(held.clone()),
-            _ => None,
-        }
-    }
-
-    /// The values of tensor `index` where they are packed, as they lie here, for another store that shares them.
-    pub fn shared(&self, index: usize) -> Option<Loaded> {
-        match &self.entries[index].values {
-            Values::Packed(held) => Some(Loaded::Packed(held.clone())),
-            Values::PackedPiece(piece) => Some(Loaded::PackedPiece(self.mesh.clone(), piece.clone())),
-            _ => None,
-        }
-    }
-
-    /// Whether the ranks hold any packed tensor together.
-    pub fn has_packed_pieces(&self) -> bool {
-        self.entries.iter().any(|entry| matches!(entry.values, Values::PackedPiece(_)))
-    }
-
-    /// Whether the ranks hold any tensor together.
-    fn has_pieces(&self) -> bool {
-        self.entries.iter().any(|entry| matches!(entry.values, Values::Piece(_) | Values::PackedPiece(_)))
-    }
-
-    /// Those of the tensor of `spec`, wherever they are: in memory or on disk.
+    /// The weight of the tensor of `spec`, wherever it is: in memory or on disk.
     ///
     /// # Errors
     /// When there is none, and [`crate::error::BadInput`] when a file was changed meanwhile.
-    pub fn found(&self, spec: &ParameterSpec) -> Result<Held> {
-        let index = self.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
-        match (&self.entries[index].values, &self.stored) {
-            (Values::Stored(_), Some(stored)) => stored.tensor(spec),
-            _ => self.of_place(index),
+    pub fn read(&self, spec: &ParameterSpec) -> Result<Weight> {
+        let index = self.place(&spec.name)?;
+        match &self.on_disk {
+            Some(layers) if self.entries[index].stored.is_on_disk() => layers.tensor(spec),
+            _ => self.weight(index),
         }
     }
 
     /// The values with all their digits: what an optimizer keeps of them, or they themselves.
     ///
     /// # Errors
-    /// When they are packed.
+    /// When training cannot change them.
     pub fn master(&self, index: usize) -> Result<&Tensor> {
         match self.entries[index].state.get(MASTER) {
             Some(master) => Ok(master),
@@ -348,45 +315,49 @@ impl Parameters {
         }
     }
 
-    /// Makes those tensors learn that `trainable` marks (all of [`Self::len`]); their gradients are 0. Where several processes
-    /// share the work each keeps its piece of them from now on.
+    /// Trains those tensors that `trained` marks (all of [`Self::len`]), and no others; their gradients are 0. Where several processes
+    /// share the work each keeps its shard of them from now on.
     ///
     /// # Errors
-    /// When memory runs out.
-    pub fn learn(&mut self, trainable: &[bool]) -> Result<()> {
-        ensure!(trainable.len() == self.len(), "{} marks for {} tensors", trainable.len(), self.len());
-        for (index, &learns) in trainable.iter().enumerate() {
-            if learns
-                && self.mesh.ranks() > 1
-                && let Values::Plain(values) = &self.entries[index].values
-            {
-                let own = piece(values.elem_count(), index, self.mesh.rank(), self.mesh.ranks());
-                let values = host_values(&on_host(self.master(index)?)?)?[own.clone()].to_vec();
-                self.entries[index].values = Values::Piece(Var::from_vec(values, own.len(), &Device::Cpu)?);
+    /// When one cannot be trained, or memory runs out.
+    pub fn train_only(&mut self, trained: &[bool]) -> Result<()> {
+        ensure!(trained.len() == self.len(), "{} marks for {} tensors", trained.len(), self.len());
+        let mesh = self.mesh().clone();
+        for (index, &is_trained) in trained.iter().enumerate() {
+            if is_trained && mesh.ranks() > 1 && !self.entries[index].stored.is_sharded() {
+                let master = on_host(self.master(index)?)?;
+                let values = host_values(&master)?;
+                let own = piece(values.len(), index, mesh.rank(), mesh.ranks());
+                let shard = Stored::shard(values[own].to_vec())?;
+                self.entries[index].stored = entry(&self.specs[index], shard, &self.backend)?.stored;
             }
             let zeros = |values: &Tensor| Tensor::zeros(values.shape(), DType::F32, values.device());
-            let gradient = if learns { Some(zeros(self.values(index)?)?) } else { None };
+            let gradient = if is_trained { Some(zeros(self.values(index)?)?) } else { None };
             let entry = &mut self.entries[index];
             entry.gradient = gradient;
-            let is_piece = matches!(entry.values, Values::Piece(_));
-            entry.state.retain(|name, _| learns && !is_piece && *name == MASTER);
+            let is_sharded = entry.stored.is_sharded();
+            entry.state.retain(|name, _| is_trained && !is_sharded && *name == MASTER);
         }
         Ok(())
     }
 
     /// How often a pass uses tensor `index`: twice for an embedding that is the head too.
     pub fn uses(&self, index: usize) -> usize {
-        let is_head_too = self.config.tie_word_embeddings && !self.index.contains_key(VALUE_HEAD);
+        let is_head_too = self.config.tie_word_embeddings && !self.is_critic();
         if is_head_too && self.specs[index].role == TensorRole::Embedding { 2 } else { 1 }
     }
 
-    /// Whether tensor `index` learns.
-    pub fn learns(&self, index: usize) -> bool {
+    fn is_critic(&self) -> bool {
+        self.index.contains_key(VALUE_HEAD)
+    }
+
+    /// Whether tensor `index` is trained.
+    pub fn is_trained(&self, index: usize) -> bool {
         self.entries[index].gradient.is_some()
     }
 
-    /// The gradient of tensor `index`, where it learns: the sum of the last batch that ran through [`crate::train`]; of one that
-    /// is cut, this rank's piece.
+    /// The gradient of tensor `index`, where it is trained: the sum of the last batch that ran through [`crate::learner`]; of one
+    /// that is sharded, this rank's shard.
     pub fn gradient(&self, index: usize) -> Option<&Tensor> {
         self.entries[index].gradient.as_ref()
     }
@@ -396,7 +367,7 @@ impl Parameters {
         self.entries.iter().map(|entry| entry.gradient.as_ref())
     }
 
-    /// What the optimizer keeps of tensor `index`.
+    /// The optimizer's state of tensor `index`.
     pub fn state(&self, index: usize) -> &OptimizerState {
         &self.entries[index].state
     }
@@ -406,115 +377,110 @@ impl Parameters {
         self.entries[index].state = state;
     }
 
-    /// The weights without gradients: what rollout and recomputed forwards use.
+    /// The whole weights in every process, which no gradient reaches, after `change` if there is one: for rollout and comparisons.
     ///
     /// # Errors
-    /// When a tensor of the architecture is missing.
-    pub fn frozen(&self) -> Result<Weights> {
-        self.weights(self.stored.clone(), &|index| Ok(self.of_place(index)?.frozen()))
-    }
-
-    /// The weights after `rounding`, without gradients.
-    ///
-    /// # Errors
-    /// Those of [`WeightRounding::apply`].
-    pub fn rounded(&self, rounding: &WeightRounding) -> Result<Weights> {
-        let stored = self.stored.clone().map(|mut stored| {
-            stored.changes.push(rounding.change());
-            stored
+    /// When a tensor of the architecture is missing, and those of `change`.
+    pub fn frozen(&self, change: Option<&WeightChange>) -> Result<Weights> {
+        let on_disk = self.on_disk.clone().map(|mut layers| {
+            layers.changes.extend(change.cloned());
+            layers
         });
-        self.weights(stored, &|index| Ok(rounding.apply(&self.specs[index], self.of_place(index)?)?.frozen()))
+        self.weights(on_disk, &|index| self.changed_weight(index, change))
     }
 
-    /// The weights after `change`, without gradients. Layers are changed as a walk takes them: decoded to be changed, all of
-    /// them at once would be many times the packed model.
+    /// The weights as [`Self::frozen`], where a layer is changed whenever a pass comes to it: decoded to be changed, all layers at once
+    /// would be many times the packed model.
     ///
     /// # Errors
     /// Those of `change`, of what lies outside the layers.
-    pub fn changed(&self, change: WeightChange) -> Result<Weights> {
-        let mut layers = match &self.stored {
-            Some(stored) => stored.clone(),
+    pub fn changed_on_demand(&self, change: WeightChange) -> Result<Weights> {
+        let mut layers = match &self.on_disk {
+            Some(layers) => layers.clone(),
             None => {
                 let of_layers = self.specs.iter().enumerate().filter(|(_, spec)| spec.layer.is_some());
-                let held = of_layers.map(|(index, spec)| Ok((spec.name.clone(), self.of_place(index)?)));
-                let source = Arc::new(held.collect::<Result<HashMap<String, Held>>>()?);
-                LayersInTurn {
-                    source,
-                    config: self.config.clone(),
-                    changes: vec![],
-                    adapters: HashMap::new(),
-                }
+                let held = of_layers.map(|(index, spec)| Ok((spec.name.clone(), self.weight(index)?)));
+                let source = Arc::new(held.collect::<Result<HashMap<String, Weight>>>()?);
+                let precision = self.backend.precision;
+                LayersOnDemand { precision, ..LayersOnDemand::new(source, &self.config) }
             }
         };
         layers.changes.push(change.clone());
-        self.weights(Some(layers), &|index| Ok(change(&self.specs[index], self.of_place(index)?)?.frozen()))
+        self.weights(Some(layers), &|index| self.changed_weight(index, Some(&change)))
     }
 
-    /// The weights whose gradients go to `sink`, for those that learn. Layers that are cut are gathered as a walk takes them, so
-    /// that every rank must make the same walks.
+    /// The weights for passes that all ranks make together. Gradients of what is trained go to `sink`, if there is one. Sharded layers
+    /// are gathered as a pass comes to them, so every rank must make the same passes.
     ///
     /// # Errors
     /// When a tensor of the architecture is missing.
-    pub fn learning(&self, sink: &Arc<dyn GradientSink>) -> Result<Weights> {
-        if self.has_pieces() {
-            return self.gathered(Uses { sink: Some(sink.clone()), ..Uses::frozen(&self.device) });
+    pub fn for_passes(&self, sink: Option<&Arc<dyn GradientSink>>) -> Result<Weights> {
+        if self.entries.iter().any(|entry| entry.stored.is_sharded()) {
+            return self.gathered_by_layer(sink);
         }
-        self.weights(self.stored.clone(), &|index| {
-            Ok(match self.learns(index) {
-                true => Weight::Plain(Parameter::learning(self.values(index)?, sink.clone(), index)),
-                false => self.of_place(index)?.frozen(),
-            })
+        self.weights(self.on_disk.clone(), &|index| match sink {
+            Some(sink) if self.is_trained(index) => {
+                let variable = Parameter::trained(self.values(index)?, sink.clone(), index);
+                Ok(Weight::Dense(variable.in_precision(self.backend.precision)))
+            }
+            _ => self.weight(index),
         })
     }
 
-    /// The weights without gradients for passes that all ranks make together: as [`Self::frozen`], with layers that are cut
-    /// gathered as a walk takes them.
-    ///
-    /// # Errors
-    /// As [`Self::learning`].
-    pub fn passing(&self) -> Result<Weights> {
-        match self.has_pieces() {
-            true => self.gathered(Uses::frozen(&self.device)),
-            false => self.frozen(),
-        }
+    fn changed_weight(&self, index: usize, change: Option<&WeightChange>) -> Result<Weight> {
+        let weight = self.weight(index)?;
+        let Some(change) = change else { return Ok(weight) };
+        Ok(change(&self.specs[index], weight)?.without_gradient().in_precision(self.backend.precision))
     }
 
     fn weights(
         &self,
-        in_turn: Option<LayersInTurn>,
+        layers: Option<LayersOnDemand>,
         weight: &dyn Fn(usize) -> Result<Weight>,
     ) -> Result<Weights> {
-        let adapters = self.adapters(weight)?;
-        let layers = in_turn
-            .map(|layers| Layers::InTurn(Box::new(LayersInTurn { adapters: adapters.clone(), ..layers })));
-        let find = |name: &str| Ok(adapted(weight(self.place(name)?)?, adapters.get(name)));
-        let is_critic = self.index.contains_key(VALUE_HEAD);
-        Ok(self.multiplied(Weights::new(&self.config, is_critic, self.bytes(), layers, &find)?))
-    }
-
-    fn place(&self, name: &str) -> Result<usize> {
-        self.position(name).with_context(|| format!("no tensor {name}"))
+        let find = |name: &str| weight(self.place(name)?);
+        let adapters = &self.adapters(&find)?;
+        let layers = layers.map(|layers| -> Arc<dyn Layers> {
+            Arc::new(LayersOnDemand { adapters: adapters.clone(), ..layers })
+        });
+        let tensors = Tensors { find: &find, adapters, ranks: None };
+        Weights::new(&self.config, self.is_critic(), self.bytes(), layers, tensors)
     }
 
     /// The adapters of all matrices that have one, by the matrix's name.
-    fn adapters(&self, weight: &dyn Fn(usize) -> Result<Weight>) -> Result<HashMap<String, Adapter>> {
-        let mut adapters = HashMap::new();
-        for (lora, target) in self.adapter.iter().flat_map(|lora| lora.targets.iter().map(move |t| (lora, t)))
-        {
+    fn adapters(&self, find: &dyn Fn(&str) -> Result<Weight>) -> Result<HashMap<String, Adapter>> {
+        let none = HashMap::new();
+        let tensors = Tensors { find, adapters: &none, ranks: None };
+        let of = |(lora, target): (&Lora, &String)| {
             let [a, b] = Lora::factors(target);
-            let factor = |name: &str| weight(self.place(name)?)?.parameter();
-            adapters.insert(target.clone(), Adapter { a: factor(&a)?, b: factor(&b)?, scale: lora.scale() });
-        }
-        Ok(adapters)
+            let adapter = Adapter { a: tensors.vector(&a)?, b: tensors.vector(&b)?, scale: lora.scale() };
+            Ok((target.clone(), adapter))
+        };
+        self.adapter.iter().flat_map(|lora| lora.targets.iter().map(move |t| (lora, t))).map(of).collect()
     }
 }
 
-/// Values that may learn.
-fn plain(
-    values: impl IntoIterator<Item = Result<(ParameterSpec, Vec<f32>)>>,
-) -> impl Iterator<Item = Result<(ParameterSpec, Loaded)>> {
-    values.into_iter().map(|found| {
-        let (spec, values) = found?;
-        Ok((spec, Loaded::Values(values)))
-    })
+/// `stored` as it lies for `backend`. On a GPU matrices are bf16; what they had beyond that is kept as their [`MASTER`]. A shard stays in
+/// host memory with all that an optimizer keeps of it, and goes to the GPU as it is gathered.
+fn entry(spec: &ParameterSpec, stored: Stored, backend: &Backend) -> Result<Entry> {
+    if stored.is_on_disk() {
+        ensure!(backend.device.is_cpu(), "{} is on disk", spec.name);
+        return Ok(Entry::new(stored));
+    }
+    let weight = stored.weight(spec)?.clone().in_precision(backend.precision);
+    if stored.is_sharded() || backend.device.is_cpu() {
+        return Ok(Entry::new(stored.with_weight(weight)));
+    }
+    let working = on_device(&weight, &backend.device, spec)?;
+    let (Weight::Dense(values), Weight::Dense(placed), true) = (&weight, &working, weight.is_variable())
+    else {
+        return Ok(Entry::new(stored.with_weight(working.in_precision(backend.precision))));
+    };
+    let (values, placed) = (values.values(), placed.values());
+    let variable = Parameter::variable(Var::from_tensor(placed)?.as_tensor()).in_precision(backend.precision);
+    let mut entry = Entry::new(stored.with_weight(Weight::Dense(variable)));
+    if placed.dtype() == DType::BF16 && host_values(&on_host(placed)?)?[..] != host_values(values)?[..] {
+        entry.state.insert(MASTER, values.to_device(&backend.device)?);
+    }
+    Ok(entry)
 }

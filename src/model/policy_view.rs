@@ -2,11 +2,11 @@
 //! half of it.
 
 use super::arms::Arms;
+use super::decoder_stack::DecoderStack;
 use super::forward::{ForwardOptions, Model};
 use super::parameters::Parameters;
 use super::rounding::WeightRounding;
-use super::trunk::Trunk;
-use super::weights::{WeightSource, Weights};
+use super::weights::Weights;
 use crate::dist::RolloutWeights;
 use crate::ops::router_noise::{NoisyPass, RouterNoise};
 use anyhow::Result;
@@ -16,7 +16,7 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub struct PolicyView<'a> {
     pub model: &'a Model,
-    pub weights: Arc<dyn WeightSource>,
+    pub weights: Arc<Weights>,
     pub forward: ForwardOptions,
 }
 
@@ -26,7 +26,7 @@ impl<'a> PolicyView<'a> {
     /// # Errors
     /// When a tensor of the architecture is missing.
     pub fn plain(model: &'a Model, parameters: &Parameters) -> Result<Self> {
-        Ok(Self { model, weights: Arc::new(parameters.frozen()?), forward: ForwardOptions::default() })
+        Ok(Self { model, weights: Arc::new(parameters.frozen(None)?), forward: ForwardOptions::default() })
     }
 
     /// The policy that samples for training under `arms`.
@@ -37,8 +37,8 @@ impl<'a> PolicyView<'a> {
         Self::of_processes(model, parameters, Some(arms), seed, RolloutWeights::Whole)
     }
 
-    /// The same weights, or the model's as they are without `arms`, as the processes of a run hold them together for sampling:
-    /// every process must make the same walks at the same time, unless `weights` says that each has them whole.
+    /// The policy under `arms`, or without them, as the processes of a run hold it together for sampling. Every process
+    /// must make the same passes at the same time, unless `weights` says that each has all weights.
     ///
     /// # Errors
     /// As [`Self::rollout`], and when a rank does not come in time.
@@ -49,10 +49,10 @@ impl<'a> PolicyView<'a> {
         seed: u64,
         weights: RolloutWeights,
     ) -> Result<Self> {
-        let rounding = arms.map(WeightRounding::of).unwrap_or_default();
-        let weights: Weights = match weights {
-            RolloutWeights::Auto | RolloutWeights::Whole => parameters.rounded(&rounding)?,
-            RolloutWeights::ByExpert => parameters.by_expert(rounding)?,
+        let rounding = arms.map(WeightRounding::of).unwrap_or_default().change();
+        let weights = match weights {
+            RolloutWeights::Auto | RolloutWeights::Whole => parameters.frozen(Some(&rounding))?,
+            RolloutWeights::ByExpert => parameters.by_expert(&rounding)?,
         };
         let forward = arms.map(|arms| ForwardOptions::rollout(arms, seed)).unwrap_or_default();
         Ok(Self { model, weights: Arc::new(weights), forward })
@@ -66,9 +66,9 @@ impl<'a> PolicyView<'a> {
         Ok(Self { forward: ForwardOptions::training(arms, seed), ..Self::plain(model, parameters)? })
     }
 
-    /// What walks its layers.
-    pub fn trunk(&self) -> Trunk<'_> {
-        Trunk { model: self.model, weights: self.weights.as_ref(), forward: self.forward }
+    /// Its decoder stack.
+    pub fn stack(&self) -> DecoderStack<'_> {
+        DecoderStack { model: self.model, weights: self.weights.as_ref(), forward: self.forward }
     }
 }
 

@@ -9,7 +9,7 @@ pub fn table(rope: &Rope, head_dim: usize, positions: usize) -> RopeTable {
     RopeTable::new(&frequencies(rope, head_dim), positions, attention_factor(rope))
 }
 
-/// What cosine and sine are multiplied with.
+/// The factor on cosine and sine.
 pub fn attention_factor(rope: &Rope) -> f64 {
     let factor = rope.yarn.as_ref().map_or(1.0, |yarn| yarn.factor);
     if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 }

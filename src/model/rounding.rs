@@ -2,11 +2,11 @@
 
 use super::arms::Arms;
 use super::config::Form;
-use super::held::Held;
-use super::layers_in_turn::WeightChange;
+use super::layers_on_demand::WeightChange;
 use super::names::ParameterSpec;
 use crate::bad_input;
 use crate::ops::packed::{PackedForm, PackedMatrix};
+use crate::ops::weight::Weight;
 use crate::ops::{mxfp4, round_mantissa, round_mantissa::round_value};
 use anyhow::Result;
 use candle_core::Tensor;
@@ -38,7 +38,7 @@ impl WeightRounding {
         Self { mxfp4: self.mxfp4 || other.mxfp4, bits }
     }
 
-    /// Bytes of the tensor that [`Self::apply`] makes of one held in `form`; 0 where it is shared.
+    /// Bytes of the tensor that [`Self::apply`] makes of one stored in `form`; 0 where it is shared.
     pub fn copied_bytes(self, spec: &ParameterSpec, form: Form) -> u64 {
         let packed = spec.packed_form(form);
         let coarsened = self.mxfp4 && spec.is_expert_matrix() && packed != Some(PackedForm::Mxfp4);
@@ -51,26 +51,23 @@ impl WeightRounding {
 
     /// Itself as a change.
     pub fn change(self) -> WeightChange {
-        Arc::new(move |spec, held| self.apply(spec, held))
+        Arc::new(move |spec, weight| self.apply(spec, weight))
     }
 
     /// The tensor after rounding; one that rounding leaves alone is shared.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when `rollout_mxfp4` meets expert matrices that do not divide into its blocks.
-    pub fn apply(&self, spec: &ParameterSpec, held: Held) -> Result<Held> {
-        let held = if self.mxfp4 && spec.is_expert_matrix() { to_mxfp4(spec, held)? } else { held };
-        let Some(bits) = self.bits else { return Ok(held) };
-        let round = |value| round_value(value, bits);
-        Ok(match held {
-            Held::Plain(values) => Held::Plain(round_mantissa(&values, bits)?),
-            Held::Matrix(matrix) if keeps(&matrix, bits) => Held::Matrix(matrix),
-            Held::Matrix(matrix) if matrix.form() == PackedForm::Bf16 => {
-                Held::Matrix(Arc::new(matrix.mapped(round)?))
+    pub fn apply(&self, spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
+        let weight = if self.mxfp4 && spec.is_expert_matrix() { to_mxfp4(spec, weight)? } else { weight };
+        let Some(bits) = self.bits else { return Ok(weight) };
+        Ok(match weight {
+            Weight::Dense(dense) => Weight::dense(&round_mantissa(dense.values(), bits)?),
+            Weight::Packed(matrix) if keeps(&matrix, bits) => Weight::Packed(matrix),
+            Weight::Packed(matrix) if matrix.form() != PackedForm::Mxfp4 => {
+                Weight::Packed(Arc::new(matrix.mapped(|value| round_value(value, bits))?))
             }
-            Held::Table(table) if bits < BF16_BITS => Held::Table(Arc::new(table.mapped(round))),
-            Held::Table(table) => Held::Table(table),
-            matrix => Held::Plain(round_mantissa(&matrix.decoded(spec)?, bits)?),
+            packed => Weight::dense(&round_mantissa(&packed.decoded(&spec.working_shape())?, bits)?),
         })
     }
 }
@@ -83,19 +80,19 @@ fn keeps(matrix: &PackedMatrix, bits: u32) -> bool {
 /// Mantissa bits that hold every value of `form`.
 fn mantissa_bits(form: PackedForm) -> u32 {
     match form {
-        PackedForm::Bf16 => BF16_BITS,
+        PackedForm::Bf16 | PackedForm::Bf16Rows => BF16_BITS,
         PackedForm::Mxfp4 => MXFP4_BITS,
     }
 }
 
 /// An expert matrix as MXFP4 holds it.
-fn to_mxfp4(spec: &ParameterSpec, held: Held) -> Result<Held> {
-    if let Held::Matrix(matrix) = &held
+fn to_mxfp4(spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
+    if let Weight::Packed(matrix) = &weight
         && matrix.form() == PackedForm::Mxfp4
     {
-        return Ok(held);
+        return Ok(weight);
     }
-    let values = held.decoded(spec)?;
+    let values = weight.decoded(&spec.working_shape())?;
     let shape: [usize; 3] = values.dims3()?.into();
     let [_, input, _] = shape;
     if !input.is_multiple_of(mxfp4::BLOCK) {
@@ -106,9 +103,9 @@ fn to_mxfp4(spec: &ParameterSpec, held: Held) -> Result<Held> {
         ));
     }
     let (blocks, scales) = mxfp4::encode(&values.flatten_all()?.to_vec1::<f32>()?, shape);
-    if matches!(held, Held::Plain(_)) {
+    if matches!(weight, Weight::Dense(_)) {
         let decoded = mxfp4::decode(&blocks, &scales, shape);
-        return Ok(Held::Plain(Tensor::from_vec(decoded, shape.to_vec(), values.device())?));
+        return Ok(Weight::dense(&Tensor::from_vec(decoded, shape.to_vec(), values.device())?));
     }
-    Ok(Held::Matrix(Arc::new(PackedMatrix::of_mxfp4(&blocks, &scales, shape))))
+    Ok(Weight::Packed(Arc::new(PackedMatrix::of_mxfp4(&blocks, &scales, shape))))
 }

@@ -1,6 +1,6 @@
 //! `[model]` and `device`: which model, in which numbers, and where it computes.
 
-use super::family::Family;
+use super::families::Family;
 use super::init::InitSettings;
 use crate::settings::{Found, Limits, Scalar, Table, above, choice, from, table};
 use std::path::PathBuf;
@@ -34,7 +34,7 @@ table! {
     /// in Qwen2 all are full, and there are no experts.
     pub struct Architecture {
         /// The family: what a layer consists of, and how its conversations are written.
-        pub model_type: Family = Family::GptOss,
+        pub model_type: Family = Family::default(),
         /// Width of the residual stream.
         pub hidden_size: usize = 64 => from(1.0).to(65536.0),
         /// Decoder layers.
@@ -97,7 +97,7 @@ impl Architecture {
     }
 }
 
-/// What a number of an architecture may be, whether a recipe says it or a `config.json`; those of YaRN as `yarn.KEY`.
+/// The limits of a number of an architecture, in a recipe or a `config.json`; those of YaRN as `yarn.KEY`.
 pub(crate) fn architecture_limits(key: &str) -> Option<Limits> {
     match key.strip_prefix("yarn.") {
         Some(key) => Yarn::limits_of(key),
@@ -121,7 +121,7 @@ pub struct Contradiction {
     pub keys: [&'static str; 2],
     /// Of the first.
     pub value: String,
-    /// What is wrong with the value, and the remedy.
+    /// The flaw of the value, and the remedy.
     pub what: String,
 }
 

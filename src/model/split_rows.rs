@@ -6,7 +6,7 @@
 //! several, and its gradient is the sum of theirs in rank order.
 
 use super::attend::Attend;
-use super::pieces::within_op;
+use super::sharded_layers::within_op;
 use crate::dist::wire::{f32_bytes, f32_values};
 use crate::dist::{Mesh, to_each};
 use crate::ops::cpu::host_values;
@@ -159,7 +159,7 @@ impl Heads {
         Self { count, of_rank: (0..ranks).map(of).collect() }
     }
 
-    /// The same of keys and values, one after the other.
+    /// The heads of keys and then those of values.
     fn twice(self) -> Self {
         let both =
             |of: Vec<usize>| of.iter().copied().chain(of.iter().map(|head| self.count + head)).collect();

@@ -1,211 +1,182 @@
-//! How the forward asks for weights, and the weights of a whole model: in this process's memory, or made a layer at a
-//! time.
+//! The weights of a whole model, as a forward pass asks for them: layers are in this process's memory, or made one at a time.
 
 use super::config::Config;
-use super::expert_ranks::ExpertRanks;
-use super::held::{Embedding, Weight};
-use super::layer::{FeedForward, Layer, Projection};
-use super::layers_in_turn::LayersInTurn;
+use super::layer::Layer;
+use super::matrix::{Matrix, Tensors};
 use super::names::EMBEDDING;
-use super::pieces::GatheredLayers;
 use crate::dist::Mesh;
 use crate::ops::Parameter;
-use crate::ops::product::Precision;
+use crate::ops::graph::reshape;
+use crate::ops::logits::{Logits, Sampling};
 use anyhow::{Context, Result, bail};
-use candle_core::Device;
+use candle_core::{Device, Tensor};
 use std::sync::Arc;
-
-/// Where the forward takes weights from, a layer at a time: from memory, from disk, or gathered from shards.
-pub trait WeightSource: Send + Sync {
-    /// `[V, H]`, or `[H, V]` where it is the head too.
-    fn embedding(&self) -> Result<Embedding>;
-    /// The weights of layer `index`.
-    fn layer(&self, index: usize) -> Result<Layer>;
-    /// `[H]`.
-    fn final_norm(&self) -> Result<Parameter>;
-    /// What reads the trunk's last hidden states.
-    fn head(&self) -> Result<Head>;
-    /// Bytes that a walk over all of it reads: what decides how work is shared out.
-    fn bytes(&self) -> u64;
-    /// Where it multiplies.
-    fn device(&self) -> Result<Device> {
-        Ok(self.final_norm()?.values().device().clone())
-    }
-    /// Whether every layer's tensors lie where they lie from walk to walk.
-    fn is_resident(&self) -> bool {
-        false
-    }
-    /// The ranks that must make every walk together, one walk at a time, where layers are gathered from them or rows travel.
-    fn walked_by(&self) -> Option<&Arc<Mesh>> {
-        None
-    }
-}
-
-/// What reads the trunk's last hidden states.
-#[derive(Clone)]
-pub enum Head {
-    /// `[H, V]`: scores of the next token.
-    LanguageModel(Projection),
-    /// `[H, 1]` and `[1]`: one value a token.
-    Value(Projection),
-}
 
 /// The name of the value head's matrix; a model with a tensor of this name is a critic.
 pub(super) const VALUE_HEAD: &str = "score.weight";
 
-/// A model's weights in this process.
-#[derive(Clone)]
-pub struct Weights {
-    embedding: Embedding,
-    layers: Layers,
-    final_norm: Parameter,
-    head: Head,
-    bytes: u64,
-    /// Where rows travel to their experts.
-    expert_ranks: Option<Arc<ExpertRanks>>,
-    /// How a CPU makes the dense products of the layers and of the head.
-    precision: Precision,
+/// Where a pass takes its layers from.
+pub trait Layers: Send + Sync {
+    /// Layer `index`; the pass asks for layer `next` afterwards.
+    ///
+    /// # Errors
+    /// When it cannot be read, or a rank does not come in time.
+    fn layer(&self, index: usize, next: Option<usize>) -> Result<Arc<dyn Layer>>;
+
+    /// Whether every layer's tensors lie where they lie from pass to pass.
+    fn are_resident(&self) -> bool {
+        false
+    }
+
+    /// The ranks that must make every pass together, one at a time.
+    fn mesh(&self) -> Option<&Arc<Mesh>> {
+        None
+    }
 }
 
-/// Where the layers are; what is outside of them is in memory.
+/// Layers in memory, which may share their experts with other ranks.
+struct ResidentLayers {
+    layers: Vec<Arc<dyn Layer>>,
+    mesh: Option<Arc<Mesh>>,
+}
+
+impl Layers for ResidentLayers {
+    fn layer(&self, index: usize, _: Option<usize>) -> Result<Arc<dyn Layer>> {
+        self.layers.get(index).cloned().with_context(|| format!("no layer {index}"))
+    }
+
+    fn are_resident(&self) -> bool {
+        self.mesh.is_none()
+    }
+
+    fn mesh(&self) -> Option<&Arc<Mesh>> {
+        self.mesh.as_ref()
+    }
+}
+
+/// A model's weights.
 #[derive(Clone)]
-pub(super) enum Layers {
-    Resident(Vec<Layer>),
-    InTurn(Box<LayersInTurn>),
-    /// In pieces over ranks.
-    Gathered(Arc<GatheredLayers>),
+pub struct Weights {
+    /// `[V, H]`, or `[H, V]` where it is the head too.
+    embedding: Matrix,
+    is_tied: bool,
+    layers: Arc<dyn Layers>,
+    /// `[H]`.
+    final_norm: Parameter,
+    /// `[H, V]`: scores of the next token; of a critic `[H, 1]` and `[1]`: one value a token.
+    head: Matrix,
+    is_critic: bool,
+    bytes: u64,
+    /// Whether gradients reach layers that are trained.
+    has_gradients: bool,
 }
 
 impl Weights {
-    /// The weights of `config` that `find` knows by name, `bytes` in all, but for `layers` that are made in turn; with a value head in
-    /// place of the language model's for a critic.
+    /// The weights of `config` among `tensors`, `bytes` in all, with a value head in place of the language model's for a critic.
+    /// Without `layers` they are made of `tensors` too.
     ///
     /// # Errors
-    /// Those of `find`, which is asked for each tensor once.
+    /// When a tensor is missing or of the wrong kind.
     pub(super) fn new(
         config: &Config,
         is_critic: bool,
         bytes: u64,
-        layers: Option<Layers>,
-        find: &dyn Fn(&str) -> Result<Weight>,
+        layers: Option<Arc<dyn Layers>>,
+        tensors: Tensors,
     ) -> Result<Self> {
-        let layer = |index| config.family.layer(index, find);
         let layers = match layers {
             Some(layers) => layers,
-            None => Layers::Resident((0..config.num_hidden_layers).map(layer).collect::<Result<_>>()?),
+            None => {
+                let layer = |index| (config.family.layer)(&tensors.layer(index));
+                let layers = (0..config.num_hidden_layers).map(layer).collect::<Result<_>>()?;
+                Arc::new(ResidentLayers { layers, mesh: tensors.ranks.map(|ranks| ranks.mesh().clone()) })
+            }
         };
-        let tied = config.tie_word_embeddings;
-        let embedding = find(EMBEDDING)?;
-        Ok(Self {
-            embedding: embedding.clone().embedding(tied)?,
-            layers,
-            final_norm: find("model.norm.weight")?.parameter()?,
-            head: if is_critic {
-                let bias = find("score.bias")?.parameter()?;
-                Head::Value(find(VALUE_HEAD)?.projection(Some(bias))?)
-            } else if tied {
-                Head::LanguageModel(embedding.projection(None)?)
-            } else {
-                Head::LanguageModel(find("lm_head.weight")?.projection(None)?)
-            },
-            bytes,
-            expert_ranks: None,
-            precision: Precision::F32,
-        })
+        let embedding = tensors.matrix(EMBEDDING, None)?;
+        let is_tied = config.tie_word_embeddings;
+        let head = match (is_critic, is_tied) {
+            (true, _) => tensors.matrix(VALUE_HEAD, Some("score.bias"))?,
+            (false, true) => embedding.clone(),
+            (false, false) => tensors.matrix("lm_head.weight", None)?,
+        };
+        let final_norm = tensors.vector("model.norm.weight")?;
+        Ok(Self { embedding, is_tied, layers, final_norm, head, is_critic, bytes, has_gradients: true })
     }
 
-    /// The same, whose dense products a CPU makes so, those of the head over a vocabulary among them.
-    pub(super) fn multiplying(self, precision: Precision) -> Self {
-        Self { precision, ..self }
+    /// Returns the weights without gradients, for the first forward of a pass that recomputes its layers.
+    pub fn without_gradient(&self) -> Self {
+        Self {
+            embedding: self.embedding.without_gradient(),
+            layers: self.layers.clone(),
+            final_norm: self.final_norm.without_gradient(),
+            head: self.head.without_gradient(),
+            has_gradients: false,
+            ..*self
+        }
     }
 
-    /// The same, whose experts are those of this rank alone: rows travel to the others'.
+    /// The first layer's input for tokens `ids`, `[T, H]`.
     ///
     /// # Errors
-    /// When the layers are not in memory.
-    pub(super) fn over_ranks(mut self, ranks: &Arc<ExpertRanks>) -> Result<Self> {
-        let Layers::Resident(layers) = &mut self.layers else { bail!("layers that are not in memory") };
-        for layer in layers {
-            if let FeedForward::Experts(experts) = &mut layer.feed_forward {
-                experts.ranks = Some(ranks.clone());
-            }
+    /// When an id is not below `V`.
+    pub fn embed(&self, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
+        if self.is_tied { self.embedding.columns(ids) } else { self.embedding.rows(ids) }
+    }
+
+    /// Layer `index`; the pass asks for layer `next` afterwards, so that it can be on its way meanwhile.
+    ///
+    /// # Errors
+    /// When it cannot be read, or a rank does not come in time.
+    pub fn layer(&self, index: usize, next: Option<usize>) -> Result<Arc<dyn Layer>> {
+        let layer = self.layers.layer(index, next)?;
+        Ok(if self.has_gradients { layer } else { layer.without_gradient() })
+    }
+
+    /// The norm before the head, `[H]`.
+    pub fn final_norm(&self) -> &Parameter {
+        &self.final_norm
+    }
+
+    /// The head's output for `normed [R, H]`: log-probabilities and entropies of `targets` at `temperature`, `[2, R]`; a
+    /// critic's values, `[1, R]`.
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    pub fn head(&self, normed: &Tensor, targets: &Arc<Vec<u32>>, temperature: f64) -> Result<Tensor> {
+        match self.is_critic {
+            false => self.head.log_prob_and_entropy(normed, targets, temperature),
+            true => Ok(reshape(&self.head.matmul_f32(normed)?, (1, targets.len()))?),
         }
-        self.expert_ranks = Some(ranks.clone());
-        Ok(self)
-    }
-}
-
-impl WeightSource for Weights {
-    fn embedding(&self) -> Result<Embedding> {
-        Ok(self.embedding.clone())
     }
 
-    fn layer(&self, index: usize) -> Result<Layer> {
-        let layer = match &self.layers {
-            Layers::Resident(layers) => {
-                layers.get(index).cloned().with_context(|| format!("no layer {index}"))?
-            }
-            Layers::InTurn(layers) => layers.layer(index)?,
-            Layers::Gathered(layers) => layers.layer(index)?,
-        };
-        Ok(if self.precision == Precision::F32 { layer } else { layer.multiplying(self.precision) })
+    /// The logits of `normed [R, H]`, as a sampler reads them.
+    ///
+    /// # Errors
+    /// When the model has no head over a vocabulary.
+    pub fn logits(&self, normed: &Tensor, sampling: &Sampling) -> Result<Logits> {
+        if self.is_critic {
+            bail!("a critic has no head over the vocabulary");
+        }
+        self.head.logits(normed, sampling)
     }
 
-    fn final_norm(&self) -> Result<Parameter> {
-        Ok(self.final_norm.clone())
-    }
-
-    fn head(&self) -> Result<Head> {
-        Ok(match self.head.clone() {
-            Head::LanguageModel(head) => Head::LanguageModel(head.multiplying(self.precision)),
-            head @ Head::Value(_) => head,
-        })
-    }
-
-    fn bytes(&self) -> u64 {
+    /// Bytes that a forward pass reads: work is shared out by them.
+    pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    fn is_resident(&self) -> bool {
-        matches!(self.layers, Layers::Resident(_)) && self.expert_ranks.is_none()
+    /// Where the model computes.
+    pub fn device(&self) -> &Device {
+        self.final_norm.values().device()
     }
 
-    fn walked_by(&self) -> Option<&Arc<Mesh>> {
-        match (&self.layers, &self.expert_ranks) {
-            (Layers::Gathered(layers), _) => Some(layers.mesh()),
-            (Layers::Resident(_) | Layers::InTurn(_), ranks) => ranks.as_ref().map(|ranks| ranks.mesh()),
-        }
-    }
-}
-
-/// The same weights, not learning: the first walk of a pass that recomputes its layers.
-pub struct Frozen<'a>(pub &'a dyn WeightSource);
-
-impl WeightSource for Frozen<'_> {
-    fn embedding(&self) -> Result<Embedding> {
-        Ok(self.0.embedding()?.without_gradient())
+    /// Whether every tensor lies where it lies from pass to pass.
+    pub fn are_resident(&self) -> bool {
+        self.layers.are_resident()
     }
 
-    fn layer(&self, index: usize) -> Result<Layer> {
-        Ok(self.0.layer(index)?.without_gradient())
-    }
-
-    fn final_norm(&self) -> Result<Parameter> {
-        Ok(self.0.final_norm()?.without_gradient())
-    }
-
-    fn head(&self) -> Result<Head> {
-        Ok(match self.0.head()? {
-            Head::LanguageModel(weight) => Head::LanguageModel(weight.without_gradient()),
-            Head::Value(head) => Head::Value(head.without_gradient()),
-        })
-    }
-
-    fn bytes(&self) -> u64 {
-        self.0.bytes()
-    }
-
-    fn walked_by(&self) -> Option<&Arc<Mesh>> {
-        self.0.walked_by()
+    /// The ranks that must make every pass together, one at a time: where layers are gathered from them, or rows travel to them.
+    pub fn mesh(&self) -> Option<&Arc<Mesh>> {
+        self.layers.mesh()
     }
 }

@@ -13,11 +13,11 @@ use super::buffer::buffer;
 use super::cpu::{edit, for_each_row, for_each_row_pair, host_values};
 use super::cuda::{head_backward, head_forward};
 use super::graph::{apply, contiguous, is_tracked};
-use super::head_matrix::HeadMatrix;
 use super::math::{LANES, add_lanes, exp, scale_and_max};
 use super::operation::{DeviceArgument, HostArgument, Operation, of_first};
 use super::parameter::Gradient;
 use super::product::{Matrix, product};
+use super::weight::Weight;
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 use std::sync::Arc;
@@ -90,22 +90,23 @@ fn sum_up(row: &[f32], highest: f32, mut each_block: impl FnMut([f32; LANES])) -
 /// When shapes disagree or a target is not below `V`.
 pub fn log_prob_and_entropy(
     h: &Tensor,
-    weight: &HeadMatrix,
+    weight: &Weight,
     targets: &Arc<Vec<u32>>,
     temperature: f64,
 ) -> Result<Tensor> {
-    let ((rows, k), (w_k, vocabulary)) = (h.dims2()?, weight.shape()?);
+    let ((rows, k), (w_k, vocabulary)) = (h.dims2()?, weight.head_shape()?);
     if k != w_k || targets.len() != rows || targets.iter().any(|&t| t as usize >= vocabulary) {
         bail!("log_prob: h {:?}, weight [{w_k}, {vocabulary}], {} targets", h.dims(), targets.len());
     }
-    let gradient = match weight {
-        HeadMatrix::Plain(weight) => weight.gradient(),
-        HeadMatrix::Packed(_) => None,
+    let (tracked, gradient) = weight.tracked().unzip();
+    let head = Head {
+        targets: targets.clone(),
+        inverse_temperature: inverse(temperature),
+        weight: weight.clone(),
+        gradient: gradient.flatten(),
     };
-    let inverse_temperature = inverse(temperature);
-    let head = Head { targets: targets.clone(), inverse_temperature, weight: weight.clone(), gradient };
     let h = contiguous(h)?;
-    match weight.plain() {
+    match tracked {
         Some(weight) => apply([&h, weight], head),
         None => apply([&h], head),
     }
@@ -119,7 +120,7 @@ pub fn inverse(temperature: f64) -> f32 {
 struct Head {
     targets: Arc<Vec<u32>>,
     inverse_temperature: f32,
-    weight: HeadMatrix,
+    weight: Weight,
     /// Where the weight's gradient goes.
     gradient: Option<Gradient>,
 }
@@ -141,7 +142,7 @@ fn backward_row(z: &mut [f32], stats: RowStats, d_log_prob: f32, d_entropy: f32,
 
 impl Head {
     fn forward(&self, h: &[f32]) -> Result<(CpuStorage, Shape)> {
-        let (k, n) = self.weight.shape()?;
+        let (k, n) = self.weight.head_shape()?;
         let rows = h.len() / k;
         let mut pairs = buffer(2 * rows);
         let chunk = chunk_rows(n);
@@ -167,7 +168,7 @@ impl Head {
 
     /// Adds the weight's gradient where it learns, and returns that of `h` where something below does.
     fn hidden_gradient(&self, h: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let ((rows, k), (_, n)) = (h.dims2()?, self.weight.shape()?);
+        let ((rows, k), (_, n)) = (h.dims2()?, self.weight.head_shape()?);
         if h.device().is_cuda() {
             let (tensors, learns) = ([h, self.weight.on_device()?, grad], self.gradient.as_ref());
             return head_backward(tensors, &self.targets, self.inverse_temperature, learns, is_tracked(h));

@@ -7,9 +7,9 @@
 use super::buffer::buffer;
 use super::cpu::{host_values, in_parallel};
 use super::cuda::{draw_tokens, head_logits, token_log_probs};
-use super::head_matrix::HeadMatrix;
 use super::log_prob::{BLOCK, chunk_rows, inverse, row_stats_and_blocks};
 use super::math::{LANES, exp};
+use super::weight::Weight;
 use candle_core::{Context, Device, Result, Tensor, bail};
 use multiversion::multiversion;
 use rayon::prelude::*;
@@ -72,8 +72,8 @@ pub fn device_logits_rows(vocabulary: usize) -> usize {
 ///
 /// # Errors
 /// When shapes disagree.
-pub fn logits(h: &Tensor, weight: &HeadMatrix, sampling: &Sampling) -> Result<Logits> {
-    let ((rows, k), (w_k, n)) = (h.dims2()?, weight.shape()?);
+pub fn logits(h: &Tensor, weight: &Weight, sampling: &Sampling) -> Result<Logits> {
+    let ((rows, k), (w_k, n)) = (h.dims2()?, weight.head_shape()?);
     if k != w_k {
         bail!("logits: h {:?}, weight [{w_k}, {n}]", h.dims());
     }
@@ -384,7 +384,6 @@ fn highest(row: &[f32]) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::Parameter;
     use crate::ops::log_prob::row_stats;
     use crate::random::{Purpose, stream};
     use candle_core::Device;
@@ -393,7 +392,7 @@ mod tests {
     /// A row of the given logits: 1 times each is exact.
     fn row(values: &[f32], sampling: &Sampling) -> Logits {
         let weight = Tensor::from_slice(values, (1, values.len()), &Device::Cpu).unwrap();
-        let weight = HeadMatrix::Plain(Parameter::frozen(&weight));
+        let weight = Weight::dense(&weight);
         logits(&Tensor::new(&[[1f32]], &Device::Cpu).unwrap(), &weight, sampling).unwrap()
     }
 

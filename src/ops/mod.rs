@@ -20,7 +20,6 @@ pub mod experts;
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod few_rows;
 pub mod graph;
-pub mod head_matrix;
 pub mod kv_cache;
 pub mod linear;
 pub mod load_balance;
@@ -51,6 +50,7 @@ pub mod threads;
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod tiles;
 pub mod uploaded;
+pub mod weight;
 
 pub use embedding::{embedding, select_rows, tied_embedding};
 pub use experts::{Dispatch, combine, dispatch, grouped_linear};

@@ -36,29 +36,43 @@ pub(super) struct Gradient {
 }
 
 impl Parameter {
-    /// A tensor that does not learn.
+    /// A tensor that no gradient reaches.
     pub fn frozen(values: &Tensor) -> Self {
         Self { values: values.detach(), gradient: None, precision: Precision::F32 }
     }
 
+    /// A variable as a store holds it: training may change it, and no gradient reaches it yet.
+    pub fn variable(variable: &Tensor) -> Self {
+        Self { values: variable.clone(), gradient: None, precision: Precision::F32 }
+    }
+
     /// A variable whose gradient goes to place `parameter` of `sink`.
-    pub fn learning(variable: &Tensor, sink: Arc<dyn GradientSink>, parameter: usize) -> Self {
-        let gradient = Some(Gradient { sink, parameter });
-        Self { values: variable.clone(), gradient, precision: Precision::F32 }
+    pub fn trained(variable: &Tensor, sink: Arc<dyn GradientSink>, parameter: usize) -> Self {
+        Self::variable(variable).with_gradient(sink, parameter)
     }
 
-    /// The same values, not learning.
+    /// The same values, which no gradient reaches.
     pub fn without_gradient(&self) -> Self {
-        Self::frozen(&self.values).multiplying(self.precision)
+        Self::frozen(&self.values).in_precision(self.precision)
     }
 
-    /// The same, by which a CPU multiplies so.
-    pub fn multiplying(self, precision: Precision) -> Self {
+    /// Other values of the same precision, which no gradient reaches.
+    pub fn with_values(&self, values: &Tensor) -> Self {
+        Self::frozen(values).in_precision(self.precision)
+    }
+
+    /// The same variable, whose gradient goes to place `parameter` of `sink`.
+    pub fn with_gradient(&self, sink: Arc<dyn GradientSink>, parameter: usize) -> Self {
+        Self { gradient: Some(Gradient { sink, parameter }), ..self.clone() }
+    }
+
+    /// The same, multiplied in `precision` on a CPU.
+    pub fn in_precision(self, precision: Precision) -> Self {
         Self { precision, ..self }
     }
 
     /// How a CPU multiplies by it.
-    pub(super) fn precision(&self) -> Precision {
+    pub fn precision(&self) -> Precision {
         self.precision
     }
 

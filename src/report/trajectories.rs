@@ -6,7 +6,7 @@
 use super::run::Run;
 use crate::harmony::Role;
 use crate::metrics::{Phase, sanitize_terminal};
-use crate::model::family::Family;
+use crate::model::families::Family;
 use crate::settings::Choice;
 use crate::trajectory::{Outcome, Trajectory, TrajectoryRow};
 use crate::vocabulary::Vocabulary;
@@ -142,8 +142,8 @@ fn tokenizer(run: &Run) -> Option<Vocabulary> {
         Some(file) => Vocabulary::from_file(&file).ok(),
         None if run.setting("model.tokenizer").as_deref() == Some("embedded") => {
             let family = run.setting("model.architecture.model_type");
-            let family = family.and_then(|word| Family::named(&word)).unwrap_or(Family::GptOss);
-            Some(family.embedded_chat().ok()?.vocabulary().clone())
+            let family = family.and_then(|word| Family::named(&word)).unwrap_or_default();
+            Some(family.chat.embedded().ok()?.vocabulary().clone())
         }
         None => None,
     }

@@ -99,7 +99,7 @@ impl<'e, 'a> Engine<'e, 'a> {
     pub(super) fn new(rollout: &'e Rollout<'e>, source: &'e dyn TokenSource, queue: &'e Queue<'a>) -> Self {
         let settings = &rollout.plan.settings;
         let records = settings.cuda_graphs && !settings.keep_routes;
-        let decoder = if records { Decoder::new(&rollout.policy.trunk()) } else { None };
+        let decoder = if records { Decoder::new(&rollout.policy.stack()) } else { None };
         Self { rollout, source, queue, batch: Vec::new(), decoder, sampled: 0 }
     }
 
@@ -139,7 +139,7 @@ impl<'e, 'a> Engine<'e, 'a> {
         let any = |kind: Refilled| found.contains(&(kind as u8));
         match (any(Refilled::Work), own) {
             (true, Refilled::Work) => self.step(scope)?,
-            (true, _) => self.rollout.policy.trunk().pass_by()?,
+            (true, _) => self.rollout.policy.stack().pass_by()?,
             (false, Refilled::Nothing) => self.queue.wait_for_work(),
             (false, _) => {}
         }
@@ -148,8 +148,8 @@ impl<'e, 'a> Engine<'e, 'a> {
 
     /// One forward, and a token for every entry that is fed up to its end.
     fn step(&mut self, scope: &'e Scope<'e, '_>) -> Result<()> {
-        let device = self.rollout.policy.weights.device()?;
-        awake(&device, || self.forward_and_draw(scope))
+        let device = self.rollout.policy.weights.device();
+        awake(device, || self.forward_and_draw(scope))
     }
 
     fn forward_and_draw(&mut self, scope: &'e Scope<'e, '_>) -> Result<()> {
@@ -159,7 +159,7 @@ impl<'e, 'a> Engine<'e, 'a> {
             return Ok(());
         }
         let policy = self.rollout.policy;
-        let normed = policy.trunk().normed(&hidden, &Arc::new(feed.rows))?;
+        let normed = policy.stack().normed(&hidden, &Arc::new(feed.rows))?;
         let rows_max = logits_rows_max(policy.model.config.vocab_size);
 
         let mut complete = feed.complete.into_iter().peekable();
@@ -222,10 +222,10 @@ impl<'e, 'a> Engine<'e, 'a> {
         if let Some(decoder) = &mut self.decoder
             && counts.iter().all(|&count| count == 1)
         {
-            return decoder.feed(&policy.trunk(), tokens, &mut caches);
+            return decoder.feed(&policy.stack(), tokens, &mut caches);
         }
         let mut routes: Vec<Vec<u32>> = vec![];
-        let hidden = policy.trunk().feed(tokens, &mut caches, &counts, &mut |_, _, output| {
+        let hidden = policy.stack().feed(tokens, &mut caches, &counts, &mut |_, _, output| {
             if let (true, Some(layer)) = (plan.settings.keep_routes, output.routes()) {
                 routes.push(layer.flatten_all()?.to_vec1()?);
             }
@@ -256,7 +256,7 @@ impl<'e, 'a> Engine<'e, 'a> {
             }
         }
         let sampling = self.source.sampling();
-        let logits = self.rollout.policy.trunk().logits(normed, &sampling)?;
+        let logits = self.rollout.policy.stack().logits(normed, &sampling)?;
         let draws: Vec<(usize, f64)> =
             samples.iter_mut().map(|(row, sample, _)| (*row, sample.conversation.uniform())).collect();
         let mut drawn = logits.draw(&sampling, &draws)?;

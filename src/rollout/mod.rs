@@ -249,19 +249,19 @@ impl Rollout<'_> {
     ) -> Result<Option<Rollouts>> {
         let rendered = prompts.iter().map(|p| self.render(p)).collect::<Result<Vec<_>>>()?;
         let (weights, config) = (&self.policy.weights, &self.policy.model.config);
-        let (walked_by, device) = (weights.walked_by(), weights.device()?);
-        let engines = match walked_by {
+        let (mesh, device) = (weights.mesh(), weights.device());
+        let engines = match mesh {
             None if device.is_cpu() => engines(weights.bytes(), self.threads.count()),
             // A GPU computes one forward after the other.
             _ => 1,
         };
         let places = if device.is_cpu() { usize::MAX } else { self.room.sequences };
-        let caches = (Caches::new(config, &device, self.room)?, places);
+        let caches = (Caches::new(config, device, self.room)?, places);
         let queue = Queue::new(self, rendered, samples, engines, caches, hooks);
         std::thread::scope(|scope| {
             let run = || {
                 let engine = Engine::new(self, source, &queue);
-                match walked_by {
+                match mesh {
                     Some(mesh) => engine.run_with(mesh, scope),
                     None => engine.run(scope),
                 }

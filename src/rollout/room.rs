@@ -72,14 +72,14 @@ mod tests {
     use super::*;
     use crate::model::cache::CacheRoom;
     use crate::model::config::{Config, LayerType, Rope};
-    use crate::model::family::Family;
+    use crate::model::families::Family;
     use crate::ops::pages::{PagedSequence, Pages};
     use crate::random::{Purpose, stream};
     use rand::Rng;
 
     fn tiny() -> Config {
         Config {
-            family: Family::GptOss,
+            family: Family::default(),
             vocab_size: 10,
             hidden_size: 8,
             num_hidden_layers: 2,

@@ -4,7 +4,7 @@ use super::adapter::RunAdapter;
 use super::family::foreign_keys;
 use super::memory::{Intent, available, least};
 use super::preflight::{Mistakes, Preflight};
-use super::source::{BasePlace, ModelSource, model_folder};
+use super::source::{ModelSource, Placement, model_folder};
 use crate::bad_input;
 use crate::chat::Chat;
 use crate::checkpoint::Base;
@@ -25,6 +25,7 @@ use crate::recipe::{Plan, Recipe};
 use crate::rollout::{Prompt, Rollout, RolloutPlan, RolloutProgress, Rollouts};
 use crate::tasks::Task;
 use anyhow::Result;
+use candle_core::Device;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -137,8 +138,9 @@ impl RunContext {
                 .print(&format!("warning: {}: each layer is read whenever it is its turn", folder.display()));
         }
         let none_learns = vec![false; self.trainable.len()];
-        let place = if streamed { BasePlace::OnDisk } else { BasePlace::Whole };
-        source.parameters(self.recipe(), &none_learns, Intent::Eval, self.mesh(), place, console)
+        let placement = if streamed { Placement::OnDisk } else { Placement::Replicated };
+        let backend = (self.mesh(), &Device::Cpu);
+        source.parameters(self.recipe(), &none_learns, Intent::Eval, backend, placement, console)
     }
 
     /// What the arms change in the training forward.

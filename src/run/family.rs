@@ -1,8 +1,9 @@
 //! Keys of a recipe that mean nothing to the model's family: they are refused by name, not ignored.
 
+use crate::chat::Format;
 use crate::dist::RolloutWeights;
 use crate::model::config::Form;
-use crate::model::family::Family;
+use crate::model::families::Family;
 use crate::model::init::InitSettings;
 use crate::model::settings::Architecture;
 use crate::policy::RouterReplay;
@@ -14,18 +15,24 @@ use crate::settings::Choice;
 pub(super) fn foreign_keys(plan: &Plan, family: Family) -> Vec<String> {
     let recipe = &plan.recipe;
     let mut found = vec![];
-    if !family.has_sinks() {
+    if !family.has_sinks {
         found.extend(sinks(plan));
     }
-    if !family.has_experts() {
+    if !family.has_experts {
         found.extend(experts(plan));
     }
-    match family {
-        Family::Qwen2 => found.extend(harmony(&recipe.harmony)),
-        Family::GptOss => {
-            let tied = recipe.model.architecture.as_ref().is_some_and(|a| a.tie_word_embeddings);
-            found.extend(tied.then_some(("model.architecture.tie_word_embeddings", "its head is its own")));
-        }
+    let shape = recipe.model.architecture.clone().unwrap_or_default();
+    let window = shape.sliding_window != Architecture::default().sliding_window;
+    found.extend(set(
+        [("model.architecture.sliding_window", window && !family.has_windows)],
+        "every layer attends to all before it",
+    ));
+    found.extend(set(
+        [("model.architecture.tie_word_embeddings", shape.tie_word_embeddings && !family.may_tie_embeddings)],
+        "its head is its own",
+    ));
+    if family.chat == Format::ChatMl {
+        found.extend(harmony(&recipe.harmony));
     }
     let told = |(key, why): (&str, &str)| {
         let what = format!("means nothing to the family {:?}: {why}; remove the key", family.name());
@@ -57,7 +64,7 @@ fn experts(plan: &Plan) -> Vec<Foreign> {
     let recipe = &plan.recipe;
     let (arms, usual) = (&recipe.arms, Architecture::default());
     let shape = recipe.model.architecture.as_ref().unwrap_or(&usual);
-    let mut found = set(
+    set(
         [
             ("model.architecture.num_local_experts", shape.num_local_experts != usual.num_local_experts),
             (
@@ -77,10 +84,7 @@ fn experts(plan: &Plan) -> Vec<Foreign> {
             ("checkpoint.dtype", recipe.checkpoint.dtype == Form::Mxfp4),
         ],
         "it has no experts and no router",
-    );
-    let window = ("model.architecture.sliding_window", shape.sliding_window != usual.sliding_window);
-    found.extend(set([window], "every layer attends to all before it"));
-    found
+    )
 }
 
 fn harmony(harmony: &PreambleSettings) -> Vec<Foreign> {

@@ -12,16 +12,18 @@ use crate::dist::Mesh;
 use crate::error::quoted;
 use crate::metrics::{Console, Phase};
 use crate::model::config::{Config, Form, Rope};
-use crate::model::held::{Held, Loaded};
 use crate::model::init::{InitSettings, init};
-use crate::model::layers_in_turn::WeightChange;
+use crate::model::layers_on_demand::WeightChange;
 use crate::model::names::{ParameterSpec, parameter_specs};
-use crate::model::parameters::Parameters;
+use crate::model::parameters::{Backend, Parameters};
 use crate::model::rounding::WeightRounding;
 use crate::model::settings::{Architecture, Dtype, ModelSettings, Tokenizer};
+use crate::model::storage::Stored;
 use crate::ops::product::Precision;
+use crate::ops::weight::Weight;
 use crate::recipe::{Plan, Recipe, RecipeSource, set_key};
 use anyhow::{Result, bail};
+use candle_core::Device;
 use half::bf16;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -48,13 +50,13 @@ pub(super) struct ModelSource {
     pub(super) adapter: Option<AdapterFolder>,
 }
 
-/// Where weights that do not learn and are packed place.
+/// Where packed weights lie, which are not trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum BasePlace {
+pub(super) enum Placement {
     /// In the memory of each process.
-    Whole,
-    /// In pieces, one a process.
-    InPieces,
+    Replicated,
+    /// In shards, one a process.
+    Sharded,
     /// On disk, but for the layer whose turn it is.
     OnDisk,
 }
@@ -83,9 +85,11 @@ impl ModelSource {
             (None, Some(architecture)) => {
                 let family = architecture.model_type;
                 let chat = match recipe.model.tokenizer.as_ref().unwrap_or(&Tokenizer::Embedded) {
-                    Tokenizer::Embedded => family.embedded_chat()?,
-                    Tokenizer::Path(path) if path.is_dir() => family.chat(&path.join("tokenizer.json"))?,
-                    Tokenizer::Path(path) => family.chat(path)?,
+                    Tokenizer::Embedded => family.chat.embedded()?,
+                    Tokenizer::Path(path) if path.is_dir() => {
+                        family.chat.read(&path.join("tokenizer.json"))?
+                    }
+                    Tokenizer::Path(path) => family.chat.read(path)?,
                 };
                 let config = config_of(architecture, &chat);
                 config.check()?;
@@ -174,7 +178,7 @@ impl ModelSource {
         let unverified = (!checkpoint::sound(folder)?).then(|| folder.to_owned());
         let config = Config::read(folder)?;
         let file = folder.join("tokenizer.json");
-        let chat = config.family.chat(&file)?;
+        let chat = config.family.chat.read(&file)?;
         let tokens = chat.vocabulary().vocab_size();
         if tokens > config.vocab_size {
             return Err(bad_input!(
@@ -221,12 +225,12 @@ impl ModelSource {
         recipe: &Recipe,
         trainable: &[bool],
         intent: Intent,
-        mesh: &Arc<Mesh>,
-        place: BasePlace,
+        (mesh, device): (&Arc<Mesh>, &Device),
+        placement: Placement,
         console: &Console,
     ) -> Result<Parameters> {
-        let parameters = self.base_parameters(recipe, trainable, intent, mesh, place, console)?;
-        let mut parameters = parameters.shared_by(mesh).multiplying(precision(recipe));
+        let backend = Backend { device: device.clone(), mesh: mesh.clone(), precision: precision(recipe) };
+        let mut parameters = self.base_parameters(recipe, trainable, intent, &backend, placement, console)?;
         if let Some(adapter) = &self.adapter {
             parameters.adapt(adapter.lora.clone(), adapter.values(&self.specs())?)?;
         }
@@ -239,8 +243,8 @@ impl ModelSource {
         recipe: &Recipe,
         trainable: &[bool],
         intent: Intent,
-        mesh: &Arc<Mesh>,
-        place: BasePlace,
+        backend: &Backend,
+        placement: Placement,
         console: &Console,
     ) -> Result<Parameters> {
         // What `model.dtype` makes of a tensor; packed ones have no more digits than that.
@@ -257,18 +261,22 @@ impl ModelSource {
                 sink: recipe.model.init.sink,
             };
             let drawn = init(&self.config, &settings, recipe.train.seed)?;
-            let drawn = drawn.into_iter().map(|(spec, values)| Ok((spec, rounded(values))));
-            return Parameters::new(&self.config, drawn);
+            let drawn = drawn.into_iter().map(|(spec, values)| {
+                let stored = Stored::variable(&spec, rounded(values))?;
+                Ok((spec, stored))
+            });
+            return Parameters::loaded(&self.config, backend, drawn);
         };
-        if place == BasePlace::OnDisk {
+        if placement == Placement::OnDisk {
             let to_bf16 = WeightRounding { mxfp4: false, bits: Some(7) };
-            let unpacked: WeightChange = Arc::new(|spec, held| Ok(Held::Plain(held.decoded(spec)?)));
+            let unpacked: WeightChange =
+                Arc::new(|spec, weight| Ok(Weight::dense(&weight.decoded(&spec.working_shape())?)));
             let changes = match recipe.model.dtype {
                 Dtype::F32 => vec![],
                 Dtype::Bf16 => vec![to_bf16.change()],
                 Dtype::Bf16Dot => vec![unpacked, to_bf16.change()],
             };
-            return Parameters::with_stored_layers(&self.config, folder.clone(), changes);
+            return Parameters::on_disk(&self.config, backend, folder.clone(), changes);
         }
         let megabytes = |bytes: u64| bytes / 1_000_000;
         let specs = self.specs();
@@ -282,24 +290,20 @@ impl ModelSource {
         };
         let mut read = 0;
         let found = specs.into_iter().enumerate().map(|(index, spec)| {
-            let is_plain = (intent.learns() && trainable[index]) || self.forms[index] == Form::F32;
-            let values = folder.loaded(&spec, is_plain)?;
+            let is_dense = (intent.learns() && trainable[index]) || self.forms[index] == Form::F32;
+            let packed = if is_dense { None } else { folder.packed(&spec)? };
+            let is_sharded =
+                if packed.is_some() { placement == Placement::Sharded } else { trainable[index] };
+            let stored = match packed {
+                Some(packed) => Stored::frozen(packed),
+                None => Stored::variable(&spec, rounded(folder.values(&spec)?))?,
+            };
             let before = megabytes(read);
             read += bytes[index];
             shown.advance(megabytes(read) - before, 0, &[]);
-            Ok((
-                spec,
-                match values {
-                    Loaded::Values(values) if trainable[index] => {
-                        Loaded::Values(rounded(values)).cut(mesh, index)
-                    }
-                    Loaded::Values(values) => Loaded::Values(rounded(values)),
-                    packed if place == BasePlace::InPieces => packed.cut(mesh, index),
-                    packed => packed,
-                },
-            ))
+            Ok((spec, if is_sharded { stored.sharded(index, &backend.mesh)? } else { stored }))
         });
-        let parameters = Parameters::loaded(&self.config, found)?;
+        let parameters = Parameters::loaded(&self.config, backend, found)?;
         shown.finish();
         Ok(parameters)
     }
@@ -424,7 +428,7 @@ fn adapter_folder(path: &Path) -> Result<PathBuf> {
 
 /// What the recipe's architecture says; keys of another family are left out.
 fn config_of(a: &Architecture, chat: &Chat) -> Config {
-    let (family, experts) = (a.model_type, a.model_type.has_experts());
+    let (family, experts) = (a.model_type, a.model_type.has_experts);
     Config {
         family,
         vocab_size: chat.vocabulary().vocab_size(),
@@ -436,8 +440,8 @@ fn config_of(a: &Architecture, chat: &Chat) -> Config {
         intermediate_size: a.intermediate_size,
         num_local_experts: if experts { a.num_local_experts } else { 0 },
         num_experts_per_tok: if experts { a.num_experts_per_tok } else { 0 },
-        sliding_window: if experts { a.sliding_window } else { 0 },
-        layer_types: family.layer_types(a.num_hidden_layers),
+        sliding_window: if family.has_windows { a.sliding_window } else { 0 },
+        layer_types: (family.layer_types)(a.num_hidden_layers),
         rope: Rope { theta: a.rope_theta, yarn: a.yarn.clone() },
         rms_norm_eps: a.rms_norm_eps,
         swiglu_limit: if experts { a.swiglu_limit } else { 0.0 },

@@ -75,7 +75,7 @@ impl Trainer {
         stop: Stop,
         point: Option<&ResumePoint>,
     ) -> Result<Self> {
-        context.parameters.learn(&context.trainable)?;
+        context.parameters.train_only(&context.trainable)?;
         let steered = point.and_then(|point| point.state.kl_coefficient);
         let kl = Self::kl_controller(&context.recipe().policy.kl, steered)?;
         let mut monitor = Monitor::new(context.recipe());
@@ -278,7 +278,7 @@ impl Trainer {
         let weights = PassWeights {
             bytes: parameters.bytes(),
             adapted: parameters.adapter().is_some(),
-            packed_pieces: parameters.has_packed_pieces(),
+            packed_pieces: parameters.has_packed_shards(),
         };
         let (threads, processes) = (threads.count(), parameters.mesh().ranks());
         PassSettings {

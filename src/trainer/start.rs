@@ -24,7 +24,7 @@ impl Trainer {
         let base_tensors = context.parameters.len();
         adapter.attach(&mut context.parameters, context.plan.recipe.train.seed)?;
         context.trainable = adapter.trainable_of_all(base_tensors);
-        context.parameters.learn(&context.trainable)?;
+        context.parameters.train_only(&context.trainable)?;
         self.keep_base()
     }
 
@@ -47,10 +47,7 @@ impl Trainer {
                 let manifest = save(aside, config, form, &context.companions, SHARD_BYTES_MAX, |spec| {
                     let index =
                         base.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
-                    match base.packed(index) {
-                        None => base.whole(index, VALUES),
-                        Some(packed) => packed.decoded(spec),
-                    }
+                    base.whole(index, VALUES)
                 })?;
                 manifest.write(aside)
             })

@@ -21,8 +21,9 @@ use rloss::model::config::{Config, Form};
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::init::{InitSettings, init};
 use rloss::model::names::{ParameterSpec, parameter_specs};
-use rloss::model::parameters::Parameters;
+use rloss::model::parameters::{Backend, Parameters};
 use rloss::model::policy_view::PolicyView;
+use rloss::model::storage::Stored;
 use rloss::ops::threads::Threads;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -144,7 +145,7 @@ fn adapt(parameters: &mut Parameters, config: &Config, rank: usize) {
     }
     let base = parameters.len();
     parameters.adapt(lora, values).unwrap();
-    parameters.learn(&(0..parameters.len()).map(|i| i >= base).collect::<Vec<_>>()).unwrap();
+    parameters.train_only(&(0..parameters.len()).map(|i| i >= base).collect::<Vec<_>>()).unwrap();
 }
 
 /// A random model of `config` as its folder in `form` gives it: decoded, and held as it lies there.
@@ -156,17 +157,20 @@ fn both(config: &Config, form: Form) -> [Parameters; 2] {
     save(folder.path(), config, form, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
     let files = ModelFolder::open(folder.path(), config).unwrap();
     let held = parameter_specs(config).into_iter().map(|spec| {
-        let values = files.loaded(&spec, false)?;
-        Ok((spec, values))
+        let stored = match files.packed(&spec)? {
+            Some(packed) => Stored::frozen(packed),
+            None => Stored::variable(&spec, files.values(&spec)?)?,
+        };
+        Ok((spec, stored))
     });
     [
         Parameters::new(config, load(folder.path(), config).unwrap()).unwrap(),
-        Parameters::loaded(config, held).unwrap(),
+        Parameters::loaded(config, &Backend::default(), held).unwrap(),
     ]
 }
 
 fn log_probs(model: &Model, parameters: &Parameters, batches: &[MicroBatch]) -> Vec<f32> {
-    let weights = &parameters.frozen().unwrap();
+    let weights = &parameters.frozen(None).unwrap();
     let forward = |batch| {
         Pass { model, weights, batch, settings: settings(true) }.forward().unwrap().log_probs().to_vec()
     };
@@ -259,7 +263,7 @@ fn a_critic_beside_an_adapter_shares_the_base() {
     let trainable: Vec<bool> = head.chain(vec![true; policy.len() - base]).collect();
     let mut critic = Critic::new(&config, &policy, &trainable, &CriticSettings::default(), 7, false).unwrap();
     assert_eq!(critic.parameters.len(), policy.len() + 1);
-    let learning = (0..critic.parameters.len()).filter(|&i| critic.parameters.learns(i)).count();
+    let learning = (0..critic.parameters.len()).filter(|&i| critic.parameters.is_trained(i)).count();
     assert_eq!(learning, policy.len() - base + 2);
     let batches = MicroBatch::split(&tiny::sequences(272, &[30, 41], 4), usize::MAX);
     let threads = Threads::new(2).unwrap();

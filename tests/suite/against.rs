@@ -3,6 +3,7 @@
 
 use crate::tiny::load;
 use rloss::chat::Chat;
+use rloss::chat::Format;
 use rloss::harmony::HarmonyTokenizer;
 use rloss::metrics::Console;
 use rloss::mismatch::against;
@@ -11,7 +12,6 @@ use rloss::mismatch::causes::list::causes;
 use rloss::mismatch::diagnose::{Reference, Verdict};
 use rloss::mismatch::rows::{Reader, TokenRow, TokenRows};
 use rloss::model::config::Config;
-use rloss::model::family::Family;
 use rloss::model::forward::Model;
 use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
@@ -58,7 +58,7 @@ impl Fixture {
             threads: Threads::new(2).unwrap(),
             model: Model::new(config, 256),
             parameters,
-            chat: Family::GptOss.embedded_chat().unwrap(),
+            chat: Format::Harmony.embedded().unwrap(),
         }
     }
 

@@ -4,12 +4,12 @@ use crate::harmony::encode_with_special;
 use crate::model_files::refused;
 use minijinja::value::Kwargs;
 use minijinja::{Environment, Value as Jinja};
+use rloss::chat::Format;
 use rloss::chat::chatml::{
     ChatMl, QWEN_IDENTITY, json_text, messages_from_json, python_function, system_text,
 };
 use rloss::chat::{Call, Chat};
 use rloss::harmony::{HarmonyTokenizer, Message, Role, TurnEnd, TurnStep};
-use rloss::model::family::Family;
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -271,5 +271,5 @@ fn functions_are_listed_after_the_system_text() {
         text.contains("\n<tools>\n{\"type\": \"function\", \"function\": {\"name\": \"python\", "),
         "{text}"
     );
-    assert_eq!(Family::Qwen2.embedded_chat().unwrap().stop_tokens(), [2, 0]);
+    assert_eq!(Format::ChatMl.embedded().unwrap().stop_tokens(), [2, 0]);
 }

@@ -1,4 +1,4 @@
-//! The critic: its gradient through the whole trunk, its estimate, its loss over minibatches.
+//! The critic: its gradient through the whole stack, its estimate, its loss over minibatches.
 
 use crate::tiny::{self, Gradients, Learned, learned};
 use rloss::learner::batch::Batch;
@@ -71,7 +71,7 @@ impl Fixture {
 
     /// ½ the sum of squared distances from `targets`, by a forward alone.
     fn loss(&self, targets: &[f32]) -> f64 {
-        let weights = &self.critic.parameters.frozen().unwrap();
+        let weights = &self.critic.parameters.frozen(None).unwrap();
         let batch = &self.batch();
         let pass = Pass { model: &self.model, weights, batch, settings: pass(true) };
         let [values] = pass.forward().unwrap().head;

@@ -28,7 +28,7 @@ fn tensors(parameters: &Parameters) -> Vec<Values> {
 fn parameters(config: &Config, values: Vec<Values>) -> Parameters {
     let mut parameters =
         Parameters::new(config, parameter_specs(config).into_iter().zip(values).map(Ok)).unwrap();
-    parameters.learn(&vec![true; parameters.len()]).unwrap();
+    parameters.train_only(&vec![true; parameters.len()]).unwrap();
     parameters
 }
 

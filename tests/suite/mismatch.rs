@@ -1,6 +1,7 @@
 //! Arms break what their names say, causes are found, and another engine's rows are read.
 
 use crate::tiny;
+use rloss::chat::Format;
 use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::metrics::Console;
 use rloss::mismatch::causes::Cause;
@@ -12,7 +13,6 @@ use rloss::mismatch::output::Line;
 use rloss::model::arms::Arms;
 use rloss::model::cache::CacheRoom;
 use rloss::model::config::LayerType;
-use rloss::model::family::Family;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
@@ -56,7 +56,7 @@ impl World {
         let rollout = Rollout {
             threads: &self.threads,
             policy: &PolicyView::rollout(&self.model, &self.parameters, arms, recipe.train.seed).unwrap(),
-            chat: &Family::GptOss.embedded_chat().unwrap(),
+            chat: &Format::Harmony.embedded().unwrap(),
             task: task.as_ref(),
             interpreter: None,
             preamble: &[],
@@ -181,7 +181,7 @@ fn causes_are_recognised_and_a_temperature_is_estimated() {
 fn found_in_bf16(world: &World, model: &Model, activation_bits: u32, temperature: f64) -> Verdict {
     let forward = ForwardOptions { mantissa_bits: Some(activation_bits), ..ForwardOptions::default() };
     let rounding = WeightRounding { mxfp4: false, bits: Some(7) };
-    let weights = Arc::new(world.parameters.rounded(&rounding).unwrap());
+    let weights = Arc::new(world.parameters.frozen(Some(&rounding.change())).unwrap());
     let plain = observed(world, model, ForwardOptions::default(), 1.0);
     let batches: Vec<MicroBatch> = plain.batches.into_iter().map(|batch| batch.tokens).collect();
     let policy = PolicyView { model, weights, forward };

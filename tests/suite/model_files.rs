@@ -2,11 +2,12 @@
 
 use crate::data;
 use candle_core::{Device, Tensor};
+use rloss::chat::Format;
 use rloss::checkpoint::load::weights_present;
 use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::error::BadInput;
 use rloss::model::config::{Config, Form, LayerType, Rope};
-use rloss::model::family::Family;
+use rloss::model::families::Family;
 use rloss::model::init::InitSettings;
 use rloss::model::names::{ParameterSpec, TensorRole, parameter_count, parameter_specs};
 use rloss::model::settings::Yarn;
@@ -21,7 +22,7 @@ const INIT: InitSettings = InitSettings { embedding_std: 0.5, head_scale: 0.5, s
 /// Small, with expert inputs that are multiples of 32 so that every form can hold it.
 pub fn config() -> Config {
     Config {
-        family: Family::GptOss,
+        family: Family::default(),
         vocab_size: 272,
         hidden_size: 64,
         num_hidden_layers: 2,
@@ -289,7 +290,7 @@ fn a_folder_without_weights_is_told_from_one_with_unreadable_weights() {
 
 #[test]
 fn companions_travel_unchanged_and_missing_ones_are_derived() {
-    let chat = Family::GptOss.embedded_chat().unwrap();
+    let chat = Format::Harmony.embedded().unwrap();
     let config = config();
     let parameters: BTreeMap<String, Tensor> =
         init(&config, &INIT, 1).unwrap().into_iter().map(|(s, t)| (s.name, t)).collect();

@@ -35,7 +35,7 @@ impl Learner {
         let (_, mut parameters) = tiny::model(config, 0);
         let index = parameters.position(name).unwrap();
         tiny::set(&parameters, index, initial);
-        parameters.learn(&(0..parameters.len()).map(|i| i == index).collect::<Vec<_>>()).unwrap();
+        parameters.train_only(&(0..parameters.len()).map(|i| i == index).collect::<Vec<_>>()).unwrap();
         let optimizer = Optimizer::new(settings, &mut parameters, false).unwrap();
         Self { parameters, index, optimizer }
     }
@@ -302,7 +302,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
         // Some of each size are frozen.
         let mark = |tensors: usize| -> Vec<bool> { (0..tensors).map(|i| i % 3 > 0).collect() };
         let (trainable, critic_trainable) = (mark(parameters.len()), mark(value_model_specs(&config).len()));
-        parameters.learn(&trainable).unwrap();
+        parameters.train_only(&trainable).unwrap();
         let rounds = dtype == Dtype::Bf16;
         Optimizer::new(&settings, &mut parameters, rounds).unwrap();
         let critic_settings = CriticSettings { optimizer: settings.clone(), ..CriticSettings::default() };

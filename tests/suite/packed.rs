@@ -12,11 +12,11 @@ use rloss::mismatch::causes::{Cause, list::causes, variant::Variant};
 use rloss::model::arms::Arms;
 use rloss::model::config::{Config, Form};
 use rloss::model::forward::{ForwardOptions, Model};
-use rloss::model::held::Loaded;
 use rloss::model::init::{InitSettings, init};
 use rloss::model::names::{ParameterSpec, parameter_specs};
-use rloss::model::parameters::Parameters;
+use rloss::model::parameters::{Backend, Parameters};
 use rloss::model::policy_view::PolicyView;
+use rloss::model::storage::Stored;
 use std::path::Path;
 use std::sync::Arc;
 use tempfile::TempDir;
@@ -46,9 +46,14 @@ fn held(folder: &Path, config: &Config, learns: &dyn Fn(&str) -> bool) -> anyhow
     let files = ModelFolder::open(folder, config)?;
     Parameters::loaded(
         config,
+        &Backend::default(),
         parameter_specs(config).into_iter().map(|spec| {
-            let values = files.loaded(&spec, learns(&spec.name))?;
-            Ok((spec, values))
+            let packed = if learns(&spec.name) { None } else { files.packed(&spec)? };
+            let stored = match packed {
+                Some(packed) => Stored::frozen(packed),
+                None => Stored::variable(&spec, files.values(&spec)?)?,
+            };
+            Ok((spec, stored))
         }),
     )
 }
@@ -78,7 +83,7 @@ fn forward_prefill_and_decode_have_the_bits_of_the_decoded_model() {
             let sequences = tiny::sequences(config.vocab_size, &[70, 1, 2, 33], 4);
             let batch = &MicroBatch::split(&sequences, usize::MAX)[0];
             let results = [&plain, &packed].map(|parameters| {
-                let weights = &parameters.frozen().unwrap();
+                let weights = &parameters.frozen(None).unwrap();
                 let pass = Pass { model: &model, weights, batch, settings: settings() };
                 let policy = PolicyView::plain(&model, parameters).unwrap();
                 let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
@@ -119,7 +124,7 @@ fn gradients_through_packed_weights_have_the_bits_of_the_decoded_model() {
         for recompute_layers in [false, true] {
             let settings = PassSettings { recompute_layers, ..settings() };
             let [expected, found]: [Gradients; 2] = [&mut plain, &mut packed].map(|parameters| {
-                parameters.learn(&marks).unwrap();
+                parameters.train_only(&marks).unwrap();
                 learned(parameters, (&model, batch, settings), |pass| pass.forward_backward(&objective))
                     .gradients
             });
@@ -142,9 +147,9 @@ fn layers_that_stay_on_disk_compute_the_same_bits() {
         let folder = folder(&config, form, SHARD_BYTES_MAX);
         let resident = held(folder.path(), &config, &|_| false).unwrap();
         let files = Arc::new(ModelFolder::open(folder.path(), &config).unwrap());
-        let stored = Parameters::with_stored_layers(&config, files, vec![]).unwrap();
+        let stored = Parameters::on_disk(&config, &Backend::default(), files, vec![]).unwrap();
         assert_eq!(stored.bytes(), resident.bytes());
-        assert!(stored.of_place(1).is_err(), "a layer's tensor is not in memory");
+        assert!(stored.weight(1).is_err(), "a layer's tensor is not in memory");
         let model = Model::new(config.clone(), config.max_position_embeddings);
         let sequences = tiny::sequences(config.vocab_size, &[40, 17], 4);
         let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
@@ -189,7 +194,7 @@ fn mistakes_in_weights_are_the_same_of_packed_and_of_stored_ones() {
         let plain = Parameters::new(&config, load(folder.path(), &config).unwrap()).unwrap();
         let packed = held(folder.path(), &config, &|_| false).unwrap();
         let files = Arc::new(ModelFolder::open(folder.path(), &config).unwrap());
-        let stored = Parameters::with_stored_layers(&config, files, vec![]).unwrap();
+        let stored = Parameters::on_disk(&config, &Backend::default(), files, vec![]).unwrap();
         let sequences = tiny::sequences(config.vocab_size, &[40], 4);
         let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
         let of = |parameters: &Parameters, causes: &[Cause]| {
@@ -244,11 +249,13 @@ fn a_file_that_shrinks_while_it_is_read_is_refused() {
     let files = ModelFolder::open(folder.path(), &config).unwrap();
     let file = std::fs::OpenOptions::new().write(true).open(folder.path().join("model.safetensors")).unwrap();
     file.set_len(file.metadata().unwrap().len() / 2).unwrap();
-    let failed: Vec<anyhow::Error> =
-        parameter_specs(&config).iter().filter_map(|spec| files.loaded(spec, false).err()).collect();
+    let failed: Vec<anyhow::Error> = parameter_specs(&config)
+        .iter()
+        .filter_map(|spec| files.packed(spec).and_then(|_| files.values(spec)).err())
+        .collect();
     assert!(!failed.is_empty());
     for error in failed {
         assert!(error.is::<BadInput>() && format!("{error:#}").contains("model.safetensors"), "{error:#}");
     }
-    assert!(matches!(files.loaded(&parameter_specs(&config)[0], true), Ok(Loaded::Values(_))));
+    assert!(files.values(&parameter_specs(&config)[0]).is_ok());
 }

@@ -3,19 +3,21 @@
 use crate::data;
 use crate::model_files::refused;
 use crate::tiny::{self, Gradients, load, values};
+use rloss::chat::Format;
 use rloss::checkpoint::load::ModelFolder;
 use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::forward_backward::PassSettings;
 use rloss::learner::micro_batch::MicroBatch;
 use rloss::model::config::{Config, Form, LayerType};
-use rloss::model::family::Family;
+use rloss::model::families::Family;
 use rloss::model::forward::ForwardOptions;
-use rloss::model::held::Loaded;
 use rloss::model::names::{ParameterSpec, parameter_count, parameter_specs, value_model_specs};
-use rloss::model::parameters::Parameters;
+use rloss::model::parameters::{Backend, Parameters};
 use rloss::model::settings::Yarn;
+use rloss::model::storage::Stored;
 use rloss::ops::threads::Threads;
+use rloss::settings::Choice;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -24,7 +26,7 @@ use tempfile::TempDir;
 /// The model of `recipes/quickstart_dense.toml`, or the same with a tied head.
 pub fn config(tied: bool) -> Config {
     Config {
-        family: Family::Qwen2,
+        family: Family::named("qwen2").unwrap(),
         intermediate_size: 256,
         num_local_experts: 0,
         num_experts_per_tok: 0,
@@ -212,9 +214,10 @@ fn a_critic_of_the_family_uses_the_embedding_once() {
     assert_eq!(specs.len(), parameter_specs(&config).len() + 2);
     let values = specs.into_iter().map(|spec| {
         let count = spec.element_count();
-        Ok((spec, Loaded::Values(vec![0.1; count])))
+        let stored = Stored::variable(&spec, vec![0.1; count])?;
+        Ok((spec, stored))
     });
-    let critic = Parameters::with_value_head(&config, values).unwrap();
+    let critic = Parameters::with_value_head(&config, &Backend::default(), values).unwrap();
     assert!((0..critic.len()).all(|index| critic.uses(index) == 1));
     let (_, policy) = tiny::model(config, 1);
     assert_eq!(policy.uses(policy.position("model.embed_tokens.weight").unwrap()), 2);
@@ -279,7 +282,7 @@ fn the_dense_quickstart_trains_saves_and_goes_on() {
     let config: Value = serde_json::from_str(&read("config.json")).unwrap();
     assert_eq!((&config["model_type"], &config["tie_word_embeddings"]), (&json!("qwen2"), &json!(true)));
     assert_eq!(config["eos_token_id"], json!([2, 0]));
-    assert_eq!(read("chat_template.jinja"), Family::Qwen2.embedded_chat().unwrap().jinja());
+    assert_eq!(read("chat_template.jinja"), Format::ChatMl.embedded().unwrap().jinja());
     let text = std::fs::read_to_string(second.join("trajectories/step-000001.jsonl")).unwrap();
     assert!(text.contains("\"tokens\":[1,6,26,"), "the prompt is ChatML: {}", &text[..200]);
 
@@ -371,7 +374,7 @@ fn keys_that_mean_nothing_to_the_family_are_refused_by_name() {
 #[test]
 fn a_folder_without_chatml_tokens_is_refused() {
     let folder = saved(&config(false), &tiny::model(config(false), 1).1);
-    let harmony = Family::GptOss.embedded_chat().unwrap();
+    let harmony = Format::Harmony.embedded().unwrap();
     std::fs::write(folder.path().join("tokenizer.json"), harmony.vocabulary().json_bytes()).unwrap();
     let out = TempDir::new().unwrap();
     let path = format!("model.path={}", folder.path().display());

@@ -7,7 +7,7 @@ use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::learner::gradients::GradientSum;
 use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::model::config::{Config, LayerType, Rope};
-use rloss::model::family::Family;
+use rloss::model::families::Family;
 use rloss::model::forward::Model;
 use rloss::model::init::{InitSettings, init};
 use rloss::model::names::{ParameterSpec, parameter_specs};
@@ -26,7 +26,7 @@ pub fn config(yarn: bool) -> Config {
         truncate: false,
     });
     Config {
-        family: Family::GptOss,
+        family: Family::default(),
         vocab_size: 272,
         hidden_size: 64,
         num_hidden_layers: 4,
@@ -59,7 +59,7 @@ pub fn model(config: Config, seed: u64) -> (Model, Parameters) {
         Ok((spec, values))
     });
     let mut parameters = Parameters::new(&config, moved).unwrap();
-    parameters.learn(&vec![true; parameters.len()]).unwrap();
+    parameters.train_only(&vec![true; parameters.len()]).unwrap();
     let context = config.max_position_embeddings;
     (Model::new(config, context), parameters)
 }
@@ -128,7 +128,7 @@ pub fn learned<T>(
     run: impl FnOnce(&Pass) -> anyhow::Result<T>,
 ) -> Learned<T> {
     let sum = GradientSum::begin(parameters).unwrap();
-    let weights = &parameters.learning(&sum.of_pass(0)).unwrap();
+    let weights = &parameters.for_passes(Some(&sum.of_pass(0))).unwrap();
     let output = run(&Pass { model, weights, batch, settings }).unwrap();
     Learned { output, gradients: Gradients::of(parameters) }
 }

@@ -5,11 +5,11 @@ use super::Verdicts;
 use super::row_ops::{floats, numbers};
 use crate::ops::adamw_8bit::{BLOCK, Moment, adamw_8bit};
 use crate::ops::graph::differentiate;
-use crate::ops::head_matrix::HeadMatrix;
 use crate::ops::logits::Sampling;
 use crate::ops::optimizer::{AdamW, accumulate, adamw, round_to_bf16, scale, sgd, sum_of_squares};
 use crate::ops::parameter::GradientSink;
 use crate::ops::rope::{RopeTable, Rotation};
+use crate::ops::weight::Weight;
 use crate::ops::{self, Dispatch, Parameter};
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor, Var};
@@ -113,7 +113,7 @@ impl GradientSink for Buffer {
 pub(super) fn learning(values: &Tensor) -> Result<(Parameter, Tensor)> {
     let halves = Tensor::full(0.5f32, values.dims(), &Device::Cpu)?.to_device(values.device())?;
     let variable = Var::from_tensor(values)?;
-    Ok((Parameter::learning(variable.as_tensor(), Arc::new(Buffer(halves.clone())), 0), halves))
+    Ok((Parameter::trained(variable.as_tensor(), Arc::new(Buffer(halves.clone())), 0), halves))
 }
 
 /// What `op` gives for `inputs`, and their gradients for `dy`.
@@ -267,7 +267,7 @@ fn head(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let (w, dw) = learning(&matrix(2, &[width, vocabulary], device)?)?;
     let targets = rows.ids(|row| row * 31 % vocabulary);
     let h = activations(1, rows, width, device)?;
-    let weights = HeadMatrix::Plain(w.clone());
+    let weights = Weight::Dense(w.clone());
     // Of the log-probabilities, then of the entropies.
     let upstream = single(3, rows, 2, &Device::Cpu)?.t()?.contiguous()?.to_device(device)?;
     let (y, dh) = differentiated(from_ref(&h), &upstream, |h| {
@@ -276,7 +276,7 @@ fn head(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let y = y.to_device(&Device::Cpu)?.t()?.contiguous()?;
     let draws: Vec<(usize, f64)> =
         (rows.first..rows.all).map(|row| (row - rows.first, (0.618 * (row + 1) as f64).fract())).collect();
-    let head = HeadMatrix::Plain(w.without_gradient());
+    let head = Weight::Dense(w.without_gradient());
     let mut seen = vec![
         by_row("head, log-probabilities and entropies", &y, SUM)?,
         by_row("head, dh", &dh[0], TWICE)?,

@@ -12,19 +12,20 @@ use crate::model::adapter::{Lora, Owner, default_targets};
 use crate::model::cache::{CacheRoom, Caches, SequenceCache};
 use crate::model::config::{Config, Form, LayerType, Rope};
 use crate::model::decode::Decoder;
-use crate::model::family::Family;
+use crate::model::decoder_stack::nothing;
+use crate::model::families::Family;
 use crate::model::forward::{ForwardOptions, Model};
-use crate::model::held::{Held, Loaded};
 use crate::model::init::{InitSettings, init};
 use crate::model::names::{ParameterSpec, parameter_specs};
-use crate::model::parameters::Parameters;
+use crate::model::parameters::{Backend, Parameters};
 use crate::model::policy_view::PolicyView;
 use crate::model::settings::Yarn;
-use crate::model::trunk::nothing;
+use crate::model::storage::{Stored, on_device};
 use crate::ops::cuda::{device_memory, forget_memory_peaks, free_memory};
 use crate::ops::logits::{Sampling, logits_rows_max};
 use crate::ops::packed::{COLUMNS, PackedForm, PackedMatrix};
 use crate::ops::threads::Threads;
+use crate::ops::weight::Weight;
 use crate::random::{Purpose, stream};
 use anyhow::{Context, Result, ensure};
 use candle_core::{Device, Tensor};
@@ -55,7 +56,7 @@ fn gpt_oss_20b() -> Cases {
     let yarn = Yarn { truncate: false, ..Yarn::default() };
     Cases {
         config: Config {
-            family: Family::GptOss,
+            family: Family::default(),
             vocab_size: 201_088,
             hidden_size: 2880,
             num_hidden_layers: 24,
@@ -150,26 +151,31 @@ fn median(mut pass: impl FnMut() -> Result<()>) -> Result<f64> {
     Ok(seconds[TIMES / 2])
 }
 
-/// Random weights that do not learn. Tensors of one shape hold the same numbers, each in memory of its own.
+/// Random weights that are not trained. Tensors of one shape hold the same numbers, each in memory of its own.
 fn packed_weights(config: &Config, device: &Device) -> Result<Parameters> {
-    let mut made: HashMap<Vec<usize>, Held> = HashMap::new();
-    let mut held = |spec: &ParameterSpec| -> Result<Held> {
+    let mut made: HashMap<Vec<usize>, Weight> = HashMap::new();
+    let mut held = |spec: &ParameterSpec| -> Result<Weight> {
         let shape = spec.working_shape();
         if !made.contains_key(&shape) {
             made.insert(shape.clone(), random(spec, &shape)?);
         }
-        made[&shape].on(device, spec)
+        on_device(&made[&shape], device, spec)
     };
     let specs = parameter_specs(config);
     let loaded = specs.into_iter().map(|spec| {
         let held = held(&spec)?;
-        Ok((spec, Loaded::Packed(held)))
+        Ok((spec, Stored::frozen(held)))
     });
-    Parameters::loaded(config, loaded)?.placed_on(device)
+    Parameters::loaded(config, &on(device), loaded)
+}
+
+/// One process that computes on `device`.
+fn on(device: &Device) -> Backend {
+    Backend { device: device.clone(), ..Backend::default() }
 }
 
 /// A tensor on the host: experts in MXFP4, all else about as large as trained ones.
-fn random(spec: &ParameterSpec, shape: &[usize]) -> Result<Held> {
+fn random(spec: &ParameterSpec, shape: &[usize]) -> Result<Weight> {
     let mut random = stream(7, Purpose::Initialisation, &[]);
     let count = shape.iter().product();
     if let (Some(PackedForm::Mxfp4), Some(of)) = (spec.packed_form(Form::Mxfp4), spec.matrix_shape()) {
@@ -178,15 +184,15 @@ fn random(spec: &ParameterSpec, shape: &[usize]) -> Result<Held> {
         // A block's scales, before its numbers: 2^-8.
         let block = PackedForm::Mxfp4.bytes([1, crate::ops::mxfp4::BLOCK, COLUMNS]);
         bytes.chunks_exact_mut(block).for_each(|block| block[..COLUMNS].fill(119));
-        return Ok(Held::Matrix(Arc::new(PackedMatrix::of_bytes(PackedForm::Mxfp4, of, bytes))));
+        return Ok(Weight::Packed(Arc::new(PackedMatrix::of_bytes(PackedForm::Mxfp4, of, bytes))));
     }
     if !spec.is_matrix() {
-        return Ok(Held::Plain(Tensor::ones(shape, candle_core::DType::F32, &Device::Cpu)?));
+        return Ok(Weight::dense(&Tensor::ones(shape, candle_core::DType::F32, &Device::Cpu)?));
     }
     let mut bytes = vec![0; count];
     random.fill_bytes(&mut bytes);
     let values: Vec<f32> = bytes.into_iter().map(|byte| (f32::from(byte) - 127.5) / 4096.0).collect();
-    Ok(Held::Plain(Tensor::from_vec(values, shape, &Device::Cpu)?))
+    Ok(Weight::dense(&Tensor::from_vec(values, shape, &Device::Cpu)?))
 }
 
 fn sampling(device: &Device, cases: &Cases) -> Result<()> {
@@ -207,7 +213,7 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
             let caches = Caches::new(config, device, room)?;
             let mut held: Vec<SequenceCache> = (0..sequences).map(|_| caches.sequence()).collect();
             held.iter_mut().try_for_each(|cache| cache.reserve(config, context))?;
-            let mut decoder = Decoder::new(&policy.trunk());
+            let mut decoder = Decoder::new(&policy.stack());
             let seconds = median(|| step(&policy, &mut held, 1, decoder.as_mut()))?;
             row(device, "decode", sequences, context, seconds, sequences)?;
             if context == cases.context[0] {
@@ -227,19 +233,19 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
 /// Refuses a machine on which recorded decode gives other bits than decode kernel by kernel.
 fn compare_recorded(device: &Device, policy: &PolicyView) -> Result<()> {
     const STEPS: usize = 4;
-    let (trunk, config) = (policy.trunk(), &policy.model.config);
+    let (stack, config) = (policy.stack(), &policy.model.config);
     let room = CacheRoom { sequences: 4, tokens: 80, fed_tokens_max: 140 };
     let caches = Caches::new(config, device, room)?;
     let mut plain = [caches.sequence(), caches.sequence()];
     let id = |i: usize| (i * 7919 % config.vocab_size) as u32;
-    trunk.feed((0..70).map(id).collect(), &mut plain.each_mut()[..], &[61, 9], &mut nothing)?;
+    stack.feed((0..70).map(id).collect(), &mut plain.each_mut()[..], &[61, 9], &mut nothing)?;
     let mut recorded = plain.clone();
-    let mut decoder = Decoder::new(&trunk).context("decode cannot be recorded here")?;
+    let mut decoder = Decoder::new(&stack).context("decode cannot be recorded here")?;
     for step in 0..STEPS {
         let fed = vec![id(step), id(step + 9)];
         let bits = |x: Tensor| x.flatten_all()?.to_vec1::<half::bf16>();
-        let one = bits(decoder.feed(&trunk, fed.clone(), &mut recorded.each_mut()[..])?)?;
-        let other = bits(trunk.feed(fed, &mut plain.each_mut()[..], &[1, 1], &mut nothing)?)?;
+        let one = bits(decoder.feed(&stack, fed.clone(), &mut recorded.each_mut()[..])?)?;
+        let other = bits(stack.feed(fed, &mut plain.each_mut()[..], &[1, 1], &mut nothing)?)?;
         ensure!(one == other, "step {step}: recorded decode has other bits than decode kernel by kernel");
     }
     ensure!(decoder.replayed() > 0, "decode was not recorded");
@@ -259,15 +265,15 @@ fn step(
     let fed = (0..sequences * count).map(|i| (i * 7919 % vocabulary) as u32).collect();
     let mut caches: Vec<&mut SequenceCache> = held.iter_mut().collect();
     let hidden = match decoder {
-        Some(decoder) => decoder.feed(&policy.trunk(), fed, &mut caches)?,
-        None => policy.trunk().feed(fed, &mut caches, &vec![count; sequences], &mut nothing)?,
+        Some(decoder) => decoder.feed(&policy.stack(), fed, &mut caches)?,
+        None => policy.stack().feed(fed, &mut caches, &vec![count; sequences], &mut nothing)?,
     };
     let last: Vec<u32> = (0..sequences).map(|i| ((i + 1) * count - 1) as u32).collect();
     let sampling = Sampling::whole(1.0);
     for rows in last.chunks(logits_rows_max(vocabulary)) {
-        let normed = policy.trunk().normed(&hidden, &Arc::new(rows.to_vec()))?;
+        let normed = policy.stack().normed(&hidden, &Arc::new(rows.to_vec()))?;
         let draws: Vec<(usize, f64)> = (0..rows.len()).map(|row| (row, 0.5)).collect();
-        policy.trunk().logits(&normed, &sampling)?.draw(&sampling, &draws)?;
+        policy.stack().logits(&normed, &sampling)?.draw(&sampling, &draws)?;
     }
     Ok(())
 }
@@ -280,7 +286,7 @@ fn adapted(device: &Device, cases: &Cases) -> Result<()> {
     let start = lora.start(&base, 1, Owner::Policy)?;
     parameters.adapt(lora, start)?;
     let factors = parameters.len() - base.len();
-    parameters.learn(&[vec![false; base.len()], vec![true; factors]].concat())?;
+    parameters.train_only(&[vec![false; base.len()], vec![true; factors]].concat())?;
     let model = Model::new(cases.config.clone(), cases.config.max_position_embeddings);
     passes(device, cases, &model, parameters, "training through an adapter, packed").map(drop)
 }
@@ -311,8 +317,12 @@ fn train(device: &Device, cases: &Cases, layers: usize) -> Result<Vec<f64>> {
     let config = Config { num_hidden_layers: layers, layer_types, ..cases.config.clone() };
     let settings = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 0.0 };
     let drawn = init(&config, &settings, 1)?;
-    let mut parameters = Parameters::new(&config, drawn.into_iter().map(Ok))?.placed_on(device)?;
-    parameters.learn(&vec![true; parameters.len()])?;
+    let drawn = drawn.into_iter().map(|(spec, values)| {
+        let stored = Stored::variable(&spec, values)?;
+        Ok((spec, stored))
+    });
+    let mut parameters = Parameters::loaded(&config, &on(device), drawn)?;
+    parameters.train_only(&vec![true; parameters.len()])?;
     let model = Model::new(config.clone(), config.max_position_embeddings);
     passes(device, cases, &model, parameters, &format!("training, layers: {layers}"))
 }

@@ -14,7 +14,7 @@ pub fn causes(config: &Config, has_earlier: bool) -> Vec<Cause> {
     if !config.tie_word_embeddings {
         found.push(Cause::TiedHead);
     }
-    let (has_sinks, has_experts) = (config.family.has_sinks(), config.family.has_experts());
+    let (has_sinks, has_experts) = (config.family.has_sinks, config.family.has_experts);
     if has_experts {
         found.extend([Cause::NoSwigluLimit, Cause::NoSwigluAlpha, Cause::SoftmaxBeforeTopK]);
     }

@@ -53,7 +53,7 @@ impl Variant {
     }
 
     /// The same up to the head.
-    pub fn trunk(&self) -> Self {
+    pub fn stack(&self) -> Self {
         Self { head: HeadSettings::default(), ..self.clone() }
     }
 
@@ -93,10 +93,10 @@ impl Variant {
             false => parameters,
         };
         let weights = if self.weights.is_empty() {
-            parameters.frozen()?
+            parameters.frozen(None)?
         } else {
             let edits = WeightEdits::new(&self.weights, &self.config, parameters)?;
-            parameters.changed(Arc::new(move |spec, held| edits.apply(spec, held)))?
+            parameters.changed_on_demand(Arc::new(move |spec, weight| edits.apply(spec, weight)))?
         };
         Ok(PolicyView { model, weights: Arc::new(weights), forward: self.forward })
     }

@@ -1,11 +1,11 @@
 //! Mistakes that lie in the weights.
 
 use crate::model::config::Config;
-use crate::model::held::Held;
 use crate::model::names::{ParameterSpec, TensorRole};
 use crate::model::parameters::Parameters;
 use crate::model::rounding::WeightRounding;
 use crate::ops::mxfp4::{BLOCK, MAGNITUDES};
+use crate::ops::weight::Weight;
 use anyhow::{Context, Result};
 use candle_core::Tensor;
 use std::collections::HashMap;
@@ -142,7 +142,7 @@ pub struct WeightEdits {
     edits: Vec<WeightEdit>,
     config: Config,
     /// Sinks and embedding as they are, where an edit puts them elsewhere.
-    others: HashMap<String, (ParameterSpec, Held)>,
+    others: HashMap<String, (ParameterSpec, Weight)>,
 }
 
 impl WeightEdits {
@@ -158,7 +158,7 @@ impl WeightEdits {
                 _ => false,
             })
         };
-        let found = |spec: &ParameterSpec| Ok((spec.name.clone(), (spec.clone(), parameters.found(spec)?)));
+        let found = |spec: &ParameterSpec| Ok((spec.name.clone(), (spec.clone(), parameters.read(spec)?)));
         let others = parameters.specs.iter().filter(reads).map(found).collect::<Result<_>>()?;
         Ok(Self { edits: edits.to_vec(), config: config.clone(), others })
     }
@@ -167,24 +167,26 @@ impl WeightEdits {
     ///
     /// # Errors
     /// When an edit does not fit.
-    pub fn apply(&self, spec: &ParameterSpec, held: Held) -> Result<Held> {
-        self.edits.iter().try_fold(held, |held, edit| self.edited(*edit, spec, held))
+    pub fn apply(&self, spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
+        self.edits.iter().try_fold(weight, |weight, edit| self.edited(*edit, spec, weight))
     }
 
     fn other(&self, name: &str) -> Result<Tensor> {
-        let (spec, held) = self.others.get(name).with_context(|| format!("no tensor {name}"))?;
-        held.decoded(spec)
+        let (spec, weight) = self.others.get(name).with_context(|| format!("no tensor {name}"))?;
+        values_of(weight, spec)
     }
 
-    fn edited(&self, edit: WeightEdit, spec: &ParameterSpec, held: Held) -> Result<Held> {
+    fn edited(&self, edit: WeightEdit, spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
         let config = &self.config;
-        Ok(Held::Plain(match edit {
-            WeightEdit::ZeroSinks if spec.role == TensorRole::Sinks => held.decoded(spec)?.zeros_like()?,
+        Ok(Weight::dense(&match edit {
+            WeightEdit::ZeroSinks if spec.role == TensorRole::Sinks => {
+                values_of(&weight, spec)?.zeros_like()?
+            }
             WeightEdit::SinksPerKvHead(rule) if spec.role == TensorRole::Sinks => {
                 let (heads, kv) = (config.num_attention_heads, config.num_key_value_heads);
                 let sink = |h| (SINK_RULES[rule].sink)(h, (heads, kv)) as u32;
                 let order: Vec<u32> = (0..heads).map(sink).collect();
-                taken(&held.decoded(spec)?, order)?
+                taken(&values_of(&weight, spec)?, order)?
             }
             WeightEdit::SinksOfLayer(by) if spec.role == TensorRole::Sinks => {
                 let layer = spec.layer.unwrap_or(0);
@@ -192,13 +194,13 @@ impl WeightEdits {
                 self.other(&spec.name.replace(&format!("layers.{layer}."), &format!("layers.{other}.")))?
             }
             WeightEdit::NoBias(group) if BIASES[group].parts.iter().any(|part| spec.name.ends_with(part)) => {
-                held.decoded(spec)?.zeros_like()?
+                values_of(&weight, spec)?.zeros_like()?
             }
             WeightEdit::TiedHead if spec.role == TensorRole::Head => {
                 self.other("model.embed_tokens.weight")?.t()?.contiguous()?
             }
             WeightEdit::InterleavedHeads if ["q_proj", "k_proj"].iter().any(|p| spec.name.contains(p)) => {
-                let values = held.decoded(spec)?;
+                let values = values_of(&weight, spec)?;
                 let half = config.head_dim / 2;
                 let outputs = values.dim(candle_core::D::Minus1)?;
                 // Half-split RoPE turns place i with i + half; there the neighbours 2i and 2i + 1 must lie.
@@ -208,11 +210,16 @@ impl WeightEdits {
                 };
                 taken(&values, (0..outputs).map(place).collect())?
             }
-            WeightEdit::Mantissa(bits) => return to_bits(bits).apply(spec, held),
-            WeightEdit::Quantised(quantised) => return quantise(quantised, spec, held),
-            _ => return Ok(held),
+            WeightEdit::Mantissa(bits) => return to_bits(bits).apply(spec, weight),
+            WeightEdit::Quantised(quantised) => return quantise(quantised, spec, weight),
+            _ => return Ok(weight),
         }))
     }
+}
+
+/// The tensor of `spec` in f32 on the host.
+fn values_of(weight: &Weight, spec: &ParameterSpec) -> Result<Tensor> {
+    Ok(weight.decoded(&spec.working_shape())?)
 }
 
 /// Places `order` of the last axis.
@@ -224,26 +231,28 @@ fn to_bits(bits: u32) -> WeightRounding {
     WeightRounding { mxfp4: false, bits: Some(bits) }
 }
 
-fn quantise(quantised: Quantised, spec: &ParameterSpec, held: Held) -> Result<Held> {
+fn quantise(quantised: Quantised, spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
     let linear = spec.is_expert_matrix() || spec.name.contains("_proj.weight");
     let concerns = |scope| match scope {
         Scope::Linear => linear,
         Scope::Experts => spec.is_expert_matrix(),
     };
-    Ok(Held::Plain(match quantised {
-        Quantised::Bf16 => return to_bits(7).apply(spec, held),
+    Ok(Weight::dense(&match quantised {
+        Quantised::Bf16 => return to_bits(7).apply(spec, weight),
         Quantised::Mxfp4 { cuts_off: false } => {
-            return WeightRounding { mxfp4: true, bits: None }.apply(spec, held);
+            return WeightRounding { mxfp4: true, bits: None }.apply(spec, weight);
         }
         Quantised::Mxfp4 { cuts_off: true } if spec.is_expert_matrix() => {
-            mxfp4_cut_off(&held.decoded(spec)?)?
+            mxfp4_cut_off(&values_of(&weight, spec)?)?
         }
-        Quantised::Fp8(scope, scale) if concerns(scope) => scaled(&held.decoded(spec)?, scale, FP8_MAX, fp8)?,
+        Quantised::Fp8(scope, scale) if concerns(scope) => {
+            scaled(&values_of(&weight, spec)?, scale, FP8_MAX, fp8)?
+        }
         Quantised::Int8(scope, scale) if concerns(scope) => {
             let round = |x: f32| x.round_ties_even().clamp(-128.0, 127.0);
-            scaled(&held.decoded(spec)?, scale, 127.0, round)?
+            scaled(&values_of(&weight, spec)?, scale, 127.0, round)?
         }
-        _ => return Ok(held),
+        _ => return Ok(weight),
     }))
 }
 

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::model::config::Form;
-use crate::model::layer::Adapter;
+use crate::model::matrix::Adapter;
 use crate::ops::mxfp4;
 use crate::ops::packed::PackedMatrix;
 use crate::random::{Purpose, stream};
@@ -10,7 +10,7 @@ use rand::Rng;
 
 /// MXFP4 takes whole blocks of 32 inputs.
 fn blocks(heads: usize, kv_heads: usize) -> Config {
-    Config { hidden_size: 64, intermediate_size: 32, ..config(Family::GptOss, heads, kv_heads, 20) }
+    Config { hidden_size: 64, intermediate_size: 32, ..config(Family::default(), heads, kv_heads, 20) }
 }
 
 /// Frozen weights, and factors of rank `rank` that learn beside each matrix but the head.
@@ -41,21 +41,23 @@ fn adapted(config: &Config, rank: usize, device: &Device) -> Learner {
         let base = if spec.is_expert_matrix() {
             let shape = spec.matrix_shape().unwrap();
             let (blocks, scales) = mxfp4::encode(&values, shape);
-            Weight::Matrix(Arc::new(
+            Weight::Packed(Arc::new(
                 PackedMatrix::of_mxfp4(&blocks, &scales, shape).to_device(device).unwrap(),
             ))
         } else {
-            Weight::Plain(Parameter::frozen(&place(values, &shape, matrix)))
+            Weight::dense(&place(values, &shape, matrix))
         };
         bases.insert(spec.name, base);
     }
     let gradients = Arc::new(Buffers(buffers));
-    let factor = |i: usize| Parameter::learning(&variables[i], gradients.clone(), i);
-    let find = |name: &str| {
-        let adapter = factors.get(name).map(|&i| Adapter { a: factor(i), b: factor(i + 1), scale: 0.5 });
-        Ok(crate::model::layers_in_turn::adapted(bases[name].clone(), adapter.as_ref()))
+    let factor = |i: usize| Parameter::trained(&variables[i], gradients.clone(), i);
+    let adapter = |(name, &i): (&String, &usize)| {
+        (name.clone(), Adapter { a: factor(i), b: factor(i + 1), scale: 0.5 })
     };
-    let weights = Weights::new(config, false, 0, None, &find).unwrap();
+    let adapters = factors.iter().map(adapter).collect();
+    let find = |name: &str| Ok(bases[name].clone());
+    let tensors = Tensors { find: &find, adapters: &adapters, ranks: None };
+    let weights = Weights::new(config, false, 0, None, tensors).unwrap();
     Learner { model: Model::new(config.clone(), 256), weights, names, gradients }
 }
 

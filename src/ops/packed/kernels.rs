@@ -144,7 +144,7 @@ unsafe fn walk<L: Lanes>(
 ) {
     let base = panel.bytes.as_ptr();
     match panel.form {
-        PackedForm::Bf16 => {
+        PackedForm::Bf16 | PackedForm::Bf16Rows => {
             for k in rows {
                 // SAFETY: row k of the panel, COLUMNS halves long, lies in it.
                 unsafe {
@@ -390,7 +390,7 @@ impl Panel<'_> {
     /// One weight.
     pub fn value(&self, k: usize, column: usize) -> f32 {
         match self.form {
-            PackedForm::Bf16 => {
+            PackedForm::Bf16 | PackedForm::Bf16Rows => {
                 let at = (k * COLUMNS + column) * 2;
                 half::bf16::from_le_bytes([self.bytes[at], self.bytes[at + 1]]).to_f32()
             }

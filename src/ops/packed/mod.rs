@@ -16,7 +16,7 @@ mod place;
 mod table;
 
 pub use linear::{packed_grouped_linear, packed_linear};
-pub use table::{PackedTable, packed_columns, packed_rows};
+pub use table::{packed_columns, packed_rows};
 
 use super::cpu::in_parallel;
 use super::mxfp4::{self, BLOCK};
@@ -38,6 +38,8 @@ const FEW_ROWS_MAX: usize = 16;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PackedForm {
     Bf16,
+    /// bf16 rows as stored: a table of which rows are looked up, and by which nothing multiplies.
+    Bf16Rows,
     Mxfp4,
 }
 
@@ -48,14 +50,17 @@ impl PackedForm {
     /// Bytes of `rows` rows of a panel.
     const fn panel_bytes(self, rows: usize) -> usize {
         match self {
-            PackedForm::Bf16 => rows * COLUMNS * 2,
+            PackedForm::Bf16 | PackedForm::Bf16Rows => rows * COLUMNS * 2,
             PackedForm::Mxfp4 => rows.div_ceil(BLOCK) * Self::MXFP4_BLOCK_BYTES,
         }
     }
 
     /// Bytes of a packed `[experts, input, output]`.
     pub const fn bytes(self, [experts, input, output]: [usize; 3]) -> usize {
-        experts * output.div_ceil(COLUMNS) * self.panel_bytes(input)
+        match self {
+            PackedForm::Bf16Rows => 2 * experts * input * output,
+            _ => experts * output.div_ceil(COLUMNS) * self.panel_bytes(input),
+        }
     }
 }
 
@@ -89,11 +94,12 @@ impl PackedMatrix {
         [experts, input, output]: [usize; 3],
         read: impl Fn(StoredRows) -> Result<(), E> + Sync,
     ) -> Result<Self, E> {
+        assert!(form != PackedForm::Bf16Rows, "a table is not read in panels");
         assert!(form == PackedForm::Bf16 || input.is_multiple_of(BLOCK), "MXFP4: {input} inputs");
         let mut bytes = vec![0u8; form.bytes([experts, input, output])];
         let panels = output.div_ceil(COLUMNS);
         let (width, scales) = match form {
-            PackedForm::Bf16 => (2 * input, 0),
+            PackedForm::Bf16 | PackedForm::Bf16Rows => (2 * input, 0),
             PackedForm::Mxfp4 => (input / 2, input / BLOCK),
         };
         bytes.par_chunks_exact_mut(form.panel_bytes(input).max(1)).enumerate().try_for_each_init(
@@ -105,7 +111,7 @@ impl PackedMatrix {
                     (&mut values[..columns.len() * width], &mut of_scales[..columns.len() * scales]);
                 read(StoredRows { expert, columns, values, scales: of_scales })?;
                 match form {
-                    PackedForm::Bf16 => transpose::<2>(panel, values, width),
+                    PackedForm::Bf16 | PackedForm::Bf16Rows => transpose::<2>(panel, values, width),
                     PackedForm::Mxfp4 => arrange_blocks(panel, values, of_scales),
                 }
                 Ok(())
@@ -190,7 +196,7 @@ impl PackedMatrix {
     /// # Errors
     /// When it lies on a device.
     pub fn mapped(&self, map: impl Fn(f32) -> f32) -> candle_core::Result<Self> {
-        assert!(self.form == PackedForm::Bf16, "only bf16 is mapped value by value");
+        assert!(self.form != PackedForm::Mxfp4, "only bf16 is mapped value by value");
         Ok(Self { bytes: Bytes::Host(table::map_bf16(self.bytes()?, map)), ..*self })
     }
 
@@ -200,6 +206,9 @@ impl PackedMatrix {
     /// When it lies on a device.
     pub fn decoded(&self) -> candle_core::Result<Vec<f32>> {
         let bytes = self.bytes()?;
+        if self.form == PackedForm::Bf16Rows {
+            return Ok(table::bf16_values(bytes).collect());
+        }
         let mut values = vec![0f32; self.experts * self.input * self.output];
         let one = self.input * self.output;
         for (expert, values) in values.chunks_exact_mut(one.max(1)).enumerate() {
@@ -262,7 +271,7 @@ impl PackedMatrix {
     ) -> candle_core::Result<()> {
         let bytes = self.bytes()?;
         let (k, n) = (self.input, self.output);
-        assert!(k > 0 && n > 1, "packed product: {k} x {n}");
+        assert!(k > 0 && n > 1 && self.form != PackedForm::Bf16Rows, "packed product: {k} x {n}");
         let mut end = 0;
         for (expert, rows) in groups {
             assert!(
@@ -451,7 +460,7 @@ mod tests {
         let mut rng = stream(7, Purpose::Initialisation, &[input as u64, output as u64]);
         let shape = [1, input, output];
         match form {
-            PackedForm::Bf16 => {
+            PackedForm::Bf16 | PackedForm::Bf16Rows => {
                 let mut value = || half::bf16::from_f32(rng.random_range(-1.0f32..1.0)).to_le_bytes();
                 let stored: Vec<u8> = (0..input * output).flat_map(|_| value()).collect();
                 let fill = |_, to: &mut [u8]| {

@@ -6,15 +6,15 @@ use crate::dist::{PackedWeights, RolloutWeights};
 use crate::learner::OptimizerKind;
 use crate::learner::optimizer::Optimizer;
 use crate::metrics::Console;
-use crate::model::held::{Held, Loaded};
 use crate::model::init::{InitSettings, init};
-use crate::model::parameters::Parameters;
-use crate::ops::packed::{PackedForm, PackedMatrix, PackedTable};
+use crate::model::parameters::{Backend, Parameters};
+use crate::model::storage::Stored;
+use crate::ops::packed::PackedMatrix;
+use crate::ops::weight::Weight;
 use crate::recipe::resolve;
 use crate::run::preflight::Preflight;
 use crate::run::source::ModelSource;
 use candle_core::{DType, Device, Tensor};
-use std::convert::Infallible;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -34,9 +34,12 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
             let mut held = [0; 3];
             for rank in 0..processes {
                 let mesh = Mesh::apart(rank, processes);
-                let drawn = values.iter().map(|(spec, values)| Ok((spec.clone(), values.clone())));
-                let mut parameters = Parameters::new(&config, drawn).unwrap().shared_by(&mesh);
-                parameters.learn(&trainable).unwrap();
+                let drawn = values
+                    .iter()
+                    .map(|(spec, values)| Ok((spec.clone(), Stored::variable(spec, values.clone())?)));
+                let backend = Backend { mesh, ..Backend::default() };
+                let mut parameters = Parameters::loaded(&config, &backend, drawn).unwrap();
+                parameters.train_only(&trainable).unwrap();
                 Optimizer::new(&recipe.train.optimizer, &mut parameters, false).unwrap();
                 let bytes = |tensor: &candle_core::Tensor| {
                     (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64
@@ -78,15 +81,12 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
 }
 
 /// Zeros, as a tensor that lies on disk in `form` is held.
-fn zeros(spec: &ParameterSpec, form: Form) -> Held {
-    let packed =
-        |packed: PackedForm, shape| PackedMatrix::read(packed, shape, |_| Ok::<_, Infallible>(())).unwrap();
+fn zeros(spec: &ParameterSpec, form: Form) -> Weight {
     match (spec.packed_form(form), spec.matrix_shape()) {
-        (Some(_), Some([_, rows, width])) if spec.role == TensorRole::Embedding => {
-            Held::Table(Arc::new(PackedTable::new(vec![0; 2 * rows * width], width)))
+        (Some(form), Some(shape)) => {
+            Weight::Packed(Arc::new(PackedMatrix::of_bytes(form, shape, vec![0; form.bytes(shape)])))
         }
-        (Some(form), Some(shape)) => Held::Matrix(Arc::new(packed(form, shape))),
-        _ => Held::Plain(Tensor::zeros(spec.working_shape(), DType::F32, &Device::Cpu).unwrap()),
+        _ => Weight::dense(&Tensor::zeros(spec.working_shape(), DType::F32, &Device::Cpu).unwrap()),
     }
 }
 
@@ -104,9 +104,8 @@ fn a_second_set_of_weights_is_planned_where_an_arm_makes_one() {
                 let rounding = WeightRounding { mxfp4, bits };
                 let planned = rounding.copied_bytes(spec, form);
                 let made = match (&held, rounding.apply(spec, held.clone()).unwrap()) {
-                    (Held::Plain(a), Held::Plain(b)) if a.id() == b.id() => 0,
-                    (Held::Matrix(a), Held::Matrix(b)) if Arc::ptr_eq(a, &b) => 0,
-                    (Held::Table(a), Held::Table(b)) if Arc::ptr_eq(a, &b) => 0,
+                    (Weight::Dense(a), Weight::Dense(b)) if a.values().id() == b.values().id() => 0,
+                    (Weight::Packed(a), Weight::Packed(b)) if Arc::ptr_eq(a, &b) => 0,
                     (_, made) => made.bytes(),
                 };
                 // What becomes MXFP4 from bf16 is smaller than what it was.
@@ -199,14 +198,15 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
                 .zip(&subject.adapter.as_ref().unwrap().specs)
                 .map(|(index, spec)| piece(spec.element_count(), index, rank, processes).len() as u64 * 4)
                 .sum();
-            let base =
-                specs.iter().zip(subject.forms).enumerate().map(
-                    |(index, (spec, form))| match Loaded::Packed(zeros(spec, *form)).cut(&mesh, index) {
-                        Loaded::PackedPiece(_, piece) => piece.bytes().len() as u64,
-                        Loaded::Packed(held) => held.bytes(),
-                        _ => panic!("{}", spec.name),
-                    },
-                );
+            let base = specs.iter().zip(subject.forms).enumerate().map(|(index, (spec, form))| {
+                let stored = Stored::frozen(zeros(spec, *form)).sharded(index, &mesh).unwrap();
+                match stored.weight(spec).unwrap() {
+                    Weight::Packed(matrix) if stored.is_sharded() => {
+                        matrix.shard_bytes().unwrap().len() as u64
+                    }
+                    weight => weight.bytes(),
+                }
+            });
             base.sum::<u64>() + factors
         };
         let most = (0..processes).map(held).max().unwrap();

@@ -128,7 +128,7 @@ impl Subject<'_> {
         let is_packed =
             |(index, spec): (usize, ParameterSpec)| spec.is_of_experts() && self.is_packed(&spec, index);
         let is_cut = self.packed_weights == PackedWeights::Cut;
-        self.config.family.has_experts() && (is_cut || !specs.any(is_packed))
+        self.config.family.has_experts && (is_cut || !specs.any(is_packed))
     }
 
     /// Whether processes can hold any of the policy's tensors together, packed: those of a run that trains.

@@ -5,10 +5,10 @@ use crate::bad_input;
 use crate::checkpoint::load::ModelFolder;
 use crate::dist::{PackedWeights, RolloutWeights};
 use crate::model::config::Config;
-use crate::model::layers_in_turn::LayersInTurn;
+use crate::model::layers_on_demand::LayersOnDemand;
+use crate::model::weights::Layers;
 use crate::run::memory::{Available, MemoryPlan, Subject, gigabytes};
 use anyhow::Result;
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -111,14 +111,9 @@ impl Preflight {
 
 /// What a model that stays on disk costs, from the time that its first layer takes.
 fn said_of_streaming(needed: u64, files: &Arc<ModelFolder>, config: &Config) -> Result<String> {
-    let stored = LayersInTurn {
-        source: files.clone(),
-        config: config.clone(),
-        changes: vec![],
-        adapters: HashMap::new(),
-    };
+    let layers = LayersOnDemand::new(files.clone(), config);
     let begun = Instant::now();
-    stored.layer(0)?;
+    layers.layer(0, None)?;
     let seconds = begun.elapsed().as_secs_f64() * config.num_hidden_layers as f64;
     Ok(format!(
         "{} of memory are needed with all weights; each layer is read from disk whenever it is its turn, about \

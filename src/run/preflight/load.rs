@@ -5,7 +5,7 @@ use crate::dist::PackedWeights;
 use crate::metrics::Console;
 use crate::model::forward::Model;
 use crate::run::context::RunContext;
-use crate::run::source::BasePlace;
+use crate::run::source::Placement;
 use anyhow::Result;
 
 impl Preflight {
@@ -18,13 +18,14 @@ impl Preflight {
         let (room, memory) = (subject.cache_room(self.gpu_sequences.unwrap_or(1)), subject.words());
         let source = self.source;
         let (recipe, trainable) = (&self.plan.recipe, &self.trainable);
-        let place = match (self.streamed, self.packed_weights) {
-            (true, _) => BasePlace::OnDisk,
-            (false, PackedWeights::Cut) if self.intent.learns() => BasePlace::InPieces,
-            _ => BasePlace::Whole,
+        let placement = match (self.streamed, self.packed_weights) {
+            (true, _) => Placement::OnDisk,
+            (false, PackedWeights::Cut) if self.intent.learns() => Placement::Sharded,
+            _ => Placement::Replicated,
         };
-        let read = || source.parameters(recipe, trainable, self.intent, &self.mesh, place, console);
-        let mut parameters = self.threads.wide(read)?.placed_on(&self.place.device)?;
+        let backend = (&self.mesh, &self.place.device);
+        let read = || source.parameters(recipe, trainable, self.intent, backend, placement, console);
+        let mut parameters = self.threads.wide(read)?;
         let (mut trainable, mut base) = (self.trainable.clone(), None);
         if let Some(adapter) = self.adapter.as_ref().filter(|adapter| !adapter.after_cold_start) {
             trainable = adapter.trainable_of_all(trainable.len());

@@ -1,12 +1,11 @@
 //! The parsers, each with sound examples of what it reads.
 
-use rloss::chat::Chat;
+use rloss::chat::{Chat, Format};
 use rloss::checkpoint::tensor_file::TensorFile;
 use rloss::harmony::HarmonyTokenizer;
 use rloss::integrity::{Manifest, Seal, sealed};
 use rloss::metrics::Row;
 use rloss::model::config::Config;
-use rloss::model::family::Family;
 use rloss::tasks::answer::AnswerEquality;
 use rloss::tasks::instructions::Instruction;
 use rloss::tasks::{boxed, gsm8k, number, retool, rows};
@@ -60,7 +59,7 @@ pub fn targets(scratch: &Path) -> Vec<Target> {
     all.extend(model_files(scratch));
     all.extend(run_files(scratch));
     all.extend(data(scratch));
-    all.extend([Family::GptOss, Family::Qwen2].into_iter().flat_map(conversations));
+    all.extend([Format::Harmony, Format::ChatMl].into_iter().flat_map(conversations));
     all.extend(answers());
     all
 }
@@ -100,8 +99,8 @@ fn recipes(scratch: &Path) -> Vec<Target> {
 
 fn model_files(scratch: &Path) -> Vec<Target> {
     let parent = |path: &Path| path.parent().expect("a folder").to_owned();
-    let vocabularies = [Family::GptOss, Family::Qwen2]
-        .map(|family| family.embedded_chat().expect("embedded").vocabulary().json_bytes().to_vec());
+    let vocabularies = [Format::Harmony, Format::ChatMl]
+        .map(|format| format.embedded().expect("embedded").vocabulary().json_bytes().to_vec());
     let configs = ["gpt_oss_yarn", "gpt_oss_plain", "qwen2", "qwen2_tied"]
         .map(|name| example(&format!("tests/fixtures/{name}/config.json")));
     let digest = "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262";
@@ -212,7 +211,7 @@ fn data(scratch: &Path) -> Vec<Target> {
         .collect();
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/engines/model");
     let config = Config::read(&folder).expect("a config");
-    let chat = Family::GptOss.embedded_chat().expect("embedded");
+    let chat = Format::Harmony.embedded().expect("embedded");
     vec![
         target("rows", 6, [problems], file(scratch, "rows.jsonl", read)),
         target("packed rows", 4, [packed(problems)], file(scratch, "rows.jsonl.gz", read)),
@@ -228,19 +227,19 @@ fn data(scratch: &Path) -> Vec<Target> {
     ]
 }
 
-/// Conversations of `family`: of files, as text that was sampled, as ids that were.
-fn conversations(family: Family) -> [Target; 3] {
-    let chat = family.embedded_chat().expect("embedded");
+/// Conversations in `format`: of files, as text that was sampled, as ids that were.
+fn conversations(format: Format) -> [Target; 3] {
+    let chat = format.embedded().expect("embedded");
     let (rendering, sampling) = (chat.clone(), chat.clone());
-    let (names, turns) = match family {
-        Family::GptOss => (
+    let (names, turns) = match format {
+        Format::Harmony => (
             ["messages", "turn", "token ids"],
             [
                 "<|channel|>analysis to=python<|message|>print(1)<|call|>",
                 "<|channel|>final<|message|>7<|return|>",
             ],
         ),
-        Family::Qwen2 => (
+        Format::ChatMl => (
             ["ChatML messages", "ChatML turn", "ChatML ids"],
             [
                 "7 or so\n<tool_call>\n{\"name\": \"python\", \"arguments\": {\"code\": \"print(1)\\n\"}}\n</tool_call><|im_end|>",

@@ -14,12 +14,11 @@ use rloss::learner::{OptimizerKind, OptimizerSettings};
 use rloss::model::attend::PackedAttention;
 use rloss::model::cache::SequenceCache;
 use rloss::model::config::{Config, Form};
+use rloss::model::decoder_stack::{self, DecoderStack};
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::names::{Layout, ParameterSpec};
 use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
-use rloss::model::trunk::{self, Trunk};
-use rloss::model::weights::Head;
 use rloss::ops::{self, SequenceRows};
 use serde::Deserialize;
 use std::collections::HashMap;
@@ -142,7 +141,7 @@ impl Case {
     pub fn read(folder: &Path) -> Self {
         let config = Config::read(folder).unwrap();
         let mut parameters = Parameters::new(&config, load(folder, &config).unwrap()).unwrap();
-        parameters.learn(&vec![true; parameters.len()]).unwrap();
+        parameters.train_only(&vec![true; parameters.len()]).unwrap();
         Self::of(folder, config, parameters, HashMap::new())
     }
 
@@ -161,7 +160,7 @@ impl Case {
         let adapter = open("adapter");
         parameters.adapt(adapter.lora.clone(), adapter.values(&specs).unwrap()).unwrap();
         let learns: Vec<bool> = (0..parameters.len()).map(|index| index >= specs.len()).collect();
-        parameters.learn(&learns).unwrap();
+        parameters.train_only(&learns).unwrap();
         Self::of(folder, config, parameters, adapters)
     }
 
@@ -198,7 +197,7 @@ impl Case {
         let loss =
             -output.log_probs().iter().map(|&l| l as f64).sum::<f64>() / output.log_probs().len() as f64;
         figures.loss.note((loss - self.rows.loss).abs() / self.rows.loss.abs(), "loss");
-        let learning = |(index, _): &(usize, &ParameterSpec)| self.parameters.learns(*index);
+        let learning = |(index, _): &(usize, &ParameterSpec)| self.parameters.is_trained(*index);
         for (index, spec) in self.parameters.specs.iter().enumerate().filter(learning) {
             let gradient = output.gradients.values[index].as_ref().unwrap();
             figures.gradients.note(relative(gradient, &self.expected_values("grad", index)), &spec.name);
@@ -221,7 +220,7 @@ impl Case {
         assert_eq!(gradients, Gradients::of(&self.parameters), "a fresh optimizer leaves gradients alone");
         optimizer.update(&mut self.parameters, lr).unwrap();
         let mut worst = Worst::default();
-        let learns: Vec<bool> = (0..before.len()).map(|index| self.parameters.learns(index)).collect();
+        let learns: Vec<bool> = (0..before.len()).map(|index| self.parameters.is_trained(index)).collect();
         for (index, before) in before.iter().enumerate().filter(|(index, _)| learns[*index]) {
             let change =
                 |after: &[f32]| -> Vec<f32> { after.iter().zip(before).map(|(a, b)| a - b).collect() };
@@ -284,8 +283,8 @@ impl Case {
         let rotation = self.model.rotation(positions);
         let attend = &mut PackedAttention { sequence_rows: Arc::new(SequenceRows::separate(&cu_seqlens)) };
         let rows = &mut rloss::model::forward::Rows { rotation, attend, replay: None };
-        let x = policy.trunk().walk(&Arc::new(tokens), rows, &mut trunk::nothing).unwrap();
-        head(&policy.trunk(), &x)
+        let x = policy.stack().forward(&Arc::new(tokens), rows, &mut decoder_stack::nothing).unwrap();
+        self.head(&policy.stack(), &x)
     }
 
     /// Logits of every token of one row, one token at a time through the KV cache.
@@ -293,8 +292,8 @@ impl Case {
         let policy = PolicyView::plain(&self.model, &self.parameters).unwrap();
         let mut cache = SequenceCache::new(&self.model.config);
         let step = |token: &u32| {
-            let fed = policy.trunk().feed(vec![*token], &mut [&mut cache], &[1], &mut trunk::nothing);
-            head(&policy.trunk(), &fed.unwrap())
+            let fed = policy.stack().feed(vec![*token], &mut [&mut cache], &[1], &mut decoder_stack::nothing);
+            self.head(&policy.stack(), &fed.unwrap())
         };
         tokens.iter().flat_map(step).collect()
     }
@@ -314,11 +313,12 @@ impl Case {
         };
         learned(&self.parameters, of, |pass| pass.forward_backward(&objective))
     }
-}
 
-/// Logits of the rows of `x`, plain.
-fn head(trunk: &Trunk, x: &Tensor) -> Vec<f32> {
-    let rows = Arc::new((0..x.dim(0).unwrap() as u32).collect());
-    let Head::LanguageModel(head) = trunk.weights.head().unwrap() else { panic!("a critic") };
-    floats(&head.apply(&trunk.normed(x, &rows).unwrap()).unwrap())
+    /// Logits of the rows of `x`, plain.
+    fn head(&self, stack: &DecoderStack, x: &Tensor) -> Vec<f32> {
+        let rows = Arc::new((0..x.dim(0).unwrap() as u32).collect());
+        let head = self.parameters.position("lm_head.weight").unwrap();
+        let head = self.parameters.weight(head).unwrap();
+        floats(&head.matmul(&stack.normed(x, &rows).unwrap(), None).unwrap())
+    }
 }

@@ -1,6 +1,7 @@
 //! The proof's cases: random models and rollouts in which something could tell rollout and training apart.
 
 use anyhow::{Context, Result, ensure};
+use rloss::chat::Format;
 use rloss::harmony::Message;
 use rloss::interpreter::{Interpreter, Reply, SessionId};
 use rloss::learner::batch_runner::BatchRunner;
@@ -9,16 +10,18 @@ use rloss::metrics::Console;
 use rloss::mismatch::links::{Link, Proof};
 use rloss::model::cache::CacheRoom;
 use rloss::model::config::{Config, LayerType, Rope};
-use rloss::model::family::Family;
+use rloss::model::families::Family;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::init::{InitSettings, init};
-use rloss::model::parameters::Parameters;
+use rloss::model::parameters::{Backend, Parameters};
 use rloss::model::policy_view::PolicyView;
 use rloss::model::settings::Yarn;
+use rloss::model::storage::Stored;
 use rloss::ops::product::Precision;
 use rloss::ops::threads::Threads;
 use rloss::random::Purpose;
 use rloss::rollout::{Prompt, Rollout, RolloutPlan, RolloutSettings, SampledPlace, Sampling, TokenSource};
+use rloss::settings::Choice;
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trajectory::{CallOutcome, Trajectory};
 
@@ -52,7 +55,7 @@ fn base() -> Case {
     Case {
         name: "",
         config: Config {
-            family: Family::GptOss,
+            family: Family::default(),
             vocab_size: 272,
             hidden_size: 64,
             num_hidden_layers: 4,
@@ -127,7 +130,7 @@ pub fn cases() -> Vec<Case> {
         ..base().config
     };
     let dense = Config {
-        family: Family::Qwen2,
+        family: Family::named("qwen2").unwrap(),
         num_local_experts: 0,
         num_experts_per_tok: 0,
         intermediate_size: 200,
@@ -248,10 +251,12 @@ impl Case {
             values.for_each(|v| *v = half::bf16::from_f32(*v).to_f32());
         }
         let context = self.config.max_position_embeddings;
-        Ok((
-            Model::new(self.config.clone(), context),
-            Parameters::new(&self.config, tensors.into_iter().map(Ok))?.multiplying(self.precision),
-        ))
+        let backend = Backend { precision: self.precision, ..Backend::default() };
+        let tensors = tensors.into_iter().map(|(spec, values)| {
+            let stored = Stored::variable(&spec, values)?;
+            Ok((spec, stored))
+        });
+        Ok((Model::new(self.config.clone(), context), Parameters::loaded(&self.config, &backend, tensors)?))
     }
 
     fn sample(&self, threads: &Threads, policy: &PolicyView, step: u64) -> Result<Vec<Trajectory>> {
@@ -269,7 +274,7 @@ impl Case {
             ..RolloutSettings::default()
         };
         let plan = RolloutPlan { settings, seed: 5, purpose: Purpose::Sampling, step };
-        let chat = self.config.family.embedded_chat()?;
+        let chat = self.config.family.chat.embedded()?;
         let rollout = Rollout {
             threads,
             policy,
@@ -297,7 +302,7 @@ impl Case {
         let sequences: Vec<Sequence> = trajectories.iter().map(sequence).collect();
         let mut computed = vec![];
         for batch in MicroBatch::split(&sequences, 1000) {
-            let logits = policy.trunk().logits(&policy.normed(&batch)?, &self.sampling)?;
+            let logits = policy.stack().logits(&policy.normed(&batch)?, &self.sampling)?;
             let targets: Vec<(usize, u32)> = batch.targets.iter().copied().enumerate().collect();
             computed.extend(logits.log_probs(&self.sampling, &targets)?);
         }
@@ -330,11 +335,11 @@ const IM_END: u32 = 2;
 impl Talk {
     /// What a turn begins with and what it ends in.
     fn frame(&self, last: bool) -> (&[u32], &[u32]) {
-        match (self.family, last) {
-            (Family::GptOss, true) => (&FINAL, &[RETURN]),
-            (Family::GptOss, false) => (&TO_PYTHON_CALL, &[CALL]),
-            (Family::Qwen2, true) => (&[], &[IM_END]),
-            (Family::Qwen2, false) => (&[TOOL_CALL, PYTHON_CODE], &[CODE_END, IM_END]),
+        match (self.family.chat, last) {
+            (Format::Harmony, true) => (&FINAL, &[RETURN]),
+            (Format::Harmony, false) => (&TO_PYTHON_CALL, &[CALL]),
+            (Format::ChatMl, true) => (&[], &[IM_END]),
+            (Format::ChatMl, false) => (&[TOOL_CALL, PYTHON_CODE], &[CODE_END, IM_END]),
         }
     }
 }
@@ -353,7 +358,7 @@ impl TokenSource for Talk {
             Some(&token) => token,
             None if place.token >= length => closing[(place.token - length).min(closing.len() - 1)],
             // Digits: nothing that would end the text of a call or have to be escaped in it.
-            None if self.family == Family::Qwen2 => BYTES + 48 + drawn % 10,
+            None if self.family.chat == Format::ChatMl => BYTES + 48 + drawn % 10,
             None if drawn < BYTES => BYTES + 32 + drawn,
             None => drawn,
         })

@@ -2,7 +2,7 @@
 
 use super::{assert_close, check, floats, input};
 use candle_core::{Device, Tensor, Var};
-use rloss::ops::head_matrix::HeadMatrix;
+use rloss::ops::weight::Weight;
 use rloss::ops::{self, log_prob};
 use std::sync::Arc;
 
@@ -33,7 +33,7 @@ fn log_prob_and_entropy_have_the_values_and_gradients_of_their_formulas() {
             &format!("log_prob {vocabulary} at {temperature}"),
             &[&h, &w],
             |v| {
-                ops::log_prob_and_entropy(v[0], &HeadMatrix::Plain(v[1].0.clone()), &targets, temperature)
+                ops::log_prob_and_entropy(v[0], &Weight::Dense(v[1].0.clone()), &targets, temperature)
                     .unwrap()
             },
             |v| reference(&v[0], &v[1], &targets, vocabulary, temperature),
@@ -45,10 +45,9 @@ fn log_prob_and_entropy_have_the_values_and_gradients_of_their_formulas() {
 fn run(h: &Var, w: &Var, targets: &[u32]) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
     let dw = w.zeros_like().unwrap().detach();
     let sink = Arc::new(super::Sink { buffers: vec![dw.clone()], added: Default::default() });
-    let weight = ops::Parameter::learning(w, sink, 0);
-    let out =
-        ops::log_prob_and_entropy(h, &HeadMatrix::Plain(weight.clone()), &Arc::new(targets.to_vec()), 1.0)
-            .unwrap();
+    let weight = ops::Parameter::trained(w, sink, 0);
+    let out = ops::log_prob_and_entropy(h, &Weight::Dense(weight.clone()), &Arc::new(targets.to_vec()), 1.0)
+        .unwrap();
     let store = out.sum_all().unwrap().backward().unwrap();
     (floats(&out), floats(store.get(h).unwrap()), floats(&dw))
 }
@@ -82,13 +81,8 @@ fn extreme_logits_stay_finite() {
     let h = Tensor::new(&[[1f32]], &Device::Cpu).unwrap();
     let w = Tensor::new(&[[1f32, 2.0]], &Device::Cpu).unwrap();
     assert!(
-        ops::log_prob_and_entropy(
-            &h,
-            &HeadMatrix::Plain(ops::Parameter::frozen(&w)),
-            &Arc::new(vec![2]),
-            1.0
-        )
-        .is_err(),
+        ops::log_prob_and_entropy(&h, &Weight::Dense(ops::Parameter::frozen(&w)), &Arc::new(vec![2]), 1.0)
+            .is_err(),
         "2 is no token"
     );
 }

@@ -17,7 +17,7 @@ fn packed(form: PackedForm, shape: [usize; 3], seed: u64) -> PackedMatrix {
     let [experts, input, output] = shape;
     let mut rng = stream(seed, Purpose::Initialisation, &[]);
     match form {
-        PackedForm::Bf16 => {
+        PackedForm::Bf16 | PackedForm::Bf16Rows => {
             // As a linear layer is stored: [out, in].
             let stored: Vec<bf16> =
                 noise(experts * input * output, seed).into_iter().map(bf16::from_f32).collect();

@@ -30,7 +30,7 @@ fn learning(values: &[&Tensor], device: &Device) -> Learning {
             x.rank() == 1 || x.dims()[x.rank() - 2] * x.dims()[x.rank() - 1] == x.elem_count() && i == 1;
         let x = if device.is_cuda() && !vector { up(x, device) } else { x.to_device(device).unwrap() };
         let variable = Var::from_tensor(&x).unwrap();
-        Parameter::learning(&variable, gradients.clone(), i)
+        Parameter::trained(&variable, gradients.clone(), i)
     };
     let parameters = values.iter().enumerate().map(parameter).collect();
     Learning { parameters, gradients }

@@ -4,9 +4,9 @@ use super::{
     assert_close, assert_refused, assert_rounded, differentiated, floats, learning, numbers, up, walked_back,
 };
 use crate::ops::cuda::open;
-use crate::ops::head_matrix::HeadMatrix;
 use crate::ops::logits::Sampling;
 use crate::ops::parameter::GradientSink;
+use crate::ops::weight::Weight;
 use crate::ops::{self, Parameter};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use std::sync::Arc;
@@ -27,7 +27,7 @@ fn the_head_gives_the_cpus_values_and_gradients() {
         // Gradients of the log-probabilities and of the entropies.
         let dy = numbers(3, 2, rows, 1.0);
         let head = |h: &Tensor, w: &Parameter| {
-            ops::log_prob_and_entropy(h, &HeadMatrix::Plain(w.clone()), &targets, TEMPERATURE)
+            ops::log_prob_and_entropy(h, &Weight::Dense(w.clone()), &targets, TEMPERATURE)
         };
         let zeros = Tensor::zeros((width, vocabulary), DType::F32, &Device::Cpu).unwrap();
         let (own, exact_dw) = learning(&w, &zeros);
@@ -61,7 +61,7 @@ fn the_heads_gradient_is_added_once_a_pass_whatever_its_chunks() {
         let sum = Tensor::zeros((width, vocabulary), DType::F32, &gpu).unwrap();
         let counted = Arc::new(Counted(AtomicUsize::new(0), sum));
         let w = Var::from_tensor(&up(&numbers(2, width, vocabulary, 0.3), &gpu)).unwrap();
-        let head = HeadMatrix::Plain(Parameter::learning(&w, counted.clone(), 0));
+        let head = Weight::Dense(Parameter::trained(&w, counted.clone(), 0));
         let h = up(&numbers(1, rows, width, 0.5), &gpu);
         let dy = Tensor::zeros((2, rows), DType::F32, &gpu).unwrap();
         walked_back(&[&h], &dy, || ops::log_prob_and_entropy(&h, &head, &targets(rows, vocabulary), 1.0));
@@ -74,7 +74,7 @@ fn what_is_sampled_has_the_bits_that_training_computes() {
     let gpu = open(0).unwrap();
     let (rows, width, vocabulary) = (150, 32, 203);
     let (h, w) = (up(&numbers(1, rows, width, 0.5), &gpu), up(&numbers(2, width, vocabulary, 0.3), &gpu));
-    let head = HeadMatrix::Plain(Parameter::frozen(&w));
+    let head = Weight::Dense(Parameter::frozen(&w));
     let targets = targets(rows, vocabulary);
     let trained = floats(&ops::log_prob_and_entropy(&h, &head, &targets, TEMPERATURE).unwrap());
     // All rows at once, by wide tiles; one and three at a time, by narrow ones.
@@ -100,10 +100,10 @@ fn no_rows_have_no_log_probabilities_and_f32_weights_are_refused() {
     let gpu = open(0).unwrap();
     let w = Tensor::zeros((16, 40), DType::BF16, &gpu).unwrap();
     let h = Var::from_tensor(&Tensor::zeros((0, 16), DType::BF16, &gpu).unwrap()).unwrap();
-    let head = HeadMatrix::Plain(Parameter::frozen(&w));
+    let head = Weight::Dense(Parameter::frozen(&w));
     let y = ops::log_prob_and_entropy(&h, &head, &Arc::new(vec![]), 1.0).unwrap();
     assert_eq!(y.dims(), [2, 0]);
-    let wide = HeadMatrix::Plain(Parameter::frozen(&Tensor::zeros((16, 40), DType::F32, &gpu).unwrap()));
+    let wide = Weight::Dense(Parameter::frozen(&Tensor::zeros((16, 40), DType::F32, &gpu).unwrap()));
     let h = Tensor::zeros((1, 16), DType::BF16, &gpu).unwrap();
     let refusal = ops::log_prob_and_entropy(&h, &wide, &Arc::new(vec![0]), 1.0);
     assert_refused(refusal, "log_prob: the head [16, 40] is F32, expected BF16 on a GPU");

@@ -83,7 +83,7 @@ pub(super) fn learning(values: &Tensor, held: &Tensor) -> (ops::Parameter, Tenso
     // A copy: what is added in place shows in no other tensor.
     let buffer = held.copy().unwrap();
     let variable = Var::from_tensor(values).unwrap();
-    (ops::Parameter::learning(variable.as_tensor(), Arc::new(Buffer(buffer.clone())), 0), buffer)
+    (ops::Parameter::trained(variable.as_tensor(), Arc::new(Buffer(buffer.clone())), 0), buffer)
 }
 
 /// What `forward` gives, and the gradients of `leaves` for `dy` there.

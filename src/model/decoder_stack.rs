@@ -1,28 +1,28 @@
-//! The one walk through the layers, and what reads its end.
+//! The one forward pass through the layers, and what reads its end.
 //!
-//! Rollout, training, recomputation and every comparison walk here. They differ in how rows find their keys ([`Rows`]), in
-//! where weights come from ([`WeightSource`]) and in what they keep of a layer; a pass that keeps nothing holds one layer at
+//! Rollout, training, recomputation and every comparison pass here. They differ in how rows find their keys ([`Rows`]), in
+//! where weights come from ([`Weights`]) and in what they keep of a layer; a pass that keeps nothing holds one layer at
 //! a time.
 
 use super::attend::CachedAttention;
 use super::cache::SequenceCache;
-use super::forward::{ForwardOptions, LayerOutput, Model, Rows};
-use super::weights::{Head, WeightSource};
-use crate::ops::graph::reshape;
+use super::forward::{ForwardOptions, Model, Rows};
+use super::layer::{LayerOutput, LayerPass};
+use super::weights::Weights;
 use crate::ops::{self, logits::Logits, logits::Sampling};
-use anyhow::{Result, bail};
+use anyhow::Result;
 use candle_core::Tensor;
 use std::sync::Arc;
 
 /// A model, its weights, and what is changed in the forward.
 #[derive(Clone, Copy)]
-pub struct Trunk<'a> {
+pub struct DecoderStack<'a> {
     pub model: &'a Model,
-    pub weights: &'a dyn WeightSource,
+    pub weights: &'a Weights,
     pub forward: ForwardOptions,
 }
 
-/// What a walk keeps: called with a layer's index, its input `[T, H]` and what it gave.
+/// Keeps what a pass needs of its layers: called with a layer's index, its input `[T, H]` and what it gave.
 pub type Keep<'a> = &'a mut dyn FnMut(usize, &Tensor, &LayerOutput) -> Result<()>;
 
 /// Keeps nothing of a layer.
@@ -30,51 +30,64 @@ pub fn nothing(_: usize, _: &Tensor, _: &LayerOutput) -> Result<()> {
     Ok(())
 }
 
-impl Trunk<'_> {
+impl DecoderStack<'_> {
     /// Hidden states `[T, H]` after the last layer.
     ///
     /// # Errors
     /// When the rows do not fit the model, and those of `keep`.
-    pub fn walk(&self, tokens: &Arc<Vec<u32>>, rows: &mut Rows, keep: Keep) -> Result<Tensor> {
+    pub fn forward(&self, tokens: &Arc<Vec<u32>>, rows: &mut Rows, keep: Keep) -> Result<Tensor> {
         self.layers(self.embed(tokens)?, rows, keep)
     }
 
-    /// The same of what enters the first layer, `x [T, H]`.
+    /// [`Self::forward`] from the first layer's input `x [T, H]` on.
     ///
     /// # Errors
     /// As there.
     pub fn layers(&self, mut x: Tensor, rows: &mut Rows, keep: Keep) -> Result<Tensor> {
-        for index in 0..self.model.config.num_hidden_layers {
-            let output = self.layer(index, &x, rows)?;
+        let layers = self.model.config.num_hidden_layers;
+        for index in 0..layers {
+            let next = Some(index + 1).filter(|&next| next < layers);
+            let output = self.layer(index, next, &x, rows)?;
             keep(index, &x, &output)?;
             x = output.hidden;
         }
         Ok(x)
     }
 
-    /// This rank's part of a walk that others make and it has no rows for, where [`WeightSource::walked_by`] several ranks.
+    /// This rank's part of a pass that others make and it has no rows for, where several ranks make it together ([`Weights::mesh`]).
     ///
     /// # Errors
     /// When a rank does not come in time.
     pub fn pass_by(&self) -> Result<()> {
-        (0..self.model.config.num_hidden_layers)
-            .try_for_each(|index| self.model.pass_by(&self.weights.layer(index)?, &self.forward))
+        let layers = self.model.config.num_hidden_layers;
+        (0..layers).try_for_each(|index| {
+            let next = Some(index + 1).filter(|&next| next < layers);
+            let layer = self.weights.layer(index, next)?;
+            layer.experts().map_or(Ok(()), |experts| experts.answer(self.model, &self.forward))
+        })
     }
 
-    /// What enters the first layer, `[T, H]`.
+    /// The first layer's input, `[T, H]`.
     ///
     /// # Errors
     /// When a token is not below `V`.
     pub fn embed(&self, tokens: &Arc<Vec<u32>>) -> Result<Tensor> {
-        self.weights.embedding()?.rows(tokens)
+        self.weights.embed(tokens)
     }
 
-    /// Layer `index` alone.
+    /// Layer `index` alone; the pass asks for layer `next` afterwards.
     ///
     /// # Errors
     /// When shapes disagree.
-    pub fn layer(&self, index: usize, x: &Tensor, rows: &mut Rows) -> Result<LayerOutput> {
-        self.model.layer(index, &self.weights.layer(index)?, x, rows, &self.forward)
+    pub fn layer(
+        &self,
+        index: usize,
+        next: Option<usize>,
+        x: &Tensor,
+        rows: &mut Rows,
+    ) -> Result<LayerOutput> {
+        let layer = self.weights.layer(index, next)?;
+        layer.forward(x, &mut LayerPass { model: self.model, index, options: &self.forward, rows })
     }
 
     /// Hidden states `[T, H]` for new tokens of cached sequences: `tokens` holds `counts[i]` ids of `caches[i]`, one after
@@ -95,7 +108,7 @@ impl Trunk<'_> {
         }
         let rotation = self.model.rotation(positions);
         let attend = &mut CachedAttention { caches, counts };
-        self.walk(&Arc::new(tokens), &mut Rows { rotation, attend, replay: None }, keep)
+        self.forward(&Arc::new(tokens), &mut Rows { rotation, attend, replay: None }, keep)
     }
 
     /// Rows `rows` of `hidden [T, H]` after the last norm, `[R, H]`: what the head reads.
@@ -103,19 +116,16 @@ impl Trunk<'_> {
     /// # Errors
     /// When a row does not exist.
     pub fn normed(&self, hidden: &Tensor, rows: &Arc<Vec<u32>>) -> Result<Tensor> {
-        self.model.norm(&ops::select_rows(hidden, rows)?, &self.weights.final_norm()?)
+        self.model.norm(&ops::select_rows(hidden, rows)?, self.weights.final_norm())
     }
 
-    /// What the head gives for `normed [R, H]`: log-probabilities and entropies of `targets` at `temperature`, `[2, R]`;
+    /// The head's output for `normed [R, H]`: log-probabilities and entropies of `targets` at `temperature`, `[2, R]`;
     /// under a value head values, `[1, R]`.
     ///
     /// # Errors
     /// When shapes disagree.
     pub fn head(&self, normed: &Tensor, targets: &Arc<Vec<u32>>, temperature: f64) -> Result<Tensor> {
-        Ok(match self.weights.head()? {
-            Head::LanguageModel(head) => head.log_prob_and_entropy(normed, targets, temperature)?,
-            Head::Value(head) => reshape(&head.apply_f32(normed)?, (1, targets.len()))?,
-        })
+        self.weights.head(normed, targets, temperature)
     }
 
     /// The logits of `normed [R, H]`, as a sampler reads them.
@@ -123,9 +133,6 @@ impl Trunk<'_> {
     /// # Errors
     /// When the model has no head over a vocabulary.
     pub fn logits(&self, normed: &Tensor, sampling: &Sampling) -> Result<Logits> {
-        match self.weights.head()? {
-            Head::LanguageModel(head) => head.logits(normed, sampling),
-            Head::Value(_) => bail!("a critic has no head over the vocabulary"),
-        }
+        self.weights.logits(normed, sampling)
     }
 }

@@ -1,0 +1,149 @@
+//! GPT-OSS: attention with sinks, sliding in every other layer, and experts.
+
+use super::FamilyEntry;
+use crate::chat::Format;
+use crate::model::config::{Config, LayerType};
+use crate::model::config_json::Keys;
+use crate::model::layer::{Attention, Experts, Layer, LayerOutput, LayerPass};
+use crate::model::matrix::LayerTensors;
+use crate::model::names::{LayerSpecs, ParameterSpec, TensorRole};
+use crate::ops::Parameter;
+use anyhow::Result;
+use candle_core::Tensor;
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+pub(super) const ENTRY: FamilyEntry = FamilyEntry {
+    name: "gpt_oss",
+    meaning: "Experts, attention sinks, windows in every other layer; conversations in Harmony.",
+    architecture: "GptOssForCausalLM",
+    chat: Format::Harmony,
+    has_experts: true,
+    has_sinks: true,
+    has_windows: true,
+    may_tie_embeddings: false,
+    layer_types: LayerType::alternating,
+    read,
+    own_keys,
+    layer_specs,
+    layer,
+};
+
+fn read(keys: &mut Keys) -> Config {
+    keys.fixed("attention_bias", &json!(true));
+    let rope = keys.rope().unwrap_or_else(|| {
+        keys.mistake(
+            "neither rope_scaling nor rope_parameters is there, which some readers take for plain RoPE and \
+             others for YaRN; say which: \"rope_scaling\": {\"rope_type\": \"default\"} is plain",
+        )
+    });
+    Config {
+        head_dim: keys.size("head_dim"),
+        num_local_experts: keys.size("num_local_experts"),
+        num_experts_per_tok: keys.size_of_either("num_experts_per_tok", "experts_per_token"),
+        sliding_window: keys.size("sliding_window"),
+        swiglu_limit: keys.number("swiglu_limit"),
+        rope,
+        ..keys.common()
+    }
+}
+
+fn own_keys(config: &Config) -> Value {
+    let mut own = json!({
+        "num_local_experts": config.num_local_experts,
+        "num_experts_per_tok": config.num_experts_per_tok,
+        "experts_per_token": config.num_experts_per_tok,
+        "sliding_window": config.sliding_window,
+        "layer_types": config.layer_types.iter().map(|t| t.name()).collect::<Vec<_>>(),
+        "swiglu_limit": config.swiglu_limit,
+        "attention_bias": true,
+    });
+    if config.rope.yarn.is_none() {
+        // Newer readers take an absent or null entry for YaRN, so plain RoPE is said aloud.
+        own["rope_scaling"] = json!({ "rope_type": "default" });
+    }
+    own
+}
+
+/// The tensors of layer `layer`: attention, then experts. Letters as in [`crate::model::names`].
+fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
+    let h = config.hidden_size;
+    let q = config.num_attention_heads * config.head_dim;
+    let k = config.num_key_value_heads * config.head_dim;
+    let (e, i) = (config.num_local_experts, config.intermediate_size);
+    let mut specs = LayerSpecs::new(layer);
+    let mut push = |name: &str, role, shape: &[usize]| specs.push(name, role, shape);
+    push("input_layernorm.weight", TensorRole::Norm, &[h]);
+    for (name, out) in [("q_proj", q), ("k_proj", k), ("v_proj", k)] {
+        push(&format!("self_attn.{name}.weight"), TensorRole::InputProjection, &[out, h]);
+        push(&format!("self_attn.{name}.bias"), TensorRole::Bias, &[out]);
+    }
+    push("self_attn.sinks", TensorRole::Sinks, &[config.num_attention_heads]);
+    push("self_attn.o_proj.weight", TensorRole::OutputProjection, &[h, q]);
+    push("self_attn.o_proj.bias", TensorRole::Bias, &[h]);
+    push("post_attention_layernorm.weight", TensorRole::Norm, &[h]);
+    push("mlp.router.weight", TensorRole::InputProjection, &[e, h]);
+    push("mlp.router.bias", TensorRole::Bias, &[e]);
+    push("mlp.experts.gate_up_proj", TensorRole::InputProjection, &[e, h, 2 * i]);
+    push("mlp.experts.gate_up_proj_bias", TensorRole::Bias, &[e, 2 * i]);
+    push("mlp.experts.down_proj", TensorRole::OutputProjection, &[e, i, h]);
+    push("mlp.experts.down_proj_bias", TensorRole::Bias, &[e, h]);
+    specs.into_vec()
+}
+
+/// A layer: attention with sinks, then experts.
+struct GptOssLayer {
+    input_norm: Parameter,
+    attention: Attention,
+    post_attention_norm: Parameter,
+    experts: Experts,
+}
+
+/// The layer made of `tensors`.
+fn layer(tensors: &LayerTensors) -> Result<Arc<dyn Layer>> {
+    Ok(Arc::new(GptOssLayer {
+        input_norm: tensors.vector("input_layernorm.weight")?,
+        attention: Attention {
+            q: tensors.linear("self_attn.q_proj")?,
+            k: tensors.linear("self_attn.k_proj")?,
+            v: tensors.linear("self_attn.v_proj")?,
+            o: tensors.linear("self_attn.o_proj")?,
+            sinks: Some(tensors.vector("self_attn.sinks")?),
+        },
+        post_attention_norm: tensors.vector("post_attention_layernorm.weight")?,
+        experts: Experts {
+            router: tensors.linear("mlp.router")?,
+            gate_up: tensors.of_experts("mlp.experts.gate_up_proj")?,
+            down: tensors.of_experts("mlp.experts.down_proj")?,
+            ranks: tensors.ranks(),
+        },
+    }))
+}
+
+impl Layer for GptOssLayer {
+    fn forward(&self, x: &Tensor, pass: &mut LayerPass) -> Result<LayerOutput> {
+        let h = pass.norm(x, &self.input_norm)?;
+        let mixed = self.attention.forward(&h, pass)?;
+        let x = pass.add(x, &mixed)?;
+        let h = pass.norm(&x, &self.post_attention_norm)?;
+        let (mixed, routing) = self.experts.forward(&h, pass)?;
+        Ok(LayerOutput { hidden: pass.add(&x, &mixed)?, routing: Some(routing) })
+    }
+
+    fn attention(&self) -> &Attention {
+        &self.attention
+    }
+
+    fn experts(&self) -> Option<&Experts> {
+        Some(&self.experts)
+    }
+
+    fn without_gradient(&self) -> Arc<dyn Layer> {
+        Arc::new(Self {
+            input_norm: self.input_norm.without_gradient(),
+            attention: self.attention.without_gradient(),
+            post_attention_norm: self.post_attention_norm.without_gradient(),
+            experts: self.experts.without_gradient(),
+        })
+    }
+}

@@ -1,0 +1,44 @@
+//! Values written over what the store holds: a checkpoint's.
+
+use super::Parameters;
+use crate::dist::wire::f32_values;
+use crate::ops::cpu::{edit, edit_codes};
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor, Var};
+
+impl Parameters {
+    /// Writes `bytes`, little-endian f32 or codes of 8 bits, over what [`Self::own`] gives.
+    ///
+    /// # Errors
+    /// When there is no such thing, or not so many values.
+    pub fn overwrite(&mut self, index: usize, kind: &str, bytes: &[u8]) -> Result<()> {
+        let target = self.own(index, kind)?;
+        let is_codes = target.dtype() == DType::U8;
+        if target.device().is_cpu() {
+            match is_codes {
+                true => edit_codes(target, |codes| {
+                    codes.copy_from_slice(bytes);
+                    Ok(())
+                }),
+                false => edit(target, |values| {
+                    values.iter_mut().zip(f32_values(bytes)).for_each(|(to, value)| *to = value);
+                    Ok(())
+                }),
+            }?;
+            return Ok(());
+        }
+        let shape = target.shape().clone();
+        let written = match is_codes {
+            true => Tensor::from_slice(bytes, shape, self.device())?,
+            false => Tensor::from_vec(f32_values(bytes).collect::<Vec<f32>>(), shape, &Device::Cpu)?
+                .to_dtype(target.dtype())?
+                .to_device(self.device())?,
+        };
+        match self.entries[index].state.get_mut(kind) {
+            Some(kept) => *kept = written,
+            // The variable itself: another tensor in its place would be no variable of the passes.
+            None => Var::from_tensor(self.values(index)?)?.set(&written)?,
+        }
+        Ok(())
+    }
+}

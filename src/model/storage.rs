@@ -1,0 +1,231 @@
+//! A tensor as the store holds it: dense or packed, whole or this rank's shard, in memory or on disk.
+
+use super::config::Form;
+use super::names::{Layout, ParameterSpec, TensorRole};
+use crate::dist::wire::{f32_bytes, f32_values};
+use crate::dist::{Mesh, piece};
+use crate::ops::cpu::host_values;
+use crate::ops::packed::PackedForm;
+use crate::ops::parameter::Parameter;
+use crate::ops::weight::Weight;
+use anyhow::{Result, bail, ensure};
+use candle_core::{DType, Device, Tensor, Var};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// A tensor's weight, and how it is placed. Only variables, which are dense, can be trained.
+#[derive(Clone)]
+pub struct Stored {
+    /// `None` while it lies on disk; of a shard, flat values or packed bytes that this rank holds.
+    weight: Option<Weight>,
+    is_sharded: bool,
+}
+
+impl Stored {
+    /// f32 values in working layout, which training may change.
+    ///
+    /// # Errors
+    /// When there are not as many as `spec` says.
+    pub fn variable(spec: &ParameterSpec, values: Vec<f32>) -> Result<Self> {
+        ensure!(values.len() == spec.element_count(), "{}: {} values", spec.name, values.len());
+        let variable = Var::from_vec(values, spec.working_shape(), &Device::Cpu)?;
+        Ok(Self::of_variable(&variable, false))
+    }
+
+    /// A copy of `weight` that training may change.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn variable_of(spec: &ParameterSpec, weight: &Weight) -> Result<Self> {
+        Self::variable(spec, weight.decoded(&spec.working_shape())?.flatten_all()?.to_vec1()?)
+    }
+
+    /// This rank's shard of such values, flat.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn shard(values: Vec<f32>) -> Result<Self> {
+        let count = values.len();
+        Ok(Self::of_variable(&Var::from_vec(values, count, &Device::Cpu)?, true))
+    }
+
+    fn of_variable(variable: &Var, is_sharded: bool) -> Self {
+        Self { weight: Some(Weight::Dense(Parameter::variable(variable.as_tensor()))), is_sharded }
+    }
+
+    /// A weight that stays as it is.
+    pub fn frozen(weight: Weight) -> Self {
+        Self { weight: Some(weight.without_gradient()), is_sharded: false }
+    }
+
+    /// A tensor that is read from disk whenever a layer computes.
+    pub fn on_disk() -> Self {
+        Self { weight: None, is_sharded: false }
+    }
+
+    /// This rank's shard of tensor `index` where several ranks share it. What is no variable and not packed on the host stays whole.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn sharded(self, index: usize, mesh: &Mesh) -> Result<Self> {
+        let own = |count: usize| piece(count, index, mesh.rank(), mesh.ranks());
+        match &self.weight {
+            _ if mesh.ranks() == 1 || self.is_sharded => Ok(self),
+            Some(Weight::Dense(dense)) if dense.values().is_variable() => {
+                let values = host_values(dense.values())?;
+                Self::shard(values[own(values.len())].to_vec())
+            }
+            Some(Weight::Packed(matrix)) if matrix.is_on_host() => {
+                let shard = matrix.shard(own(matrix.size_bytes()))?;
+                Ok(Self { weight: Some(Weight::Packed(Arc::new(shard))), is_sharded: true })
+            }
+            _ => Ok(self),
+        }
+    }
+
+    /// The weight in memory, whole or a shard.
+    ///
+    /// # Errors
+    /// When it is on disk.
+    pub fn weight(&self, spec: &ParameterSpec) -> Result<&Weight> {
+        match &self.weight {
+            Some(weight) => Ok(weight),
+            None => bail!("{} is on disk", spec.name),
+        }
+    }
+
+    /// The weight, all of which is here.
+    ///
+    /// # Errors
+    /// When it is sharded or on disk.
+    pub fn whole(&self, spec: &ParameterSpec) -> Result<&Weight> {
+        ensure!(!self.is_sharded, "{} is sharded", spec.name);
+        self.weight(spec)
+    }
+
+    /// Whether it is read from disk.
+    pub fn is_on_disk(&self) -> bool {
+        self.weight.is_none()
+    }
+
+    /// Whether each rank holds a shard of it.
+    pub fn is_sharded(&self) -> bool {
+        self.is_sharded
+    }
+
+    /// Whether training may change it.
+    pub fn is_variable(&self) -> bool {
+        self.weight.as_ref().is_some_and(Weight::is_variable)
+    }
+
+    /// Another weight, placed the same way.
+    pub(super) fn with_weight(&self, weight: Weight) -> Self {
+        Self { weight: Some(weight), is_sharded: self.is_sharded }
+    }
+
+    /// Bytes of the whole tensor while ranks exchange it: f32 values, or packed bytes.
+    pub(super) fn exchanged_bytes(&self, spec: &ParameterSpec) -> usize {
+        match &self.weight {
+            Some(Weight::Packed(matrix)) => matrix.size_bytes(),
+            _ => spec.element_count() * size_of::<f32>(),
+        }
+    }
+
+    /// Which of those bytes `rank` holds for others; none of a tensor that is not sharded.
+    pub(super) fn shard_of(
+        &self,
+        spec: &ParameterSpec,
+        index: usize,
+        rank: usize,
+        mesh: &Mesh,
+    ) -> Range<usize> {
+        let bytes = |of: usize, count: usize| {
+            let values = piece(count, index, rank, mesh.ranks());
+            values.start * of..values.end * of
+        };
+        match &self.weight {
+            _ if !self.is_sharded => 0..0,
+            Some(Weight::Packed(matrix)) => bytes(1, matrix.size_bytes()),
+            _ => bytes(size_of::<f32>(), spec.element_count()),
+        }
+    }
+
+    /// Appends the bytes of this rank's shard.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub(super) fn append_shard(&self, bytes: &mut Vec<u8>) -> Result<()> {
+        match &self.weight {
+            Some(Weight::Dense(dense)) => bytes.extend_from_slice(f32_bytes(&host_values(dense.values())?)),
+            Some(Weight::Packed(matrix)) => bytes.extend_from_slice(matrix.shard_bytes()?),
+            None => bail!("a shard on disk"),
+        }
+        Ok(())
+    }
+
+    /// The weight of `spec` that these bytes are: the whole tensor of which this is a shard, or some of its experts.
+    ///
+    /// # Errors
+    /// When they are not so many.
+    pub(super) fn assembled(&self, spec: &ParameterSpec, bytes: Vec<u8>) -> Result<Weight> {
+        match &self.weight {
+            Some(Weight::Dense(dense)) => {
+                let values: Vec<f32> = f32_values(&bytes).collect();
+                let values = Tensor::from_vec(values, spec.working_shape(), &Device::Cpu)?;
+                Ok(Weight::Dense(dense.with_values(&values)))
+            }
+            Some(Weight::Packed(matrix)) => {
+                let experts = spec.matrix_shape().map_or(1, |[experts, ..]| experts);
+                Ok(Weight::Packed(Arc::new(matrix.with_bytes(experts, bytes))))
+            }
+            None => bail!("{} is on disk", spec.name),
+        }
+    }
+}
+
+/// `weight` on `device`: on a GPU matrices are MXFP4 as they were, or bf16, and all else is f32.
+///
+/// # Errors
+/// When memory runs out.
+pub fn on_device(weight: &Weight, device: &Device, spec: &ParameterSpec) -> Result<Weight> {
+    let dtype = if spec.is_matrix() { DType::BF16 } else { DType::F32 };
+    Ok(weight.to_device(device, dtype, &spec.working_shape())?)
+}
+
+impl ParameterSpec {
+    /// How the tensor is packed where it lies on disk in `form` and is not trained; `None` for what stays f32.
+    pub fn packed_form(&self, form: Form) -> Option<PackedForm> {
+        let is_packable = self.is_matrix() && self.role != TensorRole::AdapterFactor;
+        // A single column is multiplied another way.
+        let wide = self.working_shape().last().is_some_and(|&columns| columns > 1);
+        match form {
+            Form::F32 => None,
+            Form::Mxfp4 if self.is_expert_matrix() => Some(PackedForm::Mxfp4),
+            _ if !(is_packable && wide) => None,
+            _ if self.is_table() => Some(PackedForm::Bf16Rows),
+            _ => Some(PackedForm::Bf16),
+        }
+    }
+
+    /// Whether rows are looked up and nothing multiplies by it: an embedding that is not the head too.
+    pub fn is_table(&self) -> bool {
+        self.role == TensorRole::Embedding && self.layout == Layout::AsStored
+    }
+
+    /// `[E, in, out]` of a matrix, with one "expert" where it has none.
+    pub fn matrix_shape(&self) -> Option<[usize; 3]> {
+        match *self.working_shape() {
+            [input, output] => Some([1, input, output]),
+            [experts, input, output] => Some([experts, input, output]),
+            _ => None,
+        }
+    }
+
+    /// Bytes of the tensor in memory where it lies on disk in `form` and is not trained.
+    pub fn resident_bytes(&self, form: Form) -> u64 {
+        match (self.packed_form(form), self.matrix_shape()) {
+            (Some(form), Some(shape)) => form.bytes(shape) as u64,
+            _ => (self.element_count() * size_of::<f32>()) as u64,
+        }
+    }
+}

@@ -1,0 +1,232 @@
+//! A weight as ops compute with it: dense values, which may be trained, or packed ones, which stay as they lie on disk.
+
+use super::cpu::{host_values, on_host};
+use super::embedding::{embedding, tied_embedding};
+use super::experts::{Dispatch, grouped_linear};
+use super::linear::{linear, linear_f32};
+use super::packed::{
+    PackedForm, PackedMatrix, packed_columns, packed_grouped_linear, packed_linear, packed_rows,
+};
+use super::parameter::{Gradient, Parameter};
+use super::product::{Means, Precision, Spread, backward_product, forward_product};
+use candle_core::{DType, Device, Result, Tensor, bail};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// A matrix `[in, out]`, one of each expert `[E, in, out]`, a table of rows `[V, H]`, or a dense vector.
+#[derive(Clone)]
+pub enum Weight {
+    Dense(Parameter),
+    Packed(Arc<PackedMatrix>),
+}
+
+impl Weight {
+    /// Dense values that no gradient reaches.
+    pub fn dense(values: &Tensor) -> Self {
+        Weight::Dense(Parameter::frozen(values))
+    }
+
+    /// The same weight, multiplied in `precision` on a CPU where it is dense.
+    pub fn in_precision(self, precision: Precision) -> Self {
+        match self {
+            Weight::Dense(parameter) => Weight::Dense(parameter.in_precision(precision)),
+            packed @ Weight::Packed(_) => packed,
+        }
+    }
+
+    /// The same weight, which no gradient reaches.
+    pub fn without_gradient(&self) -> Self {
+        match self {
+            Weight::Dense(parameter) => Weight::Dense(parameter.without_gradient()),
+            Weight::Packed(matrix) => Weight::Packed(matrix.clone()),
+        }
+    }
+
+    /// Whether its values are a variable, which training may change.
+    pub fn is_variable(&self) -> bool {
+        matches!(self, Weight::Dense(parameter) if parameter.values().is_variable())
+    }
+
+    /// Its size in memory, bytes; that of the whole weight where this is a packed shard.
+    pub fn bytes(&self) -> u64 {
+        match self {
+            Weight::Dense(parameter) => {
+                let values = parameter.values();
+                (values.elem_count() * values.dtype().size_in_bytes()) as u64
+            }
+            Weight::Packed(matrix) => matrix.size_bytes() as u64,
+        }
+    }
+
+    /// Some experts of a weight that has one part for each.
+    ///
+    /// # Errors
+    /// When a packed one lies on a device.
+    pub fn experts(&self, experts: Range<usize>) -> Result<Self> {
+        Ok(match self {
+            Weight::Dense(parameter) => {
+                let values = parameter.values().narrow(0, experts.start, experts.len())?;
+                Weight::Dense(parameter.with_values(&values))
+            }
+            Weight::Packed(matrix) => Weight::Packed(Arc::new(matrix.experts(experts)?)),
+        })
+    }
+
+    /// Its f32 values on the host, in `shape`.
+    ///
+    /// # Errors
+    /// When it is a shard, or memory runs out.
+    pub fn decoded(&self, shape: &[usize]) -> Result<Tensor> {
+        match self {
+            Weight::Dense(parameter) => on_host(parameter.values()),
+            Weight::Packed(matrix) if matrix.is_on_host() => {
+                Tensor::from_vec(matrix.decoded()?, shape, &Device::Cpu)
+            }
+            Weight::Packed(matrix) => {
+                Tensor::from_vec(matrix.to_device(&Device::Cpu)?.decoded()?, shape, &Device::Cpu)
+            }
+        }
+    }
+
+    /// The same weight of `shape` on `device`: on a GPU MXFP4 stays packed, and all else is dense, of type `dtype`.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn to_device(&self, device: &Device, dtype: DType, shape: &[usize]) -> Result<Self> {
+        Ok(match self {
+            Weight::Dense(parameter) if parameter.values().device().same_device(device) => self.clone(),
+            _ if device.is_cpu() => self.clone(),
+            Weight::Packed(matrix) if matrix.form() == PackedForm::Mxfp4 => {
+                Weight::Packed(Arc::new(matrix.to_device(device)?))
+            }
+            _ => Weight::dense(&self.decoded(shape)?.to_dtype(dtype)?.to_device(device)?),
+        })
+    }
+
+    /// `x · W + bias`: `x [T, in]` → `[T, out]`.
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    pub fn matmul(&self, x: &Tensor, bias: Option<&Parameter>) -> Result<Tensor> {
+        match self {
+            Weight::Dense(weight) => linear(x, weight, bias),
+            Weight::Packed(weight) => packed_linear(x, weight, bias),
+        }
+    }
+
+    /// [`Self::matmul`] in f32 whatever the precision, with sums that stay f32 on a GPU too.
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    pub fn matmul_f32(&self, x: &Tensor, bias: Option<&Parameter>) -> Result<Tensor> {
+        match self {
+            Weight::Dense(weight) => linear_f32(x, weight, bias),
+            Weight::Packed(weight) => packed_linear(x, weight, bias),
+        }
+    }
+
+    /// Each row by its expert's matrix: `x [T·K, in]`, sorted by `plan`, `bias [E, out]` → `[T·K, out]`.
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    pub fn grouped_matmul(&self, x: &Tensor, bias: &Parameter, plan: &Dispatch) -> Result<Tensor> {
+        match self {
+            Weight::Dense(weight) => grouped_linear(x, weight, bias, plan),
+            Weight::Packed(weight) => packed_grouped_linear(x, weight, bias, plan),
+        }
+    }
+
+    /// Rows `ids` of a table `[V, H]`: `[T, H]`.
+    ///
+    /// # Errors
+    /// When an id is not below `V`.
+    pub fn rows(&self, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
+        match self {
+            Weight::Dense(table) => embedding(table, ids),
+            Weight::Packed(table) => packed_rows(table, ids),
+        }
+    }
+
+    /// Columns `ids` of a matrix `[H, V]`, as rows: `[T, H]`.
+    ///
+    /// # Errors
+    /// When an id is not below `V`.
+    pub fn columns(&self, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
+        match self {
+            Weight::Dense(matrix) => tied_embedding(matrix, ids),
+            Weight::Packed(matrix) => packed_columns(matrix, ids),
+        }
+    }
+
+    /// `(H, V)` of a language model's head.
+    ///
+    /// # Errors
+    /// When it is no matrix.
+    pub(super) fn head_shape(&self) -> Result<(usize, usize)> {
+        match self {
+            Weight::Dense(weight) => weight.values().dims2(),
+            Weight::Packed(weight) => match weight.shape() {
+                [1, input, output] => Ok((input, output)),
+                shape => bail!("a head of shape {shape:?}"),
+            },
+        }
+    }
+
+    /// How a CPU multiplies by it.
+    pub(super) fn means(&self) -> Means {
+        Spread::Pool.by(match self {
+            Weight::Dense(weight) => weight.precision(),
+            Weight::Packed(_) => Precision::F32,
+        })
+    }
+
+    /// `out = h · W` for rows `h [m, H]`.
+    ///
+    /// # Errors
+    /// When the values cannot be read.
+    pub(super) fn product(&self, out: &mut [f32], h: &[f32]) -> Result<()> {
+        let (k, n) = self.head_shape()?;
+        match self {
+            Weight::Dense(weight) => {
+                let values = host_values(weight.values())?;
+                forward_product(self.means(), out, h, &values, (h.len() / k, k, n), false);
+            }
+            Weight::Packed(weight) => weight.forward(0, out, h, false)?,
+        }
+        Ok(())
+    }
+
+    /// `dh = dz · Wᵀ` for rows `dz [m, V]`.
+    ///
+    /// # Errors
+    /// When the values cannot be read.
+    pub(super) fn input_gradient(&self, dh: &mut [f32], dz: &[f32]) -> Result<()> {
+        let (k, n) = self.head_shape()?;
+        match self {
+            Weight::Dense(weight) => {
+                backward_product(self.means(), dh, dz, &host_values(weight.values())?, (dz.len() / n, n, k));
+            }
+            Weight::Packed(weight) => weight.input_gradient(0, dh, dz)?,
+        }
+        Ok(())
+    }
+
+    /// The matrix where a GPU's head reads it.
+    ///
+    /// # Errors
+    /// When it is packed.
+    pub(super) fn on_device(&self) -> Result<&Tensor> {
+        match self {
+            Weight::Dense(weight) => Ok(weight.values()),
+            Weight::Packed(_) => bail!("a packed head has no form on a GPU yet; take dense weights"),
+        }
+    }
+
+    /// The dense values, for the graph to record what is computed from them, and where their gradient goes.
+    pub(super) fn tracked(&self) -> Option<(&Tensor, Option<Gradient>)> {
+        match self {
+            Weight::Dense(weight) => Some((weight.values(), weight.gradient())),
+            Weight::Packed(_) => None,
+        }
+    }
+}
