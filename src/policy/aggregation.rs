@@ -1,4 +1,4 @@
-//! From per-token losses to one number: the aggregation modes and their batch-wide denominators.
+//! Aggregation of per-token losses to one loss: the modes and their batch-wide denominators.
 
 use anyhow::Result;
 
@@ -7,9 +7,9 @@ use crate::bad_input;
 use crate::settings::choice;
 
 choice! {
-    /// How per-token losses `l[s][t]` become one loss. Sums run over valid tokens; N is the number of valid tokens of
-    /// the whole batch and S the number of its sequences that have any. verl calls them `token-mean`, `token-sum`,
-    /// `seq-mean-token-mean`, `seq-mean-token-sum` and `seq-mean-token-sum-norm`.
+    /// How per-token losses `l[s][t]` become one loss. Sums run over valid tokens. N is the number of valid
+    /// tokens of the whole batch; S is the number of its sequences with a valid token. verl's names are
+    /// `token-mean`, `token-sum`, `seq-mean-token-mean`, `seq-mean-token-sum` and `seq-mean-token-sum-norm`.
     pub enum Aggregation {
         /// Sum over the tokens of the whole batch, divided by their count.
         TokenMean = "token_mean",
@@ -24,20 +24,20 @@ choice! {
     }
 }
 
-/// What the denominators of a batch are made of, counted over all of its micro-batches, after any rejection.
+/// The counts behind a batch's denominators: over all of its micro-batches, after any rejection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchSize {
-    /// N, valid tokens.
+    /// N, the number of valid tokens.
     pub tokens: usize,
-    /// S, sequences with at least one.
+    /// S, the number of sequences with a valid token.
     pub sequences: usize,
-    /// The fixed number of tokens by which [`Aggregation::Constant`] divides (Dr. GRPO): it does not depend on how long the
-    /// sampled answers are.
+    /// The fixed number of tokens by which [`Aggregation::Constant`] divides (Dr. GRPO). It does not depend
+    /// on the length of the sampled answers.
     pub response_tokens_max: usize,
 }
 
 impl BatchSize {
-    /// Of `sequences`, which must be the whole batch.
+    /// Counts `sequences`, which must be the whole batch.
     pub fn of(sequences: &Sequences, response_tokens_max: usize) -> Self {
         let (tokens, with_tokens) = (sequences.valid_tokens(), sequences.valid_sequences());
         Self { tokens, sequences: with_tokens, response_tokens_max }
@@ -46,21 +46,22 @@ impl BatchSize {
 
 /// An [`Aggregation`] with the denominators of one batch.
 ///
-/// The loss is linear in the per-token losses, so a micro-batch's share needs nothing but these numbers: the shares
-/// of any split into micro-batches add up to the loss of the whole batch, and so do their gradients.
+/// The loss is linear in the per-token losses, so the shares of any split into micro-batches add up to the
+/// loss of the whole batch. So do their gradients.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Normalizer {
     /// Whether a sequence's tokens are averaged before they are summed over sequences.
     token_mean_in_sequence: bool,
-    /// What the sum over sequences is multiplied by. Infinite for a batch without valid tokens.
+    /// The factor of the sum over sequences. It is infinite for a batch without valid tokens.
     scale: f64,
 }
 
 impl Normalizer {
-    /// The denominators of a batch of this `size`: Σ l / N, Σ l, Σ_s (mean_t l) / S, Σ_s (Σ_t l) / S, Σ_s (Σ_t l) / (S · tokens).
+    /// Computes the denominators for a batch of this `size`. In the order of [`Aggregation`]: Σ l / N, Σ l,
+    /// Σ_s (mean_t l) / S, Σ_s (Σ_t l) / S, Σ_s (Σ_t l) / (S · tokens).
     ///
     /// # Errors
-    /// When [`Aggregation::Constant`] has nothing to divide by.
+    /// [`BadInput`](crate::error::BadInput) when the divisor of [`Aggregation::Constant`] is 0.
     pub fn new(aggregation: Aggregation, size: BatchSize) -> Result<Self> {
         let (tokens, sequences) = (size.tokens as f64, size.sequences as f64);
         let denominator = match aggregation {
@@ -69,7 +70,7 @@ impl Normalizer {
             Aggregation::SequenceMeanTokenMean | Aggregation::SequenceMeanTokenSum => sequences,
             Aggregation::Constant if size.response_tokens_max == 0 => {
                 return Err(bad_input!(
-                    "aggregation `constant` divides by a fixed number of tokens: give one of at least 1"
+                    "aggregation `constant` divides by a fixed number of tokens, which must be at least 1"
                 ));
             }
             Aggregation::Constant => sequences * size.response_tokens_max as f64,
@@ -80,11 +81,12 @@ impl Normalizer {
         })
     }
 
-    /// The loss `Σ weight · l` of `sequences` and its gradient with respect to every per-token quantity x.
+    /// Returns the loss `Σ weight · l` of `sequences` and its gradient with respect to every per-token
+    /// quantity x.
     ///
-    /// `term(row, token)` gives a valid token's loss and that loss's derivative dl/dx; the gradient is
-    /// `weight · dl/dx`, and 0 where the mask is false. Without any valid token in the whole batch a mean does not
-    /// exist: the loss is NaN (`TokenSum`: 0) and the gradient 0.
+    /// `term(row, token)` returns a valid token's loss and its derivative dl/dx. The gradient is `weight ·
+    /// dl/dx`, and 0 where the mask is false. A batch without valid tokens has no mean: its loss is NaN (0
+    /// for `TokenSum`) and its gradient 0.
     pub fn reduce(
         &self,
         sequences: &Sequences,

@@ -1,6 +1,7 @@
-//! The levels at which a metric deserves a second look.
+//! Alarm limits of metrics.
 
-/// A metric and the range that counts as healthy; beyond it something is wrong, though training may survive.
+/// A metric and its healthy range. A value outside means that something is wrong, though training may
+/// survive.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Alarm {
     pub metric: &'static str,
@@ -10,13 +11,13 @@ pub struct Alarm {
 }
 
 impl Alarm {
-    /// Whether `value` lies beyond the levels. A value that is not a number does.
-    pub fn rings(&self, value: f64) -> bool {
+    /// Whether `value` is outside the healthy range. NaN is outside.
+    pub fn triggers_at(&self, value: f64) -> bool {
         !(self.low..=self.high).contains(&value)
     }
 }
 
-/// The alarm levels shown beside the figures.
+/// The alarms that the console and the report show beside the metrics.
 pub const ALARMS: [Alarm; 5] = [
     Alarm {
         metric: "rollout_corr/kl",
@@ -50,7 +51,7 @@ pub const ALARMS: [Alarm; 5] = [
     },
 ];
 
-/// The alarm that `value` of `metric` sets off, if any.
+/// Returns the alarm that `value` of `metric` triggers, if any.
 pub fn alarm(metric: &str, value: f64) -> Option<&'static Alarm> {
-    ALARMS.iter().find(|alarm| alarm.metric == metric && alarm.rings(value))
+    ALARMS.iter().find(|alarm| alarm.metric == metric && alarm.triggers_at(value))
 }

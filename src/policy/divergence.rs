@@ -1,4 +1,4 @@
-//! Estimators of the divergence from a frozen reference, per sampled token.
+//! Estimators of the KL divergence from a frozen reference, per sampled token.
 
 use anyhow::Result;
 
@@ -6,7 +6,7 @@ use super::aggregation::Normalizer;
 use super::sequences::Sequences;
 use crate::settings::choice;
 
-/// The exponent of k3 is clamped to ±20, and its result to ±10: one wild token must not own the gradient.
+/// Limit of k3's exponent (±20); [`K3_MAX`] limits its value. So no single token dominates the gradient.
 const K3_EXPONENT_MAX: f64 = 20.0;
 const K3_MAX: f64 = 10.0;
 
@@ -30,15 +30,15 @@ choice! {
     }
 }
 
-/// The estimators as Schulman, "Approximating KL divergence" (2020), has them: k1 is unbiased and of either sign, k2's
-/// gradient is that of the divergence itself, k3 is unbiased and never negative.
+/// The estimators of Schulman, "Approximating KL divergence" (2020). k1 is unbiased and has either sign. k2's
+/// gradient is the gradient of the divergence itself. k3 is unbiased and never negative.
 impl KlEstimator {
-    /// Whether the value comes with k2's gradient instead of its own (verl's `+`).
+    /// Whether the gradient is k2's instead of the value's own (verl's `+`).
     pub fn straight_through(self) -> bool {
         matches!(self, KlEstimator::K1Straight | KlEstimator::AbsStraight | KlEstimator::K3Straight)
     }
 
-    /// The estimate for one token, and its derivative with respect to log π.
+    /// Returns the estimate for one token and its derivative with respect to log π.
     ///
     /// Derivatives: k1 → 1; abs → sign d (0 at 0); k2 → d; k3 → 1 − e^−d, and 0 where either clamp binds.
     pub fn at(self, log_prob: f32, reference: f32) -> (f64, f64) {
@@ -66,7 +66,8 @@ pub struct KlLoss {
     pub grad_log_prob: Vec<f32>,
 }
 
-/// The divergence from the reference, aggregated like the policy loss: add it with its coefficient.
+/// Computes the divergence from the reference, aggregated like the policy loss. The caller multiplies it by
+/// its coefficient.
 pub fn kl_loss(
     sequences: &Sequences,
     log_prob: &[f32],

@@ -1,4 +1,4 @@
-//! The divergence from a frozen reference as a penalty in the token rewards, and its coefficient.
+//! The KL penalty in the token rewards, and its coefficient.
 
 use anyhow::Result;
 
@@ -6,7 +6,7 @@ use super::divergence::KlEstimator;
 use super::sequences::{Sequences, mean};
 use crate::bad_input;
 
-/// How far one update may move the adaptive coefficient.
+/// Limit of the relative error in one update of the adaptive coefficient.
 const ERROR_MAX: f64 = 0.2;
 
 /// The coefficient β of the penalty.
@@ -15,7 +15,8 @@ pub enum KlController {
     Fixed {
         coefficient: f64,
     },
-    /// Steers the divergence to `target` over `horizon` samples (Ziegler et al. 2019).
+    /// Adapts the coefficient so that the divergence approaches `target`, over `horizon` samples (Ziegler et
+    /// al. 2019).
     Adaptive {
         coefficient: f64,
         target: f64,
@@ -24,7 +25,11 @@ pub enum KlController {
 }
 
 impl KlController {
-    /// Refused unless `target` and `horizon` are positive and the coefficient is not negative.
+    /// Makes an adaptive coefficient.
+    ///
+    /// # Errors
+    /// [`BadInput`](crate::error::BadInput) unless `target` and `horizon` are positive and the coefficient is
+    /// not negative.
     pub fn adaptive(coefficient: f64, target: f64, horizon: f64) -> Result<Self> {
         if !(target > 0.0 && horizon > 0.0 && coefficient >= 0.0) {
             return Err(bad_input!(
@@ -41,15 +46,16 @@ impl KlController {
         }
     }
 
-    /// The coefficient, if it moves: what a run that goes on later has to know.
-    pub fn steered(&self) -> Option<f64> {
+    /// The coefficient if it adapts: a checkpoint must hold it.
+    pub fn adaptive_coefficient(&self) -> Option<f64> {
         match *self {
             KlController::Fixed { .. } => None,
             KlController::Adaptive { coefficient, .. } => Some(coefficient),
         }
     }
 
-    /// After a batch of `samples` whose divergence was `kl`: β ← β·(1 + clip(kl/target − 1, ±0.2)·samples/horizon).
+    /// Updates β after a batch of `samples` with divergence `kl`: β ← β·(1 + clip(kl/target − 1,
+    /// ±0.2)·samples/horizon).
     pub fn update(&mut self, kl: f64, samples: usize) {
         if let KlController::Adaptive { coefficient, target, horizon } = self {
             let error = (kl / *target - 1.0).clamp(-ERROR_MAX, ERROR_MAX);
@@ -58,7 +64,7 @@ impl KlController {
     }
 }
 
-/// Token rewards with the penalty taken off, and the divergence that was measured.
+/// Token rewards after the penalty, and the measured divergence.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PenalisedRewards {
     pub rewards: Vec<f32>,
@@ -66,7 +72,8 @@ pub struct PenalisedRewards {
     pub kl: f64,
 }
 
-/// r_t − β·kl_t on every valid token; rewards of masked tokens stay as they are.
+/// Subtracts the penalty from the rewards: r_t − β·kl_t on every valid token. Rewards of masked tokens stay
+/// unchanged.
 pub fn kl_in_reward(
     sequences: &Sequences,
     rewards: &[f32],

@@ -1,8 +1,9 @@
-//! Advantages, importance ratios, losses, divergences: pure functions of tensors.
+//! Advantages, importance ratios, losses and divergences: pure functions of slices.
 //!
-//! Per-token quantities are packed f32 slices described by [`Sequences`]; sums are taken in f64 in token order. A
-//! loss returns its value, its gradient with respect to the log-probs, derived by hand, and its metrics. Losses are
-//! computed a micro-batch at a time with the denominators of the whole batch ([`Normalizer`]); shares add up.
+//! Per-token quantities are packed f32 slices, which [`Sequences`] describes. Sums are taken in f64 in token
+//! order. A loss returns its value, its gradient with respect to the log-probs, derived by hand, and its
+//! metrics. Losses are computed one micro-batch at a time with the denominators of the whole batch
+//! ([`Normalizer`]); shares add up.
 
 pub mod advantage;
 pub mod aggregation;
@@ -22,5 +23,5 @@ pub use aggregation::{Aggregation, BatchSize, Normalizer};
 pub use sequences::Sequences;
 pub use settings::{CorrectionSettings, KlPlace, KlSettings, OverlongSettings, PolicySettings, RouterReplay};
 
-/// Figures of a whole batch by name, in name order.
+/// Metrics of a whole batch, by name.
 pub type Figures = std::collections::BTreeMap<String, f64>;

@@ -1,4 +1,4 @@
-//! How far the policy being trained is from the one that sampled: verl's `rollout_corr/…` mismatch metrics.
+//! Distance of the trained policy from the sampling policy: verl's `rollout_corr/…` mismatch metrics.
 
 use anyhow::Result;
 
@@ -7,15 +7,23 @@ use super::ratio::clamped_ratio;
 use super::sequences::{Sequences, mean};
 use crate::bad_input;
 
-/// Perplexities, divergences and χ² of T = `log_prob` against R = `rollout_log_prob`, without a prefix.
+/// Returns perplexities, divergences and χ² of T = `log_prob` against R = `rollout_log_prob`; the names have
+/// no prefix.
 ///
-/// Per token, over valid tokens: `kl` = mean(R − T), `k3_kl` = mean(e^(T−R) − (T−R) − 1), `chi2_token` =
-/// mean(ρ²) − 1 with ρ = exp(clamp(T − R, ±20)).
-/// Per sequence, over all sequences (one without valid tokens has log-perplexity 0): `training_log_ppl` = −mean T,
-/// `training_ppl` its exponential, the same of R as `rollout_…`; `log_ppl_diff` = mean R − mean T with its absolute
-/// mean, max and min; `ppl_ratio` its exponential; `chi2_seq` = mean(exp(clamp(Σ(T − R), ±20))²) − 1.
+/// Over valid tokens, with ρ = exp(clamp(T − R, ±20)):
+/// - `kl` = mean(R − T)
+/// - `k3_kl` = mean(e^(T−R) − (T−R) − 1)
+/// - `chi2_token` = mean(ρ²) − 1
 ///
-/// Without `rollout_log_prob` only the two `training_…` keys. Refused when no token is valid.
+/// Over all sequences (one without valid tokens has log-perplexity 0):
+/// - `training_log_ppl` = −mean T; `training_ppl` is its exponential; `rollout_…` are those of R
+/// - `log_ppl_diff` = mean R − mean T, with its absolute mean, max and min; `ppl_ratio` is its exponential
+/// - `chi2_seq` = mean(exp(clamp(Σ(T − R), ±20))²) − 1
+///
+/// Without `rollout_log_prob` there are only the two `training_…` metrics.
+///
+/// # Errors
+/// [`BadInput`](crate::error::BadInput) when no token is valid.
 pub fn offpolicy_metrics(
     sequences: &Sequences,
     log_prob: &[f32],
@@ -52,10 +60,12 @@ pub fn offpolicy_metrics(
     Ok(metrics)
 }
 
-/// This project's own view of the same gap, ready-named: the share of valid tokens whose two log-probs are the same
-/// bits, the largest gap of a token, and the largest gap of a sequence's log-perplexity.
+/// Returns this project's own mismatch metrics, with full names: the share of valid tokens whose two
+/// log-probs are bit-equal, the largest difference of a token, and the largest difference of a sequence's
+/// log-perplexity.
 ///
-/// Refused when no token is valid.
+/// # Errors
+/// [`BadInput`](crate::error::BadInput) when no token is valid.
 pub fn agreement_metrics(
     sequences: &Sequences,
     log_prob: &[f32],
@@ -66,7 +76,9 @@ pub fn agreement_metrics(
     check_any_valid(sequences)?;
     let same = |t: usize| f64::from(log_prob[t].to_bits() == rollout_log_prob[t].to_bits());
     let log_ratio = |t: usize| f64::from(log_prob[t]) - f64::from(rollout_log_prob[t]);
-    let largest = |gaps: &mut dyn Iterator<Item = f64>| gaps.fold(0.0, |max: f64, gap| max.max(gap.abs()));
+    let largest = |differences: &mut dyn Iterator<Item = f64>| {
+        differences.fold(0.0, |max: f64, one| max.max(one.abs()))
+    };
     Ok(Figures::from([
         ("mismatch/bit_equal_fraction".into(), sequences.mean(same)),
         ("mismatch/logprob_abs_diff_max".into(), largest(&mut sequences.all_valid().map(log_ratio))),
@@ -74,10 +86,10 @@ pub fn agreement_metrics(
     ]))
 }
 
-/// The gap in probabilities, ready-named: |e^T − e^R| over valid tokens (mean, max, standard deviation with n − 1)
-/// and the Pearson correlation of e^T and e^R.
+/// Returns the mismatch in probabilities, with full names: |e^T − e^R| over valid tokens (mean, max, standard
+/// deviation with n − 1) and the Pearson correlation of e^T and e^R.
 ///
-/// `…_valid` is 1, or 0 when no token is valid; what does not exist then, or for one token, is NaN.
+/// `…_valid` is 1, or 0 when no token is valid. Metrics that are undefined then, or for one token, are NaN.
 pub fn probs_diff_metrics(
     sequences: &Sequences,
     log_prob: &[f32],
@@ -89,26 +101,26 @@ pub fn probs_diff_metrics(
         sequences.all_valid().map(|t| f64::from(log_prob[t]).exp()).collect()
     };
     let (train, rollout) = (probability(log_prob), probability(rollout_log_prob));
-    let gaps: Vec<f64> = train.iter().zip(&rollout).map(|(t, r)| (t - r).abs()).collect();
-    let valid = !gaps.is_empty();
+    let differences: Vec<f64> = train.iter().zip(&rollout).map(|(t, r)| (t - r).abs()).collect();
+    let valid = !differences.is_empty();
     let or_nan = |value: f64| if valid { value } else { f64::NAN };
-    let variance = centred_product(&gaps, &gaps) / (gaps.len() as f64 - 1.0);
+    let variance = centred_product(&differences, &differences) / (differences.len() as f64 - 1.0);
     Ok(Figures::from([
         ("training/rollout_probs_diff_valid".into(), f64::from(valid)),
-        ("training/rollout_probs_diff_max".into(), gaps.iter().copied().fold(f64::NAN, f64::max)),
-        ("training/rollout_probs_diff_mean".into(), or_nan(mean(gaps.iter().copied()))),
+        ("training/rollout_probs_diff_max".into(), differences.iter().copied().fold(f64::NAN, f64::max)),
+        ("training/rollout_probs_diff_mean".into(), or_nan(mean(differences.iter().copied()))),
         ("training/rollout_probs_diff_std".into(), or_nan(variance.sqrt())),
         ("training/rollout_actor_probs_pearson_corr".into(), pearson(&train, &rollout)),
     ]))
 }
 
-/// NaN when either side does not vary.
+/// Returns the Pearson correlation; NaN when either side is constant.
 fn pearson(a: &[f64], b: &[f64]) -> f64 {
     let scale = (centred_product(a, a) * centred_product(b, b)).sqrt();
     (centred_product(a, b) / scale).clamp(-1.0, 1.0)
 }
 
-/// Σ (a − mean a)(b − mean b).
+/// Returns Σ (a − mean a)(b − mean b).
 fn centred_product(a: &[f64], b: &[f64]) -> f64 {
     let (centre_a, centre_b) = (mean(a.iter().copied()), mean(b.iter().copied()));
     a.iter().zip(b).map(|(x, y)| (x - centre_a) * (y - centre_b)).sum()
@@ -116,9 +128,7 @@ fn centred_product(a: &[f64], b: &[f64]) -> f64 {
 
 pub(super) fn check_any_valid(sequences: &Sequences) -> Result<()> {
     if sequences.valid_tokens() == 0 {
-        return Err(bad_input!(
-            "the batch holds no sampled token, so there is nothing to compare training and rollout on"
-        ));
+        return Err(bad_input!("the batch has no sampled token, so training and rollout cannot be compared"));
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Importance ratios between two policies, and the anchor that a PPO ratio is taken against.
+//! Importance ratios between two policies, and the anchor of the PPO ratio.
 
 use anyhow::Result;
 
@@ -8,29 +8,30 @@ use crate::settings::choice;
 /// Log ratios are clamped to ±20 before they are exponentiated: e^20 ≈ 4.9e8 is far beyond any clip.
 pub const LOG_RATIO_MAX: f64 = 20.0;
 
-/// exp(clamp(log_ratio, ±20)).
+/// Returns exp(clamp(log_ratio, ±20)).
 pub(super) fn clamped_ratio(log_ratio: f64) -> f64 {
     log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
 }
 
 choice! {
-    /// Log-probabilities that the importance ratio is taken against.
+    /// The log-probabilities in the denominator of the importance ratio.
     pub enum OldLogprob {
-        /// The training forward's own, detached: for one update a batch, the ratio is 1 by construction.
+        /// The training forward pass's own, detached: with one update a batch the ratio is 1 by construction.
         Detach = "detach",
-        /// Those kept at sampling.
+        /// Those stored at sampling.
         Rollout = "rollout",
-        /// A second forward before the update.
+        /// A second forward pass before the update.
         Recompute = "recompute",
     }
 }
 
-/// With one forward for rollout and training the three agree bit for bit on fresh data.
+/// Rollout and training share one forward pass, so the three are bit-equal on fresh data.
 impl OldLogprob {
-    /// The anchor among the three candidates.
+    /// Selects the anchor among the three candidates.
     ///
-    /// Refused for `Detach` when `updates_per_batch` exceeds 1, where the anchor must be fixed before the first
-    /// update, and for `Recompute` without `recomputed`.
+    /// # Errors
+    /// [`BadInput`](crate::error::BadInput) for `Detach` when `updates_per_batch` exceeds 1: the anchor must
+    /// be fixed before the first update. Also for `Recompute` without `recomputed`.
     pub fn select<'a>(
         self,
         current: &'a [f32],
@@ -47,7 +48,7 @@ impl OldLogprob {
             OldLogprob::Rollout => Ok(rollout),
             OldLogprob::Recompute => recomputed.ok_or_else(|| {
                 bad_input!(
-                    "policy.old_logprob = \"recompute\" needs the log-probs of a forward before the first update"
+                    "policy.old_logprob = \"recompute\" needs the log-probs of a forward pass before the first update"
                 )
             }),
         }

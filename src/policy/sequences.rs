@@ -1,4 +1,4 @@
-//! Packed per-token values: which tokens belong to which sequence, and which of them count.
+//! Packed per-token values: the bounds of each sequence, and the mask of valid tokens.
 
 use std::ops::Range;
 
@@ -6,9 +6,9 @@ use anyhow::{Result, bail, ensure};
 
 /// A batch (or micro-batch) of sequences laid end to end, as training packs them.
 ///
-/// Sequence `s` owns the tokens `cu_seqlens[s]..cu_seqlens[s + 1]` of every per-token slice. `mask` is true where
-/// the policy sampled the token (and no rejection removed it): prompts, tool output and padding are false. What a
-/// per-token slice holds where the mask is false never reaches a result, NaN included.
+/// Sequence `s` owns the tokens `cu_seqlens[s]..cu_seqlens[s + 1]` of every per-token slice. `mask` is true
+/// for valid tokens: those that the policy sampled and no rejection removed. It is false for prompts, tool
+/// output and padding. Values of masked tokens never reach a result, even if NaN.
 ///
 /// Every sum over tokens is taken in f64 in token order, so a result is a function of its inputs alone.
 #[derive(Debug, Clone, Copy)]
@@ -18,10 +18,13 @@ pub struct Sequences<'a> {
 }
 
 impl<'a> Sequences<'a> {
-    /// Fails unless `cu_seqlens` starts at 0, never falls, and ends at the length of `mask`.
+    /// Checks and wraps the slices.
+    ///
+    /// # Errors
+    /// Unless `cu_seqlens` starts at 0, never decreases, and ends at the length of `mask`.
     pub fn new(cu_seqlens: &'a [usize], mask: &'a [bool]) -> Result<Self> {
         ensure!(cu_seqlens.first() == Some(&0), "cu_seqlens must start at 0");
-        ensure!(cu_seqlens.is_sorted(), "cu_seqlens must not fall");
+        ensure!(cu_seqlens.is_sorted(), "cu_seqlens must not decrease");
         ensure!(
             cu_seqlens.last() == Some(&mask.len()),
             "cu_seqlens must end at {}, the length of the mask",
@@ -44,19 +47,19 @@ impl<'a> Sequences<'a> {
         self.mask
     }
 
-    /// The token range of each sequence, in order.
+    /// Returns the token range of each sequence, in order.
     pub fn rows(&self) -> impl Iterator<Item = Range<usize>> + use<'a> {
         let cu_seqlens = self.cu_seqlens;
         cu_seqlens.windows(2).map(|pair| pair[0]..pair[1])
     }
 
-    /// The indices of the valid tokens of `row`.
+    /// Returns the indices of the valid tokens of `row`.
     pub fn valid(&self, row: Range<usize>) -> impl DoubleEndedIterator<Item = usize> + Clone + use<'a> {
         let mask = self.mask;
         row.filter(move |&token| mask[token])
     }
 
-    /// The indices of all valid tokens.
+    /// Returns the indices of all valid tokens.
     pub fn all_valid(&self) -> impl DoubleEndedIterator<Item = usize> + Clone + use<'a> {
         self.valid(0..self.mask.len())
     }
@@ -71,8 +74,10 @@ impl<'a> Sequences<'a> {
         self.rows().filter(|row| self.mask[row.clone()].contains(&true)).count()
     }
 
-    /// Fails unless `values`, called `name` in the message, holds one value a token and those of valid tokens are
-    /// finite. A NaN must not hide behind a clip.
+    /// Checks that `values` holds one value a token, finite for valid tokens: a clip must not hide a NaN.
+    ///
+    /// # Errors
+    /// Otherwise; the message calls the values `name`.
     pub fn check(&self, name: &str, values: &[f32]) -> Result<()> {
         ensure!(
             values.len() == self.tokens(),
@@ -89,7 +94,7 @@ impl<'a> Sequences<'a> {
         Ok(())
     }
 
-    /// One value a sequence, repeated over its valid tokens; 0 elsewhere.
+    /// Repeats one value a sequence over its valid tokens; 0 elsewhere.
     pub fn broadcast(&self, per_sequence: &[f32]) -> Result<Vec<f32>> {
         ensure!(
             per_sequence.len() == self.len(),
@@ -106,31 +111,31 @@ impl<'a> Sequences<'a> {
         Ok(per_token)
     }
 
-    /// The sum of `values` over each whole sequence, masked tokens included: the score of a response whose reward
-    /// may sit on a token that was not sampled.
+    /// Sums `values` over each whole sequence, masked tokens included: a response's reward may lie on a token
+    /// that was not sampled.
     pub fn scores(&self, values: &[f32]) -> Result<Vec<f32>> {
         self.check("token rewards", values)?;
         Ok(self.rows().map(|row| values[row].iter().map(|&v| f64::from(v)).sum::<f64>() as f32).collect())
     }
 
-    /// Mean over the valid tokens of the batch; 0 when there are none.
+    /// Returns the mean over the valid tokens of the batch; 0 without any.
     pub(super) fn mean(&self, value: impl Fn(usize) -> f64) -> f64 {
         mean(self.all_valid().map(value))
     }
 
-    /// Mean over the valid tokens of each sequence; 0 for a sequence that has none.
+    /// Returns the mean over the valid tokens of each sequence; 0 for a sequence without any.
     pub(super) fn row_means(&self, value: impl Fn(usize) -> f64) -> Vec<f64> {
         self.rows().map(|row| mean(self.valid(row).map(&value))).collect()
     }
 }
 
-/// The mean, or 0 of nothing.
+/// Returns the mean; 0 without values.
 pub(super) fn mean(values: impl Iterator<Item = f64>) -> f64 {
     let (sum, count) = values.fold((0.0, 0usize), |(sum, count), v| (sum + v, count + 1));
     if count == 0 { 0.0 } else { sum / count as f64 }
 }
 
-/// The standard deviation with n − 1 in the denominator; 0 of fewer than two values.
+/// Returns the standard deviation with n − 1 in the denominator; 0 for fewer than two values.
 pub(super) fn sample_std(values: &[f64]) -> f64 {
     if values.len() < 2 {
         return 0.0;

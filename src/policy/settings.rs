@@ -20,17 +20,20 @@ table! {
         pub loss: Loss = Loss::default(),
         /// How token losses become one number.
         pub aggregation: Aggregation = Aggregation::TokenMean,
-        /// The log-probabilities that the importance ratio is taken against.
+        /// The log-probabilities in the denominator of the importance ratio.
         pub old_logprob: OldLogprob = OldLogprob::Detach,
-        /// The ratio is clipped below at 1 - `clip_low`. Below 1, but for `cispo`, where 1 means no lower bound.
+        /// The ratio is clipped below at 1 - `clip_low`. Must be below 1, except with `cispo`, where 1 means
+        /// no lower bound.
         pub clip_low: f64 = 0.2 => above(0.0).to(1.0),
-        /// The ratio is clipped above at 1 + `clip_high`. Below 1, but for `cispo`, whose bounds are on a weight.
+        /// The ratio is clipped above at 1 + `clip_high`. Must be below 1, except with `cispo`, where it
+        /// bounds a weight.
         pub clip_high: f64 = 0.2 => above(0.0).to(1000.0),
-        /// Bound of `ppo` on the ratio for negative advantages, more than 1; 0 means none.
+        /// Upper bound of `ppo` on the ratio for negative advantages, above 1; 0 means none.
         pub dual_clip: f64 = 3.0 => from(0.0).to(1e6),
         /// Weight of the entropy bonus, aggregated like the loss; 0 means none.
         pub entropy_coefficient: f64 = 0.0 => from(0.0).to(1000.0),
-        /// Whose experts the training forward uses; gradients still flow through the router's weights of them.
+        /// Which routed experts the training forward pass uses. Gradients still flow through the router's
+        /// weights.
         pub router_replay: RouterReplay = RouterReplay::None,
         pub correction: CorrectionSettings,
         pub kl: KlSettings,
@@ -39,23 +42,26 @@ table! {
 }
 
 table! {
-    /// What is done about tokens whose training and rollout log-probabilities differ.
+    /// Correction of tokens whose training and rollout log-probabilities differ.
     pub struct CorrectionSettings {
         /// Importance weights of the loss.
         pub is: ImportanceSampling = ImportanceSampling::None,
-        /// Bounds of the weights: one number truncates above it, a low and a high one give weight 0 outside.
+        /// Bounds of the weights: one number truncates weights above it; a low and a high one set weights
+        /// outside to 0.
         pub threshold: Vec<f64> = vec![2.0],
-        /// Divide the weights by their mean over the batch.
+        /// Divides the weights by their mean over the batch.
         pub normalize: bool = false,
-        /// Statistics that must stay within their bounds for a token to count; what fails leaves the loss and its denominators.
+        /// Statistics that must stay within their bounds. A rejected token leaves the loss and its
+        /// denominators.
         pub reject: Vec<RejectOption> = Vec::new(),
-        /// For each of `reject`: for k1 a low and a high bound on ρ, or one number u for 1/u to u; for k2 and k3 one upper bound.
+        /// Bounds of each of `reject`. For k1: a low and a high bound on ρ, or one number u for 1/u to u. For
+        /// k2 and k3: one upper bound.
         pub reject_bounds: Vec<Vec<f64>> = Vec::new(),
     }
 }
 
 impl CorrectionSettings {
-    /// Whether weights or rejection are asked for.
+    /// Whether the recipe asks for weights or rejection.
     pub fn active(&self) -> bool {
         self.is != ImportanceSampling::None || !self.reject.is_empty()
     }
@@ -80,53 +86,55 @@ impl CorrectionSettings {
 }
 
 table! {
-    /// Divergence from a frozen reference: the model at the start of reinforcement learning.
+    /// KL divergence from a frozen reference: the model at the start of reinforcement learning.
     pub struct KlSettings {
-        /// Where the divergence counts.
+        /// Where the divergence is applied.
         pub place: KlPlace = KlPlace::None,
         /// Its estimator, with d = log-probability minus the reference's.
         pub estimator: KlEstimator = KlEstimator::K3,
         /// Its weight; with `target`, its weight at the first step.
         pub coefficient: f64 = 1e-3 => above(0.0).to(1e6),
-        /// With `place = "reward"`: steer the divergence a token to this by the coefficient, which each step multiplies by
-        /// 1 + clip(divergence / target - 1, -0.2, 0.2) * trajectories / `horizon` (Ziegler et al. 2019). Absent means a
-        /// fixed coefficient.
+        /// Target divergence a token, with `place = "reward"`. Each step multiplies the coefficient by 1 +
+        /// clip(divergence / target - 1, -0.2, 0.2) * trajectories / `horizon` (Ziegler et al. 2019). Absent
+        /// means a fixed coefficient.
         pub target: Option<f64> = None => above(0.0).to(1e6),
-        /// Trajectories over which `target` steers.
+        /// Number of trajectories over which the coefficient adapts to `target`.
         pub horizon: f64 = 1e4 => above(0.0).to(1e12),
     }
 }
 
 table! {
-    /// Soft punishment of responses that near the length limit (DAPO). It shapes the advantage, not the reported reward.
+    /// Soft penalty on responses near the length limit (DAPO). It changes the advantage, not the reported
+    /// reward.
     pub struct OverlongSettings {
-        /// The punishment grows over this many tokens before `rollout.response_tokens_max`; 0 means none.
+        /// The penalty grows linearly over this many tokens before `rollout.response_tokens_max`; 0 means
+        /// none.
         pub buffer_tokens: usize = 0 => from(0.0).to(16777216.0),
-        /// What a response at the limit loses.
+        /// Penalty of a response at the limit.
         pub penalty: f64 = 1.0 => above(0.0).to(1e6),
     }
 }
 
 choice! {
-    /// Where the divergence from the reference counts.
+    /// Where the divergence from the reference is applied.
     pub enum KlPlace {
-        /// Nowhere: no reference is kept.
+        /// Nowhere; there is no reference.
         None = "none",
         /// Added to the loss, aggregated like it.
         Loss = "loss",
-        /// Taken off each token's reward before advantages.
+        /// Subtracted from each token's reward before advantages.
         Reward = "reward",
     }
 }
 
 choice! {
-    /// Whose experts the training forward uses.
+    /// Which routed experts the training forward pass uses.
     pub enum RouterReplay {
-        /// Its own.
+        /// The forward pass's own.
         None = "none",
-        /// Those chosen at sampling, in every training forward; needs `rollout.keep_routes`.
+        /// The experts of sampling, in every training forward pass; needs `rollout.keep_routes`.
         Rollout = "rollout",
-        /// Those chosen by the forward of `old_logprob = "recompute"`, in every update of the step.
+        /// The experts of the forward pass of `old_logprob = "recompute"`, in every update of the step.
         Recompute = "recompute",
     }
 }

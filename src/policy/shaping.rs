@@ -4,7 +4,7 @@ use anyhow::Result;
 
 use crate::bad_input;
 
-/// DAPO's soft punishment of answers that near the length limit.
+/// DAPO's soft penalty on answers near the length limit.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Overlong {
     response_tokens_max: usize,
@@ -13,11 +13,15 @@ pub struct Overlong {
 }
 
 impl Overlong {
-    /// Refused unless 0 < `buffer_tokens` ≤ `response_tokens_max` and `penalty` is positive.
+    /// Checks the settings.
+    ///
+    /// # Errors
+    /// [`BadInput`](crate::error::BadInput) unless 0 < `buffer_tokens` ≤ `response_tokens_max` and `penalty`
+    /// is positive.
     pub fn new(response_tokens_max: usize, buffer_tokens: usize, penalty: f64) -> Result<Self> {
         if buffer_tokens == 0 || buffer_tokens > response_tokens_max {
             return Err(bad_input!(
-                "the overlong buffer is {buffer_tokens} tokens: it lies between 1 and the response limit of \
+                "the overlong buffer is {buffer_tokens} tokens: it must lie between 1 and the response limit of \
                  {response_tokens_max}"
             ));
         }
@@ -27,8 +31,8 @@ impl Overlong {
         Ok(Self { response_tokens_max, buffer_tokens, penalty })
     }
 
-    /// What to add to the reward of a response: 0 up to the buffer, falling linearly to −`penalty` at the limit and
-    /// staying there (Yu et al. 2025, eq. 13).
+    /// Returns the term added to a response's reward (Yu et al. 2025, eq. 13). It is 0 up to the buffer,
+    /// falls linearly to −`penalty` at the limit, and stays there.
     pub fn reward(&self, response_tokens: usize) -> f32 {
         let start = self.response_tokens_max - self.buffer_tokens;
         let excess = response_tokens.saturating_sub(start).min(self.buffer_tokens);

@@ -1,4 +1,4 @@
-//! The critic's loss, and how much of the returns it foresees.
+//! The critic's loss, and the explained variance of its values.
 
 use anyhow::Result;
 
@@ -13,18 +13,21 @@ pub struct ValueLoss {
     pub loss: f64,
     /// ∂loss/∂V, one a token; 0 where the mask is false.
     pub grad_values: Vec<f32>,
-    /// `critic/vf_clipfrac`: share of tokens where the clipped branch is the larger.
+    /// `critic/vf_clipfrac`: share of tokens where the clipped branch is larger.
     pub clipped: TokenMean,
 }
 
-/// PPO's clipped value loss: with R the returns and V_old the values before the update,
+/// Computes PPO's clipped value loss. With R the returns and V_old the values before the update:
 ///
 /// ```text
 /// l = ½·max((V − R)², (clip(V, V_old ± clip) − R)²)
 /// ```
 ///
-/// dl/dV = V − R where the first branch is the larger. Where the second is strictly larger the clip binds, so it is
-/// constant and dl/dV = 0. Refused unless `clip` is positive.
+/// dl/dV = V − R where the first branch is larger. Where the second is strictly larger the clip binds, so it
+/// is constant and dl/dV = 0.
+///
+/// # Errors
+/// [`BadInput`](crate::error::BadInput) unless `clip` is positive.
 pub fn value_loss(
     sequences: &Sequences,
     values: &[f32],
@@ -52,8 +55,8 @@ pub fn value_loss(
     Ok(ValueLoss { loss, grad_values, clipped })
 }
 
-/// 1 − Var(R − V) / Var(R) over valid tokens: 1 for a critic that foresees every return, 0 for one that does no better
-/// than a constant, below 0 for a worse one. `None` where all returns are equal, which nothing can explain.
+/// Returns 1 − Var(R − V) / Var(R) over valid tokens. It is 1 for exact values, 0 for a critic no better than
+/// a constant, and negative for a worse one. `None` when all returns are equal: the ratio is then undefined.
 pub fn explained_variance(sequences: &Sequences, values: &[f32], returns: &[f32]) -> Result<Option<f64>> {
     sequences.check("values", values)?;
     sequences.check("returns", returns)?;

@@ -67,8 +67,8 @@ fn reading(alarm: &Alarm, points: &[(u64, f64)]) -> Option<Reading> {
         false => (value - alarm.high).max(alarm.low - value),
     };
     let &(worst_step, worst) = points.iter().max_by(|a, b| excess(a.1).total_cmp(&excess(b.1)))?;
-    let value = |value: f64| Value { text: format_number(value), rings: alarm.rings(value) };
-    let beyond = points.iter().filter(|(_, value)| alarm.rings(*value)).count();
+    let value = |value: f64| Value { text: format_number(value), rings: alarm.triggers_at(value) };
+    let beyond = points.iter().filter(|(_, value)| alarm.triggers_at(*value)).count();
     let beyond = format!("{beyond} of {}", points.len());
     Some(Reading { last: value(last), worst: value(worst), worst_step, beyond })
 }

@@ -69,7 +69,7 @@ impl Trainer {
                 metrics_bytes,
                 metrics_digest: Some(metrics_digest),
                 reference_digest: reference_digest.filter(|_| phase == Phase::Rl),
-                kl_coefficient: kl.steered(),
+                kl_coefficient: kl.adaptive_coefficient(),
             };
             let snapshot = Snapshot {
                 config: &context.model.config,

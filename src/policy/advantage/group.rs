@@ -4,59 +4,65 @@ use anyhow::{Result, bail, ensure};
 
 use crate::policy::sequences::{mean, sample_std};
 
-/// Added to the standard deviation that GRPO divides by.
+/// The term that GRPO adds to the standard deviation it divides by.
 const STD_EPSILON: f64 = 1e-6;
 
-/// GRPO (Shao et al. 2024): (r − mean) / (std + 1e-6), std with n − 1. A group of one is divided by 1 + 1e-6.
+/// Returns GRPO's advantages (Shao et al. 2024): (r − mean) / (std + 1e-6), std with n − 1.
 ///
-/// Here and below: one advantage a response, in the order of `rewards`, which lists the groups one after the other;
-/// `group_sizes` are their sizes. A group of one has nothing to be compared with and keeps its reward. Equal rewards give
-/// exactly 0: n copies of an f32 add up in f64 without rounding, so their mean is the value itself.
+/// `rewards` lists the groups one after the other; `group_sizes` holds their sizes. The result has one
+/// advantage a response, in the order of `rewards`. This holds for every function of this file.
+///
+/// A group of one has no baseline: it keeps its reward, divided by 1 + 1e-6. Equal rewards give exactly 0:
+/// f64 adds n copies of an f32 without rounding, so their mean is the value itself.
 ///
 /// # Errors
 /// When the sizes do not add up to the number of rewards, or a reward is not finite.
 pub fn grpo(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<f32>> {
-    scaled(rewards, group_sizes, |group| 1.0 / (group.std + STD_EPSILON))
+    scale_rewards(rewards, group_sizes, |group| 1.0 / (group.std + STD_EPSILON))
 }
 
-/// Dr. GRPO (Liu et al. 2025): r − mean.
+/// Returns the advantages of Dr. GRPO (Liu et al. 2025): r − mean.
 ///
 /// # Errors
 /// As [`grpo`].
 pub fn dr_grpo(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<f32>> {
-    scaled(rewards, group_sizes, |_| 1.0)
+    scale_rewards(rewards, group_sizes, |_| 1.0)
 }
 
-/// Lite PPO (Liu et al. 2025): (r − mean) / (std + 1e-6) with the std, n − 1, of all rewards of the batch. A group of one is
-/// divided by it too.
+/// Returns the advantages of Lite PPO (Liu et al. 2025): (r − mean) / (std + 1e-6), with the standard
+/// deviation (n − 1) of all rewards of the batch. A group of one is divided by it too.
 ///
 /// # Errors
 /// As [`grpo`].
 pub fn grpo_batch_std(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<f32>> {
     let std = sample_std(&rewards.iter().map(|&r| f64::from(r)).collect::<Vec<_>>());
-    scaled(rewards, group_sizes, |_| 1.0 / (std + STD_EPSILON))
+    scale_rewards(rewards, group_sizes, |_| 1.0 / (std + STD_EPSILON))
 }
 
-/// RLOO (Ahmadian et al. 2024): r − the mean of the others = n/(n − 1) · (r − mean).
+/// Returns RLOO's advantages (Ahmadian et al. 2024): r − mean of the other rewards = n/(n − 1) · (r − mean).
 ///
 /// # Errors
 /// As [`grpo`].
 pub fn rloo(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<f32>> {
-    scaled(rewards, group_sizes, |group| match group.responses {
+    scale_rewards(rewards, group_sizes, |group| match group.responses {
         1 => 1.0,
         n => n as f64 / (n - 1) as f64,
     })
 }
 
-/// What a group's factor is made of.
-struct GroupFigures {
+/// The inputs of a group's scale factor.
+struct GroupStats {
     responses: usize,
-    /// With n − 1; 1 for a group of one.
+    /// Standard deviation with n − 1; 1 for a group of one.
     std: f64,
 }
 
-/// (r − mean) · factor; the mean of a group of one is taken for 0.
-fn scaled(rewards: &[f32], group_sizes: &[usize], factor: impl Fn(&GroupFigures) -> f64) -> Result<Vec<f32>> {
+/// Returns (r − mean) · factor for each reward; the mean of a group of one counts as 0.
+fn scale_rewards(
+    rewards: &[f32],
+    group_sizes: &[usize],
+    factor: impl Fn(&GroupStats) -> f64,
+) -> Result<Vec<f32>> {
     let mut advantages = Vec::with_capacity(rewards.len());
     for group in split_groups(rewards, group_sizes)? {
         let rewards: Vec<f64> = group.iter().map(|&r| f64::from(r)).collect();
@@ -64,16 +70,19 @@ fn scaled(rewards: &[f32], group_sizes: &[usize], factor: impl Fn(&GroupFigures)
             1 => (0.0, 1.0),
             _ => (mean(rewards.iter().copied()), sample_std(&rewards)),
         };
-        let factor = factor(&GroupFigures { responses: rewards.len(), std });
+        let factor = factor(&GroupStats { responses: rewards.len(), std });
         advantages.extend(rewards.iter().map(|r| ((r - baseline) * factor) as f32));
     }
     Ok(advantages)
 }
 
-/// For each group, whether its rewards differ: only then does it move the policy.
+/// Says for each group whether it moves the policy: its rewards differ.
 ///
-/// DAPO's dynamic sampling replaces the others. A group of one keeps its reward as advantage, so it is informative
-/// unless that reward is 0.
+/// DAPO's dynamic sampling replaces the other groups. A group of one keeps its reward as advantage, so it is
+/// informative unless that reward is 0.
+///
+/// # Errors
+/// As [`grpo`].
 pub fn informative_groups(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<bool>> {
     let informative = |group: &[f32]| match group {
         [reward] => *reward != 0.0,
@@ -82,10 +91,14 @@ pub fn informative_groups(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<
     Ok(split_groups(rewards, group_sizes)?.into_iter().map(informative).collect())
 }
 
-/// `rewards` cut into groups.
+/// Splits `rewards` into groups.
 fn split_groups<'a>(rewards: &'a [f32], group_sizes: &[usize]) -> Result<Vec<&'a [f32]>> {
     let total: usize = group_sizes.iter().sum();
-    ensure!(total == rewards.len(), "groups of {total} responses in all for {} rewards", rewards.len());
+    ensure!(
+        total == rewards.len(),
+        "the groups hold {total} responses, but there are {} rewards",
+        rewards.len()
+    );
     if let Some(bad) = rewards.iter().position(|r| !r.is_finite()) {
         bail!("the reward of response {bad} is {}", rewards[bad]);
     }

@@ -1,4 +1,4 @@
-//! Advantages: how much better than expected a response, or one of its tokens, turned out.
+//! Advantages: how much better a response, or one of its tokens, was than expected.
 
 mod group;
 mod token;
@@ -19,13 +19,14 @@ choice! {
         GrpoBatchStd = "grpo_batch_std",
         /// Reward minus the mean of the group's other rewards.
         Rloo = "rloo",
-        /// Rewards to go, normalised over the whole batch.
+        /// Reward to go (the sum of the rewards from a token on), normalised over the whole batch.
         ReinforcePlusPlus = "reinforce_plus_plus",
         /// Reward minus the group's mean, normalised over the tokens of the whole batch.
         ReinforcePlusPlusBaseline = "reinforce_plus_plus_baseline",
-        /// Reward to go minus the reward of one more, greedy sample of the prompt, which is not trained on.
+        /// Reward to go minus the reward of one greedy sample of the prompt; the greedy sample is not trained
+        /// on.
         Remax = "remax",
-        /// What a token turned out better than the critic of `[critic]` expected (GAE), normalised over the whole batch.
+        /// Generalised advantage estimation with the critic of `[critic]`, normalised over the whole batch.
         Gae = "gae",
     }
 }

@@ -1,7 +1,7 @@
 //! Advantages of single tokens, from token rewards and, for GAE, a critic's values.
 //!
-//! Time runs over valid tokens only: tool output in the middle of a response is stepped over, neither discounted
-//! nor rewarded. Results are 0 where the mask is false.
+//! Time counts valid tokens only: tool output in the middle of a response adds no discount and no reward.
+//! Results are 0 where the mask is false.
 
 use anyhow::Result;
 
@@ -9,26 +9,30 @@ use super::group::dr_grpo;
 use crate::bad_input;
 use crate::policy::sequences::Sequences;
 
-/// Added to the variance that [`whiten`] divides by.
+/// The term that [`whiten`] adds to the variance it divides by.
 const VARIANCE_EPSILON: f64 = 1e-8;
 
-/// One value a token in each.
+/// Advantages and returns, one value a token each.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TokenAdvantages {
     pub advantages: Vec<f32>,
-    /// What a critic learns to predict.
+    /// The targets that the critic learns to predict.
     pub returns: Vec<f32>,
 }
 
-/// (x − mean) / √(var + 1e-8) over the valid tokens of the whole batch, var with n − 1.
+/// Normalises `values` over the batch: (x − mean) / √(var + 1e-8), over all valid tokens, var with n − 1.
 ///
-/// Long responses weigh more, token by token. Refused for fewer than two valid tokens, which have no variance.
+/// Every token has the same weight, so long responses count more.
+///
+/// # Errors
+/// [`BadInput`](crate::error::BadInput) when the batch has fewer than two valid tokens: they have no
+/// variance.
 pub fn whiten(sequences: &Sequences, values: &[f32]) -> Result<Vec<f32>> {
     sequences.check("values to whiten", values)?;
     let count = sequences.valid_tokens();
     if count < 2 {
         return Err(bad_input!(
-            "advantages are whitened over the batch, which needs at least two sampled tokens: this batch has {count}"
+            "whitening advantages needs at least two sampled tokens in the batch: this batch has {count}"
         ));
     }
     let mean = sequences.mean(|t| f64::from(values[t]));
@@ -41,17 +45,23 @@ pub fn whiten(sequences: &Sequences, values: &[f32]) -> Result<Vec<f32>> {
     Ok(whitened)
 }
 
-/// REINFORCE++ (Hu 2025) without discount: returns R_t = r_t + R_{t+1} from the rewards of valid tokens, whitened over the batch.
+/// Returns the advantages of REINFORCE++ (Hu 2025) without discount: R_t = r_t + R_{t+1}, whitened over the
+/// batch.
 ///
-/// Refused where [`whiten`] is.
+/// # Errors
+/// As [`whiten`].
 pub fn reinforce_plus_plus(sequences: &Sequences, rewards: &[f32]) -> Result<TokenAdvantages> {
     let returns = returns_to_go(sequences, rewards)?;
     Ok(TokenAdvantages { advantages: whiten(sequences, &returns)?, returns })
 }
 
-/// REINFORCE++ with the group's mean as baseline: r − mean on every token of a response, whitened over the batch.
+/// Returns the advantages of REINFORCE++ with the group's mean as baseline: r − mean on every token of a
+/// response, whitened over the batch.
 ///
-/// `rewards` has one value a sequence; groups as in [`super::grpo`], and a group of one has baseline 0.
+/// `rewards` has one value a sequence. Groups are as in [`super::grpo`]; a group of one has baseline 0.
+///
+/// # Errors
+/// As [`super::grpo`] and [`whiten`].
 pub fn reinforce_plus_plus_baseline(
     sequences: &Sequences,
     rewards: &[f32],
@@ -61,7 +71,8 @@ pub fn reinforce_plus_plus_baseline(
     whiten(sequences, &sequences.broadcast(&centred)?)
 }
 
-/// ReMax (Li et al. 2023): the reward still to come minus the reward of the greedy response, not whitened.
+/// Returns ReMax's advantages (Li et al. 2023): the reward to go minus the reward of the greedy response, not
+/// whitened.
 ///
 /// `rewards` has one value a token, `baselines` one a sequence.
 pub fn remax(sequences: &Sequences, rewards: &[f32], baselines: &[f32]) -> Result<TokenAdvantages> {
@@ -71,13 +82,17 @@ pub fn remax(sequences: &Sequences, rewards: &[f32], baselines: &[f32]) -> Resul
     Ok(TokenAdvantages { advantages, returns })
 }
 
-/// Generalised advantage estimation (Schulman et al. 2016), not whitened: follow with [`whiten`] for PPO.
+/// Returns generalised advantage estimates (Schulman et al. 2016), not whitened: PPO applies [`whiten`] to
+/// them.
 ///
 /// ```text
 /// δ_t = r_t + γ·V_{t+1} − V_t,   A_t = δ_t + γλ·A_{t+1},   returns = A + V
 /// ```
 ///
-/// with t + 1 the next valid token, and V = A = 0 after the last one. Refused for γ or λ outside [0, 1].
+/// Here t + 1 is the next valid token, and V = A = 0 after the last one.
+///
+/// # Errors
+/// [`BadInput`](crate::error::BadInput) for γ or λ outside [0, 1].
 pub fn gae(
     sequences: &Sequences,
     rewards: &[f32],
@@ -105,7 +120,7 @@ pub fn gae(
     Ok(TokenAdvantages { advantages, returns })
 }
 
-/// R_t = r_t + R_{t+1} over valid tokens.
+/// Returns R_t = r_t + R_{t+1} over valid tokens.
 fn returns_to_go(sequences: &Sequences, rewards: &[f32]) -> Result<Vec<f32>> {
     sequences.check("rewards", rewards)?;
     let mut returns = vec![0.0; rewards.len()];
@@ -121,7 +136,7 @@ fn returns_to_go(sequences: &Sequences, rewards: &[f32]) -> Result<Vec<f32>> {
 
 fn check_fraction(name: &str, value: f64) -> Result<()> {
     if !(0.0..=1.0).contains(&value) {
-        return Err(bad_input!("{name} is {value}: it lies between 0 and 1"));
+        return Err(bad_input!("{name} is {value}: it must lie between 0 and 1"));
     }
     Ok(())
 }

@@ -10,7 +10,8 @@ use crate::policy::ratio::{LOG_RATIO_MAX, clamped_ratio};
 use crate::policy::sequences::{Sequences, mean, sample_std};
 use crate::settings::choice;
 
-/// Keeps the effective sample size finite when all weights are tiny, and guards the batch normalisation.
+/// Keeps the effective sample size finite when all weights are tiny. Below it the batch normalisation does
+/// nothing.
 const MEAN_EPSILON: f64 = 1e-8;
 
 choice! {
@@ -26,7 +27,7 @@ choice! {
 }
 
 impl ImportanceSampling {
-    /// What the weights are ratios of, if there are any.
+    /// Whether the weights are ratios of tokens or of sequences; `None` without weights.
     pub fn level(self) -> Option<Level> {
         match self {
             ImportanceSampling::None => None,
@@ -36,16 +37,17 @@ impl ImportanceSampling {
     }
 }
 
-/// What a weight is the ratio of.
+/// Whether a weight is the ratio of a token or of a sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Level {
     /// ρ = exp(clamp(log ratio, ±20)) of the token: low variance, biased.
     Token,
-    /// ρ = exp(clamp(Σ log ratio, ±20)) of the whole response, on each of its tokens: unbiased, high variance.
+    /// ρ = exp(clamp(Σ log ratio, ±20)) of the whole response, on each of its tokens: unbiased, high
+    /// variance.
     Sequence,
 }
 
-/// What happens to a ratio that strays.
+/// How a weight is bounded.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum WeightBound {
     /// min(ρ, c): truncated importance sampling.
@@ -55,25 +57,25 @@ pub enum WeightBound {
 }
 
 impl WeightBound {
-    /// What is wrong with the bounds of a weight, if anything, and what to give.
-    pub fn wrong_bounds(bounds: &[f64]) -> Option<String> {
+    /// Returns the error in a weight's bounds with its remedy, if there is one.
+    pub fn bounds_error(bounds: &[f64]) -> Option<String> {
         match *bounds {
             [max] if max > 0.0 && max.is_finite() => None,
             [low, high] if low >= 0.0 && high > 0.0 && low <= high && high.is_finite() => None,
             [low, high] if low > high => {
                 Some(format!("the bounds are reversed, {low} above {high}; swap them"))
             }
-            [_] | [_, _] => Some("a ratio is positive; give a positive bound".to_owned()),
+            [_] | [_, _] => Some("the ratio is positive; give a positive bound".to_owned()),
             _ => Some("give one number, or a low and a high one".to_owned()),
         }
     }
 
-    /// One number truncates above it, a low and a high one give weight 0 outside.
+    /// Reads bounds: one number truncates weights above it; a low and a high one set weights outside to 0.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] for bounds that [`Self::wrong_bounds`] finds wrong.
+    /// [`crate::error::BadInput`] for bounds that [`Self::bounds_error`] refuses.
     pub fn new(bounds: &[f64]) -> Result<Self> {
-        match (Self::wrong_bounds(bounds), bounds) {
+        match (Self::bounds_error(bounds), bounds) {
             (None, &[max]) => Ok(WeightBound::Truncate { max }),
             (None, &[low, high]) => Ok(WeightBound::Mask { low, high }),
             (wrong, _) => {
@@ -94,8 +96,8 @@ impl WeightBound {
         matches!(*self, WeightBound::Mask { low, high } if ratio < low || ratio > high)
     }
 
-    /// The levels that `…_fraction_low` and `…_fraction_high` count against.
-    fn levels(&self) -> (f64, f64) {
+    /// The limits of the metrics `…_fraction_low` and `…_fraction_high`.
+    fn limits(&self) -> (f64, f64) {
         match *self {
             WeightBound::Truncate { max } => (1.0 / max, max),
             WeightBound::Mask { low, high } => (low, high),
@@ -103,29 +105,35 @@ impl WeightBound {
     }
 }
 
-/// The settings of the importance weights.
+/// Settings of the importance weights.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ImportanceConfig {
     pub level: Level,
     pub bound: WeightBound,
-    /// Divide the weights by their mean over the batch.
+    /// Divides the weights by their mean over the batch.
     pub batch_normalize: bool,
 }
 
-/// Weights and their metrics, without a prefix.
+/// Weights and their metrics; the metric names have no prefix.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ImportanceWeights {
-    /// One a token; 0 where the mask is false.
+    /// One weight a token; 0 where the mask is false.
     pub weights: Vec<f32>,
     pub metrics: Figures,
 }
 
-/// The weight of every token from `log_ratio` = T − R, over a whole batch.
+/// Computes the weight of every token of a whole batch from `log_ratio` = T − R.
 ///
-/// Metrics are of the bounded weights before batch normalisation: `rollout_is_{mean,std,eff_sample_size}` per valid
-/// token, `rollout_is_{min,max}` (of the raw sequence ratios at sequence level), `rollout_is_seq_…` of the mean
-/// weight of each sequence, `…_fraction_{high,low}` of the raw ratios against the bounds. A sequence without valid
-/// tokens counts as ratio 1 and as weight 0. Refused when no token is valid.
+/// Metrics describe the bounded weights before batch normalisation:
+/// - `rollout_is_{mean,std,eff_sample_size}`: per valid token.
+/// - `rollout_is_{min,max}`: per valid token; with sequence weights, of the raw sequence ratios.
+/// - `rollout_is_seq_…`: of the mean weight of each sequence.
+/// - `…_fraction_{high,low}`: share of raw ratios outside the bounds.
+///
+/// A sequence without valid tokens counts as ratio 1 and as weight 0.
+///
+/// # Errors
+/// [`BadInput`](crate::error::BadInput) when no token is valid.
 pub fn importance_weights(
     sequences: &Sequences,
     log_ratio: &[f32],
@@ -175,7 +183,7 @@ impl Batch<'_> {
         let average = mean(weights());
         let variance = mean(weights().map(|w| (w - average).powi(2)));
         let spread = mean(weights().map(|w| (w / (average + MEAN_EPSILON)).powi(2)));
-        let (low, high) = self.settings.bound.levels();
+        let (low, high) = self.settings.bound.limits();
         let logs = || self.row_logs.iter().copied();
         let (smallest, largest, below, above) = match self.settings.level {
             Level::Token => (
@@ -196,7 +204,7 @@ impl Batch<'_> {
             ("rollout_is_std".into(), variance.sqrt()),
             ("rollout_is_min".into(), smallest),
             ("rollout_is_max".into(), largest),
-            // Weights that are all 0 are worth no sample.
+            // All weights are 0: the effective sample size is 0.
             ("rollout_is_eff_sample_size".into(), if spread == 0.0 { 0.0 } else { 1.0 / spread }),
             ("rollout_is_ratio_fraction_low".into(), below),
             ("rollout_is_ratio_fraction_high".into(), above),
@@ -211,7 +219,7 @@ impl Batch<'_> {
     fn sequence_metrics(&self) -> Figures {
         let means = self.sequences.row_means(|t| self.weights[t]);
         let raw = self.sequences.row_means(|t| self.raw[t]);
-        let (low, high) = self.settings.bound.levels();
+        let (low, high) = self.settings.bound.limits();
         Figures::from([
             ("rollout_is_seq_mean".into(), mean(means.iter().copied())),
             ("rollout_is_seq_std".into(), sample_std(&means)),
@@ -223,7 +231,8 @@ impl Batch<'_> {
         ])
     }
 
-    /// The mean weight: per valid token, or per sequence that has one. 1 when there is nothing to scale.
+    /// Returns the mean weight: per valid token, or per sequence with a valid token. Returns 1 when all
+    /// weights are 0.
     fn normalisation_factor(&self) -> f64 {
         let factor = match self.settings.level {
             Level::Token => self.sequences.mean(|t| self.weights[t]),

@@ -1,7 +1,7 @@
-//! Rollout correction: what to do about tokens whose training and rollout log-probs differ.
+//! Rollout correction: treats tokens whose training and rollout log-probs differ.
 //!
-//! Importance sampling weighs tokens by ρ = π_train/π_rollout; rejection drops those whose ρ strays. Both are
-//! constants of the loss: no gradient flows through them. Semantics and metric names follow verl.
+//! Importance sampling weighs tokens by ρ = π_train/π_rollout. Rejection drops tokens whose ρ is outside the
+//! bounds. No gradient flows through either. Semantics and metric names follow verl.
 
 mod importance;
 mod rejection;
@@ -19,28 +19,32 @@ use super::Figures;
 use super::offpolicy::offpolicy_metrics;
 use super::sequences::Sequences;
 
-/// Importance sampling, rejection, both, or neither (metrics only).
+/// The rules of a correction: importance sampling, rejection, both, or neither (metrics only).
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct CorrectionRules {
     pub importance: Option<ImportanceConfig>,
     pub reject: Vec<RejectionRule>,
 }
 
-/// What [`correct`] gives for one batch.
+/// The result of [`correct`] for one batch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Correction {
     /// One weight a token; `None` without importance sampling.
     pub weights: Option<Vec<f32>>,
-    /// The mask without the rejected tokens: they leave the loss's numerator and its denominators.
+    /// The mask without the rejected tokens. A rejected token leaves the loss's numerator and its
+    /// denominators.
     pub mask: Vec<bool>,
-    /// `rollout_corr/…`, all over the mask before rejection.
+    /// Metrics `rollout_corr/…`, all over the mask before rejection.
     pub metrics: Figures,
 }
 
-/// The weights, the thinned mask and the mismatch metrics of a whole batch.
+/// Computes the weights, the mask after rejection and the mismatch metrics of a whole batch.
 ///
-/// `log_prob` is T or O, whichever stands for the training side; `rollout_log_prob` is R. Batch statistics are over
-/// the sequences given, so they must be the whole batch. Refused when no token is valid.
+/// `log_prob` holds the training side's log-probs, T or O; `rollout_log_prob` holds R. Statistics run over
+/// `sequences`, so they must be the whole batch.
+///
+/// # Errors
+/// [`BadInput`](crate::error::BadInput) when no token is valid.
 pub fn correct(
     sequences: &Sequences,
     log_prob: &[f32],
@@ -68,7 +72,7 @@ pub fn correct(
     Ok(Correction { weights, mask, metrics })
 }
 
-/// Share of `values` for which `holds` is true; 0 of nothing.
+/// Returns the share of `values` for which `holds` is true; 0 without values.
 fn share<T>(values: impl Iterator<Item = T>, holds: impl Fn(T) -> bool) -> f64 {
     super::sequences::mean(values.map(|v| f64::from(holds(v))))
 }

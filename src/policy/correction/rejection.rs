@@ -1,4 +1,4 @@
-//! Rejection: tokens and responses whose ratio strays leave the batch.
+//! Rejection: drops tokens and responses whose ratio is outside the bounds.
 
 use anyhow::Result;
 
@@ -9,7 +9,7 @@ use crate::policy::offpolicy::check_any_valid;
 use crate::policy::ratio::LOG_RATIO_MAX;
 use crate::policy::sequences::{Sequences, mean, sample_std};
 
-/// The thinned mask and the metrics of every rule, without a prefix.
+/// The mask after rejection and the metrics of every rule; the metric names have no prefix.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rejection {
     /// True where the token was valid and every rule accepts it.
@@ -17,14 +17,23 @@ pub struct Rejection {
     pub metrics: Figures,
 }
 
-/// Applies `rules` to `log_ratio` = T − R, each to the original mask; a token stays when all accept it.
+/// Applies `rules` to `log_ratio` = T − R. Each rule sees the original mask; a token stays when all rules
+/// accept it.
 ///
 /// The log ratio of each token is clamped to ±20 before it enters a statistic.
 ///
-/// Metrics: `rollout_rs_masked_fraction` of valid tokens, `rollout_rs_seq_masked_fraction` of all sequences (one
-/// counts when it lost a token), and for each rule `rollout_rs_<option>_…`: the statistic's mean, max, min and
-/// standard deviation (after clamping to the bounds) per valid token, the share beyond each bound (of tokens, or of
-/// sequences for a sequence scope), the same per sequence with valid tokens (`_seq_…`), and what it rejected. Refused when no token is valid.
+/// Metrics:
+/// - `rollout_rs_masked_fraction`: share of valid tokens rejected.
+/// - `rollout_rs_seq_masked_fraction`: share of all sequences that lost a token.
+/// - `rollout_rs_<option>_{mean,max,min,std}`: the rule's statistic per valid token; `std` after clamping to
+///   the bounds.
+/// - `rollout_rs_<option>_fraction_{high,low}`: share beyond each bound, of tokens or, for a sequence scope,
+///   of sequences.
+/// - `rollout_rs_<option>_seq_…`: these figures per sequence with valid tokens.
+/// - `rollout_rs_<option>_[seq_]masked_fraction`: share that this rule rejects.
+///
+/// # Errors
+/// [`BadInput`](crate::error::BadInput) when no token is valid.
 pub fn reject(sequences: &Sequences, log_ratio: &[f32], rules: &[RejectionRule]) -> Result<Rejection> {
     sequences.check("log_ratio", log_ratio)?;
     check_any_valid(sequences)?;
@@ -44,7 +53,8 @@ pub fn reject(sequences: &Sequences, log_ratio: &[f32], rules: &[RejectionRule])
     Ok(Rejection { mask, metrics })
 }
 
-/// The rule's statistic at every valid token: a sequence's own, repeated, for the sequence scopes.
+/// Returns the rule's statistic at every token, 0 at masked ones. Sequence scopes repeat the sequence's
+/// value.
 fn per_token(sequences: &Sequences, log_ratio: &[f32], rule: &RejectionRule) -> Vec<f64> {
     let of =
         |t: usize| rule.option.statistic().of(f64::from(log_ratio[t]).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX));

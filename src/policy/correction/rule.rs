@@ -1,4 +1,4 @@
-//! The rejection rules: a statistic of the log ratio, and the bounds it must keep.
+//! Rejection rules: a statistic of the log ratio, and its bounds.
 
 use anyhow::Result;
 
@@ -6,8 +6,8 @@ use crate::bad_input;
 use crate::settings::{Choice, choice};
 
 choice! {
-    /// Statistics of x = log ρ: k1 = −x, k2 = ½·x², k3 = eˣ − 1 − x. The maximum of k1 is missing: k1 has a sign, and the
-    /// largest value says nothing about the ratios on the other side.
+    /// Statistics of x = log ρ: k1 = −x, k2 = ½·x², k3 = eˣ − 1 − x. There is no maximum of k1: k1 has a
+    /// sign, so its largest value says nothing about ratios on the other side.
     pub enum RejectOption {
         /// k1 of the token.
         TokenK1 = "token_k1",
@@ -34,7 +34,7 @@ choice! {
     }
 }
 
-/// Over what a statistic is formed. The sequence scopes reject whole responses.
+/// The scope of a statistic. Sequence scopes reject whole responses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Scope {
     Token,
@@ -43,7 +43,7 @@ pub(super) enum Scope {
     SequenceMax,
 }
 
-/// With x = clamp(log ρ, ±20).
+/// A statistic of x = clamp(log ρ, ±20).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Statistic {
     /// −x.
@@ -59,7 +59,7 @@ impl Statistic {
         match self {
             Statistic::K1 => -x,
             Statistic::K2 => 0.5 * x * x,
-            // Never negative but for rounding.
+            // Rounding alone can make it negative.
             Statistic::K3 => (x.exp_m1() - x).max(0.0),
         }
     }
@@ -83,8 +83,8 @@ impl RejectOption {
         }
     }
 
-    /// What is wrong with the bounds of a rule, if anything, and what to give.
-    pub fn wrong_bounds(self, bounds: &[f64]) -> Option<String> {
+    /// Returns the error in a rule's bounds with its remedy, if there is one.
+    pub fn bounds_error(self, bounds: &[f64]) -> Option<String> {
         let signed = self.statistic() == Statistic::K1;
         if !bounds.iter().all(|&bound| bound > 0.0 && bound.is_finite()) {
             return Some(format!("{bounds:?} must be positive"));
@@ -98,28 +98,28 @@ impl RejectOption {
             }
             (true, [_] | [_, _]) | (false, [_]) => None,
             (true, _) => Some("give one bound on the ratio, or a low and a high one".to_owned()),
-            (false, _) => Some("never negative, so give one upper bound".to_owned()),
+            (false, _) => Some("it is never negative, so give one upper bound".to_owned()),
         }
     }
 }
 
-/// One condition that a token, or a response, must meet.
+/// A condition that a token or a response must meet.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RejectionRule {
     pub option: RejectOption,
-    /// Bounds on the statistic, both inclusive: logs of the ratio's for k1, [0, limit] for k2 and k3.
+    /// Bounds of the statistic, both inclusive: logs of the ratio's bounds for k1, [0, limit] for k2 and k3.
     pub low: f64,
     pub high: f64,
 }
 
 impl RejectionRule {
-    /// Bounds of k1 are on ρ = π_train/π_rollout: `[low, high]`, or `[u]` for `[1/u, u]`. Bounds of k2 and k3 are
-    /// one upper limit on the statistic.
+    /// Reads bounds. For k1 they bound ρ = π_train/π_rollout: `[low, high]`, or `[u]` for `[1/u, u]`. For k2
+    /// and k3 they are one upper limit of the statistic.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] for bounds that [`RejectOption::wrong_bounds`] finds wrong.
+    /// [`crate::error::BadInput`] for bounds that [`RejectOption::bounds_error`] refuses.
     pub fn new(option: RejectOption, bounds: &[f64]) -> Result<Self> {
-        if let Some(wrong) = option.wrong_bounds(bounds) {
+        if let Some(wrong) = option.bounds_error(bounds) {
             return Err(bad_input!("the bounds of {option}: {wrong}"));
         }
         let (low, high) = match (option.statistic(), bounds) {

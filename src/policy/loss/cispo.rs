@@ -1,4 +1,4 @@
-//! CISPO: the clipped ratio as a detached weight of the policy gradient.
+//! CISPO: the clipped ratio is a detached weight of the policy gradient.
 
 use anyhow::Result;
 
@@ -12,7 +12,7 @@ pub(super) const ENTRY: LossEntry = LossEntry {
     meaning: "Gradient of the log-probability, weighted by the clipped ratio.",
     make: |settings| Ok(Box::new(CispoClip::new(settings.clip_low, settings.clip_high)?)),
     clips_weight: true,
-    ..LossEntry::USUAL
+    ..LossEntry::DEFAULT
 };
 
 impl LossFunction for CispoClip {
@@ -29,11 +29,16 @@ pub struct CispoClip {
 }
 
 impl CispoClip {
-    /// The bounds limit a weight, not a trust region, so they are looser than [`super::ClipRange`]: low = 1 is no
-    /// lower bound and high may exceed 1. Refused unless 0 < low ≤ 1 and high > 0.
+    /// Checks the bounds. They limit a weight, not a trust region, so they are looser than
+    /// [`super::ClipRange`]: low = 1 means no lower bound, and high may exceed 1.
+    ///
+    /// # Errors
+    /// [`BadInput`](crate::error::BadInput) unless 0 < low ≤ 1 and high > 0.
     pub fn new(low: f64, high: f64) -> Result<Self> {
         if !(low > 0.0 && low <= 1.0) {
-            return Err(bad_input!("cispo clip low is {low}: it lies in (0, 1], and 1 means no lower bound"));
+            return Err(bad_input!(
+                "cispo clip low is {low}: it must lie in (0, 1], where 1 means no lower bound"
+            ));
         }
         if !(high > 0.0 && high.is_finite()) {
             return Err(bad_input!("cispo clip high is {high}: it must be positive"));
@@ -42,16 +47,17 @@ impl CispoClip {
     }
 }
 
-/// Clipped importance-sampling policy optimisation (MiniMax-M1, 2025), clipped on both sides as in verl.
+/// Computes the loss of clipped importance-sampling policy optimisation (MiniMax-M1, 2025), clipped on both
+/// sides as in verl.
 ///
 /// ```text
 /// l = −sg(clip(r, 1 − low, 1 + high))·A·T,   r = exp(clamp(T − O, ±20))
 /// ```
 ///
-/// T enters only as the last factor, so l' = −clip(r)·A: it never vanishes.
+/// T enters only as the last factor, so l' = −clip(r)·A, which never vanishes.
 ///
-/// `actor/pg_clipfrac`: share of tokens with r outside the bounds; `actor/pg_clipfrac_lower` is always 0;
-/// `actor/ppo_kl`: mean of the clamped O − T.
+/// Metrics: `actor/pg_clipfrac` is the share of tokens with r outside the bounds. `actor/pg_clipfrac_lower`
+/// is always 0. `actor/ppo_kl` is the mean of the clamped O − T.
 pub fn cispo(input: &LossInput, clip: &CispoClip, normalizer: &Normalizer) -> Result<PolicyLoss> {
     input.check()?;
     Ok(token_loss(input, normalizer, |_, token| {

@@ -1,4 +1,4 @@
-//! The list of losses: what a recipe calls each, what it may stand beside, and how it is made.
+//! The entry of a loss in the list of losses: its name, its constraints, its constructor.
 
 use anyhow::Result;
 
@@ -8,47 +8,47 @@ use crate::policy::aggregation::Normalizer;
 
 /// A policy loss with its settings.
 pub trait LossFunction: std::fmt::Debug + Send + Sync {
-    /// A micro-batch's share of the loss. A loss reads either `normalizer` or `batch_sequences`, the number of sequences of
-    /// the whole batch.
+    /// Computes a micro-batch's share of the loss. A loss reads either `normalizer` or `batch_sequences`, the
+    /// number of sequences of the whole batch.
     ///
     /// # Errors
     /// When a slice of `input` does not fit its sequences.
     fn loss(&self, input: &LossInput, normalizer: &Normalizer, batch_sequences: usize) -> Result<PolicyLoss>;
 }
 
-/// A loss as recipes name it.
+/// A loss in the list of losses.
 #[derive(Debug)]
 pub struct LossEntry {
     pub name: &'static str,
-    /// For the recipe's page.
+    /// Its description in the recipe reference.
     pub meaning: &'static str,
     pub make: fn(&PolicySettings) -> Result<Box<dyn LossFunction>>,
-    /// Whether the loss has a ratio against the anchor, beside which importance weights against the rollout would count
-    /// the gap twice.
+    /// Whether the loss has an importance ratio against the anchor. Importance weights against the rollout
+    /// would then count the mismatch twice.
     pub has_ratio: bool,
-    /// Whether the clip bounds a weight, so that it may reach 1 and more, and not a ratio.
+    /// Whether the clip bounds a weight, which may reach 1 and more, instead of a ratio.
     pub clips_weight: bool,
     pub token_weights: TokenWeights,
 }
 
 impl LossEntry {
-    /// What most losses are; name, meaning and `make` are each loss's own.
-    pub(super) const USUAL: LossEntry = LossEntry {
+    /// The values that most losses share; name, meaning and `make` are each loss's own.
+    pub(super) const DEFAULT: LossEntry = LossEntry {
         name: "",
         meaning: "",
-        make: |_| Err(anyhow::anyhow!("a loss without a maker")),
+        make: |_| Err(anyhow::anyhow!("a loss without a constructor")),
         has_ratio: true,
         clips_weight: false,
         token_weights: TokenWeights::Any,
     };
 }
 
-/// Which importance weights of single tokens a loss can take.
+/// The kinds of per-token importance weights that a loss accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TokenWeights {
     Any,
-    /// Those that truncate, and not those that are 0 outside of bounds; with the reason and the remedy.
+    /// Truncated weights, but not masked ones (0 outside bounds); holds the reason and the remedy.
     Truncated(&'static str),
-    /// None, but those of whole sequences; with the reason and the remedy.
+    /// No per-token weights, only weights of whole sequences; holds the reason and the remedy.
     None(&'static str),
 }

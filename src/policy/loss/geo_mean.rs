@@ -6,7 +6,7 @@ use super::{ClipCounts, ClipRange, LossEntry, LossFunction, LossInput, PolicyLos
 use crate::policy::aggregation::Normalizer;
 use crate::policy::sequences::mean;
 
-/// Added to an importance weight before its logarithm, so that a weight of 0 has one.
+/// The term added to an importance weight before its logarithm, so that a weight of 0 has one.
 const WEIGHT_EPSILON: f64 = 1e-10;
 
 pub(super) const ENTRY: LossEntry = LossEntry {
@@ -17,7 +17,7 @@ pub(super) const ENTRY: LossEntry = LossEntry {
         "geo_mean takes the geometric mean of a sequence's weights, which one weight of 0 undoes; give one number, which \
          truncates",
     ),
-    ..LossEntry::USUAL
+    ..LossEntry::DEFAULT
 };
 
 /// [`geo_mean`] with its clip.
@@ -30,7 +30,7 @@ impl LossFunction for GeoMean {
     }
 }
 
-/// Geometric-mean policy optimisation (Zhao et al. 2025).
+/// Computes the loss of geometric-mean policy optimisation (Zhao et al. 2025).
 ///
 /// For a sequence of n valid tokens, with x_t = T_t − O_t and the clip on the log ratio:
 ///
@@ -39,12 +39,15 @@ impl LossFunction for GeoMean {
 /// loss = −1/B Σ_s Ā·W·g,   g = exp(mean_t y_t),  Ā = mean_t A_t,  W = exp(mean_t log(w_t + 1e-10))
 /// ```
 ///
-/// `batch_sequences` is B, the number of sequences of the whole batch, those without a valid token included (they
-/// add nothing to the sum): there is no aggregation mode. Only g depends on T, and dg/dT_t = g/n where the clip of
-/// y_t does not bind: the gradient is −Ā·W·g/(n·B) there and 0 elsewhere.
+/// `batch_sequences` is B, the number of sequences of the whole batch. It counts sequences without valid
+/// tokens, which add nothing to the sum. There is no aggregation mode. Only g depends on T, and dg/dT_t = g/n
+/// where the clip of y_t does not bind. So the gradient is −Ā·W·g/(n·B) there and 0 elsewhere.
 ///
-/// `actor/pg_clipfrac`: share of tokens with x outside [−low, high] and A > 0; `actor/pg_clipfrac_lower`: with
-/// A < 0; `actor/ppo_kl`: token mean of O − T.
+/// Metrics: `actor/pg_clipfrac` is the share of tokens with x outside [−low, high] and A > 0.
+/// `actor/pg_clipfrac_lower` is that share for A < 0. `actor/ppo_kl` is the token mean of O − T.
+///
+/// # Errors
+/// When a slice does not fit its sequences, or `batch_sequences` is smaller than the micro-batch.
 pub fn geo_mean(input: &LossInput, clip: &ClipRange, batch_sequences: usize) -> Result<PolicyLoss> {
     input.check()?;
     ensure!(
@@ -61,13 +64,13 @@ pub fn geo_mean(input: &LossInput, clip: &ClipRange, batch_sequences: usize) -> 
         if tokens == 0 {
             continue;
         }
-        let ratio = mean(valid.clone().map(|t| bounded(input, clip, t).0)).exp();
+        let ratio = mean(valid.clone().map(|t| clip_log_ratio(input, clip, t).0)).exp();
         let weight = mean(valid.clone().map(|t| (input.weight(t) + WEIGHT_EPSILON).ln()));
         let weight = if input.weights.is_some() { weight.exp() } else { 1.0 };
         let loss = -mean(valid.clone().map(|t| input.advantage(t))) * ratio * weight;
         total += loss;
         for token in valid {
-            let (_, free) = bounded(input, clip, token);
+            let (_, free) = clip_log_ratio(input, clip, token);
             let (log_ratio, advantage) = (input.log_ratio(token), input.advantage(token));
             let outside = log_ratio != log_ratio.clamp(-clip.low(), clip.high());
             counts.add(&Term {
@@ -88,8 +91,8 @@ pub fn geo_mean(input: &LossInput, clip: &ClipRange, batch_sequences: usize) -> 
     })
 }
 
-/// y of a token, and whether it still moves with T.
-fn bounded(input: &LossInput, clip: &ClipRange, token: usize) -> (f64, bool) {
+/// Returns y of a token, and whether it depends on T.
+fn clip_log_ratio(input: &LossInput, clip: &ClipRange, token: usize) -> (f64, bool) {
     let log_ratio = input.log_ratio(token);
     let advantage = input.advantage(token);
     if advantage > 0.0 {

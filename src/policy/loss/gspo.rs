@@ -13,7 +13,7 @@ pub(super) const ENTRY: LossEntry = LossEntry {
         "gspo takes one ratio a sequence, and with weights of single tokens its gradient is not that of its loss; write \
          is = \"sequence\", or another loss",
     ),
-    ..LossEntry::USUAL
+    ..LossEntry::DEFAULT
 };
 
 /// [`gspo`] with its clip.
@@ -26,22 +26,22 @@ impl LossFunction for Gspo {
     }
 }
 
-/// The log of the sequence ratio is clamped above only.
+/// Upper clamp of the log of the sequence ratio; there is no lower one.
 const LOG_SEQUENCE_RATIO_MAX: f64 = 10.0;
 
-/// Group sequence policy optimisation (Zheng et al. 2025), in its token form.
+/// Computes the loss of group sequence policy optimisation (Zheng et al. 2025), in its token form.
 ///
-/// Every token of a sequence has the value of the length-normalised sequence ratio
-/// s = exp(min(mean_t(T − O), 10)), and its own log-prob carries the gradient:
+/// Every token of a sequence has the value of the length-normalised sequence ratio s = exp(min(mean_t(T − O),
+/// 10)). Its own log-prob carries the gradient:
 ///
 /// ```text
 /// log s_t = sg(mean(T − O)) + T_t − sg(T_t),     l_t = max(−A·s_t, −A·clip(s_t, 1 − low, 1 + high))
 /// ```
 ///
-/// so l' = −A·s, and 0 where the clip binds or the mean exceeds 10.
+/// So l' = −A·s, and 0 where the clip binds or the mean exceeds 10.
 ///
-/// `actor/pg_clipfrac`: share of tokens in clipped sequences; `actor/pg_clipfrac_lower` is always 0 (no dual clip);
-/// `actor/ppo_kl`: token mean of O − T, not clamped.
+/// Metrics: `actor/pg_clipfrac` is the share of tokens in clipped sequences. `actor/pg_clipfrac_lower` is
+/// always 0, as there is no dual clip. `actor/ppo_kl` is the token mean of O − T, not clamped.
 pub fn gspo(input: &LossInput, clip: &ClipRange, normalizer: &Normalizer) -> Result<PolicyLoss> {
     input.check()?;
     let means = input.sequences.row_means(|token| input.log_ratio(token));

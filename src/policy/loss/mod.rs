@@ -1,9 +1,10 @@
 //! Policy losses: value, gradient with respect to the log-probs, and metrics.
 //!
-//! Notation: T the log-prob of a sampled token under the policy being trained, O the anchor's, A the advantage, w
-//! the importance weight of the rollout correction (1 without one), m the mask. Every loss but GMPO's is a weighted
-//! sum of per-token terms l(T), so `∂loss/∂T_t = weight_t · w_t · l'(T_t)` with the weights of
-//! [`Normalizer::reduce`]; the derivations beside the functions give l and l'.
+//! Notation: T is the log-prob of a sampled token under the trained policy, and O the anchor's. A is the
+//! advantage. w is the importance weight of the rollout correction (1 without one), m the mask.
+//!
+//! Every loss but GMPO's is a weighted sum of per-token terms l(T). So `∂loss/∂T_t = weight_t · w_t ·
+//! l'(T_t)` with the weights of [`Normalizer::reduce`]. Each loss's documentation derives l and l'.
 
 mod entry;
 
@@ -23,7 +24,8 @@ use crate::bad_input;
 use crate::settings::registered;
 
 registered! {
-    /// Policy losses, in the order of the recipe's page. A new one is a file of this folder and its line here.
+    /// Policy losses, in the order of the recipe reference. A new loss is a file of this folder and a line
+    /// here.
     pub struct Loss(LossEntry) default ppo;
     mod ppo;
     mod gspo;
@@ -32,22 +34,25 @@ registered! {
     mod geo_mean;
 }
 
-/// What every policy loss reads: one value a token in each slice.
+/// The inputs of a policy loss: one value a token in each slice.
 #[derive(Debug, Clone, Copy)]
 pub struct LossInput<'a> {
     pub sequences: Sequences<'a>,
-    /// T, under the policy being trained.
+    /// T: under the trained policy.
     pub log_prob: &'a [f32],
-    /// O, the anchor: constant.
+    /// O: the anchor, a constant.
     pub old_log_prob: &'a [f32],
-    /// A: see [`Sequences::broadcast`] for advantages of whole responses.
+    /// A: [`Sequences::broadcast`] repeats advantages of whole responses.
     pub advantages: &'a [f32],
-    /// w, from [`crate::policy::correction`]; `None` is 1 everywhere.
+    /// w, from [`crate::policy::correction`]; `None` means 1 everywhere.
     pub weights: Option<&'a [f32]>,
 }
 
 impl LossInput<'_> {
-    /// Fails unless every slice holds one value a token, finite where the mask is true.
+    /// Checks that every slice holds one value a token, finite where the mask is true.
+    ///
+    /// # Errors
+    /// When one does not.
     pub fn check(&self) -> Result<()> {
         self.sequences.check("log_prob", self.log_prob)?;
         self.sequences.check("old_log_prob", self.old_log_prob)?;
@@ -55,7 +60,7 @@ impl LossInput<'_> {
         self.weights.map_or(Ok(()), |w| self.sequences.check("weights", w))
     }
 
-    /// T − O.
+    /// Returns T − O.
     fn log_ratio(&self, token: usize) -> f64 {
         f64::from(self.log_prob[token]) - f64::from(self.old_log_prob[token])
     }
@@ -69,7 +74,8 @@ impl LossInput<'_> {
     }
 }
 
-/// A micro-batch's share of the loss. Shares add up: `loss`, and the sums and weights of `metrics`.
+/// A micro-batch's share of the loss. The shares of `loss` add up, and so do the sums and weights of
+/// `metrics`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PolicyLoss {
     pub loss: f64,
@@ -78,18 +84,18 @@ pub struct PolicyLoss {
     pub metrics: Vec<TokenMean>,
 }
 
-/// A metric that is a mean over valid tokens, kept as sum and count so that micro-batches add up.
+/// A metric that is a mean over valid tokens, as sum and count, so that micro-batches add up.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TokenMean {
     /// verl's name, such as `actor/pg_clipfrac`.
     pub name: &'static str,
     pub sum: f64,
-    /// Valid tokens.
+    /// The number of valid tokens.
     pub tokens: f64,
 }
 
 impl TokenMean {
-    /// The mean; 0 over no tokens.
+    /// Returns the mean; 0 without tokens.
     pub fn value(&self) -> f64 {
         if self.tokens == 0.0 { 0.0 } else { self.sum / self.tokens }
     }
@@ -103,7 +109,7 @@ pub struct ClipRange {
 }
 
 impl ClipRange {
-    /// The clip range of a ratio.
+    /// Reads the clip range of the recipe.
     ///
     /// # Errors
     /// Those of [`Self::new`].
@@ -111,13 +117,14 @@ impl ClipRange {
         Self::new(settings.clip_low, settings.clip_high)
     }
 
-    /// Refused unless both lie strictly between 0 and 1.
+    /// Checks the range.
+    ///
+    /// # Errors
+    /// [`BadInput`](crate::error::BadInput) unless both lie strictly between 0 and 1.
     pub fn new(low: f64, high: f64) -> Result<Self> {
         for (name, epsilon) in [("low", low), ("high", high)] {
             if !(epsilon > 0.0 && epsilon < 1.0) {
-                return Err(bad_input!(
-                    "clip {name} is {epsilon}: a clip range ε lies strictly between 0 and 1"
-                ));
+                return Err(bad_input!("clip {name} is {epsilon}: it must lie strictly between 0 and 1"));
             }
         }
         Ok(Self { low, high })
@@ -136,20 +143,20 @@ impl ClipRange {
     }
 }
 
-/// One token's part in a loss.
+/// One token's contribution to a loss.
 #[derive(Default)]
 struct Term {
     /// l, before the importance weight.
     loss: f64,
     /// dl/dT.
     slope: f64,
-    /// −log ratio, as the loss reports it.
+    /// −log ratio, for `actor/ppo_kl`.
     kl: f64,
     clipped: bool,
     clipped_lower: bool,
 }
 
-/// The loss whose tokens contribute `term(row, token)`, importance weights applied after the clips.
+/// Computes the loss whose tokens contribute `term(row, token)`. Importance weights apply after the clips.
 fn token_loss(
     input: &LossInput,
     normalizer: &Normalizer,
@@ -165,7 +172,7 @@ fn token_loss(
     PolicyLoss { loss, grad_log_prob, metrics: counts.metrics() }
 }
 
-/// Sums behind the metrics every clipped loss reports.
+/// Sums behind the metrics that every clipped loss reports.
 #[derive(Default)]
 struct ClipCounts {
     tokens: f64,

@@ -14,7 +14,7 @@ pub(super) const ENTRY: LossEntry = LossEntry {
         let dual = (settings.dual_clip > 0.0).then_some(settings.dual_clip);
         Ok(Box::new(PpoClip::new(ClipRange::of(settings)?, dual)?))
     },
-    ..LossEntry::USUAL
+    ..LossEntry::DEFAULT
 };
 
 impl LossFunction for PpoClip {
@@ -23,7 +23,7 @@ impl LossFunction for PpoClip {
     }
 }
 
-/// PPO's clips.
+/// PPO's clip range and dual clip.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PpoClip {
     range: ClipRange,
@@ -31,9 +31,12 @@ pub struct PpoClip {
 }
 
 impl PpoClip {
-    /// `dual`: c, which bounds the loss of a token with A < 0 by −A·c; `None` leaves it unbounded.
+    /// Checks the bounds. `dual` is c, which bounds the loss of a token with A < 0 by −A·c; `None` means no
+    /// bound.
     ///
-    /// Refused unless c exceeds 1: a smaller one would cut the gradient on fresh data.
+    /// # Errors
+    /// [`BadInput`](crate::error::BadInput) unless c exceeds 1: a smaller c would cut the gradient on fresh
+    /// data.
     pub fn new(range: ClipRange, dual: Option<f64>) -> Result<Self> {
         match dual {
             Some(c) if !(c > 1.0 && c.is_finite()) => Err(bad_input!(
@@ -44,7 +47,8 @@ impl PpoClip {
     }
 }
 
-/// The clipped surrogate (Schulman et al. 2017), clip-higher (DAPO) and dual clip (Ye et al. 2020).
+/// Computes the clipped surrogate (Schulman et al. 2017) with clip-higher (DAPO) and dual clip (Ye et al.
+/// 2020).
 ///
 /// With x = clamp(T − O, ±20) and r = eˣ:
 ///
@@ -52,12 +56,12 @@ impl PpoClip {
 /// l = max(−A·r, −A·clip(r, 1 − low, 1 + high)),   and for A < 0   l = min(l, −A·c)
 /// ```
 ///
-/// dr/dT = r inside the clamp (±20 included) and 0 beyond it. The first branch of the max gives l' = −A·r. The
-/// second differs from it only where the clip binds, and is constant there; so is −A·c. Hence l' = −A·r, or 0 for
-/// a clipped, dual-clipped or clamped token.
+/// dr/dT = r inside the clamp (±20 included) and 0 beyond it. The first branch of the max gives l' = −A·r.
+/// The second branch differs from it only where the clip binds, and is constant there; so is −A·c. So l' =
+/// −A·r, or 0 for a clipped, dual-clipped or clamped token.
 ///
-/// `actor/pg_clipfrac`: share of tokens where the clip binds, before the dual clip; `actor/pg_clipfrac_lower`:
-/// where the dual clip binds; `actor/ppo_kl`: mean of −x.
+/// Metrics: `actor/pg_clipfrac` is the share of tokens where the clip binds, before the dual clip.
+/// `actor/pg_clipfrac_lower` is the share where the dual clip binds. `actor/ppo_kl` is the mean of −x.
 pub fn ppo(input: &LossInput, clip: &PpoClip, normalizer: &Normalizer) -> Result<PolicyLoss> {
     input.check()?;
     Ok(token_loss(input, normalizer, |_, token| {

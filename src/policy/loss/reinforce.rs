@@ -10,10 +10,10 @@ pub(super) const ENTRY: LossEntry = LossEntry {
     meaning: "Gradient of the log-probability.",
     make: |_| Ok(Box::new(Reinforce)),
     has_ratio: false,
-    ..LossEntry::USUAL
+    ..LossEntry::DEFAULT
 };
 
-/// [`reinforce`], which has no settings.
+/// [`reinforce`] as a registered loss; it has no settings.
 #[derive(Debug)]
 struct Reinforce;
 
@@ -23,13 +23,13 @@ impl LossFunction for Reinforce {
     }
 }
 
-/// The plain policy gradient, weighted by w when the data is off-policy (Williams 1992).
+/// Computes the loss of the plain policy gradient (Williams 1992), weighted by w when the data is off-policy.
 ///
 /// ```text
 /// l = −A·T,   l' = −A
 /// ```
 ///
-/// O is read for `actor/ppo_kl` alone, the token mean of O − T: pass the rollout's log-probs.
+/// Only `actor/ppo_kl`, the token mean of O − T, reads O: pass the rollout's log-probs.
 pub fn reinforce(input: &LossInput, normalizer: &Normalizer) -> Result<PolicyLoss> {
     input.check()?;
     let mut loss = token_loss(input, normalizer, |_, token| {

@@ -141,7 +141,7 @@ impl Rules<'_> {
             if options[..i].contains(&option) {
                 self.refuse(&["policy.correction.reject"], format!("{option} is there twice; remove one"));
             }
-            if let Some(wrong) = option.wrong_bounds(bounds) {
+            if let Some(wrong) = option.bounds_error(bounds) {
                 self.refuse(
                     &["policy.correction.reject_bounds", "policy.correction.reject"],
                     format!("of {option}: {wrong}"),
