@@ -234,7 +234,7 @@ fn main() -> Result<()> {
     let weights = PassWeights { bytes: parameters.bytes(), adapted: false, packed_pieces: false };
     let recompute_layers = recomputes_layers(&recipe, &model.config, weights, threads.count(), mesh.ranks());
     let mut optimizer = Optimizer::new(optimizer_settings, &mut parameters, shapes.bf16_dot)?;
-    let around = chat.prompt(&[Message::user(String::new())])?.len();
+    let around = chat.render_prompt(&[Message::user(String::new())])?.len();
     let characters = shapes.prompt_tokens.checked_sub(around).context("--prompt-tokens is too small")?;
     let task = Numbers { characters };
     let (mut rollouts, mut updates, mut both_ways, mut decodes) = (vec![], vec![], vec![], vec![]);

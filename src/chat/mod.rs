@@ -1,8 +1,9 @@
-//! Conversations of a model family, behind one face: rendering, reading of sampled turns, stop tokens, the form of a call.
+//! One interface for the chat formats of model families: rendering, parsing of sampled turns, stop tokens,
+//! calls.
 //!
-//! GPT-OSS speaks [Harmony](crate::harmony), Qwen2.5 [ChatML](chatml). Everything above knows a [`Chat`] and its
-//! [`Message`]s. A text without a channel of its own, as in ChatML, is on `final` where it ends a turn and on `commentary`
-//! where calls follow it.
+//! GPT-OSS uses [Harmony](crate::harmony), Qwen2.5 uses [ChatML](chatml). Other modules see only [`Chat`] and
+//! [`Message`]. ChatML has no channels: its text is on `final` if it ends a turn, and on `commentary` if
+//! calls follow.
 
 pub mod chatml;
 
@@ -19,14 +20,14 @@ use std::path::Path;
 /// The name of the Python tool, as a recipient of calls.
 pub const PYTHON: &str = "python";
 
-/// A template over a vocabulary that has its control tokens.
+/// A chat template with a vocabulary that has its control tokens.
 #[derive(Debug, Clone)]
 pub enum Chat {
     Harmony(HarmonyTokenizer),
     ChatMl(ChatMl),
 }
 
-/// A format of conversations.
+/// A chat format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
     Harmony,
@@ -34,7 +35,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// Conversations over the vocabulary in a `tokenizer.json`.
+    /// Reads a vocabulary from a `tokenizer.json`.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the file cannot be read or lacks the template's control tokens.
@@ -45,7 +46,7 @@ impl Format {
         })
     }
 
-    /// Conversations over the vocabulary inside the binary.
+    /// Makes the vocabulary embedded in the binary.
     ///
     /// # Errors
     /// None in practice: tests read both.
@@ -57,17 +58,17 @@ impl Format {
     }
 }
 
-/// A call that a turn ended in, to be answered.
+/// A call at the end of a turn, which needs a reply.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Call {
-    /// A message with a recipient, known or not, who can author the reply.
+    /// A message with a recipient. The recipient may be unknown; it is the author of the reply.
     Ready(Message),
-    /// What could not be read as a call, whom it was for, if that is known, and what to tell the model.
+    /// A call that could not be read: its recipient, if known, and the reply to the model.
     Malformed { recipient: Option<String>, reply: String },
 }
 
 impl Chat {
-    /// The ids of text and of control tokens.
+    /// Returns the vocabulary of text and control tokens.
     pub fn vocabulary(&self) -> &Vocabulary {
         match self {
             Chat::Harmony(tokenizer) => tokenizer,
@@ -75,7 +76,7 @@ impl Chat {
         }
     }
 
-    /// The tokens that end a turn, the usual one first.
+    /// Returns the tokens that end a turn, the usual one first.
     pub fn stop_tokens(&self) -> Vec<u32> {
         match self {
             Chat::Harmony(tokenizer) => vec![tokenizer.control().ret, tokenizer.control().call],
@@ -83,7 +84,7 @@ impl Chat {
         }
     }
 
-    /// The Jinja template of the rendering, in the form that transformers reads.
+    /// Returns the Jinja template of the rendering, in the dialect of transformers.
     pub fn jinja(&self) -> &'static str {
         match self {
             Chat::Harmony(_) => include_str!("harmony.jinja"),
@@ -91,49 +92,50 @@ impl Chat {
         }
     }
 
-    /// A conversation and the opening of the assistant's turn.
+    /// Renders a conversation and the start of the assistant's turn.
     ///
     /// # Errors
-    /// [`BadInput`](crate::error::BadInput) when a message cannot be written.
-    pub fn prompt(&self, messages: &[Message]) -> Result<Vec<u32>> {
+    /// [`BadInput`](crate::error::BadInput) when a message cannot be rendered.
+    pub fn render_prompt(&self, messages: &[Message]) -> Result<Vec<u32>> {
         match self {
             Chat::Harmony(tokenizer) => tokenizer.render_conversation_for_completion(
                 messages,
                 Role::Assistant,
                 RenderOptions::default(),
             ),
-            Chat::ChatMl(chatml) => Ok(chatml.prompt(messages)),
+            Chat::ChatMl(chatml) => Ok(chatml.render_prompt(messages)),
         }
     }
 
-    /// What follows a turn that was sampled up to its stop token: `messages`, and the opening of the assistant's next turn.
+    /// Renders the text after a turn that was sampled up to its stop token: `messages`, and the start of the
+    /// assistant's next turn.
     ///
     /// # Errors
-    /// As [`Self::prompt`].
-    pub fn continuation(&self, messages: &[Message]) -> Result<Vec<u32>> {
+    /// As [`Self::render_prompt`].
+    pub fn render_continuation(&self, messages: &[Message]) -> Result<Vec<u32>> {
         match self {
-            Chat::Harmony(_) => self.prompt(messages),
-            Chat::ChatMl(chatml) => Ok(chatml.continuation(messages)),
+            Chat::Harmony(_) => self.render_prompt(messages),
+            Chat::ChatMl(chatml) => Ok(chatml.render_continuation(messages)),
         }
     }
 
-    /// A conversation to learn from; the mask is true where the assistant would have sampled.
+    /// Renders a conversation for training. The mask is true for the tokens that the assistant would sample.
     ///
     /// # Errors
-    /// As [`Self::prompt`].
-    pub fn training(&self, messages: &[Message]) -> Result<MaskedTokens> {
+    /// As [`Self::render_prompt`].
+    pub fn render_training(&self, messages: &[Message]) -> Result<MaskedTokens> {
         match self {
             Chat::Harmony(tokenizer) => {
                 tokenizer.render_conversation_for_training(messages, RenderOptions::default())
             }
-            Chat::ChatMl(chatml) => Ok(chatml.training(messages)),
+            Chat::ChatMl(chatml) => Ok(chatml.render_training(messages)),
         }
     }
 
-    /// Reads the conversation of a row `{"messages": [...]}`, in ChatML also `"tools"`; `place` names it in errors.
+    /// Reads the conversation of a row `{"messages": [...]}`; in ChatML the row may have `"tools"`.
     ///
     /// # Errors
-    /// [`BadInput`](crate::error::BadInput): `place`, the message's number (from 1) and what is wrong with it.
+    /// [`BadInput`](crate::error::BadInput) with `place`, the message's number (from 1) and the reason.
     pub fn read_messages(&self, row: &Value, place: &str) -> Result<Vec<Message>> {
         match self {
             Chat::Harmony(_) => harmony::messages_from_json(&row["messages"], place),
@@ -141,7 +143,7 @@ impl Chat {
         }
     }
 
-    /// A reader of the tokens sampled after an opening.
+    /// Makes a parser of the tokens sampled after a prompt.
     pub fn turn_parser(&self) -> TurnReader {
         match self {
             Chat::Harmony(tokenizer) => TurnReader::Harmony(harmony::TurnParser::new(tokenizer)),
@@ -149,10 +151,11 @@ impl Chat {
         }
     }
 
-    /// Whether `tokens` are a conversation of this template from its start; the last turn may be unfinished.
+    /// Checks that `tokens` are a conversation of this template from its start; the last turn may be
+    /// unfinished.
     ///
     /// # Errors
-    /// Where they are none.
+    /// If they are not.
     pub fn check(&self, tokens: &[u32]) -> Result<()> {
         match self {
             Chat::Harmony(tokenizer) => {
@@ -164,7 +167,7 @@ impl Chat {
         }
     }
 
-    /// The template's name, for sentences.
+    /// Returns the template's name, for messages.
     pub fn name(&self) -> &'static str {
         match self {
             Chat::Harmony(_) => "Harmony",
@@ -173,10 +176,10 @@ impl Chat {
     }
 }
 
-/// Reads the tokens sampled after an opening, one by one. It never fails.
+/// Parses the tokens sampled after a prompt, one by one. It never fails.
 pub enum TurnReader {
     Harmony(harmony::TurnParser),
-    ChatMl(chatml::ChatMlTurn),
+    ChatMl(chatml::ChatMlTurnParser),
 }
 
 impl TurnReader {
@@ -188,9 +191,9 @@ impl TurnReader {
         }
     }
 
-    /// The calls to answer once a step was [`TurnEnd::Called`](harmony::TurnEnd::Called) or
-    /// [`TurnEnd::Malformed`](harmony::TurnEnd::Malformed), in the order they were made. After
-    /// the first at least one is [`Call::Ready`], after the second none.
+    /// Returns the calls to answer after a step that was [`TurnEnd::Called`](harmony::TurnEnd::Called) or
+    /// [`TurnEnd::Malformed`](harmony::TurnEnd::Malformed), in order. After `Called` at least one is
+    /// [`Call::Ready`]; after `Malformed` none is.
     pub fn calls(&self) -> Vec<Call> {
         match self {
             TurnReader::Harmony(parser) => match (parser.call(), parser.problem()) {
@@ -211,7 +214,7 @@ impl TurnReader {
         }
     }
 
-    /// The turn's messages as far as it was read, all of role assistant.
+    /// Returns the turn's messages so far, all of role assistant.
     pub fn finish(self) -> Vec<Message> {
         match self {
             TurnReader::Harmony(parser) => {

@@ -1,4 +1,4 @@
-//! What system and developer messages say: their parts, and the text the parts make.
+//! Contents of system and developer messages: their parts, and the text made of the parts.
 
 use super::message::{Message, Role};
 use super::typescript::type_of;
@@ -11,7 +11,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 
 choice! {
-    /// How long the model is asked to think.
+    /// How long the model should reason.
     pub enum ReasoningEffort default Medium {
         Low = "low",
         Medium = "medium",
@@ -19,7 +19,7 @@ choice! {
     }
 }
 
-/// In conversations of other programs the word may begin with a capital.
+/// Reads the word in any case: files of other programs may capitalise it.
 impl<'de> Deserialize<'de> for ReasoningEffort {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let word = String::deserialize(deserializer)?;
@@ -28,7 +28,7 @@ impl<'de> Deserialize<'de> for ReasoningEffort {
     }
 }
 
-/// The channels a system message allows.
+/// The channels that a system message allows.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ChannelConfig {
@@ -42,12 +42,12 @@ pub struct ChannelConfig {
 pub struct ToolDescription {
     pub name: String,
     pub description: String,
-    /// JSON Schema of the only argument, an object; none for a function without arguments.
+    /// JSON Schema of the only argument, an object; `None` for a function without arguments.
     #[serde(default)]
     pub parameters: Option<Value>,
 }
 
-/// A tool: a namespace of functions, or, without functions, one that reads plain text (Python).
+/// A tool: a namespace of functions. Without functions it reads plain text (Python).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ToolNamespace {
@@ -58,7 +58,7 @@ pub struct ToolNamespace {
     pub tools: Vec<ToolDescription>,
 }
 
-/// The parts of a system message. An absent part leaves no trace in the text.
+/// The parts of a system message. An absent part adds nothing to the text.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SystemContent {
@@ -68,7 +68,7 @@ pub struct SystemContent {
     pub reasoning_effort: Option<ReasoningEffort>,
     #[serde(default)]
     pub tools: Option<BTreeMap<String, ToolNamespace>>,
-    /// The date the model takes for today's.
+    /// The current date in the system message.
     #[serde(default)]
     pub conversation_start_date: Option<String>,
     #[serde(default)]
@@ -78,7 +78,8 @@ pub struct SystemContent {
 }
 
 impl SystemContent {
-    /// The message's text; `function_tools` says whether a developer message of the conversation has functions.
+    /// Returns the message's text. `function_tools` says whether a developer message of the conversation has
+    /// functions.
     pub fn text(&self, function_tools: bool) -> String {
         let mut top: Vec<String> = self.model_identity.iter().cloned().collect();
         top.extend(self.knowledge_cutoff.iter().map(|date| format!("Knowledge cutoff: {date}")));
@@ -115,7 +116,7 @@ pub struct DeveloperContent {
 }
 
 impl DeveloperContent {
-    /// The message's text.
+    /// Returns the message's text.
     pub fn text(&self) -> String {
         let mut sections = Vec::new();
         if let Some(instructions) = &self.instructions {
@@ -125,13 +126,13 @@ impl DeveloperContent {
         sections.join("\n\n")
     }
 
-    /// Whether there are functions to call, which the system message then has to mention.
+    /// Whether there are functions. The system message must then mention them.
     pub fn has_function_tools(&self) -> bool {
         let functions = self.tools.as_ref().and_then(|tools| tools.get("functions"));
         functions.is_some_and(|namespace| !namespace.tools.is_empty())
     }
 
-    /// The message itself.
+    /// Returns the message.
     pub fn message(&self) -> Message {
         Message::new(Role::Developer, self.text())
     }
@@ -166,25 +167,25 @@ fn namespace_text(namespace: &ToolNamespace) -> String {
     lines.join("\n")
 }
 
-/// What the Python tool is said to do unless the recipe says otherwise.
+/// Default description of the Python tool.
 pub const PYTHON_DESCRIPTION: &str = "Runs the Python code of a message sent to python and answers with its output. \
     Use it to compute and to check your reasoning. The user sees neither code nor output.";
 
-/// The recipe's system message. Nothing is filled in: a date is there only if the recipe names one.
+/// The recipe's system message. Nothing is added: there is a date only if the recipe has one.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct SystemSettings {
     pub model_identity: Option<String>,
     pub knowledge_cutoff: Option<String>,
     pub current_date: Option<String>,
     pub reasoning_effort: Option<ReasoningEffort>,
-    /// Description of the Python tool, such as [`PYTHON_DESCRIPTION`]; none when the task has no such tool.
+    /// Description of the Python tool, such as [`PYTHON_DESCRIPTION`]; `None` if the task has no such tool.
     pub python_tool: Option<String>,
     /// Whether a developer message of the conversation has functions.
     pub function_tools: bool,
 }
 
 impl SystemSettings {
-    /// The system message, with the channels `analysis`, `commentary` and `final`, all required.
+    /// Returns the system message, with the channels `analysis`, `commentary` and `final`, all required.
     pub fn message(&self) -> Message {
         let python = |text: &String| {
             let tool =
@@ -206,7 +207,7 @@ impl SystemSettings {
     }
 }
 
-/// A message as files hold it: `content` is a text or a list of parts.
+/// A message of a file: `content` is a string or a list of parts.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct FileMessage {
@@ -226,11 +227,11 @@ enum Part {
     DeveloperContent(DeveloperContent),
 }
 
-/// Reads a conversation from JSON: a list of messages whose `content` is a text, or a list of parts
-/// of type `text`, `system_content` (system messages) and `developer_content` (developer messages).
+/// Reads a conversation from JSON: a list of messages. Their `content` is a string, or a list of parts of
+/// type `text`, `system_content` (system messages) and `developer_content` (developer messages).
 ///
 /// # Errors
-/// [`BadInput`](crate::error::BadInput): `place`, the message's number (from 1) and what is wrong with it.
+/// [`BadInput`](crate::error::BadInput) with `place`, the message's number (from 1) and the reason.
 pub fn messages_from_json(messages: &Value, place: &str) -> Result<Vec<Message>> {
     let list =
         messages.as_array().ok_or_else(|| bad_input!("{place}: \"messages\" must be a list of messages"))?;

@@ -7,7 +7,7 @@
 //! | 15 | reserved |
 //! | 16–271 | the bytes 0–255 |
 //!
-//! Header words are vocabulary entries that no merge reaches: only header rendering looks them up, as whole
+//! Header words are vocabulary entries that no merge produces: only header rendering looks them up, as whole
 //! header parts. In content every byte is one token, so the length of a text does not depend on its words.
 
 use crate::vocabulary::embedded_json;
@@ -19,7 +19,7 @@ const SPECIAL: [&str; 7] =
 const WORDS: [&str; 8] =
     ["user", "assistant", "python", "analysis", "commentary", "final", " to=python", " to=assistant"];
 
-/// The vocabulary as a Hugging Face `tokenizer.json`.
+/// Returns the vocabulary as a Hugging Face `tokenizer.json`.
 pub(super) fn tokenizer_json() -> Vec<u8> {
     embedded_json(&SPECIAL, &[], &WORDS)
 }

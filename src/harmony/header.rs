@@ -1,4 +1,4 @@
-//! What stands between `<|start|>` and `<|message|>`: author, recipient, channel, content type.
+//! The text between `<|start|>` and `<|message|>`: author, recipient, channel, content type.
 
 use super::message::{Message, Role};
 use anyhow::{Result, anyhow, bail, ensure};
@@ -7,7 +7,7 @@ const CHANNEL: &str = "<|channel|>";
 /// The marker that starts the content type of constrained output.
 pub(super) const CONSTRAIN: &str = "<|constrain|>";
 
-/// Whether `text` can stand in a header as one field: no white space, no control token's spelling.
+/// Whether `text` is a valid header field: no white space and no spelling of a control token.
 pub(super) fn is_word(text: &str) -> bool {
     !text.is_empty() && !text.contains(char::is_whitespace) && !text.contains("<|")
 }
@@ -18,7 +18,7 @@ pub(super) fn is_content_type(text: &str) -> bool {
     !text.is_empty() && (kind.is_empty() || is_word(kind))
 }
 
-/// Whether `text` can author a message as a tool: a word that does not name another role.
+/// Whether `text` is a valid tool name: a word that is not another role's name.
 pub(super) fn is_tool_name(text: &str) -> bool {
     let author = text.split(':').next().unwrap_or(text);
     is_word(text) && Role::from_name(author).is_none_or(|role| role == Role::Tool)
@@ -46,20 +46,23 @@ impl Header {
     }
 }
 
-/// A header as its channel and its other words, a content type's marker being the start of a word.
+/// A header's channel and its other words. The marker of a content type is the start of a word.
 pub(super) struct Words {
     pub channel: Option<String>,
     pub rest: Vec<String>,
 }
 
-/// Splits `text`; the error is a marker without a channel name after it.
+/// Splits a header.
+///
+/// # Errors
+/// When a channel marker has no name after it.
 pub(super) fn split(text: &str) -> Result<Words> {
     let (channel, rest) = match text.split_once(CHANNEL) {
         None => (None, text.to_string()),
         Some((before, after)) => {
             let end = after.find(|c: char| c.is_whitespace() || c == '<').unwrap_or(after.len());
             let (name, after) = after.split_at(end);
-            ensure!(!name.is_empty(), "channel marker without a channel in the message header");
+            ensure!(!name.is_empty(), "the message header has a channel marker without a channel");
             (Some(name.to_string()), format!("{before}{after}"))
         }
     };
@@ -67,9 +70,9 @@ pub(super) fn split(text: &str) -> Result<Words> {
     Ok(Words { channel, rest: rest.split_ascii_whitespace().map(String::from).collect() })
 }
 
-/// Reads a header as the reference does; `role` is the author if that is known beforehand.
+/// Reads a header as openai-harmony does; `role` is the author if it is known.
 ///
-/// A last word without `to=` is the content type if another word stands before it, else the recipient.
+/// A last word without `to=` is the content type if another word precedes it, otherwise the recipient.
 pub(super) fn read(text: &str, role: Option<Role>) -> Result<Header> {
     let (mut header, mut words) = read_author(text, role)?;
     let recipient_of = |word: &str| word.strip_prefix("to=").unwrap_or(word).to_string();
@@ -85,7 +88,7 @@ pub(super) fn read(text: &str, role: Option<Role>) -> Result<Header> {
     Ok(header)
 }
 
-/// Reads author and channel only; the other words are text. For messages that end before `<|message|>`.
+/// Reads author and channel of a message that ends before `<|message|>`; the other words become its text.
 pub(super) fn read_unfinished(text: &str, role: Role) -> Result<Message> {
     let (header, words) = read_author(text, Some(role))?;
     Ok(header.message(words.join(" ")))
@@ -104,7 +107,7 @@ fn read_author(text: &str, role: Option<Role>) -> Result<(Header, Vec<String>)> 
                 }
                 role
             } else if words.len() > 1 || first.starts_with("to=") {
-                // An author that is no role and speaks to someone is a tool.
+                // An author that is no role but names a recipient is a tool.
                 name = Some(words.remove(0));
                 Role::Tool
             } else {

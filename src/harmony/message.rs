@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Who wrote a message.
+/// The author of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
@@ -16,7 +16,7 @@ pub enum Role {
 impl Role {
     pub const ALL: [Role; 5] = [Role::System, Role::Developer, Role::User, Role::Assistant, Role::Tool];
 
-    /// The role's name in headers and files.
+    /// Returns the role's name in headers and files.
     pub fn name(self) -> &'static str {
         match self {
             Role::System => "system",
@@ -27,7 +27,7 @@ impl Role {
         }
     }
 
-    /// The role called `name`, if there is one.
+    /// Returns the role called `name`, if there is one.
     pub fn from_name(name: &str) -> Option<Role> {
         Role::ALL.into_iter().find(|role| role.name() == name)
     }
@@ -37,7 +37,7 @@ impl Role {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
     pub role: Role,
-    /// The author's name; for [`Role::Tool`] the tool's, such as `python` or `functions.lookup`.
+    /// The author's name. For [`Role::Tool`] it is the tool's, such as `python` or `functions.lookup`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -46,32 +46,32 @@ pub struct Message {
     pub channel: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub content_type: Option<String>,
-    /// The text as it stands between `<|message|>` and the closing token; always ordinary text.
+    /// The text between `<|message|>` and the closing token; always ordinary text.
     pub content: String,
 }
 
 impl Message {
-    /// A message of `role` with only text.
+    /// Makes a message of `role` with only text.
     pub fn new(role: Role, content: impl Into<String>) -> Self {
         Self { role, name: None, recipient: None, channel: None, content_type: None, content: content.into() }
     }
 
-    /// A user's message.
+    /// Makes a user's message.
     pub fn user(content: impl Into<String>) -> Self {
         Self::new(Role::User, content)
     }
 
-    /// An assistant's message on `channel`.
+    /// Makes an assistant's message on `channel`.
     pub fn assistant(channel: &str, content: impl Into<String>) -> Self {
         Self { channel: Some(channel.into()), ..Self::new(Role::Assistant, content) }
     }
 
-    /// An assistant's message to a tool, such as `python`, on `channel`.
+    /// Makes an assistant's message on `channel` to a tool, such as `python`.
     pub fn call(recipient: &str, channel: &str, content: impl Into<String>) -> Self {
         Self { recipient: Some(recipient.into()), ..Self::assistant(channel, content) }
     }
 
-    /// A tool's answer to the assistant.
+    /// Makes a tool's reply to the assistant.
     pub fn tool(name: &str, channel: Option<&str>, content: impl Into<String>) -> Self {
         Self {
             name: Some(name.into()),

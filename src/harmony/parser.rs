@@ -1,18 +1,18 @@
-//! Tokens to messages, one token at a time, with the reference's rules and its errors.
+//! Streaming parser of tokens to messages, with the rules and errors of the reference.
 //!
-//! For a model's own turn in a rollout see [`TurnParser`](super::TurnParser), which never fails.
+//! Rollouts parse the model's own turn by [`TurnParser`](super::TurnParser), which never fails.
 
 use super::header::{self, Header};
 use super::message::{Message, Role};
 use super::tokenizer::HarmonyTokenizer;
 use anyhow::{Context, Result, bail};
 
-/// What a message that is closed before `<|message|>` becomes.
+/// The treatment of a message that is closed before `<|message|>`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ParseMode {
-    /// The closing token is one more part of the header.
+    /// The closing token becomes part of the header.
     Strict,
-    /// If its author is known, a message whose text is what stands in the header beside the channel.
+    /// If the author is known, the header text beside the channel becomes the message's text.
     Lenient,
 }
 
@@ -22,18 +22,19 @@ enum State {
     Content { header: Header, bytes: Vec<u8> },
 }
 
-/// Reads a completion or a whole conversation.
+/// Parses a completion or a whole conversation.
 pub struct StreamParser {
     tokenizer: HarmonyTokenizer,
     mode: ParseMode,
-    /// Author of the message being read, if given; later messages name their own.
+    /// The author of the current message, if given; later messages have their own.
     role: Option<Role>,
     state: State,
     messages: Vec<Message>,
 }
 
 impl StreamParser {
-    /// With a `role`, the first token is the one after `<|start|>` and that role; without, `<|start|>` itself.
+    /// Makes a parser. With a `role`, the first token is the one after `<|start|>` and that role; without, it
+    /// is `<|start|>`.
     pub fn new(tokenizer: &HarmonyTokenizer, role: Option<Role>, mode: ParseMode) -> Self {
         let state = if role.is_some() { State::Header { bytes: Vec::new() } } else { State::ExpectStart };
         Self { tokenizer: tokenizer.clone(), mode, role, state, messages: Vec::new() }
@@ -49,7 +50,7 @@ impl StreamParser {
         match &mut self.state {
             State::ExpectStart if token == control.start => self.state = State::Header { bytes: Vec::new() },
             State::ExpectStart => {
-                bail!("unexpected token {token} where only the start token {} can stand", control.start)
+                bail!("unexpected token {token}; expected the start token {}", control.start)
             }
             State::Header { bytes } if token == control.message => {
                 let bytes = std::mem::take(bytes);
@@ -74,13 +75,13 @@ impl StreamParser {
         Ok(())
     }
 
-    /// All messages; one whose content has begun counts although it was not closed.
+    /// Returns all messages, including a last one whose content has begun.
     ///
     /// # Errors
     /// When the tokens end within a header.
     pub fn finish(mut self) -> Result<Vec<Message>> {
         if let State::Header { .. } = self.state {
-            bail!("the tokens end before the message header does");
+            bail!("the tokens end within a message header");
         }
         self.end_message();
         Ok(self.messages)

@@ -1,4 +1,4 @@
-//! Messages to tokens.
+//! Rendering of messages as tokens.
 
 use super::header::{CONSTRAIN, is_content_type, is_tool_name, is_word};
 use super::message::{Message, Role};
@@ -6,30 +6,30 @@ use super::tokenizer::HarmonyTokenizer;
 use crate::bad_input;
 use anyhow::Result;
 
-/// How a conversation is rendered.
+/// Options of rendering a conversation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RenderOptions {
-    /// Leave out analysis before the first final message once the last assistant message is final, as a
-    /// chat does between turns. Off for trajectories: what was sampled stays.
+    /// Drops analysis before the first final message if the last assistant message is final, as a chat does
+    /// between turns. Off for trajectories: they keep all sampled tokens.
     pub auto_drop_analysis: bool,
 }
 
-/// A rendered conversation and which of its tokens the assistant writes; both of one length.
+/// A rendered conversation and the mask of the assistant's tokens, both of one length.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MaskedTokens {
     pub tokens: Vec<u32>,
-    /// True for what the assistant samples: everything after the `<|start|>assistant` that opens its turn,
-    /// up to and including the closing token of the turn's last message.
+    /// True for the tokens that the assistant samples: after the `<|start|>assistant` of its turn, up to and
+    /// including the closing token of the turn's last message.
     pub mask: Vec<bool>,
 }
 
 impl HarmonyTokenizer {
-    /// One message from `<|start|>` to its closing token: `<|call|>` for an assistant's message with a
-    /// recipient, otherwise `<|end|>`. Used as it is to insert a tool's reply into a trajectory.
+    /// Renders one message from `<|start|>` to its closing token. It is `<|call|>` for an assistant's message
+    /// with a recipient, otherwise `<|end|>`. Rollouts insert a tool's reply in this form.
     ///
     /// # Errors
-    /// [`BadInput`](crate::error::BadInput) when a header field could be read as another header: a tool without
-    /// a name or named as a role, or a field with white space or a control token's spelling.
+    /// [`BadInput`](crate::error::BadInput) when a header field could be read as another header. That is a
+    /// tool without a name or with a role's name, or a field with white space or a control token's spelling.
     pub fn render_message(&self, message: &Message) -> Result<Vec<u32>> {
         check_header(message)?;
         let control = self.control();
@@ -58,7 +58,8 @@ impl HarmonyTokenizer {
         Ok(tokens)
     }
 
-    /// A vocabulary without `<|constrain|>` writes the type alone: the marker carries no meaning of its own.
+    /// Adds the content type. A vocabulary without `<|constrain|>` writes the type alone, which means the
+    /// same.
     fn push_content_type(&self, content_type: &str, tokens: &mut Vec<u32>) {
         match (content_type.strip_prefix(CONSTRAIN), self.control().constrain) {
             (Some(rest), Some(constrain)) => {
@@ -72,16 +73,22 @@ impl HarmonyTokenizer {
         }
     }
 
-    /// A conversation, message by message. Errors as [`Self::render_message`].
+    /// Renders a conversation, message by message.
+    ///
+    /// # Errors
+    /// As [`Self::render_message`].
     pub fn render_conversation(&self, messages: &[Message], options: RenderOptions) -> Result<Vec<u32>> {
         let mut tokens = Vec::new();
-        for message in kept(messages, options) {
+        for message in select_messages(messages, options) {
             tokens.extend(self.render_message(message)?);
         }
         Ok(tokens)
     }
 
-    /// A conversation and the opening of `next`'s message. Errors as [`Self::render_message`].
+    /// Renders a conversation and the start of `next`'s message.
+    ///
+    /// # Errors
+    /// As [`Self::render_message`].
     pub fn render_conversation_for_completion(
         &self,
         messages: &[Message],
@@ -89,33 +96,36 @@ impl HarmonyTokenizer {
         options: RenderOptions,
     ) -> Result<Vec<u32>> {
         let mut tokens = self.render_conversation(messages, options)?;
-        tokens.extend(self.opening(next));
+        tokens.extend(self.turn_start(next));
         Ok(tokens)
     }
 
-    /// `<|start|>` and the role: what stands before a sampled turn.
-    pub fn opening(&self, role: Role) -> Vec<u32> {
+    /// Returns `<|start|>` and the role: the tokens before a sampled turn.
+    pub fn turn_start(&self, role: Role) -> Vec<u32> {
         let mut tokens = vec![self.control().start];
         tokens.extend(self.encode_header(role.name()));
         tokens
     }
 
-    /// A conversation to learn from: a last assistant message on `final` ends in `<|return|>`.
+    /// Renders a conversation for training. A last assistant message on `final` ends in `<|return|>`.
     ///
-    /// Between two assistant messages the second `<|start|>assistant` counts as sampled, unless a call came
-    /// before it: a call ends the turn, and what follows is inserted. Errors as [`Self::render_message`].
+    /// Between two assistant messages the second `<|start|>assistant` counts as sampled. After a call it does
+    /// not: a call ends the turn, and the next header is inserted.
+    ///
+    /// # Errors
+    /// As [`Self::render_message`].
     pub fn render_conversation_for_training(
         &self,
         messages: &[Message],
         options: RenderOptions,
     ) -> Result<MaskedTokens> {
-        let opening = self.opening(Role::Assistant).len();
+        let start = self.turn_start(Role::Assistant).len();
         let (mut tokens, mut mask) = (Vec::new(), Vec::new());
         let mut turn_open = false;
-        for message in kept(messages, options) {
+        for message in select_messages(messages, options) {
             let rendered = self.render_message(message)?;
             let sampled = message.role == Role::Assistant;
-            mask.extend((0..rendered.len()).map(|i| sampled && (turn_open || i >= opening)));
+            mask.extend((0..rendered.len()).map(|i| sampled && (turn_open || i >= start)));
             tokens.extend(rendered);
             turn_open = sampled && message.recipient.is_none();
         }
@@ -136,7 +146,7 @@ fn is_final_answer(message: &Message) -> bool {
     message.role == Role::Assistant && is_final(message)
 }
 
-fn kept(messages: &[Message], options: RenderOptions) -> impl Iterator<Item = &Message> {
+fn select_messages(messages: &[Message], options: RenderOptions) -> impl Iterator<Item = &Message> {
     let answered = messages.iter().rfind(|m| m.role == Role::Assistant).is_some_and(is_final);
     let first_final = messages.iter().position(is_final).unwrap_or(0);
     let dropped_until = if options.auto_drop_analysis && answered { first_final } else { 0 };
@@ -144,7 +154,8 @@ fn kept(messages: &[Message], options: RenderOptions) -> impl Iterator<Item = &M
     messages.iter().enumerate().filter(move |(i, m)| !drop(*i, m)).map(|(_, m)| m)
 }
 
-/// Header fields come from tasks, tools and models; none may add words to a header or speak as another role.
+/// Checks the header fields, which come from tasks, tools and models: none may add words to a header or pose
+/// as another role.
 fn check_header(message: &Message) -> Result<()> {
     let fields = [
         ("name", &message.name, is_word as fn(&str) -> bool),

@@ -44,12 +44,15 @@ impl HarmonyTokenizer {
         Self::new(Vocabulary::from_file(path)?, &path.display().to_string())
     }
 
-    /// Reads the bytes of a `tokenizer.json`; `place` names it in errors. Errors as [`Self::from_file`].
+    /// Reads the bytes of a `tokenizer.json`; error messages name it `place`.
+    ///
+    /// # Errors
+    /// As [`Self::from_file`].
     pub fn from_bytes(json: Vec<u8>, place: &str) -> Result<Self> {
         Self::new(Vocabulary::from_bytes(json, place)?, place)
     }
 
-    /// The embedded vocabulary of 272 tokens: control tokens, header words, bytes.
+    /// Makes the embedded vocabulary of 272 tokens: control tokens, header words, bytes.
     ///
     /// # Errors
     /// None in practice: a test reads it.
@@ -71,10 +74,10 @@ impl HarmonyTokenizer {
         self.control
     }
 
-    /// The ids of one part of a header, such as a role or ` to=python`.
+    /// Encodes one part of a header, such as a role or ` to=python`.
     ///
-    /// A part that is one entry of the vocabulary is that token; for a vocabulary with merges this is what
-    /// BPE gives anyway, and in the embedded one it is how header words are used.
+    /// A part that is one vocabulary entry becomes that token. With merges BPE gives the same token anyway;
+    /// the embedded vocabulary has its header words in this way.
     pub(super) fn encode_header(&self, part: &str) -> Vec<u32> {
         match self.entry(part) {
             Some(id) => vec![id],

@@ -1,22 +1,23 @@
-//! The tolerant parser: one sampled turn of the assistant, whatever the model wrote.
+//! A tolerant parser of one sampled turn of the assistant. It never fails.
 //!
-//! It never fails. What cannot be acted on ends the turn as a [`TurnProblem`] with a reply the model can read;
-//! its message is kept as text, always with the assistant as author.
+//! Malformed input ends the turn as a [`TurnProblem`] with a reply for the model. Its message stays as text,
+//! with the assistant as author.
 
 use super::header::{self, Header};
 use super::message::{Message, Role};
 use super::tokenizer::HarmonyTokenizer;
 
-/// What is wrong with a turn.
+/// An error in a turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TurnProblem {
-    /// The header has words that are no recipient and no content type, or a field twice, empty or impossible.
+    /// The header has words that are neither recipient nor content type, or a field that is repeated, empty
+    /// or invalid.
     MalformedHeader { leftover: String },
     /// The message closed before `<|message|>`.
     UnfinishedHeader,
-    /// A message was begun in the name of somebody else.
+    /// A message with another author.
     WrongAuthor { author: String },
-    /// Tokens that belong to no message, after one had been closed.
+    /// Tokens outside of a message, after one was closed.
     TextAfterEnd,
     /// `<|call|>` closed a message without recipient.
     CallWithoutRecipient,
@@ -24,16 +25,16 @@ pub enum TurnProblem {
     CallNotClosed { recipient: String },
     /// The call's content is blank.
     EmptyCall { recipient: String },
-    /// Special tokens stand inside the content, where they are text.
+    /// Special tokens inside the content; they become text.
     SpecialTokenInContent,
-    /// The content is not UTF-8; what could not be read became U+FFFD.
+    /// The content is not UTF-8; invalid bytes became U+FFFD.
     InvalidUtf8,
     /// The tokens ran out before the turn ended.
     Truncated,
 }
 
 impl TurnProblem {
-    /// What to tell the model; short, since it counts against the context.
+    /// Returns the reply to the model; short, as it counts against the context.
     pub fn reply(&self) -> String {
         match self {
             TurnProblem::MalformedHeader { leftover } => {
@@ -65,19 +66,19 @@ fn excerpt(text: &str) -> String {
 pub enum TurnEnd {
     /// `<|return|>`: the assistant is done.
     Returned,
-    /// `<|call|>`: the last message is a call with content, ready to be answered. Its recipient, known or not,
-    /// can author the reply.
+    /// `<|call|>`: the last message is a call with content, which needs a reply. Its recipient may be
+    /// unknown; it is the author of the reply.
     Called,
-    /// The turn cannot be acted on; the problem has the reply.
+    /// The turn is malformed; the problem has the reply.
     Malformed,
     /// The tokens ran out.
     Truncated,
 }
 
-/// What a token did.
+/// The effect of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TurnStep {
-    /// The message goes on.
+    /// The token is part of a message.
     Within,
     /// `<|end|>` closed a message; the assistant may begin another.
     MessageEnded,
@@ -88,16 +89,16 @@ pub enum TurnStep {
 /// A whole turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ParsedCompletion {
-    /// Its messages in order, the malformed or unfinished last one included, all of role assistant.
+    /// The messages in order, including a malformed or unfinished last one, all of role assistant.
     pub messages: Vec<Message>,
     pub end: TurnEnd,
-    /// The problem that ended the turn; otherwise the first blemish of a text that is no call, if any.
+    /// The problem that ended the turn; otherwise the first error in a text that is no call, if any.
     pub problem: Option<TurnProblem>,
 }
 
 enum State {
-    /// `opened` when `<|start|>` was sampled, so that the author's name comes first. A turn that begins with it repeats
-    /// the opening that the prompt ended in.
+    /// `opened` means that `<|start|>` was sampled, so the author's name comes first. A turn that begins with
+    /// it repeats the start of the turn at the end of the prompt.
     Header {
         opened: bool,
         bytes: Vec<u8>,
@@ -108,7 +109,7 @@ enum State {
         bytes: Vec<u8>,
         problem: Option<TurnProblem>,
     },
-    /// Content under a header that could not be read.
+    /// Content under a malformed header.
     Unreadable {
         bytes: Vec<u8>,
         problem: TurnProblem,
@@ -117,10 +118,11 @@ enum State {
     Over(TurnEnd),
 }
 
-/// Reads the tokens sampled after `<|start|>assistant`.
+/// Parses the tokens sampled after `<|start|>assistant`.
 ///
-/// A turn that begins with one more `<|start|>assistant` goes on as if it did not: the message behind it is plain. The
-/// published parser takes the repeated opening for the recipient, or refuses it; so does [`StreamParser`](super::StreamParser).
+/// A second `<|start|>assistant` at the beginning of the turn is ignored, as the message after it is clear.
+/// The published parser reads it as the recipient or refuses it; so does
+/// [`StreamParser`](super::StreamParser).
 pub struct TurnParser {
     tokenizer: HarmonyTokenizer,
     state: State,
@@ -134,12 +136,12 @@ impl TurnParser {
         Self { tokenizer: tokenizer.clone(), state, messages: Vec::new(), problem: None }
     }
 
-    /// The problem so far, as in [`ParsedCompletion::problem`].
+    /// Returns the problem so far, as in [`ParsedCompletion::problem`].
     pub fn problem(&self) -> Option<&TurnProblem> {
         self.problem.as_ref()
     }
 
-    /// The call to answer, once a step was [`TurnEnd::Called`].
+    /// Returns the call to answer, after a step that was [`TurnEnd::Called`].
     pub fn call(&self) -> Option<&Message> {
         match self.state {
             State::Over(TurnEnd::Called) => self.messages.last(),
@@ -147,7 +149,7 @@ impl TurnParser {
         }
     }
 
-    /// Reads the next token. After the turn's end every token is [`TurnProblem::TextAfterEnd`].
+    /// Reads the next token. Every token after the end of the turn is [`TurnProblem::TextAfterEnd`].
     pub fn push(&mut self, token: u32) -> TurnStep {
         let control = self.tokenizer.control();
         match std::mem::replace(&mut self.state, State::Between) {
@@ -189,7 +191,7 @@ impl TurnParser {
         }
     }
 
-    /// Adds a token's bytes to a header or a content and notes what does not belong there.
+    /// Adds a token's bytes to a header or a content, and notes tokens that are invalid there.
     fn append(&self, token: u32, state: &mut State) {
         let control = self.tokenizer.control();
         let special = self.tokenizer.is_special(token);
@@ -214,7 +216,7 @@ impl TurnParser {
         bytes.extend_from_slice(text.unwrap_or("\u{fffd}".as_bytes()));
     }
 
-    /// The turn as far as it was read.
+    /// Returns the turn so far.
     pub fn finish(mut self) -> ParsedCompletion {
         let end = match std::mem::replace(&mut self.state, State::Between) {
             State::Over(end) => end,
@@ -235,11 +237,11 @@ impl TurnParser {
         ParsedCompletion { messages: self.messages, end, problem: self.problem }
     }
 
-    /// Closes a message whose header was read.
+    /// Closes a message with a valid header.
     fn close(&mut self, token: u32, header: Header, bytes: &[u8], problem: Option<TurnProblem>) -> TurnStep {
         let control = self.tokenizer.control();
         let invalid = std::str::from_utf8(bytes).is_err().then_some(TurnProblem::InvalidUtf8);
-        let blemish = problem.or(invalid);
+        let error = problem.or(invalid);
         let content = lossy(bytes);
         let blank = content.trim().is_empty();
         let recipient = header.recipient.clone();
@@ -249,13 +251,13 @@ impl TurnParser {
                 self.malformed(TurnProblem::CallNotClosed { recipient })
             }
             Some(recipient) if blank => self.malformed(TurnProblem::EmptyCall { recipient }),
-            Some(_) => match blemish {
+            Some(_) => match error {
                 Some(problem) => self.malformed(problem),
                 None => self.over(TurnEnd::Called),
             },
             None if token == control.call => self.malformed(TurnProblem::CallWithoutRecipient),
             None => {
-                self.problem = self.problem.take().or(blemish);
+                self.problem = self.problem.take().or(error);
                 if token == control.ret { self.over(TurnEnd::Returned) } else { TurnStep::MessageEnded }
             }
         }
@@ -285,7 +287,7 @@ fn lossy(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// One optional `to=NAME` and one optional content type, in any order around the channel.
+/// Reads a header: one optional `to=NAME` and one optional content type, in any order around the channel.
 fn read_header(opened: bool, bytes: &[u8], foreign: bool) -> Result<Header, TurnProblem> {
     let text = lossy(bytes);
     let malformed = |leftover: &str| TurnProblem::MalformedHeader { leftover: leftover.trim().to_string() };
@@ -310,7 +312,7 @@ fn read_header(opened: bool, bytes: &[u8], foreign: bool) -> Result<Header, Turn
             return Err(malformed(&word));
         }
     }
-    // A bare word says nothing unless it qualifies a channel or a call.
+    // A content type alone is invalid: it must qualify a channel or a call.
     match &header {
         Header { recipient: None, channel: None, content_type: Some(word), .. } => Err(malformed(word)),
         _ => Ok(header),

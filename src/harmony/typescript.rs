@@ -1,8 +1,8 @@
-//! Tool schemas (JSON Schema, OpenAPI flavour) as the TypeScript types that GPT-OSS models read.
+//! Tool schemas (JSON Schema, OpenAPI dialect) as the TypeScript types that GPT-OSS models expect.
 
 use serde_json::Value;
 
-/// The type of `schema`; `indent` goes before every new line.
+/// Returns the type of `schema`; `indent` precedes every new line.
 pub(super) fn type_of(schema: &Value, indent: &str) -> String {
     if let Some(variants) = schema["oneOf"].as_array() {
         return union_of(variants, indent);
@@ -44,7 +44,7 @@ fn with_null(schema: &Value, ty: String) -> String {
     if add { format!("{ty} | null") } else { ty }
 }
 
-/// `default: …`; strings are quoted unless they name a value of an enumeration.
+/// Returns `default: …`; strings are quoted unless the schema is an enumeration.
 fn default_note(schema: &Value) -> Option<String> {
     let default = schema.get("default")?;
     let enumerated = schema["enum"].as_array().is_some_and(|values| !values.is_empty());
@@ -55,7 +55,7 @@ fn default_note(schema: &Value) -> Option<String> {
     })
 }
 
-/// A schema that is itself a choice: one variant a line, each with its own notes.
+/// Returns the type of a schema with `oneOf` at its top: one variant a line, each with its own notes.
 fn union_of(variants: &[Value], indent: &str) -> String {
     let mut out = String::new();
     for variant in variants {
@@ -92,7 +92,7 @@ fn object_of(schema: &Value, indent: &str) -> String {
     out
 }
 
-/// One property: its notes as comments above, then `key: type,`.
+/// Adds one property: its notes as comments above, then `key: type,`.
 fn push_property(out: &mut String, key: &str, property: &Value, indent: &str) {
     if let Some(title) = property["title"].as_str() {
         out.push_str(&format!("{indent}// {title}\n{indent}//\n"));
@@ -118,7 +118,8 @@ fn push_property(out: &mut String, key: &str, property: &Value, indent: &str) {
     out.push('\n');
 }
 
-/// A property with `oneOf`: one variant a line. A description shared with the first variant is said there only.
+/// Adds a property with `oneOf`: one variant a line. A description that the first variant shares is written
+/// only there.
 fn push_choice(out: &mut String, key: &str, property: &Value, variants: &[Value], indent: &str) {
     let first = variants.first().and_then(|variant| variant["description"].as_str());
     let description = property["description"].as_str();

@@ -48,7 +48,7 @@ impl Rendering<'_> {
     }
 
     fn conversation(&self, messages: &[Message], place: &str) -> Result<Sequence> {
-        let rendered = self.chat.training(messages)?;
+        let rendered = self.chat.render_training(messages)?;
         self.checked(rendered.tokens, rendered.mask, place)
     }
 

@@ -289,7 +289,7 @@ impl<'a> Conversation<'a> {
         if !self.rollout.chat.vocabulary().may_fit(bytes, room) {
             return self.end(Outcome::TruncatedLength);
         }
-        let Ok(rendered) = self.rollout.chat.continuation(&messages) else {
+        let Ok(rendered) = self.rollout.chat.render_continuation(&messages) else {
             return self.end(refused);
         };
         let tokens = self.tokens.len() + rendered.len();

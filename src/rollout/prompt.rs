@@ -80,7 +80,7 @@ impl PromptLimits<'_> {
                  leave the problem out"
             ));
         }
-        let tokens = self.chat.prompt(&messages).with_context(|| format!("problem {id}"))?;
+        let tokens = self.chat.render_prompt(&messages).with_context(|| format!("problem {id}"))?;
         let n = tokens.len();
         if n > allowed {
             return Err(bad_input!(
@@ -101,7 +101,7 @@ impl PromptLimits<'_> {
 
     /// What the recipe puts in front may be what is too much.
     fn in_front(&self) -> String {
-        match self.chat.training(self.preamble).map_or(0, |rendered| rendered.tokens.len()) {
+        match self.chat.render_training(self.preamble).map_or(0, |rendered| rendered.tokens.len()) {
             0 => String::new(),
             n => format!(
                 ", {n} of them in front of the problem; [harmony] says what stands there, and system_message = false takes it away"

@@ -1,10 +1,10 @@
-//! The byte-level alphabet of GPT-2 vocabularies: each byte is written as one printable character.
+//! The byte-level alphabet of GPT-2 vocabularies, which maps each byte to one printable character.
 
 use std::collections::HashMap;
 
-/// The character that stands for each byte.
+/// Returns the character of each byte.
 ///
-/// Printable Latin-1 bytes stand for themselves; the other 68 take the characters from U+0100 on, in order.
+/// Printable Latin-1 bytes map to themselves; the other 68 map to the characters from U+0100 on, in order.
 pub(super) fn alphabet() -> [char; 256] {
     let mut chars = ['\0'; 256];
     let mut substitute = 0x100..;
@@ -16,7 +16,7 @@ pub(super) fn alphabet() -> [char; 256] {
     chars
 }
 
-/// Reads vocabulary entries back to bytes.
+/// Maps vocabulary entries back to bytes.
 pub(super) struct Decoder(HashMap<char, u8>);
 
 impl Decoder {
@@ -24,7 +24,7 @@ impl Decoder {
         Self(alphabet().into_iter().zip(0..=255).collect())
     }
 
-    /// Appends the bytes of `entry`; a character outside the alphabet stands for its own UTF-8.
+    /// Appends the bytes of `entry`. A character outside the alphabet gives its own UTF-8 bytes.
     pub(super) fn decode_into(&self, entry: &str, out: &mut Vec<u8>) {
         for c in entry.chars() {
             match self.0.get(&c) {
@@ -35,7 +35,7 @@ impl Decoder {
     }
 }
 
-/// Writes `text` in the alphabet, as a vocabulary spells it.
+/// Writes `text` in the alphabet, as vocabularies do.
 pub(super) fn spell(text: &str) -> String {
     let alphabet = alphabet();
     text.bytes().map(|byte| alphabet[usize::from(byte)]).collect()

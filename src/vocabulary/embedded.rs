@@ -1,13 +1,17 @@
-//! Vocabularies that are made here: a template's own tokens, and the bytes. No merges, no download.
+//! Embedded vocabularies: a template's own tokens, and the bytes. No merges, no download.
 
 use super::byte_level::{alphabet, spell};
 use serde_json::{Map, Value, json};
 
-/// The id of byte 0; what is below is the template's.
+/// The id of byte 0; lower ids belong to the template.
 const FIRST_BYTE: usize = 16;
 
-/// A `tokenizer.json` of 272 tokens: `special` from id 0, then `added`, which are recognised in text but are none of those
-/// that decoders leave out, then `words`, which no merge reaches; reserved ids up to 15, never produced; the bytes from 16.
+/// Returns a `tokenizer.json` of 272 tokens:
+/// - `special` from id 0;
+/// - `added`: recognised in text, but not skipped by decoders;
+/// - `words`, which no merge produces;
+/// - reserved ids up to 15, never produced;
+/// - the bytes from id 16.
 pub fn embedded_json(special: &[&str], added: &[&str], words: &[&str]) -> Vec<u8> {
     let mut entries: Vec<String> = special.iter().chain(added).map(|token| token.to_string()).collect();
     let added_end = entries.len();

@@ -1,6 +1,6 @@
-//! Vocabularies: text to ids and back, over any Hugging Face `tokenizer.json` of the byte-level BPE kind.
+//! Vocabularies: encoding of text to ids and back, over any byte-level BPE `tokenizer.json` of Hugging Face.
 //!
-//! Text is always ordinary text: what a user, a tool or a model wrote can never become a control token.
+//! Text is always ordinary text: text of a user, a tool or a model can never become a control token.
 
 mod byte_level;
 mod embedded;
@@ -28,14 +28,14 @@ struct Tables {
     inner: Tokenizer,
     json: Vec<u8>,
     pad: Option<u32>,
-    /// Bytes of all tokens, one after the other; token `id` is `bytes[ends[id - 1]..ends[id]]`.
+    /// Bytes of all tokens, concatenated; token `id` is `bytes[ends[id - 1]..ends[id]]`.
     bytes: Vec<u8>,
     ends: Vec<usize>,
     /// Whether the id is a special token.
     special: Vec<bool>,
     /// The id of each single byte.
     byte_ids: Vec<u32>,
-    /// Bytes of the longest token.
+    /// Length of the longest token in bytes.
     token_bytes_max: usize,
 }
 
@@ -53,18 +53,22 @@ impl Vocabulary {
         Self::from_bytes(json, &place)
     }
 
-    /// Reads the bytes of a `tokenizer.json`; `place` names it in errors. Errors as [`Self::from_file`].
+    /// Reads the bytes of a `tokenizer.json`; error messages name it `place`.
+    ///
+    /// # Errors
+    /// As [`Self::from_file`].
     pub fn from_bytes(json: Vec<u8>, place: &str) -> Result<Self> {
         let refused =
             |why: &str| bad_input!("{place}: not a Hugging Face tokenizer.json: {why}; take the model's own");
         limits::check(&json).map_err(|why| refused(&why.to_string()))?;
-        // A file that is cut, or holds nonsense where the crate expects none, makes it panic.
+        // The crate panics on truncated or invalid files.
         let parsed = caught(|| Tokenizer::from_bytes(&json)).map_err(|why| refused(&why))?;
         let mut inner = parsed.map_err(|e| refused(&e.to_string()))?;
-        // A file may ask for padding or truncation; here a text's tokens are all of them and nothing else.
+        // Ignore padding and truncation in the file: encoding always gives all tokens of a text and no
+        // others.
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|e| anyhow!("{place}: {e}"))?;
-        // Nor is what would follow the model ever asked for.
+        // Nothing uses the steps after the model.
         inner.with_post_processor(None::<PostProcessorWrapper>);
         inner.with_decoder(None::<DecoderWrapper>);
         match inner.get_model() {
@@ -85,25 +89,25 @@ impl Vocabulary {
         Ok(tokenizer)
     }
 
-    /// The `tokenizer.json` this was read from, to be written into a checkpoint folder.
+    /// Returns the source `tokenizer.json`, for checkpoint folders.
     pub fn json_bytes(&self) -> &[u8] {
         &self.0.json
     }
 
-    /// Number of ids, added tokens included: the highest id plus one.
+    /// Returns the number of ids, added tokens included: the highest id plus one.
     pub fn vocab_size(&self) -> usize {
         self.0.ends.len()
     }
 
-    /// The id of the added token spelled `name`.
+    /// Returns the id of the added token spelled `name`.
     pub fn added_id(&self, name: &str) -> Option<u32> {
         added_id(&self.0.inner, name)
     }
 
-    /// The ids of the added tokens spelled `names`.
+    /// Returns the ids of the added tokens spelled `names`.
     ///
     /// # Errors
-    /// [`BadInput`](crate::error::BadInput), naming `place`, those that are missing and the `remedy`.
+    /// [`BadInput`](crate::error::BadInput) with `place`, the missing names and the `remedy`.
     pub fn added_ids<const N: usize>(
         &self,
         names: [&'static str; N],
@@ -117,7 +121,7 @@ impl Vocabulary {
         Err(bad_input!("{place}: no added token {}; {remedy}", missing.join(", ")))
     }
 
-    /// `<|pad|>`, or else `<|endoftext|>`, if the vocabulary has one.
+    /// Returns `<|pad|>`, or else `<|endoftext|>`, if the vocabulary has one.
     pub fn pad(&self) -> Option<u32> {
         self.0.pad
     }
@@ -127,12 +131,14 @@ impl Vocabulary {
         self.0.special.get(id as usize).copied().unwrap_or(false)
     }
 
-    /// Whether a text of `bytes` may fit `tokens`: false says, without tokenising it, that it cannot.
+    /// Whether a text of `bytes` bytes may fit in `tokens` tokens. If false, it cannot, and need not be
+    /// tokenised.
     pub fn may_fit(&self, bytes: usize, tokens: usize) -> bool {
         bytes <= tokens.saturating_mul(self.0.token_bytes_max)
     }
 
-    /// The ids of `text` with special tokens recognised: for texts whose author is trusted, such as an engine's prompt.
+    /// Encodes `text` with special tokens recognised: for texts of a trusted author, such as an engine's
+    /// prompt.
     ///
     /// # Errors
     /// When the tokenizer's pattern fails on the text.
@@ -141,22 +147,22 @@ impl Vocabulary {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// The ids of `text` as ordinary text: a special token spelled in it is encoded letter by letter.
+    /// Encodes `text` as ordinary text: a special token's spelling in it becomes ordinary tokens.
     pub fn encode_text(&self, text: &str) -> Vec<u32> {
-        // Every byte has a token, so no step has a reason to fail; bytes would still be a true encoding.
+        // Every byte has a token, so no step should fail; encoding by bytes is still correct.
         self.encode_ordinary(text)
             .unwrap_or_else(|_| text.bytes().map(|b| self.0.byte_ids[usize::from(b)]).collect())
     }
 
-    /// The ordinary entry of the vocabulary that is `text` as a whole, reached by merges or not. Embedded vocabularies hold
-    /// words of a template's frame that no merge reaches.
+    /// Returns the ordinary entry spelled `text`, whether or not merges produce it. Embedded vocabularies
+    /// hold template words that no merge produces.
     pub fn entry(&self, text: &str) -> Option<u32> {
         self.0.inner.get_model().token_to_id(&spell(text)).filter(|&id| !self.is_special(id))
     }
 
-    /// The bytes of a token (a special token's are its spelling); `None` for an id without a token.
+    /// Returns the bytes of a token, or a special token's spelling; `None` for an id without a token.
     ///
-    /// A character may span tokens: join the bytes of several tokens before reading them as UTF-8.
+    /// A character may span tokens: join the bytes of several tokens before decoding them as UTF-8.
     pub fn token_bytes(&self, id: u32) -> Option<&[u8]> {
         let id = id as usize;
         let end = *self.0.ends.get(id)?;
@@ -164,7 +170,7 @@ impl Vocabulary {
         self.0.bytes.get(start..end).filter(|bytes| !bytes.is_empty())
     }
 
-    /// The text of `ids`, special tokens spelled out; bytes that are not UTF-8 and ids without a token become U+FFFD.
+    /// Decodes `ids`, with special tokens spelled out. Invalid UTF-8 and ids without a token become U+FFFD.
     pub fn decode(&self, ids: &[u32]) -> String {
         let mut bytes = Vec::with_capacity(4 * ids.len());
         for &id in ids {
@@ -173,7 +179,7 @@ impl Vocabulary {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// Normalise, split and merge, without the search for added tokens that [`Tokenizer::encode`] begins with.
+    /// Normalises, splits and merges, without the search for added tokens of [`Tokenizer::encode`].
     fn encode_ordinary(&self, text: &str) -> tokenizers::Result<Vec<u32>> {
         let inner = &self.0.inner;
         let mut normalized = NormalizedString::from(text);
@@ -189,7 +195,7 @@ impl Vocabulary {
         Ok(pieces.into_encoding(None, 0, OffsetType::None)?.get_ids().to_vec())
     }
 
-    /// A vocabulary may hold special tokens where merges reach them; ordinary text could then forge them.
+    /// Refuses a vocabulary whose merges produce special tokens: ordinary text could then forge them.
     fn refuse_forgeable(&self, place: &str) -> Result<()> {
         for token in self.0.inner.get_added_tokens_decoder().values() {
             if self.encode_text(&token.content).iter().any(|&id| self.is_special(id)) {
@@ -227,10 +233,10 @@ fn find_bytes(inner: &Tokenizer, place: &str) -> Result<Vec<u32>> {
     ))
 }
 
-/// Ids are indices into tables; no real vocabulary comes near this many.
+/// Largest number of ids, which are indices into tables; real vocabularies are far smaller.
 const VOCABULARY_TOKENS_MAX: usize = 1 << 23;
 
-/// Bytes of all tokens, where each ends, and whether it is special.
+/// Returns the bytes of all tokens, the end of each, and whether it is special.
 fn token_table(inner: &Tokenizer, place: &str) -> Result<(Vec<u8>, Vec<usize>, Vec<bool>)> {
     let added = inner.get_added_tokens_decoder();
     let mut entries: Vec<(String, u32)> = inner.get_vocab(true).into_iter().collect();
@@ -259,7 +265,7 @@ fn token_table(inner: &Tokenizer, place: &str) -> Result<(Vec<u8>, Vec<usize>, V
     Ok((bytes, ends, special))
 }
 
-/// Control tokens are special whatever the file's flag says.
+/// Whether a token is spelled like a control token: those are special whatever the file says.
 fn is_control_spelling(content: &str) -> bool {
     content.starts_with("<|") && content.ends_with("|>")
 }

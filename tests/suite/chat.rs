@@ -27,7 +27,7 @@ fn conversations() -> Vec<Value> {
 /// The conversation's tokens and text; a closed one is rendered to learn from, without the line break behind it.
 fn rendered(chat: &ChatMl, row: &Value, messages: &[Message]) -> (Vec<u32>, String) {
     let open = row["add_generation_prompt"] == true;
-    let tokens = if open { chat.prompt(messages) } else { chat.training(messages).tokens };
+    let tokens = if open { chat.render_prompt(messages) } else { chat.render_training(messages).tokens };
     let text = chat.vocabulary().decode(&tokens);
     (
         tokens,
@@ -98,25 +98,25 @@ fn our_harmony_template_gives_our_rendering() {
         Message::assistant("final", "84"),
     ];
     let text = by_template(&chat, &json!({"messages": messages, "add_generation_prompt": true}));
-    let tokens = chat.prompt(&messages).unwrap();
+    let tokens = chat.render_prompt(&messages).unwrap();
     assert_eq!(tokenizer.decode(&tokens), text);
 }
 
 #[test]
 fn the_embedded_chatml_vocabulary_is_fixed_and_harmonys_ids_stay() {
     let chat = chatml();
-    let ids: Vec<u32> = chat.prompt(&[Message::user("7?")]);
+    let ids: Vec<u32> = chat.render_prompt(&[Message::user("7?")]);
     assert_eq!(ids, [1, 6, 26, 71, 79, 2, 26, 1, 7, 26]);
     assert_eq!(chat.stop_tokens(), [2, 0]);
     assert_eq!((chat.vocabulary().vocab_size(), chat.vocabulary().pad()), (272, Some(0)));
-    let call = chat.training(&[Message::call("python", "commentary", "\"")]);
+    let call = chat.render_training(&[Message::call("python", "commentary", "\"")]);
     assert_eq!(call.tokens, [1, 7, 26, 3, 26, 8, 108, 50, 9, 26, 4, 2]);
     assert_eq!(call.mask.iter().filter(|&&sampled| sampled).count(), 9);
     // What is read back from a checkpoint is the same vocabulary.
     let again = ChatMl::from_bytes(chat.vocabulary().json_bytes().to_vec(), "again").unwrap();
-    assert_eq!(again.training(&[Message::call("python", "commentary", "\"")]), call);
+    assert_eq!(again.render_training(&[Message::call("python", "commentary", "\"")]), call);
     let harmony = HarmonyTokenizer::embedded().unwrap();
-    assert_eq!(harmony.opening(Role::Assistant), [1, 8]);
+    assert_eq!(harmony.turn_start(Role::Assistant), [1, 8]);
     assert_eq!(harmony.encode_text("7"), [71]);
 }
 
@@ -182,7 +182,7 @@ fn what_was_rendered_is_read_back() {
         Message::call("python", "commentary", "print(\"é\\n\")\n\t# <tool_response>"),
         Message::call("weather", "commentary", "{\"city\": \"Ulm\", \"days\": 2}"),
     ];
-    let written = chat.training(&turn);
+    let written = chat.render_training(&turn);
     let mut parser = chat.turn_parser();
     let sampled = written.tokens.iter().zip(&written.mask).filter(|(_, sampled)| **sampled);
     let steps: Vec<TurnStep> = sampled.map(|(&token, _)| parser.push(token)).collect();
@@ -203,10 +203,10 @@ fn what_follows_a_turn_continues_the_conversation() {
         ];
         all[..end].to_vec()
     };
-    let whole = chat.prompt(&messages(5));
+    let whole = chat.render_prompt(&messages(5));
     // The turn as sampled ends with its stop token; the line break behind it is inserted.
-    let sampled = chat.training(&messages(3)).tokens;
-    let inserted = chat.continuation(&messages(5)[3..]);
+    let sampled = chat.render_training(&messages(3)).tokens;
+    let inserted = chat.render_continuation(&messages(5)[3..]);
     assert_eq!([sampled, inserted].concat(), whole);
 }
 

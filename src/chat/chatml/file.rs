@@ -1,4 +1,4 @@
-//! Conversations of files, in the form that chat templates take: `role`, `content`, `tool_calls`.
+//! Conversations in files, in the format of chat templates: `role`, `content`, `tool_calls`.
 
 use super::{json, system_text};
 use crate::bad_input;
@@ -8,7 +8,7 @@ use anyhow::Result;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// A message as files hold it. `name`, `id` and `tool_call_id`, which the template does not write, are allowed.
+/// A message of a file. `name`, `id` and `tool_call_id` are allowed, though the template does not write them.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct FileMessage {
@@ -23,7 +23,7 @@ struct FileMessage {
     _tool_call_id: Option<String>,
 }
 
-/// `{"type": "function", "function": {...}}`, or the function alone.
+/// A call: `{"type": "function", "function": {...}}`, or the function alone.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum FileCall {
@@ -34,15 +34,16 @@ enum FileCall {
 #[derive(Deserialize)]
 struct Function {
     name: String,
-    /// An object, or a text that spells one.
+    /// An object, or a string that holds an object as JSON.
     arguments: Value,
 }
 
-/// The messages of `row`: `{"messages": [...], "tools": [...]}`. The tools are told in the system message; where there is
-/// none, it begins with `identity`.
+/// Reads the messages of `row`: `{"messages": [...], "tools": [...]}`.
+///
+/// The tools become part of the system message. A missing system message begins with `identity`.
 ///
 /// # Errors
-/// [`BadInput`](crate::error::BadInput): `place`, the message's number (from 1) and what is wrong with it.
+/// [`BadInput`](crate::error::BadInput) with `place`, the message's number (from 1) and the reason.
 pub fn messages_from_json(row: &Value, identity: Option<&str>, place: &str) -> Result<Vec<Message>> {
     let list = row["messages"]
         .as_array()

@@ -1,27 +1,27 @@
-//! JSON as Python's `json.dumps(value, ensure_ascii=False)` writes it, which is how chat templates write it.
+//! JSON as Python's `json.dumps(value, ensure_ascii=False)` and chat templates write it.
 
 use serde::Serialize;
 use serde_json::Value;
 use serde_json::ser::{Formatter, Serializer};
 use std::io::{self, Write};
 
-/// `value` on one line, with a blank after each comma and colon.
+/// Serialises `value` on one line, with a space after each comma and colon.
 pub fn to_text(value: &Value) -> String {
     let mut bytes = Vec::new();
-    // Writing to a vector cannot fail, and what is written is UTF-8.
-    let _ = value.serialize(&mut Serializer::with_formatter(&mut bytes, Spaced));
+    // Writing to a vector cannot fail, and JSON is UTF-8.
+    let _ = value.serialize(&mut Serializer::with_formatter(&mut bytes, SpacedFormatter));
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// What stands between the quotes of `text` as a JSON string.
-pub(super) fn escaped(text: &str) -> String {
+/// Returns `text` as the inside of a JSON string, without the quotes.
+pub(super) fn escape(text: &str) -> String {
     let quoted = to_text(&Value::from(text));
     quoted[1..quoted.len() - 1].to_owned()
 }
 
-struct Spaced;
+struct SpacedFormatter;
 
-impl Formatter for Spaced {
+impl Formatter for SpacedFormatter {
     fn begin_array_value<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
         writer.write_all(if first { b"" } else { b", " })
     }
@@ -34,7 +34,7 @@ impl Formatter for Spaced {
         writer.write_all(b": ")
     }
 
-    /// The shortest digits that read back as the number, with an exponent below 1e-4 and from 1e16 on.
+    /// Writes the shortest digits that read back as the number, with an exponent below 1e-4 and from 1e16 on.
     fn write_f64<W: ?Sized + Write>(&mut self, writer: &mut W, value: f64) -> io::Result<()> {
         let text = format!("{value:e}");
         let (digits, exponent) = text.split_once('e').unwrap_or((&text, "0"));
@@ -60,6 +60,6 @@ mod tests {
             to_text(&value),
             r#"{"a": [1, 2.0, -0.5, 1e+16, 1e-05, 1.5e+300, 0.0001, 123456.75], "é\u001f": {"\"\\\n\t": null}, "": [[], {}]}"#
         );
-        assert_eq!(escaped("print(\"a\")\n"), "print(\\\"a\\\")\\n");
+        assert_eq!(escape("print(\"a\")\n"), "print(\\\"a\\\")\\n");
     }
 }

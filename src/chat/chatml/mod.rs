@@ -1,8 +1,10 @@
-//! ChatML as Qwen2.5 speaks it: `<|im_start|>role`, the text, `<|im_end|>`; calls are JSON between `<tool_call>` and
-//! `</tool_call>`, replies stand in the user's turn between `<tool_response>` and `</tool_response>`.
+//! ChatML as Qwen2.5 uses it: `<|im_start|>role`, the text, `<|im_end|>`. Calls are JSON between
+//! `<tool_call>` and `</tool_call>`. Replies are in a user turn between `<tool_response>` and
+//! `</tool_response>`.
 //!
-//! The rendering agrees with the template of Qwen2.5-Instruct on conversations of one system message, users' texts, calls and
-//! replies. No message is made up here: the system message that Qwen's template adds where there is none is the recipe's.
+//! The rendering agrees with the template of Qwen2.5-Instruct on conversations of one system message, user
+//! messages, calls and replies. It adds no message. Qwen's template adds a missing system message; here the
+//! recipe gives it.
 
 mod file;
 mod json;
@@ -13,24 +15,24 @@ mod turn;
 pub use file::messages_from_json;
 pub use json::to_text as json_text;
 pub use system::{QWEN_IDENTITY, python_function, system_text};
-pub use turn::ChatMlTurn;
+pub use turn::ChatMlTurnParser;
 
 use crate::harmony::Role;
 use crate::vocabulary::{Vocabulary, embedded_json};
 use anyhow::{Result, ensure};
 use std::path::Path;
 
-/// The start of a call to the Python tool and its end: words of the embedded vocabulary.
+/// The text before and after the code in a call to the Python tool; entries of the embedded vocabulary.
 const PYTHON_CALL: &str = "{\"name\": \"python\", \"arguments\": {\"code\": \"";
 const CALL_END: &str = "\"}}";
 
-/// What stands around a call and a reply; in Qwen's vocabulary the first two are tokens.
+/// The text around a call, which is one token each in Qwen's vocabulary, and around a reply.
 const TOOL_CALL: [&str; 2] = ["<tool_call>", "</tool_call>"];
 const TOOL_RESPONSE: [&str; 2] = ["<tool_response>", "</tool_response>"];
 
-/// Control tokens of the embedded vocabulary, ids from 0; [`TOOL_CALL`] is 3 and 4.
+/// Control tokens of the embedded vocabulary, ids from 0; [`TOOL_CALL`] has ids 3 and 4.
 const SPECIAL: [&str; 3] = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"];
-/// Words of the frame in the embedded vocabulary, ids from 5. In content every byte is one token.
+/// Template words of the embedded vocabulary, ids from 5. In content every byte is one token.
 const WORDS: [&str; 7] =
     ["system", "user", "assistant", PYTHON_CALL, CALL_END, TOOL_RESPONSE[0], TOOL_RESPONSE[1]];
 
@@ -40,7 +42,7 @@ pub struct ChatMl {
     vocabulary: Vocabulary,
     im_start: u32,
     im_end: u32,
-    /// `<|endoftext|>`, which ends a turn too.
+    /// `<|endoftext|>`, which also ends a turn.
     end_of_text: Option<u32>,
 }
 
@@ -54,12 +56,15 @@ impl ChatMl {
         Self::new(Vocabulary::from_file(path)?, &path.display().to_string())
     }
 
-    /// Reads the bytes of a `tokenizer.json`; `place` names it in errors. Errors as [`Self::from_file`].
+    /// Reads the bytes of a `tokenizer.json`; error messages name it `place`.
+    ///
+    /// # Errors
+    /// As [`Self::from_file`].
     pub fn from_bytes(json: Vec<u8>, place: &str) -> Result<Self> {
         Self::new(Vocabulary::from_bytes(json, place)?, place)
     }
 
-    /// The embedded vocabulary of 272 tokens: control tokens, words of the frame, bytes.
+    /// Makes the embedded vocabulary of 272 tokens: control tokens, template words, bytes.
     ///
     /// # Errors
     /// None in practice: a test reads it.
@@ -74,12 +79,12 @@ impl ChatMl {
         Ok(Self { vocabulary, im_start, im_end, end_of_text })
     }
 
-    /// The ids of text and of control tokens.
+    /// Returns the vocabulary of text and control tokens.
     pub fn vocabulary(&self) -> &Vocabulary {
         &self.vocabulary
     }
 
-    /// `<|im_end|>`, and `<|endoftext|>` where there is one.
+    /// Returns the ids of `<|im_end|>` and, if the vocabulary has it, `<|endoftext|>`.
     pub fn stop_tokens(&self) -> Vec<u32> {
         std::iter::once(self.im_end).chain(self.end_of_text).collect()
     }
@@ -88,21 +93,21 @@ impl ChatMl {
         token == self.im_end || Some(token) == self.end_of_text
     }
 
-    /// A reader of the tokens sampled after `<|im_start|>assistant` and its line break.
-    pub fn turn_parser(&self) -> ChatMlTurn {
-        ChatMlTurn::new(self)
+    /// Makes a parser of the tokens sampled after `<|im_start|>assistant` and its line break.
+    pub fn turn_parser(&self) -> ChatMlTurnParser {
+        ChatMlTurnParser::new(self)
     }
 
-    /// Whether `tokens` are turns, each of a role that there is; the last one may be unfinished.
+    /// Checks that `tokens` are turns of known roles; the last turn may be unfinished.
     ///
     /// # Errors
-    /// Where they are none.
+    /// If they are not.
     pub fn check(&self, tokens: &[u32]) -> Result<()> {
         let mut rest = tokens;
         while let [first, after @ ..] = rest {
             ensure!(
                 *first == self.im_start,
-                "unexpected token {first} where only the start token {} can stand",
+                "unexpected token {first}; expected the start token {}",
                 self.im_start
             );
             let end = after.iter().position(|&token| self.stops(token));
@@ -112,7 +117,7 @@ impl ChatMl {
             let role = text.split('\n').next().unwrap_or_default();
             let known = Role::from_name(role).is_some_and(|role| role != Role::Developer);
             let begun = end.is_none() && !text.contains('\n');
-            ensure!(known || begun, "a turn of {role:?}, which is no role");
+            ensure!(known || begun, "a turn of the unknown role {role:?}");
             let Some(end) = end else { return Ok(()) };
             rest = &after[end + 1..];
             // The line break between two turns.

@@ -1,39 +1,41 @@
-//! Messages to tokens.
+//! Rendering of messages as tokens.
 
 use super::{CALL_END, ChatMl, PYTHON_CALL, TOOL_CALL, TOOL_RESPONSE, json};
 use crate::chat::PYTHON;
 use crate::harmony::{MaskedTokens, Message, Role};
 
 impl ChatMl {
-    /// A conversation and the opening of the assistant's turn.
-    pub fn prompt(&self, messages: &[Message]) -> Vec<u32> {
+    /// Renders a conversation and the start of the assistant's turn.
+    pub fn render_prompt(&self, messages: &[Message]) -> Vec<u32> {
         let mut out = Writer::new(self);
         turns(messages).for_each(|turn| out.turn(turn));
-        out.opening(Role::Assistant);
+        out.start_turn(Role::Assistant);
         out.finish().tokens
     }
 
-    /// What follows a sampled turn: the line break that ends it, `messages`, and the next opening.
-    pub fn continuation(&self, messages: &[Message]) -> Vec<u32> {
+    /// Renders the text after a sampled turn: the line break that ends the turn, `messages`, and the start of
+    /// the assistant's next turn.
+    pub fn render_continuation(&self, messages: &[Message]) -> Vec<u32> {
         let mut out = Writer::new(self);
         out.text("\n");
         turns(messages).for_each(|turn| out.turn(turn));
-        out.opening(Role::Assistant);
+        out.start_turn(Role::Assistant);
         out.finish().tokens
     }
 
-    /// A conversation to learn from: what the assistant wrote and the `<|im_end|>` that closes it count as sampled.
-    pub fn training(&self, messages: &[Message]) -> MaskedTokens {
+    /// Renders a conversation for training. The mask is true for the assistant's text and the `<|im_end|>`
+    /// after it.
+    pub fn render_training(&self, messages: &[Message]) -> MaskedTokens {
         let mut out = Writer::new(self);
         turns(messages).for_each(|turn| out.turn(turn));
-        // The line break behind the last turn predicts nothing.
+        // The line break after the last turn is not part of it.
         out.pending.clear();
         out.finish()
     }
 }
 
-/// The messages of each turn: replies that follow one another are one, and so are an assistant's calls with the text
-/// before them.
+/// Splits messages into turns. Consecutive replies form one turn, and so do an assistant's calls with the
+/// text before them.
 fn turns(messages: &[Message]) -> impl Iterator<Item = &[Message]> {
     messages.chunk_by(|a, b| match (a.role, b.role) {
         (Role::Tool, Role::Tool) => true,
@@ -48,7 +50,7 @@ struct Writer<'a> {
     tokens: Vec<u32>,
     mask: Vec<bool>,
     sampled: bool,
-    /// Text that is not yet tokenised: neighbours are tokenised as one.
+    /// Text not tokenised yet: adjacent texts are tokenised as one.
     pending: String,
 }
 
@@ -78,31 +80,31 @@ impl<'a> Writer<'a> {
         self.mask.push(self.sampled);
     }
 
-    /// A piece of the frame: the token of that spelling, where there is one that merges do not make anyway.
-    fn frame(&mut self, piece: &str) {
+    /// Writes a template word: as one token if the vocabulary has it, unless merges make that token anyway.
+    fn template_word(&mut self, word: &str) {
         let vocabulary = &self.chat.vocabulary;
-        let whole = vocabulary.added_id(piece).or_else(|| {
-            let id = vocabulary.entry(piece)?;
-            (vocabulary.encode_text(piece) != [id]).then_some(id)
+        let whole = vocabulary.added_id(word).or_else(|| {
+            let id = vocabulary.entry(word)?;
+            (vocabulary.encode_text(word) != [id]).then_some(id)
         });
         match whole {
             Some(id) => self.token(id),
-            None => self.text(piece),
+            None => self.text(word),
         }
     }
 
-    fn opening(&mut self, role: Role) {
+    fn start_turn(&mut self, role: Role) {
         self.token(self.chat.im_start);
-        self.frame(role.name());
+        self.template_word(role.name());
         self.text("\n");
     }
 
-    /// One turn, to the line break behind it.
+    /// Writes one turn and the line break after it.
     fn turn(&mut self, turn: &[Message]) {
         let Some(first) = turn.first() else { return };
         match first.role {
             Role::Assistant => {
-                self.opening(Role::Assistant);
+                self.start_turn(Role::Assistant);
                 self.flush();
                 self.sampled = true;
                 for (i, message) in turn.iter().enumerate() {
@@ -115,17 +117,17 @@ impl<'a> Writer<'a> {
             }
             Role::Tool => {
                 self.token(self.chat.im_start);
-                self.frame(Role::User.name());
+                self.template_word(Role::User.name());
                 for reply in turn {
                     self.text("\n");
-                    self.frame(TOOL_RESPONSE[0]);
+                    self.template_word(TOOL_RESPONSE[0]);
                     self.text(&format!("\n{}\n", reply.content));
-                    self.frame(TOOL_RESPONSE[1]);
+                    self.template_word(TOOL_RESPONSE[1]);
                 }
             }
             role => {
-                // There is no developer here: what one says is the system's.
-                self.opening(if role == Role::Developer { Role::System } else { role });
+                // ChatML has no developer role: its messages become system messages.
+                self.start_turn(if role == Role::Developer { Role::System } else { role });
                 self.text(&first.content);
             }
         }
@@ -134,18 +136,18 @@ impl<'a> Writer<'a> {
         self.text("\n");
     }
 
-    /// A call: the code of one to the Python tool, else a function's arguments as JSON.
+    /// Writes a call: the code of a call to the Python tool, otherwise a function's arguments as JSON.
     fn call(&mut self, name: &str, content: &str) {
-        self.frame(TOOL_CALL[0]);
+        self.template_word(TOOL_CALL[0]);
         self.text("\n");
         if name == PYTHON {
-            self.frame(PYTHON_CALL);
-            self.text(&json::escaped(content));
-            self.frame(CALL_END);
+            self.template_word(PYTHON_CALL);
+            self.text(&json::escape(content));
+            self.template_word(CALL_END);
         } else {
             self.text(&format!("{{\"name\": \"{name}\", \"arguments\": {content}}}"));
         }
         self.text("\n");
-        self.frame(TOOL_CALL[1]);
+        self.template_word(TOOL_CALL[1]);
     }
 }

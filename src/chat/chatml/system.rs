@@ -1,17 +1,17 @@
-//! What a system message says: who the model is, and its functions.
+//! The system message: the model's identity and its functions.
 
 use super::json;
 use crate::chat::PYTHON;
 use serde_json::{Value, json};
 
-/// What Qwen2.5's own template says where a conversation has no system message.
+/// The identity that Qwen2.5's own template adds to a conversation without a system message.
 pub const QWEN_IDENTITY: &str = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.";
 
-/// What the Python tool is said to do.
+/// Description of the Python tool.
 const PYTHON_DESCRIPTION: &str = "Runs Python code and answers with its output. Use it to compute and to check \
     your reasoning. The user sees neither code nor output.";
 
-/// The Python tool: a function of one text.
+/// Returns the Python tool as a function with one string argument.
 pub fn python_function() -> Value {
     json!({
         "type": "function",
@@ -27,7 +27,7 @@ pub fn python_function() -> Value {
     })
 }
 
-/// The text of a system message that lists `functions`; `None` where it would say nothing.
+/// Returns the text of a system message that lists `functions`; `None` if it would be empty.
 pub fn system_text(text: Option<&str>, functions: &[Value]) -> Option<String> {
     if functions.is_empty() {
         return text.map(str::to_owned);

@@ -1,34 +1,34 @@
-//! The tolerant parser: one sampled turn of the assistant, whatever the model wrote. It never fails.
+//! A tolerant parser of one sampled turn of the assistant. It never fails.
 //!
-//! Calls are looked for in the text, so a model that spells `<tool_call>` letter by letter is understood. A call that its
-//! model forgot to close ends with the turn or where the next one begins.
+//! It searches the text for calls, so a `<tool_call>` spelled in ordinary tokens counts too. A call without
+//! an end extends to the next call or to the end of the turn.
 
 use super::{ChatMl, TOOL_CALL, json};
 use crate::chat::{Call, PYTHON};
 use crate::harmony::{Message, TurnEnd, TurnStep};
 use serde_json::Value;
 
-/// The channel of a text before calls, and of the calls.
+/// The channel of calls, and of a text before calls.
 const COMMENTARY: &str = "commentary";
 
-/// Reads the tokens sampled after `<|im_start|>assistant` and its line break.
-pub struct ChatMlTurn {
+/// Parses the tokens sampled after `<|im_start|>assistant` and its line break.
+pub struct ChatMlTurnParser {
     chat: ChatMl,
     bytes: Vec<u8>,
-    /// What keeps the turn's calls from being run, whatever they say.
-    flaw: Option<&'static str>,
+    /// The error that makes all of the turn's calls malformed.
+    error: Option<&'static str>,
     messages: Vec<Message>,
     calls: Vec<Call>,
     over: Option<TurnEnd>,
 }
 
-impl ChatMlTurn {
+impl ChatMlTurnParser {
     pub(super) fn new(chat: &ChatMl) -> Self {
         let (bytes, messages, calls) = (vec![], vec![], vec![]);
-        Self { chat: chat.clone(), bytes, flaw: None, messages, calls, over: None }
+        Self { chat: chat.clone(), bytes, error: None, messages, calls, over: None }
     }
 
-    /// Reads the next token. After the turn's end nothing is read.
+    /// Reads the next token. Tokens after the end of the turn are ignored.
     pub fn push(&mut self, token: u32) -> TurnStep {
         if let Some(end) = self.over {
             return TurnStep::Over(end);
@@ -36,24 +36,24 @@ impl ChatMlTurn {
         let vocabulary = self.chat.vocabulary();
         if self.chat.stops(token) {
             if std::str::from_utf8(&self.bytes).is_err() {
-                self.flaw = Some("Error: the call is not valid UTF-8.");
+                self.error = Some("Error: the call is not valid UTF-8.");
             }
             self.read();
             return TurnStep::Over(self.end());
         }
         if vocabulary.is_special(token) {
-            self.flaw = Some("Error: the call contains special tokens.");
+            self.error = Some("Error: the call contains special tokens.");
         }
         self.bytes.extend_from_slice(vocabulary.token_bytes(token).unwrap_or("\u{fffd}".as_bytes()));
         TurnStep::Within
     }
 
-    /// The calls of a turn that is over, in order.
+    /// Returns the calls of a finished turn, in order.
     pub fn calls(&self) -> &[Call] {
         &self.calls
     }
 
-    /// The turn as far as it was read: its text, then what could be read of its calls.
+    /// Returns the turn's messages so far: its text, then its readable calls.
     pub fn finish(mut self) -> Vec<Message> {
         if self.over.is_none() && !self.bytes.is_empty() {
             self.read();
@@ -70,22 +70,22 @@ impl ChatMlTurn {
         *self.over.insert(end)
     }
 
-    /// Takes the text apart.
+    /// Parses the text into messages and calls.
     fn read(&mut self) {
         let text = String::from_utf8_lossy(&self.bytes).into_owned();
-        let (said, written) = split(&text);
-        if written.is_empty() {
+        let (outside, calls) = split(&text);
+        if calls.is_empty() {
             self.messages.push(Message::assistant("final", text));
             return;
         }
-        if !said.trim().is_empty() {
-            self.messages.push(Message::assistant(COMMENTARY, said));
+        if !outside.trim().is_empty() {
+            self.messages.push(Message::assistant(COMMENTARY, outside));
         }
-        for text in written {
+        for text in calls {
             let call = read_call(text);
-            let call = match (call, self.flaw) {
-                (Call::Ready(message), Some(flaw)) => {
-                    Call::Malformed { recipient: message.recipient, reply: flaw.into() }
+            let call = match (call, self.error) {
+                (Call::Ready(message), Some(error)) => {
+                    Call::Malformed { recipient: message.recipient, reply: error.into() }
                 }
                 (call, _) => call,
             };
@@ -98,22 +98,23 @@ impl ChatMlTurn {
     }
 }
 
-/// The text outside of calls, and what stands in each.
+/// Returns the text outside of calls, and the text of each call.
 fn split(text: &str) -> (String, Vec<&str>) {
     let [open, close] = TOOL_CALL;
     let mut parts = text.split(open);
-    let mut said = vec![parts.next().unwrap_or_default().trim_end_matches('\n')];
+    let mut outside = vec![parts.next().unwrap_or_default().trim_end_matches('\n')];
     let mut calls = vec![];
     for part in parts {
         let (call, after) = part.split_once(close).unwrap_or((part, ""));
         calls.push(call.trim());
-        said.push(after.trim_matches('\n'));
+        outside.push(after.trim_matches('\n'));
     }
-    said.retain(|text| !text.is_empty());
-    (said.join("\n"), calls)
+    outside.retain(|text| !text.is_empty());
+    (outside.join("\n"), calls)
 }
 
-/// `{"name": …, "arguments": {…}}`; arguments may also be written as a text that spells the object.
+/// Reads a call `{"name": …, "arguments": {…}}`. The arguments may also be a string that holds the object as
+/// JSON.
 fn read_call(text: &str) -> Call {
     let malformed = |recipient: Option<&str>, what: String| Call::Malformed {
         recipient: recipient.map(str::to_owned),

@@ -263,7 +263,7 @@ fn conversations(format: Format) -> [Target; 3] {
             text(move |input| {
                 let Ok(row) = serde_json::from_str(input) else { return };
                 let Ok(messages) = rendering.read_messages(&row, "row 1") else { return };
-                let _ = (rendering.prompt(&messages), rendering.training(&messages));
+                let _ = (rendering.render_prompt(&messages), rendering.render_training(&messages));
             }),
         ),
         target(
