@@ -85,7 +85,7 @@ impl Rules<'_> {
 
     fn importance(&mut self) {
         let correction = &self.recipe.policy.correction;
-        if let Some(wrong) = WeightBound::wrong_bounds(&correction.threshold) {
+        if let Some(wrong) = WeightBound::bounds_error(&correction.threshold) {
             self.refuse(&["policy.correction.threshold"], wrong);
         }
         if correction.is == ImportanceSampling::None {
