@@ -1,11 +1,16 @@
-//! AdamW whose moments are kept in 8 bits, block by block (Dettmers, Lewis, Shleifer, Zettlemoyer 2022, "8-bit Optimizers via
-//! Block-wise Quantization"): a code a value, and for each block of 256 its largest magnitude, by which its codes are scaled.
+//! AdamW with block-wise 8-bit moments (Dettmers, Lewis, Shleifer, Zettlemoyer 2022, "8-bit Optimizers via
+//! Block-wise Quantization").
 //!
-//! A code stands for the nearest of 256 values of [−1, 1], or of [0, 1] where none is negative. They are spaced as a float's
-//! are, over seven powers of ten: `10^−d` times the middles of `n · 2^(6−d)` equal parts of [0.1, 1], for d from 0 to 6; then 0
-//! and 1. The signed map has n = 1 and each of these with both signs but for 1, the unsigned n = 2. So the largest magnitude of
-//! a block is exact (a negative one of the first moment 0.7% off), what is within a tenth of it is off by at most 0.7% or 0.35%
-//! of it, and the smaller a value, the fewer digits it has.
+//! Each value has one code. Each block of 256 values has one scale: its largest magnitude.
+//!
+//! A code stands for the nearest of 256 values in [−1, 1], or in [0, 1] for a moment that is never
+//! negative. The values are spaced like a float's, over seven powers of ten. For d from 0 to 6 they are
+//! `10^−d` times the midpoints of `n · 2^(6−d)` equal parts of [0.1, 1]. 0 and 1 are added. The signed map
+//! has n = 1 and both signs of every value except 1. The unsigned map has n = 2.
+//!
+//! The largest magnitude of a block is exact; a negative one of the first moment is 0.7% off. Values within
+//! a tenth of the largest are off by at most 0.7% (signed) or 0.35% (unsigned) of it. Smaller values have
+//! fewer significant digits.
 
 use super::cpu::{edit, edit_codes, host_values, in_parallel};
 use super::cuda;
@@ -14,21 +19,21 @@ use candle_core::{Result, Tensor, bail};
 use multiversion::multiversion;
 use rayon::prelude::*;
 
-/// Values of a tensor, in its order, that share a scale.
+/// Number of consecutive values of a tensor that share a scale.
 pub const BLOCK: usize = 256;
-/// Tensors of fewer values keep their moments in f32: they weigh nothing, and norms, biases and sinks are among them.
+/// Number of values below which a tensor's moments stay in f32. Norms, biases and sinks are that small.
 pub const VALUES_MIN: usize = 4096;
 
-/// What 256 codes stand for, ascending.
+/// The 256 values of a code map, in ascending order.
 struct CodeMap {
     values: [f32; 256],
-    /// `bounds[i]` lies in the middle between values i and i + 1. The last is never reached.
+    /// `bounds[i]` is the midpoint of values i and i + 1. The last bound is never reached.
     bounds: [f32; 256],
 }
 
-/// For the first moment.
+/// Code map of the first moment.
 static SIGNED: CodeMap = CodeMap::new(true);
-/// For the second.
+/// Code map of the second moment.
 static UNSIGNED: CodeMap = CodeMap::new(false);
 
 impl CodeMap {
@@ -70,10 +75,12 @@ impl CodeMap {
             .for_each(|(value, &code)| *value = self.values[usize::from(code)] * scale);
     }
 
-    /// Writes the codes of a block, and returns its scale. In a block of zeros that is 0, and the codes mean nothing.
+    /// Writes the codes of a block and returns its scale. A block of zeros has scale 0; its codes have no
+    /// meaning.
     ///
-    /// What is not 0 and none negative never becomes 0: a second moment that is lost leaves a first one over ε, and that is no
-    /// step but a leap. As the smallest code it makes the step too short instead, until the block's largest comes down.
+    /// The unsigned map never encodes a nonzero value as 0. If a second moment became 0, the update would
+    /// divide the first moment by ε alone and be far too large. The smallest code makes the update too
+    /// small instead, until the block's largest value decreases.
     #[inline(always)]
     fn encode(&self, values: &[f32], codes: &mut [u8]) -> f32 {
         let scale = values.iter().fold(0f32, |max, value| max.max(value.abs()));
@@ -85,7 +92,7 @@ impl CodeMap {
         scale
     }
 
-    /// The number of bounds that do not exceed `x`, by halving.
+    /// Returns the number of bounds that do not exceed `x`, by binary search.
     #[inline(always)]
     fn nearest(&self, x: f32) -> u8 {
         let mut code = 0u8;
@@ -96,16 +103,16 @@ impl CodeMap {
     }
 }
 
-/// One moment of a tensor of n values: n codes, and a scale for each [`BLOCK`] of them.
+/// One moment of a tensor of n values: n codes, and one scale for each [`BLOCK`] values.
 #[derive(Clone, Copy)]
 pub struct Moment<'a> {
     pub codes: &'a Tensor,
     pub scales: &'a Tensor,
 }
 
-/// AdamW as in [`super::optimizer::adamw`], its moments decoded for the update and encoded after it: the step itself is taken
-/// with exact ones. Codes have the shape of the weights, scales `[n / 256]`, rounded up. Blocks go by the order of the values,
-/// so threads change no bit.
+/// Performs AdamW as in [`super::optimizer::adamw`] with 8-bit moments. The moments are decoded, the update
+/// is computed with their exact new values, and these are encoded. Codes have the shape of the weights;
+/// scales are `[⌈n / 256⌉]`. Blocks follow the order of the values, so threads change no bit.
 ///
 /// # Errors
 /// When shapes differ.
@@ -147,7 +154,7 @@ fn edit_moment<R>(moment: Moment, f: impl FnOnce(&mut [u8], &mut [f32]) -> Resul
     edit_codes(moment.codes, |codes| edit(moment.scales, |scales| f(codes, scales)))
 }
 
-/// Codes and scales of as many values.
+/// The codes and the scales of one moment.
 type Encoded<'a> = (&'a mut [u8], &'a mut [f32]);
 
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]

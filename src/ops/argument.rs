@@ -1,25 +1,25 @@
-//! What a device's kernels ask of a tensor, in plain Rust: tested without a GPU.
+//! Checks of a tensor's type, shape and layout before a kernel reads it. Plain Rust, tested without a GPU.
 
 use candle_core::{DType, Layout, Result, bail};
 
-/// A tensor as a check sees it.
+/// A tensor's type and layout, as a check reads them.
 #[derive(Debug, Clone, Copy)]
 pub struct Argument<'a> {
-    /// The op, in messages.
+    /// The op's name in messages.
     pub op: &'static str,
-    /// Its own name there.
+    /// The argument's name in messages.
     pub name: &'a str,
-    /// Its element type.
+    /// The element type.
     pub dtype: DType,
-    /// Its shape, strides and offset.
+    /// The shape, strides and offset.
     pub layout: &'a Layout,
 }
 
 impl Argument<'_> {
-    /// Refuses another element type or shape, or a layout that the kernels cannot walk.
+    /// Checks the element type, the shape, and that the kernels can read the layout.
     ///
     /// # Errors
-    /// As said, each with what it is, what it should be, and how to get there.
+    /// When one of them differs. The message has the actual value, the required value and the remedy.
     pub fn check(&self, dtype: DType, shape: &[usize]) -> Result<()> {
         let Self { op, name, layout, .. } = *self;
         let dims = layout.dims();
@@ -36,7 +36,7 @@ impl Argument<'_> {
                 "{op}: {name} {dims:?} with strides {strides:?} is not contiguous; call contiguous() first"
             );
         }
-        // 16 bytes, what a copy moves; the kernels' f32 arguments are read one by one.
+        // A kernel copies bf16 in units of 16 bytes; it reads f32 one by one.
         if dtype == DType::BF16 && layout.start_offset() % 8 != 0 {
             let offset = layout.start_offset();
             bail!(

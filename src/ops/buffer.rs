@@ -1,33 +1,35 @@
-//! Fresh buffers of values: those that are written whole are not cleared first, which took a tenth of a tiny model's update.
+//! Fresh buffers of values. Buffers that are overwritten whole are not cleared first; clearing took a tenth
+//! of a tiny model's update.
 
-/// Whether they begin with NaN, so that tests find who reads them unwritten: the ops' own, and all in a build with debug
-/// assertions (`just unwritten`).
+/// True when fresh buffers hold NaN, so that tests find reads of unwritten values. True in tests, in builds
+/// with debug assertions (`just unwritten`), and on architectures other than x86-64 and AArch64.
 const NOT_A_NUMBER: bool =
     cfg!(any(test, debug_assertions)) || !cfg!(any(target_arch = "x86_64", target_arch = "aarch64"));
 
-/// `len` values that the caller overwrites before it reads any.
+/// Returns `len` values that the caller overwrites before it reads any.
 pub fn buffer(len: usize) -> Vec<f32> {
     if NOT_A_NUMBER {
         return vec![f32::NAN; len];
     }
     let mut values: Vec<f32> = Vec::with_capacity(len);
     give_contents(values.as_mut_ptr());
-    // SAFETY: so many were reserved, any bits are an f32, and memory that passed through `give_contents` has contents.
+    // SAFETY: `len` values are reserved, every bit pattern is an f32, and `give_contents` makes the memory
+    // initialized.
     unsafe { values.set_len(len) };
     values
 }
 
-/// `len` values to add to.
+/// Returns `len` zeros.
 pub fn zeros(len: usize) -> Vec<f32> {
     vec![0.0; len]
 }
 
-/// Memory that was just allocated has no contents in Rust's eyes, and to read it is undefined. To the compiler this may write all
-/// of it; it writes nothing, and what was there stays.
+/// Makes freshly allocated memory count as initialized. Reading uninitialized memory is undefined behaviour
+/// in Rust. To the compiler this call may write all of the memory; it writes nothing.
 #[inline(always)]
 fn give_contents(memory: *mut f32) {
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-    // SAFETY: no instruction is in it.
+    // SAFETY: the assembly has no instruction.
     unsafe {
         std::arch::asm!("/* {0} */", in(reg) memory, options(nostack, preserves_flags));
     }

@@ -1,4 +1,4 @@
-//! Access to CPU storage, and the one way rows are shared out over threads.
+//! Access to CPU storage, and the distribution of rows over threads.
 
 use super::buffer::buffer;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Storage, StorageRef, Tensor, bail};
@@ -7,7 +7,7 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 use std::ops::Deref;
 
-/// What a tensor that ops read or change in place is made of.
+/// An element type of tensors that ops read or change in place.
 pub trait Element: Copy + 'static {
     const NAME: &'static str;
 
@@ -36,7 +36,7 @@ element!(f32, F32);
 element!(u32, U32);
 element!(u8, U8);
 
-/// The contiguous values of a CPU tensor, readable as a slice while held.
+/// The contiguous values of a CPU tensor, locked for reading as a slice.
 pub struct HostSlice<'a, T> {
     storage: StorageRef<'a>,
     start: usize,
@@ -58,7 +58,7 @@ fn host<T: Element>(tensor: &Tensor) -> Result<HostSlice<'_, T>> {
     }
 }
 
-/// Opens a CPU tensor of f32 for reading.
+/// Locks a CPU tensor of f32 for reading.
 ///
 /// # Errors
 /// When the tensor is not contiguous, not f32 or not on the CPU.
@@ -66,7 +66,7 @@ pub fn host_values(tensor: &Tensor) -> Result<HostValues<'_>> {
     host(tensor)
 }
 
-/// Opens a CPU tensor of ids, u32, for reading.
+/// Locks a CPU tensor of u32 ids for reading.
 ///
 /// # Errors
 /// When the tensor is not contiguous, not u32 or not on the CPU.
@@ -74,7 +74,7 @@ pub fn host_ids(tensor: &Tensor) -> Result<HostIds<'_>> {
     host(tensor)
 }
 
-/// Opens a CPU tensor of 8-bit codes for reading.
+/// Locks a CPU tensor of 8-bit codes for reading.
 ///
 /// # Errors
 /// When the tensor is not contiguous, not u8 or not on the CPU.
@@ -82,7 +82,7 @@ pub fn host_codes(tensor: &Tensor) -> Result<HostSlice<'_, u8>> {
     host(tensor)
 }
 
-/// The same values in host memory, bf16 as f32. What is there already is not copied.
+/// Copies a tensor to host memory and converts bf16 to f32. A tensor that is there already is not copied.
 ///
 /// # Errors
 /// When memory runs out.
@@ -102,7 +102,7 @@ impl<T: Element> Deref for HostSlice<'_, T> {
     }
 }
 
-/// Calls `f` with the values of a contiguous f32 CPU tensor, to change them in place: gradients, weights, optimizer state.
+/// Calls `f` with the values of a contiguous f32 CPU tensor, which `f` may change in place.
 ///
 /// # Errors
 /// Those of `f`, and when the tensor is not contiguous, not f32 or not on the CPU.
@@ -110,7 +110,7 @@ pub fn edit<R>(tensor: &Tensor, f: impl FnOnce(&mut [f32]) -> Result<R>) -> Resu
     edit_elements(tensor, f)
 }
 
-/// The same of a tensor of 8-bit codes.
+/// Calls `f` with the values of a contiguous CPU tensor of 8-bit codes, which `f` may change in place.
 ///
 /// # Errors
 /// Those of `f`, and when the tensor is not contiguous, not u8 or not on the CPU.
@@ -124,7 +124,7 @@ fn edit_elements<T: Element, R>(tensor: &Tensor, f: impl FnOnce(&mut [T]) -> Res
     edit.result.into_inner().ok_or_else(|| candle_core::Error::Msg("edit: nothing was edited".into()))
 }
 
-/// A closure as an op, for candle lends a storage to ops alone.
+/// A closure as an op: candle gives mutable access to a storage only to ops.
 struct Edit<T, F, R> {
     f: Cell<Option<F>>,
     result: Cell<Option<R>>,
@@ -157,18 +157,18 @@ pub fn add_values(sum: &Tensor, x: &[f32]) -> Result<()> {
     })
 }
 
-/// Work below this many multiply-adds is not worth handing to other threads.
+/// Multiply-adds below which work stays on one thread.
 const PARALLEL_WORK_MIN: usize = 1 << 16;
 
-/// True when `work` (multiply-adds, roughly) should be spread over the current thread pool.
+/// Returns true when `work` (about that many multiply-adds) should use the current thread pool.
 ///
-/// Inside a pool of one thread this is always false: that is how the trainer runs whole
-/// micro-batches side by side without the ops competing for the same cores.
+/// In a pool of one thread this is always false. The trainer runs whole micro-batches side by side in such
+/// pools, so their ops do not compete for cores.
 pub fn in_parallel(work: usize) -> bool {
     work >= PARALLEL_WORK_MIN && rayon::current_num_threads() > 1
 }
 
-/// Calls `f(row, values)` for every row of `out`, `width` long. `work` is the cost of one row in multiply-adds.
+/// Calls `f(row, values)` for every row of `out`. A row has `width` values and costs `work` multiply-adds.
 pub fn for_each_row(out: &mut [f32], width: usize, work: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
     if width == 0 || out.is_empty() {
         return;
@@ -188,7 +188,7 @@ pub fn for_each_row(out: &mut [f32], width: usize, work: usize, f: impl Fn(usize
     }
 }
 
-/// Rows `rows` of `values`, `width` long, one after the other.
+/// Returns the rows `rows` of `values`, each `width` long, concatenated.
 pub fn gathered_rows(values: &[f32], rows: &[u32], width: usize) -> Vec<f32> {
     let row = |row: u32| &values[row as usize * width..(row as usize + 1) * width];
     let len = rows.len() * width;
@@ -202,7 +202,7 @@ pub fn gathered_rows(values: &[f32], rows: &[u32], width: usize) -> Vec<f32> {
     out
 }
 
-/// As [`for_each_row`] over two buffers at once: `f(row, values of a, values of b)`.
+/// Calls `f(row, values of a, values of b)` for every row of two buffers, like [`for_each_row`].
 pub fn for_each_row_pair(
     (a, a_width): (&mut [f32], usize),
     (b, b_width): (&mut [f32], usize),

@@ -1,8 +1,10 @@
-//! `y_t = W[id_t]` for `W [V, H]`. Backward: rows of `dW` are sums over their tokens in token order.
+//! Token embedding: `y_t = W[id_t]` for `W [V, H]`.
 //!
-//! An embedding that is the head too lies as the head reads it, `[H, V]`; its columns are then what rows are here.
+//! Backward: each row of `dW` is the sum over its tokens in token order.
 //!
-//! On a GPU values are bf16, and `H` a multiple of 8.
+//! A tied embedding has the head's layout, `[H, V]`: its columns are the rows here.
+//!
+//! On a GPU values are bf16, and `H` is a multiple of 8.
 
 use super::buffer::{buffer, zeros};
 use super::cpu::{edit, gathered_rows, host_values};
@@ -13,7 +15,7 @@ use super::parameter::{Gradient, Parameter};
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use std::sync::Arc;
 
-/// Rows `ids` of `weight`, `[T, H]`.
+/// Returns rows `ids` of `weight`, `[T, H]`.
 ///
 /// # Errors
 /// When an id is not below `V`.
@@ -25,7 +27,7 @@ pub fn embedding(weight: &Parameter, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
     apply([weight.values()], Rows { ids: ids.clone(), table: weight.gradient() })
 }
 
-/// Columns `ids` of `weight [H, V]`, as rows: `[T, H]`.
+/// Returns columns `ids` of `weight [H, V]` as rows, `[T, H]`.
 ///
 /// # Errors
 /// When an id is not below `V`.
@@ -37,7 +39,7 @@ pub fn tied_embedding(weight: &Parameter, ids: &Arc<Vec<u32>>) -> Result<Tensor>
     apply([weight.values()], Columns { ids: ids.clone(), table: weight.gradient() })
 }
 
-/// Rows `rows` of `x [T, H]`, such as those that predict a trained token. Differentiable.
+/// Returns rows `rows` of `x [T, H]`, for example those that predict a trained token. Differentiable.
 ///
 /// # Errors
 /// When a row does not exist.
@@ -51,7 +53,7 @@ pub fn select_rows(x: &Tensor, rows: &Arc<Vec<u32>>) -> Result<Tensor> {
 
 struct Rows {
     ids: Arc<Vec<u32>>,
-    /// Where the gradient of a table that is a parameter goes.
+    /// Where the gradient goes when the table is a parameter.
     table: Option<Gradient>,
 }
 
@@ -98,13 +100,13 @@ impl Operation<1> for Rows {
     }
 }
 
-/// Tokens by their id.
+/// Token indices grouped by id.
 pub(super) struct ById {
-    /// The ids that occur, ascending.
+    /// The distinct ids, ascending.
     pub ids: Vec<u32>,
-    /// Where each one's tokens begin in `order`, and the end of the last.
+    /// Start of each id's tokens in `order`; the last entry is the end.
     pub starts: Vec<u32>,
-    /// The tokens of one id after those of another, in their order.
+    /// Token indices sorted by id, then by position.
     pub order: Vec<u32>,
 }
 
@@ -122,7 +124,8 @@ impl ById {
     }
 }
 
-/// The rows of `grad` summed by id: only ids that occur, in ascending order, each over its tokens in their order.
+/// Sums the rows of `grad` by id. Calls `add` in ascending order of the ids that occur; each sum is in
+/// token order.
 fn each_sum(ids: &[u32], grad: &[f32], width: usize, mut add: impl FnMut(usize, &[f32])) {
     let ById { ids, starts, order } = ById::new(ids);
     let mut sum = buffer(width);

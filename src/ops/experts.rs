@@ -1,10 +1,10 @@
-//! The experts, memory-lean: tokens sorted by expert, one product an expert on its own rows.
+//! The experts of a MoE layer. Tokens are sorted by expert; each expert multiplies its own rows once.
 //!
-//! On a GPU rows and matrices are bf16, weights, biases and gradients of what learns f32, and counts are read there: no
-//! work of the host's depends on them.
+//! On a GPU rows and matrices are bf16. Trainable weights, biases and gradients are f32. The GPU reads the
+//! row counts itself, so the host does not wait for them.
 //!
-//! Nothing repeats hidden states by the number of experts: `T·K` rows exist, whatever `E`. Outputs are
-//! added in slot order, not in arrival order, so a token's sum does not depend on the batch.
+//! Memory does not grow with the number of experts: there are `T·K` rows whatever `E` is. Outputs are added
+//! in slot order, so a token's sum does not depend on the batch.
 
 use super::buffer::buffer;
 use super::cpu::{
@@ -26,19 +26,19 @@ use rayon::prelude::*;
 use std::cmp::Reverse;
 use std::ops::Range;
 
-/// Where every (token, slot) goes once rows are sorted by expert. Lies where the routes do.
+/// The permutation that sorts (token, slot) pairs by expert. Stored on the routes' device.
 #[derive(Debug, Clone)]
 pub struct Dispatch {
     tokens: usize,
     top_k: usize,
     experts: usize,
-    /// u32, one after the other: the sorted row of each (token, slot) `[T][K]`; the token of each sorted row `[T·K]`; the
-    /// first sorted row of each expert, and `T·K` at the end, `[E + 1]`.
+    /// Three concatenated u32 arrays: the sorted row of each (token, slot), `[T][K]`; the token of each
+    /// sorted row, `[T·K]`; the first sorted row of each expert, with `T·K` at the end, `[E + 1]`.
     plan: Tensor,
 }
 
 impl Dispatch {
-    /// Sorts `routes [T, K]` (u32) by expert, tokens in order within one.
+    /// Sorts `routes [T, K]` (u32) by expert; each expert's tokens keep their order.
     ///
     /// # Errors
     /// When a route is not below `experts`.
@@ -48,38 +48,38 @@ impl Dispatch {
         Ok(Self { tokens, top_k, experts, plan })
     }
 
-    /// `T·K`.
+    /// Returns `T·K`.
     pub(super) fn rows(&self) -> usize {
         self.tokens * self.top_k
     }
 
-    /// The sorted row of each (token, slot), `[T·K]`.
+    /// Returns the sorted row of each (token, slot), `[T·K]`.
     pub(super) fn row_of(&self) -> Result<Tensor> {
         self.plan.narrow(0, 0, self.rows())
     }
 
-    /// The token of each sorted row, `[T·K]`.
+    /// Returns the token of each sorted row, `[T·K]`.
     pub(super) fn token_of(&self) -> Result<Tensor> {
         self.plan.narrow(0, self.rows(), self.rows())
     }
 
-    /// The first sorted row of each expert, and `T·K` at the end, `[E + 1]`.
+    /// Returns the first sorted row of each expert, with `T·K` at the end, `[E + 1]`.
     pub(super) fn starts(&self) -> Result<Tensor> {
         self.plan.narrow(0, 2 * self.rows(), self.experts + 1)
     }
 
-    /// `T`.
+    /// Returns `T`.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn tokens(&self) -> usize {
         self.tokens
     }
 
-    /// `E`.
+    /// Returns `E`.
     pub(super) fn expert_count(&self) -> usize {
         self.experts
     }
 
-    /// Each expert that has rows, with these, of `rows` in all.
+    /// Returns each expert that has rows and its range of rows, of `rows` in all.
     pub(super) fn groups(&self, rows: usize) -> Result<Vec<(usize, Range<usize>)>> {
         if rows != self.rows() {
             bail!("{rows} rows, a plan of {}", self.rows());
@@ -87,7 +87,8 @@ impl Dispatch {
         Ok(self.host()?.experts().filter(|(_, at)| !at.is_empty()).collect())
     }
 
-    /// Rows of each expert, `[E]`, on the host, each as often as `holders [T]` says of its token; `None`: once.
+    /// Counts the rows of each expert, `[E]`, on the host. A token's rows count `holders[t]` times, once
+    /// for `None`.
     ///
     /// # Errors
     /// When the plan cannot be read.
@@ -105,7 +106,7 @@ impl Dispatch {
     }
 }
 
-/// The plan as a CPU reads it.
+/// The plan in host memory.
 struct HostPlan<'a> {
     ids: HostIds<'a>,
     rows: usize,
@@ -125,12 +126,13 @@ impl HostPlan<'_> {
         &self.ids[2 * self.rows..]
     }
 
-    /// Every expert with its sorted rows.
+    /// Iterates over every expert and its sorted rows.
     fn experts(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
         self.offsets().windows(2).map(|w| w[0] as usize..w[1] as usize).enumerate()
     }
 
-    /// Every expert that has rows, with these and its stretch of `values`: `len` of their number long.
+    /// Lists every expert that has rows, its rows and its part of `values`, which has `len(number of rows)`
+    /// values.
     fn occupied<'v>(&self, mut values: &'v mut [f32], len: impl Fn(usize) -> usize) -> Vec<OfExpert<'v>> {
         let mut tasks = vec![];
         for (e, at) in self.experts().filter(|(_, at)| !at.is_empty()) {
@@ -142,11 +144,12 @@ impl HostPlan<'_> {
     }
 }
 
-/// An expert, its sorted rows, and what belongs to it of a buffer.
+/// An expert, its sorted rows, and its part of a buffer.
 type OfExpert<'v> = (usize, Range<usize>, &'v mut [f32]);
 
-/// Runs every expert's task, which has so many `rows`: side by side, each on a thread of its own, where there are enough to keep all
-/// threads busy; else one after the other, and each may take them all. The choice changes no bit.
+/// Runs every expert's task; `rows` gives a task's number of rows. When enough tasks exist to keep all
+/// threads busy, each runs on its own thread. Otherwise they run one after the other, and each may use all
+/// threads. The choice changes no bit.
 pub(super) fn side_by_side<T: Send>(
     mut tasks: Vec<T>,
     rows: impl Fn(&T) -> usize,
@@ -154,7 +157,7 @@ pub(super) fn side_by_side<T: Send>(
     run: impl Fn(Spread, T) + Sync,
 ) {
     if in_parallel(work) && tasks.len() >= rayon::current_num_threads() {
-        // The largest first, so that no thread is left with one at the end.
+        // Largest first, so that no thread starts a large task last.
         tasks.sort_by_key(|task| Reverse(rows(task)));
         tasks.into_iter().par_bridge().for_each(|task| run(Spread::Alone, task));
     } else {
@@ -201,7 +204,8 @@ impl Operation<1> for SortByExpert {
     }
 }
 
-/// Rows of `x [T, H]` in expert order, `[T·K, H]`. Backward: a token's gradient is the sum over its slots in order.
+/// Gathers rows of `x [T, H]` in expert order, `[T·K, H]`. Backward: a token's gradient is the sum over its
+/// slots in order.
 ///
 /// # Errors
 /// When `x` has another number of tokens.
@@ -251,7 +255,8 @@ impl Operation<1> for DispatchRows {
     }
 }
 
-/// `y_r = x_r · W[e(r)] + b[e(r)]`: `x [T·K, in]`, `weight [E, in, out]`, `bias [E, out]` → `[T·K, out]`.
+/// Computes `y_r = x_r · W[e(r)] + b[e(r)]`: `x [T·K, in]`, `weight [E, in, out]`, `bias [E, out]` → `[T·K,
+/// out]`.
 ///
 /// # Errors
 /// When shapes disagree.
@@ -373,7 +378,7 @@ impl GroupedLinear {
     }
 }
 
-/// `y_t = Σ_k w_tk · x_{row(t, k)}`: `x [T·K, H]`, `weights [T, K]` → `[T, H]`, added in slot order.
+/// Computes `y_t = Σ_k w_tk · x_{row(t, k)}` in slot order: `x [T·K, H]`, `weights [T, K]` → `[T, H]`.
 ///
 /// # Errors
 /// When shapes disagree.

@@ -1,9 +1,12 @@
-//! The product of few rows, as decoding makes them, without packing the weights: each is read once, in the order in memory.
-//! The crate reads them in strips of 64 columns, a few rows of `x` at a time, and again for the next few.
+//! Skinny matrix products (few rows), as in decoding, without packing the weights.
 //!
-//! The bits are those of the products of many rows: over a chunk of k one chain an element, from 0, of fused multiply-adds or of
-//! dot products of bf16, and then one addition to what was there. In f32 they are the `gemm` crate's, which the tests of
-//! [`super::product`] compare, in bf16 those of [`super::tiles`].
+//! Each weight is read once, in memory order. The `gemm` crate reads strips of 64 columns for a few rows of
+//! `x`, and reads them again for the next rows.
+//!
+//! The bits equal those of products of many rows. Each element is one chain per chunk of k, starting from
+//! 0, of fused multiply-adds or of bf16 dot products. One addition to the previous value follows. In f32
+//! the reference is the `gemm` crate, compared by the tests of [`super::product`]; in bf16 it is
+//! [`super::tiles`].
 
 use super::prefetch::prefetch_second;
 use super::product::{K_CHUNK, Precision};
@@ -12,38 +15,38 @@ use super::tiles::{LINE, vectors::Words};
 use super::tiles::{multiplies_bf16, vectors::x86};
 use rayon::prelude::*;
 
-/// Above so many rows packing pays.
+/// Number of rows above which packing is faster.
 const ROWS_MAX: usize = 48;
 
-/// Smaller matrices stay in the caches, where the crate is faster.
+/// Number of weights below which the matrix stays in the caches and the crate is faster.
 const WEIGHTS_MIN: usize = 1 << 17;
 
-/// Columns that a thread takes at least, and that the crate is slower with.
+/// Minimum number of columns per thread. With fewer columns in all, the crate is faster.
 const COLUMNS_MIN: usize = 256;
 
-/// Columns of a thread and of a strip come in multiples of these: two vectors, or four where they are short.
+/// Granularity of the columns of a thread and of a strip: two vectors, or four short ones.
 const COLUMNS: usize = 32;
 
-/// Rows of the weights from the one at work to the one that memory is asked for, at least.
+/// Minimum prefetch distance, in rows of the weights.
 const ROWS_AHEAD_MIN: usize = 12;
 
-/// The most vectors that [`COLUMNS`] are.
+/// Maximum number of vectors in [`COLUMNS`].
 const VECTORS_MAX: usize = 4;
 
-/// A product's operands: `x [m, k]` and `w [k, n]`, contiguous.
+/// Operands of a product: `x [m, k]` and `w [k, n]`, contiguous.
 struct Operands<'a> {
     x: &'a [f32],
     w: &'a [f32],
     k: usize,
     n: usize,
-    /// Whether the product is added to what is there.
+    /// Whether the product is added to the output.
     accumulate: bool,
 }
 
-/// [`add_columns`], compiled for some vectors.
+/// [`add_columns`], compiled for one instruction set.
 ///
 /// # Safety
-/// The processor must have them.
+/// The processor must have that instruction set.
 type Kernel = unsafe fn(&Operands, usize, &mut [&mut [f32]]);
 
 #[cfg(target_arch = "x86_64")]
@@ -54,7 +57,7 @@ mod compiled {
     /// The processor must have AVX-512.
     #[target_feature(enable = "avx512f")]
     pub unsafe fn by_sixteens(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
-        // SAFETY: the callers' duty.
+        // SAFETY: guaranteed by the caller.
         unsafe { add_columns::<x86::F32x16>(operands, start, out) }
     }
 
@@ -62,7 +65,7 @@ mod compiled {
     /// The processor must have AVX2 and fused multiply-adds.
     #[target_feature(enable = "avx2,fma")]
     pub unsafe fn by_eights(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
-        // SAFETY: the callers' duty.
+        // SAFETY: guaranteed by the caller.
         unsafe { add_columns::<x86::F32x8>(operands, start, out) }
     }
 
@@ -70,24 +73,24 @@ mod compiled {
     /// The processor must have AVX-512 with dot products of bf16.
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
     pub unsafe fn by_pairs(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
-        // SAFETY: the callers' duty.
+        // SAFETY: guaranteed by the caller.
         unsafe { add_columns::<x86::Bf16x32>(operands, start, out) }
     }
 }
 
-/// A way of multiplying few rows that this processor has.
+/// A skinny product kernel that this processor supports.
 pub(super) struct FewRows(Kernel);
 
 impl FewRows {
-    /// The one for a product of this shape, `(m, k, n)`, where it is faster than the others and has their bits: in f32 the crate takes
-    /// another path for chunks of k of one or two.
+    /// Returns the kernel for a product of shape `(m, k, n)`, if it is faster than the others and has the
+    /// same bits. In f32 the crate uses another code path for chunks of k of one or two.
     pub(super) fn of(precision: Precision, (m, k, n): (usize, usize, usize)) -> Option<Self> {
         let same_bits = precision != Precision::F32 || !matches!(k % K_CHUNK, 1 | 2);
         let is_faster = m <= ROWS_MAX && n >= COLUMNS_MIN && k * n >= WEIGHTS_MIN;
         if same_bits && is_faster { Self::here(precision) } else { None }
     }
 
-    /// The fastest one here.
+    /// Returns the fastest kernel of this processor.
     #[cfg(target_arch = "x86_64")]
     fn here(precision: Precision) -> Option<Self> {
         match precision {
@@ -108,7 +111,7 @@ impl FewRows {
         is_here.then_some(Self(compiled::by_eights))
     }
 
-    /// `out[m, n] (+)= x[m, k] · w[k, n]`, contiguous, by up to `threads` threads.
+    /// Computes `out[m, n] (+)= x[m, k] · w[k, n]`, contiguous, on up to `threads` threads.
     pub(super) fn product(
         &self,
         threads: usize,
@@ -126,7 +129,7 @@ impl FewRows {
             parts.iter_mut().zip(row.chunks_mut(width)).for_each(|(part, columns)| part.push(columns));
         }
         let add = |(index, mut part): (usize, Vec<&mut [f32]>)| {
-            // SAFETY: the processor has the vectors, else there would be no such value.
+            // SAFETY: a value of this type exists only when the processor has the instructions.
             unsafe { self.0(&operands, index * width, &mut part) }
         };
         if parts.len() > 1 {
@@ -137,20 +140,20 @@ impl FewRows {
     }
 }
 
-/// The columns from `start` that `out` holds of each row.
+/// Computes the columns from `start` on that `out` holds of each row.
 ///
 /// # Safety
-/// The processor must have the vectors.
+/// The processor must have the instructions of `W`.
 #[inline(always)]
 unsafe fn add_columns<W: Words>(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
     let &Operands { x, w, k, n, accumulate } = operands;
     let (rows, width) = (out.len(), out[0].len());
     let walk = Walk::of::<W>(rows);
     let strip_max = walk.strip(rows, width);
-    // Rows of sums a power of two apart would fall on the same places of the cache.
+    // Rows of sums a power of two apart would map to the same cache sets.
     let stride = strip_max + LINE;
     let mut sums = vec![0f32; rows * stride];
-    // SAFETY: the callers' duty.
+    // SAFETY: guaranteed by the caller.
     let x = unsafe { words_of_rows::<W>(x, k) };
     let words = k.div_ceil(W::PER_WORD);
     for first in (0..width).step_by(strip_max) {
@@ -160,7 +163,7 @@ unsafe fn add_columns<W: Words>(operands: &Operands, start: usize, out: &mut [&m
             sums.fill(0.0);
             let weights = Weights { values: &w[chunk * n + start + first..], n, columns: strip };
             let x = Rows { words: &x[chunk / W::PER_WORD..], stride: words };
-            // SAFETY: the callers' duty.
+            // SAFETY: guaranteed by the caller.
             unsafe {
                 match walk.depth {
                     1 => add_rows::<W, 1>(&mut sums, stride, x, weights, depth),
@@ -182,17 +185,18 @@ unsafe fn add_columns<W: Words>(operands: &Operands, start: usize, out: &mut [&m
     }
 }
 
-/// How the weights are walked.
+/// Loop sizes for reading the weights.
 struct Walk {
-    /// Words of the weights' columns that go into the sums between a load of them and a store.
+    /// Words of a weight column that are added between a load and a store of the sums.
     depth: usize,
-    /// Sums of all rows together that a strip of columns may have.
+    /// Maximum number of sums in a strip of columns, over all rows.
     sums_max: usize,
 }
 
 impl Walk {
-    /// As measured for `rows` rows. The fewer rows of the weights at a time, the nearer memory is read in its order, in which the
-    /// processor looks ahead best; the more, the fewer loads and stores of sums, which otherwise stay in the first cache.
+    /// Returns the fastest measured sizes for `rows` rows. A small depth reads memory nearly in order,
+    /// where the hardware prefetcher works best. A large depth needs fewer loads and stores of sums, which
+    /// otherwise stay in the L1 cache.
     fn of<W: Words>(rows: usize) -> Self {
         let (depth, sums_max) = match (rows, W::LANES, W::PER_WORD) {
             (..=4, 16, _) | (..=2, _, _) => (1, 6 << 10),
@@ -206,14 +210,14 @@ impl Walk {
         Self { depth, sums_max }
     }
 
-    /// Columns of a strip of `width` columns in all.
+    /// Returns the columns of a strip, for `width` columns in all.
     fn strip(&self, rows: usize, width: usize) -> usize {
         let strips = width.div_ceil((self.sums_max / rows).max(LINE));
         width.div_ceil(strips).next_multiple_of(COLUMNS)
     }
 }
 
-/// Some rows of the weights, `n` apart, of which the first `columns` values are taken.
+/// Rows of the weights, `n` apart, of which the first `columns` values are used.
 #[derive(Clone, Copy)]
 struct Weights<'a> {
     values: &'a [f32],
@@ -222,7 +226,7 @@ struct Weights<'a> {
 }
 
 impl Weights<'_> {
-    /// Those from `row` on.
+    /// Returns the rows from `row` on.
     #[inline(always)]
     fn from(self, row: usize) -> Self {
         Self { values: &self.values[row * self.n..], ..self }
@@ -237,38 +241,38 @@ struct Rows<'a> {
 }
 
 impl Rows<'_> {
-    /// Those from `word` of each row on.
+    /// Returns the words from `word` of each row on.
     #[inline(always)]
     fn from(self, word: usize) -> Self {
         Self { words: &self.words[word..], ..self }
     }
 }
 
-/// The words of each row of `x [m, k]`, one row after the other.
+/// Converts `x [m, k]` to words, row after row.
 ///
 /// # Safety
-/// The processor must have the vectors.
+/// The processor must have the instructions of `W`.
 #[inline(always)]
 unsafe fn words_of_rows<W: Words>(x: &[f32], k: usize) -> Vec<u32> {
     let words = k.div_ceil(W::PER_WORD);
-    // The last vector of a row reaches into the next one, which is written later, or past the end.
+    // The last vector of a row extends into the next row, which is written later, or past the end.
     let mut rows = vec![0; x.len() / k * words + W::LANES];
     for (row, x) in x.chunks_exact(k).enumerate() {
         for word in (0..words).step_by(W::LANES) {
             let at = word * W::PER_WORD;
             let to = &mut rows[row * words + word..][..W::LANES];
-            // SAFETY: the callers' duty; so many values are there.
+            // SAFETY: guaranteed by the caller; `k - at` values are there.
             unsafe { W::keep(to.as_mut_ptr(), W::along(x[at..].as_ptr(), k - at)) };
         }
     }
     rows
 }
 
-/// Adds to each row of `sums`, `stride` apart, the products of its row of `x` with the first `depth` rows of the weights, `R` words
-/// at a time.
+/// Adds to each row of `sums` (`stride` apart) the products of its row of `x` with the first `depth` rows
+/// of the weights, `R` words at a time.
 ///
 /// # Safety
-/// The processor must have the vectors.
+/// The processor must have the instructions of `W`.
 #[inline(always)]
 unsafe fn add_rows<W: Words, const R: usize>(
     sums: &mut [f32],
@@ -279,7 +283,7 @@ unsafe fn add_rows<W: Words, const R: usize>(
 ) {
     let words = depth / W::PER_WORD;
     let whole = words / R * R;
-    // SAFETY: the callers' duty.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         for at in (0..whole).step_by(R) {
             add_block::<W, R>(sums, stride, x.from(at), weights.from(at * W::PER_WORD), W::PER_WORD);
@@ -293,10 +297,10 @@ unsafe fn add_rows<W: Words, const R: usize>(
     }
 }
 
-/// The same of `R` words, each of the next `per_word` rows of the weights.
+/// Adds the products of `R` words per row of `x`; each word covers the next `per_word` rows of the weights.
 ///
 /// # Safety
-/// The processor must have the vectors.
+/// The processor must have the instructions of `W`.
 #[inline(always)]
 unsafe fn add_block<W: Words, const R: usize>(
     sums: &mut [f32],
@@ -308,11 +312,11 @@ unsafe fn add_block<W: Words, const R: usize>(
     let Weights { values, n, columns } = weights;
     let end = |row: usize| (row + R * per_word - 1) * n + columns;
     assert!(values.len() >= end(0), "few rows: weights");
-    // How far ahead memory is asked for the same columns of other rows, where the matrix has them.
+    // Prefetch distance: the same columns, this many rows ahead, where the matrix has them.
     let ahead = (R * per_word).max(ROWS_AHEAD_MIN);
     let later = if values.len() >= end(ahead) { ahead * n } else { 0 };
     let mut column = 0;
-    // SAFETY: the callers' duty, and the columns of all rows are there.
+    // SAFETY: guaranteed by the caller; the columns of all rows are there.
     unsafe {
         while column + COLUMNS <= columns {
             let vectors = (COLUMNS / W::LANES, W::LANES);
@@ -327,11 +331,12 @@ unsafe fn add_block<W: Words, const R: usize>(
     }
 }
 
-/// [`add_block`] for some vectors of columns from `column`, of which so many lanes are there: their weights are loaded once for all
-/// rows of `sums`, and memory is asked for those that lie `later` behind them.
+/// Performs [`add_block`] for vectors of columns from `column` on, with the given number of valid lanes.
+/// The weights are loaded once for all rows of `sums`. Weights that lie `later` elements ahead are
+/// prefetched.
 ///
 /// # Safety
-/// The processor must have the vectors, and the weights must be there.
+/// The processor must have the instructions of `W`, and the weights must be there.
 #[inline(always)]
 unsafe fn add_vectors<W: Words, const R: usize>(
     sums: &mut [f32],
@@ -342,7 +347,7 @@ unsafe fn add_vectors<W: Words, const R: usize>(
     (vectors, lanes): (usize, usize),
     (per_word, later): (usize, usize),
 ) {
-    // SAFETY: the callers' duty.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         let mut weights = [[W::zero(); VECTORS_MAX]; R];
         for (i, weights) in weights.iter_mut().enumerate() {

@@ -1,8 +1,9 @@
-//! The graph of a pass, and the walk back through it.
+//! Reverse-mode differentiation: the tape of a pass, and the backward pass over it.
 //!
-//! candle's own walk begins every gradient with zeros and adds to them, one edge of the graph after the other, and holds what all ops
-//! gave until its end. Here a first gradient is taken as it is, and what an op gave goes once its gradient has been passed on. What
-//! is added, and in which order, is the same. Outside of [`differentiate`] ops are nodes of candle's graph, as for any caller.
+//! candle's own backward pass starts every gradient at zero, adds one edge of the graph at a time, and
+//! keeps all outputs until the end. Here the first gradient is taken as it is, and an output is freed once
+//! its gradient has been passed on. The additions and their order are the same. Outside of
+//! [`differentiate`], ops are nodes of candle's graph.
 
 #![expect(clippy::disallowed_methods, reason = "here ops become nodes")]
 
@@ -16,39 +17,39 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 thread_local! {
-    /// What this thread differentiates, if anything.
+    /// The tape of this thread during [`differentiate`].
     static TAPE: RefCell<Option<Tape>> = const { RefCell::new(None) };
 }
 
-/// What was computed, first things first.
+/// The recorded computation, in the order of execution.
 #[derive(Default)]
 struct Tape {
     nodes: Vec<Node>,
-    /// Leaves, and what was computed from them or from variables.
+    /// Leaves, and outputs computed from leaves or variables.
     tracked: HashSet<TensorId>,
     walks_back: bool,
 }
 
-/// A tensor and how it was computed.
+/// A tensor and the computation that gave it.
 struct Node {
     output: Tensor,
     source: Source,
 }
 
-/// An op with its inputs.
+/// An op and its inputs.
 enum Source {
     Operation(Box<dyn Applied>),
-    /// Both inputs have the gradient of their sum.
+    /// Both inputs receive the gradient of their sum.
     Sum([Tensor; 2]),
-    /// The same values in another shape or order in memory.
+    /// A reshape or a reordering in memory.
     Reshaped(Tensor),
-    /// Some of the first dimension, from here on.
+    /// A range of the first dimension, from this index on.
     Stretch(Tensor, usize),
 }
 
-/// An operation and what it was applied to.
+/// An operation applied to its inputs.
 trait Applied {
-    /// Every input with its gradient, if it gets one.
+    /// Returns every input with its gradient, if it has one.
     fn gradients(&self, output: &Tensor, gradient: &Tensor) -> Result<Vec<(Tensor, Option<Tensor>)>>;
 }
 
@@ -60,25 +61,27 @@ impl<O: Operation<N>, const N: usize> Applied for (CandleOp<O, N>, [Tensor; N]) 
     }
 }
 
-/// Takes the thread's tape away, however the pass ends.
+/// Removes the thread's tape when the pass ends, also after an error or a panic.
 struct Recording;
 
 impl Drop for Recording {
     fn drop(&mut self) {
-        // Nodes end outside of the borrow.
+        // Nodes are dropped after the borrow ends.
         let tape = TAPE.with_borrow_mut(Option::take);
         drop(tape);
     }
 }
 
-/// Gradients of `leaves`, in their order: `forward` computes from them and returns what it gave, each with the gradient there, of
-/// its shape. Gradients of parameters go where these send them. A leaf that nothing depends on has none; one that is there twice has
-/// its own twice.
+/// Returns the gradients of `leaves`, in their order. `forward` computes from the leaves and returns its
+/// outputs, each with its gradient of the same shape.
 ///
-/// Of what `forward` does on this thread, ops of this room are differentiated and nothing else is.
+/// Gradients of parameters go to their sinks. A leaf that no output depends on has none. A leaf that is
+/// listed twice has its gradient twice.
+///
+/// Only ops of this module that `forward` runs on this thread are differentiated.
 ///
 /// # Errors
-/// Those of `forward` and of the ops, when shapes differ, and inside of another such call.
+/// Those of `forward` and of the ops; when shapes differ; when called inside of another such call.
 pub fn differentiate<E: From<candle_core::Error>>(
     leaves: &[&Tensor],
     forward: impl FnOnce() -> std::result::Result<Vec<(Tensor, Tensor)>, E>,
@@ -94,7 +97,7 @@ pub fn differentiate<E: From<candle_core::Error>>(
     Ok(leaves.iter().map(|leaf| gradients.get(&leaf.id()).cloned()).collect())
 }
 
-/// Whether gradients reach `x`: it is a variable, or was computed from one.
+/// Returns true when gradients reach `x`: it is a variable or was computed from one.
 pub fn is_tracked(x: &Tensor) -> bool {
     x.track_op() || TAPE.with_borrow(|tape| tape.as_ref().is_some_and(|tape| tape.tracked.contains(&x.id())))
 }
@@ -103,7 +106,7 @@ fn is_recording() -> bool {
     TAPE.with_borrow(|tape| tape.as_ref().is_some_and(|tape| !tape.walks_back))
 }
 
-/// Writes down how `output` was computed, where one of `inputs` is tracked.
+/// Records how `output` was computed, if one of `inputs` is tracked.
 fn recorded(output: Tensor, inputs: &[&Tensor], source: impl FnOnce() -> Source) -> Tensor {
     if inputs.iter().any(|x| is_tracked(x)) {
         let source = source();
@@ -117,7 +120,7 @@ fn recorded(output: Tensor, inputs: &[&Tensor], source: impl FnOnce() -> Source)
     output
 }
 
-/// `op` of `x`, which no gradient passes.
+/// Applies `op` to `x` without recording it; no gradient passes.
 ///
 /// # Errors
 /// Those of the op.
@@ -125,7 +128,7 @@ pub fn apply_without_gradient<O: Operation<1>>(x: &Tensor, op: O) -> Result<Tens
     x.apply_op1_no_bwd(&CandleOp(op))
 }
 
-/// `op` of `inputs`, a node of the graph.
+/// Applies `op` to `inputs` and records it.
 ///
 /// # Errors
 /// Those of the op.
@@ -148,7 +151,7 @@ pub fn apply<O: Operation<N>, const N: usize>(inputs: [&Tensor; N], op: O) -> Re
     Ok(recorded(output, &inputs, || Source::Operation(Box::new((op, inputs.map(Tensor::clone))))))
 }
 
-/// `x + y` of one shape, a node of the graph.
+/// Adds `x` and `y` of one shape; recorded.
 ///
 /// # Errors
 /// When shapes differ.
@@ -159,7 +162,7 @@ pub fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     Ok(recorded(sum(x, y)?, &[x, y], || Source::Sum([x.clone(), y.clone()])))
 }
 
-/// `x` in another shape, a node of the graph.
+/// Reshapes `x`; recorded.
 ///
 /// # Errors
 /// When the number of values differs.
@@ -171,7 +174,7 @@ pub fn reshape(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
     Ok(recorded(output, &[x], || Source::Reshaped(x.clone())))
 }
 
-/// `x[at]` of its first dimension, a node of the graph.
+/// Returns `x[at]` of the first dimension; recorded.
 ///
 /// # Errors
 /// When `x` is shorter.
@@ -183,7 +186,7 @@ pub fn stretch(x: &Tensor, at: Range<usize>) -> Result<Tensor> {
     Ok(recorded(output, &[x], || Source::Stretch(x.clone(), at.start)))
 }
 
-/// The same values one after the other, a node of the graph where they were not.
+/// Makes `x` contiguous; recorded if it was not.
 ///
 /// # Errors
 /// When memory runs out.
@@ -195,7 +198,7 @@ pub fn contiguous(x: &Tensor) -> Result<Tensor> {
     Ok(recorded(output, &[x], || Source::Reshaped(x.clone())))
 }
 
-/// `x + y`; on the CPU by all threads of the pool where it is worth it.
+/// Adds `x` and `y`. On the CPU large sums use all threads of the pool.
 fn sum(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     if !x.device().is_cpu() || x.dtype() != DType::F32 || !x.is_contiguous() || !y.is_contiguous() {
         return x + y;
@@ -214,10 +217,10 @@ fn sum(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     Tensor::from_vec(out, x.shape(), x.device())
 }
 
-/// Gradients that have come together so far.
+/// Gradients accumulated so far.
 type Gradients = HashMap<TensorId, Tensor>;
 
-/// Adds to the gradient of `x`, where gradients reach it.
+/// Adds to the gradient of `x`, if gradients reach it.
 fn collect(gradients: &mut Gradients, x: &Tensor, gradient: Option<Tensor>) -> Result<()> {
     let Some(gradient) = gradient.filter(|_| is_tracked(x)) else { return Ok(()) };
     if gradient.dims() != x.dims() {
@@ -231,7 +234,7 @@ fn collect(gradients: &mut Gradients, x: &Tensor, gradient: Option<Tensor>) -> R
     Ok(())
 }
 
-/// From the last node to the first: those of leaves are left.
+/// Runs the backward pass from the last node to the first. Returns the gradients of the leaves.
 fn walk_back(roots: Vec<(Tensor, Tensor)>) -> Result<Gradients> {
     let mut gradients = Gradients::new();
     for (root, gradient) in roots {
@@ -287,7 +290,7 @@ mod tests {
         x.flatten_all().unwrap().to_vec1().unwrap()
     }
 
-    /// A bit of everything: a value that goes several ways, another shape, rows of the first dimension.
+    /// A mixed computation: a value used several times, a reshape, a range of the first dimension.
     fn compute(x: &Tensor, w: &Tensor) -> Result<Tensor> {
         let normed = ops::rms_norm(x, w, 1e-5)?;
         let gated = ops::swiglu(&normed, 7.0, 1.702)?;
@@ -299,7 +302,7 @@ mod tests {
 
     #[test]
     fn gradients_are_those_of_candles_walk() {
-        // Not one after the other in memory.
+        // Not contiguous.
         let x = noise(&[8, 6], 1).t().unwrap();
         let (w, dy) = (noise(&[8], 2), noise(&[6, 4], 3));
         let mut y = None;
@@ -323,7 +326,7 @@ mod tests {
         let mut roots = vec![];
         let found = differentiate(&[&x, &unused], || {
             let y = ops::swiglu(&x, 7.0, 1.702)?;
-            // A root may be a leaf, or come twice.
+            // A root may be a leaf or occur twice.
             roots = vec![(y.clone(), dy.clone()), (y, dy.clone()), (x.clone(), noise(&[4, 8], 7))];
             Result::Ok(roots.clone())
         });

@@ -1,15 +1,16 @@
-//! Keys and values in blocks at absolute positions: the form attention reads, in training and in decode.
+//! Key-value cache in blocks at absolute positions: the format that attention reads in training and in
+//! decode.
 
 use super::cuda::KvPages;
 use std::sync::Arc;
 
-/// Keys a block. Blocks start at multiples of it, so a row meets the same blocks on every path.
+/// Keys per block. Blocks start at multiples of it, so a row reads the same blocks on every path.
 pub const BLOCK: usize = 32;
 
-/// Keys and values of one layer at positions `b·BLOCK ..`, for all key-value heads; unused places are 0.
+/// Keys and values of one layer at positions `b·BLOCK ..`, for all key-value heads. Unused positions are 0.
 #[derive(Debug, Clone)]
 pub struct KvBlock {
-    /// `[M][D][BLOCK]`: keys transposed, so that scores of a block are sums over `D` of whole vectors.
+    /// `[M][D][BLOCK]`: keys are transposed, so a block's scores are sums over `D` of whole vectors.
     pub keys: Vec<f32>,
     /// `[M][BLOCK][D]`.
     pub values: Vec<f32>,
@@ -22,18 +23,18 @@ impl KvBlock {
     }
 }
 
-/// One sequence's keys and values at one layer, where the model is. Cloning shares them: the samples of a group share their
-/// prompt, and what is shared is copied before it is written.
+/// Keys and values of one sequence at one layer, on the model's device. Clones share blocks, as the samples
+/// of a group share their prompt. A shared block is copied before it is written.
 #[derive(Debug, Clone)]
 pub enum KvSequence {
     Host(KvBlocks),
-    // Without feature `cuda` there are none.
+    // Never constructed without feature `cuda`.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     Device(KvPages),
 }
 
 impl KvSequence {
-    /// Positions held.
+    /// Returns the number of cached positions.
     pub fn len(&self) -> usize {
         match self {
             KvSequence::Host(blocks) => blocks.len(),
@@ -41,7 +42,7 @@ impl KvSequence {
         }
     }
 
-    /// Frees what no query at or after `position` can see through `window`.
+    /// Frees blocks or pages that no query at or after `position` can see through `window`.
     pub fn forget_before(&mut self, position: usize, window: usize) {
         match self {
             KvSequence::Host(blocks) => blocks.forget_before(position, window),
@@ -56,7 +57,7 @@ impl KvSequence {
         }
     }
 
-    /// Those on a GPU.
+    /// Returns the pages, if they are on a GPU.
     pub fn pages_mut(&mut self) -> Option<&mut KvPages> {
         match self {
             KvSequence::Host(_) => None,
@@ -65,7 +66,7 @@ impl KvSequence {
     }
 }
 
-/// In host memory.
+/// Keys and values in host memory.
 #[derive(Debug, Clone)]
 pub struct KvBlocks {
     heads: usize,
@@ -75,17 +76,17 @@ pub struct KvBlocks {
 }
 
 impl KvBlocks {
-    /// An empty sequence for `heads` key-value heads of `head_dim`.
+    /// Returns an empty sequence for `heads` key-value heads of `head_dim`.
     pub fn new(heads: usize, head_dim: usize) -> Self {
         Self { heads, head_dim, len: 0, blocks: Vec::new() }
     }
 
-    /// Positions held.
+    /// Returns the number of cached positions.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// The block that holds position `index · BLOCK`.
+    /// Returns the block that holds position `index · BLOCK`.
     pub fn block(&self, index: usize) -> &KvBlock {
         &self.blocks[index]
     }
@@ -102,7 +103,7 @@ impl KvBlocks {
             }
             let (rows, others) = rest.split_at(rest.len().min((BLOCK - place) * row));
             let last = self.blocks.len() - 1;
-            // A block that another sequence also holds is copied before it is written.
+            // A block that another sequence shares is copied before it is written.
             let block = Arc::make_mut(&mut self.blocks[last]);
             for (c, keys) in block.keys.chunks_exact_mut(BLOCK).enumerate() {
                 let of_rows = rows.chunks_exact(row).map(|row| row[c]);
@@ -118,7 +119,7 @@ impl KvBlocks {
         }
     }
 
-    /// The first `len` positions, in the same blocks but for one that is cut.
+    /// Returns the first `len` positions. Blocks are shared, except one that is cut.
     pub fn beginning(&self, len: usize) -> Self {
         let mut blocks = self.blocks[..len.div_ceil(BLOCK)].to_vec();
         if let (Some(last), cut @ 1..) = (blocks.last_mut(), len % BLOCK) {

@@ -1,7 +1,7 @@
-//! `y = x · W + b` with `x [T, in]`, `W [in, out]` contiguous, `b [out]`, or without `b`.
+//! The linear layer: `y = x · W + b` with `x [T, in]`, `W [in, out]` contiguous, `b [out]` optional.
 //!
-//! Backward: `dx = dy · Wᵀ`, `dW = xᵀ · dy`, `db = Σ_t dy_t` in token order. On a GPU `x` and `W` are bf16, `b` and the
-//! gradients of what learns f32.
+//! Backward: `dx = dy · Wᵀ`, `dW = xᵀ · dy`, `db = Σ_t dy_t` in token order. On a GPU `x` and `W` are bf16;
+//! `b` and the gradients of trainable parameters are f32.
 
 use super::buffer::{buffer, zeros};
 use super::cpu::{add_values, edit, for_each_row, host_values};
@@ -13,7 +13,8 @@ use super::product::{Matrix, Means, Precision, Spread, backward_product, forward
 use candle_core::{CpuStorage, CudaStorage, DType, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 
-/// The linear layer, differentiable in all; what does not learn gets no gradient computed.
+/// Computes the linear layer, differentiable in all inputs. No gradient is computed for what is not
+/// trainable.
 ///
 /// # Errors
 /// When shapes disagree.
@@ -21,8 +22,8 @@ pub fn linear(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>) -> Resul
     apply_linear(x, weight, bias, weight.precision(), x.dtype())
 }
 
-/// The same in f32 whatever the weight's precision, with sums that stay f32 on a GPU too, for what is decided by them: scores,
-/// values.
+/// Computes the linear layer in f32 whatever the weight's precision. On a GPU the output stays f32 too.
+/// Used where decisions depend on the result: router scores, values.
 ///
 /// # Errors
 /// When shapes disagree.
@@ -54,16 +55,16 @@ fn apply_linear(
 
 const OP: &str = "linear";
 
-/// Where the gradients of weight and bias go.
+/// A linear layer and the sinks of its gradients.
 struct Linear {
     weight: Option<Gradient>,
     bias: Option<Gradient>,
     means: Means,
-    /// Of what a GPU gives.
+    /// Output type on a GPU.
     out: DType,
 }
 
-/// Of `x`, the weight and a bias, if there is one.
+/// Inputs: `x`, the weight and an optional bias.
 impl<const N: usize> Operation<N> for Linear {
     const NAME: &'static str = OP;
 
@@ -88,7 +89,7 @@ impl<const N: usize> Operation<N> for Linear {
 }
 
 impl Linear {
-    /// Adds the gradients of what learns, and returns `dx` where something below learns.
+    /// Adds the gradients of trainable parameters. Returns `dx` if an earlier layer is trainable.
     fn input_gradient(&self, x: &Tensor, w: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let ((m, k), (_, n)) = (x.dims2()?, w.dims2()?);
         if x.device().is_cuda() {
@@ -107,7 +108,8 @@ impl Linear {
             weight.add(|dw| {
                 let (x, dy) = (Matrix::transposed(&xs, k), Matrix::rows(&dy, n));
                 if n == 1 {
-                    // The library adds a single column row by row to what is there, and the sum's bits would depend on that.
+                    // The library would add a single column row by row to the previous value. The bits of
+                    // the sum would depend on that value.
                     let mut column = buffer(k);
                     product(self.means, &mut column, x, dy, (k, m, n), false);
                     return add_values(dw, &column);
@@ -137,23 +139,23 @@ impl Linear {
     }
 }
 
-/// A gradient as a GPU's products take it.
+/// Converts a gradient to bf16, the type of a GPU's products.
 pub(super) fn in_bf16(gradient: &Tensor) -> Result<Tensor> {
-    // candle's conversion breaks off on a GPU where there is nothing to convert.
+    // candle's conversion fails on a GPU for an empty tensor.
     match gradient.elem_count() {
         0 => Tensor::zeros(gradient.shape(), DType::BF16, gradient.device()),
         _ => gradient.to_dtype(DType::BF16),
     }
 }
 
-/// `rows` copies of `row`: the start value that a bias gives a product.
+/// Returns `rows` copies of `row`: the initial value that a bias gives a product.
 pub(super) fn repeat_row(row: &[f32], rows: usize) -> Vec<f32> {
     let mut out = buffer(row.len() * rows);
     for_each_row(&mut out, row.len(), row.len(), |_, out| out.copy_from_slice(row));
     out
 }
 
-/// Column sums in row order.
+/// Sums each column in row order.
 pub(super) fn sum_rows(spread: Spread, values: &[f32], width: usize) -> Vec<f32> {
     let mut sums = zeros(width);
     let columns = width.div_ceil(spread.threads(values.len())).max(1);

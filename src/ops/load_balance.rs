@@ -1,9 +1,11 @@
-//! The auxiliary loss that keeps experts in use (Switch Transformer, Fedus et al. 2021, as GPT-OSS's configuration means it):
+//! The auxiliary loss that balances the load of experts (Switch Transformer, Fedus et al. 2021, as in
+//! GPT-OSS's configuration):
 //!
-//! `L = E · Σ_e f_e · P_e`, with `f_e` the (token, slot) pairs sent to `e` over the tokens and `P_e` the mean full-softmax
-//! probability of `e`. Balanced routing gives `K`. `f` is a constant: `dz_te = (E/T) p_te (f_e − Σ_j f_j p_tj)`.
+//! `L = E · Σ_e f_e · P_e`. `f_e` is the number of (token, slot) pairs sent to `e` over the number of
+//! tokens. `P_e` is the mean full-softmax probability of `e`. Balanced routing gives `K`. `f` is a constant
+//! in the backward: `dz_te = (E/T) p_te (f_e − Σ_j f_j p_tj)`.
 //!
-//! A row that several sequences hold is as many tokens: it counts that often in `f`, `P` and `T`.
+//! A row shared by several sequences counts once per sequence in `f`, `P` and `T`.
 
 use super::buffer::buffer;
 use super::cpu::host_values;
@@ -17,11 +19,11 @@ use candle_core::{CpuStorage, CudaStorage, Device, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 use std::sync::Arc;
 
-/// The loss of one layer's router logits `[T, E]` whose tokens are dispatched by `plan`; a scalar. `holders [T]` says how many
-/// sequences hold each row; `None`: one each.
+/// Computes the loss of one layer's router logits `[T, E]`, whose tokens are dispatched by `plan`; a
+/// scalar. `holders [T]` is the number of sequences that share each row; `None` means one each.
 ///
 /// # Errors
-/// When `logits`, `plan` and `holders` have other sizes.
+/// When the sizes of `logits`, `plan` and `holders` differ.
 pub fn load_balance(logits: &Tensor, plan: &Dispatch, holders: Option<&Arc<Vec<u32>>>) -> Result<Tensor> {
     if holders.is_some_and(|holders| Ok(holders.len()) != logits.dim(0).map_err(drop)) {
         bail!("load_balance: router logits {:?} for other rows than those held", logits.dims());
@@ -46,7 +48,7 @@ fn softmax(row: &[f32], p: &mut [f32]) {
 }
 
 impl LoadBalance {
-    /// `f`, `[E]`.
+    /// Returns `f`, `[E]`.
     fn fractions(&self, (rows, experts): (usize, usize)) -> Result<Vec<f32>> {
         let counts = self.plan.counts(self.holders.as_ref().map(|holders| &holders[..]))?;
         if counts.len() != experts {
@@ -55,25 +57,25 @@ impl LoadBalance {
         Ok(counts.iter().map(|&c| c as f32 / self.tokens(rows).max(1) as f32).collect())
     }
 
-    /// How many sequences hold each row, on a device.
+    /// Returns the number of sequences that share each row, on a device.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn holders_on(&self, device: &Device) -> Result<Option<Tensor>> {
         let Some(holders) = &self.holders else { return Ok(None) };
         self.uploaded.on(device, || Tensor::from_slice(holders, holders.len(), device)).map(Some)
     }
 
-    /// `T`.
+    /// Returns `T`.
     pub(super) fn tokens(&self, rows: usize) -> usize {
         self.holders.as_ref().map_or(rows, |holders| holders.iter().map(|&h| h as usize).sum())
     }
 
-    /// As how many tokens `row` counts.
+    /// Returns the number of tokens that `row` counts for.
     fn weight(&self, row: usize) -> f32 {
         self.holders.as_ref().map_or(1.0, |holders| holders[row] as f32)
     }
 }
 
-/// `Σ_e f_e p_e` of one token.
+/// Returns `Σ_e f_e p_e` of one token.
 fn weighted(p: &[f32], fractions: &[f32]) -> f32 {
     p.iter().zip(fractions).map(|(p, f)| p * f).sum()
 }

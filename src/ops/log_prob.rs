@@ -1,13 +1,14 @@
-//! The head: log-probability of each target token and entropy of its distribution, in chunks of rows.
+//! The language-model head: log-probability of each target token and entropy of its distribution, in chunks
+//! of rows.
 //!
-//! With `z = (h · W) / τ`: `log p_t = z_t − LSE(z)` and `H = LSE(z) − Σ_j p_j z_j`. Only a chunk of logits exists at a
-//! time, in forward and backward; the `[T, V]` matrix never does. Backward:
-//! `dz_j = dL·(1[j = t] − p_j) − dH·p_j (log p_j + H)`, then `dh = dz · Wᵀ / τ` and `dW = hᵀ · dz / τ`.
+//! With `z = (h · W) / τ`: `log p_t = z_t − LSE(z)` and `H = LSE(z) − Σ_j p_j z_j`. Forward and backward
+//! hold one chunk of logits at a time, never the `[T, V]` matrix. Backward: `dz_j = dL·(1[j = t] − p_j) −
+//! dH·p_j (log p_j + H)`, then `dh = dz · Wᵀ / τ` and `dW = hᵀ · dz / τ`.
 //!
-//! On a GPU `h` and `W` are bf16, logits and what comes of them f32.
+//! On a GPU `h` and `W` are bf16; logits and results are f32.
 //!
-//! The sampler takes its log-probability from the same [`RowStats`] of the same product ([`mod@super::logits`]), so both agree to
-//! the last bit.
+//! The sampler takes its log-probability from the same [`RowStats`] of the same product
+//! ([`mod@super::logits`]), so both agree to the last bit.
 
 use super::buffer::buffer;
 use super::cpu::{edit, for_each_row, for_each_row_pair, host_values};
@@ -22,10 +23,10 @@ use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 use std::sync::Arc;
 
-/// Logits kept at a time, in values: 64 MiB.
+/// Maximum number of logits held at a time: 64 MiB.
 const CHUNK_VALUES_MAX: usize = 1 << 24;
 
-/// What a row of logits comes to.
+/// Log-sum-exp and entropy of a row of logits.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RowStats {
     /// `log Σ_j e^{z_j}`.
@@ -34,17 +35,18 @@ pub struct RowStats {
     pub entropy: f32,
 }
 
-/// Divides a row of logits by the temperature, given its inverse, and sums it up. The row then holds `z`.
+/// Multiplies a row of logits by the inverse temperature and computes its statistics. The row then holds
+/// `z`.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub fn row_stats(row: &mut [f32], inverse_temperature: f32) -> RowStats {
     let highest = scale_and_max(row, inverse_temperature);
     sum_up(row, highest, |_| ())
 }
 
-/// Logits of a row whose weights are added up together, for a draw to look at one block closer.
+/// Logits per block. Block sums of the weights let a draw look inside one block only.
 pub(super) const BLOCK: usize = 1024;
 
-/// [`row_stats`], which also notes of each block of the row `Σ e^{z_j − highest}` up to its end; returns `highest` beside them.
+/// Computes [`row_stats`] and, for each block, `Σ e^{z_j − highest}` up to its end. Returns `highest` too.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub(super) fn row_stats_and_blocks(
     row: &mut [f32],
@@ -60,7 +62,7 @@ pub(super) fn row_stats_and_blocks(
     (stats, highest)
 }
 
-/// What a row of `z` comes to; `each_block` is told the sums of each block's weights.
+/// Computes the statistics of a row of `z`. Calls `each_block` with the lane sums of each block's weights.
 #[inline(always)]
 fn sum_up(row: &[f32], highest: f32, mut each_block: impl FnMut([f32; LANES])) -> RowStats {
     let (mut sums, mut moments) = ([0f32; LANES], [0f32; LANES]);
@@ -84,7 +86,8 @@ fn sum_up(row: &[f32], highest: f32, mut each_block: impl FnMut([f32; LANES])) -
     RowStats { log_sum_exp: highest + log_sum, entropy: log_sum - moment / sum }
 }
 
-/// Log-probabilities (first row) and entropies (second row) of `targets` under `softmax(h · W / τ)`, `[2, R]`.
+/// Computes log-probabilities (first row) and entropies (second row) of `targets` under `softmax(h · W /
+/// τ)`, `[2, R]`.
 ///
 /// # Errors
 /// When shapes disagree or a target is not below `V`.
@@ -112,7 +115,7 @@ pub fn log_prob_and_entropy(
     }
 }
 
-/// `1/τ` as both the sampler and the head use it.
+/// Returns `1/τ`, rounded the same way for the sampler and the head.
 pub fn inverse(temperature: f64) -> f32 {
     (1.0 / temperature) as f32
 }
@@ -125,7 +128,7 @@ struct Head {
     gradient: Option<Gradient>,
 }
 
-/// Rows whose logits are computed at a time.
+/// Returns the number of rows whose logits are computed at a time.
 pub(super) fn chunk_rows(vocabulary: usize) -> usize {
     (CHUNK_VALUES_MAX / vocabulary.max(1)).max(8)
 }
@@ -166,7 +169,7 @@ impl Head {
         Ok((CpuStorage::F32(out), Shape::from((2, rows))))
     }
 
-    /// Adds the weight's gradient where it learns, and returns that of `h` where something below does.
+    /// Adds the weight's gradient if it is trainable. Returns `dh` if an earlier layer is trainable.
     fn hidden_gradient(&self, h: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let ((rows, k), (_, n)) = (h.dims2()?, self.weight.head_shape()?);
         if h.device().is_cuda() {
@@ -177,7 +180,7 @@ impl Head {
         let mut dh = is_tracked(h).then(|| buffer(rows * k));
         let chunk = chunk_rows(n);
         let mut z = buffer(chunk.min(rows) * n);
-        // The gradient of the logits of the rows from `start`, in `z`; what follows from it for `h`.
+        // Turns the logits `z` of the rows from `start` into their gradient, and computes that of `h`.
         let mut through = |z: &mut [f32], start: usize| {
             let m = z.len() / n;
             if m == 0 {
@@ -194,7 +197,7 @@ impl Head {
             self.weight.input_gradient(&mut dh[start * k..(start + m) * k], z)
         };
         let rows_from = |start: usize| chunk.min(rows - start);
-        // What needs no turn at the weight's gradient comes before it.
+        // The first chunk is computed before the weight's gradient is locked.
         through(&mut z[..rows_from(0) * n], 0)?;
         let mut others = (0..rows).step_by(chunk).skip(1);
         match &self.gradient {
@@ -219,7 +222,7 @@ impl Head {
     }
 }
 
-/// Of `h`, and of the weight where it may learn.
+/// Inputs: `h`, and the weight if it may be trainable.
 impl<const N: usize> Operation<N> for Head {
     const NAME: &'static str = "log_prob_and_entropy";
 

@@ -1,8 +1,8 @@
-//! The sampler's side of the head: logits of rows, tokens drawn from them, and log-probabilities of tokens.
+//! Sampling from the head: logits of rows, tokens drawn from them, and log-probabilities of tokens.
 //!
-//! `z = (h · W) / τ` and its [`RowStats`](super::log_prob::RowStats) are computed as the training forward's head computes
-//! them, so `z_t − LSE(z)` has the same bits there. Logits stay where the model is: only tokens and their
-//! log-probabilities reach the host.
+//! `z = (h · W) / τ` and its [`RowStats`](super::log_prob::RowStats) are computed like in the training
+//! forward's head, so `z_t − LSE(z)` has the same bits there. Logits stay on the model's device; only
+//! tokens and their log-probabilities are copied to the host.
 
 use super::buffer::buffer;
 use super::cpu::{host_values, in_parallel};
@@ -15,16 +15,17 @@ use multiversion::multiversion;
 use rayon::prelude::*;
 use std::borrow::Cow;
 
-/// How tokens are drawn. Training uses the whole distribution; greedy and truncated sampling are for evaluation.
+/// Sampling parameters. Training uses the whole distribution; greedy and truncated sampling are for
+/// evaluation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
-    /// 0 takes the likeliest token, the lowest id of equals; its log-probability is then 0.
+    /// 0 takes the most likely token, the lowest id of equals; its log-probability is then 0.
     pub temperature: f64,
-    /// Keep the likeliest tokens up to this probability, the one that reaches it included; 1 keeps all.
+    /// Keeps the most likely tokens up to this probability, including the one that reaches it; 1 keeps all.
     pub top_p: f64,
-    /// Keep the k likeliest tokens, the lowest ids of equals; 0 keeps all.
+    /// Keeps the k most likely tokens, the lowest ids of equals; 0 keeps all.
     pub top_k: usize,
-    /// Keep tokens with at least this share of the likeliest one's probability; 0 keeps all.
+    /// Keeps tokens with at least this share of the highest probability; 0 keeps all.
     pub min_p: f64,
 }
 
@@ -35,40 +36,42 @@ pub struct Drawn {
     pub log_prob: f32,
 }
 
-/// Logits of some rows, over the temperature, on any device.
+/// Logits of some rows, divided by the temperature, on any device.
 pub struct Logits {
     /// `[R, V]`.
     pub(super) z: Tensor,
     /// `log Σ_j e^{z_j}`, `[R]`.
     pub(super) log_sum_exp: Tensor,
-    /// What a draw reads first, where the head noted it on the way.
+    /// Cumulative weights per block, if the head computed them.
     pub(super) blocks: Option<BlockSums>,
 }
 
-/// The weights of the rows of logits, added up block after block.
+/// Cumulative weights of rows of logits, block by block.
 pub(super) struct BlockSums {
-    /// What each row's weights are relative to: they are `e^{z_j − highest}`. `[R]`.
+    /// Each row's reference: weights are `e^{z_j − highest}`. `[R]`.
     highest: Vec<f32>,
-    /// The sum up to the end of each block, `[R, ⌈V / BLOCK⌉]`.
+    /// The cumulative weight at the end of each block, `[R, ⌈V / BLOCK⌉]`.
     ends: Vec<f64>,
 }
 
-/// Rows of logits that are computed at a time, for a vocabulary of `vocabulary`: what bounds their memory.
+/// Returns the number of rows whose logits are computed at a time, which bounds their memory.
 pub fn logits_rows_max(vocabulary: usize) -> usize {
     chunk_rows(vocabulary)
 }
 
-/// Logits that a GPU's head keeps at a time, in values: half a gigabyte, enough rows to keep it busy. Tests have several chunks.
+/// Maximum number of logits a GPU's head holds at a time: half a gigabyte, enough rows to keep it busy.
+/// Tests use less, to have several chunks.
 const DEVICE_LOGITS_MAX: usize = if cfg!(test) { 1 << 14 } else { 1 << 27 };
-/// Rows of a tile of its product; a chunk is whole tiles.
+/// Rows of a tile of the head's product; a chunk is whole tiles.
 const DEVICE_TILE_ROWS: usize = 128;
 
-/// Rows whose logits a GPU's head computes at a time.
+/// Returns the number of rows whose logits a GPU's head computes at a time.
 pub fn device_logits_rows(vocabulary: usize) -> usize {
     (DEVICE_LOGITS_MAX / vocabulary.max(1) / DEVICE_TILE_ROWS).max(1) * DEVICE_TILE_ROWS
 }
 
-/// Logits of rows `h [R, H]` under the head `weight [H, V]`, over the temperature of `sampling`.
+/// Computes logits of rows `h [R, H]` with the head `weight [H, V]`, divided by the temperature of
+/// `sampling`.
 ///
 /// # Errors
 /// When shapes disagree.
@@ -108,12 +111,12 @@ pub fn logits(h: &Tensor, weight: &Weight, sampling: &Sampling) -> Result<Logits
 }
 
 impl Logits {
-    /// The values themselves, over the temperature, `[R, V]`.
+    /// Returns the logits divided by the temperature, `[R, V]`.
     pub fn scores(&self) -> &Tensor {
         &self.z
     }
 
-    /// A token for each of `draws`: a row, and a number from [0, 1) that picks.
+    /// Draws one token for each of `draws`: a row, and a uniform number in [0, 1).
     ///
     /// # Errors
     /// When a row does not exist or holds no distribution.
@@ -126,7 +129,8 @@ impl Logits {
         self.of_rows(draws, |row, &uniform| sampling.draw(row, uniform))
     }
 
-    /// The log-probability of each (row, token) under what `sampling` keeps; −∞ where it does not keep the token.
+    /// Returns the log-probability of each (row, token) under the truncated distribution; −∞ for a token
+    /// that `sampling` removes.
     ///
     /// # Errors
     /// When a row or a token does not exist.
@@ -142,8 +146,8 @@ impl Logits {
         })
     }
 
-    /// `f` of every asked row, over the threads where the work is worth it. A GPU's rows come to the host: only truncated
-    /// sampling, which is for evaluation, asks for them here.
+    /// Calls `f` on every requested row, on several threads if the work is large. A GPU's rows are copied
+    /// to the host; only truncated sampling, used in evaluation, does that.
     fn of_rows<A: Sync, R: Send>(
         &self,
         asked: &[(usize, A)],
@@ -155,7 +159,7 @@ impl Logits {
         }
         if self.z.device().is_cuda() {
             let of_row = |(row, of): &(usize, A)| {
-                // A copy on the GPU first: only whole storages come over.
+                // The row is copied on the GPU first: only whole storages can be transferred.
                 let copied = |x: &Tensor| x.narrow(0, *row, 1)?.copy()?.to_device(&Device::Cpu);
                 let (z, log_sum_exp) = (copied(&self.z)?, copied(&self.log_sum_exp)?);
                 f(Row { z: &host_values(&z)?, log_sum_exp: host_values(&log_sum_exp)?[0], blocks: None }, of)
@@ -183,7 +187,7 @@ struct Row<'a> {
     /// `[V]`.
     z: &'a [f32],
     log_sum_exp: f32,
-    /// Where they were noted, what the weights are relative to and their sums up to the end of each block.
+    /// The reference of the weights and their cumulative sums per block, if computed.
     blocks: Option<(f32, &'a [f64])>,
 }
 
@@ -201,7 +205,7 @@ impl Row<'_> {
 }
 
 impl Sampling {
-    /// The policy itself, at `temperature`.
+    /// Returns the untruncated distribution at `temperature`.
     pub fn whole(temperature: f64) -> Self {
         Self { temperature, top_p: 1.0, top_k: 0, min_p: 0.0 }
     }
@@ -210,12 +214,12 @@ impl Sampling {
         self.top_p < 1.0 || self.top_k > 0 || self.min_p > 0.0
     }
 
-    /// What logits are multiplied with before they are drawn from: `1/τ`.
+    /// Returns `1/τ`, the factor of the logits before a draw.
     fn inverse_temperature(&self) -> f32 {
         if self.temperature == 0.0 { 1.0 } else { inverse(self.temperature) }
     }
 
-    /// The token of `row` that `uniform`, a number from [0, 1), picks.
+    /// Returns the token of `row` that `uniform`, in [0, 1), selects.
     fn draw(&self, row: Row, uniform: f64) -> Result<Drawn> {
         if self.temperature > 0.0 && self.truncates() {
             let (weights, total) = self.kept(row);
@@ -232,7 +236,8 @@ impl Sampling {
         Ok(Drawn { token, log_prob: row.log_prob(token) })
     }
 
-    /// Log-probability of `token`, which must be below `V`, under what is kept of `row`; −∞ where it is not kept.
+    /// Returns the log-probability of `token`, below `V`, under the truncated distribution of `row`; −∞ for
+    /// a removed token.
     fn log_prob(&self, row: Row, token: u32) -> f32 {
         if !self.truncates() {
             return row.log_prob(token);
@@ -241,7 +246,7 @@ impl Sampling {
         log_share(&weights, total, token)
     }
 
-    /// Weights of all tokens, 0 where they are not kept, and their sum.
+    /// Returns the weights of all tokens, 0 for removed ones, and their sum.
     fn kept(&self, row: Row) -> (Vec<f32>, f64) {
         let mut weights = row.z.to_vec();
         exponentials(&mut weights, row.log_sum_exp);
@@ -250,7 +255,7 @@ impl Sampling {
         (weights, total)
     }
 
-    /// Sets the weight of every token that is not kept to 0: `min_p`, then `top_k`, then `top_p` of what they left.
+    /// Sets the weights of removed tokens to 0: first `min_p`, then `top_k`, then `top_p` of the rest.
     fn truncate(&self, weights: &mut [f32]) {
         let highest = weights.iter().copied().fold(0.0, f32::max);
         let lowest = (f64::from(highest) * self.min_p) as f32;
@@ -282,24 +287,24 @@ fn not_finite<T>() -> Result<T> {
     bail!("the model's logits are not finite; its weights are broken or training has diverged")
 }
 
-/// Logarithm of the share of `token` in the kept weights.
+/// Returns the logarithm of `token`'s share of the total weight.
 fn log_share(weights: &[f32], total: f64, token: u32) -> f32 {
     (f64::from(weights[token as usize]) / total).ln() as f32
 }
 
-/// `total`, the sum of a row's weights.
+/// Checks `total`, the sum of a row's weights, and returns it.
 ///
 /// # Errors
-/// When they are no distribution.
+/// When the weights are not a distribution.
 fn distribution(total: f64) -> Result<f64> {
     if total.is_finite() && total > 0.0 { Ok(total) } else { not_finite() }
 }
 
-/// The whole distribution of a row, a block of tokens after the other: a draw looks closer at one.
+/// The whole distribution of a row, in blocks of tokens. A draw looks inside one block.
 struct Blocks<'a> {
-    /// The weights are `e^{z_j − shift}`.
+    /// Weights are `e^{z_j − shift}`.
     shift: f32,
-    /// The sum of the weights up to the end of each block.
+    /// The cumulative weight at the end of each block.
     ends: Cow<'a, [f64]>,
 }
 
@@ -320,10 +325,10 @@ impl<'a> Blocks<'a> {
         self.ends.last().copied().unwrap_or(0.0)
     }
 
-    /// As [`pick`] of all weights.
+    /// Selects like [`pick`] over all weights.
     fn pick(&self, row: Row, target: f64) -> Option<usize> {
         let block = self.ends.iter().position(|&end| end > target);
-        // Rounding may leave none: the last one that has any weight.
+        // Rounding may leave no block: then the last one that has any weight.
         let block = block.or_else(|| self.ends.iter().position(|&end| end == self.total()))?;
         let before = if block == 0 { 0.0 } else { self.ends[block - 1] };
         let start = block * BLOCK;
@@ -333,7 +338,7 @@ impl<'a> Blocks<'a> {
     }
 }
 
-/// The sum of `e^{z − LSE(z)}`, in lane order.
+/// Returns the sum of `e^{z − LSE(z)}`, in lane order.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 fn block_sum(z: &[f32], log_sum_exp: f32) -> f64 {
     let mut lanes = [0f64; LANES];
@@ -349,7 +354,7 @@ fn block_sum(z: &[f32], log_sum_exp: f32) -> f64 {
     lanes.iter().sum()
 }
 
-/// `e^{z − LSE(z)}` of every token.
+/// Replaces `z` by `e^{z − LSE(z)}` for every token.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 fn exponentials(row: &mut [f32], log_sum_exp: f32) {
     for z in row.iter_mut() {
@@ -357,8 +362,8 @@ fn exponentials(row: &mut [f32], log_sum_exp: f32) {
     }
 }
 
-/// The first token whose cumulative weight exceeds `target`, in id order; when rounding leaves none, the last one that
-/// has any weight. Never a token of weight 0.
+/// Returns the first token, in id order, whose cumulative weight exceeds `target`. If rounding leaves none,
+/// returns the last token with a nonzero weight. Never returns a token of weight 0.
 fn pick(weights: &[f32], target: f64) -> Option<usize> {
     let mut sum = 0.0;
     for (i, &weight) in weights.iter().enumerate() {
@@ -370,7 +375,7 @@ fn pick(weights: &[f32], target: f64) -> Option<usize> {
     weights.iter().rposition(|&weight| weight > 0.0)
 }
 
-/// The place of the highest value, the first of equals.
+/// Returns the index of the highest value, the first of equals.
 fn highest(row: &[f32]) -> usize {
     let mut best = 0;
     for (i, &z) in row.iter().enumerate() {
@@ -389,7 +394,7 @@ mod tests {
     use candle_core::Device;
     use rand::Rng;
 
-    /// A row of the given logits: 1 times each is exact.
+    /// A row of the given logits: multiplication by 1 is exact.
     fn row(values: &[f32], sampling: &Sampling) -> Logits {
         let weight = Tensor::from_slice(values, (1, values.len()), &Device::Cpu).unwrap();
         let weight = Weight::dense(&weight);
@@ -445,7 +450,7 @@ mod tests {
         let mut random = stream(2, Purpose::Sampling, &[]);
         for vocabulary in [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 7 * BLOCK + 300] {
             let mut values: Vec<f32> = (0..vocabulary).map(|_| random.random_range(-4.0..4.0)).collect();
-            // Blocks without weight in front and at the end, where there are several.
+            // Blocks without weight at the start and at the end, if there are several.
             let empty = if vocabulary > 4 * BLOCK { BLOCK + 7 } else { 0 };
             values[..empty].fill(-1e4);
             values[vocabulary - empty..].fill(-1e4);
@@ -453,7 +458,7 @@ mod tests {
             let mut ends = vec![0.0; vocabulary.div_ceil(BLOCK)];
             let (stats, highest) = row_stats_and_blocks(&mut z, 1.0, &mut ends);
             assert_eq!(stats, row_stats(&mut values.clone(), 1.0));
-            // Added up for the draw alone, and noted by the head on its way.
+            // Cumulative sums computed by the draw, and by the head.
             for (noted, precision) in [(None, 1e-12), (Some((highest, &ends[..])), 1e-6)] {
                 let row = Row { z: &values, log_sum_exp: stats.log_sum_exp, blocks: noted };
                 let blocks = Blocks::of(row);
@@ -516,7 +521,7 @@ mod tests {
         for bad in [f32::NAN, f32::INFINITY] {
             for temperature in [0.0, 1.0] {
                 let sampling = Sampling::whole(temperature);
-                // An infinite weight times 1, not times 0, is what a broken head gives.
+                // A broken head gives values that are not finite.
                 let error = row(&[0.0, bad, 1.0], &sampling).draw(&sampling, &[(0, 0.5)]).err().unwrap();
                 assert!(error.to_string().contains("not finite"), "{error}");
             }

@@ -2,13 +2,14 @@
 
 use multiversion::multiversion;
 
-/// Lanes of every row sum: element `i` goes to lane `i % LANES`, lanes are added as a tree.
+/// Number of lanes of a row sum: element `i` is added to lane `i % LANES`, and the lanes are added as a
+/// tree.
 pub const LANES: usize = 16;
 
-/// `e^x` to about one unit in the last place; exactly 0 below −87, finite up to 88.
+/// Returns `e^x` to about one unit in the last place; exactly 0 below −87, finite up to 88.
 ///
-/// Plain arithmetic (Cody–Waite reduction, a degree-6 polynomial), so that a vectorised loop and
-/// a scalar tail give the same bits, which the C library's `exp` beside a vector one would not.
+/// It uses plain arithmetic (Cody–Waite reduction, a degree-6 polynomial). A vectorised loop and its scalar
+/// tail therefore give the same bits, unlike the C library's `exp` beside a vector version.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     const ROUND: f32 = 12_582_912.0; // 1.5 · 2^23: adding it rounds to the nearest integer
@@ -25,25 +26,26 @@ pub fn exp(x: f32) -> f32 {
     let p = p.mul_add(r, 1.666_666_5e-1);
     let p = p.mul_add(r, 5.0e-1);
     let p = p.mul_add(r * r, r) + 1.0;
-    // n as an integer, read off the rounded sum's bits: a checked conversion would not vectorise.
+    // n as an integer, from the bits of the rounded sum: a checked conversion would not vectorise.
     let exponent = rounded.to_bits().wrapping_sub(ROUND.to_bits());
     let scale = f32::from_bits(exponent.wrapping_add(127) << 23);
     if x < -87.0 { 0.0 } else { p * scale }
 }
 
-/// `1 / (1 + e^{−x})`.
+/// Returns `1 / (1 + e^{−x})`.
 #[inline(always)]
 pub fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// Adds the lanes pairwise: the one order every row sum ends in.
+/// Adds the lanes pairwise: the last step of every row sum.
 #[inline(always)]
 pub fn add_lanes(lanes: [f32; LANES]) -> f32 {
     halved(lanes, |a, b| a + b)
 }
 
-/// Sixteen lanes to one by `f`, halves with halves. Arrays of constant widths, for the compiler to keep them in vectors.
+/// Reduces sixteen lanes to one by applying `f` to halves. Constant widths let the compiler keep the arrays
+/// in vectors.
 #[inline(always)]
 fn halved(lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
     let eight: [f32; 8] = std::array::from_fn(|i| f(lanes[i], lanes[i + 8]));
@@ -52,7 +54,8 @@ fn halved(lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
     f(two[0], two[1])
 }
 
-/// Σ f(values of `rows` at i) in lane order; rows of one length. Whole chunks of each, for the compiler to keep lanes in vectors.
+/// Returns Σ f(values of `rows` at i) in lane order; all rows have one length. Whole chunks let the
+/// compiler keep lanes in vectors.
 #[inline(always)]
 pub fn sum_lanes<const N: usize>(rows: [&[f32]; N], f: impl Fn([f32; N]) -> f32) -> f32 {
     let mut lanes = [0f32; LANES];
@@ -70,19 +73,19 @@ pub fn sum_lanes<const N: usize>(rows: [&[f32]; N], f: impl Fn([f32; N]) -> f32)
     add_lanes(lanes)
 }
 
-/// Σ a_i b_i in lane order.
+/// Returns Σ a_i b_i in lane order.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     sum_lanes([a, b], |[a, b]| a * b)
 }
 
-/// `out = a + b`, elementwise.
+/// Computes `out = a + b`, elementwise.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub fn add(a: &[f32], b: &[f32], out: &mut [f32]) {
     out.iter_mut().zip(a).zip(b).for_each(|((out, a), b)| *out = a + b);
 }
 
-/// The largest value of a row; −∞ for an empty one.
+/// Returns the largest value of a row; −∞ for an empty one.
 #[inline(always)]
 pub fn max_lanes(row: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; LANES];
@@ -95,7 +98,8 @@ pub fn max_lanes(row: &[f32]) -> f32 {
     halved(lanes, larger)
 }
 
-/// Multiplies a row by `factor` and returns its largest value then: one walk, as a row of logits leaves no cache room for two.
+/// Multiplies a row by `factor` and returns its largest value then. One pass, as a row of logits exceeds
+/// the cache.
 #[inline(always)]
 pub fn scale_and_max(row: &mut [f32], factor: f32) -> f32 {
     if factor == 1.0 {
@@ -113,7 +117,7 @@ pub fn scale_and_max(row: &mut [f32], factor: f32) -> f32 {
     halved(lanes, larger)
 }
 
-/// Each lane becomes its value in `chunk`, at most [`LANES`] long, where that is larger.
+/// Raises each lane to its value in `chunk` if that is larger. `chunk` has at most [`LANES`] values.
 #[inline(always)]
 fn raise(lanes: &mut [f32; LANES], chunk: &[f32]) {
     for (lane, &x) in lanes.iter_mut().zip(chunk) {

@@ -1,14 +1,13 @@
-//! Tensor operations: one op a file, its formula in the doc, forward and backward together.
+//! Tensor operations: one op per file, its formula in the doc, forward and backward together.
 //!
-//! Every forward keeps one promise: **a row of the result is the same bits whatever else is in the batch**,
-//! on any number of threads. Sums run in an order that depends on the row alone. Backward passes add in a
-//! fixed order too, so two runs give the same gradients. Shapes are given with these letters:
-//!
+//! Every forward is batch-invariant: **a row of the result has the same bits whatever else is in the
+//! batch**, on any number of threads. The order of a sum depends on the row alone. Backward passes add in a
+//! fixed order too, so two runs give the same gradients. These letters give shapes:
 //! `T` tokens, `H` hidden size, `N` query heads, `M` key-value heads, `D` head size, `E` experts, `K` experts
 //! per token, `I` intermediate size, `V` vocabulary.
 
 pub mod adamw_8bit;
-// Plain Rust in every build, for the tests; used on a GPU alone.
+// Plain Rust in every build, for the tests; only GPU code uses it.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub mod argument;
 pub mod buffer;
@@ -31,7 +30,7 @@ pub mod mxfp4;
 pub mod operation;
 pub mod optimizer;
 pub mod packed;
-// Likewise.
+// Plain Rust in every build, for the tests; only GPU code uses it.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub mod pages;
 pub mod parameter;

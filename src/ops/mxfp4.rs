@@ -5,14 +5,14 @@
 
 use rayon::prelude::*;
 
-/// Values a block.
+/// Values per block.
 pub const BLOCK: usize = 32;
-/// The magnitudes by the nibble's low three bits (E2M1).
+/// Magnitudes by the nibble's low three bits (E2M1).
 pub const MAGNITUDES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 const SCALE_BIAS: i32 = 127;
 const SCALE_EXPONENT_MAX: i32 = 254 - SCALE_BIAS;
 
-/// The value of a scale byte, exact in f32 (2^-127 is subnormal).
+/// Returns the value of a scale byte, exact in f32 (2^-127 is subnormal).
 pub fn scale(byte: u8) -> f32 {
     match byte {
         0 => f32::from_bits(1 << 22),
@@ -26,7 +26,7 @@ fn decode_nibble(nibble: u8) -> f32 {
     if nibble & 8 == 0 { magnitude } else { -magnitude }
 }
 
-/// One block's 32 values: exact, save that values of 2^128 and beyond become infinite.
+/// Decodes a block's 32 values. Exact, except that values of 2^128 and above become infinite.
 pub fn decode_block(bytes: &[u8; BLOCK / 2], scale_byte: u8) -> [f32; BLOCK] {
     let scale = scale(scale_byte);
     let mut values = [0.0; BLOCK];
@@ -37,10 +37,10 @@ pub fn decode_block(bytes: &[u8; BLOCK / 2], scale_byte: u8) -> [f32; BLOCK] {
     values
 }
 
-/// The nearest block to 32 finite values, as (bytes, scale byte).
+/// Encodes 32 finite values as the nearest block: (bytes, scale byte).
 ///
-/// The scale is the smallest power of two at which no value exceeds the largest magnitude, 6; values then
-/// round to nearest, ties to the even index. A block that came from MXFP4 keeps every value to the bit.
+/// The scale is the smallest power of two at which no value exceeds the largest magnitude, 6. Values then
+/// round to nearest, ties to the even index. Values of a decoded MXFP4 block stay bit-exact.
 pub fn encode_block(values: &[f32; BLOCK]) -> ([u8; BLOCK / 2], u8) {
     let largest = values.iter().fold(0.0f32, |m, v| m.max(v.abs()));
     let scale_byte = (scale_exponent(largest) + SCALE_BIAS) as u8;
@@ -57,7 +57,7 @@ pub fn encode_block(values: &[f32; BLOCK]) -> ([u8; BLOCK / 2], u8) {
     (bytes, scale_byte)
 }
 
-/// The smallest s in the format's range with `largest` <= 6 · 2^s.
+/// Returns the smallest s in the format's range with `largest` <= 6 · 2^s.
 fn scale_exponent(largest: f32) -> i32 {
     // In f64 no f32 is subnormal: largest = m · 2^exponent with 1 <= m < 2; 6 is 1.5 · 2^2.
     let bits = f64::from(largest).to_bits();
@@ -66,15 +66,15 @@ fn scale_exponent(largest: f32) -> i32 {
     (exponent - 2 + i32::from(mantissa_exceeds_1_5)).clamp(-SCALE_BIAS, SCALE_EXPONENT_MAX)
 }
 
-/// The index of the magnitude nearest to `value`, ties to the even index.
+/// Returns the index of the magnitude nearest to `value`, ties to the even index.
 fn nearest_index(value: f64) -> u8 {
-    // Midpoints of neighbouring magnitudes; one that belongs to the lower, even index is closed above.
+    // Midpoints of neighbouring magnitudes. True: the midpoint belongs to the lower, even index.
     const MIDPOINTS: [(f64, bool); 7] =
         [(0.25, true), (0.75, false), (1.25, true), (1.75, false), (2.5, true), (3.5, false), (5.0, true)];
     MIDPOINTS.iter().filter(|&&(mid, closed)| value > mid || (value == mid && !closed)).count() as u8
 }
 
-/// Rows of blocks to an expert matrix.
+/// Decodes rows of blocks to expert matrices.
 ///
 /// `blocks` [E, out, in/32, 16] and `scales` [E, out, in/32], both row-major, give [E, in, out] row-major.
 pub fn decode(blocks: &[u8], scales: &[u8], [experts, input, output]: [usize; 3]) -> Vec<f32> {
@@ -96,7 +96,8 @@ pub fn decode(blocks: &[u8], scales: &[u8], [experts, input, output]: [usize; 3]
     values
 }
 
-/// An expert matrix [E, in, out] to (blocks, scales): the layout of [`decode`], rounding as [`encode_block`].
+/// Encodes expert matrices [E, in, out] as (blocks, scales): the layout of [`decode`], the rounding of
+/// [`encode_block`].
 pub fn encode(values: &[f32], [experts, input, output]: [usize; 3]) -> (Vec<u8>, Vec<u8>) {
     let blocks_a_row = input / BLOCK;
     let count = experts * output * blocks_a_row;

@@ -1,11 +1,11 @@
-//! What an op's file writes of an op with gradients: its forward on a CPU and on a GPU, and its backward.
+//! The trait of an op with gradients: its forward on a CPU and on a GPU, and its backward.
 
 use super::cpu::Element;
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail,
 };
 
-/// A tensor in host memory, as a forward is given it.
+/// A tensor in host memory, as an argument of a forward.
 #[derive(Clone, Copy)]
 pub struct HostArgument<'a> {
     storage: &'a CpuStorage,
@@ -13,23 +13,23 @@ pub struct HostArgument<'a> {
 }
 
 impl<'a> HostArgument<'a> {
-    /// Its shape.
+    /// Returns its shape.
     pub fn shape(&self) -> &'a Shape {
         self.layout.shape()
     }
 
-    /// Its values.
+    /// Returns its values.
     ///
     /// # Errors
-    /// When they are not contiguous, or of another type than f32.
+    /// When they are not contiguous or not f32.
     pub fn values(&self) -> Result<&'a [f32]> {
         self.elements()
     }
 
-    /// Its ids.
+    /// Returns its ids.
     ///
     /// # Errors
-    /// When they are not contiguous, or of another type than u32.
+    /// When they are not contiguous or not u32.
     pub fn ids(&self) -> Result<&'a [u32]> {
         self.elements()
     }
@@ -45,7 +45,7 @@ impl<'a> HostArgument<'a> {
     }
 }
 
-/// A tensor in a GPU's memory, as a forward is given it.
+/// A tensor in GPU memory, as an argument of a forward.
 pub type DeviceArgument<'a> = (&'a CudaStorage, &'a Layout);
 
 /// An op of `N` tensors, 1 to 3.
@@ -56,36 +56,37 @@ pub trait Operation<const N: usize>: Send + Sync + 'static {
     /// Computes the result on a CPU.
     ///
     /// # Errors
-    /// When `inputs` have other types or shapes than the op's.
+    /// When the types or shapes of `inputs` are not the op's.
     fn cpu(&self, inputs: [HostArgument; N]) -> Result<(CpuStorage, Shape)>;
 
     /// Computes the result on a GPU.
     ///
     /// # Errors
-    /// When `inputs` have other types, shapes or layouts than the kernels'; where the op has none.
+    /// When the types, shapes or layouts of `inputs` are not the kernels'; when the op has no GPU forward.
     fn cuda(&self, _: [DeviceArgument; N]) -> Result<(CudaStorage, Shape)> {
         bail!("no cuda implementation for {}", Self::NAME)
     }
 
-    /// Computes the gradients of `inputs` from `gradient`, that of `output`, which is contiguous. `None` where the graph gets none.
+    /// Computes the gradients of `inputs` from `gradient`, the contiguous gradient of `output`. `None`
+    /// means that the graph gets no gradient for that input.
     ///
     /// # Errors
-    /// Where the op has none.
+    /// When the op has no backward.
     fn backward(&self, _: [&Tensor; N], _output: &Tensor, _gradient: &Tensor) -> Result<[Option<Tensor>; N]> {
         bail!("no gradient of {}", Self::NAME)
     }
 }
 
-/// An operation as candle's graph takes it.
+/// An operation wrapped for candle's graph.
 pub(super) struct CandleOp<O, const N: usize>(pub O);
 
-/// `given` as an array of `N`.
+/// Converts an array to one of `N` values; fails if the lengths differ.
 fn exactly<T, const N: usize, const M: usize>(given: [T; M]) -> Result<[T; N]> {
     <[T; N]>::try_from(Vec::from(given))
         .or_else(|given| bail!("an op of {N} tensors is given {}", given.len()))
 }
 
-/// The gradients of `N` inputs of which the graph gets that of the first alone.
+/// Returns the gradients of `N` inputs when the graph gets only the first one's.
 pub fn of_first<const N: usize>(first: Option<Tensor>) -> [Option<Tensor>; N] {
     let mut gradients = [const { None }; N];
     gradients[0] = first;

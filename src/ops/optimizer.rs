@@ -1,5 +1,6 @@
-//! Elementwise updates of weights, in place: AdamW and SGD, and what comes before them, the gradient's norm and its scaling.
-//! AdamW with moments of 8 bits is [`super::adamw_8bit`]. On a GPU values have the same bits; the norm, a sum, has its own order.
+//! Elementwise in-place updates of weights: AdamW and SGD, and the gradient's norm and scaling before them.
+//! [`super::adamw_8bit`] is AdamW with 8-bit moments. A GPU gives the same values to the bit, except that
+//! the norm's sum has its own order.
 
 use super::cpu::{edit, host_values, in_parallel};
 use super::cuda;
@@ -12,7 +13,7 @@ use rayon::prelude::*;
 pub struct AdamW {
     /// `1 − lr · λ`.
     pub shrink: f32,
-    /// `1 − β₁`; from f64, for `1 − β₂` of an f32 β₂ = 0.999 is already 1e-5 off.
+    /// `1 − β₁`, computed in f64: `1 − β₂` from an f32 β₂ = 0.999 would be off by 1e-5.
     pub one_minus_beta1: f32,
     pub beta2: f32,
     /// `1 − β₂`.
@@ -62,7 +63,7 @@ fn apply_adamw(step: &AdamW, w: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f
 }
 
 impl AdamW {
-    /// One update of `w`, and of its moments `m` and `v`.
+    /// Updates `w` and its moments `m` and `v` once.
     #[inline(always)]
     pub(super) fn apply(&self, w: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32]) {
         for ((w, (m, v)), &g) in w.iter_mut().zip(m.iter_mut().zip(v)).zip(g) {
@@ -73,7 +74,8 @@ impl AdamW {
     }
 }
 
-/// SGD: `w ← w · shrink − rate · g`, the product fused into the sum: one rounding fewer beside a large `w`, and PyTorch's bits.
+/// Performs SGD: `w ← w · shrink − rate · g`, the product fused into the sum. That rounds once less beside
+/// a large `w`, and has PyTorch's bits.
 ///
 /// # Errors
 /// When shapes differ.
@@ -96,7 +98,8 @@ fn descend(weights: &mut [f32], gradient: &[f32], shrink: f32, rate: f32) {
     }
 }
 
-/// A moving sum of gradients, which [`sgd`] follows in their place: `b ← momentum · b + g`, as PyTorch has it; from 0, the first is g.
+/// Updates the momentum buffer: `b ← momentum · b + g`, as in PyTorch. [`sgd`] then uses `b` in place of
+/// the gradient. From zeros, the first value is `g`.
 ///
 /// # Errors
 /// When shapes differ.
@@ -112,7 +115,8 @@ pub fn accumulate(buffer: &Tensor, gradient: &Tensor, momentum: f32) -> Result<(
     })
 }
 
-/// `w ← bf16(x)`, held in f32, on a GPU in bf16: what a model computes with whose masters are `x`.
+/// Computes `w ← bf16(x)`, stored as f32 on a CPU and as bf16 on a GPU. `x` are the master weights, `w` the
+/// weights of the forward.
 ///
 /// # Errors
 /// When shapes differ.
@@ -128,7 +132,7 @@ pub fn round_to_bf16(weights: &Tensor, x: &Tensor) -> Result<()> {
     })
 }
 
-/// `Σ x²` in f64, in the order of the elements; on a GPU in an order that depends on their number alone.
+/// Returns `Σ x²` in f64, in the order of the elements. On a GPU the order depends on their number alone.
 ///
 /// # Errors
 /// When `x` cannot be read.
@@ -139,7 +143,7 @@ pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
     Ok(host_values(x)?.iter().map(|&x| f64::from(x) * f64::from(x)).sum())
 }
 
-/// `x ← factor · x`; a factor of 0 clears what is no number too.
+/// Computes `x ← factor · x`. A factor of 0 also clears NaN and infinite values.
 ///
 /// # Errors
 /// When `x` cannot be changed.

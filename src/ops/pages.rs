@@ -1,20 +1,22 @@
-//! Which pages of a device's key-value cache belong to which sequence: accounts on the host, no device needed.
+//! Page allocation of a device's key-value cache: which page belongs to which sequence. Kept on the host;
+//! no device is needed.
 //!
-//! A page holds the keys and values of 64 consecutive positions, the blocks in which the attention kernels read them. Sequences
-//! share pages as clones of one another do; a page that several hold is copied before it is written, and free when none holds it.
+//! A page holds the keys and values of 64 consecutive positions, the blocks that the attention kernels
+//! read. Cloned sequences share pages. A shared page is copied before it is written, and freed when no
+//! sequence holds it.
 
 use super::sink_attention::kernels::BLOCK_KEYS;
 use candle_core::{Result, bail};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Positions of a page.
+/// Positions per page.
 pub const PAGE: usize = BLOCK_KEYS;
 
 /// The pages of one cache.
 #[derive(Debug)]
 pub struct Pages {
-    /// Taken from the end.
+    /// Free pages; allocation takes the last.
     free: Mutex<Vec<u32>>,
     total: usize,
 }
@@ -35,32 +37,32 @@ impl Drop for Page {
 /// One sequence's pages, in the order of its positions. Cloning shares them.
 #[derive(Debug, Clone, Default)]
 pub struct PagedSequence {
-    /// None where no query sees the positions any more.
+    /// `None` for positions that no query can see any more.
     pages: Vec<Option<Arc<Page>>>,
     len: usize,
 }
 
-/// `rows` consecutive new tokens that lie in one page.
+/// `rows` consecutive new tokens of one page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
-    /// First of them among all new tokens.
+    /// Index of the first one among all new tokens.
     pub token: usize,
-    /// Its row in the cache: page · 64 + place.
+    /// Its row in the cache: page · 64 + index in the page.
     pub row: usize,
-    /// Their number.
+    /// Number of tokens.
     pub rows: usize,
 }
 
-/// Rows of a page that several sequences hold, for the one that is about to write there.
+/// Rows of a shared page to copy, for the sequence that is about to write there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CopiedRows {
-    /// First row in the cache, and where it goes.
+    /// First row in the cache, and its destination.
     pub from: usize,
     pub to: usize,
     pub rows: usize,
 }
 
-/// What a cache is to do for new tokens: first the copies, in their order, then the runs.
+/// Changes to the cache for new tokens: first the copies in order, then the runs.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Growth {
     pub copies: Vec<CopiedRows>,
@@ -68,20 +70,21 @@ pub struct Growth {
 }
 
 impl Pages {
-    /// `total` pages, all free.
+    /// Returns `total` free pages.
     pub fn new(total: usize) -> Arc<Self> {
         Arc::new(Self { free: Mutex::new((0..total as u32).rev().collect()), total })
     }
 
-    /// Pages that belong to no sequence.
+    /// Returns the number of pages that belong to no sequence.
     pub fn free(&self) -> usize {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 
-    /// A sequence of `len` positions that hold whatever lies in its pages, those that `window` hides forgotten: for timings.
+    /// Returns a sequence of `len` positions with arbitrary contents, without the pages that `window`
+    /// hides. For timings.
     ///
     /// # Errors
-    /// When the pages do not suffice.
+    /// When there are too few free pages.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn reserved(self: &Arc<Self>, len: usize, window: Option<usize>) -> Result<PagedSequence> {
         let hidden = window.map_or(0, |window| (len + 1).saturating_sub(window) / PAGE);
@@ -90,11 +93,11 @@ impl Pages {
         Ok(PagedSequence { pages: (0..hidden).map(|_| None).chain(own).collect(), len })
     }
 
-    /// Makes room for `counts[i]` new tokens at the end of `sequences[i]`, for all or for none of them.
-    /// Returns where the new tokens' keys and values go.
+    /// Allocates pages for `counts[i]` new tokens at the end of `sequences[i]`, for all sequences or for
+    /// none. Returns where the new tokens' keys and values go.
     ///
     /// # Errors
-    /// When the pages do not suffice; nothing has changed then.
+    /// When there are too few free pages; nothing has changed then.
     pub fn extend(
         self: &Arc<Self>,
         sequences: &mut [&mut PagedSequence],
@@ -108,7 +111,7 @@ impl Pages {
         let mut growth = Growth::default();
         let mut token = 0;
         for (sequence, &count) in sequences.iter_mut().zip(counts) {
-            // Never none: counted above.
+            // Always succeeds: the pages were counted above.
             if let Some(last) = sequence.written_page(count).filter(|last| Arc::strong_count(last) > 1)
                 && let Some(own) = taken.next()
             {
@@ -151,9 +154,9 @@ impl Pages {
     }
 }
 
-/// New pages, and copies of shared ones, for `counts[i]` new tokens of `sequences[i]`.
+/// Counts the pages needed for `counts[i]` new tokens of `sequences[i]`, copies of shared ones included.
 fn pages_needed(sequences: &[&mut PagedSequence], counts: &[usize]) -> usize {
-    // How often each page that is about to be written is; the last of its holders keeps it.
+    // The number of sequences about to write each page; the last of its holders keeps it.
     let mut written: HashMap<*const Page, (usize, usize)> = HashMap::new();
     let mut needed = 0;
     for (sequence, &count) in sequences.iter().zip(counts) {
@@ -166,35 +169,35 @@ fn pages_needed(sequences: &[&mut PagedSequence], counts: &[usize]) -> usize {
 }
 
 impl PagedSequence {
-    /// Positions held.
+    /// Returns the number of positions.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// True before the first position.
+    /// Returns true before the first position.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Lets pages go that no query at or after `position` can see through `window`.
+    /// Frees pages that no query at or after `position` can see through `window`.
     pub fn forget_before(&mut self, position: usize, window: usize) {
         let first_seen = (position + 1).saturating_sub(window) / PAGE;
         self.pages.iter_mut().take(first_seen).for_each(|page| *page = None);
     }
 
-    /// The page that `count` new tokens begin in, where that one has others already.
+    /// Returns the page where `count` new tokens begin, if it already holds other positions.
     fn written_page(&self, count: usize) -> Option<&Arc<Page>> {
         if count == 0 || self.len.is_multiple_of(PAGE) { None } else { self.pages.last()?.as_ref() }
     }
 
-    /// The place in the cache of page `page`; 0 for one that is forgotten, which nothing reads.
+    /// Returns the index of page `page` in the cache; 0 for a freed one, which nothing reads.
     fn index(&self, page: usize) -> usize {
         self.pages.get(page).and_then(Option::as_ref).map_or(0, |page| page.index as usize)
     }
 }
 
-/// `page_table` of the kernels, `[sequences, pages_max]`, and `pages_max`, which is no less than `width`. Places past a sequence's end
-/// hold 0, as do pages that are forgotten.
+/// Returns the kernels' `page_table`, `[sequences, pages_max]`, and `pages_max`, at least `width`. Entries
+/// past a sequence's end and of freed pages are 0.
 pub fn page_table(sequences: &[&mut PagedSequence], width: usize) -> (Vec<i32>, usize) {
     let pages_max = sequences.iter().map(|s| s.pages.len()).max().unwrap_or(0).max(width);
     let row = |sequence: &&mut PagedSequence| -> Vec<i32> {
@@ -220,7 +223,7 @@ mod tests {
     #[test]
     fn a_reserved_sequence_goes_on_where_a_window_left_it() {
         let pages = Pages::new(4);
-        // Of positions 0 to 199 a query at 200 sees 73 to 199 through a window of 128: the first page is forgotten.
+        // A query at 200 sees positions 73 to 199 through a window of 128: the first page is freed.
         let mut reserved = pages.reserved(200, Some(128)).unwrap();
         assert_eq!((reserved.len(), pages.free()), (200, 1));
         let mut grown = PagedSequence { len: 200, ..PagedSequence::default() };
@@ -276,7 +279,7 @@ mod tests {
         drop((a, b));
         assert_eq!(pages.free(), 3);
 
-        // The last that holds a page keeps it.
+        // The last holder of a page keeps it.
         let mut only = prompt.clone();
         let error = Pages::new(0).extend(&mut [&mut only], &[1]).unwrap_err().to_string();
         assert!(error.contains("need 1 more pages"), "{error}");

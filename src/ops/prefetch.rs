@@ -1,20 +1,19 @@
-//! Memory that will be read soon, asked for early: the processor's own look-ahead ends with a page, and begins anew where a
-//! loop jumps.
+//! Memory prefetch. The hardware prefetcher stops at the end of a page and restarts where a loop jumps.
 
-/// Has the line around `from` brought into the nearest cache; any address will do.
+/// Prefetches the cache line of `from` into the L1 cache; any address is valid.
 #[inline(always)]
 pub(super) fn prefetch<T>(from: *const T) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: it reads nothing that a program could see, and never faults.
+        // SAFETY: a prefetch has no visible effect and never faults.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(from.cast()) };
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = from;
 }
 
-/// The same into the second cache: what much else is read before.
+/// Prefetches the cache line of `from` into the L2 cache, for data that is read after much other data.
 #[inline(always)]
 pub(super) fn prefetch_second<T>(from: *const T) {
     #[cfg(target_arch = "x86_64")]

@@ -1,21 +1,23 @@
-//! The matrix product on which every row's bits rest.
+//! Batch-invariant matrix products.
 //!
-//! The `gemm` crate adds over k in one chain an element when the weights are contiguous K×N, when k is
-//! walked in chunks that fit its own blocking, and when a single row does not fall into its
-//! matrix-vector path. So: k in chunks of [`K_CHUNK`], one row padded to two, one column by [`dot_column`], and few
-//! rows by [`FewRows`], which adds in the same chains, as [`tiles`] do: they make products by a large matrix that lies transposed,
-//! and those of bf16 that are not of few rows.
-//! A row's result then depends on nothing but the row and the weights.
+//! The `gemm` crate adds over k in one chain per element under three conditions. The weights are contiguous
+//! K×N. k is processed in chunks that fit the crate's own blocking. A single row does not take its
+//! matrix-vector path.
+//!
+//! So k is split into chunks of [`K_CHUNK`], one row is padded to two, and one column uses [`dot_column`].
+//! [`FewRows`] multiplies few rows and adds in the same chains. [`tiles`] does so too, for products by a
+//! large transposed matrix and for bf16 products of many rows. A row's result then depends on nothing but
+//! the row and the weights.
 
 use super::few_rows::FewRows;
 use super::math::dot;
 use super::tiles;
 use gemm::Parallelism;
 
-/// The crate's own blocking over k never goes below this, so a chunk is always one chain.
+/// Rows of k per chunk. The crate's own blocking over k is never smaller, so a chunk is always one chain.
 pub(super) const K_CHUNK: usize = 512;
 
-/// From so many values on the crate, which reads a transposed matrix down its columns, is slower than tiles.
+/// Number of values from which the crate, which reads a transposed matrix by columns, is slower than tiles.
 const TRANSPOSED_MIN: usize = 1 << 17;
 
 /// A matrix operand: values with a row and a column stride, in elements.
@@ -38,24 +40,24 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// What a product multiplies and adds. Every product by one matrix is made by one precision, forward and backward.
+/// The precision of a product. All products by one matrix use one precision, forward and backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Precision {
-    /// f32, each product rounded once with its sum.
+    /// f32; each product is rounded once with its sum.
     #[default]
     F32,
-    /// Both operands rounded to bf16, and the processor's dot product of two neighbouring k at a time, whose sums are f32.
+    /// Operands are rounded to bf16. The processor's dot product adds two neighbouring k at a time in f32.
     Bf16Dot,
 }
 
 impl Precision {
-    /// Whether this processor can.
+    /// Returns true when this processor supports it.
     pub fn is_here(self) -> bool {
         self == Precision::F32 || tiles::multiplies_bf16()
     }
 }
 
-/// How a product is made.
+/// How a product is computed: its threads and its precision.
 #[derive(Clone, Copy)]
 pub struct Means {
     spread: Spread,
@@ -63,36 +65,37 @@ pub struct Means {
 }
 
 impl From<Spread> for Means {
-    /// In f32.
+    /// Uses f32.
     fn from(spread: Spread) -> Self {
         Self { spread, precision: Precision::F32 }
     }
 }
 
-/// Which threads a product may take. The choice changes no bit.
+/// The threads that a product may use. The choice changes no bit.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Spread {
-    /// All of the current pool, when the work is worth it.
+    /// All threads of the current pool, if the work is large enough.
     Pool,
-    /// The calling one: its neighbours have products of their own.
+    /// The calling thread only: other threads have their own products.
     Alone,
 }
 
 impl Spread {
-    /// The same, and by which precision.
+    /// Adds a precision.
     pub fn by(self, precision: Precision) -> Means {
         Means { spread: self, precision }
     }
 
-    /// Their number for `work` multiply-adds.
+    /// Returns the number of threads for `work` multiply-adds.
     pub(super) fn threads(self, work: usize) -> usize {
         if self == Spread::Pool && super::cpu::in_parallel(work) { rayon::current_num_threads() } else { 1 }
     }
 }
 
-/// `out[m, n] (+)= x[m, k] · w[k, n]` for the forward pass: contiguous rows, bits of a row independent of `m`.
+/// Computes `out[m, n] (+)= x[m, k] · w[k, n]` for the forward pass. Rows are contiguous; a row's bits do
+/// not depend on `m`.
 ///
-/// With `accumulate` the product is added to what `out` holds (a bias, say).
+/// With `accumulate` the product is added to the value of `out` (a bias, for example).
 pub fn forward_product(
     means: impl Into<Means>,
     out: &mut [f32],
@@ -129,8 +132,8 @@ pub fn forward_product(
     }
 }
 
-/// `out[m, n] (+)= a[m, k] · b[k, n]` with any strides: for backward passes, where rows need not be invariant
-/// but runs and thread counts still give equal bits.
+/// Computes `out[m, n] (+)= a[m, k] · b[k, n]` with any strides, for backward passes. Rows need not be
+/// batch-invariant there. The bits are equal in every run and for every number of threads.
 pub fn product(
     means: impl Into<Means>,
     out: &mut [f32],
@@ -155,7 +158,7 @@ pub fn product(
     assert!(last(&a, m, k) < a.values.len() && last(&b, k, n) < b.values.len(), "product: operands");
     let threads = spread.threads(m * n * k);
     let tiled = match precision {
-        // Of one row or column, and of chunks of one or two k, the crate has other bits.
+        // The crate has other bits for one row or column, and for chunks of one or two k.
         Precision::F32 => {
             let same_bits = m > 1 && n > 1 && !matches!(k % K_CHUNK, 1 | 2);
             b.row_stride == 1 && k * n >= TRANSPOSED_MIN && same_bits
@@ -197,7 +200,8 @@ pub fn product(
     }
 }
 
-/// `out[m, k] = dy[m, n] · wᵀ` for contiguous `w [k, n]`: what a forward product by `w` gives back.
+/// Computes `out[m, k] = dy[m, n] · wᵀ` for contiguous `w [k, n]`: the input gradient of a forward product
+/// by `w`.
 pub fn backward_product(
     means: impl Into<Means>,
     out: &mut [f32],
@@ -208,7 +212,7 @@ pub fn backward_product(
     product(means, out, Matrix::rows(dy, n), Matrix::transposed(w, n), (m, n, k), false);
 }
 
-/// The library's default product, to measure what invariance costs. Only benchmarks are built with it.
+/// The library's default product, to measure the cost of batch invariance. Compiled for benchmarks only.
 #[cfg(feature = "bench")]
 pub mod stock {
     use super::Parallelism;
@@ -217,7 +221,7 @@ pub mod stock {
     /// True makes every forward use [`product`].
     pub static CHOSEN: AtomicBool = AtomicBool::new(false);
 
-    /// One call of the library on the whole shape.
+    /// Multiplies the whole shape in one call of the library.
     pub fn product(
         out: &mut [f32],
         x: &[f32],
@@ -256,7 +260,7 @@ pub mod stock {
     }
 }
 
-/// One output column: each row's dot product in lane order.
+/// Computes one output column: each row's dot product in lane order.
 fn dot_column(out: &mut [f32], x: &[f32], w: &[f32], k: usize, accumulate: bool) {
     for (o, row) in out.iter_mut().zip(x.chunks_exact(k.max(1))) {
         let dot = dot(row, w);

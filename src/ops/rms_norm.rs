@@ -1,4 +1,4 @@
-//! `y = x / √(mean(x²) + ε) · w` for each row of `x [T, H]`, `w [H]`.
+//! RMS normalisation: `y = x / √(mean(x²) + ε) · w` for each row of `x [T, H]`, `w [H]`.
 //!
 //! With `r = 1/√(mean(x²) + ε)` and `g = dy ∘ w`: `dx = r·g − x · r³ · (g·x)/H`, `dw = Σ_t dy_t ∘ x_t · r_t`.
 
@@ -11,10 +11,11 @@ use super::operation::{DeviceArgument, HostArgument, Operation};
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 
-/// Root-mean-square normalisation, differentiable in both. On a GPU `x` is bf16 and contiguous, `w` f32, `H` a multiple of 8.
+/// Computes RMS normalisation, differentiable in both inputs. On a GPU `x` is bf16 and contiguous, `w` f32,
+/// `H` a multiple of 8.
 ///
 /// # Errors
-/// When shapes disagree, or what a GPU does not take.
+/// When shapes disagree; on a GPU, when a type, layout or size is not supported.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     if weight.dims() != [x.dim(1)?] {
         bail!("rms_norm: x {:?}, weight {:?}", x.dims(), weight.dims());

@@ -1,7 +1,8 @@
-//! Rotary position embedding, half-split: with `x = [a, b]` and angle `θ` a pair, `[a cos θ − b sin θ, b cos θ + a sin θ]`.
+//! Rotary position embedding (RoPE), half-split. For `x = [a, b]` and one angle `θ` per pair: `[a cos θ − b
+//! sin θ, b cos θ + a sin θ]`.
 //!
-//! The backward of a rotation is the rotation by `−θ`. YaRN scales cosine and sine alike, so its factor
-//! is in the tables and passes through the backward too.
+//! The backward of a rotation is the rotation by `−θ`. YaRN scales cosine and sine by one factor. The
+//! tables contain it, so the backward has it too.
 
 use super::buffer::buffer;
 use super::cpu::host_values;
@@ -24,10 +25,10 @@ pub struct RopeTable {
 }
 
 impl RopeTable {
-    /// The table of `positions` positions for the angular frequencies `frequencies` (`D/2`, radians a position),
-    /// both functions multiplied by `attention_factor` (1 for plain RoPE).
+    /// Returns the table of `positions` positions for `frequencies` (`D/2`, radians per position). Cosines
+    /// and sines are multiplied by `attention_factor` (1 for plain RoPE).
     ///
-    /// Angles are rounded to f32 as the reference implementation does; their functions are taken in f64.
+    /// Angles are rounded to f32 as in the reference implementation; cosine and sine are computed in f64.
     pub fn new(frequencies: &[f32], positions: usize, attention_factor: f64) -> Self {
         let half = frequencies.len();
         let mut table = Self { half, cosines: vec![], sines: vec![], uploaded: Uploaded::default() };
@@ -41,21 +42,21 @@ impl RopeTable {
         table
     }
 
-    /// Positions held.
+    /// Returns the number of positions.
     pub fn positions(&self) -> usize {
         self.cosines.len() / self.half.max(1)
     }
 
-    /// Pairs of a head, `D/2`.
+    /// Returns the number of pairs per head, `D/2`.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn half(&self) -> usize {
         self.half
     }
 
-    /// Cosines and sines on a device, `[2, positions, D/2]`; copied there once.
+    /// Returns cosines and sines on a device, `[2, positions, D/2]`; copied there once.
     ///
     /// # Errors
-    /// When the copy cannot be made.
+    /// When the copy fails.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn on(&self, device: &Device) -> Result<Tensor> {
         self.uploaded.on(device, || {
@@ -64,7 +65,7 @@ impl RopeTable {
         })
     }
 
-    /// Rotates the heads of one row, `[heads][D]`, at `position`; by the negative angle when `back`.
+    /// Rotates the heads of one row, `[heads][D]`, at `position`; by the negative angle if `back`.
     #[inline(always)]
     fn rotate(&self, position: usize, x: &[f32], out: &mut [f32], back: bool) {
         let half = self.half;
@@ -88,38 +89,39 @@ impl RopeTable {
 pub struct Rotation {
     pub table: Arc<RopeTable>,
     pub positions: Arc<Vec<u32>>,
-    /// The last position and one more.
+    /// The last position plus one.
     end: usize,
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     uploaded: Arc<Uploaded>,
 }
 
 impl Rotation {
-    /// That of rows at `positions`.
+    /// Returns the rotation of rows at `positions`.
     pub fn new(table: Arc<RopeTable>, positions: Vec<u32>) -> Self {
         let end = positions.iter().max().map_or(0, |&p| p as usize + 1);
         Self { table, positions: Arc::new(positions), end, uploaded: Arc::default() }
     }
 
-    /// The same, whose positions on a GPU are `uploaded [T]`.
+    /// Uses `uploaded [T]` as the positions on a GPU.
     pub fn uploaded_as(self, uploaded: &Tensor) -> Result<Self> {
         self.uploaded.on(uploaded.device(), || Ok(uploaded.clone()))?;
         Ok(self)
     }
 
-    /// The positions on a device, `[T]`; copied there once, for all layers.
+    /// Returns the positions on a device, `[T]`; copied there once, for all layers.
     ///
     /// # Errors
-    /// When the copy cannot be made.
+    /// When the copy fails.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn positions_on(&self, device: &Device) -> Result<Tensor> {
         self.uploaded.on(device, || Tensor::from_slice(&self.positions, self.positions.len(), device))
     }
 
-    /// Refuses other rows than these, heads of another size, and positions that the table does not have.
+    /// Checks the number of rows, the head size and the positions.
     ///
     /// # Errors
-    /// As said.
+    /// When `rows` is not the number of positions, heads have another size, or a position is beyond the
+    /// table.
     pub fn check(&self, rows: usize, head_dim: usize) -> Result<()> {
         let end = self.end;
         if self.positions.len() != rows || head_dim != 2 * self.table.half || end > self.table.positions() {
@@ -146,10 +148,12 @@ fn rotate_rows(rotation: &Rotation, x: &[f32], width: usize, stride: usize, out:
     }
 }
 
-/// Rotated queries: `x [T, N·D]` → `[T, N, D]`. On a GPU `x` is bf16 and contiguous, `D` a multiple of 16.
+/// Rotates queries: `x [T, N·D]` → `[T, N, D]`. On a GPU `x` is bf16 and contiguous, and `D` a multiple of
+/// 16.
 ///
 /// # Errors
-/// When shapes disagree, a position is beyond the table, or what a GPU does not take.
+/// When shapes disagree or a position is beyond the table; on a GPU, when a type, layout or size is not
+/// supported.
 pub fn rope(x: &Tensor, heads: usize, rotation: &Rotation) -> Result<Tensor> {
     let (rows, width) = x.dims2()?;
     let head_dim = width / heads;
@@ -164,7 +168,7 @@ pub fn rope(x: &Tensor, heads: usize, rotation: &Rotation) -> Result<Tensor> {
 
 struct RotateQueries {
     rotation: Rotation,
-    /// What the host gives at once: a reshape would be a node of the graph, whose gradient is copied.
+    /// The output shape, returned directly: a reshape would be another node, whose gradient is copied.
     shape: (usize, usize, usize),
 }
 
@@ -194,11 +198,12 @@ impl Operation<1> for RotateQueries {
     }
 }
 
-/// Rotated keys beside values: `k [T, M·D]`, `v [T, M·D]` → `[T, 2, M, D]`, the form attention and its cache take.
-/// On a GPU as [`rope`].
+/// Rotates keys and joins them with values: `k [T, M·D]`, `v [T, M·D]` → `[T, 2, M, D]`, the format of
+/// attention and its cache. GPU requirements as of [`rope`].
 ///
 /// # Errors
-/// When shapes disagree, a position is beyond the table, or what a GPU does not take.
+/// When shapes disagree or a position is beyond the table; on a GPU, when a type, layout or size is not
+/// supported.
 pub fn rope_keys_with_values(k: &Tensor, v: &Tensor, heads: usize, rotation: &Rotation) -> Result<Tensor> {
     let (rows, width) = k.dims2()?;
     rotation.check(rows, width / heads)?;
@@ -216,7 +221,7 @@ pub fn rope_keys_with_values(k: &Tensor, v: &Tensor, heads: usize, rotation: &Ro
 
 struct RotateKeys {
     rotation: Rotation,
-    /// As of [`RotateQueries`].
+    /// As in [`RotateQueries`].
     shape: (usize, usize, usize, usize),
 }
 

@@ -1,4 +1,4 @@
-//! Shorter mantissas, an arm: each value to the nearest one with `b` stored mantissa bits, ties to even.
+//! Shorter mantissas, for an ablation: each value is rounded to `b` stored mantissa bits, ties to even.
 //!
 //! 7 bits are bf16's, 3 those of FP8 E4M3; the exponent keeps f32's range. Not differentiable.
 
@@ -6,7 +6,7 @@ use super::graph::apply_without_gradient;
 use super::operation::{HostArgument, Operation};
 use candle_core::{CpuStorage, Result, Shape, Tensor};
 
-/// `x` with `bits` mantissa bits a value.
+/// Rounds every value of `x` to `bits` mantissa bits.
 ///
 /// # Errors
 /// When `x` is not f32.
@@ -27,7 +27,7 @@ impl Operation<1> for RoundMantissa {
     }
 }
 
-/// One value with `bits` mantissa bits.
+/// Rounds one value to `bits` mantissa bits.
 pub fn round_value(value: f32, bits: u32) -> f32 {
     let dropped = 23 - bits.min(23);
     if dropped == 0 || !value.is_finite() {

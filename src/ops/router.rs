@@ -1,6 +1,7 @@
-//! The router's choice: the `K` largest of a token's `E` logits, and a softmax over the chosen ones.
+//! Top-k routing: the `K` largest of a token's `E` logits, and a softmax over them.
 //!
-//! `w_k = e^{z_{r_k}} / Σ_j e^{z_{r_j}}`; backward `dz_{r_k} = w_k (dw_k − Σ_j w_j dw_j)`, 0 for experts not chosen.
+//! `w_k = e^{z_{r_k}} / Σ_j e^{z_{r_j}}`. Backward: `dz_{r_k} = w_k (dw_k − Σ_j w_j dw_j)`, 0 for experts
+//! not chosen.
 
 use super::buffer::zeros;
 use super::cpu::{host_ids, host_values};
@@ -11,7 +12,8 @@ use super::operation::{DeviceArgument, HostArgument, Operation};
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 
-/// The `K` experts of every token, u32 `[T, K]`, largest logit first; ties go to the lowest index. Not differentiable.
+/// Returns the `K` experts of every token, u32 `[T, K]`, largest logit first; ties go to the lowest index.
+/// Not differentiable.
 ///
 /// # Errors
 /// When `logits` has fewer than `top_k` columns.
@@ -54,11 +56,12 @@ impl Operation<1> for Route {
     }
 }
 
-/// Weights of the chosen experts: `logits [T, E]`, `routes [T, K]` → `[T, K]`, differentiable in the logits.
+/// Computes the weights of the routed experts: `logits [T, E]`, `routes [T, K]` → `[T, K]`, differentiable
+/// in the logits.
 ///
 /// # Errors
-/// When `routes` does not hold experts below `E` for each token. A GPU, whose routes the host does not see, makes all weights
-/// of such a token NaN.
+/// When `routes` does not hold experts below `E` for each token. The host does not read a GPU's routes:
+/// there such a token's weights become NaN.
 pub fn top_k_softmax(logits: &Tensor, routes: &Tensor) -> Result<Tensor> {
     if routes.dim(0)? != logits.dim(0)? {
         bail!("top_k_softmax: routes {:?} for logits {:?}", routes.dims(), logits.dims());

@@ -1,7 +1,8 @@
-//! Normal noise on router logits, an arm: `y_te = z_te + σ n_te`. The gradient passes through.
+//! Normal noise on router logits, for an ablation: `y_te = z_te + σ n_te`. The gradient is passed
+//! unchanged.
 //!
-//! A row's stream is named by seed, pass, layer, position and the row's own bits: the same row gets the same noise wherever it
-//! is computed, another sequence gets other noise. So a perturbed row is the same bits in any batch too.
+//! A row's random stream depends on seed, pass, layer, position and the row's own bits. A row therefore
+//! gets the same noise in any batch, and its result has the same bits. Another sequence gets other noise.
 
 use super::buffer::buffer;
 use super::graph::{apply, contiguous};
@@ -11,29 +12,29 @@ use candle_core::{CpuStorage, Result, Shape, Tensor, bail};
 use rand::RngCore;
 use std::sync::Arc;
 
-/// Whose noise.
+/// Parameters of the noise.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RouterNoise {
     /// Standard deviation, above 0.
     pub std: f64,
-    /// The run's.
+    /// The run's seed.
     pub seed: u64,
     pub pass: NoisyPass,
 }
 
-/// Which pass draws: two passes never share noise.
+/// The pass that draws noise: two passes never share it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NoisyPass {
     Rollout = 0,
     Training = 1,
-    /// The forward that only gives old log-probs.
+    /// The forward that only computes old log-probs.
     SecondForward = 2,
 }
 
-/// `logits [T, E]` of layer `layer` with noise, rows standing at `positions [T]`.
+/// Adds noise to `logits [T, E]` of layer `layer`, whose rows have the positions `positions [T]`.
 ///
 /// # Errors
-/// When there is not one position a row.
+/// When the number of positions is not the number of rows.
 pub fn router_noise(
     logits: &Tensor,
     noise: RouterNoise,
@@ -66,7 +67,7 @@ impl Operation<1> for AddNoise {
             });
             let place = [self.noise.pass as u64, self.layer as u64, u64::from(position), bits];
             let mut rng = stream(self.noise.seed, Purpose::RouterNoise, &place);
-            // Uniform in (0, 1], 53 bits; then Box and Muller (1958).
+            // Uniform in (0, 1], 53 bits, for the Box–Muller transform (1958).
             let mut uniform = || ((rng.next_u64() >> 11) + 1) as f64 * (1.0 / (1u64 << 53) as f64);
             for (out, z) in out.iter_mut().zip(row) {
                 let radius = self.noise.std * (-2.0 * libm::log(uniform())).sqrt();

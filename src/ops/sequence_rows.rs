@@ -1,35 +1,38 @@
-//! How sequences lie in a batch's rows: one after the other, and what a sequence has in common with the one before it once.
+//! Layout of sequences in a batch's rows: one after the other, with a shared prefix stored once.
 //!
-//! A row's result depends on the positions before it alone, so sequences that begin alike have the same bits there: the
-//! samples of a group share their prompt's rows. Backward, a shared row's gradient is the sum over the sequences that hold it.
+//! A row's result depends only on the positions before it, so sequences with a common prefix have the same
+//! bits there. The samples of a group share their prompt's rows. Backward, a shared row's gradient is the
+//! sum over the sequences that share it.
 
 use std::ops::Range;
 
-/// One sequence: its own rows, which follow what it shares.
+/// One sequence: its own rows, which follow its shared prefix.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Part {
-    /// Positions it shares with the sequence before it: also that of its first own row.
+    /// Number of positions shared with the previous sequence; also the position of the first own row.
     shared: usize,
     rows: Range<usize>,
 }
 
-/// Sequences in a batch's rows.
+/// Layout of sequences in a batch's rows.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SequenceRows {
     parts: Vec<Part>,
 }
 
 impl SequenceRows {
-    /// Sequences that share nothing: `cu_seqlens` holds the start of each, and the number of rows.
+    /// Returns the layout of sequences that share nothing. `cu_seqlens` holds the start of each, then the
+    /// number of rows.
     pub fn separate(cu_seqlens: &[usize]) -> Self {
         let mut sequence_rows = Self::default();
         cu_seqlens.windows(2).for_each(|span| sequence_rows.push(span[1].saturating_sub(span[0]), 0));
         sequence_rows
     }
 
-    /// Adds a sequence of `length` positions, the first `shared` of which are those of the sequence added before it.
+    /// Adds a sequence of `length` positions whose first `shared` positions are those of the previous
+    /// sequence.
     ///
-    /// What neither has is not shared: `shared` is cut down to the shorter one's length.
+    /// `shared` is limited to the length of the shorter sequence.
     pub fn push(&mut self, length: usize, shared: usize) {
         let before = self.parts.last().map_or(0, Part::length);
         let shared = shared.min(length).min(before);
@@ -37,27 +40,27 @@ impl SequenceRows {
         self.parts.push(Part { shared, rows: start..start + length - shared });
     }
 
-    /// Rows of the batch.
+    /// Returns the number of rows of the batch.
     pub fn rows(&self) -> usize {
         self.parts.last().map_or(0, |part| part.rows.end)
     }
 
-    /// Number of sequences.
+    /// Returns the number of sequences.
     pub fn sequences(&self) -> usize {
         self.parts.len()
     }
 
-    /// The rows that sequence `index` does not share with the one before it.
+    /// Returns the rows of sequence `index` that it does not share with the previous one.
     pub fn own_rows(&self, index: usize) -> Range<usize> {
         self.parts[index].rows.clone()
     }
 
-    /// The position of the first of them.
+    /// Returns the position of the first own row of sequence `index`.
     pub fn shared(&self, index: usize) -> usize {
         self.parts[index].shared
     }
 
-    /// The row of each position of sequence `index`.
+    /// Returns the row of each position of sequence `index`.
     pub fn path(&self, index: usize) -> Vec<usize> {
         let mut stretches = vec![];
         let mut end = usize::MAX;
@@ -74,12 +77,12 @@ impl SequenceRows {
         stretches.into_iter().rev().flatten().collect()
     }
 
-    /// The position of each row within its sequence.
+    /// Returns the position of each row within its sequence.
     pub fn positions(&self) -> Vec<u32> {
         self.parts.iter().flat_map(|part| (part.shared..part.length()).map(|p| p as u32)).collect()
     }
 
-    /// How many sequences hold each row; `None` where each row is held by one.
+    /// Returns the number of sequences that share each row; `None` if every row has one.
     pub fn holders(&self) -> Option<Vec<u32>> {
         if self.parts.iter().all(|part| part.shared == 0) {
             return None;
@@ -89,12 +92,12 @@ impl SequenceRows {
         Some(holders)
     }
 
-    /// Positions of all sequences together: the rows, a shared one as often as it is held.
+    /// Returns the total number of positions: a shared row counts once per sequence.
     pub fn positions_count(&self) -> usize {
         self.parts.iter().map(Part::length).sum()
     }
 
-    /// Start of each sequence and the number of rows, where nothing is shared.
+    /// Returns the start of each sequence and the number of rows; `None` if rows are shared.
     pub fn cu_seqlens(&self) -> Option<Vec<usize>> {
         let starts = self.parts.iter().map(|part| (part.shared == 0).then_some(part.rows.start));
         starts.chain([Some(self.rows())]).collect()
@@ -114,8 +117,8 @@ mod tests {
     #[test]
     fn a_shared_row_is_there_once_and_in_every_sequence_that_holds_it() {
         let mut sequence_rows = SequenceRows::default();
-        // The third shares more with the second than the second with the first; the fourth is a beginning of the third; the
-        // fifth shares with the fourth alone; the sixth begins anew.
+        // The third shares more with the second than the second with the first. The fourth is a prefix of
+        // the third. The fifth shares with the fourth only. The sixth shares nothing.
         for (length, shared) in [(5, 0), (6, 3), (7, 5), (4, 9), (6, 2), (2, 0)] {
             sequence_rows.push(length, shared);
         }

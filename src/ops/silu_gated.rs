@@ -1,4 +1,4 @@
-//! The plain gated unit: `y = g · σ(g) · u` for `g` and `u` of one shape, `[R, I]` each.
+//! SwiGLU without clamping: `y = g · σ(g) · u` for `g` and `u` of one shape, `[R, I]` each.
 //!
 //! Backward: `dg = dy · u · (σ + g σ (1 − σ))`, `du = dy · g σ`.
 
@@ -11,10 +11,10 @@ use super::operation::{DeviceArgument, HostArgument, Operation};
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 
-/// `silu(gate) · up`. On a GPU both are bf16 and contiguous.
+/// Computes `silu(gate) · up`. On a GPU both are bf16 and contiguous.
 ///
 /// # Errors
-/// When the two differ in shape or have not two dimensions, or what a GPU does not take.
+/// When shapes differ or are not two-dimensional; on a GPU, when a type or layout is not supported.
 pub fn silu_gated(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     if gate.dims() != up.dims() || gate.rank() != 2 {
         bail!("silu_gated: gate {:?}, up {:?}", gate.dims(), up.dims());

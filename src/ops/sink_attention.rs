@@ -1,22 +1,24 @@
-//! Causal attention with a learnable sink a query head, optional sliding window, grouped key-value heads.
+//! Causal attention with one learnable sink per query head, optional sliding window, and grouped key-value
+//! heads.
 //!
-//! With scores `S_ij = q_i · k_j / √D` for the keys that query `i` sees, and the head's sink `s`:
+//! Let `S_ij = q_i · k_j / √D` be the scores of the keys visible to query `i`, and `s` the head's sink:
 //!
 //! ```text
 //! LSE_i = log(Σ_j e^{S_ij} + e^s)      P_ij = e^{S_ij − LSE_i}      O_i = Σ_j P_ij v_j      D_i = dO_i · O_i
 //! dS_ij = P_ij (dO_i · v_j − D_i)      dv_j = Σ_i P_ij dO_i         ds  = −Σ_i e^{s − LSE_i} D_i
 //! ```
 //!
-//! Keys come in chunks of 512 at absolute positions. In each the softmax is online over blocks of 32 keys and starts
-//! afresh at the sink, so its maximum is always finite and a masked key adds exactly 0. Chunks are merged in ascending
-//! order, and the sink is counted at the end. Training, prefill and decode walk the same chunks, one after the other or
-//! side by side: that is why their rows are equal to the last bit.
+//! Keys are processed in chunks of 512 at absolute positions. In each chunk the softmax is online over
+//! blocks of 32 keys and starts at the sink. Its maximum is thus always finite, and a masked key adds
+//! exactly 0. Chunks are merged in ascending order, and the sink is added at the end. Training, prefill and
+//! decode use the same chunks, one after the other or in parallel. Their rows are therefore equal to the
+//! last bit.
 
 mod backward;
 mod cached;
 mod chunks;
 mod forward;
-// Plain Rust in every build, for the tests; used on a GPU alone.
+// Plain Rust in every build, for the tests; only GPU code uses it.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub mod kernels;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
@@ -39,10 +41,10 @@ use rows::Rows;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-/// Stands for "no sink": finite, and its exponential is exactly 0 beside any real score.
+/// The value for "no sink": finite, and its exponential is exactly 0 beside any real score.
 pub const NO_SINK: f32 = -1e9;
 
-/// Sizes and options of one attention call.
+/// Sizes and options of an attention call.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Attention {
     /// `N`, a multiple of `kv_heads`.
@@ -51,11 +53,11 @@ pub struct Attention {
     pub kv_heads: usize,
     /// `D`.
     pub head_dim: usize,
-    /// Keys a query sees, itself included; `None` for all before it.
+    /// Number of keys a query sees, itself included; `None` means all before it.
     pub window: Option<usize>,
-    /// False leaves the sink out of the softmax (an arm: training without sinks).
+    /// False leaves the sink out of the softmax (ablation: training without sinks).
     pub sinks: bool,
-    /// False computes with sinks but gives them no gradient (an arm).
+    /// False computes with sinks but gives them no gradient (ablation).
     pub sink_gradient: bool,
 }
 
@@ -64,7 +66,7 @@ impl Attention {
         1.0 / (self.head_dim as f32).sqrt()
     }
 
-    /// First key position that the query at `position` sees.
+    /// Returns the first key position that the query at `position` sees.
     fn first_key(&self, position: usize) -> usize {
         self.window.map_or(0, |w| (position + 1).saturating_sub(w))
     }
@@ -74,13 +76,15 @@ impl Attention {
     }
 }
 
-/// Attention of packed sequences: `q [T, N, D]`, `kv [T, 2, M, D]`, `sinks [N]` → `[T, N·D]`, differentiable in all three.
+/// Computes attention of packed sequences: `q [T, N, D]`, `kv [T, 2, M, D]`, `sinks [N]` → `[T, N·D]`,
+/// differentiable in all three.
 ///
-/// `sequence_rows` says which rows are whose; on the CPU sequences may share what they begin with. There all is f32; on a GPU
-/// `q` and `kv` are bf16, `sinks` f32, `D` is 64, and all are contiguous.
+/// `sequence_rows` is the layout of the sequences; on the CPU they may share prefixes. On the CPU all
+/// tensors are f32. On a GPU `q` and `kv` are bf16, `sinks` is f32, `D` is 64, and all are contiguous.
 ///
 /// # Errors
-/// When shapes disagree with `attention` or `sequence_rows`; on a GPU, what [`plan`] refuses, and rows that are shared.
+/// When shapes disagree with `attention` or `sequence_rows`; on a GPU, when [`plan`] refuses the sizes or
+/// rows are shared.
 pub fn sink_attention(
     q: &Tensor,
     kv: &Tensor,
@@ -107,7 +111,7 @@ pub fn sink_attention(
     }
     let op = Packed { attention, sequence_rows: sequence_rows.clone(), lse: OnceLock::new() };
     if q.device().is_cuda() {
-        // No hidden copies there: what is not contiguous is refused.
+        // A GPU makes no hidden copies: tensors that are not contiguous are refused.
         return apply([q, kv, sinks], op);
     }
     apply([&contiguous(q)?, &contiguous(kv)?, &contiguous(sinks)?], op)
@@ -116,24 +120,24 @@ pub fn sink_attention(
 struct Packed {
     attention: Attention,
     sequence_rows: Arc<SequenceRows>,
-    /// Kept by the forward for the backward.
+    /// Log-sum-exp of the forward, kept for the backward.
     lse: OnceLock<Lse>,
 }
 
-/// `[T][N]`, where the forward ran.
+/// Log-sum-exp `[T][N]`, on the device of the forward.
 enum Lse {
     Host(Vec<f32>),
     Device(DeviceLse),
 }
 
 impl Packed {
-    /// Every (sequence, key-value head), the unit of work of both passes.
+    /// Returns every (sequence, key-value head), the unit of work of both passes.
     fn tasks(&self) -> Vec<(usize, usize)> {
         let sequences = self.sequence_rows.sequences();
         (0..sequences).flat_map(|s| (0..self.attention.kv_heads).map(move |h| (s, h))).collect()
     }
 
-    /// Runs `f` on every task, over the thread pool when the work is worth it; results in task order.
+    /// Runs `f` on every task, on several threads if the work is large; results in task order.
     fn run<R: Send>(&self, caches: &[KvBlocks], f: impl Fn(usize, usize) -> R + Sync + Send) -> Vec<R> {
         let longest = caches.iter().map(KvBlocks::len).max().unwrap_or(0);
         let seen = self.attention.window.unwrap_or(longest).min(longest);
@@ -145,7 +149,7 @@ impl Packed {
         }
     }
 
-    /// The keys of each sequence; blocks that are shared whole exist once.
+    /// Returns the keys of each sequence; blocks that are shared whole are stored once.
     fn caches(&self, kv: &[f32]) -> Vec<KvBlocks> {
         let Attention { kv_heads, head_dim, .. } = self.attention;
         let width = 2 * kv_heads * head_dim;
@@ -235,7 +239,8 @@ impl Packed {
         let (out, grad) = (host_values(out)?, host_values(grad)?);
         let caches = self.caches(&kv_values);
         let kv_width = 2 * kv_heads * d;
-        // What each sequence's own queries give the keys that it shares, to be added in the order of the sequences.
+        // Gradients that each sequence's own queries give its shared keys, added in the order of the
+        // sequences.
         let sequences = 0..self.sequence_rows.sequences();
         let mut shared: Vec<Vec<f32>> =
             sequences.clone().map(|s| zeros(self.sequence_rows.shared(s) * kv_width)).collect();

@@ -1,4 +1,4 @@
-//! GPT-OSS's gated unit on interleaved columns `x = [g0, u0, g1, u1, …]`, `[R, 2I]` → `[R, I]`:
+//! GPT-OSS's SwiGLU on interleaved columns `x = [g0, u0, g1, u1, …]`, `[R, 2I]` → `[R, I]`:
 //!
 //! `g' = min(g, c)`, `u' = clamp(u, −c, c)`, `y = (u' + 1) · g' · σ(α g')`; GPT-OSS has `α = 1.702`.
 //!
@@ -13,10 +13,10 @@ use super::operation::{DeviceArgument, HostArgument, Operation};
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor};
 use multiversion::multiversion;
 
-/// The gated unit with clamp `limit` and gain `alpha`. On a GPU `x` is bf16 and contiguous.
+/// Computes SwiGLU with clamp `limit` and gain `alpha`. On a GPU `x` is bf16 and contiguous.
 ///
 /// # Errors
-/// When `x` has not two dimensions, or what a GPU does not take.
+/// When `x` is not two-dimensional; on a GPU, when its type or layout is not supported.
 pub fn swiglu(x: &Tensor, limit: f64, alpha: f64) -> Result<Tensor> {
     let op = Swiglu { limit: limit as f32, alpha: alpha as f32 };
     if x.device().is_cuda() { apply([x], op) } else { apply([&contiguous(x)?], op) }

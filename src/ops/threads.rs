@@ -1,6 +1,6 @@
-//! Threads of a run: one wide pool for large work, or single-thread pools for many small works side by side.
+//! Thread pools of a run: one wide pool for large work, or single-thread pools for many small tasks.
 //!
-//! Results never depend on the choice: every op's bits are independent of the number of threads.
+//! Results do not depend on the choice: every op's bits are independent of the number of threads.
 
 use anyhow::{Context, Result, bail};
 use candle_core::Device;
@@ -9,11 +9,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Stack of a pool's thread, bytes: what runs there may recurse as deep as what runs on the main one.
+/// Stack size of a pool's thread, bytes: tasks may recurse as deep as on the main thread.
 const STACK_BYTES: usize = 64 << 20;
-/// How long a thread looks for work in vain before it sleeps.
+/// How long an idle thread spin-waits for work before it sleeps.
 const AWAKE_MAX: Duration = Duration::from_millis(1);
-/// Said when the system refuses a thread.
+/// Message when the system refuses a thread.
 const TOO_MANY: &str =
     "starting threads; lower parallel.threads, or raise the limits of processes and memory (ulimit -u, -v)";
 
@@ -24,7 +24,7 @@ pub struct Threads {
 }
 
 impl Threads {
-    /// Pools of `threads` threads; 0 means one a core.
+    /// Creates pools of `threads` threads; 0 means one per core.
     ///
     /// # Errors
     /// When the system refuses threads.
@@ -32,7 +32,8 @@ impl Threads {
         Self::shared(threads, 1)
     }
 
-    /// The same for one of `processes` that share this machine's cores: 0 means its share of them.
+    /// Creates pools for one of `processes` that share this machine's cores; 0 means its share of the
+    /// cores.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -46,27 +47,28 @@ impl Threads {
         Ok(Self { wide: pool(threads)?, singles })
     }
 
-    /// Number of threads.
+    /// Returns the number of threads.
     pub fn count(&self) -> usize {
         self.singles.len()
     }
 
-    /// Runs `f` with all threads at its ops' disposal.
+    /// Runs `f`, whose ops may use all threads.
     pub fn wide<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
         self.wide.install(f)
     }
 
-    /// `f(worker)` once on every single-thread pool at the same time, in worker order. Starts no thread: a run that has
-    /// begun is not ended by a system that refuses one.
+    /// Runs `f(worker)` once on every single-thread pool in parallel; results in worker order. It starts no
+    /// thread, so it cannot fail when the system refuses one.
     pub fn each<R: Send>(&self, f: impl Fn(usize) -> R + Sync) -> Vec<R> {
         let mut results = Vec::new();
         results.resize_with(self.singles.len(), || None);
         side_by_side(&self.singles, 0, &f, &mut results);
-        // A panic of any of them has come out of the scope.
+        // A panic of any of them was propagated by the scope.
         results.into_iter().flatten().collect()
     }
 
-    /// `f(index)` for every index below `count`, side by side, in index order. The first error ends it.
+    /// Runs `f(index)` for every index below `count` in parallel; results in index order. The first error
+    /// ends it.
     pub fn map<R: Send>(&self, count: usize, f: impl Fn(usize) -> Result<R> + Sync) -> Result<Vec<R>> {
         let next = AtomicUsize::new(0);
         let results: Vec<Mutex<Option<Result<R>>>> = (0..count).map(|_| Mutex::new(None)).collect();
@@ -96,11 +98,12 @@ impl Threads {
     }
 }
 
-/// Runs `f`, a pass on `device`, on this thread of a pool while the pool's others keep looking for what `f` shares out. One that has gone
-/// to sleep is woken in tens of microseconds, the time of many an op of a decode, and rayon's own threads sleep after fifteen.
+/// Runs `f`, a pass on `device`, on this thread of a pool while the pool's other threads spin-wait for its
+/// work. To wake a sleeping thread takes tens of microseconds, as long as many ops of a decode. rayon's own
+/// threads sleep after fifteen.
 ///
-/// A thread that finds nothing for [`AWAKE_MAX`] sleeps all the same. On a GPU, outside of a pool, and in one of a single thread, this
-/// is `f()`.
+/// A thread that finds no work for [`AWAKE_MAX`] still sleeps. On a GPU, outside of a pool, and in a pool
+/// of one thread, this only calls `f()`.
 pub fn awake<R>(device: &Device, f: impl FnOnce() -> R) -> R {
     let own = rayon::current_thread_index();
     if !device.is_cpu() || own.is_none() || rayon::current_num_threads() == 1 {
@@ -125,7 +128,7 @@ pub fn awake<R>(device: &Device, f: impl FnOnce() -> R) -> R {
     })
 }
 
-/// Sets a flag however a scope ends.
+/// Sets a flag when its scope ends, also after a panic.
 struct SetAtEnd<'a>(&'a AtomicBool);
 
 impl Drop for SetAtEnd<'_> {
@@ -134,7 +137,8 @@ impl Drop for SetAtEnd<'_> {
     }
 }
 
-/// `f` on each of `pools` and its place in `results`, from `worker` on; this thread waits for all of them.
+/// Runs `f` on each of `pools` and its entry of `results`, from `worker` on. This thread waits for all of
+/// them.
 fn side_by_side<R: Send>(
     pools: &[ThreadPool],
     worker: usize,
@@ -164,7 +168,7 @@ mod tests {
             for _ in 0..100 {
                 assert_eq!(pools.wide(sum), (20, 22));
             }
-            // Longer than the others look for work.
+            // Longer than the others spin-wait.
             assert_eq!(pools.wide(|| awake(cpu, || std::thread::sleep(2 * AWAKE_MAX))), ());
             let panics = || pools.wide(|| awake(cpu, || panic!("of f")));
             assert!(catch_unwind(AssertUnwindSafe(panics)).is_err());

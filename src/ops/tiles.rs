@@ -1,13 +1,14 @@
-//! The product of many rows, by tiles of registers.
+//! Matrix products of many rows, by register tiles.
 //!
-//! Both operands are laid out anew, a chunk of k at a time, in panels: the rows of a tile side by side for each k, and likewise its
-//! columns. So the innermost loop reads two streams, whatever the strides were. A panel of columns stays in the cache
-//! nearest but one while all rows pass by; what the next panel is made of, and what a tile adds to, is fetched meanwhile.
+//! Both operands are packed into panels, one chunk of k at a time. A panel holds the rows (or columns) of a
+//! tile side by side for each k. The innermost loop thus reads two contiguous streams, whatever the strides
+//! were. A panel of columns stays in the L2 cache while all rows are multiplied. The next panel's data and
+//! the tile's outputs are prefetched meanwhile.
 //!
-//! Everything is counted in words of 32 bits: one value of k, or two neighbouring ones in bf16 ([`vectors`]).
+//! The unit is a word of 32 bits: one value of k, or two neighbouring bf16 values ([`vectors`]).
 //!
-//! In f32 the bits are those of the `gemm` crate, which the tests below compare: over a chunk of k one chain of
-//! fused multiply-adds an element, from 0, and then one addition to what was there.
+//! In f32 the bits are those of the `gemm` crate, which the tests below compare. Each element is one chain
+//! of fused multiply-adds per chunk of k, starting from 0. One addition to the previous value follows.
 
 pub(super) mod vectors;
 
@@ -19,18 +20,18 @@ use vectors::Words;
 #[cfg(target_arch = "x86_64")]
 use vectors::x86;
 
-/// Vectors of columns of a tile.
+/// Vectors of columns per tile.
 const VECTORS: usize = 2;
 
-/// Words of a line of the processor's cache.
+/// Words per cache line.
 pub(super) const LINE: usize = 16;
 
-/// A line of words: what panels are made of, so that no vector lies across two lines.
+/// A cache line of words, the unit of panels: no vector crosses two lines.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Line([u32; LINE]);
 
-/// Whether this processor has dot products of bf16.
+/// Returns true when this processor has bf16 dot products.
 pub(super) fn multiplies_bf16() -> bool {
     #[cfg(target_arch = "x86_64")]
     return is_x86_feature_detected!("avx512f")
@@ -40,8 +41,9 @@ pub(super) fn multiplies_bf16() -> bool {
     false
 }
 
-/// `out[m, n] (+)= a[m, k] · b[k, n]` by up to `threads` threads, the bits of which do not depend on them. False, and nothing
-/// done, where the processor has no vectors for it, or an operand no neighbouring values.
+/// Computes `out[m, n] (+)= a[m, k] · b[k, n]` on up to `threads` threads, whose number changes no bit.
+/// Returns false and does nothing when the processor lacks the vectors or an operand has no contiguous
+/// dimension.
 pub(super) fn product(
     precision: Precision,
     threads: usize,
@@ -69,13 +71,15 @@ pub(super) fn product(
     false
 }
 
-/// An operand as its panels are made: `lines` are its rows for `a` and its columns for `b`, which go side by side.
+/// An operand to be packed. Its `lines` are the rows of `a` or the columns of `b`, which lie side by side
+/// in panels.
 #[derive(Clone, Copy)]
 pub(super) struct Side<'a> {
     values: &'a [f32],
-    /// Between neighbouring k where `along`, else between neighbouring lines, there is 1; this is the other stride.
+    /// The stride between neighbouring lines if `along`, else between neighbouring k; the other stride is
+    /// 1.
     stride: usize,
-    /// Whether values neighbouring in memory are neighbours in k.
+    /// Whether neighbours in memory are neighbours in k.
     along: bool,
 }
 
@@ -96,21 +100,21 @@ impl<'a> Side<'a> {
         }
     }
 
-    /// Where value `k` of `line` is.
+    /// Returns the address of value `k` of `line`.
     fn at(&self, line: usize, k: usize) -> *const f32 {
         let place = if self.along { line * self.stride + k } else { k * self.stride + line };
         self.values.as_ptr().wrapping_add(place)
     }
 }
 
-/// Where tiles go: columns of an output whose other columns are other threads'.
+/// The output of tiles: columns of a matrix whose other columns belong to other threads.
 #[derive(Clone, Copy)]
 pub(super) struct Out {
     first: *mut f32,
     stride: usize,
 }
 
-// SAFETY: threads write through copies of it, but no two the same columns; `Job::run` sees to that.
+// SAFETY: threads write through copies, but never the same columns; `Job::run` ensures that.
 unsafe impl Send for Out {}
 // SAFETY: as above.
 unsafe impl Sync for Out {}
@@ -124,7 +128,7 @@ struct Job<'a> {
     accumulate: bool,
 }
 
-/// Room for `words` words.
+/// Allocates memory for `words` words.
 fn lines(words: usize) -> Vec<Line> {
     // A transposed block is stored whole, past the last line where the panel is narrower.
     vec![Line([0; LINE]); words.div_ceil(LINE) + 2]
@@ -149,7 +153,7 @@ impl Job<'_> {
             let room = || [lines(steps_max * width), lines(steps_max * width)];
             let run = |room: &mut [Vec<Line>; 2], panels| self.strips::<W>(&rows, room, chunk, panels, out);
             if self.threads > 1 && panels > 1 {
-                // Few tasks, as each begins with a panel that nobody laid out meanwhile.
+                // Few tasks: the first panel of each is packed without overlap.
                 let each = panels.div_ceil(self.threads * TASKS_A_THREAD);
                 let tasks = (0..panels.div_ceil(each)).into_par_iter().with_max_len(1);
                 tasks.for_each_init(room, |room, task| run(room, task * each..panels.min((task + 1) * each)));
@@ -159,14 +163,15 @@ impl Job<'_> {
         }
     }
 
-    /// The rows' panels of a chunk, tile after tile.
+    /// Packs the rows' panels of a chunk, tile after tile.
     fn lay_out_rows<W: Words>(&self, to: &mut [Line], chunk: Chunk) {
         let m = self.shape.0;
         let steps = chunk.steps::<W>();
         let mut to: *mut u32 = to.as_mut_ptr().cast();
         for row in (0..m).step_by(W::ROWS) {
             let rows = W::ROWS.min(m - row);
-            // SAFETY: the processor has the vectors, the operand was checked, and there is room for all rows' words.
+            // SAFETY: the processor has the vectors, the operand was checked, and `to` has room for all
+            // rows' words.
             unsafe {
                 W::lay_out(self.a, row, rows, chunk, to, rows);
                 to = to.add(rows * steps);
@@ -174,7 +179,8 @@ impl Job<'_> {
         }
     }
 
-    /// The columns of `panels`, of all rows: while one panel's pass by, the next is laid out, a stretch after each tile.
+    /// Multiplies the columns of `panels` with all rows. While one panel is multiplied, the next is packed,
+    /// a part after each tile.
     fn strips<W: Words>(
         &self,
         rows: &[Line],
@@ -187,7 +193,7 @@ impl Job<'_> {
         let width = VECTORS * W::LANES;
         let steps = chunk.steps::<W>();
         let add = self.accumulate || chunk.start > 0;
-        // Whole blocks of steps, so that all tiles but the last few have a stretch.
+        // Whole blocks of steps, so that all tiles but the last few pack a part.
         let stretch = steps.div_ceil(m.div_ceil(W::ROWS)).next_multiple_of(W::LANES);
         let [mut panel, mut next] = room.each_mut().map(|lines| lines.as_mut_ptr().cast::<u32>());
         self.lay_out_columns::<W>(panel, chunk, panels.start * width, 0..steps);
@@ -201,7 +207,7 @@ impl Job<'_> {
                 if has_next {
                     self.fetch::<W>(chunk, column + width, ahead.clone());
                 }
-                // SAFETY: the panels were laid out so, and the tile lies in the output.
+                // SAFETY: the panels have this layout, and the tile is inside the output.
                 unsafe {
                     let to = Out { first: out.first.add(row * n + column), ..out };
                     W::tile(rows, Panels { x, w: panel, steps }, to, width.min(n - column), add);
@@ -215,7 +221,7 @@ impl Job<'_> {
         }
     }
 
-    /// Some steps of the panel at `column`.
+    /// Packs some steps of the panel at `column`.
     fn lay_out_columns<W: Words>(&self, panel: *mut u32, chunk: Chunk, column: usize, steps: Range<usize>) {
         let width = VECTORS * W::LANES;
         let columns = width.min(self.shape.2 - column);
@@ -224,7 +230,7 @@ impl Job<'_> {
         unsafe { W::lay_out(self.b, column, columns, part, panel.add(steps.start * width), width) };
     }
 
-    /// Has what [`Self::lay_out_columns`] reads brought near.
+    /// Prefetches the values that [`Self::lay_out_columns`] reads.
     fn fetch<W: Words>(&self, chunk: Chunk, column: usize, steps: Range<usize>) {
         let columns = (VECTORS * W::LANES).min(self.shape.2 - column);
         let Chunk { start, values } = chunk.part::<W>(&steps);
@@ -239,10 +245,10 @@ impl Job<'_> {
     }
 }
 
-/// Tasks of a thread in a product that several share.
+/// Tasks per thread in a product on several threads.
 const TASKS_A_THREAD: usize = 4;
 
-/// A stretch of k.
+/// A range of k.
 #[derive(Clone, Copy)]
 pub(super) struct Chunk {
     start: usize,
@@ -250,12 +256,12 @@ pub(super) struct Chunk {
 }
 
 impl Chunk {
-    /// Its words of a line.
+    /// Returns its number of words per line.
     fn steps<W: Words>(self) -> usize {
         self.values.div_ceil(W::PER_WORD)
     }
 
-    /// What these words of a line are made of.
+    /// Returns the part of the chunk that these words cover.
     fn part<W: Words>(self, steps: &Range<usize>) -> Self {
         let first = steps.start * W::PER_WORD;
         Self {
@@ -265,7 +271,7 @@ impl Chunk {
     }
 }
 
-/// What a tile multiplies: `x [steps][rows]` and `w [steps][VECTORS · LANES]`.
+/// Operands of a tile: `x [steps][rows]` and `w [steps][VECTORS · LANES]`.
 #[derive(Clone, Copy)]
 pub(super) struct Panels {
     x: *const u32,
@@ -273,16 +279,16 @@ pub(super) struct Panels {
     steps: usize,
 }
 
-/// `R` rows of a tile, of which `columns` columns exist.
+/// Multiplies `R` rows of a tile, of which `columns` columns exist.
 ///
 /// # Safety
-/// The processor must have the vectors, and the panels and the tile must be there.
+/// The processor must have the vectors; the panels and the tile must be valid.
 #[inline(always)]
 unsafe fn tile<W: Words, const R: usize>(panels: Panels, to: Out, columns: usize, add: bool) {
     let Panels { x, w, steps } = panels;
     // SAFETY: as below.
     let mut sums = [[unsafe { W::zero() }; VECTORS]; R];
-    // SAFETY: the callers' duty.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         if add {
             for row in 0..R {
@@ -322,15 +328,17 @@ unsafe fn tile<W: Words, const R: usize>(panels: Panels, to: Out, columns: usize
     }
 }
 
-/// Lays `lines` lines from `line` on, a chunk of k, side by side: `to [steps][width]`. What a word lacks is 0.
+/// Packs `lines` lines from `line` on, over a chunk of k, side by side: `to [steps][width]`. Missing values
+/// of a word are 0.
 ///
 /// # Safety
-/// The processor must have the vectors, the lines must be there, and `to` must have room for a vector beyond the last word.
+/// The processor must have the vectors, the lines must be valid, and `to` must have room for a vector
+/// beyond the last word.
 #[inline(always)]
 unsafe fn lay_out<W: Words>(side: Side, line: usize, lines: usize, chunk: Chunk, to: *mut u32, width: usize) {
     let steps = chunk.steps::<W>();
     let (lanes, per_word) = (W::LANES, W::PER_WORD);
-    // SAFETY: the callers' duty.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         if !side.along {
             for step in 0..steps {
@@ -372,7 +380,7 @@ mod tests {
         (0..len).map(|_| rng.random_range(-1f32..1.0)).collect()
     }
 
-    /// Rows, k and columns around every size of a tile, of a block that is transposed and of a chunk.
+    /// Rows, k and columns near every size of a tile, a transposed block and a chunk.
     const SHAPES: [(usize, usize, usize); 14] = [
         (1, 1, 1),
         (1, 64, 33),
@@ -390,7 +398,7 @@ mod tests {
         (3, 1536, 200),
     ];
 
-    /// `a [m, k]` and `b [k, n]` in each way that they may lie, as `(a, b)`.
+    /// Returns `a [m, k]` and `b [k, n]` in every memory layout.
     fn ways<'v>(
         (m, k, n): (usize, usize, usize),
         [a, a_turned, b, b_turned]: [&'v [f32]; 4],
@@ -404,7 +412,7 @@ mod tests {
         (0..columns).flat_map(|c| (0..rows).map(move |r| values[r * columns + c])).collect()
     }
 
-    /// Calls `check(shape, operands, a way they lie)` for all shapes.
+    /// Calls `check(shape, operands, layout)` for all shapes and layouts.
     fn for_all_ways(mut check: impl FnMut((usize, usize, usize), [&[f32]; 2], (Matrix, Matrix))) {
         for shape @ (m, k, n) in SHAPES {
             let (a, b) = (noise(m * k, (m + k) as u64), noise(k * n, (k + n) as u64));
@@ -438,7 +446,7 @@ mod tests {
         }
         let avx512 = is_x86_feature_detected!("avx512f");
         for_all_ways(|shape @ (m, k, n), [a, b], way| {
-            // There the crate takes a path of its own.
+            // The crate uses another code path there.
             if m < 2 || n < 2 || matches!(k % K_CHUNK, 1 | 2) {
                 return;
             }

@@ -1,15 +1,15 @@
-//! Numbers of the host that kernels read: a copy on each device that asked for one, made once.
+//! Host values that kernels read: copied once to each device that needs them.
 
 use candle_core::{Device, Result, Tensor};
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
 
-/// The copies.
+/// One copy per device.
 #[derive(Default)]
 pub struct Uploaded(Mutex<Vec<Tensor>>);
 
 impl Uploaded {
-    /// The copy on `device`, which `make` makes when it is asked for first.
+    /// Returns the copy on `device`; the first call makes it with `make`.
     ///
     /// # Errors
     /// Those of `make`.
@@ -24,7 +24,7 @@ impl Uploaded {
     }
 }
 
-// A tensor would print its numbers, and wait for them.
+// Printing a tensor would print its values, and wait for them.
 impl fmt::Debug for Uploaded {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Uploaded")

@@ -1,4 +1,4 @@
-//! A weight as ops compute with it: dense values, which may be trained, or packed ones, which stay as they lie on disk.
+//! A weight of an op: dense values, which may be trainable, or packed values in their format on disk.
 
 use super::cpu::{host_values, on_host};
 use super::embedding::{embedding, tied_embedding};
@@ -13,7 +13,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A matrix `[in, out]`, one of each expert `[E, in, out]`, a table of rows `[V, H]`, or a dense vector.
+/// A matrix `[in, out]`, experts' matrices `[E, in, out]`, a table of rows `[V, H]`, or a dense vector.
 #[derive(Clone)]
 pub enum Weight {
     Dense(Parameter),
@@ -21,12 +21,12 @@ pub enum Weight {
 }
 
 impl Weight {
-    /// Dense values that no gradient reaches.
+    /// Dense values that receive no gradient.
     pub fn dense(values: &Tensor) -> Self {
         Weight::Dense(Parameter::frozen(values))
     }
 
-    /// The same weight, multiplied in `precision` on a CPU where it is dense.
+    /// Sets the precision of its products on a CPU, if it is dense.
     pub fn in_precision(self, precision: Precision) -> Self {
         match self {
             Weight::Dense(parameter) => Weight::Dense(parameter.in_precision(precision)),
@@ -34,7 +34,7 @@ impl Weight {
         }
     }
 
-    /// The same weight, which no gradient reaches.
+    /// Returns the weight without a gradient.
     pub fn without_gradient(&self) -> Self {
         match self {
             Weight::Dense(parameter) => Weight::Dense(parameter.without_gradient()),
@@ -42,12 +42,12 @@ impl Weight {
         }
     }
 
-    /// Whether its values are a variable, which training may change.
+    /// Returns true when its values are a variable, which training may change.
     pub fn is_variable(&self) -> bool {
         matches!(self, Weight::Dense(parameter) if parameter.values().is_variable())
     }
 
-    /// Its size in memory, bytes; that of the whole weight where this is a packed shard.
+    /// Returns its size in memory, bytes; for a packed shard, the size of the whole weight.
     pub fn bytes(&self) -> u64 {
         match self {
             Weight::Dense(parameter) => {
@@ -58,10 +58,10 @@ impl Weight {
         }
     }
 
-    /// Some experts of a weight that has one part for each.
+    /// Returns a range of the experts of a weight with an expert dimension.
     ///
     /// # Errors
-    /// When a packed one lies on a device.
+    /// When it is packed and on a device.
     pub fn experts(&self, experts: Range<usize>) -> Result<Self> {
         Ok(match self {
             Weight::Dense(parameter) => {
@@ -72,7 +72,7 @@ impl Weight {
         })
     }
 
-    /// Its f32 values on the host, in `shape`.
+    /// Returns its f32 values on the host, in `shape`.
     ///
     /// # Errors
     /// When it is a shard, or memory runs out.
@@ -88,7 +88,8 @@ impl Weight {
         }
     }
 
-    /// The same weight of `shape` on `device`: on a GPU MXFP4 stays packed, and all else is dense, of type `dtype`.
+    /// Copies the weight of `shape` to `device`. On a GPU MXFP4 stays packed; all else becomes dense, of
+    /// type `dtype`.
     ///
     /// # Errors
     /// When memory runs out.
@@ -103,7 +104,7 @@ impl Weight {
         })
     }
 
-    /// `x · W + bias`: `x [T, in]` → `[T, out]`.
+    /// Computes `x · W + bias`: `x [T, in]` → `[T, out]`.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -114,7 +115,7 @@ impl Weight {
         }
     }
 
-    /// [`Self::matmul`] in f32 whatever the precision, with sums that stay f32 on a GPU too.
+    /// Performs [`Self::matmul`] in f32 whatever the precision; a GPU's output stays f32 too.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -125,7 +126,8 @@ impl Weight {
         }
     }
 
-    /// Each row by its expert's matrix: `x [T·K, in]`, sorted by `plan`, `bias [E, out]` → `[T·K, out]`.
+    /// Multiplies each row by its expert's matrix: `x [T·K, in]`, sorted by `plan`, `bias [E, out]` →
+    /// `[T·K, out]`.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -136,7 +138,7 @@ impl Weight {
         }
     }
 
-    /// Rows `ids` of a table `[V, H]`: `[T, H]`.
+    /// Returns rows `ids` of a table `[V, H]`: `[T, H]`.
     ///
     /// # Errors
     /// When an id is not below `V`.
@@ -147,7 +149,7 @@ impl Weight {
         }
     }
 
-    /// Columns `ids` of a matrix `[H, V]`, as rows: `[T, H]`.
+    /// Returns columns `ids` of a matrix `[H, V]` as rows: `[T, H]`.
     ///
     /// # Errors
     /// When an id is not below `V`.
@@ -158,10 +160,10 @@ impl Weight {
         }
     }
 
-    /// `(H, V)` of a language model's head.
+    /// Returns `(H, V)` of a language-model head.
     ///
     /// # Errors
-    /// When it is no matrix.
+    /// When it is not a matrix.
     pub(super) fn head_shape(&self) -> Result<(usize, usize)> {
         match self {
             Weight::Dense(weight) => weight.values().dims2(),
@@ -172,7 +174,7 @@ impl Weight {
         }
     }
 
-    /// How a CPU multiplies by it.
+    /// Returns threads and precision of its products on a CPU.
     pub(super) fn means(&self) -> Means {
         Spread::Pool.by(match self {
             Weight::Dense(weight) => weight.precision(),
@@ -180,7 +182,7 @@ impl Weight {
         })
     }
 
-    /// `out = h · W` for rows `h [m, H]`.
+    /// Computes `out = h · W` for rows `h [m, H]`.
     ///
     /// # Errors
     /// When the values cannot be read.
@@ -196,7 +198,7 @@ impl Weight {
         Ok(())
     }
 
-    /// `dh = dz · Wᵀ` for rows `dz [m, V]`.
+    /// Computes `dh = dz · Wᵀ` for rows `dz [m, V]`.
     ///
     /// # Errors
     /// When the values cannot be read.
@@ -211,7 +213,7 @@ impl Weight {
         Ok(())
     }
 
-    /// The matrix where a GPU's head reads it.
+    /// Returns the matrix in GPU memory.
     ///
     /// # Errors
     /// When it is packed.
@@ -222,7 +224,7 @@ impl Weight {
         }
     }
 
-    /// The dense values, for the graph to record what is computed from them, and where their gradient goes.
+    /// Returns the dense values, which the graph tracks, and the sink of their gradient.
     pub(super) fn tracked(&self) -> Option<(&Tensor, Option<Gradient>)> {
         match self {
             Weight::Dense(weight) => Some((weight.values(), weight.gradient())),

@@ -1,7 +1,7 @@
-//! The inner loops over packed weights, once for each width of vector.
+//! The inner loops of products by packed weights, compiled for each vector width.
 //!
-//! Every element of a product is one chain of fused multiply-adds over a chunk of k, as the `gemm` crate makes it, and a
-//! weight is decoded to the very f32 that the decoded matrix would hold. So both give the same bits.
+//! Every element is one chain of fused multiply-adds over a chunk of k, as in the `gemm` crate. A weight is
+//! decoded to the exact f32 of the decoded matrix. Both paths therefore give the same bits.
 
 mod lanes;
 
@@ -14,26 +14,26 @@ use lanes::Lanes;
 use lanes::x86;
 use std::ops::Range;
 
-/// Vectors of columns that one pass over a panel computes together.
+/// Vectors of columns per pass over a panel.
 const VECTORS: usize = 4;
 
-/// How far ahead of its use a panel's next line is fetched, bytes.
+/// Prefetch distance in a panel, bytes.
 const FETCHED_AHEAD: usize = 2048;
 
-/// Bytes of a line of the processor's cache.
+/// Bytes per cache line.
 const LINE: usize = 64;
 
-/// One panel of a packed matrix, and what of it is asked for.
+/// One panel of a packed matrix.
 #[derive(Clone, Copy)]
 pub(super) struct Panel<'a> {
     pub form: PackedForm,
-    /// `[in]` rows of [`COLUMNS`], as the form holds them.
+    /// `[in]` rows of [`COLUMNS`], in the packed format.
     pub bytes: &'a [u8],
-    /// Columns that exist.
+    /// Number of columns that exist.
     pub columns: usize,
 }
 
-/// Where a panel's part of a product goes: columns of an output whose other columns are other threads'.
+/// The output of a panel: columns of a matrix whose other columns belong to other threads.
 #[derive(Clone, Copy)]
 pub(super) struct Stripes {
     first: *mut f32,
@@ -41,18 +41,18 @@ pub(super) struct Stripes {
     stride: usize,
 }
 
-// SAFETY: threads write through copies of it, but no two the same columns; `PackedMatrix::products` sees to that.
+// SAFETY: threads write through copies, but never the same columns; `PackedMatrix::products` ensures that.
 unsafe impl Send for Stripes {}
 // SAFETY: as above.
 unsafe impl Sync for Stripes {}
 
 impl Stripes {
-    /// Over `out`, rows of `stride` values, which is lent to it until the product is done.
+    /// Borrows `out`, rows of `stride` values, until the product is done.
     pub fn new(out: &mut [f32], stride: usize) -> Self {
         Self { first: out.as_mut_ptr(), len: out.len(), stride }
     }
 
-    /// The place of (`row`, `column`), from which `columns` values may be written.
+    /// Returns the address of (`row`, `column`), where `columns` values may be written.
     fn place(&self, row: usize, column: usize, columns: usize) -> *mut f32 {
         let start = row * self.stride + column;
         assert!(column + columns <= self.stride && start + columns <= self.len, "packed product: output");
@@ -60,7 +60,7 @@ impl Stripes {
         unsafe { self.first.add(start) }
     }
 
-    /// The rows from `row` on.
+    /// Returns the rows from `row` on.
     pub fn starting_at(&self, row: usize) -> Self {
         let start = row * self.stride;
         assert!(start <= self.len, "packed product: output");
@@ -72,16 +72,16 @@ impl Stripes {
     pub fn read(&self, column: usize, to: &mut [f32]) {
         let place = self.place(0, column, to.len());
         for (i, value) in to.iter_mut().enumerate() {
-            // SAFETY: `place` was checked for all of them, and nobody else touches these columns.
+            // SAFETY: `place` checked all of them, and no other thread uses these columns.
             *value = unsafe { *place.add(i) };
         }
     }
 
-    /// Adds `sums` to a row's columns, or writes them.
+    /// Writes `sums` to a row's columns, or adds them.
     pub fn put(&self, row: usize, column: usize, sums: &[f32], add: bool) {
         let place = self.place(row, column, sums.len());
         for (i, &sum) in sums.iter().enumerate() {
-            // SAFETY: `place` was checked for all of them, and nobody else touches these columns.
+            // SAFETY: `place` checked all of them, and no other thread uses these columns.
             unsafe {
                 let out = place.add(i);
                 *out = if add { *out + sum } else { sum };
@@ -89,7 +89,7 @@ impl Stripes {
         }
     }
 
-    /// The library's product of `x [m, k]` with the decoded `w [k, width]`, into columns from `column` on.
+    /// Multiplies `x [m, k]` with the decoded `w [k, width]` by the library, into columns from `column` on.
     pub fn library_product(
         &self,
         column: usize,
@@ -104,7 +104,7 @@ impl Stripes {
         );
         let first = self.place(0, column, width);
         self.place(m - 1, column, width);
-        // SAFETY: all places were checked, and nobody else touches these columns.
+        // SAFETY: all addresses were checked, and no other thread uses these columns.
         unsafe {
             gemm::gemm(
                 m,
@@ -131,10 +131,11 @@ impl Stripes {
     }
 }
 
-/// Calls `each(k, weights)` for every k of `rows` in order, with the weights of the columns from `column` on.
+/// Calls `each(k, weights)` for every k of `rows` in order, with the weights of the columns from `column`
+/// on.
 ///
 /// # Safety
-/// As [`Lanes`]; `rows` and the columns must lie in the panel, and blocks of MXFP4 must not be cut.
+/// As [`Lanes`]; `rows` and the columns must be in the panel, and `rows` must hold whole blocks of MXFP4.
 #[inline(always)]
 unsafe fn walk<L: Lanes>(
     panel: Panel,
@@ -146,7 +147,7 @@ unsafe fn walk<L: Lanes>(
     match panel.form {
         PackedForm::Bf16 | PackedForm::Bf16Rows => {
             for k in rows {
-                // SAFETY: row k of the panel, COLUMNS halves long, lies in it.
+                // SAFETY: row k of the panel, COLUMNS halves long, is inside it.
                 unsafe {
                     let row = base.add((k * COLUMNS + column) * 2);
                     prefetch(row.wrapping_add(FETCHED_AHEAD));
@@ -161,7 +162,8 @@ unsafe fn walk<L: Lanes>(
         }
         PackedForm::Mxfp4 => {
             for block in rows.start / BLOCK..rows.end / BLOCK {
-                // SAFETY: the block, COLUMNS scales and BLOCK / 2 rows of COLUMNS bytes, lies in the panel.
+                // SAFETY: the block, COLUMNS scales and BLOCK / 2 rows of COLUMNS bytes, is inside the
+                // panel.
                 unsafe {
                     let start = base.add(block * PackedForm::MXFP4_BLOCK_BYTES + column);
                     let mut scales = [L::zero(); VECTORS];
@@ -186,10 +188,10 @@ unsafe fn walk<L: Lanes>(
     }
 }
 
-/// `R` rows of `x` from `row` on times the panel's k of `rows`.
+/// Multiplies `R` rows of `x` from `row` on with the panel's k of `rows`.
 ///
 /// # Safety
-/// As [`walk`]; the rows of `x`, `stride` apart, must be there.
+/// As [`walk`]; the rows of `x`, `stride` apart, must be valid.
 #[inline(always)]
 unsafe fn some_rows<L: Lanes, const R: usize>(
     panel: Panel,
@@ -200,7 +202,7 @@ unsafe fn some_rows<L: Lanes, const R: usize>(
     add: bool,
 ) {
     for column in (0..panel.columns).step_by(VECTORS * L::LANES) {
-        // SAFETY: the callers' duty.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             let mut sums = [[L::zero(); VECTORS]; R];
             let x = x.as_ptr().add(row * stride);
@@ -230,7 +232,7 @@ unsafe fn some_rows<L: Lanes, const R: usize>(
     }
 }
 
-/// All rows of `x` times a panel, a chunk of k after the other.
+/// Multiplies all rows of `x` with a panel, one chunk of k after the other.
 ///
 /// # Safety
 /// As [`some_rows`].
@@ -241,7 +243,7 @@ unsafe fn all_rows<L: Lanes>(panel: Panel, (x, k): (&[f32], usize), out: (Stripe
         let rows = start..(start + K_CHUNK).min(k);
         let add = accumulate || start > 0;
         let mut row = 0;
-        // SAFETY: the callers' duty.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             while row < m {
                 let (rows, x) = (rows.clone(), (x, k));
@@ -259,7 +261,7 @@ unsafe fn all_rows<L: Lanes>(panel: Panel, (x, k): (&[f32], usize), out: (Stripe
     }
 }
 
-/// The panel's weights of the k of `rows`, `[rows][width]`, from `to` on.
+/// Decodes the panel's weights of the k of `rows`, `[rows][width]`, to `to`.
 ///
 /// # Safety
 /// As [`walk`]; `to` must have room for [`COLUMNS`] values in every row.
@@ -267,7 +269,7 @@ unsafe fn all_rows<L: Lanes>(panel: Panel, (x, k): (&[f32], usize), out: (Stripe
 unsafe fn decode<L: Lanes>(panel: Panel, rows: Range<usize>, to: *mut f32, width: usize) {
     let first = rows.start;
     for column in (0..COLUMNS).step_by(VECTORS * L::LANES) {
-        // SAFETY: the callers' duty.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             walk::<L>(
                 panel,
@@ -288,42 +290,42 @@ unsafe fn decode<L: Lanes>(panel: Panel, rows: Range<usize>, to: *mut f32, width
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 unsafe fn all_rows_avx512(panel: Panel, x: (&[f32], usize), out: (Stripes, usize), accumulate: bool) {
-    // SAFETY: the callers' duty.
+    // SAFETY: guaranteed by the caller.
     unsafe { all_rows::<x86::Avx512>(panel, x, out, accumulate) }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn all_rows_avx2(panel: Panel, x: (&[f32], usize), out: (Stripes, usize), accumulate: bool) {
-    // SAFETY: the callers' duty.
+    // SAFETY: guaranteed by the caller.
     unsafe { all_rows::<x86::Avx2>(panel, x, out, accumulate) }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 unsafe fn decode_avx512(panel: Panel, rows: Range<usize>, to: *mut f32, width: usize) {
-    // SAFETY: the callers' duty.
+    // SAFETY: guaranteed by the caller.
     unsafe { decode::<x86::Avx512>(panel, rows, to, width) }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn decode_avx2(panel: Panel, rows: Range<usize>, to: *mut f32, width: usize) {
-    // SAFETY: the callers' duty.
+    // SAFETY: guaranteed by the caller.
     unsafe { decode::<x86::Avx2>(panel, rows, to, width) }
 }
 
-/// Which vectors this processor has.
+/// The vector instructions of this processor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Vectors {
     Avx512,
     Avx2,
-    /// None that is known here: weights are decoded one by one, and the library multiplies.
+    /// None that is supported: weights are decoded one by one, and the library multiplies.
     Plain,
 }
 
 impl Vectors {
-    /// The widest that there are.
+    /// Returns the widest that this processor has.
     pub fn here() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
@@ -337,13 +339,14 @@ impl Vectors {
         Vectors::Plain
     }
 
-    /// Rows of `x [m, in]` times `panel`, into columns from `first` on. False, and nothing done, without vectors.
+    /// Multiplies rows of `x [m, in]` with `panel`, into columns from `first` on. Returns false and does
+    /// nothing without vectors.
     pub fn few_rows(self, panel: Panel, x: (&[f32], usize), out: (Stripes, usize), accumulate: bool) -> bool {
         panel.check(0..x.1);
         assert!(x.1 > 0 && x.0.len().is_multiple_of(x.1), "packed product: rows");
         match self {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: the processor has them, the panel is whole, and `x` holds whole rows.
+            // SAFETY: the processor has the vectors, the panel is whole, and `x` holds whole rows.
             Vectors::Avx512 => unsafe { all_rows_avx512(panel, x, out, accumulate) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
@@ -355,7 +358,7 @@ impl Vectors {
 
     /// Decodes the k of `rows` into columns from `column` on of `tile`, rows of `width` values.
     ///
-    /// A last panel's columns that do not exist are written as 0: the row must have room for them.
+    /// Missing columns of a last panel are written as 0: the row must have room for them.
     pub fn decode(self, panel: Panel, rows: Range<usize>, tile: &mut [f32], column: usize, width: usize) {
         panel.check(rows.clone());
         let last = rows.len().saturating_sub(1) * width + column + COLUMNS;
@@ -363,7 +366,7 @@ impl Vectors {
         let to = tile[column..].as_mut_ptr();
         match self {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: the processor has them, the panel is whole, and the tile has room.
+            // SAFETY: the processor has the vectors, the panel is whole, and the tile has room.
             Vectors::Avx512 => unsafe { decode_avx512(panel, rows, to, width) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
@@ -379,7 +382,7 @@ impl Vectors {
 }
 
 impl Panel<'_> {
-    /// Panics where `rows` are not in the panel, or cut one of its blocks.
+    /// Panics when `rows` are outside the panel or split one of its blocks.
     fn check(&self, rows: Range<usize>) {
         let whole = self.form != PackedForm::Mxfp4
             || (rows.start.is_multiple_of(BLOCK) && rows.end.is_multiple_of(BLOCK));
@@ -387,7 +390,7 @@ impl Panel<'_> {
         assert!(self.form.panel_bytes(rows.end) <= self.bytes.len(), "packed product: rows {rows:?}");
     }
 
-    /// One weight.
+    /// Returns one weight.
     pub fn value(&self, k: usize, column: usize) -> f32 {
         match self.form {
             PackedForm::Bf16 | PackedForm::Bf16Rows => {

@@ -1,6 +1,8 @@
-//! `y = x · W + b` with a packed `W`, and the same by expert. Backward: `dx = dy · Wᵀ`, and `db` where the bias learns.
+//! The linear layer with a packed `W`, whole or per expert: `y = x · W + b`. Backward: `dx = dy · Wᵀ`, and
+//! `db` if the bias is trainable.
 //!
-//! On a GPU `W` is MXFP4 and lies there, `x` is bf16, and the bits are those of the product by the decoded matrix in bf16.
+//! On a GPU `W` is MXFP4 in device memory and `x` is bf16. The bits are those of the product by the decoded
+//! matrix in bf16.
 
 use super::PackedMatrix;
 use crate::ops::buffer::{buffer, zeros};
@@ -16,7 +18,7 @@ use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The linear layer: `x [T, in]`, `bias [out]` if any → `[T, out]`.
+/// Computes the linear layer: `x [T, in]`, optional `bias [out]` → `[T, out]`.
 ///
 /// # Errors
 /// When shapes disagree.
@@ -31,7 +33,8 @@ pub fn packed_linear(x: &Tensor, weight: &Arc<PackedMatrix>, bias: Option<&Param
     }
 }
 
-/// Each row by its expert's matrix: `x [T·K, in]` sorted by `plan`, `bias [E, out]` → `[T·K, out]`.
+/// Multiplies each row by its expert's matrix: `x [T·K, in]` sorted by `plan`, `bias [E, out]` → `[T·K,
+/// out]`.
 ///
 /// # Errors
 /// When shapes disagree.
@@ -69,12 +72,12 @@ struct Packed {
     weight: Arc<PackedMatrix>,
     /// Where the bias's gradient goes.
     bias: Option<Gradient>,
-    /// Which rows are which expert's; without it all are of the only one.
+    /// The rows of each expert; without it all rows belong to the only one.
     plan: Option<Dispatch>,
 }
 
 impl Packed {
-    /// Each expert that has rows.
+    /// Returns each expert that has rows.
     fn groups(&self, rows: usize) -> Result<Vec<(usize, Range<usize>)>> {
         match &self.plan {
             None => Ok(vec![(0, 0..rows)]),
@@ -82,7 +85,7 @@ impl Packed {
         }
     }
 
-    /// The first row of each expert, where a GPU reads it.
+    /// Returns the first row of each expert, in GPU memory.
     fn starts(&self) -> Result<Option<Tensor>> {
         self.plan.as_ref().map(Dispatch::starts).transpose()
     }
@@ -90,7 +93,7 @@ impl Packed {
 
 const OP: &str = "packed linear";
 
-/// Of `x`, and of the bias, if there is one.
+/// Inputs: `x`, and an optional bias.
 impl<const N: usize> Operation<N> for Packed {
     const NAME: &'static str = OP;
 
@@ -138,7 +141,7 @@ impl<const N: usize> Operation<N> for Packed {
 }
 
 impl Packed {
-    /// `dx`, where something below learns.
+    /// Computes `dx`, if an earlier layer is trainable.
     fn input_gradient(&self, x: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         if !is_tracked(x) {
             return Ok(None);

@@ -1,23 +1,23 @@
-//! Where a packed matrix lies: on the host, as a shard of it, or on a device.
+//! Storage of a packed matrix: on the host, as a shard on the host, or on a device.
 
 use super::{PackedForm, PackedMatrix};
 use candle_core::{Device, Result, Tensor, bail};
 use std::ops::Range;
 
-/// Where its bytes are.
+/// The storage of its bytes.
 pub(super) enum Bytes {
     Host(Vec<u8>),
-    /// Those that this process holds of a matrix which several hold together.
+    /// This process's shard of a matrix that several processes hold together.
     Shard(Vec<u8>),
-    /// u8.
+    /// u8, on a device.
     Device(Tensor),
 }
 
 impl PackedMatrix {
-    /// The same on `device`.
+    /// Copies the matrix to `device`.
     ///
     /// # Errors
-    /// When it is in bf16, which a GPU multiplies by as a plain tensor, or a shard; the device's.
+    /// When it is bf16, which a GPU multiplies as a plain tensor; when it is a shard; those of the device.
     pub fn to_device(&self, device: &Device) -> Result<Self> {
         if self.form != PackedForm::Mxfp4 && !device.is_cpu() {
             bail!(
@@ -35,15 +35,15 @@ impl PackedMatrix {
         Ok(Self { bytes, ..*self })
     }
 
-    /// Whether all of it lies on the host.
+    /// Returns true when the host holds all of it.
     pub fn is_on_host(&self) -> bool {
         matches!(self.bytes, Bytes::Host(_))
     }
 
-    /// As it lies in memory.
+    /// Returns its bytes in their format in memory.
     ///
     /// # Errors
-    /// When that is a device's, or only a shard is here.
+    /// When it is on a device, or only a shard is here.
     pub fn bytes(&self) -> Result<&[u8]> {
         match &self.bytes {
             Bytes::Host(bytes) => Ok(bytes),
@@ -55,7 +55,7 @@ impl PackedMatrix {
         }
     }
 
-    /// The matrix of which this process keeps the bytes `own` alone.
+    /// Returns the matrix of which this process keeps only the bytes `own`.
     ///
     /// # Errors
     /// As [`Self::bytes`].
@@ -63,7 +63,7 @@ impl PackedMatrix {
         Ok(Self { bytes: Bytes::Shard(self.bytes()?[own].to_vec()), ..*self })
     }
 
-    /// What this process holds of it.
+    /// Returns this process's shard.
     ///
     /// # Errors
     /// When it is not sharded.
@@ -74,15 +74,15 @@ impl PackedMatrix {
         }
     }
 
-    /// `experts` experts of this shape and form, whose bytes these are.
+    /// Rebuilds `experts` experts of this shape and format from their bytes.
     pub fn with_bytes(&self, experts: usize, bytes: Vec<u8>) -> Self {
         Self::of_bytes(self.form, [experts, self.input, self.output], bytes)
     }
 
-    /// As it lies on a device, u8.
+    /// Returns the device tensor, u8.
     ///
     /// # Errors
-    /// When it does not.
+    /// When it is not on a device.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(in super::super) fn on_device(&self) -> Result<&Tensor> {
         match &self.bytes {

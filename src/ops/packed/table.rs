@@ -1,22 +1,23 @@
-//! Rows of a packed table, the embedding of a model that does not train it; and columns of a packed head that is the embedding too.
+//! Rows of a packed embedding table that is not trainable, and columns of a packed head tied to the
+//! embedding.
 
 use super::{PackedForm, PackedMatrix};
 use candle_core::{Device, Result, Tensor, bail};
 
-/// Little-endian bf16 values.
+/// Reads little-endian bf16 values.
 pub(super) fn bf16_values(bytes: &[u8]) -> impl Iterator<Item = f32> {
     bytes.as_chunks::<2>().0.iter().map(|bytes| half::bf16::from_le_bytes(*bytes).to_f32())
 }
 
-/// Little-endian bf16 values after `map`.
+/// Applies `map` to little-endian bf16 values.
 pub(super) fn map_bf16(bytes: &[u8], map: impl Fn(f32) -> f32) -> Vec<u8> {
     bf16_values(bytes).flat_map(|value| half::bf16::from_f32(map(value)).to_le_bytes()).collect()
 }
 
-/// Rows `ids` of `table [V, H]`: `[T, H]`. No gradient flows.
+/// Returns rows `ids` of `table [V, H]`: `[T, H]`. No gradient flows.
 ///
 /// # Errors
-/// When an id is not below `V`, or it is no table on the host.
+/// When an id is not below `V`, or this is not a table on the host.
 pub fn packed_rows(table: &PackedMatrix, ids: &[u32]) -> Result<Tensor> {
     let [_, rows, width] = table.shape();
     if table.form() != PackedForm::Bf16Rows {
@@ -34,10 +35,10 @@ pub fn packed_rows(table: &PackedMatrix, ids: &[u32]) -> Result<Tensor> {
     Tensor::from_vec(out, (ids.len(), width), &Device::Cpu)
 }
 
-/// Columns `ids` of `matrix [H, V]`, as rows: `[T, H]`. No gradient flows.
+/// Returns columns `ids` of `matrix [H, V]` as rows: `[T, H]`. No gradient flows.
 ///
 /// # Errors
-/// When an id is not below `V`, or the matrix lies on a device.
+/// When an id is not below `V`, or the matrix is on a device.
 pub fn packed_columns(matrix: &PackedMatrix, ids: &[u32]) -> Result<Tensor> {
     let [_, width, columns] = matrix.shape();
     if let Some(id) = ids.iter().find(|&&id| id as usize >= columns) {

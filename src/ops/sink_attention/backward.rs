@@ -1,4 +1,4 @@
-//! Gradients of attention, queries added in ascending order, several at a time in registers.
+//! Gradients of attention. Queries are added in ascending order, several at a time in registers.
 
 use super::Attention;
 use super::forward::{block_scores, products, visible};
@@ -8,7 +8,7 @@ use crate::ops::kv_cache::{BLOCK, KvBlocks};
 use crate::ops::math::{exp, sum_lanes};
 use multiversion::multiversion;
 
-/// What [`attend_backward`] reads: one sequence's own rows, the last of its cache.
+/// Inputs of [`attend_backward`]: one sequence's own rows, the last of its cache.
 pub(super) struct Upstream<'a> {
     pub q: &'a [f32],
     pub out: &'a [f32],
@@ -17,20 +17,21 @@ pub(super) struct Upstream<'a> {
     pub sinks: &'a [f32],
 }
 
-/// `P` and `dS` of up to `R` queries against one block, whose share of its gradients is added in one go.
+/// `P` and `dS` of up to `R` queries for one block. Their contributions to its gradients are added
+/// together.
 struct Tile<const R: usize> {
     rows: usize,
-    /// Places of the rows in `[T][N]`.
+    /// Indices of the rows in `[T][N]`.
     places: [usize; R],
     p: [[f32; BLOCK]; R],
     ds: [[f32; BLOCK]; R],
-    /// The keys before this one are all that any of them sees.
+    /// Upper bound of the keys that any of the queries sees.
     high: usize,
 }
 
-/// Gradients of one key-value head's group from one sequence's own rows: writes `dq` `[rows][N][D]`, and into `dkv`
-/// `[rows][2][M][D]` and `dkv_shared` `[positions before][2][M][D]`, which are cleared, at this group's places; returns the
-/// sinks' gradient `[group]`.
+/// Computes the gradients of one key-value head's group from one sequence's own rows. Writes `dq`
+/// `[rows][N][D]`, `dkv` `[rows][2][M][D]` and `dkv_shared` `[positions before][2][M][D]` at this group's
+/// indices; the last two must be zero. Returns the sinks' gradient `[group]`.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub(super) fn attend_backward(
     attention: &Attention,
@@ -41,7 +42,7 @@ pub(super) fn attend_backward(
     dkv: &Rows,
     dkv_shared: &Rows,
 ) -> Vec<f32> {
-    // As many queries and columns as there are registers for; the order of the additions is the same.
+    // As many queries and columns as registers allow; the order of the additions is the same.
     if multiversion::target::target_cfg_f!(target_feature = "avx512f") {
         attend_backward_by::<8, 16>(attention, kv_head, cache, up, dq, dkv, dkv_shared)
     } else {
@@ -49,7 +50,7 @@ pub(super) fn attend_backward(
     }
 }
 
-/// [`attend_backward`] by tiles of `R` queries and `W` columns.
+/// Performs [`attend_backward`] by tiles of `R` queries and `W` columns.
 #[inline(always)]
 fn attend_backward_by<const R: usize, const W: usize>(
     attention: &Attention,
@@ -118,7 +119,7 @@ fn attend_backward_by<const R: usize, const W: usize>(
             }
             let mut r = 0;
             while r < tile.rows {
-                // A lone last one is its own neighbour.
+                // An unpaired last row is paired with itself.
                 let pair = [r, (r + 1).min(tile.rows - 1)];
                 let places = pair.map(|r| tile.places[r] * d..(tile.places[r] + 1) * d);
                 let seen = pair.map(|r| seen[r]);
@@ -156,7 +157,7 @@ fn attend_backward_by<const R: usize, const W: usize>(
 }
 
 impl<const R: usize> Tile<R> {
-    /// `dk_j += dS_ij q_i`, `dv_j += P_ij dO_i`, `dq_i += dS_ij k_j`, `W` columns at a time.
+    /// Computes `dk_j += dS_ij q_i`, `dv_j += P_ij dO_i`, `dq_i += dS_ij k_j`, `W` columns at a time.
     #[inline(always)]
     fn add<const W: usize>(
         &self,

@@ -1,4 +1,4 @@
-//! New tokens of cached sequences, shared out over threads when the work is worth it.
+//! Attention of new tokens of cached sequences, on several threads if the work is large.
 
 use super::Attention;
 use super::chunks::chunks;
@@ -11,14 +11,15 @@ use crate::ops::kv_cache::{KvBlocks, KvSequence};
 use candle_core::{Error, Result, Tensor, bail};
 use rayon::prelude::*;
 
-/// Rows that a thread takes at a time.
+/// Rows per task of a thread.
 const TILE: usize = 32;
 
-/// The same attention for new tokens of cached sequences: `counts[i]` rows of `q` and `kv` belong to `caches[i]`,
-/// whose keys they extend and which are where the tensors are. Not differentiable. Returns `[T, N·D]`.
+/// Computes attention of new tokens of cached sequences. `counts[i]` rows of `q` and `kv` extend
+/// `caches[i]`, which is on the tensors' device. Not differentiable. Returns `[T, N·D]`.
 ///
 /// # Errors
-/// When shapes disagree with `attention` or `counts`, or a cache is elsewhere; on a GPU also when its pages do not suffice.
+/// When shapes disagree with `attention` or `counts`, or a cache is on another device; on a GPU also when
+/// there are too few free pages.
 pub fn sink_attention_cached(
     q: &Tensor,
     kv: &Tensor,
@@ -79,7 +80,7 @@ pub fn sink_attention_cached(
 struct NewRows<'a> {
     attention: Attention,
     cache: &'a KvBlocks,
-    /// Position of the first of them.
+    /// Position of the first new row.
     first: usize,
     q: &'a [f32],
     sinks: &'a [f32],
@@ -92,7 +93,7 @@ impl NewRows<'_> {
         self.q.len() / (self.attention.heads * self.attention.head_dim)
     }
 
-    /// The rows `start..start + count`, for one key-value head's group.
+    /// Computes rows `start..start + count` for one key-value head's group.
     fn attend(&self, kv_head: usize, start: usize, count: usize) {
         let Attention { heads, head_dim, .. } = self.attention;
         let width = heads * head_dim;
@@ -108,7 +109,8 @@ impl NewRows<'_> {
         );
     }
 
-    /// All rows, for one key-value head's group: several are shared out by rows, a single one by chunks of its keys.
+    /// Computes all rows for one key-value head's group. Several rows are split by rows; a single row is
+    /// split by chunks of its keys.
     fn attend_spread(&self, kv_head: usize) {
         let Self { attention, cache, first, q, sinks, out, lse } = self;
         let count = self.count();

@@ -1,34 +1,35 @@
-//! Keys in chunks at absolute positions: what a query saw of each, and how that adds up.
+//! The softmax over chunks of keys at absolute positions, and the merge of chunks.
 //!
-//! A chunk's softmax starts afresh, so chunks can be walked one after the other or side by side; they are merged in
-//! ascending order either way, which is why the bits do not tell.
+//! Each chunk's softmax starts afresh, so chunks can be computed one after the other or in parallel. They
+//! are merged in ascending order either way, so the bits are equal.
 
 use super::Attention;
 use crate::ops::kv_cache::BLOCK;
 use crate::ops::math::exp;
 use std::ops::RangeInclusive;
 
-/// Keys a chunk, a multiple of [`BLOCK`].
+/// Keys per chunk, a multiple of [`BLOCK`].
 pub(super) const CHUNK: usize = 512;
 
-/// The softmax of a query over some of its keys. The sum `O = Σ_j e^{S_j − maximum} v_j` is held beside it.
+/// The softmax of a query over some of its keys. The sum `O = Σ_j e^{S_j − maximum} v_j` is stored beside
+/// it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Softmax {
-    /// The highest score, or the sink where that is higher: always finite.
+    /// The highest score, or the sink if that is higher: always finite.
     pub maximum: f32,
-    /// `Σ_j e^{S_j − maximum}`. The sink is not in it: it is counted once, in [`Softmax::finish`].
+    /// `Σ_j e^{S_j − maximum}` without the sink, which [`Softmax::finish`] adds once.
     pub total: f32,
 }
 
 impl Softmax {
-    /// Over no key yet.
+    /// Returns the softmax over no keys.
     #[inline(always)]
     pub fn new(sink: f32) -> Self {
         Self { maximum: sink, total: 0.0 }
     }
 
-    /// Adds the next chunk's softmax and `O`. One over no key changes nothing: it is added times exactly 0, to what is
-    /// multiplied by exactly 1.
+    /// Merges the next chunk's softmax and `O`. A chunk without keys changes nothing: it is multiplied by
+    /// exactly 0, and the rest by exactly 1.
     #[inline(always)]
     pub fn merge(&mut self, o: &mut [f32], chunk: Self, chunk_o: &[f32]) {
         let maximum = if chunk.maximum > self.maximum { chunk.maximum } else { self.maximum };
@@ -40,7 +41,7 @@ impl Softmax {
         }
     }
 
-    /// Counts the sink and divides `o` by the whole sum. Returns the log-sum-exp.
+    /// Adds the sink and divides `o` by the total. Returns the log-sum-exp.
     #[inline(always)]
     pub fn finish(self, o: &mut [f32], sink: f32) -> f32 {
         let total = self.total + exp(sink - self.maximum);
@@ -51,13 +52,13 @@ impl Softmax {
     }
 }
 
-/// The chunks of which the query at `position` sees a key.
+/// Returns the chunks of which the query at `position` sees a key.
 #[inline(always)]
 pub(super) fn chunks(attention: &Attention, position: usize) -> RangeInclusive<usize> {
     attention.first_key(position) / CHUNK..=position / CHUNK
 }
 
-/// The blocks of `chunk` of which the query at `position` sees a key.
+/// Returns the blocks of `chunk` of which the query at `position` sees a key.
 #[inline(always)]
 pub(super) fn blocks(attention: &Attention, position: usize, chunk: usize) -> RangeInclusive<usize> {
     let first = attention.first_key(position).max(chunk * CHUNK) / BLOCK;

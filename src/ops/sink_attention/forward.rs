@@ -1,4 +1,4 @@
-//! The routine that training, prefill and decode share.
+//! The attention forward that training, prefill and decode share.
 
 use super::Attention;
 use super::chunks::{Softmax, blocks, chunks};
@@ -8,7 +8,8 @@ use crate::ops::kv_cache::{BLOCK, KvBlocks};
 use crate::ops::math::{LANES, exp, max_lanes, sum_lanes};
 use multiversion::multiversion;
 
-/// Scores of `G` queries against one block, each masked to −∞ outside its `low..high` (places in the block).
+/// Computes scores of `G` queries for one block, masked to −∞ outside each query's `low..high` (indices in
+/// the block).
 #[inline(always)]
 pub(super) fn block_scores<const G: usize>(
     queries: [&[f32]; G],
@@ -25,16 +26,18 @@ pub(super) fn block_scores<const G: usize>(
     scores
 }
 
-/// Products of `G` queries with the keys of a block, `[D][BLOCK]`, at least with those before `high`; 0 where there is none.
+/// Multiplies `G` queries with the keys of a block, `[D][BLOCK]`, at least with those before `high`; 0 for
+/// the others.
 ///
-/// Several side by side read a key once, and their chains of additions overlap: of one alone the next waits for the last.
+/// Several queries together read a key once, and their chains of additions overlap. In a single chain each
+/// addition waits for the previous one.
 #[inline(always)]
 pub(super) fn products<const G: usize>(
     queries: [&[f32]; G],
     keys: &[f32],
     high: [usize; G],
 ) -> [[f32; BLOCK]; G] {
-    // The second half of a block is beyond many queries at its beginning.
+    // Many queries at the block's beginning do not see its second half.
     if high.iter().all(|&high| high <= LANES) {
         products_of_vectors::<G, 1>(queries, keys)
     } else {
@@ -42,7 +45,8 @@ pub(super) fn products<const G: usize>(
     }
 }
 
-/// [`products`] with the first `V` vectors of keys. Indices, not iterators: so the compiler keeps the sums in registers.
+/// Performs [`products`] with the first `V` vectors of keys. Indices instead of iterators let the compiler
+/// keep the sums in registers.
 #[allow(clippy::needless_range_loop)]
 #[inline(always)]
 fn products_of_vectors<const G: usize, const V: usize>(
@@ -70,7 +74,8 @@ fn products_of_vectors<const G: usize, const V: usize>(
     products
 }
 
-/// `o ← o · shrink + Σ_j p_j v_j` for `G` heads side by side, in the order of the keys: `o [G][D]`, keys `low..high` of the block.
+/// Computes `o ← o · shrink + Σ_j p_j v_j` for `G` heads in the order of the keys: `o [G][D]`, keys
+/// `low..high` of the block.
 #[inline(always)]
 fn add_values<const G: usize>(
     o: &mut [f32],
@@ -81,7 +86,7 @@ fn add_values<const G: usize>(
 ) {
     let d = o.len() / G;
     let mut start = 0;
-    // A vector's width at a time, so that sums stay in a register; the heads' chains of additions run side by side.
+    // One vector at a time keeps sums in a register; the heads' chains of additions overlap.
     while start + LANES <= d {
         let mut sums = [[0f32; LANES]; G];
         for (g, sums) in sums.iter_mut().enumerate() {
@@ -109,14 +114,14 @@ fn add_values<const G: usize>(
     }
 }
 
-/// The places of block `b` that the query at `position` sees.
+/// Returns the indices in block `b` that the query at `position` sees.
 #[inline(always)]
 pub(super) fn visible(attention: &Attention, position: usize, b: usize) -> (usize, usize) {
     let low = attention.first_key(position).saturating_sub(b * BLOCK);
     (low, (position + 1 - b * BLOCK).min(BLOCK))
 }
 
-/// The queries of `G` heads of one group at one position, and where their keys are.
+/// The queries of `G` heads of one group at one position, and the location of their keys.
 #[derive(Clone, Copy)]
 struct Queries<'a, const G: usize> {
     attention: &'a Attention,
@@ -129,7 +134,7 @@ struct Queries<'a, const G: usize> {
 }
 
 impl<const G: usize> Queries<'_, G> {
-    /// Walks the keys of one chunk in ascending order; `o [G][D]` becomes their `O`.
+    /// Processes the keys of one chunk in ascending order. `o [G][D]` becomes their `O`.
     #[inline(always)]
     fn walk(&self, chunk: usize, o: &mut [f32]) -> [Softmax; G] {
         let Self { attention, cache, kv_head, position, q, sinks } = *self;
@@ -161,7 +166,7 @@ impl<const G: usize> Queries<'_, G> {
                 for x in p.iter_mut() {
                     *x = exp(*x - highest);
                 }
-                // Before the first block there are only zeros to shrink.
+                // Before the first block `o` is all zeros.
                 shrink[g] = if b == first { 0.0 } else { exp(*maximum - highest) };
                 *maximum = highest;
                 *total = *total * shrink[g] + sum_lanes([&p[..]], |[p]| p);
@@ -171,12 +176,12 @@ impl<const G: usize> Queries<'_, G> {
         softmaxes
     }
 
-    /// Walks all keys: output and log-sum-exp. `chunk_o` is scratch.
+    /// Processes all keys and writes output and log-sum-exp. `chunk_o` is scratch.
     #[inline(always)]
     fn attend(&self, o: &mut [f32], lse: &mut [f32], chunk_o: &mut Vec<f32>) {
         let d = self.attention.head_dim;
         let mut chunks = chunks(self.attention, self.position);
-        // The first is taken as it is: to merge it into nothing would change nothing.
+        // The first chunk is taken as it is: merging it into an empty softmax would change nothing.
         let mut softmaxes = match chunks.next() {
             Some(chunk) => self.walk(chunk, o),
             None => {
@@ -197,7 +202,7 @@ impl<const G: usize> Queries<'_, G> {
     }
 }
 
-/// Calls the body with `G` and the first head of every set of heads that are walked side by side: 4, 2 or 1.
+/// Runs the body with `G` and the first head of every set of heads that are processed together: 4, 2 or 1.
 macro_rules! each_set_of_heads {
     ($heads:expr, |$G:ident, $head:ident| $body:block) => {{
         let std::ops::Range { start: mut $head, end } = $heads;
@@ -223,7 +228,7 @@ macro_rules! each_set_of_heads {
     }};
 }
 
-/// Output and log-sum-exp of the queries of one key-value head's group, for rows at positions `first..`.
+/// Computes output and log-sum-exp of one key-value head's group, for rows at positions `first..`.
 ///
 /// `q` and `out` are `[rows][N][D]`, `lse` is `[rows][N]`.
 #[allow(clippy::too_many_arguments)]
@@ -253,13 +258,13 @@ pub(super) fn attend(
     }
 }
 
-/// What [`attend_chunk`] gives: a softmax and `O` `[D]` a head of the group.
+/// Result of [`attend_chunk`]: a softmax and `O` `[D]` per head of the group.
 pub(super) struct ChunkState {
     softmaxes: Vec<Softmax>,
     o: Vec<f32>,
 }
 
-/// One chunk of what [`attend`] walks for a single row, to be merged by [`merge_chunks`].
+/// Computes one chunk of a single row's [`attend`], to be merged by [`merge_chunks`].
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub(super) fn attend_chunk(
     attention: &Attention,
@@ -284,7 +289,8 @@ pub(super) fn attend_chunk(
     ChunkState { softmaxes, o }
 }
 
-/// Output and log-sum-exp of a single row for one key-value head's group, from the chunks that it sees, in order.
+/// Merges a single row's visible chunks, in order, into output and log-sum-exp for one key-value head's
+/// group.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub(super) fn merge_chunks(
     attention: &Attention,

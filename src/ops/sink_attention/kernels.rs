@@ -1,28 +1,30 @@
-//! The mirror of `kernels/sink_attention.cuh`: the kernels' one parameter, their names and launch sizes.
+//! Rust mirror of `kernels/sink_attention.cuh`: the kernels' parameter struct, their names and launch
+//! sizes.
 //!
-//! It is compiled always and holds no CUDA type, so that a test can compare it with the header on any machine.
+//! It is compiled in every build and holds no CUDA type, so a test can compare it with the header on any
+//! machine.
 
 /// `Tile` of the header: 128 packed rows of a sequence from `first`, or [`KernelSet::dkv_keys`] keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct Tile {
-    /// Which sequence.
+    /// Index of the sequence.
     pub sequence: i32,
     /// First packed row (token · group + head of the group) or first key.
     pub first: i32,
 }
 
-/// `ChunkTile` of the header: a [`Tile`] of packed rows and one chunk of keys that they see.
+/// `ChunkTile` of the header: a [`Tile`] of packed rows and one chunk of their visible keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct ChunkTile {
     /// The rows.
     pub tile: Tile,
-    /// Keys from [`CHUNK_KEYS`] times this.
+    /// Index of the chunk: its keys start at [`CHUNK_KEYS`] times this.
     pub chunk: i32,
 }
 
-/// `SinkAttention` of the header, which says what each field is. Pointers are addresses on the device.
+/// `SinkAttention` of the header, which documents each field. Pointers are device addresses.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 #[allow(missing_docs)]
@@ -62,51 +64,52 @@ const _: () = assert!(size_of::<SinkAttentionParams>() == 200 && align_of::<Sink
 const _: () = assert!(size_of::<Tile>() == 8 && align_of::<Tile>() == 4);
 const _: () = assert!(size_of::<ChunkTile>() == 12 && align_of::<ChunkTile>() == 4);
 
-/// The head size that the kernels are written for.
+/// The head size of the kernels.
 pub const HEAD_DIM: usize = 64;
-/// Packed query rows of a block of the forward and of dQ.
+/// Packed query rows per block of the forward and of dQ.
 pub const TILE_ROWS: usize = 128;
-/// Keys a step; keys of a page.
+/// Keys per step and per page.
 pub const BLOCK_KEYS: usize = 64;
-/// Keys whose softmax starts anew, at absolute multiples.
+/// Keys per chunk; the softmax starts anew at multiples of it.
 pub const CHUNK_KEYS: usize = 512;
-/// Floats of a part, a row's state over one chunk: its output, and four lanes' maximum and sum.
+/// Floats of one part, a row's state over one chunk: its output. [`PART_SUMS`] holds the rest.
 pub const PART_OUT: usize = HEAD_DIM;
-/// See [`PART_OUT`].
+/// Floats of a part beside its output: maximum and sum of four lanes.
 pub const PART_SUMS: usize = 8;
 
-/// One kernel: where it is, and how it is launched.
+/// A kernel: its location and launch configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Kernel {
     /// Name of its function.
     pub function: &'static str,
     /// Stem of its file in `kernels/`.
     pub file: &'static str,
-    /// Threads of a block.
+    /// Threads per block.
     pub threads: usize,
-    /// Dynamic shared memory of a block.
+    /// Dynamic shared memory per block, bytes.
     pub shared_bytes: usize,
 }
 
-/// Every set there is.
+/// All kernel sets.
 pub static KERNEL_SETS: [KernelSet; 2] = [WGMMA, MMA];
 
-/// The kernels of one forward and its backward. A run uses one set on all its paths: two sets round differently.
+/// The kernels of a forward and its backward. A run uses one set on all its paths: two sets round
+/// differently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KernelSet {
     /// Its name in reports: the instruction of its products.
     pub name: &'static str,
     /// Blocks: query tiles × key-value heads.
     pub forward: Kernel,
-    /// One chunk of the forward. Blocks: chunk tiles × key-value heads.
+    /// Computes one chunk of the forward. Blocks: chunk tiles × key-value heads.
     pub chunk: Kernel,
-    /// The chunks taken together. Blocks: query tiles × key-value heads.
+    /// Merges the chunks. Blocks: query tiles × key-value heads.
     pub merge: Kernel,
     /// Blocks: rows of [T, N] by [`DELTA_ROWS`].
     pub delta: Kernel,
     /// Blocks: key tiles × key-value heads.
     pub dkv: Kernel,
-    /// Keys of a key tile.
+    /// Keys per key tile.
     pub dkv_keys: usize,
     /// Blocks: query tiles × key-value heads.
     pub dq: Kernel,
@@ -114,7 +117,7 @@ pub struct KernelSet {
     pub dsinks: Kernel,
 }
 
-/// Rows of `[T, N]` a block of delta.
+/// Rows of `[T, N]` per block of delta.
 pub const DELTA_ROWS: usize = 32;
 
 const BLOCK_BYTES: usize = BLOCK_KEYS * HEAD_DIM * 2;
@@ -124,7 +127,7 @@ const fn kernel(function: &'static str, file: &'static str, threads: usize, shar
     Kernel { function, file, threads, shared_bytes }
 }
 
-/// Warp-wide tensor-core products, `mma.sync`.
+/// Kernels with warp-wide tensor-core products, `mma.sync`.
 pub const MMA: KernelSet = KernelSet {
     name: "mma.sync",
     forward: kernel("sink_attention_forward", "sink_attention_forward", 128, FORWARD_BYTES),
@@ -137,7 +140,7 @@ pub const MMA: KernelSet = KernelSet {
     dsinks: kernel("sink_attention_dsinks", "sink_attention_backward", 256, 256 * 4),
 };
 
-/// Warpgroup-wide products, `wgmma`.
+/// Kernels with warpgroup-wide products, `wgmma`.
 pub const WGMMA: KernelSet = KernelSet {
     name: "wgmma",
     forward: kernel(
@@ -168,11 +171,12 @@ pub const WGMMA: KernelSet = KernelSet {
     ..MMA
 };
 
-/// What the rows of a tile keep: eleven times 16 bytes for each lane of the warp that has 16 of them.
+/// Shared memory that a tile's rows keep, bytes: eleven times 16 bytes for each lane of the warp that owns
+/// 16 rows.
 const KEPT_BYTES: usize = TILE_ROWS / 16 * 32 * 11 * 16;
 const FORWARD_BYTES: usize = TILE_BYTES + 4 * BLOCK_BYTES + KEPT_BYTES;
 
-/// Stages of a block of keys and of values, two barriers each.
+/// Returns the bytes of `stages` stages of key and value blocks, with two barriers each.
 const fn ring_bytes(stages: usize) -> usize {
     stages * (2 * BLOCK_BYTES + 2 * 8)
 }
@@ -206,7 +210,7 @@ mod tests {
         Float: scale scale_log2;
     };
 
-    /// The lines between `start` and the next `};`, without comments.
+    /// Returns the lines between `start` and the next `};`, without comments.
     fn body(start: &str) -> Vec<String> {
         let header = include_str!("../../../kernels/sink_attention.cuh");
         let inside = header.split(start).nth(1).expect("in the header").split("};").next().unwrap();

@@ -1,6 +1,6 @@
-//! What a launch on a GPU takes, worked out on the host: which kernels, which tiles, and what is refused beforehand.
+//! Launch plans of the GPU attention, computed on the host: kernels, tiles, and the sizes that are refused.
 //!
-//! Plain functions of numbers: they need no GPU, and are tested without one.
+//! These are plain functions of numbers, tested without a GPU.
 
 use super::Attention;
 use super::kernels::{BLOCK_KEYS, CHUNK_KEYS, ChunkTile, HEAD_DIM, PART_OUT, PART_SUMS, TILE_ROWS, Tile};
@@ -8,12 +8,13 @@ use candle_core::{Result, bail};
 use std::cmp::Reverse;
 use std::ops::Range;
 
-/// Blocks of the forward that a GPU of the kernels' kind holds at a time: 132 multiprocessors, two each.
+/// Blocks of the forward that run at once on a supported GPU: 132 multiprocessors, two each.
 const BLOCKS_AT_ONCE: usize = 264;
-/// Memory that a spread forward may take for its parts.
+/// Maximum memory for the parts of a split forward, bytes.
 pub const PARTS_BYTES_MAX: usize = 256 << 20;
 
-/// Refuses a device that the kernels are not compiled for. They are `sm_90a` code, which runs on that and nothing else.
+/// Refuses a device that the kernels are not compiled for. They are `sm_90a` code, which runs on compute
+/// capability 9.0 only.
 ///
 /// # Errors
 /// When `capability` (major, minor) is not 9.0.
@@ -28,10 +29,10 @@ pub fn check_device(name: &str, capability: (i32, i32)) -> Result<()> {
     Ok(())
 }
 
-/// Refuses sizes that the kernels are not written for.
+/// Refuses sizes that the kernels do not support.
 ///
 /// # Errors
-/// When the head size is not 64, or the heads are no whole number of groups.
+/// When the head size is not 64, or `kv_heads` does not divide `heads`.
 pub fn check_attention(attention: &Attention) -> Result<()> {
     let Attention { heads, kv_heads, head_dim, window, .. } = *attention;
     if head_dim != HEAD_DIM {
@@ -59,10 +60,11 @@ pub struct LaunchSequences {
 }
 
 impl LaunchSequences {
-    /// Whole sequences, each query beside its key: training and prefill. `cu_seqlens` as in [`super::sink_attention`].
+    /// Returns whole sequences, each query with its own key: training and prefill. `cu_seqlens` as in
+    /// [`super::sink_attention`].
     ///
     /// # Errors
-    /// When the bounds do not start at 0 or fall.
+    /// When the bounds do not start at 0 or decrease.
     pub fn packed(cu_seqlens: &[usize]) -> Result<Self> {
         if cu_seqlens.first() != Some(&0) || cu_seqlens.windows(2).any(|w| w[0] > w[1]) {
             bail!("sink_attention: the sequences' bounds {cu_seqlens:?} must start at 0 and not fall");
@@ -71,7 +73,7 @@ impl LaunchSequences {
         Self { queries: lengths.clone(), keys: lengths }.checked()
     }
 
-    /// `counts[s]` new tokens after `lengths[s]` positions already held.
+    /// Returns `counts[s]` new tokens after `lengths[s]` cached positions.
     ///
     /// # Errors
     /// When the numbers of sequences differ.
@@ -99,15 +101,15 @@ impl LaunchSequences {
         Ok(self)
     }
 
-    /// New tokens of all sequences.
+    /// Returns the number of new tokens of all sequences.
     pub fn tokens(&self) -> usize {
         self.queries.iter().sum()
     }
 
-    /// Refuses a page table that does not reach the last key of the longest sequence.
+    /// Checks that a page table covers the last key of the longest sequence.
     ///
     /// # Errors
-    /// As said; `entries` is its length, `pages_max` its width.
+    /// When it does not; `entries` is the table's length, `pages_max` its width.
     pub fn check_page_table(&self, entries: usize, pages_max: usize) -> Result<()> {
         let longest = self.keys.iter().copied().max().unwrap_or(0);
         let needed = longest.div_ceil(BLOCK_KEYS);
@@ -121,17 +123,17 @@ impl LaunchSequences {
         Ok(())
     }
 
-    /// `cu_seqlens_q` of the header.
+    /// Returns `cu_seqlens_q` of the header.
     pub fn query_bounds(&self) -> Vec<i32> {
         bounds(&self.queries)
     }
 
-    /// `cu_seqlens_k` of the header.
+    /// Returns `cu_seqlens_k` of the header.
     pub fn key_bounds(&self) -> Vec<i32> {
         bounds(&self.keys)
     }
 
-    /// Every query tile in order, and the keys that its rows see between them.
+    /// Returns every query tile in order, with the union of the keys that its rows see.
     fn rows_and_keys(&self, attention: &Attention) -> Vec<(Tile, Range<usize>)> {
         let group = attention.heads / attention.kv_heads;
         let mut tiles = vec![];
@@ -147,14 +149,15 @@ impl LaunchSequences {
         tiles
     }
 
-    /// The forward's and dQ's tiles, those that see the most keys first.
+    /// Returns the tiles of the forward and of dQ, those with the most visible keys first.
     pub fn query_tiles(&self, attention: &Attention) -> Vec<Tile> {
         let tiles = self.rows_and_keys(attention).into_iter();
         let blocks = |seen: Range<usize>| seen.end.div_ceil(BLOCK_KEYS) - seen.start / BLOCK_KEYS;
         most_work_first(tiles.map(|(tile, seen)| (blocks(seen), tile)).collect())
     }
 
-    /// Every query tile with each chunk of keys that one of its rows sees: the blocks of a spread forward.
+    /// Returns every query tile with each chunk of keys that one of its rows sees: the blocks of a split
+    /// forward.
     pub fn chunk_tiles(&self, attention: &Attention) -> Vec<ChunkTile> {
         let chunks = |seen: Range<usize>| seen.start / CHUNK_KEYS..seen.end.div_ceil(CHUNK_KEYS);
         let tiles = self.rows_and_keys(attention).into_iter();
@@ -163,14 +166,15 @@ impl LaunchSequences {
             .collect()
     }
 
-    /// `part_starts` of the header: each sequence's first part, and the number of parts at the end.
+    /// Returns `part_starts` of the header: each sequence's first part, then the number of parts.
     pub fn part_starts(&self) -> Vec<i32> {
         let parts = self.queries.iter().zip(&self.keys).map(|(q, k)| q * k.div_ceil(CHUNK_KEYS));
         bounds(&parts.collect::<Vec<_>>())
     }
 
-    /// Whether the forward's work is given to a block a chunk, and merged. The bits are the same: it is worth it where
-    /// the tiles leave a part of the GPU idle and see many keys, as in a decode of few long sequences.
+    /// Returns true when the forward should run one block per chunk and merge them. The bits are the same.
+    /// This pays when the tiles leave part of the GPU idle and see many keys, as in a decode of few long
+    /// sequences.
     pub fn spreads(&self, attention: &Attention) -> bool {
         let tiles = self.query_tiles(attention).len();
         let parts: usize = self.queries.iter().zip(&self.keys).map(|(q, k)| q * k.div_ceil(CHUNK_KEYS)).sum();
@@ -180,14 +184,14 @@ impl LaunchSequences {
             && bytes <= PARTS_BYTES_MAX
     }
 
-    /// Refuses a sequence of more rows than the kernels can count.
+    /// Refuses a sequence with more rows than the kernels can count.
     ///
     /// # Errors
-    /// As said: a sequence's queries times the square of the query heads a key-value head stay below 2^31.
+    /// When a sequence's queries times the square of the query heads per key-value head reach 2^31.
     pub fn check_rows(&self, attention: &Attention) -> Result<()> {
         let group = attention.heads / attention.kv_heads.max(1);
         let longest = self.queries.iter().copied().max().unwrap_or(0);
-        // A tile may reach past the last row.
+        // A tile may extend past the last row.
         if (longest * group + TILE_ROWS).saturating_mul(group) >= 1 << 31 {
             bail!(
                 "sink_attention: a sequence of {longest} queries by {group} heads a key-value head has more rows than the \
@@ -197,7 +201,7 @@ impl LaunchSequences {
         Ok(())
     }
 
-    /// The tiles of dK and dV, `tile_keys` keys each, those that the most queries see first.
+    /// Returns the tiles of dK and dV, `tile_keys` keys each, those seen by the most queries first.
     pub fn key_tiles(&self, attention: &Attention, tile_keys: usize) -> Vec<Tile> {
         let mut tiles = vec![];
         for (s, (&queries, &keys)) in self.queries.iter().zip(&self.keys).enumerate() {
@@ -222,7 +226,7 @@ fn bounds(lengths: &[usize]) -> Vec<i32> {
         .collect()
 }
 
-/// Long tiles started first leave no straggler at the end. The order changes no result.
+/// Sorts the largest tiles first, so that none starts late. The order changes no result.
 fn most_work_first(mut tiles: Vec<(usize, Tile)>) -> Vec<Tile> {
     tiles.sort_by_key(|&(work, _)| Reverse(work));
     tiles.into_iter().map(|(_, tile)| tile).collect()

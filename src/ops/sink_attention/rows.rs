@@ -1,13 +1,13 @@
-//! Output rows that tasks of different heads fill side by side.
+//! Output rows that tasks of different heads write in parallel.
 
-/// A buffer that tasks of different key-value heads write at disjoint places.
+/// A buffer that tasks of different key-value heads write at disjoint indices.
 pub(super) struct Rows<'a> {
     start: *mut f32,
     len: usize,
     lifetime: std::marker::PhantomData<&'a mut [f32]>,
 }
 
-// SAFETY: tasks write only the columns of their own heads, which no other task touches.
+// SAFETY: tasks write only the columns of their own heads, which no other task writes.
 unsafe impl Sync for Rows<'_> {}
 
 impl<'a> Rows<'a> {
@@ -15,19 +15,19 @@ impl<'a> Rows<'a> {
         Self { start: values.as_mut_ptr(), len: values.len(), lifetime: std::marker::PhantomData }
     }
 
-    /// The stretch `offset..offset + len`, without claiming it.
+    /// Returns the part `offset..offset + len`.
     pub(super) fn part(&self, offset: usize, len: usize) -> Self {
         assert!(offset + len <= self.len, "attention output out of bounds");
         // SAFETY: in bounds by the assertion.
         Self { start: unsafe { self.start.add(offset) }, len, lifetime: self.lifetime }
     }
 
-    /// The `width` values from `offset`.
+    /// Returns the `width` values from `offset`.
     #[allow(clippy::mut_from_ref)]
     #[inline(always)]
     pub(super) fn at(&self, offset: usize, width: usize) -> &mut [f32] {
         assert!(offset + width <= self.len, "attention output out of bounds");
-        // SAFETY: in bounds by the assertion; disjoint between tasks as said on the type.
+        // SAFETY: in bounds by the assertion; disjoint between tasks, as the type's doc says.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(offset), width) }
     }
 }

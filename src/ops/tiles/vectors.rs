@@ -1,41 +1,44 @@
-//! What tiles and products of few rows need of a processor's vectors, and the vectors of x86.
+//! The vector operations of tiles and skinny products, and their x86 implementations.
 
 use super::{Chunk, Out, Panels, Side};
 
 /// Vectors of words of one kind.
 ///
 /// # Safety
-/// Every function needs a processor that has the vectors; pointers must be good for what is read or written.
+/// Every function needs a processor that has the vectors; pointers must be valid for the values read or
+/// written.
 pub trait Words {
     type Vector: Copy;
-    /// Words of a vector.
+    /// Words per vector.
     const LANES: usize;
-    /// Rows of a tile, whose sums and a step's columns fit into registers.
+    /// Rows per tile: its sums and the columns of a step fit into registers.
     const ROWS: usize;
-    /// Values of k in a word.
+    /// Values of k per word.
     const PER_WORD: usize;
     unsafe fn zero() -> Self::Vector;
     unsafe fn splat(word: u32) -> Self::Vector;
     unsafe fn load(from: *const u32) -> Self::Vector;
     unsafe fn keep(to: *mut u32, words: Self::Vector);
-    /// `sum` and what the words of `x` and `w` come to.
+    /// Returns `sum` plus the products of the words of `x` and `w`.
     unsafe fn add_product(sum: Self::Vector, x: Self::Vector, w: Self::Vector) -> Self::Vector;
     unsafe fn plus(a: Self::Vector, b: Self::Vector) -> Self::Vector;
-    /// The first `columns` sums to `to`, added to what is there or in its place.
+    /// Writes the first `columns` sums to `to`, or adds them.
     unsafe fn put(to: *mut f32, sums: Self::Vector, columns: usize, add: bool);
-    /// Words of a line: of neighbouring values, of which `left` are there.
+    /// Loads words of one line from neighbouring values, of which `left` exist.
     unsafe fn along(from: *const f32, left: usize) -> Self::Vector;
-    /// One word of each of `lines` neighbouring lines at most, of values `stride` apart, of which `left` are there.
+    /// Loads one word of each of at most `lines` neighbouring lines, from values `stride` apart, of which
+    /// `left` exist.
     unsafe fn across(from: *const f32, stride: usize, left: usize, lines: usize) -> Self::Vector;
-    /// Word `i` of vector `j` for word `j` of vector `i`, of the first [`Self::LANES`].
+    /// Transposes the first [`Self::LANES`] vectors: word `i` of vector `j` swaps with word `j` of vector
+    /// `i`.
     unsafe fn transpose(block: &mut [Self::Vector; 16]);
-    /// [`super::tile`] of `rows` rows, compiled for the vectors.
+    /// Calls [`super::tile`] for `rows` rows, compiled for the vectors.
     unsafe fn tile(rows: usize, panels: Panels, to: Out, columns: usize, add: bool);
-    /// [`super::lay_out`], likewise.
+    /// Calls [`super::lay_out`], compiled for the vectors.
     unsafe fn lay_out(side: Side, line: usize, lines: usize, chunk: Chunk, to: *mut u32, width: usize);
 }
 
-// Each block is intrinsics alone; what they need is what the trait asks of its callers.
+// Each unsafe block holds only intrinsics; the trait requires of its callers the features that these need.
 #[allow(clippy::undocumented_unsafe_blocks)]
 #[cfg(target_arch = "x86_64")]
 pub mod x86 {
@@ -43,7 +46,7 @@ pub mod x86 {
     use super::{Chunk, Out, Panels, Side, Words};
     use std::arch::x86_64::*;
 
-    /// The two functions that are compiled for a processor's features, in the trait's words.
+    /// Implements the trait's two functions that are compiled for a processor's features.
     macro_rules! compiled_for {
         ($features:literal, $($rows:literal)+) => {
             #[inline]
@@ -71,7 +74,7 @@ pub mod x86 {
         };
     }
 
-    /// The first `count` of sixteen lanes.
+    /// Returns the mask of the first `count` of sixteen lanes.
     #[inline(always)]
     fn first(count: usize) -> __mmask16 {
         if count >= 16 { !0 } else { (1 << count) - 1 }
@@ -94,7 +97,7 @@ pub mod x86 {
         }
     }
 
-    /// Of four by four blocks of four words: first within each, then the blocks.
+    /// Transposes four by four blocks of four words: first within each block, then the blocks.
     #[inline(always)]
     unsafe fn transpose(rows: &mut [__m512; 16]) {
         unsafe {
@@ -125,10 +128,10 @@ pub mod x86 {
         }
     }
 
-    /// f32, sixteen at a time.
+    /// f32, sixteen lanes.
     pub struct F32x16;
 
-    // SAFETY: the callers' duty, as the trait says.
+    // SAFETY: guaranteed by the caller, as the trait requires.
     impl Words for F32x16 {
         type Vector = __m512;
         const LANES: usize = 16;
@@ -188,7 +191,7 @@ pub mod x86 {
         compiled_for!("avx512f", 1 2 3 4 5 6 7 8 9 10 11 12);
     }
 
-    /// The first `count` of eight lanes.
+    /// Returns the mask of the first `count` of eight lanes.
     #[inline(always)]
     unsafe fn first_of_8(count: usize) -> __m256i {
         unsafe {
@@ -197,10 +200,10 @@ pub mod x86 {
         }
     }
 
-    /// f32, eight at a time.
+    /// f32, eight lanes.
     pub struct F32x8;
 
-    // SAFETY: the callers' duty, as the trait says.
+    // SAFETY: guaranteed by the caller, as the trait requires.
     impl Words for F32x8 {
         type Vector = __m256;
         const LANES: usize = 8;
@@ -291,10 +294,10 @@ pub mod x86 {
         compiled_for!("avx2,fma", 1 2 3 4 5 6);
     }
 
-    /// bf16, thirty-two at a time, two neighbouring k a word: the processor's dot products, whose sums are f32.
+    /// bf16, thirty-two lanes, two neighbouring k per word: the processor's dot products, with f32 sums.
     pub struct Bf16x32;
 
-    // SAFETY: the callers' duty, as the trait says.
+    // SAFETY: guaranteed by the caller, as the trait requires.
     impl Words for Bf16x32 {
         type Vector = __m512;
         const LANES: usize = 16;
@@ -349,7 +352,7 @@ pub mod x86 {
             unsafe {
                 let low = some(from, lines);
                 let high = some(from.wrapping_add(stride), if left > 1 { lines } else { 0 });
-                // The low halves come first: each goes beside its high one.
+                // The low halves come first: each is paired with its high half.
                 let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
                 let pairs = _mm512_or_si512(
                     lanes,
@@ -370,13 +373,13 @@ pub mod x86 {
 
     #[inline(always)]
     fn halves(words: __m512) -> __m512bh {
-        // SAFETY: the same 512 bits.
+        // SAFETY: both types are 512 bits.
         unsafe { std::mem::transmute(words) }
     }
 
     #[inline(always)]
     fn words(halves: __m512bh) -> __m512 {
-        // SAFETY: the same 512 bits.
+        // SAFETY: both types are 512 bits.
         unsafe { std::mem::transmute(halves) }
     }
 }

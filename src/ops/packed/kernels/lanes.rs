@@ -1,28 +1,29 @@
-//! What the loops need of a processor's vectors, and the vectors of x86.
+//! The vector operations of the loops over packed weights, and their x86 implementations.
 
 /// Vectors of one kind.
 ///
 /// # Safety
-/// Every function needs a processor that has the vectors; pointers must be good for [`Self::LANES`] elements.
+/// Every function needs a processor that has the vectors; pointers must be valid for [`Self::LANES`]
+/// elements.
 pub trait Lanes {
     type Vector: Copy;
     const LANES: usize;
-    /// Rows whose sums fit into registers.
+    /// Number of rows whose sums fit into registers.
     const ROWS: usize;
     unsafe fn zero() -> Self::Vector;
     unsafe fn splat(x: f32) -> Self::Vector;
     unsafe fn store(to: *mut f32, x: Self::Vector);
-    /// `a · b + c`, rounded once.
+    /// Returns `a · b + c`, rounded once.
     unsafe fn fused(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
     unsafe fn times(a: Self::Vector, b: Self::Vector) -> Self::Vector;
     unsafe fn bf16(from: *const u8) -> Self::Vector;
-    /// Scale bytes, none of them 255.
+    /// Loads scale bytes, none of them 255.
     unsafe fn scales(from: *const u8) -> Self::Vector;
-    /// What the low and the high nibbles of bytes stand for.
+    /// Loads bytes and decodes their low and high nibbles.
     unsafe fn nibbles(from: *const u8) -> [Self::Vector; 2];
 }
 
-// Each block is intrinsics alone; what they need is what the trait asks of its callers.
+// Each unsafe block holds only intrinsics; the trait requires of its callers the features that these need.
 #[allow(clippy::undocumented_unsafe_blocks)]
 #[cfg(target_arch = "x86_64")]
 pub mod x86 {
@@ -40,12 +41,12 @@ pub mod x86 {
         }
         values
     };
-    /// 2^-127, a scale byte of 0.
+    /// Bits of 2^-127, the value of scale byte 0.
     const SMALLEST: i32 = 1 << 22;
 
     pub struct Avx512;
 
-    // SAFETY: the callers' duty, as the trait says.
+    // SAFETY: guaranteed by the caller, as the trait requires.
     impl Lanes for Avx512 {
         type Vector = __m512;
         const LANES: usize = 16;
@@ -98,7 +99,7 @@ pub mod x86 {
         unsafe fn nibbles(from: *const u8) -> [__m512; 2] {
             unsafe {
                 let table = _mm512_loadu_ps(NIBBLES.as_ptr());
-                // The look-up reads the low four bits of each index and no others.
+                // The table lookup reads the low four bits of each index only.
                 let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()));
                 let high = _mm512_srli_epi32::<4>(bytes);
                 [_mm512_permutexvar_ps(bytes, table), _mm512_permutexvar_ps(high, table)]
@@ -108,7 +109,7 @@ pub mod x86 {
 
     pub struct Avx2;
 
-    // SAFETY: the callers' duty, as the trait says.
+    // SAFETY: guaranteed by the caller, as the trait requires.
     impl Lanes for Avx2 {
         type Vector = __m256;
         const LANES: usize = 8;
@@ -163,7 +164,7 @@ pub mod x86 {
                 let table = _mm256_loadu_ps(NIBBLES.as_ptr());
                 let sign = _mm256_set1_epi32(i32::MIN);
                 let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()));
-                // The look-up reads three bits of each index: the magnitude; the fourth is the sign.
+                // The table lookup reads three bits of each index, the magnitude; the fourth is the sign.
                 let value = |index: __m256i, signed: __m256i| {
                     let magnitude = _mm256_permutevar8x32_ps(table, index);
                     _mm256_xor_ps(magnitude, _mm256_castsi256_ps(_mm256_and_si256(signed, sign)))
