@@ -1,4 +1,4 @@
-//! What every command that runs a model works with.
+//! The context of every command that runs a model.
 
 use super::adapter::RunAdapter;
 use super::family::foreign_keys;
@@ -45,13 +45,13 @@ pub struct RunContext {
     pub memory: String,
     /// Keys and values that a GPU holds at the same time.
     pub room: CacheRoom,
-    /// What of them each process holds while it samples.
+    /// The weights that each process holds while it samples.
     pub rollout_weights: RolloutWeights,
-    /// Which parameters `train.freeze` leaves learning.
+    /// The parameters that `train.freeze` leaves trainable.
     pub trainable: Vec<bool>,
-    /// Which parameters `critic.freeze` leaves learning; present where the recipe has a critic.
+    /// The parameters that `critic.freeze` leaves trainable; present where the recipe has a critic.
     pub critic_trainable: Option<Vec<bool>>,
-    /// Present where an adapter learns, or came with the model.
+    /// Present where an adapter is trained, or came with the model.
     pub adapter: Option<RunAdapter>,
     /// The adapter's base as checkpoints name it; `None` until a folder holds it.
     pub base: Option<Base>,

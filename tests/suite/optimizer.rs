@@ -54,7 +54,7 @@ impl Learner {
 
     fn update(&mut self, gradient: &[f32], lr: f64) {
         set_gradient(&self.parameters, self.index, gradient);
-        self.optimizer.update(&mut self.parameters, lr).unwrap();
+        self.optimizer.update(&self.parameters, lr).unwrap();
     }
 
     fn weights(&self) -> Vec<f32> {

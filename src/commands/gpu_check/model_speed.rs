@@ -363,7 +363,7 @@ fn passes(
         times.push(seconds);
     }
     let seconds = median(|| {
-        optimizer.update(&mut parameters, 1e-6)?;
+        optimizer.update(&parameters, 1e-6)?;
         Ok(device.synchronize()?)
     })?;
     println!("| {work}: AdamW's update | | | {:.2} | | |", seconds * 1e3);

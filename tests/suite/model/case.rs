@@ -218,7 +218,7 @@ impl Case {
         let gradients = Gradients::of(&self.parameters);
         let mut optimizer = Optimizer::new(settings, &mut self.parameters, false).unwrap();
         assert_eq!(gradients, Gradients::of(&self.parameters), "a fresh optimizer leaves gradients alone");
-        optimizer.update(&mut self.parameters, lr).unwrap();
+        optimizer.update(&self.parameters, lr).unwrap();
         let mut worst = Worst::default();
         let learns: Vec<bool> = (0..before.len()).map(|index| self.parameters.is_trained(index)).collect();
         for (index, before) in before.iter().enumerate().filter(|(index, _)| learns[*index]) {
