@@ -324,8 +324,8 @@ fn main() -> Result<()> {
         }
     }
     let peak_bytes = usage().ru_maxrss * 1024;
-    mesh.leave();
-    if !mesh.is_leader() {
+    mesh.disconnect();
+    if !mesh.is_rank_zero() {
         return Ok(());
     }
     let (read_rate, product_rate) = threads.wide(|| (machine::read_rate(), machine::product_rate()));

@@ -3,7 +3,7 @@
 use crate::commands;
 use crate::commands::arguments::RunArgs;
 use crate::dist::launch::refuse_several;
-use crate::error::{BadInput, EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ToldElsewhere};
+use crate::error::{BadInput, EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ReportedElsewhere};
 use crate::metrics::sanitize_terminal;
 use crate::ops::cuda::unload_kernels;
 use clap::{CommandFactory, Parser, Subcommand};
@@ -109,7 +109,7 @@ pub fn run() -> u8 {
     // They lie in a static, which nothing drops.
     unload_kernels();
     result.unwrap_or_else(|error| {
-        if let Some(told) = error.downcast_ref::<ToldElsewhere>() {
+        if let Some(told) = error.downcast_ref::<ReportedElsewhere>() {
             // A launcher ends all processes once one has failed: the one that tells why goes first.
             std::thread::sleep(TELLER_FIRST);
             return if told.is_bad_input { EXIT_BAD_INPUT } else { EXIT_FAILED };

@@ -28,17 +28,17 @@ impl std::error::Error for BadInput {}
 
 /// The failure of a process whose neighbour has told why: it ends with the same exit code and says nothing.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ToldElsewhere {
+pub struct ReportedElsewhere {
     pub is_bad_input: bool,
 }
 
-impl std::fmt::Display for ToldElsewhere {
+impl std::fmt::Display for ReportedElsewhere {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("another rank has told why")
     }
 }
 
-impl std::error::Error for ToldElsewhere {}
+impl std::error::Error for ReportedElsewhere {}
 
 /// `word` as a shell takes it.
 pub fn quoted(word: &str) -> String {

@@ -54,7 +54,7 @@ pub fn write(
     manifest: &mut Manifest,
 ) -> Result<()> {
     let mesh = parameters.mesh();
-    mesh.ask(Asked::File { folder: folder.to_owned(), stem: stem.to_owned(), of_critic })?;
+    mesh.request(Asked::File { folder: folder.to_owned(), stem: stem.to_owned(), of_critic })?;
     let written = write_own((folder, stem), parameters, of_critic, keep);
     if mesh.ranks() == 1 {
         manifest.note(&file_name(stem, 0, 1), written?);
@@ -84,7 +84,7 @@ fn told(parameters: &Parameters, written: Result<Hash>) -> Result<Vec<Written>> 
         Ok(digest) => Written::Digest(*digest.as_bytes()),
         Err(error) => Written::Failed(format!("{error:#}")),
     };
-    parameters.mesh().all_records("files of a checkpoint", &own)
+    parameters.mesh().all_gather_records("files of a checkpoint", &own)
 }
 
 fn write_own(
@@ -100,7 +100,7 @@ fn write_own(
         // What is packed is in the files that the model was read from.
         let Ok(values) = parameters.values(index) else { continue };
         let is_sharded = parameters.is_sharded(index);
-        if !is_sharded && !mesh.is_leader() {
+        if !is_sharded && !mesh.is_rank_zero() {
             continue;
         }
         // An adapter's base learned in the cold start, and is in a folder of its own since.

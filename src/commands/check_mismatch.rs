@@ -100,8 +100,8 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
         }
         _ => check_against(&context, args, &console)?,
     };
-    mesh.leave();
-    if !mesh.is_leader() {
+    mesh.disconnect();
+    if !mesh.is_rank_zero() {
         return Ok(found.code);
     }
     let out = args.out()?;
@@ -142,7 +142,7 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(
 
 /// Where the leader shows how far it is.
 fn console(plan: &Plan, mesh: &Mesh) -> Console {
-    match mesh.is_leader() {
+    match mesh.is_rank_zero() {
         true => Console::stderr(plan.recipe.logging.console_every_steps),
         false => Console::silent(),
     }
@@ -219,7 +219,7 @@ fn note(line: &str) {
 }
 
 fn check_arms(context: &RunContext, rows: &[(String, Arms)], console: &Console) -> Result<Checked> {
-    let tell = |text: &str| if context.mesh().is_leader() { show(text) } else { Ok(()) };
+    let tell = |text: &str| if context.mesh().is_rank_zero() { show(text) } else { Ok(()) };
     let trajectories = sample(context, console)?;
     let trajectories: Vec<&Trajectory> = trajectories.iter().collect();
     let recipe = context.recipe();

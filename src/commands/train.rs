@@ -46,7 +46,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     // From here on a signal finds a run to save.
     let stop = Stop::listen()?;
     let folder = match args.resume {
-        _ if !mesh.is_leader() => Ok(RunFolder::follow(&out)),
+        _ if !mesh.is_rank_zero() => Ok(RunFolder::follow(&out)),
         true => RunFolder::resume(&out, &context.plan, point.as_ref()),
         false => RunFolder::create(&out, &context.plan),
     };
@@ -74,11 +74,11 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
         trainer.run(point)
     };
     let stopped = run().map_err(|error| told_of_memory(error, &memory)).inspect_err(|_| {
-        if !args.resume && mesh.is_leader() {
+        if !args.resume && mesh.is_rank_zero() {
             RunFolder::clear_unused(&out);
         }
     })?;
-    mesh.leave();
+    mesh.disconnect();
     let shown = out.display().to_string();
     if stopped {
         console.print(&format!("stopped: {shown}"));
@@ -117,7 +117,7 @@ fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
     };
     let mut plan = source.resolve(&args.run.sets)?;
     processes::follow(mesh, &plan)?;
-    let console = match mesh.is_leader() {
+    let console = match mesh.is_rank_zero() {
         true => Console::stderr(plan.recipe.logging.console_every_steps),
         false => Console::silent(),
     };

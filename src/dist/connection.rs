@@ -1,82 +1,87 @@
-//! The one thread that makes every call of the library which carries bytes between ranks. None of its calls waits: what is
-//! under way is polled, so that an exchange which a rank does not come to ends with a message and not in silence.
+//! The communication thread: one thread makes every call of the library that carries bytes between ranks.
+//!
+//! No call blocks. The thread polls pending exchanges, so an exchange that a rank never joins ends with an
+//! error message.
 
-use super::{Communicator, Exchange, Pending};
+use super::{Communicator, Exchange, PendingParts};
 use anyhow::{Context, Result, anyhow};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Polls before the thread begins to sleep between them: what is on its way mostly comes at once.
-const POLLS_AWAKE: u32 = 200;
-/// How long it sleeps then.
-const NAP: Duration = Duration::from_micros(50);
-/// How long an exchange may wait until the recipe is read.
+/// Number of polls before the thread sleeps between polls: most exchanges end at once.
+const SPIN_POLLS: u32 = 200;
+/// Sleep between polls.
+const POLL_SLEEP: Duration = Duration::from_micros(50);
+/// Time limit of an exchange until the recipe is read.
 pub(super) const LIMIT: Duration = Duration::from_secs(600);
-/// How long the end may take.
-pub(super) const LEAVE_LIMIT: Duration = Duration::from_secs(10);
+/// Time limit of the disconnect.
+pub(super) const DISCONNECT_LIMIT: Duration = Duration::from_secs(10);
 
-/// A library that carries bytes, on the one thread that calls it. No call waits for another rank.
-pub(super) trait Carrier {
-    /// An exchange under way, with the buffers that it uses.
-    type UnderWay;
+/// A library that carries bytes between ranks. One thread calls it, and no call blocks on another rank.
+pub(super) trait Backend {
+    /// A pending exchange, with its buffers.
+    type Active;
 
-    /// Whether [`Self::missing`] knows who of an exchange's ranks did not come.
-    const TELLS_WHO: bool;
+    /// Whether [`Self::missing`] names exactly the ranks whose parts are missing.
+    const NAMES_MISSING_RANKS: bool;
 
-    /// This process.
+    /// This process's rank.
     fn rank(&self) -> usize;
-    /// How many there are.
+    /// The number of ranks.
     fn ranks(&self) -> usize;
-    /// Begins `exchange`, for which other ranks are waited for no longer than `limit`, where the library must.
-    fn post(&mut self, exchange: Exchange, limit: Duration) -> Result<Self::UnderWay>;
-    /// The ranks whose parts have not come or not gone, one entry a part.
-    fn missing(&mut self, under_way: &mut Self::UnderWay) -> Result<Vec<usize>>;
-    /// What came, once nothing is missing.
-    fn received(&mut self, under_way: Self::UnderWay) -> Result<Vec<Vec<u8>>>;
-    /// Gives up an exchange that did not end, whose buffers may still be written.
-    fn abandon(&mut self, under_way: Self::UnderWay);
-    /// The last call.
-    fn leave(&mut self);
+    /// Posts `exchange`. A library that must wait for other ranks waits at most `limit`.
+    fn post(&mut self, exchange: Exchange, limit: Duration) -> Result<Self::Active>;
+    /// Returns the ranks whose parts were not sent or received yet, one entry a part.
+    fn missing(&mut self, active: &mut Self::Active) -> Result<Vec<usize>>;
+    /// Returns the received parts, once nothing is missing.
+    fn take_parts(&mut self, active: Self::Active) -> Result<Vec<Vec<u8>>>;
+    /// Drops an exchange that did not end. The library may still write its buffers.
+    fn abandon(&mut self, active: Self::Active);
+    /// Disconnects; the last call.
+    fn disconnect(&mut self);
 }
 
-/// What the thread is asked.
-enum Order {
+/// A request to the thread.
+enum Request {
     Exchange(Exchange, Sender<Result<Vec<Vec<u8>>>>),
     Limit(Duration),
-    Leave(Sender<()>),
+    Disconnect(Sender<()>),
 }
 
-/// This process's connection to the others, whatever carries it.
+/// This process's connection to the other ranks, over any backend.
 pub(super) struct Connection {
     rank: usize,
     ranks: usize,
-    orders: Mutex<Sender<Order>>,
+    requests: Mutex<Sender<Request>>,
 }
 
 impl Connection {
-    /// Connects by what `open` makes, on a thread of its own.
+    /// Opens the backend by `open`, on a thread of its own.
     ///
     /// # Errors
     /// Those of `open`.
-    pub fn open<C: Carrier>(open: impl FnOnce() -> Result<C> + Send + 'static) -> Result<Self> {
-        let (orders, inbox) = channel();
-        let (tell, told) = channel();
+    pub fn open<C: Backend>(open: impl FnOnce() -> Result<C> + Send + 'static) -> Result<Self> {
+        let (requests, inbox) = channel();
+        let (reply, receiver) = channel();
         let work = move || match open() {
-            Ok(carrier) => {
-                let _ = tell.send(Ok((carrier.rank(), carrier.ranks())));
-                serve(carrier, &inbox);
+            Ok(backend) => {
+                let _ = reply.send(Ok((backend.rank(), backend.ranks())));
+                serve(backend, &inbox);
             }
-            Err(error) => drop(tell.send(Err(error))),
+            Err(error) => drop(reply.send(Err(error))),
         };
-        std::thread::Builder::new().name("exchanges".into()).spawn(work).context("starting a thread")?;
-        let (rank, ranks) = told.recv().context("the thread that exchanges with other ranks has ended")??;
-        Ok(Self { rank, ranks, orders: Mutex::new(orders) })
+        std::thread::Builder::new()
+            .name("exchanges".into())
+            .spawn(work)
+            .context("starting the communication thread")?;
+        let (rank, ranks) = receiver.recv().context("the communication thread has ended")??;
+        Ok(Self { rank, ranks, requests: Mutex::new(requests) })
     }
 
-    fn order(&self, order: Order) -> Result<()> {
-        let orders = self.orders.lock().unwrap_or_else(PoisonError::into_inner);
-        orders.send(order).map_err(|_| anyhow!("the thread that exchanges with other ranks has ended"))
+    fn send(&self, request: Request) -> Result<()> {
+        let requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
+        requests.send(request).map_err(|_| anyhow!("the communication thread has ended"))
     }
 }
 
@@ -89,92 +94,92 @@ impl Communicator for Connection {
         self.ranks
     }
 
-    fn start(&self, exchange: Exchange) -> Result<Pending> {
-        let (tell, told) = channel();
-        self.order(Order::Exchange(exchange, tell))?;
-        Ok(Pending(told))
+    fn start(&self, exchange: Exchange) -> Result<PendingParts> {
+        let (reply, receiver) = channel();
+        self.send(Request::Exchange(exchange, reply))?;
+        Ok(PendingParts(receiver))
     }
 
     fn set_limit(&self, limit: Duration) {
-        // A thread that has ended says so at the next exchange.
-        let _ = self.order(Order::Limit(limit));
+        // If the thread has ended, the next exchange returns the error.
+        let _ = self.send(Request::Limit(limit));
     }
 
-    fn leave(&self) {
-        let (tell, told) = channel();
-        if self.order(Order::Leave(tell)).is_ok() {
-            // A launcher that does not let go is not waited for.
-            let _ = told.recv_timeout(LEAVE_LIMIT);
+    fn disconnect(&self) {
+        let (reply, receiver) = channel();
+        if self.send(Request::Disconnect(reply)).is_ok() {
+            // Do not wait for a launcher that does not return.
+            let _ = receiver.recv_timeout(DISCONNECT_LIMIT);
         }
     }
 }
 
-/// One exchange under way, and who waits for it.
-struct Awaited<U> {
+/// A pending exchange and the channel of its caller.
+struct ActiveExchange<U> {
     what: String,
     begun: Instant,
-    under_way: U,
+    active: U,
     missing: usize,
-    tell: Sender<Result<Vec<Vec<u8>>>>,
+    reply: Sender<Result<Vec<Vec<u8>>>>,
 }
 
-/// Does what is ordered until the end.
-fn serve<C: Carrier>(mut carrier: C, inbox: &Receiver<Order>) {
+/// Serves requests until the connection ends.
+fn serve<C: Backend>(mut backend: C, inbox: &Receiver<Request>) {
     let mut limit = LIMIT;
-    let mut awaited: Vec<Awaited<C::UnderWay>> = vec![];
+    let mut exchanges: Vec<ActiveExchange<C::Active>> = vec![];
     let mut idle_polls = 0;
     loop {
-        let order = match awaited.is_empty() {
+        let request = match exchanges.is_empty() {
             true => inbox.recv().map_err(|_| TryRecvError::Disconnected),
             false => inbox.try_recv(),
         };
-        match order {
-            Ok(Order::Exchange(exchange, tell)) => {
+        match request {
+            Ok(Request::Exchange(exchange, reply)) => {
                 let (what, begun) = (exchange.what.clone(), Instant::now());
-                match carrier.post(exchange, limit) {
-                    Ok(under_way) => {
-                        awaited.push(Awaited { what, begun, under_way, missing: usize::MAX, tell });
+                match backend.post(exchange, limit) {
+                    Ok(active) => {
+                        exchanges.push(ActiveExchange { what, begun, active, missing: usize::MAX, reply });
                     }
-                    Err(error) => drop(tell.send(Err(error.context(what)))),
+                    Err(error) => drop(reply.send(Err(error.context(what)))),
                 }
                 idle_polls = 0;
                 continue;
             }
-            Ok(Order::Limit(asked)) => {
+            Ok(Request::Limit(asked)) => {
                 limit = asked;
                 continue;
             }
-            Ok(Order::Leave(tell)) => {
-                carrier.leave();
-                let _ = tell.send(());
+            Ok(Request::Disconnect(reply)) => {
+                backend.disconnect();
+                let _ = reply.send(());
                 return;
             }
-            // The process ends without having left: what it leaves behind is the launcher's.
+            // The process ends without a disconnect: the launcher cleans up.
             Err(TryRecvError::Disconnected) => return,
             Err(TryRecvError::Empty) => {}
         }
-        let before = awaited.iter().map(|one| one.missing).collect::<Vec<_>>();
-        awaited = awaited.into_iter().filter_map(|one| polled(&mut carrier, one, limit)).collect();
-        idle_polls = match before.into_iter().eq(awaited.iter().map(|one| one.missing)) {
+        let before = exchanges.iter().map(|one| one.missing).collect::<Vec<_>>();
+        exchanges = exchanges.into_iter().filter_map(|one| poll(&mut backend, one, limit)).collect();
+        idle_polls = match before.into_iter().eq(exchanges.iter().map(|one| one.missing)) {
             true => idle_polls + 1,
             false => 0,
         };
-        match idle_polls < POLLS_AWAKE {
+        match idle_polls < SPIN_POLLS {
             true => std::thread::yield_now(),
-            false => std::thread::sleep(NAP),
+            false => std::thread::sleep(POLL_SLEEP),
         }
     }
 }
 
-/// `one` after another look at it; `None` once it has ended, which its owner is told.
-fn polled<C: Carrier>(
-    carrier: &mut C,
-    mut one: Awaited<C::UnderWay>,
+/// Polls one exchange. Returns it if it is still pending; otherwise sends its result to the caller.
+fn poll<C: Backend>(
+    backend: &mut C,
+    mut one: ActiveExchange<C::Active>,
     limit: Duration,
-) -> Option<Awaited<C::UnderWay>> {
-    let error = match carrier.missing(&mut one.under_way) {
+) -> Option<ActiveExchange<C::Active>> {
+    let error = match backend.missing(&mut one.active) {
         Ok(missing) if missing.is_empty() => {
-            let _ = one.tell.send(carrier.received(one.under_way).context(one.what));
+            let _ = one.reply.send(backend.take_parts(one.active).context(one.what));
             return None;
         }
         Ok(missing) if one.begun.elapsed() < limit => {
@@ -184,17 +189,18 @@ fn polled<C: Carrier>(
         Ok(mut missing) => {
             missing.sort_unstable();
             missing.dedup();
-            let who = if C::TELLS_WHO { "they hang, or make" } else { "one of them hangs, or makes" };
+            let who =
+                if C::NAMES_MISSING_RANKS { "they hang, or make" } else { "one of them hangs, or makes" };
             anyhow!(
                 "rank {} has waited {:.0} s in \"{}\" for ranks {missing:?}: {who} other calls",
-                carrier.rank(),
+                backend.rank(),
                 one.begun.elapsed().as_secs_f64(),
                 one.what
             )
         }
         Err(error) => error.context(one.what),
     };
-    let _ = one.tell.send(Err(error));
-    carrier.abandon(one.under_way);
+    let _ = one.reply.send(Err(error));
+    backend.abandon(one.active);
     None
 }

@@ -1,45 +1,47 @@
-//! What started this process: alone, or as one of several; and what connects it to the others.
+//! The launcher that started this process, alone or as one of several, and the transport between the
+//! processes.
 
-use crate::error::{BadInput, ToldElsewhere};
+use crate::error::{BadInput, ReportedElsewhere};
 use anyhow::Result;
 #[cfg(any(test, feature = "nccl"))]
 use std::io::{ErrorKind, Read, Write};
 #[cfg(any(test, feature = "nccl"))]
 use std::path::Path;
 
-/// Who started the processes.
+/// A launcher of processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Launcher {
     Torchrun,
-    /// Open MPI's mpirun, or PMI of MPICH and Slurm.
+    /// Open MPI's mpirun, or the PMI of MPICH and Slurm.
     Mpi,
     Slurm,
 }
 
-/// Variables by which launchers say how many processes there are, and which this is. torchrun comes first: Slurm may start it.
-const SAID: [(Launcher, [&str; 2]); 4] = [
+/// Environment variables with the number of processes and this process's rank. torchrun comes first, as Slurm
+/// may start it.
+const LAUNCHER_VARIABLES: [(Launcher, [&str; 2]); 4] = [
     (Launcher::Torchrun, ["WORLD_SIZE", "RANK"]),
     (Launcher::Mpi, ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"]),
     (Launcher::Mpi, ["PMI_SIZE", "PMI_RANK"]),
     (Launcher::Slurm, ["SLURM_STEP_NUM_TASKS", "SLURM_PROCID"]),
 ];
 
-/// What a launcher says.
+/// The launcher's description of this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Said {
+struct LaunchInfo {
     launcher: Launcher,
     processes: usize,
     rank: usize,
 }
 
-/// What `variable` says of this process, which may be alone.
-fn said(variable: impl Fn(&str) -> Option<String>) -> Option<Said> {
+/// Reads the launcher's variables; `None` for a process without a launcher.
+fn launch_info(variable: impl Fn(&str) -> Option<String>) -> Option<LaunchInfo> {
     let number = |name: &str| variable(name)?.parse().ok();
-    SAID.iter().find_map(|&(launcher, [processes, rank])| {
-        // Others set such names too; torchrun's are a whole.
+    LAUNCHER_VARIABLES.iter().find_map(|&(launcher, [processes, rank])| {
+        // Other programs set these names too, but only torchrun sets all of them.
         let whole = ["MASTER_ADDR", "MASTER_PORT"].iter().all(|name| variable(name).is_some());
-        let said = Said { launcher, processes: number(processes)?, rank: number(rank)? };
-        (launcher != Launcher::Torchrun || whole).then_some(said)
+        let info = LaunchInfo { launcher, processes: number(processes)?, rank: number(rank)? };
+        (launcher != Launcher::Torchrun || whole).then_some(info)
     })
 }
 
@@ -47,46 +49,48 @@ fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
-/// How many processes a launcher says there are; 1 for a process that was started alone.
+/// Returns the number of processes by the launcher's variables; 1 without a launcher.
 pub fn processes() -> usize {
-    said(variable).map_or(1, |said| said.processes)
+    launch_info(variable).map_or(1, |info| info.processes)
 }
 
-/// An error that every process finds for itself before they are connected: the first tells `what`, the others are silent.
-fn told_once(what: String) -> anyhow::Error {
-    match said(variable) {
-        None | Some(Said { rank: 0, .. }) => BadInput(what).into(),
-        Some(_) => ToldElsewhere { is_bad_input: true }.into(),
+/// Makes an error that every process finds before they are connected. Rank 0 prints `message`; the others
+/// print nothing.
+fn report_once(message: String) -> anyhow::Error {
+    match launch_info(variable) {
+        None | Some(LaunchInfo { rank: 0, .. }) => BadInput(message).into(),
+        Some(_) => ReportedElsewhere { is_bad_input: true }.into(),
     }
 }
 
-/// Refuses several processes for `command`, which is made for one.
+/// Refuses several processes for `command`, which runs in one process.
 ///
 /// # Errors
 /// [`BadInput`] when a launcher started several.
 pub fn refuse_several(command: &str) -> Result<()> {
     match processes() {
         0 | 1 => Ok(()),
-        several => Err(told_once(format!(
-            "`{command}` runs in one process, and this is one of {several}; start it without mpirun, srun or torchrun"
+        several => Err(report_once(format!(
+            "`{command}` runs in one process, but this is one of {several}; start it without mpirun, srun or torchrun"
         ))),
     }
 }
 
-/// What carries bytes between processes.
+/// A library that carries bytes between processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Transport {
     Mpi,
     Nccl,
 }
 
-/// What connects the processes: MPI where it started them or may have, NCCL under torchrun; `RLOSS_RANKS_BY` says otherwise.
+/// Selects the transport: MPI if MPI started the processes or may have, NCCL under torchrun. `RLOSS_RANKS_BY`
+/// overrides it.
 ///
 /// # Errors
-/// [`BadInput`] when this build has not what it takes.
+/// [`BadInput`] when this build has no transport for the launcher.
 pub(super) fn transport() -> Result<Transport> {
     let asked = variable("RLOSS_RANKS_BY");
-    let launcher = said(variable).map(|said| said.launcher);
+    let launcher = launch_info(variable).map(|info| info.launcher);
     let built = (cfg!(feature = "mpi"), cfg!(feature = "nccl"));
     transport_by(built, launcher, asked.as_deref()).ok_or_else(|| {
         let (has, remedy) = match built {
@@ -100,8 +104,8 @@ pub(super) fn transport() -> Result<Transport> {
             }
         };
         let by = asked.map_or(String::new(), |asked| format!(" by RLOSS_RANKS_BY={asked}"));
-        told_once(format!(
-            "this is one of {} processes, and this build cannot connect them{by}: it has {has}; {remedy}",
+        report_once(format!(
+            "this is one of {} processes, but this build cannot connect them{by}: it has {has}; {remedy}",
             processes()
         ))
     })
@@ -112,49 +116,49 @@ fn transport_by(
     launcher: Option<Launcher>,
     asked: Option<&str>,
 ) -> Option<Transport> {
-    // mpirun says nothing of where processes meet, torchrun connects none by MPI.
+    // mpirun gives no address of rank 0; torchrun starts no MPI.
     let by_mpi = mpi && launcher != Some(Launcher::Torchrun) && asked.is_none_or(|asked| asked == "mpi");
     let by_nccl = nccl && launcher != Some(Launcher::Mpi) && asked.is_none_or(|asked| asked == "nccl");
     let nccl = by_nccl.then_some(Transport::Nccl);
     if by_mpi { Some(Transport::Mpi) } else { nccl }
 }
 
-/// Where this process is among all, and where they meet.
+/// This process's rank, and the address where rank 0 listens.
 #[cfg(any(test, feature = "nccl"))]
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct RankAddress {
     pub rank: usize,
     pub ranks: usize,
-    /// This process's number on its machine.
+    /// This process's rank on its machine.
     pub local_rank: usize,
-    /// Where rank 0 listens.
+    /// The host of rank 0.
     pub host: String,
     pub port: u16,
-    /// What only this job's processes know.
-    pub token: super::meeting::Token,
+    /// A token that only this job's processes know.
+    pub token: super::tcp::Token,
 }
 
-/// [`Place`] as torchrun or Slurm say it.
+/// Reads [`RankAddress`] from the variables of torchrun or Slurm.
 ///
 /// # Errors
-/// [`BadInput`] when a variable lacks or is no number.
+/// [`BadInput`] when a variable is missing or not a number.
 #[cfg(feature = "nccl")]
-pub(super) fn place() -> Result<Place> {
+pub(super) fn rank_address() -> Result<RankAddress> {
     let secret = || match (variable("RLOSS_JOB_TOKEN"), variable("XDG_CONFIG_HOME"), variable("HOME")) {
         (Some(token), _, _) => Ok(token.into_bytes()),
         (None, Some(config), _) => user_key(&Path::new(&config).join("rloss")),
         (None, None, Some(home)) => user_key(&Path::new(&home).join(".config/rloss")),
         (None, None, None) => Err(format!("HOME is not set; {SECRET_REMEDY}")),
     };
-    place_by(variable, secret).map_err(told_once)
+    rank_address_by(variable, secret).map_err(report_once)
 }
 
-/// What to do where the user's key cannot be had.
+/// The remedy for a missing or unreadable user key.
 #[cfg(any(test, feature = "nccl"))]
 const SECRET_REMEDY: &str = "set RLOSS_JOB_TOKEN to a secret of this job, the same on all ranks";
 
-/// A key that only this user's processes can read, made by the first that looks for it: what ranks show each
-/// other must not be known to who knows the job.
+/// Returns a key that only this user's processes can read. The first process that needs it makes it. The
+/// launcher's variables are public, so the token needs this secret.
 #[cfg(any(test, feature = "nccl"))]
 fn user_key(folder: &Path) -> Result<Vec<u8>, String> {
     use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
@@ -165,7 +169,7 @@ fn user_key(folder: &Path) -> Result<Vec<u8>, String> {
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
         let aside = folder.join(format!(".ranks.key.{}", blake3::hash(&key)));
         std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&aside)?.write_all(&key)?;
-        // The first one stays, and is whole.
+        // The first key stays, and is complete.
         let linked = std::fs::hard_link(&aside, &file);
         std::fs::remove_file(&aside)?;
         linked.or_else(|e| if e.kind() == ErrorKind::AlreadyExists { Ok(()) } else { Err(e) })
@@ -177,7 +181,7 @@ fn user_key(folder: &Path) -> Result<Vec<u8>, String> {
         let about = std::fs::metadata(&file)?;
         if about.mode() & 0o077 != 0 || about.uid() != rustix::process::getuid().as_raw() || about.len() != 32
         {
-            return Err(std::io::Error::other("it is not 32 bytes that its owner alone may read: remove it"));
+            return Err(std::io::Error::other("it must be 32 bytes that only its owner can read; remove it"));
         }
         std::fs::read(&file)
     };
@@ -185,35 +189,34 @@ fn user_key(folder: &Path) -> Result<Vec<u8>, String> {
 }
 
 #[cfg(any(test, feature = "nccl"))]
-fn place_by(
+fn rank_address_by(
     variable: impl Fn(&str) -> Option<String>,
     secret: impl Fn() -> Result<Vec<u8>, String>,
-) -> Result<Place, String> {
+) -> Result<RankAddress, String> {
     let needed = |name: &str| {
-        variable(name).ok_or(format!(
-            "{name} is not set: torchrun and srun set what processes need to meet; start them by one of these"
-        ))
+        variable(name)
+            .ok_or(format!("{name} is not set; start the processes by torchrun or srun, which set it"))
     };
     let number = |name: &str, text: String| {
-        text.parse::<usize>().map_err(|_| format!("{name}: \"{text}\" is no whole number from 0 on"))
+        text.parse::<usize>().map_err(|_| format!("{name}: \"{text}\" is not a whole number of at least 0"))
     };
     let of = |name: &str| number(name, needed(name)?);
-    let said = said(&variable).ok_or("no launcher said which of several processes this is")?;
+    let info = launch_info(&variable).ok_or("the launcher's variables do not hold this process's rank")?;
     let one_machine = |names: [&str; 2], count: usize| {
-        names.iter().find_map(|name| variable(name)).is_some_and(|said| said == count.to_string())
+        names.iter().find_map(|name| variable(name)).is_some_and(|text| text == count.to_string())
     };
-    let (local, host, port, job, alone) = match said.launcher {
+    let (local, host, port, job, alone) = match info.launcher {
         Launcher::Torchrun => {
             let (host, port) = (needed("MASTER_ADDR")?, of("MASTER_PORT")?);
-            // On its own port torchrun listens itself.
+            // torchrun itself listens on MASTER_PORT.
             let job = format!("{}:{host}:{port}", variable("TORCHELASTIC_RUN_ID").unwrap_or_default());
-            let alone = one_machine(["LOCAL_WORLD_SIZE"; 2], said.processes);
+            let alone = one_machine(["LOCAL_WORLD_SIZE"; 2], info.processes);
             (of("LOCAL_RANK")?, host, port + 1, job, alone)
         }
         _ => {
             let (job, step) = (of("SLURM_JOB_ID")?, of("SLURM_STEP_ID")?);
             let nodes = variable("SLURM_STEP_NODELIST").map_or_else(|| needed("SLURM_JOB_NODELIST"), Ok)?;
-            // Jobs of one machine seldom meet on one port, and do not take each other for one.
+            // Jobs on one machine rarely share a port; the token keeps those that do disconnected.
             (
                 of("SLURM_LOCALID")?,
                 first_node(&nodes),
@@ -224,17 +227,17 @@ fn place_by(
         }
     };
     let port = variable("RLOSS_PORT").map_or(Ok(port), |text| number("RLOSS_PORT", text))?;
-    let port = u16::try_from(port).map_err(|_| format!("port {port}: ports end at 65535; set RLOSS_PORT"))?;
-    // Nobody else's machine can connect then.
+    let port = u16::try_from(port).map_err(|_| format!("port {port} is above 65535; set RLOSS_PORT"))?;
+    // On one machine, listen on the loopback interface: no other machine can connect.
     let host = if alone { "127.0.0.1".to_owned() } else { host };
     let key = blake3::derive_key("rloss 2025 what the ranks of a job show each other", &secret()?);
     let hash = blake3::keyed_hash(&key, job.as_bytes());
-    let mut token = super::meeting::Token::default();
-    token.copy_from_slice(&hash.as_bytes()[..super::meeting::TOKEN_BYTES]);
-    Ok(Place { rank: said.rank, ranks: said.processes, local_rank: local, host, port, token })
+    let mut token = super::tcp::Token::default();
+    token.copy_from_slice(&hash.as_bytes()[..super::tcp::TOKEN_BYTES]);
+    Ok(RankAddress { rank: info.rank, ranks: info.processes, local_rank: local, host, port, token })
 }
 
-/// The first of Slurm's list of nodes, as `gpu[07-09,12],login1`.
+/// Returns the first host of Slurm's node list, such as `gpu[07-09,12],login1`.
 #[cfg(any(test, feature = "nccl"))]
 fn first_node(nodes: &str) -> String {
     let end = nodes.find([',', '[']).unwrap_or(nodes.len());
@@ -258,8 +261,8 @@ mod tests {
         let slurm = [("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_PROCID", "1")];
         let torchrun =
             [("WORLD_SIZE", "16"), ("RANK", "9"), ("MASTER_ADDR", "gpu1"), ("MASTER_PORT", "29500")];
-        let found = |variables: &[(&str, &str)]| said(given(variables));
-        let is = |launcher, processes, rank| Some(Said { launcher, processes, rank });
+        let found = |variables: &[(&str, &str)]| launch_info(given(variables));
+        let is = |launcher, processes, rank| Some(LaunchInfo { launcher, processes, rank });
         assert_eq!(found(&[]), None);
         assert_eq!(found(&slurm), is(Launcher::Slurm, 2, 1));
         assert_eq!(found(&[&slurm[..], &torchrun].concat()), is(Launcher::Torchrun, 16, 9));
@@ -301,13 +304,13 @@ mod tests {
             ("MASTER_ADDR", "gpu1"),
             ("MASTER_PORT", "29500"),
         ];
-        let found = |variables: &[(&str, &str)]| place_by(given(variables), || Ok(b"secret".to_vec()));
+        let found = |variables: &[(&str, &str)]| rank_address_by(given(variables), || Ok(b"secret".to_vec()));
         let place = found(&torchrun).unwrap();
         assert_eq!((place.rank, place.ranks, place.local_rank), (9, 16, 1));
         assert_eq!((place.host.as_str(), place.port), ("gpu1", 29501), "torchrun has its own port");
         let with = |name, value| found(&[&torchrun[..], &[(name, value)]].concat());
         assert_ne!(with("TORCHELASTIC_RUN_ID", "8").unwrap().token, place.token);
-        let other = place_by(given(&torchrun), || Ok(b"another".to_vec())).unwrap();
+        let other = rank_address_by(given(&torchrun), || Ok(b"another".to_vec())).unwrap();
         assert_ne!(other.token, place.token, "the launcher's words are public");
         assert_eq!(with("LOCAL_WORLD_SIZE", "8").unwrap().host, "gpu1");
         assert_eq!(
@@ -316,8 +319,8 @@ mod tests {
             "nobody else's machine connects"
         );
         assert_eq!(with("RLOSS_PORT", "4000").unwrap().port, 4000);
-        assert!(with("RLOSS_PORT", "x").unwrap_err().contains("RLOSS_PORT: \"x\" is no whole number"));
-        assert!(with("RLOSS_PORT", "65536").unwrap_err().contains("ports end at 65535"));
+        assert!(with("RLOSS_PORT", "x").unwrap_err().contains("RLOSS_PORT: \"x\" is not a whole number"));
+        assert!(with("RLOSS_PORT", "65536").unwrap_err().contains("is above 65535"));
 
         let slurm = [
             ("SLURM_STEP_NUM_TASKS", "4"),
@@ -336,7 +339,7 @@ mod tests {
             assert_eq!(first_node(nodes), first);
         }
     }
-    /// The token was made of the job's number and the user's, which everybody knows.
+    /// The token once came from the job's number and the user's, which are public.
     #[test]
     fn the_ranks_of_a_user_share_a_key_that_nobody_else_can_read() {
         let folder = tempfile::tempdir().unwrap();

@@ -1,54 +1,55 @@
-//! The ranks of a run as its rooms see them, and the collectives they use.
+//! The ranks of a run, and their collectives.
 
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 use super::connection::Connection;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 use super::launch::Transport;
-use super::watch::Watch;
+use super::liveness::LivenessMonitor;
 use super::wire::{pack, unpack};
-use super::{Communicator, Exchange, Pending, to_each};
-use crate::error::{BadInput, ToldElsewhere};
+use super::{Communicator, Exchange, PendingParts, replicate};
+use crate::error::{BadInput, ReportedElsewhere};
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// Names the exchange by which the leader asks.
-const ASKED: &str = "what the leader asks";
+/// The name of the exchange that carries rank 0's requests.
+const REQUEST: &str = "a request of rank 0";
 
-/// All processes of a run. One alone is a mesh of one, which exchanges nothing.
+/// All processes of a run. A single process is a mesh of one rank, which exchanges nothing.
 pub struct Mesh {
     /// `None` for one process.
     communicator: Option<Box<dyn Communicator>>,
-    /// What ends this process when another one is gone.
-    watch: Option<Watch>,
-    /// Whether the leader works alone and the others answer what it asks.
-    leading: AtomicBool,
-    on_host: usize,
-    host_place: usize,
-    on_cores: usize,
-    /// How many ranks share a sequence.
+    /// Ends this process when another process dies.
+    monitor: Option<LivenessMonitor>,
+    /// Whether rank 0 works alone and the others serve its requests.
+    rank_zero_alone: AtomicBool,
+    ranks_on_host: usize,
+    local_rank: usize,
+    ranks_on_cores: usize,
+    /// The size of a sequence-parallel group.
     sequence: AtomicUsize,
 }
 
-/// Where a rank runs.
+/// The host and the cores of a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Peer {
     host: String,
-    /// The cores that it may use.
+    /// The cores that the rank may use.
     cores: Vec<usize>,
 }
 
 impl Peer {
     fn this() -> Result<Self> {
-        let allowed = rustix::thread::sched_getaffinity(None).context("asking for this process's cores")?;
+        let allowed =
+            rustix::thread::sched_getaffinity(None).context("reading this process's CPU affinity")?;
         let cores = (0..rustix::thread::CpuSet::MAX_CPU).filter(|&core| allowed.is_set(core)).collect();
         Ok(Self { host: rustix::system::uname().nodename().to_string_lossy().into_owned(), cores })
     }
 }
 
-/// What a rank says of a stage that all must pass.
+/// A rank's result of a stage that must succeed on all ranks.
 #[derive(Serialize, Deserialize)]
 struct Verdict {
     error: Option<String>,
@@ -56,118 +57,120 @@ struct Verdict {
 }
 
 impl Mesh {
-    /// One process.
+    /// Makes the mesh of a single process.
     pub fn single() -> Arc<Self> {
         Arc::new(Self::alone())
     }
 
-    /// The processes that the launcher started, or this one alone.
+    /// Connects the processes that the launcher started; a single process needs no connection.
     ///
     /// # Errors
-    /// [`BadInput`] when there are several and this build cannot connect them; any other error when they do not connect.
+    /// [`BadInput`] when there are several and this build cannot connect them; other errors when the
+    /// connection fails.
     pub fn connect() -> Result<Arc<Self>> {
         let processes = super::launch::processes();
         if processes == 1 {
             return Ok(Self::single());
         }
-        let mut mesh = Self { communicator: Some(connected(processes)?), ..Self::alone() };
+        let mut mesh = Self { communicator: Some(connect_transport(processes)?), ..Self::alone() };
         let own = Peer::this()?;
-        let peers = mesh.all_records("hosts and cores", &own)?;
-        mesh.on_host = peers.iter().filter(|peer| peer.host == own.host).count();
-        mesh.host_place = peers[..mesh.rank()].iter().filter(|peer| peer.host == own.host).count();
-        mesh.on_cores = peers.iter().filter(|peer| **peer == own).count();
+        let peers = mesh.all_gather_records("hosts and cores", &own)?;
+        mesh.ranks_on_host = peers.iter().filter(|peer| peer.host == own.host).count();
+        mesh.local_rank = peers[..mesh.rank()].iter().filter(|peer| peer.host == own.host).count();
+        mesh.ranks_on_cores = peers.iter().filter(|peer| **peer == own).count();
         let hosts: Vec<String> = peers.into_iter().map(|peer| peer.host).collect();
-        mesh.watch = Some(Watch::begin(&mesh, &hosts)?);
+        mesh.monitor = Some(LivenessMonitor::start(&mesh, &hosts)?);
         Ok(Arc::new(mesh))
     }
 
     fn alone() -> Self {
         Self {
             communicator: None,
-            watch: None,
-            leading: AtomicBool::new(false),
-            on_host: 1,
-            host_place: 0,
-            on_cores: 1,
+            monitor: None,
+            rank_zero_alone: AtomicBool::new(false),
+            ranks_on_host: 1,
+            local_rank: 0,
+            ranks_on_cores: 1,
             sequence: AtomicUsize::new(1),
         }
     }
 
-    /// How many of the processes run on this machine.
-    pub fn on_host(&self) -> usize {
-        self.on_host
+    /// Returns the number of ranks on this machine.
+    pub fn ranks_on_host(&self) -> usize {
+        self.ranks_on_host
     }
 
-    /// The number of this one among them, from 0.
-    pub fn host_place(&self) -> usize {
-        self.host_place
+    /// Returns this process's rank among those of its machine, from 0.
+    pub fn local_rank(&self) -> usize {
+        self.local_rank
     }
 
-    /// How many of them share this one's cores: a launcher may have given each its own.
-    pub fn on_cores(&self) -> usize {
-        self.on_cores
+    /// Returns how many of them share this process's cores: a launcher may have bound each to its own cores.
+    pub fn ranks_on_cores(&self) -> usize {
+        self.ranks_on_cores
     }
 
-    /// Has each `ranks` neighbours share their sequences. They must divide all ranks.
-    pub fn share_sequences(&self, ranks: usize) {
+    /// Makes `ranks` consecutive ranks one sequence-parallel group. `ranks` must divide the number of all
+    /// ranks.
+    pub fn set_sequence_ranks(&self, ranks: usize) {
         self.sequence.store(ranks.max(1), Ordering::Relaxed);
     }
 
-    /// How many ranks share a sequence.
+    /// Returns the size of a sequence-parallel group.
     pub fn sequence_ranks(&self) -> usize {
         self.sequence.load(Ordering::Relaxed)
     }
 
-    /// This rank's place among those that share its sequences.
-    pub fn sequence_place(&self) -> usize {
+    /// Returns this process's rank within its sequence-parallel group.
+    pub fn sequence_rank(&self) -> usize {
         self.rank() % self.sequence_ranks()
     }
 
-    /// The ranks that share this one's sequences, itself among them.
+    /// Returns the ranks of this process's sequence-parallel group.
     pub fn sequence_group(&self) -> Vec<usize> {
-        let first = self.rank() - self.sequence_place();
+        let first = self.rank() - self.sequence_rank();
         (first..first + self.sequence_ranks()).collect()
     }
 
-    /// How many such groups there are, each with micro-batches of its own.
+    /// Returns the number of sequence-parallel groups. Each has its own micro-batches (data parallelism).
     pub fn data_ranks(&self) -> usize {
         self.ranks() / self.sequence_ranks()
     }
 
-    /// The number of this rank's group.
+    /// Returns the index of this process's sequence-parallel group.
     pub fn data_rank(&self) -> usize {
         self.rank() / self.sequence_ranks()
     }
 
-    /// From now on an exchange ends with an error after `limit`.
+    /// Sets the time limit of later exchanges.
     pub fn set_limit(&self, limit: Duration) {
         if let Some(communicator) = &self.communicator {
             communicator.set_limit(limit);
         }
     }
 
-    /// This process.
+    /// Returns this process's rank.
     pub fn rank(&self) -> usize {
         self.communicator.as_ref().map_or(0, |c| c.rank())
     }
 
-    /// How many processes there are.
+    /// Returns the number of ranks.
     pub fn ranks(&self) -> usize {
         self.communicator.as_ref().map_or(1, |c| c.ranks())
     }
 
-    /// Whether this process writes the console, the metrics and the checkpoints.
-    pub fn is_leader(&self) -> bool {
+    /// Whether this process is rank 0, which writes the console, the metrics and the checkpoints.
+    pub fn is_rank_zero(&self) -> bool {
         self.rank() == 0
     }
 
-    /// All ranks, in order.
-    pub fn everyone(&self) -> Vec<usize> {
+    /// Returns all ranks, in order.
+    pub fn all_ranks(&self) -> Vec<usize> {
         (0..self.ranks()).collect()
     }
 
-    /// Begins an exchange among the ranks `group`, this one among them: `parts` has one part for each, `lengths` the bytes that
-    /// come from each.
+    /// Starts an exchange among the ranks `group`, which includes this one. `parts` has one part for each
+    /// rank of the group; `lengths` has the bytes that each rank sends.
     ///
     /// # Errors
     /// When the connection has ended.
@@ -177,75 +180,81 @@ impl Mesh {
         group: &[usize],
         parts: Vec<Arc<Vec<u8>>>,
         lengths: &[usize],
-    ) -> Result<Started> {
+    ) -> Result<PendingExchange> {
         let rank = self.rank();
         let place = group.iter().position(|&other| other == rank).context("a group without this rank")?;
         let own = parts.get(place).cloned().context("no part for this rank")?;
         let (Some(communicator), true) = (&self.communicator, group.len() > 1) else {
-            return Ok(Started { own: (own, 0), others: None });
+            return Ok(PendingExchange { own: (own, 0), others: None });
         };
         let others = |(to, _): &(usize, _)| *to != rank;
         let send = group.iter().copied().zip(parts).filter(|(to, _)| *to != rank).collect();
         let receive = group.iter().copied().zip(lengths.iter().copied()).filter(others).collect();
         let pending = communicator.start(Exchange { what: what.to_owned(), send, receive })?;
-        Ok(Started { own: (own, place), others: Some(pending) })
+        Ok(PendingExchange { own: (own, place), others: Some(pending) })
     }
 
-    /// What every rank gives, in rank order, of whatever length.
+    /// Gathers every rank's part, of any length, in rank order.
     ///
     /// # Errors
-    /// When a rank does not come in time.
+    /// When a rank does not answer in time.
     pub fn all_gather(&self, what: &str, part: Vec<u8>) -> Result<Vec<Vec<u8>>> {
         if self.communicator.is_none() {
             return Ok(vec![part]);
         }
         let length = (part.len() as u64).to_le_bytes().to_vec();
-        let (ranks, everyone) = (self.ranks(), self.everyone());
-        let lengths = self.start(what, &everyone, to_each(length, ranks), &vec![8; ranks])?.wait()?;
+        let (ranks, all_ranks) = (self.ranks(), self.all_ranks());
+        let lengths = self.start(what, &all_ranks, replicate(length, ranks), &vec![8; ranks])?.wait()?;
         let lengths = lengths.iter().map(|bytes| read_length(bytes)).collect::<Result<Vec<_>>>()?;
-        self.start(what, &everyone, to_each(part, ranks), &lengths)?.wait()
+        self.start(what, &all_ranks, replicate(part, ranks), &lengths)?.wait()
     }
 
-    /// What every rank's record is, in rank order.
+    /// Gathers every rank's record, in rank order.
     ///
     /// # Errors
     /// As [`Self::all_gather`].
-    pub fn all_records<T: Serialize + for<'a> Deserialize<'a>>(&self, what: &str, own: &T) -> Result<Vec<T>> {
+    pub fn all_gather_records<T: Serialize + for<'a> Deserialize<'a>>(
+        &self,
+        what: &str,
+        own: &T,
+    ) -> Result<Vec<T>> {
         self.all_gather(what, pack(own)?)?.iter().map(|bytes| unpack(bytes)).collect()
     }
 
-    /// Every rank's byte, in rank order, in one exchange.
+    /// Gathers one byte of every rank, in rank order, in one exchange.
     ///
     /// # Errors
     /// As [`Self::all_gather`].
-    pub fn all_bytes(&self, what: &str, own: u8) -> Result<Vec<u8>> {
+    pub fn all_gather_byte(&self, what: &str, own: u8) -> Result<Vec<u8>> {
         let ranks = self.ranks();
-        let came = self.start(what, &self.everyone(), to_each(vec![own], ranks), &vec![1; ranks])?.wait()?;
-        Ok(came.concat())
+        let parts =
+            self.start(what, &self.all_ranks(), replicate(vec![own], ranks), &vec![1; ranks])?.wait()?;
+        Ok(parts.concat())
     }
 
-    /// Whether it is so on any rank.
+    /// Whether `own` is true on any rank.
     ///
     /// # Errors
     /// As [`Self::all_gather`].
     pub fn any(&self, what: &str, own: bool) -> Result<bool> {
-        Ok(self.all_bytes(what, u8::from(own))?.contains(&1))
+        Ok(self.all_gather_byte(what, u8::from(own))?.contains(&1))
     }
 
-    /// The record of the leader, on every rank.
+    /// Broadcasts rank 0's record to every rank.
     ///
     /// # Errors
     /// As [`Self::all_gather`].
-    pub fn leaders<T: Serialize + for<'a> Deserialize<'a>>(&self, what: &str, own: &T) -> Result<T> {
-        let part = if self.is_leader() { pack(own)? } else { vec![] };
+    pub fn broadcast<T: Serialize + for<'a> Deserialize<'a>>(&self, what: &str, own: &T) -> Result<T> {
+        let part = if self.is_rank_zero() { pack(own)? } else { vec![] };
         let parts = self.all_gather(what, part)?;
-        unpack(parts.first().context("no leader")?)
+        unpack(parts.first().context("no part of rank 0")?)
     }
 
-    /// `result` where all ranks succeeded. Otherwise every rank fails, and the first that did tells why.
+    /// Returns `result` if all ranks succeeded. Otherwise every rank fails, and the first failed rank reports
+    /// its error.
     ///
     /// # Errors
-    /// This rank's own, or [`ToldElsewhere`].
+    /// This rank's own, or [`ReportedElsewhere`].
     pub fn agree<T>(&self, what: &str, result: Result<T>) -> Result<T> {
         if self.communicator.is_none() {
             return result;
@@ -257,44 +266,49 @@ impl Mesh {
                 is_bad_input: error.chain().any(|cause| cause.is::<BadInput>()),
             },
         };
-        let verdicts = self.all_records(what, &verdict)?;
+        let verdicts = self.all_gather_records(what, &verdict)?;
         let Some(first) = verdicts.iter().position(|verdict| verdict.error.is_some()) else { return result };
-        // All end now, and none is missed.
-        self.leave();
+        // All ranks end now: that is no failure.
+        self.disconnect();
         let Verdict { error, is_bad_input } = &verdicts[first];
         if first != self.rank() {
-            return Err(ToldElsewhere { is_bad_input: *is_bad_input }.into());
+            return Err(ReportedElsewhere { is_bad_input: *is_bad_input }.into());
         }
         match (result, error) {
             (Err(own), Some(error)) if verdicts.iter().any(|other| other.error.as_ref() != Some(error)) => {
-                let told = format!("rank {first}: {error}");
-                Err(if *is_bad_input { BadInput(told).into() } else { own.context(format!("rank {first}")) })
+                let message = format!("rank {first}: {error}");
+                Err(if *is_bad_input {
+                    BadInput(message).into()
+                } else {
+                    own.context(format!("rank {first}"))
+                })
             }
             (result, _) => result,
         }
     }
 
-    /// Refuses ranks that differ in something that must be one: `own` is this rank's.
+    /// Checks that `own` is equal on all ranks.
     ///
     /// # Errors
-    /// [`BadInput`] on every rank that differs from the first, named by `what` with its `remedy`.
-    pub fn same(&self, what: &str, own: &str, remedy: &str) -> Result<()> {
-        let all = self.all_records(what, &own.to_owned())?;
+    /// [`BadInput`] on every rank if one differs from rank 0; the message has `what` and the `remedy`.
+    pub fn check_equal(&self, what: &str, own: &str, remedy: &str) -> Result<()> {
+        let all = self.all_gather_records(what, &own.to_owned())?;
         let Some(other) = all.iter().position(|found| *found != all[0]) else { return Ok(()) };
-        self.leave();
-        let told = format!("ranks 0 and {other} have different {what}; {remedy}");
-        if self.is_leader() {
-            Err(BadInput(told).into())
+        self.disconnect();
+        let message = format!("ranks 0 and {other} have different {what}; {remedy}");
+        if self.is_rank_zero() {
+            Err(BadInput(message).into())
         } else {
-            Err(ToldElsewhere { is_bad_input: true }.into())
+            Err(ReportedElsewhere { is_bad_input: true }.into())
         }
     }
 
-    /// Has the leader do `work` alone, as writing a file, while the others `answer` each request that it makes by [`Self::ask`].
+    /// Runs `work` on rank 0 alone, such as writing a file. The others `answer` each request that it makes by
+    /// [`Self::request`].
     ///
     /// # Errors
-    /// The leader's; on the others [`ToldElsewhere`] in its place, and those of `answer`.
-    pub fn lead<R: Serialize + for<'a> Deserialize<'a>>(
+    /// Rank 0's error, which is [`ReportedElsewhere`] on the others; also those of `answer`.
+    pub fn run_on_rank_zero<R: Serialize + for<'a> Deserialize<'a>>(
         &self,
         work: impl FnOnce() -> Result<()>,
         answer: impl Fn(R) -> Result<()>,
@@ -302,55 +316,56 @@ impl Mesh {
         if self.communicator.is_none() {
             return work();
         }
-        if self.is_leader() {
-            self.leading.store(true, Ordering::Relaxed);
+        if self.is_rank_zero() {
+            self.rank_zero_alone.store(true, Ordering::Relaxed);
             let result = work();
-            self.leading.store(false, Ordering::Relaxed);
-            self.leaders(ASKED, &None::<R>)?;
-            return self.agree("the leader's work", result);
+            self.rank_zero_alone.store(false, Ordering::Relaxed);
+            self.broadcast(REQUEST, &None::<R>)?;
+            return self.agree("the work of rank 0", result);
         }
-        while let Some(request) = self.leaders(ASKED, &None::<R>)? {
+        while let Some(request) = self.broadcast(REQUEST, &None::<R>)? {
             answer(request)?;
         }
-        self.agree("the leader's work", Ok(()))
+        self.agree("the work of rank 0", Ok(()))
     }
 
-    /// Within [`Self::lead`] tells the others what is asked of them; elsewhere all ranks do the same and need no telling.
+    /// Sends a request of rank 0 to the others, within [`Self::run_on_rank_zero`]. Elsewhere it does nothing,
+    /// as all ranks make the same calls.
     ///
     /// # Errors
     /// As [`Self::all_gather`].
-    pub fn ask<R: Serialize + for<'a> Deserialize<'a>>(&self, request: R) -> Result<()> {
-        if self.leading.load(Ordering::Relaxed) {
-            self.leaders(ASKED, &Some(request))?;
+    pub fn request<R: Serialize + for<'a> Deserialize<'a>>(&self, request: R) -> Result<()> {
+        if self.rank_zero_alone.load(Ordering::Relaxed) {
+            self.broadcast(REQUEST, &Some(request))?;
         }
         Ok(())
     }
 
-    /// Ends the connection in order: after this no rank is missed.
-    pub fn leave(&self) {
-        if let Some(watch) = &self.watch {
-            watch.end();
+    /// Disconnects: after this the end of a rank is no failure.
+    pub fn disconnect(&self) {
+        if let Some(monitor) = &self.monitor {
+            monitor.stop();
         }
         if let Some(communicator) = &self.communicator {
-            communicator.leave();
+            communicator.disconnect();
         }
     }
 }
 
-/// An exchange under way, and this rank's own part of it.
-pub struct Started {
+/// A pending exchange, and this rank's own part of it.
+pub struct PendingExchange {
     own: (Arc<Vec<u8>>, usize),
-    others: Option<Pending>,
+    others: Option<PendingParts>,
 }
 
-impl Started {
-    /// What came from each rank of the group, this one included, in the group's order.
+impl PendingExchange {
+    /// Returns the parts of all ranks of the group, this one included, in the group's order.
     ///
     /// # Errors
-    /// When a rank does not come in time.
+    /// When a rank does not answer in time.
     pub fn wait(self) -> Result<Vec<Vec<u8>>> {
         let (own, rank) = self.own;
-        let mut parts = self.others.map_or(Ok(vec![]), Pending::wait)?;
+        let mut parts = self.others.map_or(Ok(vec![]), PendingParts::wait)?;
         let own = Arc::try_unwrap(own).unwrap_or_else(|shared| shared.to_vec());
         parts.insert(rank, own);
         Ok(parts)
@@ -361,45 +376,45 @@ fn read_length(bytes: &[u8]) -> Result<usize> {
     Ok(u64::from_le_bytes(bytes.try_into().context("a length of 8 bytes")?) as usize)
 }
 
-/// Connected by what the launcher and this build allow: [`super::launch::transport`].
-fn connected(processes: usize) -> Result<Box<dyn Communicator>> {
+/// Connects by the transport of the launcher and this build: [`super::launch::transport`].
+fn connect_transport(processes: usize) -> Result<Box<dyn Communicator>> {
     let transport = super::launch::transport()?;
     let connection: Result<Box<dyn Communicator>> = match transport {
         #[cfg(feature = "mpi")]
         Transport::Mpi => Ok(Box::new(Connection::open(super::mpi::World::open)?)),
         #[cfg(feature = "nccl")]
         Transport::Nccl => {
-            let place = super::launch::place()?;
-            Ok(Box::new(Connection::open(move || super::nccl::Comm::open(&place))?))
+            let address = super::launch::rank_address()?;
+            Ok(Box::new(Connection::open(move || super::nccl::Comm::open(&address))?))
         }
         #[cfg(not(all(feature = "mpi", feature = "nccl")))]
         other => Err(anyhow::anyhow!("{other:?} is not in this build")),
     };
     let connection = connection?;
     if connection.ranks() != processes {
-        anyhow::bail!("the launcher started {processes} processes, and {} are connected", connection.ranks());
+        anyhow::bail!("the launcher started {processes} processes, but {} are connected", connection.ranks());
     }
     Ok(connection)
 }
 
 #[cfg(test)]
 impl Mesh {
-    /// Rank `rank` of `ranks` that never meet: for what each holds.
-    pub fn apart(rank: usize, ranks: usize) -> Arc<Self> {
-        struct Apart(usize, usize);
-        impl Communicator for Apart {
+    /// Makes rank `rank` of `ranks` without a connection, for tests of each rank's shards.
+    pub fn disconnected(rank: usize, ranks: usize) -> Arc<Self> {
+        struct Disconnected(usize, usize);
+        impl Communicator for Disconnected {
             fn rank(&self) -> usize {
                 self.0
             }
             fn ranks(&self) -> usize {
                 self.1
             }
-            fn start(&self, exchange: Exchange) -> Result<Pending> {
-                anyhow::bail!("{}: these ranks never meet", exchange.what)
+            fn start(&self, exchange: Exchange) -> Result<PendingParts> {
+                anyhow::bail!("{}: these ranks have no connection", exchange.what)
             }
             fn set_limit(&self, _: Duration) {}
-            fn leave(&self) {}
+            fn disconnect(&self) {}
         }
-        Arc::new(Self { communicator: Some(Box::new(Apart(rank, ranks))), ..Self::alone() })
+        Arc::new(Self { communicator: Some(Box::new(Disconnected(rank, ranks))), ..Self::alone() })
     }
 }

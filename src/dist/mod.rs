@@ -1,14 +1,14 @@
-//! Processes that share a run: what started them, the one exchange by which they meet, and how a dead one is noticed.
+//! Processes that share a run: their launcher, the one exchange behind all collectives, and the detection of
+//! a dead process.
 //!
-//! Every collective is an exchange of bytes: a rank hands over a part for each rank of a group and gets one from each. Sums
-//! are our own additions of what came, in rank order, never a library's reduction, whose order follows topology and size;
-//! so a run on N ranks is reproducible to the bit.
+//! Every collective is an exchange of bytes: a rank sends a part to each rank of a group and receives one
+//! from each. We add sums ourselves, in rank order. A library's reduction would add in an order that depends
+//! on topology and size. So a run on N ranks is reproducible to the bit.
 
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 mod connection;
-mod cut;
 pub mod launch;
-mod meeting;
+mod liveness;
 mod mesh;
 #[cfg(feature = "mpi")]
 mod mpi;
@@ -17,37 +17,38 @@ mod nccl;
 #[cfg(any(test, feature = "nccl"))]
 mod rendezvous;
 mod settings;
-mod watch;
+mod shard;
+mod tcp;
 pub mod wire;
 
-pub use cut::{CUT, in_order, piece};
-pub use mesh::{Mesh, Started};
+pub use mesh::{Mesh, PendingExchange};
 #[cfg(feature = "nccl")]
 pub use nccl::check_alone as check_nccl_alone;
 pub use settings::{PackedWeights, ParallelSettings, RolloutWeights};
+pub use shard::{SHARD_ALIGNMENT, ranks_in_shard_order, shard_range};
 
 use anyhow::{Context, Result};
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
-/// What one rank gives to and expects from others.
+/// The parts that one rank sends to and receives from others.
 #[cfg_attr(not(any(feature = "mpi", feature = "nccl")), allow(dead_code))]
 pub struct Exchange {
-    /// Says in messages what waits; the same on every rank.
+    /// The name of the exchange in messages, equal on every rank.
     pub what: String,
-    /// Rank, and what it is sent.
+    /// Rank, and the part sent to it.
     pub send: Vec<(usize, Arc<Vec<u8>>)>,
-    /// Rank, and how many bytes come from it.
+    /// Rank, and the number of bytes received from it.
     pub receive: Vec<(usize, usize)>,
 }
 
-/// One part for each of `ranks` ranks, the same.
-pub fn to_each(part: Vec<u8>, ranks: usize) -> Vec<Arc<Vec<u8>>> {
+/// Returns `part` once for each of `ranks` ranks.
+pub fn replicate(part: Vec<u8>, ranks: usize) -> Vec<Arc<Vec<u8>>> {
     std::iter::repeat_n(Arc::new(part), ranks).collect()
 }
 
-/// What tells one kind of exchange from another, so that ranks which disagree do not take each other's parts.
+/// Returns an exchange's tag, so that ranks in different exchanges do not accept each other's parts.
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 fn tag(what: &str) -> u32 {
     what.bytes().fold(0x811c_9dc5_u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
@@ -55,30 +56,30 @@ fn tag(what: &str) -> u32 {
 
 /// Carries parts between ranks. Every rank starts the same exchanges in the same order.
 pub trait Communicator: Send + Sync {
-    /// This process, below [`Self::ranks`].
+    /// Returns this process's rank, below [`Self::ranks`].
     fn rank(&self) -> usize;
-    /// How many processes there are.
+    /// Returns the number of ranks.
     fn ranks(&self) -> usize;
-    /// Begins `exchange` and returns at once.
+    /// Starts `exchange` and returns at once.
     ///
     /// # Errors
-    /// When the exchange's thread has ended.
-    fn start(&self, exchange: Exchange) -> Result<Pending>;
-    /// From now on an exchange ends with an error after `limit`.
+    /// When the communication thread has ended.
+    fn start(&self, exchange: Exchange) -> Result<PendingParts>;
+    /// Sets the time limit of later exchanges.
     fn set_limit(&self, limit: Duration);
-    /// Ends the connection in order, once every rank has said that it is done.
-    fn leave(&self);
+    /// Disconnects, once every rank is done.
+    fn disconnect(&self);
 }
 
-/// An exchange under way.
-pub struct Pending(Receiver<Result<Vec<Vec<u8>>>>);
+/// The parts of a pending exchange.
+pub struct PendingParts(Receiver<Result<Vec<Vec<u8>>>>);
 
-impl Pending {
-    /// What came, in the order of [`Exchange::receive`].
+impl PendingParts {
+    /// Waits for the parts; returns them in the order of [`Exchange::receive`].
     ///
     /// # Errors
-    /// When nothing came in time: the message names this rank, what it waits for and from whom.
+    /// At the time limit: the message names this rank, the exchange and the missing ranks.
     pub fn wait(self) -> Result<Vec<Vec<u8>>> {
-        self.0.recv().context("the thread that exchanges with other ranks has ended")?
+        self.0.recv().context("the communication thread has ended")?
     }
 }

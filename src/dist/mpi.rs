@@ -1,30 +1,30 @@
-//! Ranks on MPI: every request is posted and polled.
+//! MPI backend: non-blocking requests, polled.
 
-use super::connection::Carrier;
+use super::connection::Backend;
 use super::{Exchange, tag};
 use anyhow::{Result, bail};
 use mpi::ffi;
 use std::os::raw::{c_int, c_void};
 use std::time::Duration;
 
-/// Longest message, bytes: MPI counts in 32 bits.
+/// Longest message in bytes: MPI counts in 32 bits.
 const MESSAGE_BYTES_MAX: usize = 1 << 30;
 
-/// MPI's world, on the one thread that calls it.
+/// MPI's world communicator, used by one thread.
 pub(super) struct World {
     rank: usize,
     ranks: usize,
 }
 
-/// One exchange under way, with the buffers that its requests use.
+/// A pending exchange, with the buffers of its requests.
 pub(super) struct Posted {
-    /// The rank at the other end of each request that has not ended.
+    /// The other rank of each pending request, and the request.
     requests: Vec<(usize, ffi::MPI_Request)>,
     receive: Vec<Vec<u8>>,
     _send: Exchange,
 }
 
-/// An error of MPI where `code` is one.
+/// Returns an error if `code` is an MPI error.
 fn check(call: &str, code: c_int) -> Result<()> {
     if code == ffi::MPI_SUCCESS as c_int { Ok(()) } else { bail!("{call} failed with code {code}") }
 }
@@ -36,8 +36,8 @@ impl World {
     /// When MPI cannot start.
     pub fn open() -> Result<Self> {
         let (mut given, mut rank, mut ranks) = (0, 0, 0);
-        // SAFETY: the calls of MPI's start, once in this process and on this thread; every pointer is to a local that outlives
-        // its call, and MPI takes null for the arguments.
+        // SAFETY: these calls initialise MPI once in this process, on this thread. Every pointer is to a
+        // local that outlives its call, and MPI accepts null for the arguments.
         unsafe {
             let (none, nothing) = (std::ptr::null_mut(), std::ptr::null_mut());
             check(
@@ -53,10 +53,10 @@ impl World {
     }
 }
 
-impl Carrier for World {
-    type UnderWay = Posted;
+impl Backend for World {
+    type Active = Posted;
 
-    const TELLS_WHO: bool = true;
+    const NAMES_MISSING_RANKS: bool = true;
 
     fn rank(&self) -> usize {
         self.rank
@@ -72,11 +72,11 @@ impl Carrier for World {
         let mut receive: Vec<Vec<u8>> = exchange.receive.iter().map(|&(_, bytes)| vec![0; bytes]).collect();
         for (&(from, _), buffer) in exchange.receive.iter().zip(&mut receive) {
             for part in buffer.chunks_mut(MESSAGE_BYTES_MAX) {
-                // SAFETY: any bits are a request before MPI writes it.
+                // SAFETY: a request may have any bits before MPI writes it.
                 let mut request: ffi::MPI_Request = unsafe { std::mem::zeroed() };
                 let (start, count) = (part.as_mut_ptr().cast::<c_void>(), part.len() as c_int);
-                // SAFETY: the buffer is `count` bytes, is touched by nobody else, and is kept with its request until that has
-                // ended (`Posted`); where it does not end in time the buffer is leaked.
+                // SAFETY: the buffer has `count` bytes and no other user. `Posted` keeps it until its request
+                // has ended; `abandon` leaks it.
                 let code = unsafe {
                     let world = ffi::RSMPI_COMM_WORLD;
                     ffi::MPI_Irecv(start, count, ffi::RSMPI_UINT8_T, from as c_int, tag, world, &mut request)
@@ -90,7 +90,7 @@ impl Carrier for World {
                 // SAFETY: as above.
                 let mut request: ffi::MPI_Request = unsafe { std::mem::zeroed() };
                 let (start, count) = (part.as_ptr().cast::<c_void>(), part.len() as c_int);
-                // SAFETY: as for what is received; MPI only reads the bytes.
+                // SAFETY: as for receiving; MPI only reads the bytes.
                 let code = unsafe {
                     let world = ffi::RSMPI_COMM_WORLD;
                     ffi::MPI_Isend(start, count, ffi::RSMPI_UINT8_T, *to as c_int, tag, world, &mut request)
@@ -106,7 +106,7 @@ impl Carrier for World {
         let mut failed = Ok(());
         posted.requests.retain_mut(|(_, request)| {
             let mut done = 0;
-            // SAFETY: the request was posted on this thread and has not ended; the status is not asked for.
+            // SAFETY: the request was posted on this thread and has not ended; the status is ignored.
             let code = unsafe { ffi::MPI_Test(request, &mut done, ffi::RSMPI_STATUS_IGNORE) };
             if let Err(error) = check("MPI_Test", code) {
                 failed = Err(error);
@@ -117,17 +117,17 @@ impl Carrier for World {
         Ok(posted.requests.iter().map(|(rank, _)| *rank).collect())
     }
 
-    fn received(&mut self, posted: Posted) -> Result<Vec<Vec<u8>>> {
+    fn take_parts(&mut self, posted: Posted) -> Result<Vec<Vec<u8>>> {
         Ok(posted.receive)
     }
 
     fn abandon(&mut self, posted: Posted) {
-        // Requests that have not ended may still write.
+        // PendingParts requests may still write.
         std::mem::forget(posted);
     }
 
-    fn leave(&mut self) {
-        // SAFETY: the last call of MPI in this process, on the thread that began it.
+    fn disconnect(&mut self) {
+        // SAFETY: the last MPI call in this process, on the thread that initialised MPI.
         unsafe { ffi::MPI_Finalize() };
     }
 }

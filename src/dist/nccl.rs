@@ -1,9 +1,11 @@
-//! Ranks on NCCL, each with a GPU of its own: parts go through memory of the devices, every part with a head that says what it
-//! belongs to. The communicator is one that never waits; an exchange is one group, watched by an event and ended by
-//! `ncclCommAbort` where it takes too long.
+//! NCCL backend: one GPU a rank. Parts go through device memory, each with a header that identifies its
+//! exchange.
+//!
+//! The communicator is non-blocking. An exchange is one NCCL group with an event at its end; `ncclCommAbort`
+//! ends it at the time limit.
 
-use super::connection::{Carrier, LEAVE_LIMIT, LIMIT};
-use super::launch::Place;
+use super::connection::{Backend, DISCONNECT_LIMIT, LIMIT};
+use super::launch::RankAddress;
 use super::{Exchange, rendezvous, tag};
 use crate::error::BadInput;
 use anyhow::{Context, Result, bail};
@@ -16,55 +18,56 @@ use std::ffi::{CStr, c_int};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Before each part: what it belongs to and its length, 8 bytes each.
-const HEAD_BYTES: usize = 16;
-/// Of `ncclConfig_t`, as NCCL's header begins it: whatever is not said has this value.
-const UNSAID: c_int = c_int::MIN;
+/// Bytes of a part's header: its tag and its length, 8 bytes each.
+const HEADER_BYTES: usize = 16;
+/// `NCCL_CONFIG_UNDEF_INT` of NCCL's header: the value of fields that are not set.
+const UNDEFINED: c_int = c_int::MIN;
 const CONFIG_MAGIC: u32 = 0xcafe_beef;
-/// The version whose configuration cudarc's feature `nccl-02024` describes; newer ones take it.
+/// The version of the configuration that cudarc's feature `nccl-02024` describes; newer versions accept it.
 const CONFIG_VERSION: u32 = 22_400;
 
-/// The communicator of all ranks, on the one thread that calls NCCL.
+/// The communicator of all ranks, used by one thread.
 pub(super) struct Comm {
     rank: usize,
     ranks: usize,
-    /// `None` once it was ended.
+    /// `None` after its end.
     comm: Option<sys::ncclComm_t>,
-    /// Where NCCL works.
+    /// The stream of NCCL's work.
     exchanges: Arc<CudaStream>,
-    /// Where bytes come from and go to the host.
+    /// The stream of copies from and to the host.
     copies: Arc<CudaStream>,
 }
 
-/// One exchange under way.
+/// A pending exchange.
 pub(super) struct Group {
-    /// After the last of it.
+    /// The event at its end.
     end: CudaEvent,
-    /// From whom, what head it must have, and where it is put.
-    receive: Vec<(usize, [u8; HEAD_BYTES], CudaSlice<u8>)>,
-    /// To whom; many may get the same.
+    /// Sending rank, expected header, device memory.
+    receive: Vec<(usize, [u8; HEADER_BYTES], CudaSlice<u8>)>,
+    /// Receiving ranks; several may get one part.
     to: Vec<usize>,
     _send: Vec<CudaSlice<u8>>,
 }
 
-fn head(what: &str, bytes: usize) -> [u8; HEAD_BYTES] {
-    let mut head = [0; HEAD_BYTES];
-    head[..4].copy_from_slice(&tag(what).to_le_bytes());
-    head[8..].copy_from_slice(&(bytes as u64).to_le_bytes());
-    head
+fn header(what: &str, bytes: usize) -> [u8; HEADER_BYTES] {
+    let mut header = [0; HEADER_BYTES];
+    header[..4].copy_from_slice(&tag(what).to_le_bytes());
+    header[8..].copy_from_slice(&(bytes as u64).to_le_bytes());
+    header
 }
 
 fn driver<T>(result: std::result::Result<T, DriverError>, what: &str) -> Result<T> {
     result.map_err(|error| anyhow::anyhow!("{what}: {error}"))
 }
 
-/// The GPU of the process that is number `local_rank` on its machine: a launcher may show each its own alone.
+/// Opens the GPU of the process with rank `local_rank` on its machine. A launcher may show each process its
+/// own GPU alone.
 fn device(local_rank: usize) -> Result<Arc<CudaContext>> {
     let devices = driver(CudaContext::device_count(), "looking for GPUs")? as usize;
     let ordinal = if devices == 1 { 0 } else { local_rank };
     if ordinal >= devices {
         return Err(BadInput(format!(
-            "process {local_rank} of this machine, counted from 0, has no GPU: there are {devices}; start one process a GPU"
+            "process {local_rank} of this machine, counted from 0, has no GPU: the machine has {devices}; start one process a GPU"
         ))
         .into());
     }
@@ -72,21 +75,21 @@ fn device(local_rank: usize) -> Result<Arc<CudaContext>> {
 }
 
 impl Comm {
-    /// Meets the other ranks and opens the communicator of all.
+    /// Connects to the other ranks and opens the communicator of all.
     ///
     /// # Errors
-    /// When there is no GPU for this process, or a rank does not come.
-    pub fn open(place: &Place) -> Result<Self> {
-        let device = device(place.local_rank)?;
-        let made = rendezvous::share(place, || {
-            let id = result::get_uniqueid().map_err(|error| said(None, "ncclGetUniqueId", &error))?;
+    /// When this process has no GPU, or a rank does not connect.
+    pub fn open(address: &RankAddress) -> Result<Self> {
+        let device = device(address.local_rank)?;
+        let id = rendezvous::share(address, || {
+            let id = result::get_uniqueid().map_err(|error| nccl_error(None, "ncclGetUniqueId", &error))?;
             Ok(id.internal.map(|byte| byte as u8))
         })?;
-        Self::of(&device, place.rank, place.ranks, made)
+        Self::open_with_id(&device, address.rank, address.ranks, id)
     }
 
-    /// The communicator of `ranks` that share the id `made`.
-    fn of(device: &Arc<CudaContext>, rank: usize, ranks: usize, made: [u8; 128]) -> Result<Self> {
+    /// Opens the communicator of `ranks` ranks that share `id`.
+    fn open_with_id(device: &Arc<CudaContext>, rank: usize, ranks: usize, id: [u8; 128]) -> Result<Self> {
         let stream = || driver(device.new_stream(), "a stream of the GPU");
         let (exchanges, copies) = (stream()?, stream()?);
         driver(device.bind_to_thread(), "the GPU")?;
@@ -94,54 +97,55 @@ impl Comm {
             size: size_of::<sys::ncclConfig_t>(),
             magic: CONFIG_MAGIC,
             version: CONFIG_VERSION,
-            // No call waits for another rank.
+            // No call blocks on another rank.
             blocking: 0,
-            cgaClusterSize: UNSAID,
-            minCTAs: UNSAID,
-            maxCTAs: UNSAID,
+            cgaClusterSize: UNDEFINED,
+            minCTAs: UNDEFINED,
+            maxCTAs: UNDEFINED,
             netName: std::ptr::null(),
-            splitShare: UNSAID,
+            splitShare: UNDEFINED,
         };
-        let id = sys::ncclUniqueId { internal: made.map(|byte| byte as _) };
+        let id = sys::ncclUniqueId { internal: id.map(|byte| byte as _) };
         let mut comm = std::ptr::null_mut();
         // SAFETY: both pointers are to locals that outlive the call; the device is this thread's.
         let begun = unsafe {
             result::comm_init_rank_config(&mut comm, ranks as c_int, id, rank as c_int, &mut config)
         };
-        let mut ring = Self { rank, ranks, comm: Some(comm), exchanges, copies };
-        ring.settled("ncclCommInitRankConfig", begun, LIMIT)?;
-        Ok(ring)
+        let mut connection = Self { rank, ranks, comm: Some(comm), exchanges, copies };
+        connection.settle("ncclCommInitRankConfig", begun, LIMIT)?;
+        Ok(connection)
     }
 
     fn comm(&self) -> Result<sys::ncclComm_t> {
-        self.comm.context("the connection of all ranks was ended after an exchange that failed")
+        self.comm.context("the connection of the ranks was ended after an exchange failed")
     }
 
-    /// Waits until `call` is through, `limit` at most: NCCL answers at once and works on, where ranks meet for the first time until
-    /// the other comes. Its work on the device is not waited for. After an error the communicator is ended, so that nothing of it
-    /// is under way.
-    fn settled(&mut self, call: &str, answer: Result<NcclStatus, NcclError>, limit: Duration) -> Result<()> {
+    /// Waits until the communicator has taken `call`, at most `limit`, but not for its work on the device.
+    ///
+    /// NCCL returns at once and continues in the background; ranks that meet for the first time wait for each
+    /// other. After an error the communicator is aborted, so nothing of it is pending.
+    fn settle(&mut self, call: &str, answer: Result<NcclStatus, NcclError>, limit: Duration) -> Result<()> {
         let comm = self.comm()?;
-        let settled = self.polled((comm, call), answer, limit);
+        let settled = self.poll_state((comm, call), answer, limit);
         if settled.is_err() {
             self.abort();
         }
         settled
     }
 
-    fn polled(
+    fn poll_state(
         &self,
         (comm, call): (sys::ncclComm_t, &str),
         answer: Result<NcclStatus, NcclError>,
         limit: Duration,
     ) -> Result<()> {
-        answer.map_err(|error| said(Some(comm), call, &error))?;
+        answer.map_err(|error| nccl_error(Some(comm), call, &error))?;
         let begun = Instant::now();
         loop {
             let mut state = sys::ncclResult_t::ncclSuccess;
             // SAFETY: the communicator is open, the pointer is to a local.
             let asked = unsafe { sys::ncclCommGetAsyncError(comm, &mut state) };
-            asked.result().and(state.result()).map_err(|error| said(Some(comm), call, &error))?;
+            asked.result().and(state.result()).map_err(|error| nccl_error(Some(comm), call, &error))?;
             if state != sys::ncclResult_t::ncclInProgress {
                 return Ok(());
             }
@@ -152,7 +156,8 @@ impl Comm {
         }
     }
 
-    /// Ends the communicator whatever is under way; the other ranks' exchanges with this one end by their own limits.
+    /// Aborts the communicator with its pending work. The other ranks' exchanges with this one end at their
+    /// time limits.
     fn abort(&mut self) {
         if let Some(comm) = self.comm.take() {
             // SAFETY: the communicator is open, and never used again.
@@ -160,29 +165,30 @@ impl Comm {
         }
     }
 
-    /// `part` with its head, in memory of the device.
+    /// Copies `part` with its header to the device.
     fn upload(&self, what: &str, part: &[u8]) -> Result<CudaSlice<u8>, DriverError> {
         let mut memory = memory(&self.copies, part.len())?;
-        self.copies.memcpy_htod(&head(what, part.len()), &mut memory.slice_mut(..HEAD_BYTES))?;
+        self.copies.memcpy_htod(&header(what, part.len()), &mut memory.slice_mut(..HEADER_BYTES))?;
         if !part.is_empty() {
-            self.copies.memcpy_htod(part, &mut memory.slice_mut(HEAD_BYTES..))?;
+            self.copies.memcpy_htod(part, &mut memory.slice_mut(HEADER_BYTES..))?;
         }
         Ok(memory)
     }
 }
 
-/// Memory for a part of `bytes`, which `stream` is the first to use.
+/// Allocates memory for a part of `bytes`, which `stream` uses first.
 fn memory(stream: &Arc<CudaStream>, bytes: usize) -> Result<CudaSlice<u8>, DriverError> {
-    // SAFETY: every byte is written before it is read, by a copy or by NCCL.
-    unsafe { stream.alloc(HEAD_BYTES + bytes) }
+    // SAFETY: a copy or NCCL writes every byte before it is read.
+    unsafe { stream.alloc(HEADER_BYTES + bytes) }
 }
 
-/// Gives NCCL a group on `stream`: `to` has a rank and the number of its part in `send`. What comes back tells other streams to
-/// wait for it, and is dropped when the work is on the stream.
-fn launch<'a>(
+/// Enqueues an NCCL group on `stream`: `to` holds ranks and the indices of their parts in `send`.
+///
+/// The returned guards make other streams wait for the memory. Drop them when the work is on the stream.
+fn enqueue_group<'a>(
     (comm, stream): (sys::ncclComm_t, &'a CudaStream),
     (to, send): (&[(usize, usize)], &'a [CudaSlice<u8>]),
-    receive: &'a mut [(usize, [u8; HEAD_BYTES], CudaSlice<u8>)],
+    receive: &'a mut [(usize, [u8; HEADER_BYTES], CudaSlice<u8>)],
 ) -> (Vec<SyncOnDrop<'a>>, Result<NcclStatus, NcclError>) {
     let mut guards = vec![];
     let (place, byte) = (stream.cu_stream().cast(), sys::ncclDataType_t::ncclUint8);
@@ -191,8 +197,8 @@ fn launch<'a>(
         let length = memory.len();
         let (address, guard) = memory.device_ptr_mut(stream);
         guards.push(guard);
-        // SAFETY: the memory is `length` bytes of this device and is kept until the group has ended (`Group`), or after an
-        // abort; the stream is this communicator's device's.
+        // SAFETY: the memory has `length` bytes on this device. `Group` keeps it until the group has ended or
+        // was aborted. The stream is of this communicator's device.
         let call = || unsafe { result::recv(address as *mut _, length, byte, *from as c_int, comm, place) };
         begun = begun.and_then(|_| call());
     }
@@ -204,13 +210,13 @@ fn launch<'a>(
         let call = || unsafe { result::send(address as *const _, length, byte, to as c_int, comm, place) };
         begun = begun.and_then(|_| call());
     }
-    // A group is ended whatever failed in it.
+    // The group must end, whatever failed in it.
     let ended = result::group_end();
     (guards, begun.and(ended))
 }
 
-/// What NCCL says of a call that failed.
-fn said(comm: Option<sys::ncclComm_t>, call: &str, error: &NcclError) -> anyhow::Error {
+/// Returns NCCL's message for a failed call.
+fn nccl_error(comm: Option<sys::ncclComm_t>, call: &str, error: &NcclError) -> anyhow::Error {
     // SAFETY: NCCL's texts live as long as the process, or until its next call on this thread.
     let text = unsafe {
         let last = comm.map_or(std::ptr::null(), |comm| sys::ncclGetLastError(comm));
@@ -220,10 +226,10 @@ fn said(comm: Option<sys::ncclComm_t>, call: &str, error: &NcclError) -> anyhow:
     anyhow::anyhow!("{call} failed with {:?}: {text}", error.0)
 }
 
-impl Carrier for Comm {
-    type UnderWay = Group;
+impl Backend for Comm {
+    type Active = Group;
 
-    const TELLS_WHO: bool = false;
+    const NAMES_MISSING_RANKS: bool = false;
 
     fn rank(&self) -> usize {
         self.rank
@@ -236,7 +242,7 @@ impl Carrier for Comm {
     fn post(&mut self, exchange: Exchange, limit: Duration) -> Result<Group> {
         let comm = self.comm()?;
         let Exchange { what, send, receive } = exchange;
-        // What many get goes to the device once.
+        // A part for several ranks is copied to the device once.
         let mut parts: Vec<&Arc<Vec<u8>>> = vec![];
         let mut to = vec![];
         for (rank, part) in &send {
@@ -246,27 +252,27 @@ impl Carrier for Comm {
                 parts.push(part);
             }
         }
-        let room = "memory of the GPU for what ranks exchange";
+        let purpose = "GPU memory for an exchange between ranks";
         let send =
-            parts.iter().map(|part| driver(self.upload(&what, part), room)).collect::<Result<Vec<_>>>()?;
+            parts.iter().map(|part| driver(self.upload(&what, part), purpose)).collect::<Result<Vec<_>>>()?;
         let mut receive = receive
             .into_iter()
             .map(|(from, bytes)| {
-                Ok((from, head(&what, bytes), driver(memory(&self.exchanges, bytes), room)?))
+                Ok((from, header(&what, bytes), driver(memory(&self.exchanges, bytes), purpose)?))
             })
             .collect::<Result<Vec<_>>>()?;
         let stream = self.exchanges.clone();
-        let (guards, launched) = launch((comm, &stream), (&to, &send), &mut receive);
-        // NCCL puts its work on the stream when it has settled, and no sooner.
-        self.settled("ncclGroupEnd", launched, limit)?;
+        let (guards, launched) = enqueue_group((comm, &stream), (&to, &send), &mut receive);
+        // NCCL's work is on the stream only after this.
+        self.settle("ncclGroupEnd", launched, limit)?;
         drop(guards);
         let end = driver(stream.record_event(None), "an event of the GPU").inspect_err(|_| self.abort())?;
         Ok(Group { end, receive, to: to.into_iter().map(|(rank, _)| rank).collect(), _send: send })
     }
 
     fn missing(&mut self, group: &mut Group) -> Result<Vec<usize>> {
-        // NCCL's own errors first: with them the event may never come.
-        self.settled("an exchange", Ok(NcclStatus::Success), LIMIT)?;
+        // NCCL's own errors first: after them the event may never come.
+        self.settle("an exchange", Ok(NcclStatus::Success), LIMIT)?;
         match driver(group.end.try_is_complete(), "an exchange")? {
             true => Ok(vec![]),
             false => {
@@ -275,20 +281,20 @@ impl Carrier for Comm {
         }
     }
 
-    fn received(&mut self, group: Group) -> Result<Vec<Vec<u8>>> {
-        let download = |memory: &CudaSlice<u8>| -> Result<([u8; HEAD_BYTES], Vec<u8>), DriverError> {
-            let (mut head, mut bytes) = ([0; HEAD_BYTES], vec![0; memory.len() - HEAD_BYTES]);
-            self.copies.memcpy_dtoh(&memory.slice(..HEAD_BYTES), &mut head)?;
+    fn take_parts(&mut self, group: Group) -> Result<Vec<Vec<u8>>> {
+        let download = |memory: &CudaSlice<u8>| -> Result<([u8; HEADER_BYTES], Vec<u8>), DriverError> {
+            let (mut header, mut bytes) = ([0; HEADER_BYTES], vec![0; memory.len() - HEADER_BYTES]);
+            self.copies.memcpy_dtoh(&memory.slice(..HEADER_BYTES), &mut header)?;
             if !bytes.is_empty() {
-                self.copies.memcpy_dtoh(&memory.slice(HEAD_BYTES..), &mut bytes)?;
+                self.copies.memcpy_dtoh(&memory.slice(HEADER_BYTES..), &mut bytes)?;
             }
             self.copies.synchronize()?;
-            Ok((head, bytes))
+            Ok((header, bytes))
         };
-        let check = |(from, expected, memory): &(usize, [u8; HEAD_BYTES], CudaSlice<u8>)| {
-            let (found, bytes) = driver(download(memory), "reading what came from the GPU")?;
+        let check = |(from, expected, memory): &(usize, [u8; HEADER_BYTES], CudaSlice<u8>)| {
+            let (found, bytes) = driver(download(memory), "copying a part from the GPU")?;
             if found != *expected {
-                bail!("rank {} and rank {from} make different exchanges", self.rank);
+                bail!("ranks {} and {from} are in different exchanges", self.rank);
             }
             Ok(bytes)
         };
@@ -300,11 +306,11 @@ impl Carrier for Comm {
         drop(group);
     }
 
-    fn leave(&mut self) {
+    fn disconnect(&mut self) {
         let Some(comm) = self.comm else { return };
         // SAFETY: the communicator is open.
         let answer = unsafe { result::comm_finalize(comm) };
-        if self.settled("ncclCommFinalize", answer, LEAVE_LIMIT).is_err() {
+        if self.settle("ncclCommFinalize", answer, DISCONNECT_LIMIT).is_err() {
             return;
         }
         self.comm = None;
@@ -319,34 +325,34 @@ impl Drop for Comm {
     }
 }
 
-/// Whether NCCL works on the GPU `ordinal` as far as one rank can tell: it opens a communicator, gives itself parts of 1 byte to
-/// `bytes_max` and compares what comes. The version of NCCL.
+/// Tests NCCL on the GPU `ordinal` alone: opens a communicator of one rank, sends itself parts of 1 byte to
+/// `bytes_max`, and compares them. Returns NCCL's version.
 ///
 /// # Errors
 /// NCCL's and the driver's; when a byte differs.
 pub fn check_alone(ordinal: usize, bytes_max: usize) -> Result<String> {
     let device = driver(CudaContext::new(ordinal), "opening the GPU")?;
-    let id = result::get_uniqueid().map_err(|error| said(None, "ncclGetUniqueId", &error))?;
-    let mut ring = Comm::of(&device, 0, 1, id.internal.map(|byte| byte as u8))?;
+    let id = result::get_uniqueid().map_err(|error| nccl_error(None, "ncclGetUniqueId", &error))?;
+    let mut comm = Comm::open_with_id(&device, 0, 1, id.internal.map(|byte| byte as u8))?;
     let mut bytes = 1;
     while bytes <= bytes_max {
         let part: Vec<u8> = (0..bytes).map(|i| (i * 31 % 251) as u8).collect();
         let what = format!("{bytes} bytes to itself");
         let send = vec![(0, Arc::new(part.clone()))];
-        let mut group = ring.post(Exchange { what: what.clone(), send, receive: vec![(0, bytes)] }, LIMIT)?;
+        let mut group = comm.post(Exchange { what: what.clone(), send, receive: vec![(0, bytes)] }, LIMIT)?;
         let begun = Instant::now();
-        while !ring.missing(&mut group)?.is_empty() {
-            if begun.elapsed() > super::meeting::CONNECT_LIMIT {
-                bail!("{what} did not come");
+        while !comm.missing(&mut group)?.is_empty() {
+            if begun.elapsed() > super::tcp::CONNECT_LIMIT {
+                bail!("{what} did not arrive");
             }
             std::thread::yield_now();
         }
-        if ring.received(group)? != [part] {
-            bail!("{what} came as others");
+        if comm.take_parts(group)? != [part] {
+            bail!("{what} arrived changed");
         }
         bytes *= 16;
     }
-    ring.leave();
-    let version = result::get_nccl_version().map_err(|error| said(None, "ncclGetVersion", &error))?;
+    comm.disconnect();
+    let version = result::get_nccl_version().map_err(|error| nccl_error(None, "ncclGetVersion", &error))?;
     Ok(format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100))
 }

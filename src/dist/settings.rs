@@ -5,46 +5,48 @@ use crate::settings::{above, choice, from, table};
 table! {
     /// Threads and processes. No result depends on them.
     pub struct ParallelSettings {
-        /// Threads; 0 means all that the machine offers.
+        /// Number of threads; 0 means all cores of the machine.
         pub threads: usize = 0 => from(0.0).to(4096.0),
-        /// Which of the GPUs that `CUDA_VISIBLE_DEVICES` leaves to the process it takes; of several processes on a machine the first,
-        /// and the others the next ones.
+        /// Index of the GPU among those in `CUDA_VISIBLE_DEVICES`. With several processes on a machine it is
+        /// the first process's GPU; the others take the next ones.
         pub device_index: usize = 0 => from(0.0).to(1023.0),
-        /// Processes that share a sequence in training: its rows are split, and attention's heads exchanged. It divides the processes
-        /// and the model's heads.
+        /// Processes that share a sequence in training: its rows are split, and attention's heads exchanged
+        /// (sequence parallelism). It must divide the number of processes and the model's heads.
         pub sequence: usize = 1 => from(1.0),
-        /// What of the learning weights each of several processes holds while they sample.
+        /// How the trainable weights are held during sampling, with several processes.
         pub rollout_weights: RolloutWeights = RolloutWeights::Auto,
-        /// What each of several processes that train holds of the packed weights that do not learn, such as an adapter's base.
+        /// How frozen packed weights, such as an adapter's base, are held in training, with several
+        /// processes.
         pub packed_weights: PackedWeights = PackedWeights::Auto,
-        /// Seconds that a process waits for the others in one exchange, their rollouts among it, before it
-        /// gives up with an error that names them. A process that ends is noticed at once, one that is
-        /// stopped or cannot be reached after two minutes.
+        /// Time limit in seconds of one exchange between processes, rollouts included. At the limit the
+        /// process ends with an error that names the missing ones. A dead process is noticed at once, a
+        /// stopped or unreachable one after two minutes.
         pub exchange_timeout_s: f64 = 1800.0 => above(0.0).to(1e6),
     }
 }
 
 choice! {
-    /// What of the packed weights a process holds. It changes no bit.
+    /// How a process holds the packed weights. The choice changes no bit.
     pub enum PackedWeights {
-        /// All of them where memory allows.
+        /// Unsharded if memory allows.
         Auto = "auto",
-        /// All of them.
+        /// Unsharded.
         Whole = "whole",
-        /// A piece of each; a layer is gathered whenever a walk comes to it.
-        Cut = "cut",
+        /// Sharded; a layer is gathered whenever a forward or backward pass reaches it.
+        Sharded = "cut",
     }
 }
 
 choice! {
-    /// What of the learning weights a process holds while it samples. It changes no bit.
+    /// How a process holds the trainable weights during sampling. The choice changes no bit.
     pub enum RolloutWeights {
-        /// The first of these that memory allows.
+        /// The first of these that fits in memory.
         Auto = "auto",
-        /// All of them, gathered once a rollout.
+        /// All weights, gathered once a rollout.
         Whole = "whole",
-        /// All but the experts, gathered once a rollout; each process has its own experts, and tokens travel to them and back. All
-        /// processes make their forwards together. GPT-OSS only.
+        /// All weights but the experts, gathered once a rollout. Each process has its own experts, and tokens
+        /// travel to them and back (expert parallelism), so all processes run their forward passes together.
+        /// GPT-OSS only.
         ByExpert = "by_expert",
     }
 }

@@ -174,7 +174,7 @@ impl BatchRunner<'_> {
                 own.push(result.record()?);
             }
         }
-        let mut all = mesh.all_records("what passes gave", &own)?;
+        let mut all = mesh.all_gather_records("what passes gave", &own)?;
         all.iter_mut().for_each(|results| results.reverse());
         let sharing = mesh.sequence_ranks();
         let of = |(index, batch): (usize, &MicroBatch)| {

@@ -10,7 +10,7 @@
 
 use crate::dist::wire::f32_bytes;
 use crate::dist::wire::f32_values;
-use crate::dist::{Mesh, Started, piece};
+use crate::dist::{Mesh, PendingExchange, shard_range};
 use crate::model::names::ParameterSpec;
 use crate::model::parameters::Parameters;
 use crate::model::sharded_layers::within_op;
@@ -64,7 +64,7 @@ struct OnItsWay {
     /// Their pass. An exchange holds one pass: two would be added by rank and not in batch order.
     pass: usize,
     /// Exchanges: their parameters, and the bytes they take.
-    started: VecDeque<(Vec<usize>, u64, Started)>,
+    started: VecDeque<(Vec<usize>, u64, PendingExchange)>,
 }
 
 struct Turns {
@@ -188,13 +188,15 @@ impl Reduction {
         for (parameter, tensor) in &tensors {
             let values = host_values(tensor)?;
             for (rank, part) in parts.iter_mut().enumerate() {
-                part.extend_from_slice(f32_bytes(&values[piece(values.len(), *parameter, rank, ranks)]));
+                part.extend_from_slice(f32_bytes(
+                    &values[shard_range(values.len(), *parameter, rank, ranks)],
+                ));
             }
             own_bytes += self.own_values(*parameter) * size_of::<f32>();
         }
         let parts = parts.into_iter().map(Arc::new).collect();
         let started =
-            mesh.start(&what, &mesh.everyone(), parts, &vec![own_bytes; ranks]).map_err(within_op)?;
+            mesh.start(&what, &mesh.all_ranks(), parts, &vec![own_bytes; ranks]).map_err(within_op)?;
         let parameters = tensors.into_iter().map(|(parameter, _)| parameter).collect();
         state.started.push_back((parameters, 2 * bytes, started));
         Ok(())
@@ -203,7 +205,7 @@ impl Reduction {
     /// How many values of a parameter's gradient this rank holds.
     fn own_values(&self, parameter: usize) -> usize {
         let values = self.specs[parameter].element_count();
-        piece(values, parameter, self.mesh.rank(), self.mesh.ranks()).len()
+        shard_range(values, parameter, self.mesh.rank(), self.mesh.ranks()).len()
     }
 
     /// Adds received shards, in rank order, until at most `left` bytes are in flight.
@@ -251,7 +253,7 @@ pub fn global_norm(parameters: &Parameters) -> Result<f64> {
     let squares = gradients.par_iter().map(|gradient| sum_of_squares(gradient));
     let squares = squares.collect::<candle_core::Result<Vec<f64>>>()?;
     // Each rank's share of each tensor, in rank order.
-    let ranks = parameters.mesh().all_records("the gradient's norm", &squares)?;
+    let ranks = parameters.mesh().all_gather_records("the gradient's norm", &squares)?;
     let of_tensor = |index: usize| ranks.iter().map(|squares| squares[index]).sum::<f64>();
     Ok((0..squares.len()).map(of_tensor).sum::<f64>().sqrt())
 }

@@ -102,7 +102,7 @@ impl ExpertRanks {
     }
 
     fn exchange(&self, what: &str, parts: Vec<Arc<Vec<u8>>>, lengths: Vec<usize>) -> Result<Vec<Vec<u8>>> {
-        self.mesh.start(what, &self.mesh.everyone(), parts, &lengths)?.wait()
+        self.mesh.start(what, &self.mesh.all_ranks(), parts, &lengths)?.wait()
     }
 
     /// The products of the rows that came, in the order in which they came: `asked` has each rank's number for each of this rank's

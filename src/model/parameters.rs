@@ -13,7 +13,7 @@ use super::matrix::{Adapter, Tensors};
 use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use super::storage::{Stored, on_device};
 use super::weights::{Layers, VALUE_HEAD, Weights};
-use crate::dist::{Mesh, piece};
+use crate::dist::{Mesh, shard_range};
 use crate::ops::cpu::{host_values, on_host};
 use crate::ops::parameter::{GradientSink, Parameter};
 use crate::ops::product::Precision;
@@ -28,7 +28,7 @@ pub type OptimizerState = BTreeMap<&'static str, Tensor>;
 
 /// The state under which an optimizer keeps the digits that the working weights do not have.
 pub const MASTER: &str = "master";
-/// The states that have one value a block of [`crate::dist::CUT`] of the tensor's: the scales of 8-bit moments.
+/// The states that have one value a block of [`crate::dist::SHARD_ALIGNMENT`] of the tensor's: the scales of 8-bit moments.
 pub const BLOCK_STATES: [&str; 2] = ["first_scales", "second_scales"];
 /// Names the working values where [`Parameters::whole`] is asked for them.
 pub const VALUES: &str = "values";
@@ -327,7 +327,7 @@ impl Parameters {
             if is_trained && mesh.ranks() > 1 && !self.entries[index].stored.is_sharded() {
                 let master = on_host(self.master(index)?)?;
                 let values = host_values(&master)?;
-                let own = piece(values.len(), index, mesh.rank(), mesh.ranks());
+                let own = shard_range(values.len(), index, mesh.rank(), mesh.ranks());
                 let shard = Stored::shard(values[own].to_vec())?;
                 self.entries[index].stored = entry(&self.specs[index], shard, &self.backend)?.stored;
             }

@@ -6,7 +6,7 @@ use super::matrix::{Adapter, Tensors};
 use super::names::ParameterSpec;
 use super::storage::{Stored, on_device};
 use super::weights::Layers;
-use crate::dist::{Mesh, Started, in_order, to_each};
+use crate::dist::{Mesh, PendingExchange, ranks_in_shard_order, replicate};
 use crate::ops::Parameter;
 use crate::ops::parameter::GradientSink;
 use crate::ops::weight::Weight;
@@ -33,7 +33,7 @@ pub(super) struct Part {
 }
 
 /// Begins to gather the sharded ones of `parts`, in one exchange.
-pub(super) fn start(mesh: &Mesh, what: &str, parts: &[Part]) -> Result<Started> {
+pub(super) fn start(mesh: &Mesh, what: &str, parts: &[Part]) -> Result<PendingExchange> {
     let (mut own, mut lengths) = (vec![], vec![0; mesh.ranks()]);
     for part in parts.iter().filter(|part| part.stored.is_sharded()) {
         part.stored.append_shard(&mut own)?;
@@ -41,18 +41,18 @@ pub(super) fn start(mesh: &Mesh, what: &str, parts: &[Part]) -> Result<Started> 
             *length += part.stored.shard_of(&part.spec, part.index, rank, mesh).len();
         }
     }
-    mesh.start(what, &mesh.everyone(), to_each(own, mesh.ranks()), &lengths)
+    mesh.start(what, &mesh.all_ranks(), replicate(own, mesh.ranks()), &lengths)
 }
 
 /// The tensors of `parts` from what came: the sharded ones assembled, the others as they are.
-pub(super) fn finish(mesh: &Mesh, parts: &[Part], started: Started) -> Result<Vec<Weight>> {
+pub(super) fn finish(mesh: &Mesh, parts: &[Part], started: PendingExchange) -> Result<Vec<Weight>> {
     let came = started.wait()?;
     let mut read = vec![0; came.len()];
     let assemble = |part: &Part| {
         if !part.stored.is_sharded() {
             return part.stored.whole(&part.spec).cloned();
         }
-        let shards = in_order(part.index, came.len()).map(|rank| {
+        let shards = ranks_in_shard_order(part.index, came.len()).map(|rank| {
             let start = read[rank];
             read[rank] += part.stored.shard_of(&part.spec, part.index, rank, mesh).len();
             &came[rank][start..read[rank]]
@@ -71,7 +71,7 @@ pub(super) struct ShardedLayers {
     pub adapters: HashMap<String, Adapter>,
     pub uses: Uses,
     /// The layer that is on its way.
-    pub ahead: Mutex<Option<(usize, Started)>>,
+    pub ahead: Mutex<Option<(usize, PendingExchange)>>,
 }
 
 /// The use of gathered tensors.
@@ -103,7 +103,7 @@ impl Uses {
 }
 
 impl ShardedLayers {
-    fn start(&self, index: usize) -> Result<Started> {
+    fn start(&self, index: usize) -> Result<PendingExchange> {
         start(&self.mesh, &format!("weights of layer {index}"), &self.layers[index])
     }
 }

@@ -8,7 +8,7 @@
 use super::attend::Attend;
 use super::sharded_layers::within_op;
 use crate::dist::wire::{f32_bytes, f32_values};
-use crate::dist::{Mesh, to_each};
+use crate::dist::{Mesh, replicate};
 use crate::ops::cpu::host_values;
 use crate::ops::graph::{apply, contiguous, reshape, stretch};
 use crate::ops::operation::{HostArgument, Operation};
@@ -35,7 +35,7 @@ impl SplitRows {
     /// # Errors
     /// When there are fewer rows than ranks.
     pub fn new(mesh: &Arc<Mesh>, rows: usize) -> Result<Self> {
-        let (group, place) = (mesh.sequence_group(), mesh.sequence_place());
+        let (group, place) = (mesh.sequence_group(), mesh.sequence_rank());
         let ranks = group.len();
         ensure!(rows >= ranks, "a micro-batch of {rows} rows cannot be split over {ranks} processes");
         let ranges = (0..ranks).map(|i| rows * i / ranks..rows * (i + 1) / ranks).collect();
@@ -94,7 +94,7 @@ impl SplitRows {
         let own: Vec<u8> =
             routes.flatten_all()?.to_vec1::<u32>()?.iter().flat_map(|e| e.to_le_bytes()).collect();
         let lengths: Vec<usize> = self.ranges.iter().map(|r| r.len() * top_k * size_of::<u32>()).collect();
-        let parts = to_each(own, self.group.len());
+        let parts = replicate(own, self.group.len());
         let came = self.mesh.start("routes", &self.group, parts, &lengths)?.wait()?.concat();
         let experts: Vec<u32> =
             came.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();

@@ -3,7 +3,7 @@
 use super::config::Form;
 use super::names::{Layout, ParameterSpec, TensorRole};
 use crate::dist::wire::{f32_bytes, f32_values};
-use crate::dist::{Mesh, piece};
+use crate::dist::{Mesh, shard_range};
 use crate::ops::cpu::host_values;
 use crate::ops::packed::PackedForm;
 use crate::ops::parameter::Parameter;
@@ -68,7 +68,7 @@ impl Stored {
     /// # Errors
     /// When memory runs out.
     pub fn sharded(self, index: usize, mesh: &Mesh) -> Result<Self> {
-        let own = |count: usize| piece(count, index, mesh.rank(), mesh.ranks());
+        let own = |count: usize| shard_range(count, index, mesh.rank(), mesh.ranks());
         match &self.weight {
             _ if mesh.ranks() == 1 || self.is_sharded => Ok(self),
             Some(Weight::Dense(dense)) if dense.values().is_variable() => {
@@ -140,7 +140,7 @@ impl Stored {
         mesh: &Mesh,
     ) -> Range<usize> {
         let bytes = |of: usize, count: usize| {
-            let values = piece(count, index, rank, mesh.ranks());
+            let values = shard_range(count, index, rank, mesh.ranks());
             values.start * of..values.end * of
         };
         match &self.weight {

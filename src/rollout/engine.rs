@@ -135,7 +135,7 @@ impl<'e, 'a> Engine<'e, 'a> {
         if own == Refilled::Failure {
             return Ok(false);
         }
-        let found = mesh.all_bytes("who samples", own as u8)?;
+        let found = mesh.all_gather_byte("who samples", own as u8)?;
         let any = |kind: Refilled| found.contains(&(kind as u8));
         match (any(Refilled::Work), own) {
             (true, Refilled::Work) => self.step(scope)?,

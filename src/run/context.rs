@@ -84,7 +84,7 @@ impl RunContext {
         console: &Console,
     ) -> Result<Self> {
         // Before anything that may fail on one process alone.
-        let available = least(mesh, available().map(|found| found.shared(mesh.on_host())))?;
+        let available = least(mesh, available().map(|found| found.shared(mesh.ranks_on_host())))?;
         let mut preflight = Preflight::open_at(plan, intent, mesh, checkpoint, console)?;
         preflight.admit(available)?;
         preflight.load(console)
@@ -228,7 +228,7 @@ impl RunContext {
         }
         let own = &prompts[prompts.len() * rank / ranks..prompts.len() * (rank + 1) / ranks];
         let sampled = rollout.groups(own, samples, progress, stop)?;
-        let all: Vec<Option<Rollouts>> = mesh.all_records("rollouts", &sampled)?;
+        let all: Vec<Option<Rollouts>> = mesh.all_gather_records("rollouts", &sampled)?;
         Ok(all.into_iter().collect::<Option<Vec<_>>>().map(Rollouts::joined))
     }
 

@@ -32,7 +32,7 @@ impl ComputePlace {
     /// The GPU that the plan names.
     fn gpu(plan: &Plan, mesh: &Mesh) -> candle_core::Result<Self> {
         // A launcher may show each process its own GPU alone.
-        let place = if gpu_count() > 1 { mesh.host_place() } else { 0 };
+        let place = if gpu_count() > 1 { mesh.local_rank() } else { 0 };
         let index = plan.recipe.parallel.device_index + place;
         let Gpu { device, name, free_bytes } = usable(index)?;
         let available = Available { bytes: free_bytes, bound: format!("free on GPU {index} ({name})") };
@@ -146,7 +146,7 @@ fn unsuited(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, Str
             let what = "each GPU samples with all weights; write \"whole\"";
             found.push(("parallel.rollout_weights", what.to_owned()));
         }
-        if parallel.packed_weights == PackedWeights::Cut {
+        if parallel.packed_weights == PackedWeights::Sharded {
             let what = "each GPU holds all packed weights; write \"whole\"";
             found.push(("parallel.packed_weights", what.to_owned()));
         }

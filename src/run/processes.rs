@@ -24,7 +24,7 @@ pub fn follow(mesh: &Mesh, plan: &Plan) -> Result<()> {
         );
         return Err(plan.mistake("parallel.sequence", what).into());
     }
-    mesh.share_sequences(sequence);
+    mesh.set_sequence_ranks(sequence);
     Ok(())
 }
 
@@ -37,12 +37,12 @@ pub fn check_alike(mesh: &Mesh, plan: &Plan, weights: Option<&Path>, state: &str
     if mesh.ranks() == 1 {
         return Ok(());
     }
-    mesh.same("recipes", &plan.to_toml(), "start all with the same file and the same --set")?;
+    mesh.check_equal("recipes", &plan.to_toml(), "start all with the same file and the same --set")?;
     let binary = std::env::current_exe().context("looking for this program")?;
     let digest = digest_of(&binary, None).context("reading this program")?;
-    mesh.same("programs", digest.to_hex().as_str(), "install one build of rloss on every node")?;
+    mesh.check_equal("programs", digest.to_hex().as_str(), "install one build of rloss on every node")?;
     let manifest = mesh.agree("the checkpoint", weights.map_or(Ok(String::new()), manifest_digest))?;
-    mesh.same("checkpoints", &format!("{manifest} {state}"), "let all nodes see one run folder")
+    mesh.check_equal("checkpoints", &format!("{manifest} {state}"), "let all nodes see one run folder")
 }
 
 /// The digest of a folder's manifest, which names those of its files.

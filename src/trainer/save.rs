@@ -85,6 +85,8 @@ impl Trainer {
             snapshot.write(&folder.path, checkpoint.keep).map(drop).map_err(|error| folder.moved_or(error))
         };
         let critic = critic.map(|critic| &critic.parameters);
-        context.mesh().lead(write, |asked| checkpoint::answer(&context.parameters, critic, &asked))
+        context
+            .mesh()
+            .run_on_rank_zero(write, |asked| checkpoint::answer(&context.parameters, critic, &asked))
     }
 }

@@ -52,7 +52,7 @@ impl Trainer {
                 manifest.write(aside)
             })
         };
-        context.mesh().lead(write, |asked| base.answer(None, &asked))?;
+        context.mesh().run_on_rank_zero(write, |asked| base.answer(None, &asked))?;
         context.base = Some(Base::of(&folder)?);
         Ok(())
     }
@@ -97,7 +97,7 @@ impl Trainer {
                     digest = Some(reference::write(run, &reference)?);
                     Ok(())
                 };
-                parameters.mesh().lead(write, |asked| reference.answer(None, &asked))?;
+                parameters.mesh().run_on_rank_zero(write, |asked| reference.answer(None, &asked))?;
                 (reference, digest)
             }
         };

@@ -2,7 +2,7 @@
 
 use super::{BLOCK_STATES, MASTER, Parameters, VALUES};
 use crate::dist::wire::{f32_bytes, f32_values};
-use crate::dist::{CUT, Mesh, in_order, piece};
+use crate::dist::{Mesh, SHARD_ALIGNMENT, ranks_in_shard_order, shard_range};
 use crate::model::expert_ranks::{ExpertRanks, experts_of};
 use crate::model::layers_on_demand::WeightChange;
 use crate::model::matrix::Tensors;
@@ -137,13 +137,13 @@ impl Parameters {
     }
 
     fn ask_for(&self, index: usize, kind: &str) -> Result<()> {
-        self.mesh().ask(Asked::Tensor { of_critic: self.is_critic(), index, kind: kind.to_owned() })
+        self.mesh().request(Asked::Tensor { of_critic: self.is_critic(), index, kind: kind.to_owned() })
     }
 
     /// The bytes of all ranks' shards of tensor `index`, of which `own` are this rank's; every rank must ask.
     fn gathered(&self, index: usize, own: Vec<u8>) -> Result<Vec<u8>> {
         let parts = self.mesh().all_gather(&format!("all of {}", self.specs[index].name), own)?;
-        Ok(in_order(index, parts.len()).map(|rank| &parts[rank][..]).collect::<Vec<_>>().concat())
+        Ok(ranks_in_shard_order(index, parts.len()).map(|rank| &parts[rank][..]).collect::<Vec<_>>().concat())
     }
 
     /// The whole of tensor `index`, which is sharded; every rank must ask.
@@ -163,7 +163,7 @@ impl Parameters {
     /// When there is no such thing.
     pub fn kept(&self, index: usize, kind: &str) -> Result<(DType, usize)> {
         let values = self.specs[index].element_count();
-        let length = if BLOCK_STATES.contains(&kind) { values.div_ceil(CUT) } else { values };
+        let length = if BLOCK_STATES.contains(&kind) { values.div_ceil(SHARD_ALIGNMENT) } else { values };
         let dtype = self.own(index, kind)?.dtype();
         // A GPU's bf16 is f32 on the host.
         Ok((if dtype == DType::U8 { dtype } else { DType::F32 }, length))
@@ -204,8 +204,8 @@ impl Parameters {
 
     /// Those that `rank` of `ranks` holds of a tensor that is sharded.
     pub fn part_of(&self, index: usize, kind: &str, rank: usize, ranks: usize) -> Range<usize> {
-        let own = piece(self.specs[index].element_count(), index, rank, ranks);
-        let by = if BLOCK_STATES.contains(&kind) { CUT } else { 1 };
+        let own = shard_range(self.specs[index].element_count(), index, rank, ranks);
+        let by = if BLOCK_STATES.contains(&kind) { SHARD_ALIGNMENT } else { 1 };
         own.start.div_ceil(by)..own.end.div_ceil(by)
     }
 }
@@ -229,9 +229,9 @@ fn exchanged(mesh: &Mesh, part: &Part, of: impl Fn(usize) -> Range<usize>) -> Re
     let comes = |from: usize| common(&shard_of(from), &wanted);
     let lengths: Vec<usize> = (0..ranks).map(|from| comes(from).len()).collect();
     let came =
-        mesh.start(&format!("experts of {}", part.spec.name), &mesh.everyone(), parts.collect(), &lengths)?;
+        mesh.start(&format!("experts of {}", part.spec.name), &mesh.all_ranks(), parts.collect(), &lengths)?;
     let came = came.wait()?;
-    Ok(in_order(part.index, ranks).map(|from| &came[from][..]).collect::<Vec<_>>().concat())
+    Ok(ranks_in_shard_order(part.index, ranks).map(|from| &came[from][..]).collect::<Vec<_>>().concat())
 }
 
 /// A request of rank 0 to the other ranks while it writes.

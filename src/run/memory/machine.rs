@@ -31,7 +31,7 @@ impl Available {
 /// # Errors
 /// When a process does not come in time.
 pub fn least(mesh: &Mesh, own: Option<Available>) -> Result<Option<Available>> {
-    let all = mesh.all_records("available memory", &own.map(|own| (own.bytes, own.bound)))?;
+    let all = mesh.all_gather_records("available memory", &own.map(|own| (own.bytes, own.bound)))?;
     let least = all.into_iter().flatten().min_by_key(|(bytes, _)| *bytes);
     Ok(least.map(|(bytes, bound)| Available { bytes, bound }))
 }

@@ -16,7 +16,7 @@ pub use remedies::Remedy;
 pub use traffic::Traffic;
 
 use crate::bad_input;
-use crate::dist::piece;
+use crate::dist::shard_range;
 use crate::dist::{PackedWeights, RolloutWeights};
 use crate::learner::OptimizerSettings;
 use crate::learner::batch_runner::side_by_side;
@@ -319,7 +319,7 @@ impl Subject<'_> {
     fn share(&self, learning: &[Learning], bytes: impl Fn(&ParameterSpec, usize) -> u64) -> u64 {
         let of = |rank: usize| -> u64 {
             let here = |spec: &ParameterSpec, index: usize| {
-                piece(spec.element_count(), index, rank, self.processes).len()
+                shard_range(spec.element_count(), index, rank, self.processes).len()
             };
             learning.iter().map(|(index, spec)| bytes(spec, here(spec, *index))).sum()
         };

@@ -83,9 +83,9 @@ impl Subject<'_> {
                 changes.push((format!("train.freeze = [{FROZEN_EXPERTS:?}]"), frozen));
             }
         }
-        if self.processes > 1 && self.packed_weights != PackedWeights::Cut {
-            let subject = Subject { packed_weights: PackedWeights::Cut, ..self.clone() };
-            let change = format!("parallel.packed_weights = \"{}\"", PackedWeights::Cut);
+        if self.processes > 1 && self.packed_weights != PackedWeights::Sharded {
+            let subject = Subject { packed_weights: PackedWeights::Sharded, ..self.clone() };
+            let change = format!("parallel.packed_weights = \"{}\"", PackedWeights::Sharded);
             changes.push((change, MemoryPlan::new(&subject).peak_bytes()));
         }
         if self.processes > 1

@@ -33,7 +33,7 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
         for processes in [1, 2, 4, 8] {
             let mut held = [0; 3];
             for rank in 0..processes {
-                let mesh = Mesh::apart(rank, processes);
+                let mesh = Mesh::disconnected(rank, processes);
                 let drawn = values
                     .iter()
                     .map(|(spec, values)| Ok((spec.clone(), Stored::variable(spec, values.clone())?)));
@@ -190,13 +190,15 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
             preflight.plan.warnings.iter().any(|said| said.contains("parallel.packed_weights = \"cut\""))
         );
         let subject = preflight.subject();
-        assert_eq!(subject.packed_weights, PackedWeights::Cut);
+        assert_eq!(subject.packed_weights, PackedWeights::Sharded);
         // What each process really holds of them.
         let held = |rank: usize| -> u64 {
-            let mesh = Mesh::apart(rank, processes);
+            let mesh = Mesh::disconnected(rank, processes);
             let factors: u64 = (specs.len()..)
                 .zip(&subject.adapter.as_ref().unwrap().specs)
-                .map(|(index, spec)| piece(spec.element_count(), index, rank, processes).len() as u64 * 4)
+                .map(|(index, spec)| {
+                    shard_range(spec.element_count(), index, rank, processes).len() as u64 * 4
+                })
                 .sum();
             let base = specs.iter().zip(subject.forms).enumerate().map(|(index, (spec, form))| {
                 let stored = Stored::frozen(zeros(spec, *form)).sharded(index, &mesh).unwrap();

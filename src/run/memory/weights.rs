@@ -1,7 +1,7 @@
 //! The plan's weights: those that stay, those that are read a layer at a time, and second sets of them.
 
 use super::{AdapterPart, Learning, MemoryPart, Subject, gathered_bytes, plain_bytes};
-use crate::dist::piece;
+use crate::dist::shard_range;
 use crate::dist::{PackedWeights, RolloutWeights};
 use crate::model::config::Form;
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
@@ -69,8 +69,9 @@ impl Subject<'_> {
         let (learning, packed) = (self.ever_learning(), self.packed_pieces());
         let shared = gathered_bytes(&learning) + whole_bytes(&packed);
         let of = |rank: usize| -> u64 {
-            let here =
-                |one: &Pieced| piece(one.bytes() as usize, one.index, rank, self.processes).len() as u64;
+            let here = |one: &Pieced| {
+                shard_range(one.bytes() as usize, one.index, rank, self.processes).len() as u64
+            };
             packed.iter().map(here).sum()
         };
         let packed_share = (0..self.processes).map(of).max().unwrap_or(0);
@@ -79,7 +80,7 @@ impl Subject<'_> {
 
     /// The packed tensors of the policy that the processes hold together.
     pub(super) fn packed_pieces(&self) -> Vec<Pieced> {
-        if self.processes == 1 || !self.intent.learns() || self.packed_weights != PackedWeights::Cut {
+        if self.processes == 1 || !self.intent.learns() || self.packed_weights != PackedWeights::Sharded {
             return vec![];
         }
         let specs = parameter_specs(self.config).into_iter().enumerate();
@@ -127,7 +128,7 @@ impl Subject<'_> {
         let mut specs = parameter_specs(self.config).into_iter().enumerate();
         let is_packed =
             |(index, spec): (usize, ParameterSpec)| spec.is_of_experts() && self.is_packed(&spec, index);
-        let is_cut = self.packed_weights == PackedWeights::Cut;
+        let is_cut = self.packed_weights == PackedWeights::Sharded;
         self.config.family.has_experts && (is_cut || !specs.any(is_packed))
     }
 

@@ -41,7 +41,7 @@ impl Preflight {
                 "memory does not hold all weights in each process while it samples: parallel.rollout_weights = \"{sampling}\""
             ));
         }
-        if asked.packed_weights == PackedWeights::Auto && packed == PackedWeights::Cut {
+        if asked.packed_weights == PackedWeights::Auto && packed == PackedWeights::Sharded {
             self.plan.warnings.push(format!(
                 "memory does not hold all packed weights in each process: parallel.packed_weights = \"{packed}\""
             ));
@@ -54,7 +54,9 @@ impl Preflight {
         let asked = &self.plan.recipe.parallel;
         let subject = self.subject();
         let packed = match asked.packed_weights {
-            PackedWeights::Auto if subject.can_cut_packed() => vec![PackedWeights::Whole, PackedWeights::Cut],
+            PackedWeights::Auto if subject.can_cut_packed() => {
+                vec![PackedWeights::Whole, PackedWeights::Sharded]
+            }
             PackedWeights::Auto => vec![PackedWeights::Whole],
             asked => vec![asked],
         };

@@ -20,7 +20,7 @@ impl Preflight {
         let (recipe, trainable) = (&self.plan.recipe, &self.trainable);
         let placement = match (self.streamed, self.packed_weights) {
             (true, _) => Placement::OnDisk,
-            (false, PackedWeights::Cut) if self.intent.learns() => Placement::Sharded,
+            (false, PackedWeights::Sharded) if self.intent.learns() => Placement::Sharded,
             _ => Placement::Replicated,
         };
         let backend = (&self.mesh, &self.place.device);

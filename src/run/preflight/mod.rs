@@ -74,7 +74,7 @@ impl Preflight {
         checkpoint: Option<&Path>,
         console: &Console,
     ) -> Result<Self> {
-        let threads = Threads::shared(plan.recipe.parallel.threads, mesh.on_cores())?;
+        let threads = Threads::shared(plan.recipe.parallel.threads, mesh.ranks_on_cores())?;
         let mut mistakes = Mistakes(vec![]);
         let host =
             TaskHost { validation_problems_max: plan.recipe.eval.problems_max, console: console.clone() };
@@ -102,7 +102,7 @@ impl Preflight {
         });
         let interpreter = match &task {
             Some(task) if task.uses_python() => {
-                mistakes.note(open_interpreter(&plan.recipe, threads.count(), mesh.on_host()).map(Some))
+                mistakes.note(open_interpreter(&plan.recipe, threads.count(), mesh.ranks_on_host()).map(Some))
             }
             _ => Some(None),
         };

@@ -1,4 +1,5 @@
-//! How processes meet over TCP: one listens, the others connect and show a token that only this run's processes have.
+//! TCP connections between processes. Rank 0 listens; the others connect and send a token that only this
+//! run's processes know.
 
 use anyhow::{Context, Result, bail};
 use std::collections::VecDeque;
@@ -7,28 +8,28 @@ use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 pub(super) const TOKEN_BYTES: usize = 16;
-/// How long ranks may take to connect to each other.
+/// Time limit for the ranks to connect to each other.
 pub(super) const CONNECT_LIMIT: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(10);
-/// A token and a rank.
+/// A greeting: a token and a rank.
 const GREETING_BYTES: usize = TOKEN_BYTES + 8;
-/// How long they may take to come.
+/// Time limit for a greeting to arrive.
 const GREETING_LIMIT: Duration = Duration::from_secs(5);
-/// Connections that have said nothing yet, beside which no more are kept than there are ranks.
-const STRANGERS_MAX: usize = 256;
+/// Most connections without a greeting that are kept; more if there are more ranks.
+const NEW_CONNECTIONS_MAX: usize = 256;
 
-/// What the processes of one run show each other.
+/// A secret that all processes of one run share.
 pub(super) type Token = [u8; TOKEN_BYTES];
 
-/// Takes one connection of every other rank; whoever does not know the token is turned away. All that connect
-/// are heard at once, so that one who says nothing keeps no rank waiting.
+/// Accepts one connection from every other rank and drops connections with another token. It reads all
+/// greetings concurrently, so a silent connection delays no rank.
 ///
 /// # Errors
-/// When a rank does not come within [`CONNECT_LIMIT`].
+/// When a rank does not connect within [`CONNECT_LIMIT`].
 pub(super) fn accept(listener: &TcpListener, token: &Token, ranks: usize) -> Result<Vec<(usize, TcpStream)>> {
     let begun = Instant::now();
     let mut streams: Vec<(usize, TcpStream)> = vec![];
-    let mut strangers: VecDeque<Stranger> = VecDeque::new();
+    let mut new_connections: VecDeque<NewConnection> = VecDeque::new();
     let port = listener.local_addr().context("the port for the other ranks")?.port();
     listener.set_nonblocking(true).context("listening for the other ranks")?;
     while streams.len() + 1 < ranks {
@@ -42,57 +43,57 @@ pub(super) fn accept(listener: &TcpListener, token: &Token, ranks: usize) -> Res
         }
         while let Ok((stream, _)) = listener.accept() {
             if stream.set_nonblocking(true).is_ok() {
-                strangers.push_back(Stranger { stream, begun: Instant::now(), greeting: vec![] });
+                new_connections.push_back(NewConnection { stream, begun: Instant::now(), greeting: vec![] });
             }
-            // A rank speaks at once, so the oldest is none.
-            if strangers.len() > STRANGERS_MAX.max(ranks) {
-                strangers.pop_front();
+            // A rank sends its greeting at once, so the oldest connection is not a rank.
+            if new_connections.len() > NEW_CONNECTIONS_MAX.max(ranks) {
+                new_connections.pop_front();
             }
         }
         let mut silent = VecDeque::new();
-        for mut stranger in strangers {
-            match stranger.listen() {
+        for mut connection in new_connections {
+            match connection.read_greeting() {
                 Some(greeting) => {
                     let (shown, rank) = greeting.split_at(TOKEN_BYTES);
                     let rank = rank.iter().rev().fold(0usize, |sum, &byte| sum << 8 | usize::from(byte));
                     let known = (1..ranks).contains(&rank) && streams.iter().all(|(other, _)| *other != rank);
-                    if shown == token && known && stranger.stream.set_nonblocking(false).is_ok() {
-                        streams.push((rank, stranger.stream));
+                    if shown == token && known && connection.stream.set_nonblocking(false).is_ok() {
+                        streams.push((rank, connection.stream));
                     }
                 }
-                None if stranger.begun.elapsed() < GREETING_LIMIT => silent.push_back(stranger),
+                None if connection.begun.elapsed() < GREETING_LIMIT => silent.push_back(connection),
                 None => {}
             }
         }
-        strangers = silent;
+        new_connections = silent;
         std::thread::sleep(POLL);
     }
     Ok(streams)
 }
 
-/// Who has connected and not said yet who it is.
-struct Stranger {
+/// A connection without a complete greeting.
+struct NewConnection {
     stream: TcpStream,
     begun: Instant,
     greeting: Vec<u8>,
 }
 
-impl Stranger {
-    /// Its token and rank, once both have come.
-    fn listen(&mut self) -> Option<Vec<u8>> {
-        let mut piece = [0; GREETING_BYTES];
-        let room = piece.get_mut(self.greeting.len()..)?;
-        match self.stream.read(room) {
-            Ok(count) if count > 0 => self.greeting.extend_from_slice(room.get(..count)?),
+impl NewConnection {
+    /// Reads what has arrived; returns the greeting once it is complete.
+    fn read_greeting(&mut self) -> Option<Vec<u8>> {
+        let mut buffer = [0; GREETING_BYTES];
+        let rest = buffer.get_mut(self.greeting.len()..)?;
+        match self.stream.read(rest) {
+            Ok(count) if count > 0 => self.greeting.extend_from_slice(rest.get(..count)?),
             Err(e) if e.kind() == ErrorKind::WouldBlock => {}
-            // It has gone, and is forgotten when its time is over.
+            // The connection is closed; it is dropped at its time limit.
             _ => {}
         }
         (self.greeting.len() == GREETING_BYTES).then(|| std::mem::take(&mut self.greeting))
     }
 }
 
-/// Connects rank `rank` to the leader, which listens at `host` and `port`, or will within `patience`.
+/// Connects rank `rank` to rank 0 at `host` and `port`, and retries for `patience`.
 ///
 /// # Errors
 /// When nobody listens there.
@@ -122,9 +123,9 @@ pub(super) fn join(
 mod tests {
     use super::*;
 
-    /// Each was waited for, 5 s long.
+    /// Rank 0 once waited 5 s for each.
     #[test]
-    fn strangers_that_say_nothing_keep_no_rank_waiting() {
+    fn new_connections_that_say_nothing_keep_no_rank_waiting() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         let token = [7; TOKEN_BYTES];

@@ -1,0 +1,209 @@
+//! Detects that another process is dead or stopped.
+//!
+//! A killed process sends nothing, and MPI would wait for it; but the system closes its sockets. So every
+//! rank holds a connection to rank 0. Both sides send a heartbeat every few seconds, which a stopped process
+//! or an unreachable machine does not.
+
+use super::Mesh;
+use super::tcp::{TOKEN_BYTES, Token, accept, join};
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// Sent on a connection before an orderly end.
+const END: u8 = 1;
+/// Sent by rank 0 before it ends because of another rank. That rank's number follows in 8 bytes.
+const GONE: u8 = 2;
+
+/// The heartbeat, sent every [`BEAT`].
+const ALIVE: u8 = 3;
+const BEAT: Duration = Duration::from_secs(10);
+/// A rank without a message for twice this time is stopped. Twice, as this process itself may have been
+/// stopped.
+const SILENCE: Duration = Duration::from_secs(60);
+
+/// The address where rank 0 listens, and the token of its ranks.
+#[derive(Clone, Default, Serialize, Deserialize)]
+struct Address {
+    host: String,
+    port: u16,
+    token: Token,
+}
+
+/// This process's monitor: a connection to rank 0, or on rank 0 one to every other rank.
+pub(super) struct LivenessMonitor(Arc<Shared>);
+
+/// The part of the monitor that its threads share.
+struct Shared {
+    rank: usize,
+    hosts: Vec<String>,
+    streams: Vec<TcpStream>,
+    stopped: AtomicBool,
+}
+
+impl LivenessMonitor {
+    /// Connects every rank of `mesh` to rank 0 and starts the monitor. `hosts` holds the host of each rank.
+    ///
+    /// # Errors
+    /// When a rank cannot listen or connect.
+    pub fn start(mesh: &Mesh, hosts: &[String]) -> Result<Self> {
+        let host = hosts.get(mesh.rank()).cloned().context("this rank's host")?;
+        let streams = match mesh.is_rank_zero() {
+            true => {
+                let local = hosts.iter().all(|other| *other == host);
+                let interface = if local { Ipv4Addr::LOCALHOST } else { Ipv4Addr::UNSPECIFIED };
+                let listener = TcpListener::bind((interface, 0)).context("listening for the other ranks")?;
+                let port = listener.local_addr().context("the port for the other ranks")?.port();
+                let address = Address { host, port, token: random_token()? };
+                mesh.broadcast("the address of rank 0", &address)?;
+                accept(&listener, &address.token, mesh.ranks())?
+            }
+            false => {
+                let address: Address = mesh.broadcast("the address of rank 0", &Address::default())?;
+                let host = if address.host == host { "127.0.0.1" } else { &address.host };
+                vec![(0, join(host, address.port, &address.token, mesh.rank(), Duration::ZERO)?)]
+            }
+        };
+        let kept = streams.iter().map(|(_, stream)| stream.try_clone());
+        let shared = Arc::new(Shared {
+            rank: mesh.rank(),
+            hosts: hosts.to_vec(),
+            streams: kept
+                .collect::<std::io::Result<_>>()
+                .context("cloning a connection of the liveness monitor")?,
+            stopped: AtomicBool::new(false),
+        });
+        for (other, stream) in streams {
+            let shared = shared.clone();
+            let wait = move || shared.wait_for_end(other, stream);
+            std::thread::Builder::new().name("ranks".into()).spawn(wait).context("starting a thread")?;
+        }
+        let beat_shared = shared.clone();
+        let beat = move || {
+            while !beat_shared.stopped.load(Ordering::Relaxed) {
+                beat_shared.send_all(&[ALIVE]);
+                std::thread::sleep(BEAT);
+            }
+        };
+        std::thread::Builder::new().name("ranks".into()).spawn(beat).context("starting a thread")?;
+        Ok(Self(shared))
+    }
+
+    /// Stops the monitor: from now on other ranks may end.
+    pub fn stop(&self) {
+        self.0.stopped.store(true, Ordering::Relaxed);
+        self.0.send_all(&[END]);
+    }
+}
+
+impl Shared {
+    fn send_all(&self, message: &[u8]) {
+        for mut stream in &self.streams {
+            // A rank that is gone needs no message.
+            let _ = stream.write_all(message);
+        }
+    }
+
+    /// Waits for the end of `other`. After any but an orderly end this process exits at once: its work cannot
+    /// continue.
+    fn wait_for_end(&self, other: usize, stream: TcpStream) {
+        let end = connection_end(stream, SILENCE);
+        if end == End::Orderly || self.stopped.load(Ordering::Relaxed) {
+            return;
+        }
+        let (gone, what) = match end {
+            End::OtherRank(gone) => (gone, "is gone"),
+            End::Silent => (other, "has sent nothing for two minutes, so it is stopped or unreachable"),
+            End::Orderly | End::Closed => (other, "is gone"),
+        };
+        let mut message = vec![GONE];
+        message.extend((gone as u64).to_le_bytes());
+        self.send_all(&message);
+        let line = format!(
+            "error: rank {}: rank {gone} on {} {what}, so this one stops; continue from the last checkpoint with --resume\n",
+            self.rank,
+            self.hosts.get(gone).map_or("?", String::as_str)
+        );
+        // One write, as other ranks write to the same terminal.
+        let _ = std::io::stderr().write_all(line.as_bytes());
+        std::process::exit(i32::from(crate::error::EXIT_FAILED));
+    }
+}
+
+/// How a connection ended.
+#[derive(Debug, PartialEq, Eq)]
+enum End {
+    /// In order.
+    Orderly,
+    /// Because of the death of another rank.
+    OtherRank(usize),
+    Closed,
+    /// It is open, but nothing arrived for twice the time allowed.
+    Silent,
+}
+
+fn connection_end(mut stream: TcpStream, silence: Duration) -> End {
+    // If the time limit cannot be set, the time limit of exchanges still detects a stopped rank.
+    let _ = stream.set_read_timeout(Some(silence));
+    let (mut kind, mut number, mut silences) = ([0], [0; 8], 0);
+    loop {
+        match stream.read(&mut kind) {
+            Ok(1) if kind[0] == ALIVE => silences = 0,
+            Ok(1) if kind[0] == END => return End::Orderly,
+            Ok(1) if kind[0] == GONE && stream.read_exact(&mut number).is_ok() => {
+                return End::OtherRank(u64::from_le_bytes(number) as usize);
+            }
+            Err(e) if e.kind() == ErrorKind::Interrupted => {}
+            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                silences += 1;
+                if silences == 2 {
+                    return End::Silent;
+                }
+            }
+            _ => return End::Closed,
+        }
+    }
+}
+
+fn random_token() -> Result<Token> {
+    let mut token = [0; TOKEN_BYTES];
+    let mut source = std::fs::File::open("/dev/urandom").context("reading a token from /dev/urandom")?;
+    source.read_exact(&mut token).context("reading a token from /dev/urandom")?;
+    Ok(token)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn send_beats(mut stream: TcpStream, last: &[u8]) -> Option<TcpStream> {
+        for _ in 0..10 {
+            stream.write_all(&[ALIVE]).unwrap();
+            std::thread::sleep(Duration::from_millis(40));
+        }
+        stream.write_all(last).unwrap();
+        Some(stream)
+    }
+
+    /// A stopped rank was once noticed only at the time limit of an exchange, 1,800 s by default.
+    #[test]
+    fn a_rank_that_says_nothing_is_told_from_one_that_is_there_and_one_that_is_gone() {
+        let silence = Duration::from_millis(100);
+        let of = |work: fn(TcpStream) -> Option<TcpStream>| {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let there = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let rank = std::thread::spawn(move || work(there));
+            let end = connection_end(listener.accept().unwrap().0, silence);
+            drop(rank.join());
+            end
+        };
+        assert_eq!(of(|stream| send_beats(stream, &[END])), End::Orderly);
+        assert_eq!(of(|stream| send_beats(stream, &[GONE, 5, 0, 0, 0, 0, 0, 0, 0])), End::OtherRank(5));
+        assert_eq!(of(|stream| send_beats(stream, &[]).and(None)), End::Closed);
+        assert_eq!(of(Some), End::Silent);
+    }
+}
