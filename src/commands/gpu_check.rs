@@ -13,7 +13,6 @@ mod oracle;
 mod peers;
 mod primitives;
 mod problem;
-mod row_ops;
 mod seeded;
 mod speed;
 mod speed_ops;
@@ -122,7 +121,6 @@ pub fn run(args: &GpuCheckArgs) -> Result<u8> {
             Part::Facts => facts::run(gpu, &mut verdicts)?,
             Part::Oracle => {
                 oracle::run(&device, args.small, &mut verdicts);
-                row_ops::run(&device, args.small, &mut verdicts);
                 model_ops::run(&device, args.small, &mut verdicts);
             }
             Part::Links => links::run(&device, args.small, &mut verdicts),

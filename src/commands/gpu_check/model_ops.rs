@@ -2,7 +2,6 @@
 //! same numbers, and a row's bits.
 
 use super::Verdicts;
-use super::row_ops::{floats, numbers};
 use crate::ops::adamw_8bit::{BLOCK, Moment, adamw_8bit};
 use crate::ops::graph::differentiate;
 use crate::ops::logits::Sampling;
@@ -11,8 +10,10 @@ use crate::ops::parameter::GradientSink;
 use crate::ops::rope::{RopeTable, Rotation};
 use crate::ops::weight::Weight;
 use crate::ops::{self, Dispatch, Parameter};
+use crate::random::{Purpose, stream};
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor, Var};
+use rand::Rng;
 use std::slice::from_ref;
 use std::sync::Arc;
 
@@ -58,6 +59,17 @@ fn by_row(name: &str, x: &Tensor, rule: Rule) -> Result<Output> {
 
 fn over_rows(name: &str, x: &Tensor, rule: Rule) -> Result<Output> {
     Ok(Output { by_row: false, ..by_row(name, x, rule)? })
+}
+
+/// Numbers that bf16 holds.
+fn numbers(seed: u64, rows: usize, width: usize, size: f32) -> Result<Tensor> {
+    let mut rng = stream(seed, Purpose::Evaluation, &[]);
+    let values: Vec<f32> = (0..rows * width).map(|_| size * rng.random_range(-3.0f32..3.0)).collect();
+    Ok(Tensor::from_vec(values, (rows, width), &Device::Cpu)?.to_dtype(DType::BF16)?)
+}
+
+fn floats(x: &Tensor) -> Result<Vec<f32>> {
+    Ok(x.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
 }
 
 /// The rows an op is given: of `all` those from `first` on.
@@ -261,6 +273,30 @@ fn silu_gated(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     ])
 }
 
+/// The gated unit of GPT-OSS's experts and the norm; many rows are as wide as a model's. Gradients are those of the sum.
+fn swiglu_and_norm(device: &Device, rows: Rows) -> Result<Vec<Output>> {
+    let width = match rows.all {
+        ..=5 => 24,
+        ..=100 => 264,
+        _ => 2880,
+    };
+    let ones = |width: usize| {
+        held(&Tensor::ones((rows.all - rows.first, width), DType::BF16, &Device::Cpu)?, device)
+    };
+    let gated = held(&rows.of(&numbers(1, rows.all, width, 4.0)?)?, device)?;
+    let weight = single(3, Rows { all: 1, first: 0 }, width, device)?.flatten_all()?;
+    let (y, dx) = differentiated(&[gated], &ones(width / 2)?, |x| ops::swiglu(x[0], 7.0, 1.702))?;
+    let inputs = [activations(2, rows, width, device)?, weight];
+    let (normed, of_norm) = differentiated(&inputs, &ones(width)?, |x| ops::rms_norm(x[0], x[1], 1e-5))?;
+    Ok(vec![
+        by_row("swiglu y", &y, ONCE)?,
+        by_row("rms_norm y", &normed, ONCE)?,
+        by_row("swiglu dx", &dx[0], ONCE)?,
+        by_row("rms_norm dx", &of_norm[0], ONCE)?,
+        over_rows("rms_norm dweight", &of_norm[1], ONCE)?,
+    ])
+}
+
 /// Training's log-probabilities, and the sampler's draws from the same logits.
 fn head(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let (width, vocabulary, temperature) = (16, 37, 0.8);
@@ -358,13 +394,14 @@ fn optimizers(device: &Device, rows: Rows) -> Result<Vec<Output>> {
 }
 
 type Run = fn(&Device, Rows) -> Result<Vec<Output>>;
-const OPS: [(&str, Run); 8] = [
+const OPS: [(&str, Run); 9] = [
     ("linear", linear),
     ("experts", experts),
     ("router and load balance", router),
     ("rope", rope),
     ("embedding", embedding),
     ("silu_gated", silu_gated),
+    ("swiglu and rms_norm", swiglu_and_norm),
     ("head and sampling", head),
     ("optimizers", optimizers),
 ];

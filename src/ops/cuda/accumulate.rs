@@ -2,29 +2,25 @@
 //! that a gradient enters by.
 
 use super::arguments::{Op, output};
-use super::launch::{Addresses, launch};
+use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
-use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, Shape, Tensor};
 
 const OP: Op = Op("parameter");
 const ACCUMULATE: Kernel =
     Kernel { function: "accumulate", file: "accumulate", threads: 256, shared_bytes: 0 };
 
-/// `Accumulate` of `kernels/accumulate.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Params {
-    x: u64,
-    sum: u64,
-    elements: i64,
+kernel_params! {
+    /// `Accumulate` of `kernels/accumulate.cuh`.
+    struct Params {
+        x: u64,
+        sum: u64,
+        elements: i64,
+    }
 }
-
-// SAFETY: plain numbers, laid out as the kernel's struct.
-unsafe impl DeviceRepr for Params {}
 
 /// `x` once more.
 pub(in crate::ops) fn copied(x: DeviceArgument) -> Result<(CudaStorage, Shape)> {

@@ -1,12 +1,11 @@
 //! Tokens to experts and back on the GPU: rows in bf16, weights f32, the plan u32, made and read there.
 
 use super::arguments::{Op, of_storage, output, tensor};
-use super::launch::{Addresses, launch};
+use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
-use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, Shape, Tensor, bail};
 use half::bf16;
 
@@ -24,38 +23,31 @@ const DISPATCH_BACKWARD: Kernel = Kernel { function: "dispatch_backward", ..DISP
 const COMBINE_FORWARD: Kernel = Kernel { function: "combine_forward", ..DISPATCH_FORWARD };
 const COMBINE_BACKWARD: Kernel = Kernel { function: "combine_backward", ..DISPATCH_FORWARD };
 
-/// `SortRoutes` of `kernels/dispatch.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct SortParams {
-    routes: u64,
-    counts: u64,
-    row_of: u64,
-    token_of: u64,
-    starts: u64,
-    pairs: i32,
-    experts: i32,
-    top_k: i32,
-}
+kernel_params! {
+    /// `SortRoutes` of `kernels/dispatch.cuh`.
+    struct SortParams {
+        routes: u64,
+        counts: u64,
+        row_of: u64,
+        token_of: u64,
+        starts: u64,
+        pairs: i32,
+        experts: i32,
+        top_k: i32,
+    }
 
-/// `Dispatch` there.
-#[derive(Clone, Copy, Default)]
-#[repr(C)]
-struct Params {
-    x: u64,
-    dy: u64,
-    weights: u64,
-    rows: u64,
-    out: u64,
-    dweights: u64,
-    width: i32,
-    top_k: i32,
+    /// `Dispatch` there.
+    struct Params {
+        x: u64,
+        dy: u64,
+        weights: u64,
+        rows: u64,
+        out: u64,
+        dweights: u64,
+        width: i32,
+        top_k: i32,
+    }
 }
-
-// SAFETY: plain numbers, laid out as the kernels' structs.
-unsafe impl DeviceRepr for SortParams {}
-// SAFETY: likewise.
-unsafe impl DeviceRepr for Params {}
 
 /// The plan of [`crate::ops::Dispatch`] for `routes [T, K]`, which are trusted to be below `experts`: what they are is not
 /// known here without waiting for the GPU. `[2·T·K + experts + 1]`.

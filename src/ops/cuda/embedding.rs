@@ -1,12 +1,12 @@
 //! Rows and columns that ids name, on the GPU: values in bf16, a table's gradient in f32, changed in place.
 
 use super::arguments::{Op, output, tensor};
-use super::launch::{Addresses, launch};
+use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::embedding::ById;
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::{CudaView, DeviceRepr};
+use candle_core::cuda_backend::cudarc::driver::CudaView;
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{DType, Result, Shape, Tensor, bail};
 use half::bf16;
@@ -23,36 +23,29 @@ const SUM_ROWS: Kernel = Kernel { function: "sum_rows", ..ADD_ROWS };
 /// Elements that a thread takes at a time.
 const VECTOR: usize = 8;
 
-/// `Taken` of `kernels/embedding.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct TakeParams {
-    table: u64,
-    ids: u64,
-    out: u64,
-    tokens: i64,
-    columns: i64,
-    width: i32,
-}
+kernel_params! {
+    /// `Taken` of `kernels/embedding.cuh`.
+    struct TakeParams {
+        table: u64,
+        ids: u64,
+        out: u64,
+        tokens: i64,
+        columns: i64,
+        width: i32,
+    }
 
-/// `SumsById` there.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct SumParams {
-    dy: u64,
-    order: u64,
-    starts: u64,
-    ids: u64,
-    table: u64,
-    out: u64,
-    columns: i64,
-    width: i32,
+    /// `SumsById` there.
+    struct SumParams {
+        dy: u64,
+        order: u64,
+        starts: u64,
+        ids: u64,
+        table: u64,
+        out: u64,
+        columns: i64,
+        width: i32,
+    }
 }
-
-// SAFETY: plain numbers, laid out as the kernels' structs.
-unsafe impl DeviceRepr for TakeParams {}
-// SAFETY: likewise.
-unsafe impl DeviceRepr for SumParams {}
 
 /// Rows `ids`, which exist, of `table`.
 pub(in crate::ops) fn take_rows(table: DeviceArgument, ids: &[u32]) -> Result<(CudaStorage, Shape)> {

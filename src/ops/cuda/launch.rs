@@ -11,6 +11,23 @@ use candle_core::cuda_backend::cudarc::driver::{
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use std::sync::Arc;
 
+/// Declares what kernels take by value: structs of plain numbers, laid out as the kernels' own.
+macro_rules! kernel_params {
+    ($($(#[doc = $doc:literal])* struct $name:ident { $($field:ident: $type:ty,)* })*) => {$(
+        $(#[doc = $doc])*
+        #[derive(Clone, Copy, Default)]
+        #[repr(C)]
+        struct $name {
+            $($field: $type,)*
+        }
+
+        // SAFETY: plain numbers, laid out as the kernel's struct.
+        unsafe impl candle_core::cuda_backend::cudarc::driver::DeviceRepr for $name {}
+    )*};
+}
+
+pub(super) use kernel_params;
+
 /// The kernels of every forward and backward on this device: a function of the device alone, so that no run mixes two.
 ///
 /// # Errors

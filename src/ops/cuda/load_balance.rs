@@ -1,12 +1,12 @@
 //! The auxiliary loss that keeps experts in use, on the GPU: in f32, counts read from the plan where it lies.
 
 use super::arguments::{Op, output, tensor};
-use super::launch::{Addresses, launch};
+use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::load_balance::LoadBalance;
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::{CudaView, DeviceRepr};
+use candle_core::cuda_backend::cudarc::driver::CudaView;
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 
@@ -26,27 +26,24 @@ const BACKWARD: Kernel = Kernel { function: "load_balance_backward", ..ROWS };
 /// Threads of a row.
 const WARP: usize = 32;
 
-/// `LoadBalance` of `kernels/load_balance.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Params {
-    logits: u64,
-    token_of: u64,
-    offsets: u64,
-    holders: u64,
-    fractions: u64,
-    of_rows: u64,
-    loss: u64,
-    dloss: u64,
-    dlogits: u64,
-    rows: i64,
-    experts: i32,
-    tokens: f32,
-    scale: f32,
+kernel_params! {
+    /// `LoadBalance` of `kernels/load_balance.cuh`.
+    struct Params {
+        logits: u64,
+        token_of: u64,
+        offsets: u64,
+        holders: u64,
+        fractions: u64,
+        of_rows: u64,
+        loss: u64,
+        dloss: u64,
+        dlogits: u64,
+        rows: i64,
+        experts: i32,
+        tokens: f32,
+        scale: f32,
+    }
 }
-
-// SAFETY: plain numbers, laid out as the kernels' struct.
-unsafe impl DeviceRepr for Params {}
 
 /// Of which result a launch is.
 enum Wanted {

@@ -1,10 +1,10 @@
 //! The head's rows of logits on the GPU, in f32; their gradient is in bf16, as the products take it.
 
 use super::arguments::Op;
-use super::launch::{Addresses, launch};
+use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::cuda_backend::CudaDevice;
-use candle_core::cuda_backend::cudarc::driver::{CudaView, CudaViewMut, DeviceRepr};
+use candle_core::cuda_backend::cudarc::driver::{CudaView, CudaViewMut};
 use candle_core::{Result, bail};
 use half::bf16;
 
@@ -31,38 +31,31 @@ pub(super) fn check_vocabulary(op: Op, vocabulary: usize) -> Result<()> {
     Ok(())
 }
 
-/// `RowStats` of `kernels/log_prob.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct StatsParams {
-    z: u64,
-    targets: u64,
-    log_sum_exp: u64,
-    entropy: u64,
-    log_prob: u64,
-    vocabulary: i32,
-    inverse_temperature: f32,
-}
+kernel_params! {
+    /// `RowStats` of `kernels/log_prob.cuh`.
+    struct StatsParams {
+        z: u64,
+        targets: u64,
+        log_sum_exp: u64,
+        entropy: u64,
+        log_prob: u64,
+        vocabulary: i32,
+        inverse_temperature: f32,
+    }
 
-/// `LogitsGradient` there.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct GradientParams {
-    z: u64,
-    targets: u64,
-    log_sum_exp: u64,
-    entropy: u64,
-    d_log_prob: u64,
-    d_entropy: u64,
-    dz: u64,
-    vocabulary: i32,
-    inverse_temperature: f32,
+    /// `LogitsGradient` there.
+    struct GradientParams {
+        z: u64,
+        targets: u64,
+        log_sum_exp: u64,
+        entropy: u64,
+        d_log_prob: u64,
+        d_entropy: u64,
+        dz: u64,
+        vocabulary: i32,
+        inverse_temperature: f32,
+    }
 }
-
-// SAFETY: plain numbers, laid out as the kernels' structs.
-unsafe impl DeviceRepr for StatsParams {}
-// SAFETY: likewise.
-unsafe impl DeviceRepr for GradientParams {}
 
 /// The vocabulary of `values` logits in `rows` rows, where what belongs to the rows is as long as they are many.
 fn vocabulary(values: usize, rows: usize, of_rows: &[usize]) -> Result<usize> {

@@ -1,7 +1,7 @@
 //! Updates of weights on the GPU, in place: everything f32 but codes and the weights that a model computes with.
 
 use super::arguments::{Op, output};
-use super::launch::{Addresses, launch};
+use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::adamw_8bit::{BLOCK, Moment};
 use crate::ops::argument::Argument;
 use crate::ops::optimizer::AdamW;
@@ -37,109 +37,80 @@ const CHUNK: usize = 8192;
 /// Blocks of codes that a block of threads takes: four a warp.
 const CODE_BLOCKS: usize = 4 * 256 / 32;
 
-/// `AdamWStep` of `kernels/optimizer.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Step {
-    shrink: f32,
-    one_minus_beta1: f32,
-    beta2: f32,
-    one_minus_beta2: f32,
-    rate: f32,
-    root_correction: f32,
-    eps: f32,
-}
+kernel_params! {
+    /// `AdamWStep` of `kernels/optimizer.cuh`.
+    struct Step {
+        shrink: f32,
+        one_minus_beta1: f32,
+        beta2: f32,
+        one_minus_beta2: f32,
+        rate: f32,
+        root_correction: f32,
+        eps: f32,
+    }
 
-/// `AdamW` there.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct AdamWParams {
-    weights: u64,
-    first: u64,
-    second: u64,
-    gradient: u64,
-    count: i64,
-    step: Step,
-}
+    /// `AdamW` there.
+    struct AdamWParams {
+        weights: u64,
+        first: u64,
+        second: u64,
+        gradient: u64,
+        count: i64,
+        step: Step,
+    }
 
-/// `Sgd` there.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct SgdParams {
-    weights: u64,
-    gradient: u64,
-    count: i64,
-    shrink: f32,
-    rate: f32,
-}
+    /// `Sgd` there.
+    struct SgdParams {
+        weights: u64,
+        gradient: u64,
+        count: i64,
+        shrink: f32,
+        rate: f32,
+    }
 
-/// `Momentum` there.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct MomentumParams {
-    buffer: u64,
-    gradient: u64,
-    count: i64,
-    momentum: f32,
-}
+    /// `Momentum` there.
+    struct MomentumParams {
+        buffer: u64,
+        gradient: u64,
+        count: i64,
+        momentum: f32,
+    }
 
-/// `Scale` there.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct ScaleParams {
-    x: u64,
-    count: i64,
-    factor: f32,
-}
+    /// `Scale` there.
+    struct ScaleParams {
+        x: u64,
+        count: i64,
+        factor: f32,
+    }
 
-/// `RoundToBf16` there.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct RoundParams {
-    x: u64,
-    out: u64,
-    count: i64,
-}
+    /// `RoundToBf16` there.
+    struct RoundParams {
+        x: u64,
+        out: u64,
+        count: i64,
+    }
 
-/// `SumOfSquares` there.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct SumParams {
-    x: u64,
-    parts: u64,
-    sum: u64,
-    count: i64,
-}
+    /// `SumOfSquares` there.
+    struct SumParams {
+        x: u64,
+        parts: u64,
+        sum: u64,
+        count: i64,
+    }
 
-/// `AdamW8Bit` there.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct AdamW8BitParams {
-    maps: u64,
-    weights: u64,
-    first_codes: u64,
-    first_scales: u64,
-    second_codes: u64,
-    second_scales: u64,
-    gradient: u64,
-    count: i64,
-    step: Step,
+    /// `AdamW8Bit` there.
+    struct AdamW8BitParams {
+        maps: u64,
+        weights: u64,
+        first_codes: u64,
+        first_scales: u64,
+        second_codes: u64,
+        second_scales: u64,
+        gradient: u64,
+        count: i64,
+        step: Step,
+    }
 }
-
-// SAFETY: plain numbers, laid out as the kernels' structs.
-unsafe impl DeviceRepr for AdamWParams {}
-// SAFETY: likewise.
-unsafe impl DeviceRepr for SgdParams {}
-// SAFETY: likewise.
-unsafe impl DeviceRepr for MomentumParams {}
-// SAFETY: likewise.
-unsafe impl DeviceRepr for ScaleParams {}
-// SAFETY: likewise.
-unsafe impl DeviceRepr for RoundParams {}
-// SAFETY: likewise.
-unsafe impl DeviceRepr for SumParams {}
-// SAFETY: likewise.
-unsafe impl DeviceRepr for AdamW8BitParams {}
 
 impl From<&AdamW> for Step {
     fn from(step: &AdamW) -> Self {

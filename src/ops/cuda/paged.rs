@@ -1,13 +1,13 @@
 //! Attention over a key-value cache in pages on the GPU: prefill in chunks and decode, by the forward that trains.
 
 use super::arguments::tensor;
-use super::launch::{Addresses, kernel_set, launch};
+use super::launch::{Addresses, kernel_params, kernel_set, launch};
 use super::sink_attention::{Inputs, OP, Outputs, Prepared};
 use crate::ops::pages::{CopiedRows, PagedSequence, Pages, page_table};
 use crate::ops::sink_attention::Attention;
 use crate::ops::sink_attention::kernels::{BLOCK_KEYS, HEAD_DIM, Kernel, KernelSet};
 use crate::ops::sink_attention::plan::{LaunchSequences, check_attention};
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DeviceRepr};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result, Tensor, bail};
 use half::bf16;
@@ -184,18 +184,15 @@ pub(super) fn accounts<'a>(sequences: &'a mut [&mut KvPages]) -> Vec<&'a mut Pag
     sequences.iter_mut().map(|sequence| &mut sequence.sequence).collect()
 }
 
-/// `KvAppend` of `kernels/kv_append.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct KvAppendParams {
-    rows: u64,
-    cache: u64,
-    places: u64,
-    row_vectors: i32,
+kernel_params! {
+    /// `KvAppend` of `kernels/kv_append.cu`.
+    struct KvAppendParams {
+        rows: u64,
+        cache: u64,
+        places: u64,
+        row_vectors: i32,
+    }
 }
-
-// SAFETY: plain numbers, laid out as the kernel's struct.
-unsafe impl DeviceRepr for KvAppendParams {}
 
 const KV_APPEND: Kernel = Kernel { function: "kv_append", file: "kv_append", threads: 128, shared_bytes: 0 };
 /// Elements of 16 bytes, what a thread moves at a time.

@@ -1,23 +1,19 @@
 //! Runs the small kernels of `kernels/primitive_checks.cu`, each of which shows what some machine instructions do.
 
-use super::launch::{Addresses, launch};
+use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::cuda_backend::CudaDevice;
-use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{Result, bail};
 
-/// `CheckBuffers` of the kernels.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct CheckBuffers {
-    input: u64,
-    output: u64,
-    input_words: i32,
-    output_words: i32,
+kernel_params! {
+    /// `CheckBuffers` of the kernels.
+    struct CheckBuffers {
+        input: u64,
+        output: u64,
+        input_words: i32,
+        output_words: i32,
+    }
 }
-
-// SAFETY: plain numbers, laid out as the kernels' struct.
-unsafe impl DeviceRepr for CheckBuffers {}
 
 /// Bytes of shared memory of every check.
 const SHARED_BYTES: usize = 48 << 10;

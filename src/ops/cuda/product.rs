@@ -4,7 +4,7 @@
 //! packed as MXFP4: the bits are those of the product by the decoded one.
 
 use super::arguments::{Op, output, tensor};
-use super::launch::{Addresses, launch};
+use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::packed::PackedMatrix;
 use crate::ops::sink_attention::kernels::Kernel;
@@ -58,26 +58,23 @@ const BIAS_GRADIENT: Kernel = kernel("product_bias_gradient", 512, 16 * BIAS_COL
 /// Rows a group up to which narrow tiles are taken. The choice changes no bit.
 const NARROW_ROWS_MAX: usize = 64;
 
-/// `Product` of `kernels/product.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Params {
-    x: u64,
-    weight: u64,
-    bias: u64,
-    addend: u64,
-    dy: u64,
-    out: u64,
-    starts: u64,
-    rows: i32,
-    k: i32,
-    n: i32,
-    groups: i32,
-    scale: f32,
+kernel_params! {
+    /// `Product` of `kernels/product.cuh`.
+    struct Params {
+        x: u64,
+        weight: u64,
+        bias: u64,
+        addend: u64,
+        dy: u64,
+        out: u64,
+        starts: u64,
+        rows: i32,
+        k: i32,
+        n: i32,
+        groups: i32,
+        scale: f32,
+    }
 }
-
-// SAFETY: plain numbers, laid out as the kernels' struct.
-unsafe impl DeviceRepr for Params {}
 
 /// `rows` rows, by matrices `[k, n]`, one or `groups` of them.
 #[derive(Clone, Copy)]

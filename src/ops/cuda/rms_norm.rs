@@ -1,12 +1,11 @@
 //! Root-mean-square norm on the GPU: `x [T, H]` in bf16, `w [H]` in f32.
 
 use super::arguments::{Op, output, tensor};
-use super::launch::{Addresses, launch};
+use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
-use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, Shape, Tensor};
 use half::bf16;
 
@@ -21,36 +20,29 @@ const WEIGHT_SUM: Kernel = Kernel { function: "rms_norm_weight_sum", ..WEIGHT };
 /// Rows whose part of the weight's gradient one block adds up.
 const CHUNK_ROWS: usize = 64;
 
-/// `RmsNorm` of `kernels/row_ops.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Params {
-    x: u64,
-    weight: u64,
-    dy: u64,
-    out: u64,
-    inverse_rms: u64,
-    width: i32,
-    eps: f32,
-}
+kernel_params! {
+    /// `RmsNorm` of `kernels/row_ops.cuh`.
+    struct Params {
+        x: u64,
+        weight: u64,
+        dy: u64,
+        out: u64,
+        inverse_rms: u64,
+        width: i32,
+        eps: f32,
+    }
 
-/// `RmsNormWeight` there.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct WeightParams {
-    x: u64,
-    dy: u64,
-    inverse_rms: u64,
-    parts: u64,
-    dweight: u64,
-    rows: i64,
-    width: i32,
+    /// `RmsNormWeight` there.
+    struct WeightParams {
+        x: u64,
+        dy: u64,
+        inverse_rms: u64,
+        parts: u64,
+        dweight: u64,
+        rows: i64,
+        width: i32,
+    }
 }
-
-// SAFETY: plain numbers, laid out as the kernels' structs.
-unsafe impl DeviceRepr for Params {}
-// SAFETY: likewise.
-unsafe impl DeviceRepr for WeightParams {}
 
 /// `y`.
 pub(in crate::ops) fn rms_norm_forward(
@@ -71,11 +63,10 @@ pub(in crate::ops) fn rms_norm_forward(
         let params = Params {
             x: at.read(&xs),
             weight: at.read(&weights),
-            dy: 0,
             out: at.write(&mut out),
-            inverse_rms: 0,
             width: width as i32,
             eps,
+            ..Params::default()
         };
         // SAFETY: all live past the launch, and a block stays in its row.
         unsafe { launch(device, &FORWARD, &params, rows)? };

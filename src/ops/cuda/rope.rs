@@ -1,12 +1,11 @@
 //! Rotary position embedding on the GPU: heads in bf16, the table in f32.
 
 use super::arguments::{Op, output, tensor};
-use super::launch::{Addresses, launch};
+use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::rope::Rotation;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use half::bf16;
@@ -16,27 +15,24 @@ const ROPE: Kernel = Kernel { function: "rope", file: "rope", threads: 256, shar
 /// Pairs that a thread takes.
 const VECTOR: usize = 8;
 
-/// `Rope` of `kernels/rope.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Params {
-    x: u64,
-    values: u64,
-    out: u64,
-    values_out: u64,
-    cosines: u64,
-    sines: u64,
-    positions: u64,
-    rows: i64,
-    heads: i32,
-    half: i32,
-    x_stride: i32,
-    out_stride: i32,
-    direction: f32,
+kernel_params! {
+    /// `Rope` of `kernels/rope.cuh`.
+    struct Params {
+        x: u64,
+        values: u64,
+        out: u64,
+        values_out: u64,
+        cosines: u64,
+        sines: u64,
+        positions: u64,
+        rows: i64,
+        heads: i32,
+        half: i32,
+        x_stride: i32,
+        out_stride: i32,
+        direction: f32,
+    }
 }
-
-// SAFETY: plain numbers, laid out as the kernel's struct.
-unsafe impl DeviceRepr for Params {}
 
 /// Addresses of rows: of what is rotated, and of what is copied along, or 0; both `stride` elements from row to row.
 struct Rows {

@@ -1,12 +1,11 @@
 //! The router's choice on the GPU: logits and weights in f32, routes in u32.
 
 use super::arguments::{Op, output, tensor};
-use super::launch::{Addresses, launch};
+use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
-use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, Shape, Tensor};
 
 const ROUTE_OP: Op = Op("route");
@@ -17,35 +16,28 @@ const BACKWARD: Kernel = Kernel { function: "top_k_softmax_backward", ..ROUTE };
 /// Threads of a token where experts are chosen.
 const WARP: usize = 32;
 
-/// `Route` of `kernels/router.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct RouteParams {
-    logits: u64,
-    routes: u64,
-    tokens: i64,
-    experts: i32,
-    top_k: i32,
-}
+kernel_params! {
+    /// `Route` of `kernels/router.cuh`.
+    struct RouteParams {
+        logits: u64,
+        routes: u64,
+        tokens: i64,
+        experts: i32,
+        top_k: i32,
+    }
 
-/// `TopKSoftmax` there.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct SoftmaxParams {
-    logits: u64,
-    routes: u64,
-    dweights: u64,
-    weights: u64,
-    dlogits: u64,
-    tokens: i64,
-    experts: i32,
-    top_k: i32,
+    /// `TopKSoftmax` there.
+    struct SoftmaxParams {
+        logits: u64,
+        routes: u64,
+        dweights: u64,
+        weights: u64,
+        dlogits: u64,
+        tokens: i64,
+        experts: i32,
+        top_k: i32,
+    }
 }
-
-// SAFETY: plain numbers, laid out as the kernels' structs.
-unsafe impl DeviceRepr for RouteParams {}
-// SAFETY: likewise.
-unsafe impl DeviceRepr for SoftmaxParams {}
 
 /// The `top_k` experts of each token; no more than there are, and these fewer than 2^16, as the caller has checked.
 pub(in crate::ops) fn route(logits: DeviceArgument, top_k: usize) -> Result<(CudaStorage, Shape)> {
@@ -90,12 +82,11 @@ pub(in crate::ops) fn top_k_softmax_forward(
         let params = SoftmaxParams {
             logits: at.read(&values),
             routes: at.read(&routes),
-            dweights: 0,
             weights: at.write(&mut weights),
-            dlogits: 0,
             tokens: tokens as i64,
             experts: experts as i32,
             top_k: top_k as i32,
+            ..SoftmaxParams::default()
         };
         // SAFETY: all live past the launch; the kernel reads no logit that a row has not.
         unsafe { launch(device, &FORWARD, &params, tokens.div_ceil(FORWARD.threads))? };

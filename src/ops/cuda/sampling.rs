@@ -1,12 +1,11 @@
 //! Tokens drawn from logits on the GPU, and log-probabilities of tokens: both alone reach the host, in one copy.
 
 use super::arguments::{Op, output};
-use super::launch::{Addresses, launch};
+use super::launch::{Addresses, kernel_params, launch};
 use super::log_prob::check_vocabulary;
 use crate::ops::logits::Drawn;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, Tensor, bail};
 
 const OP: Op = Op("sampling");
@@ -25,35 +24,28 @@ const LOG_PROBS: Kernel =
 /// In place of a token, where the row is no distribution.
 const NO_TOKEN: u32 = u32::MAX;
 
-/// `Draws` of `kernels/sampling.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct DrawParams {
-    z: u64,
-    log_sum_exp: u64,
-    rows: u64,
-    uniforms: u64,
-    drawn: u64,
-    vocabulary: i32,
-}
+kernel_params! {
+    /// `Draws` of `kernels/sampling.cuh`.
+    struct DrawParams {
+        z: u64,
+        log_sum_exp: u64,
+        rows: u64,
+        uniforms: u64,
+        drawn: u64,
+        vocabulary: i32,
+    }
 
-/// `LogProbs` there.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct LogProbParams {
-    z: u64,
-    log_sum_exp: u64,
-    rows: u64,
-    tokens: u64,
-    log_probs: u64,
-    count: i64,
-    vocabulary: i32,
+    /// `LogProbs` there.
+    struct LogProbParams {
+        z: u64,
+        log_sum_exp: u64,
+        rows: u64,
+        tokens: u64,
+        log_probs: u64,
+        count: i64,
+        vocabulary: i32,
+    }
 }
-
-// SAFETY: plain numbers, laid out as the kernels' structs.
-unsafe impl DeviceRepr for DrawParams {}
-// SAFETY: likewise.
-unsafe impl DeviceRepr for LogProbParams {}
 
 /// The rows of the asked as the kernels take them, each below `rows`.
 fn checked_rows<A>(asked: &[(usize, A)], rows: usize) -> Result<Vec<u32>> {

@@ -1,12 +1,11 @@
 //! The plain gated unit on the GPU: `gate` and `up`, `[R, I]` each, and `y` in bf16.
 
 use super::arguments::{Op, output, tensor};
-use super::launch::{Addresses, launch};
+use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
-use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, Shape, Tensor};
 use half::bf16;
 
@@ -17,20 +16,17 @@ const BACKWARD: Kernel = Kernel { function: "silu_gated_backward", ..FORWARD };
 /// Elements that a thread takes.
 const VECTOR: usize = 8;
 
-/// `SiluGated` of `kernels/silu_gated.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Params {
-    gate: u64,
-    up: u64,
-    dy: u64,
-    out: u64,
-    dup: u64,
-    elements: i64,
+kernel_params! {
+    /// `SiluGated` of `kernels/silu_gated.cuh`.
+    struct Params {
+        gate: u64,
+        up: u64,
+        dy: u64,
+        out: u64,
+        dup: u64,
+        elements: i64,
+    }
 }
-
-// SAFETY: plain numbers, laid out as the kernels' struct.
-unsafe impl DeviceRepr for Params {}
 
 /// `y`.
 pub(in crate::ops) fn silu_gated_forward(
@@ -50,10 +46,9 @@ pub(in crate::ops) fn silu_gated_forward(
         let params = Params {
             gate: at.read(&gates),
             up: at.read(&ups),
-            dy: 0,
             out: at.write(&mut out),
-            dup: 0,
             elements: elements as i64,
+            ..Params::default()
         };
         // SAFETY: all live past the launch and have that many elements.
         unsafe { launch(device, &FORWARD, &params, elements.div_ceil(FORWARD.threads * VECTOR))? };

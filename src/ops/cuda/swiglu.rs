@@ -1,11 +1,11 @@
 //! GPT-OSS's gated unit on the GPU: `x [R, 2I]` and `y [R, I]` in bf16.
 
 use super::arguments::{Op, output, tensor};
-use super::launch::{Addresses, launch};
+use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DeviceRepr};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView};
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{DType, Result, Shape, Tensor};
 use half::bf16;
@@ -16,20 +16,17 @@ const BACKWARD: Kernel = Kernel { function: "swiglu_backward", ..FORWARD };
 /// Pairs that a thread takes.
 const VECTOR: usize = 8;
 
-/// `Swiglu` of `kernels/row_ops.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Params {
-    x: u64,
-    dy: u64,
-    out: u64,
-    pairs: i64,
-    limit: f32,
-    alpha: f32,
+kernel_params! {
+    /// `Swiglu` of `kernels/row_ops.cuh`.
+    struct Params {
+        x: u64,
+        dy: u64,
+        out: u64,
+        pairs: i64,
+        limit: f32,
+        alpha: f32,
+    }
 }
-
-// SAFETY: plain numbers, laid out as the kernel's struct.
-unsafe impl DeviceRepr for Params {}
 
 /// Runs `kernel` on all pairs; it writes `out_elements`.
 fn run(
