@@ -277,7 +277,7 @@ fn silu_gated(device: &Device, rows: Rows) -> Result<Vec<Output>> {
 fn swiglu_and_norm(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let width = match rows.all {
         ..=5 => 24,
-        ..=100 => 264,
+        6..=100 => 264,
         _ => 2880,
     };
     let ones = |width: usize| {

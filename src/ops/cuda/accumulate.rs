@@ -5,9 +5,8 @@ use super::arguments::{Op, output};
 use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
-use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
-use candle_core::{DType, Result, Shape, Tensor};
+use candle_core::{Result, Shape, Tensor};
 
 const OP: Op = Op("parameter");
 const ACCUMULATE: Kernel =
@@ -24,9 +23,7 @@ kernel_params! {
 
 /// `x` once more.
 pub(in crate::ops) fn copied(x: DeviceArgument) -> Result<(CudaStorage, Shape)> {
-    OP.check("the values", x, DType::F32, x.1.dims())?;
-    let device = x.0.device();
-    let values = OP.view::<f32>(x.0, x.1)?;
+    let (values, device) = OP.input::<f32>("the values", x, x.1.dims())?;
     let mut copy = output::<f32>(device, values.len())?;
     if !values.is_empty() {
         device.memcpy_dtod(&values, &mut copy)?;
@@ -37,8 +34,7 @@ pub(in crate::ops) fn copied(x: DeviceArgument) -> Result<(CudaStorage, Shape)> 
 /// `sum += x`, in place.
 pub(in crate::ops) fn add_tensor(sum: &Tensor, x: &Tensor) -> Result<()> {
     let opened = x.storage_and_layout();
-    let x = OP.on_gpu("the gradient", &opened, DType::F32, sum.dims())?;
-    let x = OP.view::<f32>(x.0, x.1)?;
+    let (x, _) = OP.opened::<f32>("the gradient", &opened, sum.dims())?;
     if x.is_empty() {
         return Ok(());
     }

@@ -6,7 +6,9 @@ use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, CudaViewMut, DeviceRepr};
 use candle_core::cuda_backend::{CudaDType, CudaDevice, CudaStorage};
 use candle_core::op::BackpropOp;
-use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Shape, Storage, StorageRef, Tensor, bail};
+use candle_core::{
+    CpuStorage, DType, InplaceOp1, Layout, Result, Shape, Storage, StorageRef, Tensor, WithDType, bail,
+};
 use std::cell::Cell;
 use std::marker::PhantomData;
 
@@ -50,6 +52,27 @@ impl Op {
         };
         self.check(name, (storage, layout), dtype, shape)?;
         Ok((storage, layout))
+    }
+
+    /// The elements of a forward's argument, checked, and the device that they lie on.
+    pub fn input<'a, T: CudaDType + WithDType>(
+        self,
+        name: &str,
+        argument: DeviceArgument<'a>,
+        shape: &[usize],
+    ) -> Result<(CudaView<'a, T>, &'a CudaDevice)> {
+        self.check(name, argument, T::DTYPE, shape)?;
+        Ok((self.view(argument.0, argument.1)?, argument.0.device()))
+    }
+
+    /// The elements of an opened tensor on the GPU, checked, and the device that they lie on.
+    pub fn opened<'a, T: CudaDType + WithDType>(
+        self,
+        name: &str,
+        opened: &'a (StorageRef<'_>, &Layout),
+        shape: &[usize],
+    ) -> Result<(CudaView<'a, T>, &'a CudaDevice)> {
+        self.input(name, self.on_gpu(name, opened, T::DTYPE, shape)?, shape)
     }
 
     /// The elements of a storage that a layout, which was checked, is over.

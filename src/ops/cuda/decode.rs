@@ -147,8 +147,7 @@ impl DecodeBatch {
 /// When they are not of one shape, or not on the GPU.
 pub fn overwrite(to: &Tensor, from: &Tensor) -> Result<()> {
     let opened = from.storage_and_layout();
-    let from = OP.on_gpu("the rows", &opened, DType::BF16, to.dims())?;
-    let from = OP.view::<bf16>(from.0, from.1)?;
+    let (from, _) = OP.opened::<bf16>("the rows", &opened, to.dims())?;
     OP.edit::<bf16, ()>(to, |device, to| device.cuda_stream().memcpy_dtod(&from, to).w())
 }
 

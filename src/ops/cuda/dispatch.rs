@@ -4,7 +4,6 @@ use super::arguments::{Op, of_storage, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
-use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
 use candle_core::{DType, Result, Shape, Tensor, bail};
 use half::bf16;
@@ -54,13 +53,11 @@ kernel_params! {
 pub(in crate::ops) fn sort_by_expert(routes: DeviceArgument, experts: usize) -> Result<(CudaStorage, Shape)> {
     const OP: Op = Op("sort_by_expert");
     let (tokens, top_k) = routes.1.shape().dims2()?;
-    OP.check("the routes", routes, DType::U32, &[tokens, top_k])?;
+    let (view, device) = OP.input::<u32>("the routes", routes, &[tokens, top_k])?;
     let pairs = tokens * top_k;
     if pairs > i32::MAX as usize {
         bail!("dispatch: {tokens} tokens of {top_k} slots on a GPU; take smaller batches");
     }
-    let device = routes.0.device();
-    let view = OP.view::<u32>(routes.0, routes.1)?;
     let len = 2 * pairs + experts + 1;
     let mut plan = device.alloc_zeros::<u32>(len)?;
     if pairs > 0 {
@@ -103,12 +100,10 @@ struct Operands<'a> {
 fn run(op: Op, kernel: &Kernel, operands: &Operands, blocks: usize) -> Result<CudaStorage> {
     let Operands { x, weights, rows, top_k } = *operands;
     let width = x.1.shape().dims2()?.1;
-    op.check("x", x, DType::BF16, x.1.dims())?;
+    let (xs, device) = op.input::<bf16>("x", x, x.1.dims())?;
     op.check_width(width)?;
     let opened = rows.storage_and_layout();
-    let rows = op.on_gpu("the plan", &opened, DType::U32, rows.dims())?;
-    let device = x.0.device();
-    let (xs, rows) = (op.view::<bf16>(x.0, x.1)?, op.view::<u32>(rows.0, rows.1)?);
+    let (rows, _) = op.opened::<u32>("the plan", &opened, rows.dims())?;
     if let Some(weights) = weights {
         op.check("the weights", weights, DType::F32, &[blocks, top_k])?;
     }
@@ -169,14 +164,11 @@ pub(in crate::ops) fn combine_backward(
     const OP: Op = Op("combine");
     let ((rows, width), (tokens, top_k)) = (x.dims2()?, weights.dims2()?);
     let opened = [x, weights, dy, row_of].map(Tensor::storage_and_layout);
-    let x = OP.on_gpu("x", &opened[0], DType::BF16, &[tokens * top_k, width])?;
-    let weights = OP.on_gpu("the weights", &opened[1], DType::F32, &[tokens, top_k])?;
-    let dy = OP.on_gpu("the output's gradient", &opened[2], DType::BF16, &[tokens, width])?;
-    let row_of = OP.on_gpu("the plan", &opened[3], DType::U32, &[rows])?;
+    let (x, device) = OP.opened::<bf16>("x", &opened[0], &[tokens * top_k, width])?;
+    let (weights, _) = OP.opened::<f32>("the weights", &opened[1], &[tokens, top_k])?;
+    let (dy, _) = OP.opened::<bf16>("the output's gradient", &opened[2], &[tokens, width])?;
+    let (row_of, _) = OP.opened::<u32>("the plan", &opened[3], &[rows])?;
     OP.check_width(width)?;
-    let device = x.0.device();
-    let (x, dy) = (OP.view::<bf16>(x.0, x.1)?, OP.view::<bf16>(dy.0, dy.1)?);
-    let (weights, row_of) = (OP.view::<f32>(weights.0, weights.1)?, OP.view::<u32>(row_of.0, row_of.1)?);
     let mut dx = output::<bf16>(device, rows * width)?;
     let mut dweights = output::<f32>(device, rows)?;
     if rows > 0 {

@@ -5,10 +5,9 @@ use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::embedding::ById;
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
-use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaView;
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
-use candle_core::{DType, Result, Shape, Tensor, bail};
+use candle_core::{Result, Shape, Tensor, bail};
 use half::bf16;
 
 const OP: Op = Op("rows");
@@ -66,10 +65,8 @@ fn take(
     width: usize,
     columns: usize,
 ) -> Result<(CudaStorage, Shape)> {
-    OP.check("the table", table, DType::BF16, table.1.dims())?;
+    let (values, device) = OP.input::<bf16>("the table", table, table.1.dims())?;
     OP.check_width(width)?;
-    let device = table.0.device();
-    let values = OP.view::<bf16>(table.0, table.1)?;
     let mut out = output::<bf16>(device, ids.len() * width)?;
     if !ids.is_empty() {
         let on_device = device.clone_htod(ids)?;
@@ -110,8 +107,7 @@ fn add(
     (places, width, columns): (usize, usize, usize),
 ) -> Result<()> {
     let opened = dy.storage_and_layout();
-    let dy = OP.on_gpu("the output's gradient", &opened, DType::BF16, &[by_id.order.len(), width])?;
-    let dy = OP.view::<bf16>(dy.0, dy.1)?;
+    let (dy, _) = OP.opened::<bf16>("the output's gradient", &opened, &[by_id.order.len(), width])?;
     OP.edit::<f32, ()>(table, |device, table| {
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
@@ -125,9 +121,7 @@ fn add(
 pub(in crate::ops) fn sum_rows(dy: &Tensor, by_id: &ById, rows: usize) -> Result<Tensor> {
     let width = dy.dims2()?.1;
     let opened = dy.storage_and_layout();
-    let dy = OP.on_gpu("the output's gradient", &opened, DType::BF16, &[by_id.order.len(), width])?;
-    let device = dy.0.device();
-    let dy = OP.view::<bf16>(dy.0, dy.1)?;
+    let (dy, device) = OP.opened::<bf16>("the output's gradient", &opened, &[by_id.order.len(), width])?;
     let mut dx = device.alloc_zeros::<bf16>(rows * width)?;
     let stream = device.cuda_stream();
     let mut at = Addresses::new(&stream);

@@ -78,8 +78,7 @@ pub(in crate::ops) fn head_backward(
     let chunk = device_logits_rows(vocabulary);
     let opened = [h, gradient].map(Tensor::storage_and_layout);
     let of_h = OP.on_gpu("h", &opened[0], DType::BF16, &[rows, width])?;
-    let of_gradient = OP.on_gpu("the output's gradient", &opened[1], DType::F32, &[2, rows])?;
-    let gradient = OP.view::<f32>(of_gradient.0, of_gradient.1)?;
+    let (gradient, _) = OP.opened::<f32>("the output's gradient", &opened[1], &[2, rows])?;
     let device = of_h.0.device();
     let ids = uploaded(device, targets)?;
     // A chunk's gradient of the logits `[m, V]`, of its rows of `h`; then what `use_it` makes of both.

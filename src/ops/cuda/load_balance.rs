@@ -5,7 +5,6 @@ use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::load_balance::LoadBalance;
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
-use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaView;
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
@@ -126,9 +125,7 @@ pub(in crate::ops) fn load_balance_forward(
     logits: DeviceArgument,
 ) -> Result<(CudaStorage, Shape)> {
     let (rows, experts) = logits.1.shape().dims2()?;
-    OP.check("the router logits", logits, DType::F32, &[rows, experts])?;
-    let device = logits.0.device();
-    let values = OP.view::<f32>(logits.0, logits.1)?;
+    let (values, device) = OP.input::<f32>("the router logits", logits, &[rows, experts])?;
     let mut loss = device.alloc_zeros::<f32>(1)?;
     if rows > 0 {
         let mut of_rows = output::<f32>(device, rows)?;
@@ -149,10 +146,8 @@ pub(in crate::ops) fn load_balance_backward(
 ) -> Result<Tensor> {
     let (rows, experts) = logits.dims2()?;
     let opened = [logits, dloss].map(Tensor::storage_and_layout);
-    let logits = OP.on_gpu("the router logits", &opened[0], DType::F32, &[rows, experts])?;
-    let dloss = OP.on_gpu("the loss's gradient", &opened[1], DType::F32, &[])?;
-    let device = logits.0.device();
-    let (logits, dloss) = (OP.view::<f32>(logits.0, logits.1)?, OP.view::<f32>(dloss.0, dloss.1)?);
+    let (logits, device) = OP.opened::<f32>("the router logits", &opened[0], &[rows, experts])?;
+    let (dloss, _) = OP.opened::<f32>("the loss's gradient", &opened[1], &[])?;
     let mut dlogits = output::<f32>(device, rows * experts)?;
     if rows > 0 {
         let stream = device.cuda_stream();

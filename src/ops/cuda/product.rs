@@ -338,9 +338,7 @@ fn input_gradient(
     scale: f32,
 ) -> Result<Tensor> {
     let opened = dy.storage_and_layout();
-    let dy = op.on_gpu("the output's gradient", &opened, DType::BF16, &[sizes.rows, sizes.n])?;
-    let device = dy.0.device();
-    let dy = op.view::<bf16>(dy.0, dy.1)?;
+    let (dy, device) = op.opened::<bf16>("the output's gradient", &opened, &[sizes.rows, sizes.n])?;
     let mut dx = output::<bf16>(device, sizes.rows * sizes.k)?;
     let kernel = match weight {
         Weight::Bf16(_) => &INPUT_GRADIENT,
@@ -378,9 +376,8 @@ pub(in crate::ops) fn add_weight_gradient(
     let op = Op(op);
     let sizes = Sizes::new(op, x.dim(0)?, matrix(sum.dims())?, starts)?;
     let opened = [x, dy].map(Tensor::storage_and_layout);
-    let x = op.on_gpu("x", &opened[0], DType::BF16, &[sizes.rows, sizes.k])?;
-    let dy = op.on_gpu("the output's gradient", &opened[1], DType::BF16, &[sizes.rows, sizes.n])?;
-    let (x, dy) = (op.view::<bf16>(x.0, x.1)?, op.view::<bf16>(dy.0, dy.1)?);
+    let (x, _) = op.opened::<bf16>("x", &opened[0], &[sizes.rows, sizes.k])?;
+    let (dy, _) = op.opened::<bf16>("the output's gradient", &opened[1], &[sizes.rows, sizes.n])?;
     check_sum(op, sum, &sizes.matrix())?;
     let blocks = sizes.groups * sizes.k.div_ceil(WIDE.rows) * sizes.n.div_ceil(WIDE.columns);
     add_to(op, sum, &sizes, starts, (&WEIGHT_GRADIENT, blocks), (Some(&x), &dy))
@@ -397,8 +394,7 @@ pub(in crate::ops) fn add_bias_gradient(
     let (rows, n) = dy.dims2()?;
     let sizes = Sizes::new(op, rows, [1, n], starts)?;
     let opened = dy.storage_and_layout();
-    let dy = op.on_gpu("the output's gradient", &opened, DType::BF16, &[rows, n])?;
-    let dy = op.view::<bf16>(dy.0, dy.1)?;
+    let (dy, _) = op.opened::<bf16>("the output's gradient", &opened, &[rows, n])?;
     check_sum(op, sum, &sizes.vector())?;
     let blocks = sizes.groups * n.div_ceil(BIAS_COLUMNS);
     add_to(op, sum, &sizes, starts, (&BIAS_GRADIENT, blocks), (None, &dy))

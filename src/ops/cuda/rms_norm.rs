@@ -4,9 +4,8 @@ use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
-use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
-use candle_core::{DType, Result, Shape, Tensor};
+use candle_core::{Result, Shape, Tensor};
 use half::bf16;
 
 const OP: Op = Op("rms_norm");
@@ -51,11 +50,9 @@ pub(in crate::ops) fn rms_norm_forward(
     eps: f32,
 ) -> Result<(CudaStorage, Shape)> {
     let (rows, width) = x.1.shape().dims2()?;
-    OP.check("x", x, DType::BF16, &[rows, width])?;
-    OP.check("the weight", weight, DType::F32, &[width])?;
+    let (xs, device) = OP.input::<bf16>("x", x, &[rows, width])?;
+    let (weights, _) = OP.input::<f32>("the weight", weight, &[width])?;
     OP.check_width(width)?;
-    let device = x.0.device();
-    let (xs, weights) = (OP.view::<bf16>(x.0, x.1)?, OP.view::<f32>(weight.0, weight.1)?);
     let mut out = output::<bf16>(device, rows * width)?;
     if rows > 0 {
         let stream = device.cuda_stream();
@@ -82,13 +79,10 @@ pub(in crate::ops) fn rms_norm_backward(
 ) -> Result<(Tensor, Option<Tensor>)> {
     let (rows, width) = x.dims2()?;
     let opened = [x, weight, dy].map(Tensor::storage_and_layout);
-    let x = OP.on_gpu("x", &opened[0], DType::BF16, &[rows, width])?;
-    let weight = OP.on_gpu("the weight", &opened[1], DType::F32, &[width])?;
-    let dy = OP.on_gpu("the output's gradient", &opened[2], DType::BF16, &[rows, width])?;
+    let (x, device) = OP.opened::<bf16>("x", &opened[0], &[rows, width])?;
+    let (weight, _) = OP.opened::<f32>("the weight", &opened[1], &[width])?;
+    let (dy, _) = OP.opened::<bf16>("the output's gradient", &opened[2], &[rows, width])?;
     OP.check_width(width)?;
-    let device = x.0.device();
-    let (x, dy) = (OP.view::<bf16>(x.0, x.1)?, OP.view::<bf16>(dy.0, dy.1)?);
-    let weight = OP.view::<f32>(weight.0, weight.1)?;
     let mut dx = output::<bf16>(device, rows * width)?;
     let mut dweight = device.alloc_zeros::<f32>(if weight_learns { width } else { 0 })?;
     if rows > 0 {

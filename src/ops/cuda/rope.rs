@@ -5,9 +5,8 @@ use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::rope::Rotation;
 use crate::ops::sink_attention::kernels::Kernel;
-use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
-use candle_core::{DType, Device, Result, Shape, Tensor, bail};
+use candle_core::{Device, Result, Shape, Tensor, bail};
 use half::bf16;
 
 const OP: Op = Op("rope");
@@ -89,9 +88,8 @@ unsafe fn run(
     let shape = [2, rotation.table.positions(), half];
     let tensors = [rotation.table.on(&place)?, rotation.positions_on(&place)?];
     let opened = tensors.each_ref().map(Tensor::storage_and_layout);
-    let table = OP.on_gpu("the table", &opened[0], DType::F32, &shape)?;
-    let positions = OP.on_gpu("the positions", &opened[1], DType::U32, &[rows])?;
-    let (table, positions) = (OP.view::<f32>(table.0, table.1)?, OP.view::<u32>(positions.0, positions.1)?);
+    let (table, _) = OP.opened::<f32>("the table", &opened[0], &shape)?;
+    let (positions, _) = OP.opened::<u32>("the positions", &opened[1], &[rows])?;
     let stream = device.cuda_stream();
     let mut at = Addresses::new(&stream);
     let cosines = at.read(&table);
@@ -118,10 +116,8 @@ unsafe fn run(
 /// Rotated `x [T, N·D]`.
 pub(in crate::ops) fn rope_forward(x: DeviceArgument, rotation: &Rotation) -> Result<(CudaStorage, Shape)> {
     let (rows, width) = x.1.shape().dims2()?;
-    OP.check("x", x, DType::BF16, &[rows, width])?;
+    let (xs, device) = OP.input::<bf16>("x", x, &[rows, width])?;
     check(rotation, (rows, width))?;
-    let device = x.0.device();
-    let xs = OP.view::<bf16>(x.0, x.1)?;
     let mut out = output::<bf16>(device, rows * width)?;
     if rows > 0 {
         let stream = device.cuda_stream();
@@ -138,10 +134,8 @@ pub(in crate::ops) fn rope_forward(x: DeviceArgument, rotation: &Rotation) -> Re
 pub(in crate::ops) fn rope_backward(dy: &Tensor, rotation: &Rotation) -> Result<Tensor> {
     let (rows, width) = dy.dims2()?;
     let opened = dy.storage_and_layout();
-    let dy = OP.on_gpu("the output's gradient", &opened, DType::BF16, &[rows, width])?;
+    let (dys, device) = OP.opened::<bf16>("the output's gradient", &opened, &[rows, width])?;
     check(rotation, (rows, width))?;
-    let device = dy.0.device();
-    let dys = OP.view::<bf16>(dy.0, dy.1)?;
     let mut dx = output::<bf16>(device, rows * width)?;
     if rows > 0 {
         let stream = device.cuda_stream();
@@ -161,11 +155,9 @@ pub(in crate::ops) fn rope_keys_forward(
     rotation: &Rotation,
 ) -> Result<(CudaStorage, Shape)> {
     let (rows, width) = k.1.shape().dims2()?;
-    OP.check("k", k, DType::BF16, &[rows, width])?;
-    OP.check("v", v, DType::BF16, &[rows, width])?;
+    let (ks, device) = OP.input::<bf16>("k", k, &[rows, width])?;
+    let (vs, _) = OP.input::<bf16>("v", v, &[rows, width])?;
     check(rotation, (rows, width))?;
-    let device = k.0.device();
-    let (ks, vs) = (OP.view::<bf16>(k.0, k.1)?, OP.view::<bf16>(v.0, v.1)?);
     let mut out = output::<bf16>(device, 2 * rows * width)?;
     if rows > 0 {
         let stream = device.cuda_stream();
@@ -182,10 +174,8 @@ pub(in crate::ops) fn rope_keys_forward(
 pub(in crate::ops) fn rope_keys_backward(dkv: &Tensor, rotation: &Rotation) -> Result<[Tensor; 2]> {
     let (rows, width) = (dkv.dim(0)?, dkv.dim(1)? / 2);
     let opened = dkv.storage_and_layout();
-    let dkv = OP.on_gpu("the output's gradient", &opened, DType::BF16, &[rows, 2 * width])?;
+    let (dkvs, device) = OP.opened::<bf16>("the output's gradient", &opened, &[rows, 2 * width])?;
     check(rotation, (rows, width))?;
-    let device = dkv.0.device();
-    let dkvs = OP.view::<bf16>(dkv.0, dkv.1)?;
     let mut dk = output::<bf16>(device, rows * width)?;
     let mut dv = output::<bf16>(device, rows * width)?;
     if rows > 0 {

@@ -4,9 +4,8 @@ use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
-use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
-use candle_core::{DType, Result, Shape, Tensor};
+use candle_core::{Result, Shape, Tensor};
 
 const ROUTE_OP: Op = Op("route");
 const SOFTMAX_OP: Op = Op("top_k_softmax");
@@ -42,9 +41,7 @@ kernel_params! {
 /// The `top_k` experts of each token; no more than there are, and these fewer than 2^16, as the caller has checked.
 pub(in crate::ops) fn route(logits: DeviceArgument, top_k: usize) -> Result<(CudaStorage, Shape)> {
     let (tokens, experts) = logits.1.shape().dims2()?;
-    ROUTE_OP.check("the logits", logits, DType::F32, &[tokens, experts])?;
-    let device = logits.0.device();
-    let values = ROUTE_OP.view::<f32>(logits.0, logits.1)?;
+    let (values, device) = ROUTE_OP.input::<f32>("the logits", logits, &[tokens, experts])?;
     let mut routes = output::<u32>(device, tokens * top_k)?;
     if tokens * top_k > 0 {
         let stream = device.cuda_stream();
@@ -69,12 +66,9 @@ pub(in crate::ops) fn top_k_softmax_forward(
 ) -> Result<(CudaStorage, Shape)> {
     let (tokens, experts) = logits.1.shape().dims2()?;
     let top_k = routes.dim(1)?;
-    SOFTMAX_OP.check("the logits", logits, DType::F32, &[tokens, experts])?;
+    let (values, device) = SOFTMAX_OP.input::<f32>("the logits", logits, &[tokens, experts])?;
     let opened = routes.storage_and_layout();
-    let routes = SOFTMAX_OP.on_gpu("the routes", &opened, DType::U32, &[tokens, top_k])?;
-    let device = logits.0.device();
-    let values = SOFTMAX_OP.view::<f32>(logits.0, logits.1)?;
-    let routes = SOFTMAX_OP.view::<u32>(routes.0, routes.1)?;
+    let (routes, _) = SOFTMAX_OP.opened::<u32>("the routes", &opened, &[tokens, top_k])?;
     let mut weights = output::<f32>(device, tokens * top_k)?;
     if tokens > 0 {
         let stream = device.cuda_stream();
@@ -103,13 +97,9 @@ pub(in crate::ops) fn top_k_softmax_backward(
 ) -> Result<Tensor> {
     let (tokens, top_k) = weights.dims2()?;
     let opened = [weights, routes, dweights].map(Tensor::storage_and_layout);
-    let weights = SOFTMAX_OP.on_gpu("the weights", &opened[0], DType::F32, &[tokens, top_k])?;
-    let routes = SOFTMAX_OP.on_gpu("the routes", &opened[1], DType::U32, &[tokens, top_k])?;
-    let dweights = SOFTMAX_OP.on_gpu("the weights' gradient", &opened[2], DType::F32, &[tokens, top_k])?;
-    let device = weights.0.device();
-    let weights = SOFTMAX_OP.view::<f32>(weights.0, weights.1)?;
-    let routes = SOFTMAX_OP.view::<u32>(routes.0, routes.1)?;
-    let dweights = SOFTMAX_OP.view::<f32>(dweights.0, dweights.1)?;
+    let (weights, device) = SOFTMAX_OP.opened::<f32>("the weights", &opened[0], &[tokens, top_k])?;
+    let (routes, _) = SOFTMAX_OP.opened::<u32>("the routes", &opened[1], &[tokens, top_k])?;
+    let (dweights, _) = SOFTMAX_OP.opened::<f32>("the weights' gradient", &opened[2], &[tokens, top_k])?;
     let mut dlogits = device.alloc_zeros::<f32>(tokens * experts)?;
     if tokens > 0 {
         let stream = device.cuda_stream();

@@ -5,8 +5,7 @@ use super::launch::{Addresses, kernel_params, launch};
 use super::log_prob::check_vocabulary;
 use crate::ops::logits::Drawn;
 use crate::ops::sink_attention::kernels::Kernel;
-use candle_core::backend::BackendStorage;
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 
 const OP: Op = Op("sampling");
 const THREADS: usize = 1024;
@@ -68,13 +67,11 @@ pub(in crate::ops) fn draw_tokens(
     let asked = checked_rows(draws, rows)?;
     check_vocabulary(OP, vocabulary)?;
     let opened = [z, log_sum_exp].map(Tensor::storage_and_layout);
-    let z = OP.on_gpu("the logits", &opened[0], DType::F32, &[rows, vocabulary])?;
-    let sums = OP.on_gpu("the log-sum-exps", &opened[1], DType::F32, &[rows])?;
+    let (z, device) = OP.opened::<f32>("the logits", &opened[0], &[rows, vocabulary])?;
+    let (sums, _) = OP.opened::<f32>("the log-sum-exps", &opened[1], &[rows])?;
     if draws.is_empty() {
         return Ok(vec![]);
     }
-    let device = z.0.device();
-    let (z, sums) = (OP.view::<f32>(z.0, z.1)?, OP.view::<f32>(sums.0, sums.1)?);
     let uniforms: Vec<f64> = draws.iter().map(|&(_, uniform)| uniform).collect();
     let (asked, uniforms) = (device.clone_htod(&asked)?, device.clone_htod(&uniforms)?);
     let mut drawn = output::<u32>(device, 2 * draws.len())?;
@@ -112,13 +109,11 @@ pub(in crate::ops) fn token_log_probs(
         bail!("logits: token {id} in a vocabulary of {vocabulary}");
     }
     let opened = [z, log_sum_exp].map(Tensor::storage_and_layout);
-    let z = OP.on_gpu("the logits", &opened[0], DType::F32, &[rows, vocabulary])?;
-    let sums = OP.on_gpu("the log-sum-exps", &opened[1], DType::F32, &[rows])?;
+    let (z, device) = OP.opened::<f32>("the logits", &opened[0], &[rows, vocabulary])?;
+    let (sums, _) = OP.opened::<f32>("the log-sum-exps", &opened[1], &[rows])?;
     if tokens.is_empty() {
         return Ok(vec![]);
     }
-    let device = z.0.device();
-    let (z, sums) = (OP.view::<f32>(z.0, z.1)?, OP.view::<f32>(sums.0, sums.1)?);
     let (asked, ids) = (device.clone_htod(&asked)?, device.clone_htod(&ids)?);
     let mut log_probs = output::<f32>(device, tokens.len())?;
     let stream = device.cuda_stream();

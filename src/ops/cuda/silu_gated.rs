@@ -4,9 +4,8 @@ use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
-use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
-use candle_core::{DType, Result, Shape, Tensor};
+use candle_core::{Result, Shape, Tensor};
 use half::bf16;
 
 const OP: Op = Op("silu_gated");
@@ -34,10 +33,8 @@ pub(in crate::ops) fn silu_gated_forward(
     up: DeviceArgument,
 ) -> Result<(CudaStorage, Shape)> {
     let (rows, width) = gate.1.shape().dims2()?;
-    OP.check("gate", gate, DType::BF16, &[rows, width])?;
-    OP.check("up", up, DType::BF16, &[rows, width])?;
-    let device = gate.0.device();
-    let (gates, ups) = (OP.view::<bf16>(gate.0, gate.1)?, OP.view::<bf16>(up.0, up.1)?);
+    let (gates, device) = OP.input::<bf16>("gate", gate, &[rows, width])?;
+    let (ups, _) = OP.input::<bf16>("up", up, &[rows, width])?;
     let elements = rows * width;
     let mut out = output::<bf16>(device, elements)?;
     if elements > 0 {
@@ -60,12 +57,9 @@ pub(in crate::ops) fn silu_gated_forward(
 pub(in crate::ops) fn silu_gated_backward([gate, up, dy]: [&Tensor; 3]) -> Result<[Tensor; 2]> {
     let (rows, width) = gate.dims2()?;
     let opened = [gate, up, dy].map(Tensor::storage_and_layout);
-    let gate = OP.on_gpu("gate", &opened[0], DType::BF16, &[rows, width])?;
-    let up = OP.on_gpu("up", &opened[1], DType::BF16, &[rows, width])?;
-    let dy = OP.on_gpu("the output's gradient", &opened[2], DType::BF16, &[rows, width])?;
-    let device = gate.0.device();
-    let [gate, up, dy] = [gate, up, dy].map(|(storage, layout)| OP.view::<bf16>(storage, layout));
-    let (gate, up, dy) = (gate?, up?, dy?);
+    let (gate, device) = OP.opened::<bf16>("gate", &opened[0], &[rows, width])?;
+    let (up, _) = OP.opened::<bf16>("up", &opened[1], &[rows, width])?;
+    let (dy, _) = OP.opened::<bf16>("the output's gradient", &opened[2], &[rows, width])?;
     let elements = rows * width;
     let mut dgate = output::<bf16>(device, elements)?;
     let mut dup = output::<bf16>(device, elements)?;

@@ -4,10 +4,9 @@ use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
-use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView};
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
-use candle_core::{DType, Result, Shape, Tensor};
+use candle_core::{Result, Shape, Tensor};
 use half::bf16;
 
 const OP: Op = Op("swiglu");
@@ -63,10 +62,9 @@ pub(in crate::ops) fn swiglu_forward(
     alpha: f32,
 ) -> Result<(CudaStorage, Shape)> {
     let (rows, width) = x.1.shape().dims2()?;
-    OP.check("x", x, DType::BF16, &[rows, width])?;
-    let device = x.0.device();
+    let (x, device) = OP.input("x", x, &[rows, width])?;
     let half = width / 2;
-    let out = run(&FORWARD, device, &OP.view(x.0, x.1)?, None, rows * half, (limit, alpha))?;
+    let out = run(&FORWARD, device, &x, None, rows * half, (limit, alpha))?;
     Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((rows, half))))
 }
 
@@ -74,10 +72,8 @@ pub(in crate::ops) fn swiglu_forward(
 pub(in crate::ops) fn swiglu_backward(x: &Tensor, dy: &Tensor, limit: f32, alpha: f32) -> Result<Tensor> {
     let (rows, width) = x.dims2()?;
     let opened = [x, dy].map(Tensor::storage_and_layout);
-    let x = OP.on_gpu("x", &opened[0], DType::BF16, &[rows, width])?;
-    let dy = OP.on_gpu("the output's gradient", &opened[1], DType::BF16, &[rows, width / 2])?;
-    let device = x.0.device();
-    let (x, dy) = (OP.view(x.0, x.1)?, OP.view(dy.0, dy.1)?);
+    let (x, device) = OP.opened("x", &opened[0], &[rows, width])?;
+    let (dy, _) = OP.opened("the output's gradient", &opened[1], &[rows, width / 2])?;
     let dx = run(&BACKWARD, device, &x, Some(&dy), rows * width, (limit, alpha))?;
     Ok(tensor(dx, device, (rows, width)))
 }
