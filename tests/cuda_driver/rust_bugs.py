@@ -25,7 +25,7 @@ SEED, COUNT, SURVIVORS_PERCENT = 20, 30, 10
 RUN_SECONDS_MAX = 600
 NOT_OURS = {"flash_attention.rs", "mod.rs"}  # not built; names only
 # The tests' and the ops' part of the program: a fifth of it to build.
-MODULES = "pub mod bounded_file;\npub mod commands {\n    pub mod gpu_check;\n}\npub mod error;\npub mod ops;\npub mod panics;\npub mod random;\n"
+MODULES = "pub mod commands {\n    pub mod gpu_check;\n}\npub mod error;\npub mod ops;\npub mod panics;\npub mod random;\n"
 # In their place: whole models, which the ops' tests do not need.
 STAND_INS = {
     "src/lib.rs": MODULES,
