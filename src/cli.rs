@@ -53,9 +53,8 @@ enum Command {
 }
 
 /// The features that change what a build can do, and whether this one has them.
-const FEATURES: [(&str, bool); 4] = [
+const FEATURES: [(&str, bool); 3] = [
     ("cuda", cfg!(feature = "cuda")),
-    ("flash-attn", cfg!(feature = "flash-attn")),
     ("mpi", cfg!(feature = "mpi")),
     ("nccl", cfg!(feature = "nccl")),
 ];
