@@ -1,10 +1,10 @@
-//! What several commands take.
+//! Arguments that several commands share.
 
 use crate::recipe::BUILT_IN;
 use clap::Args;
 use std::path::PathBuf;
 
-/// What a RECIPE argument may name.
+/// Returns the help text of a RECIPE argument.
 pub fn recipe_help() -> String {
     let names = BUILT_IN.map(|(name, _)| name).join(", ");
     format!(

@@ -19,7 +19,7 @@ use clap::Args;
 use std::io::IsTerminal;
 use std::path::PathBuf;
 
-/// What `rloss chat` takes.
+/// Arguments of `rloss chat`.
 #[derive(Args, Debug, Clone)]
 pub struct ChatArgs {
     #[arg(help = recipe_help())]
@@ -31,8 +31,8 @@ pub struct ChatArgs {
 
 const HELP: &str = "A line is a message; /new forgets the conversation, /quit or Ctrl-D ends.\n";
 
-/// Reads lines and answers each, until the input ends. The tool runs in the recipe's sandbox, and an answer keeps to the
-/// recipe's `turns_max` and `response_tokens_max`.
+/// Reads lines and answers each, until the input ends. The tool runs in the recipe's sandbox. The recipe's
+/// `turns_max` and `response_tokens_max` limit an answer.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] before the first line; those of the rollout.
@@ -71,18 +71,19 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
     Ok(EXIT_DONE)
 }
 
-/// A conversation so far.
+/// The conversation so far.
 struct Talk<'a> {
     context: &'a RunContext,
     policy: PolicyView<'a>,
-    /// Without the preamble.
+    /// Messages without the system prompt.
     messages: Vec<Message>,
-    /// Answers given: each draws random numbers of its own.
+    /// Number of answers given: each has its own random stream.
     answers: u64,
 }
 
 impl Talk<'_> {
-    /// The model's answer to `text`, as it is shown. A conversation that no longer fits the context begins anew with `text`.
+    /// Returns the model's answer to `text`, formatted for the terminal. A conversation that no longer fits
+    /// the context restarts with `text`.
     fn answer(&mut self, text: &str) -> Result<String> {
         let mut shown = String::new();
         self.messages.push(Message::user(text));
@@ -122,7 +123,7 @@ impl Talk<'_> {
         Rollout { task: self, ..self.context.rollout(&self.policy, plan) }
     }
 
-    /// Why the answer ended, where it did not end by itself.
+    /// Returns why the answer was cut off, if it was.
     fn ending(&self, trajectory: &Trajectory) -> String {
         let rollout = &self.context.recipe().rollout;
         let why = match trajectory.outcome {
@@ -148,7 +149,7 @@ impl Talk<'_> {
     }
 }
 
-/// A message under its head, no control sequence in either.
+/// Formats a message below its header, with control sequences removed from both.
 fn text_of(message: &Message) -> String {
     let role = match message.role {
         Role::Assistant => "assistant",
@@ -165,7 +166,7 @@ fn text_of(message: &Message) -> String {
     format!("{}\n{}", console::style(sanitize_line(&head)).bold(), body.concat())
 }
 
-/// The run's task, but for its problems and rewards: the user's lines take their place.
+/// The run's task, except that the user's lines replace its problems and nothing is rewarded.
 impl Task for Talk<'_> {
     fn name(&self) -> &str {
         "chat"

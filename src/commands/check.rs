@@ -1,4 +1,4 @@
-//! `rloss check RECIPE|RUN`: what a recipe comes to, before anything is done.
+//! `rloss check RECIPE|RUN`: checks a recipe and prints its plan, without any work.
 
 use crate::bad_input;
 use crate::commands::arguments::RecipeArgs;
@@ -19,7 +19,7 @@ use crate::trajectory::Outcome;
 use anyhow::Result;
 use clap::Args;
 
-/// What `rloss check` takes.
+/// Arguments of `rloss check`.
 #[derive(Args, Debug, Clone)]
 pub struct CheckArgs {
     #[command(flatten)]
@@ -29,22 +29,21 @@ pub struct CheckArgs {
     processes: u32,
 }
 
-/// What the model is taken to answer: nothing has been loaded that could.
+/// Stand-in for a model's answer, as no model is loaded.
 const ANSWER: &str = "I do not know.";
 
-/// Prints the recipe as resolved, its warnings, the first prompt as rendered, a dialogue with the task and the plan of memory
-/// of each command.
-/// Nothing is trained, sampled or written, and no weights are read.
+/// Prints the resolved recipe, its warnings, the first rendered prompt, a dialogue with the task, and each
+/// command's memory plan. Nothing is trained, sampled or written, and no weights are read.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] with every mistake of the recipe, its model and its task, and when training, or sampling where
-/// nothing is trained, would not fit into memory.
+/// [`crate::error::BadInput`] with every mistake of the recipe, its model and its task. Also when training
+/// does not fit into memory, or sampling if nothing is trained.
 pub fn run(args: &CheckArgs) -> Result<u8> {
     let CheckArgs { recipe: args, processes } = args;
     let source = locate(&args.recipe)?;
     let mut plan = source.resolve(&args.sets)?;
     pin_model(&mut plan, &source, &args.sets)?;
-    // What the task fails at is the error that this ends in.
+    // The task's first failure becomes the error of this command.
     let mut preflight = Preflight::open(plan, Intent::Train, &Console::silent())?;
     let available = preflight.available(available());
     preflight.plan_for(*processes as usize, available.as_ref());
@@ -55,7 +54,7 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
     memory(&preflight, *processes, available.as_ref())
 }
 
-/// The recipe, and what is likely not meant.
+/// Formats the recipe and its warnings.
 fn resolved(plan: &Plan) -> String {
     let warnings: String = plan.warnings.iter().map(|warning| format!("\nwarning: {warning}\n")).collect();
     format!("{}{warnings}", plan.to_toml())
@@ -66,7 +65,7 @@ fn first_prompt(preflight: &Preflight, problem: &Problem) -> Result<String> {
     Ok(format!("\nFirst prompt of {}, {tokens} tokens:\n\n{text}\n", preflight.task.name()))
 }
 
-/// The task's part of a short conversation: what it says to an answer of no use, and the reward for it.
+/// Runs a short conversation with the task: its reply to a useless answer, and the reward.
 fn dialogue(task: &dyn Task, problem: &Problem) -> Result<String> {
     let failed =
         |error: anyhow::Error| bad_input!("the task {}, problem {}: {error:#}", task.name(), problem.id);
@@ -90,7 +89,8 @@ fn dialogue(task: &dyn Task, problem: &Problem) -> Result<String> {
     ))
 }
 
-/// The plan of training in full, or of sampling where nothing is trained, and the peaks of the other commands.
+/// Prints the memory plan of training, or of sampling if nothing is trained, and the peaks of the other
+/// commands.
 fn memory(preflight: &Preflight, processes: u32, available: Option<&Available>) -> Result<u8> {
     let first = if preflight.plan.recipe.trains() { Intent::Train } else { Intent::Rollout };
     let subject = preflight.subject_of(first);
@@ -109,7 +109,7 @@ fn memory(preflight: &Preflight, processes: u32, available: Option<&Available>) 
     }
     let arms = OtherWeights::Rounded(WeightRounding::of(&preflight.plan.recipe.arms));
     for intent in [Intent::Eval, Intent::Rollout, Intent::CheckMismatch(arms)] {
-        // These run in one process.
+        // These commands run in one process.
         let peak = MemoryPlan::new(&Subject {
             processes: 1,
             rollout_weights: RolloutWeights::Whole,

@@ -1,4 +1,4 @@
-//! `rloss completions SHELL`: what makes a shell complete this program's commands.
+//! `rloss completions SHELL`: prints the shell completions of this program.
 
 use crate::error::EXIT_DONE;
 use crate::run::collect::show;
@@ -6,7 +6,7 @@ use anyhow::Result;
 use clap::Args;
 use clap_complete::Shell;
 
-/// What `rloss completions` takes.
+/// Arguments of `rloss completions`.
 #[derive(Args, Debug, Clone)]
 pub struct CompletionsArgs {
     /// Which shell: `source <(rloss completions bash)`, or put what it prints where the shell looks for it
@@ -16,7 +16,7 @@ pub struct CompletionsArgs {
 /// Prints the completions of `command`.
 ///
 /// # Errors
-/// When standard output takes no more.
+/// When standard output cannot be written.
 pub fn run(args: &CompletionsArgs, mut command: clap::Command) -> Result<u8> {
     let mut text = Vec::new();
     clap_complete::generate(args.shell, &mut command, "rloss", &mut text);

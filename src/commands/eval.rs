@@ -1,4 +1,4 @@
-//! `rloss eval RECIPE|RUN`: success of a model on the held-out problems.
+//! `rloss eval RECIPE|RUN`: a model's success on the held-out problems.
 
 use crate::atomic_file::write_file;
 use crate::bad_input;
@@ -19,13 +19,13 @@ use anyhow::Result;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 
-/// Evaluates; exit code 130 when a signal stopped it. The same command then goes on, problem by problem; on a finished
-/// evaluation it only shows the tables again.
+/// Evaluates the model; exit code 130 when a signal stopped it. Running the command again resumes problem
+/// by problem. A finished evaluation only prints its tables again.
 ///
-/// With a run folder the seeds are those of the training run's own evaluation after the same step.
+/// With a run folder, the seeds are those of the run's own evaluation after the same step.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] before any work; the rollout's and the disk's leave what was sampled.
+/// [`crate::error::BadInput`] before any work; errors of the rollout or the disk keep the samples so far.
 pub fn run(args: &RunArgs) -> Result<u8> {
     let source = locate(&args.recipe)?;
     let mut plan = source.resolve(&args.sets)?;
@@ -51,7 +51,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let policy = context.plain_policy()?;
     let mut evaluation = Evaluation { sets: vec![] };
     for (set, prompts) in &sets {
-        // The step's number ends the name, by which a report finds the last.
+        // The name ends with the step's number, by which a report finds the last one.
         let name = match sets.len() {
             1 => format!("eval-{step:06}"),
             _ => format!("eval-{}-{step:06}", set.name),
@@ -74,7 +74,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     heed_failures(evaluation.sets.iter().flat_map(SetResult::rows), &console).map(|()| EXIT_DONE)
 }
 
-/// Trajectories and successes by some property of theirs.
+/// Counts trajectories and successes by a property.
 fn counted<K: Ord>(set: &SetResult, key: impl Fn(&TrajectoryRow) -> K) -> BTreeMap<K, (usize, usize)> {
     let mut counts = BTreeMap::new();
     for row in set.rows() {
@@ -85,7 +85,7 @@ fn counted<K: Ord>(set: &SetResult, key: impl Fn(&TrajectoryRow) -> K) -> BTreeM
     counts
 }
 
-/// Calls by what became of them.
+/// Counts calls by outcome.
 fn calls(set: &SetResult) -> BTreeMap<CallOutcome, usize> {
     let mut counts = BTreeMap::new();
     for call in set.rows().flat_map(|row| &row.trajectory.turns).flat_map(|turn| &turn.calls) {
@@ -94,7 +94,7 @@ fn calls(set: &SetResult) -> BTreeMap<CallOutcome, usize> {
     counts
 }
 
-/// What a person reads.
+/// Returns the tables for the terminal.
 fn tables(set: &SetResult) -> String {
     let (problems, trajectories) = (set.problems.len(), set.rows().count());
     let mut table = Table::new(["measure", "value", "95% from", "to"]);
@@ -131,7 +131,7 @@ fn whole(n: usize) -> String {
     format_number(n as f64)
 }
 
-/// `eval.json`.
+/// Returns the content of `eval.json`.
 fn document(context: &RunContext, step: u64, evaluation: &Evaluation) -> Value {
     let recipe = context.recipe();
     json!({

@@ -1,4 +1,5 @@
-//! `rloss export RUN --out FOLDER`: a run's adapter for other programs, alone or merged into its base.
+//! `rloss export RUN --out FOLDER`: exports a run's adapter for other programs, alone or merged into its
+//! base.
 
 use crate::error::EXIT_DONE;
 use crate::metrics::{Console, sanitize_terminal};
@@ -12,7 +13,7 @@ use anyhow::Result;
 use clap::Args;
 use std::path::PathBuf;
 
-/// What `rloss export` takes.
+/// Arguments of `rloss export`.
 #[derive(Args, Debug, Clone)]
 pub struct ExportArgs {
     /// A run folder (its last checkpoint) or a checkpoint, of a run with an adapter
@@ -28,7 +29,7 @@ pub struct ExportArgs {
     out: PathBuf,
 }
 
-/// Writes the folder and says what is in it and, of a merged model, what rounding cost.
+/// Writes the folder and lists its files. For a merged model, also prints the rounding error.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] before anything is written.

@@ -1,6 +1,8 @@
-//! `rloss gpu-check`, hidden: what only a GPU can show. scripts/gpu_check.sh runs it part by part and keeps its tables.
+//! `rloss gpu-check`, hidden: checks that need a GPU. scripts/gpu_check.sh runs it part by part and keeps
+//! its tables.
 //!
-//! Every part prints rows of one Markdown table. A failed check does not end the part: the others are worth knowing too.
+//! Every part prints rows of one Markdown table. A failed check does not end the part: the others are
+//! useful too.
 
 mod facts;
 mod instruction;
@@ -25,10 +27,10 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 
-/// What `gpu-check` may be told.
+/// Arguments of `gpu-check`.
 #[derive(Args, Debug, Clone, Default)]
 pub struct GpuCheckArgs {
-    /// What to check [default: all of it]
+    /// Parts to check [default: all of them]
     #[arg(value_enum)]
     pub parts: Vec<Part>,
     /// Small cases only, for compute-sanitizer
@@ -54,7 +56,7 @@ pub enum Part {
     Primitives,
     /// Every op on small seeded inputs against what the emulated driver gave
     Seeded,
-    /// What the equality of rows rests on
+    /// The properties that the equality of rows depends on
     Facts,
     /// Values and gradients against the CPU's
     Oracle,
@@ -69,7 +71,7 @@ pub enum Part {
     Model,
 }
 
-/// The results of checks, printed as they come.
+/// The results of checks, printed as they arrive.
 #[derive(Debug, Default)]
 pub struct Verdicts {
     passed: usize,
@@ -77,7 +79,7 @@ pub struct Verdicts {
 }
 
 impl Verdicts {
-    /// One row of the table: `Ok` and `Err` carry what was seen.
+    /// Prints one row of the table; `Ok` and `Err` hold the measured values.
     fn row(&mut self, what: &str, verdict: Result<String, String>) {
         let (word, seen) = match verdict {
             Ok(seen) => {
@@ -92,17 +94,17 @@ impl Verdicts {
         println!("| {what} | {word} | {} |", seen.replace('|', "/").replace('\n', " "));
     }
 
-    /// A row whose check may break off with an error.
+    /// Prints the row of a check that may fail with an error.
     fn check(&mut self, what: &str, check: impl FnOnce() -> Result<Result<String, String>>) {
         let verdict = check().unwrap_or_else(|error| Err(format!("broke off: {error:#}")));
         self.row(what, verdict);
     }
 }
 
-/// Runs the parts asked for; exit code 1 when a check failed.
+/// Runs the requested parts; exit code 1 when a check failed.
 ///
 /// # Errors
-/// When there is no GPU that the kernels run on, or the peers' file cannot be read.
+/// When there is no GPU that the kernels support, or the peers' file cannot be read.
 pub fn run(args: &GpuCheckArgs) -> Result<u8> {
     let peers = args.peers.as_deref().map(peers::read).transpose()?;
     let Gpu { device, .. } =

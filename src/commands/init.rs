@@ -1,4 +1,4 @@
-//! `rloss init NAME`: a commented recipe and a task program, which run as they are.
+//! `rloss init NAME`: writes a commented recipe and a task program that run without changes.
 
 use crate::bad_input;
 use crate::error::EXIT_DONE;
@@ -14,21 +14,22 @@ use std::path::Path;
 const RECIPE: &str = include_str!("init/recipe.toml");
 const PROGRAM: &str = include_str!("init/task.py");
 
-/// Numbers that the demonstrations double, and answers shown for each: the first is right, the others are off.
+/// Count of numbers that the demonstrations double. Each has several answers; the first is right, the
+/// others are off.
 const NUMBERS: u32 = 100;
 const ANSWERS: [i64; 3] = [0, 1, -2];
 
-/// What `rloss init` takes.
+/// Arguments of `rloss init`.
 #[derive(Args, Debug, Clone)]
 pub struct InitArgs {
     /// Name of what is to be learned: NAME.toml, NAME.py and NAME.jsonl are written here
     name: String,
 }
 
-/// Writes the files and says how to go on. A file that is there stays, and then none is written.
+/// Writes the files and prints the next steps. If one of the files exists, none is written.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] for a name that is none, and for a file that is there or cannot be written.
+/// [`crate::error::BadInput`] for an invalid name, and for a file that exists or cannot be written.
 pub fn run(args: &InitArgs) -> Result<u8> {
     let name = &args.name;
     let allowed = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
@@ -56,7 +57,7 @@ pub fn run(args: &InitArgs) -> Result<u8> {
     Ok(EXIT_DONE)
 }
 
-/// Conversations in which one answer of three is right.
+/// Returns conversations in which one answer of three is right.
 fn rows() -> String {
     let message = |role: &str, channel: Option<&str>, content: String| match channel {
         Some(channel) => json!({"role": role, "channel": channel, "content": content}),

@@ -1,4 +1,4 @@
-//! One file a subcommand: it composes and computes nothing.
+//! One file per subcommand. A subcommand composes other modules and computes nothing itself.
 
 pub mod arguments;
 pub mod chat;

@@ -1,4 +1,4 @@
-//! `rloss rollout RECIPE|RUN`: the trajectories of one training step, written and not trained on.
+//! `rloss rollout RECIPE|RUN`: samples the trajectories of one training step without training on them.
 
 use crate::atomic_file::write_file;
 use crate::commands::arguments::RunArgs;
@@ -18,7 +18,7 @@ use crate::trajectory::Group;
 use anyhow::{Context, Result};
 use clap::{Args, ValueEnum};
 
-/// What `rloss rollout` takes.
+/// Arguments of `rloss rollout`.
 #[derive(Args, Debug, Clone)]
 pub struct RolloutArgs {
     #[command(flatten)]
@@ -28,17 +28,18 @@ pub struct RolloutArgs {
     format: Option<Format>,
 }
 
-/// A form beside our own.
+/// A format besides this program's own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Format {
     PrimeRl,
 }
 
-/// Samples `rollout.prompts_per_step` prompts, `rollout.samples_per_prompt` times each: those of step 1, or of the step
-/// after a checkpoint's. Exit code 130 when a signal stopped it; the same command then goes on.
+/// Samples `rollout.prompts_per_step` prompts, `rollout.samples_per_prompt` times each: those of step 1, or
+/// of the step after a checkpoint's. Exit code 130 when a signal stopped it; running the command again
+/// resumes.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] before any work; the rollout's and the disk's leave what was sampled.
+/// [`crate::error::BadInput`] before any work; errors of the rollout or the disk keep the samples so far.
 pub fn run(args: &RolloutArgs) -> Result<u8> {
     let RolloutArgs { run: args, format } = args;
     let source = locate(&args.recipe)?;

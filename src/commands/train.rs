@@ -1,4 +1,4 @@
-//! `rloss train RECIPE`: cold start, reinforcement learning, evaluations, checkpoints.
+//! `rloss train RECIPE`: SFT warm-up, reinforcement learning, evaluations, checkpoints.
 
 use crate::bad_input;
 use crate::checkpoint::ResumePoint;
@@ -19,7 +19,7 @@ use anyhow::Result;
 use clap::Args;
 use std::path::PathBuf;
 
-/// What `rloss train` takes.
+/// Arguments of `rloss train`.
 #[derive(Args, Debug, Clone)]
 pub struct TrainArgs {
     #[command(flatten)]
@@ -43,7 +43,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     let state = point.as_ref().map_or(String::new(), |point| format!("{:?}", point.state));
     let weights = checkpoint.or(context.recipe().model.path.as_deref());
     processes::check_alike(&mesh, &context.plan, weights, &state)?;
-    // From here on a signal finds a run to save.
+    // From here on a signal saves the run.
     let stop = Stop::listen()?;
     let folder = match args.resume {
         _ if !mesh.is_rank_zero() => Ok(RunFolder::follow(&out)),
@@ -90,17 +90,17 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     Ok(EXIT_DONE)
 }
 
-/// What a run is to be.
+/// A run that is ready to start.
 struct Prepared {
     out: PathBuf,
     plan: Plan,
     console: Console,
-    /// What it means to go on, in a line each.
+    /// Description of the resumed run, one line each.
     resumed: Vec<String>,
     point: Option<ResumePoint>,
 }
 
-/// Reads the recipe, and the run that is to go on; nothing is written.
+/// Reads the recipe, and the run to resume; nothing is written.
 fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
     let source = locate(&args.run.recipe)?;
     let out = match (&args.run.out, &source) {

@@ -1,4 +1,4 @@
-//! `rloss verify FOLDER`: whether a run or a model still holds what was written.
+//! `rloss verify FOLDER`: verifies the integrity of a run or a model.
 
 use crate::atomic_file::write_file;
 use crate::bad_input;
@@ -14,17 +14,18 @@ use anyhow::Result;
 use clap::Args;
 use std::path::{Path, PathBuf};
 
-/// What `rloss verify` takes.
+/// Arguments of `rloss verify`.
 #[derive(Args, Debug, Clone)]
 pub struct VerifyArgs {
     /// A run folder, a checkpoint or a model folder
     folder: PathBuf,
-    /// Take what is there as meant: seal a run's edited recipe.toml, write a model's or checkpoint's manifest anew
+    /// Take what is there as meant: seal a run's edited recipe.toml, write a model's or checkpoint's
+    /// manifest anew
     #[arg(long)]
     accept: bool,
 }
 
-/// Prints a line for each thing that was checked; exit code 2 when one is damaged. Nothing is changed but by `--accept`.
+/// Prints one line per check; exit code 2 when a file is damaged. Nothing is changed without `--accept`.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] for a folder that is neither a run nor a model.
@@ -51,7 +52,7 @@ pub fn run(args: &VerifyArgs) -> Result<u8> {
     Ok(if findings.iter().any(Result::is_err) { EXIT_BAD_INPUT } else { EXIT_DONE })
 }
 
-/// What was found: sound or said to be unverified, or damaged.
+/// Result of a check: intact or unverified, or an error for damage.
 type Finding = Result<String, String>;
 
 fn check_run(run: &Path) -> Result<Vec<Finding>> {

@@ -1,8 +1,8 @@
-//! Without Linux nothing here can confine a process.
+//! Confinement needs Linux; on other systems it always fails.
 
 use anyhow::{Result, bail};
 
-/// Always fails, which refuses the worker.
+/// Always fails, so the worker is refused.
 pub fn computing_process(_parent_id: u32, _memory_bytes: u64, _first_unused: i32) -> Result<String> {
     bail!("confinement needs Linux")
 }

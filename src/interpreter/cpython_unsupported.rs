@@ -1,4 +1,4 @@
-//! Without Linux there is no sandbox for CPython, and no CPython without one.
+//! CPython needs a sandbox, which needs Linux: other systems have neither.
 
 use super::{Interpreter, Reply, SessionId, Settings};
 use crate::bad_input;
@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 pub const STAGE_ARGUMENT: &str = "cpython";
 
-/// Never built on this system.
+/// Never constructed on this system.
 pub enum CPython {}
 
 impl CPython {

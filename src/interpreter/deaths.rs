@@ -1,14 +1,15 @@
-//! Workers that died, or could not be started, under a call: the model reads a reply, the user has to hear of it too.
+//! Counts of workers that died or could not start during a call. The model reads a reply; the user gets a
+//! warning.
 
 use super::lock;
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 use std::sync::Mutex;
 
-/// Fewer are nothing to speak of: code that the model writes may end its own worker.
+/// Deaths below this number are not reported: model-written code may end its own worker.
 const HANDFUL: u64 = 5;
 
-/// Counts deaths and remembers the last one's cause.
+/// Number of deaths and the last one's cause.
 #[derive(Debug, Default)]
 pub struct Deaths(Mutex<Counted>);
 
@@ -26,7 +27,7 @@ impl Deaths {
         counted.cause = cause;
     }
 
-    /// What to tell the user, when there are more than a handful, and again whenever they are ten times as many.
+    /// Returns a warning when there are more than a handful of deaths, and again at every tenfold increase.
     pub fn to_tell(&self) -> Option<String> {
         let mut counted = lock(&self.0);
         if counted.count <= HANDFUL || counted.count < 10 * counted.told {
@@ -40,7 +41,7 @@ impl Deaths {
     }
 }
 
-/// The likely cause of a worker's end.
+/// Returns the likely cause of a worker's end.
 pub fn cause(status: Option<ExitStatus>, last_words: &str) -> String {
     let word = last_words.lines().next_back().map(|line| format!(": {line}")).unwrap_or_default();
     match status {

@@ -1,4 +1,4 @@
-//! The embedded interpreter: a pool of worker processes, each running a small Python written in Rust.
+//! The embedded interpreter: a pool of worker processes that run a small Python written in Rust.
 
 use super::deaths::{self, Deaths};
 use super::embedded_worker::{Kept, Welcome, WorkerHello, undone};
@@ -15,31 +15,33 @@ use std::process::Command;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// Largest stored session, so that the parent's memory stays bounded by trajectories × this.
+/// Maximum size of a stored session. The parent's memory is bounded by this times the number of
+/// trajectories.
 const STATE_BYTES_MAX: usize = 4 << 20;
-/// A worker starts in milliseconds; a loaded machine may need longer.
+/// Maximum start time. A worker starts in milliseconds; a busy machine may need longer.
 const START_S_MAX: u64 = 30;
 const WELCOME_BYTES_MAX: usize = 64 << 10;
-/// The outcome and what became of the variables, ahead of an answer's text.
+/// Size of an answer's header: the outcome, and the state of the variables.
 const ANSWER_HEAD_BYTES: usize = 2;
 
-/// Python without anything installed: [`Settings::workers`] confined processes, started as they are needed.
+/// Python without any installation: [`Settings::workers`] confined processes, started on demand.
 ///
 /// Dropping it kills them all; so does the parent's death, however it dies.
 pub struct Embedded {
     settings: Settings,
     program: PathBuf,
     confinement: String,
-    // Ahead of the spawner, whose thread's end would kill them too.
+    // Declared before the spawner: the end of the spawner's thread would kill the workers too.
     pool: Pool<Process>,
-    /// Stored sessions, opaque here: only confined workers read them.
+    /// Stored sessions, opaque to the parent: only confined workers decode them.
     sessions: Mutex<HashMap<SessionId, Vec<u8>>>,
     deaths: Deaths,
     spawner: Spawner,
 }
 
 impl Embedded {
-    /// Starts the first worker, a process of `program` (this binary), which proves that this machine can confine it.
+    /// Starts the first worker, a process of `program` (this binary). This proves that the machine can
+    /// confine it.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a limit is out of range or the kernel cannot confine a worker and
@@ -59,7 +61,7 @@ impl Embedded {
         })
     }
 
-    /// Runs `code` on a free worker; a worker that fails is killed, and a later call starts another.
+    /// Runs `code` on a free worker. A worker that fails is killed; a later call starts another.
     fn run(&self, session: SessionId, code: &str) -> (CallOutcome, String) {
         let new = || start(&self.settings, &self.program, &self.spawner).map(|(worker, _)| worker);
         let mut worker = match self.pool.acquire(new) {
@@ -89,7 +91,7 @@ impl Embedded {
                 self.pool.forget();
                 let outcome = match error.kind() {
                     io::ErrorKind::TimedOut => CallOutcome::ToolTimeout,
-                    // The program's words when an allocation is refused, and Rust's when none so large can be.
+                    // The messages of a refused allocation, and of one larger than Rust allows.
                     _ if ["memory allocation of", "capacity overflow"]
                         .iter()
                         .any(|w| last_words.contains(w)) =>
@@ -115,7 +117,7 @@ impl Embedded {
         let deadline = Instant::now() + Duration::from_secs_f64(self.settings.wall_clock_s);
         worker.send(code.as_bytes(), deadline)?;
         worker.send(state, deadline)?;
-        // A character has at most four bytes; the head and the cut's mark are short.
+        // A character has at most four bytes; the header and the mark of removed text are short.
         let text_bytes_max = self.settings.output_chars_max.saturating_mul(4).saturating_add(1024);
         let answer = worker.receive(text_bytes_max, deadline)?;
         let state = worker.receive(STATE_BYTES_MAX, deadline)?;
@@ -127,7 +129,7 @@ impl Embedded {
         Ok((outcome, kept, String::from_utf8_lossy(text).into_owned(), state))
     }
 
-    /// What the model reads when the worker could not answer.
+    /// Returns the text for the model when the worker could not answer.
     fn explain(&self, outcome: CallOutcome) -> String {
         self.settings.explain(outcome) + undone(self.settings.state == InterpreterState::Trajectory)
     }
@@ -151,7 +153,7 @@ impl Interpreter for Embedded {
     }
 }
 
-/// Starts a worker and waits until it has confined itself; also returns what confines it.
+/// Starts a worker and waits until it has confined itself. Also returns the active confinement.
 fn start(settings: &Settings, program: &PathBuf, spawner: &Spawner) -> Result<(Process, String)> {
     let deadline = Instant::now() + Duration::from_secs(START_S_MAX);
     let mut command = Command::new(program);

@@ -1,7 +1,7 @@
-//! The embedded interpreter's worker: confines itself, then answers one call after the other.
+//! The embedded interpreter's worker: it confines itself, then answers one call after the other.
 //!
-//! It keeps nothing between calls: a trajectory's variables travel with each call, so that any worker
-//! can serve any trajectory and one trajectory's death or hunger never touches another's.
+//! It keeps nothing between calls: a trajectory's variables are sent with each call. Any worker can
+//! therefore serve any trajectory, and a failure of one trajectory does not affect others.
 
 use super::FRAME_BYTES_MAX;
 use super::output::Clip;
@@ -18,7 +18,7 @@ use std::io::Write;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::Duration;
 
-/// The first frame a worker reads.
+/// The first message that a worker reads.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct WorkerHello {
     pub parent_id: u32,
@@ -30,33 +30,34 @@ pub struct WorkerHello {
     pub dangerously_allow_unsandboxed: bool,
 }
 
-/// The first frame a worker writes.
+/// The first message that a worker writes.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Welcome {
-    /// What confines the worker.
+    /// The active confinement.
     Ready(String),
     /// Why the worker cannot be confined.
     Refused(String),
 }
 
-/// What became of the variables, the second byte of an answer.
+/// State of the variables after a call, the second byte of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kept {
-    /// None were asked for, or the call's effects are undone.
+    /// Not requested, or the call's effects are undone.
     Unchanged = 0,
-    /// The state frame holds them.
+    /// Stored in the state frame.
     Replaced = 1,
-    /// They are too large, or of a kind that cannot be stored.
+    /// Too large, or of a kind that cannot be stored.
     Lost = 2,
 }
 
-/// Recursion of the parser and the interpreter, at their own depth limits, stays well inside this.
+/// Stack size. The parser and the interpreter stay well below it at their own recursion limits.
 const STACK_BYTES: usize = 16 << 20;
 const HELLO_BYTES_MAX: usize = 4096;
 
-/// A worker's whole life; returns the exit code.
+/// Runs a worker until its end; returns the exit code.
 pub fn main() -> i32 {
-    // A panic is a bug of the interpreter, or a size that no memory has; the parent sees a death and its last words.
+    // A panic means a bug of the interpreter or an impossible allocation. The parent sees a death and this
+    // message.
     std::panic::set_hook(Box::new(|panic| drop(writeln!(std::io::stderr(), "{panic}"))));
     let Ok((input, output)) = take_pipes() else { return 1 };
     let served = std::thread::Builder::new()
@@ -96,7 +97,7 @@ fn serve(mut input: File, mut output: File) -> Result<()> {
     if matches!(welcome, Welcome::Refused(_)) {
         return Ok(());
     }
-    // The parent ends the worker by closing the pipe: the read fails then.
+    // The parent ends the worker by closing the pipe: then the read fails.
     while let Ok(code) = frames::read(&mut input, FRAME_BYTES_MAX) {
         let state = frames::read(&mut input, FRAME_BYTES_MAX)?;
         let answer = run(&String::from_utf8_lossy(&code), &state, &hello);
@@ -108,7 +109,7 @@ fn serve(mut input: File, mut output: File) -> Result<()> {
     Ok(())
 }
 
-/// What a reply adds when a call's effects on variables are not kept.
+/// Returns the note of a reply when a call's effects on variables are not kept.
 pub fn undone(keep_state: bool) -> &'static str {
     if keep_state { " Variables are as they were before this call." } else { "" }
 }
@@ -120,7 +121,7 @@ struct Answer {
     state: Vec<u8>,
 }
 
-/// Runs one snippet after `state`, a stored session or nothing.
+/// Runs one snippet on top of `state`, a stored session or nothing.
 fn run(code: &str, state: &[u8], hello: &WorkerHello) -> Answer {
     let mut clip = Clip::new(hello.output_chars_max);
     let Ok(mut session) = load(state) else {
@@ -135,7 +136,7 @@ fn run(code: &str, state: &[u8], hello: &WorkerHello) -> Answer {
     session.tracker_mut().set_max_duration(limit);
     let result = session.feed_run(code, Vec::new(), PrintWriter::Callback(&mut Printed(&mut clip)));
     if is_time_limit(&result, session.tracker().elapsed() > limit) {
-        // How far the code came is a matter of time, so neither its output nor its effects are kept.
+        // The progress at a timeout depends on speed, so neither output nor effects are kept.
         let text = format!(
             "TimeoutError: the code ran longer than {} s and was stopped.{}",
             hello.time_limit_s,
@@ -189,7 +190,7 @@ fn push_line(clip: &mut Clip, text: &str) {
     clip.push(text);
 }
 
-/// Sends what the code prints to a [`Clip`].
+/// Sends printed text to a [`Clip`].
 struct Printed<'a>(&'a mut Clip);
 
 impl PrintWriterCallback for Printed<'_> {

@@ -13,7 +13,8 @@ pub fn write(to: &mut impl Write, payload: &[u8]) -> io::Result<()> {
     to.flush()
 }
 
-/// Reads one frame of at most `bytes_max`; the other end is not trusted, so nothing is allocated ahead of its bytes.
+/// Reads one frame of at most `bytes_max`. The sender is not trusted, so memory is allocated only for bytes
+/// that arrived.
 pub fn read(from: &mut impl Read, bytes_max: usize) -> io::Result<Vec<u8>> {
     let mut length = [0; 4];
     from.read_exact(&mut length)?;
@@ -29,14 +30,14 @@ pub fn read(from: &mut impl Read, bytes_max: usize) -> io::Result<Vec<u8>> {
     Ok(payload)
 }
 
-/// A pipe's end whose reads and writes fail with `TimedOut` at `deadline`.
+/// One end of a pipe whose reads and writes fail with `TimedOut` at `deadline`.
 pub struct Timed<'a> {
     pub pipe: &'a File,
     pub deadline: Instant,
 }
 
 impl Timed<'_> {
-    /// Waits until the pipe is ready for `events`, closed, or the deadline has passed.
+    /// Waits until the pipe is ready for `events` or closed, or the deadline has passed.
     fn wait(&self, events: libc::c_short) -> io::Result<()> {
         loop {
             let left = self.deadline.saturating_duration_since(Instant::now());
@@ -66,7 +67,7 @@ impl Read for Timed<'_> {
 }
 
 impl Write for Timed<'_> {
-    /// The pipe must be non-blocking: a blocking one would outlast the deadline on a long write.
+    /// The pipe must be non-blocking: a long write to a blocking pipe would exceed the deadline.
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
         loop {
             self.wait(libc::POLLOUT)?;

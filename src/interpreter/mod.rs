@@ -1,8 +1,8 @@
-//! The Python tool: model-written code runs in confined worker processes and answers with text.
+//! The Python tool: model-written code runs in confined worker processes; the reply is text.
 //!
-//! [`Interpreter`] is what rollout sees. [`Embedded`] runs a small Python written in Rust (nothing to install),
-//! [`CPython`] the machine's own with all its packages.
-//! What confines it, and what nothing does, is in `docs/SANDBOX.md`.
+//! [`Interpreter`] is the interface for rollout. [`Embedded`] runs a small Python written in Rust, without
+//! any installation. [`CPython`] runs the machine's own Python with all its packages. `docs/SANDBOX.md`
+//! documents the confinement and its limits.
 
 use crate::bad_input;
 use crate::settings::{above, choice, from, table};
@@ -25,7 +25,7 @@ mod process;
 pub use cpython::CPython;
 pub use embedded::Embedded;
 
-/// Starts the interpreter that `settings` name, for up to `sessions_max` live trajectories.
+/// Starts the interpreter that `settings` select, for up to `sessions_max` live trajectories.
 ///
 /// # Errors
 /// Those of [`Embedded::new`] and [`CPython::new`].
@@ -37,36 +37,36 @@ pub fn open(settings: Settings, sessions_max: usize) -> Result<Box<dyn Interpret
     })
 }
 
-/// First command-line argument that turns the binary into a worker: `main` must then call [`worker_main`].
+/// First command-line argument of a worker process: `main` must then call [`worker_main`].
 pub const WORKER_ARGUMENT: &str = "interpreter-worker";
 
-/// Names one trajectory.
+/// Identifies one trajectory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SessionId(pub u64);
 
-/// What a call came to.
+/// The result of a call.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Reply {
-    /// What the model reads: printed output and the last expression's value, or the exception;
-    /// cut in the middle to [`Settings::output_chars_max`]. A function of the session's codes alone.
+    /// Text for the model: printed output and the last expression's value, or the exception. Its middle is
+    /// removed beyond [`Settings::output_chars_max`]. Depends only on the session's code.
     pub text: String,
     pub outcome: CallOutcome,
-    /// Seconds from the call to the reply, the wait for a free worker included.
+    /// Seconds from the call to the reply, including the wait for a free worker.
     pub seconds: f64,
 }
 
 /// Runs model-written Python. Called from many threads at once.
 pub trait Interpreter: Send + Sync {
-    /// Runs `code` for `session`; blocks until the reply. Never fails: every failure is a reply.
+    /// Runs `code` for `session` and blocks until the reply. Never fails: every failure is a reply.
     fn call(&self, session: SessionId, code: &str) -> Reply;
 
-    /// The trajectory is over: its state may be dropped.
+    /// Ends the trajectory: its state may be dropped.
     fn close(&self, session: SessionId);
 
-    /// What confines the code on this machine, for the run folder and the console.
+    /// Describes the active confinement, for the run folder and the console.
     fn confinement(&self) -> String;
 
-    /// What the user has to hear of dead workers since it was asked last, if anything.
+    /// Returns a warning about workers that died since the last call of this function, if there is one.
     fn dead_workers(&self) -> Option<String> {
         None
     }
@@ -97,11 +97,13 @@ table! {
     pub struct Settings {
         /// Which interpreter runs the code.
         pub kind: InterpreterKind = InterpreterKind::Embedded,
-        /// What a call remembers of the calls before it.
+        /// State that a call shares with earlier calls.
         pub state: InterpreterState = InterpreterState::Call,
-        /// Running time that the interpreter allows a call, in seconds; for `"cpython"`, time on a processor.
+        /// Running time that the interpreter allows a call, in seconds; for `"cpython"`, time on a
+        /// processor.
         pub time_limit_s: f64 = 1.0 => above(0.0).to(86400.0),
-        /// Wall-clock time after which the worker is killed, in seconds: the backstop, so more than `time_limit_s`.
+        /// Wall-clock time after which the worker is killed, in seconds: the backstop, so more than
+        /// `time_limit_s`.
         pub wall_clock_s: f64 = 3.0 => above(0.0).to(86400.0),
         /// Memory of a worker, in MiB.
         pub memory_mib: u64 = 256 => from(16.0).to(1048576.0),
@@ -111,22 +113,25 @@ table! {
         pub workers: usize = 0 => from(0.0).to(4096.0),
         /// The Python program of `"cpython"`: a name on the `PATH`, or a path.
         pub python: String = "python3".to_owned(),
-        /// Modules that `"cpython"` loads once, so that a call's own import of them takes no time. A module that is
-        /// missing is refused.
+        /// Modules that `"cpython"` loads once, so that a call's own import of them takes no time. A module
+        /// that is missing is refused.
         pub preload: Vec<String> = Vec::new(),
-        /// With `"cpython"` and `state = "trajectory"`: seconds without a call after which a trajectory's process ends.
+        /// With `"cpython"` and `state = "trajectory"`: seconds without a call after which a trajectory's
+        /// process ends.
         pub idle_s_max: f64 = 600.0 => from(0.0).to(86400.0),
-        /// With `"cpython"`: files that a call may write in `/tmp/scratch`, in MiB, in memory; 0 means none. Each call, or with
-        /// `state = "trajectory"` each trajectory, has its own, gone with it. Needs user namespaces.
+        /// With `"cpython"`: files that a call may write in `/tmp/scratch`, in MiB, in memory; 0 means
+        /// none. Each call, or with `state = "trajectory"` each trajectory, has its own, gone with it.
+        /// Needs user namespaces.
         pub scratch_mib: u64 = 0 => from(0.0).to(1048576.0),
-        /// Run without the operating system's sandbox where it has none. Code from the model can then harm the machine.
+        /// Run without the operating system's sandbox where it has none. Code from the model can then harm
+        /// the machine.
         pub dangerously_allow_unsandboxed: bool = false,
     }
 }
 
 impl Settings {
     /// # Errors
-    /// [`crate::error::BadInput`] names a limit that is out of range.
+    /// [`crate::error::BadInput`] that names a limit out of range.
     fn check(&self) -> Result<()> {
         let Self { time_limit_s, wall_clock_s, memory_mib, workers, idle_s_max, .. } = *self;
         let in_order = 0.0 < time_limit_s && time_limit_s < wall_clock_s && wall_clock_s <= 86_400.0;
@@ -148,7 +153,7 @@ impl Settings {
         Ok(())
     }
 
-    /// What the model reads where its code was stopped: no times, numbers of processes or causes.
+    /// Returns the text for the model when its code was stopped. It holds no times, process ids or causes.
     fn explain(&self, outcome: CallOutcome) -> String {
         let Self { time_limit_s, wall_clock_s, memory_mib, .. } = *self;
         match outcome {
@@ -166,7 +171,7 @@ impl Settings {
     }
 }
 
-/// Replies to a call of `text`, whose code `run` runs.
+/// Extracts the code of the call `text`, runs it with `run`, and returns the reply.
 fn reply(text: &str, run: impl FnOnce(&str) -> (CallOutcome, String)) -> Reply {
     let start = Instant::now();
     let (outcome, text) = match code_to_run(text) {
@@ -176,19 +181,20 @@ fn reply(text: &str, run: impl FnOnce(&str) -> (CallOutcome, String)) -> Reply {
     Reply { text, outcome, seconds: start.elapsed().as_secs_f64() }
 }
 
-/// What to do where the kernel cannot confine.
+/// Remedy when the kernel cannot confine.
 const CONFINEMENT_REMEDY: &str = "Model-written code would run with your own rights; use a kernel with landlock and \
     seccomp (Linux 5.13 or newer), or accept the risk with `interpreter.dangerously_allow_unsandboxed = true`";
-/// What to do where it could, and had no room to.
+/// Remedy when the kernel can confine but lacks resources.
 const SHORTAGE_REMEDY: &str = "The system is short of descriptors, processes or memory for the Python tool's workers; raise \
     the limits (ulimit -n, -u, -v), or lower `interpreter.workers`";
 
-/// Why a worker was not confined, and what to do. A shortage is no reason to run without a sandbox.
+/// Returns why a worker was not confined, and the remedy. A shortage does not justify running without a
+/// sandbox.
 fn refusal(error: &anyhow::Error) -> String {
     format!("{error:#}. {}", if is_shortage(error) { SHORTAGE_REMEDY } else { CONFINEMENT_REMEDY })
 }
 
-/// The error of a worker that could not be started, with what to do where the system is short of something.
+/// Returns the error of a worker that could not start, with the remedy if the system lacks a resource.
 fn not_started(error: anyhow::Error) -> anyhow::Error {
     if is_shortage(&error) { bad_input!("{error:#}. {SHORTAGE_REMEDY}") } else { error }
 }
@@ -201,10 +207,10 @@ fn is_shortage(error: &anyhow::Error) -> bool {
     })
 }
 
-/// Longest code or stored state a worker reads.
+/// Maximum size of code or stored state that a worker reads, bytes.
 const FRAME_BYTES_MAX: usize = 64 << 20;
 
-/// The code inside a call's text, or what is wrong with it.
+/// Extracts the code of a call's text, or returns what is wrong with it.
 fn code_to_run(text: &str) -> Result<String, &'static str> {
     let code = output::extract_code(text);
     if code.trim().is_empty() {
@@ -216,12 +222,12 @@ fn code_to_run(text: &str) -> Result<String, &'static str> {
     }
 }
 
-/// Poisoning is ignored: every guarded value is whole between statements.
+/// Locks a mutex and ignores poisoning: every guarded value is consistent between statements.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A worker's whole life; returns the process's exit code.
+/// Runs a worker until its end; returns the process's exit code.
 pub fn worker_main() -> i32 {
     match std::env::args_os().nth(2) {
         Some(kind) if kind == cpython::STAGE_ARGUMENT => cpython::stage_main(),

@@ -1,6 +1,7 @@
-//! Text in and out: the code inside a Markdown fence, and output cut in the middle.
+//! Text extraction and clipping: the code inside a Markdown fence, and output shortened in the middle.
 
-/// The code to run: the first fenced block of Python (or of no named language), else the whole text.
+/// Returns the code to run: the first fenced block of Python (or of no named language), else the whole
+/// text.
 pub fn extract_code(text: &str) -> String {
     let mut lines = text.lines();
     while let Some(line) = lines.next() {
@@ -14,7 +15,7 @@ pub fn extract_code(text: &str) -> String {
     text.to_string()
 }
 
-/// Collects text and keeps only its two ends: memory stays bounded whatever is printed.
+/// Collects text and keeps only its start and its end, so memory stays bounded.
 pub struct Clip {
     head: String,
     head_room: usize,
@@ -52,7 +53,7 @@ impl Clip {
         self.tail.push_str(&rest[start..]);
         self.tail_chars += rest_chars - skipped;
         self.cut += skipped;
-        // Trimming at twice the size keeps the cost of many small pieces linear.
+        // Trimming only at twice the size keeps the cost of many small pieces linear.
         if self.tail_chars > 2 * self.tail_max {
             self.trim();
         }
@@ -66,18 +67,18 @@ impl Clip {
         self.cut += excess;
     }
 
-    /// Whether nothing was pushed.
+    /// Returns true when nothing was pushed.
     pub fn is_empty(&self) -> bool {
         self.head.is_empty() && self.tail.is_empty()
     }
 
-    /// Whether the last character pushed is not a line end.
+    /// Returns true when the last character pushed is not a line end.
     pub fn in_line(&self) -> bool {
         let last = self.tail.chars().next_back().or(self.head.chars().next_back());
         last.is_some_and(|c| c != '\n')
     }
 
-    /// The text, with a mark where the middle was cut, without the last line end.
+    /// Returns the text without its last line end, with a mark where the middle was removed.
     pub fn finish(mut self) -> String {
         self.trim();
         let mut text = self.head;
@@ -92,10 +93,10 @@ impl Clip {
     }
 }
 
-/// Makes text of bytes that come in pieces; what is not UTF-8 becomes U+FFFD.
+/// Decodes UTF-8 bytes that arrive in parts. Invalid bytes become U+FFFD.
 #[derive(Default)]
 pub struct Utf8Pieces {
-    /// The start of a character whose end has not come yet.
+    /// The first bytes of an incomplete character.
     open: Vec<u8>,
 }
 
@@ -109,13 +110,13 @@ impl Utf8Pieces {
         text
     }
 
-    /// What is left at the end.
+    /// Decodes the bytes left at the end.
     pub fn finish(self) -> String {
         String::from_utf8_lossy(&self.open).into_owned()
     }
 }
 
-/// Bytes at the end of `bytes` that a next byte could complete to a character.
+/// Returns the number of bytes at the end of `bytes` that form an incomplete character.
 fn incomplete_bytes(bytes: &[u8]) -> usize {
     let last = bytes.utf8_chunks().last();
     let invalid = last.map_or(&[][..], |chunk| chunk.invalid());
@@ -123,7 +124,7 @@ fn incomplete_bytes(bytes: &[u8]) -> usize {
     if open { invalid.len() } else { 0 }
 }
 
-/// `text` with the addresses that Python shows for objects without a better name replaced: `<f at 0x…>`.
+/// Replaces the addresses that Python prints for objects without a better name: `<f at 0x…>`.
 pub fn without_addresses(text: &str) -> String {
     const MARK: &str = " at 0x";
     let mut parts = text.split(MARK);

@@ -1,4 +1,5 @@
-//! A worker process seen from its parent: started by a thread that outlives it, spoken to with deadlines, killed whole.
+//! The parent's handle of a worker process: a long-lived thread starts it, messages have deadlines, and a
+//! kill ends its whole group.
 
 use super::frames::{self, Timed};
 use crate::process_group::ProcessGroup;
@@ -10,21 +11,21 @@ use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// mimalloc takes address space a gibibyte at a time, so that a limit of it would mean nothing; told this, it takes
-/// what is asked for.
+/// Environment variable for mimalloc. By default mimalloc reserves address space in units of a gibibyte, so
+/// a limit of it would be meaningless. With this variable it reserves what is requested.
 const ALLOCATOR: (&str, &str) = ("MIMALLOC_DISALLOW_ARENA_ALLOC", "1");
 
-/// Where the loader finds the libraries that a build for GPUs is linked with; a worker uses none of them.
+/// Library path for the loader of a build for GPUs. A worker uses none of those libraries.
 #[cfg(any(feature = "cuda", feature = "nccl"))]
 const LIBRARIES: &str = "LD_LIBRARY_PATH";
 
-/// How long a worker whose answer cannot be had is given to have ended.
+/// How long to wait for the exit of a worker that gave no answer.
 const END_WAIT: Duration = Duration::from_millis(20);
 
 /// Starts processes from one thread that lives as long as the pool.
 ///
-/// The kernel sends a child its parent-death signal when the *thread* that started it ends, so workers
-/// must not be started from short-lived threads.
+/// A child gets its parent-death signal when the *thread* that started it ends. Short-lived threads must
+/// therefore not start workers.
 pub struct Spawner {
     requests: Option<mpsc::Sender<Request>>,
     thread: Option<JoinHandle<()>>,
@@ -37,14 +38,15 @@ impl Spawner {
         let (requests, inbox) = mpsc::channel::<Request>();
         let thread = std::thread::Builder::new().name("interpreter-spawner".into()).spawn(move || {
             for (mut command, answer) in inbox {
-                // The asker waits for the answer, so it cannot be gone.
+                // The receiver waits for the answer, so it exists.
                 let _ = answer.send(command.spawn());
             }
         })?;
         Ok(Self { requests: Some(requests), thread: Some(thread) })
     }
 
-    /// Starts `command` in `/` with no environment but [`ALLOCATOR`], and what a build for GPUs is loaded by.
+    /// Starts `command` in `/`. Its environment holds only [`ALLOCATOR`] and the library path of a build
+    /// for GPUs.
     pub fn spawn(&self, mut command: Command) -> io::Result<ProcessGroup> {
         command.env_clear().env(ALLOCATOR.0, ALLOCATOR.1).current_dir("/");
         #[cfg(any(feature = "cuda", feature = "nccl"))]
@@ -99,18 +101,19 @@ impl Process {
         frames::read(&mut Timed { pipe: &self.from, deadline }, bytes_max)
     }
 
-    /// Kills the worker and its group, and returns what it had written to its standard error, and how it had ended if it had.
+    /// Kills the worker and its group. Returns its standard error, and its exit status if it had ended by
+    /// itself.
     pub fn kill(&mut self) -> (String, Option<ExitStatus>) {
         let ended = self.group.ended(END_WAIT);
         self.group.kill();
         let mut text = Vec::new();
-        // Non-blocking, and bounded: a worker's last words only classify its death.
+        // Non-blocking and bounded: the text only helps to classify the death.
         let _ = (&mut self.errors).take(4096).read_to_end(&mut text);
         (String::from_utf8_lossy(&text).into_owned(), ended)
     }
 }
 
-/// Makes reads and writes return at once.
+/// Makes reads and writes return immediately.
 pub fn set_nonblocking(pipe: &impl AsRawFd) -> io::Result<()> {
     // SAFETY: fcntl on a descriptor that the caller owns, with integer arguments.
     let rc = unsafe { libc::fcntl(pipe.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK) };

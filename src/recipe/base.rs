@@ -1,30 +1,30 @@
-//! `base = "FILE"`: a recipe that holds only what differs from another.
+//! `base = "FILE"`: a recipe that contains only its differences from another.
 
 use super::source::{BUILT_IN, INSIDE};
 use crate::bounded_file::{self, TOML_BYTES_MAX};
 use std::path::{Path, PathBuf};
 use toml::de::{DeTable, DeValue};
 
-/// The key, which stands outside every table.
+/// The key, at the top level of the file.
 pub(crate) const KEY: &str = "base";
 
-/// The recipe under another one.
+/// The recipe that another one is based on.
 pub(crate) struct Base {
     pub file: PathBuf,
     pub text: String,
 }
 
-/// Reads the base that the recipe `text` of the file `path` names, if it names one.
+/// Reads the base of the recipe `text` in the file `path`, if it has one.
 ///
 /// # Errors
-/// What is wrong with the key, and what to do.
+/// The mistake of the key, and its remedy.
 pub(crate) fn read(path: &Path, text: &str) -> Result<Option<Base>, String> {
     let (document, _) = DeTable::parse_recoverable(text);
     let Some(value) = document.get_ref().get(KEY) else { return Ok(None) };
     let DeValue::String(name) = value.get_ref() else {
         return Err("found no string; give the path of a recipe, counted from this one's folder".to_owned());
     };
-    // A recipe inside the binary has its base there.
+    // A built-in recipe has a built-in base.
     let stem = Path::new(name.as_ref()).file_stem();
     let built_in = BUILT_IN.iter().find(|(name, _)| stem.is_some_and(|stem| stem == *name));
     if let (true, Some((name, text))) = (path.to_string_lossy().ends_with(INSIDE), built_in) {

@@ -1,5 +1,5 @@
-//! The recipe: the settings of every module in one file of TOML. It composes, reads, resolves and reports mistakes; each table is
-//! declared in the module that acts on it.
+//! The recipe: the settings of every module in one TOML file. This module composes, reads, resolves and
+//! reports mistakes; each table is declared in the module that uses it.
 
 mod base;
 mod plan;
@@ -23,8 +23,8 @@ use crate::settings::table;
 use crate::tasks::TaskSettings;
 
 table! {
-    /// A whole recipe: every table. [`resolve`] fills in the architecture and tokenizer of a model without a folder, and
-    /// the keys that only some tasks read.
+    /// A whole recipe: every table. [`resolve`] fills in the architecture and tokenizer of a model without
+    /// a folder, and the keys that only some tasks read.
     pub struct Recipe {
         /// Where the run computes. A CPU's bits are not a GPU's.
         pub device: DeviceKind = DeviceKind::Auto,

@@ -1,4 +1,4 @@
-//! From text to plan: a recipe that was read and checked whole.
+//! Resolution of a recipe: from its text to a complete, checked plan.
 
 use super::Recipe;
 use super::base;
@@ -11,21 +11,21 @@ use crate::settings::{Entry, Mistake, Mistakes, Origin, Place, Places, Reader, W
 use std::path::Path;
 use toml::de::DeTable;
 
-/// A recipe that was resolved: every default filled in, every path absolute, nothing that contradicts itself.
+/// A resolved recipe: every default is filled in, every path is absolute, and there is no contradiction.
 #[derive(Debug, Clone)]
 pub struct Plan {
     pub recipe: Recipe,
-    /// What is allowed but likely not meant, one line each, with its place.
+    /// Settings that are allowed but probably mistakes, one line each, with their places.
     pub warnings: Vec<String>,
     places: Places,
 }
 
-/// Reads the recipe `text` of the file `path` over the base that it names, then each `--set key=value` over both, and
-/// checks the whole.
+/// Reads the recipe `text` of the file `path` over its base, applies each `--set key=value`, and checks the
+/// result.
 ///
 /// # Errors
-/// Every mistake at once: syntax, unknown key, wrong type, out of range, contradiction, missing file. Without its base
-/// a recipe is not what was meant, and contradictions are left for later.
+/// All mistakes at once: syntax, unknown key, wrong type, out of range, contradiction, missing file. If the
+/// base cannot be read, contradictions are not checked.
 pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistakes> {
     let mut recipe = Recipe::default();
     let known: Vec<String> = recipe.entries().iter().map(|entry| entry.path().to_owned()).collect();
@@ -68,7 +68,8 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
     mistakes.0.append(&mut not_sets);
     let is_set = |table: &str| sets.iter().filter_map(|set| set_key(set)).any(|key| inside(key, table));
     if is_set("model.path") && !is_set("model.architecture") && !is_set("model.tokenizer") {
-        // A folder named over a recipe, such as another checkpoint of a run, stands for the model as a whole.
+        // A folder given in place of a recipe, such as another checkpoint of a run, defines the whole
+        // model.
         (recipe.model.architecture, recipe.model.tokenizer) = (None, None);
         if !is_set("model.adapter") {
             recipe.model.adapter = None;
@@ -100,7 +101,7 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
     Err(mistakes)
 }
 
-/// Resolves the recipe of a run folder, which an earlier version may have written.
+/// Resolves the recipe of a run folder, which an older version may have written.
 ///
 /// # Errors
 /// As [`resolve`].
@@ -108,10 +109,10 @@ pub fn resolve_stored(path: &Path, text: &str, sets: &[String]) -> Result<Plan, 
     resolve(path, &without_removed(text), sets)
 }
 
-/// Mistakes of syntax that are each told.
+/// Maximum number of syntax mistakes that are reported individually.
 const SLIPS_MAX: usize = 10;
 
-/// Reads what can be read of a text; keys on a line with a mistake of syntax are left out of account.
+/// Reads the valid part of a text; keys on a line with a syntax mistake are ignored.
 fn read_text(recipe: &mut Recipe, reader: &mut Reader, base_fault: Option<&str>) {
     let text = reader.text;
     let (document, errors) = DeTable::parse_recoverable(text);
@@ -123,7 +124,7 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader, base_fault: Option<&str>)
     let tables: Vec<&str> =
         reader.known.iter().filter(|key| !key.contains('.')).filter(is_table).map(String::as_str).collect();
     let recipe_like = document.get_ref().keys().any(|name| tables.contains(&name.get_ref().as_ref()));
-    // Slips in a recipe are each told; a text of another kind is one mistake.
+    // Syntax mistakes of a recipe are reported individually; a text of another kind counts as one mistake.
     if let [first, rest @ ..] = errors.as_slice()
         && (rest.len() >= SLIPS_MAX || (!rest.is_empty() && !recipe_like))
     {
@@ -142,7 +143,7 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader, base_fault: Option<&str>)
     let before = reader.mistakes.0.len();
     read_document(recipe, reader, document.into_inner(), base_fault);
     let read = reader.mistakes.0.split_off(before);
-    // Below a table's head that cannot be read, its keys seem to stand outside every table.
+    // Below an invalid table header, keys seem to be at the top level.
     let in_a_head = |at: usize| {
         let line = text.get(..at).map_or(0, |before| before.rfind('\n').map_or(0, |end| end + 1));
         text.get(line..).is_some_and(|line| line.trim_start().starts_with('['))
@@ -153,7 +154,7 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader, base_fault: Option<&str>)
     reader.mistakes.0.extend(read.into_iter().filter(|mistake| !follows(mistake)));
 }
 
-/// Reads the tables of a document; the key `base` is accepted, or refused with `base_fault`.
+/// Reads the tables of a document. The key `base` is accepted, or refused with `base_fault`.
 fn read_document(recipe: &mut Recipe, reader: &mut Reader, mut document: DeTable, base_fault: Option<&str>) {
     if let Some((name, value)) = document.remove_entry(base::KEY) {
         let written = Written { path: base::KEY.to_owned(), name: name.span(), value: &value };
@@ -165,17 +166,18 @@ fn read_document(recipe: &mut Recipe, reader: &mut Reader, mut document: DeTable
     reader.read_keys(recipe, "", &document);
 }
 
-/// The key of `key=value`.
+/// Returns the key of `key=value`.
 pub fn set_key(set: &str) -> Option<&str> {
     set.split_once('=').map(|(key, _)| key.trim())
 }
 
-/// Whether `key` is `table` or a key below it.
+/// Returns true when `key` is `table` or a key below it.
 pub(super) fn inside(key: &str, table: &str) -> bool {
     key.strip_prefix(table).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
-/// `key=value` as a TOML document, or `None` if it is not one; a value that is not TOML is a string without its quotes.
+/// Converts `key=value` to a TOML document; `None` if that fails. A value that is not TOML is a string
+/// without quotes.
 fn set_document(set: &str) -> Option<String> {
     let (key, value) = set.split_once('=')?;
     if key.trim_start().starts_with(['[', '#']) || DeTable::parse(&format!("{key}=0")).is_err() {
@@ -209,29 +211,30 @@ impl From<Mistakes> for anyhow::Error {
 }
 
 impl Plan {
-    /// The recipe as TOML, every default written out; it resolves to the same recipe.
+    /// Returns the recipe as TOML with every default; it resolves to the same recipe.
     pub fn to_toml(&self) -> String {
         self.recipe.to_toml()
     }
 
-    /// A mistake at `key`, found later against the model, the data or the machine, with the place where `key` was written.
+    /// Returns a mistake at `key`, found later in the model, the data or the machine, with the place of
+    /// `key`.
     pub fn mistake(&self, key: &str, what: String) -> Mistake {
         Mistake { place: self.places.of(key), key: key.to_owned(), what }
     }
 }
 
 impl Recipe {
-    /// Whether anything is trained, by cold start or by reinforcement learning.
+    /// Returns true when anything is trained, by SFT warm-up or by reinforcement learning.
     pub fn trains(&self) -> bool {
         self.train.steps > 0 || self.cold_start.steps > 0
     }
 
-    /// Every table and key in the order of their declaration, with this recipe's values.
+    /// Returns every table and key in the order of declaration, with this recipe's values.
     pub fn entries(&self) -> Vec<Entry> {
         entries(self)
     }
 
-    /// The recipe as TOML, every value written out.
+    /// Returns the recipe as TOML with every value.
     pub fn to_toml(&self) -> String {
         let mut text = String::new();
         for entry in self.entries() {
@@ -251,8 +254,8 @@ impl Recipe {
     }
 }
 
-/// The keys that differ between a run and what it is asked to go on with, but for those that may:
-/// `train.steps` and the ends of schedules, evaluation, logging, parallelism and checkpoints, and where it computes.
+/// Returns the keys that differ between a run and its continuation, except those that may differ:
+/// `train.steps` and the ends of schedules, evaluation, logging, parallelism, checkpoints and device.
 pub fn resume_differences(old: &Plan, new: &Plan) -> Vec<String> {
     let may_differ = |key: &str| {
         ["device", "train.steps", "train.optimizer.schedule_steps", "critic.optimizer.schedule_steps"]

@@ -1,5 +1,5 @@
-//! The one table of keys and values that recipes no longer have. A recipe that has one is refused with what to use instead; a run
-//! folder that an earlier version wrote is read without it, where that leaves the run as it was.
+//! The table of removed keys and values. A recipe that has one is refused with its replacement. In a run
+//! folder of an older version it is ignored, if that does not change the run.
 
 use toml::de::DeValue;
 
@@ -7,11 +7,11 @@ use toml::de::DeValue;
 struct Removed {
     /// The dotted path.
     key: &'static str,
-    /// The value that is removed; `None` where the key is.
+    /// The removed value; `None` if the key is removed.
     value: Option<&'static str>,
-    /// The value under which a run is the same without this line, as TOML.
+    /// The value, as TOML, for which removing the line does not change the run.
     neutral: &'static str,
-    /// What to use instead.
+    /// The replacement.
     remedy: &'static str,
 }
 
@@ -30,7 +30,7 @@ const REMOVED: [Removed; 2] = [
     },
 ];
 
-/// Refuses `key` with `value` where it is removed: returns what is wrong, and the remedy.
+/// Returns the mistake and its remedy if `key` with `value` is removed.
 pub(super) fn refusal(key: &str, value: &DeValue) -> Option<String> {
     let is_meant = |removed: &&Removed| {
         removed.key == key && removed.value.is_none_or(|word| value.as_str() == Some(word))
@@ -42,8 +42,8 @@ pub(super) fn refusal(key: &str, value: &DeValue) -> Option<String> {
     })
 }
 
-/// Blanks the lines of a run folder's recipe that have a removed key or value and leave the run the same without it. Every other line
-/// stays at its number.
+/// Blanks the lines of a run folder's recipe with a removed key or value that have no effect on the run.
+/// All other lines keep their numbers.
 pub(super) fn without_removed(recipe: &str) -> String {
     let mut table = "";
     let mut text = String::with_capacity(recipe.len());

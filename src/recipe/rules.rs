@@ -1,4 +1,4 @@
-//! What one key alone cannot tell: contradictions, files that are not there, and what is likely not meant.
+//! Rules across keys: contradictions, missing files, and settings that are probably mistakes.
 
 mod adapter;
 mod critic;
@@ -14,14 +14,15 @@ use crate::settings::{Choice, Mistake, Places, changed};
 use crate::tasks::TaskName;
 use std::path::Path;
 
-/// What the rules found.
+/// The mistakes and warnings that the rules found.
 #[derive(Default)]
 pub(crate) struct Findings {
     pub mistakes: Vec<Mistake>,
     pub warnings: Vec<Mistake>,
 }
 
-/// Checks `recipe` whole. A rule that rests on an `unsure` key is left out, so that one slip is one mistake.
+/// Checks the whole recipe. Rules that depend on an `unsure` key are skipped, so one slip gives one
+/// mistake.
 pub(crate) fn check(recipe: &Recipe, places: &Places, unsure: &[String]) -> Findings {
     let mut rules = Rules { recipe, places, unsure, findings: Findings::default() };
     rules.model();
@@ -47,21 +48,21 @@ struct Rules<'a> {
 }
 
 impl Rules<'_> {
-    /// A mistake at the first of `keys`, on all of which the rule rests.
+    /// Records a mistake at the first of `keys`; the rule depends on all of them.
     fn refuse(&mut self, keys: &[&str], what: impl Into<String>) {
         if let Some(mistake) = self.finding(keys, what.into()) {
             self.findings.mistakes.push(mistake);
         }
     }
 
-    /// The same, for what is allowed.
+    /// Records a warning, for a setting that is allowed.
     fn warn(&mut self, keys: &[&str], what: impl Into<String>) {
         if let Some(warning) = self.finding(keys, what.into()) {
             self.findings.warnings.push(warning);
         }
     }
 
-    /// Patterns over parameters' names; `example` is one.
+    /// Checks patterns of parameter names; `example` is a valid pattern.
     fn patterns(&mut self, key: &str, patterns: &[String], example: &str) {
         if patterns.iter().any(String::is_empty) {
             let what =
@@ -192,7 +193,7 @@ impl Rules<'_> {
         self.keys_of_other_tasks();
     }
 
-    /// Keys that only other tasks read are mistakes.
+    /// Refuses keys that only other tasks read.
     fn keys_of_other_tasks(&mut self) {
         let task = &self.recipe.task;
         for entry in changed(task) {
@@ -216,7 +217,7 @@ impl Rules<'_> {
         }
     }
 
-    /// A file that must be there.
+    /// Checks that a file exists.
     fn file(&mut self, key: &str, file: &Path) {
         if !file.is_file() {
             let data = self.recipe.task.name.data;
@@ -363,7 +364,7 @@ impl Rules<'_> {
     }
 }
 
-/// Whether `text` is the first `parts` of YYYY-MM-DD, and a date that exists.
+/// Returns true when `text` is the first `parts` parts of a valid date YYYY-MM-DD.
 fn is_date(text: &str, parts: usize) -> bool {
     let day = if parts == 2 { format!("{text}-01") } else { text.to_owned() };
     let date: Option<toml::value::Datetime> = day.parse().ok();

@@ -1,4 +1,4 @@
-//! What a RECIPE argument names: a recipe file, a recipe inside the binary, a run folder or a checkpoint.
+//! Resolution of a RECIPE argument: a recipe file, a built-in recipe, a run folder or a checkpoint.
 
 use super::plan::{Plan, resolve, resolve_stored};
 use crate::bad_input;
@@ -8,7 +8,7 @@ use crate::settings::{Mistakes, closest};
 use anyhow::Result;
 use std::path::{Path, PathBuf};
 
-/// The recipes inside the binary, by name.
+/// The built-in recipes by name.
 pub const BUILT_IN: [(&str, &str); 14] = [
     ("quickstart", include_str!("../../recipes/quickstart.toml")),
     ("quickstart_cuda", include_str!("../../recipes/quickstart_cuda.toml")),
@@ -26,26 +26,27 @@ pub const BUILT_IN: [(&str, &str); 14] = [
     ("verify_if", include_str!("../../recipes/verify_if.toml")),
 ];
 
-/// What messages call a recipe inside the binary, after its name.
+/// Suffix of a built-in recipe's name in messages.
 pub(super) const INSIDE: &str = " (inside rloss)";
 
-/// What a RECIPE argument names.
+/// The source that a RECIPE argument names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RecipeSource {
     /// A recipe file.
     File(PathBuf),
-    /// A recipe inside the binary.
+    /// A built-in recipe.
     BuiltIn { name: &'static str, text: &'static str },
-    /// A run folder: its resolved recipe, and its last checkpoint.
+    /// A run folder: its resolved recipe and its last checkpoint.
     Run(PathBuf),
     /// One checkpoint of a run, with the run's recipe.
     Checkpoint { run: PathBuf, folder: PathBuf },
 }
 
-/// Finds out what `argument` names; a file or folder goes before a recipe inside the binary.
+/// Finds the source that `argument` names; files and folders take precedence over built-in recipes.
 ///
 /// # Errors
-/// [`BadInput`](crate::error::BadInput) when nothing is there, or a folder that is neither a run's nor a checkpoint of one.
+/// [`BadInput`](crate::error::BadInput) when nothing is found, or a folder is neither a run nor a run's
+/// checkpoint.
 pub fn locate(argument: &Path) -> Result<RecipeSource> {
     let shown = argument.display();
     if argument.join("recipe.toml").is_file() {
@@ -74,7 +75,7 @@ pub fn locate(argument: &Path) -> Result<RecipeSource> {
     if let Some(&(name, text)) = BUILT_IN.iter().find(|(name, _)| *name == asked) {
         return Ok(RecipeSource::BuiltIn { name, text });
     }
-    // `recipes/quickstart.toml` too, where there is no such file.
+    // `recipes/quickstart.toml` also names the built-in recipe, if there is no such file.
     let stem = argument.file_stem().and_then(std::ffi::OsStr::to_str).unwrap_or_default();
     let meant = closest(stem, names()).map(|near| format!(" did you mean {near}?")).unwrap_or_default();
     Err(bad_input!(
@@ -84,7 +85,7 @@ pub fn locate(argument: &Path) -> Result<RecipeSource> {
 }
 
 impl RecipeSource {
-    /// The file that holds the recipe; of one inside the binary, what messages call it.
+    /// Returns the file of the recipe; for a built-in recipe, its name in messages.
     pub fn recipe_file(&self) -> PathBuf {
         match self {
             RecipeSource::File(file) => file.clone(),
@@ -95,7 +96,7 @@ impl RecipeSource {
         }
     }
 
-    /// The name that the default run folder `runs/<stem>` takes.
+    /// Returns the name of the default run folder `runs/<stem>`.
     pub fn stem(&self) -> String {
         let path = match self {
             RecipeSource::BuiltIn { name, .. } => return (*name).to_owned(),
@@ -138,7 +139,7 @@ impl RecipeSource {
             }
         };
         let plan = resolve_stored(&file, &text, sets);
-        // A changed text may hold mistakes: that it was changed comes first.
+        // An edited text may have mistakes; the edit is reported first.
         match Seal::of(&text, folder) {
             Seal::Whole => Ok(plan?),
             Seal::None => {

@@ -1,24 +1,24 @@
-//! Success over several samples of each problem: mean@k, pass@k, majority@k, and how sure they are.
+//! Success over several samples per problem: mean@k, pass@k, majority@k, and their confidence intervals.
 
 use crate::tasks::Task;
 
-/// What one sample of a problem came to.
+/// The result of one sample of a problem.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sample {
-    /// Whether the task called it right.
+    /// Whether the task graded it as right.
     pub success: bool,
     /// Its answer, for the vote; `None` when it gave none.
     pub answer: Option<String>,
 }
 
-/// Share of successes.
+/// Returns the share of successes.
 pub fn mean(samples: &[Sample]) -> f64 {
     successes(samples) as f64 / samples.len().max(1) as f64
 }
 
-/// The chance that at least one of `k` samples, drawn without replacement from the `n` at hand, is right:
-/// `1 − C(n−c, k) / C(n, k)` with `c` successes, the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374).
-/// `k` is at most `n`.
+/// Returns the probability that at least one of `k` samples, drawn without replacement from `n` samples, is
+/// right. This is `1 − C(n−c, k) / C(n, k)` with `c` successes, the unbiased estimate of Chen et al. 2021
+/// (arXiv:2107.03374). `k` is at most `n`.
 pub fn pass_at(k: usize, samples: &[Sample]) -> f64 {
     let (n, c) = (samples.len(), successes(samples));
     if c > n.saturating_sub(k) {
@@ -28,7 +28,7 @@ pub fn pass_at(k: usize, samples: &[Sample]) -> f64 {
     1.0 - (n - c + 1..=n).map(|i| 1.0 - k as f64 / i as f64).product::<f64>()
 }
 
-/// The answers given, as [`Task::same_answer`] groups them, most votes first and earlier ones first among equals.
+/// An answer and its number of votes. [`Task::same_answer`] groups equal answers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Vote {
     pub answer: String,
@@ -37,7 +37,8 @@ pub struct Vote {
     pub right: bool,
 }
 
-/// Counts the answers; samples without one do not vote.
+/// Counts the votes of each answer, most votes first and earlier answers first among equals. Samples
+/// without an answer do not vote.
 pub fn votes(task: &dyn Task, samples: &[Sample]) -> Vec<Vote> {
     let mut votes: Vec<Vote> = vec![];
     for sample in samples {
@@ -54,15 +55,15 @@ pub fn votes(task: &dyn Task, samples: &[Sample]) -> Vec<Vote> {
     votes
 }
 
-/// Whether the answer with the most votes is right; among equally many votes one is drawn, so this is the share of
-/// right ones among them. 0 without any answer.
+/// Returns 1 if the answer with the most votes is right, else 0. A tie is broken by a random draw, so this
+/// is then the share of right answers among the tied ones. 0 without any answer.
 pub fn majority(votes: &[Vote]) -> f64 {
     let most = votes.first().map_or(0, |vote| vote.votes);
     let first = votes.iter().take_while(|vote| vote.votes == most);
     first.clone().filter(|vote| vote.right).count() as f64 / first.count().max(1) as f64
 }
 
-/// A mean over problems and its 95% interval.
+/// A mean over problems with its 95% interval.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct Estimate {
     pub mean: f64,
@@ -71,11 +72,11 @@ pub struct Estimate {
 }
 
 impl Estimate {
-    /// The mean of the problems' own values in `0..=1`, and 1.96 standard errors to both sides, cut at 0 and 1. Samples
-    /// of one problem depend on each other, so the problem is the unit.
+    /// Returns the mean of the problems' values in `0..=1`, plus and minus 1.96 standard errors, limited to
+    /// 0 and 1. Samples of one problem depend on each other, so the problem is the unit.
     ///
-    /// Where all values are equal, such as 0 of few problems, their spread says nothing, and the interval is Wilson's
-    /// (1927) for as many yes-or-no outcomes as problems.
+    /// If all values are equal, such as 0 for a few problems, the standard error is 0 and no estimate. The
+    /// interval is then Wilson's (1927) for one yes-or-no outcome per problem.
     pub fn by_problem(values: &[f64]) -> Self {
         let n = values.len().max(1) as f64;
         let mean = values.iter().sum::<f64>() / n;
@@ -87,12 +88,12 @@ impl Estimate {
             let variance = values.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / (n - 1.0);
             (mean, Z95 * (variance / n).sqrt())
         };
-        // Rounding must not put the mean outside.
+        // Rounding must not move the mean out of its interval.
         Self { mean, low: (centre - half).clamp(0.0, mean), high: (centre + half).clamp(mean, 1.0) }
     }
 }
 
-/// Standard errors to both sides that hold 95% of a normal distribution.
+/// Half-width, in standard errors, of the interval that holds 95% of a normal distribution.
 const Z95: f64 = 1.96;
 
 fn successes(samples: &[Sample]) -> usize {
@@ -109,7 +110,7 @@ mod tests {
         right.iter().map(|&success| Sample { success, answer: None }).collect()
     }
 
-    /// The share of all k-subsets that hold a success.
+    /// Returns the share of all k-subsets that hold a success.
     fn pass_by_counting(k: usize, right: &[bool]) -> f64 {
         let subsets = (0u32..1 << right.len()).filter(|set| set.count_ones() as usize == k);
         let holds = |set: &u32| right.iter().enumerate().any(|(i, &right)| right && set >> i & 1 == 1);

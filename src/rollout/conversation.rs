@@ -1,16 +1,19 @@
-//! The message loop of one trajectory: sampled tokens in, tool replies and user messages inserted, budgets kept.
+//! The message loop of one trajectory: it takes sampled tokens, inserts tool replies and user messages, and
+//! enforces budgets.
 //!
-//! Rules, in the order they are asked:
-//! - Only a stop token ends an answer. In Harmony a `final` message closed by `<|end|>` is a message like any other: the
-//!   policy samples on.
-//! - A turn is a stretch of sampled tokens between insertions. A call on the last turn is not run
+//! Rules, in the order of their checks:
+//! - Only a stop token ends an answer. In Harmony a `final` message closed by `<|end|>` is an ordinary
+//!   message: sampling continues.
+//! - A turn is a run of sampled tokens between insertions. A call on the last turn is not run
 //!   ([`Outcome::TurnsExhausted`]); a malformed last turn ends as [`Outcome::Malformed`].
-//! - A trajectory out of tokens or context is [`Outcome::TruncatedLength`]; so is one whose next insertion would leave no
-//!   room for a token after it, and then nothing is inserted. A call that could no longer be answered is not run.
-//! - A call to anybody but `python` and the task's own tools is answered in the recipient's name, a malformed one in the Python tool's; without a
-//!   tool there is nobody to say what is wrong, and the trajectory ends as malformed.
-//! - Where a turn ends in several calls, all are answered, in their order, and their replies are inserted together.
-//! - What was sampled stays as it was, the stop token before a further user message included.
+//! - A trajectory out of tokens or context is [`Outcome::TruncatedLength`]. So is one whose next insertion
+//!   would leave no space for a token after it; then nothing is inserted. A call that could no longer be
+//!   answered is not run.
+//! - A call to a recipient other than `python` and the task's own tools is answered in the recipient's
+//!   name. A malformed call is answered in the Python tool's name. Without a tool nobody can report the
+//!   mistake, and the trajectory ends as malformed.
+//! - If a turn ends in several calls, all are answered in order, and their replies are inserted together.
+//! - Sampled tokens never change, including the stop token before a further user message.
 
 use super::Rollout;
 use super::prompt::Rendered;
@@ -26,23 +29,23 @@ use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use std::time::Instant;
 
-/// The reward of a trajectory whose task failed.
+/// Reward of a trajectory whose task failed.
 const FAILED: Reward = Reward { value: 0.0, success: false };
 
-/// What a conversation needs next.
+/// The next action of a conversation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Next {
-    /// Another token.
+    /// Sample another token.
     Sample,
-    /// Its tool calls run.
+    /// Run its tool calls.
     Call,
-    /// Its task asked for a further user message, which may take long.
+    /// Ask its task for a further user message, which may take long.
     Turn,
-    /// Nothing: it is over.
+    /// Nothing: the conversation is over.
     End,
 }
 
-/// A trajectory in the making.
+/// A trajectory in progress.
 pub(super) struct Conversation<'a> {
     rollout: &'a Rollout<'a>,
     problem: &'a Problem,
@@ -53,7 +56,7 @@ pub(super) struct Conversation<'a> {
     prompt_tokens: usize,
     mask: Vec<bool>,
     log_probs: Vec<f32>,
-    /// Of the tokens fed so far, when kept.
+    /// Routed experts of the tokens fed so far, if kept.
     routes: Vec<Vec<u16>>,
     turns: Vec<Turn>,
     turn_start: usize,
@@ -68,7 +71,7 @@ pub(super) struct Conversation<'a> {
 }
 
 impl<'a> Conversation<'a> {
-    /// Sample `sample` of a prompt; `routes` are those of the prompt's tokens, when kept.
+    /// Starts sample `sample` of a prompt. `routes` are the routed experts of the prompt's tokens, if kept.
     pub(super) fn new(
         rollout: &'a Rollout<'a>,
         prompt: &Rendered<'a>,
@@ -109,12 +112,12 @@ impl<'a> Conversation<'a> {
         self.rng = stream(self.rollout.plan.seed, self.rollout.plan.purpose, &place);
     }
 
-    /// Notes the experts chosen for the next token fed.
+    /// Records the routed experts of the next token fed.
     pub(super) fn fed(&mut self, routes: Vec<u16>) {
         self.routes.push(routes);
     }
 
-    /// Where the next token stands.
+    /// Returns the position of the next token.
     pub(super) fn place(&self) -> SampledPlace {
         SampledPlace {
             prompt: self.prompt,
@@ -124,12 +127,13 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    /// The number from [0, 1) that picks the next token: the turn's own stream, so that it depends on the place alone.
+    /// Returns the number in [0, 1) that selects the next token. It comes from the turn's own random
+    /// stream, so it depends on the position alone.
     pub(super) fn uniform(&mut self) -> f64 {
         self.rng.random()
     }
 
-    /// Takes the next token and acts on it.
+    /// Appends the next token and decides what follows.
     pub(super) fn take(&mut self, drawn: Drawn) -> Next {
         self.tokens.push(drawn.token);
         self.mask.push(true);
@@ -145,13 +149,13 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    /// Whether no further token may be sampled.
+    /// Returns true when no further token may be sampled.
     fn exhausted(&self) -> bool {
         self.sampled >= self.rollout.plan.settings.response_tokens_max
             || self.tokens.len() >= self.rollout.context_tokens_max()
     }
 
-    /// Whether the turn under way is the last one allowed.
+    /// Returns true when the present turn is the last one allowed.
     fn last_turn(&self) -> bool {
         self.turns.len() + 1 >= self.rollout.plan.settings.turns_max
     }
@@ -180,15 +184,17 @@ impl<'a> Conversation<'a> {
         if self.parser.calls().iter().any(asks) { Next::Call } else { self.run_calls() }
     }
 
-    /// Whether a call goes to the Python tool.
+    /// Returns true when a call goes to the Python tool.
     fn runs(&self, call: &Message) -> bool {
         self.rollout.interpreter.is_some() && call.recipient.as_deref() == Some(PYTHON)
     }
 
-    /// Answers the pending calls; blocks until the last reply. Called on a tool thread where one of them runs something.
+    /// Answers the pending calls and blocks until the last reply. A call that runs something is answered on
+    /// a tool thread.
     pub(super) fn run_calls(&mut self) -> Next {
         let (mut outcomes, mut replies) = (vec![], vec![]);
-        // A task reads the conversation up to its call; the turn's other messages are taken when it closes.
+        // The task reads the conversation up to its call. The turn's other messages are taken when it
+        // closes.
         let before = self.messages.len();
         let mut ended = None;
         for call in self.parser.calls() {
@@ -230,7 +236,8 @@ impl<'a> Conversation<'a> {
         self.insert(replies, Outcome::Malformed)
     }
 
-    /// The answer to the call to `name`, the conversation's last message; or the outcome that ends the trajectory.
+    /// Returns the answer to the call to `name`, the conversation's last message; or the outcome that ends
+    /// the trajectory.
     fn reply(&mut self, name: &str) -> Result<(CallOutcome, String), Outcome> {
         let unknown = || (CallOutcome::UnknownRecipient, format!("Error: there is no tool named {name:?}."));
         let Some(call) = self.messages.last() else { return Ok(unknown()) };
@@ -261,7 +268,8 @@ impl<'a> Conversation<'a> {
         if self.rollout.task.may_take_long() { Next::Turn } else { self.ask_for_turn() }
     }
 
-    /// Asks the task for the next user message; blocks until it answers. Called on a tool thread where that may take long.
+    /// Asks the task for the next user message and blocks until it answers. Runs on a tool thread if that
+    /// may take long.
     pub(super) fn ask_for_turn(&mut self) -> Next {
         let next = self.rollout.task.next_user_message(self.problem, &self.transcript(Outcome::Finished));
         match next {
@@ -275,14 +283,15 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    /// Notes the turn and takes its messages from the parser.
+    /// Records the turn and takes its messages from the parser.
     fn close_turn(&mut self, calls: Vec<CallOutcome>) {
         self.turns.push(Turn { start: self.turn_start, end: self.tokens.len(), calls });
         let parser = std::mem::replace(&mut self.parser, self.rollout.chat.turn_parser());
         self.messages.extend(parser.finish());
     }
 
-    /// Appends messages and the assistant's next opening, masked; `refused` is the outcome when a message cannot be written.
+    /// Appends messages and the assistant's next opening, all masked. `refused` is the outcome when a
+    /// message cannot be encoded.
     fn insert(&mut self, messages: Vec<Message>, refused: Outcome) -> Next {
         let room = self.rollout.context_tokens_max().saturating_sub(self.tokens.len());
         let bytes = messages.iter().map(|message| message.content.len()).sum();
@@ -313,7 +322,8 @@ impl<'a> Conversation<'a> {
         Transcript { messages: &self.messages, outcome, calls_answered: self.calls_answered }
     }
 
-    /// Grades the conversation: the record, and all its messages. A task that cannot grade gives reward 0.
+    /// Grades the conversation. Returns the trajectory and all its messages. If the task fails to grade,
+    /// the reward is 0.
     pub(super) fn finish(mut self) -> (Trajectory, Vec<Message>) {
         let Rollout { task, interpreter, .. } = *self.rollout;
         if let Some(interpreter) = interpreter {

@@ -1,8 +1,8 @@
-//! Continuous batching: one forward after the other over whatever is ready, prompts and conversations mixed.
+//! Continuous batching: each forward takes whatever is ready, prompts and conversations mixed.
 //!
-//! A conversation that ended or waits for its tool leaves the batch before the next forward, and another enters. The
-//! samples of a group share one prefill: their caches are clones of the prompt's, their first tokens are drawn from the
-//! same row of logits.
+//! A conversation that has ended or waits for its tool leaves the batch before the next forward, and
+//! another enters. The samples of a group share one prefill. Their caches are clones of the prompt's, and
+//! their first tokens are drawn from one row of logits.
 
 use super::Rollout;
 use super::conversation::{Conversation, Next};
@@ -19,10 +19,10 @@ use candle_core::Tensor;
 use std::sync::Arc;
 use std::thread::Scope;
 
-/// Tokens of a forward. Decode goes first; long prompts take what is left, so they arrive in pieces.
+/// Tokens per forward. Decode has priority; long prompts take the rest, so they are fed in chunks.
 pub const FORWARD_TOKENS_MAX: usize = 1024;
 
-/// A prompt on its way into the cache, for its whole group.
+/// A prompt whose prefill is in progress, for its whole group.
 pub(super) struct PromptWork {
     index: usize,
     cache: SequenceCache,
@@ -35,19 +35,19 @@ impl PromptWork {
     }
 }
 
-/// A conversation and its cache. Tokens past the cache's length are yet to be fed.
+/// A conversation and its cache. Tokens beyond the cache's length are not fed yet.
 pub(super) struct SampleWork<'a> {
     pub(super) conversation: Conversation<'a>,
     cache: SequenceCache,
     /// Index among all trajectories of the rollout.
     pub(super) place: usize,
-    /// Whether it has room of its own for keys and values: until it decodes it has its prompt's.
+    /// Whether it has its own KV-cache place. Until it decodes it uses its prompt's.
     pub(super) has_room: bool,
     samples: usize,
 }
 
 impl SampleWork<'_> {
-    /// The index of its group.
+    /// Returns the index of its group.
     pub(super) fn group(&self) -> usize {
         self.place / self.samples
     }
@@ -75,22 +75,22 @@ impl Work<'_> {
     }
 }
 
-/// The part of a batch that a forward takes: `counts[i]` tokens of entry `i`, 0 where it has to wait.
+/// The part of a batch that one forward takes: `counts[i]` tokens of entry `i`, 0 if it has to wait.
 struct Feed {
     tokens: Vec<u32>,
     counts: Vec<usize>,
-    /// Entries whose tokens are all fed then, and the row of each one's last token.
+    /// Entries whose tokens are all fed by this forward, and the row of each one's last token.
     complete: Vec<usize>,
     rows: Vec<u32>,
 }
 
-/// One decoding loop over a batch of its own.
+/// One decoding loop with its own batch.
 pub(super) struct Engine<'e, 'a> {
     rollout: &'e Rollout<'e>,
     source: &'e dyn TokenSource,
     queue: &'e Queue<'a>,
     batch: Vec<Work<'a>>,
-    /// What feeds where every entry takes a single token and nothing is kept of the layers.
+    /// Feeds a batch when every entry has a single token and no layer state is kept.
     decoder: Option<Decoder>,
     sampled: u64,
 }
@@ -114,7 +114,8 @@ impl<'e, 'a> Engine<'e, 'a> {
         }
     }
 
-    /// The same where the ranks of `mesh` make every forward together: one that has no work passes by. Ends once none has any left.
+    /// Works like [`Self::run`] when the ranks of `mesh` run every forward together. A rank without work
+    /// takes part with no tokens. Ends once no rank has work.
     pub(super) fn run_with(mut self, mesh: &Mesh, scope: &'e Scope<'e, '_>) {
         let _guard = PanicGuard(self.queue);
         loop {
@@ -129,7 +130,7 @@ impl<'e, 'a> Engine<'e, 'a> {
         }
     }
 
-    /// One forward of all ranks, if any has work. Returns whether to go on.
+    /// Runs one forward on all ranks, if any has work. Returns whether to continue.
     fn step_with(&mut self, mesh: &Mesh, scope: &'e Scope<'e, '_>) -> Result<bool> {
         let own = self.queue.refill_at_once(&mut self.batch, std::mem::take(&mut self.sampled));
         if own == Refilled::Failure {
@@ -146,7 +147,7 @@ impl<'e, 'a> Engine<'e, 'a> {
         Ok(any(Refilled::Work) || any(Refilled::Nothing))
     }
 
-    /// One forward, and a token for every entry that is fed up to its end.
+    /// Runs one forward, and draws a token for every entry that is fed completely.
     fn step(&mut self, scope: &'e Scope<'e, '_>) -> Result<()> {
         let device = self.rollout.policy.weights.device();
         awake(device, || self.forward_and_draw(scope))
@@ -180,7 +181,8 @@ impl<'e, 'a> Engine<'e, 'a> {
         Ok(())
     }
 
-    /// What the next forward takes: the single tokens of decode, then pieces of what is longer.
+    /// Selects the tokens of the next forward: first the single tokens of decode, then chunks of longer
+    /// inputs.
     fn feed(&self) -> Feed {
         let pending: Vec<&[u32]> = self.batch.iter().map(|work| self.pending(work)).collect();
         let decode = pending.iter().filter(|tokens| tokens.len() == 1).count();
@@ -201,7 +203,7 @@ impl<'e, 'a> Engine<'e, 'a> {
         feed
     }
 
-    /// The tokens of an entry that are not in its cache.
+    /// Returns the tokens of an entry that are not in its cache.
     fn pending<'w>(&'w self, work: &'w Work) -> &'w [u32] {
         let (tokens, fed) = match work {
             Work::Prompt(prompt) => (&self.queue.prompts[prompt.index].tokens, prompt.cache.len()),
@@ -210,7 +212,8 @@ impl<'e, 'a> Engine<'e, 'a> {
         &tokens[fed..]
     }
 
-    /// Hidden states `[T, H]` of the feed's tokens, which are in their caches then.
+    /// Runs the forward and returns hidden states `[T, H]` of the feed's tokens, which are then in their
+    /// caches.
     fn forward(&mut self, feed: &mut Feed) -> Result<Tensor> {
         let Rollout { policy, plan, .. } = *self.rollout;
         let fed = || feed.counts.iter().copied().filter(|&count| count > 0);
@@ -247,7 +250,7 @@ impl<'e, 'a> Engine<'e, 'a> {
 
     /// Draws the next token of each of `ready`, or the first tokens of a group, from the rows of `normed`.
     fn draw(&mut self, scope: &'e Scope<'e, '_>, normed: &Tensor, ready: Vec<Work<'a>>) -> Result<()> {
-        // The row of each sample: those of a group share their prompt's.
+        // The row of each sample; the samples of a group share their prompt's.
         let mut samples: Vec<(usize, Box<SampleWork<'a>>, bool)> = vec![];
         for (row, work) in ready.into_iter().enumerate() {
             match work {
@@ -271,7 +274,7 @@ impl<'e, 'a> Engine<'e, 'a> {
         Ok(())
     }
 
-    /// Puts the source's own tokens, where it has some, in the place of those drawn.
+    /// Replaces drawn tokens by the source's own, where it has some.
     fn replace(
         &self,
         sampling: &Sampling,
@@ -294,7 +297,7 @@ impl<'e, 'a> Engine<'e, 'a> {
         Ok(())
     }
 
-    /// The conversations of a prompt that is fed.
+    /// Returns the conversations of a prompt that is fed.
     fn group(&self, prompt: &PromptWork) -> impl Iterator<Item = Box<SampleWork<'a>>> {
         let samples = self.queue.samples;
         let sample = |sample: usize| {
@@ -317,7 +320,8 @@ impl<'e, 'a> Engine<'e, 'a> {
     }
 }
 
-/// Ends the rollout when its engine's thread unwinds: the other engines would wait for its conversations.
+/// Ends the rollout when its engine's thread panics; otherwise the other engines would wait for its
+/// conversations.
 struct PanicGuard<'e, 'a>(&'e Queue<'a>);
 
 impl Drop for PanicGuard<'_, '_> {

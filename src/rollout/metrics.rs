@@ -3,7 +3,7 @@
 use crate::metrics::Accumulator;
 use crate::trajectory::{CallOutcome, Group, Outcome};
 
-/// What the groups come to. Everything is a function of the recipe: no times.
+/// Computes the metrics of groups. All are functions of the recipe: there are no times.
 ///
 /// | name | of |
 /// | --- | --- |

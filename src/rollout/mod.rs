@@ -1,8 +1,9 @@
 //! Rollout: continuous batching over token ids, sampling, the message loop.
 //!
-//! A problem becomes a prompt, a prompt a [`Group`] of sampled conversations. Sampled ids are kept as they are:
-//! generated text is never tokenised again. Every result is a function of the seed, the step, the prompt's index and
-//! the sample's index alone, whatever shares a batch with it, in whatever order tools answer, on however many threads.
+//! A problem becomes a prompt, and a prompt becomes a [`Group`] of sampled conversations. Sampled ids are
+//! kept: generated text is never tokenised again. Every result depends only on the seed, the step, the
+//! prompt's index and the sample's index. It does not depend on the batch, the order of tool replies or the
+//! number of threads.
 
 pub mod accuracy;
 mod conversation;
@@ -39,24 +40,25 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::sync::{Mutex, PoisonError};
 
-/// Models up to this size decode in one engine a thread; larger ones in one engine whose ops share the threads, so that
-/// weights are read once for the whole batch. Bytes of all weights, times the threads.
+/// Models up to this size use one engine per thread. Larger models use one engine whose ops use all
+/// threads, so weights are read once per batch. Bytes of all weights, times the number of threads.
 const SIDE_BY_SIDE_BYTES_MAX: u64 = 512 << 20;
 
-/// How many engines decode side by side a model of `weight_bytes`, given so many threads.
+/// Returns the number of engines that decode in parallel, for a model of `weight_bytes` and `threads`
+/// threads.
 pub fn engines(weight_bytes: u64, threads: usize) -> usize {
     if weight_bytes.saturating_mul(threads as u64) <= SIDE_BY_SIDE_BYTES_MAX { threads } else { 1 }
 }
 
-/// Everything a rollout reads.
+/// The inputs of a rollout.
 #[derive(Clone, Copy)]
 pub struct Rollout<'a> {
     pub threads: &'a Threads,
-    /// What samples: model, weights and forward.
+    /// The policy to sample from: model, weights and forward.
     pub policy: &'a PolicyView<'a>,
     pub chat: &'a Chat,
     pub task: &'a dyn Task,
-    /// The Python tool, of one rollout at a time; `None` for tasks without one.
+    /// The Python tool, used by one rollout at a time; `None` for tasks without one.
     pub interpreter: Option<&'a dyn Interpreter>,
     /// Messages put before every problem's own, as [`preamble`] makes them.
     pub preamble: &'a [Message],
@@ -65,20 +67,20 @@ pub struct Rollout<'a> {
     pub room: CacheRoom,
 }
 
-/// How far a rollout is.
+/// Progress of a rollout.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct RolloutProgress {
-    /// Trajectories that ended, and all of them.
+    /// Number of trajectories that ended, and of all.
     pub finished: usize,
     pub trajectories: usize,
-    /// Tokens sampled, those of unfinished trajectories included.
+    /// Tokens sampled, including those of unfinished trajectories.
     pub sampled_tokens: u64,
-    /// Sum of the rewards of the finished ones.
+    /// Sum of the rewards of finished trajectories.
     pub reward_sum: f64,
 }
 
 impl RolloutProgress {
-    /// Shows a rollout's progress as that of `stage`, whose pieces are trajectories.
+    /// Shows the rollout's progress as that of `stage`, in units of trajectories.
     pub fn shown_by(stage: &Progress) -> impl Fn(Self) + Sync {
         let before = Mutex::new(Self::default());
         move |now| {
@@ -91,47 +93,47 @@ impl RolloutProgress {
     }
 }
 
-/// Work done, for `perf/` metrics.
+/// Amounts of work, for `perf/` metrics.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Tokens fed that were not sampled: each group's prompt once, and what was inserted.
+    /// Tokens fed that were not sampled: each group's prompt once, and inserted messages.
     pub prefilled_tokens: usize,
     pub sampled_tokens: usize,
     /// Calls that reached the interpreter.
     pub tool_calls: usize,
 }
 
-/// What a rollout gives: groups in prompt order, trajectories in sample order.
+/// Results of a rollout: groups in prompt order, trajectories in sample order.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Rollouts {
     pub groups: Vec<Group>,
-    /// The whole conversation of each trajectory, the prompt included, in the shape of `groups`.
+    /// The whole conversation of each trajectory, including the prompt, in the shape of `groups`.
     pub messages: Vec<Vec<Vec<Message>>>,
     /// The right answer to each group's problem, null where the task gives none.
     pub answers: Vec<Value>,
 }
 
 impl Rollouts {
-    /// Those of several stretches of prompts, one after the other.
+    /// Concatenates the results of several ranges of prompts.
     pub fn joined(parts: Vec<Self>) -> Self {
         let mut all = Self::default();
         parts.into_iter().for_each(|part| all.extend(part));
         all
     }
 
-    /// Adds those of further prompts.
+    /// Appends the results of further prompts.
     pub fn extend(&mut self, more: Self) {
         self.groups.extend(more.groups);
         self.messages.extend(more.messages);
         self.answers.extend(more.answers);
     }
 
-    /// The trajectories of all groups, in order.
+    /// Iterates over the trajectories of all groups, in order.
     pub fn trajectories(&self) -> impl Iterator<Item = &Trajectory> {
         self.groups.iter().flat_map(|group| &group.trajectories)
     }
 
-    /// One row a trajectory for `trajectories/*.jsonl`.
+    /// Iterates over rows of `trajectories/*.jsonl`, one per trajectory.
     pub fn rows(&self, phase: Phase) -> impl Iterator<Item = TrajectoryRow> {
         let groups = self.groups.iter().zip(&self.messages).zip(&self.answers);
         let conversations = groups.flat_map(|((group, messages), answer)| {
@@ -150,7 +152,7 @@ impl Rollouts {
         })
     }
 
-    /// Work done, greedy samples included.
+    /// Returns the amounts of work, including greedy samples.
     pub fn counts(&self) -> Counts {
         let mut counts = Counts::default();
         for group in &self.groups {
@@ -168,7 +170,7 @@ impl Rollouts {
         counts
     }
 
-    /// True when a tool call was ended by the wall clock: another run of the same recipe may then differ.
+    /// Returns true when the wall-clock limit ended a tool call: another run of the recipe may then differ.
     pub fn tool_timed_out(&self) -> bool {
         let greedy = self.groups.iter().filter_map(|group| group.greedy.as_ref());
         let mut turns = self.trajectories().chain(greedy).flat_map(|t| &t.turns);
@@ -181,12 +183,12 @@ fn reached_tool(call: CallOutcome) -> bool {
 }
 
 impl Rollout<'_> {
-    /// The longest conversation that the model reads, in tokens.
+    /// Returns the maximum length of a conversation, in tokens.
     fn context_tokens_max(&self) -> usize {
         self.policy.model.context_tokens_max()
     }
 
-    /// Whether `prompts` can be sampled at all.
+    /// Checks that every prompt fits.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem.
@@ -194,12 +196,12 @@ impl Rollout<'_> {
         prompts.iter().try_for_each(|prompt| self.render(prompt).map(drop))
     }
 
-    /// Samples `samples` conversations of each prompt. `progress` is told after every forward; `stop` is asked before
-    /// each, and once it says true the rollout ends with `None`.
+    /// Samples `samples` conversations of each prompt. `progress` is called after every forward. `stop` is
+    /// called before each forward; when it returns true the rollout ends with `None`.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem; any other error when the forward
-    /// fails or gives logits that are no numbers.
+    /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem; any other error when
+    /// the forward fails or gives logits that are not finite.
     pub fn groups(
         &self,
         prompts: &[Prompt],
@@ -210,7 +212,8 @@ impl Rollout<'_> {
         self.groups_from(&self.plan.settings.sampling(), prompts, samples, progress, stop)
     }
 
-    /// [`Self::groups`] that also hands each trajectory to `finished` as it ends, so that what is done outlives a stop.
+    /// Performs [`Self::groups`] and passes each trajectory to `finished` as it ends, so that results
+    /// survive a stop.
     ///
     /// # Errors
     /// Those of [`Self::groups`].
@@ -225,7 +228,8 @@ impl Rollout<'_> {
         self.run(&self.plan.settings.sampling(), prompts, samples, Hooks { progress, finished, stop })
     }
 
-    /// [`Self::groups`] with tokens from elsewhere, to replay or to force them; log-probabilities are still the model's.
+    /// Performs [`Self::groups`] with tokens of `source`, which may replay or force them. Log-probabilities
+    /// are still the model's.
     ///
     /// # Errors
     /// Those of [`Self::groups`] and of `source`.
@@ -252,7 +256,7 @@ impl Rollout<'_> {
         let (mesh, device) = (weights.mesh(), weights.device());
         let engines = match mesh {
             None if device.is_cpu() => engines(weights.bytes(), self.threads.count()),
-            // A GPU computes one forward after the other.
+            // A GPU runs one forward at a time.
             _ => 1,
         };
         let places = if device.is_cpu() { usize::MAX } else { self.room.sequences };

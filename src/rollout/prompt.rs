@@ -1,4 +1,4 @@
-//! Problems to prompts.
+//! Rendering of problems as prompts.
 
 use super::{PreambleSettings, Rollout};
 use crate::bad_input;
@@ -7,19 +7,19 @@ use crate::harmony::{DeveloperContent, Message, PYTHON_DESCRIPTION, Role, System
 use crate::tasks::Problem;
 use anyhow::{Context, Result};
 
-/// A problem and its index within the step, from which its random streams derive: it keeps them in any order, and
-/// when a step's prompts are shared out over processes.
+/// A problem and its index within the step. The index selects its random streams, so a prompt keeps them in
+/// any order and on any process.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Prompt {
     pub index: u64,
     pub problem: Problem,
 }
 
-/// What GPT-OSS's system message says where the recipe says nothing else.
+/// Default identity in GPT-OSS's system message.
 const OPENAI_IDENTITY: &str = "You are ChatGPT, a large language model trained by OpenAI.";
 const KNOWLEDGE_CUTOFF: &str = "2024-06";
 
-/// The system and developer messages that the recipe asks for; the Python tool is described when the task has it.
+/// Returns the recipe's system and developer messages; they describe the Python tool if the task has it.
 pub fn preamble(chat: &Chat, harmony: &PreambleSettings, uses_python: bool) -> Vec<Message> {
     match chat {
         Chat::Harmony(_) => harmony_preamble(harmony, uses_python),
@@ -54,10 +54,10 @@ fn harmony_preamble(harmony: &PreambleSettings, uses_python: bool) -> Vec<Messag
     messages
 }
 
-/// What a prompt must keep to.
+/// Requirements of a prompt.
 pub struct PromptLimits<'a> {
     pub chat: &'a Chat,
-    /// What stands in front of every problem.
+    /// Messages before every problem: system prompt and developer message.
     pub preamble: &'a [Message],
     /// `rollout.prompt_tokens_max`.
     pub prompt_tokens_max: usize,
@@ -65,15 +65,16 @@ pub struct PromptLimits<'a> {
 }
 
 impl PromptLimits<'_> {
-    /// The conversation so far and the assistant's opening.
+    /// Returns the tokens of the problem's messages and the assistant's opening.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem; when the tokenizer cannot write it.
+    /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem; any other error when
+    /// the tokenizer cannot encode it.
     pub fn tokens(&self, problem: &Problem) -> Result<Vec<u32>> {
         let messages = [self.preamble, &problem.messages].concat();
         let bytes: usize = messages.iter().map(|message| message.content.len()).sum();
         let (id, allowed, context) = (&problem.id, self.prompt_tokens_max, self.context_tokens_max);
-        // A text of megabytes would take seconds to tokenise, only to be refused.
+        // Tokenising megabytes of text takes seconds, and the prompt would be refused anyway.
         if !self.chat.vocabulary().may_fit(bytes, allowed) {
             return Err(bad_input!(
                 "problem {id}: its prompt has {bytes} bytes, more than rollout.prompt_tokens_max = {allowed} tokens can hold; \
@@ -99,7 +100,7 @@ impl PromptLimits<'_> {
         Ok(tokens)
     }
 
-    /// What the recipe puts in front may be what is too much.
+    /// Returns a note on the recipe's own messages, which may be what makes the prompt too long.
     fn in_front(&self) -> String {
         match self.chat.render_training(self.preamble).map_or(0, |rendered| rendered.tokens.len()) {
             0 => String::new(),
@@ -110,11 +111,11 @@ impl PromptLimits<'_> {
     }
 }
 
-/// A prompt as the engine takes it.
+/// A rendered prompt for the engine.
 pub(super) struct Rendered<'a> {
     pub index: u64,
     pub problem: &'a Problem,
-    /// The conversation so far and the assistant's opening.
+    /// Tokens of the conversation so far and of the assistant's opening.
     pub tokens: Vec<u32>,
 }
 

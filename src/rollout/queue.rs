@@ -1,4 +1,4 @@
-//! What the engines of a rollout share: prompts to start, conversations to go on with, tool calls, results.
+//! The work shared by a rollout's engines: new prompts, conversations to continue, tool calls, results.
 
 use super::conversation::Next;
 use super::engine::{PromptWork, SampleWork, Work};
@@ -16,13 +16,13 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::Scope;
 use std::time::Duration;
 
-/// How often an engine without work asks whether to stop.
+/// How often an idle engine checks for a stop.
 const STOP_POLL: Duration = Duration::from_millis(50);
 
-/// Told about each trajectory as it ends, in any order and from any thread.
+/// Called with each trajectory as it ends, in any order and from any thread.
 pub type Observer<'a> = dyn Fn(&Trajectory, &[Message]) + Sync + 'a;
 
-/// What the caller of a rollout hears of it, and how it ends it early.
+/// Callbacks of a rollout's caller, for progress, results and an early stop.
 #[derive(Clone, Copy)]
 pub(super) struct Hooks<'a> {
     pub progress: &'a (dyn Fn(RolloutProgress) + Sync),
@@ -41,17 +41,17 @@ pub(super) struct Queue<'a> {
     tool_calls_max: usize,
     hooks: Hooks<'a>,
     state: Mutex<State<'a>>,
-    /// Something to sample, or the end.
+    /// Signals something to sample, or the end.
     work: Condvar,
-    /// A tool call, or the end.
+    /// Signals a tool call, or the end.
     calls: Condvar,
 }
 
-/// What an engine that asks for work is told.
+/// The result of an engine's request for work.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Refilled {
     Work,
-    /// All that is left waits for tools.
+    /// All remaining work waits for tools.
     Nothing,
     /// All is sampled, or the rollout was stopped.
     End,
@@ -62,7 +62,7 @@ struct State<'a> {
     next_prompt: usize,
     ready: VecDeque<Box<SampleWork<'a>>>,
     room: Room,
-    /// What waits for a tool or its task, and for what.
+    /// Conversations that wait for a tool or their task, each with the action it waits for.
     pending_calls: VecDeque<(Box<SampleWork<'a>>, Next)>,
     tool_threads: usize,
     tool_threads_idle: usize,
@@ -79,12 +79,12 @@ impl<'a> State<'a> {
         self.unfinished == 0 || self.failure.is_some() || self.stopped
     }
 
-    /// The place in `ready` of the first that has room to go on.
+    /// Returns the index in `ready` of the first conversation that can be admitted to the KV cache.
     fn next_ready(&self) -> Option<usize> {
         self.ready.iter().position(|sample| sample.has_room || self.room.fits(sample.group()))
     }
 
-    /// Takes it.
+    /// Takes that conversation.
     fn take_ready(&mut self) -> Option<Box<SampleWork<'a>>> {
         let mut sample = self.ready.remove(self.next_ready()?)?;
         if !std::mem::replace(&mut sample.has_room, true) {
@@ -132,8 +132,8 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// Fills `batch` up and says whether to go on; waits while there is nothing to do. `sampled` tokens were drawn since
-    /// the last time.
+    /// Fills `batch` and returns whether to continue; waits while there is nothing to do. `sampled` is the
+    /// number of tokens drawn since the last call.
     pub(super) fn refill(&self, batch: &mut Vec<Work<'a>>, sampled: u64) -> bool {
         let mut found = self.refill_at_once(batch, sampled);
         while let Refilled::Nothing = found {
@@ -143,9 +143,10 @@ impl<'a> Queue<'a> {
         matches!(found, Refilled::Work)
     }
 
-    /// [`Self::refill`] that does not wait.
+    /// Performs [`Self::refill`] without waiting.
     ///
-    /// An engine takes no more than its share of what is left, so that none runs dry while another is full.
+    /// An engine takes at most its share of the remaining work, so that no engine runs out while another is
+    /// full.
     pub(super) fn refill_at_once(&self, batch: &mut Vec<Work<'a>>, sampled: u64) -> Refilled {
         let mut state = self.lock();
         if sampled > 0 {
@@ -178,7 +179,7 @@ impl<'a> Queue<'a> {
         if batch.is_empty() { Refilled::Nothing } else { Refilled::Work }
     }
 
-    /// Waits until there may be work, and no longer than it may take to notice a stop.
+    /// Waits until there may be work, but not longer than the interval of stop checks.
     pub(super) fn wait_for_work(&self) {
         let state = self.lock();
         if state.next_ready().is_none() && !state.over() {
@@ -186,7 +187,7 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// Passes a conversation on to whatever it needs next.
+    /// Passes a conversation on to its next action.
     pub(super) fn hand_on<'s>(&'s self, scope: &'s Scope<'s, '_>, sample: Box<SampleWork<'a>>, next: Next)
     where
         'a: 's,
@@ -202,8 +203,8 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// Queues a tool call, or a question to the task, and starts a thread for it unless one waits or there are as many as
-    /// allowed.
+    /// Queues a tool call or a question to the task. Starts a thread for it, unless one is idle or the
+    /// maximum is reached.
     fn call<'s>(&'s self, scope: &'s Scope<'s, '_>, sample: Box<SampleWork<'a>>, next: Next)
     where
         'a: 's,
@@ -229,7 +230,7 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// A tool thread's life.
+    /// Runs a tool thread until its end.
     fn run_calls<'s>(&'s self, scope: &'s Scope<'s, '_>)
     where
         'a: 's,
@@ -284,7 +285,7 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// Ends the rollout; the first failure is the one reported.
+    /// Ends the rollout. Only the first failure is reported.
     pub(super) fn fail(&self, error: Error) {
         self.lock().failure.get_or_insert(error);
         self.wake_all();
@@ -295,17 +296,17 @@ impl<'a> Queue<'a> {
         self.calls.notify_all();
     }
 
-    /// Drops what the tool keeps for trajectories that will not end.
+    /// Drops the tool's state of trajectories that will not end.
     pub(super) fn close_sessions(&self, interpreter: &dyn Interpreter) {
         let state = self.lock();
         let unfinished = state.finished.iter().enumerate().filter(|(_, result)| result.is_none());
         unfinished.for_each(|(place, _)| interpreter.close(SessionId(place as u64)));
     }
 
-    /// The results, `None` when stopped.
+    /// Returns the results, `None` when stopped.
     ///
     /// # Errors
-    /// What ended the rollout.
+    /// The error that ended the rollout.
     pub(super) fn into_rollouts(self) -> Result<Option<Rollouts>> {
         let state = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
         if let Some(failure) = state.failure {

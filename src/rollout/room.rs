@@ -1,10 +1,10 @@
-//! Room for keys and values, where there is only so much of it: which conversations may begin.
+//! KV-cache admission: decides which conversations may begin when the cache is limited.
 //!
-//! A place is what one sequence takes at its longest. The samples of a group share the place of their prompt until they decode: a
-//! group with `n` samples under way takes `max(1, n)` places, so that one more sample of a group of which none is under way
-//! always fits, and nothing waits for ever.
+//! A place is the cache that one sequence needs at its longest. The samples of a group share their prompt's
+//! place until they decode. A group with `n` decoding samples takes `max(1, n)` places. A group without a
+//! decoding sample can therefore always start one, and no sample waits forever.
 
-/// Places, and who has them.
+/// The places of a cache and their use by groups.
 pub(super) struct Room {
     places: usize,
     taken: usize,
@@ -15,9 +15,9 @@ pub(super) struct Room {
 /// A group that has begun and not ended.
 #[derive(Clone, Copy, Default)]
 struct Group {
-    /// Samples that have not begun to decode.
+    /// Number of samples that do not decode yet.
     waiting: usize,
-    /// Samples under way.
+    /// Number of decoding samples.
     begun: usize,
 }
 
@@ -28,33 +28,33 @@ impl Group {
 }
 
 impl Room {
-    /// `places` for `groups` groups of `samples` each.
+    /// Returns `places` free places for `groups` groups of `samples` each.
     pub fn new(places: usize, groups: usize, samples: usize) -> Self {
         Self { places, taken: 0, samples, groups: vec![Group::default(); groups] }
     }
 
-    /// Whether another group may begin.
+    /// Returns true when another group may begin.
     pub fn has_place(&self) -> bool {
         self.taken < self.places
     }
 
-    /// Takes the place of a group's prompt.
+    /// Takes a place for a group's prompt.
     pub fn begin_group(&mut self, index: usize) {
         let waiting = self.samples;
         self.change(index, |group| group.waiting = waiting);
     }
 
-    /// Whether a sample of group `index` may begin to decode.
+    /// Returns true when a sample of group `index` may begin to decode.
     pub fn fits(&self, index: usize) -> bool {
         self.groups[index].begun == 0 || self.has_place()
     }
 
-    /// A sample of the group begins to decode.
+    /// Records that a sample of the group begins to decode.
     pub fn begin_sample(&mut self, index: usize) {
         self.change(index, |group| (group.waiting, group.begun) = (group.waiting - 1, group.begun + 1));
     }
 
-    /// A sample of the group has ended, which had `begun` to decode.
+    /// Records the end of a sample of the group; `begun` tells whether it decoded.
     pub fn end_sample(&mut self, index: usize, begun: bool) {
         self.change(index, |group| if begun { group.begun -= 1 } else { group.waiting -= 1 });
     }
@@ -120,7 +120,8 @@ mod tests {
         assert!(room.fits(1));
         room.begin_sample(1);
         assert!(!room.has_place());
-        // One that ended before it decoded had no place of its own; the group's last one leaves.
+        // A sample that ended before it decoded had no place of its own; the group's last one frees the
+        // place.
         room.end_sample(0, true);
         room.begin_group(2);
         room.end_sample(2, false);
@@ -145,7 +146,7 @@ mod tests {
         assert!(room.has_place());
     }
 
-    /// A bug of the first form: samples that wait held what of their prompt others had forgotten, and the pages ran out.
+    /// Regression test: waiting samples held prompt pages that others had freed, and the pages ran out.
     #[test]
     fn whoever_begins_finds_the_pages_it_needs() {
         let config = Config { sliding_window: 100, ..tiny() };
@@ -158,7 +159,8 @@ mod tests {
             let (groups, samples) = (12, 4);
             let mut waits: Vec<usize> = (0..groups).collect();
             let mut taken = Room::new(places, groups, samples);
-            // Of each under way: its group, whether it has begun, its pages by layer, and tokens to come.
+            // For each active sample: its group, whether it decodes, its pages per layer, and its remaining
+            // tokens.
             let mut under_way: Vec<(usize, bool, [PagedSequence; 2], usize)> = vec![];
             let feed = |sequence: &mut [PagedSequence; 2], mut count: usize| {
                 while count > 0 {

@@ -1,9 +1,9 @@
-//! Where tokens come from: the model's distribution, or a script that decides on what was drawn from it.
+//! Sources of tokens: the model's distribution, or a script that replaces drawn tokens.
 
 use crate::ops::logits::Sampling;
 use anyhow::Result;
 
-/// Where in a rollout a token stands.
+/// The position of a token in a rollout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SampledPlace {
     pub prompt: u64,
@@ -13,15 +13,16 @@ pub struct SampledPlace {
     pub token: usize,
 }
 
-/// Where tokens come from: [`Sampling`], or something that replays or forces them.
+/// A source of tokens: [`Sampling`], or one that replays or forces tokens.
 pub trait TokenSource: Sync {
-    /// How tokens are drawn.
+    /// Returns the sampling parameters.
     fn sampling(&self) -> Sampling;
 
-    /// The token to take where `drawn` was drawn. Its log-probability is the model's, under [`Self::sampling`].
+    /// Returns the token to use in place of `drawn`. Its log-probability is the model's, under
+    /// [`Self::sampling`].
     ///
     /// # Errors
-    /// When there is none to take.
+    /// When there is no token to use.
     fn choose(&self, place: SampledPlace, drawn: u32) -> Result<u32> {
         let _ = place;
         Ok(drawn)

@@ -1,4 +1,4 @@
-//! `[rollout]`, `[eval]` and `[harmony]`, and what one rollout is made of them.
+//! `[rollout]`, `[eval]` and `[harmony]`, and the plan of one rollout.
 
 use crate::harmony::ReasoningEffort;
 use crate::ops::logits::Sampling;
@@ -12,7 +12,8 @@ table! {
         pub prompts_per_step: usize = 8 => from(1.0).to(1e6),
         /// Samples of a prompt: the group over which advantages are computed.
         pub samples_per_prompt: usize = 8 => from(1.0).to(1e6),
-        /// Dynamic sampling (DAPO): up to so many more draws of prompts in place of groups whose rewards are all equal; 0 means none.
+        /// Dynamic sampling (DAPO): up to so many more draws of prompts in place of groups whose rewards
+        /// are all equal; 0 means none.
         pub resample_rounds_max: u64 = 0 => from(0.0).to(1000.0),
         /// Sampling temperature; log-probabilities are those of the distribution sampled from.
         pub temperature: f64 = 1.0 => above(0.0).to(100.0),
@@ -66,11 +67,13 @@ table! {
 table! {
     /// The system and developer messages put before every prompt. Nothing here depends on the day of the run.
     pub struct PreambleSettings {
-        /// Whether prompts begin with a system message; without one the other keys of this table but the last have no effect.
-        /// Default true, but false with the embedded vocabulary, where a byte is a token.
+        /// Whether prompts begin with a system message; without one the other keys of this table but the
+        /// last have no effect. Default true, but false with the embedded vocabulary, where a byte is a
+        /// token.
         pub system_message: Option<bool> = None,
-        /// First line of the system message; absent means the family's own: `You are ChatGPT, a large language model trained by
-        /// OpenAI.` of GPT-OSS, `You are Qwen, created by Alibaba Cloud. You are a helpful assistant.` of Qwen2.
+        /// First line of the system message; absent means the family's own: `You are ChatGPT, a large
+        /// language model trained by OpenAI.` of GPT-OSS, `You are Qwen, created by Alibaba Cloud. You are
+        /// a helpful assistant.` of Qwen2.
         pub model_identity: Option<String> = None,
         /// Knowledge cutoff in the system message, as `YYYY-MM`; absent means `2024-06`. GPT-OSS only.
         pub knowledge_cutoff: Option<String> = None,
@@ -83,23 +86,23 @@ table! {
     }
 }
 
-/// One rollout: its settings, and what names its random streams.
+/// Plan of one rollout: its settings and the ids of its random streams.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RolloutPlan {
     pub settings: RolloutSettings,
-    /// The run's seed, what it is used for, and the step: with prompt, sample and turn they make a random stream.
+    /// The run's seed, the purpose and the step. With prompt, sample and turn they select a random stream.
     pub seed: u64,
     pub purpose: Purpose,
     pub step: u64,
 }
 
 impl RolloutPlan {
-    /// The training rollout of step `step`.
+    /// Returns the plan of training step `step`.
     pub fn training(settings: &RolloutSettings, seed: u64, step: u64) -> Self {
         Self { settings: settings.clone(), seed, purpose: Purpose::Sampling, step }
     }
 
-    /// The greedy samples of step `step`, whose rewards are baselines.
+    /// Returns the plan of step `step`'s greedy samples, whose rewards are baselines.
     pub fn greedy(settings: &RolloutSettings, seed: u64, step: u64) -> Self {
         let sampling = Sampling::whole(0.0);
         Self::training(&settings.sampled_by(sampling), seed, step)
@@ -114,13 +117,14 @@ impl RolloutPlan {
 }
 
 impl RolloutSettings {
-    /// How tokens are drawn.
+    /// Returns the sampling parameters.
     pub fn sampling(&self) -> Sampling {
         let &Self { temperature, top_p, top_k, min_p, .. } = self;
         Sampling { temperature, top_p, top_k, min_p }
     }
 
-    /// These settings with other sampling, for samples that are not trained on: no routed experts are kept.
+    /// Returns these settings with other sampling, for samples that are not trained on. Routed experts are
+    /// not kept.
     fn sampled_by(&self, sampling: Sampling) -> Self {
         let Sampling { temperature, top_p, top_k, min_p } = sampling;
         Self { temperature, top_p, top_k, min_p, keep_routes: false, ..self.clone() }

@@ -1,4 +1,4 @@
-//! Trajectories read back from JSON lines: as fixed training data, and to go on with what was half sampled.
+//! Reads trajectories from JSON lines: as fixed training data, and to resume an interrupted rollout.
 
 use super::Rollouts;
 use crate::bad_input;
@@ -8,8 +8,8 @@ use anyhow::Result;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Reads every row of `path`. With `torn`, a last line without its line feed is what a kill tore and is left out; the
-/// second value is the length in bytes of what was read.
+/// Reads every row of `path`. With `torn`, a last line without its line feed counts as cut off by a kill
+/// and is skipped. Also returns the number of bytes read.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] naming file and line.
@@ -58,12 +58,12 @@ fn parse(line: &[u8]) -> Result<TrajectoryRow, String> {
     }
 }
 
-/// What the experts of a fed token look like, for a model that is to replay them.
+/// Shape of a fed token's routed experts, for a model that replays them.
 #[derive(Debug, Clone, Copy)]
 pub struct RouteShape {
-    /// Layers times experts chosen in each.
+    /// Number of layers times experts per token.
     pub per_token: usize,
-    /// Experts of a layer.
+    /// Experts per layer.
     pub experts: usize,
 }
 
@@ -77,7 +77,7 @@ impl RouteShape {
     }
 }
 
-/// Trajectories that take the place of sampling: groups in the file's order, over and over.
+/// Stored trajectories that replace sampling: groups in the file's order, repeated.
 #[derive(Debug)]
 pub struct Stored {
     /// Rows of each (step, prompt), in the order of its first row.
@@ -85,8 +85,9 @@ pub struct Stored {
 }
 
 impl Stored {
-    /// Reads `path`, whose rows are grouped by their step and prompt, and checks them against the model: its
-    /// `vocabulary`, its context of `context_tokens_max` and, where experts are to be replayed, their shape `replayed`.
+    /// Reads `path`, whose rows are grouped by step and prompt, and checks them against the model: its
+    /// `vocabulary`, its context of `context_tokens_max` and, if routed experts are replayed, their shape
+    /// `replayed`.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] naming file and line.
@@ -131,8 +132,8 @@ impl Stored {
         Ok(Self { groups })
     }
 
-    /// Groups of training step `step` (from 1), `count` of them; after the file's last one comes the first again.
-    /// Log-probabilities and rewards stay as they were stored.
+    /// Returns `count` groups for training step `step` (from 1). After the file's last group the first
+    /// follows again. Log-probabilities and rewards keep their stored values.
     pub fn step(&self, step: u64, count: u64) -> Rollouts {
         let mut rollouts = Rollouts { groups: vec![], messages: vec![], answers: vec![] };
         let total = self.groups.len().max(1) as u64;

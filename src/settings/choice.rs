@@ -1,23 +1,23 @@
-//! Values that are chosen by a word: what a recipe's key may say, declared once, in the module that acts on it.
+//! Values selected by a word in a recipe, declared once in the module that uses them.
 
-/// A value out of a list, each with its word.
+/// A value of a list, each with its word.
 pub trait Choice: Copy + 'static {
-    /// Every value, in the order of the documentation.
+    /// Returns every value, in the order of the documentation.
     fn all() -> Vec<Self>;
 
-    /// The word used in recipes.
+    /// Returns the word used in recipes.
     fn name(self) -> &'static str;
 
-    /// What the word means, for the documentation; empty where the word says it.
+    /// Returns the word's meaning for the documentation; empty if the word is self-explanatory.
     fn meaning(self) -> &'static str;
 
-    /// The value of this word, if there is one.
+    /// Returns the value of this word, if there is one.
     fn named(name: &str) -> Option<Self> {
         Self::all().into_iter().find(|value| value.name() == name)
     }
 }
 
-/// Declares an enum whose values are chosen by a word, with the meaning of each as its documentation.
+/// Declares an enum whose values are selected by a word. The values' doc comments give the meanings.
 macro_rules! choice {
     ($(#[doc = $doc:literal])* pub enum $name:ident $(default $default:ident)? {
         $($(#[doc = $word_doc:literal])* $variant:ident = $word:literal,)*
@@ -60,9 +60,10 @@ macro_rules! choice {
     };
 }
 
-/// Declares a value that is chosen by the name of an entry, and the modules that hold the entries: each has an `ENTRY`, which
-/// says `name` and `meaning`. The list grows by a file and its line, where an enum would grow in every place that matches it.
-/// `cargo fmt` finds no module that a macro declares: `just format` names their files.
+/// Declares a value selected by the name of an entry, and the modules of the entries. Each module has an
+/// `ENTRY` with `name` and `meaning`. A new entry is one file and one line here; an enum would need a
+/// change at every match. `cargo fmt` does not find modules declared by a macro: `just format` names their
+/// files.
 macro_rules! registered {
     (
         $(#[doc = $doc:literal])*
@@ -127,7 +128,7 @@ macro_rules! registered {
 
 pub(crate) use {choice, registered};
 
-/// The nearest of `known`, if it is near enough to be what was meant.
+/// Returns the most similar word of `known`, if it is similar enough to be the intended one.
 pub fn closest<'k>(written: &str, known: impl Iterator<Item = &'k str>) -> Option<&'k str> {
     let slips_max = (written.chars().count() / 3).max(1);
     known

@@ -21,17 +21,17 @@ pub(crate) const fn above(low: f64) -> Limits {
 }
 
 impl Limits {
-    /// ... and of at most `high`.
+    /// Adds the upper bound `high`, inclusive.
     pub const fn to(self, high: f64) -> Limits {
         Limits { high: Bound::Included(high), ..self }
     }
 
-    /// ... and less than `high`.
+    /// Adds the upper bound `high`, exclusive.
     pub const fn below(self, high: f64) -> Limits {
         Limits { high: Bound::Excluded(high), ..self }
     }
 
-    /// Whether `number` is allowed; NaN never is.
+    /// Returns true when `number` is allowed; NaN never is.
     pub fn allow(&self, number: f64) -> bool {
         use std::ops::RangeBounds;
         (self.low, self.high).contains(&number)
@@ -52,7 +52,7 @@ impl fmt::Display for Limits {
     }
 }
 
-/// Whole numbers without a point, small ones with an exponent.
+/// Formats whole numbers without a point, small ones with an exponent.
 fn shown(number: f64) -> String {
     if number.fract() == 0.0 { number.to_string() } else { format!("{number:?}") }
 }

@@ -1,15 +1,15 @@
-//! What is wrong with a recipe, all at once, each mistake with its place and its remedy.
+//! Mistakes of a recipe, reported all at once, each with its place and its remedy.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// Where a value was written. Ordered as mistakes are shown.
+/// Where a value was written. The order is that of the report.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Place {
-    /// In the recipe's text or its base's; no line for a key that is not there.
+    /// In the text of the recipe or its base; no line for a key that is absent.
     File { path: PathBuf, line: Option<usize> },
-    /// In the `--set` of this number.
+    /// In the `--set` with this index.
     Set(usize),
 }
 
@@ -23,13 +23,13 @@ impl fmt::Display for Place {
     }
 }
 
-/// One mistake.
+/// A mistake.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Mistake {
     pub place: Place,
     /// The key's dotted path; empty for a mistake of syntax.
     pub key: String,
-    /// What is wrong, and what to do.
+    /// The mistake and its remedy.
     pub what: String,
 }
 
@@ -43,7 +43,7 @@ impl fmt::Display for Mistake {
     }
 }
 
-/// Everything that is wrong with a recipe; never empty as an error. Of very many the rest is only counted.
+/// All mistakes of a recipe; as an error it is never empty. Beyond a maximum they are only counted.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Mistakes(pub Vec<Mistake>, pub usize);
 
@@ -60,7 +60,7 @@ impl fmt::Display for Mistakes {
     }
 }
 
-/// Where each key was written.
+/// The place of each written key.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Places {
     file: PathBuf,
@@ -72,12 +72,12 @@ impl Places {
         Places { file: file.to_owned(), written: BTreeMap::new() }
     }
 
-    /// Remembers where `key` was written last.
+    /// Records where `key` was written last.
     pub fn note(&mut self, key: &str, place: Place) {
         self.written.insert(key.to_owned(), place);
     }
 
-    /// Where `key` was written, or else the nearest table around it, or else the file.
+    /// Returns where `key` was written, or else the nearest table around it, or else the file.
     pub fn of(&self, key: &str) -> Place {
         let around = std::iter::successors(Some(key), |key| key.rsplit_once('.').map(|(table, _)| table));
         let mut written = around.filter_map(|key| self.written.get(key));

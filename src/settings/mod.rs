@@ -1,7 +1,9 @@
-//! Settings: one declaration a table of a recipe, in the module that acts on it, with its keys' defaults, limits and documentation.
+//! Declarations of recipe tables. The module that uses a table declares its keys, defaults, limits and
+//! documentation once.
 //!
-//! [`table!`] declares a table, [`choice!`] an enum whose values are chosen by a word, [`registered!`] a list of entries chosen by
-//! name. A [`Reader`] reads TOML into such tables and collects every [`Mistake`] with its key, file and line.
+//! [`table!`] declares a table, [`choice!`] an enum whose values have names, [`registered!`] a list of
+//! entries selected by name. A [`Reader`] reads TOML into such tables and collects every [`Mistake`] with
+//! its key, file and line.
 
 mod choice;
 mod limits;

@@ -1,4 +1,4 @@
-//! One pass over the parsed text into the tables, keeping places and collecting mistakes.
+//! Reads parsed text into the tables in one pass; records places and collects mistakes.
 
 use super::{Mistake, Mistakes, Place, Places, Table, closest, join};
 use std::ops::Range;
@@ -6,36 +6,36 @@ use std::path::Path;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-/// A key that was written: its path, the span of its name and its value.
+/// A written key: its path, the span of its name, and its value.
 pub(crate) struct Written<'a> {
     pub path: String,
     pub name: Range<usize>,
     pub value: &'a Spanned<DeValue<'a>>,
 }
 
-/// What a text is: a file, the recipe's own or its base's, or one `--set`.
+/// The origin of a text: a recipe file, its base, or a `--set`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Origin<'a> {
     File(&'a Path),
     Set(usize),
 }
 
-/// Mistakes that are looked into; of a text that is no recipe at all the first ones say enough.
+/// Maximum number of mistakes that are examined. A text that is not a recipe would have very many.
 const MISTAKES_MAX: usize = 100;
 
-/// Reads texts into a recipe, one after the other.
+/// Reads several texts into a recipe, in order.
 pub(crate) struct Reader<'a> {
     pub places: &'a mut Places,
     pub mistakes: &'a mut Mistakes,
-    /// Keys whose value cannot be relied on: mistaken, or what an unknown key was meant to be.
+    /// Keys with an unreliable value: one with a mistake, or the likely meaning of an unknown key.
     pub unsure: &'a mut Vec<String>,
     /// Every known path.
     pub known: &'a [String],
     pub origin: Origin<'a>,
     pub text: &'a str,
-    /// What is wrong with a key or value that was removed, and the remedy.
+    /// Returns the mistake and the remedy for a removed key or value.
     pub removed: fn(&str, &DeValue) -> Option<String>,
-    /// Where each line of the text ends, in bytes.
+    /// The end of each line of the text, in bytes.
     pub line_ends: &'a [usize],
 }
 
@@ -69,13 +69,13 @@ impl Reader<'_> {
         }
     }
 
-    /// Remembers where a key was written.
+    /// Records where a key was written.
     pub fn accept(&mut self, written: &Written) {
         let place = self.place(written.name.start);
         self.places.note(&written.path, place);
     }
 
-    /// Notes a mistake at a key.
+    /// Records a mistake at a key.
     pub fn refuse(&mut self, written: &Written, what: String) {
         if self.mistakes.0.len() >= MISTAKES_MAX {
             self.mistakes.1 += 1;
@@ -87,7 +87,7 @@ impl Reader<'_> {
         self.mistakes.0.push(Mistake { place, key: written.path.clone(), what });
     }
 
-    /// Notes a mistake of syntax at a byte of the text; of a line the first one is told.
+    /// Records a mistake of syntax at a byte of the text; only the first one of a line.
     pub fn refuse_syntax(&mut self, at: usize, what: String) {
         let (place, key) = (self.place(at), String::new());
         if !self.mistakes.0.iter().any(|mistake| mistake.place == place && mistake.key.is_empty()) {
@@ -117,8 +117,8 @@ impl Reader<'_> {
         self.refuse(written, what);
     }
 
-    /// The known path that an unknown one was most likely meant to be: a slip of the pen in the same table,
-    /// then the same name in another table, best one below, then a slip of the pen anywhere.
+    /// Returns the known path that an unknown one most likely means. Candidates in order: a misspelling in
+    /// the same table; the same name in another table, preferably a subtable; a misspelling anywhere.
     fn suggest(&self, table: &str, name: &str) -> Option<String> {
         let path = join(table, name);
         if self.known.contains(&path) {
@@ -134,12 +134,13 @@ impl Reader<'_> {
         if let Some(namesake) = below.or_else(|| namesakes().next()) {
             return Some(namesake.clone());
         }
-        // Siblings were compared by their names, which a long name of their table would drown.
+        // Paths in the same table were compared by their names; comparing whole paths would hide the
+        // difference.
         let others = self.known.iter().filter(|path| path.as_str() != table && split(path).0 != table);
         closest(&path, others.map(String::as_str)).map(str::to_owned)
     }
 
-    /// For `--set`: the text of a value, which may be a string without quotes.
+    /// For `--set`: returns the text of a value, which may be a string without quotes.
     pub fn unquoted(&self, span: Range<usize>) -> Option<&str> {
         match self.origin {
             Origin::File(_) => None,
@@ -158,13 +159,13 @@ impl Reader<'_> {
     }
 }
 
-/// A name as TOML writes it: in quotes unless it is bare. No control character gets through.
+/// Formats a name as in TOML: in quotes unless it is bare. Control characters are escaped.
 fn shown(name: &str) -> String {
     let bare = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
     if !name.is_empty() && name.chars().all(bare) { name.to_owned() } else { format!("{name:?}") }
 }
 
-/// A path's table and name.
+/// Splits a path into table and name.
 fn split(path: &str) -> (&str, &str) {
     path.rsplit_once('.').unwrap_or(("", path))
 }

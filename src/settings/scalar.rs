@@ -1,31 +1,31 @@
-//! Values of one key: how each type is read, refused, written and described.
+//! Scalar values of a key: reading, validation, writing and description of each type.
 
 use super::{Choice, Entry, Field, Limits, Note, Reader, Written, closest, from};
 use std::path::PathBuf;
 use toml::Value;
 use toml::de::DeValue;
 
-/// A value as written: parsed, and for `--set` also its text, which may stand for a string without quotes.
+/// A parsed value. For `--set` also its text, which may be a string without quotes.
 pub(crate) struct Found<'a> {
     pub value: &'a DeValue<'a>,
     pub unquoted: Option<&'a str>,
 }
 
-/// A type that one key can hold.
+/// A type of a key's value.
 pub(crate) trait Scalar: Sized {
-    /// The type and range in words, to follow "give ".
+    /// Returns the type and range in words, to follow "give ".
     fn kind(limits: Option<Limits>) -> String;
 
     /// Reads a value.
     ///
     /// # Errors
-    /// What is wrong and what to write instead.
+    /// Describes the mistake and the remedy.
     fn parse(value: &Found, limits: Option<Limits>) -> Result<Self, String>;
 
-    /// The value as TOML; reading it gives the same value.
+    /// Returns the value as TOML; reading it gives the same value.
     fn to_toml(&self) -> String;
 
-    /// The words that the key may take, each with its meaning.
+    /// Returns the allowed words, each with its meaning.
     fn meanings() -> Vec<(&'static str, &'static str)> {
         Vec::new()
     }
@@ -98,7 +98,7 @@ impl Scalar for u64 {
 
     fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
         let integer = found.value.as_integer().ok_or_else(|| wrong_type::<Self>(found, limits))?;
-        // TOML integers have a sign, and the resolved recipe must read back.
+        // TOML integers are signed, and the resolved recipe must be readable again.
         let signed = i64::from_str_radix(integer.as_str(), integer.radix()).map_err(|_| {
             format!("{integer} does not fit 64 bits with a sign; give {}", Self::kind(limits))
         })?;
@@ -150,7 +150,8 @@ impl Scalar for f64 {
     }
 
     fn to_toml(&self) -> String {
-        // `Debug` always has a point or an exponent, as TOML wants; limits keep out what is not finite.
+        // `Debug` always has a point or an exponent, as TOML requires; limits exclude values that are not
+        // finite.
         format!("{self:?}")
     }
 }
@@ -190,12 +191,12 @@ impl Scalar for PathBuf {
     }
 
     fn to_toml(&self) -> String {
-        // A path in a recipe is UTF-8: `absolute` refuses any other.
+        // A path in a recipe is UTF-8: `absolute` refuses others.
         Value::String(self.to_string_lossy().into_owned()).to_string()
     }
 }
 
-/// The path counted from the working directory.
+/// Resolves the path against the working directory.
 fn absolute(text: &str) -> Result<PathBuf, String> {
     let path = std::path::absolute(text)
         .map_err(|e| format!("cannot make the path {text:?} absolute: {e}; give an absolute path"))?;
@@ -228,7 +229,7 @@ impl<T: Scalar> Scalar for Vec<T> {
     }
 }
 
-/// The index of the word written, among `words`.
+/// Returns the index of the written word in `words`.
 pub(crate) fn word(found: &Found, words: &[&str]) -> Result<usize, String> {
     let give = alternatives(words);
     let text = match (found.value, found.unquoted) {
@@ -259,7 +260,7 @@ fn out_of_range<T: Scalar>(number: &dyn std::fmt::Display, limits: Option<Limits
     format!("{number} is out of range; give {}", T::kind(limits))
 }
 
-/// A value in a message: a plain one as written, another by its type.
+/// A value in a message: a simple one as written, another one by its type.
 enum Shown {
     Plain(String),
     Other(String),

@@ -1,12 +1,12 @@
-//! One declaration a table: the struct, its defaults, its known keys, their ranges and their documentation.
+//! The `table!` macro: declares a struct with its defaults, keys, ranges and documentation.
 
 use super::{Limits, Reader, Written};
 
 /// Declares a recipe table once.
 ///
-/// `key: Type = default => limits,` gives a public field, its default and its range; without `= default` it has its type's,
-/// without `=> limits` none. A sub-table may leave its documentation to its own declaration. Sub-tables come after the other
-/// keys, as TOML wants them.
+/// `key: Type = default => limits,` declares a public field with its default and range. Without `= default`
+/// it has its type's default; without `=> limits` any value is allowed. A sub-table may have its
+/// documentation in its own declaration only. Sub-tables follow the other keys, as TOML requires.
 macro_rules! table {
     ($(#[doc = $doc:literal])* pub struct $name:ident {
         $($(#[doc = $key_doc:literal])* pub $key:ident: $type:ty $(= $default:expr)? $(=> $limits:expr)?,)*
@@ -80,7 +80,7 @@ macro_rules! table {
     };
 }
 
-/// The limits of a key, if it has any.
+/// Returns the limits of a key, if it has any.
 macro_rules! limits {
     () => {
         None
@@ -90,7 +90,7 @@ macro_rules! limits {
     };
 }
 
-/// The default of a key, or else of its type.
+/// Returns the default of a key, or of its type.
 macro_rules! default {
     () => {
         Default::default()
@@ -102,12 +102,12 @@ macro_rules! default {
 
 pub(crate) use {default, limits, table};
 
-/// What a key can hold: a scalar, a list, a table, or one of these when present.
+/// A value of a key: a scalar, a list, a table, or an optional one of these.
 pub(crate) trait Field {
-    /// Takes what the user wrote; a mistake goes to the reader and leaves the value as it was.
+    /// Takes the written value. A mistake goes to the reader and keeps the previous value.
     fn read(&mut self, limits: Option<Limits>, written: &Written, reader: &mut Reader);
 
-    /// Appends this key, and the keys under it, in the order of their declaration.
+    /// Appends this key and the keys below it, in the order of their declaration.
     fn list(&self, path: String, note: Note, entries: &mut Vec<Entry>);
 }
 
@@ -116,31 +116,32 @@ pub(crate) trait Table: Field {
     /// The table's documentation.
     const DOC: &'static str;
 
-    /// Reads the key of this name; false when there is none.
+    /// Reads the key of this name; returns false if there is none.
     fn read_key(&mut self, key: &str, written: &Written, reader: &mut Reader) -> bool;
 
-    /// What the number of this name may be, where that is limited.
+    /// Returns the limits of the key of this name, if it has any.
     fn limits_of(key: &str) -> Option<Limits>;
 
-    /// Lists the keys of this table, which is at `path` and itself `present` or not.
+    /// Lists the keys of this table at `path`; `present` tells whether the recipe has it.
     fn list_keys(&self, path: &str, present: bool, entries: &mut Vec<Entry>);
 }
 
-/// What the declaration says about a key.
+/// Documentation and limits of a key, from its declaration.
 #[derive(Clone, Copy)]
 pub(crate) struct Note {
     pub doc: &'static str,
     pub limits: Option<Limits>,
-    /// False inside a table that is absent.
+    /// False inside an absent table.
     pub present: bool,
 }
 
-/// One line of the recipe's declaration, with the value that a recipe has there.
+/// One entry of the declaration, with the recipe's value.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Entry {
     /// A table; its keys follow.
     Table { path: String, doc: &'static str, present: bool },
-    /// A key: its type and range in words, its value as TOML when it has one, the words it may take with their meaning.
+    /// A key: its type and range in words, its value as TOML if it has one, its allowed words with their
+    /// meanings.
     Key {
         path: String,
         doc: &'static str,
@@ -151,28 +152,28 @@ pub enum Entry {
 }
 
 impl Entry {
-    /// The dotted path, such as `train.optimizer.lr`.
+    /// Returns the dotted path, such as `train.optimizer.lr`.
     pub fn path(&self) -> &str {
         match self {
             Entry::Table { path, .. } | Entry::Key { path, .. } => path,
         }
     }
 
-    /// The path and the documentation.
+    /// Returns the path and the documentation.
     pub(crate) fn into_key(self) -> (String, &'static str) {
         let (Entry::Table { path, doc, .. } | Entry::Key { path, doc, .. }) = self;
         (path, doc)
     }
 }
 
-/// The keys of `table`, whose paths are those below it.
+/// Returns the keys of `table`; paths are relative to it.
 pub(crate) fn entries(table: &impl Table) -> Vec<Entry> {
     let mut entries = Vec::new();
     table.list_keys("", true, &mut entries);
     entries
 }
 
-/// The keys of `table` whose values are not their defaults.
+/// Returns the keys of `table` whose values differ from their defaults.
 pub(crate) fn changed<T: Table + Default>(table: &T) -> Vec<Entry> {
     let defaults = entries(&T::default());
     entries(table)
@@ -183,7 +184,7 @@ pub(crate) fn changed<T: Table + Default>(table: &T) -> Vec<Entry> {
         .collect()
 }
 
-/// Lists a table and what is in it.
+/// Lists a table and its keys.
 pub(crate) fn list_table<T: Table>(table: &T, path: String, note: Note, entries: &mut Vec<Entry>) {
     let doc = if note.doc.is_empty() { T::DOC } else { note.doc }.trim();
     entries.push(Entry::Table { path: path.clone(), doc, present: note.present });
@@ -203,7 +204,7 @@ impl<T: Field + Default> Field for Option<T> {
     }
 }
 
-/// The path of `key` in the table at `path`; the recipe itself is at the empty path.
+/// Returns the path of `key` in the table at `path`; the recipe's own path is empty.
 pub(crate) fn join(path: &str, key: &str) -> String {
     if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") }
 }

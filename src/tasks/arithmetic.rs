@@ -1,8 +1,8 @@
-//! The built-in tool task: two-step sums in words, worked out by the Python tool.
+//! The built-in tool task: two-step sums in words, computed with the Python tool.
 //!
-//! Problems are made up, so nothing is downloaded. About one in ten is held out by a hash of its
-//! numbers and never seen in training. The demonstrations are noisy on purpose: most skip the tool
-//! and guess, and RL then selects the good behaviour among what was shown (it does not discover it).
+//! Problems are generated, so nothing is downloaded. About one in ten is held out by a hash of its numbers
+//! and never used in training. The demonstrations are noisy on purpose: most skip the tool and guess. RL
+//! then selects the good behaviour among those demonstrated; it does not discover it.
 
 use super::made_up::{MadeUp, MadeUpTask};
 use super::{Demonstration, Problem, Reward, TaskEntry, Transcript};
@@ -21,24 +21,24 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     make: |settings, _| Ok(Box::new(Arithmetic::new(settings.made_up_problems()))),
 };
 
-/// Held-out problems in the validation set, unless the recipe asks for another number.
+/// Default number of held-out problems in the validation set.
 pub const VALIDATION_PROBLEMS: usize = 512;
 
-/// The interpreter's answer to an expression that ends in an operator.
+/// The interpreter's reply to an expression that ends in an operator.
 pub const SYNTAX_ERROR: &str = "SyntaxError: Expected an expression";
 
-// Shares of the demonstrations, in percent.
+// Percentages of the demonstrations, the first for those that skip the tool.
 const SKIPS_TOOL: u32 = 55;
-/// Of the demonstrations that call the tool: the first call is a syntax error.
+/// Percentage of demonstrations with a tool call whose first call is a syntax error.
 const MALFORMED: u32 = 20;
-/// Of the demonstrations that call the tool: a wrong operator or lost parentheses.
+/// Percentage of demonstrations with a tool call that have a wrong operator or lost parentheses.
 const WRONG_CODE: u32 = 25;
-/// Of the malformed: the second call is right. The others guess.
+/// Percentage of demonstrations with a syntax error whose second call is right. The others guess.
 const RETRIES: u32 = 50;
-/// Of the outputs copied into the answer: one digit is wrong.
+/// Percentage of outputs copied into the answer with one wrong digit.
 const MISCOPIED: u32 = 15;
 
-/// One sum: `first` applies to a and b, `second` to that and c; `grouped` puts a and b in parentheses.
+/// A sum: `first` applies to a and b, `second` to the result and c; `grouped` puts a and b in parentheses.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sum {
     template: u8,
@@ -63,7 +63,7 @@ impl Sum {
         if self.grouped { format!("({a}{first}{b}){second}{c}") } else { format!("{a}{first}{b}{second}{c}") }
     }
 
-    /// The value Python gives to [`Sum::code`].
+    /// Returns the value of [`Sum::code`] in Python.
     fn value(&self) -> i64 {
         let ([a, b, c], [first, second]) = (self.numbers, self.operators);
         if self.grouped || first == '*' || second != '*' {
@@ -73,7 +73,7 @@ impl Sum {
         }
     }
 
-    /// The same sum with one wrong operator or, where it has them, without its parentheses.
+    /// Returns the sum with one wrong operator or, if it has parentheses, possibly without them.
     fn spoiled(&self, rng: &mut impl Rng) -> Self {
         let mut wrong = *self;
         if self.grouped && rng.random_bool(0.5) {
@@ -87,7 +87,7 @@ impl Sum {
         wrong
     }
 
-    /// [`Sum::code`] without its last number: a syntax error.
+    /// Returns [`Sum::code`] without its last number: a syntax error.
     fn malformed_code(&self) -> String {
         self.code().trim_end_matches(|c: char| c.is_ascii_digit()).to_owned()
     }
@@ -97,7 +97,7 @@ impl MadeUp for Sum {
     const NAME: &'static str = "arithmetic";
     const USES_PYTHON: bool = true;
 
-    /// A sum of one of the four templates with numbers in 11..=99; its value is positive.
+    /// Draws a sum of one of the four templates with numbers in 11..=99 and a positive value.
     fn draw(rng: &mut impl Rng) -> Self {
         let template = rng.random_range(0..4u8);
         let [mut a, mut b, c] = [(); 3].map(|()| rng.random_range(11..=99i64));
@@ -111,7 +111,7 @@ impl MadeUp for Sum {
         Self { template, numbers: [a, b, c], operators, grouped: template >= 2 }
     }
 
-    /// Whether the problem belongs to the held-out tenth: CRC-32 of (template, a, b, c).
+    /// Returns true when the problem is in the held-out tenth, by the CRC-32 of (template, a, b, c).
     fn held_out(&self) -> bool {
         let [a, b, c] = self.numbers.map(|n| n as u8);
         crc32fast::hash(&[self.template, a, b, c]).is_multiple_of(10)
@@ -126,7 +126,7 @@ impl MadeUp for Sum {
         }
     }
 
-    /// A noisy demonstration; the module's shares say how often which.
+    /// Returns a noisy demonstration, by the percentages above.
     fn demonstration(&self, rng: &mut impl Rng) -> Demonstration {
         let mut messages = vec![Message::user(self.question())];
         let mut call = |code: String, reply: String| {
@@ -174,13 +174,13 @@ pub(super) fn percent(rng: &mut impl Rng, share: u32) -> bool {
     rng.random_range(0..100u32) < share
 }
 
-/// A random number with as many digits as `value` (which is not negative).
+/// Returns a random number with as many digits as `value`, which is not negative.
 fn guess(value: i64, rng: &mut impl Rng) -> String {
     let low = 10i64.pow(value.to_string().len() as u32 - 1);
     rng.random_range(low..low * 10).to_string()
 }
 
-/// `value` as copied by a careless hand: in [`MISCOPIED`] of 100 cases one digit is another one.
+/// Copies `value` with mistakes: in [`MISCOPIED`] of 100 cases one digit is wrong.
 pub(super) fn copy(value: i64, rng: &mut impl Rng) -> String {
     let text = value.to_string();
     if !percent(rng, MISCOPIED) {
@@ -188,22 +188,22 @@ pub(super) fn copy(value: i64, rng: &mut impl Rng) -> String {
     }
     let first = usize::from(text.starts_with('-'));
     let place = rng.random_range(first..text.len());
-    // The leading digit stays above 0, so that the text keeps being a number as one writes it.
+    // The leading digit stays above 0, so that the text is a normal number.
     let lowest = if place == first && text.len() > 1 { '1' } else { '0' };
     let digits: Vec<char> = (lowest..='9').filter(|&d| !text[place..].starts_with(d)).collect();
     let digit = digits.choose(rng).copied().unwrap_or('0');
     text.char_indices().map(|(i, c)| if i == place { digit } else { c }).collect()
 }
 
-/// +1 for exactly the number as the `answer` of a finished conversation, else −1.
+/// Returns +1 if `answer` is exactly the number and the conversation finished, else −1.
 pub(super) fn exact_reward(problem: &Problem, transcript: &Transcript, answer: Option<&str>) -> Reward {
     let right = answer.is_some_and(|text| problem.answer.as_str() == Some(text));
     let success = right && transcript.outcome == Outcome::Finished;
     Reward { value: if success { 1.0 } else { -1.0 }, success }
 }
 
-/// The task `arithmetic`: at most three turns fit its 72 sampled tokens and a context of 160. Its held-out tenth has some
-/// 250,000 problems.
+/// The task `arithmetic`. At most three turns fit its 72 sampled tokens and a context of 160. Its held-out
+/// tenth has about 250,000 problems.
 pub type Arithmetic = MadeUpTask<Sum>;
 
 #[cfg(test)]
@@ -238,7 +238,7 @@ mod tests {
         assert!((0..20_000).all(|i| !questions.contains(&shown(i))));
     }
 
-    /// What one demonstration shows: (calls, last code, answer, value of the question).
+    /// Reads a demonstration: (calls, last code, answer, value of the question).
     fn read(demonstration: &Demonstration) -> (usize, bool, bool) {
         let calls = demonstration.messages.iter().filter(|m| m.recipient.as_deref() == Some("python"));
         let replies: Vec<_> = demonstration.messages.iter().filter(|m| m.role == Role::Tool).collect();

@@ -16,10 +16,10 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     make: |settings, _| Ok(Box::new(ArithmeticSingle::new(settings.made_up_problems()))),
 };
 
-/// Of the demonstrations, in percent: answer at once, at random.
+/// Percentage of demonstrations that answer immediately, at random.
 const SKIPS_WORKING: u32 = 55;
 
-/// `a ± b ± c` with numbers in 1..=6: 864 problems, about a tenth of them held out.
+/// `a ± b ± c` with numbers in 1..=6: 864 problems, of which about a tenth is held out.
 #[derive(Debug, Clone, Copy)]
 pub struct Steps {
     numbers: [i64; 3],
@@ -27,7 +27,7 @@ pub struct Steps {
 }
 
 impl Steps {
-    /// Every held-out problem, in a fixed order.
+    /// Iterates over every held-out problem, in a fixed order.
     fn all_held_out() -> impl Iterator<Item = Self> {
         let all = (0..864i64).map(|i| Self {
             numbers: [i / 144 + 1, i / 24 % 6 + 1, i / 4 % 6 + 1],
@@ -87,7 +87,7 @@ impl MadeUp for Steps {
         Demonstration { messages }
     }
 
-    /// The last line counts: in ChatML the steps stand above it.
+    /// The last line counts: in ChatML the steps are above it.
     fn reward(problem: &Problem, transcript: &Transcript) -> Result<Reward> {
         let answer = transcript.final_text().map(|text| text.rsplit('\n').next().unwrap_or(text));
         Ok(exact_reward(problem, transcript, answer))

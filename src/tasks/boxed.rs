@@ -1,9 +1,10 @@
 //! `\boxed{…}` in a model's answer.
 
-/// A longer content is no answer, in bytes.
+/// Maximum length of the content in bytes; longer content is no answer.
 const CONTENT_BYTES_MAX: usize = 4_000;
 
-/// The content of the last complete `\boxed{…}` of `text`, nested braces included, and the byte at which its command starts.
+/// Returns the content of the last complete `\boxed{…}` of `text`, nested braces included, and the byte at
+/// which its command starts.
 ///
 /// `\fbox{…}` and `\boxed 7` (one token without braces) count too. Escaped braces do not nest.
 pub fn last_boxed_at(text: &str) -> Option<(usize, &str)> {
@@ -18,12 +19,12 @@ pub fn last_boxed_at(text: &str) -> Option<(usize, &str)> {
     }
 }
 
-/// What a command's argument holds, where `rest` follows the command.
+/// Returns the argument of a command; `rest` follows the command.
 fn content(rest: &str) -> Option<&str> {
     let inner = match rest.strip_prefix('{') {
         Some(inner) => inner,
         None => {
-            // `\boxed 7`: up to the end of the math or the line.
+            // `\boxed 7`: the content ends with the math or the line.
             let bare = rest.strip_prefix(' ')?;
             let end = bare.find(['$', '\n', ' ']).unwrap_or(bare.len());
             return (end > 0).then_some(&bare[..end]);

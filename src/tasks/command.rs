@@ -1,7 +1,8 @@
-//! A user's own task: a program that gives problems, continues conversations and grades them over JSON lines.
+//! A user's own task: a program that provides problems, continues conversations and grades them over JSON
+//! lines.
 //!
-//! docs/TASKS.md is the protocol. What the program does with one request may not depend on the requests before it:
-//! several processes run, in any order, and are started again after a failure.
+//! docs/TASKS.md defines the protocol. The reply to a request must not depend on earlier requests: several
+//! processes run in any order and are restarted after a failure.
 
 mod reply;
 
@@ -25,14 +26,15 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     make: |settings, host| Ok(Box::new(CommandTask::start(settings, host)?)),
 };
 
-/// How often a problem of a run is asked for before it counts as failed; the first ones, before any work, once.
+/// Attempts to get a problem during a run before it counts as failed. The first problems, before any work,
+/// get one attempt.
 const PROBLEM_ATTEMPTS: usize = 3;
-/// Failures that are told on the console; all are counted in the metrics.
+/// Failures reported on the console; the metrics count all.
 const WARNINGS_MAX: usize = 10;
 /// Defaults of `task.command_timeout_s` and `task.command_processes`.
 pub(super) const TIMEOUT_S: f64 = 60.0;
 pub(super) const PROCESSES: usize = 4;
-/// Key of the answer of a problem that could not be had.
+/// Key of the answer of a problem that the program did not provide.
 const FAILED: &str = "task_failed";
 
 /// The task `command`.
@@ -48,7 +50,7 @@ pub struct CommandTask {
 }
 
 impl CommandTask {
-    /// Starts the command, asks what it offers and for held-out problems.
+    /// Starts the command and asks for its features and held-out problems.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the program does not start or does not speak the protocol.
@@ -90,7 +92,7 @@ impl CommandTask {
         Ok(task)
     }
 
-    /// Asked for up to `attempts` times.
+    /// Asks for a problem, up to `attempts` times.
     fn problem(&self, (split, seed, index): (&str, u64, u64), attempts: usize) -> Result<Problem> {
         let request = json!({ "request": "problem", "split": split, "seed": seed, "index": index });
         let read = |mut reply: Reply| {
@@ -114,7 +116,8 @@ impl CommandTask {
         problem
     }
 
-    /// A request about a conversation, and what `read` makes of the answer; the first failures are told to the user.
+    /// Sends a request about a conversation and parses the answer with `read`. The first failures are shown
+    /// to the user.
     fn ask_about<T>(
         &self,
         request: &str,
@@ -148,13 +151,13 @@ impl CommandTask {
         }
     }
 
-    /// The text or nothing under `content` of the answer to `request`.
+    /// Returns the text or null under `content` in the answer to `request`.
     fn content(&self, request: &str, problem: &Problem, transcript: &Transcript) -> Result<Option<String>> {
         self.ask_about(request, problem, transcript, |reply| reply.text("content"))
     }
 }
 
-/// What `read` makes of the program's answer; what is wrong with it comes with the request.
+/// Sends a request and parses the program's answer with `read`. An error includes the request.
 fn ask<T>(pool: &ProcessPool, request: &Value, read: impl Fn(Reply) -> Result<T>) -> Result<T> {
     let name = request["request"].as_str().unwrap_or_default();
     let answer = pool.ask(request).and_then(|answer| Reply::new(name, answer)).and_then(read);
@@ -166,7 +169,7 @@ impl Task for CommandTask {
         &self.name
     }
 
-    /// A problem that the program fails to give becomes one whose trajectories count as failed.
+    /// Returns a problem. If the program fails to provide it, its trajectories count as failed.
     fn training_problem(&self, seed: u64, index: u64) -> Problem {
         self.problem(("train", seed, index), PROBLEM_ATTEMPTS).unwrap_or_else(|error| {
             let id = format!("{}/train/{index}", self.name);

@@ -1,8 +1,9 @@
-//! The built-in task of form: a line in capitals, of so many words, with a given prefix, checked by rule.
+//! The built-in formatting task: a line in capitals, with a given number of words, with a given prefix,
+//! checked by rules.
 //!
-//! Problems are made up, so nothing is downloaded, and about one in ten is held out by a hash of its text. What the
-//! line says is free: only its form is graded. The demonstrations are noisy on purpose, each rule ignored in half of
-//! them, and RL then selects among what was shown.
+//! Problems are generated, so nothing is downloaded. About one in ten is held out by a hash of its text.
+//! Only the form of the line is graded, not its content. The demonstrations are noisy on purpose: half of
+//! them ignore each rule. RL then selects among the demonstrated behaviours.
 
 use super::arithmetic::percent;
 use super::made_up::{MadeUp, MadeUpTask};
@@ -24,10 +25,10 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     make: |settings, _| Ok(Box::new(FormatRules::new(settings.made_up_problems()))),
 };
 
-/// Of the demonstrations that are asked for a rule, in percent: it is ignored.
+/// Percentage of demonstrations that ignore a requested rule.
 const IGNORED: u32 = 50;
 
-/// Words of a line, asked for or not.
+/// Number of words in a line, with or without a rule.
 const WORDS: RangeInclusive<usize> = 2..=6;
 
 const ADJECTIVES: [&str; 24] = [
@@ -38,22 +39,22 @@ const NOUNS: [&str; 24] = [
     "ant", "bear", "bird", "boat", "cat", "city", "cow", "dog", "door", "farm", "fish", "fox", "hat", "hill",
     "king", "lake", "moon", "rain", "road", "sea", "ship", "sun", "tree", "wind",
 ];
-/// None of them is in the lists, so that a line has one only on purpose.
+/// Prefixes. None is in the word lists, so a line has one only on purpose.
 const PREFIXES: [&str; 8] = ["ah", "but", "look", "now", "oh", "so", "well", "yes"];
 
-/// The form of a line; a rule that is not asked for is absent. At least one is asked for.
+/// The required form of a line; an absent rule is not requested. At least one is.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 struct Rules {
-    /// No letter but capitals.
+    /// All letters are capitals.
     capitals: bool,
-    /// Exactly so many words, parted by white space.
+    /// Exactly this many words, separated by white space.
     words: Option<usize>,
-    /// The first characters, in the case shown.
+    /// The first characters, case-sensitive.
     prefix: Option<String>,
 }
 
 impl Rules {
-    /// One of the seven sets of rules, each as likely, with its parameters.
+    /// Draws one of the seven sets of rules with equal probability, and its parameters.
     fn draw(rng: &mut impl Rng) -> Self {
         let kinds = rng.random_range(1..8u8);
         let capitals = kinds & 1 != 0;
@@ -62,14 +63,14 @@ impl Rules {
         Self { capitals, words, prefix }
     }
 
-    /// Whether `line` keeps every rule.
+    /// Returns true when `line` follows every rule.
     fn hold(&self, line: &str) -> bool {
         (!self.capitals || (line.contains(char::is_uppercase) && !line.contains(char::is_lowercase)))
             && self.words.is_none_or(|n| line.split_whitespace().count() == n)
             && self.prefix.as_ref().is_none_or(|prefix| line.starts_with(prefix))
     }
 
-    /// The rules without those that are ignored, each with a chance of [`IGNORED`] in 100.
+    /// Returns the rules without the ignored ones; each is ignored with probability [`IGNORED`] / 100.
     fn remembered(&self, rng: &mut impl Rng) -> Self {
         let mut keep = || !percent(rng, IGNORED);
         Self {
@@ -79,14 +80,14 @@ impl Rules {
         }
     }
 
-    /// A line that keeps these rules; what they leave open is drawn, and in small letters.
+    /// Returns a line that follows these rules. The rest is drawn, in small letters.
     fn line(&self, rng: &mut impl Rng) -> String {
         let count = self.words.unwrap_or_else(|| rng.random_range(WORDS));
         let words: Vec<&str> = (0..count).map(|place| self.word(place, rng)).collect();
         in_case(words.join(" "), self.capitals)
     }
 
-    /// The prefix, then words that are drawn.
+    /// Returns the prefix for the first word, and drawn words after it.
     fn word(&self, place: usize, rng: &mut impl Rng) -> &str {
         match &self.prefix {
             Some(prefix) if place == 0 => prefix,
@@ -103,7 +104,7 @@ pub struct Request {
 }
 
 impl Request {
-    /// Such as `Describe the old ship: in capitals, in 3 words, prefix YES.`
+    /// Returns the text, such as `Describe the old ship: in capitals, in 3 words, prefix YES.`
     fn text(&self) -> String {
         let Self { topic: [adjective, noun], rules } = self;
         let parts = [
@@ -115,7 +116,7 @@ impl Request {
         format!("Describe the {adjective} {noun}: {}.", asked.join(", "))
     }
 
-    /// Such as `format_rules/old-ship/capitals/3/YES`, with `-` for a rule that is not asked for.
+    /// Returns the id, such as `format_rules/old-ship/capitals/3/YES`; `-` stands for an absent rule.
     fn id(&self) -> String {
         let Self { topic: [adjective, noun], rules } = self;
         let capitals = if rules.capitals { "capitals" } else { "-" };
@@ -133,7 +134,7 @@ impl MadeUp for Request {
         Self { topic: [pick(&ADJECTIVES, rng), pick(&NOUNS, rng)], rules: Rules::draw(rng) }
     }
 
-    /// Whether the request belongs to the held-out tenth: CRC-32 of its text.
+    /// Returns true when the request is in the held-out tenth, by the CRC-32 of its text.
     fn held_out(&self) -> bool {
         crc32fast::hash(self.text().as_bytes()).is_multiple_of(10)
     }
@@ -143,13 +144,13 @@ impl MadeUp for Request {
         Problem { id: self.id(), messages: vec![Message::user(self.text())], answer }
     }
 
-    /// A noisy demonstration: each rule is kept or ignored.
+    /// Returns a noisy demonstration: each rule is followed or ignored.
     fn demonstration(&self, rng: &mut impl Rng) -> Demonstration {
         let line = self.rules.remembered(rng).line(rng);
         Demonstration { messages: vec![Message::user(self.text()), Message::assistant("final", line)] }
     }
 
-    /// +1 for a finished `final` message that keeps every rule, else −1.
+    /// Returns +1 for a finished `final` message that follows every rule, else −1.
     fn reward(problem: &Problem, transcript: &Transcript) -> Result<Reward> {
         let rules =
             Rules::deserialize(&problem.answer).with_context(|| format!("{}: no rules", problem.id))?;
@@ -167,7 +168,7 @@ fn in_case(text: String, capitals: bool) -> String {
     if capitals { text.to_uppercase() } else { text }
 }
 
-/// The task `format_rules`: a single turn, requests of at most 61 bytes and demonstrated answers of at most 29.
+/// The task `format_rules`: a single turn; requests have at most 61 bytes, demonstrated answers at most 29.
 pub type FormatRules = MadeUpTask<Request>;
 
 #[cfg(test)]
@@ -250,7 +251,7 @@ mod tests {
         assert_ne!(task.training_problem(3, 5), task.training_problem(4, 5));
     }
 
-    /// The rules of a request and what a demonstration answers it.
+    /// Returns the rules of a request and the answer of its demonstration.
     fn shown(index: u64) -> (Rules, String) {
         let mut rng = stream(5, Purpose::Demonstration, &[index]);
         let request = Request::draw(&mut rng);

@@ -11,7 +11,8 @@ use crate::trajectory::Outcome;
 use anyhow::Result;
 use serde_json::Value;
 
-/// What follows each question; the wording of verl's GSM8K preparation, so that runs compare.
+/// Instruction after each question, in the wording of verl's GSM8K preparation, so that runs are
+/// comparable.
 const INSTRUCTION: &str = "Let's think step by step and output the final answer after \"####\".";
 
 const FORM: &str = r#####"{"question": "...", "answer": "... #### 42"}"#####;
@@ -35,7 +36,7 @@ choice! {
     }
 }
 
-/// One row of the data set.
+/// A row of the data set.
 #[derive(Debug, Clone)]
 struct Row {
     question: String,
@@ -73,12 +74,12 @@ impl Row {
     }
 }
 
-/// The first characters of a wrong value, for an error message.
+/// Returns the first characters of a wrong value, for an error message.
 fn clip(text: &str) -> String {
     text.chars().take(40).collect()
 }
 
-/// `48/2 = <<48/2=24>>24` reads `48/2 = 24`.
+/// Converts `48/2 = <<48/2=24>>24` to `48/2 = 24`.
 fn without_annotations(text: &str) -> String {
     let mut plain = String::with_capacity(text.len());
     let mut rest = text;
@@ -95,13 +96,13 @@ fn without_annotations(text: &str) -> String {
     plain + rest
 }
 
-/// The number that `text` gives as its answer.
+/// Returns the number that `text` gives as its answer.
 pub fn extract(text: &str, extraction: Extraction) -> Option<Number> {
     let marker = text.rfind("####");
     let boxed = if extraction == Extraction::Strict { None } else { last_boxed_at(text) };
     match (marker, boxed) {
         (marker, Some((at, content))) if marker.is_none_or(|m| m < at) => Number::last_in(content),
-        // Only the line: what a model writes after its answer is no part of it.
+        // Only the rest of the line: text after the answer is not part of it.
         (Some(at), _) => text[at + 4..].trim_start().lines().next().and_then(Number::first_in),
         (None, _) if extraction == Extraction::Flexible => Number::last_in(text),
         (None, _) => None,

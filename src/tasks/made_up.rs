@@ -1,4 +1,4 @@
-//! What the built-in tasks share: their problems are made up, and about one in ten is held out.
+//! Tasks with generated problems: the trait and the split, which holds out about one problem in ten.
 
 use super::{Demonstration, Problem, Reward, Task, Transcript, ValidationSet};
 use crate::random::{Purpose, stream};
@@ -15,21 +15,21 @@ pub trait MadeUp: Sized + 'static {
 
     fn draw(rng: &mut impl Rng) -> Self;
 
-    /// Whether it belongs to the held-out tenth: a function of what it says.
+    /// Returns true when it is in the held-out tenth; depends on its content alone.
     fn held_out(&self) -> bool;
 
     fn problem(&self) -> Problem;
 
-    /// A whole conversation, noisy on purpose.
+    /// Returns a whole conversation, noisy on purpose.
     fn demonstration(&self, rng: &mut impl Rng) -> Demonstration;
 
     /// Grades a finished conversation.
     ///
     /// # Errors
-    /// When `problem` is of another task.
+    /// When `problem` belongs to another task.
     fn reward(problem: &Problem, transcript: &Transcript) -> Result<Reward>;
 
-    /// The first draw of `rng` on the wanted side of the split.
+    /// Returns the first draw of `rng` on the requested side of the split.
     fn draw_split(rng: &mut impl Rng, held_out: bool) -> Self {
         loop {
             let drawn = Self::draw(rng);
@@ -39,8 +39,8 @@ pub trait MadeUp: Sized + 'static {
         }
     }
 
-    /// At most `count` held-out problems, no two alike, the same in every run: those that are there in a hundred times
-    /// as many draws.
+    /// Returns at most `count` distinct held-out problems, equal in every run: those found in a hundred
+    /// times as many draws.
     fn validation(count: usize) -> Vec<Problem> {
         let mut rng = stream(0, Purpose::Problem, &[u64::MAX]);
         let mut problems: Vec<Problem> = Vec::with_capacity(count);
@@ -57,14 +57,14 @@ pub trait MadeUp: Sized + 'static {
     }
 }
 
-/// The task of such problems.
+/// A task with generated problems of type `P`.
 pub struct MadeUpTask<P> {
     validation: [ValidationSet; 1],
     problems: PhantomData<fn() -> P>,
 }
 
 impl<P: MadeUp> MadeUpTask<P> {
-    /// The task with at most `validation_problems` held-out problems.
+    /// Returns the task with at most `validation_problems` held-out problems.
     pub fn new(validation_problems: usize) -> Self {
         let problems = P::validation(validation_problems);
         Self { validation: [ValidationSet { name: P::NAME.into(), problems }], problems: PhantomData }

@@ -23,29 +23,29 @@ use crate::settings::registered;
 use crate::trajectory::Outcome;
 use anyhow::Result;
 
-/// One prompt with what its grader needs.
+/// A prompt with the data that its grader needs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Problem {
     /// Stable name, such as `gsm8k/test/17`; written into trajectories.
     pub id: String,
     /// The conversation's first messages (user, or developer and user); the system message is the recipe's.
     pub messages: Vec<Message>,
-    /// The gold answer in the task's own form.
+    /// The reference answer in the task's own format.
     pub answer: serde_json::Value,
 }
 
-/// A finished conversation as a grader sees it.
+/// A finished conversation, the input of a grader.
 #[derive(Debug, Clone)]
 pub struct Transcript<'a> {
     /// The assistant's and tools' messages after the prompt, in order.
     pub messages: &'a [Message],
     pub outcome: Outcome,
-    /// Tool calls that were answered (whatever the answer).
+    /// Number of answered tool calls, whatever the answer.
     pub calls_answered: usize,
 }
 
 impl Transcript<'_> {
-    /// The text of the last `final` message, if there is one.
+    /// Returns the text of the last `final` message, if there is one.
     pub fn final_text(&self) -> Option<&str> {
         let last = self.messages.iter().rfind(|m| m.channel.as_deref() == Some("final"))?;
         Some(&last.content)
@@ -55,9 +55,9 @@ impl Transcript<'_> {
 /// A grader's verdict.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Reward {
-    /// What the policy is trained on.
+    /// The reward for training.
     pub value: f32,
-    /// Whether the answer is right: what evaluation counts.
+    /// Whether the answer is right, for evaluation.
     pub success: bool,
 }
 
@@ -69,37 +69,40 @@ pub struct ValidationSet {
     pub problems: Vec<Problem>,
 }
 
-/// A supervised example for the cold start: a whole conversation, of which assistant tokens are trained on.
+/// A supervised example for SFT warm-up: a whole conversation, trained on its assistant tokens.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Demonstration {
     pub messages: Vec<Message>,
 }
 
-/// A source of problems and their grader. Deterministic: a function of its files, the seed and the index.
+/// A source of problems and their grader. Deterministic: depends on its files, the seed and the index.
 pub trait Task: Send + Sync {
-    /// The task's name in metrics.
+    /// Returns the task's name in metrics.
     fn name(&self) -> &str;
 
-    /// Training problem number `index` of an endless stream (files are reshuffled each epoch by `seed`).
+    /// Returns training problem number `index` of an endless stream. Files are reshuffled in each epoch by
+    /// `seed`.
     fn training_problem(&self, seed: u64, index: u64) -> Problem;
 
-    /// Held-out problems, never seen in training.
+    /// Returns the held-out problems, never used in training.
     fn validation_sets(&self) -> &[ValidationSet];
 
-    /// Whether the model may call the Python tool.
+    /// Returns true when the model may call the Python tool.
     fn uses_python(&self) -> bool;
 
-    /// Demonstration number `index` for the cold start; `None` for tasks that generate none.
+    /// Returns demonstration number `index` for SFT warm-up; `None` for tasks that generate none.
     fn demonstration(&self, _seed: u64, _index: u64) -> Option<Demonstration> {
         None
     }
 
-    /// Held-out demonstration number `index`, never trained on, for the held-out loss; `None` past the last one.
+    /// Returns held-out demonstration number `index` for the held-out loss, never trained on; `None` past
+    /// the last one.
     fn held_out_demonstration(&self, _index: u64) -> Option<Demonstration> {
         None
     }
 
-    /// The user's next message after the assistant's answer, for conversations of several user turns.
+    /// Returns the user's next message after the assistant's answer, in conversations with several user
+    /// turns.
     ///
     /// # Errors
     /// When the task's own process fails; the trajectory ends as [`Outcome::TaskFailed`].
@@ -107,13 +110,13 @@ pub trait Task: Send + Sync {
         Ok(None)
     }
 
-    /// Whether the task itself has tools beside the Python tool.
+    /// Returns true when the task has tools besides the Python tool.
     fn answers_calls(&self) -> bool {
         false
     }
 
-    /// The text that answers the call which ends `transcript`; `None` when there is no such tool. Asked only of tasks
-    /// that [answer calls](Self::answers_calls); may take long.
+    /// Answers the call at the end of `transcript`; `None` when there is no such tool. Called only for
+    /// tasks that [answer calls](Self::answers_calls); may take long.
     ///
     /// # Errors
     /// When the task's own process fails; the trajectory ends as [`Outcome::TaskFailed`].
@@ -121,19 +124,19 @@ pub trait Task: Send + Sync {
         Ok(None)
     }
 
-    /// The answer a finished conversation gives, as majority@k counts it; by default its final message.
+    /// Returns the answer of a finished conversation for majority@k; by default its final message.
     fn answer_text(&self, transcript: &Transcript) -> Option<String> {
         let text = transcript.final_text()?.trim();
         (!text.is_empty()).then(|| text.to_owned())
     }
 
-    /// Whether two texts of [`Self::answer_text`] are the same answer.
+    /// Returns true when two texts of [`Self::answer_text`] are the same answer.
     fn same_answer(&self, a: &str, b: &str) -> bool {
         a == b
     }
 
-    /// Whether [`Self::next_user_message`] and [`Self::reward`] may take long, as a process's answers do: they are then asked
-    /// for beside decoding.
+    /// Returns true when [`Self::next_user_message`] and [`Self::reward`] may take long, like a process's
+    /// answers. They then run in parallel to decoding.
     fn may_take_long(&self) -> bool {
         false
     }
@@ -145,19 +148,19 @@ pub trait Task: Send + Sync {
     fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward>;
 }
 
-/// A task as recipes name it.
+/// A task's entry in the registry.
 #[derive(Debug)]
 pub struct TaskEntry {
     pub name: &'static str,
-    /// For the recipe's page.
+    /// Description for the recipe reference.
     pub meaning: &'static str,
-    /// Whether its problems come from `task.train_file` and `task.validation_file`.
+    /// Whether its problems are read from `task.train_file` and `task.validation_file`.
     pub reads_files: bool,
-    /// What `scripts/fetch_data.sh` is asked for to have the files of its recipe; empty without files.
+    /// Argument of `scripts/fetch_data.sh` for its recipe's files; empty if there are none.
     pub data: &'static str,
-    /// The keys of `[task]` that it reads beside those; under a task that does not read a key, the key is refused.
+    /// The other keys of `[task]` that it reads; all other keys are refused.
     pub keys: &'static [&'static str],
-    /// Reads and checks its files, and starts what it runs.
+    /// Reads and checks its files, and starts its processes.
     pub make: fn(&TaskSettings, &TaskHost) -> Result<Box<dyn Task>>,
 }
 
@@ -173,7 +176,7 @@ registered! {
     mod command;
 }
 
-/// The task that `settings` describe, its files read and checked.
+/// Builds the task of `settings`; reads and checks its files.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] for a missing file key and broken rows.

@@ -5,19 +5,19 @@
 pub struct Number(String);
 
 impl Number {
-    /// The number `text` consists of, but for white space around it, a currency sign and a full stop.
+    /// Parses `text` as one number. White space around it, a currency sign and a full stop are ignored.
     pub fn parse(text: &str) -> Option<Self> {
         let text = text.trim().trim_end_matches('.').trim_start_matches('$').trim_end();
         let (number, end) = scan(text, 0)?;
         (end == text.len()).then_some(number)
     }
 
-    /// The last number in `text`, such as 1234 in `that makes $1,234.00 in all.`
+    /// Returns the last number in `text`, such as 1234 in `that makes $1,234.00 in all.`
     pub fn last_in(text: &str) -> Option<Self> {
         numbers(text).last()
     }
 
-    /// The first number in `text`.
+    /// Returns the first number in `text`.
     pub fn first_in(text: &str) -> Option<Self> {
         numbers(text).next()
     }
@@ -29,7 +29,7 @@ impl std::fmt::Display for Number {
     }
 }
 
-/// All numbers of `text` in document order.
+/// Iterates over all numbers of `text` in document order.
 fn numbers(text: &str) -> impl Iterator<Item = Number> + '_ {
     let mut at = 0;
     std::iter::from_fn(move || {
@@ -46,8 +46,8 @@ fn numbers(text: &str) -> impl Iterator<Item = Number> + '_ {
     })
 }
 
-/// The number that starts at byte `start`, and where it ends: sign, currency sign, digits with
-/// thousands commas, decimals. A minus after a digit, a letter or a parenthesis is a subtraction.
+/// Returns the number that starts at byte `start`, and its end: sign, currency sign, digits with thousands
+/// commas, decimals. A minus after a digit, a letter or a parenthesis is a subtraction.
 fn scan(text: &str, start: usize) -> Option<(Number, usize)> {
     let (before, mut rest) = (&text[..start], &text[start..]);
     let mut negative = false;

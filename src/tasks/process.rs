@@ -1,4 +1,4 @@
-//! Processes of a user's own program that answer JSON lines: a bounded pool with deadlines, restarts and kills.
+//! Processes of a user's program that answer JSON lines: a bounded pool with deadlines, restarts and kills.
 
 use crate::pool::Pool;
 use crate::process_group::ProcessGroup;
@@ -10,16 +10,16 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
-/// Longest line that is read as an answer, in bytes.
+/// Maximum length of an answer's line, in bytes.
 const LINE_BYTES_MAX: u64 = 64 << 20;
 
-/// What watches over a program.
+/// The shell that watches a program.
 const SHELL: &str = "/bin/sh";
 
-/// How long a process that has closed its output is given to have ended.
+/// How long to wait for the exit of a process that has closed its output.
 const END_WAIT: Duration = Duration::from_secs(1);
 
-/// Processes of one program, each busy with one request at a time.
+/// Processes of one program; each handles one request at a time.
 pub struct ProcessPool {
     command: Vec<String>,
     timeout: Duration,
@@ -27,15 +27,18 @@ pub struct ProcessPool {
 }
 
 impl ProcessPool {
-    /// A pool of up to `processes` processes of `command`, a program and its arguments. An answer may take `timeout`.
+    /// Returns a pool of up to `processes` processes of `command`, a program and its arguments. `timeout`
+    /// limits each answer.
     pub fn new(command: Vec<String>, processes: usize, timeout: Duration) -> Self {
         Self { command, timeout, processes: Pool::new(vec![], processes) }
     }
 
-    /// The answer to `request`. After a failure the process is killed; the next request starts another.
+    /// Returns the answer to `request`. After a failure the process is killed, and the next request starts
+    /// another.
     ///
     /// # Errors
-    /// When the program does not start, ends, takes too long or answers with something that is no JSON object.
+    /// When the program does not start, ends, takes too long or answers with something other than a JSON
+    /// object.
     pub fn ask(&self, request: &Value) -> Result<Value> {
         let mut process = self.processes.acquire(|| Process::start(&self.command))?;
         let answer = process.ask(request, self.timeout);
@@ -50,10 +53,10 @@ impl ProcessPool {
     }
 }
 
-/// A process and the thread that writes to it and reads from it.
+/// A process, and the thread that writes to it and reads from it.
 struct Process {
     group: ProcessGroup,
-    /// Ends the group when this process has ended. Dropped after it.
+    /// Kills the group when this process ends. Must be dropped after the process.
     _watcher: ProcessGroup,
     requests: mpsc::Sender<String>,
     answers: mpsc::Receiver<Result<String>>,
@@ -65,7 +68,7 @@ impl Process {
         let (tell, told) = mpsc::channel();
         let (requests, inbox) = mpsc::channel::<String>();
         let (outbox, answers) = mpsc::channel();
-        // The process dies with the thread that started it, so that is the one that lives as long.
+        // The process dies with the thread that started it, so a long-lived thread starts it.
         std::thread::Builder::new()
             .name("task-process".into())
             .spawn(move || match spawn(&command) {
@@ -102,7 +105,7 @@ impl Process {
         Ok(answer)
     }
 
-    /// `error` with how the process ended, if it did.
+    /// Adds to `error` how the process ended, if it did.
     fn with_end(&self, error: anyhow::Error) -> anyhow::Error {
         match self.group.ended(END_WAIT) {
             Some(status) => anyhow!("{error:#} ({status})"),
@@ -111,9 +114,9 @@ impl Process {
     }
 }
 
-/// What keeps `line` from being JSON, and what to do.
+/// Explains why `line` is not JSON, and the remedy.
 fn why_no_json(line: &str, error: &serde_json::Error) -> String {
-    // Where the reader stopped is at the number's first letter, or after its sign.
+    // The parser stopped at the number's first letter, or after its sign.
     let rest = line.get(error.column().saturating_sub(1)..).unwrap_or_default();
     match ["NaN", "Infinity"].iter().find(|word| rest.starts_with(**word)) {
         Some(word) => {
@@ -123,7 +126,7 @@ fn why_no_json(line: &str, error: &serde_json::Error) -> String {
     }
 }
 
-/// Starts a program that ends with the calling thread, whatever ends that one.
+/// Starts a program that ends with the calling thread, however that thread ends.
 fn spawn(command: &[String]) -> Result<(Child, ChildStdin, ChildStdout)> {
     let (program, arguments) = command.split_first().context("no program to run")?;
     let mut command = Command::new(program);
@@ -131,7 +134,8 @@ fn spawn(command: &[String]) -> Result<(Child, ChildStdin, ChildStdout)> {
         .args(arguments)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
-        // A group of its own: killed whole, and spared the terminal's Ctrl-C, which lets a step finish.
+        // Its own group, so that it is killed whole and does not receive the terminal's Ctrl-C, after which
+        // a step finishes.
         .process_group(0);
     let die_with_the_thread = || {
         // SAFETY: a plain system call.
@@ -140,7 +144,7 @@ fn spawn(command: &[String]) -> Result<(Child, ChildStdin, ChildStdout)> {
             _ => Err(std::io::Error::last_os_error()),
         }
     };
-    // SAFETY: between fork and exec it makes that one call and allocates nothing.
+    // SAFETY: between fork and exec it only makes that call and allocates nothing.
     unsafe { command.pre_exec(die_with_the_thread) };
     let mut child = command.spawn().with_context(|| format!("cannot start {program:?}"))?;
     let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
@@ -148,8 +152,8 @@ fn spawn(command: &[String]) -> Result<(Child, ChildStdin, ChildStdout)> {
     Ok((child, stdin, stdout))
 }
 
-/// Starts a shell that waits until this process has ended, whatever ended it, and then kills the group `id`:
-/// a program dies with the thread that started it, and what it has started in turn would stay.
+/// Starts a shell that waits for the end of this process, whatever its cause, and then kills the group
+/// `id`. The program itself dies with its starting thread; its own child processes would survive.
 fn watch(id: u32) -> Result<ProcessGroup> {
     let child = Command::new(SHELL)
         // Nothing is ever written, so its input ends with this process.
@@ -165,7 +169,7 @@ fn watch(id: u32) -> Result<ProcessGroup> {
     Ok(ProcessGroup { child })
 }
 
-/// Passes each request on and each answer back, until either side ends.
+/// Forwards each request and each answer, until either side ends.
 fn converse(
     mut stdin: ChildStdin,
     stdout: ChildStdout,

@@ -1,6 +1,6 @@
 //! ReTool (Feng et al. 2025): competition mathematics with the Python tool.
 //!
-//! Trains on problems with integer answers (DAPO-Math-17k's form), validates on AIME or MATH files.
+//! Trains on problems with integer answers (DAPO-Math-17k's format); validates on AIME or MATH files.
 
 use super::answer::AnswerEquality;
 use super::boxed::last_boxed_at;
@@ -16,9 +16,9 @@ use std::path::Path;
 
 const FORM: &str = r#"{"problem": "...", "answer": 42}"#;
 
-/// Only this much of the final message's end is read, in bytes.
+/// Number of bytes read from the end of the final message.
 const END_BYTES: usize = 8_000;
-/// Most characters that may follow the answer: it has to stand near the end.
+/// Maximum number of characters after the answer: it must be near the end.
 const AFTER_CHARS_MAX: usize = 100;
 
 pub(super) const ENTRY: TaskEntry = TaskEntry {
@@ -54,7 +54,7 @@ impl PromptForm {
         })
     }
 
-    /// The answer that a final message gives near its end.
+    /// Returns the answer near the end of a final message.
     pub fn extract(self, text: &str) -> Option<&str> {
         let text = text.trim_end();
         let end = &text[text.ceil_char_boundary(text.len().saturating_sub(END_BYTES))..];
@@ -78,7 +78,7 @@ impl PromptForm {
     }
 }
 
-/// One row of a file.
+/// A row of a file.
 #[derive(Debug, Clone)]
 struct Row {
     id: Option<String>,
@@ -113,7 +113,7 @@ impl Row {
     }
 }
 
-/// The set that `data/aime/aime-2025.jsonl` holds is called `aime_2025`.
+/// Returns the set's name: `aime_2025` for `data/aime/aime-2025.jsonl`.
 fn set_name(path: &Path) -> String {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let stem = name.split('.').next().unwrap_or_default();
@@ -122,8 +122,8 @@ fn set_name(path: &Path) -> String {
 
 /// The task `retool`.
 ///
-/// Reward: +1 for the right answer; else min(−0.6, −1 + 0.1 · answered tool calls), so that trying the tool pays
-/// a little but never as much as being right (the published shape).
+/// Reward: +1 for the right answer, else min(−0.6, −1 + 0.1 · answered tool calls), as published. Tool use
+/// gives a small bonus, always below the reward of a right answer.
 pub struct Retool {
     train: Vec<Row>,
     train_name: String,
@@ -137,8 +137,8 @@ impl Retool {
     /// Reads the training file and the validation files.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] that names the file and every broken row, for two validation files of one name, and
-    /// for a problem that is in the training file and in a validation file.
+    /// [`crate::error::BadInput`] that names the file and every broken row; also for two validation files
+    /// of one name, and for a problem in both the training file and a validation file.
     pub fn load(settings: &TaskSettings) -> Result<Self> {
         let (train, form) = (settings.train()?, settings.prompt.unwrap_or_default());
         let training = rows::read(train.0, train.1, FORM, Row::read)?;

@@ -1,4 +1,4 @@
-//! Rows of a user's JSON-lines file, and their order in training.
+//! Reading of rows from a user's JSON-lines file, and their order in training.
 
 use crate::bad_input;
 use crate::bounded_file::{self, DATA_BYTES_MAX};
@@ -12,13 +12,13 @@ use std::io::{self, BufRead, BufReader};
 use std::path::Path;
 use std::sync::Mutex;
 
-/// How many broken rows one error lists.
+/// Maximum number of broken rows that one error lists.
 const BROKEN_ROWS_SHOWN: usize = 10;
 
-/// Reads the first `rows_max` rows of `path` (JSON lines, gzipped if it ends in `.gz`; blank lines are
-/// skipped), each through `parse`.
+/// Parses the first `rows_max` rows of `path` with `parse`. The file has JSON lines, gzipped if it ends in
+/// `.gz`; blank lines are skipped.
 ///
-/// `form` shows the user what a row looks like; `parse` says in a few words what is wrong with one.
+/// `form` is an example row for the user; `parse` describes a row's mistake in a few words.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the file cannot be read or holds no row, and one that lists the
@@ -64,7 +64,7 @@ pub fn read<T>(
     Ok(rows)
 }
 
-/// The file's content, unpacked.
+/// Opens the file and decompresses it.
 fn open(path: &Path) -> io::Result<Box<dyn BufRead>> {
     let file = BufReader::new(bounded_file::open(path, DATA_BYTES_MAX)?);
     Ok(if path.extension().is_some_and(|e| e == "gz") {
@@ -74,8 +74,8 @@ fn open(path: &Path) -> io::Result<Box<dyn BufRead>> {
     })
 }
 
-/// Refuses to train on what validation measures: no prompt of one file may stand in the other, white space aside.
-/// Prompts of validation come with their row, from 1; several may be of one row.
+/// Refuses validation prompts that are also in the training file, ignoring white space. Validation prompts
+/// come with their row number, from 1; a row may have several.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] that names the first pair.
@@ -102,7 +102,7 @@ pub fn refuse_shared<'a>(
     }
 }
 
-/// The text under `key`, which must be there and not blank.
+/// Returns the text under `key`, which must not be missing or blank.
 pub fn text<'a>(row: &'a Value, key: &str) -> Result<&'a str, String> {
     match row.get(key) {
         Some(Value::String(text)) if !text.trim().is_empty() => Ok(text),
@@ -114,7 +114,7 @@ pub fn text<'a>(row: &'a Value, key: &str) -> Result<&'a str, String> {
 
 /// An endless order over `len` rows: every epoch is a new permutation.
 ///
-/// A pure function of (seed, index); the last permutation is remembered only to save time.
+/// A pure function of (seed, index); the last permutation is cached.
 #[derive(Debug)]
 pub struct Order {
     len: usize,
@@ -123,12 +123,12 @@ pub struct Order {
 }
 
 impl Order {
-    /// An order over `len` rows drawn from the streams of `purpose`.
+    /// Returns an order over `len` rows from the random streams of `purpose`.
     pub fn new(len: usize, purpose: Purpose) -> Self {
         Self { len, purpose, last: Mutex::new(None) }
     }
 
-    /// The row at place `index`, below `len`; 0 when there are no rows.
+    /// Returns the row, below `len`, at position `index`; 0 when there are no rows.
     pub fn row(&self, seed: u64, index: u64) -> usize {
         if self.len == 0 {
             return 0;

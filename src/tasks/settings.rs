@@ -8,7 +8,7 @@ use anyhow::Result;
 use std::path::{Path, PathBuf};
 
 table! {
-    /// What is learned: problems, environment and reward.
+    /// The task: problems, environment and reward.
     pub struct TaskSettings {
         /// Which task.
         pub name: TaskName = TaskName::default(),
@@ -30,10 +30,11 @@ table! {
         pub extraction: Option<gsm8k::Extraction> = None,
         /// How `verify_if` makes a reward of the instructions that were followed.
         pub grading: Option<verify_if::Grading> = None,
-        /// The program of the task `command` and its arguments. It runs with your own rights, outside any sandbox. A word that
-        /// names a file is a path: a run keeps it absolute.
+        /// The program of the task `command` and its arguments. It runs with your own rights, outside any
+        /// sandbox. A word that names a file is a path: a run keeps it absolute.
         pub command: Vec<String> = Vec::new(),
-        /// Seconds after which a program of the task `command` that has not answered is killed and started again.
+        /// Seconds after which a program of the task `command` that has not answered is killed and started
+        /// again.
         pub command_timeout_s: Option<f64> = None => above(0.0).to(86400.0),
         /// Processes of the task `command`: as many requests are answered at a time.
         pub command_processes: Option<usize> = None => from(1.0).to(4096.0),
@@ -41,8 +42,8 @@ table! {
 }
 
 impl TaskSettings {
-    /// Makes the words of `command` that name a file absolute, so that a run's program starts from wherever the run is used. The
-    /// program itself is a path where it has a slash, and else looked up by the system.
+    /// Makes the words of `command` that name a file absolute, so that the program starts from any folder.
+    /// The program itself is a path if it has a slash; otherwise the system finds it.
     pub fn pin_command(&mut self) {
         for (index, word) in self.command.iter_mut().enumerate() {
             if (index > 0 || word.contains('/'))
@@ -55,7 +56,7 @@ impl TaskSettings {
         }
     }
 
-    /// Fills in the defaults of the keys that the task reads; the keys of other tasks stay absent.
+    /// Fills in the defaults of the keys that the task reads; other tasks' keys stay absent.
     pub fn fill_in(&mut self) {
         let keys = self.name.keys;
         let reads = |key| keys.contains(&key);
@@ -77,28 +78,28 @@ impl TaskSettings {
         }
     }
 
-    /// The training file and how many of its rows are kept.
+    /// Returns the training file and the maximum number of its rows.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when it is not named.
+    /// [`crate::error::BadInput`] when it is missing in the recipe.
     pub(super) fn train(&self) -> Result<(&Path, Option<usize>)> {
         Ok((self.needed(&self.train_file, "task.train_file")?, self.train_rows_max))
     }
 
-    /// The validation file and how many of its rows are kept.
+    /// Returns the validation file and the maximum number of its rows.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when it is not named.
+    /// [`crate::error::BadInput`] when it is missing in the recipe.
     pub(super) fn validation(&self) -> Result<(&Path, Option<usize>)> {
         Ok((self.needed(&self.validation_file, "task.validation_file")?, self.validation_rows_max))
     }
 
-    /// Held-out problems of a task that makes its own.
+    /// Returns the number of held-out problems of a task that generates its own.
     pub(super) fn made_up_problems(&self) -> usize {
         self.validation_rows_max.unwrap_or(VALIDATION_PROBLEMS)
     }
 
-    /// The file under `key`, which the task cannot do without.
+    /// Returns the required file under `key`.
     fn needed<'a>(&self, file: &'a Option<PathBuf>, key: &str) -> Result<&'a Path> {
         let name = self.name;
         file.as_deref()
@@ -106,10 +107,10 @@ impl TaskSettings {
     }
 }
 
-/// What the task `command` needs of the run.
+/// The run's parameters for the task `command`.
 #[derive(Debug, Clone)]
 pub struct TaskHost {
-    /// Held-out problems that it is asked for at most.
+    /// Maximum number of held-out problems to request.
     pub validation_problems_max: usize,
     /// Where it reports failures.
     pub console: Console,

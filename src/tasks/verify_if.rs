@@ -1,5 +1,5 @@
-//! Instruction following with checkable instructions: IFEval and Multi-IF for validation, rows of the same form
-//! or prompts composed from maths questions for training.
+//! Instruction following with checkable instructions. Validation: IFEval and Multi-IF. Training: rows of
+//! that format, or prompts composed from maths questions.
 
 use super::instructions::compose::compose;
 use super::instructions::{Instruction, strict};
@@ -37,7 +37,7 @@ choice! {
 }
 
 impl Grading {
-    /// The reward of one response, between 0 and 1.
+    /// Returns the reward of one response, between 0 and 1.
     fn reward(self, verdicts: &[bool]) -> f32 {
         let followed = verdicts.iter().filter(|&&v| v).count();
         match self {
@@ -47,7 +47,7 @@ impl Grading {
     }
 }
 
-/// A user's message and the instructions that its answer is graded on, in IFEval's form.
+/// A user's message and the instructions for its answer, in IFEval's format.
 #[derive(Debug, Clone)]
 struct Turn {
     prompt: String,
@@ -63,7 +63,7 @@ impl Turn {
         Ok(turn)
     }
 
-    /// A conversation's turns: the row's own or, without `turns`, the row itself.
+    /// Reads a conversation's turns; a row without `turns` is a single turn.
     fn read_all(row: &Value) -> Result<Vec<Self>, String> {
         match row.get("turns") {
             None => Ok(vec![Self::read(row)?]),
@@ -78,10 +78,10 @@ impl Turn {
     }
 }
 
-/// The instructions of one turn.
+/// Parses the instructions of one turn.
 ///
 /// # Errors
-/// When the two lists differ in length, are empty or hold something that is no instruction.
+/// When the two lists differ in length, are empty or hold an invalid instruction.
 fn instructions(ids: &Value, kwargs: &Value) -> Result<Vec<Instruction>> {
     let ids = ids.as_array().ok_or_else(|| bad_input!("`instruction_id_list` is not a list"))?;
     let kwargs = kwargs.as_array().ok_or_else(|| bad_input!("`kwargs` is not a list"))?;
@@ -97,7 +97,7 @@ fn instructions(ids: &Value, kwargs: &Value) -> Result<Vec<Instruction>> {
     ids.iter().zip(kwargs).map(|(i, k)| Instruction::parse(&id(i)?, k)).collect()
 }
 
-/// The problem of a conversation; its answer holds every turn.
+/// Builds the problem of a conversation; its answer holds every turn.
 fn problem(id: String, turns: &[Turn]) -> Problem {
     let answer = turns
         .iter()
@@ -109,9 +109,9 @@ fn problem(id: String, turns: &[Turn]) -> Problem {
 /// A training row.
 #[derive(Debug)]
 enum Source {
-    /// Prompt and instructions as they stand.
+    /// A prompt with its instructions.
     Ready(Turn),
-    /// A question that gets new instructions each time it comes up.
+    /// A question that gets new instructions each time it is used.
     Question(String),
 }
 
@@ -131,10 +131,10 @@ impl Source {
     }
 }
 
-/// The task `verify_if`: reward by the checkers of [`super::instructions`], applied strictly.
+/// The task `verify_if`: its reward comes from the checkers of [`super::instructions`], applied strictly.
 ///
-/// In a conversation of several turns each answer is graded on its own turn's list; the reward is the mean over
-/// turns, and success is the last turn's, whose list holds those of the turns before it in Multi-IF.
+/// In a conversation of several turns, each answer is graded on its own turn's list. The reward is the mean
+/// over turns. Success is that of the last turn, whose list includes the earlier ones in Multi-IF.
 pub struct VerifyIf {
     train: Vec<Source>,
     order: Order,
@@ -143,11 +143,11 @@ pub struct VerifyIf {
 }
 
 impl VerifyIf {
-    /// Reads both files. Validation rows with `turns` make the set
-    /// `multi_if`, the others `ifeval`.
+    /// Reads both files. Validation rows with `turns` form the set `multi_if`, the others `ifeval`.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] that names the file and every broken row, or the first prompt that both hold.
+    /// [`crate::error::BadInput`] that names the file and every broken row, or the first prompt that is in
+    /// both files.
     pub fn load(settings: &TaskSettings) -> Result<Self> {
         let (train, validation) = (settings.train()?, settings.validation()?);
         let sources = rows::read(train.0, train.1, TRAIN_FORM, Source::read)?;
@@ -171,7 +171,8 @@ impl VerifyIf {
         })
     }
 
-    /// The verdicts of each turn's answer on that turn's instructions; all false for a turn without an answer.
+    /// Returns the verdicts of each turn's answer on that turn's instructions; all false for a turn without
+    /// an answer.
     ///
     /// # Errors
     /// When the problem is not one of this task's.

@@ -1,14 +1,14 @@
-//! The confinement of a process that only computes: the embedded interpreter's worker.
+//! Confinement of the embedded interpreter's worker, a process that only computes.
 
 use super::{Allowed, Files};
 use anyhow::{Context, Result};
 use seccompiler::{SeccompCmpArgLen, SeccompCmpOp};
 
-/// Confines a process that only computes: every step is tried, and the first failure is returned.
+/// Confines a process that only computes. All steps are required; the first failure is returned.
 /// Descriptors from `first_unused` on are closed.
 ///
-/// Returns what is active. The calling thread and those it starts are confined; of the process's older
-/// threads only the system calls are, so they must do nothing but wait.
+/// Returns a description of the active confinement. The calling thread and its later threads are fully
+/// confined. Older threads only get the system-call filter, so they must do nothing but wait.
 pub fn computing_process(parent_id: u32, memory_bytes: u64, first_unused: i32) -> Result<String> {
     let left = super::detach(parent_id).and_then(|()| super::close_from(first_unused));
     let limited = limit_memory(memory_bytes).and_then(|()| super::limit_resources(0));
@@ -23,7 +23,7 @@ pub fn computing_process(parent_id: u32, memory_bytes: u64, first_unused: i32) -
     Ok(format!("landlock ABI {abi} without rules, seccomp allow-list, no capabilities, resource limits"))
 }
 
-/// Calls a thread of computation needs: its pipes, memory without execution, clocks, its own signals and end.
+/// System calls that computation needs: pipes, memory without execution, clocks, own signals and exit.
 const COMPUTE_CALLS: [libc::c_long; 20] = [
     libc::SYS_read,
     libc::SYS_write,
@@ -47,12 +47,12 @@ const COMPUTE_CALLS: [libc::c_long; 20] = [
     libc::SYS_exit_group,
 ];
 
-/// Allows all threads of this process only what computation needs; everything else fails with `EPERM`.
-/// It comes last: setting it up takes calls that it denies.
+/// Allows all threads of this process only what computation needs; everything else fails with `EPERM`. This
+/// is the last step, as its setup uses calls that it denies.
 fn allow_only_computation() -> Result<()> {
     let mut allowed: Allowed = COMPUTE_CALLS.into_iter().map(|call| (call, Vec::new())).collect();
     for call in [libc::SYS_mmap, libc::SYS_mprotect] {
-        // Memory that can be executed stays out of reach.
+        // Executable memory is not allowed.
         let exec_bit = SeccompCmpOp::MaskedEq(u64::from(libc::PROT_EXEC.cast_unsigned()));
         allowed.insert(call, vec![super::argument(2, SeccompCmpArgLen::Dword, exec_bit, 0)?]);
     }
@@ -65,7 +65,7 @@ fn allow_only_computation() -> Result<()> {
     super::ensure_filtered()
 }
 
-/// Limits address space to what is in use now plus `memory_bytes`.
+/// Limits the address space to the present size plus `memory_bytes`.
 fn limit_memory(memory_bytes: u64) -> Result<()> {
     super::set_limit("RLIMIT_AS", libc::RLIMIT_AS, super::address_space_bytes("self")? + memory_bytes)
 }

@@ -1,6 +1,6 @@
-//! What a worker takes from itself before it reads any code: Linux's landlock, seccomp and limits.
+//! Confinement of a worker before it reads any code: Linux's landlock, seccomp and resource limits.
 //!
-//! Every step is a hard requirement: a kernel that lacks one makes the step fail, and the worker is refused.
+//! Every step is required: if the kernel lacks one, the worker is refused.
 
 use anyhow::{Context, Result, bail, ensure};
 use landlock::{
@@ -23,13 +23,13 @@ pub use computing::computing_process;
 pub use python::{python_server, snippet_filter};
 pub use scratch::{INODES_PER_MIB, PLACE as SCRATCH_PLACE};
 
-/// Leaves the parent's session and terminal, and dies with the parent `parent_id`.
+/// Leaves the parent's session and terminal, and makes this process die with the parent `parent_id`.
 fn detach(parent_id: u32) -> Result<()> {
     // SAFETY: plain system calls with integer arguments.
     unsafe {
         check(libc::setsid(), "setsid")?;
         check(libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0), "PR_SET_PDEATHSIG")?;
-        // The parent may have died before the signal was asked for.
+        // The parent may have died before this process requested the signal.
         ensure!(u32::try_from(libc::getppid()) == Ok(parent_id), "the parent has died");
         check(libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0), "PR_SET_DUMPABLE")?;
         libc::umask(0o077);
@@ -39,13 +39,13 @@ fn detach(parent_id: u32) -> Result<()> {
 
 /// Closes every file descriptor from `first` on.
 fn close_from(first: i32) -> Result<()> {
-    // SAFETY: close_range takes two descriptors and flags; nothing in this process uses those numbers.
+    // SAFETY: close_range takes two descriptors and flags; nothing in this process uses those descriptors.
     let rc = unsafe { libc::syscall(libc::SYS_close_range, first, libc::c_uint::MAX, 0) };
     ensure!(rc == 0, "close_range: {}", io::Error::last_os_error());
     Ok(())
 }
 
-/// Address space in use by process `id` (a number, or `self`), in bytes.
+/// Returns the address space of process `id` (a number, or `self`), in bytes.
 pub fn address_space_bytes(id: &str) -> Result<u64> {
     let path = format!("/proc/{id}/statm");
     let statm = std::fs::read_to_string(&path).with_context(|| path.clone())?;
@@ -73,23 +73,23 @@ fn set_limit(name: &str, resource: libc::__rlimit_resource_t, limit: u64) -> Res
     let mut now = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: a valid structure that outlives the call.
     check(unsafe { libc::getrlimit(resource, &mut now) }, name)?;
-    // A hard limit that is lower already cannot be raised, nor need it be.
+    // A hard limit that is already lower cannot be raised, and need not be.
     let limit = limit.min(now.rlim_max);
     let limit = libc::rlimit { rlim_cur: limit, rlim_max: limit };
     // SAFETY: a valid structure that outlives the call.
     check(unsafe { libc::setrlimit(resource, &limit) }, name)
 }
 
-/// Gives up every capability but `kept`, for this thread, those it starts and the program it becomes.
+/// Drops every capability except `kept`, for this thread, its later threads and the program it executes.
 fn drop_capabilities(kept: Option<u32>) -> Result<()> {
     for capability in (0..64).filter(|capability| Some(*capability) != kept) {
-        // SAFETY: a plain system call. It fails for a process without the capability to do so: such a one, with
-        // no new privileges, gets none from executing a program either.
+        // SAFETY: a plain system call. It fails for a process without the required capability. With no new
+        // privileges, such a process also gains none by executing a program.
         unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
     }
     // `struct __user_cap_header_struct` and `__user_cap_data_struct` of capset(2), version 3.
     let header: [u32; 2] = [0x2008_0522, 0];
-    // Effective, permitted and inheritable, of the capabilities from 0 and of those from 32.
+    // Effective, permitted and inheritable sets: of capabilities from 0 on, then from 32 on.
     let sets = [kept.map_or(0, |kept| 1u32 << kept), 0].map(|set| [set; 3]);
     // SAFETY: both arrays have the layout and size that version 3 of capset(2) reads.
     let rc = unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), sets.as_ptr()) };
@@ -102,22 +102,23 @@ fn drop_capabilities(kept: Option<u32>) -> Result<()> {
     Ok(())
 }
 
-/// What a process may still do with files: nothing else, and nothing outside.
+/// Files that a process may use; all others are denied.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Files {
     /// Files and folders that may be read.
     pub read: Vec<PathBuf>,
-    /// Files that may be executed, and so read.
+    /// Files that may be executed and read.
     pub execute: Vec<PathBuf>,
 }
 
-/// Denies every file but `files`, and where the kernel can, TCP and signals beyond this thread and those it starts.
+/// Denies every file except `files`. If the kernel can, also denies TCP, and signals beyond this thread and
+/// its later threads.
 ///
 /// Returns the kernel's landlock ABI.
 fn deny_files(files: &Files) -> Result<i32> {
     let status = rules(files, None)?.restrict_self()?;
     ensure!(status.ruleset != RulesetStatus::NotEnforced && status.no_new_privs, "landlock is not enforced");
-    // A rule set that was accepted but does nothing is found here.
+    // Detects a rule set that was accepted but has no effect.
     ensure!(std::fs::File::open("/").is_err(), "landlock does nothing: files can still be opened");
     landlock_abi()
 }
@@ -129,7 +130,7 @@ fn landlock_abi() -> Result<i32> {
     Ok(i32::try_from(abi)?)
 }
 
-/// The landlock rules that leave `files`, and plain files and folders below `writable`.
+/// Returns landlock rules that allow `files`, and plain files and folders below `writable`.
 fn rules(files: &Files, writable: Option<&Path>) -> Result<RulesetCreated> {
     landlock_abi()?;
     let newest = ABI::V7;
@@ -168,10 +169,10 @@ fn rules(files: &Files, writable: Option<&Path>) -> Result<RulesetCreated> {
     Ok(rules)
 }
 
-/// Calls with the conditions under which they are allowed, one of each inner list's; none means always.
+/// Allowed system calls, each with alternative conditions; no condition means always.
 type Allowed = BTreeMap<i64, Vec<SeccompRule>>;
 
-/// A filter that carries `allowed` out and answers everything else with `EPERM`.
+/// Builds a filter that allows `allowed` and answers everything else with `EPERM`.
 fn allow_list(allowed: Allowed) -> Result<BpfProgram> {
     let denied = SeccompAction::Errno(libc::EPERM.cast_unsigned());
     let filter =
@@ -179,7 +180,7 @@ fn allow_list(allowed: Allowed) -> Result<BpfProgram> {
     Ok(filter.try_into()?)
 }
 
-/// The last step's proof: a filter that was accepted but does nothing is found here.
+/// Checks the last step: detects a filter that was accepted but has no effect.
 fn ensure_filtered() -> Result<()> {
     // SAFETY: plain system calls with integer arguments.
     let (socket, signal) =
@@ -188,12 +189,13 @@ fn ensure_filtered() -> Result<()> {
     Ok(())
 }
 
-/// A rule with a condition on one argument of a system call.
+/// Returns a rule with a condition on one argument of a system call.
 fn argument(index: u8, width: SeccompCmpArgLen, is: SeccompCmpOp, value: u64) -> Result<SeccompRule> {
     Ok(SeccompRule::new(vec![SeccompCondition::new(index, width, is, value)?])?)
 }
 
-/// The rule for advice about memory: pages are not merged with others', whose time to be written would tell what they hold.
+/// Returns the rule for memory advice. Page merging is denied: the write time of a merged page would reveal
+/// other processes' data.
 fn advice() -> Result<Vec<SeccompRule>> {
     let mergeable = u64::from(libc::MADV_MERGEABLE.cast_unsigned());
     Ok(vec![argument(2, SeccompCmpArgLen::Dword, SeccompCmpOp::Ne, mergeable)?])

@@ -1,4 +1,5 @@
-//! The confinement of CPython: of the fork server before it is executed, and of each snippet's process after the fork.
+//! Confinement of CPython: of the fork server before its execution, and of each snippet's process after the
+//! fork.
 
 use super::{Allowed, Files, scratch};
 use anyhow::{Context, Result};
@@ -6,16 +7,17 @@ use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
 };
 
-/// Deep recursion of the interpreter, at its own depth limit, stays well inside this.
+/// Stack size. Deep recursion of the interpreter stays well below it at its own limit.
 const STACK_BYTES: u64 = 16 << 20;
 
-/// Confines this process for the fork server that it will execute: every step is tried, and the first failure is
+/// Confines this process before it executes the fork server. All steps are required; the first failure is
 /// returned. Descriptors from `first_unused` on are closed. The process must have one thread.
 ///
-/// With a scratch of `scratch_mib` MiB for each snippet's process the server has a namespace in which it can mount one, and
-/// landlock is put on by each snippet's process after that, with the rules in descriptor `first_unused`.
+/// With `scratch_mib` above 0, the server has a mount namespace in which each snippet's process mounts a
+/// scratch folder. Each snippet's process then applies landlock itself, with the rules in descriptor
+/// `first_unused`.
 ///
-/// Returns what is active.
+/// Returns a description of the active confinement.
 pub fn python_server(parent_id: u32, files: &Files, first_unused: i32, scratch_mib: u64) -> Result<String> {
     fix_addresses();
     let with_scratch = scratch_mib > 0;
@@ -48,10 +50,11 @@ pub fn python_server(parent_id: u32, files: &Files, first_unused: i32, scratch_m
     ))
 }
 
-/// The filter that a snippet's process puts on itself, as the array of `struct sock_filter` that the kernel reads.
+/// Returns the filter that a snippet's process applies to itself, as an array of the kernel's `struct
+/// sock_filter`.
 pub fn snippet_filter(with_scratch: bool) -> Result<Vec<u8>> {
     let mut allowed = snippet_calls(with_scratch)?;
-    // Limits can be read, and only the process's own: no other's number, no new limit.
+    // A process may read its own limits; it may neither change them nor access another process's.
     let zero = |index| SeccompCondition::new(index, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0);
     allowed.insert(libc::SYS_prlimit64, vec![SeccompRule::new(vec![zero(0)?, zero(2)?])?]);
     let program = super::allow_list(allowed)?;
@@ -63,8 +66,8 @@ pub fn snippet_filter(with_scratch: bool) -> Result<Vec<u8>> {
     Ok(program.iter().flat_map(bytes).collect())
 }
 
-/// Gives every server the same addresses, on which the order of some sets depends. Where a container forbids it,
-/// replies may differ in that order.
+/// Gives every server the same addresses, which the order of some sets depends on. If a container forbids
+/// it, replies may differ in that order.
 fn fix_addresses() {
     // SAFETY: a plain system call; it takes effect at the next execve.
     unsafe { libc::personality(libc::ADDR_NO_RANDOMIZE as libc::c_ulong) };
@@ -74,7 +77,7 @@ fn limit_stack() -> Result<()> {
     super::set_limit("RLIMIT_STACK", libc::RLIMIT_STACK, STACK_BYTES)
 }
 
-/// Calls a snippet needs: computing, and reading the files that landlock leaves.
+/// System calls that a snippet needs: computing, and reading the files that landlock allows.
 const SNIPPET_CALLS: &[libc::c_long] = &[
     libc::SYS_read,
     libc::SYS_readv,
@@ -153,7 +156,7 @@ const SNIPPET_CALLS: &[libc::c_long] = &[
     libc::SYS_exit_group,
 ];
 
-/// Older forms of the same calls.
+/// Older forms of these calls.
 #[cfg(target_arch = "x86_64")]
 const OLDER_CALLS: &[libc::c_long] = &[
     libc::SYS_open,
@@ -181,7 +184,7 @@ fn snippet_calls(with_scratch: bool) -> Result<Allowed> {
     let mut allowed: Allowed = calls.map(|&call| (call, Vec::new())).collect();
     match with_scratch {
         true => allowed.extend(scratch::CALLS.iter().map(|&call| (call, Vec::new()))),
-        // Without the right to write, a file could still be cut where landlock knows no truncation (before Linux 6.2).
+        // Before Linux 6.2 landlock does not control truncation, so opening with O_TRUNC is denied.
         false => {
             let uncut = |index| {
                 let flag = u64::from(libc::O_TRUNC.cast_unsigned());
@@ -192,31 +195,31 @@ fn snippet_calls(with_scratch: bool) -> Result<Allowed> {
             allowed.insert(libc::SYS_open, vec![uncut(1)?]);
         }
     }
-    // Descriptors can be duplicated and their flags changed; a signal cannot be bound to them (F_SETOWN).
+    // Descriptors can be duplicated and their flags changed; binding a signal to them (F_SETOWN) is denied.
     let fcntl =
         [libc::F_DUPFD, libc::F_GETFD, libc::F_SETFD, libc::F_GETFL, libc::F_SETFL, libc::F_DUPFD_CLOEXEC];
     allowed.insert(libc::SYS_fcntl, one_of(1, fcntl.map(|c| u64::from(c.cast_unsigned())))?);
-    // Futexes shared with other processes would pass messages by the pages that all of a server's snippets have in common.
+    // Shared futexes could pass messages through the pages that all of a server's snippets share.
     let private = SeccompCmpOp::MaskedEq(u64::from(libc::FUTEX_PRIVATE_FLAG.cast_unsigned()));
     let flag = u64::from(libc::FUTEX_PRIVATE_FLAG.cast_unsigned());
     allowed.insert(libc::SYS_futex, vec![super::argument(1, SeccompCmpArgLen::Dword, private, flag)?]);
     allowed.insert(libc::SYS_madvise, super::advice()?);
-    // isatty(), and the flag that keeps a descriptor from a new program.
+    // isatty(), and the flag that closes a descriptor on exec.
     allowed.insert(libc::SYS_ioctl, one_of(1, [libc::TCGETS, libc::FIOCLEX, libc::FIONCLEX])?);
     Ok(allowed)
 }
 
-/// Rules that are met when the argument equals one of `values`.
+/// Returns rules that match when the argument equals one of `values`.
 fn one_of<const N: usize>(index: u8, values: [u64; N]) -> Result<Vec<SeccompRule>> {
     values.into_iter().map(|v| super::argument(index, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, v)).collect()
 }
 
-/// Allows the server what its snippets may do and what starts them. It comes last: setting it up takes calls
-/// that it denies.
+/// Allows the server its snippets' calls and those that start them. This is the last step, as its setup
+/// uses calls that it denies.
 fn allow_only_serving(with_scratch: bool) -> Result<()> {
     let arch = std::env::consts::ARCH.try_into()?;
     let missing = SeccompAction::Errno(libc::ENOSYS.cast_unsigned());
-    // The flags of clone3 lie in memory, where no filter sees them: libc falls back to clone.
+    // clone3 has its flags in memory, where no filter sees them: libc falls back to clone.
     let clone3 = [(libc::SYS_clone3, Vec::new())].into();
     let no_clone3: BpfProgram =
         SeccompFilter::new(clone3, SeccompAction::Allow, missing, arch)?.try_into()?;
@@ -231,12 +234,12 @@ fn allow_only_serving(with_scratch: bool) -> Result<()> {
     ] {
         allowed.insert(call, Vec::new());
     }
-    // A child process, but neither a thread nor a namespace.
+    // Allows a child process, but neither a thread nor a namespace.
     let plain = libc::CLONE_CHILD_SETTID | libc::CLONE_CHILD_CLEARTID | libc::SIGCHLD;
     let others = SeccompCmpOp::MaskedEq(!u64::from(plain.cast_unsigned()));
     allowed.insert(libc::SYS_clone, vec![super::argument(0, SeccompCmpArgLen::Qword, others, 0)?]);
     if with_scratch {
-        // What a snippet's process does before it puts its own filter on.
+        // Calls of a snippet's process before it applies its own filter.
         for call in [libc::SYS_mount, libc::SYS_capset, libc::SYS_landlock_restrict_self] {
             allowed.insert(call, Vec::new());
         }

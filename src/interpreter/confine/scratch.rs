@@ -1,7 +1,9 @@
-//! A scratch folder for each snippet's process: a file system in memory, in a mount namespace that ends with the process.
+//! A scratch folder for each snippet's process: an in-memory file system in a mount namespace that ends
+//! with the process.
 //!
-//! Landlock forbids mounting, so with a scratch each snippet's process puts landlock on itself once its own is mounted. The
-//! fork server, which never sees code, goes without; all its snippets take the same rules from one descriptor.
+//! Landlock forbids mounting, so with a scratch folder each snippet's process applies landlock after its
+//! mount. The fork server runs without landlock and never sees code. All its snippets read the same rules
+//! from one descriptor.
 
 use super::{Files, rules};
 use anyhow::{Context, Result, ensure};
@@ -10,21 +12,21 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 
-/// Where the scratch lies, a folder of its own in [`AROUND`]: landlock asks the folders around what is mounted, but not the one
-/// that a mount covers.
+/// Path of the scratch folder, a subfolder of [`AROUND`]. Landlock checks the folders above a mount, but
+/// not the one that it covers.
 pub const PLACE: &str = "/tmp/scratch";
-/// In the server's namespace nothing else is there, and nothing can be written there.
+/// Parent of the scratch folder. In the server's namespace it is otherwise empty and read-only.
 const AROUND: &str = "/tmp";
 const AROUND_C: &CStr = c"/tmp";
-/// Files and folders a MiB of scratch may hold: their names take memory of the kernel beside it.
+/// Files and folders per MiB of scratch: their names use additional kernel memory.
 pub const INODES_PER_MIB: u64 = 256;
 /// The capability to mount.
 pub(super) const CAP_SYS_ADMIN: u32 = 21;
-/// The first landlock that keeps files from being cut short.
+/// The first landlock ABI that controls truncation.
 const ABI_MIN: i32 = 3;
 
-/// What a snippet needs to write files, beyond what it may anyway. Modes, owners and times are not among it: landlock does not
-/// keep them.
+/// Additional system calls for writing files. Calls that change modes, owners and times are not included:
+/// landlock does not control them.
 pub(super) const CALLS: &[libc::c_long] = &[
     libc::SYS_pwrite64,
     libc::SYS_pwritev,
@@ -49,7 +51,8 @@ pub(super) const CALLS: &[libc::c_long] = &[
     libc::SYS_rename,
 ];
 
-/// Puts this process, of one thread, into namespaces of its own, in which it may mount and [`PLACE`] is an empty folder.
+/// Moves this process, which has one thread, into its own namespaces, where it may mount. [`PLACE`] is an
+/// empty folder there.
 pub(super) fn enter(files: &Files) -> Result<()> {
     const REMEDY: &str = "allow them, or set interpreter.scratch_mib = 0";
     let hidden = files.read.iter().chain(&files.execute).find(|path| path.starts_with(AROUND));
@@ -66,7 +69,7 @@ pub(super) fn enter(files: &Files) -> Result<()> {
     // SAFETY: a plain system call.
     super::check(unsafe { libc::unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWNS) }, "unshare")
         .with_context(forbidden)?;
-    // The same numbers inside as outside: nothing looks different but the mounts.
+    // Equal user and group ids inside and outside: only the mounts differ.
     for (file, text) in [
         ("setgroups", "deny".to_owned()),
         ("uid_map", format!("{user} {user} 1")),
@@ -74,7 +77,7 @@ pub(super) fn enter(files: &Files) -> Result<()> {
     ] {
         std::fs::write(format!("/proc/self/{file}"), text).context(file).with_context(forbidden)?;
     }
-    // What is mounted here shall not be seen outside.
+    // Mounts here must not be visible outside.
     mount(c"none", c"/", None, libc::MS_REC | libc::MS_PRIVATE, c"").with_context(forbidden)?;
     let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
     let options = c"size=4k,nr_inodes=3,mode=755";
@@ -91,7 +94,8 @@ fn mount(what: &CStr, place: &CStr, kind: Option<&CStr>, flags: libc::c_ulong, o
     super::check(rc, &format!("mount on {}", place.to_string_lossy()))
 }
 
-/// Leaves the landlock rules of the snippets in `descriptor`, for the program that this process becomes; returns the ABI.
+/// Stores the snippets' landlock rules in `descriptor`, for the program that this process executes; returns
+/// the ABI.
 pub(super) fn leave_rules(files: &Files, descriptor: i32) -> Result<i32> {
     let abi = super::landlock_abi()?;
     ensure!(
@@ -100,7 +104,7 @@ pub(super) fn leave_rules(files: &Files, descriptor: i32) -> Result<i32> {
     );
     let rules: Option<OwnedFd> = rules(files, Some(Path::new(AROUND)))?.into();
     let rules = rules.context("landlock rules without a descriptor")?;
-    // SAFETY: calls on descriptors that this process owns; the copy is left to the program that this process becomes.
+    // SAFETY: calls on descriptors that this process owns; the executed program inherits the copy.
     let moved = unsafe {
         match rules.as_raw_fd() == descriptor {
             true => libc::fcntl(descriptor, libc::F_SETFD, 0),
@@ -111,7 +115,7 @@ pub(super) fn leave_rules(files: &Files, descriptor: i32) -> Result<i32> {
     if rules.as_raw_fd() == descriptor {
         std::mem::forget(rules);
     }
-    // SAFETY: a plain system call with integer arguments: what landlock would set, and seccomp needs.
+    // SAFETY: a plain system call with integer arguments. Landlock would set this, and seccomp needs it.
     super::check(unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) }, "PR_SET_NO_NEW_PRIVS")?;
     Ok(abi)
 }

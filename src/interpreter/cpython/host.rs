@@ -1,4 +1,4 @@
-//! The Python of this machine: which program it is, and which folders it lives in.
+//! Python of this machine: its executable and its folders.
 
 use crate::bad_input;
 use crate::interpreter::confine::Files;
@@ -9,27 +9,28 @@ use std::process::{Command, Stdio};
 
 const HOST_PROGRAM: &str = include_str!("host.py");
 
-/// A Python interpreter and its folders, as it names them itself.
+/// A Python interpreter and its folders, as it reports them.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Host {
-    /// The program to execute; in a virtual environment, the environment's own.
+    /// The executable; in a virtual environment, that environment's own.
     pub executable: PathBuf,
     #[serde(flatten)]
     pub files: Files,
-    /// Folders that no exception's text should name, longest first.
+    /// Folders to remove from the text of exceptions, longest first.
     pub paths: Vec<String>,
 }
 
 impl Host {
-    /// Asks `python`, a path or a name on the `PATH`.
+    /// Queries `python`, a path or a name on the `PATH`.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when it cannot be run or is not a Python 3.9 or newer.
+    /// [`crate::error::BadInput`] when it cannot be run or is older than Python 3.9.
     pub fn find(python: &Path) -> Result<Self> {
         let named = python.display();
         let remedy = "install Python 3.9 or newer, or name one with `interpreter.python`";
         let mut command = Command::new(python);
-        // What is preloaded here would not be there in the sandbox, and the folder it lies in would be opened to snippets.
+        // A library preloaded here would be missing in the sandbox, and snippets would get access to its
+        // folder.
         for (name, _) in std::env::vars_os().filter(|(name, _)| name.as_encoded_bytes().starts_with(b"LD_")) {
             command.env_remove(name);
         }

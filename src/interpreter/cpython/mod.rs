@@ -1,4 +1,5 @@
-//! The machine's own Python behind fork servers: each call, or each trajectory, runs in a confined process of its own.
+//! The machine's own Python behind fork servers. Each call, or each trajectory, runs in its own confined
+//! process.
 
 mod host;
 mod resources;
@@ -23,8 +24,8 @@ use std::time::{Duration, Instant};
 pub use server::STAGE_ARGUMENT;
 pub use stage::main as stage_main;
 
-/// CPython with whatever is installed beside it: [`Settings::workers`] confined fork servers, and as many calls at
-/// once.
+/// CPython with its installed packages: [`Settings::workers`] confined fork servers, and as many concurrent
+/// calls.
 ///
 /// Dropping it kills them all; so does the parent's death, however it dies.
 pub struct CPython {
@@ -32,29 +33,29 @@ pub struct CPython {
     program: PathBuf,
     host: Host,
     confinement: String,
-    /// Live trajectories, of [`InterpreterState::Trajectory`] only.
+    /// Live trajectories; used with [`InterpreterState::Trajectory`] only.
     sessions: Mutex<HashMap<SessionId, Live>>,
     deaths: Deaths,
-    // Ahead of the spawner, whose thread's end would kill them too.
+    // Declared before the spawner: the end of the spawner's thread would kill the servers too.
     pool: Pool<Arc<Server>>,
     spawner: Spawner,
 }
 
-/// What is kept of a trajectory between its calls.
+/// The state of a trajectory between its calls.
 struct Live {
-    /// `None` when it was idle for too long.
+    /// `None` after the process was idle for too long.
     snippet: Option<Snippet>,
     used: Instant,
 }
 
 impl CPython {
-    /// Starts the first server, a process of `program` (this binary), which proves that this machine can confine it, and
-    /// runs a snippet. Up to `sessions_max` trajectories are live at once.
+    /// Starts the first server, a process of `program` (this binary), and runs a snippet. This proves that
+    /// the machine can confine it. Up to `sessions_max` trajectories are live at once.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when a setting is out of range, Python is not found, a module to preload is
-    /// missing, or the kernel cannot confine a worker and [`Settings::dangerously_allow_unsandboxed`] is off; any
-    /// other error when the server cannot be started.
+    /// [`crate::error::BadInput`] when a setting is out of range, Python is not found, a module to preload
+    /// is missing, or the kernel cannot confine a worker and [`Settings::dangerously_allow_unsandboxed`] is
+    /// off; any other error when the server cannot be started.
     pub fn new(settings: Settings, program: PathBuf, sessions_max: usize) -> Result<Self> {
         settings.check()?;
         resources::probe_descriptors_of_processes()?;
@@ -87,8 +88,8 @@ impl CPython {
         Ok(python)
     }
 
-    /// Runs `code` in the trajectory's process or a new one; a server that fails is killed, and a later call starts
-    /// another.
+    /// Runs `code` in the trajectory's process or in a new one. A server that fails is killed; a later call
+    /// starts another.
     fn run(&self, session: SessionId, code: &str) -> (CallOutcome, String) {
         let new = || {
             let (server, _) = Server::start(&self.settings, &self.host, &self.program, &self.spawner)?;
@@ -122,7 +123,7 @@ impl CPython {
         (outcome, text)
     }
 
-    /// Runs `code` and ends the process, or keeps it for the trajectory's next call.
+    /// Runs `code`, then ends the process or keeps it for the trajectory's next call.
     fn follow(&self, session: SessionId, mut snippet: Snippet, code: &str) -> (CallOutcome, String) {
         let limits = Limits {
             cpu: Duration::from_secs_f64(self.settings.time_limit_s),
@@ -153,7 +154,7 @@ impl CPython {
         }
     }
 
-    /// A call whose process ended early, or was never there.
+    /// Records a call whose process ended early or could not start.
     fn died(&self, cause: String) -> (CallOutcome, String) {
         self.deaths.note(cause);
         (CallOutcome::WorkerDied, self.explain(CallOutcome::WorkerDied))
@@ -163,13 +164,13 @@ impl CPython {
         if self.settings.state == InterpreterState::Trajectory {
             snippet.halt();
             let live = Live { snippet: Some(snippet), used: Instant::now() };
-            // Outside the lock: ending a process takes a moment.
+            // Outside the lock, as ending a process takes a moment.
             let replaced = lock(&self.sessions).insert(session, live);
             drop(replaced);
         }
     }
 
-    /// Ends the processes of trajectories that have not called for [`Settings::idle_s_max`].
+    /// Ends the processes of trajectories without a call for [`Settings::idle_s_max`].
     fn end_idle(&self) {
         let idle = Duration::from_secs_f64(self.settings.idle_s_max);
         let mut sessions = lock(&self.sessions);
@@ -179,7 +180,7 @@ impl CPython {
         drop(ended);
     }
 
-    /// What the model reads when its process was stopped.
+    /// Returns the text for the model when its process was stopped.
     fn explain(&self, outcome: CallOutcome) -> String {
         let lost = match self.settings.state {
             InterpreterState::Call => "",

@@ -1,15 +1,15 @@
-//! What live trajectories take from this process, asked for before the first one: descriptors, and calls of the kernel.
+//! Resources of live trajectories, checked before the first one: file descriptors and system calls.
 
 use crate::bad_input;
 use anyhow::Result;
 use std::io;
 
-/// Three pipes and the process itself.
+/// Descriptors per session: three pipes and the process.
 const DESCRIPTORS_OF_A_SESSION: u64 = 4;
-/// Models, data, servers and whatever else is open.
+/// Descriptors for everything else: models, data, servers.
 const OTHER_DESCRIPTORS: u64 = 256;
 
-/// Raises this process's soft limit of open files so that `sessions` trajectories may be live at once.
+/// Raises the soft limit of open files so that `sessions` trajectories can be live at once.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the hard limit is below that.
@@ -39,12 +39,12 @@ pub fn make_room(sessions: usize) -> Result<()> {
     }
 }
 
-/// Whether processes can be held and signalled by descriptors, as every snippet's is.
+/// Checks that processes can be held and signalled by descriptors, as every snippet's process is.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the kernel, or a filter around this process, denies it.
 pub fn probe_descriptors_of_processes() -> Result<()> {
-    // SAFETY: plain system calls; the descriptor is this function's own. Signal 0 only asks.
+    // SAFETY: plain system calls; this function owns the descriptor. Signal 0 only checks.
     unsafe {
         let own = libc::syscall(libc::SYS_pidfd_open, libc::getpid(), 0);
         let sent = match own {

@@ -1,4 +1,4 @@
-//! The fork server seen from its parent: started confined, told to fork and to reap.
+//! The parent's handle of a fork server: it starts confined, and forks and reaps on request.
 
 use super::host::Host;
 use super::stage::{RULES, StageHello};
@@ -21,15 +21,16 @@ use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// Second worker argument: the stage of a fork server, not the embedded interpreter.
+/// Second worker argument: selects the stage of a fork server, not the embedded interpreter.
 pub const STAGE_ARGUMENT: &str = "cpython";
-/// Python starts in tens of milliseconds and loads large packages in seconds; a loaded machine may need longer.
+/// Maximum start time. Python starts in tens of milliseconds and loads large packages in seconds; a busy
+/// machine may need longer.
 const START_S_MAX: u64 = 120;
-/// A fork or the end of a killed process takes milliseconds.
+/// Maximum time of a request. A fork or a kill takes milliseconds.
 const ORDER_S_MAX: u64 = 30;
 const WELCOME_BYTES_MAX: usize = 64 << 10;
 
-/// What `server.py` reads first.
+/// The setup message of `server.py`.
 #[derive(Serialize)]
 struct Setup<'a> {
     preload: &'a [String],
@@ -51,14 +52,14 @@ struct Scratch {
     rules: i32,
 }
 
-/// A running fork server. Dropping it kills its group, and by their parent-death signal its snippets.
+/// A running fork server. Dropping it kills its group; the parent-death signal then ends its snippets.
 pub struct Server {
     control: Mutex<File>,
     group: ProcessGroup,
 }
 
 impl Server {
-    /// Starts `program` as the stage of a server; also returns what confines it, and Python's version.
+    /// Starts `program` as the stage of a server. Also returns the active confinement and Python's version.
     pub fn start(
         settings: &Settings,
         host: &Host,
@@ -124,9 +125,9 @@ impl Server {
         Ok(format!("{version} ({}): {active}", host.executable.display()))
     }
 
-    /// Forks a process that owns these descriptors (code, output, result); returns its number.
+    /// Forks a process that owns these descriptors (code, output, result). Returns its process id.
     ///
-    /// The number stays its own until [`Server::reap`].
+    /// The id stays valid until [`Server::reap`].
     pub fn fork(&self, descriptors: [BorrowedFd; 3]) -> io::Result<i32> {
         match self.order(b'f', 0, &descriptors)? {
             id if id > 0 => Ok(id),
@@ -134,10 +135,10 @@ impl Server {
         }
     }
 
-    /// Kills the snippet's process `id` and its group, and waits for its end; returns its wait status.
+    /// Kills the snippet's process `id` and its group, waits for it, and returns its wait status.
     pub fn reap(&self, id: i32) -> io::Result<i32> {
         for target in [-id, id] {
-            // SAFETY: a plain system call. The process is not reaped yet, so its number is still its own.
+            // SAFETY: a plain system call. The process is not reaped yet, so no other process has its id.
             unsafe { libc::kill(target, libc::SIGKILL) };
         }
         self.order(b'w', id, &[])
@@ -151,7 +152,7 @@ impl Server {
         if !descriptors.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(descriptors)) {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        // The server waits whenever no order is under way, so the socket has room.
+        // The server is idle between requests, so the socket buffer has space.
         sendmsg(&*control, &[IoSlice::new(&[letter, a, b, c, d])], &mut ancillary, SendFlags::NOSIGNAL)?;
         let mut answer = [0; 4];
         let deadline = Instant::now() + Duration::from_secs(ORDER_S_MAX);
@@ -160,13 +161,13 @@ impl Server {
     }
 }
 
-/// The last line of a failed start's standard error.
+/// Returns the last line of a failed start's standard error.
 fn last_words(errors: Option<File>) -> String {
     let mut text = Vec::new();
     if let Some(errors) = errors
         && set_nonblocking(&errors).is_ok()
     {
-        // Bounded, and only to explain.
+        // Bounded, and used only in the error message.
         let _ = errors.take(16 << 10).read_to_end(&mut text);
     }
     let text = String::from_utf8_lossy(&text);

@@ -1,4 +1,4 @@
-//! A snippet's process seen from its parent: fed code, read from, and stopped at its limits.
+//! The parent's handle of a snippet's process: it sends code, reads output, and enforces limits.
 
 use super::server::Server;
 use crate::interpreter::frames::{self, Timed};
@@ -13,7 +13,7 @@ use std::process::ExitStatus;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The exit code of a process without memory to say so; keep in step with server.py.
+/// Exit code of a process that ran out of memory and could not report it; must equal the one in server.py.
 pub const OUT_OF_MEMORY: i32 = 72;
 
 /// A process that runs the code of one call or one trajectory. Dropping it kills and reaps it.
@@ -21,19 +21,19 @@ pub struct Snippet {
     server: Arc<Server>,
     id: i32,
     ended: bool,
-    /// The process itself, whatever becomes of its number.
+    /// A descriptor of the process, valid even after its id is reused.
     handle: OwnedFd,
     code: File,
     output: File,
     result: File,
 }
 
-/// What stops a call.
+/// The limits of a call.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Time on the processor, of this call alone.
+    /// CPU time of this call alone.
     pub cpu: Duration,
-    /// Time on the wall.
+    /// Wall-clock time.
     pub wall: Duration,
     pub output_chars_max: usize,
 }
@@ -50,7 +50,7 @@ impl Snippet {
         };
         let (code, output, result) = (file(code.into())?, file(output.into())?, file(result.into())?);
         let id = server.fork([their_code.as_fd(), their_output.as_fd(), their_result.as_fd()])?;
-        // SAFETY: a plain system call, whose new descriptor is owned by `handle` alone. The process is not reaped.
+        // SAFETY: a plain system call; `handle` alone owns the new descriptor. The process is not reaped.
         let handle = unsafe {
             match libc::syscall(libc::SYS_pidfd_open, id, 0) {
                 fd if fd >= 0 => OwnedFd::from_raw_fd(fd as i32),
@@ -64,10 +64,10 @@ impl Snippet {
         Ok(Self { server: Arc::clone(server), id, ended: false, handle, code, output, result })
     }
 
-    /// Runs `code`. The text is what it printed, then its last value or exception.
+    /// Runs `code`. Returns its printed output, then its last value or exception.
     ///
-    /// The process goes on only after [`CallOutcome::Answered`], [`CallOutcome::Raised`] and, where it kept its
-    /// ground, [`CallOutcome::MemoryLimit`]; after all others it must be dropped.
+    /// The process can continue after [`CallOutcome::Answered`] and [`CallOutcome::Raised`], and after
+    /// [`CallOutcome::MemoryLimit`] if it survived. After all other outcomes it must be dropped.
     pub fn run(&mut self, code: &[u8], limits: Limits) -> (CallOutcome, String) {
         let deadline = Instant::now() + limits.wall;
         let mut clip = Clip::new(limits.output_chars_max);
@@ -81,13 +81,15 @@ impl Snippet {
         (outcome, clip.finish())
     }
 
-    /// Halts the process until the next [`Snippet::run`]: a timer that its code has set runs nothing meanwhile.
+    /// Stops the process until the next [`Snippet::run`], so that timers set by its code do not run
+    /// meanwhile.
     pub fn halt(&self) {
         self.signal(libc::SIGSTOP);
     }
 
     fn signal(&self, signal: i32) {
-        // SAFETY: a plain system call without a siginfo. It fails for a process that has ended, which its pipes tell.
+        // SAFETY: a plain system call without a siginfo. It fails for a process that has ended, which its
+        // pipes report.
         unsafe {
             libc::syscall(
                 libc::SYS_pidfd_send_signal,
@@ -108,7 +110,7 @@ impl Snippet {
             if wall_left.is_zero() {
                 return CallOutcome::ToolTimeout;
             }
-            // A process that has ended has no clock, and its pipes say so.
+            // A process that has ended has no clock; its pipes report the end.
             let cpu_left = self.cpu_time().map_or(wall_left, |used| cpu_end.saturating_sub(used));
             if cpu_left.is_zero() {
                 return CallOutcome::TimeLimit;
@@ -120,7 +122,7 @@ impl Snippet {
             match self.result.read(&mut verdict) {
                 Ok(0) => return CallOutcome::WorkerDied,
                 Ok(_) => {
-                    // All output was written ahead of the verdict.
+                    // All output was written before the result.
                     while Instant::now() < deadline && self.read_output(&mut buffer, &mut pieces, clip) {}
                     clip.push(&pieces.finish());
                     return match verdict {
@@ -137,7 +139,7 @@ impl Snippet {
         }
     }
 
-    /// Reads one piece of output; false when there is none now.
+    /// Reads some output; returns false when there is none now.
     fn read_output(&mut self, buffer: &mut [u8], pieces: &mut Utf8Pieces, clip: &mut Clip) -> bool {
         match self.output.read(buffer) {
             Ok(length) if length > 0 => {
@@ -148,11 +150,11 @@ impl Snippet {
         }
     }
 
-    /// Waits for a verdict or output, but not longer than `at_most`, rounded up to a millisecond.
+    /// Waits for a result or output, at most `at_most`, rounded up to a millisecond.
     fn wait(&self, at_most: Duration) {
         let entry = |pipe: &File| libc::pollfd { fd: pipe.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         let mut both = [entry(&self.result), entry(&self.output)];
-        // An output that the code has closed is ready for ever, and would keep the parent busy.
+        // An output that the code has closed is always ready: the parent would spin.
         let ms = i32::try_from(at_most.as_millis()).unwrap_or(i32::MAX).saturating_add(1);
         // SAFETY: two valid entries, which outlive the call.
         let ready = unsafe { libc::poll(both.as_mut_ptr(), 2, ms) };
@@ -162,11 +164,11 @@ impl Snippet {
         }
     }
 
-    /// Time this process has spent on a processor.
+    /// Returns the CPU time of this process so far.
     fn cpu_time(&self) -> Option<Duration> {
         let mut clock = 0;
         let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: both structures outlive the calls. The number is the process's own until it is reaped.
+        // SAFETY: both structures outlive the calls. The id is the process's own until it is reaped.
         let known = unsafe {
             libc::clock_getcpuclockid(self.id, &mut clock) == 0 && libc::clock_gettime(clock, &mut time) == 0
         };
@@ -174,9 +176,9 @@ impl Snippet {
         known.then(|| Duration::new(seconds, nanos))
     }
 
-    /// Ends the process; how it had ended by itself.
+    /// Ends the process. Returns its exit status if it had ended by itself.
     pub fn ended(mut self) -> Option<ExitStatus> {
-        // A process that has ended keeps its exit code from the kill that comes with reaping.
+        // A process that has ended keeps its exit code despite the kill that precedes reaping.
         self.end().ok().map(ExitStatus::from_raw)
     }
 
@@ -190,7 +192,7 @@ impl Snippet {
 
 impl Drop for Snippet {
     fn drop(&mut self) {
-        // Fails for one that has ended, or whose server is gone, which takes its snippets along.
+        // Fails for a process that has ended, or after the server's death, which ends its snippets.
         let _ = self.end();
     }
 }

@@ -1,6 +1,7 @@
-//! The stage between this binary and the fork server: a fresh process that confines itself, then becomes Python.
+//! The stage between this binary and the fork server: a new process that confines itself and then executes
+//! Python.
 //!
-//! A process of its own, because nothing may be allocated between fork and exec of a threaded parent.
+//! It is a separate process because a threaded parent must not allocate between fork and exec.
 
 use super::host::Host;
 use crate::interpreter::embedded_worker::Welcome;
@@ -12,7 +13,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// The first frame that the stage reads.
+/// The first message that the stage reads.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct StageHello {
     pub parent_id: u32,
@@ -25,12 +26,12 @@ pub struct StageHello {
 const SERVER_PROGRAM: &str = include_str!("server.py");
 /// The descriptor on which `server.py` expects its parent.
 const CONTROL: i32 = 3;
-/// The descriptor of the snippets' landlock rules, where they have a scratch.
+/// The descriptor of the snippets' landlock rules, if they have a scratch folder.
 pub const RULES: i32 = CONTROL + 1;
 const HELLO_BYTES_MAX: usize = 1 << 20;
 
-/// All that the server's environment holds: fixed hashes (the order of a set is then a function of the code), one
-/// thread a library, no folder of the user, the same traceback from every version.
+/// The server's whole environment: fixed hashes (set order depends on the code alone), one thread per
+/// library, no user folder, and equal tracebacks from every version.
 const ENVIRONMENT: [(&str, &str); 8] = [
     ("HOME", "/nonexistent"),
     ("LC_ALL", "C.UTF-8"),
@@ -42,7 +43,7 @@ const ENVIRONMENT: [(&str, &str); 8] = [
     ("PYTHONNODEBUGRANGES", "1"),
 ];
 
-/// Becomes the fork server; returns the exit code when it could not.
+/// Executes the fork server. Returns only an exit code, on failure.
 pub fn main() -> i32 {
     i32::from(become_server().is_err())
 }
@@ -53,7 +54,7 @@ fn become_server() -> Result<()> {
     let confined = confine::python_server(hello.parent_id, &hello.host.files, CONTROL + 1, hello.scratch_mib);
     let welcome = match confined {
         Ok(active) => Welcome::Ready(active),
-        // A scratch is set up by what confines.
+        // A scratch folder is created by the confinement steps.
         Err(e) if hello.scratch_mib > 0 => Welcome::Refused(format!("{e:#}")),
         Err(e) if hello.dangerously_allow_unsandboxed => Welcome::Ready(format!("NOT SANDBOXED ({e:#})")),
         Err(e) => Welcome::Refused(refusal(&e)),
@@ -62,17 +63,18 @@ fn become_server() -> Result<()> {
     if matches!(welcome, Welcome::Refused(_)) {
         return Ok(());
     }
-    // `-I` would also ignore the hash seed; with this environment `-s` is what is left of it.
+    // `-I` would also ignore the hash seed. With this environment `-s` is its only remaining effect.
     let arguments = ["-s", "-B", "-W", "ignore", "-X", "utf8", "-c", SERVER_PROGRAM];
     let error = Command::new(&hello.host.executable).args(arguments).env_clear().envs(ENVIRONMENT).exec();
     Err(error).context("executing Python")
 }
 
-/// Moves the socket to the parent from standard input to [`CONTROL`]; input and output become `/dev/null`.
+/// Moves the parent's socket from standard input to [`CONTROL`]. Standard input and output become
+/// `/dev/null`.
 fn take_control() -> Result<File> {
     let null = File::options().read(true).write(true).open("/dev/null")?;
-    // SAFETY: calls on descriptors this process owns; CONTROL is owned by the returned File alone, and `null`, even
-    // where it had that number, is not used again.
+    // SAFETY: calls on descriptors that this process owns. Only the returned File owns CONTROL. `null` is
+    // not used again, even if it had that number.
     unsafe {
         let parent = libc::fcntl(libc::STDIN_FILENO, libc::F_DUPFD_CLOEXEC, CONTROL + 1);
         ensure!(parent >= 0, "fcntl");

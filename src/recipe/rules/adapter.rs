@@ -1,4 +1,4 @@
-//! Contradictions of `[adapter]` with what it adapts.
+//! Rules of `[adapter]`: consistency with the adapted model.
 
 use super::Rules;
 

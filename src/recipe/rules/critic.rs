@@ -1,4 +1,4 @@
-//! Contradictions of `[critic]` with the advantage and with the run's length.
+//! Rules of `[critic]`: consistency with the advantage and with the run's length.
 
 use super::Rules;
 use crate::policy::advantage::Advantage;

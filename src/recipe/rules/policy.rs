@@ -1,4 +1,4 @@
-//! Contradictions of `[policy]` with itself, with the updates and with the rollout.
+//! Rules of `[policy]`: consistency within it, with the updates and with the rollout.
 
 use super::Rules;
 use crate::policy::advantage::Advantage;
@@ -55,7 +55,7 @@ impl Rules<'_> {
     fn updates(&mut self) {
         let train = &self.recipe.train;
         self.minibatches("train.minibatches", train.minibatches);
-        // The arm fixes the anchor by a forward of its own.
+        // The ablation computes the anchor by a forward of its own.
         let moves = !self.recipe.arms.second_forward_old_logprobs;
         if self.recipe.policy.old_logprob == OldLogprob::Detach && moves {
             for (key, count) in [("train.minibatches", train.minibatches), ("train.epochs", train.epochs)] {
@@ -72,7 +72,7 @@ impl Rules<'_> {
         }
     }
 
-    /// Updates of a pass, which share out the step's trajectories.
+    /// Checks the number of updates per pass, which divide the step's trajectories.
     pub(super) fn minibatches(&mut self, key: &str, count: usize) {
         let trajectories = self.trajectories_per_step();
         if count > trajectories {
@@ -97,7 +97,7 @@ impl Rules<'_> {
             }
             return;
         }
-        // Where the loss has no ratio, weights are the only one.
+        // Without a ratio in the loss, importance weights are the only correction.
         if self.recipe.policy.loss.has_ratio && self.recipe.policy.old_logprob == OldLogprob::Rollout {
             self.refuse(
                 &["policy.correction.is", "policy.old_logprob", "policy.loss"],
@@ -107,7 +107,7 @@ impl Rules<'_> {
         }
     }
 
-    /// Losses that take one ratio a sequence have no place for a weight of a single token.
+    /// Losses with one ratio per sequence cannot use weights of single tokens.
     fn sequence_loss(&mut self) {
         let policy = &self.recipe.policy;
         let correction = &policy.correction;
@@ -213,7 +213,7 @@ impl Rules<'_> {
         }
     }
 
-    /// Draws in place of groups that teach nothing because their rewards are all equal.
+    /// Checks redraws of groups without signal, whose rewards are all equal.
     fn resampling(&mut self) {
         let (rollout, advantage) = (&self.recipe.rollout, self.recipe.policy.advantage);
         if rollout.resample_rounds_max == 0 {

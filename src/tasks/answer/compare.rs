@@ -1,4 +1,4 @@
-//! Whether two expressions are the same answer.
+//! Comparison of two expressions as answers.
 
 use super::Options;
 use super::evaluate::{Value, exact, value};
@@ -7,21 +7,22 @@ use num_complex::Complex64;
 use num_traits::{Signed, ToPrimitive};
 use std::cell::Cell;
 
-/// Points at which expressions with variables are compared, and how many of them must have a value.
+/// Number of points at which expressions with variables are compared. [`POINTS_NEEDED`] of them must have a
+/// value.
 const POINTS: u64 = 8;
 const POINTS_NEEDED: usize = 3;
-/// Relative difference of values that are equal but for rounding.
+/// Relative difference of values that are equal except for rounding.
 const ROUNDING: f64 = 1e-10;
-/// Comparisons of single values for one answer; a hostile answer ends here as unequal.
+/// Maximum number of value comparisons per answer; a hostile answer then counts as unequal.
 const COMPARISONS_MAX: usize = 20_000;
 
-/// Whether `answer` is the same answer as `gold`.
+/// Returns true when `answer` is the same answer as `gold`.
 pub fn same(gold: &Expr, answer: &Expr, options: &Options) -> bool {
     let comparison = Comparison { options, left: Cell::new(COMPARISONS_MAX) };
     comparison.same(&spread_signs(gold), &spread_signs(answer), false)
 }
 
-/// `1 ± √2` becomes the list of its two values.
+/// Converts `1 ± √2` to the list of its two values.
 fn spread_signs(expr: &Expr) -> Expr {
     let spread = |items: &[Expr]| items.iter().flat_map(Expr::signs).collect();
     match expr {
@@ -40,7 +41,7 @@ struct Comparison<'a> {
 }
 
 impl Comparison<'_> {
-    /// `listed`: the two stand in a list, where `x = 1` and `y = 1` are different answers.
+    /// Compares two answers. `listed`: they are items of a list, where `x = 1` and `y = 1` differ.
     fn same(&self, gold: &Expr, answer: &Expr, listed: bool) -> bool {
         use Expr::*;
         match self.left.get().checked_sub(1) {
@@ -88,7 +89,7 @@ impl Comparison<'_> {
         gold.len() == answer.len() && gold.iter().zip(answer).all(|(g, a)| self.same(g, a, true))
     }
 
-    /// Sets of answers: one that is written twice counts once.
+    /// Compares sets of answers; an answer that is written twice counts once.
     fn same_in_any_order(&self, gold: &[Expr], answer: &[Expr]) -> bool {
         let distinct = |items: &'_ [Expr]| {
             let mut kept: Vec<Expr> = Vec::new();
@@ -144,7 +145,7 @@ impl Comparison<'_> {
         }
     }
 
-    /// Chains are the same link by link: `a < b` as `k·(a − b) < 0` with k > 0, equations with any k.
+    /// Compares chains link by link: `a < b` as `k·(a − b) < 0` with k > 0, equations with any k.
     fn same_chains(
         &self,
         gold: &[Expr],
@@ -169,7 +170,8 @@ impl Comparison<'_> {
             })
     }
 
-    /// Whether `g1 − g2` is a constant multiple of `a1 − a2`, of the given sign if one is given.
+    /// Returns true when `g1 − g2` is a constant multiple of `a1 − a2`, with the given sign if there is
+    /// one.
     fn proportional(&self, gold: (&Expr, &Expr), answer: (&Expr, &Expr), positive: Option<bool>) -> bool {
         let difference = |(x, y): (&Expr, &Expr)| Expr::Sum(vec![x.clone(), y.clone().negative()]);
         let (gold, answer) = (difference(gold), difference(answer));
@@ -198,7 +200,7 @@ impl Comparison<'_> {
         points >= POINTS_NEEDED
     }
 
-    /// Whether two expressions (no lists, no relations) have the same value.
+    /// Returns true when two expressions (no lists, no relations) have the same value.
     fn same_values(&self, gold: &Expr, answer: &Expr) -> bool {
         if let (Expr::Matrix(g), Expr::Matrix(a)) = (gold, answer) {
             return g.len() == a.len() && g.iter().zip(a).all(|(g, a)| self.same_in_order(g, a));
@@ -210,7 +212,7 @@ impl Comparison<'_> {
             if !size.is_finite() {
                 return false;
             }
-            // A decimal may be rounded; but a small number is not 0, however it is rounded.
+            // A decimal may be rounded; but a small number never equals 0.
             let rounded = 0.5 * 10f64.powi(-(self.options.decimals as i32)) * (1.0 + 1e-9);
             difference <= ROUNDING * size
                 || difference <= 1e-13
@@ -249,7 +251,7 @@ fn quotient(parts: &[Expr]) -> Expr {
     Expr::Product(factors)
 }
 
-/// The sets that a union joins.
+/// Returns the members of a union.
 fn pieces(expr: &Expr) -> Vec<Expr> {
     match expr {
         Expr::SetOperation('∪', left, right) => [pieces(left), pieces(right)].concat(),
@@ -257,7 +259,8 @@ fn pieces(expr: &Expr) -> Vec<Expr> {
     }
 }
 
-/// What `x = 3`, `f(1) = 2 + 1 = 3`, `x \approx 3` or `x \in S` says its left side is.
+/// Returns the value that a relation gives its left side: `x = 3`, `f(1) = 2 + 1 = 3`, `x \approx 3` or `x
+/// \in S`.
 fn value_of(relation: &Expr) -> Option<Expr> {
     let Expr::Relation(terms, relations) = relation else { return None };
     match (terms.as_slice(), relations.as_slice()) {
@@ -265,7 +268,7 @@ fn value_of(relation: &Expr) -> Option<Expr> {
         ([name, number], [Relation::Approximately]) if name.is_name() => return Some(number.clone()),
         _ => {}
     }
-    // What comes after `\approx` is only near the value.
+    // Terms after `\approx` are only near the value.
     let exact_terms =
         relations.iter().position(|&r| r == Relation::Approximately).map_or(terms.len(), |i| i + 1);
     if !relations.iter().take(exact_terms - 1).all(|&r| r == Relation::Equal) {
@@ -280,7 +283,7 @@ fn value_of(relation: &Expr) -> Option<Expr> {
     }
 }
 
-/// The set of `x` for which `2 < x \le 5` or `x > 5` holds.
+/// Returns the set of `x` that satisfies `2 < x \le 5` or `x > 5`.
 fn interval_of(relation: &Expr) -> Option<Expr> {
     use Relation::{Greater, GreaterOrEqual, Less, LessOrEqual};
     let Expr::Relation(terms, relations) = relation else { return None };

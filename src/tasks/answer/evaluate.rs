@@ -1,8 +1,8 @@
-//! The value of an expression: exact where it is rational, else complex at given points.
+//! Evaluation of expressions: exact if rational, else complex at given points.
 //!
 //! Two expressions in variables are compared by their values at pseudo-random points (the Schwartz–Zippel
-//! idea). What has no value, such as an unknown function or a sum over an index, is given one by a
-//! hash of its parts, so that equal parts give equal values.
+//! idea). An expression without a value, such as an unknown function or a sum over an index, gets a hash of
+//! its parts as its value. Equal parts thus give equal values.
 
 use super::expr::Expr;
 use crate::random::{Purpose, stream};
@@ -12,12 +12,12 @@ use num_rational::BigRational;
 use num_traits::{One, Signed, ToPrimitive, Zero};
 use rand::Rng;
 
-/// Larger exact numbers are not computed: an answer must not cost time.
+/// Maximum size of exact numbers, in bits, to bound the cost.
 const BITS_MAX: u64 = 16_384;
 /// Largest argument of an exact factorial or binomial.
 const FACTORIAL_MAX: u32 = 1_000;
 
-/// Functions with a value; any other name is a function one knows nothing about.
+/// Returns true for functions that can be evaluated; other names are unknown functions.
 pub fn is_known_function(name: &str) -> bool {
     const KNOWN: [&str; 22] = [
         "abs",
@@ -50,7 +50,7 @@ fn small(value: BigRational) -> Option<BigRational> {
     (value.numer().bits() <= BITS_MAX && value.denom().bits() <= BITS_MAX).then_some(value)
 }
 
-/// The rational value of `expr`, when it has one and computing it is cheap.
+/// Returns the rational value of `expr`, if it has one and the computation is cheap.
 pub fn exact(expr: &Expr) -> Option<BigRational> {
     match expr {
         Expr::Number { value, .. } => small(value.clone()),
@@ -105,7 +105,7 @@ fn exact_call(name: &str, values: &[BigRational]) -> Option<BigRational> {
     }
 }
 
-/// A number in (−2, −0.5) or (0.5, 2) that depends on `name` and `place` only.
+/// Returns a number in (−2, −0.5) or (0.5, 2) that depends on `name` and `place` only.
 fn hashed(name: &str, place: &[u64]) -> f64 {
     let coordinates: Vec<u64> = place.iter().copied().chain(name.bytes().map(u64::from)).collect();
     let mut rng = stream(place.len() as u64, Purpose::Evaluation, &coordinates);
@@ -160,7 +160,8 @@ impl Value {
     }
 }
 
-/// The value of `expr` at point number `point`; `None` where it has none (a division by zero, shapes that do not fit).
+/// Returns the value of `expr` at point number `point`; `None` if there is none (division by zero,
+/// mismatched shapes).
 pub fn value(expr: &Expr, point: u64) -> Option<Value> {
     let scalar = |e: &Expr| value(e, point)?.scalar();
     let number = match expr {
@@ -203,7 +204,7 @@ pub fn value(expr: &Expr, point: u64) -> Option<Value> {
     number.is_finite().then_some(Value::Scalar(number))
 }
 
-/// What a structure is, apart from its parts.
+/// Describes the kind of a structure, without its parts.
 fn shape(expr: &Expr) -> String {
     match expr {
         Expr::Tuple(open, _, close) => format!("tuple {open}{close}"),
@@ -216,15 +217,15 @@ fn shape(expr: &Expr) -> String {
     }
 }
 
-/// A function of which nothing is known but that equal arguments give equal values.
+/// Returns a value for an unknown function: equal arguments give equal values.
 fn opaque(name: &str, values: &[Complex64]) -> Complex64 {
-    // Ten digits: rounding noise in the arguments must not change the value.
+    // Ten digits: rounding errors in the arguments must not change the value.
     let digits = |x: f64| format!("{:.9e}", if x.abs() < 1e-9 { 0.0 } else { x });
     let key: String = values.iter().map(|v| format!("{},{};", digits(v.re), digits(v.im))).collect();
     hashed(&format!("{name}({key})"), &[0, 0]).into()
 }
 
-/// `base^exponent`; odd roots of negative numbers are real, as in school.
+/// Returns `base^exponent`; odd roots of negative numbers are real, as in school.
 fn power(base: Complex64, exponent: Complex64, exact: Option<BigRational>) -> Complex64 {
     if let Some(exponent) = exact {
         let odd = |n: &BigInt| n.bit(0);

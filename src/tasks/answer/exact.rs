@@ -1,11 +1,11 @@
-//! The form of an answer that is compared as a string.
+//! The canonical string of an answer for exact comparison.
 
 use super::normalise::replace_command;
 
-/// The string form in which two answers are compared by `task.answer = "exact"`.
+/// Returns the string that `task.answer = "exact"` compares.
 ///
-/// In the spirit of Hendrycks et al. 2021 (MATH): spellings are unified (`\tfrac12`, `1/2`, `.5`, `\$10`,
-/// `10\%`, `10\text{ units}`, `x = 10`), values are not: `4, 2` is not `2, 4`, and `2/4` is not `1/2`.
+/// As in Hendrycks et al. 2021 (MATH), spellings are unified (`\tfrac12`, `1/2`, `.5`, `\$10`, `10\%`,
+/// `10\text{ units}`, `x = 10`), values are not: `4, 2` differs from `2, 4`, and `2/4` from `1/2`.
 pub fn exact_form(text: &str) -> String {
     if text.len() > super::ANSWER_BYTES_MAX {
         return text.trim().to_owned();
@@ -17,7 +17,7 @@ pub fn exact_form(text: &str) -> String {
     for gone in ["^{\\circ}", "^\\circ", "\\$", "$", "\\%", "%"] {
         out = out.replace(gone, "");
     }
-    // Units stand at the end, after a space: `10\text{ cm}`.
+    // Units are at the end, after a space: `10\text{ cm}`.
     if let Some((number, unit)) = out.rsplit_once("\\text{ ")
         && !number.trim().is_empty()
         && unit.trim_end_matches(['^', '2', '3']).ends_with('}')
@@ -47,7 +47,7 @@ fn integer(text: &str) -> bool {
     !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit())
 }
 
-/// `.5` is written `0.5`.
+/// Writes `.5` as `0.5`.
 fn leading_zeros(text: &str) -> String {
     let mut out = String::with_capacity(text.len() + 4);
     let mut before = None;
@@ -61,7 +61,7 @@ fn leading_zeros(text: &str) -> String {
     out
 }
 
-/// `\frac12` and `\sqrt3` with their arguments in braces.
+/// Puts the arguments of `\frac12` and `\sqrt3` in braces.
 fn braced_arguments(text: &str) -> String {
     let mut out = String::with_capacity(text.len() + 8);
     let mut rest = text;
@@ -85,7 +85,7 @@ fn braced_arguments(text: &str) -> String {
                 out.push_str(&format!("{{{c}}}"));
                 rest = &rest[c.len_utf8()..];
             } else if let Some(end) = closing_brace(rest) {
-                // An argument holds fractions of its own.
+                // An argument may contain fractions.
                 out.push_str(&format!("{{{}}}", braced_arguments(&rest[1..end - 1])));
                 rest = &rest[end..];
             }
@@ -94,7 +94,7 @@ fn braced_arguments(text: &str) -> String {
     out + rest
 }
 
-/// One past the brace that closes the one at the start of `text`.
+/// Returns the index after the brace that closes the one at the start of `text`.
 fn closing_brace(text: &str) -> Option<usize> {
     text.strip_prefix('{')?;
     let mut depth = 0usize;

@@ -1,11 +1,11 @@
-//! What an answer says, as a tree.
+//! The syntax tree of an answer.
 
 use num_rational::BigRational;
 
 /// A mathematical expression, or a structure of several.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Expr {
-    /// An exact number; `decimal` when it was written with a decimal point and so may be rounded.
+    /// An exact number. `decimal` is true if it was written with a decimal point, and so may be rounded.
     Number {
         value: BigRational,
         decimal: bool,
@@ -19,12 +19,12 @@ pub enum Expr {
     Negative(Box<Expr>),
     Reciprocal(Box<Expr>),
     Power(Box<Expr>, Box<Expr>),
-    /// `±x` (`true`) or `∓x` (`false`); all signs of an answer turn together.
+    /// `±x` (`true`) or `∓x` (`false`); all signs of an answer change together.
     PlusMinus(bool, Box<Expr>),
     /// A function of its arguments, known or not; subscripted names are functions of their subscript.
     Call(String, Vec<Expr>),
     Percent(Box<Expr>),
-    /// `(a, b]`: a tuple, a point or an interval, by its brackets.
+    /// `(a, b]`: a tuple, a point or an interval, depending on its brackets.
     Tuple(char, Vec<Expr>, char),
     /// `\{a, b\}`: the order does not matter.
     Set(Vec<Expr>),
@@ -32,14 +32,14 @@ pub enum Expr {
     List(Vec<Expr>),
     /// Union, intersection, difference.
     SetOperation(char, Box<Expr>, Box<Expr>),
-    /// `a < b = c`: one relation more than there are operators.
+    /// `a < b = c`: one expression more than there are operators.
     Relation(Vec<Expr>, Vec<Relation>),
     /// `a : b : c`
     Ratio(Vec<Expr>),
     Matrix(Vec<Vec<Expr>>),
 }
 
-/// How two sides of a relation stand to each other.
+/// The relation between two sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Relation {
     Equal,
@@ -50,12 +50,12 @@ pub enum Relation {
     Greater,
     GreaterOrEqual,
     In,
-    /// Congruence, divisibility, arrows: only compared, never used.
+    /// Congruence, divisibility, arrows: only compared, never evaluated.
     Other(char),
 }
 
 impl Relation {
-    /// The relation seen from the other side.
+    /// Returns the relation with its sides exchanged.
     pub fn flipped(self) -> Self {
         match self {
             Relation::Less => Relation::Greater,
@@ -84,7 +84,7 @@ impl Expr {
         Expr::Symbol(name.to_owned())
     }
 
-    /// The direct parts of the expression.
+    /// Returns the direct parts of the expression.
     pub fn parts(&self) -> Vec<&Expr> {
         match self {
             Expr::Number { .. } | Expr::Symbol(_) | Expr::Text(_) => vec![],
@@ -100,7 +100,7 @@ impl Expr {
         }
     }
 
-    /// The expression with `change` applied to its direct parts.
+    /// Returns the expression with `change` applied to its direct parts.
     pub fn map(&self, change: &mut impl FnMut(&Expr) -> Expr) -> Expr {
         let mut all = |items: &[Expr]| items.iter().map(&mut *change).collect::<Vec<_>>();
         match self {
@@ -123,12 +123,12 @@ impl Expr {
         }
     }
 
-    /// Whether the expression or a part of it satisfies `test`.
+    /// Returns true when the expression or a part of it satisfies `test`.
     pub fn any(&self, test: &impl Fn(&Expr) -> bool) -> bool {
         test(self) || self.parts().into_iter().any(|part| part.any(test))
     }
 
-    /// Whether a variable or an unknown function occurs (π, e and i are constants).
+    /// Returns true when a variable or an unknown function occurs (π, e and i are constants).
     pub fn has_variables(&self) -> bool {
         self.any(&|e| match e {
             Expr::Symbol(name) => !matches!(name.as_str(), "\\pi" | "e" | "i"),
@@ -138,7 +138,7 @@ impl Expr {
         })
     }
 
-    /// Whether the expression names something, so that `name = value` gives a value: `x`, `f(x)`,
+    /// Returns true when the expression names something, so that `name = value` gives a value: `x`, `f(x)`,
     /// `x_1`, `|AB|`, `AB`, `\frac{NO}{BO}`, `A:B`, `(p, q)`.
     pub fn is_name(&self) -> bool {
         match self {
@@ -153,7 +153,7 @@ impl Expr {
         }
     }
 
-    /// A product or quotient of capital letters: lengths, areas, ratios of them.
+    /// Returns true for a product or quotient of capital letters: lengths, areas and their ratios.
     fn is_capitals(&self) -> bool {
         match self {
             Expr::Symbol(name) => name.starts_with(|c: char| c.is_uppercase()),
@@ -163,7 +163,7 @@ impl Expr {
         }
     }
 
-    /// Every reading of the answer's `±` signs: two if there are any, else one.
+    /// Returns every reading of the answer's `±` signs: two if there are any, else one.
     pub fn signs(&self) -> Vec<Expr> {
         if !self.any(&|e| matches!(e, Expr::PlusMinus(..))) {
             return vec![self.clone()];

@@ -1,10 +1,10 @@
-//! Whether an answer is right: as a string, or as mathematics.
+//! Comparison of answers: as strings, or as mathematics.
 //!
-//! An answer is cleaned, read into a tree and compared by structure (lists, tuples, intervals, sets,
-//! relations, matrices) and by value: exactly where it is rational, else at pseudo-random points.
-//! Text is only read, never executed, and length, depth and the size of numbers are bounded, so
-//! that no answer can hang the grader. Parsers of LaTeX exist as libraries, but they reject what
-//! models really write (units, words, `\frac12`, lists), so the reader is this project's own.
+//! An answer is cleaned, parsed into a tree and compared by structure (lists, tuples, intervals, sets,
+//! relations, matrices) and by value: exactly if rational, else at pseudo-random points. Text is only
+//! parsed, never executed. Length, depth and the size of numbers are bounded, so no answer can block the
+//! grader. Existing LaTeX parsers reject common model output (units, words, `\frac12`, lists), so this
+//! project has its own.
 
 mod compare;
 mod evaluate;
@@ -17,7 +17,7 @@ pub use exact::exact_form;
 
 use crate::settings::choice;
 
-/// Longer answers are only compared as strings, in bytes.
+/// Maximum size of a parsed answer, in bytes; longer answers are only compared as strings.
 pub const ANSWER_BYTES_MAX: usize = 4_000;
 
 choice! {
@@ -31,7 +31,7 @@ choice! {
 }
 
 impl AnswerEquality {
-    /// Whether `answer` equals `gold`; both are bare answers, such as the content of `\boxed{}`.
+    /// Returns true when `answer` equals `gold`; both are bare answers, such as the content of `\boxed{}`.
     pub fn holds(self, gold: &str, answer: &str) -> bool {
         match self {
             AnswerEquality::Exact => exact_form(gold) == exact_form(answer),
@@ -40,12 +40,12 @@ impl AnswerEquality {
     }
 }
 
-/// What [`equivalent`] accepts.
+/// Options of [`equivalent`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// Decimals to which a number written with a decimal point must agree.
+    /// Number of decimals to which a number with a decimal point must agree.
     pub decimals: u32,
-    /// Whether `2 < x < 5` answers a question whose gold answer is `(2, 5)`. The other way round it always does.
+    /// Whether `2 < x < 5` is accepted for the reference answer `(2, 5)`. The reverse is always accepted.
     pub relation_for_set: bool,
 }
 
@@ -55,7 +55,7 @@ impl Default for Options {
     }
 }
 
-/// Whether two bare answers are mathematically equal.
+/// Returns true when two bare answers are mathematically equal.
 pub fn equivalent(gold: &str, answer: &str, options: &Options) -> bool {
     if gold.len().max(answer.len()) > ANSWER_BYTES_MAX {
         return gold.trim() == answer.trim();
@@ -65,7 +65,7 @@ pub fn equivalent(gold: &str, answer: &str, options: &Options) -> bool {
         return true;
     }
     let (gold, answer) = (normalise::clean(gold), normalise::clean(answer));
-    // `1,234` is a number or two: either reading may hold, but the same on both sides.
+    // `1,234` is one number or two: either reading may hold, but the same on both sides.
     [true, false].into_iter().any(|thousands| {
         match (parse::parse(&gold, thousands), parse::parse(&answer, thousands)) {
             (Some(gold), Some(answer)) => compare::same(&gold, &answer, options),
@@ -132,7 +132,7 @@ mod tests {
             ("π/2", "\\frac{\\pi}{2}"),
         ] {
             assert!(equal(gold, answer), "{gold} = {answer}");
-            // An inequality is no answer where the set itself is asked for.
+            // An inequality is not accepted when the question asks for the set.
             assert!(equal(answer, gold) || gold.contains(['<', '|']), "{answer} = {gold}");
         }
     }
@@ -198,7 +198,7 @@ mod tests {
         assert!(!exact("5\\text{ or }6", "5"));
     }
 
-    /// Answers that would take for ever, or the stack, if they were computed.
+    /// Answers whose computation would never end or would overflow the stack.
     #[test]
     fn hostile_answers_end_as_unequal() {
         let towers =
@@ -234,7 +234,7 @@ mod tests {
         }
     }
 
-    /// Pieces of answers, whole and broken.
+    /// Fragments of answers, whole and broken.
     const PIECES: [&str; 64] = [
         "1",
         "23",
@@ -302,7 +302,7 @@ mod tests {
         "final answer is",
     ];
 
-    /// No text makes the reader panic, and every text equals itself when it says anything.
+    /// No text makes the parser panic, and every text that has a meaning equals itself.
     #[test]
     fn any_text_can_be_compared() {
         let mut rng = stream(11, Purpose::Evaluation, &[]);

@@ -1,6 +1,6 @@
-//! One spelling for each thing, before an answer is read as mathematics.
+//! Normalisation of an answer before it is parsed: one spelling for each meaning.
 
-/// Operators and closing delimiters: commands that cannot start a factor.
+/// Returns true for operators and closing delimiters: commands that cannot start a factor.
 pub fn is_operator(command: &str) -> bool {
     const OPERATORS: [&str; 42] = [
         "\\cdot",
@@ -49,7 +49,7 @@ pub fn is_operator(command: &str) -> bool {
     OPERATORS.contains(&command)
 }
 
-/// The function that a LaTeX command stands for.
+/// Returns the function of a LaTeX command.
 pub fn latex_function(command: &str) -> Option<&str> {
     let name = command.strip_prefix('\\')?;
     match name {
@@ -60,14 +60,14 @@ pub fn latex_function(command: &str) -> Option<&str> {
     }
 }
 
-/// The function that a typed word stands for.
+/// Returns the function of a typed word.
 pub fn plain_function(word: &str) -> Option<&str> {
     const WORDS: [&str; 13] =
         ["sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "ln", "log", "exp", "sqrt"];
     WORDS.contains(&word).then_some(word)
 }
 
-/// Commands that only change how things look, with what they are replaced by. Order matters.
+/// Commands that only change the appearance, with their replacements. Order matters.
 const MARKUP: [(&str, &str); 48] = [
     ("\\dfrac", "\\frac"),
     ("\\tfrac", "\\frac"),
@@ -119,7 +119,7 @@ const MARKUP: [(&str, &str); 48] = [
     ("\u{202f}", " "),
 ];
 
-/// Commands that set words or upright letters; they become `\text`.
+/// Commands for words or upright letters; they become `\text`.
 const WORDS: [&str; 9] = [
     "\\textnormal",
     "\\textbf",
@@ -132,7 +132,7 @@ const WORDS: [&str; 9] = [
     "\\mathit",
 ];
 
-/// Words of measure that people write after a number without markup.
+/// Units that people write after a number without markup.
 const UNITS: [&str; 30] = [
     "cm",
     "mm",
@@ -166,14 +166,14 @@ const UNITS: [&str; 30] = [
     "ways",
 ];
 
-/// Replaces the command `from` wherever it is not the start of a longer one.
+/// Replaces the command `from`, except at the start of a longer one.
 pub(super) fn replace_command(text: &str, from: &str, to: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
     while let Some(at) = rest.find(from) {
         let after = &rest[at + from.len()..];
         out.push_str(&rest[..at]);
-        // `\quadx` is a slip of the pen for `\quad x`; elsewhere a longer name is another command.
+        // `\quadx` is a misspelling of `\quad x`; otherwise a longer name is another command.
         let whole = !after.starts_with(|c: char| c.is_ascii_alphabetic())
             || !from.ends_with(|c: char| c.is_ascii_alphabetic())
             || from.ends_with("quad");
@@ -183,11 +183,11 @@ pub(super) fn replace_command(text: &str, from: &str, to: &str) -> String {
     out + rest
 }
 
-/// Stands for a doubled backslash between the rows of a matrix in cleaned text.
+/// Replaces the doubled backslash between the rows of a matrix in cleaned text.
 pub const ROW_END: &str = "¶";
 
-/// A doubled backslash ends a row in a matrix; elsewhere it is an escaped one, as in text that went
-/// through JSON twice.
+/// Converts doubled backslashes: in a matrix they end a row; elsewhere they are escaped backslashes, as in
+/// text that was encoded as JSON twice.
 fn unescape(text: &str) -> String {
     if text.contains("matrix}") || text.contains("array}") || text.contains("cases}") {
         return text.replace("\\\\", ROW_END);
@@ -207,7 +207,7 @@ fn unescape(text: &str) -> String {
     out + rest
 }
 
-/// Joins digit groups that are set with a thin space or a braced comma: `14{,}916`, `12,\! 000`, `1\,000`.
+/// Joins digit groups separated by a thin space or a braced comma: `14{,}916`, `12,\! 000`, `1\,000`.
 fn join_groups(text: &str) -> String {
     let mut out = text.replace("{, }", "{,}").replace(" {,}", "{,}").replace("{,}", ",\\!");
     for separator in [",\\! ", ",\\!", "\\,", "\\;"] {
@@ -227,7 +227,7 @@ fn join_groups(text: &str) -> String {
     out
 }
 
-/// `text` with one spelling for each thing: ready for [`super::parse::parse`].
+/// Returns the normalised `text`, ready for [`super::parse::parse`].
 pub fn clean(text: &str) -> String {
     let mut out = join_groups(&unescape(text.trim()));
     out = out.replace("\\$", "").replace('$', "").replace("\\%", "%").replace(['\n', '\t', '\r'], " ");
@@ -259,7 +259,7 @@ pub fn clean(text: &str) -> String {
     without_unit(out).to_owned()
 }
 
-/// Replaces `word` where it stands alone, that is between characters that are no letters.
+/// Replaces `word` where no letters adjoin it.
 fn replace_word(text: &str, word: &str, to: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
@@ -274,7 +274,7 @@ fn replace_word(text: &str, word: &str, to: &str) -> String {
     out + rest
 }
 
-/// `35 cm` is 35; a unit needs a number before it.
+/// Removes a unit after a number: `35 cm` becomes 35.
 fn without_unit(text: &str) -> &str {
     for unit in UNITS {
         if let Some(before) = text.strip_suffix(unit)
@@ -288,7 +288,8 @@ fn without_unit(text: &str) -> &str {
     text
 }
 
-/// The text's letters and signs without markup for words, brackets around one choice, and white space.
+/// Returns the letters and signs of a text, without word markup, white space, or brackets around a single
+/// choice.
 pub fn plain_form(text: &str) -> String {
     let cleaned = clean(text);
     let mut plain = String::with_capacity(cleaned.len());

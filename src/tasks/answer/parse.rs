@@ -1,7 +1,7 @@
-//! Reads an answer in LaTeX, or as people type mathematics, into an [`Expr`].
+//! Parses an answer in LaTeX, or as typed mathematics, into an [`Expr`].
 //!
-//! Tolerant where markup varies (`\frac12`, `\dfrac{1}{2}`, `1/2`), but what it does not understand
-//! gives `None`: the caller then has only the text to compare. Nothing is ever executed.
+//! It accepts variants of markup (`\frac12`, `\dfrac{1}{2}`, `1/2`). For other text it returns `None`; the
+//! caller can then only compare strings. Nothing is ever executed.
 
 mod atom;
 
@@ -9,12 +9,12 @@ use super::expr::{Expr, Relation};
 use super::normalise;
 use atom::command;
 
-/// Brackets, arguments and exponents inside each other; deeper text is not read.
+/// Maximum nesting of brackets, arguments and exponents; deeper text is not parsed.
 const DEPTH_MAX: usize = 48;
 
-/// Reads `text`, cleaned by [`normalise::clean`].
+/// Parses `text`, cleaned by [`normalise::clean`].
 ///
-/// `thousands`: whether `1,234` is one number (or else a list of two).
+/// `thousands`: whether `1,234` is one number, or else a list of two.
 pub fn parse(text: &str, thousands: bool) -> Option<Expr> {
     let mut parser = Parser { text, at: 0, depth: 0, bars: 0, thousands };
     let expr = parser.groups()?;
@@ -26,12 +26,12 @@ struct Parser<'a> {
     text: &'a str,
     at: usize,
     depth: usize,
-    /// Open `|`.
+    /// Number of open `|`.
     bars: usize,
     thousands: bool,
 }
 
-/// Longer writings stand before those they begin with.
+/// Longer spellings precede their prefixes.
 const RELATIONS: [(&str, Relation); 30] = [
     ("\\leqslant", Relation::LessOrEqual),
     ("\\geqslant", Relation::GreaterOrEqual),
@@ -65,7 +65,7 @@ const RELATIONS: [(&str, Relation); 30] = [
     ("\\subseteq", Relation::Other('s')),
 ];
 
-/// A list of one is that one.
+/// Builds a list; a list of one item is that item.
 fn list(mut items: Vec<Expr>) -> Option<Expr> {
     match items.len() {
         0 => None,
@@ -83,13 +83,13 @@ impl<'a> Parser<'a> {
         self.at = self.text.len() - self.rest().trim_start().len();
     }
 
-    /// The next character after white space.
+    /// Returns the next character after white space.
     fn peek(&mut self) -> Option<char> {
         self.skip_space();
         self.rest().chars().next()
     }
 
-    /// Takes `token` when it is next; a command is not taken out of a longer one.
+    /// Consumes `token` if it is next; a command is not split from a longer one.
     fn take(&mut self, token: &str) -> bool {
         self.skip_space();
         let Some(after) = self.rest().strip_prefix(token) else { return false };
@@ -116,7 +116,7 @@ impl<'a> Parser<'a> {
         result
     }
 
-    /// `a, b; c, d`: groups of lists.
+    /// Parses `a, b; c, d`: groups of lists.
     fn groups(&mut self) -> Option<Expr> {
         let mut groups = vec![self.items()?];
         while self.take(";") {
@@ -129,7 +129,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// Statements between commas; an empty place, as in `1, 2, , 3`, is passed over.
+    /// Parses statements between commas; an empty item, as in `1, 2, , 3`, is skipped.
     fn items(&mut self) -> Option<Vec<Expr>> {
         let mut items = Vec::new();
         loop {
@@ -224,7 +224,7 @@ impl<'a> Parser<'a> {
             } else if ["/", "\\div", "\\slash"].iter().any(|token| self.take(token)) {
                 factors.push(Expr::Reciprocal(Box::new(self.signed_power()?)));
             } else if self.starts_factor() {
-                // `2 \frac{1}{3}` and `2 1/3` are two and a third; `2 3` says nothing.
+                // `2 \frac{1}{3}` and `2 1/3` are two and a third; `2 3` has no meaning.
                 let typed = self.rest().starts_with(|c: char| c.is_ascii_digit() || c == '.');
                 let set = self.rest().starts_with("\\frac");
                 let mut next = self.power()?;
@@ -243,7 +243,7 @@ impl<'a> Parser<'a> {
                 break;
             }
         }
-        // Units beside a number: `5 \text{ cm}`.
+        // Units after a number: `5 \text{ cm}`.
         let text = |f: &Expr| match f {
             Expr::Text(_) => true,
             Expr::Reciprocal(f) => matches!(&**f, Expr::Text(_)),
@@ -255,7 +255,7 @@ impl<'a> Parser<'a> {
         if factors.len() == 1 { factors.pop() } else { Some(Expr::Product(factors)) }
     }
 
-    /// A factor that may carry a sign, as in `2 \cdot -3`.
+    /// Parses a factor that may have a sign, as in `2 \cdot -3`.
     fn signed_power(&mut self) -> Option<Expr> {
         let mut minus = false;
         while let Some(next) = self.take_any(&[("+", false), ("-", true)]) {
@@ -265,7 +265,7 @@ impl<'a> Parser<'a> {
         Some(if minus { factor.negative() } else { factor })
     }
 
-    /// Whether a factor without an operator before it follows.
+    /// Returns true when a factor follows without an operator.
     fn starts_factor(&mut self) -> bool {
         match self.peek() {
             Some('\\') => {
@@ -278,7 +278,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// An atom with its exponents, subscripts, factorials and percent signs.
+    /// Parses an atom with its exponents, subscripts, factorials and percent signs.
     fn power(&mut self) -> Option<Expr> {
         let mut expr = self.atom()?;
         for _ in 0..DEPTH_MAX {
@@ -286,7 +286,7 @@ impl<'a> Parser<'a> {
                 break;
             }
             expr = if self.take("^") {
-                // `90^\circ`: an angle in degrees is its number.
+                // `90^\circ`: an angle in degrees has its number as its value.
                 if self.take("{\\circ}") || self.take("\\circ") || self.take("\\degree") {
                     expr
                 } else if self.peek() == Some('\'') || self.take("\\prime") {
@@ -329,7 +329,7 @@ fn is_whole(expr: &Expr) -> bool {
     matches!(expr, Expr::Number { value, decimal: false } if value.is_integer())
 }
 
-/// A whole number over a whole number.
+/// Returns true for a whole number over a whole number.
 fn is_fraction(expr: &Expr) -> bool {
     let Expr::Product(parts) = expr else { return false };
     match parts.as_slice() {

@@ -1,13 +1,13 @@
-//! What a program may answer: the keys of each request's answer and their types, checked as strictly as a recipe.
+//! Replies of a task program: each request's keys and their types, checked as strictly as a recipe.
 
 use crate::settings::closest;
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Map, Value};
 
-/// Of a request that is shown beside what is wrong with its answer, characters.
+/// Maximum number of characters of a request shown in an error.
 const REQUEST_CHARS_MAX: usize = 400;
 
-/// The keys of an answer by its request; `error` may stand in each.
+/// The keys of the answer to each request; `error` is allowed in all.
 const KEYS: [(&str, &[&str]); 5] = [
     ("describe", &["name", "validation_problems", "python", "functions", "turns"]),
     ("problem", &["prompt", "messages", "answer", "id"]),
@@ -18,12 +18,12 @@ const KEYS: [(&str, &[&str]); 5] = [
 
 const ERROR: &str = "error";
 
-/// A program's answer with no key that its request does not know. A key that holds null is absent.
+/// A program's answer without unknown keys. A key with the value null counts as absent.
 pub(super) struct Reply(Map<String, Value>);
 
 impl Reply {
     /// # Errors
-    /// When the program says that it failed, or for an unknown key, with the nearest that is known.
+    /// When the program reports a failure, or for an unknown key, with the most similar known key.
     pub(super) fn new(request: &str, answer: Value) -> Result<Self> {
         let Value::Object(mut answer) = answer else { bail!("the answer is not a JSON object") };
         answer.retain(|_, value| !value.is_null());
@@ -40,7 +40,7 @@ impl Reply {
         Ok(Self(answer))
     }
 
-    /// The value of `key`, if there is one.
+    /// Removes and returns the value of `key`, if there is one.
     pub(super) fn take(&mut self, key: &str) -> Option<Value> {
         self.0.remove(key)
     }
@@ -57,7 +57,7 @@ impl Reply {
         self.read(key, "a whole number of at least 0", Value::as_u64)
     }
 
-    /// A number that must be there.
+    /// Returns a required number.
     pub(super) fn number(&self, key: &str) -> Result<f32> {
         let number = |value: &Value| value.as_f64().map(|n| n as f32).filter(|n| n.is_finite());
         self.read(key, "a number", number)?.with_context(|| format!("the answer has no `{key}`"))
@@ -71,7 +71,7 @@ impl Reply {
     }
 }
 
-/// `error` with the request that it is about.
+/// Adds the request to `error`.
 pub(super) fn with_request(error: anyhow::Error, request: &Value) -> anyhow::Error {
     let text = request.to_string();
     let shown: String = text.chars().take(REQUEST_CHARS_MAX).collect();

@@ -4,8 +4,8 @@ use super::{pattern::constant, python::is_upper, sentences::sentences};
 use regex::Regex;
 use std::sync::LazyLock;
 
-/// The Treebank conventions that decide where a capital word begins and ends, in order: a pattern and its
-/// replacement, run over one sentence between spaces. Conventions that only rename punctuation are left out.
+/// The Treebank rules that separate capital words, in order: a pattern and its replacement for one sentence
+/// between spaces. Rules that only rename punctuation are omitted.
 static STEPS: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
     [
         // A quote before a lone letter is not part of the letter.
@@ -32,7 +32,7 @@ static STEPS: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
     .into()
 });
 
-/// The number of words of `text` whose letters are all capitals; a hyphenated word is one word.
+/// Counts the words of `text` whose letters are all capitals; a hyphenated word is one word.
 pub(super) fn count_capital_words(text: &str) -> u64 {
     sentences(text)
         .into_iter()
@@ -40,7 +40,7 @@ pub(super) fn count_capital_words(text: &str) -> u64 {
         .sum()
 }
 
-/// `sentence` with spaces between its tokens.
+/// Returns `sentence` with spaces between its tokens.
 fn tokens(sentence: &str) -> String {
     STEPS.iter().fold(format!(" {sentence} "), |text, (pattern, replacement)| {
         pattern.replace_all(&text, *replacement).into_owned()

@@ -1,4 +1,4 @@
-//! Whether a response follows an instruction.
+//! Checks whether a response follows an instruction.
 
 use super::capitals::count_capital_words;
 use super::pattern::constant;
@@ -8,14 +8,14 @@ use super::{Instruction, language};
 use regex::Regex;
 use std::sync::LazyLock;
 
-/// The instructions of `instructions` that `response` follows; a blank response follows none.
+/// Checks each of `instructions` against `response`; a blank response follows none.
 pub fn strict(instructions: &[Instruction], response: &str) -> Vec<bool> {
     let follows = |instruction: &Instruction| !strip(response).is_empty() && instruction.follows(response);
     instructions.iter().map(follows).collect()
 }
 
 impl Instruction {
-    /// Whether `response` follows the instruction. [`strict`] also refuses blank responses.
+    /// Returns true when `response` follows the instruction. [`strict`] also refuses blank responses.
     pub fn follows(&self, response: &str) -> bool {
         match self {
             Self::CapitalWords(bound) => bound.holds(count_capital_words(response)),
@@ -76,7 +76,7 @@ fn matches(pattern: &Regex, text: &str) -> u64 {
     pattern.find_iter(text).count() as u64
 }
 
-/// Stretches between single and between double asterisks; a strong stretch may count as both.
+/// Counts text between single and between double asterisks; strong text may count as both.
 fn highlights(response: &str) -> u64 {
     let filled = |pattern: &Regex| {
         pattern.find_iter(response).filter(|m| !strip(m.as_str().trim_matches('*')).is_empty()).count() as u64
@@ -84,7 +84,7 @@ fn highlights(response: &str) -> u64 {
     filled(&EMPHASIS) + filled(&STRONG)
 }
 
-/// The number of paragraphs between `***` dividers; `None` when one inside is blank.
+/// Counts the paragraphs between `***` dividers; `None` when an inner one is blank.
 fn paragraphs(response: &str) -> Option<u64> {
     filled_parts(&DIVIDER.split(response).collect::<Vec<_>>()).map(|parts| parts.len() as u64)
 }
@@ -94,14 +94,14 @@ fn two_responses(response: &str) -> bool {
     filled_parts(&parts).is_some_and(|parts| matches!(parts[..], [a, b] if strip(a) != strip(b)))
 }
 
-/// The parts that are not blank; `None` when one that is neither first nor last is blank.
+/// Returns the parts that are not blank; `None` when an inner part is blank.
 fn filled_parts<'t>(parts: &[&'t str]) -> Option<Vec<&'t str>> {
     let blank = |part: &&str| strip(part).is_empty();
     let inner = parts.get(1..parts.len().saturating_sub(1)).unwrap_or_default();
     (!inner.iter().any(blank)).then(|| parts.iter().copied().filter(|part| !blank(part)).collect())
 }
 
-/// Counts the paragraphs that are not blank, but finds paragraph `nth` among all: a quirk of the reference.
+/// Counts only paragraphs that are not blank, but takes paragraph `nth` among all, as the reference does.
 fn nth_paragraph_first_word(response: &str, paragraphs: u64, nth: u64, first_word: &str) -> bool {
     let parts: Vec<&str> = response.split("\n\n").collect();
     let filled = parts.iter().filter(|part| !strip(part).is_empty()).count() as u64;
@@ -113,11 +113,12 @@ fn nth_paragraph_first_word(response: &str, paragraphs: u64, nth: u64, first_wor
     filled == paragraphs && bare.to_lowercase() == first_word
 }
 
-/// Whether the response, without a Markdown fence, is one JSON value.
+/// Returns true when the response, without a Markdown fence, is one JSON value.
 fn is_json(response: &str) -> bool {
     let fences = ["```json", "```Json", "```JSON", "```"];
     let text = fences.iter().fold(strip(response), |text, fence| text.strip_prefix(fence).unwrap_or(text));
     let text = strip(text.strip_suffix("```").unwrap_or(text));
-    // Read without building a value: any depth, numbers of any size and lone surrogates, as Python allows.
+    // Parsed without building a value: any depth, numbers of any size and lone surrogates, as Python
+    // allows.
     serde_json::from_str::<serde::de::IgnoredAny>(text).is_ok()
 }

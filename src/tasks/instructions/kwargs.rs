@@ -1,19 +1,19 @@
-//! An instruction's arguments, read strictly: every error names the instruction and the key.
+//! The arguments of an instruction, parsed strictly: every error names the instruction and the key.
 
 use super::CountRelation;
 use crate::bad_input;
 use anyhow::Result;
 use serde_json::Value;
 
-/// The `kwargs` object that belongs to one instruction. `null` stands for a missing value, as in published files
-/// where every row carries every key.
+/// The `kwargs` object of one instruction. `null` means a missing value, as in published files where every
+/// row has every key.
 pub(super) struct Kwargs<'a> {
     id: &'a str,
     object: Option<&'a serde_json::Map<String, Value>>,
 }
 
 impl<'a> Kwargs<'a> {
-    /// The arguments of instruction `id`, none of which may be outside `keys`.
+    /// Returns the arguments of instruction `id`; keys outside `keys` are refused.
     ///
     /// # Errors
     /// When `value` is not an object or null, or holds another key with a value.
@@ -34,7 +34,8 @@ impl<'a> Kwargs<'a> {
         }
     }
 
-    /// The value of `key`. The reference draws a missing one at random, which no later reader could grade.
+    /// Returns the value of `key`. The reference replaces a missing value at random, which could not be
+    /// graded later.
     fn get(&self, key: &str) -> Result<&'a Value> {
         self.object
             .and_then(|object| object.get(key))
@@ -46,7 +47,7 @@ impl<'a> Kwargs<'a> {
         Err(bad_input!("{}: kwarg `{key}` is {value}; give {wanted}", self.id))
     }
 
-    /// A whole number of at least `min`; `3.0` counts as 3.
+    /// Returns a whole number of at least `min`; `3.0` counts as 3.
     pub(super) fn count(&self, key: &str, min: u64) -> Result<u64> {
         let value = self.get(key)?;
         let whole = value.as_f64().filter(|x| x.fract() == 0.0 && (0.0..=1e9).contains(x)).map(|x| x as u64);
@@ -64,7 +65,7 @@ impl<'a> Kwargs<'a> {
         }
     }
 
-    /// A text that is not blank.
+    /// Returns a text that is not blank.
     pub(super) fn text(&self, key: &str) -> Result<&'a str> {
         match self.get(key)? {
             Value::String(text) if !text.trim().is_empty() => Ok(text),
@@ -72,7 +73,7 @@ impl<'a> Kwargs<'a> {
         }
     }
 
-    /// One or more texts that are not blank.
+    /// Returns one or more texts that are not blank.
     pub(super) fn texts(&self, key: &str) -> Result<Vec<&'a str>> {
         let value = self.get(key)?;
         let list = value.as_array().filter(|list| !list.is_empty());
@@ -83,7 +84,8 @@ impl<'a> Kwargs<'a> {
         }
     }
 
-    /// One character. The reference replaces one that is not a letter a-z by a random letter; here it stands.
+    /// Returns one character. The reference replaces a character outside a-z by a random letter; here it is
+    /// kept.
     pub(super) fn character(&self, key: &str) -> Result<char> {
         let text = self.text(key)?;
         let mut characters = text.chars().flat_map(char::to_lowercase);
@@ -93,7 +95,7 @@ impl<'a> Kwargs<'a> {
         }
     }
 
-    /// The code of a language that can be detected.
+    /// Returns the code of a detectable language.
     pub(super) fn language(&self, key: &str) -> Result<&'static str> {
         let code = self.text(key)?;
         match super::LANGUAGES.iter().find(|known| **known == code) {

@@ -1,13 +1,13 @@
-//! Language identification as the reference does it.
+//! Language identification like the reference's.
 //!
-//! The `langdetect` crate reproduces the Python library of that name to the last bit. On the stored verdicts
-//! that depend on a language it agrees on all 374, where `whatlang` agrees on 354 (it misses Swahili,
-//! which it does not know, and short or all-capital English).
+//! The `langdetect` crate reproduces the Python library of that name to the last bit. It agrees with all
+//! 374 stored verdicts that depend on a language. `whatlang` agrees with 354: it lacks Swahili, and fails
+//! on short or all-capital English.
 
 use langdetect::{DetectorFactory, Seed};
 use std::sync::LazyLock;
 
-/// The 55 codes that can be detected.
+/// The 55 detectable codes.
 pub const LANGUAGES: [&str; 55] = [
     "af", "ar", "bg", "bn", "ca", "cs", "cy", "da", "de", "el", "en", "es", "et", "fa", "fi", "fr", "gu",
     "he", "hi", "hr", "hu", "id", "it", "ja", "kn", "ko", "lt", "lv", "mk", "ml", "mr", "ne", "nl", "no",
@@ -15,9 +15,10 @@ pub const LANGUAGES: [&str; 55] = [
     "ur", "vi", "zh-cn", "zh-tw",
 ];
 
-/// Whether `text` is in `language`, a member of [`LANGUAGES`]. A text without letters cannot be told, and passes.
+/// Returns true when `text` is in `language`, a member of [`LANGUAGES`]. A text without letters cannot be
+/// classified, and passes.
 ///
-/// The detector samples; its seed is fixed, so this is a function of the text.
+/// The detector samples with a fixed seed, so the result depends on the text alone.
 pub(super) fn is_in(text: &str, language: &str) -> bool {
     static DETECTOR: LazyLock<DetectorFactory> = LazyLock::new(|| {
         let mut detector = DetectorFactory::builtin().clone();

@@ -1,12 +1,15 @@
 //! The 25 instructions of IFEval (Zhou et al. 2023, arXiv:2311.07911) as pure functions of a response.
 //!
-//! A row of an IFEval file names instructions by id and gives each its `kwargs`. [`Instruction::parse`] reads one;
-//! [`Instruction::follows`] and [`strict`] grade a response by the rules of the reference
-//! implementation, its quirks included. [`compose`] draws instructions for training prompts.
+//! A row of an IFEval file names instructions by id and gives each its `kwargs`. [`Instruction::parse`]
+//! parses one. [`Instruction::follows`] and [`strict`] grade a response by the rules of the reference
+//! implementation, including its quirks. [`compose`] draws instructions for training prompts.
 //!
-//! Known differences from the reference: a kwarg that it would replace by a random value is refused (a letter that is
-//! not a-z is counted as given); a keyword that is no valid pattern stands for its own text; `NaN` and
-//! `Infinity` are not JSON; sentences are split by [a compact Punkt](sentences).
+//! Known differences from the reference:
+//! - A kwarg that the reference would replace by a random value is refused; a letter outside a-z is counted
+//!   as given.
+//! - A keyword that is not a valid pattern is matched literally.
+//! - `NaN` and `Infinity` are not JSON.
+//! - Sentences are split by [a compact Punkt](sentences).
 
 mod capitals;
 pub mod compose;
@@ -26,7 +29,7 @@ use kwargs::Kwargs;
 use regex::Regex;
 use serde_json::Value;
 
-/// How a count is compared with its bound.
+/// The comparison of a count with its bound.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CountRelation {
     AtLeast,
@@ -41,7 +44,7 @@ pub struct Bound {
 }
 
 impl Bound {
-    /// Whether `count` is within the bound.
+    /// Returns true when `count` is within the bound.
     pub fn holds(self, count: u64) -> bool {
         match self.relation {
             CountRelation::AtLeast => count >= self.count,
@@ -79,7 +82,7 @@ pub const IDS: [&str; 25] = [
     "startend:quotation",
 ];
 
-/// One checkable instruction with its arguments.
+/// A checkable instruction with its arguments.
 #[derive(Debug, Clone)]
 pub enum Instruction {
     /// Words in capitals within a bound.
@@ -88,23 +91,23 @@ pub enum Instruction {
     EnglishCapital,
     /// English, all lower case.
     EnglishLowercase,
-    /// The response opens with this text.
+    /// The response starts with this text.
     RepeatPrompt(String),
-    /// Two different responses, parted by `******`.
+    /// Two different responses, separated by `******`.
     TwoResponses,
-    /// At least so many `[placeholders]`.
+    /// At least this many `[placeholders]`.
     Placeholders(u64),
     /// A postscript with this marker, in lower case.
     Postscript(Regex),
     /// One of three fixed answers.
     ConstrainedResponse,
-    /// All of it JSON, in a Markdown fence or not.
+    /// The whole response is JSON, in a Markdown fence or not.
     JsonFormat,
     /// At least `count` matches of `heading`, such as `Section 1`.
     Sections { heading: Regex, count: u64 },
-    /// Exactly so many Markdown bullets.
+    /// Exactly this many Markdown bullets.
     Bullets(u64),
-    /// At least so many `*highlighted*` stretches.
+    /// At least this many `*highlighted*` parts.
     Highlights(u64),
     /// A title in `<<double angular brackets>>`.
     Title,
@@ -112,15 +115,15 @@ pub enum Instruction {
     Keywords(Vec<Regex>),
     /// None of these appears as a word.
     ForbiddenWords(Vec<Regex>),
-    /// Appearances of a keyword within a bound.
+    /// Occurrences of a keyword within a bound.
     KeywordFrequency { keyword: Regex, bound: Bound },
-    /// Appearances of a lower-cased letter, in either case, within a bound.
+    /// Occurrences of a lower-cased letter, in either case, within a bound.
     LetterFrequency { letter: char, bound: Bound },
     /// The language of the whole response.
     Language(&'static str),
-    /// `paragraphs` paragraphs parted by blank lines, of which number `nth` (from 1) begins with `first_word`.
+    /// `paragraphs` paragraphs separated by blank lines. Paragraph `nth` (from 1) starts with `first_word`.
     NthParagraphFirstWord { paragraphs: u64, nth: u64, first_word: String },
-    /// So many paragraphs parted by `***`.
+    /// This many paragraphs separated by `***`.
     Paragraphs(u64),
     /// Sentences within a bound.
     Sentences(Bound),
@@ -130,15 +133,15 @@ pub enum Instruction {
     NoComma,
     /// The response ends with this lower-cased phrase, in any case.
     EndPhrase(String),
-    /// All of it between double quotation marks.
+    /// The whole response is between double quotation marks.
     Quotation,
 }
 
 impl Instruction {
-    /// Reads instruction `id` with its `kwargs`, an object or null.
+    /// Parses instruction `id` with its `kwargs`, an object or null.
     ///
     /// # Errors
-    /// `BadInput` that names the id, the kwarg and what to give instead.
+    /// `BadInput` that names the id, the kwarg and the remedy.
     pub fn parse(id: &str, kwargs: &Value) -> Result<Self> {
         let read = |keys: &[&str]| Kwargs::new(id, kwargs, keys);
         let bare = |instruction| read(&[]).map(|_| instruction);
@@ -220,7 +223,7 @@ impl Instruction {
     }
 }
 
-/// The reference spells out two markers and takes any other as a pattern.
+/// The reference spells out two markers and uses any other as a pattern.
 fn postscript(marker: &str) -> Regex {
     match python::strip(marker) {
         "P.P.S" => pattern::constant(r"p\.\s?p\.\s?s"),

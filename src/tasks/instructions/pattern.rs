@@ -2,19 +2,19 @@
 
 use regex::{Regex, RegexBuilder};
 
-/// A pattern written in this crate.
+/// Compiles a pattern of this crate.
 ///
 /// # Panics
-/// When it does not compile, which the tests of its user would show.
+/// When it does not compile, which its user's tests detect.
 #[expect(clippy::expect_used, reason = "the source is a constant of this crate")]
 pub(super) fn constant(source: &str) -> Regex {
     Regex::new(source).expect("a constant pattern")
 }
 
-/// A row's keyword between two fixed pieces, without regard to case when `fold_case`.
+/// Compiles a row's keyword between two fixed parts, case-insensitive if `fold_case`.
 ///
-/// As in the reference a keyword **is** a regular expression (`P.S.` also matches `P-S,`). One that does
-/// not compile, such as `f(x`, stands for its own text, where the reference would fail on the row.
+/// As in the reference, a keyword **is** a regular expression (`P.S.` also matches `P-S,`). A keyword that
+/// does not compile, such as `f(x`, is matched literally; the reference would fail on the row.
 pub(super) fn keyword(before: &str, keyword: &str, after: &str, fold_case: bool) -> Regex {
     let build = |middle: &str| {
         RegexBuilder::new(&format!("{before}{middle}{after}")).case_insensitive(fold_case).build()

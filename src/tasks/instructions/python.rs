@@ -1,4 +1,4 @@
-//! The few Python string rules that the reference verdicts rest on, where Rust's differ.
+//! Python string rules that the reference verdicts depend on and that differ from Rust's.
 
 use regex::Regex;
 use std::sync::LazyLock;
@@ -31,8 +31,8 @@ fn is_title(c: char) -> bool {
         && c.to_uppercase().next() != Some(c)
 }
 
-/// The number of matches of Python's `\w+`: letters, numbers and `_`. Unlike this crate's `\w`, a
-/// combining mark ends a word, so scripts with vowel signs count more words.
+/// Counts the matches of Python's `\w+`: letters, numbers and `_`. Unlike in this crate's `\w`, a combining
+/// mark ends a word, so scripts with vowel signs have more words.
 pub(super) fn count_words(text: &str) -> u64 {
     static WORD: LazyLock<Regex> = LazyLock::new(|| super::pattern::constant(r"[\p{L}\p{N}_]+"));
     WORD.find_iter(text).count() as u64

@@ -1,9 +1,9 @@
 //! Sentence splitting by Punkt (Kiss and Strunk 2006) with a compact rule set.
 //!
-//! The reference counts sentences with NLTK's Punkt. The libraries at hand differ from it on more verdicts
-//! than the bar allows: of 176, `sentencex` agrees on 160 and `unicode-segmentation` on 147, and `punkt` builds on no
-//! stable compiler. So Punkt's decision procedure is written out here, with short word lists where the
-//! original has a trained model of 20,000 words.
+//! The reference counts sentences with NLTK's Punkt. Of 176 verdicts, `sentencex` agrees on 160 and
+//! `unicode-segmentation` on 147, which is too few. `punkt` does not build on a stable compiler. This file
+//! therefore implements Punkt's decision procedure, with short word lists in place of the trained model of
+//! 20,000 words.
 
 use super::python::is_space;
 
@@ -16,31 +16,31 @@ const ABBREVIATIONS: &[&str] = &[
     "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "t", "w",
 ];
 
-/// Capitalised after an abbreviation, an initial or an ellipsis, these do open a sentence.
+/// Capitalised words that start a sentence even after an abbreviation, an initial or an ellipsis.
 const STARTERS: &str = "\
     a according after all although among an and as at but despite each even every for from he how \
     however i if in indeed instead it many meanwhile moreover most nevertheless not on our she since so \
     some that the their then there these they this those though thus under we what when where while who \
     why with yet you your";
 
-/// Characters that end a word and that may follow a sentence's last mark.
+/// Returns true for characters that end a word and may follow a sentence's last mark.
 fn ends_word(c: char) -> bool {
     matches!(c, ')' | '"' | ';' | '}' | ']' | '*' | ':' | '@' | '\'' | '(' | '{' | '[' | '!' | '?')
 }
 
-/// A mark (`.`, `?`, `!`) that may end a sentence, with the text the decision is made on.
+/// A mark (`.`, `?`, `!`) that may end a sentence, with the context of the decision.
 struct Candidate {
-    /// Byte just after the mark.
+    /// Byte index after the mark.
     end: usize,
     /// Start of the next word when white space follows the mark.
     next_word: Option<usize>,
-    /// The word that the mark closes, from its first byte.
+    /// First byte of the word that the mark closes.
     word: usize,
-    /// End of the text that follows and counts.
+    /// End of the relevant text after the mark.
     context_end: usize,
 }
 
-/// The sentences of `text`, in order, without the white space between them.
+/// Returns the sentences of `text`, in order, without the white space between them.
 pub(super) fn sentences(text: &str) -> Vec<&str> {
     let mut spans = Vec::new();
     let mut start = 0;
@@ -54,7 +54,7 @@ pub(super) fn sentences(text: &str) -> Vec<&str> {
     realign(text, &spans)
 }
 
-/// The possible sentence ends, from left to right; of several in one word only the last.
+/// Returns the possible sentence ends, from left to right; only the last one of each word.
 fn candidates(text: &str) -> Vec<Candidate> {
     let mut found: Vec<Candidate> = Vec::new();
     let mut previous_word_end = usize::MAX;
@@ -83,7 +83,7 @@ fn candidates(text: &str) -> Vec<Candidate> {
     found
 }
 
-/// Moves closing quotes and brackets at the head of a span to the sentence before; drops empty spans.
+/// Moves closing quotes and brackets at the start of a span to the previous sentence; drops empty spans.
 fn realign<'t>(text: &'t str, spans: &[(usize, usize)]) -> Vec<&'t str> {
     let mut result = Vec::new();
     let mut skipped = 0;
@@ -103,7 +103,7 @@ fn realign<'t>(text: &'t str, spans: &[(usize, usize)]) -> Vec<&'t str> {
     result
 }
 
-/// Words and punctuation of a short stretch. A final period stays with its word.
+/// Splits a short text into words and punctuation. A final period stays with its word.
 fn words(text: &str) -> Vec<&str> {
     let mut found = Vec::new();
     let mut rest = text.trim_start_matches(is_space);
@@ -126,13 +126,14 @@ fn words(text: &str) -> Vec<&str> {
     found
 }
 
-/// The length of a dash (`--`) or ellipsis (`..`) at the head of `rest`, or 0.
+/// Returns the length of a dash (`--`) or ellipsis (`..`) at the start of `rest`, or 0.
 fn run_length(rest: &str) -> usize {
     let run = |mark: char| rest.len() - rest.trim_start_matches(mark).len();
     [run('-'), run('.')].into_iter().find(|&length| length > 1).unwrap_or(0)
 }
 
-/// Whether a word ends before `rest`; a comma ends it when it ends there itself.
+/// Returns true when a word ends before `rest`. A comma ends it if `comma_ends`, or if the comma itself
+/// ends there.
 fn is_end(rest: &str, comma_ends: bool) -> bool {
     match rest.chars().next() {
         None => true,
@@ -141,12 +142,12 @@ fn is_end(rest: &str, comma_ends: bool) -> bool {
     }
 }
 
-/// Whether one of `words` ends a sentence and another follows it.
+/// Returns true when one of `words` ends a sentence and another follows it.
 fn breaks(words: &[&str]) -> bool {
     words.windows(2).any(|pair| ends_sentence(pair[0], pair[1]))
 }
 
-/// Punkt's decision for `word` before `next`.
+/// Returns Punkt's decision for `word` before `next`.
 fn ends_sentence(word: &str, next: &str) -> bool {
     if matches!(word, "." | "?" | "!") {
         return true;

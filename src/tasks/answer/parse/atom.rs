@@ -1,4 +1,4 @@
-//! The smallest parts: numbers, brackets, letters, commands, functions, matrices.
+//! Parsing of atoms: numbers, brackets, letters, commands, functions, matrices.
 
 use super::{Parser, normalise};
 use crate::tasks::answer::expr::Expr;
@@ -22,7 +22,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// `12`, `1,234.5`, `.5`, `0.\overline{3}`.
+    /// Parses `12`, `1,234.5`, `.5`, `0.\overline{3}`.
     fn number(&mut self) -> Option<Expr> {
         let mut digits = self.digits().to_owned();
         if self.thousands && (1..=3).contains(&digits.len()) && !digits.starts_with('0') {
@@ -68,7 +68,7 @@ impl<'a> Parser<'a> {
         digits
     }
 
-    /// `(a)`, `(a, b]`
+    /// Parses `(a)` and `(a, b]`.
     fn bracketed(&mut self) -> Option<Expr> {
         let open = if self.take("(") { '(' } else { '[' };
         self.at += usize::from(self.rest().starts_with('['));
@@ -90,7 +90,7 @@ impl<'a> Parser<'a> {
         if self.take("}") { inner } else { None }
     }
 
-    /// `open … close` as `function` of what is between.
+    /// Parses `open … close` as a call of `function`.
     fn between(&mut self, open: &str, close: &str, function: &str) -> Option<Expr> {
         self.nested(|p| {
             p.take(open);
@@ -100,7 +100,7 @@ impl<'a> Parser<'a> {
         })
     }
 
-    /// What a command applies to: a group in braces, or one token.
+    /// Parses a command's argument: a group in braces, or one token.
     pub(super) fn argument(&mut self) -> Option<Expr> {
         match self.peek()? {
             '{' => self.nested(Self::braced),
@@ -128,7 +128,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// One letter is a variable; a run of letters may be a function's name, else it is a product.
+    /// Parses a letter as a variable, and a run of letters as a function's name or a product.
     fn letter(&mut self, first: char) -> Option<Expr> {
         let rest = self.rest();
         let run = &rest[..rest.len() - rest.trim_start_matches(|c: char| c.is_alphabetic()).len()];
@@ -148,7 +148,7 @@ impl<'a> Parser<'a> {
             _ => {}
         }
         self.at += first.len_utf8();
-        // `f(x)`: these letters stand for functions.
+        // `f(x)`: these letters are functions.
         if matches!(first, 'f' | 'g' | 'h' | 'F' | 'G' | 'H') && self.rest().starts_with('(') {
             let argument = self.nested(Self::bracketed)?;
             return Some(Expr::Call(first.to_string(), vec![argument]));
@@ -224,7 +224,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// `\sin^2 x`, `\log_2 8`, `\sin(x)`, `\cos 2x`: the name is read already.
+    /// Parses `\sin^2 x`, `\log_2 8`, `\sin(x)`, `\cos 2x` after the name.
     fn function(&mut self, name: &str) -> Option<Expr> {
         let base = if name == "log" && self.take("_") { Some(self.argument()?) } else { None };
         let exponent = if self.take("^") { Some(self.argument()?) } else { None };
@@ -246,7 +246,7 @@ impl<'a> Parser<'a> {
         })
     }
 
-    /// A bracket, or the factors up to an operator, a bracket or the next function.
+    /// Parses a bracket, or the factors up to an operator, a bracket or the next function.
     fn function_argument(&mut self) -> Option<Expr> {
         if matches!(self.peek()?, '(' | '{' | '[') {
             return self.atom();
@@ -262,7 +262,7 @@ impl<'a> Parser<'a> {
         if factors.len() == 1 { factors.pop() } else { Some(Expr::Product(factors)) }
     }
 
-    /// `\begin{pmatrix} a & b \\ c & d \end{pmatrix}`, and arrays.
+    /// Parses `\begin{pmatrix} a & b \\ c & d \end{pmatrix}`, and arrays.
     fn matrix(&mut self) -> Option<Expr> {
         let (name, _) = self.rest().strip_prefix('{')?.split_once('}')?;
         if !name.ends_with("matrix") && name != "array" {
@@ -293,12 +293,12 @@ impl<'a> Parser<'a> {
     }
 }
 
-/// The decimal digits at the start of `rest`.
+/// Returns the decimal digits at the start of `rest`.
 fn digits_of(rest: &str) -> &str {
     &rest[..rest.len() - rest.trim_start_matches(|c: char| c.is_ascii_digit()).len()]
 }
 
-/// The command at the start of `rest`: a backslash with letters, or with one other character.
+/// Returns the command at the start of `rest`: a backslash with letters, or with one other character.
 pub(super) fn command(rest: &str) -> &str {
     let Some(after) = rest.strip_prefix('\\') else { return "" };
     let letters = after.len() - after.trim_start_matches(|c: char| c.is_ascii_alphabetic()).len();

@@ -1,13 +1,13 @@
-//! The kinds that are drawn, and which of them fit together.
+//! The kinds of drawn instructions, and their compatibility.
 
-/// An aspect of the response that at most one instruction may settle.
+/// An aspect of the response that at most one instruction may determine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Aspect {
     Start,
     End,
     /// Upper and lower case.
     Case,
-    /// Which words and letters appear, and how often.
+    /// Words and letters, and their frequencies.
     Wording,
     /// Sentences and words.
     Length,
@@ -15,21 +15,21 @@ pub(super) enum Aspect {
     Paragraphs,
     Bullets,
     Commas,
-    /// What the response is as a whole.
+    /// The form of the whole response.
     Shape,
 }
 
-/// What a kind says about the language of the response.
+/// Language requirement of a kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Tongue {
     Any,
-    /// Speaks of English words or of a script with cases.
+    /// Refers to English words or to a script with upper and lower case.
     English,
-    /// Asks for another language.
+    /// Requires another language.
     Other,
 }
 
-/// The wording and arguments to draw.
+/// The form of the wording and the arguments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Form {
     CapitalWords,
@@ -58,7 +58,7 @@ pub(super) enum Form {
     Quotation,
 }
 
-/// One kind of instruction.
+/// A kind of instruction.
 pub(super) struct Kind {
     pub(super) id: &'static str,
     pub(super) form: Form,
@@ -67,7 +67,8 @@ pub(super) struct Kind {
 }
 
 impl Kind {
-    /// Whether one response can follow both kinds, whatever their arguments. A kind does not fit itself.
+    /// Returns true when one response can follow both kinds, whatever their arguments. A kind does not fit
+    /// itself.
     pub(super) fn fits(&self, other: &Kind) -> bool {
         let tongues = [self.tongue, other.tongue];
         let languages_clash = tongues.contains(&Tongue::Other) && tongues.contains(&Tongue::English);
@@ -105,7 +106,7 @@ pub(super) const KINDS: [Kind; 24] = [
         Any,
         &[Shape, Start, End, Paragraphs, Bullets, Commas],
     ),
-    // The heading is an English word whose case counts.
+    // The heading is an English word whose case matters.
     kind("detectable_format:multiple_sections", Form::Sections, English, &[Shape, Case]),
     kind("detectable_format:number_bullet_lists", Form::Bullets, Any, &[Bullets]),
     kind("detectable_format:number_highlighted_sections", Form::Highlights, Any, &[]),

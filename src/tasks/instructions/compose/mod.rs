@@ -1,7 +1,7 @@
 //! Training prompts: a question with one to three instructions appended, drawn from the checkers.
 //!
-//! Every drawn set can be followed as a whole: kinds that claim the same aspect of a response are never drawn
-//! together, nor is another language with a kind that speaks of English words.
+//! One response can always follow all drawn instructions. Kinds that determine the same aspect of a
+//! response are never drawn together. Neither is another language with a kind that refers to English words.
 
 mod kinds;
 mod phrase;
@@ -12,10 +12,10 @@ use rand::seq::SliceRandom;
 use serde::Serialize;
 use serde_json::Value;
 
-/// The most instructions a composed prompt carries.
+/// Maximum number of instructions in a composed prompt.
 pub const INSTRUCTIONS_MAX: usize = 3;
 
-/// A composed prompt in IFEval's row form: `kwargs[i]` belongs to `instruction_id_list[i]`.
+/// A composed prompt in IFEval's row format: `kwargs[i]` belongs to `instruction_id_list[i]`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Composed {
     /// The question, a blank line, and the instructions in plain English.
@@ -24,9 +24,11 @@ pub struct Composed {
     pub kwargs: Vec<Value>,
 }
 
-/// Appends one to [`INSTRUCTIONS_MAX`] instructions to `question`: a function of the question and the stream.
+/// Appends one to [`INSTRUCTIONS_MAX`] instructions to `question`. Depends on the question and the random
+/// stream alone.
 ///
-/// Of the 25 kinds `detectable_format:constrained_response` is never drawn: its three answers fit no maths question.
+/// Of the 25 kinds, `detectable_format:constrained_response` is never drawn: its three answers fit no maths
+/// question.
 pub fn compose(question: &str, rng: &mut impl Rng) -> Composed {
     let wanted = rng.random_range(1..=INSTRUCTIONS_MAX);
     let mut order: Vec<&Kind> = KINDS.iter().collect();

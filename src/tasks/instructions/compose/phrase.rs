@@ -5,7 +5,7 @@ use rand::Rng;
 use rand::seq::{IndexedRandom, SliceRandom};
 use serde_json::{Value, json};
 
-/// Words that an answer to a maths question can use or do without. None is part of another.
+/// Words that an answer to a maths question can use or omit. None is part of another.
 const WORDS: [&str; 20] = [
     "answer",
     "balance",
@@ -33,7 +33,7 @@ const WORDS: [&str; 20] = [
 const END_PHRASES: [&str; 4] =
     ["That is all.", "I hope this helps.", "And so we are done.", "Is there more I can do for you?"];
 
-/// Languages asked for, each with its code.
+/// Languages with their codes.
 const LANGUAGES: [(&str, &str); 16] = [
     ("ar", "Arabic"),
     ("bn", "Bengali"),
@@ -53,7 +53,7 @@ const LANGUAGES: [(&str, &str); 16] = [
     ("vi", "Vietnamese"),
 ];
 
-/// The kwargs of a drawn instruction of `form`, and a sentence that asks for it.
+/// Returns the kwargs of a drawn instruction of `form`, and a sentence that states it.
 pub(super) fn draw(form: Form, question: &str, rng: &mut impl Rng) -> (Value, String) {
     match form {
         Form::CapitalWords
@@ -75,17 +75,17 @@ pub(super) fn draw(form: Form, question: &str, rng: &mut impl Rng) -> (Value, St
     }
 }
 
-/// One of the wordings.
+/// Returns one of two wordings at random.
 fn either(rng: &mut impl Rng, first: String, second: String) -> String {
     if rng.random() { first } else { second }
 }
 
-/// `relation` for a kwarg, and how a sentence says it.
+/// Returns a `relation` kwarg and its wording.
 fn relation(rng: &mut impl Rng) -> (&'static str, &'static str) {
     if rng.random() { ("at least", "at least") } else { ("less than", "fewer than") }
 }
 
-/// Bounds on counts.
+/// Draws a bound on a count.
 fn counted(form: Form, rng: &mut impl Rng) -> (Value, String) {
     let (relation, says) = relation(rng);
     let low = relation == "at least";
@@ -113,7 +113,7 @@ fn counted(form: Form, rng: &mut impl Rng) -> (Value, String) {
             (kwargs, format!("The word \"{word}\" should occur {says} {n} times."))
         }
         _ => {
-            // Rare letters have an upper bound, so that other instructions do not use it up.
+            // Rare letters get an upper bound, as other instructions could need them.
             let letter =
                 *pick(if low { &['a', 'e', 'n', 'o', 's', 't'] } else { &['j', 'q', 'x', 'z'] }, rng);
             let n: u32 = if low { rng.random_range(5..=15) } else { rng.random_range(3..=6) };
@@ -124,7 +124,7 @@ fn counted(form: Form, rng: &mut impl Rng) -> (Value, String) {
     }
 }
 
-/// Given words, phrases and languages.
+/// Draws words, phrases or a language.
 fn worded(form: Form, rng: &mut impl Rng) -> (Value, String) {
     let mut words = WORDS;
     words.shuffle(rng);
@@ -161,7 +161,7 @@ fn worded(form: Form, rng: &mut impl Rng) -> (Value, String) {
     }
 }
 
-/// Layout, punctuation and case.
+/// Draws layout, punctuation or case.
 fn shaped(form: Form, rng: &mut impl Rng) -> (Value, String) {
     let n: u32 = rng.random_range(2..=4);
     let bare = |ask: &str| (json!({}), ask.to_owned());
@@ -210,7 +210,7 @@ fn shaped(form: Form, rng: &mut impl Rng) -> (Value, String) {
     }
 }
 
-/// A member of a list that is not empty.
+/// Returns a random member of a list that is not empty.
 fn pick<'a, T>(list: &'a [T], rng: &mut impl Rng) -> &'a T {
     list.choose(rng).unwrap_or(&list[0])
 }
