@@ -53,8 +53,12 @@ enum Command {
 }
 
 /// The features that change what a build can do, and whether this one has them.
-const FEATURES: [(&str, bool); 3] =
-    [("cuda", cfg!(feature = "cuda")), ("mpi", cfg!(feature = "mpi")), ("nccl", cfg!(feature = "nccl"))];
+const FEATURES: [(&str, bool); 4] = [
+    ("cuda", cfg!(feature = "cuda")),
+    ("flash-attn", cfg!(feature = "flash-attn")),
+    ("mpi", cfg!(feature = "mpi")),
+    ("nccl", cfg!(feature = "nccl")),
+];
 
 /// The version, what it was built with, and in a packaged build its commit. A build of every day does not know its commit, or
 /// each would compile the crate anew.
