@@ -16,9 +16,7 @@ from transformers.models.qwen2 import modeling_qwen2
 
 from make_fixtures import EAGER
 
-LINEAR = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
-GATED = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 # Ties go to the even one of these.
 TIE = 1e-6 * (torch.arange(8) % 2)
@@ -93,10 +91,7 @@ def weights(change):
 
 def configuration(change):
     """A maker that changes the configuration: `change(case)` gives the other sizes."""
-    def make(case):
-        return case.ready(case.rebuilt(**change(case))), plain
-    make.builds_anew = True
-    return make
+    return lambda case: (case.ready(case.rebuilt(**change(case))), plain)
 
 
 def reading(read):
@@ -262,35 +257,6 @@ def bf16_logits(model, tokens):
     return chosen(logits(model, tokens).bfloat16().float().log_softmax(-1), tokens)
 
 
-def matrices(case):
-    """Which matrices a quantiser takes."""
-    if case.family == "qwen2":
-        return LINEAR + GATED
-    return case.rng.choice([EXPERTS, LINEAR + EXPERTS])
-
-
-def over_scale(tensor, expert, scale, largest, round_):
-    """`round_` of values over their scale; a scale an output, a matrix, or none."""
-    axis = 1 if expert else -1  # [experts, in, out] against [out, in]
-    if scale == "none":
-        return round_(tensor)
-    highest = tensor.abs().amax(axis if scale == "channel" else ((1, 2) if expert else (0, 1)), keepdim=True)
-    step = highest.clamp(min=1e-12) / largest
-    return round_(tensor / step) * step
-
-
-def fp8(case):
-    names, scale = matrices(case), case.rng.choice(["none", "matrix", "channel"])
-    cast = lambda x: x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
-    return lambda name, t: over_scale(t, "experts" in name, scale, 448.0, cast) if name.endswith(names) else None
-
-
-def int8(case):
-    names, scale = matrices(case), case.rng.choice(["matrix", "channel"])
-    cast = lambda x: x.round().clamp(-127, 127)
-    return lambda name, t: over_scale(t, "experts" in name, scale, 127.0, cast) if name.endswith(names) else None
-
-
 def mxfp4(case):
     """Blocks of 32 inputs; the scale of the OCP's formula, or the next where a value would be cut off."""
     cuts_off = case.rng.random() < 0.5
@@ -345,8 +311,6 @@ FAULTS = {
     "log-probs after min-p": filtered(min_p),
     "bf16 logits": reading(lambda case: bf16_logits),
     "bf16 weights": weights(lambda case: lambda name, t: t.bfloat16().float()),
-    "fp8 weights": weights(fp8),
-    "int8 weights": weights(int8),
     "MXFP4 weights": weights(mxfp4),
     "weights one update old": earlier,
 }

@@ -1,7 +1,7 @@
-//! Another engine's rows compared with this model: the verdict, where the gap lives, and both in words.
+//! Another engine's rows compared with this model: the verdict, the place of the mismatch, and both in words.
 
 use super::compare::Gap;
-use super::diagnose::{Diagnosis, Reference, Verdict};
+use super::diagnose::{Diagnosis, Reference, Verdict, listed};
 use super::distance::GapFigures;
 use super::locate::{Located, Places, locate};
 use super::observed::{Observed, ObservedBatch};
@@ -17,7 +17,7 @@ use crate::model::config::LayerType;
 use anyhow::Result;
 use serde_json::{Value, json};
 
-/// What a comparison with the rows found.
+/// The comparison of a side's rows with the model.
 pub struct Comparison {
     /// The failing link over all tokens, then by position.
     pub lines: Vec<Line>,
@@ -31,20 +31,15 @@ pub struct Comparison {
 }
 
 impl Comparison {
-    /// What `mismatch.json` holds of it.
+    /// Its part of `mismatch.json`.
     pub fn to_json(&self) -> Value {
         let Diagnosis { verdict, figures, left, f32_yard, bf16_yard, within_bf16, without_effect, .. } =
             &self.diagnosis;
         let of = |figures: &GapFigures| {
             Value::Object(figures.named().map(|(k, v)| (k.to_owned(), json!(v))).into_iter().collect())
         };
-        let sets = verdict.explanations();
-        let explanations = sets.iter().map(|causes| {
-            json!({
-                "causes": causes.iter().map(|cause| cause.name()).collect::<Vec<_>>(),
-                "words": super::causes::words(causes),
-            })
-        });
+        let explanations = verdict.causes().iter();
+        let explanations = explanations.map(|cause| json!({"causes": [cause.name], "words": cause.words()}));
         json!({
             "verdict": verdict.kind(),
             "differs": verdict.differs(),
@@ -129,7 +124,7 @@ pub fn sides(rows: Vec<TokenRow>) -> Vec<(&'static str, Vec<TokenRow>)> {
     vec![("inference", rows), ("trainer", trainer)]
 }
 
-/// What the file's two sides are from each other; `None` where it has one.
+/// Compares the file's two sides with each other; `None` where it has one.
 ///
 /// # Errors
 /// When a log-prob is no number.
@@ -184,7 +179,8 @@ fn observe(rows: &[TokenRow], micro_batch_tokens: usize) -> (Observed, Vec<usize
     (observed, row_of_target)
 }
 
-/// A target moved when its gap is beyond what rounding makes: of f32 where most targets agree so far, else of bf16.
+/// A target moved when its gap is beyond what rounding makes: of f32 where most targets agree so far, else of
+/// bf16.
 fn threshold(diagnosis: &Diagnosis) -> f64 {
     let f32_like = diagnosis.figures.median <= 4.0 * diagnosis.f32_yard.median.max(1e-6);
     let yard = if f32_like { &diagnosis.f32_yard } else { &diagnosis.bf16_yard };
@@ -250,24 +246,20 @@ fn answer(found: &Diagnosis, located: &Located, lines: &[Line]) -> String {
         Verdict::Rounding => format!(
             "No mistake found: the gap cannot be told from rounding. Over {tokens} tokens it is no larger than what bf16 makes of this model."
         ),
-        Verdict::Named(causes) => format!("Differs: {}.", super::causes::words(causes)),
-        Verdict::OneOf(sets) => {
-            let list: Vec<String> = sets.iter().map(|causes| super::causes::words(causes)).collect();
-            format!(
-                "Differs, and each of these alone leaves only rounding: {}. To decide: {}.",
-                list.join("; or "),
-                sets[0].first().map_or("more rows", |cause| cause.decides())
-            )
-        }
+        Verdict::Named(cause) => format!("Differs: {}.", cause.words()),
+        Verdict::OneOf(causes) => format!(
+            "Differs, and each of these alone leaves only rounding: {}. To decide: {}.",
+            listed(causes),
+            causes[0].decides
+        ),
         Verdict::Unknown(guesses) => {
             let mut text = "Differs, and the cause is unknown: no known one leaves only rounding.".to_owned();
             if let [first, rest @ ..] = guesses.as_slice() {
-                text.push_str(&format!(" Nearest: {}", super::causes::words(first)));
+                text.push_str(&format!(" Nearest: {}", first.words()));
                 if let Some(second) = rest.first() {
-                    text.push_str(&format!("; then: {}", super::causes::words(second)));
+                    text.push_str(&format!("; then: {}", second.words()));
                 }
-                let decides = first.first().map_or("more rows", |cause| cause.decides());
-                text.push_str(&format!(". To decide: {decides}."));
+                text.push_str(&format!(". To decide: {}.", first.decides));
             }
             text
         }

@@ -1,4 +1,4 @@
-//! Arms on the command line: `a,b+c` is a row with `a` and a row with `b` and `c`.
+//! Ablations (`[arms]`) on the command line: `a,b+c` is a row with `a` and a row with `b` and `c`.
 
 use crate::model::arms::Arms;
 use std::fmt::Write;
@@ -8,15 +8,15 @@ const ROUTER_NOISE: &str = "0.3";
 /// Mantissa bits where none are given: those of FP8 E4M3, an exaggeration too.
 const MANTISSA_BITS: &str = "3";
 
-/// One row: its name, and the `key=value` settings that switch its arms on.
+/// One row: its name, and the `key=value` settings that switch its ablations on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ArmRow {
     pub name: String,
     pub sets: Vec<String>,
 }
 
-/// The rows that `text` asks for. Values are checked where the settings are read. `recipe` gives the strength of an arm
-/// that is written without one, if it has it switched on.
+/// The rows that `text` asks for. Values are checked where the settings are read. `recipe` gives the strength
+/// of an ablation that is written without one, if it has it switched on.
 pub fn rows(text: &str, recipe: &Arms) -> Vec<ArmRow> {
     text.split(',')
         .map(|row| ArmRow {
@@ -26,7 +26,7 @@ pub fn rows(text: &str, recipe: &Arms) -> Vec<ArmRow> {
         .collect()
 }
 
-/// The setting of one arm, `name` or `name=value`; `None` where the recipe's own value stays.
+/// The setting of one ablation, `name` or `name=value`; `None` where the recipe's own value stays.
 fn setting(arm: &str, recipe: &Arms) -> Option<String> {
     let value = match arm {
         _ if arm.contains('=') => return Some(format!("arms.{arm}")),
@@ -38,7 +38,7 @@ fn setting(arm: &str, recipe: &Arms) -> Option<String> {
     Some(format!("arms.{arm}={value}"))
 }
 
-/// The list of arms for a help text.
+/// The list of ablations for a help text.
 pub fn help() -> String {
     let mut text = "Arms, each also a key of the recipe's [arms]:\n".to_owned();
     for (key, what) in Arms::all() {

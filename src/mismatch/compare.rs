@@ -1,10 +1,5 @@
-//! Figures of a gap: training log-probs against rollout log-probs on the same tokens.
+//! Figures of a log-prob mismatch: training log-probs against rollout log-probs on the same tokens.
 
-use super::passes::Trace;
-use crate::learner::micro_batch::MicroBatch;
-use crate::model::policy_view::PolicyView;
-use crate::ops::cpu::host_ids;
-use crate::ops::threads::Threads;
 use crate::policy::Sequences;
 use crate::policy::correction::{ImportanceConfig, Level, WeightBound, importance_weights};
 use crate::policy::offpolicy::{agreement_metrics, offpolicy_metrics};
@@ -35,7 +30,7 @@ pub struct Gap<'a> {
     pub cu_seqlens: &'a [usize],
     pub training: &'a [f32],
     pub rollout: &'a [f32],
-    /// What the importance ratio is taken against: the rollout's, or a second forward's.
+    /// The log-probs that the importance ratio is taken against: the rollout's, or a second forward's.
     pub old: &'a [f32],
     /// Ratios outside `1 − low ..= 1 + high` are clipped.
     pub clip: (f64, f64),
@@ -76,55 +71,4 @@ impl Gap<'_> {
         found.retain(|(name, _)| COLUMNS.iter().any(|(column, _)| column == name));
         Ok(found)
     }
-}
-
-/// Where two forwards part.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Divergence {
-    /// Share of (token, layer) with the same set of experts.
-    pub routing_agreement: f64,
-    /// First layer, from 0, with an output that differs in any bit.
-    pub first_layer: Option<usize>,
-}
-
-/// Both paths over the same batches: their log-probabilities, and where they part. `passed` is told of each path's pass.
-///
-/// # Errors
-/// When a forward fails.
-pub fn both(
-    threads: &Threads,
-    [a, b]: [&PolicyView; 2],
-    batches: &[MicroBatch],
-    temperature: f64,
-    passed: &(dyn Fn(&MicroBatch) + Sync),
-) -> Result<([Vec<f32>; 2], Divergence)> {
-    let (mut log_probs, mut first_layer) = ([vec![], vec![]], None::<usize>);
-    let (mut same, mut all) = (0usize, 0usize);
-    for batch in batches {
-        let (x, y) = threads.wide(|| -> Result<(Trace, Trace)> { Ok((a.trace(batch)?, b.trace(batch)?)) })?;
-        log_probs[0].extend(a.log_probs(&x.normed, batch, temperature)?);
-        passed(batch);
-        log_probs[1].extend(b.log_probs(&y.normed, batch, temperature)?);
-        passed(batch);
-        let top_k = a.model.config.num_experts_per_tok;
-        for (x, y) in x.routes.iter().zip(&y.routes) {
-            let (x, y) = (host_ids(x)?, host_ids(y)?);
-            for (x, y) in x.chunks_exact(top_k).zip(y.chunks_exact(top_k)) {
-                same += usize::from(x.iter().all(|expert| y.contains(expert)));
-                all += 1;
-            }
-        }
-        let layers = x.hidden.len().min(first_layer.unwrap_or(usize::MAX));
-        for index in 0..layers {
-            let bits = |t: &Trace| -> Result<Vec<u32>> {
-                Ok(t.hidden[index].flatten_all()?.to_vec1::<f32>()?.iter().map(|v| v.to_bits()).collect())
-            };
-            if bits(&x)? != bits(&y)? {
-                first_layer = Some(index);
-                break;
-            }
-        }
-    }
-    let routing_agreement = if all == 0 { 1.0 } else { same as f64 / all as f64 };
-    Ok((log_probs, Divergence { routing_agreement, first_layer }))
 }

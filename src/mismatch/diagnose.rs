@@ -1,11 +1,10 @@
 //! Which known mistake explains log-probabilities, if any: the decision.
 //!
-//! This model's log-probs of the same tokens are computed under each cause. [`Yardsticks`] say what rounding makes of them. A
-//! cause is named when what is left after it is rounding by every figure of [`GapFigures`], the data takes the whole step to
-//! it, and no other cause does as well; alone, when no second one shows on top of it.
+//! This model's log-probs of the same tokens are computed under each cause. [`Yardsticks`] say what rounding
+//! makes of them. A cause is named when what is left after it is rounding by every figure of [`GapFigures`],
+//! the regression slope on its step is 1, and no other cause does as well.
 
-use super::causes::weights::Quantised;
-use super::causes::{self, Cause};
+use super::causes::Cause;
 use super::distance::{Fit, GapFigures, slope};
 use super::observed::Observed;
 use super::rounding::{F32_FLOOR, Yardsticks, within_f32};
@@ -17,23 +16,25 @@ use crate::model::parameters::Parameters;
 use crate::ops::threads::Threads;
 use anyhow::Result;
 
-/// A candidate that leaves more than so many times what could be rounding, and this share of the spread, is not looked at
-/// closely.
+/// A candidate that leaves more than so many times what could be rounding, and this share of the spread, is
+/// not looked at closely.
 const HOPELESS: (f64, f64) = (2.0, 0.5);
-/// A cause must be so many nats of log-likelihood better than none, and leave at most this share of the spread.
+/// A cause must be so many nats of log-likelihood better than none, and leave at most this share of the
+/// spread.
 const EVIDENCE_MIN: f64 = 25.0;
 const SPREAD_SHARE_MAX: f64 = 0.95;
-/// Where what it explains may be rounding: one flip of routing moves many tokens together, so likelihood proves little there.
+/// Where what it explains may be rounding: one flip of routing moves many tokens together, so likelihood
+/// proves little there.
 const SPREAD_SHARE_OF_ROUNDING_MAX: f64 = 0.75;
-/// Causes within so many nats of log-likelihood of the best, and this share of its spread, are not told apart.
+/// Causes within so many nats of log-likelihood of the best, and this share of its spread, are not told
+/// apart.
 const TOLD_APART: f64 = 15.0;
 const SPREAD_TOLD_APART: f64 = 1.02;
 /// The slope of a right cause is 1, give or take this and four standard errors.
 const SLOPE_ERROR: f64 = 0.12;
-/// Causes that are looked at closely, and that a second cause is tried on top of.
+/// Causes that are looked at closely.
 const CLOSE_MAX: usize = 8;
-const PAIR_FIRST_MAX: usize = 3;
-/// Of more causes than this that are not told apart, none is named.
+/// More causes than this that cannot be told apart are not named.
 const SET_MAX: usize = 3;
 
 /// The model as it should be.
@@ -48,19 +49,19 @@ pub struct Reference<'a> {
     pub console: &'a Console,
 }
 
-/// What was found.
+/// The answer.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Verdict {
     /// No figure exceeds what rounding of f32 makes.
     Agrees,
     /// No figure exceeds what bf16 makes, and no cause shows.
     Rounding,
-    /// One mistake, or several at once; what is left is rounding.
-    Named(Vec<Cause>),
+    /// One mistake; what is left is rounding.
+    Named(Cause),
     /// One of these, each of which leaves only rounding.
-    OneOf(Vec<Vec<Cause>>),
+    OneOf(Vec<Cause>),
     /// None of the known causes; up to two that explain a part.
-    Unknown(Vec<Vec<Cause>>),
+    Unknown(Vec<Cause>),
 }
 
 impl Verdict {
@@ -80,37 +81,40 @@ impl Verdict {
         !matches!(self, Verdict::Agrees | Verdict::Rounding)
     }
 
-    /// The explanations it lists: the cause named, those not told apart, or the guesses.
-    pub fn explanations(&self) -> Vec<Vec<Cause>> {
+    /// The causes it lists: the one named, those not told apart, or the guesses.
+    pub fn causes(&self) -> &[Cause] {
         match self {
-            Verdict::Agrees | Verdict::Rounding => vec![],
-            Verdict::Named(causes) => vec![causes.clone()],
-            Verdict::OneOf(sets) | Verdict::Unknown(sets) => sets.clone(),
+            Verdict::Agrees | Verdict::Rounding => &[],
+            Verdict::Named(cause) => std::slice::from_ref(cause),
+            Verdict::OneOf(causes) | Verdict::Unknown(causes) => causes,
         }
     }
 
     /// In words.
     pub fn words(&self) -> String {
-        let list = |sets: &[Vec<Cause>]| {
-            sets.iter().map(|causes| causes::words(causes)).collect::<Vec<_>>().join("; or ")
-        };
         match self {
             Verdict::Agrees => "agrees".into(),
             Verdict::Rounding => "rounding: no more than bf16 makes".into(),
-            Verdict::Named(causes) => causes::words(causes),
-            Verdict::OneOf(sets) => format!("one of: {}", list(sets)),
+            Verdict::Named(cause) => cause.words(),
+            Verdict::OneOf(causes) => format!("one of: {}", listed(causes)),
             Verdict::Unknown(_) => "unknown: no known cause leaves only rounding".into(),
         }
     }
 }
 
-/// What was found, and by what margin.
+/// Causes that are not told apart, in words.
+pub fn listed(causes: &[Cause]) -> String {
+    causes.iter().map(Cause::words).collect::<Vec<_>>().join("; or ")
+}
+
+/// The answer with its figures.
 pub struct Diagnosis {
     pub verdict: Verdict,
-    /// Of `theirs − ours`, all targets.
+    /// `theirs − ours` of all targets.
     pub gaps: Vec<f64>,
     pub figures: GapFigures,
-    /// What the verdict's first explanation leaves, or where they agree the model as it is; without [`Self::ties`].
+    /// Gaps under the verdict's first explanation, or under the model as it is where they agree; without
+    /// [`Self::ties`].
     pub left: Option<GapFigures>,
     /// This model in slightly shortened f32 against itself.
     pub f32_yard: GapFigures,
@@ -129,7 +133,7 @@ pub struct Diagnosis {
 /// A candidate looked at closely.
 struct Close {
     candidate: Candidate,
-    /// What it leaves, without the targets whose choice of experts is a tie; and how many these are.
+    /// Gaps under it without the targets whose choice of experts is a tie, and how many these are.
     settled: GapFigures,
     ties: usize,
     /// Under its causes and bf16, or f32, whichever fits better.
@@ -156,11 +160,10 @@ impl Close {
         self.yardsticks.is_of_f32(&self.settled)
     }
 
-    /// Rounding as a cause is named only when it is computed to the last digits: else any noise would do. bf16 weights are a
-    /// part of what computing in bf16 makes.
+    /// Rounding as a cause is named only when it is computed to the last digits: else any noise would do.
+    /// bf16 weights are a part of what computing in bf16 makes.
     fn is_rounding(&self) -> bool {
-        let rounds = |cause: &Cause| matches!(cause, Cause::Mantissa(_) | Cause::Weights(Quantised::Bf16));
-        self.candidate.causes.iter().any(rounds)
+        self.candidate.cause.as_ref().is_some_and(Cause::is_rounding)
     }
 
     /// Whether `other` explains as well as this, the best.
@@ -177,9 +180,7 @@ impl Reference<'_> {
     /// When a forward fails.
     pub fn diagnose(&self, observed: &Observed) -> Result<Diagnosis> {
         let search = Search::new(*self, observed)?;
-        let (computed, all) = (search.computed().to_vec(), vec![true; observed.log_probs.len()]);
-        let unchanged = Candidate::of(&observed.log_probs, vec![], computed, all);
-        let null = self.close(&search, unchanged)?;
+        let null = self.close(&search, search.unchanged())?;
         let mut found = Diagnosis {
             verdict: Verdict::Agrees,
             gaps: null.candidate.gaps.clone(),
@@ -189,48 +190,33 @@ impl Reference<'_> {
             bf16_yard: null.yardsticks.bf16,
             within_bf16: null.leaves_bf16(),
             without_effect: vec![],
-            computed: search.computed().to_vec(),
+            computed: search.computed.clone(),
             ties: null.ties,
         };
         if null.leaves_f32() {
             found.left = Some(null.settled);
             return Ok(found);
         }
-        let (singles, without_effect) = search.on_top_of(&[])?;
-        found.without_effect = without_effect;
-        let close = self.nearest(&search, singles, &null)?;
-        let single = decide(&null, &close, &[]);
-        // What is left to the last digit has no second cause.
-        if let Some(verdict) = &single
-            && close.iter().any(Close::leaves_f32)
+        let candidates;
+        (candidates, found.without_effect) = search.candidates()?;
+        let close = self.nearest(&search, candidates, &null)?;
+        let verdict = match decide(&null, &close) {
+            Some(verdict) => verdict,
+            // bf16 moves every token: few that moved in a file of f32 are something else.
+            None if found.within_bf16 && !null.is_of_f32() => Verdict::Rounding,
+            None => {
+                let explains = |close: &&Close| !close.is_rounding() && evident(&null, close);
+                let guesses = close.iter().filter(explains).take(2);
+                Verdict::Unknown(guesses.filter_map(|close| close.candidate.cause.clone()).collect())
+            }
+        };
+        if let Some(first) = verdict.causes().first()
+            && let Some(close) = close.iter().find(|close| close.candidate.cause.as_ref() == Some(first))
         {
-            return Ok(found.with(verdict.clone(), &close));
+            (found.left, found.ties) = (Some(close.settled), close.ties);
         }
-        // bf16 moves every token: few that moved in a file of f32 are something else.
-        if single.is_none() && found.within_bf16 && !null.is_of_f32() {
-            found.verdict = Verdict::Rounding;
-            return Ok(found);
-        }
-        let named = single.as_ref().map(Verdict::explanations).unwrap_or_default();
-        let mut pairs = vec![];
-        for first in firsts(&null, &close, &named) {
-            let better = |pair: &Candidate| pair.fit.log_likelihood > first.fit.log_likelihood;
-            pairs.extend(search.on_top_of(&first.causes)?.0.into_iter().filter(better));
-        }
-        let pairs = self.nearest(&search, pairs, &null)?;
-        if let Some(verdict) = decide(&null, &pairs, &close) {
-            return Ok(found.with(verdict, &pairs));
-        }
-        if let Some(verdict) = single {
-            return Ok(found.with(verdict, &close));
-        }
-        let guesses = close
-            .iter()
-            .filter(|close| !close.is_rounding() && evident(&null, close))
-            .take(2)
-            .map(|close| close.candidate.causes.clone())
-            .collect();
-        Ok(found.with(Verdict::Unknown(guesses), &close))
+        found.verdict = verdict;
+        Ok(found)
     }
 
     /// The best of `candidates` by their fit, each by the better of its fits in f32 and in bf16; best first.
@@ -254,12 +240,13 @@ impl Reference<'_> {
     }
 
     fn close(&self, search: &Search, candidate: Candidate) -> Result<Close> {
+        let cause = candidate.cause.as_ref();
         // Rounded once more it would be another explanation: the model's own yardsticks hold.
-        if candidate.causes.iter().any(|cause| matches!(cause, Cause::Mantissa(_))) {
+        if cause.is_some_and(Cause::shortens_mantissas) {
             return Ok(Close::hopeless(candidate));
         }
-        let theirs = &search.observed().log_probs;
-        let yardsticks = Yardsticks::of(search, &candidate.causes, &candidate.log_probs)?;
+        let theirs = &search.observed.log_probs;
+        let yardsticks = Yardsticks::of(search, cause, &candidate.log_probs)?;
         let in_bf16 = yardsticks.in_bf16.iter().map(|rounded| candidate.fit_of(theirs, rounded));
         let better = |a: Fit, b: Fit| if b.log_likelihood > a.log_likelihood { b } else { a };
         let fit = in_bf16.fold(candidate.fit, better);
@@ -268,57 +255,28 @@ impl Reference<'_> {
             && yardsticks.is_of_f32(&candidate.figures)
             && !within_f32(&candidate.figures, &yardsticks.f32);
         if may_have_ties {
-            let rounded =
-                |bits| search.log_probs(&[&candidate.causes[..], &[Cause::Mantissa(bits)]].concat());
+            let rounded = |bits| Ok(search.rounded(cause, (bits, bits))?.log_probs);
             let forwards = TIE_BITS.map(rounded).into_iter().collect::<Result<Vec<_>>>()?;
             let gaps;
             (gaps, ties) =
-                without_ties(&candidate.gaps, theirs, &search.observed().rows(), &forwards, F32_FLOOR);
+                without_ties(&candidate.gaps, theirs, &search.observed.rows(), &forwards, F32_FLOOR);
             settled = GapFigures::of(&gaps);
         }
         Ok(Close { fit, settled, ties, yardsticks, candidate })
     }
 }
 
-impl Diagnosis {
-    fn with(mut self, verdict: Verdict, close: &[Close]) -> Self {
-        let first = verdict.explanations().into_iter().next();
-        let of = |causes| close.iter().find(|close| close.candidate.causes == causes);
-        if let Some(close) = first.and_then(of) {
-            (self.left, self.ties) = (Some(close.settled), close.ties);
-        }
-        self.verdict = verdict;
-        self
-    }
-}
-
-/// What a second cause is tried on top of: what is `named`, or else the best of those that explain something, no two of one
-/// name.
-fn firsts<'a>(null: &Close, close: &'a [Close], named: &[Vec<Cause>]) -> Vec<&'a Candidate> {
-    let mut firsts: Vec<&Candidate> = vec![];
-    for Close { candidate, .. } in close.iter().filter(|close| match named {
-        [] => !close.is_rounding() && evident(null, close),
-        named => named.contains(&close.candidate.causes),
-    }) {
-        if firsts.len() < PAIR_FIRST_MAX && firsts.iter().all(|other| other.names() != candidate.names()) {
-            firsts.push(candidate);
-        }
-    }
-    firsts
-}
-
-/// The verdict from explanations `close`, best first; `None` when none of them will do. `parts` are the single causes of
-/// which pairs consist.
-fn decide(null: &Close, close: &[Close], parts: &[Close]) -> Option<Verdict> {
+/// The verdict from explanations `close`, best first; `None` when none of them will do.
+fn decide(null: &Close, close: &[Close]) -> Option<Verdict> {
     let exact: Vec<&Close> = close.iter().filter(|close| close.leaves_f32()).collect();
     let explains = |close: &&Close| {
+        let (slope, error) = slope(&null.candidate.gaps, &close.candidate.gaps);
         !close.is_rounding()
             && close.leaves_bf16()
             // Where most tokens are equal to f32's digits, what moves them is no explanation.
             && (close.is_of_f32() || !null.is_of_f32())
             && evident(null, close)
-            && parts_evident(close, parts)
-            && steps_fit(null, close, parts)
+            && (slope - 1.0).abs() <= SLOPE_ERROR + 4.0 * error
     };
     let fitting: Vec<&Close> =
         if exact.is_empty() { close.iter().filter(explains).collect() } else { exact.clone() };
@@ -327,52 +285,32 @@ fn decide(null: &Close, close: &[Close], parts: &[Close]) -> Option<Verdict> {
     let overtaken = close.iter().any(|other| {
         best.fit.log_likelihood + TOLD_APART < other.fit.log_likelihood
             && !other.is_rounding()
-            && other.candidate.names() != best.candidate.names()
+            && other.candidate.name() != best.candidate.name()
     });
     if exact.is_empty() && overtaken {
         return None;
     }
-    let mut sets: Vec<Vec<Cause>> = vec![];
-    let mut names: Vec<Vec<&str>> = vec![];
-    for other in fitting.iter().filter(|other| best.as_good(other)) {
-        if !names.contains(&other.candidate.names()) {
-            names.push(other.candidate.names());
-            sets.push(other.candidate.causes.clone());
+    let mut causes: Vec<Cause> = vec![];
+    for cause in fitting.iter().filter(|other| best.as_good(other)).filter_map(|c| c.candidate.cause.as_ref())
+    {
+        if causes.iter().all(|other| other.name != cause.name) {
+            causes.push(cause.clone());
         }
     }
-    match sets.len() {
-        1 => sets.pop().map(Verdict::Named),
-        2..=SET_MAX => Some(Verdict::OneOf(sets)),
+    match causes.len() {
+        1 => causes.pop().map(Verdict::Named),
+        2..=SET_MAX => Some(Verdict::OneOf(causes)),
         _ => None,
     }
 }
 
-/// Whether the data speaks for `close` rather than for `start`, which is no mistake or one of several: as it is, and not only in
-/// a rounding that happens to fit.
-fn evident(start: &Close, close: &Close) -> bool {
-    let may_be_rounding = start.leaves_bf16() && !start.is_of_f32();
+/// Whether the data speaks for `close` rather than for `null`, the model as it is: computed as it is, and not
+/// only in a rounding that happens to fit.
+fn evident(null: &Close, close: &Close) -> bool {
+    let may_be_rounding = null.leaves_bf16() && !null.is_of_f32();
     let share = if may_be_rounding { SPREAD_SHARE_OF_ROUNDING_MAX } else { SPREAD_SHARE_MAX };
-    let speaks = |start: &Fit, close: &Fit| {
-        close.log_likelihood - start.log_likelihood >= EVIDENCE_MIN && close.spread <= share * start.spread
+    let speaks = |null: &Fit, close: &Fit| {
+        close.log_likelihood - null.log_likelihood >= EVIDENCE_MIN && close.spread <= share * null.spread
     };
-    speaks(&start.fit, &close.fit) && speaks(&start.candidate.fit, &close.candidate.fit)
-}
-
-/// Whether both causes of a pair are needed.
-fn parts_evident(close: &Close, parts: &[Close]) -> bool {
-    close.candidate.causes.len() < 2
-        || parts.iter().all(|part| {
-            let within = part.candidate.causes.iter().all(|cause| close.candidate.causes.contains(cause));
-            !within || evident(part, close)
-        })
-}
-
-/// Whether the data takes the whole step to each cause.
-fn steps_fit(null: &Close, close: &Close, parts: &[Close]) -> bool {
-    let part_of = |part: &&Close| part.candidate.causes.iter().all(|c| close.candidate.causes.contains(c));
-    let starts = parts.iter().filter(part_of).chain([null]);
-    starts.into_iter().all(|start| {
-        let (found, error) = slope(&start.candidate.gaps, &close.candidate.gaps);
-        (found - 1.0).abs() <= SLOPE_ERROR + 4.0 * error
-    })
+    speaks(&null.fit, &close.fit) && speaks(&null.candidate.fit, &close.candidate.fit)
 }

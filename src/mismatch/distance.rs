@@ -1,5 +1,5 @@
-//! How far two lists of log-probabilities are apart: figures that cannot be fooled by a majority that agrees, and a score
-//! that ranks explanations.
+//! How far two lists of log-probabilities are apart: figures that cannot be fooled by a majority that agrees,
+//! and a score that ranks explanations.
 
 /// A gap counts as at most this many nats: −∞ against a number.
 const GAP_MAX: f64 = 50.0;
@@ -31,7 +31,7 @@ pub struct GapFigures {
     pub p999: f64,
     pub max: f64,
     pub mean: f64,
-    /// Of weights e^Δ, over their number.
+    /// Effective sample size of the weights e^Δ over their number.
     pub effective_sample_share: f64,
 }
 
@@ -97,7 +97,8 @@ impl GapFigures {
         }
     }
 
-    /// Every figure at most `body` (of median, p90 and mean) or `tail` (of the rest) times `other`'s, or `floor`.
+    /// Every figure at most `body` (of median, p90 and mean) or `tail` (of the rest) times `other`'s, or
+    /// `floor`.
     pub fn within(&self, other: &GapFigures, (body, tail): (f64, f64), floor: f64) -> bool {
         let at_most = |mine: f64, theirs: f64, factor: f64| mine <= (factor * theirs).max(floor);
         at_most(self.median, other.median, body)
@@ -111,8 +112,8 @@ impl GapFigures {
     }
 }
 
-/// Spread of gaps under Student's t with 3 degrees of freedom, which a few flips of routing do not move, and their
-/// log-likelihood under it.
+/// Spread of gaps under Student's t with 3 degrees of freedom, which a few flips of routing do not move, and
+/// their log-likelihood under it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Fit {
     pub spread: f64,
@@ -142,8 +143,8 @@ fn weight(gap: f64, spread: f64) -> f64 {
     4.0 / (3.0 + (gap / spread).powi(2))
 }
 
-/// How much of the step from one explanation to another the data takes: the slope of `before` on `step`, outliers weighed
-/// down, and its standard error. 1 where the step is right, 0 where it is beside the point.
+/// How much of the step from one explanation to another the data takes: the slope of `before` on `step`,
+/// outliers weighed down, and its standard error. 1 where the step is right, 0 where it is beside the point.
 pub fn slope(before: &[f64], after: &[f64]) -> (f64, f64) {
     let spread = Fit::of(after).spread;
     let (mut xy, mut xx) = (0.0, 0.0);

@@ -7,8 +7,8 @@ use crate::ops::threads::Threads;
 use crate::trajectory::Trajectory;
 use anyhow::Result;
 
-/// The text of prime-rl's `token_exports/step_N/rank_0.jsonl` for `trajectories` of `step`: `training` gives the trainer's
-/// side. Conversations without a sampled token are left out, as there.
+/// The text of prime-rl's `token_exports/step_N/rank_0.jsonl` for `trajectories` of `step`: `training` gives
+/// the trainer's side. Conversations without a sampled token are left out, as there.
 ///
 /// # Errors
 /// When a forward fails.

@@ -1,5 +1,6 @@
 //! Log-probabilities as engines may report them: at another temperature, after a filter, of rounded logits.
 
+use super::causes::Cause;
 use super::observed::ObservedBatch;
 use crate::model::policy_view::PolicyView;
 use crate::ops::logits::{Sampling, logits_rows_max};
@@ -7,12 +8,26 @@ use anyhow::Result;
 use candle_core::Tensor;
 use half::bf16;
 
-/// What a sampler kept before it took the log-probability.
+/// A sampler's filter before it took the log-probability.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Filter {
     TopP(f64),
     TopK(usize),
     MinP(f64),
+}
+
+/// Decides between mistakes that lie behind the logits.
+pub const DECIDES: &str = "the log-probs of several tokens at one place (top_logprobs)";
+
+/// The log-probs of what `filter` kept.
+fn filtered(filter: Filter) -> Cause {
+    let (name, kept) = match filter {
+        Filter::TopP(p) => ("log-probs after top-p", format!("top_p = {p:.3}")),
+        Filter::TopK(k) => ("log-probs after top-k", format!("top_k = {k}")),
+        Filter::MinP(p) => ("log-probs after min-p", format!("min_p = {p:.3}")),
+    };
+    let settings = HeadSettings { filter: Some(filter), ..HeadSettings::default() };
+    Cause::head(name, format!("renormalised over what {kept} keeps"), DECIDES, settings)
 }
 
 /// How logits become log-probabilities.
@@ -31,8 +46,8 @@ impl Default for HeadSettings {
 }
 
 impl HeadSettings {
-    /// Log-probabilities of `batch`'s targets from `normed [R, H]`; −∞ where the filter keeps none. Those that were not
-    /// sampled are at temperature 1, over all tokens.
+    /// Log-probabilities of `batch`'s targets from `normed [R, H]`; −∞ where the filter keeps none. Those
+    /// that were not sampled are at temperature 1, over all tokens.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -154,7 +169,8 @@ impl Sorted {
         }
     }
 
-    /// The engine has a log-prob for the target, so it kept it: one at the edge counts as kept, for rounding moves the edge.
+    /// The engine has a log-prob for the target, so it kept it: one at the edge counts as kept, for rounding
+    /// moves the edge.
     fn log_prob(&self, filter: Filter) -> f64 {
         let kept = self.kept(filter);
         let at_edge =
@@ -172,6 +188,8 @@ pub struct FitRows {
     rows: Vec<(Vec<f32>, usize, f64, f64)>,
 }
 
+/// A fitted temperature this near the stated one is the stated one.
+const TEMPERATURE_ALIKE: f64 = 0.005;
 /// Rows that a parameter is fitted on.
 const FIT_ROWS_MAX: usize = 384;
 /// Values of logits kept for it.
@@ -209,12 +227,24 @@ impl FitRows {
         Ok(Self { rows })
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.rows.is_empty()
+    /// The filters, and the temperature where it is another than the stated one, that fit best.
+    pub fn causes(&self) -> Vec<Cause> {
+        if self.rows.is_empty() {
+            return vec![];
+        }
+        let mut found = self.filters().map(filtered).to_vec();
+        let factor = self.temperature_factor();
+        if factor.ln().abs() > TEMPERATURE_ALIKE {
+            let detail = format!("log-probs are those of {factor:.3} times the temperature stated");
+            let settings = HeadSettings { temperature_factor: factor, ..HeadSettings::default() };
+            found.push(Cause::head("another temperature", detail, DECIDES, settings));
+        }
+        found
     }
 
-    /// The multiple of the stated temperature that fits best: a grid over 0.1 to 10, then golden-section search.
-    pub fn temperature_factor(&self) -> f64 {
+    /// The multiple of the stated temperature that fits best: a grid over 0.1 to 10, then golden-section
+    /// search.
+    fn temperature_factor(&self) -> f64 {
         let gap = |log: f64| {
             spread(self.rows.iter().map(|(z, target, temperature, theirs)| {
                 Sorted::unsorted_log_prob(z, *target, temperature * log.exp()) - theirs
@@ -232,7 +262,7 @@ impl FitRows {
     }
 
     /// The best filter of each kind.
-    pub fn filters(&self) -> [Filter; 3] {
+    fn filters(&self) -> [Filter; 3] {
         let sorted: Vec<(Sorted, f64)> = self
             .rows
             .iter()

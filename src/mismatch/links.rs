@@ -22,7 +22,7 @@ use anyhow::Result;
 /// Sequences decoded together.
 const DECODE_SEQUENCES: usize = 64;
 
-/// What one link came to.
+/// The result of one link.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Link {
     pub name: &'static str,
@@ -65,9 +65,9 @@ impl Link {
 #[derive(Clone, Copy)]
 pub struct Proof<'a> {
     pub runner: BatchRunner<'a>,
-    /// What samples.
+    /// The policy that samples.
     pub rollout: &'a PolicyView<'a>,
-    /// What an arm changes in the training forward.
+    /// The ablations of the training forward.
     pub training: ForwardOptions,
     pub temperature: f64,
     pub micro_batch_tokens: usize,
@@ -152,7 +152,8 @@ impl Proof<'_> {
         }
     }
 
-    /// The training forward of `sequences` in this process, packed up to `tokens_max` and shown as `name`: log-probabilities a sequence.
+    /// The training forward of `sequences` in this process, packed up to `tokens_max` and shown as `name`:
+    /// log-probabilities a sequence.
     fn training(
         &self,
         name: &str,

@@ -1,13 +1,15 @@
-//! Where a gap lives: the positions, rows, tokens or experts that hold the tokens that moved.
+//! The place of a log-prob mismatch: the positions, rows, tokens or experts that hold the tokens that moved.
 
 use super::diagnose::Reference;
 use super::observed::Observed;
+use crate::model::layer::LayerOutput;
 use crate::model::policy_view::PolicyView;
-use crate::ops::cpu::host_ids;
 use anyhow::Result;
+use candle_core::Tensor;
 use std::collections::BTreeMap;
 
-/// A group is where the gap lives when at least this share of what moved lies in it, and this share of it moved.
+/// A group is the place of the mismatch when at least this share of the moved tokens lies in it, and this
+/// share of it moved.
 const CAUGHT_MIN: f64 = 0.8;
 const MOVED_MIN: f64 = 0.5;
 /// And tokens outside move at most this often, relative to those inside.
@@ -15,7 +17,7 @@ const OUTSIDE_MAX: f64 = 0.25;
 /// Groups of fewer targets are not looked at.
 const GROUP_TARGETS_MIN: usize = 3;
 
-/// What is known of each target.
+/// Each target's row, position, token and experts.
 pub struct Places {
     /// Names of the rows.
     pub names: Vec<String>,
@@ -29,7 +31,7 @@ pub struct Places {
 }
 
 impl Places {
-    /// Of the targets of `observed`, which are of the rows `rows`, one a target, of those called `names`.
+    /// Places of the targets of `observed`: `rows` has one entry a target, an index into the rows' `names`.
     ///
     /// # Errors
     /// When a forward fails.
@@ -45,12 +47,15 @@ impl Places {
             Self { names, rows, positions: vec![], experts: vec![vec![]; layers], tokens: vec![] };
         let policy = PolicyView::plain(reference.model, reference.parameters)?;
         for batch in observed.batches.iter().map(|batch| &batch.tokens) {
-            let trace = reference.threads.wide(|| policy.trace(batch))?;
-            for (layer, routes) in trace.routes.iter().enumerate() {
-                let routes = host_ids(routes)?;
-                let of_row = |&row: &u32| routes[row as usize * top_k..][..top_k].to_vec();
-                found.experts[layer].extend(batch.rows.iter().map(of_row));
-            }
+            let keep = &mut |layer: usize, _: &Tensor, output: &LayerOutput| -> Result<()> {
+                if let Some(routes) = output.routes() {
+                    let routes = routes.flatten_all()?.to_vec1::<u32>()?;
+                    let of_row = |&row: &u32| routes[row as usize * top_k..][..top_k].to_vec();
+                    found.experts[layer].extend(batch.rows.iter().map(of_row));
+                }
+                Ok(())
+            };
+            reference.threads.wide(|| policy.normed(batch, keep))?;
             found.positions.extend(batch.rows.iter().map(|&row| batch.positions[row as usize] as usize + 1));
             found.tokens.extend_from_slice(&batch.targets);
         }
@@ -63,7 +68,7 @@ impl Places {
     }
 }
 
-/// Where the gap lives.
+/// The place of the mismatch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Location {
     /// In words: "positions from 513 on".
@@ -74,7 +79,7 @@ pub struct Location {
     pub targets: usize,
 }
 
-/// What of the targets moved by more than `threshold`, and the one place that holds it, if there is one.
+/// The targets that moved beyond a threshold, and the one place that holds them, if there is one.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Located {
     pub moved: usize,
@@ -166,7 +171,8 @@ fn cuts(places: &Places, moved: &[bool], longest: usize) -> Vec<usize> {
     }
     let total: usize = share.iter().map(|s| s.0).sum();
     let count: usize = share.iter().map(|s| s.1).sum();
-    // The cut that parts the most: the largest gap between what moved so far and what would have, spread evenly.
+    // The cut that parts the most: the largest gap between what moved so far and what would have, spread
+    // evenly.
     let (mut before, mut seen, mut best) = (0usize, 0usize, (0.0f64, 0usize, 0.0f64, 0usize));
     for (position, (m, n)) in share.iter().enumerate() {
         let excess = before as f64 / total.max(1) as f64 - seen as f64 / count.max(1) as f64;

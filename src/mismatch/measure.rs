@@ -1,9 +1,10 @@
-//! Arms, measured on the same tokens.
+//! Ablations (`[arms]`), measured on the same tokens.
 //!
-//! The tokens are those of one rollout. Where an arm changes the rollout's forward, the rollout's log-probs are computed
-//! again on these tokens as that rollout would have stored them: every perturbation works on a row alone.
+//! The tokens are those of one rollout. Where an ablation changes the rollout's forward, the rollout's
+//! log-probs are computed again on these tokens as that rollout would have stored them: every perturbation
+//! works on a row alone.
 
-use super::compare::{Divergence, Gap, both};
+use super::compare::Gap;
 use super::diagnose::{Reference, Verdict};
 use super::observed::Observed;
 use super::output::Line;
@@ -11,21 +12,25 @@ use crate::learner::micro_batch::{MicroBatch, Sequence};
 use crate::metrics::Progress;
 use crate::model::arms::Arms;
 use crate::model::forward::ForwardOptions;
+use crate::model::layer::LayerOutput;
 use crate::model::policy_view::PolicyView;
+use crate::ops::cpu::on_host;
+use crate::ops::threads::Threads;
 use crate::trajectory::Trajectory;
 use anyhow::{Context, Result};
+use candle_core::Tensor;
 
-/// The tokens, and what all arms have in common.
+/// The tokens, and what all ablations have in common.
 pub struct Measure<'a> {
     reference: Reference<'a>,
     seed: u64,
     temperature: f64,
     clip: (f64, f64),
-    /// The arms that the tokens were sampled under.
+    /// The ablations that the tokens were sampled under.
     sampled_under: Arms,
     observed: Observed,
     cu_seqlens: Vec<usize>,
-    /// The model's own log-probs, without any arm.
+    /// The model's own log-probs, without any ablation.
     plain: Vec<f32>,
 }
 
@@ -59,10 +64,10 @@ impl<'a> Measure<'a> {
         Ok(Self { reference, seed, temperature, clip, sampled_under, observed, cu_seqlens, plain })
     }
 
-    /// The figures of one combination of arms.
+    /// The figures of one combination of ablations.
     ///
     /// # Errors
-    /// When an arm does not fit the model, or a forward fails.
+    /// When an ablation does not fit the model, or a forward fails.
     pub fn line(&self, name: &str, arms: &Arms) -> Result<Line> {
         let Reference { threads, model, parameters, .. } = self.reference;
         let rollout = PolicyView::rollout(model, parameters, arms, self.seed)?;
@@ -96,7 +101,7 @@ impl<'a> Measure<'a> {
             gap.metrics().context(name.to_owned())?.into_iter().map(|(k, v)| (k, Some(v))).collect();
         metrics.push(("mismatch/routing_agreement".into(), Some(divergence.routing_agreement)));
         metrics.push(("mismatch/first_divergent_layer".into(), divergence.first_layer.map(|l| l as f64)));
-        let mut cause = self.cause(arms, [&stored, &computed], divergence)?;
+        let mut cause = self.cause(arms, [&stored, &computed], &divergence)?;
         if arms.second_forward_old_logprobs && !same_bits(&old, &computed) {
             cause.push_str("; the second forward gives other old log-probs, so the ratio is not 1");
         }
@@ -110,7 +115,7 @@ impl<'a> Measure<'a> {
     }
 
     /// The likely cause, found from the log-probs alone.
-    fn cause(&self, arms: &Arms, sides: [&Vec<f32>; 2], divergence: Divergence) -> Result<String> {
+    fn cause(&self, arms: &Arms, sides: [&Vec<f32>; 2], divergence: &Divergence) -> Result<String> {
         let mut words = vec![];
         for (side, log_probs) in ["rollout", "training"].iter().zip(sides) {
             if same_bits(&self.plain, log_probs) {
@@ -136,6 +141,70 @@ impl<'a> Measure<'a> {
         }
         Ok(words.join("; "))
     }
+}
+
+/// The places where two forwards part.
+#[derive(Default)]
+struct Divergence {
+    /// Share of (token, layer) with the same set of experts.
+    routing_agreement: f64,
+    /// First layer, from 0, with an output that differs in any bit.
+    first_layer: Option<usize>,
+}
+
+/// Both paths over the same batches: their log-probabilities, and where they part. `passed` is told of each
+/// path's pass.
+///
+/// # Errors
+/// When a forward fails.
+fn both(
+    threads: &Threads,
+    [a, b]: [&PolicyView; 2],
+    batches: &[MicroBatch],
+    temperature: f64,
+    passed: &dyn Fn(&MicroBatch),
+) -> Result<([Vec<f32>; 2], Divergence)> {
+    let (mut log_probs, mut divergence) = ([vec![], vec![]], Divergence::default());
+    let (mut same, mut all) = (0usize, 0usize);
+    let top_k = a.model.config.num_experts_per_tok.max(1);
+    for batch in batches {
+        let (x, y) = threads.wide(|| -> Result<_> { Ok((layers(a, batch)?, layers(b, batch)?)) })?;
+        for ((policy, normed), log_probs) in [(a, &x.0), (b, &y.0)].into_iter().zip(&mut log_probs) {
+            log_probs.extend(policy.log_probs(normed, batch, temperature)?);
+            passed(batch);
+        }
+        for (layer, (x, y)) in x.1.iter().zip(&y.1).enumerate() {
+            for (x, y) in x.routes.chunks_exact(top_k).zip(y.routes.chunks_exact(top_k)) {
+                same += usize::from(x.iter().all(|expert| y.contains(expert)));
+                all += 1;
+            }
+            if divergence.first_layer.is_none_or(|first| layer < first) && !same_bits(&x.hidden, &y.hidden) {
+                divergence.first_layer = Some(layer);
+            }
+        }
+    }
+    divergence.routing_agreement = if all == 0 { 1.0 } else { same as f64 / all as f64 };
+    Ok((log_probs, divergence))
+}
+
+/// One layer's output.
+struct LayerTrace {
+    /// Experts chosen, `[T, K]`; none in a model without experts.
+    routes: Vec<u32>,
+    /// `[T, H]`.
+    hidden: Vec<f32>,
+}
+
+/// The forward of `batch` by `policy`: the head's input, and each layer's output.
+fn layers(policy: &PolicyView, batch: &MicroBatch) -> Result<(Tensor, Vec<LayerTrace>)> {
+    let mut layers = vec![];
+    let normed = policy.normed(batch, &mut |_, _, output: &LayerOutput| {
+        let routes = output.routes().map(|routes| routes.flatten_all()?.to_vec1()).transpose()?;
+        let hidden = on_host(&output.hidden)?.flatten_all()?.to_vec1()?;
+        layers.push(LayerTrace { routes: routes.unwrap_or_default(), hidden });
+        Ok(())
+    })?;
+    Ok((normed, layers))
 }
 
 /// A stage of so many `passes` over `batches`, in tokens.

@@ -1,8 +1,9 @@
 //! How far two ways to compute the same log-probabilities are apart, and why.
 //!
-//! [`links`] is the proof that rollout and training are one forward, link by link. [`compare`] puts figures on a gap,
-//! [`diagnose`] finds its likely cause among [`causes`], [`against`] reads another engine's rows, [`arms`] says what is to
-//! be broken on purpose, [`measure`] breaks it, [`output`] shows what was found.
+//! [`links`] is the proof that rollout and training are one forward, link by link. [`compare`] puts figures
+//! on a log-prob mismatch, [`diagnose`] finds its likely cause among [`causes`], [`against`] compares another
+//! engine's rows, [`arms`] reads the ablations asked for, [`measure`] measures them, [`output`] shows the
+//! result.
 
 pub mod against;
 pub mod arms;

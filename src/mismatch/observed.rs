@@ -7,17 +7,18 @@ use std::ops::Range;
 #[derive(Debug, Clone)]
 pub struct ObservedBatch {
     pub tokens: MicroBatch,
-    /// What the log-probs are said to be at.
+    /// The temperature that the log-probs are said to be at.
     pub temperature: f64,
-    /// Of each target, whether it was sampled. Engines give a prompt's log-probs raw: at temperature 1, over all tokens.
+    /// Whether each target was sampled. Engines give a prompt's log-probs raw: at temperature 1, over all
+    /// tokens.
     pub sampled: Vec<bool>,
 }
 
-/// What is compared with the model.
+/// Tokens and log-probs that are compared with the model.
 #[derive(Debug, Clone, Default)]
 pub struct Observed {
     pub batches: Vec<ObservedBatch>,
-    /// Of all targets, batch after batch.
+    /// Log-probs of all targets, batch after batch.
     pub log_probs: Vec<f32>,
 }
 
@@ -49,8 +50,8 @@ impl Observed {
         counts.map(&mut row).collect()
     }
 
-    /// Evenly spaced sequences with up to about `targets_max` targets, the last one cut short; and the places of their
-    /// targets among all.
+    /// Evenly spaced sequences with up to about `targets_max` targets, the last one cut short; and the places
+    /// of their targets among all.
     pub fn part(&self, targets_max: usize) -> (Self, Vec<usize>) {
         let stride = self.log_probs.len().div_ceil(targets_max.max(1)).max(1);
         let (mut part, mut places) = (Self::default(), vec![]);

@@ -1,4 +1,4 @@
-//! What was found, as a table for people and as `mismatch.json`.
+//! The result as a table for people and as `mismatch.json`.
 
 use super::compare::COLUMNS;
 use super::links::Link;
@@ -70,7 +70,8 @@ fn shown(value: Option<f64>) -> String {
     })
 }
 
-/// `mismatch.json`: `{"rows": [{"name", metric: value, …, "cause"}], "verdict", "diagnosis"?, "bad_rows"?}`. What is no number is null.
+/// `mismatch.json`: `{"rows": [{"name", metric: value, …, "cause"}], "verdict", "diagnosis"?, "bad_rows"?}`.
+/// What is no number is null.
 pub fn to_json(lines: &[Line], verdict: &str, diagnosis: Option<Value>, bad_rows: &[String]) -> String {
     let row = |line: &Line| {
         let mut row = Map::new();

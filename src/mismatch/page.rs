@@ -15,7 +15,8 @@ const STRETCHES_MAX: usize = 80;
 /// The axis begins here: what is smaller is drawn at its foot.
 const GAP_MIN: f64 = 1e-7;
 
-/// `mismatch.md`: the answer, the table, the yardsticks. `table` is that of the terminal, `seen` says what was read.
+/// `mismatch.md`: the answer, the table, the yardsticks. `table` is that of the terminal, `seen` says what
+/// was read.
 pub fn page(answer: &str, table: &str, seen: &[String]) -> String {
     let read: String = seen.iter().map(|line| format!("- {line}\n")).collect();
     format!(
@@ -25,7 +26,8 @@ pub fn page(answer: &str, table: &str, seen: &[String]) -> String {
     )
 }
 
-/// `mismatch.svg`: median and maximum of |Δlogp| over stretches of positions, on a logarithmic axis, with bf16's own.
+/// `mismatch.svg`: median and maximum of |Δlogp| over stretches of positions, on a logarithmic axis, with
+/// bf16's own.
 pub fn picture(found: &Comparison) -> String {
     let (positions, gaps) = (&found.places.positions, &found.diagnosis.gaps);
     let longest = positions.iter().copied().max().unwrap_or(1);

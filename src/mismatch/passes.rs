@@ -1,4 +1,4 @@
-//! Forward passes over given tokens, kept open: log-probabilities, expert choices and hidden states of every layer.
+//! Forward passes over given tokens: log-probabilities, and each layer's output.
 
 use crate::learner::micro_batch::MicroBatch;
 use crate::model::attend::PackedAttention;
@@ -6,61 +6,25 @@ use crate::model::cache::{CacheRoom, Caches, SequenceCache};
 use crate::model::decoder_stack;
 use crate::model::forward::Rows;
 use crate::model::policy_view::PolicyView;
-use crate::ops;
-use crate::ops::cpu::on_host;
 use crate::ops::logits::{Sampling, logits_rows_max};
 use crate::ops::threads::Threads;
 use anyhow::Result;
 use candle_core::Tensor;
 use std::sync::Arc;
 
-/// What a packed forward gives; what is kept of each layer is on the host.
-pub struct Trace {
-    /// After the last norm, of the rows that predict a target, `[R, H]`.
-    pub normed: Tensor,
-    /// Experts chosen, u32 `[T, K]` a layer; none in a model without experts.
-    pub routes: Vec<Tensor>,
-    /// Output of each layer, `[T, H]`.
-    pub hidden: Vec<Tensor>,
-}
-
 /// A policy, taken apart.
 impl PolicyView<'_> {
-    /// The forward of whole sequences, with all that its layers gave.
+    /// The head's input after the forward of whole sequences, `[R, H]`: the training forward's ops in its
+    /// order. `keep` is called with each layer's output.
     ///
     /// # Errors
-    /// When the batch does not fit the model.
-    pub fn trace(&self, batch: &MicroBatch) -> Result<Trace> {
-        let (mut routes, mut hidden) = (vec![], vec![]);
-        let last = packed(self, batch, &mut |_, _, output| {
-            routes.extend(output.routes().map(|routes| on_host(&routes)).transpose()?);
-            hidden.push(on_host(&output.hidden)?);
-            Ok(())
-        })?;
-        Ok(Trace { normed: self.stack().normed(&last, &batch.rows)?, routes, hidden })
-    }
-
-    /// What the head reads after the forward of whole sequences, `[R, H]`; nothing else is kept.
-    ///
-    /// # Errors
-    /// When the batch does not fit the model.
-    pub fn normed(&self, batch: &MicroBatch) -> Result<Tensor> {
-        self.stack().normed(&packed(self, batch, &mut decoder_stack::nothing)?, &batch.rows)
-    }
-
-    /// The same, and every router's logits of those rows, `[R, E]` a layer that has experts.
-    ///
-    /// # Errors
-    /// When the batch does not fit the model.
-    pub fn normed_and_scores(&self, batch: &MicroBatch) -> Result<(Tensor, Vec<Tensor>)> {
-        let mut scores = vec![];
-        let last = packed(self, batch, &mut |_, _, output| {
-            if let Some(routing) = &output.routing {
-                scores.push(ops::select_rows(&routing.router_logits, &batch.rows)?);
-            }
-            Ok(())
-        })?;
-        Ok((self.stack().normed(&last, &batch.rows)?, scores))
+    /// When the batch does not fit the model, and those of `keep`.
+    pub fn normed(&self, batch: &MicroBatch, keep: decoder_stack::Keep) -> Result<Tensor> {
+        let attend = &mut PackedAttention { sequence_rows: batch.sequence_rows.clone() };
+        let rotation = self.model.rotation(batch.positions.clone());
+        let stack = self.stack();
+        let last = stack.forward(&batch.tokens, &mut Rows { rotation, attend, replay: None }, keep)?;
+        stack.normed(&last, &batch.rows)
     }
 
     /// Log-probabilities of the batch's targets from `normed`, `[R]`.
@@ -83,13 +47,15 @@ impl PolicyView<'_> {
         passed: &(dyn Fn(&MicroBatch) + Sync),
     ) -> Result<Vec<f32>> {
         let one = |batch: &MicroBatch| {
-            self.log_probs(&self.normed(batch)?, batch, temperature).inspect(|_| passed(batch))
+            let normed = self.normed(batch, &mut decoder_stack::nothing)?;
+            self.log_probs(&normed, batch, temperature).inspect(|_| passed(batch))
         };
         let found: Vec<Vec<f32>> = threads.wide(|| batches.iter().map(one).collect::<Result<_>>())?;
         Ok(found.concat())
     }
 
-    /// Log-probability of every token but the first of each sequence, the prompt in one piece, as a rollout's prefill.
+    /// Log-probability of every token but the first of each sequence, the prompt in one piece, as a rollout's
+    /// prefill.
     ///
     /// # Errors
     /// When a sequence does not fit the model.
@@ -107,8 +73,8 @@ impl PolicyView<'_> {
         sequences.iter().map(one).collect()
     }
 
-    /// The same, a token at a time, all sequences in one decode batch that they leave as they end. `fed` is told how many tokens
-    /// each forward took.
+    /// Log-probability of every token but the first of each sequence, decoded a token at a time in one batch,
+    /// which sequences leave as they end. `fed` is called with the tokens of each forward.
     ///
     /// # Errors
     /// When a sequence does not fit the model.
@@ -147,13 +113,6 @@ impl PolicyView<'_> {
         let room = CacheRoom { sequences, tokens, fed_tokens_max };
         Caches::new(&self.model.config, self.weights.device(), room)
     }
-}
-
-/// Hidden states after the last layer of whole sequences: the training forward's ops in its order.
-fn packed(policy: &PolicyView, batch: &MicroBatch, keep: decoder_stack::Keep) -> Result<Tensor> {
-    let attend = &mut PackedAttention { sequence_rows: batch.sequence_rows.clone() };
-    let rotation = policy.model.rotation(batch.positions.clone());
-    policy.stack().forward(&batch.tokens, &mut Rows { rotation, attend, replay: None }, keep)
 }
 
 /// Log-probabilities as the sampler takes them, of `targets` after the rows of `x [R, H]`.

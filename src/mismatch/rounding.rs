@@ -1,56 +1,55 @@
-//! What rounding alone makes of this model: the yardsticks by which a gap is called rounding.
+//! Yardsticks: the log-prob mismatch that rounding alone makes of this model.
 //!
-//! The model is computed with mantissas a little shorter than f32's, in bf16, and in bf16 with coarser activations, and compared
-//! with itself. In bf16 a near tie between two experts falls either way, and its token moves far: how far says nothing about a
-//! mistake. So targets whose experts no rounding changes are held to their own, much smaller, yardstick.
+//! The model is computed with mantissas a little shorter than f32's, in bf16, and in bf16 with coarser
+//! activations, and compared with itself. In bf16 a near tie between two experts falls either way, and its
+//! token moves far: how far says nothing about a mistake. So targets whose experts no rounding changes are
+//! held to their own, much smaller, yardstick.
 
 use super::causes::Cause;
-use super::causes::weights::Quantised;
 use super::distance::GapFigures;
-use super::search::{Search, Traced};
+use super::search::{Search, Traced, gaps_between};
 use anyhow::Result;
 
 /// Multiples of the yardstick that count as rounding: of the body's figures and of the tail's.
 const F32_FACTORS: (f64, f64) = (4.0, 8.0);
 const BF16_FACTORS: (f64, f64) = (2.5, 8.0);
-/// Of targets whose experts no rounding changes, whose tail is that of noise.
+/// The same multiples for targets whose experts no rounding changes: their tail is that of noise.
 const DECIDED_FACTORS: (f64, f64) = (2.5, 4.0);
 /// Never told from rounding of f32, nats.
 pub const F32_FLOOR: f64 = 2e-5;
 /// Mantissa bits that stand for f32's other orders of addition, and those of bf16.
 const F32_BITS: u32 = 21;
 const BF16_BITS: u32 = 7;
-/// Of activations: engines round at more places than this model does, which makes transformers' noise about twice that of 7.
+/// Mantissa bits of coarse activations: engines round at more places than this model does, which makes
+/// transformers' noise about twice that of 7.
 const COARSE_BITS: u32 = 6;
-/// No rounding changes the choice of experts when the last one chosen leads the next by so many times what bf16 moves a
-/// score (median).
+/// No rounding changes the choice of experts when the last one chosen leads the next by so many times what
+/// bf16 moves a score (median).
 const LEAD_MIN: f32 = 12.0;
 
-/// This model under some causes, rounded, against itself.
+/// This model, as it is or under a cause, rounded, against itself.
 pub struct Yardsticks {
     pub f32: GapFigures,
     pub bf16: GapFigures,
-    /// The same of the targets that are `decided`.
+    /// Figures of the targets that are `decided`.
     bf16_decided: GapFigures,
-    /// Of each target whether its experts stay the same in bf16.
+    /// Whether each target's experts stay the same in bf16.
     decided: Vec<bool>,
     /// Log-probs in bf16, finely and coarsely rounded.
     pub in_bf16: [Vec<f32>; 2],
 }
 
 impl Yardsticks {
-    /// Of the model under `causes`, whose log-probs are `exact`.
+    /// Yardsticks of the model under `cause`, whose log-probs are `exact`.
     ///
     /// # Errors
     /// When a forward fails.
-    pub fn of(search: &Search, causes: &[Cause], exact: &[f32]) -> Result<Self> {
-        let rounded = |more: &[Cause]| search.traced(&[causes, more].concat());
-        let f32 = rounded(&[Cause::Mantissa(F32_BITS)])?;
-        let bf16 = rounded(&[Cause::Mantissa(BF16_BITS)])?;
-        let weights = Cause::Weights(Quantised::Bf16);
-        let coarse = rounded(&[weights, Cause::ShortActivations(COARSE_BITS)])?.log_probs;
+    pub fn of(search: &Search, cause: Option<&Cause>, exact: &[f32]) -> Result<Self> {
+        let f32 = search.rounded(cause, (F32_BITS, F32_BITS))?;
+        let bf16 = search.rounded(cause, (BF16_BITS, BF16_BITS))?;
+        let coarse = search.rounded(cause, (BF16_BITS, COARSE_BITS))?.log_probs;
         let decided = decided(&f32, &bf16, search.experts_chosen());
-        let gaps = |other: &[f32]| search.gaps_between(other, exact);
+        let gaps = |other: &[f32]| gaps_between(other, exact);
         let in_bf16 = [bf16.log_probs, coarse];
         let of = |keep: &dyn Fn(&[f64]) -> Vec<f64>| {
             let [fine, coarse] = in_bf16.each_ref().map(|other| GapFigures::of(&keep(&gaps(other))));
@@ -99,7 +98,8 @@ impl Yardsticks {
         figures.within(&self.bf16.scaled(times), BF16_FACTORS, F32_FLOOR)
     }
 
-    /// Whether most of `figures` are what f32 leaves where bf16 would leave more: such a file was not computed in bf16.
+    /// Whether most of `figures` are what f32 leaves where bf16 would leave more: such a file was not
+    /// computed in bf16.
     pub fn is_of_f32(&self, figures: &GapFigures) -> bool {
         let most = (F32_FACTORS.0 * self.f32.median).max(F32_FLOOR);
         figures.median <= most && self.bf16.median > 4.0 * most
@@ -115,7 +115,8 @@ fn kept(gaps: &[f64], keep: &[bool]) -> Vec<f64> {
     gaps.iter().zip(keep).filter(|(_, keep)| **keep).map(|(gap, _)| *gap).collect()
 }
 
-/// Of each target whether its `chosen` experts lead the others by far more than bf16 moves a score, in every layer.
+/// Returns whether each target's `chosen` experts lead the others by far more than bf16 moves a score, in
+/// every layer.
 fn decided(exact: &Traced, bf16: &Traced, chosen: usize) -> Vec<bool> {
     let mut decided = vec![true; exact.log_probs.len()];
     for (exact, bf16) in exact.scores.iter().zip(&bf16.scores) {

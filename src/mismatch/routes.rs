@@ -1,4 +1,5 @@
-//! The experts that the engine chose against ours: how many tokens went elsewhere, by layer, and whether the gap lives on them.
+//! The experts that the engine chose against ours: the share of tokens that went elsewhere, by layer, and
+//! whether the log-prob mismatch is on those.
 
 use super::distance::GapFigures;
 use super::locate::Places;
@@ -6,7 +7,7 @@ use super::rows::TokenRow;
 use crate::metrics::format_number;
 use serde_json::{Value, json};
 
-/// What of the targets with known routes went through other experts.
+/// The share of targets that went through other experts, where routed experts are known.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RouteComparison {
     pub targets: usize,
@@ -19,7 +20,8 @@ pub struct RouteComparison {
 }
 
 impl RouteComparison {
-    /// Of `rows` with routes; `None` where no row has any. `gaps` are those of the targets at `places`.
+    /// Compares the `rows` with routes; `None` where no row has any. `gaps` are those of the targets at
+    /// `places`.
     pub fn of(rows: &[TokenRow], places: &Places, gaps: &[f64]) -> Option<Self> {
         let layers = rows.iter().find_map(|row| row.routes.as_ref())?.layers;
         let mut differing = vec![0usize; layers];

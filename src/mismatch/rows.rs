@@ -26,15 +26,15 @@ const BAD_TOLD_MAX: usize = 10;
 /// One row that can be compared.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TokenRow {
-    /// Line or element in the file, from 1, and the choice where a record has several; before it the file's name where
-    /// there are several.
+    /// Line or element in the file, from 1, and the choice where a record has several; before it the file's
+    /// name where there are several.
     pub name: String,
     pub tokens: Vec<u32>,
     /// `None` where the engine gave none. The first token's is not looked at: nothing predicts it.
     pub log_probs: Vec<Option<f32>>,
-    /// What a trainer computed, where the file has both.
+    /// A trainer's log-probs, where the file has both.
     pub trainer_log_probs: Option<Vec<Option<f32>>>,
-    /// Of the sampled tokens' log-probs.
+    /// Temperature of the sampled tokens' log-probs.
     pub temperature: f64,
     /// Tokens at the start whose log-probs are raw: a prompt's, at temperature 1 and over all tokens.
     pub raw_tokens: usize,
@@ -56,7 +56,7 @@ impl ChosenExperts {
     }
 }
 
-/// What the files hold.
+/// The rows of all files.
 #[derive(Debug, Default)]
 pub struct TokenRows {
     pub rows: Vec<TokenRow>,
@@ -67,7 +67,7 @@ pub struct TokenRows {
 }
 
 impl TokenRows {
-    /// What is told of [`Self::bad`]: the first ones, and how many there are besides.
+    /// [`Self::bad`] as it is shown: the first ones, and how many there are besides.
     pub fn bad_told(&self) -> Vec<String> {
         let more = self.bad.len().saturating_sub(BAD_TOLD_MAX);
         let rest = (more > 0).then(|| format!("{more} more rows are bad"));
@@ -75,18 +75,19 @@ impl TokenRows {
     }
 }
 
-/// What rows are read for.
+/// Reads rows for one model.
 pub struct Reader<'a> {
     config: &'a Config,
     context_tokens_max: usize,
     tokenizer: &'a Vocabulary,
     texts: TokenTexts,
-    /// Of rows that state none.
+    /// Temperature of rows that state none.
     temperature: f64,
 }
 
 impl<'a> Reader<'a> {
-    /// For a model of `config` and contexts of `context_tokens_max`; rows that state no temperature are at `temperature`.
+    /// For a model of `config` and contexts of `context_tokens_max`; rows that state no temperature are at
+    /// `temperature`.
     pub fn new(
         config: &'a Config,
         context_tokens_max: usize,
@@ -108,7 +109,7 @@ impl<'a> Reader<'a> {
             self.read_file(&mut of)?;
             let (shape, from_texts) = (of.shape, of.from_texts);
             if let Some(shape) = shape {
-                let mut seen = format!("{}: {}", path.display(), shape.name());
+                let mut seen = format!("{}: {}", path.display(), shape.name);
                 if from_texts > 0 {
                     let how = "each id was found from its text, which leaves no doubt";
                     seen.push_str(&format!("; text without ids in {from_texts} rows: {how}"));
@@ -198,30 +199,11 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// The rows of one record, or why there are none.
+    /// Takes the rows of one record, or notes why there are none.
     fn take(&self, of: &mut OfFile, number: usize, value: Value) {
-        let shape = match (Shape::of(&value), of.shape) {
-            (Ok(shape), Some(first)) if shape != first => {
-                let (shape, first) = (shape.name(), first.name());
-                of.bad(
-                    number,
-                    format!("one of the {shape}, where the file began with {first}; one shape a file"),
-                );
-                return;
-            }
-            (Ok(shape), _) => shape,
-            (Err(what), _) => {
-                of.bad(number, what);
-                return;
-            }
-        };
-        of.shape = Some(shape);
-        let raws = match shape.rows(value, self.tokenizer, &self.texts) {
+        let raws = match self.raw_rows(of, value) {
             Ok(raws) => raws,
-            Err(what) => {
-                of.bad(number, what);
-                return;
-            }
+            Err(what) => return of.bad(number, what),
         };
         let several = raws.len() > 1;
         for (index, raw) in raws.into_iter().enumerate() {
@@ -232,6 +214,16 @@ impl<'a> Reader<'a> {
                 Err(what) => of.found.bad.push(format!("{}: row {name}: {what}", of.path.display())),
             }
         }
+    }
+
+    fn raw_rows(&self, of: &mut OfFile, value: Value) -> Result<Vec<RawRow>, String> {
+        let shape = Shape::of(&value)?;
+        let first = of.shape.get_or_insert(shape).name;
+        if first != shape.name {
+            let name = shape.name;
+            return Err(format!("one of the {name}, where the file began with {first}; one shape a file"));
+        }
+        shape.rows(value, &self.texts)
     }
 
     /// `raw`, if it can be compared with this model.
@@ -266,7 +258,8 @@ impl<'a> Reader<'a> {
         Ok(TokenRow { name, tokens, log_probs, trainer_log_probs, temperature, raw_tokens, routes })
     }
 
-    /// Whether ids and texts are of one tokenizer. Texts that lost bytes, and special tokens left blank, say nothing.
+    /// Whether ids and texts are of one tokenizer. Texts that lost bytes, and special tokens left blank, say
+    /// nothing.
     fn check_texts(&self, tokens: &[u32], texts: &[(usize, String)]) -> Result<(), String> {
         for (at, text) in texts {
             let bytes = tokens.get(*at).and_then(|&token| self.tokenizer.token_bytes(token));
@@ -323,7 +316,7 @@ fn checked(values: &[Option<f64>], count: usize, what: &str) -> Result<Vec<Optio
 
 /// A file while it is read.
 struct OfFile<'a> {
-    shape: Option<Shape>,
+    shape: Option<&'static Shape>,
     from_texts: usize,
     several: bool,
     path: &'a Path,
@@ -351,7 +344,7 @@ impl OfFile<'_> {
     }
 }
 
-/// What is wrong with a line.
+/// Says why a line cannot be parsed.
 fn not_json(line: &[u8], error: &serde_json::Error) -> String {
     // Not JSON, but what some writers make of a number that is none.
     let text = String::from_utf8_lossy(line);

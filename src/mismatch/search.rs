@@ -1,59 +1,61 @@
-//! Explanations, computed: this model's log-probs under one cause, or under one on top of others.
+//! Explanations, computed: this model's log-probs under each known cause.
 
-use super::causes::list::causes;
 use super::causes::variant::Variant;
-use super::causes::{Cause, words};
+use super::causes::{Cause, causes};
 use super::diagnose::Reference;
 use super::distance::{Fit, GapFigures, gaps};
-use super::head::FitRows;
+use super::head::{FitRows, HeadSettings};
 use super::observed::{Observed, ObservedBatch};
+use crate::model::decoder_stack;
 use crate::model::forward::{ForwardOptions, Model};
+use crate::model::layer::LayerOutput;
 use crate::model::names::parameter_count;
 use crate::model::policy_view::PolicyView;
 use crate::model::weights::Weights;
+use crate::ops;
 use anyhow::{Context, Result};
 use candle_core::Tensor;
 use std::sync::Arc;
 
-/// Models up to so many parameters are computed side by side, a cause a thread: copies of weights are then cheap.
+/// Models up to so many parameters are computed side by side, a cause a thread: copies of weights are then
+/// cheap.
 const SIDE_BY_SIDE_PARAMETERS_MAX: u128 = 1 << 24;
-/// A fitted temperature this near the stated one is the stated one.
-const TEMPERATURE_ALIKE: f64 = 0.005;
 /// A cause has no effect where it moves no log-prob by more, nats.
 const NO_EFFECT: f64 = 1e-6;
 
-/// Causes are first computed on about so many targets. Twice as many, and so on, until the mean gap there is at least this
+/// Causes are first computed on about so many targets, doubled until the mean gap there is at least this
 /// share of the whole's: a fault may live on few rows, or far into them.
 const PART_TARGETS: usize = 256;
 const PART_GAP_SHARE_MIN: f64 = 0.5;
-/// Of the causes computed on a part, so many of the best are computed on all targets.
+/// The best causes of a part that are then computed on all targets.
 const COMPUTED_MAX: usize = 12;
 
 /// One explanation.
 #[derive(Clone)]
 pub struct Candidate {
-    pub causes: Vec<Cause>,
+    /// `None` for the model as it is.
+    pub cause: Option<Cause>,
     pub log_probs: Vec<f32>,
     /// `theirs − ours`, 0 where the explanation says nothing.
     pub gaps: Vec<f64>,
     pub figures: GapFigures,
     pub fit: Fit,
-    /// Of each target whether the explanation says something.
-    pub has_value: Vec<bool>,
+    /// Whether the explanation says something about each target.
+    has_value: Vec<bool>,
 }
 
 /// Log-probs, and what routers said on the way.
 pub struct Traced {
     pub log_probs: Vec<f32>,
-    /// Of each layer and target the experts' scores; no layers in a model without experts.
+    /// The experts' scores, `[layer][target][expert]`; no layers in a model without experts.
     pub scores: Vec<Vec<Vec<f32>>>,
 }
 
 impl Candidate {
-    /// From what the causes give; a token without a value in `has_value` is not looked at.
-    pub fn of(theirs: &[f32], causes: Vec<Cause>, log_probs: Vec<f32>, has_value: Vec<bool>) -> Self {
+    /// From what the cause gives; a token without a value in `has_value` is not looked at.
+    fn of(theirs: &[f32], cause: Option<Cause>, log_probs: Vec<f32>, has_value: Vec<bool>) -> Self {
         let gaps = gaps(theirs, &log_probs, &has_value);
-        Self { figures: GapFigures::of(&gaps), fit: Fit::of(&gaps), causes, log_probs, gaps, has_value }
+        Self { figures: GapFigures::of(&gaps), fit: Fit::of(&gaps), cause, log_probs, gaps, has_value }
     }
 
     /// How well `rounded`, the same explanation computed in another precision, fits `theirs`.
@@ -61,23 +63,18 @@ impl Candidate {
         Fit::of(&gaps(theirs, rounded, &self.has_value))
     }
 
-    /// Names of its causes, in order of the alphabet.
-    pub fn names(&self) -> Vec<&'static str> {
-        let mut names: Vec<_> = self.causes.iter().map(|cause| cause.name()).collect();
-        names.sort_unstable();
-        names
+    /// Name of its cause.
+    pub fn name(&self) -> Option<&'static str> {
+        self.cause.as_ref().map(|cause| cause.name)
     }
 
-    /// The best `count` by their fit, best first. Of one mistake's variants two suffice, and a pair is the same whichever
-    /// came first.
+    /// The best `count` by their fit, best first. Of one mistake's variants two suffice.
     pub fn best(mut candidates: Vec<Self>, count: usize) -> Vec<Self> {
         candidates.sort_by(|a, b| b.fit.log_likelihood.total_cmp(&a.fit.log_likelihood));
-        let mut seen: Vec<Vec<&str>> = vec![];
+        let mut seen = vec![];
         candidates.retain(|candidate| {
-            let names = candidate.names();
-            let before = seen.iter().filter(|other| **other == names).count();
-            seen.push(names);
-            before < 2
+            seen.push(candidate.name());
+            seen.iter().filter(|name| **name == candidate.name()).count() <= 2
         });
         candidates.truncate(count);
         candidates
@@ -100,24 +97,10 @@ impl Walk {
         PolicyView { model: &self.model, weights: self.weights.clone(), forward: self.forward }
     }
 
-    fn log_probs(&self, variant: &Variant) -> Result<Vec<f32>> {
+    fn log_probs(&self, head: HeadSettings) -> Result<Vec<f32>> {
         let mut found = vec![];
         for (batch, normed) in self.batches.iter().zip(&self.normed) {
-            found.extend(variant.head.log_probs(&self.policy(), normed, batch)?);
-        }
-        Ok(found)
-    }
-
-    /// The temperature, and the filters, that fit `theirs` best.
-    fn fitted(&self, theirs: &[f32]) -> Result<Vec<Cause>> {
-        let sample = FitRows::draw(&self.policy(), &self.batches, &self.normed, theirs)?;
-        if sample.is_empty() {
-            return Ok(vec![]);
-        }
-        let mut found: Vec<Cause> = sample.filters().map(Cause::Filtered).to_vec();
-        let factor = sample.temperature_factor();
-        if (factor.ln()).abs() > TEMPERATURE_ALIKE {
-            found.push(Cause::Temperature(factor));
+            found.extend(head.log_probs(&self.policy(), normed, batch)?);
         }
         Ok(found)
     }
@@ -126,13 +109,10 @@ impl Walk {
 /// The rows, and the model's own log-probs of them.
 pub struct Search<'a> {
     reference: Reference<'a>,
-    observed: &'a Observed,
-    /// On which causes are computed first, where that saves something.
-    part: Option<Observed>,
-    causes: Vec<Cause>,
-    /// The model as it is, and its log-probs.
+    pub observed: &'a Observed,
     as_it_is: Walk,
-    computed: Vec<f32>,
+    /// The model's own log-probs.
+    pub computed: Vec<f32>,
 }
 
 impl<'a> Search<'a> {
@@ -141,43 +121,19 @@ impl<'a> Search<'a> {
     /// # Errors
     /// When a forward fails.
     pub fn new(reference: Reference<'a>, observed: &'a Observed) -> Result<Self> {
-        let causes = causes(&reference.model.config, reference.earlier.is_some());
-        let unchanged = Variant::of(&reference.model.config, &[]);
-        let (as_it_is, computed) = reference
-            .threads
-            .wide(|| -> Result<_> {
-                let walk = reference.walk(&unchanged, observed)?;
-                let log_probs = walk.log_probs(&unchanged)?;
-                Ok((walk, log_probs))
-            })
-            .context("the model as it is")?;
-        let part = telling_part(observed, &computed);
-        Ok(Self { reference, observed, part, causes, as_it_is, computed })
+        let computed = || -> Result<_> {
+            let walk = reference.walk(None, observed)?;
+            let log_probs = walk.log_probs(HeadSettings::default())?;
+            Ok((walk, log_probs))
+        };
+        let (as_it_is, computed) = reference.threads.wide(computed).context("the model as it is")?;
+        Ok(Self { reference, observed, as_it_is, computed })
     }
 
-    pub fn observed(&self) -> &Observed {
-        self.observed
-    }
-
-    /// The model's own log-probs.
-    pub fn computed(&self) -> &[f32] {
-        &self.computed
-    }
-
-    /// `a − b`.
-    pub fn gaps_between(&self, a: &[f32], b: &[f32]) -> Vec<f64> {
-        gaps(a, b, &vec![true; a.len()])
-    }
-
-    /// The model's log-probs under `causes`.
-    ///
-    /// # Errors
-    /// When a forward fails.
-    pub fn log_probs(&self, causes: &[Cause]) -> Result<Vec<f32>> {
-        let variant = Variant::of(&self.reference.model.config, causes);
-        let Self { reference, observed, .. } = self;
-        let computed = || reference.walk(&variant, observed)?.log_probs(&variant);
-        reference.threads.wide(computed).with_context(|| words(causes))
+    /// The model as it is.
+    pub fn unchanged(&self) -> Candidate {
+        let all = vec![true; self.computed.len()];
+        Candidate::of(&self.observed.log_probs, None, self.computed.clone(), all)
     }
 
     /// Experts that a token goes through; 0 in a model without.
@@ -186,31 +142,37 @@ impl<'a> Search<'a> {
         if config.family.has_experts { config.num_experts_per_tok } else { 0 }
     }
 
-    /// The model's log-probs under `causes`, with the routers' scores.
+    /// The model's log-probs under `cause`, with the routers' scores, weights and activations having
+    /// mantissas of so many `bits`.
     ///
     /// # Errors
     /// When a forward fails.
-    pub fn traced(&self, causes: &[Cause]) -> Result<Traced> {
+    pub fn rounded(&self, cause: Option<&Cause>, bits: (u32, u32)) -> Result<Traced> {
         let Reference { model, parameters, earlier, threads, .. } = self.reference;
-        let variant = Variant::of(&model.config, causes);
+        let mut variant = Variant::of(&model.config, cause);
+        variant.round(bits.0, bits.1);
         let model = variant.model(self.observed.row_tokens_max());
         let policy = variant.policy(&model, parameters, earlier)?;
         let mut found = Traced { log_probs: vec![], scores: vec![] };
         for batch in &self.observed.batches {
             let (fed, _) = variant.batch(&batch.tokens);
             let batch = ObservedBatch { tokens: fed, ..batch.clone() };
-            let (normed, scores) = threads.wide(|| policy.normed_and_scores(&batch.tokens))?;
-            found.scores.resize(scores.len(), vec![]);
-            for (all, scores) in found.scores.iter_mut().zip(scores) {
-                all.extend(scores.to_vec2::<f32>()?);
-            }
+            let keep = &mut |layer: usize, _: &Tensor, output: &LayerOutput| -> Result<()> {
+                if let Some(routing) = &output.routing {
+                    let scores = ops::select_rows(&routing.router_logits, &batch.tokens.rows)?;
+                    found.scores.resize(found.scores.len().max(layer + 1), vec![]);
+                    found.scores[layer].extend(scores.to_vec2::<f32>()?);
+                }
+                Ok(())
+            };
+            let normed = threads.wide(|| policy.normed(&batch.tokens, keep))?;
             found.log_probs.extend(threads.wide(|| variant.head.log_probs(&policy, &normed, &batch))?);
         }
         Ok(found)
     }
 
-    /// `f(index)` for every index below `count`, in order: side by side where the model is small, else one after the other
-    /// with all threads.
+    /// `f(index)` for every index below `count`, in order: side by side where the model is small, else one
+    /// after the other with all threads.
     ///
     /// # Errors
     /// The first of `f`'s.
@@ -226,80 +188,73 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Every cause on top of `before`, the hopeless left out, and the names of those without any effect on these rows.
+    /// Every cause, the hopeless left out, and the names of those without any effect on these rows.
     ///
     /// # Errors
     /// When a forward fails.
-    pub fn on_top_of(&self, before: &[Cause]) -> Result<(Vec<Candidate>, Vec<&'static str>)> {
-        let threads = self.reference.threads;
-        let base = Variant::of(&self.reference.model.config, before);
-        let computed = match before {
-            [] => None,
-            _ => Some(threads.wide(|| self.reference.walk(&base, self.observed))?),
-        };
-        let walk = computed.as_ref().unwrap_or(&self.as_it_is);
-        let fitted = threads.wide(|| walk.fitted(&self.observed.log_probs))?;
-        let known = self.causes.iter().copied().chain(fitted);
-        let mut asked: Vec<Cause> =
-            known.filter(|cause| before.iter().all(|other| other.name() != cause.name())).collect();
-        if let Some(part) = &self.part {
-            let walk = threads.wide(|| self.reference.walk(&base, part))?;
-            let (shown, hidden) = self.computed_on(part, &walk, before, &asked)?;
-            let of = |candidate: Candidate| candidate.causes.last().copied();
-            asked = Candidate::best(shown, COMPUTED_MAX).into_iter().filter_map(of).collect();
+    pub fn candidates(&self) -> Result<(Vec<Candidate>, Vec<&'static str>)> {
+        let Reference { model, threads, earlier, .. } = self.reference;
+        let Walk { batches, normed, .. } = &self.as_it_is;
+        let theirs = &self.observed.log_probs;
+        let mut asked = causes(&model.config, earlier.is_some());
+        let rows = threads.wide(|| FitRows::draw(&self.as_it_is.policy(), batches, normed, theirs))?;
+        asked.extend(threads.wide(|| rows.causes()));
+        if let Some(part) = telling_part(self.observed, &self.computed) {
+            let walk = threads.wide(|| self.reference.walk(None, &part))?;
+            let (shown, hidden) = self.computed_on(&part, &walk, &asked)?;
             // A cause that the part does not show may show in the whole.
-            if before.is_empty() {
-                asked.extend(hidden.into_iter().filter_map(of));
-            }
+            let kept = Candidate::best(shown, COMPUTED_MAX).into_iter().chain(hidden);
+            asked = kept.filter_map(|candidate| candidate.cause).collect();
         }
-        let (shown, hidden) = self.computed_on(self.observed, walk, before, &asked)?;
+        let (shown, hidden) = self.computed_on(self.observed, &self.as_it_is, &asked)?;
         let mut without_effect: Vec<&'static str> = hidden
             .iter()
-            .filter_map(|candidate| candidate.causes.last())
-            .map(|cause| cause.name())
-            .filter(|name| shown.iter().all(|other| other.causes.last().is_none_or(|c| c.name() != *name)))
+            .filter_map(Candidate::name)
+            .filter(|name| shown.iter().all(|other| other.name() != Some(name)))
             .collect();
         without_effect.dedup();
         Ok((shown, without_effect))
     }
 
-    /// Each of `asked` on top of `before`, whose own walk over `observed` is `base`: those that change a log-prob, and those
-    /// that change none.
+    /// Each of `asked`, where the model's own walk over `observed` is `base`: those that change a log-prob,
+    /// and those that change none.
     fn computed_on(
         &self,
         observed: &Observed,
         base: &Walk,
-        before: &[Cause],
         asked: &[Cause],
     ) -> Result<(Vec<Candidate>, Vec<Candidate>)> {
-        let config = &self.reference.model.config;
-        let start = Variant::of(config, before);
-        let one = |cause: Cause| -> Result<Candidate> {
-            let causes: Vec<Cause> = before.iter().copied().chain([cause]).collect();
-            let variant = Variant::of(config, &causes);
-            let of = |walk: &Walk| -> Result<Candidate> {
-                let log_probs = walk.log_probs(&variant)?;
-                Ok(Candidate::of(&observed.log_probs, causes, log_probs, walk.has_value.clone()))
+        let one = |cause: &Cause| -> Result<Candidate> {
+            let own;
+            let (walk, head) = match cause.head_settings() {
+                Some(head) => (base, head),
+                None => {
+                    own = self.reference.walk(Some(cause), observed).with_context(|| cause.words())?;
+                    (&own, HeadSettings::default())
+                }
             };
-            match variant.stack() == start.stack() {
-                true => of(base),
-                false => of(&self.reference.walk(&variant, observed).with_context(|| cause.words())?),
-            }
+            let log_probs = walk.log_probs(head)?;
+            Ok(Candidate::of(&observed.log_probs, Some(cause.clone()), log_probs, walk.has_value.clone()))
         };
         let stage = self.reference.console.work("causes tried", asked.len() as u64, 0);
         let found =
-            self.each(asked.len(), |index| one(asked[index]).inspect(|_| stage.advance(1, 0, &[])))?;
+            self.each(asked.len(), |index| one(&asked[index]).inspect(|_| stage.advance(1, 0, &[])))?;
         stage.finish();
-        let unchanged = base.log_probs(&start)?;
+        let unchanged = base.log_probs(HeadSettings::default())?;
         Ok(found.into_iter().partition(|candidate| {
-            self.gaps_between(&candidate.log_probs, &unchanged).iter().any(|step| step.abs() > NO_EFFECT)
+            gaps_between(&candidate.log_probs, &unchanged).iter().any(|step| step.abs() > NO_EFFECT)
         }))
     }
 }
 
+/// `a − b`.
+pub fn gaps_between(a: &[f32], b: &[f32]) -> Vec<f64> {
+    gaps(a, b, &vec![true; a.len()])
+}
+
 /// The smallest part of the rows whose gaps are like the whole's; `None` where that is the whole.
 fn telling_part(observed: &Observed, computed: &[f32]) -> Option<Observed> {
-    let gaps = gaps(&observed.log_probs, computed, &vec![true; computed.len()]);
+    let gaps = gaps_between(&observed.log_probs, computed);
     let mean = GapFigures::of(&gaps).mean;
     let mut targets = PART_TARGETS;
     while targets < gaps.len() {
@@ -314,13 +269,14 @@ fn telling_part(observed: &Observed, computed: &[f32]) -> Option<Observed> {
 }
 
 impl Reference<'_> {
-    fn walk(&self, variant: &Variant, observed: &Observed) -> Result<Walk> {
+    fn walk(&self, cause: Option<&Cause>, observed: &Observed) -> Result<Walk> {
+        let variant = Variant::of(&self.model.config, cause);
         let model = variant.model(observed.row_tokens_max());
         let (mut batches, mut has_value, mut normed) = (vec![], vec![], vec![]);
         let policy = variant.policy(&model, self.parameters, self.earlier)?;
         for batch in &observed.batches {
             let (fed, valued) = variant.batch(&batch.tokens);
-            normed.push(policy.normed(&fed)?);
+            normed.push(policy.normed(&fed, &mut decoder_stack::nothing)?);
             batches.push(ObservedBatch { tokens: fed, ..batch.clone() });
             has_value.extend(valued);
         }

@@ -1,18 +1,20 @@
-//! Ties of routing: two experts whose scores are equal but for f32's rounding, so that an engine may choose either.
+//! Ties of routing: two experts whose scores are equal but for f32's rounding, so that an engine may choose
+//! either.
 
 use super::distance::GapFigures;
 use std::ops::Range;
 
 /// Forwards of so many mantissa bits choose now one side of a tie, now the other.
 pub const TIE_BITS: [u32; 5] = [22, 21, 20, 19, 18];
-/// A gap is that of a tie when such a forward leaves at most this share of it, or of its row's gaps: the tokens after a tie
-/// attend to it.
+/// A gap is that of a tie when such a forward leaves at most this share of it, or of its row's gaps: the
+/// tokens after a tie attend to it.
 const LEFT_MAX: f64 = 0.1;
-/// Of a row that it explains, it leaves on a token at most so many times what it leaves on nine tokens in ten.
+/// In a row that it explains, it leaves on a token at most so many times what it leaves on nine tokens in
+/// ten.
 const NOISE_MAX: f64 = 4.0;
 
-/// `gaps` of the log-probs `theirs` in `rows`, with 0 in place of those that one of `forwards` explains, and the number of
-/// these. Gaps up to `floor` are not looked at.
+/// `gaps` of the log-probs `theirs` in `rows`, with 0 in place of those that one of `forwards` explains, and
+/// the number of these. Gaps up to `floor` are not looked at.
 pub fn without_ties(
     gaps: &[f64],
     theirs: &[f32],
@@ -46,7 +48,8 @@ mod tests {
 
     #[test]
     fn a_tie_explains_its_row_and_no_mistake_beside_it() {
-        // Two rows of 20; in the first a tie moves token 5, and those after it a little; in the second token 30 is wrong.
+        // Two rows of 20; in the first a tie moves token 5, and those after it a little; in the second token
+        // 30 is wrong.
         let ours = [-2f32; 40];
         let mut tied = ours;
         tied[5] = -2.5;

@@ -8,7 +8,7 @@ use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::error::BadInput;
 use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::learner::micro_batch::MicroBatch;
-use rloss::mismatch::causes::{Cause, list::causes, variant::Variant};
+use rloss::mismatch::causes::{Cause, causes, variant::Variant};
 use rloss::model::arms::Arms;
 use rloss::model::config::{Config, Form};
 use rloss::model::forward::{ForwardOptions, Model};
@@ -197,19 +197,19 @@ fn mistakes_in_weights_are_the_same_of_packed_and_of_stored_ones() {
         let stored = Parameters::on_disk(&config, &Backend::default(), files, vec![]).unwrap();
         let sequences = tiny::sequences(config.vocab_size, &[40], 4);
         let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
-        let of = |parameters: &Parameters, causes: &[Cause]| {
-            let variant = Variant::of(&config, causes);
+        let of = |parameters: &Parameters, cause: Option<&Cause>| {
+            let variant = Variant::of(&config, cause);
             let model = variant.model(config.max_position_embeddings);
             variant.policy(&model, parameters, None).unwrap().prefill(&tokens, 1.0).unwrap()
         };
-        let right = of(&plain, &[]);
-        let in_weights = |cause: &Cause| !Variant::of(&config, &[*cause]).weights.is_empty();
+        let right = of(&plain, None);
+        let in_weights = |cause: &Cause| !Variant::of(&config, Some(cause)).weights.is_empty();
         let mut moved = 0;
         for cause in causes(&config, false).into_iter().filter(in_weights) {
-            let expected = of(&plain, &[cause]);
+            let expected = of(&plain, Some(&cause));
             moved += usize::from(expected != right);
             for parameters in [&packed, &stored] {
-                assert_eq!(expected, of(parameters, &[cause]), "{form:?}, {}", cause.words());
+                assert_eq!(expected, of(parameters, Some(&cause)), "{form:?}, {}", cause.words());
             }
         }
         let least = if config.num_local_experts > 0 { 12 } else { 3 };

@@ -1,237 +1,171 @@
-//! The mistakes known by name: what each changes in the forward, and what it is called.
+//! The mistakes known by name. Each is declared once: its name, its words, what decides, and how it is made.
 //!
-//! [`Cause::apply`] makes a [`variant::Variant`] of the right computation, so that two causes combine; [`list`] says which
-//! may matter to a model, [`weights`] holds those that lie in the weights.
+//! A file lists those of one part of the computation that a model has a place for, told by the model's
+//! configuration, so that a new family has its causes without an entry here. [`variant`] holds what a mistake
+//! may change.
 
-pub mod list;
+mod attention;
+mod experts;
+mod precision;
+mod reading;
+mod rope;
 pub mod variant;
-pub mod weights;
 
-use super::head::Filter;
-use crate::model::config::{LayerType, SWIGLU_ALPHA};
-use variant::{RopeChange, Variant};
-use weights::{Quantised, WeightEdit};
+use super::head::HeadSettings;
+use crate::model::config::Config;
+use crate::model::layers_on_demand::WeightChange;
+use crate::model::names::ParameterSpec;
+use crate::model::parameters::Parameters;
+use crate::ops::weight::Weight;
+use anyhow::Result;
+use candle_core::Tensor;
+use std::sync::Arc;
+use variant::Variant;
 
-/// One mistake, with its parameters.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Cause {
-    /// Sinks are left out of the softmax.
-    NoSinks,
-    /// Sinks are 0, a term of the softmax all the same.
-    ZeroSinks,
-    /// Query heads take the sink of another head of their group, by the rule `0..`[`weights::SINK_RULES`].
-    SinksPerKvHead(usize),
-    /// Layer i takes the sinks of layer i + n, around.
-    SinksOfLayer(usize),
-    /// Frequencies not stretched, factor left out: RoPE as if there were no YaRN.
-    PlainRope,
-    /// Stretched frequencies, but cosine and sine without YaRN's attention factor.
-    NoYarnFactor,
-    /// The bounds of YaRN's ramp rounded where they should not be, or not where they should.
-    YarnTruncate,
-    /// All frequencies stretched alike, without a ramp.
-    YarnWithoutRamp,
-    RopeBase(f64),
-    /// Neighbouring dimensions turned as pairs, not the two halves.
-    RopeInterleaved,
-    /// Sliding layers that see everything.
-    NoWindow,
-    /// A window of so many keys more.
-    WindowBy(i32),
-    /// Sliding layers are full and full layers slide.
-    LayersSwapped,
-    NoSwigluLimit,
-    /// The sigmoid's gain is 1.
-    NoSwigluAlpha,
-    SoftmaxBeforeTopK,
-    RmsEpsilon(f64),
-    /// Biases that are 0, by the group of [`weights::BIASES`].
-    NoBias(usize),
-    /// The head is the embedding.
-    TiedHead,
-    /// The first token stands twice.
-    DoubleStart,
-    /// Each token has the log-prob that the row `by` later gives; of its own target, or of that row's.
-    Shift {
-        by: i32,
-        with_target: bool,
-    },
-    /// Log-probs at this multiple of the temperature that they are said to be at.
-    Temperature(f64),
-    /// Log-probs of what a filter kept.
-    Filtered(Filter),
-    /// Logits rounded to bf16.
-    Bf16Logits,
-    Weights(Quantised),
-    /// The weights of `--earlier`.
-    Earlier,
-    /// Weights, residual stream and norms' outputs with a mantissa of so many bits.
-    Mantissa(u32),
-    /// Residual stream and norms' outputs alone with a mantissa of so many bits.
-    ShortActivations(u32),
+/// One mistake, with its parameters. Two are equal when their words are.
+#[derive(Clone)]
+pub struct Cause {
+    /// The name that all variants of the mistake share, as in the table of docs/MISMATCH.md.
+    pub name: &'static str,
+    /// The difference to the right computation.
+    detail: String,
+    /// The rows, or the run of the engine, that tell the mistake from others.
+    pub decides: &'static str,
+    change: Change,
+}
+
+/// Makes the change of every tensor from the weights as they are.
+pub type WeightEdit = Arc<dyn Fn(&Parameters) -> Result<WeightChange> + Send + Sync>;
+
+#[derive(Clone)]
+enum Change {
+    Forward(Arc<dyn Fn(&mut Variant) + Send + Sync>),
+    Weights(WeightEdit),
+    Head(HeadSettings),
 }
 
 impl Cause {
-    /// The name under which variants of one mistake count as one, as in the table of docs/MISMATCH.md.
-    pub fn name(self) -> &'static str {
-        match self {
-            Cause::NoSinks => "sinks missing",
-            Cause::ZeroSinks => "sinks loaded as 0",
-            Cause::SinksPerKvHead(_) => "sinks per KV head",
-            Cause::SinksOfLayer(_) => "sinks of another layer",
-            Cause::PlainRope => "RoPE without YaRN",
-            Cause::NoYarnFactor => "YaRN attention factor missing",
-            Cause::YarnTruncate | Cause::YarnWithoutRamp => "other YaRN ramp",
-            Cause::RopeBase(_) => "other RoPE base",
-            Cause::RopeInterleaved => "RoPE interleaved",
-            Cause::NoWindow => "full attention everywhere",
-            Cause::WindowBy(_) => "window off by one",
-            Cause::LayersSwapped => "sliding and full layers swapped",
-            Cause::NoSwigluLimit => "SwiGLU limit missing",
-            Cause::NoSwigluAlpha => "SwiGLU alpha missing",
-            Cause::SoftmaxBeforeTopK => "softmax before top-k",
-            Cause::RmsEpsilon(_) => "other RMS epsilon",
-            Cause::NoBias(group) => weights::BIASES[group].name,
-            Cause::TiedHead => "tied head",
-            Cause::DoubleStart => "double start token",
-            Cause::Shift { .. } => "off by one",
-            Cause::Temperature(_) => "another temperature",
-            Cause::Filtered(Filter::TopP(_)) => "log-probs after top-p",
-            Cause::Filtered(Filter::TopK(_)) => "log-probs after top-k",
-            Cause::Filtered(Filter::MinP(_)) => "log-probs after min-p",
-            Cause::Bf16Logits => "bf16 logits",
-            Cause::Weights(quantised) => quantised.name(),
-            Cause::Earlier => "weights one update old",
-            Cause::Mantissa(_) | Cause::ShortActivations(_) => "short mantissas",
-        }
+    fn new(name: &'static str, detail: impl Into<String>, decides: &'static str, change: Change) -> Self {
+        Self { name, detail: detail.into(), decides, change }
+    }
+
+    /// A mistake in configuration, forward or batch.
+    pub fn forward(
+        name: &'static str,
+        detail: impl Into<String>,
+        decides: &'static str,
+        change: impl Fn(&mut Variant) + Send + Sync + 'static,
+    ) -> Self {
+        Self::new(name, detail, decides, Change::Forward(Arc::new(change)))
+    }
+
+    /// A mistake in the values of the tensors for which `concerns` is true.
+    pub fn values(
+        name: &'static str,
+        detail: impl Into<String>,
+        decides: &'static str,
+        concerns: impl Fn(&ParameterSpec) -> bool + Send + Sync + 'static,
+        change: impl Fn(&Tensor) -> Result<Tensor> + Send + Sync + 'static,
+    ) -> Self {
+        let changed: WeightChange = Arc::new(move |spec, weight| match concerns(spec) {
+            true => Ok(Weight::dense(&change(&weight.decoded(&spec.working_shape())?)?)),
+            false => Ok(weight),
+        });
+        Self::weights(name, detail, decides, Arc::new(move |_| Ok(changed.clone())))
+    }
+
+    /// A mistake in the weights.
+    pub fn weights(
+        name: &'static str,
+        detail: impl Into<String>,
+        decides: &'static str,
+        edit: WeightEdit,
+    ) -> Self {
+        Self::new(name, detail, decides, Change::Weights(edit))
+    }
+
+    /// A mistake in how logits become log-probs.
+    pub fn head(
+        name: &'static str,
+        detail: impl Into<String>,
+        decides: &'static str,
+        settings: HeadSettings,
+    ) -> Self {
+        Self::new(name, detail, decides, Change::Head(settings))
     }
 
     /// In words.
-    pub fn words(self) -> String {
-        let detail = match self {
-            Cause::NoSinks => "the attention leaves them out of the softmax".into(),
-            Cause::ZeroSinks => "they count in the softmax as e^0".into(),
-            Cause::SinksPerKvHead(rule) => weights::SINK_RULES[rule].words.into(),
-            Cause::SinksOfLayer(by) => format!("layer i has those of layer i + {by}, around"),
-            Cause::PlainRope => "plain frequencies, cosine and sine without factor".into(),
-            Cause::NoYarnFactor => "cosine and sine are not multiplied with it".into(),
-            Cause::YarnTruncate => "its bounds are rounded as `truncate` does not say".into(),
-            Cause::YarnWithoutRamp => "all frequencies are stretched alike".into(),
-            Cause::RopeBase(theta) => format!("rope_theta is {theta}"),
-            Cause::RopeInterleaved => "neighbouring dimensions are turned as pairs".into(),
-            Cause::NoWindow => "sliding layers see past their window".into(),
-            Cause::WindowBy(by) => format!("sliding layers see {by:+} keys"),
-            Cause::LayersSwapped => "sliding layers are full and full ones slide".into(),
-            Cause::NoSwigluLimit => "gate and up are not clamped".into(),
-            Cause::NoSwigluAlpha => format!("the sigmoid's gain is 1, not {SWIGLU_ALPHA}"),
-            Cause::SoftmaxBeforeTopK => "experts are weighed by a softmax over all of them".into(),
-            Cause::RmsEpsilon(epsilon) => format!("rms_norm_eps is {epsilon:e}"),
-            Cause::NoBias(group) => weights::BIASES[group].words.into(),
-            Cause::TiedHead => "the embedding stands in for lm_head".into(),
-            Cause::DoubleStart => "the row's first token was fed twice".into(),
-            Cause::Shift { by, with_target: true } => format!("each token has the value of the token {by:+}"),
-            Cause::Shift { by, with_target: false } => {
-                format!(
-                    "each token is looked up in the row {by:+}: {}",
-                    match by {
-                        1 => "logits that have seen it",
-                        _ => "logits that have not seen the token before it",
-                    }
-                )
-            }
-            Cause::Temperature(factor) => {
-                format!("log-probs are those of {factor:.3} times the temperature stated")
-            }
-            Cause::Filtered(Filter::TopP(p)) => format!("renormalised over what top_p = {p:.3} keeps"),
-            Cause::Filtered(Filter::TopK(k)) => format!("renormalised over what top_k = {k} keeps"),
-            Cause::Filtered(Filter::MinP(p)) => format!("renormalised over what min_p = {p:.3} keeps"),
-            Cause::Bf16Logits => "the head's output is rounded before the softmax".into(),
-            Cause::Weights(quantised) => quantised.words(),
-            Cause::Earlier => "they are those of --earlier".into(),
-            Cause::Mantissa(bits) => format!("weights and activations of {bits} bits"),
-            Cause::ShortActivations(bits) => format!("activations of {bits} bits"),
-        };
-        format!("{}: {detail}", self.name())
+    pub fn words(&self) -> String {
+        format!("{}: {}", self.name, self.detail)
     }
 
-    /// What tells the mistake from others when the rows do not: where it shows.
-    pub fn decides(self) -> &'static str {
-        match self {
-            Cause::NoWindow | Cause::WindowBy(_) | Cause::LayersSwapped => {
-                "rows longer than the sliding window"
-            }
-            Cause::PlainRope
-            | Cause::NoYarnFactor
-            | Cause::YarnTruncate
-            | Cause::YarnWithoutRamp
-            | Cause::RopeBase(_)
-            | Cause::RopeInterleaved => "longer rows: the angles part with the distance",
-            Cause::NoSinks | Cause::ZeroSinks | Cause::SinksPerKvHead(_) | Cause::SinksOfLayer(_) => {
-                "the first tokens of rows, where sinks take the largest share"
-            }
-            Cause::DoubleStart => "the first tokens of rows",
-            Cause::Shift { .. } => "a row of known, sure tokens",
-            Cause::Temperature(_) | Cause::Filtered(_) | Cause::Bf16Logits => {
-                "the log-probs of several tokens at one place (top_logprobs)"
-            }
-            Cause::Weights(_) | Cause::Earlier | Cause::NoBias(_) | Cause::TiedHead => {
-                "a run of the engine with the weights loaded anew in bf16"
-            }
-            _ => "a run of the engine in f32, on more tokens",
+    /// The head's settings, where the mistake changes nothing before the head.
+    pub fn head_settings(&self) -> Option<HeadSettings> {
+        match self.change {
+            Change::Head(settings) => Some(settings),
+            _ => None,
         }
     }
 
+    /// Whether the numbers of the whole computation are shorter.
+    pub fn shortens_mantissas(&self) -> bool {
+        self.name == precision::SHORT_MANTISSAS
+    }
+
+    /// Whether any noise of that size looks like it.
+    pub fn is_rounding(&self) -> bool {
+        self.shortens_mantissas() || self.name == precision::BF16_WEIGHTS
+    }
+
     /// Makes the mistake.
-    pub fn apply(self, variant: &mut Variant) {
-        let config = &mut variant.config;
-        match self {
-            Cause::NoSinks => variant.forward.sinks = false,
-            Cause::ZeroSinks => variant.weights.push(WeightEdit::ZeroSinks),
-            Cause::SinksPerKvHead(rule) => variant.weights.push(WeightEdit::SinksPerKvHead(rule)),
-            Cause::SinksOfLayer(by) => variant.weights.push(WeightEdit::SinksOfLayer(by)),
-            Cause::PlainRope => config.rope.yarn = None,
-            Cause::NoYarnFactor => variant.rope = RopeChange::NoFactor,
-            Cause::YarnWithoutRamp => variant.rope = RopeChange::NoRamp,
-            Cause::YarnTruncate => {
-                if let Some(yarn) = &mut config.rope.yarn {
-                    yarn.truncate = !yarn.truncate;
-                }
-            }
-            Cause::RopeBase(theta) => config.rope.theta = theta,
-            Cause::RopeInterleaved => variant.weights.push(WeightEdit::InterleavedHeads),
-            Cause::NoWindow => config.layer_types.fill(LayerType::Full),
-            Cause::WindowBy(by) => {
-                config.sliding_window = config.sliding_window.saturating_add_signed(by as isize).max(1);
-            }
-            Cause::LayersSwapped => config.layer_types.iter_mut().for_each(|layer| {
-                *layer = match layer {
-                    LayerType::Sliding => LayerType::Full,
-                    LayerType::Full => LayerType::Sliding,
-                };
-            }),
-            Cause::NoSwigluLimit => config.swiglu_limit = f64::from(f32::MAX),
-            Cause::NoSwigluAlpha => variant.forward.swiglu_alpha = 1.0,
-            Cause::SoftmaxBeforeTopK => variant.forward.softmax_before_top_k = true,
-            Cause::RmsEpsilon(epsilon) => config.rms_norm_eps = epsilon,
-            Cause::NoBias(group) => variant.weights.push(WeightEdit::NoBias(group)),
-            Cause::TiedHead => variant.weights.push(WeightEdit::TiedHead),
-            Cause::DoubleStart => variant.double_start = true,
-            Cause::Shift { by, with_target } => variant.shift = Some((by, with_target)),
-            Cause::Temperature(factor) => variant.head.temperature_factor = factor,
-            Cause::Filtered(filter) => variant.head.filter = Some(filter),
-            Cause::Bf16Logits => variant.head.bf16_logits = true,
-            Cause::Weights(quantised) => variant.weights.push(WeightEdit::Quantised(quantised)),
-            Cause::Earlier => variant.earlier = true,
-            Cause::Mantissa(bits) => {
-                variant.weights.push(WeightEdit::Mantissa(bits));
-                variant.forward.mantissa_bits = Some(bits);
-            }
-            Cause::ShortActivations(bits) => variant.forward.mantissa_bits = Some(bits),
+    pub fn apply(&self, variant: &mut Variant) {
+        match &self.change {
+            Change::Forward(change) => change(variant),
+            Change::Weights(edit) => variant.weights.push(edit.clone()),
+            Change::Head(settings) => variant.head = *settings,
         }
     }
 }
 
-/// Several causes in words.
-pub fn words(causes: &[Cause]) -> String {
-    causes.iter().map(|cause| cause.words()).collect::<Vec<_>>().join("; and ")
+impl PartialEq for Cause {
+    fn eq(&self, other: &Self) -> bool {
+        (self.name, &self.detail) == (other.name, &other.detail)
+    }
+}
+
+impl std::fmt::Debug for Cause {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.words())
+    }
+}
+
+/// The causes for a model of `config` whose parameters are known beforehand; temperature and filters are
+/// fitted. `has_earlier`: the weights of the update before are at hand.
+pub fn causes(config: &Config, has_earlier: bool) -> Vec<Cause> {
+    let mut found = rope::causes(config);
+    found.extend(attention::causes(config));
+    found.extend(experts::causes(config));
+    found.extend(reading::causes());
+    found.extend(precision::causes(config));
+    if has_earlier {
+        let detail = "they are those of --earlier";
+        found.push(Cause::forward("weights one update old", detail, WEIGHTS, |variant| {
+            variant.earlier = true
+        }));
+    }
+    found
+}
+
+const WEIGHTS: &str = "a run of the engine with the weights loaded anew in bf16";
+const FORWARD: &str = "a run of the engine in f32, on more tokens";
+
+/// A group of biases that go missing together.
+fn missing_biases(name: &'static str, detail: &'static str, endings: &'static [&'static str]) -> Cause {
+    let concerns = |spec: &ParameterSpec| endings.iter().any(|ending| spec.name.ends_with(ending));
+    Cause::values(name, detail, WEIGHTS, concerns, |values| Ok(values.zeros_like()?))
+}
+
+/// Places `order` of the last axis.
+fn taken(values: &Tensor, order: &[u32]) -> Result<Tensor> {
+    Ok(values.index_select(&Tensor::new(order, values.device())?, values.rank() - 1)?)
 }

@@ -1,31 +1,24 @@
 //! A computation that differs from the right one as causes say, and its log-probabilities.
 
-use super::Cause;
-use super::weights::{WeightEdit, WeightEdits};
+use super::{Cause, WeightEdit};
 use crate::learner::micro_batch::MicroBatch;
 use crate::mismatch::head::HeadSettings;
 use crate::model::config::Config;
 use crate::model::forward::{ForwardOptions, Model};
+use crate::model::layers_on_demand::WeightChange;
 use crate::model::parameters::Parameters;
 use crate::model::policy_view::PolicyView;
-use crate::model::rope;
+use crate::model::rounding::WeightRounding;
 use crate::ops::SequenceRows;
 use anyhow::{Context, Result};
 use std::sync::Arc;
 
-/// How the table of RoPE departs from its configuration.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RopeChange {
-    AsConfigured,
-    NoFactor,
-    NoRamp,
-}
-
 /// Everything that a cause may change.
-#[derive(Debug, Clone, PartialEq)]
 pub struct Variant {
     pub config: Config,
-    pub rope: RopeChange,
+    /// Another table of RoPE: radians a position of each pair of dimensions, and the factor on cosine and
+    /// sine.
+    pub rope: Option<(Vec<f32>, f64)>,
     pub forward: ForwardOptions,
     pub weights: Vec<WeightEdit>,
     pub earlier: bool,
@@ -36,11 +29,11 @@ pub struct Variant {
 }
 
 impl Variant {
-    /// The right computation with all of `causes`.
-    pub fn of(config: &Config, causes: &[Cause]) -> Self {
+    /// The right computation, or the one with `cause`.
+    pub fn of(config: &Config, cause: Option<&Cause>) -> Self {
         let mut variant = Self {
             config: config.clone(),
-            rope: RopeChange::AsConfigured,
+            rope: None,
             forward: ForwardOptions::default(),
             weights: vec![],
             earlier: false,
@@ -48,33 +41,26 @@ impl Variant {
             shift: None,
             head: HeadSettings::default(),
         };
-        causes.iter().for_each(|cause| cause.apply(&mut variant));
+        if let Some(cause) = cause {
+            cause.apply(&mut variant);
+        }
         variant
     }
 
-    /// The same up to the head.
-    pub fn stack(&self) -> Self {
-        Self { head: HeadSettings::default(), ..self.clone() }
+    /// Shortens the mantissas of weights and of activations (residual stream and norms' outputs) to so many
+    /// bits.
+    pub fn round(&mut self, weight_bits: u32, activation_bits: u32) {
+        let rounding = WeightRounding { mxfp4: false, bits: Some(weight_bits) };
+        self.weights.push(Arc::new(move |_| Ok(rounding.change())));
+        self.forward.mantissa_bits = Some(activation_bits);
     }
 
     /// The model that computes it, for sequences one token longer than asked: a start token may stand twice.
     pub fn model(&self, row_tokens_max: usize) -> Model {
         let (config, positions) = (self.config.clone(), row_tokens_max + 1);
-        let (rope, head_dim) = (&config.rope, config.head_dim);
-        let factor = rope::attention_factor(rope);
-        match self.rope {
-            RopeChange::AsConfigured => Model::new(config, positions),
-            RopeChange::NoFactor => {
-                let frequencies = rope::frequencies(rope, head_dim);
-                Model::with_rope(config, positions, &frequencies, 1.0)
-            }
-            RopeChange::NoRamp => {
-                let plain = crate::model::config::Rope { yarn: None, ..rope.clone() };
-                let stretch = rope.yarn.as_ref().map_or(1.0, |yarn| yarn.factor) as f32;
-                let frequencies: Vec<f32> =
-                    rope::frequencies(&plain, head_dim).into_iter().map(|f| f / stretch).collect();
-                Model::with_rope(config, positions, &frequencies, factor)
-            }
+        match &self.rope {
+            None => Model::new(config, positions),
+            Some((frequencies, factor)) => Model::with_rope(config, positions, frequencies, *factor),
         }
     }
 
@@ -95,13 +81,17 @@ impl Variant {
         let weights = if self.weights.is_empty() {
             parameters.frozen(None)?
         } else {
-            let edits = WeightEdits::new(&self.weights, &self.config, parameters)?;
-            parameters.changed_on_demand(Arc::new(move |spec, weight| edits.apply(spec, weight)))?
+            let changes: Vec<WeightChange> =
+                self.weights.iter().map(|edit| edit(parameters)).collect::<Result<_>>()?;
+            parameters.changed_on_demand(Arc::new(move |spec, weight| {
+                changes.iter().try_fold(weight, |weight, change| change(spec, weight))
+            }))?
         };
         Ok(PolicyView { model, weights: Arc::new(weights), forward: self.forward })
     }
 
-    /// `batch` as it was fed, and for each target whether it has a value at all: a shift has none at a row's end.
+    /// `batch` as it was fed, and for each target whether it has a value at all: a shift has none at a row's
+    /// end.
     pub fn batch(&self, batch: &MicroBatch) -> (MicroBatch, Vec<bool>) {
         let mut batch = if self.double_start { doubled(batch) } else { batch.clone() };
         match self.shift {

@@ -38,8 +38,8 @@ struct Settings {
 const LEFT_OUT: &str = "completion_probabilities lacks tokens: llama.cpp writes none for one that ends within a character; \
     ask with \"return_tokens\": true, which gives all ids";
 
-/// Where among `ids`, from `start` on, the token `id` of an entry stands: `bytes` are its own and those of the tokens
-/// before it that have no entry, because their text ended within a character.
+/// Where among `ids`, from `start` on, the token `id` of an entry stands: `bytes` are its own and those of
+/// the tokens before it that have no entry, because their text ended within a character.
 fn place(ids: &[u64], start: usize, id: u64, bytes: Option<&[u8]>, tokenizer: &Vocabulary) -> Option<usize> {
     (start..ids.len()).filter(|&at| ids[at] == id).find(|&at| {
         bytes.is_none_or(|bytes| {

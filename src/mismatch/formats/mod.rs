@@ -1,4 +1,4 @@
-//! What engines write, recognised by its shape: one file an engine. docs/MISMATCH.md shows each.
+//! Files of other engines, recognised by their shape: one source file an engine. docs/MISMATCH.md shows each.
 
 mod llama_cpp;
 mod npy;
@@ -10,7 +10,6 @@ mod texts;
 mod verifiers;
 mod verl;
 
-use crate::vocabulary::Vocabulary;
 use serde_json::Value;
 pub use texts::TokenTexts;
 
@@ -20,7 +19,7 @@ pub struct RawRow {
     pub tokens: Vec<u64>,
     /// One a token; `None` where there is none.
     pub log_probs: Vec<Option<f64>>,
-    /// What a trainer computed for the same tokens, where the file has it.
+    /// A trainer's log-probs of the same tokens, where the file has them.
     pub trainer_log_probs: Option<Vec<Option<f64>>>,
     pub temperature: Option<f64>,
     /// Tokens at the start that were not sampled, where their log-probs are there too and so are raw.
@@ -40,63 +39,90 @@ pub struct RawRoutes {
     pub shape: Option<[usize; 3]>,
 }
 
-/// Whose shape a record has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Shape {
-    Own,
-    Completions,
-    Chat,
-    SgLang,
-    LlamaCpp,
-    PrimeRl,
-    Verifiers,
-    Slime,
-    Verl,
+/// A shape of records: how it is told from others, and its reader.
+pub struct Shape {
+    /// In words.
+    pub name: &'static str,
+    is: fn(&Value) -> bool,
+    read: fn(Value, &TokenTexts) -> Result<Vec<RawRow>, String>,
+}
+
+/// The shapes in the order in which a record is compared with them.
+static SHAPES: [Shape; 9] = [
+    Shape {
+        name: "responses of /v1/chat/completions (vLLM)",
+        is: |value| openai::has_log_probs(value, "content"),
+        read: openai::chat,
+    },
+    Shape {
+        name: "responses of /v1/completions (vLLM, llama-cpp-python)",
+        is: |value| openai::has_log_probs(value, "token_logprobs"),
+        read: openai::completions,
+    },
+    Shape {
+        name: "responses of SGLang's /generate",
+        is: |value| has(value, "meta_info"),
+        read: |value, _| sglang::row(value).map(one),
+    },
+    Shape {
+        name: "responses of llama.cpp's /completion",
+        is: |value| has(value, "completion_probabilities"),
+        read: |value, texts| llama_cpp::row(value, &texts.tokenizer).map(one),
+    },
+    Shape {
+        name: "prime-rl's token exports",
+        is: |value| has(value, "inference_logprobs"),
+        read: |value, _| prime_rl::row(value).map(one),
+    },
+    Shape {
+        name: "verifiers' traces",
+        is: |value| has(value, "nodes"),
+        read: |value, _| verifiers::rows(value),
+    },
+    Shape {
+        name: "rows of tokens and logprobs",
+        is: |value| has(value, "tokens") && has(value, "logprobs"),
+        read: |value, _| own::row(value).map(one),
+    },
+    Shape {
+        name: "slime's samples",
+        is: |value| has(value, "tokens") && has(value, "rollout_log_probs"),
+        read: |value, _| verl::slime(value).map(one),
+    },
+    Shape {
+        name: "verl's agent-loop rows",
+        is: |value| has(value, "response_logprobs") || has(value, "rollout_log_probs"),
+        read: |value, _| verl::row(value).map(one),
+    },
+];
+
+fn has(value: &Value, key: &str) -> bool {
+    value.get(key).is_some()
+}
+
+fn one(row: RawRow) -> Vec<RawRow> {
+    vec![row]
 }
 
 impl Shape {
-    /// In words.
-    pub fn name(self) -> &'static str {
-        match self {
-            Shape::Own => "rows of tokens and logprobs",
-            Shape::Completions => "responses of /v1/completions (vLLM, llama-cpp-python)",
-            Shape::Chat => "responses of /v1/chat/completions (vLLM)",
-            Shape::SgLang => "responses of SGLang's /generate",
-            Shape::LlamaCpp => "responses of llama.cpp's /completion",
-            Shape::PrimeRl => "prime-rl's token exports",
-            Shape::Verifiers => "verifiers' traces",
-            Shape::Slime => "slime's samples",
-            Shape::Verl => "verl's agent-loop rows",
-        }
-    }
-
-    /// Whose record `value` is; or what it lacks to be one.
+    /// The shape of `value`; or what it lacks to have one.
     ///
     /// # Errors
     /// With the remedy, for a shape without token ids or log-probs, and for an unknown one.
-    pub fn of(value: &Value) -> Result<Self, String> {
-        let has = |key: &str| value.get(key).is_some();
+    pub fn of(value: &Value) -> Result<&'static Self, String> {
         let texts = |keys: [&str; 2]| keys.iter().all(|key| value.get(*key).is_some_and(Value::is_string));
-        Ok(match value {
-            _ if has("choices") => openai::shape(value)?,
-            _ if has("meta_info") => Shape::SgLang,
-            _ if has("completion_probabilities") => Shape::LlamaCpp,
-            _ if has("inference_logprobs") => Shape::PrimeRl,
-            _ if has("nodes") => Shape::Verifiers,
-            _ if has("tokens") && has("logprobs") => Shape::Own,
-            _ if has("tokens") && has("rollout_log_probs") => Shape::Slime,
-            _ if has("response_logprobs") || has("rollout_log_probs") => Shape::Verl,
-            _ if texts(["input", "output"]) => return Err(verl::TEXT_ALONE.into()),
-            _ if texts(["prompt", "completion"]) => return Err(verl::TRL_TEXT_ALONE.into()),
-            _ if has("content") && has("stop_type") => return Err(llama_cpp::NO_LOG_PROBS.into()),
-            _ if has("tokens") || has("token_ids") => {
-                return Err("tokens without log-probs; write one a token, null where there is none".into());
+        if let Some(shape) = SHAPES.iter().find(|shape| (shape.is)(value)) {
+            return Ok(shape);
+        }
+        Err(match value {
+            _ if has(value, "choices") => openai::without_log_probs(value).into(),
+            _ if texts(["input", "output"]) => verl::TEXT_ALONE.into(),
+            _ if texts(["prompt", "completion"]) => verl::TRL_TEXT_ALONE.into(),
+            _ if has(value, "content") && has(value, "stop_type") => llama_cpp::NO_LOG_PROBS.into(),
+            _ if has(value, "tokens") || has(value, "token_ids") => {
+                "tokens without log-probs; write one a token, null where there is none".into()
             }
-            _ => {
-                return Err(format!(
-                    "no shape that is known; write rows like {EXAMPLE}, or see docs/MISMATCH.md"
-                ));
-            }
+            _ => format!("no shape that is known; write rows like {EXAMPLE}, or see docs/MISMATCH.md"),
         })
     }
 
@@ -104,23 +130,8 @@ impl Shape {
     ///
     /// # Errors
     /// Says what is missing or wrong, and the remedy.
-    pub fn rows(
-        self,
-        value: Value,
-        tokenizer: &Vocabulary,
-        texts: &TokenTexts,
-    ) -> Result<Vec<RawRow>, String> {
-        match self {
-            Shape::Own => own::row(value).map(|row| vec![row]),
-            Shape::Completions => openai::completions(value, texts),
-            Shape::Chat => openai::chat(value, texts),
-            Shape::SgLang => sglang::row(value).map(|row| vec![row]),
-            Shape::LlamaCpp => llama_cpp::row(value, tokenizer).map(|row| vec![row]),
-            Shape::PrimeRl => prime_rl::row(value).map(|row| vec![row]),
-            Shape::Verifiers => verifiers::rows(value),
-            Shape::Slime => verl::slime(value).map(|row| vec![row]),
-            Shape::Verl => verl::row(value).map(|row| vec![row]),
-        }
+    pub fn rows(&self, value: Value, texts: &TokenTexts) -> Result<Vec<RawRow>, String> {
+        (self.read)(value, texts)
     }
 }
 

@@ -1,11 +1,11 @@
 //! `/v1/completions` and `/v1/chat/completions`: vLLM's with ids, llama-cpp-python's with the tokens' text.
 
-use super::{RawRow, Shape, TokenTexts, npy, parsed};
+use super::{RawRow, TokenTexts, npy, parsed};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::HashMap;
 
-/// What a prompt token's entry holds, by id in text: the token itself and the likeliest ones.
+/// A prompt token's entry by id in text: the token itself and the likeliest ones.
 type PromptLogProbs = Vec<Option<HashMap<String, PromptEntry>>>;
 
 #[derive(Deserialize)]
@@ -16,7 +16,7 @@ struct PromptEntry {
 #[derive(Deserialize)]
 struct Response {
     choices: Vec<Choice>,
-    /// Of a chat, whose choices share it.
+    /// A chat's choices share it.
     prompt_token_ids: Option<Vec<u64>>,
     prompt_logprobs: Option<PromptLogProbs>,
 }
@@ -47,19 +47,16 @@ struct Content {
 const NO_PROMPT: &str = "the prompt is missing, and a log-prob depends on it; ask vLLM with \"return_token_ids\": true, \
                          llama-cpp-python with echo=True";
 
-/// Which of the two the response is.
-pub(super) fn shape(value: &Value) -> Result<Shape, String> {
-    let choice = &value["choices"][0];
-    let log_probs = &choice["logprobs"];
-    match () {
-        () if log_probs.get("content").is_some() => Ok(Shape::Chat),
-        () if log_probs.get("token_logprobs").is_some() => Ok(Shape::Completions),
-        () if choice.get("message").is_some() => {
-            Err("choices have no logprobs; ask with \"logprobs\": true".into())
-        }
-        () => {
-            Err("choices have no logprobs; ask with \"logprobs\": 0 (and \"return_token_ids\": true)".into())
-        }
+/// Whether the first choice has log-probs in the list `key`: `content` in a chat, `token_logprobs` in a completion.
+pub(super) fn has_log_probs(value: &Value, key: &str) -> bool {
+    value["choices"][0]["logprobs"].get(key).is_some()
+}
+
+/// The remedy for choices without log-probs.
+pub(super) fn without_log_probs(value: &Value) -> &'static str {
+    match value["choices"][0].get("message") {
+        Some(_) => "choices have no logprobs; ask with \"logprobs\": true",
+        None => "choices have no logprobs; ask with \"logprobs\": 0 (and \"return_token_ids\": true)",
     }
 }
 

@@ -1,5 +1,6 @@
-//! prime-rl's `token_exports/step_N/rank_R.jsonl`: one sequence a line, aligned columns. Both sides are there: what the
-//! inference engine reported and what the trainer computed. Numbers stand where `loss_mask` is false, too, and say nothing.
+//! prime-rl's `token_exports/step_N/rank_R.jsonl`: one sequence a line, aligned columns. Both sides are
+//! there: what the inference engine reported and what the trainer computed. Numbers stand where `loss_mask`
+//! is false, too, and say nothing.
 
 use super::{RawRow, parsed};
 use crate::trajectory::Trajectory;
@@ -37,8 +38,8 @@ pub(super) fn row(value: Value) -> Result<RawRow, String> {
     })
 }
 
-/// A line of the export, as `rloss rollout --format prime-rl` writes it: every column of the trainer's, null where a rollout
-/// has no value.
+/// A line of the export, as `rloss rollout --format prime-rl` writes it: every column of the trainer's, null
+/// where a rollout has no value.
 #[derive(Serialize)]
 pub struct ExportLine {
     schema_version: u64,
@@ -68,7 +69,8 @@ pub struct ExportLine {
 }
 
 impl ExportLine {
-    /// Of `trajectory`, the `index`-th of `step`: `trainer` has a log-prob for each token that it sampled.
+    /// The line of `trajectory`, the `index`-th of `step`; `trainer` has a log-prob for each token that it
+    /// sampled.
     pub fn new(
         trajectory: &Trajectory,
         trainer: &[f32],

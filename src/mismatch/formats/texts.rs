@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 /// Which id has a text. The table is made when it is first asked.
 pub struct TokenTexts {
-    tokenizer: Vocabulary,
+    pub(super) tokenizer: Vocabulary,
     /// `None` where several ids have the same bytes.
     ids: OnceLock<HashMap<Vec<u8>, Option<u32>>>,
 }

@@ -10,6 +10,7 @@ use rloss::metrics::Console;
 use rloss::mismatch::links::{Link, Proof};
 use rloss::model::cache::CacheRoom;
 use rloss::model::config::{Config, LayerType, Rope};
+use rloss::model::decoder_stack;
 use rloss::model::families::Family;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::init::{InitSettings, init};
@@ -302,7 +303,9 @@ impl Case {
         let sequences: Vec<Sequence> = trajectories.iter().map(sequence).collect();
         let mut computed = vec![];
         for batch in MicroBatch::split(&sequences, 1000) {
-            let logits = policy.stack().logits(&policy.normed(&batch)?, &self.sampling)?;
+            let logits = policy
+                .stack()
+                .logits(&policy.normed(&batch, &mut decoder_stack::nothing)?, &self.sampling)?;
             let targets: Vec<(usize, u32)> = batch.targets.iter().copied().enumerate().collect();
             computed.extend(logits.log_probs(&self.sampling, &targets)?);
         }

@@ -1,0 +1,67 @@
+//! Mistakes of experts, norms and the matrix of the head.
+
+use super::{Cause, FORWARD, WEIGHTS, WeightEdit, missing_biases, rope::others};
+use crate::model::config::{Config, SWIGLU_ALPHA};
+use crate::model::layers_on_demand::WeightChange;
+use crate::model::names::TensorRole;
+use crate::ops::weight::Weight;
+use anyhow::Context;
+use std::sync::Arc;
+
+const RMS_EPSILONS: [f64; 8] = [0.0, 1e-8, 1e-6, 5e-6, 1e-5, 5e-5, 1e-4, 1e-3];
+
+pub(super) fn causes(config: &Config) -> Vec<Cause> {
+    let mut found = vec![];
+    if config.family.has_experts {
+        found.extend([
+            Cause::forward("SwiGLU limit missing", "gate and up are not clamped", FORWARD, |variant| {
+                variant.config.swiglu_limit = f64::from(f32::MAX);
+            }),
+            Cause::forward(
+                "SwiGLU alpha missing",
+                format!("the sigmoid's gain is 1, not {SWIGLU_ALPHA}"),
+                FORWARD,
+                |variant| variant.forward.swiglu_alpha = 1.0,
+            ),
+            Cause::forward(
+                "softmax before top-k",
+                "experts are weighed by a softmax over all of them",
+                FORWARD,
+                |variant| variant.forward.softmax_before_top_k = true,
+            ),
+            missing_biases("router bias missing", "it is 0", &["router.bias"]),
+            missing_biases(
+                "expert biases missing",
+                "those of gate_up and down are 0",
+                &["gate_up_proj_bias", "down_proj_bias"],
+            ),
+            missing_biases("expert biases missing", "those of down are 0", &["down_proj_bias"]),
+        ]);
+    }
+    found.extend(others(&RMS_EPSILONS, config.rms_norm_eps).map(|epsilon| {
+        let detail = format!("rms_norm_eps is {epsilon:e}");
+        Cause::forward("other RMS epsilon", detail, FORWARD, move |variant| {
+            variant.config.rms_norm_eps = epsilon;
+        })
+    }));
+    if !config.tie_word_embeddings {
+        found.push(tied_head());
+    }
+    found
+}
+
+fn tied_head() -> Cause {
+    let edit: WeightEdit = Arc::new(|parameters| {
+        let mut specs = parameters.specs.iter();
+        let spec = specs.find(|spec| spec.role == TensorRole::Embedding).context("no embedding")?.clone();
+        let embedding = parameters.read(&spec)?;
+        let change: WeightChange = Arc::new(move |of, weight| match of.role {
+            TensorRole::Head => {
+                Ok(Weight::dense(&embedding.decoded(&spec.working_shape())?.t()?.contiguous()?))
+            }
+            _ => Ok(weight),
+        });
+        Ok(change)
+    });
+    Cause::weights("tied head", "the embedding stands in for lm_head", WEIGHTS, edit)
+}

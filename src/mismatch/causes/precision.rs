@@ -1,0 +1,65 @@
+//! Mistakes of precision: weights in a shorter format, and short mantissas everywhere.
+
+use super::{Cause, FORWARD, WEIGHTS};
+use crate::model::config::Config;
+use crate::model::names::ParameterSpec;
+use crate::model::rounding::WeightRounding;
+use crate::ops::mxfp4::{BLOCK, MAGNITUDES};
+use anyhow::Result;
+use candle_core::Tensor;
+use std::sync::Arc;
+
+pub(super) const BF16_WEIGHTS: &str = "bf16 weights";
+pub(super) const SHORT_MANTISSAS: &str = "short mantissas";
+
+pub(super) fn causes(config: &Config) -> Vec<Cause> {
+    let rounded = |name, detail, rounding: WeightRounding| {
+        Cause::weights(name, detail, WEIGHTS, Arc::new(move |_| Ok(rounding.change())))
+    };
+    let bf16 = WeightRounding { mxfp4: false, bits: Some(7) };
+    let mut found = vec![rounded(BF16_WEIGHTS, "every tensor is rounded", bf16)];
+    let divides =
+        [config.hidden_size, config.intermediate_size].iter().all(|size| size.is_multiple_of(BLOCK));
+    if config.family.has_experts && divides {
+        let name = "MXFP4 weights";
+        let detail = "expert matrices in blocks of 32, what lies beyond 6 of their scale cut off";
+        found.push(Cause::values(name, detail, WEIGHTS, ParameterSpec::is_expert_matrix, mxfp4_cut_off));
+        let mxfp4 = WeightRounding { mxfp4: true, bits: None };
+        found.push(rounded(name, "expert matrices in blocks of 32", mxfp4));
+    }
+    found.extend([3, 5, 7].map(|bits| {
+        let detail = format!("weights and activations of {bits} bits");
+        Cause::forward(SHORT_MANTISSAS, detail, FORWARD, move |variant| variant.round(bits, bits))
+    }));
+    found
+}
+
+/// Blocks of 32 inputs at the power of two that puts the largest magnitude in 4..8; magnitudes round to the
+/// nearest of the format's eight, ties to the even index, and so those beyond 6 to 6.
+fn mxfp4_cut_off(tensor: &Tensor) -> Result<Tensor> {
+    let [_, inputs, outputs]: [usize; 3] = tensor.dims3()?.into();
+    let mut values = tensor.flatten_all()?.to_vec1::<f32>()?;
+    for matrix in values.chunks_exact_mut(inputs * outputs) {
+        for block in matrix.chunks_exact_mut(BLOCK * outputs) {
+            for output in 0..outputs {
+                let places = (0..BLOCK).map(|i| i * outputs + output);
+                let largest = places.clone().fold(0f32, |m, at| m.max(block[at].abs()));
+                let exponent = ((largest.to_bits() >> 23) as i32 - 127 - 2).clamp(-127, 127);
+                let scale = f32::powi(2.0, exponent);
+                places.for_each(|at| block[at] = nearest_magnitude(block[at] / scale) * scale);
+            }
+        }
+    }
+    Ok(Tensor::from_vec(values, tensor.shape(), tensor.device())?)
+}
+
+fn nearest_magnitude(x: f32) -> f32 {
+    let mut best = 0;
+    for (index, magnitude) in MAGNITUDES.iter().enumerate() {
+        let (new, old) = ((x.abs() - magnitude).abs(), (x.abs() - MAGNITUDES[best]).abs());
+        if new < old || new == old && index % 2 == 0 {
+            best = index;
+        }
+    }
+    MAGNITUDES[best].copysign(x)
+}
