@@ -3,44 +3,18 @@
 use super::run::Run;
 use crate::metrics::{Phase, format_number};
 use crate::policy::alarm::{ALARMS, Alarm};
-use serde::Serialize;
-
-/// A metric with a level.
-#[derive(Serialize)]
-pub(super) struct AlarmRow {
-    metric: &'static str,
-    meaning: &'static str,
-    /// Such as `-0.1 to 0.1`.
-    healthy: String,
-    /// One a run; `None` where it did not record the metric.
-    runs: Vec<Option<Reading>>,
-}
-
-#[derive(Serialize)]
-struct Reading {
-    last: Value,
-    /// The value farthest out, or nearest to a bound, and its step.
-    worst: Value,
-    worst_step: u64,
-    /// `3 of 80`.
-    beyond: String,
-}
-
-#[derive(Serialize)]
-struct Value {
-    text: String,
-    rings: bool,
-}
+use minijinja::{Value, context};
 
 /// The levels of every metric that a run recorded.
-pub(super) fn table(runs: &[Run]) -> Vec<AlarmRow> {
-    let row = |alarm: &'static Alarm| AlarmRow {
-        metric: alarm.metric,
-        meaning: alarm.meaning,
-        healthy: healthy(alarm),
-        runs: runs.iter().map(|run| reading(alarm, &run.series(Phase::Rl, alarm.metric))).collect(),
+pub(super) fn table(runs: &[Run]) -> Vec<Value> {
+    let row = |alarm: &'static Alarm| {
+        let reading = |run: &Run| reading(alarm, &run.series(Phase::Rl, alarm.metric));
+        let runs: Vec<Option<Value>> = runs.iter().map(reading).collect();
+        let Alarm { metric, meaning, .. } = alarm;
+        let recorded = runs.iter().any(Option::is_some);
+        recorded.then(|| context! { metric, meaning, healthy => healthy(alarm), runs })
     };
-    ALARMS.iter().map(row).filter(|row| row.runs.iter().any(Option::is_some)).collect()
+    ALARMS.iter().filter_map(row).collect()
 }
 
 /// The range that counts as healthy, in words.
@@ -59,7 +33,9 @@ pub(super) fn levels(metric: &str) -> Option<(String, Vec<f64>)> {
     Some((healthy(alarm), [alarm.low, alarm.high].into_iter().filter(|level| level.is_finite()).collect()))
 }
 
-fn reading(alarm: &Alarm, points: &[(u64, f64)]) -> Option<Reading> {
+/// The last value, the value farthest out, or nearest to a bound, with its step, and how many of the values
+/// ring.
+fn reading(alarm: &Alarm, points: &[(u64, f64)]) -> Option<Value> {
     let &(_, last) = points.last()?;
     // What is no number is worse than any.
     let excess = |value: f64| match value.is_nan() {
@@ -67,8 +43,8 @@ fn reading(alarm: &Alarm, points: &[(u64, f64)]) -> Option<Reading> {
         false => (value - alarm.high).max(alarm.low - value),
     };
     let &(worst_step, worst) = points.iter().max_by(|a, b| excess(a.1).total_cmp(&excess(b.1)))?;
-    let value = |value: f64| Value { text: format_number(value), rings: alarm.triggers_at(value) };
+    let value = |value: f64| context! { text => format_number(value), rings => alarm.triggers_at(value) };
     let beyond = points.iter().filter(|(_, value)| alarm.triggers_at(*value)).count();
     let beyond = format!("{beyond} of {}", points.len());
-    Some(Reading { last: value(last), worst: value(worst), worst_step, beyond })
+    Some(context! { last => value(last), worst => value(worst), worst_step, beyond })
 }

@@ -16,8 +16,8 @@ pub(super) struct Section {
     /// Shown closed.
     folded: bool,
     charts: Vec<Chart>,
-    /// Charts of which every line is exactly 0 at every step, where that is no alarm: one line stands for them, and they are shown
-    /// closed.
+    /// Charts of which every line is exactly 0 at every step, where that is no alarm: one line stands for
+    /// them, and they are shown closed.
     zeros: Vec<Chart>,
     /// Titles of charts that no run has values for.
     absent: Vec<&'static str>,

@@ -7,7 +7,7 @@ use crate::harmony::{Message, Role};
 use crate::metrics::{Phase, format_number};
 use crate::trajectory::TrajectoryRow;
 use anyhow::{Context, Result};
-use serde::Serialize;
+use minijinja::{Value, context};
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -73,7 +73,7 @@ pub(super) fn pick(folder: &Path) -> Result<Vec<Picked>> {
     Ok(picked)
 }
 
-/// Of each kind of file, by its name up to the number in it (`step-000001`, `eval-000080`), the first and the last.
+/// The first and the last file of each kind: its name up to the number in it (`step-000001`, `eval-000080`).
 fn first_and_last_files(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut groups: BTreeMap<String, Vec<PathBuf>> = BTreeMap::new();
     for path in files(folder)? {
@@ -135,48 +135,17 @@ pub(super) fn read_file(path: &Path, mut each: impl FnMut(TrajectoryRow)) -> Res
     Ok(())
 }
 
-/// The trajectories of one run, as the template shows them.
-#[derive(Serialize)]
-pub(super) struct RunView<'a> {
-    run: usize,
-    label: &'a str,
-    trajectories: Vec<View<'a>>,
-}
-
-#[derive(Serialize)]
-struct View<'a> {
-    heading: String,
-    why: &'static str,
-    problem: &'a str,
-    outcome: &'static str,
-    reward: String,
-    success: bool,
-    /// Sampled tokens, turns, calls and what became of them.
-    facts: Vec<String>,
-    messages: Vec<MessageView<'a>>,
-}
-
-#[derive(Serialize)]
-struct MessageView<'a> {
-    role: &'static str,
-    /// `python → assistant`, `commentary`, …
-    notes: Vec<String>,
-    content: &'a str,
-    /// Long and the same in every trajectory: shown closed.
-    folded: bool,
-}
-
-pub(super) fn view(runs: &[Run]) -> Vec<RunView<'_>> {
+/// The trajectories of each run that has some, as the template shows them.
+pub(super) fn view(runs: &[Run]) -> Vec<Value> {
     let all = runs.iter().filter(|run| !run.picked.is_empty());
-    all.map(|run| RunView {
-        run: run.curve,
-        label: &run.label,
-        trajectories: run.picked.iter().map(trajectory_view).collect(),
+    all.map(|run| {
+        let trajectories: Vec<Value> = run.picked.iter().map(trajectory_view).collect();
+        context! { run => run.curve, label => run.label, trajectories }
     })
     .collect()
 }
 
-fn trajectory_view(picked: &Picked) -> View<'_> {
+fn trajectory_view(picked: &Picked) -> Value {
     let TrajectoryRow { phase, trajectory, messages, .. } = &picked.row;
     let phase = match phase {
         Phase::ColdStart => "Cold start",
@@ -196,36 +165,30 @@ fn trajectory_view(picked: &Picked) -> View<'_> {
         .for_each(|call| *calls.entry(call).or_default() += 1);
     facts
         .extend(calls.iter().map(|(call, count)| format!("call {} ×{count}", call.name().replace('_', " "))));
-    View {
-        heading: format!(
-            "{phase} {}, prompt {}, sample {}",
-            trajectory.step, trajectory.prompt, trajectory.sample
-        ),
-        why: picked.why,
-        problem: &trajectory.problem_id,
-        outcome: trajectory.outcome.name(),
-        reward: format_number(f64::from(trajectory.reward)),
-        success: trajectory.success,
+    let (step, prompt, sample) = (trajectory.step, trajectory.prompt, trajectory.sample);
+    context! {
+        heading => format!("{phase} {step}, prompt {prompt}, sample {sample}"),
+        why => picked.why,
+        problem => trajectory.problem_id,
+        outcome => trajectory.outcome.name(),
+        reward => format_number(f64::from(trajectory.reward)),
+        success => trajectory.success,
+        // Sampled tokens, turns, calls and what became of them.
         facts,
-        messages: messages.iter().map(message_view).collect(),
+        messages => messages.iter().map(message_view).collect::<Vec<_>>(),
     }
 }
 
-fn message_view(message: &Message) -> MessageView<'_> {
-    let role = match message.role {
-        Role::System => "system",
-        Role::Developer => "developer",
-        Role::User => "user",
-        Role::Assistant => "assistant",
-        Role::Tool => "tool",
-    };
+fn message_view(message: &Message) -> Value {
     let arrow = message.recipient.as_ref().map(|to| format!("to {to}"));
     let notes = [message.name.clone(), arrow, message.channel.clone(), message.content_type.clone()];
-    MessageView {
-        role,
-        notes: notes.into_iter().flatten().collect(),
-        content: &message.content,
-        folded: matches!(message.role, Role::System | Role::Developer),
+    context! {
+        role => message.role.name(),
+        // `python → assistant`, `commentary`, …
+        notes => notes.into_iter().flatten().collect::<Vec<_>>(),
+        content => message.content,
+        // Long and the same in every trajectory: shown closed.
+        folded => matches!(message.role, Role::System | Role::Developer),
     }
 }
 

@@ -1,16 +1,16 @@
-//! The bars beside the mismatch table: for each arm, how far rollout and training are apart.
+//! The bars beside the mismatch table: for each ablation, how far rollout and training are apart.
 
 use crate::metrics::format_number;
-use serde::Serialize;
-use serde_json::{Map, Value};
+use minijinja::{Value, context};
+use serde_json::{Map, Value as Json};
 
-/// Lengths are in SVG user units. The arms' names stand left of `LEFT`, the values right of the bars.
+/// Lengths are in SVG user units. The ablations' names stand left of `LEFT`, the values right of the bars.
 const WIDTH: f64 = 720.0;
 const LEFT: f64 = 176.0;
 const RIGHT: f64 = WIDTH - 70.0;
 const TOP: f64 = 6.0;
 const BAR: f64 = 13.0;
-/// One arm's three bars and the space under them.
+/// One ablation's three bars and the space under them.
 const ARM: f64 = 3.0 * BAR + 12.0;
 /// Ticks, their labels and the axis label.
 const FOOT: f64 = 38.0;
@@ -21,61 +21,12 @@ const DECADES_OF_NOTHING: (f64, f64) = (-6.0, 0.0);
 const TICKS_MAX: f64 = 8.0;
 
 const LOGP_MAX: &str = "mismatch/logprob_abs_diff_max";
-/// Key, name, colour. A row that has none but the first is a link of the proof, not an arm.
+/// Key, name, colour. A row that has none but the first is a link of the proof, not an ablation.
 const METRICS: [(&str, &str, usize); 3] = [
     (LOGP_MAX, "|Δlogp| max", 5),
     ("mismatch/logprob_abs_diff_mean", "|Δlogp| mean", 4),
     ("mismatch/log_ppl_abs_diff_max", "log-ppl gap max", 3),
 ];
-
-/// A bar chart ready for the template.
-#[derive(Serialize)]
-pub(super) struct MismatchChart {
-    width: f64,
-    height: f64,
-    left: f64,
-    right: f64,
-    top: f64,
-    bottom: f64,
-    ticks: Vec<Tick>,
-    arms: Vec<Arm>,
-    legend: Vec<Entry>,
-}
-
-#[derive(Serialize)]
-struct Tick {
-    at: String,
-    label: String,
-}
-
-#[derive(Serialize)]
-struct Arm {
-    name: String,
-    /// The name, cut to the space there is.
-    short: String,
-    y: f64,
-    bars: Vec<Bar>,
-}
-
-#[derive(Serialize)]
-struct Bar {
-    metric: &'static str,
-    colour: usize,
-    y: f64,
-    height: f64,
-    /// `None` where nothing can be drawn: 0, or no number.
-    width: Option<String>,
-    zero: bool,
-    label_x: String,
-    label: String,
-}
-
-#[derive(Serialize, Clone)]
-struct Entry {
-    key: &'static str,
-    metric: &'static str,
-    colour: usize,
-}
 
 /// Decades from the left edge to the right.
 struct Decades(f64, f64);
@@ -96,45 +47,47 @@ impl Decades {
         LEFT + (log - self.0) / (self.1 - self.0) * (RIGHT - LEFT)
     }
 
-    fn ticks(&self) -> Vec<Tick> {
+    fn ticks(&self) -> Vec<Value> {
         let stride = ((self.1 - self.0) / TICKS_MAX).ceil().max(1.0) as usize;
         let powers = (self.0 as i32..=self.1.floor() as i32).step_by(stride);
         let label = |e: i32| if e < -3 { format!("1e{e}") } else { format_number(10f64.powi(e)) };
-        powers.map(|e| Tick { at: format!("{:.1}", self.place(f64::from(e))), label: label(e) }).collect()
+        let at = |e: i32| format!("{:.1}", self.place(f64::from(e)));
+        powers.map(|e| context! { at => at(e), label => label(e) }).collect()
     }
 }
 
-/// `None` when no row is an arm's.
-pub(super) fn chart(rows: &[&Map<String, Value>]) -> Option<MismatchChart> {
-    let is_arm = |row: &&&Map<String, Value>| METRICS[1..].iter().any(|(key, ..)| row.contains_key(*key));
-    let rows: Vec<_> = rows.iter().filter(is_arm).collect();
+/// A bar chart ready for the template; `None` when no row is an ablation's.
+pub(super) fn chart(rows: &[&Map<String, Json>]) -> Option<Value> {
+    let is_ablation = |row: &&&Map<String, Json>| METRICS[1..].iter().any(|(key, ..)| row.contains_key(*key));
+    let rows: Vec<_> = rows.iter().filter(is_ablation).collect();
     if rows.is_empty() {
         return None;
     }
-    let number = |row: &Map<String, Value>, key: &str| row.get(key).and_then(Value::as_f64);
+    let number = |row: &Map<String, Json>, key: &str| row.get(key).and_then(Json::as_f64);
     let all = rows.iter().flat_map(|row| METRICS.iter().filter_map(|(key, ..)| number(row, key)));
     let decades = Decades::of(all);
-    let arms = rows.iter().enumerate().map(|(i, row)| {
+    let ablations = rows.iter().enumerate().map(|(i, row)| {
         let top = TOP + i as f64 * ARM + 6.0;
         let same_bits = number(row, LOGP_MAX) == Some(0.0);
         let bars = METRICS.iter().enumerate().map(|(nth, &(key, metric, colour))| {
             let y = top + nth as f64 * BAR;
             bar(metric, colour, y, number(row, key), same_bits, &decades)
         });
-        let name = row.get("name").and_then(Value::as_str).unwrap_or("–").to_owned();
-        Arm { short: cut(&name), name, y: top + 1.5 * BAR, bars: bars.collect() }
+        let name = row.get("name").and_then(Json::as_str).unwrap_or("–");
+        // The name, whole and cut to the space there is.
+        context! { short => cut(name), name, y => top + 1.5 * BAR, bars => bars.collect::<Vec<_>>() }
     });
     let bottom = TOP + rows.len() as f64 * ARM;
-    Some(MismatchChart {
-        width: WIDTH,
-        height: bottom + FOOT,
-        left: LEFT,
-        right: RIGHT,
-        top: TOP,
+    Some(context! {
+        width => WIDTH,
+        height => bottom + FOOT,
+        left => LEFT,
+        right => RIGHT,
+        top => TOP,
         bottom,
-        ticks: decades.ticks(),
-        arms: arms.collect(),
-        legend: METRICS.map(|(key, metric, colour)| Entry { key, metric, colour }).to_vec(),
+        ticks => decades.ticks(),
+        arms => ablations.collect::<Vec<_>>(),
+        legend => METRICS.map(|(key, metric, colour)| context! { key, metric, colour }),
     })
 }
 
@@ -145,7 +98,7 @@ fn bar(
     value: Option<f64>,
     same_bits: bool,
     to: &Decades,
-) -> Bar {
+) -> Value {
     let end = value.filter(|v| *v > 0.0).map(|v| to.place(v.log10()));
     let zero = value == Some(0.0);
     let label = match value {
@@ -153,14 +106,15 @@ fn bar(
         Some(_) if zero && same_bits => "0: same bits".to_owned(),
         value => value.map_or("–".to_owned(), format_number),
     };
-    Bar {
+    context! {
         metric,
         colour,
         y,
-        height: BAR - 2.0,
-        width: end.map(|end| format!("{:.1}", end - LEFT)),
+        height => BAR - 2.0,
+        // None where nothing can be drawn: 0, or no number.
+        width => end.map(|end| format!("{:.1}", end - LEFT)),
         zero,
-        label_x: format!("{:.1}", end.unwrap_or(LEFT + 4.0) + 5.0),
+        label_x => format!("{:.1}", end.unwrap_or(LEFT + 4.0) + 5.0),
         label,
     }
 }

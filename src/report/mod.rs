@@ -14,7 +14,8 @@
 //! `server.rs` serves the page of runs that go on. `content_policy.rs` lets the page run its own script
 //! alone.
 //!
-//! `figures/` draws curves of several seeds instead. The template escapes every value it is given, so geometry is computed here and markup stands there.
+//! `figures/` draws curves of several seeds instead. The template escapes every value it is given, so
+//! geometry is computed here and markup stands there.
 
 mod alarms;
 mod charts;
@@ -37,15 +38,15 @@ use minijinja::{AutoEscape, Environment, Value, context, escape_formatter};
 use run::Run;
 use std::path::{Path, PathBuf};
 
-/// Writes the page of `runs`, all of them overlaid, and returns its path: `out`, or `report.html` in the run's folder; that of
-/// several runs is `report-N-runs-DIGEST.html` in the first one's, a page for each set of runs. The page holds everything it shows: it
-/// asks nothing of a network.
+/// Writes the page of `runs`, all of them overlaid, and returns its path: `out`, or `report.html` in the
+/// run's folder; that of several runs is `report-N-runs-DIGEST.html` in the first one's, a page for each set
+/// of runs. The page holds everything it shows: it asks nothing of a network.
 ///
 /// A folder with a `figures.toml` is a set of figures in place of a run: see `docs/FIGURES.md`.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when a folder is missing or given twice, has no `metrics.jsonl`, holds a line that
-/// cannot be read, or is a set of figures beside other folders.
+/// [`crate::error::BadInput`] when a folder is missing or given twice, has no `metrics.jsonl`, holds a line
+/// that cannot be read, or is a set of figures beside other folders.
 pub fn write_report(runs: &[PathBuf], out: Option<&Path>) -> Result<PathBuf> {
     let first = runs.first().ok_or_else(|| crate::bad_input!("report: name at least one run folder."))?;
     if let Some(set) = runs.iter().find(|folder| folder.join(figures::FILE).is_file()) {
@@ -98,7 +99,7 @@ pub fn page(runs: &[PathBuf], served: bool) -> Result<String> {
     render(Run::load_all(runs)?, served)
 }
 
-/// What changes when the page of `runs` would: names, lengths and times of the files that it reads.
+/// A digest of the names, lengths and times of the files that the page of `runs` reads.
 pub fn state(runs: &[PathBuf]) -> String {
     let mut hash = crc32fast::Hasher::new();
     for run in runs {

@@ -175,7 +175,7 @@ impl Plot {
         self.levels = levels.iter().filter(shown).map(|&level| y.at(level)).collect();
     }
 
-    /// What the script needs to show values under the pointer.
+    /// The script's data: values under the pointer.
     pub fn data(&self) -> Value {
         let series = self.lines.iter().map(|line| {
             let (steps, values): (Vec<u64>, Vec<Value>) =

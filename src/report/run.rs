@@ -1,4 +1,4 @@
-//! What a report reads from a run folder.
+//! A run folder as a report reads it.
 
 use super::conversation::{self, Picked};
 use super::plot::Points;
@@ -17,7 +17,7 @@ pub(super) struct Run {
     pub folder: PathBuf,
     /// Place among the page's curves: seeds of one recipe share one.
     pub curve: usize,
-    /// Of several runs that share a curve.
+    /// Seeds of several runs that share a curve.
     pub seeds: String,
     /// `model.json`, when there is one.
     pub model: Option<serde_json::Value>,

@@ -1,4 +1,5 @@
-//! Runs of one recipe that differ in their seed alone, as one curve: the mean, and a band from the lowest to the highest.
+//! Runs of one recipe that differ in their seed alone, as one curve: the mean, and a band from the lowest to
+//! the highest.
 
 use super::run::Run;
 use crate::metrics::{Metrics, Phase, Row};
@@ -8,7 +9,8 @@ use std::collections::BTreeMap;
 const FREE: [(&str, Option<&str>); 4] =
     [("train", Some("seed")), ("parallel", None), ("logging", None), ("checkpoint", None)];
 
-/// One curve a recipe: a run by itself, or its seeds together. Sets each run's `curve` to its place among them.
+/// One curve a recipe: a run by itself, or its seeds together. Sets each run's `curve` to its place among
+/// them.
 pub(super) fn curves(runs: &mut [Run]) -> Vec<Run> {
     let mut groups: Vec<(Option<toml::Table>, Vec<usize>)> = Vec::new();
     for (i, run) in runs.iter().enumerate() {
@@ -40,8 +42,8 @@ fn without_seed(recipe: &toml::Table) -> toml::Table {
     recipe
 }
 
-/// The runs as one: the mean of each metric over those that have it at a step, and its lowest and highest value where the
-/// charts look for the ends of an interval.
+/// The runs as one: the mean of each metric over those that have it at a step, and its lowest and highest
+/// value where the charts look for the ends of an interval.
 fn together(runs: &[&Run]) -> Run {
     let [only] = runs else {
         let labels: Vec<&str> = runs.iter().map(|run| run.label.as_str()).collect();

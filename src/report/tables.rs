@@ -1,69 +1,42 @@
 //! The page's tables: what each run is and came to, outcome counts, mismatch results.
 
-use super::mismatch_chart::{self, MismatchChart};
+use super::mismatch_chart;
 use super::run::Run;
 use crate::metrics::{Phase, Row, format_number};
-use serde::Serialize;
-use serde_json::Value;
+use minijinja::{Value, context};
+use serde_json::{Map, Value as Json};
 use std::collections::BTreeSet;
 
-/// One run in the summary.
-#[derive(Serialize)]
-pub(super) struct Summary<'a> {
-    run: usize,
-    label: &'a str,
-    task: String,
-    model: String,
-    seed: String,
-    /// `80 of 80`.
-    steps: String,
-    /// Each held-out metric's first and last value.
-    success: Vec<Change>,
-    reward: Option<Change>,
-    time: String,
-}
-
-/// A metric's first and last value.
-#[derive(Serialize)]
-struct Change {
-    name: String,
-    first: String,
-    last: String,
-}
-
-impl Change {
-    fn of(run: &Run, phase: Phase, metric: &str) -> Option<Change> {
-        let series = run.series(phase, metric);
-        let (first, last) = (series.first()?.1, series.last()?.1);
-        Some(Change { name: metric.to_owned(), first: format_number(first), last: format_number(last) })
-    }
+/// A metric's first and last value, shown as `name`.
+fn change(run: &Run, phase: Phase, metric: &str, name: &str) -> Option<Value> {
+    let series = run.series(phase, metric);
+    let (first, last) = (series.first()?.1, series.last()?.1);
+    Some(context! { name, first => format_number(first), last => format_number(last) })
 }
 
 const ABSENT: &str = "–";
 
-pub(super) fn summary(runs: &[Run]) -> Vec<Summary<'_>> {
+/// A row of the summary for each run.
+pub(super) fn summary(runs: &[Run]) -> Vec<Value> {
     runs.iter().enumerate().map(|(i, run)| summarise(i, run)).collect()
 }
 
-fn summarise(i: usize, run: &Run) -> Summary<'_> {
+fn summarise(i: usize, run: &Run) -> Value {
     let setting = |key| run.setting(key).filter(|text| !text.is_empty()).unwrap_or_else(|| ABSENT.into());
     let done = run.rows.iter().filter(|row| row.phase == Phase::Rl).map(|row| row.step).max().unwrap_or(0);
-    let steps = run.setting("train.steps").map_or_else(|| done.to_string(), |all| format!("{done} of {all}"));
     let held_out = names(run, is_held_out);
-    let success = held_out.iter().filter_map(|name| {
-        let change = Change::of(run, Phase::Eval, name)?;
-        Some(Change { name: held_out_name(name), ..change })
-    });
-    Summary {
-        run: i,
-        label: &run.label,
-        task: task(run).unwrap_or_else(|| setting("task.name")),
-        model: model(run).unwrap_or_else(|| setting("model.path")),
-        seed: if run.seeds.is_empty() { setting("train.seed") } else { run.seeds.clone() },
-        steps,
-        success: success.collect(),
-        reward: Change::of(run, Phase::Rl, "critic/rewards/mean"),
-        time: wall_time(&run.rows),
+    let success = held_out.iter().filter_map(|name| change(run, Phase::Eval, name, &held_out_name(name)));
+    let reward = "critic/rewards/mean";
+    context! {
+        run => i,
+        label => run.label,
+        task => task(run).unwrap_or_else(|| setting("task.name")),
+        model => model(run).unwrap_or_else(|| setting("model.path")),
+        seed => if run.seeds.is_empty() { setting("train.seed") } else { run.seeds.clone() },
+        steps => run.setting("train.steps").map_or_else(|| done.to_string(), |all| format!("{done} of {all}")),
+        success => success.collect::<Vec<_>>(),
+        reward => change(run, Phase::Rl, reward, reward),
+        time => wall_time(&run.rows),
     }
 }
 
@@ -96,13 +69,13 @@ pub(super) fn failures(run: &Run) -> Option<String> {
 /// `gpt-oss-20b: gpt_oss, 24 layers, 20,914,757,184 parameters`, from the run's `model.json`.
 fn model(run: &Run) -> Option<String> {
     let facts = run.model.as_ref()?;
-    let number = |key: &str| facts.get(key).and_then(Value::as_f64);
+    let number = |key: &str| facts.get(key).and_then(Json::as_f64);
     let (all, learning) = (number("parameters")?, number("learning")?);
-    let name = facts.get("name").and_then(Value::as_str).map(|name| format!("{name}: ")).unwrap_or_default();
+    let name = facts.get("name").and_then(Json::as_str).map(|name| format!("{name}: ")).unwrap_or_default();
     let frozen = if learning < all { format!(", {} learn", format_number(learning)) } else { String::new() };
     Some(format!(
         "{name}{}, {} layers, {} parameters{frozen}",
-        facts.get("model_type").and_then(Value::as_str)?,
+        facts.get("model_type").and_then(Json::as_str)?,
         format_number(number("layers")?),
         format_number(all)
     ))
@@ -148,22 +121,9 @@ fn wall_time(rows: &[Row]) -> String {
     }
 }
 
-/// Outcome counts: one row a metric, and for each run the first and the last RL step's count.
-#[derive(Serialize)]
-pub(super) struct Outcomes {
-    /// (first step, last step) of each run.
-    steps: Vec<[String; 2]>,
-    rows: Vec<OutcomeRow>,
-}
-
-#[derive(Serialize)]
-struct OutcomeRow {
-    name: String,
-    cells: Vec<[String; 2]>,
-}
-
-/// `None` when no run counted outcomes.
-pub(super) fn outcomes(runs: &[Run]) -> Option<Outcomes> {
+/// Outcome counts: one row a metric, and for each run the first and the last RL step's count. `None` when no
+/// run counted outcomes.
+pub(super) fn outcomes(runs: &[Run]) -> Option<Value> {
     let is_count = |name: &str| name.starts_with("outcome/") || name.starts_with("tool/");
     let all: BTreeSet<&str> = runs.iter().flat_map(|run| names(run, is_count)).collect();
     if all.is_empty() {
@@ -173,11 +133,10 @@ pub(super) fn outcomes(runs: &[Run]) -> Option<Outcomes> {
     let each = |show: &dyn Fn(&Row) -> Option<String>| -> Vec<[String; 2]> {
         ends.iter().map(|pair| pair.map(|row| row.and_then(show).unwrap_or_else(|| ABSENT.into()))).collect()
     };
-    let rows = all.iter().map(|&name| OutcomeRow {
-        name: name.to_owned(),
-        cells: each(&|row| row.metrics.get(name).map(format_number)),
-    });
-    Some(Outcomes { steps: each(&|row| Some(row.step.to_string())), rows: rows.collect() })
+    let row =
+        |&name: &&str| context! { name, cells => each(&|row| row.metrics.get(name).map(format_number)) };
+    let rows: Vec<Value> = all.iter().map(row).collect();
+    Some(context! { steps => each(&|row| Some(row.step.to_string())), rows })
 }
 
 fn first_and_last_step(run: &Run) -> [Option<&Row>; 2] {
@@ -186,51 +145,39 @@ fn first_and_last_step(run: &Run) -> [Option<&Row>; 2] {
     [first, steps.next_back().or(first)]
 }
 
-/// One run's `mismatch.json`.
-#[derive(Serialize)]
-pub(super) struct Mismatch<'a> {
-    run: usize,
-    label: &'a str,
-    verdict: Option<String>,
-    chart: Option<MismatchChart>,
-    header: Vec<String>,
-    rows: Vec<Vec<Cell>>,
-}
-
-#[derive(Serialize)]
-struct Cell {
-    text: String,
-    number: bool,
-}
-
-pub(super) fn mismatches(runs: &[Run]) -> Vec<Mismatch<'_>> {
+/// Each run's `mismatch.json`, where it has one.
+pub(super) fn mismatches(runs: &[Run]) -> Vec<Value> {
     let with_file = runs.iter().filter_map(|run| Some((run, run.mismatch.as_ref()?)));
     with_file
         .map(|(run, file)| {
             let rows: Vec<_> =
-                file["rows"].as_array().into_iter().flatten().filter_map(Value::as_object).collect();
-            let mut header: Vec<String> = Vec::new();
+                file["rows"].as_array().into_iter().flatten().filter_map(Json::as_object).collect();
+            let mut header: Vec<&String> = Vec::new();
             for key in rows.iter().flat_map(|row| row.keys()) {
-                if !header.contains(key) {
-                    header.push(key.clone());
+                if !header.contains(&key) {
+                    header.push(key);
                 }
             }
             let chart = mismatch_chart::chart(&rows);
-            let rows = rows.iter().map(|row| header.iter().map(|key| cell(row.get(key))).collect()).collect();
-            let verdict = file.get("verdict").map(|verdict| cell(Some(verdict)).text);
-            Mismatch { run: run.curve, label: &run.label, verdict, chart, header, rows }
+            let cells = |row: &&Map<String, Json>| -> Vec<Value> {
+                let cell = |key: &&String| cell(row.get(*key));
+                header.iter().map(cell).map(|(text, number)| context! { text, number }).collect()
+            };
+            let rows: Vec<Vec<Value>> = rows.iter().map(cells).collect();
+            let verdict = file.get("verdict").map(|verdict| cell(Some(verdict)).0);
+            context! { run => run.curve, label => run.label, verdict, chart, header, rows }
         })
         .collect()
 }
 
-fn cell(value: Option<&Value>) -> Cell {
+/// A value's text, and whether it is a number.
+fn cell(value: Option<&Json>) -> (String, bool) {
     match value {
-        None | Some(Value::Null) => Cell { text: ABSENT.into(), number: true },
-        Some(Value::Number(number)) => {
-            let text = number.as_f64().map_or_else(|| number.to_string(), format_number);
-            Cell { text, number: true }
+        None | Some(Json::Null) => (ABSENT.into(), true),
+        Some(Json::Number(number)) => {
+            (number.as_f64().map_or_else(|| number.to_string(), format_number), true)
         }
-        Some(Value::String(text)) => Cell { text: text.clone(), number: false },
-        Some(other) => Cell { text: other.to_string(), number: false },
+        Some(Json::String(text)) => (text.clone(), false),
+        Some(other) => (other.to_string(), false),
     }
 }

@@ -1,7 +1,8 @@
-//! Every written trajectory of the runs, packed for the page's browser: tokens, log-probabilities, advantages and gaps.
+//! Every written trajectory of the runs, packed for the page's browser: tokens, log-probabilities, advantages
+//! and gaps.
 //!
-//! A column holds one entry a trajectory. Token texts stand once in `vocabulary`; a trajectory's tokens are indices into it,
-//! and its figures bytes, both in base64, so that ten thousand trajectories fit in a page.
+//! A column holds one entry a trajectory. Token texts stand once in `vocabulary`; a trajectory's tokens are
+//! indices into it, and its figures bytes, both in base64, so that ten thousand trajectories fit in a page.
 
 use super::run::Run;
 use crate::harmony::Role;
@@ -17,7 +18,7 @@ use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
-/// What the packed trajectories of a page may take, bytes.
+/// The packed trajectories of a page at most, bytes.
 const BYTES_MAX: usize = 50 << 20;
 /// The lowest log-probability that a byte tells from those below it.
 const LOG_PROB_MIN: f64 = -16.0;
@@ -28,7 +29,7 @@ const GAP_STEPS: f64 = 12.0;
 /// Entries of a trajectory that are not packed, bytes.
 const ROW_BYTES: usize = 160;
 
-/// What the page's script reads.
+/// The data of the page's script.
 #[derive(Serialize, Default)]
 pub(super) struct Browser {
     runs: Vec<String>,

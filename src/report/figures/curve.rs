@@ -41,8 +41,8 @@ impl Curve {
         Ok(Curve { label: curve.label.clone(), seeds })
     }
 
-    /// Whether an arm of the runs is stronger than what is met in practice: noise on the router's logits, or a rollout
-    /// with a mantissa shorter than bf16's.
+    /// Whether an ablation of the runs is stronger than what is met in practice: noise on the router's
+    /// logits, or a rollout with a mantissa shorter than bf16's.
     pub fn exaggerated(&self) -> bool {
         let Some(arms) = self.seeds.first().and_then(|(_, run)| run.recipe.get("arms")) else { return false };
         let noise = ["router_noise", "router_noise_rollout", "router_noise_train"];
@@ -57,8 +57,8 @@ impl Curve {
         self.seeds.iter().map(|(_, run)| run.series(phase, metric)).collect()
     }
 
-    /// The mean over the seeds, on a log axis that of the logarithm, between the smallest and the largest value.
-    /// On a log axis what is below `floor` stands at it.
+    /// The mean over the seeds, on a log axis that of the logarithm, between the smallest and the largest
+    /// value. On a log axis what is below `floor` stands at it.
     pub fn series(&self, index: usize, phase: Phase, metric: &str, floor: Option<f64>) -> Series {
         let mut steps: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
         for (step, value) in

@@ -22,7 +22,7 @@ pub(super) struct Figure {
     /// The stem of its SVG file.
     pub name: String,
     pub title: String,
-    /// What it shows, in a sentence or two.
+    /// Its text, a sentence or two.
     pub about: String,
     /// The metric of each panel.
     pub panels: Vec<String>,

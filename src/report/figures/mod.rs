@@ -17,22 +17,10 @@ use crate::bad_input;
 use anyhow::Result;
 use curve::Curve;
 use minijinja::{Environment, Value, context};
-use serde::Serialize;
 use std::path::{Path, PathBuf};
 
-/// What the page shows of a figure.
-#[derive(Serialize)]
-struct Shown<'a> {
-    name: &'a str,
-    title: &'a str,
-    about: &'a str,
-    svg: Value,
-    table: table::Table,
-    /// Labels of curves that have no runs.
-    missing: Vec<String>,
-}
-
-/// Draws the figures of `folder`: `report.html` with all of them, whose path it returns, and `<name>.svg` for each.
+/// Draws the figures of `folder`: `report.html` with all of them, whose path it returns, and `<name>.svg` for
+/// each.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the manifest or a run cannot be read, or when there is no run at all.
@@ -51,17 +39,15 @@ pub(super) fn write(folder: &Path, environment: &mut Environment<'static>) -> Re
         let svg =
             environment.get_template("figure.svg")?.render(context! { title => &figure.title, drawing })?;
         write_file(&folder.join(format!("{}.svg", figure.name)), &svg)?;
-        shown.push(Shown {
-            name: &figure.name,
-            title: &figure.title,
-            about: &figure.about,
-            svg: Value::from_safe_string(svg),
-            table: table::Table::new(&curves),
-            missing: curves
-                .into_iter()
-                .filter(|curve| curve.seeds.is_empty())
-                .map(|curve| curve.label)
-                .collect(),
+        let missing = curves.iter().filter(|curve| curve.seeds.is_empty()).map(|curve| &curve.label);
+        shown.push(context! {
+            name => figure.name,
+            title => figure.title,
+            about => figure.about,
+            svg => Value::from_safe_string(svg),
+            table => table::table(&curves),
+            // Labels of curves that have no runs.
+            missing => missing.collect::<Vec<_>>(),
         });
     }
     if shown.is_empty() {

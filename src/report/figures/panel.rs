@@ -4,6 +4,7 @@ use super::curve::Curve;
 use crate::metrics::Phase;
 use crate::report::charts;
 use crate::report::plot::{HEIGHT, Plot, Scale, WIDTH};
+use minijinja::{Value, context};
 use serde::Serialize;
 
 /// Space around and between the panels.
@@ -14,8 +15,8 @@ const PANEL_TITLE: f64 = 24.0;
 const LEGEND_ROW: f64 = 18.0;
 /// A character of the title, so that the figure is wide enough for it.
 const TITLE_CHARACTER: f64 = 8.5;
-/// A log axis begins at its smallest value, but not below this share of the largest nor, where that is less, below
-/// `FLOOR`: gradients that vanish would take the whole axis.
+/// A log axis begins at its smallest value, but not below this share of the largest nor, where that is less,
+/// below `FLOOR`: gradients that vanish would take the whole axis.
 const FLOOR_SHARE: f64 = 1e-4;
 const FLOOR: f64 = 1e-3;
 
@@ -24,17 +25,8 @@ const FLOOR: f64 = 1e-3;
 pub(super) struct Drawing {
     width: f64,
     height: f64,
-    legend: Vec<Entry>,
+    legend: Vec<Value>,
     panels: Vec<Panel>,
-}
-
-#[derive(Serialize)]
-struct Entry {
-    colour: usize,
-    label: String,
-    exaggerated: bool,
-    x: f64,
-    y: f64,
 }
 
 #[derive(Serialize)]
@@ -57,14 +49,16 @@ impl Drawing {
         let title_width = 2.0 * GAP + TITLE_CHARACTER * title.chars().count() as f64;
         let width = f64::max(GAP + columns as f64 * (WIDTH + GAP), title_width);
         let drawn = curves.iter().enumerate().filter(|(_, curve)| !curve.seeds.is_empty());
-        let legend: Vec<Entry> = drawn
+        let legend: Vec<Value> = drawn
             .enumerate()
-            .map(|(place, (colour, curve))| Entry {
-                colour,
-                label: curve.label.clone(),
-                exaggerated: curve.exaggerated(),
-                x: GAP + (place % legend_columns) as f64 * (WIDTH + GAP),
-                y: TITLE + GAP + (place / legend_columns) as f64 * LEGEND_ROW,
+            .map(|(place, (colour, curve))| {
+                context! {
+                    colour,
+                    label => curve.label,
+                    exaggerated => curve.exaggerated(),
+                    x => GAP + (place % legend_columns) as f64 * (WIDTH + GAP),
+                    y => TITLE + GAP + (place / legend_columns) as f64 * LEGEND_ROW,
+                }
             })
             .collect();
         let top = TITLE + GAP + legend.len().div_ceil(legend_columns) as f64 * LEGEND_ROW;

@@ -4,66 +4,48 @@ use super::curve::Curve;
 use crate::metrics::{Phase, format_number};
 use crate::report::plot::Points;
 use crate::report::tables::is_held_out;
-use serde::Serialize;
-
-/// One row a curve, a value a seed in each cell.
-#[derive(Serialize)]
-pub(super) struct Table {
-    header: Vec<&'static str>,
-    rows: Vec<Row>,
-}
-
-#[derive(Serialize)]
-struct Row {
-    colour: usize,
-    label: String,
-    exaggerated: bool,
-    seeds: String,
-    cells: Vec<String>,
-}
+use minijinja::{Value, context};
 
 /// How a run's values of a metric become one number.
 type Summary = fn(&Points) -> Option<f64>;
+/// Heading, phase, metric, how it becomes one number, and its digits.
+type Column<'a> = (&'static str, Phase, &'a str, Summary, usize);
 
-impl Table {
-    pub fn new(curves: &[Curve]) -> Table {
-        let held_out =
-            curves.iter().flat_map(|curve| &curve.seeds).flat_map(|(_, run)| &run.rows).find_map(|row| {
-                row.metrics.iter().map(|(name, _)| name).find(|name| is_held_out(name)).map(str::to_owned)
-            });
-        let last: Summary = |points| points.last().map(|point| point.1);
-        let largest: Summary = |points| points.iter().map(|point| point.1).reduce(f64::max);
-        let mean: Summary = |points| {
-            let sum: f64 = points.iter().map(|point| point.1).sum();
-            (!points.is_empty()).then(|| sum / points.len() as f64)
-        };
-        let held_out = held_out.as_deref().unwrap_or_default();
-        let columns: [(&'static str, Phase, &str, Summary, usize); 4] = [
-            ("Held-out success, last", Phase::Eval, held_out, last, 3),
-            ("Gradient norm, largest", Phase::Rl, "actor/grad_norm", largest, 3),
-            ("Clip fraction, mean", Phase::Rl, "actor/pg_clipfrac", mean, 2),
-            ("Max log-ppl gap, largest", Phase::Rl, "mismatch/log_ppl_abs_diff_max", largest, 2),
-        ];
-        let rows = curves.iter().enumerate().filter(|(_, curve)| !curve.seeds.is_empty());
-        let rows = rows.map(|(colour, curve)| Row {
-            colour,
-            label: curve.label.clone(),
-            exaggerated: curve.exaggerated(),
-            seeds: list(curve.seeds.iter().map(|(seed, _)| seed.to_string())),
-            cells: columns
-                .iter()
-                .map(|(_, phase, metric, summary, digits)| {
-                    let values = curve.values(*phase, metric);
-                    list(
-                        values
-                            .iter()
-                            .map(|points| summary(points).map_or("–".into(), |v| short(v, *digits))),
-                    )
-                })
-                .collect(),
+/// One row a curve, a value a seed in each cell.
+pub(super) fn table(curves: &[Curve]) -> Value {
+    let held_out =
+        curves.iter().flat_map(|curve| &curve.seeds).flat_map(|(_, run)| &run.rows).find_map(|row| {
+            row.metrics.iter().map(|(name, _)| name).find(|name| is_held_out(name)).map(str::to_owned)
         });
-        Table { header: columns.iter().map(|column| column.0).collect(), rows: rows.collect() }
-    }
+    let last: Summary = |points| points.last().map(|point| point.1);
+    let largest: Summary = |points| points.iter().map(|point| point.1).reduce(f64::max);
+    let mean: Summary = |points| {
+        let sum: f64 = points.iter().map(|point| point.1).sum();
+        (!points.is_empty()).then(|| sum / points.len() as f64)
+    };
+    let held_out = held_out.as_deref().unwrap_or_default();
+    let columns: [Column; 4] = [
+        ("Held-out success, last", Phase::Eval, held_out, last, 3),
+        ("Gradient norm, largest", Phase::Rl, "actor/grad_norm", largest, 3),
+        ("Clip fraction, mean", Phase::Rl, "actor/pg_clipfrac", mean, 2),
+        ("Max log-ppl gap, largest", Phase::Rl, "mismatch/log_ppl_abs_diff_max", largest, 2),
+    ];
+    let rows = curves.iter().enumerate().filter(|(_, curve)| !curve.seeds.is_empty());
+    let cell = |curve: &Curve, &(_, phase, metric, summary, digits): &Column| {
+        let values = curve.values(phase, metric);
+        list(values.iter().map(|points| summary(points).map_or("–".into(), |v| short(v, digits))))
+    };
+    let row = |(colour, curve): (usize, &Curve)| {
+        context! {
+            colour,
+            label => curve.label,
+            exaggerated => curve.exaggerated(),
+            seeds => list(curve.seeds.iter().map(|(seed, _)| seed.to_string())),
+            cells => columns.iter().map(|column| cell(curve, column)).collect::<Vec<_>>(),
+        }
+    };
+    let header = columns.map(|column| column.0);
+    context! { header, rows => rows.map(row).collect::<Vec<_>>() }
 }
 
 fn list(parts: impl Iterator<Item = String>) -> String {
