@@ -7,7 +7,7 @@
 use crate::bad_input;
 use crate::error::EXIT_DONE;
 use crate::metrics::Console;
-use crate::report::server::{Answer, Request, serve};
+use crate::report::server::{Answer, RequestHead, serve};
 use crate::report::{page, state};
 use crate::run::signals::Stop;
 use anyhow::{Context, Result};
@@ -58,7 +58,7 @@ struct Follower<'a> {
 }
 
 impl Follower<'_> {
-    fn answer(&self, request: &Request) -> Answer {
+    fn answer(&self, request: &RequestHead) -> Answer {
         let hosts = [self.address.to_string(), format!("localhost:{}", self.address.port())];
         if !request.host.as_ref().is_some_and(|host| hosts.contains(host)) {
             Answer::text("403 Forbidden", "this server answers to its own name alone\n")

@@ -29,7 +29,7 @@ const HEADERS: &str = "Cache-Control: no-store\r\nReferrer-Policy: no-referrer\r
      X-Frame-Options: DENY\r\nConnection: close\r\n";
 
 /// The head of a request that has no body.
-pub struct Request {
+pub struct RequestHead {
     pub method: String,
     pub path: String,
     /// The value of its one `Host`.
@@ -115,7 +115,7 @@ impl Connections {
 /// When the system refuses to bound the wait for a connection.
 pub fn serve(
     listener: &TcpListener,
-    answer: &(dyn Fn(&Request) -> Answer + Sync),
+    answer: &(dyn Fn(&RequestHead) -> Answer + Sync),
     stopped: &dyn Fn() -> bool,
 ) -> Result<()> {
     // Linux gives up accepting after that time.
@@ -154,7 +154,12 @@ pub fn serve(
 }
 
 /// One request and its answer.
-fn converse(stream: &TcpStream, answer: &dyn Fn(&Request) -> Answer, connections: &Connections, number: u64) {
+fn converse(
+    stream: &TcpStream,
+    answer: &dyn Fn(&RequestHead) -> Answer,
+    connections: &Connections,
+    number: u64,
+) {
     let head = read_head(stream, Instant::now() + HEAD_WAIT);
     connections.answering(number);
     let answer = match head {
@@ -186,7 +191,7 @@ fn converse(stream: &TcpStream, answer: &dyn Fn(&Request) -> Answer, connections
 }
 
 /// The head of a request, or what a head that cannot be answered gets; nothing for a client that sends none.
-fn read_head(stream: &TcpStream, deadline: Instant) -> Option<Result<Request, Answer>> {
+fn read_head(stream: &TcpStream, deadline: Instant) -> Option<Result<RequestHead, Answer>> {
     let (mut head, mut piece) = (vec![], [0; 1024]);
     let end = loop {
         if let Some(end) = head.windows(4).position(|bytes| bytes == b"\r\n\r\n") {
@@ -203,7 +208,7 @@ fn read_head(stream: &TcpStream, deadline: Instant) -> Option<Result<Request, An
     Some(parsed(head.get(..end)?))
 }
 
-fn parsed(head: &[u8]) -> Result<Request, Answer> {
+fn parsed(head: &[u8]) -> Result<RequestHead, Answer> {
     let wrong = || Answer::text("400 Bad Request", "this is no request of HTTP/1.1\n");
     let head = std::str::from_utf8(head).map_err(|_| wrong())?;
     let mut lines = head.split("\r\n");
@@ -230,7 +235,7 @@ fn parsed(head: &[u8]) -> Result<Request, Answer> {
         }
     }
     let host = if hosts.len() == 1 { hosts.pop() } else { None };
-    Ok(Request { method: method.to_owned(), path: path.to_owned(), host })
+    Ok(RequestHead { method: method.to_owned(), path: path.to_owned(), host })
 }
 
 /// What comes before `deadline`; nothing after it, or when the connection is broken.
