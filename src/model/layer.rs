@@ -19,7 +19,7 @@ pub trait Layer: Send + Sync {
     fn forward(&self, x: &Tensor, pass: &mut LayerPass) -> Result<LayerOutput>;
 
     /// Its attention.
-    fn attention(&self) -> &Attention;
+    fn attention(&self) -> &AttentionWeights;
 
     /// Its experts, where it has any.
     fn experts(&self) -> Option<&Experts> {
@@ -83,7 +83,7 @@ pub struct Routing {
 
 /// Grouped-query attention with rotary embedding.
 #[derive(Clone)]
-pub struct Attention {
+pub struct AttentionWeights {
     pub q: Matrix,
     pub k: Matrix,
     pub v: Matrix,
@@ -92,7 +92,7 @@ pub struct Attention {
     pub sinks: Option<Parameter>,
 }
 
-impl Attention {
+impl AttentionWeights {
     /// The op's description of attention in layer `index`.
     pub fn shape(&self, model: &Model, index: usize, options: &ForwardOptions) -> sink_attention::Attention {
         let c = &model.config;

@@ -20,7 +20,7 @@ use super::linear::sum_rows;
 use super::math::dot;
 use super::operation::{DeviceArgument, HostArgument, Operation};
 use super::parameter::{Gradient, Parameter};
-use super::product::{Matrix, Precision, Spread, backward_product, forward_product, product};
+use super::product::{Precision, Spread, StridedMatrix, backward_product, forward_product, product};
 use candle_core::{CpuStorage, CudaStorage, DType, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 use std::cmp::Reverse;
@@ -339,8 +339,8 @@ impl Operation<3> for GroupedLinear {
                         |((_, at), _)| at.len(),
                         work,
                         |spread, ((_, at), dw)| {
-                            let x = Matrix::transposed(&xs[at.start * k..at.end * k], k);
-                            let dy = Matrix::rows(&dy[at.start * n..at.end * n], n);
+                            let x = StridedMatrix::transposed(&xs[at.start * k..at.end * k], k);
+                            let dy = StridedMatrix::rows(&dy[at.start * n..at.end * n], n);
                             product(spread.by(self.precision), dw, x, dy, (k, at.len(), n), true);
                         },
                     );

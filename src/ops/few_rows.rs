@@ -380,7 +380,7 @@ unsafe fn add_vectors<W: Words, const R: usize>(
 
 #[cfg(all(test, target_arch = "x86_64"))]
 mod tests {
-    use super::super::product::Matrix;
+    use super::super::product::StridedMatrix;
     use super::super::tiles;
     use super::*;
     use crate::random::{Purpose, stream};
@@ -408,7 +408,7 @@ mod tests {
                         let x = &x[..rows * k];
                         let mut expected = bias[..rows * n].to_vec();
                         let mut found = expected.clone();
-                        let (a, b) = (Matrix::rows(x, k), Matrix::rows(&w, n));
+                        let (a, b) = (StridedMatrix::rows(x, k), StridedMatrix::rows(&w, n));
                         assert!(tiles::product(*precision, 1, &mut expected, a, b, (rows, k, n), accumulate));
                         pool.install(|| way.product(threads, &mut found, x, &w, (k, n), accumulate));
                         let same = found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());

@@ -9,7 +9,7 @@ use super::cuda::{add_bias_gradient, add_weight_gradient, product_forward, produ
 use super::graph::{apply, contiguous, is_tracked};
 use super::operation::{DeviceArgument, HostArgument, Operation, of_first};
 use super::parameter::{Gradient, Parameter};
-use super::product::{Matrix, Means, Precision, Spread, backward_product, forward_product, product};
+use super::product::{Means, Precision, Spread, StridedMatrix, backward_product, forward_product, product};
 use candle_core::{CpuStorage, CudaStorage, DType, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 
@@ -106,7 +106,7 @@ impl Linear {
         if let Some(weight) = &self.weight {
             let xs = host_values(x)?;
             weight.add(|dw| {
-                let (x, dy) = (Matrix::transposed(&xs, k), Matrix::rows(&dy, n));
+                let (x, dy) = (StridedMatrix::transposed(&xs, k), StridedMatrix::rows(&dy, n));
                 if n == 1 {
                     // The library would add a single column row by row to the previous value. The bits of
                     // the sum would depend on that value.

@@ -17,7 +17,7 @@ use super::graph::{apply, contiguous, is_tracked};
 use super::math::{LANES, add_lanes, exp, scale_and_max};
 use super::operation::{DeviceArgument, HostArgument, Operation, of_first};
 use super::parameter::Gradient;
-use super::product::{Matrix, product};
+use super::product::{StridedMatrix, product};
 use super::weight::Weight;
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
@@ -205,8 +205,15 @@ impl Head {
             Some(weight) => weight.add(|dw| {
                 edit(dw, |dw| {
                     let mut add = |z: &[f32], start: usize| {
-                        let h = Matrix::transposed(&hs[start * k..], k);
-                        product(self.weight.means(), dw, h, Matrix::rows(z, n), (k, z.len() / n, n), true);
+                        let h = StridedMatrix::transposed(&hs[start * k..], k);
+                        product(
+                            self.weight.means(),
+                            dw,
+                            h,
+                            StridedMatrix::rows(z, n),
+                            (k, z.len() / n, n),
+                            true,
+                        );
                     };
                     add(&z[..rows_from(0) * n], 0);
                     for start in &mut others {

@@ -13,7 +13,7 @@ use super::graph::{apply, contiguous, is_tracked};
 use super::linear::in_bf16;
 use super::operation::{DeviceArgument, HostArgument, Operation};
 use super::parameter::{Gradient, Parameter};
-use super::product::{Matrix, Spread, backward_product, forward_product, product};
+use super::product::{Spread, StridedMatrix, backward_product, forward_product, product};
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use std::ops::Range;
 
@@ -192,8 +192,8 @@ impl Operation<3> for LowRank {
                         |(at, _)| at.len(),
                         count * k * n,
                         |spread, (at, sum)| {
-                            let left = Matrix::transposed(rows(left, at, k), k);
-                            let right = Matrix::rows(rows(right, at, n), n);
+                            let left = StridedMatrix::transposed(rows(left, at, k), k);
+                            let right = StridedMatrix::rows(rows(right, at, n), n);
                             product(spread, sum, left, right, (k, at.len(), n), true);
                         },
                     );

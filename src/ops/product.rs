@@ -22,13 +22,13 @@ const TRANSPOSED_MIN: usize = 1 << 17;
 
 /// A matrix operand: values with a row and a column stride, in elements.
 #[derive(Clone, Copy)]
-pub struct Matrix<'a> {
+pub struct StridedMatrix<'a> {
     pub values: &'a [f32],
     pub row_stride: usize,
     pub column_stride: usize,
 }
 
-impl<'a> Matrix<'a> {
+impl<'a> StridedMatrix<'a> {
     /// Contiguous rows of `width` values.
     pub fn rows(values: &'a [f32], width: usize) -> Self {
         Self { values, row_stride: width, column_stride: 1 }
@@ -116,7 +116,7 @@ pub fn forward_product(
     if let Some(few_rows) = FewRows::of(precision, (m, k, n)) {
         few_rows.product(spread.threads(m * n * k), out, x, w, (k, n), accumulate);
     } else if precision == Precision::Bf16Dot {
-        product(means, out, Matrix::rows(x, k), Matrix::rows(w, n), (m, k, n), accumulate);
+        product(means, out, StridedMatrix::rows(x, k), StridedMatrix::rows(w, n), (m, k, n), accumulate);
     } else if n == 1 {
         dot_column(out, x, w, k, accumulate);
     } else if m == 1 {
@@ -124,11 +124,11 @@ pub fn forward_product(
         padded_x[..k].copy_from_slice(x);
         let mut padded_out = vec![0f32; 2 * n];
         padded_out[..n].copy_from_slice(out);
-        let (x, w) = (Matrix::rows(&padded_x, k), Matrix::rows(w, n));
+        let (x, w) = (StridedMatrix::rows(&padded_x, k), StridedMatrix::rows(w, n));
         product(means, &mut padded_out, x, w, (2, k, n), accumulate);
         out.copy_from_slice(&padded_out[..n]);
     } else {
-        product(means, out, Matrix::rows(x, k), Matrix::rows(w, n), (m, k, n), accumulate);
+        product(means, out, StridedMatrix::rows(x, k), StridedMatrix::rows(w, n), (m, k, n), accumulate);
     }
 }
 
@@ -137,8 +137,8 @@ pub fn forward_product(
 pub fn product(
     means: impl Into<Means>,
     out: &mut [f32],
-    a: Matrix,
-    b: Matrix,
+    a: StridedMatrix,
+    b: StridedMatrix,
     (m, k, n): (usize, usize, usize),
     accumulate: bool,
 ) {
@@ -153,8 +153,9 @@ pub fn product(
         }
         return;
     }
-    let last =
-        |x: &Matrix, rows: usize, columns: usize| (rows - 1) * x.row_stride + (columns - 1) * x.column_stride;
+    let last = |x: &StridedMatrix, rows: usize, columns: usize| {
+        (rows - 1) * x.row_stride + (columns - 1) * x.column_stride
+    };
     assert!(last(&a, m, k) < a.values.len() && last(&b, k, n) < b.values.len(), "product: operands");
     let threads = spread.threads(m * n * k);
     let tiled = match precision {
@@ -209,7 +210,7 @@ pub fn backward_product(
     w: &[f32],
     (m, n, k): (usize, usize, usize),
 ) {
-    product(means, out, Matrix::rows(dy, n), Matrix::transposed(w, n), (m, n, k), false);
+    product(means, out, StridedMatrix::rows(dy, n), StridedMatrix::transposed(w, n), (m, n, k), false);
 }
 
 /// The library's default product, to measure the cost of batch invariance. Compiled for benchmarks only.

@@ -13,7 +13,7 @@
 pub(super) mod vectors;
 
 use super::prefetch::{prefetch, prefetch_second};
-use super::product::{K_CHUNK, Matrix, Precision};
+use super::product::{K_CHUNK, Precision, StridedMatrix};
 use rayon::prelude::*;
 use std::ops::Range;
 use vectors::Words;
@@ -48,8 +48,8 @@ pub(super) fn product(
     precision: Precision,
     threads: usize,
     out: &mut [f32],
-    a: Matrix,
-    b: Matrix,
+    a: StridedMatrix,
+    b: StridedMatrix,
     shape: (usize, usize, usize),
     accumulate: bool,
 ) -> bool {
@@ -84,11 +84,11 @@ pub(super) struct Side<'a> {
 }
 
 impl<'a> Side<'a> {
-    fn rows(a: Matrix<'a>) -> Option<Self> {
+    fn rows(a: StridedMatrix<'a>) -> Option<Self> {
         Self::new(a.values, a.row_stride, a.column_stride)
     }
 
-    fn columns(b: Matrix<'a>) -> Option<Self> {
+    fn columns(b: StridedMatrix<'a>) -> Option<Self> {
         Self::new(b.values, b.column_stride, b.row_stride)
     }
 
@@ -402,9 +402,9 @@ mod tests {
     fn ways<'v>(
         (m, k, n): (usize, usize, usize),
         [a, a_turned, b, b_turned]: [&'v [f32]; 4],
-    ) -> [(Matrix<'v>, Matrix<'v>); 4] {
-        let (a_rows, a_columns) = (Matrix::rows(a, k), Matrix::transposed(a_turned, m));
-        let (b_rows, b_columns) = (Matrix::rows(b, n), Matrix::transposed(b_turned, k));
+    ) -> [(StridedMatrix<'v>, StridedMatrix<'v>); 4] {
+        let (a_rows, a_columns) = (StridedMatrix::rows(a, k), StridedMatrix::transposed(a_turned, m));
+        let (b_rows, b_columns) = (StridedMatrix::rows(b, n), StridedMatrix::transposed(b_turned, k));
         [(a_rows, b_rows), (a_rows, b_columns), (a_columns, b_rows), (a_columns, b_columns)]
     }
 
@@ -413,7 +413,9 @@ mod tests {
     }
 
     /// Calls `check(shape, operands, layout)` for all shapes and layouts.
-    fn for_all_ways(mut check: impl FnMut((usize, usize, usize), [&[f32]; 2], (Matrix, Matrix))) {
+    fn for_all_ways(
+        mut check: impl FnMut((usize, usize, usize), [&[f32]; 2], (StridedMatrix, StridedMatrix)),
+    ) {
         for shape @ (m, k, n) in SHAPES {
             let (a, b) = (noise(m * k, (m + k) as u64), noise(k * n, (k + n) as u64));
             let (a_turned, b_turned) = (turned(&a, m, k), turned(&b, k, n));
@@ -427,7 +429,7 @@ mod tests {
     fn run<W: Words>(
         threads: usize,
         start: f32,
-        (a, b): (Matrix, Matrix),
+        (a, b): (StridedMatrix, StridedMatrix),
         shape: (usize, usize, usize),
     ) -> Vec<f32> {
         let mut out = vec![start; shape.0 * shape.2];
@@ -452,7 +454,7 @@ mod tests {
             }
             for start in [0.0, 0.5] {
                 let mut expected = vec![start; m * n];
-                let (a, b) = (Matrix::rows(a, k), Matrix::rows(b, n));
+                let (a, b) = (StridedMatrix::rows(a, k), StridedMatrix::rows(b, n));
                 super::super::product::product(Spread::Alone, &mut expected, a, b, shape, start != 0.0);
                 let same =
                     |found: Vec<f32>| found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());
@@ -502,7 +504,12 @@ mod tests {
             let rows = 40;
             let (x, w) = (noise(rows * k, 1), noise(k * n, 2));
             let of = |x: &[f32], m: usize| {
-                run::<x86::Bf16x32>(1, 0.0, (Matrix::rows(x, k), Matrix::rows(&w, n)), (m, k, n))
+                run::<x86::Bf16x32>(
+                    1,
+                    0.0,
+                    (StridedMatrix::rows(x, k), StridedMatrix::rows(&w, n)),
+                    (m, k, n),
+                )
             };
             let whole = of(&x, rows);
             for m in 1..=26 {

@@ -79,12 +79,12 @@ impl RouteShape {
 
 /// Stored trajectories that replace sampling: groups in the file's order, repeated.
 #[derive(Debug)]
-pub struct Stored {
+pub struct StoredRollouts {
     /// Rows of each (step, prompt), in the order of its first row.
     groups: Vec<Vec<TrajectoryRow>>,
 }
 
-impl Stored {
+impl StoredRollouts {
     /// Reads `path`, whose rows are grouped by step and prompt, and checks them against the model: its
     /// `vocabulary`, its context of `context_tokens_max` and, if routed experts are replayed, their shape
     /// `replayed`.

@@ -3,7 +3,7 @@
 use crate::learner::examples::Examples;
 use crate::learner::micro_batch::Sequence;
 use crate::policy::RouterReplay;
-use crate::rollout::stored::{RouteShape, Stored};
+use crate::rollout::stored::{RouteShape, StoredRollouts};
 use crate::run::context::RunContext;
 use crate::run::evaluation::prompts;
 use anyhow::Result;
@@ -15,7 +15,7 @@ pub struct TrainingData {
     /// Examples that are only measured.
     pub(super) held_out: Vec<Sequence>,
     /// Present when the recipe trains on fixed trajectories.
-    pub(super) stored: Option<Stored>,
+    pub(super) stored: Option<StoredRollouts>,
 }
 
 impl TrainingData {
@@ -53,14 +53,14 @@ fn check_prompts(context: &RunContext, sample: bool) -> Result<()> {
 }
 
 /// The trajectories that take the place of sampling, if the recipe names any.
-fn stored(context: &RunContext) -> Result<Option<Stored>> {
+fn stored(context: &RunContext) -> Result<Option<StoredRollouts>> {
     let config = &context.model.config;
     let replayed = (context.recipe().policy.router_replay == RouterReplay::Rollout).then_some(RouteShape {
         per_token: config.num_hidden_layers * config.num_experts_per_tok,
         experts: config.num_local_experts,
     });
     let tokens_max = context.model.context_tokens_max();
-    let open = |file: &PathBuf| Stored::open(file, config.vocab_size, tokens_max, replayed);
+    let open = |file: &PathBuf| StoredRollouts::open(file, config.vocab_size, tokens_max, replayed);
     context.recipe().train.trajectories.as_ref().map(open).transpose()
 }
 

@@ -4,7 +4,7 @@ use super::FamilyEntry;
 use crate::chat::Format;
 use crate::model::config::{Config, LayerType};
 use crate::model::config_json::Keys;
-use crate::model::layer::{Attention, Experts, Layer, LayerOutput, LayerPass};
+use crate::model::layer::{AttentionWeights, Experts, Layer, LayerOutput, LayerPass};
 use crate::model::matrix::LayerTensors;
 use crate::model::names::{LayerSpecs, ParameterSpec, TensorRole};
 use crate::ops::Parameter;
@@ -94,7 +94,7 @@ fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
 /// A layer: attention with sinks, then experts.
 struct GptOssLayer {
     input_norm: Parameter,
-    attention: Attention,
+    attention: AttentionWeights,
     post_attention_norm: Parameter,
     experts: Experts,
 }
@@ -103,7 +103,7 @@ struct GptOssLayer {
 fn layer(tensors: &LayerTensors) -> Result<Arc<dyn Layer>> {
     Ok(Arc::new(GptOssLayer {
         input_norm: tensors.vector("input_layernorm.weight")?,
-        attention: Attention {
+        attention: AttentionWeights {
             q: tensors.linear("self_attn.q_proj")?,
             k: tensors.linear("self_attn.k_proj")?,
             v: tensors.linear("self_attn.v_proj")?,
@@ -130,7 +130,7 @@ impl Layer for GptOssLayer {
         Ok(LayerOutput { hidden: pass.add(&x, &mixed)?, routing: Some(routing) })
     }
 
-    fn attention(&self) -> &Attention {
+    fn attention(&self) -> &AttentionWeights {
         &self.attention
     }
 

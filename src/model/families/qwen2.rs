@@ -4,7 +4,7 @@ use super::FamilyEntry;
 use crate::chat::Format;
 use crate::model::config::{Config, LayerType, Rope};
 use crate::model::config_json::Keys;
-use crate::model::layer::{Attention, Layer, LayerOutput, LayerPass, SwigluMlp};
+use crate::model::layer::{AttentionWeights, Layer, LayerOutput, LayerPass, SwigluMlp};
 use crate::model::matrix::LayerTensors;
 use crate::model::names::{LayerSpecs, ParameterSpec, TensorRole};
 use crate::ops::Parameter;
@@ -74,7 +74,7 @@ fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
 /// A layer: attention, then a SwiGLU MLP.
 struct Qwen2Layer {
     input_norm: Parameter,
-    attention: Attention,
+    attention: AttentionWeights,
     post_attention_norm: Parameter,
     mlp: SwigluMlp,
 }
@@ -83,7 +83,7 @@ struct Qwen2Layer {
 fn layer(tensors: &LayerTensors) -> Result<Arc<dyn Layer>> {
     Ok(Arc::new(Qwen2Layer {
         input_norm: tensors.vector("input_layernorm.weight")?,
-        attention: Attention {
+        attention: AttentionWeights {
             q: tensors.linear("self_attn.q_proj")?,
             k: tensors.linear("self_attn.k_proj")?,
             v: tensors.linear("self_attn.v_proj")?,
@@ -104,7 +104,7 @@ impl Layer for Qwen2Layer {
         Ok(LayerOutput { hidden: pass.add(&x, &self.mlp.forward(&h)?)?, routing: None })
     }
 
-    fn attention(&self) -> &Attention {
+    fn attention(&self) -> &AttentionWeights {
         &self.attention
     }
 

@@ -20,7 +20,7 @@ pub use table::{packed_columns, packed_rows};
 
 use super::cpu::in_parallel;
 use super::mxfp4::{self, BLOCK};
-use super::product::{K_CHUNK, Matrix, Spread, product};
+use super::product::{K_CHUNK, Spread, StridedMatrix, product};
 use kernels::{Panel, Stripes, Vectors};
 use place::Bytes;
 use rayon::prelude::*;
@@ -394,8 +394,8 @@ impl PackedMatrix {
             });
             let start = first * COLUMNS;
             let chunk = (n - start).min(K_CHUNK);
-            let dy = Matrix { values: &dy[start..], row_stride: n, column_stride: 1 };
-            let weight = Matrix { values: tile, row_stride: 1, column_stride: stride };
+            let dy = StridedMatrix { values: &dy[start..], row_stride: n, column_stride: 1 };
+            let weight = StridedMatrix { values: tile, row_stride: 1, column_stride: stride };
             product(Spread::Pool, dx, dy, weight, (m, chunk, k), first > 0);
         }
         Ok(())

@@ -4,7 +4,7 @@ use half::bf16;
 use rand::{Rng, RngCore};
 use rloss::ops::mxfp4::BLOCK;
 use rloss::ops::packed::{PackedForm, PackedMatrix, StoredRows};
-use rloss::ops::product::{Matrix, Spread, forward_product, product};
+use rloss::ops::product::{Spread, StridedMatrix, forward_product, product};
 use rloss::random::{Purpose, stream};
 use std::convert::Infallible;
 
@@ -104,8 +104,8 @@ fn the_gradient_to_the_input_has_the_bits_of_the_decoded_matrix() {
                     product(
                         Spread::Pool,
                         &mut expected,
-                        Matrix::rows(&dy, n),
-                        Matrix::transposed(&decoded, n),
+                        StridedMatrix::rows(&dy, n),
+                        StridedMatrix::transposed(&decoded, n),
                         (m, n, k),
                         false,
                     );
