@@ -40,7 +40,10 @@ impl<'a> HostArgument<'a> {
         };
         match T::of(self.storage) {
             Some(elements) => Ok(&elements[start..end]),
-            None => bail!("expected an argument of {}", T::NAME),
+            None => {
+                let found = candle_core::backend::BackendStorage::dtype(self.storage);
+                bail!("argument has dtype {found:?}, expected {}", T::NAME.to_uppercase())
+            }
         }
     }
 }

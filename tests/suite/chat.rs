@@ -216,7 +216,7 @@ fn rows_that_are_no_conversation_are_told() {
     let encode = |text: &str| encode_with_special(chat.vocabulary(), text);
     for (text, word) in [
         ("x", "start token"),
-        ("<|im_start|>narrator\nx<|im_end|>\n", "no role"),
+        ("<|im_start|>narrator\nx<|im_end|>\n", "unknown role"),
         ("<|im_start|>user\nx<|im_start|>assistant\n", "within another"),
         ("<|im_start|>user\nx<|im_end|>between<|im_start|>assistant\n", "between two turns"),
     ] {

@@ -41,7 +41,7 @@ fn a_build_without_mpi_and_nccl_refuses_several_processes_with_one_message() {
 #[test]
 fn a_command_of_one_process_is_not_started_several_times() {
     let (told, code) = one_of_two(MPIRUN, "0", "rollout");
-    assert!(told.contains("`rollout` runs in one process, and this is one of 2"), "{told}");
+    assert!(told.contains("`rollout` runs in one process, but this is one of 2"), "{told}");
     assert_eq!(code, Some(2));
     assert_eq!(one_of_two(MPIRUN, "1", "rollout"), (String::new(), Some(2)));
 }

@@ -317,7 +317,9 @@ impl Case {
     /// Logits of the rows of `x`, plain.
     fn head(&self, stack: &DecoderStack, x: &Tensor) -> Vec<f32> {
         let rows = Arc::new((0..x.dim(0).unwrap() as u32).collect());
-        let head = self.parameters.position("lm_head.weight").unwrap();
+        let tied = self.model.config.tie_word_embeddings;
+        let name = if tied { "model.embed_tokens.weight" } else { "lm_head.weight" };
+        let head = self.parameters.position(name).unwrap();
         let head = self.parameters.weight(head).unwrap();
         floats(&head.matmul(&stack.normed(x, &rows).unwrap(), None).unwrap())
     }
