@@ -19,7 +19,8 @@ use rloss::learner::optimizer::Optimizer;
 use rloss::model::config::Form;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::names::{ParameterSpec, parameter_specs};
-use rloss::model::parameters::Parameters;
+use rloss::model::parameters::{Backend, Parameters};
+use rloss::model::storage::Stored;
 use rloss::random::{Purpose, stream};
 use rloss::recipe::Recipe;
 use rloss::run::memory::{self, MemoryPlan, Subject};
@@ -179,10 +180,10 @@ fn files(name: &str, shape: Shape, form: Form) {
     let read = || {
         let files = ModelFolder::open(&folder, config).expect("opened");
         let values = parameter_specs(config).into_iter().map(|spec| {
-            let values = files.values(&spec)?;
-            Ok((spec, values))
+            let stored = Stored::variable(&spec, files.values(&spec)?)?;
+            Ok((spec, stored))
         });
-        Parameters::new(config, values).expect("loaded")
+        Parameters::loaded(config, &Backend::default(), values).expect("loaded")
     };
     let (_again, loading) = peak_of(bytes, read);
     std::fs::remove_dir_all(&folder).expect("removed");

@@ -32,7 +32,7 @@ pub mod model;
 pub mod ops;
 pub mod panics;
 pub mod policy;
-mod pool;
+pub mod pool;
 pub mod process_group;
 pub mod random;
 pub mod recipe;

@@ -77,23 +77,6 @@ impl Entry {
 }
 
 impl Parameters {
-    /// Takes the f32 values of every tensor of `config` in working layout, one after the other, in file order. They are on the host,
-    /// of one process.
-    ///
-    /// # Errors
-    /// Those of `values`, and when names or sizes are not those of `config`.
-    pub fn new(
-        config: &Config,
-        values: impl IntoIterator<Item = Result<(ParameterSpec, Vec<f32>)>>,
-    ) -> Result<Self> {
-        let tensors = values.into_iter().map(|found| {
-            let (spec, values) = found?;
-            let stored = Stored::variable(&spec, values)?;
-            Ok((spec, stored))
-        });
-        Self::of(config, parameter_specs(config), Backend::default(), tensors)
-    }
-
     /// Takes the tensors of `config` in file order, for `backend`.
     ///
     /// # Errors

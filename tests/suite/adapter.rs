@@ -151,7 +151,8 @@ fn adapt(parameters: &mut Parameters, config: &Config, rank: usize) {
 /// A random model of `config` as its folder in `form` gives it: decoded, and held as it lies there.
 fn both(config: &Config, form: Form) -> [Parameters; 2] {
     let start = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 1.0 };
-    let parameters = Parameters::new(config, init(config, &start, 8).unwrap().into_iter().map(Ok)).unwrap();
+    let parameters =
+        crate::tiny::parameters(config, init(config, &start, 8).unwrap().into_iter().map(Ok)).unwrap();
     let folder = TempDir::new().unwrap();
     let tensor = |spec: &ParameterSpec| Ok(tiny::named(&parameters, &spec.name).clone());
     save(folder.path(), config, form, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
@@ -164,7 +165,7 @@ fn both(config: &Config, form: Form) -> [Parameters; 2] {
         Ok((spec, stored))
     });
     [
-        Parameters::new(config, load(folder.path(), config).unwrap()).unwrap(),
+        crate::tiny::parameters(config, load(folder.path(), config).unwrap()).unwrap(),
         Parameters::loaded(config, &Backend::default(), held).unwrap(),
     ]
 }
@@ -385,7 +386,7 @@ fn a_merged_matrix_acts_as_the_two_side_by_side() {
             let values = tiny::values(&merged(&case.parameters, &spec)?);
             Ok((spec, values))
         });
-        let merged = Parameters::new(&case.model.config, values).unwrap();
+        let merged = crate::tiny::parameters(&case.model.config, values).unwrap();
         let vocabulary = case.model.config.vocab_size;
         let batches = MicroBatch::split(&every(&tiny::sequences(vocabulary, &[30, 12], 5)), usize::MAX);
         let (a, b) =

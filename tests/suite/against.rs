@@ -52,7 +52,8 @@ struct Fixture {
 impl Fixture {
     fn new() -> Self {
         let config = config();
-        let parameters = Parameters::new(&config, load(&fixtures().join("model"), &config).unwrap()).unwrap();
+        let parameters =
+            crate::tiny::parameters(&config, load(&fixtures().join("model"), &config).unwrap()).unwrap();
         Self {
             threads: Threads::new(2).unwrap(),
             model: Model::new(config, 256),

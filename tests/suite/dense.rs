@@ -27,7 +27,7 @@ fn tensors(parameters: &Parameters) -> Vec<Values> {
 
 fn parameters(config: &Config, values: Vec<Values>) -> Parameters {
     let mut parameters =
-        Parameters::new(config, parameter_specs(config).into_iter().zip(values).map(Ok)).unwrap();
+        crate::tiny::parameters(config, parameter_specs(config).into_iter().zip(values).map(Ok)).unwrap();
     parameters.train_only(&vec![true; parameters.len()]).unwrap();
     parameters
 }
@@ -100,7 +100,7 @@ fn a_dense_folder_gives_back_every_bit() {
     save(folder.path(), &dense(), Form::F32, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
     let config = Config::read(folder.path()).unwrap();
     assert_eq!(config, dense());
-    let after = Parameters::new(&config, load(folder.path(), &config).unwrap()).unwrap();
+    let after = crate::tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap();
     assert_eq!(tensors(&before), tensors(&after));
     assert_eq!(pass(&dense(), &before).head, pass(&config, &after).head);
 }

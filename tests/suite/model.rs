@@ -113,9 +113,9 @@ fn an_mxfp4_folder_computes_as_its_dequantised_weights_to_the_bit() {
         let tensor =
             |spec: &rloss::model::names::ParameterSpec| Ok(tiny::named(parameters, &spec.name).clone());
         save(folder.path(), &config, form, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
-        Parameters::new(&config, load(folder.path(), &config).unwrap()).unwrap()
+        crate::tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap()
     };
-    let original = Parameters::new(&config, tensors.into_iter().map(Ok)).unwrap();
+    let original = crate::tiny::parameters(&config, tensors.into_iter().map(Ok)).unwrap();
     let packed = write(&original, Form::Mxfp4);
     let dequantised = [write(&packed, Form::F32), write(&packed, Form::Bf16)];
     let lengths = [70, 1, 2, 33];

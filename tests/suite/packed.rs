@@ -34,7 +34,7 @@ fn settings() -> PassSettings {
 fn folder(config: &Config, form: Form, shard_bytes: u64) -> TempDir {
     let settings = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 1.0 };
     let tensors = init(config, &settings, 8).unwrap();
-    let parameters = Parameters::new(config, tensors.into_iter().map(Ok)).unwrap();
+    let parameters = crate::tiny::parameters(config, tensors.into_iter().map(Ok)).unwrap();
     let folder = TempDir::new().unwrap();
     let tensor = |spec: &ParameterSpec| Ok(tiny::named(&parameters, &spec.name).clone());
     save(folder.path(), config, form, &Companions::default(), shard_bytes, tensor).unwrap();
@@ -72,7 +72,7 @@ fn forward_prefill_and_decode_have_the_bits_of_the_decoded_model() {
     for (config, form) in cases() {
         for shard_bytes in [SHARD_BYTES_MAX, 40_000] {
             let folder = folder(&config, form, shard_bytes);
-            let plain = Parameters::new(&config, load(folder.path(), &config).unwrap()).unwrap();
+            let plain = crate::tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap();
             let packed = held(folder.path(), &config, &|_| false).unwrap();
             let files = ModelFolder::open(folder.path(), &config).unwrap();
             let specs = parameter_specs(&config);
@@ -113,7 +113,7 @@ fn gradients_through_packed_weights_have_the_bits_of_the_decoded_model() {
             .collect();
         let learning =
             |name: &str| specs.iter().zip(&marks).any(|(spec, learns)| spec.name == name && *learns);
-        let mut plain = Parameters::new(&config, load(folder.path(), &config).unwrap()).unwrap();
+        let mut plain = crate::tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap();
         let mut packed = held(folder.path(), &config, &learning).unwrap();
         let model = Model::new(config.clone(), config.max_position_embeddings);
         let batch = &MicroBatch::split(&tiny::sequences(config.vocab_size, &[50, 3, 33], 4), usize::MAX)[0];
@@ -167,7 +167,7 @@ fn layers_that_stay_on_disk_compute_the_same_bits() {
 fn arms_round_packed_weights_as_they_round_decoded_ones() {
     for (config, form) in cases() {
         let folder = folder(&config, form, SHARD_BYTES_MAX);
-        let plain = Parameters::new(&config, load(folder.path(), &config).unwrap()).unwrap();
+        let plain = crate::tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap();
         let packed = held(folder.path(), &config, &|_| false).unwrap();
         let model = Model::new(config.clone(), config.max_position_embeddings);
         let sequences = tiny::sequences(config.vocab_size, &[40], 4);
@@ -191,7 +191,7 @@ fn arms_round_packed_weights_as_they_round_decoded_ones() {
 fn mistakes_in_weights_are_the_same_of_packed_and_of_stored_ones() {
     for (config, form) in cases() {
         let folder = folder(&config, form, SHARD_BYTES_MAX);
-        let plain = Parameters::new(&config, load(folder.path(), &config).unwrap()).unwrap();
+        let plain = crate::tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap();
         let packed = held(folder.path(), &config, &|_| false).unwrap();
         let files = Arc::new(ModelFolder::open(folder.path(), &config).unwrap());
         let stored = Parameters::on_disk(&config, &Backend::default(), files, vec![]).unwrap();

@@ -111,7 +111,7 @@ fn folders_give_back_every_bit_and_a_tied_head_is_saved_once() {
         let (_, before) = tiny::model(config.clone(), 3);
         let folder = saved(&config, &before);
         assert_eq!(Config::read(folder.path()).unwrap(), config);
-        let after = Parameters::new(&config, load(folder.path(), &config).unwrap()).unwrap();
+        let after = crate::tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap();
         assert_eq!(after.position("lm_head.weight").is_none(), tied);
         for index in 0..before.len() {
             assert_eq!(

@@ -11,8 +11,9 @@ use rloss::model::families::Family;
 use rloss::model::forward::Model;
 use rloss::model::init::{InitSettings, init};
 use rloss::model::names::{ParameterSpec, parameter_specs};
-use rloss::model::parameters::Parameters;
+use rloss::model::parameters::{Backend, Parameters};
 use rloss::model::settings::Yarn;
+use rloss::model::storage::Stored;
 use rloss::ops::cpu::edit;
 use rloss::random::{Purpose, stream};
 
@@ -49,6 +50,19 @@ pub fn config(yarn: bool) -> Config {
     }
 }
 
+/// Parameters of `config` from f32 values in working layout, on the host and of one process.
+pub fn parameters(
+    config: &Config,
+    values: impl IntoIterator<Item = anyhow::Result<(ParameterSpec, Vec<f32>)>>,
+) -> anyhow::Result<Parameters> {
+    let tensors = values.into_iter().map(|found| {
+        let (spec, values) = found?;
+        let stored = Stored::variable(&spec, values)?;
+        Ok((spec, stored))
+    });
+    Parameters::loaded(config, &Backend::default(), tensors)
+}
+
 /// A model with random weights. Biases and norms are moved off their start values so that every term counts.
 pub fn model(config: Config, seed: u64) -> (Model, Parameters) {
     let settings = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 1.0 };
@@ -58,7 +72,7 @@ pub fn model(config: Config, seed: u64) -> (Model, Parameters) {
         values.iter_mut().for_each(|v| *v += rng.random_range(-0.1f32..0.1));
         Ok((spec, values))
     });
-    let mut parameters = Parameters::new(&config, moved).unwrap();
+    let mut parameters = parameters(&config, moved).unwrap();
     parameters.train_only(&vec![true; parameters.len()]).unwrap();
     let context = config.max_position_embeddings;
     (Model::new(config, context), parameters)

@@ -42,7 +42,7 @@ pub struct Preflight {
     place: ComputePlace,
     /// Of how many sequences a GPU holds keys and values.
     gpu_sequences: Option<usize>,
-    pub(in crate::run) source: ModelSource,
+    pub(super) source: ModelSource,
     /// Which of the model's own tensors learn, in the first stage.
     trainable: Vec<bool>,
     critic_trainable: Option<Vec<bool>>,
@@ -209,7 +209,7 @@ impl Preflight {
 }
 
 /// Collects [`crate::error::BadInput`]; any other error is one too, but keeps its own words.
-pub(in crate::run) struct Mistakes(pub(in crate::run) Vec<String>);
+pub(super) struct Mistakes(pub(super) Vec<String>);
 
 impl Mistakes {
     fn note<T>(&mut self, result: Result<T>) -> Option<T> {
@@ -217,7 +217,7 @@ impl Mistakes {
     }
 
     /// All of them in one, in the form of a recipe's mistakes.
-    pub(in crate::run) fn into_error(self) -> anyhow::Error {
+    pub(super) fn into_error(self) -> anyhow::Error {
         match self.0.as_slice() {
             [only] => bad_input!("{only}"),
             all => bad_input!("{} mistakes:\n  {}", all.len(), all.join("\n  ")),

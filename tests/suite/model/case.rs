@@ -140,7 +140,7 @@ pub fn relative(a: &[f32], b: &[f32]) -> f64 {
 impl Case {
     pub fn read(folder: &Path) -> Self {
         let config = Config::read(folder).unwrap();
-        let mut parameters = Parameters::new(&config, load(folder, &config).unwrap()).unwrap();
+        let mut parameters = crate::tiny::parameters(&config, load(folder, &config).unwrap()).unwrap();
         parameters.train_only(&vec![true; parameters.len()]).unwrap();
         Self::of(folder, config, parameters, HashMap::new())
     }
@@ -148,7 +148,7 @@ impl Case {
     /// A case of `scripts/adapter_parity.py` in `folder` on the model in `base`: the adapter alone learns.
     pub fn adapted(base: &Path, folder: &Path) -> Self {
         let config = Config::read(base).unwrap();
-        let mut parameters = Parameters::new(&config, load(base, &config).unwrap()).unwrap();
+        let mut parameters = crate::tiny::parameters(&config, load(base, &config).unwrap()).unwrap();
         let specs = parameters.specs.clone();
         let open = |kind: &str| AdapterFolder::open(&folder.join(kind), &specs).unwrap();
         let named = |kind: &'static str| {
